@@ -109,7 +109,7 @@ def tensors(arch: str, folder: Path, config: Facts) -> Tensors:
     kinds = {name: kind for kind, name in gguf.MODEL_ARCH_NAMES.items()}
     names = gguf.get_tensor_name_map(kinds[arch], config["num_hidden_layers"] + 1)
     for name, array in _stacked(load_file(folder / "model.safetensors")):
-        for own, converted in _CONVERT[arch](name, array, config):
+        for own, converted in CONVERT[arch](name, array, config):
             if own.startswith(("blk.", "output.")):
                 yield own, converted
                 continue
@@ -199,10 +199,10 @@ def _qwen3next(name: str, array: np.ndarray, config: Facts) -> Tensors:
         yield f"blk.{layer}.attn_qkv.weight", np.concatenate(qkv)
         yield f"blk.{layer}.attn_gate.weight", z
         return
-    yield from _delta(name, array)
+    yield from delta(name, array)
 
 
-def _delta(name: str, array: np.ndarray) -> Tensors:
+def delta(name: str, array: np.ndarray) -> Tensors:
     if name.endswith(".A_log"):
         array = -np.exp(array)
     elif name.endswith(".dt_bias"):
@@ -250,7 +250,7 @@ def _qwen35(name: str, array: np.ndarray, config: Facts) -> Tensors:
         array = turned(array, 1)
     elif "linear_attn.out_proj." in name:
         array = turned(array.T, size).T
-    yield from _delta(name, array)
+    yield from delta(name, array)
 
 
 _OWN_FACTS: dict[str, Callable[[Facts], Facts]] = {
@@ -264,7 +264,7 @@ _OWN_FACTS: dict[str, Callable[[Facts], Facts]] = {
     "nemotron_h_moe": gguf_mamba.nemotron_facts,
     "lfm2moe": gguf_mamba.lfm2_facts,
 }
-_CONVERT: dict[str, Callable[[str, np.ndarray, Facts], Tensors]] = {
+CONVERT: dict[str, Callable[[str, np.ndarray, Facts], Tensors]] = {
     "qwen3next": _qwen3next,
     "qwen35": _qwen35,
     "qwen35moe": _qwen35,

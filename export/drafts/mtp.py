@@ -162,7 +162,7 @@ def build(
     draft: Checkpoint, base: Checkpoint, config: MtpConfig, dtype: ir.DataType
 ) -> tuple[ir.Model, Op, Weights]:
     """The graph, as that of an EAGLE draft."""
-    tensors = _tensors(draft, base, config)
+    tensors = _tensors(draft, base, config, dtype)
     weights = Weights(tensors, draft.quant_config or base.quant_config)
     ids = None if config.target_ids is None else np.array(config.target_ids)
     model, op = record(Model(config, weights), config.decoder, ids, dtype)
@@ -170,20 +170,29 @@ def build(
     return model, op, weights
 
 
-def _tensors(draft: Checkpoint, base: Checkpoint, config: MtpConfig) -> DraftTensors:
+def _tensors(
+    draft: Checkpoint, base: Checkpoint, config: MtpConfig, dtype: ir.DataType
+) -> DraftTensors:
     """The layer's, and the base's embedding and head."""
-    there = text_tower(base).checkpoint.tensors
+    tower = text_tower(base).checkpoint
+    there = _stored(tower, dtype)
     shared = [name for name in there.infos() if name.startswith((f"{_TABLE}.", f"{_HEAD}."))]
     borrowed: dict[str, tuple[TensorSource, str]] = {name: (there, name) for name in shared}
     if config.target_ids is not None:
         head, ids = f"{_HEAD}.weight", np.array(config.target_ids)
         name = head if any(name.startswith(_HEAD) for name in shared) else f"{_TABLE}.weight"
-        borrowed[head] = HeadRows(there, name, ids, head), head
-    return DraftTensors(_own(draft), borrowed)
+        borrowed[head] = HeadRows(tower.tensors, name, ids, head), head
+    return DraftTensors(_own(_stored(draft, dtype)), borrowed)
 
 
-def _own(draft: Checkpoint) -> Renamed:
-    return Renamed(draft.tensors, {name: name for name in own_names(draft.tensors.infos())})
+def _stored(checkpoint: Checkpoint, dtype: ir.DataType) -> TensorSource:
+    """A GGUF file's blocks stay so, unless float32 is wanted, as those of a base."""
+    blocks = checkpoint.blocks if dtype == ir.DataType.FLOAT16 else None
+    return checkpoint.tensors if blocks is None else blocks
+
+
+def _own(tensors: TensorSource) -> Renamed:
+    return Renamed(tensors, {name: name for name in own_names(tensors.infos())})
 
 
 def spec(draft: Checkpoint, config: MtpConfig, op: Op) -> DraftSpec:
@@ -191,7 +200,7 @@ def spec(draft: Checkpoint, config: MtpConfig, op: Op) -> DraftSpec:
     decoder = config.decoder
     return DraftSpec(
         method=config.method,
-        decoder=decoder_spec(decoder, config.method, [op], _own(draft)),
+        decoder=decoder_spec(decoder, config.method, [op], _own(draft.tensors)),
         draft_vocab_size=config.num_foreseen,
         base_hidden_size=decoder.hidden_size,
         base_num_layers=config.base_num_layers,

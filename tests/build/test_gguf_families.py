@@ -10,6 +10,7 @@ import numpy as np
 import pytest
 from conftest import make_checkpoint
 from gguf_files import CASES, write_gguf
+from gguf_hybrids import HYBRIDS, write_hybrid
 from mixed_gguf import scaled_blocks
 from portable import open_portable
 from transformers import AutoModelForCausalLM
@@ -31,16 +32,29 @@ KINDS = {
     "ffn_gate": "Q5_0", "ffn_up": "Q4_1", "ffn_down": "IQ4_NL", "token_embd": "Q8_0",
     "output": "Q4_1", "ffn_gate_exps": "Q4_1", "ffn_up_exps": "Q4_1", "ffn_down_exps": "Q5_0",
 }  # fmt: skip
+KINDS |= dict.fromkeys(("ssm_in", "ssm_ba", "ssm_alpha", "attn_gate", "in_proj"), "Q4_0")
+KINDS |= dict.fromkeys(("ssm_out", "ssm_beta", "out_proj", "ffn_latent_up"), "Q8_0")
+KINDS |= dict.fromkeys(("ffn_latent_down", "ffn_up_shexp", "ffn_down_shexp"), "Q5_1")
+KINDS["ffn_gate_shexp"] = "Q4_1"
 # As Q4_K_M has them.
 K_KINDS = dict.fromkeys(KINDS, "Q4_K") | {"attn_v": "Q6_K", "ffn_down_exps": "Q6_K"}
 MXFP4 = {**KINDS, **dict.fromkeys(("ffn_gate_exps", "ffn_up_exps", "ffn_down_exps"), "MXFP4")}
 WIDE = {"hidden_size": 256, "intermediate_size": 256, "moe_intermediate_size": 256,
         "num_hidden_layers": 2, "num_attention_heads": 4, "head_dim": 64}  # fmt: skip
+EVEN = {"linear_value_head_dim": 32, "intermediate_size": 96, "shared_intermediate_size": 96,
+        "moe_intermediate_size": 64}  # fmt: skip
 FILES = {
     **{name: (name, {}, KINDS) for name in
        ("gemma2", "gemma3", "granite", "olmo2", "olmo3", "phi3", "smollm3")},
     "qwen3moe": ("qwen3moe", WIDE, K_KINDS),
     "gpt-oss": ("gpt-oss", {}, MXFP4),
+    "qwen3next": ("qwen3next", EVEN, KINDS),
+    "qwen35": ("qwen35", {**WIDE, "linear_num_value_heads": 4, "linear_value_head_dim": 64},
+               {**K_KINDS, "ssm_out": "Q5_K"}),
+    "granitehybrid": ("granitehybrid", EVEN, KINDS),
+    "falcon-h1": ("falcon-h1", EVEN, KINDS),
+    "nemotron_h_moe": ("nemotron_h_moe", EVEN, KINDS),
+    "lfm2moe": ("lfm2moe", EVEN, KINDS),
 }  # fmt: skip
 
 
@@ -57,8 +71,12 @@ def encode(kinds, name, array):
 
 def write(folder, name):
     case, changes, kinds = FILES[name]
-    arch, config = CASES[case]
+    arch, config = {**CASES, **HYBRIDS}[case]
+    changes = {key: value for key, value in changes.items() if key in config}
     checkpoint = make_checkpoint(folder / "hf", **{**config, **changes})
+    if case in HYBRIDS:
+        write_hybrid(folder / "model.gguf", arch, checkpoint, lambda *each: encode(kinds, *each))
+        return folder / "model.gguf"
     model = AutoModelForCausalLM.from_pretrained(checkpoint)
     write_gguf(folder / "model.gguf", arch, model, lambda *each: encode(kinds, *each))
     return folder / "model.gguf"
@@ -81,7 +99,7 @@ def test_kept_blocks_compute_the_decoded_floats(name, tmp_path):
     expected = logits(open_portable(tmp_path / "floats", 64))
     found = logits(open_portable(tmp_path / "kept", 64))
     assert distances(found, expected).max() < 1e-4
-    if name not in ("qwen3moe", "gpt-oss"):
+    if name not in ("qwen3moe", "gpt-oss", "nemotron_h_moe"):
         return
     weights = next((tmp_path / "kept").glob("*weights*"))
     assert weights.stat().st_size < 1.2 * (tmp_path / "model.gguf").stat().st_size

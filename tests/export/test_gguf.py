@@ -227,6 +227,8 @@ CUTS = {
     "llama-bpe": (_THREE, " | two|\n\n\n|new|\tone|  ", _SLASHES, _LETTERS),
     "dbrx": (_THREE, _LINES, _SLASHES, _LETTERS),
     "qwen2": (f"it|'s| I|'LL|{_DIGITS}", _LINES, _SLASHES, _LETTERS),
+    "falcon-h1": (_THREE, " | two|\n\n\n|new|\tone|  ", _SLASHES, _LETTERS),
+    "qwen35": (f"it|'s| I|'LL|{_DIGITS}", _LINES, _SLASHES, _LETTERS),
     "gpt-4o": ("it's| I'LL| |123|45| x|2", _LINES, "camel|Case| //|a|/b|=|1", _LETTERS),
     "tekken": (f"it|'s| I|'LL|{_DIGITS}", " | two|\n\n\n|new|\tone|  ",
                "camel|Case| //|a|/b|=|1", _LETTERS),
@@ -243,8 +245,22 @@ def test_texts_are_cut_as_llama_cpp_cuts_them(pre):
     for text, cut in zip(TEXTS, CUTS[pre], strict=True):
         ids = tokenizer.encode(text, add_special_tokens=False).ids
         assert [tokenizer.decode([each]) for each in ids] == cut.split("|")
-    begins = pre in ("llama-bpe", "tekken")  # whatever the file says not
+    begins = pre in ("llama-bpe", "falcon-h1", "tekken")  # whatever the file says not
     assert (tokenizer.encode("1").ids[0] == 1) is begins
+
+
+def test_marks_belong_to_words_since_qwen35():
+    from tokenizers import Tokenizer
+
+    cuts = {}
+    for pre in ("qwen2", "qwen35"):
+        kept = _Kept()
+        write_pieces(kept, pre)
+        tokenizer = Tokenizer.from_str(convert_tokenizer(kept.get)["tokenizer.json"].decode())
+        found = tokenizer.pre_tokenizer.pre_tokenize_str("ab क्या \u0301!")
+        cuts[pre] = [place for _, place in found]
+    assert cuts["qwen2"] == [(0, 2), (2, 4), (4, 6), (6, 7), (7, 10)]
+    assert cuts["qwen35"] == [(0, 2), (2, 7), (7, 9), (9, 10)]
 
 
 @pytest.mark.parametrize(

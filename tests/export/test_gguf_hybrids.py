@@ -2,20 +2,28 @@
 
 from __future__ import annotations
 
+import gguf
+import gguf_hybrids
 import numpy as np
 import pytest
 from conftest import make_checkpoint
+from draft_runs import DraftRun, drive
 from gguf_hybrids import HYBRIDS, write_hybrid
+from mtp_reference import Reference, make_base
 
+from edgellm.contract import EdgeLLMError
 from edgellm.export.bundle import ExportOptions, export_llm
-from edgellm.export.source import open_checkpoint
+from edgellm.export.checkpoint import read_whole
+from edgellm.export.draft import DraftOptions, export_draft
+from edgellm.export.source import open_checkpoint, open_draft
 from edgellm.export.verify import run_portable
+from edgellm.manifest import DRAFT_BUNDLE, load_bundle
 
 IDS = np.random.default_rng(3).integers(9, 96, 30)
 
 
-def logits(source, output):
-    manifest = export_llm(open_checkpoint(str(source)), output, ExportOptions("fp32"))
+def logits(source, output, num_layers=None):
+    manifest = export_llm(open_checkpoint(str(source)), output, ExportOptions("fp32", num_layers))
     return run_portable(output, manifest, IDS, 20)
 
 
@@ -25,5 +33,85 @@ def test_logits_are_those_of_the_checkpoint(tmp_path, case):
     folder = make_checkpoint(tmp_path / "hf", **config)
     write_hybrid(tmp_path / "model.gguf", arch, folder)
     expected = logits(folder, tmp_path / "expected")
+    found = logits(tmp_path / "model.gguf", tmp_path / "bundle")
+    np.testing.assert_allclose(found, expected, atol=2e-4)
+
+
+@pytest.mark.parametrize(
+    ("case", "changes", "extra", "message"),
+    [
+        ("granitehybrid", {}, {"rope__scaling__finetuned": True}, "Bamba, whose heads turn"),
+        ("falcon-h1", {"tie_word_embeddings": True}, {}, "lost the factor of the logits"),
+        ("lfm2moe", {}, {"expert_gating_func": 1}, "lfm2moe.expert_gating_func = 1"),
+        ("nemotron_h_moe", {}, {"expert_group_count": 4}, "expert_group_count = 4"),
+        ("nemotron_h", {}, {"expert_count": 4}, "nemotron_h.expert_count = 4"),
+        ("qwen35", {}, {"attention__clamp_kqv": 8.0}, "not understand: qwen35.attention.clamp_kqv"),
+        ("qwen35", {}, {"full_attention_interval": 0}, "damaged metadata"),
+        ("qwen35", {}, {"ssm__group_count": 4}, "linear attention of"),
+    ],
+)
+def test_what_is_not_understood_is_refused(tmp_path, case, changes, extra, message):
+    arch, config = HYBRIDS[case]
+    folder = make_checkpoint(tmp_path / "hf", **{**config, **changes})
+    write_hybrid(tmp_path / "model.gguf", arch, folder, **extra)
+    with pytest.raises(EdgeLLMError, match=message):
+        logits(tmp_path / "model.gguf", tmp_path / "bundle")
+    assert not (tmp_path / "bundle").exists()
+
+
+def test_older_files_of_qwen3_next_join_all_projections(tmp_path, monkeypatch):
+    arch, config = HYBRIDS["qwen3next"]
+    folder = make_checkpoint(tmp_path / "hf", **config)
+    convert = gguf_hybrids.CONVERT
+    monkeypatch.setitem(convert, arch, lambda name, array, _: gguf_hybrids.delta(name, array))
+    write_hybrid(tmp_path / "model.gguf", arch, folder)
+    name = "model.layers.0.linear_attn.in_proj_qkvz.weight"
+    expected, found = (
+        read_whole(open_checkpoint(str(path)).tensors, name)
+        for path in (folder, tmp_path / "model.gguf")
+    )
+    assert found == expected
+
+
+@pytest.mark.parametrize("arch", ["qwen35", "qwen35moe"])
+def test_multi_token_prediction_is_a_draft(tmp_path, arch):
+    base = make_base(tmp_path / "hf", HYBRIDS[arch][1]["model_type"])
+    path = tmp_path / "model.gguf"
+    write_hybrid(path, arch, base)
+    checkpoint = open_checkpoint(str(path))
+    options = ExportOptions("fp32", draft_model_dir=str(path))
+    assert export_llm(checkpoint, tmp_path / "base", options).hidden_taps == (4,)
+    export_draft(open_draft(str(path)), checkpoint, tmp_path / "draft", DraftOptions("fp32"))
+    manifest = load_bundle(tmp_path / "draft", DRAFT_BUNDLE)
+    drive(DraftRun(tmp_path / "draft", manifest), Reference(base))
+
+
+def test_such_a_draft_keeps_its_codes(tmp_path):
+    base = make_base(tmp_path / "hf", linear_value_head_dim=32, intermediate_size=96)
+    path = tmp_path / "model.gguf"
+    kind = gguf.GGMLQuantizationType.Q8_0
+    write_hybrid(path, "qwen35", base, lambda _, array: (gguf.quantize(array, kind), kind))
+    checkpoints = open_draft(str(path)), open_checkpoint(str(path))
+    manifests = {
+        dtype: export_draft(*checkpoints, tmp_path / dtype, DraftOptions(dtype))
+        for dtype in ("fp16", "fp32")
+    }
+    assert {dtype: each.quantization for dtype, each in manifests.items()} == {
+        "fp16": "gguf",
+        "fp32": "none",
+    }
+    chosen = DraftOptions("fp16", draft_vocab_size=40)
+    found = export_draft(*checkpoints, tmp_path / "chosen", chosen)
+    assert (found.quantization, found.draft.draft_vocab_size) == ("gguf", 40)
+
+
+def test_a_layer_that_foresees_is_left_out_where_it_is_no_draft(tmp_path):
+    """Nemotron's is the last block, too."""
+    arch, config = HYBRIDS["nemotron_h"]
+    folder = make_checkpoint(tmp_path / "hf", **config)
+    layers = len(config["layers_block_type"])
+    extra = {"block_count": layers, "nextn_predict_layers": 1}
+    write_hybrid(tmp_path / "model.gguf", arch, folder, **extra)
+    expected = logits(folder, tmp_path / "expected", layers - 1)
     found = logits(tmp_path / "model.gguf", tmp_path / "bundle")
     np.testing.assert_allclose(found, expected, atol=2e-4)
