@@ -102,7 +102,7 @@ def draft(
         str,
         typer.Option(
             "--draft_model_dir",
-            help="EAGLE draft, Medusa heads, or a model with mtp.*: HF folder or cached hub id.",
+            help="EAGLE draft, Medusa heads, or a model with mtp.*: HF folder, .gguf or hub id.",
         ),
     ],
     base_model_dir: Annotated[

@@ -110,8 +110,8 @@ def test_a_layer_that_foresees_is_left_out_where_it_is_no_draft(tmp_path):
     arch, config = HYBRIDS["nemotron_h"]
     folder = make_checkpoint(tmp_path / "hf", **config)
     layers = len(config["layers_block_type"])
-    extra = {"block_count": layers, "nextn_predict_layers": 1}
-    write_hybrid(tmp_path / "model.gguf", arch, folder, **extra)
+    path = tmp_path / "model.gguf"
+    write_hybrid(path, arch, folder, block_count=layers, nextn_predict_layers=1)
     expected = logits(folder, tmp_path / "expected", layers - 1)
     found = logits(tmp_path / "model.gguf", tmp_path / "bundle")
     np.testing.assert_allclose(found, expected, atol=2e-4)
