@@ -29,6 +29,7 @@ _ROPES = ("rope_freqs", "rope_factors_")
 _PLAIN = {"F32": "F32", "F16": "F16", "BF16": "BF16"}
 _DAMAGED = (ValueError, IndexError, KeyError, TypeError, AttributeError, ZeroDivisionError)
 _LAYER, _FILE_NAME = re.compile(r"blk\.(\d+)\.(.+)"), re.compile(r"^blk\.\d+\.|\.(weight|bias)$")
+_JOINED = ".ffn_gate_up_exps"
 _RATES, _KEPT_NORM = "ssm_a", "ssm_norm"  # -exp(A_log); to whose weights nothing was added
 # Of a layer of multi-token prediction.
 _FORESEES = {
@@ -57,9 +58,10 @@ class GGUFTensors:
         """
         layers = config["num_hidden_layers"]
         self._tensors = {
-            _hf_name(t.name, family, layers): t
-            for t in file.tensors
-            if not t.name.startswith(_ROPES)
+            _hf_name(part.name, family, layers): part
+            for tensor in file.tensors
+            if not tensor.name.startswith(_ROPES)
+            for part in _apart(tensor)
         }
         self._orders, self._shift = family.orders(config), family.norm_shift
         kept = (*FORMS, MXFP4) if keeps_blocks else ()
@@ -120,6 +122,20 @@ class GGUFTensors:
         floats = values.view(np.float32)
         with np.errstate(invalid="ignore", divide="ignore"):  # refused when they are written
             return np.log(-floats) if _stem(tensor) == _RATES else floats - np.float32(self._shift)
+
+
+def _apart(tensor: GGUFTensor) -> Iterator[GGUFTensor]:
+    """Gates and ups of experts, which newer files may have in one tensor, the gates first."""
+    if _JOINED not in tensor.name:
+        yield tensor
+        return
+    experts, both, *width = tensor.shape
+    inner = both // 2
+    place = (inner, tensor.data.shape[-1]) if width else (-1,)
+    halves = tensor.data.reshape(experts, 2, *place)
+    for index, part in enumerate((".ffn_gate_exps", ".ffn_up_exps")):
+        name, shape = tensor.name.replace(_JOINED, part), (experts, inner, *width)
+        yield GGUFTensor(name, tensor.kind, shape, halves[:, index])
 
 
 def _stem(tensor: GGUFTensor) -> str:

@@ -41,7 +41,8 @@ class GGUFTensor:
     name: str
     kind: str  # llama.cpp's name of the type, "Q4_K"
     shape: tuple[int, ...]  # row-major, [out, in]
-    data: NDArray[np.uint8] = field(repr=False)  # [rows, bytes of a row]; numbers of a vector
+    # [rows, bytes of a row], of a vector its numbers, or some of them together.
+    data: NDArray[np.uint8] = field(repr=False)
 
 
 @dataclass(frozen=True, slots=True)

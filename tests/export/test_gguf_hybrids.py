@@ -27,6 +27,11 @@ def logits(source, output, num_layers=None):
     return run_portable(output, manifest, IDS, 20)
 
 
+def in_q8(_, array):
+    kind = gguf.GGMLQuantizationType.Q8_0
+    return gguf.quantize(np.ascontiguousarray(array), kind), kind
+
+
 @pytest.mark.parametrize("case", HYBRIDS)
 def test_logits_are_those_of_the_checkpoint(tmp_path, case):
     arch, config = HYBRIDS[case]
@@ -73,6 +78,32 @@ def test_older_files_of_qwen3_next_join_all_projections(tmp_path, monkeypatch):
     assert found == expected
 
 
+def test_gates_and_ups_may_be_one_tensor(tmp_path, monkeypatch):
+    held, plain = [], gguf_hybrids.CONVERT["qwen35moe"]
+
+    def joined(name, array, config):
+        if name.endswith(".experts.gate_proj.weight"):
+            held.append(array)
+        elif name.endswith(".experts.up_proj.weight"):
+            layer = name.split(".")[2]
+            yield f"blk.{layer}.ffn_gate_up_exps.weight", np.concatenate([held.pop(), array], 1)
+        else:
+            yield from plain(name, array, config)
+
+    changes = {"moe_intermediate_size": 64, "linear_value_head_dim": 32}
+    folder = make_checkpoint(tmp_path / "hf", **{**HYBRIDS["qwen35moe"][1], **changes})
+    files = []
+    for title, convert in (("apart", plain), ("joined", joined)):
+        monkeypatch.setitem(gguf_hybrids.CONVERT, "qwen35moe", convert)
+        files.append(tmp_path / f"{title}.gguf")
+        write_hybrid(files[-1], "qwen35moe", folder, in_q8)
+    apart, together = (open_checkpoint(str(path)) for path in files)
+    for expected, found in ((apart.tensors, together.tensors), (apart.blocks, together.blocks)):
+        assert found.infos() == expected.infos()
+        for name in expected.infos():
+            assert read_whole(found, name) == read_whole(expected, name)
+
+
 @pytest.mark.parametrize("arch", ["qwen35", "qwen35moe"])
 def test_multi_token_prediction_is_a_draft(tmp_path, arch):
     base = make_base(tmp_path / "hf", HYBRIDS[arch][1]["model_type"])
@@ -89,8 +120,7 @@ def test_multi_token_prediction_is_a_draft(tmp_path, arch):
 def test_such_a_draft_keeps_its_codes(tmp_path):
     base = make_base(tmp_path / "hf", linear_value_head_dim=32, intermediate_size=96)
     path = tmp_path / "model.gguf"
-    kind = gguf.GGMLQuantizationType.Q8_0
-    write_hybrid(path, "qwen35", base, lambda _, array: (gguf.quantize(array, kind), kind))
+    write_hybrid(path, "qwen35", base, in_q8)
     checkpoints = open_draft(str(path)), open_checkpoint(str(path))
     manifests = {
         dtype: export_draft(*checkpoints, tmp_path / dtype, DraftOptions(dtype))
