@@ -66,10 +66,7 @@ class GGUFTensors:
         self._orders, self._shift = family.orders(config), family.norm_shift
         kept = (*FORMS, MXFP4) if keeps_blocks else ()
         self._infos = {
-            name: TensorInfo(
-                self._dtype(tensor, kept),
-                _own_shape(name, tensor.shape),
-            )
+            name: TensorInfo(self._dtype(tensor, kept), _own_shape(name, tensor.shape))
             for name, tensor in self._tensors.items()
         }
         self._input_orders = {

@@ -31,18 +31,17 @@ def read_config(facts: Facts) -> Config:
     heads, hidden = facts.get("attention.head_count"), facts.get("embedding_length")
     head_dim = facts.get("attention.key_length", hidden // heads)
     facts.expect("attention.value_length", head_dim)
-    width = {}
-    if facts.family.has_experts:
-        width = {"default": None}  # where all layers have experts
-    else:
+    inner = facts.get("feed_forward_length", None)
+    if not facts.family.has_experts:
         facts.expect("expert_count", 0)
+        inner = facts.get("feed_forward_length")
     tokens = facts.metadata.get("tokenizer.ggml.tokens")
     if tokens is None:
         raise BrokenArtifactError("the GGUF file has no tokenizer.ggml.tokens")
     config = {
         "vocab_size": len(tokens),
         "hidden_size": hidden,
-        "intermediate_size": facts.get("feed_forward_length", **width),
+        "intermediate_size": inner,
         "num_hidden_layers": facts.get("block_count"),
         "num_attention_heads": heads,
         "num_key_value_heads": facts.get("attention.head_count_kv", heads),
