@@ -17,7 +17,7 @@ from edgellm.quantize.autoround import is_there
 from edgellm.quantize.calibration import load_tokenizer, read_calibration
 from edgellm.quantize.checkpointing import WorkFolder
 from edgellm.quantize.device import choose_device
-from edgellm.quantize.draft import Draft
+from edgellm.quantize.draft_kinds import open_float_draft
 from edgellm.quantize.modelopt_adapter import Recipe
 from edgellm.quantize.questions import Questions, read_questions
 from edgellm.quantize.residual import rotated
@@ -140,7 +140,7 @@ def make_plan(job: Job) -> Plan:
     if job.base_model_dir is None:
         subject: Subject = _language_model(job)
     else:
-        subject = Draft.open(job.model_dir, job.base_model_dir, job.ignore_config_keys)
+        subject = open_float_draft(job.model_dir, job.base_model_dir, job.ignore_config_keys)
     if subject.family.experts is not None and (scheme.is_autoround or scheme.is_mixed):
         raise EdgeLLMError(
             f"{'--quantization mixed' if scheme.is_mixed else '--algo autoround'} does not do "
