@@ -29,7 +29,7 @@ from edgellm.export.weights import Weights
 from edgellm.quantize.calibration import Calibration
 from edgellm.quantize.checkpointing import FLOAT, QUANTIZED, WorkFolder
 from edgellm.quantize.checks import HEAD, needed_bytes
-from edgellm.quantize.draft_inputs import DraftInputs
+from edgellm.quantize.draft_inputs import DraftInputs, Inputs
 from edgellm.quantize.families import FAMILIES, Family
 from edgellm.quantize.formats import F32
 from edgellm.quantize.logits import Head, float_head, greedy
@@ -102,6 +102,11 @@ class Draft:
         """See `Subject`."""
         regular = range(1, self.config.num_hidden_layers)
         return (f"{self.facts.first_layer}.", *(f"layers.{index}." for index in regular))
+
+    @property
+    def embedding_name(self) -> str:
+        """The tensor that ids look up."""
+        return EMBEDDING
 
     @property
     def head_name(self) -> str:
@@ -244,6 +249,10 @@ class Draft:
             for index in range(len(self.layers))
         ]
 
+    def inputs(self, device: torch.device) -> Inputs:
+        """What stands before the first layer."""
+        return DraftInputs(self.facts, self.tensors, device)
+
     def first_steps(
         self, rows: Ids, base: Sequence[States] | Mapping[int, States], task: Task
     ) -> Iterator[torch.Tensor]:
@@ -254,12 +263,12 @@ class Draft:
             base: the base's states that enter its layers, at least the tapped ones.
             task: of the run.
         """
-        inputs = DraftInputs(self.facts, self.tensors, task.device)
+        inputs = self.inputs(task.device)
         norm = self.norm_model(None, task.device)
         models = self.layer_models(task.device)
         taps = [base[tap].batches(task.device) for tap in self.taps]
         base_norm = self.base.norm_model(None, task.device) if not self.facts.fuses else None
-        table = read_tensor(self.tensors, EMBEDDING)
+        table = read_tensor(self.tensors, self.embedding_name)
         for tapped, embeddings in zip(
             zip(*taps, strict=True), embedded(table, rows, task.batch_rows), strict=True
         ):
@@ -286,7 +295,7 @@ class Draft:
         own = needed_bytes(
             infos,
             self.layers,
-            infos[HEAD],
+            infos[self.head_name],
             self.config,
             batch_tokens,
             copies,

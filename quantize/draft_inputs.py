@@ -2,6 +2,8 @@
 
 from __future__ import annotations
 
+from typing import Protocol
+
 import torch
 
 from edgellm.export.checkpoint import TensorSource
@@ -15,6 +17,18 @@ def fused_features(
     """What a draft of blocks makes of tapped streams, each [B, S, H]: [B, S, D]."""
     inputs = DraftInputs(facts, tensors, taps[0].device)
     return inputs.normed(inputs.fuse(taps), "hidden_norm")
+
+
+class Inputs(Protocol):
+    """Makes what enters a draft's first layer."""
+
+    def fuse(self, taps: tuple[torch.Tensor, ...]) -> torch.Tensor:
+        """Tapped streams, each [B, S, H], to hidden rows [B, S, D]."""
+        ...
+
+    def join(self, tokens: torch.Tensor, hidden: torch.Tensor) -> torch.Tensor:
+        """Embeddings and hidden rows to states [B, S, ...]."""
+        ...
 
 
 class DraftInputs:

@@ -13,7 +13,6 @@ import torch
 
 from edgellm.contract import EdgeLLMError
 from edgellm.quantize.checkpointing import FLOAT, QUANTIZED
-from edgellm.quantize.checks import HEAD
 from edgellm.quantize.draft import Draft
 from edgellm.quantize.draft_kinds import open_float_draft
 from edgellm.quantize.logits import Head, float_head, greedy
@@ -82,7 +81,7 @@ def _rate(plan: Plan, draft: Draft, taps: Mapping[int, States], last: States, he
     task = plan.task
     targets = draft.targets_of(last, head, task)
     norm = draft.norm_model(None, task.device)
-    own = float_head(read_tensor(draft.tensors, HEAD), task.device, draft.finish)
+    own = float_head(read_tensor(draft.tensors, draft.head_name), task.device, draft.finish)
     models = draft.layer_models(task.device)
     taken = at = 0
     for states in draft.first_steps(task.rows(FLOAT), taps, task):

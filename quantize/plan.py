@@ -19,6 +19,7 @@ from edgellm.quantize.checkpointing import WorkFolder
 from edgellm.quantize.device import choose_device
 from edgellm.quantize.draft_kinds import open_float_draft
 from edgellm.quantize.modelopt_adapter import Recipe
+from edgellm.quantize.mtp_draft import MtpDraft
 from edgellm.quantize.questions import Questions, read_questions
 from edgellm.quantize.residual import rotated
 from edgellm.quantize.rotation import check_values
@@ -260,6 +261,11 @@ def _recipes(
         return replace(own, block_size=block_size(scheme, body, job.block_size)), None
     # The layout has one block size for all INT4 layers.
     shared = scheme.is_int4 and head_scheme.is_int4
+    if isinstance(subject, MtpDraft):
+        raise EdgeLLMError(
+            f"{subject.checkpoint.label}: the head of its multi-token prediction is the base's",
+            hint="leave out --lm_head_quantization; of --quantization, auto rounds heads, too",
+        )
     if head_scheme.is_table:
         _check_table(subject, width)
     head = {"lm_head": (out, width)}

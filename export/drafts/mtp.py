@@ -162,7 +162,7 @@ def build(
     draft: Checkpoint, base: Checkpoint, config: MtpConfig, dtype: ir.DataType
 ) -> tuple[ir.Model, Op, Weights]:
     """The graph, as that of an EAGLE draft."""
-    tensors = _tensors(draft, base, config)
+    tensors = all_tensors(draft, base, config)
     weights = Weights(tensors, draft.quant_config or base.quant_config)
     ids = None if config.target_ids is None else np.array(config.target_ids)
     model, op = record(Model(config, weights), config.decoder, ids, dtype)
@@ -170,7 +170,7 @@ def build(
     return model, op, weights
 
 
-def _tensors(draft: Checkpoint, base: Checkpoint, config: MtpConfig) -> DraftTensors:
+def all_tensors(draft: Checkpoint, base: Checkpoint, config: MtpConfig) -> DraftTensors:
     """The layer's, and the base's embedding and head."""
     there = text_tower(base).checkpoint.tensors
     shared = [name for name in there.infos() if name.startswith((f"{_TABLE}.", f"{_HEAD}."))]
@@ -179,10 +179,11 @@ def _tensors(draft: Checkpoint, base: Checkpoint, config: MtpConfig) -> DraftTen
         head, ids = f"{_HEAD}.weight", np.array(config.target_ids)
         name = head if any(name.startswith(_HEAD) for name in shared) else f"{_TABLE}.weight"
         borrowed[head] = HeadRows(there, name, ids, head), head
-    return DraftTensors(_own(draft), borrowed)
+    return DraftTensors(own_tensors(draft), borrowed)
 
 
-def _own(draft: Checkpoint) -> Renamed:
+def own_tensors(draft: Checkpoint) -> Renamed:
+    """The layer's alone."""
     return Renamed(draft.tensors, {name: name for name in own_names(draft.tensors.infos())})
 
 
@@ -191,7 +192,7 @@ def spec(draft: Checkpoint, config: MtpConfig, op: Op) -> DraftSpec:
     decoder = config.decoder
     return DraftSpec(
         method=config.method,
-        decoder=decoder_spec(decoder, config.method, [op], _own(draft)),
+        decoder=decoder_spec(decoder, config.method, [op], own_tensors(draft)),
         draft_vocab_size=config.num_foreseen,
         base_hidden_size=decoder.hidden_size,
         base_num_layers=config.base_num_layers,
