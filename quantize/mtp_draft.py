@@ -27,15 +27,17 @@ from edgellm.quantize.one_layer_model import head_model, layer_model
 from edgellm.quantize.subject import Ids, LanguageModel
 from edgellm.quantize.tensors import Tensor, read_below, read_tensor
 
-_PREFIX = "mtp"
-
 
 @dataclass(frozen=True)
 class MtpDraft(Draft):
     """A float layer with the float base that it came with."""
 
     mtp: MtpConfig
-    float_modules = ("model.embed_tokens", "lm_head", f"{_PREFIX}.fc")
+
+    @property
+    def float_modules(self) -> tuple[str, ...]:
+        """See `Subject`."""
+        return "model.embed_tokens", "lm_head", self.mtp.names.fc
 
     @classmethod
     def of(cls, checkpoint: Checkpoint, mtp: MtpConfig, base: LanguageModel) -> MtpDraft:
@@ -50,7 +52,7 @@ class MtpDraft(Draft):
             base_num_layers=mtp.base_num_layers,
             hidden_taps=mtp.hidden_taps,
             taps_meaning=mtp.taps_meaning,
-            first_layer=f"{_PREFIX}.layers.0",
+            first_layer=mtp.names.layer,
             qk_norm=True,
             fc_bias=False,
             norms=Norms(before_residual=False, before_fc=False, fc_norm=False, output=True),
@@ -71,7 +73,7 @@ class MtpDraft(Draft):
     @property
     def layers(self) -> tuple[str, ...]:
         """See `Subject`."""
-        return (f"{_PREFIX}.layers.0.",)
+        return (f"{self.mtp.names.layer}.",)
 
     @property
     def embedding_name(self) -> str:
@@ -97,16 +99,16 @@ class MtpDraft(Draft):
         return layer_model(self._config(attends), attends, tensors, device)
 
     def _config(self, attends: int) -> dict[str, Any]:
-        """The base's, with experts in a layer if this one has some."""
+        """The base's, with experts in a layer if Qwen's has some; ERNIE's is its first layer."""
         config = self.base.checkpoint.config
-        if self.family.experts is None:
+        if self.family.experts is None or self.mtp.names.shares_norm:
             return config
         dense = [] if any(".experts." in name for name in self.tensors.infos()) else [attends]
         return {**config, "mlp_only_layers": dense, "decoder_sparse_step": 1}
 
     def norm_model(self, head: F32 | None, device: torch.device) -> PreTrainedModel:
         """The norm behind the layer, and the base's head."""
-        norm = {"weight": read_tensor(self.tensors, f"{_PREFIX}.norm.weight").floats()}
+        norm = {"weight": read_tensor(self.tensors, f"{self.mtp.names.norm}.weight").floats()}
         return head_model(self.base.checkpoint.config, norm, head, device)
 
     def finish(self, logits: torch.Tensor) -> torch.Tensor:
@@ -126,13 +128,15 @@ class _MtpInputs:
     """Both halves of what fc reads are normed."""
 
     def __init__(self, draft: MtpDraft, device: torch.device) -> None:
-        names = "pre_fc_norm_embedding", "pre_fc_norm_hidden", "fc"
-        self._weights, self._epsilon = {}, draft.config.rms_norm_eps
-        for name in names:
-            values = read_tensor(draft.tensors, f"{_PREFIX}.{name}.weight").floats()
-            self._weights[name] = torch.from_numpy(values.copy()).to(device)
-        for name in names[:2]:
-            self._weights[name] += draft.family.norm_shift
+        def read(name: str) -> torch.Tensor:
+            values = read_tensor(draft.tensors, f"{name}.weight").floats()
+            return torch.from_numpy(values.copy()).to(device)
+
+        names, shift = draft.mtp.names, draft.family.norm_shift
+        self._tokens, self._hidden = read(names.embedding_norm), read(names.hidden_norm)
+        self._tokens, self._hidden = self._tokens + shift, self._hidden + shift
+        self._fc, self._epsilon = read(names.fc), draft.config.rms_norm_eps
+        self._divisor = read(names.norm) if names.shares_norm else 1.0
 
     def fuse(self, taps: tuple[torch.Tensor, ...]) -> torch.Tensor:
         """The base's normed stream as it is."""
@@ -140,9 +144,11 @@ class _MtpInputs:
 
     def join(self, tokens: torch.Tensor, hidden: torch.Tensor) -> torch.Tensor:
         """Embeddings and features [B, S, H] -> [B, S, H]."""
-        both = self._normed("embedding", tokens), self._normed("hidden", hidden)
-        return torch.nn.functional.linear(torch.cat(both, -1), self._weights["fc"])
+        both = (
+            self._normed(tokens, self._tokens),
+            self._normed(hidden / self._divisor, self._hidden),
+        )
+        return torch.nn.functional.linear(torch.cat(both, -1), self._fc)
 
-    def _normed(self, what: str, x: torch.Tensor) -> torch.Tensor:
-        weight = self._weights[f"pre_fc_norm_{what}"]
+    def _normed(self, x: torch.Tensor, weight: torch.Tensor) -> torch.Tensor:
         return torch.nn.functional.rms_norm(x, x.shape[-1:], weight, self._epsilon)
