@@ -218,7 +218,6 @@ def _refuse_unused(weights: Weights, config: DecoderConfig) -> None:
         name
         for name in unused
         if name not in others
-        and not name.startswith("model.mtp_")  # ERNIE's, of multi-token prediction
         and not name.startswith(cut)
         and not (name == "lm_head.weight" and config.tie_word_embeddings)
     ]

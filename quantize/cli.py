@@ -112,7 +112,7 @@ Answers = Annotated[
 FollowingDraft = Annotated[
     str | None,
     typer.Option(
-        "--draft_model_dir", help="A float EAGLE draft: how often is its first candidate taken?"
+        "--draft_model_dir", help="A float draft: how often is its first candidate taken?"
     ),
 ]
 ReportPage = Annotated[
@@ -186,7 +186,7 @@ def draft(
         str, typer.Option("--base_model_dir", help="The float model that it drafts for.")
     ],
     draft_model_dir: Annotated[
-        str, typer.Option("--draft_model_dir", help="Folder of a float EAGLE draft.")
+        str, typer.Option("--draft_model_dir", help="A float draft, or a model with mtp.*.")
     ],
     output_dir: Output,
     quantization: DraftBody = None,
@@ -207,7 +207,7 @@ def draft(
     report: ReportPage = None,
     ignore_config_keys: IgnoredKeys = "",
 ) -> None:
-    """Quantize an EAGLE draft, calibrated with its base's features; fc stays as it is."""
+    """Quantize a draft or a layer of multi-token prediction with its base's features."""
     body = quantization or form_of_draft(target)
     _run(
         draft_model_dir, output_dir, body, lm_head_quantization, ignore_config_keys,

@@ -19,18 +19,17 @@ import numpy as np
 import torch
 from transformers import PreTrainedModel
 
-from edgellm.contract import UnsupportedModelError
 from edgellm.export.checkpoint import Checkpoint, TensorSource
 from edgellm.export.decoder_config import DecoderConfig
 from edgellm.export.draft import DraftOptions, understand_draft
 from edgellm.export.draft_config import DraftConfig
 from edgellm.export.draft_tensors import complete, read_target_ids
-from edgellm.export.source import open_checkpoint, open_draft
+from edgellm.export.source import open_checkpoint
 from edgellm.export.weights import Weights
 from edgellm.quantize.calibration import Calibration
 from edgellm.quantize.checkpointing import FLOAT, QUANTIZED, WorkFolder
-from edgellm.quantize.checks import HEAD, check_floats, needed_bytes
-from edgellm.quantize.draft_inputs import DraftInputs
+from edgellm.quantize.checks import HEAD, needed_bytes
+from edgellm.quantize.draft_inputs import DraftInputs, Inputs
 from edgellm.quantize.families import FAMILIES, Family
 from edgellm.quantize.formats import F32
 from edgellm.quantize.logits import Head, float_head, greedy
@@ -40,7 +39,7 @@ from edgellm.quantize.states import States
 from edgellm.quantize.subject import Ids, LanguageModel, Task, Tell, embedded
 from edgellm.quantize.tensors import Tensor, read_below, read_tensor
 
-_EMBEDDING, _NORM = "embed_tokens.weight", "norm.weight"
+EMBEDDING, NORM = "embed_tokens.weight", "norm.weight"
 _TARGETS = "targets.npy"
 _INPUT_NORMS = ("input_layernorm.weight", "hidden_norm.weight")
 _STEPS = 2  # of drafting, whose inputs are calibrated with
@@ -60,23 +59,10 @@ class Draft:
     kind = "draft"
     float_modules = ("embed_tokens", "fc", "lm_head")
 
-    @classmethod
-    def open(cls, draft_dir: str, base_dir: str, ignored_keys: tuple[str, ...]) -> Draft:
-        """Open and check both.
-
-        Raises:
-            EdgeLLMError: one is no such thing, quantized already, or they do not belong together.
-        """
-        checkpoint = open_draft(draft_dir)
-        base = open_checkpoint(base_dir, tokenizer=False)
-        facts = understand_draft(checkpoint, base, DraftOptions(ignore_config_keys=ignored_keys))
-        if not isinstance(facts, DraftConfig):
-            raise UnsupportedModelError(
-                f"{checkpoint.label} holds a {facts.method} draft, which is not calibrated here",
-                hint="llm_build rounds their weights: --quantize int8 or int4",
-            )
-        check_floats(checkpoint)
-        return cls(checkpoint, facts, LanguageModel.open(base_dir, ignored_keys))
+    @property
+    def taps(self) -> tuple[int, ...]:
+        """Of the base's streams, those that it reads, see `specs.DraftSpec`."""
+        return self.facts.hidden_taps
 
     @property
     def whole(self) -> Checkpoint:
@@ -99,8 +85,8 @@ class Draft:
 
     @property
     def family(self) -> Family:
-        """That of `_layer_config`."""
-        return FAMILIES[self._layer_config["model_type"]]
+        """That of `layer_config`."""
+        return FAMILIES[self.layer_config["model_type"]]
 
     @property
     def tensors(self) -> TensorSource:
@@ -116,6 +102,11 @@ class Draft:
         """See `Subject`."""
         regular = range(1, self.config.num_hidden_layers)
         return (f"{self.facts.first_layer}.", *(f"layers.{index}." for index in regular))
+
+    @property
+    def embedding_name(self) -> str:
+        """The tensor that ids look up."""
+        return EMBEDDING
 
     @property
     def head_name(self) -> str:
@@ -137,10 +128,10 @@ class Draft:
     ) -> PreTrainedModel:
         """See `Subject`."""
         del index  # the first one is told by what it lacks
-        return draft_layer_model(self._layer_config, tensors, device)
+        return draft_layer_model(self.layer_config, tensors, device)
 
     @cached_property
-    def _layer_config(self) -> dict[str, Any]:
+    def layer_config(self) -> dict[str, Any]:
         """The part of the config that transformers needs for a layer."""
         stored = self.checkpoint.config
         inner = stored.get("transformer_layer_config") or stored
@@ -152,8 +143,8 @@ class Draft:
 
     def norm_model(self, head: F32 | None, device: torch.device) -> PreTrainedModel:
         """The final norm, which EAGLE-1 lacks, and the head."""
-        norm = {"weight": read_tensor(self.tensors, _NORM).floats()} if self.facts.fuses else {}
-        return head_model(self._layer_config, norm, head, device)
+        norm = {"weight": read_tensor(self.tensors, NORM).floats()} if self.facts.fuses else {}
+        return head_model(self.layer_config, norm, head, device)
 
     def finish(self, logits: torch.Tensor) -> torch.Tensor:
         """See `Subject`."""
@@ -213,7 +204,7 @@ class Draft:
                 step = functools.partial(run_layer, model)
                 states[index].advance(states[index + 1], step, task.device)
             for states in found.values():
-                if index not in self.facts.hidden_taps:
+                if index not in self.taps:
                     states[index].path.unlink()
             tell(f"base layer {index}", index + 1)
         return found
@@ -235,13 +226,13 @@ class Draft:
         norm = self.base.norm_model(None, task.device)
         chosen = []
         for batch in last.batches(task.device):
-            ids = self._draft_ids[greedy(run_layer(norm, batch), head)]
+            ids = self.draft_ids[greedy(run_layer(norm, batch), head)]
             length = ids.shape[1] - _STEPS
             chosen += [ids[:, step : step + length] for step in range(1, _STEPS + 1)]
         return np.concatenate(chosen)
 
     @cached_property
-    def _draft_ids(self) -> Ids:
+    def draft_ids(self) -> Ids:
         """The draft's id of each token of the base, -1 where it has none."""
         targets = read_target_ids(Weights(self.tensors), self.facts, self.base.config)
         found = np.full(self.base.config.vocab_size, -1, np.int64)
@@ -258,6 +249,10 @@ class Draft:
             for index in range(len(self.layers))
         ]
 
+    def inputs(self, device: torch.device) -> Inputs:
+        """What stands before the first layer."""
+        return DraftInputs(self.facts, self.tensors, device)
+
     def first_steps(
         self, rows: Ids, base: Sequence[States] | Mapping[int, States], task: Task
     ) -> Iterator[torch.Tensor]:
@@ -268,12 +263,12 @@ class Draft:
             base: the base's states that enter its layers, at least the tapped ones.
             task: of the run.
         """
-        inputs = DraftInputs(self.facts, self.tensors, task.device)
+        inputs = self.inputs(task.device)
         norm = self.norm_model(None, task.device)
         models = self.layer_models(task.device)
-        taps = [base[tap].batches(task.device) for tap in self.facts.hidden_taps]
+        taps = [base[tap].batches(task.device) for tap in self.taps]
         base_norm = self.base.norm_model(None, task.device) if not self.facts.fuses else None
-        table = read_tensor(self.tensors, _EMBEDDING)
+        table = read_tensor(self.tensors, self.embedding_name)
         for tapped, embeddings in zip(
             zip(*taps, strict=True), embedded(table, rows, task.batch_rows), strict=True
         ):
@@ -300,7 +295,7 @@ class Draft:
         own = needed_bytes(
             infos,
             self.layers,
-            infos[HEAD],
+            infos[self.head_name],
             self.config,
             batch_tokens,
             copies,
@@ -311,7 +306,7 @@ class Draft:
     def states_bytes(self, calibration: Calibration) -> int:
         """The base's tapped states and two more of its streams, the draft's before and behind."""
         tokens = calibration.rows.size + 2 * calibration.held_out.size
-        base = (len(self.facts.hidden_taps) + 2) * self.base.config.hidden_size
+        base = (len(self.taps) + 2) * self.base.config.hidden_size
         width = self.states_shape(calibration.rows, 0)[2] + self.config.hidden_size
         return 4 * tokens * (base + _STEPS * width)
 

@@ -13,8 +13,8 @@ import torch
 
 from edgellm.contract import EdgeLLMError
 from edgellm.quantize.checkpointing import FLOAT, QUANTIZED
-from edgellm.quantize.checks import HEAD
 from edgellm.quantize.draft import Draft
+from edgellm.quantize.draft_kinds import open_float_draft
 from edgellm.quantize.logits import Head, float_head, greedy
 from edgellm.quantize.one_layer_model import run_layer
 from edgellm.quantize.plan import Plan
@@ -38,12 +38,12 @@ def open_draft_of(plan: Plan) -> Draft | None:
             f"--draft_model_dir: --rotate {job.rotate} turns the stream that the draft reads",
             hint="leave out one of them; engines measure acceptance, too",
         )
-    return Draft.open(job.draft_model_dir, job.model_dir, job.ignore_config_keys)
+    return open_float_draft(job.draft_model_dir, job.model_dir, job.ignore_config_keys)
 
 
 def keep_taps(plan: Plan, draft: Draft | None, layer: int, streams: Mapping[str, States]) -> None:
     """Copy what enters `layer` if the draft reads that, since states are dropped behind a layer."""
-    if draft is None or layer not in draft.facts.hidden_taps:
+    if draft is None or layer not in draft.taps:
         return
     for name in (FLOAT, QUANTIZED):
         kept = _tap(plan, name, layer, streams)
@@ -72,7 +72,7 @@ def drafted(
     """
     rates = []
     for name, head in zip((FLOAT, QUANTIZED), heads, strict=True):
-        taps = {tap: _tap(plan, name, tap, streams) for tap in draft.facts.hidden_taps}
+        taps = {tap: _tap(plan, name, tap, streams) for tap in draft.taps}
         rates.append(_rate(plan, draft, taps, streams[name], head))
     return Drafted(*rates)
 
@@ -81,7 +81,7 @@ def _rate(plan: Plan, draft: Draft, taps: Mapping[int, States], last: States, he
     task = plan.task
     targets = draft.targets_of(last, head, task)
     norm = draft.norm_model(None, task.device)
-    own = float_head(read_tensor(draft.tensors, HEAD), task.device, draft.finish)
+    own = float_head(read_tensor(draft.tensors, draft.head_name), task.device, draft.finish)
     models = draft.layer_models(task.device)
     taken = at = 0
     for states in draft.first_steps(task.rows(FLOAT), taps, task):

@@ -112,8 +112,9 @@ class QuantizedLayer:
                 ratio = _row_ratio(pair[0], source[f"{into}.weight"])
                 found[into] = pair[0] / ratio[:, None]
                 heads = pair[1].shape[1] // len(pair[0])  # that read the same values
-                repeats = np.repeat(ratio.reshape(-1, 1, self._head_dim), heads, 1)
-                found[out_of] = pair[1] * (ratio if heads == 1 else repeats.reshape(-1))
+                if heads > 1:
+                    ratio = np.repeat(ratio.reshape(-1, 1, self._head_dim), heads, 1).reshape(-1)
+                found[out_of] = pair[1] * ratio
         return {name: relative(source[f"{name}.weight"], value) for name, value in found.items()}
 
     def _unsmoothed(self, name: str, source: Mapping[str, F32]) -> F32:

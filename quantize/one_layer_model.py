@@ -45,7 +45,7 @@ def layer_model(
     """
     model = _empty(config, range(index, index + 1), device)
     setattr(model.model, family_of(config).norm, nn.Identity())
-    _load(model, tensors, LAYER.format(index))
+    load_layer(model, tensors, LAYER.format(index))
     return model
 
 
@@ -63,21 +63,32 @@ def draft_layer_model(
         tensors: as `layer_model` takes them.
         device: where it computes.
     """
+    model = empty_draft_layer(config, tensors, device)
+    layer = model.model.layers[0]
+    assert isinstance(layer, nn.Module)
+    if "input_layernorm.weight" not in tensors:
+        layer.input_layernorm = _Attended(tensors["self_attn.q_proj.weight"].shape[1])
+        model.model.register_forward_pre_hook(_split_states, with_kwargs=True)
+    load_layer(model, tensors, "")
+    return model.eval().requires_grad_(False)
+
+
+def empty_draft_layer(
+    config: Mapping[str, Any], tensors: Mapping[str, F32], device: torch.device
+) -> PreTrainedModel:
+    """A model of one layer, transformers' linear layers of which have the sizes of `tensors`."""
     model = _empty(config, range(1), device)
     model.model.norm = nn.Identity()
     layer = model.model.layers[0]
     assert isinstance(layer, nn.Module)
-    for name, value in tensors.items():
-        if value.ndim == 2:
-            parent, _, own = name.removesuffix(".weight").rpartition(".")
-            bias = name.removesuffix("weight") + "bias" in tensors
-            linear = nn.Linear(value.shape[1], value.shape[0], bias=bias, device=device)
+    for name in [name for name, each in layer.named_modules() if isinstance(each, nn.Linear)]:
+        if (value := tensors.get(f"{name}.weight")) is not None:
+            parent, _, own = name.rpartition(".")
+            linear = nn.Linear(
+                value.shape[1], value.shape[0], bias=f"{name}.bias" in tensors, device=device
+            )
             setattr(layer.get_submodule(parent), own, linear)
-    if "input_layernorm.weight" not in tensors:
-        layer.input_layernorm = _Attended(tensors["self_attn.q_proj.weight"].shape[1])
-        model.model.register_forward_pre_hook(_split_states, with_kwargs=True)
-    _load(model, tensors, "")
-    return model.eval().requires_grad_(False)
+    return model
 
 
 class _Attended(nn.Module):
@@ -106,7 +117,8 @@ def _split_states(
     return args, {**kwargs, "inputs_embeds": residual}
 
 
-def _load(model: PreTrainedModel, tensors: Mapping[str, F32], prefix: str) -> None:
+def load_layer(model: PreTrainedModel, tensors: Mapping[str, F32], prefix: str) -> None:
+    """Fill the model's only layer; raises `UnsupportedModelError` with names after `prefix`."""
     layer = model.model.layers[0]
     assert isinstance(layer, nn.Module)
     own = load_experts(layer, tensors, next(layer.parameters()).device)

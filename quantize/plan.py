@@ -17,8 +17,9 @@ from edgellm.quantize.autoround import is_there
 from edgellm.quantize.calibration import load_tokenizer, read_calibration
 from edgellm.quantize.checkpointing import WorkFolder
 from edgellm.quantize.device import choose_device
-from edgellm.quantize.draft import Draft
+from edgellm.quantize.draft_kinds import open_float_draft
 from edgellm.quantize.modelopt_adapter import Recipe
+from edgellm.quantize.mtp_draft import MtpDraft
 from edgellm.quantize.questions import Questions, read_questions
 from edgellm.quantize.residual import rotated
 from edgellm.quantize.rotation import check_values
@@ -140,7 +141,7 @@ def make_plan(job: Job) -> Plan:
     if job.base_model_dir is None:
         subject: Subject = _language_model(job)
     else:
-        subject = Draft.open(job.model_dir, job.base_model_dir, job.ignore_config_keys)
+        subject = open_float_draft(job.model_dir, job.base_model_dir, job.ignore_config_keys)
     if subject.family.experts is not None and (scheme.is_autoround or scheme.is_mixed):
         raise EdgeLLMError(
             f"{'--quantization mixed' if scheme.is_mixed else '--algo autoround'} does not do "
@@ -260,6 +261,11 @@ def _recipes(
         return replace(own, block_size=block_size(scheme, body, job.block_size)), None
     # The layout has one block size for all INT4 layers.
     shared = scheme.is_int4 and head_scheme.is_int4
+    if isinstance(subject, MtpDraft):
+        raise EdgeLLMError(
+            f"{subject.checkpoint.label}: the head of its multi-token prediction is the base's",
+            hint="leave out --lm_head_quantization; of --quantization, auto rounds heads, too",
+        )
     if head_scheme.is_table:
         _check_table(subject, width)
     head = {"lm_head": (out, width)}

@@ -178,6 +178,7 @@ def tree_engine(tiny_bundle: Path, tmp_path_factory: pytest.TempPathFactory) -> 
 def eagle_pairs(tmp_path_factory: pytest.TempPathFactory) -> Callable[[str], EaglePair]:
     """Tiny bases with drafts by name, each built when it is first asked for."""
     import eagle_engines
+    import mtp_reference
 
     made: dict[str, EaglePair] = {}
     build = eagle_engines.build_pair
@@ -188,6 +189,7 @@ def eagle_pairs(tmp_path_factory: pytest.TempPathFactory) -> Callable[[str], Eag
         "eagle1": lambda folder: build(folder, eagle_engines.EAGLE1),
         "medusa": eagle_engines.build_medusa,
         "mtp": eagle_engines.build_mtp,
+        "ernie": lambda folder: eagle_engines.build_mtp(folder, mtp_reference.make_ernie),
         "peagle": lambda folder: build(folder, eagle_engines.PEAGLE),
         "hybrid": lambda folder: build(folder, model_type="qwen3_5_text"),
     }

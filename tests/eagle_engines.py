@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import shutil
+from collections.abc import Callable
 from dataclasses import dataclass, replace
 from pathlib import Path
 
@@ -98,9 +99,9 @@ def for_several(pair: EaglePair, engine: Path, batch_size: int) -> Path:
     return engine
 
 
-def build_mtp(folder: Path) -> EaglePair:
-    """A hybrid base with its own layer of multi-token prediction."""
-    base = make_base(folder / "base")
+def build_mtp(folder: Path, make: Callable[[Path], Path] = make_base) -> EaglePair:
+    """A base, a hybrid one if none is given, with its own layer of multi-token prediction."""
+    base = make(folder / "base")
     source, options = open_checkpoint(str(base)), DraftOptions("fp32")
     export_llm(source, folder / "bundle", ExportOptions("fp32", draft_model_dir=str(base)))
     export_draft(open_draft(str(base)), source, folder / "draft_bundle", options)

@@ -1,7 +1,8 @@
-"""The layer of multi-token prediction beside a tiny Qwen3.5, and what it computes in plain torch.
+"""The layer of multi-token prediction beside a tiny Qwen3.5 or ERNIE, and the same in torch.
 
-`make_base` writes a random model with a layer in its folder. `Reference` is written from the
-published descriptions; nothing here comes from edgellm but the sizes of the tiny configs.
+`make_base` and `make_ernie` write a random model with a layer in its folder. The references are
+written from the published descriptions; nothing here comes from edgellm but the sizes of the tiny
+configs.
 """
 
 from __future__ import annotations
@@ -52,6 +53,27 @@ def make_layer(base: Tensors) -> Tensors:
             if name.startswith(source)
         },
     }
+
+
+def make_ernie(folder: Path, **config: object) -> Path:
+    """An ERNIE with `model.mtp_*`, a layer without experts as its first one."""
+    base = make_checkpoint(folder, **{**models.find("ernie4_5_moe").TINY, **config})
+    whole, path = load_file(base / "model.safetensors"), base / "config.json"
+    layer, first = make_layer(whole), "model.layers.0."
+    names = {"norm": None, "pre_fc_norm_hidden": "hidden_norm", "pre_fc_norm_embedding": "emb_norm"}
+    found = {
+        f"model.mtp_{new}.0.weight": 0.5 + layer[f"mtp.{name}.weight"].abs()
+        for name, new in names.items() if new
+    }  # fmt: skip
+    found["model.mtp_linear_proj.0.weight"] = layer["mtp.fc.weight"]
+    for name, tensor in whole.items():
+        if name.startswith(first):
+            own = torch.randn(tensor.shape, generator=torch.Generator().manual_seed(len(name)))
+            value = 0.5 + own.abs() if tensor.ndim == 1 else own * 2 * tensor.shape[-1] ** -0.5
+            found[f"model.mtp_block.0.{name.removeprefix(first)}"] = value.to(tensor.dtype)
+    save_file({**whole, **found}, base / "model.safetensors", {"format": "pt"})
+    path.write_text(json.dumps({**json.loads(path.read_text()), "num_nextn_predict_layers": 1}))
+    return base
 
 
 class Reference:
@@ -146,3 +168,67 @@ class Reference:
             "hst,thd->shd", scores.masked_fill(~seen, -torch.inf).softmax(-1), values
         )
         return self._linear("self_attn.o_proj", (mixed * gate.sigmoid()).reshape(rows, -1))
+
+
+class ErnieReference(Reference):
+    """ERNIE's; features are the base's stream, which its final norm has normed."""
+
+    def __init__(self, base: Path) -> None:
+        self.tensors = load_file(base / "model.safetensors")
+        self.config = json.loads((base / "config.json").read_text())
+        self.config["head_dim"] = size = (
+            self.config["hidden_size"] // self.config["num_attention_heads"]
+        )
+        self.cache = [(torch.zeros(0),) * 2]
+        theta = self.config["rope_parameters"]["rope_theta"]
+        self.inv_freq = theta ** -(torch.arange(0, size, 2) / size)
+
+    def forward(
+        self, ids: torch.Tensor, hidden: torch.Tensor, positions: torch.Tensor, mask: torch.Tensor
+    ) -> tuple[torch.Tensor, torch.Tensor]:
+        """As that of Qwen's."""
+        stream = hidden / self.tensors["model.norm.weight"]  # but for a factor
+        return self.continued(ids, stream, positions, mask)
+
+    def continued(
+        self, ids: torch.Tensor, stream: torch.Tensor, positions: torch.Tensor, mask: torch.Tensor
+    ) -> tuple[torch.Tensor, torch.Tensor]:
+        """As it is trained: of the stream [S, H] before the base's final norm."""
+        embedding = self.tensors["model.embed_tokens.weight"]
+        both = self._norm("mtp_emb_norm.0", embedding[ids]), self._norm("mtp_hidden_norm.0", stream)
+        x = torch.cat(both, -1) @ self.tensors["model.mtp_linear_proj.0.weight"].T
+        x = x + self._attention(self._norm("mtp_block.0.input_layernorm", x), positions, mask)
+        x = x + self._glu("mlp", self._norm("mtp_block.0.post_attention_layernorm", x))
+        normed = self._norm("norm", x)
+        head = self.tensors.get("lm_head.weight", embedding)
+        return (normed @ head[self.targets].T).log_softmax(-1), normed
+
+    def _norm(self, name: str, x: torch.Tensor) -> torch.Tensor:
+        scale = torch.rsqrt(x.pow(2).mean(-1, keepdim=True) + self.config["rms_norm_eps"])
+        return x * scale * self.tensors[f"model.{name}.weight"]
+
+    def _linear(self, name: str, x: torch.Tensor) -> torch.Tensor:
+        return x @ self.tensors[f"model.mtp_block.0.{name}.weight"].T
+
+    def _attention(
+        self, x: torch.Tensor, positions: torch.Tensor, mask: torch.Tensor
+    ) -> torch.Tensor:
+        """Neighbours turn together."""
+        rows, size = len(x), self.config["head_dim"]
+        q, k, v = (self._linear(f"self_attn.{p}_proj", x).reshape(rows, -1, size) for p in "qkv")
+        q, k = (
+            rotate(torch.cat([y[..., ::2], y[..., 1::2]], -1), positions, self.inv_freq)
+            for y in (q, k)
+        )
+        keys, values = (
+            torch.cat([old, new]) if len(old) else new
+            for old, new in zip(self.cache[0], (k, v), strict=True)
+        )
+        self.cache = [(keys, values)]
+        seen = torch.ones(rows, len(keys) - mask.shape[1], dtype=torch.bool)
+        seen = torch.cat([seen, mask], 1)
+        keys, values = (t.repeat_interleave(q.shape[1] // t.shape[1], 1) for t in (keys, values))
+        scores = torch.einsum("shd,thd->hst", q, keys) * size**-0.5
+        chances = scores.masked_fill(~seen, -torch.inf).softmax(-1)
+        mixed = torch.einsum("hst,thd->shd", chances, values)
+        return self._linear("self_attn.o_proj", mixed.reshape(rows, -1))

@@ -8,6 +8,7 @@ what follows stand, is told by the rows before.
 
 from __future__ import annotations
 
+import sys
 from collections import OrderedDict
 from collections.abc import Callable, Iterable, Mapping, Sequence
 from dataclasses import dataclass
@@ -116,6 +117,19 @@ class StatefulCache(RowCache, Protocol):
         ...
 
 
+@runtime_checkable
+class DraftCache(RowCache, Protocol):
+    """That of a draft, whose newest row may wait for the token behind, as a feature of the base."""
+
+    def read_feature(self, length: int) -> NDArray[Any]:
+        """That of the last of `length` rows, [1, T*H] if `read_rows` left it out, else [0, T*H]."""
+        ...
+
+    def write_feature(self, feature: NDArray[Any], key: RowKey) -> None:
+        """What `read_feature` gave, behind all rows; `key` of the token that it leads to."""
+        ...
+
+
 @dataclass(frozen=True, slots=True)
 class KeptRows:
     """The rows of the beginning of a prompt."""
@@ -124,11 +138,22 @@ class KeptRows:
     rows: tuple[NDArray[Any], ...]  # of the base, and of the draft if there is one
     states: tuple[NDArray[Any], ...] = ()  # of recurrent layers, behind all rows of the base
     least_rows: int = 0  # fewer of them cannot be gone on from
+    features: tuple[NDArray[Any], ...] = ()  # of drafts, each of no row or one behind its rows
 
     @property
     def num_bytes(self) -> int:
         """Of all rows."""
-        return sum(array.nbytes for array in (*self.rows, *self.states))
+        return sum(array.nbytes for array in (*self.rows, *self.states, *self.features))
+
+    @property
+    def length(self) -> int:
+        """Rows that all caches have."""
+        return min(self.rows[0].shape[-2], *map(sum, self._drafted()), sys.maxsize)
+
+    def _drafted(self) -> list[tuple[int, int]]:
+        """Rows of each draft, and those for which there is a feature only."""
+        waiting = map(len, self.features or [()] * len(self.rows))
+        return [(rows.shape[-2], more) for rows, more in zip(self.rows[1:], waiting, strict=False)]
 
     def holds(self, other: KeptRows) -> bool:
         """Whether it serves wherever another does, which it begins with."""
@@ -141,9 +166,12 @@ class KeptRows:
 
     def usable(self, keys: Sequence[RowKey], num_caches: int) -> int:
         """Rows that are those of a prompt, in the first `num_caches`."""
-        # A row of the draft holds the token behind it, too.
-        common = max(count_common(self.keys, keys) - (num_caches - 1), 0)
-        found = min(common, *(rows.shape[-2] for rows in self.rows[:num_caches]))
+        common = count_common(self.keys, keys)
+        found = min(common, self.rows[0].shape[-2])
+        for rows, waiting in self._drafted()[: num_caches - 1]:
+            # A row of the draft holds the token behind it, too; a feature goes with any.
+            drafted = rows + waiting if waiting and common > rows else min(common - 1, rows)
+            found = min(found, max(drafted, 0))
         if found < self.least_rows or (self.states and found < self.rows[0].shape[-2]):
             return 0
         return found
@@ -152,6 +180,9 @@ class KeptRows:
         """Write the first `length` rows into the caches, the base's first."""
         for cache, rows in zip(caches, self.rows, strict=False):
             cache.write_rows(rows[..., :length, :], self.keys, self.least_rows)
+        for cache, rows, feature in zip(caches[1:], self.rows[1:], self.features, strict=False):
+            if len(feature) and length > rows.shape[-2] and isinstance(cache, DraftCache):
+                cache.write_feature(feature, self.keys[length])
         if self.states and isinstance(caches[0], StatefulCache):
             caches[0].write_states(self.states, length)
 
@@ -172,7 +203,7 @@ class KeptContexts:
         """
         name, length = tuple(keys[:-1]), len(keys) - 1
         known = self._kept.get(name)
-        if known is not None and min(rows.shape[-2] for rows in known.rows) == length:
+        if known is not None and known.length == length:
             self._kept.move_to_end(name)
             return True
         least_rows = max(cache.least_rows for cache in caches)
@@ -180,10 +211,15 @@ class KeptContexts:
         held = base.held(name)
         if held < least_rows:
             return False
-        drafted = (cache.read_rows(min(length, cache.held(keys))) for cache in drafts)
+        drafted, features = [], []
+        for cache in drafts:
+            rows = min(length, cache.held(keys))
+            drafted.append(cache.read_rows(rows))
+            if isinstance(cache, DraftCache):
+                features.append(cache.read_feature(rows))
         saved = base.read_rows(held), *drafted
         states = base.read_states(held) if isinstance(base, StatefulCache) else ()
-        return self.add(KeptRows(tuple(keys), saved, states, least_rows))
+        return self.add(KeptRows(tuple(keys), saved, states, least_rows, tuple(features)))
 
     def knows(self, name: Sequence[RowKey]) -> bool:
         """Whether rows of this beginning are kept."""

@@ -80,11 +80,12 @@ class ContextFolder:
                 "engines": dict(self.engines), "keys": context.keys,
                 "least_rows": context.least_rows,
                 "rows": [*map(_form, context.rows)], "states": [*map(_form, context.states)],
+                "features": [*map(_form, context.features)],
             }  # fmt: skip
             line = json.dumps(head).encode() + b"\n"
             name = hashlib.sha256(line).hexdigest()[:32] + _SUFFIX
             names.add(name)
-            arrays = (*context.rows, *context.states)
+            arrays = (*context.rows, *context.states, *context.features)
             self._write(name, line, [np.ascontiguousarray(array) for array in arrays])
         for path in self.folder.glob(f"*{_SUFFIX}"):
             if path.name not in names and self._is_own(path):
@@ -116,16 +117,18 @@ class ContextFolder:
 
     def _read(self, path: Path, num_caches: int) -> KeptRows:
         head, payload = self._open(path)
-        arrays, begin, count = [], 0, len(head["rows"])
-        for one in (*head["rows"], *head.get("states", ())):
+        arrays, begin = [], 0
+        rows, states = len(head["rows"]), len(head.get("states", ()))
+        for one in (*head["rows"], *head.get("states", ()), *head.get("features", ())):
             dtype, shape = np.dtype(one["dtype"]), tuple(one["shape"])
             array = np.frombuffer(payload, dtype, math.prod(shape), begin)
             arrays.append(array.reshape(shape))
             begin += array.nbytes
-        if count != num_caches:
+        if rows != num_caches:
             raise _UnfitError("it was saved with other flags of speculation")
-        saved = tuple(arrays[:count]), tuple(arrays[count:])
-        return KeptRows(tuple(head["keys"]), *saved, head.get("least_rows", 0))
+        saved, features = tuple(arrays[:rows]), tuple(arrays[rows + states :])
+        kept = tuple(arrays[rows : rows + states])
+        return KeptRows(tuple(head["keys"]), saved, kept, head.get("least_rows", 0), features)
 
     def _open(self, path: Path) -> tuple[dict[str, Any], bytes]:
         """Header and rows; raises `_UnfitError`."""

@@ -139,7 +139,7 @@ class DraftRows:
                 room -= len(pairs)
         self._waiting = kept
         keys = marked(row_keys(token_ids, self._image_keys), adapter)
-        if kept and room <= 0 and kept[-1].keys[-1] != keys[-1]:
+        if kept and room <= 0:
             kept[-1] = kept[-1].leading_to(keys[-1], self._readable(np.array([token_ids[-1]])))
         self._keys = keys[: 1 + min(rows, known)]
         self._skipped = min(self._skipped, len(self._keys) - 1)
@@ -221,14 +221,31 @@ class DraftRows:
     def read_rows(self, length: int) -> NDArray[Any]:
         """See `runners.Cache`; writes what waits before, also while drafting pauses.
 
-        There are none of a text whose first rows were skipped.
+        But for the newest row, whose feature is worth more: any token may stand behind it. There
+        are no rows of a text whose first ones were skipped.
         """
         session = self._cache.session
         if length > self._skipped + self.length:
+            *before, last = self._waiting
+            newest = last.tail(1)
+            self._waiting = [*before, last.head(len(last) - 1)] if len(last) > 1 else before
             for part in self.parts(top_k=1):
                 session.run_many([part])
+            self._waiting.append(newest)
         session.use(self.context)
         return session.read_rows(0 if self._skipped else min(length, self.length))
+
+    def read_feature(self, length: int) -> F32:
+        """See `DraftCache.read_feature`."""
+        if not self._waiting:
+            return np.zeros((0, 0), np.float32)
+        first = self._waiting[0].taps
+        is_next = not self._skipped and self.length + 1 == length
+        return first[: int(is_next and sum(map(len, self._waiting)) == 1)]
+
+    def write_feature(self, feature: F32, key: RowKey) -> None:
+        """See `DraftCache.write_feature`; `begin` says the token."""
+        self._waiting = [_Pairs([key], np.zeros(1, np.int64), feature)]
 
     def write_rows(self, rows: NDArray[Any], keys: Sequence[RowKey]) -> None:
         """See `RowCache.write_rows`."""
@@ -298,6 +315,14 @@ class CommittedRows:
     def read_rows(self, length: int) -> NDArray[Any]:
         """See `RowCache.read_rows`."""
         return self.context.read_rows(length)
+
+    def read_feature(self, length: int) -> F32:
+        """See `DraftCache.read_feature`."""
+        return self.context.read_feature(length)
+
+    def write_feature(self, feature: F32, key: RowKey) -> None:
+        """See `DraftCache.write_feature`."""
+        self.context.write_feature(feature, key)
 
     def write_rows(self, rows: NDArray[Any], keys: Sequence[RowKey], least_rows: int = 0) -> None:
         """See `RowCache.write_rows`."""

@@ -1,9 +1,17 @@
-"""The layer of multi-token prediction that a base brings along: `mtp.*` of Qwen3-Next and Qwen3.5.
+"""The layer of multi-token prediction that a base brings along.
 
-As EAGLE-1, it continues the feature that the base gives to its head, the next one from a token's
-embedding and the feature before it. Both are normed before they are joined; the layer is one of
-the base's that attend, with experts where they have some; what it gives is normed once more, for
-the head, which is the base's, and for the step behind. vLLM 0.32 (`qwen3_5_mtp.py`) reads it so.
+`mtp.*` of Qwen3-Next and Qwen3.5, `model.mtp_*` of ERNIE 4.5. As EAGLE-1, it continues the feature
+that the base gives to its head, the next one from a token's embedding and the feature before it.
+Both are normed before they are joined; the layer is one of the base's that attend, with experts
+where they have some; what it gives is normed once more, for the head, which is the base's, and for
+the step behind. vLLM 0.32 (`qwen3_5_mtp.py`) reads Qwen's so.
+
+ERNIE's was trained (PaddleFormers 0.4, `ernie4_5_moe/modeling.py`) with the stream before the
+base's final norm, and that norm stands before the head here, too. Servers read it in other ways
+(FastDeploy norms the feature, vLLM and SGLang leave the norm before the head out): what was trained
+counts. A norm takes no notice of its input's size, so that the normed feature divided by the norm's
+weight serves as well.
+
 S rows of a pass, R rows of the head, H hidden size.
 """
 
@@ -12,9 +20,11 @@ from __future__ import annotations
 from collections.abc import Iterable
 from dataclasses import dataclass, replace
 from types import ModuleType
+from typing import Any
 
 import numpy as np
 import onnx_ir as ir
+from numpy.typing import NDArray
 
 from edgellm.contract import UnsupportedModelError
 from edgellm.export.bundle import ExportOptions, end_ids, read_architecture
@@ -28,7 +38,7 @@ from edgellm.export.head_rows import HeadRows, commonest
 from edgellm.export.layers.attention import PassState
 from edgellm.export.layers.embedding import Embedding
 from edgellm.export.layers.linear import Linear
-from edgellm.export.models import qwen2_moe, qwen3_5_text
+from edgellm.export.models import ernie4_5_moe, qwen2_moe, qwen3_5_text
 from edgellm.export.op import Op
 from edgellm.export.rotation import refuse_rotated
 from edgellm.export.vlm import text_tower
@@ -38,7 +48,34 @@ from edgellm.specs import DraftSpec
 
 TITLE, ROLE = "multi-token prediction", DRAFT
 FILES = ()  # it stands among the weights of its model
-_PREFIX, _TABLE, _HEAD = "mtp.", "model.embed_tokens", "lm_head"
+_TABLE, _HEAD = "model.embed_tokens", "lm_head"
+
+
+@dataclass(frozen=True, slots=True)
+class Names:
+    """Where the parts stand."""
+
+    prefix: str  # of all that is no model's
+    embedding_norm: str
+    hidden_norm: str
+    fc: str
+    layer: str
+    norm: str
+
+    @property
+    def shares_norm(self) -> bool:
+        """Whether the last norm is the base's, before which the features were taken."""
+        return not self.norm.startswith(self.prefix)
+
+
+_QWEN = Names(
+    "mtp.", "mtp.pre_fc_norm_embedding", "mtp.pre_fc_norm_hidden", "mtp.fc", "mtp.layers.0",
+    "mtp.norm",
+)  # fmt: skip
+_ERNIE = Names(
+    "model.mtp_", "model.mtp_emb_norm.0", "model.mtp_hidden_norm.0", "model.mtp_linear_proj.0",
+    "model.mtp_block.0", "model.norm",
+)  # fmt: skip
 
 
 @dataclass(frozen=True, slots=True)
@@ -48,10 +85,15 @@ class MtpConfig:
     architecture: ModuleType  # of that model
     decoder: DecoderConfig  # the layer alone
     base_num_layers: int
+    names: Names = _QWEN
     target_ids: tuple[int, ...] | None = None  # that it foresees, ascending; None: all
-    exporter: str = "Qwen"
     method: str = "mtp"
     taps_meaning: str = "multi-token prediction: output of the final norm"
+
+    @property
+    def exporter(self) -> str:
+        """See `drafts.OwnConfig`."""
+        return "Qwen" if self.names is _QWEN else "ERNIE"
 
     @property
     def hidden_taps(self) -> tuple[int, ...]:
@@ -66,7 +108,7 @@ class MtpConfig:
 
 def own_names(names: Iterable[str]) -> list[str]:
     """Those of its tensors, which stand beside a model's."""
-    return [name for name in names if name.startswith(_PREFIX)]
+    return [name for name in names if name.startswith((_QWEN.prefix, _ERNIE.prefix))]
 
 
 def read(checkpoint: Checkpoint, base: DecoderConfig, ignored: tuple[str, ...] = ()) -> MtpConfig:
@@ -79,16 +121,19 @@ def read(checkpoint: Checkpoint, base: DecoderConfig, ignored: tuple[str, ...] =
     refuse_rotated(checkpoint, TITLE)
     options = ExportOptions(ignore_config_keys=ignored)
     tower, architecture, config = read_architecture(checkpoint, options)
-    if not issubclass(architecture.Model, qwen3_5_text.Model):
+    if not issubclass(architecture.Model, qwen3_5_text.Model | ernie4_5_moe.Model):
         raise UnsupportedModelError(
             f"{checkpoint.label}: {TITLE} of {tower.config['model_type']} is not supported",
-            hint="supported: those of Qwen3-Next and Qwen3.5",
+            hint="supported: those of Qwen3-Next, Qwen3.5 and ERNIE 4.5 with experts",
         )
     reader = ConfigReader(tower.config)
     for key in ("mtp_num_hidden_layers", "num_nextn_predict_layers"):
         reader.expect(key, 1)
     reader.expect("mtp_use_dedicated_embeddings", False)
     _check_against(base, config)
+    if isinstance(config, ernie4_5_moe.Config):
+        own = replace(config, num_hidden_layers=1, layer_kinds=config.layer_kinds[:1])
+        return MtpConfig(architecture, own, base.num_hidden_layers, _ERNIE)
     assert isinstance(config, qwen2_moe.Config)
     attends = next(kind for kind in config.layer_kinds if kind is not None)
     has_experts = any(".experts." in name for name in own_names(checkpoint.tensors.infos()))
@@ -129,16 +174,17 @@ class Model:
     """Embedding, two norms, fc, the layer, its norm, and the base's lm_head."""
 
     def __init__(self, config: MtpConfig, weights: Weights) -> None:
-        decoder, model, own = config.decoder, config.architecture.Model, weights / "mtp"
+        decoder, model, names = config.decoder, config.architecture.Model, config.names
         size, epsilon = decoder.hidden_size, decoder.rms_norm_eps
         self.embed_tokens = Embedding(weights / _TABLE, decoder.vocab_size, size)
-        self.pre_fc_norm_embedding, self.pre_fc_norm_hidden, self.norm = (
-            model.norm_behind(own / name, size, epsilon)
-            for name in ("pre_fc_norm_embedding", "pre_fc_norm_hidden", "norm")
+        self.divisor = _divisor(weights, names.norm, size) if names.shares_norm else None
+        self.embedding_norm, self.hidden_norm, self.norm = (
+            model.norm_behind(weights / name, size, epsilon)
+            for name in (names.embedding_norm, names.hidden_norm, names.norm)
         )
-        self.fc = Linear(own / "fc", 2 * size, size, bias=False)
-        _, attending = model.layers_of
-        self.layer = attending(decoder, own / "layers.0")
+        self.fc = Linear(weights / names.fc, 2 * size, size, bias=False)
+        _, attending = getattr(model, "layers_of", (None, model.layer))
+        self.layer = attending(decoder, weights / names.layer)
         has_head = any(name.startswith(_HEAD) for name in weights.unused())
         self.lm_head = Linear(
             weights / (_HEAD if has_head else _TABLE), size, config.num_foreseen, bias=False
@@ -146,8 +192,10 @@ class Model:
 
     def forward(self, op: Op, input_ids: ir.Value, hidden: ir.Value, state: PassState) -> ir.Value:
         """input_ids int64 [1, S] and features [1, S, H] -> [1, S, H] before the norm."""
-        embedded = self.pre_fc_norm_embedding(op, state.embed(self.embed_tokens, input_ids))
-        both = op.Concat(embedded, self.pre_fc_norm_hidden(op, hidden), axis=-1)  # [1, S, 2H]
+        embedded = self.embedding_norm(op, state.embed(self.embed_tokens, input_ids))
+        if self.divisor is not None:
+            hidden = op.Div(hidden, op.constant(self.divisor.astype(op.dtype.numpy())))
+        both = op.Concat(embedded, self.hidden_norm(op, hidden), axis=-1)  # [1, S, 2H]
         x = self.fc(op, both)
         with op.scope("layers.0"):
             return self.layer.forward(op, x, state, 0)
@@ -158,11 +206,23 @@ class Model:
         return self.lm_head(op, normed), normed
 
 
+def _divisor(weights: Weights, name: str, size: int) -> NDArray[Any]:
+    """The weight of the base's final norm, [H]; raises `UnsupportedModelError` for a zero."""
+    info = (weights / name).info("weight")
+    values = (weights / name).array("weight", (size,), "F32" if info is None else info.dtype)()
+    if not np.all(values):
+        raise UnsupportedModelError(
+            f"{name}.weight has zeros: features behind it do not tell what is before it, which "
+            f"{TITLE} reads"
+        )
+    return values
+
+
 def build(
     draft: Checkpoint, base: Checkpoint, config: MtpConfig, dtype: ir.DataType
 ) -> tuple[ir.Model, Op, Weights]:
     """The graph, as that of an EAGLE draft."""
-    tensors = _tensors(draft, base, config, dtype)
+    tensors = all_tensors(draft, base, config, dtype)
     weights = Weights(tensors, draft.quant_config or base.quant_config)
     ids = None if config.target_ids is None else np.array(config.target_ids)
     model, op = record(Model(config, weights), config.decoder, ids, dtype)
@@ -170,19 +230,21 @@ def build(
     return model, op, weights
 
 
-def _tensors(
-    draft: Checkpoint, base: Checkpoint, config: MtpConfig, dtype: ir.DataType
+def all_tensors(
+    draft: Checkpoint, base: Checkpoint, config: MtpConfig, dtype: ir.DataType = ir.DataType.FLOAT
 ) -> DraftTensors:
     """The layer's, and the base's embedding and head."""
     tower = text_tower(base).checkpoint
     there = _stored(tower, dtype)
-    shared = [name for name in there.infos() if name.startswith((f"{_TABLE}.", f"{_HEAD}."))]
+    parts = (_TABLE, _HEAD, *([config.names.norm] if config.names.shares_norm else ()))
+    begins = tuple(f"{part}." for part in parts)
+    shared = [name for name in there.infos() if name.startswith(begins)]
     borrowed: dict[str, tuple[TensorSource, str]] = {name: (there, name) for name in shared}
     if config.target_ids is not None:
         head, ids = f"{_HEAD}.weight", np.array(config.target_ids)
         name = head if any(name.startswith(_HEAD) for name in shared) else f"{_TABLE}.weight"
         borrowed[head] = HeadRows(tower.tensors, name, ids, head), head
-    return DraftTensors(_own(_stored(draft, dtype)), borrowed)
+    return DraftTensors(own_tensors(_stored(draft, dtype)), borrowed)
 
 
 def _stored(checkpoint: Checkpoint, dtype: ir.DataType) -> TensorSource:
@@ -191,7 +253,8 @@ def _stored(checkpoint: Checkpoint, dtype: ir.DataType) -> TensorSource:
     return checkpoint.tensors if blocks is None else blocks
 
 
-def _own(tensors: TensorSource) -> Renamed:
+def own_tensors(tensors: TensorSource) -> Renamed:
+    """The layer's alone."""
     return Renamed(tensors, {name: name for name in own_names(tensors.infos())})
 
 
@@ -200,7 +263,7 @@ def spec(draft: Checkpoint, config: MtpConfig, op: Op) -> DraftSpec:
     decoder = config.decoder
     return DraftSpec(
         method=config.method,
-        decoder=decoder_spec(decoder, config.method, [op], _own(draft.tensors)),
+        decoder=decoder_spec(decoder, config.method, [op], own_tensors(draft.tensors)),
         draft_vocab_size=config.num_foreseen,
         base_hidden_size=decoder.hidden_size,
         base_num_layers=config.base_num_layers,

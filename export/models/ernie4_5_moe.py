@@ -47,7 +47,7 @@ class Config(DecoderConfig):
         )
         reader.expect("use_bias", False)  # which would be that of the head, too
         reader.skip("moe_capacity", "moe_use_aux_free")  # of training; tensors tell
-        reader.skip("num_nextn_predict_layers")  # layers of multi-token prediction are left out
+        reader.skip("num_nextn_predict_layers")  # which are beside the model
         reader.expect("moe_gate", "topk")
         shared, first, last = (
             reader.read(f"moe_{key}", int)

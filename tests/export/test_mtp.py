@@ -11,7 +11,7 @@ import torch
 from conftest import make_checkpoint
 from draft_runs import DraftRun, drive
 from eagle_reference import BASE_HIDDEN, VOCAB
-from mtp_reference import HYBRIDS, Reference, make_base
+from mtp_reference import HYBRIDS, ErnieReference, Reference, make_base, make_ernie
 from safetensors.torch import load_file, save_file
 
 from edgellm import safetensors_files
@@ -54,6 +54,44 @@ def test_graphs_equal_torch(bases, tmp_path, name, dtype, tolerance):
     counted = sum(tensor.numel() for key, tensor in own.items() if key.startswith("mtp."))
     assert spec.decoder.num_parameters == counted
     drive(DraftRun(tmp_path / "bundle", manifest), Reference(base), tolerance)
+
+
+@pytest.mark.parametrize("dtype", ["float32", "bfloat16"])
+def test_that_of_ernie_continues_the_stream_before_the_norm(tmp_path, dtype):
+    base = make_ernie(tmp_path / "base", dtype=dtype)
+    manifest = exported(base, base, tmp_path / "bundle")
+    assert (manifest.draft.method, manifest.draft.hidden_taps) == ("mtp", (3,))
+    assert manifest.provenance["exporter"] == "ERNIE"
+    own = load_file(base / "model.safetensors")
+    counted = sum(tensor.numel() for key, tensor in own.items() if "mtp_" in key)
+    assert manifest.draft.decoder.num_parameters == counted
+    reference = ErnieReference(base)
+    reference.tensors = {name: tensor.float() for name, tensor in reference.tensors.items()}
+    drive(DraftRun(tmp_path / "bundle", manifest), reference)
+    stream, mask = torch.randn(5, BASE_HIDDEN) * 7, torch.ones(5, 5, dtype=torch.bool).tril()
+    given = torch.arange(5), stream, torch.arange(5), mask
+    reference.drop_to(0)
+    expected, _ = reference.continued(*given)
+    found = DraftRun(tmp_path / "bundle", manifest).forward(
+        given[0], reference._norm("norm", stream), given[2], mask.numpy(), 0, range(5)
+    )
+    torch.testing.assert_close(
+        torch.from_numpy(found[1]), expected.topk(6).values, atol=5e-4, rtol=0
+    )
+
+
+def test_ernies_layers_that_are_refused(tmp_path):
+    base = make_ernie(tmp_path / "base")
+    path = base / "config.json"
+    config, tensors = json.loads(path.read_text()), load_file(base / "model.safetensors")
+    path.write_text(json.dumps({**config, "num_nextn_predict_layers": 2}))
+    with pytest.raises(EdgeLLMError, match="num_nextn_predict_layers = 2 is not supported"):
+        exported(base, base, tmp_path / "bundle")
+    path.write_text(json.dumps(config))
+    tensors["model.norm.weight"][3] = 0
+    save_file(tensors, base / "model.safetensors")
+    with pytest.raises(EdgeLLMError, match=r"model.norm.weight has zeros"):
+        exported(base, base, tmp_path / "bundle")
 
 
 def test_an_engine_of_a_half_bundle_has_the_norms_as_they_are_stored(tmp_path):

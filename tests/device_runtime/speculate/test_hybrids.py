@@ -2,9 +2,13 @@
 
 from __future__ import annotations
 
+from pathlib import Path
+
+import numpy as np
 import pytest
 
 from edgellm.device_runtime import LLM, SamplingParams, SpecOptions
+from edgellm.device_runtime.engine.saved_contexts import ContextFolder
 from edgellm.device_runtime.requests.prove import prove
 from edgellm.device_runtime.requests.request_file import Options
 from edgellm.device_runtime.sessions import decoder
@@ -24,10 +28,14 @@ def ask(model: LLM, prompt: str, length: int = 9):
 
 
 @pytest.fixture(params=["mtp", "hybrid"])
-def models(request, eagle_pairs, monkeypatch) -> tuple[LLM, LLM]:
+def engine(request, eagle_pairs) -> Path:
+    return eagle_pairs(request.param).engine
+
+
+@pytest.fixture
+def models(engine, monkeypatch) -> tuple[LLM, LLM]:
     """One that drafts and keeps what it read, and a plain one."""
     monkeypatch.setattr(decoder, "CHECKPOINT_ROWS", 16)
-    engine = eagle_pairs(request.param).engine
     return LLM(engine, spec=WITH_TEXT, context_reuse=True), LLM(engine)
 
 
@@ -52,6 +60,31 @@ def test_a_conversation_is_read_once(models):
         answer = ask(model, words(*changed))
         assert answer.token_ids == ask(plain, words(*changed)).token_ids
         assert answer.timings()["reused_tokens"] == expected
+
+
+def test_saved_rows_go_on_with_any_token_behind(engine, models, tmp_path):
+    """As behind a stop token that the next prompt is without, also behind a restart."""
+    model, plain = models
+    folder = ContextFolder(tmp_path, {"base": "hash"})
+    text = words(*range(20, 32))
+    answer = ask(model, text)
+    known = answer.prompt_token_count + len(answer.token_ids) - 1
+    folder.save(model.slot.contexts())
+    again, fresh = (LLM(engine, spec=WITH_TEXT, context_reuse=True) for _ in range(2))
+    for kept in folder.load(again.slot.num_caches).contexts:
+        again.slot.kept.add(kept)
+    turn = " ".join([text, *answer.text.split()[: len(answer.token_ids) - 1], words(60, 61)])
+    expected = ask(plain, turn).token_ids
+    assert ask(fresh, turn).token_ids == expected
+    for one in (again, model):
+        found = ask(one, turn)
+        assert found.timings()["reused_tokens"] == known
+        assert found.token_ids == expected
+        np.testing.assert_allclose(_rows_of_draft(one), _rows_of_draft(fresh), atol=1e-5)
+
+
+def _rows_of_draft(model: LLM):
+    return model.slot.contexts()[-1].rows[1]
 
 
 def test_limits_and_answers_in_turn(models):
