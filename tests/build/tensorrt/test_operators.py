@@ -120,15 +120,15 @@ def test_drafts_of_blocks_are_refused(eagle_pairs, tmp_path):
         predict(bundle, load_bundle(bundle, DRAFT_BUNDLE), plan, "tensorrt", tmp_path)
 
 
-@pytest.mark.parametrize("form", ["gptq-order", "ct-w8a8", "ct-int8"])
+@pytest.mark.parametrize("form", ["gptq-order", "ct-w8a8", "ct-int8", "fp8-blocks"])
 def test_other_forms_of_weights(bundles, tmp_path, form):
-    """Zero points and columns in any order, scales of columns; blocks of 8 bits for 11.x alone."""
+    """Zero points and columns in any order, scales of columns; FP8 in blocks from 10.13 on."""
     model = lowered(bundles.make("base", form), "model", tmp_path, is_draft=False)
     for version in CHECKED:
-        if form == "ct-int8" and version < (11, 0):
-            with pytest.raises(EdgeLLMError, match="INT8 has scales of blocks") as caught:
+        if form == "fp8-blocks" and version < (10, 13):
+            with pytest.raises(EdgeLLMError, match="FLOAT8E4M3FN has scales of blocks") as caught:
                 adapt(model.clone(), version)
-            assert "8 bits in blocks need 11" in caught.value.hint
+            assert "fp8 in blocks 10.13" in caught.value.hint
         else:
             adapt(model.clone(), version)
 
@@ -139,6 +139,9 @@ FAULTS = {
     "TopK(x, k)": "TopK n: input 1 is computed",
     'ScatterND<reduction = "add">(x, i, x)': "ScatterND n: reduction is add",
     "NonZero(x)": "NonZero n: is not known",
+    "DequantizeLinear<axis = 1>(c, x)": "DequantizeLinear n: INT4 has no scales of blocks",
+    "DequantizeLinear<block_size = 32>(c, x)": "DequantizeLinear n: INT4 has blocks of 32",
+    "DequantizeLinear<block_size = 64>(b, x)": "DequantizeLinear n: INT8 has scales of blocks",
     "com.microsoft.MatMulNBits(x)": "com.microsoft::MatMulNBits n: is not known",
 }
 
@@ -147,7 +150,8 @@ def small(node: str, opset: int = 24) -> ir.Model:
     """A graph of one node."""
     model = ir.from_onnx_text(
         f'<ir_version: 11, opset_import: ["" : {opset}, "com.microsoft" : 1]> g'
-        f"(float16[2, 5] x, int64[1] k, int64[2, 1] i) => (y) {{ y = {node} }}"
+        f"(float16[2, 5] x, int64[1] k, int64[2, 1] i, int4[2, 5] c, int8[2, 5] b) => (y) "
+        f"{{ y = {node} }}"
     )
     next(iter(model.graph)).name = "n"
     return model
