@@ -265,7 +265,7 @@ class Layout:
 
 
 MODELOPT_INT4 = Layout(
-    functools.partial(int4, signs=(1,), groups=(64, 32)),
+    functools.partial(int4, signs=(1,), groups=(64, 32, 16)),
     modelopt={"quant_algo": "W4A16_AWQ"},
     kind="int4",
 )
@@ -307,13 +307,18 @@ LAYOUTS = {
 }
 
 
-def write_checkpoint(source: Path, folder: Path, layout: Layout) -> dict[str, np.ndarray]:
-    """`source` with its linear layers in `layout`; the weights that they stand for, by name."""
+def write_checkpoint(
+    source: Path, folder: Path, layout: Layout, *, but: str = "no layer"
+) -> dict[str, np.ndarray]:
+    """`source` with its linear layers in `layout`; the weights that they stand for, by name.
+
+    `but`: what layers that stay have in their names.
+    """
     random = np.random.default_rng(0)
     tensors: dict[str, torch.Tensor] = {}
     meant: dict[str, np.ndarray] = {}
     for name, tensor in load_file(source / "model.safetensors").items():
-        if not name.endswith("_proj.weight"):
+        if not name.endswith("_proj.weight") or but in name:
             tensors[name] = tensor
             continue
         stored, meant[name] = layout.writer(tensor.float().numpy(), random)

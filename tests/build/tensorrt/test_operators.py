@@ -10,7 +10,7 @@ import pytest
 from block_reference import LAYOUTS, make_blocks
 from conftest import make_checkpoint
 from model_configs import attending
-from tensorrt_bundles import CAPACITY, PRECISIONS, TREE, Bundles
+from tensorrt_bundles import CAPACITY, PRECISIONS, TOWER, TREE, Bundles
 
 from edgellm import contract
 from edgellm.build.fit import predict
@@ -31,11 +31,24 @@ from edgellm.export.source import open_checkpoint, open_draft
 from edgellm.manifest import DRAFT_BUNDLE, VISUAL_BUNDLE, load_bundle
 from edgellm.multimodal.grids import grid_inputs
 
+OF_OTHERS = "smolvlm"  # whose encoder and decoder are idefics3's
+ENCODERS = [
+    (family, precision)
+    for family in visual.supported()
+    for precision in ("fp16", "int8", "fp8")
+    if family != OF_OTHERS or precision == "fp16"
+]
+TEXTS = [
+    (family, precision)
+    for family in visual.supported()
+    for precision in PRECISIONS
+    if family != OF_OTHERS or precision == "fp16"
+]
 CASES = [
     *((kind, precision) for kind in ("eagle_base", "draft") for precision in PRECISIONS),
     ("base", "fp16"),
     ("heads", "fp16"),
-    *((kind, precision) for kind in visual.supported() for precision in ("fp16", "int8", "fp8")),
+    *ENCODERS,
 ]
 LACKING = {  # what the graphs of a base have that a version does not take, as they are lowered
     (10, 3): {"Attention", "Clip", "RMSNormalization", "RotaryEmbedding", "Swish",
@@ -91,6 +104,17 @@ def test_every_version_takes_the_adapted_graph(bundles, tmp_path, kind, precisio
             assert adapted.opset_imports[""] <= operators.highest_opset(version)
             if version >= (11, 0):
                 assert [n.op_type for n in adapted.graph] == [n.op_type for n in model.graph]
+
+
+@pytest.mark.parametrize(("family", "precision"), TEXTS)
+def test_every_version_takes_decoders_of_images(bundles, tmp_path, family, precision):
+    """Rows of images, M-RoPE, deepstack; in halves by edgellm's kernels, too."""
+    bundle = bundles.make(f"{family}{TOWER}", precision)
+    for kernels in (None, Kernels(110, "fp8"))[: 1 + (precision == "fp16")]:
+        model = lowered(bundle, "model", tmp_path, is_draft=False, kernels=kernels)
+        assert contract.IMAGE_EMBEDS in {value.name for value in model.graph.inputs}
+        for version in CHECKED[precision == "nvfp4" :]:  # of which 10.3 knows nothing
+            adapt(model.clone(), version)
 
 
 @pytest.mark.parametrize("precision", PRECISIONS)
