@@ -16,7 +16,7 @@ from edgellm.build.lowering.tables import table_of
 from edgellm.build.lowering.weights import parameter_name
 from edgellm.build.plan import Estimate
 from edgellm.build.tensorrt.fallback import BLOCK_SIZE, INT4
-from edgellm.build.tensorrt.int4_blocks import layout_of
+from edgellm.build.tensorrt.int4_blocks import layout_of, notes_of_blocks
 from edgellm.build.tensorrt.linears import is_widened
 
 _BITS = {"int4": 4, "int8": 8, "fp8": 8, "fp4": 4}
@@ -54,6 +54,7 @@ def estimate_graphs(models: list[ir.Model], dtype: ir.DataType, sizes: Sizes) ->
     return Estimate(
         engine, sizes.kv_bytes, peak, decode, runs_on_cpu=False,
         scratch_bytes=scratch, device_bytes=sizes.device_bytes,
+        notes=tuple(note for model in models for note in notes_of_blocks(model)),
     )  # fmt: skip
 
 

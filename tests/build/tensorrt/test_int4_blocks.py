@@ -17,6 +17,7 @@ from edgellm.build.lowering.weights import WeightFile
 from edgellm.build.tensorrt.adapt import adapt
 from edgellm.build.tensorrt.int4_blocks import layout_of
 from edgellm.build.tensorrt.lower import lower
+from edgellm.build.tensorrt.memory_estimate import Sizes, estimate_graphs
 from edgellm.build.tensorrt.operators import CHECKED
 from edgellm.contract import UnsupportedModelError
 
@@ -94,13 +95,20 @@ def test_products_are_equal_and_every_version_takes_them(tmp_path, case):
     expected = [x @ weight.dense() for weight in layers]
     layout = layout_of(layers[0])
     assert CASES[case] == (layout and (layout.codes_each, layout.block_size))
+    estimate = estimate_graphs([model], ir.DataType.FLOAT, Sizes(passes=1, rows=3))
+    is_twice = CASES[case] is not None and CASES[case][0] == 2 and "INT4" in case[0]
+    said = "2 layers are floats" if CASES[case] is None else "2 layers of INT4 take 8 bits"
+    assert len(estimate.notes) == (CASES[case] is None or is_twice)
+    assert all(note.startswith(said) for note in estimate.notes)
     lower(model, weights, ir.DataType.FLOAT)
     assert [node.op_type for node in model.graph].count("DequantizeLinear") == (layout is not None)
     for version in CHECKED:
         adapt(model.clone(), version)
-    for name, value in model.graph.initializers.items():
-        if name.endswith(".scales"):
-            assert (value.const_value.numpy() > 0).all()
+    stored = {name: value.const_value for name, value in model.graph.initializers.items()}
+    if layout is not None:
+        assert (stored["q+k.scales"].numpy() > 0).all()
+        found = sum(stored[name].nbytes for name in stored if name.startswith("q+k"))
+        assert estimate.decode_bytes == found
     weights.close()
     ir.save(model, tmp_path / "lowered.onnx")
     session = onnxruntime.InferenceSession(
