@@ -72,7 +72,7 @@ class Prediction:
             lines.append(f"{'fault' if need.remedy else 'ok':5}  {need.what}: {need.found}")
             if need.remedy:
                 lines.append(f"       remedy: {need.remedy}")
-        return lines
+        return lines + [f"note   weights: {note}" for note in self.estimate.notes]
 
 
 def predict(

@@ -93,6 +93,7 @@ class Estimate:
     runs_on_cpu: bool = True  # this machine's memory is what it is read from
     scratch_bytes: int = 0  # of the largest pass, where it is not part of the libraries
     device_bytes: int = 0  # memory of the GPU that runs it; 0: the CPU does, or it is not here
+    notes: tuple[str, ...] = ()  # what costs more than the bundle's precision says
 
 
 @dataclass(frozen=True, slots=True)

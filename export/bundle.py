@@ -247,7 +247,10 @@ def _eos_token_ids(configs: Iterable[dict[str, Any]], vocab_size: int) -> tuple[
     found = end_ids(configs)
     for token_id in found:
         if not isinstance(token_id, int) or not 0 <= token_id < vocab_size:
-            raise UnsupportedModelError(f"eos_token_id {token_id!r} is not a token of the model")
+            raise UnsupportedModelError(
+                f"eos_token_id {token_id!r} is not a token of the model",
+                hint="correct it in generation_config.json or config.json (and its text_config)",
+            )
     return tuple(sorted(found))
 
 

@@ -254,7 +254,7 @@ def _recipes(
     body = checks.linear_shapes(infos, subject.layers, subject.family)
     out, width = infos[subject.head_name].shape
     alpha_step = job.alpha_step or _amounts(scheme, device).alpha_step
-    # TensorRT refuses negative scales.
+    # Negative scales take TensorRT twice the bytes.
     has_signs = job.target == "cpu" and job.format != COMPRESSED_TENSORS
     own = Recipe(scheme, 0, alpha_step, job.kv_cache_quantization, job.target, has_signs)
     if head_scheme is None:

@@ -67,10 +67,15 @@ def _value(codes: np.ndarray, zero: np.ndarray, scale: np.ndarray) -> np.ndarray
 
 
 def int4(
-    weight: np.ndarray, random: np.random.Generator, signs: tuple[int, ...] = (-1, 1)
+    weight: np.ndarray,
+    random: np.random.Generator,
+    signs: tuple[int, ...] = (-1, 1),
+    groups: tuple[int, ...] = (16,),
 ) -> tuple[Tensors, np.ndarray]:
     """ModelOpt W4A16_AWQ, with smoothing that is not folded, and signs of scales (ours alone)."""
-    codes, zero, scale = _integers(weight, 4, 16, symmetric=True)
+    width = weight.shape[1]
+    group = next(size for size in groups if width % size == 0 and width > size)
+    codes, zero, scale = _integers(weight, 4, group, symmetric=True)
     sign = random.choice(np.array(signs, np.float32), scale.shape)
     scale, turned = scale * sign, np.repeat(sign, codes.shape[1] // scale.shape[1], 1) < 0
     codes = np.where(turned, np.minimum(16 - codes.astype(int), 15), codes).astype(np.uint8)
@@ -260,7 +265,9 @@ class Layout:
 
 
 MODELOPT_INT4 = Layout(
-    functools.partial(int4, signs=(1,)), modelopt={"quant_algo": "W4A16_AWQ"}, kind="int4"
+    functools.partial(int4, signs=(1,), groups=(64, 32, 16)),
+    modelopt={"quant_algo": "W4A16_AWQ"},
+    kind="int4",
 )
 LAYOUTS = {
     "int4": Layout(int4, modelopt={"quant_algo": "W4A16_AWQ"}, kind="int4"),
@@ -300,13 +307,18 @@ LAYOUTS = {
 }
 
 
-def write_checkpoint(source: Path, folder: Path, layout: Layout) -> dict[str, np.ndarray]:
-    """`source` with its linear layers in `layout`; the weights that they stand for, by name."""
+def write_checkpoint(
+    source: Path, folder: Path, layout: Layout, *, but: str = "no layer"
+) -> dict[str, np.ndarray]:
+    """`source` with its linear layers in `layout`; the weights that they stand for, by name.
+
+    `but`: what layers that stay have in their names.
+    """
     random = np.random.default_rng(0)
     tensors: dict[str, torch.Tensor] = {}
     meant: dict[str, np.ndarray] = {}
     for name, tensor in load_file(source / "model.safetensors").items():
-        if not name.endswith("_proj.weight"):
+        if not name.endswith("_proj.weight") or but in name:
             tensors[name] = tensor
             continue
         stored, meant[name] = layout.writer(tensor.float().numpy(), random)

@@ -12,7 +12,9 @@ from conftest import make_checkpoint
 from eagle_reference import Layout, make_draft
 from medusa_heads import make_heads
 from quantized_layouts import LAYOUTS, MODELOPT_INT4, write_checkpoint
+from quantized_layouts import Layout as QuantizedLayout
 from visual_checkpoints import make_visual_checkpoint
+from vlm_engines import make_vlm
 
 from edgellm.build.engine import build_engine
 from edgellm.build.plan import Plan, image_plan
@@ -25,6 +27,11 @@ from edgellm.export.source import open_checkpoint, open_draft
 from edgellm.export.visual_bundle import VisualOptions, export_visual
 
 LAYERS, HEADS, TREE, INPUT, CAPACITY = 4, 6, 12, 48, 72  # no other size is 72
+TOWER = "-text"  # behind a family: the decoder that reads its images
+TEXT = {"hidden_size": 96, "intermediate_size": 64, "num_attention_heads": 6,
+        "num_key_value_heads": 2, "head_dim": 16, "num_hidden_layers": 1}  # fmt: skip
+INNER = {"intermediate_size": 128}  # in blocks of 64; the other widths, 96, have 32 at most
+WIDE = {**INNER, "hidden_size": 192}
 PRECISIONS = ("fp16", "fp8", "int4_awq", "nvfp4", "int8_sq")
 _TAPS = {"eagle_aux_hidden_state_layer_ids": [0, 1, 2], "use_aux_hidden_state": True}
 DRAFT = Layout(
@@ -55,12 +62,17 @@ class Bundles:
 
     def _make(self, kind: str, precision: str, dtype: str = "fp16") -> Path:
         bundle = self._folder / f"{kind}-{precision}-{dtype}"
-        if kind in ("base", "eagle_base"):
+        if kind in ("base", "eagle_base", "wide"):
             options = ExportOptions(dtype)
             if kind == "eagle_base":
                 draft = str(self._checkpoint("draft", "fp16"))
                 options = ExportOptions(dtype, draft_model_dir=draft)
-            export_llm(open_checkpoint(str(self._checkpoint("base", precision))), bundle, options)
+            name = "wide" if kind == "wide" else "base"
+            export_llm(open_checkpoint(str(self._checkpoint(name, precision))), bundle, options)
+        elif kind.endswith(TOWER):
+            export_llm(
+                open_checkpoint(str(self._tower(kind, precision))), bundle, ExportOptions(dtype)
+            )
         elif kind == "heads":
             heads = open_draft(str(make_heads(self._folder / "heads-checkpoint")))
             base = open_checkpoint(str(self._checkpoint("base", "fp16")), tokenizer=False)
@@ -75,15 +87,25 @@ class Bundles:
             export_visual(source, bundle, VisualOptions(dtype, quantization=rounding))
         return bundle
 
+    def _tower(self, kind: str, precision: str) -> Path:
+        folder = self._folder / f"{kind}-{precision}-checkpoint"
+        if not folder.exists() and precision == "fp16":
+            make_vlm(folder, kind.removesuffix(TOWER), **TEXT)
+        elif not folder.exists():
+            write_checkpoint(self._tower(kind, "fp16"), folder, _layout(precision), but="visual")
+        return folder
+
     def _checkpoint(self, kind: str, precision: str) -> Path:
         folder = self._folder / f"{kind}-{precision}-checkpoint"
         if folder.exists():
             return folder
         if precision != "fp16":
-            layout = MODELOPT_INT4 if precision == "int4_awq" else LAYOUTS[precision]
-            write_checkpoint(self._checkpoint(kind, "fp16"), folder, layout)
+            write_checkpoint(self._checkpoint(kind, "fp16"), folder, _layout(precision))
         elif kind == "base":
-            sizes = {**models.find("llama").TINY, "num_hidden_layers": LAYERS}
+            sizes = {**models.find("llama").TINY, "num_hidden_layers": LAYERS, **INNER}
+            make_checkpoint(folder, **sizes, dtype="float16")
+        elif kind == "wide":
+            sizes = {**models.find("llama").TINY, "num_hidden_layers": LAYERS, **WIDE}
             make_checkpoint(folder, **sizes, dtype="float16")
         elif kind == "draft":
             make_draft(folder, DRAFT)
@@ -92,10 +114,14 @@ class Bundles:
         return folder
 
 
+def _layout(precision: str) -> QuantizedLayout:
+    return MODELOPT_INT4 if precision == "int4_awq" else LAYOUTS[precision]
+
+
 def compile_bundle(bundle: Path, kind: str, engine: Path, sm: int) -> Engine:
     """The engine of a bundle; `engine` is the folder that it goes to."""
     options = TensorRtOptions(target_sm=str(sm), layer_report=True)
-    if kind in ("base", "eagle_base"):
+    if kind in ("base", "eagle_base", "wide"):
         tree = TREE if kind == "eagle_base" else 0
         plan = Plan(INPUT, CAPACITY, 1, "auto", max_verify_tree_size=tree, options=options)
         built = build_engine("llm", bundle, engine, plan, "tensorrt", _silent)

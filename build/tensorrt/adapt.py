@@ -42,7 +42,7 @@ def adapt(model: ir.Model, version: Version) -> None:
         raise EdgeLLMError(
             f"TensorRT {version[0]}.{version[1]} does not take this graph: {faults[0]}",
             hint="install a newer TensorRT (on a Jetson a newer JetPack), or quantize otherwise: "
-            "nvfp4 needs TensorRT 10.8, 8 bits in blocks need 11",
+            "nvfp4 needs TensorRT 10.8, fp8 in blocks 10.13",
         )
 
 

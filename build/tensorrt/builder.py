@@ -18,6 +18,7 @@ from edgellm.artifact import defer_interrupt
 from edgellm.build.plan import Report
 from edgellm.build.tensorrt.engine_layers import inspect_engine
 from edgellm.build.tensorrt.kernel_log import Kernel, read_kernels
+from edgellm.build.tensorrt.known_faults import has_fp4, known_refusal, switches, told
 from edgellm.build.tensorrt.memory import MappedFile, memory_returned
 from edgellm.build.tensorrt.observers import EngineFile, progress_monitor
 from edgellm.build.tensorrt.options import TensorRtOptions
@@ -75,7 +76,7 @@ def build(
     own = [node.op_type for node in model.graph if node.op_type in NODES]
     if own:
         register_plugins(target.library)
-    with defer_interrupt() as pending:
+    with told(_switches(target, model, report)), defer_interrupt() as pending:
         builder = trt.Builder(log.logger)
         builder.max_threads = threads or builder.max_threads
         strongly_typed = 1 << int(trt.NetworkDefinitionCreationFlag.STRONGLY_TYPED)
@@ -93,13 +94,30 @@ def build(
             done = file.receive(builder, network, config)
         file.close()
         if not done and not pending:
-            raise log.failure(f"{target.library.label} does not compile the graph")
+            raise _not_compiled(target, model, log)
         del monitor
         caches = _caches_in_place(trt, network)
         _save_timing_cache(config, options)
     log.refuse_ignored_inputs()  # they are named when the network is compiled
     kernels, told_by = _kernels(log, target, options, engine, report)
     return Built(kernels, caches, attentions, own.count(ATTEND), told_by)
+
+
+def _switches(target: Target, model: ir.Model, report: Report) -> str:
+    """What full TensorRT is told, which TensorRT-RTX was never seen to need."""
+    library = target.library
+    if library.is_ahead_of_time:
+        return ""
+    words = switches(library.version, has_fp4=has_fp4(model))
+    if words:
+        report(f"leaving out fusions that {library.label} is known to get wrong")
+    return words
+
+
+def _not_compiled(target: Target, model: ir.Model, log: LibraryLog) -> EdgeLLMError:
+    failure = log.failure(f"{target.library.label} does not compile the graph")
+    known = known_refusal(target, model, str(failure))
+    return EdgeLLMError(str(failure), hint=known) if known else failure
 
 
 def _kernels(

@@ -16,6 +16,7 @@ from edgellm.build.tensorrt.adapt import adapt
 from edgellm.build.tensorrt.builder import Built, build
 from edgellm.build.tensorrt.cache_plan import CachePlan, plan_cache
 from edgellm.build.tensorrt.fallback import check_types, fall_back, lacking_kinds, weights_beside
+from edgellm.build.tensorrt.int4_blocks import notes_of_blocks
 from edgellm.build.tensorrt.layer_report import notes_of, write_report
 from edgellm.build.tensorrt.lower import lower
 from edgellm.build.tensorrt.memory import memory_returned
@@ -60,6 +61,7 @@ def compile_bundle(
             for each in passes
         )
         notes = notes if len(graphs) > 1 else notes_of(built, passes)
+        notes += tuple(f"{role}: {note}" for note in compiler.notes)
         if compiler.fallen:
             notes += (
                 f"{role}: {' and '.join(sorted(compiler.fallen))} weights are "
@@ -175,6 +177,7 @@ class _Compiler:
             self._candidates = min(plan.max_draft_tree_size, bundle.spec.draft_vocab_size)
         self.precision = ""
         self.fallen: set[str] = set()  # kinds of weights that became others
+        self.notes: tuple[str, ...] = ()
 
     def compile(self, portable: Path, passes: Sequence[Pass]) -> Built:
         """Lower a portable graph and compile it into `<name>.engine`."""
@@ -185,6 +188,7 @@ class _Compiler:
         _refuse(model)
         with memory_returned(), weights_beside(self._folder) as rounded:
             self._fall_back(model, rounded)
+            self.notes = tuple(notes_of_blocks(model))
             kinds = weight_kinds(model) - {"dense"}
             self.precision = "+".join(sorted(kinds)) or _PRECISIONS[self._dtype]
             lower(model, weights, self._dtype, self._capacity, self._candidates, self._kernels)

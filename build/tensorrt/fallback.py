@@ -18,13 +18,15 @@ from edgellm.build.lowering.linear_weights import (
     layer_name,
     linear_layers,
 )
-from edgellm.build.lowering.round_int4 import BLOCK_SIZE, nearest_int4
+from edgellm.build.lowering.round_int4 import nearest_int4
 from edgellm.build.lowering.weights import WeightFile
+from edgellm.build.tensorrt.int4_blocks import TAKEN
 from edgellm.build.tensorrt.operators import first_with_weights
 from edgellm.build.tensorrt.target import Target
 from edgellm.contract import EdgeLLMError
 
 INT4, FP16 = "int4", "fp16"
+BLOCK_SIZE = min(TAKEN)  # the smaller, the closer
 _FIRST_FP8, _FIRST_FP4 = 89, 100  # Ada and Hopper, Blackwell
 _NEEDS = (  # type, first GPU, name, what may be quantized instead
     (ir.DataType.FLOAT4E2M1, _FIRST_FP4, "NVFP4", "fp8, int4_awq or int8_sq"),
@@ -85,7 +87,7 @@ def fall_back(
         model: is rewritten in place.
         weights: receives the new weights.
         kinds: of the layers.
-        precision: `INT4`, in blocks of 32 inputs where there are as many, or `FP16`.
+        precision: `INT4`, in blocks of 64 inputs where these divide them, or `FP16`.
 
     Returns:
         The kinds that there were.

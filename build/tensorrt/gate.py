@@ -76,13 +76,24 @@ def _faults(node: ir.Node, known: dict[str, Rule]) -> Iterator[str]:
     if first is not None and first.shape is not None and first.shape.rank() not in rule.ranks:
         yield f"input 0 has {first.shape.rank()} dimensions"
     yield from _constants(node, rule)
-    is_blocked = rule.blocked and node.attributes.get_int("block_size", 0)
-    if is_blocked and first is not None and first.dtype not in rule.blocked:
-        yield f"{first.dtype and first.dtype.name} has scales of blocks"
+    yield from _blocks(node, rule)
     for key, allowed in rule.attributes.items():
         attribute = node.attributes.get(key)
         if attribute is not None and attribute.value not in allowed:
             yield f"{key} is {attribute.value}"
+
+
+def _blocks(node: ir.Node, rule: Rule) -> Iterator[str]:
+    codes, size = node.inputs[0] if node.inputs else None, node.attributes.get_int("block_size", 0)
+    if not rule.blocked or codes is None or codes.dtype is None:
+        return
+    sizes = rule.blocked.get(codes.dtype)
+    if size and sizes is None:
+        yield f"{codes.dtype.name} has scales of blocks"
+    elif codes.dtype == ir.DataType.INT4 and not size:
+        yield "INT4 has no scales of blocks"
+    elif size and sizes and size not in sizes:
+        yield f"{codes.dtype.name} has blocks of {size}"
 
 
 def _constants(node: ir.Node, rule: Rule) -> Iterator[str]:

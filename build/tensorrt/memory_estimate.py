@@ -11,12 +11,12 @@ from dataclasses import dataclass
 
 import onnx_ir as ir
 
-from edgellm.build.lowering.linear_weights import linear_layers
-from edgellm.build.lowering.round_int4 import BLOCK_SIZE
+from edgellm.build.lowering.linear_weights import LinearWeight, linear_layers
 from edgellm.build.lowering.tables import table_of
 from edgellm.build.lowering.weights import parameter_name
 from edgellm.build.plan import Estimate
-from edgellm.build.tensorrt.fallback import INT4
+from edgellm.build.tensorrt.fallback import BLOCK_SIZE, INT4
+from edgellm.build.tensorrt.int4_blocks import layout_of, notes_of_blocks
 from edgellm.build.tensorrt.linears import is_widened
 
 _BITS = {"int4": 4, "int8": 8, "fp8": 8, "fp4": 4}
@@ -54,6 +54,7 @@ def estimate_graphs(models: list[ir.Model], dtype: ir.DataType, sizes: Sizes) ->
     return Estimate(
         engine, sizes.kv_bytes, peak, decode, runs_on_cpu=False,
         scratch_bytes=scratch, device_bytes=sizes.device_bytes,
+        notes=tuple(note for model in models for note in notes_of_blocks(model)),
     )  # fmt: skip
 
 
@@ -76,23 +77,37 @@ def _linear_bytes(model: ir.Model, dtype: ir.DataType, sizes: Sizes) -> dict[str
     for node, weight in linear_layers(model.graph):
         part = weight.parts[0]
         falls = bool(sizes.fallback) and weight.kind in sizes.lacking
-        if falls and sizes.fallback == INT4:
+        if falls and sizes.fallback == INT4 and weight.in_features % BLOCK_SIZE == 0:
             found[str(node.name)] = weight.count // 2 + weight.count // BLOCK_SIZE * dtype.itemsize
             continue
         if falls or is_widened(weight):
             found[part.parameter] = weight.count * dtype.itemsize
             continue
-        block = part.block_size or part.shape[0]
-        scale = 1 if part.kind == "fp4" else dtype.itemsize
-        per_block = scale + (dtype.itemsize if part.is_unsigned else 0)
-        codes = weight.count * _BITS[part.kind] // 8
-        found[str(node.name)] = codes + weight.count // block * int(per_block)
+        found[str(node.name)] = _stored_bytes(weight, int(dtype.itemsize))
     return {name: int(size) for name, size in found.items()}
+
+
+def _stored_bytes(weight: LinearWeight, float_bytes: int) -> int:
+    """Of codes, scales and the factors of sums that stand for zero points."""
+    part, layout = weight.parts[0], layout_of(weight)
+    blocks = weight.count // (part.block_size or part.shape[0])
+    sums = blocks * float_bytes if part.is_unsigned or (layout and layout.splits) else 0
+    if layout is not None:
+        codes = weight.count * layout.codes_each
+        return codes // 2 + codes // layout.block_size * float_bytes + sums
+    scale = 1 if part.kind == "fp4" else float_bytes
+    return weight.count * _BITS[part.kind] // 8 + blocks * scale + sums
 
 
 def _bytes_of_4_bits(model: ir.Model) -> int:
     weights = [weight for _, weight in linear_layers(model.graph)]
-    return sum(each.count // 2 for each in weights if each.kind in ("int4", "fp4"))
+    layouts = (layout_of(weight) for weight in weights)
+    of_int4 = (
+        weight.count * layout.codes_each
+        for weight, layout in zip(weights, layouts, strict=True)
+        if layout is not None
+    )
+    return (sum(of_int4) + sum(each.count for each in weights if each.kind == "fp4")) // 2
 
 
 def _table_bytes(model: ir.Model, dtype: ir.DataType) -> dict[str, int]:

@@ -5,9 +5,12 @@ Sources. TensorRT 10.3: `docs/operators.md` and `onnxOpImporters.cpp` of onnx/on
 later, by release notes and headers: FP4 and its quantization 10.8; `Attention` 10.14;
 `RMSNormalization`, `RotaryEmbedding` and `TensorScatter` 10.15; `Swish` 11.0. Where a document and
 the importer's source say different things, the table has what the stricter one says. TensorRT 10.13
-is not documented apart: it has what 10.3 has, and FP4. Scales of blocks: users report that 10.7
-refuses them for all but INT4, and nothing says that a later 10.x does not. `docs/tensorrt.md` says
-which JetPack has which.
+is not documented apart: it has what 10.3 has, and FP4. `docs/tensorrt.md` says which
+JetPack has which.
+
+Scales of blocks, by `IDequantizeLayer` in NvInfer.h: INT4 alone up to 10.12, FP8 and FP4 from 10.13
+on, INT8 in none up to 11.1; NVIDIA's guide names blocks of 64 and 128 for INT4, which must have
+some (`int4_blocks.py`), and FP4's are 16.
 """
 
 from __future__ import annotations
@@ -17,6 +20,7 @@ from dataclasses import dataclass, field
 
 import onnx_ir as ir
 
+from edgellm.build.tensorrt.int4_blocks import TAKEN
 from edgellm.device_runtime.runners.tensorrt.library import BROKEN_PLUGINS, OLDEST
 
 Version = tuple[int, int]  # major, minor
@@ -30,6 +34,9 @@ EIGHT_BITS = frozenset({ir.DataType.INT8, ir.DataType.FLOAT8E4M3FN})
 FOUR_BITS = frozenset({ir.DataType.INT4})
 FP4 = frozenset({ir.DataType.FLOAT4E2M1})
 _CODES = EIGHT_BITS | FOUR_BITS | FP4
+_INT4_BLOCKS = {ir.DataType.INT4: frozenset(TAKEN)}
+_FP4_BLOCKS = {ir.DataType.FLOAT4E2M1: frozenset({16})}
+_FP8_BLOCKS = {ir.DataType.FLOAT8E4M3FN: frozenset[int]()}
 _ALL_RANKS = frozenset(range(9))
 
 
@@ -43,7 +50,8 @@ class Rule:
     initializers: tuple[int, ...] = ()  # inputs that must be constants, if they are there
     attributes: Mapping[str, frozenset[object]] = field(default_factory=dict, hash=False)
     most_candidates: int = 0  # of TopK; 0: no limit
-    blocked: frozenset[ir.DataType] = frozenset()  # types of codes whose scales may be of blocks
+    blocked: Mapping[ir.DataType, frozenset[int]] = field(default_factory=dict, hash=False)
+    """Sizes of blocks by the type of codes whose scales may be of blocks; none: any."""
 
 
 _ELEMENTWISE = Rule(NUMBERS, (0, 1))
@@ -75,7 +83,7 @@ _SINCE_10_3: dict[str, Rule] = {
     "ArgMax": Rule(NUMBERS),
     "Clip": Rule(FLOATS),  # so says the document; the importer of 10.1 takes integers as well
     "Conv": Rule(FLOATS, ranks=frozenset({3, 4, 5})),
-    "DequantizeLinear": Rule(EIGHT_BITS | FOUR_BITS, initializers=(2,), blocked=FOUR_BITS),
+    "DequantizeLinear": Rule(EIGHT_BITS | FOUR_BITS, initializers=(2,), blocked=_INT4_BLOCKS),
     "Gather": Rule(ANY),
     "Gelu": _UNARY,
     "LayerNormalization": _UNARY,
@@ -91,8 +99,13 @@ _SINCE_10_3: dict[str, Rule] = {
 }  # fmt: skip
 
 _SINCE_10_8 = {
-    "DequantizeLinear": Rule(_CODES, initializers=(2,), blocked=FOUR_BITS | FP4),
+    "DequantizeLinear": Rule(_CODES, initializers=(2,), blocked=_INT4_BLOCKS | _FP4_BLOCKS),
     "trt::TRT_FP4DynamicQuantize": Rule(FLOATS, ranks=frozenset({2, 3}), initializers=(1,)),
+}
+_SINCE_10_13 = {
+    "DequantizeLinear": Rule(
+        _CODES, initializers=(2,), blocked=_INT4_BLOCKS | _FP4_BLOCKS | _FP8_BLOCKS
+    ),
 }
 # An importer reshapes 3-D attention, and the document speaks of 4-D: 3-D is left to 11.x, where
 # TensorRT-RTX compiles it.
@@ -105,8 +118,7 @@ _SINCE_10_15 = {
 _SINCE_11_0 = {
     "Swish": _UNARY,
     "Attention": Rule(FLOATS, (0, 1, 2), frozenset({3, 4})),
-    "Clip": Rule(NUMBERS),  # compiled by TensorRT-RTX 1.7, as are blocks of 8 bits
-    "DequantizeLinear": Rule(_CODES, initializers=(2,), blocked=_CODES),
+    "Clip": Rule(NUMBERS),  # compiled by TensorRT-RTX 1.7
 }
 
 _HALF = frozenset({ir.DataType.FLOAT16})
@@ -119,6 +131,7 @@ _KERNELS = {
 _ADDED: tuple[tuple[Version, Mapping[str, Rule]], ...] = (
     (OLDEST, _SINCE_10_3),
     ((10, 8), _SINCE_10_8),
+    ((10, 13), _SINCE_10_13),
     ((10, 14), _SINCE_10_14),
     ((10, 15), _SINCE_10_15),
     ((11, 0), _SINCE_11_0),

@@ -17,8 +17,9 @@ from edgellm.build.lowering.linear_weights import layer_name, linear_layers
 from edgellm.build.lowering.weights import WeightFile
 from edgellm.build.onnxruntime_cpu.options import CpuOptions
 from edgellm.build.plan import Plan
+from edgellm.build.tensorrt.adapt import adapt
+from edgellm.build.tensorrt.int4_blocks import notes_of_blocks
 from edgellm.build.tensorrt.lower import lower
-from edgellm.contract import EdgeLLMError
 from edgellm.device_runtime.sessions.decoder import open_decoder
 from edgellm.export.bundle import ExportOptions, export_llm
 from edgellm.export.cli import app
@@ -100,12 +101,17 @@ def test_an_engine_for_cuda(bundles, expected, tmp_path):
     assert distance(found, expected) < 0.02  # weights with minima are rounded to int8
 
 
-def test_tensorrt_refuses_its_scales(bundles, tmp_path):
-    """Those of Q4_0 have signs."""
-    model = ir.load(bundles["kept"] / "model.onnx")
-    with pytest.raises(EdgeLLMError, match="no negative scales") as caught:
-        lower(model, WeightFile(tmp_path / "weights"), ir.DataType.FLOAT, 64)
-    assert "export a GGUF file with --dtype fp16" in caught.value.hint
+def test_tensorrt_is_given_its_values(bundles, expected, tmp_path):
+    """Scales of Q4_0 have signs; blocks of 32 and of 16, with and without minima."""
+    model, weights = ir.load(bundles["kept"] / "model.onnx"), WeightFile(tmp_path / "weights")
+    found = {note.split(" ", 1)[1][:20] for note in notes_of_blocks(model)}
+    assert found == {"layers of INT4 take ", "layers are floats: T"}
+    lower(model, weights, ir.DataType.FLOAT, 64)
+    weights.close()
+    adapt(model.clone(), (10, 3))
+    ir.save(model, tmp_path / "model.onnx")
+    session = open_portable(bundles["kept"], 64, tmp_path / "model.onnx")
+    assert distance(logits(session), expected) < 2e-6
 
 
 def test_what_the_command_says(gguf_file, tmp_path):

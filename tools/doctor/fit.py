@@ -12,7 +12,7 @@ from edgellm.build.plan import Plan, image_plan
 from edgellm.build.products import DRAFT, LLM, PRODUCTS, VISUAL, read_bundle
 from edgellm.contract import EdgeLLMError
 from edgellm.manifest import LLM_BUNDLE, MANIFEST_NAME, load_bundle
-from edgellm.tools.doctor.checks import FAULT, OK, Finding
+from edgellm.tools.doctor.checks import FAULT, NOTE, OK, Finding
 
 _INPUT, _CAPACITY, _TREE = 1024, 4096, 60  # llm_build's own
 
@@ -28,6 +28,8 @@ def examine_bundle(bundle: Path, backend: str, target_sm: str) -> Iterator[Findi
     yield Finding("compiler", OK, f"{origin.version}, for {origin.machine}")
     for need in prediction.needs:
         yield Finding(need.what, FAULT if need.remedy else OK, need.found, need.remedy)
+    for note in prediction.estimate.notes:
+        yield Finding("weights", NOTE, note)
 
 
 def _predict(source: Path, backend: str, flags: dict[str, str | None]) -> Prediction:

@@ -20,7 +20,6 @@ from edgellm.build.lowering.weights import WeightFile
 from edgellm.build.plan import Plan, image_plan
 from edgellm.build.tensorrt.lower import lower
 from edgellm.build.tensorrt.profiles import base_passes, draft_passes, image_pass
-from edgellm.contract import UnsupportedModelError
 from edgellm.export import models
 from edgellm.export.bundle import ExportOptions, export_llm
 from edgellm.export.source import open_checkpoint
@@ -89,13 +88,6 @@ def test_quantized_graphs_compute_the_same(tiny_source, tmp_path, layout):
     for name, array in expected.items():
         np.testing.assert_allclose(found[name], array, atol=2e-4, err_msg=name)
     assert np.abs(expected[contract.LOGITS]).max() > 1
-
-
-def test_negative_scales_are_refused(tiny_source, tmp_path):
-    write_checkpoint(tiny_source, tmp_path / "checkpoint", LAYOUTS["int4"])
-    portable = _bundle(tmp_path / "checkpoint", tmp_path)
-    with pytest.raises(UnsupportedModelError, match="no negative scales"):
-        _lowered(portable, tmp_path)
 
 
 @pytest.mark.parametrize("model_type", attending())

@@ -10,7 +10,7 @@ import pytest
 from block_reference import LAYOUTS, make_blocks
 from conftest import make_checkpoint
 from model_configs import attending
-from tensorrt_bundles import CAPACITY, PRECISIONS, TREE, Bundles
+from tensorrt_bundles import CAPACITY, PRECISIONS, TOWER, TREE, Bundles
 
 from edgellm import contract
 from edgellm.build.fit import predict
@@ -31,11 +31,24 @@ from edgellm.export.source import open_checkpoint, open_draft
 from edgellm.manifest import DRAFT_BUNDLE, VISUAL_BUNDLE, load_bundle
 from edgellm.multimodal.grids import grid_inputs
 
+OF_OTHERS = "smolvlm"  # whose encoder and decoder are idefics3's
+ENCODERS = [
+    (family, precision)
+    for family in visual.supported()
+    for precision in ("fp16", "int8", "fp8")
+    if family != OF_OTHERS or precision == "fp16"
+]
+TEXTS = [
+    (family, precision)
+    for family in visual.supported()
+    for precision in PRECISIONS
+    if family != OF_OTHERS or precision == "fp16"
+]
 CASES = [
     *((kind, precision) for kind in ("eagle_base", "draft") for precision in PRECISIONS),
     ("base", "fp16"),
     ("heads", "fp16"),
-    *((kind, precision) for kind in visual.supported() for precision in ("fp16", "int8", "fp8")),
+    *ENCODERS,
 ]
 LACKING = {  # what the graphs of a base have that a version does not take, as they are lowered
     (10, 3): {"Attention", "Clip", "RMSNormalization", "RotaryEmbedding", "Swish",
@@ -93,6 +106,17 @@ def test_every_version_takes_the_adapted_graph(bundles, tmp_path, kind, precisio
                 assert [n.op_type for n in adapted.graph] == [n.op_type for n in model.graph]
 
 
+@pytest.mark.parametrize(("family", "precision"), TEXTS)
+def test_every_version_takes_decoders_of_images(bundles, tmp_path, family, precision):
+    """Rows of images, M-RoPE, deepstack; in halves by edgellm's kernels, too."""
+    bundle = bundles.make(f"{family}{TOWER}", precision)
+    for kernels in (None, Kernels(110, "fp8"))[: 1 + (precision == "fp16")]:
+        model = lowered(bundle, "model", tmp_path, is_draft=False, kernels=kernels)
+        assert contract.IMAGE_EMBEDS in {value.name for value in model.graph.inputs}
+        for version in CHECKED[precision == "nvfp4" :]:  # of which 10.3 knows nothing
+            adapt(model.clone(), version)
+
+
 @pytest.mark.parametrize("precision", PRECISIONS)
 @pytest.mark.parametrize("kind", ["eagle_base", "draft"])
 def test_every_version_takes_edgellm_s_attention(bundles, tmp_path, kind, precision):
@@ -120,15 +144,15 @@ def test_drafts_of_blocks_are_refused(eagle_pairs, tmp_path):
         predict(bundle, load_bundle(bundle, DRAFT_BUNDLE), plan, "tensorrt", tmp_path)
 
 
-@pytest.mark.parametrize("form", ["gptq-order", "ct-w8a8", "ct-int8"])
+@pytest.mark.parametrize("form", ["gptq-order", "ct-w8a8", "ct-int8", "fp8-blocks"])
 def test_other_forms_of_weights(bundles, tmp_path, form):
-    """Zero points and columns in any order, scales of columns; blocks of 8 bits for 11.x alone."""
+    """Zero points and columns in any order, scales of columns; FP8 in blocks from 10.13 on."""
     model = lowered(bundles.make("base", form), "model", tmp_path, is_draft=False)
     for version in CHECKED:
-        if form == "ct-int8" and version < (11, 0):
-            with pytest.raises(EdgeLLMError, match="INT8 has scales of blocks") as caught:
+        if form == "fp8-blocks" and version < (10, 13):
+            with pytest.raises(EdgeLLMError, match="FLOAT8E4M3FN has scales of blocks") as caught:
                 adapt(model.clone(), version)
-            assert "8 bits in blocks need 11" in caught.value.hint
+            assert "fp8 in blocks 10.13" in caught.value.hint
         else:
             adapt(model.clone(), version)
 
@@ -139,6 +163,9 @@ FAULTS = {
     "TopK(x, k)": "TopK n: input 1 is computed",
     'ScatterND<reduction = "add">(x, i, x)': "ScatterND n: reduction is add",
     "NonZero(x)": "NonZero n: is not known",
+    "DequantizeLinear<axis = 1>(c, x)": "DequantizeLinear n: INT4 has no scales of blocks",
+    "DequantizeLinear<block_size = 32>(c, x)": "DequantizeLinear n: INT4 has blocks of 32",
+    "DequantizeLinear<block_size = 64>(b, x)": "DequantizeLinear n: INT8 has scales of blocks",
     "com.microsoft.MatMulNBits(x)": "com.microsoft::MatMulNBits n: is not known",
 }
 
@@ -147,7 +174,8 @@ def small(node: str, opset: int = 24) -> ir.Model:
     """A graph of one node."""
     model = ir.from_onnx_text(
         f'<ir_version: 11, opset_import: ["" : {opset}, "com.microsoft" : 1]> g'
-        f"(float16[2, 5] x, int64[1] k, int64[2, 1] i) => (y) {{ y = {node} }}"
+        f"(float16[2, 5] x, int64[1] k, int64[2, 1] i, int4[2, 5] c, int8[2, 5] b) => (y) "
+        f"{{ y = {node} }}"
     )
     next(iter(model.graph)).name = "n"
     return model

@@ -1,0 +1,100 @@
+"""Fusions of TensorRT's compiler that are known to go wrong, by version, and how they are left out.
+
+Its compiler reads switches from an environment variable that NVIDIA does not document; its own
+TensorRT Edge-LLM (0.11, `cpp/builder/llmBuilder.cpp`) sets it for engines of one answer at a time,
+by version. Two switches are users' findings on a Jetson Thor with 10.13.3.9, which wrote rubbish
+without them: https://github.com/NVIDIA/TensorRT-Edge-LLM/issues/151 (and 105).
+
+What TensorRT then refuses may be known, too: https://github.com/NVIDIA/TensorRT/issues/4832, where
+10.16.2 compiles a graph of ModelOpt's INT8 for a Thor, and not for an Orin; and Edge-LLM's 192,
+where 10.13.3 and 10.14.1 do not compile an engine with plugins.
+"""
+
+from __future__ import annotations
+
+import os
+from collections.abc import Iterator
+from contextlib import contextmanager
+from dataclasses import dataclass
+
+import onnx_ir as ir
+
+from edgellm.build.tensorrt.operators import Version
+from edgellm.build.tensorrt.target import Target
+
+SWITCHES = "__LUNOWUD"
+_NEVER = (99, 0)
+_ORIN = 87
+
+
+@dataclass(frozen=True, slots=True)
+class Switch:
+    """A word for the compiler."""
+
+    word: str
+    since: Version
+    before: Version = _NEVER
+    of_fp4: bool = False  # for graphs with NVFP4 alone
+
+
+_SWITCHES = (
+    Switch("-peep:match_dual_gemm=off", (10, 13), (10, 15)),  # Edge-LLM
+    Switch("-peep:fc_h_fusion=off", (10, 13)),  # Edge-LLM from 10.15 on, users for 10.13
+    Switch("-cask_fusion:max_num_epilogues=1", (10, 13), (10, 14), of_fp4=True),  # users
+    Switch("-mlir:autotune:num_threads=1", (10, 15)),  # Edge-LLM
+    Switch("-mlir:collective:fp4=off", (10, 15)),  # Edge-LLM
+    Switch("-cask_fusion:async_policy=1", (10, 15)),  # Edge-LLM
+)
+
+
+def switches(version: Version, *, has_fp4: bool) -> str:
+    """What a TensorRT should be told; nothing for those before 10.13.
+
+    Args:
+        version: major and minor.
+        has_fp4: the graph has weights of NVFP4.
+    """
+    return " ".join(
+        each.word
+        for each in _SWITCHES
+        if each.since <= version < each.before and (has_fp4 or not each.of_fp4)
+    )
+
+
+def has_fp4(model: ir.Model) -> bool:
+    """Whether a lowered graph has weights of NVFP4."""
+    stored = model.graph.initializers.values()
+    return any(value.dtype == ir.DataType.FLOAT4E2M1 for value in stored)
+
+
+def known_refusal(target: Target, model: ir.Model, words: str) -> str:
+    """A remedy for a lowered graph that was not compiled; nothing if none is known.
+
+    Args:
+        target: library and GPU.
+        model: the graph.
+        words: the library's.
+    """
+    if "PLUGIN_V3" in words:
+        return "NVIDIA/TensorRT-Edge-LLM#192 tells of such plugins: --kernels tensorrt needs none"
+    types = {node.inputs[0].dtype for node in model.graph if node.inputs and node.inputs[0]}
+    is_new = target.library.version >= (10, 16)
+    if target.sm == _ORIN and is_new and ir.DataType.INT8 in types:
+        return (
+            "it may be what NVIDIA/TensorRT#4832 tells of INT8 on this GPU: quantize with int4_awq "
+            "instead of int8_sq, or export in fp16"
+        )
+    return ""
+
+
+@contextmanager
+def told(words: str) -> Iterator[str]:
+    """Tell the compiler while it works; a user's own words, even none, stay as they are."""
+    if not words or SWITCHES in os.environ:
+        yield os.environ.get(SWITCHES, "")
+        return
+    os.environ[SWITCHES] = words  # which reaches the environment that libraries read
+    try:
+        yield words
+    finally:
+        del os.environ[SWITCHES]

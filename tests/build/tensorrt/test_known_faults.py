@@ -1,0 +1,111 @@
+"""What TensorRT's compiler is told not to do, and what is said of refusals that are known."""
+
+from __future__ import annotations
+
+import os
+import subprocess
+import sys
+from pathlib import Path
+from types import SimpleNamespace
+from typing import Any
+
+import onnx_ir as ir
+import pytest
+
+from edgellm.build.tensorrt import builder
+from edgellm.build.tensorrt.known_faults import SWITCHES, switches, told
+from edgellm.build.tensorrt.options import TensorRtOptions
+from edgellm.build.tensorrt.target import Target
+from edgellm.contract import EdgeLLMError
+from edgellm.device_runtime.runners.tensorrt.library import Library
+
+NEW = (
+    "-peep:fc_h_fusion=off -mlir:autotune:num_threads=1 -mlir:collective:fp4=off "
+    "-cask_fusion:async_policy=1"
+)
+OLD = "-peep:match_dual_gemm=off -peep:fc_h_fusion=off"
+
+
+@pytest.mark.parametrize(
+    ("version", "has_fp4", "words"),
+    [
+        ((10, 3), False, ""),
+        ((10, 13), False, OLD),
+        ((10, 13), True, f"{OLD} -cask_fusion:max_num_epilogues=1"),
+        ((10, 14), True, OLD),
+        ((10, 16), True, NEW),
+        ((11, 4), False, NEW),
+    ],
+)
+def test_each_version_has_its_own(version, has_fp4, words):
+    assert switches(version, has_fp4=has_fp4) == words
+
+
+def test_the_library_reads_them_while_it_works(monkeypatch):
+    """As C does, which the interpreter's own dictionary would not show."""
+    monkeypatch.delenv(SWITCHES, raising=False)
+    shown = [sys.executable, "-c", f"import os; print(os.environ.get({SWITCHES!r}))"]
+
+    def seen() -> str:
+        return subprocess.run(shown, capture_output=True, text=True, check=True).stdout.strip()
+
+    with told("-a=off"):
+        assert seen() == "-a=off"
+    assert SWITCHES not in os.environ
+    monkeypatch.setenv(SWITCHES, "")
+    with told("-a=off"):
+        assert seen() == ""
+
+
+class Compiler:
+    """As much of full TensorRT as a build of nothing asks for; it compiles none."""
+
+    def __init__(self, version: str) -> None:
+        self.__name__, self.__version__ = "tensorrt", version
+        self.told: str | None = None
+        self.NetworkDefinitionCreationFlag = SimpleNamespace(STRONGLY_TYPED=0)
+        self.LayerType = SimpleNamespace()
+
+    def Builder(self, _: object) -> Any:  # noqa: N802
+        self.told = os.environ.get(SWITCHES)
+        network = SimpleNamespace(num_layers=0)
+        return SimpleNamespace(max_threads=1, create_network=lambda _: network)
+
+    def OnnxParser(self, *_: object) -> Any:  # noqa: N802
+        return SimpleNamespace(parse_from_file=lambda _: True)
+
+
+@pytest.mark.parametrize(
+    ("version", "sm", "dtype", "words", "hint"),
+    [
+        ("10.16.2.10", 87, "int8", "", "NVIDIA/TensorRT#4832"),
+        ("10.16.2.10", 87, "int4", "", "report it"),
+        ("10.16.2.10", 110, "int8", "", "report it"),
+        ("10.3.0.26", 87, "int8", "", "report it"),
+        ("10.13.3.9", 110, "int8", "Not implemented for PLUGIN_V3", "--kernels tensorrt"),
+    ],
+)
+def test_a_build(monkeypatch, tmp_path: Path, version, sm, dtype, words, hint):
+    model = ir.from_onnx_text(
+        f'<ir_version: 11, opset_import: ["" : 21]> g ({dtype}[2, 2] x, float[2] s) => (float[2, 2]'
+        " y) { y = DequantizeLinear<axis = 0>(x, s) }"
+    )
+    ir.save(model, tmp_path / "graph.onnx")
+    trt = Compiler(version)
+    monkeypatch.delenv(SWITCHES, raising=False)
+    log = SimpleNamespace(
+        logger=None, failure=lambda what: EdgeLLMError(f"{what}: {words}", hint="report it")
+    )
+    monkeypatch.setattr(builder, "LibraryLog", lambda _: log)
+    monkeypatch.setattr(builder, "_configure", lambda *_: SimpleNamespace())
+    monkeypatch.setattr(builder, "progress_monitor", lambda *_: None)
+    file = SimpleNamespace(receive=lambda *_: False, close=lambda: None)
+    monkeypatch.setattr(builder, "EngineFile", lambda *_: file)
+    target, said = Target(Library(trt, is_ahead_of_time=False), sm), []
+    graph, engine = tmp_path / "graph.onnx", tmp_path / "engine"
+    with pytest.raises(EdgeLLMError, match="does not compile the graph") as caught:
+        builder.build(graph, [], engine, target, TensorRtOptions(), said.append)
+    assert hint in caught.value.hint
+    wanted = switches(target.library.version, has_fp4=False)
+    assert (trt.told or "") == wanted
+    assert bool(said) == bool(wanted)
