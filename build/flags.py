@@ -73,8 +73,8 @@ KvCache = Annotated[
     str,
     typer.Option(
         "--kvCache",
-        help="float, int8 (a quarter of the memory; slower where trees are verified on a CPU), fp8 "
-        "(tensorrt), or auto, which is what the checkpoint was calibrated for.",
+        help="float (as attention computes), float16 (CPU), int8, fp8 (tensorrt), or auto: what "
+        "the checkpoint was calibrated for; else float16 on a CPU whose weights are not float32.",
     ),
 ]
 Quantize = Annotated[

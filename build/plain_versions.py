@@ -13,7 +13,7 @@ from edgellm.build.lowering.graph import GraphEditor
 from edgellm.build.lowering.linear_groups import Rounding
 from edgellm.build.lowering.rounded_inputs import lower_inputs
 from edgellm.build.pieces import CONTRIB, slice_codes, slice_products
-from edgellm.build.rounding import Rounds, round_cached_rows, round_layers
+from edgellm.build.rounding import Rounds, narrows, round_cached_rows, round_layers
 from edgellm.manifest import Bundle
 from edgellm.specs import KVCacheSpec
 
@@ -39,8 +39,8 @@ def plain_versions(
         rows: of all passes together.
         rounds: False: only the first one is wanted.
     """
-    has_int8_cache = cache is not None and cache.dtype == "int8"
-    graph, layers = _opened(model, engine, closed=() if has_int8_cache else _closed(model))
+    rounds_cache = narrows(cache, engine)
+    graph, layers = _opened(model, engine, closed=() if rounds_cache else _closed(model))
     is_half = bundle.dtype == "float16" and engine.halves
     second = graph.copy_of(model) if rounds and is_half else None
     if bundle.dtype == "float16":
@@ -54,7 +54,7 @@ def plain_versions(
     versions = [_finished(model)]
     if second is not None:
         copy, graph = second
-        if cache is not None and has_int8_cache:
+        if cache is not None and rounds_cache:
             round_cached_rows(graph, cache)
         if engine.kernels:
             round_layers(graph, layers, rows, halves=is_half)

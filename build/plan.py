@@ -41,7 +41,7 @@ class Plan:
     threads: int = 0  # 0 takes all cores
     prefill: str = "auto"  # "same" or "int8": how quantized engines read prompts and trees
     quantize: str = "auto"  # of float weights: "none", "int8", "int4"; "auto": integers for drafts
-    kv_cache: str = "auto"  # "float", "int8", "fp8"; "auto": what it was calibrated for
+    kv_cache: str = "auto"  # "float", "float16", "int8", "fp8"; "auto": by the bundle
     is_eagle_base: bool = False  # the bundle must give features to a draft
     max_verify_tree_size: int = 0  # rows of a token tree; 0: for plain decoding
     max_draft_tree_size: int = 0  # rows drafted in a round; of draft engines

@@ -30,7 +30,7 @@ from edgellm.build.lowering.weights import WeightFile
 from edgellm.build.machine import available_memory_bytes
 from edgellm.build.pieces import SLICE, run_in_pieces
 from edgellm.build.plain_versions import plain_versions
-from edgellm.build.rounding import Rounds
+from edgellm.build.rounding import Rounds, narrows
 from edgellm.build.samples import Inputs, held_inputs, sample_passes
 from edgellm.contract import EdgeLLMError
 from edgellm.device_runtime.runners import Runner
@@ -110,12 +110,11 @@ def make_reference(
     model, shown = source.prepared(portable)  # weights that are rounded are so now
     start = time.perf_counter()
     layers = list(all_weights(model.graph))
-    has_int8_cache = source.cache is not None and source.cache.dtype == "int8"
     roundings = {engine.of(weight, name) for name, weight in layers}
     sums = float_error(weight.in_features for _, weight in layers)
     # Layers of a draft of blocks read rows of the block, or those of the text, too.
     rows = 1 if source.role == BLOCK else sum(map(_rows, passes)) or 1
-    rounds = engine.halves or has_int8_cache or bool(roundings - {Rounding()})
+    rounds = engine.halves or narrows(source.cache, engine) or bool(roundings - {Rounding()})
     versions = plain_versions(model, source.bundle, source.cache, engine, rows, rounds=rounds)
     try:
         found = run_in_pieces(versions, _inputs(source, passes, versions[0]))

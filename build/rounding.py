@@ -166,21 +166,35 @@ def _integers(graph: GraphEditor, *numbers: int) -> ir.Value:
     return graph.constant(f"integers.{numbers}", np.array(numbers, np.int64))
 
 
+def narrows(cache: KVCacheSpec | None, engine: Rounds) -> bool:
+    """Whether cached rows are rounded to less than what the engine computes in."""
+    if cache is None:
+        return False
+    return cache.dtype == "int8" or (cache.dtype == "float16" and not engine.halves)
+
+
 def round_cached_rows(graph: GraphEditor, cache: KVCacheSpec) -> None:
-    """To int8 and back, before they are written; one scale for each tensor."""
+    """To halves or int8 and back, before they are written; in int8 one scale for each tensor."""
+    for node in graph.find("TensorScatter"):
+        if node.inputs[0] is None:
+            continue
+        graph.cursor = node
+        rows = graph.node("Cast", [node.inputs[1]], to=int(ir.DataType.FLOAT))
+        if cache.dtype == "float16":
+            held = graph.node("Cast", [rows], to=int(ir.DataType.FLOAT16))
+        else:
+            held = _in_steps(graph, rows, str(node.inputs[0].name), cache)
+        node.replace_input_with(1, graph.node("CastLike", [held, node.inputs[0]]))
+
+
+def _in_steps(graph: GraphEditor, rows: ir.Value, name: str, cache: KVCacheSpec) -> ir.Value:
     assert cache.ranges is not None
-    scatters = {
-        str(node.inputs[0].name): node
-        for node in graph.find("TensorScatter")
-        if node.inputs[0] is not None
-    }
-    for layer, pair in enumerate(zip(cache.ranges.keys, cache.ranges.values, strict=True)):
-        for part, largest in zip(("key", "value"), pair, strict=True):
-            name = contract.past_name(layer, part)
-            node = graph.cursor = scatters[name]
-            scale = graph.constant(f"{name}.scale", np.array(largest / 127, np.float32))
-            zero = graph.constant("zero_code", np.int8(0))
-            floats = graph.node("Cast", [node.inputs[1]], to=int(ir.DataType.FLOAT))
-            codes = graph.node("QuantizeLinear", [floats, scale, zero])
-            back = graph.node("DequantizeLinear", [codes, scale, zero])
-            node.replace_input_with(1, graph.node("CastLike", [back, node.inputs[0]]))
+    largest = {
+        contract.past_name(layer, part): pair
+        for part, ranges in (("key", cache.ranges.keys), ("value", cache.ranges.values))
+        for layer, pair in enumerate(ranges)
+    }[name]
+    scale = graph.constant(f"{name}.scale", np.array(largest / 127, np.float32))
+    zero = graph.constant("zero_code", np.int8(0))
+    codes = graph.node("QuantizeLinear", [rows, scale, zero])
+    return graph.node("DequantizeLinear", [codes, scale, zero])

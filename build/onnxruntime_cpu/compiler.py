@@ -102,11 +102,9 @@ def _what_runs(plan: Plan) -> dict[str, Any]:
 def _cache(source: Path, bundle: Bundle, plan: Plan) -> KVCacheSpec | None:
     """The engine's KV cache, of pages with edgellm's kernels.
 
-    The CPU computes in float32, and may keep rows in int8.
-
     Raises:
         UnsupportedModelError: heads that the attention kernel cannot compute.
-        EdgeLLMError: an int8 cache, and nobody measured the ranges of keys and values.
+        EdgeLLMError: a type of its rows that the engine cannot have.
     """
     spec = bundle.cache
     if spec is None:
@@ -115,22 +113,36 @@ def _cache(source: Path, bundle: Bundle, plan: Plan) -> KVCacheSpec | None:
         raise UnsupportedModelError(
             f"head_dim {spec.head_dim}: GroupQueryAttention wants a multiple of 16"
         )
-    if kernels_of(plan) == EDGELLM:
-        cached = next(graph for role, graph in bundle.graphs.items() if ROLES[role].has_cache)
-        graph = ir.load(source / cached.path).graph
-        spec = dataclasses.replace(spec, pages=page_spec(graph, plan))
-    if DECODER not in bundle.graphs:
+    role = next(role for role in bundle.graphs if ROLES[role].has_cache)
+    model, is_own = ir.load(source / bundle.graphs[role].path), kernels_of(plan) == EDGELLM
+    if is_own:
+        spec = dataclasses.replace(spec, pages=page_spec(model.graph, plan))
+    if role != DECODER:
         return dataclasses.replace(spec, dtype="float32")
-    if plan.kv_cache == "fp8":
+    has_halves = is_own and variants_of(role, model, bundle, plan)[0].precision != "fp32"
+    return dataclasses.replace(spec, dtype=_rows_type(spec, plan.kv_cache, is_own, has_halves))
+
+
+def _rows_type(spec: KVCacheSpec, wanted: str, is_own: bool, has_halves: bool) -> str:
+    """The CPU computes in float32, and may keep rows in less: beside weights of less it does.
+
+    `wanted`: by `--kvCache`. `has_halves`: what "auto" means where nobody measured ranges.
+    """
+    if wanted == "fp8":
         raise EdgeLLMError("--kvCache fp8 is for --backend tensorrt", hint="give --kvCache int8")
-    if plan.kv_cache == "int8" and spec.ranges is None:
+    if wanted == "float16" and not is_own:
+        raise EdgeLLMError(
+            "--kvCache float16: ONNX Runtime's operators keep float32", hint="leave out --kernels"
+        )
+    if wanted == "int8" and spec.ranges is None:
         raise EdgeLLMError(
             "--kvCache int8: the bundle does not say which range keys and values have",
             hint="quantize the checkpoint with --kv_cache_quantization int8, and export it again",
         )
-    suits = spec.ranges is not None and spec.ranges.calibrated_for == "int8"
-    is_int8 = plan.kv_cache == "int8" or (plan.kv_cache == "auto" and suits)
-    return dataclasses.replace(spec, dtype="int8" if is_int8 else "float32")
+    if wanted == "auto":
+        is_measured = spec.ranges is not None and spec.ranges.calibrated_for == "int8"
+        return "int8" if is_measured else "float16" if has_halves else "float32"
+    return "float32" if wanted == "float" else wanted
 
 
 class _Compiler:

@@ -81,8 +81,7 @@ def lower_attention(graph: GraphEditor, cache: KVCacheSpec, capacity: int) -> No
             # Windows have pages of their own, whose number is another.
             pages = [f"pages{window or ''}", value.shape[1], cache.pages.rows, value.shape[3]]
             value.shape = ir.Shape(pages)
-            if cache.dtype == "int8":
-                value.type = ir.TensorType(ir.DataType.INT8)
+            value.type = ir.TensorType(ir.DataType.from_numpy(np.dtype(cache.dtype)))
 
 
 def _settle_capacity(graph: GraphEditor, capacity: int) -> None:

@@ -193,7 +193,7 @@ def _short(dtype: ir.DataType) -> str:
 
 def _cache(bundle: Bundle, plan: Plan) -> KVCacheSpec | None:
     """In the activations' type; raises `EdgeLLMError` for what CUDA has not."""
-    if plan.kv_cache in ("int8", "fp8"):
+    if plan.kv_cache in ("float16", "int8", "fp8"):
         raise EdgeLLMError(
             f"--kvCache {plan.kv_cache} is not for ONNX Runtime on CUDA: its cache has the "
             "activations' type",

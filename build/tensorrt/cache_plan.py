@@ -51,6 +51,11 @@ def plan_cache(
     Raises:
         EdgeLLMError: what is wanted cannot be had; says why.
     """
+    if plan.kv_cache == "float16":
+        raise EdgeLLMError(
+            "--kvCache float16 is for the CPU",
+            hint="leave it out: TensorRT's cache has the type that attention computes in",
+        )
     wanted, codes = options_of(plan).kernels, _codes(bundle, plan, target)
     if wanted == TENSORRT and plan.kv_cache in ("int8", "fp8"):
         raise EdgeLLMError(

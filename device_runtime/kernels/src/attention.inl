@@ -30,15 +30,15 @@ void weigh(Query& query, int64_t base) {
 // -------------------------------------------------------------------------------------- values
 constexpr int64_t kTogether = 32;  // keys whose values stay near while all queries take them
 
-template <int Q, int V>
-void add_tile(const Query* queries, const float* rows, int64_t dim, int64_t at, int64_t count, int64_t d, const float* ahead) {
+template <int Q, int V, class E>
+void add_tile(const Query* queries, const E* rows, int64_t dim, int64_t at, int64_t count, int64_t d, const E* ahead) {
   F sums[Q][V];
   for (int q = 0; q < Q; q++)
     for (int v = 0; v < V; v++) sums[q][v] = Set::load(queries[q].values + d + v * kStrip);
   for (int64_t i = 0; i < count; i++) {
     F part[V];
     for (int v = 0; v < V; v++) {
-      part[v] = Set::load(rows + i * dim + d + v * kStrip);
+      part[v] = numbers(rows + i * dim + d + v * kStrip);
       if (ahead) __builtin_prefetch(ahead + i * dim + d + v * kStrip);
     }
 #pragma GCC unroll 8
@@ -51,8 +51,8 @@ void add_tile(const Query* queries, const float* rows, int64_t dim, int64_t at, 
     for (int v = 0; v < V; v++) Set::store(queries[q].values + d + v * kStrip, sums[q][v]);
 }
 
-template <int Q>
-void add_some(const Query* queries, int num_queries, const float* rows, int64_t at, int64_t count, int64_t dim, const float* ahead) {
+template <int Q, class E>
+void add_some(const Query* queries, int num_queries, const E* rows, int64_t at, int64_t count, int64_t dim, const E* ahead) {
   if (num_queries == Q) {
     int64_t d = 0;
     for (; d + Set::kWide * kStrip <= dim; d += Set::kWide * kStrip) add_tile<Q, Set::kWide>(queries, rows, dim, at, count, d, ahead);
@@ -63,7 +63,8 @@ void add_some(const Query* queries, int num_queries, const float* rows, int64_t 
 }
 
 // Adds the values of up to 32 keys, one after the other; their scores stand from `at` on.
-void add_values(const Query* queries, int all, const float* rows, int64_t at, int64_t count, int64_t dim, const float* ahead = nullptr) {
+template <class E>
+void add_values(const Query* queries, int all, const E* rows, int64_t at, int64_t count, int64_t dim, const E* ahead = nullptr) {
   const int tiles = (all + Set::kQueries - 1) / Set::kQueries;
   for (int tile = 0; tile < tiles; tile++) {
     const int first = all * tile / tiles, some = all * (tile + 1) / tiles - first;
@@ -72,7 +73,8 @@ void add_values(const Query* queries, int all, const float* rows, int64_t at, in
 }
 
 // Those of slots [from, to) of a chunk.
-void add_slots(const Query* queries, int all, const Slots& values, int64_t from, int64_t to) {
+template <class E>
+void add_slots(const Query* queries, int all, const Slots<E>& values, int64_t from, int64_t to) {
   for (int64_t count; from < to; from += count) {
     count = least(kTogether, values.together(from, to));
     add_values(queries, all, values.row(from), from, count, values.dim, values.row(from + count));
@@ -95,7 +97,8 @@ struct Tile {
     }
   }
 
-  void run(const Attention& a, int64_t kv_head, const Chunk& chunk) {
+  template <class E>
+  void run(const Attention& a, int64_t kv_head, const Chunk<E>& chunk) {
     const int64_t base = chunk.base;
     int64_t lowest = base + kChunk, highest = 0, last_first = 0, first_end = base + kChunk;
     bool is_shared = rows > 1;
@@ -135,13 +138,15 @@ struct Tile {
  private:
   void score_slots(const Attention& a, int64_t kv_head, int64_t base, const Query* own) const {
     alignas(64) float memory[kStrip * kMostDim];
+    const float* const no_rows = nullptr;
     for (int64_t key = most(own->first, own->straight); key < own->end; key += kStrip) {
       const int64_t count = least(kStrip, own->end - key);
-      score_rows(a, own, group, read_seen(a, a.keys, kv_head, own->row, key, count, memory), count, nullptr, key - base);
+      score_rows(a, own, group, read_seen(a, a.keys, kv_head, own->row, key, count, memory), count, no_rows, key - base);
     }
   }
 
-  void add_own(const Attention& a, int64_t kv_head, const Chunk& chunk, const Query* own, int64_t from, int64_t to) const {
+  template <class E>
+  void add_own(const Attention& a, int64_t kv_head, const Chunk<E>& chunk, const Query* own, int64_t from, int64_t to) const {
     alignas(64) float memory[kStrip * kMostDim];
     const int64_t base = chunk.base, dim = a.padded_dim(), straight = least(to, own->straight);
     add_slots(own, group, chunk.values, from - base, straight - base);
@@ -199,9 +204,10 @@ struct Span {
 };
 
 // One chunk of all rows, counted from the first that a row can see; `merge` puts them together.
-void attend_chunk(const Attention& a, int64_t kv_head, int64_t at, float* work) {
+template <class E>
+void attend_chunk_of(const Attention& a, int64_t kv_head, int64_t at, float* work) {
   const Span span(a, 0, a.rows);
-  const Chunk chunk(a, kv_head, a.first_chunk() + at, span.first, span.straight, a.rows * a.heads / a.kv_heads, work);
+  const Chunk<E> chunk(a, kv_head, a.first_chunk() + at, span.first, span.straight, a.rows * a.heads / a.kv_heads, work);
   each_tile(a, kv_head, 0, a.rows, [&](int64_t row, int rows, int64_t head, int heads) {
     Tile tile(a, row, rows, head, heads);
     float* places[kMostQueries];
@@ -217,6 +223,10 @@ void attend_chunk(const Attention& a, int64_t kv_head, int64_t at, float* work) 
   });
 }
 
+void attend_chunk(const Attention& a, int64_t kv_head, int64_t at, float* work) {
+  with_elements(a, [&](auto e) { attend_chunk_of<decltype(e)>(a, kv_head, at, work); });
+}
+
 void merge(const Attention& a, int64_t row) {
   alignas(64) float sum[kMostDim + kStrip];
   for (int64_t head = 0; head < a.heads; head++) {
@@ -230,7 +240,8 @@ void merge(const Attention& a, int64_t row) {
 }
 
 // All chunks of some rows, put together at once.
-void attend_rows(const Attention& a, int64_t kv_head, int64_t first_row, int64_t last_row, float* work) {
+template <class E>
+void attend_rows_of(const Attention& a, int64_t kv_head, int64_t first_row, int64_t last_row, float* work) {
   alignas(64) float parts[kMostQueries][kMostDim];
   const int64_t group = a.heads / a.kv_heads;
   float* sums = work + 3 * kChunk * a.padded_dim();
@@ -244,7 +255,7 @@ void attend_rows(const Attention& a, int64_t kv_head, int64_t first_row, int64_t
   each([&](int64_t row, int64_t head) { begin_sum(a, head, sum_of(row, head)); });
   const Span span(a, first_row, last_row);
   for (int64_t index = span.first / kChunk; index * kChunk < span.end; index++) {
-    const Chunk chunk(a, kv_head, index, span.first, span.straight, (last_row - first_row) * group, work);
+    const Chunk<E> chunk(a, kv_head, index, span.first, span.straight, (last_row - first_row) * group, work);
     each_tile(a, kv_head, first_row, last_row, [&](int64_t row, int rows, int64_t head, int heads) {
       Tile tile(a, row, rows, head, heads);
       for (int i = 0; i < rows * heads; i++) tile.queries[i].values = parts[i];
@@ -254,6 +265,10 @@ void attend_rows(const Attention& a, int64_t kv_head, int64_t first_row, int64_t
     });
   }
   each([&](int64_t row, int64_t head) { finish_sum(a, row, head, sum_of(row, head)); });
+}
+
+void attend_rows(const Attention& a, int64_t kv_head, int64_t first_row, int64_t last_row, float* work) {
+  with_elements(a, [&](auto e) { attend_rows_of<decltype(e)>(a, kv_head, first_row, last_row, work); });
 }
 
 }  // namespace

@@ -10,6 +10,7 @@ constexpr int kMostQueries = 32;  // heads of rows that share what is read of th
 constexpr int kMostDim = 256;     // head_dim
 constexpr int kMostGroup = 16;    // heads of one key head that are taken at once
 constexpr float kNothing = -1e30f;
+constexpr float kMostHalf = 65504;  // stands first in `min` and `max`: what is no number stays so
 
 // Where `count` of 16 values can be read: as they lie, or in `copy`.
 template <class T>
@@ -20,9 +21,15 @@ const T* whole(const T* values, int64_t count, T* copy) {
 }
 
 // A row that will be read: processors fetch ahead by themselves within a page of memory only.
-inline void fetch(const float* row, int64_t dim) {
-  for (int64_t d = 0; d < dim; d += kStrip) __builtin_prefetch(row + d);
+template <class E>
+void fetch(const E* row, int64_t dim) {
+  for (int64_t d = 0; d < dim; d += 64 / sizeof(E)) __builtin_prefetch(row + d);
 }
+
+// 16 numbers of a cache; those of int8 in its steps.
+EDGELLM_INLINE F numbers(const float* x) { return Set::load(x); }
+EDGELLM_INLINE F numbers(const uint16_t* x) { return Set::load_half(x); }
+EDGELLM_INLINE F numbers(const int8_t* x) { return Set::load_codes(x); }
 
 // ---------------------------------------------------------------- new rows: norm, rope and cache
 void rotate(const Attention& a, int64_t row, float* x) {
@@ -56,7 +63,7 @@ void store_row(const Attention& a, void* cache, float scale, int64_t at, const f
         store_up_to(static_cast<float*>(cache) + at + d, Set::load(x + d), count);
         break;
       case CacheType::kFloat16:
-        Set::store_half(halves, Set::load(x + d));
+        Set::store_half(halves, Set::max(Set::set(-kMostHalf), Set::min(Set::set(kMostHalf), Set::load(x + d))));
         __builtin_memcpy(static_cast<uint16_t*>(cache) + at + d, halves, count * 2);
         break;
       case CacheType::kInt8: {
@@ -125,27 +132,36 @@ void read_row(const Attention& a, const void* cache, int64_t at, float* out) {
   }
 }
 
-// Slots of a chunk as floats [padded_dim]: where they lie, or in `memory`.
+// Calls function(E{}) with what slots are read as: what the cache holds, floats of padded heads.
+template <class Function>
+void with_elements(const Attention& a, Function function) {
+  if (a.cache_type == CacheType::kFloat32 || a.padded_dim() != a.head_dim) return function(float{});
+  a.cache_type == CacheType::kFloat16 ? function(uint16_t{}) : function(int8_t{});
+}
+
+// Slots of a chunk, [padded_dim]: where they lie, or as floats in `memory`.
+template <class E>
 struct Slots {
   int64_t page_rows, dim;
-  const float* pages[kChunk / kStrip + 1] = {};  // and the one behind; nullptr: it is not read
+  const E* pages[kChunk / kStrip + 1] = {};  // and the one behind; nullptr: it is not read
 
   // Those from `first` to `end` of the chunk that begins at slot `base`.
   Slots(const Attention& a, const void* cache, int64_t kv_head, int64_t base, int64_t first, int64_t end, float* memory)
       : page_rows(a.page_rows), dim(a.padded_dim()) {
-    if (a.cache_type == CacheType::kFloat32 && dim == a.head_dim) {
-      const int64_t last = least(kChunk + page_rows, a.write_index + a.rows - base);
-      for (int64_t slot = first / page_rows * page_rows; slot < last; slot += page_rows)
-        pages[slot / page_rows] = static_cast<const float*>(cache) + a.place(kv_head, base + slot);
-      return;
-    }
-    for (int64_t slot = 0; slot < kChunk; slot += page_rows) pages[slot / page_rows] = memory + slot * dim;
-    for (int64_t slot = first; slot < end; slot++) read_row(a, cache, a.place(kv_head, base + slot), memory + slot * dim);
+    if constexpr (sizeof(E) == sizeof(float))
+      if (a.cache_type != CacheType::kFloat32 || dim != a.head_dim) {
+        for (int64_t slot = 0; slot < kChunk; slot += page_rows) pages[slot / page_rows] = memory + slot * dim;
+        for (int64_t slot = first; slot < end; slot++) read_row(a, cache, a.place(kv_head, base + slot), memory + slot * dim);
+        return;
+      }
+    const int64_t last = least(kChunk + page_rows, a.write_index + a.rows - base);
+    for (int64_t slot = first / page_rows * page_rows; slot < last; slot += page_rows)
+      pages[slot / page_rows] = static_cast<const E*>(cache) + a.place(kv_head, base + slot);
   }
 
   // Of the chunk's slot `slot`; that far ahead of what is read it may be nullptr.
-  const float* row(int64_t slot) const {
-    const float* page = pages[slot / page_rows];
+  const E* row(int64_t slot) const {
+    const E* page = pages[slot / page_rows];
     return page ? page + slot % page_rows * dim : nullptr;
   }
   // How many of [from, to) lie behind each other.

@@ -21,28 +21,29 @@ F capped(const Attention& a, F scores) {
 
 // Scores of 16 keys; each is summed in 16 lanes along the head, then over the lanes. `kParts`: of
 // the head, in lanes; 0 if it is known only at run time. `ahead`: 16 keys of which it fetches a share.
-template <int kParts>
-F score(const float* q, const float* const* rows, int64_t dim, const float* ahead, Share share) {
+template <int kParts, class E>
+F score(const float* q, const E* const* rows, int64_t dim, const E* ahead, Share share) {
   constexpr int kHeld = kParts ? kParts : 1;
   F query[kHeld], all[kStrip];
   for (int part = 0; part < kParts; part++) query[part] = Set::load(q + part * kStrip);
   for (int i = 0; i < kStrip; i++) {
-    const float* row = rows[i];
+    const E* row = rows[i];
     if (ahead && i >= share.first && i < share.last) fetch(ahead + i * dim, dim);
     F sum = Set::set(0);
     if constexpr (kParts > 0)
-      for (int part = 0; part < kParts; part++) sum = Set::fma(Set::load(row + part * kStrip), query[part], sum);
+      for (int part = 0; part < kParts; part++) sum = Set::fma(numbers(row + part * kStrip), query[part], sum);
     else
-      for (int64_t d = 0; d < dim; d += kStrip) sum = Set::fma(Set::load(row + d), Set::load(q + d), sum);
+      for (int64_t d = 0; d < dim; d += kStrip) sum = Set::fma(numbers(row + d), Set::load(q + d), sum);
     all[i] = sum;
   }
   return Set::sums(all);
 }
 
 // Scores from `at` on of up to 16 keys in `rows`; writes a whole strip.
-void score_rows(const Attention& a, const Query* queries, int count, const float* rows, int64_t num_rows, const float* ahead, int64_t at) {
+template <class E>
+void score_rows(const Attention& a, const Query* queries, int count, const E* rows, int64_t num_rows, const E* ahead, int64_t at) {
   const int64_t dim = a.padded_dim();
-  const float* places[kStrip];
+  const E* places[kStrip];
   for (int i = 0; i < kStrip; i++) places[i] = rows + least(i, num_rows - 1) * dim;
   for (int i = 0; i < count; i++) {
     const float* q = queries[i].q;
@@ -56,11 +57,11 @@ void score_rows(const Attention& a, const Query* queries, int count, const float
 
 // For sets of which `kTurnFrom` queries pay for it: [16 keys][padded_dim] -> [padded_dim][16 keys];
 // four times the halves of a pack of cards.
-template <class S = Set>
-void turn(const float* rows, int64_t count, int64_t dim, float* turned) {
+template <class S = Set, class E>
+void turn(const E* rows, int64_t count, int64_t dim, float* turned) {
   for (int64_t d = 0; d < dim; d += kStrip) {
     F now[kStrip], next[kStrip];
-    for (int i = 0; i < kStrip; i++) now[i] = Set::load(rows + least(i, count - 1) * dim + d);
+    for (int i = 0; i < kStrip; i++) now[i] = numbers(rows + least(i, count - 1) * dim + d);
     for (int step = 0; step < 4; step++) {
       for (int i = 0; i < kStrip / 2; i++) S::zip(now[i], now[i + kStrip / 2], next[2 * i], next[2 * i + 1]);
       for (int i = 0; i < kStrip; i++) now[i] = next[i];
@@ -118,9 +119,10 @@ void score_some(const Attention& a, const Query* queries, int count, const float
 }
 
 // Keys and values of slots that lie straight, of one chunk, for all rows that are computed together.
+template <class E>
 struct Chunk {
   int64_t base, first, count;  // slots [first, count) of the chunk are read; `first` begins a strip
-  Slots keys, values;
+  Slots<E> keys, values;
   float* turned;               // [strips, padded_dim, 16], or nullptr
 
   // Slots of [begin, end). `work`: [3, kChunk, padded_dim].
@@ -142,7 +144,7 @@ struct Chunk {
     int64_t at = (from - base) / kStrip * kStrip;
     if (from >= to) return;
     for (; !turned && at < to - base; at += kStrip)
-      score_rows(a, queries, all, keys.row(at), to - base - at, keys.row(at + kStrip), at);
+      score_rows<E>(a, queries, all, keys.row(at), to - base - at, keys.row(at + kStrip), at);
     if (!turned) return;
     if constexpr (Set::kTurnFrom > 0) {
       const int tiles = (all + Set::kQueries - 1) / Set::kQueries;

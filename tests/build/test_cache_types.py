@@ -1,4 +1,4 @@
-"""Engines whose KV cache holds int8: against transformers with a cache that is rounded alike."""
+"""What a KV cache holds; int8 against transformers with a cache that is rounded alike."""
 
 from __future__ import annotations
 
@@ -14,13 +14,14 @@ from transformers import AutoModelForCausalLM
 from transformers.modeling_utils import ALL_ATTENTION_FUNCTIONS
 
 from edgellm.build.engine import build_engine
+from edgellm.build.onnxruntime_cpu.compiler import estimate
 from edgellm.build.plan import Plan
 from edgellm.contract import BrokenArtifactError
 from edgellm.device_runtime.sessions.decoder import open_decoder
 from edgellm.export import models
 from edgellm.export.bundle import ExportOptions, export_llm
 from edgellm.export.source import open_checkpoint
-from edgellm.manifest import LLM_ENGINE, Bundle, load_engine
+from edgellm.manifest import LLM_BUNDLE, LLM_ENGINE, Bundle, load_bundle, load_engine
 
 KEY, VALUE = 0.03, 0.02  # scales of an int8 cache
 
@@ -109,19 +110,26 @@ def test_logits_and_compaction(kind, tmp_path, monkeypatch):
 
 
 def test_it_is_a_choice(tmp_path):
-    """FP8 scales make an int8 cache only if asked; a quarter of the memory."""
+    """FP8 scales make an int8 cache only if asked, rounded weights one of halves by themselves."""
     _export(_checkpoint(tmp_path / "checkpoint", "llama", algorithm="FP8"), tmp_path / "bundle")
     sizes = {}
-    for wanted in ("auto", "float", "int8"):
+    for wanted in ("auto", "float", "float16", "int8"):
         plan = Plan(32, 48, 1, "same", "none", wanted)
         engine = tmp_path / wanted
         build_engine("llm", tmp_path / "bundle", engine, plan, "onnxruntime", lambda _: None)
         sizes[wanted] = load_engine(engine, LLM_ENGINE).decoder.kv.bytes_per_token
-    assert sizes["auto"] == sizes["float"] == 4 * sizes["int8"]
-    model = onnx.load(tmp_path / "int8" / "decode.onnx", load_external_data=False)
-    past = [value for value in model.graph.input if value.name.startswith("past_key_values.")]
-    assert past
-    assert {value.type.tensor_type.elem_type for value in past} == {onnx.TensorProto.INT8}
+    assert sizes["auto"] == sizes["float"] == 2 * sizes["float16"] == 4 * sizes["int8"]
+    for wanted in ("float16", "int8"):
+        model = onnx.load(tmp_path / wanted / "decode.onnx", load_external_data=False)
+        past = [value for value in model.graph.input if value.name.startswith("past_key_values.")]
+        (held,) = {value.type.tensor_type.elem_type for value in past}
+        assert held == getattr(onnx.TensorProto, wanted.upper())
+    bundle = load_bundle(tmp_path / "bundle", LLM_BUNDLE)
+    halves, floats = (
+        estimate(tmp_path / "bundle", bundle, Plan(32, 48, 1, "same", "int8", wanted)).kv_bytes
+        for wanted in ("auto", "float")
+    )
+    assert 2 * halves == floats
 
 
 def test_nobody_measured_the_ranges(command, tiny_bundle, tmp_path):
@@ -134,7 +142,13 @@ def test_nobody_measured_the_ranges(command, tiny_bundle, tmp_path):
         "llm_build", "--onnxDir", tiny_bundle, "--engineDir", tmp_path / "engine",
         "--kvCache", "int4",
     )  # fmt: skip
-    assert_one_line_error(result, "--kvCache int4: give auto, float, int8 or fp8")
+    assert_one_line_error(result, "--kvCache int4: give auto, float, float16, int8 or fp8")
+    result = command(
+        "llm_build", "--onnxDir", tiny_bundle, "--engineDir", tmp_path / "engine",
+        "--maxInputLen", 32, "--maxKVCacheCapacity", 48, "--kvCache", "float16",
+        "--kernels", "onnxruntime",
+    )  # fmt: skip
+    assert_one_line_error(result, "--kvCache float16: ONNX Runtime's operators keep float32")
     assert list(tmp_path.iterdir()) == []
 
 
