@@ -87,8 +87,8 @@ def predict(
     if plan.max_batch_size > 1 and not backend.takes_batches(plan):
         raise EdgeLLMError(
             f"--maxBatchSize {plan.max_batch_size}: on {backend.LABEL} a pass serves one request "
-            "unless edgellm's kernels for CPUs compute it, or ONNX Runtime on CUDA",
-            hint="give --backend onnxruntime with --kernels edgellm or --device cuda, or leave "
+            "unless edgellm's kernels compute attention, or ONNX Runtime does on CUDA",
+            hint="give --kernels edgellm, or --backend onnxruntime --device cuda, or leave "
             "--maxBatchSize out",
         )
     if plan.max_lora_rank and not backend.mixes_rows(plan):

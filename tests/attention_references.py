@@ -7,6 +7,7 @@ shares of a context are the first one's here, so that numbers do not depend on h
 from __future__ import annotations
 
 import ctypes
+from typing import NamedTuple
 
 import ml_dtypes
 import numpy as np
@@ -56,14 +57,31 @@ class _Cache:
             rounded = exact.clip(-largest, largest).astype(ml_dtypes.float8_e4m3fn)
             self.codes[part][:, slot] = rounded.view(np.int8)
 
-    def values(self, part, live):
-        """float64 [kv_heads, live, D] without scales, and scales [kv_heads, 1, live]."""
-        codes = self.codes[part][:, :live]
+    def values(self, part, own):
+        """Of rows float64 [kv_heads, rows, D] without scales, and scales [kv_heads, 1, rows]."""
+        codes = self.codes[part][:, own]
         if self._code == "fp16":
             return codes.astype(np.float64), 1.0
         if self._code == "fp8":
             codes = np.ascontiguousarray(codes).view(ml_dtypes.float8_e4m3fn)
-        return codes.astype(np.float64), self.scales[part][:, None, :live].astype(np.float64)
+        return codes.astype(np.float64), self.scales[part][:, None, own].astype(np.float64)
+
+
+class _Sequence(NamedTuple):
+    """Of a pass; see `kernels/triton/cache.py`."""
+
+    first: int
+    rows: int
+    base: int
+    start: int
+    columns: int  # of its mask, 0: causal
+
+    @classmethod
+    def all_of(cls, given, rows, columns, many):
+        if not many:
+            return [cls(0, rows, 0, int(given[0]), columns)]
+        found = [cls(*each) for each in given[: many * len(cls._fields)].reshape(many, -1).tolist()]
+        return [each for each in found if each.rows]
 
 
 def store_rows(
@@ -92,8 +110,11 @@ def store_rows(
     cos, sin = (
         each[: each.size // (size // 2) * (size // 2)].reshape(-1, size // 2) for each in (cos, sin)
     )
-    for row in range(rows):
-        slot = int(write_index[0]) + row
+    slots = np.full(rows, -1)
+    for each in _Sequence.all_of(write_index, rows, 0, constants["MANY"]):
+        own = each.base + each.start + np.arange(each.rows)
+        slots[each.first : each.first + each.rows] = own
+    for row, slot in enumerate(slots.tolist()):
         if not 0 <= slot < cache.capacity:
             continue
         place = row if own_tables else int(positions[row])
@@ -130,22 +151,35 @@ def attend(
     assert size <= constants["D"] if is_general else size == constants["D"] and not cap_bits
     assert constants["WINDOWED"] or not window
     kv_heads, blocks, shares = constants["grid"]
-    heads = kv_heads * group
+    heads, many = kv_heads * group, constants["MANY"]
     assert blocks * constants["ROWS"] >= rows * group
     cache = _Cache(table, layer, kv_heads, size, constants)
-    live = int(min(write_index[0] + rows, cache.capacity))
     y = parts[: shares * rows * heads * size].reshape(shares, rows, heads, size)
     found = stats[: shares * rows * heads * 2].reshape(shares, rows, heads, 2)
-    y[...], found[...] = 0, (_NOTHING, 0)
-    if live <= 0:
-        return
-    x = q[: rows * heads * size].reshape(rows, kv_heads, group, size).astype(np.float32)
-    x = (x * np.float32(np.log2(np.e) / size**0.5)).astype(np.float16).astype(np.float64)
-    seen = _seen(tree, positions, live, (rows, columns), window)
-    keys, key_scales = cache.values(0, live)
-    values, value_scales = cache.values(1, live)
-    scores = np.einsum("rhgd,hld->hrgl", x, keys).reshape(kv_heads, rows * group, live)
-    scores = scores * key_scales
+    y[...], found[...] = (np.nan, np.nan) if many else (0, (_NOTHING, 0))
+    square = tree[: rows * columns].reshape(rows, columns) != 0
+    x = q[: rows * heads * size].reshape(rows, kv_heads, group, size)
+    sequences = _Sequence.all_of(write_index, rows, columns, many)
+    assert sum(-(-each.rows * group // constants["ROWS"]) for each in sequences) <= blocks
+    for each in sequences:
+        own = slice(each.first, each.first + each.rows)
+        y[:, own], found[:, own] = 0, (_NOTHING, 0)
+        mask = square[own, : each.columns] if each.columns else np.tri(each.rows, dtype=bool)
+        live = int(min(each.start + each.rows, cache.capacity))
+        if live > 0:
+            seen = _seen(mask, positions[own], live, window)
+            kept = slice(each.base, each.base + live)
+            y[0, own], found[0, own] = _attended(x[own], cache, kept, seen, cap_bits)
+
+
+def _attended(q, cache, kept, seen, cap_bits):
+    """Sums [S, heads, D], and of each the largest score and the weight [S, heads, 2]."""
+    rows, kv_heads, group, size = q.shape
+    x = (q.astype(np.float32) * np.float32(np.log2(np.e) / size**0.5)).astype(np.float16)
+    keys, key_scales = cache.values(0, kept)
+    values, value_scales = cache.values(1, kept)
+    scores = np.einsum("rhgd,hld->hrgl", x.astype(np.float64), keys)
+    scores = scores.reshape(kv_heads, rows * group, -1) * key_scales
     if cap := np.array(cap_bits, np.int32).view(np.float32):
         cap = cap * np.float64(np.log2(np.e))
         scores = cap * np.tanh(scores / cap)
@@ -154,17 +188,19 @@ def attend(
     top = scores.max(2, keepdims=True)
     weights = np.where(visible, np.exp2(scores - top), 0)
     sums = (weights * value_scales) @ values
-    place = (kv_heads, rows, group)
-    y[0] = sums.reshape(*place, size).transpose(1, 0, 2, 3).reshape(rows, heads, size)
-    for at, each in enumerate((top[:, :, 0], weights.sum(2))):
-        found[0, :, :, at] = each.reshape(place).transpose(1, 0, 2).reshape(rows, heads)
+
+    def of_rows(each):  # [kv_heads, rows * group, ...]
+        found = each.reshape(kv_heads, rows, group, -1).transpose(1, 0, 2, 3)
+        return found.reshape(rows, kv_heads * group, -1)
+
+    stats = of_rows(np.stack([top[:, :, 0], weights.sum(2)], -1))
+    return of_rows(sums), stats
 
 
-def _seen(tree, positions, live, shape, window):
+def _seen(square, positions, live, window):
     """Bool [rows, live]."""
-    rows, columns = shape
+    rows, columns = square.shape
     seen = np.ones((rows, live), bool)
-    square = tree[: rows * columns].reshape(rows, columns) != 0
     seen[:, max(live - columns, 0) :] = square[:, max(columns - live, 0) :]
     if window:
         places = np.arange(live)

@@ -223,14 +223,25 @@ class FakeDevice:
         shape = planes.count, planes.rows, planes.row_bytes
         return self.at(planes.address, planes.num_bytes).reshape(shape)
 
-    def save_rows(self, planes: Planes, length: int) -> NDArray[np.uint8]:
+    def save_rows(self, planes: Planes, length: int, first: int = 0) -> NDArray[np.uint8]:
         self.synchronize()
-        return self._rows(planes)[:, :length].reshape(planes.count, -1).copy()
+        return self._rows(planes)[:, first : first + length].reshape(planes.count, -1).copy()
 
-    def load_rows(self, planes: Planes, rows: NDArray[np.uint8]) -> None:
+    def load_rows(self, planes: Planes, rows: NDArray[np.uint8], first: int = 0) -> None:
         self.synchronize()
         length = rows.shape[1] // planes.row_bytes
-        self._rows(planes)[:, :length] = rows.reshape(planes.count, length, planes.row_bytes)
+        given = rows.reshape(planes.count, length, planes.row_bytes)
+        self._rows(planes)[:, first : first + length] = given
+
+    def copy_rows(self, planes: Planes, source: int, target: int, count: int) -> None:
+        if max(source, target) + count > planes.rows or abs(source - target) < count:
+            raise GpuMisuseError(f"{count} rows from {source} do not go to {target}")
+
+        def copy() -> None:
+            rows = self._rows(planes)
+            rows[:, target : target + count] = rows[:, source : source + count]
+
+        self._ask(copy)
 
     def synchronize(self) -> None:
         self._refuse_in_capture("wait")

@@ -44,7 +44,12 @@ class Lowered:
     """The graphs of a pair as TensorRT gets them, and the manifests of such engines."""
 
     def __init__(
-        self, pair: EaglePair, folder: Path, version: Version = (11, 4), codes: str = ""
+        self,
+        pair: EaglePair,
+        folder: Path,
+        version: Version = (11, 4),
+        codes: str = "",
+        answers: int = 1,
     ) -> None:
         """`codes`: of the cache, where edgellm's kernels compute; else "", of float32."""
         self._folder, self._version = folder, version
@@ -55,20 +60,24 @@ class Lowered:
         for source, bundle in zip((pair.bundle, pair.draft_bundle), bundles.values(), strict=True):
             for role, graph in bundle.graphs.items():
                 candidates = 0 if role == DECODER else CANDIDATES
-                kernels = Kernels(110, codes) if codes and role != FUSE else None
+                kernels = Kernels(110, codes, answers) if codes and role != FUSE else None
                 dtype = ir.DataType.FLOAT16 if codes else ir.DataType.FLOAT
-                _lower(source / graph.path, self.path(role), candidates, version, dtype, kernels)
+                lower_for_gpu(
+                    source / graph.path, self.path(role), candidates, version, dtype, kernels
+                )
         self._passes = {
-            role: passes_of(role, bundle, PLAN)
+            role: passes_of(role, bundle, dataclasses.replace(PLAN, max_batch_size=answers))
             for bundle in bundles.values()
             for role in bundle.graphs
         }
         base = load_engine(pair.engine, LLM_ENGINE)
         draft = load_engine(pair.engine / DRAFT_FOLDER, DRAFT_ENGINE)
         self.manifest = dataclasses.replace(
-            base, graphs=self._graphs(base), cost_ms={}, prefill_rows=INPUT
+            base, graphs=self._graphs(base), cost_ms={}, prefill_rows=INPUT, max_batch_size=answers
         )
-        self.draft_manifest = dataclasses.replace(draft, graphs=self._graphs(draft))
+        self.draft_manifest = dataclasses.replace(
+            draft, graphs=self._graphs(draft), max_batch_size=answers
+        )
         if codes:
             self.manifest, self.draft_manifest = (
                 dataclasses.replace(each, spec=with_kv_dtype(each.spec, KV_DTYPES[codes]))
@@ -123,16 +132,18 @@ class Lowered:
         monkeypatch.setattr(onnxruntime_cpu, "open_engine", open_engine)
 
 
-def _lower(
+def lower_for_gpu(
     source: Path,
     target: Path,
-    candidates: int,
-    version: Version,
-    dtype: ir.DataType,
-    kernels: Kernels | None,
+    candidates: int = 0,
+    version: Version = (11, 4),
+    dtype: ir.DataType = ir.DataType.FLOAT16,
+    kernels: Kernels | None = None,
+    capacity: int = CAPACITY,
 ) -> None:
+    """A portable graph as TensorRT gets it."""
     model, weights = ir.load(source), WeightFile(target.with_suffix(".data"))
-    lower(model, weights, dtype, CAPACITY, candidates, kernels)
+    lower(model, weights, dtype, capacity, candidates, kernels)
     weights.close()
     adapt(model, version)
     ir.save(model, target)

@@ -6,6 +6,7 @@ from pathlib import Path
 
 from edgellm.build import plan as plans
 from edgellm.build.plan import Compiled, Estimate, Origin, Plan, Report
+from edgellm.build.tensorrt.options import TENSORRT, options_of
 from edgellm.build.tensorrt.options import TensorRtOptions as Options
 from edgellm.build.tensorrt.target import find_target
 from edgellm.contract import EdgeLLMError
@@ -44,9 +45,8 @@ def origin(options: plans.Options) -> Origin:
 
 
 def takes_batches(plan: Plan) -> bool:
-    """See `Backend.takes_batches`."""
-    del plan
-    return False
+    """See `Backend.takes_batches`; `cache_plan.py` says where its kernels are not to be had."""
+    return options_of(plan).kernels != TENSORRT
 
 
 def mixes_rows(plan: Plan) -> bool:

@@ -14,7 +14,7 @@ from edgellm.build.tensorrt.options import AUTO, EDGELLM, TENSORRT, options_of
 from edgellm.build.tensorrt.target import Target
 from edgellm.contract import EdgeLLMError
 from edgellm.device_runtime.gpu import compute_capability, driver_cuda, newest_ptx
-from edgellm.device_runtime.kernels.triton.catalog import FIRST_FP8, PICK_SHARES
+from edgellm.device_runtime.kernels.triton.catalog import FIRST_FP8, PICK_SHARES, SEQUENCES
 from edgellm.device_runtime.runners.tensorrt.kernel_cache import KV_DTYPES
 from edgellm.device_runtime.runners.tensorrt.library import Library
 from edgellm.manifest import Bundle
@@ -63,12 +63,14 @@ def plan_cache(
             hint="leave out --kernels tensorrt, or --kvCache",
         )
     if wanted == TENSORRT:
+        _require_one(plan, "--kernels tensorrt computes one sequence a pass")
         return CachePlan(bundle.dtype)
     graphs = [model.graph for role, model in models.items() if ROLES[role].has_cache]
-    kernels, fault = Kernels(target.sm, codes), library_fault(target.library)
+    kernels, fault = Kernels(target.sm, codes, plan.max_batch_size), library_fault(target.library)
     for graph in graphs:
         fault = fault or why_not(graph, _PRECISIONS[bundle.dtype], kernels, _driver_ptx(plan))
     if not fault:
+        _require_few(bundle, plan)
         return CachePlan(KV_DTYPES[codes], kernels)
     if wanted == EDGELLM:
         raise EdgeLLMError(
@@ -79,7 +81,32 @@ def plan_cache(
             f"--kvCache {plan.kv_cache} needs edgellm's kernels: {fault}",
             hint="leave out --kvCache: TensorRT's operators take caches of floats",
         )
+    _require_one(plan, fault)
     return CachePlan(bundle.dtype, why_not=fault)
+
+
+def _require_one(plan: Plan, fault: str) -> None:
+    """TensorRT's operators know one sequence; raises `EdgeLLMError` with what stops edgellm's."""
+    if plan.max_batch_size > 1:
+        raise EdgeLLMError(
+            f"--maxBatchSize {plan.max_batch_size} needs edgellm's kernels: {fault}",
+            hint="leave --maxBatchSize out, or give --backend onnxruntime",
+        )
+
+
+def _require_few(bundle: Bundle, plan: Plan) -> None:
+    """Refuse what passes of several sequences cannot do; raises `EdgeLLMError`."""
+    if plan.max_batch_size > SEQUENCES:
+        raise EdgeLLMError(
+            f"--maxBatchSize {plan.max_batch_size} exceeds the {SEQUENCES} sequences that "
+            "edgellm's kernels for GPUs take",
+            hint=f"give --maxBatchSize {SEQUENCES} or less",
+        )
+    if plan.max_batch_size > 1 and bundle.decoder.images is not None:
+        raise EdgeLLMError(
+            "--maxBatchSize: models with images answer one request at a time on TensorRT",
+            hint="leave --maxBatchSize out, or give --backend onnxruntime",
+        )
 
 
 def library_fault(library: Library) -> str:

@@ -24,6 +24,7 @@ from edgellm.build.tensorrt.memory_estimate import Sizes, estimate_graphs
 from edgellm.build.tensorrt.options import TensorRtOptions, options_of
 from edgellm.build.tensorrt.profiles import Pass, passes_of
 from edgellm.build.tensorrt.target import find_target
+from edgellm.cache_sizes import cache_bytes
 from edgellm.contract import EdgeLLMError, past_name, present_name
 from edgellm.device_runtime.gpu import memory_bytes
 from edgellm.device_runtime.runners.tensorrt import KERNELS
@@ -97,10 +98,12 @@ def estimate(source: Path, bundle: Bundle, plan: Plan) -> Estimate:
         cache = dataclasses.replace(cache, dtype=cached.dtype)
     if isinstance(bundle.spec, VisionSpec):  # rows are patches, or tiles of tokens
         rows *= max(1, bundle.vision.tokens_per_tile)
+    answers = plan.max_batch_size
+    kv_bytes = cache_bytes(cache, plan.kv_capacity, answers) if cache is not None else 0
     sizes = Sizes(
         passes=len(passes),
         rows=rows,
-        kv_bytes=cache.bytes_per_token * plan.kv_capacity if cache is not None else 0,
+        kv_bytes=kv_bytes,
         capacity=plan.kv_capacity,
         device_bytes=_device_bytes(options),
         fallback=options.fallback_precision,

@@ -40,7 +40,9 @@ from edgellm.device_runtime.runners.tensorrt.attention_nodes import (
     STORE_ROWS,
 )
 from edgellm.device_runtime.runners.tensorrt.kernel_cache import table_entries
+from edgellm.device_runtime.runners.tensorrt.sequences import SHAPE
 
+MASK_COLUMNS = "mask_columns"  # symbol of the widest mask of a pass
 _F16, _F32 = ir.DataType.FLOAT16, ir.DataType.FLOAT
 
 
@@ -50,14 +52,20 @@ class Kernels:
 
     sm: int  # compute capability of the GPU, 110 for 11.0
     codes: str  # of the cache: fp16, int8 or fp8
+    sequences: int = 1  # that share a pass
+
+    @property
+    def many(self) -> bool:
+        """Whether passes are told of several sequences."""
+        return self.sequences > 1
 
     def variants(self, layer: CachedAttention) -> tuple[Variant, ...]:
         """Those of a layer, and of the rows that are moved behind a tree."""
         size, codes = layer.head_dim, self.codes
         windowed, capped = bool(_window(layer)), bool(layer.softcap)
         return (
-            store_rows(size, codes),
-            attend(size, codes, windowed=windowed, capped=capped),
+            store_rows(size, codes, many=self.many),
+            attend(size, codes, windowed=windowed, capped=capped, many=self.many),
             combine(size, sunk=layer.sinks is not None),
             keep_rows(size, codes),
         )
@@ -111,14 +119,31 @@ def lower_attention(graph: GraphEditor, kernels: Kernels, capacity: int) -> None
     entries = table_entries(len(layers))
     table = ir.val(contract.CACHE_TABLE, ir.DataType.INT64, [entries])
     graph.graph.inputs.append(table)
+    sequences = _take_sequences(graph.graph) if kernels.many else None
     for index, layer in enumerate(layers):
         graph.cursor = layer.call
-        y = _emit(graph, layer, index, table, kernels)
+        y = _emit(graph, layer, index, (sequences or layer.write_index, table), kernels)
         graph.replace(layer.outputs[0], y)
     _drop_caches(graph.graph.outputs)
     for layer in layers:
         graph.graph.remove(layer.call, safe=True)
     _drop_caches(graph.graph.inputs)
+
+
+def _take_sequences(graph: ir.Graph) -> ir.Value:
+    """The input that says whose rows are where, in the place of the first one's row.
+
+    Columns of the mask are each sequence's own.
+    """
+    index, mask = (
+        next(value for value in graph.inputs if value.name == name)
+        for name in (contract.WRITE_INDEX, contract.TREE_MASK)
+    )
+    sequences = ir.val(contract.SEQUENCES, ir.DataType.INT64, SHAPE)
+    graph.inputs[graph.inputs.index(index)] = sequences
+    assert mask.shape is not None
+    mask.shape = ir.Shape([mask.shape[0], MASK_COLUMNS])
+    return sequences
 
 
 def _drop_caches(values: MutableSequence[ir.Value]) -> None:
@@ -135,21 +160,27 @@ def _settle_capacity(graph: GraphEditor, capacity: int) -> None:
 
 
 def _emit(
-    graph: GraphEditor, layer: CachedAttention, index: int, table: ir.Value, kernels: Kernels
+    graph: GraphEditor,
+    layer: CachedAttention,
+    index: int,
+    told: tuple[ir.Value, ir.Value],
+    kernels: Kernels,
 ) -> ir.Value:
-    """The nodes of a layer; y [1, S, num_heads * D]."""
+    """The nodes of a layer; y [1, S, num_heads * D]. `told`: where rows go, and the table."""
     seen = layer.visible.producer()
     assert seen is not None
-    tree, places, write_index, _ = seen.inputs
+    tree, places = seen.inputs[:2]
     size, heads = layer.head_dim, layer.num_heads
     sizes = {"layer": index, "heads": heads, "kv_heads": layer.kv_num_heads, "head_dim": size}
     given = {**sizes, "codes": kernels.codes, "capability": kernels.sm}
+    if kernels.many:
+        given["sequences"] = kernels.sequences
     rows = [(_F16, [1, "rows", heads * size])]
     turned = _rotation(graph, layer, places)
     (q,) = _node(
         graph,
         STORE_ROWS,
-        [turned.q, turned.k, layer.v, *turned.tables, write_index, table],
+        [turned.q, turned.k, layer.v, *turned.tables, *told],
         rows,
         **given,
         own_tables=turned.own_tables,
@@ -157,7 +188,7 @@ def _emit(
     parts, stats = _node(
         graph,
         ATTEND,
-        [q, tree, places, write_index, table],
+        [q, tree, places, *told],
         [(_F32, [None, heads, size]), (_F32, ["rows", None, heads, 2])],
         **given,
         window=_window(layer),

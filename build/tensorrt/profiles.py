@@ -10,6 +10,7 @@ from collections.abc import Mapping
 from dataclasses import dataclass
 
 from edgellm.build.plan import Plan
+from edgellm.device_runtime.runners.tensorrt.sequences import shared_rows
 from edgellm.manifest import Bundle
 from edgellm.roles import ROLES, Rows
 from edgellm.specs import VisionSpec
@@ -43,12 +44,31 @@ def base_passes(plan: Plan) -> list[Pass]:
     A single row is a pass of its own, since attention then reads the cache where it lies.
     """
     prompt, tree = plan.max_input_len, plan.max_verify_tree_size
+    if plan.max_batch_size > 1:
+        return _shared_passes(plan, tree)
     passes, has_prefill = [_base_pass("decode", _ONE, _ONE, _ONE)], prompt > max(tree, 1)
     if tree > 1:
         images = _ONE if has_prefill else (1, prompt)
         passes.append(_base_pass("verify", (1, tree), (1, tree), images))
     if has_prefill:
         passes.append(_base_pass("prefill", (1, prompt), _ONE, (1, prompt)))
+    return passes
+
+
+def _shared_passes(plan: Plan, tree: int) -> list[Pass]:
+    """Those of several sequences: a token, tokens or trees side by side, prompts beside them.
+
+    Of a mask as many columns are there as the largest tree has rows.
+    """
+    most = shared_rows(tree, plan.max_batch_size)
+    columns = {"mask_columns": (1, max(tree, 1)), "image_rows": _ONE}
+    sizes = {"together": most, "prefill": plan.max_input_len + most}
+    passes = [Pass("decode", 1, {"rows": _ONE, "head_rows": _ONE, **columns})]
+    if 1 < plan.max_batch_size < most:
+        tokens = (1, plan.max_batch_size)
+        passes.append(Pass("tokens", tokens[1], {"rows": tokens, "head_rows": tokens, **columns}))
+    for name, rows in sizes.items():
+        passes.append(Pass(name, rows, {"rows": (1, rows), "head_rows": (1, most), **columns}))
     return passes
 
 
@@ -60,6 +80,8 @@ def _base_pass(name: str, rows: Range, head_rows: Range, image_rows: Range) -> P
 def draft_passes(plan: Plan) -> list[Pass]:
     """Growing a tree, which also takes the rows that a round accepted, and reading a prompt."""
     prompt, tree = plan.max_input_len, plan.max_draft_tree_size
+    if plan.max_batch_size > 1:
+        return _shared_passes(plan, tree)
     step = {"rows": (1, tree), "mask_columns": (1, tree), "head_rows": (1, tree)}
     images = _ONE if prompt > tree else (1, prompt)
     passes = [Pass("step", tree, {**step, "image_rows": images})]

@@ -9,23 +9,30 @@ import cuda_on_cpu
 import numpy as np
 import pytest
 from conftest import make_checkpoint
+from fake_gpu import FakeDevice, FakeEngine
+from lowered_engines import lower_for_gpu
 
 from edgellm import contract
 from edgellm.build.engine import build_engine
 from edgellm.build.onnxruntime_cpu.options import CpuOptions
 from edgellm.build.onnxruntime_cuda.options import CudaOptions
 from edgellm.build.plan import Plan
+from edgellm.build.tensorrt.kernel_attention import Kernels
+from edgellm.build.tensorrt.profiles import base_passes
 from edgellm.contract import LimitError
 from edgellm.device_runtime import LLM, SamplingParams, SpecOptions
+from edgellm.device_runtime.runners import onnxruntime_cpu, tensorrt
 from edgellm.device_runtime.runners.onnxruntime_cuda import grids
 from edgellm.device_runtime.sessions.contexts import Context
 from edgellm.device_runtime.sessions.decoder import Part, open_decoder
 from edgellm.export import models
 from edgellm.export.bundle import ExportOptions, export_llm
 from edgellm.export.source import open_checkpoint
-from edgellm.manifest import LLM_ENGINE, load_engine
+from edgellm.manifest import LLM_ENGINE, GraphSpec, load_engine, with_kv_dtype
+from edgellm.roles import DECODER
 
 CAPACITY, MOST = 160, 4
+LOWERED = "lowered.onnx"
 PLAN = Plan(
     128, CAPACITY, 2, max_verify_tree_size=12, max_batch_size=MOST, options=CpuOptions("edgellm")
 )
@@ -34,6 +41,7 @@ KINDS = {
     "int8": ("qwen3", "int8"),
     "window": ("mistral", "int4"),
     "cuda": ("mistral", "none"),
+    "tensorrt": ("mistral", "none"),
 }
 
 
@@ -42,8 +50,11 @@ def engine(request, tmp_path_factory):
     kind, quantize = KINDS[request.param]
     folder = tmp_path_factory.mktemp("batch")
     sizes = {**models.find(kind).TINY, "max_position_embeddings": 256}
+    is_half = request.param == "tensorrt"
+    sizes |= {"head_dim": 64, "num_hidden_layers": 2} if is_half else {}
     checkpoint = make_checkpoint(folder / "checkpoint", **sizes)
-    export_llm(open_checkpoint(str(checkpoint)), folder / "bundle", ExportOptions("fp32"))
+    dtype = "fp16" if is_half else "fp32"
+    export_llm(open_checkpoint(str(checkpoint)), folder / "bundle", ExportOptions(dtype))
     plan = dataclasses.replace(PLAN, quantize=quantize)
     if request.param == "cuda":
         with cuda_on_cpu.fused_in_float32():
@@ -52,12 +63,32 @@ def engine(request, tmp_path_factory):
     else:
         engine = folder / "engine"
         build_engine("llm", folder / "bundle", engine, plan, "onnxruntime", lambda _: None)
+    if is_half:
+        lower_for_gpu(
+            folder / "bundle" / "model.onnx",
+            folder / "engine" / LOWERED,
+            kernels=Kernels(110, "fp16", MOST),
+            capacity=CAPACITY,
+        )
     return folder / "engine"
 
 
+def open_on_gpu(folder, engine):
+    """The runner of a lowered graph, on a GPU that is not there."""
+    passes, device = base_passes(PLAN), FakeDevice()
+    graphs = tuple(GraphSpec("", each.max_rows, "fp16") for each in passes)
+    engine = dataclasses.replace(engine, graphs={DECODER: graphs})
+    engine = dataclasses.replace(engine, spec=with_kv_dtype(engine.spec, "float16"))
+    loaded = FakeEngine(folder / LOWERED, passes, device)
+    return {DECODER: tensorrt.runner_of(DECODER, engine, loaded, device)}
+
+
 def opened(engine, open_it):
-    """What opens an engine, here also one for CUDA, whose passes are numbered for recording."""
+    """What opens an engine, here also one for a GPU; for CUDA passes are numbered for recording."""
     with ExitStack() as stack:
+        if (engine / LOWERED).exists():
+            patch = stack.enter_context(pytest.MonkeyPatch.context())
+            patch.setattr(onnxruntime_cpu, "open_engine", open_on_gpu)
         if load_engine(engine, LLM_ENGINE).machine == "cuda":
             stack.enter_context(cuda_on_cpu.cuda_is_the_cpu())
             stack.enter_context(cuda_on_cpu.recording())
@@ -110,7 +141,7 @@ class Scripted:
 
 def test_any_schedule_gives_every_sequence_its_bits(engine):
     session, rng = open_session(engine), np.random.default_rng(2)
-    for trial in range(3):
+    for trial in range(1 if (engine / LOWERED).exists() else 3):  # which is slow on the fake GPU
         going = [Scripted(100 * trial + at) for at in range(int(rng.integers(2, 7)))]
         everyone = list(going)
         while going:  # more sequences than share a pass, or than the pages can hold

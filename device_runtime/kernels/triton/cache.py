@@ -5,6 +5,11 @@ layer the addresses of K and V [kv_heads, C, D] and of their scales, fp16 [kv_he
 fp16 (which has no scales), int8, or fp8 (E4M3) with a scale for each row. Kernels do nothing under
 a wrong magic, because TensorRT times plugins on random inputs.
 
+Where a pass serves several sequences, each has its own rows of that cache, and `write_index` is a
+table of the sequences of the pass, int64 [MANY, FIELDS]: the first row in the pass, rows of the
+pass (0: nobody's), the cache's row that is its row 0, rows that it has already, and columns of its
+mask (0: rows see all before them). MANY is 0 where a pass serves one.
+
 Heads have SIZE numbers, a multiple of 16; kernels compute in tiles of D, a power of two, of which
 those behind SIZE are not there.
 """
@@ -15,6 +20,7 @@ import triton.language as tl
 MAGIC: tl.constexpr = tl.constexpr(0x656467656C6C6D)
 HEADER: tl.constexpr = tl.constexpr(2)  # entries of the table before the layers'
 PARTS: tl.constexpr = tl.constexpr(4)  # entries of a layer: K, V and their scales
+FIELDS: tl.constexpr = tl.constexpr(5)  # of a sequence
 FAR: tl.constexpr = tl.constexpr(1 << 29)  # no cache has as many rows
 SMALLEST_SCALE: tl.constexpr = tl.constexpr(1e-6)  # of a row of zeros; fp16 holds it
 
@@ -33,10 +39,43 @@ def first_slot(write_index):
 
 
 @triton.jit
-def find_rows(table, layer, part, head, size, CODES: tl.constexpr):
-    """Pointers to the codes and scales of K (part 0) or V (1) of a layer and head."""
+def own_slot(sequences, row, MANY: tl.constexpr):
+    """Where a pass writes a row, as int32; -1 for a row of no sequence."""
+    at = sequences + tl.arange(0, MANY) * FIELDS
+    step = row - tl.load(at)
+    is_own = (step >= 0) & (step < tl.load(at + 1))
+    slot = tl.load(at + 2) + tl.load(at + 3) + step
+    return tl.max(tl.where(is_own & (slot >= 0) & (slot < FAR), slot, -1), 0).to(tl.int32)
+
+
+@triton.jit
+def find_sequence(sequences, table, block, G, ROWS: tl.constexpr, MANY: tl.constexpr):
+    """Whose rows are in a block, where blocks of ROWS query rows are of one sequence each.
+
+    Returns:
+        The sequence's first block, then its entries, with all its rows in the place of those that
+        it has already. A block of nobody's has no rows.
+    """
+    counts = tl.load(sequences + tl.arange(0, MANY) * FIELDS + 1).to(tl.int32)
+    ends = tl.cumsum(tl.cdiv(counts * G, ROWS), 0)
+    place = tl.sum((ends <= block).to(tl.int32), 0)
+    capacity = bound_capacity(table)
+    exists = (place < MANY) & (capacity > 0)
+    at = sequences + place * FIELDS
+    first = tl.load(at, mask=exists, other=0).to(tl.int32)
+    count = tl.load(at + 1, mask=exists, other=0).to(tl.int32)
+    base = tl.load(at + 2, mask=exists, other=0)
+    live = tl.load(at + 3, mask=exists, other=0).to(tl.int32) + count
+    columns = tl.load(at + 4, mask=exists, other=0).to(tl.int32)
+    before = tl.max(tl.where(ends <= block, ends, 0), 0)
+    return before, first, count, base, tl.minimum(live, capacity), columns
+
+
+@triton.jit
+def find_rows(table, layer, part, head, base, size, CODES: tl.constexpr):
+    """Pointers to codes and scales of K (part 0) or V (1) of a layer and head, from row base on."""
     at = table + HEADER + layer * PARTS + part
-    first = head * tl.load(table)
+    first = head * tl.load(table) + base
     ELEMENT: tl.constexpr = tl.float16 if CODES == "fp16" else tl.int8
     codes = tl.load(at).to(tl.pointer_type(ELEMENT)) + first * size
     scales = tl.load(at + 2).to(tl.pointer_type(tl.float16)) + first

@@ -18,6 +18,7 @@ SIZE = "SIZE"  # the argument that says how many numbers a head has
 SIZE_STEP = 16  # what it is a multiple of, so that rows of any codes are read 16 bytes at a time
 TILES = (64, 128, 256)  # numbers of a head that a program computes with
 OWN_SIZES = (64, 128)  # heads with an `attend` of their own
+SEQUENCES = 32  # of a pass at most
 ROWS = 16  # query rows of a program; at 64 sm_110 would take other units
 PICKS, SHARE, SHARES = 64, 4096, 64  # of a row of logits; numbers of a share; shares at most
 # Sizes that there are kernels for: nodes of a tree, candidates of a level, nodes of a pool.
@@ -56,7 +57,7 @@ KERNELS = {
             "attention", "attend",
             "q:*fp16 tree:*i8 positions:*i64 write_index:*i64 table:*i64 LAYER S M G WINDOW "
             "CAP_BITS SIZE parts:*fp32 stats:*fp32",
-            ("HKV", "cdiv(S * G, ROWS)", "SHARES"),
+            ("HKV", "cdiv(S * G, ROWS) + MANY", "SHARES"),
         ),
         Kernel(
             "attention", "combine",
@@ -134,14 +135,16 @@ def variants(sm: int) -> Iterator[Variant]:
     codes = ("fp16", "int8", "fp8") if sm >= FIRST_FP8 else ("fp16", "int8")
     for size in TILES:
         for code in codes:
-            yield store_rows(size, code)
             yield keep_rows(size, code)
-            yield attend(size, code, windowed=True, capped=True)
+            for many in (False, True):
+                yield store_rows(size, code, many=many)
+                yield attend(size, code, windowed=True, capped=True, many=many)
         yield combine(size, sunk=False)
         yield combine(size, sunk=True)
     for code in codes:
-        for size in OWN_SIZES:
-            yield attend(size, code)
+        for many in (False, True):
+            for size in OWN_SIZES:
+                yield attend(size, code, many=many)
         yield attend(128, code, windowed=True)
     yield PICK_SHARES
     yield JOIN_PICKS
@@ -190,9 +193,10 @@ def tile(size: int) -> int:
     return min(fits, default=0)
 
 
-def store_rows(size: int, codes: str) -> Variant:
-    """`store_rows` for a head size and codes of the cache."""
-    return Variant(KERNELS["store_rows"], {"D": tile(size), "CODES": codes}, 1)
+def store_rows(size: int, codes: str, *, many: bool = False) -> Variant:
+    """`store_rows` for a head size and codes of the cache, of one sequence or many."""
+    constants = {"D": tile(size), "CODES": codes, "MANY": SEQUENCES if many else 0}
+    return Variant(KERNELS["store_rows"], constants, 1)
 
 
 def keep_rows(size: int, codes: str) -> Variant:
@@ -205,16 +209,19 @@ def combine(size: int, *, sunk: bool) -> Variant:
     return Variant(KERNELS["combine"], {"D": tile(size), "SUNK": sunk}, 1)
 
 
-def attend(size: int, codes: str, *, windowed: bool = False, capped: bool = False) -> Variant:
+def attend(
+    size: int, codes: str, *, windowed: bool = False, capped: bool = False, many: bool = False
+) -> Variant:
     """`attend` for a head size and codes of the cache: the leanest that can do it.
 
-    Heads of 64 and 128 without cap, and those of 128 in windows, have kernels of their own; a
-    general one for each tile does the rest.
+    Heads of 64 and 128 without cap, and those of 128 in windows of one sequence, have kernels of
+    their own; a general one for each tile does the rest.
     """
-    general = capped or size not in OWN_SIZES or (windowed and size != 128)
+    general = capped or size not in OWN_SIZES or (windowed and (size != 128 or many))
     block = 64 if tile(size) <= 128 else 32
     constants = {
         "D": tile(size), "ROWS": ROWS, "BLOCK": block, "CODES": codes,
-        "WINDOWED": windowed or general, "GENERAL": general,
+        "WINDOWED": windowed or general, "GENERAL": general, "MANY": SEQUENCES if many else 0,
     }  # fmt: skip
-    return Variant(KERNELS["attend"], constants, 4)
+    warps = 8 if many and general and tile(size) == 128 else 4  # registers of 4 are too few
+    return Variant(KERNELS["attend"], constants, warps)

@@ -17,7 +17,7 @@ def keep_rows(path, outcome, write_index, table, SIZE, D: tl.constexpr, CODES: t
     layer, head, part = tl.program_id(0), tl.program_id(1), tl.program_id(2)
     capacity = bound_capacity(table)
     first = first_slot(write_index)
-    codes, scales = find_rows(table, layer, part, head, SIZE, CODES)
+    codes, scales = find_rows(table, layer, part, head, 0, SIZE, CODES)
     element = tl.arange(0, D)
     one = tl.arange(0, 1)
     for place in tl.range(1, tl.load(outcome)):  # the root stays

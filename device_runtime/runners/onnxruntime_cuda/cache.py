@@ -115,8 +115,9 @@ class DeviceCache:
         self.bind(binding, slot)
         self._move(binding)
 
-    def copy(self, source: int, target: int) -> None:
-        """All rows of a slot into another."""
+    def copy(self, source: int, target: int, length: int) -> None:
+        """See `cache_slots.SlotMemory`; all rows of the slot are copied."""
+        del length
         binding = self._movement()
         self._bind_inputs(binding, source)
         self._bind_outputs(binding, target)

@@ -74,18 +74,25 @@ def open_engine(folder: Path, engine: Engine) -> dict[str, Runner]:
 
 def runner_of(role: str, engine: Engine, loaded: CompiledEngine, device: Device) -> Runner:
     """What runs a loaded graph; raises `LimitError` if the device is too small."""
+    from edgellm.device_runtime.runners.tensorrt.batch_runner import BatchRunner
     from edgellm.device_runtime.runners.tensorrt.encoder import TensorRtEncoder
     from edgellm.device_runtime.runners.tensorrt.runner import TensorRtRunner
+    from edgellm.device_runtime.runners.tensorrt.sequences import shared_rows
 
     if role == ENCODER:
         return TensorRtEncoder(loaded, device)
-    runner = TensorRtRunner(
+    most_rows, answers = engine.graphs[role][-1].max_rows, engine.max_batch_size
+    tree_rows = max(engine.max_verify_tree_size, engine.max_draft_tree_size)
+    tree_rows = tree_rows if answers == 1 else shared_rows(tree_rows, answers)
+    spec = engine.decoder if engine.cache_of(role) is not None else None
+    runner = (TensorRtRunner if answers == 1 or spec is None else BatchRunner)(
         loaded,
         device,
-        most_rows=engine.graphs[role][-1].max_rows,
-        tree_rows=max(engine.max_verify_tree_size, engine.max_draft_tree_size),
-        spec=engine.decoder if engine.cache_of(role) is not None else None,
+        most_rows=most_rows,
+        tree_rows=tree_rows,
+        spec=spec,
         capacity=engine.max_kv_cache_capacity,
+        num_sequences=answers,
     )
     runner.prepare()
     return runner
@@ -97,7 +104,8 @@ def require_memory(free_bytes: int, engine: Engine) -> None:
         record.num_bytes for name, record in engine.files.items() if name.endswith(".engine")
     )
     cache = engine.cache
-    kv_bytes = cache.bytes_per_token * engine.max_kv_cache_capacity if cache is not None else 0
+    rows = engine.max_kv_cache_capacity * engine.max_batch_size
+    kv_bytes = cache.bytes_per_token * rows if cache is not None else 0
     if plans + kv_bytes > free_bytes:
         raise LimitError(
             f"the engine needs {(plans + kv_bytes) / 1e9:.2f} GB on the GPU, "

@@ -56,7 +56,7 @@ def _rotated(_op: Any, of: Shapes, _given: Given) -> tuple[tuple[str, tuple[Size
 def _store(_op: Any, of: Shapes, given: Given) -> Launch:
     heads, kv_heads = given["heads"], given["kv_heads"]
     return Launch(
-        catalog.store_rows(given["head_dim"], given["codes"]),
+        catalog.store_rows(given["head_dim"], given["codes"], many="sequences" in given),
         (of["q"][1], heads + kv_heads, 1),
         (given["layer"], heads, kv_heads, given["own_tables"], given["head_dim"]),
     )
@@ -82,10 +82,19 @@ def _attend(op: Any, of: Shapes, given: Given) -> Launch:
     rows, kv_heads = of["q"][1], given["kv_heads"]
     group, size = given["heads"] // kv_heads, given["head_dim"]
     window, cap = given["window"], given["cap_bits"]
-    variant = catalog.attend(size, given["codes"], windowed=bool(window), capped=bool(cap))
+    variant = catalog.attend(
+        size,
+        given["codes"],
+        windowed=bool(window),
+        capped=bool(cap),
+        many="sequences" in given,
+    )
+    blocks = op.cdiv(rows * group, ROWS)
+    if "sequences" in given:
+        blocks = blocks + given["sequences"]  # of which each may have a block that is not full
     return Launch(
         variant,
-        (kv_heads, op.cdiv(rows * group, ROWS), _shares(op, rows)),
+        (kv_heads, blocks, _shares(op, rows)),
         (given["layer"], rows, of["tree"][1], group, window, cap, size),
     )
 

@@ -240,32 +240,41 @@ class CudaDevice:
                 shared_size=compiled.shared_bytes,
             )
 
-    def save_rows(self, planes: Planes, length: int) -> NDArray[np.uint8]:
+    def save_rows(self, planes: Planes, length: int, first: int = 0) -> NDArray[np.uint8]:
         """See `device.Device`."""
         host = np.empty((planes.count, length * planes.row_bytes), np.uint8)
-        copy = self._between(planes, host)
-        copy.set_src_device(planes.address)
+        copy = self._planewise(planes, host.shape[1])
+        copy.set_src_device(planes.address + first * planes.row_bytes)
         copy.set_dst_host(host)
         copy.src_pitch, copy.dst_pitch = planes.rows * planes.row_bytes, host.shape[1]
         self._copy(copy)
         return host
 
-    def load_rows(self, planes: Planes, rows: NDArray[np.uint8]) -> None:
+    def load_rows(self, planes: Planes, rows: NDArray[np.uint8], first: int = 0) -> None:
         """See `device.Device`."""
-        copy = self._between(planes, rows)
+        copy = self._planewise(planes, rows.shape[1])
         copy.set_src_host(rows)
-        copy.set_dst_device(planes.address)
+        copy.set_dst_device(planes.address + first * planes.row_bytes)
         copy.src_pitch, copy.dst_pitch = rows.shape[1], planes.rows * planes.row_bytes
         self._copy(copy)
+
+    def copy_rows(self, planes: Planes, source: int, target: int, count: int) -> None:
+        """See `device.Device`."""
+        with self.current():
+            copy = self._planewise(planes, count * planes.row_bytes)
+            copy.set_src_device(planes.address + source * planes.row_bytes)
+            copy.set_dst_device(planes.address + target * planes.row_bytes)
+            copy.src_pitch = copy.dst_pitch = planes.rows * planes.row_bytes
+            copy(self._stream)
 
     def _copy(self, copy: Any) -> None:
         with self.current():
             self.synchronize()
             copy(aligned=False)
 
-    def _between(self, planes: Planes, host: NDArray[np.uint8]) -> Any:
+    def _planewise(self, planes: Planes, num_bytes: int) -> Any:
         copy = self._driver.Memcpy2D()
-        copy.width_in_bytes, copy.height = host.shape[1], planes.count
+        copy.width_in_bytes, copy.height = num_bytes, planes.count
         return copy
 
     def synchronize(self) -> None:

@@ -151,12 +151,16 @@ class Device(Protocol):
         """
         ...
 
-    def save_rows(self, planes: Planes, length: int) -> NDArray[np.uint8]:
-        """The first rows of every plane, [count, length * row_bytes]; waits for them."""
+    def save_rows(self, planes: Planes, length: int, first: int = 0) -> NDArray[np.uint8]:
+        """Rows of every plane from `first` on, [count, length * row_bytes]; waits for them."""
         ...
 
-    def load_rows(self, planes: Planes, rows: NDArray[np.uint8]) -> None:
+    def load_rows(self, planes: Planes, rows: NDArray[np.uint8], first: int = 0) -> None:
         """Write what `save_rows` gave; waits until it is there."""
+        ...
+
+    def copy_rows(self, planes: Planes, source: int, target: int, count: int) -> None:
+        """In every plane: `count` rows from `target` on take those from `source` on."""
         ...
 
     def synchronize(self) -> None:

@@ -40,15 +40,21 @@ class KernelCache:
     """Keys and values of all layers with their scales, and the table that says where they lie."""
 
     def __init__(
-        self, device: Device, spec: KVCacheSpec, capacity: int, engine: CompiledEngine
+        self,
+        device: Device,
+        spec: KVCacheSpec,
+        capacity: int,
+        engine: CompiledEngine,
+        num_sequences: int = 1,
     ) -> None:
         """Allocate.
 
         Args:
             device: that computes.
             spec: of the cache.
-            capacity: rows.
+            capacity: rows of a sequence; those of the next stand behind them.
             engine: that takes the table.
+            num_sequences: that the cache has room for.
 
         Raises:
             BrokenArtifactError: the engine's table is not of such a cache.
@@ -66,22 +72,22 @@ class KernelCache:
         codes = _CODES[spec.dtype]
         self._dtype = np.dtype(np.float16 if codes == "fp16" else np.int8)
         self._keep = keep_rows(spec.head_dim, codes)
-        count = 2 * spec.num_layers * spec.num_kv_heads
+        count, rows = 2 * spec.num_layers * spec.num_kv_heads, num_sequences * capacity
         sizes = {"codes": spec.head_dim * self._dtype.itemsize, "scales": 2 * (codes != "fp16")}
-        layout = {name: ((count, capacity, size), np.uint8) for name, size in sizes.items() if size}
+        layout = {name: ((count, rows, size), np.uint8) for name, size in sizes.items() if size}
         self._tensors = Tensors(device, layout)
-        self._planes = [
-            Planes(self._tensors[name], count, capacity, sizes[name]) for name in layout
-        ]
+        self._planes = [Planes(self._tensors[name], count, rows, sizes[name]) for name in layout]
         self._block = Block(device, aligned(8 * entries))
-        self.addresses = {contract.CACHE_TABLE: self._write_table(capacity, entries)}
-        self._rows = Block(device, packed_bytes(_moved(_MOST_MOVED)))
-        self._is_moving = False
+        self.addresses = {contract.CACHE_TABLE: self._write_table(rows, entries)}
+        # Of one sequence each, so that those of a pass are compacted without a wait
+        moved = packed_bytes(_moved(_MOST_MOVED))
+        self._moved = [Block(device, moved) for _ in range(num_sequences)]
+        self._num_moving = 0
 
-    def _write_table(self, capacity: int, entries: int) -> int:
+    def _write_table(self, rows: int, entries: int) -> int:
         packed = self._block.pack({"table": ((entries,), np.int64)})
         table = packed.arrays["table"]
-        table[:_HEADER] = capacity, capacity ^ MAGIC
+        table[:_HEADER] = rows, rows ^ MAGIC
         layers = table[_HEADER:].reshape(self._spec.num_layers, -1, 2)  # scales behind codes
         layers[...] = 0
         for part, planes in enumerate(self._planes):
@@ -97,42 +103,49 @@ class KernelCache:
         del count, write_index_address
 
     def compact(self, length: int, rows: NDArray[np.int64]) -> None:
-        """See `runners.Cache`; does not wait."""
+        """See `runners.Cache`; does not wait, but for more than sequences share a pass."""
         if not displaced(rows.tolist()):
             return
-        if self._is_moving:
+        if self._num_moving == len(self._moved):
             self._device.synchronize()  # the rows before are still read
-        packed = self._rows.pack(_moved(len(rows)))
+            self._num_moving = 0
+        block = self._moved[self._num_moving]
+        packed = block.pack(_moved(len(rows)))
         packed.arrays["path"][:] = rows
         packed.arrays["outcome"][:], packed.arrays["first"][:] = (len(rows), 0, 0), length
-        self._rows.upload(packed)
+        block.upload(packed)
         at = packed.addresses
         grid = self._spec.num_layers, self._spec.num_kv_heads, 2
         given = at["path"], at["outcome"], at["first"], self.addresses[contract.CACHE_TABLE]
         self._device.launch(self._keep, grid, (*given, self._spec.head_dim))
-        self._is_moving = True
+        self._num_moving += 1
 
     def settled(self) -> None:
         """Somebody waited for the device."""
-        self._is_moving = False
+        self._num_moving = 0
 
-    def read_rows(self, length: int) -> NDArray:
+    def copy(self, source: int, target: int, count: int) -> None:
+        """Ask for rows from `target` on to become those from `source` on."""
+        for planes in self._planes:
+            self._device.copy_rows(planes, source, target, count)
+
+    def read_rows(self, length: int, first: int = 0) -> NDArray:
         """See `runners.Cache`; the two bytes of a row's scale stand behind its codes."""
         spec = self._spec
         shape = 2 * spec.num_layers, 1, spec.num_kv_heads, length, -1
         parts = [
-            self._device.save_rows(planes, length).view(self._dtype).reshape(shape)
+            self._device.save_rows(planes, length, first).view(self._dtype).reshape(shape)
             for planes in self._planes
         ]
         return np.concatenate(parts, axis=-1)
 
-    def write_rows(self, rows: NDArray) -> None:
-        """See `runners.Cache`."""
+    def write_rows(self, rows: NDArray, first: int = 0) -> None:
+        """See `runners.Cache`; from `first` on."""
         count, end = self._planes[0].count, 0
         for planes in self._planes:
             begin, end = end, end + planes.row_bytes // self._dtype.itemsize
             part = np.ascontiguousarray(rows[..., begin:end], self._dtype)
-            self._device.load_rows(planes, part.reshape(count, -1).view(np.uint8))
+            self._device.load_rows(planes, part.reshape(count, -1).view(np.uint8), first)
 
 
 def _moved(count: int) -> Layout:
@@ -144,7 +157,12 @@ DeviceCaches = DeviceCache | KernelCache
 
 
 def open_cache(
-    engine: CompiledEngine, device: Device, spec: KVCacheSpec, capacity: int, most_rows: int
+    engine: CompiledEngine,
+    device: Device,
+    spec: KVCacheSpec,
+    capacity: int,
+    most_rows: int,
+    num_sequences: int = 1,
 ) -> DeviceCaches:
     """The cache of an engine.
 
@@ -154,6 +172,7 @@ def open_cache(
         spec: of the cache.
         capacity: rows that were asked for; it has these, or some more.
         most_rows: of a pass.
+        num_sequences: that share passes; above 1 the engine takes a table.
 
     Raises:
         BrokenArtifactError: the engine takes another cache.
@@ -161,7 +180,7 @@ def open_cache(
         EdgeLLMError: heads of this size are not moved.
     """
     if contract.CACHE_TABLE in engine.tensors:
-        return KernelCache(device, spec, capacity, engine)
+        return KernelCache(device, spec, capacity, engine, num_sequences)
     past, present = (
         engine.tensors[name].shape
         for name in (contract.past_name(0, "key"), contract.present_name(0, "key"))

@@ -15,7 +15,7 @@ from numpy.typing import NDArray
 
 from edgellm import contract
 from edgellm.contract import LimitError
-from edgellm.device_runtime.runners import FetchedOutputs, Runner
+from edgellm.device_runtime.runners import Cache, FetchedOutputs, Outputs, Runner
 from edgellm.device_runtime.runners.rounds import Growth, Rounds
 from edgellm.device_runtime.runners.tensorrt.bound_pass import (
     BoundPass,
@@ -62,6 +62,7 @@ class TensorRtRunner:
         tree_rows: int,
         spec: DecoderSpec | None = None,
         capacity: int = 0,
+        num_sequences: int = 1,
     ) -> None:
         """Allocate all that passes need.
 
@@ -71,18 +72,19 @@ class TensorRtRunner:
             most_rows: of a pass.
             tree_rows: of a pass that recurs, and rows that may get logits or candidates.
             spec: of a network with a cache.
-            capacity: rows of the cache.
+            capacity: rows of a sequence in the cache.
+            num_sequences: that the cache has room for.
 
         Raises:
             LimitError: the device is too small.
         """
         self._engine, self._device, self._capacity = engine, device, capacity
         self._shapes = Shapes(engine)
-        self.cache: DeviceCaches | None = None
+        self._rows_memory: DeviceCaches | None = None
         self._images: DeviceImages | None = None
         if spec is not None:
-            self.cache = open_cache(engine, device, spec.kv, capacity, most_rows)
-            self._capacity = self.cache.capacity
+            memory = open_cache(engine, device, spec.kv, capacity, most_rows, num_sequences)
+            self._rows_memory, self._capacity = memory, memory.capacity
             self._images = DeviceImages(device, engine, spec.vocab_size)
         self._buckets = bucket_sizes(max(tree_rows, 1))
         self._names = self._shapes.outputs
@@ -93,14 +95,15 @@ class TensorRtRunner:
         self._memory = RowMemory(device)
         self._staging: dict[str, NDArray[np.uint8]] = {}
         fixed = {name: buffer.address for name, buffer in self._kept.items()}
-        caches = self.cache.addresses if self.cache is not None else {}
+        memory = self._rows_memory
+        self.cache: Cache | None = memory
         self._passes = PassRunner(
             engine,
             device,
-            {**caches, **fixed},
+            {**(memory.addresses if memory is not None else {}), **fixed},
             packed_bytes(self._shapes.inputs(most)),
             packed_bytes(self._picks(most)),
-            self.cache.append if self.cache is not None else _nothing,
+            memory.append if memory is not None else _nothing,
         )
         self._latest: FetchedOutputs | None = None
         self._is_asked = False  # a pass whose inputs may still be read from the host's memory
@@ -113,7 +116,7 @@ class TensorRtRunner:
         if self._images is not None:
             self._images.hold(inputs)
 
-    def run(self, inputs: Mapping[str, NDArray[Any]]) -> FetchedOutputs:
+    def run(self, inputs: Mapping[str, NDArray[Any]]) -> Outputs:
         """See `runners.Runner`."""
         return self._run(inputs, fetches=True)
 
@@ -158,19 +161,24 @@ class TensorRtRunner:
     def settled(self) -> None:
         """See `network.Network`."""
         self._is_asked = False
-        if self.cache is not None:
-            self.cache.settled()
+        if self._rows_memory is not None:
+            self._rows_memory.settled()
 
     def prepare(self) -> None:
         """Make contexts, and record the pass that every token of plain decoding is."""
         self._passes.prepare()
         if not {contract.INPUT_IDS, contract.LOGITS} <= self._engine.tensors.keys():
             return
-        one = self._shapes.inputs((1, 1, 1))
-        inputs = {name: np.zeros(shape, dtype) for name, (shape, dtype) in one.items()}
-        inputs.pop(contract.TREE_MASK, None)
+        self._rehearse((1, 1, 1))
+
+    def _rehearse(self, sizes: Sizes) -> None:
+        """Run a pass and record it."""
+        layout = self._shapes.inputs(sizes)
+        inputs = {name: np.zeros(shape, dtype) for name, (shape, dtype) in layout.items()}
+        if contract.SEQUENCES not in inputs:
+            inputs.pop(contract.TREE_MASK, None)
         for _ in range(2):  # the first run prepares what cannot be recorded
-            self.run(inputs)
+            TensorRtRunner.run(self, inputs)
 
     def open_rounds(self, draft: Runner, growth: Growth) -> Rounds | None:
         """See `runners.rounds.GrowsTrees`."""

@@ -69,7 +69,7 @@ class Shapes:
             for name, info in self._tensors.items()
             if info.is_input
             and name not in FEATURES
-            and (name in VARYING or name == contract.WRITE_INDEX)
+            and (name in VARYING or name in (contract.WRITE_INDEX, contract.SEQUENCES))
         }
 
 
@@ -85,7 +85,7 @@ def asked_sizes(inputs: Mapping[str, NDArray[Any]]) -> Sizes:
 def fill(bound: Mapping[str, NDArray[Any]], inputs: Mapping[str, NDArray[Any]], rows: int) -> None:
     """Write a pass's inputs, zeros behind them."""
     for name, place in bound.items():
-        if name == contract.TREE_MASK:
+        if name == contract.TREE_MASK and contract.SEQUENCES not in bound:
             fill_mask(place, inputs.get(name), rows)
             continue
         array = inputs[name]

@@ -17,6 +17,7 @@ from fake_gpu import FakeDevice, FakeEngine
 from plugin_stub import Dim, Node, dim, plugin_package
 from portable import open_portable
 
+from edgellm.build import tensorrt as backend
 from edgellm.build.lowering.weights import WeightFile
 from edgellm.build.plan import Plan
 from edgellm.build.tensorrt import builder, cache_plan
@@ -31,7 +32,7 @@ from edgellm.build.tensorrt.options import TensorRtOptions
 from edgellm.build.tensorrt.plugins import register
 from edgellm.build.tensorrt.profiles import base_passes
 from edgellm.build.tensorrt.target import Target
-from edgellm.contract import CACHE_TABLE, EdgeLLMError
+from edgellm.contract import CACHE_TABLE, SEQUENCES, TREE_MASK, WRITE_INDEX, EdgeLLMError
 from edgellm.device_runtime.kernels.triton import catalog, prebuilt
 from edgellm.device_runtime.runners.tensorrt.attention_nodes import GIVEN, NAMESPACE
 from edgellm.device_runtime.runners.tensorrt.library import Library
@@ -62,9 +63,9 @@ def bundle(tmp_path_factory) -> Path:
     return make_bundle(tmp_path_factory.mktemp("llama"))
 
 
-def lowered(bundle: Path, folder: Path, codes: str = "fp16") -> ir.Model:
+def lowered(bundle: Path, folder: Path, codes: str = "fp16", answers: int = 1) -> ir.Model:
     model, weights = ir.load(bundle / "model.onnx"), WeightFile(folder / "lowered.data")
-    lower(model, weights, HALF, CAPACITY, kernels=Kernels(110, codes))
+    lower(model, weights, HALF, CAPACITY, kernels=Kernels(110, codes, answers))
     weights.close()
     return model
 
@@ -134,6 +135,21 @@ def test_every_version_with_plugins_takes_the_graph(bundle, tmp_path):
     assert any("edgellm::attend" in fault for fault in check_graph(model, (10, 14)))
 
 
+def test_every_version_with_plugins_takes_the_graph_of_several_answers(bundle, tmp_path):
+    alone, model = (lowered(bundle, tmp_path, answers=answers) for answers in (1, 4))
+    for version in CHECKED[:2]:
+        adapt(model.clone(), version)  # which holds it against the table
+    inputs = {value.name: [*(value.shape or ())] for value in model.graph.inputs}
+    assert inputs.keys() ^ {value.name for value in alone.graph.inputs} == {
+        WRITE_INDEX,
+        SEQUENCES,
+    }
+    assert inputs[SEQUENCES] == [32, 5]
+    assert [str(dim) for dim in inputs[TREE_MASK]] == ["rows", "mask_columns"]
+    texts = [node.attributes[GIVEN].as_string() for node in alone.graph if node.domain == NAMESPACE]
+    assert not any("sequences" in text for text in texts)  # plans of one are what they were
+
+
 # ------------------------------------------------------ what NVIDIA's own package says
 def bindings() -> list[Path]:
     """Folders of bindings: what is installed, and what the environment names."""
@@ -193,6 +209,11 @@ def test_plugins_answer_tensorrt(folder, rows, shares):
         assert launch.ptx.decode() == attend_of_8_bits.ptx
         assert launch.threads == attend_of_8_bits.threads
         assert launch.shared_bytes == attend_of_8_bits.shared_bytes
+        many = node("attend", **layer, window=0, cap_bits=0, sequences=6)
+        many.outputs([turned, (sizes("S", "M"), trt.bool), places, (sizes(32, 5), whole), table])
+        launch = many.launch(known)
+        assert launch.grid == (8, -(-rows * 4 // 16) + 6, shares)
+        assert launch.ptx.decode() == prebuilt.find(catalog.attend(128, "fp8", many=True), 110).ptx
         launch = combine.launch(known)
         assert (launch.grid, launch.sizes) == ((rows * 32, 1, 1), [rows * 32, 32, shares, 128])
         assert rows * shares <= max(rows, 128)  # what a partial sum has room for
@@ -211,6 +232,7 @@ def planned(
     kv_cache: str = "auto",
     calibrated: str = "",
     is_here: bool = False,
+    answers: int = 1,
 ) -> CachePlan:
     manifest = load_bundle(bundle, LLM_BUNDLE)
     if calibrated:
@@ -220,7 +242,7 @@ def planned(
         manifest = dataclasses.replace(manifest, spec=spec)
     models_of = {"decoder": ir.load(bundle / "model.onnx")}
     options = TensorRtOptions(target_sm="" if is_here else str(sm), kernels=kernels)
-    plan = Plan(ROWS, CAPACITY, kv_cache=kv_cache, options=options)
+    plan = Plan(ROWS, CAPACITY, kv_cache=kv_cache, options=options, max_batch_size=answers)
     return plan_cache(models_of, manifest, plan, Target(library(version), sm))
 
 
@@ -270,6 +292,30 @@ def test_networks_and_gpus_without(bundle, tmp_path, monkeypatch):
         planned(bundle, "10.16.2", kernels="tensorrt", kv_cache="int8")
 
 
+def test_who_answers_several_at_a_time(bundle, monkeypatch):
+    for version in ("10.3.0", "10.13.3.9", "11.4.1"):
+        kernels = planned(bundle, version, answers=4).kernels
+        assert kernels is not None
+        assert kernels.sequences == 4
+    said = "--maxBatchSize 4 needs edgellm's kernels: "
+    with pytest.raises(EdgeLLMError, match=f"{said}plugins do not work in TensorRT 10") as caught:
+        planned(bundle, "10.14.1", answers=4)
+    assert "leave --maxBatchSize out" in caught.value.hint
+    with pytest.raises(EdgeLLMError, match=f"{said}--kernels tensorrt computes one sequence"):
+        planned(bundle, "10.16.2", kernels="tensorrt", answers=4)
+    with pytest.raises(EdgeLLMError, match=r"33 exceeds the 32 sequences .* take") as caught:
+        planned(bundle, "10.16.2", answers=33)
+    assert "--maxBatchSize 32 or less" in caught.value.hint
+    options = TensorRtOptions(kernels="tensorrt")
+    assert not backend.takes_batches(Plan(ROWS, CAPACITY, options=options))
+    manifest = load_bundle(bundle, LLM_BUNDLE)
+    spec = dataclasses.replace(manifest.decoder, images=object())
+    shown = dataclasses.replace(manifest, spec=spec)
+    monkeypatch.setitem(globals(), "load_bundle", lambda *_: shown)
+    with pytest.raises(EdgeLLMError, match="models with images answer one request at a time"):
+        planned(bundle, "10.16.2", answers=4)
+
+
 # ------------------------------------------------ a build, with functions in the kernels' place
 def stand_ins(heads: int, size: int) -> list[ir.Function]:
     """Of the nodes' shapes and types; TensorRT-RTX, which takes no plugins, compiles these."""
@@ -285,7 +331,8 @@ def stand_ins(heads: int, size: int) -> list[ir.Function]:
         back = ReduceMax<keepdims = 0>(sin)
         wide = Cast<to = 10>(positions)
         place = ReduceMax<keepdims = 0>(wide)
-        at = Cast<to = 10>(write_index)
+        told = Cast<to = 10>(write_index)
+        at = ReduceMax<keepdims = 0>(told)
         entries = Cast<to = 10>(table)
         entry = ReduceMax<keepdims = 0>(entries)
         y = Sum(q, rows, values, turned, back, place, at, entry)
@@ -300,7 +347,8 @@ def stand_ins(heads: int, size: int) -> list[ir.Function]:
         node = ReduceMax<keepdims = 0>(nodes)
         places = Cast<to = 1>(positions)
         place = ReduceMax<keepdims = 0>(places)
-        at = Cast<to = 1>(write_index)
+        told = Cast<to = 1>(write_index)
+        at = ReduceMax<keepdims = 0>(told)
         entries = Cast<to = 1>(table)
         entry = ReduceMax<keepdims = 0>(entries)
         parts = Sum(apart, node, place, at, entry)
@@ -348,6 +396,7 @@ def test_a_build_of_the_graph_around_the_kernels(bundle, tmp_path, monkeypatch):
         kv_cache="fp8",
         max_verify_tree_size=8,
         options=TensorRtOptions(target_sm="120"),
+        max_batch_size=4,
     )
     manifest = load_bundle(bundle, LLM_BUNDLE)
     built = compile_bundle(bundle, manifest, plan, tmp_path, lambda _: None)
@@ -355,4 +404,4 @@ def test_a_build_of_the_graph_around_the_kernels(bundle, tmp_path, monkeypatch):
     assert (built.kv_dtype, built.options) == ("fp8_rows", {"kernels": "edgellm"})
     assert (tmp_path / "llm.engine").stat().st_size > 100_000
     said = "0 of 2 attentions are edgellm's kernels"  # functions, they are no plugins
-    assert [each.partition(": ")[2] for each in built.notes] == [said] * 3
+    assert [each.partition(": ")[2] for each in built.notes] == [said] * 4

@@ -15,6 +15,7 @@ from kernel_references import REFERENCES
 
 from edgellm.device_runtime.kernels.triton import attention, cache, catalog, compaction
 from edgellm.device_runtime.runners.tensorrt.kernel_cache import MAGIC
+from edgellm.device_runtime.runners.tensorrt.sequences import SHAPE
 
 LAYERS, LAYER = 2, 1
 LARGEST = {"int8": 127.0, "fp8": 448.0}
@@ -41,11 +42,10 @@ class Case:
     own_tables: bool = False
     seed: int = 0
 
-    @property
-    def attend(self) -> catalog.Variant:
+    def attend(self, *, many: bool = False) -> catalog.Variant:
         """The kernel that an engine gets."""
         windowed, capped = bool(self.window), bool(self.cap)
-        return catalog.attend(self.dim, self.codes, windowed=windowed, capped=capped)
+        return catalog.attend(self.dim, self.codes, windowed=windowed, capped=capped, many=many)
 
 
 class Cache:
@@ -56,12 +56,15 @@ class Cache:
         self.codes_name = case.codes
         values = random.standard_normal(shape).astype(np.float16)
         self.codes, self.scales = self.encode(values)
+        self.write_table(case.capacity)
+
+    def write_table(self, capacity: int) -> None:
         addresses = [
             (self.codes[layer, part].ctypes.data, self.scales[layer, part].ctypes.data)
             for layer in range(LAYERS)
             for part in range(2)
         ]
-        entries = [case.capacity, case.capacity ^ cache.MAGIC.value]
+        entries = [capacity, capacity ^ cache.MAGIC.value]
         for k, v in zip(addresses[::2], addresses[1::2], strict=True):
             entries += [k[0], v[0], k[1], v[1]]
         self.table = np.array(entries, np.int64)
@@ -88,6 +91,8 @@ class Cache:
 
 class Pass:
     """Inputs of one pass."""
+
+    many = 0  # sequences that it has room for; 0: it is of one
 
     def __init__(self, case: Case) -> None:
         random = np.random.default_rng(case.seed)
@@ -121,13 +126,15 @@ class Pass:
             attention.store_rows, (rows, case.heads + case.kv_heads), self.q, self.k, self.v,
             self.cos, self.sin, self.positions, self.index, self.cache.table, LAYER, case.heads,
             case.kv_heads, int(case.own_tables), case.dim, rotated, D=tile, CODES=case.codes,
+            MANY=self.many,
         )  # fmt: skip
         launch(
-            attention.attend, (case.kv_heads, -(-queries // catalog.ROWS), case.shares), rotated,
+            attention.attend,
+            (case.kv_heads, -(-queries // catalog.ROWS) + self.many, case.shares), rotated,
             self.tree, self.positions, self.index, self.cache.table, LAYER, rows,
             self.tree.shape[1], case.heads // case.kv_heads, case.window,
             int(np.float32(case.cap).view(np.int32)), case.dim, parts, stats,
-            **{**case.attend.constants, "BLOCK": 32},
+            **{**case.attend(many=bool(self.many)).constants, "BLOCK": 32, "MANY": self.many},
         )  # fmt: skip
         launch(
             attention.combine, (rows * case.heads,), parts, stats, self.sinks, rows * case.heads,
@@ -194,9 +201,10 @@ RUNS = [(name, "fp16") for name in CASES] + [(n, c) for n in CODED for c in ("in
 
 
 def test_the_cases_have_every_kernel():
-    used = {CASES[name].attend.name for name, codes in RUNS if codes == "fp16"}
+    used = {CASES[name].attend().name for name, codes in RUNS if codes == "fp16"}
     compiled = {each.name for each in catalog.variants(110)}
-    assert used == {each for each in compiled if "attend" in each and "fp16" in each}
+    lone = {each for each in compiled if each.endswith("many0") and "fp16" in each}
+    assert used == {each for each in lone if "attend" in each}
 
 
 def by_reference(kernel, grid, *arguments, **constants) -> None:
@@ -224,6 +232,74 @@ def test_attention_is_that_of_float64(name, codes):
     assert not changed.any()  # other slots and layers
 
 
+class Company(Pass):
+    """Some passes as one: the first rows of a cache are the first's, and so on."""
+
+    many = 8
+
+    def __init__(self, passes: list[Pass], causal: int) -> None:
+        """The pass `causal` has no mask; behind all rows there is one of padding."""
+        first, columns = passes[0], max(one.tree.shape[1] for one in passes)
+        rows = [one.case.rows for one in passes]
+        self.passes, self.rows = passes, rows
+        self.case = dataclasses.replace(first.case, rows=sum(rows) + 1)
+        self.q, self.k, self.v = (
+            np.concatenate([*(getattr(one, name) for one in passes), getattr(first, name)[:1]])
+            for name in ("q", "k", "v")
+        )
+        self.positions = np.concatenate([*(one.positions for one in passes), [0]])
+        self.cos, self.sin, self.sinks = first.cos, first.sin, first.sinks
+        self.tree = np.ones((self.case.rows, columns), np.int8)
+        self.index = np.zeros((self.many, cache.FIELDS.value), np.int64)
+        for at, (one, begin) in enumerate(zip(passes, self.begins, strict=True)):
+            wide = 0 if at == causal else one.tree.shape[1]
+            self.tree[begin : begin + rows[at], :wide] = one.tree[:, :wide]
+            # Not in the order of the table, which has gaps
+            entry = begin, rows[at], at * one.case.capacity, one.case.index, wide
+            self.index[(3 * at + 2) % self.many] = entry
+        self.cache = Cache(dataclasses.replace(first.case, capacity=0), np.random.default_rng(0))
+        capacity = sum(one.case.capacity for one in passes)
+        self.cache.codes, self.cache.scales = (
+            np.concatenate([getattr(one.cache, name) for one in passes], axis=3)
+            for name in ("codes", "scales")
+        )
+        self.cache.write_table(capacity)
+
+    @property
+    def begins(self) -> list[int]:
+        return np.cumsum([0, *self.rows[:-1]]).tolist()
+
+
+# Rows of sequences that share a pass, rows before, columns of the mask; the last has none.
+MIXED = (2, 30, 3), (1, 9, 0), (9, 3, 0)
+
+
+@pytest.mark.parametrize(
+    ("codes", "kind"),
+    [("fp16", {}), ("int8", {"window": 20, "dim": 128}), ("fp8", {"dim": 96, "cap": 2.0})],
+)
+def test_rows_have_the_bits_that_they_have_alone(codes, kind):
+    """And the cache's rows, too."""
+    cases = [
+        Case(rows, at, 2, 1, columns=columns, codes=codes, seed=seed, capacity=64, shares=2, **kind)
+        for seed, (rows, at, columns) in enumerate(MIXED)
+    ]
+    alone, causal = [Pass(case) for case in cases], len(cases) - 1
+    rows = cases[causal].rows
+    alone[causal].tree[:] = np.tri(rows, dtype=np.int8)
+    for one in alone:
+        one.sinks = alone[0].sinks
+    together, other = Company(alone, causal), Company(alone, causal)
+    y, expected = together.run(), [one.run() for one in alone]
+    np.testing.assert_array_equal(y[:-1], np.concatenate(expected))
+    for name in ("codes", "scales"):
+        whole = np.concatenate([getattr(one.cache, name) for one in alone], axis=3)
+        np.testing.assert_array_equal(getattr(together.cache, name), whole)
+    reference = other.run(by_reference)[:-1]
+    assert np.abs(reference - y[:-1]).max() < TOLERANCE["fp16"]
+    np.testing.assert_array_equal(other.cache.codes, together.cache.codes)
+
+
 @pytest.mark.parametrize("codes_name", ["int8", "fp8"])
 def test_rows_are_coded_as_numpy_codes_them(codes_name):
     one = Pass(Case(8, 20, 4, 2, codes=codes_name))
@@ -239,6 +315,7 @@ def test_rows_are_coded_as_numpy_codes_them(codes_name):
 
 def test_the_runtime_writes_tables_that_are_followed():
     assert cache.MAGIC.value == MAGIC
+    assert (catalog.SEQUENCES, cache.FIELDS.value) == SHAPE
 
 
 def test_a_table_that_is_none_is_not_followed():

@@ -15,6 +15,7 @@ from edgellm.device_runtime.engine.llm import LLM
 from edgellm.device_runtime.runners.tensorrt.kernel_cache import KV_DTYPES
 from edgellm.device_runtime.sampling.sampler import SamplingParams
 from edgellm.device_runtime.sessions.decoder import open_decoder
+from edgellm.device_runtime.speculate.accounts import Account
 from edgellm.device_runtime.speculate.options import SpecOptions
 from edgellm.manifest import LLM_ENGINE, load_engine, with_kv_dtype
 
@@ -35,6 +36,23 @@ def pair(tmp_path_factory) -> EaglePair:
 @pytest.fixture(scope="module")
 def lowered(pair, tmp_path_factory) -> dict[str, Lowered]:
     return {codes: Lowered(pair, tmp_path_factory.mktemp(codes), codes=codes) for codes in CODES}
+
+
+ANSWERS = 4
+
+
+@pytest.fixture(scope="module")
+def of_several(pair, tmp_path_factory) -> Lowered:
+    return Lowered(pair, tmp_path_factory.mktemp("several"), codes="int8", answers=ANSWERS)
+
+
+@pytest.fixture
+def together(of_several, monkeypatch) -> FakeDevice:
+    """Engines of several answers at a time take the pair's place, on this GPU."""
+    device = FakeDevice()
+    of_several.replace_engines(monkeypatch, device)
+    monkeypatch.setattr(LLM, "batch_size", ANSWERS)
+    return device
 
 
 def answer(llm: LLM, sampling: SamplingParams, *, speculative: bool) -> list[int]:
@@ -125,3 +143,47 @@ def test_bytes_of_a_token(lowered, codes):
     kv = lowered[codes].manifest.decoder.kv
     row = 64 * 2 if codes == "fp16" else 64 + 2
     assert kv.bytes_per_token == 2 * kv.num_layers * kv.num_kv_heads * row
+
+
+# ---------------------------------------------------------------- several answers at a time
+ASKS = [f"w{20 + at} w21 w22 w23 w{40 - at} w21 w22" for at in range(ANSWERS + 1)]
+
+
+def test_tokens_of_all_answers_are_one_pass_and_one_wait(pair, together, monkeypatch):
+    """Recorded when the engine is loaded: nothing is made in an answer."""
+    llm = LLM(pair.engine)
+    ask = {"sampling": GREEDY, "max_generate_length": 9}
+    llm.generate_batch(ASKS[:ANSWERS], **ask)
+    costs, run = [], llm.session.run_many
+    names = ("waits", "launches", "passes", "captures", "contexts", "allocations", "kernels")
+
+    def counted(parts):
+        before = {name: getattr(together, name) for name in (*names, "bytes_down", "bytes_up")}
+        found = run(parts)
+        costs.append((len(parts), {key: getattr(together, key) - before[key] for key in before}))
+        return found
+
+    monkeypatch.setattr(llm.session, "run_many", counted)
+    llm.generate_batch(ASKS[:ANSWERS], **ask)
+    whole = [cost for answers, cost in costs if answers == ANSWERS and cost["launches"]]
+    assert len(whole) > 6
+    for cost in whole:
+        assert [cost[name] for name in names] == [1, 1, 1, 0, 0, 0, 0]
+        assert cost["bytes_down"] <= 16 * ANSWERS
+        assert cost["bytes_up"] <= 4096
+
+
+@pytest.mark.usefixtures("together")
+def test_drafted_answers_side_by_side_are_the_plain_ones(pair, monkeypatch):
+    for gives_up in ("book", "rest"):  # drafts of random weights do not pay
+        monkeypatch.setattr(Account, gives_up, lambda *_: None)
+    llm = LLM(pair.engine, spec=SpecOptions(top_k=3, steps=2, verify_size=6, tree="fixed"))
+    ask = {"sampling": SAMPLED, "max_generate_length": 10}
+    alone = [llm.generate(prompt, speculative=False, **ask) for prompt in ASKS]
+    for one in alone:
+        list(one)
+    passes, run = [], llm.session.run_many
+    monkeypatch.setattr(llm.session, "run_many", lambda parts: passes.append(parts) or run(parts))
+    found = llm.generate_batch(ASKS, **ask)
+    assert [one.token_ids for one in found] == [one.token_ids for one in alone]
+    assert max(sum(part.tree_mask is not None for part in parts) for parts in passes) == ANSWERS

@@ -1,0 +1,119 @@
+"""Several sequences in the passes of a TensorRT engine, each in a slot of its cache."""
+
+from __future__ import annotations
+
+from collections.abc import Mapping, Sequence
+from typing import Any
+
+import numpy as np
+from numpy.typing import NDArray
+
+from edgellm import contract
+from edgellm.device_runtime.runners import Cache, Outputs, Runner
+from edgellm.device_runtime.runners.cache_slots import SharesSlots, slot_cache
+from edgellm.device_runtime.runners.rounds import Growth
+from edgellm.device_runtime.runners.tensorrt.bound_pass import bucket_of, bucket_sizes
+from edgellm.device_runtime.runners.tensorrt.device import CompiledEngine, Device
+from edgellm.device_runtime.runners.tensorrt.kernel_cache import KernelCache
+from edgellm.device_runtime.runners.tensorrt.runner import TensorRtRunner
+from edgellm.device_runtime.runners.tensorrt.sequences import (
+    Inputs,
+    groups,
+    joined,
+    rows_of,
+    shares,
+)
+from edgellm.device_runtime.runners.tensorrt.shapes import Sizes
+from edgellm.specs import DecoderSpec
+
+
+class _KernelSlots:
+    """See `cache_slots.SlotMemory`."""
+
+    def __init__(self, memory: KernelCache) -> None:
+        self._memory = memory
+
+    def base(self, slot: int) -> int:
+        """The cache's row that is the slot's first."""
+        return slot * self._memory.capacity
+
+    def copy(self, source: int, target: int, length: int) -> None:
+        self._memory.copy(self.base(source), self.base(target), length)
+
+    def compact(self, slot: int, length: int, rows: NDArray[np.int64]) -> None:
+        self._memory.compact(self.base(slot) + length, rows)
+
+    def read_rows(self, slot: int, length: int) -> NDArray[Any]:
+        return self._memory.read_rows(length, self.base(slot))
+
+    def write_rows(self, slot: int, rows: NDArray[Any]) -> None:
+        self._memory.write_rows(rows, self.base(slot))
+
+
+class BatchRunner(TensorRtRunner, SharesSlots):
+    """See `runners.SharedRunner`: a page is a slot, of all rows that a sequence may have."""
+
+    def __init__(
+        self,
+        engine: CompiledEngine,
+        device: Device,
+        *,
+        most_rows: int,
+        tree_rows: int,
+        spec: DecoderSpec | None,
+        capacity: int,
+        num_sequences: int,
+    ) -> None:
+        """See `TensorRtRunner`; `tree_rows` of all sequences."""
+        TensorRtRunner.__init__(
+            self,
+            engine,
+            device,
+            most_rows=most_rows,
+            tree_rows=tree_rows,
+            spec=spec,
+            capacity=capacity,
+            num_sequences=num_sequences,
+        )
+        assert isinstance(self._rows_memory, KernelCache)
+        self._kernel_slots, self._most_rows = _KernelSlots(self._rows_memory), most_rows
+        _, (_, columns) = engine.shape_range(contract.TREE_MASK, engine.num_profiles - 1)
+        self._column_buckets = bucket_sizes(columns)
+        SharesSlots.__init__(self, self._kernel_slots, num_sequences, capacity)
+        self._own = self.cache = self.new_cache()
+
+    def prepare(self) -> None:
+        """See `TensorRtRunner`; as many tokens as sequences may share a pass."""
+        self._passes.prepare()
+        if {contract.INPUT_IDS, contract.LOGITS} <= self._engine.tensors.keys():
+            counts = {bucket_of(at + 1, self._buckets) for at in range(self.num_sequences)}
+            for count in sorted(counts):
+                self._rehearse((count, 1, count))
+
+    def open_rounds(self, draft: Runner, growth: Growth) -> None:
+        """None: a round on the device is of one sequence; these grow trees with the host."""
+        del draft, growth
+
+    def run(self, inputs: Mapping[str, NDArray[Any]]) -> Outputs:
+        """See `runners.Runner`: of the sequence whose rows are in `cache`."""
+        self.reserve(self._own, int(inputs[contract.WRITE_INDEX][0]), rows_of(inputs))
+        return self.run_many([(self._own, inputs)])[0]
+
+    def run_many(self, parts: Sequence[tuple[Cache, Inputs]]) -> list[Outputs]:
+        """See `runners.SharedRunner`; where rows are too many they are several passes."""
+        bases = [self._kernel_slots.base(slot_cache(cache).own()) for cache, _ in parts]
+        asked, given = [inputs for _, inputs in parts], list[Outputs]()
+        for some in groups(asked, self._most_rows, self._buckets[-1]):
+            given = [{name: each[name].copy() for name in each} for each in given]
+            found = TensorRtRunner.run(self, joined(asked[some], bases[some]))
+            given += shares(found, asked[some])
+        return given
+
+    def _padded(self, sizes: Sizes, inputs: Inputs) -> Sizes | None:
+        """Padding is no sequence's, and is written nowhere."""
+        del inputs
+        rows, columns, outputs = sizes
+        if max(rows, outputs) > self._buckets[-1]:
+            return None
+        wide = bucket_of(columns, self._column_buckets)
+        return bucket_of(rows, self._buckets), wide, bucket_of(outputs, self._buckets)

@@ -1,0 +1,113 @@
+"""Passes of several sequences over one cache: their rows stand one behind the other.
+
+Kernels are told where the rows of each are, in the pass and in the cache; see
+`kernels/triton/cache.py`.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Iterator, Mapping, Sequence
+from typing import Any
+
+import numpy as np
+from numpy.typing import NDArray
+
+from edgellm import contract
+from edgellm.device_runtime.kernels.triton.catalog import SEQUENCES
+from edgellm.device_runtime.runners import Outputs
+
+Inputs = Mapping[str, NDArray[Any]]
+FIELDS = 5  # of a sequence: first row, rows, its row 0 in the cache, rows there, mask columns
+SHAPE = SEQUENCES, FIELDS  # of `contract.SEQUENCES`, as these kernels take it
+_MOST_TREES = 128  # rows of all trees of a pass, where one tree has fewer
+_BEHIND = contract.INPUT_IDS, contract.POSITION_IDS
+
+
+def shared_rows(tree_rows: int, num_sequences: int) -> int:
+    """Rows of a pass that get logits or candidates at most, where sequences share passes."""
+    return max(tree_rows, num_sequences, min(num_sequences * tree_rows, _MOST_TREES))
+
+
+def rows_of(inputs: Inputs) -> int:
+    """Of a sequence in a pass."""
+    return inputs[contract.INPUT_IDS].shape[1]
+
+
+def groups(parts: Sequence[Inputs], most_rows: int, most_wanted: int) -> Iterator[slice]:
+    """Parts that fit into a pass together, as many as there can be."""
+    begin = rows = wanted = 0
+    for at, part in enumerate(parts):
+        own = rows_of(part), len(part[contract.LOGITS_INDEX])
+        if at > begin and (rows + own[0] > most_rows or wanted + own[1] > most_wanted):
+            yield slice(begin, at)
+            begin, rows, wanted = at, 0, 0
+        rows, wanted = rows + own[0], wanted + own[1]
+    yield slice(begin, len(parts))
+
+
+def joined(parts: Sequence[Inputs], bases: Sequence[int]) -> dict[str, NDArray[Any]]:
+    """Inputs of one pass for all parts.
+
+    Args:
+        parts: by contract name; rows without a mask see all before them.
+        bases: the cache's row that is row 0 of each.
+    """
+    sequences, first = np.zeros(SHAPE, np.int64), 0
+    columns = max(_columns(part) for part in parts)
+    mask = np.zeros((sum(map(rows_of, parts)), max(columns, 1)), np.bool_)
+    wanted: list[NDArray[np.int64]] = []
+    for at, (part, base) in enumerate(zip(parts, bases, strict=True)):
+        rows, wide = rows_of(part), _columns(part)
+        sequences[at] = first, rows, base, part[contract.WRITE_INDEX][0], wide
+        if wide:
+            mask[first : first + rows, :wide] = part[contract.TREE_MASK]
+        wanted.append(part[contract.LOGITS_INDEX] + first)
+        first += rows
+    found = {
+        name: np.concatenate([part[name] for part in parts], axis=1)
+        for name in _BEHIND
+        if name in parts[0]
+    }
+    found |= {contract.SEQUENCES: sequences, contract.TREE_MASK: mask}
+    found[contract.LOGITS_INDEX] = np.concatenate(wanted)
+    if contract.DRAFT_HIDDEN in parts[0]:  # rows that stay on the device are joined in one way
+        hidden = np.concatenate([part[contract.DRAFT_HIDDEN][0] for part in parts])
+        found[contract.DRAFT_HIDDEN] = hidden[None]
+    if contract.TOP_K in parts[0]:
+        found[contract.TOP_K] = np.max([part[contract.TOP_K] for part in parts], axis=0)
+    return found
+
+
+def _columns(part: Inputs) -> int:
+    return part[contract.TREE_MASK].shape[1] if contract.TREE_MASK in part else 0
+
+
+class _Share(Mapping[str, NDArray[Any]]):
+    """What a part gets of a pass."""
+
+    def __init__(self, found: Outputs, rows: slice, wanted: slice) -> None:
+        self._found, self._rows, self._wanted = found, rows, wanted
+
+    def __contains__(self, name: object) -> bool:
+        return name in self._found
+
+    def __getitem__(self, name: str) -> NDArray[Any]:
+        own = self._rows if name == contract.HIDDEN_TAPS else self._wanted
+        return self._found[name][0][own][None]  # rows that stay on the device take no two keys
+
+    def __iter__(self) -> Iterator[str]:
+        return iter(self._found)
+
+    def __len__(self) -> int:
+        return len(self._found)
+
+
+def shares(found: Outputs, parts: Sequence[Inputs]) -> list[Outputs]:
+    """The outputs of a pass for all parts, one for each."""
+    given: list[Outputs] = []
+    rows = wanted = 0
+    for part in parts:
+        next_rows, next_wanted = rows + rows_of(part), wanted + len(part[contract.LOGITS_INDEX])
+        given.append(_Share(found, slice(rows, next_rows), slice(wanted, next_wanted)))
+        rows, wanted = next_rows, next_wanted
+    return given
