@@ -22,8 +22,10 @@ from edgellm.export.draft import DraftOptions, export_draft
 from edgellm.export.source import open_checkpoint
 from edgellm.manifest import DRAFT_ENGINE, load_engine
 from edgellm.quantize.block_layer import Places
+from edgellm.quantize.layer_errors import compare
 from edgellm.quantize.layerwise_run import run_job
 from edgellm.quantize.plan import Job, make_plan
+from edgellm.quantize.states import States
 
 pytestmark = pytest.mark.usefixtures("one_thread")
 
@@ -199,6 +201,16 @@ def test_blocks_stand_behind_each_other():
     ]
     assert places.seen(is_causal=False)[3:, 3:].all()
     assert Places.of_rows(2, SIZE) == Places(0, 1, 2)
+
+
+def test_rows_that_pass_make_no_error_smaller(tmp_path):
+    rows = [torch.ones(1, 3, 4) * torch.tensor([1, 1, last])[:, None] for last in (1, 3, 4)]
+    names = ("before", "floats", "rounded")
+    entering, *behind = (States(tmp_path / name, (1, 3, 4), 1) for name in names)
+    for states, values in zip((entering, *behind), rows, strict=True):
+        states.write(iter([values]))
+    errors = compare(lambda _: rows[2], entering, tuple(behind), torch.device("cpu"))
+    assert errors == pytest.approx((1 / 2, 1 / 3))
 
 
 def test_a_text_too_short_for_a_block(pair, tmp_path):

@@ -279,9 +279,9 @@ def test_what_will_not_do(make, place, tmp_path):
         assert list(tmp_path.iterdir()) == []
 
 
-def test_the_command(command, make, tmp_path):
+def test_the_command(command_here, make, tmp_path):
     job = make("eagle3")
-    result = command(
+    result = command_here(
         "edgellm-quantize", "draft", "--draft_model_dir", job.model_dir, "--base_model_dir",
         job.base_model_dir, "--output_dir", tmp_path / "out", "--num_samples", 6, "--seq_len", 32,
         "--calib_dataset", job.calib_dataset, "--quantization", "auto", "--max_loss", 100,

@@ -61,7 +61,6 @@ def _floats(base: Path, kind: type[Reference], rows: np.ndarray):
 @pytest.mark.parametrize(
     ("name", "more"),
     [
-        ("qwen3_5_text", {"block_size": 32}),
         ("qwen3_5_moe_text", {"algo": "gptq"}),
         ("ernie4_5_moe", {"block_size": 32}),
     ],

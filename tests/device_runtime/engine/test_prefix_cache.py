@@ -5,10 +5,11 @@ from __future__ import annotations
 import json
 from typing import Any
 
+import numpy as np
 import pytest
 
 from edgellm.device_runtime import LLM, SamplingParams
-from edgellm.device_runtime.engine.prefix_cache import KeptContexts
+from edgellm.device_runtime.engine.prefix_cache import KeptContexts, KeptRows
 from edgellm.device_runtime.engine.profile import Profile
 from edgellm.device_runtime.requests.request_file import Options
 from edgellm.device_runtime.requests.responses import run_request
@@ -195,3 +196,20 @@ def test_the_flag_and_the_profile(command, tiny_engine, tmp_path):
     prefill = json.loads(profile.read_text())["prefill"]
     total = sum(one["prompt_token_count"] for one in reusing)
     assert (prefill["reused_tokens"], prefill["computed_tokens"]) == (known, total - known)
+
+
+def test_a_kept_feature_goes_with_any_token_behind():
+    """Files of older versions have none, but one more row of the draft."""
+    base, wide, narrow = (np.zeros((2, rows, 4), np.float32) for rows in (3, 3, 2))
+    older = KeptRows((5, 6, 7, 8), (base, wide))
+    newer = KeptRows((5, 6, 7, 8), (base, narrow), features=(np.zeros((1, 9), np.float32),))
+    assert older.length == newer.length == 3
+    for keys, with_row, with_feature in (
+        ((5, 6, 7, 8, 9), 3, 3),
+        ((5, 6, 7, 9), 2, 3),
+        ((5, 6, 9), 1, 1),
+        ((5,), 0, 0),
+        ((9, 6), 0, 0),
+    ):
+        assert (older.usable(keys, 2), newer.usable(keys, 2)) == (with_row, with_feature)
+        assert older.usable(keys, 1) == newer.usable(keys, 1) >= with_feature
