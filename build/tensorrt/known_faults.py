@@ -2,8 +2,9 @@
 
 Its compiler reads switches from an environment variable that NVIDIA does not document; its own
 TensorRT Edge-LLM (0.11, `cpp/builder/llmBuilder.cpp`) sets it for engines of one answer at a time,
-by version. Two switches are users' findings on a Jetson Thor with 10.13.3.9, which wrote rubbish
-without them: https://github.com/NVIDIA/TensorRT-Edge-LLM/issues/151 (and 105).
+by version. Two switches for 10.13 are a user's findings on a Jetson Thor, which wrote rubbish
+without them: https://github.com/NVIDIA/TensorRT-Edge-LLM/issues/151 (and 105) for products of one
+input, and for NVFP4 the branch fixes/garbled-output of hungho77/TensorRT-Edge-LLM.
 
 What TensorRT then refuses may be known, too: https://github.com/NVIDIA/TensorRT/issues/4832, where
 10.16.2 compiles a graph of ModelOpt's INT8 for a Thor, and not for an Orin; and Edge-LLM's 192,
@@ -39,8 +40,8 @@ class Switch:
 
 _SWITCHES = (
     Switch("-peep:match_dual_gemm=off", (10, 13), (10, 15)),  # Edge-LLM
-    Switch("-peep:fc_h_fusion=off", (10, 13)),  # Edge-LLM from 10.15 on, users for 10.13
-    Switch("-cask_fusion:max_num_epilogues=1", (10, 13), (10, 14), of_fp4=True),  # users
+    Switch("-peep:fc_h_fusion=off", (10, 13)),  # Edge-LLM from 10.15 on, a user for 10.13
+    Switch("-cask_fusion:max_num_epilogues=1", (10, 13), (10, 14), of_fp4=True),  # a user
     Switch("-mlir:autotune:num_threads=1", (10, 15)),  # Edge-LLM
     Switch("-mlir:collective:fp4=off", (10, 15)),  # Edge-LLM
     Switch("-cask_fusion:async_policy=1", (10, 15)),  # Edge-LLM

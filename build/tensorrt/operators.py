@@ -9,8 +9,8 @@ is not documented apart: it has what 10.3 has, and FP4. `docs/tensorrt.md` says 
 JetPack has which.
 
 Scales of blocks, by `IDequantizeLayer` in NvInfer.h: INT4 alone up to 10.12, FP8 and FP4 from 10.13
-on, INT8 in none up to 11.1; NVIDIA's guide names blocks of 64 and 128 for INT4, which must have
-some (`int4_blocks.py`), and FP4's are 16.
+on (FP4 by release notes from 10.8 on), INT8 in none up to 11.1. NVIDIA's guide names blocks of 64
+and 128 for INT4, which must have some (`int4_blocks.py`), and FP4's are 16.
 """
 
 from __future__ import annotations
