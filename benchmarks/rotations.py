@@ -63,6 +63,8 @@ FORMS = {
     "int8, inputs int8": Form(lambda _: WholeNumbers(-127, 127, 0), inputs=round_int8_blocks),
     "nvfp4": Form(Nvfp4Grid.of),
     "nvfp4, inputs fp4": Form(Nvfp4Grid.of, inputs=_fp4),
+    "nvfp4, feedback": Form(Nvfp4Grid.of, feeds_back=True),
+    "nvfp4, feedback, inputs fp4": Form(Nvfp4Grid.of, inputs=_fp4, feeds_back=True),
 }
 
 
