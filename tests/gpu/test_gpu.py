@@ -153,8 +153,10 @@ def test_the_kernel_moves_rows(row_bytes):
     host[:] = kept.view(np.uint8)
     device.upload(indices.address, host)
     device.move_rows(planes, indices.address, len(kept), 10)
+    device.copy_rows(planes, 30, 1, 9)
     expected = before.copy()
     expected[:, 10 : 10 + len(kept)] = before[:, 10 + kept]
+    expected[:, 1:10] = expected[:, 30:39]
     found = device.save_rows(planes, rows).reshape(shape)
     np.testing.assert_array_equal(found, expected)
 

@@ -288,11 +288,10 @@ def test_who_answers_several_at_a_time(bundle, monkeypatch):
     for version in ("10.3.0", "11.4.1"):
         assert planned(bundle, version, answers=4).kernels == Kernels(110, "fp16", 4)
     said = "--maxBatchSize 4 needs edgellm's kernels: "
-    with pytest.raises(EdgeLLMError, match=f"{said}plugins do not work in TensorRT 10") as caught:
-        planned(bundle, "10.14.1", answers=4)
-    assert "leave --maxBatchSize out" in caught.value.hint
-    with pytest.raises(EdgeLLMError, match=f"{said}--kernels tensorrt computes one sequence"):
-        planned(bundle, "10.16.2", kernels="tensorrt", answers=4)
+    for kernels in ("auto", "edgellm"):
+        with pytest.raises(EdgeLLMError, match=f"{said}plugins do not work in Ten") as caught:
+            planned(bundle, "10.14.1", kernels=kernels, answers=4)
+        assert "leave --maxBatchSize out" in caught.value.hint
     with pytest.raises(EdgeLLMError, match=r"33 exceeds the 32 sequences .* take") as caught:
         planned(bundle, "10.16.2", answers=33)
     assert "--maxBatchSize 32 or less" in caught.value.hint
