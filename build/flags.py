@@ -26,8 +26,8 @@ MaxBatchSize = Annotated[
         "--maxBatchSize",
         min=1,
         max=256,
-        help="Requests that share a pass, and that the KV cache has room for; edgellm's kernels on "
-        "CPUs, ONNX Runtime on CUDA.",
+        help="Requests that share a pass, and that the KV cache has room for; with edgellm's "
+        "kernels, or ONNX Runtime on CUDA.",
     ),
 ]
 MaxLoraRank = Annotated[

@@ -107,6 +107,24 @@ class FakeDriver:
     def memcpy_dtoh_async(self, *_: Any) -> None:
         self.use("download")
 
+    def Memcpy2D(self) -> Any:  # noqa: N802
+        self.use("planes")
+        return _PlaneCopy(self)
+
+
+class _PlaneCopy:
+    """`pycuda.driver.Memcpy2D`, for which the driver notes what it is asked."""
+
+    def __init__(self, driver: FakeDriver) -> None:
+        self._driver = driver
+        self.set_src_device = lambda address: setattr(self, "source", address)
+        self.set_dst_device = lambda address: setattr(self, "target", address)
+
+    def __call__(self, stream: Any) -> None:
+        names = "source", "target", "src_pitch", "dst_pitch", "width_in_bytes", "height"
+        sizes = [getattr(self, name) for name in names]
+        self._driver.use(f"planes {sizes} in {stream.handle}")
+
 
 class _Allocation:
     """Memory of the device or of the host; as the latter the base of an array."""

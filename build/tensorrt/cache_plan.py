@@ -63,7 +63,6 @@ def plan_cache(
             hint="leave out --kernels tensorrt, or --kvCache",
         )
     if wanted == TENSORRT:
-        _require_one(plan, "--kernels tensorrt computes one sequence a pass")
         return CachePlan(bundle.dtype)
     graphs = [model.graph for role, model in models.items() if ROLES[role].has_cache]
     kernels, fault = Kernels(target.sm, codes, plan.max_batch_size), library_fault(target.library)
@@ -72,6 +71,7 @@ def plan_cache(
     if not fault:
         _require_few(bundle, plan)
         return CachePlan(KV_DTYPES[codes], kernels)
+    _require_one(plan, fault)
     if wanted == EDGELLM:
         raise EdgeLLMError(
             f"--kernels edgellm: {fault}", hint="give --kernels tensorrt, or neither"
@@ -81,7 +81,6 @@ def plan_cache(
             f"--kvCache {plan.kv_cache} needs edgellm's kernels: {fault}",
             hint="leave out --kvCache: TensorRT's operators take caches of floats",
         )
-    _require_one(plan, fault)
     return CachePlan(bundle.dtype, why_not=fault)
 
 

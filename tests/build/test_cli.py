@@ -57,8 +57,9 @@ def test_kebab_case_and_batch_size(command, tiny_bundle, tmp_path):
     result = command("llm_build", *arguments, *lengths)
     assert result.returncode == 0, result.stderr
     assert load_engine(tmp_path / "engine", LLM_ENGINE).max_batch_size == 4
-    for flags in (("--kernels", "onnxruntime"), ("--backend", "tensorrt")):
-        refused = command("llm_build", *arguments, *lengths, *flags, "--dry-run")
+    for backend, kernels in (("onnxruntime", "onnxruntime"), ("tensorrt", "tensorrt")):
+        flags = ("--backend", backend, "--kernels", kernels, "--dry-run")
+        refused = command("llm_build", *arguments, *lengths, *flags)
         assert_one_line_error(refused, "a pass serves one request", "--kernels edgellm")
 
 

@@ -138,6 +138,35 @@ def test_attention_by_edgellm_s_kernels(tmp_path, kv_cache, tolerance):
 
 
 @needs_tensorrt
+def test_answers_in_one_pass_are_those_alone(tmp_path):
+    """A piece of a prompt, a tree and a token side by side; halves differ in the last bits."""
+    layout = dataclasses.replace(EAGLE3, head_dim=64)
+    pair = build_pair(tmp_path / "halves", layout, dtype="fp16", head_dim=64)
+    options = TensorRtOptions(kernels="edgellm")
+    plan = Plan(INPUT, CAPACITY, 0, max_verify_tree_size=TREE, max_batch_size=4, options=options)
+    engine = tmp_path / "engine"
+    build_engine("llm", pair.bundle, engine, plan, "tensorrt", lambda _: None)
+    session, mask = _open(engine), np.tri(9, dtype=np.bool_)
+    mask[5:, 3] = False
+    asks = (np.arange(10, 30), None), (np.arange(20, 29), mask), (np.array([50]), None)
+    found = []
+    for together in (True, False):
+        contexts = [session.new_context() for _ in asks]
+        for first, context in enumerate(contexts, 9):
+            session.run_many([Part(context, np.arange(first, 40), 0, np.zeros(1, np.int64))])
+        parts = [
+            Part(context, ids, len(context.keys), np.arange(len(ids)), tree_mask=tree)
+            for context, (ids, tree) in zip(contexts, asks, strict=True)
+        ]
+        passes = [parts] if together else [[part] for part in parts]
+        found.append([each.logits.copy() for some in passes for each in session.run_many(some)])
+        for context in contexts:
+            session.close(context)
+    for one, other in zip(*found, strict=True):
+        assert np.abs(one - other).max() < 0.02
+
+
+@needs_tensorrt
 @pytest.mark.parametrize("row_bytes", [32, 128, 256, 512])
 def test_the_kernel_moves_rows(row_bytes):
     from edgellm.device_runtime.runners.tensorrt.cuda import open_device
@@ -153,8 +182,10 @@ def test_the_kernel_moves_rows(row_bytes):
     host[:] = kept.view(np.uint8)
     device.upload(indices.address, host)
     device.move_rows(planes, indices.address, len(kept), 10)
+    device.copy_rows(planes, 30, 1, 9)
     expected = before.copy()
     expected[:, 10 : 10 + len(kept)] = before[:, 10 + kept]
+    expected[:, 1:10] = expected[:, 30:39]
     found = device.save_rows(planes, rows).reshape(shape)
     np.testing.assert_array_equal(found, expected)
 

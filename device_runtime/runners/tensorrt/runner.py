@@ -184,6 +184,8 @@ class TensorRtRunner:
         """See `runners.rounds.GrowsTrees`."""
         if not isinstance(draft, TensorRtRunner) or draft._device.stream != self._device.stream:
             return None
+        if contract.SEQUENCES in draft._engine.tensors:  # a round is of one
+            return None
         return open_rounds(self, draft, growth, self._device)
 
     def tensor(self, name: str) -> TensorInfo:

@@ -36,6 +36,7 @@ def _work(device: cuda.CudaDevice) -> None:
     device.gather_rows_at(memory.address, memory.address, memory.address, 2, 16)
     device.copy(memory.address, memory.address, 16)
     device.launch(catalog.lay_out(64), (1, 1, 1), [memory.address] * 6)
+    device.copy_rows(PLANES, 1, 5, 3)
     device.append_rows(PLANES, NewRows(memory.address, 256, 1, memory.address), 1)
     device.download(host, memory.address)
     device.capture(lambda: device.upload(memory.address, host))()
@@ -64,6 +65,15 @@ def test_contexts_are_pushed_and_popped_in_pairs_in_every_thread():
     assert not driver.stack
     assert {who for _, who in driver.calls} == {"engine", "MainThread"}
     assert driver.alive == 2  # the device's own, of indices
+
+
+def test_rows_of_all_planes_are_copied_on_the_stream():
+    driver = FakeDriver()
+    device = _device(driver)
+    device.copy_rows(PLANES, 1, 5, 3)  # of 2 planes of 8 rows of 32 bytes
+    at = PLANES.address
+    expected = [at + 32, at + 5 * 32, 256, 256, 96, 2]
+    assert driver.calls[-1][0] == f"planes {expected} in 7"
 
 
 def test_a_kernel_is_loaded_once_and_has_the_arguments_of_its_signature():

@@ -12,12 +12,15 @@ from lowered_engines import Lowered
 
 from edgellm.contract import BrokenArtifactError
 from edgellm.device_runtime.engine.llm import LLM
+from edgellm.device_runtime.runners.rounds import Growth
 from edgellm.device_runtime.runners.tensorrt.kernel_cache import KV_DTYPES
+from edgellm.device_runtime.runners.tensorrt.runner import TensorRtRunner
 from edgellm.device_runtime.sampling.sampler import SamplingParams
 from edgellm.device_runtime.sessions.decoder import open_decoder
 from edgellm.device_runtime.speculate.accounts import Account
 from edgellm.device_runtime.speculate.options import SpecOptions
 from edgellm.manifest import LLM_ENGINE, load_engine, with_kv_dtype
+from edgellm.roles import DECODER, DRAFT
 
 pytestmark = pytest.mark.usefixtures("one_thread")
 PROMPT = "w83 w64 w53 w32 w35 w12 w15"
@@ -187,3 +190,11 @@ def test_drafted_answers_side_by_side_are_the_plain_ones(pair, monkeypatch):
     found = llm.generate_batch(ASKS, **ask)
     assert [one.token_ids for one in found] == [one.token_ids for one in alone]
     assert max(sum(part.tree_mask is not None for part in parts) for parts in passes) == ANSWERS
+
+
+def test_a_base_of_one_answer_with_a_draft_of_several(lowered, of_several):
+    device = FakeDevice()
+    base = lowered["int8"].runners(lowered["int8"].manifest, device)[DECODER]
+    draft = of_several.runners(of_several.draft_manifest, device)[DRAFT]
+    assert isinstance(base, TensorRtRunner)
+    assert base.open_rounds(draft, Growth(1, (), (2,), "draft")) is None
