@@ -37,8 +37,13 @@ _NAMES = {
     "ffn_down_exps": "mlp.experts.down_proj",
 }
 # Keys that say what tensors say as well, what a loader may assume, or how a file was made.
-_UNREAD = ("vocab_size", "rope.scaling.finetuned", "expert_used_count", "attention.causal",
-           "rope.scaling.yarn_log_multiplier")  # fmt: skip
+_UNREAD = (
+    "vocab_size",
+    "rope.scaling.finetuned",
+    "expert_used_count",
+    "attention.causal",
+    "rope.scaling.yarn_log_multiplier",
+)
 
 Config = dict[str, Any]
 

@@ -63,8 +63,9 @@ def make_ernie(folder: Path, **config: object) -> Path:
     names = {"norm": None, "pre_fc_norm_hidden": "hidden_norm", "pre_fc_norm_embedding": "emb_norm"}
     found = {
         f"model.mtp_{new}.0.weight": 0.5 + layer[f"mtp.{name}.weight"].abs()
-        for name, new in names.items() if new
-    }  # fmt: skip
+        for name, new in names.items()
+        if new
+    }
     found["model.mtp_linear_proj.0.weight"] = layer["mtp.fc.weight"]
     for name, tensor in whole.items():
         if name.startswith(first):

@@ -41,8 +41,12 @@ K_KINDS = dict.fromkeys(KINDS, "Q4_K") | {"attn_v": "Q6_K", "ffn_down_exps": "Q6
 MXFP4 = {**KINDS, **dict.fromkeys(("ffn_gate_exps", "ffn_up_exps", "ffn_down_exps"), "MXFP4")}
 WIDE = {"hidden_size": 256, "intermediate_size": 256, "moe_intermediate_size": 256,
         "num_hidden_layers": 2, "num_attention_heads": 4, "head_dim": 64}  # fmt: skip
-EVEN = {"linear_value_head_dim": 32, "intermediate_size": 96, "shared_intermediate_size": 96,
-        "moe_intermediate_size": 64}  # fmt: skip
+EVEN = {
+    "linear_value_head_dim": 32,
+    "intermediate_size": 96,
+    "shared_intermediate_size": 96,
+    "moe_intermediate_size": 64,
+}
 FILES = {
     **{name: (name, {}, KINDS) for name in
        ("gemma2", "gemma3", "granite", "olmo2", "olmo3", "phi3", "smollm3")},
