@@ -29,6 +29,7 @@ PROMPT = (
     "all of them in a single pass. Why does the answer not change?"
 )
 _DECODED_TOKENS = 8
+_SPREAD_TOKENS = 32  # of the vocabulary, where a tokenizer makes next to none of the prompt
 _FIRST_WITH_OPSET_24 = (1, 24)
 _WEIGHTS_OF_BYTES = "session.model_external_initializers_file_folder_path"
 
@@ -46,19 +47,20 @@ def verify_bundle(checkpoint: Checkpoint, bundle: Path, manifest: Bundle) -> str
 
     Returns:
         One line with the largest absolute logit difference and the top-1 agreement, for a base
-        with hidden taps also their largest absolute difference.
+        with hidden taps also their largest absolute difference. It says where the tokens are not
+        those of the prompt, of which the tokenizer makes too few.
 
     Raises:
         EdgeLLMError: torch, transformers or onnxruntime is missing, or one of these two cannot
             compute the checkpoint.
     """
-    token_ids = _prompt_ids(bundle, manifest)
+    token_ids, what = _compared_ids(bundle, manifest)
     expected = _expected(checkpoint, bundle, manifest, token_ids)
-    found = run_outputs(bundle, manifest, token_ids, len(token_ids) - _DECODED_TOKENS)
+    found = run_outputs(bundle, manifest, token_ids, max(1, len(token_ids) - _DECODED_TOKENS))
     difference = float(np.abs(found.logits - expected.logits).max())
     agreement = float((found.logits.argmax(-1) == expected.logits.argmax(-1)).mean())
     verdict = (
-        f"verified on {len(token_ids)} tokens against transformers (float32): "
+        f"verified on {len(token_ids)} {what} against transformers (float32): "
         f"max abs logit difference {difference:.2e}, top-1 agreement {agreement:.1%}"
     )
     if found.taps is None or expected.taps is None:
@@ -85,11 +87,16 @@ def require_host() -> None:
         )
 
 
-def _prompt_ids(bundle: Path, manifest: Bundle) -> NDArray[np.int64]:
+def _compared_ids(bundle: Path, manifest: Bundle) -> tuple[NDArray[np.int64], str]:
+    """Token ids [S], and what they are: the prompt's, or some that the vocabulary has anyway."""
     from tokenizers import Tokenizer
 
     ids = Tokenizer.from_file(str(bundle / "tokenizer.json")).encode(PROMPT).ids
-    return np.asarray(ids, np.int64)[: manifest.decoder.max_positions]
+    what, spec = "tokens", manifest.decoder
+    if len(ids) <= _DECODED_TOKENS:
+        what = f"tokens of the vocabulary (the tokenizer makes {len(ids)} of the prompt)"
+        ids = np.linspace(0, spec.vocab_size - 1, _SPREAD_TOKENS)
+    return np.asarray(ids, np.int64)[: spec.max_positions], what
 
 
 def _expected(

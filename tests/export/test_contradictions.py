@@ -229,6 +229,30 @@ def test_verify_of_floats_with_a_quantization_config(checkpoint):
     assert "100.0%" in verify_bundle(opened, checkpoint.parent / "bundle", manifest)
 
 
+@pytest.mark.parametrize(("letters", "made"), [({}, 0), ({"o": 9}, 7)])
+def test_verify_with_a_tokenizer_that_makes_nearly_nothing_of_the_prompt(checkpoint, letters, made):
+    """It knows none of the letters, or one, and has no token for the rest."""
+    path = checkpoint / "tokenizer.json"
+    tokenizer = json.loads(path.read_text())
+    vocabulary = {"<unk>": 0, "<s>": 1, "</s>": 2, **letters}
+    tokenizer["model"] = {"type": "BPE", "vocab": vocabulary, "merges": []}
+    path.write_text(json.dumps(tokenizer))
+    manifest = _export(checkpoint, "fp32")
+    opened = open_checkpoint(str(checkpoint))
+    verdict = verify_bundle(opened, checkpoint.parent / "bundle", manifest)
+    assert f"32 tokens of the vocabulary (the tokenizer makes {made} of the prompt)" in verdict
+    assert "100.0%" in verdict
+
+
+def test_verify_of_a_model_of_few_positions(checkpoint):
+    _edit_config(checkpoint, max_position_embeddings=5)
+    manifest = _export(checkpoint, "fp32")
+    opened = open_checkpoint(str(checkpoint))
+    verdict = verify_bundle(opened, checkpoint.parent / "bundle", manifest)
+    assert "verified on 5 tokens against" in verdict
+    assert "100.0%" in verdict
+
+
 def test_a_lora_adapter(checkpoint):
     adapter = {"peft_type": "LORA", "base_model_name_or_path": "someone/base"}
     (checkpoint / "adapter_config.json").write_text(json.dumps(adapter))
