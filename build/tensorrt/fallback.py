@@ -20,10 +20,11 @@ from edgellm.build.lowering.linear_weights import (
 )
 from edgellm.build.lowering.round_int4 import nearest_int4
 from edgellm.build.lowering.weights import WeightFile
-from edgellm.build.tensorrt.int4_blocks import TAKEN
-from edgellm.build.tensorrt.operators import first_with_weights
+from edgellm.build.tensorrt.int4_blocks import TAKEN, refuse_signs
+from edgellm.build.tensorrt.operators import first_with_blocks, first_with_weights
 from edgellm.build.tensorrt.target import Target
 from edgellm.contract import EdgeLLMError
+from edgellm.device_runtime.runners.tensorrt.library import Library
 
 INT4, FP16 = "int4", "fp16"
 BLOCK_SIZE = min(TAKEN)  # the smaller, the closer
@@ -32,6 +33,10 @@ _NEEDS = (  # type, first GPU, name, what may be quantized instead
     (ir.DataType.FLOAT4E2M1, _FIRST_FP4, "NVFP4", "fp8, int4_awq or int8_sq"),
     (ir.DataType.FLOAT8E4M3FN, _FIRST_FP8, "FP8", "int4_awq or int8_sq"),
 )
+FP8_BLOCKS = "fp8 blocks"  # beside the kinds of `LinearWeight`: with scales of blocks
+_FIRST_FP8_BLOCKS = first_with_blocks(ir.DataType.FLOAT8E4M3FN)
+_AGAIN = "or round again: --fallbackPrecision int4 or fp16"
+_JETPACK = "on a Jetson flash JetPack 7.2"
 
 
 def check_types(models: Collection[ir.Model], target: Target, fallback: str) -> None:
@@ -39,13 +44,14 @@ def check_types(models: Collection[ir.Model], target: Target, fallback: str) -> 
 
     Raises:
         EdgeLLMError: says which have it; or `fallback` is no precision.
+        UnsupportedModelError: scales are negative that no library takes.
     """
     if fallback not in ("", INT4, FP16):
         raise EdgeLLMError(f"--fallbackPrecision {fallback}: give int4 or fp16")
     types = {value.dtype for model in models for value in model.graph.initializers.values()}
     sm, library = target.sm, target.library
     for needed, first, name, instead in () if fallback else _NEEDS:
-        hint = f"quantize with {instead}, or round again: --fallbackPrecision int4 or fp16"
+        hint = f"quantize with {instead}, {_AGAIN}"
         if needed in types and sm < first:
             raise EdgeLLMError(
                 f"{name} needs a GPU of compute capability {first / 10} or newer, not {sm / 10}",
@@ -54,13 +60,35 @@ def check_types(models: Collection[ir.Model], target: Target, fallback: str) -> 
         if needed in types and library.version < (oldest := first_with_weights(needed)):
             raise EdgeLLMError(
                 f"{name} needs TensorRT {oldest[0]}.{oldest[1]} or newer, not {library.label}",
-                hint=f"{hint}; on a Jetson flash JetPack 7.2",
+                hint=f"{hint}; {_JETPACK}",
             )
+    lacking = lacking_kinds(target)
+    for model in models:
+        for _, weight in linear_layers(model.graph):
+            if not is_lacking(weight, lacking):
+                refuse_signs(weight)
+            elif not fallback:
+                _refuse_blocks(target.library)
+
+
+def _refuse_blocks(library: Library) -> None:
+    major, minor = _FIRST_FP8_BLOCKS
+    raise EdgeLLMError(
+        f"FP8 in blocks needs TensorRT {major}.{minor} or newer, not {library.label}",
+        hint=f"quantize with edgellm-quantize, whose fp8 has no blocks, {_AGAIN}; {_JETPACK}",
+    )
+
+
+def is_lacking(weight: LinearWeight, lacking: Collection[str]) -> bool:
+    """Whether a weight is among `lacking_kinds`."""
+    has_blocks = weight.kind == "fp8" and bool(weight.parts[0].block_size)
+    return weight.kind in lacking or (has_blocks and FP8_BLOCKS in lacking)
 
 
 def lacking_kinds(target: Target) -> set[str]:
-    """Kinds of weights that GPU or library have no arithmetic for, as `LinearWeight` names them."""
-    return {
+    """What GPU or library have no arithmetic for: kinds of `LinearWeight`, and `FP8_BLOCKS`."""
+    blocks = {FP8_BLOCKS} if target.library.version < _FIRST_FP8_BLOCKS else set[str]()
+    return blocks | {
         KINDS[needed]
         for needed, first, _, _ in _NEEDS
         if target.sm < first or target.library.version < first_with_weights(needed)
@@ -86,7 +114,7 @@ def fall_back(
     Args:
         model: is rewritten in place.
         weights: receives the new weights.
-        kinds: of the layers.
+        kinds: of the layers, see `lacking_kinds`.
         precision: `INT4`, in blocks of 64 inputs where these divide them, or `FP16`.
 
     Returns:
@@ -94,7 +122,7 @@ def fall_back(
     """
     graph, found = GraphEditor(model.graph, weights), set()
     for node, weight in list(linear_layers(model.graph)):
-        if weight.kind not in kinds:
+        if not is_lacking(weight, kinds):
             continue
         found.add(weight.kind)
         graph.cursor = node

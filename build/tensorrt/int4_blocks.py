@@ -21,6 +21,7 @@ import onnx_ir as ir
 
 from edgellm.build.lowering.graph import GraphEditor
 from edgellm.build.lowering.linear_weights import LinearWeight, WeightPart, linear_layers
+from edgellm.contract import UnsupportedModelError
 
 TAKEN = (64, 128)
 HALF_CODES = 8  # what an INT8 code is more than its two of INT4 say
@@ -66,6 +67,16 @@ def is_too_small(part: WeightPart) -> bool:
 def has_signs(weight: LinearWeight) -> bool:
     """Whether one of the scales is negative."""
     return any(bool((part.scales() < 0).any()) for part in weight.parts)
+
+
+def refuse_signs(weight: LinearWeight) -> None:
+    """Raise `UnsupportedModelError` for negative scales that no layout makes positive."""
+    has_8_bits = weight.kind in ("int8", "fp8") and not is_too_small(weight.parts[0])
+    if has_8_bits and has_signs(weight):
+        raise UnsupportedModelError(
+            f"TensorRT takes no negative scales, which this {weight.kind.upper()} has",
+            hint="quantize it with edgellm-quantize, or build it with --backend onnxruntime",
+        )
 
 
 def notes_of_blocks(model: ir.Model) -> Iterator[str]:

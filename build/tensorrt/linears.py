@@ -26,7 +26,7 @@ from edgellm.build.tensorrt.int4_blocks import (
     scales_of,
     spread,
 )
-from edgellm.contract import ROUND_INPUT, ROUND_INPUT_FP4, UnsupportedModelError
+from edgellm.contract import ROUND_INPUT, ROUND_INPUT_FP4
 
 _MIDDLE = {"int4": 8, "int8": 128}
 _SOME_SCALE = 2.0**-6  # of blocks that are zero; e4m3's smallest without leading zeros
@@ -129,8 +129,6 @@ class StoredKernel:
 
         def codes() -> np.ndarray:
             factors = self._factors(weight, blocks)
-            if layout.splits:
-                _refuse_signs(weight, factors)
             signed = _signed_codes(weight).astype(np.int16) - np.int16(_beside(layout))
             pairs = lay_out(layout, _zeroed(signed, factors), factors).reshape(-1, 2).view(
                 np.uint8
@@ -158,9 +156,7 @@ class StoredKernel:
 
     def _scales(self, weight: LinearWeight) -> np.ndarray:
         """Positive ones, [out, in / block]; a single column without blocks."""
-        factors = self._factors(weight, _blocks(weight))
-        _refuse_signs(weight, factors)
-        return _not_zero(factors)
+        return _not_zero(self._factors(weight, _blocks(weight)))
 
     def _factors(self, weight: LinearWeight, blocks: int) -> np.ndarray:
         """What codes are multiplied by, as activations are: [out, blocks]."""
@@ -232,14 +228,6 @@ def _fp4_codes(part: WeightPart) -> np.ndarray:
     pairs = stored_bytes(part.stored[0]).reshape(len(scales), -1)
     is_zero = np.repeat(scales == 0, pairs.shape[1] // scales.shape[1], 1)
     return np.where(is_zero, np.uint8(0), pairs) if is_zero.any() else pairs
-
-
-def _refuse_signs(weight: LinearWeight, factors: np.ndarray) -> None:
-    if (factors < 0).any():
-        raise UnsupportedModelError(
-            f"TensorRT takes no negative scales, which this {weight.kind.upper()} has",
-            hint="quantize it with edgellm-quantize, or build it with --backend onnxruntime",
-        )
 
 
 def _signed_codes(weight: LinearWeight) -> np.ndarray:

@@ -15,7 +15,7 @@ from edgellm.build.lowering.linear_weights import LinearWeight, linear_layers
 from edgellm.build.lowering.tables import table_of
 from edgellm.build.lowering.weights import parameter_name
 from edgellm.build.plan import Estimate
-from edgellm.build.tensorrt.fallback import BLOCK_SIZE, INT4
+from edgellm.build.tensorrt.fallback import BLOCK_SIZE, INT4, is_lacking
 from edgellm.build.tensorrt.int4_blocks import layout_of, notes_of_blocks
 from edgellm.build.tensorrt.linears import is_widened
 
@@ -76,7 +76,7 @@ def _linear_bytes(model: ir.Model, dtype: ir.DataType, sizes: Sizes) -> dict[str
     found = {}
     for node, weight in linear_layers(model.graph):
         part = weight.parts[0]
-        falls = bool(sizes.fallback) and weight.kind in sizes.lacking
+        falls = bool(sizes.fallback) and is_lacking(weight, sizes.lacking)
         if falls and sizes.fallback == INT4 and weight.in_features % BLOCK_SIZE == 0:
             found[str(node.name)] = weight.count // 2 + weight.count // BLOCK_SIZE * dtype.itemsize
             continue

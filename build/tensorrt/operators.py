@@ -179,6 +179,12 @@ def first_with_weights(dtype: ir.DataType) -> Version:
     return next(s for s, added in _ADDED if name in added and dtype in added[name].dtypes)
 
 
+def first_with_blocks(dtype: ir.DataType) -> Version:
+    """As `first_with_weights`, where scales are of blocks."""
+    name = "DequantizeLinear"
+    return next(s for s, added in _ADDED if name in added and dtype in added[name].blocked)
+
+
 def lacking(version: Version) -> list[str]:
     """Operators of the newest TensorRT that this one does not know: they are written in others."""
     return sorted(set(rules(_ADDED[-1][0])) - set(rules(version)) - set(_KERNELS))

@@ -57,7 +57,8 @@ def test_what_a_gpu_or_library_lacks():
     assert of("10.16.2", 87) == {"fp4", "fp8"}
     assert of("10.16.2", 89) == {"fp4"}
     assert of("10.16.2", 110) == set()
-    assert of("10.3.0", 110) == {"fp4"}
+    assert of("10.3.0", 110) == {"fp4", "fp8 blocks"}
+    assert of("10.8.0", 110) == {"fp8 blocks"}
 
 
 def test_a_build(command, bundles, tmp_path):

@@ -15,15 +15,25 @@ from edgellm.build.lowering.graph import GraphEditor
 from edgellm.build.lowering.linear_weights import linear_layers
 from edgellm.build.lowering.weights import WeightFile
 from edgellm.build.tensorrt.adapt import adapt
+from edgellm.build.tensorrt.fallback import (
+    check_types,
+    fall_back,
+    lacking_kinds,
+    weights_beside,
+)
 from edgellm.build.tensorrt.int4_blocks import layout_of
 from edgellm.build.tensorrt.lower import lower
 from edgellm.build.tensorrt.memory_estimate import Sizes, estimate_graphs
 from edgellm.build.tensorrt.operators import CHECKED
-from edgellm.contract import UnsupportedModelError
+from edgellm.build.tensorrt.target import Target
+from edgellm.contract import EdgeLLMError, UnsupportedModelError
+from edgellm.device_runtime.runners.tensorrt.library import Library
 
 WIDTH, OUT = 384, 6
 KINDS = "codes", "scales"
 RANGES = {"INT4": (-8, 8), "UINT4": (0, 16), "INT8": (-128, 128), "UINT8": (0, 256)}
+FP8 = "FLOAT8E4M3FN"
+RANGES[FP8] = 0, 64  # bits: positive numbers
 
 
 def portable(
@@ -118,10 +128,55 @@ def test_products_are_equal_and_every_version_takes_them(tmp_path, case):
         np.testing.assert_allclose(found, wanted, atol=1e-4)
 
 
-def test_negative_scales_of_8_bits_are_refused(tmp_path):
-    model, weights = portable(tmp_path, "INT8", 128, (-1, 1))
+def _target(version: str) -> Target:
+    trt = type("tensorrt", (), {"__name__": "tensorrt", "__version__": version})
+    return Target(Library(trt, False), 110)
+
+
+def _in_blocks_and_without(folder: Path, signs: tuple[int, ...] = (1,)) -> list[ir.Model]:
+    found = []
+    for block, each in ((128, signs), (0, (1,))):
+        (folder / str(block)).mkdir()
+        found.append(portable(folder / str(block), FP8, block, each)[0])
+    return found
+
+
+def test_fp8_in_blocks_needs_a_newer_library(tmp_path):
+    model, whole = _in_blocks_and_without(tmp_path)
+    check_types([model, whole], _target("10.13.3"), "")
+    check_types([whole], _target("10.12.0"), "")
+    with pytest.raises(
+        EdgeLLMError, match=r"FP8 in blocks needs TensorRT 10\.13 or newer, not TensorRT 10\.12"
+    ) as caught:
+        check_types([whole, model], _target("10.12.0"), "")
+    assert "--fallbackPrecision" in caught.value.hint
+
+
+def test_fp8_in_blocks_falls_back(tmp_path):
+    """Only what the library lacks does so; what is rounded again may have had any signs."""
+    model, whole = _in_blocks_and_without(tmp_path, (-1, 1))
+    lacking = lacking_kinds(_target("10.12.0"))
+    check_types([model, whole], _target("10.12.0"), "int4")
+    for graph, kinds in ((model, {"fp8"}), (whole, set())):
+        before = estimate_graphs([graph], ir.DataType.FLOAT16, Sizes(passes=1, rows=3))
+        sizes = Sizes(passes=1, rows=3, fallback="fp16", lacking=frozenset(lacking))
+        after = estimate_graphs([graph], ir.DataType.FLOAT16, sizes)
+        assert (after.decode_bytes > before.decode_bytes) == bool(kinds)
+        with weights_beside(tmp_path) as weights:
+            assert fall_back(graph, weights, lacking, "int4") == kinds
+
+
+@pytest.mark.parametrize("block", [0, 128])
+def test_negative_scales_of_8_bits_are_refused(tmp_path, block):
+    model, _ = portable(tmp_path, "INT8", block, (-1, 1))
     with pytest.raises(UnsupportedModelError, match="no negative scales, which this INT8 has"):
-        lower(model, weights, ir.DataType.FLOAT)
+        check_types([model], _target("11.4.0"), "")
+
+
+@pytest.mark.parametrize("case", CASES)
+def test_all_other_scales_are_taken(tmp_path, case):
+    model, _ = portable(tmp_path, *case)
+    check_types([model], _target("10.3.0"), "")
 
 
 def test_scales_that_halves_cannot_hold_have_codes_of_zero(tmp_path):
