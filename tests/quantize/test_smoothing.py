@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import json
+import shutil
 from pathlib import Path
 
 import numpy as np
@@ -79,6 +80,18 @@ def test_one_row_suffices(place, tmp_path):
     assert one.quality.kl_divergence < 2 * many.quality.kl_divergence
     assert one.settings["target"] == "cpu"
     assert job.output_dir.exists()
+
+
+@pytest.mark.parametrize("target", ["cpu", "gpu"])
+def test_a_network_whose_width_no_head_divides(place, tmp_path, target):
+    """Nor does a block of inputs: 80 numbers, heads and blocks of 32."""
+    model = make_model(tmp_path / "model", "qwen3", intermediate_size=80, num_hidden_layers=1)
+    shutil.copy(place / "text.jsonl", tmp_path)
+    _, report = _run(tmp_path, tmp_path / "out", target)
+    assert json.loads((model / "config.json").read_text())["head_dim"] == 32
+    (layer,) = report.layers
+    assert 0 < layer.output_error < 0.06  # 0.045 with widths of 96 and 128
+    assert max(layer.weight_errors.values()) < 0.02
 
 
 def test_blocks_of_inputs_are_the_kernels():
