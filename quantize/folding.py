@@ -100,10 +100,10 @@ class _Layer:
         self.set_factor(down, factor)
 
     def fold_into_values(self, head_dim: int) -> None:
-        if _O_PROJ + SMOOTHING not in self.tensors:
+        values = next((name for name in (_V_PROJ, _QKV_PROJ) if self.has(name)), None)
+        if values is None or _O_PROJ + SMOOTHING not in self.tensors:
             return
         factor = self.factor(_O_PROJ)
-        values = _V_PROJ if self.has(_V_PROJ) else _QKV_PROJ
         rows = len(self._source[f"{values}.weight"])
         count = rows if values == _V_PROJ else (rows - len(factor)) // 2
         heads = factor.reshape(count // head_dim, -1, head_dim)  # [value heads, readers, head_dim]

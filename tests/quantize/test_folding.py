@@ -40,6 +40,20 @@ def test_a_maker_that_is_rounded_anew_keeps_what_its_reader_gave_it(kind, chain)
     assert np.linalg.norm(reader @ maker - wanted) < 0.04 * np.linalg.norm(wanted)
 
 
+def test_an_output_whose_values_nothing_scales_is_rounded_anew():
+    """Latent attention expands values from what keys share with them."""
+    chance = np.random.default_rng(0)
+    weight = chance.standard_normal((WIDTH, WIDTH)).astype(np.float32)
+    factor = np.exp(chance.uniform(-0.7, 0.7, WIDTH)).astype(np.float32)
+    name = "self_attn.o_proj"
+    tensors = int8_rows(f"{name}.weight", weight / factor)
+    tensors[f"{name}.pre_quant_scale"] = plain_tensor(factor)
+    folded = fold_smoothing(tensors, {f"{name}.weight": weight}, FAMILIES["minicpm3"], HEAD_DIM)
+    assert set(folded) == {f"{name}.weight", f"{name}.weight_scale"}
+    found = folded[f"{name}.weight"].floats() * folded[f"{name}.weight_scale"].floats()[:, None]
+    assert np.linalg.norm(found - weight) < 0.02 * np.linalg.norm(weight)
+
+
 @pytest.mark.parametrize("reads", [False, True])
 @pytest.mark.parametrize(
     ("kind", "evened"),
