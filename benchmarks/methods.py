@@ -68,6 +68,7 @@ METHODS = {
     "medusa": Method(SpecOptions(), "medusa"),
     "dflash": Method(SpecOptions(), "dflash"),
     "dspark": Method(SpecOptions(), "dspark"),
+    "dspark-fixed": Method(_FIXED, "dspark"),
     "model": Method(None),  # its options name an engine
     "auto": Method(SpecOptions(network="auto")),
 }

@@ -74,7 +74,7 @@ KvCache = Annotated[
     typer.Option(
         "--kvCache",
         help="float (as attention computes), float16 (CPU), int8, fp8 (tensorrt), or auto: what "
-        "the checkpoint was calibrated for; else float16 on a CPU whose weights are not float32.",
+        "the checkpoint was calibrated for, else float16 on a CPU beside weights of integers.",
     ),
 ]
 Quantize = Annotated[

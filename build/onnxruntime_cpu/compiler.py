@@ -44,6 +44,8 @@ from edgellm.manifest import Bundle, GraphSpec, with_kv_dtype
 from edgellm.roles import COMMIT, DECODER, ENCODER, HEADS, ROLES
 from edgellm.specs import KVCacheSpec
 
+_EXACT = {"fp32", "fp16", "bf16", "fp8"}  # products of floats, whose inputs are not rounded
+
 
 def estimate(source: Path, bundle: Bundle, plan: Plan) -> Estimate:
     """See `edgellm.build.backends.Backend.estimate`."""
@@ -119,12 +121,13 @@ def _cache(source: Path, bundle: Bundle, plan: Plan) -> KVCacheSpec | None:
         spec = dataclasses.replace(spec, pages=page_spec(model.graph, plan))
     if role != DECODER:
         return dataclasses.replace(spec, dtype="float32")
-    has_halves = is_own and variants_of(role, model, bundle, plan)[0].precision != "fp32"
+    precision = variants_of(role, model, bundle, plan)[0].precision
+    has_halves = is_own and bool(set(precision.split("+")) - _EXACT)
     return dataclasses.replace(spec, dtype=_rows_type(spec, plan.kv_cache, is_own, has_halves))
 
 
 def _rows_type(spec: KVCacheSpec, wanted: str, is_own: bool, has_halves: bool) -> str:
-    """The CPU computes in float32, and may keep rows in less: beside weights of less it does.
+    """The CPU computes in float32, and may keep rows in less; it does where it rounds inputs, too.
 
     `wanted`: by `--kvCache`. `has_halves`: what "auto" means where nobody measured ranges.
     """
