@@ -38,7 +38,7 @@ def run_keeping(job: Job, progress: Progress) -> Report:
         if not kept:
             return found.publish(_ALL, kept=())
         layers = tuple(sorted(each.layer for each in kept))
-        name = f"all but {', '.join(map(str, layers))} rounded"
+        name = f"rounded but for layer {', '.join(map(str, layers))}"
         rest = found.run(name, progress, keep_layers=layers, keep_budget=None)
         if rest.quality.kl_divergence < whole.quality.kl_divergence:
             return found.publish(name, kept=kept)
