@@ -107,7 +107,7 @@ class FakeDriver:
     def memcpy_dtoh_async(self, *_: Any) -> None:
         self.use("download")
 
-    def Memcpy2D(self) -> Any:  # noqa: N802
+    def Memcpy2D(self) -> Any:  # noqa: N802 - pycuda's name
         self.use("planes")
         return _PlaneCopy(self)
 

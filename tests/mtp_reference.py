@@ -156,19 +156,24 @@ class Reference:
             torch.cat([rotate(y[..., :turned], positions, self.inv_freq), y[..., turned:]], -1)
             for y in normed
         )
+        mixed = self._mixed(q, k, v, mask)
+        return self._linear("self_attn.o_proj", (mixed * gate.sigmoid()).reshape(rows, -1))
+
+    def _mixed(
+        self, q: torch.Tensor, k: torch.Tensor, v: torch.Tensor, mask: torch.Tensor
+    ) -> torch.Tensor:
+        """Values of the cache and of these rows, [S, heads, size], as queries weigh them."""
         keys, values = (
             torch.cat([old, new]) if len(old) else new
             for old, new in zip(self.cache[0], (k, v), strict=True)
         )
         self.cache = [(keys, values)]
-        seen = torch.ones(rows, len(keys) - mask.shape[1], dtype=torch.bool)
+        seen = torch.ones(len(q), len(keys) - mask.shape[1], dtype=torch.bool)
         seen = torch.cat([seen, mask], 1)
         keys, values = (t.repeat_interleave(q.shape[1] // t.shape[1], 1) for t in (keys, values))
-        scores = torch.einsum("shd,thd->hst", q, keys) * size**-0.5
-        mixed = torch.einsum(
-            "hst,thd->shd", scores.masked_fill(~seen, -torch.inf).softmax(-1), values
-        )
-        return self._linear("self_attn.o_proj", (mixed * gate.sigmoid()).reshape(rows, -1))
+        scores = torch.einsum("shd,thd->hst", q, keys) * q.shape[-1] ** -0.5
+        chances = scores.masked_fill(~seen, -torch.inf).softmax(-1)
+        return torch.einsum("hst,thd->shd", chances, values)
 
 
 class ErnieReference(Reference):
@@ -221,15 +226,5 @@ class ErnieReference(Reference):
             rotate(torch.cat([y[..., ::2], y[..., 1::2]], -1), positions, self.inv_freq)
             for y in (q, k)
         )
-        keys, values = (
-            torch.cat([old, new]) if len(old) else new
-            for old, new in zip(self.cache[0], (k, v), strict=True)
-        )
-        self.cache = [(keys, values)]
-        seen = torch.ones(rows, len(keys) - mask.shape[1], dtype=torch.bool)
-        seen = torch.cat([seen, mask], 1)
-        keys, values = (t.repeat_interleave(q.shape[1] // t.shape[1], 1) for t in (keys, values))
-        scores = torch.einsum("shd,thd->hst", q, keys) * size**-0.5
-        chances = scores.masked_fill(~seen, -torch.inf).softmax(-1)
-        mixed = torch.einsum("hst,thd->shd", chances, values)
+        mixed = self._mixed(q, k, v, mask)
         return self._linear("self_attn.o_proj", mixed.reshape(rows, -1))

@@ -66,12 +66,12 @@ class Compiler:
         self.NetworkDefinitionCreationFlag = SimpleNamespace(STRONGLY_TYPED=0)
         self.LayerType = SimpleNamespace()
 
-    def Builder(self, _: object) -> Any:  # noqa: N802
+    def Builder(self, _: object) -> Any:  # noqa: N802 - TensorRT's name
         self.told = os.environ.get(SWITCHES)
         network = SimpleNamespace(num_layers=0)
         return SimpleNamespace(max_threads=1, create_network=lambda _: network)
 
-    def OnnxParser(self, *_: object) -> Any:  # noqa: N802
+    def OnnxParser(self, *_: object) -> Any:  # noqa: N802 - TensorRT's name
         return SimpleNamespace(parse_from_file=lambda _: True)
 
 
