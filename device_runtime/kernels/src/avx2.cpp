@@ -5,22 +5,84 @@ namespace edgellm {
 namespace {
 
 struct Pairs : Avx2 {
-  static constexpr int kSteps8 = 1;
+  static constexpr bool kWholeGroups = true;
   static constexpr int kMiddle8 = 0;  // what int8 dot products leave to be taken off
-
-  using Sum = __m256i;  // 16 words
-  static Sum begin(Ints) { return _mm256_setzero_si256(); }
-  // Eight times two products of at most 15 * 127 each: 30,480.
-  static Sum add4(Sum sum, Bytes codes, Bytes x) { return _mm256_add_epi16(sum, _mm256_maddubs_epi16(__m256i(codes), __m256i(x))); }
-  static Ints end(Ints sums, Sum sum) { return sums + Ints(_mm256_madd_epi16(sum, _mm256_set1_epi16(1))); }
-  // |code - 128| <= 128 and the row with the code's sign, |x| <= 127: 32,512 at most.
-  static Ints add8(Ints sums, Bytes codes, Bytes x) {
-    const __m256i code = __m256i(codes ^ 128);
-    return end(sums, _mm256_maddubs_epi16(_mm256_abs_epi8(code), _mm256_sign_epi8(__m256i(x), code)));
-  }
+  static constexpr int kFetchFrom = 1;
 };
 
-using Set = Vector<Pairs>;
+struct Set : Vector<Pairs> {
+  template <Form kForm, int R, int S>
+  static EDGELLM_INLINE void dot(I (&acc)[R][S], const uint8_t* w, const int8_t* x, int64_t stride, int64_t block) {
+#pragma GCC unroll 2
+    for (int s = 0; s < S; s++, w += 2 * kBytes) {
+      __m256i sums[R][2];
+      for (int r = 0; r < R; r++)
+        for (int c = 0; c < 2; c++) sums[r][c] = __m256i(acc[r][s].part[c]);
+      if constexpr (kForm == Form::kInt8)
+        add_bytes(sums, w, x, stride, block);
+      else if (kForm == Form::kInt4 && block > 16)
+        add_nibbles<kForm, 4>(sums, w, x, stride, block);
+      else
+        add_nibbles<kForm, 2>(sums, w, x, stride, block);
+      for (int r = 0; r < R; r++)
+        for (int c = 0; c < 2; c++) acc[r][s].part[c] = Ints(sums[r][c]);
+    }
+  }
+
+ private:
+  static EDGELLM_INLINE __m256i codes_at(const uint8_t* w, int c) { return _mm256_loadu_si256((const __m256i*)w + c); }
+  static EDGELLM_INLINE __m256i four_of(const int8_t* x) { return __m256i(broadcast(x)); }
+  static EDGELLM_INLINE __m256i add_pairs(__m256i sum, __m256i words) { return _mm256_add_epi32(sum, _mm256_madd_epi16(words, _mm256_set1_epi16(1))); }
+
+  // As many steps as fit 16 bits: 16 products of at most 15 * 127 are 30,480, 8 of FP4's 24 * 127 are 24,384.
+  template <Form kForm, int kSteps, int R>
+  static EDGELLM_INLINE void add_nibbles(__m256i (&sums)[R][2], const uint8_t* w, const int8_t* x, int64_t stride, int64_t block) {
+    for (int64_t k = 0; k < block; k += 8 * kSteps) {
+      __m256i words[R][2];
+#pragma GCC unroll 8
+      for (int half = 0; half < 2 * kSteps; half++) {
+        __m256i codes[2];
+        for (int c = 0; c < 2; c++) {
+          const __m256i both = codes_at(w + (k / 8 + half / 2) * 128, c);
+          codes[c] = _mm256_and_si256(half % 2 ? _mm256_srli_epi16(both, 4) : both, _mm256_set1_epi8(15));
+          codes[c] = __m256i(decode<kForm == Form::kFp4>(Bytes(codes[c])));
+        }
+#pragma GCC unroll 8
+        for (int r = 0; r < R; r++) {
+          const __m256i four = four_of(x + r * stride + k + half * 4);
+          for (int c = 0; c < 2; c++) {
+            const __m256i products = _mm256_maddubs_epi16(codes[c], four);
+            words[r][c] = half ? _mm256_add_epi16(words[r][c], products) : products;
+          }
+          // Compilers would add in a tree, which takes more registers than there are.
+          if (R > 1) asm("" : "+x"(words[r][0]), "+x"(words[r][1]));
+        }
+      }
+      for (int r = 0; r < R; r++)
+        for (int c = 0; c < 2; c++) sums[r][c] = add_pairs(sums[r][c], words[r][c]);
+    }
+  }
+
+  // |code - 128| <= 128 and the row with the code's sign, |x| <= 127: 32,512 at most.
+  template <int R>
+  static EDGELLM_INLINE void add_bytes(__m256i (&sums)[R][2], const uint8_t* w, const int8_t* x, int64_t stride, int64_t block) {
+    for (int64_t k = 0; k < block; k += 16)
+#pragma GCC unroll 4
+      for (int64_t at = k; at < k + 16; at += 4) {
+        __m256i codes[2], sizes[2];
+        for (int c = 0; c < 2; c++) {
+          codes[c] = _mm256_xor_si256(codes_at(w + at * 32, c), _mm256_set1_epi8(-128));
+          sizes[c] = _mm256_abs_epi8(codes[c]);
+        }
+#pragma GCC unroll 8
+        for (int r = 0; r < R; r++) {
+          const __m256i four = four_of(x + r * stride + at);
+          for (int c = 0; c < 2; c++) sums[r][c] = add_pairs(sums[r][c], _mm256_maddubs_epi16(sizes[c], _mm256_sign_epi8(four, codes[c])));
+          if (R > 1) asm("" : "+x"(sums[r][0]), "+x"(sums[r][1]));
+        }
+      }
+  }
+};
 
 }  // namespace
 }  // namespace edgellm

@@ -7,8 +7,8 @@ namespace edgellm {
 namespace {
 
 // ---------------------------------------------------------------------- 32 channels of a few rows
-// Of each record of the next group a tile fetches a share: one row has the memory to itself anyway,
-// more of them leave it idle while they compute.
+// Of each record of the next group a tile fetches a share, from `kFetchFrom` rows on: fewer have the
+// memory to themselves anyway, more of them leave it idle while they compute.
 // out[r][s]: sums of channels [16 s, 16 s + 16) from `strip` on; blocks are added in their order.
 template <int R, int S, Form kForm, bool kZero, int T>
 void quantized_tile(const Product& p, const uint8_t* record, int strip, int64_t row, Share share, F (&out)[R][S]) {
@@ -100,15 +100,13 @@ void run_tile(const Product& p, int64_t group, int64_t row, Share share) {
 template <int R, Form kForm, bool kZero, int T>
 void run_rows(const Product& p, int64_t group, int64_t row, int64_t count, Share share) {
   if (count == R)
-    run_tile<R, R == 1 ? 2 : Set::kStrips, kForm, kZero, T>(p, group, row, share);
+    run_tile<R, R == 1 || (takes_codes(kForm) && Set::kWholeGroups) ? 2 : Set::kStrips, kForm, kZero, T>(p, group, row, share);
   else if constexpr (R > 1)
     run_rows<R - 1, kForm, kZero, T>(p, group, row, count, share);
 }
 
 // Panels of rows whose codes stay in the second cache while the weights pass by.
 constexpr int64_t kPanelBytes = 512 << 10;
-
-constexpr int64_t kFetchFrom = 2;  // rows; see Share
 
 template <Form kForm, bool kZero, int T = 1>
 void run_groups(const Product& p, int64_t first, int64_t last) {
@@ -124,7 +122,7 @@ void run_groups(const Product& p, int64_t first, int64_t last) {
       for (int64_t tile = 0; tile < tiles; tile++) {
         const int64_t begin = rows * tile / tiles, end = rows * (tile + 1) / tiles;
         const Share share = {lines * tile / tiles * 64, lines * (tile + 1) / tiles * 64};
-        run_rows<kRows, kForm, kZero, T>(p, group, top + begin, end - begin, rows < kFetchFrom ? Share{} : share);
+        run_rows<kRows, kForm, kZero, T>(p, group, top + begin, end - begin, rows < Set::kFetchFrom ? Share{} : share);
       }
   }
 }

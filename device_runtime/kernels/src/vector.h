@@ -29,10 +29,8 @@ struct Registers {
   typedef uint8_t Bytes __attribute__((vector_size(kBytes_)));
   typedef uint16_t Halves __attribute__((vector_size(kBytes_ / 2)));
 
-  static constexpr int kSteps8 = 4;  // of `add8` that are written out
-  using Sum = Ints;  // of some steps of `add4`, for those that cannot add to 32 bits at once
-  static Sum begin(Ints sums) { return sums; }
-  static Ints end(Ints, Sum sum) { return sum; }
+  static constexpr bool kWholeGroups = false;  // products of codes sum all channels of a record at once
+  static constexpr int kFetchFrom = 2;  // rows of a product; see `Share`
 
   template <class V>
   static EDGELLM_INLINE V read(const void* p) {  // which need not be aligned
@@ -207,9 +205,7 @@ struct Vector : Native {
   }
   template <Form kForm, int R, int S>
   static EDGELLM_INLINE void dot(I (&acc)[R][S], const uint8_t* w, const int8_t* x, int64_t stride, int64_t block) {
-    if (kForm == Form::kInt8)
-      dot_by<kForm, Native::kSteps8>(acc, w, x, stride, block);
-    else if (kForm == Form::kInt4 && block > 16)
+    if (kForm == Form::kInt8 || (kForm == Form::kInt4 && block > 16))
       dot_by<kForm, 4>(acc, w, x, stride, block);
     else
       dot_by<kForm, 2>(acc, w, x, stride, block);
@@ -224,8 +220,8 @@ struct Vector : Native {
       Ints sums[R][C];
       each_sum<R, C>([&](int r, int c) { sums[r][c] = part(acc[r][(first + c) / kParts], (first + c) % kParts); });
       for (int64_t k = 0; k < block; k += kInputs * kSteps) {
-        typename Native::Sum some[R][C];
-        each_sum<R, C>([&](int r, int c) { some[r][c] = Native::begin(sums[r][c]); });
+        Ints some[R][C];  // apart from those that go round the loop
+        each_sum<R, C>([&](int r, int c) { some[r][c] = sums[r][c]; });
 #pragma GCC unroll 4
         for (int step = 0; step < kSteps; step++) {
           const int8_t* row = x + k + step * kInputs;
@@ -242,8 +238,7 @@ struct Vector : Native {
             each_sum<R, C>([&](int r, int c) { some[r][c] = Native::add4(some[r][c], high[c], broadcast(row + r * stride + 4)); });
           }
         }
-        if constexpr (kForm != Form::kInt8)
-          each_sum<R, C>([&](int r, int c) { sums[r][c] = Native::end(sums[r][c], some[r][c]); });
+        if constexpr (kForm != Form::kInt8) each_sum<R, C>([&](int r, int c) { sums[r][c] = some[r][c]; });
       }
       each_sum<R, C>([&](int r, int c) { part(acc[r][(first + c) / kParts], (first + c) % kParts) = sums[r][c]; });
     }
