@@ -233,11 +233,14 @@ class Batch:
 def _share(stepping: list[Entry]) -> None:
     """Tell those that draft what the rows of the pass cost beside the others'."""
     rows = {entry: _rows_lately(entry.sequence) for entry in stepping}
-    answers = sum(not entry.sequence.is_reading for entry in stepping)
+    answers = max(sum(not entry.sequence.is_reading for entry in stepping), 1)
+    total, companies = sum(rows.values()), dict[int, Company]()
     for entry in stepping:
         if entry.sequence.drafter is not None:
-            others = sum(rows.values()) - rows[entry]
-            entry.sequence.drafter.company = Company(max(answers, 1), others)
+            others = total - rows[entry]
+            # One object for all that stand alike: who turns to it finds it by its identity.
+            company = companies.setdefault(others, Company(answers, others))
+            entry.sequence.drafter.company = company
 
 
 def _rows_lately(sequence: Sequence) -> int:

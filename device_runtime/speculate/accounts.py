@@ -114,7 +114,7 @@ class Pace:
         if answers > 1:
             if not _may_pay(costs, costs.host_ms + costs.extend[1]):
                 self.network.rest()
-            if not _may_pay(costs, 0.0):
+            if not _may_pay(costs, costs.host_ms):
                 self.text.rest()
 
     def rest_like(self, smaller: Pace) -> None:
@@ -165,7 +165,7 @@ class Pace:
         cost = drafted_ms + self.plain_ms + verify[rows] - verify[1]
         if rows > 1:
             cost += self._costs.tree_ms
-        if networked or drafted_ms:  # also what was drafted in vain
+        if networked or drafted_ms or rows > 1:  # also what was drafted in vain
             cost += self._costs.host_ms
         if text is not None:
             cost += text.looked_ms

@@ -19,7 +19,7 @@ class Costs:
     verify: F64
     step: F64
     extend: F64
-    host_ms: float = 0.0  # of asking a network for a tree, beyond its passes and a plain token
+    host_ms: float = 0.0  # of asking for a tree, whoever grows it, beyond passes and a plain token
     tree_ms: float = 0.0  # of verifying a tree, beyond the pass
 
     @classmethod

@@ -323,7 +323,7 @@ class TreeDrafter:
     def rests(self) -> bool:
         """See `Drafter.rests`; what the text foresees may pay while a network rests."""
         pace = self._controller.turn_to(self.company)
-        self._opened = self._opens()
+        self._opened = not pace.network.pause and self._opens()
         return not self._opened and (pace.text.pause > 0 or not self._foresees_enough())
 
     def pass_by(self, token_id: int, taps: F32) -> None:

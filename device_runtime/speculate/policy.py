@@ -170,7 +170,7 @@ class CostAwareTree:
     def pays(self, chances: Iterable[float]) -> bool:
         """As `select`, of a chain alone."""
         verify, rate = self._controller.verify, self._controller.rate
-        won = -rate * self._costs.tree_ms
+        won = -rate * (self._costs.host_ms + self._costs.tree_ms)
         for rows, chance in enumerate(chances, start=2):
             row_ms = verify[rows] - verify[rows - 1] if rows < len(verify) else math.inf
             if chance <= rate * row_ms:

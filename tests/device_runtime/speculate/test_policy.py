@@ -205,6 +205,15 @@ def test_trees_shrink_in_company_down_to_none():
     assert len(learned.policy.select(pool_of([0.5, 0.3], learned.policy), 50)) == 0
 
 
+def test_what_text_foresees_must_pay_for_the_hosts_work_which_company_makes_dear():
+    """A chain of two is worth 1.2 tokens; asking for it takes half a pass of four rows."""
+    costs = Costs.of({"1": 10, "64": 10.1}, host_ms=5.0)
+    learned, chain = by_cost(TreeLimits(), costs), (0.8, 0.4)
+    assert learned.policy.pays(chain)
+    learned.controller.turn_to(Company(4, 3))
+    assert not learned.policy.pays(chain)
+
+
 def test_a_company_has_a_pace_of_its_own():
     """What loses beside fifteen others does not stop drafting alone."""
     costs = Costs.of({"1": 10, "64": 73}, {"1": 0, "64": 0}, {"1": 0})
