@@ -198,11 +198,11 @@ class DecoderSession:
         Raises:
             LimitError: rows do not fit into the cache; nothing is computed.
         """
-        starts = self._inputs.hold([part.context for part in parts])
+        shifts = self._inputs.hold([(part.context, part.token_ids) for part in parts])
         asked: list[tuple[Context, dict[str, NDArray[Any]]]] = []
         places: list[tuple[Context, int, int]] = []
-        for part, start in zip(parts, starts, strict=True):
-            asked.append((part.context, self._inputs.of(*part, first_image=start)))
+        for part, shift in zip(parts, shifts, strict=True):
+            asked.append((part.context, self._inputs.of(*part, image_shift=shift)))
             places.append((part.context, part.write_index, len(part.token_ids)))
         if self._states is not None:
             rows = [(self._memory(part.context), part.write_index) for part in parts]
@@ -228,7 +228,6 @@ class DecoderSession:
         Raises:
             LimitError: as `run`.
         """
-        self._inputs.hold([self.context])
         start = self._inputs.start(self.context, length, nodes)
         del self.context.keys[length:]
         self._contexts.reserve([(self.context, length, nodes)])

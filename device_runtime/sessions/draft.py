@@ -155,10 +155,10 @@ class DraftSession:
             parts: at most `most_parts`.
         """
         contexts, fused = [part.context for part in parts], self._fused(parts)
-        starts = self._inputs.hold(contexts)
+        shifts = self._inputs.hold([(part.context, part.token_ids) for part in parts])
         inputs = [
-            self._inputs_of(part, hidden, start)
-            for part, hidden, start in zip(parts, fused, starts, strict=True)
+            self._inputs_of(part, hidden, shift)
+            for part, hidden, shift in zip(parts, fused, shifts, strict=True)
         ]
         kept = [context.num_rows for context in contexts]
         self._contexts.reserve([(p.context, p.write_index, len(p.token_ids)) for p in parts])
@@ -170,10 +170,10 @@ class DraftSession:
             part.context.num_rows = min(rows, part.write_index) if is_tree else end
         return [_result(outputs) for outputs in found]
 
-    def _inputs_of(self, part: DraftPart, hidden: F32, first_image: int) -> dict[str, NDArray[Any]]:
+    def _inputs_of(self, part: DraftPart, hidden: F32, image_shift: int) -> dict[str, NDArray[Any]]:
         inputs = self._inputs.of(
             part.context, part.token_ids, part.write_index, part.output_rows,
-            part.position_ids, part.tree_mask, first_image=first_image,
+            part.position_ids, part.tree_mask, image_shift=image_shift,
         )  # fmt: skip
         inputs[contract.DRAFT_HIDDEN], inputs[contract.TOP_K] = hidden[None], np.array([part.top_k])
         return inputs
@@ -198,8 +198,8 @@ class DraftSession:
         """As `run_many`, but a device need not be waited for before the result is called for."""
         assert isinstance(self._runner, Asked)
         context, count = part.context, len(part.token_ids)
-        self._inputs.hold([context])
-        inputs = self._inputs_of(part, self._fused([part])[0], 0)
+        (shift,) = self._inputs.hold([(context, part.token_ids)])
+        inputs = self._inputs_of(part, self._fused([part])[0], shift)
         self._contexts.reserve([(context, part.write_index, count)])
         context.num_rows = part.write_index + count
         return partial(_result, self._runner.ask(inputs))
@@ -210,7 +210,6 @@ class DraftSession:
 
     def start(self, row: int, rows: int) -> tuple[int, int]:
         """See `PassInputs.start`."""
-        self._inputs.hold([self.context])
         return self._inputs.start(self.context, row, rows)
 
     def set_images(self, images: ImageRows) -> None:
