@@ -122,12 +122,14 @@ class Lowered:
         of_draft: FakeDevice | None = None,
     ) -> None:
         """Let the pair's own engines run on the fake GPU from now on."""
+        others = onnxruntime_cpu.open_engine
 
         def open_engine(folder: Path, engine: Engine) -> dict[str, Runner]:
-            del folder
             if engine.kind == LLM_ENGINE:
                 return self.runners(self.manifest, device)
-            return self.runners(self.draft_manifest, of_draft or device)
+            if engine.kind == DRAFT_ENGINE:
+                return self.runners(self.draft_manifest, of_draft or device)
+            return others(folder, engine)
 
         monkeypatch.setattr(onnxruntime_cpu, "open_engine", open_engine)
 
