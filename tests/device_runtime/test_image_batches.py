@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import dataclasses
+from types import SimpleNamespace
 
 import cuda_on_cpu
 import numpy as np
@@ -31,6 +32,7 @@ from edgellm.manifest import (
     load_bundle,
     with_kv_dtype,
 )
+from edgellm.roles import PASS, shared_kind
 
 pytestmark = pytest.mark.usefixtures("one_thread")
 CAPACITY, MOST = 160, 4
@@ -55,17 +57,17 @@ def folder(request, tmp_path_factory):
     return folder
 
 
-def open_tensorrt(folder) -> DecoderSession:
+def open_tensorrt(folder, plan=PLAN) -> DecoderSession:
     """Edgellm's kernels, on a GPU that is not there."""
     spec = with_kv_dtype(load_bundle(folder / "fp16", LLM_BUNDLE).spec, "float16")
     graph, kernels = folder / "lowered.onnx", Kernels(110, "fp16", MOST)
     lower_for_gpu(folder / "fp16" / "model.onnx", graph, kernels=kernels, capacity=CAPACITY)
-    passes, device = base_passes(PLAN), FakeDevice()
+    passes, device = base_passes(plan), FakeDevice()
     runner = BatchRunner(
         FakeEngine(graph, passes, device),
         device,
         most_rows=passes[-1].max_rows,
-        tree_rows=shared_rows(PLAN.max_verify_tree_size, MOST),
+        tree_rows=shared_rows(plan.max_verify_tree_size, MOST),
         spec=spec,
         capacity=CAPACITY,
         num_sequences=MOST,
@@ -83,6 +85,20 @@ def test_any_schedule_gives_every_sequence_its_bits(folder, backend):
     session, rng = OPEN[backend](folder), np.random.default_rng(2)
     spec = load_bundle(folder / "fp16", LLM_BUNDLE).decoder
     run_together(session, lambda at: Scripted(at, CAPACITY, spec), MOST + 1, rng)
+
+
+@pytest.mark.parametrize("folder", ["internvl"], indirect=True)
+def test_costs_of_an_engine_without_trees_are_measured(folder):
+    """It gives a row of each answer logits and no more; the runner is told."""
+    plan = dataclasses.replace(PLAN, max_verify_tree_size=0)
+    session, spec = open_tensorrt(folder, plan), load_bundle(folder / "fp16", LLM_BUNDLE).decoder
+    engine = SimpleNamespace(
+        cost_ms={}, max_verify_tree_size=0, max_input_len=plan.max_input_len, decoder=spec
+    )
+    found = session.costs_of(engine)
+    assert [*found] == [PASS, *(shared_kind(PASS, count) for count in (1, 2, 4))]
+    assert [*found[PASS]] == ["1", "2", "4", "8", "16", "32", "64"]
+    assert session._runner._costs.of(4, 4) > 0
 
 
 def test_passes_without_image_rows_are_recorded(folder, monkeypatch):
