@@ -349,12 +349,13 @@ def costs(
 ) -> dict[str, dict[str, float]]:
     """See `sessions.Module`: of one sequence, and of several where the runner asks for it.
 
-    All rows get logits, or the last `most_wanted`.
+    All rows get logits; of more than `most_wanted`, the last.
     """
     context, measured = measured_rows(session.capacity, most_rows)
 
     def run(rows: int) -> None:
-        session.run(np.arange(rows) % spec.vocab_size, context, np.arange(rows)[-most_wanted:])
+        first = rows - 1 if 0 < most_wanted < rows else 0
+        session.run(np.arange(rows) % spec.vocab_size, context, np.arange(first, rows))
 
     found = {PASS: fastest_each_ms({str(rows): partial(run, rows) for rows in measured})}
     if not any(session.shared_rows):
