@@ -6,7 +6,7 @@ a module of its name, which runs and measures it. Standard library only.
 
 from __future__ import annotations
 
-from collections.abc import Mapping
+from collections.abc import Iterable, Mapping
 from dataclasses import dataclass, field
 from enum import Enum
 
@@ -27,6 +27,7 @@ STEP = "step"  # of a draft: rows of one growth
 EXTEND = "extend"  # of a draft: rows fused and committed
 ALL_HEADS = "heads"  # of all of them
 FORESEE = "foresee"  # of a draft of blocks: rows fused and committed, and a block behind them
+_SHARED_BY = " x "  # behind a kind: sequences that share such a pass
 
 
 class Rows(Enum):
@@ -76,4 +77,17 @@ ROLES = {
 
 def measured_name(kind: str) -> str:
     """What people call a kind of pass."""
-    return next(role.measured[kind] for role in ROLES.values() if kind in role.measured)
+    alone, _, sequences = kind.partition(_SHARED_BY)
+    name = next(role.measured[alone] for role in ROLES.values() if alone in role.measured)
+    return f"{name} of {sequences} answers with as many rows each" if sequences else name
+
+
+def shared_kind(kind: str, sequences: int) -> str:
+    """The kind of pass that so many sequences share; it is measured by the rows of each."""
+    return f"{kind}{_SHARED_BY}{sequences}"
+
+
+def shared_kinds(kind: str, measured: Iterable[str]) -> dict[int, str]:
+    """Those among kinds that were measured, by their sequences."""
+    parts = [(each, *each.partition(_SHARED_BY)) for each in measured]
+    return {int(count): each for each, alone, _, count in parts if alone == kind and count}

@@ -27,11 +27,12 @@ import numpy as np
 
 if TYPE_CHECKING:
     from edgellm.device_runtime.sessions.decoder import DecoderSession
+    from edgellm.specs import DecoderSpec
 
 COUNTS = ("launches", "products", "copies", "replays", "allocations", "waits", "refusals")
 VERSIONS = {"cudart": 13, "cublas": 13, "cublasLt": 13, "curand": 10, "cuda": 1, "cudnn": 9}
 _STUB = "CUDA_HOST_STUB"  # environment: where the libraries are, in the process that counts
-TREE_ROWS = 30
+TREE_ROWS, IMAGE_ROWS = 30, 16
 
 
 def build_stub(folder: Path, provider: Path, include: Path) -> None:
@@ -147,7 +148,24 @@ def count(engine: Path, stub: Path) -> None:
         tree = session.run(ids, prompt + 1, outputs, position_ids=places, tree_mask=mask)
         _ = tree.token_ids
         counter.show(f"tree of {rows}")
+    if manifest.decoder.images is not None:
+        _count_image(session, manifest.decoder, counter)
     _count_together(session, prompt, counter)
+
+
+def _count_image(session: DecoderSession, spec: DecoderSpec, counter: Counter) -> None:
+    """A prompt with image rows, and a token behind it."""
+    from edgellm.device_runtime.sessions import ImageRows
+
+    assert spec.images is not None
+    shape = IMAGE_ROWS, spec.hidden_size
+    levels = np.zeros((spec.images.num_deepstack, *shape), np.float32)
+    session.set_images(ImageRows(np.zeros(shape, np.float32), levels, keys={}))
+    ids = spec.vocab_size + np.arange(IMAGE_ROWS)
+    _ = session.run(ids, 0, np.zeros(1, np.int64)).token_ids
+    counter.show("image")
+    _ = session.run(np.array([5]), IMAGE_ROWS, np.zeros(1, np.int64)).token_ids
+    counter.show("token")
 
 
 def _count_together(session: DecoderSession, prompt: int, counter: Counter) -> None:

@@ -6,9 +6,11 @@ import dataclasses
 from collections.abc import Iterator, Mapping
 from contextlib import contextmanager
 from pathlib import Path
+from typing import Any
 
 import numpy as np
 import onnx_ir as ir
+import onnxruntime as ort
 import pytest
 
 from edgellm import contract
@@ -65,6 +67,26 @@ def recording() -> Iterator[None]:
     with pytest.MonkeyPatch.context() as patch:
         patch.setattr(Loader, "can_capture", True)
         yield
+
+
+class Runs:
+    """Numbers of the recordings that runs asked for, and a device that fails to make one."""
+
+    def __init__(self, patch: pytest.MonkeyPatch, *, fails: bool = False) -> None:
+        self.ids: list[str] = []
+        run = ort.InferenceSession.run_with_iobinding
+
+        def counted(session, binding, options: Any = None):
+            try:
+                ids = options.get_run_config_entry("gpu_graph_id")
+            except (AttributeError, RuntimeError):  # none, or none of this name
+                ids = ""
+            self.ids.append(ids)
+            if fails and ids not in ("", "-1"):
+                raise RuntimeError("operation not permitted when stream is capturing\nmore")
+            return run(session, binding, options)
+
+        patch.setattr(ort.InferenceSession, "run_with_iobinding", counted)
 
 
 def attention_alone(

@@ -8,6 +8,7 @@ from pathlib import Path
 from typing import Any, Literal
 
 import numpy as np
+from eagle_engines import EAGLE3
 from eagle_reference import BASE_HIDDEN, BASE_LAYERS, Layout, make_draft
 from image_checkpoints import IDEFICS, INTERNVL, QWEN
 from medusa_heads import make_heads
@@ -40,6 +41,15 @@ _TEMPLATE = (
 )
 
 
+# The layout of public drafts of Qwen2.5-VL: M-RoPE in the draft's config, too.
+MROPE = replace(
+    EAGLE3,
+    config={
+        **EAGLE3.config,
+        "target_model_type": "qwen2_5_vl",
+        "rope_scaling": {"type": "mrope", "rope_type": "default", "mrope_section": [2, 3, 3]},
+    },
+)
 # What a draft of `eagle_reference` is for.
 _UNDER_DRAFT = {
     "hidden_size": BASE_HIDDEN,
@@ -111,12 +121,16 @@ class Engines:
 
 
 def build_vlm(
-    folder: Path, model_type: str, draft: Layout | Literal["medusa"] | None = None, **limits: int
+    folder: Path,
+    model_type: str,
+    draft: Layout | Literal["medusa"] | None = None,
+    dtype: str = "fp32",
+    **limits: int,
 ) -> Engines:
-    """Checkpoint, bundles and float32 engines; under a draft a base of eight layers."""
+    """Checkpoint, bundles and engines for the CPU; under a draft a base of eight layers."""
     base = _UNDER_DRAFT if draft is not None else {}
     checkpoint = make_vlm(folder / "checkpoint", model_type, **base)
-    source, options = open_checkpoint(str(checkpoint)), ExportOptions("fp32")
+    source, options = open_checkpoint(str(checkpoint)), ExportOptions(dtype)
     found = Engines(model_type, checkpoint, folder / "engine", folder / "visual_engine")
     plan = Plan(512, 576, 1, "same", "none")
     if draft is not None:
@@ -125,7 +139,7 @@ def build_vlm(
         else:
             make_draft(folder / "draft", draft)
         network = open_draft(str(folder / "draft"))
-        export_draft(network, source, folder / "draft_bundle", DraftOptions("fp32"))
+        export_draft(network, source, folder / "draft_bundle", DraftOptions(dtype))
         plan = replace(plan, max_verify_tree_size=40, max_draft_tree_size=40)
         build_engine("draft", folder / "draft_bundle", found.engine, plan, "onnxruntime", _silent)
         options = replace(options, draft_model_dir=str(folder / "draft"))

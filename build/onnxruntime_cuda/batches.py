@@ -9,28 +9,16 @@ from edgellm import contract
 from edgellm.build.lowering.contrib_ops import CACHE_NAMES
 from edgellm.build.lowering.graph import GraphEditor
 from edgellm.build.plan import Plan
-from edgellm.contract import EdgeLLMError
 from edgellm.device_runtime.runners.onnxruntime_cuda.grids import MOST_JOINED
 from edgellm.device_runtime.runners.onnxruntime_cuda.slots import ROW_NUMBERS
-from edgellm.manifest import Bundle
 
 BATCH = "batch"  # symbol of the number of sequences
-_BY_SEQUENCE = (contract.INPUT_IDS, contract.POSITION_IDS, contract.DRAFT_HIDDEN)
+_BY_SEQUENCE = (contract.INPUT_IDS, contract.DRAFT_HIDDEN)
 
 
 def spare_rows(plan: Plan) -> int:
     """Behind the capacity of a sequence's cache, where sequences share passes: for padding."""
     return MOST_JOINED if plan.max_batch_size > 1 else 0
-
-
-def require_batches(bundle: Bundle) -> None:
-    """Refuse a network whose sequences cannot share passes; raises `EdgeLLMError`."""
-    if bundle.cache is None or bundle.decoder.images is None:
-        return
-    raise EdgeLLMError(
-        "--maxBatchSize: models with images answer one request at a time on CUDA",
-        hint="leave --maxBatchSize out, or give --device cpu",
-    )
 
 
 def lower_batches(graph: GraphEditor) -> ir.Value:
@@ -47,6 +35,10 @@ def lower_batches(graph: GraphEditor) -> ir.Value:
         if name in (*_BY_SEQUENCE, contract.HIDDEN_TAPS) or name.startswith(CACHE_NAMES):
             assert value.shape is not None
             value.shape = ir.Shape([BATCH, *value.shape[1:]])
+        elif name == contract.POSITION_IDS:
+            assert value.shape is not None
+            is_plain = value.shape[0] == 1
+            value.shape = ir.Shape([BATCH, "rows"] if is_plain else [value.shape[0], "all_rows"])
     flat = graph.constant("all_rows", np.array([1, -1, 0], np.int64))
     for node in graph.find("Gather"):
         index = node.inputs[1]

@@ -19,7 +19,7 @@ from edgellm.build.lowering.round_int4 import BLOCK_SIZE as INT4_BLOCK
 from edgellm.build.lowering.round_int4 import check_quantize, load_portable, rounded_weights
 from edgellm.build.lowering.weights import WeightFile, parameter_name
 from edgellm.build.onnxruntime_cuda.attention import Form
-from edgellm.build.onnxruntime_cuda.batches import require_batches, spare_rows
+from edgellm.build.onnxruntime_cuda.batches import spare_rows
 from edgellm.build.onnxruntime_cuda.choices import ROUNDED_BITS, Choices, choose
 from edgellm.build.onnxruntime_cuda.experts import expert_bytes
 from edgellm.build.onnxruntime_cuda.linears import CudaKernel, dense_name, takes_int_gemm
@@ -204,8 +204,6 @@ def _cache(bundle: Bundle, plan: Plan) -> KVCacheSpec | None:
             "--prefill int8 is for the CPU: ONNX Runtime has no int8 products for CUDA",
             hint="leave out --prefill",
         )
-    if plan.max_batch_size > 1:
-        require_batches(bundle)
     cache = bundle.cache
     return dataclasses.replace(cache, dtype=bundle.dtype) if cache is not None else None
 

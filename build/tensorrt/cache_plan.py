@@ -69,7 +69,7 @@ def plan_cache(
     for graph in graphs:
         fault = fault or why_not(graph, _PRECISIONS[bundle.dtype], kernels, _driver_ptx(plan))
     if not fault:
-        _require_few(bundle, plan)
+        _require_few(plan)
         return CachePlan(KV_DTYPES[codes], kernels)
     _require_one(plan, fault)
     if wanted == EDGELLM:
@@ -93,18 +93,13 @@ def _require_one(plan: Plan, fault: str) -> None:
         )
 
 
-def _require_few(bundle: Bundle, plan: Plan) -> None:
-    """Refuse what passes of several sequences cannot do; raises `EdgeLLMError`."""
+def _require_few(plan: Plan) -> None:
+    """Refuse more sequences than kernels take; raises `EdgeLLMError`."""
     if plan.max_batch_size > SEQUENCES:
         raise EdgeLLMError(
             f"--maxBatchSize {plan.max_batch_size} exceeds the {SEQUENCES} sequences that "
             "edgellm's kernels for GPUs take",
             hint=f"give --maxBatchSize {SEQUENCES} or less",
-        )
-    if plan.max_batch_size > 1 and bundle.decoder.images is not None:
-        raise EdgeLLMError(
-            "--maxBatchSize: models with images answer one request at a time on TensorRT",
-            hint="leave --maxBatchSize out, or give --backend onnxruntime",
         )
 
 

@@ -58,18 +58,28 @@ def base_passes(plan: Plan) -> list[Pass]:
 def _shared_passes(plan: Plan, tree: int) -> list[Pass]:
     """Those of several sequences: a token, tokens or trees side by side, prompts beside them.
 
-    Of a mask as many columns are there as the largest tree has rows.
+    Of a mask as many columns are there as the largest tree has rows; pieces of prompts have image
+    rows wherever tokens stand.
     """
     most = shared_rows(tree, plan.max_batch_size)
-    columns = {"mask_columns": (1, max(tree, 1)), "image_rows": _ONE}
-    sizes = {"together": most, "prefill": plan.max_input_len + most}
-    passes = [Pass("decode", 1, {"rows": _ONE, "head_rows": _ONE, **columns})]
-    if 1 < plan.max_batch_size < most:
-        tokens = (1, plan.max_batch_size)
-        passes.append(Pass("tokens", tokens[1], {"rows": tokens, "head_rows": tokens, **columns}))
-    for name, rows in sizes.items():
-        passes.append(Pass(name, rows, {"rows": (1, rows), "head_rows": (1, most), **columns}))
-    return passes
+    sizes = {"decode": 1, "tokens": plan.max_batch_size}
+    if plan.max_batch_size == most:
+        del sizes["tokens"]
+    sizes |= {"together": most, "prefill": plan.max_input_len + most}
+    columns = {"mask_columns": (1, max(tree, 1))}
+    return [
+        Pass(
+            name,
+            rows,
+            {
+                "rows": (1, rows),
+                "image_rows": (1, rows),
+                "head_rows": (1, min(rows, most)),
+                **columns,
+            },
+        )
+        for name, rows in sizes.items()
+    ]
 
 
 def _base_pass(name: str, rows: Range, head_rows: Range, image_rows: Range) -> Pass:

@@ -16,6 +16,7 @@ import numpy as np
 from numpy.typing import NDArray
 
 from edgellm.contract import EdgeLLMError
+from edgellm.device_runtime.shared_costs import SharedCosts
 from edgellm.manifest import DEVICES, Engine, library_of
 
 # Of one pass by contract name, in the host's memory, floats as float32. Arrays are fetched when
@@ -136,6 +137,20 @@ class SharedRunner(Runner, Protocol):
         Returns:
             What `run` would give for each.
         """
+        ...
+
+
+@runtime_checkable
+class ArrangesPasses(Protocol):
+    """A `SharedRunner` that computes what several sequences ask for in the cheapest passes."""
+
+    @property
+    def shared_rows(self) -> tuple[int, int]:
+        """Rows of a sequence, and of all, at most, in a pass of trees side by side."""
+        ...
+
+    def learn_costs(self, costs: SharedCosts) -> None:
+        """What passes cost was measured; before, the runner assumes it."""
         ...
 
 

@@ -33,6 +33,10 @@ class ImageRows:
     positions: I64 | None = None
     keys: Mapping[int, RowKey] = field(kw_only=True)  # of the token ids V + n: row n's image
 
+    def between(self, begin: int, end: int) -> ImageRows:
+        """The rows [begin, end) alone, without what is said of the prompt."""
+        return ImageRows(self.embeds[begin:end], self.deepstack[:, begin:end], keys={})
+
     @classmethod
     def none(cls, hidden_size: int, num_deepstack: int) -> ImageRows:
         """Those of a text, which are not looked at."""

@@ -5,81 +5,27 @@ from __future__ import annotations
 from collections.abc import Callable, Iterable, Mapping, Sequence
 from functools import partial
 from pathlib import Path
-from typing import Any, NamedTuple
+from typing import Any
 
 import numpy as np
 from numpy.typing import NDArray
 
-from edgellm import contract
 from edgellm.device_runtime import runners
 from edgellm.device_runtime.engine.prefix_cache import count_common, marked, row_keys
 from edgellm.device_runtime.pass_costs import fastest_each_ms, measured_rows
-from edgellm.device_runtime.runners import Outputs, Runner, TakesAdapters
+from edgellm.device_runtime.runners import ArrangesPasses, Outputs, Runner, TakesAdapters
 from edgellm.device_runtime.runners.rounds import GrowsTrees, Growth, Rounds
 from edgellm.device_runtime.sessions import F32, I64, Bool, ImageRows, RowKey
 from edgellm.device_runtime.sessions.contexts import Context, Contexts
+from edgellm.device_runtime.sessions.decoder_parts import Part, PassResult
+from edgellm.device_runtime.sessions.known_costs import Measured, known_costs
 from edgellm.device_runtime.sessions.pass_inputs import PassInputs
 from edgellm.device_runtime.sessions.state_pool import Memory
 from edgellm.device_runtime.sessions.states import CHECKPOINT_ROWS, States
+from edgellm.device_runtime.shared_costs import measure_shared
 from edgellm.manifest import Engine
 from edgellm.roles import COMMIT, DECODER, PASS
 from edgellm.specs import DecoderSpec
-
-
-class PassResult:
-    """Outputs of one pass; a device's are fetched when they are read, before the next pass."""
-
-    __slots__ = ("_outputs", "_rows", "_token_ids")
-
-    def __init__(self, outputs: Outputs, rows: int) -> None:
-        self._outputs, self._rows = outputs, rows
-        self._token_ids: I64 | None = None  # until it is asked for
-
-    @property
-    def token_ids(self) -> I64:
-        """[R], the likeliest token behind each row."""
-        found = self._token_ids
-        if found is None:
-            if contract.TOKEN_IDS in self._outputs:
-                found = self._outputs[contract.TOKEN_IDS][0]
-            else:  # numpy finds the largest logit of a row in a fifth of an operator's time
-                found = self.logits.argmax(axis=-1)
-            self._token_ids = found
-        return found
-
-    def highest_of(self, row: int) -> float:
-        """The logit of a row's token of `token_ids`, which are the argmax."""
-        if contract.TOP_LOGITS in self._outputs:
-            return float(self._outputs[contract.TOP_LOGITS][0, row])
-        return float(self.logits[row, self.token_ids[row]])
-
-    @property
-    def logits(self) -> F32:
-        """[R, V]."""
-        return self._outputs[contract.LOGITS][0]
-
-    @property
-    def taps(self) -> F32:
-        """[S, T*H], features for a draft; [S, 0] when the engine gives none."""
-        if contract.HIDDEN_TAPS not in self._outputs:
-            return np.zeros((self._rows, 0), np.float32)
-        return self._outputs[contract.HIDDEN_TAPS][0]
-
-
-class Part(NamedTuple):
-    """What a sequence computes in a pass; see `DecoderSession.run`."""
-
-    context: Context
-    token_ids: I64
-    write_index: int
-    logits_index: I64
-    position_ids: I64 | None = None
-    tree_mask: Bool | None = None
-
-    @property
-    def end(self) -> int:
-        """Rows that are there behind it."""
-        return self.write_index + len(self.token_ids)
 
 
 class DecoderSession:
@@ -102,6 +48,7 @@ class DecoderSession:
         self._inputs = PassInputs(runner, spec, capacity)
         self.context = Context()  # whose rows all methods but `run_many` are about
         self.context.is_spare = True
+        self._costs: Measured = {}
 
     @property
     def free_rows(self) -> int | None:
@@ -198,11 +145,11 @@ class DecoderSession:
         Raises:
             LimitError: rows do not fit into the cache; nothing is computed.
         """
-        starts = self._inputs.hold([part.context for part in parts])
+        shifts = self._inputs.hold([(part.context, part.token_ids) for part in parts])
         asked: list[tuple[Context, dict[str, NDArray[Any]]]] = []
         places: list[tuple[Context, int, int]] = []
-        for part, start in zip(parts, starts, strict=True):
-            asked.append((part.context, self._inputs.of(*part, first_image=start)))
+        for part, shift in zip(parts, shifts, strict=True):
+            asked.append((part.context, self._inputs.of(*part, image_shift=shift)))
             places.append((part.context, part.write_index, len(part.token_ids)))
         if self._states is not None:
             rows = [(self._memory(part.context), part.write_index) for part in parts]
@@ -228,7 +175,6 @@ class DecoderSession:
         Raises:
             LimitError: as `run`.
         """
-        self._inputs.hold([self.context])
         start = self._inputs.start(self.context, length, nodes)
         del self.context.keys[length:]
         self._contexts.reserve([(self.context, length, nodes)])
@@ -248,6 +194,19 @@ class DecoderSession:
     def set_images(self, images: ImageRows) -> None:
         """Say what image rows of the next prompt stand for; holds until it is said again."""
         self.context.images = images
+
+    def costs_of(self, engine: Engine) -> Measured:
+        """Milliseconds of passes of its engine: as the build measured them, or as measured now."""
+        if not self._costs:
+            wanted = max(engine.max_verify_tree_size, self.most_parts)
+            measure = partial(costs, self, engine.decoder, engine.max_input_len, most_wanted=wanted)
+            self._costs = known_costs(self._runner, PASS, engine.cost_ms, measure)
+        return self._costs
+
+    @property
+    def shared_rows(self) -> tuple[int, int]:
+        """See `runners.ArrangesPasses`; zeros: the runner does not ask what passes cost."""
+        return self._runner.shared_rows if isinstance(self._runner, ArrangesPasses) else (0, 0)
 
     def hold_adapters(self, weights: F32, table: I64) -> None:
         """The adapters of the passes to come, see `runners.TakesAdapters`; of engines with any."""
@@ -386,12 +345,38 @@ def session(opened: Mapping[str, Runner], spec: DecoderSpec, capacity: int) -> D
 
 
 def costs(
-    session: DecoderSession, spec: DecoderSpec, most_rows: int = 0
+    session: DecoderSession, spec: DecoderSpec, most_rows: int = 0, *, most_wanted: int = 0
 ) -> dict[str, dict[str, float]]:
-    """See `sessions.Module`: of passes whose rows all get logits."""
+    """See `sessions.Module`: of one sequence, and of several where the runner asks for it.
+
+    All rows get logits; of more than `most_wanted`, the last.
+    """
     context, measured = measured_rows(session.capacity, most_rows)
 
     def run(rows: int) -> None:
-        session.run(np.arange(rows) % spec.vocab_size, context, np.arange(rows))
+        first = rows - 1 if 0 < most_wanted < rows else 0
+        session.run(np.arange(rows) % spec.vocab_size, context, np.arange(first, rows))
 
-    return {PASS: fastest_each_ms({str(rows): partial(run, rows) for rows in measured})}
+    found = {PASS: fastest_each_ms({str(rows): partial(run, rows) for rows in measured})}
+    if not any(session.shared_rows):
+        return found
+    return found | _costs_together(session, spec, context, max(measured))
+
+
+def _costs_together(
+    session: DecoderSession, spec: DecoderSpec, begin: int, most_rows: int
+) -> dict[str, dict[str, float]]:
+    """Of tokens and trees of several sequences side by side, behind `begin` rows of each."""
+    session.close(session.context)
+    contexts = [session.new_context() for _ in range(session.most_parts)]
+
+    def run(count: int, rows: int) -> None:
+        ids, mask = np.arange(rows), np.tri(rows, dtype=np.bool_) if rows > 1 else None
+        asked = ids % spec.vocab_size, begin, ids, begin + ids, mask
+        session.run_many([Part(one, *asked) for one in contexts[:count]])
+
+    room = min(most_rows, session.shared_rows[0]), session.shared_rows[1]
+    found = measure_shared(PASS, session.most_parts, room, run)
+    for one in contexts:
+        session.close(one)
+    return found

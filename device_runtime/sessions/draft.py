@@ -14,12 +14,14 @@ from numpy.typing import NDArray
 from edgellm import contract
 from edgellm.device_runtime import runners
 from edgellm.device_runtime.pass_costs import CANDIDATES, fastest_each_ms, measured_rows
-from edgellm.device_runtime.runners import Outputs, Runner
+from edgellm.device_runtime.runners import ArrangesPasses, Outputs, Runner
 from edgellm.device_runtime.runners.rounds import Asked, Growth, Rounds
 from edgellm.device_runtime.sessions import F32, I64, Bool, ImageRows
 from edgellm.device_runtime.sessions.contexts import Context, Contexts
 from edgellm.device_runtime.sessions.decoder import DecoderSession
+from edgellm.device_runtime.sessions.known_costs import Measured, known_costs
 from edgellm.device_runtime.sessions.pass_inputs import PassInputs
+from edgellm.device_runtime.shared_costs import measure_shared
 from edgellm.manifest import Engine
 from edgellm.roles import DRAFT, EXTEND, FUSE, STEP
 from edgellm.specs import DecoderSpec, DraftSpec
@@ -89,6 +91,16 @@ class DraftSession:
         """Answers that one pass serves."""
         return self._contexts.most_together
 
+    @property
+    def shared_rows(self) -> tuple[int, int]:
+        """See `DecoderSession.shared_rows`."""
+        return self._runner.shared_rows if isinstance(self._runner, ArrangesPasses) else (0, 0)
+
+    def costs_of(self, engine: Engine, most_rows: int) -> Measured:
+        """See `DecoderSession.costs_of`; `most_rows` as for `costs`."""
+        measure = partial(costs, self, engine.draft, most_rows)
+        return known_costs(self._runner, _shared_kind(engine.draft), engine.cost_ms, measure)
+
     def new_context(self) -> Context:
         """See `DecoderSession.new_context`."""
         return Context()
@@ -155,10 +167,10 @@ class DraftSession:
             parts: at most `most_parts`.
         """
         contexts, fused = [part.context for part in parts], self._fused(parts)
-        starts = self._inputs.hold(contexts)
+        shifts = self._inputs.hold([(part.context, part.token_ids) for part in parts])
         inputs = [
-            self._inputs_of(part, hidden, start)
-            for part, hidden, start in zip(parts, fused, starts, strict=True)
+            self._inputs_of(part, hidden, shift)
+            for part, hidden, shift in zip(parts, fused, shifts, strict=True)
         ]
         kept = [context.num_rows for context in contexts]
         self._contexts.reserve([(p.context, p.write_index, len(p.token_ids)) for p in parts])
@@ -170,10 +182,10 @@ class DraftSession:
             part.context.num_rows = min(rows, part.write_index) if is_tree else end
         return [_result(outputs) for outputs in found]
 
-    def _inputs_of(self, part: DraftPart, hidden: F32, first_image: int) -> dict[str, NDArray[Any]]:
+    def _inputs_of(self, part: DraftPart, hidden: F32, image_shift: int) -> dict[str, NDArray[Any]]:
         inputs = self._inputs.of(
             part.context, part.token_ids, part.write_index, part.output_rows,
-            part.position_ids, part.tree_mask, first_image=first_image,
+            part.position_ids, part.tree_mask, image_shift=image_shift,
         )  # fmt: skip
         inputs[contract.DRAFT_HIDDEN], inputs[contract.TOP_K] = hidden[None], np.array([part.top_k])
         return inputs
@@ -198,8 +210,8 @@ class DraftSession:
         """As `run_many`, but a device need not be waited for before the result is called for."""
         assert isinstance(self._runner, Asked)
         context, count = part.context, len(part.token_ids)
-        self._inputs.hold([context])
-        inputs = self._inputs_of(part, self._fused([part])[0], 0)
+        (shift,) = self._inputs.hold([(context, part.token_ids)])
+        inputs = self._inputs_of(part, self._fused([part])[0], shift)
         self._contexts.reserve([(context, part.write_index, count)])
         context.num_rows = part.write_index + count
         return partial(_result, self._runner.ask(inputs))
@@ -210,7 +222,6 @@ class DraftSession:
 
     def start(self, row: int, rows: int) -> tuple[int, int]:
         """See `PassInputs.start`."""
-        self._inputs.hold([self.context])
         return self._inputs.start(self.context, row, rows)
 
     def set_images(self, images: ImageRows) -> None:
@@ -240,6 +251,11 @@ def open_draft(folder: Path, engine: Engine) -> DraftSession:
 def session(opened: Mapping[str, Runner], spec: DraftSpec, capacity: int) -> DraftSession:
     """See `sessions.Module`."""
     return DraftSession(opened[DRAFT], opened.get(FUSE), spec.decoder, capacity)
+
+
+def _shared_kind(spec: DraftSpec) -> str:
+    """Of passes that are measured with several answers: those that most are of."""
+    return STEP if spec.num_heads <= 1 else EXTEND
 
 
 def costs(
@@ -277,6 +293,30 @@ def costs(
     grown = {str(rows): partial(grow, rows) for rows in measured}
     extended = {str(rows): partial(extend, rows) for rows in measured}
     found = {EXTEND: fastest_each_ms(extended, before=others.sum)}
-    if masks:
+    if not masks:
+        found = {STEP: fastest_each_ms(grown, before=follow_an_extension), **found}
+    if not any(session.shared_rows):
         return found
-    return {STEP: fastest_each_ms(grown, before=follow_an_extension), **found}
+    return found | _costs_together(session, spec, context, hidden, top_k)
+
+
+def _costs_together(
+    session: DraftSession, spec: DraftSpec, begin: int, hidden: F32, top_k: int
+) -> dict[str, dict[str, float]]:
+    """Of passes that several answers share, behind `begin` rows of each."""
+    session.close(session.context)
+    contexts = [session.new_context() for _ in range(session.most_parts)]
+
+    def run(count: int, rows: int) -> None:
+        ids, wanted = np.arange(rows) % spec.decoder.vocab_size, np.arange(rows)
+        asked = [
+            DraftPart(one, ids, begin, wanted, top_k, hidden=hidden[:rows])
+            for one in contexts[:count]
+        ]
+        session.run_many(asked)
+
+    room = min(session.shared_rows[0], len(hidden)), session.shared_rows[1]
+    found = measure_shared(_shared_kind(spec), session.most_parts, room, run)
+    for one in contexts:
+        session.close(one)
+    return found

@@ -26,29 +26,44 @@ class PassInputs:
             spec.vocab_size,
         )
         self._has_parents = spec.recurrent is not None
-        self._none: ImageRows | None = None
-        if self._images is not None:
-            self._none = ImageRows.none(spec.hidden_size, self._images.num_deepstack)
         self.takes_adapters = False
-        self._held: list[ImageRows] = []  # of the pass before
-        self._starts: list[int] = []  # where the images of each sequence begin
+        if self._images is not None:
+            count = self._images.num_deepstack
+            self._give([ImageRows.none(spec.hidden_size, count)])
 
-    def hold(self, contexts: Sequence[Context]) -> list[int]:
-        """Hold the images of the sequences of a pass; where the rows of each begin among them."""
-        if self._none is None or self._images is None:
-            return [0] * len(contexts)
-        shown = [context.images or self._none for context in contexts]
-        if [id(one) for one in shown] == [id(one) for one in self._held]:
-            return self._starts
-        counts = [0 if one is self._none else len(one.embeds) for one in shown]
-        some = [one for one in shown if one is not self._none] or [self._none]
+    def hold(self, parts: Sequence[tuple[Context, I64]]) -> list[int]:
+        """Hold the image rows that a pass reads, one sequence's behind the other's, and no more.
+
+        A pass without any leaves what is held: nobody looks at it.
+
+        Args:
+            parts: sequences with the tokens of the pass.
+
+        Returns:
+            What to add to the token ids that stand for image rows, for each sequence.
+        """
+        shifts, shown, first = [0] * len(parts), list[ImageRows](), 0
+        if self._images is None:
+            return shifts
+        for at, (context, token_ids) in enumerate(parts):
+            rows = token_ids[token_ids >= self._vocab_size] - self._vocab_size
+            if context.images is None or not len(rows):
+                continue
+            begin, end = int(rows.min()), int(rows.max()) + 1
+            shown.append(context.images.between(begin, end))
+            shifts[at] = first - begin
+            first += end - begin
+        if shown:
+            self._give(shown)
+        return shifts
+
+    def _give(self, some: Sequence[ImageRows]) -> None:
+        assert self._images is not None
         held = {contract.IMAGE_EMBEDS: np.concatenate([one.embeds for one in some])}
         if self._images.num_deepstack:
             levels = [one.deepstack for one in some]
             held[contract.DEEPSTACK_EMBEDS] = np.concatenate(levels, axis=1)
         self._runner.hold(held)
-        self._held, self._starts = shown, np.cumsum([0, *counts[:-1]]).tolist()
-        return self._starts
 
     def of(
         self,
@@ -59,7 +74,7 @@ class PassInputs:
         position_ids: I64 | None,
         tree_mask: Bool | None,
         *,
-        first_image: int = 0,
+        image_shift: int = 0,
     ) -> dict[str, NDArray]:
         """By contract name; raises `LimitError` if the rows do not fit into the cache.
 
@@ -70,12 +85,12 @@ class PassInputs:
             output_rows: that are wanted.
             position_ids: None counts on.
             tree_mask: None is causal.
-            first_image: where the context's images begin, see `hold`.
+            image_shift: see `hold`.
         """
         rows = len(token_ids)
-        if first_image:
+        if image_shift:
             is_image = token_ids >= self._vocab_size
-            token_ids = np.where(is_image, token_ids + first_image, token_ids)
+            token_ids = np.where(is_image, token_ids + image_shift, token_ids)
         require_room(self._capacity, write_index, rows, self._pass_rows)
         if position_ids is None:
             position_ids = np.arange(write_index, write_index + rows)

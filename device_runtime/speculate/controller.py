@@ -130,13 +130,15 @@ class Controller:
         if company not in self._shares:
             if len(self._shares) == _KEPT_SHARES:
                 self._shares.clear()
-            self._shares[company] = company.share(self._costs.verify).tolist()
+            self._shares[company] = self._costs.share(company).tolist()
         return self._shares[company]
 
     def _pace_of(self, answers: int) -> Pace:
         if answers not in self._paces:
-            tables = self._costs.verify, self._costs.step, self._costs.extend
-            verify, step, extend = (shared(table, answers) for table in tables)
+            verify = self._costs.share(Company(answers, answers - 1))
+            step, extend = (
+                shared(each, answers) for each in (self._costs.step, self._costs.extend)
+            )
             shares = replace(self._costs, verify=verify, step=step, extend=extend)
             pace = Pace(shares, answers, *self._terms)
             if fewer := [known for known in self._paces if known < answers]:

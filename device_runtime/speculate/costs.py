@@ -9,6 +9,7 @@ from typing import overload
 import numpy as np
 
 from edgellm.device_runtime.sessions import I64
+from edgellm.device_runtime.shared_costs import SharedCosts
 from edgellm.device_runtime.speculate.tree import F64
 
 
@@ -21,6 +22,7 @@ class Costs:
     extend: F64
     host_ms: float = 0.0  # of asking for a tree, whoever grows it, beyond passes and a plain token
     tree_ms: float = 0.0  # of verifying a tree, beyond the pass
+    together: SharedCosts | None = None  # of passes that several answers verify in, if measured
 
     @classmethod
     def of(
@@ -30,6 +32,7 @@ class Costs:
         extend: Mapping[str, float] | None = None,
         host_ms: float = 0.0,
         tree_ms: float = 0.0,
+        together: SharedCosts | None = None,
     ) -> Costs:
         """From measured {rows: ms}; what lies between is interpolated.
 
@@ -37,7 +40,16 @@ class Costs:
         """
         nothing = {"1": 0.0}
         tables = _table(verify), _table(step or nothing), _table(extend or nothing)
-        return cls(*tables, host_ms, tree_ms)
+        return cls(*tables, host_ms, tree_ms, together)
+
+    def share(self, company: Company) -> F64:
+        """What an answer's rows cost it of the passes that verify, see `Company.share`.
+
+        Passes of several are taken for those of one with as many rows where nobody measured them.
+        """
+        if company.answers == 1 or self.together is None:
+            return company.share(self.verify)
+        return company.share(self.together.by_rows(company.answers))[: len(self.verify)]
 
 
 def _table(measured: Mapping[str, float]) -> F64:

@@ -67,7 +67,9 @@ class Drafters:
             LimitError: the options exceed what the engines were built for.
         """
         self.options, limits = options, options.limits(base.max_verify_tree_size)
-        opened = _open(Order(engine, base, session, options, limits, verify))
+        order = Order(engine, base, session, options, limits, verify)
+        opened = _open(order)
+        opened = replace(opened, costs=replace(opened.costs, together=order.shared_costs()))
         self._start, self.caches = opened.start, opened.caches
         starts = [drafters.lookup(name).remember() for name in options.lookups]
         self._learned = {

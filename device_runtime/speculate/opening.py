@@ -10,7 +10,8 @@ from edgellm.artifact import require_pair
 from edgellm.contract import BrokenArtifactError, LimitError
 from edgellm.device_runtime.engine.prefix_cache import RowCache
 from edgellm.device_runtime.runners.rounds import Growth
-from edgellm.device_runtime.sessions.decoder import DecoderSession, costs
+from edgellm.device_runtime.sessions.decoder import DecoderSession
+from edgellm.device_runtime.shared_costs import SharedCosts
 from edgellm.device_runtime.speculate import drafters
 from edgellm.device_runtime.speculate.costs import Costs
 from edgellm.device_runtime.speculate.draft_cache import ImageIds
@@ -35,8 +36,11 @@ class Order:
 
     def pass_costs(self) -> Mapping[str, float]:
         """Of the base: what the build measured, or passes now if it was compiled ahead of time."""
-        most = self.base.max_verify_tree_size
-        return (self.base.cost_ms or costs(self.session, self.base.decoder, most))[PASS]
+        return self.session.costs_of(self.base)[PASS]
+
+    def shared_costs(self) -> SharedCosts | None:
+        """Of the base's passes in company, where they were measured."""
+        return SharedCosts.find(PASS, self.session.costs_of(self.base))
 
     @property
     def host_ms(self) -> tuple[float, float]:

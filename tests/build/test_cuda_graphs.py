@@ -27,7 +27,6 @@ from edgellm.build.lowering.weights import WeightFile
 from edgellm.build.onnxruntime_cpu.linears import RowInt8Kernel
 from edgellm.build.onnxruntime_cuda import linears as cuda_linears
 from edgellm.build.onnxruntime_cuda.attention import Form
-from edgellm.build.onnxruntime_cuda.batches import require_batches
 from edgellm.build.onnxruntime_cuda.kernels import KERNELS, check_kernels
 from edgellm.build.onnxruntime_cuda.lower import lower_for_cuda
 from edgellm.build.onnxruntime_cuda.options import CudaOptions
@@ -39,7 +38,6 @@ from edgellm.export import models
 from edgellm.export.bundle import ExportOptions, export_llm
 from edgellm.export.source import open_checkpoint
 from edgellm.manifest import Engine
-from edgellm.specs import ImageSpec
 
 pytestmark = pytest.mark.usefixtures("one_thread")
 PLAN = Plan(48, 64, 1, "same", "none")
@@ -223,15 +221,6 @@ def test_two_graphs_over_one_file_of_weights(bundles, tmp_path):
     assert (len(built.main_graphs), built.options["attention"]) == (1, "plain")
     size = sum((tmp_path / "fused" / name).stat().st_size for name in ("llm.data",))
     assert size == (tmp_path / "plain" / "llm.data").stat().st_size
-
-
-def test_images_are_for_one_answer_at_a_time(bundles):
-    bundle = read_bundle("llm", bundles.make("base", "fp16"), PLAN)
-    require_batches(bundle)
-    seeing = dataclasses.replace(bundle.decoder, images=ImageSpec("qwen2_vl", 5))
-    with pytest.raises(EdgeLLMError, match="one request at a time on CUDA") as caught:
-        require_batches(dataclasses.replace(bundle, spec=seeing))
-    assert "--device cpu" in caught.value.hint
 
 
 def test_float32_has_no_fused_kernel(bundles, tmp_path):

@@ -11,6 +11,7 @@ import pytest
 from conftest import make_checkpoint
 from fake_gpu import FakeDevice, FakeEngine
 from lowered_engines import lower_for_gpu
+from scripted_sequences import Scripted, run_together
 
 from edgellm import contract
 from edgellm.build.engine import build_engine
@@ -103,63 +104,13 @@ def whole_pages(session, rows):
     return -(-rows // session.page_rows) * session.page_rows
 
 
-class Scripted:
-    """A sequence of pieces, tokens and trees, and the logits of every row that stayed."""
-
-    def __init__(self, seed):
-        self.rng, self.context, self.length = np.random.default_rng(seed), Context(), 0
-        self.seen = []
-
-    def part(self):
-        """What it asks for next."""
-        rng, most = self.rng, CAPACITY - self.length
-        kind = rng.choice(["piece", "token", "token", "tree"])
-        size = {"piece": rng.integers(2, 40), "token": 1, "tree": rng.integers(2, 13)}[kind]
-        size = int(min(size, most))
-        ids = rng.integers(9, 96, size)
-        self.path = np.arange(size)
-        if kind != "tree":
-            return Part(self.context, ids, self.length, np.arange(size))
-        mask = np.eye(size, dtype=np.bool_)
-        for node in range(1, size):
-            mask[node] |= mask[int(rng.integers(node))]
-        self.path = np.flatnonzero(mask[int(rng.integers(size))])
-        positions = self.length + mask.sum(1) - 1
-        return Part(self.context, ids, self.length, np.arange(size), positions, mask)
-
-    def take(self, session, part, result):
-        self.seen.append(result.logits.tobytes())
-        if part.tree_mask is not None:
-            session.use(self.context)
-            session.compact(self.length, self.path)
-        self.length += len(self.path)
-
-    @property
-    def is_over(self):
-        return self.length >= CAPACITY - 1
-
-
 def test_any_schedule_gives_every_sequence_its_bits(engine):
     session, rng = open_session(engine), np.random.default_rng(2)
     for trial in range(1 if (engine / LOWERED).exists() else 3):  # which is slow on the fake GPU
-        going = [Scripted(100 * trial + at) for at in range(int(rng.integers(2, 7)))]
-        everyone = list(going)
-        while going:  # more sequences than share a pass, or than the pages can hold
-            some = list(rng.permutation(going))[: int(rng.integers(1, MOST + 1))]
-            parts = [one.part() for one in some]
-            for one, part, result in zip(some, parts, session.run_many(parts), strict=True):
-                one.take(session, part, result)
-            going = [one for one in going if not one.is_over]
-        for one in everyone:
-            session.close(one.context)
-        for at, one in enumerate(everyone):
-            alone = Scripted(100 * trial + at)
-            while not alone.is_over:
-                part = alone.part()
-                (result,) = session.run_many([part])
-                alone.take(session, part, result)
-            assert alone.seen == one.seen
-            session.close(alone.context)
+        count = int(rng.integers(2, 7))
+        run_together(
+            session, lambda at, first=100 * trial: Scripted(first + at, CAPACITY), count, rng
+        )
     assert session.free_rows == MOST * whole_pages(session, CAPACITY)
 
 

@@ -5,7 +5,6 @@ from __future__ import annotations
 import dataclasses
 import json
 from pathlib import Path
-from typing import Any
 
 import cuda_on_cpu
 import numpy as np
@@ -125,31 +124,11 @@ def test_half_precision_is_lossless_too(halves):
 
 
 # ---------------------------------------------------------------------------- recorded passes
-class _Runs:
-    """Numbers of the recordings that runs asked for, and a device that fails to make one."""
-
-    def __init__(self, patch: pytest.MonkeyPatch, *, fails: bool = False) -> None:
-        self.ids: list[str] = []
-        run = ort.InferenceSession.run_with_iobinding
-
-        def counted(session, binding, options: Any = None):
-            try:
-                ids = options.get_run_config_entry("gpu_graph_id")
-            except (AttributeError, RuntimeError):  # none, or none of this name
-                ids = ""
-            self.ids.append(ids)
-            if fails and ids not in ("", "-1"):
-                raise RuntimeError("operation not permitted when stream is capturing\nmore")
-            return run(session, binding, options)
-
-        patch.setattr(ort.InferenceSession, "run_with_iobinding", counted)
-
-
 def test_passes_that_recur_are_padded_and_recorded(halves, monkeypatch):
     """All that plain decoding and trees need is recorded at load; prompts never are."""
     pieces = _llm(halves, TREES)
     expected = [_answer(pieces, prompt, speculative=True) for prompt in PROMPTS]
-    runs = _Runs(monkeypatch)
+    runs = cuda_on_cpu.Runs(monkeypatch)
     with cuda_on_cpu.recording():
         session = cuda_on_cpu.open_base(halves)
         assert {*runs.ids} == {"-1", *map(str, range(1, 8))}  # of 1, 2, 4 ... 64 rows
@@ -167,7 +146,7 @@ def test_passes_that_recur_are_padded_and_recorded(halves, monkeypatch):
 
 def test_recordings_are_bounded(halves, monkeypatch):
     """Each takes memory of the device: what comes later is asked for kernel by kernel."""
-    runs = _Runs(monkeypatch)
+    runs = cuda_on_cpu.Runs(monkeypatch)
     monkeypatch.setattr(runner, "_MOST_RECORDED", 2)
     with cuda_on_cpu.recording():
         session = cuda_on_cpu.open_base(halves)
@@ -190,7 +169,7 @@ def test_a_token_uploads_what_is_new(halves, monkeypatch):
 
 def test_what_cannot_be_recorded_is_computed_piece_by_piece(halves, monkeypatch, caplog):
     expected = _answer(_llm(halves, TREES), PROMPTS[0], speculative=True)
-    runs = _Runs(monkeypatch, fails=True)
+    runs = cuda_on_cpu.Runs(monkeypatch, fails=True)
     with cuda_on_cpu.recording():
         llm = _llm(halves, TREES)
         assert _answer(llm, PROMPTS[0], speculative=True) == expected

@@ -39,7 +39,7 @@ def test_calls_are_measured_in_turns(monkeypatch):
 class WatchedDraft:
     """Notes its passes."""
 
-    capacity = 32
+    capacity, shared_rows = 32, (0, 0)
 
     def __init__(self) -> None:
         self.passes: list[tuple[str, int]] = []

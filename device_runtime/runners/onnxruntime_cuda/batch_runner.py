@@ -13,14 +13,17 @@ from edgellm.device_runtime.runners import Cache, Outputs
 from edgellm.device_runtime.runners.cache_slots import SharesSlots, slot_cache
 from edgellm.device_runtime.runners.onnxruntime_cuda.grids import (
     MOST_JOINED,
+    Cost,
     Inputs,
     arrange,
+    assumed_cost,
     batch_of,
     rows_of,
     shares,
 )
 from edgellm.device_runtime.runners.onnxruntime_cuda.loading import Loader
 from edgellm.device_runtime.runners.onnxruntime_cuda.runner import CudaRunner
+from edgellm.device_runtime.shared_costs import SharedCosts
 from edgellm.specs import DecoderSpec
 
 
@@ -39,6 +42,7 @@ class BatchRunner(CudaRunner, SharesSlots):
         CudaRunner.__init__(self, loader, mover, spec, capacity + MOST_JOINED, num_sequences)
         SharesSlots.__init__(self, self._memory, num_sequences, capacity)
         self._own = self.cache = self.new_cache()
+        self._cost: Cost = assumed_cost
 
     def prepare(self, tree_rows: int) -> None:
         """See `CudaRunner`; of trees side by side those are recorded that come."""
@@ -46,6 +50,15 @@ class BatchRunner(CudaRunner, SharesSlots):
         most = self.num_sequences
         for batch in sorted({batch_of(count, most) for count in range(2, most + 1)}):
             self._rehearse(1, batch)
+
+    @property
+    def shared_rows(self) -> tuple[int, int]:
+        """See `runners.ArrangesPasses`."""
+        return MOST_JOINED, self.num_sequences * MOST_JOINED
+
+    def learn_costs(self, costs: SharedCosts) -> None:
+        """See `runners.ArrangesPasses`."""
+        self._cost = costs.of
 
     def run(self, inputs: Mapping[str, NDArray[Any]]) -> Outputs:
         """See `runners.Runner`: of the sequence whose rows are in `cache`."""
@@ -59,7 +72,7 @@ class BatchRunner(CudaRunner, SharesSlots):
         asked = {slot: inputs for slot, (_, inputs) in zip(slots, parts, strict=True)}
         found: dict[int, Outputs] = {}
         for some in self._alike(asked):
-            for grid in arrange(some, self.slots.ends, self.num_sequences):
+            for grid in arrange(some, self.slots.ends, self.num_sequences, self._cost):
                 found |= shares(self._run(grid), grid)
         return [found[slot] for slot in slots]
 

@@ -6,7 +6,7 @@ over its own slot. Rows that a slot has no use for are padding behind those that
 
 from __future__ import annotations
 
-from collections.abc import Iterator, Mapping, Sequence
+from collections.abc import Callable, Iterator, Mapping, Sequence
 from dataclasses import dataclass
 from typing import Any
 
@@ -18,8 +18,9 @@ from edgellm.device_runtime.runners.onnxruntime_cuda.sizes import bucket_of
 
 Inputs = Mapping[str, NDArray[Any]]
 MOST_JOINED = 64  # rows of a sequence that shares a pass with others, padding included
-# As many rows as take the time of reading all weights, which every pass does
-_ROWS_OF_WEIGHTS = 64
+# What a pass of so many sequences costs, by the rows of all: the measure is the caller's
+Cost = Callable[[int, int], float]
+_ROWS_OF_WEIGHTS = 64  # that take the time of reading all weights, where nothing was measured
 
 
 @dataclass(frozen=True, slots=True)
@@ -61,35 +62,45 @@ def lone(inputs: Inputs, slot: int = 0) -> Grid:
     return Grid(slot, (inputs,), (int(inputs[contract.WRITE_INDEX][0]),))
 
 
-def arrange(parts: Mapping[int, Inputs], ends: Sequence[int], most: int) -> list[Grid]:
+def assumed_cost(sequences: int, rows: int) -> float:
+    """Of a pass, in rows: all read the weights."""
+    del sequences
+    return _ROWS_OF_WEIGHTS + rows
+
+
+def arrange(
+    parts: Mapping[int, Inputs], ends: Sequence[int], most: int, cost: Cost = assumed_cost
+) -> list[Grid]:
     """The passes that take the least time together.
 
     Args:
         parts: inputs by slot.
         ends: rows that are there in all slots.
         most: slots.
+        cost: of passes.
     """
     classes: dict[int, list[int]] = {}  # slots by rows, padded
     for slot in sorted(parts, key=lambda slot: -rows_of(parts[slot])):
         classes.setdefault(bucket_of(rows_of(parts[slot])), []).append(slot)
     sizes = list(classes)
-    best: list[tuple[int, list[list[int]]]] = [(0, [])]  # of the first classes
+    best: list[tuple[float, list[list[int]]]] = [(0, [])]  # of the first classes
     for end in range(1, len(sizes) + 1):
-        found: list[tuple[int, list[list[int]]]] = []
+        found: list[tuple[float, list[list[int]]]] = []
         for begin in range(end):
             slots = [slot for size in sizes[begin:end] for slot in classes[size]]
-            cost, groups = _cheapest(slots, parts, sizes[begin], most)
-            found.append((best[begin][0] + cost, best[begin][1] + groups))
+            taken, groups = _cheapest(slots, parts, sizes[begin], most, cost)
+            found.append((best[begin][0] + taken, best[begin][1] + groups))
         best.append(min(found, key=lambda each: each[0]))
     return [_grid(slots, parts, ends, most) for slots in best[-1][1]]
 
 
 def _cheapest(
-    slots: list[int], parts: Mapping[int, Inputs], size: int, most: int
-) -> tuple[int, list[list[int]]]:
-    """Rows that a group takes, together in one pass or each in its own."""
-    apart = sum(_ROWS_OF_WEIGHTS + rows_of(parts[slot]) for slot in slots)
-    together = _ROWS_OF_WEIGHTS + batch_of(max(slots) + 1, most) * size
+    slots: list[int], parts: Mapping[int, Inputs], size: int, most: int, cost: Cost
+) -> tuple[float, list[list[int]]]:
+    """What a group costs, together in one pass or each in its own."""
+    apart = sum(cost(1, rows_of(parts[slot])) for slot in slots)
+    batch = batch_of(max(slots) + 1, most)
+    together = cost(batch, batch * size)
     if len(slots) == 1 or size > MOST_JOINED or apart < together:
         return apart, [[slot] for slot in slots]
     return together, [slots]

@@ -37,6 +37,7 @@ from edgellm.device_runtime.runners.onnxruntime_cuda.slots import (
 from edgellm.device_runtime.runners.onnxruntime_graphs import (
     KEPT_ROWS,
     Held,
+    dtype_of,
     input_types,
     run_arrays,
 )
@@ -91,14 +92,18 @@ class CudaRunner:
             LimitError: the device is too small.
         """
         self._loader, self._window = loader, spec.sliding_window
-        # What is held of images changes its place and size
-        self._captures = loader.can_capture and spec.images is None
+        self._captures = loader.can_capture
         self._graphs = loader.sessions(captures=self._captures)
         self._types = [input_types(graph) for graph in self._graphs]
         self._memory = DeviceCache(spec.kv, capacity, loader.device, mover, num_sequences)
         self.cache: Cache = SlotCache(self._memory, 0)
         self._heads, self._capacity = spec.kv.num_kv_heads, capacity
-        self._axes, self._held = spec.position_axes, Held(loader.device)
+        self._axes, self._first_image = spec.position_axes, spec.vocab_size
+        # What is held changes its place and size: passes without image rows have one of zeros
+        self._held, self._no_images = Held(loader.device), Held(loader.device)
+        none = _no_image_rows(self._graphs[0])
+        self._no_images.replace(none)
+        self._takes_images = bool(none)
         self._kept: dict[tuple[object, ...], BoundPass] = {}
         self._width = self._num_recorded = 0
         self._latest: list[FetchedOutputs] = []
@@ -150,12 +155,13 @@ class CudaRunner:
         """One pass; what others gave stays."""
         asked, batch = Sizes(grid.rows, grid.outputs), len(grid.parts)
         taken, drafts = asked, contract.DRAFT_HIDDEN in grid.some
-        if self._captures:
+        has_images = self._has_images(grid)
+        if self._captures and not has_images:
             taken = asked.padded(batch, grid.end, self._capacity, drafts=drafts)
-        bound = self._bind(grid, taken)
+        bound = self._bind(grid, taken, has_images=has_images)
         self._fill(bound.inputs, grid)
         try:
-            bound.run(self._held)
+            bound.run(self._held if has_images else self._no_images)
         except Exception as error:  # whatever stops a recording, the pass itself may run
             if not bound.is_recording:
                 raise
@@ -164,6 +170,12 @@ class CudaRunner:
         found = FetchedOutputs(bound.outputs, lambda name: bound.fetch(name, asked))
         self._latest.append(found)
         return found
+
+    def _has_images(self, grid: Grid) -> bool:
+        return self._takes_images and any(
+            part is not None and (part[contract.INPUT_IDS] >= self._first_image).any()
+            for part in grid.parts
+        )
 
     def _stop_recording(self, error: Exception) -> None:
         """A session that failed to record is not to be used again."""
@@ -175,7 +187,7 @@ class CudaRunner:
         self._kept.clear()
         self._graphs = self._loader.sessions(captures=False)
 
-    def _bind(self, grid: Grid, taken: Sizes) -> BoundPass:
+    def _bind(self, grid: Grid, taken: Sizes, *, has_images: bool) -> BoundPass:
         """A pass of these sizes; without recording they are kept until the context grows."""
         index, batch = self._graph_of(grid), len(grid.parts)
         width = taken.width(grid.end + taken.rows, self._capacity)
@@ -187,10 +199,10 @@ class CudaRunner:
         # A prompt's first pass is one for the kernel where there are no rows before it
         is_first = index and batch == 1 and not grid.end and not recurs
         live = taken.rows if is_first else width
-        key = (index, grid.first, batch, taken.rows, taken.outputs, live, *chosen.values())
+        sizes = {"rows": taken.rows, "outputs": taken.outputs, "width": width, "live": live}
+        key = (index, grid.first, batch, has_images, *sizes.values(), *chosen.values())
         if (bound := self._kept.get(key)) is not None:
             return bound
-        sizes = {"rows": taken.rows, "outputs": taken.outputs, "width": width, "live": live}
         arrays = self._arrays(grid, sizes, self._types[index])
         arrays |= {name: np.array([most]) for name, most in chosen.items()}
         capture_id = -1 if self._captures else 0
@@ -225,6 +237,8 @@ class CudaRunner:
             for name, array in grid.some.items()
             if name not in (*_PLACES, *_NOT_ROWS)
         }
+        if self._axes > 1:  # those of all sequences, one behind the other
+            shapes[contract.POSITION_IDS] = self._axes, batch * rows
         shapes |= {contract.LOGITS_INDEX: (sizes["outputs"],), LAST_ROW: (batch,)}
         masks = dict.fromkeys((VISIBLE, VISIBLE_IN_WINDOW), (batch, 1, rows, width))
         arrays: dict[str, NDArray[Any]] = {
@@ -245,11 +259,11 @@ class CudaRunner:
         index = flat_index(grid, rows)
         bound[contract.LOGITS_INDEX][: len(index)] = index
         for place, (part, begin) in enumerate(zip(grid.parts, grid.ends, strict=True)):
-            at = slice(None) if len(grid.parts) == 1 else slice(place, place + 1)
             for name, array in (part or {}).items():
                 if name in bound and name not in _NOT_ROWS:
-                    bound[name][at, : array.shape[1]] = array
-                    bound[name][at, array.shape[1] :] = array[:, -1:]
+                    own = self._own_rows(name, bound[name], place, rows)
+                    own[:, : array.shape[1]] = array
+                    own[:, array.shape[1] :] = array[:, -1:]
             if SLOTS in bound:
                 bound[SLOTS][place, ..., 2] = np.arange(rows) + begin
             if LAST_ROW in bound:
@@ -259,6 +273,23 @@ class CudaRunner:
             for name, window in ((VISIBLE, None), (VISIBLE_IN_WINDOW, self._window)):
                 if name in bound:
                     fill_visible(bound[name][place, 0], begin, positions, mask, window)
+
+    def _own_rows(self, name: str, array: NDArray[Any], place: int, rows: int) -> NDArray[Any]:
+        """Those of a sequence in an input of all, [1, rows, ...]; M-RoPE's positions [3, rows]."""
+        if name == contract.POSITION_IDS and self._axes > 1:
+            return array[:, place * rows : (place + 1) * rows]
+        return array[place : place + 1]
+
+
+def _no_image_rows(graph: ort.InferenceSession) -> dict[str, NDArray[Any]]:
+    """A row of zeros for each input that image rows are read from."""
+    return {
+        value.name: np.zeros(
+            [dim if isinstance(dim, int) else 1 for dim in value.shape], dtype_of(value.type)
+        )
+        for value in graph.get_inputs()
+        if value.name in (contract.IMAGE_EMBEDS, contract.DEEPSTACK_EMBEDS)
+    }
 
 
 def _chosen(grid: Grid) -> dict[str, int]:

@@ -24,6 +24,7 @@ from edgellm.device_runtime.runners.tensorrt.sequences import (
     shares,
 )
 from edgellm.device_runtime.runners.tensorrt.shapes import Sizes
+from edgellm.device_runtime.shared_costs import SharedCosts
 from edgellm.specs import DecoderSpec
 
 
@@ -81,6 +82,7 @@ class BatchRunner(TensorRtRunner, SharesSlots):
         self._column_buckets = bucket_sizes(columns)
         SharesSlots.__init__(self, self._kernel_slots, num_sequences, capacity)
         self._own = self.cache = self.new_cache()
+        self._costs: SharedCosts | None = None
 
     def prepare(self) -> None:
         """See `TensorRtRunner`; as many tokens as sequences may share a pass."""
@@ -89,6 +91,15 @@ class BatchRunner(TensorRtRunner, SharesSlots):
             counts = {bucket_of(at + 1, self._buckets) for at in range(self.num_sequences)}
             for count in sorted(counts):
                 self._rehearse((count, 1, count))
+
+    @property
+    def shared_rows(self) -> tuple[int, int]:
+        """See `runners.ArrangesPasses`."""
+        return self._column_buckets[-1], self._buckets[-1]
+
+    def learn_costs(self, costs: SharedCosts) -> None:
+        """See `runners.ArrangesPasses`."""
+        self._costs = costs
 
     def open_rounds(self, draft: Runner, growth: Growth) -> None:
         """None: a round on the device is of one sequence; these grow trees with the host."""
@@ -103,7 +114,7 @@ class BatchRunner(TensorRtRunner, SharesSlots):
         """See `runners.SharedRunner`; where rows are too many they are several passes."""
         bases = [self._kernel_slots.base(slot_cache(cache).own()) for cache, _ in parts]
         asked, given = [inputs for _, inputs in parts], list[Outputs]()
-        for some in groups(asked, self._most_rows, self._buckets[-1]):
+        for some in groups(asked, self._most_rows, self._buckets[-1], self._costs):
             given = [{name: each[name].copy() for name in each} for each in given]
             found = TensorRtRunner.run(self, joined(asked[some], bases[some]))
             given += shares(found, asked[some])

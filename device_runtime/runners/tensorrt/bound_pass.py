@@ -184,7 +184,8 @@ class PassRunner:
             inputs: that vary.
             picks: outputs that the host always reads.
             placed: further inputs, which lie somewhere else.
-            keep: it will be run again; it gets a context of its own.
+            keep: it will be run again; it gets a context of its own. What is not kept may have
+                its further inputs at other addresses.
             fetches: the host reads `picks` of every run.
 
         Raises:
@@ -194,7 +195,7 @@ class PassRunner:
         shapes = {name: shape for name, (shape, _) in taken.items()}
         shapes |= {name: shape for name, (shape, _) in placed.items()}
         key = (*shapes.values(), *(shape for shape, _ in picks.values()), (fetches,))
-        if key in self._kept:
+        if keep and key in self._kept:
             return self._kept[key]
         context = self._context(self._profile(shapes), keep=keep)
         packed, picked = self._arguments.pack(taken), self._picks.pack(picks)

@@ -129,7 +129,9 @@ class TensorRtRunner:
         self._require_candidates(inputs)
         sizes, placed, has_images = asked_sizes(inputs), {}, False
         if self._images is not None:
-            placed, has_images = self._images.of(inputs[contract.INPUT_IDS])
+            placed, ids = self._images.of(inputs[contract.INPUT_IDS])
+            if has_images := placed is not self._images.none:
+                inputs = {**inputs, contract.INPUT_IDS: ids}
         padded = self._padded(sizes, inputs) if self._recurs(sizes) and not has_images else None
         taken = padded or sizes
         layout, picks = self._shapes.inputs(taken), self._picks(taken)
@@ -206,7 +208,7 @@ class TensorRtRunner:
         """See `network.Network`."""
         placed = {name: (self._shapes.of(name, sizes), at) for name, at in inputs.items()}
         if self._images is not None:
-            placed |= self._images.of(np.zeros((1, 1), np.int64))[0]
+            placed |= self._images.none
         return self._passes.place(sizes[ROWS], placed, outputs)
 
     def placed_outputs(self, sizes: Sizes, addresses: Mapping[str, int]) -> FetchedOutputs:

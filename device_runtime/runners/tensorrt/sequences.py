@@ -6,6 +6,7 @@ Kernels are told where the rows of each are, in the pass and in the cache; see
 
 from __future__ import annotations
 
+import functools
 from collections.abc import Iterator, Mapping, Sequence
 from typing import Any
 
@@ -15,11 +16,13 @@ from numpy.typing import NDArray
 from edgellm import contract
 from edgellm.device_runtime.kernels.triton.catalog import SEQUENCES
 from edgellm.device_runtime.runners import Outputs
+from edgellm.device_runtime.shared_costs import SharedCosts
 
 Inputs = Mapping[str, NDArray[Any]]
 FIELDS = 5  # of a sequence: first row, rows, its row 0 in the cache, rows there, mask columns
 SHAPE = SEQUENCES, FIELDS  # of `contract.SEQUENCES`, as these kernels take it
 _MOST_TREES = 128  # rows of all trees of a pass, where one tree has fewer
+_ASSUMED = 1.0  # cost of any pass: reading the weights
 _BEHIND = contract.INPUT_IDS, contract.POSITION_IDS
 
 
@@ -33,16 +36,45 @@ def rows_of(inputs: Inputs) -> int:
     return inputs[contract.INPUT_IDS].shape[1]
 
 
-def groups(parts: Sequence[Inputs], most_rows: int, most_wanted: int) -> Iterator[slice]:
-    """Parts that fit into a pass together, as many as there can be."""
-    begin = rows = wanted = 0
-    for at, part in enumerate(parts):
-        own = rows_of(part), len(part[contract.LOGITS_INDEX])
-        if at > begin and (rows + own[0] > most_rows or wanted + own[1] > most_wanted):
-            yield slice(begin, at)
-            begin, rows, wanted = at, 0, 0
-        rows, wanted = rows + own[0], wanted + own[1]
-    yield slice(begin, len(parts))
+def groups(
+    parts: Sequence[Inputs], most_rows: int, most_wanted: int, costs: SharedCosts | None = None
+) -> list[slice]:
+    """The passes of parts that cost the least together.
+
+    Args:
+        parts: in their order, which passes keep.
+        most_rows: of a pass.
+        most_wanted: of its rows.
+        costs: of passes; None: nobody measured them, and they are as few as there can be.
+    """
+    sizes = tuple((rows_of(part), len(part[contract.LOGITS_INDEX])) for part in parts)
+    return _cheapest(sizes, most_rows, most_wanted, costs)
+
+
+@functools.lru_cache(maxsize=1024)  # most passes are of as many rows as the one before
+def _cheapest(
+    sizes: tuple[tuple[int, int], ...],
+    most_rows: int,
+    most_wanted: int,
+    costs: SharedCosts | None,
+) -> list[slice]:
+    best: list[tuple[float, int]] = [(0.0, 0)]  # of the first parts, and where their last begins
+    for end in range(1, len(sizes) + 1):
+        rows = wanted = 0
+        ways: list[tuple[float, int]] = []
+        for begin in reversed(range(end)):
+            rows, wanted = rows + sizes[begin][0], wanted + sizes[begin][1]
+            if ways and (rows > most_rows or wanted > most_wanted):
+                break
+            cost = _ASSUMED if costs is None else costs.of(end - begin, rows)
+            ways.append((best[begin][0] + cost, begin))
+        best.append(min(ways))
+    found: list[slice] = []
+    end = len(sizes)
+    while end:
+        found.append(slice(best[end][1], end))
+        end = best[end][1]
+    return found[::-1]
 
 
 def joined(parts: Sequence[Inputs], bases: Sequence[int]) -> dict[str, NDArray[Any]]:

@@ -15,7 +15,7 @@ import numpy as np
 from edgellm.contract import BrokenArtifactError, EdgeLLMError
 from edgellm.device_runtime.sessions import F32, I64, ImageRows
 from edgellm.device_runtime.sessions.contexts import Context
-from edgellm.device_runtime.sessions.decoder import DecoderSession, Part, costs, open_decoder
+from edgellm.device_runtime.sessions.decoder import DecoderSession, Part, open_decoder
 from edgellm.device_runtime.speculate.costs import Costs, price
 from edgellm.device_runtime.speculate.draft_cache import ImageIds
 from edgellm.device_runtime.speculate.drafter import Learned, TreeDrafter
@@ -50,7 +50,7 @@ def open(order: Order) -> Opened:
         session = open_decoder(folder, manifest)
     if (images := manifest.decoder.images) is not None:
         session.set_images(ImageRows.none(manifest.decoder.hidden_size, images.num_deepstack))
-    drafting = (manifest.cost_ms or costs(session, manifest.decoder))[PASS]
+    drafting = session.costs_of(manifest)[PASS]
     prices = Costs.of(order.pass_costs(), drafting, drafting, *order.host_ms)
 
     def start(learned: Learned) -> ModelDrafter:

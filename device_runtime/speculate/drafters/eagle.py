@@ -16,7 +16,7 @@ from edgellm.contract import LimitError
 from edgellm.device_runtime.sampling.sampler import Sampler
 from edgellm.device_runtime.sessions import I64
 from edgellm.device_runtime.sessions.decoder import DecoderSession
-from edgellm.device_runtime.sessions.draft import DraftPart, DraftResult, costs, open_draft
+from edgellm.device_runtime.sessions.draft import DraftPart, DraftResult, open_draft
 from edgellm.device_runtime.sessions.rounds import RoundSession, open_rounds
 from edgellm.device_runtime.speculate.accept import Accepted
 from edgellm.device_runtime.speculate.costs import Costs, price, shared
@@ -50,7 +50,7 @@ def open_network(order: Order, name: str) -> Opened:
     check_draft_rows(order.limits, manifest)
     with FileCheck(folder, manifest.files, order.verify):
         session = open_draft(folder, manifest)
-    measured = manifest.cost_ms or costs(session, manifest.draft, manifest.max_draft_tree_size)
+    measured = session.costs_of(manifest, manifest.max_draft_tree_size)
     image_ids = order.image_ids(reads_rows=manifest.draft.decoder.images is not None)
     growth = growth_of(order.options, order.limits)
     rounds = None if growth is None else open_rounds(order.session, session, growth)

@@ -11,7 +11,7 @@ from collections.abc import Iterator
 import numpy as np
 
 from edgellm.contract import LimitError
-from edgellm.device_runtime.sessions.draft import DraftPart, costs, open_draft
+from edgellm.device_runtime.sessions.draft import DraftPart, open_draft
 from edgellm.device_runtime.speculate.costs import Costs
 from edgellm.device_runtime.speculate.draft_cache import CommittedRows, MaskRows
 from edgellm.device_runtime.speculate.drafter import Learned
@@ -37,7 +37,7 @@ def open(order: Order) -> Opened:
     masks = mask_rows(limits, manifest)
     with FileCheck(folder, manifest.files, order.verify):
         session = open_draft(folder, manifest)
-    measured = manifest.cost_ms or costs(session, manifest.draft, manifest.max_draft_tree_size)
+    measured = session.costs_of(manifest, manifest.max_draft_tree_size)
     prices = Costs.of(order.pass_costs(), None, measured[EXTEND], *order.host_ms)
     image_ids = order.image_ids(reads_rows=manifest.draft.decoder.images is not None)
     rows = CommittedRows(session, limits.round_rows, image_ids, most_rows=limits.round_rows)

@@ -12,7 +12,7 @@ import pytest
 from eagle_engines import EAGLE3
 from eagle_reference import BASE_HIDDEN, VOCAB
 from image_checkpoints import picture
-from vlm_engines import Engines, build_vlm
+from vlm_engines import MROPE, Engines, build_vlm
 
 from edgellm.device_runtime.engine.llm import LLM
 from edgellm.device_runtime.sampling.sampler import SamplingParams
@@ -22,15 +22,6 @@ from edgellm.device_runtime.speculate.options import SpecOptions
 from edgellm.manifest import DRAFT_ENGINE, DRAFT_FOLDER, load_engine
 
 pytestmark = pytest.mark.usefixtures("one_thread")
-# The layout of public drafts of Qwen2.5-VL: M-RoPE in the draft's config, too.
-MROPE = replace(
-    EAGLE3,
-    config={
-        **EAGLE3.config,
-        "target_model_type": "qwen2_5_vl",
-        "rope_scaling": {"type": "mrope", "rope_type": "default", "mrope_section": [2, 3, 3]},
-    },
-)
 NARROW = replace(
     EAGLE3,
     hidden=64,

@@ -1,0 +1,177 @@
+"""Prompts with images in passes of several sequences on GPUs: every row is what it is alone."""
+
+from __future__ import annotations
+
+import dataclasses
+from types import SimpleNamespace
+
+import cuda_on_cpu
+import numpy as np
+import pytest
+from eagle_engines import EaglePair
+from fake_gpu import FakeDevice, FakeEngine
+from image_checkpoints import picture
+from lowered_engines import Lowered, lower_for_gpu
+from scripted_sequences import VOCABULARY, Scripted, random_images, run_together
+from vlm_engines import MROPE, build_vlm, make_vlm
+
+from edgellm.build.onnxruntime_cuda.options import CudaOptions
+from edgellm.build.plan import Plan
+from edgellm.build.tensorrt.kernel_attention import Kernels
+from edgellm.build.tensorrt.profiles import base_passes
+from edgellm.device_runtime import LLM, SamplingParams, SpecOptions
+from edgellm.device_runtime.runners.tensorrt.batch_runner import BatchRunner
+from edgellm.device_runtime.runners.tensorrt.sequences import shared_rows
+from edgellm.device_runtime.sessions.contexts import Context
+from edgellm.device_runtime.sessions.decoder import DecoderSession, Part
+from edgellm.export import visual
+from edgellm.export.bundle import ExportOptions, export_llm
+from edgellm.export.source import open_checkpoint
+from edgellm.manifest import (
+    LLM_BUNDLE,
+    load_bundle,
+    with_kv_dtype,
+)
+from edgellm.roles import PASS, shared_kind
+
+pytestmark = pytest.mark.usefixtures("one_thread")
+CAPACITY, MOST = 160, 4
+PLAN = Plan(128, CAPACITY, 1, max_verify_tree_size=12, max_batch_size=MOST)
+
+
+def open_cuda(folder) -> DecoderSession:
+    """Fused attention beside products, passes numbered for recording, on the CPU."""
+    plan = dataclasses.replace(PLAN, options=CudaOptions("fused"))
+    with cuda_on_cpu.fused_in_float32():
+        cuda_on_cpu.build_base(folder / "fp32", folder / "engine", plan)
+    with cuda_on_cpu.recording():
+        return cuda_on_cpu.open_base(folder / "engine")
+
+
+@pytest.fixture(scope="module", params=visual.supported())
+def folder(request, tmp_path_factory):
+    folder = tmp_path_factory.mktemp(request.param)
+    checkpoint = open_checkpoint(str(make_vlm(folder / "checkpoint", request.param)))
+    for dtype in ("fp32", "fp16"):
+        export_llm(checkpoint, folder / dtype, ExportOptions(dtype, num_layers=2))
+    return folder
+
+
+def open_tensorrt(folder, plan=PLAN) -> DecoderSession:
+    """Edgellm's kernels, on a GPU that is not there."""
+    spec = with_kv_dtype(load_bundle(folder / "fp16", LLM_BUNDLE).spec, "float16")
+    graph, kernels = folder / "lowered.onnx", Kernels(110, "fp16", MOST)
+    lower_for_gpu(folder / "fp16" / "model.onnx", graph, kernels=kernels, capacity=CAPACITY)
+    passes, device = base_passes(plan), FakeDevice()
+    runner = BatchRunner(
+        FakeEngine(graph, passes, device),
+        device,
+        most_rows=passes[-1].max_rows,
+        tree_rows=shared_rows(plan.max_verify_tree_size, MOST),
+        spec=spec,
+        capacity=CAPACITY,
+        num_sequences=MOST,
+    )
+    runner.prepare()
+    return DecoderSession(runner, spec, CAPACITY)
+
+
+OPEN = {"cuda": open_cuda, "tensorrt": open_tensorrt}
+
+
+@pytest.mark.parametrize("backend", OPEN)
+def test_any_schedule_gives_every_sequence_its_bits(folder, backend):
+    """Pieces with image rows beside others', tokens and trees; positions of each its own."""
+    session, rng = OPEN[backend](folder), np.random.default_rng(2)
+    spec = load_bundle(folder / "fp16", LLM_BUNDLE).decoder
+    run_together(session, lambda at: Scripted(at, CAPACITY, spec), MOST + 1, rng)
+
+
+@pytest.mark.parametrize("folder", ["internvl"], indirect=True)
+def test_costs_of_an_engine_without_trees_are_measured(folder):
+    """It gives a row of each answer logits and no more; the runner is told."""
+    plan = dataclasses.replace(PLAN, max_verify_tree_size=0)
+    session, spec = open_tensorrt(folder, plan), load_bundle(folder / "fp16", LLM_BUNDLE).decoder
+    engine = SimpleNamespace(
+        cost_ms={}, max_verify_tree_size=0, max_input_len=plan.max_input_len, decoder=spec
+    )
+    found = session.costs_of(engine)
+    assert [*found] == [PASS, *(shared_kind(PASS, count) for count in (1, 2, 4))]
+    assert [*found[PASS]] == ["1", "2", "4", "8", "16", "32", "64"]
+    assert session._runner._costs.of(4, 4) > 0
+
+
+def test_passes_without_image_rows_are_recorded(folder, monkeypatch):
+    """Of models with images, too: what is held moves from prompt to prompt; they do not look."""
+    session, runs = open_cuda(folder), cuda_on_cpu.Runs(monkeypatch)
+    contexts = [Context(), Context()]
+    for seed, context in enumerate(contexts):
+        context.images = random_images(load_bundle(folder / "fp16", LLM_BUNDLE).decoder, seed)
+        session.run_many([Part(context, VOCABULARY + np.arange(20), 0, np.array([19]))])
+    assert runs.ids == ["-1", "-1"]
+    token, row = np.array([40]), np.array([0])
+    session.run_many([Part(context, token, 20, row) for context in contexts])
+    session.run_many([Part(contexts[0], token, 21, row)])
+    assert all(int(each) > 0 for each in runs.ids[2:])
+
+
+# -------------------------------------------------------------------------- answers with a draft
+SPEC = SpecOptions(lookups=("ngram",), top_k=4, steps=3, verify_size=12, tree="fixed")
+ASK = {"sampling": SamplingParams(temperature=0), "max_generate_length": 8}
+
+
+def questions(folder) -> list[list[dict]]:
+    """About pictures, `b` of the size of `a`, and one about none."""
+    for name, size in (("a", (33, 21)), ("b", (33, 21)), ("c", (16, 60))):
+        picture(*size, seed=ord(name)).save(folder / name, "png")
+    asked = ["a", "w1"], ["b", "w1"], ["w3", "c", "w4", "a", "w5"], ["w6 w7"], ["a", "w8"]
+    return [[{"role": "user", "content": [item(folder, one) for one in each]}] for each in asked]
+
+
+def item(folder, name: str) -> dict:
+    if name in "abc":
+        return {"type": "image", "image": str(folder / name)}
+    return {"type": "text", "text": name}
+
+
+def require_the_same(llm: LLM, asked: list, alone: list[list[int]]) -> None:
+    """Side by side, in any order, drafted for or not, each answer is the one alone."""
+    together: list[int] = []
+    llm.on_pass(lambda answers, _: together.append(answers))
+    for speculative, order in ((True, 1), (False, -1)):
+        found = llm.generate_batch(asked[::order], speculative=speculative, **ASK)
+        assert [one.token_ids for one in found] == alone[::order]
+        assert (max(len(one.profile.rounds) for one in found) > 0) == speculative
+    assert together.count(MOST) > 4
+
+
+def test_drafted_answers_on_cuda(tmp_path):
+    """Those of the CPU; rows of a picture that an earlier prompt showed are not read again."""
+    engines = build_vlm(tmp_path, "qwen2_5_vl", MROPE)
+    asked, seeing = questions(tmp_path), {"multimodal_engine_dir": engines.visual_engine}
+    alone = [one.token_ids for one in LLM(engines.engine, **seeing).generate_batch(asked, **ASK)]
+    plan = dataclasses.replace(PLAN, max_draft_tree_size=12, kv_capacity=256, max_input_len=200)
+    cuda_on_cpu.build_base(tmp_path / "bundle", tmp_path / "cuda", plan)
+    cuda_on_cpu.build_its_draft(tmp_path / "draft_bundle", tmp_path / "cuda", plan)
+    with cuda_on_cpu.cuda_is_the_cpu(), cuda_on_cpu.recording():
+        llm = LLM(tmp_path / "cuda", spec=SPEC, context_reuse=True, **seeing)
+        require_the_same(llm, asked, alone)
+        rows = [one.timings()["reused_tokens"] for one in llm.generate_batch(asked[1:3], **ASK)]
+    assert all(rows)
+
+
+def test_drafted_answers_on_tensorrt(tmp_path, monkeypatch):
+    """On the fake GPU: those of the engine's own plain answers, one at a time."""
+    engines = build_vlm(tmp_path, "qwen2_5_vl", MROPE, "fp16")
+    paths = (
+        tmp_path / name for name in ("checkpoint", "draft", "bundle", "draft_bundle", "engine")
+    )
+    lowered = Lowered(EaglePair(MROPE, *paths), tmp_path, codes="fp16", answers=MOST)
+    lowered.replace_engines(monkeypatch, FakeDevice())
+    monkeypatch.setattr(LLM, "batch_size", MOST)
+    llm = LLM(engines.engine, spec=SPEC, multimodal_engine_dir=engines.visual_engine)
+    asked = questions(tmp_path)
+    alone = [llm.generate(one, speculative=False, **ASK) for one in asked]
+    for one in alone:
+        list(one)
+    require_the_same(llm, asked, [one.token_ids for one in alone])
