@@ -33,13 +33,16 @@ def check_kernels(device: Device, vocab_size: int = 128256) -> dict[str, float]:
         np.zeros(_NODES, np.float32),
         np.zeros(_NODES, np.int32),
     ]
-    count = 1 + _TOP_K + (_LEVELS - 1) * _TOP_K**2
+    count, start = 1 + _TOP_K + (_LEVELS - 1) * _TOP_K**2, np.array([5, 7, 0, _NODES, 3])
     tokens, parents, *_ = _run(
-        device, catalog.select_tree(512), [*pool, count, _NODES - 1, *tree], found
+        device, catalog.select_tree(512), [*pool, start, count, _NODES - 1, count, *tree], found
     )[-4:]
-    start, positions = np.array([5, 7]), np.zeros((1, _NODES), np.int64)
-    mask = np.zeros((_NODES, _NODES), np.int8)
-    _run(device, catalog.lay_out(64), [parents, start, _NODES, 1, positions, mask], found)
+    laid_out = [
+        np.zeros((1, _NODES), np.int64),
+        np.zeros(1, np.int64),
+        np.zeros((_NODES, _NODES), np.int8),
+    ]
+    _run(device, catalog.lay_out(64), [parents, start, _NODES, 1, 0, *laid_out], found)
     outcome = [np.zeros(_NODES, np.int32), np.zeros(3, np.int32)]
     likeliest = random.choice(tokens, _NODES)
     highest = random.random(_NODES).astype(np.float32)
@@ -75,8 +78,9 @@ def _check_growth(
         of_level = [np.zeros(_TOP_K, kind) for kind in (np.int32, np.int64, np.int32, np.int64)]
         mask = np.zeros((_TOP_K, used + _TOP_K), np.int8)
         left = _run(device, catalog.grow_level(128, scored), [
-            *candidates, nodes, np.array([40, 43]), table, *pool, seen, _TOP_K, begin, rows,
-            _TOP_K, used, _TOP_K, slots, level, 1, *of_level, np.zeros(1, np.int64), mask,
+            *candidates, nodes, np.array([40, 43, 0, _LEVELS, 3]), table, *pool, seen, _TOP_K,
+            begin, rows, _TOP_K, used, _TOP_K, slots, level, 1, size, 0, *of_level,
+            np.zeros(1, np.int64), mask,
         ], found)  # fmt: skip
         pool, seen, nodes = left[5:9], left[9], left[10]
         begin, rows = begin + rows * _TOP_K, _TOP_K

@@ -66,12 +66,11 @@ class OracleDrafter:
     def catch_up(self) -> Passes[None]:
         return self._within.catch_up()
 
-    def ask_round(self, *_: Any, is_exact: bool) -> bool:
+    def plan_round(self, *_: Any, is_exact: bool) -> None:
         """A device would verify its own tree: an oracle's rounds need the host."""
         del is_exact
-        return False
 
-    def finish_round(self) -> Verified:
+    def take_round(self, *_: Any) -> Verified:
         raise NotImplementedError
 
     def propose(self, root: int, room: int, levels: int) -> Passes[Tree]:

@@ -13,13 +13,39 @@ from edgellm.device_runtime.kernels.triton.catalog import PICKS
 from edgellm.device_runtime.sampling.sampler import SamplingParams, processed_distribution
 
 SETTLED, NOT_A_NUMBER, UNSETTLED = 0, 1, 2
+START, FIELDS = 5, 5  # entries of a sequence: where its round begins; its rows in a pass
 
 
 def grow_level(
     candidates, log_probs, nodes, start, table, tokens, parents, scores, own, seen,
-    stride, begin, rows, top_k, used, width, slots, level, axes,
+    stride, begin, rows, top_k, used, width, slots, level, axes, pool, many,
     new_nodes, new_tokens, above, positions, slot, mask, *, constants
 ):  # fmt: skip
+    sequences = constants["grid"][0]
+    sizes = stride, begin, rows, top_k, used, width, slots, level
+    for one in range(sequences):
+        first, at = one * rows, one * pool
+        given = candidates[first * stride :], log_probs[first * stride :], nodes[first:]
+        own_table = table[22 * one :] if constants["SCORED"] == "rates" else table
+        own_pool = tokens[at:], parents[at:], scores[at:], own[at:], seen[one * slots**2 :]
+        own_mask, own_start = mask[one * width * (used + width) :], start[one * START :]
+        chosen, over = _grow_one(given, own_start, own_table, own_pool, sizes, own_mask, constants)
+        here, goes_on = slice(one * width, (one + 1) * width), level + 1 < start[one * START + 3]
+        new_nodes[here] = chosen
+        new_tokens[here] = tokens[one * pool + chosen] if goes_on else 0
+        before = sequences * (used - rows + 1) + one * rows  # hidden rows
+        above[here] = before + over - (used - rows + 1)
+        for axis in range(axes):
+            first = (axis * sequences + one) * width
+            positions[first : first + width] = start[one * START + 1] + level
+        _seat(slot, start, one, (width if goes_on else 0, width), used, many)
+    slot[sequences * FIELDS : many * FIELDS] = 0
+
+
+def _grow_one(given, start, table, pool, sizes, mask, constants):
+    """One sequence's pool, `seen` and mask; the nodes that get children, and slots above them."""
+    (candidates, log_probs, nodes), (tokens, parents, scores, own, seen) = given, pool
+    stride, begin, rows, top_k, used, width, slots, level = sizes
     count = rows * top_k
     assert width <= count <= constants["SIZE"]
     at = np.arange(count) // top_k * stride + np.arange(count) % top_k
@@ -34,62 +60,95 @@ def grow_level(
             points = len(table[:22]) // 2
             found = np.interp(np.exp(found), table[:points], table[points : 2 * points])
         found = found + scores[parent]
-    scores[added] = found
+    scores[added] = found if level < start[3] else -np.inf
     best = np.argsort(-found, kind="stable")[:width]
-    over = np.zeros(width, np.int64) if not level else used - rows + 1 + best // top_k
-    new_nodes[:width], new_tokens[:width], above[:width] = begin + best, candidates[at[best]], over
-    positions[: axes * width], slot[0] = start[1] + level, start[0] + used
+    over = used - rows + 1 + best // top_k
     square = seen[: slots * slots].reshape(slots, slots)
     places = np.arange(used + 1, used + 1 + width)
     square[places, : used + 1] = square[over, : used + 1]
     square[places, used + 1 : used + 1 + width] = np.eye(width)
     mask[: width * (used + width)] = square[places, 1 : used + 1 + width].ravel()
+    return begin + best, over
+
+
+def _seat(slot, start, one, rows, used, many):
+    """Rows of a sequence, and of its place in the pass."""
+    there, (own, width) = start[one * START] + used, rows
+    if many:
+        entries = one * width, own, start[one * START + 2], there, used + own if own else 0
+        slot[one * FIELDS : (one + 1) * FIELDS] = entries
+    else:
+        slot[0] = there
 
 
 def select_tree(
-    tokens, parents, scores, own, count, room, tree_tokens, tree_parents, tree_own, chosen_nodes,
-    *, constants
+    tokens, parents, scores, own, start, count, room, pool,
+    tree_tokens, tree_parents, tree_own, chosen_nodes, *, constants
 ):  # fmt: skip
     assert count <= constants["SIZE"]
     assert room < constants["SIZE"]
-    best = np.argsort(-scores[1:count], kind="stable")[:room] + 1
-    nodes = np.concatenate([[0], np.sort(best[scores[best] > -np.inf])])
-    place = np.full(count, -1)
-    place[nodes] = np.arange(len(nodes))
-    there, missing = slice(len(nodes)), slice(len(nodes), 1 + room)
-    tree_tokens[there], tree_own[there], chosen_nodes[there] = tokens[nodes], own[nodes], nodes
-    tree_parents[there] = np.where(parents[nodes] < 0, -1, place[parents[nodes]])
-    tree_tokens[missing], tree_own[missing], chosen_nodes[missing] = 0, 0, -1
-    tree_parents[missing] = -1
+    for one in range(constants["grid"][0]):
+        at, most = one * pool, max(min(room, int(start[one * START + 3]) - 1), 0)
+        own_scores, above = scores[at : at + count], parents[at : at + count]
+        best = np.argsort(-own_scores[1:], kind="stable")[:most] + 1
+        nodes = np.concatenate([[0], np.sort(best[own_scores[best] > -np.inf])])
+        place = np.full(count, -1)
+        place[nodes] = np.arange(len(nodes))
+        first = one * (1 + room)
+        there = slice(first, first + len(nodes))
+        missing = slice(first + len(nodes), first + 1 + room)
+        tree_tokens[there], tree_own[there] = tokens[at + nodes], own[at + nodes]
+        tree_tokens[first], chosen_nodes[there] = start[one * START + 4], nodes
+        tree_parents[there] = np.where(above[nodes] < 0, -1, place[above[nodes]])
+        tree_tokens[missing], tree_own[missing], chosen_nodes[missing] = 0, 0, -1
+        tree_parents[missing] = -1
 
 
-def lay_out(parents, start, count, axes, positions, mask, *, constants):
+def lay_out(parents, start, count, axes, many, positions, slot, mask, *, constants):
     assert count <= constants["NODES"]
-    square, depths = np.eye(count, dtype=np.int8), np.zeros(count, np.int64)
-    for node in range(count):
-        if parents[node] >= 0:
-            square[node] |= square[parents[node]]
-            depths[node] = depths[parents[node]] + 1
-    positions[: axes * count] = np.tile(start[1] + depths, axes)
-    mask[: count * count] = square.ravel()
+    sequences = constants["grid"][0]
+    for one in range(sequences):
+        square, depths = np.eye(count, dtype=np.int8), np.zeros(count, np.int64)
+        own = parents[one * count : (one + 1) * count]
+        for node in range(count):
+            if own[node] >= 0:
+                square[node] |= square[own[node]]
+                depths[node] = depths[own[node]] + 1
+        for axis in range(axes):
+            first = (axis * sequences + one) * count
+            positions[first : first + count] = start[one * START + 1] + depths
+        mask[one * count**2 : (one + 1) * count**2] = square.ravel()
+        _seat(slot, start, one, (int(start[one * START + 3]), count), 0, many)
+    slot[sequences * FIELDS : many * FIELDS] = 0
 
 
 def accept_greedy(tokens, parents, argmax, highest, trees, count, path, outcome, *, constants):
-    assert trees == 1
+    assert trees == constants["grid"][0]
     assert count <= constants["NODES"]
-    draws = [
-        (int(argmax[node]), SETTLED if np.isfinite(highest[node]) else NOT_A_NUMBER)
-        for node in range(count)
-    ]
-    _walk(tokens, parents, lambda node, _: draws[node], count, path, outcome)
+    for one in range(trees):
+        here, at = slice(one * count, (one + 1) * count), one * count
+
+        def draw(node: int, _: int, at: int = at) -> tuple[int, int]:
+            status = SETTLED if np.isfinite(highest[at + node]) else NOT_A_NUMBER
+            return int(argmax[at + node]), status
+
+        _walk(tokens[here], parents[here], draw, path[here], outcome[3 * one :])
 
 
 def accept_sampled(
     tokens, parents, values, ids, rules, uniforms, trees, count, vocab, path, outcome, *, constants
 ):
-    assert trees == 1
+    assert trees == constants["grid"][0]
     assert count <= constants["NODES"]
-    temperature, top_k, top_p, min_p = rules[:4].tolist()
+    for one in range(trees):
+        here, at = slice(one * count, (one + 1) * count), one * count
+        picks = values[at * PICKS :], ids[at * PICKS :]
+        draw = _drawing(*picks, rules[4 * one :][:4].tolist(), uniforms[at:], vocab)
+        _walk(tokens[here], parents[here], draw, path[here], outcome[3 * one :])
+
+
+def _drawing(values, ids, rules, uniforms, vocab):
+    temperature, top_k, top_p, min_p = rules
     params = SamplingParams(temperature, top_p, int(top_k), min_p=min_p)
 
     def draw(node: int, place: int) -> tuple[int, int]:
@@ -105,19 +164,19 @@ def accept_sampled(
         found = token[order][kept][min(drawn, len(kept) - 1)]
         return int(found), SETTLED if is_settled else UNSETTLED
 
-    _walk(tokens, parents, draw, count, path, outcome)
+    return draw
 
 
-def _walk(tokens, parents, draw, count, path, outcome) -> None:
+def _walk(tokens, parents, draw, path, outcome) -> None:
     walked = [0]
     while True:
         token, status = draw(walked[-1], len(walked) - 1)
-        fits = (parents[:count] == walked[-1]) & (tokens[:count] == token)
+        fits = (parents == walked[-1]) & (tokens == token)
         child = int(np.flatnonzero(fits).max(initial=0))
         if status != SETTLED or not child:
             break
         walked.append(child)
-    path[:count] = -1
+    path[:] = -1
     path[: len(walked)] = walked
     outcome[:3] = len(walked), token, status
 

@@ -27,6 +27,7 @@ from edgellm.device_runtime.engine.sequence import Sequence, Step
 from edgellm.device_runtime.sampling.sampler import draw
 from edgellm.device_runtime.sessions import F32, I64
 from edgellm.device_runtime.sessions.decoder import DecoderSession, Part, PassResult
+from edgellm.device_runtime.sessions.rounds import RoundPart, RoundSession
 from edgellm.device_runtime.speculate.accept import Accepted, Round, accept_exactly
 from edgellm.device_runtime.speculate.drafter import Drafter, Verified
 from edgellm.device_runtime.speculate.passes import Passes, run_all
@@ -51,6 +52,9 @@ class _Turn(NamedTuple):
     verified: Verified | None = None  # by a device
 
 
+_Planned = tuple[Sequence, RoundSession, RoundPart]
+
+
 def step(slot: CacheSlot, sequences: Iterable[Sequence]) -> list[tuple[Step, ...]]:
     """Advance every sequence, none of which is over, by one pass or round.
 
@@ -64,12 +68,18 @@ def step(slot: CacheSlot, sequences: Iterable[Sequence]) -> list[tuple[Step, ...
     going, most = list(sequences), slot.session.most_parts
     found: dict[Sequence, tuple[Step, ...]] = dict.fromkeys(going, ())
     for at in range(0, len(going), most):
-        found |= _take(slot, _turns(slot, going[at : at + most]))
+        turns, drafting = _turns(slot, going[at : at + most])
+        ready = _caught_up(drafting)
+        if planned := _planned(slot.session, ready):
+            found |= _run_rounds(slot, planned)
+            elsewhere = {one for one, _, _ in planned}
+            ready = [one for one in ready if one not in elsewhere]
+        found |= _take(slot, turns + _draft(slot.session, ready))
     return list(found.values())
 
 
-def _turns(slot: CacheSlot, sequences: list[Sequence]) -> list[_Turn]:
-    """What sequences ask of a pass; what goes wrong ends one answer only."""
+def _turns(slot: CacheSlot, sequences: list[Sequence]) -> tuple[list[_Turn], list[Sequence]]:
+    """What sequences ask of a pass, and those that draft; what goes wrong ends one answer only."""
     found: list[_Turn] = []
     drafting: list[Sequence] = []
     for at, sequence in enumerate(sequences):
@@ -84,7 +94,7 @@ def _turns(slot: CacheSlot, sequences: list[Sequence]) -> list[_Turn]:
             drafting.append(sequence)
         else:
             found.append(turn)
-    return found + _draft(slot.session, drafting) if drafting else found
+    return found, drafting
 
 
 def _take(slot: CacheSlot, turns: list[_Turn]) -> dict[Sequence, tuple[Step, ...]]:
@@ -187,40 +197,71 @@ def read_piece(
     return session.run(piece, begin, row), begin + len(piece)
 
 
+def _caught_up(sequences: list[Sequence]) -> list[Sequence]:
+    """Those whose drafts have read what was committed, in shared passes."""
+    reading = [(one, _drafter(one).catch_up()) for one in sequences if one.left > 1]
+    _drafted(reading, DRAFT_EXTEND)
+    return [one for one in sequences if not one.is_over]
+
+
+def _planned(session: DecoderSession, sequences: list[Sequence]) -> list[_Planned]:
+    """The rounds that a device can run alone."""
+    found: list[_Planned] = []
+    for sequence in sequences:
+        drafter, sampler = _drafter(sequence), sequence.sampler
+        assert sequence.context is not None
+        is_exact = sequence.accept is accept_exactly or sampler.params.is_greedy
+        newest = sequence.newest, sequence.context, sequence.num_rows
+        planned = drafter.plan_round(session, newest, sequence.left - 1, sampler, is_exact=is_exact)
+        if planned is not None:
+            found.append((sequence, *planned))
+    return found
+
+
+def _run_rounds(slot: CacheSlot, planned: list[_Planned]) -> dict[Sequence, tuple[Step, ...]]:
+    """Rounds of a device, as many together as it runs, and what becomes of each answer."""
+    found: dict[Sequence, tuple[Step, ...]] = {}
+    rounds = planned[0][1]
+    while planned:
+        count = rounds.most([part for _, _, part in planned])
+        some, planned = planned[:count], planned[count:]
+        found |= _run_round(slot, rounds, [(sequence, part) for sequence, _, part in some])
+    return found
+
+
+def _run_round(
+    slot: CacheSlot, rounds: RoundSession, parts: list[tuple[Sequence, RoundPart]]
+) -> dict[Sequence, tuple[Step, ...]]:
+    begin = time.perf_counter()
+    try:
+        rounds.ask([part for _, part in parts])
+    except EdgeLLMError as error:
+        if len(parts) == 1:
+            parts[0][0].fail(error)
+            return {}
+        found: dict[Sequence, tuple[Step, ...]] = {}
+        for one in parts:  # it may be one's fault alone
+            found |= _run_round(slot, rounds, [one])
+        return found
+    asked = time.perf_counter()
+    outcomes = rounds.finish()
+    end, turns = time.perf_counter(), list[_Turn]()
+    for (sequence, _), (outcome, result) in zip(parts, outcomes, strict=True):
+        sequence.profile.book(GROW, (asked - begin) * 1e3)
+        sequence.profile.book(VERIFY, (end - asked) * 1e3)
+        verified = _drafter(sequence).take_round(outcome, result)
+        turns.append(_Turn(sequence, None, VERIFY, tree=verified.tree, verified=verified))
+    return _take(slot, turns)
+
+
 def _draft(session: DecoderSession, sequences: list[Sequence]) -> list[_Turn]:
-    """Trees of several sequences, whose drafts share passes; a device may run a whole round."""
-    reading = [one for one in sequences if one.left > 1]
-    drafters = [(one, _drafter(one)) for one in reading]
-    _drafted([(one, drafter.catch_up()) for one, drafter in drafters], DRAFT_EXTEND)
-    turns: list[_Turn] = []
+    """Trees of several sequences, whose drafts share passes."""
     proposing: list[tuple[Sequence, Passes[Tree]]] = []
-    for sequence in (one for one in sequences if not one.is_over):
-        try:
-            turn = _on_device(session, sequence)
-        except EdgeLLMError as error:
-            sequence.fail(error)
-            continue
-        if turn is not None:
-            turns.append(turn)
-            continue
+    for sequence in sequences:
         room = min(session.capacity - sequence.num_rows, sequence.most_rows) - 1
         tree = _drafter(sequence).propose(sequence.newest, room, sequence.left - 1)
         proposing.append((sequence, tree))
-    trees = _drafted(proposing, GROW)
-    return turns + [_verifying(sequence, tree) for sequence, tree in trees]
-
-
-def _on_device(session: DecoderSession, sequence: Sequence) -> _Turn | None:
-    """A whole round, if a device can run it."""
-    drafter, sampler, profile = _drafter(sequence), sequence.sampler, sequence.profile
-    is_exact = sequence.accept is accept_exactly or sampler.params.is_greedy
-    newest, begin = (sequence.newest, sequence.num_rows), time.perf_counter()
-    if not drafter.ask_round(session, newest, sequence.left - 1, sampler, is_exact=is_exact):
-        return None
-    profile.book(GROW, (time.perf_counter() - begin) * 1e3)
-    with profile.stage(VERIFY):
-        verified = drafter.finish_round()
-    return _Turn(sequence, None, VERIFY, tree=verified.tree, verified=verified)
+    return [_verifying(sequence, tree) for sequence, tree in _drafted(proposing, GROW)]
 
 
 def _drafter(sequence: Sequence) -> Drafter:

@@ -2,13 +2,14 @@
 
 from __future__ import annotations
 
+from collections.abc import Mapping, Sequence
 from dataclasses import dataclass
 from typing import Any, Literal, Protocol, runtime_checkable
 
 import numpy as np
 from numpy.typing import NDArray
 
-from edgellm.device_runtime.runners import Outputs, Runner
+from edgellm.device_runtime.runners import Cache, Outputs, Runner
 
 Scored = Literal["draft", "rates", "places"]  # see `grow_level`
 RATE_POINTS = 11  # of a curve of acceptance rates
@@ -44,7 +45,7 @@ class Draws:
 
 @dataclass(frozen=True, slots=True)
 class RoundOrder:
-    """One round."""
+    """A sequence's part of a round."""
 
     root: int  # the newest token
     base_start: tuple[int, int]  # rows of the base's cache, and the position of the next
@@ -54,6 +55,8 @@ class RoundOrder:
     rates: NDArray[np.float64] | None = None  # [2, RATE_POINTS] of "rates", see `grow_level`
     accepts: Literal["greedy", "sampled", "host"] = "greedy"
     draws: Draws | None = None  # of "sampled"
+    caches: tuple[Cache | None, Cache | None] = None, None  # base's and draft's; None: the only one
+    root_row: int = 0  # of the draft's latest pass, whose candidates are the root's children
 
 
 @dataclass(frozen=True, slots=True)
@@ -70,12 +73,19 @@ class RoundOutcome:
 class Rounds(Protocol):
     """A base and its draft on one device."""
 
-    def ask(self, order: RoundOrder) -> None:
-        """Ask for a round; the draft's pass before was one that was asked for, see `Asked`."""
+    def most(self, nodes: int) -> int:
+        """Sequences of a round of trees of so many nodes."""
         ...
 
-    def finish(self) -> RoundOutcome:
-        """Wait for it."""
+    def ask(self, orders: Sequence[RoundOrder]) -> None:
+        """Ask for a round of several sequences, as many as `most` allows.
+
+        The draft's pass before was one that was asked for, see `Asked`.
+        """
+        ...
+
+    def finish(self) -> list[RoundOutcome]:
+        """Wait for it; outputs are to be read before the base's next pass."""
         ...
 
 
@@ -83,8 +93,15 @@ class Rounds(Protocol):
 class Asked(Runner, Protocol):
     """A draft's runner whose passes the host need not wait for."""
 
-    def ask(self, inputs: Any) -> Outputs:
-        """As `run`; outputs are fetched when they are read."""
+    def ask_many(
+        self, parts: Sequence[tuple[Cache, Mapping[str, NDArray[Any]]]]
+    ) -> list[tuple[Outputs, int | None]]:
+        """A pass for several sequences, each of which wants one row; outputs are fetched when read.
+
+        Returns:
+            What `run` would give for each, and its row of the pass's candidates on the device;
+            None: they were too many for one pass, and its candidates have come to the host.
+        """
         ...
 
 

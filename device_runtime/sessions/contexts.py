@@ -8,7 +8,7 @@ are copied out. They are, too, where no page is free.
 from __future__ import annotations
 
 from collections.abc import Callable, Iterable, Sequence
-from typing import Any
+from typing import Any, NamedTuple
 
 import numpy as np
 from numpy.typing import NDArray
@@ -16,6 +16,7 @@ from numpy.typing import NDArray
 from edgellm import contract
 from edgellm.contract import LimitError
 from edgellm.device_runtime.runners import Cache, Outputs, Runner, SharedRunner, require_cache
+from edgellm.device_runtime.runners.rounds import Asked
 from edgellm.device_runtime.sessions import ImageRows, LoadedAdapter, RowKey
 from edgellm.device_runtime.sessions.state_pool import Memory
 
@@ -40,6 +41,13 @@ class Context:
         """Rows behind the first `length` need not be kept."""
         del self.keys[length:]
         self.num_rows = min(self.num_rows, length)
+
+
+class Begun(NamedTuple):
+    """Where a device is about to write rows."""
+
+    start: tuple[int, int]  # rows before them, and the position of the first
+    cache: Cache
 
 
 class Contexts:
@@ -96,6 +104,13 @@ class Contexts:
                 if self.pass_rows:
                     context.least_rows = self._shared.least_rows(cache)
             context.num_rows = begin
+
+    def ask(
+        self, parts: Sequence[tuple[Context, dict[str, NDArray[Any]]]]
+    ) -> list[tuple[Outputs, int | None]]:
+        """As `run`, without a wait; see `Asked`."""
+        assert isinstance(self._runner, Asked)
+        return self._runner.ask_many([(_cache(one), given) for one, given in parts])
 
     def run(self, parts: Sequence[tuple[Context, dict[str, NDArray[Any]]]]) -> list[Outputs]:
         """A pass for all of them, or one for each; what it gives is to be read before the next.

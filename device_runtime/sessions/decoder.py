@@ -16,7 +16,7 @@ from edgellm.device_runtime.pass_costs import fastest_each_ms, measured_rows
 from edgellm.device_runtime.runners import ArrangesPasses, Outputs, Runner, TakesAdapters
 from edgellm.device_runtime.runners.rounds import GrowsTrees, Growth, Rounds
 from edgellm.device_runtime.sessions import F32, I64, Bool, ImageRows, RowKey
-from edgellm.device_runtime.sessions.contexts import Context, Contexts
+from edgellm.device_runtime.sessions.contexts import Begun, Context, Contexts
 from edgellm.device_runtime.sessions.decoder_parts import Part, PassResult
 from edgellm.device_runtime.sessions.known_costs import Measured, known_costs
 from edgellm.device_runtime.sessions.pass_inputs import PassInputs
@@ -166,24 +166,26 @@ class DecoderSession:
             results.append(_record(part, outputs))
         return results
 
-    def begin_round(self, length: int, nodes: int) -> tuple[int, int]:
-        """A device is about to run a tree of `nodes` nodes behind `length` rows.
+    def begin_rounds(self, parts: Sequence[tuple[Context, int, int]]) -> list[Begun]:
+        """A device is about to run trees.
 
-        Returns:
-            Where its rows go, and the position of the first.
+        Args:
+            parts: context, its rows before the tree, and the tree's nodes.
 
         Raises:
             LimitError: as `run`.
         """
-        start = self._inputs.start(self.context, length, nodes)
-        del self.context.keys[length:]
-        self._contexts.reserve([(self.context, length, nodes)])
-        return start
+        starts = [self._inputs.start(*part) for part in parts]
+        for context, length, _ in parts:
+            del context.keys[length:]
+        self._contexts.reserve(parts)
+        caches = [self._contexts.admit(context) for context, _, _ in parts]
+        return list(map(Begun, starts, caches))
 
-    def end_round(self, token_ids: I64, outputs: Outputs) -> PassResult:
+    def end_round(self, context: Context, token_ids: I64, outputs: Outputs) -> PassResult:
         """It did, with these tokens; as `run` with a mask, before `compact`."""
-        self.context.written = _keys(self.context, token_ids, self.context.num_rows)
-        self.context.num_rows += len(token_ids)
+        context.written = _keys(context, token_ids, context.num_rows)
+        context.num_rows += len(token_ids)
         return PassResult(outputs, len(token_ids))
 
     def open_rounds(self, draft: Runner, growth: Growth) -> Rounds | None:

@@ -6,7 +6,8 @@ from collections.abc import Callable, Mapping, Sequence
 from dataclasses import dataclass, replace
 from functools import partial
 from pathlib import Path
-from typing import Any, NamedTuple
+from typing import Any, NamedTuple, TypeVar
+from weakref import WeakSet
 
 import numpy as np
 from numpy.typing import NDArray
@@ -17,7 +18,7 @@ from edgellm.device_runtime.pass_costs import CANDIDATES, fastest_each_ms, measu
 from edgellm.device_runtime.runners import ArrangesPasses, Outputs, Runner
 from edgellm.device_runtime.runners.rounds import Asked, Growth, Rounds
 from edgellm.device_runtime.sessions import F32, I64, Bool, ImageRows
-from edgellm.device_runtime.sessions.contexts import Context, Contexts
+from edgellm.device_runtime.sessions.contexts import Begun, Context, Contexts
 from edgellm.device_runtime.sessions.decoder import DecoderSession
 from edgellm.device_runtime.sessions.known_costs import Measured, known_costs
 from edgellm.device_runtime.sessions.pass_inputs import PassInputs
@@ -26,6 +27,7 @@ from edgellm.manifest import Engine
 from edgellm.roles import DRAFT, EXTEND, FUSE, STEP
 from edgellm.specs import DecoderSpec, DraftSpec
 
+T = TypeVar("T")
 # What a base reads between two passes of its draft: many times the draft's head, and no more of
 # it is wanted than caches hold.
 _BASE_HEADS, _CACHES_BYTES = 64, 64 << 20
@@ -43,6 +45,26 @@ class DraftResult(NamedTuple):
         """One that stays valid."""
         links = None if self.links is None else self.links.copy()
         return DraftResult(self.token_ids.copy(), self.log_probs.copy(), self.hidden.copy(), links)
+
+
+class AskedResult:
+    """What a pass gives that nobody waited for: fetched when it is called for.
+
+    Attributes:
+        row: of the pass's candidates on the device; None: they have come to the host.
+    """
+
+    def __init__(self, outputs: Outputs, row: int | None) -> None:
+        self._outputs, self.row = outputs, row
+        self._kept: DraftResult | None = None
+
+    def __call__(self) -> DraftResult:
+        """Wait for it, if nobody has; valid as `DraftResult` says."""
+        return self._kept or _result(self._outputs)
+
+    def keep(self) -> None:
+        """The session is about to run again: what is still wanted comes to the host."""
+        self._kept, self.row = self().copy(), None
 
 
 @dataclass(frozen=True, slots=True)
@@ -85,6 +107,7 @@ class DraftSession:
         self._runner, self._fuse, self._contexts = runner, fuse, Contexts(runner)
         self._inputs = PassInputs(runner, spec, capacity)
         self.context = Context()  # whose rows they are
+        self._asked: WeakSet[AskedResult] = WeakSet()  # of the latest pass, still wanted
 
     @property
     def most_parts(self) -> int:
@@ -166,6 +189,22 @@ class DraftSession:
         Args:
             parts: at most `most_parts`.
         """
+        return [_result(outputs) for outputs in self._pass(parts, self._contexts.run)]
+
+    def ask_many(self, parts: Sequence[DraftPart]) -> list[AskedResult]:
+        """As `run_many` of one row of each, which a device need not be waited for."""
+        given = [AskedResult(*each) for each in self._pass(parts, self._contexts.ask)]
+        self._asked.update(given)
+        return given
+
+    def _pass(
+        self,
+        parts: Sequence[DraftPart],
+        compute: Callable[[list[tuple[Context, dict[str, NDArray[Any]]]]], list[T]],
+    ) -> list[T]:
+        for one in self._asked:
+            one.keep()
+        self._asked.clear()
         contexts, fused = [part.context for part in parts], self._fused(parts)
         shifts = self._inputs.hold([(part.context, part.token_ids) for part in parts])
         inputs = [
@@ -174,13 +213,13 @@ class DraftSession:
         ]
         kept = [context.num_rows for context in contexts]
         self._contexts.reserve([(p.context, p.write_index, len(p.token_ids)) for p in parts])
-        found = self._contexts.run(list(zip(contexts, inputs, strict=True)))
+        found = compute(list(zip(contexts, inputs, strict=True)))
         for part, rows in zip(parts, kept, strict=True):
             # Rows of a tree are never kept.
             end = part.write_index + len(part.token_ids) - part.num_masks
             is_tree = part.tree_mask is not None
             part.context.num_rows = min(rows, part.write_index) if is_tree else end
-        return [_result(outputs) for outputs in found]
+        return found
 
     def _inputs_of(self, part: DraftPart, hidden: F32, image_shift: int) -> dict[str, NDArray[Any]]:
         inputs = self._inputs.of(
@@ -206,23 +245,16 @@ class DraftSession:
                 at += len(part.taps)
         return found
 
-    def ask(self, part: DraftPart) -> Callable[[], DraftResult]:
-        """As `run_many`, but a device need not be waited for before the result is called for."""
-        assert isinstance(self._runner, Asked)
-        context, count = part.context, len(part.token_ids)
-        (shift,) = self._inputs.hold([(context, part.token_ids)])
-        inputs = self._inputs_of(part, self._fused([part])[0], shift)
-        self._contexts.reserve([(context, part.write_index, count)])
-        context.num_rows = part.write_index + count
-        return partial(_result, self._runner.ask(inputs))
-
     def open_rounds(self, base: DecoderSession, growth: Growth) -> Rounds | None:
         """Rounds of a base and this draft; None: they need the host."""
         return base.open_rounds(self._runner, growth) if isinstance(self._runner, Asked) else None
 
-    def start(self, row: int, rows: int) -> tuple[int, int]:
-        """See `PassInputs.start`."""
-        return self._inputs.start(self.context, row, rows)
+    def begin_rounds(self, parts: Sequence[tuple[Context, int, int]]) -> list[Begun]:
+        """See `DecoderSession.begin_rounds`; of rows that are never kept."""
+        starts = [self._inputs.start(*part) for part in parts]
+        self._contexts.reserve(parts)
+        caches = [self._contexts.admit(context) for context, _, _ in parts]
+        return list(map(Begun, starts, caches))
 
     def set_images(self, images: ImageRows) -> None:
         """See `DecoderSession.set_images`."""

@@ -11,9 +11,12 @@ from typing import Protocol
 
 import numpy as np
 
+from edgellm.device_runtime.runners.rounds import RoundOutcome
 from edgellm.device_runtime.sampling.sampler import Sampler
 from edgellm.device_runtime.sessions import F32, I64, ImageRows, LoadedAdapter
+from edgellm.device_runtime.sessions.contexts import Context
 from edgellm.device_runtime.sessions.decoder import DecoderSession, PassResult
+from edgellm.device_runtime.sessions.rounds import RoundPart, RoundSession
 from edgellm.device_runtime.speculate.accept import Accepted
 from edgellm.device_runtime.speculate.accounts import TextShare
 from edgellm.device_runtime.speculate.controller import Controller
@@ -75,31 +78,31 @@ class Drafter(Protocol):
         """Ask for what the committed text needs computed, before a tree is proposed."""
         ...
 
-    def ask_round(
+    def plan_round(
         self,
         session: DecoderSession,
-        newest: tuple[int, int],
+        newest: tuple[int, Context, int],
         levels: int,
         sampler: Sampler,
         *,
         is_exact: bool,
-    ) -> bool:
-        """Ask the device for a whole round, if it can: `finish_round` waits for it.
+    ) -> tuple[RoundSession, RoundPart] | None:
+        """What to ask the device for, if it can run the whole round; `take_round` follows.
 
         Args:
             session: the base.
-            newest: the newest committed token, and rows of the base's cache before it.
+            newest: the newest committed token, its context and rows of the base's cache before it.
             levels: of the tree at most.
             sampler: of the request.
             is_exact: acceptance is.
 
         Returns:
-            Whether it was asked for; else `propose` is to be called.
+            Who runs it, and the answer's part; None: `propose` is to be called.
         """
         ...
 
-    def finish_round(self) -> Verified:
-        """What was asked for."""
+    def take_round(self, found: RoundOutcome, result: PassResult) -> Verified:
+        """What the device gave for what was planned."""
         ...
 
     def propose(self, root: int, room: int, levels: int) -> Passes[Tree]:
@@ -246,21 +249,20 @@ class TreeDrafter:
     def _read(self) -> Passes[None] | None:
         """Bring a network's cache up to the committed text; None: without passes in company."""
 
-    def ask_round(
+    def plan_round(
         self,
         session: DecoderSession,
-        newest: tuple[int, int],
+        newest: tuple[int, Context, int],
         levels: int,
         sampler: Sampler,
         *,
         is_exact: bool,
-    ) -> bool:
-        """See `Drafter.ask_round`; most need the host."""
+    ) -> tuple[RoundSession, RoundPart] | None:
+        """See `Drafter.plan_round`; most need the host."""
         del session, newest, levels, sampler, is_exact
-        return False
 
-    def finish_round(self) -> Verified:
-        """See `Drafter.finish_round`; nobody asks for rounds here."""
+    def take_round(self, found: RoundOutcome, result: PassResult) -> Verified:
+        """See `Drafter.take_round`; nobody plans rounds here."""
         raise NotImplementedError
 
     def propose(self, root: int, room: int, levels: int) -> Passes[Tree]:

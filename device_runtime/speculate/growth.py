@@ -15,7 +15,7 @@ import numpy as np
 from edgellm.device_runtime.runners.rounds import Growth
 from edgellm.device_runtime.sessions.rounds import Size
 from edgellm.device_runtime.speculate.controller import Controller
-from edgellm.device_runtime.speculate.costs import Costs, price
+from edgellm.device_runtime.speculate.costs import Costs, price, shared
 from edgellm.device_runtime.speculate.options import SpecOptions
 from edgellm.device_runtime.speculate.policy import TreeLimits
 from edgellm.device_runtime.speculate.static_tree import Choice
@@ -57,8 +57,8 @@ def _static_growth(choices: Sequence[Choice], limits: TreeLimits) -> Growth:
 class Sizes(Protocol):
     """Of the trees of rounds to come; learned over requests."""
 
-    def plan(self, levels: int) -> Size:
-        """The tree of a round that may have so many levels."""
+    def plan(self, levels: int, answers: int = 1) -> Size:
+        """The tree of a round that may have so many levels, whose passes so many share."""
         ...
 
     def learn(self, tree: Tree, size: Size) -> None:
@@ -72,8 +72,9 @@ class FixedSize:
     def __init__(self, growth: Growth) -> None:
         self._growth = growth
 
-    def plan(self, levels: int) -> Size:
+    def plan(self, levels: int, answers: int = 1) -> Size:
         """See `Sizes`."""
+        del answers
         return Size(min(levels, self._growth.levels), self._growth.nodes[-1])
 
     def learn(self, tree: Tree, size: Size) -> None:
@@ -93,7 +94,7 @@ class WorthwhileSize:
         self._seen_ranks, self._seen_levels = self._by_rank.copy(), self._by_level.copy()
         self._rounds = 0
 
-    def plan(self, levels: int) -> Size:
+    def plan(self, levels: int, answers: int = 1) -> Size:
         """See `Sizes`."""
         growth, rate = self._growth, self._controller.rate
         most = min(levels, growth.levels)
@@ -101,12 +102,14 @@ class WorthwhileSize:
         is_known = self._seen_ranks.all() and self._seen_levels[:most].all()
         if not is_known or self._rounds % _LARGEST_EVERY == 0:
             return Size(most, growth.nodes[-1])
-        steps = [rate * float(price(self._costs.step, width)) for width in growth.widths]
+        step = shared(self._costs.step, answers)
+        steps = [rate * float(price(step, width)) for width in growth.widths]
         deep = 1
         while deep < most and self._by_level[deep] > steps[deep - 1]:
             deep += 1
         sizes = np.array(growth.nodes)
-        gains = np.cumsum(self._by_rank)[sizes - 1] - rate * price(self._costs.verify, sizes)
+        verify = np.array(self._controller.verify)  # of the company
+        gains = np.cumsum(self._by_rank)[sizes - 1] - rate * price(verify, sizes)
         return Size(deep, int(sizes[int(gains.argmax())]))
 
     def learn(self, tree: Tree, size: Size) -> None:

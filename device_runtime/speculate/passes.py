@@ -29,12 +29,21 @@ class Session(Protocol):
         ...
 
 
+class AskedSession(Session, Protocol):
+    """One whose device need not be waited for."""
+
+    def ask_many(self, parts: Sequence[Any], /) -> Sequence[Any]:
+        """As `run_many`, but results are fetched when they are called for."""
+        ...
+
+
 @dataclass(slots=True)
 class Wanted:
     """A part of a pass."""
 
     session: Session
     part: Any
+    asks: bool = False  # for what is fetched later; the session is an `AskedSession`
     answers: int = 1  # that shared the pass; known when the result is
 
 
@@ -46,8 +55,7 @@ def run(passes: Passes[T]) -> T:
     try:
         wanted = next(passes)
         while True:
-            (result,) = wanted.session.run_many([wanted.part])
-            wanted = passes.send(result)
+            wanted = passes.send(_computed([wanted])[0])
     except StopIteration as end:
         return end.value
 
@@ -109,9 +117,8 @@ class _Work:
 
 
 def _run_together(session: Session, work: list[_Work]) -> None:
-    parts = [one.wanted.part for one in work if one.wanted is not None]
     try:
-        results = session.run_many(parts)
+        results = _computed([one.wanted for one in work if one.wanted is not None])
     except EdgeLLMError as error:
         if len(work) == 1:
             work[0].fail(error)
@@ -123,6 +130,12 @@ def _run_together(session: Session, work: list[_Work]) -> None:
         if one.wanted is not None:
             one.wanted.answers = len(work)
         one.send(result)
+
+
+def _computed(parts: Sequence[Wanted]) -> Sequence[Any]:
+    """The results of parts of one session, which ask for the same kind of them."""
+    session: Any = parts[0].session
+    return (session.ask_many if parts[0].asks else session.run_many)([one.part for one in parts])
 
 
 def _caught(action: Callable[[], T]) -> T | EdgeLLMError:

@@ -19,6 +19,7 @@ SIZE_STEP = 16  # what it is a multiple of, so that rows of any codes are read 1
 TILES = (64, 128, 256)  # numbers of a head that a program computes with
 OWN_SIZES = (64, 128)  # heads with an `attend` of their own
 SEQUENCES = 32  # of a pass at most
+START = 5  # entries of a sequence whose tree grows, see `growth`
 ROWS = 16  # query rows of a program; at 64 sm_110 would take other units
 PICKS, SHARE, SHARES = 64, 4096, 64  # of a row of logits; numbers of a share; shares at most
 # Sizes that there are kernels for: nodes of a tree, candidates of a level, nodes of a pool.
@@ -93,18 +94,20 @@ KERNELS = {
             "growth", "grow_level",
             "candidates:*i64 log_probs:*fp32 nodes:*i32 start:*i64 table:*fp64 tokens:*i64 "
             "parents:*i64 scores:*fp64 own:*fp32 seen:*i8 STRIDE BEGIN R K USED WIDTH SLOTS LEVEL "
-            "AXES new_nodes:*i32 new_tokens:*i64 above:*i32 positions:*i64 slot:*i64 mask:*i8",
-            ("1", "1", "1"), fuses=False,
+            "AXES POOL MANY new_nodes:*i32 new_tokens:*i64 above:*i32 positions:*i64 slot:*i64 "
+            "mask:*i8",
+            ("B", "1", "1"), fuses=False,
         ),
         Kernel(
             "growth", "select_tree",
-            "tokens:*i64 parents:*i64 scores:*fp64 own:*fp32 COUNT ROOM tree_tokens:*i64 "
-            "tree_parents:*i64 tree_own:*fp32 chosen_nodes:*i32",
-            ("1", "1", "1"),
+            "tokens:*i64 parents:*i64 scores:*fp64 own:*fp32 start:*i64 COUNT ROOM POOL "
+            "tree_tokens:*i64 tree_parents:*i64 tree_own:*fp32 chosen_nodes:*i32",
+            ("B", "1", "1"),
         ),
         Kernel(
-            "growth", "lay_out", "parents:*i64 start:*i64 N AXES positions:*i64 mask:*i8",
-            ("1", "1", "1"),
+            "growth", "lay_out",
+            "parents:*i64 start:*i64 N AXES MANY positions:*i64 slot:*i64 mask:*i8",
+            ("B", "1", "1"),
         ),
     )
 }  # fmt: skip

@@ -9,9 +9,8 @@ import numpy as np
 from numpy.typing import NDArray
 
 from edgellm import contract
-from edgellm.device_runtime.runners import Cache, Outputs, Runner
+from edgellm.device_runtime.runners import Cache, Outputs
 from edgellm.device_runtime.runners.cache_slots import SharesSlots, slot_cache
-from edgellm.device_runtime.runners.rounds import Growth
 from edgellm.device_runtime.runners.tensorrt.bound_pass import bucket_of, bucket_sizes
 from edgellm.device_runtime.runners.tensorrt.device import CompiledEngine, Device
 from edgellm.device_runtime.runners.tensorrt.kernel_cache import KernelCache
@@ -26,6 +25,8 @@ from edgellm.device_runtime.runners.tensorrt.sequences import (
 from edgellm.device_runtime.runners.tensorrt.shapes import Sizes
 from edgellm.device_runtime.shared_costs import SharedCosts
 from edgellm.specs import DecoderSpec
+
+_COMMITTED = 8  # rows of a draft that a sequence of a round commits, or about so many
 
 
 class _KernelSlots:
@@ -101,10 +102,6 @@ class BatchRunner(TensorRtRunner, SharesSlots):
         """See `runners.ArrangesPasses`."""
         self._costs = costs
 
-    def open_rounds(self, draft: Runner, growth: Growth) -> None:
-        """None: a round on the device is of one sequence; these grow trees with the host."""
-        del draft, growth
-
     def run(self, inputs: Mapping[str, NDArray[Any]]) -> Outputs:
         """See `runners.Runner`: of the sequence whose rows are in `cache`."""
         self.reserve(self._own, int(inputs[contract.WRITE_INDEX][0]), rows_of(inputs))
@@ -112,13 +109,33 @@ class BatchRunner(TensorRtRunner, SharesSlots):
 
     def run_many(self, parts: Sequence[tuple[Cache, Inputs]]) -> list[Outputs]:
         """See `runners.SharedRunner`; where rows are too many they are several passes."""
-        bases = [self._kernel_slots.base(slot_cache(cache).own()) for cache, _ in parts]
+        bases = [self.first_row(cache) for cache, _ in parts]
         asked, given = [inputs for _, inputs in parts], list[Outputs]()
         for some in groups(asked, self._most_rows, self._buckets[-1], self._costs):
             given = [{name: each[name].copy() for name in each} for each in given]
             found = TensorRtRunner.run(self, joined(asked[some], bases[some]))
             given += shares(found, asked[some])
         return given
+
+    def ask_many(self, parts: Sequence[tuple[Cache, Inputs]]) -> list[tuple[Outputs, int | None]]:
+        """See `runners.rounds.Asked`."""
+        asked = [inputs for _, inputs in parts]
+        if len(list(groups(asked, self._most_rows, self._buckets[-1]))) > 1:
+            found = self.run_many(parts)
+            return [({name: each[name].copy() for name in each}, None) for each in found]
+        bases = [self.first_row(cache) for cache, _ in parts]
+        found = self._run(joined(asked, bases), fetches=False)
+        return [(each, at) for at, each in enumerate(shares(found, asked))]
+
+    def first_row(self, cache: Cache | None) -> int:
+        """See `network.Network`."""
+        return 0 if cache is None else self._kernel_slots.base(slot_cache(cache).own())
+
+    def _recurs(self, sizes: Sizes) -> bool:
+        """See `TensorRtRunner`; of sequences that commit rows side by side."""
+        rows, _, _ = sizes
+        is_draft = contract.DRAFT_HIDDEN in self._features
+        return super()._recurs(sizes) or (is_draft and rows <= _COMMITTED * self.num_sequences)
 
     def _padded(self, sizes: Sizes, inputs: Inputs) -> Sizes | None:
         """Padding is no sequence's, and is written nowhere."""

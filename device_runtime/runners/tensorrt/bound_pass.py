@@ -82,6 +82,7 @@ class BoundPass:
         self._replay: Callable[[], None] | None = None
         self.inputs: Mapping[str, NDArray] = arguments[1].arrays
         self.outputs: Mapping[str, NDArray] = picks[1].arrays
+        self.pick_addresses: Mapping[str, int] = picks[1].addresses
 
     def run(self, *, waits: bool) -> None:
         """Compute; if it waits, `outputs` hold what came of it until the session's next pass."""
@@ -167,7 +168,7 @@ class PassRunner:
         context = self._context(self._profile(shapes), keep=True)
         addresses = {name: address for name, (_, address) in placed.items()}
         self._bind(context, shapes, {**addresses, **outputs})
-        write_index = addresses[contract.WRITE_INDEX]
+        write_index = addresses.get(contract.WRITE_INDEX, 0)  # of a pass of one sequence
 
         def enqueue() -> None:
             context.enqueue()

@@ -5,14 +5,29 @@ from __future__ import annotations
 from collections.abc import Mapping
 from typing import Protocol
 
-from edgellm.device_runtime.runners import Outputs
+from edgellm.device_runtime.runners import Cache, Outputs
 from edgellm.device_runtime.runners.tensorrt.bound_pass import PlacedPass
 from edgellm.device_runtime.runners.tensorrt.device import TensorInfo
 from edgellm.device_runtime.runners.tensorrt.shapes import Sizes
 
 
 class Network(Protocol):
-    """`TensorRtRunner`, for passes over what lies on the device already."""
+    """`TensorRtRunner`, for passes over what lies on the device already.
+
+    Attributes:
+        num_sequences: of a pass; where more than one, a table says whose rows it has.
+    """
+
+    num_sequences: int
+
+    @property
+    def tree_rows(self) -> int:
+        """Of a pass over trees, those of all sequences."""
+        ...
+
+    def first_row(self, cache: Cache | None) -> int:
+        """The row of the engine's cache that is a sequence's first, which writes there next."""
+        ...
 
     def expire(self) -> None:
         """A pass begins, which overwrites what the one before gave."""
@@ -31,7 +46,7 @@ class Network(Protocol):
         ...
 
     def pick_addresses(self) -> Mapping[str, int]:
-        """Where the latest pass with a single row of picks left them."""
+        """Where the latest pass left them that was not placed."""
         ...
 
     def place(

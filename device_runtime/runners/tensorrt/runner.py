@@ -7,7 +7,7 @@ rows, where the next pass overwrites it, and no row sees it.
 from __future__ import annotations
 
 import math
-from collections.abc import Iterable, Mapping
+from collections.abc import Iterable, Mapping, Sequence
 from typing import Any
 
 import numpy as np
@@ -79,6 +79,7 @@ class TensorRtRunner:
             LimitError: the device is too small.
         """
         self._engine, self._device, self._capacity = engine, device, capacity
+        self.num_sequences = num_sequences
         self._shapes = Shapes(engine)
         self._rows_memory: DeviceCaches | None = None
         self._images: DeviceImages | None = None
@@ -106,6 +107,7 @@ class TensorRtRunner:
             memory.append if memory is not None else _nothing,
         )
         self._latest: FetchedOutputs | None = None
+        self._latest_picks: Mapping[str, int] = {}
         self._is_asked = False  # a pass whose inputs may still be read from the host's memory
 
     def _allocate(self, names: Iterable[str], most: Sizes) -> dict[str, Buffer]:
@@ -120,9 +122,12 @@ class TensorRtRunner:
         """See `runners.Runner`."""
         return self._run(inputs, fetches=True)
 
-    def ask(self, inputs: Mapping[str, NDArray[Any]]) -> FetchedOutputs:
-        """As `run`, but the host waits for no output before it reads one."""
-        return self._run(inputs, fetches=False)
+    def ask_many(
+        self, parts: Sequence[tuple[Cache, Mapping[str, NDArray[Any]]]]
+    ) -> list[tuple[Outputs, int | None]]:
+        """See `runners.rounds.Asked`."""
+        ((_, inputs),) = parts
+        return [(self._run(inputs, fetches=False), 0)]
 
     def _run(self, inputs: Mapping[str, NDArray[Any]], *, fetches: bool) -> FetchedOutputs:
         self.expire()
@@ -148,7 +153,7 @@ class TensorRtRunner:
         fill(bound.inputs, inputs, sizes[ROWS])
         stays = [self._place(name, inputs[name], taken[ROWS]) for name in features]
         waits = bool(picks and fetches) or not all(stays)
-        self._is_asked = bool(layout)
+        self._is_asked, self._latest_picks = bool(layout), bound.pick_addresses
         bound.run(waits=waits)
         if waits:
             self.settled()
@@ -186,7 +191,7 @@ class TensorRtRunner:
         """See `runners.rounds.GrowsTrees`."""
         if not isinstance(draft, TensorRtRunner) or draft._device.stream != self._device.stream:
             return None
-        if contract.SEQUENCES in draft._engine.tensors:  # a round is of one
+        if len({contract.SEQUENCES in each._engine.tensors for each in (self, draft)}) > 1:
             return None
         return open_rounds(self, draft, growth, self._device)
 
@@ -200,7 +205,17 @@ class TensorRtRunner:
 
     def pick_addresses(self) -> Mapping[str, int]:
         """See `network.Network`."""
-        return self._passes.pick_addresses(self._picks((1, 1, 1)))
+        return self._latest_picks or self._passes.pick_addresses(self._picks((1, 1, 1)))
+
+    @property
+    def tree_rows(self) -> int:
+        """See `network.Network`."""
+        return self._buckets[-1]
+
+    def first_row(self, cache: Cache | None) -> int:
+        """See `network.Network`."""
+        del cache
+        return 0
 
     def place(
         self, sizes: Sizes, inputs: Mapping[str, int], outputs: Mapping[str, int]

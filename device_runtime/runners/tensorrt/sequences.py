@@ -114,7 +114,7 @@ def _columns(part: Inputs) -> int:
     return part[contract.TREE_MASK].shape[1] if contract.TREE_MASK in part else 0
 
 
-class _Share(Mapping[str, NDArray[Any]]):
+class Share(Mapping[str, NDArray[Any]]):
     """What a part gets of a pass."""
 
     def __init__(self, found: Outputs, rows: slice, wanted: slice) -> None:
@@ -140,6 +140,6 @@ def shares(found: Outputs, parts: Sequence[Inputs]) -> list[Outputs]:
     rows = wanted = 0
     for part in parts:
         next_rows, next_wanted = rows + rows_of(part), wanted + len(part[contract.LOGITS_INDEX])
-        given.append(_Share(found, slice(rows, next_rows), slice(wanted, next_wanted)))
+        given.append(Share(found, slice(rows, next_rows), slice(wanted, next_wanted)))
         rows, wanted = next_rows, next_wanted
     return given

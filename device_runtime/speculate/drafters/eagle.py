@@ -13,11 +13,18 @@ from functools import partial
 import numpy as np
 
 from edgellm.contract import LimitError
+from edgellm.device_runtime.runners.rounds import RoundOutcome
 from edgellm.device_runtime.sampling.sampler import Sampler
 from edgellm.device_runtime.sessions import I64
-from edgellm.device_runtime.sessions.decoder import DecoderSession
-from edgellm.device_runtime.sessions.draft import DraftPart, DraftResult, open_draft
-from edgellm.device_runtime.sessions.rounds import RoundSession, open_rounds
+from edgellm.device_runtime.sessions.contexts import Context
+from edgellm.device_runtime.sessions.decoder import DecoderSession, PassResult
+from edgellm.device_runtime.sessions.draft import (
+    AskedResult,
+    DraftPart,
+    DraftResult,
+    open_draft,
+)
+from edgellm.device_runtime.sessions.rounds import RoundPart, RoundSession, open_rounds
 from edgellm.device_runtime.speculate.accept import Accepted
 from edgellm.device_runtime.speculate.costs import Costs, price, shared
 from edgellm.device_runtime.speculate.draft_cache import CommittedRows
@@ -118,12 +125,14 @@ class EagleDrafter(ReadingDrafter):
         session = self._rows.session
         self._skip_what_was_missed()
         for part in self._parts():
-            if self._rounds is not None:
-                self._root = session.ask(part)
+            wanted = Wanted(session, part, asks=self._rounds is not None)
+            self._root = None  # another pass: nobody wants what it gave
+            if wanted.asks:
+                self._root = yield wanted
             else:
-                wanted = Wanted(session, part)
                 result = yield wanted
-                self._root, self._sharing = partial(_itself, result.copy()), wanted.answers
+                self._root = partial(_itself, result.copy())
+            self._sharing = wanted.answers
             self._book_reading(len(part.token_ids) - part.num_masks, self._prices()[1])
 
     def _parts(self) -> Iterator[DraftPart]:
@@ -141,40 +150,40 @@ class EagleDrafter(ReadingDrafter):
             self._shares[answers] = grown, extend
         return self._shares[answers]
 
-    def ask_round(
+    def plan_round(
         self,
         session: DecoderSession,
-        newest: tuple[int, int],
+        newest: tuple[int, Context, int],
         levels: int,
         sampler: Sampler,
         *,
         is_exact: bool,
-    ) -> bool:
-        """See `Drafter.ask_round`."""
-        rounds, sizes, (root, length) = self._rounds, self._sizes, newest
+    ) -> tuple[RoundSession, RoundPart] | None:
+        """See `Drafter.plan_round`."""
+        rounds, sizes, (root, context, length) = self._rounds, self._sizes, newest
         if rounds is None or sizes is None or session is not rounds.base:
-            return False
-        if levels < 1 or self._root is None or not self._is_ready():
-            return False
-        self._size = size = sizes.plan(min(levels, self._limits.steps))
+            return None
+        above = self._root
+        if levels < 1 or not isinstance(above, AskedResult) or not self._is_ready():
+            return None
+        self._controller.turn_to(self.company)
+        self._size = size = sizes.plan(min(levels, self._limits.steps), self._sharing)
         draft_rows = sum(rounds.growth.widths[: size.levels - 1])
-        if length + size.nodes > session.capacity:
-            return False
+        if above.row is None or length + size.nodes > session.capacity:
+            return None
         if self._own.length + draft_rows > self._rows.session.capacity:
-            return False
-        self._rows.session.use(self._own.context)
-        rounds.ask(
-            root, (length, self._own.length), size, sampler,
-            rates=self._policy.curve, is_exact=is_exact,
+            return None
+        return rounds, RoundPart(
+            (context, self._own.context), root, above.row, (length, self._own.length), size,
+            sampler, self._policy.curve, is_exact,
         )  # fmt: skip
-        self._is_networked, self._root = True, None
-        return True
 
-    def finish_round(self) -> Verified:
-        """See `Drafter.finish_round`."""
+    def take_round(self, found: RoundOutcome, result: PassResult) -> Verified:
+        """See `Drafter.take_round`."""
         assert self._rounds is not None
         assert self._sizes is not None
-        found, result = self._rounds.finish()
+        self._is_networked, self._root = True, None
+        self._controller.turn_to(self.company)
         log_probs = found.log_probs.astype(np.float64)
         pool = self._pool = Pool.of_tree(
             found.token_ids, found.parents, self._policy.scores(log_probs), np.exp(log_probs)
@@ -183,7 +192,7 @@ class EagleDrafter(ReadingDrafter):
         tree, self._chosen = pool.tree(nodes)
         self._ends = [pool.count]
         widths = np.array(self._rounds.growth.widths[: self._size.levels - 1], np.int64)
-        self._spent_ms += float(price(self._costs.step, widths).sum())
+        self._spent_ms += float(self._prices()[0][widths - 1].sum())
         self._sizes.learn(tree, self._size)
         accepted = None if found.accepted is None else Accepted(*found.accepted)
         return Verified(tree, result, accepted)

@@ -268,8 +268,7 @@ class Knowing:
     def learn(self, *_) -> None: ...
     def observe(self, *_) -> None: ...
 
-    def ask_round(self, *_, **__) -> bool:
-        return False
+    def plan_round(self, *_, **__) -> None: ...
 
     def remember(self, token_ids) -> None:
         self.at = self.at + len(token_ids) if self.at >= 0 else 0

@@ -35,7 +35,7 @@ def _work(device: cuda.CudaDevice) -> None:
     device.gather_rows(memory.address, memory.address, np.array([2, 1]), 16)
     device.gather_rows_at(memory.address, memory.address, memory.address, 2, 16)
     device.copy(memory.address, memory.address, 16)
-    device.launch(catalog.lay_out(64), (1, 1, 1), [memory.address] * 6)
+    device.launch(catalog.lay_out(64), (1, 1, 1), [memory.address] * 8)
     device.copy_rows(PLANES, 1, 5, 3)
     device.append_rows(PLANES, NewRows(memory.address, 256, 1, memory.address), 1)
     device.download(host, memory.address)
@@ -80,10 +80,10 @@ def test_a_kernel_is_loaded_once_and_has_the_arguments_of_its_signature():
     driver = FakeDriver()
     device = _device(driver)
     for _ in range(3):
-        device.launch(catalog.lay_out(64), (1, 1, 1), [1 << 20, 1 << 20, 8, 1, 1 << 20, 1 << 20])
+        device.launch(catalog.lay_out(64), (1, 1, 1), [1 << 20] * 2 + [8, 1, 0] + [1 << 20] * 3)
     names = [name for name, _ in driver.calls]
     assert (names.count("module"), names.count("launch")) == (4, 3)  # three are hand-written
-    assert argument_codes(catalog.lay_out(64).kernel) == "PPiiPP"
+    assert argument_codes(catalog.lay_out(64).kernel) == "PPiiiPPP"
     with pytest.raises(EdgeLLMError, match="no kernel lay_out-nodes96 was compiled"):
         device.launch(catalog.lay_out(96), (1, 1, 1), [])
 

@@ -3,6 +3,8 @@
 from __future__ import annotations
 
 import dataclasses
+from collections import Counter
+from unittest import mock
 
 import numpy as np
 import pytest
@@ -11,12 +13,18 @@ from fake_gpu import FakeDevice
 from lowered_engines import Lowered
 
 from edgellm.contract import BrokenArtifactError
+from edgellm.device_runtime.engine import batch
+from edgellm.device_runtime.engine.answer import Answer
 from edgellm.device_runtime.engine.llm import LLM
+from edgellm.device_runtime.engine.step import step
 from edgellm.device_runtime.runners.rounds import Growth
 from edgellm.device_runtime.runners.tensorrt.kernel_cache import KV_DTYPES
+from edgellm.device_runtime.runners.tensorrt.rounds import TensorRtRounds
 from edgellm.device_runtime.runners.tensorrt.runner import TensorRtRunner
 from edgellm.device_runtime.sampling.sampler import SamplingParams
 from edgellm.device_runtime.sessions.decoder import open_decoder
+from edgellm.device_runtime.sessions.draft import AskedResult
+from edgellm.device_runtime.sessions.rounds import RoundSession, Size
 from edgellm.device_runtime.speculate.accounts import Account
 from edgellm.device_runtime.speculate.options import SpecOptions
 from edgellm.manifest import LLM_ENGINE, load_engine, with_kv_dtype
@@ -176,20 +184,101 @@ def test_tokens_of_all_answers_are_one_pass_and_one_wait(pair, together, monkeyp
         assert cost["bytes_up"] <= 4096
 
 
-@pytest.mark.usefixtures("together")
-def test_drafted_answers_side_by_side_are_the_plain_ones(pair, monkeypatch):
+@pytest.fixture
+def steps(together, monkeypatch) -> list[tuple[int, Counter[str]]]:
+    """How many answers a step has that draft, and what it costs."""
+    found, names = [], ("waits", "launches", "passes", "captures", "contexts", "allocations")
+
+    def counted(slot, sequences):
+        sequences = list(sequences)
+        drafting = sum(not one.is_reading and one.left > 1 for one in sequences)
+        before = {name: getattr(together, name) for name in names}
+        result = step(slot, sequences)
+        costs = Counter({name: getattr(together, name) - before[name] for name in names})
+        found.append((drafting if drafting == len(sequences) else 0, costs))
+        return result
+
+    monkeypatch.setattr(batch, "step", counted)
     for gives_up in ("book", "rest"):  # drafts of random weights do not pay
         monkeypatch.setattr(Account, gives_up, lambda *_: None)
-    llm = LLM(pair.engine, spec=SpecOptions(top_k=3, steps=2, verify_size=6, tree="fixed"))
-    ask = {"sampling": SAMPLED, "max_generate_length": 10}
-    alone = [llm.generate(prompt, speculative=False, **ask) for prompt in ASKS]
+    return found
+
+
+@pytest.mark.parametrize(
+    ("options", "waits"),
+    [
+        (SpecOptions(top_k=3, steps=3, verify_size=20), 1),
+        (SpecOptions(top_k=3, steps=2, verify_size=60, tree="fixed"), 2),  # 128 rows share a pass
+    ],
+    ids=["by cost", "too large"],
+)
+def test_rounds_of_all_answers_wait_once(pair, steps, options, waits):
+    llm = LLM(pair.engine, spec=options)
+    each = {"max_generate_length": 9}
+    asked = [(ASKS[at], (GREEDY, SAMPLED)[at % 2]) for at in range(ANSWERS)]
+    alone = [llm.generate(prompt, sampling=how, speculative=False, **each) for prompt, how in asked]
     for one in alone:
         list(one)
-    passes, run = [], llm.session.run_many
-    monkeypatch.setattr(llm.session, "run_many", lambda parts: passes.append(parts) or run(parts))
-    found = llm.generate_batch(ASKS, **ask)
+    prompts, sampling = zip(*asked, strict=True)
+    found = llm.generate_batch(prompts, sampling=sampling, **each)
     assert [one.token_ids for one in found] == [one.token_ids for one in alone]
-    assert max(sum(part.tree_mask is not None for part in parts) for parts in passes) == ANSWERS
+    _, *whole = [costs for drafting, costs in steps if drafting == ANSWERS]  # reads prompts first
+    assert len(whole) > 3
+    for costs in whole:
+        assert costs["waits"] == waits
+        assert costs["launches"] == costs["passes"] <= 2 + waits * (options.steps or 0)
+        assert costs["captures"] == costs["contexts"] == costs["allocations"] == 0
+
+
+@pytest.mark.usefixtures("steps")
+def test_answers_that_ask_for_different_things_share_rounds(pair, of_several, monkeypatch):
+    """Some of them need the host in every round, some at its end; others come and go meanwhile."""
+    for name, rows in (("manifest", {"prefill_rows": 20}), ("draft_manifest", {})):
+        short = dataclasses.replace(getattr(of_several, name), max_kv_cache_capacity=40, **rows)
+        monkeypatch.setattr(of_several, name, short)
+    asked = [  # sampling, tokens, and how often the prompt stands there
+        (GREEDY, 30, 1),  # to the end of the cache
+        (dataclasses.replace(SAMPLED, seed=5), 14, 1),
+        (dataclasses.replace(GREEDY, repetition_penalty=1.3), 9, 2),
+        (SamplingParams(temperature=1.5, top_k=0, top_p=1.0), 8, 1),  # more than the device picks
+        (dataclasses.replace(SAMPLED, num_logprobs=2), 3, 3),
+        (GREEDY, 2, 1),
+        (dataclasses.replace(SAMPLED, temperature=0.7, seed=9), 11, 4),
+    ]
+    llm = LLM(pair.engine, spec=SpecOptions(top_k=3, steps=3, verify_size=12))
+
+    def answers(*, speculative: bool) -> list[Answer]:
+        found = []
+        for at, (how, length, times) in enumerate(asked):
+            prompt = " ".join([ASKS[at % len(ASKS)]] * times)
+            options = {"max_generate_length": length, "speculative": speculative}
+            found.append(llm.generate(prompt, sampling=how, **options))
+        return found
+
+    alone, found = answers(speculative=False), answers(speculative=True)
+    rounds, kept, keep = [], [], AskedResult.keep
+    for one in alone:
+        list(one)
+    ask = TensorRtRounds.ask
+    monkeypatch.setattr(
+        TensorRtRounds, "ask", lambda self, orders: rounds.append(orders) or ask(self, orders)
+    )
+    monkeypatch.setattr(AskedResult, "keep", lambda self: kept.append(self) or keep(self))
+    for _ in llm.together(found):
+        pass
+    assert [one.token_ids for one in found] == [one.token_ids for one in alone]
+    together = [{order.accepts for order in orders} for orders in rounds]
+    assert {"greedy", "sampled", "host"} in together
+    assert {len(orders) for orders in rounds} >= {2, 3, 4}
+    shapes = [{(order.levels, order.nodes) for order in orders} for orders in rounds]
+    assert max(map(len, shapes)) > 1
+    assert kept  # candidates of one whose draft is done, while another's reads a long prompt
+
+
+def test_rounds_take_as_many_as_share_the_passes_of_the_largest_tree():
+    rounds = RoundSession(*[mock.Mock()] * 3, mock.Mock(most=lambda nodes: 128 // nodes))
+    sizes = [mock.Mock(size=Size(2, nodes)) for nodes in (8, 16, 32, 60, 8)]
+    assert [rounds.most(sizes[at:]) for at in range(5)] == [3, 2, 2, 2, 1]
 
 
 def test_a_base_of_one_answer_with_a_draft_of_several(lowered, of_several):
