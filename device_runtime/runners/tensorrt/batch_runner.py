@@ -63,6 +63,7 @@ class BatchRunner(TensorRtRunner, SharesSlots):
         spec: DecoderSpec | None,
         capacity: int,
         num_sequences: int,
+        adapters: int = 0,
     ) -> None:
         """See `TensorRtRunner`; `tree_rows` of all sequences."""
         TensorRtRunner.__init__(
@@ -74,6 +75,7 @@ class BatchRunner(TensorRtRunner, SharesSlots):
             spec=spec,
             capacity=capacity,
             num_sequences=num_sequences,
+            adapters=adapters,
         )
         assert isinstance(self._rows_memory, KernelCache)
         self._kernel_slots, self._most_rows = _KernelSlots(self._rows_memory), most_rows
