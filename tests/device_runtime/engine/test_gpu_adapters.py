@@ -20,6 +20,7 @@ from lora_adapters import logits_of, reference, write_adapter
 from lowered_engines import Lowered, lower_for_gpu
 from quantized_layouts import LAYOUTS, write_checkpoint
 
+from edgellm.build import onnxruntime_cuda
 from edgellm.build.engine import build_engine
 from edgellm.build.lowering.adapters import Places, write_adapted_layers
 from edgellm.build.plan import Plan
@@ -186,6 +187,11 @@ def test_several_adapters_share_a_pass(engines, folders, tiny_bundle, tmp_path):
         tiny_bundle, tmp_path / "plain", dataclasses.replace(PLAN, max_lora_rank=0)
     )
     with _open(engines[5], folders) as llm, _open(tmp_path / "plain", {}) as plain:
+        asked = dataclasses.replace(PLAN, max_batch_size=5)
+        bundle = read_bundle("llm", tiny_bundle, asked)
+        predicted = onnxruntime_cuda.estimate(tiny_bundle, bundle, asked).adapter_bytes
+        shapes = llm.session._runner._adapters.shapes.values()
+        assert predicted == 4 * sum(rows * width for rows, width in shapes)
         names = [None, *folders]
         alone = [_logits(llm, name) for name in names]
         assert _logits(plain).tobytes() == alone[0].tobytes()
