@@ -9,6 +9,8 @@ levels.
 
 from __future__ import annotations
 
+from collections.abc import Sequence
+
 
 class EdgeLLMError(Exception):
     """A failure that the user can mend: one line that says what, one that says how."""
@@ -69,6 +71,27 @@ ADAPTER = "adapter"
 ADAPTER_ROWS = "adapter_rows"  # int64 [S]; the adapter of each row of a pass
 ADAPTER_WEIGHTS = "adapter_weights"  # float32; A [rank, in] and B [rank, out] of all layers of all
 ADAPTER_TABLE = "adapter_table"  # int64 [adapters, layers, 3]; rank, where A and where B begin
+
+# Engines for GPUs hold adapters in places, which do not move; adapter n is in place n - 1. Products
+# of weights of G layers side by side have N columns for all places, one place behind the other; a
+# TensorRT engine also takes passes that are given one, for rows without adapters.
+ADAPTER_COLUMNS = "adapter_columns."  # N as a symbol, before G
+ADAPTER_MASK = "adapter_mask."  # before G: bool [1, S, N]; whether a row has what is in a column
+ADAPTER_DOWN, ADAPTER_UP = "adapter_down.", "adapter_up."  # how names of `adapter_matrix` begin
+
+
+def adapter_matrix(part: str, layers: Sequence[tuple[int, int]]) -> str:
+    """Name of what adapters are to a product of the weights of layers side by side.
+
+    `ADAPTER_DOWN`: activations [N, in]; of a place A of one layer behind that of the other.
+    `ADAPTER_UP`: activations [N, out]; B of each layer at its outputs, between zeros.
+
+    Args:
+        part: one of these two.
+        layers: places in `ADAPTER_TABLE`, and widths.
+    """
+    return part + "+".join(f"{place}x{width}" for place, width in layers)
+
 
 # TensorRT engines with edgellm's kernels have no caches among their inputs, but where they lie:
 # int64 [2 + 4 * layers], see `device_runtime/kernels/triton/cache.py`.

@@ -33,8 +33,12 @@ class Backend(Protocol):
         """Whether a pass may serve several sequences; asked for `max_batch_size` above 1."""
         ...
 
+    def takes_adapters(self, plan: Plan) -> bool:
+        """Whether rows have adapters of their own; asked for `max_lora_rank` above 0."""
+        ...
+
     def mixes_rows(self, plan: Plan) -> bool:
-        """Whether rows have adapters of their own, and those of a block see each other."""
+        """Whether rows of a block see each other."""
         ...
 
     def estimate(self, source: Path, bundle: Bundle, plan: Plan) -> Estimate:

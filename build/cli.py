@@ -30,6 +30,7 @@ from edgellm.build.flags import (
     MaxDraftTreeSize,
     MaxInputLen,
     MaxLoraRank,
+    MaxLoras,
     MaxVerifyTreeSize,
     NoCheck,
     OnnxDir,
@@ -62,6 +63,7 @@ def llm_build(
     kv_capacity: KvCapacity = 4096,
     max_batch_size: MaxBatchSize = 1,
     max_lora_rank: MaxLoraRank = 0,
+    max_loras: MaxLoras = None,
     backend: Backend = "auto",
     device: Device = "",
     threads: Threads = 0,
@@ -97,7 +99,7 @@ def llm_build(
     flags = own_flags(target_sm, workspace, opt_level, timing_cache, layer_report)
     words = {"--kernels": kernels, "--attention": attention, "--intGemm": int_gemm}
     flags |= {flag: None if word == "auto" else word for flag, word in words.items()}
-    flags["--fallbackPrecision"] = fallback_precision or None
+    flags |= {"--fallbackPrecision": fallback_precision or None, "--maxLoras": max_loras}
     plan = Plan(
         max_input_len,
         kv_capacity,

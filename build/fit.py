@@ -48,6 +48,7 @@ class Prediction:
         sizes = (
             ("engine", self.estimate.engine_bytes),
             ("KV cache", self.estimate.kv_bytes),
+            ("adapters", self.estimate.adapter_bytes),
             ("scratch memory", self.estimate.scratch_bytes),
             ("peak build memory", self.estimate.peak_build_bytes),
         )
@@ -55,7 +56,10 @@ class Prediction:
 
     def speed_lines(self) -> list[str]:
         """For people: of a decoder; measures this machine's memory if the engine runs there."""
-        lines = [f"read for a token  {self.estimate.decode_bytes / 1e6:10.1f} MB"]
+        read, adapters = self.estimate.decode_bytes, self.estimate.adapter_bytes
+        lines = [f"read for a token  {read / 1e6:10.1f} MB"]
+        if adapters:
+            lines.append(f"with an adapter   {(read + adapters) / 1e6:10.1f} MB")
         if not self.estimate.runs_on_cpu:
             return lines
         bandwidth = read_bandwidth_bytes_per_s()
@@ -91,11 +95,11 @@ def predict(
             hint="give --kernels edgellm, or --backend onnxruntime --device cuda, or leave "
             "--maxBatchSize out",
         )
-    if plan.max_lora_rank and not backend.mixes_rows(plan):
+    if plan.max_lora_rank and not backend.takes_adapters(plan):
         raise EdgeLLMError(
-            f"--maxLoraRank {plan.max_lora_rank}: only edgellm's kernels take adapters at run time",
-            hint="give --backend onnxruntime --kernels edgellm, or merge the adapter: "
-            "edgellm-export llm --lora_dir",
+            f"--maxLoraRank {plan.max_lora_rank}: on a CPU edgellm's kernels take adapters, not "
+            "ONNX Runtime's",
+            hint="leave out --kernels, or merge the adapter: edgellm-export llm --lora_dir",
         )
     if bundle.main_role == BLOCK and not backend.mixes_rows(plan):
         raise EdgeLLMError(
@@ -123,6 +127,7 @@ def _needs(estimate: Estimate, engine: Path) -> list[Need]:
     peak, files = estimate.peak_build_bytes, 2 * estimate.engine_bytes
     device = estimate.device_bytes
     held = estimate.engine_bytes + estimate.kv_bytes + estimate.scratch_bytes
+    held += estimate.adapter_bytes
     needs = [
         Need(
             "build memory",
@@ -140,6 +145,8 @@ def _needs(estimate: Estimate, engine: Path) -> list[Need]:
         return needs
     cache = f", or give a smaller --maxKVCacheCapacity (it takes {_size(estimate.kv_bytes)})"
     remedy = f"quantize the model{cache if estimate.kv_bytes else ''}"
+    if estimate.adapter_bytes:
+        remedy += f", or give a smaller --maxLoras (adapters take {_size(estimate.adapter_bytes)})"
     found = f"the engine needs about {_size(held)} of memory, the GPU has {_size(device)}"
     return [*needs, Need("engine memory", found, remedy if held > device else "")]
 

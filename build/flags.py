@@ -36,7 +36,19 @@ MaxLoraRank = Annotated[
         "--maxLoraRank",
         min=0,
         max=1024,
-        help="Take LoRA adapters up to this rank while the engine runs; edgellm's kernels.",
+        help="Take LoRA adapters up to this rank while the engine runs; on a CPU with edgellm's "
+        "kernels.",
+    ),
+]
+MaxLoras = Annotated[
+    int | None,
+    typer.Option(
+        "--maxLoras",
+        min=1,
+        max=64,
+        help="With --maxLoraRank, on a GPU: adapters that there is room for at a time, 4 if not "
+        "given; a CPU holds any number.",
+        show_default=False,
     ),
 ]
 Backend = Annotated[str, typer.Option("--backend", help="auto, onnxruntime or tensorrt.")]

@@ -33,6 +33,14 @@ class Options:
 
 
 @dataclass(frozen=True, slots=True)
+class GpuOptions(Options):
+    """The flags that engines for GPUs have in common."""
+
+    # LoRA adapters that an engine has places for; with `Plan.max_lora_rank`
+    max_loras: int = field(default=4, metadata={FLAG: "--maxLoras"}, kw_only=True)
+
+
+@dataclass(frozen=True, slots=True)
 class Plan:
     """What an engine is built for; a limit is 0 where the product has none of the kind."""
 
@@ -94,6 +102,7 @@ class Estimate:
     scratch_bytes: int = 0  # of the largest pass, where it is not part of the libraries
     device_bytes: int = 0  # memory of the GPU that runs it; 0: the CPU does, or it is not here
     notes: tuple[str, ...] = ()  # what costs more than the bundle's precision says
+    adapter_bytes: int = 0  # places for adapters on the GPU
 
 
 @dataclass(frozen=True, slots=True)

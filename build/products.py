@@ -82,6 +82,8 @@ def _require_base(source: Path, bundle: Bundle, plan: Plan) -> None:
             f"{source} gives no features to a draft",
             hint="export it again with edgellm-export llm --is_eagle_base",
         )
+    if not plan.max_lora_rank and "--maxLoras" in plan.options.given():
+        raise EdgeLLMError("--maxLoras says how many adapters", hint="give --maxLoraRank, too")
     if plan.max_lora_rank and bundle.decoder.recurrent is not None:
         raise EdgeLLMError(
             "--maxLoraRank: adapters of models with recurrent layers are merged, not taken up",

@@ -10,7 +10,9 @@ from pathlib import Path
 from edgellm.contract import BrokenArtifactError
 from edgellm.strict_json import parse
 
-MAX_LORA_RANK = "max_lora_rank"  # option of an engine that takes adapters
+# Options of an engine that takes adapters
+MAX_LORA_RANK = "max_lora_rank"
+MAX_LORAS = "max_loras"  # that there is room for; without it there is for any number
 FILE = "adapted_layers.json"
 
 

@@ -10,6 +10,7 @@ import pytest
 from eagle_engines import CAPACITY, INPUT, TREE, EaglePair
 from fake_gpu import FakeDevice, FakeEngine
 
+from edgellm.build.lowering.adapters import Places, engine_options
 from edgellm.build.lowering.weights import WeightFile
 from edgellm.build.plan import Plan
 from edgellm.build.tensorrt.adapt import adapt
@@ -50,8 +51,10 @@ class Lowered:
         version: Version = (11, 4),
         codes: str = "",
         answers: int = 1,
+        adapter_rank: int = 0,
     ) -> None:
         """`codes`: of the cache, where edgellm's kernels compute; else "", of float32."""
+        plan = dataclasses.replace(PLAN, max_batch_size=answers, max_lora_rank=adapter_rank)
         self._folder, self._version = folder, version
         bundles = {
             LLM_ENGINE: load_bundle(pair.bundle, LLM_BUNDLE),
@@ -63,10 +66,16 @@ class Lowered:
                 kernels = Kernels(110, codes, answers) if codes and role != FUSE else None
                 dtype = ir.DataType.FLOAT16 if codes else ir.DataType.FLOAT
                 lower_for_gpu(
-                    source / graph.path, self.path(role), candidates, version, dtype, kernels
+                    source / graph.path,
+                    self.path(role),
+                    candidates,
+                    version,
+                    dtype,
+                    kernels,
+                    places=Places.of(plan) if role == DECODER else None,
                 )
         self._passes = {
-            role: passes_of(role, bundle, dataclasses.replace(PLAN, max_batch_size=answers))
+            role: passes_of(role, bundle, plan)
             for bundle in bundles.values()
             for role in bundle.graphs
         }
@@ -78,6 +87,7 @@ class Lowered:
             cost_ms=scripted_costs(PASS, answers) if answers > 1 else {},
             prefill_rows=INPUT,
             max_batch_size=answers,
+            options={**base.options, **engine_options(plan)},
         )
         self.draft_manifest = dataclasses.replace(
             draft,
@@ -155,10 +165,11 @@ def lower_for_gpu(
     dtype: ir.DataType = ir.DataType.FLOAT16,
     kernels: Kernels | None = None,
     capacity: int = CAPACITY,
+    places: Places | None = None,
 ) -> None:
     """A portable graph as TensorRT gets it."""
     model, weights = ir.load(source), WeightFile(target.with_suffix(".data"))
-    lower(model, weights, dtype, capacity, candidates, kernels)
+    lower(model, weights, dtype, capacity, candidates, kernels, places)
     weights.close()
     adapt(model, version)
     ir.save(model, target)

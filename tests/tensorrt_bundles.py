@@ -118,12 +118,13 @@ def _layout(precision: str) -> QuantizedLayout:
     return MODELOPT_INT4 if precision == "int4_awq" else LAYOUTS[precision]
 
 
-def compile_bundle(bundle: Path, kind: str, engine: Path, sm: int) -> Engine:
+def compile_bundle(bundle: Path, kind: str, engine: Path, sm: int, lora_rank: int = 0) -> Engine:
     """The engine of a bundle; `engine` is the folder that it goes to."""
     options = TensorRtOptions(target_sm=str(sm), layer_report=True)
     if kind in ("base", "eagle_base", "wide"):
         tree = TREE if kind == "eagle_base" else 0
-        plan = Plan(INPUT, CAPACITY, 1, "auto", max_verify_tree_size=tree, options=options)
+        limits = {"max_verify_tree_size": tree, "max_lora_rank": lora_rank}
+        plan = Plan(INPUT, CAPACITY, 1, "auto", **limits, options=options)
         built = build_engine("llm", bundle, engine, plan, "tensorrt", _silent)
         return _read(engine / "llm.layers.json", built.options["notes"])
     if kind in ("draft", "heads"):

@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from collections.abc import Callable, Hashable, Sequence
+from collections.abc import Callable, Hashable, Iterable, Sequence
 from dataclasses import dataclass
 from typing import Protocol
 
@@ -54,12 +54,41 @@ def _stored_alike(weight: LinearWeight) -> Hashable:
     return weight.key, weight.packing
 
 
+# Gives what is added to y [1, S, sum of widths] of these layers, before their biases, and y
+Adapt = Callable[[Sequence[ir.Node], ir.Value], ir.Value]
+
+
+def _as_it_is(nodes: Sequence[ir.Node], y: ir.Value) -> ir.Value:
+    del nodes
+    return y
+
+
+def _read_by(layer: ir.Node) -> ir.Value:
+    assert layer.inputs[0] is not None
+    return layer.inputs[0]
+
+
+def group_nodes(
+    layers: Iterable[ir.Node],
+    read_by: Callable[[ir.Node], ir.Value] = _read_by,
+    key: Callable[[LinearWeight], Hashable] = _stored_alike,
+) -> list[list[ir.Node]]:
+    """Linear layers that can be merged: they read the same, with weights of equal keys."""
+    groups: dict[tuple[ir.Value, Hashable], list[ir.Node]] = {}
+    for node in layers:
+        weight = LinearWeight.of(node)
+        assert weight is not None
+        groups.setdefault((read_by(node), key(weight)), []).append(node)
+    return [*groups.values()]
+
+
 def lower_linears(
     graph: GraphEditor,
     kernel: LinearKernel,
     *,
     key: Callable[[LinearWeight], Hashable] = _stored_alike,
     split: Split = split_columns,
+    adapt: Adapt = _as_it_is,
 ) -> None:
     """Let `kernel` compute every linear layer, together with those that read the same.
 
@@ -68,18 +97,15 @@ def lower_linears(
         kernel: computes them.
         key: of weights that can be merged.
         split: takes merged rows apart.
+        adapt: adds what adapters do.
     """
-    groups: dict[tuple[ir.Value, Hashable], list[ir.Node]] = {}
-    for node, weight in linear_layers(graph.graph):
-        x = node.inputs[0]
-        assert x is not None
-        groups.setdefault((x, key(weight)), []).append(node)
-    for nodes in groups.values():
-        _emit_group(graph, kernel, split, nodes)
+    layers = [node for node, _ in linear_layers(graph.graph)]
+    for nodes in group_nodes(layers, key=key):
+        _emit_group(graph, kernel, split, adapt, nodes)
 
 
 def _emit_group(
-    graph: GraphEditor, kernel: LinearKernel, split: Split, nodes: list[ir.Node]
+    graph: GraphEditor, kernel: LinearKernel, split: Split, adapt: Adapt, nodes: list[ir.Node]
 ) -> None:
     """Replace layers (and their biases) that read the same input by one."""
     x = nodes[0].inputs[0]  # now: it was replaced if another linear layer gave it
@@ -89,11 +115,11 @@ def _emit_group(
     biases = [_bias_of(node) for node in nodes]
     if len({bias is None for bias in biases}) > 1:
         for node in nodes:
-            _emit_group(graph, kernel, split, [node])
+            _emit_group(graph, kernel, split, adapt, [node])
         return
     graph.cursor = nodes[0]
     name = "+".join(layer_name(node) for node in nodes)
-    y = kernel.emit(graph, x, weight, name)
+    y = adapt(nodes, kernel.emit(graph, x, weight, name))
     olds = [node.outputs[0] for node in nodes]
     if biases[0] is not None:
         arrays = [bias[1] for bias in biases if bias is not None]

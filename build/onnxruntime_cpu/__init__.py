@@ -22,6 +22,7 @@ __all__ = [
     "estimate",
     "mixes_rows",
     "origin",
+    "takes_adapters",
     "takes_batches",
 ]
 LABEL = "ONNX Runtime"
@@ -38,6 +39,11 @@ def origin(options: AnyOptions) -> Origin:
 def takes_batches(plan: Plan) -> bool:
     """See `Backend.takes_batches`."""
     return kernels_of(plan) == EDGELLM
+
+
+def takes_adapters(plan: Plan) -> bool:
+    """See `Backend.takes_adapters`."""
+    return mixes_rows(plan)
 
 
 def mixes_rows(plan: Plan) -> bool:

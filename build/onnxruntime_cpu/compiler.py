@@ -15,9 +15,9 @@ import onnxruntime as ort
 from edgellm import contract
 from edgellm.build.check import Verdict, require_alike, run_passes
 from edgellm.build.costs import measure
+from edgellm.build.lowering.adapters import write_adapted_layers
 from edgellm.build.lowering.round_int4 import load_portable, rounded_weights
 from edgellm.build.lowering.weights import WeightFile
-from edgellm.build.onnxruntime_cpu.adapters import write_adapted_layers
 from edgellm.build.onnxruntime_cpu.commit import compile_commit
 from edgellm.build.onnxruntime_cpu.expert_check import check_experts
 from edgellm.build.onnxruntime_cpu.lower import lower, take_answers

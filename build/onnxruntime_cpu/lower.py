@@ -12,6 +12,7 @@ import numpy as np
 import onnx_ir as ir
 
 from edgellm import contract
+from edgellm.build.lowering.adapters import Marks
 from edgellm.build.lowering.calls import READ_BY_LOWERINGS, inline
 from edgellm.build.lowering.contrib_ops import (
     bind_capacity,
@@ -30,7 +31,6 @@ from edgellm.build.lowering.weights import (
     constant_array,
     parameter_name,
 )
-from edgellm.build.onnxruntime_cpu.adapters import Marks
 from edgellm.build.onnxruntime_cpu.grouped_attention import lower_attention, narrow_cache
 from edgellm.build.onnxruntime_cpu.own_attention import lower_attention as lower_own_attention
 from edgellm.build.onnxruntime_cpu.own_embedding import lower_embeddings

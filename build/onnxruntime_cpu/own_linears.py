@@ -7,10 +7,11 @@ from collections.abc import Callable, Hashable
 import numpy as np
 import onnx_ir as ir
 
+from edgellm.build.lowering.adapters import Marks
 from edgellm.build.lowering.graph import GraphEditor
 from edgellm.build.lowering.linear_groups import Rounding, lower_linears
 from edgellm.build.lowering.linear_weights import LinearWeight, layer_name, linear_layers
-from edgellm.build.onnxruntime_cpu.adapters import Marks
+from edgellm.build.onnxruntime_cpu.adapters import attach
 from edgellm.build.onnxruntime_cpu.linears import ALL_INPUTS, DenseKernel
 from edgellm.build.onnxruntime_cpu.packed_weights import form_of, keeps_codes, packed_bytes
 from edgellm.device_runtime.kernels.library import DOMAIN
@@ -120,7 +121,7 @@ def lower_own_linears(graph: GraphEditor, kernel: OwnLinears, marks: Marks | Non
     lower_linears(graph, kernel, key=_stored_alike)
     _drop_lowered(graph)
     if marks is not None:
-        marks.attach(graph.find(_OPERATOR, "MatMul"), gates)
+        attach(graph, marks, graph.find(_OPERATOR, "MatMul"), gates)
     for node in graph.find(_OPERATOR):
         node.resize_inputs(max(_INPUTS, len(node.inputs)))
         if node in gates:

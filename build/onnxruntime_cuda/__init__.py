@@ -22,6 +22,7 @@ __all__ = [
     "estimate",
     "mixes_rows",
     "origin",
+    "takes_adapters",
     "takes_batches",
 ]
 LABEL = "ONNX Runtime"
@@ -37,6 +38,12 @@ def origin(options: plans.Options) -> Origin:
 
 def takes_batches(plan: Plan) -> bool:
     """See `Backend.takes_batches`."""
+    del plan
+    return True
+
+
+def takes_adapters(plan: Plan) -> bool:
+    """See `Backend.takes_adapters`."""
     del plan
     return True
 

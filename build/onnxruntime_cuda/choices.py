@@ -36,6 +36,7 @@ class Choices:
 
     forms: tuple[Form, ...] = (Form.PLAIN,)  # a graph each
     int_gemm: bool = False  # see `CudaKernel`
+    is_one_graph: bool = False  # for another would hold experts once more
     options: dict[str, str] = field(default_factory=dict)  # of the engine
     notes: tuple[str, ...] = ()
 
@@ -71,8 +72,8 @@ def choose(
     elif experts:
         options[MINIMUM_VERSION] = EXPERTS_VERSION
     expert_note = _INTEGER_EXPERTS if has_integers else _FLOAT_EXPERTS if experts else ""
-    notes = (said, gemm_said, expert_note)
-    return Choices(forms, gemms, options, tuple(note for note in notes if note))
+    notes = tuple(note for note in (said, gemm_said, expert_note) if note)
+    return Choices(forms, gemms, has_integers, options, notes)
 
 
 def _forms(graph: ir.Graph, dtype: ir.DataType, plan: Plan) -> tuple[tuple[Form, ...], str]:

@@ -13,6 +13,7 @@ import onnx_ir as ir
 
 from edgellm.build.check import Verdict, require_alike
 from edgellm.build.costs import measure
+from edgellm.build.lowering.adapters import Places, engine_options, write_adapted_layers
 from edgellm.build.lowering.experts import ExpertLayer
 from edgellm.build.lowering.linear_weights import LinearWeight, linear_layers, weight_kinds
 from edgellm.build.lowering.round_int4 import BLOCK_SIZE as INT4_BLOCK
@@ -36,7 +37,11 @@ from edgellm.device_runtime.runners.onnxruntime_cuda import (
     open_graphs,
     provider,
 )
-from edgellm.device_runtime.runners.onnxruntime_cuda.slots import CAUSAL_SUFFIX, ROWS_GRAPH
+from edgellm.device_runtime.runners.onnxruntime_cuda.slots import (
+    ADAPTED_SUFFIX,
+    CAUSAL_SUFFIX,
+    ROWS_GRAPH,
+)
 from edgellm.manifest import Bundle, GraphSpec, with_kv_dtype
 from edgellm.roles import DECODER, ROLES
 from edgellm.specs import KVCacheSpec
@@ -63,6 +68,7 @@ def compile_bundle(
     if device:
         provider.require_version(choices.options)
     verdicts = [] if device else [Verdict(_NOT_COMPARED)]
+    options = {**choices.options, **engine_options(plan)}
     with rounded_weights(folder, quantize) as rounded:
         compiler = _Compiler(source, bundle, plan, folder, rounded, quantize, choices)
         graphs = {role: compiler.compile(role, report) for role in bundle.graphs}
@@ -73,9 +79,11 @@ def compile_bundle(
         else:
             report("measuring the cost of a pass")
             spec, threads = with_kv_dtype(bundle.spec, bundle.dtype), plan.threads
-            opened = open_graphs(folder, graphs, spec, room, threads, device, choices.options)
+            opened = open_graphs(folder, graphs, spec, room, threads, device, options)
             verdicts = [compiler.check(role, opened[role], device) for role in graphs]
             costs, prefill_rows = measure(opened, spec, plan)
+    if plan.max_lora_rank:
+        write_adapted_layers(compiler.portable(DECODER), folder)
     return Compiled(
         graphs,
         cache.dtype if cache is not None else "",
@@ -86,7 +94,7 @@ def compile_bundle(
             *choices.notes,
             *notes,
         ),
-        options=choices.options,
+        options=options,
         checks=tuple(each.said for each in verdicts),
         check_s=sum(each.seconds for each in verdicts),
     )
@@ -118,7 +126,8 @@ class _Compiler:
         self._dtype, self._choices = _dtype(bundle), choices
         self._kernel = CudaKernel(self._dtype, quantize == "int8", choices.int_gemm)
 
-    def _portable(self, role: str) -> Path:
+    def portable(self, role: str) -> Path:
+        """The graph of a role in the bundle."""
         return self._source / self._bundle.graphs[role].path
 
     def compile(self, role: str, report: Report) -> tuple[GraphSpec, ...]:
@@ -127,7 +136,7 @@ class _Compiler:
         report(f"lowering the {name} graph for CUDA")
 
         def load() -> ir.Model:
-            return load_portable(self._portable(role), self._rounded)
+            return load_portable(self.portable(role), self._rounded)
 
         kinds = sorted(weight_kinds(load()) - {"dense"})
         rounded = self._quantize in ("int4", "int8")
@@ -137,12 +146,12 @@ class _Compiler:
     def _lower(
         self, role: str, load: Callable[[], ir.Model], name: str, precision: str = ""
     ) -> tuple[GraphSpec, ...]:
-        """A graph for each form of attention, over one file of weights."""
+        """A graph for each of `_kinds`, over one file of weights."""
         weights = WeightFile(self._folder / f"{name}.data")
         has_cache = ROLES[role].has_cache
         capacity, most = self._plan.kv_capacity if has_cache else 0, most_rows(role, self._plan)
         graphs = []
-        for form in self._choices.forms if has_cache else (Form.PLAIN,):
+        for form, places in self._kinds(role):
             model = load()
             bits = ROUNDED_BITS.get(self._quantize, 0)
             lower_for_cuda(
@@ -154,25 +163,39 @@ class _Compiler:
                 form,
                 expert_bits=bits,
                 spare_rows=spare_rows(self._plan) if has_cache else 0,
+                places=places,
             )
-            path = f"{name}{CAUSAL_SUFFIX if form == Form.CAUSAL else ''}.onnx"
+            causal, adapted = form == Form.CAUSAL, places is not None
+            path = f"{name}{CAUSAL_SUFFIX * causal}{ADAPTED_SUFFIX * adapted}.onnx"
             ir.save(model, self._folder / path)
             graphs.append(GraphSpec(path, most, precision))
         weights.close()
         return tuple(graphs)
 
+    def _kinds(self, role: str) -> list[tuple[Form, Places | None]]:
+        """Form of attention, and places of adapters.
+
+        Passes whose rows have none of these run on a graph that takes none, unless another graph
+        would hold experts once more.
+        """
+        forms = self._choices.forms if ROLES[role].has_cache else (Form.PLAIN,)
+        places = Places.of(self._plan) if role == DECODER else None
+        both = (None, places) if places and not self._choices.is_one_graph else (places,)
+        return [(form, each) for each in both for form in forms]
+
     def check(self, role: str, runner: Runner, device: str) -> Verdict:
         """See `require_alike`."""
         bundle, plan = self._bundle, self._plan
         cache = bundle.cache_of(role)
-        source = Source(role, bundle, self._portable(role), self._rounded, cache, plan.kv_capacity)
+        source = Source(role, bundle, self.portable(role), self._rounded, cache, plan.kv_capacity)
         engine = Rounds((self._kernel,), halves=self._dtype == ir.DataType.FLOAT16)
 
         def open_lowered(load: Callable[[], ir.Model]) -> Runner:
             searched = {role: self._lower(role, load, "searched")}
             spec = with_kv_dtype(bundle.spec, bundle.dtype if cache is not None else "")
             room = plan.kv_capacity, plan.max_batch_size
-            return open_graphs(self._folder, searched, spec, room, plan.threads, device, {})[role]
+            own = engine_options(plan)
+            return open_graphs(self._folder, searched, spec, room, plan.threads, device, own)[role]
 
         reference = make_reference(source, plan.kv_capacity, engine, wanted=plan.checks)
         return require_alike(reference, runner, open_lowered)
@@ -236,14 +259,18 @@ def estimate(source: Path, bundle: Bundle, plan: Plan) -> Estimate:
                 key = f"{parameter_name(table)}.{dtype.name.lower()}"
                 tables[key] = int(tensor.size * dtype.itemsize)
     engine = sum({**tables, **linears}.values()) + experts
+    places, num_graphs = Places.of(plan), len(choices.forms)
+    if places is not None and not choices.is_one_graph:
+        num_graphs *= 2
     return Estimate(
         engine_bytes=engine + rope,
         kv_bytes=cache_bytes(cache, capacity, plan.max_batch_size) if cache is not None else 0,
         peak_build_bytes=RUNTIME_BYTES + 12 * largest,
         decode_bytes=sum(linears.values()) + taken,
-        scratch_bytes=apart * (len(choices.forms) - 1),  # each further session's own
+        scratch_bytes=apart * (num_graphs - 1),  # each further session's own
         runs_on_cpu=False,
         device_bytes=memory_bytes(),
+        adapter_bytes=places.num_bytes(main, dtype) if places is not None else 0,
     )
 
 

@@ -9,6 +9,7 @@ from __future__ import annotations
 import numpy as np
 import onnx_ir as ir
 
+from edgellm.build.lowering.adapters import AdapterSums, Marks, Places
 from edgellm.build.lowering.contrib_ops import (
     bind_capacity,
     finish,
@@ -39,6 +40,7 @@ def lower_for_cuda(
     form: Form = Form.PLAIN,
     expert_bits: int = 0,
     spare_rows: int = 0,
+    places: Places | None = None,
 ) -> None:
     """Rewrite `model` in place.
 
@@ -51,11 +53,13 @@ def lower_for_cuda(
         form: of attention.
         expert_bits: of what float experts become; 0: they stay floats.
         spare_rows: of the cache, behind the capacity, where passes serve several sequences.
+        places: of LoRA adapters that linear layers take; None: they take none.
 
     Raises:
         UnsupportedModelError: an operator is left that has no CUDA kernel.
     """
     graph = GraphEditor(model.graph, weights)
+    marks = None if places is None else Marks(graph)
     lower_inputs(graph)
     if capacity:
         bind_capacity(model.graph, capacity, spare_rows)
@@ -64,7 +68,10 @@ def lower_for_cuda(
     _lower_repeated_rows(graph)
     _lower_constants(graph, dtype)
     widen_tables(graph, dtype)
-    lower_linears(graph, kernel)
+    if places is None or marks is None:
+        lower_linears(graph, kernel)
+    else:
+        lower_linears(graph, kernel, adapt=AdapterSums(graph, marks, places, dtype, _by_rows))
     lower_experts(graph, dtype, expert_bits)
     if capacity:
         lower_cached_attention(graph, dtype, capacity + spare_rows, form, numbers)
@@ -77,6 +84,10 @@ def lower_for_cuda(
     model.graph.sort()  # a norm that took over an addition may stand behind its readers
     keep_apart(model.graph, weights)
     check_kernels(model)
+
+
+def _by_rows(graph: GraphEditor, x: ir.Value, matrix: ir.Value) -> ir.Value:
+    return graph.node("FusedMatMul", [x, matrix], domain="com.microsoft", transB=1)
 
 
 def _lower_repeated_rows(graph: GraphEditor) -> None:

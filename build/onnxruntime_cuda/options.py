@@ -4,7 +4,7 @@ from __future__ import annotations
 
 from dataclasses import dataclass, field
 
-from edgellm.build.plan import FLAG, Options, Plan
+from edgellm.build.plan import FLAG, GpuOptions, Plan
 from edgellm.contract import EdgeLLMError
 
 AUTO, FUSED, PLAIN = "auto", "fused", "plain"  # of --attention
@@ -12,7 +12,7 @@ ON, OFF = "on", "off"  # of --intGemm, beside "auto"
 
 
 @dataclass(frozen=True, slots=True)
-class CudaOptions(Options):
+class CudaOptions(GpuOptions):
     """What computes where ONNX Runtime has several kernels."""
 
     # GroupQueryAttention or products; "auto" takes the first where there is a kernel

@@ -21,6 +21,7 @@ __all__ = [
     "estimate",
     "mixes_rows",
     "origin",
+    "takes_adapters",
     "takes_batches",
 ]
 LABEL = "TensorRT"
@@ -47,6 +48,12 @@ def origin(options: plans.Options) -> Origin:
 def takes_batches(plan: Plan) -> bool:
     """See `Backend.takes_batches`; `cache_plan.py` says where its kernels are not to be had."""
     return options_of(plan).kernels != TENSORRT
+
+
+def takes_adapters(plan: Plan) -> bool:
+    """See `Backend.takes_adapters`."""
+    del plan
+    return True
 
 
 def mixes_rows(plan: Plan) -> bool:

@@ -8,6 +8,7 @@ from pathlib import Path
 
 import onnx_ir as ir
 
+from edgellm.build.lowering.adapters import Places, engine_options, write_adapted_layers
 from edgellm.build.lowering.experts import refuse_experts
 from edgellm.build.lowering.linear_weights import weight_kinds
 from edgellm.build.lowering.weights import WeightFile
@@ -68,6 +69,8 @@ def compile_bundle(
                 f"{role}: {' and '.join(sorted(compiler.fallen))} weights are "
                 f"{options_of(plan).fallback_precision} here, rounded from what they were",
             )
+    if plan.max_lora_rank:
+        write_adapted_layers(source / bundle.graphs[DECODER].path, folder)
     if cached is not None and cached.kernels is None and not library.updates_in_place:
         notes += (f"{library.label} copies caches within each pass; from 10.15 on it need not",)
     if cached is not None and cached.why_not and not library.is_ahead_of_time:
@@ -77,7 +80,7 @@ def compile_bundle(
         kv_dtype=cached.dtype if cached is not None else "",
         prefill_rows=plan.max_input_len,
         notes=notes,
-        options={KERNELS: cached.way} if cached is not None else {},
+        options={**({KERNELS: cached.way} if cached is not None else {}), **engine_options(plan)},
         checks=(_NOT_RUN,),
     )
 
@@ -109,7 +112,11 @@ def estimate(source: Path, bundle: Bundle, plan: Plan) -> Estimate:
         fallback=options.fallback_precision,
         lacking=frozenset(lacking_kinds(target)),
     )
-    return estimate_graphs(models, _dtype(bundle.dtype), sizes)
+    found, places = estimate_graphs(models, _dtype(bundle.dtype), sizes), Places.of(plan)
+    if places is None:
+        return found
+    adapters = places.num_bytes(by_role[DECODER].graph, _dtype(bundle.dtype))
+    return dataclasses.replace(found, adapter_bytes=adapters)
 
 
 def _plan_cache(models: Mapping[str, ir.Model], bundle: Bundle, plan: Plan) -> CachePlan | None:
@@ -178,6 +185,7 @@ class _Compiler:
         if isinstance(bundle.spec, DraftSpec):
             # What a round drafts, its top-k times its steps, fits into the tree; so does its top-k.
             self._candidates = min(plan.max_draft_tree_size, bundle.spec.draft_vocab_size)
+        self._places = Places.of(plan) if role == DECODER else None
         self.precision = ""
         self.fallen: set[str] = set()  # kinds of weights that became others
         self.notes: tuple[str, ...] = ()
@@ -194,7 +202,15 @@ class _Compiler:
             self.notes = tuple(notes_of_blocks(model))
             kinds = weight_kinds(model) - {"dense"}
             self.precision = "+".join(sorted(kinds)) or _PRECISIONS[self._dtype]
-            lower(model, weights, self._dtype, self._capacity, self._candidates, self._kernels)
+            lower(
+                model,
+                weights,
+                self._dtype,
+                self._capacity,
+                self._candidates,
+                self._kernels,
+                self._places,
+            )
             adapt(model, self.target.library.version)
         weights.close()
         ir.save(model, lowered)

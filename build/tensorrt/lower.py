@@ -11,6 +11,7 @@ import onnx_ir as ir
 from onnx_ir.passes import common
 
 from edgellm import contract
+from edgellm.build.lowering.adapters import AdapterSums, Marks, Places
 from edgellm.build.lowering.calls import inline
 from edgellm.build.lowering.graph import GraphEditor
 from edgellm.build.lowering.linear_groups import lower_linears
@@ -35,6 +36,7 @@ def lower(
     capacity: int = 0,
     candidates: int = 0,
     kernels: Kernels | None = None,
+    places: Places | None = None,
 ) -> None:
     """Rewrite `model` in place.
 
@@ -46,6 +48,7 @@ def lower(
         candidates: of a draft, how many each row gives. A K that is known when the engine
             runs would be a shape, and a pass whose shapes vary cannot be captured as a CUDA graph.
         kernels: edgellm's own compute attention; None: TensorRT's operators do.
+        places: of LoRA adapters that linear layers take; None: they take none.
     """
     if capacity:
         _bind(model.graph, CAPACITY, capacity)
@@ -60,7 +63,12 @@ def lower(
     add_top_logits(graph)
     _lower_tables(graph, dtype)
     widen_tables(graph, dtype)
-    lower_linears(graph, StoredKernel(dtype), key=merge_key, split=split_rows)
+    kernel = StoredKernel(dtype)
+    if places is None:
+        lower_linears(graph, kernel, key=merge_key, split=split_rows)
+    else:
+        sums = AdapterSums(graph, Marks(graph), places, dtype, _by_rows, varies=True)
+        lower_linears(graph, kernel, key=merge_key, split=split_rows, adapt=sums)
     inline(model, keep=(FP4_QUANTIZE, *NODES))
     # The parser of 10.3 wants axes and the like as initializers.
     common.LiftConstantsToInitializersPass(lift_all_constants=True, size_limit=0)(model)
@@ -69,6 +77,10 @@ def lower(
     common.RemoveUnusedNodesPass()(model)
     uncap_attention(model)
     keep_apart(model.graph, weights)
+
+
+def _by_rows(graph: GraphEditor, x: ir.Value, matrix: ir.Value) -> ir.Value:
+    return graph.node("MatMul", [x, graph.node("Transpose", [matrix], perm=[1, 0])])
 
 
 def _bind(graph: ir.Graph, symbol: str, size: int) -> None:

@@ -5,13 +5,13 @@ from __future__ import annotations
 from dataclasses import dataclass, field
 from pathlib import Path
 
-from edgellm.build.plan import FLAG, Options, Plan
+from edgellm.build.plan import FLAG, GpuOptions, Plan
 
 AUTO, EDGELLM, TENSORRT = "auto", "edgellm", "tensorrt"  # of --kernels
 
 
 @dataclass(frozen=True, slots=True)
-class TensorRtOptions(Options):
+class TensorRtOptions(GpuOptions):
     """How TensorRT compiles."""
 
     # Compute capability, "89" for 8.9; "": that of this machine's GPU

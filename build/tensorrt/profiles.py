@@ -6,9 +6,10 @@ its graphs are in the manifest, so that a pass runs on the first that takes its 
 
 from __future__ import annotations
 
-from collections.abc import Mapping
+from collections.abc import Iterator, Mapping, Sequence
 from dataclasses import dataclass
 
+from edgellm.build.lowering.adapters import Places
 from edgellm.build.plan import Plan
 from edgellm.device_runtime.runners.tensorrt.sequences import shared_rows
 from edgellm.manifest import Bundle
@@ -35,7 +36,20 @@ def passes_of(role: str, bundle: Bundle, plan: Plan) -> list[Pass]:
         return [image_pass(plan, bundle.vision)]
     if rows is Rows.ONE:  # whose sizes are all known
         return [Pass(role, 1, {})]
-    return base_passes(plan) if rows is Rows.TEXT else draft_passes(plan)
+    if rows is not Rows.TEXT:
+        return draft_passes(plan)
+    passes, places = base_passes(plan), Places.of(plan)
+    return passes if places is None else [*_with_adapters(passes, places)]
+
+
+def _with_adapters(passes: Sequence[Pass], places: Places) -> Iterator[Pass]:
+    """Each twice: for rows without adapters, which is given next to nothing, and for others.
+
+    With sizes that are known what adapters add is fused with the products; else it is five kernels.
+    """
+    for one in passes:
+        for suffix, columns in zip(("", "_adapted"), places.ranges(), strict=True):
+            yield Pass(f"{one.name}{suffix}", one.max_rows, {**one.ranges, **columns})
 
 
 def base_passes(plan: Plan) -> list[Pass]:

@@ -14,7 +14,12 @@ import numpy as np
 from numpy.typing import NDArray
 
 from edgellm.contract import BrokenArtifactError, EdgeLLMError, LimitError, RequestError
-from edgellm.device_runtime.adapted_layers import MAX_LORA_RANK, AdaptedLayer, read_layers
+from edgellm.device_runtime.adapted_layers import (
+    MAX_LORA_RANK,
+    MAX_LORAS,
+    AdaptedLayer,
+    read_layers,
+)
 from edgellm.device_runtime.sessions import F32, I64, LoadedAdapter
 from edgellm.device_runtime.sessions.decoder import DecoderSession
 from edgellm.lora import Adapter, LowRank, read_adapter
@@ -45,6 +50,7 @@ class Adapters:
         self,
         layers: Iterable[AdaptedLayer],
         most_rank: int,
+        most: int,
         hold: Callable[[F32, I64], object],
         between_passes: Callable[[], AbstractContextManager[None]],
     ) -> None:
@@ -53,11 +59,13 @@ class Adapters:
         Args:
             layers: of the engine, in the order of `ADAPTER_TABLE`.
             most_rank: that the engine was built for; 0: it takes none.
+            most: that it has room for; 0: any number.
             hold: is given weights and table of all.
             between_passes: wherein that may be done.
         """
         self._layers = {layer.name: (place, layer) for place, layer in enumerate(layers)}
-        self._most_rank, self._hold, self._between_passes = most_rank, hold, between_passes
+        self._most_rank, self._most = most_rank, most
+        self._hold, self._between_passes = hold, between_passes
         self._loaded: dict[str, tuple[LoadedAdapter, Path, _Weights]] = {}
         self._changing = threading.Lock()
 
@@ -100,6 +108,7 @@ class Adapters:
                 raise RequestError(
                     f"the name {name!r} stands for another adapter", hint="unload that first"
                 )
+            self._require_place()
             taken = {each.slot for each, _, _ in self._loaded.values()}
             slot = next(slot for slot in range(1, len(taken) + 2) if slot not in taken)
             found = LoadedAdapter(name, slot, weights.mark)
@@ -146,6 +155,15 @@ class Adapters:
                 hint="build it with llm_build --maxLoraRank, or export the base with --lora_dir",
             )
 
+    def _require_place(self) -> None:
+        if self._most and len(self._loaded) >= self._most:
+            known = ", ".join(sorted(self._loaded))
+            raise LimitError(
+                f"the engine has room for {self._most} adapter{'s' * (self._most > 1)}, all of it "
+                f"taken: {known}",
+                hint="unload one of them, or build with a larger --maxLoras",
+            )
+
     def _read(self, adapter: Adapter) -> _Weights:
         entries = np.zeros((len(self._layers), 3), np.int64)
         parts: list[F32] = []
@@ -189,7 +207,8 @@ def open_adapters(
     """Those of an engine, none so far; raises `BrokenArtifactError` for a damaged folder."""
     most_rank = int(engine.options.get(MAX_LORA_RANK, 0))
     layers = read_layers(folder) if most_rank else []
-    found = Adapters(layers, most_rank, session.hold_adapters, between_passes)
+    most = int(engine.options.get(MAX_LORAS, 0))
+    found = Adapters(layers, most_rank, most, session.hold_adapters, between_passes)
     if most_rank:
         session.hold_adapters(np.zeros(1, np.float32), np.zeros((1, len(layers), 3), np.int64))
     return found

@@ -7,6 +7,7 @@ from pathlib import Path
 from typing import Any
 
 from edgellm.contract import EdgeLLMError
+from edgellm.device_runtime.adapted_layers import MAX_LORAS
 from edgellm.device_runtime.gpu import compute_capability
 from edgellm.device_runtime.runners import Runner, onnxruntime_cpu
 from edgellm.manifest import Engine, GraphSpec, Spec
@@ -84,7 +85,7 @@ def open_graphs(
     from edgellm.device_runtime.runners.onnxruntime_cuda.slots import ROWS_GRAPH
 
     opened: dict[str, Runner] = {}
-    capacity, num_sequences = room
+    (capacity, num_sequences), adapters = room, int(options.get(MAX_LORAS, 0))
     for role, specs in graphs.items():
         paths = [folder / each.path for each in specs]
         loader = Loader(paths, threads, device, has_int_gemm=INT_GEMM in options)
@@ -96,7 +97,7 @@ def open_graphs(
         has_mover = role == DECODER or num_sequences > 1
         mover = loader.load(folder / ROWS_GRAPH) if has_mover else None
         if mover is not None and num_sequences > 1:
-            opened[role] = BatchRunner(loader, mover, decoder, capacity, num_sequences)
+            opened[role] = BatchRunner(loader, mover, decoder, capacity, num_sequences, adapters)
         else:
-            opened[role] = CudaRunner(loader, mover, decoder, capacity)
+            opened[role] = CudaRunner(loader, mover, decoder, capacity, adapters=adapters)
     return opened

@@ -37,9 +37,11 @@ class BatchRunner(CudaRunner, SharesSlots):
         spec: DecoderSpec,
         capacity: int,
         num_sequences: int,
+        adapters: int = 0,
     ) -> None:
         """See `CudaRunner`; behind a sequence's rows there is room for padding."""
-        CudaRunner.__init__(self, loader, mover, spec, capacity + MOST_JOINED, num_sequences)
+        rows = capacity + MOST_JOINED
+        CudaRunner.__init__(self, loader, mover, spec, rows, num_sequences, adapters)
         SharesSlots.__init__(self, self._memory, num_sequences, capacity)
         self._own = self.cache = self.new_cache()
         self._cost: Cost = assumed_cost
@@ -82,7 +84,7 @@ class BatchRunner(CudaRunner, SharesSlots):
         Where there are two graphs rows of a base are computed by the one that computes them alone,
         so that their bits depend on company as little as may be.
         """
-        if len(self._graphs) == 1 or contract.DRAFT_HIDDEN in next(iter(parts.values())):
+        if len(self._forms[0]) == 1 or contract.DRAFT_HIDDEN in next(iter(parts.values())):
             return [parts]
         found: dict[object, dict[int, Inputs]] = {}
         for slot, part in parts.items():

@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from collections.abc import Mapping
+from collections.abc import Callable, Mapping
 from typing import Any
 
 import numpy as np
@@ -10,7 +10,7 @@ import onnxruntime as ort
 from numpy.typing import NDArray
 
 from edgellm import contract
-from edgellm.device_runtime.runners.onnxruntime_cuda.cache import Buffers, DeviceCache, allocate
+from edgellm.device_runtime.runners.onnxruntime_cuda.cache import Buffers, allocate
 from edgellm.device_runtime.runners.onnxruntime_cuda.sizes import Sizes
 from edgellm.device_runtime.runners.onnxruntime_graphs import CPU, Held, dtype_of
 
@@ -26,7 +26,7 @@ class BoundPass:
         self,
         session: ort.InferenceSession,
         device: str,
-        place: tuple[DeviceCache, int, int],
+        place: Callable[[ort.IOBinding], None],
         inputs: Mapping[str, NDArray[Any]],
         capture_id: int = 0,
     ) -> None:
@@ -35,7 +35,7 @@ class BoundPass:
         Args:
             session: of the graph.
             device: where everything lies.
-            place: a cache of keys and values, the first of its slots that are seen, and how many.
+            place: binds what stays where it is: keys and values, adapters.
             inputs: which `run` uploads as they are then.
             capture_id: of its recording among those of the session; -1: it is not recorded, 0: the
                 session records nothing.
@@ -53,8 +53,7 @@ class BoundPass:
         self.outputs = [value.name for value in self._given]
         for name in self.outputs:
             self._binding.bind_output(name, device if name in _ON_DEVICE else CPU)
-        cache, first, count = place
-        cache.bind(self._binding, first, count)
+        place(self._binding)
 
     @property
     def is_recording(self) -> bool:

@@ -37,6 +37,12 @@ class Grid:
         return next(part for part in self.parts if part is not None)
 
     @property
+    def adapters(self) -> list[int]:
+        """Of the parts; 0: none."""
+        names = (part or {} for part in self.parts)
+        return [int(part[contract.ADAPTER][0]) if contract.ADAPTER in part else 0 for part in names]
+
+    @property
     def rows(self) -> int:
         """Of the sequence with most."""
         return max(rows_of(part) for part in self.parts if part is not None)

@@ -18,6 +18,7 @@ from numpy.typing import NDArray
 
 from edgellm import contract
 from edgellm.device_runtime.runners import Cache, FetchedOutputs, Outputs
+from edgellm.device_runtime.runners.onnxruntime_cuda.adapters import DeviceAdapters
 from edgellm.device_runtime.runners.onnxruntime_cuda.bound_pass import BoundPass
 from edgellm.device_runtime.runners.onnxruntime_cuda.cache import DeviceCache, SlotCache
 from edgellm.device_runtime.runners.onnxruntime_cuda.grids import Grid, flat_index, lone
@@ -68,7 +69,10 @@ class PlainRunner:
 
 
 class CudaRunner:
-    """See `runners.Runner`: a graph with a cache, or two, one of them for passes without masks."""
+    """See `runners.Runner`: a graph with a cache, or two, one of them for passes without masks.
+
+    Where adapters are taken there are as many once more, for passes with some.
+    """
 
     def __init__(
         self,
@@ -77,6 +81,7 @@ class CudaRunner:
         spec: DecoderSpec,
         capacity: int,
         num_sequences: int = 1,
+        adapters: int = 0,
     ) -> None:
         """Load, and allocate the cache.
 
@@ -86,6 +91,7 @@ class CudaRunner:
             spec: of the network.
             capacity: rows of a sequence in the cache.
             num_sequences: that the cache has room for.
+            adapters: that there is room for.
 
         Raises:
             BrokenArtifactError: ONNX Runtime refuses a graph.
@@ -95,6 +101,15 @@ class CudaRunner:
         self._captures = loader.can_capture
         self._graphs = loader.sessions(captures=self._captures)
         self._types = [input_types(graph) for graph in self._graphs]
+        indices = range(len(self._graphs))
+        masks = ([name.startswith(contract.ADAPTER_MASK) for name in each] for each in self._types)
+        adapted = [at for at, each in enumerate(masks) if any(each)]
+        self._adapters: DeviceAdapters | None = None
+        if adapted:
+            self._adapters = DeviceAdapters(self._graphs[adapted[0]], adapters, loader.device)
+        plain = [at for at in indices if at not in adapted]
+        # By whether rows have adapters, then by whether they see but those before them
+        self._forms = plain or adapted, adapted
         self._memory = DeviceCache(spec.kv, capacity, loader.device, mover, num_sequences)
         self.cache: Cache = SlotCache(self._memory, 0)
         self._heads, self._capacity = spec.kv.num_kv_heads, capacity
@@ -118,6 +133,11 @@ class CudaRunner:
                 if name in types
             }
         )
+
+    def hold_adapters(self, weights: NDArray[np.float32], table: NDArray[np.int64]) -> None:
+        """See `runners.TakesAdapters`."""
+        assert self._adapters is not None
+        self._adapters.hold(weights, table)
 
     def prepare(self, tree_rows: int) -> None:
         """Record single tokens, and trees of up to `tree_rows` rows, at all lengths of contexts."""
@@ -189,7 +209,8 @@ class CudaRunner:
 
     def _bind(self, grid: Grid, taken: Sizes, *, has_images: bool) -> BoundPass:
         """A pass of these sizes; without recording they are kept until the context grows."""
-        index, batch = self._graph_of(grid), len(grid.parts)
+        form, batch, adapters = self._form_of(grid), len(grid.parts), grid.adapters
+        index = self._forms[any(adapters)][form]
         width = taken.width(grid.end + taken.rows, self._capacity)
         if width != self._width and not self._captures:
             self._width = width
@@ -197,7 +218,7 @@ class CudaRunner:
         chosen = _chosen(grid)
         recurs = taken.recurs and self._captures
         # A prompt's first pass is one for the kernel where there are no rows before it
-        is_first = index and batch == 1 and not grid.end and not recurs
+        is_first = form and batch == 1 and not grid.end and not recurs
         live = taken.rows if is_first else width
         sizes = {"rows": taken.rows, "outputs": taken.outputs, "width": width, "live": live}
         key = (index, grid.first, batch, has_images, *sizes.values(), *chosen.values())
@@ -208,15 +229,20 @@ class CudaRunner:
         capture_id = -1 if self._captures else 0
         if recurs and self._num_recorded < _MOST_RECORDED:
             capture_id = self._num_recorded = self._num_recorded + 1
-        place = self._memory, grid.first, batch
+
+        def place(binding: ort.IOBinding) -> None:
+            self._memory.bind(binding, grid.first, batch)
+            if self._adapters is not None and index in self._forms[1]:
+                self._adapters.bind(binding)
+
         bound = BoundPass(self._graphs[index], self._loader.device, place, arrays, capture_id)
         if taken.rows <= KEPT_ROWS:
             self._kept[key] = bound
         return bound
 
-    def _graph_of(self, grid: Grid) -> int:
+    def _form_of(self, grid: Grid) -> int:
         """The graph without masks counts slots as positions; of a batch it takes single rows."""
-        if len(self._graphs) == 1 or (len(grid.parts) > 1 and grid.rows > 1):
+        if len(self._forms[0]) == 1 or (len(grid.parts) > 1 and grid.rows > 1):
             return 0
         for part in grid.parts:
             if part is None or (self._axes > 1 and contract.TREE_MASK not in part):
@@ -240,6 +266,8 @@ class CudaRunner:
         if self._axes > 1:  # those of all sequences, one behind the other
             shapes[contract.POSITION_IDS] = self._axes, batch * rows
         shapes |= {contract.LOGITS_INDEX: (sizes["outputs"],), LAST_ROW: (batch,)}
+        if self._adapters is not None:
+            shapes |= {name: (batch, rows, size) for name, size in self._adapters.masks.items()}
         masks = dict.fromkeys((VISIBLE, VISIBLE_IN_WINDOW), (batch, 1, rows, width))
         arrays: dict[str, NDArray[Any]] = {
             name: np.zeros(shape, types[name])
@@ -258,6 +286,9 @@ class CudaRunner:
         rows = bound[contract.INPUT_IDS].shape[1]
         index = flat_index(grid, rows)
         bound[contract.LOGITS_INDEX][: len(index)] = index
+        if self._adapters is not None and self._adapters.masks.keys() <= bound.keys():
+            for name, mask in self._adapters.masks_of(np.array(grid.adapters)[:, None]).items():
+                bound[name][...] = mask
         for place, (part, begin) in enumerate(zip(grid.parts, grid.ends, strict=True)):
             for name, array in (part or {}).items():
                 if name in bound and name not in _NOT_ROWS:

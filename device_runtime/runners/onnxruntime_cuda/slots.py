@@ -19,6 +19,7 @@ LIVE_ROWS = "live_rows"  # int32 []; T, or no less than the rows that are there 
 HOST_INPUTS = (contract.TOP_K, LIVE_ROWS)  # that kernels read in the host's memory
 ROWS_GRAPH = "rows.onnx"  # moves rows of a cache
 CAUSAL_SUFFIX = ".causal"  # of the graph for passes without a mask, where there is one
+ADAPTED_SUFFIX = ".adapted"  # of those for passes with adapters, where there are some
 KEPT = "kept"  # int64 [K]; its input beside SLOTS: whose rows go there
 
 

@@ -6,11 +6,12 @@ from pathlib import Path
 from typing import TYPE_CHECKING, Any
 
 from edgellm.contract import BrokenArtifactError, EdgeLLMError, LimitError, past_name, present_name
+from edgellm.device_runtime.adapted_layers import MAX_LORAS
 from edgellm.device_runtime.gpu import compute_capability
 from edgellm.device_runtime.runners import Runner
 from edgellm.device_runtime.runners.tensorrt import library
 from edgellm.manifest import Engine
-from edgellm.roles import ENCODER
+from edgellm.roles import DECODER, ENCODER
 
 if TYPE_CHECKING:
     from edgellm.device_runtime.runners.tensorrt.device import CompiledEngine, Device
@@ -93,6 +94,7 @@ def runner_of(role: str, engine: Engine, loaded: CompiledEngine, device: Device)
         spec=spec,
         capacity=engine.max_kv_cache_capacity,
         num_sequences=answers,
+        adapters=int(engine.options.get(MAX_LORAS, 0)) if role == DECODER else 0,
     )
     runner.prepare()
     return runner

@@ -65,6 +65,7 @@ class BatchRunner(TensorRtRunner, SharesSlots):
         spec: DecoderSpec | None,
         capacity: int,
         num_sequences: int,
+        adapters: int = 0,
     ) -> None:
         """See `TensorRtRunner`; `tree_rows` of all sequences."""
         TensorRtRunner.__init__(
@@ -76,6 +77,7 @@ class BatchRunner(TensorRtRunner, SharesSlots):
             spec=spec,
             capacity=capacity,
             num_sequences=num_sequences,
+            adapters=adapters,
         )
         assert isinstance(self._rows_memory, KernelCache)
         self._kernel_slots, self._most_rows = _KernelSlots(self._rows_memory), most_rows
@@ -120,7 +122,7 @@ class BatchRunner(TensorRtRunner, SharesSlots):
     def ask_many(self, parts: Sequence[tuple[Cache, Inputs]]) -> list[tuple[Outputs, int | None]]:
         """See `runners.rounds.Asked`."""
         asked = [inputs for _, inputs in parts]
-        if len(list(groups(asked, self._most_rows, self._buckets[-1]))) > 1:
+        if len(groups(asked, self._most_rows, self._buckets[-1])) > 1:
             found = self.run_many(parts)
             return [({name: each[name].copy() for name in each}, None) for each in found]
         bases = [self.first_row(cache) for cache, _ in parts]

@@ -177,7 +177,14 @@ class PassRunner:
         return PlacedPass(enqueue, may_capture=context.is_capturable())
 
     def bind(
-        self, inputs: Layout, picks: Layout, placed: Placed, *, keep: bool, fetches: bool
+        self,
+        inputs: Layout,
+        picks: Layout,
+        placed: Placed,
+        weights: Callable[[], Placed] = dict,
+        *,
+        keep: bool,
+        fetches: bool,
     ) -> BoundPass:
         """A pass with these shapes.
 
@@ -185,6 +192,7 @@ class PassRunner:
             inputs: that vary.
             picks: outputs that the host always reads.
             placed: further inputs, which lie somewhere else.
+            weights: those whose shapes follow from those of the others.
             keep: it will be run again; it gets a context of its own. What is not kept may have
                 its further inputs at other addresses.
             fetches: the host reads `picks` of every run.
@@ -198,6 +206,8 @@ class PassRunner:
         key = (*shapes.values(), *(shape for shape, _ in picks.values()), (fetches,))
         if keep and key in self._kept:
             return self._kept[key]
+        placed = {**placed, **weights()}
+        shapes |= {name: shape for name, (shape, _) in placed.items()}
         context = self._context(self._profile(shapes), keep=keep)
         packed, picked = self._arguments.pack(taken), self._picks.pack(picks)
         places = {name: address for name, (_, address) in placed.items()}

@@ -17,6 +17,7 @@ from edgellm import contract
 from edgellm.contract import LimitError
 from edgellm.device_runtime.runners import Cache, FetchedOutputs, Outputs, Runner
 from edgellm.device_runtime.runners.rounds import Growth, Rounds
+from edgellm.device_runtime.runners.tensorrt.adapters import DeviceAdapters
 from edgellm.device_runtime.runners.tensorrt.bound_pass import (
     BoundPass,
     PassRunner,
@@ -63,6 +64,7 @@ class TensorRtRunner:
         spec: DecoderSpec | None = None,
         capacity: int = 0,
         num_sequences: int = 1,
+        adapters: int = 0,
     ) -> None:
         """Allocate all that passes need.
 
@@ -74,6 +76,7 @@ class TensorRtRunner:
             spec: of a network with a cache.
             capacity: rows of a sequence in the cache.
             num_sequences: that the cache has room for.
+            adapters: that there is room for; 0: the engine takes none.
 
         Raises:
             LimitError: the device is too small.
@@ -87,6 +90,9 @@ class TensorRtRunner:
             memory = open_cache(engine, device, spec.kv, capacity, most_rows, num_sequences)
             self._rows_memory, self._capacity = memory, memory.capacity
             self._images = DeviceImages(device, engine, spec.vocab_size)
+        self._adapters: DeviceAdapters | None = None
+        if adapters:
+            self._adapters = DeviceAdapters(engine, device, adapters)
         self._buckets = bucket_sizes(max(tree_rows, 1))
         self._names = self._shapes.outputs
         self._picked = [name for name in self._names if name not in _ON_DEVICE]
@@ -102,13 +108,20 @@ class TensorRtRunner:
             engine,
             device,
             {**(memory.addresses if memory is not None else {}), **fixed},
-            packed_bytes(self._shapes.inputs(most)),
+            packed_bytes(self._arguments(most, has_adapters=True)),
             packed_bytes(self._picks(most)),
             memory.append if memory is not None else _nothing,
         )
         self._latest: FetchedOutputs | None = None
         self._latest_picks: Mapping[str, int] = {}
         self._is_asked = False  # a pass whose inputs may still be read from the host's memory
+
+    def _arguments(self, sizes: Sizes, *, has_adapters: bool) -> Layout:
+        """What a pass is told by the host."""
+        layout = self._shapes.inputs(sizes)
+        if self._adapters is None:
+            return layout
+        return {**layout, **self._adapters.layout(sizes[ROWS], are_used=has_adapters)}
 
     def _allocate(self, names: Iterable[str], most: Sizes) -> dict[str, Buffer]:
         return {name: self._device.allocate(self._shapes.num_bytes(name, most)) for name in names}
@@ -117,6 +130,11 @@ class TensorRtRunner:
         """See `runners.Runner`."""
         if self._images is not None:
             self._images.hold(inputs)
+
+    def hold_adapters(self, weights: NDArray[np.float32], table: NDArray[np.int64]) -> None:
+        """See `runners.TakesAdapters`."""
+        assert self._adapters is not None
+        self._adapters.hold(weights, table)
 
     def run(self, inputs: Mapping[str, NDArray[Any]]) -> Outputs:
         """See `runners.Runner`."""
@@ -139,13 +157,22 @@ class TensorRtRunner:
                 inputs = {**inputs, contract.INPUT_IDS: ids}
         padded = self._padded(sizes, inputs) if self._recurs(sizes) and not has_images else None
         taken = padded or sizes
-        layout, picks = self._shapes.inputs(taken), self._picks(taken)
+        adapters, are_used = self._adapters, False
+        if adapters is not None:
+            masks, are_used = adapters.of(inputs)
+            inputs = {**inputs, **masks}
+        layout, picks = self._arguments(taken, has_adapters=are_used), self._picks(taken)
         features = {
             name: (self._shapes.of(name, taken), buffer.address)
             for name, buffer in self._features.items()
         }
         bound = self._passes.bind(
-            layout, picks, {**placed, **features}, keep=padded is not None, fetches=fetches
+            layout,
+            picks,
+            {**placed, **features},
+            lambda: {} if adapters is None else adapters.placed(are_used=are_used),
+            keep=padded is not None,
+            fetches=fetches,
         )
         if self._is_asked:
             self._device.synchronize()
@@ -192,6 +219,8 @@ class TensorRtRunner:
         if not isinstance(draft, TensorRtRunner) or draft._device.stream != self._device.stream:
             return None
         if len({contract.SEQUENCES in each._engine.tensors for each in (self, draft)}) > 1:
+            return None
+        if self._adapters is not None:  # and is told of no mask
             return None
         return open_rounds(self, draft, growth, self._device)
 

@@ -102,6 +102,9 @@ def joined(parts: Sequence[Inputs], bases: Sequence[int]) -> dict[str, NDArray[A
     }
     found |= {contract.SEQUENCES: sequences, contract.TREE_MASK: mask}
     found[contract.LOGITS_INDEX] = np.concatenate(wanted)
+    if contract.ADAPTER in parts[0]:
+        own = [part[contract.ADAPTER][0] for part in parts]
+        found[contract.ADAPTER_ROWS] = np.repeat(own, [rows_of(part) for part in parts])
     if contract.DRAFT_HIDDEN in parts[0]:  # rows that stay on the device are joined in one way
         hidden = np.concatenate([part[contract.DRAFT_HIDDEN][0] for part in parts])
         found[contract.DRAFT_HIDDEN] = hidden[None]

@@ -105,6 +105,21 @@ def test_decoders(bundles, tmp_path, kind, precision, sm):
         assert len(kernels) <= (DRAFT_KERNELS[precision] if kind == "draft" else allowed)
 
 
+def test_what_adapters_add_is_fused(bundles, tmp_path):
+    """One kernel more for each product of weights decodes a token, with adapters and without."""
+    bundle, precision = bundles.make("wide", "int4_awq"), "int4_awq"
+    engine = compile_bundle(bundle, "wide", tmp_path / "engine", 120, lora_rank=16)
+    assert engine.passes == ("decode", "decode_adapted", "prefill", "prefill_adapted")
+    for index, name in enumerate(engine.passes):
+        kernels = engine.of(name)
+        assert sum(kernel.is_fused_attention for kernel in kernels) == LAYERS
+        assert not any(kernel.decodes_weight for kernel in kernels)
+        assert copied_caches(kernels, index, CAPACITY, HEADS) == 0
+        assert _read_as_stored(kernels, STORED[precision]) == _stored_values(bundle)
+        if name.startswith("decode"):
+            assert len(kernels) <= OUTSIDE_LAYERS + LAYERS * (KERNELS[precision][0] + 7)
+
+
 @pytest.mark.parametrize("model_type", ["gemma2", "glm4", "hunyuan_v1_dense", "cohere2"])
 def test_what_other_architectures_do_compiles(tmp_path, model_type):
     """Soft caps, partial and interleaved rope, norms behind rope, layers without rope."""

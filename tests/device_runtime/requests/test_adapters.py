@@ -88,8 +88,9 @@ def test_adapters_that_cannot_be_loaded(command, built, tiny_engine, tmp_path):
 @pytest.mark.parametrize(
     ("flags", "words"),
     [
-        (("--kernels", "onnxruntime"), "only edgellm's kernels take adapters"),
-        (("--device", "cuda"), "only edgellm's kernels take adapters"),
+        (("--kernels", "onnxruntime"), "on a CPU edgellm's kernels take adapters"),
+        (("--maxLoras", 2), "--maxLoras is not for cpu"),
+        (("--device", "cuda", "--maxLoras", 2, "--maxLoraRank", 0), "give --maxLoraRank, too"),
     ],
 )
 def test_builds_that_take_no_adapters(command, tiny_bundle, tmp_path, flags, words):
