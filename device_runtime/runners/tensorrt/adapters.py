@@ -18,8 +18,20 @@ from edgellm.device_runtime.runners.tensorrt.packed_buffers import Layout
 class DeviceAdapters(AdapterPlaces):
     """Matrices of all places, which stay where they are; zeros where no adapter is."""
 
-    def __init__(self, engine: CompiledEngine, device: Device, count: int) -> None:
-        """Allocate `count` places for an engine that takes adapters; raises `LimitError`."""
+    def __init__(
+        self, engine: CompiledEngine, device: Device, count: int, placed_rows: int
+    ) -> None:
+        """Allocate `count` places for an engine that takes adapters.
+
+        Args:
+            engine: loaded.
+            device: where it was loaded.
+            count: of places.
+            placed_rows: at most, of a pass that the host gives nothing.
+
+        Raises:
+            LimitError: the device is too small.
+        """
         last = engine.num_profiles - 1  # of passes with adapters
         tensors = {
             name: (engine.shape_range(name, last)[1], info.dtype)
@@ -33,6 +45,7 @@ class DeviceAdapters(AdapterPlaces):
         }
         self._buffers = {name: device.allocate(size) for name, size in sizes.items()}
         self._staging = device.pinned(max(sizes.values()))
+        self._hidden = device.allocate(placed_rows)  # a mask of one column, of zeros
 
     def hold(self, weights: NDArray[np.float32], table: NDArray[np.int64]) -> None:
         """See `runners.TakesAdapters`; no pass runs, and this waits for its copies."""
@@ -48,6 +61,12 @@ class DeviceAdapters(AdapterPlaces):
             name: ((columns if are_used else 1, width), self._buffers[name].address)
             for name, (columns, width) in self.shapes.items()
         }
+
+    def unused(self, rows: int) -> Placed:
+        """Masks and matrices of a pass of so many rows, none of which has an adapter."""
+        masks = self.layout(rows, are_used=False)
+        placed = {name: (shape, self._hidden.address) for name, (shape, _) in masks.items()}
+        return {**placed, **self.placed(are_used=False)}
 
     def of(self, inputs: Mapping[str, NDArray[Any]]) -> tuple[dict[str, NDArray[Any]], bool]:
         """The masks of a pass, and whether one of its rows has an adapter.

@@ -92,7 +92,7 @@ class TensorRtRunner:
             self._images = DeviceImages(device, engine, spec.vocab_size)
         self._adapters: DeviceAdapters | None = None
         if adapters:
-            self._adapters = DeviceAdapters(engine, device, adapters)
+            self._adapters = DeviceAdapters(engine, device, adapters, most_rows)
         self._buckets = bucket_sizes(max(tree_rows, 1))
         self._names = self._shapes.outputs
         self._picked = [name for name in self._names if name not in _ON_DEVICE]
@@ -220,8 +220,6 @@ class TensorRtRunner:
             return None
         if len({contract.SEQUENCES in each._engine.tensors for each in (self, draft)}) > 1:
             return None
-        if self._adapters is not None:  # and is told of no mask
-            return None
         return open_rounds(self, draft, growth, self._device)
 
     def tensor(self, name: str) -> TensorInfo:
@@ -253,6 +251,8 @@ class TensorRtRunner:
         placed = {name: (self._shapes.of(name, sizes), at) for name, at in inputs.items()}
         if self._images is not None:
             placed |= self._images.none
+        if self._adapters is not None:
+            placed |= self._adapters.unused(sizes[ROWS])
         return self._passes.place(sizes[ROWS], placed, outputs)
 
     def placed_outputs(self, sizes: Sizes, addresses: Mapping[str, int]) -> FetchedOutputs:

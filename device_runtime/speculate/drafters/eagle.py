@@ -163,6 +163,8 @@ class EagleDrafter(ReadingDrafter):
         rounds, sizes, (root, context, length) = self._rounds, self._sizes, newest
         if rounds is None or sizes is None or session is not rounds.base:
             return None
+        if context.adapter is not None:  # recorded passes give no row one
+            return None
         above = self._root
         if levels < 1 or not isinstance(above, AskedResult) or not self._is_ready():
             return None

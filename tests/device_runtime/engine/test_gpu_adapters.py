@@ -204,18 +204,23 @@ def test_several_adapters_share_a_pass(engines, folders, tiny_bundle, tmp_path):
 
 
 def test_trees_of_a_draft_have_the_adapter_of_their_answer(eagle_pair, tmp_path, monkeypatch):
-    """The host grows them: rounds on the device know no adapters."""
+    """Then the host grows them: rounds on the device are for answers without one."""
     lowered = Lowered(eagle_pair, tmp_path, adapter_rank=4)
     engine = shutil.copytree(eagle_pair.engine, tmp_path / "engine")
     write_adapted_layers(eagle_pair.bundle / "model.onnx", engine)
     _edit_options(engine, max_lora_rank=4, max_loras=4)
-    lowered.replace_engines(monkeypatch, FakeDevice())
+    lowered.replace_engines(monkeypatch, device := FakeDevice())
     adapter = write_adapter(tmp_path / "one", eagle_pair.base_checkpoint)
     with LLM(engine, spec=SpecOptions(tree="fixed")) as llm:
         llm.load_adapter("one", adapter)
         plain = [_ids(llm, name, speculative=False) for name in (None, "one")]
-        assert [_ids(llm, name) for name in (None, "one")] == plain
+        waits = []
+        for name, expected in zip((None, "one"), plain, strict=True):
+            before = device.waits
+            assert _ids(llm, name) == expected
+            waits.append(device.waits - before)
         assert plain[0] != plain[1]
+        assert waits[0] <= 2 + 16 < waits[1], "a wait for each round, and one for each level"
 
 
 @pytest.mark.parametrize("layout", ["int4", "gptq-order", "fp8"])
