@@ -90,9 +90,7 @@ class TensorRtRunner:
             memory = open_cache(engine, device, spec.kv, capacity, most_rows, num_sequences)
             self._rows_memory, self._capacity = memory, memory.capacity
             self._images = DeviceImages(device, engine, spec.vocab_size)
-        self._adapters: DeviceAdapters | None = None
-        if adapters:
-            self._adapters = DeviceAdapters(engine, device, adapters, most_rows)
+        self._adapters = DeviceAdapters(engine, device, adapters, most_rows) if adapters else None
         self._buckets = bucket_sizes(max(tree_rows, 1))
         self._names = self._shapes.outputs
         self._picked = [name for name in self._names if name not in _ON_DEVICE]

@@ -3,6 +3,8 @@
 from __future__ import annotations
 
 import dataclasses
+import json
+import shutil
 from collections import Counter
 from unittest import mock
 
@@ -231,8 +233,14 @@ def test_rounds_of_all_answers_wait_once(pair, steps, options, waits):
 
 
 @pytest.mark.usefixtures("steps")
-def test_answers_that_ask_for_different_things_share_rounds(pair, of_several, monkeypatch):
+def test_answers_that_ask_for_different_things_share_rounds(
+    pair, of_several, monkeypatch, tmp_path
+):
     """Some of them need the host in every round, some at its end; others come and go meanwhile."""
+    engine = shutil.copytree(pair.engine, tmp_path / "engine")
+    for path in engine.rglob("manifest.json"):
+        manifest = json.loads(path.read_text("utf-8"))
+        path.write_text(json.dumps(manifest | {"max_kv_cache_capacity": 40}), "utf-8")
     for name, rows in (("manifest", {"prefill_rows": 20}), ("draft_manifest", {})):
         short = dataclasses.replace(getattr(of_several, name), max_kv_cache_capacity=40, **rows)
         monkeypatch.setattr(of_several, name, short)
@@ -245,7 +253,7 @@ def test_answers_that_ask_for_different_things_share_rounds(pair, of_several, mo
         (GREEDY, 2, 1),
         (dataclasses.replace(SAMPLED, temperature=0.7, seed=9), 11, 4),
     ]
-    llm = LLM(pair.engine, spec=SpecOptions(top_k=3, steps=3, verify_size=12))
+    llm = LLM(engine, spec=SpecOptions(top_k=3, steps=3, verify_size=12))
 
     def answers(*, speculative: bool) -> list[Answer]:
         found = []
