@@ -12,6 +12,14 @@ from safetensors.numpy import load_file, save_file
 
 ATTENTION = "q_proj", "k_proj", "v_proj", "o_proj"
 ALL = (*ATTENTION, "gate_proj", "up_proj", "down_proj")
+# By name: seed, rank and the layers that it changes; and what their products are scaled by.
+ADAPTERS = {
+    "all": {"seed": 1, "rank": 4},
+    "wide": {"seed": 2, "rank": 8, "lora_alpha": 12},
+    "qv": {"seed": 3, "rank": 3, "targets": ("q_proj", "v_proj")},
+    "mlp": {"seed": 4, "rank": 2, "targets": ("gate_proj", "down_proj"), "use_rslora": True},
+}
+SCALES = {"all": 2.0, "wide": 1.5, "qv": 8 / 3, "mlp": 8 / 2**0.5}
 
 
 def write_adapter(

@@ -9,7 +9,15 @@ import numpy as np
 import pytest
 from conftest import make_checkpoint
 from eagle_engines import BASE_PLAN, draft_plan
-from lora_adapters import ATTENTION, edit_config, logits_of, reference, write_adapter
+from lora_adapters import (
+    ADAPTERS,
+    ATTENTION,
+    SCALES,
+    edit_config,
+    logits_of,
+    reference,
+    write_adapter,
+)
 from quantized_layouts import LAYOUTS, write_checkpoint
 from safetensors.numpy import load_file, save_file
 
@@ -32,14 +40,6 @@ pytestmark = pytest.mark.usefixtures("one_thread")
 TOKENS = np.arange(12) * 7 % 90
 PROMPT = "w10 w11 w12 w13 w14"
 GREEDY = {"sampling": SamplingParams(temperature=0), "max_generate_length": 16}
-# By name: seed, rank and the layers that it changes.
-ADAPTERS = {
-    "all": {"seed": 1, "rank": 4},
-    "wide": {"seed": 2, "rank": 8, "lora_alpha": 12},
-    "qv": {"seed": 3, "rank": 3, "targets": ("q_proj", "v_proj")},
-    "mlp": {"seed": 4, "rank": 2, "targets": ("gate_proj", "down_proj"), "use_rslora": True},
-}
-SCALES = {"all": 2.0, "wide": 1.5, "qv": 8 / 3, "mlp": 8 / 2**0.5}
 PLAN = dataclasses.replace(Plan(48, 64, 1, "auto"), max_lora_rank=8, max_batch_size=5)
 
 

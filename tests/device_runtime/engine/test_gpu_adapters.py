@@ -16,7 +16,7 @@ import onnx_ir as ir
 import pytest
 from conftest import make_checkpoint
 from fake_gpu import FakeDevice, FakeEngine
-from lora_adapters import logits_of, reference, write_adapter
+from lora_adapters import ADAPTERS, SCALES, logits_of, reference, write_adapter
 from lowered_engines import Lowered, lower_for_gpu
 from quantized_layouts import LAYOUTS, write_checkpoint
 
@@ -30,6 +30,7 @@ from edgellm.build.tensorrt.profiles import passes_of
 from edgellm.contract import LimitError
 from edgellm.device_runtime.engine.llm import LLM
 from edgellm.device_runtime.runners import onnxruntime_cpu, tensorrt
+from edgellm.device_runtime.runners.tensorrt.batch_runner import BatchRunner
 from edgellm.device_runtime.runners.tensorrt.kernel_cache import KV_DTYPES
 from edgellm.device_runtime.sampling.sampler import SamplingParams
 from edgellm.device_runtime.sessions.contexts import Context
@@ -46,13 +47,6 @@ pytestmark = pytest.mark.usefixtures("one_thread")
 TOKENS = np.arange(12) * 7 % 90
 PROMPT = "w10 w11 w12 w13 w14"
 GREEDY = {"sampling": SamplingParams(temperature=0), "max_generate_length": 16}
-ADAPTERS = {
-    "all": {"seed": 1, "rank": 4},
-    "wide": {"seed": 2, "rank": 8, "lora_alpha": 12},
-    "qv": {"seed": 3, "rank": 3, "targets": ("q_proj", "v_proj")},
-    "mlp": {"seed": 4, "rank": 2, "targets": ("gate_proj", "down_proj"), "use_rslora": True},
-}
-SCALES = {"all": 2.0, "wide": 1.5, "qv": 8 / 3, "mlp": 8 / 2**0.5}
 TREES = SpecOptions(network=None, lookups=("ngram",), tree="fixed")
 PLAN = Plan(48, 64, 1, "auto", max_lora_rank=8, max_verify_tree_size=12)
 
@@ -271,6 +265,8 @@ def test_several_adapters_share_a_pass_on_tensorrt(tmp_path, monkeypatch):
     checkpoint = make_checkpoint(tmp_path / "checkpoint", **config)
     export_llm(open_checkpoint(str(checkpoint)), tmp_path / "bundle", ExportOptions("fp16"))
     engine, device = OnTensorRt(tmp_path / "bundle", tmp_path, 5, "fp16"), FakeDevice()
+    # Times of a GPU that is not there might part the pass.
+    monkeypatch.setattr(BatchRunner, "learn_costs", lambda *_: None)
     with engine.open(monkeypatch, device) as llm:
         base = _logits(llm)
         for name, how in ADAPTERS.items():
