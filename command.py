@@ -112,12 +112,12 @@ def _explain(error: BaseException) -> tuple[str, str, int]:
     """Message, hint and exit code."""
     if isinstance(error, EdgeLLMError):
         return str(error), error.hint, 2
+    if isinstance(error, MemoryError) or getattr(error, "errno", None) == errno.ENOMEM:
+        return "out of memory", "close other programs or use a smaller model", 2
     if isinstance(error, OSError) and error.errno is not None:
         hint = "free some space or give another folder" if error.errno == errno.ENOSPC else ""
         where = f" ({error.filename})" if error.filename else ""
         return f"{os.strerror(error.errno)}{where}", hint, 2
-    if isinstance(error, MemoryError):
-        return "out of memory", "close other programs or use a smaller model", 2
     if isinstance(error, ModuleNotFoundError):
         extras = (
             "in edgellm's folder: pip install '.[export]' on the host, '.[device]' on the device, "

@@ -87,7 +87,8 @@ def options_of(name: str, flags: Mapping[str, Any]) -> Options:
             library, device = library_of(owner), find(owner).DEVICE
             if library == library_of(name):
                 raise EdgeLLMError(
-                    f"{flag} is not for {find(name).DEVICE}", hint=f"it goes with --device {device}"
+                    f"{flag} is not for {find(name).DEVICE}",
+                    hint=f"leave it out: it goes with --device {device}",
                 )
             raise EdgeLLMError(
                 f"{flag} is not for {find(name).LABEL}", hint=f"it goes with --backend {library}"

@@ -14,6 +14,7 @@ from edgellm.build import backends
 from edgellm.build.machine import (
     available_memory_bytes,
     free_disk_bytes,
+    physical_memory_bytes,
     read_bandwidth_bytes_per_s,
 )
 from edgellm.build.plan import Estimate, Origin, Plan
@@ -141,7 +142,9 @@ def _needs(estimate: Estimate, engine: Path) -> list[Need]:
             "free some space, or give an --engineDir on another disk" if files > disk else "",
         ),
     ]
-    if not device:  # compiled for another machine; or a CPU's, which maps what it uses
+    if estimate.runs_on_cpu and estimate.kv_bytes:  # of all else it maps what it uses
+        return [*needs, _room_for_cache(estimate.kv_bytes)]
+    if not device:  # compiled for another machine
         return needs
     cache = f", or give a smaller --maxKVCacheCapacity (it takes {_size(estimate.kv_bytes)})"
     remedy = f"quantize the model{cache if estimate.kv_bytes else ''}"
@@ -149,6 +152,13 @@ def _needs(estimate: Estimate, engine: Path) -> list[Need]:
         remedy += f", or give a smaller --maxLoras (adapters take {_size(estimate.adapter_bytes)})"
     found = f"the engine needs about {_size(held)} of memory, the GPU has {_size(device)}"
     return [*needs, Need("engine memory", found, remedy if held > device else "")]
+
+
+def _room_for_cache(full: int) -> Need:
+    memory = physical_memory_bytes()
+    remedy = "give a smaller --maxKVCacheCapacity or --maxBatchSize" if full > memory else ""
+    found = f"a full KV cache takes {_size(full)} of memory, this machine has {_size(memory)}"
+    return Need("cache memory", found, remedy)
 
 
 def _size(num_bytes: int) -> str:

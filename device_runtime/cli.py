@@ -98,14 +98,15 @@ def llm_inference(
         trees=tree_file is not None,
     )  # fmt: skip
     with unfinished_run(output_file, settings, goes_on=resume) as run:
-        profile = _answer(load(), options, requests, warmup, outputs, run, stream=stream)
+        llm = load()
+        profile = _answer(llm, options, requests, warmup, outputs, run, stream=stream)
         outputs.write(run, profile)
     if dump_profile:
         typer.echo(json.dumps(profile.as_json(), indent=4))
     responses = [answered.response for answered in run.answered]
     for response in responses if dump_output else ():
         typer.echo(f"[{response['request_idx']}] {response['output_text']}")
-    size = options.batch_size
+    size = min(options.batch_size, llm.batch_size)
     raise typer.Exit(1 if _summarize(responses, profile, output_file, size) else 0)
 
 

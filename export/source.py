@@ -65,7 +65,9 @@ def _cached_snapshot(model_id: str) -> Path:
 
     try:
         return Path(snapshot_download(model_id, local_files_only=True))
-    except (HFValidationError, LocalEntryNotFoundError):
+    except HFValidationError:  # no hub has such an id
+        raise EdgeLLMError(f"no such folder or file: {model_id}", hint="check the path") from None
+    except LocalEntryNotFoundError:
         raise EdgeLLMError(
             f"no such folder, and not in the local hub cache: {model_id}",
             hint=f"check the path, or fetch it first: hf download {model_id}",

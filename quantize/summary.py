@@ -38,8 +38,8 @@ def print_summary(report: Report, output: Path) -> None:
     for note in notes(report):
         typer.echo(note)
     typer.echo(
-        f"{report.quantized_modules} layers at {report.bits_per_weight:.2f} bits a weight, "
-        f"{report.bytes_before / 1e6:.1f} -> {report.bytes_after / 1e6:.1f} MB"
+        f"{report.quantized_modules} layers at {report.bits_per_weight:.2f} bits a weight in the "
+        f"checkpoint, {report.bytes_before / 1e6:.1f} -> {report.bytes_after / 1e6:.1f} MB"
     )
     typer.echo(
         f"{output}: {report.quantization}, lm_head {report.lm_head}, KV cache {report.kv_cache}, "

@@ -34,6 +34,14 @@ def run(monkeypatch):
     return run
 
 
+@pytest.mark.parametrize("error", [MemoryError(), OSError(errno.ENOMEM, "Cannot allocate memory")])
+def test_too_little_memory_has_a_remedy(run, capsys, error):
+    assert run(error) == 2
+    message, hint = capsys.readouterr().err.splitlines()
+    assert message == "error: out of memory"
+    assert hint.startswith("hint: close other programs")
+
+
 def test_a_full_disk_becomes_one_line(run, capsys):
     assert run(OSError(errno.ENOSPC, "No space left on device", "/x/model.weights")) == 2
     assert capsys.readouterr().err.splitlines() == [

@@ -132,7 +132,7 @@ def _rows_type(spec: KVCacheSpec, wanted: str, is_own: bool, has_halves: bool) -
     `wanted`: by `--kvCache`. `has_halves`: what "auto" means where nobody measured ranges.
     """
     if wanted == "fp8":
-        raise EdgeLLMError("--kvCache fp8 is for --backend tensorrt", hint="give --kvCache int8")
+        raise EdgeLLMError("--kvCache fp8 is for --backend tensorrt", hint="leave it out")
     if wanted == "float16" and not is_own:
         raise EdgeLLMError(
             "--kvCache float16: ONNX Runtime's operators keep float32", hint="leave out --kernels"

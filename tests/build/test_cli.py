@@ -136,7 +136,11 @@ def test_a_bundle_is_no_engine_folder(command_here, bundle):
     verify_files(bundle, load_bundle(bundle, LLM_BUNDLE).files)
 
 
-FULL = {"available_memory_bytes": 1_000_000, "free_disk_bytes": 1000}
+FULL = {
+    "available_memory_bytes": 1_000_000,
+    "free_disk_bytes": 1000,
+    "physical_memory_bytes": 1000,
+}
 
 
 @pytest.mark.parametrize(
@@ -144,6 +148,7 @@ FULL = {"available_memory_bytes": 1_000_000, "free_disk_bytes": 1000}
     [
         (("available_memory_bytes",), r"1\.0 MB are available", "quantize the model"),
         (("free_disk_bytes",), "of disk", "free some space"),
+        (("physical_memory_bytes",), "a full KV cache takes", "smaller --maxKVCacheCapacity"),
         (tuple(FULL), "are available; .* of disk .*, ", "free some space"),
     ],
 )

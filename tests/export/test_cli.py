@@ -87,11 +87,9 @@ def test_a_model_of_the_hub_cache(command, checkpoint, tmp_path, monkeypatch):
 
 
 def test_missing_folder(command_here, tmp_path):
-    assert_one_line_error(
-        _export(command_here, tmp_path / "none", tmp_path / "out"),
-        "no such folder",
-        "check the path",
-    )
+    result = _export(command_here, tmp_path / "none", tmp_path / "out")
+    assert_one_line_error(result, "no such folder", "check the path")
+    assert "hf download" not in result.stderr  # which takes no path
 
 
 def test_not_a_checkpoint(command_here, tmp_path):

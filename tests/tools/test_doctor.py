@@ -194,7 +194,7 @@ def test_the_command():
 def test_a_bundle_that_fits_and_one_that_does_not(tiny_bundle, tmp_path, monkeypatch):
     """The same questions as those of llm_build; a draft's and an encoder's go the same way."""
     found = list(examine_bundle(tiny_bundle, "onnxruntime", ""))
-    whats = ["compiler", "build memory", "disk"]
+    whats = ["compiler", "build memory", "disk", "cache memory"]
     assert [(each.what, each.status) for each in found] == [(what, OK) for what in whats]
     monkeypatch.setattr(fit, "available_memory_bytes", lambda: 1000)
     faults = [each for each in examine_bundle(tiny_bundle, "auto", "") if each.status == FAULT]

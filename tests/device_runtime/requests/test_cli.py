@@ -100,6 +100,7 @@ def test_raw_mode_multi_turn_and_overrides(infer):
     assert answers[0]["formatted_complete_request"] == "w20 w21w9w22"
     assert answers[0]["generated_token_count"] <= 2
     assert "note: the engine answers 1 at a time; build it with --maxBatchSize" in result.stderr
+    assert "at a time" not in result.stdout
 
 
 def test_the_same_seed_gives_the_same_answer(infer):
