@@ -17,19 +17,14 @@ from gpu_kernels import check_kernels
 
 from edgellm.contract import EdgeLLMError
 
+ROUNDS = "grow_level", "select_tree", "lay_out", "accept_greedy", "accept_sampled"
+
 
 def test_the_kernels_of_a_round_are_checked_on_the_fake_gpu(monkeypatch):
     found = check_kernels(FakeDevice(), 5000)
-    rounds = {
-        "grow_level",
-        "select_tree",
-        "lay_out",
-        "accept_greedy",
-        "accept_sampled",
-        "pick_shares",
-        "join_picks",
-    }
-    assert found.keys() == {f"{name}_us" for name in rounds} | {"pick_shares_gb_per_s"}
+    of_rounds = {f"{name}{of}_us" for name in ROUNDS for of in ("", "_of_2", "_of_4")}
+    of_rows = {"pick_shares_us", "join_picks_us", "pick_shares_gb_per_s"}
+    assert found.keys() == of_rounds | of_rows
 
     def broken(*_, **__) -> None:
         """Leave everything as it was."""
@@ -38,6 +33,19 @@ def test_the_kernels_of_a_round_are_checked_on_the_fake_gpu(monkeypatch):
     monkeypatch.setattr(gpu_kernels, "REFERENCES", kernel_references.REFERENCES.copy())
     gpu_kernels.REFERENCES["lay_out"] = kernel_references.lay_out
     with pytest.raises(AssertionError, match="lay_out"):
+        check_kernels(FakeDevice(), 5000)
+
+
+@pytest.mark.parametrize("name", ROUNDS)
+def test_a_kernel_that_serves_one_sequence_alone_is_found(monkeypatch, name):
+    reference = kernel_references.REFERENCES[name]
+
+    def of_one(*arguments, constants) -> None:
+        if constants["grid"] == (1, 1, 1):
+            reference(*arguments, constants=constants)
+
+    monkeypatch.setattr(fake_gpu, "REFERENCES", {**fake_gpu.REFERENCES, name: of_one})
+    with pytest.raises(AssertionError, match=name):
         check_kernels(FakeDevice(), 5000)
 
 
