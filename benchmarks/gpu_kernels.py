@@ -50,7 +50,7 @@ def _check_growth(
     curves = random.random((several, 11)), -random.random((several, 11))
     table = np.concatenate([np.sort(each, axis=1) for each in curves], axis=1)
     if scored == "places":
-        table = -random.random(size)
+        table = -np.sort(random.random(size))  # no child is better than its parent
     nodes, begin, rows = np.zeros((several, 1), np.int32), 1, 1
     for level in range(_LEVELS):
         shape, used = (several, rows, _TOP_K), level * _TOP_K
