@@ -83,17 +83,19 @@ def options_of(name: str, flags: Mapping[str, Any]) -> Options:
     given = {flag: value for flag, value in flags.items() if value is not None}
     for flag in given:
         if flag not in fields:
-            owner = next(each for each in runners.names() if flag in _fields(each))
-            library, device = library_of(owner), find(owner).DEVICE
-            if library == library_of(name):
-                raise EdgeLLMError(
-                    f"{flag} is not for {find(name).DEVICE}",
-                    hint=f"leave it out: it goes with --device {device}",
-                )
-            raise EdgeLLMError(
-                f"{flag} is not for {find(name).LABEL}", hint=f"it goes with --backend {library}"
-            )
+            raise _refusal(flag, name)
     return find(name).Options(**{fields[flag]: value for flag, value in given.items()})
+
+
+def _refusal(flag: str, name: str) -> EdgeLLMError:
+    """Of a flag that is for other backends: says which."""
+    owners = [each for each in runners.names() if flag in _fields(each)]
+    here = [each for each in owners if library_of(each) == library_of(name)]
+    ways = [f"--device {find(each).DEVICE}" for each in here]
+    ways += sorted({f"--backend {library_of(each)}" for each in owners if each not in here})
+    what = find(name).DEVICE if here else find(name).LABEL
+    hint = f"leave it out: it goes with {', or '.join(ways)}"
+    return EdgeLLMError(f"{flag} is not for {what}", hint=hint)
 
 
 def _fields(name: str) -> dict[str, str]:

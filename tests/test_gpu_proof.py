@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import json
 import sys
+from importlib import import_module
 
 import fake_gpu
 import gpu
@@ -16,20 +17,16 @@ from fake_gpu import FakeDevice
 from gpu_kernels import check_kernels
 
 from edgellm.contract import EdgeLLMError
+from edgellm.device_runtime.kernels.triton.catalog import KERNELS
+
+ROUNDS = "grow_level", "select_tree", "lay_out", "accept_greedy", "accept_sampled"
 
 
 def test_the_kernels_of_a_round_are_checked_on_the_fake_gpu(monkeypatch):
     found = check_kernels(FakeDevice(), 5000)
-    rounds = {
-        "grow_level",
-        "select_tree",
-        "lay_out",
-        "accept_greedy",
-        "accept_sampled",
-        "pick_shares",
-        "join_picks",
-    }
-    assert found.keys() == {f"{name}_us" for name in rounds} | {"pick_shares_gb_per_s"}
+    of_rounds = {f"{name}{of}_us" for name in ROUNDS for of in ("", "_of_2", "_of_4")}
+    of_rows = {"pick_shares_us", "join_picks_us", "pick_shares_gb_per_s"}
+    assert found.keys() == of_rounds | of_rows
 
     def broken(*_, **__) -> None:
         """Leave everything as it was."""
@@ -39,6 +36,39 @@ def test_the_kernels_of_a_round_are_checked_on_the_fake_gpu(monkeypatch):
     gpu_kernels.REFERENCES["lay_out"] = kernel_references.lay_out
     with pytest.raises(AssertionError, match="lay_out"):
         check_kernels(FakeDevice(), 5000)
+
+
+@pytest.mark.parametrize("name", ROUNDS)
+def test_a_kernel_that_serves_one_sequence_alone_is_found(monkeypatch, name):
+    reference = kernel_references.REFERENCES[name]
+
+    def of_one(*arguments, constants) -> None:
+        if constants["grid"] == (1, 1, 1):
+            reference(*arguments, constants=constants)
+
+    monkeypatch.setattr(fake_gpu, "REFERENCES", {**fake_gpu.REFERENCES, name: of_one})
+    with pytest.raises(AssertionError, match=name):
+        check_kernels(FakeDevice(), 5000)
+
+
+def test_what_is_asked_of_the_kernels_suits_them(monkeypatch):
+    """In Triton's interpreter they pass."""
+    import interpreted  # skips the test where there is no Triton
+
+    def interpret(name):
+        folder = "edgellm.device_runtime.kernels.triton"
+        kernel = getattr(import_module(f"{folder}.{KERNELS[name].module}"), name)
+
+        def launch(*given, constants) -> None:
+            own = {key: each for key, each in constants.items() if key not in ("grid", "memory")}
+            interpreted.launch(kernel, constants["grid"], *given, **own)
+
+        return launch
+
+    runs = {name: interpret(name) for name in ROUNDS}
+    monkeypatch.setattr(fake_gpu, "REFERENCES", {**fake_gpu.REFERENCES, **runs})
+    monkeypatch.setattr(gpu_kernels, "_REPEATS", 1)
+    check_kernels(FakeDevice(), 300)
 
 
 def test_attention_is_checked_on_the_fake_gpu(monkeypatch):

@@ -6,6 +6,7 @@ from dataclasses import replace
 
 from edgellm.device_runtime.engine.cache_slot import CacheSlot
 from edgellm.device_runtime.engine.scheduler import Bounds
+from edgellm.device_runtime.shared_costs import SharedCosts
 from edgellm.device_runtime.speculate.costs import Costs
 from edgellm.manifest import Engine
 from edgellm.roles import PASS
@@ -26,6 +27,11 @@ def bounds_of(
     bounds = Bounds(answers, engine.prefill_rows, tree_rows)
     if answers == 1:
         return bounds
-    pass_ms = slot.session.costs_of(engine)[PASS]
-    verify = Costs.of(pass_ms).verify
-    return replace(bounds, page_rows=slot.page_rows, most_stall_ms=most_stall_ms, pass_ms=verify)
+    measured = slot.session.costs_of(engine)
+    return replace(
+        bounds,
+        page_rows=slot.page_rows,
+        most_stall_ms=most_stall_ms,
+        pass_ms=Costs.of(measured[PASS]).verify,
+        together=SharedCosts.find(PASS, measured),
+    )

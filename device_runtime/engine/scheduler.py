@@ -17,6 +17,8 @@ from dataclasses import dataclass, field
 import numpy as np
 from numpy.typing import NDArray
 
+from edgellm.device_runtime.shared_costs import SharedCosts
+
 AGING_S = 30.0  # of waiting outweigh one level of priority: nobody starves
 LEAST_PIECE = 8  # rows of a prompt that a pass takes, whatever the bound
 LONGER = 0.25  # that a pass may be with a piece, beside one without
@@ -33,6 +35,11 @@ class Bounds:
     page_rows: int = 1  # in which the pool gives rows
     most_stall_ms: float = math.inf
     pass_ms: NDArray[np.float64] = field(default_factory=lambda: np.zeros(2))  # by rows (index)
+    together: SharedCosts | None = None  # of passes that several share, if measured
+
+    def table(self, answers: int) -> NDArray[np.float64]:
+        """Milliseconds of passes that so many share, by the rows of all (index)."""
+        return self.pass_ms if self.together is None else self.together.by_rows(answers)
 
 
 @dataclass(frozen=True, slots=True)
@@ -140,26 +147,31 @@ class _Line:
         self._grant_pieces([one for one in due if one.unread_rows], decoding)
 
     def _grant_pieces(self, readers: list[Standing], decoding: list[Standing]) -> None:
-        beside = sum(min(one.usual_rows, self.rows[one.number]) for one in decoding)
-        budget = self._bounds.prefill_rows
-        if beside:
-            table, most_ms = self._bounds.pass_ms, self._bounds.most_stall_ms
-            slower = 1 + max(LONGER, len(readers) / beside)
-            calm_ms = slower * float(table[min(beside, len(table) - 1)])
-            share = sum(one.unread_rows for one in readers) // MOST_PIECES
-            piece = max(self._piece(beside, min(calm_ms, most_ms)), share)
-            budget = min(budget, max(min(piece, self._piece(beside, most_ms)), LEAST_PIECE))
-        for one in readers:
-            piece = min(one.unread_rows, budget)
-            if not piece:
+        given = 0
+        for count, one in enumerate(readers, 1):
+            piece = min(one.unread_rows, self._budget(readers, count, decoding) - given)
+            if piece < 1:
                 del self.rows[one.number]  # it reads when those before have read
                 continue
             self.rows[one.number] += self._take(one, piece - 1)
-            budget -= self.rows[one.number]
+            given += self.rows[one.number]
 
-    def _piece(self, beside: int, bound: float) -> int:
+    def _budget(self, readers: list[Standing], count: int, decoding: list[Standing]) -> int:
+        """Rows of prompts in a pass that `count` of those who read share with those who decode."""
+        bounds = self._bounds
+        beside = sum(min(one.usual_rows, self.rows[one.number]) for one in decoding)
+        if not beside:
+            return bounds.prefill_rows
+        calm, table = (bounds.table(len(decoding) + more) for more in (0, count))
+        slower = 1 + max(LONGER, len(readers) / beside)
+        usual_ms = min(slower * float(calm[min(beside, len(calm) - 1)]), bounds.most_stall_ms)
+        share = sum(one.unread_rows for one in readers) // MOST_PIECES
+        usual = max(self._piece(table, beside, usual_ms), share)
+        most = self._piece(table, beside, bounds.most_stall_ms)
+        return min(bounds.prefill_rows, max(min(usual, most), LEAST_PIECE))
+
+    def _piece(self, table: NDArray[np.float64], beside: int, bound: float) -> int:
         """Rows of prompts beside so many others, in a pass that keeps a bound of milliseconds."""
-        table = self._bounds.pass_ms
         rows = int(np.searchsorted(table, bound, side="right")) - 1
         if rows == len(table) - 1 and table[-1] > 0:  # beyond its end time grows as before it
             rows = int(min(bound / table[-1] * rows, self._bounds.prefill_rows + beside))

@@ -136,9 +136,7 @@ class Controller:
     def _pace_of(self, answers: int) -> Pace:
         if answers not in self._paces:
             verify = self._costs.share(Company(answers, answers - 1))
-            step, extend = (
-                shared(each, answers) for each in (self._costs.step, self._costs.extend)
-            )
+            step, extend = self._costs.step_share(answers), shared(self._costs.extend, answers)
             shares = replace(self._costs, verify=verify, step=step, extend=extend)
             pace = Pace(shares, answers, *self._terms)
             if fewer := [known for known in self._paces if known < answers]:

@@ -23,6 +23,7 @@ class Costs:
     host_ms: float = 0.0  # of asking for a tree, whoever grows it, beyond passes and a plain token
     tree_ms: float = 0.0  # of verifying a tree, beyond the pass
     together: SharedCosts | None = None  # of passes that several answers verify in, if measured
+    levels: SharedCosts | None = None  # of steps of drafts of several answers, if measured
 
     @classmethod
     def of(
@@ -33,6 +34,7 @@ class Costs:
         host_ms: float = 0.0,
         tree_ms: float = 0.0,
         together: SharedCosts | None = None,
+        levels: SharedCosts | None = None,
     ) -> Costs:
         """From measured {rows: ms}; what lies between is interpolated.
 
@@ -40,16 +42,24 @@ class Costs:
         """
         nothing = {"1": 0.0}
         tables = _table(verify), _table(step or nothing), _table(extend or nothing)
-        return cls(*tables, host_ms, tree_ms, together)
+        return cls(*tables, host_ms, tree_ms, together, levels)
 
     def share(self, company: Company) -> F64:
         """What an answer's rows cost it of the passes that verify, see `Company.share`.
 
         Passes of several are taken for those of one with as many rows where nobody measured them.
         """
-        if company.answers == 1 or self.together is None:
-            return company.share(self.verify)
-        return company.share(self.together.by_rows(company.answers))[: len(self.verify)]
+        return _share(self.verify, self.together, company)
+
+    def step_share(self, answers: int) -> F64:
+        """The same of a level that so many draft together, each with a row at least."""
+        return _share(self.step, self.levels, Company(answers, answers - 1))
+
+
+def _share(alone: F64, together: SharedCosts | None, company: Company) -> F64:
+    if company.answers == 1 or together is None:
+        return company.share(alone)
+    return company.share(together.by_rows(company.answers))[: len(alone)]
 
 
 def _table(measured: Mapping[str, float]) -> F64:

@@ -241,7 +241,8 @@ class DraftRows:
             return np.zeros((0, 0), np.float32)
         first = self._waiting[0].taps
         is_next = not self._skipped and self.length + 1 == length
-        return first[: int(is_next and sum(map(len, self._waiting)) == 1)]
+        # Of the host, though a device may have it: it outlasts the engine.
+        return np.asarray(first[: int(is_next and sum(map(len, self._waiting)) == 1)])
 
     def write_feature(self, feature: F32, key: RowKey) -> None:
         """See `DraftCache.write_feature`; `begin` says the token."""

@@ -15,7 +15,7 @@ import numpy as np
 from edgellm.device_runtime.runners.rounds import Growth
 from edgellm.device_runtime.sessions.rounds import Size
 from edgellm.device_runtime.speculate.controller import Controller
-from edgellm.device_runtime.speculate.costs import Costs, price, shared
+from edgellm.device_runtime.speculate.costs import Costs, price
 from edgellm.device_runtime.speculate.options import SpecOptions
 from edgellm.device_runtime.speculate.policy import TreeLimits
 from edgellm.device_runtime.speculate.static_tree import Choice
@@ -102,7 +102,7 @@ class WorthwhileSize:
         is_known = self._seen_ranks.all() and self._seen_levels[:most].all()
         if not is_known or self._rounds % _LARGEST_EVERY == 0:
             return Size(most, growth.nodes[-1])
-        step = shared(self._costs.step, answers)
+        step = self._costs.step_share(answers)
         steps = [rate * float(price(step, width)) for width in growth.widths]
         deep = 1
         while deep < most and self._by_level[deep] > steps[deep - 1]:

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import dataclasses
+from functools import partial
 from types import SimpleNamespace
 
 import cuda_on_cpu
@@ -20,6 +21,8 @@ from edgellm.build.plan import Plan
 from edgellm.build.tensorrt.kernel_attention import Kernels
 from edgellm.build.tensorrt.profiles import base_passes
 from edgellm.device_runtime import LLM, SamplingParams, SpecOptions
+from edgellm.device_runtime.engine.answer import Answer
+from edgellm.device_runtime.engine.saved_contexts import ContextFolder
 from edgellm.device_runtime.runners.tensorrt.batch_runner import BatchRunner
 from edgellm.device_runtime.runners.tensorrt.sequences import shared_rows
 from edgellm.device_runtime.sessions.contexts import Context
@@ -145,33 +148,73 @@ def require_the_same(llm: LLM, asked: list, alone: list[list[int]]) -> None:
     assert together.count(MOST) > 4
 
 
-def test_drafted_answers_on_cuda(tmp_path):
-    """Those of the CPU; rows of a picture that an earlier prompt showed are not read again."""
-    engines = build_vlm(tmp_path, "qwen2_5_vl", MROPE)
-    asked, seeing = questions(tmp_path), {"multimodal_engine_dir": engines.visual_engine}
-    alone = [one.token_ids for one in LLM(engines.engine, **seeing).generate_batch(asked, **ASK)]
-    plan = dataclasses.replace(PLAN, max_draft_tree_size=12, kv_capacity=256, max_input_len=200)
-    cuda_on_cpu.build_base(tmp_path / "bundle", tmp_path / "cuda", plan)
-    cuda_on_cpu.build_its_draft(tmp_path / "draft_bundle", tmp_path / "cuda", plan)
-    with cuda_on_cpu.cuda_is_the_cpu(), cuda_on_cpu.recording():
-        llm = LLM(tmp_path / "cuda", spec=SPEC, context_reuse=True, **seeing)
-        require_the_same(llm, asked, alone)
-        rows = [one.timings()["reused_tokens"] for one in llm.generate_batch(asked[1:3], **ASK)]
-    assert all(rows)
-
-
-def test_drafted_answers_on_tensorrt(tmp_path, monkeypatch):
-    """On the fake GPU: those of the engine's own plain answers, one at a time."""
-    engines = build_vlm(tmp_path, "qwen2_5_vl", MROPE, "fp16")
+@pytest.fixture(params=OPEN)
+def engines(request, tmp_path, monkeypatch):
+    """What opens an LLM that sees and drafts, and one of the same model on the CPU, if any."""
+    dtype = {"cuda": "fp32", "tensorrt": "fp16"}[request.param]
+    built = build_vlm(tmp_path, "qwen2_5_vl", MROPE, dtype)
+    seeing = {"multimodal_engine_dir": built.visual_engine}
+    if request.param == "cuda":
+        plan = dataclasses.replace(PLAN, max_draft_tree_size=12, kv_capacity=256, max_input_len=200)
+        cuda_on_cpu.build_base(tmp_path / "bundle", tmp_path / "cuda", plan)
+        cuda_on_cpu.build_its_draft(tmp_path / "draft_bundle", tmp_path / "cuda", plan)
+        with cuda_on_cpu.cuda_is_the_cpu(), cuda_on_cpu.recording():
+            yield partial(LLM, tmp_path / "cuda", spec=SPEC, **seeing), LLM(built.engine, **seeing)
+        return
     paths = (
         tmp_path / name for name in ("checkpoint", "draft", "bundle", "draft_bundle", "engine")
     )
     lowered = Lowered(EaglePair(MROPE, *paths), tmp_path, codes="fp16", answers=MOST)
     lowered.replace_engines(monkeypatch, FakeDevice())
     monkeypatch.setattr(LLM, "batch_size", MOST)
-    llm = LLM(engines.engine, spec=SPEC, multimodal_engine_dir=engines.visual_engine)
-    asked = questions(tmp_path)
-    alone = [llm.generate(one, speculative=False, **ASK) for one in asked]
-    for one in alone:
-        list(one)
-    require_the_same(llm, asked, [one.token_ids for one in alone])
+    yield partial(LLM, built.engine, spec=SPEC, **seeing), None
+
+
+def answers(llm: LLM, asked: list) -> list[list[int]]:
+    """Plain ones, one at a time."""
+    found = [llm.generate_batch([one], speculative=False, **ASK) for one in asked]
+    return [one.token_ids for (one,) in found]
+
+
+def test_drafted_answers_are_the_plain_ones(engines, tmp_path):
+    """On the fake GPU those of the engine itself, else those of the CPU."""
+    (open_llm, on_cpu), asked = engines, questions(tmp_path)
+    llm = open_llm()
+    require_the_same(llm, asked, answers(on_cpu or llm, asked))
+
+
+def require_reused(found: list[Answer], expected: list[list[int]]) -> None:
+    """The answers, begun behind rows of a picture that somebody else read."""
+    assert [one.token_ids for one in found] == expected
+    for one in found:
+        assert one.timings()["reused_tokens"] > one.profile.image_tokens[0]
+
+
+def test_rows_of_pictures_are_forked_and_saved(engines, tmp_path, monkeypatch):
+    """Answers begin behind one that grows, behind one that is over, and in another process."""
+    (open_llm, _), asked = engines, questions(tmp_path)
+    behind = [asked[0], asked[4], asked[0]]  # about `a`; `b` is of its size
+    with open_llm() as llm:
+        *alone, other = answers(llm, [*behind, asked[1]])
+    folder = ContextFolder(tmp_path / "contexts", {"base": "1"})
+    folder.prepare()
+    fork, forked = DecoderSession.fork, list[Context]()
+    monkeypatch.setattr(
+        DecoderSession, "fork", lambda self, one: forked.append(one) or fork(self, one)
+    )
+    with open_llm(context_reuse=True) as llm:
+        require_reused(llm.generate_batch(behind, **ASK)[1:], alone[1:])
+        assert forked
+        require_reused(llm.generate_batch(behind, speculative=False, **ASK), alone)
+        (found,) = llm.generate_batch([asked[1]], **ASK)
+        assert found.token_ids == other
+        assert found.timings()["reused_tokens"] < found.profile.image_tokens[0]
+        saved = folder.save(llm.slot.contexts())
+    for speculative in (True, False):
+        with open_llm(context_reuse=True) as llm:
+            loaded = folder.load(llm.slot.num_caches)
+            assert (len(loaded.contexts), loaded.ignored) == (saved, [])
+            for context in loaded.contexts:
+                llm.slot.kept.add(context)
+            found = llm.generate_batch([asked[0], asked[1]], speculative=speculative, **ASK)
+            require_reused(found, [alone[0], other])

@@ -16,6 +16,7 @@ from edgellm.contract import BrokenArtifactError, EdgeLLMError
 from edgellm.device_runtime.sessions import F32, I64, ImageRows
 from edgellm.device_runtime.sessions.contexts import Context
 from edgellm.device_runtime.sessions.decoder import DecoderSession, Part, open_decoder
+from edgellm.device_runtime.shared_costs import SharedCosts
 from edgellm.device_runtime.speculate.costs import Costs, price
 from edgellm.device_runtime.speculate.draft_cache import ImageIds
 from edgellm.device_runtime.speculate.drafter import Learned, TreeDrafter
@@ -50,8 +51,9 @@ def open(order: Order) -> Opened:
         session = open_decoder(folder, manifest)
     if (images := manifest.decoder.images) is not None:
         session.set_images(ImageRows.none(manifest.decoder.hidden_size, images.num_deepstack))
-    drafting = session.costs_of(manifest)[PASS]
-    prices = Costs.of(order.pass_costs(), drafting, drafting, *order.host_ms)
+    measured = session.costs_of(manifest)
+    passes = order.pass_costs(), measured[PASS], measured[PASS]
+    prices = Costs.of(*passes, *order.host_ms, levels=SharedCosts.find(PASS, measured))
 
     def start(learned: Learned) -> ModelDrafter:
         return ModelDrafter(
@@ -119,6 +121,8 @@ class ModelDrafter(TreeDrafter):
         self._length = 0  # rows of the cache that hold the text
         self._grown = _NONE  # pool nodes of the rows behind
         self._context: Context | None = None  # of its rows; None before it reads
+        self._shares: dict[int, F64] = {}  # milliseconds by rows, by the answers of a pass
+        self._sharing = 1  # answers that shared the latest pass
 
     def drop(self) -> None:
         """See `Drafter.drop`; the next answer may go on behind the rows of the latest."""
@@ -143,10 +147,19 @@ class ModelDrafter(TreeDrafter):
         for begin in range(0, len(waiting), self._prefill_rows):
             piece = waiting[begin : begin + self._prefill_rows]
             part = Part(context, piece, self._length, np.array([len(piece) - 1]))
-            result = yield Wanted(self._session, part)
+            wanted = Wanted(self._session, part)
+            result = yield wanted
+            self._sharing = wanted.answers
             self._length += len(piece)
             self._root = self._candidates(result.logits)
-        self._book_reading(len(waiting), self._costs.extend)
+        self._book_reading(len(waiting), self._share())
+
+    def _share(self) -> F64:
+        """What its rows cost an answer, by their number, of passes like the latest."""
+        answers = self._sharing
+        if answers not in self._shares:
+            self._shares[answers] = self._costs.step_share(answers)
+        return self._shares[answers]
 
     def _turn_to_own(self) -> Context:
         """Its rows; at first those of the answer before that it begins with."""
@@ -182,7 +195,10 @@ class ModelDrafter(TreeDrafter):
             if not len(nodes):
                 return
             self._grown = np.concatenate([self._grown, nodes])
-            result = yield Wanted(self._session, self._level(pool, len(nodes)))
+            wanted = Wanted(self._session, self._level(pool, len(nodes)))
+            result = yield wanted
+            self._sharing = wanted.answers
+            self._book_level()
             self._controller.turn_to(self.company)  # others may have gone on meanwhile
             newest = self._add(pool, nodes, self._candidates(result.logits))
 
@@ -194,10 +210,14 @@ class ModelDrafter(TreeDrafter):
         """Milliseconds of growing by one node, by two, ..., by as many as the cache has room."""
         used, room = len(self._grown), self._session.capacity - self._length
         rows = np.arange(used + 1, min(room, used + self._limits.verify_size) + 1)
-        prices = price(self._costs.step, rows)
+        share = self._share()
+        prices = price(share, rows)
         if self._is_chain:
-            prices[:1] = price(self._costs.step, 1)
+            prices[:1] = price(share, 1)
         return prices
+
+    def _book_level(self) -> None:
+        self._spent_ms += price(self._share(), 1 if self._is_chain else len(self._grown))
 
     def _level(self, pool: Pool, count: int) -> Part:
         """What gives the candidates of the `count` nodes grown last.
@@ -210,7 +230,6 @@ class ModelDrafter(TreeDrafter):
         depths, mask = tree.layout()
         rows = len(self._grown)
         self._is_chain = int(depths[-1]) == rows
-        self._spent_ms += price(self._costs.step, 1 if self._is_chain else rows)
         if self._is_chain:
             last = tree.token_ids[-1:]
             return Part(self._context, last, self._length + rows - 1, np.zeros(1, np.int64))

@@ -25,6 +25,7 @@ from edgellm.device_runtime.sessions.draft import (
     open_draft,
 )
 from edgellm.device_runtime.sessions.rounds import RoundPart, RoundSession, open_rounds
+from edgellm.device_runtime.shared_costs import SharedCosts
 from edgellm.device_runtime.speculate.accept import Accepted
 from edgellm.device_runtime.speculate.costs import Costs, price, shared
 from edgellm.device_runtime.speculate.draft_cache import CommittedRows
@@ -64,7 +65,8 @@ def open_network(order: Order, name: str) -> Opened:
     if rounds is not None:
         rounds.prepare(manifest.draft, manifest.max_draft_tree_size)
     host = order.host_ms if rounds is None else (0.0, 0.0)
-    prices = Costs.of(order.pass_costs(), measured[STEP], measured[EXTEND], *host)
+    passes = order.pass_costs(), measured[STEP], measured[EXTEND]
+    prices = Costs.of(*passes, *host, levels=SharedCosts.find(STEP, measured))
     round_rows = order.limits.round_rows
     most_rows = max(manifest.main_graphs[-1].max_rows, round_rows)
     rows = CommittedRows(session, round_rows, image_ids, most_rows=most_rows)
@@ -143,11 +145,9 @@ class EagleDrafter(ReadingDrafter):
         """Milliseconds of growing by 1, 2, ... rows, and of extending by rows (index)."""
         answers = self._sharing
         if answers not in self._shares:
-            step, extend = (
-                shared(table, answers) for table in (self._costs.step, self._costs.extend)
-            )
-            grown = price(step, np.arange(1, self._max_tree_rows + 1))
-            self._shares[answers] = grown, extend
+            rows = np.arange(1, self._max_tree_rows + 1)
+            grown = price(self._costs.step_share(answers), rows)
+            self._shares[answers] = grown, shared(self._costs.extend, answers)
         return self._shares[answers]
 
     def plan_round(

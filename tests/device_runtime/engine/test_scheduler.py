@@ -20,6 +20,7 @@ from edgellm.device_runtime.engine.prompt import Prompt
 from edgellm.device_runtime.engine.scheduler import LEAST_PIECE, Bounds, Standing, plan
 from edgellm.device_runtime.engine.sequence import Sequence
 from edgellm.device_runtime.sampling.sampler import Sampler
+from edgellm.device_runtime.shared_costs import SharedCosts
 from edgellm.device_runtime.speculate.costs import Costs
 from edgellm.device_runtime.speculate.drafter import TextDrafter
 from edgellm.device_runtime.speculate.drafters import ngram, suffix
@@ -252,3 +253,17 @@ def test_costs_are_those_of_drafting():
     table = Costs.of({"1": 2.0, "64": 65.0}).verify
     bounds = dataclasses.replace(WIDE, pass_ms=table)
     assert plan([_running(1), Standing(2, unread_rows=990)], 10**6, bounds).rows == {1: 1, 2: 38}
+
+
+def test_passes_of_several_cost_what_was_measured_of_several():
+    """Here an answer costs 4 ms, whose second row is free; each behind it costs 0.1."""
+    measured = {n: {"1": 4.0 * n, "2": 4.0 * n, "64": 4.0 * n + 0.1 * 62 * n} for n in (1, 2, 4)}
+    bounds = dataclasses.replace(WIDE, together=SharedCosts(measured), most_stall_ms=14.0)
+    reading, going = Standing(3, unread_rows=400), [_running(1), _running(2)]
+    # A third answer takes 4 ms of the 6 that are left; of its own a row takes 0.1 ms.
+    assert plan([*going, reading], 10**6, bounds).rows == {1: 1, 2: 1, 3: 24}
+    tight = dataclasses.replace(bounds, most_stall_ms=12.5)
+    assert plan([*going, reading], 10**6, tight).rows[3] == 9
+    # A fourth would make it 16 ms, with however few rows: it waits.
+    short = [Standing(at, unread_rows=20) for at in (3, 4)]
+    assert plan([*going, *short], 10**6, bounds).rows == {1: 1, 2: 1, 3: 20}

@@ -89,7 +89,7 @@ def test_adapters_that_cannot_be_loaded(command, built, tiny_engine, tmp_path):
     ("flags", "words"),
     [
         (("--kernels", "onnxruntime"), "on a CPU edgellm's kernels take adapters"),
-        (("--maxLoras", 2), "--maxLoras is not for cpu"),
+        (("--maxLoras", 2), "it goes with --device cuda, or --backend tensorrt"),
         (("--device", "cuda", "--maxLoras", 2, "--maxLoraRank", 0), "give --maxLoraRank, too"),
     ],
 )

@@ -2,12 +2,16 @@
 
 from __future__ import annotations
 
+import dataclasses
+
 import numpy as np
 import pytest
+from scripted_rounds import Setup
 from scripted_sessions import DRAFTS, StrictBase, StrictDraft
 from stepping import learned_of
 
 from edgellm.contract import EdgeLLMError
+from edgellm.device_runtime.shared_costs import SharedCosts
 from edgellm.device_runtime.speculate.costs import Costs, shared
 from edgellm.device_runtime.speculate.draft_cache import CommittedRows
 from edgellm.device_runtime.speculate.drafters.eagle import EagleDrafter
@@ -16,20 +20,21 @@ from edgellm.device_runtime.speculate.policy import FixedTree, TreeLimits
 
 LIMITS = TreeLimits(3, 4, 12)
 COSTS = Costs.of({"1": 10, "64": 60}, {"1": 1.0, "64": 64.0}, {"1": 2.0, "64": 65.0})
+LEVELS = SharedCosts({count: {"1": 6.0, "64": 6.0} for count in (1, 2)})
 TEXTS = [(3, 1, 4), (1, 5, 9, 2, 6), (5, 3), (5, 8, 9, 7)]
 
 
 class Answers:
     """Drafters of one draft, each behind a text of its own."""
 
-    def __init__(self, most_parts: int) -> None:
+    def __init__(self, most_parts: int, costs: Costs = COSTS) -> None:
         self.session = StrictDraft(96, DRAFTS["half_right"], most_parts)
         rows = CommittedRows(self.session, LIMITS.steps + 1)
         self.drafters: list[EagleDrafter] = []
         for text in TEXTS:
             rows.use(rows.new_context())
             drafter = EagleDrafter(
-                rows, learned_of(FixedTree(LIMITS)), LIMITS, COSTS, max_tree_rows=12
+                rows, learned_of(FixedTree(LIMITS)), LIMITS, costs, max_tree_rows=12
             )
             features = StrictBase(96).run(np.array(text[:-1]), 0, np.array([0])).taps
             drafter.begin(text[:1])
@@ -69,6 +74,45 @@ def test_rows_pay_for_what_they_add_and_a_share_of_the_rest():
     assert shared(table, 4)[1:4] == pytest.approx([1.0, 2.0, 3.0])
     flat = Costs.of({"1": 8.0, "64": 8.0}).verify
     assert shared(flat, 4)[1:4] == pytest.approx([2.0, 2.0, 2.0])
+
+
+def _drive(passes, answers: int) -> None:
+    """As where so many answers share every pass."""
+    try:
+        wanted = next(passes)
+        while True:
+            wanted.answers = answers
+            wanted = passes.send(wanted.session.run_many([wanted.part])[0])
+    except StopIteration:
+        return
+
+
+@pytest.mark.parametrize("is_model", [False, True])
+@pytest.mark.parametrize(("levels", "row_ms"), [(None, 1.0), (LEVELS, 3.0)])
+def test_a_level_of_several_costs_a_share_of_what_was_measured_of_several(
+    is_model, levels, row_ms, monkeypatch
+):
+    """A draft alone takes a millisecond a row; two, side by side, 6 however many they have."""
+    costs, told = dataclasses.replace(COSTS, levels=levels), []
+    if is_model:
+        setup = Setup(LIMITS, is_model=True)
+        setup.costs = costs
+        drafter = setup.start()
+        drafter.remember([*TEXTS[0]])
+    else:
+        drafter = Answers(1, costs).drafters[0]
+    policy = drafter._policy
+    frontier = policy.frontier
+    monkeypatch.setattr(
+        policy,
+        "frontier",
+        lambda pool, newest, prices: told.append(prices) or frontier(pool, newest, prices),
+    )
+    _drive(drafter.catch_up(), 2)
+    _drive(drafter.propose(TEXTS[0][-1], 99, 99), 2)
+    assert len(told) == LIMITS.steps - 1
+    assert told[0][0] == row_ms
+    assert all((prices == row_ms).all() == (levels is LEVELS) for prices in told)
 
 
 class _Failing:
