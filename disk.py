@@ -67,6 +67,18 @@ def explain_full_disk(
         ) from None
 
 
+def forget(path: Path) -> None:
+    """Have the system read a file from its disk again: in large pages, if a reader asks for them.
+
+    What was written stays in memory in pages as small as the writes were, until something else
+    takes their place.
+    """
+    if path.exists() and hasattr(os, "posix_fadvise"):
+        with path.open("rb") as stream:
+            os.fsync(stream.fileno())
+            os.posix_fadvise(stream.fileno(), 0, 0, os.POSIX_FADV_DONTNEED)
+
+
 def _used_bytes(folder: Path) -> int:
     used = 0
     for place, _, names in os.walk(folder):

@@ -26,6 +26,8 @@ def open_session(node, inputs, outputs, initializers=(), threads=2, path=None):
     register(options)
     source = model.SerializeToString()
     if path is not None:
-        onnx.save(model, path, save_as_external_data=True, location="weights", size_threshold=0)
+        onnx.save(
+            model, path, save_as_external_data=True, location=f"{path.stem}.data", size_threshold=0
+        )
         source = str(path)
     return ort.InferenceSession(source, options, providers=["CPUExecutionProvider"])

@@ -12,6 +12,7 @@ from edgellm.build.reference import Numbers
 from edgellm.contract import EdgeLLMError
 from edgellm.device_runtime.kernels.library import register
 from edgellm.device_runtime.runners.onnxruntime_graphs import load_graph, set_threads
+from edgellm.disk import forget
 
 _SAVED = 1e-3  # relative; one graph, loaded twice
 
@@ -57,6 +58,8 @@ def optimize(
     del saving
     lowered.unlink()
     lowered.with_suffix(".data").unlink()
+    if own_kernels:
+        forget(output.with_suffix(".data"))
     saved = load_graph(output, threads=threads, optimize=False, own_kernels=own_kernels)
     if probe is not None and largest_error(probe(saved), expected) > _SAVED:
         raise EdgeLLMError(

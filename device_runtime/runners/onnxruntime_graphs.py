@@ -2,7 +2,9 @@
 
 from __future__ import annotations
 
+import contextlib
 import mmap
+import weakref
 from collections.abc import Mapping
 from pathlib import Path
 from typing import Any
@@ -16,6 +18,7 @@ from edgellm.device_runtime.kernels.library import register
 
 CPU, CUDA = "cpu", "cuda"  # as OrtValues name devices
 KEPT_ROWS = 128  # bindings of larger passes (prefills) are not kept
+_BORROWS = (1, 31)  # the first ONNX Runtime that takes weights where somebody else has mapped them
 _TYPES = {
     "tensor(float)": np.float32,
     "tensor(float16)": np.float16,
@@ -71,14 +74,18 @@ def load_graph(
         options.add_session_config_entry(name, value)
     for name, tensor in (weights or {}).items():
         options.add_initializer(name, tensor)
+    mapped = None
     if own_kernels:
         register(options)
+        mapped = _map_weights(path, options)
     if not optimize:
         options.graph_optimization_level = ort.GraphOptimizationLevel.ORT_DISABLE_ALL
     if device == CUDA:
         options.add_session_config_entry("session.disable_cpu_ep_fallback", "1")
     provider = _PROVIDERS[device]
     session = _session(path, options, device, captures=captures)
+    if mapped is not None:
+        weakref.finalize(session, mapped.close).atexit = False
     if session.get_providers()[0] != provider:
         raise BrokenArtifactError(
             f"ONNX Runtime {ort.__version__} put {path} on {session.get_providers()[0]}",
@@ -106,12 +113,37 @@ def load_in_memory(
     options.enable_cpu_mem_arena = False
     options.graph_optimization_level = ort.GraphOptimizationLevel.ORT_DISABLE_ALL
     options.add_session_config_entry("session.disable_prepacking", "1")
+    _lend(options, weights)
+    return _session(model, options, CPU)
+
+
+def _lend(options: ort.SessionOptions, weights: Mapping[str, mmap.mmap]) -> None:
+    """Files that a session reads where they are mapped; before 1.31 it copies them."""
     options.add_session_config_entry("session.use_external_initializer_file_buffers_directly", "1")
     if weights:
         options.add_external_initializers_from_files_in_memory(
             [*weights], [*weights.values()], [len(each) for each in weights.values()]
         )
-    return _session(model, options, CPU)
+
+
+def _map_weights(path: Path, options: ort.SessionOptions) -> mmap.mmap | None:
+    """Lend a session its graph's weights, in pages of 2 MB where the system reads files so.
+
+    A pass reads all of them: in pages of 4 KB it waits for their addresses as well. ONNX Runtime
+    maps each weight apart, at a place that no page of 2 MB fits.
+    """
+    file = path.with_suffix(".data")
+    version = tuple(int(part) for part in ort.__version__.split(".")[:2])
+    if version < _BORROWS or not hasattr(mmap, "MADV_HUGEPAGE"):
+        return None
+    if not file.exists() or not file.stat().st_size:  # all weights are in the graph
+        return None
+    with file.open("rb") as stream:
+        mapped = mmap.mmap(stream.fileno(), 0, access=mmap.ACCESS_READ)
+    with contextlib.suppress(OSError):  # of a system without such pages
+        mapped.madvise(mmap.MADV_HUGEPAGE)
+    _lend(options, {file.name: mapped})
+    return mapped
 
 
 def _session(
