@@ -80,7 +80,7 @@ def exported(request, tmp_path_factory) -> tuple[Path, Path]:
     return checkpoint, folder / "bundle"
 
 
-@pytest.fixture(scope="module", params=["portable", "engine", "own", "cuda"])
+@pytest.fixture(scope="module", params=["portable", "cpu", "cuda"])
 def session(request, exported) -> DecoderSession:
     bundle = exported[1]
     if request.param == "portable":
@@ -92,8 +92,7 @@ def session(request, exported) -> DecoderSession:
         with cuda_on_cpu.fused_in_float32():
             cuda_on_cpu.build_base(bundle, engine, Plan(48, CAPACITY, 1, "auto"))
         return cuda_on_cpu.open_base(engine)
-    kernels = CpuOptions("edgellm") if request.param == "own" else CpuOptions()
-    plan = Plan(48, CAPACITY, 1, "auto", options=kernels)
+    plan = Plan(48, CAPACITY, 1, "auto", options=CpuOptions("edgellm"))
     build_engine("llm", bundle, engine, plan, "onnxruntime", lambda _: None)
     manifest = load_engine(engine, LLM_ENGINE)
     return open_decoder(engine, manifest)
