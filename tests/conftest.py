@@ -253,7 +253,7 @@ def command() -> Command:
 
 @pytest.fixture
 def command_here() -> Command:
-    """As `command`, in this process: for tests of what many wrong inputs are told.
+    """As `command`, in this process: for what no process is needed to see.
 
     Half of the time of a short command is the start of a process. Others of the same command start
     it as users do.
@@ -265,7 +265,9 @@ def command_here() -> Command:
         out, errors, code = io.StringIO(), io.StringIO(), 0
         with contextlib.redirect_stdout(out), contextlib.redirect_stderr(errors):
             try:
-                code = app([*map(str, arguments)], standalone_mode=False) or 0
+                app([*map(str, arguments)])
+            except SystemExit as ended:
+                code = int(ended.code or 0)
             except (EdgeLLMError, OSError) as error:
                 message, hint, code = explain(error)
                 print(f"error: {message}\nhint: {hint}", file=errors)
@@ -282,7 +284,7 @@ def infer_requests(command, tmp_path):
 
 @pytest.fixture
 def infer_here(command_here, tmp_path):
-    """As `infer_requests`, in this process: for engines and requests that are refused."""
+    """As `infer_requests`, in this process."""
     return _inference(command_here, tmp_path)
 
 

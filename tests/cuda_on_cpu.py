@@ -12,6 +12,7 @@ import numpy as np
 import onnx_ir as ir
 import onnxruntime as ort
 import pytest
+from scripted_costs import script_costs
 
 from edgellm import contract
 from edgellm.build.engine import build_engine
@@ -45,6 +46,7 @@ def cuda_is_the_cpu() -> Iterator[None]:
     """Sessions of engines for CUDA open on the CPU, as nobody but a test may ask for."""
     with pytest.MonkeyPatch.context() as patch:
         patch.setattr(cuda, "require_cuda", lambda: "cpu")
+        script_costs(patch)
         yield
 
 

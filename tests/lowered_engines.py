@@ -3,12 +3,14 @@
 from __future__ import annotations
 
 import dataclasses
+from collections.abc import Callable
 from pathlib import Path
 
 import onnx_ir as ir
 import pytest
 from eagle_engines import CAPACITY, INPUT, TREE, EaglePair
 from fake_gpu import FakeDevice, FakeEngine
+from scripted_costs import script_costs
 
 from edgellm.build.lowering.adapters import Places, engine_options
 from edgellm.build.lowering.weights import WeightFile
@@ -35,7 +37,7 @@ from edgellm.manifest import (
     load_engine,
     with_kv_dtype,
 )
-from edgellm.roles import DECODER, DRAFT, FUSE, HEADS, PASS, STEP, shared_kind
+from edgellm.roles import DECODER, DRAFT, FUSE, HEADS
 
 PLAN = Plan(INPUT, CAPACITY, 1, "auto", max_verify_tree_size=TREE, max_draft_tree_size=TREE)
 CANDIDATES = 40
@@ -84,7 +86,6 @@ class Lowered:
         self.manifest = dataclasses.replace(
             base,
             graphs=self._graphs(base),
-            cost_ms=scripted_costs(PASS, answers) if answers > 1 else {},
             prefill_rows=INPUT,
             max_batch_size=answers,
             options={**base.options, **engine_options(plan)},
@@ -92,7 +93,6 @@ class Lowered:
         self.draft_manifest = dataclasses.replace(
             draft,
             graphs=self._graphs(draft),
-            cost_ms=draft.cost_ms | (scripted_costs(STEP, answers) if answers > 1 else {}),
             max_batch_size=answers,
         )
         if codes:
@@ -148,13 +148,17 @@ class Lowered:
                 return self.runners(self.draft_manifest, of_draft or device)
             return others(folder, engine)
 
-        monkeypatch.setattr(onnxruntime_cpu, "open_engine", open_engine)
+        open_with(monkeypatch, open_engine, self.manifest.max_batch_size)
 
 
-def scripted_costs(kind: str, answers: int) -> dict[str, dict[str, float]]:
-    """Of passes alone and shared, so that nobody measures them on a GPU that is not there."""
-    alone = {"1": 5.0, "64": 8.0}
-    return {kind: alone, shared_kind(kind, 1): alone, shared_kind(kind, answers): alone}
+def open_with(
+    patch: pytest.MonkeyPatch,
+    open_engine: Callable[[Path, Engine], dict[str, Runner]],
+    answers: int = 0,
+) -> None:
+    """Engines of the CPU are opened so from now on, as those of a GPU; see `script_costs`."""
+    patch.setattr(onnxruntime_cpu, "open_engine", open_engine)
+    script_costs(patch, answers)
 
 
 def lower_for_gpu(

@@ -132,18 +132,18 @@ def test_it_is_a_choice(tmp_path):
     assert 2 * halves == floats
 
 
-def test_nobody_measured_the_ranges(command, tiny_bundle, tmp_path):
-    result = command(
+def test_nobody_measured_the_ranges(command_here, tiny_bundle, tmp_path):
+    result = command_here(
         "llm_build", "--onnxDir", tiny_bundle, "--engineDir", tmp_path / "engine",
         "--maxInputLen", 32, "--maxKVCacheCapacity", 48, "--kvCache", "int8",
     )  # fmt: skip
     assert_one_line_error(result, "--kvCache int8", "--kv_cache_quantization int8")
-    result = command(
+    result = command_here(
         "llm_build", "--onnxDir", tiny_bundle, "--engineDir", tmp_path / "engine",
         "--kvCache", "int4",
     )  # fmt: skip
     assert_one_line_error(result, "--kvCache int4: give auto, float, float16, int8 or fp8")
-    result = command(
+    result = command_here(
         "llm_build", "--onnxDir", tiny_bundle, "--engineDir", tmp_path / "engine",
         "--maxInputLen", 32, "--maxKVCacheCapacity", 48, "--kvCache", "float16",
         "--kernels", "onnxruntime",

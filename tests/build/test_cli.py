@@ -44,37 +44,39 @@ def test_build(command, tiny_bundle, tmp_path):
     assert "check: decoder: 12 rows are off by" in result.stdout
 
 
-def test_trees_without_an_eagle_base(command, tiny_bundle, tmp_path):
-    result = _build(command, tiny_bundle, tmp_path / "engine", *SMALL, "--maxVerifyTreeSize", 12)
+def test_trees_without_an_eagle_base(command_here, tiny_bundle, tmp_path):
+    result = _build(
+        command_here, tiny_bundle, tmp_path / "engine", *SMALL, "--maxVerifyTreeSize", 12
+    )
     assert result.returncode == 0, result.stderr
     built = load_engine(tmp_path / "engine", LLM_ENGINE)
     assert (built.max_verify_tree_size, built.hidden_taps) == (12, ())
 
 
-def test_kebab_case_and_batch_size(command, tiny_bundle, tmp_path):
+def test_kebab_case_and_batch_size(command_here, tiny_bundle, tmp_path):
     arguments = ("--onnx-dir", tiny_bundle, "--engine-dir", tmp_path / "engine")
     lengths = ("--max-input-len", 16, "--maxKVCacheCapacity", 32, "--maxBatchSize", 4)
-    result = command("llm_build", *arguments, *lengths)
+    result = command_here("llm_build", *arguments, *lengths)
     assert result.returncode == 0, result.stderr
     assert load_engine(tmp_path / "engine", LLM_ENGINE).max_batch_size == 4
     for backend, kernels in (("onnxruntime", "onnxruntime"), ("tensorrt", "tensorrt")):
         flags = ("--backend", backend, "--kernels", kernels, "--dry-run")
-        refused = command("llm_build", *arguments, *lengths, *flags)
+        refused = command_here("llm_build", *arguments, *lengths, *flags)
         assert_one_line_error(refused, "a pass serves one request", "--kernels edgellm")
 
 
-def test_dry_run_builds_nothing(command, tiny_bundle, tmp_path):
-    result = _build(command, tiny_bundle, tmp_path / "engine", *SMALL, "--dry-run")
+def test_dry_run_builds_nothing(command_here, tiny_bundle, tmp_path):
+    result = _build(command_here, tiny_bundle, tmp_path / "engine", *SMALL, "--dry-run")
     assert result.returncode == 0, result.stderr
     assert not (tmp_path / "engine").exists()
     for word in ("engine", "KV cache", "peak build memory", "tokens/s"):
         assert word in result.stdout
 
 
-def test_dry_run_predicts_the_engine(command, tiny_bundle, tmp_path):
-    predicted = _build(command, tiny_bundle, tmp_path / "engine", *SMALL, "--dry-run").stdout
+def test_dry_run_predicts_the_engine(command_here, tiny_bundle, tmp_path):
+    predicted = _build(command_here, tiny_bundle, tmp_path / "engine", *SMALL, "--dry-run").stdout
     megabytes = float(predicted.splitlines()[1].split()[1])
-    _build(command, tiny_bundle, tmp_path / "engine")
+    _build(command_here, tiny_bundle, tmp_path / "engine")
     files = load_engine(tmp_path / "engine", LLM_ENGINE).files
     actual = sum(record.num_bytes for name, record in files.items() if name.endswith(".data")) / 1e6
     assert megabytes == pytest.approx(actual, rel=0.1, abs=0.2)
@@ -96,8 +98,8 @@ def test_plans_that_do_not_suit(command_here, tiny_bundle, tmp_path, lengths, me
     assert not (tmp_path / "engine").exists()
 
 
-def test_zero_lengths_are_usage_errors(command, tiny_bundle, tmp_path):
-    result = _build(command, tiny_bundle, tmp_path / "engine", "--maxInputLen", 0)
+def test_zero_lengths_are_usage_errors(command_here, tiny_bundle, tmp_path):
+    result = _build(command_here, tiny_bundle, tmp_path / "engine", "--maxInputLen", 0)
     assert result.returncode == 2
     assert "maxInputLen" in result.stderr
 

@@ -36,8 +36,8 @@ def test_build(command, tiny_bundle, tmp_path):
     assert "a pass takes" not in result.stdout
 
 
-def test_the_cpu_is_what_onnxruntime_takes(command, tiny_bundle, tmp_path):
-    result = _build(command, tiny_bundle, tmp_path / "engine", "--device", "cpu")
+def test_the_cpu_is_what_onnxruntime_takes(command_here, tiny_bundle, tmp_path):
+    result = _build(command_here, tiny_bundle, tmp_path / "engine", "--device", "cpu")
     assert result.returncode == 0, result.stderr
     manifest = load_engine(tmp_path / "engine", LLM_ENGINE)
     assert manifest.machine != "cuda"
@@ -55,14 +55,14 @@ def test_an_encoder(command, tmp_path):
     assert (manifest.machine, manifest.main_graphs[0].precision) == ("cuda", "fp16")
 
 
-def test_dry_run_predicts_the_engine(command, tiny_bundle, tmp_path):
+def test_dry_run_predicts_the_engine(command_here, tiny_bundle, tmp_path):
     flags = (*CUDA, "--quantize", "int8")
-    predicted = _build(command, tiny_bundle, tmp_path / "engine", *flags, "--dry-run")
+    predicted = _build(command_here, tiny_bundle, tmp_path / "engine", *flags, "--dry-run")
     assert predicted.returncode == 0, predicted.stderr
     assert "tokens/s" not in predicted.stdout  # of another memory than this machine's
     assert not (tmp_path / "engine").exists()
     megabytes = float(predicted.stdout.splitlines()[0].split()[1])
-    _build(command, tiny_bundle, tmp_path / "engine", *flags)
+    _build(command_here, tiny_bundle, tmp_path / "engine", *flags)
     size = load_engine(tmp_path / "engine", LLM_ENGINE).files["llm.data"].num_bytes
     assert megabytes == pytest.approx(size / 1e6, rel=0.1, abs=0.1)
 
@@ -84,15 +84,15 @@ def test_dry_run_predicts_the_engine(command, tiny_bundle, tmp_path):
     ],
     ids=str,
 )
-def test_flags_that_do_not_suit(command, tiny_bundle, tmp_path, flags, message, remedy):
-    result = _build(command, tiny_bundle, tmp_path / "engine", *flags)
+def test_flags_that_do_not_suit(command_here, tiny_bundle, tmp_path, flags, message, remedy):
+    result = _build(command_here, tiny_bundle, tmp_path / "engine", *flags)
     assert_one_line_error(result, message, remedy)
     assert not (tmp_path / "engine").exists()
 
 
-def test_visual_flags_that_do_not_suit(command, tiny_bundle, tmp_path):
+def test_visual_flags_that_do_not_suit(command_here, tiny_bundle, tmp_path):
     folders = ("--onnxDir", tiny_bundle, "--engineDir", tmp_path / "engine")
-    result = command("visual_build", *folders, "--device", "gpu")
+    result = command_here("visual_build", *folders, "--device", "gpu")
     assert_one_line_error(result, "--device gpu: give cpu or cuda")
 
 

@@ -36,8 +36,7 @@ def _build(command, bundle, engine, *more):
     return command("llm_build", "--onnxDir", bundle, "--engineDir", engine, *SIZES, *more)
 
 
-@pytest.mark.parametrize("spelling", ["eagle", "spec"])
-@pytest.mark.parametrize("order", ["base first", "draft first"])
+@pytest.mark.parametrize(("order", "spelling"), [("base first", "eagle"), ("draft first", "spec")])
 def test_base_and_draft_in_either_order(command, eagle_pair, tmp_path, order, spelling):
     engine = tmp_path / "engine"
     parts = [(eagle_pair.bundle, "Base"), (eagle_pair.draft_bundle, "Draft")]
@@ -70,12 +69,14 @@ def test_base_and_draft_in_either_order(command, eagle_pair, tmp_path, order, sp
     ("flags", "precision"),
     [(("--quantize", "none"), "fp32"), (("--quantize", "int8"), "int8")],
 )
-def test_precisions(command, eagle_pair, tmp_path, flags, precision):
+def test_precisions(command_here, eagle_pair, tmp_path, flags, precision):
     engine = tmp_path / "engine"
-    assert _build(command, eagle_pair.draft_bundle, engine, "--eagleDraft", *flags).returncode == 0
+    result = _build(command_here, eagle_pair.draft_bundle, engine, "--eagleDraft", *flags)
+    assert result.returncode == 0, result.stderr
     draft = load_engine(engine / "draft", DRAFT_ENGINE)
     assert [graph.precision for graph in draft.main_graphs] == [precision]
-    assert _build(command, eagle_pair.bundle, engine, "--eagleBase", *flags).returncode == 0
+    result = _build(command_here, eagle_pair.bundle, engine, "--eagleBase", *flags)
+    assert result.returncode == 0, result.stderr
     assert load_engine(engine, LLM_ENGINE).main_graphs[0].precision == precision
 
 
@@ -111,32 +112,32 @@ def test_small_drafts_are_int4_and_wake_nobody(eagle_pair, tmp_path):
     ],
     ids=str,
 )
-def test_bad_input(command, eagle_pair, tmp_path, which, flags, messages):
+def test_bad_input(command_here, eagle_pair, tmp_path, which, flags, messages):
     bundle = eagle_pair.bundle if which == "base" else eagle_pair.draft_bundle
-    result = _build(command, bundle, tmp_path / "engine", *flags)
+    result = _build(command_here, bundle, tmp_path / "engine", *flags)
     assert_one_line_error(result, *messages)
     assert not (tmp_path / "engine").exists()
 
 
 @pytest.mark.parametrize("flag", ["--maxVerifyTreeSize", "--maxDraftTreeSize"])
-def test_trees_of_no_rows_are_usage_errors(command, eagle_pair, tmp_path, flag):
-    result = _build(command, eagle_pair.bundle, tmp_path / "engine", "--eagleBase", flag, 0)
+def test_trees_of_no_rows_are_usage_errors(command_here, eagle_pair, tmp_path, flag):
+    result = _build(command_here, eagle_pair.bundle, tmp_path / "engine", "--eagleBase", flag, 0)
     assert result.returncode == 2
     assert flag.removeprefix("--") in result.stderr
 
 
-def test_a_bundle_without_taps_is_no_base(command, tiny_bundle, tmp_path):
-    result = _build(command, tiny_bundle, tmp_path / "engine", "--eagleBase")
+def test_a_bundle_without_taps_is_no_base(command_here, tiny_bundle, tmp_path):
+    result = _build(command_here, tiny_bundle, tmp_path / "engine", "--eagleBase")
     assert_one_line_error(result, "gives no features to a draft", "--is_eagle_base")
 
 
-def test_dry_run_of_a_draft(command, eagle_pair, tmp_path):
+def test_dry_run_of_a_draft(command_here, eagle_pair, tmp_path):
     flags = ("--eagleDraft", "--quantize", "none")
-    result = _build(command, eagle_pair.draft_bundle, tmp_path / "engine", *flags, "--dry-run")
+    result = _build(command_here, eagle_pair.draft_bundle, tmp_path / "engine", *flags, "--dry-run")
     assert result.returncode == 0, result.stderr
     assert not (tmp_path / "engine").exists()
     megabytes = float(result.stdout.splitlines()[1].split()[1])
-    _build(command, eagle_pair.draft_bundle, tmp_path / "engine", *flags)
+    _build(command_here, eagle_pair.draft_bundle, tmp_path / "engine", *flags)
     files = load_engine(tmp_path / "engine" / "draft", DRAFT_ENGINE).files
     actual = sum(record.num_bytes for name, record in files.items() if name.endswith(".data")) / 1e6
     assert megabytes == pytest.approx(actual, rel=0.25, abs=0.2)
@@ -165,12 +166,12 @@ def other_pair(tmp_path_factory):
 
 
 def test_drafts_of_another_base_are_refused_in_both_orders(
-    command, eagle_pair, other_pair, tmp_path
+    command_here, eagle_pair, other_pair, tmp_path
 ):
     engine = Path(shutil.copytree(eagle_pair.engine, tmp_path / "engine"))
-    result = _build(command, other_pair.draft_bundle, engine, "--eagleDraft")
+    result = _build(command_here, other_pair.draft_bundle, engine, "--eagleDraft")
     assert_one_line_error(result, "with hidden taps (8,), this one has (2, 4, 5)")
-    result = _build(command, other_pair.bundle, engine, "--eagleBase")
+    result = _build(command_here, other_pair.bundle, engine, "--eagleBase")
     assert_one_line_error(result, "with hidden taps (2, 4, 5), this one has (8,)")
     for folder, kind in ((engine, LLM_ENGINE), (engine / "draft", DRAFT_ENGINE)):
         verify_files(folder, load_engine(folder, kind).files)

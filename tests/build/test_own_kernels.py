@@ -236,17 +236,17 @@ def test_weights_of_another_layout(tiny_bundle, tmp_path):
     assert "run llm_build" in caught.value.hint
 
 
-def test_flags(command, tiny_bundle, tmp_path):
+def test_flags(command_here, tiny_bundle, tmp_path):
     sizes = ("--maxInputLen", 16, "--maxKVCacheCapacity", 32)
     build = ("llm_build", "--onnxDir", tiny_bundle, "--engineDir", tmp_path / "e", *sizes)
-    result = command(*build, "--kernels", "ours")
+    result = command_here(*build, "--kernels", "ours")
     assert_one_line_error(result, "--kernels ours: give auto, edgellm, onnxruntime or tensorrt")
-    result = command(*build, "--kernels", "edgellm", "--prefill", "int8")
+    result = command_here(*build, "--kernels", "edgellm", "--prefill", "int8")
     assert_one_line_error(result, "--prefill int8 is made of ONNX Runtime's operators")
-    result = command(*build, "--kernels", "edgellm", "--device", "cuda")
+    result = command_here(*build, "--kernels", "edgellm", "--device", "cuda")
     assert_one_line_error(result, "--kernels is not for cuda", "it goes with --device cpu")
     assert not (tmp_path / "e").exists()
-    assert command(*build, "--kernels", "edgellm").returncode == 0
+    assert command_here(*build, "--kernels", "edgellm").returncode == 0
     options = json.loads((tmp_path / "e" / "manifest.json").read_text())["options"]
     assert options["kernels"] == "edgellm"
     shutil.rmtree(tmp_path / "e")

@@ -74,34 +74,34 @@ def test_build_and_report(command, half_bundle, tmp_path):
     assert leftovers == {"manifest.json", RECORD_NAME}
 
 
-def test_an_encoder(command, tmp_path):
+def test_an_encoder(command_here, tmp_path):
     bundle = Bundles(tmp_path).make("smolvlm", "fp16")
     flags = ("--onnxDir", bundle, "--engineDir", tmp_path / "engine", "--backend", "tensorrt")
-    result = command("visual_build", *flags, "--gpu", "sm120")
+    result = command_here("visual_build", *flags, "--gpu", "sm120")
     assert result.returncode == 0, result.stderr
     assert load_engine(tmp_path / "engine", VISUAL_ENGINE).machine == "sm120"
-    dry = command("visual_build", *flags[:2], "--engineDir", tmp_path / "e", *flags[4:],
+    dry = command_here("visual_build", *flags[:2], "--engineDir", tmp_path / "e", *flags[4:],
                   "--gpu", "sm120", "--dryRun")  # fmt: skip
     assert dry.returncode == 0, dry.stderr
     assert "ok     disk: " in dry.stdout
     assert not (tmp_path / "e").exists()
 
 
-def test_dry_run_predicts_the_engine(command, int4_bundle, tmp_path):
-    predicted = _build(command, int4_bundle, tmp_path / "engine", *ADA, "--dryRun")
+def test_dry_run_predicts_the_engine(command_here, int4_bundle, tmp_path):
+    predicted = _build(command_here, int4_bundle, tmp_path / "engine", *ADA, "--dryRun")
     assert predicted.returncode == 0, predicted.stderr
     assert "tokens/s" not in predicted.stdout  # of another memory than this machine's
     assert not (tmp_path / "engine").exists()
 
 
-def test_dry_runs_say_what_fits_and_what_the_gpu_lacks(command, half_bundle, tmp_path):
-    fits = _build(command, half_bundle, tmp_path / "engine", *ADA, "--dryRun")
+def test_dry_runs_say_what_fits_and_what_the_gpu_lacks(command_here, half_bundle, tmp_path):
+    fits = _build(command_here, half_bundle, tmp_path / "engine", *ADA, "--dryRun")
     assert fits.returncode == 0, fits.stderr
     assert "ok     compiler: TensorRT-RTX 1.7.1" in fits.stdout
     assert "ok     build memory: " in fits.stdout
     assert "engine memory" not in fits.stdout  # the GPU is not here
     lacks = Bundles(tmp_path).make("base", "fp8")
-    result = _build(command, lacks, tmp_path / "engine", *SMALL, "--gpu", "8.6", "--dryRun")
+    result = _build(command_here, lacks, tmp_path / "engine", *SMALL, "--gpu", "8.6", "--dryRun")
     assert_one_line_error(result, "FP8 needs a GPU of compute capability 8.9", "hint: quantize")
 
 
@@ -166,8 +166,8 @@ def test_flags_that_do_not_suit(command_here, half_bundle, tmp_path, flags, mess
 
 
 @has_no_gpu
-def test_a_gpu_must_be_named_where_there_is_none(command, half_bundle, tmp_path):
-    result = _build(command, half_bundle, tmp_path / "engine", *SMALL)
+def test_a_gpu_must_be_named_where_there_is_none(command_here, half_bundle, tmp_path):
+    result = _build(command_here, half_bundle, tmp_path / "engine", *SMALL)
     assert_one_line_error(result, "there is no NVIDIA GPU here", "--gpu 89")
 
 
@@ -183,10 +183,10 @@ def test_a_full_disk(command, half_bundle, tmp_path):
     assert not list(tmp_path.iterdir())
 
 
-def test_medusa_heads(command, eagle_pairs, tmp_path):
+def test_medusa_heads(command_here, eagle_pairs, tmp_path):
     heads = eagle_pairs("medusa").draft_bundle
     result = _build(
-        command, heads, tmp_path / "engine", *ADA, "--eagleDraft", "--profilingDetailed"
+        command_here, heads, tmp_path / "engine", *ADA, "--eagleDraft", "--profilingDetailed"
     )
     assert result.returncode == 0, result.stderr
     manifest = load_engine(tmp_path / "engine" / "draft", DRAFT_ENGINE)
@@ -196,6 +196,6 @@ def test_medusa_heads(command, eagle_pairs, tmp_path):
         3,
         ["heads.engine", "heads.layers.json"],
     )
-    shown = command("edgellm-inspect", tmp_path / "engine" / "draft")
+    shown = command_here("edgellm-inspect", tmp_path / "engine" / "draft")
     assert (shown.returncode, "medusa" in shown.stdout) == (0, True), shown.stderr
     assert "What was compiled: heads" in shown.stdout

@@ -166,14 +166,16 @@ def test_int8_in_blocks_keeps_its_codes(tmp_path):
         (["--quantize", "int3"], ["give none or int8"]),
     ],
 )
-def test_flags_that_will_not_do(command, model, tmp_path, flags, words):
-    result = command(
+def test_flags_that_will_not_do(command_here, model, tmp_path, flags, words):
+    result = command_here(
         "visual_build", "--onnxDir", model.bundle, "--engineDir", tmp_path / "engine", *flags
     )
     assert_one_line_error(result, *words)
     assert list(tmp_path.iterdir()) == []
 
 
-def test_another_bundle(command, tiny_bundle, tmp_path):
-    result = command("visual_build", "--onnxDir", tiny_bundle, "--engineDir", tmp_path / "engine")
+def test_another_bundle(command_here, tiny_bundle, tmp_path):
+    result = command_here(
+        "visual_build", "--onnxDir", tiny_bundle, "--engineDir", tmp_path / "engine"
+    )
     assert_one_line_error(result, "is a llm_bundle, not a visual_bundle")

@@ -10,7 +10,7 @@ import numpy as np
 import pytest
 from conftest import make_checkpoint
 from fake_gpu import FakeDevice, FakeEngine
-from lowered_engines import lower_for_gpu
+from lowered_engines import lower_for_gpu, open_with
 from scripted_sequences import Scripted, run_together
 
 from edgellm import contract
@@ -22,7 +22,7 @@ from edgellm.build.tensorrt.kernel_attention import Kernels
 from edgellm.build.tensorrt.profiles import base_passes
 from edgellm.contract import LimitError
 from edgellm.device_runtime import LLM, SamplingParams, SpecOptions
-from edgellm.device_runtime.runners import onnxruntime_cpu, tensorrt
+from edgellm.device_runtime.runners import tensorrt
 from edgellm.device_runtime.runners.onnxruntime_cuda import grids
 from edgellm.device_runtime.sessions.contexts import Context
 from edgellm.device_runtime.sessions.decoder import Part, open_decoder
@@ -89,7 +89,7 @@ def opened(engine, open_it):
     with ExitStack() as stack:
         if (engine / LOWERED).exists():
             patch = stack.enter_context(pytest.MonkeyPatch.context())
-            patch.setattr(onnxruntime_cpu, "open_engine", open_on_gpu)
+            open_with(patch, open_on_gpu)
         if load_engine(engine, LLM_ENGINE).machine == "cuda":
             stack.enter_context(cuda_on_cpu.cuda_is_the_cpu())
             stack.enter_context(cuda_on_cpu.recording())

@@ -121,9 +121,9 @@ def test_a_tensor_more_or_less_stops_the_export(base, tmp_path):
         understand_draft(open_draft(str(draft)), checkpoints[1], DraftOptions("fp32"))
 
 
-def test_a_draft_is_no_base(base, tmp_path, command):
+def test_a_draft_is_no_base(base, tmp_path, command_here):
     draft = make_blocks(tmp_path / "draft", replace(LAYOUTS["dflash"]))
-    result = command(
+    result = command_here(
         "edgellm-export",
         "draft",
         "--draft_model_dir",

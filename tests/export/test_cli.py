@@ -44,9 +44,9 @@ def test_export_and_verify(command, tiny_checkpoint, tmp_path):
     assert manifest.eos_token_ids == (2,)
 
 
-def test_kebab_case_flags(command, tiny_checkpoint, tmp_path):
+def test_kebab_case_flags(command_here, tiny_checkpoint, tmp_path):
     arguments = ("--model-dir", tiny_checkpoint, "--output-dir", tmp_path / "out")
-    result = command("edgellm-export", "llm", *arguments, "--num-layers", "1")
+    result = command_here("edgellm-export", "llm", *arguments, "--num-layers", "1")
     assert result.returncode == 0, result.stderr
 
 
@@ -171,11 +171,13 @@ def test_tokenizer_faults(command_here, checkpoint, tmp_path):
     )
 
 
-def test_flag_faults(command, tiny_checkpoint, tmp_path):
+def test_flag_faults(command_here, tiny_checkpoint, tmp_path):
     out = tmp_path / "out"
-    assert_one_line_error(_export(command, tiny_checkpoint, out, "--dtype", "fp8"), "fp16 or fp32")
-    assert_one_line_error(_export(command, tiny_checkpoint, out, "--num_layers", "9"), "has 3")
-    result = _export(command, tiny_checkpoint, out, "--num_lay", "1")
+    assert_one_line_error(
+        _export(command_here, tiny_checkpoint, out, "--dtype", "fp8"), "fp16 or fp32"
+    )
+    assert_one_line_error(_export(command_here, tiny_checkpoint, out, "--num_layers", "9"), "has 3")
+    result = _export(command_here, tiny_checkpoint, out, "--num_lay", "1")
     assert result.returncode == 2
     assert "No such option" in result.stderr
     assert "--num_layers" in result.stderr

@@ -115,18 +115,18 @@ def test_every_bit_pattern_near_the_limits(stored):
     "method",
     ["bitsandbytes", "torchao", "mxfp4", "hqq", "aqlm", "eetq", "quanto", "bitnet", "gptq", "fp8"],
 )
-def test_a_quantization_config_over_floats(command, checkpoint, tmp_path, method):
+def test_a_quantization_config_over_floats(command_here, checkpoint, tmp_path, method):
     _edit_config(checkpoint, quantization_config={"quant_method": method})
     manifest = _export(checkpoint)
     assert manifest.quantization == "none"
     assert manifest.provenance["quantization_config"].startswith(f"{method}, but")
     if method == "gptq":
         arguments = ("--model_dir", checkpoint, "--output_dir", tmp_path / "out")
-        result = command("edgellm-export", "llm", *arguments)
+        result = command_here("edgellm-export", "llm", *arguments)
         assert result.returncode == 0, result.stderr
         assert "quantization none" in result.stdout
         assert "config.json says gptq, but all exported weights are floats" in result.stderr
-        shown = command("edgellm-inspect", checkpoint)
+        shown = command_here("edgellm-inspect", checkpoint)
         assert "quantization none" in shown.stdout
         assert "config.json says gptq, but" in shown.stdout
 

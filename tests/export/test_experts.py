@@ -136,9 +136,9 @@ def _cut_blocks(tensors):
     ],
     ids=["infinite", "half", "shape"],
 )
-def test_damaged_mxfp4_is_refused(change, dtype, words, gpt_oss, command, tmp_path):
+def test_damaged_mxfp4_is_refused(change, dtype, words, gpt_oss, command_here, tmp_path):
     checkpoint = changed(gpt_oss[0], tmp_path / "checkpoint", change)
-    result = command("edgellm-export", "llm", "--model_dir", checkpoint, "--output_dir",
+    result = command_here("edgellm-export", "llm", "--model_dir", checkpoint, "--output_dir",
                      tmp_path / "new" / "bundle", "--dtype", dtype)  # fmt: skip
     assert_one_line_error(result, *words)
     assert not (tmp_path / "new").exists()

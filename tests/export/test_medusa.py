@@ -95,7 +95,7 @@ def test_half_precision(base, tmp_path):
     np.testing.assert_allclose(found, np.take_along_axis(expected, ids, 1), atol=0.02)
 
 
-def test_heads_in_the_folder_of_their_model(base, tmp_path, command):
+def test_heads_in_the_folder_of_their_model(base, tmp_path, command_here):
     """Medusa-2 trains the model, too: base and heads come from one folder."""
     whole = shutil.copytree(base, tmp_path / "whole")
     tensors = make_tensors(prefix="medusa_head.")
@@ -104,7 +104,7 @@ def test_heads_in_the_folder_of_their_model(base, tmp_path, command):
     with pytest.raises(EdgeLLMError, match="holds more than Medusa heads"):
         _exported(whole, base, tmp_path / "other")
     arguments = ("--model_dir", whole, "--draft_model_dir", whole, "--output_dir", tmp_path / "b")
-    result = command("edgellm-export", "llm", *arguments)
+    result = command_here("edgellm-export", "llm", *arguments)
     assert result.returncode == 0, result.stderr
     assert load_bundle(tmp_path / "b", LLM_BUNDLE).hidden_taps == (BASE_LAYERS,)
     # In a file of their own they are found as well.
@@ -152,20 +152,18 @@ def test_what_is_not_understood_stops_the_export(base, tmp_path, name):
     assert not (tmp_path / "bundle").exists()
 
 
-def test_the_command(base, tmp_path, command):
+def test_the_command(base, tmp_path, command, command_here):
     heads = make_heads(tmp_path / "heads")
 
-    def export(*arguments: object):
-        return command("edgellm-export", "draft", *arguments, "--output_dir", tmp_path / "out")
-
-    result = export("--draft_model_dir", heads, "--base_model_dir", base)
+    export = "edgellm-export", "draft", "--output_dir", tmp_path / "out"
+    result = command(*export, "--draft_model_dir", heads, "--base_model_dir", base)
     assert result.returncode == 0, result.stderr
     assert "medusa draft (FasterDecoding)" in result.stdout
     assert "3 heads" in result.stdout
     assert f"hidden taps {BASE_LAYERS} (Medusa: output of the final norm)" in result.stdout
-    result = export("--draft_model_dir", base, "--base_model_dir", heads)
+    result = command_here(*export, "--draft_model_dir", base, "--base_model_dir", heads)
     assert_one_line_error(result, "is a draft, not a base")
-    result = command("edgellm-inspect", heads)
+    result = command_here("edgellm-inspect", heads)
     assert (result.returncode, "Medusa heads" in result.stdout) == (0, True), result.stderr
-    result = command("edgellm-inspect", tmp_path / "out")
+    result = command_here("edgellm-inspect", tmp_path / "out")
     assert (result.returncode, "medusa" in result.stdout) == (0, True), result.stderr

@@ -6,13 +6,16 @@ from pathlib import Path
 
 import cuda_on_cpu
 import numpy as np
+import onnx_ir as ir
 import pytest
 from conftest import make_checkpoint
 from portable import TOLERANCE, allowed, open_portable
 
 from edgellm.build.engine import build_engine
+from edgellm.build.lowering.calls import EXPERT_CALLS, find_calls
 from edgellm.build.onnxruntime_cpu.options import CpuOptions
 from edgellm.build.plan import Plan
+from edgellm.contract import UnsupportedModelError
 from edgellm.device_runtime.sessions.decoder import DecoderSession, open_decoder
 from edgellm.export import models
 from edgellm.export.bundle import ExportOptions, export_llm
@@ -80,7 +83,7 @@ def exported(request, tmp_path_factory) -> tuple[Path, Path]:
     return checkpoint, folder / "bundle"
 
 
-@pytest.fixture(scope="module", params=["portable", "engine", "own", "cuda"])
+@pytest.fixture(scope="module", params=["portable", "edgellm", "onnxruntime", "cuda"])
 def session(request, exported) -> DecoderSession:
     bundle = exported[1]
     if request.param == "portable":
@@ -92,11 +95,19 @@ def session(request, exported) -> DecoderSession:
         with cuda_on_cpu.fused_in_float32():
             cuda_on_cpu.build_base(bundle, engine, Plan(48, CAPACITY, 1, "auto"))
         return cuda_on_cpu.open_base(engine)
-    kernels = CpuOptions("edgellm") if request.param == "own" else CpuOptions()
-    plan = Plan(48, CAPACITY, 1, "auto", options=kernels)
+    plan = Plan(48, CAPACITY, 1, "auto", options=CpuOptions(request.param))
+    if request.param == "onnxruntime" and _has_experts(bundle):
+        with pytest.raises(UnsupportedModelError, match="does not compute mixtures of experts"):
+            build_engine("llm", bundle, engine, plan, "onnxruntime", lambda _: None)
+        pytest.skip("mixtures of experts are refused")
     build_engine("llm", bundle, engine, plan, "onnxruntime", lambda _: None)
     manifest = load_engine(engine, LLM_ENGINE)
     return open_decoder(engine, manifest)
+
+
+def _has_experts(bundle: Path) -> bool:
+    (graph,) = load_bundle(bundle, LLM_BUNDLE).graphs.values()
+    return bool(find_calls(ir.load(bundle / graph.path).graph, *EXPERT_CALLS))
 
 
 @pytest.fixture(scope="module")

@@ -118,14 +118,16 @@ def test_an_eagle_base(command, deep_checkpoint, tmp_path):
     assert manifest.provenance["hidden_taps"] == "default"
 
 
-def test_taps_of_a_cut_base(command, deep_checkpoint, tmp_path):
+def test_taps_of_a_cut_base(command_here, deep_checkpoint, tmp_path):
     out = tmp_path / "out"
-    result = _export(command, deep_checkpoint, out, "--is_eagle_base", "--num_layers", 7)
+    result = _export(command_here, deep_checkpoint, out, "--is_eagle_base", "--num_layers", 7)
     assert result.returncode == 0, result.stderr
     assert load_bundle(out, LLM_BUNDLE).hidden_taps == (2, 3, 4)
-    result = _export(command, deep_checkpoint, out, "--is_eagle_base", "--num_layers", 4)
+    result = _export(command_here, deep_checkpoint, out, "--is_eagle_base", "--num_layers", 4)
     assert_one_line_error(result, "a base of 4 layers is too small", "--hidden_taps")
-    result = _export(command, deep_checkpoint, out, "--hidden_taps", "2,4,5", "--num_layers", 4)
+    result = _export(
+        command_here, deep_checkpoint, out, "--hidden_taps", "2,4,5", "--num_layers", 4
+    )
     assert_one_line_error(result, "tap 2, 4, 5 is outside of 0 to 4", "the base has 4 layers")
     assert load_bundle(out, LLM_BUNDLE).hidden_taps == (2, 3, 4)
 
@@ -164,14 +166,16 @@ _EAGLE1 = Layout(
     ],
     ids=["default", "configured", "eagle1"],
 )
-def test_taps_of_a_draft(command, deep_checkpoint, tmp_path, layout, taps):
+def test_taps_of_a_draft(command_here, deep_checkpoint, tmp_path, layout, taps):
     draft = make_draft(tmp_path / "draft", layout)
     flags = ("--draft_model_dir", draft)
-    result = _export(command, deep_checkpoint, tmp_path / "out", *flags)
+    result = _export(command_here, deep_checkpoint, tmp_path / "out", *flags)
     assert result.returncode == 0, result.stderr
     manifest = load_bundle(tmp_path / "out", LLM_BUNDLE)
     assert manifest.hidden_taps == taps
     assert str(draft) in manifest.provenance["hidden_taps"]
-    result = _export(command, deep_checkpoint, tmp_path / "out", *flags, "--hidden_taps", "0,7")
+    result = _export(
+        command_here, deep_checkpoint, tmp_path / "out", *flags, "--hidden_taps", "0,7"
+    )
     assert result.returncode == 0, result.stderr
     assert load_bundle(tmp_path / "out", LLM_BUNDLE).hidden_taps == (0, 7)

@@ -327,9 +327,9 @@ def test_command(command, qwen3_checkpoint, tmp_path):
     assert manifest.provenance["checkpoint"] == str(qwen3_checkpoint)
 
 
-def test_command_refuses_text_models_in_one_line(command, tmp_path):
+def test_command_refuses_text_models_in_one_line(command_here, tmp_path):
     checkpoint = make_checkpoint(tmp_path / "c", **models.find("llama").TINY)
-    result = command(
+    result = command_here(
         "edgellm-export", "visual", "--model_dir", checkpoint, "--output_dir", tmp_path / "bundle"
     )
     assert_one_line_error(result, "is a text-only model (llama)", "edgellm-export llm")

@@ -188,15 +188,15 @@ def _changed(source: Path, folder: Path, change: Callable[[dict], None]) -> Path
     return checkpoint
 
 
-def test_command(command, tiny, tmp_path):
+def test_command(command_here, tiny, tmp_path):
     arguments = ("--model_dir", tiny, "--output_dir", tmp_path / "bundle", "--quantization")
-    result = command("edgellm-export", "visual", *arguments, "int3")
+    result = command_here("edgellm-export", "visual", *arguments, "int3")
     assert_one_line_error(result, "--quantization int3: give none, fp8 or int8")
     assert not (tmp_path / "bundle").exists()
-    result = command("edgellm-export", "visual", *arguments, "fp8")
+    result = command_here("edgellm-export", "visual", *arguments, "fp8")
     assert result.returncode == 0, result.stderr
     assert "quantization fp8" in result.stdout
-    result = command("edgellm-export", "llm", *arguments, "fp8")
+    result = command_here("edgellm-export", "llm", *arguments, "fp8")
     assert result.returncode == 2
     assert "No such option: --quantization" in result.stderr
 

@@ -210,9 +210,9 @@ def test_a_result_that_differs_too_much_is_not_written(job):
         (["--quantization", "fp8", "--block_size", "32"], ["is for INT4", "leave it out"]),
     ],
 )
-def test_flags_that_will_not_do(command, place, tmp_path, flags, words):
+def test_flags_that_will_not_do(command_here, place, tmp_path, flags, words):
     arguments = ["--model_dir", place / "model", "--output_dir", tmp_path / "out"]
-    result = command("edgellm-quantize", "llm", *arguments, *flags)
+    result = command_here("edgellm-quantize", "llm", *arguments, *flags)
     assert_one_line_error(result, *words)
     assert result.returncode == 2
     assert list(tmp_path.iterdir()) == []

@@ -54,7 +54,9 @@ def test_what_a_job_is_told(monkeypatch, tmp_path, given, target, head):
     assert [(job.lm_head_quantization, job.target) for job in jobs] == [(head, rounds_as(target))]
 
 
-def test_a_target_that_is_none_is_told_before_the_work(command, tmp_path):
+def test_a_target_that_is_none_is_told_before_the_work(command_here, tmp_path):
     folders = ("--model_dir", tmp_path / "model", "--output_dir", tmp_path / "out")
-    result = command("edgellm-quantize", "llm", *folders, "--quantization", "fp8", "--target", "x")
+    result = command_here(
+        "edgellm-quantize", "llm", *folders, "--quantization", "fp8", "--target", "x"
+    )
     assert_one_line_error(result, "--target x: no such choice", "compute capability")

@@ -272,7 +272,7 @@ def test_texts_behind_a_depth(eagle_llm):
         Texts.at(eagle_llm, options, ["no object"], [8])
 
 
-def test_bad_commands(run_bench, tiny_engine, tiny_bundle, tmp_path):
+def test_bad_commands(command_here, tiny_engine, tiny_bundle, tmp_path):
     for arguments, fragments in (
         ((tiny_engine, "--output", "xml"), ("--output xml: give text, markdown, csv or json",)),
         ((tiny_engine, "--depth", "x"), ("--depth x: give whole numbers",)),
@@ -280,7 +280,7 @@ def test_bad_commands(run_bench, tiny_engine, tiny_bundle, tmp_path):
         ((tiny_engine, "--eagle"), ("is not an EAGLE base", "--eagleBase")),
         ((tiny_bundle,), ("is a llm_bundle, not a llm_engine",)),
     ):
-        result = run_bench(*arguments)
+        result = command_here("edgellm-bench", "--engineDir", *arguments)
         assert_one_line_error(result, *fragments)
         assert result.stdout == ""
 

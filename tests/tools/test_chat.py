@@ -285,7 +285,7 @@ def test_seeds(chat):
     assert found[0] == found[1] != found[2]
 
 
-def test_bad_commands(chat, tiny_engine, tiny_bundle, tmp_path):
+def test_bad_commands(command_here, tiny_engine, tiny_bundle, tmp_path):
     for arguments, engine, message in (
         ((), tiny_bundle, "is a llm_bundle, not a llm_engine"),
         ((), tmp_path / "none", "none"),
@@ -294,6 +294,6 @@ def test_bad_commands(chat, tiny_engine, tiny_bundle, tmp_path):
         (("--topP", 7), tiny_engine, "top_p 7.0 is out of range"),
         (("--multimodalEngineDir", tmp_path), tiny_engine, "manifest.json"),
     ):
-        result = chat("w20\n", *arguments, engine=engine)
+        result = command_here("edgellm-chat", "--engineDir", engine, *arguments)
         assert_one_line_error(result, message)
         assert (result.returncode, result.stdout) == (2, "")

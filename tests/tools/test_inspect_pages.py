@@ -179,7 +179,7 @@ def test_hashes_are_checked_on_demand(tmp_path, tiny_bundle):
         inspect(bundle, verify=True)
 
 
-def test_other_paths(tmp_path, tiny_bundle, tiny_checkpoint, run_inspect):
+def test_other_paths(tmp_path, tiny_bundle, tiny_checkpoint, command_here):
     (tmp_path / "notes.txt").write_text("x")
     (tmp_path / "cut.gguf").write_bytes(b"GGUF\x03\x00\x00\x00" + b"\x05" + b"\x00" * 20)
     (tmp_path / "empty.gguf").touch()
@@ -194,6 +194,9 @@ def test_other_paths(tmp_path, tiny_bundle, tiny_checkpoint, run_inspect):
             inspect(path)
         assert hint in found.value.hint
     held = "it holds bundle, cut.gguf, empty.gguf"
-    assert_one_line_error(run_inspect(tmp_path), "is neither checkpoint", held)
-    assert_one_line_error(run_inspect(tiny_checkpoint, "--verify"), "has no manifest", "--diff")
-    assert_one_line_error(run_inspect(tiny_bundle, "--html", tmp_path), "is a folder")
+    for arguments, fragments in (
+        ((tmp_path,), ("is neither checkpoint", held)),
+        ((tiny_checkpoint, "--verify"), ("has no manifest", "--diff")),
+        ((tiny_bundle, "--html", tmp_path), ("is a folder",)),
+    ):
+        assert_one_line_error(command_here("edgellm-inspect", *arguments), *fragments)

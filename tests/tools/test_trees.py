@@ -45,15 +45,24 @@ RUN = {
 
 
 @pytest.fixture
-def run_trees(tmp_path):
+def run_trees(command, tmp_path):
     """Write a tree file and run the command on it."""
+    return _over_a_file(command, tmp_path)
+
+
+@pytest.fixture
+def refuse(command_here, tmp_path):
+    """The same in this process."""
+    return _over_a_file(command_here, tmp_path)
+
+
+def _over_a_file(command, tmp_path):
 
     def run(content, *more):
         path = tmp_path / "trees.json"
         text = content if isinstance(content, str) else json.dumps(content)
         path.write_text(text, "utf-8")
-        command = [sys.executable, "-m", "edgellm.tools.trees", path, *more]
-        result = subprocess.run(command, capture_output=True, text=True, check=False)
+        result = command("edgellm-trees", path, *more)
         assert path.read_text("utf-8") == text
         return result
 
@@ -158,8 +167,8 @@ def test_what_the_runtime_logs_can_be_read(tmp_path):
         ({"requests": [{"rounds": [7]}]}, "round 0 of request 0 is not a round"),
     ],
 )
-def test_bad_input(run_trees, tmp_path, content, fragment):
-    result = run_trees(content)
+def test_bad_input(refuse, tmp_path, content, fragment):
+    result = refuse(content)
     assert_one_line_error(result, fragment, "hint: ")
     assert result.returncode == 2
     assert not (tmp_path / "trees.html").exists()
@@ -192,13 +201,13 @@ def test_a_damaged_round_is_named(tmp_path, changes, fragment):
     assert fragment in str(found.value)
 
 
-def test_the_input_is_never_overwritten(run_trees, tmp_path):
+def test_the_input_is_never_overwritten(refuse, tmp_path):
     os.symlink(tmp_path / "trees.json", tmp_path / "link.html")
     for output in ("trees.json", "link.html"):
-        result = run_trees(RUN, "--output_file", tmp_path / output)
+        result = refuse(RUN, "--output_file", tmp_path / output)
         assert_one_line_error(result, "is the input file", "another output file")
-    assert_one_line_error(run_trees(RUN, "--output_file", tmp_path), "is a folder")
-    assert_one_line_error(run_trees(RUN, "--output_file", tmp_path / "x/y"), "no such folder")
+    assert_one_line_error(refuse(RUN, "--output_file", tmp_path), "is a folder")
+    assert_one_line_error(refuse(RUN, "--output_file", tmp_path / "x/y"), "no such folder")
     missing = subprocess.run(
         [sys.executable, "-m", "edgellm.tools.trees", tmp_path / "absent.json"],
         capture_output=True,

@@ -61,7 +61,7 @@ def test_what_a_gpu_or_library_lacks():
     assert of("10.8.0", 110) == {"fp8 blocks"}
 
 
-def test_a_build(command, bundles, tmp_path):
+def test_a_build(command_here, bundles, tmp_path):
     pytest.importorskip("tensorrt_rtx", reason="compiled with it: pip install '.[tensorrt-rtx]'")
     flags = (
         "--onnxDir",
@@ -77,13 +77,13 @@ def test_a_build(command, bundles, tmp_path):
         "--gpu",
         "8.9",
     )
-    refused = command("llm_build", *flags)
+    refused = command_here("llm_build", *flags)
     assert_one_line_error(refused, "NVFP4 needs a GPU", "--fallbackPrecision int4 or fp16")
-    odd = command("llm_build", *flags, "--fallbackPrecision", "int3")
+    odd = command_here("llm_build", *flags, "--fallbackPrecision", "int3")
     assert_one_line_error(odd, "--fallbackPrecision int3: give int4 or fp16")
-    predicted = command("llm_build", *flags, "--fallbackPrecision", "int4", "--dryRun")
+    predicted = command_here("llm_build", *flags, "--fallbackPrecision", "int4", "--dryRun")
     assert predicted.returncode == 0, predicted.stderr
-    built = command("llm_build", *flags, "--fallbackPrecision", "int4")
+    built = command_here("llm_build", *flags, "--fallbackPrecision", "int4")
     assert built.returncode == 0, built.stderr
     assert "note: decoder: fp4 weights are int4 here" in built.stderr
     manifest = load_engine(tmp_path / "engine", LLM_ENGINE)

@@ -17,7 +17,7 @@ import pytest
 from conftest import make_checkpoint
 from fake_gpu import FakeDevice, FakeEngine
 from lora_adapters import ADAPTERS, SCALES, logits_of, reference, write_adapter
-from lowered_engines import Lowered, lower_for_gpu
+from lowered_engines import Lowered, lower_for_gpu, open_with
 from quantized_layouts import LAYOUTS, write_checkpoint
 
 from edgellm.build import onnxruntime_cuda
@@ -29,8 +29,7 @@ from edgellm.build.tensorrt.kernel_attention import Kernels
 from edgellm.build.tensorrt.profiles import passes_of
 from edgellm.contract import LimitError
 from edgellm.device_runtime.engine.llm import LLM
-from edgellm.device_runtime.runners import onnxruntime_cpu, tensorrt
-from edgellm.device_runtime.runners.tensorrt.batch_runner import BatchRunner
+from edgellm.device_runtime.runners import tensorrt
 from edgellm.device_runtime.runners.tensorrt.kernel_cache import KV_DTYPES
 from edgellm.device_runtime.sampling.sampler import SamplingParams
 from edgellm.device_runtime.sessions.contexts import Context
@@ -111,7 +110,7 @@ class OnTensorRt:
         """An LLM of it from now on."""
         loaded = FakeEngine(self._graph, self._passes, device)
         runner = tensorrt.runner_of(DECODER, self._engine, loaded, device)
-        monkeypatch.setattr(onnxruntime_cpu, "open_engine", lambda *_: {DECODER: runner})
+        open_with(monkeypatch, lambda *_: {DECODER: runner})
         return LLM(self.folder, **options)
 
 
@@ -265,8 +264,6 @@ def test_several_adapters_share_a_pass_on_tensorrt(tmp_path, monkeypatch):
     checkpoint = make_checkpoint(tmp_path / "checkpoint", **config)
     export_llm(open_checkpoint(str(checkpoint)), tmp_path / "bundle", ExportOptions("fp16"))
     engine, device = OnTensorRt(tmp_path / "bundle", tmp_path, 5, "fp16"), FakeDevice()
-    # Times of a GPU that is not there might part the pass.
-    monkeypatch.setattr(BatchRunner, "learn_costs", lambda *_: None)
     with engine.open(monkeypatch, device) as llm:
         base = _logits(llm)
         for name, how in ADAPTERS.items():

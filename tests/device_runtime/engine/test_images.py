@@ -312,9 +312,9 @@ def test_the_command(command, qwen, pictures, tmp_path):
     assert 0 < profile["total_image_tokens"] < tokens
 
 
-def test_images_without_an_encoder(command, qwen, tiny_engine, pictures, tmp_path):
+def test_images_without_an_encoder(command_here, qwen, tiny_engine, pictures, tmp_path):
     for engine in (qwen.engine, tiny_engine):
-        result = command(
+        result = command_here(
             "llm_inference", "--engineDir", engine, "--outputFile", tmp_path / "out.json",
             "--inputFile", _requests(tmp_path, [_image(pictures["a"])]),
         )  # fmt: skip
@@ -323,8 +323,8 @@ def test_images_without_an_encoder(command, qwen, tiny_engine, pictures, tmp_pat
         assert "--multimodalEngineDir" in result.stderr
 
 
-def test_a_wrong_folder(command, qwen, tmp_path):
-    result = command(
+def test_a_wrong_folder(command_here, qwen, tmp_path):
+    result = command_here(
         "llm_inference", "--engineDir", qwen.engine, "--multimodalEngineDir", tmp_path / "no",
         "--inputFile", _requests(tmp_path, "w1"), "--outputFile", tmp_path / "out.json",
     )  # fmt: skip

@@ -73,14 +73,14 @@ def test_requests_name_adapters(command, built, tmp_path):
     assert responses[4]["error"]["message"] == "there is no adapter 'nobody'"
 
 
-def test_adapters_that_cannot_be_loaded(command, built, tiny_engine, tmp_path):
+def test_adapters_that_cannot_be_loaded(command_here, built, tiny_engine, tmp_path):
     engine, adapters = built
     for where, given, words in (
         (engine, {"a": str(tmp_path / "nowhere")}, "no such folder"),
         (engine, {"": adapters["one"]}, "needs a name"),
         (tiny_engine, adapters, "takes no adapters"),
     ):
-        result, responses = _run(command, tmp_path, where, given, ["a"])
+        result, responses = _run(command_here, tmp_path, where, given, ["a"])
         assert_one_line_error(result, words)
         assert responses == []
 
@@ -93,8 +93,8 @@ def test_adapters_that_cannot_be_loaded(command, built, tiny_engine, tmp_path):
         (("--device", "cuda", "--maxLoras", 2, "--maxLoraRank", 0), "give --maxLoraRank, too"),
     ],
 )
-def test_builds_that_take_no_adapters(command, tiny_bundle, tmp_path, flags, words):
-    result = command(
+def test_builds_that_take_no_adapters(command_here, tiny_bundle, tmp_path, flags, words):
+    result = command_here(
         "llm_build",
         "--onnxDir",
         tiny_bundle,

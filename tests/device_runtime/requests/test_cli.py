@@ -26,7 +26,7 @@ def infer(infer_requests, tiny_engine):
 
 
 @pytest.fixture
-def refuse(infer_here, tiny_engine):
+def ask(infer_here, tiny_engine):
     """The same in this process."""
     return lambda content, *more, engine=tiny_engine: infer_here(engine, content, *more)
 
@@ -83,19 +83,19 @@ def test_bad_requests_do_not_stop_the_others(infer):
     assert result.stderr.count("failed:") == 6
 
 
-def test_clamped_lengths_are_said(infer):
+def test_clamped_lengths_are_said(ask):
     requests = [{"messages": [{"role": "user", "content": "w20 " * 40}]}]
-    result, answers = infer({"temperature": 0, "requests": requests})
+    result, answers = ask({"temperature": 0, "requests": requests})
     assert result.returncode == 0
     assert "cut to 19" in result.stderr
     assert "cut to 19" in answers[0]["warnings"][0]
     assert answers[0]["generated_token_count"] <= 19
 
 
-def test_raw_mode_multi_turn_and_overrides(infer):
+def test_raw_mode_multi_turn_and_overrides(ask):
     turns = [USER, {"role": "assistant", "content": "w9"}, {"role": "user", "content": "w22"}]
     content = {"apply_chat_template": False, "requests": [{"messages": turns}], "batch_size": 4}
-    result, answers = infer(content, "--maxGenerateLength", 2, "--warmup", 1)
+    result, answers = ask(content, "--maxGenerateLength", 2, "--warmup", 1)
     assert result.returncode == 0, result.stderr
     assert answers[0]["formatted_complete_request"] == "w20 w21w9w22"
     assert answers[0]["generated_token_count"] <= 2
@@ -103,10 +103,10 @@ def test_raw_mode_multi_turn_and_overrides(infer):
     assert "at a time" not in result.stdout
 
 
-def test_the_same_seed_gives_the_same_answer(infer):
+def test_the_same_seed_gives_the_same_answer(ask):
     request = {"messages": [USER], "seed": 5, "temperature": 3.0, "top_p": 1.0, "top_k": 0}
     content = {"max_generate_length": 12, "requests": [request, request, {**request, "seed": 6}]}
-    _, answers = infer(content)
+    _, answers = ask(content)
     assert answers[0]["output_text"] == answers[1]["output_text"] != answers[2]["output_text"]
 
 
@@ -133,8 +133,8 @@ def test_stream_and_profile(infer, tmp_path):
         ('{"requests": [1], "top_k": "x"}', "$.top_k: expected `int`"),
     ],
 )
-def test_faulty_files_write_nothing(refuse, content, message):
-    result, answers = refuse(content)
+def test_faulty_files_write_nothing(ask, content, message):
+    result, answers = ask(content)
     assert_one_line_error(result, message)
     assert answers is None
 
@@ -160,18 +160,18 @@ def test_links_are_followed_and_readers_may_go(infer, tmp_path, tiny_engine, com
     assert "responses" in json.loads(target.read_text())
 
 
-def test_missing_folders(infer, command, tmp_path, tiny_engine, tiny_bundle):
+def test_missing_folders(ask, command_here, tmp_path, tiny_engine, tiny_bundle):
     good = {"requests": [{"messages": [USER]}]}
-    assert_one_line_error(infer(good, engine=tmp_path / "none")[0], "no such folder")
-    assert_one_line_error(infer(good, engine=tiny_bundle)[0], "is a llm_bundle")
-    result = command(
+    assert_one_line_error(ask(good, engine=tmp_path / "none")[0], "no such folder")
+    assert_one_line_error(ask(good, engine=tiny_bundle)[0], "is a llm_bundle")
+    result = command_here(
         "llm_inference", "--engineDir", tiny_engine, "--inputFile", tmp_path / "in.json",
         "--outputFile", tmp_path / "no" / "out.json",
     )  # fmt: skip
     assert_one_line_error(result, "no such folder")
 
 
-def test_output_files_are_checked_before_the_work(command, tiny_engine, tmp_path):
+def test_output_files_are_checked_before_the_work(command_here, tiny_engine, tmp_path):
     source = tmp_path / "in.json"
     text = json.dumps({"requests": [{"messages": [USER]}]})
     source.write_text(text)
@@ -183,7 +183,7 @@ def test_output_files_are_checked_before_the_work(command, tiny_engine, tmp_path
         (tiny_engine / "out.json", "lies in the engine's folder"),
         ("/proc/out.json", "cannot write /proc/out.json"),
     ):
-        result = command(
+        result = command_here(
             "llm_inference", "--engineDir", tiny_engine, "--inputFile", source,
             "--outputFile", output,
         )  # fmt: skip
@@ -199,33 +199,33 @@ def test_output_files_are_checked_before_the_work(command, tiny_engine, tmp_path
         ({"contract_version": 0}, "has contract version 0"),
     ],
 )
-def test_engines_of_elsewhere(refuse, tiny_engine, tmp_path, change, message):
+def test_engines_of_elsewhere(ask, tiny_engine, tmp_path, change, message):
     engine = Path(shutil.copytree(tiny_engine, tmp_path / "engine"))
     path = engine / "manifest.json"
     path.write_text(json.dumps({**json.loads(path.read_text()), **change}))
-    result, _ = refuse({"requests": [{"messages": [USER]}]}, engine=engine)
+    result, _ = ask({"requests": [{"messages": [USER]}]}, engine=engine)
     assert_one_line_error(result, message, "llm_build")
 
 
-def test_damaged_engines(infer, tiny_engine, tmp_path):
+def test_damaged_engines(ask, tiny_engine, tmp_path):
     engine = Path(shutil.copytree(tiny_engine, tmp_path / "engine"))
     good = {"requests": [{"messages": [USER]}]}
     graph = engine / "decode.onnx"
     graph.write_bytes(b"\x00" * graph.stat().st_size)
-    assert_one_line_error(infer(good, engine=engine)[0], "decode.onnx was changed: its sha256")
-    unread = infer(good, "--noVerify", engine=engine)[0]
+    assert_one_line_error(ask(good, engine=engine)[0], "decode.onnx was changed: its sha256")
+    unread = ask(good, "--noVerify", engine=engine)[0]
     assert_one_line_error(unread, "cannot load", "build the engine again")
     shutil.copy(tiny_engine / "decode.onnx", engine)
     data = engine / "decode.data"
     whole = data.read_bytes()
-    assert infer(good, engine=engine)[0].returncode == 0
+    assert ask(good, engine=engine)[0].returncode == 0
     data.write_bytes(whole[:5000] + b"\x01\x02" + whole[5002:])
     for flags in ((), ("--verify",)):
-        result = infer(good, *flags, engine=engine)[0]
+        result = ask(good, *flags, engine=engine)[0]
         assert_one_line_error(result, "decode.data was changed: its sha256 differs")
         assert result.returncode == 2
-    assert infer(good, "--no-verify", engine=engine)[0].returncode == 0
+    assert ask(good, "--no-verify", engine=engine)[0].returncode == 0
     data.write_bytes(whole[:1000])
-    assert_one_line_error(infer(good, engine=engine)[0], "has 1000 bytes instead of")
+    assert_one_line_error(ask(good, engine=engine)[0], "has 1000 bytes instead of")
     data.unlink()
-    assert_one_line_error(infer(good, engine=engine)[0], "decode.data is missing")
+    assert_one_line_error(ask(good, engine=engine)[0], "decode.data is missing")

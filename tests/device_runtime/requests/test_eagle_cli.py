@@ -36,7 +36,7 @@ def infer(infer_requests, eagle_pair):
 
 
 @pytest.fixture
-def refuse(infer_here, eagle_pair):
+def ask(infer_here, eagle_pair):
     """The same in this process."""
     return lambda content, *more, engine=eagle_pair.engine: infer_here(engine, content, *more)
 
@@ -115,12 +115,10 @@ def _check_trees(trees, report) -> None:
         assert found["emitted"] == whole[: len(found["emitted"])]
 
 
-def test_speculation_can_be_declined(infer, tmp_path):
+def test_speculation_can_be_declined(ask, tmp_path):
     requests = [{"messages": [USER], "disable_spec_decode": True}, {"messages": [USER]}]
     profile = tmp_path / "profile.json"
-    result, answers = infer(
-        {**GOOD, "requests": requests}, "--eagle", "--profileOutputFile", profile
-    )
+    result, answers = ask({**GOOD, "requests": requests}, "--eagle", "--profileOutputFile", profile)
     assert result.returncode == 0, result.stderr
     assert "spec_verify_count" not in answers[0]["timings"]
     assert "spec_verify_count" in answers[1]["timings"]
@@ -130,14 +128,14 @@ def test_speculation_can_be_declined(infer, tmp_path):
     assert report["prefill"]["total_runs"] == 2
 
 
-def test_other_spellings_and_ways(infer):
-    _, plain = infer(GOOD)
+def test_other_spellings_and_ways(ask):
+    _, plain = ask(GOOD)
     for flags in (
         ("--specDecode", "--specDraftTopK", 4, "--specDraftStep", 3, "--specVerifyTreeSize", 9),
         ("--eagle", "--ngram", "--eagle-tree", "fixed", "--eagle-draft-top-k", 2),
         ("--eagle", "--typicalAcceptance", 0.09),
     ):
-        result, answers = infer(GOOD, *flags)
+        result, answers = ask(GOOD, *flags)
         assert result.returncode == 0, result.stderr
         assert answers[0]["output_text"] == plain[0]["output_text"]
         assert "spec_verify_count" in answers[0]["timings"]
@@ -210,8 +208,8 @@ def test_prove_compares_lengths(eagle_pair, monkeypatch, more):
     ],
     ids=str,
 )
-def test_flags_that_do_not_suit(refuse, flags, messages):
-    result, answers = refuse(GOOD, *flags)
+def test_flags_that_do_not_suit(ask, flags, messages):
+    result, answers = ask(GOOD, *flags)
     assert_one_line_error(result, *messages)
     assert answers is None
 
@@ -222,32 +220,32 @@ def test_flags_that_do_not_suit(refuse, flags, messages):
      ("--typicalAcceptance", 2), ("--prove", -1)],
     ids=str,
 )  # fmt: skip
-def test_numbers_out_of_range_are_usage_errors(infer, flags):
-    result, _ = infer(GOOD, "--eagle", *flags)
+def test_numbers_out_of_range_are_usage_errors(ask, flags):
+    result, _ = ask(GOOD, "--eagle", *flags)
     assert result.returncode == 2
     assert flags[0].removeprefix("--") in result.stderr
     assert "Traceback" not in result.stderr
 
 
-def test_trees_and_answers_are_files_of_their_own(infer, tmp_path):
-    result, _ = infer(GOOD, "--eagle", "--treeOutputFile", tmp_path / "out.json")
+def test_trees_and_answers_are_files_of_their_own(ask, tmp_path):
+    result, _ = ask(GOOD, "--eagle", "--treeOutputFile", tmp_path / "out.json")
     assert_one_line_error(result, "to different files")
 
 
-def test_engines_without_a_draft(infer, tiny_engine, engine):
+def test_engines_without_a_draft(ask, tiny_engine, engine):
     assert_one_line_error(
-        infer(GOOD, "--eagle", engine=tiny_engine)[0], "is not an EAGLE base", "--eagleBase"
+        ask(GOOD, "--eagle", engine=tiny_engine)[0], "is not an EAGLE base", "--eagleBase"
     )
     shutil.rmtree(engine / "draft")
-    result, _ = infer(GOOD, "--eagle", engine=engine)
+    result, _ = ask(GOOD, "--eagle", engine=engine)
     assert_one_line_error(result, "has no draft engine", "llm_build --eagleDraft")
-    assert infer(GOOD, engine=engine)[0].returncode == 0
+    assert ask(GOOD, engine=engine)[0].returncode == 0
 
 
-def test_the_cache_may_be_too_small_for_the_tree(infer, engine):
+def test_the_cache_may_be_too_small_for_the_tree(ask, engine):
     path = engine / "manifest.json"
     path.write_text(json.dumps({**json.loads(path.read_text()), "max_kv_cache_capacity": 60}))
-    result, _ = infer(GOOD, "--eagle", engine=engine)
+    result, _ = ask(GOOD, "--eagle", engine=engine)
     assert_one_line_error(result, "KV cache of 60 tokens is too small", "--maxKVCacheCapacity")
 
 
@@ -258,29 +256,29 @@ def test_the_cache_may_be_too_small_for_the_tree(infer, engine):
         ({"hidden_taps": [1, 4, 5]}, "hidden taps (1, 4, 5), this one has (2, 4, 5)"),
     ],
 )
-def test_the_draft_of_another_base(refuse, engine, change, message):
+def test_the_draft_of_another_base(ask, engine, change, message):
     path = engine / "draft" / "manifest.json"
     manifest = json.loads(path.read_text())
     manifest["spec"] |= change
     path.write_text(json.dumps(manifest))
-    assert_one_line_error(refuse(GOOD, "--eagle", engine=engine)[0], message)
+    assert_one_line_error(ask(GOOD, "--eagle", engine=engine)[0], message)
 
 
-def test_damaged_drafts(infer, eagle_pair, engine):
+def test_damaged_drafts(ask, eagle_pair, engine):
     draft = engine / "draft"
     data = draft / "draft.data"
     whole = data.read_bytes()
     data.write_bytes(whole[:1000])
-    assert_one_line_error(infer(GOOD, "--eagle", engine=engine)[0], "has 1000 bytes instead of")
+    assert_one_line_error(ask(GOOD, "--eagle", engine=engine)[0], "has 1000 bytes instead of")
     data.write_bytes(whole[:5000] + b"\x01\x02\x03" + whole[5003:])
-    result, _ = infer(GOOD, "--eagle", engine=engine)
+    result, _ = ask(GOOD, "--eagle", engine=engine)
     assert_one_line_error(result, "draft.data", "sha256 differs")
     data.unlink()
-    assert_one_line_error(infer(GOOD, "--eagle", engine=engine)[0], "draft.data is missing")
+    assert_one_line_error(ask(GOOD, "--eagle", engine=engine)[0], "draft.data is missing")
     data.write_bytes(whole)
     fuse = draft / "fuse.onnx"
     fuse.write_bytes(b"\x00" * fuse.stat().st_size)
-    result, _ = infer(GOOD, "--eagle", "--noVerify", engine=engine)
+    result, _ = ask(GOOD, "--eagle", "--noVerify", engine=engine)
     assert_one_line_error(result, "cannot load")
     shutil.copy(eagle_pair.engine / "draft" / "fuse.onnx", fuse)
     manifest = draft / "manifest.json"
@@ -293,19 +291,19 @@ def test_damaged_drafts(infer, eagle_pair, engine):
         ),
     ):
         manifest.write_text(text)
-        assert_one_line_error(infer(GOOD, "--eagle", engine=engine)[0], message)
+        assert_one_line_error(ask(GOOD, "--eagle", engine=engine)[0], message)
         shutil.copy(eagle_pair.engine / "draft" / "manifest.json", manifest)
     manifest.unlink()
-    assert_one_line_error(infer(GOOD, "--eagle", engine=engine)[0], "holds no manifest.json")
+    assert_one_line_error(ask(GOOD, "--eagle", engine=engine)[0], "holds no manifest.json")
     facts = json.loads((eagle_pair.engine / "draft" / "manifest.json").read_text())
     manifest.write_text(json.dumps({**facts, "machine": "x86_64 mmx"}))
-    result, _ = infer(GOOD, "--eagle", engine=engine)
+    result, _ = ask(GOOD, "--eagle", engine=engine)
     assert_one_line_error(result, "was built for processor x86_64 mmx", "llm_build")
 
 
-def test_eagle1_answers(infer, eagle_pairs):
+def test_eagle1_answers(ask, eagle_pairs):
     engine = eagle_pairs("eagle1").engine
-    plain, speculated = (infer(GOOD, *flags, engine=engine) for flags in ((), ("--eagle",)))
+    plain, speculated = (ask(GOOD, *flags, engine=engine) for flags in ((), ("--eagle",)))
     assert speculated[0].returncode == 0, speculated[0].stderr
     assert plain[1][0]["output_text"] == speculated[1][0]["output_text"]
 

@@ -39,6 +39,12 @@ def infer(infer_requests, tree_engine):
     return run
 
 
+@pytest.fixture
+def ask(infer_here, tree_engine):
+    """The same in this process."""
+    return lambda *flags, engine=tree_engine: infer_here(engine, REQUESTS, *flags)
+
+
 def flags(**given) -> SpecFlags:
     """The flags of a command line, all others left away."""
     nothing = {
@@ -66,11 +72,11 @@ def test_text_alone_drafts_for_an_engine_without_features(infer, tmp_path):
     ]
 
 
-def test_engines_that_were_not_built_for_it(infer, tiny_engine):
-    result, _ = infer("--ngram", engine=tiny_engine)
+def test_engines_that_were_not_built_for_it(ask, tiny_engine):
+    result, _ = ask("--ngram", engine=tiny_engine)
     assert_one_line_error(result, "was built for plain decoding", "--maxVerifyTreeSize")
-    assert_one_line_error(infer("--eagle")[0], "is not an EAGLE base", "--is_eagle_base")
-    result, _ = infer("--spec", "ngram", "--eagleVerifyTreeSize", 13)
+    assert_one_line_error(ask("--eagle")[0], "is not an EAGLE base", "--is_eagle_base")
+    result, _ = ask("--spec", "ngram", "--eagleVerifyTreeSize", 13)
     assert_one_line_error(result, "trees of 13 nodes", "exceed the engine's 12")
 
 
@@ -117,7 +123,7 @@ def test_a_draft_model_leaves_answers_as_they_are(tree_engine, draft, shape, req
             assert all(one.accepted == one.tree_depth for one in rounds)  # a chain, always right
 
 
-def test_a_draft_model_with_other_tokens_is_refused(infer, tiny_engine, tmp_path):
+def test_a_draft_model_with_other_tokens_is_refused(ask, tiny_engine, tmp_path):
     draft = shutil.copytree(tiny_engine, tmp_path / "draft")
     write_tokenizer(draft, 95)
     path = draft / "manifest.json"
@@ -125,10 +131,10 @@ def test_a_draft_model_with_other_tokens_is_refused(infer, tiny_engine, tmp_path
     record = hash_file(draft / "tokenizer.json")
     manifest["files"]["tokenizer.json"] = dataclasses.asdict(record)
     path.write_text(json.dumps(manifest))
-    result, answers = infer("--draftEngineDir", draft)
+    result, answers = ask("--draftEngineDir", draft)
     assert_one_line_error(result, "has other tokens than", "95 is none there, 'w95' here")
     assert answers is None
-    assert_one_line_error(infer("--draftEngineDir", tmp_path / "no")[0], "no such folder")
+    assert_one_line_error(ask("--draftEngineDir", tmp_path / "no")[0], "no such folder")
 
 
 @pytest.mark.parametrize(

@@ -221,7 +221,7 @@ def test_answers_share_passes_of_the_heads(eagle_pairs, tmp_path):
         assert max(sizes) == 3
 
 
-def test_the_method_is_the_manifests(eagle_pairs, command, tmp_path):
+def test_the_method_is_the_manifests(eagle_pairs, command_here, tmp_path):
     pair = eagle_pairs("medusa")
     source, output = tmp_path / "in.json", tmp_path / "out.json"
     request = {"messages": [{"role": "user", "content": "w20 w21"}], "temperature": 0}
@@ -230,7 +230,7 @@ def test_the_method_is_the_manifests(eagle_pairs, command, tmp_path):
     def infer(engine: Path, *flags: object):
         output.unlink(missing_ok=True)
         folders = ("--engineDir", engine, "--inputFile", source, "--outputFile", output)
-        return command("llm_inference", *folders, *flags)
+        return command_here("llm_inference", *folders, *flags)
 
     texts = []
     for flags in ((), ("--eagle",), ("--spec", "medusa", "--medusaChoices", "[[0],[1],[0,0]]")):
@@ -244,7 +244,7 @@ def test_the_method_is_the_manifests(eagle_pairs, command, tmp_path):
     assert_one_line_error(result, "is of medusa", "give --spec medusa, or --eagle")
     result = infer(eagle_pairs("eagle3").engine, "--spec", "medusa")
     assert_one_line_error(result, "is of eagle3", "give --spec eagle, or --eagle")
-    result = command("edgellm-inspect", pair.engine)
+    result = command_here("edgellm-inspect", pair.engine)
     assert (result.returncode, "3" in result.stdout) == (0, True), result.stderr
 
 

@@ -64,7 +64,6 @@ def together(of_several, monkeypatch) -> FakeDevice:
     """Engines of several answers at a time take the pair's place, on this GPU."""
     device = FakeDevice()
     of_several.replace_engines(monkeypatch, device)
-    monkeypatch.setattr(LLM, "batch_size", ANSWERS)
     return device
 
 
