@@ -124,15 +124,16 @@ def _prove(llm: LLM, options: Options, requests: list[Any]) -> int:
     """Print the comparison of every request; the exit status."""
     from edgellm.device_runtime.requests.prove import prove
 
-    compared = diverged = equal = 0
+    compared = diverged = equal = refused = 0
     for comparison in prove(llm, options, requests):
         typer.echo(comparison.line())
         compared += comparison.tokens > 0
         diverged += comparison.divergence is not None
         equal += comparison.has_equal_bits
+        refused += comparison.refused != ""
     bits = f"; {equal} with equal bits of all logits" if equal else ""
     typer.echo(f"{compared - diverged} of {compared} answers identical, token by token{bits}")
-    return 1 if diverged else 0
+    return 1 if diverged or refused else 0
 
 
 def _with_flags(

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import html
+import tempfile
 from pathlib import Path
 
 from edgellm.contract import EdgeLLMError
@@ -43,6 +44,13 @@ def check_page(job: Job) -> None:
         raise EdgeLLMError(f"--report {path} is no name of a page", hint="give FILE.html")
     if not path.parent.is_dir():
         raise EdgeLLMError(f"--report {path}: no such folder: {path.parent}", hint="make it first")
+    try:
+        tempfile.TemporaryFile(dir=path.parent).close()
+    except OSError as error:
+        raise EdgeLLMError(
+            f"--report {path}: {path.parent} takes no file: {error.strerror}",
+            hint="give another folder",
+        ) from None
     if path.exists() and _HEADING not in path.read_bytes():
         raise EdgeLLMError(
             f"--report {path} exists and is no page of edgellm-quantize", hint="give another name"

@@ -10,6 +10,7 @@ from typing import Any, cast
 import numpy as np
 from numpy.typing import NDArray
 
+from edgellm.contract import RequestError
 from edgellm.device_runtime.engine.llm import LLM
 from edgellm.device_runtime.engine.prompt import Prompt
 from edgellm.device_runtime.engine.step import read_piece
@@ -32,9 +33,12 @@ class Comparison:
     # Of the plain token's logit over the speculated one's; None if one answer goes on longer.
     margin: float | None = None
     spread: float | None = None  # standard deviation of the logits there
+    refused: str = ""  # why there is no answer
 
     def line(self) -> str:
         """For people."""
+        if self.refused:
+            return f"request {self.index}: {self.refused}"
         if not self.tokens:
             return f"request {self.index}: not compared, disable_spec_decode is set"
         if self.divergence is None:
@@ -50,30 +54,35 @@ class Comparison:
 
 
 def prove(llm: LLM, options: Options, requests: list[Any]) -> Iterator[Comparison]:
-    """Decode every request twice, greedily, and compare the token ids and their logits.
-
-    Raises:
-        RequestError: a request that cannot be answered.
-    """
+    """Decode every request twice, greedily, and compare the token ids and their logits."""
     for index, raw in enumerate(requests):
-        if parse_request(raw, index).disable_spec_decode:
-            yield Comparison(index, 0)
-            continue
-        (plain, rows), (speculated, other_rows) = (
-            _watched(llm, lambda s=s: _token_ids(llm, options, raw, index, speculative=s))  # noqa: B023
-            for s in (False, True)
+        yield _compare_or_refuse(llm, options, raw, index)
+
+
+def _compare_or_refuse(llm: LLM, options: Options, raw: Any, index: int) -> Comparison:
+    try:
+        return _compare(llm, options, raw, index)
+    except RequestError as error:
+        return Comparison(index, 0, refused=str(error))
+
+
+def _compare(llm: LLM, options: Options, raw: Any, index: int) -> Comparison:
+    if parse_request(raw, index).disable_spec_decode:
+        return Comparison(index, 0)
+    (plain, rows), (speculated, other_rows) = (
+        _watched(llm, lambda s=s: _token_ids(llm, options, raw, index, speculative=s))
+        for s in (False, True)
+    )
+    place = first_difference(plain, speculated)
+    if plain == speculated:
+        shared = rows.keys() & other_rows.keys()
+        has_equal_bits = len(shared) >= len(plain) and all(
+            rows[position] <= other_rows[position] for position in shared
         )
-        place = first_difference(plain, speculated)
-        if plain == speculated:
-            shared = rows.keys() & other_rows.keys()
-            has_equal_bits = len(shared) >= len(plain) and all(
-                rows[position] <= other_rows[position] for position in shared
-            )
-            yield Comparison(index, len(plain), has_equal_bits)
-        elif place is None:
-            yield Comparison(index, len(plain), divergence=min(len(plain), len(speculated)))
-        else:
-            yield _explained(llm, options, raw, index, place, plain, speculated)
+        return Comparison(index, len(plain), has_equal_bits)
+    if place is None:
+        return Comparison(index, len(plain), divergence=min(len(plain), len(speculated)))
+    return _explained(llm, options, raw, index, place, plain, speculated)
 
 
 class _Watched:

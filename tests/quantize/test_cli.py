@@ -224,6 +224,7 @@ def test_pages_that_will_not_do(job, tmp_path):
         "page.txt": "no name of a page",
         ".": "no name of a page",
         "none/page.html": "no such folder",
+        "/proc/page.html": "/proc takes no file",
         "own.html": "is no page of edgellm-quantize",
     }.items():
         with pytest.raises(EdgeLLMError, match=words):

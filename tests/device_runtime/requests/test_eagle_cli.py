@@ -155,6 +155,19 @@ def test_prove(infer):
     assert answers is None
 
 
+def test_prove_goes_on_behind_a_bad_request(infer):
+    good = {"messages": [{"role": "user", "content": "w20"}]}
+    requests = [{"messages": 3}, good]
+    flags = ("--eagle", "--eagleTree", "fixed", "--prove", 2)
+    result, _ = infer({"max_generate_length": 8, "requests": requests}, *flags)
+    assert result.returncode == 1
+    refused, compared, last = result.stdout.splitlines()
+    assert refused.startswith("request 0: ")
+    assert "messages" in refused
+    assert compared.startswith("request 1: 8 tokens, identical")
+    assert last.startswith("1 of 1 answers identical")
+
+
 def test_prove_shows_divergences(eagle_pair):
     """A draft that is accepted although the base would say something else."""
     from edgellm.device_runtime.engine.llm import LLM
