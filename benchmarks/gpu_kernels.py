@@ -112,6 +112,7 @@ def _check_acceptance(
     several, grid = len(trees[0]), (len(trees[0]), 1, 1)
     outcome = [np.zeros((several, _NODES), np.int32), np.zeros((several, 3), np.int32)]
     likeliest = random.permuted(trees[0], axis=1)
+    np.put_along_axis(likeliest, trees[1], trees[0], axis=1)  # a child's, where there is one
     highest = random.random((several, _NODES)).astype(np.float32)
     greedy = [*trees, likeliest, highest, several, _NODES, *outcome]
     _run(device, catalog.accept_greedy(64), greedy, times, grid)
