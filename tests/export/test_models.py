@@ -22,6 +22,7 @@ from edgellm.export.bundle import ExportOptions, export_llm
 from edgellm.export.source import open_checkpoint
 from edgellm.export.verify import load_reference, run_portable
 from edgellm.manifest import LLM_BUNDLE, LLM_ENGINE, load_bundle, load_engine
+from edgellm.roles import DECODER
 
 CAPACITY = 64
 _LLAMA3 = {"rope_type": "llama3", "factor": 8.0, "low_freq_factor": 1.0, "high_freq_factor": 4.0}
@@ -106,7 +107,7 @@ def session(request, exported) -> DecoderSession:
 
 
 def _has_experts(bundle: Path) -> bool:
-    (graph,) = load_bundle(bundle, LLM_BUNDLE).graphs.values()
+    graph = load_bundle(bundle, LLM_BUNDLE).graphs[DECODER]
     return bool(find_calls(ir.load(bundle / graph.path).graph, *EXPERT_CALLS))
 
 
