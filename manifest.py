@@ -232,7 +232,8 @@ def load_manifest(folder: Path, expected: str, form: type[Manifest]) -> Manifest
         ) from None
     if found != expected:
         raise BrokenArtifactError(
-            f"{folder} is a {found}, not a {expected}", hint=f"give the folder that {maker} made"
+            f"{folder} is of kind {found}, not {expected}",
+            hint=f"give the folder that {maker} made",
         )
     reads = ENGINE_VERSION if form is Engine else CONTRACT_VERSION
     if version != reads:

@@ -262,7 +262,9 @@ def _taps(
         taps = tuple(above)
         meaning = f"{TAP_IDS} {above} at the top: inputs of these layers, as they are"
     else:
-        return default_taps(num_layers), "none configured: inputs of layers 2, n/2 and n-3"
+        remedy = f"name the streams at the top of the draft's config.json: {TAP_IDS}"
+        taps = default_taps(num_layers, f"{remedy} (i enters layer i)")
+        return taps, "none configured: inputs of layers 2, n/2 and n-3"
     if num_layers in taps:
         raise UnsupportedModelError(
             f"the draft wants the last layer's output before the final norm ({TAP_IDS} {ids}), "

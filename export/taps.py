@@ -4,11 +4,13 @@ from __future__ import annotations
 
 from edgellm.contract import UnsupportedModelError
 
-_EXPLICIT = "name the streams: --hidden_taps a,b,c (i enters layer i)"
+_BY_FLAG = "name the streams: --hidden_taps a,b,c (i enters layer i)"
 
 
-def default_taps(num_layers: int) -> tuple[int, int, int]:
+def default_taps(num_layers: int, remedy: str = _BY_FLAG) -> tuple[int, int, int]:
     """The streams entering layers 2, n/2 and n-3, as EAGLE-3 (arXiv 2503.01840) takes them.
+
+    `remedy` tells how else the caller takes them.
 
     Raises:
         UnsupportedModelError: the base has so few layers that these are not three streams.
@@ -18,7 +20,7 @@ def default_taps(num_layers: int) -> tuple[int, int, int]:
         raise UnsupportedModelError(
             f"a base of {num_layers} layers is too small for the default taps: "
             f"{', '.join(map(str, taps))} are not three ascending layers",
-            hint=_EXPLICIT,
+            hint=remedy,
         )
     return taps
 

@@ -104,7 +104,7 @@ def test_an_interrupt_waits_for_the_renames(tmp_path, monkeypatch):
     ("damage", "message"),
     [
         (lambda raw: raw.update(contract_version=99), "contract version 99"),
-        (lambda raw: raw.update(kind="llm_engine"), "is a llm_engine, not a llm_bundle"),
+        (lambda raw: raw.update(kind="llm_engine"), "is of kind llm_engine, not llm_bundle"),
         (lambda raw: raw.pop("spec"), "is damaged"),
         (lambda raw: raw.update(graphs={}), "is damaged"),
         (lambda raw: raw.update(graphs={"oracle": {"path": "a.onnx"}}), "is damaged: .*oracle"),

@@ -128,7 +128,7 @@ def test_newer_contracts_and_other_artifacts(command_here, bundle, tiny_engine, 
     assert_one_line_error(
         _build(command_here, bundle, engine), "has contract version 3", "update edgellm here"
     )
-    assert_one_line_error(_build(command_here, tiny_engine, engine), "is a llm_engine")
+    assert_one_line_error(_build(command_here, tiny_engine, engine), "is of kind llm_engine")
     assert_one_line_error(_build(command_here, tmp_path / "none", engine), "no such folder")
 
 

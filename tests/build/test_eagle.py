@@ -102,13 +102,13 @@ def test_small_drafts_are_int4_and_wake_nobody(eagle_pair, tmp_path):
     ("which", "flags", "messages"),
     [
         ("base", ("--eagleBase", "--eagleDraft"), ("are two builds", "once for each")),
-        ("base", ("--eagleDraft",), ("is a llm_bundle, not a draft_bundle",)),
-        ("draft", ("--eagleBase",), ("is a draft_bundle, not a llm_bundle",)),
-        ("draft", (), ("is a draft_bundle, not a llm_bundle",)),
+        ("base", ("--eagleDraft",), ("is of kind llm_bundle, not draft_bundle",)),
+        ("draft", ("--eagleBase",), ("is of kind draft_bundle, not llm_bundle",)),
+        ("draft", (), ("is of kind draft_bundle, not llm_bundle",)),
         ("base", ("--eagleBase", "--quantize", "nonsense"), ("give auto, none, int8 or int4",)),
         ("base", ("--eagleBase", "--maxVerifyTreeSize", 64), ("--maxVerifyTreeSize 64 does not",)),
         ("draft", ("--eagleDraft", "--maxDraftTreeSize", 64), ("--maxDraftTreeSize 64 does not",)),
-        ("base", ("--eagleDraft", "--dry-run"), ("is a llm_bundle, not a draft_bundle",)),
+        ("base", ("--eagleDraft", "--dry-run"), ("is of kind llm_bundle, not draft_bundle",)),
     ],
     ids=str,
 )

@@ -178,4 +178,4 @@ def test_another_bundle(command_here, tiny_bundle, tmp_path):
     result = command_here(
         "visual_build", "--onnxDir", tiny_bundle, "--engineDir", tmp_path / "engine"
     )
-    assert_one_line_error(result, "is a llm_bundle, not a visual_bundle")
+    assert_one_line_error(result, "is of kind llm_bundle, not visual_bundle")

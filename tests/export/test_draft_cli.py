@@ -243,7 +243,10 @@ def test_eagle1_faults(export, tmp_path):
 
 def test_a_base_that_is_too_small_for_the_default_taps(export, draft, tiny_checkpoint):
     assert_one_line_error(
-        export(draft, base=tiny_checkpoint), "a base of 3 layers is too small", "2, 1, 0"
+        export(draft, base=tiny_checkpoint),
+        "a base of 3 layers is too small",
+        "2, 1, 0",
+        "eagle_aux_hidden_state_layer_ids",
     )
 
 

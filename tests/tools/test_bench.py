@@ -278,7 +278,7 @@ def test_bad_commands(command_here, tiny_engine, tiny_bundle, tmp_path):
         ((tiny_engine, "--depth", "x"), ("--depth x: give whole numbers",)),
         ((tiny_engine, "--inputFile", tmp_path / "in.json"), ("is for speculation", "--eagle")),
         ((tiny_engine, "--eagle"), ("is not an EAGLE base", "--eagleBase")),
-        ((tiny_bundle,), ("is a llm_bundle, not a llm_engine",)),
+        ((tiny_bundle,), ("is of kind llm_bundle, not llm_engine",)),
     ):
         result = command_here("edgellm-bench", "--engineDir", *arguments)
         assert_one_line_error(result, *fragments)

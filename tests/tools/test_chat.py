@@ -287,7 +287,7 @@ def test_seeds(chat):
 
 def test_bad_commands(command_here, tiny_engine, tiny_bundle, tmp_path):
     for arguments, engine, message in (
-        ((), tiny_bundle, "is a llm_bundle, not a llm_engine"),
+        ((), tiny_bundle, "is of kind llm_bundle, not llm_engine"),
         ((), tmp_path / "none", "none"),
         (("--eagle",), tiny_engine, "is not an EAGLE base"),
         (("--eagleTree", "x"), tiny_engine, "--eagleTree needs speculation"),

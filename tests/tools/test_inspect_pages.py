@@ -81,7 +81,7 @@ def test_engines_with_and_without_a_draft_differ(eagle_pair, tmp_path):
 
 
 def test_only_two_of_a_kind_compare(tiny_bundle, tiny_engine):
-    with pytest.raises(EdgeLLMError, match=r"is a llm_bundle, .* a llm_engine"):
+    with pytest.raises(EdgeLLMError, match=r"is of kind llm_bundle, .* of kind llm_engine"):
         compare(inspect(tiny_bundle), inspect(tiny_engine), contents=False)
 
 

@@ -56,7 +56,7 @@ def compare(left: Report, right: Report, *, contents: bool) -> Difference:
     """
     if left.kind != right.kind:
         raise EdgeLLMError(
-            f"{left.path} is a {left.kind}, {right.path} a {right.kind}",
+            f"{left.path} is of kind {left.kind}, {right.path} of kind {right.kind}",
             hint="two of a kind can be compared",
         )
     tensors = list(_tensors(left, right, contents=contents))

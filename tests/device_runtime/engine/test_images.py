@@ -219,7 +219,7 @@ def test_an_encoder_of_another_model(qwen, tiny_engine, tmp_path_factory):
         LLM(qwen.engine, multimodal_engine_dir=other.visual_engine)
     with pytest.raises(BrokenArtifactError, match="takes text only"):
         LLM(tiny_engine, multimodal_engine_dir=qwen.visual_engine)
-    with pytest.raises(BrokenArtifactError, match="is a llm_engine, not a visual_engine"):
+    with pytest.raises(BrokenArtifactError, match="is of kind llm_engine, not visual_engine"):
         LLM(qwen.engine, multimodal_engine_dir=tiny_engine)
 
 

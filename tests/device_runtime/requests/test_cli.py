@@ -163,7 +163,7 @@ def test_links_are_followed_and_readers_may_go(infer, tmp_path, tiny_engine, com
 def test_missing_folders(ask, command_here, tmp_path, tiny_engine, tiny_bundle):
     good = {"requests": [{"messages": [USER]}]}
     assert_one_line_error(ask(good, engine=tmp_path / "none")[0], "no such folder")
-    assert_one_line_error(ask(good, engine=tiny_bundle)[0], "is a llm_bundle")
+    assert_one_line_error(ask(good, engine=tiny_bundle)[0], "is of kind llm_bundle")
     result = command_here(
         "llm_inference", "--engineDir", tiny_engine, "--inputFile", tmp_path / "in.json",
         "--outputFile", tmp_path / "no" / "out.json",

@@ -297,7 +297,7 @@ def test_damaged_drafts(ask, eagle_pair, engine):
     manifest = draft / "manifest.json"
     for text, message in (
         ('{"kind": ', "is damaged"),
-        ((engine / "manifest.json").read_text(), "is a llm_engine, not a draft_engine"),
+        ((engine / "manifest.json").read_text(), "is of kind llm_engine, not draft_engine"),
         (
             manifest.read_text().replace('"draft_vocab_size": 40', '"draft_vocab_size": "x"'),
             "is damaged",
