@@ -19,6 +19,7 @@ from edgellm.device_runtime.kernels.library import register
 CPU, CUDA = "cpu", "cuda"  # as OrtValues name devices
 KEPT_ROWS = 128  # bindings of larger passes (prefills) are not kept
 _BORROWS = (1, 31)  # the first ONNX Runtime that takes weights where somebody else has mapped them
+_PACKED = b"prepacked_"  # how its graphs name weights as kernels read them
 _TYPES = {
     "tensor(float)": np.float32,
     "tensor(float16)": np.float16,
@@ -130,13 +131,16 @@ def _map_weights(path: Path, options: ort.SessionOptions) -> mmap.mmap | None:
     """Lend a session its graph's weights, in pages of 2 MB where the system reads files so.
 
     A pass reads all of them: in pages of 4 KB it waits for their addresses as well. ONNX Runtime
-    maps each weight apart, at a place that no page of 2 MB fits.
+    maps each weight apart, at a place that no page of 2 MB fits. But it packs anew, into memory of
+    its own, what the file holds packed and somebody else has mapped.
     """
     file = path.with_suffix(".data")
     version = tuple(int(part) for part in ort.__version__.split(".")[:2])
     if version < _BORROWS or not hasattr(mmap, "MADV_HUGEPAGE"):
         return None
     if not file.exists() or not file.stat().st_size:  # all weights are in the graph
+        return None
+    if _PACKED in path.read_bytes():
         return None
     with file.open("rb") as stream:
         mapped = mmap.mmap(stream.fileno(), 0, access=mmap.ACCESS_READ)

@@ -51,6 +51,15 @@ def test_weights_are_mapped_once_for_large_pages_and_as_long_as_the_session(case
     assert not mappings(path.with_suffix(".data"))
 
 
+def test_weights_that_are_packed_in_the_file_are_not_packed_in_memory_again(tiny_engine):
+    """ONNX Runtime does that with those it is lent."""
+    graph = tiny_engine / "decode.onnx"
+    assert b"prepacked" in graph.read_bytes()
+    session = graphs.load_graph(graph, optimize=False, own_kernels=True)
+    assert not any("hg" in flags.split() for flags in mappings(graph.with_suffix(".data")))
+    del session
+
+
 def test_an_older_runtime_maps_them_itself(case, path, monkeypatch):
     """It would copy what it is lent."""
     monkeypatch.setattr(graphs.ort, "__version__", "1.30.2")
