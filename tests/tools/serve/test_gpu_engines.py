@@ -1,4 +1,4 @@
-"""Adapters and pictures side by side in a server of an engine for GPUs, on the one not there."""
+"""Adapters and pictures side by side with an engine for GPUs, on the one not there."""
 
 from __future__ import annotations
 
@@ -78,14 +78,19 @@ def _post(server: Inside, path: str, body: dict) -> dict:
         return json.load(answer)
 
 
-def _expected(llm: LLM, name: str, messages: list[dict]) -> str:
+def _own_parts(messages: list[dict]) -> list[dict]:
+    """As request files and Python have them."""
     (content,) = [message["content"] for message in messages]
     asked = [
         {"type": "image", "image": part["image_url"]["url"]} if "image_url" in part else part
         for part in content
     ]
+    return [{"role": "user", "content": asked}]
+
+
+def _expected(llm: LLM, name: str, messages: list[dict]) -> str:
     answer = llm.generate(
-        [{"role": "user", "content": asked}],
+        _own_parts(messages),
         lora=None if name == "tiny" else name,
         sampling=SamplingParams(temperature=0),
         max_generate_length=TOKENS,
@@ -93,24 +98,39 @@ def _expected(llm: LLM, name: str, messages: list[dict]) -> str:
     return "".join(step.text for step in answer)
 
 
-def test_adapters_and_pictures_share_passes(engines, adapters, tmp_path, monkeypatch):
-    asked = [
+def _asked() -> list[tuple[str, list[dict]]]:
+    return [
         ("tiny", _message("w1", seed=1)),
         ("one", _message("w1", seed=1)),
         ("two", _message("w3", seed=2)),
         ("one", _message("w4 w5", seed=None)),
     ]
+
+
+def _alone(engines, adapters) -> list[str]:
+    """What each of them gets alone."""
     with LLM(engines.engine, multimodal_engine_dir=engines.visual_engine) as llm:
         for name, folder in adapters.items():
             llm.load_adapter(name, folder)
-        expected = [_expected(llm, *each) for each in asked]
+        expected = [_expected(llm, *each) for each in _asked()]
     assert expected[0] != expected[1], "an adapter changes nothing"
-    shared, run_many = [], BatchRunner.run_many
+    return expected
+
+
+def _watch(monkeypatch) -> list[int]:
+    """How many answers share each pass from now on."""
+    shared, run_many = list[int](), BatchRunner.run_many
     monkeypatch.setattr(
         BatchRunner,
         "run_many",
         lambda self, parts: shared.append(len(parts)) or run_many(self, parts),
     )
+    return shared
+
+
+def test_a_server_shares_passes(engines, adapters, tmp_path, monkeypatch):
+    asked, expected = _asked(), _alone(engines, adapters)
+    shared = _watch(monkeypatch)
     models = read_models([f"tiny={engines.engine}"], [str(engines.visual_engine)])
     settings = Settings(lora_folders=((tmp_path / "adapters").resolve(),))
     with serving_inside(models, Loading(), settings) as server, ThreadPoolExecutor(MOST) as pool:
@@ -123,4 +143,30 @@ def test_adapters_and_pictures_share_passes(engines, adapters, tmp_path, monkeyp
         found = [*pool.map(lambda body: _post(server, "/v1/chat/completions", body), bodies)]
     assert [one["choices"][0]["message"]["content"] for one in found] == expected
     assert [one["model"] for one in found] == [name for name, _ in asked]
+    assert max(shared) > 1
+
+
+def test_a_file_of_requests_shares_passes(engines, adapters, command_here, tmp_path, monkeypatch):
+    expected = _alone(engines, adapters)
+    shared = _watch(monkeypatch)
+    requests = [
+        {"messages": _own_parts(messages), "lora_name": None if name == "tiny" else name}
+        for name, messages in _asked()
+    ]
+    document = {
+        "batch_size": MOST,
+        "temperature": 0,
+        "max_generate_length": TOKENS,
+        "available_lora_weights": {name: str(folder) for name, folder in adapters.items()},
+        "requests": requests,
+    }
+    files = tmp_path / "in.json", tmp_path / "out.json"
+    files[0].write_text(json.dumps(document))
+    flags = ("--engineDir", engines.engine, "--multimodalEngineDir", engines.visual_engine)
+    result = command_here(
+        "llm_inference", *flags, "--inputFile", files[0], "--outputFile", files[1]
+    )
+    assert result.returncode == 0, result.stderr
+    responses = json.loads(files[1].read_text())["responses"]
+    assert [response["output_text"] for response in responses] == expected
     assert max(shared) > 1
