@@ -73,7 +73,7 @@ def forget(path: Path) -> None:
     What was written stays in memory in pages as small as the writes were, until something else
     takes their place.
     """
-    if path.exists() and hasattr(os, "posix_fadvise"):
+    if hasattr(os, "posix_fadvise"):
         with path.open("rb") as stream:
             os.fsync(stream.fileno())
             os.posix_fadvise(stream.fileno(), 0, 0, os.POSIX_FADV_DONTNEED)

@@ -11,7 +11,7 @@ from edgellm.build.check import largest_error
 from edgellm.build.reference import Numbers
 from edgellm.contract import EdgeLLMError
 from edgellm.device_runtime.kernels.library import register
-from edgellm.device_runtime.runners.onnxruntime_graphs import load_graph, set_threads
+from edgellm.device_runtime.runners.onnxruntime_graphs import load_graph, maps_weights, set_threads
 from edgellm.disk import forget
 
 _SAVED = 1e-3  # relative; one graph, loaded twice
@@ -58,7 +58,7 @@ def optimize(
     del saving
     lowered.unlink()
     lowered.with_suffix(".data").unlink()
-    if own_kernels:
+    if own_kernels and maps_weights(output):
         forget(output.with_suffix(".data"))
     saved = load_graph(output, threads=threads, optimize=False, own_kernels=own_kernels)
     if probe is not None and largest_error(probe(saved), expected) > _SAVED:

@@ -78,7 +78,7 @@ def load_graph(
     mapped = None
     if own_kernels:
         register(options)
-        mapped = _map_weights(path, options)
+        mapped = _map_weights(path, options) if maps_weights(path) else None
     if not optimize:
         options.graph_optimization_level = ort.GraphOptimizationLevel.ORT_DISABLE_ALL
     if device == CUDA:
@@ -127,21 +127,28 @@ def _lend(options: ort.SessionOptions, weights: Mapping[str, mmap.mmap]) -> None
         )
 
 
-def _map_weights(path: Path, options: ort.SessionOptions) -> mmap.mmap | None:
-    """Lend a session its graph's weights, in pages of 2 MB where the system reads files so.
+def maps_weights(path: Path) -> bool:
+    """Whether the weights of a graph with edgellm's operators are lent to its session.
 
-    A pass reads all of them: in pages of 4 KB it waits for their addresses as well. ONNX Runtime
-    maps each weight apart, at a place that no page of 2 MB fits. But it packs anew, into memory of
-    its own, what the file holds packed and somebody else has mapped.
+    Not where ONNX Runtime is older than that, or the file holds what it packed: it would pack
+    again, into memory of its own, what somebody else has mapped.
     """
     file = path.with_suffix(".data")
     version = tuple(int(part) for part in ort.__version__.split(".")[:2])
     if version < _BORROWS or not hasattr(mmap, "MADV_HUGEPAGE"):
-        return None
+        return False
     if not file.exists() or not file.stat().st_size:  # all weights are in the graph
-        return None
-    if _PACKED in path.read_bytes():
-        return None
+        return False
+    return _PACKED not in path.read_bytes()
+
+
+def _map_weights(path: Path, options: ort.SessionOptions) -> mmap.mmap:
+    """Lend a session its graph's weights, in pages of 2 MB where the system reads files so.
+
+    A pass reads all of them: in pages of 4 KB it waits for their addresses as well. ONNX Runtime
+    maps each weight apart, at a place that no page of 2 MB fits.
+    """
+    file = path.with_suffix(".data")
     with file.open("rb") as stream:
         mapped = mmap.mmap(stream.fileno(), 0, access=mmap.ACCESS_READ)
     with contextlib.suppress(OSError):  # of a system without such pages
