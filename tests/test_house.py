@@ -16,7 +16,7 @@ IN_A_CLONE = ("scripts", "benchmarks")
 FOLDERS = ("quantize", "export", "build", "device_runtime", "multimodal", "tools", *IN_A_CLONE)
 FILES = [*ROOT.glob("*.py"), *(p for folder in FOLDERS for p in (ROOT / folder).rglob("*.py"))]
 TESTS = [*(ROOT / "tests").rglob("*.py")]
-MAX_FILE_LINES, MAX_FUNCTION_LINES, MAX_FORMATTED_BY_HAND = 400, 60, 430
+MAX_FILE_LINES, MAX_FUNCTION_LINES, MAX_FORMATTED_BY_HAND = 800, 60, 430
 
 
 def _faults(path: Path) -> list[str]:
