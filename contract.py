@@ -36,6 +36,10 @@ class RequestError(EdgeLLMError):
     """One request is malformed; the others of the file still run."""
 
 
+class UnexpectedError(EdgeLLMError):
+    """One request met a fault of the program or of a library, which is its `__cause__`."""
+
+
 # ------------------------------------------------------------------ graph inputs and outputs
 INPUT_IDS = "input_ids"  # int64 [1, S]
 POSITION_IDS = "position_ids"  # int64 [A, S], A axes; depth positions for tree nodes

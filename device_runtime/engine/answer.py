@@ -15,10 +15,15 @@ from edgellm.device_runtime.engine.turns import Turns
 
 
 class Answer:
-    """An answer that grows while it is iterated over; complete when the iteration ends."""
+    """An answer that grows while it is iterated over; complete when the iteration ends.
+
+    Attributes:
+        failure: why it ended before its time, when all steps before that have been read.
+    """
 
     def __init__(self, entry: Entry, turns: Turns) -> None:
         self.text, self.is_complete = "", False
+        self.failure: BaseException | None = None
         self._entry, self._turns = entry, turns
         self._begun = threading.Lock()
 
@@ -86,12 +91,19 @@ class Answer:
     async def __aiter__(self) -> AsyncIterator[Step]:
         """The same, without keeping the event loop from others; raises as `__iter__`."""
         entry = self.begin()
-        steps = self._grow(entry, reader=entry)
+        self._turns.enter(entry, entry)
         try:
-            while (step := await asyncio.to_thread(next, steps, None)) is not None:
-                yield step
-        finally:
-            steps.close()
+            while not entry.is_read:
+                for _, steps in await asyncio.to_thread(self._turns.next, [entry]):
+                    for step in steps:
+                        self.text += step.text
+                        yield step
+                if entry.failure is not None and entry.is_done and not entry.steps:
+                    self.failure = entry.failure
+                    raise entry.failure
+            self.is_complete = True
+        finally:  # also of a cancelled task, whose thread then computes one pass at most
+            self._turns.leave(entry)
 
     def begin(self) -> Entry:
         """What is read of it from now on, by one reader; raises as `__iter__`."""
@@ -102,14 +114,17 @@ class Answer:
             )
         return self._entry
 
-    def _grow(self, entry: Entry, reader: object = None) -> Generator[Step, None, None]:
+    def _grow(self, entry: Entry) -> Generator[Step, None, None]:
         try:
-            self._turns.enter(entry, reader)
+            self._turns.enter(entry)
             while not entry.is_read:
                 for _, steps in self._turns.next([entry]):
                     for step in steps:
                         self.text += step.text
                         yield step
+                if entry.failure is not None and entry.is_done and not entry.steps:
+                    self.failure = entry.failure
+                    raise entry.failure
             self.is_complete = True
         finally:
             self._turns.leave(entry)

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import itertools
+import logging
 import time
 from collections import deque
 from collections.abc import Callable
@@ -13,9 +14,15 @@ from edgellm.device_runtime.engine.cache_slot import CacheSlot
 from edgellm.device_runtime.engine.scheduler import Bounds, Plan, Standing, plan
 from edgellm.device_runtime.engine.sequence import Sequence, Step
 from edgellm.device_runtime.engine.step import step
+from edgellm.device_runtime.faults import Confined, as_failure, is_fault
 from edgellm.device_runtime.speculate.costs import Company
 
+_log = logging.getLogger(__name__)
 AHEAD = 4  # steps that are computed in company before their reader asks for them
+
+
+class OutOfTimeError(Exception):
+    """Raised by `before_pass`: the output ends here, with the finish reason `length`."""
 
 
 @dataclass(slots=True, eq=False)
@@ -25,7 +32,7 @@ class Entry:
     sequence: Sequence
     kept: int | None = None  # rows of it that are to be kept for later prompts
     priority: int = 0  # smaller goes first
-    # Asked before every pass, by any thread; what it raises ends the answer.
+    # Asked before every pass, by any thread; what it raises ends the answer. See `OutOfTimeError`.
     before_pass: Callable[[], object] | None = None
     number: int = 0  # in line
     came_s: float = 0.0  # of time.monotonic()
@@ -33,6 +40,7 @@ class Entry:
     is_wanted: bool = False  # its reader waits
     is_turned_away: bool = False  # its reader waits for another answer
     is_admitted: bool = False
+    is_cut: bool = False  # its time is over
     is_done: bool = False  # `steps` are its last
     saved_rows: int = 0  # that the pool had to have back
     steps: deque[Step] = field(default_factory=deque)  # that nobody has read
@@ -41,7 +49,7 @@ class Entry:
     @property
     def is_over(self) -> bool:
         """Whether it takes no further step."""
-        return self.sequence.is_over or self.failure is not None
+        return self.sequence.is_over or self.is_cut or self.failure is not None
 
     @property
     def is_read(self) -> bool:
@@ -54,8 +62,12 @@ class Entry:
             return
         try:
             self.before_pass()
-        except Exception as error:  # noqa: BLE001 - its reader is told
-            self.failure = error
+        except OutOfTimeError:
+            self.is_cut = True
+        except BaseException as error:
+            if not is_fault(error):
+                raise
+            self.failure = error  # as it is: its reader knows what it may raise
 
     def standing(self, now_s: float, patience_s: float, tree_rows: int) -> Standing:
         """As the scheduler sees it."""
@@ -185,7 +197,8 @@ class Batch:
     def run(self, stepping: list[Entry]) -> list[tuple[Step, ...]]:
         """Take the step; entries whose answers fail say so."""
         if self.on_pass is not None:
-            self.on_pass(len(stepping), self._num_preempted)
+            with Confined(self._drop_on_pass):
+                self.on_pass(len(stepping), self._num_preempted)
         self._num_preempted = 0
         if self.slot.steps_together:
             return self._step(stepping)
@@ -196,16 +209,20 @@ class Batch:
             found += [()] if entry.is_over else self._step([entry])
         return found
 
+    def _drop_on_pass(self, error: EdgeLLMError) -> None:
+        _log.error("on_pass failed and is not called again: %s", error, exc_info=error)
+        self.on_pass = None
+
     def _step(self, entries: list[Entry]) -> list[tuple[Step, ...]]:
         try:
             found = step(self.slot, [entry.sequence for entry in entries])
             for entry in entries:
                 self._keep(entry)
-        except BaseException as error:
-            is_interrupt = not isinstance(error, Exception)
+        except BaseException as error:  # of no sequence alone, or an interrupt
+            failure = as_failure(error) if is_fault(error) else _interrupted()
             for entry in entries:
-                entry.failure = _interrupted() if is_interrupt else error
-            if is_interrupt:
+                entry.failure = failure
+            if not is_fault(error):
                 raise
             return [() for _ in entries]
         for entry in entries:
@@ -213,9 +230,12 @@ class Batch:
         return found
 
     def _keep(self, entry: Entry) -> None:
-        if entry.kept is not None and self.slot.is_to_keep(entry.sequence, entry.kept):
-            entry.sequence.warnings += self.slot.keep(entry.sequence, entry.kept)
-            entry.kept = None
+        if entry.kept is None:
+            return
+        with Confined(entry.sequence.warn):  # the output lacks nothing
+            if self.slot.is_to_keep(entry.sequence, entry.kept):
+                kept, entry.kept = entry.kept, None
+                entry.sequence.warnings += self.slot.keep(entry.sequence, kept)
 
     def end(self, stepping: list[Entry], found: list[tuple[Step, ...]]) -> None:
         """Hand out what the pass gave."""
@@ -226,6 +246,9 @@ class Batch:
                 self._finish(entry)
 
     def _finish(self, entry: Entry) -> None:
+        if entry.is_cut and not entry.sequence.is_over:
+            entry.steps += entry.sequence.cut()
+            entry.failure = entry.sequence.failure
         entry.is_done, entry.is_admitted = True, False
         entry.sequence.close()
 
@@ -240,7 +263,8 @@ def _share(stepping: list[Entry]) -> None:
             others = total - rows[entry]
             # One object for all that stand alike: who turns to it finds it by its identity.
             company = companies.setdefault(others, Company(answers, others))
-            entry.sequence.drafter.company = company
+            with Confined(entry.sequence.fail):
+                entry.sequence.drafter.company = company
 
 
 def _rows_lately(sequence: Sequence) -> int:

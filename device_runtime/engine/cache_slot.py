@@ -19,6 +19,7 @@ from edgellm.device_runtime.engine.prefix_cache import (
 from edgellm.device_runtime.engine.profile import RESTORE
 from edgellm.device_runtime.engine.prompt import Prompt
 from edgellm.device_runtime.engine.sequence import Sequence
+from edgellm.device_runtime.faults import Confined
 from edgellm.device_runtime.sessions import ImageRows, LoadedAdapter, RowKey
 from edgellm.device_runtime.sessions.decoder import DecoderSession
 
@@ -103,6 +104,7 @@ class CacheSlot:
         """Turn to the rows of a sequence; costs nothing where sequences share pages."""
         if self._holder is sequence:
             return
+        self._holder = None  # of no sequence, should one of the following fail
         if sequence.context is None:
             self._retire()
             self._begin(sequence)
@@ -143,8 +145,10 @@ class CacheSlot:
         for sequence in [one for one in self._begun if one.is_over]:
             contexts, self._spare_rows = self._begun.pop(sequence), None
             if sequence.drafter is not None:
-                sequence.drafter.drop()
-            if self._reuses_context and sequence.num_rows:
+                with Confined(sequence.warn):
+                    sequence.drafter.drop()
+            # Rows of one that failed may be anything, such as what is no number.
+            if self._reuses_context and sequence.num_rows and sequence.failure is None:
                 keys = sequence.keys[: sequence.num_rows + 1]
                 self._finished.add(Finished(keys, contexts))
             else:
@@ -178,8 +182,7 @@ class CacheSlot:
                 self._finished.use(found)
             found = found.contexts
         if found is not None and held:
-            pairs = zip(self._caches, found, strict=True)
-            return held, tuple(cache.fork(context) for cache, context in pairs)
+            return held, self._fork(found)
         return 0, tuple(cache.new_context() for cache in self._caches)
 
     def _best(self, sequence: Sequence) -> tuple[int, Finished | tuple[Any, ...] | None]:
@@ -204,6 +207,18 @@ class CacheSlot:
         if self.session.context not in known:
             self.session.close(self.session.context)
 
+    def _fork(self, contexts: tuple[Any, ...]) -> tuple[Any, ...]:
+        """Others with the same rows, in all caches or in none."""
+        made: list[Any] = []
+        try:
+            for cache, context in zip(self._caches, contexts, strict=True):
+                made.append(cache.fork(context))
+        except BaseException:
+            for cache, context in zip(self._caches, made, strict=False):
+                cache.close(context)
+            raise
+        return tuple(made)
+
     def _close(self, contexts: tuple[Any, ...]) -> None:
         for cache, context in zip(self._caches, contexts, strict=True):
             cache.close(context)
@@ -224,9 +239,7 @@ class CacheSlot:
         if not (self._reuses_context and self.session.pass_rows):
             return
         contexts, self._spare_rows = self._begun[sequence], None
-        forks = zip(self._caches, contexts, strict=True)
-        ended = tuple(cache.fork(context) for cache, context in forks)
-        self._finished.add(Finished(sequence.keys, ended))
+        self._finished.add(Finished(sequence.keys, self._fork(contexts)))
 
     def set_up(self, prompt: Prompt) -> None:
         """Tell the base what image rows of a prompt stand for, and its adapter, before it is read.

@@ -9,7 +9,6 @@ from __future__ import annotations
 import threading
 from collections.abc import Callable, Iterable, Sequence
 
-from edgellm.contract import EdgeLLMError
 from edgellm.device_runtime.engine.answer import Answer
 from edgellm.device_runtime.engine.batch import Entry
 from edgellm.device_runtime.engine.sequence import Step
@@ -33,7 +32,7 @@ class _Order:
         try:
             if not self.ended.is_set() and not self.going.fill():
                 self.ended.set()
-        except EdgeLLMError as error:
+        except BaseException as error:  # noqa: BLE001 - the driver outlives every order
             self.fail(error)
 
     def take(self, entry: Entry, steps: Sequence[Step]) -> None:
@@ -42,10 +41,10 @@ class _Order:
             return
         try:
             self._told(*self.going.take(entry, steps))
-        except Exception as error:  # noqa: BLE001 - the driver outlives every order
+        except BaseException as error:  # noqa: BLE001 - the driver outlives every order
             self.fail(error)
             return
-        if entry.is_done and entry.failure is not None:
+        if entry.failure is not None and entry not in self.going.entries:
             self.fail(entry.failure)
 
     def fail(self, error: BaseException) -> None:
@@ -125,7 +124,7 @@ class Driver:
             return
         try:
             news = self._turns.poll([*of])
-        except EdgeLLMError as error:  # the engine was closed
+        except BaseException as error:  # noqa: BLE001 - the engine was closed, or an interrupt
             for one in orders:
                 one.fail(error)
             return

@@ -27,7 +27,7 @@ from edgellm.device_runtime.engine.profile import IMAGES, Profile
 from edgellm.device_runtime.engine.prompt import Prompt, fit
 from edgellm.device_runtime.engine.reading import Reader
 from edgellm.device_runtime.engine.sequence import Sequence, Step
-from edgellm.device_runtime.engine.together import News, together
+from edgellm.device_runtime.engine.together import BatchError, News, together
 from edgellm.device_runtime.engine.turns import Turns
 from edgellm.device_runtime.sampling.guidance import Guidance
 from edgellm.device_runtime.sampling.logprobs import TokenLogprobs
@@ -44,7 +44,7 @@ if TYPE_CHECKING:
     from edgellm.device_runtime.engine.images import ImageReader, Seen
     from edgellm.multimodal.sources import Source
 
-__all__ = ["LLM", "Answer", "Step"]
+__all__ = ["LLM", "Answer", "BatchError", "Step"]
 BeforePass = Callable[[], object]
 
 
@@ -248,12 +248,14 @@ class LLM:
 
         Raises:
             RequestError: a prompt does not fit, or options that `generate` does not take.
-            EdgeLLMError: an answer failed.
+            BatchError: answers failed; it holds the others, which are complete.
         """
         found = arguments.batch(prompts, sampling)
         answers = [self.generate(prompt, sampling=how, **options) for prompt, how in found]
         for _ in self.together(answers, batch_size):
             pass
+        if any(answer.failure is not None for answer in answers):
+            raise BatchError(answers)
         return answers
 
     def driver(self) -> Driver:
@@ -262,6 +264,8 @@ class LLM:
 
     def together(self, answers: Iterable[Answer], batch_size: int | None = None) -> Iterator[News]:
         """Iterate over several answers side by side, see `together.together`.
+
+        One that fails says so in its `failure`, and the others go on.
 
         Args:
             answers: of `generate`, not iterated over yet; taken as soon as there is a place.

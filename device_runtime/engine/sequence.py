@@ -9,6 +9,7 @@ from edgellm.contract import EdgeLLMError
 from edgellm.device_runtime.engine.endings import Endings, Taken
 from edgellm.device_runtime.engine.profile import Profile, RoundCounts
 from edgellm.device_runtime.engine.prompt import Prompt
+from edgellm.device_runtime.faults import Confined
 from edgellm.device_runtime.sampling.logprobs import TokenLogprobs
 from edgellm.device_runtime.sampling.sampler import Sampler
 from edgellm.device_runtime.sessions import RowKey
@@ -100,6 +101,15 @@ class Sequence:
             steps += self._end(with_rest=taken.stop is None)
         return tuple(steps)
 
+    def cut(self) -> tuple[Step, ...]:
+        """End the output here, as if it had all its tokens: its time is over."""
+        self.finish_reason = "length"
+        steps: list[Step] = []
+        with Confined(self.fail):
+            steps = self._end(with_rest=True)
+        self.close()
+        return tuple(steps)
+
     def _end(self, *, with_rest: bool) -> list[Step]:
         profile = self.profile
         counts = profile.generated_tokens if self.drafter is None else profile.speculated_tokens
@@ -110,15 +120,20 @@ class Sequence:
 
     def fail(self, reason: EdgeLLMError) -> None:
         """It cannot go on; others can."""
-        self.failure = reason
+        self.failure = self.failure or reason
         self.close()
+
+    def warn(self, reason: EdgeLLMError) -> None:
+        """Something went wrong that takes nothing from the output."""
+        self.warnings.append(str(reason))
 
     def close(self) -> None:
         """Nobody asks on, or it failed, or it is complete; from any thread."""
         if not self.is_over:
             self.is_over = True
             if self.drafter is not None:
-                self.drafter.end()
+                with Confined(self.warn):
+                    self.drafter.end()
 
 
 def _counts(found: Round, emitted: int) -> RoundCounts:

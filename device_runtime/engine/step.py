@@ -8,6 +8,8 @@ from __future__ import annotations
 
 import time
 from collections.abc import Iterable
+from collections.abc import Sequence as Sized
+from functools import partial
 from typing import Any, NamedTuple, TypeVar
 
 import numpy as np
@@ -24,6 +26,8 @@ from edgellm.device_runtime.engine.profile import (
     VERIFY,
 )
 from edgellm.device_runtime.engine.sequence import Sequence, Step
+from edgellm.device_runtime.faults import Confined, computed
+from edgellm.device_runtime.runners.rounds import RoundOutcome
 from edgellm.device_runtime.sampling.sampler import draw
 from edgellm.device_runtime.sessions import F32, I64
 from edgellm.device_runtime.sessions.decoder import DecoderSession, Part, PassResult
@@ -52,18 +56,28 @@ class _Turn(NamedTuple):
     verified: Verified | None = None  # by a device
 
 
+class _Done(NamedTuple):
+    """A round that a device ran."""
+
+    outcome: RoundOutcome
+    result: PassResult
+    ask_ms: float
+    wait_ms: float
+
+
 _Planned = tuple[Sequence, RoundSession, RoundPart]
+_Part = tuple[Sequence, RoundPart]
 
 
 def step(slot: CacheSlot, sequences: Iterable[Sequence]) -> list[tuple[Step, ...]]:
-    """Advance every sequence, none of which is over, by one pass or round.
+    """Advance every sequence that is not over by one pass or round.
 
     As many as the engine was built for share a pass.
 
     Returns:
         What it added to each answer: nothing while the prompt is read, and text that was held
-        back behind the end. A sequence of which the engine computed something that is not a
-        number adds nothing and is over, with its `failure`.
+        back behind the end. A sequence whose own work raised anything, or of which the engine
+        computed something that is not a number, is over, with its `failure`.
     """
     going, most = list(sequences), slot.session.most_parts
     found: dict[Sequence, tuple[Step, ...]] = dict.fromkeys(going, ())
@@ -83,50 +97,38 @@ def _turns(slot: CacheSlot, sequences: list[Sequence]) -> tuple[list[_Turn], lis
     found: list[_Turn] = []
     drafting: list[Sequence] = []
     for at, sequence in enumerate(sequences):
-        try:
+        if sequence.is_over:
+            continue
+        with Confined(sequence.fail):
             if at and slot.waits(sequence, sequences[:at]):
                 continue
             turn = _ask(slot, sequence)
-        except EdgeLLMError as error:
-            sequence.fail(error)
-            continue
-        if turn is None:
-            drafting.append(sequence)
-        else:
-            found.append(turn)
+            if turn is None:
+                drafting.append(sequence)
+            else:
+                found.append(turn)
     return found, drafting
 
 
 def _take(slot: CacheSlot, turns: list[_Turn]) -> dict[Sequence, tuple[Step, ...]]:
     """Run a pass for all, and see what becomes of each."""
     found: dict[Sequence, tuple[Step, ...]] = {}
-    begin = time.perf_counter()
-    try:
-        results = _run(slot.session, turns)
-    except EdgeLLMError as error:
-        if len(turns) > 1:  # it may be one's fault alone
-            for turn in turns:
-                found |= _take(slot, [turn])
-        else:
-            turns[0].sequence.fail(error)
-        return found
-    end = time.perf_counter()
-    pass_ms = (end - begin) * 1e3
-    for turn, result in zip(turns, results, strict=True):
-        sequence, begin = turn.sequence, end
-        try:
+    for turn, (result, pass_ms) in computed(turns, partial(_run, slot.session), _fail):
+        sequence, begin = turn.sequence, time.perf_counter()
+        with Confined(sequence.fail):
             slot.admit(sequence)
             settled = _settle(slot.session, turn, result)
-            end = time.perf_counter()
-            _book(turn, pass_ms, (end - begin) * 1e3)
+            _book(turn, pass_ms, (time.perf_counter() - begin) * 1e3)
             found[sequence] = sequence.take(settled)
             if turn.stage == PREFILL and not sequence.is_reading:
                 slot.end_prompt(sequence)
             if sequence.finish_reason is not None:
                 slot.end(sequence)
-        except EdgeLLMError as error:
-            sequence.fail(error)
     return found
+
+
+def _fail(turn: _Turn, error: EdgeLLMError) -> None:
+    turn.sequence.fail(error)
 
 
 def _book(turn: _Turn, pass_ms: float, settling_ms: float) -> None:
@@ -140,11 +142,15 @@ def _book(turn: _Turn, pass_ms: float, settling_ms: float) -> None:
     profile.book(SETTLE, settling_ms)
 
 
-def _run(session: DecoderSession, turns: list[_Turn]) -> list[PassResult]:
-    """The results of all turns, one pass."""
+def _run(session: DecoderSession, turns: Sized[_Turn]) -> list[tuple[PassResult, float]]:
+    """The results of all turns, one pass, each with its milliseconds."""
+    begin = time.perf_counter()
     parts = [turn.part for turn in turns if turn.part is not None]
     left = iter(session.run_many(parts) if parts else ())
-    return [turn.verified.result if turn.verified is not None else next(left) for turn in turns]
+    ms = (time.perf_counter() - begin) * 1e3
+    return [
+        (turn.verified.result if turn.verified is not None else next(left), ms) for turn in turns
+    ]
 
 
 # ---------------------------------------------------------------------------- before the pass
@@ -199,7 +205,11 @@ def read_piece(
 
 def _caught_up(sequences: list[Sequence]) -> list[Sequence]:
     """Those whose drafts have read what was committed, in shared passes."""
-    reading = [(one, _drafter(one).catch_up()) for one in sequences if one.left > 1]
+    reading: list[tuple[Sequence, Passes[None]]] = []
+    for one in sequences:
+        with Confined(one.fail):
+            if one.left > 1:
+                reading.append((one, _drafter(one).catch_up()))
     _drafted(reading, DRAFT_EXTEND)
     return [one for one in sequences if not one.is_over]
 
@@ -208,13 +218,15 @@ def _planned(session: DecoderSession, sequences: list[Sequence]) -> list[_Planne
     """The rounds that a device can run alone."""
     found: list[_Planned] = []
     for sequence in sequences:
-        drafter, sampler = _drafter(sequence), sequence.sampler
-        assert sequence.context is not None
-        is_exact = sequence.accept is accept_exactly or sampler.params.is_greedy
-        newest = sequence.newest, sequence.context, sequence.num_rows
-        planned = drafter.plan_round(session, newest, sequence.left - 1, sampler, is_exact=is_exact)
-        if planned is not None:
-            found.append((sequence, *planned))
+        with Confined(sequence.fail):
+            drafter, sampler = _drafter(sequence), sequence.sampler
+            assert sequence.context is not None
+            exact = sequence.accept is accept_exactly or sampler.params.is_greedy
+            newest = sequence.newest, sequence.context, sequence.num_rows
+            left = sequence.left - 1
+            planned = drafter.plan_round(session, newest, left, sampler, is_exact=exact)
+            if planned is not None:
+                found.append((sequence, *planned))
     return found
 
 
@@ -230,38 +242,45 @@ def _run_rounds(slot: CacheSlot, planned: list[_Planned]) -> dict[Sequence, tupl
 
 
 def _run_round(
-    slot: CacheSlot, rounds: RoundSession, parts: list[tuple[Sequence, RoundPart]]
+    slot: CacheSlot, rounds: RoundSession, parts: list[_Part]
 ) -> dict[Sequence, tuple[Step, ...]]:
+    found: dict[Sequence, tuple[Step, ...]] = {}
+    for (sequence, _), done in computed(parts, partial(_compute_round, rounds), _fail_part):
+        with Confined(sequence.fail):
+            sequence.profile.book(GROW, done.ask_ms)
+            sequence.profile.book(VERIFY, done.wait_ms)
+            verified = _drafter(sequence).take_round(done.outcome, done.result)
+            turn = _Turn(sequence, None, VERIFY, tree=verified.tree, verified=verified)
+            found |= _take(slot, [turn])
+    return found
+
+
+def _compute_round(rounds: RoundSession, parts: Sized[_Part]) -> list[_Done]:
     begin = time.perf_counter()
-    try:
-        rounds.ask([part for _, part in parts])
-    except EdgeLLMError as error:
-        if len(parts) == 1:
-            parts[0][0].fail(error)
-            return {}
-        found: dict[Sequence, tuple[Step, ...]] = {}
-        for one in parts:  # it may be one's fault alone
-            found |= _run_round(slot, rounds, [one])
-        return found
+    rounds.ask([part for _, part in parts])
     asked = time.perf_counter()
     outcomes = rounds.finish()
-    end, turns = time.perf_counter(), list[_Turn]()
-    for (sequence, _), (outcome, result) in zip(parts, outcomes, strict=True):
-        sequence.profile.book(GROW, (asked - begin) * 1e3)
-        sequence.profile.book(VERIFY, (end - asked) * 1e3)
-        verified = _drafter(sequence).take_round(outcome, result)
-        turns.append(_Turn(sequence, None, VERIFY, tree=verified.tree, verified=verified))
-    return _take(slot, turns)
+    times_ms = (asked - begin) * 1e3, (time.perf_counter() - asked) * 1e3
+    return [_Done(*outcome, *times_ms) for outcome in outcomes]
+
+
+def _fail_part(part: _Part, error: EdgeLLMError) -> None:
+    part[0].fail(error)
 
 
 def _draft(session: DecoderSession, sequences: list[Sequence]) -> list[_Turn]:
     """Trees of several sequences, whose drafts share passes."""
     proposing: list[tuple[Sequence, Passes[Tree]]] = []
     for sequence in sequences:
-        room = min(session.capacity - sequence.num_rows, sequence.most_rows) - 1
-        tree = _drafter(sequence).propose(sequence.newest, room, sequence.left - 1)
-        proposing.append((sequence, tree))
-    return [_verifying(sequence, tree) for sequence, tree in _drafted(proposing, GROW)]
+        with Confined(sequence.fail):
+            room = min(session.capacity - sequence.num_rows, sequence.most_rows) - 1
+            tree = _drafter(sequence).propose(sequence.newest, room, sequence.left - 1)
+            proposing.append((sequence, tree))
+    turns: list[_Turn] = []
+    for sequence, tree in _drafted(proposing, GROW):
+        with Confined(sequence.fail):
+            turns.append(_verifying(sequence, tree))
+    return turns
 
 
 def _drafter(sequence: Sequence) -> Drafter:

@@ -4,12 +4,32 @@ from __future__ import annotations
 
 from collections.abc import Iterable, Iterator, Sequence
 
+from edgellm.contract import EdgeLLMError
 from edgellm.device_runtime.engine.answer import Answer
 from edgellm.device_runtime.engine.batch import Entry
 from edgellm.device_runtime.engine.sequence import Step
 from edgellm.device_runtime.engine.turns import Turns
+from edgellm.device_runtime.faults import is_fault
 
 News = tuple[Answer, tuple[Step, ...]]
+
+
+class BatchError(EdgeLLMError):
+    """Some outputs of a batch failed; the others are complete.
+
+    Attributes:
+        answers: all of them in order; a `failure` says why one failed.
+    """
+
+    def __init__(self, answers: Sequence[Answer]) -> None:
+        failed = [(at, one.failure) for at, one in enumerate(answers) if one.failure is not None]
+        at, first = failed[0]
+        super().__init__(
+            f"{len(failed)} of {len(answers)} outputs failed, prompt {at} first: {first}",
+            hint="the error's `answers` holds all outputs; `failure` says why one failed",
+        )
+        self.answers = list(answers)
+        self.__cause__ = first
 
 
 class Going:
@@ -24,29 +44,41 @@ class Going:
             most: answers in the works.
         """
         self._turns, self._coming, self._most = turns, iter(answers), most
+        self._fault: BaseException | None = None  # why no further answer comes
         self.entries = dict[Entry, Answer]()
 
     def fill(self) -> bool:
         """Begin answers while there are places; whether any are in the works.
 
         Raises:
-            EdgeLLMError: one was iterated over before.
+            Exception: an answer was iterated over before, or the next could not be made; those
+                that were begun are complete.
         """
         entries = self.entries
-        while len(entries) < self._most and (answer := next(self._coming, None)) is not None:
-            entry = answer.begin()
-            entries[entry] = answer
-            self._turns.enter(entry)
+        while self._fault is None and len(entries) < self._most:
+            try:
+                if (answer := next(self._coming, None)) is None:
+                    break
+                entry = answer.begin()
+            except BaseException as error:
+                if not is_fault(error):
+                    raise
+                self._fault = error
+            else:
+                entries[entry] = answer
+                self._turns.enter(entry)
+        if self._fault is not None and not entries:
+            raise self._fault
         return bool(entries)
 
     def take(self, entry: Entry, steps: Sequence[Step]) -> News:
         """What came of one of them, which is left when it is complete."""
         answer = self.entries[entry]
         answer.text += "".join(step.text for step in steps)
-        if entry.is_read:
+        if entry.is_done and not entry.steps:  # another thread may have computed more
             self._turns.leave(entry)
             del self.entries[entry]
-            answer.is_complete = True
+            answer.failure, answer.is_complete = entry.failure, entry.failure is None
         return answer, tuple(steps)
 
     def drop(self) -> None:
@@ -65,10 +97,11 @@ def together(turns: Turns, answers: Iterable[Answer], most: int) -> Iterator[New
         most: answers in the works.
 
     Yields:
-        An answer and the steps that came of it: none, or the last, when it is complete.
+        An answer and the steps that came of it: none, or the last, when it is complete or has a
+        `failure`. The others go on.
 
     Raises:
-        EdgeLLMError: an answer failed, or was iterated over before; the others are dropped.
+        Exception: see `Going.fill`.
     """
     going = Going(turns, answers, most)
     try:

@@ -60,27 +60,25 @@ class Turns:
             entries: in the works, none of which has ended and been read.
 
         Returns:
-            What came of each that goes on, or has ended.
+            What came of each that goes on, or has ended; its `failure` says why it failed. Nothing,
+            if the reader has left meanwhile.
 
         Raises:
             EdgeLLMError: the engine was closed.
-            Exception: an answer failed; what came of it before has been read.
         """
         self._ask(entries)
         while True:
             with self._lock:
-                self.require_open()
-                for entry in entries:
-                    if entry.is_done and not entry.steps and entry.failure is not None:
-                        raise entry.failure
+                if self._closed:
+                    self.require_open()
                 if found := self._read(entries):
                     return found
+                if self._readers.keys().isdisjoint(entries):
+                    return []
             self._compute_or_wait()
 
     def poll(self, entries: Sequence[Entry]) -> list[tuple[Entry, list[Step]]]:
         """As `next`, but for a pass at most, after which there may be nothing new.
-
-        An answer that failed comes with what came of it before; its `failure` says why.
 
         Raises:
             EdgeLLMError: the engine was closed.

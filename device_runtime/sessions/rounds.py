@@ -128,10 +128,12 @@ class RoundSession:
         """
         results: list[tuple[RoundOutcome, PassResult]] = []
         for part, found in zip(self._asked, self._rounds.finish(), strict=True):
-            if found.accepted is not None and part.accepts == "sampled":
-                part.sampler.spend(len(found.accepted[0]))
             result = self.base.end_round(part.contexts[0], found.token_ids, found.outputs)
             results.append((found, result))
+        for part, (found, _) in zip(self._asked, results, strict=True):
+            # After all that may fail: a round that is run again draws the same.
+            if found.accepted is not None and part.accepts == "sampled":
+                part.sampler.spend(len(found.accepted[0]))
         self._asked = ()
         return results
 

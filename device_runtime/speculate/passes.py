@@ -6,12 +6,12 @@ several drafts are one pass, and so is each level of all their trees.
 
 from __future__ import annotations
 
-from collections.abc import Callable, Generator, Iterator, Sequence
-from contextlib import contextmanager
+from collections.abc import Generator, Sequence
 from dataclasses import dataclass
 from typing import Any, Protocol, TypeVar
 
 from edgellm.contract import EdgeLLMError
+from edgellm.device_runtime.faults import Confined, computed
 
 T = TypeVar("T")
 
@@ -63,7 +63,7 @@ def run(passes: Passes[T]) -> T:
 def run_all(each: Sequence[Passes[T]]) -> list[T | EdgeLLMError]:
     """What comes of the work of each of several drafters, or why it failed."""
     if len(each) == 1:
-        return [_caught(lambda: run(each[0]))]
+        return [_outcome(each[0])]
     work = [_Work(passes) for passes in each]
     for one in work:
         one.begin()
@@ -73,7 +73,7 @@ def run_all(each: Sequence[Passes[T]]) -> list[T | EdgeLLMError]:
             going[0].finish()
             continue
         together = [one for one in going if one.session is first][: first.most_parts]
-        _run_together(first, together)
+        _run_together(together)
     return [one.outcome for one in work]
 
 
@@ -91,45 +91,36 @@ class _Work:
         return self.wanted.session
 
     def begin(self) -> None:
-        with self._going_on():
-            self.wanted = next(self._passes)
+        self.send(None)
 
     def send(self, result: Any) -> None:
-        with self._going_on():
-            self.wanted = self._passes.send(result)
+        with Confined(self.fail):
+            try:
+                self.wanted = self._passes.send(result)
+            except StopIteration as end:
+                self.wanted, self.outcome = None, end.value
 
     def finish(self) -> None:
         while self.wanted is not None:
-            _run_together(self.session, [self])
+            _run_together([self])
 
     def fail(self, error: EdgeLLMError) -> None:
         self.wanted, self.outcome = None, error
-        self._passes.close()
-
-    @contextmanager
-    def _going_on(self) -> Iterator[None]:
-        try:
-            yield
-        except StopIteration as end:
-            self.wanted, self.outcome = None, end.value
-        except EdgeLLMError as error:
-            self.wanted, self.outcome = None, error
+        with Confined(lambda _: None):  # it has failed already, for the reason that is known
+            self._passes.close()
 
 
-def _run_together(session: Session, work: list[_Work]) -> None:
-    try:
-        results = _computed([one.wanted for one in work if one.wanted is not None])
-    except EdgeLLMError as error:
-        if len(work) == 1:
-            work[0].fail(error)
-        else:  # it may be one's fault alone
-            for one in work:
-                _run_together(session, [one])
-        return
-    for one, result in zip(work, results, strict=True):
+def _run_together(work: Sequence[_Work]) -> None:
+    for one, (result, answers) in computed(work, _computed_for, _Work.fail):
         if one.wanted is not None:
-            one.wanted.answers = len(work)
+            one.wanted.answers = answers
         one.send(result)
+
+
+def _computed_for(work: Sequence[_Work]) -> list[tuple[Any, int]]:
+    """Results for drafters, each with the number of those that shared the pass."""
+    wanted = [one.wanted for one in work if one.wanted is not None]
+    return [(result, len(work)) for result in _computed(wanted)]
 
 
 def _computed(parts: Sequence[Wanted]) -> Sequence[Any]:
@@ -138,8 +129,8 @@ def _computed(parts: Sequence[Wanted]) -> Sequence[Any]:
     return (session.ask_many if parts[0].asks else session.run_many)([one.part for one in parts])
 
 
-def _caught(action: Callable[[], T]) -> T | EdgeLLMError:
-    try:
-        return action()
-    except EdgeLLMError as error:
-        return error
+def _outcome(passes: Passes[T]) -> T | EdgeLLMError:
+    failures: list[EdgeLLMError] = []
+    with Confined(failures.append):
+        return run(passes)
+    return failures[0]

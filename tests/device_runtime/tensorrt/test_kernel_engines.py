@@ -232,6 +232,42 @@ def test_rounds_of_all_answers_wait_once(pair, steps, options, waits):
 
 
 @pytest.mark.usefixtures("steps")
+@pytest.mark.parametrize("name", ["ask", "finish", "take_round"])
+def test_one_that_fails_in_a_round_of_the_device_fails_alone(pair, monkeypatch, name):
+    """A round that fails is run for each alone."""
+    llm = LLM(pair.engine, spec=SpecOptions(top_k=3, steps=3, verify_size=20, tree="fixed"))
+    each = {"max_generate_length": 5}
+    asked = [(ASKS[at], (GREEDY, SAMPLED)[at % 2]) for at in range(ANSWERS)]
+    prompts, sampling = zip(*asked, strict=True)
+    alone = llm.generate_batch(prompts, sampling=sampling, **each)
+    answers = [llm.generate(prompt, sampling=how, **each) for prompt, how in asked]
+    victim, hits = answers[1]._entry.sequence, []
+
+    def fails(*_, **__):
+        hits.append(name)
+        raise ValueError("boom")
+
+    if name in ("ask", "finish"):
+        run = getattr(RoundSession, name)
+
+        def watched(self, *given):
+            parts = given[0] if given else self._asked
+            if any(part.contexts[0] is victim.context for part in parts):
+                fails()
+            return run(self, *given)
+
+        monkeypatch.setattr(RoundSession, name, watched)
+    else:
+        setattr(victim.drafter, name, fails)
+    for _ in llm.together(answers):
+        pass
+    assert hits
+    assert str(answers[1].failure) == "ValueError: boom"
+    others = [at for at in range(ANSWERS) if at != 1]
+    assert [answers[at].token_ids for at in others] == [alone[at].token_ids for at in others]
+
+
+@pytest.mark.usefixtures("steps")
 def test_answers_that_ask_for_different_things_share_rounds(
     pair, of_several, monkeypatch, tmp_path
 ):

@@ -1,0 +1,450 @@
+"""Whatever one sequence raises, in any of its hooks, ends it alone: the others never notice."""
+
+from __future__ import annotations
+
+import asyncio
+import time
+from collections.abc import Callable
+from concurrent.futures import ThreadPoolExecutor
+from typing import Any
+
+import pytest
+
+from edgellm.contract import EdgeLLMError, UnexpectedError
+from edgellm.device_runtime import LLM, BatchError, SamplingParams, SpecOptions
+from edgellm.device_runtime.engine.answer import Answer
+from edgellm.device_runtime.speculate.controller import Controller
+
+PROMPTS = ["w20 w30 w40", "w21 w31 w41", "w22 w32 w42"]
+VICTIM, LENGTH = 1, 12
+SAMPLING = SamplingParams(1.0, 1.0, 0, 7, num_logprobs=1)  # so that logits are looked at
+ERRORS = [ValueError("boom"), RuntimeError("boom\nsecond line"), EdgeLLMError("boom", hint="mend")]
+
+
+class PanicException(BaseException):
+    """As extension modules in Rust name a panic, which is no `Exception`."""
+
+
+class Hook:
+    """Raises where it is called, or where it is called for the victim, and notes that it was."""
+
+    def __init__(self, error: BaseException, *, after: int = 0) -> None:
+        self.error, self.left, self.is_hit, self.is_late = error, after, False, False
+
+    def __call__(self, *_: Any, **__: Any) -> Any:
+        self.is_hit = True
+        raise self.error
+
+    def before(self, action: Callable[..., Any], concerns: Callable[..., bool]) -> Callable:
+        def hooked(*given: Any, **named: Any) -> Any:
+            is_concerned = concerns(*given, **named)
+            self.left -= is_concerned
+            if is_concerned and self.left < 0:
+                if self.is_late:
+                    action(*given, **named)
+                self()
+            return action(*given, **named)
+
+        return hooked
+
+
+class HookedDrafter:
+    """The victim's drafter, one of whose methods or properties raises."""
+
+    def __init__(self, drafter: Any, name: str, hook: Hook) -> None:
+        self.__dict__.update(_drafter=drafter, _name=name, _hook=hook)
+
+    def __getattr__(self, name: str) -> Any:
+        if name == "rests" and self._name == "pass_by":
+            return True
+        if name != self._name:
+            return getattr(self._drafter, name)
+        return self._hook() if name == "rests" else self._hook
+
+    def __setattr__(self, name: str, value: Any) -> None:
+        if name == self._name:
+            self._hook()
+        setattr(self._drafter, name, value)
+
+
+def _in_drafter(name: str) -> Callable:
+    def place(_: LLM, answer: Answer, hook: Hook) -> None:
+        sequence = answer._entry.sequence
+        sequence.drafter = HookedDrafter(sequence.drafter, name, hook)
+
+    return place
+
+
+def _in_generator(name: str) -> Callable:
+    """Behind the first pass that the drafter asks for, which it shares with the others'."""
+
+    def place(_: LLM, answer: Answer, hook: Hook) -> None:
+        drafter = answer._entry.sequence.drafter
+        work = getattr(drafter, name)
+
+        def begun(*given: Any) -> Any:
+            passes = work(*given)
+            yield next(passes)
+            hook()
+
+        setattr(drafter, name, begun)
+
+    return place
+
+
+def _in_own(path: str) -> Callable:
+    """In an object that only the victim has."""
+
+    def place(_: LLM, answer: Answer, hook: Hook) -> None:
+        *owners, name = path.split(".")
+        own: Any = answer._entry
+        for owner in owners:
+            own = getattr(own, owner)
+        setattr(own, name, hook)
+
+    return place
+
+
+def _in_grammar(name: str) -> Callable:
+    def place(_: LLM, answer: Answer, hook: Hook) -> None:
+        class Grammar:
+            def apply(self, logits: Any, *_: Any) -> Any:
+                return logits
+
+            def take(self, token_ids: Any) -> None:
+                pass
+
+        sampler, grammar = answer._entry.sequence.sampler, Grammar()
+        setattr(grammar, name, hook)
+        sampler._constraint, sampler._adjusts = grammar, True
+
+    return place
+
+
+def _in_slot(name: str, after: int = 0) -> Callable:
+    def place(llm: LLM, answer: Answer, hook: Hook) -> None:
+        victim, hook.left = answer._entry.sequence, after
+        shared = getattr(llm.slot, name)
+        setattr(llm.slot, name, hook.before(shared, lambda one, *_: one is victim))
+
+    return place
+
+
+def _in_pass(*, of_draft: bool, is_late: bool = False) -> Callable:
+    """A forward pass that fails whenever the victim shares it, before or after it has run."""
+
+    def place(llm: LLM, answer: Answer, hook: Hook) -> None:
+        hook.is_late, hook.left = is_late, 1  # not the prompt's
+        slot, victim = llm.slot, answer._entry.sequence
+        session = slot._draft_caches[0].session if of_draft else slot.session
+
+        def concerns(parts: Any) -> bool:
+            own = slot._begun.get(victim)
+            if own is None:
+                return False
+            context = own[1].context if of_draft else own[0]
+            return any(part.context is context for part in parts)
+
+        session.run_many = hook.before(session.run_many, concerns)
+
+    return place
+
+
+def _in_session(name: str) -> Callable:
+    def place(llm: LLM, answer: Answer, hook: Hook) -> None:
+        session, victim = llm.slot.session, answer._entry.sequence
+        shared = getattr(session, name)
+        setattr(session, name, hook.before(shared, lambda *_: session.context is victim.context))
+
+    return place
+
+
+def _in_callback(_: LLM, answer: Answer, hook: Hook) -> None:
+    answer.before_pass = hook
+
+
+HOOKS = {
+    "stream push": _in_own("sequence.endings._stream.push"),
+    "stop strings": _in_own("sequence.endings._stops.push"),
+    "endings": _in_own("sequence.endings.take"),
+    "rest of the text": _in_own("sequence.endings.rest"),
+    "sampler draw": _in_own("sequence.sampler.choose"),
+    "log-probabilities": _in_own("sequence.sampler.record"),
+    "grammar mask": _in_grammar("apply"),
+    "grammar commit": _in_grammar("take"),
+    "acceptance": _in_own("sequence.accept"),
+    "before_pass": _in_callback,
+    "admission": _in_slot("admit"),
+    "admission in the middle": _in_slot("admit", 3),
+    "waiting for others": _in_slot("waits"),
+    "end of the prompt": _in_slot("end_prompt"),
+    "end in the caches": _in_slot("end"),
+    "begin of its rows": _in_slot("_restored"),
+    "forward pass": _in_pass(of_draft=False),
+    "draft's forward pass": _in_pass(of_draft=True),
+    "end of a forward pass": _in_pass(of_draft=False, is_late=True),
+    "end of a draft's forward pass": _in_pass(of_draft=True, is_late=True),
+    "compaction": _in_session("compact"),
+    "text in the cache": _in_session("begin_text"),
+    "catch_up in the middle": _in_generator("catch_up"),
+    "propose in the middle": _in_generator("propose"),
+    **{
+        f"drafter {name}": _in_drafter(name)
+        for name in (
+            "set_adapter", "begin", "remember", "observe", "catch_up", "plan_round", "propose",
+            "learn", "confidences", "rests", "pass_by", "company",
+        )
+    },
+}  # fmt: skip
+# What takes nothing from the output is said with it.
+WARNED = {
+    "drafter end": _in_drafter("end"),
+    "drafter drop": _in_drafter("drop"),
+    "kept rows": _in_slot("is_to_keep"),
+}
+
+
+@pytest.fixture(scope="module")
+def llm(shared_engine):
+    """Whose draft is asked in every round, whatever the measured costs say of it."""
+    pace_of = Controller._pace_of
+
+    def awake(self: Controller, answers: int) -> Any:
+        pace = pace_of(self, answers)
+        pace.network.pause = 0
+        return pace
+
+    with pytest.MonkeyPatch.context() as patch:
+        patch.setattr(Controller, "_pace_of", awake)
+        with LLM(shared_engine, spec=SpecOptions(tree="fixed")) as found:
+            yield found
+
+
+def _asked(llm: LLM, **options: Any) -> list[Answer]:
+    return [
+        llm.generate_text(
+            prompt, add_special_tokens=False, sampling=SAMPLING, max_generate_length=LENGTH,
+            stop=["w9999"], system_prompt="w21" if at == VICTIM else None, **options,
+        )
+        for at, prompt in enumerate(PROMPTS)
+    ]  # fmt: skip
+
+
+@pytest.fixture(scope="module")
+def expected(llm):
+    answers = _asked(llm)
+    for _ in llm.together(answers):
+        pass
+    return [(one.token_ids, one.text, one.finish_reason) for one in answers]
+
+
+def _facts(answer: Answer) -> tuple:
+    return answer.token_ids, answer.text, answer.finish_reason
+
+
+@pytest.fixture
+def free(llm):
+    """Nothing is held when a test ends, and what was shared is whole again."""
+    slot = llm.slot
+    before = slot.free_rows, slot._draft_caches[0].session._contexts.free_rows
+    shared = [slot, slot.session, slot._draft_caches[0].session]
+    own = [set(vars(one)) for one in shared]
+    yield
+    for one, names in zip(shared, own, strict=True):
+        for name in set(vars(one)) - names:
+            delattr(one, name)
+    assert llm._turns._batch.entries == []
+    assert (slot.free_rows, slot._draft_caches[0].session._contexts.free_rows) == before
+    assert not slot._begun
+
+
+def _require_cause(failure: BaseException | None, error: BaseException) -> None:
+    assert failure is not None
+    assert "boom" in str(failure)
+    assert "second line" not in str(failure) or failure is error
+    if failure is not error:  # what a caller's own callback raises comes back as it is
+        assert isinstance(failure, UnexpectedError)
+        assert failure.__cause__ is error
+        assert str(failure) == f"{type(error).__name__}: boom"
+        assert failure.hint
+
+
+@pytest.mark.usefixtures("free")
+@pytest.mark.parametrize("error", ERRORS, ids=lambda error: type(error).__name__)
+@pytest.mark.parametrize("name", HOOKS)
+def test_a_hook_that_raises_ends_its_sequence_alone(llm, expected, name, error):
+    answers, hook = _asked(llm), Hook(error)
+    HOOKS[name](llm, answers[VICTIM], hook)
+    for _ in llm.together(answers):
+        pass
+    assert hook.is_hit
+    _require_cause(answers[VICTIM].failure, error)
+    assert not answers[VICTIM].is_complete
+    assert expected[VICTIM][1].startswith(answers[VICTIM].text)
+    others = [(at, one) for at, one in enumerate(answers) if at != VICTIM]
+    assert [_facts(one) for _, one in others] == [expected[at] for at, _ in others]
+    assert all(one.is_complete and one.failure is None for _, one in others)
+
+
+@pytest.mark.usefixtures("free")
+@pytest.mark.parametrize("error", ERRORS, ids=lambda error: type(error).__name__)
+@pytest.mark.parametrize("name", WARNED)
+def test_what_fails_behind_the_output_is_said_with_it(llm, expected, name, error):
+    answers, hook = _asked(llm), Hook(error)
+    WARNED[name](llm, answers[VICTIM], hook)
+    for _ in llm.together(answers):
+        pass
+    assert llm.slot.free_rows  # those that are over are retired
+    assert hook.is_hit
+    assert [_facts(one) for one in answers] == expected
+    assert any("boom" in line for line in answers[VICTIM].warnings)
+
+
+@pytest.mark.usefixtures("free")
+@pytest.mark.parametrize(
+    "error",
+    [
+        PanicException("boom"),
+        asyncio.CancelledError("boom"),
+        StopIteration("boom"),
+        OSError("boom"),
+    ],
+    ids=lambda error: type(error).__name__,
+)
+@pytest.mark.parametrize("name", ["stream push", "grammar mask", "drafter propose"])
+def test_what_is_no_exception_of_python_is_confined_too(llm, expected, name, error):
+    answers, hook = _asked(llm), Hook(error)
+    HOOKS[name](llm, answers[VICTIM], hook)
+    for _ in llm.together(answers):
+        pass
+    assert hook.is_hit
+    assert "boom" in str(answers[VICTIM].failure)
+    assert [_facts(answers[at]) for at in (0, 2)] == [expected[at] for at in (0, 2)]
+
+
+@pytest.mark.usefixtures("free")
+def test_memory_that_is_out_is_said_so(llm):
+    answers = _asked(llm)
+    HOOKS["sampler draw"](llm, answers[VICTIM], Hook(MemoryError()))
+    with pytest.raises(EdgeLLMError, match="out of memory"):
+        list(answers[VICTIM])
+
+
+@pytest.mark.usefixtures("free")
+@pytest.mark.parametrize("interrupt", [KeyboardInterrupt, SystemExit])
+def test_an_interrupt_is_no_fault(llm, interrupt):
+    answers = _asked(llm)
+    HOOKS["stream push"](llm, answers[VICTIM], Hook(interrupt()))
+    with pytest.raises(interrupt):
+        for _ in llm.together(answers):
+            pass
+
+
+@pytest.mark.usefixtures("free")
+@pytest.mark.parametrize("name", ["stream push", "drafter propose", "forward pass"])
+def test_readers_in_threads_and_tasks_are_told_alone(llm, expected, name):
+    def read(answer):
+        for _ in answer:
+            pass
+        return _facts(answer)
+
+    async def await_all(answers):
+        async def read_one(answer):
+            async for _ in answer:
+                pass
+            return _facts(answer)
+
+        return await asyncio.gather(*map(read_one, answers), return_exceptions=True)
+
+    for is_async in (False, True):
+        answers = _asked(llm)
+        HOOKS[name](llm, answers[VICTIM], Hook(ERRORS[0]))
+        if is_async:
+            found = asyncio.run(await_all(answers))
+        else:
+            with ThreadPoolExecutor(3) as pool:
+                asked = [pool.submit(read, one) for one in answers]
+                found = [one.exception(60) or one.result() for one in asked]
+        _require_cause(found[VICTIM], ERRORS[0])
+        assert [found[at] for at in (0, 2)] == [expected[at] for at in (0, 2)]
+        llm.slot.session.__dict__.pop("run_many", None)
+
+
+@pytest.mark.usefixtures("free")
+def test_a_batch_that_fails_in_part_holds_the_rest(llm, expected, monkeypatch):
+    made = iter(_asked(llm))
+    answers = [next(made) for _ in PROMPTS]
+    HOOKS["stream push"](llm, answers[VICTIM], Hook(ERRORS[0]))
+    left = iter(answers)
+    monkeypatch.setattr(llm, "generate", lambda *_, **__: next(left))
+    with pytest.raises(
+        BatchError, match=r"1 of 3 outputs failed, prompt 1 first: ValueError: boom"
+    ):
+        llm.generate_batch(PROMPTS)
+    assert [_facts(answers[at]) for at in (0, 2)] == [expected[at] for at in (0, 2)]
+
+
+@pytest.mark.usefixtures("free")
+def test_a_generator_that_raises_drops_nothing_that_was_begun(llm, expected):
+    begun = _asked(llm)
+
+    def answers():
+        yield from begun[:2]
+        raise ZeroDivisionError("no third")
+
+    with pytest.raises(ZeroDivisionError, match="no third"):
+        for _ in llm.together(answers()):
+            pass
+    assert [_facts(one) for one in begun[:2]] == expected[:2]
+
+
+@pytest.mark.usefixtures("free")
+def test_what_watches_passes_and_fails_is_dropped(llm, expected, caplog):
+    hook = Hook(ERRORS[0])
+    llm.on_pass(hook)
+    answers = _asked(llm)
+    for _ in llm.together(answers):
+        pass
+    assert hook.is_hit
+    assert [_facts(one) for one in answers] == expected
+    assert "on_pass failed" in caplog.text
+
+
+# ------------------------------------------------------------------ cancelled tasks
+@pytest.mark.usefixtures("free")
+@pytest.mark.parametrize("how", ["cancel", "wait_for"])
+def test_a_cancelled_task_gives_its_place_back_at_once(llm, expected, how):
+    """The pass that runs is finished, and nothing else of the cancelled answers."""
+    passes = []
+
+    async def read(answer):
+        async for _ in answer:
+            pass
+        return _facts(answer)
+
+    async def cancelled():
+        answers = _asked(llm)
+        if how == "wait_for":
+            llm.on_pass(lambda *_: time.sleep(0.02))
+            for one in answers:
+                with pytest.raises(asyncio.TimeoutError):
+                    await asyncio.wait_for(read(one), 0.03)
+        else:
+            tasks = [asyncio.create_task(read(one)) for one in answers]
+            while not any(one.token_ids for one in answers):
+                await asyncio.sleep(0.001)
+            for task in tasks:
+                task.cancel()
+            ended = await asyncio.gather(*tasks, return_exceptions=True)
+            assert all(isinstance(one, asyncio.CancelledError) for one in ended)
+        assert llm._turns._batch.entries == []
+        assert not any(one.is_complete for one in answers)
+        llm.on_pass(lambda *_: passes.append(time.monotonic()))
+        begin = time.monotonic()
+        found = await asyncio.gather(*map(read, _asked(llm)))
+        return found, time.monotonic() - begin
+
+    found, seconds = asyncio.run(cancelled())
+    assert found == expected
+    assert seconds < 10  # no turn of `PATIENCE_S` was waited for
+    llm.on_pass(lambda *_: None)
