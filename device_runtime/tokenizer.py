@@ -15,12 +15,13 @@ from jinja2.ext import Extension
 from jinja2.parser import Parser
 from jinja2.sandbox import ImmutableSandboxedEnvironment
 from tokenizers import Tokenizer
-from tokenizers.decoders import DecodeStream
 
 from edgellm.contract import BrokenArtifactError, RequestError
+from edgellm.device_runtime.faults import described
 from edgellm.strict_json import parse
 
 _CUT = "\ufdd0"  # a noncharacter, which no text may hold: what stands around it is no one token
+_BYTE = re.compile("<0x[0-9A-Fa-f]{2}>")  # a token of byte fallback
 _PROBE = "is this text written?"
 
 
@@ -161,6 +162,12 @@ class ChatTokenizer:
             return self._compiled[1].render(messages=messages, **self._special, **flags)
         except (TemplateError, TypeError) as error:
             raise RequestError(f"the chat template refuses the messages: {error}") from None
+        except RecursionError:  # of nested messages: the caller says so
+            raise
+        except Exception as error:  # of any class: a template computes what it likes
+            raise RequestError(
+                f"the chat template fails on the messages: {described(error)}"
+            ) from error
 
     def wants_items(self) -> bool:
         """Whether the template writes texts that are items of a list, and no others.
@@ -184,33 +191,43 @@ class ChatTokenizer:
         """A decoder for one answer, whose text holds no special tokens but the `shown`."""
         wanted = {content for content in shown if content in self._special_ids}
         hidden = {index for content, index in self._special_ids.items() if content not in wanted}
-        return TextStream(self._tokenizer, frozenset(hidden) if wanted else None)
+        return TextStream(self._tokenizer, frozenset(hidden))
 
 
 class TextStream:
-    """Tokens in, whole characters out."""
+    """Tokens in, whole characters out: together what the tokenizer decodes from all of them.
 
-    def __init__(self, tokenizer: Tokenizer, hidden: frozenset[int] | None = None) -> None:
-        """Begin a text; `hidden` are the tokens that are none of it, None: the special ones."""
+    A run of byte tokens waits for its end: unless all of it is UTF-8, each byte becomes U+FFFD.
+    """
+
+    def __init__(self, tokenizer: Tokenizer, hidden: frozenset[int]) -> None:
+        """Begin a text; `hidden` are the tokens that are none of it."""
         self._tokenizer, self._hidden = tokenizer, hidden
-        self._skips = hidden is None
-        self._stream = DecodeStream(skip_special_tokens=self._skips)
-        self._token_ids: list[int] = []
-        self._text = ""
+        # The tokens whose text was given out last, by which decoders space the next, and those
+        # whose text was not.
+        self._window: list[int] = []
+        self._num_given, self._given = 0, ""
 
     def push(self, token_id: int) -> str:
         """The characters that this token completes."""
-        if self._hidden is not None and token_id in self._hidden:
+        if token_id in self._hidden:
             return ""
-        self._token_ids.append(token_id)
-        piece = self._stream.step(self._tokenizer, token_id) or ""
-        self._text += piece
+        self._window.append(token_id)
+        if _BYTE.fullmatch(self._tokenizer.id_to_token(token_id) or ""):
+            return ""
+        text = self._tokenizer.decode(self._window, skip_special_tokens=False)
+        piece = text[len(self._given) :]
+        if not piece or text.endswith("\ufffd"):  # of a character that is not complete
+            return ""
+        self._window = self._window[self._num_given :]
+        self._num_given = len(self._window)
+        self._given = self._tokenizer.decode(self._window, skip_special_tokens=False)
         return piece
 
     def finish(self) -> str:
         """What is left of an incomplete character, as U+FFFD."""
-        whole = self._tokenizer.decode(self._token_ids, skip_special_tokens=self._skips)
-        return whole[len(self._text) :] if whole.startswith(self._text) else ""
+        text = self._tokenizer.decode(self._window, skip_special_tokens=False)
+        return text[len(self._given) :]
 
 
 class StopMatcher:

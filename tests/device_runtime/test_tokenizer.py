@@ -131,6 +131,66 @@ def test_an_unfinished_character_ends_as_a_replacement(byte_level):
     assert stream.finish() == "�"
 
 
+WORDS = ["▁", "▁a", "b", "▁b", "é", "▁▁", "日", "\ufffd"]
+BYTES = [f"<0x{byte:02X}>" for byte in range(256)]
+DECODERS = {
+    "llama 2": [("Replace", "▁", " "), ("ByteFallback",), ("Fuse",), ("Strip", " ", 1, 0)],
+    "gemma": [("Replace", "▁", " "), ("ByteFallback",), ("Fuse",)],
+    "metaspace": [("ByteFallback",), ("Metaspace",)],
+}
+
+
+@pytest.fixture(scope="module", params=DECODERS)
+def byte_fallback(request, tmp_path_factory) -> ChatTokenizer:
+    """Words, and a token for each byte of characters that are none of them."""
+    from tokenizers import Tokenizer, decoders, models
+
+    folder = tmp_path_factory.mktemp("fallback")
+    vocabulary = {name: at for at, name in enumerate(["<unk>", "<s>", "</s>", *WORDS, *BYTES])}
+    tokenizer = Tokenizer(models.BPE(vocabulary, [], unk_token="<unk>", byte_fallback=True))
+    tokenizer.add_special_tokens(["<s>", "</s>"])
+    parts = [getattr(decoders, name)(*rest) for name, *rest in DECODERS[request.param]]
+    tokenizer.decoder = decoders.Sequence(parts)
+    tokenizer.save(str(folder / "tokenizer.json"))
+    return ChatTokenizer(folder)
+
+
+def _streamed(tokenizer: ChatTokenizer, names: list[str]) -> tuple[list[str], str]:
+    """Pieces, and what the tokenizer itself decodes from all tokens."""
+    ids = [tokenizer.vocabulary()[name] for name in names]
+    stream = tokenizer.stream()
+    return [*map(stream.push, ids), stream.finish()], tokenizer.decode(ids)
+
+
+@pytest.mark.parametrize(
+    ("tail", "text"),
+    [
+        ("<0xC3> <0xA9> <0xFF> b", "\ufffd\ufffd\ufffdb"),
+        ("<0xC3> <0xA9> b <0xFF> b", "éb\ufffdb"),
+        ("<0xC3> <s> <0xA9> <0xFF>", "\ufffd\ufffd\ufffd"),
+        ("<0xF0> <0x9F> <0x98> <0x80> b", "😀b"),
+        ("<0xE2> <0x82>", "\ufffd\ufffd"),
+    ],
+)
+def test_bytes_that_are_no_text_are_replaced_and_the_text_goes_on(byte_fallback, tail, text):
+    pieces, whole = _streamed(byte_fallback, ["b", *tail.split()])
+    assert "".join(pieces) == whole == f"b{text}"
+
+
+@given(
+    st.lists(st.sampled_from([*WORDS, "</s>", *BYTES[0xC2:0xC5], *BYTES[0x80:0x83], *BYTES[-3:]]))
+)
+def test_a_stream_is_what_the_tokenizer_decodes(byte_fallback, names):
+    pieces, whole = _streamed(byte_fallback, names)
+    assert "".join(pieces) == whole
+
+
+def test_a_character_of_bytes_shows_behind_its_run(byte_fallback):
+    """Its last token may have others behind it that make all of them no text."""
+    pieces, _ = _streamed(byte_fallback, ["b", "<0xC3>", "<0xA9>", "b", "<0xC3>", "<0xA9>"])
+    assert pieces == ["b", "", "", "éb", "", "", "é"]
+
+
 @given(
     st.text("abc", max_size=30),
     st.lists(st.text("abc", min_size=1, max_size=4), max_size=3),
