@@ -98,9 +98,15 @@ def _grammar(guide: Guide) -> str:
         except ValueError as error:
             raise RequestError(f"the schema of the answer is not JSON: {error}") from None
     try:
+        if guide.kind == "choice":  # one terminal: as many rules exceed a parser's row at 2,000
+            return LLMatcher.grammar_from_lark(f"start: TEXT\nTEXT: {_alternatives(guide.text)}")
         return grammar_from(guide.kind, guide.text)
     except (ValueError, TypeError) as error:
         raise RequestError(f"the {guide.kind} of the answer is faulty: {error}") from None
+
+
+def _alternatives(choices: str) -> str:
+    return " | ".join(map(json.dumps, json.loads(choices)))
 
 
 class Constraint:

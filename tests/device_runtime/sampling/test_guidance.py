@@ -77,6 +77,29 @@ def test_answers_keep_the_form_and_are_the_plain_ones(llm, kind, temperature):
     assert temperature == 0 or len(texts) > 1
 
 
+@pytest.mark.parametrize("count", [2500, 20_000])
+def test_thousands_of_choices(llm, count):
+    choices, texts = [f"{at:05} it" for at in range(count)], set()
+    for seed in range(3):
+        guide = Guide("choice", json.dumps(choices))
+        answer = llm.generate("Hi", sampling=SamplingParams(4.0, 1.0, 0, seed, guide=guide))
+        list(answer)
+        assert answer.finish_reason == "stop"
+        assert answer.text in choices
+        texts.add(answer.text)
+    assert len(texts) > 1
+
+
+def test_choices_that_begin_alike_end_where_they_may(llm):
+    guide = Guide("choice", '["yes", "yes.", "yesno"]')
+    texts = set()
+    for seed in range(12):
+        answer = llm.generate("Hi", sampling=SamplingParams(4.0, 1.0, 0, seed, guide=guide))
+        list(answer)
+        texts.add(answer.text)
+    assert texts == {"yes", "yes.", "yesno"}
+
+
 def test_typical_acceptance_keeps_the_form_too(lettered):
     options = SpecOptions(
         top_k=4, steps=4, verify_size=16, tree="fixed", typical=Typical(0.0)
