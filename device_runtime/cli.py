@@ -5,6 +5,7 @@ from __future__ import annotations
 import functools
 import json
 import os
+import shlex
 import sys
 from pathlib import Path
 from typing import TYPE_CHECKING, Any
@@ -103,7 +104,7 @@ def llm_inference(
         outputs.write(run, profile)
     if dump_profile:
         typer.echo(json.dumps(profile.as_json(), indent=4))
-    responses = [answered.response for answered in run.answered]
+    responses = [answered.response for answered in run.in_order()]
     for response in responses if dump_output else ():
         typer.echo(f"[{response['request_idx']}] {response['output_text']}")
     size = min(options.batch_size, llm.batch_size)
@@ -164,70 +165,108 @@ def _answer(
     from edgellm.device_runtime.engine.profile import Profile
     from edgellm.device_runtime.requests.responses import run_request
 
-    done, profile = len(run.answered), Profile()
-    for answered in run.answered:
-        profile.add(answered.profile)
-    if done:
-        typer.echo(f"going on with request {done} of {len(requests)}", err=True)
-    for _ in range(warmup if done < len(requests) else 0):
+    left = _left(requests, run)
+    if run.answered and left:
+        going_on = f"going on with request {left[0]} of {len(requests)}"
+        typer.echo(f"{going_on}; {len(run.answered)} are answered", err=True)
+    for _ in range(warmup if left else 0):
         run_request(llm, options, requests[0], 0, Profile(), lambda *_: None)
     try:
-        with _progress(len(requests), done, hidden=stream) as advance:
+        with _progress(len(requests), len(run.answered), hidden=stream) as advance:
             for answered in _answer_all(llm, options, requests, run, outputs, stream=stream):
-                _report(len(run.answered), answered.response)
                 run.add(answered)
-                profile.add(answered.profile)
+                _report(answered.index, answered.response)
                 advance()
     except KeyboardInterrupt:
         if run.answered:
-            outputs.write(run, profile)
+            outputs.write(run, _times(run))
         raise
     finally:
-        if done < len(run.answered) < len(requests):
-            typer.echo(
-                f"{len(run.answered)} of {len(requests)} answers are kept in {run.path}; "
-                "the same command with --resume goes on",
-                err=True,
-            )
+        if run.answered and len(run.answered) < len(requests):
+            _say_how_to_go_on(run, len(requests))
+    return _times(run)
+
+
+def _left(requests: list[Any], run: UnfinishedRun) -> list[int]:
+    """Places of the requests that are not answered; one that failed is."""
+    done = {answered.index for answered in run.answered}
+    return [index for index in range(len(requests)) if index not in done]
+
+
+def _times(run: UnfinishedRun) -> Profile:
+    from edgellm.device_runtime.engine.profile import Profile
+
+    profile = Profile()
+    for answered in run.in_order():
+        profile.add(answered.profile)
     return profile
+
+
+def _say_how_to_go_on(run: UnfinishedRun, total: int) -> None:
+    arguments = [one for one in sys.argv[1:] if one != "--resume"]
+    typer.echo(
+        f"{len(run.answered)} of {total} answers are kept in {run.path}; "
+        "the same command with --resume goes on:\n"
+        f"  {shlex.join(['llm_inference', *arguments, '--resume'])}",
+        err=True,
+    )
 
 
 def _answer_all(
     llm: LLM, options: Options, requests: list[Any], run: UnfinishedRun, outputs: Outputs,
     *, stream: bool,
 ) -> Iterator[Answered]:  # fmt: skip
-    """The answers that `run` lacks, in order; `batch_size` of them are computed at a time."""
+    """The answers that `run` lacks, as they finish; `batch_size` of them are computed at a time."""
     from edgellm.device_runtime.requests.responses import run_requests
     from edgellm.device_runtime.requests.tree_log import TreeLog
     from edgellm.device_runtime.requests.unfinished_run import Answered
 
-    raws = list(enumerate(requests))[len(run.answered) :]
-    trees = {index: TreeLog(llm.tokenizer) for index, _ in raws}
-    texts: dict[int, str] = {index: "" for index, _ in raws}  # that were not printed
+    left = _left(requests, run)
+    trees = {index: TreeLog(llm.tokenizer) for index in left}
+    printer = _Printer(left)
 
     def show(index: int, step: Step) -> None:
+        if stream:
+            printer.add(index, step.text)
         if outputs.trees is not None:
             trees[index].add(step)
-        texts[index] += step.text
-        if stream and index == next(iter(texts)):
-            _print(texts[index])
-            texts[index] = ""
 
     size = min(options.batch_size, llm.batch_size)
     if size < options.batch_size:
         typer.echo(
             f"note: the engine answers {size} at a time; build it with --maxBatchSize", err=True
         )
+    raws = ((index, requests[index]) for index in left)
     for response, profile in run_requests(llm, options, raws, show, size):
         index = response["request_idx"]
-        if stream:
-            _print(texts[index] + "\n")
-        del texts[index]
         yield Answered(response, profile, trees.pop(index).rounds)
-        if stream and texts:  # what came of the next meanwhile
-            following = next(iter(texts))
-            _print(texts[following])
-            texts[following] = ""
+        if stream:
+            printer.end(index)
+
+
+class _Printer:
+    """Prints the texts of requests in their order; those of later ones wait."""
+
+    def __init__(self, indices: list[int]) -> None:
+        self._texts = dict.fromkeys(indices, "")  # that were not printed
+        self._ended: set[int] = set()
+
+    def add(self, index: int, text: str) -> None:
+        self._texts[index] += text
+        self._flush()
+
+    def end(self, index: int) -> None:
+        self.add(index, "\n")
+        self._ended.add(index)
+        self._flush()
+
+    def _flush(self) -> None:
+        for index in list(self._texts):
+            _print(self._texts[index])
+            self._texts[index] = ""
+            if index not in self._ended:
+                return
+            del self._texts[index]
 
 
 def _report(index: int, response: dict[str, Any]) -> None:
@@ -241,7 +280,9 @@ def _print(text: str) -> None:
     """Print a piece of an answer; a reader that has gone away does not stop the work."""
     try:
         print(text, end="", flush=True)
-    except BrokenPipeError:
+    except OSError as error:  # such as a full disk: the output file has the answers
+        if not isinstance(error, BrokenPipeError):
+            typer.echo(f"note: answers are not printed any more: {error.strerror}", err=True)
         os.dup2(os.open(os.devnull, os.O_WRONLY), sys.stdout.fileno())
 
 

@@ -46,8 +46,9 @@ class Journal:
                 while left:
                     left = left[os.write(self._file, left) :]
                 self._sync()
-            except BaseException:
-                os.ftruncate(self._file, size)
+            except BaseException as error:
+                if left or isinstance(error, OSError):  # an interrupt takes no whole line
+                    os.ftruncate(self._file, size)
                 raise
 
     def _sync(self) -> None:

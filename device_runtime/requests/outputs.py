@@ -36,12 +36,13 @@ class Outputs:
 
     def write(self, run: UnfinishedRun, profile: Profile) -> None:
         """Write what was asked for, of the requests that are answered."""
-        responses = [answered.response for answered in run.answered]
+        found = run.in_order()
+        responses = [answered.response for answered in found]
         _write_json(self.answers, {"input_file": str(self.source), "responses": responses})
         if self.trees is not None:
-            _write_json(
-                self.trees, trees_as_json(str(self.source), [a.rounds for a in run.answered])
-            )
+            rounds = {answered.index: answered.rounds for answered in found}
+            every = [rounds.get(index, []) for index in range(max(rounds, default=-1) + 1)]
+            _write_json(self.trees, trees_as_json(str(self.source), every))
         if self.profile is not None:
             _write_json(self.profile, profile.as_json())
 

@@ -10,10 +10,11 @@ from typing import Any, cast
 import numpy as np
 from numpy.typing import NDArray
 
-from edgellm.contract import RequestError
+from edgellm.contract import EdgeLLMError
 from edgellm.device_runtime.engine.llm import LLM
 from edgellm.device_runtime.engine.prompt import Prompt
 from edgellm.device_runtime.engine.step import read_piece
+from edgellm.device_runtime.faults import Confined
 from edgellm.device_runtime.requests.request_file import Options, parse_request, sampling_of
 from edgellm.device_runtime.requests.responses import start_request
 from edgellm.device_runtime.sampling.sampler import SamplingParams
@@ -60,10 +61,10 @@ def prove(llm: LLM, options: Options, requests: list[Any]) -> Iterator[Compariso
 
 
 def _compare_or_refuse(llm: LLM, options: Options, raw: Any, index: int) -> Comparison:
-    try:
+    failures: list[EdgeLLMError] = []
+    with Confined(failures.append):
         return _compare(llm, options, raw, index)
-    except RequestError as error:
-        return Comparison(index, 0, refused=str(error))
+    return Comparison(index, 0, refused=str(failures[0]))
 
 
 def _compare(llm: LLM, options: Options, raw: Any, index: int) -> Comparison:

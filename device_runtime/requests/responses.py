@@ -7,10 +7,11 @@ from collections.abc import Callable, Iterable, Iterator
 from dataclasses import dataclass
 from typing import Any
 
-from edgellm.contract import RequestError
+from edgellm.contract import EdgeLLMError, RequestError
 from edgellm.device_runtime.engine.llm import LLM, Answer, Step
 from edgellm.device_runtime.engine.messages import without_template
 from edgellm.device_runtime.engine.profile import Profile
+from edgellm.device_runtime.faults import Confined, as_failure
 from edgellm.device_runtime.requests.request_file import (
     ContentItem,
     Options,
@@ -121,30 +122,37 @@ def run_requests(
         batch_size: requests that are answered at a time.
 
     Yields:
-        In the order of the requests a response object, and its times. A request that cannot be
-        answered has `error` in it.
+        A response object and its times, as soon as it is finished, in any order. A request that
+        cannot be answered, or failed in the middle, has `error` in it.
     """
-    line: deque[_Place] = deque()
+    started: dict[Answer, _Place] = {}
+    refused: deque[_Place] = deque()
 
     def answers() -> Iterator[Answer]:
         for index, raw in raws:
             place = _Place(index)
-            line.append(place)
-            try:
+            with Confined(place.fail):
                 place.started = start_request(llm, options, raw, index)
-            except RequestError as error:
-                place.error = error
+            if place.started is None:
+                refused.append(place)
             else:
+                started[place.started.answer] = place
                 yield place.started.answer
 
     for answer, steps in llm.together(answers(), batch_size):
-        for place in line:
-            if place.started is not None and place.started.answer is answer:
-                for step in steps:
-                    on_step(place.index, step)
-        while line and line[0].is_complete:
-            yield line.popleft().result()
-    yield from (place.result() for place in line)
+        yield from _results(refused)
+        place = started[answer]
+        with Confined(place.fail):
+            for step in steps:
+                on_step(place.index, step)
+        if answer.is_complete or answer.failure is not None:
+            yield started.pop(answer).result()
+    yield from _results(refused)
+
+
+def _results(places: deque[_Place]) -> Iterator[tuple[dict[str, Any], Profile]]:
+    while places:
+        yield places.popleft().result()
 
 
 @dataclass(slots=True)
@@ -152,26 +160,29 @@ class _Place:
     """Of a request in the works."""
 
     index: int
-    started: Started | None = None
-    error: RequestError | None = None  # why it is not
+    started: Started | None = None  # None: it could not be
+    error: EdgeLLMError | None = None  # why it failed
 
-    @property
-    def is_complete(self) -> bool:
-        """Whether there is a result."""
-        return self.started is None or self.started.answer.is_complete
+    def fail(self, error: EdgeLLMError) -> None:
+        """Its error is its answer."""
+        self.error = self.error or error
 
     def result(self) -> tuple[dict[str, Any], Profile]:
         """The response object, and the times."""
         head: dict[str, Any] = {"request_idx": self.index, "batch_idx": 0}
         if self.started is None:
-            error = self.error
-            detail = {"message": str(error)} | (
-                {"hint": error.hint} if error and error.hint else {}
-            )
-            response = {"output_text": "", **head, "finish_reason": "error", "error": detail}
-            return response, Profile()
+            return {"output_text": "", **head, **self._failed()}, Profile()
         answer = self.started.answer
+        if answer.failure is not None:
+            self.fail(as_failure(answer.failure))
+        if self.error is not None:  # what was generated before is kept
+            return {"output_text": answer.text, **head, **self._failed()}, Profile()
         return {"output_text": answer.text, **head, **_response(self.started)}, answer.profile
+
+    def _failed(self) -> dict[str, Any]:
+        assert self.error is not None
+        hint = {"hint": self.error.hint} if self.error.hint else {}
+        return {"finish_reason": "error", "error": {"message": str(self.error), **hint}}
 
 
 def _format(llm: LLM, options: Options, messages: list[dict[str, Any]]) -> tuple[str, str]:

@@ -1,7 +1,7 @@
 """The answers of a run of `llm_inference` that is not finished, kept beside its output file.
 
-A line says what was asked for, the others hold an answer each: what the output file will say of
-it, its times and its trees. So an interrupted run goes on where it was.
+A line says what was asked for, the others hold an answer each, in the order of finishing: what the
+output file will say of it, its times and its trees. So an interrupted run goes on where it was.
 """
 
 from __future__ import annotations
@@ -44,14 +44,23 @@ class Answered:
     profile: Profile
     rounds: list[dict[str, Any]] = field(default_factory=list)  # of its tree log
 
+    @property
+    def index(self) -> int:
+        """The request's place in the file."""
+        return self.response["request_idx"]
+
 
 @dataclass(slots=True)
 class UnfinishedRun:
-    """What is answered already; it grows."""
+    """What is answered already, in the order of finishing; it grows."""
 
     path: Path
     answered: list[Answered]
     _journal: Journal
+
+    def in_order(self) -> list[Answered]:
+        """The same in the order of the requests."""
+        return sorted(self.answered, key=lambda one: one.index)
 
     def add(self, answered: Answered) -> None:
         """Keep an answer; it is in the file when this returns."""

@@ -11,9 +11,10 @@ from typing import Any
 
 import msgspec
 
-from edgellm.contract import RequestError
+from edgellm.contract import EdgeLLMError
 from edgellm.device_runtime.engine.llm import LLM, Answer
 from edgellm.device_runtime.engine.profile import GENERATION, VERIFY
+from edgellm.device_runtime.faults import Confined
 from edgellm.device_runtime.sampling.sampler import SamplingParams
 from edgellm.tools.evaluate.answers import AnswerLog, Choice, Record
 from edgellm.tools.evaluate.questions import Question
@@ -68,8 +69,8 @@ def warm_up(llm: LLM, question: Question, settings: Settings) -> None:
     """Let both ways run once: the first passes of a session take longer."""
     short = msgspec.structs.replace(settings, max_generate_length=_WARM_TOKENS)
     for mode in settings.modes:
-        # A question that is too long says so in its answer.
-        with contextlib.suppress(RequestError):
+        # A question that is too long, or that fails otherwise, says so in its answer.
+        with Confined(lambda _: None):
             for _ in start(llm, question, [], short, mode, SamplingParams(0)):
                 pass
 
@@ -88,18 +89,18 @@ def answer(
     repeat: int,
     sampling: SamplingParams,
 ) -> Choice:
-    """Answer all turns of a question; a turn that does not fit ends it, with the reason."""
+    """Answer all turns of a question; a turn that fails ends it, with the reason."""
     choice = Choice.begun(repeat)
     for _ in question.turns:
-        begin = time.perf_counter()
-        try:
+        begin, failures = time.perf_counter(), list[EdgeLLMError]()
+        with Confined(failures.append):
             given = start(llm, question, choice.turns, settings, mode, sampling)
             for _ in given:
                 pass
-        except RequestError as error:
-            choice.error = str(error)
+            _note(choice, given, time.perf_counter() - begin)
+        if failures:
+            choice.error = str(failures[0])
             break
-        _note(choice, given, time.perf_counter() - begin)
     return choice
 
 

@@ -26,7 +26,8 @@ def _answers(llm, options, has_trees, capsys):
     for answered in _answer_all(llm, options, REQUESTS, run, outputs, stream=True):
         run.answered.append(answered)
         answered.response.pop("timings", None)
-    return [(one.response, one.rounds) for one in run.answered], capsys.readouterr()
+    found = sorted(run.answered, key=lambda one: one.index)  # they come as they finish
+    return [(one.response, one.rounds) for one in found], capsys.readouterr()
 
 
 @pytest.mark.parametrize("way", WAYS)
