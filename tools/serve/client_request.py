@@ -13,7 +13,9 @@ from edgellm.tools.serve.asks import Ask, Embed
 from edgellm.tools.serve.errors import ApiError
 from edgellm.tools.serve.events import Event, Failed, Finished
 from edgellm.tools.serve.mailbox import mailbox
-from edgellm.tools.serve.worker import Job, Worker
+from edgellm.tools.serve.worker import Job, Worker, too_late
+
+_LAST_PASS_S = 10.0  # for the pass that runs when the time is over
 
 
 class DisconnectedError(Exception):
@@ -57,13 +59,14 @@ class Call:
         self._worker, self._job = worker, Job(tuple(asks), post, deadline, priority)
         worker.submit(self._job)
         self._left = len(asks)
-        self._timer = self._loop.call_at(deadline, self._fail, _too_late())
+        self._deadline = deadline
+        self._timer = self._loop.call_at(deadline, self._expire)
         self._watch = asyncio.create_task(self._wait_for_disconnect(request))
 
     @property
     def deadline(self) -> float:
         """When the last byte must have gone; of the loop's clock."""
-        return self._timer.when()
+        return self._deadline
 
     async def arrived(self) -> list[Event]:
         """All events since the last call, at least one.
@@ -96,6 +99,13 @@ class Call:
         self._watch.cancel()
         self._worker.abandon(self._job)
 
+    def _expire(self) -> None:
+        """Fail while it waits; else the worker ends it before the next pass, with its text."""
+        if self._worker.is_waiting(self._job):
+            self._fail(_too_late())
+        else:
+            self._timer = self._loop.call_later(_LAST_PASS_S, self._fail, _too_late())
+
     def _fail(self, error: Exception) -> None:
         self._job.abandoned = True
         self._events.put_nowait(Failed(error))
@@ -107,4 +117,4 @@ class Call:
 
 
 def _too_late() -> ApiError:
-    return ApiError(504, "the answer took too long, waiting included", code="timeout")
+    return too_late("the time was over, waiting included: come back when fewer requests wait")

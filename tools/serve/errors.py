@@ -19,7 +19,8 @@ from edgellm.contract import EdgeLLMError, LimitError, RequestError
 _TYPES = {
     400: "invalid_request_error", 401: "authentication_error", 403: "permission_error",
     404: "not_found_error", 405: "invalid_request_error", 408: "timeout_error",
-    413: "invalid_request_error", 415: "invalid_request_error", 429: "rate_limit_error",
+    413: "invalid_request_error", 415: "invalid_request_error", 422: "timeout_error",
+    429: "rate_limit_error",
     503: "service_unavailable_error", 504: "timeout_error",
 }  # fmt: skip
 

@@ -53,10 +53,11 @@ _POST_REFUSALS = {
     "408": "The body did not come in time.",
     "413": "The body is too large.",
     "415": "The body is not JSON.",
+    "422": "The time of the request was over before its first token.",
     "429": "Too many requests are waiting; Retry-After says when to come back.",
     "500": "The engine failed.",
     "503": "The server is about to stop.",
-    "504": "The answer took too long.",
+    "504": "The engine was not loaded in time.",
 }
 _OBJECT = {"schema": {"type": "object"}}
 _TEXT = {"schema": {"type": "string"}}

@@ -7,12 +7,14 @@ import logging
 import math
 import threading
 import time
-from collections.abc import Callable
+from collections.abc import Callable, Sequence
 from dataclasses import dataclass, field
 
-from edgellm.contract import EdgeLLMError
+from edgellm.contract import EdgeLLMError, UnexpectedError
+from edgellm.device_runtime.engine.batch import OutOfTimeError
 from edgellm.device_runtime.engine.llm import LLM, Answer, Step
 from edgellm.device_runtime.engine.scheduler import AGING_S
+from edgellm.device_runtime.faults import as_failure
 from edgellm.tools.serve.asks import Ask, Embed, start
 from edgellm.tools.serve.errors import ApiError
 from edgellm.tools.serve.events import Event, Failed, Finished, Started, Turn
@@ -108,6 +110,10 @@ class Worker:
             if job in self._waiting:
                 self._waiting.remove(job)
 
+    def is_waiting(self, job: Job) -> bool:
+        """Whether a job is in the queue; from any thread."""
+        return job in self._waiting
+
     def drain(self) -> None:
         """Take no more jobs; those that are there are finished."""
         self._draining = True
@@ -126,14 +132,25 @@ class Worker:
         self._driver.end()  # nobody asks any more
         self._driver.join(30)
 
-    def _check(self, job: Job) -> None:
-        """Raises `AbandonedError`, or `ApiError` 504 when a job's time is over."""
+    def _check(self, job: Job, answers: Sequence[Answer] = ()) -> None:
+        """Ask before a pass whether a job may go on.
+
+        Raises:
+            AbandonedError: its client has left.
+            OutOfTimeError: its time is over; what was generated is its output.
+            ApiError: its time is over before the first token, or the server stops.
+        """
         if job.abandoned:
             raise AbandonedError
         if self._stopping:
             raise _stopped()
         if time.monotonic() > job.until:
-            raise ApiError(504, "the answer took too long", code="timeout")
+            if any(answer.token_ids for answer in answers):
+                raise OutOfTimeError
+            limit = f"--requestTimeout {self._request_timeout_s:g} s"
+            if job.until == job.deadline:
+                limit = "--totalTimeout, waiting included"
+            raise too_late(f"no token was computed within {limit}: shorten the prompt")
 
     def _next(self) -> Job | None:
         with self._changed:
@@ -158,11 +175,11 @@ class Worker:
                 self._run(job, began)
             except AbandonedError:
                 self._metrics.ended("abort")
-            except Exception as error:  # noqa: BLE001 - the engine outlives every request
+            except BaseException as error:  # noqa: BLE001 - the engine outlives every request
                 self._metrics.ended("error")
-                if not isinstance(error, (ApiError, EdgeLLMError)):
+                failure = _told(error)
+                if not isinstance(failure, (ApiError, EdgeLLMError)):
                     _log.exception("a request failed")
-                failure = error
             with self._changed:
                 self.running.remove(job)
                 self._mean_s += 0.2 * (time.monotonic() - began - self._mean_s)
@@ -175,7 +192,7 @@ class Worker:
         asks = [ask for ask in job.asks if isinstance(ask, Ask)]
         answers = [start(self.llm, ask) for ask in asks]
         for at, answer in enumerate(answers):
-            answer.before_pass = functools.partial(self._check, job)
+            answer.before_pass = functools.partial(self._check, job, answers)
             job.tell(at, self._started(asks[at], answer))
         if answers:
             self._answer(job, answers, began)
@@ -243,6 +260,20 @@ def _goes_on() -> None:
 
 def _stopped() -> ApiError:
     return ApiError(503, "the server was stopped", retry_after_s=10)
+
+
+def _told(error: BaseException) -> Exception:
+    """What a client's task is told: of an unexpected failure its cause."""
+    cause = error.__cause__ if isinstance(error, UnexpectedError) else error
+    return cause if isinstance(cause, Exception) else as_failure(error)
+
+
+def too_late(reason: str) -> ApiError:
+    """Told to a client whose time is over before its first token.
+
+    Clients send a request again after 408 and 504, and have it computed once more in vain.
+    """
+    return ApiError(422, f"{reason}, or start the server with a longer time", code="timeout")
 
 
 def stopping() -> ApiError:

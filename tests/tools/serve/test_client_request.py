@@ -9,6 +9,7 @@ import pytest
 
 from edgellm.device_runtime.engine.sequence import Step
 from edgellm.tools.serve.client_request import Call, DisconnectedError
+from edgellm.tools.serve.errors import ApiError
 from edgellm.tools.serve.events import Started
 from edgellm.tools.serve.mailbox import Mailbox
 
@@ -42,6 +43,56 @@ def test_a_step_behind_the_clients_leaving_does_not_hide_it():
         assert await call.arrived() == [Started(1)]
         with pytest.raises(DisconnectedError):
             await asyncio.wait_for(call.arrived(), 5)
+
+    asyncio.run(serve())
+
+
+class TimedWorker(LateWorker):
+    """One whose job waits, or is begun."""
+
+    def __init__(self, *, waits: bool) -> None:
+        self.waits = waits
+
+    def submit(self, job) -> None:
+        self.job = job
+
+    def is_waiting(self, job) -> bool:
+        return self.waits and job is self.job
+
+    def abandon(self, job) -> None:
+        job.abandoned = True
+
+
+class Staying(Gone):
+    """A request whose client waits."""
+
+    async def receive(self) -> dict[str, str]:
+        return await asyncio.Event().wait()
+
+
+def test_a_request_whose_time_ends_in_the_queue_is_not_worth_another_try():
+    async def serve() -> None:
+        call = Call(TimedWorker(waits=True), [SimpleNamespace(priority=0)], Staying(), 0.01)
+        with pytest.raises(ApiError, match="come back when") as caught:
+            await asyncio.wait_for(call.arrived(), 5)
+        assert (caught.value.status, caught.value.code) == (422, "timeout")
+        assert caught.value.kind == "timeout_error"
+        call.close()
+
+    asyncio.run(serve())
+
+
+def test_a_request_whose_time_ends_in_the_engine_gets_what_the_worker_tells():
+    async def serve() -> None:
+        worker = TimedWorker(waits=False)
+        call = Call(worker, [SimpleNamespace(priority=0)], Staying(), 0.01)
+        told = asyncio.create_task(call.arrived())
+        while asyncio.get_running_loop().time() < call.deadline + 0.02:
+            await asyncio.sleep(0.005)
+        assert not worker.job.abandoned
+        worker.job.post(Step((1,), "cut"))
+        assert await told == [Step((1,), "cut")]
+        call.close()
 
     asyncio.run(serve())
 

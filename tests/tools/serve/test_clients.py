@@ -14,6 +14,7 @@ import threading
 import time
 from concurrent.futures import ThreadPoolExecutor
 
+import openai
 import pytest
 from serve_process import ServerProcess, serving
 
@@ -23,6 +24,7 @@ PATH = "/v1/completions"
 RUNNING, WAITING = "vllm:num_requests_running", "vllm:num_requests_waiting"
 
 # An answer of this prompt goes on for seconds: no end token comes.
+TURNS = [{"role": "user", "content": "w20 w30"}]
 LONG = {"prompt": "w20 w30", "max_tokens": 4000, "temperature": 0, "stream": True}
 
 
@@ -139,25 +141,91 @@ def test_a_slow_reader_is_cut_off_when_its_time_is_over(roomy_engine):
         server.expects("WARNING: a client did not read its answer in time")
 
 
-def test_answers_that_take_too_long_end(roomy_engine):
-    with serving(roomy_engine, "--requestTimeout", 0.3) as server:
-        status, found = server.json(PATH, {**LONG, "stream": False})
-        assert status == 504
-        assert found["error"]["code"] == "timeout"
-        content = server.send(PATH, LONG)[2].decode()  # the status was sent before
-        events = content.strip().split("\n\n")
-        assert '"code":"timeout"' in events[-2]
-        assert events[-1] == "data: [DONE]"
-        assert server.json(PATH, {**LONG, "stream": False, "max_tokens": 3})[0] == 200
+# What each protocol says of an output that was cut: path, body, place of reason and text.
+CUT = {
+    "completions": (
+        PATH, {"prompt": "w20 w30"}, "choices.0.finish_reason=length", "choices.0.text",
+    ),
+    "chat": (
+        "/v1/chat/completions", {"messages": TURNS},
+        "choices.0.finish_reason=length", "choices.0.message.content",
+    ),
+    "responses": (
+        "/v1/responses", {"input": "w20 w30", "max_output_tokens": 4000},
+        "incomplete_details.reason=max_output_tokens", "output.0.content.0.text",
+    ),
+    "anthropic": (
+        "/v1/messages", {"messages": TURNS}, "stop_reason=max_tokens", "content.0.text",
+    ),
+    "ollama": (
+        "/api/chat", {"messages": TURNS, "options": {"num_predict": 4000}},
+        "done_reason=length", "message.content",
+    ),
+    "triton": ("/v2/models/tiny/generate", {"text_input": "w20 w30"}, "", "text_output"),
+}  # fmt: skip
 
 
-def test_waiting_counts_into_the_total_time(roomy_engine):
+@pytest.fixture(scope="module")
+def hurried(roomy_engine):
+    """A server whose answers take longer than they may."""
+    flags = "--requestTimeout", 0.3, "--modelName", "tiny"
+    with serving(roomy_engine, *flags) as process:
+        yield process
+
+
+def _at(found: object, path: str) -> object:
+    for part in path.split("."):
+        found = found[int(part)] if part.isdigit() else found[part]
+    return found
+
+
+@pytest.mark.parametrize("protocol", CUT)
+def test_an_output_whose_time_is_over_is_cut(hurried, protocol):
+    path, body, reason, text = CUT[protocol]
+    if protocol != "triton":  # which names the model in its path
+        body = {"model": "tiny", "stream": False, **body}
+    if protocol not in ("responses", "ollama"):
+        body = {**body, "temperature": 0, "max_tokens": 4000}
+    status, found = hurried.json(path, body)
+    assert status == 200, found
+    if reason:
+        where, _, said = reason.partition("=")
+        assert _at(found, where) == said
+    words = _at(found, text).split()
+    assert 1 < len(words) < 4000
+    if protocol == "triton":  # takes no other stream at this path
+        return
+    status, _, content = hurried.send(path, {**body, "stream": True})
+    assert status == 200
+    assert f'"{reason.partition("=")[2]}"' in content.decode()[-2000:]
+    assert "error" not in content.decode().replace('"error":null', "")
+
+
+def test_a_client_that_tries_again_is_answered_once(hurried):
+    """OpenAI's sends a request again after 408, 409, 429 and 5xx, twice by default."""
+    hurried.wait_until(RUNNING, 0)
+    before = hurried.metric("vllm:request_success_total")
+    client = openai.OpenAI(base_url=f"{hurried.url}/v1", api_key="none")
+    chat = client.chat.completions
+    found = chat.create(model="tiny", messages=TURNS, max_tokens=4000, temperature=0)
+    assert (found.choices[0].finish_reason, bool(found.choices[0].message.content)) == (
+        "length", True,
+    )  # fmt: skip
+    assert 0 < found.usage.completion_tokens < 4000
+    chunks = [*chat.create(model="tiny", messages=TURNS, max_tokens=4000, stream=True)]
+    assert chunks[-1].choices[0].finish_reason == "length"
+    several = client.completions.create(model="tiny", prompt=["w20", "w30"], max_tokens=4000)
+    assert [one.finish_reason for one in several.choices] == ["length"] * 2
+    assert hurried.metric("vllm:request_success_total") == before + 4
+
+
+def test_the_total_time_cuts_an_output_as_well(roomy_engine):
     with serving(roomy_engine, "--totalTimeout", 0.5) as server:
-        running = _begin(server, LONG)
-        status, found = server.json(PATH, {**LONG, "stream": False})
-        assert (status, found["error"]["type"]) == (504, "timeout_error")
-        assert b"timeout" in running.getresponse().read()
+        content = server.send(PATH, LONG)[2].decode()
+        assert '"finish_reason":"length"' in content
+        assert content.endswith("data: [DONE]\n\n")
         _is_idle(server)
+        assert server.metric("vllm:request_success_total") == 1
 
 
 def test_many_at_once_get_their_own_answers_or_429(small, offline):

@@ -138,6 +138,32 @@ def test_a_full_queue_and_the_end(worker):
         assert failed.error.status == 503
 
 
+def test_a_job_whose_time_is_over_has_what_was_generated(worker):
+    _, whole = _submit(worker, tokens=30)
+    expected = [step.text for step in _all(whole)[1:-1]]
+    worker.passes.at = worker.passes.count + 7
+
+    def time_is_over():
+        worker.running[0].until = 0.0
+
+    worker.passes.happens = time_is_over
+    _, cut = _submit(worker, tokens=30)
+    _, *steps, last = _all(cut)
+    assert [step.text for step in steps] == expected[:7]
+    assert (last.finish_reason, last.completion_tokens) == ("length", 7)
+
+
+def test_a_job_without_a_token_says_that_its_time_was_over(worker):
+    """By a status after which OpenAI's clients do not send it again."""
+    worker._request_timeout_s = 0.0
+    before = worker.passes.count
+    _, events = _submit(worker)
+    error = _all(events)[-1].error
+    assert "no token was computed within --requestTimeout 0 s" in str(error)
+    assert (error.status, error.code, error.kind) == (422, "timeout", "timeout_error")
+    assert worker.passes.count == before
+
+
 # ------------------------------------------------------------------ several at a time
 @pytest.fixture
 def shared_worker(roomy_engine, monkeypatch):
