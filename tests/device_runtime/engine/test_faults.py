@@ -191,11 +191,21 @@ HOOKS = {
     **{
         f"drafter {name}": _in_drafter(name)
         for name in (
-            "set_adapter", "begin", "remember", "observe", "catch_up", "plan_round", "propose",
-            "learn", "confidences", "rests", "pass_by", "company",
+            "set_adapter",
+            "begin",
+            "remember",
+            "observe",
+            "catch_up",
+            "plan_round",
+            "propose",
+            "learn",
+            "confidences",
+            "rests",
+            "pass_by",
+            "company",
         )
     },
-}  # fmt: skip
+}
 # What takes nothing from the output is said with it.
 WARNED = {
     "drafter end": _in_drafter("end"),
@@ -223,11 +233,16 @@ def llm(shared_engine):
 def _asked(llm: LLM, **options: Any) -> list[Answer]:
     return [
         llm.generate_text(
-            prompt, add_special_tokens=False, sampling=SAMPLING, max_generate_length=LENGTH,
-            stop=["w9999"], system_prompt="w21" if at == VICTIM else None, **options,
+            prompt,
+            add_special_tokens=False,
+            sampling=SAMPLING,
+            max_generate_length=LENGTH,
+            stop=["w9999"],
+            system_prompt="w21" if at == VICTIM else None,
+            **options,
         )
         for at, prompt in enumerate(PROMPTS)
-    ]  # fmt: skip
+    ]
 
 
 @pytest.fixture(scope="module")
