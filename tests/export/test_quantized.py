@@ -306,7 +306,7 @@ def _with_zero_point(tensors, config):
         ("fp8", _set("weight_scale", 0.0), BrokenArtifactError, "not a positive number"),
         ("fp8", _set("input_scale", float("nan")), BrokenArtifactError, "input_scale is nan"),
         ("w8a16", _with_zero_point, UnsupportedModelError, "8-bit weights with zero points"),
-        ("int4", _set("weight_scale", float("inf")), BrokenArtifactError, "positive number"),
+        ("int4", _set("weight_scale", float("inf")), BrokenArtifactError, "other than zero"),
         ("gptq", _fewer_bits, UnsupportedModelError, "holds 3-bit weights"),
         ("gptq", _set("qzeros", -1), UnsupportedModelError, "a zero point of 16"),
         ("awq", _gemv, UnsupportedModelError, "AWQ version 'gemv'"),
