@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 import json
-from collections.abc import Iterable
+from collections.abc import Callable, Iterable
 from dataclasses import asdict, dataclass, replace
 from pathlib import Path
 from typing import Any
@@ -39,6 +39,7 @@ from edgellm.roles import COMMIT, DECODER
 
 _GRAPH, _ROLES = "model", (DECODER, COMMIT)
 _JSON_FILES = "config.json", "generation_config.json"
+Check = Callable[[Path, Bundle], None]  # of a finished folder before it is published
 
 
 @dataclass(frozen=True, slots=True)
@@ -56,9 +57,15 @@ class ExportOptions:
 
 
 def export_llm(
-    checkpoint: Checkpoint, output: Path, options: ExportOptions, progress: Progress | None = None
+    checkpoint: Checkpoint,
+    output: Path,
+    options: ExportOptions,
+    progress: Progress | None = None,
+    check: Check | None = None,
 ) -> Bundle:
     """Export a decoder to `output`, which afterwards holds a whole bundle or what it held before.
+
+    `check` raises an error for a bundle that is not to be published.
 
     Raises:
         UnsupportedModelError: an architecture, config key or quantization that is not understood.
@@ -111,6 +118,8 @@ def export_llm(
             pooling=options.pooling,
             files=records,
         )
+        if check is not None:
+            check(folder, manifest)
         return publish(folder, output, manifest)
 
 

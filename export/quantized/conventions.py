@@ -110,8 +110,12 @@ def _statements(config: Mapping[str, Any]) -> Iterable[Mapping[str, Any]]:
 
 def _says_symmetric(config: Mapping[str, Any]) -> bool | None:
     """None where the config says nothing, or not the same of all layers."""
-    found = {bool(each[key]) for each in _statements(config) for key in ("sym", "symmetric")
-             if each.get(key) is not None}  # fmt: skip
+    found = {
+        bool(each[key])
+        for each in _statements(config)
+        for key in ("sym", "symmetric")
+        if each.get(key) is not None
+    }
     if not found and config.get("zero_point") is not None:
         found = {not config["zero_point"]}
     return found.pop() if len(found) == 1 else None

@@ -5,19 +5,17 @@ from __future__ import annotations
 import json
 
 import numpy as np
-import onnx_ir as ir
 import pytest
 import torch
 from conftest import make_checkpoint
+from graph_weights import graph_weights
 from quantized_layouts import Layout, gptq, write_checkpoint
 from safetensors.torch import load_file, save_file
 
 from edgellm.contract import UnsupportedModelError
-from edgellm.export import models, quantized
-from edgellm.export.bundle import ExportOptions, export_llm, quantized_layers
-from edgellm.export.dequantized import decoded
+from edgellm.export import models
+from edgellm.export.bundle import ExportOptions, export_llm
 from edgellm.export.source import open_checkpoint
-from edgellm.export.weights import Weights
 
 WEIGHTS = "model.safetensors"
 _AUTO_ROUND = {"quant_method": "auto-round"}
@@ -77,9 +75,12 @@ def _awq(bits, group, linear):
     class Layer(WQLinear_GEMM):
         def pack(self, linear, scales, zeros):
             made = WQLinear_GEMM.from_linear(
-                linear, bits, self.group_size, scales=scales.T.contiguous(),
+                linear,
+                bits,
+                self.group_size,
+                scales=scales.T.contiguous(),
                 zeros=zeros.T.contiguous(),
-            )  # fmt: skip
+            )
             self.load_state_dict(made.state_dict())
 
         def forward(self, x):
@@ -101,26 +102,25 @@ PACKINGS = {
     "auto_awq": (_awq, {"quant_method": "awq", "version": "gemm"}),
     "gptq_v2": (_native, {"quant_method": "gptq", "checkpoint_format": "gptq_v2"}),
     "as transformers writes it": (_native, {"quant_method": "gptq", "format": "GPTQ_V2"}),
-}  # fmt: skip
+}
 CASES = [
     (name, bits, group, symmetric)
     for name, (kind, _) in PACKINGS.items()
     for bits, group, symmetric in [
-        (4, 32, True), (4, 64, False), (4, -1, False), (8, 128, True), (8, 32, False),
+        (4, 32, True),
+        (4, 64, False),
+        (4, -1, False),
+        (8, 128, True),
+        (8, 32, False),
     ]
     if bits == 4 or kind is not _awq
-]  # fmt: skip
+]
 
 
 def found_weights(folder):
-    """Every quantized layer as the exporter decodes it."""
-    tower, shapes = quantized_layers(open_checkpoint(str(folder)), ExportOptions("fp32"))
-    weights = Weights(tower.tensors, tower.quant_config)
-    found = {}
-    for name, shape in shapes.items():
-        layer = quantized.find(weights / name, shape, ir.DataType.FLOAT)
-        found[f"{name}.weight"] = decoded(layer, shape)
-    return found
+    """Every quantized layer as a bundle's graph computes it."""
+    export_llm(open_checkpoint(str(folder)), folder.parent / "bundle", ExportOptions("fp32"))
+    return graph_weights(folder.parent / "bundle")
 
 
 @pytest.mark.parametrize(("name", "bits", "group", "symmetric"), CASES)
@@ -170,7 +170,7 @@ def test_scales_that_are_no_numbers(floats, tmp_path, value):
         (1, True, {**_AUTO_ROUND, "packing_format": "auto_round:gptqmodel"}, "are 7"),
         (1, True, {**_AUTO_ROUND, "packing_format": "mlx"}, "packing_format 'mlx'"),
     ],
-)  # fmt: skip
+)
 def test_contradictions_are_rejected(floats, tmp_path, version, symmetric, config, message):
     layout = Layout(
         gptq(4, symmetric=symmetric, version=version), {"quant_method": "gptq", **config}
