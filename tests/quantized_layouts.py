@@ -146,13 +146,20 @@ def int8_smoothed(weight: np.ndarray, random: np.random.Generator) -> tuple[Tens
     return tensors, codes * scale[:, None] * smoothing
 
 
+def ct_int8_signs(weight: np.ndarray, random: np.random.Generator) -> tuple[Tensors, np.ndarray]:
+    """The same from AutoRound, whose scales have signs."""
+    tensors, value = ct_int8(weight, random)
+    sign = random.choice(np.array([-1, 1], np.int8), tensors["weight_scale"].shape)
+    scale = tensors["weight_scale"] * sign
+    return {**tensors, "weight": tensors["weight"] * sign, "weight_scale": scale}, value
+
+
 def ct_int8(weight: np.ndarray, random: np.random.Generator) -> tuple[Tensors, np.ndarray]:
-    """compressed-tensors int-quantized, with signs, and the zeros that older writers stored."""
+    """compressed-tensors int-quantized, with the zeros that older writers stored."""
     tensors, value = int8_weights(weight, random)
-    sign = random.choice(np.array([-1, 1], np.int8), len(weight))[:, None]
-    scale = tensors["weight_scale"][:, None] * sign
+    scale = tensors["weight_scale"][:, None]
     return {
-        "weight": tensors["weight"] * sign,
+        **tensors,
         "weight_scale": scale,
         "weight_zero_point": np.zeros(scale.shape, np.int8),
     }, value
@@ -313,8 +320,21 @@ LAYOUTS = {
         {"quant_method": "gptq", "checkpoint_format": "gptq_v2"},
         kind="int4",
     ),
-    "gptq-8": Layout(
-        gptq(8, symmetric=True, has_signs=True), {"quant_method": "gptq"}, kind="int8"
+    "gptq-8": Layout(gptq(8, symmetric=True), {"quant_method": "gptq"}, kind="int8"),
+    "auto-round-8": Layout(
+        gptq(8, symmetric=True, has_signs=True),
+        {"quant_method": "auto-round", "packing_format": "auto_round:auto_gptq", "sym": True},
+        kind="int8",
+    ),
+    "auto-round-ct": Layout(
+        ct_int(4, symmetric=True, has_signs=True),
+        {"quant_method": "compressed-tensors", "provider": "auto-round"},
+        kind="int4",
+    ),
+    "auto-round-w8a8": Layout(
+        ct_int8_signs,
+        {"quant_method": "compressed-tensors", "provider": "auto-round"},
+        kind="int8",
     ),
     "auto-round": Layout(
         gptq(4, symmetric=True, has_signs=True),
