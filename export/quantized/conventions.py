@@ -100,12 +100,16 @@ def _is_auto_round(config: Mapping[str, Any]) -> bool:
 
 def _statements(config: Mapping[str, Any]) -> Iterable[Mapping[str, Any]]:
     """What the config says of all weights, and of some by their names."""
-    found = [config]
+    found: list[Any] = [config]
     for key in ("extra_config", "dynamic"):
-        found += (config.get(key) or {}).values()
-    for group in (config.get("config_groups") or {}).values():
-        found.append(group.get("weights") or {})
+        found += _values(config.get(key))
+    for group in _values(config.get("config_groups")):
+        found.append(group.get("weights") if isinstance(group, Mapping) else None)
     return [each for each in found if isinstance(each, Mapping)]
+
+
+def _values(found: Any) -> list[Any]:
+    return list(found.values()) if isinstance(found, Mapping) else []
 
 
 def _says_symmetric(config: Mapping[str, Any]) -> bool | None:

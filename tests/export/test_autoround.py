@@ -221,3 +221,11 @@ def test_symmetric_groups_of_compressed_tensors(tmp_path, floats):
     edited["quantization_config"]["config_groups"]["group_0"]["weights"]["symmetric"] = False
     (tmp_path / "checkpoint/config.json").write_text(json.dumps(edited))
     assert found_weights(tmp_path / "checkpoint")
+
+
+@pytest.mark.parametrize("key", ["extra_config", "dynamic", "config_groups"])
+@pytest.mark.parametrize("value", [None, True, [1], {"a": None}, {"a": 3}])
+def test_statements_of_other_kinds_say_nothing(floats, tmp_path, key, value):
+    layout = Layout(gptq(4, symmetric=True), {"quant_method": "gptq", "sym": True, key: value})
+    meant = write_checkpoint(floats, tmp_path / "checkpoint", layout)
+    assert found_weights(tmp_path / "checkpoint").keys() == meant.keys()
