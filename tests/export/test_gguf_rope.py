@@ -82,8 +82,11 @@ def scaled(extra: dict, factors: list[float]) -> np.ndarray:
     return turning / factor * (1 - mix) + turning * mix
 
 
-_YARN = {"rope__scaling__type": "yarn", "rope__scaling__factor": 4.0,
-         "rope__scaling__original_context_length": 32}  # fmt: skip
+_YARN = {
+    "rope__scaling__type": "yarn",
+    "rope__scaling__factor": 4.0,
+    "rope__scaling__original_context_length": 32,
+}
 SCALINGS = [
     {},
     {"rope__scaling__factor": 4.0},
