@@ -35,7 +35,11 @@ class Safetensors:
     """The tensors of one or several safetensors files (format version 1: JSON header + data)."""
 
     def __init__(self, paths: list[Path]) -> None:
-        """Read and check all headers; raises `BrokenArtifactError` for a damaged file."""
+        """Read and check all headers.
+
+        Raises:
+            BrokenArtifactError: a damaged file, or two files that hold different tensors of a name.
+        """
         self._infos: dict[str, TensorInfo] = {}
         self._places: dict[str, tuple[Path, int]] = {}
         for path in paths:
@@ -78,8 +82,7 @@ class Safetensors:
                 begin, end = entry["data_offsets"]
                 if info.num_bytes != end - begin:
                     raise BrokenArtifactError(f"{path}: wrong size of tensor {name}", hint=remedy)
-                self._infos[name] = info
-                self._places[name] = (path, 8 + length + begin)
+                self._add(name, info, path, 8 + length + begin)
             expected = 8 + length + max((e["data_offsets"][1] for e in entries.values()), default=0)
         except FileNotFoundError:
             raise BrokenArtifactError(f"{path} is missing", hint=remedy) from None
@@ -91,3 +94,28 @@ class Safetensors:
             raise BrokenArtifactError(
                 f"{path} is truncated: {size} of {expected} bytes", hint=remedy
             )
+
+    def _add(self, name: str, info: TensorInfo, path: Path, offset: int) -> None:
+        """Add a tensor; one that another file holds, too, must be the same there."""
+        earlier = self._places.get(name)
+        if earlier is not None:
+            known = self._infos[name]
+            if known != info or self._differs(info, earlier, (path, offset)):
+                raise BrokenArtifactError(
+                    f"{earlier[0]} and {path} hold different tensors {name}",
+                    hint="one of these files is of another save; copy the checkpoint again",
+                )
+        self._infos[name], self._places[name] = info, (path, offset)
+
+    @staticmethod
+    def _differs(info: TensorInfo, one: tuple[Path, int], other: tuple[Path, int]) -> bool:
+        left = info.num_bytes
+        with one[0].open("rb") as first, other[0].open("rb") as second:
+            first.seek(one[1])
+            second.seek(other[1])
+            while left:
+                step = min(left, CHUNK_BYTES)
+                if first.read(step) != second.read(step):
+                    return True
+                left -= step
+        return False

@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 import json
-from collections.abc import Iterable
+from collections.abc import Callable, Iterable
 from dataclasses import asdict, dataclass, replace
 from pathlib import Path
 from typing import Any
@@ -16,6 +16,7 @@ from edgellm.export.config import ConfigReader
 from edgellm.export.decoder import build_commit, build_decoder
 from edgellm.export.decoder_config import DecoderConfig
 from edgellm.export.draft_config import read_draft
+from edgellm.export.encoder_hash import encoder_hash
 from edgellm.export.graph_files import (
     DTYPES,
     Progress,
@@ -27,7 +28,7 @@ from edgellm.export.graph_files import (
 )
 from edgellm.export.kv_cache import read_ranges
 from edgellm.export.merged import merged
-from edgellm.export.op import OPSET
+from edgellm.export.op import OPSET, Op
 from edgellm.export.rotation import refuse_rotated, rotation_name
 from edgellm.export.source import open_draft
 from edgellm.export.stated import judge
@@ -36,9 +37,11 @@ from edgellm.export.vlm import text_tower
 from edgellm.export.weights import Weights
 from edgellm.manifest import LLM_BUNDLE, Bundle, GraphSpec
 from edgellm.roles import COMMIT, DECODER
+from edgellm.specs import DecoderSpec
 
 _GRAPH, _ROLES = "model", (DECODER, COMMIT)
 _JSON_FILES = "config.json", "generation_config.json"
+Check = Callable[[Path, Bundle], None]  # of a finished folder before it is published
 
 
 @dataclass(frozen=True, slots=True)
@@ -56,14 +59,19 @@ class ExportOptions:
 
 
 def export_llm(
-    checkpoint: Checkpoint, output: Path, options: ExportOptions, progress: Progress | None = None
+    checkpoint: Checkpoint,
+    output: Path,
+    options: ExportOptions,
+    progress: Progress | None = None,
+    check: Check | None = None,
 ) -> Bundle:
     """Export a decoder to `output`, which afterwards holds a whole bundle or what it held before.
 
+    `check` raises an error for a bundle that is not to be published.
+
     Raises:
-        UnsupportedModelError: an architecture, config key or quantization that is not understood.
-        BrokenArtifactError: missing, superfluous or damaged tensors.
-        EdgeLLMError: `output` cannot be written.
+        EdgeLLMError: an unknown architecture, config key or quantization; missing, superfluous or
+            damaged tensors; `output` cannot be written.
     """
     names = [*file_names((_GRAPH, COMMIT)), *_JSON_FILES, *checkpoint.tokenizer_files]
     check_output(output, LLM_BUNDLE, names)
@@ -85,33 +93,37 @@ def export_llm(
     _check_tokens(checkpoint, config.vocab_size)
     configs = (checkpoint.generation_config, checkpoint.config, tower.config)
     eos_token_ids = _eos_token_ids(configs, config.vocab_size)
+    spec = _spec(checkpoint, tower, config, op)
     with temporary_folder(output) as folder:
         records = write_graphs(folder, graphs, progress)
         _write_texts(folder, checkpoint)
-        decoder = decoder_spec(
-            config, tower.config["model_type"], [op], tower.tensors, recurrent=recurrent
-        )
-        kv = replace(decoder.kv, ranges=ranges)
         manifest = Bundle(
             kind=LLM_BUNDLE,
-            spec=replace(decoder, kv=kv, rotation=rotation_name(checkpoint.config)),
+            spec=replace(spec, kv=replace(spec.kv, ranges=ranges), recurrent=recurrent),
             graphs=dict(zip(_ROLES, [GraphSpec(f"{name}.onnx") for name in graphs], strict=False)),
             dtype=dtype.numpy().name,
             quantization=quantization,
             opset=OPSET,
             eos_token_ids=eos_token_ids,
             options=asdict(replace(options, hidden_taps=taps)),
-            provenance={
-                "checkpoint": checkpoint.label,
-                **tap_source,
-                **contradiction,
-                **versions(),
-            },
+            provenance=_provenance(checkpoint) | tap_source | contradiction,
             hidden_taps=taps,
             pooling=options.pooling,
             files=records,
         )
+        if check is not None:
+            check(folder, manifest)
         return publish(folder, output, manifest)
+
+
+def _provenance(checkpoint: Checkpoint) -> dict[str, str]:
+    return {"checkpoint": checkpoint.label, **encoder_hash(checkpoint), **versions()}
+
+
+def _spec(checkpoint: Checkpoint, tower: Checkpoint, config: DecoderConfig, op: Op) -> DecoderSpec:
+    """The facts of the decoder that a checkpoint's config and tensors tell."""
+    spec = decoder_spec(config, tower.config["model_type"], [op], tower.tensors)
+    return replace(spec, rotation=rotation_name(checkpoint.config))
 
 
 def _write_texts(folder: Path, checkpoint: Checkpoint) -> None:

@@ -2,9 +2,11 @@
 
 from __future__ import annotations
 
+import sys
 import time
+from functools import partial
 from pathlib import Path
-from typing import Annotated
+from typing import TYPE_CHECKING, Annotated
 
 import typer
 
@@ -12,6 +14,9 @@ from edgellm.command import SNAKE_CASE, App, numbers, run_command
 from edgellm.contract import EdgeLLMError
 from edgellm.manifest import Bundle
 from edgellm.specs import DraftSpec
+
+if TYPE_CHECKING:
+    from edgellm.export.checkpoint import Checkpoint
 
 app = App(SNAKE_CASE, no_args_is_help=True)
 
@@ -60,15 +65,17 @@ def llm(
     lora_dir: LoraDir = None,
     pooling: Pooling = "",
     verify: Annotated[
-        bool, typer.Option("--verify", help="Compare with transformers (needs edgellm[host]).")
+        bool,
+        typer.Option("--verify", help="Compare with transformers (needs edgellm[host])."),
     ] = False,
 ) -> None:
     """Export a language model."""
     from edgellm.export.bundle import ExportOptions, export_llm
-    from edgellm.export.progress import byte_progress, spinner
+    from edgellm.export.progress import byte_progress
     from edgellm.export.source import open_checkpoint
 
     _expect_dtype(dtype)
+    verdict: list[str] = []
     if verify:
         from edgellm.export.verify import require_host
 
@@ -79,8 +86,9 @@ def llm(
         dtype, num_layers, ignored, is_eagle_base, taps, draft_model_dir, lora_dir, pooling
     )
     checkpoint = open_checkpoint(model_dir)
+    check = partial(_compare, checkpoint, verdict) if verify else None
     with byte_progress("exporting") as progress:
-        manifest = export_llm(checkpoint, output_dir, options, progress)
+        manifest = export_llm(checkpoint, output_dir, options, progress, check)
     parameters = manifest.decoder.num_parameters / 1e6
     typer.echo(
         f"{output_dir}: {manifest.decoder.model_type}, {parameters:.1f} M parameters, "
@@ -88,12 +96,17 @@ def llm(
     )
     _say_contradiction(manifest)
     _say_taps(manifest)
-    if verify:
-        from edgellm.export.verify import verify_bundle
+    for line in verdict:
+        typer.echo(line)
 
-        with spinner("comparing with transformers"):
-            verdict = verify_bundle(checkpoint, output_dir, manifest)
-        typer.echo(verdict)
+
+def _compare(checkpoint: Checkpoint, verdict: list[str], folder: Path, manifest: Bundle) -> None:
+    """Append what `--verify` found of a bundle that is not published yet."""
+    from edgellm.export.verify import verify_bundle
+
+    if sys.stderr.isatty():
+        typer.echo("comparing with transformers", err=True)
+    verdict.append(verify_bundle(checkpoint, folder, manifest))
 
 
 @app.command()

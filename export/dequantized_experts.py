@@ -9,11 +9,11 @@ from functools import partial
 
 import numpy as np
 
+from edgellm.export.reference_weights import E2M1
 from edgellm.export.weights import Weights
 
 F32 = np.ndarray  # float32
 BLOCKS, _SCALES = "_blocks", "_scales"  # how MXFP4's tensors end
-FP4_VALUES = (0.0, 0.5, 1.0, 1.5, 2.0, 3.0, 4.0, 6.0)  # by code, without its sign
 _BIAS = 127  # of MXFP4's exponents
 _GRANITE = re.compile(r"(.+\.block_sparse_moe)\.experts\.(\d+)\.(gate|up|down)_proj\.weight")
 
@@ -51,7 +51,7 @@ def fp4_stack(weights: Weights, blocks: str, shape: tuple[int, ...]) -> Fp4Stack
     def load() -> F32:
         both = codes()
         nibbles = np.stack([both & 15, both >> 4], -1).reshape(experts, out, count, 2 * half)
-        values = np.array([*FP4_VALUES, *(-value for value in FP4_VALUES)], np.float32)[nibbles]
+        values = np.array([*E2M1, *(-value for value in E2M1)], np.float32)[nibbles]
         steps = np.ldexp(np.float32(1), exponents().astype(np.int32) - _BIAS)
         floats = (values * steps[..., None]).reshape(experts, out, -1)
         return np.ascontiguousarray(floats.transpose(0, 2, 1))

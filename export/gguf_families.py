@@ -70,18 +70,36 @@ def _rope(facts: Facts, head_dim: int) -> Config:
             f"GGUF {facts.architecture}.rope.dimension_count = {turning}, heads have {head_dim}"
         )
     rope: Config = {"rope_theta": facts.number("rope.freq_base", 10000.0)}
-    kind, factor = facts.get("rope.scaling.type", "none"), facts.number("rope.scaling.factor", 1.0)
+    scaling, factors = _scaling(facts), facts.vectors.get("rope_freqs")
+    if factors:  # divide the frequencies before they are scaled
+        kind = scaling.pop("rope_type", "default")
+        return rope | scaling | {"rope_type": "factors", "factors": factors, "scaling": kind}
+    return rope | scaling
+
+
+def _scaling(facts: Facts) -> Config:
+    """How frequencies are scaled: linearly where a file has a factor and no type, as in llama.cpp.
+
+    Raises:
+        UnsupportedModelError: an unknown type, or what no rule here computes.
+    """
+    name = f"GGUF {facts.architecture}.rope.scaling"
+    kind = facts.get("rope.scaling.type", "linear")
+    older = facts.number("rope.scale_linear", 1.0)  # the key of the first GGUF files
+    factor = facts.number("rope.scaling.factor", older) or 1.0
     original = facts.get("rope.scaling.original_context_length", None)
-    if factors := facts.vectors.get("rope_freqs"):
-        return rope | {"rope_type": "factors", "factors": factors}
-    if kind == "none" or (kind == "linear" and factor == 1):
-        return rope
-    if kind not in ("linear", "yarn"):
+    is_long = any(each.startswith("rope_factors_") for each in facts.vectors)
+    if kind not in ("none", "linear", "yarn") and not (kind == "longrope" and is_long):
         raise UnsupportedModelError(f"GGUF rope scaling {kind!r} is not supported")
-    rope |= {"rope_type": kind, "factor": factor}
+    if is_long:
+        if kind == "yarn" or (kind != "none" and factor != 1):
+            raise UnsupportedModelError(f"{name}: {kind} by {factor} beside rope_factors")
+        return {}
     if kind == "yarn":
-        rope |= {"original_max_position_embeddings": original} | _yarn(facts, factor)
-    return rope
+        found = {"rope_type": kind, "factor": factor, "original_max_position_embeddings": original}
+        return found | _yarn(facts, factor)
+    facts.expect("rope.scaling.attn_factor", 1.0)
+    return {} if kind == "none" or factor == 1 else {"rope_type": kind, "factor": factor}
 
 
 def _yarn(facts: Facts, factor: float) -> Config:
@@ -196,8 +214,6 @@ def _phi3(facts: Facts) -> Config:
     if short and long:
         rope |= {"rope_type": "longrope", "short_factor": short, "long_factor": long}
         rope |= {} if scale is None else {"attention_factor": scale}
-    elif scale not in (None, 1.0):
-        raise UnsupportedModelError("GGUF phi3.rope.scaling.attn_factor without rope_factors")
     return {
         "model_type": "phi3",
         "original_max_position_embeddings": original,

@@ -7,6 +7,7 @@ original models publish. Byte-level BPE ("gpt2") and SentencePiece BPE ("llama")
 from __future__ import annotations
 
 import json
+import logging
 from collections.abc import Callable
 from typing import Any
 
@@ -44,11 +45,23 @@ _PATTERNS = {
     "qwen35": _QWEN35,
     "tekken": _TEKKEN,
 }
+# llama.cpp's default, one after the other.
+_DEFAULT = (
+    r"[\p{P}\$\+<=>\^~\|]+",
+    r"'s|'t|'re|'ve|'m|'ll|'d| ?\p{L}+| ?\p{N}+| ?[^\s\p{L}\p{N}]+|\s+(?!\S)",
+    r"\p{N}+",
+    r"[0-9][0-9][0-9]",
+)
 _WHOLE_FIRST = (*_LLAMAS, "tekken")
-_PLAIN = ("default", "gpt-2", "phi-2", "mpt", "olmo", "jais", "exaone4", "trillion",
+_PLAIN = ("gpt-2", "phi-2", "mpt", "olmo", "jais", "exaone4", "trillion",
           "granite-docling")  # fmt: skip
 _SINGLE_DIGITS = ("smollm", "starcoder", "refact", "command-r", "codeshell", "exaone")
 _NFC = ("qwen2", "qwen35", "deepseek-r1-qwen")
+
+_NO_SPLITTING = (
+    "warning: the GGUF file has no tokenizer.ggml.pre: text is split by llama.cpp's default, which "
+    "may not be the model's own; convert the model again to have it"
+)
 
 Get = Callable[..., Any]
 
@@ -100,7 +113,9 @@ def _special_tokens(get: Get, tokens: list[str]) -> dict[str, str]:
 
 def _byte_level(get: Get, tokens: list[str], types: list[int]) -> Tokenizer:
     del types
-    kind = get("tokenizer.ggml.pre", "default")
+    if not (kind := get("tokenizer.ggml.pre", "")):
+        kind = "default"
+        logging.getLogger(__name__).warning(_NO_SPLITTING)
     merges = [tuple(merge.split(" ")) for merge in get("tokenizer.ggml.merges")]
     vocabulary = {token: index for index, token in enumerate(tokens)}
     for merge in merges:  # the library raises a bare Exception
@@ -109,19 +124,23 @@ def _byte_level(get: Get, tokens: list[str], types: list[int]) -> Tokenizer:
             raise ValueError(f"the merge {' '.join(merge)!r} is not of the vocabulary")
     tokenizer = Tokenizer(BPE(vocabulary, merges, ignore_merges=kind in _WHOLE_FIRST))
     plain = pre_tokenizers.ByteLevel(add_prefix_space=False, use_regex=True)
+    whole = pre_tokenizers.ByteLevel(add_prefix_space=False, use_regex=False)
     if kind in _PLAIN:
         tokenizer.pre_tokenizer = plain
+    elif kind == "default":
+        splits = [pre_tokenizers.Split(Regex(pattern), "isolated") for pattern in _DEFAULT]
+        tokenizer.pre_tokenizer = pre_tokenizers.Sequence([*splits, whole])
     elif kind in _SINGLE_DIGITS:
         digits = pre_tokenizers.Digits(individual_digits=True)
         tokenizer.pre_tokenizer = pre_tokenizers.Sequence([digits, plain])
     elif kind in _PATTERNS:
         split = pre_tokenizers.Split(Regex(_PATTERNS[kind]), "isolated")
-        whole = pre_tokenizers.ByteLevel(add_prefix_space=False, use_regex=False)
         tokenizer.pre_tokenizer = pre_tokenizers.Sequence([split, whole])
     else:
         raise UnsupportedModelError(
             f"GGUF pre-tokenizer {kind!r} is not supported",
-            hint=f"supported: {', '.join(sorted((*_PLAIN, *_SINGLE_DIGITS, *_PATTERNS)))}",
+            hint="supported: "
+            + ", ".join(sorted((*_PLAIN, "default", *_SINGLE_DIGITS, *_PATTERNS))),
         )
     if kind in _NFC:
         tokenizer.normalizer = normalizers.NFC()

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import re
 from pathlib import Path
 from typing import Any
 
@@ -18,6 +19,7 @@ PROCESSOR_FILES = (
 )
 _TOKENS = "tokenizer_config.json"
 _WHOLE = "model.safetensors", "pytorch_model.bin"  # safetensors win over torch's own format
+_SHARD = re.compile(r"(.+)-\d+-of-(\d+\.\w+)")
 _ADAPTER = "adapter_config.json"  # of PEFT
 
 
@@ -172,11 +174,45 @@ def _open_tensors(folder: Path, names: tuple[str, ...]) -> TensorSource:
 
 
 def _weight_files(folder: Path, name: str) -> list[Path]:
-    """The files that hold `name`, several when an index says so, none when it is not there."""
-    index = folder / f"{name}.index.json"
-    if index.exists():
-        shards = read_json(index).get("weight_map")
-        if not isinstance(shards, dict):
-            raise BrokenArtifactError(f"{index} has no weight_map")
-        return [folder / shard for shard in sorted(set(shards.values()))]
-    return [folder / name] if (folder / name).exists() else []
+    """The files that hold `name`, several when an index says so, none when it is not there.
+
+    A whole file wins over an index whose shards are gone, as in transformers.
+
+    Raises:
+        BrokenArtifactError: a damaged index, or files of two saves of which each may be meant.
+    """
+    index, whole = folder / f"{name}.index.json", folder / name
+    if not index.exists():
+        return [whole] if whole.exists() else []
+    shards = _shards(index)
+    others = [shard for shard in shards if shard != name and (folder / shard).exists()]
+    if not whole.exists() or (name in shards and len(shards) > 1):
+        _refuse_other_save(folder, index, shards)
+        return [folder / shard for shard in shards]
+    if others:
+        raise BrokenArtifactError(
+            f"{whole} and {folder / others[0]}, which {index.name} names, are of different saves",
+            hint=f"move {name} away if the shards are meant, or {index.name} if it is; "
+            "transformers takes the whole file",
+        )
+    return [whole]
+
+
+def _shards(index: Path) -> list[str]:
+    """The files that an index names."""
+    named = read_json(index).get("weight_map")
+    if not isinstance(named, dict) or not all(isinstance(name, str) for name in named.values()):
+        raise BrokenArtifactError(f"{index} has no weight_map, or one that names no files")
+    return sorted(set(named.values()))
+
+
+def _refuse_other_save(folder: Path, index: Path, shards: list[str]) -> None:
+    """Reject shards whose names count to another number than those of the index."""
+    counts = {match[1]: match[2] for shard in shards if (match := _SHARD.fullmatch(shard))}
+    for path in sorted(folder.iterdir()):
+        match = _SHARD.fullmatch(path.name)
+        if match and path.name not in shards and counts.get(match[1], match[2]) != match[2]:
+            raise BrokenArtifactError(
+                f"{path} is of another save than {folder / shards[0]}, which {index.name} names",
+                hint="move the files away that are not meant",
+            )

@@ -11,6 +11,7 @@ KEY = "quantization_config"
 # The layouts (`export.quantized`) that each maker writes, by `quant_method`.
 _LAYOUTS = {
     "auto-round": {"awq", "compressed_tensors", "gptq", "modelopt"},
+    "intel/auto-round": {"awq", "compressed_tensors", "gptq", "modelopt"},  # its first releases
     "awq": {"awq"},
     "compressed-tensors": {"compressed_tensors", "modelopt"},
     "fbgemm_fp8": {"modelopt"},

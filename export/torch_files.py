@@ -28,11 +28,19 @@ class TorchFiles:
 
         Raises:
             EdgeLLMError: torch is not installed.
-            BrokenArtifactError: a file is missing, damaged or holds more than tensors.
+            BrokenArtifactError: a file is missing, damaged, holds more than tensors, or another
+                tensor of a name than an earlier file.
         """
         self._tensors: dict[str, Any] = {}
+        places: dict[str, Path] = {}
         for path in paths:
-            self._tensors.update(_load(path))
+            for name, tensor in _load(path).items():
+                if name in places and not _are_equal(self._tensors[name], tensor):
+                    raise BrokenArtifactError(
+                        f"{places[name]} and {path} hold different tensors {name}",
+                        hint="one of these files is of another save; copy the checkpoint again",
+                    )
+                self._tensors[name], places[name] = tensor, path
         self._infos = {name: _info(name, tensor) for name, tensor in self._tensors.items()}
 
     def infos(self) -> Mapping[str, TensorInfo]:
@@ -47,6 +55,12 @@ class TorchFiles:
         data = memoryview(flat.numpy())
         for begin in range(0, len(data), CHUNK_BYTES):
             yield data[begin : begin + CHUNK_BYTES]
+
+
+def _are_equal(one: Any, other: Any) -> bool:
+    import torch
+
+    return one.dtype == other.dtype and torch.equal(one, other)
 
 
 def _load(path: Path) -> dict[str, Any]:

@@ -14,6 +14,7 @@ from edgellm.contract import EdgeLLMError, UnsupportedModelError
 from edgellm.export import visual
 from edgellm.export.checkpoint import Checkpoint
 from edgellm.export.config import ConfigReader
+from edgellm.export.encoder_hash import encoder_hash
 from edgellm.export.graph_files import (
     DTYPES,
     Progress,
@@ -80,7 +81,11 @@ def export_visual(
             quantization=_quantization(checkpoint, options, weights.layouts),
             opset=OPSET,
             options=dataclasses.asdict(options),
-            provenance={"checkpoint": checkpoint.label, **versions()},
+            provenance={
+                "checkpoint": checkpoint.label,
+                **encoder_hash(checkpoint),
+                **versions(),
+            },
             files=records,
         )
         return publish(folder, output, manifest)

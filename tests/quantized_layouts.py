@@ -42,14 +42,19 @@ def _pack32(values: np.ndarray, bits: int, order: tuple[int, ...] | None = None)
 
 
 def _integers(
-    weight: np.ndarray, bits: int, group: int, *, symmetric: bool
+    weight: np.ndarray, bits: int, group: int, *, symmetric: bool, has_signs: bool = False
 ) -> tuple[np.ndarray, np.ndarray, np.ndarray]:
-    """Unsigned codes [out, in], zero points and scales [out, in / group]."""
+    """Unsigned codes [out, in], zero points and scales [out, in / group].
+
+    With signs a block's largest weight takes the lowest code, as AutoRound does it.
+    """
     out, width = weight.shape
     blocks = weight.reshape(out, -1, group)
     top = 2**bits - 1
     if symmetric:
         scale = np.abs(blocks).max(-1) / (top / 2)
+        if has_signs:
+            scale = np.where(blocks.max(-1) > -blocks.min(-1), -scale, scale)
         zero = np.full(scale.shape, 2 ** (bits - 1))
     else:
         low, high = blocks.min(-1), blocks.max(-1)
@@ -141,6 +146,14 @@ def int8_smoothed(weight: np.ndarray, random: np.random.Generator) -> tuple[Tens
     return tensors, codes * scale[:, None] * smoothing
 
 
+def ct_int8_signs(weight: np.ndarray, random: np.random.Generator) -> tuple[Tensors, np.ndarray]:
+    """The same from AutoRound, whose scales have signs."""
+    tensors, value = ct_int8(weight, random)
+    sign = random.choice(np.array([-1, 1], np.int8), tensors["weight_scale"].shape)
+    scale = tensors["weight_scale"] * sign
+    return {**tensors, "weight": tensors["weight"] * sign, "weight_scale": scale}, value
+
+
 def ct_int8(weight: np.ndarray, random: np.random.Generator) -> tuple[Tensors, np.ndarray]:
     """compressed-tensors int-quantized, with the zeros that older writers stored."""
     tensors, value = int8_weights(weight, random)
@@ -201,12 +214,12 @@ def ct_nvfp4(weight: np.ndarray, random: np.random.Generator) -> tuple[Tensors, 
     return tensors, value
 
 
-def ct_int(bits: int, *, symmetric: bool) -> Writer:
+def ct_int(bits: int, *, symmetric: bool, has_signs: bool = False) -> Writer:
     """compressed-tensors pack-quantized."""
 
     def write(weight: np.ndarray, random: np.random.Generator) -> tuple[Tensors, np.ndarray]:
         del random
-        codes, zero, scale = _integers(weight, bits, 16, symmetric=symmetric)
+        codes, zero, scale = _integers(weight, bits, 16, symmetric=symmetric, has_signs=has_signs)
         tensors = {
             "weight_packed": _pack32(codes, bits),
             "weight_scale": scale.astype(np.float16),
@@ -233,14 +246,22 @@ def awq(weight: np.ndarray, random: np.random.Generator) -> tuple[Tensors, np.nd
 
 
 def gptq(
-    bits: int, *, symmetric: bool, reordered: bool = False, version: int = 1, group: int = 16
+    bits: int,
+    *,
+    symmetric: bool,
+    reordered: bool = False,
+    version: int = 1,
+    group: int = 16,
+    has_signs: bool = False,
 ) -> Writer:
     """GPTQ: words along `in`; version 1 stores zero points less one."""
 
     def write(weight: np.ndarray, random: np.random.Generator) -> tuple[Tensors, np.ndarray]:
         width = weight.shape[1]
         order = random.permutation(width) if reordered else np.arange(width)
-        codes, zero, scale = _integers(weight[:, order], bits, group, symmetric=symmetric)
+        codes, zero, scale = _integers(
+            weight[:, order], bits, group, symmetric=symmetric, has_signs=has_signs
+        )
         zero = np.maximum(zero, 1)
         value, back = _value(codes, zero, scale), np.argsort(order)
         groups = (np.arange(width) // group)[back]
@@ -285,7 +306,9 @@ LAYOUTS = {
         ct_int(4, symmetric=False), {"quant_method": "compressed-tensors"}, kind="int4"
     ),
     "ct-int8": Layout(
-        ct_int(8, symmetric=True), {"quant_method": "compressed-tensors"}, kind="int8"
+        ct_int(8, symmetric=True, has_signs=True),
+        {"quant_method": "compressed-tensors"},
+        kind="int8",
     ),
     "ct-w8a8": Layout(ct_int8, {"quant_method": "compressed-tensors"}, kind="int8"),
     "ct-nvfp4": Layout(ct_nvfp4, {"quant_method": "compressed-tensors"}, kind="fp4"),
@@ -298,6 +321,26 @@ LAYOUTS = {
         kind="int4",
     ),
     "gptq-8": Layout(gptq(8, symmetric=True), {"quant_method": "gptq"}, kind="int8"),
+    "auto-round-8": Layout(
+        gptq(8, symmetric=True, has_signs=True),
+        {"quant_method": "auto-round", "packing_format": "auto_round:auto_gptq", "sym": True},
+        kind="int8",
+    ),
+    "auto-round-ct": Layout(
+        ct_int(4, symmetric=True, has_signs=True),
+        {"quant_method": "compressed-tensors", "provider": "auto-round"},
+        kind="int4",
+    ),
+    "auto-round-w8a8": Layout(
+        ct_int8_signs,
+        {"quant_method": "compressed-tensors", "provider": "auto-round"},
+        kind="int8",
+    ),
+    "auto-round": Layout(
+        gptq(4, symmetric=True, has_signs=True),
+        {"quant_method": "auto-round", "packing_format": "auto_round:auto_gptq", "sym": True},
+        kind="int4",
+    ),
     "gptq-order": Layout(
         gptq(4, symmetric=False, reordered=True), {"quant_method": "gptq"}, kind="int4"
     ),

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import logging
 from collections import OrderedDict
 from collections.abc import Sequence
 from dataclasses import dataclass
@@ -25,6 +26,7 @@ from edgellm.multimodal.processors import FilmProcessor, FilmRules, Prepared
 from edgellm.multimodal.sources import Source, Video
 from edgellm.specs import DecoderSpec
 
+_ENCODER_HASH = "bundle_encoder_sha256"  # in the provenance of engines
 CACHE_BYTES = 256 << 20  # of features that are kept for further questions
 
 
@@ -59,14 +61,18 @@ class ImageReader:
         *,
         verify: bool | None,
         cache_bytes: int = CACHE_BYTES,
+        encoder_hash: str | None = None,
     ) -> None:
         """Load a visual engine for a decoder; `verify` as for `FileCheck`.
+
+        Logs a warning when the hash of the encoder in the decoder's checkpoint is another.
 
         Raises:
             BrokenArtifactError: damaged, or of another model than the decoder.
         """
         manifest = load_engine(folder, VISUAL_ENGINE)
         _require_match(folder, manifest, decoder)
+        self.warnings = _contradictions(folder, manifest, encoder_hash)
         assert decoder.images is not None
         self.manifest = manifest
         with FileCheck(folder, manifest.files, verify):
@@ -216,6 +222,25 @@ class ImageReader:
             keys=dict(enumerate(keys, self._decoder.vocab_size)),
         )
         return Prompt(ids.tolist(), rows)
+
+
+def open_images(folder: Path, base: Engine, *, verify: bool | None) -> ImageReader:
+    """Load a visual engine for a base; as `ImageReader`."""
+    own = base.provenance.get(_ENCODER_HASH)
+    return ImageReader(folder, base.decoder, verify=verify, encoder_hash=own)
+
+
+def _contradictions(folder: Path, visual: Engine, encoder_hash: str | None) -> list[str]:
+    """What speaks against an encoder that fits; a shared one may be meant."""
+    own = visual.provenance.get(_ENCODER_HASH)
+    if own is None or encoder_hash in (None, own):  # engines of older bundles have no hash
+        return []
+    line = (
+        f"{folder} was exported from another encoder than that of the engine's checkpoint: images "
+        "may be misread; export both from one checkpoint, unless the two are to be combined"
+    )
+    logging.getLogger(__name__).warning("warning: %s", line)
+    return [line]
 
 
 def _require_match(folder: Path, manifest: Engine, decoder: DecoderSpec) -> None:

@@ -109,9 +109,9 @@ class LLM:
         self._adapters = open_adapters(folder, self.manifest, session, self._turns.visiting)
         self.images: ImageReader | None = None
         if multimodal_engine_dir is not None:
-            from edgellm.device_runtime.engine.images import ImageReader  # imports Pillow
+            from edgellm.device_runtime.engine.images import open_images  # imports Pillow
 
-            self.images = ImageReader(Path(multimodal_engine_dir), decoder, verify=verify)
+            self.images = open_images(Path(multimodal_engine_dir), self.manifest, verify=verify)
             self.formatter = replace(self.formatter, film_text=self.images.film_text)
         self._guidance = Guidance(folder, decoder.vocab_size, self.manifest.eos_token_ids)
 
@@ -307,6 +307,8 @@ class LLM:
         prompt = self._prompt(text, images, profile, add_special_tokens=add_special_tokens)
         prompt = replace(prompt, adapter=adapter)
         max_tokens, warnings = fit(len(prompt.token_ids), max_tokens, self.manifest)
+        if images and self.images is not None:
+            warnings = [*warnings, *self.images.warnings]
         sampler = self.sampler(sampling, prompt)
         stream = self.tokenizer.stream(shown_tokens)
         endings = Endings(stream, stops, sampler.ends, sampling.min_tokens)

@@ -20,7 +20,7 @@ from edgellm.export.quantized.rounded import round_linear
 from edgellm.export.weights import Weights
 
 _FLOATS = ("F32", "F16", "BF16")
-_OWN = ("operand", "packed", "rounded")  # modules of this package that are no layout
+_OWN = ("conventions", "operand", "packed", "rounded")  # modules of this package that are no layout
 
 
 class Layout(Protocol):

@@ -11,6 +11,7 @@ import onnx_ir as ir
 from numpy.typing import NDArray
 
 from edgellm.contract import UnsupportedModelError
+from edgellm.export.quantized.conventions import check_groups, check_zero_points
 from edgellm.export.quantized.operand import QuantizedLinear, integer_blocks
 from edgellm.export.quantized.packed import unpack
 from edgellm.export.weights import Weights
@@ -30,9 +31,11 @@ def read(weights: Weights, shape: tuple[int, int], dtype: ir.DataType) -> Quanti
             f"AWQ version {version!r} packs in another order", hint='"gemm" is supported'
         )
     blocks = scale_info.shape[0]
+    check_groups(weights, width, blocks)
     words = weights.array("qweight", (width, out // 8), "I32")
     scale = weights.array("scales", (blocks, out), scale_info.dtype)
     zeros = _in_order(weights.array("qzeros", (blocks, out // 8), "I32")())
+    check_zero_points(weights, zeros, 4)
     return integer_blocks(
         weights.prefix,
         4,

@@ -11,6 +11,7 @@ import numpy as np
 import onnx_ir as ir
 
 from edgellm.contract import BrokenArtifactError, UnsupportedModelError
+from edgellm.export.quantized.conventions import check_groups, check_zero_points
 from edgellm.export.quantized.modelopt import scalar
 from edgellm.export.quantized.operand import (
     InputRounding,
@@ -46,6 +47,7 @@ def _integers(weights: Weights, shape: tuple[int, int], dtype: ir.DataType) -> Q
         )
     _check_shape(weights, shape)
     blocks = scale_info.shape[1]
+    check_groups(weights, width, blocks)
     _refuse_reordered(weights, width, width // blocks)
     words = weights.array("weight_packed", (out, width * bits // 32), "I32")
     scale = weights.array("weight_scale", (out, blocks), scale_info.dtype)
@@ -53,6 +55,7 @@ def _integers(weights: Weights, shape: tuple[int, int], dtype: ir.DataType) -> Q
     if weights.info("weight_zero_point") is not None:
         packed = weights.array("weight_zero_point", (-(-out * bits // 32), blocks), "I32")()
         zeros = unpack(np.ascontiguousarray(packed.T), bits)[:, :out]  # [blocks, out]
+        check_zero_points(weights, zeros, bits)
     return integer_blocks(
         name,
         bits,

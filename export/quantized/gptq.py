@@ -2,7 +2,7 @@
 
 Source: GPTQModel 7.7. `qweight` int32 [in * bits / 32, out] packed along the input, `qzeros` int32
 [in / g, out * bits / 32], `scales` float16 [in / g, out], `g_idx` int32 [in]: the group of each
-input. Format v1 stores zero points less one.
+input. Format v1 stores zero points less one, v2 and auto-round's own packing as they are.
 """
 
 from __future__ import annotations
@@ -11,6 +11,12 @@ import numpy as np
 import onnx_ir as ir
 
 from edgellm.contract import BrokenArtifactError, UnsupportedModelError
+from edgellm.export.quantized.conventions import (
+    check_groups,
+    check_zero_points,
+    remedy,
+    stores_less_one,
+)
 from edgellm.export.quantized.operand import QuantizedLinear, integer_blocks
 from edgellm.export.quantized.packed import unpack
 from edgellm.export.weights import Weights
@@ -28,6 +34,7 @@ def read(weights: Weights, shape: tuple[int, int], dtype: ir.DataType) -> Quanti
             f"{weights.prefix}qweight holds {bits}-bit weights", hint="4 and 8 bits are supported"
         )
     blocks = scale_info.shape[0]
+    check_groups(weights, width, blocks)
     words = weights.array("qweight", info.shape, "I32")
     scale = weights.array("scales", (blocks, out), scale_info.dtype)
     order = _order(weights, width, blocks)
@@ -47,14 +54,16 @@ def read(weights: Weights, shape: tuple[int, int], dtype: ir.DataType) -> Quanti
 def _zeros(weights: Weights, blocks: int, out: int, bits: int) -> np.ndarray:
     """Zero points [in / g, out]."""
     zeros = unpack(weights.array("qzeros", (blocks, out * bits // 32), "I32")(), bits)
-    if weights.quantization.get("checkpoint_format") == "gptq_v2":
-        return zeros
-    if int(zeros.max()) == 2**bits - 1:
-        raise UnsupportedModelError(
-            f"{weights.prefix}qzeros has a zero point of {2**bits}, which {bits} bits cannot hold",
-            hint="convert the checkpoint to gptq_v2",
-        )
-    return zeros + np.uint8(1)
+    if less_one := stores_less_one(weights):
+        if int(zeros.max()) == 2**bits - 1:
+            raise UnsupportedModelError(
+                f"{weights.prefix}qzeros has a zero point of {2**bits}, which {bits} bits cannot "
+                "hold",
+                hint="convert the checkpoint to gptq_v2",
+            )
+        zeros = zeros + np.uint8(1)
+    check_zero_points(weights, zeros, bits, remedy(weights, less_one=less_one))
+    return zeros
 
 
 def _order(weights: Weights, width: int, blocks: int) -> np.ndarray | None:

@@ -106,7 +106,11 @@ def _eight_bits(
     return QuantizedLinear(
         stored(f"{name}weight", onnx_type, (width, out), lambda: finite_fp8(name, codes().T)),
         scale_tensor(
-            f"{name}weight_scale", per_channel, dtype, lambda: scale().reshape(per_channel)
+            f"{name}weight_scale",
+            per_channel,
+            dtype,
+            lambda: scale().reshape(per_channel),
+            has_signs=onnx_type == ir.DataType.INT8,
         ),
         block_size=0,
         input=_static_input(weights, onnx_type),

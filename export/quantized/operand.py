@@ -77,6 +77,7 @@ def scale_tensor(
         BrokenArtifactError: a scale is not a positive number (with signs: zero), or none in
             `dtype`.
     """
+    wanted = "number other than zero" if has_signs else "positive number"
 
     def are_sound(scales: np.ndarray) -> bool:
         sizes = np.abs(scales) if has_signs else scales
@@ -86,7 +87,7 @@ def scale_tensor(
         scales = load().astype(np.float32)
         if not are_sound(scales):
             raise BrokenArtifactError(
-                f"{name} has a value that is not a positive number",
+                f"{name} has a value that is not a {wanted}",
                 hint="the checkpoint was quantized from weights that were zero or not numbers",
             )
         cast = scales.astype(dtype.numpy())
@@ -136,7 +137,7 @@ def integer_blocks(
     blocks: int,
     input_order: np.ndarray | None = None,
 ) -> QuantizedLinear:
-    """Unsigned integer codes in blocks along the input.
+    """Unsigned integer codes in blocks along the input; scales may be negative.
 
     Args:
         name: prefix of the layer's tensors.
@@ -169,7 +170,7 @@ def integer_blocks(
         zero_points = stored(f"{name}weight_zero_point", kind, (blocks, out), lambda: ready(zeros))
     return QuantizedLinear(
         stored(f"{name}weight", kind, (width, out), lambda: ready(codes())),
-        scale_tensor(f"{name}weight_scale", (blocks, out), dtype, scale),
+        scale_tensor(f"{name}weight_scale", (blocks, out), dtype, scale, has_signs=True),
         block_size=width // blocks,
         zero_points=zero_points,
         input_order=input_order,

@@ -76,7 +76,18 @@ def _run(path: Path) -> dict[str, np.ndarray]:
 
 @pytest.mark.parametrize(
     "layout",
-    ["ct-int4", "awq", "gptq-order", "gptq-8", "int8_sq", "w8a16", "fp8", "ct-fp8", "fp8-blocks"],
+    [
+        "ct-int4",
+        "awq",
+        "gptq-order",
+        "gptq-8",
+        "int8_sq",
+        "w8a16",
+        "fp8",
+        "ct-fp8",
+        "fp8-blocks",
+        "auto-round",
+    ],
 )
 def test_quantized_graphs_compute_the_same(tiny_source, tmp_path, layout):
     write_checkpoint(tiny_source, tmp_path / "checkpoint", LAYOUTS[layout])

@@ -338,3 +338,59 @@ def test_rows_of_images_are_no_words():
     ids = np.array([3, 96, 97, 5])
     assert ImageIds(96, None).for_draft(ids).tolist() == [3, 96, 97, 5]
     assert ImageIds(96, 9).for_draft(ids).tolist() == [3, 9, 9, 5]
+
+
+def _retrained(source, folder, change):
+    """A copy of a checkpoint whose tensors `change` alters."""
+    from safetensors.torch import load_file, save_file
+
+    shutil.copytree(source, folder)
+    tensors = load_file(folder / "model.safetensors")
+    save_file(change(tensors), folder / "model.safetensors", metadata={"format": "pt"})
+    return open_checkpoint(str(folder))
+
+
+def _other_encoder(tensors):
+    return {name: part * 1.01 if "visual" in name else part for name, part in tensors.items()}
+
+
+def _other_language_model(tensors):
+    return {name: part if "visual" in name else part * 1.01 for name, part in tensors.items()}
+
+
+def _other_names(tensors):
+    """As another version of transformers writes them, in shards of another order."""
+    return {
+        name.replace("model.visual.", "visual.", 1): tensors[name]
+        for name in sorted(tensors, reverse=True)
+    }
+
+
+@pytest.mark.parametrize(
+    ("change", "differs"),
+    [(_other_encoder, True), (_other_language_model, False), (_other_names, False)],
+)
+def test_an_encoder_of_another_checkpoint_is_told(
+    qwen, pictures, tmp_path, caplog, change, differs
+):
+    """A fine-tune that froze the encoder has the same; so has a checkpoint that was saved anew."""
+    other = _retrained(qwen.checkpoint, tmp_path / "checkpoint", change)
+    export_visual(other, tmp_path / "bundle", VisualOptions("fp32"))
+    limits = image_plan(1, 120, 100, 1)
+    seeing = tmp_path / "visual_engine"
+    build_engine("visual", tmp_path / "bundle", seeing, limits, "onnxruntime", lambda _: None)
+    llm = LLM(qwen.engine, multimodal_engine_dir=seeing)
+    said = f"{seeing} was exported from another encoder"
+    assert [said in record.getMessage() for record in caplog.records] == [True] * differs
+    content = [_image(pictures["a"]), _text("w1 w2")]
+    with_image = llm.generate([{"role": "user", "content": content}], sampling=GREEDY)
+    assert list(with_image)
+    assert any(said in line for line in with_image.warnings) == differs
+    without = llm.generate([{"role": "user", "content": "w1 w2"}], sampling=GREEDY)
+    assert list(without)
+    assert not without.warnings
+
+
+def test_the_encoder_of_the_same_checkpoint(qwen, caplog):
+    assert not LLM(qwen.engine, multimodal_engine_dir=qwen.visual_engine).images.warnings
+    assert not caplog.records
