@@ -214,6 +214,8 @@ def _check_kernels(kernels: str, library: str) -> None:
 
 
 def _show(built: Engine, engine_dir: Path, seconds: float) -> None:
+    from edgellm.device_runtime.pass_costs import BUDGET_S
+
     graphs = ", ".join(f"{g.precision} up to {g.max_rows} rows" for g in built.main_graphs)
     where = engine_dir / DRAFT_FOLDER if built.kind == DRAFT_ENGINE else engine_dir
     typer.echo(
@@ -223,7 +225,10 @@ def _show(built: Engine, engine_dir: Path, seconds: float) -> None:
     show_notes(built.options, seconds)
     for kind, costs in built.cost_ms.items():
         prompts = f"; prompts in passes of {built.prefill_rows} rows" if kind == PASS else ""
-        typer.echo(f"{measured_name(kind)} takes (rows: ms) {_listed(costs)}{prompts}")
+        listed = _listed(costs, built.estimated.get(kind, []))
+        typer.echo(f"{measured_name(kind)} takes (rows: ms) {listed}{prompts}")
+    if built.estimated:
+        typer.echo(f"~ is estimated from smaller passes: a build times {BUDGET_S:.0f} s at most")
 
 
 def show_notes(options: Mapping[str, Any], seconds: float) -> None:
@@ -248,8 +253,9 @@ def show_size(files: Mapping[str, FileRecord], seconds: float) -> str:
     return f"{size / 1e6:.1f} MB in {seconds:.1f} s, peak memory {peak / 1e6:.0f} MB"
 
 
-def _listed(costs: dict[str, float]) -> str:
-    return ", ".join(f"{rows}: {ms:.2f}" for rows, ms in costs.items())
+def _listed(costs: dict[str, float], estimated: Sequence[int]) -> str:
+    marks = {rows: "~" if int(rows) in estimated else "" for rows in costs}
+    return ", ".join(f"{rows}: {marks[rows]}{ms:.2f}" for rows, ms in costs.items())
 
 
 def status() -> AbstractContextManager[Callable[[str], None]]:

@@ -14,8 +14,9 @@ from edgellm.build.fit import predict, require_fit
 from edgellm.build.plan import Compiled, Origin, Plan, Report
 from edgellm.build.products import PRODUCTS, read_bundle, remembered
 from edgellm.device_runtime import runners
+from edgellm.device_runtime.pass_costs import estimated_sizes
 from edgellm.integrity import remember
-from edgellm.manifest import MANIFEST_NAME, Bundle, Engine, with_kv_dtype
+from edgellm.manifest import ESTIMATED, MANIFEST_NAME, Bundle, Engine, with_kv_dtype
 
 
 def build_engine(
@@ -69,6 +70,7 @@ def _manifest(
     compiled: Compiled,
 ) -> Engine:
     kind = PRODUCTS[product]
+    estimated = estimated_sizes(compiled.cost_ms)
     built = Engine(
         kind=kind.engine,
         spec=with_kv_dtype(bundle.spec, compiled.kv_dtype, compiled.pages),
@@ -84,6 +86,7 @@ def _manifest(
             "notes": list(compiled.notes),
             "checks": list(compiled.checks),
             "check_s": round(compiled.check_s, 3),
+            **({ESTIMATED: estimated} if estimated else {}),
         },
         provenance=_provenance(source, bundle.provenance),
         eos_token_ids=bundle.eos_token_ids,
