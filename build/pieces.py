@@ -26,8 +26,8 @@ def slice_products(graph: GraphEditor) -> dict[str, tuple[str, int]]:
     """Let products read their weights as they are stored, and large ones some outputs at a time.
 
     Args:
-        graph: inlined. `MatMul(x, Transpose(w))` of a stored float32 or float16 [out, in] becomes a
-            product that transposes as it reads.
+        graph: inlined, in float32. `MatMul(x, Transpose(w))` of a matrix [out, in], stored or
+            decoded from codes, becomes a product that transposes as it reads.
 
     Returns:
         By the names of slices: the names of the whole weights, and the outputs of the slices.
@@ -36,10 +36,12 @@ def slice_products(graph: GraphEditor) -> dict[str, tuple[str, int]]:
     for node in graph.find("MatMul"):
         x, transposed = node.inputs
         weight = _stored_rows(transposed)
-        if x is None or weight is None:
-            continue
         graph.cursor = node
-        found = [_product(graph, x, each) for each in _slices(graph, weight, whole)]
+        decoded = _transposed(graph, transposed) if weight is None else None
+        if x is None or (weight is None and decoded is None):
+            continue
+        slices = _slices(graph, weight, whole) if weight is not None else [decoded]
+        found = [_product(graph, x, each) for each in slices if each is not None]
         y = found[0] if len(found) == 1 else graph.node("Concat", found, axis=-1)
         graph.replace(node.outputs[0], y)
         graph.graph.remove(node, safe=True)
@@ -62,6 +64,19 @@ def _stored_rows(value: ir.Value | None) -> ir.Value | None:
     return inner
 
 
+def _transposed(graph: GraphEditor, value: ir.Value | None) -> ir.Value | None:
+    """The matrix [out, in] that is transposed, cast to float32 rather than like something."""
+    node = value.producer() if value is not None else None
+    order = node.attributes.get("perm") if node is not None else None
+    if node is None or node.op_type != "Transpose" or order is None:
+        return None
+    inner = node.inputs[0] if [*order.as_ints()] == [1, 0] else None
+    cast = inner.producer() if inner is not None else None
+    if cast is None or cast.op_type != "CastLike":
+        return inner
+    return graph.node("Cast", [cast.inputs[0]], to=int(ir.DataType.FLOAT))
+
+
 def _slices(
     graph: GraphEditor, weight: ir.Value, whole: dict[str, tuple[str, int]]
 ) -> Iterator[ir.Value]:
@@ -82,7 +97,7 @@ def _slices(
 
 def _product(graph: GraphEditor, x: ir.Value, weight: ir.Value) -> ir.Value:
     """X [..., in] by a stored weight [out, in]."""
-    if weight.dtype != ir.DataType.FLOAT:
+    if weight.const_value is not None and weight.dtype != ir.DataType.FLOAT:
         weight = graph.node("Cast", [weight], to=int(ir.DataType.FLOAT))
     return graph.node("FusedMatMul", [x, weight], domain=CONTRIB, transB=1)
 
