@@ -3,10 +3,8 @@
 from __future__ import annotations
 
 import resource
-import sys
 import time
-from collections.abc import Callable, Mapping, Sequence
-from contextlib import AbstractContextManager, nullcontext
+from collections.abc import Mapping, Sequence
 from pathlib import Path
 from typing import TYPE_CHECKING, Any
 
@@ -42,6 +40,7 @@ from edgellm.build.flags import (
     TimingCache,
     Workspace,
 )
+from edgellm.build.progress import shown
 from edgellm.command import CAMEL_CASE, App, run_command
 from edgellm.contract import EdgeLLMError
 from edgellm.manifest import DRAFT_ENGINE, DRAFT_FOLDER, Engine, FileRecord, library_of
@@ -181,7 +180,7 @@ def _run(
         show_prediction(prediction, prediction.speed_lines())
         return
     start = time.perf_counter()
-    with status() as report:
+    with shown() as report:
         built = build_engine(product, onnx_dir, engine_dir, plan, backend, report)
     _show(built, engine_dir, time.perf_counter() - start)
 
@@ -256,24 +255,6 @@ def show_size(files: Mapping[str, FileRecord], seconds: float) -> str:
 def _listed(costs: dict[str, float], estimated: Sequence[int]) -> str:
     marks = {rows: "~" if int(rows) in estimated else "" for rows in costs}
     return ", ".join(f"{rows}: {marks[rows]}{ms:.2f}" for rows, ms in costs.items())
-
-
-def status() -> AbstractContextManager[Callable[[str], None]]:
-    """A spinner that names the current step; silent when stderr is not a terminal."""
-    if not sys.stderr.isatty():
-        return nullcontext(lambda _step: None)
-    from rich.console import Console
-
-    class Status:
-        def __enter__(self) -> Callable[[str], None]:
-            self._status = Console(stderr=True).status("starting")
-            self._status.start()
-            return self._status.update
-
-        def __exit__(self, *_: Any) -> None:
-            self._status.stop()
-
-    return Status()
 
 
 def main() -> None:

@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 import mmap
-from collections.abc import Iterator, Mapping, Sequence
+from collections.abc import Callable, Iterator, Mapping, Sequence
 from pathlib import Path
 from typing import Any
 
@@ -172,11 +172,14 @@ def _rows_of(graph: GraphEditor, tensor: ir.ExternalTensor, first: int, end: int
 
 # -------------------------------------------------------------------------------------- runs
 def run_in_pieces(
-    models: Sequence[ir.Model], inputs: Mapping[str, NDArray[Any]]
+    models: Sequence[ir.Model],
+    inputs: Mapping[str, NDArray[Any]],
+    told: Callable[[int, int], None] = lambda *_: None,
 ) -> list[dict[str, NDArray[Any]]]:
     """What inlined graphs give for `inputs`; their weights are read from their files in order.
 
-    Two versions of a graph are computed side by side, where that reads weights once.
+    Two versions of a graph are computed side by side, where that reads weights once. `told`: how
+    many pieces of how many were computed.
 
     Raises:
         BrokenArtifactError: ONNX Runtime does not take one.
@@ -196,8 +199,8 @@ def run_in_pieces(
     both = together(*protos) if len(protos) == 2 else None
     with _Mapped(paths) as files:
         if both is None:
-            return [_run_all(each, inputs, sizes, files) for each in protos]
-        found = _run_all(both, inputs, sizes, files)
+            return [_run_all(each, inputs, sizes, files, told) for each in protos]
+        found = _run_all(both, inputs, sizes, files, told)
     names = [value.name for value in protos[0].graph.output]
     return [{name: found[name + end] for name in names} for end in ("", SECOND)]
 
@@ -207,6 +210,7 @@ def _run_all(
     inputs: Mapping[str, NDArray[Any]],
     sizes: Mapping[str, int],
     files: Mapping[str, mmap.mmap],
+    told: Callable[[int, int], None],
 ) -> dict[str, NDArray[Any]]:
     types = {value.name: value.type.tensor_type.elem_type for value in proto.graph.input}
     known = {
@@ -226,6 +230,7 @@ def _run_all(
         known = {name: array for name, array in known.items() if uses.get(name, -1) > at}
         for each in files.values():
             each.madvise(mmap.MADV_DONTNEED)
+        told(at + 1, len(pieces))
     return {name: known[name] for name in wanted}
 
 
