@@ -45,6 +45,7 @@ from edgellm.manifest import Bundle, GraphSpec, with_kv_dtype
 from edgellm.roles import COMMIT, DECODER, ENCODER, HEADS, ROLES
 from edgellm.specs import KVCacheSpec
 
+_HEAD_STEP, _LARGEST_HEAD = 8, 256  # head_dim: of ONNX Runtime's attention; of edgellm's kernels
 _EXACT = {"fp32", "fp16", "bf16", "fp8"}  # products of floats, whose inputs are not rounded
 
 
@@ -114,12 +115,9 @@ def _cache(source: Path, bundle: Bundle, plan: Plan) -> KVCacheSpec | None:
     spec = bundle.cache
     if spec is None:
         return None
-    if spec.head_dim % 16:
-        raise UnsupportedModelError(
-            f"head_dim {spec.head_dim}: GroupQueryAttention wants a multiple of 16"
-        )
     role = next(role for role in bundle.graphs if ROLES[role].has_cache)
     model, is_own = ir.load(source / bundle.graphs[role].path), kernels_of(plan) == EDGELLM
+    _require_head_dim(spec.head_dim, is_own=is_own)
     if is_own:
         spec = dataclasses.replace(spec, pages=page_spec(model.graph, plan))
     if role != DECODER:
@@ -127,6 +125,22 @@ def _cache(source: Path, bundle: Bundle, plan: Plan) -> KVCacheSpec | None:
     precision = variants_of(role, model, bundle, plan)[0].precision
     has_halves = is_own and bool(set(precision.split("+")) - _EXACT)
     return dataclasses.replace(spec, dtype=_rows_type(spec, plan.kv_cache, is_own, has_halves))
+
+
+def _require_head_dim(size: int, *, is_own: bool) -> None:
+    """Raises `UnsupportedModelError`: heads that no kernel of this choice computes."""
+    if is_own and size > _LARGEST_HEAD:
+        raise UnsupportedModelError(
+            f"head_dim {size}: edgellm's kernels compute heads of at most {_LARGEST_HEAD} numbers",
+            hint="give --kernels onnxruntime",
+        )
+    if not is_own and size % _HEAD_STEP:
+        raise UnsupportedModelError(
+            f"head_dim {size}: with --kernels onnxruntime heads have a multiple of {_HEAD_STEP} "
+            "numbers",
+            hint="leave out --kernels: edgellm's own compute any up to "
+            f"{_LARGEST_HEAD}; they need a C++ compiler or edgellm's wheel",
+        )
 
 
 def _rows_type(spec: KVCacheSpec, wanted: str, is_own: bool, has_halves: bool) -> str:
