@@ -10,9 +10,19 @@ import onnx
 
 SECOND = ".second"  # how names of the second's own values end
 _DECODING = (
-    "Add", "BitwiseAnd", "Cast", "Concat", "Constant", "DequantizeLinear", "Gather", "Mul",
-    "Reshape", "Shape", "Transpose", "Unsqueeze",
-)  # fmt: skip
+    "Add",
+    "BitwiseAnd",
+    "Cast",
+    "Concat",
+    "Constant",
+    "DequantizeLinear",
+    "Gather",
+    "Mul",
+    "Reshape",
+    "Shape",
+    "Transpose",
+    "Unsqueeze",
+)
 _PRODUCTS = ("MatMul", "FusedMatMul")
 
 

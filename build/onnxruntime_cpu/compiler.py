@@ -180,9 +180,12 @@ class _Compiler:
         phase = f"computing a few tokens with the portable {source.role} graph"
         report(phase)
         self._reference = make_reference(
-            source, plan.kv_capacity, self._engine, wanted=plan.checks,
+            source,
+            plan.kv_capacity,
+            self._engine,
+            wanted=plan.checks,
             told=lambda done, total: report(f"{phase}: part {done} of {total}, {done / total:.0%}"),
-        )  # fmt: skip
+        )
 
     def compile(self) -> tuple[OnnxRuntimeRunner, tuple[GraphSpec, ...]]:
         """Lower the graph in all variants, let ONNX Runtime optimize, save and load each."""

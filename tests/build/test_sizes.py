@@ -95,12 +95,15 @@ HEADS = {
     "keys and values of two sizes": (
         "minicpm3",
         {
-            "qk_nope_head_dim": 12, "qk_rope_head_dim": 8, "v_head_dim": 12, "kv_lora_rank": 12,
+            "qk_nope_head_dim": 12,
+            "qk_rope_head_dim": 8,
+            "v_head_dim": 12,
+            "kv_lora_rank": 12,
             "rope_parameters": None,
         },
     ),
     "120 of a hybrid": ("falcon_h1", {"head_dim": 120}),
-}  # fmt: skip
+}
 
 
 @pytest.mark.parametrize("name", HEADS)
