@@ -44,24 +44,40 @@ def verify_sizes(folder: Path, files: dict[str, FileRecord]) -> None:
             )
 
 
-def verify_files(folder: Path, files: dict[str, FileRecord]) -> None:
-    """Check size and hash of every listed file; raises `BrokenArtifactError` at the first fault."""
+def verify_files(
+    folder: Path, files: dict[str, FileRecord], told: Callable[[int], None] = lambda _: None
+) -> None:
+    """Check size and hash of every listed file; raises `BrokenArtifactError` at the first fault.
+
+    `told`: how many bytes of all were read, while they are.
+    """
     verify_sizes(folder, files)
+    before = 0
     for name, record in files.items():
-        if hash_file(folder / name).sha256 != record.sha256:
+        found = hash_file(folder / name, told=lambda size, before=before: told(before + size))
+        before += record.num_bytes
+        if found.sha256 != record.sha256:
             raise BrokenArtifactError(
                 f"{folder / name} was changed: its sha256 differs from {MANIFEST_NAME}",
                 hint="copy or make the folder again",
             )
 
 
-def hash_file(path: Path, is_stopped: Callable[[], bool] = lambda: False) -> FileRecord:
-    """Size and sha256 of a file, read in pieces; of no use if `is_stopped` ended it early."""
+def hash_file(
+    path: Path,
+    is_stopped: Callable[[], bool] = lambda: False,
+    told: Callable[[int], None] = lambda _: None,
+) -> FileRecord:
+    """Size and sha256 of a file, read in pieces; of no use if `is_stopped` ended it early.
+
+    `told`: how many bytes were read, while they are.
+    """
     digest, size = hashlib.sha256(), 0
     with path.open("rb") as stream:
         while not is_stopped() and (piece := stream.read(1 << 22)):
             digest.update(piece)
             size += len(piece)
+            told(size)
     return FileRecord(size, digest.hexdigest())
 
 
@@ -74,11 +90,17 @@ def hash_engines(engine: Path, visual: Path | None, draft_model: Path | None) ->
     return {role: hash_file(path).sha256 for role, path in manifests.items() if path.is_file()}
 
 
-def publish(temporary: Path, output: Path, manifest: Manifest) -> Manifest:
+def publish(
+    temporary: Path,
+    output: Path,
+    manifest: Manifest,
+    told: Callable[[int, int], None] = lambda *_: None,
+) -> Manifest:
     """Write the manifest and move a finished temporary folder to `output`.
 
     Files of an earlier artifact there are replaced, foreign files stay. Files that the
-    manifest already lists (hashed while they were written) are not hashed again.
+    manifest already lists (hashed while they were written) are not hashed again. `told`: how many
+    bytes of how many were hashed, while they are.
 
     Returns:
         The manifest with all files listed.
@@ -87,7 +109,14 @@ def publish(temporary: Path, output: Path, manifest: Manifest) -> Manifest:
         EdgeLLMError: a foreign file has the name of one of ours.
     """
     names = sorted(p.relative_to(temporary).as_posix() for p in temporary.rglob("*") if p.is_file())
-    files = {name: manifest.files.get(name) or hash_file(temporary / name) for name in names}
+    files = {name: manifest.files[name] for name in names if name in manifest.files}
+    left = {name: (temporary / name).stat().st_size for name in names if name not in files}
+    before, total = 0, sum(left.values())
+    for name, size in left.items():
+        files[name] = hash_file(
+            temporary / name, told=lambda done, before=before: told(before + done, total)
+        )
+        before += size
     complete = dataclasses.replace(manifest, files=files)
     text = json.dumps(dataclasses.asdict(complete), indent=2)
     (temporary / MANIFEST_NAME).write_text(text + "\n", "utf-8")

@@ -22,6 +22,7 @@ CONTRACT_VERSION = 2
 ENGINE_VERSION = 3  # of engines, whose form changes oftener than that of bundles
 MANIFEST_NAME = "manifest.json"
 LAYER_REPORT = ".layers.json"  # behind the name of a compiled graph: what it was fused to
+ESTIMATED = "estimated_cost"  # option of engines, see `Engine.estimated`
 DRAFT_FOLDER = "draft"  # of an engine: where its draft's engine lies
 
 DEVICES = ("cpu", "cuda")  # of libraries that have a backend for each, the usual one first
@@ -150,10 +151,15 @@ class Engine(_OfANetwork):
     max_image_tokens: int = 0  # of all images of a request together
     max_image_tokens_per_image: int = 0
     prefill_rows: int = 0  # rows per pass at which a long prompt is fastest
-    # By kind of pass: its rows -> milliseconds; {} where nothing was measured
+    # By kind of pass: its rows -> milliseconds; {} where nothing was measured; see `estimated`
     cost_ms: dict[str, dict[str, float]] = field(default_factory=dict)
     files: dict[str, FileRecord] = field(default_factory=dict)
     contract_version: int = ENGINE_VERSION
+
+    @property
+    def estimated(self) -> dict[str, list[int]]:
+        """Rows by kind of pass whose milliseconds in `cost_ms` were extrapolated, not measured."""
+        return self.options.get(ESTIMATED, {})
 
     @property
     def main_graphs(self) -> tuple[GraphSpec, ...]:

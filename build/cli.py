@@ -3,10 +3,8 @@
 from __future__ import annotations
 
 import resource
-import sys
 import time
-from collections.abc import Callable, Mapping, Sequence
-from contextlib import AbstractContextManager, nullcontext
+from collections.abc import Mapping, Sequence
 from pathlib import Path
 from typing import TYPE_CHECKING, Any
 
@@ -42,6 +40,7 @@ from edgellm.build.flags import (
     TimingCache,
     Workspace,
 )
+from edgellm.build.progress import shown
 from edgellm.command import CAMEL_CASE, App, run_command
 from edgellm.contract import EdgeLLMError
 from edgellm.manifest import DRAFT_ENGINE, DRAFT_FOLDER, Engine, FileRecord, library_of
@@ -181,7 +180,7 @@ def _run(
         show_prediction(prediction, prediction.speed_lines())
         return
     start = time.perf_counter()
-    with status() as report:
+    with shown() as report:
         built = build_engine(product, onnx_dir, engine_dir, plan, backend, report)
     _show(built, engine_dir, time.perf_counter() - start)
 
@@ -214,6 +213,8 @@ def _check_kernels(kernels: str, library: str) -> None:
 
 
 def _show(built: Engine, engine_dir: Path, seconds: float) -> None:
+    from edgellm.device_runtime.pass_costs import BUDGET_S
+
     graphs = ", ".join(f"{g.precision} up to {g.max_rows} rows" for g in built.main_graphs)
     where = engine_dir / DRAFT_FOLDER if built.kind == DRAFT_ENGINE else engine_dir
     typer.echo(
@@ -223,7 +224,10 @@ def _show(built: Engine, engine_dir: Path, seconds: float) -> None:
     show_notes(built.options, seconds)
     for kind, costs in built.cost_ms.items():
         prompts = f"; prompts in passes of {built.prefill_rows} rows" if kind == PASS else ""
-        typer.echo(f"{measured_name(kind)} takes (rows: ms) {_listed(costs)}{prompts}")
+        listed = _listed(costs, built.estimated.get(kind, []))
+        typer.echo(f"{measured_name(kind)} takes (rows: ms) {listed}{prompts}")
+    if built.estimated:
+        typer.echo(f"~ is estimated from smaller passes: a build times {BUDGET_S:.0f} s at most")
 
 
 def show_notes(options: Mapping[str, Any], seconds: float) -> None:
@@ -248,26 +252,9 @@ def show_size(files: Mapping[str, FileRecord], seconds: float) -> str:
     return f"{size / 1e6:.1f} MB in {seconds:.1f} s, peak memory {peak / 1e6:.0f} MB"
 
 
-def _listed(costs: dict[str, float]) -> str:
-    return ", ".join(f"{rows}: {ms:.2f}" for rows, ms in costs.items())
-
-
-def status() -> AbstractContextManager[Callable[[str], None]]:
-    """A spinner that names the current step; silent when stderr is not a terminal."""
-    if not sys.stderr.isatty():
-        return nullcontext(lambda _step: None)
-    from rich.console import Console
-
-    class Status:
-        def __enter__(self) -> Callable[[str], None]:
-            self._status = Console(stderr=True).status("starting")
-            self._status.start()
-            return self._status.update
-
-        def __exit__(self, *_: Any) -> None:
-            self._status.stop()
-
-    return Status()
+def _listed(costs: dict[str, float], estimated: Sequence[int]) -> str:
+    marks = {rows: "~" if int(rows) in estimated else "" for rows in costs}
+    return ", ".join(f"{rows}: {marks[rows]}{ms:.2f}" for rows, ms in costs.items())
 
 
 def main() -> None:

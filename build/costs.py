@@ -10,50 +10,62 @@ import numpy as np
 from edgellm.build.plan import Plan
 from edgellm.device_runtime import sessions
 from edgellm.device_runtime.engine.round_host import round_host_ms
-from edgellm.device_runtime.pass_costs import CONTEXT_ROWS, fastest_ms
+from edgellm.device_runtime.pass_costs import CONTEXT_ROWS, Budget, fastest_each_ms
 from edgellm.device_runtime.runners import Runner
 from edgellm.device_runtime.sessions.decoder import DecoderSession
 from edgellm.manifest import Spec
-from edgellm.roles import HOST
+from edgellm.roles import HOST, PASS
 from edgellm.specs import DecoderSpec
 
 Costs = dict[str, dict[str, float]]
 _PREFILL_ROWS = (64, 128, 256)
+_PASSES, _HOST = 0.7, 0.4  # shares of what is left of the budget: of passes, of the host's part
 
 
 def measure(opened: Mapping[str, Runner], spec: Spec, plan: Plan) -> tuple[Costs, int]:
     """Costs by kind of pass, and rows per pass at which a prompt is read fastest; {} and 0 if none.
+
+    All of it takes `BUDGET_S` seconds at most, or a single pass of one token where that is longer.
 
     Args:
         opened: runners of an engine by role, its main role first; their caches are overwritten.
         spec: of the engine.
         plan: of the engine.
     """
+    budget = Budget()
     module = sessions.find(next(iter(opened)))
     session = module.session(opened, spec, plan.kv_capacity)
-    costs = module.costs(session, spec)
+    costs = module.costs(session, spec, budget=budget.part(_PASSES))
     if not isinstance(spec, DecoderSpec):
         return costs, 0
     if plan.max_verify_tree_size:
-        costs[HOST] = round_host_ms(spec.num_parameters // 2)  # INT4 reads the least
-    return costs, _best_prefill_rows(session, spec.vocab_size, plan)
+        # INT4 reads the least
+        host = round_host_ms(spec.num_parameters // 2, budget.part(_HOST))
+        costs |= {HOST: host} if host else {}
+    return costs, _best_prefill_rows(session, spec.vocab_size, plan, costs[PASS], budget)
 
 
-def _best_prefill_rows(session: DecoderSession, vocab_size: int, plan: Plan) -> int:
-    """Rows per pass at which a long prompt is fastest.
+def _best_prefill_rows(
+    session: DecoderSession, vocab_size: int, plan: Plan, costs: Mapping[str, float], budget: Budget
+) -> int:
+    """Rows per pass at which a long prompt is fastest, of those that the budget allows to measure.
 
     Large passes make better use of the GEMM kernels; small ones save attention, which computes
-    the whole square of a pass, also what the causal mask then hides.
+    the whole square of a pass, also what the causal mask then hides. One pass is measured of each
+    size, in the middle of a prompt.
     """
-    prompt = np.arange(min(CONTEXT_ROWS, plan.max_input_len)) % vocab_size
-    smaller = [rows for rows in _PREFILL_ROWS if rows < len(prompt)]
-    most = session.pass_rows or len(prompt)
+    longest = min(CONTEXT_ROWS, plan.max_input_len)
+    most = min(session.pass_rows or longest, longest)
+    sizes = [rows for rows in (*_PREFILL_ROWS, longest) if rows < most] + [most]
+    ids = np.arange(most) % vocab_size
 
     def prefill(rows: int) -> None:
-        for begin in range(0, len(prompt), rows):
-            session.run(prompt[begin : begin + rows], begin, np.array([0]))
+        session.run(ids[:rows], (longest - rows) // 2, np.array([0]))
 
-    measured = [rows for rows in (*smaller, len(prompt)) if rows <= most]
-    costs = {rows: fastest_ms(partial(prefill, rows), 3) for rows in measured}
-    best = min(costs, key=costs.__getitem__)
-    return plan.max_input_len if best == len(prompt) else best
+    largest = max(costs, key=int)
+    expected_ms = costs[largest] / int(largest) * sizes[0]
+    found = {str(sizes[0]): 0.0}
+    if expected_ms <= 1e3 * budget.left_s:
+        found = fastest_each_ms({str(rows): partial(prefill, rows) for rows in sizes}, budget)
+    best = int(min(found, key=lambda rows: found[rows] / int(rows)))
+    return plan.max_input_len if best == longest else best

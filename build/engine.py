@@ -13,9 +13,11 @@ from edgellm.build import backends
 from edgellm.build.fit import predict, require_fit
 from edgellm.build.plan import Compiled, Origin, Plan, Report
 from edgellm.build.products import PRODUCTS, read_bundle, remembered
+from edgellm.build.progress import part_of
 from edgellm.device_runtime import runners
+from edgellm.device_runtime.pass_costs import estimated_sizes
 from edgellm.integrity import remember
-from edgellm.manifest import MANIFEST_NAME, Bundle, Engine, with_kv_dtype
+from edgellm.manifest import ESTIMATED, MANIFEST_NAME, Bundle, Engine, with_kv_dtype
 
 
 def build_engine(
@@ -43,8 +45,8 @@ def build_engine(
     kind.suits(source, engine, bundle)
     prediction = predict(source, bundle, plan, name, engine)
     require_fit(prediction.needs)
-    report("checking the bundle")
-    verify_files(source, bundle.files)
+    stored = sum(record.num_bytes for record in bundle.files.values())
+    verify_files(source, bundle.files, part_of(report, "checking the bundle", stored))
     if kind.folder:
         engine.mkdir(parents=True, exist_ok=True)
     with temporary_folder(target) as folder:
@@ -53,8 +55,10 @@ def build_engine(
             if (source / file).exists():
                 shutil.copyfile(source / file, folder / file)
         built = _manifest(product, source, bundle, plan, name, prediction.origin, compiled)
-        report("hashing the engine")
-        built = publish(folder, target, built)
+        hashing = "hashing the engine"
+        built = publish(
+            folder, target, built, lambda done, total: part_of(report, hashing, total)(done)
+        )
     remember(target, built.files)
     return built
 
@@ -69,6 +73,7 @@ def _manifest(
     compiled: Compiled,
 ) -> Engine:
     kind = PRODUCTS[product]
+    estimated = estimated_sizes(compiled.cost_ms)
     built = Engine(
         kind=kind.engine,
         spec=with_kv_dtype(bundle.spec, compiled.kv_dtype, compiled.pages),
@@ -84,6 +89,7 @@ def _manifest(
             "notes": list(compiled.notes),
             "checks": list(compiled.checks),
             "check_s": round(compiled.check_s, 3),
+            **({ESTIMATED: estimated} if estimated else {}),
         },
         provenance=_provenance(source, bundle.provenance),
         eos_token_ids=bundle.eos_token_ids,

@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 import mmap
-from collections.abc import Iterator, Mapping, Sequence
+from collections.abc import Callable, Iterator, Mapping, Sequence
 from pathlib import Path
 from typing import Any
 
@@ -26,8 +26,8 @@ def slice_products(graph: GraphEditor) -> dict[str, tuple[str, int]]:
     """Let products read their weights as they are stored, and large ones some outputs at a time.
 
     Args:
-        graph: inlined. `MatMul(x, Transpose(w))` of a stored float32 or float16 [out, in] becomes a
-            product that transposes as it reads.
+        graph: inlined, in float32. `MatMul(x, Transpose(w))` of a matrix [out, in], stored or
+            decoded from codes, becomes a product that transposes as it reads.
 
     Returns:
         By the names of slices: the names of the whole weights, and the outputs of the slices.
@@ -36,10 +36,12 @@ def slice_products(graph: GraphEditor) -> dict[str, tuple[str, int]]:
     for node in graph.find("MatMul"):
         x, transposed = node.inputs
         weight = _stored_rows(transposed)
-        if x is None or weight is None:
-            continue
         graph.cursor = node
-        found = [_product(graph, x, each) for each in _slices(graph, weight, whole)]
+        decoded = _transposed(graph, transposed) if weight is None else None
+        if x is None or (weight is None and decoded is None):
+            continue
+        slices = _slices(graph, weight, whole) if weight is not None else [decoded]
+        found = [_product(graph, x, each) for each in slices if each is not None]
         y = found[0] if len(found) == 1 else graph.node("Concat", found, axis=-1)
         graph.replace(node.outputs[0], y)
         graph.graph.remove(node, safe=True)
@@ -62,6 +64,19 @@ def _stored_rows(value: ir.Value | None) -> ir.Value | None:
     return inner
 
 
+def _transposed(graph: GraphEditor, value: ir.Value | None) -> ir.Value | None:
+    """The matrix [out, in] that is transposed, cast to float32 rather than like something."""
+    node = value.producer() if value is not None else None
+    order = node.attributes.get("perm") if node is not None else None
+    if node is None or node.op_type != "Transpose" or order is None:
+        return None
+    inner = node.inputs[0] if [*order.as_ints()] == [1, 0] else None
+    cast = inner.producer() if inner is not None else None
+    if cast is None or cast.op_type != "CastLike":
+        return inner
+    return graph.node("Cast", [cast.inputs[0]], to=int(ir.DataType.FLOAT))
+
+
 def _slices(
     graph: GraphEditor, weight: ir.Value, whole: dict[str, tuple[str, int]]
 ) -> Iterator[ir.Value]:
@@ -82,7 +97,7 @@ def _slices(
 
 def _product(graph: GraphEditor, x: ir.Value, weight: ir.Value) -> ir.Value:
     """X [..., in] by a stored weight [out, in]."""
-    if weight.dtype != ir.DataType.FLOAT:
+    if weight.const_value is not None and weight.dtype != ir.DataType.FLOAT:
         weight = graph.node("Cast", [weight], to=int(ir.DataType.FLOAT))
     return graph.node("FusedMatMul", [x, weight], domain=CONTRIB, transB=1)
 
@@ -157,11 +172,14 @@ def _rows_of(graph: GraphEditor, tensor: ir.ExternalTensor, first: int, end: int
 
 # -------------------------------------------------------------------------------------- runs
 def run_in_pieces(
-    models: Sequence[ir.Model], inputs: Mapping[str, NDArray[Any]]
+    models: Sequence[ir.Model],
+    inputs: Mapping[str, NDArray[Any]],
+    told: Callable[[int, int], None] = lambda *_: None,
 ) -> list[dict[str, NDArray[Any]]]:
     """What inlined graphs give for `inputs`; their weights are read from their files in order.
 
-    Two versions of a graph are computed side by side, where that reads weights once.
+    Two versions of a graph are computed side by side, where that reads weights once. `told`: how
+    many pieces of how many were computed.
 
     Raises:
         BrokenArtifactError: ONNX Runtime does not take one.
@@ -181,8 +199,8 @@ def run_in_pieces(
     both = together(*protos) if len(protos) == 2 else None
     with _Mapped(paths) as files:
         if both is None:
-            return [_run_all(each, inputs, sizes, files) for each in protos]
-        found = _run_all(both, inputs, sizes, files)
+            return [_run_all(each, inputs, sizes, files, told) for each in protos]
+        found = _run_all(both, inputs, sizes, files, told)
     names = [value.name for value in protos[0].graph.output]
     return [{name: found[name + end] for name in names} for end in ("", SECOND)]
 
@@ -192,6 +210,7 @@ def _run_all(
     inputs: Mapping[str, NDArray[Any]],
     sizes: Mapping[str, int],
     files: Mapping[str, mmap.mmap],
+    told: Callable[[int, int], None],
 ) -> dict[str, NDArray[Any]]:
     types = {value.name: value.type.tensor_type.elem_type for value in proto.graph.input}
     known = {
@@ -211,6 +230,7 @@ def _run_all(
         known = {name: array for name, array in known.items() if uses.get(name, -1) > at}
         for each in files.values():
             each.madvise(mmap.MADV_DONTNEED)
+        told(at + 1, len(pieces))
     return {name: known[name] for name in wanted}
 
 

@@ -124,7 +124,8 @@ def _in_float32(graph: GraphEditor, model: ir.Model) -> None:
 
     for node in (each for function in model.functions.values() for each in function):
         _widen(node)
-    for node in tuple(graph.graph):
+    nodes = tuple(graph.graph)
+    for node, following in zip(nodes, (*nodes[1:], None), strict=True):
         graph.cursor = node
         for output in node.outputs:
             if not output.is_graph_output():
@@ -138,7 +139,7 @@ def _in_float32(graph: GraphEditor, model: ir.Model) -> None:
                 node.replace_input_with(index, as_float32(value))
                 continue
             uses = tuple(node.outputs[0].uses())
-            graph.cursor = uses[0].node
+            graph.cursor = following or node  # before all uses, of which the first may be any
             looked_up = as_float32(node.outputs[0])
             for user, place in uses:
                 user.replace_input_with(place, looked_up)

@@ -10,7 +10,7 @@ from __future__ import annotations
 
 import math
 import time
-from collections.abc import Iterable, Mapping, Sequence
+from collections.abc import Callable, Iterable, Mapping, Sequence
 from dataclasses import dataclass, field
 from pathlib import Path
 from typing import Any
@@ -88,7 +88,12 @@ class Reference:
 
 
 def make_reference(
-    source: Source, capacity: int, engine: Rounds, *, wanted: bool = True
+    source: Source,
+    capacity: int,
+    engine: Rounds,
+    *,
+    wanted: bool = True,
+    told: Callable[[int, int], None] = lambda *_: None,
 ) -> Reference:
     """Compute it, where this machine can.
 
@@ -97,6 +102,7 @@ def make_reference(
         capacity: rows of the engine's cache.
         engine: what it rounds.
         wanted: False: people do not want it.
+        told: how many parts of the graph of how many were computed.
     """
     rows = min(capacity or _ROWS, _ROWS)
     passes = sample_passes(source.role, source.bundle, rows, rows)
@@ -117,7 +123,7 @@ def make_reference(
     rounds = engine.halves or narrows(source.cache, engine) or bool(roundings - {Rounding()})
     versions = plain_versions(model, source.bundle, source.cache, engine, rows, rounds=rounds)
     try:
-        found = run_in_pieces(versions, _inputs(source, passes, versions[0]))
+        found = run_in_pieces(versions, _inputs(source, passes, versions[0]), told)
     except EdgeLLMError as error:
         return Reference(source, passes, why_not=str(error))
     exact, *rounded = map(as_floats, found)

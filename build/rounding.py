@@ -139,7 +139,9 @@ class _Errors:
             codes, scales = stored.inputs
             is_blocked = scales is not None and scales.shape is not None and len(scales.shape) > 1
             if codes is not None and codes.dtype == ir.DataType.INT4 and is_blocked:
-                scale = self._floats(graph.node("ReduceMax", [scales, first], keepdims=1))
+                inputs = _integers(graph, 1) if by_output else first
+                largest = graph.node("ReduceMax", [scales, inputs], keepdims=int(not by_output))
+                scale = self._floats(largest)
                 return graph.node("Mul", [scale, graph.constant("eight", np.float32(8))])
         inputs = _integers(graph, 1) if by_output else first
         most, least = (

@@ -14,7 +14,6 @@ from edgellm.build.cli import (
     show_notes,
     show_prediction,
     show_size,
-    status,
 )
 from edgellm.build.flags import (
     Backend,
@@ -31,6 +30,7 @@ from edgellm.build.flags import (
     TimingCache,
     Workspace,
 )
+from edgellm.build.progress import shown
 from edgellm.command import CAMEL_CASE, App, run_command
 from edgellm.contract import EdgeLLMError
 
@@ -97,7 +97,7 @@ def visual_build(
         show_prediction(predict(onnx_dir, bundle, plan, name, engine_dir))
         return
     start = time.perf_counter()
-    with status() as report:
+    with shown() as report:
         built = build_engine(VISUAL, onnx_dir, engine_dir, plan, name, report)
     seconds = time.perf_counter() - start
     typer.echo(

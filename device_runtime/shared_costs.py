@@ -9,12 +9,16 @@ from functools import partial
 import numpy as np
 from numpy.typing import NDArray
 
-from edgellm.device_runtime.pass_costs import MEASURED_ROWS, fastest_each_ms
+from edgellm.device_runtime.pass_costs import (
+    MEASURED_ROWS,
+    Budget,
+    fastest_each_ms,
+    with_estimates,
+)
 from edgellm.roles import shared_kind, shared_kinds
 
 F64 = NDArray[np.float64]
 _MOST_MEASURED = 512  # rows of all sequences; beyond them time grows as before
-_REPEATS = 3
 
 
 class SharedCosts:
@@ -59,15 +63,22 @@ class SharedCosts:
 
 
 def measure_shared(
-    kind: str, most: int, room: tuple[int, int], run: Callable[[int, int], object]
+    kind: str,
+    most: int,
+    room: tuple[int, int],
+    run: Callable[[int, int], object],
+    budget: Budget | None = None,
 ) -> dict[str, dict[str, float]]:
     """Measure passes of 1, 2, 4 ... `most` sequences, by kind and rows of each.
+
+    Rows that the budget does not allow are estimated; numbers of sequences are left out.
 
     Args:
         kind: of passes that one sequence has alone.
         most: sequences of a pass.
         room: rows of a sequence, and of all, at most.
         run: a pass of so many sequences, with so many rows each.
+        budget: None: one of its own.
     """
     runs = {
         f"{count} {rows}": partial(run, count, rows)
@@ -76,10 +87,20 @@ def measure_shared(
         if rows == 1 or (rows <= room[0] and count * rows <= min(room[1], _MOST_MEASURED))
     }
     found: dict[str, dict[str, float]] = {}
-    for name, ms in fastest_each_ms(runs, _REPEATS).items():
+    for name, ms in fastest_each_ms(runs, budget, tokens=_tokens).items():
         count, rows = name.split()
-        found.setdefault(shared_kind(kind, int(count)), {})[rows] = ms
-    return found
+        found.setdefault(count, {})[rows] = ms
+    wanted = {count: [int(n.split()[1]) for n in runs if n.split()[0] == count] for count in found}
+    return {
+        shared_kind(kind, int(count)): with_estimates(times, wanted[count])
+        for count, times in found.items()
+    }
+
+
+def _tokens(name: str) -> int:
+    """Of all sequences of a pass."""
+    count, rows = name.split()
+    return int(count) * int(rows)
 
 
 def _counts(most: int) -> Iterator[int]:

@@ -4,7 +4,7 @@ from __future__ import annotations
 
 import contextlib
 import os
-from collections.abc import Iterator
+from collections.abc import Callable, Iterator
 from concurrent.futures import ThreadPoolExecutor
 from pathlib import Path
 
@@ -41,12 +41,17 @@ def check_quantize(kinds: set[str], quantize: str, *, takes_fp8: bool = False) -
 
 
 @contextlib.contextmanager
-def rounded_weights(folder: Path, quantize: str) -> Iterator[WeightFile | None]:
-    """Where weights that this build rounds to INT4 are kept until it is over; None: it does not."""
+def rounded_weights(
+    folder: Path, quantize: str, told: Callable[[int], None] = lambda _: None
+) -> Iterator[WeightFile | None]:
+    """Where weights that this build rounds to INT4 are kept until it is over; None: it does not.
+
+    `told`: how many bytes were written, while they are.
+    """
     if quantize != "int4":
         yield None
         return
-    rounded = WeightFile(folder / "rounded.data")
+    rounded = WeightFile(folder / "rounded.data", told)
     yield rounded
     rounded.close()
     rounded.path.unlink()

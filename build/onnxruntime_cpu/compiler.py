@@ -28,6 +28,7 @@ from edgellm.build.onnxruntime_cpu.own_attention import page_spec
 from edgellm.build.onnxruntime_cpu.own_linears import OwnLinears
 from edgellm.build.onnxruntime_cpu.variants import Variant, settled, variants_of
 from edgellm.build.plan import Compiled, Estimate, Plan, Report
+from edgellm.build.progress import part_of
 from edgellm.build.reference import Numbers, Source, make_reference
 from edgellm.build.rounding import Rounds
 from edgellm.contract import EdgeLLMError, UnsupportedModelError
@@ -44,6 +45,7 @@ from edgellm.manifest import Bundle, GraphSpec, with_kv_dtype
 from edgellm.roles import COMMIT, DECODER, ENCODER, HEADS, ROLES
 from edgellm.specs import KVCacheSpec
 
+_HEAD_STEP, _LARGEST_HEAD = 8, 256  # head_dim: of ONNX Runtime's attention; of edgellm's kernels
 _EXACT = {"fp32", "fp16", "bf16", "fp8"}  # products of floats, whose inputs are not rounded
 
 
@@ -62,7 +64,9 @@ def compile_bundle(
     graphs: dict[str, tuple[GraphSpec, ...]] = {}
     opened: dict[str, OnnxRuntimeRunner] = {}
     verdicts: list[Verdict] = []
-    with rounded_weights(folder, plan.quantize) as rounded:
+    expected = estimate_graphs(source, bundle, plan, cache).engine_bytes
+    rounding = part_of(report, "rounding weights to INT4", expected)
+    with rounded_weights(folder, plan.quantize, rounding) as rounded:
         portables = {**bundle.graphs}
         one, commit, moving = portables.pop(COMMIT, None), None, {}
         if one is not None:
@@ -75,7 +79,7 @@ def compile_bundle(
             portable = Source(
                 role, bundle, source / graph.path, rounded, own, plan.kv_capacity, commit
             )
-            compiler = _Compiler(portable, plan, folder, report)
+            compiler = _Compiler(portable, plan, folder, report, expected)
             opened[role], graphs[role] = compiler.compile()
             verdicts.append(compiler.check(opened[role]))
         if commit is not None:
@@ -83,7 +87,7 @@ def compile_bundle(
     if plan.max_lora_rank:
         write_adapted_layers(source / bundle.graphs[DECODER].path, folder)
     dtype, pages = (cache.dtype, cache.pages) if cache is not None else ("", None)
-    report("measuring the cost of a pass")
+    report("timing forward passes")
     costs, prefill_rows = measure(opened, with_kv_dtype(bundle.spec, dtype, pages), plan)
     own = ENCODER not in bundle.graphs  # whose layers stay with ONNX Runtime
     return Compiled(
@@ -111,12 +115,9 @@ def _cache(source: Path, bundle: Bundle, plan: Plan) -> KVCacheSpec | None:
     spec = bundle.cache
     if spec is None:
         return None
-    if spec.head_dim % 16:
-        raise UnsupportedModelError(
-            f"head_dim {spec.head_dim}: GroupQueryAttention wants a multiple of 16"
-        )
     role = next(role for role in bundle.graphs if ROLES[role].has_cache)
     model, is_own = ir.load(source / bundle.graphs[role].path), kernels_of(plan) == EDGELLM
+    _require_head_dim(spec.head_dim, is_own=is_own)
     if is_own:
         spec = dataclasses.replace(spec, pages=page_spec(model.graph, plan))
     if role != DECODER:
@@ -124,6 +125,22 @@ def _cache(source: Path, bundle: Bundle, plan: Plan) -> KVCacheSpec | None:
     precision = variants_of(role, model, bundle, plan)[0].precision
     has_halves = is_own and bool(set(precision.split("+")) - _EXACT)
     return dataclasses.replace(spec, dtype=_rows_type(spec, plan.kv_cache, is_own, has_halves))
+
+
+def _require_head_dim(size: int, *, is_own: bool) -> None:
+    """Raises `UnsupportedModelError`: heads that no kernel of this choice computes."""
+    if is_own and size > _LARGEST_HEAD:
+        raise UnsupportedModelError(
+            f"head_dim {size}: edgellm's kernels compute heads of at most {_LARGEST_HEAD} numbers",
+            hint="give --kernels onnxruntime",
+        )
+    if not is_own and size % _HEAD_STEP:
+        raise UnsupportedModelError(
+            f"head_dim {size}: with --kernels onnxruntime heads have a multiple of {_HEAD_STEP} "
+            "numbers",
+            hint="leave out --kernels: edgellm's own compute any up to "
+            f"{_LARGEST_HEAD}; they need a C++ compiler or edgellm's wheel",
+        )
 
 
 def _rows_type(spec: KVCacheSpec, wanted: str, is_own: bool, has_halves: bool) -> str:
@@ -151,13 +168,24 @@ def _rows_type(spec: KVCacheSpec, wanted: str, is_own: bool, has_halves: bool) -
 class _Compiler:
     """Makes the graphs of a role."""
 
-    def __init__(self, source: Source, plan: Plan, folder: Path, report: Report) -> None:
+    def __init__(
+        self, source: Source, plan: Plan, folder: Path, report: Report, expected_bytes: int
+    ) -> None:
+        """`expected_bytes`: of the engine, for what is told of the progress."""
         self._source, self._plan, self._folder, self._report = source, plan, folder, report
         self._variants = variants_of(source.role, ir.load(source.path), source.bundle, plan)
         self._takes_adapters = bool(plan.max_lora_rank) and source.role == DECODER
-        report(f"computing a few rows of the portable {source.role} graph")
+        self._expected_bytes, self._written_bytes = expected_bytes, 0
         self._engine = Rounds(tuple(each.kernel for each in self._variants))
-        self._reference = make_reference(source, plan.kv_capacity, self._engine, wanted=plan.checks)
+        phase = f"computing a few tokens with the portable {source.role} graph"
+        report(phase)
+        self._reference = make_reference(
+            source,
+            plan.kv_capacity,
+            self._engine,
+            wanted=plan.checks,
+            told=lambda done, total: report(f"{phase}: part {done} of {total}, {done / total:.0%}"),
+        )
 
     def compile(self) -> tuple[OnnxRuntimeRunner, tuple[GraphSpec, ...]]:
         """Lower the graph in all variants, let ONNX Runtime optimize, save and load each."""
@@ -169,6 +197,7 @@ class _Compiler:
 
     def check(self, runner: OnnxRuntimeRunner) -> Verdict:
         """See `require_alike`; each expert is compared alone, too."""
+        self._report(f"comparing the {self._source.role} graph with the portable one")
         verdict = require_alike(self._reference, runner, self._open)
         if self._reference.why_not:
             return verdict
@@ -194,14 +223,14 @@ class _Compiler:
         return open_runner(loaded, self._source.cache, plan.kv_capacity, plan.max_batch_size)
 
     def _compile(self, variant: Variant) -> LoadedGraph:
-        step, is_own = f"lowering the {variant.name} graph", _is_own(variant)
+        step, is_own = f"packing weights of the {variant.name} graph", _is_own(variant)
         self._report(step)
+        packed = part_of(self._report, step, self._expected_bytes)
         # Own kernels round what they pack, unless a check has rounded it already.
         rounds = is_own and self._reference.why_not
         model = load_portable(self._source.path, None if rounds else self._source.rounded)
-        lowered = self._lower(
-            model, variant, lambda size: self._report(f"{step}: {size >> 20} MB written")
-        )
+        lowered = self._lower(model, variant, lambda size: packed(self._written_bytes + size))
+        self._written_bytes += lowered.with_suffix(".data").stat().st_size
         self._report(f"optimizing and prepacking the {variant.name} graph")
         # What is saved will be compared with the portable graph, where that can be.
         probe = partial(self._probe, variant) if self._reference.why_not else None

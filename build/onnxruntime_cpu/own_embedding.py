@@ -33,7 +33,7 @@ def packed_table(
 
     That of a tied head is the head's own weight, but in INT4: four bits cost a model more as an
     embedding than as a head. Such tables become int8 in blocks of 32, and so do all others where
-    floats are rounded.
+    layers of their width are rounded.
     """
     value = gather.inputs[0]
     tensor = None if value is None else value.const_value
@@ -49,7 +49,9 @@ def packed_table(
         form = kernel.form(weight, name)
         if form is not None and form.kind != "int4":
             return form, name, weight
-    form = form_of(weight, rounds="int8") if kernel.rounds_floats else None
+    layer = kernel.form(weight, str(value.name)) if kernel.rounds_floats else None
+    is_rounded = layer is not None and layer.is_quantized
+    form = form_of(weight, rounds="int8") if is_rounded else None
     return None if form is None else (form, str(value.name), weight)
 
 

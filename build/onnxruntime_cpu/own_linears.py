@@ -8,9 +8,11 @@ import numpy as np
 import onnx_ir as ir
 
 from edgellm.build.lowering.adapters import Marks
+from edgellm.build.lowering.experts import PARTS
 from edgellm.build.lowering.graph import GraphEditor
 from edgellm.build.lowering.linear_groups import Rounding, lower_linears
 from edgellm.build.lowering.linear_weights import LinearWeight, layer_name, linear_layers
+from edgellm.build.lowering.round_int4 import expert_block
 from edgellm.build.onnxruntime_cpu.adapters import attach
 from edgellm.build.onnxruntime_cpu.linears import ALL_INPUTS, DenseKernel
 from edgellm.build.onnxruntime_cpu.packed_weights import form_of, keeps_codes, packed_bytes
@@ -58,11 +60,14 @@ class OwnLinears:
 
     def rounding(self, weight: LinearWeight, name: str) -> Rounding:
         """Inputs in the blocks of the packed weight; two terms of them are nearly exact."""
-        form = self.form(weight, name)
+        kernel = self
+        if name in PARTS:  # of experts, whose other width is the outputs'
+            kernel = self.of_widths(weight.in_features, weight.widths[0])
+        form = kernel.form(weight, name)
         if form is None or not form.takes_codes:
             return Rounding()
         block = form.block if form.input_terms == 1 else 0
-        return Rounding(block, not keeps_codes(weight, self._rounds))
+        return Rounding(block, not keeps_codes(weight, kernel._rounds))
 
     def form(self, weight: LinearWeight, name: str, *, is_gated: bool = False) -> PackedForm | None:
         """How the weight of a layer is packed; None: it is not."""
@@ -72,6 +77,12 @@ class OwnLinears:
             is_gated=is_gated,
             input_terms=1 if name.endswith(self._one_term) else 2,
         )
+
+    def of_widths(self, hidden: int, width: int) -> OwnLinears:
+        """Of experts with these inputs: int8 where blocks of INT4 do not divide both."""
+        if self._rounds == "int4" and not (expert_block(hidden) and expert_block(width)):
+            return OwnLinears(rounds="int8", one_term=self._one_term)
+        return self
 
     def expert_form(self, weight: LinearWeight, name: str, *, is_gated: bool = False) -> PackedForm:
         """How an expert of a mixture is packed: always, so that only what is taken is read."""

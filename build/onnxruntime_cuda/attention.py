@@ -99,7 +99,10 @@ def _visible_inputs(
 ) -> dict[ir.Value, ir.Value]:
     """What the host says instead of each mask: one of all positions, one of a window."""
     if len({window for window in windows.values() if window is not None}) > 1:
-        raise UnsupportedModelError("windows of several widths are not lowered for CUDA")
+        raise UnsupportedModelError(
+            "sliding windows of several widths are not computed on CUDA",
+            hint="build with --backend onnxruntime --device cpu",
+        )
     inputs: dict[str, ir.Value] = {}
     for call in find_calls(graph.graph, *_NAMES):
         name = _NAMES[call.op_type]

@@ -77,7 +77,7 @@ def compile_bundle(
         if not device:
             costs, prefill_rows = {}, min(PREFILL_ROWS, plan.max_input_len)
         else:
-            report("measuring the cost of a pass")
+            report("timing forward passes")
             spec, threads = with_kv_dtype(bundle.spec, bundle.dtype), plan.threads
             opened = open_graphs(folder, graphs, spec, room, threads, device, options)
             verdicts = [compiler.check(role, opened[role], device) for role in graphs]

@@ -43,7 +43,10 @@ def lower_experts(graph: GraphEditor, dtype: ir.DataType, bits: int = 0) -> None
         graph.replace(call.outputs[0], _route(graph, call, dtype))
     for layer in ExpertLayer.all_of(graph.graph):
         if not layer.is_gated:
-            raise UnsupportedModelError("experts without gates are not lowered for CUDA")
+            raise UnsupportedModelError(
+                "mixtures of experts without gates are not computed on CUDA",
+                hint="build with --backend onnxruntime --device cpu",
+            )
         graph.cursor = layer.call
         form = integer_form(layer, dtype, bits)
         graph.replace(layer.call.outputs[0], _emit(graph, layer, dtype, form))

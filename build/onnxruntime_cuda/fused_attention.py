@@ -27,9 +27,9 @@ _HEAD_MULTIPLE = 8  # of numbers of a head
 def why_not_fused(layers: Sequence[CachedAttention], dtype: ir.DataType) -> str:
     """Why ONNX Runtime has no fused kernel for these layers; "" if it has."""
     if dtype != ir.DataType.FLOAT16:
-        return f"GroupQueryAttention has no kernel for {dtype.name.lower()}"
+        return f"that computes float16, and this bundle's activations are {dtype.name.lower()}"
     if uneven := {layer.head_dim for layer in layers if layer.head_dim % _HEAD_MULTIPLE}:
-        return f"heads of {uneven.pop()} numbers, no multiple of {_HEAD_MULTIPLE}"
+        return f"head_dim {uneven.pop()} is no multiple of {_HEAD_MULTIPLE}"
     return ""
 
 

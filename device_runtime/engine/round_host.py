@@ -15,6 +15,7 @@ from edgellm.device_runtime.engine.cache_slot import CacheSlot
 from edgellm.device_runtime.engine.prompt import Prompt
 from edgellm.device_runtime.engine.sequence import Sequence
 from edgellm.device_runtime.engine.step import step
+from edgellm.device_runtime.pass_costs import Budget
 from edgellm.device_runtime.sampling.sampler import Sampler, SamplingParams
 from edgellm.device_runtime.sessions import I64
 from edgellm.device_runtime.sessions.contexts import Context
@@ -31,7 +32,8 @@ from edgellm.device_runtime.speculate.policy import CostAwareTree, TreeLimits
 # Trees as they are where drafting hardly pays: that is where this time decides.
 _LIMITS = TreeLimits(top_k=10, steps=2, verify_size=4)
 _NO_CHANCE = 0.01  # of a candidate
-_HIDDEN, _TAPS, _CAPACITY, _REPEATS = 512, 3, 1 << 20, 15
+_HIDDEN, _TAPS, _CAPACITY = 512, 3, 1 << 20
+_UNTIMED, _REPEATS = 2, 15  # rounds: a prompt and a warm-up; those that follow
 _CACHES_BYTES = 64 << 20  # of a pass that leaves nothing of the host's code in any cache
 
 
@@ -122,19 +124,26 @@ def _steps_ms(num_bytes: int, drafter: Drafter | None) -> Iterator[float]:
         yield (time.perf_counter() - start - base.spent_s) * 1e3
 
 
-def round_host_ms(num_bytes: int) -> dict[str, float]:
+def round_host_ms(num_bytes: int, budget: Budget | None = None) -> dict[str, float]:
     """Milliseconds of a drafted round beyond those of a plain token; no pass is among them.
 
     Args:
         num_bytes: that a pass reads.
+        budget: None: one of its own.
 
     Returns:
-        By the rows that the base verifies: 1, if the network drafted in vain, or 2 and more.
+        By the rows that the base verifies: 1, if the network drafted in vain, or 2 and more; {}
+        where the budget does not allow a single round.
     """
+    budget = budget or Budget()
     kinds = None, _drafter(_NO_CHANCE), _drafter(0.5)
     steps = [_steps_ms(num_bytes, drafter) for drafter in kinds]
-    rounds = [[next(each) for each in steps] for _ in range(2 + _REPEATS)]
-    # Behind a prompt and a warm-up; cold code has no fastest run.
-    plain, vain, tree = map(statistics.median, zip(*rounds[2:], strict=True))
+    rounds: list[list[float]] = []
+    while len(rounds) < _UNTIMED + _REPEATS and budget.left_s:
+        rounds.append([next(each) for each in steps])
+    if len(rounds) <= _UNTIMED:
+        return {}
+    # Cold code has no fastest run.
+    plain, vain, tree = map(statistics.median, zip(*rounds[_UNTIMED:], strict=True))
     vain = max(vain - plain, 0.0)
     return {"1": round(vain, 4), "2": round(max(tree - plain, vain), 4)}

@@ -14,6 +14,7 @@ import numpy as np
 from numpy.typing import NDArray
 
 from edgellm.contract import LimitError
+from edgellm.device_runtime.pass_costs import Budget
 from edgellm.device_runtime.runners import Runner
 from edgellm.manifest import Spec
 
@@ -73,13 +74,16 @@ class Module(Protocol):
         """A session over the runners of an engine, whose caches have `capacity` rows."""
         ...
 
-    def costs(self, session: Any, spec: Spec, most_rows: int = 0) -> dict[str, dict[str, float]]:
+    def costs(
+        self, session: Any, spec: Spec, most_rows: int = 0, budget: Budget | None = None
+    ) -> dict[str, dict[str, float]]:
         """Milliseconds of passes on this machine, by kind and rows.
 
         Args:
             session: its cache is overwritten.
             spec: of the engine.
             most_rows: of a pass, and candidates of a row, where there is such a bound; 0: any.
+            budget: of the time that it takes; None: one of its own.
         """
         ...
 

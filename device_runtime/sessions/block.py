@@ -3,7 +3,6 @@
 from __future__ import annotations
 
 from collections.abc import Mapping, Sequence
-from functools import partial
 from pathlib import Path
 from typing import Any
 
@@ -12,7 +11,7 @@ from numpy.typing import NDArray
 
 from edgellm import contract
 from edgellm.device_runtime import runners
-from edgellm.device_runtime.pass_costs import CANDIDATES, fastest_each_ms, measured_rows
+from edgellm.device_runtime.pass_costs import CANDIDATES, Budget, measured_rows, timed_by_rows
 from edgellm.device_runtime.runners import Outputs, Runner
 from edgellm.device_runtime.sessions import F32
 from edgellm.device_runtime.sessions.draft import DraftPart, DraftResult, DraftSession
@@ -97,7 +96,7 @@ def session(opened: Mapping[str, Runner], spec: DraftSpec, capacity: int) -> Blo
 
 
 def costs(
-    session: BlockSession, spec: DraftSpec, most_rows: int = 0
+    session: BlockSession, spec: DraftSpec, most_rows: int = 0, budget: Budget | None = None
 ) -> dict[str, dict[str, float]]:
     """See `sessions.Module`: by rows that are committed, with a whole block behind them."""
     context, measured = measured_rows(session.capacity, most_rows)
@@ -109,4 +108,4 @@ def costs(
         block = np.arange(rows, rows + session.block.size)
         session.run_many([DraftPart(session.context, ids, context, block, top_k, taps=taps[:rows])])
 
-    return {FORESEE: fastest_each_ms({str(rows): partial(run, rows) for rows in measured})}
+    return {FORESEE: timed_by_rows(run, measured, budget)}

@@ -12,7 +12,7 @@ from numpy.typing import NDArray
 
 from edgellm.device_runtime import runners
 from edgellm.device_runtime.engine.prefix_cache import count_common, marked, row_keys
-from edgellm.device_runtime.pass_costs import fastest_each_ms, measured_rows
+from edgellm.device_runtime.pass_costs import Budget, measured_rows, timed_by_rows
 from edgellm.device_runtime.runners import ArrangesPasses, Outputs, Runner, TakesAdapters
 from edgellm.device_runtime.runners.rounds import GrowsTrees, Growth, Rounds
 from edgellm.device_runtime.sessions import F32, I64, Bool, ImageRows, RowKey
@@ -347,26 +347,32 @@ def session(opened: Mapping[str, Runner], spec: DecoderSpec, capacity: int) -> D
 
 
 def costs(
-    session: DecoderSession, spec: DecoderSpec, most_rows: int = 0, *, most_wanted: int = 0
+    session: DecoderSession,
+    spec: DecoderSpec,
+    most_rows: int = 0,
+    budget: Budget | None = None,
+    *,
+    most_wanted: int = 0,
 ) -> dict[str, dict[str, float]]:
     """See `sessions.Module`: of one sequence, and of several where the runner asks for it.
 
     All rows get logits; of more than `most_wanted`, the last.
     """
     context, measured = measured_rows(session.capacity, most_rows)
+    budget, is_shared = budget or Budget(), any(session.shared_rows)
 
     def run(rows: int) -> None:
         first = rows - 1 if 0 < most_wanted < rows else 0
         session.run(np.arange(rows) % spec.vocab_size, context, np.arange(first, rows))
 
-    found = {PASS: fastest_each_ms({str(rows): partial(run, rows) for rows in measured})}
-    if not any(session.shared_rows):
+    found = {PASS: timed_by_rows(run, measured, budget.part(0.5 if is_shared else 1))}
+    if not is_shared or not budget.left_s:
         return found
-    return found | _costs_together(session, spec, context, max(measured))
+    return found | _costs_together(session, spec, context, max(measured), budget)
 
 
 def _costs_together(
-    session: DecoderSession, spec: DecoderSpec, begin: int, most_rows: int
+    session: DecoderSession, spec: DecoderSpec, begin: int, most_rows: int, budget: Budget
 ) -> dict[str, dict[str, float]]:
     """Of tokens and trees of several sequences side by side, behind `begin` rows of each."""
     session.close(session.context)
@@ -378,7 +384,7 @@ def _costs_together(
         session.run_many([Part(one, *asked) for one in contexts[:count]])
 
     room = min(most_rows, session.shared_rows[0]), session.shared_rows[1]
-    found = measure_shared(PASS, session.most_parts, room, run)
+    found = measure_shared(PASS, session.most_parts, room, run, budget)
     for one in contexts:
         session.close(one)
     return found

@@ -14,7 +14,13 @@ from numpy.typing import NDArray
 
 from edgellm import contract
 from edgellm.device_runtime import runners
-from edgellm.device_runtime.pass_costs import CANDIDATES, fastest_each_ms, measured_rows
+from edgellm.device_runtime.pass_costs import (
+    CANDIDATES,
+    Budget,
+    EstimatedMs,
+    measured_rows,
+    timed_by_rows,
+)
 from edgellm.device_runtime.runners import ArrangesPasses, Outputs, Runner
 from edgellm.device_runtime.runners.rounds import Asked, Growth, Rounds
 from edgellm.device_runtime.sessions import F32, I64, Bool, ImageRows
@@ -291,7 +297,7 @@ def _shared_kind(spec: DraftSpec) -> str:
 
 
 def costs(
-    session: DraftSession, spec: DraftSpec, most_rows: int = 0
+    session: DraftSession, spec: DraftSpec, most_rows: int = 0, budget: Budget | None = None
 ) -> dict[str, dict[str, float]]:
     """See `sessions.Module`: growth, whose rows all get candidates, and rows that are fused.
 
@@ -322,18 +328,22 @@ def costs(
         others.sum()
         extend(1)
 
-    grown = {str(rows): partial(grow, rows) for rows in measured}
-    extended = {str(rows): partial(extend, rows) for rows in measured}
-    found = {EXTEND: fastest_each_ms(extended, before=others.sum)}
+    budget = budget or Budget()
+    found = {EXTEND: timed_by_rows(extend, measured, budget.part(0.4), others.sum)}
     if not masks:
-        found = {STEP: fastest_each_ms(grown, before=follow_an_extension), **found}
-    if not any(session.shared_rows):
+        part = budget.part(0.7)
+        if 3 * found[EXTEND]["1"] <= 1e3 * part.left_s:
+            grown = timed_by_rows(grow, measured, part, follow_an_extension)
+        else:  # a step takes no longer than an extension
+            grown = {rows: EstimatedMs(ms) for rows, ms in found[EXTEND].items()}
+        found = {STEP: grown, **found}
+    if not any(session.shared_rows) or not budget.left_s:
         return found
-    return found | _costs_together(session, spec, context, hidden, top_k)
+    return found | _costs_together(session, spec, context, hidden, top_k, budget)
 
 
 def _costs_together(
-    session: DraftSession, spec: DraftSpec, begin: int, hidden: F32, top_k: int
+    session: DraftSession, spec: DraftSpec, begin: int, hidden: F32, top_k: int, budget: Budget
 ) -> dict[str, dict[str, float]]:
     """Of passes that several answers share, behind `begin` rows of each."""
     session.close(session.context)
@@ -348,7 +358,7 @@ def _costs_together(
         session.run_many(asked)
 
     room = min(session.shared_rows[0], len(hidden)), session.shared_rows[1]
-    found = measure_shared(_shared_kind(spec), session.most_parts, room, run)
+    found = measure_shared(_shared_kind(spec), session.most_parts, room, run, budget)
     for one in contexts:
         session.close(one)
     return found

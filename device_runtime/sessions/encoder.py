@@ -10,6 +10,7 @@ from numpy.typing import NDArray
 
 from edgellm import contract
 from edgellm.device_runtime import runners
+from edgellm.device_runtime.pass_costs import Budget
 from edgellm.device_runtime.runners import Runner
 from edgellm.device_runtime.sessions import F32
 from edgellm.manifest import Engine
@@ -52,8 +53,8 @@ def session(opened: Mapping[str, Runner], spec: VisionSpec, capacity: int) -> En
 
 
 def costs(
-    session: EncoderSession, spec: VisionSpec, most_rows: int = 0
+    session: EncoderSession, spec: VisionSpec, most_rows: int = 0, budget: Budget | None = None
 ) -> dict[str, dict[str, float]]:
     """See `sessions.Module`: nothing asks what an image costs."""
-    del session, spec, most_rows
+    del session, spec, most_rows, budget
     return {}

@@ -3,7 +3,6 @@
 from __future__ import annotations
 
 from collections.abc import Mapping, Sequence
-from functools import partial
 from pathlib import Path
 from typing import NamedTuple
 
@@ -11,7 +10,7 @@ import numpy as np
 
 from edgellm import contract
 from edgellm.device_runtime import runners
-from edgellm.device_runtime.pass_costs import CANDIDATES, fastest_each_ms
+from edgellm.device_runtime.pass_costs import CANDIDATES, Budget, timed_by_rows
 from edgellm.device_runtime.runners import Runner, TakesAnswers
 from edgellm.device_runtime.sessions import F32, I64
 from edgellm.manifest import Engine
@@ -79,11 +78,12 @@ def session(opened: Mapping[str, Runner], spec: DraftSpec, capacity: int) -> Hea
 
 
 def costs(
-    session: HeadsSession, spec: DraftSpec, most_rows: int = 0
+    session: HeadsSession, spec: DraftSpec, most_rows: int = 0, budget: Budget | None = None
 ) -> dict[str, dict[str, float]]:
     """See `sessions.Module`: passes of all heads, for one answer and for as many as share one."""
     feature = np.random.default_rng(1).standard_normal(spec.taps_width, np.float32)
     part = HeadsPart(feature, min(spec.draft_vocab_size, most_rows or CANDIDATES))
     counts = sorted({1, session.most_parts})
-    runs = {str(count): partial(session.run_many, [part] * count) for count in counts}
-    return {ALL_HEADS: fastest_each_ms(runs)}
+    return {
+        ALL_HEADS: timed_by_rows(lambda count: session.run_many([part] * count), counts, budget)
+    }

@@ -176,5 +176,7 @@ def test_cuda_refuses_what_it_has_not(model, tmp_path):
     )
     model.graph.insert_after(near, wider)
     find_calls(model.graph, contract.ATTENTION)[0].replace_input_with(6, wider.outputs[0])
-    with pytest.raises(UnsupportedModelError, match="windows of several widths are not lowered"):
+    with pytest.raises(
+        UnsupportedModelError, match="windows of several widths are not computed on CUDA"
+    ):
         _lowered(model, tmp_path, _lower_cuda)

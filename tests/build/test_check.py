@@ -8,6 +8,7 @@ import cuda_on_cpu
 import numpy as np
 import onnx_ir as ir
 import pytest
+from conftest import make_checkpoint
 from eagle_engines import draft_plan
 from tensorrt_bundles import Bundles
 
@@ -21,6 +22,9 @@ from edgellm.build.onnxruntime_cuda import lower as cuda_lower
 from edgellm.build.plan import Plan, image_plan
 from edgellm.build.samples import sample_passes
 from edgellm.contract import FUNCTIONS, BrokenArtifactError, EdgeLLMError
+from edgellm.export import models
+from edgellm.export.bundle import ExportOptions, export_llm
+from edgellm.export.source import open_checkpoint
 from edgellm.manifest import LLM_BUNDLE, load_bundle
 
 pytestmark = pytest.mark.usefixtures("one_thread")
@@ -203,6 +207,15 @@ def test_honest_lowerings_stay_below_half_of_the_bound(bundles, tmp_path, precis
     assert "12 rows" in said
     assert error <= bound / 2
     assert built.options["check_s"] > 0
+
+
+def test_layers_that_read_the_embedding_as_it_is(tmp_path):
+    """OLMo 2 has no norm before its first layer; rows are cast to float32 before all uses."""
+    checkpoint = make_checkpoint(tmp_path / "checkpoint", **models.find("olmo2").TINY)
+    export_llm(open_checkpoint(str(checkpoint)), tmp_path / "bundle", ExportOptions("fp16"))
+    plan = dataclasses.replace(PLANS["own floats"], quantize="int8")
+    built = build_engine("llm", tmp_path / "bundle", tmp_path / "e", plan, "onnxruntime", _silent)
+    assert "12 rows are off by" in built.options["checks"][0]
 
 
 def test_a_check_that_nobody_wants(bundles, tmp_path):

@@ -187,7 +187,8 @@ def test_ctrl_c_keeps_the_old_engine(command, tiny_bundle, tmp_path):
     assert _build(command, tiny_bundle, work / "engine").returncode == 0
     before = load_engine(work / "engine", LLM_ENGINE)
     build = ["llm_build", "--onnxDir", tiny_bundle, "--engineDir", work / "engine", *SMALL]
-    assert interrupt(build, work, ".engine.partial-*") == INTERRUPTED
+    code, said = interrupt(build, work, ".engine.partial-*")
+    assert (code, said[-1:]) == INTERRUPTED
     assert [path.name for path in work.iterdir()] == ["engine"]
     assert load_engine(work / "engine", LLM_ENGINE) == before
 

@@ -226,9 +226,9 @@ def test_two_graphs_over_one_file_of_weights(bundles, tmp_path):
 def test_float32_has_no_fused_kernel(bundles, tmp_path):
     bundle = bundles.make("base", "fp16", "fp32")
     built = cuda_on_cpu.build_base(bundle, tmp_path / "auto", PLAN)
-    assert any("not fused: GroupQueryAttention has no kernel" in n for n in built.options["notes"])
+    assert any("not fused: that computes float16" in n for n in built.options["notes"])
     plan = dataclasses.replace(PLAN, options=CudaOptions(attention="fused"))
-    with pytest.raises(EdgeLLMError, match="no kernel for float") as caught:
+    with pytest.raises(EdgeLLMError, match="activations are float") as caught:
         cuda_on_cpu.build_base(bundle, tmp_path / "fused", plan)
     assert "--attention plain" in caught.value.hint
     assert not (tmp_path / "fused").exists()

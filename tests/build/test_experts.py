@@ -201,11 +201,3 @@ def test_a_fault_in_one_expert_is_found(quantize, bundle, tmp_path, monkeypatch)
     with pytest.raises(EdgeLLMError, match=r"expert 5 of model\.layers\.2\.mlp\.experts computes"):
         build(bundle, tmp_path / "engine", quantize=quantize)
     assert not (tmp_path / "engine").exists()
-
-
-def test_experts_of_another_width_are_refused(tmp_path):
-    config = {**TINY, "moe_intermediate_size": 40, "mlp_only_layers": [1, 2]}
-    checkpoint = make_checkpoint(tmp_path / "checkpoint", **config)
-    export_llm(open_checkpoint(str(checkpoint)), tmp_path / "bundle", ExportOptions("fp32"))
-    with pytest.raises(EdgeLLMError, match="experts of width 40; edgellm's kernels take multiples"):
-        build(tmp_path / "bundle", tmp_path / "engine")

@@ -3,10 +3,12 @@
 from __future__ import annotations
 
 import dataclasses
+from collections import Counter
 
 import numpy as np
 import onnx_ir as ir
 import pytest
+from mixed_gguf import write_mixed
 from tensorrt_bundles import Bundles
 
 from edgellm.build import pieces, reference
@@ -19,6 +21,8 @@ from edgellm.build.plan import Plan
 from edgellm.build.rounding import Rounds
 from edgellm.device_runtime.kernels import pack
 from edgellm.device_runtime.sessions.decoder import open_decoder
+from edgellm.export.bundle import ExportOptions, export_llm
+from edgellm.export.source import open_checkpoint
 from edgellm.manifest import LLM_BUNDLE, load_bundle
 
 pytestmark = pytest.mark.usefixtures("one_thread")
@@ -67,6 +71,34 @@ def test_pieces_and_slices_change_no_number(bundles, tmp_path, monkeypatch, quan
         assert row_errors(apart.exact[name], expected) < 1e-4
     for name, expected in apart.rounded.items():  # whose slices have errors of their own
         assert row_errors(found.rounded[name], expected) < 1e-3
+
+
+def test_weights_of_a_gguf_file_are_decoded_once(tmp_path, monkeypatch):
+    """In several steps each, of all formats; both versions are what they are apart."""
+    checkpoint = open_checkpoint(str(write_mixed(tmp_path)))
+    export_llm(checkpoint, tmp_path / "bundle", ExportOptions("fp16"))  # fp32 makes floats
+    graphs, together = [], pieces.together
+    monkeypatch.setattr(
+        pieces, "together", lambda *both: graphs.append(together(*both)) or graphs[-1]
+    )
+    found = _reference(tmp_path / "bundle", tmp_path, "auto")
+    (graph,) = (each.graph for each in graphs)
+    products = [node for node in graph.node if node.op_type == "Split"]
+    assert len(products) == 2 * 7 + 1  # of two layers, and the head
+    stored = {each.name for each in graph.initializer if each.external_data}
+    read = Counter(
+        node.input[0]
+        for node in graph.node
+        if node.op_type == "DequantizeLinear" and node.input[0] in stored
+    )
+    assert read
+    assert set(read.values()) == {1}
+    monkeypatch.setattr(pieces, "together", lambda *_: None)
+    apart = _reference(tmp_path / "bundle", tmp_path, "auto")
+    assert found.exact.keys() == apart.exact.keys() == found.rounded.keys()
+    for name, expected in apart.exact.items():
+        assert row_errors(found.exact[name], expected) < 1e-4
+        assert row_errors(found.rounded[name], apart.rounded[name]) < 1e-3
 
 
 def test_both_versions_share_their_products(bundles, tmp_path, monkeypatch):

@@ -97,7 +97,7 @@ def test_costs_are_measured_where_there_is_cuda(eagle_pair, tmp_path):
         )
     (note,) = base.options["notes"]
     assert note in draft.options["notes"]
-    assert "no kernel for float" in note
+    assert "activations are float" in note
     measured = (base.cost_ms["pass"], draft.cost_ms["step"], draft.cost_ms["extend"])
     assert len({*map(frozenset, measured)}) == 1
     assert draft.main_graphs[0].precision == "int8"

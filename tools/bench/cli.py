@@ -7,7 +7,7 @@ from typing import TYPE_CHECKING
 
 import typer
 
-from edgellm.build.cli import status
+from edgellm.build.progress import shown
 from edgellm.command import CAMEL_CASE, App, numbers, run_command
 from edgellm.contract import EdgeLLMError
 from edgellm.device_runtime.requests.flags import EngineDir, Verify
@@ -64,7 +64,7 @@ def bench(
     settings = {"repetitions": str(repetitions), "speculation": _described(how)}
     results = Results(_engine(engine_dir, llm.manifest), facts(), settings)
     try:
-        with status() as report:
+        with shown(lines=False) as report:
             run(llm, work, results, repetitions, report)
     finally:  # an interrupt keeps what was measured
         if results.repetitions:

@@ -150,7 +150,11 @@ def _graphs(folder: Path, manifest: Engine) -> tuple[Graph, ...]:
 def _costs(manifest: Engine) -> tuple[Costs, ...]:
     """What was measured, by its name; an engine that was compiled ahead of time has nothing."""
     return tuple(
-        Costs(measured_name(kind), {int(rows): ms for rows, ms in times.items()})
+        Costs(
+            measured_name(kind),
+            {int(rows): ms for rows, ms in times.items()},
+            tuple(manifest.estimated.get(kind, ())),
+        )
         for kind, times in manifest.cost_ms.items()
     )
 

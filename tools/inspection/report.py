@@ -38,6 +38,7 @@ class Costs:
 
     what: str
     ms_by_rows: dict[int, float]
+    estimated: tuple[int, ...] = ()  # rows that were extrapolated, not measured
 
 
 @dataclass(frozen=True, slots=True)

@@ -182,7 +182,11 @@ def _costs(report: Report) -> Iterator[Table]:
             costs_title(costs),
             ("rows", "ms", "x one row"),
             tuple(
-                (str(rows), f"{ms:.2f}", f"{ms / one:.2f}" if one else "-")
+                (
+                    str(rows),
+                    f"{ms:.2f}{' (estimated)' if rows in costs.estimated else ''}",
+                    f"{ms / one:.2f}" if one else "-",
+                )
                 for rows, ms in costs.ms_by_rows.items()
             ),
             _measured_speed(report, costs) if report.is_decoder and one else "",
@@ -196,7 +200,8 @@ def costs_title(costs: Costs) -> str:
 
 def _measured_speed(report: Report, costs: Costs) -> str:
     """What the measurements mean for a user."""
-    one, most = costs.ms_by_rows[1], max(costs.ms_by_rows)
+    one = costs.ms_by_rows[1]
+    most = max(rows for rows in costs.ms_by_rows if rows not in costs.estimated)
     bandwidth = report.read_bytes / one * 1e3
     prompts = most / costs.ms_by_rows[most] * 1e3
     moved = f", {bandwidth / 1e9:.1f} GB/s of weights" if bandwidth else ""

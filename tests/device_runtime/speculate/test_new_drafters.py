@@ -76,8 +76,8 @@ def session(opened, spec, capacity):
     return heads.HeadsSession(opened["foresight"])
 
 
-def costs(session, spec, most_rows=0):
-    (measured,) = heads.costs(session, spec, most_rows).values()
+def costs(session, spec, most_rows=0, budget=None):
+    (measured,) = heads.costs(session, spec, most_rows, budget).values()
     return {"glance": measured}
 '''
 OWN = '''
