@@ -144,7 +144,7 @@ def _timeline(av: Any, name: str, data: bytes) -> _Timeline:
     """
     with av.open(io.BytesIO(data)) as container:
         stream = _stream(container)
-        if stream is None:
+        if stream is None or stream.codec_context is None:  # of no codec that is known
             raise RequestError(f"{name} holds no moving picture", hint="give a video file")
         if stream.width * stream.height > MAX_PIXELS:
             raise RequestError(f"a video's frames have more than {MAX_PIXELS} pixels")

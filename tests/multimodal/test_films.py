@@ -222,3 +222,13 @@ def test_packets_that_show_nothing_are_no_frames(tmp_path):
         empty.pts = empty.dts = last[1] + 100
         container.mux(empty)
     assert levels(read(tmp_path / "b.mkv", 1))[:12] == list(range(12))
+
+
+def test_an_unknown_codec_is_no_video(tmp_path):
+    path = write(tmp_path / "a.mkv", [corner_picture()] * 2)
+    data = path.read_bytes()
+    assert b"V_MPEG4/ISO/ASP" in data
+    path.write_bytes(data.replace(b"V_MPEG4/ISO/ASP", b"V_UNHEARD/OF/XX"))
+    with pytest.raises(RequestError, match="no moving picture") as caught:
+        read(path)
+    assert caught.value.hint

@@ -184,10 +184,17 @@ def tiff(width, bits, photometric, row, *, samples=1, order="<", tags=()):
     """TIFF 6.0 of one row: a header, the row, and a directory of tags."""
     sizes = {3: "H", 4: "I"}
     said = [
-        (256, 4, [width]), (257, 4, [1]), (258, 3, [bits] * samples), (259, 3, [1]),
-        (262, 3, [photometric]), (273, 4, [8]), (277, 3, [samples]), (278, 4, [1]),
-        (279, 4, [len(row)]), *tags,
-    ]  # fmt: skip
+        (256, 4, [width]),
+        (257, 4, [1]),
+        (258, 3, [bits] * samples),
+        (259, 3, [1]),
+        (262, 3, [photometric]),
+        (273, 4, [8]),
+        (277, 3, [samples]),
+        (278, 4, [1]),
+        (279, 4, [len(row)]),
+        *tags,
+    ]
     start = 8 + len(row) + len(row) % 2
     end = start + 2 + 12 * len(said) + 4
     body, tail = struct.pack(f"{order}H", len(said)), b""
@@ -241,11 +248,13 @@ def test_tiffs_of_several_samples(tmp_path, bits):
 
     assert read(2, [top, 0, half], 3) == [(255, 0, 127)]
     assert read(2, [top, 0, 0, half, top, 0, 0, clear], 4, [(338, 3, [2])]) == [
-        (255, 128, 128), WHITE,
-    ]  # fmt: skip
+        (255, 128, 128),
+        WHITE,
+    ]
     assert read(2, [half, 0, 0, half, 0, 0, 0, clear], 4, [(338, 3, [1])]) == [
-        (255, 128, 128), WHITE,
-    ]  # fmt: skip
+        (255, 128, 128),
+        WHITE,
+    ]
     assert read(2, [top, 0, 0, clear], 4, [(338, 3, [0])]) == [RED]
     assert read(5, [0, top, top, 0, 0, 0, 0, top], 4) == [RED, (0, 0, 0)]
     if bits == 8:
@@ -288,8 +297,10 @@ def test_a_transparent_colour_has_the_depth_of_its_file(tmp_path, bits):
 def png(width, bits, kind, row, transparent):
     chunks = [
         (b"IHDR", struct.pack(">IIBBBBB", width, 1, bits, kind, 0, 0, 0)),
-        (b"tRNS", transparent), (b"IDAT", zlib.compress(b"\0" + row)), (b"IEND", b""),
-    ]  # fmt: skip
+        (b"tRNS", transparent),
+        (b"IDAT", zlib.compress(b"\0" + row)),
+        (b"IEND", b""),
+    ]
     return b"\x89PNG\r\n\x1a\n" + b"".join(
         struct.pack(">I", len(data)) + name + data + struct.pack(">I", zlib.crc32(name + data))
         for name, data in chunks
