@@ -5,9 +5,10 @@ PYTHON ?= python3
 DEMO_VENV := .venv-demo
 QUICK_VENV := .venv-quick
 TEST_VENV := .venv
+MINUTES ?= 60
 RUFF_AND_LAYERS = $(1)/bin/ruff check . && $(1)/bin/ruff format --check . && $(1)/bin/lint-imports
 
-.PHONY: gpu-proof gpu-proof-dry demo test all-types most-tests quick lint types quick-tests clean
+.PHONY: adversary gpu-proof gpu-proof-dry demo test all-types most-tests quick lint types quick-tests clean
 
 demo: $(DEMO_VENV)/installed
 	$(DEMO_VENV)/bin/python -m edgellm.scripts.demo
@@ -26,6 +27,10 @@ most-tests: $(TEST_VENV)/installed
 	OMP_NUM_THREADS=1 $(TEST_VENV)/bin/python -m pytest --numprocesses auto --maxprocesses 8 \
 		--dist loadfile --no-loadscope-reorder --durations 25 --folders \
 		--ignore tests/tools/serve
+
+# Random attacks on everything that reads, writes or answers; the test suite has a share of them.
+adversary: $(TEST_VENV)/installed
+	OMP_NUM_THREADS=1 $(TEST_VENV)/bin/python tests/adversary/run.py --minutes $(MINUTES)
 
 # Without torch and its kin: the type checker takes their types as unknown, their tests are left out.
 quick:

@@ -22,6 +22,7 @@ from edgellm.disk import explain_full_disk
 from edgellm.exclusive import Unfinished, begin
 from edgellm.manifest import DRAFT_FOLDER, MANIFEST_NAME, Bundle, Engine, FileRecord, Manifest
 from edgellm.specs import DraftSpec
+from edgellm.strict_json import parse
 
 
 def cache_folder() -> Path:
@@ -185,7 +186,7 @@ def replace_file(path: Path, text: str) -> None:
     Raises:
         LimitError: the disk is full; what was there is still there.
     """
-    path = path.resolve()
+    path = Path(os.path.realpath(path))  # of a link to itself, the link
     temporary = path.with_name(f".{path.name}.{time.time_ns()}")
     content = text.encode("utf-8", errors="replace")
     with explain_full_disk(path.parent, num_bytes=len(content)):
@@ -217,7 +218,7 @@ def check_output(output: Path, kind: str, names: list[str]) -> None:
 def _listed_files(folder: Path, kind: str) -> set[str]:
     """The files of an artifact of this kind that `folder` holds."""
     try:
-        raw = json.loads((folder / MANIFEST_NAME).read_text("utf-8"))
+        raw = parse((folder / MANIFEST_NAME).read_text("utf-8"))
         return {*raw["files"], MANIFEST_NAME} if raw["kind"] == kind else set()
     except (OSError, ValueError, KeyError, TypeError):
         return set()

@@ -20,6 +20,7 @@ from edgellm.contract import EdgeLLMError
 # How flags are spelled: --engine-dir is --engineDir, --model-dir is --model_dir.
 CAMEL_CASE = {"token_normalize_func": lambda name: re.sub("-(.)", lambda m: m[1].upper(), name)}
 SNAKE_CASE = {"token_normalize_func": lambda name: name.replace("-", "_")}
+_AGAIN_S = 0.01  # after which an interrupt comes again
 _DEBUG = inspect.Parameter(
     "debug",
     inspect.Parameter.KEYWORD_ONLY,
@@ -94,6 +95,7 @@ def run_command(app: App, *, second_ends: bool = True) -> None:
 
     for number in (signal.SIGINT, signal.SIGTERM, signal.SIGHUP):
         signal.signal(number, interrupt)
+    sys.unraisablehook = _interrupt_again
     for stream in (sys.stdout, sys.stderr):
         if isinstance(stream, io.TextIOWrapper):
             stream.reconfigure(errors="backslashreplace")
@@ -108,6 +110,15 @@ def run_command(app: App, *, second_ends: bool = True) -> None:
         _fail(*_explain(error))
 
 
+def _interrupt_again(ignored: sys.UnraisableHookArgs) -> None:
+    """Raises an interrupt once more that came where Python ignores exceptions, as in `__del__`."""
+    if not isinstance(ignored.exc_value, KeyboardInterrupt):
+        sys.__unraisablehook__(ignored)
+        return
+    signal.signal(signal.SIGALRM, signal.default_int_handler)
+    signal.setitimer(signal.ITIMER_REAL, _AGAIN_S)
+
+
 def _explain(error: BaseException) -> tuple[str, str, int]:
     """Message, hint and exit code."""
     if isinstance(error, EdgeLLMError):
@@ -118,6 +129,8 @@ def _explain(error: BaseException) -> tuple[str, str, int]:
         hint = "free some space or give another folder" if error.errno == errno.ENOSPC else ""
         where = f" ({error.filename})" if error.filename else ""
         return f"{os.strerror(error.errno)}{where}", hint, 2
+    if isinstance(error, RuntimeError) and "Symlink loop" in str(error):  # before Python 3.13
+        return str(error), "give a path whose links end at a file or folder", 2
     if isinstance(error, ModuleNotFoundError):
         extras = (
             "in edgellm's folder: pip install '.[export]' on the host, '.[device]' on the device, "

@@ -12,7 +12,7 @@ import shutil
 from collections.abc import Iterator
 from pathlib import Path
 
-from edgellm.contract import LimitError
+from edgellm.contract import BrokenArtifactError, LimitError
 
 _FULL = (errno.ENOSPC, errno.EDQUOT, errno.EFBIG)
 _HINT = "free some space, or give a folder on another disk"
@@ -65,6 +65,19 @@ def explain_full_disk(
             f"{needed} bytes are needed, {free} are free",
             hint=hint,
         ) from None
+
+
+def require_regular_files(folder: Path) -> None:
+    """Find out before files are opened whether one is a pipe or a device, which may have no end.
+
+    Raises:
+        BrokenArtifactError: one is; directories, and links to nothing, are none.
+    """
+    for path in folder.iterdir():
+        if path.exists() and not path.is_file() and not path.is_dir():
+            raise BrokenArtifactError(
+                f"{path} is not a regular file", hint="put the file itself in its place"
+            )
 
 
 def forget(path: Path) -> None:

@@ -15,6 +15,7 @@ from typing import Any
 
 from edgellm.artifact import hash_file
 from edgellm.contract import BrokenArtifactError, EdgeLLMError, UnsupportedModelError
+from edgellm.disk import require_regular_files
 from edgellm.safetensors_files import Safetensors
 from edgellm.strict_json import parse
 
@@ -120,6 +121,7 @@ def _read_config(folder: Path) -> dict[str, Any]:
     path = folder / CONFIG
     if not folder.is_dir():
         raise EdgeLLMError(f"no such folder: {folder}", hint="give the folder that PEFT saved")
+    require_regular_files(folder)
     try:
         config = parse(path.read_text("utf-8"))
     except FileNotFoundError:

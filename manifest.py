@@ -14,6 +14,7 @@ from pathlib import Path
 from typing import Any, TypeVar
 
 from edgellm.contract import BrokenArtifactError
+from edgellm.disk import require_regular_files
 from edgellm.roles import ROLES
 from edgellm.specs import DecoderSpec, DraftSpec, KVCacheSpec, PageSpec, VisionSpec
 from edgellm.strict_json import parse
@@ -224,6 +225,7 @@ def load_manifest(folder: Path, expected: str, form: type[Manifest]) -> Manifest
     if not folder.is_dir():
         fault = f"{folder} is not a folder" if folder.exists() else f"no such folder: {folder}"
         raise BrokenArtifactError(fault, hint=f"make it with {maker}")
+    require_regular_files(folder)
     try:
         raw = parse(path.read_text("utf-8"))
         found = raw["kind"]

@@ -19,7 +19,7 @@ def parse(text: str | bytes) -> Any:
 
     Raises:
         DuplicateKeyError: it names the key by its path from the top, $.
-        ValueError: as `json.loads`; `RecursionError` too.
+        ValueError: as `json.loads`, and where objects and lists are nested too deeply to be read.
     """
     twice: dict[int, str] = {}  # by the identity of the object; all of them live until the end
     kept: list[dict[str, Any]] = []
@@ -32,7 +32,10 @@ def parse(text: str | bytes) -> Any:
             kept.append(found)
         return found
 
-    value = json.loads(text, object_pairs_hook=collect)
+    try:
+        value = json.loads(text, object_pairs_hook=collect)
+    except RecursionError:
+        raise ValueError("objects and lists are nested too deeply") from None
     if twice:
         raise DuplicateKeyError(f"the key {_find(value, twice)} is there twice")
     return value

@@ -7,6 +7,7 @@ from pathlib import Path
 from typing import Any
 
 from edgellm.contract import BrokenArtifactError, EdgeLLMError, UnsupportedModelError
+from edgellm.disk import require_regular_files
 from edgellm.export import drafts
 from edgellm.export.checkpoint import Checkpoint, Safetensors, TensorSource
 from edgellm.export.tokenizer_files import read_tokenizer
@@ -21,6 +22,7 @@ _TOKENS = "tokenizer_config.json"
 _WHOLE = "model.safetensors", "pytorch_model.bin"  # safetensors win over torch's own format
 _SHARD = re.compile(r"(.+)-\d+-of-(\d+\.\w+)")
 _ADAPTER = "adapter_config.json"  # of PEFT
+_REMEDY = "copy or download the file again"
 
 
 def open_draft(model_dir: str) -> Checkpoint:
@@ -83,14 +85,15 @@ def read_json(path: Path) -> dict[str, Any]:
     except FileNotFoundError:
         return {}
     except (ValueError, RecursionError) as error:
-        raise BrokenArtifactError(f"{path} is not valid JSON: {error}") from None
+        raise BrokenArtifactError(f"{path} is not valid JSON: {error}", hint=_REMEDY) from None
     if not isinstance(value, dict):
-        raise BrokenArtifactError(f"{path} does not hold a JSON object")
+        raise BrokenArtifactError(f"{path} does not hold a JSON object", hint=_REMEDY)
     return value
 
 
 def _open_folder(folder: Path, *, tokenizer: bool, is_draft: bool = False) -> Checkpoint:
     """A draft's own weights win over those of the model that they may stand beside."""
+    require_regular_files(folder)
     refuse_adapter(folder)
     own = tuple(name for kind in drafts.kinds() for name in kind.FILES)
     weights = (*own, *_WHOLE) if is_draft else (*_WHOLE, *own)

@@ -14,6 +14,7 @@ from edgellm.strict_json import parse
 TOKENIZER = "tokenizer.json"
 TOKENIZER_CONFIG = "tokenizer_config.json"
 CHAT_TEMPLATE = "chat_template.jinja"
+_REMEDY = "copy or download the file again"
 
 
 def read_tokenizer(folder: Path) -> tuple[dict[str, bytes], tuple[str, int]]:
@@ -40,13 +41,27 @@ def read_tokenizer(folder: Path) -> tuple[dict[str, bytes], tuple[str, int]]:
         ids = Tokenizer.from_buffer(files[TOKENIZER]).get_vocab()
         if (folder / TOKENIZER_CONFIG).exists():
             files[TOKENIZER_CONFIG] = (folder / TOKENIZER_CONFIG).read_bytes()
-            config = parse(files[TOKENIZER_CONFIG])
+            config = _object(files[TOKENIZER_CONFIG])
     except Exception as error:  # noqa: BLE001 - the library raises bare Exception
-        raise BrokenArtifactError(f"the tokenizer of {folder} is damaged: {error}") from None
-    template = _chat_template(folder, config)
-    if template is not None:
-        files[CHAT_TEMPLATE] = template.encode("utf-8")
+        raise BrokenArtifactError(
+            f"the tokenizer of {folder} is damaged: {error}", hint=_REMEDY
+        ) from None
+    try:
+        template = _chat_template(folder, config)
+        if template is not None:
+            files[CHAT_TEMPLATE] = template.encode("utf-8")
+    except (ValueError, KeyError, TypeError, AttributeError) as error:  # no text, or no UTF-8
+        raise BrokenArtifactError(
+            f"the chat template of {folder} is damaged: {error}", hint=_REMEDY
+        ) from None
     return files, max(ids.items(), key=lambda item: item[1], default=("", -1))
+
+
+def _object(text: bytes) -> dict[str, Any]:
+    value = parse(text)
+    if not isinstance(value, dict):
+        raise TypeError(f"{TOKENIZER_CONFIG} does not hold a JSON object")
+    return value
 
 
 def _chat_template(folder: Path, tokenizer_config: dict[str, Any]) -> str | None:
@@ -54,11 +69,7 @@ def _chat_template(folder: Path, tokenizer_config: dict[str, Any]) -> str | None
     if (folder / CHAT_TEMPLATE).exists():
         return (folder / CHAT_TEMPLATE).read_text("utf-8")
     if (folder / "chat_template.json").exists():
-        path = folder / "chat_template.json"
-        try:
-            return parse(path.read_text("utf-8"))["chat_template"]
-        except (ValueError, KeyError, TypeError, RecursionError) as error:
-            raise BrokenArtifactError(f"{path} holds no template: {error}") from None
+        return parse((folder / "chat_template.json").read_text("utf-8"))["chat_template"]
     template = tokenizer_config.get("chat_template")
     if isinstance(template, list):  # several named templates
         named = {entry["name"]: entry["template"] for entry in template}

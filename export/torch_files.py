@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-import pickle
 import zipfile
 from collections.abc import Iterator, Mapping
 from pathlib import Path
@@ -77,7 +76,7 @@ def _load(path: Path) -> dict[str, Any]:
         state = torch.load(path, map_location="cpu", weights_only=True, mmap=mapped)
     except FileNotFoundError:
         raise BrokenArtifactError(f"{path} is missing", hint=remedy) from None
-    except (RuntimeError, pickle.UnpicklingError, EOFError, ValueError, KeyError) as error:
+    except Exception as error:  # noqa: BLE001 - a damaged pickle makes torch raise anything
         reason = str(error).strip().partition("\n")[0] or type(error).__name__
         raise BrokenArtifactError(
             f"{path} is not a file of tensors that torch can read ({reason[:120]})", hint=remedy
@@ -85,7 +84,7 @@ def _load(path: Path) -> dict[str, Any]:
     if not isinstance(state, dict) or not all(
         isinstance(tensor, torch.Tensor) for tensor in state.values()
     ):
-        raise BrokenArtifactError(f"{path} holds more than named tensors")
+        raise BrokenArtifactError(f"{path} holds more than named tensors", hint=remedy)
     return state
 
 

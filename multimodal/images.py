@@ -8,12 +8,13 @@ import hashlib
 import io
 import re
 import warnings
+from dataclasses import dataclass
 from pathlib import Path
 from urllib.parse import unquote
 from urllib.request import url2pathname
 
 import numpy as np
-from PIL import ExifTags, Image, UnidentifiedImageError
+from PIL import ExifTags, Image, ImageFile, TiffImagePlugin, UnidentifiedImageError
 
 from edgellm.contract import RequestError
 
@@ -31,6 +32,9 @@ _TRANSPOSED = {
     7: Image.Transpose.TRANSVERSE,
     8: Image.Transpose.ROTATE_90,
 }
+# Tags of TIFF, and values of theirs.
+_BITS_PER_SAMPLE, _PHOTOMETRIC, _SAMPLE_FORMAT = 258, 262, 339
+_WHITE_IS_ZERO, _SIGNED = 0, 2
 
 
 def open_image(source: str, folder: Path) -> Image.Image:
@@ -132,16 +136,17 @@ def _decode(name: str, data: bytes) -> Image.Image:
     try:
         with Image.open(io.BytesIO(data), formats=formats) as image:
             _require_still_picture(name, image)
+            samples = _Samples.of(image)
             image.load()
             turn = _TRANSPOSED.get(_orientation(image))
-            rgb = _to_rgb(name, image)
+            rgb = _to_rgb(name, image, samples)
             return rgb if turn is None else rgb.transpose(turn)
     except RequestError:
         raise
     except UnidentifiedImageError:
         raise RequestError(
             f"{name} holds no picture that can be read",
-            hint=f"formats: {', '.join(formats)}; no video",
+            hint=f"formats: {', '.join(formats)}, of 8 or 16 bits; no video",
         ) from None
     except Image.DecompressionBombError:
         raise RequestError(
@@ -177,18 +182,59 @@ def _orientation(image: Image.Image) -> int:
         return 1
 
 
-def _to_rgb(name: str, image: Image.Image) -> Image.Image:
-    if image.mode.startswith("I;16") or (image.mode == "I" and image.format in ("PNG", "PPM")):
-        values = np.asarray(image).astype(np.uint32)
-        grey = ((values * 255 + 32767) // 65535).astype(np.uint8)
-        grey[values == image.info.get("transparency", -1)] = 255
-        return Image.fromarray(grey).convert("RGB")
-    if image.mode in ("I", "F"):
+@dataclass(frozen=True, slots=True)
+class _Samples:
+    """How a file stores a pixel, read before Pillow decodes it."""
+
+    white: int = 65535  # the value of white in 16-bit grayscale
+    is_inverted: bool = False  # 16-bit grayscale whose zero is white
+    is_signed: bool = False
+    key_scale: float = 1  # from a transparent value as it is stored to one of 8 bits
+
+    @classmethod
+    def of(cls, image: ImageFile.ImageFile) -> _Samples:
+        """Reads the tags of TIFF (baseline 6.0) and the bit depth of PNG, which modes do not keep.
+
+        Pillow inverts and scales up to 8 bits itself; of PNG's tRNS chunk it scales nothing.
+        """
+        if isinstance(image, TiffImagePlugin.TiffImageFile):
+            bits = image.tag_v2.get(_BITS_PER_SAMPLE, (1,))[0]
+            white = 2**bits - 1 if 8 < bits < 16 else 65535
+            is_inverted = image.tag_v2.get(_PHOTOMETRIC) == _WHITE_IS_ZERO
+            is_signed = _SIGNED in image.tag_v2.get(_SAMPLE_FORMAT, ())
+            return cls(white, is_inverted, is_signed)
+        raw_mode = str(image.tile[0].args) if image.format == "PNG" and image.tile else ""
+        key_scale = {"L;2": 255 / 3, "L;4": 255 / 15, "RGB;16B": 1 / 256}.get(raw_mode, 1)
+        return cls(key_scale=key_scale)
+
+
+def _to_rgb(name: str, image: Image.Image, samples: _Samples) -> Image.Image:
+    is_gray16 = image.mode.startswith("I;16") or (
+        image.mode == "I" and image.format in ("PNG", "PPM")
+    )
+    if samples.is_signed or (image.mode in ("I", "F") and not is_gray16):
         raise RequestError(
-            f"{name} has 32 bits per pixel, and nothing says how bright they are",
-            hint="save it with 8 or 16 bits",
+            f"{name} has 32 bits per pixel or signed values, and nothing says how bright they are",
+            hint="save it with 8 or 16 bits, without a sign",
         )
-    if image.mode in ("LA", "PA", "RGBA", "RGBa") or image.info.get("transparency") is not None:
+    if is_gray16:
+        return _gray16_to_rgb(image, samples)
+    key = image.info.get("transparency")
+    if samples.key_scale != 1 and key is not None:
+        values = np.multiply(key, samples.key_scale).astype(int).tolist()
+        image.info["transparency"] = tuple(values) if isinstance(values, list) else values
+    if image.mode == "La":  # of which Pillow makes nothing but LA
+        image = image.convert("LA")
+    if image.mode in ("LA", "PA", "RGBA", "RGBa") or key is not None:
         white = Image.new("RGBA", image.size, (255, 255, 255, 255))
         return Image.alpha_composite(white, image.convert("RGBA")).convert("RGB")
     return image.convert("RGB")
+
+
+def _gray16_to_rgb(image: Image.Image, samples: _Samples) -> Image.Image:
+    values = np.asarray(image).astype(np.uint32)
+    gray = ((values * 255 + samples.white // 2) // samples.white).astype(np.uint8)
+    if samples.is_inverted:
+        gray = 255 - gray
+    gray[values == image.info.get("transparency", -1)] = 255
+    return Image.fromarray(gray).convert("RGB")

@@ -13,6 +13,7 @@ from edgellm.contract import BrokenArtifactError, EdgeLLMError
 from edgellm.export.checkpoint import Safetensors, write_safetensors
 from edgellm.quantize.states import write_text
 from edgellm.quantize.tensors import InMemory, Tensor
+from edgellm.strict_json import parse
 
 _JOB, LOCK = "job.json", "lock"
 CALIBRATION, FLOAT, QUANTIZED = "calibration", "float", "quantized"
@@ -96,7 +97,7 @@ class WorkFolder:
     def facts(self, part: str) -> Any:
         """What `store` was told."""
         try:
-            return json.loads((self.path / f"{part}.json").read_text("utf-8"))
+            return parse((self.path / f"{part}.json").read_text("utf-8"))
         except (OSError, ValueError) as error:
             raise BrokenArtifactError(
                 f"{self.path / part}.json is damaged ({error})", hint="remove the folder"

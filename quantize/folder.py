@@ -20,6 +20,7 @@ from edgellm.quantize.page import render
 from edgellm.quantize.plan import Plan
 from edgellm.quantize.report import Report, as_json
 from edgellm.quantize.tensors import Joined, split_shards
+from edgellm.strict_json import parse
 
 SIDE_FILE, PAGE = "edgellm_quant.json", "edgellm_quant.html"
 _QUANT_CONFIG = "hf_quant_config.json"
@@ -92,7 +93,7 @@ def publish(folder: Path, output: Path) -> None:
 def _own_files(output: Path) -> set[str]:
     """The files that an earlier run wrote there."""
     try:
-        files = json.loads((output / SIDE_FILE).read_text("utf-8"))["files"]
+        files = parse((output / SIDE_FILE).read_text("utf-8"))["files"]
         return {name for name in files if Path(name).name == name}
     except (OSError, ValueError, KeyError, TypeError):
         return set()

@@ -3,6 +3,8 @@
 from __future__ import annotations
 
 import errno
+import signal
+import subprocess
 import sys
 from typing import Annotated
 
@@ -71,3 +73,24 @@ def test_every_command_offers_it(run, capsys):
     assert run(RuntimeError("never"), "--help") == 0
     (line,) = [line for line in capsys.readouterr().out.splitlines() if "--debug" in line]
     assert line.split() == ["--debug", "Show", "tracebacks."]
+
+
+def test_an_interrupt_of_a_finalizer_is_not_lost():
+    """Python ignores exceptions of `__del__`; the work would go on to its end."""
+    code = (
+        "import time; from edgellm.command import run_command\n"
+        "class Part:\n"
+        "    def __del__(self):\n"
+        "        print('finalizes', flush=True); time.sleep(0.3)\n"
+        "def work():\n"
+        "    part = Part(); del part; time.sleep(60)\n"
+        "run_command(work)\n"
+    )
+    pipes = {"stdout": subprocess.PIPE, "stderr": subprocess.PIPE}
+    process = subprocess.Popen([sys.executable, "-c", code], text=True, **pipes)
+    assert process.stdout is not None
+    assert process.stdout.readline() == "finalizes\n"
+    process.send_signal(signal.SIGINT)
+    _, printed = process.communicate(timeout=30)
+    assert process.returncode == 130
+    assert printed == "error: interrupted; nothing half-written was left\n"

@@ -134,6 +134,15 @@ def test_a_broken_record_is_none(folder, reads, text):
     assert len(reads) == 2
 
 
+def test_a_record_that_is_a_link_to_itself_is_replaced(folder, reads):
+    (folder / RECORD_NAME).symlink_to(RECORD_NAME)
+    files = {name: hash_file(folder / name) for name in NAMES}
+    with FileCheck(folder, files, None):
+        pass
+    assert (folder / RECORD_NAME).is_file()
+    assert len(reads) == len(NAMES)
+
+
 def test_damage_goes_before_what_it_leads_to(folder):
     files = _files(folder)
     _flip(folder / "a.onnx")

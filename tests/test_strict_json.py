@@ -52,3 +52,10 @@ def test_checkpoints_with_a_key_twice_are_refused(tiny_checkpoint, tmp_path, nam
         open_checkpoint(str(folder))
     assert f"the key $.{path} is there twice" in str(caught.value)
     assert str(folder) in str(caught.value)
+
+
+@pytest.mark.parametrize("text", ["[" * 100_000, '{"a":' * 100_000, "[" * 5000 + "]" * 5000])
+def test_deep_nesting_is_an_error_of_the_value(text):
+    """No RecursionError, which those who read files do not catch."""
+    with pytest.raises(ValueError, match=r"nested too deeply|Expecting"):
+        parse(text)

@@ -2,6 +2,9 @@
 
 from __future__ import annotations
 
+import errno
+import os
+import re
 from collections.abc import Callable
 from pathlib import Path
 
@@ -15,6 +18,16 @@ from edgellm.device_runtime.runners.onnxruntime_graphs import load_graph, maps_w
 from edgellm.disk import forget
 
 _SAVED = 1e-3  # relative; one graph, loaded twice
+
+
+def _session(lowered: Path, options: ort.SessionOptions, output: Path) -> ort.InferenceSession:
+    """A session that saves its graph; raises `OSError` where the disk has no room for it."""
+    try:
+        return ort.InferenceSession(str(lowered), options, providers=["CPUExecutionProvider"])
+    except Exception as error:
+        if re.search(r"fail\w* (to )?writ", str(error), re.IGNORECASE):  # it says no errno
+            raise OSError(errno.ENOSPC, os.strerror(errno.ENOSPC), str(output)) from None
+        raise
 
 
 def optimize(
@@ -53,7 +66,7 @@ def optimize(
         ("save_external_prepacked_constant_initializers", "1" if prepacks else "0"),
     ):
         options.add_session_config_entry(f"session.{key}", value)
-    saving = ort.InferenceSession(str(lowered), options, providers=["CPUExecutionProvider"])
+    saving = _session(lowered, options, output)
     expected = probe(saving) if probe is not None else {}
     del saving
     lowered.unlink()

@@ -22,6 +22,7 @@ from edgellm.device_runtime.engine.profile import Profile, RoundCounts
 from edgellm.device_runtime.requests.journal import Journal
 from edgellm.device_runtime.requests.request_file import Options
 from edgellm.exclusive import hold
+from edgellm.strict_json import parse
 
 _SYNC_EVERY_S = 1.0
 _BEGIN = b'{"kind": "unfinished run of llm_inference", '
@@ -120,7 +121,7 @@ def unfinished_run(
             if not lines:
                 journal.append(_BEGIN + json.dumps(settings).removeprefix("{").encode())
             elif len(lines) > 1:
-                _compare(path, json.loads(lines[0]), settings)
+                _compare(path, _begun(path, lines[0]), settings)
                 run.answered = [_read(path, at, line) for at, line in enumerate(lines[1:], 2)]
                 _expect_wanted(run, goes_on=goes_on)
             yield run
@@ -150,6 +151,14 @@ def _refuse_foreign(path: Path) -> None:
         )
 
 
+def _begun(path: Path, line: bytes) -> dict[str, Any]:
+    """What the run was begun with."""
+    try:
+        return dict(parse(line))
+    except (ValueError, TypeError) as error:
+        raise EdgeLLMError(f"{path} line 1 is damaged: {error}", hint="remove that file") from None
+
+
 def _compare(path: Path, begun: Mapping[str, Any], settings: Mapping[str, Any]) -> None:
     for name, said in _SAID.items():
         if begun.get(name) != settings[name]:
@@ -161,7 +170,7 @@ def _compare(path: Path, begun: Mapping[str, Any], settings: Mapping[str, Any]) 
 
 def _read(path: Path, number: int, line: bytes) -> Answered:
     try:
-        raw = json.loads(line)
+        raw = parse(line)
         rounds = [RoundCounts(**counts) for counts in raw["profile"].pop("rounds")]
         return Answered(raw["response"], Profile(**raw["profile"], rounds=rounds), raw["rounds"])
     except (ValueError, KeyError, TypeError, AttributeError) as error:

@@ -7,7 +7,6 @@ the likeliest child of the root.
 from __future__ import annotations
 
 import itertools
-import json
 from collections import Counter
 from collections.abc import Iterable, Sequence
 
@@ -16,6 +15,7 @@ import numpy as np
 from edgellm.contract import EdgeLLMError
 from edgellm.device_runtime.sessions import I64
 from edgellm.device_runtime.speculate.tree import F64, Pool
+from edgellm.strict_json import parse
 
 Choice = tuple[int, ...]
 
@@ -42,7 +42,7 @@ def read_choices(text: str) -> tuple[Choice, ...]:
         return NAMED[text]
     hint = f"give {' or '.join(NAMED)}, or JSON like [[0], [0, 0], [1]]"
     try:
-        paths = json.loads(text)
+        paths = parse(text)
     except ValueError:
         raise EdgeLLMError(f"a tree of choices is not JSON: {text[:60]}", hint=hint) from None
     if not isinstance(paths, list) or not all(

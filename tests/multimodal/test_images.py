@@ -91,7 +91,7 @@ def test_the_hash_tells_pixels_and_sizes_apart():
 
 # -------------------------------------------------------------------------------- conversions
 @pytest.mark.parametrize("orientation", range(10))
-@pytest.mark.parametrize("form", ["JPEG", "PNG", "WEBP", "TIFF"])
+@pytest.mark.parametrize("form", ["JPEG", "PNG", "WEBP", "TIFF", "AVIF"])
 def test_orientation(tmp_path, form, orientation):
     exif = Image.Exif()
     exif[0x0112] = orientation
@@ -169,6 +169,156 @@ def test_sixteen_bits_with_a_transparent_value(tmp_path):
     chunk = struct.pack(">I", 2) + chunk + struct.pack(">I", zlib.crc32(chunk))
     (tmp_path / "a.png").write_bytes(data[:at] + chunk + data[at:])
     assert colours(open_image("a.png", tmp_path)) == [(0, 0, 0), WHITE]
+
+
+def packed(values, bits, order):
+    """Unsigned integers as TIFF and PNG store a row of them."""
+    if bits > 12:
+        return np.array(values, f"{order}u{bits // 8}").tobytes()
+    text = "".join(f"{value:0{bits}b}" for value in values)
+    text += "0" * (-len(text) % 8)
+    return int(text, 2).to_bytes(len(text) // 8, "big")
+
+
+def tiff(width, bits, photometric, row, *, samples=1, order="<", tags=()):
+    """TIFF 6.0 of one row: a header, the row, and a directory of tags."""
+    sizes = {3: "H", 4: "I"}
+    said = [
+        (256, 4, [width]),
+        (257, 4, [1]),
+        (258, 3, [bits] * samples),
+        (259, 3, [1]),
+        (262, 3, [photometric]),
+        (273, 4, [8]),
+        (277, 3, [samples]),
+        (278, 4, [1]),
+        (279, 4, [len(row)]),
+        *tags,
+    ]
+    start = 8 + len(row) + len(row) % 2
+    end = start + 2 + 12 * len(said) + 4
+    body, tail = struct.pack(f"{order}H", len(said)), b""
+    for tag, kind, values in sorted(said):
+        raw = struct.pack(f"{order}{len(values)}{sizes[kind]}", *values)
+        body += struct.pack(f"{order}HHI", tag, kind, len(values))
+        body += struct.pack(f"{order}I", end + len(tail)) if len(raw) > 4 else raw.ljust(4, b"\0")
+        tail += raw if len(raw) > 4 else b""
+    magic = b"II*\0" if order == "<" else b"MM\0*"
+    picture = row.ljust(start - 8, b"\0")
+    return magic + struct.pack(f"{order}I", start) + picture + body + bytes(4) + tail
+
+
+@pytest.mark.parametrize("order", "<>")
+@pytest.mark.parametrize("bits", [1, 2, 4, 8, 10, 12, 14, 16])
+@pytest.mark.parametrize("is_inverted", [False, True])
+def test_gray_tiffs_are_scaled_by_their_bits(tmp_path, order, bits, is_inverted):
+    """From black to white, or refused: never scaled by another depth."""
+    top = 2**bits - 1
+    values = [0, top // 3, top // 2, top]
+    stored = 16 if bits in (10, 14) else bits
+    row = packed(values, stored, order)
+    (tmp_path / "a.tif").write_bytes(tiff(4, bits, 0 if is_inverted else 1, row, order=order))
+    unknown_to_pillow = {(">", 12, False), (">", 16, True)}
+    if (
+        bits in (10, 14)
+        or (bits == 12 and is_inverted)
+        or (order, bits, is_inverted) in (unknown_to_pillow)
+    ):
+        assert "of 8 or 16 bits" in refused("a.tif", tmp_path, "holds no picture").hint
+        return
+    expected = [(255 * value + top // 2) // top for value in values]
+    if is_inverted:
+        expected = [255 - value for value in expected]
+    assert colours(open_image("a.tif", tmp_path)) == [(value,) * 3 for value in expected]
+
+
+@pytest.mark.parametrize("bits", [8, 16])
+def test_tiffs_of_several_samples(tmp_path, bits):
+    """Transparency on white, premultiplied or not; inks; CIELAB."""
+    top = 2**bits - 1
+    half, clear = top // 2, 0
+
+    def read(photometric, values, samples, tags=()):
+        width = len(values) // samples
+        row = packed(values, bits, "<")
+        (tmp_path / "a.tif").write_bytes(
+            tiff(width, bits, photometric, row, samples=samples, tags=tags)
+        )
+        return colours(open_image("a.tif", tmp_path))
+
+    assert read(2, [top, 0, half], 3) == [(255, 0, 127)]
+    assert read(2, [top, 0, 0, half, top, 0, 0, clear], 4, [(338, 3, [2])]) == [
+        (255, 128, 128),
+        WHITE,
+    ]
+    assert read(2, [half, 0, 0, half, 0, 0, 0, clear], 4, [(338, 3, [1])]) == [
+        (255, 128, 128),
+        WHITE,
+    ]
+    assert read(2, [top, 0, 0, clear], 4, [(338, 3, [0])]) == [RED]
+    assert read(5, [0, top, top, 0, 0, 0, 0, top], 4) == [RED, (0, 0, 0)]
+    if bits == 8:
+        assert read(3, [1, 0], 1, [(320, 3, colour_map(bits))]) == [RED, GREEN]
+        assert read(1, [100, 200, 0, clear], 2, [(338, 3, [1])]) == [(155,) * 3, WHITE]
+        red = read(8, [136, 80, 67], 3)  # L* 53.3, a* 80, b* 67 are sRGB's red
+        assert np.abs(np.array(red) - RED).max() < 16
+
+
+def colour_map(bits):
+    """Sixteen bits for each colour of a palette: 0 is green, 1 is red."""
+    size = 2**bits
+    found = [0] * (3 * size)
+    found[1] = found[size] = 65535
+    return found
+
+
+@pytest.mark.parametrize(
+    ("bits", "key"), [(1, 0), (1, 1), (2, 1), (4, 5), (8, 85), (16, 21845), (2, 3), (4, 15)]
+)
+def test_a_transparent_gray_has_the_depth_of_its_file(tmp_path, bits, key):
+    """The chunk tRNS of PNG, in 11.3.2.1 of its specification."""
+    top = 2**bits - 1
+    values = [0, top // 3, top // 2, top]
+    row = packed(values, bits, ">")
+    (tmp_path / "a.png").write_bytes(png(4, bits, 0, row, struct.pack(">H", key)))
+    expected = [255 if value == key else (255 * value + top // 2) // top for value in values]
+    assert colours(open_image("a.png", tmp_path)) == [(value,) * 3 for value in expected]
+
+
+@pytest.mark.parametrize("bits", [8, 16])
+def test_a_transparent_colour_has_the_depth_of_its_file(tmp_path, bits):
+    top = 2**bits - 1
+    key = (top, top // 3, 0)
+    row = packed([*key, top, 0, top // 3], bits, ">")
+    (tmp_path / "a.png").write_bytes(png(2, bits, 2, row, struct.pack(">HHH", *key)))
+    assert colours(open_image("a.png", tmp_path)) == [WHITE, (255, 0, 85)]
+
+
+def png(width, bits, kind, row, transparent):
+    chunks = [
+        (b"IHDR", struct.pack(">IIBBBBB", width, 1, bits, kind, 0, 0, 0)),
+        (b"tRNS", transparent),
+        (b"IDAT", zlib.compress(b"\0" + row)),
+        (b"IEND", b""),
+    ]
+    return b"\x89PNG\r\n\x1a\n" + b"".join(
+        struct.pack(">I", len(data)) + name + data + struct.pack(">I", zlib.crc32(name + data))
+        for name, data in chunks
+    )
+
+
+@pytest.mark.parametrize("top", [1, 100, 255, 1000, 4095, 65535])
+def test_the_white_of_portable_graymaps(tmp_path, top):
+    (tmp_path / "a.pgm").write_bytes(f"P2 3 1 {top}\n0 {top // 2} {top}\n".encode())
+    expected = [0, round(255 * (top // 2) / top), 255]
+    assert [red for red, _, _ in colours(open_image("a.pgm", tmp_path))] == expected
+
+
+@pytest.mark.parametrize("bits", [8, 16, 32])
+def test_signed_values_are_refused(tmp_path, bits):
+    row = np.array([0, 1, -1], f"<i{bits // 8}").tobytes()
+    (tmp_path / "a.tif").write_bytes(tiff(3, bits, 1, row, tags=[(339, 3, [2])]))
+    refused("a.tif", tmp_path, "signed values")
 
 
 @pytest.mark.parametrize("mode", ["I", "F"])

@@ -20,6 +20,7 @@ from edgellm.disk import explain_full_disk
 from edgellm.exclusive import hold
 from edgellm.export.taps import check_taps, default_taps
 from edgellm.quantize.device import choose_device
+from edgellm.strict_json import parse
 from edgellm.tools.remote.servers import Servers
 from edgellm.tools.train_draft.base import Base, Prompt, load_base
 from edgellm.tools.train_draft.blocks import Blocks
@@ -155,7 +156,7 @@ def _check_output(output: Path) -> None:
 
 def _is_ours(path: Path) -> bool:
     try:
-        return "acceptance_length_estimate" in json.loads(path.read_text("utf-8"))
+        return "acceptance_length_estimate" in parse(path.read_text("utf-8"))
     except (OSError, ValueError, TypeError):
         return False
 

@@ -114,6 +114,17 @@ def test_a_damaged_line_is_named(tmp_path):
         begin(tmp_path / "out.json", 2, goes_on=True)
 
 
+def test_a_damaged_first_line_is_named(tmp_path):
+    path = tmp_path / "out.json.partial"
+    with pytest.raises(KeyboardInterrupt):
+        begin(tmp_path / "out.json", 2)
+    lines = path.read_bytes().split(b"\n")
+    path.write_bytes(b"\n".join([lines[0][:-1], *lines[1:]]))
+    with pytest.raises(EdgeLLMError, match="line 1 is damaged") as caught:
+        begin(tmp_path / "out.json", 2, goes_on=True)
+    assert caught.value.hint
+
+
 def test_a_full_disk_keeps_what_there_is(tmp_path, monkeypatch):
     with pytest.raises(KeyboardInterrupt):
         begin(tmp_path / "out.json", 2)

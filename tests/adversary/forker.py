@@ -1,0 +1,85 @@
+"""Runs commands in forks of a process that has imported them: milliseconds instead of seconds.
+
+Reads one JSON object in a line for each command, and writes the process id, then how it ended.
+"""
+
+from __future__ import annotations
+
+import atexit
+import contextlib
+import importlib
+import json
+import os
+import resource
+import signal
+import sys
+import traceback
+from typing import Any
+
+DEVICE = (
+    "edgellm.export.bundle",
+    "edgellm.export.source",
+    "edgellm.export.draft",
+    "edgellm.export.gguf",
+    "edgellm.build.engine",
+    "edgellm.build.onnxruntime_cpu",
+    "edgellm.device_runtime.engine.llm",
+    "edgellm.device_runtime.requests.responses",
+    "edgellm.tools.transfer.cli",
+    "tokenizers",
+    "gguf",
+)
+TORCH = ("torch", "transformers", "modelopt.torch.quantization")
+
+
+def _run(job: dict[str, Any]) -> int:
+    """In the child: the command as its script runs it."""
+    for number, name in enumerate(("stdout", "stderr"), 1):
+        os.dup2(os.open(job[name], os.O_WRONLY | os.O_CREAT | os.O_TRUNC, 0o600), number)
+    os.chdir(job["folder"])
+    os.environ.update(job["environment"])
+    for name, most in job["limits"].items():
+        resource.setrlimit(getattr(resource, name), (most, most))
+    for number in (signal.SIGINT, signal.SIGTERM, signal.SIGHUP):
+        signal.signal(number, signal.SIG_DFL)  # an end without a word while modules are imported
+    sys.argv = [job["command"], *job["arguments"]]
+    module = importlib.import_module(job["module"])
+    try:
+        getattr(module, job["function"])()
+    except SystemExit as ended:
+        return ended.code if isinstance(ended.code, int) else int(ended.code is not None)
+    except BaseException:  # noqa: BLE001 - as the interpreter does
+        traceback.print_exc()
+        return 1
+    return 0
+
+
+def _child(job: dict[str, Any]) -> None:
+    code = _run(job)
+    atexit._run_exitfuncs()
+    with contextlib.suppress(OSError):
+        sys.stdout.flush()
+        sys.stderr.flush()
+    os._exit(code)
+
+
+def serve(modules: list[str]) -> None:
+    """Until stdin ends."""
+    for name in modules:
+        with contextlib.suppress(ImportError):
+            importlib.import_module(name)
+    sys.stdout.write("ready\n")
+    sys.stdout.flush()
+    for line in sys.stdin:
+        job = json.loads(line)
+        if (pid := os.fork()) == 0:
+            _child(job)
+        sys.stdout.write(f"{pid}\n")
+        sys.stdout.flush()
+        _, status, usage = os.wait4(pid, 0)
+        sys.stdout.write(json.dumps([os.waitstatus_to_exitcode(status), usage.ru_maxrss]) + "\n")
+        sys.stdout.flush()
+
+
+if __name__ == "__main__":
+    serve(sys.argv[1:])

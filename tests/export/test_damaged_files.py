@@ -1,0 +1,100 @@
+"""Files that a checkpoint should not have: one line with a remedy, and no hang."""
+
+from __future__ import annotations
+
+import json
+import os
+import pickle
+import shutil
+from pathlib import Path
+
+import pytest
+
+from edgellm.contract import BrokenArtifactError
+from edgellm.export.source import open_checkpoint
+from edgellm.lora import read_adapter
+from edgellm.manifest import LLM_BUNDLE, load_bundle
+
+
+@pytest.fixture
+def folder(tiny_checkpoint, tmp_path) -> Path:
+    return Path(shutil.copytree(tiny_checkpoint, tmp_path / "checkpoint"))
+
+
+def rejected(folder: Path, message: str) -> None:
+    with pytest.raises(BrokenArtifactError, match=message) as caught:
+        open_checkpoint(str(folder))
+    assert caught.value.hint
+
+
+@pytest.mark.parametrize("template", [0.5, True, {}, ["x"], [{}], [{"name": "default"}], "\ud800"])
+def test_a_chat_template_that_is_no_text(folder, template):
+    path = folder / "tokenizer_config.json"
+    path.write_text(json.dumps({**json.loads(path.read_text()), "chat_template": template}))
+    rejected(folder, "the chat template of .* is damaged")
+
+
+@pytest.mark.parametrize(
+    ("name", "content"),
+    [
+        ("chat_template.jinja", b"caf\xe9"),
+        ("chat_template.json", b"[]"),
+        ("chat_template.json", b"{}"),
+        ("chat_template.json", b'{"chat_template": 5}'),
+        ("chat_template.json", b"[" * 100_000),
+    ],
+)
+def test_a_template_file_that_is_none(folder, name, content):
+    (folder / name).write_bytes(content)
+    rejected(folder, "the chat template of .* is damaged")
+
+
+@pytest.mark.parametrize("content", ["[]", '"x"', "null", "3", "[" * 100_000])
+def test_a_tokenizer_config_that_is_no_object(folder, content):
+    (folder / "tokenizer_config.json").write_text(content)
+    rejected(folder, "the tokenizer of .* is damaged")
+
+
+@pytest.mark.parametrize("name", ["config.json", "model.safetensors", "tokenizer.json"])
+@pytest.mark.parametrize("kind", ["pipe", "device"])
+def test_what_has_no_end_is_not_read(folder, name, kind):
+    path = folder / name
+    path.unlink()
+    os.mkfifo(path) if kind == "pipe" else path.symlink_to("/dev/zero")
+    rejected(folder, f"{name} is not a regular file")
+
+
+def test_adapters_and_bundles_have_regular_files_too(tmp_path):
+    for name in ("adapter_config.json", "manifest.json"):
+        os.mkfifo(tmp_path / name)
+        with pytest.raises(BrokenArtifactError, match="is not a regular file"):
+            read_adapter(tmp_path)
+        with pytest.raises(BrokenArtifactError, match="is not a regular file"):
+            load_bundle(tmp_path, LLM_BUNDLE)
+        (tmp_path / name).unlink()
+
+
+@pytest.mark.parametrize("content", [{"a": (1, 2)}, [1], "x", {"a": None}])
+def test_a_pickle_of_something_else(folder, content):
+    (folder / "model.safetensors").unlink()
+    (folder / "pytorch_model.bin").write_bytes(pickle.dumps(content))
+    rejected(folder, "pytorch_model.bin")
+
+
+def test_a_pickle_with_a_flipped_bit(folder):
+    """Of torch's own file: whatever it raises is one error, or the tensors are read."""
+    import torch
+    from safetensors.torch import load_file
+
+    path = folder / "pytorch_model.bin"
+    torch.save(load_file(folder / "model.safetensors"), path)
+    (folder / "model.safetensors").unlink()
+    whole = path.read_bytes()
+    rejections = 0
+    for at in range(60, 400, 5):
+        path.write_bytes(whole[:at] + bytes([whole[at] ^ 0x10]) + whole[at + 1 :])
+        try:
+            open_checkpoint(str(folder), tokenizer=False)
+        except BrokenArtifactError:
+            rejections += 1
+    assert rejections > 20
