@@ -209,7 +209,7 @@ def test_an_output_whose_time_is_over_is_cut(hurried, protocol):
         return
     status, _, content = hurried.send(path, {**body, "stream": True})
     assert status == 200
-    assert f'"{reason.partition("=")[2]}"' in content.decode()[-2000:]
+    assert f'"{reason.partition("=")[2]}"' in content.decode()
     assert "error" not in content.decode().replace('"error":null', "")
 
 
