@@ -93,7 +93,7 @@ def _scaling(facts: Facts) -> Config:
         raise UnsupportedModelError(f"GGUF rope scaling {kind!r} is not supported")
     if is_long:
         if kind == "yarn" or (kind != "none" and factor != 1):
-            raise UnsupportedModelError(f"{name}: {kind} by {factor} beside rope_factors")
+            raise UnsupportedModelError(f"{name}: {kind} by {factor} with rope_factors")
         return {}
     if kind == "yarn":
         found = {"rope_type": kind, "factor": factor, "original_max_position_embeddings": original}

@@ -234,7 +234,7 @@ def _linear(plain: F32, theta: float, parameters: Parameters) -> Rope:
 def _factors(plain: F32, theta: float, parameters: Parameters) -> Rope:
     """Explicit divisors per frequency, as GGUF files carry them (`rope_freqs.weight`).
 
-    `scaling` names the rule for the divided frequencies, whose parameters stand beside it.
+    `scaling` names the rule for the divided frequencies, whose parameters are given with it.
     """
     divided = (plain / _divisors(parameters, "factors", len(plain))).astype(np.float32)
     return RULES[parameters.pop("scaling", "default")](divided, theta, parameters)

@@ -71,7 +71,7 @@ def tiny(tmp_path_factory) -> Callable[[str], Any]:
         ("olmo2", {"rope__scaling__type": "longrope"}, "rope scaling 'longrope'"),
         ("phi3_without_window", {"rope__scaling__attn_factor": 1.2}, "attn_factor = 1.2"),
         ("llama", {"rope__scaling__attn_factor": 1.5}, "attn_factor = 1.5 is unsupported"),
-        ("phi3", {"rope__scaling__factor": 2.0}, "linear by 2.0 beside rope_factors"),
+        ("phi3", {"rope__scaling__factor": 2.0}, "linear by 2.0 with rope_factors"),
         ("llama", {"rope__scaling__type": "dynamic"}, "rope scaling 'dynamic'"),
         ("qwen2", {"rope__scaling__type": "yarn", "rope__scaling__factor": 2.0,
                    "rope__scaling__yarn_ext_factor": 0.5}, "yarn_ext_factor"),
