@@ -56,8 +56,8 @@ class Ended:
             return "some failed"
         require(len(errors) == 1, f"not one line: {said}")
         require(errors[0].strip(), f"an empty line: {said}")
-        require("unexpected" not in errors[0], f"an error of an unknown kind: {said}")
-        require("out of memory" not in errors[0], f"memory: {said}")
+        require(not errors[0].startswith("unexpected "), f"an error of an unknown kind: {said}")
+        require(errors[0] != "out of memory", f"memory: {said}")
         return "rejected"
 
 
