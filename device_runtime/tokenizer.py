@@ -10,7 +10,7 @@ from itertools import chain
 from pathlib import Path
 from typing import Any
 
-from jinja2 import Template, TemplateError, nodes
+from jinja2 import Template, TemplateError, meta, nodes
 from jinja2.ext import Extension
 from jinja2.parser import Parser
 from jinja2.sandbox import ImmutableSandboxedEnvironment
@@ -64,6 +64,7 @@ class ChatTokenizer:
         self._environment: ImmutableSandboxedEnvironment | None = None
         self._compiled: tuple[str, Template] | None = None  # the template's text, and itself
         self._wants_items: tuple[str | None, bool] | None = None  # the template's text, and it
+        self._variables: tuple[str, frozenset[str]] | None = None  # the template's text, and names
         added = self._tokenizer.get_added_tokens_decoder().items()
         self._special_ids = {token.content: index for index, token in added if token.special}
         special = (content for content in self._special_ids if len(content) > 1)
@@ -158,9 +159,20 @@ class ChatTokenizer:
             if self._compiled is None or self._compiled[0] != self._template_text:
                 template = self._environment.from_string(self._template_text)
                 self._compiled = self._template_text, template
-            return self._compiled[1].render(messages=messages, **self._special, **flags)
+            return self._compiled[1].render({**self._special, **flags, "messages": messages})
         except (TemplateError, TypeError) as error:
             raise RequestError(f"the chat template refuses the messages: {error}") from None
+
+    def template_variables(self) -> frozenset[str]:
+        """Names that the template reads; raises `RequestError` for one that is no template."""
+        text = self._template_text or ""
+        if self._variables is None or self._variables[0] != text:
+            try:
+                found = meta.find_undeclared_variables(_environment().parse(text))
+            except TemplateError as error:
+                raise RequestError(f"the chat template is faulty: {error}") from None
+            self._variables = text, frozenset(found)
+        return self._variables[1]
 
     def wants_items(self) -> bool:
         """Whether the template writes texts that are items of a list, and no others.

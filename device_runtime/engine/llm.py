@@ -27,6 +27,7 @@ from edgellm.device_runtime.engine.profile import IMAGES, Profile
 from edgellm.device_runtime.engine.prompt import Prompt, fit
 from edgellm.device_runtime.engine.reading import Reader
 from edgellm.device_runtime.engine.sequence import Sequence, Step
+from edgellm.device_runtime.engine.template_flags import refuse_flags
 from edgellm.device_runtime.engine.together import News, together
 from edgellm.device_runtime.engine.turns import Turns
 from edgellm.device_runtime.sampling.guidance import Guidance
@@ -206,15 +207,17 @@ class LLM:
             speculative: False decodes plainly although `spec` was given.
             priority: where answers wait, smaller goes first.
             lora: the name of a loaded adapter that changes the model for this answer.
-            template_flags: variables of the chat template, see `Formatter.format`.
+            template_flags: variables of the chat template, see `Formatter.format`; a last message
+                of the assistant is continued unless continue_final_message is False.
 
         Raises:
-            RequestError: the template refuses the messages, or the prompt does not fit.
+            RequestError: the template refuses the messages, or does not read a variable, or the
+                prompt does not fit.
         """
         images: list[Source] = []
         if isinstance(prompt, str):
             text, is_raw = prompt, True
-            arguments.refuse_flags(template_flags)
+            refuse_flags(template_flags)
         else:
             images = arguments.image_sources(prompt)
             text, is_raw = self.formatter.format(prompt, template_flags), False

@@ -182,10 +182,12 @@ def _format(llm: LLM, options: Options, messages: list[dict[str, Any]]) -> tuple
         parts = (system_messages, messages)
         system, text = (without_template(part, image_token) for part in parts)
         return system, text
-    flags = {"enable_thinking": options.enable_thinking}
-    text = llm.formatter.format(
-        messages, {**flags, "add_generation_prompt": options.add_generation_prompt}
-    )
+    flags: dict[str, Any] = {"enable_thinking": options.enable_thinking}
+    ending = {
+        "add_generation_prompt": options.add_generation_prompt,
+        "continue_final_message": options.continue_final_message,
+    }
+    text = llm.formatter.format(messages, flags | ending)
     try:
         no_answer = {**flags, "add_generation_prompt": False}
         system = llm.formatter.format(system_messages, no_answer) if system_messages else ""
