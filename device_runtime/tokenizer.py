@@ -10,7 +10,7 @@ from itertools import chain
 from pathlib import Path
 from typing import Any
 
-from jinja2 import Template, TemplateError, meta, nodes
+from jinja2 import Template, TemplateError, nodes
 from jinja2.ext import Extension
 from jinja2.parser import Parser
 from jinja2.sandbox import ImmutableSandboxedEnvironment
@@ -18,6 +18,7 @@ from tokenizers import Tokenizer
 from tokenizers.decoders import DecodeStream
 
 from edgellm.contract import BrokenArtifactError, RequestError
+from edgellm.device_runtime.template_variables import variables
 from edgellm.strict_json import parse
 
 _CUT = "\ufdd0"  # a noncharacter, which no text may hold: what stands around it is no one token
@@ -168,10 +169,9 @@ class ChatTokenizer:
         text = self._template_text or ""
         if self._variables is None or self._variables[0] != text:
             try:
-                found = meta.find_undeclared_variables(_environment().parse(text))
+                self._variables = text, variables(_environment(), text)
             except TemplateError as error:
-                raise RequestError(f"the chat template is faulty: {error}") from None
-            self._variables = text, frozenset(found)
+                raise RequestError(f"the chat template refuses the messages: {error}") from None
         return self._variables[1]
 
     def wants_items(self) -> bool:

@@ -27,7 +27,7 @@ from edgellm.device_runtime.engine.profile import IMAGES, Profile
 from edgellm.device_runtime.engine.prompt import Prompt, fit
 from edgellm.device_runtime.engine.reading import Reader
 from edgellm.device_runtime.engine.sequence import Sequence, Step
-from edgellm.device_runtime.engine.template_flags import refuse_flags
+from edgellm.device_runtime.engine.template_flags import GENERATE, refuse_flags, require_known
 from edgellm.device_runtime.engine.together import News, together
 from edgellm.device_runtime.engine.turns import Turns
 from edgellm.device_runtime.sampling.guidance import Guidance
@@ -254,6 +254,9 @@ class LLM:
             EdgeLLMError: an answer failed.
         """
         found = arguments.batch(prompts, sampling)
+        if not found:  # else `generate` checks them
+            flags = {name: value for name, value in options.items() if name not in GENERATE}
+            require_known(flags, self.tokenizer)
         answers = [self.generate(prompt, sampling=how, **options) for prompt, how in found]
         for _ in self.together(answers, batch_size):
             pass

@@ -76,8 +76,8 @@ async def prompt_end(ask: Ask, body: ChatRequest, llm: LLM) -> str:
     if continuation.continues(ask.prompt, ask.template_flags):
         said = continuation.said(ask.prompt[-1])
         if thinking.opening in said or thinking.closing in said:
-            is_inside = said.rfind(thinking.opening) > said.rfind(thinking.closing)
-            return thinking.opening if is_inside else ""
+            begin = said.rfind(thinking.opening)
+            return said[begin:] if begin > said.rfind(thinking.closing) else ""
         text = text[: text.rfind(said.strip())] if said else text
     return text[-_END_CHARACTERS:]
 
