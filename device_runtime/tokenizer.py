@@ -23,6 +23,7 @@ from edgellm.strict_json import parse
 
 _CUT = "\ufdd0"  # a noncharacter, which no text may hold: what stands around it is no one token
 _PROBE = "is this text written?"
+_TAIL = 8  # tokens of a text that tell how the next one is written
 
 
 def _read_config(path: Path) -> dict[str, Any]:
@@ -192,23 +193,43 @@ class ChatTokenizer:
         except RequestError:
             return False
 
-    def stream(self, shown: Iterable[str] = ()) -> TextStream:
-        """A decoder for one answer, whose text holds no special tokens but the `shown`."""
+    def stream(self, shown: Iterable[str] = (), after: Sequence[int] = ()) -> TextStream:
+        """A decoder for one answer.
+
+        Args:
+            shown: special tokens that its text holds; all others are hidden.
+            after: the token ids of a text that the answer goes on; none: a text of its own.
+        """
+        known = [index for index in after[-_TAIL:] if self._tokenizer.id_to_token(index)]
         wanted = {content for content in shown if content in self._special_ids}
         hidden = {index for content, index in self._special_ids.items() if content not in wanted}
-        return TextStream(self._tokenizer, frozenset(hidden) if wanted else None)
+        return TextStream(self._tokenizer, frozenset(hidden) if wanted else None, known)
 
 
 class TextStream:
     """Tokens in, whole characters out."""
 
-    def __init__(self, tokenizer: Tokenizer, hidden: frozenset[int] | None = None) -> None:
-        """Begin a text; `hidden` are the tokens that are none of it, None: the special ones."""
+    def __init__(
+        self,
+        tokenizer: Tokenizer,
+        hidden: frozenset[int] | None = None,
+        before: Sequence[int] = (),
+    ) -> None:
+        """Begin a text, or go on with one.
+
+        Args:
+            tokenizer: of the model.
+            hidden: tokens that are none of the text; None: the special ones.
+            before: the last tokens of the text so far: decoders write the first token of a text
+                without the space before it.
+        """
         self._tokenizer, self._hidden = tokenizer, hidden
         self._skips = hidden is None
         self._stream = DecodeStream(skip_special_tokens=self._skips)
         self._token_ids: list[int] = []
         self._text = ""
+        for token_id in before:
+            self.push(token_id)
 
     def push(self, token_id: int) -> str:
         """The characters that this token completes."""

@@ -43,6 +43,11 @@ def continues(messages: Sequence[Mapping[str, Any]], flags: Mapping[str, Any]) -
     return bool(wanted)
 
 
+def goes_on(messages: Sequence[Mapping[str, Any]], flags: Mapping[str, Any]) -> bool:
+    """Whether the answer goes on with a text, which is not empty; raises as `continues`."""
+    return continues(messages, flags) and bool(said(messages[-1]))
+
+
 def said(message: Mapping[str, Any]) -> str:
     """The text of a message that is continued."""
     content = message.get("content") or ""

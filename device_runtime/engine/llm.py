@@ -13,7 +13,7 @@ import numpy as np
 from numpy.typing import NDArray
 
 from edgellm.contract import RequestError
-from edgellm.device_runtime.engine import arguments
+from edgellm.device_runtime.engine import arguments, continuation
 from edgellm.device_runtime.engine.adapters import open_adapters
 from edgellm.device_runtime.engine.answer import Answer
 from edgellm.device_runtime.engine.batch import Batch, Entry
@@ -216,15 +216,17 @@ class LLM:
         """
         images: list[Source] = []
         if isinstance(prompt, str):
-            text, is_raw = prompt, True
+            text, is_raw, continues = prompt, True, False
             refuse_flags(template_flags)
         else:
             images = arguments.image_sources(prompt)
             text, is_raw = self.formatter.format(prompt, template_flags), False
+            continues = continuation.goes_on(prompt, template_flags)
         return self.generate_text(
             text,
             images=images,
             add_special_tokens=is_raw,
+            continues=continues,
             sampling=SamplingParams() if sampling is None else sampling,
             max_generate_length=max_generate_length,
             stop=stop,
@@ -283,6 +285,7 @@ class LLM:
         *,
         images: Sized[Source] = (),
         add_special_tokens: bool,
+        continues: bool = False,
         sampling: SamplingParams,
         max_generate_length: int,
         stop: Sized[str],
@@ -294,7 +297,8 @@ class LLM:
     ) -> Answer:
         """As `generate`, for a formatted text, or its token ids; images are encoded at once.
 
-        With `system_prompt`, which the text begins with, its rows are kept for later answers.
+        With `continues`, the answer goes on with the last message of the text. With
+        `system_prompt`, which the text begins with, its rows are kept for later answers.
         The answer's text holds no special tokens but `shown_tokens`.
         """
         self._turns.require_open()
@@ -310,7 +314,7 @@ class LLM:
         prompt = replace(prompt, adapter=adapter)
         max_tokens, warnings = fit(len(prompt.token_ids), max_tokens, self.manifest)
         sampler = self.sampler(sampling, prompt)
-        stream = self.tokenizer.stream(shown_tokens)
+        stream = self.tokenizer.stream(shown_tokens, prompt.token_ids if continues else ())
         endings = Endings(stream, stops, sampler.ends, sampling.min_tokens)
         sequence = Sequence(
             prompt, sampler, max_tokens, profile, endings=endings, warnings=warnings
