@@ -8,6 +8,7 @@ would forbid the properties of the others.
 
 from __future__ import annotations
 
+import json
 from collections.abc import Iterator
 from dataclasses import dataclass, field
 from typing import Any
@@ -18,23 +19,8 @@ from edgellm.contract import RequestError
 _MAPS = ("properties", "patternProperties", "$defs", "definitions", "dependentSchemas")
 _ALTERNATIVES = ("anyOf", "oneOf")
 _COMPOSED = ("$ref", "allOf", *_ALTERNATIVES)
-# Values that are data, or schemas of what an answer is not.
-_DATA = frozenset(
-    [
-        "const",
-        "enum",
-        "default",
-        "examples",
-        "example",
-        "required",
-        "type",
-        "not",
-        "if",
-        "then",
-        "else",
-        "x-guidance",
-    ]
-)
+_DATA = ("const", "enum", "default", "examples", "example", "required", "type", "x-guidance")
+_CONDITIONS = ("not", "if", "then", "else")  # schemas of what an answer is not, perhaps
 _TOLD = ("additionalProperties", "patternProperties", "unevaluatedProperties", "propertyNames")
 _MOST_WORK = 1 << 22  # characters of names that are gathered: 1 MB of schema can ask for 100 GB
 
@@ -86,6 +72,7 @@ class _Closer:
         """A closed copy; `outer` is what is said elsewhere of the same object."""
         if not isinstance(node, dict):
             return node
+        node = self._without_one_of(node)
         found = self._children(node)
         if _is_wrapper(node) and not outer.names:
             return found | self._members(node, _ALTERNATIVES, outer) | self._wrapped(node)
@@ -100,6 +87,24 @@ class _Closer:
             for each in node[kind]:
                 facts.add(self._facts(each, set()))
         return self._with_end(found, facts)
+
+    def _without_one_of(self, node: dict[str, Any]) -> dict[str, Any]:
+        """A union by a tag as `anyOf`; llguidance does not see that references exclude each other."""
+        parts, tag = node.get("oneOf"), node.get("discriminator")
+        if not isinstance(parts, list) or not parts or "anyOf" in node:
+            return node
+        targets = [self._part(each) for each in parts]
+        name = tag.get("propertyName") if isinstance(tag, dict) else None
+        names = [name] if isinstance(name, str) else _required(targets[0])
+        if not (common := next((one for one in names if _are_tagged(targets, one)), None)):
+            return node
+        parts = [{**each, "required": [*_required(each), common]} for each in parts]
+        return {key: value for key, value in node.items() if key != "oneOf"} | {"anyOf": parts}
+
+    def _part(self, node: Any) -> dict[str, Any]:
+        """A part of a union, or what it refers to."""
+        found = self._target(node["$ref"]) if isinstance(node, dict) and "$ref" in node else node
+        return found if isinstance(found, dict) else {}
 
     def _with_end(self, node: dict[str, Any], facts: _Facts) -> dict[str, Any]:
         """A schema that allows the known properties alone, where nothing says otherwise."""
@@ -162,7 +167,7 @@ class _Closer:
         return {key: self._child(key, value) for key, value in node.items()}
 
     def _child(self, key: str, value: Any) -> Any:
-        if key in _DATA or key in _COMPOSED:
+        if key in _DATA or key in _COMPOSED or key in _CONDITIONS:
             return value
         if key in _MAPS and isinstance(value, dict):
             return {name: self._close(each, _Facts()) for name, each in value.items()}
@@ -214,6 +219,24 @@ class _Closer:
             else:
                 return None
         return node
+
+
+def _are_tagged(parts: list[dict[str, Any]], name: str) -> bool:
+    """Whether each part has values of its own for a property that it requires, or a tag."""
+    found: list[str] = []
+    for part in parts:
+        properties = part.get("properties")
+        values = properties.get(name) if isinstance(properties, dict) else None
+        if not isinstance(values, dict) or not {"const", "enum"} & values.keys():
+            return False
+        listed = values["enum"] if "enum" in values else [values["const"]]
+        found += map(json.dumps, listed if isinstance(listed, list) else [])
+    return len(set(found)) == len(found)
+
+
+def _required(node: dict[str, Any]) -> list[str]:
+    names = node.get("required")
+    return [name for name in names if isinstance(name, str)] if isinstance(names, list) else []
 
 
 def _is_wrapper(node: dict[str, Any]) -> bool:
