@@ -89,7 +89,7 @@ class _Closer:
         return self._with_end(found, facts)
 
     def _without_one_of(self, node: dict[str, Any]) -> dict[str, Any]:
-        """A union by a tag as `anyOf`; llguidance does not see that references exclude each other."""
+        """A union by a tag as `anyOf`: llguidance cannot tell what references exclude."""
         parts, tag = node.get("oneOf"), node.get("discriminator")
         if not isinstance(parts, list) or not parts or "anyOf" in node:
             return node

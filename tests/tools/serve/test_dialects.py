@@ -263,7 +263,11 @@ def test_an_answer_that_is_cut_says_so_though_it_holds_a_call(offline):
     )
 
 
-FORM = {"type": "object", "properties": {"city": {"type": "string", "minLength": 50}}}
+FORM = {
+    "type": "object",
+    "properties": {"city": {"type": "string", "minLength": 50}},
+    "required": ["city"],
+}
 
 
 @pytest.mark.parametrize(
