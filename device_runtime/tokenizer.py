@@ -18,11 +18,13 @@ from tokenizers import Tokenizer
 
 from edgellm.contract import BrokenArtifactError, RequestError
 from edgellm.device_runtime.faults import described
+from edgellm.device_runtime.template_variables import variables
 from edgellm.strict_json import parse
 
 _CUT = "\ufdd0"  # a noncharacter, which no text may hold: what stands around it is no one token
 _BYTE = re.compile("<0x[0-9A-Fa-f]{2}>")  # a token of byte fallback
 _PROBE = "is this text written?"
+_TAIL = 8  # tokens of a text that tell how the next one is written
 
 
 def _read_config(path: Path) -> dict[str, Any]:
@@ -65,6 +67,7 @@ class ChatTokenizer:
         self._environment: ImmutableSandboxedEnvironment | None = None
         self._compiled: tuple[str, Template] | None = None  # the template's text, and itself
         self._wants_items: tuple[str | None, bool] | None = None  # the template's text, and it
+        self._variables: tuple[str, frozenset[str]] | None = None  # the template's text, and names
         added = self._tokenizer.get_added_tokens_decoder().items()
         self._special_ids = {token.content: index for index, token in added if token.special}
         special = (content for content in self._special_ids if len(content) > 1)
@@ -159,7 +162,7 @@ class ChatTokenizer:
             if self._compiled is None or self._compiled[0] != self._template_text:
                 template = self._environment.from_string(self._template_text)
                 self._compiled = self._template_text, template
-            return self._compiled[1].render(messages=messages, **self._special, **flags)
+            return self._compiled[1].render({**self._special, **flags, "messages": messages})
         except (TemplateError, TypeError) as error:
             raise RequestError(f"the chat template refuses the messages: {error}") from None
         except RecursionError:  # of nested messages: the caller says so
@@ -168,6 +171,16 @@ class ChatTokenizer:
             raise RequestError(
                 f"the chat template fails on the messages: {described(error)}"
             ) from error
+
+    def template_variables(self) -> frozenset[str]:
+        """Names that the template reads; raises `RequestError` for one that is no template."""
+        text = self._template_text or ""
+        if self._variables is None or self._variables[0] != text:
+            try:
+                self._variables = text, variables(_environment(), text)
+            except TemplateError as error:
+                raise RequestError(f"the chat template refuses the messages: {error}") from None
+        return self._variables[1]
 
     def wants_items(self) -> bool:
         """Whether the template writes texts that are items of a list, and no others.
@@ -187,11 +200,17 @@ class ChatTokenizer:
         except RequestError:
             return False
 
-    def stream(self, shown: Iterable[str] = ()) -> TextStream:
-        """A decoder for one answer, whose text holds no special tokens but the `shown`."""
+    def stream(self, shown: Iterable[str] = (), after: Sequence[int] = ()) -> TextStream:
+        """A decoder for one answer.
+
+        Args:
+            shown: special tokens that its text holds; all others are hidden.
+            after: the token ids of a text that the answer goes on; none: a text of its own.
+        """
+        known = [index for index in after[-_TAIL:] if self._tokenizer.id_to_token(index)]
         wanted = {content for content in shown if content in self._special_ids}
         hidden = {index for content, index in self._special_ids.items() if content not in wanted}
-        return TextStream(self._tokenizer, frozenset(hidden))
+        return TextStream(self._tokenizer, frozenset(hidden), known)
 
 
 class TextStream:
@@ -200,13 +219,24 @@ class TextStream:
     A run of byte tokens waits for its end: unless all of it is UTF-8, each byte becomes U+FFFD.
     """
 
-    def __init__(self, tokenizer: Tokenizer, hidden: frozenset[int]) -> None:
-        """Begin a text; `hidden` are the tokens that are none of it."""
+    def __init__(
+        self, tokenizer: Tokenizer, hidden: frozenset[int], before: Sequence[int] = ()
+    ) -> None:
+        """Begin a text, or continue one.
+
+        Args:
+            tokenizer: of the model.
+            hidden: tokens that are none of the text.
+            before: the last visible tokens of the text so far: decoders write the first token of
+                a text without the space before it.
+        """
         self._tokenizer, self._hidden = tokenizer, hidden
         # The tokens whose text was given out last, by which decoders space the next, and those
         # whose text was not.
         self._window: list[int] = []
         self._num_given, self._given = 0, ""
+        for token_id in before:
+            self.push(token_id)
 
     def push(self, token_id: int) -> str:
         """The characters that this token completes."""

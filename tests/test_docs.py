@@ -81,7 +81,7 @@ def test_fields_and_what_stands_behind_them():
     assert "What `llm_build` and `visual_build` wrote" in page
     requests = request_page()
     assert "| top_p | `number > 0, <= 1` | `0.8` |" in requests
-    assert "| add_generation_prompt | `boolean` | `true` |" in requests
+    assert "| apply_chat_template | `boolean` | `true` |" in requests
     assert '| role | `"assistant" or "system" or "tool" or "user"`' in requests
 
 

@@ -15,7 +15,7 @@ if TYPE_CHECKING:
 
 _PACKAGES = (
     "torch", "transformers", "modelopt", "auto_round", "safetensors", "playwright", "openai",
-    "schemathesis", "mkdocs", "tensorrt_rtx",
+    "schemathesis", "mkdocs", "tensorrt_rtx", "jsonschema_rs",
 )  # fmt: skip
 _MARKERS = ("real", "gpu")
 

@@ -111,15 +111,6 @@ def _video(place: str, given: Any) -> Video:
     return Video.of(paths if frames is given else paths[0])
 
 
-def refuse_flags(template_flags: Mapping[str, object]) -> None:
-    """Raw text goes through no template, so nobody would read them; raises `RequestError`."""
-    for name in template_flags:
-        raise RequestError(
-            f"{name} does not go with raw text",
-            hint="variables of the chat template go with messages, numbers into SamplingParams",
-        )
-
-
 def check_loading(
     engine_dir: Any,
     verify: Any,

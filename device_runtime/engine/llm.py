@@ -13,7 +13,7 @@ import numpy as np
 from numpy.typing import NDArray
 
 from edgellm.contract import RequestError
-from edgellm.device_runtime.engine import arguments
+from edgellm.device_runtime.engine import arguments, continuation
 from edgellm.device_runtime.engine.adapters import open_adapters
 from edgellm.device_runtime.engine.answer import Answer
 from edgellm.device_runtime.engine.batch import Batch, Entry
@@ -27,6 +27,7 @@ from edgellm.device_runtime.engine.profile import IMAGES, Profile
 from edgellm.device_runtime.engine.prompt import Prompt, fit
 from edgellm.device_runtime.engine.reading import Reader
 from edgellm.device_runtime.engine.sequence import Sequence, Step
+from edgellm.device_runtime.engine.template_flags import GENERATE, refuse_flags, require_known
 from edgellm.device_runtime.engine.together import BatchError, News, together
 from edgellm.device_runtime.engine.turns import Turns
 from edgellm.device_runtime.sampling.guidance import Guidance
@@ -206,22 +207,26 @@ class LLM:
             speculative: False decodes plainly although `spec` was given.
             priority: where answers wait, smaller goes first.
             lora: the name of a loaded adapter that changes the model for this answer.
-            template_flags: variables of the chat template, see `Formatter.format`.
+            template_flags: variables of the chat template, see `Formatter.format`; a last message
+                of the assistant is continued unless continue_final_message is False.
 
         Raises:
-            RequestError: the template refuses the messages, or the prompt does not fit.
+            RequestError: the template refuses the messages, or does not read a variable, or the
+                prompt does not fit.
         """
         images: list[Source] = []
         if isinstance(prompt, str):
-            text, is_raw = prompt, True
-            arguments.refuse_flags(template_flags)
+            text, is_raw, continues = prompt, True, False
+            refuse_flags(template_flags)
         else:
             images = arguments.image_sources(prompt)
             text, is_raw = self.formatter.format(prompt, template_flags), False
+            continues = continuation.goes_on(prompt, template_flags)
         return self.generate_text(
             text,
             images=images,
             add_special_tokens=is_raw,
+            continues=continues,
             sampling=SamplingParams() if sampling is None else sampling,
             max_generate_length=max_generate_length,
             stop=stop,
@@ -251,6 +256,9 @@ class LLM:
             BatchError: answers failed; it holds the others, which are complete.
         """
         found = arguments.batch(prompts, sampling)
+        if not found:  # else `generate` checks them
+            flags = {name: value for name, value in options.items() if name not in GENERATE}
+            require_known(flags, self.tokenizer)
         answers = [self.generate(prompt, sampling=how, **options) for prompt, how in found]
         for _ in self.together(answers, batch_size):
             pass
@@ -281,6 +289,7 @@ class LLM:
         *,
         images: Sized[Source] = (),
         add_special_tokens: bool,
+        continues: bool = False,
         sampling: SamplingParams,
         max_generate_length: int,
         stop: Sized[str],
@@ -292,7 +301,8 @@ class LLM:
     ) -> Answer:
         """As `generate`, for a formatted text, or its token ids; images are encoded at once.
 
-        With `system_prompt`, which the text begins with, its rows are kept for later answers.
+        With `continues`, the answer goes on with the last message of the text. With
+        `system_prompt`, which the text begins with, its rows are kept for later answers.
         The answer's text holds no special tokens but `shown_tokens`.
         """
         self._turns.require_open()
@@ -310,7 +320,7 @@ class LLM:
         if images and self.images is not None:
             warnings = [*warnings, *self.images.warnings]
         sampler = self.sampler(sampling, prompt)
-        stream = self.tokenizer.stream(shown_tokens)
+        stream = self.tokenizer.stream(shown_tokens, prompt.token_ids if continues else ())
         endings = Endings(stream, stops, sampler.ends, sampling.min_tokens)
         sequence = Sequence(
             prompt, sampler, max_tokens, profile, endings=endings, warnings=warnings

@@ -8,7 +8,9 @@ from dataclasses import dataclass
 from typing import Any
 
 from edgellm.contract import RequestError
+from edgellm.device_runtime.engine import continuation
 from edgellm.device_runtime.engine.past_reasoning import with_reasoning
+from edgellm.device_runtime.engine.template_flags import GIVEN, THINKING, require_known
 from edgellm.device_runtime.tokenizer import ChatTokenizer
 
 Message = Mapping[str, Any]
@@ -34,26 +36,41 @@ class Formatter:
             messages: objects with `role` and `content`, a text or a list of items of type "text"
                 (with `text`) or "image".
             flags: variables of the template; add_generation_prompt is True without them,
-                enable_thinking False.
+                enable_thinking False. A last message of the assistant is continued unless
+                add_generation_prompt or continue_final_message say otherwise.
 
         Raises:
-            RequestError: the model has no template, or the template refuses the messages.
+            RequestError: the model has no template, or the template refuses the messages or does
+                not read a variable.
         """
+        flags = {
+            name: value
+            for name, value in (flags or {}).items()
+            if value is not None or name not in (*GIVEN, *THINKING)
+        }
         try:
+            require_known(flags, self.tokenizer)
             template = self.tokenizer.chat_template or ""
             turns = [
                 with_reasoning(_turn(message, at), template) for at, message in enumerate(messages)
             ]
-            variables = {**_DEFAULTS, **(flags or {})}
+            variables = {**_DEFAULTS, **flags}
+            if is_continued := continuation.continues(messages, flags):
+                variables["add_generation_prompt"] = False
+            variables.pop("continue_final_message", None)
             if variables["enable_thinking"]:
                 variables.setdefault("thinking", True)  # the name in Granite's templates
             if not self.allow_special_tokens:
                 turns, variables = self._as_text(turns), self._as_text(variables)
+            last = turns[-1:]
+            if is_continued:
+                turns = [*turns[:-1], continuation.marked(turns[-1])]
             if self.tokenizer.wants_items():
                 turns = [{**turn, "content": _items(turn["content"])} for turn in turns]
             if self.film_text:
                 turns = [_with_films(turn, self.film_text) for turn in turns]
-            return self.tokenizer.render(turns, **variables)
+            text = self.tokenizer.render(turns, **variables)
+            return continuation.cut(text, last[0]) if is_continued else text
         except RecursionError:
             raise RequestError("the messages are nested too deeply") from None
 

@@ -95,7 +95,8 @@ class Options(msgspec.Struct, forbid_unknown_fields=True):
     top_k: Annotated[int, msgspec.Meta(ge=0)] = 50
     max_generate_length: Annotated[int, msgspec.Meta(ge=1)] = 256
     apply_chat_template: bool = True
-    add_generation_prompt: bool = True
+    add_generation_prompt: bool | None = None  # None: unless the last message is continued
+    continue_final_message: bool | None = None  # None: if it is the assistant's
     enable_thinking: bool = False
     seed: Annotated[int, msgspec.Meta(ge=0, le=2**63 - 1)] = 42
     min_p: Share = 0.0
@@ -124,6 +125,7 @@ class Request(msgspec.Struct, forbid_unknown_fields=True):
     max_generate_length: Annotated[int, msgspec.Meta(ge=1)] | None = None
     apply_chat_template: bool | None = None
     add_generation_prompt: bool | None = None
+    continue_final_message: bool | None = None
     enable_thinking: bool | None = None
     seed: Annotated[int, msgspec.Meta(ge=0, le=2**63 - 1)] | None = None
     min_p: Share | None = None

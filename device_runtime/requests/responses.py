@@ -8,6 +8,7 @@ from dataclasses import dataclass
 from typing import Any
 
 from edgellm.contract import EdgeLLMError, RequestError
+from edgellm.device_runtime.engine import continuation
 from edgellm.device_runtime.engine.llm import LLM, Answer, Step
 from edgellm.device_runtime.engine.messages import without_template
 from edgellm.device_runtime.engine.profile import Profile
@@ -67,11 +68,13 @@ def start_request(
             f"$.requests[{index}]: the engine takes text only",
             hint="give the folder of a visual engine as --multimodalEngineDir",
         )
-    system, text = _format(llm, own, [_message(role, items) for role, items in turns])
+    messages = [_message(role, items) for role, items in turns]
+    system, text = _format(llm, own, messages)
     answer = llm.generate_text(
         text,
         images=images,
         add_special_tokens=not own.apply_chat_template,
+        continues=own.apply_chat_template and continuation.goes_on(messages, _ending(own)),
         sampling=sampling_of(own, greedy=greedy),
         max_generate_length=own.max_generate_length,
         stop=[own.stop] if isinstance(own.stop, str) else own.stop,
@@ -185,6 +188,14 @@ class _Place:
         return {"finish_reason": "error", "error": {"message": str(self.error), **hint}}
 
 
+def _ending(options: Options) -> dict[str, Any]:
+    """What comes after the last message."""
+    return {
+        "add_generation_prompt": options.add_generation_prompt,
+        "continue_final_message": options.continue_final_message,
+    }
+
+
 def _format(llm: LLM, options: Options, messages: list[dict[str, Any]]) -> tuple[str, str]:
     """The formatted system prompt and the whole formatted request."""
     system_messages = [message for message in messages if message["role"] == "system"]
@@ -193,10 +204,8 @@ def _format(llm: LLM, options: Options, messages: list[dict[str, Any]]) -> tuple
         parts = (system_messages, messages)
         system, text = (without_template(part, image_token) for part in parts)
         return system, text
-    flags = {"enable_thinking": options.enable_thinking}
-    text = llm.formatter.format(
-        messages, {**flags, "add_generation_prompt": options.add_generation_prompt}
-    )
+    flags: dict[str, Any] = {"enable_thinking": options.enable_thinking}
+    text = llm.formatter.format(messages, flags | _ending(options))
     try:
         no_answer = {**flags, "add_generation_prompt": False}
         system = llm.formatter.format(system_messages, no_answer) if system_messages else ""

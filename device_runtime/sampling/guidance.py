@@ -15,6 +15,8 @@ from typing import TYPE_CHECKING, Any, Literal
 import numpy as np
 
 from edgellm.contract import EdgeLLMError, RequestError
+from edgellm.device_runtime.sampling.ascii_regex import with_ascii_classes, with_ascii_lark
+from edgellm.device_runtime.sampling.closed_schema import closed
 from edgellm.device_runtime.sessions import F32, Bool
 
 if TYPE_CHECKING:
@@ -94,15 +96,22 @@ def _grammar(guide: Guide) -> str:
     if guide.kind == "json_object" or guide.kind == "json_schema":
         text = guide.text if guide.kind == "json_schema" else '{"type": "object"}'
         try:
-            return LLMatcher.grammar_from_json_schema(text, overrides=JSON_FORM)  # type: ignore[arg-type]  # a TypedDict
+            schema = closed(json.loads(text))
+            schema = json.dumps({} if schema is True else schema)  # llguidance takes objects
+            return LLMatcher.grammar_from_json_schema(schema, overrides=JSON_FORM)  # type: ignore[arg-type]  # a TypedDict
         except ValueError as error:
             raise RequestError(f"the schema of the answer is not JSON: {error}") from None
+        except RecursionError:
+            raise RequestError("the schema of the answer is nested too deeply") from None
+    if guide.kind == "regex":
+        return LLMatcher.grammar_from_regex(with_ascii_classes(guide.text))
     try:
         if guide.kind == "choice":  # one terminal: as many rules exceed a parser's row at 2,000
             return LLMatcher.grammar_from_lark(f"start: TEXT\nTEXT: {_alternatives(guide.text)}")
-        return grammar_from(guide.kind, guide.text)
+        grammar = grammar_from(guide.kind, guide.text)
     except (ValueError, TypeError) as error:
         raise RequestError(f"the {guide.kind} of the answer is faulty: {error}") from None
+    return with_ascii_lark(grammar)
 
 
 def _alternatives(choices: str) -> str:

@@ -102,6 +102,24 @@ def test_turns_are_read_once(conversation):
     assert (conversation.messages, conversation.context_tokens) == ([], 0)
 
 
+def test_the_last_answer_goes_on(conversation):
+    """As one message of the assistant, which is read up to its end and no further."""
+    screen = Script("/continue", "w20 w21", "/continue", "/continue x")
+    assert repl.run(conversation, screen) == 2
+    assert screen.shown[0] == "fail there is no answer yet (type a message first)"
+    assert screen.shown[-1] == "fail /continue takes no argument (/continue alone)"
+    asked, answered = conversation.turns
+    more = conversation.llm.generate(
+        [asked, {**answered, "content": ""}],
+        sampling=GREEDY.sampling,
+        max_generate_length=8,
+    )
+    list(more)
+    assert answered["content"].startswith(more.text)
+    assert len(answered["content"]) > len(more.text)
+    assert conversation.totals.answers == 2
+
+
 def test_the_system_prompt(conversation):
     assert commands.run(conversation, "system", "") == ["no system prompt"]
     assert commands.run(conversation, "system", "w30 w31") == ["system: w30 w31"]
@@ -273,7 +291,10 @@ def test_through_a_pipe(chat, llm):
     assert lines[1] == "answers: 1, 5 tokens"
     assert "\x1b" not in result.stdout + result.stderr
     assert_one_line_error(result, "no such command: /bad", "/help lists them")
-    assert "note: cut after 5 tokens; --maxGenerateLength allows more" in result.stderr
+    assert (
+        "note: cut after 5 tokens; /continue goes on, --maxGenerateLength allows more"
+        in result.stderr
+    )
     assert lines[4] == "context 12 of 64 tokens"
     assert len(lines) == 6  # one more answer, then /quit
     assert chat("w20").returncode == 0  # no newline at the end

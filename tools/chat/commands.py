@@ -35,7 +35,7 @@ def parse(line: str) -> tuple[str, str] | None:
 
 
 def run(conversation: Conversation, name: str, value: str) -> list[str]:
-    """Carry out a command other than /quit.
+    """Carry out a command other than /quit and /continue.
 
     Raises:
         EdgeLLMError: there is no such command, or it fails.
@@ -84,6 +84,7 @@ def _help(_: Conversation, __: str) -> list[str]:
 COMMANDS = {
     "image": Command("FILE", "show a picture with the next message", _image),
     "system": Command("TEXT", "set the system prompt; alone, show it", _system),
+    "continue": Command("", "go on with the last answer", lambda *_: []),
     "reset": Command("", "forget the conversation, keep the system prompt", _reset),
     "stats": Command("", "speeds, tokens and context so far", _stats),
     "save": Command("FILE", "write the conversation, as a request file of llm_inference", _save),

@@ -60,11 +60,25 @@ class Conversation:
                 ) from None
             raise
 
-    def keep(self, text: str, answer: Answer) -> None:
-        """Add a message and its answer, whole or as far as it came."""
-        reply = {"role": "assistant", "content": answer.text}
-        self.turns += [self._message(text), reply]
-        self.images.clear()
+    def go_on(self) -> Answer:
+        """Start what follows the last answer; `keep` it when it has ended, or forget it.
+
+        Raises:
+            RequestError: there is no answer yet, or it cannot be continued.
+        """
+        if not self.turns:
+            raise RequestError("there is no answer yet", hint="type a message first")
+        return self._start(self.messages)
+
+    def keep(self, text: str | None, answer: Answer) -> None:
+        """Add a message, if there is one, and its answer, whole or as far as it came."""
+        if text is None:
+            last = self.turns.pop()
+            self.turns.append({**last, "content": last["content"] + answer.text})
+        else:
+            reply = {"role": "assistant", "content": answer.text}
+            self.turns += [self._message(text), reply]
+            self.images.clear()
         self.totals.add(answer)
         self.context_tokens = answer.prompt_token_count + len(answer.token_ids)
 

@@ -95,6 +95,8 @@ def _obey(conversation: Conversation, line: str, screen: Screen, stop: _Stop) ->
     try:
         if command is None:
             _answer(conversation, line, screen, stop)
+        elif command == ("continue", ""):
+            _answer(conversation, None, screen, stop)
         else:
             for shown in commands.run(conversation, *command):
                 screen.say(shown)
@@ -104,8 +106,9 @@ def _obey(conversation: Conversation, line: str, screen: Screen, stop: _Stop) ->
     return True
 
 
-def _answer(conversation: Conversation, text: str, screen: Screen, stop: _Stop) -> None:
-    answer = conversation.ask(text)
+def _answer(conversation: Conversation, text: str | None, screen: Screen, stop: _Stop) -> None:
+    """Answer a message, or go on with the last answer."""
+    answer = conversation.go_on() if text is None else conversation.ask(text)
     try:
         stop.begin()
         with screen.answering(answer) as show:
@@ -120,7 +123,9 @@ def _answer(conversation: Conversation, text: str, screen: Screen, stop: _Stop) 
     finally:
         stop.is_answering = False
     if not answer.token_ids:
-        screen.note("stopped; the message was taken back")
+        screen.note(
+            f"stopped; {'nothing was added' if text is None else 'the message was taken back'}"
+        )
         return
     conversation.keep(text, answer)
     if stop.is_asked:
@@ -134,7 +139,9 @@ def _cut(conversation: Conversation, answer: Answer) -> str:
     capacity = conversation.llm.manifest.max_kv_cache_capacity
     if conversation.context_tokens >= capacity:
         return f"cut: the context of {capacity} tokens is full; /reset begins anew"
-    return f"cut after {answer.max_tokens} tokens; --maxGenerateLength allows more"
+    return (
+        f"cut after {answer.max_tokens} tokens; /continue goes on, --maxGenerateLength allows more"
+    )
 
 
 @contextlib.contextmanager

@@ -36,11 +36,15 @@ class AnswerForm:
 
         Args:
             tools: that may be called.
-            prompt_end: the last of the formatted messages, where reasoning may have begun.
+            prompt_end: the last of the formatted messages, where reasoning may have begun; of a
+                message that is continued in its reasoning what is there from the mark on.
             is_guided: the answer has a wanted form from its first token on: it does not reason.
         """
         calls = tool_calls.reader(self.parser, tools) if self.parser is not None else None
         if self.thinking is None or is_guided:
             return calls
-        is_inside = prompt_end.rstrip().endswith(self.thinking.opening)
-        return ThinkReader(self.thinking, calls, is_inside=is_inside)
+        opening = self.thinking.opening
+        is_new = prompt_end.rstrip().endswith(opening)
+        is_begun = not is_new and prompt_end.startswith(opening)
+        is_inside = is_new or is_begun
+        return ThinkReader(self.thinking, calls, is_inside=is_inside, is_begun=is_begun)

@@ -67,5 +67,5 @@ class Served:
         self, request: Request, body: Sampled, asks: Sequence[Ask], writer: Writer
     ) -> Response:
         """As `respond`."""
-        ignored = body.ignored(self.llm.tokenizer.chat_template or "")
+        ignored = body.ignored(self.llm.tokenizer)
         return await self.respond(request, asks, writer, streams=body.streams(), ignored=ignored)

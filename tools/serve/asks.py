@@ -6,6 +6,7 @@ from collections.abc import Mapping
 from dataclasses import dataclass, field, replace
 from typing import Any
 
+from edgellm.device_runtime.engine import continuation
 from edgellm.device_runtime.engine.llm import LLM, Answer
 from edgellm.device_runtime.sampling.sampler import SamplingParams
 from edgellm.multimodal.sources import Source
@@ -52,13 +53,15 @@ def start(llm: LLM, ask: Ask) -> Answer:
     Raises:
         RequestError: the template refuses the messages, an image cannot be read, nothing fits.
     """
-    prompt = ask.prompt
+    prompt, continues = ask.prompt, False
     if isinstance(prompt, list):
+        continues = continuation.goes_on(prompt, ask.template_flags)
         prompt = llm.formatter.format(prompt, ask.template_flags)
     return llm.generate_text(
         prompt,
         images=ask.images,
         add_special_tokens=not isinstance(ask.prompt, list),
+        continues=continues,
         sampling=ask.sampling,
         max_generate_length=ask.max_tokens or llm.manifest.max_kv_cache_capacity,
         stop=ask.stop,

@@ -11,6 +11,7 @@ from typing import Any
 
 from anyio import to_thread
 
+from edgellm.device_runtime.engine import continuation
 from edgellm.device_runtime.engine.llm import LLM, Step
 from edgellm.device_runtime.sampling.guidance import Guide
 from edgellm.multimodal.sources import Source, Video
@@ -52,7 +53,8 @@ async def ask_of(body: ChatRequest, llm: LLM, rules: ImageRules, lora: str | Non
             400, "this server takes text only: it has no visual engine", param="messages"
         )
     template = llm.tokenizer.chat_template or ""
-    flags = body.template_flags(template)
+    flags = body.template_flags(llm.tokenizer)
+    continuation.continues(messages, flags)  # `placed` may turn calls of tools into text
     return Ask(
         tool_calls.placed(template, messages, flags.get("tools", ())),
         body.sampling(_num_logprobs(body), _form(body, llm)),
@@ -67,9 +69,16 @@ async def prompt_end(ask: Ask, body: ChatRequest, llm: LLM) -> str:
     Raises:
         RequestError: the template refuses the messages.
     """
-    if body.answer_form(llm).thinking is None or not isinstance(ask.prompt, list):
+    thinking = body.answer_form(llm).thinking
+    if thinking is None or not isinstance(ask.prompt, list):
         return ""
     text = await to_thread.run_sync(llm.formatter.format, ask.prompt, ask.template_flags)
+    if continuation.continues(ask.prompt, ask.template_flags):
+        said = continuation.said(ask.prompt[-1])
+        if thinking.opening in said or thinking.closing in said:
+            begin = said.rfind(thinking.opening)
+            return said[begin:] if begin > said.rfind(thinking.closing) else ""
+        text = text[: text.rfind(said.strip())] if said else text
     return text[-_END_CHARACTERS:]
 
 
@@ -267,7 +276,8 @@ class ChatWriter:
         return {"usage": usage(figures), "metrics": timing(figures)}
 
     def _reason(self, figures: Finished) -> str:
-        return "tool_calls" if self._now.calls else figures.finish_reason
+        is_cut = figures.finish_reason == "length"
+        return "tool_calls" if self._now.calls and not is_cut else figures.finish_reason
 
     def _delta(self, added: Sequence[Item]) -> _Event:
         delta: _Event = {}

@@ -82,7 +82,7 @@ def edgellm_serve(
 ) -> None:
     """Answer OpenAI's and Triton's requests over HTTP."""
     how = spec_flags.read()
-    from edgellm.tools.serve import adapters, models, settings, sites
+    from edgellm.tools.serve import adapters, heap, models, settings, sites
     from edgellm.tools.serve.engines import Engines
     from edgellm.tools.serve.loading import Loading
 
@@ -104,6 +104,7 @@ def edgellm_serve(
     )
     several, flags = len(given) > 1, (context_reuse, allow_special_tokens, verify, max_stall)
     loading = Loading(how, *flags, slot_save_path, has_own_folders=several)
+    heap.use_one_heap()
     # What stands in the way is told before an engine is loaded.
     loading.prepare(given)
     listeners = _listeners(host, port, metrics_port, grpc_port)

@@ -84,7 +84,7 @@ class StructuredOutputs(Body):
     # Without effect here: white space is fixed, and there is one backend.
     disable_fallback: bool | None = None
     disable_any_whitespace: bool | None = None
-    disable_additional_properties: Literal[False] | None = None
+    disable_additional_properties: bool | None = None  # declared properties are all there are
     whitespace_pattern: None = None
     structural_tag: None = None
 

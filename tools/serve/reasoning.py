@@ -46,11 +46,18 @@ def find(template: str) -> ThinkForm | None:
 class ThinkReader:
     """See `CallReader`; what is no reasoning goes to `inner`, or is text."""
 
-    def __init__(self, form: ThinkForm, inner: CallReader | None, *, is_inside: bool) -> None:
-        """With `is_inside`, the prompt ends with the opening mark."""
+    def __init__(
+        self,
+        form: ThinkForm,
+        inner: CallReader | None,
+        *,
+        is_inside: bool,
+        is_begun: bool = False,
+    ) -> None:
+        """With `is_inside`, the prompt has the opening mark; with `is_begun` text after it, too."""
         self._form, self._inner, self._held = form, inner, ""
         self._state: _State = "thought" if is_inside else "begin"
-        self._is_begun = False  # whether anything of the reasoning, or of a wrapped answer, came
+        self._is_begun = is_begun  # whether anything of the reasoning, or of a wrapped answer, came
         self._end = ""  # of what stands around the answer
 
     def push(self, text: str) -> list[Item]:

@@ -2,11 +2,17 @@
 
 from __future__ import annotations
 
-from collections.abc import Iterable
+from collections.abc import Iterable, Sequence
 from typing import Annotated, Any, Literal
 
 from pydantic import Field
 
+from edgellm.device_runtime.engine.template_flags import (
+    GIVEN,
+    THINKING,
+    can_think,
+    require_known,
+)
 from edgellm.device_runtime.sampling.guidance import Guide
 from edgellm.device_runtime.sampling.sampler import (
     LARGEST_BIAS,
@@ -14,9 +20,10 @@ from edgellm.device_runtime.sampling.sampler import (
     MOST_STOPS,
     SamplingParams,
 )
+from edgellm.device_runtime.tokenizer import ChatTokenizer
 from edgellm.tools.serve.forms import Body, Formed
 from edgellm.tools.serve.seeds import seed_or_any
-from edgellm.tools.serve.tools import Tooled
+from edgellm.tools.serve.tools import Tool, Tooled
 
 MOST_PROMPTS, MOST_CHOICES = 256, 16
 WITHOUT_EFFECT = (
@@ -80,9 +87,9 @@ class Sampled(Formed):
     cache_prompt: bool | None = None
     guided_decoding_backend: str | None = None
 
-    def ignored(self, chat_template: str) -> list[str]:
+    def ignored(self, tokenizer: ChatTokenizer) -> list[str]:
         """Names of the fields that have no effect on this model."""
-        del chat_template
+        del tokenizer
         return [name for name in WITHOUT_EFFECT if getattr(self, name) is not None]
 
     def sampling(self, num_logprobs: int | None, guide: Guide | None) -> SamplingParams:
@@ -208,35 +215,54 @@ class Message(Body):
     reasoning: str | None = None
 
 
-class TemplateFlags(Body):
-    """Variables of the chat template, an extension that vLLM has as well."""
+class Templated(Body):
+    """A conversation that goes through the model's chat template; these fields are vLLM's, too."""
 
-    enable_thinking: bool | None = None
-    thinking: bool | None = None  # its name in the templates of Granite
+    add_generation_prompt: bool | None = None
+    continue_final_message: bool | None = None  # None: if it is the assistant's
+    chat_template_kwargs: dict[str, Any] | None = None
+
+    def variables(self, tools: Sequence[Tool], tokenizer: ChatTokenizer) -> dict[str, Any]:
+        """Variables for the chat template; raises `RequestError` for one that it does not read."""
+        unused = self.unused_switches(tokenizer)
+        given = (self.chat_template_kwargs or {}).items()
+        flags = {name: value for name, value in given if value is not None and name not in unused}
+        own = {name: f"{name} as a field of the request" for name in type(self).model_fields}
+        fixed = ("messages", *GIVEN)
+        require_known(flags, tokenizer, own, fixed=fixed, place="chat_template_kwargs.")
+        if tools:
+            flags["tools"] = [tool.model_dump(exclude_none=True) for tool in tools]
+        for name in ("add_generation_prompt", "continue_final_message"):
+            if (value := getattr(self, name)) is not None:
+                flags[name] = value
+        return flags
+
+    def unused_switches(self, tokenizer: ChatTokenizer) -> list[str]:
+        """Switches for thinking that a model without them ignores: clients set them for all."""
+        if can_think(tokenizer):
+            return []
+        given = self.chat_template_kwargs or {}
+        return [name for name in THINKING if given.get(name) is True]
 
 
-class ChatRequest(Tooled, Sampled):
+class ChatRequest(Templated, Tooled, Sampled):
     """`/v1/chat/completions`: a conversation for the model's chat template."""
 
     messages: Annotated[list[Message], Field(min_length=1)]
     max_completion_tokens: Annotated[int, Field(ge=1)] | None = None
     logprobs: bool | None = None
     top_logprobs: Annotated[int, Field(ge=0, le=20)] | None = None
-    chat_template_kwargs: TemplateFlags | None = None
     store: Literal[False] | None = None
 
-    def ignored(self, chat_template: str) -> list[str]:
+    def ignored(self, tokenizer: ChatTokenizer) -> list[str]:
         """As `Sampled.ignored`; some templates ask for an effort of reasoning."""
-        names = super().ignored(chat_template)
-        return [name for name in names if name not in self.template_flags(chat_template)]
+        names, read = super().ignored(tokenizer), self.template_flags(tokenizer)
+        return [name for name in names if name not in read] + self.unused_switches(tokenizer)
 
-    def template_flags(self, chat_template: str) -> dict[str, Any]:
-        """Variables for the chat template."""
+    def template_flags(self, tokenizer: ChatTokenizer) -> dict[str, Any]:
+        """Variables for the chat template; raises `RequestError` for one that it does not read."""
         flags: dict[str, Any] = {}
-        if tools := self.usable_tools():
-            flags["tools"] = [tool.model_dump(exclude_none=True) for tool in tools]
-        if self.reasoning_effort is not None and "reasoning_effort" in chat_template:
+        reads_effort = "reasoning_effort" in tokenizer.template_variables()
+        if self.reasoning_effort is not None and reads_effort:
             flags["reasoning_effort"] = self.reasoning_effort
-        if self.chat_template_kwargs is not None:
-            flags |= self.chat_template_kwargs.model_dump(exclude_none=True)
-        return flags
+        return flags | self.variables(self.usable_tools(), tokenizer)

@@ -7,18 +7,19 @@ from typing import Annotated, Any
 import anyio.to_thread
 from pydantic import Field
 
+from edgellm.device_runtime.engine import continuation
 from edgellm.device_runtime.engine.llm import LLM
 from edgellm.tools.serve import tool_calls
 from edgellm.tools.serve.asks import Ask
 from edgellm.tools.serve.chat import messages_of
 from edgellm.tools.serve.errors import ApiError
 from edgellm.tools.serve.forms import Body
-from edgellm.tools.serve.schemas import Message, TemplateFlags, TokenId
+from edgellm.tools.serve.schemas import Message, Templated, TokenId
 from edgellm.tools.serve.settings import ImageRules
 from edgellm.tools.serve.tools import Tool
 
 
-class TokenizeRequest(Body):
+class TokenizeRequest(Templated):
     """A text without a template, or messages in it."""
 
     model: str | None = None
@@ -28,8 +29,6 @@ class TokenizeRequest(Body):
     return_token_strs: bool | None = None
     # Of messages alone.
     tools: list[Tool] | None = None
-    add_generation_prompt: bool = True
-    chat_template_kwargs: TemplateFlags | None = None
 
     async def token_ids(self, llm: LLM) -> list[int]:
         """The tokens of the text or of the rendered messages.
@@ -46,19 +45,12 @@ class TokenizeRequest(Body):
         messages, images = await messages_of(self.messages or (), ImageRules())
         if images:
             raise ApiError(400, "messages: only text is counted here", param="messages")
-        flags = self._flags()
+        flags = self.variables(self.tools or (), llm.tokenizer)
+        continuation.continues(messages, flags)
         template = llm.tokenizer.chat_template or ""
         messages = tool_calls.placed(template, messages, flags.get("tools", ()))
         text = await anyio.to_thread.run_sync(llm.formatter.format, messages, flags)
         return await _encoded(llm, text, add_special_tokens=bool(self.add_special_tokens))
-
-    def _flags(self) -> dict[str, Any]:
-        flags: dict[str, Any] = {"add_generation_prompt": self.add_generation_prompt}
-        if self.tools:
-            flags["tools"] = [tool.model_dump(exclude_none=True) for tool in self.tools]
-        if self.chat_template_kwargs is not None:
-            flags |= self.chat_template_kwargs.model_dump(exclude_none=True)
-        return flags
 
 
 class DetokenizeRequest(Body):

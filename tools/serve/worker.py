@@ -18,6 +18,7 @@ from edgellm.device_runtime.faults import as_failure
 from edgellm.tools.serve.asks import Ask, Embed, start
 from edgellm.tools.serve.errors import ApiError
 from edgellm.tools.serve.events import Event, Failed, Finished, Started, Turn
+from edgellm.tools.serve.heap import LARGE_FORM, return_memory
 from edgellm.tools.serve.metrics import Metrics
 
 _log = logging.getLogger(__name__)
@@ -46,6 +47,12 @@ class Job:
             self.told_of = at
             self.post(Turn(at))
         self.post(event)
+
+    @property
+    def has_large_form(self) -> bool:
+        """Whether its grammar took much memory."""
+        guides = (ask.sampling.guide for ask in self.asks if isinstance(ask, Ask))
+        return any(guide is not None and len(guide.text) > LARGE_FORM for guide in guides)
 
     def rank(self, now: float) -> float:
         """Smaller goes first; waiting makes up for priority."""
@@ -185,6 +192,9 @@ class Worker:
                 self._mean_s += 0.2 * (time.monotonic() - began - self._mean_s)
             if failure is not None:  # whom it reaches finds the place free
                 job.post(Failed(failure))
+            if job.has_large_form:
+                job = failure = None
+                return_memory()
 
     def _run(self, job: Job, began: float) -> None:
         self._check(job)

@@ -22,7 +22,7 @@ def test_defaults_are_the_peers(tmp_path):
     assert (options.temperature, options.top_p, options.top_k) == (1.0, 0.8, 50)
     assert options.max_generate_length == 256
     assert options.apply_chat_template
-    assert options.add_generation_prompt
+    assert options.add_generation_prompt is options.continue_final_message is None
     assert not options.enable_thinking
     assert parse_request(requests[0], 0).merged(options) == options
 

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import dataclasses
 import json
 import urllib.request
 from itertools import chain, pairwise
@@ -243,6 +244,67 @@ def test_a_stream_adds_up_to_the_whole(offline, cuts):
         assert "".join(one.get(name, "") for one in said) == whole["message"][name]
     calls = chain.from_iterable(one.get("tool_calls", ()) for one in said)
     assert list(calls) == whole["message"]["tool_calls"]
+
+
+def test_an_answer_that_is_cut_says_so_though_it_holds_a_call(offline):
+    llm, cut = _Llm(offline.tokenizer), dataclasses.replace(FIGURES, finish_reason="length")
+
+    def whole(writer):
+        writer.step(Step((9,), f"{CALL}\n<tool_call>"))
+        return writer.whole(cut)
+
+    assert whole(MessagesWriter(_Scripted(llm), "m"))["stop_reason"] == "max_tokens"
+    assert whole(OllamaWriter(_Scripted(llm), "m", chats=True))["done_reason"] == "length"
+    body = ResponsesRequest.model_validate({"input": "w20"})
+    found = whole(ResponsesWriter(body, _Scripted(llm), llm, "m"))
+    assert (found["status"], found["incomplete_details"]) == (
+        "incomplete",
+        {"reason": "max_output_tokens"},
+    )
+
+
+FORM = {
+    "type": "object",
+    "properties": {"city": {"type": "string", "minLength": 50}},
+    "required": ["city"],
+}
+
+
+@pytest.mark.parametrize(
+    ("path", "fields", "reason"),
+    [
+        ("/v1/chat/completions", {"guided_json": FORM}, ("choices", 0, "finish_reason")),
+        ("/v1/completions", {"guided_json": FORM, "prompt": "Hi"}, ("choices", 0, "finish_reason")),
+        (
+            "/v1/responses",
+            {
+                "text": {"format": {"type": "json_schema", "name": "a", "schema": FORM}},
+                "input": "Hi",
+            },
+            ("incomplete_details", "reason"),
+        ),
+        (
+            "/v1/messages",
+            {"output_config": {"format": {"type": "json_schema", "schema": FORM}}},
+            ("stop_reason",),
+        ),
+        ("/api/chat", {"format": FORM, "stream": False}, ("done_reason",)),
+        ("/api/generate", {"format": FORM, "stream": False, "prompt": "Hi"}, ("done_reason",)),
+    ],
+)
+def test_a_form_that_is_cut_says_so(lettered_server, path, fields, reason):
+    asked = {"model": "tiny", **fields}
+    if path.startswith("/api"):
+        asked["options"] = {"num_predict": 16}
+    else:
+        asked["max_output_tokens" if path == "/v1/responses" else "max_tokens"] = 16
+    if "prompt" not in asked and "input" not in asked:
+        asked["messages"] = TURNS
+    status, found = lettered_server.json(path, asked)
+    assert status == 200, found
+    for part in reason:
+        found = found[part]
+    assert found in ("length", "max_tokens", "max_output_tokens")
 
 
 def _added_up(events):

@@ -15,6 +15,7 @@ from schemathesis.specs.openapi.checks import (
     unsupported_method,
 )
 
+from edgellm.device_runtime.engine.template_flags import THINKING
 from edgellm.tools.serve.dialects.ollama import LOADING
 from edgellm.tools.serve.schemas import WITHOUT_EFFECT
 
@@ -38,7 +39,7 @@ OF_OTHERS = ("keep_alive", "store", "strict", *LOADING)
 @pytest.mark.parametrize("mode", list(GenerationMode))
 def test_every_answer_is_documented(lettered_server, mode):
     server, statuses = lettered_server, set()
-    for name in (*WITHOUT_EFFECT, *OF_OTHERS):
+    for name in (*WITHOUT_EFFECT, *OF_OTHERS, *THINKING):
         server.expects(f"WARNING: requests have {name}, which is ignored; said once")
 
     def check(case):

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import dataclasses
 import shutil
 
 import anyio
@@ -204,6 +205,10 @@ def test_reasoning_calls_and_results_go_back_into_the_template(model, template):
     assert thought == ("" if template in (GEMMA3, PHI4) else "Hm.")
     assert [delta["tool_calls"] for delta in deltas if "tool_calls" in delta]
     assert choice["finish_reason"] == "tool_calls"
+    cut = ChatWriter(body, model, "m")
+    cut.step(Step((9,), answered))
+    found = cut.whole(dataclasses.replace(FIGURES, finish_reason="length"))
+    assert found["choices"][0]["finish_reason"] == "length"
     result = {"role": "tool", "content": "sunny", "tool_call_id": message["tool_calls"][0]["id"]}
     _, text = _text(model, QUESTION, message, result, **ASKED)
     assert expected in text
@@ -212,7 +217,8 @@ def test_reasoning_calls_and_results_go_back_into_the_template(model, template):
 def test_gpt_oss_takes_a_text_and_reasoning_before_a_call(model):
     call = {"id": "1", "function": {"name": "weather", "arguments": "{}"}}
     turn = {"role": "assistant", "content": "I look.", "reasoning": "Hm.", "tool_calls": [call]}
-    _, text = _text(model(HARMONY), QUESTION, turn, **ASKED)
+    result = {"role": "tool", "content": "sunny", "tool_call_id": "1"}
+    _, text = _text(model(HARMONY), QUESTION, turn, result, **ASKED)
     assert "<|message|>Hm.\nI look.<|end|>" in text
 
 
@@ -231,6 +237,29 @@ def test_whether_reasoning_has_begun_is_read_off_the_prompt(model):
         expected = ("Hi", "Hm.") if thinks else ("Hm.</think>Hi", None)
         assert (message["content"], message.get("reasoning_content")) == expected
     assert ends == ["Bonn?<think>", "Bonn?<think></think>"]
+
+
+@pytest.mark.parametrize(
+    ("begun", "answered", "reasoning", "content"),
+    [
+        ("<think>Hm, a", " city.</think>Bonn", " city.", "Bonn"),
+        ("<think>\n", "\nA city.</think>Bonn", "A city.", "Bonn"),
+        ("<think>Hm.</think>Bon", "n is", None, "n is"),
+        ("Bon", "n is", None, "n is"),
+    ],
+)
+def test_a_message_that_is_continued_may_be_inside_its_reasoning(
+    model, begun, answered, reasoning, content
+):
+    model = model("{% for m in messages %}{{ m.content }}{% endfor %}{# <think></think> #}")
+    turns = [{**QUESTION, "content": "what is <think>?"}, {"role": "assistant", "content": begun}]
+    body = ChatRequest.model_validate({"messages": turns})
+    ask = anyio.run(ask_of, body, model, ImageRules())
+    end = anyio.run(prompt_end, ask, body, model)
+    writer = ChatWriter(body, model, "m", prompt_end=end)
+    writer.step(Step((9,), answered))
+    message = writer.whole(FIGURES)["choices"][0]["message"]
+    assert (message.get("reasoning_content"), message["content"]) == (reasoning, content)
 
 
 def test_special_tokens_are_shown_where_they_are_asked_for(model):

@@ -68,9 +68,13 @@ def test_special_tokens_come_from_the_template_alone(llm):
 
 
 def test_nested_places_are_covered(llm):
-    clean = _prompt(llm, "x", note={"a": ["y"]})
-    assert _prompt(llm, "x", note={"</s>": ["</s>", {"b": "<s>"}]}) == clean  # unused, but walked
-    assert _prompt(llm, "x").count(2) == 1
+    llm.tokenizer._template_text = "{% if note %}{% endif %}" + TEMPLATE
+    try:
+        clean = _prompt(llm, "x", note={"a": ["y"]})
+        assert _prompt(llm, "x", note={"</s>": ["</s>", {"b": "<s>"}]}) == clean  # read, not shown
+        assert _prompt(llm, "x").count(2) == 1
+    finally:
+        llm.tokenizer._template_text = TEMPLATE
 
 
 NASTY = (
@@ -135,11 +139,12 @@ def test_calls_of_tools_may_come_as_they_left(llm):
     llm.tokenizer._template_text = "{{ messages[0].tool_calls[0].function.arguments.city }}"
     call = {"type": "function", "function": {"name": "f", "arguments": '{"city": "a</s>b"}'}}
     message = {"role": "assistant", "content": None, "tool_calls": [call]}
+    turns = [message, {"role": "tool", "content": "sunny"}]
     try:
-        assert 2 not in llm.generate([message]).prompt.token_ids
+        assert 2 not in llm.generate(turns).prompt.token_ids
         call["function"]["arguments"] = "{"
         with pytest.raises(RequestError, match=r"messages\[0\].tool_calls: arguments must be JSON"):
-            llm.generate([message])
+            llm.generate(turns)
     finally:
         llm.tokenizer._template_text = TEMPLATE
 

@@ -71,11 +71,11 @@ class MessagesWriter(PartWriter):
         }
 
     def _reason(self, figures: Finished) -> str:
+        if figures.finish_reason == "length":
+            return "max_tokens"
         if self._answer.calls:
             return "tool_use"
-        if figures.stop_string is not None:
-            return "stop_sequence"
-        return "max_tokens" if figures.finish_reason == "length" else "end_turn"
+        return "end_turn" if figures.stop_string is None else "stop_sequence"
 
     def _text(self, kind: str, text: str) -> list[_Event]:
         name, delta = _TEXTS[kind]

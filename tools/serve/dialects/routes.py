@@ -56,7 +56,7 @@ class _Asked:
         self, request: Request, writer: Writer, ignored: Sequence[str] = ()
     ) -> Response:
         """Queue it and answer it."""
-        names = [*self._body.ignored(self._served.llm.tokenizer.chat_template or ""), *ignored]
+        names = [*self._body.ignored(self._served.llm.tokenizer), *ignored]
         streams = self._body.streams()
         return await self._served.respond(
             request, [self._ask], writer, streams=streams, ignored=names

@@ -9,6 +9,7 @@ from dataclasses import dataclass
 from typing import Any
 
 from edgellm.contract import RequestError
+from edgellm.device_runtime.sampling.closed_schema import closed
 from edgellm.device_runtime.sampling.guidance import JSON_FORM
 
 
@@ -77,5 +78,4 @@ def _arguments(name: str, schema: dict[str, Any] | None) -> dict[str, Any]:
         schema = {"properties": {}}
     if schema.get("type", "object") != "object":
         raise RequestError(f"tools: the parameters of {name} must be an object")
-    closed = {"additionalProperties": False} if "properties" in schema else {}
-    return {"type": "object", **closed, **schema, "x-guidance": JSON_FORM}
+    return {**closed({"type": "object", **schema}), "x-guidance": JSON_FORM}

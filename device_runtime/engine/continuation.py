@@ -1,0 +1,97 @@
+"""A last message that the model continues, as transformers' `continue_final_message` does it.
+
+A mark is put after the message's text, the chat template is applied, and the prompt ends where the
+mark is found: no end of the turn, no new turn.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Mapping, Sequence
+from typing import Any
+
+from edgellm.contract import RequestError
+
+_END = "\ufdd1"  # a noncharacter, which no text may hold
+_MARK = _END + " "  # a template that trims its messages takes the space away
+_HINT = "let a message of the user or of a tool be the last"
+
+
+def continues(messages: Sequence[Mapping[str, Any]], flags: Mapping[str, Any]) -> bool:
+    """Whether the last message is continued: by default if it is the assistant's.
+
+    Args:
+        messages: of a conversation.
+        flags: may hold `continue_final_message` and `add_generation_prompt`, as vLLM has them; None
+            is not given.
+
+    Raises:
+        RequestError: the two contradict each other, or the message cannot be continued.
+    """
+    wanted, begins_turn = flags.get("continue_final_message"), flags.get("add_generation_prompt")
+    if wanted not in (None, True, False):
+        raise RequestError(f"continue_final_message {wanted!r} is not True or False")
+    if wanted and begins_turn:
+        raise RequestError(
+            "continue_final_message and add_generation_prompt contradict each other",
+            hint="a message that is continued begins no new turn: leave one of them out",
+        )
+    last = messages[-1] if messages else {}
+    if wanted is None:
+        wanted = begins_turn is None and last.get("role") == "assistant"
+    if wanted:
+        _require_text(last)
+    return bool(wanted)
+
+
+def goes_on(messages: Sequence[Mapping[str, Any]], flags: Mapping[str, Any]) -> bool:
+    """Whether the answer goes on with a text, which is not empty; raises as `continues`."""
+    return continues(messages, flags) and bool(said(messages[-1]))
+
+
+def said(message: Mapping[str, Any]) -> str:
+    """The text of a message that is continued."""
+    content = message.get("content") or ""
+    if isinstance(content, str):
+        return content
+    return "".join(item.get("text") or "" for item in content)
+
+
+def marked(turn: Mapping[str, Any]) -> dict[str, Any]:
+    """A message, as templates take it, with the mark after its text."""
+    content = turn["content"]
+    if isinstance(content, str):
+        return {**turn, "content": content + _MARK}
+    *before, last = content
+    if last["type"] != "text":  # reasoning alone
+        return {**turn, "content": [*content, {"type": "text", "text": _MARK}]}
+    return {**turn, "content": [*before, {**last, "text": last["text"] + _MARK}]}
+
+
+def cut(rendered: str, turn: Mapping[str, Any]) -> str:
+    """The formatted messages up to the end of the last one's text, which is `turn` without mark.
+
+    Raises:
+        RequestError: the template changes the text or leaves it out.
+    """
+    found, mark, after = rendered.rpartition(_END)
+    texts = turn["content"] if isinstance(turn["content"], list) else [{"text": turn["content"]}]
+    if not mark or (texts[-1].get("text") or "").strip() not in found:
+        raise RequestError(
+            "the last message cannot be continued: the chat template changes it or leaves it out",
+            hint=_HINT,
+        )
+    return found if after.startswith(_MARK[len(_END) :]) else found.rstrip()
+
+
+def _require_text(message: Mapping[str, Any]) -> None:
+    """Raises `RequestError` for a last message whose end is no text."""
+    content = message.get("content")
+    fault = None
+    if message.get("tool_calls"):
+        fault = "it calls tools"
+    elif content and not isinstance(content, str) and content[-1]["type"] != "text":
+        fault = f"it ends with an item of type {content[-1]['type']!r}"
+    elif (text := said(message)) and not text.strip():
+        fault = "it holds white space alone"
+    if fault is not None:
+        raise RequestError(f"the last message cannot be continued: {fault}", hint=_HINT)
