@@ -3,10 +3,8 @@
 from __future__ import annotations
 
 import json
-import re
 from collections.abc import Iterable, Sequence
 from datetime import datetime
-from itertools import chain
 from pathlib import Path
 from typing import Any
 
@@ -18,9 +16,9 @@ from tokenizers import Tokenizer
 from tokenizers.decoders import DecodeStream
 
 from edgellm.contract import BrokenArtifactError, RequestError
+from edgellm.device_runtime.plain_text import CUT, PlainText, without_marks
 from edgellm.strict_json import parse
 
-_CUT = "\ufdd0"  # a noncharacter, which no text may hold: what stands around it is no one token
 _PROBE = "is this text written?"
 
 
@@ -53,6 +51,8 @@ class ChatTokenizer:
             raise BrokenArtifactError(
                 f"{path} cannot be read: {error}", hint="build the engine again"
             ) from None
+        self._tokenizer.no_truncation()  # both are of the run that wrote the file
+        self._tokenizer.no_padding()
         config = _read_config(folder / "tokenizer_config.json")
         self._special = {
             name: value["content"] if isinstance(value, dict) else value
@@ -66,9 +66,7 @@ class ChatTokenizer:
         self._wants_items: tuple[str | None, bool] | None = None  # the template's text, and it
         added = self._tokenizer.get_added_tokens_decoder().items()
         self._special_ids = {token.content: index for index, token in added if token.special}
-        special = (content for content in self._special_ids if len(content) > 1)
-        longest_first = sorted(special, key=len, reverse=True)
-        self._special_tokens = re.compile("|".join(map(re.escape, longest_first)) or "(?!)")
+        self._plain = PlainText(self._tokenizer)
 
     @property
     def chat_template(self) -> str | None:
@@ -80,14 +78,12 @@ class ChatTokenizer:
 
         What has no such words is returned as it is. The marks pass through chat templates.
         """
-        return self._special_tokens.sub(
-            lambda found: found[0][0] + _CUT + self.as_text(found[0][1:]), content.replace(_CUT, "")
-        )
+        return self._plain.marked(content)
 
     @staticmethod
     def shown(text: str) -> str:
         """A text without the marks of `as_text`."""
-        return text.replace(_CUT, "")
+        return without_marks(text)
 
     def vocabulary(self) -> dict[str, int]:
         """Ids of all tokens, added ones among them."""
@@ -114,13 +110,9 @@ class ChatTokenizer:
             text.encode("utf-8")
         except UnicodeEncodeError:
             raise RequestError("half a surrogate pair (\\ud800 to \\udfff) is not text") from None
-        if _CUT not in text:
-            return self._tokenizer.encode(text, add_special_tokens=add_special_tokens).ids
-        parts = (
-            self._tokenizer.encode(part, add_special_tokens=add_special_tokens and not index).ids
-            for index, part in enumerate(text.split(_CUT))
-        )
-        return list(chain.from_iterable(parts))
+        if CUT in text:
+            return self._plain.encode(text, add_special_tokens=add_special_tokens)
+        return self._tokenizer.encode(text, add_special_tokens=add_special_tokens).ids
 
     def decode(self, token_ids: Sequence[int], *, skip_special_tokens: bool = True) -> str:
         """Text, without special tokens; bytes that are not UTF-8 become U+FFFD."""
