@@ -34,7 +34,7 @@ class PlainText:
         self._tokenizer = tokenizer
         self._added = dict(sorted(tokenizer.get_added_tokens_decoder().items()))
         self._special = {at: token.content for at, token in self._added.items() if token.special}
-        self._words = self._pattern()
+        self._patterns: dict[frozenset[str], re.Pattern[str]] = {}
         self._copy: _Copy | None = None
 
     def marked(self, text: str, kept: Iterable[str] = ()) -> str:
@@ -44,8 +44,7 @@ class PlainText:
             text: of a user; without such words it is returned as it is.
             kept: special tokens that it may hold.
         """
-        words = self._pattern(kept) if kept else self._words
-        text = without_marks(text)
+        words, text = self._pattern(frozenset(kept)), without_marks(text)
         found = words.sub(lambda first: first[0] + CUT, text)
         if found == text and words.search(self._normalized(text)) is not None:
             # Full-width characters, or capitals, become such a word.
@@ -64,13 +63,15 @@ class PlainText:
         tokens = zip(found.ids, found.special_tokens_mask, strict=True)
         return [index if is_own else copy.ids.get(index, index) for index, is_own in tokens]
 
-    def _pattern(self, kept: Iterable[str] = ()) -> re.Pattern[str]:
+    def _pattern(self, kept: frozenset[str]) -> re.Pattern[str]:
         """Matches the first character of each special token, also of one inside another."""
+        if (known := self._patterns.get(kept)) is not None:
+            return known
         rests: dict[str, list[str]] = {}
         for content in {*self._special.values()} - {"", *kept}:
             rests.setdefault(content[0], []).append(re.escape(content[1:]))
         firsts = (f"{re.escape(first)}(?={'|'.join(found)})" for first, found in rests.items())
-        return re.compile("|".join(firsts) or "(?!)", re.DOTALL)
+        return self._patterns.setdefault(kept, re.compile("|".join(firsts) or "(?!)", re.DOTALL))
 
     def _named(self, text: str) -> Iterator[str]:
         """The text without marks, stand-ins where the tokenizer reads special tokens."""

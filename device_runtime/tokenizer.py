@@ -17,8 +17,11 @@ from tokenizers.decoders import DecodeStream
 
 from edgellm.contract import BrokenArtifactError, RequestError
 from edgellm.device_runtime.plain_text import CUT, PlainText, without_marks
+from edgellm.device_runtime.reasoning_marks import marks_of, think_tags
+from edgellm.device_runtime.token_bytes import TokenBytes
 from edgellm.strict_json import parse
 
+_TAIL = 4  # tokens: as many as a character has at most
 _PROBE = "is this text written?"
 
 
@@ -67,18 +70,29 @@ class ChatTokenizer:
         added = self._tokenizer.get_added_tokens_decoder().items()
         self._special_ids = {token.content: index for index, token in added if token.special}
         self._plain = PlainText(self._tokenizer)
+        self._bytes: TokenBytes | None = None
 
     @property
     def chat_template(self) -> str | None:
         """The template's source, if the model has one."""
         return self._template_text
 
-    def as_text(self, content: str) -> str:
+    def as_text(self, content: str, *, is_answer: bool = False) -> str:
         """`content` with marks, by which `encode` does not take its words for special tokens.
 
         What has no such words is returned as it is. The marks pass through chat templates.
+        With `is_answer` the tags around the reasoning that a model began it with stay special,
+        because templates look for them, to leave the reasoning out.
         """
-        return self._plain.marked(content)
+        tags = think_tags(self._template_text or "") if is_answer else None
+        if tags is None:
+            return self._plain.marked(content)
+        begin, _, rest = content.partition(tags[1])
+        if rest or content.endswith(tags[1]):
+            begin += tags[1]
+        elif not content.lstrip().startswith(tags[0]):
+            return self._plain.marked(content)
+        return self._plain.marked(begin, tags) + self._plain.marked(rest)
 
     @staticmethod
     def shown(text: str) -> str:
@@ -118,17 +132,20 @@ class ChatTokenizer:
         """Text, without special tokens; bytes that are not UTF-8 become U+FFFD."""
         return self._tokenizer.decode(list(token_ids), skip_special_tokens=skip_special_tokens)
 
-    def gap(self, prompt: str | Sequence[int], token_ids: Sequence[int]) -> str:
-        """What stands between a prompt and its answer: some decoders begin every text unspaced."""
-        before = (
-            self.encode(prompt, add_special_tokens=False) if isinstance(prompt, str) else prompt
-        )
-        parts = self.decode(before), self.decode(token_ids)
-        return " " if self.decode([*before, *token_ids]) == " ".join(parts) else ""
-
     def token_text(self, token_id: int) -> str:
         """One token alone, special ones too; bytes that are no whole character become U+FFFD."""
         return self._tokenizer.decode([token_id], skip_special_tokens=False)
+
+    def token_bytes(self, token_id: int, *, begins: bool = False) -> bytes:
+        """What a token adds to a text, or with `begins` as the first of a text."""
+        if self._bytes is None:
+            self._bytes = TokenBytes(self._tokenizer)
+        return self._bytes.of(token_id, begins=begins)
+
+    def hidden_ids(self, shown: Iterable[str] = ()) -> frozenset[int]:
+        """Tokens that are no part of an answer's text: special ones, but for those `shown`."""
+        visible = {*shown, *marks_of(self._template_text or "")}
+        return frozenset(at for content, at in self._special_ids.items() if content not in visible)
 
     def render(self, messages: list[dict[str, Any]], **flags: Any) -> str:
         """The chat template applied to messages.
@@ -172,23 +189,61 @@ class ChatTokenizer:
         except RequestError:
             return False
 
-    def stream(self, shown: Iterable[str] = ()) -> TextStream:
-        """A decoder for one answer, whose text holds no special tokens but the `shown`."""
-        wanted = {content for content in shown if content in self._special_ids}
-        hidden = {index for content, index in self._special_ids.items() if content not in wanted}
-        return TextStream(self._tokenizer, frozenset(hidden) if wanted else None)
+    def stream(self, shown: Iterable[str] = (), after: Sequence[int] = ()) -> TextStream:
+        """A decoder for one answer.
+
+        Args:
+            shown: special tokens that its text holds, as well as the marks of reasoning; all
+                others are hidden.
+            after: the token ids of a text that the answer continues; none: a text of its own.
+        """
+        hidden = self.hidden_ids(shown)
+        return TextStream(self._tokenizer, hidden, self._tail(after, hidden))
+
+    def _tail(self, token_ids: Sequence[int], hidden: frozenset[int]) -> list[int]:
+        """The last visible tokens, from the beginning of a character on."""
+        found: list[int] = []
+        for token_id in reversed(token_ids):
+            if token_id in hidden or self._tokenizer.id_to_token(token_id) is None:
+                continue
+            found.insert(0, token_id)
+            continues = self.token_bytes(token_id)[:1]
+            if len(found) >= _TAIL and not b"\x80" <= continues < b"\xc0":
+                break
+            if len(found) == 2 * _TAIL:  # of no text at all
+                break
+        return found
 
 
 class TextStream:
     """Tokens in, whole characters out."""
 
-    def __init__(self, tokenizer: Tokenizer, hidden: frozenset[int] | None = None) -> None:
-        """Begin a text; `hidden` are the tokens that are none of it, None: the special ones."""
+    def __init__(
+        self,
+        tokenizer: Tokenizer,
+        hidden: frozenset[int] | None = None,
+        before: Sequence[int] = (),
+    ) -> None:
+        """Begin a text, or continue one.
+
+        Args:
+            tokenizer: of the model.
+            hidden: tokens that are none of the text; None: the special ones.
+            before: the last visible tokens of the text so far: decoders write the first token of
+                a text without the space before it.
+        """
         self._tokenizer, self._hidden = tokenizer, hidden
         self._skips = hidden is None
         self._stream = DecodeStream(skip_special_tokens=self._skips)
         self._token_ids: list[int] = []
         self._text = ""
+        for token_id in before:
+            self.push(token_id)
+
+    @property
+    def is_empty(self) -> bool:
+        """Whether no visible token has come."""
+        return not self._token_ids
 
     def push(self, token_id: int) -> str:
         """The characters that this token completes."""

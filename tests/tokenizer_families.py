@@ -112,7 +112,9 @@ _MAKERS: dict[str, Callable[[tuple[str, ...]], Tokenizer]] = {
     "byte_level": _byte_level,
     "whole_words": _whole_words,
     "unigram": _unigram,
+    "unigram_normalized": _unigram,
     "wordpiece": _wordpiece,
+    "wordpiece_normalized": _wordpiece,
     "word_level": _word_level,
 }
 FAMILIES = [*_MAKERS]

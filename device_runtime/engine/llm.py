@@ -304,7 +304,8 @@ class LLM:
         prompt = replace(prompt, adapter=adapter)
         max_tokens, warnings = fit(len(prompt.token_ids), max_tokens, self.manifest)
         sampler = self.sampler(sampling, prompt)
-        stream = self.tokenizer.stream(shown_tokens)
+        before = prompt.token_ids if add_special_tokens else ()  # an answer continues a raw prompt
+        stream = self.tokenizer.stream(shown_tokens, before)
         endings = Endings(stream, stops, sampler.ends, sampling.min_tokens)
         sequence = Sequence(
             prompt, sampler, max_tokens, profile, endings=endings, warnings=warnings
