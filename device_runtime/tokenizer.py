@@ -6,7 +6,6 @@ import json
 import re
 from collections.abc import Iterable, Sequence
 from datetime import datetime
-from itertools import chain
 from pathlib import Path
 from typing import Any
 
@@ -18,13 +17,15 @@ from tokenizers import Tokenizer
 
 from edgellm.contract import BrokenArtifactError, RequestError
 from edgellm.device_runtime.faults import described
+from edgellm.device_runtime.plain_text import CUT, PlainText, without_marks
+from edgellm.device_runtime.reasoning_marks import marks_of, think_tags
 from edgellm.device_runtime.template_variables import variables
+from edgellm.device_runtime.token_bytes import TokenBytes
 from edgellm.strict_json import parse
 
-_CUT = "\ufdd0"  # a noncharacter, which no text may hold: what stands around it is no one token
 _BYTE = re.compile("<0x[0-9A-Fa-f]{2}>")  # a token of byte fallback
+_TAIL = 4  # tokens: as many as a character has at most
 _PROBE = "is this text written?"
-_TAIL = 8  # tokens of a text that tell how the next one is written
 
 
 def _read_config(path: Path) -> dict[str, Any]:
@@ -56,6 +57,8 @@ class ChatTokenizer:
             raise BrokenArtifactError(
                 f"{path} cannot be read: {error}", hint="build the engine again"
             ) from None
+        self._tokenizer.no_truncation()  # both are of the run that wrote the file
+        self._tokenizer.no_padding()
         config = _read_config(folder / "tokenizer_config.json")
         self._special = {
             name: value["content"] if isinstance(value, dict) else value
@@ -70,28 +73,35 @@ class ChatTokenizer:
         self._variables: tuple[str, frozenset[str]] | None = None  # the template's text, and names
         added = self._tokenizer.get_added_tokens_decoder().items()
         self._special_ids = {token.content: index for index, token in added if token.special}
-        special = (content for content in self._special_ids if len(content) > 1)
-        longest_first = sorted(special, key=len, reverse=True)
-        self._special_tokens = re.compile("|".join(map(re.escape, longest_first)) or "(?!)")
+        self._plain = PlainText(self._tokenizer)
+        self._bytes: TokenBytes | None = None
 
     @property
     def chat_template(self) -> str | None:
         """The template's source, if the model has one."""
         return self._template_text
 
-    def as_text(self, content: str) -> str:
+    def as_text(self, content: str, *, is_answer: bool = False) -> str:
         """`content` with marks, by which `encode` does not take its words for special tokens.
 
         What has no such words is returned as it is. The marks pass through chat templates.
+        With `is_answer` the tags around the reasoning that a model began it with stay special,
+        because templates look for them, to leave the reasoning out.
         """
-        return self._special_tokens.sub(
-            lambda found: found[0][0] + _CUT + self.as_text(found[0][1:]), content.replace(_CUT, "")
-        )
+        tags = think_tags(self._template_text or "") if is_answer else None
+        if tags is None:
+            return self._plain.marked(content)
+        begin, _, rest = content.partition(tags[1])
+        if rest or content.endswith(tags[1]):
+            begin += tags[1]
+        elif not content.lstrip().startswith(tags[0]):
+            return self._plain.marked(content)
+        return self._plain.marked(begin, tags) + self._plain.marked(rest)
 
     @staticmethod
     def shown(text: str) -> str:
         """A text without the marks of `as_text`."""
-        return text.replace(_CUT, "")
+        return without_marks(text)
 
     def vocabulary(self) -> dict[str, int]:
         """Ids of all tokens, added ones among them."""
@@ -118,29 +128,28 @@ class ChatTokenizer:
             text.encode("utf-8")
         except UnicodeEncodeError:
             raise RequestError("half a surrogate pair (\\ud800 to \\udfff) is not text") from None
-        if _CUT not in text:
-            return self._tokenizer.encode(text, add_special_tokens=add_special_tokens).ids
-        parts = (
-            self._tokenizer.encode(part, add_special_tokens=add_special_tokens and not index).ids
-            for index, part in enumerate(text.split(_CUT))
-        )
-        return list(chain.from_iterable(parts))
+        if CUT in text:
+            return self._plain.encode(text, add_special_tokens=add_special_tokens)
+        return self._tokenizer.encode(text, add_special_tokens=add_special_tokens).ids
 
     def decode(self, token_ids: Sequence[int], *, skip_special_tokens: bool = True) -> str:
         """Text, without special tokens; bytes that are not UTF-8 become U+FFFD."""
         return self._tokenizer.decode(list(token_ids), skip_special_tokens=skip_special_tokens)
 
-    def gap(self, prompt: str | Sequence[int], token_ids: Sequence[int]) -> str:
-        """What stands between a prompt and its answer: some decoders begin every text unspaced."""
-        before = (
-            self.encode(prompt, add_special_tokens=False) if isinstance(prompt, str) else prompt
-        )
-        parts = self.decode(before), self.decode(token_ids)
-        return " " if self.decode([*before, *token_ids]) == " ".join(parts) else ""
-
     def token_text(self, token_id: int) -> str:
         """One token alone, special ones too; bytes that are no whole character become U+FFFD."""
         return self._tokenizer.decode([token_id], skip_special_tokens=False)
+
+    def token_bytes(self, token_id: int, *, begins: bool = False) -> bytes:
+        """What a token adds to a text, or with `begins` as the first of a text."""
+        if self._bytes is None:
+            self._bytes = TokenBytes(self._tokenizer)
+        return self._bytes.of(token_id, begins=begins)
+
+    def hidden_ids(self, shown: Iterable[str] = ()) -> frozenset[int]:
+        """Tokens that are no part of an answer's text: special ones, but for those `shown`."""
+        visible = {*shown, *marks_of(self._template_text or "")}
+        return frozenset(at for content, at in self._special_ids.items() if content not in visible)
 
     def render(self, messages: list[dict[str, Any]], **flags: Any) -> str:
         """The chat template applied to messages.
@@ -204,13 +213,26 @@ class ChatTokenizer:
         """A decoder for one answer.
 
         Args:
-            shown: special tokens that its text holds; all others are hidden.
-            after: the token ids of a text that the answer goes on; none: a text of its own.
+            shown: special tokens that its text holds, as well as the marks of reasoning; all
+                others are hidden.
+            after: the token ids of a text that the answer continues; none: a text of its own.
         """
-        known = [index for index in after[-_TAIL:] if self._tokenizer.id_to_token(index)]
-        wanted = {content for content in shown if content in self._special_ids}
-        hidden = {index for content, index in self._special_ids.items() if content not in wanted}
-        return TextStream(self._tokenizer, frozenset(hidden), known)
+        hidden = self.hidden_ids(shown)
+        return TextStream(self._tokenizer, hidden, self._tail(after, hidden))
+
+    def _tail(self, token_ids: Sequence[int], hidden: frozenset[int]) -> list[int]:
+        """The last visible tokens, from the beginning of a character on."""
+        found: list[int] = []
+        for token_id in reversed(token_ids):
+            if token_id in hidden or self._tokenizer.id_to_token(token_id) is None:
+                continue
+            found.insert(0, token_id)
+            continues = self.token_bytes(token_id)[:1]
+            if len(found) >= _TAIL and not b"\x80" <= continues < b"\xc0":
+                break
+            if len(found) == 2 * _TAIL:  # of no text at all
+                break
+        return found
 
 
 class TextStream:
@@ -237,6 +259,11 @@ class TextStream:
         self._num_given, self._given = 0, ""
         for token_id in before:
             self.push(token_id)
+
+    @property
+    def is_empty(self) -> bool:
+        """Whether no visible token has come."""
+        return not self._window
 
     def push(self, token_id: int) -> str:
         """The characters that this token completes."""

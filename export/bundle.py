@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 import json
-from collections.abc import Callable, Iterable
+from collections.abc import Callable
 from dataclasses import asdict, dataclass, replace
 from pathlib import Path
 from typing import Any
@@ -75,6 +75,7 @@ def export_llm(
     """
     names = [*file_names((_GRAPH, COMMIT)), *_JSON_FILES, *checkpoint.tokenizer_files]
     check_output(output, LLM_BUNDLE, names)
+    options = _with_pooling(options, checkpoint)
     tower, architecture, config = read_architecture(checkpoint, options)
     if options.lora_dir is not None:
         tower = merged(tower, options.lora_dir)
@@ -91,8 +92,7 @@ def export_llm(
     if ranges is not None:
         contradiction = {}  # it speaks of the cache
     _check_tokens(checkpoint, config.vocab_size)
-    configs = (checkpoint.generation_config, checkpoint.config, tower.config)
-    eos_token_ids = _eos_token_ids(configs, config.vocab_size)
+    eos_token_ids = _eos_token_ids(end_ids(checkpoint), config.vocab_size)
     spec = _spec(checkpoint, tower, config, op)
     with temporary_folder(output) as folder:
         records = write_graphs(folder, graphs, progress)
@@ -124,6 +124,14 @@ def _spec(checkpoint: Checkpoint, tower: Checkpoint, config: DecoderConfig, op: 
     """The facts of the decoder that a checkpoint's config and tensors tell."""
     spec = decoder_spec(config, tower.config["model_type"], [op], tower.tensors)
     return replace(spec, rotation=rotation_name(checkpoint.config))
+
+
+def _with_pooling(options: ExportOptions, checkpoint: Checkpoint) -> ExportOptions:
+    """A file that says how its model embeds texts decides, unless the user did."""
+    is_base = options.hidden_taps or options.draft_model_dir or options.is_eagle_base
+    if options.pooling or is_base:
+        return options
+    return replace(options, pooling=checkpoint.pooling)
 
 
 def _write_texts(folder: Path, checkpoint: Checkpoint) -> None:
@@ -254,9 +262,8 @@ def _check_tokens(checkpoint: Checkpoint, vocab_size: int) -> None:
         )
 
 
-def _eos_token_ids(configs: Iterable[dict[str, Any]], vocab_size: int) -> tuple[int, ...]:
+def _eos_token_ids(found: set[Any], vocab_size: int) -> tuple[int, ...]:
     """All ids that end an answer, each a token of the model."""
-    found = end_ids(configs)
     for token_id in found:
         if not isinstance(token_id, int) or not 0 <= token_id < vocab_size:
             raise UnsupportedModelError(
@@ -266,10 +273,11 @@ def _eos_token_ids(configs: Iterable[dict[str, Any]], vocab_size: int) -> tuple[
     return tuple(sorted(found))
 
 
-def end_ids(configs: Iterable[dict[str, Any]]) -> set[Any]:
-    """All ids that end an answer: those of the generation config and of the model's configs."""
-    found: set[Any] = set()
-    for source in configs:
+def end_ids(checkpoint: Checkpoint) -> set[Any]:
+    """All ids that end an answer: of the generation config, the model's configs, the tokenizer."""
+    tower = text_tower(checkpoint).checkpoint
+    found: set[Any] = {checkpoint.eos_token_id} - {None}
+    for source in (checkpoint.generation_config, checkpoint.config, tower.config):
         value = source.get("eos_token_id")
         found.update(value if isinstance(value, list) else [value] if value is not None else [])
     return found

@@ -57,6 +57,8 @@ class Checkpoint:
     processor_files: dict[str, bytes] = field(default_factory=dict, repr=False)
     last_token: tuple[str, int] = ("", -1)  # of the tokenizer, with its id, the highest
     blocks: TensorSource | None = None  # the tensors before they were decoded, of a GGUF file
+    eos_token_id: int | None = None  # that the tokenizer names
+    pooling: str = ""  # "last" or "mean": how the model embeds texts, if its file says so
 
     @property
     def quantization(self) -> str:

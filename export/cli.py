@@ -96,6 +96,7 @@ def llm(
     )
     _say_contradiction(manifest)
     _say_taps(manifest)
+    _say_endless(manifest)
     for line in verdict:
         typer.echo(line)
 
@@ -222,6 +223,15 @@ def _say_taps(manifest: Bundle) -> None:
         typer.echo(f"embeds texts: by {_POOLED[manifest.pooling]} of the last layer")
     elif manifest.hidden_taps:
         typer.echo(f"hidden taps for a draft: {', '.join(map(str, manifest.hidden_taps))}")
+
+
+def _say_endless(manifest: Bundle) -> None:
+    if not manifest.eos_token_ids and not manifest.pooling:
+        typer.echo(
+            "warning: the checkpoint names no end token: only a stop string or the longest length "
+            "will end an answer; name it as eos_token_id in its generation_config.json",
+            err=True,
+        )
 
 
 def _say_contradiction(manifest: Bundle) -> None:

@@ -15,12 +15,12 @@ from typing import Any
 import numpy as np
 from numpy.typing import NDArray
 
-from edgellm.contract import BrokenArtifactError
+from edgellm.contract import BrokenArtifactError, UnsupportedModelError
 from edgellm.export.checkpoint import CHUNK_BYTES, Checkpoint, TensorInfo
 from edgellm.export.gguf_facts import Facts, Family
 from edgellm.export.gguf_families import FAMILIES, read_config
 from edgellm.export.gguf_file import GGUFFile, GGUFTensor, read_gguf
-from edgellm.export.gguf_tokenizer import convert_tokenizer
+from edgellm.export.gguf_tokenizer import convert_tokenizer, end_ids
 from edgellm.export.quantized.gguf import FORMS, MXFP4
 from edgellm.export.weights import as_bytes
 
@@ -29,6 +29,8 @@ _ROPES = ("rope_freqs", "rope_factors_")
 _PLAIN = {"F32": "F32", "F16": "F16", "BF16": "BF16"}
 _DAMAGED = (ValueError, IndexError, KeyError, TypeError, AttributeError, ZeroDivisionError)
 _LAYER, _FILE_NAME = re.compile(r"blk\.(\d+)\.(.+)"), re.compile(r"^blk\.\d+\.|\.(weight|bias)$")
+_POOLINGS = {0: "", 1: "mean", 3: "last"}  # llama.cpp's numbers
+_REFUSED_POOLINGS = {2: "the first position", 4: "a classifier, which ranks"}
 _JOINED = ".ffn_gate_up_exps"
 _RATES, _KEPT_NORM = "ssm_a", "ssm_norm"  # -exp(A_log); to whose weights nothing was added
 # Of a layer of multi-token prediction.
@@ -173,8 +175,9 @@ def open_gguf(path: Path) -> Checkpoint:
     metadata = file.metadata
     try:
         facts = Facts(metadata, _rope_tensors(file), {t.name for t in file.tensors}, FAMILIES)
+        pooling = _pooling(facts)
         config = read_config(facts)
-        tokenizer_files = convert_tokenizer(metadata.get)
+        tokenizer_files, ends = convert_tokenizer(metadata.get), sorted(end_ids(metadata.get))
         tensors, blocks = (
             GGUFTensors(file, facts.family, config, keeps_blocks=keeps) for keeps in (False, True)
         )
@@ -185,11 +188,24 @@ def open_gguf(path: Path) -> Checkpoint:
     return Checkpoint(
         label=str(path),
         config=config,
-        generation_config={"eos_token_id": _end_ids(metadata)},
+        generation_config={"eos_token_id": ends},
         tensors=tensors,
         tokenizer_files=tokenizer_files,
         blocks=blocks,
+        pooling=pooling,
     )
+
+
+def _pooling(facts: Facts) -> str:
+    """How the model embeds texts; "": not at all, as far as the file says."""
+    kind = facts.get("pooling_type", 0)
+    if kind not in _POOLINGS:
+        name = _REFUSED_POOLINGS.get(kind, "an unknown rule")
+        raise UnsupportedModelError(
+            f"GGUF {facts.architecture}.pooling_type = {kind}: texts are embedded by {name}",
+            hint="edgellm embeds by the mean of all positions (1) or by the last one (3)",
+        )
+    return _POOLINGS[kind]
 
 
 def _rope_tensors(file: GGUFFile) -> dict[str, list[float]]:
@@ -199,11 +215,6 @@ def _rope_tensors(file: GGUFFile) -> dict[str, list[float]]:
         for tensor in file.tensors
         if tensor.name.startswith(_ROPES)
     }
-
-
-def _end_ids(metadata: Mapping[str, Any]) -> list[int]:
-    keys = ("tokenizer.ggml.eos_token_id", "tokenizer.ggml.eot_token_id")
-    return sorted({metadata[key] for key in keys if key in metadata})
 
 
 def _hf_name(name: str, family: Family, layers: int) -> str:

@@ -41,7 +41,6 @@ _UNREAD = (
     "vocab_size",
     "rope.scaling.finetuned",
     "expert_used_count",
-    "attention.causal",
     "rope.scaling.yarn_log_multiplier",
 )
 

@@ -53,6 +53,7 @@ def read_config(facts: Facts) -> Config:
         "bos_token_id": facts.metadata.get("tokenizer.ggml.bos_token_id"),
         "eos_token_id": facts.metadata.get("tokenizer.ggml.eos_token_id"),
     }
+    facts.expect("attention.causal", True)
     own = facts.family.read(facts)
     if (turns := own.pop("rope_parameters", {})) is None:
         return {**config, **own, "rope_parameters": None, **facts.left()}

@@ -62,8 +62,42 @@ _NO_SPLITTING = (
     "warning: the GGUF file has no tokenizer.ggml.pre: text is split by llama.cpp's default, which "
     "may not be the model's own; convert the model again to have it"
 )
+# Texts by which llama.cpp knows the ends of turns and texts, whatever the ids in the metadata say.
+_ENDS = {
+    *("<|eot_id|>", "<|eom_id|>", "<|im_end|>", "<|end|>", "<|endoftext|>", "<|end_of_text|>"),
+    *("<|return|>", "<|call|>", "<|calls|>", "<|flush|>", "<end_of_turn>", "<turn|>"),
+    *("<|tool_response>", "<end_of_utterance>", "[e~[", "_<EOT>"),
+    "<\uff5cend▁of▁sentence\uff5c>",
+}
+# The same, but of control tokens alone: Gemma's </s> strikes text out.
+_CONTROL_ENDS = {"</s>", "<eos>", "<EOT>", "[EOT]", "[EOS]"}
+_CALLS, _LAST = {"<|call|>", "<|calls|>"}, {"<|return|>", "<|flush|>"}
 
 Get = Callable[..., Any]
+
+
+def end_ids(get: Get) -> set[int]:
+    """Tokens that end an answer: by the ids of end of text, turn and message, and by their texts.
+
+    Args:
+        get: look-up of a metadata key, with an optional default.
+    """
+    tokens: list[str] = get("tokenizer.ggml.tokens")
+    eos, *others = (get(f"tokenizer.ggml.{name}_token_id") for name in ("eos", "eot", "eom"))
+    found = {tokens[index]: index for index in others if index is not None}
+    found |= _ends_by_text(get, tokens)
+    if _CALLS & found.keys() and _LAST & found.keys():
+        found.pop("<|end|>", None)  # there it ends a message, after which others follow
+    return {*found.values()} | ({eos} - {None})
+
+
+def _ends_by_text(get: Get, tokens: list[str]) -> dict[str, int]:
+    types: list[int] = get("tokenizer.ggml.token_type", [1] * len(tokens))
+    return {
+        token: index
+        for index, (token, kind) in enumerate(zip(tokens, types, strict=True))
+        if token in _ENDS or (kind == _CONTROL and token in _CONTROL_ENDS)
+    }
 
 
 def convert_tokenizer(get: Get) -> dict[str, bytes]:
@@ -81,6 +115,8 @@ def convert_tokenizer(get: Get) -> dict[str, bytes]:
         raise UnsupportedModelError(f"GGUF tokenizer {model!r} is not supported")
     tokens: list[str] = get("tokenizer.ggml.tokens")
     types: list[int] = get("tokenizer.ggml.token_type", [1] * len(tokens))
+    ends = _ends_by_text(get, tokens).values()  # control tokens, whatever a converter made of them
+    types = [_CONTROL if index in ends else kind for index, kind in enumerate(types)]
     tokenizer = makers[model](get, tokens, types)
     for kind, special in ((_USER_DEFINED, False), (_CONTROL, True)):
         added = [
@@ -90,12 +126,12 @@ def convert_tokenizer(get: Get) -> dict[str, bytes]:
         ]
         (tokenizer.add_special_tokens if special else tokenizer.add_tokens)(added)
     config = _special_tokens(get, tokens)
-    begins = model == "llama" or get("tokenizer.ggml.pre", "") in _WHOLE_FIRST
-    if get("tokenizer.ggml.add_bos_token", begins) and "bos_token" in config:
-        bos = config["bos_token"]
-        tokenizer.post_processor = TemplateProcessing(
-            single=f"{bos} $A", special_tokens=[(bos, get("tokenizer.ggml.bos_token_id"))]
-        )
+    _frame(
+        tokenizer,
+        get,
+        tokens,
+        begins=model == "llama" or get("tokenizer.ggml.pre", "") in _WHOLE_FIRST,
+    )
     files = {
         TOKENIZER: tokenizer.to_str().encode("utf-8"),
         TOKENIZER_CONFIG: json.dumps(config, indent=2).encode("utf-8"),
@@ -103,6 +139,26 @@ def convert_tokenizer(get: Get) -> dict[str, bytes]:
     if template := get("tokenizer.chat_template"):
         files[CHAT_TEMPLATE] = template.encode("utf-8")
     return files
+
+
+def _frame(tokenizer: Tokenizer, get: Get, tokens: list[str], *, begins: bool) -> None:
+    """Add the tokens around each text; with `begins` the first one unless the file denies it."""
+    first = get("tokenizer.ggml.bos_token_id")
+    last = get("tokenizer.ggml.eos_token_id")
+    if not get("tokenizer.ggml.add_bos_token", begins):
+        first = None
+    if not get("tokenizer.ggml.add_eos_token", False):
+        adds_separator = get("tokenizer.ggml.add_sep_token", False)
+        # The specification's spelling.
+        last = get("tokenizer.ggml.seperator_token_id") if adds_separator else None
+    around = {tokens[index]: index for index in (first, last) if index is not None}
+    if around:
+        text = [*_token(tokens, first), "$A", *_token(tokens, last)]
+        tokenizer.post_processor = TemplateProcessing(single=text, special_tokens=[*around.items()])
+
+
+def _token(tokens: list[str], index: int | None) -> list[str]:
+    return [] if index is None else [tokens[index]]
 
 
 def _special_tokens(get: Get, tokens: list[str]) -> dict[str, str]:

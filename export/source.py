@@ -10,7 +10,7 @@ from edgellm.contract import BrokenArtifactError, EdgeLLMError, UnsupportedModel
 from edgellm.disk import require_regular_files
 from edgellm.export import drafts
 from edgellm.export.checkpoint import Checkpoint, Safetensors, TensorSource
-from edgellm.export.tokenizer_files import read_tokenizer
+from edgellm.export.tokenizer_files import TokenizerFiles, read_tokenizer
 from edgellm.strict_json import parse
 
 PROCESSOR_FILES = (
@@ -103,16 +103,17 @@ def _open_folder(folder: Path, *, tokenizer: bool, is_draft: bool = False) -> Ch
             f"{folder} is not a checkpoint: it has no config.json",
             hint="give the folder that holds config.json and *.safetensors",
         )
-    files, last_token = read_tokenizer(folder) if tokenizer else ({}, ("", -1))
+    found = read_tokenizer(folder) if tokenizer else TokenizerFiles({})
     return Checkpoint(
         label=str(folder),
         config=config,
         generation_config=read_json(folder / "generation_config.json"),
         tensors=_open_tensors(folder, weights),
-        tokenizer_files=files,
+        tokenizer_files=found.files,
         quant_config=_quantization(folder, config),
         processor_files=_processor_files(folder),
-        last_token=last_token,
+        last_token=found.last_token,
+        eos_token_id=found.eos_token_id,
     )
 
 

@@ -2,11 +2,13 @@
 
 from __future__ import annotations
 
+import json
 import tempfile
+from dataclasses import dataclass
 from pathlib import Path
 from typing import Any
 
-from tokenizers import Tokenizer
+from tokenizers import AddedToken, Tokenizer
 
 from edgellm.contract import BrokenArtifactError, EdgeLLMError
 from edgellm.strict_json import parse
@@ -14,16 +16,24 @@ from edgellm.strict_json import parse
 TOKENIZER = "tokenizer.json"
 TOKENIZER_CONFIG = "tokenizer_config.json"
 CHAT_TEMPLATE = "chat_template.jinja"
+_SPECIAL_TOKENS = "special_tokens_map.json"
+_ROLES = ("bos_token", "eos_token")
 _REMEDY = "copy or download the file again"
 
 
-def read_tokenizer(folder: Path) -> tuple[dict[str, bytes], tuple[str, int]]:
+@dataclass(frozen=True, slots=True)
+class TokenizerFiles:
+    """What a bundle carries of a tokenizer."""
+
+    files: dict[str, bytes]
+    last_token: tuple[str, int] = ("", -1)  # of the highest id, with that id
+    eos_token_id: int | None = None  # of the token that it calls the end
+
+
+def read_tokenizer(folder: Path) -> TokenizerFiles:
     """tokenizer.json, tokenizer_config.json and, if the model has one, chat_template.jinja.
 
     A folder without tokenizer.json but with a SentencePiece model is converted by transformers.
-
-    Returns:
-        The files, and the token of the highest id with that id.
 
     Raises:
         EdgeLLMError: there is no tokenizer, or converting needs transformers.
@@ -36,12 +46,12 @@ def read_tokenizer(folder: Path) -> tuple[dict[str, bytes], tuple[str, int]]:
             )
         return _convert_slow(folder)
     files = {TOKENIZER: (folder / TOKENIZER).read_bytes()}
-    config: dict[str, Any] = {}
     try:
-        ids = Tokenizer.from_buffer(files[TOKENIZER]).get_vocab()
-        if (folder / TOKENIZER_CONFIG).exists():
-            files[TOKENIZER_CONFIG] = (folder / TOKENIZER_CONFIG).read_bytes()
-            config = _object(files[TOKENIZER_CONFIG])
+        tokenizer = Tokenizer.from_buffer(files[TOKENIZER])
+        config = _read_config(folder, files)
+        if _add_named(tokenizer, config):
+            files[TOKENIZER] = tokenizer.to_str().encode("utf-8")
+        end = tokenizer.token_to_id(_special_tokens(config).get("eos_token", ""))
     except Exception as error:  # noqa: BLE001 - the library raises bare Exception
         raise BrokenArtifactError(
             f"the tokenizer of {folder} is damaged: {error}", hint=_REMEDY
@@ -54,13 +64,55 @@ def read_tokenizer(folder: Path) -> tuple[dict[str, bytes], tuple[str, int]]:
         raise BrokenArtifactError(
             f"the chat template of {folder} is damaged: {error}", hint=_REMEDY
         ) from None
-    return files, max(ids.items(), key=lambda item: item[1], default=("", -1))
+    ids = tokenizer.get_vocab(with_added_tokens=True)
+    return TokenizerFiles(files, max(ids.items(), key=lambda item: item[1], default=("", -1)), end)
 
 
-def _object(text: bytes) -> dict[str, Any]:
+def _read_config(folder: Path, files: dict[str, bytes]) -> dict[str, Any]:
+    """tokenizer_config.json, which goes to `files`; older folders name tokens in a file apart."""
+    config: dict[str, Any] = {}
+    if (folder / TOKENIZER_CONFIG).exists():
+        files[TOKENIZER_CONFIG] = (folder / TOKENIZER_CONFIG).read_bytes()
+        config = _object(files[TOKENIZER_CONFIG], TOKENIZER_CONFIG)
+    # transformers reads the second file where the first does not list the added tokens.
+    if "added_tokens_decoder" not in config and (folder / _SPECIAL_TOKENS).exists():
+        named = _object((folder / _SPECIAL_TOKENS).read_bytes(), _SPECIAL_TOKENS)
+        if not named.items() <= config.items():
+            config = {**config, **named}
+            files[TOKENIZER_CONFIG] = json.dumps(config, indent=2).encode("utf-8")
+    return config
+
+
+def _add_named(tokenizer: Tokenizer, config: dict[str, Any]) -> bool:
+    """Make first and last token special, as transformers does; whether one of them was not.
+
+    What the vocabulary does not have stays unknown.
+    """
+    added = tokenizer.get_added_tokens_decoder().values()
+    special = {token.content for token in added if token.special}
+    missing = [
+        content
+        for content in _special_tokens(config).values()
+        if content not in special and tokenizer.token_to_id(content) is not None
+    ]
+    tokenizer.add_special_tokens([AddedToken(content, special=True) for content in missing])
+    return bool(missing)
+
+
+def _special_tokens(config: dict[str, Any]) -> dict[str, str]:
+    """Texts of the first and the last token, as far as the config names them."""
+    found = {name: config.get(name) for name in _ROLES}
+    texts = {
+        name: value.get("content") if isinstance(value, dict) else value
+        for name, value in found.items()
+    }
+    return {name: text for name, text in texts.items() if text and isinstance(text, str)}
+
+
+def _object(text: bytes, name: str) -> dict[str, Any]:
     value = parse(text)
     if not isinstance(value, dict):
-        raise TypeError(f"{TOKENIZER_CONFIG} does not hold a JSON object")
+        raise TypeError(f"{name} does not hold a JSON object")
     return value
 
 
@@ -77,7 +129,7 @@ def _chat_template(folder: Path, tokenizer_config: dict[str, Any]) -> str | None
     return template
 
 
-def _convert_slow(folder: Path) -> tuple[dict[str, bytes], tuple[str, int]]:
+def _convert_slow(folder: Path) -> TokenizerFiles:
     try:
         from transformers import AutoTokenizer
     except ImportError:

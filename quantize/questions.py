@@ -71,7 +71,7 @@ def read_questions(
             "positions",
             hint="leave out the longest prompts",
         )
-    ends = end_ids((checkpoint.generation_config, checkpoint.config))
+    ends = end_ids(checkpoint)
     name = DEFAULT if file == DEFAULT else path.name
     prompts, kinds = zip(*found, strict=True)
     return Questions(prompts, kinds, frozenset(ends), name)

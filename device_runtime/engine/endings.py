@@ -27,6 +27,11 @@ class Endings:
         self._stream, self._stops, self._ends = stream, stops, ends
         self._early = min_tokens
 
+    @property
+    def is_at_start(self) -> bool:
+        """Whether nothing visible has come of the text."""
+        return self._stream.is_empty
+
     def take(self, token_ids: Sequence[int]) -> Taken:
         """The answer goes on with these, up to an end."""
         taken: list[int] = []

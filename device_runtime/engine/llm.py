@@ -320,7 +320,9 @@ class LLM:
         if images and self.images is not None:
             warnings = [*warnings, *self.images.warnings]
         sampler = self.sampler(sampling, prompt)
-        stream = self.tokenizer.stream(shown_tokens, prompt.token_ids if continues else ())
+        # Continued messages and raw prompts go on as text: the space before a word is kept.
+        before = prompt.token_ids if add_special_tokens or continues else ()
+        stream = self.tokenizer.stream(shown_tokens, before)
         endings = Endings(stream, stops, sampler.ends, sampling.min_tokens)
         sequence = Sequence(
             prompt, sampler, max_tokens, profile, endings=endings, warnings=warnings

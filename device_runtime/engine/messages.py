@@ -61,7 +61,8 @@ class Formatter:
             if variables["enable_thinking"]:
                 variables.setdefault("thinking", True)  # the name in Granite's templates
             if not self.allow_special_tokens:
-                turns, variables = self._as_text(turns), self._as_text(variables)
+                turns = [self._turn_as_text(turn) for turn in turns]
+                variables = self._as_text(variables)
             last = turns[-1:]
             if is_continued:
                 turns = [*turns[:-1], continuation.marked(turns[-1])]
@@ -74,14 +75,24 @@ class Formatter:
         except RecursionError:
             raise RequestError("the messages are nested too deeply") from None
 
-    def _as_text(self, value: Any) -> Any:
+    def _turn_as_text(self, turn: dict[str, Any]) -> dict[str, Any]:
+        """A message without special tokens, but for the tags of an answer's own reasoning."""
+        found = self._as_text(turn)
+        if turn.get("role") == "assistant":
+            found["content"] = self._as_text(turn["content"], is_answer=True)
+        return found
+
+    def _as_text(self, value: Any, *, is_answer: bool = False) -> Any:
         """JSON whose strings, at any depth, hold no special tokens."""
         if isinstance(value, str):
-            return self.tokenizer.as_text(value)
+            return self.tokenizer.as_text(value, is_answer=is_answer)
         if isinstance(value, (list, tuple)):
-            return [self._as_text(item) for item in value]
+            return [self._as_text(item, is_answer=is_answer) for item in value]
         if isinstance(value, Mapping):
-            return {self._as_text(key): self._as_text(item) for key, item in value.items()}
+            return {
+                self._as_text(key): self._as_text(item, is_answer=is_answer)
+                for key, item in value.items()
+            }
         return value
 
 

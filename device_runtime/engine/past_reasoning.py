@@ -2,14 +2,24 @@
 
 from __future__ import annotations
 
+import re
 from typing import Any
+
+from edgellm.device_runtime.reasoning_marks import CHANNEL, has_channels
 
 # Qwen, GLM, EXAONE and Command say reasoning_content, gpt-oss thinking, vLLM's clients reasoning.
 _NAMES = ("reasoning_content", "reasoning", "thinking")
+_IN_CHANNEL = re.compile(
+    r"<\|channel\|>\s*(\w+)[^<]*(?:<\|constrain\|>[^<]*)?<\|message\|>(.*?)"
+    r"(?:<\|(?:end|return|call)\|>|(?=<\|(?:start|channel)\|>)|\Z)",
+    re.DOTALL,
+)
 
 
 def with_reasoning(turn: dict[str, Any], template: str) -> dict[str, Any]:
     """A message whose reasoning, if it has any, stands where the template looks for it."""
+    if turn.get("role") == "assistant" and has_channels(template):
+        turn = _without_channels(turn)
     reasoning = next((turn[name] for name in _NAMES if turn.get(name)), None)
     if not isinstance(reasoning, str):
         return turn
@@ -24,3 +34,15 @@ def with_reasoning(turn: dict[str, Any], template: str) -> dict[str, Any]:
         joined = dict.fromkeys(_NAMES, f"{reasoning}\n{content}")
         return {**named, **joined, "content": ""}
     return named
+
+
+def _without_channels(turn: dict[str, Any]) -> dict[str, Any]:
+    """An answer as gpt-oss wrote it, whose template wants reasoning and text apart."""
+    content = turn["content"]
+    if not isinstance(content, str) or not content.lstrip().startswith((CHANNEL, "<|start|>")):
+        return turn
+    thoughts: list[str] = []
+    texts: list[str] = []
+    for channel, text in _IN_CHANNEL.findall(content):
+        (thoughts if channel == "analysis" else texts).append(text)
+    return {"thinking": "\n".join(thoughts), **turn, "content": "\n".join(texts)}

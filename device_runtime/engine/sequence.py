@@ -30,6 +30,7 @@ class Step(NamedTuple):
     round: Round | None = None  # the tree that gave them, when they were drafted
     pieces: tuple[str, ...] = ()  # the text that each token completed
     logprobs: tuple[TokenLogprobs, ...] = ()  # of the tokens, if the sampling asks for them
+    begins: bool = False  # the tokens are the first of a text
 
 
 @dataclass(slots=True, eq=False)
@@ -79,6 +80,7 @@ class Sequence:
         """Add what a pass gave, up to an end; the steps of the answer."""
         if found is None:
             return ()
+        begins = self.endings is not None and self.endings.is_at_start
         if self.endings is None:
             taken = Taken(list(found.token_ids), [])
         else:
@@ -96,7 +98,8 @@ class Sequence:
             logprobs = tuple(self.sampler.logprobs[begin : begin + count])
             drafted = found if self.drafter is not None else None
             pieces = tuple(taken.pieces)
-            steps.append(Step(tuple(taken.token_ids), "".join(pieces), drafted, pieces, logprobs))
+            ids, text = tuple(taken.token_ids), "".join(pieces)
+            steps.append(Step(ids, text, drafted, pieces, logprobs, begins))
         if self.finish_reason is not None:
             steps += self._end(with_rest=taken.stop is None)
         return tuple(steps)

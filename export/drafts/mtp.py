@@ -151,8 +151,7 @@ def read(checkpoint: Checkpoint, base: DecoderConfig, ignored: tuple[str, ...] =
 
 def with_vocabulary(config: MtpConfig, base: Checkpoint, size: int) -> MtpConfig:
     """The same that foresees only `size` of the base's tokens; raises `UnsupportedModelError`."""
-    ends = end_ids((base.generation_config, base.config, text_tower(base).checkpoint.config))
-    ids = commonest(size, config.decoder.vocab_size, ends)
+    ids = commonest(size, config.decoder.vocab_size, end_ids(base))
     return replace(config, target_ids=tuple(ids.tolist()))
 
 

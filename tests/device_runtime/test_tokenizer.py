@@ -4,6 +4,7 @@ import pytest
 from conftest import write_tokenizer
 from hypothesis import given
 from hypothesis import strategies as st
+from tokenizer_families import FAMILIES, make_tokenizer
 
 from edgellm.contract import BrokenArtifactError, RequestError
 from edgellm.device_runtime.engine.messages import Formatter
@@ -122,6 +123,43 @@ def test_streamed_pieces_are_whole_characters(byte_level, text):
     pieces = [stream.push(t) for t in byte_level.encode(text, add_special_tokens=False)]
     assert "�" not in "".join(pieces) or "�" in text
     assert "".join(pieces) + stream.finish() == text
+
+
+@pytest.fixture(scope="module")
+def families(tmp_path_factory) -> dict[str, ChatTokenizer]:
+    """A tokenizer of each family."""
+    found = {}
+    for family in FAMILIES:
+        folder = tmp_path_factory.mktemp(family)
+        make_tokenizer(family).save(str(folder / "tokenizer.json"))
+        found[family] = ChatTokenizer(folder)
+    return found
+
+
+@pytest.mark.parametrize("family", FAMILIES)
+@given(
+    before=st.text("the xyé👩. ", min_size=1, max_size=12),
+    after=st.text("the xyé👩. ", max_size=12),
+    special=st.integers(0, 12),
+)
+def test_an_answer_goes_on_with_the_prompt(families, family, before, after, special):
+    """Prompt and answer are what the library decodes as a whole."""
+    tokenizer = families[family]
+    prompt = [1, *tokenizer.encode(before, add_special_tokens=False), *[2] * special]
+    ids = tokenizer.encode(after, add_special_tokens=False)
+    stream = tokenizer.stream(after=prompt)
+    text = "".join(stream.push(token_id) for token_id in ids) + stream.finish()
+    assert tokenizer.decode(prompt) + text == tokenizer.decode([*prompt, *ids])
+
+
+@pytest.mark.parametrize("family", ["prepend", "metaspace_first", "metaspace_always", "unigram"])
+def test_the_space_before_a_continuation(families, family):
+    tokenizer = families[family]
+    the = tokenizer.vocabulary()["▁the"]
+    raw = tokenizer.stream(after=tokenizer.encode("x y", add_special_tokens=True))
+    assert [raw.push(the), raw.push(the)] == [" the", " the"]
+    own = tokenizer.stream()
+    assert [own.push(the), own.push(the)] == ["the", " the"]
 
 
 def test_an_unfinished_character_ends_as_a_replacement(byte_level):

@@ -170,6 +170,8 @@ def test_a_base_without_an_end_or_a_head_is_refused(base, tmp_path):
     path.unlink()
     config = json.loads((folder / "config.json").read_text())
     (folder / "config.json").write_text(json.dumps({**config, "eos_token_id": None}))
+    assert base_module.load_base(str(folder), CPU).stop_ids == {2}  # the tokenizer names it
+    (folder / "tokenizer_config.json").write_text("{}")
     with pytest.raises(UnsupportedModelError, match="names no eos_token_id"):
         base_module.load_base(str(folder), CPU)
     config["tie_word_embeddings"] = False

@@ -22,6 +22,7 @@ from edgellm.tools.inspection.specs import (
     described,
     draft_facts,
     encoder_title,
+    end_tokens,
     listed,
     vision_facts,
 )
@@ -42,7 +43,7 @@ def inspect_bundle(folder: Path, check: Check) -> Report:
         facts={
             **decoder_facts(spec),
             **_graph_facts(manifest),
-            "end tokens": listed(manifest.eos_token_ids),
+            "end tokens": end_tokens(manifest.eos_token_ids),
             "hidden taps": listed(manifest.hidden_taps),
             "embeds texts by": manifest.pooling,
         },

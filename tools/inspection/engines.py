@@ -26,6 +26,7 @@ from edgellm.tools.inspection.specs import (
     described,
     draft_facts,
     encoder_title,
+    end_tokens,
     listed,
     vision_facts,
 )
@@ -52,7 +53,7 @@ def inspect_engine(folder: Path, check: Check) -> Report:
             "KV cache": _cache_fact(manifest, spec.kv),
             "kernels": str(manifest.options.get("kernels", "")),
             "prompts in passes of": f"{manifest.prefill_rows} rows",
-            "end tokens": listed(manifest.eos_token_ids),
+            "end tokens": end_tokens(manifest.eos_token_ids),
             "hidden taps": listed(manifest.hidden_taps),
             "embeds texts by": manifest.pooling,
             "largest verified tree": _nodes(manifest.max_verify_tree_size),

@@ -93,6 +93,12 @@ def vision_facts(spec: VisionSpec) -> dict[str, str]:
     }
 
 
+def end_tokens(token_ids: Iterable[int]) -> str:
+    """Their ids; an answer that has none goes on until something else ends it."""
+    shown = listed(token_ids)
+    return "none: the longest length or a stop string ends answers" if shown == "none" else shown
+
+
 def listed(numbers: Iterable[int]) -> str:
     """Numbers one after another."""
     return ", ".join(map(str, numbers)) or "none"

@@ -4,8 +4,10 @@ from __future__ import annotations
 
 from dataclasses import dataclass
 
-from edgellm.tools.serve import reasoning, tool_calls
-from edgellm.tools.serve.reasoning import ThinkForm, ThinkReader
+from edgellm.device_runtime import reasoning_marks
+from edgellm.device_runtime.reasoning_marks import ThinkForm
+from edgellm.tools.serve import tool_calls
+from edgellm.tools.serve.reasoning import ThinkReader
 from edgellm.tools.serve.tool_calls.call import CallReader, ToolParser, Tools
 from edgellm.tools.serve.tool_calls.harmony import HarmonyParser
 
@@ -23,7 +25,7 @@ class AnswerForm:
         parser = tool_calls.find(template)
         if parser is HarmonyParser:
             return cls(parser, None)
-        return cls(parser if has_tools else None, reasoning.find(template))
+        return cls(parser if has_tools else None, reasoning_marks.find(template))
 
     @property
     def shown_tokens(self) -> tuple[str, ...]:

@@ -107,7 +107,7 @@ def _add_triton(app: FastAPI, engines: Engines) -> None:
     ) -> Response:
         body.require_path(streams=streams)
         served = await engines.of(name, request)
-        writer = GenerateWriter(body, served.llm.tokenizer, served.name, streams=streams)
+        writer = GenerateWriter(body, served.name, streams=streams)
         return await served.respond(request, [body.ask(served.lora)], writer, streams=streams)
 
     @app.post("/v2/models/{name}/generate")

@@ -21,7 +21,7 @@ from edgellm.tools.serve.chat_answer import ChatAnswer, call_id
 from edgellm.tools.serve.errors import ApiError
 from edgellm.tools.serve.events import Finished, Started
 from edgellm.tools.serve.images import image_source
-from edgellm.tools.serve.logprobs import chat_logprobs
+from edgellm.tools.serve.logprobs import TokenPlaces, chat_logprobs
 from edgellm.tools.serve.schemas import (
     ChatRequest,
     ImagePart,
@@ -181,6 +181,7 @@ class _Choice:
 
     index: int
     answer: ChatAnswer
+    places: TokenPlaces
     calls: list[_Event] = field(default_factory=list)
     logprobs: list[_Event] = field(default_factory=list)
     figures: Finished | None = None  # when it is complete
@@ -193,10 +194,16 @@ class ChatWriter:
 
     def __init__(self, body: ChatRequest, llm: LLM, model: str, *, prompt_end: str = "") -> None:
         """Begin an answer; `prompt_end` is the last of the formatted messages."""
-        self._tokenizer = llm.tokenizer
         self._end_ids = body.ends(llm.manifest.eos_token_ids)
-        answers = (ChatAnswer(body, llm, prompt_end=prompt_end) for _ in range(body.n or 1))
-        self._choices = [_Choice(index, answer) for index, answer in enumerate(answers)]
+        hidden = llm.tokenizer.hidden_ids(body.answer_form(llm).shown_tokens)
+        self._choices = [
+            _Choice(
+                index,
+                ChatAnswer(body, llm, prompt_end=prompt_end),
+                TokenPlaces(llm.tokenizer, hidden),
+            )
+            for index in range(body.n or 1)
+        ]
         self._now = self._choices[0]
         self._options = body.stream_options or StreamOptions()
         self._wants_logprobs = bool(body.logprobs)
@@ -222,7 +229,8 @@ class ChatWriter:
         entries: list[_Event] = []
         if self._wants_logprobs:
             shown = tuple(e for e in step.logprobs if e.token_id not in self._end_ids)
-            entries = chat_logprobs(shown, self._tokenizer)
+            self._now.places.begins = step.begins
+            entries = chat_logprobs(shown, self._now.places)
             self._now.logprobs += entries
         if not delta and not entries and not self._options.include_tokens:
             return []

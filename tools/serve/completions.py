@@ -11,7 +11,7 @@ from edgellm.device_runtime.engine.llm import LLM, Step
 from edgellm.device_runtime.sampling.logprobs import TokenLogprobs
 from edgellm.tools.serve.asks import Ask
 from edgellm.tools.serve.events import Finished, Started
-from edgellm.tools.serve.logprobs import completion_logprobs
+from edgellm.tools.serve.logprobs import TokenPlaces, completion_logprobs
 from edgellm.tools.serve.schemas import CompletionRequest, StreamOptions
 from edgellm.tools.serve.streams import EVENTS
 from edgellm.tools.serve.usage import timing, together, usage
@@ -45,12 +45,13 @@ class _Choice:
     """A text that grows."""
 
     index: int
-    prompt: str | list[int]
+    places: TokenPlaces  # of its tokens, as far as they were told
+    prompt: str = ""  # that the text begins with
     text: str = ""
+    begins: bool = False  # its first token is the first of a text
     told: int = 0  # characters of it
     entries: tuple[TokenLogprobs, ...] = ()
     ids: tuple[int, ...] = ()
-    ends_with_prompt: bool = False  # nothing is behind it yet
     started: Started | None = None
     figures: Finished | None = None  # when it is complete
 
@@ -78,12 +79,12 @@ class CompletionWriter:
         self._wants_logprobs = body.logprobs is not None
         self._of_one = body.n or 1
         self._wants_ids = bool(body.return_token_ids)
+        self._hidden = llm.tokenizer.hidden_ids()
         prompts = [prompt for prompt in body.prompts() for _ in range(self._of_one)]
-        self._choices = [_Choice(index, prompt) for index, prompt in enumerate(prompts)]
-        for choice in self._choices if body.echo else ():
-            prompt = choice.prompt
-            choice.text = prompt if isinstance(prompt, str) else self._tokenizer.decode(prompt)
-            choice.ends_with_prompt = True
+        self._choices = [_Choice(index, self._places()) for index in range(len(prompts))]
+        for choice, prompt in zip(self._choices, prompts, strict=True) if body.echo else ():
+            text = prompt if isinstance(prompt, str) else self._tokenizer.decode(prompt)
+            choice.prompt = choice.text = text
         self._now = self._choices[0]
 
     def turn(self, at: int) -> None:
@@ -92,26 +93,31 @@ class CompletionWriter:
 
     def begin(self, started: Started) -> list[dict[str, Any]]:
         """The prompt with its log-probabilities, if they are wanted."""
-        self._now.started = started
+        now = self._now
+        now.started = started
         if not started.prompt_ids:
             return []
-        return [self._event([self._shown(self._now.new(), (), 0, None, started)])]
+        now.places.begins = True
+        return [self._event([self._shown(now.new(), (), now.places, None, started)])]
 
     def step(self, step: Step) -> list[dict[str, Any]]:
         """One event with the text of a step."""
         now = self._now
         entries = tuple(e for e in step.logprobs if e.token_id not in self._end_ids)
-        offset, now.text = len(now.text), now.text + self._gap(step) + step.text
+        if not now.ids:
+            now.begins = step.begins
+        now.places.begins = step.begins
+        now.text += step.text
         now.entries += entries
         now.ids += step.token_ids
         if not step.text and not entries:
             return []
-        return [self._event([self._shown(now.new(), entries, offset, None)])]
+        return [self._event([self._shown(now.new(), entries, now.places, None)])]
 
     def end(self, figures: Finished) -> list[dict[str, Any]]:
         """The reason why a text ends, and after the last one the usage if it was asked for."""
         now = self._now
-        found = [self._event([self._shown(now.new(), (), len(now.text), figures.finish_reason)])]
+        found = [self._event([self._shown(now.new(), (), now.places, figures.finish_reason)])]
         now.figures = figures
         if self._options.include_usage and all(one.figures for one in self._choices):
             found.append({**self._event([]), **self._usage()})
@@ -127,15 +133,13 @@ class CompletionWriter:
     def _completed(self, choice: _Choice) -> dict[str, Any]:
         assert choice.figures is not None
         self._now, reason = choice, choice.figures.finish_reason
-        found = self._shown(choice.text, choice.entries, 0, reason, choice.started)
+        places = self._places()  # all of them anew
+        places.begins = choice.begins or bool(choice.prompt)
+        found = self._shown(choice.text, choice.entries, places, reason, choice.started)
         return {**found, **({"token_ids": choice.ids} if self._wants_ids else {})}
 
-    def _gap(self, step: Step) -> str:
-        now = self._now
-        if not now.ends_with_prompt or not step.text:
-            return ""
-        now.ends_with_prompt = False
-        return self._tokenizer.gap(now.prompt, step.token_ids)
+    def _places(self) -> TokenPlaces:
+        return TokenPlaces(self._tokenizer, self._hidden)
 
     def _usage(self) -> dict[str, Any]:
         complete = [one.figures for one in self._choices if one.figures is not None]
@@ -149,7 +153,7 @@ class CompletionWriter:
         self,
         text: str,
         entries: tuple[TokenLogprobs, ...],
-        offset: int,
+        places: TokenPlaces,
         reason: str | None,
         started: Started | None = None,
     ) -> dict[str, Any]:
@@ -157,7 +161,8 @@ class CompletionWriter:
         if self._wants_logprobs:
             first = started.prompt_ids[0] if started is not None and started.prompt_ids else None
             read = started.prompt_logprobs if started is not None else ()
-            logprobs = completion_logprobs((*read, *entries), self._tokenizer, offset, first)
+            prompt = self._now.prompt
+            logprobs = completion_logprobs((*read, *entries), places, first, prompt)
         return {
             "index": self._now.index,
             "text": text,

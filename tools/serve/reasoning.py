@@ -3,44 +3,12 @@
 from __future__ import annotations
 
 from collections.abc import Iterable
-from dataclasses import dataclass
 from typing import Literal
 
+from edgellm.device_runtime.reasoning_marks import ThinkForm
 from edgellm.tools.serve.tool_calls.call import CallReader, Item, Thought, longest_begun
 
 _State = Literal["begin", "thought", "behind", "wrapped", "after", "text"]
-
-
-@dataclass(frozen=True, slots=True)
-class ThinkForm:
-    """How a family writes reasoning."""
-
-    opening: str
-    closing: str
-    wraps: tuple[tuple[str, str], ...] = ()  # what may stand around the answer behind it
-
-    @property
-    def shown(self) -> tuple[str, ...]:
-        """Special tokens that must be seen in the text."""
-        return self.opening, self.closing
-
-
-_FORMS = (
-    ThinkForm(
-        "<|START_THINKING|>", "<|END_THINKING|>", (("<|START_RESPONSE|>", "<|END_RESPONSE|>"),)
-    ),
-    ThinkForm("[THINK]", "[/THINK]"),
-    ThinkForm("<think>", "</think>", (("<answer>", "</answer>"), ("<response>", "</response>"))),
-)
-
-
-def find(template: str) -> ThinkForm | None:
-    """The form of a model's chat template; None if it knows no reasoning."""
-    for form in _FORMS:
-        if form.opening in template or form.closing in template:
-            wraps = tuple(wrap for wrap in form.wraps if wrap[0] in template)
-            return ThinkForm(form.opening, form.closing, wraps)
-    return None
 
 
 class ThinkReader:

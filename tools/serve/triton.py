@@ -12,7 +12,6 @@ from pydantic import Field
 
 from edgellm.device_runtime.engine.llm import Step
 from edgellm.device_runtime.sampling.sampler import MOST_STOPS, SamplingParams
-from edgellm.device_runtime.tokenizer import ChatTokenizer
 from edgellm.tools.serve.asks import Ask
 from edgellm.tools.serve.ensemble import EnsembleParameters
 from edgellm.tools.serve.errors import ApiError
@@ -159,15 +158,12 @@ class GenerateWriter(OneText):
 
     framing, last = EVENTS, b""
 
-    def __init__(
-        self, body: GenerateRequest, tokenizer: ChatTokenizer, model: str, *, streams: bool
-    ) -> None:
+    def __init__(self, body: GenerateRequest, model: str, *, streams: bool) -> None:
         self._head: dict[str, Any] = {"model_name": model, "model_version": "1"}
         if body.id is not None:
             self._head["id"] = body.id
-        self._body, self._tokenizer = body, tokenizer
+        self._body = body
         self._text = body.prefix(streams=streams)
-        self._is_echo = bool(self._text)  # and no more yet
 
     def begin(self, started: Started | None = None) -> list[dict[str, Any]]:
         """The prompt, if it is a part of the answer."""
@@ -176,12 +172,8 @@ class GenerateWriter(OneText):
 
     def step(self, step: Step) -> list[dict[str, Any]]:
         """One event with the text of a step."""
-        text = step.text
-        if text and self._is_echo:
-            text = self._tokenizer.gap(self._text, step.token_ids) + text
-            self._is_echo = False
-        self._text += text
-        return [{**self._head, "text_output": text}] if text else []
+        self._text += step.text
+        return [{**self._head, "text_output": step.text}] if step.text else []
 
     def end(self, figures: Finished) -> list[dict[str, Any]]:
         """An empty text with the figures."""

@@ -21,9 +21,10 @@ from transformers import (
 )
 
 from edgellm.contract import EdgeLLMError, UnsupportedModelError
+from edgellm.export.bundle import end_ids
 from edgellm.export.checkpoint import Checkpoint
 from edgellm.export.source import open_checkpoint
-from edgellm.export.vlm import is_vlm, text_tower
+from edgellm.export.vlm import is_vlm
 from edgellm.tools.train_draft.float_weights import float_weights, has_own_head, require_known
 from edgellm.tools.train_draft.pictures import Picture, Pictures
 
@@ -160,14 +161,12 @@ def compute_dtype(device: torch.device) -> torch.dtype:
 
 def _stop_ids(checkpoint: Checkpoint) -> frozenset[int]:
     name = "eos_token_id"
-    found = checkpoint.generation_config.get(name)
-    found = text_tower(checkpoint).checkpoint.config.get(name) if found is None else found
-    if found is None:
+    if not (found := end_ids(checkpoint)):
         raise UnsupportedModelError(
             f"{checkpoint.label} names no {name}, so that no answer would end",
             hint=f'add it to the base\'s generation_config.json: {{"{name}": ...}}',
         )
-    return frozenset(found if isinstance(found, list) else [found])
+    return frozenset(found)
 
 
 def _whole_model(checkpoint: Checkpoint, dtype: torch.dtype) -> PreTrainedModel:

@@ -62,7 +62,7 @@ def test_further_tokens_end_an_answer_and_have_no_text(llm):
     found = _answer(llm, given)
     assert found.token_ids == whole.token_ids[: first + 1]
     assert found.finish_reason == "stop"
-    assert found.text == llm.tokenizer.decode(whole.token_ids[:first])
+    assert found.text == " " + llm.tokenizer.decode(whole.token_ids[:first])
     later = _answer(llm, dataclasses.replace(given, min_tokens=8))
     assert token not in later.token_ids[:8]
 

@@ -107,8 +107,8 @@ def test_steps_carry_the_text(scripted, llm):
     scripted("w9", "w10", "</s>")
     answer = llm.generate("w20", sampling=GREEDY)
     steps = list(answer)
-    assert [step.text for step in steps] == ["w9", " w10"]
-    assert (answer.text, answer.finish_reason) == ("w9 w10", "stop")
+    assert [step.text for step in steps] == [" w9", " w10"]  # behind the prompt
+    assert (answer.text, answer.finish_reason) == (" w9 w10", "stop")
     assert len(answer.token_ids) == 3
     assert answer.timings()["generation_tokens_per_second"] > 0
 
@@ -117,14 +117,14 @@ def test_length_ends_the_answer(scripted, llm):
     scripted("w9", "w10", "w11")
     answer = llm.generate("w20", sampling=GREEDY, max_generate_length=2)
     list(answer)
-    assert (answer.text, answer.finish_reason) == ("w9 w10", "length")
+    assert (answer.text, answer.finish_reason) == (" w9 w10", "length")
 
 
 def test_stop_strings_end_the_answer(scripted, llm):
     scripted("w9", "w10", "w11", "w12")
     answer = llm.generate("w20", sampling=GREEDY, stop=["w10 w11"])
     list(answer)
-    assert (answer.text, answer.finish_reason) == ("w9 ", "stop")
+    assert (answer.text, answer.finish_reason) == (" w9 ", "stop")
     assert len(answer.token_ids) == 3
 
 
@@ -132,7 +132,7 @@ def test_text_held_for_a_stop_string_comes_out_at_the_end(scripted, llm):
     scripted("w9", "w10", "</s>")
     answer = llm.generate("w20", sampling=GREEDY, stop=["w10 w11"])
     list(answer)
-    assert answer.text == "w9 w10"
+    assert answer.text == " w9 w10"
 
 
 def test_chat_messages_go_through_the_template(scripted, llm):
@@ -228,7 +228,7 @@ def test_one_stop_string_needs_no_list(scripted, llm):
     scripted("w9", "w10", "w11")
     answer = llm.generate("w20", sampling=GREEDY, stop="w10")
     list(answer)
-    assert (answer.text, answer.finish_reason) == ("w9 ", "stop")
+    assert (answer.text, answer.finish_reason) == (" w9 ", "stop")
 
 
 def test_why_an_answer_ended_is_none_until_it_is_known(scripted, llm):

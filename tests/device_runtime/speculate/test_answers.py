@@ -79,12 +79,17 @@ def scripted(request, llm, monkeypatch):
 WORDS = [f"w{at}" for at in range(30, 44)]
 
 
+def _text(length: int) -> str:
+    """The first words, which continue the prompt."""
+    return "".join(f" {word}" for word in WORDS[:length])
+
+
 def test_a_step_holds_a_whole_path(scripted, llm):
     scripted(*WORDS)
     answer = llm.generate(PROMPT, sampling=GREEDY, max_generate_length=13)
     steps = list(answer)
     assert [len(step.token_ids) for step in steps] == [1, 6, 6]
-    assert answer.text == " ".join(WORDS[:13])
+    assert answer.text == _text(13)
     assert answer.finish_reason == "length"
     assert answer.timings()["spec_verify_count"] == 2
     assert answer.timings()["spec_acceptance_length"] == 6
@@ -95,7 +100,7 @@ def test_an_end_token_inside_a_path(scripted, llm, place):
     scripted(*WORDS[:place], "</s>", *WORDS)
     answer = llm.generate(PROMPT, sampling=GREEDY, max_generate_length=40)
     steps = list(answer)
-    assert answer.text == " ".join(WORDS[:place])
+    assert answer.text == _text(place)
     assert answer.finish_reason == "stop"
     assert len(answer.token_ids) == place + 1
     assert answer.token_ids[-1] == 2
@@ -112,7 +117,7 @@ def test_a_stop_string_inside_a_path(scripted, llm, place):
     stop = f"{WORDS[place]} {WORDS[place + 1]}"
     answer = llm.generate(PROMPT, sampling=GREEDY, max_generate_length=14, stop=[stop])
     list(answer)
-    assert answer.text == "".join(f"{word} " for word in WORDS[:place])
+    assert answer.text == _text(place) + " "
     assert answer.finish_reason == "stop"
     assert len(answer.token_ids) == place + 2
 
@@ -122,7 +127,7 @@ def test_the_length_ends_inside_a_path(scripted, llm, length):
     scripted(*WORDS)
     answer = llm.generate(PROMPT, sampling=GREEDY, max_generate_length=length)
     list(answer)
-    assert answer.text == " ".join(WORDS[:length])
+    assert answer.text == _text(length)
     assert (len(answer.token_ids), answer.finish_reason) == (length, "length")
 
 
@@ -131,7 +136,7 @@ def test_the_next_answer_starts_anew(scripted, llm):
     for stop in (["w33"], [], ["w31"]):
         answer = llm.generate(PROMPT, sampling=GREEDY, max_generate_length=8, stop=stop)
         list(answer)
-        expected = " ".join(WORDS[:8])
+        expected = _text(8)
         assert answer.text == (expected.split(stop[0])[0] if stop else expected)
 
 
@@ -142,7 +147,7 @@ def test_answers_do_not_mix(scripted, llm):
     next(steps)
     list(llm.generate(PROMPT, sampling=GREEDY, max_generate_length=3))
     assert [len(step.token_ids) for step in steps] == [6, 6]
-    assert first.text == " ".join(WORDS[:13])
+    assert first.text == _text(13)
 
 
 def test_numbers_that_are_none_end_the_answer(scripted, llm):

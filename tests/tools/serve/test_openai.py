@@ -124,6 +124,7 @@ def test_log_probabilities_of_a_chat(client, offline):
     found = entries(top_logprobs=3).choices[0].logprobs.content
     expected = _offline(offline, MESSAGES, 10, temperature=0, num_logprobs=3)
     words = [offline.tokenizer.token_text(token_id) for token_id in expected.token_ids]
+    words[1:] = [f" {word}" for word in words[1:]]
     assert [entry.token for entry in found] == words
     assert all(len(entry.top_logprobs) == 3 for entry in found)
     assert all(entry.top_logprobs[0].token == entry.token for entry in found)  # greedy

@@ -93,7 +93,7 @@ def test_the_prompt_is_a_part_of_the_answer(server, expected):
         ({"text_input": prompt, "exclude_input_in_output": True,
           "parameters": {"temperature": 0}}, False),
     ):  # fmt: skip
-        whole = f"{prompt} {expected.text}" if told else expected.text
+        whole = f"{prompt}{expected.text}" if told else expected.text
         status, found = server.json(PATH, own, **form)
         assert (status, found["text_output"]) == (200, whole)
     for own, told in ((body, True), ({"text_input": prompt, "stream": True}, False)):

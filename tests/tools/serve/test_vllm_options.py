@@ -75,7 +75,7 @@ def test_a_faulty_prompt_of_a_list_is_told_before_the_work(client):
 
 @pytest.mark.parametrize("stream", [False, True])
 def test_the_prompt_is_repeated_when_asked(client, texts, stream):
-    expected = [f"{prompt} {answer.text}" for prompt, answer in zip(PROMPTS, texts, strict=True)]
+    expected = [prompt + answer.text for prompt, answer in zip(PROMPTS, texts, strict=True)]
     for prompts in (PROMPTS, [answer.prompt.token_ids for answer in texts]):
         found = client.completions.create(**GREEDY, prompt=prompts, echo=True, stream=stream)
         parts = ["", "", ""]

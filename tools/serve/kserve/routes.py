@@ -71,7 +71,7 @@ async def _infer(served: Served, request: Request) -> Response:
     found = infer.parse(await request.body(), request.headers.get(infer.HEADER_LENGTH))
     body = found.body
     body.require_path(streams=False)
-    writer = GenerateWriter(body, served.llm.tokenizer, served.name, streams=False)
+    writer = GenerateWriter(body, served.name, streams=False)
     call = served.call([body.ask(served.lora)], request)
     try:
         content, headers = infer.answer(found, await collect(call, writer))

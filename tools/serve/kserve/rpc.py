@@ -242,7 +242,7 @@ class Service:
         self._engines.require_room()
         connection = _Connection(leases)
         served = await self._engines.of(request.model_name, connection)
-        writer = GenerateWriter(body, served.llm.tokenizer, served.name, streams=streams)
+        writer = GenerateWriter(body, served.name, streams=streams)
         return served.call([body.ask(served.lora)], connection), writer
 
 

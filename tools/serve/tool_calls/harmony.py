@@ -11,12 +11,16 @@ import json
 import re
 from typing import ClassVar
 
+from edgellm.device_runtime.reasoning_marks import (
+    CHANNEL_MARKS,
+    MESSAGE,
+    MESSAGE_ENDS,
+    has_channels,
+)
 from edgellm.tools.serve.tool_calls.call import Call, Item, NoCall, Thought, Tools, longest_begun
 from edgellm.tools.serve.tool_calls.grammar import CallForm
 
-_MESSAGE = "<|message|>"
-_ENDS = ("<|end|>", "<|return|>", "<|call|>", "<|start|>", "<|channel|>")
-_END = re.compile("|".join(map(re.escape, _ENDS)))
+_END = re.compile("|".join(map(re.escape, MESSAGE_ENDS)))
 _CHANNEL = re.compile(r"<\|channel\|>\s*(\w+)")
 _RECIPIENT = re.compile(r"to=([^\s<]+)")
 _PREFIXES = ("<|", "to=")  # with what the first header begins
@@ -25,7 +29,7 @@ _PREFIXES = ("<|", "to=")  # with what the first header begins
 class HarmonyParser:
     """See `ToolParser`; without tools it parts reasoning from text."""
 
-    shown: ClassVar[tuple[str, ...]] = (*_ENDS, _MESSAGE, "<|constrain|>")
+    shown: ClassVar[tuple[str, ...]] = CHANNEL_MARKS
     form: ClassVar = CallForm(
         "<|channel|>commentary to=functions.NAME <|constrain|>json<|message|>",
         "",
@@ -44,7 +48,7 @@ class HarmonyParser:
     @staticmethod
     def recognises(template: str) -> bool:
         """The template has the marks of channels and messages."""
-        return "<|channel|>" in template and _MESSAGE in template
+        return has_channels(template)
 
     def push(self, text: str) -> list[Item]:
         """See `CallReader.push`."""
@@ -70,7 +74,7 @@ class HarmonyParser:
 
     def _open(self) -> bool:
         """Read a header; False where it is not complete."""
-        header, mark, rest = self._held.partition(_MESSAGE)
+        header, mark, rest = self._held.partition(MESSAGE)
         if self._is_first and not _may_be_header(header):
             self._is_header = self._is_first = False  # a text in no channel
             return True
@@ -85,7 +89,7 @@ class HarmonyParser:
 
     def _pass_on(self) -> list[Item]:
         """What is held, but for what may begin a mark."""
-        cut = len(self._held) - longest_begun(self._held, _ENDS)
+        cut = len(self._held) - longest_begun(self._held, MESSAGE_ENDS)
         text, self._held = self._held[:cut], self._held[cut:]
         return self._piece(text)
 

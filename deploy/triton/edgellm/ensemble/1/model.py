@@ -51,7 +51,7 @@ class TritonPythonModel:
     def _answer(self, request: Any, sender: Any) -> None:
         body = request_of(map(_tensor, request.inputs()), request.request_id())
         streams = bool(body.stream or body.streaming)
-        writer = GenerateWriter(body, self._llm.tokenizer, "", streams=streams)
+        writer = GenerateWriter(body, "", streams=streams)
         answer = asks.start(self._llm, body.ask())
         pieces = writer.begin()
         for step in answer:
