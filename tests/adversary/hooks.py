@@ -40,9 +40,9 @@ HOOKS = {
     "entry": ("before_pass",),
 }
 PLAIN = ("endings", "entry", "sampler")  # where nothing drafts
-# Of other classes an exception ends the batch; see the issue of the isolation of sequences.
-ISOLATED: tuple[type[BaseException], ...] = (EdgeLLMError, RequestError)
-OTHERS = (
+CLASSES: tuple[type[BaseException], ...] = (
+    EdgeLLMError,
+    RequestError,
     ValueError,
     KeyError,
     ZeroDivisionError,
@@ -55,7 +55,6 @@ OTHERS = (
     StopIteration,
     Exception,
 )
-CLASSES: tuple[type[BaseException], ...] = (*ISOLATED, *OTHERS)
 
 
 class Raiser:

@@ -25,8 +25,7 @@ def workshop(tmp_path_factory) -> Iterator[Workshop]:
 
 
 @pytest.mark.parametrize("name", NAMES)
-def test_a_share(workshop, name, tmp_path, monkeypatch):
-    monkeypatch.setattr(hooks, "CLASSES", hooks.ISOLATED)
+def test_a_share(workshop, name, tmp_path):
     results = [
         try_case(workshop, name, 0, number, tmp_path / str(number))
         for number in range(find(name).SHARE)
