@@ -13,10 +13,11 @@ import onnx_ir as ir
 from numpy.typing import NDArray
 
 from edgellm import contract
+from edgellm.build.lowering.block_factors import slice_first
 from edgellm.build.lowering.experts import ExpertLayer, Stack
 from edgellm.build.lowering.graph import GraphEditor
 from edgellm.build.lowering.linear_weights import F32, LinearWeight, layer_name, linear_layers
-from edgellm.build.lowering.weights import WeightFile, stored_rows
+from edgellm.build.lowering.weights import WeightFile, stored_array
 from edgellm.contract import EdgeLLMError
 
 BLOCK_SIZE = 32
@@ -176,7 +177,7 @@ def round_stored(stored: ir.TensorProtocol, block_size: int) -> tuple[np.ndarray
 
     def round_outputs(first: int) -> None:
         end = min(first + _OUTPUTS_AT_ONCE, out)
-        floats = stored_rows(stored, first, end).astype(np.float32)
+        floats = stored_array(slice_first(stored, slice(first, end))).astype(np.float32)
         found, scales_of_it = nearest_int4_rows(floats, block_size)
         codes[:, first:end] = found.T.view(np.uint8) & np.uint8(15)
         scales[:, first:end] = scales_of_it.T
