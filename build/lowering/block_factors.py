@@ -6,6 +6,7 @@
 from __future__ import annotations
 
 import math
+from collections.abc import Callable, Sequence
 
 import numpy as np
 import onnx_ir as ir
@@ -15,20 +16,33 @@ from edgellm.build.lowering.weights import stored_array, stored_columns
 from edgellm.contract import BLOCK_FACTORS, BrokenArtifactError
 
 
-class Factors(ir.LazyTensor):
-    """Codes times the scales that `shared` of them have: float32, decoded when they are read."""
+class _Made(ir.LazyTensor):
+    """What is made whenever it is read, and not kept."""
+
+    def __init__(
+        self, make: Callable[[], np.ndarray], dtype: ir.DataType, dims: Sequence[int], name: str
+    ) -> None:
+        self._make = make
+        super().__init__(lambda: ir.tensor(make(), dtype=dtype), dtype, ir.Shape(dims), name=name)
+
+    def numpy(self) -> np.ndarray:
+        """Without a tensor around it, which takes as long as to make a small one."""
+        return self._make()
+
+
+class Factors(_Made):
+    """Codes times the scales that `shared` of them have: float32."""
 
     def __init__(
         self, codes: ir.TensorProtocol, scales: ir.TensorProtocol, shared: int, name: str
     ) -> None:
         """`codes` [..., n] and `scales` [..., n / shared]."""
         self.codes, self.scales, self.shared = codes, scales, shared
-        shape = ir.Shape(tuple(codes.shape.numpy()))
-        super().__init__(self._decoded, ir.DataType.FLOAT, shape, name=name)
+        super().__init__(self._decoded, ir.DataType.FLOAT, tuple(codes.shape.numpy()), name)
 
-    def _decoded(self) -> ir.TensorProtocol:
+    def _decoded(self) -> np.ndarray:
         repeated = np.repeat(stored_array(self.scales).astype(np.float32), self.shared, -1)
-        return ir.tensor(stored_array(self.codes).astype(np.float32) * repeated)
+        return stored_array(self.codes).astype(np.float32) * repeated
 
 
 def stored_tensor(value: ir.Value, call: ir.Node) -> ir.TensorProtocol:
@@ -84,7 +98,5 @@ def slice_last(tensor: ir.TensorProtocol, part: slice) -> ir.TensorProtocol:
         return tensor
     kinds = {ir.DataType.INT4: ir.DataType.INT8, ir.DataType.UINT4: ir.DataType.UINT8}
     dtype = kinds.get(tensor.dtype, tensor.dtype)
-    return ir.LazyTensor(
-        lambda: ir.tensor(stored_columns(tensor, part), dtype=dtype), dtype,
-        ir.Shape([*dims[:-1], part.stop - part.start]), name=tensor.name,
-    )  # fmt: skip
+    dims[-1] = part.stop - part.start
+    return _Made(lambda: stored_columns(tensor, part), dtype, dims, str(tensor.name))

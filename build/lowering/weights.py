@@ -58,8 +58,7 @@ def stored_columns(tensor: ir.TensorProtocol, part: slice) -> np.ndarray:
     if bits != 4:
         return columns
     skipped = part.start - first * per_byte
-    found = _unpacked(columns, tensor.dtype).reshape(*dims[:-1], -1)
-    return found[..., skipped : skipped + part.stop - part.start]
+    return _unpacked(columns, tensor.dtype)[..., skipped : skipped + part.stop - part.start]
 
 
 def nibbles(tensor: ir.TensorProtocol) -> np.ndarray:
@@ -68,14 +67,16 @@ def nibbles(tensor: ir.TensorProtocol) -> np.ndarray:
 
 
 def _unpacked(pairs: U8, dtype: ir.DataType) -> np.ndarray:
-    """The low half of a byte is the first: [..., n] -> flat."""
-    values = np.empty((*pairs.shape, 2), np.uint8)
-    np.bitwise_and(pairs, np.uint8(15), out=values[..., 0])
-    np.right_shift(pairs, np.uint8(4), out=values[..., 1])
+    """Bytes [..., n] as numbers [..., 2 n]: the low half of a byte is the first."""
+    words = pairs.astype("<u2")
+    words |= words << np.uint16(4)
+    words &= np.uint16(0x0F0F)
+    values = words.view(np.uint8)
     if dtype != ir.DataType.INT4:
-        return values.reshape(-1)
+        return values
     values ^= np.uint8(8)
-    return (values.reshape(-1) - np.uint8(8)).view(np.int8)
+    values -= np.uint8(8)
+    return values.view(np.int8)
 
 
 def parameter_name(value: ir.Value) -> str:

@@ -236,12 +236,16 @@ def _quantized_records(form: PackedForm, codes: np.ndarray, halves: list[np.ndar
     groups = len(codes) // GROUP
     nibbles = 8 // _BITS[form.kind]
     steps = form.block // (4 * nibbles)
-    lanes = codes.reshape(groups, GROUP, form.blocks, steps, nibbles, 4)
-    lanes = lanes.transpose(4, 0, 2, 3, 1, 5)  # nibble, group, block, step, channel, input
-    packed = lanes[0] | lanes[1] << 4 if nibbles == 2 else lanes[0]
+    # Four inputs are one word: words change their places in a third of the time.
+    words = np.ascontiguousarray(codes).view(np.uint32)
+    lanes = words.reshape(groups, GROUP, form.blocks, steps, nibbles)
+    lanes = lanes.transpose(4, 0, 2, 3, 1)  # nibble, group, block, step, channel
+    packed = np.ascontiguousarray(lanes[0])
+    if nibbles == 2:
+        packed |= lanes[1] << np.uint32(4)
     records = np.empty((groups, form.blocks, form.record_bytes), np.uint8)
     size = steps * GROUP * 4
-    records[..., :size] = packed.reshape(groups, form.blocks, size)
+    records[..., :size] = packed.view(np.uint8).reshape(groups, form.blocks, size)
     for values in halves:
         part = values.reshape(groups, GROUP, form.blocks).transpose(0, 2, 1)
         records[..., size : size + 2 * GROUP] = part.astype(np.float16, order="C").view(np.uint8)
