@@ -67,7 +67,7 @@ def write_checkpoint(shape: str, kind: str, folder: Path) -> Path:
     if kind == "AWQ":
         _write_awq(SHAPES[shape], folder)
         return folder
-    _write_gguf(SHAPES[shape], kind, folder / "model.gguf")
+    write_gguf(SHAPES[shape], kind, folder / "model.gguf")
     return folder / "model.gguf"
 
 
@@ -75,19 +75,15 @@ def matrices(config: dict[str, Any]) -> dict[str, tuple[int, int]]:
     """[out, in] of all linear layers by their names."""
     hidden, inner = config["hidden_size"], config["intermediate_size"]
     keys = hidden // config["num_attention_heads"] * config["num_key_value_heads"]
-    sizes = dict(
-        zip(
-            _LAYER,
-            [(hidden, hidden), (keys, hidden), (keys, hidden), (hidden, hidden), (inner, hidden)]
-            + [(inner, hidden), (hidden, inner)],
-            strict=True,
-        )
-    )
+    square, narrow, wide = (hidden, hidden), (keys, hidden), (inner, hidden)
+    all_sizes = (square, narrow, narrow, square, wide, wide, (hidden, inner))
+    sizes = dict(zip(_LAYER, all_sizes, strict=True))
     layers = range(config["num_hidden_layers"])
     return {f"model.layers.{at}.{name}": size for at in layers for name, size in sizes.items()}
 
 
-def _write_gguf(config: dict[str, Any], kind: str, path: Path) -> None:
+def write_gguf(config: dict[str, Any], kind: str, path: Path) -> None:
+    """A GGUF file of a config of `SHAPES`, all matrices in one format."""
     writer = gguf.GGUFWriter(path, "llama")
     writer.add_block_count(config["num_hidden_layers"])
     writer.add_context_length(config["max_position_embeddings"])
@@ -223,19 +219,19 @@ class Peak:
     seconds: float
 
 
-def watched(command: Sequence[object]) -> Peak:
+def watched(line: Sequence[object]) -> Peak:
     """Run a command, and look at its anonymous memory meanwhile.
 
     Raises:
         SystemExit: it fails.
     """
     start, peak = time.perf_counter(), 0
-    process = subprocess.Popen([*map(str, command)], stdout=subprocess.DEVNULL)
+    process = subprocess.Popen([*map(str, line)], stdout=subprocess.DEVNULL)
     while process.poll() is None:
         peak = max(peak, _anonymous_bytes(process.pid))
         time.sleep(_SAMPLE_S)
     if process.returncode:
-        sys.exit(f"{command} failed")
+        sys.exit(f"{line} failed")
     return Peak(peak, time.perf_counter() - start)
 
 
@@ -249,7 +245,8 @@ def _anonymous_bytes(pid: int) -> int:
     return int(next(found, "0")) << 10
 
 
-def _command(module: str, *flags: object) -> list[object]:
+def command(module: str, *flags: object) -> list[object]:
+    """A command line of the program that a module has."""
     return [sys.executable, "-c", f"from {module} import main; main()", *flags]
 
 
@@ -272,12 +269,12 @@ def measure(shape: str, kind: str, work: Path) -> bool:
     """Print a row of the table; whether the build stays below the bound."""
     checkpoint, bundle, engine = (work / name for name in ("checkpoint", "bundle", "engine"))
     source = write_checkpoint(shape, kind, checkpoint)
-    exporting = _command("edgellm.export.cli", "llm", "--model_dir", source)
+    exporting = command("edgellm.export.cli", "llm", "--model_dir", source)
     exported = watched([*exporting, "--output_dir", bundle])
     shutil.rmtree(checkpoint)
     lengths = "--maxInputLen", 1024, "--maxKVCacheCapacity", 2048
     flags = "--onnxDir", bundle, "--engineDir", engine, *lengths
-    peak = watched(_command("edgellm.build.cli", *flags))
+    peak = watched(command("edgellm.build.cli", *flags))
     stored, built = _size(bundle), _size(engine)
     bound = _BOUND + _COPIES * largest_weight(bundle)
     print(
@@ -301,8 +298,9 @@ def main() -> None:
     parser.add_argument("--quick", action="store_true", help="the shape tiny alone")
     parser.add_argument("--work", type=Path, help="where the files lie meanwhile")
     options = parser.parse_args()
-    print("| weights | bundle MB | engine MB | export, anonymous MB | build, anonymous MB | bound MB "
-          "| build s |\n|---|---|---|---|---|---|---|")  # fmt: skip
+    columns = ("weights", "bundle MB", "engine MB", "export, anonymous MB", "build, anonymous MB",
+               "bound MB", "build s")  # fmt: skip
+    print(f"| {' | '.join(columns)} |\n{'|---' * len(columns)}|")
     kept = []
     for shape in ["tiny"] if options.quick else options.shapes:
         for kind in options.kinds:

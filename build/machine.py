@@ -5,6 +5,7 @@ A container's limit counts as the machine's memory: see `container_memory`.
 
 from __future__ import annotations
 
+import ctypes
 import os
 import re
 import shutil
@@ -105,6 +106,12 @@ def _text(path: Path) -> str:
 def _unescaped(path: str) -> str:
     """A path of mountinfo, where spaces and their like are octal numbers."""
     return re.sub(r"\\([0-7]{3})", lambda found: chr(int(found[1], 8)), path)
+
+
+def trim() -> None:
+    """Give what malloc keeps for later back to the system, where it is glibc's."""
+    if (function := getattr(ctypes.CDLL(None), "malloc_trim", None)) is not None:
+        function(0)
 
 
 def free_disk_bytes(folder: Path) -> int:

@@ -19,6 +19,7 @@ from edgellm.build.lowering.calls import LINEARS, find_calls
 from edgellm.build.lowering.experts import ExpertLayer
 from edgellm.build.lowering.graph import GraphEditor
 from edgellm.build.lowering.linear_weights import WeightPart
+from edgellm.build.machine import trim
 from edgellm.build.together import SECOND, together
 from edgellm.device_runtime.runners.onnxruntime_graphs import load_in_memory
 
@@ -259,6 +260,7 @@ def _run_all(
         known = {name: array for name, array in known.items() if uses.get(name, -1) > at}
         for each in files.values():
             each.madvise(mmap.MADV_DONTNEED)
+        trim()
     return {name: known[name] for name in wanted}
 
 
