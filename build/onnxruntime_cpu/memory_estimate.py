@@ -17,10 +17,9 @@ from edgellm.build.lowering.tables import table_of
 from edgellm.build.onnxruntime_cpu.own_embedding import packed_table
 from edgellm.build.onnxruntime_cpu.own_experts import forms_of
 from edgellm.build.onnxruntime_cpu.own_linears import OwnLinears
-from edgellm.build.onnxruntime_cpu.variants import Variant, variants_of
+from edgellm.build.onnxruntime_cpu.variants import variants_of
 from edgellm.build.pieces import PIECE, SLICE
 from edgellm.build.plan import Estimate, Plan
-from edgellm.build.rounding import Rounds
 from edgellm.cache_sizes import cache_bytes
 from edgellm.contract import ROUTER
 from edgellm.manifest import Bundle
@@ -52,7 +51,7 @@ def estimate_graphs(
             continue
         model = ir.load(source / graph.path)
         variants = variants_of(role, model, bundle, plan)
-        checked = _checked_bytes(model, variants, plan) if plan.checks else 0
+        checked = _checked_bytes(model, plan) if plan.checks else 0
         if isinstance(variants[0].kernel, OwnLinears):
             own = _own_sizes(model, variants[0].kernel)
             sizes.append(own.engine)
@@ -93,11 +92,10 @@ def _peak_bytes(held: Sequence[_Held], kv_bytes: int) -> int:
 
 
 # ------------------------------------------------------------------------------------ checks
-def _checked_bytes(model: ir.Model, variants: Sequence[Variant], plan: Plan) -> int:
+def _checked_bytes(model: ir.Model, plan: Plan) -> int:
     """Of decoded weights, see `build.pieces`: those of a piece, and copies of one on its way."""
-    engine = Rounds(tuple(each.kernel for each in variants))
     most = copies = piece = decoded = 0
-    for numbers, steps in _read(model, engine, is_rounded=plan.quantize == "int4"):
+    for numbers, steps in _read(model, is_rounded=plan.quantize == "int4"):
         if piece + numbers > PIECE:
             piece = decoded = 0
         piece, decoded = piece + numbers, decoded + (numbers if steps else 0)
@@ -105,7 +103,7 @@ def _checked_bytes(model: ir.Model, variants: Sequence[Variant], plan: Plan) -> 
     return 4 * (most + copies)
 
 
-def _read(model: ir.Model, engine: Rounds, *, is_rounded: bool) -> Iterator[tuple[int, int]]:
+def _read(model: ir.Model, *, is_rounded: bool) -> Iterator[tuple[int, int]]:
     """Numbers that a check reads at once, in order, and the steps to float32; 0: they stay."""
     layers = {layer.call: layer for layer in ExpertLayer.all_of(model.graph)}
     for node in model.graph:
@@ -114,7 +112,6 @@ def _read(model: ir.Model, engine: Rounds, *, is_rounded: bool) -> Iterator[tupl
             yield table.const_value.size, 0
         elif (weight := LinearWeight.of(node)) is not None:
             steps = _steps(weight, is_rounded=is_rounded)
-            steps += bool(steps) and engine.of(weight, layer_name(node)).weights
             for first in range(0, weight.count, SLICE):
                 yield min(SLICE, weight.count - first), steps
         elif node in layers:

@@ -58,11 +58,11 @@ def _draft(folder: Path) -> tuple[object, ...]:
     base = _model(folder, "llama", **{**WIDE, "intermediate_size": 96}, num_hidden_layers=1)
     hidden, vocab = WIDE["hidden_size"], WIDE["vocab_size"]
     tensors = {}
-    for head in range(3):
+    for head in range(2):
         tensors[f"{head}.0.linear.weight"] = torch.randn(hidden, hidden) / 32
         tensors[f"{head}.0.linear.bias"] = torch.randn(hidden)
         tensors[f"{head}.1.weight"] = torch.randn(vocab, hidden) / 32
-    heads = open_draft(str(make_heads(folder / "heads", tensors)))
+    heads = open_draft(str(make_heads(folder / "heads", tensors, medusa_num_heads=2)))
     export_draft(heads, open_checkpoint(str(base)), folder / "bundle", DraftOptions("fp16"))
     return "edgellm.build.cli", *LENGTHS, "--eagleDraft"
 
