@@ -26,32 +26,55 @@ import gguf
 import numpy as np
 
 _OF_ALL = {
-    "model_type": "llama", "architectures": ["LlamaForCausalLM"], "rms_norm_eps": 1e-5,
-    "rope_theta": 5e5, "max_position_embeddings": 8192, "num_key_value_heads": 8,
-    "num_attention_heads": 32, "hidden_act": "silu", "bos_token_id": 1, "eos_token_id": 2,
+    "model_type": "llama",
+    "architectures": ["LlamaForCausalLM"],
+    "rms_norm_eps": 1e-5,
+    "rope_theta": 5e5,
+    "max_position_embeddings": 8192,
+    "num_key_value_heads": 8,
+    "num_attention_heads": 32,
+    "hidden_act": "silu",
+    "bos_token_id": 1,
+    "eos_token_id": 2,
     "torch_dtype": "float16",
-}  # fmt: skip
+}
 SHAPES: dict[str, dict[str, Any]] = {
     "tiny": {
-        **_OF_ALL, "hidden_size": 1024, "intermediate_size": 4096, "num_hidden_layers": 4,
-        "vocab_size": 32000, "tie_word_embeddings": True,
+        **_OF_ALL,
+        "hidden_size": 1024,
+        "intermediate_size": 4096,
+        "num_hidden_layers": 4,
+        "vocab_size": 32000,
+        "tie_word_embeddings": True,
     },
     "1b": {
-        **_OF_ALL, "hidden_size": 2048, "intermediate_size": 8192, "num_hidden_layers": 16,
-        "vocab_size": 128256, "tie_word_embeddings": True,
+        **_OF_ALL,
+        "hidden_size": 2048,
+        "intermediate_size": 8192,
+        "num_hidden_layers": 16,
+        "vocab_size": 128256,
+        "tie_word_embeddings": True,
     },
     "8b": {
-        **_OF_ALL, "hidden_size": 4096, "intermediate_size": 14336, "num_hidden_layers": 32,
-        "vocab_size": 128256, "tie_word_embeddings": False,
+        **_OF_ALL,
+        "hidden_size": 4096,
+        "intermediate_size": 14336,
+        "num_hidden_layers": 32,
+        "vocab_size": 128256,
+        "tie_word_embeddings": False,
     },
-}  # fmt: skip
+}
 _BLOCKS = {"Q4_0": (32, 18), "Q4_K": (256, 144)}  # values and bytes of a GGUF block
 _GROUP = 128  # of AWQ
 _LAYER = {
-    "self_attn.q_proj": "attn_q", "self_attn.k_proj": "attn_k", "self_attn.v_proj": "attn_v",
-    "self_attn.o_proj": "attn_output", "mlp.gate_proj": "ffn_gate", "mlp.up_proj": "ffn_up",
+    "self_attn.q_proj": "attn_q",
+    "self_attn.k_proj": "attn_k",
+    "self_attn.v_proj": "attn_v",
+    "self_attn.o_proj": "attn_output",
+    "mlp.gate_proj": "ffn_gate",
+    "mlp.up_proj": "ffn_up",
     "mlp.down_proj": "ffn_down",
-}  # fmt: skip
+}
 _BOUND, _COPIES = 600e6, 2
 _SAMPLE_S = 0.01
 
@@ -168,8 +191,13 @@ def _write_awq(config: dict[str, Any], folder: Path) -> None:
         floats["lm_head.weight"] = (vocab, hidden)
     tensors |= {name: ("F16", shape) for name, shape in floats.items()}
     _write_safetensors(tensors, folder / "model.safetensors")
-    quantization = {"quant_method": "awq", "bits": 4, "group_size": _GROUP, "version": "gemm",
-                    "zero_point": True}  # fmt: skip
+    quantization = {
+        "quant_method": "awq",
+        "bits": 4,
+        "group_size": _GROUP,
+        "version": "gemm",
+        "zero_point": True,
+    }
     (folder / "config.json").write_text(json.dumps(config | {"quantization_config": quantization}))
     _write_words(folder / "tokenizer.json", vocab)
     (folder / "tokenizer_config.json").write_text('{"bos_token": "<s>", "eos_token": "</s>"}')
@@ -177,8 +205,11 @@ def _write_awq(config: dict[str, Any], folder: Path) -> None:
 
 def _write_words(path: Path, count: int) -> None:
     words = ["<unk>", "<s>", "</s>", *(f"w{at}" for at in range(3, count))]
-    model = {"type": "WordLevel", "vocab": {word: at for at, word in enumerate(words)},
-             "unk_token": "<unk>"}  # fmt: skip
+    model = {
+        "type": "WordLevel",
+        "vocab": {word: at for at, word in enumerate(words)},
+        "unk_token": "<unk>",
+    }
     before = {"type": "WhitespaceSplit"}
     path.write_text(json.dumps({"version": "1.0", "pre_tokenizer": before, "model": model}))
 
@@ -298,8 +329,15 @@ def main() -> None:
     parser.add_argument("--quick", action="store_true", help="the shape tiny alone")
     parser.add_argument("--work", type=Path, help="where the files lie meanwhile")
     options = parser.parse_args()
-    columns = ("weights", "bundle MB", "engine MB", "export, anonymous MB", "build, anonymous MB",
-               "bound MB", "build s")  # fmt: skip
+    columns = (
+        "weights",
+        "bundle MB",
+        "engine MB",
+        "export, anonymous MB",
+        "build, anonymous MB",
+        "bound MB",
+        "build s",
+    )
     print(f"| {' | '.join(columns)} |\n{'|---' * len(columns)}|")
     kept = []
     for shape in ["tiny"] if options.quick else options.shapes:

@@ -251,9 +251,7 @@ def _run_all(
     uses = {name: at for at, piece in enumerate(pieces) for node in piece for name in node.input}
     uses |= dict.fromkeys(wanted, len(pieces))
     for at, piece in enumerate(pieces):
-        made = [
-            name for node in piece for name in node.output if name and name not in constants
-        ]  # fmt: skip
+        made = [name for node in piece for name in node.output if name and name not in constants]
         known |= _run(
             proto, piece, known, [name for name in made if uses.get(name, -1) > at], files
         )

@@ -72,9 +72,8 @@ def slice_first(
     """
     if isinstance(tensor, Factors):
         codes, scales = (
-            slice_first(each, part, drops_axis=drops_axis)
-            for each in (tensor.codes, tensor.scales)
-        )  # fmt: skip
+            slice_first(each, part, drops_axis=drops_axis) for each in (tensor.codes, tensor.scales)
+        )
         return Factors(codes, scales, tensor.shared, str(tensor.name))
     dims = [int(dim) for dim in tensor.shape.numpy()]
     if not dims or (dims[0] == 1 and not drops_axis):

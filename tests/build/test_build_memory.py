@@ -20,8 +20,13 @@ from edgellm.export.visual_bundle import VisualOptions, export_visual
 
 TOLERANCE = 0.25
 LENGTHS = "--maxInputLen", 16, "--maxKVCacheCapacity", 32
-WIDE = {"hidden_size": 1024, "intermediate_size": 3072, "num_attention_heads": 16,
-        "num_key_value_heads": 4, "vocab_size": 16000}  # fmt: skip
+WIDE = {
+    "hidden_size": 1024,
+    "intermediate_size": 3072,
+    "num_attention_heads": 16,
+    "num_key_value_heads": 4,
+    "vocab_size": 16000,
+}
 
 
 def _model(folder: Path, family: str, **sizes: object) -> Path:
@@ -71,8 +76,12 @@ def _visual(folder: Path) -> tuple[object, ...]:
     from visual_checkpoints import make_visual_checkpoint
 
     config = json.loads(json.dumps(visual.find("idefics3").TINY))
-    config["vision_config"] |= {"hidden_size": 1024, "intermediate_size": 4096,
-                                "num_attention_heads": 16, "num_hidden_layers": 4}  # fmt: skip
+    config["vision_config"] |= {
+        "hidden_size": 1024,
+        "intermediate_size": 4096,
+        "num_attention_heads": 16,
+        "num_hidden_layers": 4,
+    }
     source = make_visual_checkpoint(folder / "ck", config)
     export_visual(
         open_checkpoint(str(source), tokenizer=False), folder / "bundle", VisualOptions("fp32")
@@ -81,8 +90,14 @@ def _visual(folder: Path) -> tuple[object, ...]:
     return "edgellm.build.visual_cli", *limits
 
 
-MAKERS = {"float": _float, "GGUF": _gguf, "mixture": _mixture, "hybrid": _hybrid,
-          "draft": _draft, "visual": _visual}  # fmt: skip
+MAKERS = {
+    "float": _float,
+    "GGUF": _gguf,
+    "mixture": _mixture,
+    "hybrid": _hybrid,
+    "draft": _draft,
+    "visual": _visual,
+}
 
 
 @pytest.mark.parametrize("make", MAKERS.values(), ids=MAKERS)
@@ -120,8 +135,9 @@ def test_every_part_of_a_weight_is_packed_alike(tmp_path):
     codes = np.random.default_rng(0).integers(0, 256, 6 * 5, np.uint8)
     codes.tofile(tmp_path / "codes")
     for dtype in (ir.DataType.INT4, ir.DataType.UINT4):
-        tensor = ir.ExternalTensor("codes", 0, 30, dtype, shape=ir.Shape([6, 10]), name="codes",
-                                   base_dir=tmp_path)  # fmt: skip
+        tensor = ir.ExternalTensor(
+            "codes", 0, 30, dtype, shape=ir.Shape([6, 10]), name="codes", base_dir=tmp_path
+        )
         low, high = codes & 15, codes >> 4
         whole = np.stack([low, high], 1).reshape(6, 10).astype(int)
         if dtype == ir.DataType.INT4:
