@@ -323,7 +323,7 @@ def _size(folder: Path) -> int:
 
 def main() -> None:
     """Entry point."""
-    parser = argparse.ArgumentParser(description=__doc__.splitlines()[0])
+    parser = argparse.ArgumentParser(description=(__doc__ or "").splitlines()[0])
     parser.add_argument("--shapes", nargs="+", choices=SHAPES, default=["1b", "8b"])
     parser.add_argument("--kinds", nargs="+", choices=[*_BLOCKS, "AWQ"], default=[*_BLOCKS, "AWQ"])
     parser.add_argument("--quick", action="store_true", help="the shape tiny alone")
