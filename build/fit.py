@@ -132,7 +132,8 @@ def _needs(estimate: Estimate, engine: Path) -> list[Need]:
     needs = [
         Need(
             "build memory",
-            f"the build needs about {_size(peak)} of memory, {_size(memory)} are available",
+            f"the build needs about {_size(peak)} of memory, {_size(memory)} are available"
+            + (f": {_size(peak - memory)} are missing" if peak > memory else ""),
             "quantize the model, or build on a machine with more memory" if peak > memory else "",
         ),
         Need(

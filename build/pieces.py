@@ -2,8 +2,10 @@
 
 from __future__ import annotations
 
+import math
 import mmap
 from collections.abc import Callable, Iterator, Mapping, Sequence
+from functools import reduce
 from pathlib import Path
 from typing import Any
 
@@ -12,162 +14,188 @@ import onnx
 import onnx_ir as ir
 from numpy.typing import NDArray
 
+from edgellm.build.lowering.block_factors import slice_first, stored_tensor
+from edgellm.build.lowering.calls import LINEARS, find_calls
+from edgellm.build.lowering.experts import ExpertLayer
 from edgellm.build.lowering.graph import GraphEditor
+from edgellm.build.lowering.linear_weights import WeightPart
+from edgellm.build.machine import trim
 from edgellm.build.together import SECOND, together
 from edgellm.device_runtime.runners.onnxruntime_graphs import load_in_memory
 
-PIECE_BYTES = 128 << 20  # of stored weights that a piece reads, unless one node reads more
 SLICE = 16 << 20  # numbers of a weight that one product decodes at once
+# Numbers of the weights that a piece reads, unless one node reads more: ONNX Runtime may decode all
+# of them before its first product.
+PIECE = 2 * SLICE
 CONTRIB = "com.microsoft"
+CUT = "cut."  # how names of inputs begin that are a part of a layer's
 
 
 # ------------------------------------------------------------------------------------ slices
-def slice_products(graph: GraphEditor) -> dict[str, tuple[str, int]]:
-    """Let products read their weights as they are stored, and large ones some outputs at a time.
+Slices = dict[str, tuple[str, int]]  # by names: the whole weights, and outputs; 0: as many as these
+
+
+def slice_layers(graph: GraphEditor) -> Slices:
+    """Let large layers decode their weights some outputs, inputs or experts at a time.
+
+    A layer becomes several calls, each with a part of the first axis of what is stored.
 
     Args:
-        graph: inlined, in float32. `MatMul(x, Transpose(w))` of a matrix [out, in], stored or
-            decoded from codes, becomes a product that transposes as it reads.
-
-    Returns:
-        By the names of slices: the names of the whole weights, and the outputs of the slices.
+        graph: a portable one, whose calls stand.
     """
-    whole: dict[str, tuple[str, int]] = {}
-    for node in graph.find("MatMul"):
-        x, transposed = node.inputs
-        weight = _stored_rows(transposed)
-        graph.cursor = node
-        decoded = _transposed(graph, transposed) if weight is None else None
-        if x is None or (weight is None and decoded is None):
-            continue
-        slices = _slices(graph, weight, whole) if weight is not None else [decoded]
-        found = [_product(graph, x, each) for each in slices if each is not None]
-        y = found[0] if len(found) == 1 else graph.node("Concat", found, axis=-1)
-        graph.replace(node.outputs[0], y)
-        graph.graph.remove(node, safe=True)
+    whole: Slices = {}
+    for call in find_calls(graph.graph, *LINEARS):
+        weight = WeightPart.of(call)
+        assert weight is not None
+        graph.cursor = call
+        if weight.is_by_output:
+            _slice_outputs(graph, call, weight, whole)
+        else:
+            _slice_inputs(graph, call, weight, whole)
+    for layer in ExpertLayer.all_of(graph.graph):
+        graph.cursor = layer.call
+        _slice_experts(graph, layer, whole)
     return whole
 
 
-def _stored_rows(value: ir.Value | None) -> ir.Value | None:
-    """The initializer [out, in] behind `Transpose(Cast(w))`, where it is one of floats."""
-    node = value.producer() if value is not None else None
-    if node is None or node.op_type != "Transpose" or not node.inputs:
-        return None
-    inner = node.inputs[0]
-    cast = inner.producer() if inner is not None else None
-    if cast is not None and cast.op_type in ("Cast", "CastLike"):
-        inner = cast.inputs[0]
-    stored = inner.const_value if inner is not None else None
-    kinds = (ir.DataType.FLOAT, ir.DataType.FLOAT16, ir.DataType.BFLOAT16)
-    if stored is None or stored.dtype not in kinds or len(stored.shape) != 2:
-        return None
-    return inner
-
-
-def _transposed(graph: GraphEditor, value: ir.Value | None) -> ir.Value | None:
-    """The matrix [out, in] that is transposed, cast to float32 rather than like something."""
-    node = value.producer() if value is not None else None
-    order = node.attributes.get("perm") if node is not None else None
-    if node is None or node.op_type != "Transpose" or order is None:
-        return None
-    inner = node.inputs[0] if [*order.as_ints()] == [1, 0] else None
-    cast = inner.producer() if inner is not None else None
-    if cast is None or cast.op_type != "CastLike":
-        return inner
-    return graph.node("Cast", [cast.inputs[0]], to=int(ir.DataType.FLOAT))
-
-
-def _slices(
-    graph: GraphEditor, weight: ir.Value, whole: dict[str, tuple[str, int]]
-) -> Iterator[ir.Value]:
-    """A weight [out, in], in parts of some outputs where it is large and lies in a file."""
-    tensor = weight.const_value
-    assert tensor is not None
-    out, width = map(int, tensor.shape.numpy())
-    step = max(1, SLICE // width)
-    if step >= out or not isinstance(tensor, ir.ExternalTensor):
-        yield weight
-        return
-    for first in range(0, out, step):
-        end = min(first + step, out)
-        part = _rows_of(graph, tensor, first, end)
-        whole[str(part.name)] = str(weight.name), end - first
-        yield part
-
-
-def _product(graph: GraphEditor, x: ir.Value, weight: ir.Value) -> ir.Value:
-    """X [..., in] by a stored weight [out, in]."""
-    if weight.const_value is not None and weight.dtype != ir.DataType.FLOAT:
-        weight = graph.node("Cast", [weight], to=int(ir.DataType.FLOAT))
-    return graph.node("FusedMatMul", [x, weight], domain=CONTRIB, transB=1)
-
-
-def slice_codes(graph: GraphEditor) -> None:
-    """Let products with blocked INT4 codes [in, out] decode these, some inputs at a time."""
-    for node in graph.find("MatMul"):
-        x, decoded = node.inputs
-        cast = decoded.producer() if decoded is not None else None
-        source = cast.inputs[0] if cast is not None and cast.op_type == "CastLike" else decoded
-        decoding = source.producer() if source is not None else None
-        if x is None or decoding is None or decoding.op_type != "DequantizeLinear":
-            continue
-        parts = _code_slices(graph, decoding)
-        if not parts:
-            continue
-        graph.cursor, block = node, decoding.attributes["block_size"].as_int()
-        total: ir.Value | None = None
-        for first, end, codes, scales in parts:
-            bounds = [graph.constant(f"at.{at}", np.array([at])) for at in (first, end, -1)]
-            some = graph.node("Slice", [x, *bounds]) if len(parts) > 1 else x
-            weight = graph.node("DequantizeLinear", [codes, scales], axis=0, block_size=block)
-            y = graph.node("MatMul", [some, weight])
-            total = y if total is None else graph.node("Add", [total, y])
-        assert total is not None
-        graph.replace(node.outputs[0], total)
-        graph.graph.remove(node, safe=True)
-
-
-def _code_slices(
-    graph: GraphEditor, decoding: ir.Node
-) -> list[tuple[int, int, ir.Value, ir.Value]]:
-    """First input, end, codes and scales of each slice; none where the codes are others."""
-    tensors = [value.const_value for value in decoding.inputs if value is not None]
-    if len(tensors) != 2 or not all(isinstance(each, ir.ExternalTensor) for each in tensors):
-        return []
-    codes, scales = (each for each in tensors if isinstance(each, ir.ExternalTensor))
-    block, dims = decoding.attributes.get("block_size"), codes.shape.numpy()
-    if len(dims) != 2:  # those of experts
-        return []
-    if codes.dtype != ir.DataType.INT4 or scales.dtype != ir.DataType.FLOAT or block is None:
-        return []
-    rows, out = map(int, dims)
-    step = max(1, SLICE // out // block.as_int()) * block.as_int()
-    if step >= rows or out % 2:
-        stored = [value for value in decoding.inputs if value is not None]
-        return [(0, rows, stored[0], stored[1])]
+def _slice_outputs(graph: GraphEditor, call: ir.Node, weight: WeightPart, whole: Slices) -> None:
+    width, out = weight.shape
     found = []
-    for first in range(0, rows, step):
-        end = min(first + step, rows)
-        blocks = first // block.as_int(), end // block.as_int()
-        found.append(
-            (first, end, _rows_of(graph, codes, first, end), _rows_of(graph, scales, *blocks))
-        )
-    return found
+    for part in _parts(weight.stored[0], out, width):
+        count = part.stop - part.start
+        stored = [_operand(graph, value, part, whole, count) for value in call.inputs[1:]]
+        found.append(_call_again(graph, call, [call.inputs[0], *stored]))
+    if found:
+        _replace(graph, call, graph.node("Concat", found, axis=-1))
 
 
-def _rows_of(graph: GraphEditor, tensor: ir.ExternalTensor, first: int, end: int) -> ir.Value:
-    """Rows of a stored matrix, as an initializer of its own."""
-    rows, width = map(int, tensor.shape.numpy())
-    name, row_bytes = f"{tensor.name}.rows{first}", tensor.nbytes // rows
+def _slice_inputs(graph: GraphEditor, call: ir.Node, weight: WeightPart, whole: Slices) -> None:
+    width, out = weight.shape
+    x, codes, *factors = call.inputs
+    block, found = weight.block_size, []
+    for part in _parts(weight.stored[0], width, out, block or 1):
+        bounds = [graph.constant(f"at.{at}", np.array([at])) for at in (part.start, part.stop, -1)]
+        some = graph.node("Slice", [x, *bounds])
+        some.name = f"{CUT}{some.name}"
+        stored = [_operand(graph, codes, part, whole, out), *factors]
+        if block:
+            blocks = slice(part.start // block, part.stop // block)
+            stored[1:] = [_operand(graph, value, blocks, whole, out) for value in factors]
+        found.append(_call_again(graph, call, [some, *stored]))
+    _replace_by_sum(graph, call, found)
+
+
+def _slice_experts(graph: GraphEditor, layer: ExpertLayer, whole: Slices) -> None:
+    count, width, inner = layer.gate.shape
+    (x, ids, shares, *stored), found = layer.call.inputs, []
+    for part in _parts(stored_tensor(layer.gate.values[0], layer.call), count, width * inner):
+        first = graph.constant(f"expert.{part.start}", np.array(part.start, np.int64))
+        own = graph.node("Sub", [ids, first])  # those of others are none of these
+        some = [_operand(graph, value, part, whole, 0) for value in stored]
+        found.append(_call_again(graph, layer.call, [x, own, shares, *some]))
+    _replace_by_sum(graph, layer.call, found)
+
+
+def _parts(codes: ir.TensorProtocol, entries: int, each: int, steps: int = 1) -> list[slice]:
+    """Of the first axis, by whole steps of entries with numbers `each`; none: it stays whole."""
+    step = max(1, SLICE // (each * steps)) * steps
+    bits = codes.dtype.bitwidth * math.prod(codes.shape.numpy()[1:])
+    if step >= entries or bits % 8 or not isinstance(codes, ir.ExternalTensor):
+        return []
+    return [slice(first, min(first + step, entries)) for first in range(0, entries, step)]
+
+
+def _operand(
+    graph: GraphEditor, value: ir.Value | None, part: slice, whole: Slices, outputs: int
+) -> ir.Value | None:
+    """A part of what a layer reads; factors that are codes stay codes."""
+    if value is None:
+        return None
+    if value.const_value is None:
+        factors = value.producer()
+        assert factors is not None
+        inputs = [_operand(graph, each, part, whole, outputs) for each in factors.inputs]
+        return _call_again(graph, factors, inputs)
+    some = slice_first(value.const_value, part)
+    if some is value.const_value:
+        return value
+    name = f"{value.name}.{part.start}-{part.stop}"
+    whole[name] = str(value.name), outputs
     if name not in graph.graph.initializers:
-        part = ir.ExternalTensor(
-            tensor.location, (tensor.offset or 0) + first * row_bytes, (end - first) * row_bytes,
-            tensor.dtype, shape=ir.Shape([end - first, width]), name=name, base_dir=tensor.base_dir,
-        )  # fmt: skip
-        kind = ir.TensorType(tensor.dtype)
-        value = ir.Value(name=name, shape=part.shape, type=kind, const_value=part)
-        graph.graph.register_initializer(value)
+        some.name = name
+        kind = ir.TensorType(some.dtype)
+        graph.graph.register_initializer(
+            ir.Value(name=name, shape=some.shape, type=kind, const_value=some)  # type: ignore[arg-type]
+        )
     return graph.graph.initializers[name]
+
+
+def _call_again(graph: GraphEditor, call: ir.Node, inputs: Sequence[ir.Value | None]) -> ir.Value:
+    given = {name: each.value for name, each in call.attributes.items()}
+    return graph.node(call.op_type, inputs, domain=call.domain, **given)
+
+
+def _replace_by_sum(graph: GraphEditor, call: ir.Node, found: Sequence[ir.Value]) -> None:
+    if found:
+        _replace(graph, call, reduce(lambda y, more: graph.node("Add", [y, more]), found))
+
+
+def _replace(graph: GraphEditor, call: ir.Node, value: ir.Value) -> None:
+    graph.replace(call.outputs[0], value)
+    graph.graph.remove(call, safe=True)
+
+
+def read_as_stored(graph: GraphEditor) -> None:
+    """Let products of a graph in float32 transpose and cast no weight that need not be.
+
+    Nothing but what is stored then decides what a weight is, see `together`.
+    """
+    for node in graph.find("MatMul"):
+        x, weight = node.inputs
+        turned = _made_by(weight, "Transpose")
+        inner = turned.inputs[0] if turned is not None else weight
+        cast = _made_by(inner, "Cast", "CastLike")
+        stored = cast.inputs[0] if cast is not None else inner
+        if stored is None or not (_is_matrix(stored) or _is_decoded(stored) or _is_like(cast)):
+            continue
+        graph.cursor = node
+        if not _is_decoded(stored) and stored.dtype != ir.DataType.FLOAT:
+            stored = graph.node("Cast", [stored], to=int(ir.DataType.FLOAT))
+        perm = turned.attributes["perm"].as_ints() if turned is not None else ()
+        if len(perm) == 2:
+            y = graph.node("FusedMatMul", [x, stored], domain=CONTRIB, transB=1)
+        else:  # as it is, or that of each expert
+            turned = graph.node("Transpose", [stored], perm=perm) if perm else stored
+            y = graph.node("MatMul", [x, turned])
+        _replace(graph, node, y)
+
+
+def _made_by(value: ir.Value | None, *op_types: str) -> ir.Node | None:
+    node = value.producer() if value is not None else None
+    return node if node is not None and node.op_type in op_types else None
+
+
+def _is_matrix(value: ir.Value) -> bool:
+    """Whether a value is a stored weight of floats."""
+    kinds = (ir.DataType.FLOAT, ir.DataType.FLOAT16, ir.DataType.BFLOAT16)
+    stored = value.const_value
+    return stored is not None and stored.dtype in kinds and len(stored.shape) == 2
+
+
+def _is_like(cast: ir.Node | None) -> bool:
+    """Whether a weight is cast to the type of what it is multiplied with."""
+    return cast is not None and cast.op_type == "CastLike"
+
+
+def _is_decoded(value: ir.Value) -> bool:
+    """Whether a value is a matrix that codes and scales become in float32."""
+    decoding = _made_by(value, "DequantizeLinear")
+    codes, scales = decoding.inputs[:2] if decoding is not None else (None, None)
+    if codes is None or scales is None or codes.const_value is None:
+        return False
+    cast = _made_by(scales, "Cast")
+    kind = scales.dtype if cast is None else ir.DataType(cast.attributes["to"].as_int())
+    return kind == ir.DataType.FLOAT
 
 
 # -------------------------------------------------------------------------------------- runs
@@ -194,7 +222,7 @@ def run_in_pieces(
         for each in stored.values()
         if isinstance(each, ir.ExternalTensor)
     }
-    sizes = {name: each.nbytes for name, each in stored.items() if each is not None}
+    sizes = {name: each.size for name, each in stored.items() if each is not None}
     protos = [ir.to_proto(model) for model in models]
     both = together(*protos) if len(protos) == 2 else None
     with _Mapped(paths) as files:
@@ -219,19 +247,31 @@ def _run_all(
         if name in types
     }
     wanted = [value.name for value in proto.graph.output]
-    pieces = list(_pieces(proto.graph.node, sizes))
+    constants = {node.output[0]: node for node in proto.graph.node if node.op_type == "Constant"}
+    nodes = [node for node in proto.graph.node if node.op_type != "Constant"]
+    pieces = [
+        [*_read_of(constants, piece), *piece] for piece in _pieces(nodes, sizes)
+    ]  # shapes of a piece are known before it runs
     uses = {name: at for at, piece in enumerate(pieces) for node in piece for name in node.input}
     uses |= dict.fromkeys(wanted, len(pieces))
     for at, piece in enumerate(pieces):
-        made = [name for node in piece for name in node.output if name]
+        made = [name for node in piece for name in node.output if name and name not in constants]
         known |= _run(
             proto, piece, known, [name for name in made if uses.get(name, -1) > at], files
         )
         known = {name: array for name, array in known.items() if uses.get(name, -1) > at}
         for each in files.values():
             each.madvise(mmap.MADV_DONTNEED)
+        trim()
         told(at + 1, len(pieces))
     return {name: known[name] for name in wanted}
+
+
+def _read_of(
+    constants: Mapping[str, onnx.NodeProto], piece: Sequence[onnx.NodeProto]
+) -> list[onnx.NodeProto]:
+    read = dict.fromkeys(name for node in piece for name in node.input)
+    return [constants[name] for name in read if name in constants]
 
 
 def _pieces(
@@ -242,7 +282,7 @@ def _pieces(
     held: set[str] = set()
     for node in nodes:
         reads = {name for name in node.input if name in sizes and name not in held}
-        if reads and held and sum(map(sizes.__getitem__, held | reads)) > PIECE_BYTES:
+        if reads and held and sum(map(sizes.__getitem__, held | reads)) > PIECE:
             yield piece
             piece, held = [], set()
         piece.append(node)

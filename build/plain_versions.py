@@ -12,7 +12,7 @@ from edgellm.build.lowering.experts import all_weights, expand_rounded
 from edgellm.build.lowering.graph import GraphEditor
 from edgellm.build.lowering.linear_groups import Rounding
 from edgellm.build.lowering.rounded_inputs import lower_inputs
-from edgellm.build.pieces import CONTRIB, slice_codes, slice_products
+from edgellm.build.pieces import CONTRIB, read_as_stored, slice_layers
 from edgellm.build.rounding import Rounds, narrows, round_cached_rows, round_layers
 from edgellm.manifest import Bundle
 from edgellm.specs import KVCacheSpec
@@ -45,12 +45,9 @@ def plain_versions(
     second = graph.copy_of(model) if rounds and is_half else None
     if bundle.dtype == "float16":
         _in_float32(graph, model)
-    slices = slice_products(graph)
+    read_as_stored(graph)
     if rounds and not is_half:
         second = graph.copy_of(model)
-        parts = {part: whole for part, whole in slices.items() if whole[0] in layers}  # no router
-        layers |= {part: (outputs, layers[whole][1]) for part, (whole, outputs) in parts.items()}
-    slice_codes(graph)
     versions = [_finished(model)]
     if second is not None:
         copy, graph = second
@@ -58,8 +55,6 @@ def plain_versions(
             round_cached_rows(graph, cache)
         if engine.kernels:
             round_layers(graph, layers, rows, halves=is_half)
-        if not is_half:
-            slice_codes(graph)
         versions.append(_finished(copy))
     return versions
 
@@ -74,6 +69,9 @@ def _opened(
         weight.parts[0].parameter: (sum(weight.widths), engine.of(weight, name))
         for name, weight in all_weights(model.graph)
     }
+    for part, (whole, outputs) in slice_layers(graph).items():
+        if whole in layers:
+            layers[part] = outputs or layers[whole][0], layers[whole][1]
     defined = {name for _, name, _ in model.functions}
     for call in find_calls(model.graph, contract.QUANTIZED_LINEAR):
         if contract.QUANTIZED_LINEAR not in defined:  # the build rounded it

@@ -141,12 +141,9 @@ def float_error(widths: Iterable[int]) -> float:
 
 def _held_at_once(graph: ir.Graph) -> int:
     """Numbers of the largest weight, or of a slice of it."""
-    held = (
-        min(weight.count, SLICE) if weight.kind in ("dense", "int4") else weight.count
-        for _, weight in linear_layers(graph)
-    )
-    experts = (math.prod(layer.gate.shape) for layer in ExpertLayer.all_of(graph))
-    return max([0, *held, *experts])
+    experts = [math.prod(layer.gate.shape[1:]) for layer in ExpertLayer.all_of(graph)]
+    largest = max((weight.count for _, weight in linear_layers(graph)), default=0)
+    return max([min(largest, SLICE), *experts])
 
 
 def _inputs(source: Source, passes: Sequence[Inputs], model: ir.Model) -> dict[str, NDArray[Any]]:

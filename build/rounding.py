@@ -14,6 +14,7 @@ from edgellm import contract
 from edgellm.build.lowering.graph import GraphEditor
 from edgellm.build.lowering.linear_groups import Rounding, RoundingKernel
 from edgellm.build.lowering.linear_weights import LinearWeight
+from edgellm.build.pieces import CUT
 from edgellm.specs import KVCacheSpec
 
 # On the way from codes to a weight; what they index is a table of values.
@@ -61,9 +62,7 @@ def round_layers(
             continue
         (width, rounding), graph.cursor = layers[parameter], node
         if block := rounding.input_block:
-            if (x, block) not in rounded:
-                rounded[x, block] = _rounded(graph, x, block, halves=halves)
-            x = rounded[x, block]
+            x = _rounded_once(graph, rounded, x, block, halves=halves)
             node.replace_input_with(0, x)
         if rounding.weights:
             by_output = {"transB": 1} if node.op_type == "FusedMatMul" else {}
@@ -71,6 +70,26 @@ def round_layers(
             error = errors.of(x, weight, width, by_output=bool(by_output))
             graph.replace(node.outputs[0], graph.node("Add", [y, error]))
             graph.graph.remove(node, safe=True)
+
+
+def _rounded_once(
+    graph: GraphEditor,
+    known: dict[tuple[ir.Value, int], ir.Value],
+    x: ir.Value,
+    block: int,
+    *,
+    halves: bool,
+) -> ir.Value:
+    """Inputs that were rounded before are `known`; of a part the whole is rounded."""
+    if (x, block) in known:
+        return known[x, block]
+    cut = x.producer()
+    if cut is not None and cut.inputs[0] is not None and str(x.name).startswith(CUT):
+        whole = _rounded_once(graph, known, cut.inputs[0], block, halves=halves)
+        known[x, block] = graph.node("Slice", [whole, *cut.inputs[1:]])
+    else:
+        known[x, block] = _rounded(graph, x, block, halves=halves)
+    return known[x, block]
 
 
 def _parameter(value: ir.Value | None) -> str | None:

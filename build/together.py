@@ -9,20 +9,6 @@ from typing import Any
 import onnx
 
 SECOND = ".second"  # how names of the second's own values end
-_DECODING = (
-    "Add",
-    "BitwiseAnd",
-    "Cast",
-    "Concat",
-    "Constant",
-    "DequantizeLinear",
-    "Gather",
-    "Mul",
-    "Reshape",
-    "Shape",
-    "Transpose",
-    "Unsqueeze",
-)
 _PRODUCTS = ("MatMul", "FusedMatMul")
 
 
@@ -49,22 +35,21 @@ def together(first: onnx.ModelProto, second: onnx.ModelProto) -> onnx.ModelProto
     if [each.weight for each in parts[0]] != [each.weight for each in parts[1]]:
         return None
     nodes: list[onnx.NodeProto] = []
-    decoded: dict[Any, str] = {}  # what holds a weight, by what it is made of
-    keys, same = _keys(first) | _keys(theirs), dict[str, str]()
-    weights = {*_stored(first), *_stored(theirs)}  # and what is decoded of them
+    keys: dict[str, Any] = {**_keys(first), **_keys(theirs)}
+    same: dict[str, str] = {}
     for ours, others in zip(*parts, strict=True):
-        for node in (*ours.nodes, *others.nodes):
+        decoded: dict[Any, str] = {}  # what holds a weight, by what it is made of
+        for node in ours.nodes:
+            if (key := _decoding(node, keys)) is not None:
+                decoded[key] = keys[node.output[0]] = node.output[0]
+            nodes.append(node)
+        for node in others.nodes:
             node.input[:] = [same.get(name, name) for name in node.input]
             key = _decoding(node, keys)
-            if key in decoded and node.output[0].endswith(SECOND):
+            if key in decoded:
                 same[node.output[0]] = decoded[key]
-                continue
-            nodes.append(node)
-            if key is not None:
-                keys[node.output[0]] = key
-            if key is not None and not weights.isdisjoint(node.input):  # constants stay apart
-                decoded[key] = node.output[0]
-                weights.add(node.output[0])
+            else:
+                nodes.append(node)
         if ours.product is not None and others.product is not None:
             nodes += _product(ours.product, others.product)
     ids = {each.name for each in first.graph.initializer}
@@ -100,18 +85,6 @@ def _stored(model: onnx.ModelProto) -> dict[str, bytes]:
     }
 
 
-def _keys(model: onnx.ModelProto) -> dict[str, Any]:
-    """Names of weights in files, and what small constants hold: equal ones are one."""
-    keys: dict[str, Any] = {name: name for name in _stored(model)}
-    for each in model.graph.initializer:
-        if each.name not in keys:
-            value = onnx.TensorProto()
-            value.CopyFrom(each)
-            value.ClearField("name")
-            keys[each.name] = value.SerializeToString()
-    return keys
-
-
 def _renamed(model: onnx.ModelProto, beside: onnx.ModelProto) -> onnx.ModelProto:
     """A copy whose values have names of their own, but for inputs and weights that both have."""
     ours = _stored(beside)
@@ -131,13 +104,26 @@ def _renamed(model: onnx.ModelProto, beside: onnx.ModelProto) -> onnx.ModelProto
     return copy
 
 
+def _keys(model: onnx.ModelProto) -> dict[str, Any]:
+    """What initializers are: of those in files their names, of others what they hold."""
+    found: dict[str, Any] = {}
+    for each in model.graph.initializer:
+        content = onnx.TensorProto()
+        content.CopyFrom(each)
+        content.name = ""
+        found[each.name] = each.name if each.external_data else content.SerializeToString()
+    return found
+
+
 def _stretches(model: onnx.ModelProto) -> list[_Stretch]:
-    keys, found = _keys(model), [_Stretch()]
+    keys, stored = _keys(model), {*_stored(model)}  # and what is made of these
+    found = [_Stretch()]
     for node in model.graph.node:
         key = _decoding(node, keys)
         if key is not None:
             keys[node.output[0]] = key
-        if node.op_type not in _PRODUCTS or node.input[1] not in keys:
+            stored |= {*node.output} if stored.intersection(node.input) else set()
+        if node.op_type not in _PRODUCTS or node.input[1] not in stored:
             found[-1].nodes.append(node)
             continue
         found[-1].product, found[-1].weight = node, (node.op_type, keys[node.input[1]])
@@ -146,10 +132,10 @@ def _stretches(model: onnx.ModelProto) -> list[_Stretch]:
 
 
 def _decoding(node: onnx.NodeProto, keys: Mapping[str, Any]) -> Any:
-    """What a node makes of stored weights alone; None: it is another one."""
-    if node.op_type not in _DECODING or not all(name in keys for name in node.input):
+    """What a node makes of initializers alone; None: it is another one."""
+    if len(node.output) != 1 or not all(name in keys for name in node.input):
         return None
-    how = tuple(sorted(each.SerializeToString() for each in node.attribute))
+    how = tuple(each.SerializeToString() for each in node.attribute)
     return (node.op_type, how, *(keys[name] for name in node.input))
 
 

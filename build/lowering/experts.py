@@ -5,14 +5,13 @@ Shapes: S rows, H hidden size, E experts, K that a row takes, I width between ga
 
 from __future__ import annotations
 
-import math
 from collections.abc import Iterator
 from dataclasses import dataclass
 
 import numpy as np
 import onnx_ir as ir
 
-from edgellm.build.lowering.block_factors import stored_tensor
+from edgellm.build.lowering.block_factors import slice_first, stored_tensor
 from edgellm.build.lowering.calls import EXPERT_CALLS, find_calls, require_known
 from edgellm.build.lowering.graph import GraphEditor
 from edgellm.build.lowering.linear_weights import (
@@ -61,8 +60,9 @@ class Stack:
 
     def expert(self, index: int) -> WeightPart:
         """That of one expert, of which no more is read."""
+        part = slice(index, index + 1)
         tensors = [
-            stored_tensor(value, self.call, lambda tensor: _expert(tensor, index))
+            slice_first(stored_tensor(value, self.call), part, drops_axis=True)
             for value in self.values
         ]
         if self.kind == "fp4":
@@ -222,33 +222,6 @@ def _bias(value: ir.Value | None) -> np.ndarray | None:
     """[E, out]; None where it is one zero."""
     array = constant_array(value) if value is not None else None
     return None if array is None or array.size == 1 else array.astype(np.float32)
-
-
-def slice_first(tensor: ir.TensorProtocol, part: slice) -> ir.TensorProtocol:
-    """Entries of the first axis, or what all entries share; no more is read of a file."""
-    count, *dims = (int(dim) for dim in tensor.shape.numpy())
-    if count == 1:
-        return tensor
-    if not isinstance(tensor, ir.ExternalTensor):
-        return ir.tensor(tensor.numpy()[part], dtype=tensor.dtype, name=tensor.name)
-    size, taken = math.prod(dims) * tensor.dtype.bitwidth // 8, part.stop - part.start
-    return ir.ExternalTensor(
-        tensor.location, (tensor.offset or 0) + part.start * size, taken * size, tensor.dtype,
-        shape=ir.Shape([taken, *dims]), name=f"{tensor.name}.{part.start}",
-        base_dir=tensor.base_dir,
-    )  # fmt: skip
-
-
-def _expert(tensor: ir.TensorProtocol, index: int) -> ir.TensorProtocol:
-    """That of one expert, without the first axis."""
-    found = slice_first(tensor, slice(index, index + 1))
-    shape = found.shape.numpy()[1:]
-    if not isinstance(found, ir.ExternalTensor):
-        return ir.tensor(found.numpy()[0], dtype=found.dtype)
-    return ir.ExternalTensor(
-        found.location, found.offset, found.length, found.dtype,
-        shape=ir.Shape(shape), name=str(found.name), base_dir=found.base_dir,
-    )  # fmt: skip
 
 
 def _pairs(tensor: ir.TensorProtocol, shape: tuple[int, ...]) -> ir.TensorProtocol:

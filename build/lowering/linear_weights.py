@@ -1,21 +1,22 @@
 """Linear weights of a portable graph, as kernels want them.
 
 `LinearWeight` reads what the call of a linear layer has: a dense weight, or codes with scales.
-Several that read the same input can be merged.
+Several that read the same input can be merged. `WeightPart.outputs` takes some output channels of
+one, so that no weight must be decoded whole.
 """
 
 from __future__ import annotations
 
 from collections.abc import Iterator
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
 
 import numpy as np
 import onnx_ir as ir
 from numpy.typing import NDArray
 
-from edgellm.build.lowering.block_factors import stored_tensor
+from edgellm.build.lowering.block_factors import slice_first, slice_last, stored_tensor
 from edgellm.build.lowering.calls import LINEARS, is_call, require_known
-from edgellm.build.lowering.weights import U8, stored_bytes
+from edgellm.build.lowering.weights import U8, stored_array
 from edgellm.contract import (
     BLOCK_LINEAR,
     FP4_LINEAR,
@@ -39,6 +40,7 @@ _BY_INPUT = QUANTIZED_LINEAR, SHIFTED_LINEAR  # whose codes are [in, out]
 _BY_OUTPUT = BLOCK_LINEAR, OFFSET_LINEAR  # whose codes and factors are [out, ...]
 _BLOCK_SIZES = (256, 128, 64, 32, 16)  # of MatMulNBits, largest first
 _REROUNDED_BLOCK = 32  # of weights that become int8 only here
+_NUMBERS_AT_ONCE = 1 << 20  # of a weight, where it is decoded
 _E2M1_DOUBLED = np.array([0, 1, 2, 3, 4, 6, 8, 12], np.int16)
 
 
@@ -85,6 +87,22 @@ class WeightPart:
             call.op_type,
         )
 
+    def outputs(self, part: slice) -> WeightPart:
+        """Some output channels; what is stored of them is read when it is asked for.
+
+        4-bit codes of a weight [in, out] become bytes, of the same `kind`.
+        """
+        cut = slice_first if self.is_by_output else slice_last
+        stored = tuple(cut(tensor, part) for tensor in self.stored)
+        return replace(self, shape=(self.shape[0], part.stop - part.start), stored=stored)
+
+    def slices(self) -> Iterator[WeightPart]:
+        """All output channels in order, as many at a time as can be decoded at once."""
+        width, out = self.shape
+        step = max(1, _NUMBERS_AT_ONCE // width)
+        for first in range(0, out, step):
+            yield self.outputs(slice(first, min(first + step, out)))
+
     def codes(self) -> np.ndarray:
         """Less their zero points: int16 [in, out]; FP8 as float32, FP4 doubled to integers."""
         tensor = self.stored[0]
@@ -93,18 +111,17 @@ class WeightPart:
             magnitudes = _E2M1_DOUBLED[nibbles & 7]
             return np.where(nibbles & 8, -magnitudes, magnitudes)
         if self.kind == "fp8":
-            return tensor.numpy().astype(np.float32)
-        if self.is_by_output:
-            return _integers(tensor).reshape(self.shape[::-1]).T
-        return _integers(tensor).reshape(self.shape) - self.repeated(self.zero_points())
+            return stored_array(tensor).astype(np.float32)
+        codes = stored_array(tensor).astype(np.int16)
+        return codes.T if self.is_by_output else codes - self.repeated(self.zero_points())
 
     def nibbles(self) -> U8:
         """FP4's codes [out, in]."""
-        return _nibbles(self.stored[0]).reshape(self.shape[::-1])
+        return stored_array(self.stored[0])
 
     def scales(self) -> F32:
         """[in / block, out], [1, out] or [1, 1]; those of doubled FP4 codes."""
-        scales = self.stored[1].numpy().astype(np.float32)
+        scales = stored_array(self.stored[1]).astype(np.float32)
         if self.kind == "fp4":
             return (scales * self.global_scale / np.float32(2)).T
         return scales.T if self.is_by_output else np.atleast_2d(scales)
@@ -112,24 +129,24 @@ class WeightPart:
     @property
     def global_scale(self) -> np.float32:
         """Of NVFP4's block scales."""
-        return np.float32(self.stored[2].numpy())
+        return np.float32(stored_array(self.stored[2]))
 
     def dense(self) -> np.ndarray:
         """[in, out], float32 where it is decoded."""
         if self.kind == "dense":
-            return self.stored[0].numpy().T
+            return stored_array(self.stored[0]).T
         values = self.codes().astype(np.float32) * self.repeated(self.scales())
         return values + self.repeated(self.minima()) if self.has_minima else values
 
     def minima(self) -> F32:
         """[in / block, out]."""
-        return self.stored[2].numpy().astype(np.float32).T
+        return stored_array(self.stored[2]).astype(np.float32).T
 
     def zero_points(self) -> np.ndarray:
         """int16 [in / block, out], or a single one."""
         if self.operation != SHIFTED_LINEAR:
             return np.zeros((1, 1), np.int16)
-        return _integers(self.stored[2]).reshape(_dims(self.stored[2]))
+        return stored_array(self.stored[2]).astype(np.int16)
 
     def offsets(self, middle: int) -> F32:
         """What is too much where codes count from `middle`: [in / block, out], or as `scales`."""
@@ -138,8 +155,8 @@ class WeightPart:
 
     @property
     def is_by_output(self) -> bool:
-        """Whether codes and factors are stored [out, ...]."""
-        return self.operation in _BY_OUTPUT
+        """Whether weights, or codes and factors, are stored [out, ...]."""
+        return self.kind in ("dense", "fp4") or self.operation in _BY_OUTPUT
 
     @property
     def has_minima(self) -> bool:
@@ -259,13 +276,19 @@ class LinearWeight:
         bits, size = self.packing
         return self.count * bits // 8 + 4 * self.count // size
 
+    def _slices(self) -> Iterator[WeightPart]:
+        """Output channels in order, some at a time."""
+        for part in self.parts:
+            yield from part.slices()
+
     def dense(self) -> F32:
         """float32 [in, out], contiguous."""
         result = np.empty((self.in_features, sum(self.widths)), np.float32)
         begin = 0
-        for part, width in zip(self.parts, self.widths, strict=True):
-            result[:, begin : begin + width] = part.dense()
-            begin += width
+        for some in self._slices():
+            end = begin + some.shape[1]
+            result[:, begin:end] = some.dense()
+            begin = end
         return result
 
     def columns(self) -> tuple[NDArray[np.int8], F32]:
@@ -273,15 +296,21 @@ class LinearWeight:
 
         Exactly the stored codes where they are such; everything else is rounded.
         """
-        if not self.has_columns:
-            return _column_int8(self.dense())
-        codes = np.concatenate([part.codes() for part in self.parts], 1).astype(np.int8)
-        scales = [np.broadcast_to(part.scales()[0], part.shape[1:]) for part in self.parts]
-        return codes, np.concatenate(scales).astype(np.float32)
+        codes = np.empty((self.in_features, sum(self.widths)), np.int8)
+        scales = np.empty(codes.shape[1], np.float32)
+        begin = 0
+        for some in self._slices():
+            at = slice(begin, begin + some.shape[1])
+            if self.has_columns:
+                codes[:, at], scales[at] = some.codes(), some.scales()[0]
+            else:
+                codes[:, at], scales[at] = _column_int8(some.dense().astype(np.float32, order="C"))
+            begin = at.stop
+        return codes, scales
 
     def blocks(self) -> Blocks:
         """All parts for one MatMulNBits."""
-        found = [part.blocks() for part in self.parts]
+        found = [some.blocks() for some in self._slices()]
         zeros = None
         if self.has_zero_points:
             zeros = np.concatenate([_zero_points(blocks) for blocks in found])
@@ -370,22 +399,6 @@ def _packed(rows: U8) -> U8:
 def _columns(scales: F32) -> F32:
     """[blocks, out] as [out, blocks]."""
     return np.ascontiguousarray(scales.T, np.float32)
-
-
-def _integers(tensor: ir.TensorProtocol) -> NDArray[np.int16]:
-    """Values of a 4- or 8-bit integer tensor, flat."""
-    if tensor.dtype.bitwidth == 8:
-        return tensor.numpy().astype(np.int16).reshape(-1)
-    nibbles = _nibbles(tensor).astype(np.int16)
-    return (nibbles ^ 8) - np.int16(8) if tensor.dtype == ir.DataType.INT4 else nibbles
-
-
-def _nibbles(tensor: ir.TensorProtocol) -> U8:
-    """The 4-bit values of a tensor, flat."""
-    pairs = stored_bytes(tensor)
-    values = np.empty((len(pairs), 2), np.uint8)
-    values[:, 0], values[:, 1] = pairs & 15, pairs >> 4
-    return values.reshape(-1)[: int(np.prod(_dims(tensor)))]
 
 
 def _dims(tensor: ir.TensorProtocol) -> tuple[int, ...]:

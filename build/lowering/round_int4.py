@@ -13,10 +13,11 @@ import onnx_ir as ir
 from numpy.typing import NDArray
 
 from edgellm import contract
+from edgellm.build.lowering.block_factors import slice_first
 from edgellm.build.lowering.experts import ExpertLayer, Stack
 from edgellm.build.lowering.graph import GraphEditor
 from edgellm.build.lowering.linear_weights import F32, LinearWeight, layer_name, linear_layers
-from edgellm.build.lowering.weights import WeightFile, stored_rows
+from edgellm.build.lowering.weights import WeightFile, stored_array
 from edgellm.contract import EdgeLLMError
 
 BLOCK_SIZE = 32
@@ -175,20 +176,22 @@ def nearest_int4(dense: F32, block_size: int, *, has_signs: bool = True) -> tupl
 def round_stored(stored: ir.TensorProtocol, block_size: int) -> tuple[np.ndarray, F32]:
     """As `nearest_int4`, of a stored [out, in], some outputs at a time on all cores."""
     out, rows = map(int, stored.shape.numpy())
-    nibbles = np.zeros(rows * out + rows * out % 2, np.uint8)
-    codes = nibbles[: rows * out].reshape(rows, out)
+    if out % 2:  # its rows share bytes
+        return nearest_int4(stored_array(stored).astype(np.float32).T, block_size)
+    pairs = np.empty((rows, out // 2), np.uint8)
     scales = np.empty((rows // block_size, out), np.float32)
 
     def round_outputs(first: int) -> None:
         end = min(first + _OUTPUTS_AT_ONCE, out)
-        floats = stored_rows(stored, first, end).astype(np.float32)
+        floats = stored_array(slice_first(stored, slice(first, end))).astype(np.float32)
         found, scales_of_it = nearest_int4_rows(floats, block_size)
-        codes[:, first:end] = found.T.view(np.uint8) & np.uint8(15)
+        codes = found.T.view(np.uint8) & np.uint8(15)
+        pairs[:, first // 2 : end // 2] = codes[:, 0::2] | codes[:, 1::2] << np.uint8(4)
         scales[:, first:end] = scales_of_it.T
 
     with ThreadPoolExecutor(os.cpu_count()) as threads:
         list(threads.map(round_outputs, range(0, out, _OUTPUTS_AT_ONCE)))
-    return nibbles[0::2] | nibbles[1::2] << np.uint8(4), scales
+    return pairs.reshape(-1), scales
 
 
 def nearest_int4_rows(

@@ -5,7 +5,8 @@ from __future__ import annotations
 import numpy as np
 import onnx_ir as ir
 
-from edgellm.build.lowering.experts import ExpertLayer, slice_first
+from edgellm.build.lowering.block_factors import slice_first
+from edgellm.build.lowering.experts import ExpertLayer
 
 _BIASES = 3  # the last inputs of a call
 

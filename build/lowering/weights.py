@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import math
 from collections.abc import Callable, Iterator
 from pathlib import Path
 
@@ -35,13 +36,47 @@ def stored_bytes(tensor: ir.TensorProtocol) -> U8:
     return np.frombuffer(tensor.tobytes(), np.uint8)
 
 
-def stored_rows(tensor: ir.TensorProtocol, first: int, end: int) -> np.ndarray:
-    """Rows [first, end) of a matrix, of which no more is read."""
-    if not isinstance(tensor, ir.ExternalTensor):
-        return tensor.numpy()[first:end]
-    dtype, width = tensor.dtype.numpy(), int(tensor.shape.numpy()[1])
-    offset = (tensor.offset or 0) + first * width * dtype.itemsize
-    return np.fromfile(tensor.path, dtype, (end - first) * width, offset=offset).reshape(-1, width)
+def stored_array(tensor: ir.TensorProtocol) -> np.ndarray:
+    """A constant's numbers, read from its file and not kept; those of 4 bits are unpacked."""
+    dims, bits = tuple(tensor.shape.numpy()), tensor.dtype.bitwidth
+    if not isinstance(tensor, ir.ExternalTensor) or bits % 8:
+        return nibbles(tensor).reshape(dims) if bits == 4 else tensor.numpy()
+    return stored_bytes(tensor).view(tensor.dtype.numpy()).reshape(dims)
+
+
+def stored_columns(tensor: ir.TensorProtocol, part: slice) -> np.ndarray:
+    """Columns of a matrix, or entries of a vector; no others are read of a file."""
+    dims, bits = tuple(map(int, tensor.shape.numpy())), tensor.dtype.bitwidth
+    if not isinstance(tensor, ir.ExternalTensor) or (bits == 4 and dims[-1] % 2):
+        return stored_array(tensor)[..., part]
+    per_byte = 8 // bits if bits < 8 else 1
+    first, end = part.start // per_byte, -(-part.stop // per_byte)
+    dtype = np.dtype(np.uint8) if bits == 4 else tensor.dtype.numpy()
+    shape = *dims[:-1], dims[-1] // per_byte
+    mapped = np.memmap(tensor.path, np.uint8, "r", tensor.offset or 0, tensor.nbytes)
+    columns = np.ascontiguousarray(mapped.view(dtype).reshape(shape)[..., first:end])
+    if bits != 4:
+        return columns
+    skipped = part.start - first * per_byte
+    return _unpacked(columns, tensor.dtype)[..., skipped : skipped + part.stop - part.start]
+
+
+def nibbles(tensor: ir.TensorProtocol) -> np.ndarray:
+    """Numbers of 4 bits as bytes, flat: int8 of INT4; uint8 of UINT4, and of FP4's codes."""
+    return _unpacked(stored_bytes(tensor), tensor.dtype)[: math.prod(tensor.shape.numpy())]
+
+
+def _unpacked(pairs: U8, dtype: ir.DataType) -> np.ndarray:
+    """Bytes [..., n] as numbers [..., 2 n]: the low half of a byte is the first."""
+    words = pairs.astype("<u2")
+    words |= words << np.uint16(4)
+    words &= np.uint16(0x0F0F)
+    values = words.view(np.uint8)
+    if dtype != ir.DataType.INT4:
+        return values
+    values ^= np.uint8(8)
+    values -= np.uint8(8)
+    return values.view(np.int8)
 
 
 def parameter_name(value: ir.Value) -> str:

@@ -18,6 +18,7 @@ from edgellm.build.costs import measure
 from edgellm.build.lowering.adapters import write_adapted_layers
 from edgellm.build.lowering.round_int4 import load_portable, rounded_weights
 from edgellm.build.lowering.weights import WeightFile
+from edgellm.build.machine import trim
 from edgellm.build.onnxruntime_cpu.commit import compile_commit
 from edgellm.build.onnxruntime_cpu.expert_check import check_experts
 from edgellm.build.onnxruntime_cpu.lower import lower, take_answers
@@ -231,6 +232,7 @@ class _Compiler:
         model = load_portable(self._source.path, None if rounds else self._source.rounded)
         lowered = self._lower(model, variant, lambda size: packed(self._written_bytes + size))
         self._written_bytes += lowered.with_suffix(".data").stat().st_size
+        trim()  # of what was decoded
         self._report(f"optimizing and prepacking the {variant.name} graph")
         # What is saved will be compared with the portable graph, where that can be.
         probe = partial(self._probe, variant) if self._reference.why_not else None

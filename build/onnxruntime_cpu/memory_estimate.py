@@ -1,28 +1,42 @@
-"""What an engine for the CPU will weigh."""
+"""What an engine for the CPU will weigh, and what building it takes."""
 
 from __future__ import annotations
 
 import math
+from collections.abc import Iterator, Sequence
+from dataclasses import dataclass
 from pathlib import Path
 
 import onnx_ir as ir
 
 from edgellm.build.lowering.calls import find_calls
 from edgellm.build.lowering.experts import ExpertLayer
-from edgellm.build.lowering.linear_groups import RoundingKernel
-from edgellm.build.lowering.linear_weights import layer_name, linear_layers
+from edgellm.build.lowering.linear_weights import LinearWeight, layer_name, linear_layers
 from edgellm.build.lowering.round_int4 import BLOCK_SIZE as INT4_BLOCK
 from edgellm.build.lowering.tables import table_of
 from edgellm.build.onnxruntime_cpu.own_embedding import packed_table
 from edgellm.build.onnxruntime_cpu.own_experts import forms_of
 from edgellm.build.onnxruntime_cpu.own_linears import OwnLinears
 from edgellm.build.onnxruntime_cpu.variants import variants_of
-from edgellm.build.plan import RUNTIME_BYTES, Estimate, Plan
+from edgellm.build.pieces import PIECE, SLICE
+from edgellm.build.plan import Estimate, Plan
 from edgellm.cache_sizes import cache_bytes
 from edgellm.contract import ROUTER
 from edgellm.manifest import Bundle
 from edgellm.roles import COMMIT, DECODER
 from edgellm.specs import KVCacheSpec
+
+_BUILDER_BYTES = 85 << 20  # interpreter, libraries, the graph's nodes
+_SESSION_BYTES = 55 << 20  # sessions, kernels, activations of a pass
+
+
+@dataclass(frozen=True, slots=True)
+class _Held:
+    """Anonymous memory that a role's graphs take, beyond the same of all builds."""
+
+    checked: int  # while the portable graph is computed
+    saved: int  # while ONNX Runtime packs and writes
+    loaded: int  # from then on
 
 
 def estimate_graphs(
@@ -30,38 +44,123 @@ def estimate_graphs(
 ) -> Estimate:
     """See `edgellm.build.backends.Backend.estimate`."""
     sizes: list[int] = []
-    read = largest = 0
+    read = 0
+    held: list[_Held] = []
     for role, graph in bundle.graphs.items():
         if role == COMMIT:
             continue
         model = ir.load(source / graph.path)
-        linears = _linear_sizes(model, plan.quantize)
         variants = variants_of(role, model, bundle, plan)
-        kernel = variants[0].kernel
-        table = _table_bytes(model, kernel)
-        if isinstance(kernel, OwnLinears):
-            packed, doubled = _packed_sizes(model, kernel)
-            experts, taken = _expert_sizes(model, kernel)
-            sizes.append(table + packed + experts + 2 * doubled)
-            read = read or packed + doubled + taken
-            held = () if kernel.rounds_floats else linears["dense"].values()
-            largest = max([largest, *held])
+        checked = _checked_bytes(model, plan) if plan.checks else 0
+        if isinstance(variants[0].kernel, OwnLinears):
+            own = _own_sizes(model, variants[0].kernel)
+            sizes.append(own.engine)
+            read = read or own.read
+            held.append(_Held(checked, max(own.largest, own.floats), 0))
             continue
-        # A prepacked file holds the weights twice: as they were, and as the kernels read them.
+        linears, table = _linear_sizes(model, plan.quantize), _table_bytes(model, None)
+        saved = loaded = 0
         for variant in variants:
             weights = linears["int8" if variant.precision == "int8" else "decode"]
-            sizes.append(table + (2 if variant.prepacks else 1) * sum(weights.values()))
+            # A prepacked file holds them twice: as they were, and as the kernels read them.
+            packed = sum(weights.values())
+            sizes.append(table + (2 if variant.prepacks else 1) * packed)
+            saved = max(saved, loaded + max(packed, table))
+            loaded += 0 if variant.prepacks else packed
         if not read:  # the role that the engine is for comes first
             kind = "decode" if role == DECODER or variants[0].precision != "int8" else "int8"
             read = sum(linears[kind].values())
-        largest = max(largest, *linears["dense"].values())
-    # Graphs that are done stay loaded while the next one is made.
-    loaded = 2 * sum(sizes[:-1]) if DECODER in bundle.graphs else sum(sizes)
+        whole = max(linears["dense"].values(), default=0)  # of a layer, while it is written
+        held.append(_Held(checked, max(saved, whole), loaded))
+    kv_bytes = _cached_bytes(bundle, cache, plan)
+    rounded = _rounded_bytes(source, bundle) if plan.quantize == "int4" else 0
     return Estimate(
         engine_bytes=sum(sizes),
-        kv_bytes=_cached_bytes(bundle, cache, plan),
-        peak_build_bytes=RUNTIME_BYTES + loaded + max(sizes[-1], 3 * largest),
+        kv_bytes=kv_bytes,
+        peak_build_bytes=_BUILDER_BYTES + max(rounded, _peak_bytes(held, kv_bytes)),
         decode_bytes=read,
+    )
+
+
+def _peak_bytes(held: Sequence[_Held], kv_bytes: int) -> int:
+    """Of roles one after another; graphs that are done stay loaded."""
+    peak = before = 0
+    for each in held:
+        peak = max(peak, before + each.checked, before + _SESSION_BYTES + each.saved)
+        before += each.loaded
+    return max(peak, before + _SESSION_BYTES + kv_bytes)
+
+
+# ------------------------------------------------------------------------------------ checks
+def _checked_bytes(model: ir.Model, plan: Plan) -> int:
+    """Of decoded weights, see `build.pieces`: those of a piece, and copies of one on its way."""
+    most = copies = piece = decoded = 0
+    for numbers, steps in _read(model, is_rounded=plan.quantize == "int4"):
+        if piece + numbers > PIECE:
+            piece = decoded = 0
+        piece, decoded = piece + numbers, decoded + (numbers if steps else 0)
+        most, copies = max(most, decoded), max(copies, numbers * (steps - 1))
+    return 4 * (most + copies)
+
+
+def _read(model: ir.Model, *, is_rounded: bool) -> Iterator[tuple[int, int]]:
+    """Numbers that a check reads at once, in order, and the steps to float32; 0: they stay."""
+    layers = {layer.call: layer for layer in ExpertLayer.all_of(model.graph)}
+    for node in model.graph:
+        table = table_of(node)
+        if table is not None and table.const_value is not None:
+            yield table.const_value.size, 0
+        elif (weight := LinearWeight.of(node)) is not None:
+            steps = _steps(weight, is_rounded=is_rounded)
+            for first in range(0, weight.count, SLICE):
+                yield min(SLICE, weight.count - first), steps
+        elif node in layers:
+            yield from _experts_read(layers[node], is_rounded=is_rounded)
+
+
+def _steps(weight: LinearWeight, *, is_rounded: bool) -> int:
+    part = weight.parts[0]
+    is_kept = part.kind == "dense" and part.stored[0].dtype == ir.DataType.FLOAT
+    return 3 if part.has_minima else int(is_rounded or not is_kept)
+
+
+def _experts_read(layer: ExpertLayer, *, is_rounded: bool) -> Iterator[tuple[int, int]]:
+    for stack in layer.stacks:
+        count, width, out = stack.shape
+        steps = 4 if is_rounded else {"dense": 2, "fp4": 6}.get(stack.kind, 3)
+        at_once = min(count, max(1, SLICE // (width * out)))
+        for first in range(0, count, at_once):
+            yield width * out * min(at_once, count - first), steps
+
+
+def _rounded_bytes(source: Path, bundle: Bundle) -> int:
+    """Codes and scales of the largest weight, before they are written."""
+    models = [ir.load(source / graph.path) for graph in bundle.graphs.values()]
+    counts = [weight.count for model in models for _, weight in linear_layers(model.graph)]
+    largest = max(counts, default=0)
+    return largest // 2 + 4 * largest // INT4_BLOCK
+
+
+# ----------------------------------------------------------------------------------- engines
+@dataclass(frozen=True, slots=True)
+class _OwnSizes:
+    """Bytes of a graph with edgellm's kernels."""
+
+    engine: int
+    read: int  # for a token
+    floats: int  # of 32 bits, which ONNX Runtime packs
+    largest: int  # of all weights, which is copied when it is written
+
+
+def _own_sizes(model: ir.Model, kernel: OwnLinears) -> _OwnSizes:
+    table = _table_bytes(model, kernel)
+    packed, doubled, largest = _packed_sizes(model, kernel)
+    experts, taken, stack = _expert_sizes(model, kernel)
+    return _OwnSizes(
+        table + packed + experts + 2 * doubled,
+        packed + doubled + taken,
+        doubled,
+        max(table, largest, stack),
     )
 
 
@@ -77,30 +176,33 @@ def _cached_bytes(bundle: Bundle, cache: KVCacheSpec | None, plan: Plan) -> int:
     )
 
 
-def _packed_sizes(model: ir.Model, kernel: OwnLinears) -> tuple[int, int]:
-    """Bytes of weights for edgellm's kernels, and of those that stay floats of 32 bits."""
-    packed = floats = 0
+def _packed_sizes(model: ir.Model, kernel: OwnLinears) -> tuple[int, int, int]:
+    """Bytes of weights for edgellm's kernels, of those that stay floats, and the largest's."""
+    packed = floats = largest = 0
     for node, weight in linear_layers(model.graph):
         form = kernel.form(weight, layer_name(node))
         packed += form.num_bytes if form is not None else 0
         floats += 4 * weight.count if form is None else 0
-    return packed, floats
+        largest = max(largest, form.num_bytes if form is not None else 0)
+    return packed, floats, largest
 
 
-def _expert_sizes(model: ir.Model, kernel: OwnLinears) -> tuple[int, int]:
-    """Bytes of all experts with their routers, and of what one token takes of them."""
-    experts = taken = 0
+def _expert_sizes(model: ir.Model, kernel: OwnLinears) -> tuple[int, int, int]:
+    """Bytes of all experts with their routers, of what a token takes, and of the largest stack."""
+    experts = taken = largest = 0
     for layer in ExpertLayer.all_of(model.graph):
-        one = sum(form.num_bytes for form in forms_of(layer, kernel))
+        forms = [form.num_bytes for form in forms_of(layer, kernel)]
+        largest = max(largest, *(layer.count * size for size in forms))
+        one = sum(forms)
         experts, taken = experts + layer.count * one, taken + layer.top_k * one
     routers = sum(
         call.inputs[1].const_value.nbytes  # type: ignore[union-attr]
         for call in find_calls(model.graph, ROUTER)
     )
-    return experts + routers, taken + routers
+    return experts + routers, taken + routers, largest
 
 
-def _table_bytes(model: ir.Model, kernel: RoundingKernel) -> int:
+def _table_bytes(model: ir.Model, kernel: OwnLinears | None) -> int:
     """The embedding in every graph, unless it is looked up in the packed head."""
     heads = {layer_name(node) for node, _ in linear_layers(model.graph)}
     sizes = [0]
@@ -109,8 +211,9 @@ def _table_bytes(model: ir.Model, kernel: RoundingKernel) -> int:
         table = value.const_value if value is not None else None
         if table is None:
             continue
-        own = kernel if isinstance(kernel, OwnLinears) and node.op_type == "Gather" else None
-        found = None if own is None else packed_table(node, own)
+        found = None
+        if kernel is not None and node.op_type == "Gather":
+            found = packed_table(node, kernel)
         size = min(table.nbytes, 4 * table.size) if found is None else found[0].num_bytes
         sizes.append(0 if found is not None and found[1] in heads else size)
     return max(sizes)

@@ -3,29 +3,27 @@
 from __future__ import annotations
 
 import os
-from collections.abc import Iterator
-from concurrent.futures import ThreadPoolExecutor
+from collections import deque
+from collections.abc import Callable, Iterable, Iterator
+from concurrent.futures import Future, ThreadPoolExecutor
+from functools import partial
 
 import numpy as np
 import onnx_ir as ir
 from numpy.typing import NDArray
 
-from edgellm.build.lowering.linear_weights import (
-    LinearWeight,
-    WeightPart,
-    blocks_of_int8,
-    rows_of_int8,
-)
+from edgellm.build.lowering.linear_weights import LinearWeight, WeightPart, rows_of_int8
 from edgellm.build.lowering.round_int4 import BLOCK_SIZE as INT4_BLOCK
 from edgellm.build.lowering.round_int4 import expert_block, nearest_int4_rows
-from edgellm.build.lowering.weights import U8, stored_bytes, stored_rows
+from edgellm.build.lowering.weights import U8, stored_array
 from edgellm.device_runtime.kernels.pack import (
     BLOCKS,
+    MIDDLES,
     PackedForm,
     channel_slices,
-    pack_codes,
-    pack_floats,
-    pack_fp8,
+    float_records,
+    fp8_records,
+    largest_factor,
     records,
     scale_multiplier,
 )
@@ -96,153 +94,166 @@ def _block(part: WeightPart) -> int:
 def packed_bytes(
     form: PackedForm, weight: LinearWeight, order: _Order | None = None
 ) -> Iterator[bytes]:
-    """The packed weight, piece by piece; `order` of the output channels, None: as they are."""
-    if form.is_quantized and weight.kind == "dense":
-        yield from _rounded(form, weight, order)
-        return
-    if form.kind == "int4" and all(_is_sliceable(part, form) for part in weight.parts):
-        yield from _rounded_before(form, weight, order)
-        return
+    """The packed weight, piece by piece: all cores decode a few of its channels at a time.
+
+    `order` of the output channels, None: as they are.
+    """
+    order = np.arange(form.out_features) if order is None else order
+    slices = [order[part] for part in channel_slices(form)]
+    with ThreadPoolExecutor(os.cpu_count()) as threads:
+        multiplier, pack = _packer(form, weight, slices, threads)
+        yield form.header(multiplier)
+        yield from _in_turn(threads, pack, slices)
+
+
+_Pack = Callable[[_Order], bytes]  # gives the records of some channels
+
+
+def _packer(
+    form: PackedForm, weight: LinearWeight, slices: list[_Order], threads: ThreadPoolExecutor
+) -> tuple[float, _Pack]:
+    """The multiplier of scales, for which all channels are looked at, and what packs some."""
     if not form.is_quantized:
-        rows = _joined([_floats(part, form) for part in weight.parts], order)
-        yield from pack_floats(form, rows)
-        return
+        return 1.0, lambda order: float_records(form, *_some(weight, order, _bits))
     if form.kind == "fp8":
-        codes = _joined([_bytes_of_fp8(part) for part in weight.parts], order)
-        scales = _joined([_spread(part.scales(), part, form).T for part in weight.parts], order)
-        yield from pack_fp8(form, codes, scales)
-        return
-    parts = [_codes(part, form) for part in weight.parts]
-    codes, scales = (_joined([part[at] for part in parts], order) for at in (0, 1))
-    offsets = _joined([part[2] for part in parts], order) if form.has_zero_points else None
-    del parts
-    yield from pack_codes(form, codes, scales, offsets=offsets)
-
-
-def _rounded(form: PackedForm, weight: LinearWeight, order: _Order | None) -> Iterator[bytes]:
-    """Of floats, some channels at a time: a weight is never held whole."""
-    order = np.arange(form.out_features) if order is None else order
+        return 1.0, lambda order: fp8_records(form, *_some(weight, order, _fp8_of(form)))
+    if keeps_codes(weight, form.kind):
+        stored = _Stored(form, weight)
+        factors = max(threads.map(stored.largest_factor, slices))
+        return scale_multiplier(factors), partial(stored.pack, scale_multiplier(factors))
     largest = 127 if form.kind == "int8" else 7
-
-    def top(part: slice) -> float:
-        return float(np.abs(_some_rows(weight, order[part])).max())
-
-    def packed(part: slice) -> bytes:
-        rows = _some_rows(weight, order[part])
-        if form.kind == "int8":
-            codes, scales = rows_of_int8(rows, form.block)
-            codes = codes[:, : form.in_features]
-        else:
-            codes, scales = nearest_int4_rows(rows, form.block)
-        unsigned = (codes + np.int16(largest + 1)).astype(np.uint8)
-        return records(form, unsigned, scales, None, multiplier)
-
-    with ThreadPoolExecutor(os.cpu_count()) as threads:
-        multiplier = scale_multiplier(max(threads.map(top, channel_slices(form))) / largest)
-        yield form.header(multiplier)
-        yield from threads.map(packed, channel_slices(form))
+    tops = threads.map(lambda order: np.abs(*_some(weight, order, _rows)).max(), slices)
+    multiplier = scale_multiplier(float(max(tops)) / largest)
+    return multiplier, partial(_rounded, form, weight, multiplier)
 
 
-def _is_sliceable(part: WeightPart, form: PackedForm) -> bool:
-    """Whether some columns of its codes [in, out] can be read alone, and packed as they are."""
-    is_stored = isinstance(part.stored[0], ir.ExternalTensor) and not part.is_unsigned
-    return (
-        is_stored
-        and not part.is_by_output
-        and part.block_size == form.block
-        and part.shape[1] % 2 == 0
-    )
+def _in_turn(threads: ThreadPoolExecutor, pack: _Pack, slices: Iterable[_Order]) -> Iterator[bytes]:
+    """Records in order; few of them wait for a slow disk."""
+    waiting: deque[Future[bytes]] = deque()
+    for each in slices:
+        waiting.append(threads.submit(pack, each))
+        if len(waiting) > 2 * (os.cpu_count() or 1):
+            yield waiting.popleft().result()
+    while waiting:
+        yield waiting.popleft().result()
 
 
-def _rounded_before(
-    form: PackedForm, weight: LinearWeight, order: _Order | None
-) -> Iterator[bytes]:
-    """Of INT4 codes that the build has rounded, some channels at a time, as `_rounded`."""
-    scales = _joined([part.scales().T for part in weight.parts], order)
-    order = np.arange(form.out_features) if order is None else order
-    multiplier = scale_multiplier(float(np.abs(scales).max()))
-
-    def packed(part: slice) -> bytes:
-        return records(form, _some_codes(weight, order[part]), scales[part], None, multiplier)
-
-    with ThreadPoolExecutor(os.cpu_count()) as threads:
-        yield form.header(multiplier)
-        yield from threads.map(packed, channel_slices(form))
+def _rounded(form: PackedForm, weight: LinearWeight, multiplier: float, order: _Order) -> bytes:
+    """Of floats, and of codes that cannot stay."""
+    (rows,) = _some(weight, order, _rows)
+    if form.kind == "int8":
+        codes, scales = rows_of_int8(rows, form.block)
+        unsigned = (codes[:, : form.in_features] + np.int16(128)).astype(np.uint8)
+    else:
+        codes, scales = nearest_int4_rows(rows, form.block)
+        unsigned = (codes + np.int8(8)).view(np.uint8)
+    return records(form, unsigned, scales, None, multiplier)
 
 
-def _some_codes(weight: LinearWeight, order: _Order) -> U8:
-    """Output channels of INT4 codes, in that order: 0 to 15, [len(order), in]."""
-    found, begin = np.empty((len(order), weight.in_features), np.uint8), 0
-    for part, width in zip(weight.parts, weight.widths, strict=True):
-        places = np.flatnonzero((order >= begin) & (order < begin + width))
-        if len(places):
-            own = order[places] - begin
-            first, end = int(own.min()) // 2, int(own.max()) // 2 + 1
-            tensor = part.stored[0]
-            assert isinstance(tensor, ir.ExternalTensor)
-            shape = part.shape[0], width // 2
-            pairs = np.memmap(tensor.path, np.uint8, "r", tensor.offset or 0, shape)[:, first:end].T
-            nibbles = np.stack([pairs & np.uint8(15), pairs >> np.uint8(4)], axis=1)
-            nibbles = nibbles.reshape(-1, weight.in_features) ^ np.uint8(8)
-            found[places] = nibbles[own - 2 * first]
-        begin += width
-    return found
+class _Stored:
+    """A weight whose codes stay what they are."""
+
+    def __init__(self, form: PackedForm, weight: LinearWeight) -> None:
+        self._form, self._weight = form, weight
+        self._middles = {part.parameter: _middle(part, form) for part in weight.parts}
+
+    def largest_factor(self, order: _Order) -> float:
+        """Of scales and offsets of some channels."""
+        return largest_factor(*self._factors(order))
+
+    def pack(self, multiplier: float, order: _Order) -> bytes:
+        """The records of some channels."""
+        (codes,) = _some(self._weight, order, self._codes)
+        return records(self._form, codes, *self._factors(order), multiplier)
+
+    def _factors(self, order: _Order) -> tuple[np.ndarray, np.ndarray | None]:
+        scales, *offsets = _some(self._weight, order, self._both)
+        return scales, offsets[0] if offsets else None
+
+    def _codes(self, part: WeightPart) -> tuple[U8, ...]:
+        """uint8 [out, in] that count from the middle of the form's range."""
+        codes = stored_array(part.stored[0])
+        rows = (codes if part.is_by_output else codes.T).view(np.uint8)
+        if self._form.kind == "fp4":
+            return (rows,)
+        own = self._middles[part.parameter] if part.is_unsigned else 0
+        return (rows + np.uint8(MIDDLES[self._form.kind] - own),)
+
+    def _both(self, part: WeightPart) -> tuple[np.ndarray, ...]:
+        """Scales [out, blocks]; and offsets, where the form has such."""
+        scales = _spread(part.scales(), part, self._form).T
+        if not self._form.has_zero_points:
+            return (scales,)
+        if not part.is_unsigned:
+            return scales, np.zeros(scales.shape, np.float32)
+        offsets = part.offsets(self._middles[part.parameter])
+        return scales, _spread(offsets, part, self._form).T
 
 
-def _some_rows(weight: LinearWeight, order: _Order) -> NDArray[np.float32]:
-    """Output channels of a dense weight, in that order: float32 [len(order), in]."""
-    found, begin = np.empty((len(order), weight.in_features), np.float32), 0
+def _middle(part: WeightPart, form: PackedForm) -> int:
+    """What unsigned codes count from.
+
+    Those of fewer bits than they are kept in have a middle of their own: offsets stay small.
+    """
+    middle = MIDDLES.get(form.kind, 0)
+    if not (part.is_unsigned and part.has_minima):
+        return middle
+    largest = 0
+    for some in part.slices():
+        largest = max(largest, int(stored_array(some.stored[0]).max()))
+        if largest == 2 * middle - 1:
+            break
+    return (largest + 1) // 2
+
+
+_Read = Callable[[WeightPart], tuple[np.ndarray, ...]]  # arrays [out, ...] of a slice of a part
+
+
+def _some(weight: LinearWeight, order: _Order, read: _Read) -> tuple[np.ndarray, ...]:
+    """What `read` gives of output channels, in that order: [len(order), ...]."""
+    found: list[tuple[NDArray[np.int64], list[np.ndarray]]] = []
+    begin = 0
     for part, width in zip(weight.parts, weight.widths, strict=True):
         places = np.flatnonzero((order >= begin) & (order < begin + width))
         if len(places):
             own = order[places] - begin
             first, end = int(own.min()), int(own.max()) + 1
-            found[places] = stored_rows(part.stored[0], first, end)[own - first]
+            arrays = read(part.outputs(slice(first, end)))
+            if end - first > len(own) or (np.diff(own) != 1).any():
+                arrays = tuple(array[own - first] for array in arrays)
+            found.append((places, [*arrays]))
         begin += width
-    return found
+    if len(found) == 1:
+        return tuple(found[0][1])
+    results = [np.empty((len(order), *each.shape[1:]), each.dtype) for each in found[0][1]]
+    for places, arrays in found:
+        for result, array in zip(results, arrays, strict=True):
+            result[places] = array
+    return tuple(results)
 
 
-def _joined(parts: list[np.ndarray], order: _Order | None) -> np.ndarray:
-    rows = np.concatenate(parts) if len(parts) > 1 else parts[0]
-    return rows if order is None else rows[order]
+def _rows(part: WeightPart) -> tuple[NDArray[np.float32], ...]:
+    """float32 [out, in]."""
+    return (part.dense().T.astype(np.float32, copy=False),)
 
 
-def _floats(part: WeightPart, form: PackedForm) -> np.ndarray:
-    """[out, in] as it is stored, in bits."""
-    bits = np.uint32 if form.kind == "float32" else np.uint16
-    return stored_bytes(part.stored[0]).view(bits).reshape(part.shape[::-1])
+def _bits(part: WeightPart) -> tuple[np.ndarray, ...]:
+    """Floats [out, in] in their bits, as they are stored."""
+    rows = stored_array(part.stored[0])
+    return (rows.view(np.dtype(f"u{rows.itemsize}")),)
 
 
-def _bytes_of_fp8(part: WeightPart) -> U8:
-    """Codes [out, in] as they are stored."""
-    return stored_bytes(part.stored[0]).reshape(part.shape).T
+def _fp8_of(form: PackedForm) -> _Read:
+    """Codes [out, in] in their bits, and scales [out, blocks]."""
 
+    def read(part: WeightPart) -> tuple[np.ndarray, ...]:
+        codes = stored_array(part.stored[0]).view(np.uint8)
+        return codes.T, _spread(part.scales(), part, form).T
 
-def _codes(part: WeightPart, form: PackedForm) -> tuple[U8, np.ndarray, np.ndarray]:
-    """Codes [out, in], scales and offsets [out, blocks], see `pack_codes`."""
-    none = np.zeros((part.shape[1], form.blocks), np.float32)
-    if form.kind == "fp4":
-        return part.nibbles(), _spread(part.scales(), part, form).T, none
-    middle = 8 if form.kind == "int4" else 128
-    if not _block(part) or part.kind == "fp8":
-        codes, scales = blocks_of_int8(part.dense(), form.block)
-        return _columns(codes[: part.shape[0]] + np.int16(middle)), scales.T, none
-    codes, scales = part.codes(), _spread(part.scales(), part, form).T
-    if not part.is_unsigned:
-        return _columns(codes + np.int16(middle)), scales, none
-    codes = codes + part.repeated(part.zero_points())
-    # Codes of fewer bits than they are kept in count from their own middle: offsets stay small.
-    own = (int(codes.max()) + 1) // 2 if part.has_minima else middle
-    offsets = _spread(part.offsets(own), part, form).T
-    return _columns(codes + np.int16(middle - own)), scales, offsets
+    return read
 
 
 def _spread(per_block: np.ndarray, part: WeightPart, form: PackedForm) -> np.ndarray:
     """One row for each block of the form."""
     repeats = part.block_size // form.block if part.block_size else 1
     return np.broadcast_to(np.repeat(per_block, repeats, 0), (form.blocks, part.shape[1]))
-
-
-def _columns(array: np.ndarray) -> U8:
-    """[in, out] as uint8 [out, in]."""
-    return np.ascontiguousarray(array.T.astype(np.uint8))

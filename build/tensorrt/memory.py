@@ -7,7 +7,6 @@ another 1 GB and 350 MB.
 
 from __future__ import annotations
 
-import ctypes
 import mmap
 import threading
 from collections.abc import Iterator
@@ -15,6 +14,8 @@ from contextlib import contextmanager
 from pathlib import Path
 
 import numpy as np
+
+from edgellm.build.machine import trim
 
 _PERIOD_S = 0.02  # in which some 30 MB are read
 _ROUNDS_A_TRIM = 10  # malloc's locks are held for some milliseconds
@@ -32,12 +33,6 @@ class MappedFile:
     def release_pages(self) -> None:
         """Give the pages back to the file; the next reader gets them again."""
         self._pages.madvise(mmap.MADV_DONTNEED)
-
-
-def trim() -> None:
-    """Give what malloc keeps for later back to the system, where it is glibc's."""
-    if (function := getattr(ctypes.CDLL(None), "malloc_trim", None)) is not None:
-        function(0)
 
 
 @contextmanager

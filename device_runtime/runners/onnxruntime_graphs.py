@@ -114,6 +114,8 @@ def load_in_memory(
     options.enable_cpu_mem_arena = False
     options.graph_optimization_level = ort.GraphOptimizationLevel.ORT_DISABLE_ALL
     options.add_session_config_entry("session.disable_prepacking", "1")
+    # As the nodes are given: by default all weights would be decoded before the first product.
+    options.execution_order = ort.ExecutionOrder.PRIORITY_BASED
     _lend(options, weights)
     return _session(model, options, CPU)
 

@@ -148,10 +148,14 @@ FULL = {
 @pytest.mark.parametrize(
     ("short", "said", "remedy"),
     [
-        (("available_memory_bytes",), r"1\.0 MB are available", "quantize the model"),
+        (
+            ("available_memory_bytes",),
+            r"1\.0 MB are available: .* are missing",
+            "quantize the model",
+        ),
         (("free_disk_bytes",), "of disk", "free some space"),
         (("physical_memory_bytes",), "a full KV cache takes", "smaller --maxKVCacheCapacity"),
-        (tuple(FULL), "are available; .* of disk .*, ", "free some space"),
+        (tuple(FULL), "are missing; .* of disk .*, ", "free some space"),
     ],
 )
 def test_what_does_not_fit_is_said_before_the_work(

@@ -57,7 +57,7 @@ def test_pieces_and_slices_change_no_number(bundles, tmp_path, monkeypatch, quan
         return load(*arguments)
 
     monkeypatch.setattr(pieces, "load_in_memory", counted)
-    monkeypatch.setattr(pieces, "PIECE_BYTES", 1 << 14)
+    monkeypatch.setattr(pieces, "PIECE", 1 << 12)
     monkeypatch.setattr(pieces, "SLICE", 1 << 11)
     found = _reference(folder, tmp_path, quantize)
     assert len(sessions) > 8

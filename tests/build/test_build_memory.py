@@ -1,0 +1,148 @@
+"""What a build holds: no more than its largest weight allows, and what was predicted."""
+
+from __future__ import annotations
+
+import json
+import re
+import subprocess
+from pathlib import Path
+
+import build_memory
+import numpy as np
+import pytest
+from conftest import make_checkpoint
+
+from edgellm.export import models, visual
+from edgellm.export.bundle import ExportOptions, export_llm
+from edgellm.export.draft import DraftOptions, export_draft
+from edgellm.export.source import open_checkpoint, open_draft
+from edgellm.export.visual_bundle import VisualOptions, export_visual
+
+TOLERANCE = 0.25
+LENGTHS = "--maxInputLen", 16, "--maxKVCacheCapacity", 32
+WIDE = {
+    "hidden_size": 1024,
+    "intermediate_size": 3072,
+    "num_attention_heads": 16,
+    "num_key_value_heads": 4,
+    "vocab_size": 16000,
+}
+
+
+def _model(folder: Path, family: str, **sizes: object) -> Path:
+    return make_checkpoint(folder / "ck", dtype="float16", **{**models.find(family).TINY, **sizes})
+
+
+def _llm(folder: Path, source: Path) -> tuple[object, ...]:
+    """Export a checkpoint; the module and the flags of its build."""
+    export_llm(open_checkpoint(str(source)), folder / "bundle", ExportOptions("fp16"))
+    return "edgellm.build.cli", *LENGTHS
+
+
+def _float(folder: Path) -> tuple[object, ...]:
+    return _llm(folder, _model(folder, "llama", **WIDE, num_hidden_layers=3))
+
+
+def _gguf(folder: Path) -> tuple[object, ...]:
+    return _llm(folder, build_memory.write_checkpoint("tiny", "Q4_K", folder / "ck"))
+
+
+def _mixture(folder: Path) -> tuple[object, ...]:
+    sizes = {"hidden_size": 768, "num_experts": 32, "moe_intermediate_size": 512}
+    return _llm(folder, _model(folder, "qwen3_moe", **sizes, vocab_size=8000))
+
+
+def _hybrid(folder: Path) -> tuple[object, ...]:
+    return _llm(folder, _model(folder, "lfm2", **{**WIDE, "intermediate_size": 4096}))
+
+
+def _draft(folder: Path) -> tuple[object, ...]:
+    import torch
+    from medusa_heads import make_heads
+
+    base = _model(folder, "llama", **{**WIDE, "intermediate_size": 96}, num_hidden_layers=1)
+    hidden, vocab = WIDE["hidden_size"], WIDE["vocab_size"]
+    tensors = {}
+    for head in range(2):
+        tensors[f"{head}.0.linear.weight"] = torch.randn(hidden, hidden) / 32
+        tensors[f"{head}.0.linear.bias"] = torch.randn(hidden)
+        tensors[f"{head}.1.weight"] = torch.randn(vocab, hidden) / 32
+    heads = open_draft(str(make_heads(folder / "heads", tensors, medusa_num_heads=2)))
+    export_draft(heads, open_checkpoint(str(base)), folder / "bundle", DraftOptions("fp16"))
+    return "edgellm.build.cli", *LENGTHS, "--eagleDraft"
+
+
+def _visual(folder: Path) -> tuple[object, ...]:
+    from visual_checkpoints import make_visual_checkpoint
+
+    config = json.loads(json.dumps(visual.find("idefics3").TINY))
+    config["vision_config"] |= {
+        "hidden_size": 1024,
+        "intermediate_size": 4096,
+        "num_attention_heads": 16,
+        "num_hidden_layers": 4,
+    }
+    source = make_visual_checkpoint(folder / "ck", config)
+    export_visual(
+        open_checkpoint(str(source), tokenizer=False), folder / "bundle", VisualOptions("fp32")
+    )
+    limits = "--minImageTokens", 1, "--maxImageTokens", 64, "--maxImageTokensPerImage", 64
+    return "edgellm.build.visual_cli", *limits
+
+
+MAKERS = {
+    "float": _float,
+    "GGUF": _gguf,
+    "mixture": _mixture,
+    "hybrid": _hybrid,
+    "draft": _draft,
+    "visual": _visual,
+}
+
+
+@pytest.mark.parametrize("make", MAKERS.values(), ids=MAKERS)
+def test_a_prediction_is_near_the_measured_peak(make, tmp_path):
+    """Of anonymous memory, that of the interpreter and its libraries included."""
+    module, *flags = make(tmp_path)
+    flags += ["--onnxDir", tmp_path / "bundle", "--engineDir", tmp_path / "engine"]
+    command = [*map(str, build_memory.command(module, *flags))]
+    dry = subprocess.run([*command, "--dryRun"], capture_output=True, text=True, check=False)
+    said = re.search(r"peak build memory +([\d.]+) MB", dry.stdout)
+    assert said is not None, dry.stderr
+    peak = build_memory.watched(command).anonymous_bytes / 1e6
+    assert float(said[1]) == pytest.approx(peak, rel=TOLERANCE)
+
+
+def test_a_build_holds_a_multiple_of_its_largest_weight(tmp_path):
+    """One huge weight: at most two of it beyond what a model without it takes."""
+    huge = {**build_memory.SHAPES["tiny"], "num_hidden_layers": 1, "vocab_size": 160_000}
+    source = tmp_path / "model.gguf"
+    build_memory.write_gguf(huge, "Q4_0", source)
+    module, *flags = _llm(tmp_path, source)
+    flags += ["--onnxDir", tmp_path / "bundle", "--engineDir", tmp_path / "engine"]
+    peak = build_memory.watched(build_memory.command(module, *flags)).anonymous_bytes
+    largest = build_memory.largest_weight(tmp_path / "bundle")
+    assert largest == 2 * 160_000 * 1024
+    assert peak < 150e6 + 1.25 * largest
+
+
+def test_every_part_of_a_weight_is_packed_alike(tmp_path):
+    """Columns of codes of 4 bits that begin and end within a byte, as the whole has them."""
+    import onnx_ir as ir
+
+    from edgellm.build.lowering.weights import stored_array, stored_columns
+
+    codes = np.random.default_rng(0).integers(0, 256, 6 * 5, np.uint8)
+    codes.tofile(tmp_path / "codes")
+    for dtype in (ir.DataType.INT4, ir.DataType.UINT4):
+        tensor = ir.ExternalTensor(
+            "codes", 0, 30, dtype, shape=ir.Shape([6, 10]), name="codes", base_dir=tmp_path
+        )
+        low, high = codes & 15, codes >> 4
+        whole = np.stack([low, high], 1).reshape(6, 10).astype(int)
+        if dtype == ir.DataType.INT4:
+            whole = np.where(whole > 7, whole - 16, whole)
+        np.testing.assert_array_equal(stored_array(tensor), whole)
+        for first, end in ((0, 10), (1, 4), (2, 9), (5, 6), (9, 10)):
+            found = stored_columns(tensor, slice(first, end))
+            np.testing.assert_array_equal(found, whole[:, first:end])
