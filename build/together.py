@@ -41,7 +41,7 @@ def together(first: onnx.ModelProto, second: onnx.ModelProto) -> onnx.ModelProto
         decoded: dict[Any, str] = {}  # what holds a weight, by what it is made of
         for node in ours.nodes:
             if (key := _decoding(node, keys)) is not None:
-                decoded[key] = keys[node.output[0]] = node.output[0]
+                keys[node.output[0]] = decoded.setdefault(key, node.output[0])
             nodes.append(node)
         for node in others.nodes:
             node.input[:] = [same.get(name, name) for name in node.input]
