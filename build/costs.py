@@ -42,25 +42,32 @@ def measure(opened: Mapping[str, Runner], spec: Spec, plan: Plan) -> tuple[Costs
         # INT4 reads the least
         host = round_host_ms(spec.num_parameters // 2, budget.part(_HOST))
         costs |= {HOST: host} if host else {}
-    return costs, _best_prefill_rows(session, spec.vocab_size, plan, costs[PASS], budget)
+    return costs, _best_prefill_rows(session, spec, plan, costs[PASS], budget)
 
 
 def _best_prefill_rows(
-    session: DecoderSession, vocab_size: int, plan: Plan, costs: Mapping[str, float], budget: Budget
+    session: DecoderSession,
+    spec: DecoderSpec,
+    plan: Plan,
+    costs: Mapping[str, float],
+    budget: Budget,
 ) -> int:
     """Rows per pass at which a long prompt is fastest, of those that the budget allows to measure.
 
     Large passes make better use of the GEMM kernels; small ones save attention, which computes
     the whole square of a pass, also what the causal mask then hides. One pass is measured of each
-    size, in the middle of a prompt.
+    size, in the middle of a prompt; at its beginning where the engine can go back to no other
+    place: it keeps windows or states.
     """
     longest = min(CONTEXT_ROWS, plan.max_input_len)
     most = min(session.pass_rows or longest, longest)
     sizes = [rows for rows in (*_PREFILL_ROWS, longest) if rows < most] + [most]
-    ids = np.arange(most) % vocab_size
+    ids = np.arange(most) % spec.vocab_size
+    restarts = spec.recurrent is not None or session.pass_rows > 0
 
     def prefill(rows: int) -> None:
-        session.run(ids[:rows], (longest - rows) // 2, np.array([0]))
+        begin = 0 if restarts else (longest - rows) // 2
+        session.run(ids[:rows], begin, np.array([0]))
 
     largest = max(costs, key=int)
     expected_ms = costs[largest] / int(largest) * sizes[0]

@@ -257,19 +257,16 @@ class TextStream:
         # whose text was not.
         self._window: list[int] = []
         self._num_given, self._given = 0, ""
+        self.is_empty = True  # no visible token has come
         for token_id in before:
             self.push(token_id)
-
-    @property
-    def is_empty(self) -> bool:
-        """Whether no visible token has come."""
-        return not self._window
 
     def push(self, token_id: int) -> str:
         """The characters that this token completes."""
         if token_id in self._hidden:
             return ""
         self._window.append(token_id)
+        self.is_empty = False
         if _BYTE.fullmatch(self._tokenizer.id_to_token(token_id) or ""):
             return ""
         text = self._tokenizer.decode(self._window, skip_special_tokens=False)

@@ -24,13 +24,8 @@ class Endings:
         self, stream: TextStream, stops: StopMatcher, ends: frozenset[int], min_tokens: int
     ) -> None:
         """Begin an answer; the texts of its first `min_tokens` tokens hold no stop string."""
-        self._stream, self._stops, self._ends = stream, stops, ends
+        self.stream, self._stops, self._ends = stream, stops, ends
         self._early = min_tokens
-
-    @property
-    def is_at_start(self) -> bool:
-        """Whether nothing visible has come of the text."""
-        return self._stream.is_empty
 
     def take(self, token_ids: Sequence[int]) -> Taken:
         """The answer goes on with these, up to an end."""
@@ -40,7 +35,7 @@ class Endings:
             taken.append(token_id)
             if token_id in self._ends:
                 return Taken(taken, [*pieces, ""], ended=True)
-            text, stop = self._stream.push(token_id), None
+            text, stop = self.stream.push(token_id), None
             self._early -= 1
             if self._early < 0:
                 text, stop = self._stops.push(text)
@@ -51,5 +46,5 @@ class Endings:
 
     def rest(self) -> str:
         """What was held back, when no stop string ended the answer."""
-        shown, stop = self._stops.push(self._stream.finish())
+        shown, stop = self._stops.push(self.stream.finish())
         return shown if stop is not None else shown + self._stops.finish()

@@ -80,7 +80,7 @@ class Sequence:
         """Add what a pass gave, up to an end; the steps of the answer."""
         if found is None:
             return ()
-        begins = self.endings is not None and self.endings.is_at_start
+        begins = self.endings is not None and self.endings.stream.is_empty
         if self.endings is None:
             taken = Taken(list(found.token_ids), [])
         else:

@@ -152,7 +152,7 @@ class SlowDecoder:
 def test_all_measurements_of_a_build_share_one_budget(clock, monkeypatch, shape, seconds):
     """Passes, the host's part of a round (real steps, which take no time here), prompts."""
     takes, spec = SHAPES[shape](seconds, seconds * 0.1), object.__new__(DecoderSpec)
-    for name, value in {"vocab_size": 50, "num_parameters": 1000}.items():
+    for name, value in {"vocab_size": 50, "num_parameters": 1000, "recurrent": None}.items():
         object.__setattr__(spec, name, value)
     session = SlowDecoder(clock, takes)
     monkeypatch.setattr(decoder, "session", lambda *_: session)

@@ -164,7 +164,7 @@ def _in_callback(_: LLM, answer: Answer, hook: Hook) -> None:
 
 
 HOOKS = {
-    "stream push": _in_own("sequence.endings._stream.push"),
+    "stream push": _in_own("sequence.endings.stream.push"),
     "stop strings": _in_own("sequence.endings._stops.push"),
     "endings": _in_own("sequence.endings.take"),
     "rest of the text": _in_own("sequence.endings.rest"),
