@@ -260,6 +260,9 @@ class TextStream:
         self.is_empty = True  # no visible token has come
         for token_id in before:
             self.push(token_id)
+        if self._window:  # of a character that is not complete, the text is to come
+            text = self._tokenizer.decode(self._window, skip_special_tokens=False)
+            self._num_given, self._given = len(self._window), text.rstrip("\ufffd")
 
     def push(self, token_id: int) -> str:
         """The characters that this token completes."""
