@@ -58,7 +58,8 @@ def _prompt(tokenizer: ChatTokenizer, *contents: str) -> list[int]:
     turns = [
         {"role": ("user", "assistant")[at % 2], "content": text} for at, text in enumerate(contents)
     ]
-    return tokenizer.encode(Formatter(tokenizer).format(turns), add_special_tokens=False)
+    text = Formatter(tokenizer).format(turns, {"continue_final_message": False})
+    return tokenizer.encode(text, add_special_tokens=False)
 
 
 def _expected(family: str, *contents: str) -> list[int]:

@@ -16,6 +16,7 @@ from edgellm.contract import RequestError
 from edgellm.device_runtime.engine.messages import Formatter
 from edgellm.device_runtime.tokenizer import ChatTokenizer
 
+NEW_TURN = {"continue_final_message": False}
 _TURN = (
     "{% for m in messages %}{% set c = m.content %}"
     "{% if m.role == 'assistant' and CLOSING in c %}"
@@ -88,7 +89,7 @@ def test_reasoning_of_earlier_turns(tmp_path, tags, answer):
         expected = theirs.apply_chat_template(
             turns, tokenize=True, return_dict=False, add_generation_prompt=True
         )
-        found = ours.encode(Formatter(ours).format(turns), add_special_tokens=False)
+        found = ours.encode(Formatter(ours).format(turns, NEW_TURN), add_special_tokens=False)
         assert found == expected
         assert ("thought" in ours.decode(found)) == ("thought" in answer and tags[1] not in answer)
 
@@ -103,7 +104,9 @@ def test_tags_of_others_stay_words(tmp_path, tags):
         {"role": "assistant", "content": f"the word {tags[0]} begins it"},
         {"role": "assistant", "content": f"{tags[0]}x{tags[1]}y {tags[0]} {tags[1]} </s>"},
     ):
-        found = special.encode(Formatter(special).format([turn]), add_special_tokens=False)
+        found = special.encode(
+            Formatter(special).format([turn], NEW_TURN), add_special_tokens=False
+        )
         assert not {*found} & {*ids.values()}
         assert found.count(2) == 1  # </s>, the template's own
 
@@ -119,7 +122,7 @@ def test_channels_of_gpt_oss(tmp_path, is_special):
     )
     assert _streamed(ours, answer) == answer
     turns = [{"role": "user", "content": "x"}, {"role": "assistant", "content": answer}]
-    text = ours.shown(Formatter(ours).format(turns))
+    text = ours.shown(Formatter(ours).format(turns, NEW_TURN))
     assert text == (
         "<|start|>user<|message|>x<|end|>"
         "<|start|>assistant<|channel|>final<|message|>the answer<|end|><|start|>assistant"
@@ -127,6 +130,6 @@ def test_channels_of_gpt_oss(tmp_path, is_special):
     for cut in range(len(answer)):  # of an answer that was stopped
         turns[1] = {"role": "assistant", "content": answer[:cut]}
         try:
-            assert "thought" not in Formatter(ours).format(turns)
+            assert "thought" not in Formatter(ours).format(turns, NEW_TURN)
         except RequestError:
             pytest.fail(f"refused after {answer[:cut]!r}")
