@@ -133,7 +133,7 @@ def test_films(server, engines, pictures):
     assert found["choices"][0]["message"]["content"] == answer.text
     assert found["usage"]["prompt_tokens"] == answer.prompt_token_count
     for part, message in (
-        ({"type": "video_url", "video_url": {"url": _uri(RED)}}, "video"),
+        ({"type": "video_url", "video_url": {"url": _uri(b"no film")}}, "video"),
         ({"type": "video", "video": f"file://{pictures / 'secret.png'}"}, REFUSED),
         ({"type": "video", "video": []}, "messages.0.content"),
     ):
