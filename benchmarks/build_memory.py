@@ -339,6 +339,8 @@ def main() -> None:
         "build s",
     )
     print(f"| {' | '.join(columns)} |\n{'|---' * len(columns)}|")
+    if options.work is not None:
+        options.work.mkdir(parents=True, exist_ok=True)
     kept = []
     for shape in ["tiny"] if options.quick else options.shapes:
         for kind in options.kinds:
