@@ -6,6 +6,7 @@ import json
 import re
 from collections.abc import Iterable, Sequence
 from datetime import datetime
+from functools import partial
 from pathlib import Path
 from typing import Any
 
@@ -253,16 +254,12 @@ class TextStream:
                 a text without the space before it.
         """
         self._tokenizer, self._hidden = tokenizer, hidden
+        self._decode = partial(tokenizer.decode, skip_special_tokens=False)
         # The tokens whose text was given out last, by which decoders space the next, and those
         # whose text was not.
-        self._window: list[int] = []
-        self._num_given, self._given = 0, ""
-        self.is_empty = True  # no visible token has come
-        for token_id in before:
-            self.push(token_id)
-        if self._window:  # of a character that is not complete, the text is to come
-            text = self._tokenizer.decode(self._window, skip_special_tokens=False)
-            self._num_given, self._given = len(self._window), text.rstrip("\ufffd")
+        self._window = list(before)
+        self._num_given, self._given = len(self._window), self._decode(self._window)
+        self.is_empty = not self._window  # no visible token has come
 
     def push(self, token_id: int) -> str:
         """The characters that this token completes."""
@@ -272,19 +269,24 @@ class TextStream:
         self.is_empty = False
         if _BYTE.fullmatch(self._tokenizer.id_to_token(token_id) or ""):
             return ""
-        text = self._tokenizer.decode(self._window, skip_special_tokens=False)
-        piece = text[len(self._given) :]
+        text = self._decode(self._window)
+        piece = text[len(self._given) :] if text.startswith(self._given) else self._new(text)
         if not piece or text.endswith("\ufffd"):  # of a character that is not complete
             return ""
         self._window = self._window[self._num_given :]
-        self._num_given = len(self._window)
-        self._given = self._tokenizer.decode(self._window, skip_special_tokens=False)
+        self._num_given, self._given = len(self._window), self._decode(self._window)
         return piece
 
     def finish(self) -> str:
         """What is left of an incomplete character, as U+FFFD."""
-        text = self._tokenizer.decode(self._window, skip_special_tokens=False)
-        return text[len(self._given) :]
+        return self._new(self._decode(self._window))
+
+    def _new(self, text: str) -> str:
+        """The end of `text` that was not given out; it may complete a prompt's last character."""
+        given = self._given
+        while not text.startswith(given) and given.endswith("\ufffd"):
+            given = given[:-1]
+        return text[len(given) :]
 
 
 class StopMatcher:

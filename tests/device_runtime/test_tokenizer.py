@@ -138,8 +138,8 @@ def families(tmp_path_factory) -> dict[str, ChatTokenizer]:
 
 @pytest.mark.parametrize("family", FAMILIES)
 @given(
-    before=st.text("the xyé👩. ", min_size=1, max_size=12),
-    after=st.text("the xyé👩. ", max_size=12),
+    before=st.text("the xyé👩.\n\ufffd ", min_size=1, max_size=12),
+    after=st.text("the xyé👩.\n\ufffd ", max_size=12),
     special=st.integers(0, 12),
 )
 def test_an_answer_goes_on_with_the_prompt(families, family, before, after, special):
@@ -160,6 +160,21 @@ def test_the_space_before_a_continuation(families, family):
     assert [raw.push(the), raw.push(the)] == [" the", " the"]
     own = tokenizer.stream()
     assert [own.push(the), own.push(the)] == ["the", " the"]
+
+
+@pytest.mark.parametrize("family", ["prepend", "metaspace_never", "unigram"])
+def test_a_prompt_that_ends_with_byte_tokens_is_not_repeated(families, family):
+    tokenizer = families[family]
+    the = tokenizer.vocabulary()["▁the"]
+    for before in ("x 👩", "x é", "x ."):
+        stream = tokenizer.stream(after=tokenizer.encode(before, add_special_tokens=False))
+        assert [stream.push(2), stream.push(the), stream.finish()] == ["", " the", ""]
+
+
+def test_half_a_character_of_the_prompt_is_completed(byte_level):
+    *before, last = byte_level.encode("a👩", add_special_tokens=False)
+    for end, text in ((last, "👩"), (byte_level.vocabulary()["b"], "b")):
+        assert byte_level.stream(after=before).push(end) == text
 
 
 def test_an_unfinished_character_ends_as_a_replacement(byte_level):
