@@ -1,4 +1,4 @@
-"""What this machine has: memory, disk, memory bandwidth.
+"""Resources of this machine: memory, disk, memory bandwidth.
 
 A container's limit counts as the machine's memory: see `container_memory`.
 """

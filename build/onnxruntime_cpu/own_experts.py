@@ -80,7 +80,7 @@ def _downs(layer: ExpertLayer) -> Iterator[LinearWeight]:
 
 
 def _padded(weight: LinearWeight, shape: tuple[int, int]) -> LinearWeight:
-    """Parts [in, out] of another shape become floats of this one, with zeros behind."""
+    """Pads parts [in, out] of another shape with zeros to this one, as floats."""
     return LinearWeight(tuple(_padded_part(part, shape) for part in weight.parts))
 
 
