@@ -11,16 +11,12 @@ from dataclasses import dataclass
 from pathlib import Path
 
 from edgellm.build import backends
-from edgellm.build.machine import (
-    available_memory_bytes,
-    free_disk_bytes,
-    physical_memory_bytes,
-    read_bandwidth_bytes_per_s,
-)
+from edgellm.build.machine import free_disk_bytes, read_bandwidth_bytes_per_s
 from edgellm.build.plan import Estimate, Origin, Plan
 from edgellm.contract import EdgeLLMError, LimitError
 from edgellm.manifest import Bundle
 from edgellm.roles import BLOCK, DECODER
+from edgellm.system_memory import available_memory_bytes, physical_memory_bytes
 
 
 @dataclass(frozen=True, slots=True)

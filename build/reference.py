@@ -27,7 +27,6 @@ from edgellm.build.lowering.linear_weights import linear_layers
 from edgellm.build.lowering.ropes import settle_frequencies
 from edgellm.build.lowering.round_int4 import load_portable, round_to_int4
 from edgellm.build.lowering.weights import WeightFile
-from edgellm.build.machine import available_memory_bytes
 from edgellm.build.pieces import SLICE, run_in_pieces
 from edgellm.build.plain_versions import plain_versions
 from edgellm.build.rounding import Rounds, narrows
@@ -38,6 +37,7 @@ from edgellm.device_runtime.sessions.pass_inputs import parent_rows
 from edgellm.manifest import Bundle
 from edgellm.roles import BLOCK
 from edgellm.specs import KVCacheSpec
+from edgellm.system_memory import available_memory_bytes
 
 Numbers = dict[str, NDArray[Any]]
 _ROWS = 32  # of the cache that passes may take

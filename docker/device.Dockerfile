@@ -15,7 +15,7 @@ ARG BASE=python:3.12-slim
 
 FROM python:3.12-slim AS wheel
 WORKDIR /source
-COPY pyproject.toml README.md LICENSE contract.py roles.py manifest.py specs.py strict_json.py disk.py exclusive.py artifact.py integrity.py command.py cache_sizes.py lora.py safetensors_files.py ./
+COPY pyproject.toml README.md LICENSE contract.py roles.py manifest.py specs.py strict_json.py disk.py exclusive.py artifact.py integrity.py command.py cache_sizes.py lora.py safetensors_files.py system_memory.py ./
 COPY quantize quantize
 COPY export export
 COPY build build

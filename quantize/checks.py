@@ -16,6 +16,7 @@ from edgellm.export.decoder_config import DecoderConfig
 from edgellm.export.vlm import text_tower
 from edgellm.quantize.families import Family, check_family
 from edgellm.quantize.tensors import FLOATS, Tensor
+from edgellm.system_memory import system_memory
 
 EMBEDDING, HEAD = "model.embed_tokens.weight", "lm_head.weight"
 _NO_WEIGHTS = ("inv_freq", "d2t", "t2d")
@@ -138,13 +139,9 @@ def check_memory(needed: int, available: int | None) -> None:
 
 
 def available_bytes() -> int | None:
-    """Memory that Linux can give without swapping."""
-    try:
-        lines = Path("/proc/meminfo").read_text("ascii").splitlines()
-    except OSError:
-        return None
-    fields = dict(line.split(":", 1) for line in lines)
-    return int(fields["MemAvailable"].split()[0]) * 1024
+    """Memory that Linux can give without swapping; None: the system does not say."""
+    memory = system_memory()
+    return memory.available_bytes if memory is not None else None
 
 
 def check_disk(folder: Path, needed: int) -> None:

@@ -9,6 +9,8 @@ import subprocess
 from importlib.metadata import PackageNotFoundError, version
 from pathlib import Path
 
+from edgellm.system_memory import physical_memory_bytes
+
 _PACKAGES = ("edgellm", "onnxruntime", "onnxruntime-gpu", "tensorrt", "tensorrt-rtx", "numpy")
 _CPU = Path("/sys/devices/system/cpu")
 _COMMAND_S = 10.0
@@ -21,7 +23,7 @@ def facts() -> dict[str, str]:
         "board": _read(Path("/proc/device-tree/model")),
         "CPU": _cpu_name(),
         "cores": f"{len(os.sched_getaffinity(0))} of {os.cpu_count()}",
-        "memory": f"{os.sysconf('SC_PAGE_SIZE') * os.sysconf('SC_PHYS_PAGES') / 1e9:.1f} GB",
+        "memory": f"{physical_memory_bytes() / 1e9:.1f} GB",
         "governor": _read(_CPU / "cpu0/cpufreq/scaling_governor"),
         "highest clock": _megahertz(_read(_CPU / "cpu0/cpufreq/scaling_max_freq")),
         "power mode": _first_line("nvpmodel", "-q"),

@@ -10,6 +10,7 @@ from dataclasses import dataclass
 
 from edgellm.contract import EdgeLLMError
 from edgellm.device_runtime import runners
+from edgellm.system_memory import system_memory
 from edgellm.tools.doctor import jetpack
 from edgellm.tools.doctor.machine import Machine, ProgramError
 
@@ -115,13 +116,11 @@ def _cuda(machine: Machine) -> Iterator[Finding]:
 
 
 def _memory(machine: Machine) -> Iterator[Finding]:
-    text = machine.read("proc/meminfo") or ""
-    sizes = {name: int(kb) * 1024 for name, kb in re.findall(r"^(\w+):\s+(\d+) kB", text, re.M)}
-    if "MemAvailable" not in sizes or "MemTotal" not in sizes:
+    memory = system_memory(machine.root)
+    if memory is None:
         return
-    free = sizes["MemAvailable"]
-    found = f"{free / 1e9:.1f} of {sizes['MemTotal'] / 1e9:.1f} GB are free"
-    if free < _LITTLE_MEMORY_BYTES:
+    found = f"{memory.available_bytes / 1e9:.1f} of {memory.total_bytes / 1e9:.1f} GB are free"
+    if memory.available_bytes < _LITTLE_MEMORY_BYTES:
         remedy = "close other programs; llm_build --dryRun says what an engine needs"
         yield Finding("memory", FAULT, found, remedy)
     else:

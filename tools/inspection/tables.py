@@ -6,7 +6,7 @@ import dataclasses
 import re
 from collections.abc import Iterable, Iterator, Sequence
 
-from edgellm.build.machine import available_memory_bytes
+from edgellm.system_memory import available_memory_bytes
 from edgellm.tools.inspection.report import Costs, Fusions, Graph, Origin, Port, Report
 from edgellm.tools.inspection.roofline import FORMULA, predict
 from edgellm.tools.inspection.tensors import PARTS, by_dtype, bytes_by_layer, bytes_by_part

@@ -8,13 +8,11 @@ from __future__ import annotations
 import functools
 import importlib
 import logging
-import re
 import sys
 import threading
 import weakref
 from collections.abc import Callable, Iterator, Sequence
 from contextlib import contextmanager
-from pathlib import Path
 from typing import Any
 
 import numpy as np
@@ -26,6 +24,7 @@ from edgellm.device_runtime.runners.tensorrt import appending, compaction, gathe
 from edgellm.device_runtime.runners.tensorrt.compaction import WORD_BYTES
 from edgellm.device_runtime.runners.tensorrt.device import ALIGNMENT, NewRows, Planes
 from edgellm.device_runtime.runners.tensorrt.kernels import LoadedKernels
+from edgellm.system_memory import available_memory_bytes
 
 _log = logging.getLogger(__name__)
 _THREADS = 32  # of a block; a row of a cache has 8 to 32 words
@@ -161,7 +160,7 @@ class CudaDevice:
             free = int(self._driver.mem_get_info()[0])
         if not self._gpu.get_attribute(self._driver.device_attribute.INTEGRATED):
             return free
-        return max(free, _available_bytes())  # it leaves out the system's cache of files
+        return max(free, available_memory_bytes())  # it leaves out the system's cache of files
 
     def pinned(self, num_bytes: int) -> NDArray[np.uint8]:
         """See `device.Device`."""
@@ -328,13 +327,3 @@ class CudaDevice:
                 hint="report it with edgellm-doctor's output",
             )
         return tuple(found)
-
-
-def _available_bytes() -> int:
-    """Memory that the system would give; 0 where it does not say."""
-    try:
-        text = Path("/proc/meminfo").read_text("ascii")
-    except OSError:
-        return 0
-    found = re.search(r"^MemAvailable:\s+(\d+) kB", text, re.MULTILINE)
-    return int(found[1]) * 1024 if found else 0

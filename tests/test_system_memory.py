@@ -2,11 +2,19 @@
 
 from __future__ import annotations
 
+import functools
 from pathlib import Path
 
 import pytest
 
-from edgellm.build import machine
+from edgellm import system_memory
+from edgellm.build import fit
+from edgellm.contract import LimitError
+from edgellm.device_runtime.runners.tensorrt import cuda
+from edgellm.quantize import checks as quantize_checks
+from edgellm.tools.bench import machine as bench_machine
+from edgellm.tools.doctor import checks as doctor_checks
+from edgellm.tools.doctor.machine import Machine
 
 GB = 1 << 30
 KINDS = {
@@ -22,17 +30,19 @@ class Container:
     def __init__(self, folder: Path, version: int, group: str, root: str = "/") -> None:
         self.kind, options, *self._names = KINDS[version]
         self._point = folder / "sys fs"
-        (folder / "self").mkdir()
-        place = str(self._point).replace(" ", "\\040")
+        proc = folder / "proc"
+        (proc / "self").mkdir(parents=True)
+        place = "/sys\\040fs"
         lines = [
             "31 23 0:28 / /proc rw - proc proc rw",
             f"30 23 0:27 / {place}/cpu rw - cgroup cgroup rw,cpu",
             f"35 31 0:32 {root} {place} rw,relatime shared:9 - {self.kind} cgroup {options}",
         ]
-        (folder / "self/mountinfo").write_text("\n".join(lines) + "\n")
+        (proc / "self/mountinfo").write_text("\n".join(lines) + "\n")
         member = f"4:memory:{group}\n0::/\n" if version == 1 else f"1:name=systemd:/x\n0::{group}\n"
-        (folder / "self/cgroup").write_text(member)
-        (folder / "meminfo").write_text(f"MemTotal: 1 kB\nMemAvailable: {20 * GB >> 10} kB\n")
+        (proc / "self/cgroup").write_text(member)
+        sizes = f"MemTotal: {24 * GB >> 10} kB\nMemAvailable: {20 * GB >> 10} kB\n"
+        (proc / "meminfo").write_text(sizes)
 
     def limit(self, place: str, limit: str, used: int = 0, file: int = 0) -> Path:
         """`file`: pages of files within `used`, half of which were read lately."""
@@ -48,13 +58,19 @@ class Container:
 
 @pytest.fixture
 def make(tmp_path, monkeypatch):
-    monkeypatch.setattr(machine, "_PROC", tmp_path)
-    monkeypatch.setattr(machine.os, "sysconf", {"SC_PAGE_SIZE": 4096, "SC_PHYS_PAGES": 6 << 20}.get)
+    """Makes a container; this process is then in it."""
+    whole = system_memory.system_memory
+    within = functools.partial(whole, tmp_path)
+    monkeypatch.setattr(system_memory, "system_memory", within)
+    monkeypatch.setattr(quantize_checks, "system_memory", within)
+    sizes = {"SC_PAGE_SIZE": 4096, "SC_PHYS_PAGES": 5 << 20}
+    monkeypatch.setattr(system_memory.os, "sysconf", sizes.get)
     return lambda *arguments: Container(tmp_path, *arguments)
 
 
 def memory() -> tuple[float, float]:
-    return machine.physical_memory_bytes() / GB, machine.available_memory_bytes() / GB
+    physical = system_memory.physical_memory_bytes()
+    return physical / GB, system_memory.available_memory_bytes() / GB
 
 
 @pytest.mark.parametrize("version", [1, 2])
@@ -108,8 +124,37 @@ def test_more_than_the_limit_is_none_free(make):
     assert memory() == (2, 0)
 
 
-def test_a_system_without_cgroups(make, tmp_path):
+@pytest.mark.parametrize("missing", ["proc/self/cgroup", "proc/self/mountinfo", "sys fs"])
+def test_a_system_without_cgroups(make, tmp_path, missing):
+    """A file of /proc, or /sys itself, is not mounted: no limit is seen, and none is invented."""
+    make(2, "/box").limit("box", str(8 * GB), used=GB)
+    (tmp_path / missing).rename(tmp_path / "elsewhere")
+    assert memory() == (24, 20)
+
+
+def test_a_system_without_meminfo(make, tmp_path):
+    """Other systems than Linux: the physical size."""
     make(2, "/box")
-    for name in ("self/cgroup", "self/mountinfo", "meminfo"):
-        (tmp_path / name).unlink()
-    assert memory() == (24, 24)
+    (tmp_path / "proc/meminfo").unlink()
+    assert memory() == (20, 20)
+    assert quantize_checks.available_bytes() is None
+
+
+def test_all_readers_see_the_limit(make, tmp_path):
+    """All that say or compare the machine's memory see the limit of the container."""
+    make(1, "/box").limit("box", str(8 * GB), used=5 * GB)
+    (found,) = doctor_checks._memory(Machine(tmp_path))
+    assert found.found == "3.2 of 8.6 GB are free"
+    assert bench_machine.facts()["memory"] == "8.6 GB"
+    assert quantize_checks.available_bytes() == 3 * GB
+    with pytest.raises(LimitError, match=r"3\.2 GB are free"):
+        quantize_checks.check_memory(4 * GB, quantize_checks.available_bytes())
+    assert fit.available_memory_bytes() == cuda.available_memory_bytes() == 3 * GB
+    assert "this machine has 8.6 GB" in fit._room_for_cache(9 * GB).found
+
+
+def test_a_doctor_of_a_small_container(make, tmp_path):
+    """A machine with 20 GB free, of which the container takes almost none."""
+    make(2, "/pod/box").limit("pod", str(2 * GB), used=2 * GB - 1)
+    (found,) = doctor_checks._memory(Machine(tmp_path))
+    assert (found.status, found.found) == (doctor_checks.FAULT, "0.0 of 2.1 GB are free")
