@@ -13,7 +13,13 @@ from edgellm.build.lowering.graph import GraphEditor
 from edgellm.build.lowering.linear_groups import Rounding
 from edgellm.build.lowering.rounded_inputs import lower_inputs
 from edgellm.build.pieces import CONTRIB, read_as_stored, slice_layers
-from edgellm.build.rounding import Rounds, narrows, round_cached_rows, round_layers
+from edgellm.build.rounding import (
+    Rounds,
+    narrows,
+    round_cached_rows,
+    round_layers,
+    round_tables,
+)
 from edgellm.manifest import Bundle
 from edgellm.specs import KVCacheSpec
 
@@ -40,6 +46,11 @@ def plain_versions(
         rounds: False: only the first one is wanted.
     """
     rounds_cache = narrows(cache, engine)
+    tables = {
+        str(node.inputs[0].name): engine.table_block(node)
+        for node in model.graph
+        if node.op_type == "Gather" and node.inputs[0] is not None
+    }
     graph, layers = _opened(model, engine, closed=() if rounds_cache else _closed(model))
     is_half = bundle.dtype == "float16" and engine.halves
     second = graph.copy_of(model) if rounds and is_half else None
@@ -55,6 +66,7 @@ def plain_versions(
             round_cached_rows(graph, cache)
         if engine.kernels:
             round_layers(graph, layers, rows, halves=is_half)
+        round_tables(graph, tables)
         versions.append(_finished(copy))
     return versions
 

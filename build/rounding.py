@@ -2,8 +2,9 @@
 
 from __future__ import annotations
 
+import itertools
 import math
-from collections.abc import Mapping
+from collections.abc import Callable, Mapping
 from dataclasses import dataclass
 
 import numpy as np
@@ -32,6 +33,8 @@ class Rounds:
 
     kernels: tuple[RoundingKernel, ...] = ()  # of its graphs' linear layers
     halves: bool = False  # activations are float16
+    # Block size of an embedding in int8, by the Gather that looks it up; 0: it is not rounded.
+    table_block: Callable[[ir.Node], int] = lambda _: 0
 
     def of(self, weight: LinearWeight, name: str) -> Rounding:
         """The coarsest of all its graphs; blocks that do not fit into a row become the row."""
@@ -70,6 +73,25 @@ def round_layers(
             error = errors.of(x, weight, width, by_output=bool(by_output))
             graph.replace(node.outputs[0], graph.node("Add", [y, error]))
             graph.graph.remove(node, safe=True)
+
+
+def round_tables(graph: GraphEditor, blocks: Mapping[str, int]) -> None:
+    """Round embeddings to int8 after they are looked up, as the engine's tables are.
+
+    Args:
+        graph: is changed.
+        blocks: block sizes by the names of tables; 0: not rounded.
+    """
+    nodes = tuple(graph.graph)
+    for node, following in itertools.pairwise(nodes):
+        if node.op_type != "Gather" or node.inputs[0] is None:
+            continue
+        if block := blocks.get(str(node.inputs[0].name), 0):
+            rows, graph.cursor = node.outputs[0], following
+            uses = tuple(rows.uses())
+            rounded = _rounded(graph, rows, block, halves=True)
+            for user, place in uses:
+                user.replace_input_with(place, rounded)
 
 
 def _rounded_once(

@@ -26,6 +26,7 @@ from edgellm.build.onnxruntime_cpu.memory_estimate import estimate_graphs
 from edgellm.build.onnxruntime_cpu.optimize import optimize
 from edgellm.build.onnxruntime_cpu.options import kernels_of, notes_of
 from edgellm.build.onnxruntime_cpu.own_attention import page_spec
+from edgellm.build.onnxruntime_cpu.own_embedding import rounded_block
 from edgellm.build.onnxruntime_cpu.own_linears import OwnLinears
 from edgellm.build.onnxruntime_cpu.variants import Variant, settled, variants_of
 from edgellm.build.plan import Compiled, Estimate, Plan, Report
@@ -177,7 +178,8 @@ class _Compiler:
         self._variants = variants_of(source.role, ir.load(source.path), source.bundle, plan)
         self._takes_adapters = bool(plan.max_lora_rank) and source.role == DECODER
         self._expected_bytes, self._written_bytes = expected_bytes, 0
-        self._engine = Rounds(tuple(each.kernel for each in self._variants))
+        kernels = tuple(each.kernel for each in self._variants)
+        self._engine = Rounds(kernels, table_block=lambda node: rounded_block(node, kernels))
         phase = f"computing a few tokens with the portable {source.role} graph"
         report(phase)
         self._reference = make_reference(

@@ -2,9 +2,12 @@
 
 from __future__ import annotations
 
+from collections.abc import Sequence
+
 import onnx_ir as ir
 
 from edgellm.build.lowering.graph import GraphEditor
+from edgellm.build.lowering.linear_groups import LinearKernel
 from edgellm.build.lowering.linear_weights import LinearWeight, WeightPart, layer_name
 from edgellm.build.onnxruntime_cpu.own_linears import OwnLinears, packed_weight
 from edgellm.build.onnxruntime_cpu.packed_weights import form_of
@@ -53,6 +56,16 @@ def packed_table(
     is_rounded = layer is not None and layer.is_quantized
     form = form_of(weight, rounds="int8") if is_rounded else None
     return None if form is None else (form, str(value.name), weight)
+
+
+def rounded_block(gather: ir.Node, kernels: Sequence[LinearKernel]) -> int:
+    """Block size of an embedding that a kernel rounds to int8; 0: none does."""
+    for kernel in kernels:
+        found = packed_table(gather, kernel) if isinstance(kernel, OwnLinears) else None
+        if found is not None and found[0].kind == "int8":
+            width = found[0].in_features
+            return found[0].block if width % found[0].block == 0 else width
+    return 0
 
 
 def _axis(gather: ir.Node) -> int:

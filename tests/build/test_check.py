@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import dataclasses
+from pathlib import Path
 
 import cuda_on_cpu
 import numpy as np
@@ -10,11 +11,13 @@ import onnx_ir as ir
 import pytest
 from conftest import make_checkpoint
 from eagle_engines import draft_plan
+from safetensors.numpy import load_file, save_file
 from tensorrt_bundles import Bundles
 
 from edgellm.build import check, pieces, reference
 from edgellm.build.engine import build_engine
 from edgellm.build.lowering import contrib_ops
+from edgellm.build.lowering.graph import GraphEditor
 from edgellm.build.lowering.linear_weights import LinearWeight, WeightPart
 from edgellm.build.onnxruntime_cpu import compiler, grouped_attention, lower, own_attention
 from edgellm.build.onnxruntime_cpu.options import CpuOptions
@@ -216,6 +219,71 @@ def test_layers_that_read_the_embedding_as_it_is(tmp_path):
     plan = dataclasses.replace(PLANS["own floats"], quantize="int8")
     built = build_engine("llm", tmp_path / "bundle", tmp_path / "e", plan, "onnxruntime", _silent)
     assert "12 rows are off by" in built.options["checks"][0]
+
+
+# --------------------------------------------------------------------------- embeddings
+@pytest.fixture(scope="module")
+def outliers(tmp_path_factory) -> Path:
+    """A bundle whose embedding loses more to int8 than all of its linear layers.
+
+    One number in 32 is large: the others of its block have few steps. Norms make it small again,
+    so that the others decide, and layers add next to nothing to the embedding.
+    """
+    folder = tmp_path_factory.mktemp("outliers")
+    sizes = {**models.find("starcoder2").TINY, "hidden_size": 288, "tie_word_embeddings": False}
+    checkpoint = make_checkpoint(folder / "checkpoint", **sizes)
+    tensors = load_file(checkpoint / "model.safetensors")
+    for name, tensor in tensors.items():
+        if name.endswith("embed_tokens.weight"):
+            tensor[:, ::32] *= 30
+        elif name.endswith("norm.weight"):
+            tensor[::32] /= 30
+        elif name.endswith(("o_proj.weight", "c_proj.weight", "o_proj.bias", "c_proj.bias")):
+            tensor *= 1e-3
+    save_file(tensors, checkpoint / "model.safetensors", {"format": "pt"})
+    export_llm(open_checkpoint(str(checkpoint)), folder / "bundle", ExportOptions("fp16"))
+    return folder / "bundle"
+
+
+TABLE_PLANS = [dataclasses.replace(plan, options=OWN) for plan in (INT4, INT8)]
+
+
+@pytest.mark.parametrize("plan", TABLE_PLANS, ids=lambda plan: plan.quantize)
+def test_rounding_of_the_embedding_counts(outliers, tmp_path, plan):
+    built = build_engine("llm", outliers, tmp_path / "engine", plan, "onnxruntime", _silent)
+    assert "12 rows are off by" in built.options["checks"][0]
+
+
+def rows_of_neighbours(graph: GraphEditor, look_up: ir.Node) -> None:
+    graph.cursor, ids = look_up, look_up.inputs[0]
+    one = graph.constant("sabotage", np.int64(1))
+    look_up.replace_input_with(0, graph.node("Abs", [graph.node("Sub", [ids, one])]))
+
+
+def moved_columns(graph: GraphEditor, look_up: ir.Node) -> None:
+    """Blocks of 32 change places within a row."""
+    rows, uses = look_up.outputs[0], tuple(look_up.outputs[0].uses())
+    graph.cursor = uses[0].node
+    order = graph.constant("sabotage", np.roll(np.arange(288), 32))
+    moved = graph.node("Gather", [rows, order], axis=2)
+    for use, place in uses:
+        use.replace_input_with(place, moved)
+
+
+@pytest.mark.parametrize("fault", [rows_of_neighbours, moved_columns])
+@pytest.mark.parametrize("plan", TABLE_PLANS, ids=lambda plan: plan.quantize)
+def test_a_fault_in_the_embedding_stops_the_build(outliers, tmp_path, monkeypatch, plan, fault):
+    """The bound is no wider than the rounding: real faults are still found."""
+    whole = lower.lower_embeddings
+
+    def lower_wrongly(graph, kernel) -> None:
+        whole(graph, kernel)
+        (look_up,) = graph.find("LookUp")
+        fault(graph, look_up)
+
+    monkeypatch.setattr(lower, "lower_embeddings", lower_wrongly)
+    with pytest.raises(EdgeLLMError, match="it begins between the inputs and"):
+        build_engine("llm", outliers, tmp_path / "engine", plan, "onnxruntime", _silent)
 
 
 def test_a_check_that_nobody_wants(bundles, tmp_path):
