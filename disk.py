@@ -36,6 +36,23 @@ def require_space(folder: Path, num_bytes: int) -> None:
         raise NoSpaceError(folder, num_bytes)
 
 
+def require_room(path: Path, num_bytes: int) -> None:
+    """Find out after a failed write whether a file can have a size; the file grows to it.
+
+    Raises:
+        OSError: no; the system's own reason: a full disk, a quota, a limit of a file's size.
+    """
+    if not hasattr(os, "posix_fallocate"):
+        require_space(path.parent, num_bytes - (path.stat().st_size if path.exists() else 0))
+    elif num_bytes:
+        with path.open("ab") as stream:
+            try:
+                os.posix_fallocate(stream.fileno(), 0, num_bytes)
+            except OSError as error:
+                if error.errno in _FULL:  # else the file system cannot tell
+                    raise OSError(error.errno, os.strerror(error.errno), str(path)) from None
+
+
 @contextlib.contextmanager
 def explain_full_disk(
     folder: Path, *, num_bytes: int = 0, shown: Path | None = None, hint: str = _HINT

@@ -15,17 +15,23 @@ from edgellm.build.reference import Numbers
 from edgellm.contract import EdgeLLMError
 from edgellm.device_runtime.kernels.library import register
 from edgellm.device_runtime.runners.onnxruntime_graphs import load_graph, maps_weights, set_threads
-from edgellm.disk import forget
+from edgellm.disk import forget, require_room, require_space
 
+_PACKED_TWICE = 2  # a file with prepacked weights holds them as they were, too
 _SAVED = 1e-3  # relative; one graph, loaded twice
 
 
-def _session(lowered: Path, options: ort.SessionOptions, output: Path) -> ort.InferenceSession:
+def _session(
+    lowered: Path, options: ort.SessionOptions, output: Path, *, prepacks: bool
+) -> ort.InferenceSession:
     """A session that saves its graph; raises `OSError` where the disk has no room for it."""
+    weights = lowered.with_suffix(".data").stat().st_size
+    require_space(output.parent, weights)
     try:
         return ort.InferenceSession(str(lowered), options, providers=["CPUExecutionProvider"])
-    except Exception as error:
-        if re.search(r"fail\w* (to )?writ", str(error), re.IGNORECASE):  # it says no errno
+    except Exception as error:  # its errors have no type of their own, and no errno
+        require_room(output.with_suffix(".data"), (_PACKED_TWICE if prepacks else 1) * weights)
+        if re.search(r"fail\w* (to )?writ", str(error), re.IGNORECASE):
             raise OSError(errno.ENOSPC, os.strerror(errno.ENOSPC), str(output)) from None
         raise
 
@@ -66,7 +72,7 @@ def optimize(
         ("save_external_prepacked_constant_initializers", "1" if prepacks else "0"),
     ):
         options.add_session_config_entry(f"session.{key}", value)
-    saving = _session(lowered, options, output)
+    saving = _session(lowered, options, output, prepacks=prepacks)
     expected = probe(saving) if probe is not None else {}
     del saving
     lowered.unlink()
