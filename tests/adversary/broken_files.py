@@ -24,7 +24,7 @@ from edgellm.multimodal.films import open_film
 from edgellm.multimodal.images import open_image
 from edgellm.multimodal.sources import Video
 
-SHARE = 56
+SHARE = 42
 
 
 @dataclass(frozen=True, slots=True)

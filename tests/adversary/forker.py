@@ -26,10 +26,13 @@ DEVICE = (
     "edgellm.device_runtime.engine.llm",
     "edgellm.device_runtime.requests.responses",
     "edgellm.tools.transfer.cli",
+    "edgellm.export.drafts.eagle3",
+    "typer._adapters",  # pydantic, which typer imports when a command line is read
     "tokenizers",
     "gguf",
+    "torch",  # pickled checkpoints need it
 )
-TORCH = ("torch", "transformers", "modelopt.torch.quantization")
+TORCH = ("transformers", "modelopt.torch.quantization")
 
 
 def _run(job: dict[str, Any]) -> int:

@@ -22,7 +22,7 @@ from adversary.workshop import Workshop
 from edgellm.artifact import hash_file
 from edgellm.manifest import MANIFEST_NAME
 
-SHARE = 12
+SHARE = 8
 SIGNALS = {"SIGINT": signal.SIGINT, "SIGTERM": signal.SIGTERM, "SIGKILL": signal.SIGKILL}
 Files = dict[str, str]
 

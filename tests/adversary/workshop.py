@@ -7,19 +7,21 @@ import json
 import shutil
 from collections.abc import Callable
 from pathlib import Path
-from typing import Any
+from typing import TYPE_CHECKING, Any
 
 import numpy as np
 from adversary import forker
 from adversary.attack import require
 from adversary.commands import Commands, Ended
 from conftest import make_checkpoint
-from eagle_engines import EaglePair, build_pair, for_several
 from lettered_engine import with_letters
 from lora_adapters import write_adapter
 from PIL import Image
 
 from edgellm.export import models
+
+if TYPE_CHECKING:
+    from eagle_engines import EaglePair
 
 REQUESTS = 6
 
@@ -44,11 +46,15 @@ class Workshop:
     @functools.cached_property
     def pair(self) -> EaglePair:
         """A base of eight layers with an EAGLE-3 draft, and an engine of both."""
+        from eagle_engines import build_pair  # imports torch, which few cases need
+
         return build_pair(self._new("pair"))
 
     @functools.cached_property
     def batch_engine(self) -> Path:
         """The same networks for three sequences in a batch."""
+        from eagle_engines import for_several
+
         return for_several(self.pair, self._new("batch") / "engine", 3)
 
     @functools.cached_property
