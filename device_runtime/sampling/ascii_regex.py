@@ -12,7 +12,7 @@ from edgellm.contract import RequestError
 
 _CLASSES = {"d": "0-9", "w": "0-9A-Za-z_", "s": r"\t\n\x0b\x0c\r\x20"}
 # An escape, and the brackets of classes; a ] that begins a class is a character of it.
-_PART = re.compile(r"\\(?P<escaped>.)|(?P<open>\[\^?\]?)|(?P<close>\])", re.DOTALL)
+_PART = re.compile(r"\\(?P<escaped>.?)|(?P<open>\[\^?\]?)|(?P<close>\])", re.DOTALL)
 # Strings, comments, special tokens and regular expressions of Lark, as llguidance's lexer reads it.
 _LARK = re.compile(
     r'"(?:\\.|[^"\\])*"|(?://|#)[^\n]*|<[^<>\s]+>|/(?P<regex>(?:\\.|[^/\\])+)/', re.DOTALL
@@ -23,7 +23,7 @@ def with_ascii_classes(regex: str) -> str:
     r"""A regular expression whose \d, \w, \s and their complements are ASCII, at any place.
 
     Raises:
-        RequestError: it has a word boundary, which cannot be guided.
+        RequestError: it has a word boundary, which cannot be guided, or ends with a backslash.
     """
     depth = 0
 
@@ -33,6 +33,11 @@ def with_ascii_classes(regex: str) -> str:
         escaped = part["escaped"]
         if escaped is None:
             return part[0]
+        if not escaped:  # llguidance reads it as nothing
+            raise RequestError(
+                "the regex of the answer is faulty: it ends with a backslash",
+                hint=r"write \\ for a backslash",
+            )
         if escaped == "b" and depth:
             return r"\x08"
         if escaped in ("b", "B"):

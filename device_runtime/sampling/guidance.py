@@ -26,6 +26,7 @@ Kind = Literal["json_object", "json_schema", "regex", "choice", "ebnf", "lark"]
 # As json.dumps writes. Free white space would let a small model write nothing else.
 JSON_FORM = {"whitespace_flexible": False, "item_separator": ", ", "key_separator": ": "}
 _LONGEST = 1 << 20  # characters of a grammar
+_DEAD_END = "NoExtensionBias"  # what llguidance calls a place from which no text goes on
 
 
 @dataclass(frozen=True, slots=True)
@@ -135,19 +136,24 @@ class Constraint:
 
     def apply(self, logits: F32, path: Sequence[int] = ()) -> F32:
         """Logits [V] with -inf for what may not come behind the answer and `path`; a copy."""
-        allowed = self._allowed(path)
-        if not allowed.any():
-            raise RequestError(f"guiding the answer failed: {_fault(self._matcher)}")
-        return np.where(allowed, logits, np.float32(-np.inf))
+        return np.where(self._allowed(path), logits, np.float32(-np.inf))
 
     def _allowed(self, path: Sequence[int]) -> Bool:
         matcher = self._matcher
         if path:
             matcher = matcher.deep_copy()
             matcher.consume_tokens(list(path))
-        return np.frombuffer(matcher.compute_logit_bias(), np.uint8) > 0
+        allowed = np.frombuffer(matcher.compute_logit_bias(), np.uint8) > 0
+        # Where no text of the form goes on, llguidance fails and allows an end.
+        if matcher.is_error() or not allowed.any():
+            raise RequestError(f"guiding the answer failed: {_fault(matcher)}")
+        return allowed
 
 
 def _fault(matcher: LLMatcher) -> str:
-    """The first line of what went wrong; the others are the parser's state."""
-    return next(iter(matcher.get_error().splitlines()), "no token may come next")
+    """What went wrong, in one line: of what llguidance says, the rest is the parser's state."""
+    first, *more = matcher.get_error().splitlines() or [_DEAD_END]
+    if first == _DEAD_END:
+        return "no text of this form goes on from here"
+    reason = next((line for line in more if line.startswith("error: ")), "")
+    return f"{first} {reason.removeprefix('error: ')}".strip()

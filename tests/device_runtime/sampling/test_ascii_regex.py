@@ -96,6 +96,15 @@ def test_word_boundaries_are_refused_in_one_line(guided, expression):
         assert "\n" not in str(caught.value)
 
 
+@pytest.mark.parametrize("expression", ["\\", "a\\", "a\\\\\\"])
+def test_a_backslash_at_the_end_is_refused(guided, expression):
+    with pytest.raises(re.error):
+        re.compile(expression)
+    with pytest.raises(RequestError, match="ends with a backslash") as caught:
+        guided.guidance.start(Guide("regex", expression))
+    assert caught.value.hint
+
+
 def test_patterns_of_schemas_are_ascii_as_well(guided):
     guide = Guide.of_schema({"type": "string", "pattern": r"^[\d]\w$"})
     assert guided.takes(guide, json.dumps("1a"))

@@ -140,7 +140,7 @@ def test_the_request_file_says_the_form(llm):
 @pytest.mark.parametrize(
     ("guide", "message"),
     [
-        (Guide("regex", "(ab"), "the regex of the answer is faulty"),
+        (Guide("regex", "(ab"), "the regex of the answer is faulty: .*: unclosed group$"),
         (Guide("json_schema", "{"), "the schema of the answer is not JSON"),
         (Guide("json_schema", '{"type": "fruit"}'), "the json_schema of the answer is faulty"),
         (Guide("ebnf", "root ::= missing"), "the ebnf of the answer is faulty"),
@@ -149,6 +149,29 @@ def test_the_request_file_says_the_form(llm):
 def test_faulty_forms_are_refused_before_the_work(llm, guide, message):
     with pytest.raises(RequestError, match=message):
         llm.generate("Hi", sampling=SamplingParams(guide=guide))
+
+
+@pytest.mark.parametrize("speculative", [False, True])
+@pytest.mark.parametrize(
+    ("guide", "before"),
+    [
+        (Guide.of_schema({"$ref": "#"}), ""),
+        (Guide("regex", r"[^\s\S]"), ""),
+        (Guide("ebnf", "root ::= root"), ""),
+        (Guide("ebnf", 'root ::= "ab" rest\nrest ::= rest'), "ab"),
+        (Guide("lark", 'start: "ab" T\nT: /c/ & /d/'), "ab"),
+    ],
+    ids=["schema", "regex", "rule", "rule behind a text", "terminals that exclude each other"],
+)
+def test_a_form_that_no_text_has_is_said(llm, guide, before, speculative):
+    """An end token was taken for the end of the form: an empty JSON text, reason `stop`."""
+    options = {"sampling": SamplingParams(temperature=0, guide=guide), "speculative": speculative}
+    answer = llm.generate("Hi", max_generate_length=8, **options)
+    with pytest.raises(RequestError, match="no text of this form goes on from here"):
+        for _ in answer:
+            pass
+    assert answer.text == before
+    assert answer.finish_reason is None
 
 
 def test_huge_forms_and_unknown_tokenizers(tiny_engine):
