@@ -42,6 +42,7 @@ if TYPE_CHECKING:
 
     from edgellm.device_runtime.engine.llm import LLM, Step
     from edgellm.device_runtime.engine.profile import Profile
+    from edgellm.device_runtime.requests.held_interrupts import HeldInterrupts
     from edgellm.device_runtime.requests.outputs import Outputs
     from edgellm.device_runtime.requests.request_file import Options
     from edgellm.device_runtime.requests.unfinished_run import Answered, UnfinishedRun
@@ -163,6 +164,7 @@ def _answer(
 ) -> Profile:  # fmt: skip
     """Answer what `run` lacks; the times of all requests."""
     from edgellm.device_runtime.engine.profile import Profile
+    from edgellm.device_runtime.requests.held_interrupts import HeldInterrupts
     from edgellm.device_runtime.requests.responses import run_request
 
     left = _left(requests, run)
@@ -172,8 +174,11 @@ def _answer(
     for _ in range(warmup if left else 0):
         run_request(llm, options, requests[0], 0, Profile(), lambda *_: None)
     try:
-        with _progress(len(requests), len(run.answered), hidden=stream) as advance:
-            for answered in _answer_all(llm, options, requests, run, outputs, stream=stream):
+        with (
+            _progress(len(requests), len(run.answered), hidden=stream) as advance,
+            HeldInterrupts() as held,
+        ):
+            for answered in _answer_all(llm, options, requests, run, outputs, held, stream=stream):
                 run.add(answered)
                 _report(answered.index, answered.response)
                 advance()
@@ -214,7 +219,7 @@ def _say_how_to_go_on(run: UnfinishedRun, total: int) -> None:
 
 def _answer_all(
     llm: LLM, options: Options, requests: list[Any], run: UnfinishedRun, outputs: Outputs,
-    *, stream: bool,
+    held: HeldInterrupts, *, stream: bool,
 ) -> Iterator[Answered]:  # fmt: skip
     """The answers that `run` lacks, as they finish; `batch_size` of them are computed at a time."""
     from edgellm.device_runtime.requests.responses import run_requests
@@ -227,7 +232,8 @@ def _answer_all(
 
     def show(index: int, step: Step) -> None:
         if stream:
-            printer.add(index, step.text)
+            with held.at_once():  # a pipe may be full
+                printer.add(index, step.text)
         if outputs.trees is not None:
             trees[index].add(step)
 
@@ -237,7 +243,7 @@ def _answer_all(
             f"note: the engine answers {size} at a time; build it with --maxBatchSize", err=True
         )
     raws = ((index, requests[index]) for index in left)
-    for response, profile in run_requests(llm, options, raws, show, size):
+    for response, profile in run_requests(llm, options, raws, show, size, held):
         index = response["request_idx"]
         yield Answered(response, profile, trees.pop(index).rounds)
         if stream:

@@ -4,6 +4,7 @@ from __future__ import annotations
 
 from collections import deque
 from collections.abc import Callable, Iterable, Iterator
+from contextlib import nullcontext
 from dataclasses import dataclass
 from typing import Any
 
@@ -13,6 +14,7 @@ from edgellm.device_runtime.engine.llm import LLM, Answer, Step
 from edgellm.device_runtime.engine.messages import without_template
 from edgellm.device_runtime.engine.profile import Profile
 from edgellm.device_runtime.faults import Confined, as_failure
+from edgellm.device_runtime.requests.held_interrupts import HeldInterrupts
 from edgellm.device_runtime.requests.request_file import (
     ContentItem,
     Options,
@@ -114,6 +116,7 @@ def run_requests(
     raws: Iterable[tuple[int, Any]],
     on_step: OnStep,
     batch_size: int = 1,
+    held: HeldInterrupts | None = None,
 ) -> Iterator[tuple[dict[str, Any], Profile]]:
     """Answer requests of a file.
 
@@ -123,6 +126,7 @@ def run_requests(
         raws: their places in the file, and the requests as parsed JSON.
         on_step: told every step as it comes.
         batch_size: requests that are answered at a time.
+        held: interrupts that wait for the end of a forward pass; None: they do not.
 
     Yields:
         A response object and its times, as soon as it is finished, in any order. A request that
@@ -134,12 +138,14 @@ def run_requests(
     def answers() -> Iterator[Answer]:
         for index, raw in raws:
             place = _Place(index)
-            with Confined(place.fail):
+            with Confined(place.fail), nullcontext() if held is None else held.at_once():
                 place.started = start_request(llm, options, raw, index)
             if place.started is None:
                 refused.append(place)
             else:
                 started[place.started.answer] = place
+                if held is not None:
+                    place.started.answer.before_pass = held.check
                 yield place.started.answer
 
     for answer, steps in llm.together(answers(), batch_size):

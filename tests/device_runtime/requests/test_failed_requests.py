@@ -13,6 +13,7 @@ import pytest
 from lettered_engine import with_letters
 
 from edgellm.device_runtime import LLM
+from edgellm.device_runtime.engine.sequence import Sequence, Step
 from edgellm.device_runtime.requests.unfinished_run import UnfinishedRun
 
 # A word of the message says what the template does.
@@ -119,6 +120,32 @@ def test_resume_goes_past_what_failed(lettered, infer_here, tmp_path, batch_size
 
 def _without_times(response: dict) -> dict:
     return {name: value for name, value in response.items() if name != "timings"}
+
+
+@pytest.mark.parametrize("batch_size", [1, 3])
+def test_what_an_interrupted_pass_finishes_is_kept(
+    shared_engine, infer_here, tmp_path, batch_size, monkeypatch
+):
+    """Ctrl-C comes in the forward pass that finishes the first outputs."""
+    finish, ended = Sequence._end, []
+
+    def end(sequence: Sequence, **more: bool) -> list[Step]:
+        if not ended:
+            signal.raise_signal(signal.SIGINT)
+        ended.append(sequence)
+        return finish(sequence, **more)
+
+    monkeypatch.setattr(Sequence, "_end", end)
+    handler = signal.getsignal(signal.SIGINT)
+    words = [f"w{at} w{at + 9}" for at in range(20, 27)]
+    content = _content([_request(word, ignore_eos=True) for word in words])
+    result, found = infer_here(shared_engine, content, "--batchSize", batch_size)
+    signal.signal(signal.SIGINT, handler)
+    assert result.returncode != 0
+    assert ended
+    assert len(found) == len(ended) < len(words)
+    assert all(one["finish_reason"] == "length" for one in found)
+    assert f"{len(ended)} of {len(words)} answers are kept in {tmp_path}" in result.stderr
 
 
 # ------------------------------------------------------------------ a process that is killed
