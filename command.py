@@ -96,6 +96,7 @@ def run_command(app: App, *, second_ends: bool = True) -> None:
     for number in (signal.SIGINT, signal.SIGTERM, signal.SIGHUP):
         signal.signal(number, interrupt)
     sys.unraisablehook = _interrupt_again
+    _open_streams()
     for stream in (sys.stdout, sys.stderr):
         if isinstance(stream, io.TextIOWrapper):
             stream.reconfigure(errors="backslashreplace")
@@ -108,6 +109,31 @@ def run_command(app: App, *, second_ends: bool = True) -> None:
         if isinstance(error, SystemExit) or app.shows_tracebacks:
             raise
         _fail(*_explain(error))
+
+
+class _Stderr(io.FileIO):
+    """Notes that cannot be written, to a full disk or a pipe without reader, are dropped."""
+
+    def write(self, data: Any, /) -> int | None:
+        """Write, or pretend to: the work goes on, and the exit code tells how it ended."""
+        try:
+            return super().write(data)
+        except OSError:
+            return memoryview(data).nbytes
+
+
+def _open_streams() -> None:
+    """Open what the caller closed, so that no file gets its number, and let no note fail."""
+    for name, mode in (("stdin", "r"), ("stdout", "w"), ("stderr", "w")):
+        if getattr(sys, name) is None:
+            stream = open(os.devnull, mode)  # noqa: SIM115 - for the life of the process
+            setattr(sys, name, stream)
+    errors = sys.stderr
+    if errors is sys.__stderr__ and isinstance(errors, io.TextIOWrapper):
+        raw = _Stderr(errors.fileno(), "w", closefd=False)
+        sys.stderr = io.TextIOWrapper(
+            io.BufferedWriter(raw), encoding=errors.encoding, line_buffering=True
+        )
 
 
 def _interrupt_again(ignored: sys.UnraisableHookArgs) -> None:

@@ -6,6 +6,8 @@ import errno
 import signal
 import subprocess
 import sys
+import time
+from pathlib import Path
 from typing import Annotated
 
 import pytest
@@ -94,3 +96,46 @@ def test_an_interrupt_of_a_finalizer_is_not_lost():
     _, printed = process.communicate(timeout=30)
     assert process.returncode == 130
     assert printed == "error: interrupted; nothing half-written was left\n"
+
+
+NOTED = """
+import sys, typer
+from edgellm.command import App, CAMEL_CASE, run_command
+app = App(CAMEL_CASE)
+@app.command()
+def work() -> None:
+    typer.echo("a note", err=True)
+    print("another", file=sys.stderr, flush=True)
+    with open(sys.argv[0] + ".done", "w") as done:
+        typer.echo("a third", err=True)
+        print("a fourth", file=sys.stderr, flush=True)
+        done.write("done")
+    raise typer.Exit(4)
+run_command(app)
+"""
+
+
+@pytest.mark.parametrize(
+    "redirection", ["2>&-", "2>&- >&- <&-", "2>/dev/full", "2>/dev/full >/dev/full", "2>&1 | exit"]
+)
+def test_notes_that_cannot_be_written_end_nothing(tmp_path, redirection):
+    """Closed, full and broken streams: the work is done, and its files hold nothing else."""
+    script, code = tmp_path / "work.py", tmp_path / "code"
+    script.write_text(NOTED)
+    work = f'{{ sleep 0.1; "{sys.executable}" "{script}"; echo $? >"{code}"; }}'
+    subprocess.run(f"{work} {redirection}", shell=True, check=False, executable="/bin/bash")
+    deadline = time.monotonic() + 30
+    while not code.exists() or not code.read_text():  # a pipe's reader ends first
+        assert time.monotonic() < deadline
+        time.sleep(0.01)
+    assert code.read_text() == "4\n"
+    assert Path(f"{script}.done").read_text() == "done"
+
+
+def test_a_note_is_written_at_once(tmp_path):
+    code = NOTED.replace("raise", "import os; os._exit(5)\n    raise")
+    (tmp_path / "work.py").write_text(code)
+    words = [sys.executable, str(tmp_path / "work.py")]
+    result = subprocess.run(words, capture_output=True, text=True, check=False)
+    assert result.returncode == 5
+    assert result.stderr.splitlines() == ["a note", "another", "a third", "a fourth"]
