@@ -11,7 +11,7 @@ from edgellm.device_runtime.engine.batch import Entry
 from edgellm.device_runtime.engine.profile import PREFILL, Profile
 from edgellm.device_runtime.engine.prompt import Prompt
 from edgellm.device_runtime.engine.sequence import FinishReason, Sequence, Step
-from edgellm.device_runtime.engine.turns import Turns
+from edgellm.device_runtime.engine.turns import TaskReader, Turns
 
 
 class Answer:
@@ -91,7 +91,7 @@ class Answer:
     async def __aiter__(self) -> AsyncIterator[Step]:
         """The same, without keeping the event loop from others; raises as `__iter__`."""
         entry = self.begin()
-        self._turns.enter(entry, entry)
+        self._turns.enter(entry, TaskReader(asyncio.get_running_loop()))
         try:
             while not entry.is_read:
                 for _, steps in await asyncio.to_thread(self._turns.next, [entry]):

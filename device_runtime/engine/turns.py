@@ -6,10 +6,12 @@ steps ahead of those whose answers share the pass.
 
 from __future__ import annotations
 
+import asyncio
 import threading
 import time
 from collections.abc import Callable, Iterator, Sequence
 from contextlib import contextmanager
+from dataclasses import dataclass
 
 from edgellm.contract import EdgeLLMError
 from edgellm.device_runtime.engine.batch import Batch, Entry
@@ -17,6 +19,13 @@ from edgellm.device_runtime.engine.sequence import Step
 from edgellm.device_runtime.sessions import LoadedAdapter
 
 PATIENCE_S = 30.0  # nobody waits longer for an answer that is not iterated over
+
+
+@dataclass(frozen=True, slots=True, eq=False)
+class TaskReader:
+    """A task of an event loop, which reads one output."""
+
+    loop: asyncio.AbstractEventLoop
 
 
 class Turns:
@@ -43,6 +52,7 @@ class Turns:
     def enter(self, entry: Entry, reader: object = None) -> None:
         """An answer is about to be read; without `reader` by this thread."""
         with self._lock:
+            self._drop_unread()
             self._readers[entry] = threading.get_ident() if reader is None else reader
             self._batch.add(entry)
 
@@ -52,6 +62,17 @@ class Turns:
             self._readers.pop(entry, None)
             self._batch.remove(entry)
             self._changed.notify_all()
+
+    def _drop_unread(self) -> bool:
+        """Drop outputs whose event loop was closed: their tasks never go on, nor end."""
+        unread = [
+            entry
+            for entry, reader in self._readers.items()
+            if isinstance(reader, TaskReader) and reader.loop.is_closed()
+        ]
+        for entry in unread:
+            self.leave(entry)
+        return bool(unread)
 
     def next(self, entries: Sequence[Entry]) -> list[tuple[Entry, list[Step]]]:
         """The new steps of one reader's answers, as soon as there are any of one of them.
@@ -137,7 +158,7 @@ class Turns:
                 entry.is_wanted, entry.is_turned_away = True, False
             if len(self._readers) == len(entries):
                 return
-            readers = {self._readers[entry] for entry in entries}
+            readers = {self._readers.get(entry) for entry in entries}
             for entry, reader in self._readers.items():
                 if reader in readers and entry not in entries:
                     entry.is_turned_away = True
@@ -165,7 +186,8 @@ class Turns:
                         return
                     stepping = self._batch.begin(PATIENCE_S)
                 if not stepping:
-                    self._wait(self._patience_s())
+                    if not self._drop_unread():
+                        self._wait(self._patience_s())
                     return
                 self._computes = threading.get_ident()
             found = self._batch.run(stepping)

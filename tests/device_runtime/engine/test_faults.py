@@ -463,3 +463,28 @@ def test_a_cancelled_task_gives_its_place_back_at_once(llm, expected, how):
     assert found == expected
     assert seconds < 10  # no turn of `PATIENCE_S` was waited for
     llm.on_pass(lambda *_: None)
+
+
+@pytest.mark.usefixtures("free")
+def test_outputs_of_a_closed_event_loop_hold_up_no_other(llm, expected):
+    """Its tasks neither go on nor end; the places in the batch are free at once."""
+    answers, loop = _asked(llm), asyncio.new_event_loop()
+
+    async def read(answer):
+        async for _ in answer:
+            if answer is answers[0]:
+                loop.stop()
+
+    tasks = [loop.create_task(read(one)) for one in answers]
+    loop.run_forever()
+    loop.close()
+    others, begin = _asked(llm), time.monotonic()
+    for one in others:
+        for _ in one:
+            pass
+    assert time.monotonic() - begin < 10  # others would wait for 30 seconds
+    assert [_facts(one) for one in others] == expected
+    assert llm._turns._batch.entries == []
+    assert not any(task.done() for task in tasks)
+    for task in tasks:
+        task._log_destroy_pending = False
