@@ -7,6 +7,7 @@ under exact acceptance it chooses at every node of a path: speculation changes n
 from __future__ import annotations
 
 import json
+import re
 from collections.abc import Sequence
 from dataclasses import dataclass
 from pathlib import Path
@@ -26,6 +27,7 @@ Kind = Literal["json_object", "json_schema", "regex", "choice", "ebnf", "lark"]
 # As json.dumps writes. Free white space would let a small model write nothing else.
 JSON_FORM = {"whitespace_flexible": False, "item_separator": ", ", "key_separator": ": "}
 _LONGEST = 1 << 20  # characters of a grammar
+_HALF = re.compile("[\ud800-\udfff]")
 _DEAD_END = "NoExtensionBias"  # what llguidance calls a place from which no text goes on
 
 
@@ -37,9 +39,14 @@ class Guide:
     text: str = ""  # the schema or the list of choices as JSON, the expression, the grammar
 
     def __post_init__(self) -> None:
-        """Refuse huge texts; raises `RequestError`."""
+        """Refuse huge texts, and what is no text; raises `RequestError`."""
         if len(self.text) > _LONGEST:
             raise RequestError(f"the form of the answer has more than {_LONGEST} characters")
+        if half := _HALF.search(self.text):
+            raise RequestError(
+                f"the {self.kind} of the answer is faulty: character {half.start()} is half of a "
+                "surrogate pair"
+            )
 
     @classmethod
     def of_schema(cls, schema: Any) -> Guide:

@@ -174,6 +174,12 @@ def test_a_form_that_no_text_has_is_said(llm, guide, before, speculative):
     assert answer.finish_reason is None
 
 
+@pytest.mark.parametrize("kind", ["regex", "ebnf", "lark", "choice", "json_schema"])
+def test_half_a_character_is_no_form(kind):
+    with pytest.raises(RequestError, match=f"the {kind} of the answer is faulty: character 1 is"):
+        Guide(kind, "a\ud800")
+
+
 def test_huge_forms_and_unknown_tokenizers(tiny_engine):
     with pytest.raises(RequestError, match="more than 1048576 characters"):
         Guide("regex", "a" * (1 << 21))
