@@ -94,7 +94,9 @@ def run_command(app: App, *, second_ends: bool = True) -> None:
         raise KeyboardInterrupt
 
     for number in (signal.SIGINT, signal.SIGTERM, signal.SIGHUP):
-        signal.signal(number, interrupt)
+        is_hangup = number == signal.SIGHUP
+        if not (is_hangup and signal.getsignal(number) is signal.SIG_IGN):  # of nohup
+            signal.signal(number, interrupt)
     sys.unraisablehook = _interrupt_again
     _open_streams()
     for stream in (sys.stdout, sys.stderr):

@@ -7,6 +7,7 @@ import signal
 import subprocess
 import sys
 import time
+from functools import partial
 from pathlib import Path
 from typing import Annotated
 
@@ -139,3 +140,13 @@ def test_a_note_is_written_at_once(tmp_path):
     result = subprocess.run(words, capture_output=True, text=True, check=False)
     assert result.returncode == 5
     assert result.stderr.splitlines() == ["a note", "another", "a third", "a fourth"]
+
+
+@pytest.mark.parametrize(("before", "code"), [(signal.SIG_IGN, 4), (signal.SIG_DFL, 130)])
+def test_a_hangup_that_nohup_ignores_stays_so(tmp_path, before, code):
+    note = "import os, signal; os.kill(os.getpid(), signal.SIGHUP)\n    raise"
+    (tmp_path / "work.py").write_text(NOTED.replace("raise", note))
+    words = [sys.executable, str(tmp_path / "work.py")]
+    prepare = partial(signal.signal, signal.SIGHUP, before)
+    result = subprocess.run(words, capture_output=True, check=False, preexec_fn=prepare)
+    assert result.returncode == code
