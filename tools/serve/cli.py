@@ -104,7 +104,7 @@ def edgellm_serve(
     )
     several, flags = len(given) > 1, (context_reuse, allow_special_tokens, verify, max_stall)
     loading = Loading(how, *flags, slot_save_path, has_own_folders=several)
-    heap.use_one_heap()
+    heap.manage()
     # What stands in the way is told before an engine is loaded.
     loading.prepare(given)
     listeners = _listeners(host, port, metrics_port, grpc_port)

@@ -15,6 +15,7 @@ from edgellm.tools.serve.events import Event, Failed, Finished
 from edgellm.tools.serve.mailbox import mailbox
 from edgellm.tools.serve.worker import Job, Worker, too_late
 
+BODY_BYTES = "edgellm.body_bytes"  # in a scope: the size of a request's body
 _LAST_PASS_S = 10.0  # for the pass that runs when the time is over
 
 
@@ -27,7 +28,7 @@ class Connection(Protocol):
 
     @property
     def scope(self) -> MutableMapping[str, Any]:
-        """Of ASGI; `arrived` in it is when the request began, of the loop's clock."""
+        """Of ASGI; `arrived` in it is when the request began, `BODY_BYTES` how large it is."""
         ...
 
     @property
@@ -56,12 +57,15 @@ class Call:
         post = partial(mailbox().post, self._events)
         deadline = request.scope.get("arrived", self._loop.time()) + total_timeout_s
         priority = min((ask.priority for ask in asks if isinstance(ask, Ask)), default=0)
-        self._worker, self._job = worker, Job(tuple(asks), post, deadline, priority)
+        num_bytes = request.scope.get(BODY_BYTES, 0)
+        self._worker, self._job = worker, Job(tuple(asks), post, deadline, priority, num_bytes)
         worker.submit(self._job)
         self._left = len(asks)
         self._deadline = deadline
         self._timer = self._loop.call_at(deadline, self._expire)
-        self._watch = asyncio.create_task(self._wait_for_disconnect(request))
+        self._watch: asyncio.Task[None] | None = asyncio.create_task(
+            self._wait_for_disconnect(request)
+        )
 
     @property
     def deadline(self) -> float:
@@ -81,6 +85,7 @@ class Call:
         for at, event in enumerate(events):  # a client's leaving may overtake a pass's last step
             if isinstance(event, Failed):
                 if not at:
+                    events.clear()  # the error's frames refer to them
                     raise event.error
                 self._events.put_nowait(event)  # what came before is delivered first
                 events = events[:at]
@@ -96,7 +101,9 @@ class Call:
     def close(self) -> None:
         """Let the worker stop, whatever it is at."""
         self._timer.cancel()
-        self._watch.cancel()
+        if self._watch is not None:
+            self._watch.cancel()
+            self._watch = None  # its error's frames refer to this call, and to the request
         self._worker.abandon(self._job)
 
     def _expire(self) -> None:

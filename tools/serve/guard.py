@@ -10,6 +10,8 @@ import anyio
 from starlette.datastructures import Headers
 from starlette.types import ASGIApp, Message, Receive, Scope, Send
 
+from edgellm.tools.serve import heap
+from edgellm.tools.serve.client_request import BODY_BYTES
 from edgellm.tools.serve.engines import LEASES, Engines
 from edgellm.tools.serve.errors import MESSAGES, ApiError, response_for
 from edgellm.tools.serve.settings import Settings, is_loopback, key_hash
@@ -34,6 +36,13 @@ class Guard:
             await self._app(scope, receive, send)
             return
         scope["arrived"] = asyncio.get_running_loop().time()
+        scope[BODY_BYTES] = 0
+        try:
+            await self._pass_on(scope, receive, send)
+        finally:
+            heap.after_request(scope[BODY_BYTES])
+
+    async def _pass_on(self, scope: Scope, receive: Receive, send: Send) -> None:
         path: str = scope["path"]
         headers = Headers(scope=scope)
         try:
@@ -45,7 +54,7 @@ class Guard:
                     self._engines.require_room()
                 if path.startswith(("/v2/", "/api/")):
                     _take_as_json(scope)
-                receive = await self._with_body(headers, receive)
+                receive = await self._with_body(scope, headers, receive)
         except ApiError as error:
             if error.status != 400:
                 await _discard(headers, receive)
@@ -78,28 +87,32 @@ class Guard:
         given = headers.get("authorization", "") if own is None else f"Bearer {own}"
         require_key(self._settings, given)
 
-    async def _with_body(self, headers: Headers, receive: Receive) -> Receive:
+    async def _with_body(self, scope: Scope, headers: Headers, receive: Receive) -> Receive:
         """`receive` for an application that gets the whole body at once.
 
         Raises:
             ApiError: 413 for too large a body, 408 for one that does not come.
         """
         limit = self._settings.max_body_bytes
-        too_large = ApiError(413, f"the body has more than {limit} bytes")
         length = headers.get("content-length", "0")
         if not length.isascii() or not length.isdigit() or int(length) > limit:
-            raise too_large
+            raise _too_large(limit)
         body, message = bytearray(), _GONE
         with anyio.move_on_after(self._settings.body_timeout_s) as in_time:
             while (message := await receive())["type"] == "http.request":
                 body += message.get("body", b"")
+                scope[BODY_BYTES] = len(body)
                 if len(body) > limit:
-                    raise too_large
+                    raise _too_large(limit)
                 if not message.get("more_body", False):
                     break
         if in_time.cancelled_caught:
             raise ApiError(408, "the body did not come in time")
         return _replay(bytes(body), message, receive)
+
+
+def _too_large(limit: int) -> ApiError:
+    return ApiError(413, f"the body has more than {limit} bytes")
 
 
 def require_key(settings: Settings, authorization: str) -> None:

@@ -15,10 +15,10 @@ from edgellm.device_runtime.engine.batch import OutOfTimeError
 from edgellm.device_runtime.engine.llm import LLM, Answer, Step
 from edgellm.device_runtime.engine.scheduler import AGING_S
 from edgellm.device_runtime.faults import as_failure
+from edgellm.tools.serve import heap
 from edgellm.tools.serve.asks import Ask, Embed, start
 from edgellm.tools.serve.errors import ApiError
 from edgellm.tools.serve.events import Event, Failed, Finished, Started, Turn
-from edgellm.tools.serve.heap import LARGE_FORM, return_memory
 from edgellm.tools.serve.metrics import Metrics
 
 _log = logging.getLogger(__name__)
@@ -36,6 +36,7 @@ class Job:
     post: Callable[[Event], object]  # hands an event to the client's task; from any thread
     deadline: float  # of time.monotonic()
     priority: int = 0  # smaller goes first
+    num_bytes: int = 0  # of the request's body
     arrived: float = field(default_factory=time.monotonic)
     until: float = math.inf  # of its answers; known when they begin
     abandoned: bool = False
@@ -47,12 +48,6 @@ class Job:
             self.told_of = at
             self.post(Turn(at))
         self.post(event)
-
-    @property
-    def has_large_form(self) -> bool:
-        """Whether its grammar took much memory."""
-        guides = (ask.sampling.guide for ask in self.asks if isinstance(ask, Ask))
-        return any(guide is not None and len(guide.text) > LARGE_FORM for guide in guides)
 
     def rank(self, now: float) -> float:
         """Smaller goes first; waiting makes up for priority."""
@@ -175,26 +170,31 @@ class Worker:
 
     def _work(self) -> None:
         while (job := self._next()) is not None:
-            began = time.monotonic()
-            job.until = min(job.deadline, began + self._request_timeout_s)
-            failure: Exception | None = None
-            try:
-                self._run(job, began)
-            except AbandonedError:
-                self._metrics.ended("abort")
-            except BaseException as error:  # noqa: BLE001 - the engine outlives every request
-                self._metrics.ended("error")
-                failure = _told(error)
-                if not isinstance(failure, (ApiError, EdgeLLMError)):
-                    _log.exception("a request failed")
-            with self._changed:
-                self.running.remove(job)
-                self._mean_s += 0.2 * (time.monotonic() - began - self._mean_s)
-            if failure is not None:  # whom it reaches finds the place free
-                job.post(Failed(failure))
-            if job.has_large_form:
-                job = failure = None
-                return_memory()
+            num_bytes = job.num_bytes
+            self._end(job)
+            del job  # the next one may come late
+            heap.after_request(num_bytes)
+
+    def _end(self, job: Job) -> None:
+        """Run a job until it is over, however it ends."""
+        began = time.monotonic()
+        job.until = min(job.deadline, began + self._request_timeout_s)
+        failure: Exception | None = None
+        try:
+            self._run(job, began)
+        except AbandonedError:
+            self._metrics.ended("abort")
+        except BaseException as error:  # noqa: BLE001 - the engine outlives every request
+            self._metrics.ended("error")
+            failure = _told(error)
+            if not isinstance(failure, (ApiError, EdgeLLMError)):
+                _log.exception("a request failed")
+        with self._changed:
+            self.running.remove(job)
+            self._mean_s += 0.2 * (time.monotonic() - began - self._mean_s)
+        if failure is not None:  # the place is free before the client learns of it
+            job.post(Failed(failure))
+        del failure  # the error's frames refer to this one
 
     def _run(self, job: Job, began: float) -> None:
         self._check(job)

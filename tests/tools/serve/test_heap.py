@@ -1,21 +1,29 @@
-"""Large forms of answers, each another: the memory of the process stops growing."""
+"""Large requests, each another: the memory of the process stops growing."""
 
 from __future__ import annotations
 
+import gc
+import json
 import queue
 import subprocess
 import sys
+import threading
 import time
+from http.client import HTTPConnection
 from pathlib import Path
+from types import FrameType
 
 import pytest
+from inside_server import Inside, serving_inside
 
 from edgellm.device_runtime import LLM, SamplingParams
-from edgellm.device_runtime.sampling.guidance import Guide
-from edgellm.tools.serve import heap, worker
+from edgellm.tools.serve import heap
 from edgellm.tools.serve.asks import Ask
 from edgellm.tools.serve.events import Failed
+from edgellm.tools.serve.loading import Loading
 from edgellm.tools.serve.metrics import Metrics
+from edgellm.tools.serve.models import read_models
+from edgellm.tools.serve.settings import Settings
 from edgellm.tools.serve.worker import Job, Worker
 
 TESTS = Path(__file__).parents[2]
@@ -29,7 +37,7 @@ from guided_texts import Guided
 from edgellm.device_runtime.sampling.guidance import Guide
 from edgellm.tools.serve import heap
 
-heap.use_one_heap()
+heap.manage()
 guided = Guided(Path(sys.argv[1]))
 
 def resident_mb():
@@ -73,20 +81,110 @@ def test_memory_stops_growing(tmp_path):
     assert later[-1] < before + 32, result.stdout
 
 
-def test_memory_is_returned_after_large_forms_alone(roomy_engine, monkeypatch):
-    """The tokenizer of this engine cannot be guided: both answers fail, after the same way."""
-    returned: queue.Queue[bool] = queue.Queue()
-    monkeypatch.setattr(worker, "return_memory", lambda: returned.put(True))
+@pytest.fixture(scope="module")
+def inside(roomy_engine):
+    models = read_models([f"tiny={roomy_engine}"])
+    with serving_inside(models, Loading(), Settings(max_body_bytes=1 << 20)) as server:
+        yield server
+
+
+def _post(server: Inside, path: str, body: object) -> int:
+    connection = HTTPConnection("127.0.0.1", server.port, timeout=60)
+    connection.request("POST", path, json.dumps(body), {"content-type": "application/json"})
+    response = connection.getresponse()
+    response.read()
+    connection.close()
+    return response.status
+
+
+LONG = "w20 " * (heap.LARGE_BYTES // 4)
+CHAT = {"messages": [{"role": "user", "content": LONG}], "max_tokens": 2}
+SHORT = {"prompt": "w20", "max_tokens": 2}
+REQUESTS = {
+    "answered": (200, "/v1/completions", {**SHORT, "user": LONG}),
+    "too long": (400, "/v1/completions", {**SHORT, "prompt": LONG}),
+    "streamed": (400, "/v1/chat/completions", {**CHAT, "stream": True}),
+    "messages": (400, "/v1/messages", {**CHAT, "model": "tiny"}),
+    "ollama": (400, "/api/chat", {**CHAT, "model": "tiny"} | {"max_tokens": None}),
+    "responses": (400, "/v1/responses", {"input": LONG}),
+    "triton": (400, "/v2/models/tiny/generate", {"text_input": LONG}),
+    "a form": (500, "/v1/completions", {**SHORT, "guided_regex": LONG}),  # cannot be guided
+    "invalid": (400, "/v1/chat/completions", {**CHAT, "max_tokens": "x"}),
+    "no model": (404, "/v1/chat/completions", {**CHAT, "model": "x"}),
+    "too large": (413, "/v1/chat/completions", {**CHAT, "user": LONG * 20}),
+}
+
+
+@pytest.mark.parametrize("name", REQUESTS)
+def test_nothing_refers_to_a_request_that_is_over(inside, monkeypatch, name):
+    """Without a search for cycles: its frames, which hold texts and tokens, end with it."""
+    returned: queue.Queue[int] = queue.Queue()
+    monkeypatch.setattr(heap, "after_request", returned.put)
+    status, path, body = REQUESTS[name]
+    for _ in range(2):  # what is made once is no garbage
+        assert _post(inside, path, body) == status
+    gc.collect()
+    gc.disable()
+    gc.set_debug(gc.DEBUG_SAVEALL)
+    try:
+        assert _post(inside, path, body) == status
+        _wait_until(lambda: inside.tasks() == 1 and not inside.server_state.connections)
+        gc.collect()
+        own = str(Path(heap.__file__).parent)
+        frames = [one for one in gc.garbage if isinstance(one, FrameType)]
+        assert [one for one in frames if one.f_code.co_filename.startswith(own)] == []
+    finally:
+        gc.set_debug(0)
+        gc.garbage.clear()
+        gc.enable()
+    # What its head says to be too large is not read.
+    assert (max(returned.queue) > heap.LARGE_BYTES) == (status != 413)
+
+
+def _all() -> list[object]:
+    gc.collect()
+    return gc.get_objects()
+
+
+def _wait_until(holds) -> None:
+    end = time.monotonic() + 60
+    while not holds():
+        assert time.monotonic() < end
+        time.sleep(0.01)
+
+
+def test_a_job_that_is_over_is_forgotten(roomy_engine):
+    """The thread that ran it waits for the next one, and refers to none."""
     found = Worker(LLM(roomy_engine), Metrics("m"), queue_size=2, request_timeout_s=60)
     found.start()
     try:
-        for size in (1, heap.LARGE_FORM + 1):
-            assert returned.empty()
-            events: queue.Queue = queue.Queue()
-            asks = (Ask("w20", SamplingParams(guide=Guide("regex", "a" * size))),)
-            found.submit(Job(asks, events.put, time.monotonic() + 60))
-            assert isinstance(events.get(timeout=60), Failed)
-        assert returned.get(timeout=60)
+        events: queue.Queue = queue.Queue()
+        text = "w21 " * 9000
+        found.submit(Job((Ask(text, SamplingParams()),), events.put, time.monotonic() + 60))
+        assert isinstance(events.get(timeout=60), Failed)
+        _wait_until(lambda: not any(type(one) is Ask and one.prompt == text for one in _all()))
     finally:
         found.end()
         found.join()
+
+
+@pytest.mark.parametrize(("num_bytes", "is_large"), [(1, False), (heap.LARGE_BYTES + 1, True)])
+def test_memory_is_returned_after_large_requests_alone(monkeypatch, num_bytes, is_large):
+    returned = threading.Event()
+    monkeypatch.setattr(heap, "return_memory", returned.set)
+    monkeypatch.setattr(heap, "private_bytes", lambda: 0)
+    returner = heap.Returner()
+    returner.start()
+    returner.after(num_bytes)
+    assert returned.wait(60 if is_large else 0.2) == is_large
+
+
+def test_memory_is_returned_when_small_requests_took_much(monkeypatch):
+    returned = threading.Event()
+    monkeypatch.setattr(heap, "return_memory", returned.set)
+    returner = heap.Returner()
+    returner.start()
+    much = b"x" * (64 << 20)
+    returner.after(1)
+    assert returned.wait(60)
+    del much

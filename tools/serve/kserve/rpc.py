@@ -14,7 +14,8 @@ from starlette.types import Message
 
 from edgellm.contract import EdgeLLMError
 from edgellm.device_runtime.engine.llm import Step
-from edgellm.tools.serve.client_request import Call
+from edgellm.tools.serve import heap
+from edgellm.tools.serve.client_request import BODY_BYTES, Call
 from edgellm.tools.serve.engines import LEASES, Engines
 from edgellm.tools.serve.errors import ApiError, as_api_error, fault_of
 from edgellm.tools.serve.events import Finished
@@ -57,9 +58,9 @@ class _Connection:
 
     scope: dict[str, Any]
 
-    def __init__(self, leases: ExitStack) -> None:
-        """`leases` ends with the request."""
-        self.scope = {LEASES: leases}
+    def __init__(self, leases: ExitStack, num_bytes: int) -> None:
+        """`leases` ends with the request, whose message has so many bytes."""
+        self.scope = {LEASES: leases, BODY_BYTES: num_bytes}
 
     async def receive(self) -> Message:
         """Nothing ever comes."""
@@ -113,6 +114,8 @@ class Service:
             except Exception as error:  # noqa: BLE001 - the server outlives every request
                 _log.exception("a request failed")
                 failed = as_api_error(error)
+            finally:
+                heap.after_request(request.ByteSize())
             code = _CODES.get(failed.status, grpc.StatusCode.INTERNAL)
             return await context.abort(code, _line(failed))
 
@@ -171,6 +174,8 @@ class Service:
             except Exception as error:  # noqa: BLE001 - the server outlives every request
                 _log.exception("a request failed")
                 yield _failed(request, as_api_error(error))
+            finally:
+                heap.after_request(request.ByteSize())
 
     async def _answers(self, request: Any) -> AsyncIterator[Any]:
         """One response for each step of a stream, or one with all of the text."""
@@ -240,7 +245,7 @@ class Service:
     ) -> tuple[Call, GenerateWriter]:
         """A request on its way, and the form of its answer; raises as `Call`."""
         self._engines.require_room()
-        connection = _Connection(leases)
+        connection = _Connection(leases, request.ByteSize())
         served = await self._engines.of(request.model_name, connection)
         writer = GenerateWriter(body, served.name, streams=streams)
         return served.call([body.ask(served.lora)], connection), writer
