@@ -29,6 +29,9 @@ JSON_FORM = {"whitespace_flexible": False, "item_separator": ", ", "key_separato
 _LONGEST = 1 << 20  # characters of a grammar
 _HALF = re.compile("[\ud800-\udfff]")
 _DEAD_END = "NoExtensionBias"  # what llguidance calls a place from which no text goes on
+# Forced text would be tokenized as in a prompt: text of a special token would become that token,
+# which is no text of the output.
+_NO_FORCING = '\n%llguidance {"no_forcing": true}\n'
 
 
 @dataclass(frozen=True, slots=True)
@@ -91,7 +94,7 @@ class Guidance:
                 raise EdgeLLMError(
                     f"answers with this tokenizer cannot be guided: {error}"
                 ) from None
-        matcher = LLMatcher(self._tokenizer, _grammar(guide), log_level=0)
+        matcher = LLMatcher(self._tokenizer, _unforced(_grammar(guide)), log_level=0)
         if matcher.is_error():
             name = "grammar" if guide.kind == "lark" else guide.kind
             raise RequestError(f"the {name} of the answer is faulty: {_fault(matcher)}")
@@ -120,6 +123,14 @@ def _grammar(guide: Guide) -> str:
     except (ValueError, TypeError) as error:
         raise RequestError(f"the {guide.kind} of the answer is faulty: {error}") from None
     return with_ascii_lark(grammar)
+
+
+def _unforced(grammar: str) -> str:
+    """A grammar in Lark, under which the model chooses the tokens of a text."""
+    if grammar.startswith('{"grammars"'):  # as llguidance writes expressions and schemas
+        found = json.loads(grammar)["grammars"][0]
+        grammar = found["lark_grammar"] or f"start: %json {json.dumps(found['json_schema'])}"
+    return grammar + _NO_FORCING
 
 
 def _alternatives(choices: str) -> str:

@@ -6,6 +6,7 @@ import json
 import re
 from pathlib import Path
 
+import jsonschema_rs
 import numpy as np
 import pytest
 from lettered_engine import with_letters
@@ -197,3 +198,36 @@ def test_what_may_not_come_is_never_drawn(lettered):
         sampler = Sampler(params, (), guidance.start(Guide("choice", '["y", "n"]')))
         assert sampler.choose(logits, 40) in (4 + ord("y") - 34, 4 + ord("n") - 34)
         assert sampler.choose(logits, 40) == 2
+
+
+SPECIAL = "<s> ends </s>"  # as text: no special token comes
+SPELLED = {
+    "regex": Guide("regex", re.escape(SPECIAL)),
+    "choice": Guide("choice", json.dumps([SPECIAL])),
+    "ebnf": Guide("ebnf", f"root ::= {json.dumps(SPECIAL)}"),
+    "lark": Guide("lark", f"start: {json.dumps(SPECIAL)}"),
+}
+SPELLED_SCHEMAS = {
+    "const": {"const": SPECIAL},
+    "enum": {"enum": [SPECIAL, f"{SPECIAL}s"]},
+    "pattern": {"type": "string", "pattern": f"^{re.escape(SPECIAL)}$"},
+    "name": {"type": "object", "properties": {SPECIAL: {"const": "<s>"}}, "required": [SPECIAL]},
+}
+
+
+@pytest.mark.parametrize("temperature", [0.0, 4.0])
+@pytest.mark.parametrize("form", [*SPELLED, *SPELLED_SCHEMAS])
+def test_text_of_special_tokens_is_text_in_every_form(llm, form, temperature):
+    guide = SPELLED.get(form) or Guide.of_schema(SPELLED_SCHEMAS[form])
+    sampling = SamplingParams(temperature, 1.0, 0, 7, guide=guide)
+    for speculative in (False, True):
+        answer = llm.generate(
+            "Hi", sampling=sampling, max_generate_length=90, speculative=speculative
+        )
+        list(answer)
+        assert answer.finish_reason == "stop"
+        assert not {0, 1, 2} & {*answer.token_ids[:-1]}
+        if form in SPELLED:
+            assert answer.text == SPECIAL
+        else:
+            jsonschema_rs.validate(SPELLED_SCHEMAS[form], json.loads(answer.text))
