@@ -241,7 +241,7 @@ class ChatWriter:
 
     def end(self, figures: Finished) -> list[_Event]:
         """What was held back, the reason why the answer ends, and the usage if asked for."""
-        rest = self._delta(self._now.answer.finish())
+        rest = self._delta(self._now.answer.finish(is_cut=figures.is_cut))
         found = [self._chunk(rest)] if rest else []
         found.append(self._chunk({}, reason=self._reason(figures)))
         self._now.figures = figures
@@ -251,7 +251,7 @@ class ChatWriter:
 
     def whole(self, figures: Finished) -> _Event:
         """The choices in one piece."""
-        self._delta(self._now.answer.finish())
+        self._delta(self._now.answer.finish(is_cut=figures.is_cut))
         self._now.figures = figures
         if not all(one.figures for one in self._choices):
             return {}
@@ -284,8 +284,8 @@ class ChatWriter:
         return {"usage": usage(figures), "metrics": timing(figures)}
 
     def _reason(self, figures: Finished) -> str:
-        is_cut = figures.finish_reason == "length"
-        return "tool_calls" if self._now.calls and not is_cut else figures.finish_reason
+        calls = self._now.calls and not figures.is_cut
+        return "tool_calls" if calls else figures.finish_reason
 
     def _delta(self, added: Sequence[Item]) -> _Event:
         delta: _Event = {}

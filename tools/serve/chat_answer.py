@@ -30,9 +30,9 @@ class ChatAnswer:
         """What text of the model adds."""
         return self._added([text] if self._reader is None else self._reader.push(text))
 
-    def finish(self) -> list[Item]:
-        """What was held back, when the answer ends."""
-        return self._added(self._reader.finish() if self._reader is not None else [])
+    def finish(self, *, is_cut: bool = False) -> list[Item]:
+        """What was held back, when the output ends; with `is_cut` by its maximum length."""
+        return self._added(self._reader.finish(is_cut=is_cut) if self._reader is not None else [])
 
     def _added(self, found: Sequence[Item]) -> list[Item]:
         kept: list[Item] = []

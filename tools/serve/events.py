@@ -36,6 +36,11 @@ class Finished:
     stop_string: str | None = None  # that ended it
     embedding: NDArray[np.float32] | None = None  # [H], of a text
 
+    @property
+    def is_cut(self) -> bool:
+        """Whether the maximum length, or the time, ended the output."""
+        return self.finish_reason == "length"
+
 
 @dataclass(frozen=True, slots=True)
 class Turn:

@@ -38,7 +38,7 @@ class ThinkReader:
             found += self._advance()
         return found
 
-    def finish(self) -> list[Item]:
+    def finish(self, *, is_cut: bool = False) -> list[Item]:
         """See `CallReader.finish`; reasoning that did not end is reasoning."""
         held, self._held = self._held, ""
         if self._state == "thought":
@@ -47,7 +47,7 @@ class ThinkReader:
             found = []
         else:
             found = self._passed(held)
-        return [*found, *(self._inner.finish() if self._inner is not None else [])]
+        return [*found, *(self._inner.finish(is_cut=is_cut) if self._inner is not None else [])]
 
     def _advance(self) -> list[Item]:
         if self._state == "begin":

@@ -6,7 +6,7 @@ import json
 import shutil
 
 import pytest
-from answer_cuts import read_cut
+from answer_cuts import joined, read_cut
 from hypothesis import example, given
 from hypothesis import strategies as st
 
@@ -25,6 +25,7 @@ from edgellm.tools.serve.tool_calls.ministral import MinistralParser
 from edgellm.tools.serve.tool_calls.mistral import MistralParser
 
 NAMES = {"weather", "add"}
+TOOLS = {"weather": {"properties": {"city": {"type": "string"}}}, "add": None}
 WEATHER = Call("weather", '{"city": "Köln"}')
 ADD = Call("add", '{"a": 1, "b": [2]}')
 _W = '<tool_call>\n{"name": "weather", "arguments": {"city": "Köln"}}\n</tool_call>'
@@ -102,6 +103,70 @@ def test_no_text_is_lost_or_breaks_a_parser(text):
         found = [*parser.push(text), *parser.finish()]
         if all(isinstance(item, str) for item in found):
             assert "".join(found) == text or text.isspace()
+
+
+HALVES = {
+    "HermesParser": ("Let me see.\n", _W),
+    "Llama3Parser": ("", _LW),
+    "MistralParser": ("", f"[TOOL_CALLS] [{_MW}]"),
+    "MinistralParser": ("So: ", '[TOOL_CALLS]weather[ARGS]{"city": "Köln"}'),
+    "GraniteParser": ("So: ", f"<|tool_call|>[{_MW}]"),
+    "Phi4Parser": ("So: ", f"<|tool_call|>[{_MW}]<|/tool_call|>"),
+    "HunyuanParser": ("So: ", f"<tool_calls>[{_MW}]</tool_calls>"),
+    "CommandParser": (
+        "So: ",
+        '<|START_ACTION|>[{"tool_name": "weather", "parameters": {"city": "Köln"}}]<|END_ACTION|>',
+    ),
+    "Glm45Parser": (
+        "So: ",
+        "<tool_call>weather\n<arg_key>city</arg_key>\n<arg_value>Köln</arg_value>\n</tool_call>",
+    ),
+    "Glm4Parser": ("Let me see.\n", 'weather\n{"city": "Köln"}'),
+    "Olmo3Parser": ("So: ", "<function_calls>\nweather(city='Köln')\n</function_calls>"),
+    "GemmaParser": ("So: ", '```tool_code\nweather(city="Köln")\n```'),
+    "HarmonyParser": (
+        "<|channel|>final<|message|>So: <|end|><|start|>assistant",
+        '<|channel|>commentary to=functions.weather <|constrain|>json<|message|>{"city": "Köln"}',
+    ),
+}
+
+
+@pytest.mark.parametrize("kind", tool_calls.PARSERS)
+def test_half_a_call_at_the_maximum_length_is_no_text(kind):
+    """From the second character on: one alone may be any text's."""
+    before, call = HALVES[kind.__name__]
+    text = "So: " if kind.__name__ == "HarmonyParser" else before
+    for size in range(2, len(call) + 1):
+        reader = tool_calls.reader(kind, TOOLS)
+        items = [*reader.push(before + call[:size]), *reader.finish(is_cut=True)]
+        assert [item for item in joined(items) if item != WEATHER] == [text] * bool(text), size
+    assert WEATHER in items
+
+
+@pytest.mark.parametrize(
+    ("kind", "text", "whole"),
+    [
+        (HermesParser, f"{_W}\n{_A[:30]}", WEATHER),
+        (Llama3Parser, f"{_LW}; {_LA[:20]}", WEATHER),
+        (MistralParser, f"[TOOL_CALLS] [{_MW}, {_MW[:30]}", WEATHER),
+        (tool_calls.GraniteParser, f"<|tool_call|>[{_MW}, {_MW[:30]}", WEATHER),
+        (HermesParser, f"```json\n{_MW[:40]}", None),
+        (HermesParser, _MW[:40], None),
+    ],
+)
+def test_whole_calls_before_half_a_call_stay(kind, text, whole):
+    reader = tool_calls.reader(kind, TOOLS)
+    found = [*reader.push(text), *reader.finish(is_cut=True)]
+    assert joined(found) == ([whole] if whole else [])
+
+
+@pytest.mark.parametrize("kind", tool_calls.PARSERS)
+@pytest.mark.parametrize(
+    "text", ["1 < 2 and", "a list: [1, 2", '{"answer": [5', "plain `code", "x <"]
+)
+def test_other_text_stays_at_the_maximum_length(kind, text):
+    reader = tool_calls.reader(kind, TOOLS)
+    assert joined([*reader.push(text), *reader.finish(is_cut=True)]) == [text]
 
 
 QWEN = (

@@ -44,14 +44,14 @@ class MessagesWriter(PartWriter):
 
     def end(self, figures: Finished) -> list[_Event]:
         """What was held back, the reason of the end, and the counts."""
-        found = self._added(self._answer.finish()) + self._closed()
+        found = self._added(self._answer.finish(is_cut=figures.is_cut)) + self._closed()
         delta = {"stop_reason": self._reason(figures), "stop_sequence": figures.stop_string}
         found.append({"type": "message_delta", "delta": delta, "usage": _usage(figures)})
         return [*found, {"type": "message_stop"}]
 
     def whole(self, figures: Finished) -> _Event:
         """The message in one piece."""
-        self._added(self._answer.finish())
+        self._added(self._answer.finish(is_cut=figures.is_cut))
         reason = self._reason(figures)
         message = self._message(self._blocks, reason, figures.stop_string, _usage(figures))
         return message | {"metrics": timing(figures)}

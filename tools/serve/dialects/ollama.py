@@ -226,19 +226,22 @@ class OllamaWriter(OneText):
 
     def end(self, figures: Finished) -> list[_Fields]:
         """What was held back, and the figures."""
-        found = self._added(self._answer.finish() if self._answer is not None else [])
+        found = self._added(self._rest(figures))
         lines = [self._line(found, done=False)] if any(found.values()) else []
         return [*lines, self._line({}, done=True) | _figures(figures)]
 
     def whole(self, figures: Finished) -> _Fields:
         """The answer in one piece."""
-        self._added(self._answer.finish() if self._answer is not None else [])
+        self._added(self._rest(figures))
         found: _Fields = {"content": self._text}
         if self._thinking:
             found["thinking"] = self._thinking
         if self._calls:
             found["tool_calls"] = self._calls
         return self._line(found, done=True) | _figures(figures)
+
+    def _rest(self, figures: Finished) -> list[Item]:
+        return [] if self._answer is None else self._answer.finish(is_cut=figures.is_cut)
 
     def _added(self, items: Sequence[Item]) -> _Fields:
         thought = "".join(item.text for item in items if isinstance(item, Thought))

@@ -91,14 +91,14 @@ class ResponsesWriter(PartWriter):
     def end(self, figures: Finished) -> list[_Event]:
         """What was held back, and the whole of it."""
         status = self._status(figures)
-        found = self._added(self._answer.finish()) + self._closed(status)
+        found = self._added(self._answer.finish(is_cut=figures.is_cut)) + self._closed(status)
         response = self._response(status, figures)
         return [*found, self._event(f"response.{status}", response=response)]
 
     def whole(self, figures: Finished) -> _Event:
         """The response in one piece."""
         status = self._status(figures)
-        self._added(self._answer.finish())
+        self._added(self._answer.finish(is_cut=figures.is_cut))
         self._closed(status)
         return self._response(status, figures) | {"metrics": timing(figures)}
 

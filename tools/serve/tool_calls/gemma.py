@@ -51,15 +51,20 @@ class GemmaParser(MarkedParser):
             return []
         return super().push(text)
 
-    def finish(self) -> list[Item]:
+    def finish(self, *, is_cut: bool = False) -> list[Item]:
         """See `CallReader.finish`."""
         if not self._is_bare:
-            return super().finish()
+            return super().finish(is_cut=is_cut)
         held, self._held = self._held, ""
         try:
             return [*python_calls(held, self._tools)] or [held]
         except NoCall:
-            return [held]
+            return [] if is_cut and self._is_call_begun(held) else [held]
+
+    def _is_call_begun(self, text: str) -> bool:
+        begun = text.strip()[1:].lstrip()
+        heads = [f"{name}(" for name in self._tools]
+        return bool(begun) and any(begun.startswith(h) or h.startswith(begun) for h in heads)
 
     def _calls(self, text: str) -> tuple[list[Call], str]:
         return loose_calls(text, self._tools) or python_calls(text, self._tools), ""

@@ -32,9 +32,18 @@ class Glm4Parser:
         self._held += text
         return self._scan(is_over=False)
 
-    def finish(self) -> list[Item]:
+    def finish(self, *, is_cut: bool = False) -> list[Item]:
         """See `CallReader.finish`."""
+        if is_cut and self._is_call_begun():
+            self._held = ""
         return [*self._scan(is_over=True), *self._text(len(self._held))]
+
+    def _is_call_begun(self) -> bool:
+        """Whether what is held is a function's name in a line, or goes on with its arguments."""
+        line, newline, rest = self._held.partition("\n")
+        if self._is_line_begun or not line or not self._may_be_name(line, is_whole=bool(newline)):
+            return False
+        return rest.lstrip()[:1] in ("", "{") and self._call(line, rest) is None
 
     def _scan(self, *, is_over: bool) -> list[Item]:
         found: list[Item] = []

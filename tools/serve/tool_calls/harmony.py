@@ -65,12 +65,18 @@ class HarmonyParser:
             else:
                 return found if self._recipient else found + self._pass_on()
 
-    def finish(self) -> list[Item]:
+    def finish(self, *, is_cut: bool = False) -> list[Item]:
         """See `CallReader.finish`; a header without a message is no text."""
         held, self._held = self._held, ""
         if self._is_header:
             return [held] if self._is_first and "<|" not in held and held else []
-        return self._close(held)
+        is_call = bool(self._recipient)
+        if is_cut and is_call and not held.strip():  # its arguments would have come
+            return []
+        items = self._close(held)
+        return (
+            [] if is_cut and is_call and not any(isinstance(one, Call) for one in items) else items
+        )
 
     def _open(self) -> bool:
         """Read a header; False where it is not complete."""

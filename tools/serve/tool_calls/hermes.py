@@ -8,7 +8,7 @@ from __future__ import annotations
 import json
 from typing import ClassVar
 
-from edgellm.tools.serve.tool_calls.call import Call, Item, Tools
+from edgellm.tools.serve.tool_calls.call import Call, Item, Tools, is_begun
 from edgellm.tools.serve.tool_calls.grammar import CallForm
 
 _OPEN, _CLOSE = "<tool_call>", "</tool_call>"
@@ -57,10 +57,13 @@ class HermesParser:
         self._held = self._held[cut:]
         return [item for item in found if item]
 
-    def finish(self) -> list[Item]:
+    def finish(self, *, is_cut: bool = False) -> list[Item]:
         """See `ToolParser.finish`; a call without its closing tag counts if it is complete."""
         held, self._held = self._held, ""
-        return [self._read(held)] if held else []
+        if not held:
+            return []
+        item = self._read(held)
+        return [] if is_cut and not isinstance(item, Call) and is_begun(held, (_OPEN,)) else [item]
 
     def _skip_newlines(self) -> None:
         if self._is_behind_call:

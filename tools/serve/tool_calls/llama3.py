@@ -9,7 +9,7 @@ from __future__ import annotations
 import json
 from typing import ClassVar
 
-from edgellm.tools.serve.tool_calls.call import Call, Item, Tools
+from edgellm.tools.serve.tool_calls.call import Call, Item, Tools, cut_calls
 from edgellm.tools.serve.tool_calls.grammar import CallForm
 
 
@@ -37,12 +37,14 @@ class Llama3Parser:
         self._is_text, held = True, self._held
         return [held]
 
-    def finish(self) -> list[Item]:
+    def finish(self, *, is_cut: bool = False) -> list[Item]:
         """See `ToolParser.finish`."""
         if self._is_text or not self._held:
             return []
-        calls = self._read(self._held)
-        return list(calls) if calls else [self._held]
+        if calls := self._read(self._held):
+            return [*calls]
+        whole = cut_calls(self._held, self._tools) if is_cut else None
+        return [self._held] if whole is None else [*whole]
 
     def _read(self, text: str) -> list[Call]:
         """The calls of an answer; several are parted by semicolons."""

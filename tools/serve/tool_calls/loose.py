@@ -11,7 +11,7 @@ import re
 from collections.abc import Iterator
 from typing import Any
 
-from edgellm.tools.serve.tool_calls.call import Call, CallReader, Item, NoCall, Tools
+from edgellm.tools.serve.tool_calls.call import Call, CallReader, Item, NoCall, Tools, cut_calls
 
 _FENCE = "```"
 _INFOS = ("json", "tool_call", "tool", "")
@@ -43,14 +43,15 @@ class LooseParser:
             self._is_bare = False
         return [] if self._is_bare else self._scan()
 
-    def finish(self) -> list[Item]:
+    def finish(self, *, is_cut: bool = False) -> list[Item]:
         """See `CallReader.finish`."""
         held, self._held = self._held, ""
-        if self._is_bare is not False:
-            found = loose_calls(held, self._tools)
-        else:
-            found = loose_calls(_inside(held), self._tools) if _OPENED.match(held) else []
-        return [*found] if found else [*self._passed(held), *self._inner.finish()]
+        text = held if self._is_bare is not False else _inside(held) if _OPENED.match(held) else ""
+        if found := loose_calls(text, self._tools):
+            return [*found]
+        if is_cut and (whole := cut_calls(text, self._tools)) is not None:
+            return [*whole]
+        return [*self._passed(held), *self._inner.finish(is_cut=is_cut)]
 
     def _scan(self) -> list[Item]:
         """Pass text on up to a block that is not complete yet."""

@@ -5,7 +5,15 @@ from __future__ import annotations
 import json
 from typing import Any, ClassVar
 
-from edgellm.tools.serve.tool_calls.call import Call, Item, NoCall, Tools, longest_begun
+from edgellm.tools.serve.tool_calls.call import (
+    Call,
+    Item,
+    NoCall,
+    Tools,
+    cut_calls,
+    is_begun,
+    longest_begun,
+)
 
 
 class MarkedParser:
@@ -31,18 +39,26 @@ class MarkedParser:
             self._held = self._held[end:]
         return found + self._text(len(self._held) - longest_begun(self._held, self.openings))
 
-    def finish(self) -> list[Item]:
+    def finish(self, *, is_cut: bool = False) -> list[Item]:
         """See `CallReader.finish`; a block without its end counts if it is complete."""
         held = self._held
         block = self._begin()
         self._held = ""
         if block is not None:
-            return self._block(held, block[1])
+            items = [] if is_cut and self.closing else self._block(held, block[1])
+            return self._whole(held[block[1] :]) if is_cut and items in ([], [held]) else items
+        if is_cut and is_begun(held, self.openings):
+            return []
         return [held] if held and not (self._is_behind_call and held.isspace()) else []
 
     def _calls(self, text: str) -> tuple[list[Call], str]:
         """The calls of a block and what is behind them; raises one of `NoCall`."""
         raise NotImplementedError
+
+    def _whole(self, text: str) -> list[Item]:
+        """The complete calls of a block that is cut, as far as they are JSON."""
+        text = text[: len(text) - longest_begun(text, (self.closing or " ",))]
+        return [*(cut_calls(text, self._tools) or ())]
 
     def _begin(self) -> tuple[int, int] | None:
         """Where the first block begins, and its inside."""

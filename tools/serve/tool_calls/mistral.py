@@ -10,7 +10,7 @@ import json
 import re
 from typing import ClassVar
 
-from edgellm.tools.serve.tool_calls.call import Call, Item, Tools
+from edgellm.tools.serve.tool_calls.call import Call, Item, Tools, cut_calls, is_begun
 from edgellm.tools.serve.tool_calls.grammar import CallForm
 
 _MARK = "[TOOL_CALLS]"
@@ -51,11 +51,17 @@ class MistralParser:
         self._is_text, held = True, self._held
         return [held]
 
-    def finish(self) -> list[Item]:
+    def finish(self, *, is_cut: bool = False) -> list[Item]:
         """See `ToolParser.finish`."""
         if self._is_text or not self._held:
             return []
-        return self._read(self._held) or [self._held]
+        if calls := self._read(self._held):
+            return calls
+        begun = self._held.lstrip()
+        whole = cut_calls(begun.removeprefix(_MARK), self._tools) if is_cut else None
+        if whole is None and not (is_cut and is_begun(begun, (_MARK,))):
+            return [self._held]
+        return [*(whole or ())]
 
     def _read(self, text: str) -> list[Item]:
         """The calls of an answer; none if one of them is faulty."""

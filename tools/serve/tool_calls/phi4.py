@@ -35,7 +35,7 @@ class Phi4Parser(MarkedParser):
         if text.startswith("{") and text.endswith("]"):  # the word took the bracket
             text = f"[{text}"
         calls, rest = json_calls(text, self._tools)
-        return calls, rest.removeprefix(_CLOSE)
+        return calls, "" if _CLOSE.startswith(rest.strip()) else rest.removeprefix(_CLOSE)
 
 
 def placed(
