@@ -156,7 +156,8 @@ def temporary_folder(output: Path) -> Iterator[Path]:
             yield work.files
     finally:
         if work is not None:
-            work.remove()
+            with defer_interrupt():
+                work.remove()
 
 
 def check_output_file(path: Path, *inputs: Path) -> None:

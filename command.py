@@ -20,6 +20,7 @@ from edgellm.contract import EdgeLLMError
 # How flags are spelled: --engine-dir is --engineDir, --model-dir is --model_dir.
 CAMEL_CASE = {"token_normalize_func": lambda name: re.sub("-(.)", lambda m: m[1].upper(), name)}
 SNAKE_CASE = {"token_normalize_func": lambda name: name.replace("-", "_")}
+_MAX_MESSAGE = 2000  # characters
 _AGAIN_S = 0.01  # after which an interrupt comes again
 _DEBUG = inspect.Parameter(
     "debug",
@@ -169,9 +170,16 @@ def _explain(error: BaseException) -> tuple[str, str, int]:
     return f"unexpected {type(error).__name__}: {detail}", "run it with --debug and report it", 3
 
 
+def _clip(message: str) -> str:
+    """Bounds its length: a value of a damaged file may have megabytes."""
+    if len(message) <= _MAX_MESSAGE:
+        return message
+    return f"{message[: _MAX_MESSAGE // 2]} ... {message[-_MAX_MESSAGE // 4 :]}"
+
+
 def _fail(message: str, hint: str, code: int) -> None:
     red, plain = ("\033[31m", "\033[0m") if sys.stderr.isatty() else ("", "")
-    print(f"{red}error:{plain} {message}", file=sys.stderr)
+    print(f"{red}error:{plain} {_clip(message)}", file=sys.stderr)
     if hint:
         print(f"hint: {hint}", file=sys.stderr)
     raise SystemExit(code)

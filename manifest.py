@@ -193,6 +193,7 @@ def with_kv_dtype(spec: Spec, dtype: str, pages: PageSpec | None = None) -> Spec
     return dataclasses.replace(spec, kv=dataclasses.replace(spec.kv, dtype=dtype, pages=pages))
 
 
+_VALUES = {"dtype": ("float16", "float32"), "pooling": ("", "last", "mean")}  # by key
 _Spec = TypeVar("_Spec", DecoderSpec, DraftSpec, VisionSpec)
 Manifest = TypeVar("Manifest", Bundle, Engine)
 
@@ -250,7 +251,7 @@ def load_manifest(folder: Path, expected: str, form: type[Manifest]) -> Manifest
             hint="update edgellm here" if version > reads else f"run {maker} again",
         )
     try:
-        _require_known(raw["graphs"])
+        _require_known(raw)
         return _parse(form, {**raw, "spec": _parse(_SPECS[expected], raw["spec"])})
     except (KeyError, TypeError, ValueError, AttributeError) as error:
         raise BrokenArtifactError(
@@ -258,9 +259,13 @@ def load_manifest(folder: Path, expected: str, form: type[Manifest]) -> Manifest
         ) from None
 
 
-def _require_known(graphs: dict[str, Any]) -> None:
+def _require_known(raw: dict[str, Any]) -> None:
+    graphs = raw["graphs"]
     if not graphs or graphs.keys() - ROLES.keys():
         raise ValueError(f"graphs of the roles {[*graphs]}")
+    for key, known in _VALUES.items():
+        if raw.get(key, known[0]) not in known:
+            raise ValueError(f"{key} {raw[key]!r} is not one of {', '.join(map(repr, known))}")
 
 
 def _parse(kind: Any, raw: Any) -> Any:

@@ -15,6 +15,7 @@ import pytest
 import typer
 
 from edgellm.command import CAMEL_CASE, App, run_command
+from edgellm.contract import EdgeLLMError
 
 
 def _failing(error: Exception) -> App:
@@ -58,6 +59,14 @@ def test_a_full_disk_becomes_one_line(run, capsys):
 def test_surprises_become_one_line(run, capsys):
     assert run(RuntimeError("deep inside\nand more")) == 3
     assert "error: unexpected RuntimeError: deep inside\n" in capsys.readouterr().err
+
+
+def test_a_huge_value_does_not_fill_the_terminal(run, capsys):
+    assert run(EdgeLLMError("dtype " + "é" * 10**6 + " is unknown")) == 2
+    (line,) = capsys.readouterr().err.splitlines()
+    assert line.startswith("error: dtype éé")
+    assert line.endswith("é is unknown")
+    assert len(line) < 3000
 
 
 @pytest.mark.parametrize("arguments", [("--debug",), ("--some-word", "a", "--debug")])

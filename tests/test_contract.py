@@ -148,6 +148,29 @@ def test_manifests_are_facts():
         MANIFEST.opset = 23
 
 
+def test_an_interrupt_during_the_clean_up_leaves_nothing(tmp_path, monkeypatch):
+    remove = exclusive.shutil.rmtree
+
+    def interrupted(path, **how):
+        remove(path, **how)
+        signal.raise_signal(signal.SIGINT)
+
+    monkeypatch.setattr(exclusive.shutil, "rmtree", interrupted)
+    with pytest.raises(KeyboardInterrupt), temporary_folder(tmp_path / "out") as folder:
+        (folder / "file").write_text("")
+    assert [*tmp_path.iterdir()] == []
+
+
+@pytest.mark.parametrize(("key", "value"), [("dtype", "é" * 5000), ("pooling", "max")])
+def test_a_manifest_with_an_unknown_value_is_damaged(tmp_path, key, value):
+    _publish(tmp_path)
+    path = tmp_path / "manifest.json"
+    raw = json.loads(path.read_text("utf-8"))
+    path.write_text(json.dumps({**raw, key: value}), "utf-8")
+    with pytest.raises(BrokenArtifactError, match=f"damaged.*{key} '.*' is not one of"):
+        load_bundle(tmp_path, LLM_BUNDLE)
+
+
 def test_a_deferred_interrupt_reaches_its_handler():
     """Which notes it, so that a command ends as interrupted."""
     seen: list[object] = []

@@ -58,9 +58,13 @@ df -Pk -- "$stage" | tail -n 1
 
 
 def publish(folder: str, stage: str, names: Iterable[str], old: Iterable[str]) -> str:
-    """Moves files from the stage to their places, removes `old` ones, and then the stage."""
+    """Moves files from the stage to their places, removes `old` ones, and then the stage.
+
+    Signals do not stop it, so that a folder is never left with files of two versions.
+    """
     return f"""
 set -e
+trap '' HUP INT TERM
 folder={shlex.quote(folder)}; stage={shlex.quote(stage)}
 while IFS= read -r name; do
 place="$folder/$name"

@@ -5,6 +5,8 @@ from __future__ import annotations
 import hashlib
 import os
 import shutil
+import signal
+import subprocess
 from pathlib import Path
 
 import pytest
@@ -20,7 +22,7 @@ from device_fakes import (
 )
 
 from edgellm.contract import EdgeLLMError
-from edgellm.tools.transfer import send
+from edgellm.tools.transfer import scripts, send
 from edgellm.tools.transfer.deliver import check
 from edgellm.tools.transfer.file_list import load
 from edgellm.tools.transfer.target import connected, parse
@@ -129,6 +131,21 @@ def test_a_move_that_was_cut_short_goes_on(bundle, device):
     shutil.copy(bundle / "model.onnx", stage)
     deliver_to(bundle, PLACE)
     assert _same(bundle, place)
+
+
+@pytest.mark.parametrize("number", [signal.SIGINT, signal.SIGTERM, signal.SIGHUP])
+def test_a_signal_does_not_stop_the_moves(tmp_path, number):
+    """The signal reaches the shell after the first of two moves."""
+    stage, folder = tmp_path / "stage", tmp_path / "folder"
+    stage.mkdir()
+    for name in ("first", "second"):
+        (stage / name).write_text(name)
+    script = scripts.publish(str(folder), str(stage), ["first", "second"], [])
+    assert "mv -f" in script
+    struck = script.replace("mv -f", f"kill -{number.value} $$; mv -f")
+    assert subprocess.run(["sh", "-s"], input=struck, text=True, check=False).returncode == 0
+    assert sorted(path.name for path in folder.iterdir()) == ["first", "second"]
+    assert not stage.exists()
 
 
 def test_a_local_copy_goes_on_where_it_was(bundle, tmp_path, monkeypatch):
