@@ -38,6 +38,12 @@ class Ended:
     peak_bytes: int
     timed_out: bool
 
+    @property
+    def reason(self) -> str:
+        """The line of the error; empty where there is none."""
+        found = re.search(r"^error: (.*)$", self.stderr, re.MULTILINE)
+        return found[1] if found else ""
+
     def require_clear(self) -> str:
         """Success, or one line with an exit code; returns a word for it.
 

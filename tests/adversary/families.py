@@ -81,8 +81,8 @@ def _random_config(model_type: str, rng: random.Random, folder: Path) -> str:
                 outcomes.append("no reference")
                 return
             session = properties.exported(config, model, folder)
-        except EdgeLLMError:
-            outcomes.append("stopped")
+        except EdgeLLMError as error:
+            outcomes.append(f"stopped: {error}")
             return
         try:
             properties.compare(session, model, properties.read(config)[0].max_position_embeddings)
@@ -111,14 +111,14 @@ def _odd_sizes(workshop: Workshop, model_type: str, rng: random.Random, folder: 
     flags = ("--model_dir", folder / "checkpoint", "--output_dir", folder / "bundle")
     ended = workshop.commands.run(folder, "edgellm-export", "llm", *flags, "--dtype", "fp32")
     if ended.require_clear() != "done":
-        return f"{model_type}: rejected"
+        return f"{model_type}: rejected: {ended.reason}"
     sizes = ("--maxInputLen", 16, "--maxKVCacheCapacity", 48, "--maxVerifyTreeSize", 8)
     flags = ("--onnxDir", folder / "bundle", "--engineDir", folder / "engine", *sizes)
     ended = workshop.commands.run(
         folder, "llm_build", *flags, "--quantize", "none", "--kvCache", "float"
     )
     if ended.require_clear() != "done":
-        return f"{model_type}: not built"
+        return f"{model_type}: not built: {ended.reason}"
     text = " ".join(f"w{token}" for token in prompt)
     plain = _greedy(folder / "engine", text, None)
     require(plain == made, f"{said}: tokens {plain}, transformers has {made}")

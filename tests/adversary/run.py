@@ -75,8 +75,14 @@ def _try(workshop: Workshop, name: str, seed: int, number: int) -> Result:
 def summary(name: str, results: list[Result]) -> str:
     """One line of an attack."""
     findings = sum(bool(result.finding) for result in results)
-    kinds = collections.Counter(result.tried for result in results if not result.finding)
-    return f"{name}: {len(results)} cases, {findings} findings; {len(kinds)} kinds of outcomes"
+    kinds = len(outcomes(results))
+    return f"{name}: {len(results)} cases, {findings} findings; {kinds} kinds of outcomes"
+
+
+def outcomes(results: list[Result]) -> dict[str, int]:
+    """How often each outcome came, without findings."""
+    tried = collections.Counter(result.tried for result in results if not result.finding)
+    return dict(sorted(tried.items()))
 
 
 def write_report(path: Path, results: list[Result]) -> None:
@@ -87,7 +93,9 @@ def write_report(path: Path, results: list[Result]) -> None:
     findings = [result for result in results if result.finding]
     if path.suffix == ".md":
         lines = ["# Report of the adversary", ""]
-        lines += [f"* {summary(name, own)}" for name, own in by_attack.items()]
+        for name, own in by_attack.items():
+            lines.append(f"* {summary(name, own)}")
+            lines += [f"    * {count} x {tried}" for tried, count in outcomes(own).items()]
         for result in findings:
             lines += ["", f"## `{result.command}`", "", "```", result.finding, "```"]
         path.write_text("\n".join(lines) + "\n")
@@ -97,9 +105,7 @@ def write_report(path: Path, results: list[Result]) -> None:
             name: {
                 "cases": len(own),
                 "findings": sum(bool(result.finding) for result in own),
-                "outcomes": dict(
-                    sorted(collections.Counter(result.tried for result in own).items())
-                ),
+                "outcomes": outcomes(own),
             }
             for name, own in by_attack.items()
         },
