@@ -8,6 +8,7 @@ from __future__ import annotations
 import contextlib
 import errno
 import os
+import re
 import shutil
 from collections.abc import Iterator
 from pathlib import Path
@@ -70,18 +71,26 @@ def explain_full_disk(
     """
     try:
         yield
-    except OSError as error:
-        if error.errno not in _FULL:
+    except Exception as error:
+        if os_error(error) not in _FULL:
             raise
         # Before the folder is emptied: what it holds was free for it.
         free = shutil.disk_usage(folder).free
         known = error.num_bytes if isinstance(error, NoSpaceError) else num_bytes
         needed = known or f"more than {_used_bytes(folder) + free}"
         raise LimitError(
-            f"{os.strerror(error.errno)} in {shown or folder}: "
+            f"{os.strerror(os_error(error))} in {shown or folder}: "
             f"{needed} bytes are needed, {free} are free",
             hint=hint,
         ) from None
+
+
+def os_error(error: BaseException) -> int:
+    """Error number of the system call that failed, 0 of any other error; Rust's have it as text."""
+    if isinstance(error, OSError):
+        return error.errno or 0
+    found = re.search(r"\(os error (\d+)\)", str(error))
+    return int(found[1]) if found else 0
 
 
 def require_regular_files(folder: Path) -> None:

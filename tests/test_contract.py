@@ -274,3 +274,19 @@ def test_a_full_disk_names_folder_and_bytes(tmp_path):
     fault = rf"in {tmp_path}: {10**18} bytes are needed, \d+ are"
     with pytest.raises(EdgeLLMError, match=fault), temporary_folder(tmp_path / "out") as folder:
         require_space(folder, 10**18)
+
+
+def test_a_full_disk_of_safetensors_is_recognized(tmp_path):
+    """Its own writer fails under a limit of file sizes, as `ulimit -f` sets it."""
+    code = (
+        "import pathlib, resource, signal, sys, numpy\n"
+        "from safetensors.numpy import save_file\n"
+        "from edgellm.disk import explain_full_disk\n"
+        "signal.signal(signal.SIGXFSZ, signal.SIG_IGN)\n"
+        "resource.setrlimit(resource.RLIMIT_FSIZE, (4096, 4096))\n"
+        "with explain_full_disk(pathlib.Path(sys.argv[1])):\n"
+        "    save_file({'x': numpy.zeros(10**5)}, sys.argv[1] + '/file')\n"
+    )
+    command = [sys.executable, "-c", code, str(tmp_path)]
+    found = subprocess.run(command, capture_output=True, text=True, check=False)
+    assert "LimitError: File too large in" in found.stderr, found.stderr

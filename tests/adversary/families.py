@@ -106,8 +106,8 @@ def _odd_sizes(workshop: Workshop, model_type: str, rng: random.Random, folder: 
     said = f"{config}"
     prompt = [rng.randrange(9, 90) for _ in range(rng.randrange(1, 9))]
     made = _reference(folder / "checkpoint", config, prompt, rng.randrange(1000))
-    if made is None:
-        return f"{model_type}: not a model"
+    if isinstance(made, str):
+        return f"{model_type}: not a model: {made}"
     flags = ("--model_dir", folder / "checkpoint", "--output_dir", folder / "bundle")
     ended = workshop.commands.run(folder, "edgellm-export", "llm", *flags, "--dtype", "fp32")
     if ended.require_clear() != "done":
@@ -135,8 +135,10 @@ def _greedy(engine: Path, text: str, spec: SpecOptions | None) -> list[int]:
         return list(answer.token_ids)
 
 
-def _reference(folder: Path, config: dict[str, Any], prompt: list[int], number: int) -> Any:
-    """Tokens of transformers, as far as they are decided; None where it takes no such sizes."""
+def _reference(
+    folder: Path, config: dict[str, Any], prompt: list[int], number: int
+) -> list[int] | str:
+    """Tokens of transformers; the text of its error where it takes no such sizes."""
     import torch
     from conftest import make_checkpoint
     from transformers import AutoModelForCausalLM
@@ -151,6 +153,6 @@ def _reference(folder: Path, config: dict[str, Any], prompt: list[int], number: 
                 ids = torch.cat([ids, torch.tensor([[int(np.argmax(logits))]])], 1)
                 if int(ids[0, -1]) == 2:
                     break
-    except Exception:  # noqa: BLE001 - transformers refuses sizes with anything
-        return None
+    except Exception as error:  # noqa: BLE001 - transformers refuses sizes with anything
+        return f"{type(error).__name__}: {error}".splitlines()[0]
     return ids[0, len(prompt) :].tolist()

@@ -25,7 +25,7 @@ STAGE = ".out.transfer"  # from which a transfer goes on
 
 def attack(workshop: Workshop, number: int, rng: random.Random, folder: Path) -> str:
     name = (*LIGHT, *LIGHT, *WORKS)[number % (2 * len(LIGHT) + len(WORKS))]
-    num_bytes = round(2 ** rng.uniform(6, 21))
+    num_bytes = round(2 ** rng.uniform(12, 21))  # stderr is a file, too, and its text must fit
     uses_disk = rng.random() < 0.5 and _can_mount(str(folder.parent))
     said = f"{name} with {num_bytes} bytes {'on the disk' if uses_disk else 'a file'}"
     with (
