@@ -21,7 +21,7 @@ _CAPACITY = 2048
 
 def edgellm(path: str, threads: int, *, speculates: bool) -> Answer:
     """`speculates`: as `llm_inference --spec auto`."""
-    from edgellm.device_runtime.engine.llm import LLM
+    from edgellm.device_runtime.api.llm import LLM
     from edgellm.device_runtime.sampling.sampler import SamplingParams
     from edgellm.device_runtime.speculate.options import SpecOptions
 

@@ -23,9 +23,9 @@ import numpy as np
 import onnxruntime as ort
 import weights
 
-from edgellm.device_runtime.sessions.decoder import open_decoder
-from edgellm.device_runtime.tokenizer import ChatTokenizer
-from edgellm.manifest import LLM_ENGINE, load_engine
+from edgellm.core.manifest import LLM_ENGINE, load_engine
+from edgellm.device_runtime.networks.decoder import open_decoder
+from edgellm.device_runtime.text.tokenizer import ChatTokenizer
 from edgellm.scripts import smollm2
 
 COMMANDS = ("edgellm-export", "llm_build", "llm_inference")
@@ -35,8 +35,8 @@ def engine_folder(work: Path) -> Path:
     """An INT4 engine; made when it is not there."""
     from edgellm.build.engine import build_engine
     from edgellm.build.plan import Plan
-    from edgellm.export.bundle import ExportOptions, export_llm
-    from edgellm.export.source import open_checkpoint
+    from edgellm.export.pipeline.llm import ExportOptions, export_llm
+    from edgellm.export.pipeline.resolve import open_checkpoint
 
     engine = work / "cold-start-engine"
     if not engine.exists():

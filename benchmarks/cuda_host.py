@@ -26,8 +26,8 @@ from typing import TYPE_CHECKING
 import numpy as np
 
 if TYPE_CHECKING:
-    from edgellm.device_runtime.sessions.decoder import DecoderSession
-    from edgellm.specs import DecoderSpec
+    from edgellm.core.model_spec import DecoderSpec
+    from edgellm.device_runtime.networks.decoder import DecoderSession
 
 COUNTS = ("launches", "products", "copies", "replays", "allocations", "waits", "refusals")
 VERSIONS = {"cudart": 13, "cublas": 13, "cublasLt": 13, "curand": 10, "cuda": 1, "cudnn": 9}
@@ -126,9 +126,9 @@ class Counter:
 
 def count(engine: Path, stub: Path) -> None:
     """Passes of an engine, in a process over the stub."""
+    from edgellm.core.manifest import LLM_ENGINE, load_engine
+    from edgellm.device_runtime.networks.decoder import open_decoder
     from edgellm.device_runtime.runners.onnxruntime_cuda import provider
-    from edgellm.device_runtime.sessions.decoder import open_decoder
-    from edgellm.manifest import LLM_ENGINE, load_engine
 
     provider.require_cuda = lambda: "cuda"
     counter = Counter(stub)
@@ -155,7 +155,7 @@ def count(engine: Path, stub: Path) -> None:
 
 def _count_image(session: DecoderSession, spec: DecoderSpec, counter: Counter) -> None:
     """A prompt with image rows, and a token behind it."""
-    from edgellm.device_runtime.sessions import ImageRows
+    from edgellm.device_runtime.networks import ImageRows
 
     assert spec.images is not None
     shape = IMAGE_ROWS, spec.hidden_size
@@ -170,7 +170,7 @@ def _count_image(session: DecoderSession, spec: DecoderSpec, counter: Counter) -
 
 def _count_together(session: DecoderSession, prompt: int, counter: Counter) -> None:
     """Tokens, then trees, of all answers that an engine takes at a time."""
-    from edgellm.device_runtime.sessions.decoder import Part
+    from edgellm.device_runtime.networks.decoder import Part
 
     if session.most_parts == 1:
         return

@@ -28,8 +28,8 @@ from engines import CAPACITY, CONTEXT, Process
 from edgellm.build.engine import build_engine
 from edgellm.build.onnxruntime_cpu.options import CpuOptions
 from edgellm.build.plan import Plan
-from edgellm.export.bundle import ExportOptions, export_llm
-from edgellm.export.source import open_checkpoint
+from edgellm.export.pipeline.llm import ExportOptions, export_llm
+from edgellm.export.pipeline.resolve import open_checkpoint
 from edgellm.scripts import smollm2
 
 READ_BYTES = 1 << 28

@@ -23,10 +23,10 @@ from quality import RECIPES, checkpoint
 
 from edgellm.build.engine import build_engine
 from edgellm.build.plan import Plan
-from edgellm.device_runtime.engine.llm import LLM
-from edgellm.export.bundle import ExportOptions, export_llm
-from edgellm.export.draft import DraftOptions, export_draft
-from edgellm.export.source import open_checkpoint
+from edgellm.device_runtime.api.llm import LLM
+from edgellm.export.pipeline.draft import DraftOptions, export_draft
+from edgellm.export.pipeline.llm import ExportOptions, export_llm
+from edgellm.export.pipeline.resolve import open_checkpoint
 from edgellm.scripts import smollm2
 
 BASES = ("fp32", "fp8", "int8_sq", "int4_awq", "nvfp4")

@@ -32,8 +32,8 @@ class EdgeLLM:
     """edgellm's session, with the work of the decoding loop: argmax and its read-back included."""
 
     def __init__(self, path: str, threads: int) -> None:
-        from edgellm.device_runtime.sessions.decoder import open_decoder
-        from edgellm.manifest import LLM_ENGINE, load_engine
+        from edgellm.core.manifest import LLM_ENGINE, load_engine
+        from edgellm.device_runtime.networks.decoder import open_decoder
 
         manifest = load_engine(Path(path), LLM_ENGINE)
         assert manifest.options["threads"] == threads
@@ -126,7 +126,7 @@ KINDS: dict[str, Callable[[str, int], Engine]] = {
 
 
 MODULES = {
-    "edgellm": ("onnxruntime", "edgellm.device_runtime.sessions.decoder"),
+    "edgellm": ("onnxruntime", "edgellm.device_runtime.networks.decoder"),
     "llama.cpp": ("llama_cpp",),
     "genai": ("onnxruntime_genai",),
 }

@@ -30,12 +30,8 @@ from gpu_runs import OracleCheck, Run, check_oracle, run
 from edgellm.build import backends
 from edgellm.build.backends import options_of
 from edgellm.build.plan import Plan
-from edgellm.contract import EdgeLLMError
-from edgellm.device_runtime import runners
-from edgellm.device_runtime.engine.llm import LLM
-from edgellm.device_runtime.gpu import compute_capability
-from edgellm.device_runtime.speculate.options import SpecOptions
-from edgellm.manifest import (
+from edgellm.core.contract import EdgeLLMError
+from edgellm.core.manifest import (
     DRAFT_ENGINE,
     DRAFT_FOLDER,
     LAYER_REPORT,
@@ -45,6 +41,10 @@ from edgellm.manifest import (
     load_bundle,
     load_engine,
 )
+from edgellm.device_runtime import runners
+from edgellm.device_runtime.api.llm import LLM
+from edgellm.device_runtime.gpu import compute_capability
+from edgellm.device_runtime.speculate.options import SpecOptions
 from edgellm.tools.bench.machine import busy_warning, facts
 
 PROMPT = "Write a long story about a lighthouse keeper who finds a letter in a bottle."

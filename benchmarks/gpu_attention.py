@@ -13,9 +13,9 @@ from kernel_references import REFERENCES
 
 from edgellm.device_runtime.kernels.triton import catalog
 from edgellm.device_runtime.kernels.triton.catalog import FIRST_FP8, Variant
-from edgellm.device_runtime.runners.tensorrt.attention_nodes import PLUGINS, Launch
-from edgellm.device_runtime.runners.tensorrt.device import Device
+from edgellm.device_runtime.runners.tensorrt.cuda.protocols import Device
 from edgellm.device_runtime.runners.tensorrt.kernel_cache import MAGIC
+from edgellm.device_runtime.runners.tensorrt.library.attention_nodes import PLUGINS, Launch
 from edgellm.device_runtime.runners.tensorrt.packed_buffers import Block, Packed, packed_bytes
 
 _NUMBERS = SimpleNamespace(max=max, min=min, cdiv=lambda a, b: -(-a // b))

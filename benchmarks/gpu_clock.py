@@ -13,11 +13,11 @@ from unittest import mock
 
 from numpy.typing import NDArray
 
+from edgellm.core.manifest import Engine
 from edgellm.device_runtime.kernels.triton.catalog import Variant
 from edgellm.device_runtime.runners import Backend, Cache, Runner
-from edgellm.device_runtime.runners.tensorrt import cuda
-from edgellm.device_runtime.runners.tensorrt.device import Device, Planes
-from edgellm.manifest import Engine
+from edgellm.device_runtime.runners.tensorrt.cuda import driver as cuda
+from edgellm.device_runtime.runners.tensorrt.cuda.protocols import Device, Planes
 
 PASSES, COMPACTION, COPIES = "passes", "compaction", "copies"
 _COPIED_BYTES, _COPIES = 256 << 20, 20

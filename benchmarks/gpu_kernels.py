@@ -11,7 +11,7 @@ from kernel_references import FIELDS, REFERENCES
 
 from edgellm.device_runtime.kernels.triton import catalog
 from edgellm.device_runtime.kernels.triton.catalog import Variant
-from edgellm.device_runtime.runners.tensorrt.device import ALIGNMENT, Device
+from edgellm.device_runtime.runners.tensorrt.cuda.protocols import ALIGNMENT, Device
 
 _TOP_K, _LEVELS, _NODES = 10, 3, 60
 _POOL = 1 + _TOP_K + (_LEVELS - 1) * _TOP_K**2

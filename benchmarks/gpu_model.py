@@ -17,12 +17,15 @@ from collections.abc import Mapping
 from dataclasses import dataclass, replace
 from pathlib import Path
 
-from edgellm.device_runtime.runners.tensorrt.attention_nodes import MOST_SHARES, PARTIAL_ROWS
+from edgellm.device_runtime.runners.tensorrt.library.attention_nodes import (
+    MOST_SHARES,
+    PARTIAL_ROWS,
+)
 
 BITS = {"fp16": 16.0, "int4": 4 + 16 / 128, "nvfp4": 4 + 8 / 16}  # of a weight, with its scales
-# Of TensorRT-RTX 1.7.1 for compute capability 12.0, the engines of tests/tensorrt_bundles.py with 4
-# and 6 layers: kernels of a layer for one row and for many, those outside of layers; and those of
-# a draft's step.
+# Of TensorRT-RTX 1.7.1 for compute capability 12.0, the engines of
+# tests/support/tensorrt_bundles.py with 4 and 6 layers: kernels of a layer for one row and for
+# many, those outside of layers; and those of a draft's step.
 LAUNCHES = {"fp16": ((8, 12), 6), "int4": ((9, 15), 6), "nvfp4": ((20, 23), 5)}
 DRAFT_LAUNCHES = {"fp16": 19, "int4": 22, "nvfp4": 30}
 PUBLISHED = {  # tokens/s on Thor: plain, EAGLE3

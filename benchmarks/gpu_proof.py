@@ -29,7 +29,7 @@ import gpu_model
 import numpy as np
 
 from edgellm.device_runtime.gpu import compute_capability
-from edgellm.device_runtime.runners.tensorrt.device import Device, NewRows, Planes
+from edgellm.device_runtime.runners.tensorrt.cuda.protocols import Device, NewRows, Planes
 from edgellm.tools.bench.machine import facts
 
 ROOT = Path(__file__).resolve().parents[1]
@@ -132,7 +132,7 @@ def _runtime(*, dry: bool) -> None:
         found = {**check_runtime(device, (256, 64)), **check_kernels(device, 9000), **attention}
         print(json.dumps(found))
         return
-    from edgellm.device_runtime.runners.tensorrt.cuda import open_device
+    from edgellm.device_runtime.runners.tensorrt.cuda.driver import open_device
 
     device, sm = open_device(), compute_capability()
     assert sm is not None

@@ -27,11 +27,11 @@ from gpu_clock import CudaEvents, Events
 from gpu_runs import GREEDY
 from numpy.typing import NDArray
 
-from edgellm.device_runtime.engine.llm import LLM
+from edgellm.device_runtime.api.llm import LLM
 from edgellm.device_runtime.kernels.triton.catalog import Variant
-from edgellm.device_runtime.runners.tensorrt import cuda
-from edgellm.device_runtime.runners.tensorrt.device import Buffer, Device, NewRows, Planes
-from edgellm.device_runtime.runners.tensorrt.gathering import is_run
+from edgellm.device_runtime.runners.tensorrt.cuda import driver
+from edgellm.device_runtime.runners.tensorrt.cuda.gather import is_run
+from edgellm.device_runtime.runners.tensorrt.cuda.protocols import Buffer, Device, NewRows, Planes
 from edgellm.device_runtime.speculate.options import SpecOptions
 
 _UNCOUNTED = 2  # steps: the prompt's, and that in which a draft reads it
@@ -251,14 +251,14 @@ def measured(
 def counted_gpu() -> Iterator[list[CountedDevice]]:
     """The GPU counts what engines that are opened meanwhile ask of it; [] until one is."""
     opened: list[CountedDevice] = []
-    open_cuda = cuda.open_device
+    open_cuda = driver.open_device
 
     def open_device() -> CountedDevice:
         if not opened:  # one for all engines: they share a stream
             opened.append(CountedDevice(device := open_cuda(), CudaEvents(device)))
         return opened[0]
 
-    with mock.patch.object(cuda, "open_device", open_device):
+    with mock.patch.object(driver, "open_device", open_device):
         yield opened
 
 

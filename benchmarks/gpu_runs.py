@@ -11,8 +11,8 @@ from typing import Any
 from gpu_clock import Clocks
 from oracle_draft import foreseeing
 
-from edgellm.contract import EdgeLLMError
-from edgellm.device_runtime.engine.llm import LLM
+from edgellm.core.contract import EdgeLLMError
+from edgellm.device_runtime.api.llm import LLM
 from edgellm.device_runtime.sampling.sampler import SamplingParams
 
 GREEDY = SamplingParams(temperature=0.0)

@@ -11,12 +11,12 @@ from methods import EAGLE3, METHODS
 
 from edgellm.build.engine import build_engine
 from edgellm.build.plan import Plan
-from edgellm.device_runtime.engine.llm import LLM, Answer
+from edgellm.device_runtime.api.llm import LLM, Answer
 from edgellm.device_runtime.sampling.sampler import SamplingParams
-from edgellm.export.bundle import ExportOptions, export_llm
-from edgellm.export.draft import DraftOptions, export_draft
-from edgellm.export.source import open_checkpoint, open_draft
-from edgellm.quantize.score import Asked, Changes, count_changes
+from edgellm.export.pipeline.draft import DraftOptions, export_draft
+from edgellm.export.pipeline.llm import ExportOptions, export_llm
+from edgellm.export.pipeline.resolve import open_checkpoint, open_draft
+from edgellm.quantize.metrics.divergence import Asked, Changes, count_changes
 
 SETS = ("humaneval", "gsm8k")
 _DRAFTED = 64  # tokens of an answer that a draft helps with

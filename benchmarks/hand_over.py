@@ -30,15 +30,15 @@ from methods import EAGLE3, checkpoint, engine
 
 from edgellm.build.engine import build_engine
 from edgellm.build.plan import Plan
-from edgellm.device_runtime.engine.llm import LLM
+from edgellm.core.manifest import LLM_BUNDLE, load_bundle
+from edgellm.device_runtime.api.llm import LLM
 from edgellm.device_runtime.sampling.sampler import SamplingParams
 from edgellm.device_runtime.speculate.options import SpecOptions
-from edgellm.device_runtime.tokenizer import ChatTokenizer
-from edgellm.export.bundle import ExportOptions, export_llm
-from edgellm.export.handed_draft import hand_over
-from edgellm.export.source import open_checkpoint, open_draft
-from edgellm.export.verify import run_portable
-from edgellm.manifest import LLM_BUNDLE, load_bundle
+from edgellm.device_runtime.text.tokenizer import ChatTokenizer
+from edgellm.export.pipeline.eagle3_checkpoint import hand_over
+from edgellm.export.pipeline.llm import ExportOptions, export_llm
+from edgellm.export.pipeline.resolve import open_checkpoint, open_draft
+from edgellm.export.pipeline.verify import run_portable
 from edgellm.scripts import smollm2
 
 VLLM = "0.32.0"

@@ -25,25 +25,25 @@ import onnx_ir as ir
 
 from edgellm.build.engine import build_engine
 from edgellm.build.lowering.weights import WeightFile
-from edgellm.build.onnxruntime_cpu import own_linears
-from edgellm.build.onnxruntime_cpu.commit import compile_commit
+from edgellm.build.onnxruntime_cpu.commit_graph import compile_commit
+from edgellm.build.onnxruntime_cpu.edgellm_kernels import linears
 from edgellm.build.onnxruntime_cpu.linears import COARSE_INPUTS
 from edgellm.build.onnxruntime_cpu.lower import lower
 from edgellm.build.onnxruntime_cpu.options import CpuOptions
 from edgellm.build.plan import Plan
+from edgellm.core.model_spec import DecoderSpec, KVCacheSpec, PageSpec
 from edgellm.device_runtime import LLM, SamplingParams
+from edgellm.device_runtime.networks.decoder import DecoderSession
 from edgellm.device_runtime.runners.onnxruntime_cpu.runner import LoadedGraph, open_runner
 from edgellm.device_runtime.runners.onnxruntime_graphs import load_graph
-from edgellm.device_runtime.sessions.decoder import DecoderSession
 from edgellm.export import models
-from edgellm.export.bundle import ExportOptions, export_llm
-from edgellm.export.config import ConfigReader
-from edgellm.export.decoder import build_commit, build_decoder
-from edgellm.export.graph_files import DTYPES, write_graphs
-from edgellm.export.source import open_checkpoint
-from edgellm.export.weights import StoredTensor
+from edgellm.export.checkpoints.weights import StoredTensor
+from edgellm.export.config.reader import ConfigReader
+from edgellm.export.graph.bundle_files import DTYPES, write_graphs
+from edgellm.export.graph.decoder import build_commit, build_decoder
+from edgellm.export.pipeline.llm import ExportOptions, export_llm
+from edgellm.export.pipeline.resolve import open_checkpoint
 from edgellm.scripts import smollm2
-from edgellm.specs import DecoderSpec, KVCacheSpec, PageSpec
 
 CAPACITY, PROMPT, CONVERSATION = 1024, 64, 4096
 PARENTS = (-1, 0, 0, 0, 1, 1, 2, 3, 4, 4, 5, 8, 8, 11)  # of 14 nodes, six deep
@@ -108,9 +108,9 @@ def open_shape(folder: Path) -> DecoderSession:
             name=stored.name,
         )
     # Packing weights that nobody reads the meaning of would take minutes.
-    own_linears.packed_bytes = moe.random_records  # type: ignore[assignment]
+    linears.packed_bytes = moe.random_records  # type: ignore[assignment]
     weights = WeightFile(folder / "decode.data")
-    kernel = own_linears.OwnLinears(rounds="int4", one_term=COARSE_INPUTS)
+    kernel = linears.OwnLinears(rounds="int4", one_term=COARSE_INPUTS)
     attending = len(facts.attending_layers)
     pages = PageSpec(64, (0,) * attending)
     kv = KVCacheSpec(attending, facts.num_key_value_heads, facts.head_dim, "float32", pages=pages)

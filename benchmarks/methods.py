@@ -24,13 +24,13 @@ import weights
 
 from edgellm.build.engine import build_engine
 from edgellm.build.plan import Plan
-from edgellm.device_runtime.engine.llm import LLM, Answer
+from edgellm.device_runtime.api.llm import LLM, Answer
 from edgellm.device_runtime.sampling.sampler import SamplingParams
 from edgellm.device_runtime.speculate.options import SpecOptions
-from edgellm.device_runtime.speculate.static_tree import NAMED
-from edgellm.export.bundle import ExportOptions, export_llm
-from edgellm.export.draft import DraftOptions, export_draft
-from edgellm.export.source import open_checkpoint, open_draft
+from edgellm.device_runtime.speculate.policy.static_tree import NAMED
+from edgellm.export.pipeline.draft import DraftOptions, export_draft
+from edgellm.export.pipeline.llm import ExportOptions, export_llm
+from edgellm.export.pipeline.resolve import open_checkpoint, open_draft
 from edgellm.scripts import smollm2
 
 EAGLE3 = Path(__file__).parents[1] / "examples" / "smollm2-135m-instruct-eagle3"

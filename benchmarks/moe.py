@@ -36,22 +36,22 @@ from engines import Process
 
 from edgellm.build.lowering.experts import touched
 from edgellm.build.lowering.weights import WeightFile
-from edgellm.build.onnxruntime_cpu import own_experts, own_linears
+from edgellm.build.onnxruntime_cpu.edgellm_kernels import experts, linears
 from edgellm.build.onnxruntime_cpu.linears import COARSE_INPUTS
 from edgellm.build.onnxruntime_cpu.lower import lower
+from edgellm.core.model_spec import DecoderSpec, KVCacheSpec, PageSpec
 from edgellm.device_runtime.kernels.pack import PackedForm
+from edgellm.device_runtime.networks.decoder import DecoderSession
 from edgellm.device_runtime.runners.onnxruntime_cpu.runner import LoadedGraph, open_runner
 from edgellm.device_runtime.runners.onnxruntime_graphs import load_graph
-from edgellm.device_runtime.sessions.decoder import DecoderSession
 from edgellm.export import models
-from edgellm.export.checkpoint import TensorInfo
-from edgellm.export.config import ConfigReader
-from edgellm.export.decoder import build_decoder
-from edgellm.export.decoder_config import DecoderConfig
-from edgellm.export.graph_files import DTYPES
-from edgellm.export.weights import Weights
+from edgellm.export.checkpoints.hf import TensorInfo
+from edgellm.export.checkpoints.weights import Weights
+from edgellm.export.config.decoder import DecoderConfig
+from edgellm.export.config.reader import ConfigReader
+from edgellm.export.graph.bundle_files import DTYPES
+from edgellm.export.graph.decoder import build_decoder
 from edgellm.scripts import smollm2
-from edgellm.specs import DecoderSpec, KVCacheSpec, PageSpec
 
 CAPACITY, CONTEXT, ROWS, DECODED = 1024, 512, (1, 2, 4, 8, 16), 12
 _SHARED = {
@@ -140,10 +140,10 @@ def make(name: str, layers: int, folder: Path) -> None:
             shape=ir.Shape(stored.shape),
             name=stored.name,
         )
-    own_experts.packed_bytes = own_linears.packed_bytes = random_records  # type: ignore[assignment]
+    experts.packed_bytes = linears.packed_bytes = random_records  # type: ignore[assignment]
     folder.mkdir(parents=True)
     weights = WeightFile(folder / "decode.data")
-    kernel = own_linears.OwnLinears(rounds="int4", one_term=COARSE_INPUTS)
+    kernel = linears.OwnLinears(rounds="int4", one_term=COARSE_INPUTS)
     lower(model, kernel, weights, cache_of(facts), CAPACITY)
     weights.close()
     ir.save(model, folder / "decode.onnx")

@@ -26,7 +26,7 @@ import prompts
 import weights
 from engines import Process
 
-from edgellm.device_runtime.tokenizer import ChatTokenizer
+from edgellm.device_runtime.text.tokenizer import ChatTokenizer
 from edgellm.scripts import smollm2
 
 

@@ -19,8 +19,8 @@ from pathlib import Path
 import numpy as np
 from quality import RECIPES, open_engine
 
-from edgellm.device_runtime.sessions.decoder import DecoderSession, open_decoder
-from edgellm.manifest import LLM_ENGINE, load_engine
+from edgellm.core.manifest import LLM_ENGINE, load_engine
+from edgellm.device_runtime.networks.decoder import DecoderSession, open_decoder
 from edgellm.scripts import smollm2
 
 ROWS, CONTEXT, REPEATS = (1, 2, 4, 8, 16, 32, 64), 512, 8

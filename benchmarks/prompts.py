@@ -12,8 +12,8 @@ import zipfile
 from pathlib import Path
 
 from edgellm.scripts import smollm2
-from edgellm.tools.evaluate.packages import HELLASWAG, PackagedFile, read_rows
-from edgellm.tools.evaluate.questions import PACKAGED, packaged
+from edgellm.tools.evaluate.datasets.packages import HELLASWAG, PackagedFile, read_rows
+from edgellm.tools.evaluate.datasets.questions import PACKAGED, packaged
 
 _SETS = {"mt-bench": "mt_bench", "humaneval": "humaneval", "gsm8k": "gsm8k"}
 NAMES = tuple(_SETS)

@@ -4,16 +4,16 @@
     python benchmarks/quality.py --off_grid --windows 2 --draft
 
 Perplexity, KL, top-1 agreement and greedy answers that become others, measured as the quantizer's
-report measures them (`quantize/score.py`); with `--draft` acceptance lengths of the draft of
-examples/, too. SmolLM2-135M-Instruct through `edgellm-quantize`, `edgellm-export` and `llm_build`,
-against llama.cpp's formats, these files in edgellm's engines, and onnxruntime-genai's default int4,
-all on the same windows of code, sums and prose, and all as engines run: with the kernels' own
-rounding of activations. What is made for GPUs appears a second time, its inputs rounded as these do
-it (`simulated.py`). Megabytes are those of a bundle (of the engine where the build rounds), a GGUF
-file or genai's model. With `--max_kl` the command fails (exit code 2) when an engine of edgellm
-differs more. Its weights were on a 4-bit grid before anybody here touched them (`--off_grid`:
-`off_grid.py`), and a model of 135 M parameters suffers more from rounding than one of 8 B: compare
-rows, do not carry figures over to other models.
+report measures them (`quantize/metrics/divergence.py`); with `--draft` acceptance lengths of the
+draft of examples/, too. SmolLM2-135M-Instruct through `edgellm-quantize`, `edgellm-export` and
+`llm_build`, against llama.cpp's formats, these files in edgellm's engines, and onnxruntime-genai's
+default int4, all on the same windows of code, sums and prose, and all as engines run: with the
+kernels' own rounding of activations. What is made for GPUs appears a second time, its inputs
+rounded as these do it (`simulated.py`). Megabytes are those of a bundle (of the engine where the
+build rounds), a GGUF file or genai's model. With `--max_kl` the command fails (exit code 2) when an
+engine of edgellm differs more. Its weights were on a 4-bit grid before anybody here touched them
+(`--off_grid`: `off_grid.py`), and a model of 135 M parameters suffers more from rounding than one
+of 8 B: compare rows, do not carry figures over to other models.
 """
 
 from __future__ import annotations
@@ -41,11 +41,11 @@ from tokenizers import Tokenizer
 
 from edgellm.build.engine import build_engine
 from edgellm.build.plan import Plan
-from edgellm.device_runtime.sessions.decoder import DecoderSession, open_decoder
-from edgellm.export.bundle import ExportOptions, export_llm
-from edgellm.export.source import open_checkpoint
-from edgellm.manifest import LLM_ENGINE, load_engine
-from edgellm.quantize.score import Quality, Score
+from edgellm.core.manifest import LLM_ENGINE, load_engine
+from edgellm.device_runtime.networks.decoder import DecoderSession, open_decoder
+from edgellm.export.pipeline.llm import ExportOptions, export_llm
+from edgellm.export.pipeline.resolve import open_checkpoint
+from edgellm.quantize.metrics.divergence import Quality, Score
 from edgellm.scripts import smollm2
 
 Logits = Callable[[np.ndarray], np.ndarray]  # int64 [S] -> float32 [S, V]

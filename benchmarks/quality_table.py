@@ -9,7 +9,7 @@ from dataclasses import asdict, dataclass
 from pathlib import Path
 from typing import Any
 
-from edgellm.quantize.score import Changes, Quality, read_changes, read_quality
+from edgellm.quantize.metrics.divergence import Changes, Quality, read_changes, read_quality
 
 
 @dataclass(frozen=True, slots=True)

@@ -26,7 +26,7 @@ from pathlib import Path
 import weights
 from export import Cost, make_large, run
 
-from edgellm.export.source import open_checkpoint
+from edgellm.export.pipeline.resolve import open_checkpoint
 from edgellm.scripts import smollm2
 
 SCHEMES = {

@@ -18,26 +18,26 @@ import numpy as np
 import torch
 from transformers import PreTrainedModel
 
-from edgellm.export.rotation import Computed, Recipe
-from edgellm.quantize.calibration import load_tokenizer, read_calibration
-from edgellm.quantize.error_feedback import (
+from edgellm.export.checkpoints.residual_rotation import Computed, Recipe
+from edgellm.quantize.activations.layer_inputs import Group, each_input
+from edgellm.quantize.algorithms.gptq.float_grids import Nvfp4Grid
+from edgellm.quantize.algorithms.gptq.rounding import (
     Feedback,
     Grid,
     WholeNumbers,
     round_nearest,
     round_with_feedback,
 )
-from edgellm.quantize.families import Family
-from edgellm.quantize.float_grids import Nvfp4Grid
-from edgellm.quantize.layer_inputs import Group, each_input
-from edgellm.quantize.logits import float_head
-from edgellm.quantize.one_layer_model import linears, quiet_transformers, run_layer
-from edgellm.quantize.residual import rotated
-from edgellm.quantize.rotation import rotate_values
-from edgellm.quantize.rounding import round_int8_blocks, round_nvfp4
-from edgellm.quantize.schemes import RESIDUAL, ROTATIONS, VALUES
-from edgellm.quantize.subject import LanguageModel
-from edgellm.quantize.tensors import read_tensor
+from edgellm.quantize.algorithms.rotation_r1 import rotated
+from edgellm.quantize.algorithms.rotation_r2 import rotate_values
+from edgellm.quantize.calibration.text import load_tokenizer, read_calibration
+from edgellm.quantize.formats.activation_rounding import round_int8_blocks, round_nvfp4
+from edgellm.quantize.formats.schemes import RESIDUAL, ROTATIONS, VALUES
+from edgellm.quantize.formats.tensors import read_tensor
+from edgellm.quantize.models.families import Family
+from edgellm.quantize.models.language_model import LanguageModel
+from edgellm.quantize.models.lm_head import float_head
+from edgellm.quantize.models.one_layer_model import linears, quiet_transformers, run_layer
 from edgellm.scripts import smollm2
 
 CPU = torch.device("cpu")

@@ -24,15 +24,15 @@ from types import SimpleNamespace
 import methods
 import prompts
 
+from edgellm.device_runtime.api.llm import LLM
 from edgellm.device_runtime.engine import profile
-from edgellm.device_runtime.engine.llm import LLM
 from edgellm.device_runtime.engine.profile import GENERATION, SPECULATION, Profile
 from edgellm.device_runtime.sampling.sampler import SamplingParams
-from edgellm.device_runtime.speculate.accounts import TextShare
-from edgellm.device_runtime.speculate.controller import Controller
-from edgellm.device_runtime.speculate.costs import Costs
 from edgellm.device_runtime.speculate.drafters import eagle
-from edgellm.device_runtime.speculate.lookup import Foresight
+from edgellm.device_runtime.speculate.policy.costs import Costs
+from edgellm.device_runtime.speculate.policy.spec_budget import TextShare
+from edgellm.device_runtime.speculate.policy.spec_gate import Controller
+from edgellm.device_runtime.speculate.text_lookup import Foresight
 from edgellm.scripts import smollm2
 
 # SmolLM2 in INT4 with its draft in INT4, two threads of an AMD EPYC (Zen 5); milliseconds by rows.

@@ -12,14 +12,14 @@ from pathlib import Path
 import numpy as np
 import torch
 
-from edgellm.export.checkpoint import Safetensors
-from edgellm.quantize.layer_errors import QuantizedLayer
-from edgellm.quantize.logits import float_head
-from edgellm.quantize.modelopt_adapter import Recipe
-from edgellm.quantize.one_layer_model import quiet_transformers, run_layer
-from edgellm.quantize.schemes import choose_scheme
-from edgellm.quantize.subject import LanguageModel
-from edgellm.quantize.tensors import read_below, read_tensor
+from edgellm.export.checkpoints.hf import Safetensors
+from edgellm.quantize.algorithms.modelopt import Recipe
+from edgellm.quantize.evaluation.layer_errors import QuantizedLayer
+from edgellm.quantize.formats.schemes import choose_scheme
+from edgellm.quantize.formats.tensors import read_below, read_tensor
+from edgellm.quantize.models.language_model import LanguageModel
+from edgellm.quantize.models.lm_head import float_head
+from edgellm.quantize.models.one_layer_model import quiet_transformers, run_layer
 
 CPU = torch.device("cpu")
 

@@ -106,8 +106,8 @@ def main() -> None:
     parser.add_argument("--layers", type=int, default=24)
     parser.add_argument("--gpu", default="12.0")
     options = parser.parse_args()
-    from edgellm.export.bundle import ExportOptions, export_llm
-    from edgellm.export.source import open_checkpoint
+    from edgellm.export.pipeline.llm import ExportOptions, export_llm
+    from edgellm.export.pipeline.resolve import open_checkpoint
 
     with tempfile.TemporaryDirectory() as name:
         folder = Path(name)

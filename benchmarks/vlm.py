@@ -27,15 +27,15 @@ import numpy as np
 
 from edgellm.build.engine import build_engine
 from edgellm.build.plan import Plan, image_plan
-from edgellm.contract import PIXEL_VALUES
-from edgellm.device_runtime.engine.llm import LLM
+from edgellm.core.contract import PIXEL_VALUES
+from edgellm.core.manifest import VISUAL_ENGINE, load_engine
+from edgellm.device_runtime.api.llm import LLM
+from edgellm.device_runtime.networks import encoder
 from edgellm.device_runtime.sampling.sampler import SamplingParams
-from edgellm.device_runtime.sessions import encoder
-from edgellm.export.bundle import ExportOptions, export_llm
-from edgellm.export.source import open_checkpoint
-from edgellm.export.visual_bundle import VisualOptions, export_visual
-from edgellm.manifest import VISUAL_ENGINE, load_engine
-from edgellm.multimodal.grids import grid_inputs
+from edgellm.export.pipeline.llm import ExportOptions, export_llm
+from edgellm.export.pipeline.resolve import open_checkpoint
+from edgellm.export.pipeline.visual import VisualOptions, export_visual
+from edgellm.multimodal.patch_grid import grid_inputs
 from edgellm.scripts import smollm2
 
 SIDES = ((448, 448), (896, 644), (1344, 1008))  # width, height; multiples of 28

@@ -14,9 +14,9 @@ import ml_dtypes
 import numpy as np
 from safetensors.numpy import save_file
 
-from edgellm.export.checkpoint import Checkpoint, read_whole
-from edgellm.export.source import open_checkpoint
-from edgellm.quantize.formats import pack_int4
+from edgellm.export.checkpoints.hf import Checkpoint, read_whole
+from edgellm.export.pipeline.resolve import open_checkpoint
+from edgellm.quantize.formats.modelopt import pack_int4
 
 _QUANTIZES = Path(__file__).with_name("llama_cpp_quantize.py")
 _EMBEDDING, _HEAD = "model.embed_tokens.weight", "lm_head.weight"

@@ -12,9 +12,9 @@ from pathlib import Path
 from typing import Any, Protocol, cast
 
 from edgellm.build.plan import FLAG, Compiled, Estimate, Options, Origin, Plan, Report
-from edgellm.contract import EdgeLLMError
+from edgellm.core.contract import EdgeLLMError
+from edgellm.core.manifest import Bundle, library_of
 from edgellm.device_runtime import runners
-from edgellm.manifest import Bundle, library_of
 
 
 class Backend(Protocol):

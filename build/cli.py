@@ -41,14 +41,14 @@ from edgellm.build.flags import (
     Workspace,
 )
 from edgellm.build.progress import shown
-from edgellm.command import CAMEL_CASE, App, run_command
-from edgellm.contract import EdgeLLMError
-from edgellm.manifest import DRAFT_ENGINE, DRAFT_FOLDER, Engine, FileRecord, library_of
-from edgellm.roles import PASS, measured_name
+from edgellm.core.cli import CAMEL_CASE, App, run_command
+from edgellm.core.contract import EdgeLLMError
+from edgellm.core.graph_roles import PASS, measured_name
+from edgellm.core.manifest import DRAFT_ENGINE, DRAFT_FOLDER, Engine, FileRecord, library_of
 
 if TYPE_CHECKING:
-    from edgellm.build.fit import Prediction
     from edgellm.build.plan import Plan
+    from edgellm.build.resource_estimate import Prediction
 
 # --onnx-dir is --onnxDir
 app = App(CAMEL_CASE)
@@ -170,9 +170,9 @@ def _check_choice(flag: str, value: str, *allowed: str) -> None:
 def _run(
     product: str, onnx_dir: Path, engine_dir: Path, plan: Plan, backend: str, *, dry_run: bool
 ) -> None:
+    from edgellm.build.artifact_kinds import read_bundle
     from edgellm.build.engine import build_engine
-    from edgellm.build.fit import predict
-    from edgellm.build.products import read_bundle
+    from edgellm.build.resource_estimate import predict
 
     if dry_run:
         bundle = read_bundle(product, onnx_dir, plan)
@@ -187,7 +187,7 @@ def _run(
 
 def show_prediction(prediction: Prediction, speed_lines: Sequence[str] = ()) -> None:
     """What a dry run says; raises `LimitError` where the machine does not suffice."""
-    from edgellm.build.fit import require_fit
+    from edgellm.build.resource_estimate import require_fit
 
     for line in (*prediction.size_lines(), *speed_lines, *prediction.need_lines()):
         typer.echo(line)
@@ -213,7 +213,7 @@ def _check_kernels(kernels: str, library: str) -> None:
 
 
 def _show(built: Engine, engine_dir: Path, seconds: float) -> None:
-    from edgellm.device_runtime.pass_costs import BUDGET_S
+    from edgellm.device_runtime.runners.pass_timing import BUDGET_S
 
     graphs = ", ".join(f"{g.precision} up to {g.max_rows} rows" for g in built.main_graphs)
     where = engine_dir / DRAFT_FOLDER if built.kind == DRAFT_ENGINE else engine_dir

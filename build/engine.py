@@ -8,16 +8,16 @@ from importlib.metadata import version
 from pathlib import Path
 from typing import Any
 
-from edgellm.artifact import check_output, hash_file, publish, temporary_folder, verify_files
 from edgellm.build import backends
-from edgellm.build.fit import predict, require_fit
+from edgellm.build.artifact_kinds import PRODUCTS, read_bundle, remembered
 from edgellm.build.plan import Compiled, Origin, Plan, Report
-from edgellm.build.products import PRODUCTS, read_bundle, remembered
 from edgellm.build.progress import part_of
+from edgellm.build.resource_estimate import predict, require_fit
+from edgellm.core.artifact import check_output, hash_file, publish, temporary_folder, verify_files
+from edgellm.core.checksums import remember
+from edgellm.core.manifest import ESTIMATED, MANIFEST_NAME, Bundle, Engine, with_kv_dtype
 from edgellm.device_runtime import runners
-from edgellm.device_runtime.pass_costs import estimated_sizes
-from edgellm.integrity import remember
-from edgellm.manifest import ESTIMATED, MANIFEST_NAME, Bundle, Engine, with_kv_dtype
+from edgellm.device_runtime.runners.pass_timing import estimated_sizes
 
 
 def build_engine(

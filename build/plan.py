@@ -8,9 +8,9 @@ from dataclasses import dataclass, field
 from pathlib import Path
 from typing import Any
 
-from edgellm.manifest import GraphSpec
-from edgellm.roles import ROLES, Rows
-from edgellm.specs import PageSpec
+from edgellm.core.graph_roles import ROLES, Rows
+from edgellm.core.manifest import GraphSpec
+from edgellm.core.model_spec import PageSpec
 
 RUNTIME_BYTES = 150 << 20  # interpreter, ONNX Runtime's libraries, activations of a pass
 FLAG = "flag"  # metadata of the fields of `Options`: how users write them

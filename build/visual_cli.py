@@ -31,8 +31,8 @@ from edgellm.build.flags import (
     Workspace,
 )
 from edgellm.build.progress import shown
-from edgellm.command import CAMEL_CASE, App, run_command
-from edgellm.contract import EdgeLLMError
+from edgellm.core.cli import CAMEL_CASE, App, run_command
+from edgellm.core.contract import EdgeLLMError
 
 app = App(CAMEL_CASE)
 MinImageTokens = Annotated[
@@ -74,11 +74,11 @@ def visual_build(
     dry_run: DryRun = False,
 ) -> None:
     """Build a visual engine for this machine from the bundle of an encoder."""
+    from edgellm.build.artifact_kinds import VISUAL, read_bundle
     from edgellm.build.backends import choose, options_of
     from edgellm.build.engine import build_engine
-    from edgellm.build.fit import predict
     from edgellm.build.plan import image_plan
-    from edgellm.build.products import VISUAL, read_bundle
+    from edgellm.build.resource_estimate import predict
 
     if quantize not in ("none", "int8"):
         raise EdgeLLMError(f"--quantize {quantize}: give none or int8")

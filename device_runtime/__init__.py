@@ -5,7 +5,7 @@ from __future__ import annotations
 from typing import TYPE_CHECKING, Any
 
 if TYPE_CHECKING:
-    from edgellm.device_runtime.engine.llm import LLM, Answer, BatchError, Step
+    from edgellm.device_runtime.api.llm import LLM, Answer, BatchError, Step
     from edgellm.device_runtime.sampling.sampler import SamplingParams
     from edgellm.device_runtime.speculate.options import SpecOptions
 
@@ -15,7 +15,7 @@ __all__ = ["LLM", "Answer", "BatchError", "SamplingParams", "SpecOptions", "Step
 def __getattr__(name: str) -> Any:
     """Load the public names on first use, so that `llm_inference --help` stays quick."""
     if name in ("LLM", "Answer", "BatchError", "Step"):
-        from edgellm.device_runtime.engine import llm
+        from edgellm.device_runtime.api import llm
 
         return getattr(llm, name)
     if name == "SamplingParams":

@@ -7,8 +7,8 @@ from collections.abc import Iterable
 from dataclasses import dataclass
 from pathlib import Path
 
-from edgellm.contract import BrokenArtifactError
-from edgellm.strict_json import parse
+from edgellm.core.contract import BrokenArtifactError
+from edgellm.core.strict_json import parse
 
 # Options of an engine that takes adapters
 MAX_LORA_RANK = "max_lora_rank"

@@ -12,9 +12,10 @@ from typing import TYPE_CHECKING, Any
 
 import typer
 
-from edgellm.artifact import hash_engines
-from edgellm.command import CAMEL_CASE, App, run_command
-from edgellm.contract import EdgeLLMError
+from edgellm.core.artifact import hash_engines
+from edgellm.core.cli import CAMEL_CASE, App, run_command
+from edgellm.core.contract import EdgeLLMError
+from edgellm.core.peft_adapter import hash_adapters
 from edgellm.device_runtime.requests.flags import (
     AllowSpecialTokens,
     BatchSize,
@@ -35,17 +36,16 @@ from edgellm.device_runtime.requests.flags import (
     Warmup,
 )
 from edgellm.device_runtime.requests.spec_flags import SpecFlags, with_spec_flags
-from edgellm.lora import hash_adapters
 
 if TYPE_CHECKING:
     from collections.abc import Iterator
 
-    from edgellm.device_runtime.engine.llm import LLM, Step
+    from edgellm.device_runtime.api.llm import LLM, Step
     from edgellm.device_runtime.engine.profile import Profile
     from edgellm.device_runtime.requests.held_interrupts import HeldInterrupts
     from edgellm.device_runtime.requests.outputs import Outputs
     from edgellm.device_runtime.requests.request_file import Options
-    from edgellm.device_runtime.requests.unfinished_run import Answered, UnfinishedRun
+    from edgellm.device_runtime.requests.resume import Answered, UnfinishedRun
 
 app = App(CAMEL_CASE)
 
@@ -75,7 +75,7 @@ def llm_inference(
     """Answer the requests of a JSON file; a bad request gets an error object of its own."""
     from edgellm.device_runtime.requests.outputs import Outputs
     from edgellm.device_runtime.requests.request_file import read_file
-    from edgellm.device_runtime.requests.unfinished_run import settings_of, unfinished_run
+    from edgellm.device_runtime.requests.resume import settings_of, unfinished_run
 
     how = spec_flags.read()
     if how is None and (prove_count or tree_file):
@@ -114,7 +114,7 @@ def llm_inference(
 
 def _load(options: Options, engine_dir: Path, **more: Any) -> LLM:
     """The engine, with the adapters of the file."""
-    from edgellm.device_runtime.engine.llm import LLM
+    from edgellm.device_runtime.api.llm import LLM
 
     llm = LLM(engine_dir, **more)
     for name, folder in options.available_lora_weights.items():
@@ -124,7 +124,7 @@ def _load(options: Options, engine_dir: Path, **more: Any) -> LLM:
 
 def _prove(llm: LLM, options: Options, requests: list[Any]) -> int:
     """Print the comparison of every request; the exit status."""
-    from edgellm.device_runtime.requests.prove import prove
+    from edgellm.device_runtime.requests.lossless_check import prove
 
     compared = diverged = equal = refused = 0
     for comparison in prove(llm, options, requests):
@@ -223,8 +223,8 @@ def _answer_all(
 ) -> Iterator[Answered]:  # fmt: skip
     """The answers that `run` lacks, as they finish; `batch_size` of them are computed at a time."""
     from edgellm.device_runtime.requests.responses import run_requests
+    from edgellm.device_runtime.requests.resume import Answered
     from edgellm.device_runtime.requests.tree_log import TreeLog
-    from edgellm.device_runtime.requests.unfinished_run import Answered
 
     left = _left(requests, run)
     trees = {index: TreeLog(llm.tokenizer) for index in left}

@@ -13,7 +13,7 @@ from functools import partial
 from types import TracebackType
 from typing import TypeVar
 
-from edgellm.contract import EdgeLLMError, UnexpectedError
+from edgellm.core.contract import EdgeLLMError, UnexpectedError
 
 T = TypeVar("T")
 R = TypeVar("R")

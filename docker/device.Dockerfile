@@ -15,7 +15,7 @@ ARG BASE=python:3.12-slim
 
 FROM python:3.12-slim AS wheel
 WORKDIR /source
-COPY pyproject.toml README.md LICENSE contract.py roles.py manifest.py specs.py strict_json.py disk.py exclusive.py artifact.py integrity.py command.py cache_sizes.py lora.py safetensors_files.py system_memory.py ./
+COPY pyproject.toml README.md LICENSE core/contract.py core/graph_roles.py core/manifest.py core/model_spec.py core/strict_json.py core/disk_space.py core/file_lock.py core/artifact.py core/checksums.py core/cli.py core/kv_cache_size.py core/peft_adapter.py core/safetensors_io.py core/system_memory.py ./
 COPY quantize quantize
 COPY export export
 COPY build build

@@ -10,13 +10,13 @@ from typing import TYPE_CHECKING, Annotated
 
 import typer
 
-from edgellm.command import SNAKE_CASE, App, numbers, run_command
-from edgellm.contract import EdgeLLMError
-from edgellm.manifest import Bundle
-from edgellm.specs import DraftSpec
+from edgellm.core.cli import SNAKE_CASE, App, numbers, run_command
+from edgellm.core.contract import EdgeLLMError
+from edgellm.core.manifest import Bundle
+from edgellm.core.model_spec import DraftSpec
 
 if TYPE_CHECKING:
-    from edgellm.export.checkpoint import Checkpoint
+    from edgellm.export.checkpoints.hf import Checkpoint
 
 app = App(SNAKE_CASE, no_args_is_help=True)
 
@@ -70,14 +70,14 @@ def llm(
     ] = False,
 ) -> None:
     """Export a language model."""
-    from edgellm.export.bundle import ExportOptions, export_llm
-    from edgellm.export.progress import byte_progress
-    from edgellm.export.source import open_checkpoint
+    from edgellm.export.pipeline.llm import ExportOptions, export_llm
+    from edgellm.export.pipeline.progress import byte_progress
+    from edgellm.export.pipeline.resolve import open_checkpoint
 
     _expect_dtype(dtype)
     verdict: list[str] = []
     if verify:
-        from edgellm.export.verify import require_host
+        from edgellm.export.pipeline.verify import require_host
 
         require_host()
     start = time.perf_counter()
@@ -103,7 +103,7 @@ def llm(
 
 def _compare(checkpoint: Checkpoint, verdict: list[str], folder: Path, manifest: Bundle) -> None:
     """Append what `--verify` found of a bundle that is not published yet."""
-    from edgellm.export.verify import verify_bundle
+    from edgellm.export.pipeline.verify import verify_bundle
 
     if sys.stderr.isatty():
         typer.echo("comparing with transformers", err=True)
@@ -131,9 +131,9 @@ def draft(
     ] = None,
 ) -> None:
     """Export a draft, heads or a layer (mtp.*) for a base exported with --draft_model_dir."""
-    from edgellm.export.draft import DraftOptions, export_draft
-    from edgellm.export.progress import byte_progress
-    from edgellm.export.source import open_checkpoint, open_draft
+    from edgellm.export.pipeline.draft import DraftOptions, export_draft
+    from edgellm.export.pipeline.progress import byte_progress
+    from edgellm.export.pipeline.resolve import open_checkpoint, open_draft
 
     _expect_dtype(dtype)
     start = time.perf_counter()
@@ -166,8 +166,8 @@ def checkpoint(
     ignore_config_keys: IgnoredKeys = "",
 ) -> None:
     """Write an EAGLE-3 draft of any layout as another engine reads it."""
-    from edgellm.export.handed_draft import hand_over
-    from edgellm.export.source import open_draft
+    from edgellm.export.pipeline.eagle3_checkpoint import hand_over
+    from edgellm.export.pipeline.resolve import open_draft
 
     ignored = _split(ignore_config_keys)
     command = hand_over(open_draft(draft_model_dir), base_model_dir, engine, output_dir, ignored)
@@ -185,9 +185,9 @@ def visual(
     ignore_config_keys: IgnoredKeys = "",
 ) -> None:
     """Export the visual encoder of a vision-language model."""
-    from edgellm.export.progress import byte_progress
-    from edgellm.export.source import open_checkpoint
-    from edgellm.export.visual_bundle import VisualOptions, export_visual
+    from edgellm.export.pipeline.progress import byte_progress
+    from edgellm.export.pipeline.resolve import open_checkpoint
+    from edgellm.export.pipeline.visual import VisualOptions, export_visual
 
     _expect_dtype(dtype)
     if quantization not in ("none", "fp8", "int8"):
@@ -235,7 +235,7 @@ def _say_endless(manifest: Bundle) -> None:
 
 
 def _say_contradiction(manifest: Bundle) -> None:
-    from edgellm.export.stated import contradiction
+    from edgellm.export.checkpoints.quantization_config import contradiction
 
     if said := contradiction(manifest.provenance):
         typer.echo(f"warning: {said}: exported as floats", err=True)

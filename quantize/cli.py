@@ -10,9 +10,9 @@ from typing import Annotated, Any
 
 import typer
 
-from edgellm.command import SNAKE_CASE, App, run_command
-from edgellm.contract import EdgeLLMError
-from edgellm.quantize.targets import FLOAT, form_of_draft, form_of_head, rounds_as
+from edgellm.core.cli import SNAKE_CASE, App, run_command
+from edgellm.core.contract import EdgeLLMError
+from edgellm.quantize.pipeline.deploy_target import FLOAT, form_of_draft, form_of_head, rounds_as
 
 app = App(SNAKE_CASE, no_args_is_help=True)
 
@@ -166,7 +166,7 @@ def llm(
     ignore_config_keys: IgnoredKeys = "",
 ) -> None:
     """Quantize a language model; run the same command again after an interrupt to go on."""
-    from edgellm.quantize.options import kept_layers
+    from edgellm.quantize.pipeline.flag_checks import kept_layers
 
     _run(
         model_dir, output_dir, quantization, lm_head_quantization, ignore_config_keys,
@@ -221,7 +221,7 @@ def draft(
 def _run(
     model_dir: str, output_dir: Path, body: str, head: str | None, ignored: str, **options: Any
 ) -> None:
-    from edgellm.quantize.options import check_names, check_together
+    from edgellm.quantize.pipeline.flag_checks import check_names, check_together
 
     head = _head(body, head, options)
     minutes, points = options.pop("time_budget", None), options.pop("max_loss", None)
@@ -229,12 +229,12 @@ def _run(
     check_names("int4_awq" if is_open else body, head, **options)
     check_together(is_open, minutes, points, **options)
     _require_host()
-    from edgellm.quantize.contest import run_contest
-    from edgellm.quantize.draft_recipes import run_recipes
-    from edgellm.quantize.keeping import run_keeping
-    from edgellm.quantize.layerwise_run import run_job
-    from edgellm.quantize.plan import Job
-    from edgellm.quantize.summary import print_summary
+    from edgellm.quantize.pipeline.planning import Job
+    from edgellm.quantize.pipeline.run import run_job
+    from edgellm.quantize.pipeline.search.algorithms import run_contest
+    from edgellm.quantize.pipeline.search.draft import run_recipes
+    from edgellm.quantize.pipeline.search.float_layers import run_keeping
+    from edgellm.quantize.pipeline.summary import print_summary
 
     keys = tuple(key.strip() for key in ignored.split(",") if key.strip())
     job = Job(

@@ -10,7 +10,7 @@ import json
 import time
 from pathlib import Path
 
-from edgellm.command import SNAKE_CASE, App, run_command
+from edgellm.core.cli import SNAKE_CASE, App, run_command
 from edgellm.scripts import demo_images, smollm2
 from edgellm.scripts.stages import build_pair, command, export_pair, say, took
 

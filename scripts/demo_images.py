@@ -9,7 +9,7 @@ import json
 from pathlib import Path
 from typing import Any
 
-from edgellm.manifest import VISUAL_BUNDLE, VISUAL_ENGINE
+from edgellm.core.manifest import VISUAL_BUNDLE, VISUAL_ENGINE
 from edgellm.scripts.stages import (
     build_pair,
     command,

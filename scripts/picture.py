@@ -17,8 +17,8 @@ from rich.terminal_theme import MONOKAI
 from rich.text import Text
 from rich.tree import Tree
 
-from edgellm.command import SNAKE_CASE, App, run_command
-from edgellm.contract import EdgeLLMError
+from edgellm.core.cli import SNAKE_CASE, App, run_command
+from edgellm.core.contract import EdgeLLMError
 from edgellm.scripts.smollm2 import cache_folder
 
 PICTURE = Path(__file__).parents[1] / "docs" / "demo.svg"

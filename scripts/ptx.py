@@ -21,8 +21,8 @@ from typing import Annotated, Any
 
 import typer
 
-from edgellm.command import SNAKE_CASE, App, run_command
-from edgellm.contract import EdgeLLMError
+from edgellm.core.cli import SNAKE_CASE, App, run_command
+from edgellm.core.contract import EdgeLLMError
 from edgellm.device_runtime.kernels.triton import prebuilt
 from edgellm.device_runtime.kernels.triton.catalog import (
     LARGEST_SHARED_BYTES,

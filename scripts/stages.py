@@ -7,9 +7,9 @@ import sys
 import time
 from pathlib import Path
 
-from edgellm.artifact import hash_file
-from edgellm.contract import EdgeLLMError
-from edgellm.manifest import (
+from edgellm.core.artifact import hash_file
+from edgellm.core.contract import EdgeLLMError
+from edgellm.core.manifest import (
     DRAFT_BUNDLE,
     DRAFT_ENGINE,
     DRAFT_FOLDER,

@@ -27,8 +27,8 @@ os.environ["TRITON_INTERPRET"] = "1"  # read when Triton is first imported, whoe
 import without_host
 from hypothesis import settings
 
-from edgellm.command import _explain as explain
-from edgellm.contract import EdgeLLMError
+from edgellm.core.cli import _explain as explain
+from edgellm.core.contract import EdgeLLMError
 from edgellm.export import models
 from edgellm.scripts import smollm2
 
@@ -117,8 +117,8 @@ def tiny_checkpoint(tmp_path_factory: pytest.TempPathFactory) -> Path:
 
 @pytest.fixture(scope="session")
 def tiny_bundle(tiny_checkpoint: Path, tmp_path_factory: pytest.TempPathFactory) -> Path:
-    from edgellm.export.bundle import ExportOptions, export_llm
-    from edgellm.export.source import open_checkpoint
+    from edgellm.export.pipeline.llm import ExportOptions, export_llm
+    from edgellm.export.pipeline.resolve import open_checkpoint
 
     bundle = tmp_path_factory.mktemp("bundles") / "tiny"
     export_llm(open_checkpoint(str(tiny_checkpoint)), bundle, ExportOptions("fp32"))
@@ -130,8 +130,8 @@ def tiny_int4_bundle(tiny_checkpoint: Path, tmp_path_factory: pytest.TempPathFac
     """The tiny model rounded to INT4 blocks of 16, as a quantized checkpoint holds it."""
     from weights import round_checkpoint
 
-    from edgellm.export.bundle import ExportOptions, export_llm
-    from edgellm.export.source import open_checkpoint
+    from edgellm.export.pipeline.llm import ExportOptions, export_llm
+    from edgellm.export.pipeline.resolve import open_checkpoint
 
     folder = tmp_path_factory.mktemp("int4")
     round_checkpoint(str(tiny_checkpoint), folder / "checkpoint", 16)

@@ -14,8 +14,8 @@ from typing import Annotated
 import pytest
 import typer
 
-from edgellm.command import CAMEL_CASE, App, run_command
-from edgellm.contract import EdgeLLMError
+from edgellm.core.cli import CAMEL_CASE, App, run_command
+from edgellm.core.contract import EdgeLLMError
 
 
 def _failing(error: Exception) -> App:
@@ -90,7 +90,7 @@ def test_every_command_offers_it(run, capsys):
 def test_an_interrupt_of_a_finalizer_is_not_lost():
     """Python ignores exceptions of `__del__`; the work would go on to its end."""
     code = (
-        "import time; from edgellm.command import run_command\n"
+        "import time; from edgellm.core.cli import run_command\n"
         "class Part:\n"
         "    def __del__(self):\n"
         "        print('finalizes', flush=True); time.sleep(0.3)\n"
@@ -110,7 +110,7 @@ def test_an_interrupt_of_a_finalizer_is_not_lost():
 
 NOTED = """
 import sys, typer
-from edgellm.command import App, CAMEL_CASE, run_command
+from edgellm.core.cli import App, CAMEL_CASE, run_command
 app = App(CAMEL_CASE)
 @app.command()
 def work() -> None:

@@ -12,12 +12,19 @@ from types import SimpleNamespace
 
 import pytest
 
-from edgellm import artifact, exclusive
-from edgellm.artifact import publish, temporary_folder, verify_files
-from edgellm.contract import BrokenArtifactError, EdgeLLMError
-from edgellm.disk import require_space
-from edgellm.manifest import LLM_BUNDLE, LLM_ENGINE, Bundle, GraphSpec, load_bundle, load_engine
-from edgellm.specs import DecoderSpec, KVCacheSpec
+from edgellm.core import artifact, file_lock
+from edgellm.core.artifact import publish, temporary_folder, verify_files
+from edgellm.core.contract import BrokenArtifactError, EdgeLLMError
+from edgellm.core.disk_space import require_space
+from edgellm.core.manifest import (
+    LLM_BUNDLE,
+    LLM_ENGINE,
+    Bundle,
+    GraphSpec,
+    load_bundle,
+    load_engine,
+)
+from edgellm.core.model_spec import DecoderSpec, KVCacheSpec
 
 SPEC = DecoderSpec("llama", 96, 96, 128, 1000, KVCacheSpec(3, 2, 16, "float16"))
 MANIFEST = Bundle(
@@ -149,13 +156,13 @@ def test_manifests_are_facts():
 
 
 def test_an_interrupt_during_the_clean_up_leaves_nothing(tmp_path, monkeypatch):
-    remove = exclusive.shutil.rmtree
+    remove = file_lock.shutil.rmtree
 
     def interrupted(path, **how):
         remove(path, **how)
         signal.raise_signal(signal.SIGINT)
 
-    monkeypatch.setattr(exclusive.shutil, "rmtree", interrupted)
+    monkeypatch.setattr(file_lock.shutil, "rmtree", interrupted)
     with pytest.raises(KeyboardInterrupt), temporary_folder(tmp_path / "out") as folder:
         (folder / "file").write_text("")
     assert [*tmp_path.iterdir()] == []
@@ -197,7 +204,7 @@ def _killed_in_the_middle(output):
     """What a run leaves that is killed while it writes."""
     before = set(_leftovers(output.parent))
     code = (
-        "import os, pathlib, sys; from edgellm.artifact import temporary_folder\n"
+        "import os, pathlib, sys; from edgellm.core.artifact import temporary_folder\n"
         "with temporary_folder(pathlib.Path(sys.argv[1])) as folder:\n"
         "    (folder / 'model.weights').write_bytes(b'x' * 9)\n"
         "    os.kill(os.getpid(), 9)\n"
@@ -244,7 +251,7 @@ def test_an_output_on_another_disk_than_the_folder_above(tmp_path, monkeypatch):
     output = tmp_path / "out"
     output.mkdir()
     devices = {output: 1, tmp_path: 2}
-    stat = exclusive.Path.stat
+    stat = file_lock.Path.stat
 
     def with_devices(self, **options):
         found = stat(self, **options)
@@ -252,7 +259,7 @@ def test_an_output_on_another_disk_than_the_folder_above(tmp_path, monkeypatch):
             return found
         return SimpleNamespace(st_mode=found.st_mode, st_dev=devices[self])
 
-    monkeypatch.setattr(exclusive.Path, "stat", with_devices)
+    monkeypatch.setattr(file_lock.Path, "stat", with_devices)
     with temporary_folder(output) as folder:
         assert output in folder.parents
         (folder / "model.onnx").write_text("one")
@@ -281,7 +288,7 @@ def test_a_full_disk_of_safetensors_is_recognized(tmp_path):
     code = (
         "import pathlib, resource, signal, sys, numpy\n"
         "from safetensors.numpy import save_file\n"
-        "from edgellm.disk import explain_full_disk\n"
+        "from edgellm.core.disk_space import explain_full_disk\n"
         "signal.signal(signal.SIGXFSZ, signal.SIG_IGN)\n"
         "resource.setrlimit(resource.RLIMIT_FSIZE, (4096, 4096))\n"
         "with explain_full_disk(pathlib.Path(sys.argv[1])):\n"

@@ -86,7 +86,7 @@ def test_fields_and_what_stands_behind_them():
 
 
 def test_comments_of_fields():
-    from edgellm.specs import KVCacheSpec
+    from edgellm.core.model_spec import KVCacheSpec
 
     assert comments(KVCacheSpec) == {
         "ranges": "None: nobody calibrated a cache of bytes",

@@ -29,15 +29,15 @@ from gpu_runs import Run, check_oracle, run
 from lowered_engines import Lowered
 from oracle_draft import foreseeing
 
-from edgellm.build.fit import predict
-from edgellm.contract import EdgeLLMError
+from edgellm.build.resource_estimate import predict
+from edgellm.core.contract import EdgeLLMError
+from edgellm.core.manifest import LLM_BUNDLE, LLM_ENGINE, load_bundle, load_engine
 from edgellm.device_runtime import LLM, SamplingParams, SpecOptions, runners
 from edgellm.device_runtime.gpu import compute_capability
 from edgellm.device_runtime.kernels.triton.catalog import keep_rows
 from edgellm.device_runtime.runners import onnxruntime_cpu
-from edgellm.device_runtime.runners.tensorrt import cuda
-from edgellm.device_runtime.runners.tensorrt.device import Planes
-from edgellm.manifest import LLM_BUNDLE, LLM_ENGINE, load_bundle, load_engine
+from edgellm.device_runtime.runners.tensorrt.cuda import driver as cuda
+from edgellm.device_runtime.runners.tensorrt.cuda.protocols import Planes
 
 pytestmark = pytest.mark.usefixtures("one_thread")
 PROMPT = "w83 w64 w53 w32 w35 w12 w15"  # its answer is long

@@ -9,7 +9,7 @@ import gpu_model
 import pytest
 from gpu_model import ACCEPTED, BOARDS, TODAY, WAYS, plain_parts_ms, round_parts_ms, tokens_per_s
 
-from edgellm.quantize.targets import form_of_draft, form_of_head
+from edgellm.quantize.pipeline.deploy_target import form_of_draft, form_of_head
 
 SIZES = (1024, 4096)
 THOR = BOARDS[0]

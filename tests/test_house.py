@@ -53,13 +53,16 @@ def test_the_wheel_holds_every_package(tmp_path):
     assert not missing
     assert {
         "edgellm/tools/trees.html",
-        "edgellm/tools/inspection/page.html",
+        "edgellm/tools/inspection/output/page.html",
         *(f"edgellm/tools/serve/page/{name}" for name in ("index.html", "app.js", "style.css")),
         "edgellm/tools/bench/requests.json",
     } <= set(names)
     ptx = "edgellm/device_runtime/kernels/triton/ptx"
     assert {f"{ptx}/manifest.json", f"{ptx}/sm_110.zip"} <= set(names)
-    assert {"edgellm/quantize/calibration.jsonl", "edgellm/quantize/report.html"} <= set(names)
+    assert {
+        "edgellm/quantize/calibration/calibration.jsonl",
+        "edgellm/quantize/report/report.html",
+    } <= set(names)
     assert all(name.startswith(("edgellm/", "edgellm-")) for name in names)
     assert not [
         name for name in names if name.startswith(("edgellm/scripts", "edgellm/benchmarks"))
@@ -90,7 +93,7 @@ def test_the_device_side_imports_no_training_framework():
     places = ["build.cli", "device_runtime.cli", "device_runtime.engine.llm"]
     modules = [f"edgellm.{place}" for place in places]
     assert _loaded(modules, ["torch", "transformers", "modelopt"]) == ""
-    assert _loaded(["edgellm.contract", "json"], ["json"]) == "json: {'json'}\n"
+    assert _loaded(["edgellm.core.contract", "json"], ["json"]) == "json: {'json'}\n"
 
 
 def test_help_loads_nothing_heavy():

@@ -9,11 +9,11 @@ from pathlib import Path
 
 import pytest
 
-from edgellm import integrity
-from edgellm.artifact import hash_file
-from edgellm.contract import BrokenArtifactError
+from edgellm.core import checksums
+from edgellm.core.artifact import hash_file
+from edgellm.core.checksums import RECORD_NAME, FileCheck, remember
+from edgellm.core.contract import BrokenArtifactError
 from edgellm.device_runtime import LLM, SpecOptions
-from edgellm.integrity import RECORD_NAME, FileCheck, remember
 
 NAMES = ("a.onnx", "deep/b.data")
 WHOLE = b"0123456789" * 1000
@@ -42,7 +42,7 @@ def reads(monkeypatch):
         found.append(path.name)
         return hash_file(path, *arguments)
 
-    monkeypatch.setattr(integrity, "hash_file", read)
+    monkeypatch.setattr(checksums, "hash_file", read)
     return found
 
 
@@ -169,7 +169,7 @@ def test_an_interrupt_does_not_wait_for_the_hashes(folder, monkeypatch):
             time.sleep(0.001)
         return files["a.onnx"]
 
-    monkeypatch.setattr(integrity, "hash_file", read)
+    monkeypatch.setattr(checksums, "hash_file", read)
     with pytest.raises(KeyboardInterrupt), FileCheck(folder, files, None):
         raise KeyboardInterrupt
     assert not (folder / RECORD_NAME).exists()

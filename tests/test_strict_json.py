@@ -4,9 +4,9 @@ import shutil
 
 import pytest
 
-from edgellm.contract import BrokenArtifactError
-from edgellm.export.source import open_checkpoint
-from edgellm.strict_json import DuplicateKeyError, parse
+from edgellm.core.contract import BrokenArtifactError
+from edgellm.core.strict_json import DuplicateKeyError, parse
+from edgellm.export.pipeline.resolve import open_checkpoint
 
 
 def test_what_is_sound_is_what_json_says():

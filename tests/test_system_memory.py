@@ -7,11 +7,11 @@ from pathlib import Path
 
 import pytest
 
-from edgellm import system_memory
-from edgellm.build import fit
-from edgellm.contract import LimitError
-from edgellm.device_runtime.runners.tensorrt import cuda
-from edgellm.quantize import checks as quantize_checks
+from edgellm.build import resource_estimate
+from edgellm.core import system_memory
+from edgellm.core.contract import LimitError
+from edgellm.device_runtime.runners.tensorrt.cuda import driver
+from edgellm.quantize.models import checks as quantize_checks
 from edgellm.tools.bench import machine as bench_machine
 from edgellm.tools.doctor import checks as doctor_checks
 from edgellm.tools.doctor.machine import Machine
@@ -149,8 +149,8 @@ def test_all_readers_see_the_limit(make, tmp_path):
     assert quantize_checks.available_bytes() == 3 * GB
     with pytest.raises(LimitError, match=r"3\.2 GB are free"):
         quantize_checks.check_memory(4 * GB, quantize_checks.available_bytes())
-    assert fit.available_memory_bytes() == cuda.available_memory_bytes() == 3 * GB
-    assert "this machine has 8.6 GB" in fit._room_for_cache(9 * GB).found
+    assert resource_estimate.available_memory_bytes() == driver.available_memory_bytes() == 3 * GB
+    assert "this machine has 8.6 GB" in resource_estimate._room_for_cache(9 * GB).found
 
 
 def test_a_doctor_of_a_small_container(make, tmp_path):

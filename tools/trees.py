@@ -11,9 +11,9 @@ from typing import Annotated, Any
 
 import typer
 
-from edgellm.artifact import check_output_file, replace_file
-from edgellm.command import SNAKE_CASE, App, run_command
-from edgellm.contract import EdgeLLMError
+from edgellm.core.artifact import check_output_file, replace_file
+from edgellm.core.cli import SNAKE_CASE, App, run_command
+from edgellm.core.contract import EdgeLLMError
 
 PAGE = Path(__file__).with_name("trees.html")
 _PLACE = "@DATA@"

@@ -1,4 +1,4 @@
-"""What the call of a cached attention has; each layer's own, see `edgellm.export.functions`."""
+"""What the call of a cached attention has; each layer's own, see `edgellm.export.onnx.functions.attention`."""
 
 from __future__ import annotations
 
@@ -6,9 +6,9 @@ from dataclasses import dataclass
 
 import onnx_ir as ir
 
-from edgellm import contract
-from edgellm.build.lowering.calls import find_calls, require_known
-from edgellm.contract import BrokenArtifactError, UnsupportedModelError
+from edgellm.build.lowering.function_calls import find_calls, require_known
+from edgellm.core import contract
+from edgellm.core.contract import BrokenArtifactError, UnsupportedModelError
 
 _OPERANDS = (
     "q", "k", "v", "past_key", "past_value", "write_index", "visible", "cos", "sin", "positions",

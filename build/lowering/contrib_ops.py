@@ -6,10 +6,10 @@ import numpy as np
 import onnx_ir as ir
 from onnx_ir.passes.common import unused_removal
 
-from edgellm import contract
-from edgellm.build.lowering.calls import inline
+from edgellm.build.lowering.bind_rope import settle_frequencies
+from edgellm.build.lowering.function_calls import inline
 from edgellm.build.lowering.graph import GraphEditor
-from edgellm.build.lowering.ropes import settle_frequencies
+from edgellm.core import contract
 
 CACHE_NAMES = (contract.PAST, contract.PRESENT)
 CONTRIB = "com.microsoft"

@@ -1,4 +1,4 @@
-"""What the call of a mixture of experts has, see `edgellm.export.expert_functions`.
+"""What the call of a mixture of experts has, see `edgellm.export.onnx.functions.experts`.
 
 Shapes: S rows, H hidden size, E experts, K that a row takes, I width between gate and down.
 """
@@ -11,10 +11,10 @@ from dataclasses import dataclass
 import numpy as np
 import onnx_ir as ir
 
-from edgellm.build.lowering.block_factors import slice_first, stored_tensor
-from edgellm.build.lowering.calls import EXPERT_CALLS, find_calls, require_known
+from edgellm.build.lowering.function_calls import EXPERT_CALLS, find_calls, require_known
 from edgellm.build.lowering.graph import GraphEditor
-from edgellm.build.lowering.linear_weights import (
+from edgellm.build.lowering.linears.block_factors import slice_first, stored_tensor
+from edgellm.build.lowering.linears.weights import (
     KINDS,
     LinearWeight,
     WeightPart,
@@ -22,7 +22,7 @@ from edgellm.build.lowering.linear_weights import (
     linear_layers,
 )
 from edgellm.build.lowering.weights import constant_array
-from edgellm.contract import (
+from edgellm.core.contract import (
     BLOCK_EXPERTS,
     BLOCK_LINEAR,
     EXPERTS,

@@ -8,10 +8,10 @@ from edgellm.build.onnxruntime_cpu.options import CpuOptions as Options
 from edgellm.build.onnxruntime_cpu.options import kernels_of
 from edgellm.build.plan import Compiled, Estimate, Origin, Plan, Report
 from edgellm.build.plan import Options as AnyOptions
+from edgellm.core.manifest import Bundle
 from edgellm.device_runtime.runners import onnxruntime_cpu
 from edgellm.device_runtime.runners.onnxruntime_cpu import EDGELLM
 from edgellm.device_runtime.runners.onnxruntime_cpu.processor import instruction_sets
-from edgellm.manifest import Bundle
 
 __all__ = [
     "DEVICE",

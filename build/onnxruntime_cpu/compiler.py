@@ -12,28 +12,31 @@ from typing import Any
 import onnx_ir as ir
 import onnxruntime as ort
 
-from edgellm import contract
-from edgellm.build.check import Verdict, require_alike, run_passes
-from edgellm.build.costs import measure
-from edgellm.build.lowering.adapters import write_adapted_layers
-from edgellm.build.lowering.round_int4 import load_portable, rounded_weights
+from edgellm.build.host_info import trim
+from edgellm.build.lowering.linears.round_int4 import load_portable, rounded_weights
+from edgellm.build.lowering.lora import write_adapted_layers
 from edgellm.build.lowering.weights import WeightFile
-from edgellm.build.machine import trim
-from edgellm.build.onnxruntime_cpu.commit import compile_commit
+from edgellm.build.onnxruntime_cpu.commit_graph import compile_commit
+from edgellm.build.onnxruntime_cpu.edgellm_kernels.attention import page_spec
+from edgellm.build.onnxruntime_cpu.edgellm_kernels.embedding import rounded_block
+from edgellm.build.onnxruntime_cpu.edgellm_kernels.linears import OwnLinears
 from edgellm.build.onnxruntime_cpu.expert_check import check_experts
+from edgellm.build.onnxruntime_cpu.graph_variants import Variant, settled, variants_of
 from edgellm.build.onnxruntime_cpu.lower import lower, take_answers
 from edgellm.build.onnxruntime_cpu.memory_estimate import estimate_graphs
 from edgellm.build.onnxruntime_cpu.optimize import optimize
 from edgellm.build.onnxruntime_cpu.options import kernels_of, notes_of
-from edgellm.build.onnxruntime_cpu.own_attention import page_spec
-from edgellm.build.onnxruntime_cpu.own_embedding import rounded_block
-from edgellm.build.onnxruntime_cpu.own_linears import OwnLinears
-from edgellm.build.onnxruntime_cpu.variants import Variant, settled, variants_of
+from edgellm.build.pass_timing import measure
 from edgellm.build.plan import Compiled, Estimate, Plan, Report
 from edgellm.build.progress import part_of
-from edgellm.build.reference import Numbers, Source, make_reference
-from edgellm.build.rounding import Rounds
-from edgellm.contract import EdgeLLMError, UnsupportedModelError
+from edgellm.build.verify.check import Verdict, require_alike, run_passes
+from edgellm.build.verify.reference import Numbers, Source, make_reference
+from edgellm.build.verify.rounding_simulation import Rounds
+from edgellm.core import contract
+from edgellm.core.contract import EdgeLLMError, UnsupportedModelError
+from edgellm.core.graph_roles import COMMIT, DECODER, ENCODER, HEADS, ROLES
+from edgellm.core.manifest import Bundle, GraphSpec, with_kv_dtype
+from edgellm.core.model_spec import KVCacheSpec
 from edgellm.device_runtime.adapted_layers import MAX_LORA_RANK
 from edgellm.device_runtime.kernels.pack import VERSION
 from edgellm.device_runtime.runners.onnxruntime_cpu import EDGELLM, KERNELS, LAYOUT
@@ -43,9 +46,6 @@ from edgellm.device_runtime.runners.onnxruntime_cpu.runner import (
     open_runner,
 )
 from edgellm.device_runtime.runners.onnxruntime_graphs import load_graph
-from edgellm.manifest import Bundle, GraphSpec, with_kv_dtype
-from edgellm.roles import COMMIT, DECODER, ENCODER, HEADS, ROLES
-from edgellm.specs import KVCacheSpec
 
 _HEAD_STEP, _LARGEST_HEAD = 8, 256  # head_dim: of ONNX Runtime's attention; of edgellm's kernels
 _EXACT = {"fp32", "fp16", "bf16", "fp8"}  # products of floats, whose inputs are not rounded

@@ -15,14 +15,14 @@ import onnx
 import onnx_ir as ir
 from numpy.typing import NDArray
 
-from edgellm.build.check import DEVIATIONS, row_errors
+from edgellm.build.lowering.expert_subgraph import slice_experts
 from edgellm.build.lowering.experts import ExpertLayer
-from edgellm.build.lowering.some_experts import slice_experts
-from edgellm.build.pieces import run_in_pieces
-from edgellm.build.plain_versions import plain_versions
-from edgellm.build.reference import Source, float_error
-from edgellm.build.rounding import Rounds
-from edgellm.contract import EdgeLLMError
+from edgellm.build.verify.check import DEVIATIONS, row_errors
+from edgellm.build.verify.reference import Source, float_error
+from edgellm.build.verify.reference_graphs import plain_versions
+from edgellm.build.verify.rounding_simulation import Rounds
+from edgellm.build.verify.streamed_eval import run_in_pieces
+from edgellm.core.contract import EdgeLLMError
 from edgellm.device_runtime.kernels.library import DOMAIN
 from edgellm.device_runtime.runners.onnxruntime_graphs import load_graph
 

@@ -5,12 +5,12 @@ from __future__ import annotations
 import numpy as np
 import onnx_ir as ir
 
-from edgellm import contract
 from edgellm.build.lowering.attention import CachedAttention, packed_rows
-from edgellm.build.lowering.calls import find_calls
 from edgellm.build.lowering.contrib_ops import CACHE_NAMES, CONTRIB, MASKED, rotate, row_tables
+from edgellm.build.lowering.function_calls import find_calls
 from edgellm.build.lowering.graph import GraphEditor
-from edgellm.specs import CacheRanges
+from edgellm.core import contract
+from edgellm.core.model_spec import CacheRanges
 
 _FIRST_SCALE = 12  # inputs of GroupQueryAttention: k_scale, v_scale
 

@@ -9,8 +9,8 @@ import numpy as np
 import onnx_ir as ir
 
 from edgellm.build.lowering.graph import GraphEditor
-from edgellm.build.lowering.linear_groups import Rounding, RoundingKernel
-from edgellm.build.lowering.linear_weights import Blocks, LinearWeight
+from edgellm.build.lowering.linears.groups import Rounding, RoundingKernel
+from edgellm.build.lowering.linears.weights import Blocks, LinearWeight
 from edgellm.device_runtime.runners.onnxruntime_cpu.processor import has_fast_int8
 
 

@@ -11,9 +11,6 @@ from __future__ import annotations
 import numpy as np
 import onnx_ir as ir
 
-from edgellm import contract
-from edgellm.build.lowering.adapters import Marks
-from edgellm.build.lowering.calls import READ_BY_LOWERINGS, inline
 from edgellm.build.lowering.contrib_ops import (
     bind_capacity,
     finish,
@@ -22,24 +19,29 @@ from edgellm.build.lowering.contrib_ops import (
     lower_norms,
     lower_rotations,
 )
+from edgellm.build.lowering.embeddings import look_up_blocks
+from edgellm.build.lowering.function_calls import READ_BY_LOWERINGS, inline
 from edgellm.build.lowering.graph import GraphEditor
-from edgellm.build.lowering.linear_groups import LinearKernel, lower_linears
-from edgellm.build.lowering.rounded_inputs import lower_inputs
-from edgellm.build.lowering.tables import look_up_blocks
+from edgellm.build.lowering.linears.groups import LinearKernel, lower_linears
+from edgellm.build.lowering.linears.rounded_inputs import lower_inputs
+from edgellm.build.lowering.lora import Marks
 from edgellm.build.lowering.weights import (
     WeightFile,
     constant_array,
     parameter_name,
 )
+from edgellm.build.onnxruntime_cpu.edgellm_kernels.attention import (
+    lower_attention as lower_own_attention,
+)
+from edgellm.build.onnxruntime_cpu.edgellm_kernels.embedding import lower_embeddings
+from edgellm.build.onnxruntime_cpu.edgellm_kernels.experts import lower_experts
+from edgellm.build.onnxruntime_cpu.edgellm_kernels.linears import OwnLinears, lower_own_linears
+from edgellm.build.onnxruntime_cpu.edgellm_kernels.recurrent import lower_recurrences, recurrences
 from edgellm.build.onnxruntime_cpu.grouped_attention import lower_attention, narrow_cache
-from edgellm.build.onnxruntime_cpu.own_attention import lower_attention as lower_own_attention
-from edgellm.build.onnxruntime_cpu.own_embedding import lower_embeddings
-from edgellm.build.onnxruntime_cpu.own_experts import lower_experts
-from edgellm.build.onnxruntime_cpu.own_linears import OwnLinears, lower_own_linears
-from edgellm.build.onnxruntime_cpu.own_recurrent import lower_recurrences, recurrences
-from edgellm.contract import FUNCTIONS
+from edgellm.core import contract
+from edgellm.core.contract import FUNCTIONS
+from edgellm.core.model_spec import KVCacheSpec
 from edgellm.device_runtime.kernels.library import DOMAIN
-from edgellm.specs import KVCacheSpec
 
 _HALF_TYPES = (ir.DataType.FLOAT16, ir.DataType.BFLOAT16)
 

@@ -9,22 +9,22 @@ from pathlib import Path
 
 import onnx_ir as ir
 
-from edgellm.build.lowering.calls import find_calls
+from edgellm.build.lowering.embeddings import table_of
 from edgellm.build.lowering.experts import ExpertLayer
-from edgellm.build.lowering.linear_weights import LinearWeight, layer_name, linear_layers
-from edgellm.build.lowering.round_int4 import BLOCK_SIZE as INT4_BLOCK
-from edgellm.build.lowering.tables import table_of
-from edgellm.build.onnxruntime_cpu.own_embedding import packed_table
-from edgellm.build.onnxruntime_cpu.own_experts import forms_of
-from edgellm.build.onnxruntime_cpu.own_linears import OwnLinears
-from edgellm.build.onnxruntime_cpu.variants import variants_of
-from edgellm.build.pieces import PIECE, SLICE
+from edgellm.build.lowering.function_calls import find_calls
+from edgellm.build.lowering.linears.round_int4 import BLOCK_SIZE as INT4_BLOCK
+from edgellm.build.lowering.linears.weights import LinearWeight, layer_name, linear_layers
+from edgellm.build.onnxruntime_cpu.edgellm_kernels.embedding import packed_table
+from edgellm.build.onnxruntime_cpu.edgellm_kernels.experts import forms_of
+from edgellm.build.onnxruntime_cpu.edgellm_kernels.linears import OwnLinears
+from edgellm.build.onnxruntime_cpu.graph_variants import variants_of
 from edgellm.build.plan import Estimate, Plan
-from edgellm.cache_sizes import cache_bytes
-from edgellm.contract import ROUTER
-from edgellm.manifest import Bundle
-from edgellm.roles import COMMIT, DECODER
-from edgellm.specs import KVCacheSpec
+from edgellm.build.verify.streamed_eval import PIECE, SLICE
+from edgellm.core.contract import ROUTER
+from edgellm.core.graph_roles import COMMIT, DECODER
+from edgellm.core.kv_cache_size import cache_bytes
+from edgellm.core.manifest import Bundle
+from edgellm.core.model_spec import KVCacheSpec
 
 _BUILDER_BYTES = 85 << 20  # interpreter, libraries, the graph's nodes
 _SESSION_BYTES = 55 << 20  # sessions, kernels, activations of a pass
@@ -93,7 +93,7 @@ def _peak_bytes(held: Sequence[_Held], kv_bytes: int) -> int:
 
 # ------------------------------------------------------------------------------------ checks
 def _checked_bytes(model: ir.Model, plan: Plan) -> int:
-    """Of decoded weights, see `build.pieces`: those of a piece, and copies of one on its way."""
+    """Of decoded weights, see `build.verify.streamed_eval`: those of a piece, and copies of one on its way."""
     most = copies = piece = decoded = 0
     for numbers, steps in _read(model, is_rounded=plan.quantize == "int4"):
         if piece + numbers > PIECE:

@@ -10,12 +10,12 @@ from pathlib import Path
 
 import onnxruntime as ort
 
-from edgellm.build.check import largest_error
-from edgellm.build.reference import Numbers
-from edgellm.contract import EdgeLLMError
+from edgellm.build.verify.check import largest_error
+from edgellm.build.verify.reference import Numbers
+from edgellm.core.contract import EdgeLLMError
+from edgellm.core.disk_space import forget, require_room, require_space
 from edgellm.device_runtime.kernels.library import register
 from edgellm.device_runtime.runners.onnxruntime_graphs import load_graph, maps_weights, set_threads
-from edgellm.disk import forget, require_room, require_space
 
 _PACKED_TWICE = 2  # a file with prepacked weights holds them as they were, too
 _SAVED = 1e-3  # relative; one graph, loaded twice

@@ -13,16 +13,19 @@ from enum import Enum
 import numpy as np
 import onnx_ir as ir
 
-from edgellm import contract
 from edgellm.build.lowering.attention import CachedAttention
-from edgellm.build.lowering.calls import find_calls, require_known
 from edgellm.build.lowering.contrib_ops import row_tables
+from edgellm.build.lowering.function_calls import find_calls, require_known
 from edgellm.build.lowering.graph import GraphEditor
 from edgellm.build.onnxruntime_cuda.batches import BATCH
 from edgellm.build.onnxruntime_cuda.fused_attention import FusedLayers, why_not_fused
 from edgellm.build.onnxruntime_cuda.plain_attention import PlainLayers
-from edgellm.contract import UnsupportedModelError
-from edgellm.device_runtime.runners.onnxruntime_cuda.slots import VISIBLE, VISIBLE_IN_WINDOW
+from edgellm.core import contract
+from edgellm.core.contract import UnsupportedModelError
+from edgellm.device_runtime.runners.onnxruntime_cuda.attention_inputs import (
+    VISIBLE,
+    VISIBLE_IN_WINDOW,
+)
 
 _NAMES = {contract.VISIBLE_SLOTS: VISIBLE, contract.VISIBLE_IN_WINDOW: VISIBLE_IN_WINDOW}
 

@@ -5,12 +5,12 @@ from __future__ import annotations
 import numpy as np
 import onnx_ir as ir
 
-from edgellm import contract
 from edgellm.build.lowering.contrib_ops import CACHE_NAMES
 from edgellm.build.lowering.graph import GraphEditor
 from edgellm.build.plan import Plan
-from edgellm.device_runtime.runners.onnxruntime_cuda.grids import MOST_JOINED
-from edgellm.device_runtime.runners.onnxruntime_cuda.slots import ROW_NUMBERS
+from edgellm.core import contract
+from edgellm.device_runtime.runners.onnxruntime_cuda.attention_inputs import ROW_NUMBERS
+from edgellm.device_runtime.runners.onnxruntime_cuda.padded_batch import MOST_JOINED
 
 BATCH = "batch"  # symbol of the number of sequences
 _BY_SEQUENCE = (contract.INPUT_IDS, contract.DRAFT_HIDDEN)

@@ -11,40 +11,44 @@ from pathlib import Path
 
 import onnx_ir as ir
 
-from edgellm.build.check import Verdict, require_alike
-from edgellm.build.costs import measure
-from edgellm.build.lowering.adapters import Places, engine_options, write_adapted_layers
 from edgellm.build.lowering.experts import ExpertLayer
-from edgellm.build.lowering.linear_weights import LinearWeight, linear_layers, weight_kinds
-from edgellm.build.lowering.round_int4 import BLOCK_SIZE as INT4_BLOCK
-from edgellm.build.lowering.round_int4 import check_quantize, load_portable, rounded_weights
+from edgellm.build.lowering.linears.round_int4 import BLOCK_SIZE as INT4_BLOCK
+from edgellm.build.lowering.linears.round_int4 import (
+    check_quantize,
+    load_portable,
+    rounded_weights,
+)
+from edgellm.build.lowering.linears.weights import LinearWeight, linear_layers, weight_kinds
+from edgellm.build.lowering.lora import Places, engine_options, write_adapted_layers
 from edgellm.build.lowering.weights import WeightFile, parameter_name
 from edgellm.build.onnxruntime_cuda.attention import Form
 from edgellm.build.onnxruntime_cuda.batches import spare_rows
-from edgellm.build.onnxruntime_cuda.choices import ROUNDED_BITS, Choices, choose
 from edgellm.build.onnxruntime_cuda.experts import expert_bytes
+from edgellm.build.onnxruntime_cuda.kernel_choice import ROUNDED_BITS, Choices, choose
 from edgellm.build.onnxruntime_cuda.linears import CudaKernel, dense_name, takes_int_gemm
 from edgellm.build.onnxruntime_cuda.lower import lower_for_cuda
 from edgellm.build.onnxruntime_cuda.plain_attention import rows_graph
+from edgellm.build.pass_timing import measure
 from edgellm.build.plan import RUNTIME_BYTES, Compiled, Estimate, Plan, Report, most_rows
-from edgellm.build.reference import Source, make_reference
-from edgellm.build.rounding import Rounds
-from edgellm.cache_sizes import cache_bytes
-from edgellm.contract import EdgeLLMError
+from edgellm.build.verify.check import Verdict, require_alike
+from edgellm.build.verify.reference import Source, make_reference
+from edgellm.build.verify.rounding_simulation import Rounds
+from edgellm.core.contract import EdgeLLMError
+from edgellm.core.graph_roles import DECODER, ROLES
+from edgellm.core.kv_cache_size import cache_bytes
+from edgellm.core.manifest import Bundle, GraphSpec, with_kv_dtype
+from edgellm.core.model_spec import KVCacheSpec
 from edgellm.device_runtime.gpu import memory_bytes
 from edgellm.device_runtime.runners import Runner
 from edgellm.device_runtime.runners.onnxruntime_cuda import (
     open_graphs,
     provider,
 )
-from edgellm.device_runtime.runners.onnxruntime_cuda.slots import (
+from edgellm.device_runtime.runners.onnxruntime_cuda.attention_inputs import (
     ADAPTED_SUFFIX,
     CAUSAL_SUFFIX,
     ROWS_GRAPH,
 )
-from edgellm.manifest import Bundle, GraphSpec, with_kv_dtype
-from edgellm.roles import DECODER, ROLES
-from edgellm.specs import KVCacheSpec
 
 _INT8_BLOCK = 32
 PREFILL_ROWS = 256  # where nothing is measured: scores of a pass are a matrix

@@ -17,8 +17,8 @@ from collections.abc import Iterator
 import numpy as np
 import onnx_ir as ir
 
-from edgellm.build.lowering.calls import find_calls, require_known
 from edgellm.build.lowering.experts import ExpertLayer
+from edgellm.build.lowering.function_calls import find_calls, require_known
 from edgellm.build.lowering.graph import GraphEditor
 from edgellm.build.lowering.weights import constant_array
 from edgellm.build.onnxruntime_cuda.integer_experts import (
@@ -26,7 +26,7 @@ from edgellm.build.onnxruntime_cuda.integer_experts import (
     emit_integer_experts,
     integer_form,
 )
-from edgellm.contract import ROUTER, BrokenArtifactError, UnsupportedModelError
+from edgellm.core.contract import ROUTER, BrokenArtifactError, UnsupportedModelError
 
 EXPERTS_VERSION = "1.28"  # of ONNX Runtime, the first that computes what is asked for
 _LEAST = 1e-30  # of a share whose logarithm is taken

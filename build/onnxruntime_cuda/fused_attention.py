@@ -19,7 +19,7 @@ from edgellm.build.lowering.attention import CachedAttention, packed_rows
 from edgellm.build.lowering.contrib_ops import CONTRIB, LOWEST, rotate
 from edgellm.build.lowering.graph import GraphEditor
 from edgellm.build.onnxruntime_cuda.plain_attention import stored_sinks
-from edgellm.device_runtime.runners.onnxruntime_cuda.slots import LAST_ROW, LIVE_ROWS
+from edgellm.device_runtime.runners.onnxruntime_cuda.attention_inputs import LAST_ROW, LIVE_ROWS
 
 _HEAD_MULTIPLE = 8  # of numbers of a head
 

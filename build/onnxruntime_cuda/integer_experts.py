@@ -20,7 +20,7 @@ import onnx_ir as ir
 
 from edgellm.build.lowering.experts import ExpertLayer
 from edgellm.build.lowering.graph import GraphEditor
-from edgellm.build.lowering.linear_weights import Blocks, LinearWeight
+from edgellm.build.lowering.linears.weights import Blocks, LinearWeight
 from edgellm.build.onnxruntime_cuda.linears import split_blocks
 
 INTEGER_EXPERTS_VERSION = "1.31"  # of ONNX Runtime

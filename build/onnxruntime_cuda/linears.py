@@ -13,8 +13,8 @@ import numpy as np
 import onnx_ir as ir
 
 from edgellm.build.lowering.graph import GraphEditor
-from edgellm.build.lowering.linear_groups import Rounding
-from edgellm.build.lowering.linear_weights import Blocks, LinearWeight
+from edgellm.build.lowering.linears.groups import Rounding
+from edgellm.build.lowering.linears.weights import Blocks, LinearWeight
 
 LARGEST_BLOCK = 128  # for which MatMulNBits has kernels of its own
 # Its products on tensor cores (fpA_intB, microsoft/onnxruntime#32324: what public builds have) take

@@ -9,7 +9,6 @@ from __future__ import annotations
 import numpy as np
 import onnx_ir as ir
 
-from edgellm.build.lowering.adapters import AdapterSums, Marks, Places
 from edgellm.build.lowering.contrib_ops import (
     bind_capacity,
     finish,
@@ -18,17 +17,18 @@ from edgellm.build.lowering.contrib_ops import (
     lower_norms,
     lower_rotations,
 )
+from edgellm.build.lowering.embeddings import widen_tables
 from edgellm.build.lowering.graph import GraphEditor
-from edgellm.build.lowering.linear_groups import LinearKernel, lower_linears
-from edgellm.build.lowering.picks import add_top_logits
-from edgellm.build.lowering.rounded_inputs import lower_inputs
-from edgellm.build.lowering.tables import widen_tables
+from edgellm.build.lowering.linears.groups import LinearKernel, lower_linears
+from edgellm.build.lowering.linears.rounded_inputs import lower_inputs
+from edgellm.build.lowering.lora import AdapterSums, Marks, Places
+from edgellm.build.lowering.top_logits import add_top_logits
 from edgellm.build.lowering.weights import WeightFile, constant_array, keep_apart, parameter_name
 from edgellm.build.onnxruntime_cuda.attention import Form, lower_cached_attention
 from edgellm.build.onnxruntime_cuda.batches import lower_batches
 from edgellm.build.onnxruntime_cuda.experts import lower_experts
-from edgellm.build.onnxruntime_cuda.kernels import check_kernels
-from edgellm.contract import FUNCTIONS
+from edgellm.build.onnxruntime_cuda.kernel_table import check_kernels
+from edgellm.core.contract import FUNCTIONS
 
 
 def lower_for_cuda(

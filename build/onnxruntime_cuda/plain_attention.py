@@ -11,14 +11,14 @@ from collections.abc import Mapping
 import numpy as np
 import onnx_ir as ir
 
-from edgellm import contract
 from edgellm.build.lowering.attention import CachedAttention
 from edgellm.build.lowering.contrib_ops import CONTRIB, LOWERED_OPSET, LOWEST, rotate
 from edgellm.build.lowering.graph import GraphEditor
 from edgellm.build.lowering.weights import constant_array, parameter_name
-from edgellm.contract import BrokenArtifactError, UnsupportedModelError
-from edgellm.device_runtime.runners.onnxruntime_cuda.slots import KEPT, SLOTS
-from edgellm.specs import KVCacheSpec
+from edgellm.core import contract
+from edgellm.core.contract import BrokenArtifactError, UnsupportedModelError
+from edgellm.core.model_spec import KVCacheSpec
+from edgellm.device_runtime.runners.onnxruntime_cuda.attention_inputs import KEPT, SLOTS
 
 
 class PlainLayers:

@@ -14,22 +14,22 @@ from typing import Any
 
 import onnx_ir as ir
 
-from edgellm.artifact import defer_interrupt
 from edgellm.build.plan import Report
+from edgellm.build.tensorrt.build_monitor import EngineFile, progress_monitor
 from edgellm.build.tensorrt.engine_layers import inspect_engine
 from edgellm.build.tensorrt.kernel_log import Kernel, read_kernels
 from edgellm.build.tensorrt.known_faults import has_fp4, known_refusal, switches, told
-from edgellm.build.tensorrt.memory import MappedFile, memory_returned
-from edgellm.build.tensorrt.observers import EngineFile, progress_monitor
+from edgellm.build.tensorrt.memory_trim import MappedFile, memory_returned
 from edgellm.build.tensorrt.options import TensorRtOptions
 from edgellm.build.tensorrt.plugins import register
 from edgellm.build.tensorrt.profiles import Pass
 from edgellm.build.tensorrt.target import Target
-from edgellm.contract import EdgeLLMError
-from edgellm.device_runtime.runners.tensorrt import python_plugins
-from edgellm.device_runtime.runners.tensorrt.attention_nodes import ATTEND, NODES
-from edgellm.device_runtime.runners.tensorrt.library import Library
-from edgellm.device_runtime.runners.tensorrt.library_log import LibraryLog
+from edgellm.core.artifact import defer_interrupt
+from edgellm.core.contract import EdgeLLMError
+from edgellm.device_runtime.runners.tensorrt.library import python_plugins
+from edgellm.device_runtime.runners.tensorrt.library.attention_nodes import ATTEND, NODES
+from edgellm.device_runtime.runners.tensorrt.library.log import LibraryLog
+from edgellm.device_runtime.runners.tensorrt.library.trt_import import Library
 
 
 @dataclass(frozen=True, slots=True)

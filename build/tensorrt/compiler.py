@@ -8,31 +8,36 @@ from pathlib import Path
 
 import onnx_ir as ir
 
-from edgellm.build.lowering.adapters import Places, engine_options, write_adapted_layers
 from edgellm.build.lowering.experts import refuse_experts
-from edgellm.build.lowering.linear_weights import weight_kinds
+from edgellm.build.lowering.linears.weights import weight_kinds
+from edgellm.build.lowering.lora import Places, engine_options, write_adapted_layers
 from edgellm.build.lowering.weights import WeightFile
 from edgellm.build.plan import Compiled, Estimate, Plan, Report
-from edgellm.build.tensorrt.adapt import adapt
 from edgellm.build.tensorrt.builder import Built, build
-from edgellm.build.tensorrt.cache_plan import CachePlan, plan_cache
-from edgellm.build.tensorrt.fallback import check_types, fall_back, lacking_kinds, weights_beside
-from edgellm.build.tensorrt.int4_blocks import notes_of_blocks
 from edgellm.build.tensorrt.layer_report import notes_of, write_report
-from edgellm.build.tensorrt.lower import lower
-from edgellm.build.tensorrt.memory import memory_returned
+from edgellm.build.tensorrt.lowering.cache_plan import CachePlan, plan_cache
+from edgellm.build.tensorrt.lowering.downgrade_ops import adapt
+from edgellm.build.tensorrt.lowering.int4_blocks import notes_of_blocks
+from edgellm.build.tensorrt.lowering.lower import lower
+from edgellm.build.tensorrt.lowering.precision_fallback import (
+    check_types,
+    fall_back,
+    lacking_kinds,
+    weights_beside,
+)
 from edgellm.build.tensorrt.memory_estimate import Sizes, estimate_graphs
+from edgellm.build.tensorrt.memory_trim import memory_returned
 from edgellm.build.tensorrt.options import TensorRtOptions, options_of
 from edgellm.build.tensorrt.profiles import Pass, passes_of
 from edgellm.build.tensorrt.target import find_target
-from edgellm.cache_sizes import cache_bytes
-from edgellm.contract import EdgeLLMError, past_name, present_name
+from edgellm.core.contract import EdgeLLMError, past_name, present_name
+from edgellm.core.graph_roles import DECODER, ENCODER
+from edgellm.core.kv_cache_size import cache_bytes
+from edgellm.core.manifest import Bundle, GraphSpec
+from edgellm.core.model_spec import DraftSpec, KVCacheSpec, VisionSpec
 from edgellm.device_runtime.gpu import memory_bytes
 from edgellm.device_runtime.runners.tensorrt import KERNELS
 from edgellm.device_runtime.runners.tensorrt.cache import aligned_capacity
-from edgellm.manifest import Bundle, GraphSpec
-from edgellm.roles import DECODER, ENCODER
-from edgellm.specs import DraftSpec, KVCacheSpec, VisionSpec
 
 _NAMES = {DECODER: "llm", ENCODER: "visual"}  # of files, where they are not the role's
 _NOT_RUN = "not compared with the portable graph: a build does not run TensorRT engines"

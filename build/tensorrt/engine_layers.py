@@ -22,8 +22,8 @@ from edgellm.build.tensorrt.kernel_log import (
     Tensor,
     passes_of_parts,
 )
-from edgellm.contract import EdgeLLMError
-from edgellm.device_runtime.runners.tensorrt.library_log import LibraryLog
+from edgellm.core.contract import EdgeLLMError
+from edgellm.device_runtime.runners.tensorrt.library.log import LibraryLog
 
 _TYPES = {  # words of sentences, in the order in which they are looked for
     "FP4": "FP4E2M1",

@@ -20,7 +20,7 @@ from dataclasses import dataclass
 
 import onnx_ir as ir
 
-from edgellm.build.tensorrt.operators import Version
+from edgellm.build.tensorrt.lowering.op_table import Version
 from edgellm.build.tensorrt.target import Target
 
 SWITCHES = "__LUNOWUD"

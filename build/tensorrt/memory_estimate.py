@@ -11,13 +11,13 @@ from dataclasses import dataclass
 
 import onnx_ir as ir
 
-from edgellm.build.lowering.linear_weights import LinearWeight, linear_layers
-from edgellm.build.lowering.tables import table_of
+from edgellm.build.lowering.embeddings import table_of
+from edgellm.build.lowering.linears.weights import LinearWeight, linear_layers
 from edgellm.build.lowering.weights import parameter_name
 from edgellm.build.plan import Estimate
-from edgellm.build.tensorrt.fallback import BLOCK_SIZE, INT4, is_lacking
-from edgellm.build.tensorrt.int4_blocks import layout_of, notes_of_blocks
-from edgellm.build.tensorrt.linears import is_widened
+from edgellm.build.tensorrt.lowering.int4_blocks import layout_of, notes_of_blocks
+from edgellm.build.tensorrt.lowering.linears import is_widened
+from edgellm.build.tensorrt.lowering.precision_fallback import BLOCK_SIZE, INT4, is_lacking
 
 _BITS = {"int4": 4, "int8": 8, "fp8": 8, "fp4": 4}
 _COMPILER_BYTES = 330 << 20  # interpreter, kernels in the making, 200 MB to write the engine

@@ -15,7 +15,7 @@ from types import GenericAlias
 from typing import Any
 
 from edgellm.device_runtime.kernels.triton import prebuilt
-from edgellm.device_runtime.runners.tensorrt.attention_nodes import (
+from edgellm.device_runtime.runners.tensorrt.library.attention_nodes import (
     GIVEN,
     NAMESPACE,
     PLUGINS,

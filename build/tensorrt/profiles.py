@@ -9,12 +9,12 @@ from __future__ import annotations
 from collections.abc import Iterator, Mapping, Sequence
 from dataclasses import dataclass
 
-from edgellm.build.lowering.adapters import Places
+from edgellm.build.lowering.lora import Places
 from edgellm.build.plan import Plan
-from edgellm.device_runtime.runners.tensorrt.sequences import shared_rows
-from edgellm.manifest import Bundle
-from edgellm.roles import ROLES, Rows
-from edgellm.specs import VisionSpec
+from edgellm.core.graph_roles import ROLES, Rows
+from edgellm.core.manifest import Bundle
+from edgellm.core.model_spec import VisionSpec
+from edgellm.device_runtime.runners.tensorrt.ragged_batch import shared_rows
 
 Range = tuple[int, int]  # least and most; kernels are chosen for the most
 _ONE: Range = (1, 1)

@@ -7,9 +7,13 @@ import re
 from dataclasses import dataclass
 
 from edgellm.build.plan import Origin
-from edgellm.contract import EdgeLLMError
+from edgellm.core.contract import EdgeLLMError
 from edgellm.device_runtime.gpu import compute_capability, driver_cuda
-from edgellm.device_runtime.runners.tensorrt.library import Library, find_library, targets
+from edgellm.device_runtime.runners.tensorrt.library.trt_import import (
+    Library,
+    find_library,
+    targets,
+)
 
 _OLDEST_CUDA = (12, 0)
 

@@ -11,20 +11,20 @@ from typing import Protocol, cast, runtime_checkable
 
 import numpy as np
 
-from edgellm.contract import PIXEL_VALUES, BrokenArtifactError, RequestError
+from edgellm.core.checksums import FileCheck
+from edgellm.core.contract import PIXEL_VALUES, BrokenArtifactError, RequestError
+from edgellm.core.manifest import VISUAL_ENGINE, Engine, load_engine
+from edgellm.core.model_spec import DecoderSpec
 from edgellm.device_runtime.engine.prompt import Prompt
-from edgellm.device_runtime.sessions import F32, ImageRows
-from edgellm.device_runtime.sessions.encoder import open_encoder
-from edgellm.integrity import FileCheck
-from edgellm.manifest import VISUAL_ENGINE, Engine, load_engine
+from edgellm.device_runtime.networks import F32, ImageRows
+from edgellm.device_runtime.networks.encoder import open_encoder
 from edgellm.multimodal import processors
-from edgellm.multimodal.films import open_film
-from edgellm.multimodal.grids import grid_inputs
 from edgellm.multimodal.images import content_hash, open_image
+from edgellm.multimodal.media import Source, Video
+from edgellm.multimodal.patch_grid import grid_inputs
 from edgellm.multimodal.positions import Grid, rotary_positions
 from edgellm.multimodal.processors import FilmProcessor, FilmRules, Prepared
-from edgellm.multimodal.sources import Source, Video
-from edgellm.specs import DecoderSpec
+from edgellm.multimodal.video import open_film
 
 _ENCODER_HASH = "bundle_encoder_sha256"  # in the provenance of engines
 CACHE_BYTES = 256 << 20  # of features that are kept for further questions

@@ -4,10 +4,10 @@ from __future__ import annotations
 
 from dataclasses import dataclass
 
-from edgellm.contract import RequestError
-from edgellm.device_runtime.engine.prefix_cache import marked, row_keys
-from edgellm.device_runtime.sessions import ImageRows, LoadedAdapter, RowKey
-from edgellm.manifest import Engine
+from edgellm.core.contract import RequestError
+from edgellm.core.manifest import Engine
+from edgellm.device_runtime.kv_cache.prefix_cache import marked, row_keys
+from edgellm.device_runtime.networks import ImageRows, LoadedAdapter, RowKey
 
 
 @dataclass(frozen=True, slots=True)

@@ -5,16 +5,16 @@ from __future__ import annotations
 from dataclasses import dataclass, field
 from typing import Literal, NamedTuple
 
-from edgellm.contract import EdgeLLMError
-from edgellm.device_runtime.engine.endings import Endings, Taken
+from edgellm.core.contract import EdgeLLMError
 from edgellm.device_runtime.engine.profile import Profile, RoundCounts
 from edgellm.device_runtime.engine.prompt import Prompt
+from edgellm.device_runtime.engine.stop_detector import Endings, Taken
 from edgellm.device_runtime.faults import Confined
+from edgellm.device_runtime.networks import RowKey
+from edgellm.device_runtime.networks.sequence_kv import Context
 from edgellm.device_runtime.sampling.logprobs import TokenLogprobs
 from edgellm.device_runtime.sampling.sampler import Sampler
-from edgellm.device_runtime.sessions import RowKey
-from edgellm.device_runtime.sessions.contexts import Context
-from edgellm.device_runtime.speculate.accept import Accept, Round, accept_exactly
+from edgellm.device_runtime.speculate.acceptance import Accept, Round, accept_exactly
 from edgellm.device_runtime.speculate.drafter import Drafter
 
 FinishReason = Literal["stop", "length"]  # "stop": end token or stop string

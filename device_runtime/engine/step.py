@@ -14,8 +14,8 @@ from typing import Any, NamedTuple, TypeVar
 
 import numpy as np
 
-from edgellm.contract import EdgeLLMError
-from edgellm.device_runtime.engine.cache_slot import CacheSlot
+from edgellm.core.contract import EdgeLLMError
+from edgellm.device_runtime.engine.kv_cache_manager import CacheSlot
 from edgellm.device_runtime.engine.profile import (
     DRAFT_EXTEND,
     DRAFT_PREFILL,
@@ -27,14 +27,14 @@ from edgellm.device_runtime.engine.profile import (
 )
 from edgellm.device_runtime.engine.sequence import Sequence, Step
 from edgellm.device_runtime.faults import Confined, computed
-from edgellm.device_runtime.runners.rounds import RoundOutcome
+from edgellm.device_runtime.networks import F32, I64
+from edgellm.device_runtime.networks.decoder import DecoderSession, Part, PassResult
+from edgellm.device_runtime.runners.device_speculation import RoundOutcome
 from edgellm.device_runtime.sampling.sampler import draw
-from edgellm.device_runtime.sessions import F32, I64
-from edgellm.device_runtime.sessions.decoder import DecoderSession, Part, PassResult
-from edgellm.device_runtime.sessions.rounds import RoundPart, RoundSession
-from edgellm.device_runtime.speculate.accept import Accepted, Round, accept_exactly
+from edgellm.device_runtime.speculate.acceptance import Accepted, Round, accept_exactly
+from edgellm.device_runtime.speculate.device_rounds import RoundPart, RoundSession
 from edgellm.device_runtime.speculate.drafter import Drafter, Verified
-from edgellm.device_runtime.speculate.passes import Passes, run_all
+from edgellm.device_runtime.speculate.shared_passes import Passes, run_all
 from edgellm.device_runtime.speculate.tree import Tree
 
 T = TypeVar("T")

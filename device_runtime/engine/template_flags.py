@@ -7,9 +7,9 @@ from collections.abc import Collection, Iterable, Mapping
 from dataclasses import fields
 from typing import Any
 
-from edgellm.contract import RequestError
+from edgellm.core.contract import RequestError
 from edgellm.device_runtime.sampling.sampler import SamplingParams
-from edgellm.device_runtime.tokenizer import ChatTokenizer
+from edgellm.device_runtime.text.tokenizer import ChatTokenizer
 
 # What transformers gives to every template, and what the formatter itself reads.
 GIVEN = ("tools", "documents", "add_generation_prompt", "continue_final_message")

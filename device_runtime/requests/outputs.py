@@ -7,11 +7,11 @@ from dataclasses import dataclass
 from pathlib import Path
 from typing import Any
 
-from edgellm.artifact import check_output_file, replace_file
-from edgellm.contract import EdgeLLMError
+from edgellm.core.artifact import check_output_file, replace_file
+from edgellm.core.contract import EdgeLLMError
 from edgellm.device_runtime.engine.profile import Profile
+from edgellm.device_runtime.requests.resume import UnfinishedRun, path_of
 from edgellm.device_runtime.requests.tree_log import trees_as_json
-from edgellm.device_runtime.requests.unfinished_run import UnfinishedRun, path_of
 
 
 @dataclass(frozen=True, slots=True)

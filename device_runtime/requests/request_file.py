@@ -8,11 +8,11 @@ from typing import Annotated, Any, Literal, get_args
 
 import msgspec
 
-from edgellm.contract import RequestError
+from edgellm.core.contract import RequestError
+from edgellm.core.strict_json import parse
 from edgellm.device_runtime.sampling.guidance import Guide, Kind
 from edgellm.device_runtime.sampling.sampler import LARGEST_BIAS, MOST_BIASES, SamplingParams
-from edgellm.multimodal.sources import Source, Video
-from edgellm.strict_json import parse
+from edgellm.multimodal.media import Source, Video
 
 _ARTICLE = {"text": "a text", "image": "an image", "video": "a video"}
 Role = Literal["system", "user", "assistant", "tool"]

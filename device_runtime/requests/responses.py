@@ -8,10 +8,10 @@ from contextlib import nullcontext
 from dataclasses import dataclass
 from typing import Any
 
-from edgellm.contract import EdgeLLMError, RequestError
+from edgellm.core.contract import EdgeLLMError, RequestError
+from edgellm.device_runtime.api.llm import LLM, Answer, Step
 from edgellm.device_runtime.engine import continuation
-from edgellm.device_runtime.engine.llm import LLM, Answer, Step
-from edgellm.device_runtime.engine.messages import without_template
+from edgellm.device_runtime.engine.chat_template import without_template
 from edgellm.device_runtime.engine.profile import Profile
 from edgellm.device_runtime.faults import Confined, as_failure
 from edgellm.device_runtime.requests.held_interrupts import HeldInterrupts

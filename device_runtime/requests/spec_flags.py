@@ -11,10 +11,10 @@ from typing import TYPE_CHECKING, Annotated, Any
 
 import typer
 
-from edgellm.contract import EdgeLLMError
+from edgellm.core.contract import EdgeLLMError
 
 if TYPE_CHECKING:
-    from edgellm.device_runtime.speculate.accept import Typical
+    from edgellm.device_runtime.speculate.acceptance import Typical
     from edgellm.device_runtime.speculate.options import SpecOptions
 
 Spec = Annotated[
@@ -145,7 +145,7 @@ class SpecFlags:
             EdgeLLMError: unknown words, or flags that contradict each other.
         """
         from edgellm.device_runtime.speculate import drafters, options
-        from edgellm.device_runtime.speculate.static_tree import read_choices
+        from edgellm.device_runtime.speculate.policy.static_tree import read_choices
 
         networks, lookups = drafters.networks(), drafters.lookups()
         methods = (*networks, *lookups, options.AUTO)
@@ -224,7 +224,7 @@ class SpecFlags:
         return self.tree or ("fixed" if self.use_dynamic_tree else "cost")
 
     def _typical(self) -> Typical | None:
-        from edgellm.device_runtime.speculate.accept import Typical
+        from edgellm.device_runtime.speculate.acceptance import Typical
 
         if self.posterior_threshold is not None:
             return Typical(self.posterior_threshold, self.posterior_alpha)

@@ -6,8 +6,8 @@ from collections.abc import Sequence
 from dataclasses import dataclass, field
 from typing import Any
 
-from edgellm.device_runtime.engine.llm import Step
-from edgellm.device_runtime.tokenizer import ChatTokenizer
+from edgellm.device_runtime.api.llm import Step
+from edgellm.device_runtime.text.tokenizer import ChatTokenizer
 
 
 @dataclass(slots=True)

@@ -15,9 +15,9 @@ from typing import Any, Protocol, cast, runtime_checkable
 import numpy as np
 from numpy.typing import NDArray
 
-from edgellm.contract import EdgeLLMError
-from edgellm.device_runtime.shared_costs import SharedCosts
-from edgellm.manifest import DEVICES, Engine, library_of
+from edgellm.core.contract import EdgeLLMError
+from edgellm.core.manifest import DEVICES, Engine, library_of
+from edgellm.device_runtime.runners.batch_costs import SharedCosts
 
 # Of one pass by contract name, in the host's memory, floats as float32. Arrays are fetched when
 # they are first read, which must be before the runner's next pass.

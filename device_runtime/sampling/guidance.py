@@ -15,10 +15,10 @@ from typing import TYPE_CHECKING, Any, Literal
 
 import numpy as np
 
-from edgellm.contract import EdgeLLMError, RequestError
+from edgellm.core.contract import EdgeLLMError, RequestError
+from edgellm.device_runtime.networks import F32, Bool
 from edgellm.device_runtime.sampling.ascii_regex import with_ascii_classes, with_ascii_lark
 from edgellm.device_runtime.sampling.closed_schema import closed
-from edgellm.device_runtime.sessions import F32, Bool
 
 if TYPE_CHECKING:
     from llguidance import LLMatcher, LLTokenizer

@@ -10,13 +10,13 @@ from dataclasses import dataclass, field
 import numpy as np
 from numpy.typing import NDArray
 
-from edgellm.contract import EdgeLLMError, RequestError
-from edgellm.device_runtime.engine.arguments import is_number, is_whole, require_kind
+from edgellm.core.contract import EdgeLLMError, RequestError
+from edgellm.device_runtime.networks import F32, I64
+from edgellm.device_runtime.networks.decoder import PassResult
 from edgellm.device_runtime.sampling.guidance import Constraint, Guide
 from edgellm.device_runtime.sampling.logprobs import TokenLogprobs, token_logprobs
 from edgellm.device_runtime.sampling.penalties import Penalties, PenaltyRules
-from edgellm.device_runtime.sessions import F32, I64
-from edgellm.device_runtime.sessions.decoder import PassResult
+from edgellm.device_runtime.validation import is_number, is_whole, require_kind
 
 GREEDY_BELOW_TEMPERATURE = 1e-3
 LARGEST_BIAS, MOST_BIASES, MOST_STOPS = 100, 1024, 1024

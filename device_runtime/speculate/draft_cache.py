@@ -19,10 +19,10 @@ from typing import Any
 import numpy as np
 from numpy.typing import NDArray
 
-from edgellm.device_runtime.engine.prefix_cache import count_common, marked, row_keys
-from edgellm.device_runtime.sessions import F32, I64, ImageRows, LoadedAdapter, RowKey
-from edgellm.device_runtime.sessions.contexts import Context
-from edgellm.device_runtime.sessions.draft import DraftPart, DraftSession
+from edgellm.device_runtime.kv_cache.prefix_cache import count_common, marked, row_keys
+from edgellm.device_runtime.networks import F32, I64, ImageRows, LoadedAdapter, RowKey
+from edgellm.device_runtime.networks.draft import DraftPart, DraftSession
+from edgellm.device_runtime.networks.sequence_kv import Context
 
 
 @dataclass(frozen=True, slots=True)

@@ -11,21 +11,21 @@ from typing import Protocol
 
 import numpy as np
 
-from edgellm.device_runtime.runners.rounds import RoundOutcome
+from edgellm.device_runtime.networks import F32, I64, ImageRows, LoadedAdapter
+from edgellm.device_runtime.networks.decoder import DecoderSession, PassResult
+from edgellm.device_runtime.networks.sequence_kv import Context
+from edgellm.device_runtime.runners.device_speculation import RoundOutcome
 from edgellm.device_runtime.sampling.sampler import Sampler
-from edgellm.device_runtime.sessions import F32, I64, ImageRows, LoadedAdapter
-from edgellm.device_runtime.sessions.contexts import Context
-from edgellm.device_runtime.sessions.decoder import DecoderSession, PassResult
-from edgellm.device_runtime.sessions.rounds import RoundPart, RoundSession
-from edgellm.device_runtime.speculate.accept import Accepted
-from edgellm.device_runtime.speculate.accounts import TextShare
-from edgellm.device_runtime.speculate.controller import Controller
-from edgellm.device_runtime.speculate.costs import ALONE, Company, price
+from edgellm.device_runtime.speculate.acceptance import Accepted
+from edgellm.device_runtime.speculate.device_rounds import RoundPart, RoundSession
 from edgellm.device_runtime.speculate.draft_cache import ImageIds
-from edgellm.device_runtime.speculate.growth import Sizes
-from edgellm.device_runtime.speculate.lookup import Foresight, LearnedLookup
-from edgellm.device_runtime.speculate.passes import Passes
-from edgellm.device_runtime.speculate.policy import Policy, TreeLimits
+from edgellm.device_runtime.speculate.policy.costs import ALONE, Company, price
+from edgellm.device_runtime.speculate.policy.device_tree_size import Sizes
+from edgellm.device_runtime.speculate.policy.spec_budget import TextShare
+from edgellm.device_runtime.speculate.policy.spec_gate import Controller
+from edgellm.device_runtime.speculate.policy.tree_policy import Policy, TreeLimits
+from edgellm.device_runtime.speculate.shared_passes import Passes
+from edgellm.device_runtime.speculate.text_lookup import Foresight, LearnedLookup
 from edgellm.device_runtime.speculate.tree import F64, Pool, Tree
 
 RETRIAL_ROWS = 64  # that a network reads at most when it is tried again, of all answers together

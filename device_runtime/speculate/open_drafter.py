@@ -5,30 +5,39 @@ from __future__ import annotations
 from dataclasses import replace
 from pathlib import Path
 
-from edgellm.device_runtime.sessions.decoder import DecoderSession
+from edgellm.core.manifest import DRAFT_FOLDER, Engine
+from edgellm.device_runtime.networks.decoder import DecoderSession
 from edgellm.device_runtime.speculate import drafters
-from edgellm.device_runtime.speculate.acceptance_rates import Calibration
-from edgellm.device_runtime.speculate.accounts import (
-    GREEDY,
-    GREEDY_BESIDE,
-    SAMPLED,
-    SAMPLED_BESIDE,
-)
-from edgellm.device_runtime.speculate.controller import Controller
-from edgellm.device_runtime.speculate.costs import Costs
 from edgellm.device_runtime.speculate.drafter import Drafter, Learned, TextDrafter
-from edgellm.device_runtime.speculate.growth import FixedSize, Sizes, WorthwhileSize
-from edgellm.device_runtime.speculate.lookup import LearnedLookup
-from edgellm.device_runtime.speculate.opening import (
+from edgellm.device_runtime.speculate.drafter_loading import (
     Opened,
     Order,
     check_tree_size,
     find_own,
 )
 from edgellm.device_runtime.speculate.options import AUTO, OWN, SpecOptions
-from edgellm.device_runtime.speculate.policy import CostAwareTree, FixedTree, Policy, TreeLimits
-from edgellm.device_runtime.speculate.static_tree import StaticTree
-from edgellm.manifest import DRAFT_FOLDER, Engine
+from edgellm.device_runtime.speculate.policy.acceptance_rates import Calibration
+from edgellm.device_runtime.speculate.policy.costs import Costs
+from edgellm.device_runtime.speculate.policy.device_tree_size import (
+    FixedSize,
+    Sizes,
+    WorthwhileSize,
+)
+from edgellm.device_runtime.speculate.policy.spec_budget import (
+    GREEDY,
+    GREEDY_BESIDE,
+    SAMPLED,
+    SAMPLED_BESIDE,
+)
+from edgellm.device_runtime.speculate.policy.spec_gate import Controller
+from edgellm.device_runtime.speculate.policy.static_tree import StaticTree
+from edgellm.device_runtime.speculate.policy.tree_policy import (
+    CostAwareTree,
+    FixedTree,
+    Policy,
+    TreeLimits,
+)
+from edgellm.device_runtime.speculate.text_lookup import LearnedLookup
 
 
 def settled(options: SpecOptions, engine: Path, base: Engine) -> SpecOptions | None:

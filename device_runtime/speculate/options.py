@@ -7,16 +7,16 @@ import itertools
 from dataclasses import dataclass
 from pathlib import Path
 
-from edgellm.contract import EdgeLLMError, LimitError
+from edgellm.core.contract import EdgeLLMError, LimitError
 from edgellm.device_runtime.speculate import drafters
-from edgellm.device_runtime.speculate.accept import (
+from edgellm.device_runtime.speculate.acceptance import (
     Accept,
     Typical,
     accept_exactly,
     accept_typically,
 )
-from edgellm.device_runtime.speculate.policy import TreeLimits
-from edgellm.device_runtime.speculate.static_tree import Choice, check_choices
+from edgellm.device_runtime.speculate.policy.static_tree import Choice, check_choices
+from edgellm.device_runtime.speculate.policy.tree_policy import TreeLimits
 
 OWN = "own"  # the draft in the engine's folder, whichever it is
 AUTO = "auto"  # the network that the engine has, and all lookups; chosen anew every round

@@ -18,12 +18,12 @@ from typing import TYPE_CHECKING, Any, Protocol, cast
 if TYPE_CHECKING:
     import onnx_ir as ir
 
-    from edgellm.export.checkpoint import Checkpoint
-    from edgellm.export.decoder_config import DecoderConfig
+    from edgellm.core.model_spec import DraftSpec
+    from edgellm.export.checkpoints.hf import Checkpoint
+    from edgellm.export.checkpoints.weights import Weights
+    from edgellm.export.config.decoder import DecoderConfig
     from edgellm.export.layers.attention import PassState
-    from edgellm.export.op import Op
-    from edgellm.export.weights import Weights
-    from edgellm.specs import DraftSpec
+    from edgellm.export.onnx.builder import Op
 
 
 class Network(Protocol):

@@ -20,22 +20,34 @@ import numpy as np
 import onnx_ir as ir
 from numpy.typing import NDArray
 
-from edgellm import contract
-from edgellm.export.block_config import (
+from edgellm.core import contract
+from edgellm.core.graph_roles import BLOCK
+from edgellm.core.model_spec import DraftSpec
+from edgellm.export.checkpoints.hf import Checkpoint
+from edgellm.export.checkpoints.vlm import text_tower
+from edgellm.export.checkpoints.weights import Weights
+from edgellm.export.config.decoder import DecoderConfig
+from edgellm.export.draft_checkpoints.block_config import (
     CONFIDENCE,
     MARKOV,
     SELECTOR,
     BlockConfig,
     read_block,
 )
-from edgellm.export.checkpoint import Checkpoint
-from edgellm.export.decoder_config import DecoderConfig
-from edgellm.export.draft_config import DraftConfig
-from edgellm.export.draft_decoder import build_fuse as build_fuse_graph
-from edgellm.export.draft_decoder import likeliest, target_names
-from edgellm.export.draft_tensors import complete, read_target_ids
-from edgellm.export.graph import HEAD_ROWS, ROWS, PassInputs, cache_shape, declare, finish, typed
-from edgellm.export.graph_files import decoder_spec, refuse_leftovers
+from edgellm.export.draft_checkpoints.config import DraftConfig
+from edgellm.export.draft_checkpoints.tensors import complete, read_target_ids
+from edgellm.export.graph.bundle_files import decoder_spec, refuse_leftovers
+from edgellm.export.graph.decoder_io import (
+    HEAD_ROWS,
+    ROWS,
+    PassInputs,
+    cache_shape,
+    declare,
+    finish,
+    typed,
+)
+from edgellm.export.graph.draft import build_fuse as build_fuse_graph
+from edgellm.export.graph.draft import likeliest, target_names
 from edgellm.export.layers.attention import PassState
 from edgellm.export.layers.blocks import Block, Convolve
 from edgellm.export.layers.embedding import Embedding
@@ -43,11 +55,7 @@ from edgellm.export.layers.linear import Linear
 from edgellm.export.layers.mlp import GatedMLP
 from edgellm.export.layers.norm import RMSNorm
 from edgellm.export.models import llama, qwen3
-from edgellm.export.op import Op
-from edgellm.export.vlm import text_tower
-from edgellm.export.weights import Weights
-from edgellm.roles import BLOCK
-from edgellm.specs import DraftSpec
+from edgellm.export.onnx.builder import Op
 
 TITLE, ROLE = "a draft of blocks", BLOCK
 FILES: tuple[str, ...] = ()

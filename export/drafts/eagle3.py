@@ -9,15 +9,15 @@ from __future__ import annotations
 
 import onnx_ir as ir
 
-from edgellm.export.draft_config import DraftConfig
+from edgellm.export.checkpoints.weights import Weights
+from edgellm.export.draft_checkpoints.config import DraftConfig
 from edgellm.export.layers.attention import PassState
 from edgellm.export.layers.embedding import Embedding
 from edgellm.export.layers.linear import Linear
 from edgellm.export.layers.mlp import GatedMLP
 from edgellm.export.layers.norm import RMSNorm
 from edgellm.export.models import llama, qwen3
-from edgellm.export.op import Op
-from edgellm.export.weights import Weights
+from edgellm.export.onnx.builder import Op
 
 
 class Fuse:

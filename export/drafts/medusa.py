@@ -15,19 +15,19 @@ from dataclasses import dataclass
 
 import onnx_ir as ir
 
-from edgellm import contract
-from edgellm.contract import BrokenArtifactError, UnsupportedModelError
-from edgellm.export.checkpoint import Checkpoint
-from edgellm.export.config import ConfigReader
-from edgellm.export.decoder_config import DecoderConfig
-from edgellm.export.draft_decoder import candidate_outputs
-from edgellm.export.graph import declare, finish
-from edgellm.export.graph_files import count_parameters, refuse_leftovers
+from edgellm.core import contract
+from edgellm.core.contract import BrokenArtifactError, UnsupportedModelError
+from edgellm.core.graph_roles import HEADS
+from edgellm.core.model_spec import DecoderSpec, DraftSpec, KVCacheSpec
+from edgellm.export.checkpoints.hf import Checkpoint
+from edgellm.export.checkpoints.weights import Weights
+from edgellm.export.config.decoder import DecoderConfig
+from edgellm.export.config.reader import ConfigReader
+from edgellm.export.graph.bundle_files import count_parameters, refuse_leftovers
+from edgellm.export.graph.decoder_io import declare, finish
+from edgellm.export.graph.draft import candidate_outputs
 from edgellm.export.layers.linear import Linear
-from edgellm.export.op import Op
-from edgellm.export.weights import Weights
-from edgellm.roles import HEADS
-from edgellm.specs import DecoderSpec, DraftSpec, KVCacheSpec
+from edgellm.export.onnx.builder import Op
 
 TITLE, ROLE = "Medusa heads", HEADS
 FILES = "medusa_lm_head.safetensors", "medusa_lm_head.pt"  # perhaps beside a model

@@ -26,25 +26,25 @@ import numpy as np
 import onnx_ir as ir
 from numpy.typing import NDArray
 
-from edgellm.contract import UnsupportedModelError
-from edgellm.export.bundle import ExportOptions, end_ids, read_architecture
-from edgellm.export.checkpoint import Checkpoint, Renamed, TensorSource
-from edgellm.export.config import ConfigReader
-from edgellm.export.decoder_config import DecoderConfig
-from edgellm.export.draft_decoder import record
-from edgellm.export.draft_tensors import DraftTensors
-from edgellm.export.graph_files import decoder_spec, refuse_leftovers
-from edgellm.export.head_rows import HeadRows, commonest
+from edgellm.core.contract import UnsupportedModelError
+from edgellm.core.graph_roles import DRAFT
+from edgellm.core.model_spec import DraftSpec
+from edgellm.export.checkpoints.hf import Checkpoint, Renamed, TensorSource
+from edgellm.export.checkpoints.residual_rotation import refuse_rotated
+from edgellm.export.checkpoints.vlm import text_tower
+from edgellm.export.checkpoints.weights import Weights
+from edgellm.export.config.decoder import DecoderConfig
+from edgellm.export.config.reader import ConfigReader
+from edgellm.export.draft_checkpoints.lm_head_pruning import HeadRows, commonest
+from edgellm.export.draft_checkpoints.tensors import DraftTensors
+from edgellm.export.graph.bundle_files import decoder_spec, refuse_leftovers
+from edgellm.export.graph.draft import record
 from edgellm.export.layers.attention import PassState
 from edgellm.export.layers.embedding import Embedding
 from edgellm.export.layers.linear import Linear
 from edgellm.export.models import ernie4_5_moe, qwen2_moe, qwen3_5_text
-from edgellm.export.op import Op
-from edgellm.export.rotation import refuse_rotated
-from edgellm.export.vlm import text_tower
-from edgellm.export.weights import Weights
-from edgellm.roles import DRAFT
-from edgellm.specs import DraftSpec
+from edgellm.export.onnx.builder import Op
+from edgellm.export.pipeline.llm import ExportOptions, end_ids, read_architecture
 
 TITLE, ROLE = "multi-token prediction", DRAFT
 FILES = ()  # it stands among the weights of its model

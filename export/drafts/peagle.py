@@ -1,18 +1,18 @@
 """P-EAGLE (arXiv 2602.01469): EAGLE-3 that foresees several tokens in one pass.
 
-The network is EAGLE-3's; see `export.mask_rows` for the rows that it was trained with. Taps that
-are all zero, as no base's are, ask for the learned feature of such a row.
+The network is EAGLE-3's; see `export.draft_checkpoints.peagle_masks` for the rows that it was
+trained with. Taps that are all zero, as no base's are, ask for the learned feature of such a row.
 """
 
 from __future__ import annotations
 
 import onnx_ir as ir
 
-from edgellm.export.draft_config import DraftConfig
+from edgellm.export.checkpoints.weights import Weights
+from edgellm.export.draft_checkpoints.config import DraftConfig
+from edgellm.export.draft_checkpoints.peagle_masks import FEATURE
 from edgellm.export.drafts import eagle3
-from edgellm.export.mask_rows import FEATURE
-from edgellm.export.op import Op
-from edgellm.export.weights import Weights
+from edgellm.export.onnx.builder import Op
 
 Model = eagle3.Model
 

@@ -4,7 +4,7 @@ from __future__ import annotations
 
 import onnx_ir as ir
 
-from edgellm.export.op import Op
+from edgellm.export.onnx.builder import Op
 
 ACTIVATIONS = ("silu", "swish", "gelu", "gelu_pytorch_tanh", "quick_gelu", "relu2")
 

@@ -12,9 +12,14 @@ from dataclasses import dataclass, field
 import numpy as np
 import onnx_ir as ir
 
-from edgellm.contract import past_name, present_name
-from edgellm.export.attention_kinds import AttentionKind
-from edgellm.export.functions import (
+from edgellm.core.contract import past_name, present_name
+from edgellm.export.config.layer_types import AttentionKind
+from edgellm.export.config.rope import Rope
+from edgellm.export.layers.embedding import Embedding
+from edgellm.export.layers.images import ImageRows
+from edgellm.export.layers.recurrent import Recurrences
+from edgellm.export.onnx.builder import Op
+from edgellm.export.onnx.functions.attention import (
     cached_attention,
     call,
     rotary_tables,
@@ -22,11 +27,6 @@ from edgellm.export.functions import (
     unrotated_attention,
     visible_slots,
 )
-from edgellm.export.layers.embedding import Embedding
-from edgellm.export.layers.images import ImageRows
-from edgellm.export.layers.recurrent import Recurrences
-from edgellm.export.op import Op
-from edgellm.export.rope import Rope
 
 
 @dataclass(slots=True)

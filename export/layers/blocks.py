@@ -10,9 +10,9 @@ from dataclasses import dataclass
 import numpy as np
 import onnx_ir as ir
 
+from edgellm.export.checkpoints.weights import Weights
 from edgellm.export.layers.linear import Linear
-from edgellm.export.op import Op
-from edgellm.export.weights import Weights
+from edgellm.export.onnx.builder import Op
 
 
 @dataclass(frozen=True, slots=True)

@@ -10,14 +10,14 @@ from dataclasses import dataclass
 import numpy as np
 import onnx_ir as ir
 
-from edgellm.contract import UnsupportedModelError
-from edgellm.export.config import ConfigReader
-from edgellm.export.delta_functions import gated_delta_rule
-from edgellm.export.functions import call
+from edgellm.core.contract import UnsupportedModelError
+from edgellm.export.checkpoints.weights import Weights
+from edgellm.export.config.reader import ConfigReader
 from edgellm.export.layers.attention import PassState, split_heads
 from edgellm.export.layers.recurrent import convolve, floats, keep_matrix
-from edgellm.export.op import Op
-from edgellm.export.weights import Weights
+from edgellm.export.onnx.builder import Op
+from edgellm.export.onnx.functions.attention import call
+from edgellm.export.onnx.functions.delta_rule import gated_delta_rule
 
 _FLOAT = ir.DataType.FLOAT
 _EPSILON = 1e-6  # of a key's and a query's length

@@ -4,11 +4,12 @@ from __future__ import annotations
 
 import onnx_ir as ir
 
-from edgellm.export import block_functions, quantized
-from edgellm.export.functions import call
+from edgellm.export.checkpoints import quantized
+from edgellm.export.checkpoints.weights import Weights
 from edgellm.export.layers.linear import block_operands
-from edgellm.export.op import Op
-from edgellm.export.weights import Weights
+from edgellm.export.onnx.builder import Op
+from edgellm.export.onnx.functions import blocks as block_functions
+from edgellm.export.onnx.functions.attention import call
 
 
 class Embedding:

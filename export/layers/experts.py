@@ -11,16 +11,16 @@ from typing import Any, Protocol
 import numpy as np
 import onnx_ir as ir
 
-from edgellm.contract import UnsupportedModelError
-from edgellm.export.config import ConfigReader
-from edgellm.export.expert_functions import LARGEST, experts, router
-from edgellm.export.functions import call
+from edgellm.core.contract import UnsupportedModelError
+from edgellm.export.checkpoints.experts.weights import Operand, Stack
+from edgellm.export.checkpoints.quantized_weight import BlockFactors
+from edgellm.export.checkpoints.weights import Weights
+from edgellm.export.config.reader import ConfigReader
 from edgellm.export.layers.linear import stored_factors
 from edgellm.export.layers.mlp import MLP
-from edgellm.export.op import Op
-from edgellm.export.quantized.operand import BlockFactors
-from edgellm.export.stacks import Operand, Stack
-from edgellm.export.weights import Weights
+from edgellm.export.onnx.builder import Op
+from edgellm.export.onnx.functions.attention import call
+from edgellm.export.onnx.functions.experts import LARGEST, experts, router
 
 
 @dataclass(frozen=True, slots=True)

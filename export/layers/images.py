@@ -12,7 +12,7 @@ import numpy as np
 import onnx_ir as ir
 
 from edgellm.export.layers.embedding import Embedding
-from edgellm.export.op import Op
+from edgellm.export.onnx.builder import Op
 
 
 @dataclass(slots=True)

@@ -4,20 +4,21 @@ from __future__ import annotations
 
 import onnx_ir as ir
 
-from edgellm.export import block_functions, functions, quantized
-from edgellm.export.functions import call
-from edgellm.export.op import Op
-from edgellm.export.quantized.operand import (
+from edgellm.export.checkpoints import quantized
+from edgellm.export.checkpoints.quantized_weight import (
     BlockFactors,
     BlockWeight,
     InputRounding,
     QuantizedLinear,
 )
-from edgellm.export.weights import Weights
+from edgellm.export.checkpoints.weights import Weights
+from edgellm.export.onnx.builder import Op
+from edgellm.export.onnx.functions import attention, blocks
+from edgellm.export.onnx.functions.attention import call
 
 
 class Linear:
-    """`y = x W^T + b` with W [out, in] dense, or quantized in a layout of `export.quantized`."""
+    """`y = x W^T + b` with W [out, in] dense, or quantized in a layout of `export.checkpoints.quantized`."""
 
     def __init__(
         self, weights: Weights, in_features: int, out_features: int, *, bias: bool
@@ -31,7 +32,7 @@ class Linear:
         with op.scope(self.weights.prefix.rstrip(".")):
             if self.weights.info("pre_quant_scale") is not None:  # smoothing that is not folded
                 stored = self.weights.take("pre_quant_scale", self.shape[1:], op.dtype)
-                x = call(op, functions.smooth_input(), x, op.parameter(stored))
+                x = call(op, attention.smooth_input(), x, op.parameter(stored))
             layer = quantized.find(self.weights, self.shape, op.dtype)
             y = self._dense(op, x) if layer is None else _product(op, x, layer)
             if self.bias:
@@ -41,7 +42,7 @@ class Linear:
 
     def _dense(self, op: Op, x: ir.Value) -> ir.Value:
         stored = self.weights.take("weight", self.shape, op.dtype)
-        return call(op, functions.linear(), x, op.parameter(stored))
+        return call(op, attention.linear(), x, op.parameter(stored))
 
 
 def block_operands(op: Op, weight: BlockWeight) -> list[ir.Value]:
@@ -56,7 +57,7 @@ def stored_factors(op: Op, factors: BlockFactors) -> ir.Value:
     if factors.scales is None:
         return values
     scales, block = op.parameter(factors.scales), factors.shared
-    return call(op, block_functions.block_factors(), values, scales, block_size=block)
+    return call(op, blocks.block_factors(), values, scales, block_size=block)
 
 
 def _product(op: Op, x: ir.Value, layer: QuantizedLinear | BlockWeight) -> ir.Value:
@@ -64,7 +65,7 @@ def _product(op: Op, x: ir.Value, layer: QuantizedLinear | BlockWeight) -> ir.Va
         x = op.Gather(x, op.constant(layer.input_order, ir.DataType.INT64), axis=-1)
     if isinstance(layer, QuantizedLinear):
         return _quantized(op, x, layer)
-    function = block_functions.block_linear(has_minima=layer.minima is not None)
+    function = blocks.block_linear(has_minima=layer.minima is not None)
     return call(op, function, x, *block_operands(op, layer), block_size=layer.block_size)
 
 
@@ -74,9 +75,9 @@ def _quantized(op: Op, x: ir.Value, layer: QuantizedLinear) -> ir.Value:
     codes, scales = op.parameter(layer.codes), op.parameter(layer.scales)
     if layer.global_scale is not None:
         global_scale = op.constant(layer.global_scale, ir.DataType.FLOAT)
-        return call(op, functions.fp4_linear(), x, codes, scales, global_scale)
+        return call(op, attention.fp4_linear(), x, codes, scales, global_scale)
     zeros = [] if layer.zero_points is None else [op.parameter(layer.zero_points)]
-    function = functions.quantized_linear(has_zero_points=bool(zeros))
+    function = attention.quantized_linear(has_zero_points=bool(zeros))
     place = {"axis": 0, "block_size": layer.block_size} if layer.block_size else {"axis": 1}
     return call(op, function, x, codes, scales, *zeros, **place)
 
@@ -85,6 +86,6 @@ def _rounded(op: Op, x: ir.Value, how: InputRounding) -> ir.Value:
     """X as the layer sees it, back in floats."""
     if how.dtype == ir.DataType.FLOAT4E2M1:
         global_scale = op.constant(how.scale, ir.DataType.FLOAT)
-        return call(op, functions.round_input_fp4(), x, global_scale)
+        return call(op, attention.round_input_fp4(), x, global_scale)
     scale, zero = op.constant(how.scale, op.dtype), op.constant(0, how.dtype)
-    return call(op, functions.round_input(), x, scale, zero)
+    return call(op, attention.round_input(), x, scale, zero)

@@ -7,10 +7,10 @@ from typing import Protocol
 import numpy as np
 import onnx_ir as ir
 
+from edgellm.export.checkpoints.weights import Weights
 from edgellm.export.layers.activations import activate
 from edgellm.export.layers.linear import Linear
-from edgellm.export.op import Op
-from edgellm.export.weights import Weights
+from edgellm.export.onnx.builder import Op
 
 
 class MLP(Protocol):

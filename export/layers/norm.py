@@ -4,8 +4,8 @@ from __future__ import annotations
 
 import onnx_ir as ir
 
-from edgellm.export.op import Op
-from edgellm.export.weights import StoredTensor, Weights
+from edgellm.export.checkpoints.weights import StoredTensor, Weights
+from edgellm.export.onnx.builder import Op
 
 
 class RMSNorm:

@@ -13,9 +13,9 @@ from dataclasses import dataclass
 import numpy as np
 import onnx_ir as ir
 
-from edgellm.export.functions import call, linear
-from edgellm.export.op import Op
-from edgellm.export.weights import Weights
+from edgellm.export.checkpoints.weights import Weights
+from edgellm.export.onnx.builder import Op
+from edgellm.export.onnx.functions.attention import call, linear
 
 _MASKED = {ir.DataType.FLOAT: -1e30, ir.DataType.FLOAT16: -3e4}
 

@@ -12,11 +12,11 @@ from dataclasses import dataclass, field
 
 import onnx_ir as ir
 
-from edgellm import contract
-from edgellm.export.delta_functions import delta_update
-from edgellm.export.functions import call, local_function
-from edgellm.export.op import Op
-from edgellm.specs import RecurrentSpec
+from edgellm.core import contract
+from edgellm.core.model_spec import RecurrentSpec
+from edgellm.export.onnx.builder import Op
+from edgellm.export.onnx.functions.attention import call, local_function
+from edgellm.export.onnx.functions.delta_rule import delta_update
 
 Parts = Mapping[str, ir.Value]
 _END = 1 << 62

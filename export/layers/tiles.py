@@ -7,10 +7,10 @@ from __future__ import annotations
 
 import onnx_ir as ir
 
+from edgellm.export.checkpoints.weights import Weights
 from edgellm.export.layers.linear import Linear
 from edgellm.export.layers.patches import attend
-from edgellm.export.op import Op
-from edgellm.export.weights import Weights
+from edgellm.export.onnx.builder import Op
 
 
 class TilePatches:

@@ -11,7 +11,7 @@ import importlib
 import pkgutil
 from types import ModuleType
 
-from edgellm.contract import UnsupportedModelError
+from edgellm.core.contract import UnsupportedModelError
 
 # Architectures that compute as a supported one does, but for what is named.
 _RELATIVES = {

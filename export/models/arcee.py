@@ -4,11 +4,11 @@ from __future__ import annotations
 
 from typing import ClassVar
 
-from edgellm.export.config import ConfigReader
-from edgellm.export.decoder_config import DecoderConfig
+from edgellm.export.checkpoints.weights import Weights
+from edgellm.export.config.decoder import DecoderConfig
+from edgellm.export.config.reader import ConfigReader
 from edgellm.export.layers.mlp import MLP, FeedForward
 from edgellm.export.models import llama
-from edgellm.export.weights import Weights
 
 TINY = {
     **llama.TINY, "model_type": "arcee", "hidden_act": "relu2",

@@ -9,7 +9,9 @@ from dataclasses import dataclass
 
 import onnx_ir as ir
 
-from edgellm.export.attention_kinds import (
+from edgellm.export.checkpoints.weights import Weights
+from edgellm.export.config.decoder import DecoderConfig
+from edgellm.export.config.layer_types import (
     SLIDING,
     AttentionKind,
     every,
@@ -17,14 +19,12 @@ from edgellm.export.attention_kinds import (
     read_window,
     window_of,
 )
-from edgellm.export.config import ConfigReader
-from edgellm.export.decoder_config import DecoderConfig
+from edgellm.export.config.reader import ConfigReader
+from edgellm.export.config.rope import RopeTraits, read_rope
 from edgellm.export.layers.attention import PassState
 from edgellm.export.layers.norm import UnbiasedLayerNorm
 from edgellm.export.models import llama
-from edgellm.export.op import Op
-from edgellm.export.rope import RopeTraits, read_rope
-from edgellm.export.weights import Weights
+from edgellm.export.onnx.builder import Op
 
 TINY = {
     **{key: value for key, value in llama.TINY.items() if key != "rms_norm_eps"},

@@ -6,17 +6,17 @@ from dataclasses import dataclass
 
 import onnx_ir as ir
 
-from edgellm.contract import UnsupportedModelError
-from edgellm.export.config import ConfigReader
-from edgellm.export.decoder_config import DecoderConfig
+from edgellm.core.contract import UnsupportedModelError
+from edgellm.export.checkpoints.experts.weights import SeparateExperts
+from edgellm.export.checkpoints.weights import Weights
+from edgellm.export.config.decoder import DecoderConfig
+from edgellm.export.config.reader import ConfigReader
 from edgellm.export.layers.attention import PassState
 from edgellm.export.layers.experts import NO_ROUTING, Mixture, Router, Routing
 from edgellm.export.layers.mlp import GatedMLP
 from edgellm.export.models import llama
 from edgellm.export.models.ernie4_5 import ROPE
-from edgellm.export.op import Op
-from edgellm.export.stacks import SeparateExperts
-from edgellm.export.weights import Weights
+from edgellm.export.onnx.builder import Op
 
 TINY = {
     **llama.TINY, "model_type": "ernie4_5_moe", "moe_num_experts": 6, "moe_k": 2,

@@ -2,8 +2,9 @@
 
 from __future__ import annotations
 
-from edgellm.contract import UnsupportedModelError
-from edgellm.export.attention_kinds import (
+from edgellm.core.contract import UnsupportedModelError
+from edgellm.export.config.decoder import DecoderConfig
+from edgellm.export.config.layer_types import (
     SLIDING,
     AttentionKind,
     every,
@@ -11,10 +12,9 @@ from edgellm.export.attention_kinds import (
     read_window,
     window_of,
 )
-from edgellm.export.config import ConfigReader
-from edgellm.export.decoder_config import DecoderConfig
+from edgellm.export.config.reader import ConfigReader
+from edgellm.export.config.rope import read_rope
 from edgellm.export.models import llama, olmo2, qwen3
-from edgellm.export.rope import read_rope
 
 TINY = {
     **llama.TINY, "model_type": "exaone4", "sliding_window": 12, "sliding_window_pattern": 3,

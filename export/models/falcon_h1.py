@@ -8,18 +8,18 @@ from dataclasses import dataclass
 import numpy as np
 import onnx_ir as ir
 
-from edgellm.contract import UnsupportedModelError
-from edgellm.export.config import ConfigReader
-from edgellm.export.decoder_config import DecoderConfig
-from edgellm.export.graph import ROWS
+from edgellm.core.contract import UnsupportedModelError
+from edgellm.export.checkpoints.weights import Weights
+from edgellm.export.config.decoder import DecoderConfig
+from edgellm.export.config.reader import ConfigReader
+from edgellm.export.graph.decoder_io import ROWS
 from edgellm.export.layers.activations import activate
 from edgellm.export.layers.attention import PassState
 from edgellm.export.layers.mamba import NO_MAMBA, Mamba2, MambaSizes
 from edgellm.export.layers.mlp import GatedMLP
 from edgellm.export.layers.norm import RMSNorm
 from edgellm.export.models import llama
-from edgellm.export.op import Op
-from edgellm.export.weights import Weights
+from edgellm.export.onnx.builder import Op
 
 TINY = {
     **llama.TINY,

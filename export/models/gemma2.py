@@ -6,22 +6,22 @@ from dataclasses import dataclass
 
 import onnx_ir as ir
 
-from edgellm.contract import UnsupportedModelError
-from edgellm.export.attention_kinds import (
+from edgellm.core.contract import UnsupportedModelError
+from edgellm.export.checkpoints.weights import Weights
+from edgellm.export.config.decoder import DecoderConfig
+from edgellm.export.config.layer_types import (
     AttentionKind,
     every,
     read_layer_types,
     read_window,
     window_of,
 )
-from edgellm.export.config import ConfigReader
-from edgellm.export.decoder_config import DecoderConfig
+from edgellm.export.config.reader import ConfigReader
+from edgellm.export.config.rope import read_rope
 from edgellm.export.layers.attention import PassState
 from edgellm.export.layers.norm import ShiftedRMSNorm
 from edgellm.export.models import llama
-from edgellm.export.op import Op
-from edgellm.export.rope import read_rope
-from edgellm.export.weights import Weights
+from edgellm.export.onnx.builder import Op
 
 ACTIVATION = "gelu_pytorch_tanh"
 TINY = {

@@ -2,7 +2,8 @@
 
 from __future__ import annotations
 
-from edgellm.export.attention_kinds import (
+from edgellm.export.config.decoder import DecoderConfig
+from edgellm.export.config.layer_types import (
     FULL,
     SLIDING,
     AttentionKind,
@@ -11,11 +12,10 @@ from edgellm.export.attention_kinds import (
     read_window,
     window_of,
 )
-from edgellm.export.config import ConfigReader
-from edgellm.export.decoder_config import DecoderConfig
+from edgellm.export.config.reader import ConfigReader
+from edgellm.export.config.rope import read_ropes
 from edgellm.export.layers.norm import ShiftedRMSNorm
 from edgellm.export.models import gemma2, llama, qwen3
-from edgellm.export.rope import read_ropes
 
 TINY = {
     **llama.TINY, "model_type": "gemma3_text", "head_dim": 32, "num_hidden_layers": 4,

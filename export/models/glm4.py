@@ -4,14 +4,14 @@ from __future__ import annotations
 
 import onnx_ir as ir
 
-from edgellm.export.config import ConfigReader
-from edgellm.export.decoder_config import DecoderConfig
+from edgellm.export.checkpoints.weights import Weights
+from edgellm.export.config.decoder import DecoderConfig
+from edgellm.export.config.reader import ConfigReader
+from edgellm.export.config.rope import RopeTraits
 from edgellm.export.layers.attention import PassState
 from edgellm.export.layers.mlp import MLP, FusedGatedMLP
 from edgellm.export.models import llama
-from edgellm.export.op import Op
-from edgellm.export.rope import RopeTraits
-from edgellm.export.weights import Weights
+from edgellm.export.onnx.builder import Op
 
 TINY = {
     **llama.TINY,

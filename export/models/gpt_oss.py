@@ -6,8 +6,13 @@ from dataclasses import dataclass
 
 import onnx_ir as ir
 
-from edgellm.contract import UnsupportedModelError
-from edgellm.export.attention_kinds import (
+from edgellm.core.contract import UnsupportedModelError
+from edgellm.export.checkpoints.experts.gpt_oss import InterleavedExperts
+from edgellm.export.checkpoints.experts.stacked import StackedExperts, is_stacked
+from edgellm.export.checkpoints.experts.weights import Stack
+from edgellm.export.checkpoints.weights import Weights
+from edgellm.export.config.decoder import DecoderConfig
+from edgellm.export.config.layer_types import (
     FULL,
     SLIDING,
     AttentionKind,
@@ -15,17 +20,12 @@ from edgellm.export.attention_kinds import (
     read_window,
     window_of,
 )
-from edgellm.export.config import ConfigReader
-from edgellm.export.decoder_config import DecoderConfig
-from edgellm.export.interleaved import InterleavedExperts
+from edgellm.export.config.reader import ConfigReader
+from edgellm.export.config.rope import Rope, read_parameters, rope_of
 from edgellm.export.layers.attention import PassState
 from edgellm.export.layers.experts import NO_ROUTING, SWISH, BiasedRouter, Gating, Mixture, Routing
 from edgellm.export.models import llama
-from edgellm.export.op import Op
-from edgellm.export.rope import Rope, read_parameters, rope_of
-from edgellm.export.stacked_experts import StackedExperts, is_stacked
-from edgellm.export.stacks import Stack
-from edgellm.export.weights import Weights
+from edgellm.export.onnx.builder import Op
 
 TINY = {
     **llama.TINY, "model_type": "gpt_oss", "tie_word_embeddings": False, "head_dim": 32,

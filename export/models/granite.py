@@ -7,13 +7,13 @@ from typing import Any
 
 import onnx_ir as ir
 
-from edgellm.export.config import ConfigReader
-from edgellm.export.decoder_config import DecoderConfig
+from edgellm.export.checkpoints.weights import Weights
+from edgellm.export.config.decoder import DecoderConfig
+from edgellm.export.config.reader import ConfigReader
+from edgellm.export.config.rope import PLAIN_ROPE, RopeTraits
 from edgellm.export.layers.attention import PassState
 from edgellm.export.models import llama
-from edgellm.export.op import Op
-from edgellm.export.rope import PLAIN_ROPE, RopeTraits
-from edgellm.export.weights import Weights
+from edgellm.export.onnx.builder import Op
 
 TINY = {
     **llama.TINY,

@@ -4,14 +4,14 @@ from __future__ import annotations
 
 from dataclasses import dataclass
 
-from edgellm.export.config import ConfigReader
-from edgellm.export.decoder_config import DecoderConfig
+from edgellm.export.checkpoints.experts.stacked import experts_of, is_stacked
+from edgellm.export.checkpoints.experts.weights import JoinedExperts, Stack
+from edgellm.export.checkpoints.weights import Weights
+from edgellm.export.config.decoder import DecoderConfig
+from edgellm.export.config.reader import ConfigReader
+from edgellm.export.config.rope import PLAIN_ROPE
 from edgellm.export.layers.experts import NO_ROUTING, Mixture, Router, Routing
 from edgellm.export.models import granite
-from edgellm.export.rope import PLAIN_ROPE
-from edgellm.export.stacked_experts import experts_of, is_stacked
-from edgellm.export.stacks import JoinedExperts, Stack
-from edgellm.export.weights import Weights
 
 TINY = {
     **granite.TINY,

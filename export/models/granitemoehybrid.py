@@ -4,17 +4,17 @@ from __future__ import annotations
 
 from dataclasses import dataclass, replace
 
-from edgellm.contract import UnsupportedModelError
-from edgellm.export.attention_kinds import AttentionKind, check_length
-from edgellm.export.config import ConfigReader
-from edgellm.export.decoder_config import DecoderConfig
-from edgellm.export.graph import ROWS
+from edgellm.core.contract import UnsupportedModelError
+from edgellm.export.checkpoints.weights import Weights
+from edgellm.export.config.decoder import DecoderConfig
+from edgellm.export.config.layer_types import AttentionKind, check_length
+from edgellm.export.config.reader import ConfigReader
+from edgellm.export.config.rope import read_rope
+from edgellm.export.graph.decoder_io import ROWS
 from edgellm.export.layers.experts import Mixture, Router, Routing
 from edgellm.export.layers.mamba import NO_MAMBA, Mamba2, MambaSizes
 from edgellm.export.layers.mlp import MLP, FusedGatedMLP, GatedMLP
 from edgellm.export.models import granite, granitemoe, llama
-from edgellm.export.rope import read_rope
-from edgellm.export.weights import Weights
 
 TINY = {
     **granite.TINY,

@@ -4,12 +4,12 @@ from __future__ import annotations
 
 import onnx_ir as ir
 
-from edgellm.export.config import ConfigReader
-from edgellm.export.decoder_config import DecoderConfig
+from edgellm.export.config.decoder import DecoderConfig
+from edgellm.export.config.reader import ConfigReader
+from edgellm.export.config.rope import RULES, RopeTraits, ntk_alpha
 from edgellm.export.layers.attention import PassState
 from edgellm.export.models import llama, qwen3
-from edgellm.export.op import Op
-from edgellm.export.rope import RULES, RopeTraits, ntk_alpha
+from edgellm.export.onnx.builder import Op
 
 TINY = {
     **llama.TINY, "model_type": "hunyuan_v1_dense", "head_dim": 32,

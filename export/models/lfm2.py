@@ -8,20 +8,20 @@ from typing import Any
 import numpy as np
 import onnx_ir as ir
 
-from edgellm.contract import UnsupportedModelError
-from edgellm.export.attention_kinds import FULL, AttentionKind, check_length
-from edgellm.export.config import ConfigReader
-from edgellm.export.decoder_config import DecoderConfig
-from edgellm.export.graph import ROWS
+from edgellm.core.contract import UnsupportedModelError
+from edgellm.export.checkpoints.weights import Weights
+from edgellm.export.config.decoder import DecoderConfig
+from edgellm.export.config.layer_types import FULL, AttentionKind, check_length
+from edgellm.export.config.reader import ConfigReader
+from edgellm.export.config.rope import RopeTraits, read_rope
+from edgellm.export.graph.decoder_io import ROWS
 from edgellm.export.layers.attention import PassState
 from edgellm.export.layers.linear import Linear
 from edgellm.export.layers.mlp import MLP, GatedMLP
 from edgellm.export.layers.norm import RMSNorm
 from edgellm.export.layers.recurrent import convolve
 from edgellm.export.models import llama, qwen3
-from edgellm.export.op import Op
-from edgellm.export.rope import RopeTraits, read_rope
-from edgellm.export.weights import Weights
+from edgellm.export.onnx.builder import Op
 
 CONV = "conv"
 TINY = {

@@ -4,13 +4,13 @@ from __future__ import annotations
 
 from dataclasses import dataclass
 
-from edgellm.export.config import ConfigReader
-from edgellm.export.decoder_config import DecoderConfig
+from edgellm.export.checkpoints.experts.stacked import experts_of
+from edgellm.export.checkpoints.weights import Weights
+from edgellm.export.config.decoder import DecoderConfig
+from edgellm.export.config.reader import ConfigReader
 from edgellm.export.layers.experts import NO_ROUTING, Mixture, Routing, SigmoidRouter
 from edgellm.export.layers.mlp import MLP
 from edgellm.export.models import lfm2
-from edgellm.export.stacked_experts import experts_of
-from edgellm.export.weights import Weights
 
 TINY = {
     **{key: value for key, value in lfm2.TINY.items() if not key.startswith(("block", "full"))},

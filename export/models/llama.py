@@ -9,15 +9,15 @@ from typing import Protocol
 
 import onnx_ir as ir
 
-from edgellm.export.config import ConfigReader
-from edgellm.export.decoder_config import DecoderConfig
+from edgellm.export.checkpoints.weights import Weights
+from edgellm.export.config.decoder import DecoderConfig
+from edgellm.export.config.reader import ConfigReader
 from edgellm.export.layers.attention import PassState
 from edgellm.export.layers.embedding import Embedding
 from edgellm.export.layers.linear import Linear
 from edgellm.export.layers.mlp import MLP, GatedMLP
 from edgellm.export.layers.norm import LayerNorm, RMSNorm
-from edgellm.export.op import Op
-from edgellm.export.weights import Weights
+from edgellm.export.onnx.builder import Op
 
 TINY = {
     "model_type": "llama",

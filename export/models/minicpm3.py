@@ -11,17 +11,17 @@ from dataclasses import dataclass, replace
 import numpy as np
 import onnx_ir as ir
 
-from edgellm.contract import UnsupportedModelError
-from edgellm.export.attention_kinds import AttentionKind
-from edgellm.export.config import ConfigReader
-from edgellm.export.decoder_config import DecoderConfig
+from edgellm.core.contract import UnsupportedModelError
+from edgellm.export.checkpoints.weights import Weights
+from edgellm.export.config.decoder import DecoderConfig
+from edgellm.export.config.layer_types import AttentionKind
+from edgellm.export.config.reader import ConfigReader
+from edgellm.export.config.rope import RULES, RopeTraits, read_rope
 from edgellm.export.layers.attention import PassState, merge_heads, split_heads
 from edgellm.export.layers.linear import Linear
 from edgellm.export.layers.norm import RMSNorm
 from edgellm.export.models import granite, llama
-from edgellm.export.op import Op
-from edgellm.export.rope import RULES, RopeTraits, read_rope
-from edgellm.export.weights import Weights
+from edgellm.export.onnx.builder import Op
 
 TINY = {
     **llama.TINY, "model_type": "minicpm3", "num_key_value_heads": 6, "q_lora_rank": 64,

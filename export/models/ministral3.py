@@ -7,13 +7,13 @@ from dataclasses import dataclass
 import numpy as np
 import onnx_ir as ir
 
-from edgellm.contract import UnsupportedModelError
-from edgellm.export.config import ConfigReader
-from edgellm.export.decoder_config import DecoderConfig
+from edgellm.core.contract import UnsupportedModelError
+from edgellm.export.config.decoder import DecoderConfig
+from edgellm.export.config.reader import ConfigReader
+from edgellm.export.config.rope import RopeTraits, read_parameters
 from edgellm.export.layers.attention import PassState
 from edgellm.export.models import llama
-from edgellm.export.op import Op
-from edgellm.export.rope import RopeTraits, read_parameters
+from edgellm.export.onnx.builder import Op
 
 TINY = {
     **llama.TINY, "model_type": "ministral3", "head_dim": 32, "tie_word_embeddings": False,

@@ -2,8 +2,8 @@
 
 from __future__ import annotations
 
-from edgellm.export.config import ConfigReader
-from edgellm.export.decoder_config import DecoderConfig
+from edgellm.export.config.decoder import DecoderConfig
+from edgellm.export.config.reader import ConfigReader
 from edgellm.export.models import llama
 from edgellm.export.models.llama import Model
 

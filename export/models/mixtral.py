@@ -4,14 +4,14 @@ from __future__ import annotations
 
 from dataclasses import dataclass
 
-from edgellm.export.config import ConfigReader
-from edgellm.export.decoder_config import DecoderConfig
+from edgellm.export.checkpoints.experts.weights import SeparateExperts
+from edgellm.export.checkpoints.weights import Weights
+from edgellm.export.config.decoder import DecoderConfig
+from edgellm.export.config.reader import ConfigReader
+from edgellm.export.config.rope import RopeTraits
 from edgellm.export.layers.experts import NO_ROUTING, Mixture, Router, Routing
 from edgellm.export.layers.mlp import MLP
 from edgellm.export.models import llama
-from edgellm.export.rope import RopeTraits
-from edgellm.export.stacks import SeparateExperts
-from edgellm.export.weights import Weights
 
 TINY = {
     **llama.TINY,

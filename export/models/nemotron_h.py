@@ -7,11 +7,13 @@ from typing import Any
 
 import onnx_ir as ir
 
-from edgellm.contract import UnsupportedModelError
-from edgellm.export.attention_kinds import FULL, AttentionKind, check_length
-from edgellm.export.config import ConfigReader
-from edgellm.export.decoder_config import DecoderConfig
-from edgellm.export.graph import ROWS
+from edgellm.core.contract import UnsupportedModelError
+from edgellm.export.checkpoints.experts.stacked import experts_of
+from edgellm.export.checkpoints.weights import Weights
+from edgellm.export.config.decoder import DecoderConfig
+from edgellm.export.config.layer_types import FULL, AttentionKind, check_length
+from edgellm.export.config.reader import ConfigReader
+from edgellm.export.graph.decoder_io import ROWS
 from edgellm.export.layers.attention import PassState
 from edgellm.export.layers.experts import (
     NO_ROUTING,
@@ -25,9 +27,7 @@ from edgellm.export.layers.mamba import NO_MAMBA, Mamba2, MambaSizes, expect_unb
 from edgellm.export.layers.mlp import MLP, FeedForward
 from edgellm.export.layers.norm import RMSNorm
 from edgellm.export.models import llama
-from edgellm.export.op import Op
-from edgellm.export.stacked_experts import experts_of
-from edgellm.export.weights import Weights
+from edgellm.export.onnx.builder import Op
 
 MAMBA, EXPERTS, NETWORK = "linear_attention", "moe", "mlp"
 _LETTERS = {"M": MAMBA, "E": EXPERTS, "*": FULL, "-": NETWORK}

@@ -2,8 +2,9 @@
 
 from __future__ import annotations
 
-from edgellm.contract import UnsupportedModelError
-from edgellm.export.attention_kinds import (
+from edgellm.core.contract import UnsupportedModelError
+from edgellm.export.config.decoder import DecoderConfig
+from edgellm.export.config.layer_types import (
     FULL,
     SLIDING,
     AttentionKind,
@@ -12,11 +13,10 @@ from edgellm.export.attention_kinds import (
     read_window,
     window_of,
 )
-from edgellm.export.config import ConfigReader
-from edgellm.export.decoder_config import DecoderConfig
+from edgellm.export.config.reader import ConfigReader
+from edgellm.export.config.rope import read_ropes
 from edgellm.export.models import olmo2
 from edgellm.export.models.olmo2 import Model
-from edgellm.export.rope import read_ropes
 
 __all__ = ["TINY", "Config", "Model"]
 

@@ -6,15 +6,15 @@ from dataclasses import dataclass
 
 import onnx_ir as ir
 
-from edgellm.contract import UnsupportedModelError
-from edgellm.export.config import ConfigReader
-from edgellm.export.decoder_config import DecoderConfig
+from edgellm.core.contract import UnsupportedModelError
+from edgellm.export.checkpoints.experts.weights import SeparateExperts
+from edgellm.export.checkpoints.weights import Weights
+from edgellm.export.config.decoder import DecoderConfig
+from edgellm.export.config.reader import ConfigReader
 from edgellm.export.layers.attention import PassState
 from edgellm.export.layers.experts import NO_ROUTING, Mixture, Router, Routing
 from edgellm.export.models import llama, olmo2
-from edgellm.export.op import Op
-from edgellm.export.stacks import SeparateExperts
-from edgellm.export.weights import Weights
+from edgellm.export.onnx.builder import Op
 
 TINY = {
     **llama.TINY,

@@ -5,15 +5,15 @@ from __future__ import annotations
 import numpy as np
 import onnx_ir as ir
 
-from edgellm.export.config import ConfigReader
-from edgellm.export.decoder_config import DecoderConfig
+from edgellm.export.checkpoints.weights import Weights
+from edgellm.export.config.decoder import DecoderConfig
+from edgellm.export.config.reader import ConfigReader
+from edgellm.export.config.rope import RULES, RopeTraits
 from edgellm.export.layers.attention import PassState
 from edgellm.export.layers.linear import Linear
 from edgellm.export.layers.mlp import MLP, FusedGatedMLP
 from edgellm.export.models import llama
-from edgellm.export.op import Op
-from edgellm.export.rope import RULES, RopeTraits
-from edgellm.export.weights import Weights
+from edgellm.export.onnx.builder import Op
 
 TINY = {
     **llama.TINY, "model_type": "phi3", "hidden_size": 192, "pad_token_id": 3,

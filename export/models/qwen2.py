@@ -2,9 +2,9 @@
 
 from __future__ import annotations
 
-from edgellm.export.attention_kinds import FULL, check_length
-from edgellm.export.config import ConfigReader
-from edgellm.export.decoder_config import DecoderConfig
+from edgellm.export.config.decoder import DecoderConfig
+from edgellm.export.config.layer_types import FULL, check_length
+from edgellm.export.config.reader import ConfigReader
 from edgellm.export.models import llama
 from edgellm.export.models.llama import Model
 

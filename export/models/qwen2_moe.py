@@ -7,18 +7,18 @@ from typing import Any
 
 import onnx_ir as ir
 
-from edgellm.contract import UnsupportedModelError
-from edgellm.export.config import ConfigReader
-from edgellm.export.decoder_config import DecoderConfig
+from edgellm.core.contract import UnsupportedModelError
+from edgellm.export.checkpoints.experts.stacked import experts_of
+from edgellm.export.checkpoints.weights import Weights
+from edgellm.export.config.decoder import DecoderConfig
+from edgellm.export.config.reader import ConfigReader
 from edgellm.export.layers.attention import PassState
 from edgellm.export.layers.experts import NO_ROUTING, Mixture, Router, Routing
 from edgellm.export.layers.linear import Linear
 from edgellm.export.layers.mlp import MLP, GatedMLP
 from edgellm.export.models import llama
 from edgellm.export.models.qwen2 import expect_full_attention
-from edgellm.export.op import Op
-from edgellm.export.stacked_experts import experts_of
-from edgellm.export.weights import Weights
+from edgellm.export.onnx.builder import Op
 
 TINY = {
     **llama.TINY, "model_type": "qwen2_moe", "tie_word_embeddings": False, "num_experts": 6,

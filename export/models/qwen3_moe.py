@@ -2,13 +2,13 @@
 
 from __future__ import annotations
 
-from edgellm.export.config import ConfigReader
-from edgellm.export.decoder_config import DecoderConfig
+from edgellm.export.checkpoints.weights import Weights
+from edgellm.export.config.decoder import DecoderConfig
+from edgellm.export.config.reader import ConfigReader
 from edgellm.export.layers.mlp import MLP
 from edgellm.export.models import llama, qwen2_moe, qwen3
 from edgellm.export.models.qwen2 import expect_full_attention
 from edgellm.export.models.qwen2_moe import read_mixture
-from edgellm.export.weights import Weights
 
 TINY = {
     **llama.TINY, "model_type": "qwen3_moe", "tie_word_embeddings": False, "head_dim": 32,

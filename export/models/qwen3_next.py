@@ -5,14 +5,14 @@ from __future__ import annotations
 import numpy as np
 import onnx_ir as ir
 
-from edgellm.export.config import ConfigReader
-from edgellm.export.decoder_config import DecoderConfig
+from edgellm.export.checkpoints.weights import Weights
+from edgellm.export.config.decoder import DecoderConfig
+from edgellm.export.config.reader import ConfigReader
 from edgellm.export.layers.linear import Linear
 from edgellm.export.layers.norm import ShiftedRMSNorm
 from edgellm.export.models import qwen2_moe, qwen3_5_text
 from edgellm.export.models.qwen2_moe import read_mixture
-from edgellm.export.op import Op
-from edgellm.export.weights import Weights
+from edgellm.export.onnx.builder import Op
 
 TINY = {
     **qwen3_5_text.TINY,

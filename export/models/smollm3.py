@@ -2,7 +2,8 @@
 
 from __future__ import annotations
 
-from edgellm.export.attention_kinds import (
+from edgellm.export.config.decoder import DecoderConfig
+from edgellm.export.config.layer_types import (
     FULL,
     SLIDING,
     AttentionKind,
@@ -11,11 +12,10 @@ from edgellm.export.attention_kinds import (
     read_window,
     window_of,
 )
-from edgellm.export.config import ConfigReader
-from edgellm.export.decoder_config import DecoderConfig
+from edgellm.export.config.reader import ConfigReader
+from edgellm.export.config.rope import RopeTraits, read_rope
 from edgellm.export.models import llama
 from edgellm.export.models.llama import Model
-from edgellm.export.rope import RopeTraits, read_rope
 
 __all__ = ["TINY", "Config", "Model"]
 

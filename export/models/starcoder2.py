@@ -4,8 +4,8 @@ from __future__ import annotations
 
 from typing import ClassVar
 
-from edgellm.export.config import ConfigReader
-from edgellm.export.decoder_config import DecoderConfig
+from edgellm.export.config.decoder import DecoderConfig
+from edgellm.export.config.reader import ConfigReader
 from edgellm.export.layers.norm import LayerNorm
 from edgellm.export.models import arcee, llama
 

@@ -11,7 +11,7 @@ import importlib
 import pkgutil
 from types import ModuleType
 
-from edgellm.contract import UnsupportedModelError
+from edgellm.core.contract import UnsupportedModelError
 
 
 def supported() -> list[str]:

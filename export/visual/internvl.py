@@ -11,22 +11,22 @@ from dataclasses import dataclass
 
 import onnx_ir as ir
 
-from edgellm import contract
-from edgellm.contract import UnsupportedModelError
-from edgellm.export.config import ConfigReader
-from edgellm.export.layers.mlp import FeedForward
-from edgellm.export.layers.norm import LayerNorm, RMSNorm
-from edgellm.export.layers.tiles import TileAttention, TilePatches, pixel_shuffle
-from edgellm.export.op import Op
-from edgellm.export.visual import idefics3
-from edgellm.export.visual_config import (
+from edgellm.core import contract
+from edgellm.core.contract import UnsupportedModelError
+from edgellm.export.checkpoints.weights import Weights
+from edgellm.export.config.reader import ConfigReader
+from edgellm.export.config.visual import (
     check_heads,
     language_size,
     read_activation,
     read_square,
     skip_training,
 )
-from edgellm.export.weights import Weights
+from edgellm.export.layers.mlp import FeedForward
+from edgellm.export.layers.norm import LayerNorm, RMSNorm
+from edgellm.export.layers.tiles import TileAttention, TilePatches, pixel_shuffle
+from edgellm.export.onnx.builder import Op
+from edgellm.export.visual import idefics3
 
 TINY = {
     "model_type": "internvl",

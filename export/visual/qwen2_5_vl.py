@@ -4,13 +4,13 @@ from __future__ import annotations
 
 from typing import Any
 
-from edgellm.contract import UnsupportedModelError
-from edgellm.export.config import ConfigReader
+from edgellm.core.contract import UnsupportedModelError
+from edgellm.export.checkpoints.weights import Weights
+from edgellm.export.config.reader import ConfigReader
+from edgellm.export.config.visual import expect_language_size, read_indices
 from edgellm.export.layers.mlp import GatedMLP
 from edgellm.export.layers.norm import RMSNorm
 from edgellm.export.visual import qwen2_vl
-from edgellm.export.visual_config import expect_language_size, read_indices
-from edgellm.export.weights import Weights
 
 TINY = {
     **qwen2_vl.TINY,

@@ -11,22 +11,22 @@ from typing import Any
 
 import onnx_ir as ir
 
-from edgellm import contract
-from edgellm.export.config import ConfigReader
-from edgellm.export.layers.linear import Linear
-from edgellm.export.layers.mlp import FeedForward
-from edgellm.export.layers.norm import LayerNorm
-from edgellm.export.layers.patches import PatchEmbedding, PatchState, Windows, rotary_tables
-from edgellm.export.op import Op
-from edgellm.export.visual_config import (
+from edgellm.core import contract
+from edgellm.core.model_spec import VisionSpec
+from edgellm.export.checkpoints.weights import Weights
+from edgellm.export.config.reader import ConfigReader
+from edgellm.export.config.visual import (
     check_heads,
     expect_language_size,
     read_activation,
     read_square,
     read_theta,
 )
-from edgellm.export.weights import Weights
-from edgellm.specs import VisionSpec
+from edgellm.export.layers.linear import Linear
+from edgellm.export.layers.mlp import FeedForward
+from edgellm.export.layers.norm import LayerNorm
+from edgellm.export.layers.patches import PatchEmbedding, PatchState, Windows, rotary_tables
+from edgellm.export.onnx.builder import Op
 
 TINY = {
     "model_type": "qwen2_vl",

@@ -11,16 +11,16 @@ from collections.abc import Mapping
 
 import onnx_ir as ir
 
-from edgellm import contract
-from edgellm.contract import UnsupportedModelError
-from edgellm.export.config import ConfigReader
+from edgellm.core import contract
+from edgellm.core.contract import UnsupportedModelError
+from edgellm.export.checkpoints.weights import Weights
+from edgellm.export.config.reader import ConfigReader
+from edgellm.export.config.visual import expect_language_size, read_activation, read_indices
 from edgellm.export.layers.mlp import FeedForward
 from edgellm.export.layers.norm import LayerNorm
 from edgellm.export.layers.patches import interpolate
-from edgellm.export.op import Op
+from edgellm.export.onnx.builder import Op
 from edgellm.export.visual import qwen2_vl
-from edgellm.export.visual_config import expect_language_size, read_activation, read_indices
-from edgellm.export.weights import Weights
 
 TINY = {
     **qwen2_vl.TINY,

@@ -16,12 +16,12 @@ from typing import TYPE_CHECKING, Protocol
 import numpy as np
 from numpy.typing import NDArray
 
-from edgellm.contract import RequestError, UnsupportedModelError
+from edgellm.core.contract import RequestError, UnsupportedModelError
 
 if TYPE_CHECKING:
     from PIL import Image
 
-    from edgellm.multimodal.films import Film
+    from edgellm.multimodal.video import Film
 
 _FAMILIES = {
     "idefics3": "idefics3",

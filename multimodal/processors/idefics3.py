@@ -12,12 +12,12 @@ from dataclasses import dataclass
 import numpy as np
 from PIL import Image
 
-from edgellm.contract import LimitError
-from edgellm.multimodal.films import Film
+from edgellm.core.contract import LimitError
 from edgellm.multimodal.processors import Prepared, PreparedFilm
 from edgellm.multimodal.processors.pixels import HALF, PixelRules, num_tiles, require_class
 from edgellm.multimodal.processors.settings import Checkpoint
-from edgellm.multimodal.processors.smolvlm_film import FilmRules
+from edgellm.multimodal.processors.smolvlm_video import FilmRules
+from edgellm.multimodal.video import Film
 
 MAX_EDGE = 4096
 

@@ -13,12 +13,12 @@ import numpy as np
 from numpy.typing import NDArray
 from PIL import Image
 
-from edgellm.contract import LimitError, RequestError
-from edgellm.multimodal.films import Film
+from edgellm.core.contract import LimitError, RequestError
 from edgellm.multimodal.processors import Prepared, PreparedFilm
 from edgellm.multimodal.processors.pixels import CLIP_MEAN, CLIP_STD, PixelRules, require_class
-from edgellm.multimodal.processors.qwen_film import FilmRules
+from edgellm.multimodal.processors.qwen_video import FilmRules
 from edgellm.multimodal.processors.settings import Checkpoint, Settings
+from edgellm.multimodal.video import Film
 
 IMAGE_TOKEN = "<|image_pad|>"  # of a tokenizer that names none
 MAX_ASPECT_RATIO = 200

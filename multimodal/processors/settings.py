@@ -7,8 +7,8 @@ from dataclasses import dataclass
 from pathlib import Path
 from typing import Any, TypeVar
 
-from edgellm.contract import BrokenArtifactError, UnsupportedModelError
-from edgellm.strict_json import parse
+from edgellm.core.contract import BrokenArtifactError, UnsupportedModelError
+from edgellm.core.strict_json import parse
 
 _VIDEO = "video_preprocessor_config.json"
 _OTHERS = "preprocessor_config.json", "processor_config.json", "tokenizer_config.json"

@@ -11,14 +11,26 @@ from typing import Any
 
 import msgspec
 
-from edgellm import manifest, specs
+from edgellm.core import manifest, model_spec
 from edgellm.device_runtime.requests.request_file import ContentItem, Message, Options, Request
 from edgellm.tools.tables import Table, markdown
 
 _MANIFESTS = (manifest.Bundle, manifest.Engine)
 _PARTS = (
-    *(manifest.GraphSpec, specs.DecoderSpec, specs.KVCacheSpec, specs.PageSpec, specs.CacheRanges),
-    *(specs.RecurrentSpec, specs.ImageSpec, specs.DraftSpec, specs.BlockSpec, specs.VisionSpec),
+    *(
+        manifest.GraphSpec,
+        model_spec.DecoderSpec,
+        model_spec.KVCacheSpec,
+        model_spec.PageSpec,
+        model_spec.CacheRanges,
+    ),
+    *(
+        model_spec.RecurrentSpec,
+        model_spec.ImageSpec,
+        model_spec.DraftSpec,
+        model_spec.BlockSpec,
+        model_spec.VisionSpec,
+    ),
     manifest.FileRecord,
 )
 

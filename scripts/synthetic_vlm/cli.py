@@ -7,8 +7,8 @@ from typing import Annotated
 
 import typer
 
-from edgellm.command import SNAKE_CASE, App, run_command
-from edgellm.contract import EdgeLLMError
+from edgellm.core.cli import SNAKE_CASE, App, run_command
+from edgellm.core.contract import EdgeLLMError
 
 app = App(SNAKE_CASE)
 

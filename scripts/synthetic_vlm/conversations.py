@@ -10,7 +10,7 @@ from typing import Any
 import numpy as np
 from numpy.typing import NDArray
 
-from edgellm.device_runtime.tokenizer import ChatTokenizer
+from edgellm.device_runtime.text.tokenizer import ChatTokenizer
 from edgellm.multimodal import processors
 from edgellm.multimodal.positions import rotary_positions
 from edgellm.multimodal.processors.qwen2_vl import Processor

@@ -12,9 +12,9 @@ from typing import Annotated, Any
 
 import typer
 
-from edgellm.artifact import move_files, temporary_folder
-from edgellm.command import SNAKE_CASE, App, run_command
-from edgellm.contract import EdgeLLMError
+from edgellm.core.artifact import move_files, temporary_folder
+from edgellm.core.cli import SNAKE_CASE, App, run_command
+from edgellm.core.contract import EdgeLLMError
 from edgellm.scripts.synthetic_vlm.conversations import KINDS, Conversation, converse
 
 PROMPTS = "prompts.jsonl"

@@ -13,8 +13,8 @@ from typing import Any
 import torch
 import transformers
 
-from edgellm.artifact import temporary_folder
-from edgellm.contract import EdgeLLMError
+from edgellm.core.artifact import temporary_folder
+from edgellm.core.contract import EdgeLLMError
 from edgellm.scripts.synthetic_vlm.card import model_card
 from edgellm.scripts.synthetic_vlm.checkpoint import (
     make_config,

@@ -17,12 +17,12 @@ from adversary.commands import Ended
 from adversary.mutations import break_bytes, break_file, break_json
 from adversary.workshop import Workshop, answers
 
-from edgellm.artifact import verify_files
-from edgellm.contract import EdgeLLMError, RequestError
-from edgellm.manifest import MANIFEST_NAME, FileRecord
-from edgellm.multimodal.films import open_film
+from edgellm.core.artifact import verify_files
+from edgellm.core.contract import EdgeLLMError, RequestError
+from edgellm.core.manifest import MANIFEST_NAME, FileRecord
 from edgellm.multimodal.images import open_image
-from edgellm.multimodal.sources import Video
+from edgellm.multimodal.media import Video
+from edgellm.multimodal.video import open_film
 
 SHARE = 42
 

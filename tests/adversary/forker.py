@@ -17,13 +17,13 @@ import traceback
 from typing import Any
 
 DEVICE = (
-    "edgellm.export.bundle",
-    "edgellm.export.source",
-    "edgellm.export.draft",
-    "edgellm.export.gguf",
+    "edgellm.export.pipeline.llm",
+    "edgellm.export.pipeline.resolve",
+    "edgellm.export.pipeline.draft",
+    "edgellm.export.checkpoints.gguf.checkpoint",
     "edgellm.build.engine",
     "edgellm.build.onnxruntime_cpu",
-    "edgellm.device_runtime.engine.llm",
+    "edgellm.device_runtime.api.llm",
     "edgellm.device_runtime.requests.responses",
     "edgellm.tools.transfer.cli",
     "edgellm.export.drafts.eagle3",

@@ -19,8 +19,8 @@ from adversary.broken_files import require_whole
 from adversary.commands import Ended, after
 from adversary.workshop import Workshop
 
-from edgellm.artifact import hash_file
-from edgellm.manifest import MANIFEST_NAME
+from edgellm.core.artifact import hash_file
+from edgellm.core.manifest import MANIFEST_NAME
 
 SHARE = 8
 SIGNALS = {"SIGINT": signal.SIGINT, "SIGTERM": signal.SIGTERM, "SIGKILL": signal.SIGKILL}

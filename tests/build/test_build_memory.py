@@ -14,12 +14,12 @@ import numpy as np
 import pytest
 from conftest import make_checkpoint
 
-from edgellm.build import fit
+from edgellm.build import resource_estimate
 from edgellm.export import models, visual
-from edgellm.export.bundle import ExportOptions, export_llm
-from edgellm.export.draft import DraftOptions, export_draft
-from edgellm.export.source import open_checkpoint, open_draft
-from edgellm.export.visual_bundle import VisualOptions, export_visual
+from edgellm.export.pipeline.draft import DraftOptions, export_draft
+from edgellm.export.pipeline.llm import ExportOptions, export_llm
+from edgellm.export.pipeline.resolve import open_checkpoint, open_draft
+from edgellm.export.pipeline.visual import VisualOptions, export_visual
 
 TOLERANCE = 0.25
 LENGTHS = "--maxInputLen", 16, "--maxKVCacheCapacity", 32
@@ -106,7 +106,7 @@ MAKERS = {
 def _dry_run(monkeypatch, capsys, module: str, flags: list[object]) -> float:
     """The estimate in MB, said in this process, which has its libraries."""
     monkeypatch.setattr(sys, "argv", [module, *map(str, flags), "--dryRun"])
-    monkeypatch.setattr(fit, "read_bandwidth_bytes_per_s", lambda: 1e10)
+    monkeypatch.setattr(resource_estimate, "read_bandwidth_bytes_per_s", lambda: 1e10)
     with contextlib.suppress(SystemExit):
         importlib.import_module(module).main()
     said = re.search(r"peak build memory +([\d.]+) MB", capsys.readouterr().out)

@@ -9,12 +9,12 @@ from pathlib import Path
 import pytest
 from conftest import INTERRUPTED, assert_one_line_error, interrupt, limit_file_size
 
-from edgellm.artifact import verify_files
-from edgellm.build import cli, fit
+from edgellm.build import cli, resource_estimate
 from edgellm.build.engine import build_engine
 from edgellm.build.plan import Plan
-from edgellm.contract import LimitError
-from edgellm.manifest import LLM_BUNDLE, LLM_ENGINE, load_bundle, load_engine
+from edgellm.core.artifact import verify_files
+from edgellm.core.contract import LimitError
+from edgellm.core.manifest import LLM_BUNDLE, LLM_ENGINE, load_bundle, load_engine
 
 SMALL = ("--maxInputLen", 48, "--maxKVCacheCapacity", 64)
 
@@ -166,7 +166,7 @@ def test_what_does_not_fit_is_said_before_the_work(
     weights = bundle / "model.weights"
     weights.write_bytes(bytes(weights.stat().st_size))
     for name in short:
-        monkeypatch.setattr(fit, name, lambda *_, size=FULL[name]: size)
+        monkeypatch.setattr(resource_estimate, name, lambda *_, size=FULL[name]: size)
     with pytest.raises(LimitError, match=said) as caught:
         build_engine("llm", bundle, tmp_path / "e", Plan(16, 32, 1, "auto"), "auto", lambda _: None)
     assert remedy in caught.value.hint
@@ -174,7 +174,7 @@ def test_what_does_not_fit_is_said_before_the_work(
 
 
 def test_a_dry_run_shows_all_that_does_not_fit(tiny_bundle, tmp_path, monkeypatch, capsys):
-    monkeypatch.setattr(fit, "free_disk_bytes", lambda _: 1000)
+    monkeypatch.setattr(resource_estimate, "free_disk_bytes", lambda _: 1000)
     arguments = ["--onnxDir", tiny_bundle, "--engineDir", tmp_path / "e", *SMALL, "--dryRun"]
     with pytest.raises(LimitError, match="of disk"):
         cli.app(list(map(str, arguments)), standalone_mode=False)

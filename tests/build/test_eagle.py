@@ -11,15 +11,13 @@ import pytest
 from conftest import assert_one_line_error
 from eagle_engines import EAGLE1, draft_plan, export_pair
 
-from edgellm.artifact import verify_files
 from edgellm.build.engine import build_engine
+from edgellm.build.onnxruntime_cpu.graph_variants import settled
 from edgellm.build.onnxruntime_cpu.options import CpuOptions, kernels_of
-from edgellm.build.onnxruntime_cpu.variants import settled
 from edgellm.build.plan import Plan
-from edgellm.contract import BrokenArtifactError
-from edgellm.device_runtime.runners.onnxruntime_cpu import EDGELLM
-from edgellm.device_runtime.runners.onnxruntime_cpu.processor import has_fast_int8
-from edgellm.manifest import (
+from edgellm.core.artifact import verify_files
+from edgellm.core.contract import BrokenArtifactError
+from edgellm.core.manifest import (
     DRAFT_BUNDLE,
     DRAFT_ENGINE,
     LLM_BUNDLE,
@@ -27,6 +25,8 @@ from edgellm.manifest import (
     load_bundle,
     load_engine,
 )
+from edgellm.device_runtime.runners.onnxruntime_cpu import EDGELLM
+from edgellm.device_runtime.runners.onnxruntime_cpu.processor import has_fast_int8
 
 SIZES = ("--maxInputLen", 48, "--maxKVCacheCapacity", 64)
 TREES = ("--maxVerifyTreeSize", 12, "--maxDraftTreeSize", 20)

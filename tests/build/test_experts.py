@@ -14,21 +14,21 @@ from portable import open_portable
 from weights import round_checkpoint
 
 from edgellm.build.engine import build_engine
-from edgellm.build.fit import predict
 from edgellm.build.lowering.experts import ExpertLayer, touched
-from edgellm.build.onnxruntime_cpu import own_experts
+from edgellm.build.onnxruntime_cpu.edgellm_kernels import experts
 from edgellm.build.onnxruntime_cpu.options import CpuOptions
-from edgellm.build.onnxruntime_cuda import choices
 from edgellm.build.onnxruntime_cuda import experts as cuda_experts
+from edgellm.build.onnxruntime_cuda import kernel_choice
 from edgellm.build.plan import Plan
-from edgellm.contract import EdgeLLMError, UnsupportedModelError
+from edgellm.build.resource_estimate import predict
+from edgellm.core.contract import EdgeLLMError, UnsupportedModelError
+from edgellm.core.manifest import LLM_BUNDLE, load_bundle
+from edgellm.device_runtime.networks.decoder import open_decoder
 from edgellm.device_runtime.runners.onnxruntime_cuda import provider
-from edgellm.device_runtime.sessions.decoder import open_decoder
 from edgellm.export import models
-from edgellm.export.bundle import ExportOptions, export_llm
-from edgellm.export.source import open_checkpoint
-from edgellm.manifest import LLM_BUNDLE, load_bundle
-from edgellm.tools.inspection.find import inspect
+from edgellm.export.pipeline.llm import ExportOptions, export_llm
+from edgellm.export.pipeline.resolve import open_checkpoint
+from edgellm.tools.inspection.sources.detect import inspect
 
 PLAN = Plan(48, 64, 1, max_verify_tree_size=12, options=CpuOptions("edgellm"))
 IDS = np.random.default_rng(5).integers(9, 96, 40)
@@ -161,7 +161,7 @@ def test_cuda_takes_integer_experts(tmp_path, monkeypatch):
     found = {
         bits: logits(cuda_on_cpu.open_base(tmp_path / f"{bits}"), [20, 1, 9]) for bits in (4, 8)
     }
-    for module in (cuda_experts, choices):
+    for module in (cuda_experts, kernel_choice):
         monkeypatch.setattr(module, "integer_form", lambda *_: None)
     build(tmp_path / "bundle", tmp_path / "floats", CUDA, quantize="int4", **FOR_CUDA)
     floats = logits(cuda_on_cpu.open_base(tmp_path / "floats"), [20, 1, 9])
@@ -181,7 +181,7 @@ def test_tensorrt_says_so_before_it_begins(bundle, tmp_path):
 @pytest.mark.parametrize("quantize", ["none", "int4"])
 def test_a_fault_in_experts_stops_the_build(quantize, bundle, tmp_path, monkeypatch):
     """Also where rounding may send single rows to other experts."""
-    monkeypatch.setattr(own_experts, "gated_order", lambda width: np.arange(2 * width))
+    monkeypatch.setattr(experts, "gated_order", lambda width: np.arange(2 * width))
     with pytest.raises(EdgeLLMError, match="computes something else than the portable one"):
         build(bundle, tmp_path / "engine", quantize=quantize)
 

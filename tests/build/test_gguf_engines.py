@@ -13,17 +13,17 @@ from portable import open_portable
 from typer.testing import CliRunner
 
 from edgellm.build.engine import build_engine
-from edgellm.build.lowering.linear_weights import layer_name, linear_layers
+from edgellm.build.lowering.linears.weights import layer_name, linear_layers
 from edgellm.build.lowering.weights import WeightFile
 from edgellm.build.onnxruntime_cpu.options import CpuOptions
 from edgellm.build.plan import Plan
-from edgellm.build.tensorrt.adapt import adapt
-from edgellm.build.tensorrt.int4_blocks import notes_of_blocks
-from edgellm.build.tensorrt.lower import lower
-from edgellm.device_runtime.sessions.decoder import open_decoder
-from edgellm.export.bundle import ExportOptions, export_llm
+from edgellm.build.tensorrt.lowering.downgrade_ops import adapt
+from edgellm.build.tensorrt.lowering.int4_blocks import notes_of_blocks
+from edgellm.build.tensorrt.lowering.lower import lower
+from edgellm.device_runtime.networks.decoder import open_decoder
 from edgellm.export.cli import app
-from edgellm.export.source import open_checkpoint
+from edgellm.export.pipeline.llm import ExportOptions, export_llm
+from edgellm.export.pipeline.resolve import open_checkpoint
 
 pytestmark = pytest.mark.usefixtures("one_thread")
 PLAN = Plan(48, 64, 1, "same", "auto")

@@ -18,11 +18,11 @@ from transformers import AutoModelForCausalLM
 from edgellm.build.engine import build_engine
 from edgellm.build.onnxruntime_cpu.options import CpuOptions
 from edgellm.build.plan import Plan
-from edgellm.contract import BrokenArtifactError, UnsupportedModelError
-from edgellm.device_runtime.sessions.decoder import open_decoder
-from edgellm.export.bundle import ExportOptions, export_llm
-from edgellm.export.quantized.gguf import FORMS
-from edgellm.export.source import open_checkpoint
+from edgellm.core.contract import BrokenArtifactError, UnsupportedModelError
+from edgellm.device_runtime.networks.decoder import open_decoder
+from edgellm.export.checkpoints.quantized.gguf import FORMS
+from edgellm.export.pipeline.llm import ExportOptions, export_llm
+from edgellm.export.pipeline.resolve import open_checkpoint
 
 pytestmark = pytest.mark.usefixtures("one_thread")
 IDS = np.random.default_rng(5).integers(9, 96, 40)

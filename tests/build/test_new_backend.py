@@ -10,7 +10,7 @@ from added_files import added
 
 import edgellm.build
 from edgellm.build import cli as build_cli
-from edgellm.contract import EdgeLLMError
+from edgellm.core.contract import EdgeLLMError
 from edgellm.device_runtime import LLM, SamplingParams, SpecOptions, runners
 from edgellm.device_runtime import cli as inference_cli
 
@@ -22,7 +22,7 @@ from pathlib import Path
 
 from edgellm.build.plan import Compiled, Estimate, Options, Origin
 from edgellm.device_runtime.runners import copying
-from edgellm.manifest import GraphSpec
+from edgellm.core.manifest import GraphSpec
 
 LABEL, DEVICE, TAKES_STATES = "Copying", "cpu", False
 __all__ = ["DEVICE", "LABEL", "Options", "compile", "estimate", "origin"]

@@ -12,9 +12,9 @@ import onnx
 import onnxruntime as ort
 import pytest
 
-from edgellm import disk
 from edgellm.build.onnxruntime_cpu import optimize as optimizing
-from edgellm.contract import LimitError
+from edgellm.core import disk_space
+from edgellm.core.contract import LimitError
 
 WIDTH = 512
 WEIGHTS = 4 * WIDTH * WIDTH  # bytes: 1 MiB
@@ -59,7 +59,7 @@ def small_disk(tmp_path) -> Iterator[Small]:
 
 
 def _optimized(lowered: Path, folder: Path) -> ort.InferenceSession:
-    with disk.explain_full_disk(folder):
+    with disk_space.explain_full_disk(folder):
         return optimizing.optimize(lowered, folder / "saved.onnx", 1, prepacks=True)
 
 
@@ -114,7 +114,7 @@ def test_a_limit_of_the_size_of_files(lowered, tmp_path, monkeypatch):
         raise OSError(errno.EDQUOT, "quota")
 
     _fails_with(monkeypatch, "basic_ios::clear: iostream error")
-    monkeypatch.setattr(disk.os, "posix_fallocate", refuse)
+    monkeypatch.setattr(disk_space.os, "posix_fallocate", refuse)
     with pytest.raises(LimitError, match=f"{tmp_path}: more than"):
         _optimized(lowered, tmp_path)
 
@@ -122,7 +122,7 @@ def test_a_limit_of_the_size_of_files(lowered, tmp_path, monkeypatch):
 def test_a_system_that_cannot_reserve(lowered, small_disk, monkeypatch):
     """Not Linux: free space is compared."""
     folder = small_disk(3 * WEIGHTS // 2)
-    monkeypatch.delattr(disk.os, "posix_fallocate")
+    monkeypatch.delattr(disk_space.os, "posix_fallocate")
     _fails_with(monkeypatch, "basic_ios::clear: iostream error")
     with pytest.raises(LimitError, match=f"{2 * WEIGHTS} bytes are needed"):
         _optimized(lowered, folder)

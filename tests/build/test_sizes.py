@@ -19,12 +19,12 @@ from transformers.modeling_utils import ALL_ATTENTION_FUNCTIONS
 from edgellm.build.engine import build_engine
 from edgellm.build.onnxruntime_cpu.options import CpuOptions
 from edgellm.build.plan import Plan
-from edgellm.contract import UnsupportedModelError
-from edgellm.device_runtime.sessions.decoder import open_decoder
+from edgellm.core.contract import UnsupportedModelError
+from edgellm.core.manifest import LLM_ENGINE, load_engine
+from edgellm.device_runtime.networks.decoder import open_decoder
 from edgellm.export import models
-from edgellm.export.bundle import ExportOptions, export_llm
-from edgellm.export.source import open_checkpoint
-from edgellm.manifest import LLM_ENGINE, load_engine
+from edgellm.export.pipeline.llm import ExportOptions, export_llm
+from edgellm.export.pipeline.resolve import open_checkpoint
 
 PARENTS = (-1, 0, 0, 1, 2)
 MASK = np.eye(5, dtype=np.bool_)

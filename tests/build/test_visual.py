@@ -15,16 +15,16 @@ from quantized_layouts import LAYOUTS
 from safetensors.numpy import load_file, save_file
 from visual_checkpoints import VisualModel, make_visual_checkpoint, random_pixels
 
-from edgellm import contract
 from edgellm.build.engine import build_engine
 from edgellm.build.plan import image_plan
-from edgellm.contract import EdgeLLMError
-from edgellm.device_runtime.sessions.encoder import open_encoder
+from edgellm.core import contract
+from edgellm.core.contract import EdgeLLMError
+from edgellm.core.manifest import VISUAL_ENGINE, Engine, load_engine
+from edgellm.device_runtime.networks.encoder import open_encoder
 from edgellm.export import visual
-from edgellm.export.source import open_checkpoint
-from edgellm.export.visual_bundle import VisualOptions, export_visual
-from edgellm.manifest import VISUAL_ENGINE, Engine, load_engine
-from edgellm.multimodal.grids import grid_inputs
+from edgellm.export.pipeline.resolve import open_checkpoint
+from edgellm.export.pipeline.visual import VisualOptions, export_visual
+from edgellm.multimodal.patch_grid import grid_inputs
 
 PLAN = image_plan(1, 64, 64, 1)
 

@@ -6,10 +6,11 @@ import pytest
 
 from edgellm.build import cli
 from edgellm.build.backends import choose
-from edgellm.contract import EdgeLLMError
+from edgellm.core.contract import EdgeLLMError
 from edgellm.device_runtime import runners
 from edgellm.device_runtime.runners import onnxruntime_cpu, onnxruntime_cuda, tensorrt
-from edgellm.device_runtime.runners.tensorrt import cuda, library
+from edgellm.device_runtime.runners.tensorrt.cuda import driver
+from edgellm.device_runtime.runners.tensorrt.library import trt_import
 
 BACKENDS = {
     "tensorrt": tensorrt,
@@ -72,12 +73,12 @@ def test_a_machine_on_which_nothing_runs(machine):
 
 def test_when_engines_of_tensorrt_run(monkeypatch):
     """A GPU, a library that compiles for it, and what the runtime needs."""
-    rtx = library.Library(object(), is_ahead_of_time=True)
-    monkeypatch.setattr(library.Library, "label", "TensorRT-RTX 1.7")
-    monkeypatch.setattr(library, "find_library", lambda: rtx)
-    monkeypatch.setattr(library, "targets", lambda _: [89])
+    rtx = trt_import.Library(object(), is_ahead_of_time=True)
+    monkeypatch.setattr(trt_import.Library, "label", "TensorRT-RTX 1.7")
+    monkeypatch.setattr(trt_import, "find_library", lambda: rtx)
+    monkeypatch.setattr(trt_import, "targets", lambda _: [89])
     opened = []
-    monkeypatch.setattr(cuda, "open_device", lambda: opened.append(1))
+    monkeypatch.setattr(driver, "open_device", lambda: opened.append(1))
     for sm, fault in ((None, NO_GPU), (87, "does not compile for compute capability 8.7")):
         monkeypatch.setattr(tensorrt, "compute_capability", lambda sm=sm: sm)
         with pytest.raises(EdgeLLMError, match=fault):

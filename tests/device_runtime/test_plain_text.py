@@ -15,8 +15,8 @@ from hypothesis import strategies as st
 from tokenizer_families import FAMILIES, NAMES, make_tokenizer
 from tokenizers import Tokenizer
 
-from edgellm.device_runtime.engine.messages import Formatter
-from edgellm.device_runtime.tokenizer import ChatTokenizer
+from edgellm.device_runtime.engine.chat_template import Formatter
+from edgellm.device_runtime.text.tokenizer import ChatTokenizer
 
 _TEMPLATE = (
     "{{ bos_token }}{% for m in messages %}[I] {{ m.content | trim }} [/I]"

@@ -12,9 +12,9 @@ import pytest
 from tokenizer_families import make_tokenizer
 from tokenizers import AddedToken
 
-from edgellm.contract import RequestError
-from edgellm.device_runtime.engine.messages import Formatter
-from edgellm.device_runtime.tokenizer import ChatTokenizer
+from edgellm.core.contract import RequestError
+from edgellm.device_runtime.engine.chat_template import Formatter
+from edgellm.device_runtime.text.tokenizer import ChatTokenizer
 
 NEW_TURN = {"continue_final_message": False}
 _TURN = (

@@ -6,9 +6,9 @@ from hypothesis import given
 from hypothesis import strategies as st
 from tokenizer_families import FAMILIES, make_tokenizer
 
-from edgellm.contract import BrokenArtifactError, RequestError
-from edgellm.device_runtime.engine.messages import Formatter
-from edgellm.device_runtime.tokenizer import ChatTokenizer, StopMatcher
+from edgellm.core.contract import BrokenArtifactError, RequestError
+from edgellm.device_runtime.engine.chat_template import Formatter
+from edgellm.device_runtime.text.tokenizer import ChatTokenizer, StopMatcher
 
 
 @pytest.fixture

@@ -12,10 +12,10 @@ from graph_weights import graph_weights
 from quantized_layouts import Layout, gptq, write_checkpoint
 from safetensors.torch import load_file, save_file
 
-from edgellm.contract import UnsupportedModelError
+from edgellm.core.contract import UnsupportedModelError
 from edgellm.export import models
-from edgellm.export.bundle import ExportOptions, export_llm
-from edgellm.export.source import open_checkpoint
+from edgellm.export.pipeline.llm import ExportOptions, export_llm
+from edgellm.export.pipeline.resolve import open_checkpoint
 
 WEIGHTS = "model.safetensors"
 _AUTO_ROUND = {"quant_method": "auto-round"}

@@ -10,9 +10,9 @@ from pathlib import Path
 import pytest
 from conftest import INTERRUPTED, assert_one_line_error, interrupt, limit_file_size, write_tokenizer
 
-from edgellm.artifact import verify_files
+from edgellm.core.artifact import verify_files
+from edgellm.core.manifest import LLM_BUNDLE, load_bundle
 from edgellm.export import models
-from edgellm.manifest import LLM_BUNDLE, load_bundle
 
 
 def _export(command, model, output, *more, **options):

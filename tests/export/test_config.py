@@ -5,10 +5,10 @@ from pathlib import Path
 import numpy as np
 import pytest
 
-from edgellm.contract import UnsupportedModelError
+from edgellm.core.contract import UnsupportedModelError
 from edgellm.export import models
-from edgellm.export.config import ConfigReader
-from edgellm.export.rope import read_rope
+from edgellm.export.config.reader import ConfigReader
+from edgellm.export.config.rope import read_rope
 
 
 def _read(**changes):

@@ -10,10 +10,10 @@ from pathlib import Path
 
 import pytest
 
-from edgellm.contract import BrokenArtifactError
-from edgellm.export.source import open_checkpoint
-from edgellm.lora import read_adapter
-from edgellm.manifest import LLM_BUNDLE, load_bundle
+from edgellm.core.contract import BrokenArtifactError
+from edgellm.core.manifest import LLM_BUNDLE, load_bundle
+from edgellm.core.peft_adapter import read_adapter
+from edgellm.export.pipeline.resolve import open_checkpoint
 
 
 @pytest.fixture

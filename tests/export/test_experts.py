@@ -17,13 +17,13 @@ from safetensors.numpy import load_file, save_file
 from edgellm.build.engine import build_engine
 from edgellm.build.onnxruntime_cpu.options import CpuOptions
 from edgellm.build.plan import Plan
-from edgellm.contract import EdgeLLMError, UnsupportedModelError
-from edgellm.device_runtime.sessions.decoder import open_decoder
+from edgellm.core.contract import EdgeLLMError, UnsupportedModelError
+from edgellm.core.manifest import LLM_BUNDLE, load_bundle
+from edgellm.device_runtime.networks.decoder import open_decoder
 from edgellm.export import models
-from edgellm.export.bundle import ExportOptions, export_llm
-from edgellm.export.source import open_checkpoint
-from edgellm.export.verify import verify_bundle
-from edgellm.manifest import LLM_BUNDLE, load_bundle
+from edgellm.export.pipeline.llm import ExportOptions, export_llm
+from edgellm.export.pipeline.resolve import open_checkpoint
+from edgellm.export.pipeline.verify import verify_bundle
 
 TOLERANCE = 2e-4
 IDS = np.random.default_rng(1).integers(9, 96, 30)

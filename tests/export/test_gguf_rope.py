@@ -19,11 +19,11 @@ from gguf_files import CASES, write_gguf, write_words
 from tokenizers import Tokenizer
 from transformers import AutoModelForCausalLM
 
-from edgellm.export.bundle import ExportOptions, export_llm
-from edgellm.export.config import ConfigReader
-from edgellm.export.rope import Rope, read_rope
-from edgellm.export.source import open_checkpoint
-from edgellm.export.verify import run_portable
+from edgellm.export.config.reader import ConfigReader
+from edgellm.export.config.rope import Rope, read_rope
+from edgellm.export.pipeline.llm import ExportOptions, export_llm
+from edgellm.export.pipeline.resolve import open_checkpoint
+from edgellm.export.pipeline.verify import run_portable
 
 FACTORS = [1.0, 1.0, 1.5, 2.0, 3.0, 4.0, 6.0, 8.0]
 

@@ -14,15 +14,15 @@ from weights import round_checkpoint
 from edgellm.build.engine import build_engine
 from edgellm.build.onnxruntime_cpu.options import CpuOptions
 from edgellm.build.plan import Plan
-from edgellm.contract import UnsupportedModelError
-from edgellm.device_runtime.sessions.decoder import open_decoder
+from edgellm.core.contract import UnsupportedModelError
+from edgellm.core.manifest import LLM_BUNDLE, LLM_ENGINE, load_bundle, load_engine
+from edgellm.device_runtime.networks.decoder import open_decoder
 from edgellm.export import models
-from edgellm.export.bundle import ExportOptions, export_llm
-from edgellm.export.checkpoint import Safetensors
-from edgellm.export.source import open_checkpoint
-from edgellm.export.verify import run_portable
-from edgellm.manifest import LLM_BUNDLE, LLM_ENGINE, load_bundle, load_engine
-from edgellm.quantize.formats import pack_int4
+from edgellm.export.checkpoints.hf import Safetensors
+from edgellm.export.pipeline.llm import ExportOptions, export_llm
+from edgellm.export.pipeline.resolve import open_checkpoint
+from edgellm.export.pipeline.verify import run_portable
+from edgellm.quantize.formats.modelopt import pack_int4
 
 
 def _dequantize(packed: np.ndarray, scale: np.ndarray) -> np.ndarray:

@@ -12,17 +12,17 @@ from conftest import make_checkpoint
 from portable import TOLERANCE, allowed, open_portable
 
 from edgellm.build.engine import build_engine
-from edgellm.build.lowering.calls import EXPERT_CALLS, find_calls
+from edgellm.build.lowering.function_calls import EXPERT_CALLS, find_calls
 from edgellm.build.onnxruntime_cpu.options import CpuOptions
 from edgellm.build.plan import Plan
-from edgellm.contract import UnsupportedModelError
-from edgellm.device_runtime.sessions.decoder import DecoderSession, open_decoder
+from edgellm.core.contract import UnsupportedModelError
+from edgellm.core.graph_roles import DECODER
+from edgellm.core.manifest import LLM_BUNDLE, LLM_ENGINE, load_bundle, load_engine
+from edgellm.device_runtime.networks.decoder import DecoderSession, open_decoder
 from edgellm.export import models
-from edgellm.export.bundle import ExportOptions, export_llm
-from edgellm.export.source import open_checkpoint
-from edgellm.export.verify import load_reference, run_portable
-from edgellm.manifest import LLM_BUNDLE, LLM_ENGINE, load_bundle, load_engine
-from edgellm.roles import DECODER
+from edgellm.export.pipeline.llm import ExportOptions, export_llm
+from edgellm.export.pipeline.resolve import open_checkpoint
+from edgellm.export.pipeline.verify import load_reference, run_portable
 
 CAPACITY = 64
 _LLAMA3 = {"rope_type": "llama3", "factor": 8.0, "low_freq_factor": 1.0, "high_freq_factor": 4.0}
@@ -92,7 +92,7 @@ def session(request, exported) -> DecoderSession:
     engine = bundle.parent / request.param
     if request.param == "cuda":
         if load_bundle(bundle, LLM_BUNDLE).decoder.recurrent is not None:
-            pytest.skip("refused, as tests/device_runtime/test_recurrent.py has it")
+            pytest.skip("refused, as tests/device_runtime/networks/test_recurrent_state.py has it")
         with cuda_on_cpu.fused_in_float32():
             cuda_on_cpu.build_base(bundle, engine, Plan(48, CAPACITY, 1, "auto"))
         return cuda_on_cpu.open_base(engine)

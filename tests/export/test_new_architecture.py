@@ -10,19 +10,19 @@ from added_files import added
 
 from edgellm.build.engine import build_engine
 from edgellm.build.plan import Plan
-from edgellm.contract import UnsupportedModelError
+from edgellm.core.contract import UnsupportedModelError
+from edgellm.core.manifest import LLM_BUNDLE, load_bundle
 from edgellm.device_runtime import LLM, SamplingParams
 from edgellm.export import models
-from edgellm.export.bundle import ExportOptions, export_llm
-from edgellm.export.source import open_checkpoint
-from edgellm.manifest import LLM_BUNDLE, load_bundle
+from edgellm.export.pipeline.llm import ExportOptions, export_llm
+from edgellm.export.pipeline.resolve import open_checkpoint
 
 DOUBLED = '''
 """Llama, but for the embedding, which is doubled, and a key of its own."""
 
 import onnx_ir as ir
 
-from edgellm.export.decoder_config import DecoderConfig
+from edgellm.export.config.decoder import DecoderConfig
 from edgellm.export.models import llama
 
 TINY = {**llama.TINY, "model_type": "doubled", "embedding_times": 2}

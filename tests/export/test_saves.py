@@ -10,9 +10,9 @@ import pytest
 import torch
 from safetensors.torch import load_file, save_file
 
-from edgellm.contract import BrokenArtifactError
-from edgellm.export.checkpoint import read_whole
-from edgellm.export.source import open_checkpoint
+from edgellm.core.contract import BrokenArtifactError
+from edgellm.export.checkpoints.hf import read_whole
+from edgellm.export.pipeline.resolve import open_checkpoint
 
 WHOLE, INDEX = "model.safetensors", "model.safetensors.index.json"
 NORM = "model.norm.weight"

@@ -18,13 +18,14 @@ from portable import open_portable
 
 from edgellm.build.engine import build_engine
 from edgellm.build.plan import Plan
-from edgellm.device_runtime.sessions import ImageRows
-from edgellm.device_runtime.sessions.decoder import DecoderSession, open_decoder
-from edgellm.export import models, vlm
-from edgellm.export.bundle import ExportOptions, export_llm
-from edgellm.export.source import open_checkpoint
-from edgellm.export.verify import verify_bundle
-from edgellm.manifest import LLM_BUNDLE, LLM_ENGINE, load_bundle, load_engine
+from edgellm.core.manifest import LLM_BUNDLE, LLM_ENGINE, load_bundle, load_engine
+from edgellm.device_runtime.networks import ImageRows
+from edgellm.device_runtime.networks.decoder import DecoderSession, open_decoder
+from edgellm.export import models
+from edgellm.export.checkpoints import vlm
+from edgellm.export.pipeline.llm import ExportOptions, export_llm
+from edgellm.export.pipeline.resolve import open_checkpoint
+from edgellm.export.pipeline.verify import verify_bundle
 
 TOLERANCE = 2e-4
 CAPACITY, VOCABULARY, HIDDEN, IMAGE_TOKEN = 64, 96, 96, 9

@@ -16,20 +16,20 @@ from eagle_engines import CAPACITY, EAGLE3, INPUT, TREE, build_pair
 from tensorrt_bundles import Bundles
 from visual_checkpoints import VisualModel, make_visual_checkpoint, random_pixels
 
-from edgellm import contract
 from edgellm.build.engine import build_engine
 from edgellm.build.plan import Plan, image_plan
 from edgellm.build.tensorrt.options import TensorRtOptions
-from edgellm.device_runtime.engine.llm import LLM
+from edgellm.core import contract
+from edgellm.core.manifest import LLM_ENGINE, VISUAL_ENGINE, load_engine
+from edgellm.device_runtime.api.llm import LLM
 from edgellm.device_runtime.gpu import compute_capability
-from edgellm.device_runtime.runners.tensorrt.device import Planes
+from edgellm.device_runtime.networks.decoder import Part, open_decoder
+from edgellm.device_runtime.networks.encoder import open_encoder
+from edgellm.device_runtime.runners.tensorrt.cuda.protocols import Planes
 from edgellm.device_runtime.sampling.sampler import SamplingParams
-from edgellm.device_runtime.sessions.decoder import Part, open_decoder
-from edgellm.device_runtime.sessions.encoder import open_encoder
 from edgellm.device_runtime.speculate.options import SpecOptions
 from edgellm.export import visual
-from edgellm.manifest import LLM_ENGINE, VISUAL_ENGINE, load_engine
-from edgellm.multimodal.grids import grid_inputs
+from edgellm.multimodal.patch_grid import grid_inputs
 
 pytestmark = [
     pytest.mark.gpu,
@@ -169,7 +169,7 @@ def test_answers_in_one_pass_are_those_alone(tmp_path):
 @needs_tensorrt
 @pytest.mark.parametrize("row_bytes", [32, 128, 256, 512])
 def test_the_kernel_moves_rows(row_bytes):
-    from edgellm.device_runtime.runners.tensorrt.cuda import open_device
+    from edgellm.device_runtime.runners.tensorrt.cuda.driver import open_device
 
     device, count, rows = open_device(), 12, 40
     memory = device.allocate(count * rows * row_bytes)

@@ -13,16 +13,16 @@ from gpu_clock import measured_bandwidths
 
 from edgellm.build.engine import build_engine
 from edgellm.build.plan import Plan
-from edgellm.device_runtime.engine.llm import LLM
+from edgellm.core.graph_roles import HEADS
+from edgellm.core.manifest import DRAFT_ENGINE, DRAFT_FOLDER, LLM_ENGINE, load_engine
+from edgellm.device_runtime.api.llm import LLM
 from edgellm.device_runtime.gpu import compute_capability
-from edgellm.device_runtime.runners.tensorrt.cuda import CudaDevice
+from edgellm.device_runtime.networks.decoder import open_decoder
+from edgellm.device_runtime.networks.draft import open_draft
+from edgellm.device_runtime.networks.heads import open_heads
+from edgellm.device_runtime.runners.tensorrt.cuda.driver import CudaDevice
 from edgellm.device_runtime.sampling.sampler import SamplingParams
-from edgellm.device_runtime.sessions.decoder import open_decoder
-from edgellm.device_runtime.sessions.draft import open_draft
-from edgellm.device_runtime.sessions.heads import open_heads
 from edgellm.device_runtime.speculate.options import SpecOptions
-from edgellm.manifest import DRAFT_ENGINE, DRAFT_FOLDER, LLM_ENGINE, load_engine
-from edgellm.roles import HEADS
 
 pytestmark = [
     pytest.mark.gpu,

@@ -11,9 +11,9 @@ import numpy as np
 import pytest
 from PIL import Image
 
-from edgellm.contract import RequestError
-from edgellm.multimodal.films import Film, open_film
-from edgellm.multimodal.sources import Video
+from edgellm.core.contract import RequestError
+from edgellm.multimodal.media import Video
+from edgellm.multimodal.video import Film, open_film
 
 av = pytest.importorskip("av", reason="films are read by PyAV: pip install '.[video]'")
 

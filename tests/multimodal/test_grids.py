@@ -7,10 +7,10 @@ import itertools
 import numpy as np
 import pytest
 
-from edgellm import contract
-from edgellm.contract import RequestError
-from edgellm.multimodal.grids import grid_inputs
-from edgellm.specs import VisionSpec
+from edgellm.core import contract
+from edgellm.core.contract import RequestError
+from edgellm.core.model_spec import VisionSpec
+from edgellm.multimodal.patch_grid import grid_inputs
 
 GRIDS = [(2, 2), (2, 18), (10, 2), (8, 8), (16, 24), (14, 22), (30, 6), (50, 34)]
 

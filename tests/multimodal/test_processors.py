@@ -20,11 +20,11 @@ from image_checkpoints import (
 )
 from image_checkpoints import reference as transformers_processor
 
-from edgellm.contract import LimitError, RequestError, UnsupportedModelError
+from edgellm.core.contract import LimitError, RequestError, UnsupportedModelError
 from edgellm.multimodal import processors
-from edgellm.multimodal.films import Film
 from edgellm.multimodal.processors import expand
-from edgellm.multimodal.processors.smolvlm_film import in_words
+from edgellm.multimodal.processors.smolvlm_video import in_words
+from edgellm.multimodal.video import Film
 
 SIZES = [(1, 1), (28, 28), (1, 150), (199, 1), (31, 57), (333, 77), (64, 512), (640, 480)]
 SIZE = st.tuples(st.integers(1, 300), st.integers(1, 300)).filter(

@@ -18,12 +18,18 @@ from conftest import INTERRUPTED, assert_one_line_error, interrupt
 from quantize_cases import load, make_job, make_model, write_text
 from safetensors.numpy import save_file
 
-from edgellm.contract import BrokenArtifactError, EdgeLLMError, LimitError, UnsupportedModelError
-from edgellm.quantize import checkpointing as work_module
-from edgellm.quantize import checks, modelopt_adapter
-from edgellm.quantize import folder as folder_module
-from edgellm.quantize import layerwise_run as run_module
-from edgellm.quantize.layerwise_run import run_job
+from edgellm.core.contract import (
+    BrokenArtifactError,
+    EdgeLLMError,
+    LimitError,
+    UnsupportedModelError,
+)
+from edgellm.quantize import work_folder as work_module
+from edgellm.quantize.algorithms import modelopt
+from edgellm.quantize.models import checks
+from edgellm.quantize.pipeline import checkpoint_writer as folder_module
+from edgellm.quantize.pipeline import run as run_module
+from edgellm.quantize.pipeline.run import run_job
 
 pytestmark = pytest.mark.usefixtures("one_thread")
 
@@ -335,7 +341,7 @@ def test_foreign_files_are_kept(job):
 
 def test_an_export_that_is_not_sound_stops_the_run(job, monkeypatch):
     """ModelOpt without calibration writes FP8 without scales of the inputs, and says nothing."""
-    real = modelopt_adapter.quantize
+    real = modelopt.quantize
 
     def uncalibrated(model, recipe, loop, log, **options):
         exported = real(model, recipe, loop, log, **options)
@@ -351,7 +357,7 @@ def test_an_export_that_is_not_sound_stops_the_run(job, monkeypatch):
 
 def test_another_weight_than_the_sources_stops_the_run(job, monkeypatch):
     """As where a norm was folded and one of its readers was not."""
-    real = modelopt_adapter.quantize
+    real = modelopt.quantize
 
     def broken(model, recipe, loop, log, **options):
         exported = real(model, recipe, loop, log, **options)
@@ -371,8 +377,8 @@ def test_memory_does_not_grow_with_layers(place, tmp_path):
     """A deep model after a shallow one in the same process: 3 and 15 layers of 5 MB in float32."""
     sizes = {"hidden_size": 384, "intermediate_size": 768}
     lines = [
-        "import resource; from pathlib import Path; from edgellm.quantize.plan import Job",
-        "from edgellm.quantize.layerwise_run import run_job",
+        "import resource; from pathlib import Path; from edgellm.quantize.pipeline.planning import Job",
+        "from edgellm.quantize.pipeline.run import run_job",
     ]
     for layers in (3, 15):
         model = make_model(tmp_path / f"{layers}", "llama", num_hidden_layers=layers, **sizes)

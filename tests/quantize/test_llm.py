@@ -12,19 +12,19 @@ import onnx_ir as ir
 import pytest
 from quantize_cases import decode, load, make_job, make_model, plain_sessions, write_text
 
-from edgellm.contract import EdgeLLMError
-from edgellm.export import quantized
-from edgellm.export.bundle import ExportOptions, export_llm
-from edgellm.export.source import open_checkpoint
-from edgellm.export.verify import run_portable
-from edgellm.export.weights import Weights
-from edgellm.manifest import LLM_BUNDLE, load_bundle
-from edgellm.quantize import folder as folder_module
-from edgellm.quantize.layerwise_run import run_job
-from edgellm.quantize.linear import decode_linear
-from edgellm.quantize.plan import Job, make_plan
-from edgellm.quantize.schemes import HEAD_SCHEMES, SCHEMES
-from edgellm.quantize.tensors import read_below
+from edgellm.core.contract import EdgeLLMError
+from edgellm.core.manifest import LLM_BUNDLE, load_bundle
+from edgellm.export.checkpoints import quantized
+from edgellm.export.checkpoints.weights import Weights
+from edgellm.export.pipeline.llm import ExportOptions, export_llm
+from edgellm.export.pipeline.resolve import open_checkpoint
+from edgellm.export.pipeline.verify import run_portable
+from edgellm.quantize.formats.quantized_linear import decode_linear
+from edgellm.quantize.formats.schemes import HEAD_SCHEMES, SCHEMES
+from edgellm.quantize.formats.tensors import read_below
+from edgellm.quantize.pipeline import checkpoint_writer as folder_module
+from edgellm.quantize.pipeline.planning import Job, make_plan
+from edgellm.quantize.pipeline.run import run_job
 
 pytestmark = pytest.mark.usefixtures("one_thread")
 

@@ -14,13 +14,13 @@ from PIL import Image
 
 from edgellm.build.engine import build_engine
 from edgellm.build.plan import Plan, image_plan
-from edgellm.device_runtime.engine.llm import LLM
+from edgellm.device_runtime.api.llm import LLM
 from edgellm.device_runtime.sampling.sampler import SamplingParams
 from edgellm.device_runtime.speculate.options import SpecOptions
-from edgellm.export.bundle import ExportOptions, export_llm
-from edgellm.export.draft import DraftOptions, export_draft
-from edgellm.export.source import open_checkpoint
-from edgellm.export.visual_bundle import VisualOptions, export_visual
+from edgellm.export.pipeline.draft import DraftOptions, export_draft
+from edgellm.export.pipeline.llm import ExportOptions, export_llm
+from edgellm.export.pipeline.resolve import open_checkpoint
+from edgellm.export.pipeline.visual import VisualOptions, export_visual
 from edgellm.scripts.demo_images import DRAFT, MODEL
 from edgellm.scripts.synthetic_vlm.conversations import converse
 from edgellm.scripts.synthetic_vlm.evaluate import fresh

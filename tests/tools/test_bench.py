@@ -14,14 +14,14 @@ import sys
 import pytest
 from conftest import assert_one_line_error
 
-from edgellm.contract import LimitError, RequestError
+from edgellm.core.contract import LimitError, RequestError
+from edgellm.device_runtime.api.llm import LLM
 from edgellm.device_runtime.engine import profile
-from edgellm.device_runtime.engine.llm import LLM
 from edgellm.device_runtime.requests.request_file import Options, read_file
 from edgellm.device_runtime.speculate.options import SpecOptions
-from edgellm.tools.bench import alternating_run as loops
 from edgellm.tools.bench import cli, machine, measure, result_formats
-from edgellm.tools.bench.alternating_run import Texts, Work
+from edgellm.tools.bench import interleaved_run as loops
+from edgellm.tools.bench.interleaved_run import Texts, Work
 from edgellm.tools.bench.measure import answer_both_ways, check_sizes, decode_rate, prefill_rate
 from edgellm.tools.bench.results import EAGLE, PLAIN, TEXT, Pair, Results, Series
 

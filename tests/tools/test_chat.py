@@ -13,13 +13,13 @@ from conftest import assert_one_line_error
 from PIL import Image
 from vlm_engines import build_vlm
 
-from edgellm.contract import EdgeLLMError, RequestError
-from edgellm.device_runtime.engine.llm import LLM
+from edgellm.core.contract import EdgeLLMError, RequestError
+from edgellm.device_runtime.api.llm import LLM
 from edgellm.device_runtime.sampling.sampler import SamplingParams
 from edgellm.device_runtime.speculate.options import SpecOptions
 from edgellm.tools.chat import commands, repl
 from edgellm.tools.chat.conversation import Conversation, Settings
-from edgellm.tools.chat.figures import describe
+from edgellm.tools.chat.statistics import describe
 
 GREEDY = Settings(SamplingParams(temperature=0), 8, enable_thinking=False)
 

@@ -24,7 +24,7 @@ CTRL_C, CTRL_D, UP, ALT_ENTER = "\x03", "\x04", "\x1b[A", "\x1b\r"
 # The command, whose passes take their time.
 _SLOWLY = """
 import time
-from edgellm.device_runtime.sessions.decoder import DecoderSession
+from edgellm.device_runtime.networks.decoder import DecoderSession
 run_many = DecoderSession.run_many
 def slow(self, parts):
     time.sleep(0.05)

@@ -10,10 +10,10 @@ from pathlib import Path
 
 import pytest
 
-from edgellm.build import fit
-from edgellm.build.tensorrt import cache_plan
+from edgellm.build import resource_estimate
+from edgellm.build.tensorrt.lowering import cache_plan
 from edgellm.device_runtime.runners.onnxruntime_cuda import provider as cuda
-from edgellm.device_runtime.runners.tensorrt import library
+from edgellm.device_runtime.runners.tensorrt.library import trt_import
 from edgellm.tools.doctor import checks, jetpack
 from edgellm.tools.doctor.checks import FAULT, NOTE, OK, Finding, examine
 from edgellm.tools.doctor.fit import examine_bundle
@@ -138,7 +138,7 @@ def test_files_that_read_otherwise(machine):
 
 def test_a_tensorrt_that_lacks_operators(monkeypatch):
     trt = types.SimpleNamespace(__name__="tensorrt", __version__="10.13.3.9")
-    monkeypatch.setattr(library, "find_library", lambda: library.Library(trt, False))
+    monkeypatch.setattr(trt_import, "find_library", lambda: trt_import.Library(trt, False))
     found = checks._backend("tensorrt").found
     assert found.startswith("TensorRT 10.13.3.9; attention by edgellm's kernels; other operators ")
     assert found.endswith("Swish, TensorScatter")
@@ -153,7 +153,7 @@ def test_a_tensorrt_that_lacks_operators(monkeypatch):
 )
 def test_a_gpu_without_edgellm_s_kernels(monkeypatch, sm, cuda_version, said):
     trt = types.SimpleNamespace(__name__="tensorrt", __version__="11.4.1")
-    monkeypatch.setattr(library, "find_library", lambda: library.Library(trt, False))
+    monkeypatch.setattr(trt_import, "find_library", lambda: trt_import.Library(trt, False))
     monkeypatch.setattr(cache_plan, "compute_capability", lambda: sm)
     monkeypatch.setattr(cache_plan, "driver_cuda", lambda: cuda_version)
     found = checks._backend("tensorrt").found
@@ -196,7 +196,7 @@ def test_a_bundle_that_fits_and_one_that_does_not(tiny_bundle, tmp_path, monkeyp
     found = list(examine_bundle(tiny_bundle, "onnxruntime", ""))
     whats = ["compiler", "build memory", "disk", "cache memory"]
     assert [(each.what, each.status) for each in found] == [(what, OK) for what in whats]
-    monkeypatch.setattr(fit, "available_memory_bytes", lambda: 1000)
+    monkeypatch.setattr(resource_estimate, "available_memory_bytes", lambda: 1000)
     faults = [each for each in examine_bundle(tiny_bundle, "auto", "") if each.status == FAULT]
     assert [each.what for each in faults] == ["build memory"]
     assert "quantize the model" in faults[0].remedy

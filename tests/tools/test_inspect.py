@@ -10,13 +10,18 @@ import numpy as np
 import pytest
 from safetensors.numpy import load_file, save_file
 
-from edgellm.export.source import open_checkpoint
-from edgellm.tools.inspection.as_json import report_json
-from edgellm.tools.inspection.find import inspect
-from edgellm.tools.inspection.page import report_page
+from edgellm.export.pipeline.resolve import open_checkpoint
+from edgellm.tools.inspection.output.as_json import report_json
+from edgellm.tools.inspection.output.page import report_page
+from edgellm.tools.inspection.output.tables import size, tables
 from edgellm.tools.inspection.roofline import BOARDS, predict
-from edgellm.tools.inspection.tables import size, tables
-from edgellm.tools.inspection.tensors import bytes_by_layer, bytes_by_part, layer_of, part_of
+from edgellm.tools.inspection.sources.detect import inspect
+from edgellm.tools.inspection.sources.tensors import (
+    bytes_by_layer,
+    bytes_by_part,
+    layer_of,
+    part_of,
+)
 
 EXAMPLES = Path(__file__).parents[2] / "examples"
 
@@ -26,7 +31,7 @@ def visual_folders(tmp_path_factory) -> tuple[Path, Path]:
     """Bundle and engine of the example's encoder."""
     from edgellm.build.engine import build_engine
     from edgellm.build.plan import image_plan
-    from edgellm.export.visual_bundle import VisualOptions, export_visual
+    from edgellm.export.pipeline.visual import VisualOptions, export_visual
 
     bundle, engine = (tmp_path_factory.mktemp("visual") / name for name in ("bundle", "engine"))
     source = open_checkpoint(str(EXAMPLES / "synthetic-vlm"), tokenizer=False)
@@ -174,7 +179,7 @@ def test_a_bundle(tiny_bundle, tiny_checkpoint):
 
 
 def test_half_precision_counts_as_it_is_computed(tmp_path, tiny_checkpoint):
-    from edgellm.export.bundle import ExportOptions, export_llm
+    from edgellm.export.pipeline.llm import ExportOptions, export_llm
 
     arrays = load_file(tiny_checkpoint / "model.safetensors")
     halved = {name: array.astype(np.float16) for name, array in arrays.items()}

@@ -16,11 +16,11 @@ from conftest import assert_one_line_error
 from html_pages import Page
 from safetensors.numpy import load_file, save_file
 
-from edgellm.contract import EdgeLLMError
-from edgellm.tools.inspection.diff import compare, tables_of
-from edgellm.tools.inspection.find import inspect
-from edgellm.tools.inspection.page import report_page, tables_page
-from edgellm.tools.inspection.tables import tables
+from edgellm.core.contract import EdgeLLMError
+from edgellm.tools.inspection.output.diff import compare, tables_of
+from edgellm.tools.inspection.output.page import report_page, tables_page
+from edgellm.tools.inspection.output.tables import tables
+from edgellm.tools.inspection.sources.detect import inspect
 
 
 @pytest.fixture

@@ -8,14 +8,14 @@ from http.server import BaseHTTPRequestHandler, ThreadingHTTPServer
 
 import pytest
 
-from edgellm.contract import EdgeLLMError
+from edgellm.core.contract import EdgeLLMError
 from edgellm.tools.evaluate.answers import AnswerLog
-from edgellm.tools.evaluate.questions import Question
+from edgellm.tools.evaluate.datasets.questions import Question
 from edgellm.tools.evaluate.remote import answer_remotely
-from edgellm.tools.evaluate.scores import score
+from edgellm.tools.evaluate.scoring.scores import score
 from edgellm.tools.evaluate.settings import Settings
+from edgellm.tools.remote.ray_map import require_ray
 from edgellm.tools.remote.servers import RefusedError, Servers
-from edgellm.tools.remote.spread import require_ray
 
 GONE = "http://127.0.0.1:1"  # nobody listens there
 
@@ -192,8 +192,8 @@ def test_addresses_that_are_none(text):
 
 def test_prompts_of_a_draft(tmp_path, stub):
     from edgellm.tools.train_draft.base import Prompt
-    from edgellm.tools.train_draft.corpus import Generation, stored_answers
-    from edgellm.tools.train_draft.remote import answer_prompts_remotely
+    from edgellm.tools.train_draft.data.corpus import Generation, stored_answers
+    from edgellm.tools.train_draft.data.remote import answer_prompts_remotely
 
     one, store = stub(), tmp_path / "answers.jsonl"
     prompts = [Prompt((1, 2)), Prompt((3, 4)), Prompt((5, 6))]

@@ -11,10 +11,10 @@ import torch
 from conftest import write_tokenizer
 from transformers import AutoTokenizer
 
-from edgellm.contract import EdgeLLMError
-from edgellm.tools.train_draft import corpus
+from edgellm.core.contract import EdgeLLMError
 from edgellm.tools.train_draft.base import Base, Prompt
-from edgellm.tools.train_draft.corpus import Generation, write_prompts
+from edgellm.tools.train_draft.data import corpus
+from edgellm.tools.train_draft.data.corpus import Generation, write_prompts
 
 HOW = Generation(12, 0.5, 0.8, 4, 7)
 USER, COLON, END = 6, 3, 4  # the template's "user : ... ."

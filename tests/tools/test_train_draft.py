@@ -19,17 +19,17 @@ from conftest import assert_one_line_error, make_checkpoint
 from draft_runs import DraftRun, K
 from safetensors.torch import load_file
 
-from edgellm.contract import EdgeLLMError
-from edgellm.exclusive import hold
+from edgellm.core.contract import EdgeLLMError
+from edgellm.core.file_lock import hold
 from edgellm.export import models
 from edgellm.tools.train_draft import training_run as run_module
 from edgellm.tools.train_draft.base import Prompt
+from edgellm.tools.train_draft.checkpoint_writers import read_draft
 from edgellm.tools.train_draft.cli import app
-from edgellm.tools.train_draft.corpus import Generation
-from edgellm.tools.train_draft.eagle3 import Eagle3
-from edgellm.tools.train_draft.features import FeatureCache
-from edgellm.tools.train_draft.layout import read_draft
-from edgellm.tools.train_draft.network import Draft, DraftShape
+from edgellm.tools.train_draft.data.corpus import Generation
+from edgellm.tools.train_draft.data.hidden_states import FeatureCache
+from edgellm.tools.train_draft.methods.eagle3 import Eagle3
+from edgellm.tools.train_draft.methods.eagle_network import Draft, DraftShape
 from edgellm.tools.train_draft.train import Recipe, Trainer
 from edgellm.tools.train_draft.training_run import Job, run
 
@@ -309,7 +309,7 @@ def test_a_bad_line_is_named(job, line, fragment):
 
 def test_strange_line_ends_inside_of_texts_and_empty_lines_are_taken(job, base):
     from edgellm.tools.train_draft.base import load_base
-    from edgellm.tools.train_draft.corpus import read_conversations
+    from edgellm.tools.train_draft.data.corpus import read_conversations
 
     job.data[0].write_bytes(
         '\n{"messages": [{"role": "user", "content": "w10\u2028w11\x85"}]}\r\n \n'.encode()
@@ -363,8 +363,8 @@ def test_taps_that_are_no_numbers(job):
 
 def test_the_export_agrees_with_the_network(job, base, tmp_path):
     """Fuse and model graph of the written folder, on ONNX Runtime, at step 0 and recycled."""
-    from edgellm.export.draft import DraftOptions, export_draft
-    from edgellm.export.source import open_checkpoint
+    from edgellm.export.pipeline.draft import DraftOptions, export_draft
+    from edgellm.export.pipeline.resolve import open_checkpoint
 
     run(replace(job, hidden_taps=(0, 3, 6)))
     checkpoints = (open_checkpoint(str(f), tokenizer=False) for f in (job.output_dir, base))

@@ -14,25 +14,25 @@ from conftest import make_checkpoint
 from image_checkpoints import picture
 from vlm_engines import Reference, make_vlm
 
-from edgellm.contract import EdgeLLMError
+from edgellm.core.contract import EdgeLLMError
 from edgellm.export import models
-from edgellm.export.draft import DraftOptions, export_draft
-from edgellm.export.source import open_checkpoint, open_draft
+from edgellm.export.pipeline.draft import DraftOptions, export_draft
+from edgellm.export.pipeline.resolve import open_checkpoint, open_draft
 from edgellm.multimodal import processors
 from edgellm.multimodal.images import open_image
 from edgellm.tools.train_draft import base as base_module
 from edgellm.tools.train_draft.base import Rows, load_base, padded
-from edgellm.tools.train_draft.corpus import (
+from edgellm.tools.train_draft.checkpoint_writers import draft_shape, start_from_base, write_draft
+from edgellm.tools.train_draft.data.corpus import (
     Generation,
     Sample,
     answer_prompts,
     read_conversations,
     stored_answers,
 )
-from edgellm.tools.train_draft.features import TappedBase
-from edgellm.tools.train_draft.generate import generate
-from edgellm.tools.train_draft.layout import draft_shape, start_from_base, write_draft
-from edgellm.tools.train_draft.network import Draft
+from edgellm.tools.train_draft.data.generate import generate
+from edgellm.tools.train_draft.data.hidden_states import TappedBase
+from edgellm.tools.train_draft.methods.eagle_network import Draft
 from edgellm.tools.train_draft.train import Recipe
 from edgellm.tools.train_draft.training_run import Job, run
 
@@ -191,7 +191,7 @@ def test_the_other_methods_see_pictures_too(deep_checkpoint, data, tmp_path, met
 
 def test_the_export_turns_as_the_network(deep_checkpoint, tmp_path):
     """Candidates of rows whose three positions differ, and of rows that stand for pictures."""
-    from edgellm import contract
+    from edgellm.core import contract
 
     base = load_base(str(deep_checkpoint), CPU)
     vocabulary = np.arange(3, 43)

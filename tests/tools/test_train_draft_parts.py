@@ -15,23 +15,28 @@ import torch
 from conftest import make_checkpoint
 from transformers import AutoModelForCausalLM, PreTrainedTokenizerBase
 
-from edgellm.contract import UnsupportedModelError
+from edgellm.core.contract import UnsupportedModelError
 from edgellm.export import models
 from edgellm.tools.train_draft import base as base_module
-from edgellm.tools.train_draft import corpus
-from edgellm.tools.train_draft import features as features_module
 from edgellm.tools.train_draft.base import Base, Prompt
-from edgellm.tools.train_draft.corpus import Generation, Sample, answer_prompts, stored_answers
-from edgellm.tools.train_draft.features import (
+from edgellm.tools.train_draft.data import corpus
+from edgellm.tools.train_draft.data import hidden_states as features_module
+from edgellm.tools.train_draft.data.corpus import (
+    Generation,
+    Sample,
+    answer_prompts,
+    stored_answers,
+)
+from edgellm.tools.train_draft.data.generate import generate
+from edgellm.tools.train_draft.data.hidden_states import (
     FeatureCache,
     TappedBase,
     make_batch,
     plan,
     row_lengths,
 )
-from edgellm.tools.train_draft.generate import generate
-from edgellm.tools.train_draft.losses import PIECE, head_loss
-from edgellm.tools.train_draft.network import Draft, DraftShape
+from edgellm.tools.train_draft.methods.eagle_network import Draft, DraftShape
+from edgellm.tools.train_draft.methods.losses import PIECE, head_loss
 from edgellm.tools.train_draft.train import Trainer
 
 pytestmark = pytest.mark.usefixtures("one_thread")

@@ -15,16 +15,16 @@ from safetensors.torch import load_file, save_file
 
 from edgellm.build.engine import build_engine
 from edgellm.build.plan import Plan
-from edgellm.contract import EdgeLLMError
+from edgellm.core.contract import EdgeLLMError
+from edgellm.core.manifest import Bundle
 from edgellm.device_runtime import LLM, SamplingParams, SpecOptions
 from edgellm.export import models
-from edgellm.export.bundle import ExportOptions, export_llm
-from edgellm.export.draft import DraftOptions, export_draft
-from edgellm.export.source import open_checkpoint, open_draft
-from edgellm.manifest import Bundle
+from edgellm.export.pipeline.draft import DraftOptions, export_draft
+from edgellm.export.pipeline.llm import ExportOptions, export_llm
+from edgellm.export.pipeline.resolve import open_checkpoint, open_draft
 from edgellm.tools.train_draft.cli import train_draft
-from edgellm.tools.train_draft.corpus import Generation
-from edgellm.tools.train_draft.losses import PIECE, token_loss
+from edgellm.tools.train_draft.data.corpus import Generation
+from edgellm.tools.train_draft.methods.losses import PIECE, token_loss
 from edgellm.tools.train_draft.train import Recipe, Trainer
 from edgellm.tools.train_draft.training_run import Job, run
 

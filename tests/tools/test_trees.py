@@ -14,10 +14,10 @@ import pytest
 from conftest import assert_one_line_error
 from html_pages import Page
 
-from edgellm.contract import EdgeLLMError
-from edgellm.device_runtime.engine.llm import Step
+from edgellm.core.contract import EdgeLLMError
+from edgellm.device_runtime.api.llm import Step
 from edgellm.device_runtime.requests.tree_log import TreeLog, trees_as_json
-from edgellm.device_runtime.speculate.accept import Round
+from edgellm.device_runtime.speculate.acceptance import Round
 from edgellm.device_runtime.speculate.tree import Tree
 from edgellm.tools.trees import PAGE, read_trees, render, summarize
 

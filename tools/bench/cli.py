@@ -8,15 +8,15 @@ from typing import TYPE_CHECKING
 import typer
 
 from edgellm.build.progress import shown
-from edgellm.command import CAMEL_CASE, App, numbers, run_command
-from edgellm.contract import EdgeLLMError
+from edgellm.core.cli import CAMEL_CASE, App, numbers, run_command
+from edgellm.core.contract import EdgeLLMError
 from edgellm.device_runtime.requests.flags import EngineDir, Verify
 from edgellm.device_runtime.requests.spec_flags import SpecFlags, with_spec_flags
 from edgellm.tools.bench.flags import Depth, Generate, InputFile, Output, Prompt, Repetitions
 
 if TYPE_CHECKING:
+    from edgellm.core.manifest import Engine
     from edgellm.device_runtime.speculate.options import SpecOptions
-    from edgellm.manifest import Engine
     from edgellm.tools.bench.results import Results
 
 REQUESTS = Path(__file__).with_name("requests.json")
@@ -39,9 +39,9 @@ def bench(
     verify: Verify = None,
 ) -> None:
     """Measure an engine in turns; --eagle or --spec compares with plain decoding."""
-    from edgellm.device_runtime.engine.llm import LLM
+    from edgellm.device_runtime.api.llm import LLM
     from edgellm.device_runtime.requests.request_file import read_file
-    from edgellm.tools.bench.alternating_run import Texts, Work, run
+    from edgellm.tools.bench.interleaved_run import Texts, Work, run
     from edgellm.tools.bench.machine import busy_warning, facts
     from edgellm.tools.bench.measure import check_sizes
     from edgellm.tools.bench.result_formats import NAMES
@@ -91,8 +91,8 @@ def _described(how: SpecOptions | None) -> str:
 
 def _engine(folder: Path, manifest: Engine) -> dict[str, str]:
     """What was measured; a manifest has the hashes of all files of an engine."""
-    from edgellm.artifact import hash_file
-    from edgellm.manifest import DRAFT_FOLDER, MANIFEST_NAME
+    from edgellm.core.artifact import hash_file
+    from edgellm.core.manifest import DRAFT_FOLDER, MANIFEST_NAME
 
     draft = folder / DRAFT_FOLDER / MANIFEST_NAME
     return {

@@ -7,8 +7,9 @@ from typing import Any
 
 import numpy as np
 
-from edgellm.contract import LimitError, RequestError
-from edgellm.device_runtime.engine.llm import LLM, Answer
+from edgellm.core.contract import LimitError, RequestError
+from edgellm.core.manifest import Engine
+from edgellm.device_runtime.api.llm import LLM, Answer
 from edgellm.device_runtime.engine.profile import GENERATION, PREFILL, Profile
 from edgellm.device_runtime.engine.prompt import Prompt
 from edgellm.device_runtime.engine.sequence import Sequence as Request
@@ -16,7 +17,6 @@ from edgellm.device_runtime.engine.step import step
 from edgellm.device_runtime.requests.request_file import Options
 from edgellm.device_runtime.requests.responses import start_request
 from edgellm.device_runtime.sampling.sampler import Sampler, SamplingParams
-from edgellm.manifest import Engine
 from edgellm.tools.bench.results import Pair
 
 _GREEDY = SamplingParams(temperature=0)

@@ -9,8 +9,8 @@ from typing import TYPE_CHECKING
 
 import typer
 
-from edgellm.command import CAMEL_CASE, App, run_command
-from edgellm.contract import EdgeLLMError
+from edgellm.core.cli import CAMEL_CASE, App, run_command
+from edgellm.core.contract import EdgeLLMError
 from edgellm.device_runtime.requests.flags import (
     AllowSpecialTokens,
     EngineDir,
@@ -61,7 +61,7 @@ def chat(
 
     Without a terminal every line of standard input is a message, and its answer is printed.
     """
-    from edgellm.device_runtime.engine.llm import LLM
+    from edgellm.device_runtime.api.llm import LLM
     from edgellm.device_runtime.sampling.sampler import SamplingParams
     from edgellm.tools.chat.conversation import Conversation, Settings
     from edgellm.tools.chat.repl import run
@@ -94,7 +94,7 @@ def _screen(conversation: Conversation, history_file: Path | None) -> Screen:
         return Pipe()
     from rich.console import Console
 
-    from edgellm.tools.chat.figures import context
+    from edgellm.tools.chat.statistics import context
     from edgellm.tools.chat.terminal import Terminal
 
     def footer() -> str:
@@ -116,7 +116,7 @@ def _history(path: Path | None) -> History:
     """Of the file, readable by its owner alone; the default file is made where it can be."""
     from prompt_toolkit.history import FileHistory, InMemoryHistory
 
-    from edgellm.artifact import check_output_file
+    from edgellm.core.artifact import check_output_file
 
     place = path or _state_folder() / "chat_history"
     try:

@@ -7,9 +7,9 @@ from collections.abc import Callable
 from dataclasses import dataclass
 from pathlib import Path
 
-from edgellm.contract import RequestError
+from edgellm.core.contract import RequestError
 from edgellm.tools.chat.conversation import Conversation
-from edgellm.tools.chat.figures import statistics
+from edgellm.tools.chat.statistics import statistics
 
 _COMMAND = re.compile(r"/(?P<name>\w+)(?:\s+(?P<value>.*))?", re.DOTALL)
 

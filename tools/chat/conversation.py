@@ -7,11 +7,11 @@ from dataclasses import dataclass, field
 from pathlib import Path
 from typing import Any
 
-from edgellm.artifact import check_output_file, replace_file
-from edgellm.contract import RequestError
-from edgellm.device_runtime.engine.llm import LLM, Answer
+from edgellm.core.artifact import check_output_file, replace_file
+from edgellm.core.contract import RequestError
+from edgellm.device_runtime.api.llm import LLM, Answer
 from edgellm.device_runtime.sampling.sampler import SamplingParams
-from edgellm.tools.chat.figures import Totals
+from edgellm.tools.chat.statistics import Totals
 
 Message = dict[str, Any]
 

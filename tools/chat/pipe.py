@@ -6,7 +6,7 @@ import contextlib
 import sys
 from collections.abc import Callable, Iterator
 
-from edgellm.device_runtime.engine.llm import Answer
+from edgellm.device_runtime.api.llm import Answer
 
 
 class Pipe:

@@ -10,8 +10,8 @@ from dataclasses import dataclass
 from types import FrameType
 from typing import Protocol
 
-from edgellm.contract import EdgeLLMError
-from edgellm.device_runtime.engine.llm import Answer
+from edgellm.core.contract import EdgeLLMError
+from edgellm.device_runtime.api.llm import Answer
 from edgellm.tools.chat import commands
 from edgellm.tools.chat.conversation import Conversation
 

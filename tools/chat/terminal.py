@@ -16,9 +16,9 @@ from rich.console import Console, Group
 from rich.live import Live
 from rich.text import Text
 
-from edgellm.device_runtime.engine.llm import Answer
+from edgellm.device_runtime.api.llm import Answer
 from edgellm.tools.chat.commands import COMMANDS
-from edgellm.tools.chat.figures import describe
+from edgellm.tools.chat.statistics import describe
 
 # What moves the cursor or changes the terminal does not come from a model's text.
 _CONTROL = re.compile(r"[\x00-\x08\x0b-\x1f\x7f-\x9f]")

@@ -8,9 +8,9 @@ import re
 from collections.abc import Iterator
 from dataclasses import dataclass
 
-from edgellm.contract import EdgeLLMError
+from edgellm.core.contract import EdgeLLMError
+from edgellm.core.system_memory import system_memory
 from edgellm.device_runtime import runners
-from edgellm.system_memory import system_memory
 from edgellm.tools.doctor import jetpack
 from edgellm.tools.doctor.machine import Machine, ProgramError
 
@@ -218,9 +218,9 @@ def _rewritten(name: str) -> str:
     """Whose kernels compute attention, and what graphs for an older TensorRT do without."""
     if name != "tensorrt":
         return ""
-    from edgellm.build.tensorrt.cache_plan import machine_fault
-    from edgellm.build.tensorrt.operators import lacking
-    from edgellm.device_runtime.runners.tensorrt.library import find_library
+    from edgellm.build.tensorrt.lowering.cache_plan import machine_fault
+    from edgellm.build.tensorrt.lowering.op_table import lacking
+    from edgellm.device_runtime.runners.tensorrt.library.trt_import import find_library
 
     library = find_library()
     fault, operators = machine_fault(library), lacking(library.version)

@@ -6,12 +6,12 @@ import json
 from collections.abc import Iterator
 from pathlib import Path
 
+from edgellm.build.artifact_kinds import DRAFT, LLM, PRODUCTS, VISUAL, read_bundle
 from edgellm.build.backends import choose, options_of
-from edgellm.build.fit import Prediction, predict
 from edgellm.build.plan import Plan, image_plan
-from edgellm.build.products import DRAFT, LLM, PRODUCTS, VISUAL, read_bundle
-from edgellm.contract import EdgeLLMError
-from edgellm.manifest import LLM_BUNDLE, MANIFEST_NAME, load_bundle
+from edgellm.build.resource_estimate import Prediction, predict
+from edgellm.core.contract import EdgeLLMError
+from edgellm.core.manifest import LLM_BUNDLE, MANIFEST_NAME, load_bundle
 from edgellm.tools.doctor.checks import FAULT, NOTE, OK, Finding
 
 _INPUT, _CAPACITY, _TREE = 1024, 4096, 60  # llm_build's own

@@ -11,13 +11,13 @@ from typing import Any
 
 import msgspec
 
-from edgellm.contract import EdgeLLMError
-from edgellm.device_runtime.engine.llm import LLM, Answer
+from edgellm.core.contract import EdgeLLMError
+from edgellm.device_runtime.api.llm import LLM, Answer
 from edgellm.device_runtime.engine.profile import GENERATION, VERIFY
 from edgellm.device_runtime.faults import Confined
 from edgellm.device_runtime.sampling.sampler import SamplingParams
 from edgellm.tools.evaluate.answers import AnswerLog, Choice, Record
-from edgellm.tools.evaluate.questions import Question
+from edgellm.tools.evaluate.datasets.questions import Question
 from edgellm.tools.evaluate.settings import Settings, sync_folder
 
 OnAnswer = Callable[[], None]

@@ -6,8 +6,8 @@ from pathlib import Path
 
 import msgspec
 
-from edgellm.contract import EdgeLLMError
-from edgellm.device_runtime.requests.journal import Journal
+from edgellm.core.contract import EdgeLLMError
+from edgellm.device_runtime.requests.append_log import Journal
 
 
 class Choice(msgspec.Struct, kw_only=True, omit_defaults=True):

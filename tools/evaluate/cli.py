@@ -6,8 +6,8 @@ from pathlib import Path
 
 import typer
 
-from edgellm.command import CAMEL_CASE, App, run_command
-from edgellm.contract import EdgeLLMError
+from edgellm.core.cli import CAMEL_CASE, App, run_command
+from edgellm.core.contract import EdgeLLMError
 from edgellm.device_runtime.requests.spec_flags import SpecFlags, with_spec_flags
 from edgellm.tools.evaluate.flags import (
     Compare,
@@ -89,7 +89,7 @@ def _refuse_own(engine: Path | None, multimodal_engine: Path | None, how: object
 def _compare(one: Path, other: Path, foreign: object) -> None:
     if foreign:
         raise EdgeLLMError("--compare A B reads two finished runs", hint="give nothing else")
-    from edgellm.tools.evaluate.comparison import compare_runs
+    from edgellm.tools.evaluate.reporting.comparison import compare_runs
     from edgellm.tools.tables import show
 
     show(f"{one} (A) and {other} (B)", compare_runs(one, other))
@@ -103,8 +103,8 @@ def _convert(
             "--convert FILE writes the prompts of a dataset",
             hint="give --dataset, perhaps --dataFile and --limit, and nothing else",
         )
-    from edgellm.tools.evaluate.prompts import write
-    from edgellm.tools.evaluate.questions import load
+    from edgellm.tools.evaluate.datasets.prompts import write
+    from edgellm.tools.evaluate.datasets.questions import load
 
     number = write(load(dataset, data_file)[:limit], output, *([data_file] if data_file else []))
     typer.echo(f"{output}: {number} prompts")

@@ -12,20 +12,20 @@ from pathlib import Path
 
 import msgspec
 
-from edgellm.artifact import hash_engines, replace_file
-from edgellm.contract import EdgeLLMError
-from edgellm.device_runtime.engine.llm import LLM
+from edgellm.core.artifact import hash_engines, replace_file
+from edgellm.core.contract import EdgeLLMError
+from edgellm.device_runtime.api.llm import LLM
 from edgellm.device_runtime.speculate.options import SpecOptions
-from edgellm.tools.evaluate import divergence
 from edgellm.tools.evaluate.answering import answer_all, open_logs
-from edgellm.tools.evaluate.questions import FILED, Question, fingerprint, load
+from edgellm.tools.evaluate.datasets.questions import FILED, Question, fingerprint, load
 from edgellm.tools.evaluate.remote import answer_remotely
-from edgellm.tools.evaluate.report import report_markdown, report_page, tables
-from edgellm.tools.evaluate.sandbox import open_sandbox
-from edgellm.tools.evaluate.scores import SCORES_FILE, Scores, score
+from edgellm.tools.evaluate.reporting.report import report_markdown, report_page, tables
+from edgellm.tools.evaluate.scoring import divergence
+from edgellm.tools.evaluate.scoring.sandbox import open_sandbox
+from edgellm.tools.evaluate.scoring.scores import SCORES_FILE, Scores, score
 from edgellm.tools.evaluate.settings import Settings, run_folder
+from edgellm.tools.remote.ray_map import require_ray
 from edgellm.tools.remote.servers import Servers
-from edgellm.tools.remote.spread import require_ray
 from edgellm.tools.tables import show
 
 

@@ -14,13 +14,13 @@ from urllib.parse import unquote, urlsplit
 
 import msgspec
 
-from edgellm.contract import EdgeLLMError
+from edgellm.core.contract import EdgeLLMError
 from edgellm.tools.evaluate.answering import conversation
 from edgellm.tools.evaluate.answers import AnswerLog, Choice, Record
-from edgellm.tools.evaluate.questions import Question
+from edgellm.tools.evaluate.datasets.questions import Question
 from edgellm.tools.evaluate.settings import Settings
+from edgellm.tools.remote.ray_map import Work, spread
 from edgellm.tools.remote.servers import RefusedError, Servers, places
-from edgellm.tools.remote.spread import Work, spread
 
 Spread = Callable[[Sequence[dict[str, Any]], Work, int], Any]
 _MODE = "plain"  # whether a server speculates is its own affair: answers stay what they are

@@ -11,9 +11,9 @@ from typing import Any
 
 import msgspec
 
-from edgellm.artifact import replace_file
-from edgellm.contract import EdgeLLMError
-from edgellm.exclusive import hold
+from edgellm.core.artifact import replace_file
+from edgellm.core.contract import EdgeLLMError
+from edgellm.core.file_lock import hold
 
 RUN_FILE = "run.json"
 _FLAGS = {

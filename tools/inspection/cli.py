@@ -8,8 +8,8 @@ from typing import TYPE_CHECKING, Annotated, Any
 
 import typer
 
-from edgellm.command import SNAKE_CASE, App, run_command
-from edgellm.contract import EdgeLLMError
+from edgellm.core.cli import SNAKE_CASE, App, run_command
+from edgellm.core.contract import EdgeLLMError
 
 if TYPE_CHECKING:
     from edgellm.tools.inspection.report import Report
@@ -38,8 +38,8 @@ def inspect(
     ] = None,
 ) -> None:
     """Show what a checkpoint, bundle or engine holds and needs, and where it comes from."""
-    from edgellm.artifact import check_output_file
-    from edgellm.tools.inspection.find import inspect as read
+    from edgellm.core.artifact import check_output_file
+    from edgellm.tools.inspection.sources.detect import inspect as read
 
     if html is not None:
         check_output_file(html, path)
@@ -52,9 +52,9 @@ def inspect(
             f"{path} has no manifest, so there are no hashes to check",
             hint="--verify is for bundles and engines, and for --diff",
         )
-    from edgellm.tools.inspection.as_json import report_json
-    from edgellm.tools.inspection.page import report_page
-    from edgellm.tools.inspection.tables import tables
+    from edgellm.tools.inspection.output.as_json import report_json
+    from edgellm.tools.inspection.output.page import report_page
+    from edgellm.tools.inspection.output.tables import tables
 
     context = min(context, report.capacity) or context
     title = report.title + (", all hashes right" if verify else "")
@@ -65,8 +65,8 @@ def inspect(
 def _differ(left: Report, right: Report, html: Path | None, *, verify: bool, as_json: bool) -> None:
     import dataclasses
 
-    from edgellm.tools.inspection.diff import compare, tables_of
-    from edgellm.tools.inspection.page import tables_page
+    from edgellm.tools.inspection.output.diff import compare, tables_of
+    from edgellm.tools.inspection.output.page import tables_page
 
     found = compare(left, right, contents=verify)
     title, paths = f"{left.kind}: what differs", f"{left.path} and {right.path}"
@@ -87,7 +87,7 @@ def _print(content: dict[str, Any] | None, title: str, tables: list[Table]) -> N
 def _write(html: Path | None, page: str) -> None:
     if html is None:
         return
-    from edgellm.artifact import replace_file
+    from edgellm.core.artifact import replace_file
 
     replace_file(html, page)
     typer.echo(f"{html}: written", err=True)

@@ -5,10 +5,10 @@ from __future__ import annotations
 from dataclasses import dataclass, field
 from typing import Any
 
-from edgellm.cache_sizes import cache_bytes, held_bytes
-from edgellm.manifest import FileRecord
-from edgellm.specs import KVCacheSpec
-from edgellm.tools.inspection.tensors import Tensor
+from edgellm.core.kv_cache_size import cache_bytes, held_bytes
+from edgellm.core.manifest import FileRecord
+from edgellm.core.model_spec import KVCacheSpec
+from edgellm.tools.inspection.sources.tensors import Tensor
 
 
 @dataclass(frozen=True, slots=True)

@@ -7,24 +7,31 @@ import importlib.metadata
 from fastapi import FastAPI, Request
 from starlette.responses import JSONResponse, Response
 
-from edgellm.tools.serve import chat, completions, errors, model_cards
-from edgellm.tools.serve.adapters import add_adapters
-from edgellm.tools.serve.dialects.routes import add_dialects
-from edgellm.tools.serve.embeddings import (
+from edgellm.tools.serve.auth import Guard
+from edgellm.tools.serve.http import errors
+from edgellm.tools.serve.http.cors import share
+from edgellm.tools.serve.http.openapi import document
+from edgellm.tools.serve.http.page import add_page
+from edgellm.tools.serve.protocols.kserve.routes import add_kserve
+from edgellm.tools.serve.protocols.openai import chat, completions
+from edgellm.tools.serve.protocols.openai import models as model_cards
+from edgellm.tools.serve.protocols.openai.embeddings import (
     EmbeddingRequest,
     EmbeddingWriter,
     RerankRequest,
     RerankWriter,
 )
-from edgellm.tools.serve.engines import Engines
-from edgellm.tools.serve.guard import Guard
-from edgellm.tools.serve.kserve.routes import add_kserve
-from edgellm.tools.serve.openapi import document
-from edgellm.tools.serve.pages import add_page
-from edgellm.tools.serve.schemas import ChatRequest, CompletionRequest
-from edgellm.tools.serve.sites import share
-from edgellm.tools.serve.tokens import DetokenizeRequest, TokenizeRequest, detokenized, tokenized
-from edgellm.tools.serve.triton import GenerateRequest, GenerateWriter
+from edgellm.tools.serve.protocols.openai.lora import add_adapters
+from edgellm.tools.serve.protocols.openai.tokenize import (
+    DetokenizeRequest,
+    TokenizeRequest,
+    detokenized,
+    tokenized,
+)
+from edgellm.tools.serve.protocols.routes import add_dialects
+from edgellm.tools.serve.protocols.triton.generate import GenerateRequest, GenerateWriter
+from edgellm.tools.serve.routing.engine_pool import Engines
+from edgellm.tools.serve.schemas.openai import ChatRequest, CompletionRequest
 
 
 def create_app(engines: Engines) -> FastAPI:

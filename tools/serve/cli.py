@@ -11,11 +11,11 @@ from typing import TYPE_CHECKING
 
 import typer
 
-from edgellm.command import CAMEL_CASE, App, run_command
-from edgellm.contract import EdgeLLMError
-from edgellm.device_runtime.engine.arguments import MAX_STALL_MS
+from edgellm.core.cli import CAMEL_CASE, App, run_command
+from edgellm.core.contract import EdgeLLMError
 from edgellm.device_runtime.requests.flags import AllowSpecialTokens, Verify
 from edgellm.device_runtime.requests.spec_flags import SpecFlags, with_spec_flags
+from edgellm.device_runtime.validation import MAX_STALL_MS
 from edgellm.tools.serve.flags import (
     AllowNoKey,
     AllowOrigins,
@@ -45,7 +45,7 @@ from edgellm.tools.serve.flags import (
 if TYPE_CHECKING:
     from socket import socket
 
-    from edgellm.tools.serve.engines import Engines
+    from edgellm.tools.serve.routing.engine_pool import Engines
 
 app = App(CAMEL_CASE)
 
@@ -82,9 +82,12 @@ def edgellm_serve(
 ) -> None:
     """Answer OpenAI's and Triton's requests over HTTP."""
     how = spec_flags.read()
-    from edgellm.tools.serve import adapters, heap, models, settings, sites
-    from edgellm.tools.serve.engines import Engines
-    from edgellm.tools.serve.loading import Loading
+    from edgellm.tools.serve import heap, settings
+    from edgellm.tools.serve.engines import models
+    from edgellm.tools.serve.engines.loading import Loading
+    from edgellm.tools.serve.http import cors
+    from edgellm.tools.serve.protocols.openai import lora
+    from edgellm.tools.serve.routing.engine_pool import Engines
 
     keys = settings.read_keys(api_key_file) if api_key_file is not None else frozenset()
     settings.require_safe(host, has_keys=bool(keys), allow_no_key=allow_no_key)
@@ -93,7 +96,7 @@ def edgellm_serve(
     wanted = settings.Settings(
         keys, settings.is_loopback(host) and not keys,
         queue_size, request_timeout, total_timeout, max_body_bytes=max_body_bytes or most,
-        origins=sites.read_origins(allow_origins or ()),
+        origins=cors.read_origins(allow_origins or ()),
         images=settings.ImageRules(_folders("--allowImageFolder", image_folders), hosts),
         memory_bytes=memory_budget * models.BYTES_PER_GB,
         lora_folders=_folders("--allowLoraFolder", lora_folders),
@@ -109,7 +112,7 @@ def edgellm_serve(
     loading.prepare(given)
     listeners = _listeners(host, port, metrics_port, grpc_port)
     engines = Engines(given, loading, wanted)
-    adapters.load_given(engines.begin(), lora_modules or (), [model.name for model in given])
+    lora.load_given(engines.begin(), lora_modules or (), [model.name for model in given])
     _run(engines, listeners, grpc_port, host, drain_timeout)
 
 
@@ -145,7 +148,7 @@ def _run(
     app = create_app(engines)
     beside: list[Companion] = []
     if grpc_port is not None:
-        from edgellm.tools.serve.kserve.rpc import GrpcServer
+        from edgellm.tools.serve.protocols.kserve.rpc import GrpcServer
 
         beside.append(GrpcServer(engines, host, grpc_port, app.version))
     if figures is not None:

@@ -13,9 +13,9 @@ from typing import Protocol
 import uvicorn
 from starlette.types import ASGIApp
 
-from edgellm.contract import EdgeLLMError
-from edgellm.tools.serve.connection import PatientConnection
-from edgellm.tools.serve.engines import Engines
+from edgellm.core.contract import EdgeLLMError
+from edgellm.tools.serve.http.connection import PatientConnection
+from edgellm.tools.serve.routing.engine_pool import Engines
 
 _SIGNALS = (signal.SIGINT, signal.SIGTERM)
 _LAST_EVENTS_S = 3  # for clients to read what was sent before the end

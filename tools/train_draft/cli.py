@@ -8,8 +8,8 @@ from typing import TYPE_CHECKING, Annotated
 
 import typer
 
-from edgellm.command import SNAKE_CASE, App, numbers, run_command
-from edgellm.contract import EdgeLLMError
+from edgellm.core.cli import SNAKE_CASE, App, numbers, run_command
+from edgellm.core.contract import EdgeLLMError
 
 if TYPE_CHECKING:
     from edgellm.tools.remote.servers import Servers
@@ -198,7 +198,7 @@ def train_draft(
     )
     own = given.completed(method)
     _require_host()
-    from edgellm.tools.train_draft.corpus import Generation
+    from edgellm.tools.train_draft.data.corpus import Generation
     from edgellm.tools.train_draft.train import Recipe
     from edgellm.tools.train_draft.training_run import Job, run
 
@@ -229,8 +229,8 @@ def _require_data(data: list[Path] | None, self_prompts: int) -> None:
 
 
 def _servers(ray: str) -> Servers | None:
+    from edgellm.tools.remote.ray_map import require_ray
     from edgellm.tools.remote.servers import Servers
-    from edgellm.tools.remote.spread import require_ray
 
     if not ray:
         return None

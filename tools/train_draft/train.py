@@ -12,9 +12,15 @@ import numpy as np
 import torch
 from torch import Tensor, nn
 
-from edgellm.tools.train_draft.corpus import Sample
-from edgellm.tools.train_draft.features import Batch, FeatureCache, make_batch, plan, row_lengths
-from edgellm.tools.train_draft.learner import Learner
+from edgellm.tools.train_draft.data.corpus import Sample
+from edgellm.tools.train_draft.data.hidden_states import (
+    Batch,
+    FeatureCache,
+    make_batch,
+    plan,
+    row_lengths,
+)
+from edgellm.tools.train_draft.methods.method import Learner
 
 _STATE = "training.pt"
 

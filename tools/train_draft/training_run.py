@@ -14,17 +14,17 @@ import numpy as np
 import torch
 from torch import nn
 
-from edgellm.artifact import move_files, temporary_folder
-from edgellm.contract import EdgeLLMError, LimitError
-from edgellm.disk import explain_full_disk
-from edgellm.exclusive import hold
-from edgellm.export.taps import check_taps, default_taps
-from edgellm.quantize.device import choose_device
-from edgellm.strict_json import parse
+from edgellm.core.artifact import move_files, temporary_folder
+from edgellm.core.contract import EdgeLLMError, LimitError
+from edgellm.core.disk_space import explain_full_disk
+from edgellm.core.file_lock import hold
+from edgellm.core.strict_json import parse
+from edgellm.export.config.hidden_taps import check_taps, default_taps
+from edgellm.quantize.pipeline.torch_device import choose_device
 from edgellm.tools.remote.servers import Servers
 from edgellm.tools.train_draft.base import Base, Prompt, load_base
-from edgellm.tools.train_draft.blocks import Blocks
-from edgellm.tools.train_draft.corpus import (
+from edgellm.tools.train_draft.checkpoint_writers import FILES, TRAINING
+from edgellm.tools.train_draft.data.corpus import (
     Generation,
     Sample,
     answer_prompts,
@@ -32,13 +32,13 @@ from edgellm.tools.train_draft.corpus import (
     stored_answers,
     write_prompts,
 )
-from edgellm.tools.train_draft.eagle1 import Eagle1
-from edgellm.tools.train_draft.eagle3 import Eagle3
-from edgellm.tools.train_draft.features import FeatureCache, row_lengths
-from edgellm.tools.train_draft.layout import FILES, TRAINING
-from edgellm.tools.train_draft.learner import Learner
-from edgellm.tools.train_draft.medusa import Medusa
-from edgellm.tools.train_draft.remote import answer_prompts_remotely
+from edgellm.tools.train_draft.data.hidden_states import FeatureCache, row_lengths
+from edgellm.tools.train_draft.data.remote import answer_prompts_remotely
+from edgellm.tools.train_draft.methods.dflash import Blocks
+from edgellm.tools.train_draft.methods.eagle1 import Eagle1
+from edgellm.tools.train_draft.methods.eagle3 import Eagle3
+from edgellm.tools.train_draft.methods.medusa import Medusa
+from edgellm.tools.train_draft.methods.method import Learner
 from edgellm.tools.train_draft.train import Progress, Recipe, Trainer
 
 _BLOCKS = ("dflash", "dspark")

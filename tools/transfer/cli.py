@@ -8,8 +8,8 @@ from typing import TYPE_CHECKING
 
 import typer
 
-from edgellm.command import SNAKE_CASE, App, run_command
-from edgellm.contract import EdgeLLMError
+from edgellm.core.cli import SNAKE_CASE, App, run_command
+from edgellm.core.contract import EdgeLLMError
 from edgellm.tools.transfer.flags import (
     Bundle,
     Canary,
@@ -68,8 +68,8 @@ def transfer(
 
 
 def _to_one(bundle: Path, to: str, *, check_only: bool) -> None:
-    from edgellm.tools.transfer.deliver import check, deliver
     from edgellm.tools.transfer.file_list import load
+    from edgellm.tools.transfer.push import check, deliver
     from edgellm.tools.transfer.target import connected, is_within, parse
 
     listed, parsed = load(bundle), parse(to)

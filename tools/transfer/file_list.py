@@ -9,9 +9,9 @@ from dataclasses import dataclass, replace
 from pathlib import Path, PurePosixPath
 from typing import Any
 
-from edgellm.artifact import hash_file, verify_files
-from edgellm.contract import BrokenArtifactError
-from edgellm.manifest import DRAFT_FOLDER, MANIFEST_NAME, FileRecord
+from edgellm.core.artifact import hash_file, verify_files
+from edgellm.core.contract import BrokenArtifactError
+from edgellm.core.manifest import DRAFT_FOLDER, MANIFEST_NAME, FileRecord
 
 _KINDS = ("llm_bundle", "draft_bundle", "visual_bundle", "llm_engine", "draft_engine",
           "visual_engine")  # fmt: skip

@@ -10,8 +10,8 @@ from pathlib import Path
 
 import typer
 
-from edgellm.artifact import check_output_file
-from edgellm.contract import EdgeLLMError
+from edgellm.core.artifact import check_output_file
+from edgellm.core.contract import EdgeLLMError
 from edgellm.tools import tables
 from edgellm.tools.transfer import inventory, rollout
 from edgellm.tools.transfer.file_list import FileList, load

@@ -7,10 +7,10 @@ from collections.abc import Callable, Sequence
 from concurrent.futures import FIRST_COMPLETED, Future, ThreadPoolExecutor, wait
 from dataclasses import dataclass
 
-from edgellm.contract import EdgeLLMError
+from edgellm.core.contract import EdgeLLMError
 from edgellm.tools.transfer import scripts
-from edgellm.tools.transfer.deliver import bring, check, publish
 from edgellm.tools.transfer.file_list import FileList
+from edgellm.tools.transfer.push import bring, check, publish
 from edgellm.tools.transfer.target import Target, connected, run_script, try_script
 from edgellm.tools.transfer.versions import read_version
 

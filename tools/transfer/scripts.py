@@ -9,7 +9,7 @@ from __future__ import annotations
 import shlex
 from collections.abc import Iterable, Mapping
 
-from edgellm.manifest import DRAFT_FOLDER, MANIFEST_NAME, FileRecord
+from edgellm.core.manifest import DRAFT_FOLDER, MANIFEST_NAME, FileRecord
 
 _END = "EDGELLM_END_OF_LIST"
 MANIFEST_MARK = "edgellm manifest"

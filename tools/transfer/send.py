@@ -10,9 +10,9 @@ from collections.abc import Sequence
 from dataclasses import dataclass
 from pathlib import Path, PurePosixPath
 
-from edgellm.contract import EdgeLLMError
-from edgellm.disk import explain_full_disk
-from edgellm.tools.transfer.faults import explain
+from edgellm.core.contract import EdgeLLMError
+from edgellm.core.disk_space import explain_full_disk
+from edgellm.tools.transfer.errors import explain
 from edgellm.tools.transfer.target import Target, run
 
 _PARTIAL = ".partial"

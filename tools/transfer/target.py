@@ -15,8 +15,8 @@ from dataclasses import dataclass, field, replace
 from pathlib import Path, PurePosixPath
 from typing import IO
 
-from edgellm.contract import EdgeLLMError
-from edgellm.tools.transfer.faults import explain
+from edgellm.core.contract import EdgeLLMError
+from edgellm.tools.transfer.errors import explain
 
 _REMOTE = re.compile(r"(?P<host>(?:[^/:@\s]+@)?(?:\[[^\]\s]+\]|[^/:\[\]\s]+)):(?P<folder>.*)")
 _CONNECT_S, _GRACE_S = 10, 10

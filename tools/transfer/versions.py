@@ -10,9 +10,9 @@ from datetime import datetime, timezone
 from pathlib import Path
 from typing import Any
 
-from edgellm.artifact import replace_file
-from edgellm.contract import EdgeLLMError
-from edgellm.manifest import MANIFEST_NAME, FileRecord
+from edgellm.core.artifact import replace_file
+from edgellm.core.contract import EdgeLLMError
+from edgellm.core.manifest import MANIFEST_NAME, FileRecord
 from edgellm.tools.tables import Table, markdown
 from edgellm.tools.transfer import scripts
 from edgellm.tools.transfer.file_list import FileList, listing, version_of

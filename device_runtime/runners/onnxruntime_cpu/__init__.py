@@ -4,11 +4,11 @@ from __future__ import annotations
 
 from pathlib import Path
 
-from edgellm.contract import BrokenArtifactError, EdgeLLMError
+from edgellm.core.contract import BrokenArtifactError, EdgeLLMError
+from edgellm.core.graph_roles import ROLES, Rows
+from edgellm.core.manifest import Engine
 from edgellm.device_runtime.runners import Runner
 from edgellm.device_runtime.runners.onnxruntime_cpu.processor import instruction_sets
-from edgellm.manifest import Engine
-from edgellm.roles import ROLES, Rows
 
 MINIMUM_VERSION = (1, 22)
 KERNELS, LAYOUT = (

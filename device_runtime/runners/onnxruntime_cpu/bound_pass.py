@@ -11,8 +11,8 @@ import numpy as np
 import onnxruntime as ort
 from numpy.typing import NDArray
 
-from edgellm import contract
-from edgellm.device_runtime.runners.onnxruntime_cpu.parts import NOT_ROWS
+from edgellm.core import contract
+from edgellm.device_runtime.runners.onnxruntime_cpu.batch_packing import NOT_ROWS
 from edgellm.device_runtime.runners.onnxruntime_graphs import Held, dtype_of
 
 

@@ -8,8 +8,8 @@ import numpy as np
 import onnxruntime as ort
 from numpy.typing import NDArray
 
-from edgellm import contract
-from edgellm.specs import KVCacheSpec
+from edgellm.core import contract
+from edgellm.core.model_spec import KVCacheSpec
 
 
 class HostCache:

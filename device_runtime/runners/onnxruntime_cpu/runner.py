@@ -10,8 +10,11 @@ import numpy as np
 import onnxruntime as ort
 from numpy.typing import NDArray
 
-from edgellm import contract
+from edgellm.core import contract
+from edgellm.core.model_spec import KVCacheSpec
 from edgellm.device_runtime.runners import Cache, FetchedOutputs, Outputs
+from edgellm.device_runtime.runners.onnxruntime_cpu.batch_packing import joined, share
+from edgellm.device_runtime.runners.onnxruntime_cpu.block_kv_cache import PagedCache, Pages
 from edgellm.device_runtime.runners.onnxruntime_cpu.bound_pass import (
     BoundPass,
     Ports,
@@ -19,10 +22,7 @@ from edgellm.device_runtime.runners.onnxruntime_cpu.bound_pass import (
     ports_of,
 )
 from edgellm.device_runtime.runners.onnxruntime_cpu.cache import HostCache
-from edgellm.device_runtime.runners.onnxruntime_cpu.pages import PagedCache, Pages
-from edgellm.device_runtime.runners.onnxruntime_cpu.parts import joined, share
 from edgellm.device_runtime.runners.onnxruntime_graphs import KEPT_ROWS, Held
-from edgellm.specs import KVCacheSpec
 
 
 @dataclass(frozen=True, slots=True)

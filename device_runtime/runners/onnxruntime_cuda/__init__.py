@@ -6,13 +6,13 @@ from collections.abc import Mapping
 from pathlib import Path
 from typing import Any
 
-from edgellm.contract import EdgeLLMError
+from edgellm.core.contract import EdgeLLMError
+from edgellm.core.graph_roles import DECODER, DRAFT
+from edgellm.core.manifest import Engine, GraphSpec, Spec
+from edgellm.core.model_spec import DecoderSpec, DraftSpec
 from edgellm.device_runtime.adapted_layers import MAX_LORAS
 from edgellm.device_runtime.gpu import compute_capability
 from edgellm.device_runtime.runners import Runner, onnxruntime_cpu
-from edgellm.manifest import Engine, GraphSpec, Spec
-from edgellm.roles import DECODER, DRAFT
-from edgellm.specs import DecoderSpec, DraftSpec
 
 # Of ONNX Runtime: the first release whose GroupQueryAttention for CUDA was seen to take a bias
 FUSED_VERSION = "1.31"
@@ -79,10 +79,10 @@ def open_graphs(
         device: see `onnxruntime_graphs`.
         options: of the engine.
     """
+    from edgellm.device_runtime.runners.onnxruntime_cuda.attention_inputs import ROWS_GRAPH
     from edgellm.device_runtime.runners.onnxruntime_cuda.batch_runner import BatchRunner
     from edgellm.device_runtime.runners.onnxruntime_cuda.loading import Loader
     from edgellm.device_runtime.runners.onnxruntime_cuda.runner import CudaRunner, PlainRunner
-    from edgellm.device_runtime.runners.onnxruntime_cuda.slots import ROWS_GRAPH
 
     opened: dict[str, Runner] = {}
     (capacity, num_sequences), adapters = room, int(options.get(MAX_LORAS, 0))

@@ -8,10 +8,12 @@ from typing import Any
 import onnxruntime as ort
 from numpy.typing import NDArray
 
-from edgellm import contract
+from edgellm.core import contract
+from edgellm.core.model_spec import DecoderSpec
 from edgellm.device_runtime.runners import Cache, Outputs
-from edgellm.device_runtime.runners.cache_slots import SharesSlots, slot_cache
-from edgellm.device_runtime.runners.onnxruntime_cuda.grids import (
+from edgellm.device_runtime.runners.batch_costs import SharedCosts
+from edgellm.device_runtime.runners.onnxruntime_cuda.loading import Loader
+from edgellm.device_runtime.runners.onnxruntime_cuda.padded_batch import (
     MOST_JOINED,
     Cost,
     Inputs,
@@ -21,10 +23,8 @@ from edgellm.device_runtime.runners.onnxruntime_cuda.grids import (
     rows_of,
     shares,
 )
-from edgellm.device_runtime.runners.onnxruntime_cuda.loading import Loader
 from edgellm.device_runtime.runners.onnxruntime_cuda.runner import CudaRunner
-from edgellm.device_runtime.shared_costs import SharedCosts
-from edgellm.specs import DecoderSpec
+from edgellm.device_runtime.runners.slot_kv_cache import SharesSlots, slot_cache
 
 
 class BatchRunner(CudaRunner, SharesSlots):

@@ -9,9 +9,9 @@ import numpy as np
 import onnxruntime as ort
 from numpy.typing import NDArray
 
-from edgellm import contract
+from edgellm.core import contract
 from edgellm.device_runtime.runners.onnxruntime_cuda.cache import Buffers, allocate
-from edgellm.device_runtime.runners.onnxruntime_cuda.sizes import Sizes
+from edgellm.device_runtime.runners.onnxruntime_cuda.size_buckets import Sizes
 from edgellm.device_runtime.runners.onnxruntime_graphs import CPU, Held, dtype_of
 
 _ON_DEVICE = (contract.LOGITS, contract.HIDDEN_TAPS)  # until somebody asks

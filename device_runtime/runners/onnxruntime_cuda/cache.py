@@ -10,16 +10,16 @@ import numpy as np
 import onnxruntime as ort
 from numpy.typing import NDArray
 
-from edgellm import contract
-from edgellm.contract import LimitError
-from edgellm.device_runtime.runners.onnxruntime_cuda.slots import (
+from edgellm.core import contract
+from edgellm.core.contract import LimitError
+from edgellm.core.model_spec import KVCacheSpec
+from edgellm.device_runtime.runners.onnxruntime_cuda.attention_inputs import (
     HOST_INPUTS,
     KEPT,
     SLOTS,
     slot_indices,
 )
 from edgellm.device_runtime.runners.onnxruntime_graphs import CPU
-from edgellm.specs import KVCacheSpec
 
 _FIRST = np.zeros(1, np.int64)
 

@@ -10,9 +10,9 @@ import onnx
 import onnxruntime as ort
 from onnx import external_data_helper, helper
 
+from edgellm.core.graph_roles import ROLES, Rows
 from edgellm.device_runtime.runners.onnxruntime_cuda.cache import allocate
 from edgellm.device_runtime.runners.onnxruntime_graphs import CUDA, load_graph
-from edgellm.roles import ROLES, Rows
 
 _LAID_OUT = ("MatMulNBits",)  # operators whose weights a session lays out anew for tensor cores
 _INT_GEMM_ENTRY = "ep.cuda.fpa_intb_gemm"  # of a session; older versions ignore it

@@ -13,7 +13,7 @@ import numpy as np
 import onnxruntime as ort
 from onnx import TensorProto, helper
 
-from edgellm.contract import EdgeLLMError
+from edgellm.core.contract import EdgeLLMError
 from edgellm.device_runtime.gpu import compute_capability
 from edgellm.device_runtime.runners import onnxruntime_cuda
 from edgellm.device_runtime.runners.onnxruntime_graphs import CUDA

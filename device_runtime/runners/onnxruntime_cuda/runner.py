@@ -16,15 +16,10 @@ import numpy as np
 import onnxruntime as ort
 from numpy.typing import NDArray
 
-from edgellm import contract
+from edgellm.core import contract
+from edgellm.core.model_spec import DecoderSpec
 from edgellm.device_runtime.runners import Cache, FetchedOutputs, Outputs
-from edgellm.device_runtime.runners.onnxruntime_cuda.adapters import DeviceAdapters
-from edgellm.device_runtime.runners.onnxruntime_cuda.bound_pass import BoundPass
-from edgellm.device_runtime.runners.onnxruntime_cuda.cache import DeviceCache, SlotCache
-from edgellm.device_runtime.runners.onnxruntime_cuda.grids import Grid, flat_index, lone
-from edgellm.device_runtime.runners.onnxruntime_cuda.loading import Loader
-from edgellm.device_runtime.runners.onnxruntime_cuda.sizes import Sizes, bucket_sizes
-from edgellm.device_runtime.runners.onnxruntime_cuda.slots import (
+from edgellm.device_runtime.runners.onnxruntime_cuda.attention_inputs import (
     HOST_INPUTS,
     LAST_ROW,
     LIVE_ROWS,
@@ -35,6 +30,12 @@ from edgellm.device_runtime.runners.onnxruntime_cuda.slots import (
     fill_visible,
     slot_indices,
 )
+from edgellm.device_runtime.runners.onnxruntime_cuda.bound_pass import BoundPass
+from edgellm.device_runtime.runners.onnxruntime_cuda.cache import DeviceCache, SlotCache
+from edgellm.device_runtime.runners.onnxruntime_cuda.loading import Loader
+from edgellm.device_runtime.runners.onnxruntime_cuda.lora import DeviceAdapters
+from edgellm.device_runtime.runners.onnxruntime_cuda.padded_batch import Grid, flat_index, lone
+from edgellm.device_runtime.runners.onnxruntime_cuda.size_buckets import Sizes, bucket_sizes
 from edgellm.device_runtime.runners.onnxruntime_graphs import (
     KEPT_ROWS,
     Held,
@@ -42,7 +43,6 @@ from edgellm.device_runtime.runners.onnxruntime_graphs import (
     input_types,
     run_arrays,
 )
-from edgellm.specs import DecoderSpec
 
 _log = logging.getLogger(__name__)
 _PLACES = (contract.WRITE_INDEX, contract.TREE_MASK)  # which become masks and slots

@@ -5,16 +5,22 @@ from __future__ import annotations
 from pathlib import Path
 from typing import TYPE_CHECKING, Any
 
-from edgellm.contract import BrokenArtifactError, EdgeLLMError, LimitError, past_name, present_name
+from edgellm.core.contract import (
+    BrokenArtifactError,
+    EdgeLLMError,
+    LimitError,
+    past_name,
+    present_name,
+)
+from edgellm.core.graph_roles import DECODER, ENCODER
+from edgellm.core.manifest import Engine
 from edgellm.device_runtime.adapted_layers import MAX_LORAS
 from edgellm.device_runtime.gpu import compute_capability
 from edgellm.device_runtime.runners import Runner
-from edgellm.device_runtime.runners.tensorrt import library
-from edgellm.manifest import Engine
-from edgellm.roles import DECODER, ENCODER
+from edgellm.device_runtime.runners.tensorrt.library import trt_import
 
 if TYPE_CHECKING:
-    from edgellm.device_runtime.runners.tensorrt.device import CompiledEngine, Device
+    from edgellm.device_runtime.runners.tensorrt.cuda.protocols import CompiledEngine, Device
 
 KERNELS = "kernels"  # option of an engine: whose compute attention, as `--kernels` is given
 
@@ -25,7 +31,7 @@ def available() -> str:
     Raises:
         EdgeLLMError: neither TensorRT nor TensorRT-RTX is usable; says why.
     """
-    return library.find_library().label
+    return trt_import.find_library().label
 
 
 def require_device() -> None:
@@ -33,10 +39,10 @@ def require_device() -> None:
     sm = compute_capability()
     if sm is None:
         raise EdgeLLMError("there is no NVIDIA GPU here")
-    found = library.find_library()
-    if found.is_ahead_of_time and sm not in library.targets(found.trt):
+    found = trt_import.find_library()
+    if found.is_ahead_of_time and sm not in trt_import.targets(found.trt):
         raise EdgeLLMError(f"{found.label} does not compile for compute capability {sm / 10}")
-    from edgellm.device_runtime.runners.tensorrt.cuda import open_device
+    from edgellm.device_runtime.runners.tensorrt.cuda.driver import open_device
 
     open_device()
 
@@ -50,12 +56,12 @@ def open_engine(folder: Path, engine: Engine) -> dict[str, Runner]:
         LimitError: the GPU has too little memory.
         EdgeLLMError: pycuda or cuda-python is missing.
     """
-    from edgellm.device_runtime.runners.tensorrt.cuda import open_device
-    from edgellm.device_runtime.runners.tensorrt.python_plugins import register
-    from edgellm.device_runtime.runners.tensorrt.runtime import load_engine
+    from edgellm.device_runtime.runners.tensorrt.cuda.driver import open_device
+    from edgellm.device_runtime.runners.tensorrt.library.python_plugins import register
+    from edgellm.device_runtime.runners.tensorrt.library.runtime import load_engine
 
     trt = _require_origin(folder, engine)
-    if library.Library(trt, trt.__name__ != "tensorrt").runs_python_plugins:
+    if trt_import.Library(trt, trt.__name__ != "tensorrt").runs_python_plugins:
         register(trt)
     device = open_device()
     require_memory(device.free_bytes(), engine)
@@ -77,8 +83,8 @@ def runner_of(role: str, engine: Engine, loaded: CompiledEngine, device: Device)
     """What runs a loaded graph; raises `LimitError` if the device is too small."""
     from edgellm.device_runtime.runners.tensorrt.batch_runner import BatchRunner
     from edgellm.device_runtime.runners.tensorrt.encoder import TensorRtEncoder
+    from edgellm.device_runtime.runners.tensorrt.ragged_batch import shared_rows
     from edgellm.device_runtime.runners.tensorrt.runner import TensorRtRunner
-    from edgellm.device_runtime.runners.tensorrt.sequences import shared_rows
 
     if role == ENCODER:
         return TensorRtEncoder(loaded, device)
@@ -123,7 +129,7 @@ def _require_origin(folder: Path, engine: Engine) -> Any:
     Raises:
         BrokenArtifactError: they are not.
     """
-    sm, libraries = compute_capability(), library.installed()
+    sm, libraries = compute_capability(), trt_import.installed()
     if sm is None:
         fault = "this machine has no NVIDIA GPU"
     elif f"sm{sm}" != engine.machine:

@@ -8,23 +8,23 @@ from typing import Any
 import numpy as np
 from numpy.typing import NDArray
 
-from edgellm import contract
+from edgellm.core import contract
+from edgellm.core.model_spec import DecoderSpec
 from edgellm.device_runtime.runners import Cache, Outputs
-from edgellm.device_runtime.runners.cache_slots import SharesSlots, slot_cache
+from edgellm.device_runtime.runners.batch_costs import SharedCosts
+from edgellm.device_runtime.runners.slot_kv_cache import SharesSlots, slot_cache
 from edgellm.device_runtime.runners.tensorrt.bound_pass import bucket_of, bucket_sizes
-from edgellm.device_runtime.runners.tensorrt.device import CompiledEngine, Device
+from edgellm.device_runtime.runners.tensorrt.cuda.protocols import CompiledEngine, Device
 from edgellm.device_runtime.runners.tensorrt.kernel_cache import KernelCache
-from edgellm.device_runtime.runners.tensorrt.runner import TensorRtRunner
-from edgellm.device_runtime.runners.tensorrt.sequences import (
+from edgellm.device_runtime.runners.tensorrt.ragged_batch import (
     Inputs,
     groups,
     joined,
     rows_of,
     shares,
 )
+from edgellm.device_runtime.runners.tensorrt.runner import TensorRtRunner
 from edgellm.device_runtime.runners.tensorrt.shapes import Sizes
-from edgellm.device_runtime.shared_costs import SharedCosts
-from edgellm.specs import DecoderSpec
 
 _COMMITTED = 8  # rows of a draft that a sequence of a round commits, or about so many
 
@@ -120,7 +120,7 @@ class BatchRunner(TensorRtRunner, SharesSlots):
         return given
 
     def ask_many(self, parts: Sequence[tuple[Cache, Inputs]]) -> list[tuple[Outputs, int | None]]:
-        """See `runners.rounds.Asked`."""
+        """See `device_runtime.runners.device_speculation.Asked`."""
         asked = [inputs for _, inputs in parts]
         if len(groups(asked, self._most_rows, self._buckets[-1])) > 1:
             found = self.run_many(parts)

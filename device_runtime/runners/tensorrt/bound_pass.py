@@ -9,9 +9,9 @@ from functools import partial
 import numpy as np
 from numpy.typing import NDArray
 
-from edgellm import contract
-from edgellm.contract import LimitError
-from edgellm.device_runtime.runners.tensorrt.device import CompiledEngine, Context, Device
+from edgellm.core import contract
+from edgellm.core.contract import LimitError
+from edgellm.device_runtime.runners.tensorrt.cuda.protocols import CompiledEngine, Context, Device
 from edgellm.device_runtime.runners.tensorrt.packed_buffers import Block, Layout, Packed, Shape
 
 Placed = Mapping[str, tuple[Shape, int]]  # tensors with a shape and an address of their own

@@ -7,12 +7,17 @@ import math
 import numpy as np
 from numpy.typing import NDArray
 
-from edgellm import contract
-from edgellm.contract import EdgeLLMError
-from edgellm.device_runtime.runners.tensorrt.compaction import WORD_BYTES, displaced
-from edgellm.device_runtime.runners.tensorrt.device import ALIGNMENT, Device, NewRows, Planes
+from edgellm.core import contract
+from edgellm.core.contract import EdgeLLMError
+from edgellm.core.model_spec import KVCacheSpec
+from edgellm.device_runtime.runners.tensorrt.cuda.kv_compaction import WORD_BYTES, displaced
+from edgellm.device_runtime.runners.tensorrt.cuda.protocols import (
+    ALIGNMENT,
+    Device,
+    NewRows,
+    Planes,
+)
 from edgellm.device_runtime.runners.tensorrt.packed_buffers import Block, aligned
-from edgellm.specs import KVCacheSpec
 
 _MOST_MOVED = 1024  # rows at once
 

@@ -9,7 +9,7 @@ from typing import Any
 import numpy as np
 from numpy.typing import NDArray
 
-from edgellm.device_runtime.runners.tensorrt.device import CompiledEngine, Device
+from edgellm.device_runtime.runners.tensorrt.cuda.protocols import CompiledEngine, Device
 from edgellm.device_runtime.runners.tensorrt.packed_buffers import Block, Packed, packed_bytes
 
 

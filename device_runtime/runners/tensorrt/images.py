@@ -8,9 +8,9 @@ from typing import Any
 import numpy as np
 from numpy.typing import NDArray
 
-from edgellm import contract
+from edgellm.core import contract
 from edgellm.device_runtime.runners.tensorrt.bound_pass import Placed
-from edgellm.device_runtime.runners.tensorrt.device import CompiledEngine, Device
+from edgellm.device_runtime.runners.tensorrt.cuda.protocols import CompiledEngine, Device
 from edgellm.device_runtime.runners.tensorrt.packed_buffers import Block, Layout, packed_bytes
 
 

@@ -9,12 +9,13 @@ from __future__ import annotations
 import numpy as np
 from numpy.typing import NDArray
 
-from edgellm import contract
-from edgellm.contract import BrokenArtifactError
+from edgellm.core import contract
+from edgellm.core.contract import BrokenArtifactError
+from edgellm.core.model_spec import KVCacheSpec
 from edgellm.device_runtime.kernels.triton.catalog import keep_rows
 from edgellm.device_runtime.runners.tensorrt.cache import DeviceCache
-from edgellm.device_runtime.runners.tensorrt.compaction import displaced
-from edgellm.device_runtime.runners.tensorrt.device import CompiledEngine, Device, Planes
+from edgellm.device_runtime.runners.tensorrt.cuda.kv_compaction import displaced
+from edgellm.device_runtime.runners.tensorrt.cuda.protocols import CompiledEngine, Device, Planes
 from edgellm.device_runtime.runners.tensorrt.packed_buffers import (
     Block,
     Layout,
@@ -22,7 +23,6 @@ from edgellm.device_runtime.runners.tensorrt.packed_buffers import (
     aligned,
     packed_bytes,
 )
-from edgellm.specs import KVCacheSpec
 
 MAGIC = 0x656467656C6C6D  # the kernels' own
 _HEADER, _PARTS = 2, 4  # entries before the layers', and of a layer

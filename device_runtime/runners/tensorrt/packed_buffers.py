@@ -13,7 +13,7 @@ from dataclasses import dataclass
 import numpy as np
 from numpy.typing import DTypeLike, NDArray
 
-from edgellm.device_runtime.runners.tensorrt.device import ALIGNMENT, Device
+from edgellm.device_runtime.runners.tensorrt.cuda.protocols import ALIGNMENT, Device
 
 Shape = tuple[int, ...]
 Layout = Mapping[str, tuple[Shape, DTypeLike]]  # tensors by name

@@ -13,11 +13,11 @@ from typing import Any
 import numpy as np
 from numpy.typing import NDArray
 
-from edgellm import contract
-from edgellm.contract import LimitError
+from edgellm.core import contract
+from edgellm.core.contract import LimitError
+from edgellm.core.model_spec import DecoderSpec
 from edgellm.device_runtime.runners import Cache, FetchedOutputs, Outputs, Runner
-from edgellm.device_runtime.runners.rounds import Growth, Rounds
-from edgellm.device_runtime.runners.tensorrt.adapters import DeviceAdapters
+from edgellm.device_runtime.runners.device_speculation import Growth, Rounds
 from edgellm.device_runtime.runners.tensorrt.bound_pass import (
     BoundPass,
     PassRunner,
@@ -25,17 +25,22 @@ from edgellm.device_runtime.runners.tensorrt.bound_pass import (
     bucket_of,
     bucket_sizes,
 )
-from edgellm.device_runtime.runners.tensorrt.device import (
+from edgellm.device_runtime.runners.tensorrt.cuda.protocols import (
     Buffer,
     CompiledEngine,
     Device,
     TensorInfo,
 )
-from edgellm.device_runtime.runners.tensorrt.device_rows import WORD_BYTES, DeviceRows, RowMemory
+from edgellm.device_runtime.runners.tensorrt.device_speculation.round import open_rounds
+from edgellm.device_runtime.runners.tensorrt.device_tensors import (
+    WORD_BYTES,
+    DeviceRows,
+    RowMemory,
+)
 from edgellm.device_runtime.runners.tensorrt.images import DeviceImages
 from edgellm.device_runtime.runners.tensorrt.kernel_cache import DeviceCaches, open_cache
+from edgellm.device_runtime.runners.tensorrt.lora import DeviceAdapters
 from edgellm.device_runtime.runners.tensorrt.packed_buffers import Layout, packed_bytes
-from edgellm.device_runtime.runners.tensorrt.rounds import open_rounds
 from edgellm.device_runtime.runners.tensorrt.shapes import (
     FEATURES,
     ROWS,
@@ -44,7 +49,6 @@ from edgellm.device_runtime.runners.tensorrt.shapes import (
     asked_sizes,
     fill,
 )
-from edgellm.specs import DecoderSpec
 
 _ON_DEVICE = (contract.LOGITS, *FEATURES)  # outputs, until somebody asks
 _COMMITTED = 24  # rows of a draft that a round commits at most, or about so many
@@ -141,7 +145,7 @@ class TensorRtRunner:
     def ask_many(
         self, parts: Sequence[tuple[Cache, Mapping[str, NDArray[Any]]]]
     ) -> list[tuple[Outputs, int | None]]:
-        """See `runners.rounds.Asked`."""
+        """See `device_runtime.runners.device_speculation.Asked`."""
         ((_, inputs),) = parts
         return [(self._run(inputs, fetches=False), 0)]
 
@@ -213,7 +217,7 @@ class TensorRtRunner:
             TensorRtRunner.run(self, inputs)
 
     def open_rounds(self, draft: Runner, growth: Growth) -> Rounds | None:
-        """See `runners.rounds.GrowsTrees`."""
+        """See `device_runtime.runners.device_speculation.GrowsTrees`."""
         if not isinstance(draft, TensorRtRunner) or draft._device.stream != self._device.stream:
             return None
         if len({contract.SEQUENCES in each._engine.tensors for each in (self, draft)}) > 1:

@@ -8,9 +8,9 @@ from typing import Any
 
 from numpy.typing import NDArray
 
-from edgellm import contract
+from edgellm.core import contract
 from edgellm.device_runtime.runners.tensorrt.bound_pass import fill_mask
-from edgellm.device_runtime.runners.tensorrt.device import CompiledEngine
+from edgellm.device_runtime.runners.tensorrt.cuda.protocols import CompiledEngine
 from edgellm.device_runtime.runners.tensorrt.packed_buffers import Layout, Shape
 
 Sizes = tuple[int, int, int]

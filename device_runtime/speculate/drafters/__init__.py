@@ -1,9 +1,9 @@
 """What drafts, one file each, named as `--spec` says it.
 
 A network has `DEFAULTS` (`TreeLimits`) and `open(order)`, which loads it; if it is the draft in an
-engine's folder, `ROLE`, the main role of such engines (`edgellm.roles`), and where several share a
-role, `METHODS`, the methods of its drafts. What looks tokens up in text alone has `remember()`,
-which gives what starts the lookup of a request.
+engine's folder, `ROLE`, the main role of such engines (`edgellm.core.graph_roles`), and where
+several share a role, `METHODS`, the methods of its drafts. What looks tokens up in text alone has
+`remember()`, which gives what starts the lookup of a request.
 """
 
 from __future__ import annotations
@@ -13,13 +13,13 @@ import pkgutil
 from collections.abc import Callable
 from typing import TYPE_CHECKING, Protocol, cast
 
-from edgellm.contract import EdgeLLMError
+from edgellm.core.contract import EdgeLLMError
 
 if TYPE_CHECKING:
-    from edgellm.device_runtime.speculate.lookup import Lookup
-    from edgellm.device_runtime.speculate.opening import Opened, Order
-    from edgellm.device_runtime.speculate.policy import TreeLimits
-    from edgellm.manifest import Engine
+    from edgellm.core.manifest import Engine
+    from edgellm.device_runtime.speculate.drafter_loading import Opened, Order
+    from edgellm.device_runtime.speculate.policy.tree_policy import TreeLimits
+    from edgellm.device_runtime.speculate.text_lookup import Lookup
 
 
 class Network(Protocol):

@@ -12,24 +12,29 @@ from dataclasses import replace
 
 import numpy as np
 
-from edgellm.contract import LimitError
-from edgellm.device_runtime.sessions import I64
-from edgellm.device_runtime.sessions.block import BlockSession, costs, open_block
-from edgellm.device_runtime.sessions.draft import DraftResult
-from edgellm.device_runtime.speculate.costs import Costs, shared
+from edgellm.core.checksums import FileCheck
+from edgellm.core.contract import LimitError
+from edgellm.core.graph_roles import BLOCK, FORESEE
+from edgellm.core.model_spec import BlockSpec, DraftSpec
+from edgellm.device_runtime.networks import I64
+from edgellm.device_runtime.networks.block import BlockSession, costs, open_block
+from edgellm.device_runtime.networks.draft import DraftResult
 from edgellm.device_runtime.speculate.draft_cache import CommittedRows
 from edgellm.device_runtime.speculate.drafter import (
     RETRIAL_ROWS,
     Learned,
 )
-from edgellm.device_runtime.speculate.opening import Opened, Order, check_candidates, open_own
-from edgellm.device_runtime.speculate.passes import Passes, Wanted
-from edgellm.device_runtime.speculate.policy import TreeLimits
-from edgellm.device_runtime.speculate.reading_drafter import ReadingDrafter
+from edgellm.device_runtime.speculate.drafter_loading import (
+    Opened,
+    Order,
+    check_candidates,
+    open_own,
+)
+from edgellm.device_runtime.speculate.kv_drafter import ReadingDrafter
+from edgellm.device_runtime.speculate.policy.costs import Costs, shared
+from edgellm.device_runtime.speculate.policy.tree_policy import TreeLimits
+from edgellm.device_runtime.speculate.shared_passes import Passes, Wanted
 from edgellm.device_runtime.speculate.tree import F64, Pool
-from edgellm.integrity import FileCheck
-from edgellm.roles import BLOCK, FORESEE
-from edgellm.specs import BlockSpec, DraftSpec
 
 ROLE = BLOCK
 DEFAULTS = TreeLimits()  # with as many steps as the block has places

@@ -12,22 +12,22 @@ from pathlib import Path
 
 import numpy as np
 
-from edgellm.contract import BrokenArtifactError, EdgeLLMError
-from edgellm.device_runtime.sessions import F32, I64, ImageRows
-from edgellm.device_runtime.sessions.contexts import Context
-from edgellm.device_runtime.sessions.decoder import DecoderSession, Part, open_decoder
-from edgellm.device_runtime.shared_costs import SharedCosts
-from edgellm.device_runtime.speculate.costs import Costs, price
+from edgellm.core.checksums import FileCheck
+from edgellm.core.contract import BrokenArtifactError, EdgeLLMError
+from edgellm.core.graph_roles import PASS
+from edgellm.core.manifest import LLM_ENGINE, load_engine
+from edgellm.device_runtime.networks import F32, I64, ImageRows
+from edgellm.device_runtime.networks.decoder import DecoderSession, Part, open_decoder
+from edgellm.device_runtime.networks.sequence_kv import Context
+from edgellm.device_runtime.runners.batch_costs import SharedCosts
 from edgellm.device_runtime.speculate.draft_cache import ImageIds
 from edgellm.device_runtime.speculate.drafter import Learned, TreeDrafter
-from edgellm.device_runtime.speculate.opening import Opened, Order, check_tree_size
-from edgellm.device_runtime.speculate.passes import Passes, Wanted
-from edgellm.device_runtime.speculate.policy import TreeLimits
+from edgellm.device_runtime.speculate.drafter_loading import Opened, Order, check_tree_size
+from edgellm.device_runtime.speculate.policy.costs import Costs, price
+from edgellm.device_runtime.speculate.policy.tree_policy import TreeLimits
+from edgellm.device_runtime.speculate.shared_passes import Passes, Wanted
 from edgellm.device_runtime.speculate.tree import F64, Pool, Tree
-from edgellm.device_runtime.tokenizer import ChatTokenizer
-from edgellm.integrity import FileCheck
-from edgellm.manifest import LLM_ENGINE, load_engine
-from edgellm.roles import PASS
+from edgellm.device_runtime.text.tokenizer import ChatTokenizer
 
 DEFAULTS = TreeLimits(top_k=4, steps=8)
 _TOKENIZER = "tokenizer.json"

@@ -12,36 +12,36 @@ from functools import partial
 
 import numpy as np
 
-from edgellm.contract import LimitError
-from edgellm.device_runtime.runners.rounds import RoundOutcome
+from edgellm.core.checksums import FileCheck
+from edgellm.core.contract import LimitError
+from edgellm.core.graph_roles import DRAFT, EXTEND, STEP
+from edgellm.core.manifest import Engine
+from edgellm.device_runtime.networks import I64
+from edgellm.device_runtime.networks.decoder import DecoderSession, PassResult
+from edgellm.device_runtime.networks.draft import AskedResult, DraftPart, DraftResult, open_draft
+from edgellm.device_runtime.networks.sequence_kv import Context
+from edgellm.device_runtime.runners.batch_costs import SharedCosts
+from edgellm.device_runtime.runners.device_speculation import RoundOutcome
 from edgellm.device_runtime.sampling.sampler import Sampler
-from edgellm.device_runtime.sessions import I64
-from edgellm.device_runtime.sessions.contexts import Context
-from edgellm.device_runtime.sessions.decoder import DecoderSession, PassResult
-from edgellm.device_runtime.sessions.draft import (
-    AskedResult,
-    DraftPart,
-    DraftResult,
-    open_draft,
-)
-from edgellm.device_runtime.sessions.rounds import RoundPart, RoundSession, open_rounds
-from edgellm.device_runtime.shared_costs import SharedCosts
-from edgellm.device_runtime.speculate.accept import Accepted
-from edgellm.device_runtime.speculate.costs import Costs, price, shared
+from edgellm.device_runtime.speculate.acceptance import Accepted
+from edgellm.device_runtime.speculate.device_rounds import RoundPart, RoundSession, open_rounds
 from edgellm.device_runtime.speculate.draft_cache import CommittedRows
 from edgellm.device_runtime.speculate.drafter import (
     Learned,
     Verified,
 )
-from edgellm.device_runtime.speculate.growth import growth_of
-from edgellm.device_runtime.speculate.opening import Opened, Order, check_candidates, open_own
-from edgellm.device_runtime.speculate.passes import Passes, Wanted
-from edgellm.device_runtime.speculate.policy import TreeLimits
-from edgellm.device_runtime.speculate.reading_drafter import ReadingDrafter
+from edgellm.device_runtime.speculate.drafter_loading import (
+    Opened,
+    Order,
+    check_candidates,
+    open_own,
+)
+from edgellm.device_runtime.speculate.kv_drafter import ReadingDrafter
+from edgellm.device_runtime.speculate.policy.costs import Costs, price, shared
+from edgellm.device_runtime.speculate.policy.device_tree_size import growth_of
+from edgellm.device_runtime.speculate.policy.tree_policy import TreeLimits
+from edgellm.device_runtime.speculate.shared_passes import Passes, Wanted
 from edgellm.device_runtime.speculate.tree import F64, Pool
-from edgellm.integrity import FileCheck
-from edgellm.manifest import Engine
-from edgellm.roles import DRAFT, EXTEND, STEP
 
 ROLE, METHODS = DRAFT, ("eagle", "eagle3")
 DEFAULTS = TreeLimits()

@@ -11,20 +11,25 @@ from dataclasses import replace
 
 import numpy as np
 
-from edgellm.contract import LimitError
-from edgellm.device_runtime.sessions import F32, I64
-from edgellm.device_runtime.sessions.heads import HeadsPart, HeadsSession, costs, open_heads
-from edgellm.device_runtime.speculate.costs import Costs, price, shared
+from edgellm.core.checksums import FileCheck
+from edgellm.core.contract import LimitError
+from edgellm.core.graph_roles import ALL_HEADS, HEADS
+from edgellm.core.model_spec import DraftSpec
+from edgellm.device_runtime.networks import F32, I64
+from edgellm.device_runtime.networks.heads import HeadsPart, HeadsSession, costs, open_heads
 from edgellm.device_runtime.speculate.draft_cache import ImageIds
 from edgellm.device_runtime.speculate.drafter import Learned, TreeDrafter
-from edgellm.device_runtime.speculate.levels import grow_levels
-from edgellm.device_runtime.speculate.opening import Opened, Order, check_candidates, open_own
-from edgellm.device_runtime.speculate.passes import Passes, Wanted
-from edgellm.device_runtime.speculate.policy import TreeLimits
+from edgellm.device_runtime.speculate.drafter_loading import (
+    Opened,
+    Order,
+    check_candidates,
+    open_own,
+)
+from edgellm.device_runtime.speculate.parallel_levels import grow_levels
+from edgellm.device_runtime.speculate.policy.costs import Costs, price, shared
+from edgellm.device_runtime.speculate.policy.tree_policy import TreeLimits
+from edgellm.device_runtime.speculate.shared_passes import Passes, Wanted
 from edgellm.device_runtime.speculate.tree import F64, Pool
-from edgellm.integrity import FileCheck
-from edgellm.roles import ALL_HEADS, HEADS
-from edgellm.specs import DraftSpec
 
 ROLE = HEADS
 DEFAULTS = TreeLimits()  # with as many steps as there are heads

@@ -6,10 +6,10 @@ gives behind its own is the next step's.
 
 from __future__ import annotations
 
+from edgellm.core.graph_roles import DRAFT
+from edgellm.device_runtime.speculate.drafter_loading import Opened, Order
 from edgellm.device_runtime.speculate.drafters.eagle import open_network
-from edgellm.device_runtime.speculate.opening import Opened, Order
-from edgellm.device_runtime.speculate.policy import TreeLimits
-from edgellm.roles import DRAFT
+from edgellm.device_runtime.speculate.policy.tree_policy import TreeLimits
 
 ROLE, METHODS = DRAFT, ("mtp",)
 DEFAULTS = TreeLimits()

@@ -4,7 +4,7 @@ from __future__ import annotations
 
 from collections.abc import Callable, Sequence
 
-from edgellm.device_runtime.speculate.lookup import Continuation, Lookup
+from edgellm.device_runtime.speculate.text_lookup import Continuation, Lookup
 
 _CONFIDENCE = {2: 0.2, 3: 0.35, 4: 0.6}  # before anything was learned, by match length
 

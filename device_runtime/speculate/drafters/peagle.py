@@ -10,21 +10,21 @@ from collections.abc import Iterator
 
 import numpy as np
 
-from edgellm.contract import LimitError
-from edgellm.device_runtime.sessions.draft import DraftPart, open_draft
-from edgellm.device_runtime.speculate.costs import Costs
+from edgellm.core.checksums import FileCheck
+from edgellm.core.contract import LimitError
+from edgellm.core.graph_roles import DRAFT, EXTEND
+from edgellm.core.manifest import Engine
+from edgellm.device_runtime.networks.draft import DraftPart, open_draft
 from edgellm.device_runtime.speculate.draft_cache import CommittedRows, MaskRows
 from edgellm.device_runtime.speculate.drafter import Learned
+from edgellm.device_runtime.speculate.drafter_loading import Opened, Order, open_own
 from edgellm.device_runtime.speculate.drafters.eagle import EagleDrafter
 from edgellm.device_runtime.speculate.drafters.medusa import heads_limits
-from edgellm.device_runtime.speculate.levels import grow_levels
-from edgellm.device_runtime.speculate.opening import Opened, Order, open_own
-from edgellm.device_runtime.speculate.passes import Passes
-from edgellm.device_runtime.speculate.policy import TreeLimits
+from edgellm.device_runtime.speculate.parallel_levels import grow_levels
+from edgellm.device_runtime.speculate.policy.costs import Costs
+from edgellm.device_runtime.speculate.policy.tree_policy import TreeLimits
+from edgellm.device_runtime.speculate.shared_passes import Passes
 from edgellm.device_runtime.speculate.tree import Pool
-from edgellm.integrity import FileCheck
-from edgellm.manifest import Engine
-from edgellm.roles import DRAFT, EXTEND
 
 ROLE, METHODS = DRAFT, ("peagle",)
 DEFAULTS = TreeLimits(steps=8)  # or what the draft was trained for, if that is less

@@ -12,7 +12,7 @@ import threading
 from collections import deque
 from collections.abc import Callable, Iterable, Sequence
 
-from edgellm.device_runtime.speculate.lookup import Continuation, Lookup
+from edgellm.device_runtime.speculate.text_lookup import Continuation, Lookup
 
 MEMORY_TOKENS = 1 << 15  # some 15 MB; the oldest half is forgotten when it is full
 _SEPARATOR = -1  # between requests: nothing is continued beyond it

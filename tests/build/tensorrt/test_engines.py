@@ -20,18 +20,18 @@ from tensorrt_bundles import (
     compile_bundle,
 )
 
-from edgellm.build.lowering.linear_weights import linear_layers
+from edgellm.build.lowering.linears.weights import linear_layers
 from edgellm.build.tensorrt import compiler
-from edgellm.build.tensorrt.gate import check_graph
-from edgellm.build.tensorrt.int4_blocks import layout_of
 from edgellm.build.tensorrt.kernel_log import Kernel, copied_caches
-from edgellm.build.tensorrt.operators import lacking
-from edgellm.contract import CANDIDATE_IDS, CANDIDATE_LOG_PROBS, PRESENT, EdgeLLMError
-from edgellm.device_runtime.runners.tensorrt import library
+from edgellm.build.tensorrt.lowering.int4_blocks import layout_of
+from edgellm.build.tensorrt.lowering.op_support import check_graph
+from edgellm.build.tensorrt.lowering.op_table import lacking
+from edgellm.core.contract import CANDIDATE_IDS, CANDIDATE_LOG_PROBS, PRESENT, EdgeLLMError
+from edgellm.core.manifest import DRAFT_ENGINE, DRAFT_FOLDER, load_engine
+from edgellm.device_runtime.runners.tensorrt.library import trt_import
 from edgellm.export import models, visual
-from edgellm.export.bundle import ExportOptions, export_llm
-from edgellm.export.source import open_checkpoint
-from edgellm.manifest import DRAFT_ENGINE, DRAFT_FOLDER, load_engine
+from edgellm.export.pipeline.llm import ExportOptions, export_llm
+from edgellm.export.pipeline.resolve import open_checkpoint
 
 pytest.importorskip(
     "tensorrt_rtx", reason="engines are compiled with tensorrt_rtx: pip install '.[tensorrt-rtx]'"
@@ -204,7 +204,7 @@ def test_graphs_of_older_versions_compile(
     bundles, tmp_path, monkeypatch, version, kind, precision, sm
 ):
     """TensorRT-RTX takes what the builder would hand to an older TensorRT."""
-    monkeypatch.setattr(library, "RTX_TAKES", version)
+    monkeypatch.setattr(trt_import, "RTX_TAKES", version)
     caches, build = [], compiler.build
 
     def checked(path, *arguments, **options):
@@ -223,7 +223,7 @@ def test_graphs_of_older_versions_compile(
 
 @pytest.mark.parametrize("kind", KINDS)
 def test_precisions_that_an_older_version_does_not_have(bundles, tmp_path, monkeypatch, kind):
-    monkeypatch.setattr(library, "RTX_TAKES", (10, 3))
+    monkeypatch.setattr(trt_import, "RTX_TAKES", (10, 3))
     monkeypatch.setattr(compiler, "lower", lambda *_: pytest.fail("worked before it was asked"))
     with pytest.raises(EdgeLLMError, match=r"NVFP4 needs TensorRT 10\.8 or newer, not") as caught:
         compile_bundle(bundles.make(kind, "nvfp4"), kind, tmp_path / "engine", 120)

@@ -8,13 +8,17 @@ import pytest
 from conftest import assert_one_line_error
 from tensorrt_bundles import CAPACITY, INPUT, Bundles
 
-from edgellm.build.lowering.calls import find_calls
-from edgellm.build.lowering.linear_weights import linear_layers
-from edgellm.build.tensorrt.fallback import fall_back, lacking_kinds, weights_beside
+from edgellm.build.lowering.function_calls import find_calls
+from edgellm.build.lowering.linears.weights import linear_layers
+from edgellm.build.tensorrt.lowering.precision_fallback import (
+    fall_back,
+    lacking_kinds,
+    weights_beside,
+)
 from edgellm.build.tensorrt.target import Target
-from edgellm.contract import ROUND_INPUT, ROUND_INPUT_FP4
-from edgellm.device_runtime.runners.tensorrt.library import Library
-from edgellm.manifest import LLM_ENGINE, load_engine
+from edgellm.core.contract import ROUND_INPUT, ROUND_INPUT_FP4
+from edgellm.core.manifest import LLM_ENGINE, load_engine
+from edgellm.device_runtime.runners.tensorrt.library.trt_import import Library
 
 LACKING = {"nvfp4": "fp4", "fp8": "fp8"}
 

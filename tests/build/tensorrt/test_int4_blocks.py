@@ -10,24 +10,24 @@ import onnx_ir as ir
 import onnxruntime
 import pytest
 
-from edgellm import contract
 from edgellm.build.lowering.graph import GraphEditor
-from edgellm.build.lowering.linear_weights import linear_layers
+from edgellm.build.lowering.linears.weights import linear_layers
 from edgellm.build.lowering.weights import WeightFile
-from edgellm.build.tensorrt.adapt import adapt
-from edgellm.build.tensorrt.fallback import (
+from edgellm.build.tensorrt.lowering.downgrade_ops import adapt
+from edgellm.build.tensorrt.lowering.int4_blocks import layout_of
+from edgellm.build.tensorrt.lowering.lower import lower
+from edgellm.build.tensorrt.lowering.op_table import CHECKED
+from edgellm.build.tensorrt.lowering.precision_fallback import (
     check_types,
     fall_back,
     lacking_kinds,
     weights_beside,
 )
-from edgellm.build.tensorrt.int4_blocks import layout_of
-from edgellm.build.tensorrt.lower import lower
 from edgellm.build.tensorrt.memory_estimate import Sizes, estimate_graphs
-from edgellm.build.tensorrt.operators import CHECKED
 from edgellm.build.tensorrt.target import Target
-from edgellm.contract import EdgeLLMError, UnsupportedModelError
-from edgellm.device_runtime.runners.tensorrt.library import Library
+from edgellm.core import contract
+from edgellm.core.contract import EdgeLLMError, UnsupportedModelError
+from edgellm.device_runtime.runners.tensorrt.library.trt_import import Library
 
 WIDTH, OUT = 384, 6
 KINDS = "codes", "scales"

@@ -16,8 +16,8 @@ from edgellm.build.tensorrt import builder
 from edgellm.build.tensorrt.known_faults import SWITCHES, switches, told
 from edgellm.build.tensorrt.options import TensorRtOptions
 from edgellm.build.tensorrt.target import Target
-from edgellm.contract import EdgeLLMError
-from edgellm.device_runtime.runners.tensorrt.library import Library
+from edgellm.core.contract import EdgeLLMError
+from edgellm.device_runtime.runners.tensorrt.library.trt_import import Library
 
 NEW = (
     "-peep:fc_h_fusion=off -mlir:autotune:num_threads=1 -mlir:collective:fp4=off "

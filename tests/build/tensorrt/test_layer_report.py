@@ -12,9 +12,9 @@ from edgellm.build.tensorrt.builder import Built
 from edgellm.build.tensorrt.engine_layers import inspect_engine, read_layers
 from edgellm.build.tensorrt.layer_report import notes_of, write_report
 from edgellm.build.tensorrt.profiles import Pass
-from edgellm.contract import BrokenArtifactError, EdgeLLMError
-from edgellm.tools.inspection.fusions import fusions_of
+from edgellm.core.contract import BrokenArtifactError, EdgeLLMError
 from edgellm.tools.inspection.report import Fusion
+from edgellm.tools.inspection.sources.trt_layers import fusions_of
 
 PASSES = [Pass("decode", 1, {}), Pass("prefill", 48, {})]
 

@@ -13,12 +13,12 @@ from onnx import TensorProto, helper
 from edgellm.build.tensorrt import target
 from edgellm.build.tensorrt.options import TensorRtOptions
 from edgellm.build.tensorrt.profiles import Pass
-from edgellm.contract import BrokenArtifactError, EdgeLLMError
+from edgellm.core.contract import BrokenArtifactError, EdgeLLMError
+from edgellm.device_runtime.networks.decoder import open_decoder
 from edgellm.device_runtime.runners import tensorrt
-from edgellm.device_runtime.runners.tensorrt import library
-from edgellm.device_runtime.sessions.decoder import open_decoder
+from edgellm.device_runtime.runners.tensorrt.library import trt_import
 
-FEATURES = dict.fromkeys(library.FEATURES, object)
+FEATURES = dict.fromkeys(trt_import.FEATURES, object)
 
 
 @pytest.fixture
@@ -28,7 +28,7 @@ def pretend(monkeypatch):
     def machine(rtx: object = None, full: object = None, sm: int | None = None) -> None:
         monkeypatch.setitem(sys.modules, "tensorrt_rtx", rtx)
         monkeypatch.setitem(sys.modules, "tensorrt", full)
-        for module in (library, target, tensorrt):
+        for module in (trt_import, target, tensorrt):
             monkeypatch.setattr(module, "compute_capability", lambda: sm)
 
     return machine
@@ -42,7 +42,7 @@ def _module(name: str, version: str, *without: str) -> SimpleNamespace:
 def test_nothing_is_installed(pretend):
     pretend()
     with pytest.raises(EdgeLLMError, match="tensorrt is not installed; tensorrt_rtx is not") as err:
-        library.find_library()
+        trt_import.find_library()
     assert "pip install '.[tensorrt-rtx]'" in err.value.hint
 
 
@@ -53,7 +53,7 @@ def test_tensorrt_is_taken_on_its_gpu_only(pretend):
     assert tensorrt.available() == "TensorRT 10.16.2.10"
     pretend(full=full)  # its builder would end the process there
     with pytest.raises(EdgeLLMError, match="compiles only where an NVIDIA GPU is"):
-        library.find_library()
+        trt_import.find_library()
 
 
 @pytest.mark.parametrize(
@@ -66,15 +66,15 @@ def test_tensorrt_is_taken_on_its_gpu_only(pretend):
 def test_too_old(pretend, module, said):
     pretend(full=module, sm=87)
     with pytest.raises(EdgeLLMError, match=said) as caught:
-        library.find_library()
+        trt_import.find_library()
     assert "JetPack 6.1" in caught.value.hint
 
 
 @pytest.mark.parametrize(("version", "updates"), [("10.3.0.26", False), ("10.15.1", True)])
 def test_versions_without_newer_features(pretend, version, updates):
-    without = () if updates else library.FEATURES
+    without = () if updates else trt_import.FEATURES
     pretend(full=_module("tensorrt", version, *without), sm=87)
-    found = library.find_library()
+    found = trt_import.find_library()
     assert (found.label, found.updates_in_place) == (f"TensorRT {version}", updates)
     assert found.runs_python_plugins != updates
 

@@ -14,17 +14,17 @@ from model_configs import attending
 from onnx.reference import ReferenceEvaluator
 from quantized_layouts import LAYOUTS, write_checkpoint
 
-from edgellm import contract
-from edgellm.build.lowering.linear_weights import linear_layers
+from edgellm.build.lowering.linears.weights import linear_layers
 from edgellm.build.lowering.weights import WeightFile
 from edgellm.build.plan import Plan, image_plan
-from edgellm.build.tensorrt.lower import lower
+from edgellm.build.tensorrt.lowering.lower import lower
 from edgellm.build.tensorrt.profiles import base_passes, draft_passes, image_pass
+from edgellm.core import contract
+from edgellm.core.model_spec import VisionSpec
 from edgellm.export import models
-from edgellm.export.bundle import ExportOptions, export_llm
-from edgellm.export.source import open_checkpoint
-from edgellm.multimodal.grids import grid_inputs
-from edgellm.specs import VisionSpec
+from edgellm.export.pipeline.llm import ExportOptions, export_llm
+from edgellm.export.pipeline.resolve import open_checkpoint
+from edgellm.multimodal.patch_grid import grid_inputs
 
 CAPACITY, ROWS, WRITTEN = 32, 5, 3
 

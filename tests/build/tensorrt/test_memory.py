@@ -12,10 +12,10 @@ import pytest
 from tensorrt_engines import CONFIG, Peak, build_and_watch, write_checkpoint
 
 from edgellm.build.plan import Plan
-from edgellm.build.tensorrt.memory import MappedFile, memory_returned
+from edgellm.build.tensorrt.memory_trim import MappedFile, memory_returned
 from edgellm.build.tensorrt.options import TensorRtOptions
-from edgellm.export.bundle import ExportOptions, export_llm
-from edgellm.export.source import open_checkpoint
+from edgellm.export.pipeline.llm import ExportOptions, export_llm
+from edgellm.export.pipeline.resolve import open_checkpoint
 
 SMALL = {"hidden_size": 1024, "intermediate_size": 8192, "num_attention_heads": 16,
          "vocab_size": 512, "eos_token_id": 1}  # fmt: skip
@@ -84,8 +84,8 @@ def test_a_build_holds_one_copy_of_the_weights(watched):
 
 
 def test_the_prediction_covers_the_build(watched):
+    from edgellm.build.artifact_kinds import read_bundle
     from edgellm.build.backends import find
-    from edgellm.build.products import read_bundle
 
     bundle, peak = watched
     plan = Plan(1024, 4096, 0, "auto", options=TensorRtOptions(target_sm="12.0"))

@@ -12,24 +12,24 @@ from conftest import make_checkpoint
 from model_configs import attending
 from tensorrt_bundles import CAPACITY, PRECISIONS, TOWER, TREE, Bundles
 
-from edgellm import contract
-from edgellm.build.fit import predict
-from edgellm.build.lowering.calls import inline
+from edgellm.build.lowering.function_calls import inline
 from edgellm.build.lowering.weights import WeightFile
 from edgellm.build.plan import Plan
-from edgellm.build.tensorrt import operators
-from edgellm.build.tensorrt.adapt import adapt, rewrite
-from edgellm.build.tensorrt.gate import check_graph
-from edgellm.build.tensorrt.kernel_attention import Kernels
-from edgellm.build.tensorrt.lower import lower
-from edgellm.build.tensorrt.operators import CHECKED
-from edgellm.contract import EdgeLLMError
+from edgellm.build.resource_estimate import predict
+from edgellm.build.tensorrt.lowering import op_table
+from edgellm.build.tensorrt.lowering.downgrade_ops import adapt, rewrite
+from edgellm.build.tensorrt.lowering.kernel_attention import Kernels
+from edgellm.build.tensorrt.lowering.lower import lower
+from edgellm.build.tensorrt.lowering.op_support import check_graph
+from edgellm.build.tensorrt.lowering.op_table import CHECKED
+from edgellm.core import contract
+from edgellm.core.contract import EdgeLLMError
+from edgellm.core.manifest import DRAFT_BUNDLE, VISUAL_BUNDLE, load_bundle
 from edgellm.export import models, visual
-from edgellm.export.bundle import ExportOptions, export_llm
-from edgellm.export.draft import DraftOptions, export_draft
-from edgellm.export.source import open_checkpoint, open_draft
-from edgellm.manifest import DRAFT_BUNDLE, VISUAL_BUNDLE, load_bundle
-from edgellm.multimodal.grids import grid_inputs
+from edgellm.export.pipeline.draft import DraftOptions, export_draft
+from edgellm.export.pipeline.llm import ExportOptions, export_llm
+from edgellm.export.pipeline.resolve import open_checkpoint, open_draft
+from edgellm.multimodal.patch_grid import grid_inputs
 
 OF_OTHERS = "smolvlm"  # whose encoder and decoder are idefics3's
 ENCODERS = [
@@ -101,7 +101,7 @@ def test_every_version_takes_the_adapted_graph(bundles, tmp_path, kind, precisio
                     adapt(adapted, version)
                 continue
             adapt(adapted, version)  # which holds it against the table
-            assert adapted.opset_imports[""] <= operators.highest_opset(version)
+            assert adapted.opset_imports[""] <= op_table.highest_opset(version)
             if version >= (11, 0):
                 assert [n.op_type for n in adapted.graph] == [n.op_type for n in model.graph]
 
@@ -193,7 +193,7 @@ def test_the_gate_sees_the_opset():
 
 def test_the_table_begins_with_10_3():
     with pytest.raises(ValueError, match="no table"):
-        operators.rules((10, 2))
+        op_table.rules((10, 2))
 
 
 # ------------------------------------------------------------------- they compute what they did

@@ -21,30 +21,31 @@ from tensorrt_bundles import TOWER, Bundles
 from edgellm.build import tensorrt as backend
 from edgellm.build.lowering.weights import WeightFile
 from edgellm.build.plan import Plan
-from edgellm.build.tensorrt import builder, cache_plan
-from edgellm.build.tensorrt.adapt import adapt
-from edgellm.build.tensorrt.cache_plan import CachePlan, plan_cache
+from edgellm.build.tensorrt import builder
 from edgellm.build.tensorrt.compiler import compile_bundle
-from edgellm.build.tensorrt.gate import check_graph
-from edgellm.build.tensorrt.kernel_attention import Kernels
-from edgellm.build.tensorrt.lower import lower
-from edgellm.build.tensorrt.operators import CHECKED
+from edgellm.build.tensorrt.lowering import cache_plan
+from edgellm.build.tensorrt.lowering.cache_plan import CachePlan, plan_cache
+from edgellm.build.tensorrt.lowering.downgrade_ops import adapt
+from edgellm.build.tensorrt.lowering.kernel_attention import Kernels
+from edgellm.build.tensorrt.lowering.lower import lower
+from edgellm.build.tensorrt.lowering.op_support import check_graph
+from edgellm.build.tensorrt.lowering.op_table import CHECKED
 from edgellm.build.tensorrt.options import TensorRtOptions
 from edgellm.build.tensorrt.plugins import register
 from edgellm.build.tensorrt.profiles import base_passes
 from edgellm.build.tensorrt.target import Target
-from edgellm.contract import CACHE_TABLE, SEQUENCES, TREE_MASK, WRITE_INDEX, EdgeLLMError
+from edgellm.core.contract import CACHE_TABLE, SEQUENCES, TREE_MASK, WRITE_INDEX, EdgeLLMError
+from edgellm.core.manifest import LLM_BUNDLE, load_bundle
+from edgellm.core.model_spec import CacheRanges
 from edgellm.device_runtime.kernels.triton import catalog, prebuilt
-from edgellm.device_runtime.runners.tensorrt.attention_nodes import GIVEN, NAMESPACE
-from edgellm.device_runtime.runners.tensorrt.library import Library
+from edgellm.device_runtime.networks.decoder import DecoderSession
+from edgellm.device_runtime.runners.tensorrt.library.attention_nodes import GIVEN, NAMESPACE
+from edgellm.device_runtime.runners.tensorrt.library.trt_import import Library
 from edgellm.device_runtime.runners.tensorrt.runner import TensorRtRunner
-from edgellm.device_runtime.sessions.decoder import DecoderSession
 from edgellm.export import models
-from edgellm.export.bundle import ExportOptions, export_llm
 from edgellm.export.layers.attention import PassState
-from edgellm.export.source import open_checkpoint
-from edgellm.manifest import LLM_BUNDLE, load_bundle
-from edgellm.specs import CacheRanges
+from edgellm.export.pipeline.llm import ExportOptions, export_llm
+from edgellm.export.pipeline.resolve import open_checkpoint
 
 pytestmark = pytest.mark.usefixtures("one_thread")
 CAPACITY, ROWS = 128, 24

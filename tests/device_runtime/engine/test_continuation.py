@@ -7,9 +7,9 @@ from chat_templates import CHATML, ITEMS, TEMPLATES
 from conftest import write_tokenizer
 from transformers import PreTrainedTokenizerFast
 
-from edgellm.contract import RequestError
-from edgellm.device_runtime.engine.messages import Formatter
-from edgellm.device_runtime.tokenizer import ChatTokenizer
+from edgellm.core.contract import RequestError
+from edgellm.device_runtime.engine.chat_template import Formatter
+from edgellm.device_runtime.text.tokenizer import ChatTokenizer
 
 TEXTS = ["Sure", "Sure, ", "  Sure:\n", "{", "line\n\nline", "Sure </s> it", "```json\n", "", "é✓ "]
 

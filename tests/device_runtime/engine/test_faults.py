@@ -10,10 +10,10 @@ from typing import Any
 
 import pytest
 
-from edgellm.contract import EdgeLLMError, UnexpectedError
+from edgellm.core.contract import EdgeLLMError, UnexpectedError
 from edgellm.device_runtime import LLM, BatchError, SamplingParams, SpecOptions
-from edgellm.device_runtime.engine.answer import Answer
-from edgellm.device_runtime.speculate.controller import Controller
+from edgellm.device_runtime.scheduler.request_output import Answer
+from edgellm.device_runtime.speculate.policy.spec_gate import Controller
 
 PROMPTS = ["w20 w30 w40", "w21 w31 w41", "w22 w32 w42"]
 VICTIM, LENGTH = 1, 12

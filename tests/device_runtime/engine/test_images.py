@@ -19,15 +19,15 @@ from vlm_engines import Engines, Reference, build_vlm
 from edgellm.build.engine import build_engine
 from edgellm.build.onnxruntime_cpu.options import CpuOptions
 from edgellm.build.plan import Plan, image_plan
-from edgellm.contract import BrokenArtifactError, RequestError
+from edgellm.core.contract import BrokenArtifactError, RequestError
+from edgellm.device_runtime.api.llm import LLM
 from edgellm.device_runtime.engine.images import ImageReader
-from edgellm.device_runtime.engine.llm import LLM
 from edgellm.device_runtime.requests.request_file import Options
 from edgellm.device_runtime.requests.responses import start_request
 from edgellm.device_runtime.sampling.sampler import SamplingParams
 from edgellm.export import visual
-from edgellm.export.source import open_checkpoint
-from edgellm.export.visual_bundle import VisualOptions, export_visual
+from edgellm.export.pipeline.resolve import open_checkpoint
+from edgellm.export.pipeline.visual import VisualOptions, export_visual
 
 pytestmark = pytest.mark.usefixtures("one_thread")
 GREEDY = SamplingParams(temperature=0)
@@ -184,7 +184,7 @@ def test_the_oldest_features_are_forgotten(qwen, pictures):
 
 
 def _decoder(engines: Engines):
-    from edgellm.manifest import LLM_ENGINE, load_engine
+    from edgellm.core.manifest import LLM_ENGINE, load_engine
 
     return load_engine(engines.engine, LLM_ENGINE).decoder
 

@@ -9,11 +9,11 @@ from chat_templates import TEMPLATES
 from conftest import write_tokenizer
 from jinja2 import TemplateError
 
-from edgellm.contract import RequestError
+from edgellm.core.contract import RequestError
 from edgellm.device_runtime import LLM, SamplingParams
-from edgellm.device_runtime.engine.messages import Formatter
+from edgellm.device_runtime.engine.chat_template import Formatter
 from edgellm.device_runtime.engine.template_flags import GENERATE
-from edgellm.device_runtime.tokenizer import ChatTokenizer, _environment
+from edgellm.device_runtime.text.tokenizer import ChatTokenizer, _environment
 
 SYSTEM = {"role": "system", "content": "w9"}
 USER = [{"role": "user", "content": "w20"}]

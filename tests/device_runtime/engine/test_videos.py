@@ -14,15 +14,15 @@ from image_checkpoints import picture
 from PIL import Image
 from vlm_engines import Engines, Reference, build_vlm
 
-from edgellm.contract import LimitError, RequestError
-from edgellm.device_runtime.engine.llm import LLM
+from edgellm.core.contract import LimitError, RequestError
+from edgellm.device_runtime.api.llm import LLM
 from edgellm.device_runtime.requests.request_file import Options
 from edgellm.device_runtime.requests.responses import start_request
 from edgellm.device_runtime.sampling.sampler import SamplingParams
 from edgellm.device_runtime.speculate.options import SpecOptions
-from edgellm.multimodal import films
-from edgellm.multimodal.films import Film, open_film
-from edgellm.multimodal.sources import Video
+from edgellm.multimodal import video as films
+from edgellm.multimodal.media import Video
+from edgellm.multimodal.video import Film, open_film
 
 pytestmark = pytest.mark.usefixtures("one_thread")
 GREEDY = SamplingParams(temperature=0)

@@ -9,11 +9,11 @@ import numpy as np
 import pytest
 from interpreted import launch, run_both
 
-from edgellm.contract import LOGITS, EdgeLLMError
+from edgellm.core.contract import LOGITS, EdgeLLMError
 from edgellm.device_runtime.kernels.triton import acceptance, picks
+from edgellm.device_runtime.networks.decoder import PassResult
 from edgellm.device_runtime.sampling.sampler import Sampler, SamplingParams
-from edgellm.device_runtime.sessions.decoder import PassResult
-from edgellm.device_runtime.speculate.accept import accept_exactly
+from edgellm.device_runtime.speculate.acceptance import accept_exactly
 from edgellm.device_runtime.speculate.tree import Tree
 
 # The interpreter computes with numpy, which warns of what is no number.

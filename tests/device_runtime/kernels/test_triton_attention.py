@@ -15,7 +15,7 @@ from kernel_references import REFERENCES
 
 from edgellm.device_runtime.kernels.triton import attention, cache, catalog, compaction
 from edgellm.device_runtime.runners.tensorrt.kernel_cache import MAGIC
-from edgellm.device_runtime.runners.tensorrt.sequences import SHAPE
+from edgellm.device_runtime.runners.tensorrt.ragged_batch import SHAPE
 
 LAYERS, LAYER = 2, 1
 LARGEST = {"int8": 127.0, "fp8": 448.0}

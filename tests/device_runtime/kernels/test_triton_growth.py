@@ -7,7 +7,7 @@ import pytest
 from interpreted import run_both
 
 from edgellm.device_runtime.kernels.triton import growth
-from edgellm.device_runtime.speculate.policy import FixedTree, TreeLimits
+from edgellm.device_runtime.speculate.policy.tree_policy import FixedTree, TreeLimits
 from edgellm.device_runtime.speculate.tree import Pool
 
 ROOT, AXES, MANY = 7, 2, 32

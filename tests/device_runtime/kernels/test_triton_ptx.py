@@ -11,7 +11,7 @@ import zipfile
 
 import pytest
 
-from edgellm.contract import EdgeLLMError
+from edgellm.core.contract import EdgeLLMError
 from edgellm.device_runtime.kernels.triton import prebuilt
 from edgellm.device_runtime.kernels.triton.catalog import (
     LARGEST_SHARED_BYTES,

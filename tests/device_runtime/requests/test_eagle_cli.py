@@ -170,10 +170,10 @@ def test_prove_goes_on_behind_a_bad_request(infer):
 
 def test_prove_shows_divergences(eagle_pair):
     """A draft that is accepted although the base would say something else."""
-    from edgellm.device_runtime.engine.llm import LLM
-    from edgellm.device_runtime.requests.prove import prove
+    from edgellm.device_runtime.api.llm import LLM
+    from edgellm.device_runtime.requests.lossless_check import prove
     from edgellm.device_runtime.requests.request_file import Options
-    from edgellm.device_runtime.speculate.accept import Accepted
+    from edgellm.device_runtime.speculate.acceptance import Accepted
     from edgellm.device_runtime.speculate.options import SpecOptions
 
     class Wrong(SpecOptions):
@@ -198,8 +198,8 @@ def test_prove_shows_divergences(eagle_pair):
 
 @pytest.mark.parametrize("more", [(), (7,)])
 def test_prove_compares_lengths(eagle_pair, monkeypatch, more):
-    from edgellm.device_runtime.engine.llm import LLM
-    from edgellm.device_runtime.requests import prove
+    from edgellm.device_runtime.api.llm import LLM
+    from edgellm.device_runtime.requests import lossless_check as prove
     from edgellm.device_runtime.requests.request_file import Options
 
     answers = iter([[4, 5, *more], [4, 5, 6, *more][: 3 - len(more)]])

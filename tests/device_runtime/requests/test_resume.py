@@ -13,11 +13,11 @@ from pathlib import Path
 import pytest
 from conftest import assert_one_line_error
 
-from edgellm.contract import EdgeLLMError, LimitError
+from edgellm.core.contract import EdgeLLMError, LimitError
 from edgellm.device_runtime.engine.profile import Profile, RoundCounts
-from edgellm.device_runtime.requests import unfinished_run as module
+from edgellm.device_runtime.requests import resume as module
 from edgellm.device_runtime.requests.request_file import Options
-from edgellm.device_runtime.requests.unfinished_run import Answered, settings_of, unfinished_run
+from edgellm.device_runtime.requests.resume import Answered, settings_of, unfinished_run
 
 GIVEN = (Options(), [{"messages": [{"role": "user", "content": "\ud800"}]}])
 FLAGS = {
@@ -246,7 +246,7 @@ def test_an_interrupted_run_ends_as_an_uninterrupted_one(inference, tmp_path):
 def test_a_second_ctrl_c_ends_at_once():
     """While the first is being answered by work that Python does not interrupt."""
     code = (
-        "import itertools, time; from edgellm.command import run_command\n"
+        "import itertools, time; from edgellm.core.cli import run_command\n"
         "def work():\n"
         "    try:\n"
         "        print('on', flush=True); time.sleep(60)\n"

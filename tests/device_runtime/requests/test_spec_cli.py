@@ -10,13 +10,13 @@ from pathlib import Path
 import pytest
 from conftest import assert_one_line_error, write_tokenizer
 
-from edgellm.artifact import hash_file
-from edgellm.contract import EdgeLLMError, LimitError
+from edgellm.core.artifact import hash_file
+from edgellm.core.contract import EdgeLLMError, LimitError
+from edgellm.core.manifest import LLM_ENGINE, load_engine
 from edgellm.device_runtime import LLM, SamplingParams, SpecOptions
 from edgellm.device_runtime.requests.spec_flags import SpecFlags
 from edgellm.device_runtime.speculate.open_drafter import settled
-from edgellm.device_runtime.speculate.policy import TreeLimits
-from edgellm.manifest import LLM_ENGINE, load_engine
+from edgellm.device_runtime.speculate.policy.tree_policy import TreeLimits
 
 REQUESTS = {
     "max_generate_length": 40,

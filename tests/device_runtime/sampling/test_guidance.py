@@ -11,13 +11,13 @@ import numpy as np
 import pytest
 from lettered_engine import with_letters
 
-from edgellm.contract import EdgeLLMError, RequestError
+from edgellm.core.contract import EdgeLLMError, RequestError
 from edgellm.device_runtime import LLM, SamplingParams, SpecOptions
 from edgellm.device_runtime.requests.request_file import Options, parse_request, sampling_of
 from edgellm.device_runtime.requests.responses import run_request
 from edgellm.device_runtime.sampling.guidance import Guidance, Guide
 from edgellm.device_runtime.sampling.sampler import Sampler
-from edgellm.device_runtime.speculate.accept import Typical
+from edgellm.device_runtime.speculate.acceptance import Typical
 
 SCHEMA = {
     "type": "object",

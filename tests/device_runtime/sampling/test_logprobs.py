@@ -5,10 +5,10 @@ from __future__ import annotations
 import numpy as np
 import pytest
 
-from edgellm.contract import RequestError
+from edgellm.core.contract import RequestError
 from edgellm.device_runtime import LLM, SamplingParams
 from edgellm.device_runtime.sampling.logprobs import token_logprobs
-from edgellm.device_runtime.speculate.accept import Typical
+from edgellm.device_runtime.speculate.acceptance import Typical
 from edgellm.device_runtime.speculate.options import SpecOptions
 
 

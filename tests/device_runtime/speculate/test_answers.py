@@ -10,17 +10,17 @@ import pytest
 from scripted_sessions import StrictBase, StrictDraft, oracle, recorded
 from stepping import by_cost, learned_of
 
-from edgellm.contract import EdgeLLMError
+from edgellm.core.contract import EdgeLLMError
 from edgellm.device_runtime import LLM, SamplingParams
-from edgellm.device_runtime.engine.batch import Batch
-from edgellm.device_runtime.engine.cache_slot import CacheSlot
-from edgellm.device_runtime.engine.scheduler import Bounds
-from edgellm.device_runtime.engine.turns import Turns
-from edgellm.device_runtime.speculate.costs import Costs
+from edgellm.device_runtime.engine.kv_cache_manager import CacheSlot
+from edgellm.device_runtime.scheduler.running_batch import Batch
+from edgellm.device_runtime.scheduler.scheduler import Bounds
+from edgellm.device_runtime.scheduler.step_lock import Turns
 from edgellm.device_runtime.speculate.draft_cache import CommittedRows
 from edgellm.device_runtime.speculate.drafters.eagle import EagleDrafter
 from edgellm.device_runtime.speculate.options import SpecOptions
-from edgellm.device_runtime.speculate.policy import FixedTree, TreeLimits
+from edgellm.device_runtime.speculate.policy.costs import Costs
+from edgellm.device_runtime.speculate.policy.tree_policy import FixedTree, TreeLimits
 
 GREEDY = SamplingParams(temperature=0)
 LIMITS = TreeLimits(2, 5, 11)

@@ -15,18 +15,18 @@ from stepping import by_cost, generate, learned_of, speculate
 
 from edgellm.build.engine import build_engine
 from edgellm.build.onnxruntime_cpu.options import CpuOptions
-from edgellm.contract import EdgeLLMError
+from edgellm.core.contract import EdgeLLMError
+from edgellm.core.manifest import DRAFT_ENGINE, load_engine
 from edgellm.device_runtime import LLM, SamplingParams, SpecOptions
 from edgellm.device_runtime.engine.profile import Profile
+from edgellm.device_runtime.networks.block import open_block
+from edgellm.device_runtime.networks.draft import DraftPart
 from edgellm.device_runtime.sampling.sampler import Sampler
-from edgellm.device_runtime.sessions.block import open_block
-from edgellm.device_runtime.sessions.draft import DraftPart
-from edgellm.device_runtime.speculate.costs import Costs
 from edgellm.device_runtime.speculate.draft_cache import CommittedRows
 from edgellm.device_runtime.speculate.drafters.block import BlockDrafter
-from edgellm.device_runtime.speculate.policy import FixedTree, TreeLimits
-from edgellm.device_runtime.speculate.static_tree import StaticTree
-from edgellm.manifest import DRAFT_ENGINE, load_engine
+from edgellm.device_runtime.speculate.policy.costs import Costs
+from edgellm.device_runtime.speculate.policy.static_tree import StaticTree
+from edgellm.device_runtime.speculate.policy.tree_policy import FixedTree, TreeLimits
 
 GREEDY = SamplingParams(temperature=0)
 SAMPLED = SamplingParams(0.8, 0.9, 0, 3, min_p=0.05, repetition_penalty=1.2)

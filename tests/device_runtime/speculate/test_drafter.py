@@ -10,13 +10,13 @@ import numpy as np
 import pytest
 from stepping import by_cost, learned_of
 
-from edgellm.device_runtime.speculate.acceptance_rates import Calibration
-from edgellm.device_runtime.speculate.costs import Costs
 from edgellm.device_runtime.speculate.drafter import ImageIds, TextDrafter
 from edgellm.device_runtime.speculate.drafters import ngram
-from edgellm.device_runtime.speculate.lookup import Continuation, LearnedLookup
-from edgellm.device_runtime.speculate.passes import run
-from edgellm.device_runtime.speculate.policy import FixedTree, TreeLimits
+from edgellm.device_runtime.speculate.policy.acceptance_rates import Calibration
+from edgellm.device_runtime.speculate.policy.costs import Costs
+from edgellm.device_runtime.speculate.policy.tree_policy import FixedTree, TreeLimits
+from edgellm.device_runtime.speculate.shared_passes import run
+from edgellm.device_runtime.speculate.text_lookup import Continuation, LearnedLookup
 
 
 @dataclass

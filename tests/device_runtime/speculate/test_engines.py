@@ -10,17 +10,17 @@ import torch
 from eagle_reference import Reference, tree_mask
 from stepping import speculate
 
+from edgellm.core.manifest import DRAFT_ENGINE, LLM_BUNDLE, LLM_ENGINE, load_bundle, load_engine
 from edgellm.device_runtime import LLM, SamplingParams
 from edgellm.device_runtime.engine.profile import Profile
-from edgellm.device_runtime.requests.prove import prove
+from edgellm.device_runtime.networks import draft
+from edgellm.device_runtime.networks.decoder import open_decoder
+from edgellm.device_runtime.requests.lossless_check import prove
 from edgellm.device_runtime.requests.request_file import Options
 from edgellm.device_runtime.sampling.sampler import Sampler
-from edgellm.device_runtime.sessions import draft
-from edgellm.device_runtime.sessions.decoder import open_decoder
 from edgellm.device_runtime.speculate.options import SpecOptions
-from edgellm.device_runtime.speculate.passes import Passes
+from edgellm.device_runtime.speculate.shared_passes import Passes
 from edgellm.device_runtime.speculate.tree import Tree
-from edgellm.manifest import DRAFT_ENGINE, LLM_BUNDLE, LLM_ENGINE, load_bundle, load_engine
 
 TOLERANCE = 2e-4
 NAMES = ("eagle3", "int4", "eagle1", "hybrid")
@@ -118,7 +118,7 @@ def test_a_compacted_cache_equals_a_fresh_one(pair, end):
 def test_taps_equal_the_portable_graph_and_transformers(pair):
     from transformers import AutoModelForCausalLM
 
-    from edgellm.export.verify import run_outputs
+    from edgellm.export.pipeline.verify import run_outputs
 
     manifest = load_bundle(pair.bundle, LLM_BUNDLE)
     assert manifest.hidden_taps == pair.layout.taps

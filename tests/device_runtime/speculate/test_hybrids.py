@@ -8,10 +8,10 @@ import numpy as np
 import pytest
 
 from edgellm.device_runtime import LLM, SamplingParams, SpecOptions
-from edgellm.device_runtime.engine.saved_contexts import ContextFolder
-from edgellm.device_runtime.requests.prove import prove
+from edgellm.device_runtime.engine.kv_snapshot import ContextFolder
+from edgellm.device_runtime.networks import decoder
+from edgellm.device_runtime.requests.lossless_check import prove
 from edgellm.device_runtime.requests.request_file import Options
-from edgellm.device_runtime.sessions import decoder
 
 GREEDY = SamplingParams(temperature=0)
 WITH_TEXT = SpecOptions(lookups=("ngram", "suffix"), tree="fixed", verify_size=12)

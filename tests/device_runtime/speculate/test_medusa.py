@@ -18,18 +18,18 @@ from scripted_heads import StrictHeads
 from scripted_sessions import DRAFTS, VOCAB, StrictBase
 from stepping import by_cost, generate, learned_of, speculate
 
-from edgellm.contract import LimitError
+from edgellm.core.contract import LimitError
+from edgellm.core.manifest import DRAFT_ENGINE, load_engine
 from edgellm.device_runtime import LLM, SamplingParams, SpecOptions
 from edgellm.device_runtime.engine.profile import Profile
+from edgellm.device_runtime.networks.heads import HeadsPart, HeadsSession, open_heads
 from edgellm.device_runtime.sampling.sampler import Sampler
-from edgellm.device_runtime.sessions.heads import HeadsPart, HeadsSession, open_heads
-from edgellm.device_runtime.speculate import accounts
-from edgellm.device_runtime.speculate.costs import Costs
 from edgellm.device_runtime.speculate.drafters.medusa import MedusaDrafter
 from edgellm.device_runtime.speculate.drafters.ngram import NgramLookup
-from edgellm.device_runtime.speculate.policy import FixedTree, TreeLimits
-from edgellm.device_runtime.speculate.static_tree import StaticTree
-from edgellm.manifest import DRAFT_ENGINE, load_engine
+from edgellm.device_runtime.speculate.policy import spec_budget
+from edgellm.device_runtime.speculate.policy.costs import Costs
+from edgellm.device_runtime.speculate.policy.static_tree import StaticTree
+from edgellm.device_runtime.speculate.policy.tree_policy import FixedTree, TreeLimits
 
 GREEDY = SamplingParams(temperature=0)
 SAMPLINGS = (
@@ -209,7 +209,7 @@ def test_answers_share_passes_of_the_heads(eagle_pairs, tmp_path):
         found = [llm.generate(text, **ask) for text in words]
         sizes, run_many = [], HeadsSession.run_many
         with pytest.MonkeyPatch.context() as patch:
-            patch.setattr(accounts, "_may_pay", lambda *_: True)
+            patch.setattr(spec_budget, "_may_pay", lambda *_: True)
             patch.setattr(
                 HeadsSession, "run_many",
                 lambda self, parts: (sizes.append(len(parts)), run_many(self, parts))[1],

@@ -9,21 +9,21 @@ import pytest
 from added_files import added
 
 from edgellm.build.cli import app
-from edgellm.contract import HIDDEN_TAPS, TOP_K, EdgeLLMError
-from edgellm.device_runtime import LLM, SamplingParams, SpecOptions, sessions
+from edgellm.core.contract import HIDDEN_TAPS, TOP_K, EdgeLLMError
+from edgellm.core.graph_roles import ROLES, Role, Rows
+from edgellm.core.manifest import MANIFEST_NAME
+from edgellm.device_runtime import LLM, SamplingParams, SpecOptions, networks
 from edgellm.device_runtime.requests.spec_flags import SpecFlags
 from edgellm.device_runtime.speculate import drafters
-from edgellm.manifest import MANIFEST_NAME
-from edgellm.roles import ROLES, Role, Rows
 
 NETWORK = '''
 """Says that tokens are counted up."""
 import numpy as np
 
-from edgellm.device_runtime.speculate.costs import Costs
+from edgellm.device_runtime.speculate.policy.costs import Costs
 from edgellm.device_runtime.speculate.drafter import TreeDrafter
-from edgellm.device_runtime.speculate.opening import Opened, check_tree_size
-from edgellm.device_runtime.speculate.policy import TreeLimits
+from edgellm.device_runtime.speculate.drafter_loading import Opened, check_tree_size
+from edgellm.device_runtime.speculate.policy.tree_policy import TreeLimits
 
 DEFAULTS = TreeLimits(top_k=1, steps=3, verify_size=4)
 
@@ -43,7 +43,7 @@ class Counting(TreeDrafter):
 '''
 LOOKUP = '''
 """Says that the newest token comes again."""
-from edgellm.device_runtime.speculate.lookup import Continuation
+from edgellm.device_runtime.speculate.text_lookup import Continuation
 
 
 def remember():
@@ -69,7 +69,7 @@ class Echo:
 # What Medusa heads are, under another name: a role, a session over its graph, and a drafter.
 SESSION = '''
 """All that follows, seen at once."""
-from edgellm.device_runtime.sessions import heads
+from edgellm.device_runtime.networks import heads
 
 
 def session(opened, spec, capacity):
@@ -83,11 +83,11 @@ def costs(session, spec, most_rows=0, budget=None):
 OWN = '''
 """Drafts with what lies in the engine's folder."""
 from edgellm.device_runtime.runners import find as find_runner
-from edgellm.device_runtime.sessions import find
-from edgellm.device_runtime.speculate.costs import Costs
+from edgellm.device_runtime.networks import find
+from edgellm.device_runtime.speculate.policy.costs import Costs
 from edgellm.device_runtime.speculate.drafters.medusa import MedusaDrafter, heads_limits
-from edgellm.device_runtime.speculate.opening import Opened, open_own
-from edgellm.device_runtime.speculate.policy import TreeLimits
+from edgellm.device_runtime.speculate.drafter_loading import Opened, open_own
+from edgellm.device_runtime.speculate.policy.tree_policy import TreeLimits
 
 ROLE = "foresight"
 DEFAULTS = TreeLimits()
@@ -146,7 +146,7 @@ def test_a_network_of_a_new_shape_is_a_role_a_session_and_a_drafter(
     facts = Role(Rows.ONE, inputs=(HIDDEN_TAPS, TOP_K), measured={"glance": "a glance"})
     monkeypatch.setitem(ROLES, "foresight", facts)
     with (
-        added(sessions, tmp_path / "sessions", foresight=SESSION),
+        added(networks, tmp_path / "sessions", foresight=SESSION),
         added(drafters, tmp_path / "drafters", foresight=OWN),
     ):
         folders = ("--onnxDir", str(bundle), "--engineDir", str(engine))

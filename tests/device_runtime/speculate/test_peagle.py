@@ -10,13 +10,13 @@ import torch
 from eagle_engines import PEAGLE
 from eagle_reference import BASE_HIDDEN, VOCAB, Reference
 
-from edgellm.contract import LimitError
+from edgellm.core.contract import LimitError
+from edgellm.core.manifest import DRAFT_ENGINE, load_engine
 from edgellm.device_runtime import LLM, SamplingParams, SpecOptions
-from edgellm.device_runtime.sessions.draft import open_draft
+from edgellm.device_runtime.networks.draft import open_draft
 from edgellm.device_runtime.speculate.draft_cache import CommittedRows, MaskRows
 from edgellm.device_runtime.speculate.drafters.peagle import mask_rows
-from edgellm.device_runtime.speculate.policy import TreeLimits
-from edgellm.manifest import DRAFT_ENGINE, load_engine
+from edgellm.device_runtime.speculate.policy.tree_policy import TreeLimits
 
 MASKS = MaskRows(95, 4)
 ROUND_ROWS = 6

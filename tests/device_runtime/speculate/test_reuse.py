@@ -11,15 +11,15 @@ from hypothesis import strategies as st
 from scripted_sessions import DRAFTS, VOCAB, StrictBase, StrictDraft, recorded
 from stepping import by_cost, generate, learned_of, speculate
 
-from edgellm.device_runtime.engine.prefix_cache import KeptContexts, count_common
 from edgellm.device_runtime.engine.profile import Profile
+from edgellm.device_runtime.kv_cache.prefix_cache import KeptContexts, count_common
 from edgellm.device_runtime.sampling.sampler import Sampler, SamplingParams
-from edgellm.device_runtime.speculate.costs import Costs
 from edgellm.device_runtime.speculate.draft_cache import CommittedRows
 from edgellm.device_runtime.speculate.drafter import RETRIAL_ROWS
 from edgellm.device_runtime.speculate.drafters.eagle import EagleDrafter
 from edgellm.device_runtime.speculate.drafters.ngram import NgramLookup
-from edgellm.device_runtime.speculate.policy import FixedTree, TreeLimits
+from edgellm.device_runtime.speculate.policy.costs import Costs
+from edgellm.device_runtime.speculate.policy.tree_policy import FixedTree, TreeLimits
 
 CAPACITY = 96
 LIMITS = TreeLimits(3, 4, 12)

@@ -19,10 +19,10 @@ from stepping import generate
 
 from edgellm.device_runtime.engine.profile import Profile
 from edgellm.device_runtime.sampling.sampler import Sampler, SamplingParams
-from edgellm.device_runtime.speculate.costs import Costs
 from edgellm.device_runtime.speculate.drafter import RETRIAL_ROWS
 from edgellm.device_runtime.speculate.options import SpecOptions
-from edgellm.device_runtime.speculate.policy import TreeLimits
+from edgellm.device_runtime.speculate.policy.costs import Costs
+from edgellm.device_runtime.speculate.policy.tree_policy import TreeLimits
 
 
 def _sized(*costs: str) -> list[tuple[str, str]]:

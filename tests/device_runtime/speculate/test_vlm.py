@@ -14,12 +14,12 @@ from eagle_reference import BASE_HIDDEN, VOCAB
 from image_checkpoints import picture
 from vlm_engines import MROPE, Engines, build_vlm
 
-from edgellm.device_runtime.engine.llm import LLM
+from edgellm.core.manifest import DRAFT_ENGINE, DRAFT_FOLDER, load_engine
+from edgellm.device_runtime.api.llm import LLM
+from edgellm.device_runtime.networks import ImageRows
+from edgellm.device_runtime.networks.draft import DraftSession, open_draft
 from edgellm.device_runtime.sampling.sampler import SamplingParams
-from edgellm.device_runtime.sessions import ImageRows
-from edgellm.device_runtime.sessions.draft import DraftSession, open_draft
 from edgellm.device_runtime.speculate.options import SpecOptions
-from edgellm.manifest import DRAFT_ENGINE, DRAFT_FOLDER, load_engine
 
 pytestmark = pytest.mark.usefixtures("one_thread")
 NARROW = replace(

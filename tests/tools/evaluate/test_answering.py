@@ -13,12 +13,12 @@ import time
 import pytest
 from conftest import assert_one_line_error
 
-from edgellm.contract import EdgeLLMError, LimitError
-from edgellm.device_runtime.engine.llm import LLM
-from edgellm.tools.evaluate import divergence
+from edgellm.core.contract import EdgeLLMError, LimitError
+from edgellm.device_runtime.api.llm import LLM
 from edgellm.tools.evaluate.answering import conversation
 from edgellm.tools.evaluate.answers import AnswerLog
-from edgellm.tools.evaluate.questions import Question
+from edgellm.tools.evaluate.datasets.questions import Question
+from edgellm.tools.evaluate.scoring import divergence
 
 EAGLE_FIELDS = {"question_id", "answer_id", "model_id", "choices", "tstamp"}
 QUESTIONS = [

@@ -10,13 +10,13 @@ import pytest
 from image_checkpoints import picture
 from vlm_engines import build_vlm
 
-from edgellm.device_runtime.engine.llm import LLM
+from edgellm.device_runtime.api.llm import LLM
 from edgellm.device_runtime.speculate.options import SpecOptions
-from edgellm.tools.evaluate import divergence
 from edgellm.tools.evaluate.answers import read_records
+from edgellm.tools.evaluate.datasets.questions import load
 from edgellm.tools.evaluate.evaluation import Job, evaluate
-from edgellm.tools.evaluate.questions import load
-from edgellm.tools.evaluate.scores import read_scores
+from edgellm.tools.evaluate.scoring import divergence
+from edgellm.tools.evaluate.scoring.scores import read_scores
 from edgellm.tools.evaluate.settings import read_settings
 
 

@@ -8,10 +8,10 @@ import sys
 
 import pytest
 
-from edgellm.contract import EdgeLLMError
-from edgellm.tools.evaluate import packages
+from edgellm.core.contract import EdgeLLMError
 from edgellm.tools.evaluate.cli import app
-from edgellm.tools.evaluate.questions import PACKAGED, fingerprint, load, read_file
+from edgellm.tools.evaluate.datasets import packages
+from edgellm.tools.evaluate.datasets.questions import PACKAGED, fingerprint, load, read_file
 
 ROWS = {
     "mt_bench": {"question_id": 81, "category": "writing", "turns": ["Write.", "Again."]},

@@ -8,10 +8,10 @@ from pathlib import Path
 
 import pytest
 
-from edgellm.contract import EdgeLLMError
-from edgellm.tools.evaluate.programs import program
-from edgellm.tools.evaluate.questions import load
-from edgellm.tools.evaluate.sandbox import Limits, Sandbox, open_sandbox
+from edgellm.core.contract import EdgeLLMError
+from edgellm.tools.evaluate.datasets.questions import load
+from edgellm.tools.evaluate.scoring.humaneval import program
+from edgellm.tools.evaluate.scoring.sandbox import Limits, Sandbox, open_sandbox
 
 LIMITS = Limits(seconds=1, memory_bytes=256 << 20, file_bytes=1 << 20)
 FORKS = """
@@ -171,7 +171,7 @@ def test_no_answer_fails(sandbox, answer):
 
 
 def test_humaneval_knows_right_from_wrong(sandbox):
-    from edgellm.tools.evaluate.packages import HUMANEVAL, find, read_rows
+    from edgellm.tools.evaluate.datasets.packages import HUMANEVAL, find, read_rows
 
     rows = read_rows(find(HUMANEVAL))
     for row, question in list(zip(rows, load("humaneval", None), strict=True))[::41]:

@@ -11,17 +11,17 @@ import pytest
 from conftest import assert_one_line_error
 from html_pages import Page
 
-from edgellm.contract import EdgeLLMError
+from edgellm.core.contract import EdgeLLMError
 from edgellm.tools.evaluate.answers import Choice, Record
-from edgellm.tools.evaluate.bootstrap import mean_of, rate_ratio, ratio_of, share_of
-from edgellm.tools.evaluate.comparison import compare_runs
-from edgellm.tools.evaluate.divergence import Divergence
+from edgellm.tools.evaluate.datasets.questions import Question
 from edgellm.tools.evaluate.evaluation import _write
-from edgellm.tools.evaluate.matching import last_number, number_matches, text_matches
-from edgellm.tools.evaluate.questions import Question
-from edgellm.tools.evaluate.report import report_markdown, report_page, tables
-from edgellm.tools.evaluate.rouge import rouge
-from edgellm.tools.evaluate.scores import read_scores, score
+from edgellm.tools.evaluate.reporting.comparison import compare_runs
+from edgellm.tools.evaluate.reporting.report import report_markdown, report_page, tables
+from edgellm.tools.evaluate.scoring.bootstrap import mean_of, rate_ratio, ratio_of, share_of
+from edgellm.tools.evaluate.scoring.divergence import Divergence
+from edgellm.tools.evaluate.scoring.exact_match import last_number, number_matches, text_matches
+from edgellm.tools.evaluate.scoring.rouge import rouge
+from edgellm.tools.evaluate.scoring.scores import read_scores, score
 from edgellm.tools.evaluate.settings import Settings
 
 

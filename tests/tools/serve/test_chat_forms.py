@@ -8,18 +8,18 @@ from hypothesis import given
 from hypothesis import strategies as st
 
 from edgellm.tools.serve import tool_calls
-from edgellm.tools.serve.tool_calls.call import Call, Thought
-from edgellm.tools.serve.tool_calls.command import CommandParser
-from edgellm.tools.serve.tool_calls.gemma import GemmaParser
-from edgellm.tools.serve.tool_calls.glm4 import Glm4Parser
-from edgellm.tools.serve.tool_calls.glm45 import Glm45Parser
-from edgellm.tools.serve.tool_calls.granite import GraniteParser
-from edgellm.tools.serve.tool_calls.harmony import HarmonyParser
-from edgellm.tools.serve.tool_calls.hermes import HermesParser
-from edgellm.tools.serve.tool_calls.hunyuan import HunyuanParser
-from edgellm.tools.serve.tool_calls.ministral import MinistralParser
-from edgellm.tools.serve.tool_calls.olmo3 import Olmo3Parser
-from edgellm.tools.serve.tool_calls.phi4 import Phi4Parser
+from edgellm.tools.serve.tool_calls.formats.command import CommandParser
+from edgellm.tools.serve.tool_calls.formats.gemma import GemmaParser
+from edgellm.tools.serve.tool_calls.formats.glm4 import Glm4Parser
+from edgellm.tools.serve.tool_calls.formats.glm45 import Glm45Parser
+from edgellm.tools.serve.tool_calls.formats.granite import GraniteParser
+from edgellm.tools.serve.tool_calls.formats.harmony import HarmonyParser
+from edgellm.tools.serve.tool_calls.formats.hermes import HermesParser
+from edgellm.tools.serve.tool_calls.formats.hunyuan import HunyuanParser
+from edgellm.tools.serve.tool_calls.formats.ministral import MinistralParser
+from edgellm.tools.serve.tool_calls.formats.olmo3 import Olmo3Parser
+from edgellm.tools.serve.tool_calls.formats.phi4 import Phi4Parser
+from edgellm.tools.serve.tool_calls.parser import Call, Thought
 
 TOOLS = {
     "weather": {"type": "object", "properties": {"city": {"type": "string"}}},

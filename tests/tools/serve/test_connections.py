@@ -10,9 +10,9 @@ import time
 import pytest
 from inside_server import serving_inside
 
-from edgellm.tools.serve import connection
-from edgellm.tools.serve.loading import Loading
-from edgellm.tools.serve.models import read_models
+from edgellm.tools.serve.engines.loading import Loading
+from edgellm.tools.serve.engines.models import read_models
+from edgellm.tools.serve.http import connection
 from edgellm.tools.serve.settings import Settings
 
 LONG = {"prompt": "w20 w30", "max_tokens": 4000, "temperature": 0, "stream": True}

@@ -16,7 +16,7 @@ import pytest
 from installed import PROJECT, ROOT
 
 from edgellm.device_runtime import SamplingParams
-from edgellm.tools.serve.kserve.tensors import DATATYPES, INPUTS, OUTPUTS
+from edgellm.tools.serve.protocols.kserve.tensors import DATATYPES, INPUTS, OUTPUTS
 
 yaml = pytest.importorskip("yaml")
 DEPLOY = ROOT / "deploy"

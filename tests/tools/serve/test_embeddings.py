@@ -10,12 +10,12 @@ from serve_process import serving
 
 from edgellm.build.engine import build_engine
 from edgellm.build.plan import Plan
-from edgellm.contract import RequestError
+from edgellm.core.contract import RequestError
 from edgellm.device_runtime import LLM
 from edgellm.export import models
-from edgellm.export.bundle import ExportOptions, export_llm
-from edgellm.export.source import open_checkpoint
-from edgellm.tools.serve.embeddings import EmbeddingRequest
+from edgellm.export.pipeline.llm import ExportOptions, export_llm
+from edgellm.export.pipeline.resolve import open_checkpoint
+from edgellm.tools.serve.protocols.openai.embeddings import EmbeddingRequest
 
 TEXTS = ["w20 w30 w40", "w21", "w20 w30 w41"]
 

@@ -12,12 +12,12 @@ from types import SimpleNamespace
 import pytest
 from serve_process import serving
 
-from edgellm.contract import BrokenArtifactError, EdgeLLMError
+from edgellm.core.contract import BrokenArtifactError, EdgeLLMError
 from edgellm.device_runtime import LLM, SamplingParams
-from edgellm.device_runtime.engine.driver import Driver
-from edgellm.tools.serve.engines import LEASES, Engines
-from edgellm.tools.serve.errors import ApiError
-from edgellm.tools.serve.models import Model, read_models
+from edgellm.device_runtime.scheduler.background_loop import Driver
+from edgellm.tools.serve.engines.models import Model, read_models
+from edgellm.tools.serve.http.errors import ApiError
+from edgellm.tools.serve.routing.engine_pool import LEASES, Engines
 from edgellm.tools.serve.settings import Settings
 
 

@@ -17,11 +17,11 @@ from lora_adapters import write_adapter
 from lowered_engines import Lowered
 from vlm_engines import MROPE, build_vlm
 
-from edgellm.build.lowering.adapters import write_adapted_layers
+from edgellm.build.lowering.lora import write_adapted_layers
 from edgellm.device_runtime import LLM, SamplingParams
 from edgellm.device_runtime.runners.tensorrt.batch_runner import BatchRunner
-from edgellm.tools.serve.loading import Loading
-from edgellm.tools.serve.models import read_models
+from edgellm.tools.serve.engines.loading import Loading
+from edgellm.tools.serve.engines.models import read_models
 from edgellm.tools.serve.settings import Settings
 
 pytestmark = pytest.mark.usefixtures("one_thread")

@@ -18,13 +18,13 @@ from inside_server import Inside, serving_inside
 
 from edgellm.device_runtime import LLM, SamplingParams
 from edgellm.tools.serve import heap
-from edgellm.tools.serve.asks import Ask
-from edgellm.tools.serve.events import Failed
-from edgellm.tools.serve.loading import Loading
-from edgellm.tools.serve.metrics import Metrics
-from edgellm.tools.serve.models import read_models
+from edgellm.tools.serve.engines.ask import Ask
+from edgellm.tools.serve.engines.events import Failed
+from edgellm.tools.serve.engines.loading import Loading
+from edgellm.tools.serve.engines.metrics import Metrics
+from edgellm.tools.serve.engines.models import read_models
+from edgellm.tools.serve.engines.worker import Job, Worker
 from edgellm.tools.serve.settings import Settings
-from edgellm.tools.serve.worker import Job, Worker
 
 TESTS = Path(__file__).parents[2]
 LOOP = """

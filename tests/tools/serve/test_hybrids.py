@@ -14,8 +14,8 @@ import pytest
 from inside_server import Inside, serving_inside
 
 from edgellm.device_runtime import LLM, Answer, SamplingParams, SpecOptions
-from edgellm.tools.serve.loading import Loading
-from edgellm.tools.serve.models import read_models
+from edgellm.tools.serve.engines.loading import Loading
+from edgellm.tools.serve.engines.models import read_models
 from edgellm.tools.serve.settings import Settings
 
 GREEDY = SamplingParams(temperature=0)

@@ -14,9 +14,9 @@ import pytest
 from serve_process import ServerProcess, serving
 
 from edgellm.device_runtime import SamplingParams
-from edgellm.tools.serve.errors import ApiError
-from edgellm.tools.serve.kserve import infer
-from edgellm.tools.serve.kserve.tensors import INPUTS, Tensor, read_bytes, request_of
+from edgellm.tools.serve.http.errors import ApiError
+from edgellm.tools.serve.protocols.kserve import infer
+from edgellm.tools.serve.protocols.kserve.tensors import INPUTS, Tensor, read_bytes, request_of
 
 PROMPT, TOKENS = "w20 w30 w40", 16
 PATH = "/v2/models/tiny/infer"

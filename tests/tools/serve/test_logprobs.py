@@ -16,8 +16,12 @@ from serve_process import serving
 from tokenizer_families import FAMILIES, make_tokenizer
 
 from edgellm.device_runtime.sampling.logprobs import TokenLogprobs
-from edgellm.device_runtime.tokenizer import ChatTokenizer
-from edgellm.tools.serve.logprobs import TokenPlaces, chat_logprobs, completion_logprobs
+from edgellm.device_runtime.text.tokenizer import ChatTokenizer
+from edgellm.tools.serve.protocols.openai.logprobs import (
+    TokenPlaces,
+    chat_logprobs,
+    completion_logprobs,
+)
 
 _WITH_BYTES = ["prepend", "metaspace_first", "metaspace_always", "metaspace_never", "byte_level"]
 

@@ -13,14 +13,14 @@ import openai
 import pytest
 from lettered_engine import with_letters
 
-from edgellm.contract import RequestError
+from edgellm.core.contract import RequestError
 from edgellm.device_runtime import LLM, SamplingParams
 from edgellm.device_runtime.sampling.guidance import Guide
 from edgellm.tools.serve import tool_calls
+from edgellm.tools.serve.tool_calls.formats.hermes import HermesParser
+from edgellm.tools.serve.tool_calls.formats.ministral import MinistralParser
+from edgellm.tools.serve.tool_calls.formats.mistral import MistralParser
 from edgellm.tools.serve.tool_calls.grammar import forced_calls
-from edgellm.tools.serve.tool_calls.hermes import HermesParser
-from edgellm.tools.serve.tool_calls.ministral import MinistralParser
-from edgellm.tools.serve.tool_calls.mistral import MistralParser
 
 # No text may stand for these where they are tokens: of Qwen and Hermes, and of Mistral.
 TAGS, MARK = ("<tool_call>", "</tool_call>"), ("[TOOL_CALLS]",)

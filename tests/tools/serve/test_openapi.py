@@ -16,8 +16,8 @@ from schemathesis.specs.openapi.checks import (
 )
 
 from edgellm.device_runtime.engine.template_flags import THINKING
-from edgellm.tools.serve.dialects.ollama import LOADING
-from edgellm.tools.serve.schemas import WITHOUT_EFFECT
+from edgellm.tools.serve.protocols.ollama import LOADING
+from edgellm.tools.serve.schemas.openai import WITHOUT_EFFECT
 
 CHECKS = [
     not_a_server_error,

@@ -11,17 +11,17 @@ from answer_cuts import require_read
 from lettered_engine import with_letters
 from serve_process import serving
 
-from edgellm.contract import RequestError
-from edgellm.device_runtime.engine.llm import Step
-from edgellm.device_runtime.engine.messages import Formatter
-from edgellm.device_runtime.tokenizer import ChatTokenizer
-from edgellm.tools.serve.answer_readers import AnswerForm
-from edgellm.tools.serve.chat import ChatWriter, ask_of, prompt_end
-from edgellm.tools.serve.events import Finished
-from edgellm.tools.serve.schemas import ChatRequest
+from edgellm.core.contract import RequestError
+from edgellm.device_runtime.api.llm import Step
+from edgellm.device_runtime.engine.chat_template import Formatter
+from edgellm.device_runtime.text.tokenizer import ChatTokenizer
+from edgellm.tools.serve.engines.events import Finished
+from edgellm.tools.serve.protocols.openai.chat import ChatWriter, ask_of, prompt_end
+from edgellm.tools.serve.schemas.openai import ChatRequest
 from edgellm.tools.serve.settings import ImageRules
-from edgellm.tools.serve.tool_calls.call import Call, Thought
-from edgellm.tools.serve.tool_calls.hermes import HermesParser
+from edgellm.tools.serve.tool_calls.formats.hermes import HermesParser
+from edgellm.tools.serve.tool_calls.output_parsers import AnswerForm
+from edgellm.tools.serve.tool_calls.parser import Call, Thought
 
 TOOLS = {"weather": None}
 CALL = '<tool_call>\n{"name": "weather", "arguments": {"city": "Bonn"}}\n</tool_call>'

@@ -10,14 +10,14 @@ import pytest
 from serve_process import serving
 from tokenizers import Tokenizer, models, pre_tokenizers
 
-from edgellm.contract import RequestError
+from edgellm.core.contract import RequestError
 from edgellm.device_runtime import LLM, SamplingParams
 from edgellm.device_runtime.requests.request_file import Options
 from edgellm.device_runtime.requests.responses import start_request
 from edgellm.tools.chat.conversation import Conversation, Settings
-from edgellm.tools.serve.asks import Ask, start
-from edgellm.tools.serve.chat import ask_of
-from edgellm.tools.serve.schemas import ChatRequest
+from edgellm.tools.serve.engines.ask import Ask, start
+from edgellm.tools.serve.protocols.openai.chat import ask_of
+from edgellm.tools.serve.schemas.openai import ChatRequest
 from edgellm.tools.serve.settings import ImageRules
 
 CHAT = "/v1/chat/completions"

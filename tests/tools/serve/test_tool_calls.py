@@ -10,19 +10,19 @@ from answer_cuts import joined, read_cut
 from hypothesis import example, given
 from hypothesis import strategies as st
 
-from edgellm.contract import RequestError
-from edgellm.device_runtime.engine.llm import Step
-from edgellm.device_runtime.tokenizer import ChatTokenizer
+from edgellm.core.contract import RequestError
+from edgellm.device_runtime.api.llm import Step
+from edgellm.device_runtime.text.tokenizer import ChatTokenizer
 from edgellm.tools.serve import tool_calls
-from edgellm.tools.serve.chat import ChatWriter, ask_of
-from edgellm.tools.serve.events import Finished, Started
-from edgellm.tools.serve.schemas import ChatRequest
+from edgellm.tools.serve.engines.events import Finished, Started
+from edgellm.tools.serve.protocols.openai.chat import ChatWriter, ask_of
+from edgellm.tools.serve.schemas.openai import ChatRequest
 from edgellm.tools.serve.settings import ImageRules
-from edgellm.tools.serve.tool_calls.call import Call
-from edgellm.tools.serve.tool_calls.hermes import HermesParser
-from edgellm.tools.serve.tool_calls.llama3 import Llama3Parser
-from edgellm.tools.serve.tool_calls.ministral import MinistralParser
-from edgellm.tools.serve.tool_calls.mistral import MistralParser
+from edgellm.tools.serve.tool_calls.formats.hermes import HermesParser
+from edgellm.tools.serve.tool_calls.formats.llama3 import Llama3Parser
+from edgellm.tools.serve.tool_calls.formats.ministral import MinistralParser
+from edgellm.tools.serve.tool_calls.formats.mistral import MistralParser
+from edgellm.tools.serve.tool_calls.parser import Call
 
 NAMES = {"weather", "add"}
 TOOLS = {"weather": {"properties": {"city": {"type": "string"}}}, "add": None}

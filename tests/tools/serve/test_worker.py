@@ -9,14 +9,14 @@ import time
 
 import pytest
 
-from edgellm.contract import EdgeLLMError, RequestError
+from edgellm.core.contract import EdgeLLMError, RequestError
 from edgellm.device_runtime import LLM, SamplingParams
-from edgellm.device_runtime.engine.llm import Step
-from edgellm.tools.serve.asks import Ask
-from edgellm.tools.serve.errors import ApiError
-from edgellm.tools.serve.events import Failed, Finished, Started
-from edgellm.tools.serve.metrics import Metrics
-from edgellm.tools.serve.worker import Job, Worker
+from edgellm.device_runtime.api.llm import Step
+from edgellm.tools.serve.engines.ask import Ask
+from edgellm.tools.serve.engines.events import Failed, Finished, Started
+from edgellm.tools.serve.engines.metrics import Metrics
+from edgellm.tools.serve.engines.worker import Job, Worker
+from edgellm.tools.serve.http.errors import ApiError
 
 GREEDY = SamplingParams(temperature=0)
 

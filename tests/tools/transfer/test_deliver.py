@@ -21,10 +21,10 @@ from device_fakes import (
     terminate_transfer,
 )
 
-from edgellm.contract import EdgeLLMError
+from edgellm.core.contract import EdgeLLMError
 from edgellm.tools.transfer import scripts, send
-from edgellm.tools.transfer.deliver import check
 from edgellm.tools.transfer.file_list import load
+from edgellm.tools.transfer.push import check
 from edgellm.tools.transfer.target import connected, parse
 
 

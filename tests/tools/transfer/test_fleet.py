@@ -11,11 +11,11 @@ import pytest
 from conftest import INTERRUPTED, assert_one_line_error
 from device_fakes import make_bundle, run_transfer, terminate_transfer, write_command
 
-from edgellm.contract import EdgeLLMError
+from edgellm.core.contract import EdgeLLMError
 from edgellm.tools.transfer import inventory, rollout
 from edgellm.tools.transfer.cli import app
-from edgellm.tools.transfer.deliver import bring, deliver, publish
 from edgellm.tools.transfer.file_list import load
+from edgellm.tools.transfer.push import bring, deliver, publish
 from edgellm.tools.transfer.rollout import CURRENT, FAILED, ROLLED_BACK, UNTOUCHED, UPDATED, Plan
 from edgellm.tools.transfer.target import Commands, connected, parse
 from edgellm.tools.transfer.versions import read_versions

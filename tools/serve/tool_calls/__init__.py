@@ -5,22 +5,22 @@ from __future__ import annotations
 from collections.abc import Sequence
 from typing import Any
 
-from edgellm.tools.serve.tool_calls import gemma, phi4
-from edgellm.tools.serve.tool_calls.call import CallReader, ToolParser, Tools
-from edgellm.tools.serve.tool_calls.command import CommandParser
-from edgellm.tools.serve.tool_calls.gemma import GemmaParser
-from edgellm.tools.serve.tool_calls.glm4 import Glm4Parser
-from edgellm.tools.serve.tool_calls.glm45 import Glm45Parser
-from edgellm.tools.serve.tool_calls.granite import GraniteParser
-from edgellm.tools.serve.tool_calls.harmony import HarmonyParser
-from edgellm.tools.serve.tool_calls.hermes import HermesParser
-from edgellm.tools.serve.tool_calls.hunyuan import HunyuanParser
-from edgellm.tools.serve.tool_calls.llama3 import Llama3Parser
-from edgellm.tools.serve.tool_calls.loose import LooseParser
-from edgellm.tools.serve.tool_calls.ministral import MinistralParser
-from edgellm.tools.serve.tool_calls.mistral import MistralParser
-from edgellm.tools.serve.tool_calls.olmo3 import Olmo3Parser
-from edgellm.tools.serve.tool_calls.phi4 import Phi4Parser
+from edgellm.tools.serve.tool_calls.formats import gemma, phi4
+from edgellm.tools.serve.tool_calls.formats.command import CommandParser
+from edgellm.tools.serve.tool_calls.formats.gemma import GemmaParser
+from edgellm.tools.serve.tool_calls.formats.glm4 import Glm4Parser
+from edgellm.tools.serve.tool_calls.formats.glm45 import Glm45Parser
+from edgellm.tools.serve.tool_calls.formats.granite import GraniteParser
+from edgellm.tools.serve.tool_calls.formats.harmony import HarmonyParser
+from edgellm.tools.serve.tool_calls.formats.hermes import HermesParser
+from edgellm.tools.serve.tool_calls.formats.hunyuan import HunyuanParser
+from edgellm.tools.serve.tool_calls.formats.llama3 import Llama3Parser
+from edgellm.tools.serve.tool_calls.formats.ministral import MinistralParser
+from edgellm.tools.serve.tool_calls.formats.mistral import MistralParser
+from edgellm.tools.serve.tool_calls.formats.olmo3 import Olmo3Parser
+from edgellm.tools.serve.tool_calls.formats.phi4 import Phi4Parser
+from edgellm.tools.serve.tool_calls.json_fallback import LooseParser
+from edgellm.tools.serve.tool_calls.parser import CallReader, ToolParser, Tools
 
 # The first that recognises a template reads its answers: what many templates hold comes last.
 PARSERS: tuple[type[ToolParser], ...] = (

@@ -6,7 +6,7 @@ import ast
 from collections.abc import Iterator
 from typing import Any
 
-from edgellm.tools.serve.tool_calls.call import Call, Tools
+from edgellm.tools.serve.tool_calls.parser import Call, Tools
 
 _LONGEST = 1 << 16  # characters
 _JSON_NAMES = {"true": True, "false": False, "null": None}

@@ -11,13 +11,13 @@ import numpy as np
 import triton_python_backend_utils as pb_utils  # of Triton's process
 from pydantic import ValidationError
 
-from edgellm.contract import EdgeLLMError
-from edgellm.device_runtime.engine.llm import LLM
+from edgellm.core.contract import EdgeLLMError
+from edgellm.device_runtime.api.llm import LLM
 from edgellm.device_runtime.speculate.options import SpecOptions
-from edgellm.tools.serve import asks
-from edgellm.tools.serve.errors import ApiError, as_api_error, fault_of
-from edgellm.tools.serve.kserve.tensors import INPUTS, Tensor, read, request_of
-from edgellm.tools.serve.triton import GenerateWriter
+from edgellm.tools.serve.engines import ask
+from edgellm.tools.serve.http.errors import ApiError, as_api_error, fault_of
+from edgellm.tools.serve.protocols.kserve.tensors import INPUTS, Tensor, read, request_of
+from edgellm.tools.serve.protocols.triton.generate import GenerateWriter
 
 _log = logging.getLogger(__name__)
 
@@ -52,7 +52,7 @@ class TritonPythonModel:
         body = request_of(map(_tensor, request.inputs()), request.request_id())
         streams = bool(body.stream or body.streaming)
         writer = GenerateWriter(body, "", streams=streams)
-        answer = asks.start(self._llm, body.ask())
+        answer = ask.start(self._llm, body.ask())
         pieces = writer.begin()
         for step in answer:
             if request.is_cancelled():

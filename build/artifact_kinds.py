@@ -1,0 +1,227 @@
+"""What bundles are built into: what a plan must suit, and what goes along."""
+
+from __future__ import annotations
+
+from collections.abc import Callable
+from dataclasses import dataclass
+from pathlib import Path
+from typing import Any
+
+from edgellm.build.plan import Plan
+from edgellm.core.artifact import require_pair, verify_files, verify_sizes
+from edgellm.core.contract import BrokenArtifactError, EdgeLLMError, LimitError
+from edgellm.core.manifest import (
+    DRAFT_BUNDLE,
+    DRAFT_ENGINE,
+    DRAFT_FOLDER,
+    LLM_BUNDLE,
+    LLM_ENGINE,
+    MANIFEST_NAME,
+    VISUAL_BUNDLE,
+    VISUAL_ENGINE,
+    Bundle,
+    FileRecord,
+    load_bundle,
+    load_engine,
+)
+from edgellm.multimodal.processors.settings import FILES as PROCESSOR_FILES
+
+TOKENIZER_FILES = ("tokenizer.json", "tokenizer_config.json", "chat_template.jinja")
+LLM, DRAFT, VISUAL = "llm", "draft", "visual"
+
+
+@dataclass(frozen=True, slots=True)
+class Product:
+    """A kind of bundle and the engine that is built of it."""
+
+    bundle: str  # kinds
+    engine: str
+    require: Callable[[Path, Bundle, Plan], None]  # that the plan suits; raises `EdgeLLMError`
+    suits: Callable[[Path, Path, Bundle], None]  # what is in the engine's folder already
+    limits: Callable[[Bundle, Plan], dict[str, int]]  # fields of an engine
+    files: tuple[str, ...] = ()  # of the bundle that go along
+    folder: str = ""  # within the engine's
+    options: tuple[str, ...] = ("threads", "quantize")  # of the plan that the engine remembers
+
+
+def read_bundle(product: str, source: Path, plan: Plan) -> Bundle:
+    """Look at a bundle in no time: is all there, and does the plan suit it?
+
+    Raises:
+        BrokenArtifactError: incomplete, of another contract, or without hidden taps for a draft.
+        UnsupportedModelError: settings of an image processor that are not understood.
+        LimitError: limits that contradict each other or the model.
+    """
+    kind = PRODUCTS[product]
+    bundle = load_bundle(source, kind.bundle)
+    kind.require(source, bundle, plan)
+    look_at(source, bundle.files)
+    if product == VISUAL:
+        from edgellm.multimodal.processors import load
+
+        load(source)
+    return bundle
+
+
+def look_at(source: Path, files: dict[str, FileRecord]) -> None:
+    """Is all there, and are the graphs, which are small and will be read at once, unharmed?
+
+    Raises:
+        BrokenArtifactError: no.
+    """
+    verify_sizes(source, files)
+    graphs = {name: record for name, record in files.items() if name.endswith(".onnx")}
+    verify_files(source, graphs)
+
+
+# ------------------------------------------------------------------------- language models
+def _require_base(source: Path, bundle: Bundle, plan: Plan) -> None:
+    _require_lengths(bundle.decoder.max_positions, plan)
+    if plan.is_eagle_base and not bundle.hidden_taps:
+        raise BrokenArtifactError(
+            f"{source} gives no features to a draft",
+            hint="export it again with edgellm-export llm --is_eagle_base",
+        )
+    if not plan.max_lora_rank and "--maxLoras" in plan.options.given():
+        raise EdgeLLMError("--maxLoras says how many adapters", hint="give --maxLoraRank, too")
+    if plan.max_lora_rank and bundle.decoder.recurrent is not None:
+        raise EdgeLLMError(
+            "--maxLoraRank: adapters of models with recurrent layers are merged, not taken up",
+            hint="edgellm-export llm --lora_dir, and leave --maxLoraRank out",
+        )
+    if plan.max_lora_rank and bundle.decoder.rotation:
+        raise EdgeLLMError(
+            f"--maxLoraRank: the residual stream of {source} was rotated, adapters know another",
+            hint="quantize the base without --rotate residual",
+        )
+
+
+def _require_lengths(longest: int, plan: Plan) -> None:
+    if plan.max_input_len > plan.kv_capacity:
+        raise LimitError(
+            f"--maxInputLen {plan.max_input_len} exceeds --maxKVCacheCapacity {plan.kv_capacity}",
+            hint="the cache must hold the prompt and the answer",
+        )
+    if plan.kv_capacity > longest:
+        raise LimitError(
+            f"--maxKVCacheCapacity {plan.kv_capacity} exceeds the model's {longest} positions",
+            hint=f"give --maxKVCacheCapacity {longest} or less",
+        )
+    if plan.max_verify_tree_size >= plan.kv_capacity:
+        raise LimitError(
+            f"--maxVerifyTreeSize {plan.max_verify_tree_size} does not fit into "
+            f"--maxKVCacheCapacity {plan.kv_capacity}",
+            hint="the cache must hold the committed tokens and a tree",
+        )
+
+
+def _suits_its_draft(source: Path, engine: Path, bundle: Bundle) -> None:
+    """A draft that was built into the folder before must be this base's.
+
+    One that this edgellm does not read is to be built again, which is said when it is loaded.
+    """
+    del source
+    folder = engine / DRAFT_FOLDER
+    if not bundle.hidden_taps or not (folder / MANIFEST_NAME).exists():
+        return
+    try:
+        draft = load_engine(folder, DRAFT_ENGINE).draft
+    except BrokenArtifactError:
+        return
+    require_pair(draft, bundle, str(folder))
+
+
+def _base_limits(bundle: Bundle, plan: Plan) -> dict[str, int]:
+    del bundle
+    return {
+        "max_input_len": plan.max_input_len,
+        "max_kv_cache_capacity": plan.kv_capacity,
+        "max_batch_size": plan.max_batch_size,
+        "max_verify_tree_size": plan.max_verify_tree_size,
+    }
+
+
+# ---------------------------------------------------------------------------------- drafts
+def _require_draft(source: Path, bundle: Bundle, plan: Plan) -> None:
+    del source
+    if plan.max_lora_rank:
+        raise EdgeLLMError(
+            "--maxLoraRank is for the base: its draft stays as it is, whatever the adapter",
+            hint="leave it out",
+        )
+    if bundle.cache is not None and plan.max_draft_tree_size >= plan.kv_capacity:
+        raise LimitError(
+            f"--maxDraftTreeSize {plan.max_draft_tree_size} does not fit into "
+            f"--maxKVCacheCapacity {plan.kv_capacity}",
+            hint="a round's drafted rows stand behind the committed ones",
+        )
+
+
+def _suits_its_base(source: Path, engine: Path, bundle: Bundle) -> None:
+    """A base that is there must be the draft's; it may be built afterwards."""
+    if (engine / MANIFEST_NAME).exists():
+        require_pair(bundle.draft, load_engine(engine, LLM_ENGINE), str(source))
+
+
+def _draft_limits(bundle: Bundle, plan: Plan) -> dict[str, int]:
+    if bundle.cache is None:
+        return {"max_batch_size": plan.max_batch_size}
+    return {
+        "max_kv_cache_capacity": plan.kv_capacity,
+        "max_batch_size": plan.max_batch_size,
+        "max_draft_tree_size": plan.max_draft_tree_size,
+    }
+
+
+# ---------------------------------------------------------------------------------- images
+def _require_images(source: Path, bundle: Bundle, plan: Plan) -> None:
+    del source
+    least, per_image, total = (
+        plan.min_image_tokens, plan.max_image_tokens_per_image, plan.max_image_tokens
+    )  # fmt: skip
+    if not least <= per_image <= total:
+        raise LimitError(
+            f"--maxImageTokensPerImage {per_image} does not lie between --minImageTokens {least} "
+            f"and --maxImageTokens {total}",
+            hint="an image has at least the first and at most the second number of tokens",
+        )
+    tile = bundle.vision.tokens_per_tile
+    if per_image < tile:
+        raise LimitError(
+            f"--maxImageTokensPerImage {per_image}: a tile of this encoder has {tile} tokens",
+            hint=f"give --maxImageTokensPerImage {tile} or more",
+        )
+
+
+def _stands_alone(source: Path, engine: Path, bundle: Bundle) -> None:
+    del source, engine, bundle
+
+
+def _image_limits(bundle: Bundle, plan: Plan) -> dict[str, int]:
+    del bundle
+    return {
+        "min_image_tokens": plan.min_image_tokens,
+        "max_image_tokens": plan.max_image_tokens,
+        "max_image_tokens_per_image": plan.max_image_tokens_per_image,
+    }
+
+
+def remembered(product: str, plan: Plan) -> dict[str, Any]:
+    """The plan's options as an engine of the product keeps them."""
+    return {name: getattr(plan, name) for name in PRODUCTS[product].options}
+
+
+PRODUCTS = {
+    LLM: Product(
+        LLM_BUNDLE, LLM_ENGINE, _require_base, _suits_its_draft, _base_limits, TOKENIZER_FILES,
+        options=("threads", "prefill", "quantize"),
+    ),
+    DRAFT: Product(
+        DRAFT_BUNDLE, DRAFT_ENGINE, _require_draft, _suits_its_base, _draft_limits,
+        folder=DRAFT_FOLDER,
+    ),
+    VISUAL: Product(
+        VISUAL_BUNDLE, VISUAL_ENGINE, _require_images, _stands_alone, _image_limits,
+        PROCESSOR_FILES,
+    ),
+}  # fmt: skip

@@ -1,0 +1,1 @@
+"""Linear layers in lowering: their weights, groups and rounding."""

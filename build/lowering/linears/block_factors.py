@@ -1,0 +1,101 @@
+"""Operands of a linear layer or an embedding: stored, or factors that are codes of their own.
+
+`slice_first` and `slice_last` take parts of both, and read no more of a file.
+"""
+
+from __future__ import annotations
+
+import math
+from collections.abc import Callable, Sequence
+
+import numpy as np
+import onnx_ir as ir
+
+from edgellm.build.lowering.function_calls import is_call, require_known
+from edgellm.build.lowering.weights import stored_array, stored_columns
+from edgellm.core.contract import BLOCK_FACTORS, BrokenArtifactError
+
+
+class _Made(ir.LazyTensor):
+    """What is made whenever it is read, and not kept."""
+
+    def __init__(
+        self, make: Callable[[], np.ndarray], dtype: ir.DataType, dims: Sequence[int], name: str
+    ) -> None:
+        self._make = make
+        super().__init__(lambda: ir.tensor(make(), dtype=dtype), dtype, ir.Shape(dims), name=name)
+
+    def numpy(self) -> np.ndarray:
+        """Without a tensor around it, which takes as long as to make a small one."""
+        return self._make()
+
+
+class Factors(_Made):
+    """Codes times the scales that `shared` of them have: float32."""
+
+    def __init__(
+        self, codes: ir.TensorProtocol, scales: ir.TensorProtocol, shared: int, name: str
+    ) -> None:
+        """`codes` [..., n] and `scales` [..., n / shared]."""
+        self.codes, self.scales, self.shared = codes, scales, shared
+        super().__init__(self._decoded, ir.DataType.FLOAT, tuple(codes.shape.numpy()), name)
+
+    def _decoded(self) -> np.ndarray:
+        repeated = np.repeat(stored_array(self.scales).astype(np.float32), self.shared, -1)
+        return stored_array(self.codes).astype(np.float32) * repeated
+
+
+def stored_tensor(value: ir.Value, call: ir.Node) -> ir.TensorProtocol:
+    """An operand of `call`.
+
+    Raises:
+        BrokenArtifactError: it is computed.
+    """
+    if value.const_value is not None:
+        return value.const_value
+    factors = value.producer()
+    if factors is None or not is_call(factors, BLOCK_FACTORS):
+        raise BrokenArtifactError(
+            f"{call.name}: {value.name} is not a stored weight", hint="export the bundle again"
+        )
+    require_known(factors, "block_size")
+    codes, scales = (stored_tensor(each, call) for each in factors.inputs if each is not None)
+    return Factors(codes, scales, factors.attributes["block_size"].as_int(), str(value.name))
+
+
+def slice_first(
+    tensor: ir.TensorProtocol, part: slice, *, drops_axis: bool = False
+) -> ir.TensorProtocol:
+    """Entries of the first axis, or what all entries share.
+
+    `drops_axis`: of a single entry, without that axis.
+    """
+    if isinstance(tensor, Factors):
+        codes, scales = (
+            slice_first(each, part, drops_axis=drops_axis) for each in (tensor.codes, tensor.scales)
+        )
+        return Factors(codes, scales, tensor.shared, str(tensor.name))
+    dims = [int(dim) for dim in tensor.shape.numpy()]
+    if not dims or (dims[0] == 1 and not drops_axis):
+        return tensor
+    first, taken = (0, 1) if dims[0] == 1 else (part.start, part.stop - part.start)
+    shape = dims[1:] if drops_axis else [taken, *dims[1:]]
+    if not isinstance(tensor, ir.ExternalTensor):
+        array = tensor.numpy()[first : first + taken].reshape(shape)
+        return ir.tensor(array, dtype=tensor.dtype, name=tensor.name)
+    size = math.prod(dims[1:]) * tensor.dtype.bitwidth // 8
+    return ir.ExternalTensor(
+        tensor.location, (tensor.offset or 0) + first * size, taken * size, tensor.dtype,
+        shape=ir.Shape(shape), name=f"{tensor.name}.{first}", base_dir=tensor.base_dir,
+    )  # fmt: skip
+
+
+def slice_last(tensor: ir.TensorProtocol, part: slice) -> ir.TensorProtocol:
+    """Entries of the last axis, or what all entries share; integers of 4 bits become bytes."""
+    dims = [int(dim) for dim in tensor.shape.numpy()]
+    if not dims or dims[-1] == 1:
+        return tensor
+    kinds = {ir.DataType.INT4: ir.DataType.INT8, ir.DataType.UINT4: ir.DataType.UINT8}
+    dtype = kinds.get(tensor.dtype, tensor.dtype)
+    dims[-1] = part.stop - part.start
+    return _Made(lambda: stored_columns(tensor, part), dtype, dims, str(tensor.name))

@@ -1,0 +1,20 @@
+"""The logits of the picks, beside their ids."""
+
+from __future__ import annotations
+
+import numpy as np
+import onnx_ir as ir
+
+from edgellm.build.lowering.graph import GraphEditor
+from edgellm.core import contract
+
+
+def add_top_logits(graph: GraphEditor) -> None:
+    """The host reads the logits of the picks, a few bytes, to see that they are numbers."""
+    for node in graph.find("ArgMax"):
+        graph.cursor = node
+        axes = graph.constant("last_axis", np.array([-1], np.int64))
+        top = graph.node("ReduceMax", [node.inputs[0], axes], keepdims=0)
+        top.name, top.type = contract.TOP_LOGITS, ir.TensorType(ir.DataType.FLOAT)
+        top.shape = node.outputs[0].shape
+        graph.graph.outputs.append(top)

@@ -1,0 +1,1 @@
+"""Lowering to edgellm's own CPU kernels, and packing of their weights."""

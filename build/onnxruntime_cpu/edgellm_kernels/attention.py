@@ -1,0 +1,180 @@
+"""Cached attention by edgellm's own kernel: rope, append and tree mask in one operator."""
+
+from __future__ import annotations
+
+import itertools
+from collections.abc import Sequence
+
+import numpy as np
+import onnx_ir as ir
+
+from edgellm.build.lowering.attention import CachedAttention, packed_rows
+from edgellm.build.lowering.contrib_ops import CACHE_NAMES, row_tables
+from edgellm.build.lowering.function_calls import is_call, require_known
+from edgellm.build.lowering.graph import GraphEditor
+from edgellm.build.lowering.weights import constant_array, parameter_name
+from edgellm.build.plan import Plan
+from edgellm.core.contract import (
+    SEQUENCES,
+    TREE_MASKS,
+    VISIBLE_IN_WINDOW,
+    VISIBLE_SLOTS,
+    BrokenArtifactError,
+    UnsupportedModelError,
+    page_table_name,
+    past_name,
+    present_name,
+)
+from edgellm.core.kv_cache_size import is_bounded
+from edgellm.core.model_spec import KVCacheSpec, PageSpec
+from edgellm.device_runtime.kernels.library import DOMAIN
+from edgellm.device_runtime.runners.onnxruntime_cpu.batch_packing import (
+    MASK_VALUES,
+    NUM_SEQUENCES,
+    TABLE_PAGES,
+)
+
+# Of a page: small ones waste less on short sequences, and make a pass of one 4 % slower.
+_SHARED_ROWS, _ALONE_ROWS = 64, (256, 128)
+_PASS_ROWS = 256  # for which windows have room; longer passes read prompts no faster
+
+
+def page_spec(graph: ir.Graph, plan: Plan) -> PageSpec:
+    """The pages that the caches of a portable graph are cut into; raises as `lower_attention`."""
+    layers = CachedAttention.all_of(graph, takes_sinks=True)
+    rows = _SHARED_ROWS
+    if plan.max_batch_size == 1:
+        rows = next((each for each in _ALONE_ROWS if plan.kv_capacity % each == 0), rows)
+    windows = tuple(_window(layer) or 0 for layer in layers)
+    pages = PageSpec(rows, windows, max(_PASS_ROWS, plan.max_verify_tree_size))
+    return pages if is_bounded(pages, plan.kv_capacity) else PageSpec(rows, windows)
+
+
+def lower_attention(graph: GraphEditor, cache: KVCacheSpec, capacity: int) -> None:
+    """Rewrite all cached attention; a cache of int8 takes one scale for each tensor.
+
+    Args:
+        graph: a portable one.
+        cache: of the engine.
+        capacity: rows of a sequence.
+
+    Raises:
+        UnsupportedModelError: a mask that is not made of the tree's.
+    """
+    assert cache.pages is not None
+    tables: dict[ir.Value, tuple[ir.Value, ...]] = {}
+    passes = _PassInputs(graph.graph)
+    for index, layer in enumerate(CachedAttention.all_of(graph.graph, takes_sinks=True)):
+        graph.cursor = layer.call
+        rotation = layer.cos, layer.sin
+        if layer.cos is not None and layer.sin is not None and layer.positions is None:
+            if layer.cos not in tables:
+                tables[layer.cos] = row_tables(graph, layer.cos, layer.sin)[1:]
+            rotation = tables[layer.cos]
+        _emit(graph, layer, passes, rotation, _scales(graph, cache, index))
+    _settle_capacity(graph, capacity)
+    values = {str(value.name): value for value in (*graph.graph.inputs, *graph.graph.outputs)}
+    for layer, window in enumerate(cache.pages.windows):
+        for name, part in itertools.product((past_name, present_name), ("key", "value")):
+            value = values[name(layer, part)]
+            assert value.shape is not None
+            # Windows have pages of their own, whose number is another.
+            pages = [f"pages{window or ''}", value.shape[1], cache.pages.rows, value.shape[3]]
+            value.shape = ir.Shape(pages)
+            value.type = ir.TensorType(ir.DataType.from_numpy(np.dtype(cache.dtype)))
+
+
+def _settle_capacity(graph: GraphEditor, capacity: int) -> None:
+    """Ropes have a table for all positions, whose number pages do not tell."""
+    for node in graph.find("Shape"):
+        if node.inputs[0] is not None and str(node.inputs[0].name).startswith(CACHE_NAMES):
+            graph.cursor = node
+            graph.replace(node.outputs[0], graph.constant("capacity", np.array([capacity])))
+
+
+class _PassInputs:
+    """Inputs of the graph that say which sequences a pass has, and where their rows lie."""
+
+    def __init__(self, graph: ir.Graph) -> None:
+        self._graph = graph
+        self.sequences = self._add(SEQUENCES, ir.DataType.INT64, [NUM_SEQUENCES, 3])
+        self.masks = self._add(TREE_MASKS, ir.DataType.BOOL, [MASK_VALUES])
+        self._tables: dict[int, ir.Value] = {}
+
+    def table(self, window: int) -> ir.Value:
+        """Of layers with a window, 0: without."""
+        if window not in self._tables:
+            name, shape = page_table_name(window), [NUM_SEQUENCES, TABLE_PAGES]
+            self._tables[window] = self._add(name, ir.DataType.INT64, shape)
+        return self._tables[window]
+
+    def _add(self, name: str, dtype: ir.DataType, shape: Sequence[str | int]) -> ir.Value:
+        value = ir.val(name, dtype, shape)
+        self._graph.inputs.append(value)
+        return value
+
+
+def _emit(
+    graph: GraphEditor,
+    layer: CachedAttention,
+    passes: _PassInputs,
+    tables: tuple[ir.Value | None, ...],
+    scales: list[ir.Value],
+) -> None:
+    window = _window(layer)
+    packed = packed_rows(layer.q, layer.k, layer.v)
+    given = {"scale": layer.scale, "softcap": layer.softcap, "local_window_size": window}
+    given |= {"rotary_interleaved": 1} if layer.interleaved else {}
+    outputs = graph.nodes(
+        "CachedAttention",
+        [
+            *((packed, None, None) if packed is not None else (layer.q, layer.k, layer.v)),
+            layer.past_key, layer.past_value, passes.sequences, passes.table(window or 0), *tables,
+            layer.positions, passes.masks,
+            *([None, None, _sinks(graph, layer), *scales] if scales or layer.sinks else []),
+        ],
+        3,
+        domain=DOMAIN,
+        num_heads=layer.num_heads,
+        kv_num_heads=layer.kv_num_heads,
+        **{name: value for name, value in given.items() if value is not None},
+    )  # fmt: skip
+    for old, new in zip(layer.outputs, outputs, strict=True):
+        graph.replace(old, new)
+
+
+def _sinks(graph: GraphEditor, layer: CachedAttention) -> ir.Value | None:
+    """Float32 [num_heads]."""
+    if layer.sinks is None:
+        return None
+    array = constant_array(layer.sinks)
+    if array is None:
+        raise BrokenArtifactError(
+            f"{layer.call.name}: the sinks are not a stored weight", hint="export the bundle again"
+        )
+    floats = array.astype(np.float32)
+    return graph.weight(f"{parameter_name(layer.sinks)}.sinks", lambda: floats)
+
+
+def _window(layer: CachedAttention) -> int | None:
+    """Positions that a row sees besides what the mask rules; None: all."""
+    call = layer.visible.producer()
+    if call is None or not is_call(call, VISIBLE_SLOTS, VISIBLE_IN_WINDOW):
+        raise UnsupportedModelError(
+            f"{layer.call.name}: edgellm's kernels do not know this mask",
+            hint="give --kernels onnxruntime",
+        )
+    require_known(call, "window")
+    window = call.attributes.get("window")
+    return None if window is None else window.as_int()
+
+
+def _scales(graph: GraphEditor, cache: KVCacheSpec, index: int) -> list[ir.Value]:
+    """Of the keys and values of a layer in int8, float32 [1] each."""
+    if cache.dtype != "int8":
+        return []
+    assert cache.ranges is not None
+    return [
+        graph.constant(f"layer{index}.{part}_scale", np.array([ranges[index] / 127], np.float32))
+        for part, ranges in (("k", cache.ranges.keys), ("v", cache.ranges.values))
+    ]

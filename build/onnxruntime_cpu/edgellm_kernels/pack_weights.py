@@ -1,0 +1,259 @@
+"""Weights of a portable graph as edgellm's kernels read them, see `device_runtime.kernels.pack`."""
+
+from __future__ import annotations
+
+import os
+from collections import deque
+from collections.abc import Callable, Iterable, Iterator
+from concurrent.futures import Future, ThreadPoolExecutor
+from functools import partial
+
+import numpy as np
+import onnx_ir as ir
+from numpy.typing import NDArray
+
+from edgellm.build.lowering.linears.round_int4 import BLOCK_SIZE as INT4_BLOCK
+from edgellm.build.lowering.linears.round_int4 import expert_block, nearest_int4_rows
+from edgellm.build.lowering.linears.weights import LinearWeight, WeightPart, rows_of_int8
+from edgellm.build.lowering.weights import U8, stored_array
+from edgellm.device_runtime.kernels.pack import (
+    BLOCKS,
+    MIDDLES,
+    PackedForm,
+    channel_slices,
+    float_records,
+    fp8_records,
+    largest_factor,
+    records,
+    scale_multiplier,
+)
+
+_HALVES = {ir.DataType.FLOAT16: "float16", ir.DataType.BFLOAT16: "bfloat16"}
+_ROUNDED_BLOCK = 32  # of weights that become int8 only here
+_Order = NDArray[np.int64]
+
+
+def form_of(
+    weight: LinearWeight,
+    *,
+    rounds: str = "",
+    is_gated: bool = False,
+    input_terms: int = 1,
+    of_expert: bool = False,
+) -> PackedForm | None:
+    """How the kernels keep a weight; None: floats of 32 bits, which they do not.
+
+    FP8, NVFP4, and integers whose blocks are multiples of 16, keep their codes; other blocks become
+    int8 in blocks of 32. `rounds`: what floats become, "int8" or "int4", whose inputs then have
+    `input_terms`; FP8 follows to "int8", with one. `of_expert`: of a mixture, whose floats of 32
+    bits are packed, too.
+    """
+    shape = weight.in_features, sum(weight.widths)
+    block = _int4_block(shape[0], of_expert=of_expert)
+    if rounds == "int4" and weight.kind == "dense" and block:
+        return PackedForm("int4", *shape, block, is_gated=is_gated)
+    if weight.kind == "dense" and rounds != "int8":
+        kind = float_kind(weight.parts[0].stored[0].dtype)
+        is_left = kind == "float32" and not of_expert
+        return None if is_left else PackedForm(kind, *shape, is_gated=is_gated)
+    block = _block(weight.parts[0])
+    if not keeps_codes(weight, rounds):
+        terms = input_terms if weight.kind == "dense" else 1
+        return PackedForm("int8", *shape, _ROUNDED_BLOCK, is_gated=is_gated, input_terms=terms)
+    has_zero_points = any(part.is_unsigned for part in weight.parts)
+    return PackedForm(weight.kind, *shape, block, has_zero_points, is_gated)
+
+
+def _int4_block(width: int, *, of_expert: bool) -> int:
+    return expert_block(width) if of_expert else INT4_BLOCK * (width % INT4_BLOCK == 0)
+
+
+def float_kind(dtype: ir.DataType) -> str:
+    """The kind of a packed weight of floats."""
+    return _HALVES.get(dtype, "float32")
+
+
+def keeps_codes(weight: LinearWeight, rounds: str = "") -> bool:
+    """Whether a packed weight has the checkpoint's codes; `rounds` as in `form_of`."""
+    if weight.kind == "fp8" and rounds == "int8":
+        return False
+    return all(_block(part) for part in weight.parts)
+
+
+def _block(part: WeightPart) -> int:
+    """Inputs that share a packed scale; 0: the codes cannot stay."""
+    if part.kind == "fp8":
+        return part.block_size or part.shape[0]
+    if part.kind not in ("int4", "int8", "fp4"):
+        return 0
+    if part.block_size:
+        return next((size for size in BLOCKS[::-1] if part.block_size % size == 0), 0)
+    return next((size for size in (128, 64) if part.shape[0] % size == 0), 32)
+
+
+def packed_bytes(
+    form: PackedForm, weight: LinearWeight, order: _Order | None = None
+) -> Iterator[bytes]:
+    """The packed weight, piece by piece: all cores decode a few of its channels at a time.
+
+    `order` of the output channels, None: as they are.
+    """
+    order = np.arange(form.out_features) if order is None else order
+    slices = [order[part] for part in channel_slices(form)]
+    with ThreadPoolExecutor(os.cpu_count()) as threads:
+        multiplier, pack = _packer(form, weight, slices, threads)
+        yield form.header(multiplier)
+        yield from _in_turn(threads, pack, slices)
+
+
+_Pack = Callable[[_Order], bytes]  # gives the records of some channels
+
+
+def _packer(
+    form: PackedForm, weight: LinearWeight, slices: list[_Order], threads: ThreadPoolExecutor
+) -> tuple[float, _Pack]:
+    """The multiplier of scales, for which all channels are looked at, and what packs some."""
+    if not form.is_quantized:
+        return 1.0, lambda order: float_records(form, *_some(weight, order, _bits))
+    if form.kind == "fp8":
+        return 1.0, lambda order: fp8_records(form, *_some(weight, order, _fp8_of(form)))
+    if keeps_codes(weight, form.kind):
+        stored = _Stored(form, weight)
+        factors = max(threads.map(stored.largest_factor, slices))
+        return scale_multiplier(factors), partial(stored.pack, scale_multiplier(factors))
+    largest = 127 if form.kind == "int8" else 7
+    tops = threads.map(lambda order: np.abs(*_some(weight, order, _rows)).max(), slices)
+    multiplier = scale_multiplier(float(max(tops)) / largest)
+    return multiplier, partial(_rounded, form, weight, multiplier)
+
+
+def _in_turn(threads: ThreadPoolExecutor, pack: _Pack, slices: Iterable[_Order]) -> Iterator[bytes]:
+    """Records in order; few of them wait for a slow disk."""
+    waiting: deque[Future[bytes]] = deque()
+    for each in slices:
+        waiting.append(threads.submit(pack, each))
+        if len(waiting) > 2 * (os.cpu_count() or 1):
+            yield waiting.popleft().result()
+    while waiting:
+        yield waiting.popleft().result()
+
+
+def _rounded(form: PackedForm, weight: LinearWeight, multiplier: float, order: _Order) -> bytes:
+    """Of floats, and of codes that cannot stay."""
+    (rows,) = _some(weight, order, _rows)
+    if form.kind == "int8":
+        codes, scales = rows_of_int8(rows, form.block)
+        unsigned = (codes[:, : form.in_features] + np.int16(128)).astype(np.uint8)
+    else:
+        codes, scales = nearest_int4_rows(rows, form.block)
+        unsigned = (codes + np.int8(8)).view(np.uint8)
+    return records(form, unsigned, scales, None, multiplier)
+
+
+class _Stored:
+    """A weight whose codes stay what they are."""
+
+    def __init__(self, form: PackedForm, weight: LinearWeight) -> None:
+        self._form, self._weight = form, weight
+        self._middles = {part.parameter: _middle(part, form) for part in weight.parts}
+
+    def largest_factor(self, order: _Order) -> float:
+        """Of scales and offsets of some channels."""
+        return largest_factor(*self._factors(order))
+
+    def pack(self, multiplier: float, order: _Order) -> bytes:
+        """The records of some channels."""
+        (codes,) = _some(self._weight, order, self._codes)
+        return records(self._form, codes, *self._factors(order), multiplier)
+
+    def _factors(self, order: _Order) -> tuple[np.ndarray, np.ndarray | None]:
+        scales, *offsets = _some(self._weight, order, self._both)
+        return scales, offsets[0] if offsets else None
+
+    def _codes(self, part: WeightPart) -> tuple[U8, ...]:
+        """uint8 [out, in] that count from the middle of the form's range."""
+        codes = stored_array(part.stored[0])
+        rows = (codes if part.is_by_output else codes.T).view(np.uint8)
+        if self._form.kind == "fp4":
+            return (rows,)
+        own = self._middles[part.parameter] if part.is_unsigned else 0
+        return (rows + np.uint8(MIDDLES[self._form.kind] - own),)
+
+    def _both(self, part: WeightPart) -> tuple[np.ndarray, ...]:
+        """Scales [out, blocks]; and offsets, where the form has such."""
+        scales = _spread(part.scales(), part, self._form).T
+        if not self._form.has_zero_points:
+            return (scales,)
+        if not part.is_unsigned:
+            return scales, np.zeros(scales.shape, np.float32)
+        offsets = part.offsets(self._middles[part.parameter])
+        return scales, _spread(offsets, part, self._form).T
+
+
+def _middle(part: WeightPart, form: PackedForm) -> int:
+    """What unsigned codes count from.
+
+    Those of fewer bits than they are kept in have a middle of their own: offsets stay small.
+    """
+    middle = MIDDLES.get(form.kind, 0)
+    if not (part.is_unsigned and part.has_minima):
+        return middle
+    largest = 0
+    for some in part.slices():
+        largest = max(largest, int(stored_array(some.stored[0]).max()))
+        if largest == 2 * middle - 1:
+            break
+    return (largest + 1) // 2
+
+
+_Read = Callable[[WeightPart], tuple[np.ndarray, ...]]  # arrays [out, ...] of a slice of a part
+
+
+def _some(weight: LinearWeight, order: _Order, read: _Read) -> tuple[np.ndarray, ...]:
+    """What `read` gives of output channels, in that order: [len(order), ...]."""
+    found: list[tuple[NDArray[np.int64], list[np.ndarray]]] = []
+    begin = 0
+    for part, width in zip(weight.parts, weight.widths, strict=True):
+        places = np.flatnonzero((order >= begin) & (order < begin + width))
+        if len(places):
+            own = order[places] - begin
+            first, end = int(own.min()), int(own.max()) + 1
+            arrays = read(part.outputs(slice(first, end)))
+            if end - first > len(own) or (np.diff(own) != 1).any():
+                arrays = tuple(array[own - first] for array in arrays)
+            found.append((places, [*arrays]))
+        begin += width
+    if len(found) == 1:
+        return tuple(found[0][1])
+    results = [np.empty((len(order), *each.shape[1:]), each.dtype) for each in found[0][1]]
+    for places, arrays in found:
+        for result, array in zip(results, arrays, strict=True):
+            result[places] = array
+    return tuple(results)
+
+
+def _rows(part: WeightPart) -> tuple[NDArray[np.float32], ...]:
+    """float32 [out, in]."""
+    return (part.dense().T.astype(np.float32, copy=False),)
+
+
+def _bits(part: WeightPart) -> tuple[np.ndarray, ...]:
+    """Floats [out, in] in their bits, as they are stored."""
+    rows = stored_array(part.stored[0])
+    return (rows.view(np.dtype(f"u{rows.itemsize}")),)
+
+
+def _fp8_of(form: PackedForm) -> _Read:
+    """Codes [out, in] in their bits, and scales [out, blocks]."""
+
+    def read(part: WeightPart) -> tuple[np.ndarray, ...]:
+        codes = stored_array(part.stored[0]).view(np.uint8)
+        return codes.T, _spread(part.scales(), part, form).T
+
+    return read
+
+
+def _spread(per_block: np.ndarray, part: WeightPart, form: PackedForm) -> np.ndarray:
+    """One row for each block of the form."""
+    repeats = part.block_size // form.block if part.block_size else 1
+    return np.broadcast_to(np.repeat(per_block, repeats, 0), (form.blocks, part.shape[1]))

@@ -1,0 +1,64 @@
+"""Recurrences by edgellm's own kernels: rows one by one, with the same bits in any company."""
+
+from __future__ import annotations
+
+import numpy as np
+import onnx_ir as ir
+
+from edgellm.build.lowering.function_calls import find_calls, require_known
+from edgellm.build.lowering.graph import GraphEditor
+from edgellm.build.lowering.weights import constant_array, parameter_name
+from edgellm.core.contract import (
+    CONVOLUTION,
+    DECAYING_RULE,
+    DELTA_RULE,
+    DELTA_UPDATE,
+    STATE,
+    BrokenArtifactError,
+)
+from edgellm.device_runtime.kernels.library import DOMAIN
+
+_RULES = DELTA_RULE, DECAYING_RULE, DELTA_UPDATE
+_STATES = "states"  # symbol of their number
+
+
+def recurrences(model: ir.Model) -> tuple[str, ...]:
+    """The functions of a model that kernels compute."""
+    names = (name for _, name, _ in model.functions)
+    return tuple(name for name in names if name in _RULES or name.startswith(CONVOLUTION))
+
+
+def lower_recurrences(graph: GraphEditor, functions: tuple[str, ...]) -> None:
+    """Rewrite all calls of `recurrences`; a pass reads the states of any number of sequences."""
+    for call in find_calls(graph.graph, *functions):
+        require_known(call)
+        graph.cursor, inputs = call, list(call.inputs)
+        if call.op_type.startswith(CONVOLUTION):
+            inputs[2] = _taps(graph, call)
+            graph.replace(call.outputs[0], graph.node("Convolution", inputs, domain=DOMAIN))
+            continue
+        name = "GatedDeltaUpdate"
+        if call.op_type != DELTA_UPDATE:
+            name = "GatedDelta"
+            del inputs[-2]  # the tree mask, which says the same as the parents
+        if call.op_type == DECAYING_RULE:
+            inputs.insert(4, None)  # rates
+        outputs = graph.nodes(name, inputs, len(call.outputs), domain=DOMAIN)
+        for old, new in zip(call.outputs, outputs, strict=True):
+            graph.replace(old, new)
+    if {*functions} - {DELTA_UPDATE}:  # a commit is of one
+        for value in graph.graph.inputs:
+            if str(value.name).startswith(STATE) and value.shape is not None:
+                value.shape = ir.Shape([_STATES, *value.shape[1:]])
+
+
+def _taps(graph: GraphEditor, call: ir.Node) -> ir.Value:
+    """The weight [W, 1, K] of a convolution as [K, 1, W]."""
+    value = call.inputs[2]
+    stored = constant_array(value) if value is not None else None
+    if value is None or stored is None:
+        raise BrokenArtifactError(
+            f"{call.name}: the convolution has no stored weight", hint="export the bundle again"
+        )
+    taps = np.ascontiguousarray(stored.astype(np.float32).transpose(2, 1, 0))
+    return graph.weight(f"{parameter_name(value)}.taps", lambda: taps)

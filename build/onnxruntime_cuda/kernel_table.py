@@ -1,0 +1,130 @@
+"""The CUDA kernels that lowered graphs may use, and whether a graph uses no others.
+
+A node without a CUDA kernel would be computed on the CPU, between copies of its inputs and
+outputs; a session on CUDA refuses such a graph, and a build says so before.
+
+Source: docs/OperatorKernels.md of ONNX Runtime, section CUDAExecutionProvider, at commit
+001d12d2623f (2026, opset 25), for the opsets that `lowering.finish` declares; which inputs lie in
+the host's memory is from the kernels' registrations. What GroupQueryAttention takes beside its
+types is in `fused_attention.py`, QMoE in `integer_experts.py`, MatMulNBits on tensor cores in
+`linears.py`. `benchmarks/cuda_host.py` asks the released library itself.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Mapping
+from dataclasses import dataclass
+
+import onnx_ir as ir
+
+from edgellm.core.contract import UnsupportedModelError
+from edgellm.device_runtime.runners.onnxruntime_cuda.attention_inputs import HOST_INPUTS
+
+_T = ir.DataType
+_FLOATS = frozenset({_T.FLOAT, _T.FLOAT16})
+_NUMBERS = _FLOATS | {_T.INT64, _T.INT32}
+_ALL = _NUMBERS | {_T.BOOL, _T.UINT8, _T.INT8}
+_BOOL = frozenset({_T.BOOL})
+_INTEGERS = frozenset({_T.INT64})
+
+
+@dataclass(frozen=True, slots=True)
+class Kernel:
+    """What is registered for an operator."""
+
+    types: frozenset[ir.DataType]  # of the input that decides
+    decides: int = 0
+    host: tuple[int, ...] = ()  # inputs that lie in the host's memory
+    gives: ir.DataType | None = None  # type of the outputs; None: that of the input that decides
+
+
+KERNELS: Mapping[tuple[str, str], Kernel] = {
+    ("", "Add"): Kernel(_NUMBERS),
+    ("", "ArgMax"): Kernel(_FLOATS, gives=_T.INT64),
+    ("", "Cast"): Kernel(_ALL),
+    ("", "Clip"): Kernel(_FLOATS, host=(1, 2)),
+    ("", "Concat"): Kernel(_ALL),
+    ("", "Conv"): Kernel(_FLOATS),
+    ("", "Cos"): Kernel(_FLOATS),
+    ("", "Div"): Kernel(_NUMBERS),
+    ("", "Expand"): Kernel(_ALL, host=(1,)),
+    ("", "Flatten"): Kernel(_ALL),
+    ("", "Gather"): Kernel(_ALL),
+    ("", "GatherElements"): Kernel(_ALL),
+    ("", "Gelu"): Kernel(_FLOATS),
+    ("", "GreaterOrEqual"): Kernel(_NUMBERS, gives=_T.BOOL),
+    ("", "LayerNormalization"): Kernel(_FLOATS),
+    ("", "Log"): Kernel(_FLOATS),
+    ("", "LogSoftmax"): Kernel(_FLOATS),
+    ("", "MatMul"): Kernel(_FLOATS),
+    ("", "Max"): Kernel(_NUMBERS),
+    ("", "Mul"): Kernel(_NUMBERS),
+    ("", "OneHot"): Kernel(_INTEGERS, host=(1, 2), gives=_T.FLOAT),
+    ("", "ReduceMax"): Kernel(_NUMBERS, host=(1,)),
+    ("", "ReduceSum"): Kernel(_NUMBERS, host=(1,)),
+    ("", "Reshape"): Kernel(_ALL, host=(1,)),
+    ("", "ScatterND"): Kernel(_ALL),
+    ("", "Shape"): Kernel(_ALL, gives=_T.INT64),
+    ("", "Sigmoid"): Kernel(_FLOATS),
+    ("", "SimplifiedLayerNormalization"): Kernel(_FLOATS),
+    ("", "Sin"): Kernel(_FLOATS),
+    ("", "Slice"): Kernel(_ALL, host=(1, 2, 3, 4)),
+    ("", "Softmax"): Kernel(_FLOATS),
+    ("", "Split"): Kernel(_ALL, host=(1,)),
+    ("", "Squeeze"): Kernel(_ALL, host=(1,)),
+    ("", "Sub"): Kernel(_NUMBERS),
+    ("", "Tanh"): Kernel(_FLOATS),
+    ("", "TopK"): Kernel(_NUMBERS, host=(1,)),
+    ("", "Transpose"): Kernel(_ALL),
+    ("", "Unsqueeze"): Kernel(_ALL, host=(1,)),
+    ("", "Where"): Kernel(_NUMBERS | {_T.UINT8}, decides=1),
+    ("com.microsoft", "FusedMatMul"): Kernel(_FLOATS),
+    ("com.microsoft", "GroupQueryAttention"): Kernel(frozenset({_T.FLOAT16}), host=(6,)),
+    ("com.microsoft", "MatMulNBits"): Kernel(_FLOATS),
+    ("com.microsoft", "MoE"): Kernel(_FLOATS),
+    ("com.microsoft", "MultiHeadAttention"): Kernel(_FLOATS),
+    ("com.microsoft", "QMoE"): Kernel(frozenset({_T.FLOAT16})),
+    ("com.microsoft", "QuickGelu"): Kernel(_FLOATS),
+    ("com.microsoft", "RotaryEmbedding"): Kernel(_FLOATS),
+    ("com.microsoft", "SkipSimplifiedLayerNormalization"): Kernel(_FLOATS),
+}
+
+
+def check_kernels(model: ir.Model) -> None:
+    """Make sure that CUDA computes every node, and that no node waits for the host.
+
+    Raises:
+        UnsupportedModelError: a node without a kernel for its type, or sizes that are computed.
+    """
+    graph = model.graph
+    types = {value: value.dtype for value in (*graph.inputs, *graph.initializers.values())}
+    on_host = {value for value in graph.inputs if value.name in HOST_INPUTS}
+    for node in graph:
+        kernel = KERNELS.get((node.domain, node.op_type))
+        if kernel is None:
+            raise _unsupported(f"{node.op_type} ({node.name}) has no CUDA kernel")
+        value = node.inputs[kernel.decides]
+        dtype = types.get(value) if value is not None else None
+        if dtype not in kernel.types:
+            raise _unsupported(f"{node.op_type} ({node.name}) has no CUDA kernel for {dtype}")
+        for index, each in enumerate(node.inputs):
+            if each is not None and (each in on_host) != (index in kernel.host):
+                constant = each.name in graph.initializers
+                if not constant:
+                    raise _unsupported(f"{node.op_type} ({node.name}) computes with sizes")
+        gives = kernel.gives or dtype
+        if node.op_type == "Cast":
+            gives = ir.DataType(node.attributes["to"].as_int())
+        for output in node.outputs:
+            types[output] = gives
+        if node.op_type == "TopK":
+            types[node.outputs[1]] = ir.DataType.INT64
+        if node.op_type == "Shape":
+            on_host.add(node.outputs[0])
+
+
+def _unsupported(fault: str) -> UnsupportedModelError:
+    return UnsupportedModelError(
+        f"this graph cannot run on ONNX Runtime's CUDA provider: {fault}",
+        hint="build with --device cpu, or --backend tensorrt",
+    )

@@ -1,0 +1,1 @@
+"""Portable graphs as TensorRT's parser and compiler take them."""

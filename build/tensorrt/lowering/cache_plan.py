@@ -1,0 +1,152 @@
+"""What computes attention in an engine, and how its cache is kept."""
+
+from __future__ import annotations
+
+from collections.abc import Mapping
+from dataclasses import dataclass
+
+import onnx_ir as ir
+
+from edgellm.build.plan import Plan
+from edgellm.build.tensorrt.lowering.kernel_attention import Kernels, missing, why_not
+from edgellm.build.tensorrt.lowering.op_table import takes_plugins
+from edgellm.build.tensorrt.options import AUTO, EDGELLM, TENSORRT, options_of
+from edgellm.build.tensorrt.target import Target
+from edgellm.core.contract import EdgeLLMError
+from edgellm.core.graph_roles import ROLES
+from edgellm.core.manifest import Bundle
+from edgellm.device_runtime.gpu import compute_capability, driver_cuda, newest_ptx
+from edgellm.device_runtime.kernels.triton.catalog import FIRST_FP8, PICK_SHARES, SEQUENCES
+from edgellm.device_runtime.runners.tensorrt.kernel_cache import KV_DTYPES
+from edgellm.device_runtime.runners.tensorrt.library.trt_import import Library
+
+_PRECISIONS = {"float16": ir.DataType.FLOAT16, "float32": ir.DataType.FLOAT}
+
+
+@dataclass(frozen=True, slots=True)
+class CachePlan:
+    """Of an engine with a cache."""
+
+    dtype: str  # of the cache, as a manifest says it
+    kernels: Kernels | None = None  # edgellm's own; None: TensorRT's operators
+    why_not: str = ""  # edgellm's, where nobody chose TensorRT's
+
+    @property
+    def way(self) -> str:
+        """As `--kernels` is given."""
+        return EDGELLM if self.kernels is not None else TENSORRT
+
+
+def plan_cache(
+    models: Mapping[str, ir.Model], bundle: Bundle, plan: Plan, target: Target
+) -> CachePlan:
+    """What a bundle with a cache gets.
+
+    Args:
+        models: portable graphs by role.
+        bundle: of them.
+        plan: says what is wanted.
+        target: library and GPU.
+
+    Raises:
+        EdgeLLMError: what is wanted cannot be had; says why.
+    """
+    if plan.kv_cache == "float16":
+        raise EdgeLLMError(
+            "--kvCache float16 is for the CPU",
+            hint="leave it out: TensorRT's cache has the type that attention computes in",
+        )
+    wanted, codes = options_of(plan).kernels, _codes(bundle, plan, target)
+    if wanted == TENSORRT and plan.kv_cache in ("int8", "fp8"):
+        raise EdgeLLMError(
+            f"--kvCache {plan.kv_cache}: TensorRT updates caches of floats only",
+            hint="leave out --kernels tensorrt, or --kvCache",
+        )
+    if wanted == TENSORRT:
+        return CachePlan(bundle.dtype)
+    graphs = [model.graph for role, model in models.items() if ROLES[role].has_cache]
+    kernels, fault = Kernels(target.sm, codes, plan.max_batch_size), library_fault(target.library)
+    for graph in graphs:
+        fault = fault or why_not(graph, _PRECISIONS[bundle.dtype], kernels, _driver_ptx(plan))
+    if not fault:
+        _require_few(plan)
+        return CachePlan(KV_DTYPES[codes], kernels)
+    _require_one(plan, fault)
+    if wanted == EDGELLM:
+        raise EdgeLLMError(
+            f"--kernels edgellm: {fault}", hint="give --kernels tensorrt, or neither"
+        )
+    if plan.kv_cache in ("int8", "fp8"):
+        raise EdgeLLMError(
+            f"--kvCache {plan.kv_cache} needs edgellm's kernels: {fault}",
+            hint="leave out --kvCache: TensorRT's operators take caches of floats",
+        )
+    return CachePlan(bundle.dtype, why_not=fault)
+
+
+def _require_one(plan: Plan, fault: str) -> None:
+    """TensorRT's operators know one sequence; raises `EdgeLLMError` with what stops edgellm's."""
+    if plan.max_batch_size > 1:
+        raise EdgeLLMError(
+            f"--maxBatchSize {plan.max_batch_size} needs edgellm's kernels: {fault}",
+            hint="leave --maxBatchSize out, or give --backend onnxruntime",
+        )
+
+
+def _require_few(plan: Plan) -> None:
+    """Refuse more sequences than kernels take; raises `EdgeLLMError`."""
+    if plan.max_batch_size > SEQUENCES:
+        raise EdgeLLMError(
+            f"--maxBatchSize {plan.max_batch_size} exceeds the {SEQUENCES} sequences that "
+            "edgellm's kernels for GPUs take",
+            hint=f"give --maxBatchSize {SEQUENCES} or less",
+        )
+
+
+def library_fault(library: Library) -> str:
+    """Why a library takes no plugins that launch edgellm's kernels; "" if it does."""
+    if library.is_ahead_of_time:
+        return f"{library.label} takes no plugins"
+    if takes_plugins(library.version):
+        return ""
+    return f"plugins do not work in {library.label}; they do in 10.13 and 10.16"
+
+
+def machine_fault(library: Library) -> str:
+    """Why no network gets edgellm's kernels here: library, GPU or driver; "" if some do."""
+    sm = compute_capability()
+    if (fault := library_fault(library)) or sm is None:
+        return fault
+    return missing([PICK_SHARES], sm, _here_ptx())
+
+
+def _codes(bundle: Bundle, plan: Plan, target: Target) -> str:
+    """Of the cache: "auto" is what the checkpoint was calibrated for, where the GPU has it.
+
+    Raises:
+        EdgeLLMError: the GPU does not have it.
+    """
+    has_fp8 = target.sm >= FIRST_FP8
+    if plan.kv_cache == "fp8" and not has_fp8:
+        raise EdgeLLMError(
+            f"--kvCache fp8 needs a GPU of compute capability {FIRST_FP8 / 10} or newer, not "
+            f"{target.sm / 10}",
+            hint="give --kvCache int8",
+        )
+    if plan.kv_cache in ("fp8", "int8"):
+        return plan.kv_cache
+    cache = bundle.cache
+    calibrated = cache.ranges.calibrated_for if cache is not None and cache.ranges else ""
+    if plan.kv_cache == AUTO and (calibrated == "int8" or (calibrated == "fp8" and has_fp8)):
+        return calibrated
+    return "fp16"
+
+
+def _driver_ptx(plan: Plan) -> int | None:
+    """The newest PTX of this machine's driver, if an engine is compiled for its GPU."""
+    return None if options_of(plan).target_sm else _here_ptx()
+
+
+def _here_ptx() -> int | None:
+    cuda = driver_cuda()
+    return None if cuda is None else newest_ptx(cuda)

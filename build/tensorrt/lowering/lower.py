@@ -1,0 +1,124 @@
+"""The portable graph as TensorRT's parser and compiler want it; still ONNX, with equal outputs.
+
+The dialect was chosen for TensorRT, so little is left to do: sizes become constants, inputs that
+are rounded or smoothed alike are so once, and weights are laid out for all passes.
+"""
+
+from __future__ import annotations
+
+import numpy as np
+import onnx_ir as ir
+from onnx_ir.passes import common
+
+from edgellm.build.lowering.bind_rope import settle_frequencies
+from edgellm.build.lowering.embeddings import widen_tables
+from edgellm.build.lowering.function_calls import inline
+from edgellm.build.lowering.graph import GraphEditor
+from edgellm.build.lowering.linears.groups import lower_linears
+from edgellm.build.lowering.lora import AdapterSums, Marks, Places
+from edgellm.build.lowering.top_logits import add_top_logits
+from edgellm.build.lowering.weights import WeightFile, keep_apart, parameter_name
+from edgellm.build.tensorrt.lowering.downgrade_ops import uncap_attention
+from edgellm.build.tensorrt.lowering.kernel_attention import Kernels, lower_attention
+from edgellm.build.tensorrt.lowering.linears import StoredKernel, merge_key, split_rows
+from edgellm.core import contract
+from edgellm.device_runtime.runners.tensorrt.library.attention_nodes import NODES
+
+CAPACITY = "kv_capacity"
+FP4_QUANTIZE = "TRT_FP4DynamicQuantize"  # TensorRT has an importer for it
+_LARGEST_VECTOR = 1 << 17  # numbers; smoothing factors and scales that may be equal
+
+
+def lower(
+    model: ir.Model,
+    weights: WeightFile,
+    dtype: ir.DataType,
+    capacity: int = 0,
+    candidates: int = 0,
+    kernels: Kernels | None = None,
+    places: Places | None = None,
+) -> None:
+    """Rewrite `model` in place.
+
+    Args:
+        model: any graph that `edgellm-export` writes.
+        weights: receives every weight.
+        dtype: of activations.
+        capacity: rows of the KV cache, which TensorRT wants to know; 0 for graphs without one.
+        candidates: of a draft, how many each row gives. A K that is known when the engine
+            runs would be a shape, and a pass whose shapes vary cannot be captured as a CUDA graph.
+        kernels: edgellm's own compute attention; None: TensorRT's operators do.
+        places: of LoRA adapters that linear layers take; None: they take none.
+    """
+    if capacity:
+        _bind(model.graph, CAPACITY, capacity)
+        settle_frequencies(model.graph, capacity)
+    graph = GraphEditor(model.graph, weights)
+    if kernels is not None:
+        lower_attention(graph, kernels, capacity)
+    if candidates:
+        _fix_top_k(model.graph, candidates)
+    common.DeduplicateInitializersPass(size_limit=_LARGEST_VECTOR)(model)
+    common.CommonSubexpressionEliminationPass()(model)
+    add_top_logits(graph)
+    _lower_tables(graph, dtype)
+    widen_tables(graph, dtype)
+    kernel = StoredKernel(dtype)
+    if places is None:
+        lower_linears(graph, kernel, key=merge_key, split=split_rows)
+    else:
+        sums = AdapterSums(graph, Marks(graph), places, dtype, _by_rows, varies=True)
+        lower_linears(graph, kernel, key=merge_key, split=split_rows, adapt=sums)
+    inline(model, keep=(FP4_QUANTIZE, *NODES))
+    # The parser of 10.3 wants axes and the like as initializers.
+    common.LiftConstantsToInitializersPass(lift_all_constants=True, size_limit=0)(model)
+    common.DeduplicateInitializersPass(size_limit=_LARGEST_VECTOR)(model)
+    common.CommonSubexpressionEliminationPass()(model)
+    common.RemoveUnusedNodesPass()(model)
+    uncap_attention(model)
+    keep_apart(model.graph, weights)
+
+
+def _by_rows(graph: GraphEditor, x: ir.Value, matrix: ir.Value) -> ir.Value:
+    return graph.node("MatMul", [x, graph.node("Transpose", [matrix], perm=[1, 0])])
+
+
+def _bind(graph: ir.Graph, symbol: str, size: int) -> None:
+    """Give a symbolic dimension of inputs and outputs its size."""
+    for value in (*graph.inputs, *graph.outputs):
+        dims = [size if str(dim) == symbol else dim for dim in value.shape or ()]
+        value.shape = ir.Shape(dims)
+
+
+def _fix_top_k(graph: ir.Graph, candidates: int) -> None:
+    top_k = next((value for value in graph.inputs if value.name == contract.TOP_K), None)
+    if top_k is None:  # what fuses features gives no candidates
+        return
+    fixed = ir.Value(
+        name="lowered.top_k",
+        shape=ir.Shape([1]),
+        type=ir.TensorType(ir.DataType.INT64),
+        const_value=ir.tensor(np.array([candidates], np.int64)),
+    )
+    graph.register_initializer(fixed)
+    for user, index in tuple(top_k.uses()):
+        user.replace_input_with(index, fixed)
+    graph.inputs.remove(top_k)
+
+
+def _lower_tables(graph: GraphEditor, dtype: ir.DataType) -> None:
+    """Embeddings in the activations' type, which a head may share; a cast follows the look-up."""
+    for node in graph.find("Gather"):
+        table = node.inputs[0]
+        tensor = table.const_value if table is not None else None
+        if table is None or tensor is None or len(tensor.shape) != 2:
+            continue
+        name = f"{parameter_name(table)}.{dtype.name.lower()}"
+        node.replace_input_with(0, graph.weight(name, lambda t=tensor: _cast(t, dtype)))
+        for user, _ in tuple(node.outputs[0].uses()):
+            if user.op_type == "Cast" and tensor.dtype != dtype:
+                graph.replace(user.outputs[0], node.outputs[0])
+
+
+def _cast(tensor: ir.TensorProtocol, dtype: ir.DataType) -> np.ndarray:
+    return tensor.numpy().astype(dtype.numpy())

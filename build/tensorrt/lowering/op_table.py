@@ -1,0 +1,190 @@
+"""Which ONNX operators the parser of each TensorRT takes, and for which types and ranks.
+
+Sources. TensorRT 10.3: `docs/operators.md` and `onnxOpImporters.cpp` of onnx/onnx-tensorrt at
+96e7811 (10.1; release notes of 10.2 and 10.3 name no operator that our graphs have). What came
+later, by release notes and headers: FP4 and its quantization 10.8; `Attention` 10.14;
+`RMSNormalization`, `RotaryEmbedding` and `TensorScatter` 10.15; `Swish` 11.0. Where a document and
+the importer's source say different things, the table has what the stricter one says. TensorRT 10.13
+is not documented apart: it has what 10.3 has, and FP4. `docs/tensorrt.md` says which
+JetPack has which.
+
+Scales of blocks, by `IDequantizeLayer` in NvInfer.h: INT4 alone up to 10.12, FP8 and FP4 from 10.13
+on (FP4 by release notes from 10.8 on), INT8 in none up to 11.1. NVIDIA's guide names blocks of 64
+and 128 for INT4, which must have some (`int4_blocks.py`), and FP4's are 16.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Mapping
+from dataclasses import dataclass, field
+
+import onnx_ir as ir
+
+from edgellm.build.tensorrt.lowering.int4_blocks import TAKEN
+from edgellm.device_runtime.runners.tensorrt.library.trt_import import BROKEN_PLUGINS, OLDEST
+
+Version = tuple[int, int]  # major, minor
+
+FLOATS = frozenset({ir.DataType.FLOAT, ir.DataType.FLOAT16, ir.DataType.BFLOAT16})
+INTEGERS = frozenset({ir.DataType.INT32, ir.DataType.INT64})
+NUMBERS = FLOATS | INTEGERS
+BOOL = frozenset({ir.DataType.BOOL})
+ANY = NUMBERS | BOOL
+EIGHT_BITS = frozenset({ir.DataType.INT8, ir.DataType.FLOAT8E4M3FN})
+FOUR_BITS = frozenset({ir.DataType.INT4})
+FP4 = frozenset({ir.DataType.FLOAT4E2M1})
+_CODES = EIGHT_BITS | FOUR_BITS | FP4
+_INT4_BLOCKS = {ir.DataType.INT4: frozenset(TAKEN)}
+_FP4_BLOCKS = {ir.DataType.FLOAT4E2M1: frozenset({16})}
+_FP8_BLOCKS = {ir.DataType.FLOAT8E4M3FN: frozenset[int]()}
+_ALL_RANKS = frozenset(range(9))
+
+
+@dataclass(frozen=True, slots=True)
+class Rule:
+    """What the parser takes of an operator."""
+
+    dtypes: frozenset[ir.DataType]  # of the inputs that `checked` names
+    checked: tuple[int, ...] = (0,)
+    ranks: frozenset[int] = _ALL_RANKS  # of the first input
+    initializers: tuple[int, ...] = ()  # inputs that must be constants, if they are there
+    attributes: Mapping[str, frozenset[object]] = field(default_factory=dict, hash=False)
+    most_candidates: int = 0  # of TopK; 0: no limit
+    blocked: Mapping[ir.DataType, frozenset[int]] = field(default_factory=dict, hash=False)
+    """Sizes of blocks by the type of codes whose scales may be of blocks; none: any."""
+
+
+_ELEMENTWISE = Rule(NUMBERS, (0, 1))
+_REDUCTION = Rule(NUMBERS, initializers=(1,))
+_UNARY = Rule(FLOATS)
+_MOVE = Rule(ANY)
+
+_SINCE_10_3: dict[str, Rule] = {
+    **dict.fromkeys(
+        ("Add", "Sub", "Mul", "Div", "Min", "Max", "Equal", "Less", "LessOrEqual", "Greater",
+         "GreaterOrEqual"),
+        _ELEMENTWISE,
+    ),
+    **dict.fromkeys(("And", "Or"), Rule(BOOL, (0, 1))),
+    "Not": Rule(BOOL),
+    **dict.fromkeys(
+        ("Cos", "Sin", "Exp", "Erf", "Log", "LogSoftmax", "Reciprocal", "Sigmoid", "Softmax",
+         "Sqrt", "Tanh"),
+        _UNARY,
+    ),
+    **dict.fromkeys(("Abs", "Neg"), Rule(NUMBERS)),
+    **dict.fromkeys(
+        ("Cast", "CastLike", "Concat", "Expand", "Identity", "Reshape", "Shape", "Split",
+         "Transpose"),
+        _MOVE,
+    ),
+    **dict.fromkeys(("ReduceMax", "ReduceMean", "ReduceMin", "ReduceSum"), _REDUCTION),
+    **dict.fromkeys(("Squeeze", "Unsqueeze"), Rule(ANY, initializers=(1,))),
+    "ArgMax": Rule(NUMBERS),
+    "Clip": Rule(FLOATS),  # so says the document; the importer of 10.1 takes integers as well
+    "Conv": Rule(FLOATS, ranks=frozenset({3, 4, 5})),
+    "DequantizeLinear": Rule(EIGHT_BITS | FOUR_BITS, initializers=(2,), blocked=_INT4_BLOCKS),
+    "Gather": Rule(ANY),
+    "Gelu": _UNARY,
+    "LayerNormalization": _UNARY,
+    "MatMul": Rule(FLOATS, (0, 1)),
+    "Pow": Rule(FLOATS, (0, 1)),
+    "QuantizeLinear": Rule(FLOATS, initializers=(2,)),
+    "Range": Rule(NUMBERS, (0, 1, 2)),
+    "ScatterElements": Rule(NUMBERS),
+    "ScatterND": Rule(NUMBERS, attributes={"reduction": frozenset({"none"})}),
+    "Slice": Rule(ANY, initializers=(3,)),
+    "TopK": Rule(NUMBERS, attributes={"sorted": frozenset({1})}, most_candidates=3840),
+    "Where": Rule(ANY, (1, 2)),
+}  # fmt: skip
+
+_SINCE_10_8 = {
+    "DequantizeLinear": Rule(_CODES, initializers=(2,), blocked=_INT4_BLOCKS | _FP4_BLOCKS),
+    "trt::TRT_FP4DynamicQuantize": Rule(FLOATS, ranks=frozenset({2, 3}), initializers=(1,)),
+}
+_SINCE_10_13 = {
+    "DequantizeLinear": Rule(
+        _CODES, initializers=(2,), blocked=_INT4_BLOCKS | _FP4_BLOCKS | _FP8_BLOCKS
+    ),
+}
+# An importer reshapes 3-D attention, and the document speaks of 4-D: 3-D is left to 11.x, where
+# TensorRT-RTX compiles it.
+_SINCE_10_14 = {"Attention": Rule(FLOATS, (0, 1, 2), frozenset({4}))}
+_SINCE_10_15 = {
+    "RMSNormalization": _UNARY,
+    "RotaryEmbedding": Rule(FLOATS, ranks=frozenset({3, 4})),
+    "TensorScatter": Rule(FLOATS, (0, 1), frozenset({4}), attributes={"axis": frozenset({-2, 2})}),
+}
+_SINCE_11_0 = {
+    "Swish": _UNARY,
+    "Attention": Rule(FLOATS, (0, 1, 2), frozenset({3, 4})),
+    "Clip": Rule(NUMBERS),  # compiled by TensorRT-RTX 1.7
+}
+
+_HALF = frozenset({ir.DataType.FLOAT16})
+_KERNELS = {
+    "edgellm::store_rows": Rule(_HALF, (0, 1, 2, 3, 4), frozenset({3})),
+    "edgellm::attend": Rule(_HALF, ranks=frozenset({3})),
+    "edgellm::combine": Rule(frozenset({ir.DataType.FLOAT}), (0, 1, 2), frozenset({3})),
+}
+
+_ADDED: tuple[tuple[Version, Mapping[str, Rule]], ...] = (
+    (OLDEST, _SINCE_10_3),
+    ((10, 8), _SINCE_10_8),
+    ((10, 13), _SINCE_10_13),
+    ((10, 14), _SINCE_10_14),
+    ((10, 15), _SINCE_10_15),
+    ((11, 0), _SINCE_11_0),
+)
+# The parser of 10.1 reads the opset and refuses none above its document's 20; 21 is the first with
+# codes of 4 bits. 10.8 documents 22, and takes FP4, which is of 23.
+_OPSETS: tuple[tuple[Version, int], ...] = (((10, 3), 21), ((10, 8), 23), ((10, 14), 24))
+
+CHECKED: tuple[Version, ...] = ((10, 3), (10, 13), (10, 16), (11, 4))  # what CI holds graphs to
+
+
+def rules(version: Version) -> dict[str, Rule]:
+    """What a TensorRT takes by operator; those of other domains are `domain::name`.
+
+    Raises:
+        ValueError: it is older than the table.
+    """
+    if version < OLDEST:
+        raise ValueError(f"no table for TensorRT {version}")
+    found: dict[str, Rule] = {}
+    for since, added in _ADDED:
+        if since <= version:
+            found |= added
+    return found | (_KERNELS if takes_plugins(version) else {})
+
+
+def takes_plugins(version: Version) -> bool:
+    """Whether a TensorRT takes plugins that launch edgellm's kernels."""
+    return version not in BROKEN_PLUGINS
+
+
+def highest_opset(version: Version) -> int:
+    """The newest ONNX opset that a TensorRT takes."""
+    return max(opset for since, opset in _OPSETS if since <= version)
+
+
+def first_version(operator: str) -> Version | None:
+    """The first TensorRT of the table that takes an operator in some form; None: none does."""
+    return next((since for since, added in _ADDED if operator in added), None)
+
+
+def first_with_weights(dtype: ir.DataType) -> Version:
+    """The first TensorRT that reads weights of a type; raises `StopIteration` for no such."""
+    name = "DequantizeLinear"
+    return next(s for s, added in _ADDED if name in added and dtype in added[name].dtypes)
+
+
+def first_with_blocks(dtype: ir.DataType) -> Version:
+    """As `first_with_weights`, where scales are of blocks."""
+    name = "DequantizeLinear"
+    return next(s for s, added in _ADDED if name in added and dtype in added[name].blocked)
+
+
+def lacking(version: Version) -> list[str]:
+    """Operators of the newest TensorRT that this one does not know: they are written in others."""
+    return sorted(set(rules(_ADDED[-1][0])) - set(rules(version)) - set(_KERNELS))

@@ -1,0 +1,58 @@
+"""Memory that is handed back while an engine is made.
+
+TensorRT copies all weights into one block of its own. The pages of the weight file that it has read
+stay mapped meanwhile, and what lowering and compiling freed stays with malloc: at 1 GB of weights
+another 1 GB and 350 MB.
+"""
+
+from __future__ import annotations
+
+import mmap
+import threading
+from collections.abc import Iterator
+from contextlib import contextmanager
+from pathlib import Path
+
+import numpy as np
+
+from edgellm.build.host_info import trim
+
+_PERIOD_S = 0.02  # in which some 30 MB are read
+_ROUNDS_A_TRIM = 10  # malloc's locks are held for some milliseconds
+
+
+class MappedFile:
+    """A file of weights, read where it lies."""
+
+    def __init__(self, path: Path) -> None:
+        """Map it; raises `OSError` if it cannot be read."""
+        with path.open("rb") as stream:
+            self._pages = mmap.mmap(stream.fileno(), 0, access=mmap.ACCESS_READ)
+        self.address = np.frombuffer(self._pages, np.uint8).ctypes.data
+
+    def release_pages(self) -> None:
+        """Give the pages back to the file; the next reader gets them again."""
+        self._pages.madvise(mmap.MADV_DONTNEED)
+
+
+@contextmanager
+def memory_returned(weights: MappedFile | None = None) -> Iterator[None]:
+    """Hand back what malloc does not need, and pages of `weights`, as long as the block runs."""
+    done = threading.Event()
+
+    def work() -> None:
+        rounds = 0
+        while not done.wait(_PERIOD_S):
+            if weights is not None:
+                weights.release_pages()
+            if rounds % _ROUNDS_A_TRIM == 0:
+                trim()
+            rounds += 1
+
+    thread = threading.Thread(target=work, daemon=True)
+    thread.start()
+    try:
+        yield
+    finally:
+        done.set()
+        thread.join()

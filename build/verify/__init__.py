@@ -1,0 +1,1 @@
+"""Verification of an engine's graphs against the portable graphs."""

@@ -1,0 +1,157 @@
+"""Whether a lowered graph computes what the portable one does, on a few random passes.
+
+How far rows may be apart is taken from the model itself, see `build.verify.reference`: as far as
+the engine's rounding takes them in the portable graph, times three.
+"""
+
+from __future__ import annotations
+
+import time
+from collections.abc import Callable, Sequence
+from dataclasses import dataclass
+
+import numpy as np
+import onnx_ir as ir
+from numpy.typing import NDArray
+
+from edgellm.build.verify.check_inputs import Inputs, held_inputs
+from edgellm.build.verify.reference import Numbers, Reference, Source, as_floats
+from edgellm.core import contract
+from edgellm.core.contract import EdgeLLMError
+from edgellm.device_runtime.networks.decoder_io import parent_rows
+from edgellm.device_runtime.networks.recurrent_state import States
+from edgellm.device_runtime.runners import Outputs, Runner
+
+# Errors of rounding are sums of many small ones with random signs: two roundings of one model
+# leave errors of one size, but not the same. A normal error exceeds three deviations in 0.3 %.
+DEVIATIONS = 3
+
+
+@dataclass(frozen=True, slots=True)
+class Verdict:
+    """What a check found."""
+
+    said: str
+    seconds: float = 0.0
+
+
+def run_passes(runner: Runner, source: Source, passes: Sequence[Inputs]) -> Numbers:
+    """What a runner gives for passes one behind the other, with all their rows."""
+    runner.hold(held_inputs(source.role, source.bundle))
+    found: list[Numbers] = []
+    states = _Moved(source) if source.commit is not None else None
+    for inputs in passes:
+        outputs = runner.run(inputs if states is None else states.begin(inputs))
+        found.append(as_floats({name: np.array(outputs[name]) for name in outputs}))
+        if states is not None:
+            states.end(inputs, outputs)
+    if len(found) == 1:
+        return found[0]
+    return {name: np.concatenate([each[name] for each in found], axis=1) for name in found[0]}
+
+
+class _Moved:
+    """The states of a decoder over several passes."""
+
+    def __init__(self, source: Source) -> None:
+        spec = source.bundle.decoder.recurrent
+        assert source.commit is not None
+        assert spec is not None
+        self._states = States(source.commit, spec)
+        self._memory = self._states.new()
+
+    def begin(self, inputs: Inputs) -> Inputs:
+        rows, mask = inputs[contract.INPUT_IDS].shape[1], inputs.get(contract.TREE_MASK)
+        states = self._states.begin(self._memory, int(inputs[contract.WRITE_INDEX][0]))
+        return {**inputs, **states, contract.PARENT_ROWS: parent_rows(rows, mask)}
+
+    def end(self, inputs: Inputs, outputs: Outputs) -> None:
+        rows = 0 if contract.TREE_MASK in inputs else inputs[contract.INPUT_IDS].shape[1]
+        self._states.ran(self._memory, outputs, rows)
+
+
+def row_errors(
+    found: NDArray[np.float32], expected: NDArray[np.float32], *, of_middle: bool = False
+) -> float:
+    """The largest relative error of a row; what all numbers of a row have in common is left out.
+
+    `of_middle`: that of the middle row, where rounding may send some rows to other experts.
+    """
+    if not np.isfinite(found).all():
+        return float("inf")
+    wanted = expected - expected.mean(axis=-1, keepdims=True)
+    given = found - found.mean(axis=-1, keepdims=True)
+    sizes = np.linalg.norm(wanted, axis=-1)
+    errors = np.linalg.norm(given - wanted, axis=-1) / np.maximum(sizes, 1e-6)
+    return float(np.median(errors) if of_middle else errors.max())
+
+
+def largest_error(found: Numbers, expected: Numbers) -> float:
+    """Of all outputs that both have."""
+    return max(row_errors(found[name], expected[name]) for name in found.keys() & expected.keys())
+
+
+def bound_of(reference: Reference, name: str) -> float:
+    """How far rows of an output may be off, relative to their size."""
+    bound = reference.float_error
+    if name in reference.rounded:
+        bound += row_errors(
+            reference.rounded[name], reference.exact[name], of_middle=reference.may_reroute
+        )
+    return DEVIATIONS * bound
+
+
+def require_alike(
+    reference: Reference, runner: Runner, open_lowered: Callable[[Callable[[], ir.Model]], Runner]
+) -> Verdict:
+    """Stop a build whose graph computes something else.
+
+    Args:
+        reference: of the role.
+        runner: of what was built.
+        open_lowered: lowers models like the one that a function loads, for the search.
+
+    Returns:
+        What people should know of the check.
+
+    Raises:
+        EdgeLLMError: says how far it is off, and where that begins.
+    """
+    role = reference.source.role
+    if reference.why_not:
+        return Verdict(f"{role}: not compared with the portable graph: {reference.why_not}")
+    start = time.perf_counter()
+    found = run_passes(runner, reference.source, reference.passes)
+    outputs = found.keys() & reference.exact.keys()
+    off = {name: _off(reference, name, found[name]) for name in outputs}
+    bounds = {name: bound_of(reference, name) for name in outputs}
+    worst = max(off, key=lambda name: off[name] / bounds[name])
+    if off[worst] > bounds[worst]:
+        raise EdgeLLMError(
+            f"the lowered {role} graph computes something else than the portable one: a row of "
+            f"{worst} is off by {off[worst]:.2g} of its size, rounding may take it "
+            f"{bounds[worst]:.2g}; it begins {_place(reference, open_lowered)}",
+            hint="report it with the bundle's manifest; --noCheck builds without this comparison",
+        )
+    rows = max(array.shape[-2] for array in found.values())
+    return Verdict(
+        f"{role}: {rows} rows are off by {off[worst]:.2g} of their size at most from the portable "
+        f"graph's (rounding may take them {bounds[worst]:.2g})",
+        reference.seconds + time.perf_counter() - start,
+    )
+
+
+def _off(reference: Reference, name: str, found: NDArray[np.float32]) -> float:
+    return row_errors(found, reference.exact[name], of_middle=reference.may_reroute)
+
+
+def _place(reference: Reference, open_lowered: Callable[[Callable[[], ir.Model]], Runner]) -> str:
+    """Between which norms rows begin to differ; the graph is lowered anew with what norms read."""
+    runner = open_lowered(lambda: reference.source.load()[0])
+    found = run_passes(runner, reference.source, reference.passes)
+    before = "the inputs"
+    for name, norm in reference.layers.items():
+        if _off(reference, name, found[name]) > bound_of(reference, name):
+            return f"between {before} and {norm}"
+        before = norm
+    return f"behind {before}"

@@ -1,0 +1,131 @@
+"""A few random passes over a graph of each role: a prompt, one row, a tree, an image."""
+
+from __future__ import annotations
+
+from collections.abc import Mapping
+from typing import Any
+
+import numpy as np
+from numpy.typing import NDArray
+
+from edgellm.core import contract
+from edgellm.core.graph_roles import BLOCK, ROLES, Rows
+from edgellm.core.manifest import Bundle
+from edgellm.core.model_spec import BlockSpec, DecoderSpec, DraftSpec, VisionSpec
+from edgellm.device_runtime.networks import ImageRows
+from edgellm.multimodal.patch_grid import grid_inputs
+
+Inputs = Mapping[str, NDArray[Any]]
+_PROMPT = 6  # rows
+# A root, two children, a child of each; so siblings and cousins must not see each other.
+_PARENTS = (-1, 0, 0, 1, 2)
+
+
+def sample_passes(role: str, bundle: Bundle, capacity: int, max_rows: int) -> list[Inputs]:
+    """Inputs of passes one behind the other, by contract name.
+
+    Args:
+        role: of the graph.
+        bundle: that it is of.
+        capacity: rows of its cache.
+        max_rows: of a pass.
+    """
+    random = np.random.default_rng(7)
+    facts = ROLES[role]
+    if facts.rows is Rows.IMAGE:
+        return [_image(bundle.vision, random)]
+    if facts.has_cache:
+        passes = _rows(bundle.decoder, capacity, max_rows, random)
+        sizes = [each[contract.INPUT_IDS].shape[1] for each in passes]
+    else:
+        passes, sizes = [{}], [1 if facts.rows is Rows.ONE else _PROMPT]
+    found: list[Inputs] = [
+        {**each, **{name: _of_a_draft(name, bundle.draft, rows, random) for name in facts.inputs}}
+        for each, rows in zip(passes, sizes, strict=True)
+    ]
+    block = bundle.draft.block if role == BLOCK else None
+    return found if block is None else [_with_block(each, block) for each in found]
+
+
+def _with_block(inputs: Inputs, block: BlockSpec) -> Inputs:
+    """The second half of the rows as a block behind the first, which is text."""
+    ids = np.array(inputs[contract.INPUT_IDS])
+    rows = ids.shape[1]
+    own = np.arange(rows // 2, rows)
+    ids[:, own[1:]] = block.mask_token_id
+    ids[:, own[0]] += ids[:, own[0]] == block.mask_token_id  # the newest token is none
+    seen = np.tri(rows, dtype=np.bool_) if block.is_causal else np.ones((rows, rows), np.bool_)
+    return {
+        **inputs,
+        contract.INPUT_IDS: ids,
+        contract.POSITION_IDS: inputs[contract.WRITE_INDEX] + np.arange(rows)[None],
+        contract.LOGITS_INDEX: own,
+        contract.TREE_MASK: seen,
+    }
+
+
+def _rows(
+    spec: DecoderSpec, capacity: int, max_rows: int, random: np.random.Generator
+) -> list[dict[str, NDArray[Any]]]:
+    nodes, prompt = len(_PARENTS), min(_PROMPT, max_rows, capacity - 1)
+    sizes = [prompt, 1]
+    if max_rows >= nodes and prompt + 1 + nodes <= capacity:
+        sizes.append(nodes)
+    passes: list[dict[str, NDArray[Any]]] = []
+    begin = 0
+    for at, rows in enumerate(sizes):
+        positions, more = np.arange(begin, begin + rows), {}
+        if at == 2:
+            depths, more[contract.TREE_MASK] = _tree()
+            positions = begin + depths
+        passes.append(
+            {
+                contract.INPUT_IDS: random.integers(0, spec.vocab_size, (1, rows)),
+                contract.POSITION_IDS: np.tile(positions, (spec.position_axes, 1)),
+                contract.WRITE_INDEX: np.array([begin]),
+                contract.LOGITS_INDEX: np.arange(rows),
+                **more,
+            }
+        )
+        begin += rows
+    return passes
+
+
+def _tree() -> tuple[NDArray[np.int64], NDArray[np.bool_]]:
+    """Depths, and what the nodes see."""
+    mask = np.eye(len(_PARENTS), dtype=np.bool_)
+    for node, parent in enumerate(_PARENTS[1:], 1):
+        mask[node] |= mask[parent]
+    return mask.sum(axis=1) - 1, mask
+
+
+def _of_a_draft(name: str, spec: DraftSpec, rows: int, random: np.random.Generator) -> NDArray[Any]:
+    """An input of a draft's graphs."""
+    if name == contract.TOP_K:
+        return np.array([spec.draft_vocab_size])  # all: an order may change
+    width = {
+        contract.HIDDEN_TAPS: spec.taps_width,
+        contract.DRAFT_HIDDEN: spec.decoder.hidden_size,
+    }[name]
+    return random.standard_normal((1, rows, width), np.float32)
+
+
+def _image(spec: VisionSpec, random: np.random.Generator) -> Inputs:
+    """An image of noise: two tiles, or a grid that has windows of several sizes."""
+    if spec.image_size:
+        shape = (2, 3, spec.image_size, spec.image_size)
+        return {contract.PIXEL_VALUES: random.standard_normal(shape, np.float32)}
+    side = max(spec.window_size, spec.merge_size)
+    rows, columns = side + spec.merge_size, 2 * side
+    pixels = random.standard_normal((rows * columns, spec.patch_values), np.float32)
+    return {contract.PIXEL_VALUES: pixels, **grid_inputs(rows, columns, spec)}
+
+
+def held_inputs(role: str, bundle: Bundle) -> Inputs:
+    """Image rows that no token of the samples stands for, where the graph takes some."""
+    images = bundle.decoder.images if ROLES[role].has_cache else None
+    if images is None:
+        return {}
+    none = ImageRows.none(bundle.decoder.hidden_size, images.num_deepstack)
+    levels = {contract.DEEPSTACK_EMBEDS: none.deepstack} if images.num_deepstack else {}
+    return {contract.IMAGE_EMBEDS: none.embeds, **levels}

@@ -1,0 +1,1 @@
+"""Modules that host and device share: errors, graph inputs and outputs, manifests, artifacts."""

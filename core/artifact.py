@@ -1,0 +1,277 @@
+"""Folders with a manifest: written whole or not at all, checked by size, hash and counterpart.
+
+Standard library and edgellm's own modules beside this one only: host and device both use it.
+"""
+
+from __future__ import annotations
+
+import contextlib
+import dataclasses
+import hashlib
+import json
+import os
+import signal
+import tempfile
+import threading
+import time
+from collections.abc import Callable, Iterator
+from pathlib import Path
+
+from edgellm.core.contract import BrokenArtifactError, EdgeLLMError
+from edgellm.core.disk_space import explain_full_disk
+from edgellm.core.file_lock import Unfinished, begin
+from edgellm.core.manifest import DRAFT_FOLDER, MANIFEST_NAME, Bundle, Engine, FileRecord, Manifest
+from edgellm.core.model_spec import DraftSpec
+from edgellm.core.strict_json import parse
+
+
+def cache_folder() -> Path:
+    """$EDGELLM_CACHE, or edgellm's folder in the user's cache."""
+    default = Path(os.environ.get("XDG_CACHE_HOME", Path.home() / ".cache")) / "edgellm"
+    return Path(os.environ.get("EDGELLM_CACHE", default))
+
+
+def verify_sizes(folder: Path, files: dict[str, FileRecord]) -> None:
+    """Check presence and size of every listed file; raises `BrokenArtifactError` at a fault."""
+    for name, record in files.items():
+        path = folder / name
+        if not path.is_file():
+            raise BrokenArtifactError(f"{path} is missing", hint="copy or make the folder again")
+        size = path.stat().st_size
+        if size != record.num_bytes:
+            raise BrokenArtifactError(
+                f"{path} has {size} bytes instead of {record.num_bytes}",
+                hint="the copy was cut short or the file was changed; copy or make it again",
+            )
+
+
+def verify_files(
+    folder: Path, files: dict[str, FileRecord], told: Callable[[int], None] = lambda _: None
+) -> None:
+    """Check size and hash of every listed file; raises `BrokenArtifactError` at the first fault.
+
+    `told`: how many bytes of all were read, while they are.
+    """
+    verify_sizes(folder, files)
+    before = 0
+    for name, record in files.items():
+        found = hash_file(folder / name, told=lambda size, before=before: told(before + size))
+        before += record.num_bytes
+        if found.sha256 != record.sha256:
+            raise BrokenArtifactError(
+                f"{folder / name} was changed: its sha256 differs from {MANIFEST_NAME}",
+                hint="copy or make the folder again",
+            )
+
+
+def hash_file(
+    path: Path,
+    is_stopped: Callable[[], bool] = lambda: False,
+    told: Callable[[int], None] = lambda _: None,
+) -> FileRecord:
+    """Size and sha256 of a file, read in pieces; of no use if `is_stopped` ended it early.
+
+    `told`: how many bytes were read, while they are.
+    """
+    digest, size = hashlib.sha256(), 0
+    with path.open("rb") as stream:
+        while not is_stopped() and (piece := stream.read(1 << 22)):
+            digest.update(piece)
+            size += len(piece)
+            told(size)
+    return FileRecord(size, digest.hexdigest())
+
+
+def hash_engines(engine: Path, visual: Path | None, draft_model: Path | None) -> dict[str, str]:
+    """Manifests of all engines that take part, by role; one that is missing is left out."""
+    folders = {"base": engine, "draft": engine / DRAFT_FOLDER}
+    folders |= {"visual": visual} if visual is not None else {}
+    folders |= {"draft model": draft_model} if draft_model is not None else {}
+    manifests = {role: folder / MANIFEST_NAME for role, folder in folders.items()}
+    return {role: hash_file(path).sha256 for role, path in manifests.items() if path.is_file()}
+
+
+def publish(
+    temporary: Path,
+    output: Path,
+    manifest: Manifest,
+    told: Callable[[int, int], None] = lambda *_: None,
+) -> Manifest:
+    """Write the manifest and move a finished temporary folder to `output`.
+
+    Files of an earlier artifact there are replaced, foreign files stay. Files that the
+    manifest already lists (hashed while they were written) are not hashed again. `told`: how many
+    bytes of how many were hashed, while they are.
+
+    Returns:
+        The manifest with all files listed.
+
+    Raises:
+        EdgeLLMError: a foreign file has the name of one of ours.
+    """
+    names = sorted(p.relative_to(temporary).as_posix() for p in temporary.rglob("*") if p.is_file())
+    files = {name: manifest.files[name] for name in names if name in manifest.files}
+    left = {name: (temporary / name).stat().st_size for name in names if name not in files}
+    before, total = 0, sum(left.values())
+    for name, size in left.items():
+        files[name] = hash_file(
+            temporary / name, told=lambda done, before=before: told(before + done, total)
+        )
+        before += size
+    complete = dataclasses.replace(manifest, files=files)
+    text = json.dumps(dataclasses.asdict(complete), indent=2)
+    (temporary / MANIFEST_NAME).write_text(text + "\n", "utf-8")
+    check_output(output, manifest.kind, names)
+    old = _listed_files(output, manifest.kind)
+    move_files(temporary, output, [*names, MANIFEST_NAME], old)
+    return complete
+
+
+def move_files(temporary: Path, output: Path, names: list[str], old: set[str]) -> None:
+    """Move finished files to `output`, not to be cut by Ctrl-C; `old` ones of ours go."""
+    with defer_interrupt():
+        output.mkdir(parents=True, exist_ok=True)
+        for name in names:
+            target = output / name
+            target.parent.mkdir(parents=True, exist_ok=True)
+            (temporary / name).replace(target)
+        for name in old - set(names):
+            (output / name).unlink(missing_ok=True)
+
+
+@contextlib.contextmanager
+def temporary_folder(output: Path) -> Iterator[Path]:
+    """A folder on the file system of `output` that is gone when the block ends.
+
+    What killed runs left is removed first.
+
+    Raises:
+        EdgeLLMError: another run writes `output`, it cannot be written, or the disk is full.
+    """
+    work: Unfinished | None = None
+    try:
+        with defer_interrupt():
+            work = begin(output)
+        with explain_full_disk(work.files, shown=output.absolute().parent):
+            yield work.files
+    finally:
+        if work is not None:
+            with defer_interrupt():
+                work.remove()
+
+
+def check_output_file(path: Path, *inputs: Path) -> None:
+    """Find out before the work whether a file can be written that is none of the `inputs`.
+
+    Raises:
+        EdgeLLMError: says what stands in the way.
+    """
+    if path.is_dir():
+        raise EdgeLLMError(f"{path} is a folder", hint="give the name of a file")
+    if path.exists() and not path.is_file():
+        raise EdgeLLMError(f"{path} is not a regular file", hint="give the name of a file")
+    if not path.absolute().parent.is_dir():
+        raise EdgeLLMError(f"no such folder: {path.absolute().parent}")
+    if path.exists() and any(path.samefile(source) for source in inputs):
+        raise EdgeLLMError(f"{path} is the input file", hint="give another output file")
+    try:
+        with tempfile.NamedTemporaryFile(dir=path.absolute().parent):
+            pass
+    except OSError as error:
+        raise EdgeLLMError(f"cannot write {path}: {error.strerror}") from None
+
+
+def replace_file(path: Path, text: str) -> None:
+    """Write the file (that a link points to) in one step; half surrogates become marks.
+
+    Raises:
+        LimitError: the disk is full; what was there is still there.
+    """
+    path = Path(os.path.realpath(path))  # of a link to itself, the link
+    temporary = path.with_name(f".{path.name}.{time.time_ns()}")
+    content = text.encode("utf-8", errors="replace")
+    with explain_full_disk(path.parent, num_bytes=len(content)):
+        try:
+            temporary.write_bytes(content)
+            temporary.replace(path)
+        finally:
+            temporary.unlink(missing_ok=True)
+
+
+def check_output(output: Path, kind: str, names: list[str]) -> None:
+    """Refuse an output folder where the files `names` would replace somebody else's.
+
+    Raises:
+        EdgeLLMError: `output` is a file, holds another kind of artifact, or has a file of one of
+            these names that edgellm did not write.
+    """
+    if output.exists() and not output.is_dir():
+        raise EdgeLLMError(f"{output} is a file", hint="give another output folder")
+    ours = _listed_files(output, kind)
+    for name in (MANIFEST_NAME, *names):
+        if name not in ours and (output / name).exists():
+            raise EdgeLLMError(
+                f"{output / name} exists and is not of an earlier {kind}",
+                hint="give another output folder, or move that file away",
+            )
+
+
+def _listed_files(folder: Path, kind: str) -> set[str]:
+    """The files of an artifact of this kind that `folder` holds."""
+    try:
+        raw = parse((folder / MANIFEST_NAME).read_text("utf-8"))
+        return {*raw["files"], MANIFEST_NAME} if raw["kind"] == kind else set()
+    except (OSError, ValueError, KeyError, TypeError):
+        return set()
+
+
+@contextlib.contextmanager
+def defer_interrupt() -> Iterator[list[int]]:
+    """Let Ctrl-C and its kin wait for the end of the block, so that it is not cut in the middle.
+
+    Yields:
+        The signals that wait; it grows.
+    """
+    pending: list[int] = []
+    if threading.current_thread() is not threading.main_thread():
+        yield pending  # signals go to the main thread
+        return
+    numbers = (signal.SIGINT, signal.SIGTERM, signal.SIGHUP)
+    previous = {
+        number: signal.signal(number, lambda number, _frame: pending.append(number))
+        for number in numbers
+    }
+    try:
+        yield pending
+    finally:
+        for number, handler in previous.items():
+            signal.signal(number, handler)
+    if pending:
+        signal.raise_signal(pending[0])
+
+
+_PAIR_HINTS = {
+    "hidden taps": "export the base with --is_eagle_base --draft_model_dir, and build it again",
+    "rotation": "export the draft again, with the quantized base as --base_model_dir",
+}
+
+
+def require_pair(draft: DraftSpec, base: Bundle | Engine, where: str) -> None:
+    """Refuse a draft that was trained for another base.
+
+    Raises:
+        BrokenArtifactError: sizes or taps differ.
+    """
+    layers = base.decoder.num_layers or base.decoder.kv.num_layers
+    for what, wanted, found in (
+        ("hidden size", draft.base_hidden_size, base.decoder.hidden_size),
+        ("number of layers", draft.base_num_layers, layers),
+        ("vocabulary size", draft.decoder.vocab_size, base.decoder.vocab_size),
+        ("hidden taps", draft.hidden_taps, base.hidden_taps),
+        ("rotation", draft.base_rotation or "none", base.decoder.rotation or "none"),
+    ):
+        if wanted != found:
+            raise BrokenArtifactError(
+                f"{where}: the draft is for a base with {what} {wanted}, this one has {found}",
+                hint=_PAIR_HINTS.get(what, "take the draft that was trained for this base"),
+            )

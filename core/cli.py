@@ -1,0 +1,185 @@
+"""What all commands have in common: `--debug`, one line and its remedy on stderr, an exit code."""
+
+from __future__ import annotations
+
+import errno
+import functools
+import inspect
+import io
+import os
+import re
+import signal
+import sys
+from collections.abc import Callable
+from typing import Annotated, Any
+
+import typer
+
+from edgellm.core.contract import EdgeLLMError
+
+# How flags are spelled: --engine-dir is --engineDir, --model-dir is --model_dir.
+CAMEL_CASE = {"token_normalize_func": lambda name: re.sub("-(.)", lambda m: m[1].upper(), name)}
+SNAKE_CASE = {"token_normalize_func": lambda name: name.replace("-", "_")}
+_MAX_MESSAGE = 2000  # characters
+_AGAIN_S = 0.01  # after which an interrupt comes again
+_DEBUG = inspect.Parameter(
+    "debug",
+    inspect.Parameter.KEYWORD_ONLY,
+    default=False,
+    annotation=Annotated[bool, typer.Option("--debug", help="Show tracebacks.")],
+)
+
+
+class App(typer.Typer):
+    """A command line. Each of its commands takes `--debug`, which `run_command` obeys."""
+
+    def __init__(self, flag_case: dict[str, Any], *, no_args_is_help: bool = False) -> None:
+        super().__init__(
+            add_completion=True,
+            rich_markup_mode=None,
+            pretty_exceptions_enable=False,
+            no_args_is_help=no_args_is_help,
+            context_settings=flag_case,
+        )
+        self.shows_tracebacks = False
+
+    def command(
+        self, name: str | None = None, **settings: Any
+    ) -> Callable[[Callable[..., None]], Callable[..., None]]:
+        """A decorator that adds a command and gives the function back, as typer's does."""
+        add = super().command(name, **settings)
+
+        def register(function: Callable[..., None]) -> Callable[..., None]:
+            add(self._with_debug(function))
+            return function
+
+        return register
+
+    def _with_debug(self, function: Callable[..., None]) -> Callable[..., None]:
+        @functools.wraps(function)
+        def command(*, debug: bool, **given: Any) -> None:
+            self.shows_tracebacks = debug
+            function(**given)
+
+        own = inspect.signature(function, eval_str=True).parameters.values()
+        merged = [*(one.replace(kind=inspect.Parameter.KEYWORD_ONLY) for one in own), _DEBUG]
+        command.__signature__ = inspect.Signature(merged)  # type: ignore[attr-defined]  # typer reads it
+        command.__annotations__ = {one.name: one.annotation for one in merged}
+        return command
+
+
+def numbers(flag: str, text: str) -> tuple[int, ...]:
+    """The value of a flag that takes whole numbers; () for "".
+
+    Raises:
+        EdgeLLMError: it is something else.
+    """
+    try:
+        return tuple(int(part) for part in text.split(",")) if text else ()
+    except ValueError:
+        raise EdgeLLMError(f"{flag} {text}: give whole numbers, such as 2,15,27") from None
+
+
+def run_command(app: App, *, second_ends: bool = True) -> None:
+    """Run a command line; a failure becomes one line and its remedy on stderr, exit code not 0.
+
+    With `--debug` it keeps its traceback. The second Ctrl-C ends the process at once, whatever it
+    is at, unless `second_ends` is false: for a command that goes on.
+    """
+    interrupts: list[int] = []
+
+    def interrupt(number: int, _frame: object) -> None:
+        interrupts.append(number)
+        if second_ends:
+            signal.signal(number, signal.SIG_DFL)
+        raise KeyboardInterrupt
+
+    for number in (signal.SIGINT, signal.SIGTERM, signal.SIGHUP):
+        is_hangup = number == signal.SIGHUP
+        if not (is_hangup and signal.getsignal(number) is signal.SIG_IGN):  # of nohup
+            signal.signal(number, interrupt)
+    sys.unraisablehook = _interrupt_again
+    _open_streams()
+    for stream in (sys.stdout, sys.stderr):
+        if isinstance(stream, io.TextIOWrapper):
+            stream.reconfigure(errors="backslashreplace")
+    try:
+        app()
+    except BaseException as error:  # the last resort of a command, not of a library
+        # Extension modules turn an interrupt during their import into an ImportError.
+        if interrupts or isinstance(error, KeyboardInterrupt):
+            _fail("interrupted; nothing half-written was left", "", 130)
+        if isinstance(error, SystemExit) or app.shows_tracebacks:
+            raise
+        _fail(*_explain(error))
+
+
+class _Stderr(io.FileIO):
+    """Notes that cannot be written, to a full disk or a pipe without reader, are dropped."""
+
+    def write(self, data: Any, /) -> int | None:
+        """Write, or pretend to: the work goes on, and the exit code tells how it ended."""
+        try:
+            return super().write(data)
+        except OSError:
+            return memoryview(data).nbytes
+
+
+def _open_streams() -> None:
+    """Open what the caller closed, so that no file gets its number, and let no note fail."""
+    for name, mode in (("stdin", "r"), ("stdout", "w"), ("stderr", "w")):
+        if getattr(sys, name) is None:
+            stream = open(os.devnull, mode)  # noqa: SIM115 - for the life of the process
+            setattr(sys, name, stream)
+    errors = sys.stderr
+    if errors is sys.__stderr__ and isinstance(errors, io.TextIOWrapper):
+        raw = _Stderr(errors.fileno(), "w", closefd=False)
+        sys.stderr = io.TextIOWrapper(
+            io.BufferedWriter(raw), encoding=errors.encoding, line_buffering=True
+        )
+
+
+def _interrupt_again(ignored: sys.UnraisableHookArgs) -> None:
+    """Raises an interrupt once more that came where Python ignores exceptions, as in `__del__`."""
+    if not isinstance(ignored.exc_value, KeyboardInterrupt):
+        sys.__unraisablehook__(ignored)
+        return
+    signal.signal(signal.SIGALRM, signal.default_int_handler)
+    signal.setitimer(signal.ITIMER_REAL, _AGAIN_S)
+
+
+def _explain(error: BaseException) -> tuple[str, str, int]:
+    """Message, hint and exit code."""
+    if isinstance(error, EdgeLLMError):
+        return str(error), error.hint, 2
+    if isinstance(error, MemoryError) or getattr(error, "errno", None) == errno.ENOMEM:
+        return "out of memory", "close other programs or use a smaller model", 2
+    if isinstance(error, OSError) and error.errno is not None:
+        hint = "free some space or give another folder" if error.errno == errno.ENOSPC else ""
+        where = f" ({error.filename})" if error.filename else ""
+        return f"{os.strerror(error.errno)}{where}", hint, 2
+    if isinstance(error, RuntimeError) and "Symlink loop" in str(error):  # before Python 3.13
+        return str(error), "give a path whose links end at a file or folder", 2
+    if isinstance(error, ModuleNotFoundError):
+        extras = (
+            "in edgellm's folder: pip install '.[export]' on the host, '.[device]' on the device, "
+            "'.[device,serve]' for edgellm-serve"
+        )
+        return f"{error.name} is not installed", extras, 2
+    detail = str(error).splitlines()[0] if str(error) else ""
+    return f"unexpected {type(error).__name__}: {detail}", "run it with --debug and report it", 3
+
+
+def _clip(message: str) -> str:
+    """Bounds its length: a value of a damaged file may have megabytes."""
+    if len(message) <= _MAX_MESSAGE:
+        return message
+    return f"{message[: _MAX_MESSAGE // 2]} ... {message[-_MAX_MESSAGE // 4 :]}"
+
+
+def _fail(message: str, hint: str, code: int) -> None:
+    red, plain = ("\033[31m", "\033[0m") if sys.stderr.isatty() else ("", "")
+    print(f"{red}error:{plain} {_clip(message)}", file=sys.stderr)
+    if hint:
+        print(f"hint: {hint}", file=sys.stderr)
+    raise SystemExit(code)

@@ -1,0 +1,204 @@
+"""What host and device agree on: graph inputs and outputs, and errors.
+
+Standard library only, so that every other module may import it. Symbols used in shapes:
+S query rows of one pass, R rows that get logits, C KV capacity, V vocabulary, H hidden size,
+T hidden taps, D hidden size of a draft, K candidates of one row. Of a visual encoder: P patches of
+an image, M their merge size, W windows of Z patches, N tiles of E pixels a side, L deepstack
+levels.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Sequence
+
+
+class EdgeLLMError(Exception):
+    """A failure that the user can mend: one line that says what, one that says how."""
+
+    def __init__(self, message: str, *, hint: str = "") -> None:
+        super().__init__(message)
+        self.hint = hint
+
+
+class UnsupportedModelError(EdgeLLMError):
+    """The checkpoint is sound, but edgellm does not know how to compute it."""
+
+
+class BrokenArtifactError(EdgeLLMError):
+    """A checkpoint, bundle or engine on disk is damaged, incomplete or of another version."""
+
+
+class LimitError(EdgeLLMError):
+    """Something does not fit: memory, prompt length, KV capacity."""
+
+
+class RequestError(EdgeLLMError):
+    """One request is malformed; the others of the file still run."""
+
+
+class UnexpectedError(EdgeLLMError):
+    """One request met a fault of the program or of a library, which is its `__cause__`."""
+
+
+# ------------------------------------------------------------------ graph inputs and outputs
+INPUT_IDS = "input_ids"  # int64 [1, S]
+POSITION_IDS = "position_ids"  # int64 [A, S], A axes; depth positions for tree nodes
+WRITE_INDEX = "write_index"  # int64 [1]; rows already in the KV cache
+TREE_MASK = "tree_mask"  # bool [S, S]; row i may see new row j; a draft's is [S, M], M >= S,
+# and rules the last M slots: the tree grows by passes whose rows see some of the rows before
+LOGITS_INDEX = "logits_index"  # int64 [R]; the rows that get logits
+LOGITS = "logits"  # float32 [1, R, V]
+TOKEN_IDS = "token_ids"  # int64 [1, R]; argmax of the logits
+TOP_LOGITS = "top_logits"  # float32 [1, R]; the logits of `token_ids`; of engines on a GPU only
+HIDDEN_TAPS = "hidden_taps"  # activations [1, S, T*H]; features that the base gives to a draft
+
+# A draft has the decoder's inputs and these; its rows of logits stay inside the graph.
+DRAFT_HIDDEN = "draft_hidden"  # activations [1, S, D]; fused features, or recycled rows
+TOP_K = "top_k"  # int64 [1]; K, candidates wanted for each row
+CANDIDATES = "candidates"  # K as a symbol in shapes of outputs
+ANSWERS = "answers"  # that share a pass, as a symbol in shapes of heads
+CANDIDATE_IDS = "candidate_ids"  # int64 [1, R, K]; of the base's vocabulary, best first
+CANDIDATE_LOG_PROBS = "candidate_log_probs"  # float32 [1, R, K]; log-softmax, draft vocabulary
+# Of a draft of blocks: log-probabilities of the likeliest L candidates of a row, given each of the
+# L of the row before it (or the token that stands there): float32 [1, R, L, L], L <= MOST_LINKED.
+CANDIDATE_LINKS = "candidate_links"
+LINKED, MOST_LINKED = "linked", 64  # L as a symbol in shapes of outputs
+RECYCLED_HIDDEN = "recycled_hidden"  # activations [1, R, D]; `draft_hidden` of a row's children
+
+# Engines with edgellm's kernels take several sequences in a pass, whose rows stand one behind the
+# other, and their caches in pages [pages, num_kv_heads, page rows, head_dim]. These stand in the
+# place of WRITE_INDEX and TREE_MASK; B sequences, M columns of a sequence's mask, 0: causal.
+SEQUENCES = "sequences"  # int64 [B, 3]; rows already in the cache, rows of the pass, M
+TREE_MASKS = "tree_masks"  # bool [N]; [S, M] of one sequence behind the other, then padding
+# Of engines that take adapters. A sequence's own is ADAPTER, int64 [1]; 0 is none.
+ADAPTER = "adapter"
+ADAPTER_ROWS = "adapter_rows"  # int64 [S]; the adapter of each row of a pass
+ADAPTER_WEIGHTS = "adapter_weights"  # float32; A [rank, in] and B [rank, out] of all layers of all
+ADAPTER_TABLE = "adapter_table"  # int64 [adapters, layers, 3]; rank, where A and where B begin
+
+# Engines for GPUs hold adapters in places, which do not move; adapter n is in place n - 1. Products
+# of weights of G layers side by side have N columns for all places, one place behind the other; a
+# TensorRT engine also takes passes that are given one, for rows without adapters.
+ADAPTER_COLUMNS = "adapter_columns."  # N as a symbol, before G
+ADAPTER_MASK = "adapter_mask."  # before G: bool [1, S, N]; whether a row has what is in a column
+ADAPTER_DOWN, ADAPTER_UP = "adapter_down.", "adapter_up."  # how names of `adapter_matrix` begin
+
+
+def adapter_matrix(part: str, layers: Sequence[tuple[int, int]]) -> str:
+    """Name of what adapters are to a product of the weights of layers side by side.
+
+    `ADAPTER_DOWN`: activations [N, in]; of a place A of one layer behind that of the other.
+    `ADAPTER_UP`: activations [N, out]; B of each layer at its outputs, between zeros.
+
+    Args:
+        part: one of these two.
+        layers: places in `ADAPTER_TABLE`, and widths.
+    """
+    return part + "+".join(f"{place}x{width}" for place, width in layers)
+
+
+# TensorRT engines with edgellm's kernels have no caches among their inputs, but where they lie:
+# int64 [2 + 4 * layers], see `device_runtime/kernels/triton/cache.py`.
+CACHE_TABLE = "cache_table"
+
+
+def page_table_name(window: int) -> str:
+    """Name of the page tables of layers that see `window` rows, 0: all; int64 [B, P].
+
+    Page p of a sequence holds its rows from p * page rows on; what no row sees may be anywhere.
+    """
+    return f"page_table.{window}"
+
+
+# Of a decoder with recurrent layers. What such layers keep of a sequence stands for all committed
+# rows; a pass reads it and leaves it as it was. It also gives what the recurrence takes of each
+# row, and the graph of the role "commit" takes that of accepted rows to make the next states.
+# int64 [S]; the new row before each row, ascending; -1 - n: none is new, it follows state n, of
+# which an engine for several sequences is given more than one.
+PARENT_ROWS = "parent_rows"
+COMMIT_ROWS = "commit_rows"  # int64 [M]; the accepted rows of a pass, each the next one's parent
+STATE, STATE_ROWS, NEXT_STATE = STATES = "state.", "state_rows.", "next_state."  # how names begin
+
+
+def state_name(layer: int, part: str) -> str:
+    """Name of the input that holds a part of a layer's state, in both graphs: [1, ...].
+
+    An engine's decoder takes those of several sequences, [B, ...].
+    """
+    return f"{STATE}{layer}.{part}"
+
+
+def state_rows_name(layer: int, part: str) -> str:
+    """Name of what a pass gives of its rows, and a commit takes: [1, S, numbers]."""
+    return f"{STATE_ROWS}{layer}.{part}"
+
+
+def next_state_name(state: str) -> str:
+    """Name of a commit's output that takes the place of the state of this name."""
+    return NEXT_STATE + state.removeprefix(STATE)
+
+
+# A visual encoder. One image is one run; its patches come in merge-block order: the M * M patches
+# of a block one after another, row by row, then the next block of the row of blocks.
+PIXEL_VALUES = "pixel_values"  # activations [P, patch_values], or of tiles [N, 3, E, E]
+PATCH_POSITIONS = "patch_positions"  # int64 [P, 2]; row and column of each patch
+WINDOW_SLOTS = "window_slots"  # int64 [W * Z]; the patch in each slot of the padded windows
+WINDOW_MASK = "window_mask"  # bool [W, Z]; false: padding, whose slot may name any patch
+WINDOW_ROWS = "window_rows"  # int64 [P]; the slot of each patch
+POS_EMBED_INDEX = "pos_embed_index"  # int64 [4, P]; neighbours in the table of positions
+POS_EMBED_WEIGHT = "pos_embed_weight"  # float32 [4, P]; how much of each neighbour
+IMAGE_EMBEDS = "image_embeds"  # activations [P / M^2, H], or of tiles [N * tokens_per_tile, H]
+DEEPSTACK_EMBEDS = "deepstack_embeds"  # activations [L, P / M^2, H]; level i goes behind layer i
+# A decoder takes both of all images of a prompt as inputs: its token id V + n stands for row n.
+
+
+PAST, PRESENT = "past_key_values.", "present."  # how names of caches begin
+
+
+def past_name(layer: int, part: str) -> str:
+    """Name of a KV-cache input, `part` is "key" or "value": [1, num_kv_heads, C, head_dim]."""
+    return f"{PAST}{layer}.{part}"
+
+
+def present_name(layer: int, part: str) -> str:
+    """Name of the KV-cache output that shares its buffer with `past_name(layer, part)`."""
+    return f"{PRESENT}{layer}.{part}"
+
+
+# -------------------------------------------------- operations that portable graphs call by name
+# Model-local functions of this domain, with bodies in plain ONNX
+# (`edgellm.export.onnx.functions.attention`). A backend replaces calls by what it has for them, or
+# inlines the bodies.
+FUNCTIONS = "edgellm"
+ATTENTION = "CachedAttention"
+UNROTATED_ATTENTION = "UnrotatedCachedAttention"  # without rope, or of rows that are turned already
+SINK_ATTENTION = "CachedAttentionWithSinks"  # the same, with a score for each head
+ROTARY_TABLES = "RotaryTables"  # of all positions
+VISIBLE_SLOTS = "VisibleSlots"  # of every row: those before it, and its ancestors in a tree
+VISIBLE_IN_WINDOW = "VisibleSlotsInWindow"
+CONVOLUTION = "RecurrentConvolution"  # of each row with its ancestors
+DELTA_RULE = "GatedDeltaRule"  # of each row with its ancestors
+DECAYING_RULE = "DecayingRule"  # the same without taking back
+DELTA_UPDATE = "GatedDeltaUpdate"  # of a state by accepted rows
+LINEAR = "Linear"  # x, weight [out, in]
+QUANTIZED_LINEAR = "QuantizedLinear"  # x, codes [in, out], scales
+SHIFTED_LINEAR = "ShiftedLinear"  # the same, and zero points
+BLOCK_LINEAR = "BlockLinear"  # x, codes [out, in], scales [out, in / block]
+OFFSET_LINEAR = "OffsetLinear"  # the same, and minima [out, in / block]
+BLOCK_ROWS = "BlockRows"  # row numbers, and what BLOCK_LINEAR has behind x
+OFFSET_ROWS = "OffsetRows"  # row numbers, and what OFFSET_LINEAR has behind x
+BLOCK_FACTORS = "BlockFactors"  # scales or minima that are codes themselves: codes, scales
+FP4_LINEAR = "Fp4Linear"  # x, codes [out, in], scales, global scale
+ROUND_INPUT = "RoundInput"  # x, scale, zero point
+ROUND_INPUT_FP4 = "RoundInputFp4"  # x, global scale
+SMOOTH_INPUT = "SmoothInput"  # x, factors [in]
+ROUTER = "Router"  # x, weight [experts, in]; never rounded
+# x, ids and shares of those chosen, then what holds the gates, the ups and the downs of all experts
+# (as the four kinds of linear layers hold one, with the experts as first axis), and their biases.
+EXPERTS = "Experts"
+QUANTIZED_EXPERTS = "QuantizedExperts"
+SHIFTED_EXPERTS = "ShiftedExperts"
+FP4_EXPERTS = "Fp4Experts"  # pairs of codes uint8 [experts, out, in / 2], scales of 32 inputs
+# Codes [experts, out, in], scales and minima of blocks, or a single minimum of zero.
+BLOCK_EXPERTS = "BlockExperts"
+NVFP4_EXPERTS = "Nvfp4Experts"  # the same, FP8 scales of 16 inputs, and for each expert theirs

@@ -1,0 +1,161 @@
+"""One run at a time: locked files, and folders of unfinished work that say whose they are.
+
+A lock ends with its process, however that ends, so that what a killed run left can be told from
+what a living one writes. Standard library and `edgellm.core.contract` only.
+"""
+
+from __future__ import annotations
+
+import contextlib
+import dataclasses
+import errno
+import fcntl
+import itertools
+import os
+import shutil
+import tempfile
+from collections.abc import Iterator
+from dataclasses import dataclass
+from pathlib import Path
+
+from edgellm.core.contract import EdgeLLMError
+
+_LOCK, _FILES = "lock", "files"
+_MARK = b"a run of edgellm\n"  # in locks, so that nothing of somebody else's is taken for ours
+
+
+@contextlib.contextmanager
+def hold(path: Path, fault: str, hint: str) -> Iterator[None]:
+    """Lock a file (made where it is missing) while the block runs.
+
+    Raises:
+        EdgeLLMError: `fault`, with `hint`: another process holds it; or it cannot be opened.
+    """
+    try:
+        descriptor = os.open(path, os.O_RDWR | os.O_CREAT, 0o644)
+    except OSError as error:
+        raise EdgeLLMError(f"cannot write {path}: {error.strerror}") from None
+    try:
+        if _lock(descriptor) is False:
+            raise EdgeLLMError(fault, hint=hint)
+        yield
+    finally:
+        os.close(descriptor)
+
+
+@dataclass(frozen=True, slots=True)
+class Unfinished:
+    """A folder of work that is going on, marked by a lock."""
+
+    folder: Path
+    lock: int | None  # descriptor; None where the file system has no locks
+    made: tuple[Path, ...] = ()  # folders above that it made, innermost first; empty ones go
+
+    @property
+    def files(self) -> Path:
+        """Where the work goes."""
+        return self.folder / _FILES
+
+    def remove(self) -> None:
+        """The work is finished, or given up."""
+        _remove(self.folder)
+        if self.lock is not None:
+            os.close(self.lock)
+        with contextlib.suppress(OSError):
+            for folder in self.made:
+                folder.rmdir()
+
+
+def begin(output: Path) -> Unfinished:
+    """Make a folder of unfinished work for `output`, on its file system; dead ones go.
+
+    Raises:
+        EdgeLLMError: another run writes `output`, or its place cannot be written.
+    """
+    home = _home(output.absolute())
+    prefix = f".{output.absolute().name}.partial-"
+    made = tuple(itertools.takewhile(lambda each: not each.exists(), (home, *home.parents)))
+    try:
+        home.mkdir(parents=True, exist_ok=True)
+        with _alone(home):
+            _sweep(home, prefix, output)
+            return dataclasses.replace(_make(home, prefix), made=made)
+    except OSError as error:
+        raise EdgeLLMError(
+            f"cannot write into {home}: {error.strerror}", hint="give another output folder"
+        ) from None
+
+
+def _home(output: Path) -> Path:
+    """Beside the output; in it where that is another disk, which nothing can be renamed to."""
+    if output.is_dir() and (
+        output.stat().st_dev != output.parent.stat().st_dev or not os.access(output.parent, os.W_OK)
+    ):
+        return output
+    if output.is_dir() and not os.access(output, os.W_OK):
+        raise EdgeLLMError(f"cannot write into {output}", hint="give another output folder")
+    return output.parent
+
+
+def _make(home: Path, prefix: str) -> Unfinished:
+    folder = Path(tempfile.mkdtemp(prefix=prefix, dir=home))
+    folder.chmod(0o755)
+    (folder / _FILES).mkdir()
+    lock = os.open(folder / _LOCK, os.O_RDWR | os.O_CREAT, 0o644)
+    if _lock(lock):
+        os.write(lock, _MARK)
+        return Unfinished(folder, lock)
+    os.close(lock)
+    (folder / _LOCK).unlink()  # what has none is never taken for dead
+    return Unfinished(folder, None)
+
+
+def _sweep(home: Path, prefix: str, output: Path) -> None:
+    """Remove what killed runs left; what has no lock of ours is somebody else's."""
+    for folder in home.iterdir():
+        if not folder.name.startswith(prefix):
+            continue
+        try:
+            lock = os.open(folder / _LOCK, os.O_RDWR | os.O_NOFOLLOW)
+        except OSError:
+            continue
+        try:
+            is_free = _lock(lock)
+            if is_free is False:
+                raise EdgeLLMError(
+                    f"another run is writing {output}",
+                    hint="wait for it, or give another output folder",
+                )
+            if is_free and os.read(lock, len(_MARK) + 1) == _MARK:
+                _remove(folder)
+        finally:
+            os.close(lock)
+
+
+def _remove(folder: Path) -> None:
+    """The lock goes last, so that a removal that is killed can be finished."""
+    shutil.rmtree(folder / _FILES, ignore_errors=True)
+    with contextlib.suppress(OSError):
+        (folder / _LOCK).unlink(missing_ok=True)
+        folder.rmdir()
+
+
+@contextlib.contextmanager
+def _alone(folder: Path) -> Iterator[None]:
+    """Let the runs that write into a folder begin one after the other."""
+    descriptor = os.open(folder, os.O_RDONLY)
+    try:
+        with contextlib.suppress(OSError):  # some file systems lock no folders
+            fcntl.flock(descriptor, fcntl.LOCK_EX)
+        yield
+    finally:
+        os.close(descriptor)
+
+
+def _lock(descriptor: int) -> bool | None:
+    """Whether the lock was free and is ours now; None where the file system has none."""
+    try:
+        fcntl.flock(descriptor, fcntl.LOCK_EX | fcntl.LOCK_NB)
+    except OSError as error:
+        return False if error.errno in (errno.EWOULDBLOCK, errno.EACCES) else None
+    return True

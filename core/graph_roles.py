@@ -1,0 +1,93 @@
+"""What graphs are for: the facts by which builders and the runtime handle a role alike.
+
+A graph of a new shape is an entry of `ROLES`. If an engine is for it, `device_runtime.networks` has
+a module of its name, which runs and measures it. Standard library only.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Iterable, Mapping
+from dataclasses import dataclass, field
+from enum import Enum
+
+from edgellm.core.contract import DRAFT_HIDDEN, HIDDEN_TAPS, TOP_K
+
+DECODER = "decoder"  # a language model
+DRAFT = "draft"  # a draft network with a cache of its own
+COMMIT = "commit"  # moves the states of a decoder's recurrent layers on; reads no weights
+FUSE = "fuse"  # makes a draft's hidden rows of a base's features
+BLOCK = "block"  # a draft network with a cache, of which one pass foresees a block of tokens
+HEADS = "heads"  # foresee tokens from the feature of the newest committed row: a row for each head
+ENCODER = "encoder"  # a visual encoder
+
+# Kinds of passes that are measured
+PASS = "pass"  # of a decoder
+HOST = "host"  # no pass: what the host does for a round of a decoder that verifies trees
+STEP = "step"  # of a draft: rows of one growth
+EXTEND = "extend"  # of a draft: rows fused and committed
+ALL_HEADS = "heads"  # of all of them
+FORESEE = "foresee"  # of a draft of blocks: rows fused and committed, and a block behind them
+_SHARED_BY = " x "  # behind a kind: sequences that share such a pass
+
+
+class Rows(Enum):
+    """What the rows of a pass are."""
+
+    TEXT = "a prompt, the newest token, or a tree to verify"
+    DRAFTED = "a prompt, what a round committed, or a level of a drafted tree"
+    ONE = "one"
+    ACCEPTED = "of a decoder's pass, which its text goes on with"
+    IMAGE = "the patches or tiles of an image, of any size"
+
+
+@dataclass(frozen=True, slots=True)
+class Role:
+    """The facts of a role."""
+
+    rows: Rows
+    has_cache: bool = False  # of keys and values; rows are tokens, and images among them
+    inputs: tuple[str, ...] = ()  # besides those of what has a cache, or reads an image
+    measured: Mapping[str, str] = field(default_factory=dict)  # kinds of passes, and their names
+
+
+ROLES = {
+    DECODER: Role(
+        Rows.TEXT,
+        has_cache=True,
+        measured={PASS: "a pass", HOST: "the host's part of a drafted round"},
+    ),
+    DRAFT: Role(
+        Rows.DRAFTED,
+        has_cache=True,
+        inputs=(DRAFT_HIDDEN, TOP_K),
+        measured={STEP: "a draft step", EXTEND: "fusing and committing"},
+    ),
+    BLOCK: Role(
+        Rows.DRAFTED,
+        has_cache=True,
+        inputs=(DRAFT_HIDDEN, TOP_K),
+        measured={FORESEE: "committing and drafting a block"},
+    ),
+    COMMIT: Role(Rows.ACCEPTED),
+    FUSE: Role(Rows.DRAFTED, inputs=(HIDDEN_TAPS,)),
+    HEADS: Role(Rows.ONE, inputs=(HIDDEN_TAPS, TOP_K), measured={ALL_HEADS: "a pass of all heads"}),
+    ENCODER: Role(Rows.IMAGE),
+}
+
+
+def measured_name(kind: str) -> str:
+    """What people call a kind of pass."""
+    alone, _, sequences = kind.partition(_SHARED_BY)
+    name = next(role.measured[alone] for role in ROLES.values() if alone in role.measured)
+    return f"{name} of {sequences} answers with as many rows each" if sequences else name
+
+
+def shared_kind(kind: str, sequences: int) -> str:
+    """The kind of pass that so many sequences share; it is measured by the rows of each."""
+    return f"{kind}{_SHARED_BY}{sequences}"
+
+
+def shared_kinds(kind: str, measured: Iterable[str]) -> dict[int, str]:
+    """Those among kinds that were measured, by their sequences."""
+    parts = [(each, *each.partition(_SHARED_BY)) for each in measured]
+    return {int(count): each for each, alone, _, count in parts if alone == kind and count}

@@ -1,0 +1,289 @@
+"""What artifacts say of themselves: the facts of a network, bundles and engines.
+
+An artifact is of a product: a language model (llm), a draft, a visual encoder. Its graphs have
+roles (`edgellm.core.graph_roles`). Standard library only.
+"""
+
+from __future__ import annotations
+
+import dataclasses
+import types
+import typing
+from dataclasses import dataclass, field
+from pathlib import Path
+from typing import Any, TypeVar
+
+from edgellm.core.contract import BrokenArtifactError
+from edgellm.core.disk_space import require_regular_files
+from edgellm.core.graph_roles import ROLES
+from edgellm.core.model_spec import DecoderSpec, DraftSpec, KVCacheSpec, PageSpec, VisionSpec
+from edgellm.core.strict_json import parse
+
+CONTRACT_VERSION = 2
+ENGINE_VERSION = 3  # of engines, whose form changes oftener than that of bundles
+MANIFEST_NAME = "manifest.json"
+LAYER_REPORT = ".layers.json"  # behind the name of a compiled graph: what it was fused to
+ESTIMATED = "estimated_cost"  # option of engines, see `Engine.estimated`
+DRAFT_FOLDER = "draft"  # of an engine: where its draft's engine lies
+
+DEVICES = ("cpu", "cuda")  # of libraries that have a backend for each, the usual one first
+
+LLM_BUNDLE, LLM_ENGINE = "llm_bundle", "llm_engine"
+DRAFT_BUNDLE, DRAFT_ENGINE = "draft_bundle", "draft_engine"
+VISUAL_BUNDLE, VISUAL_ENGINE = "visual_bundle", "visual_engine"
+_MAKERS = {
+    LLM_BUNDLE: "edgellm-export llm",
+    DRAFT_BUNDLE: "edgellm-export draft",
+    VISUAL_BUNDLE: "edgellm-export visual",
+    LLM_ENGINE: "llm_build",
+    DRAFT_ENGINE: "llm_build --eagleDraft",
+    VISUAL_ENGINE: "visual_build",
+}
+
+
+@dataclass(frozen=True, slots=True)
+class FileRecord:
+    """Size and hash of one file of an artifact."""
+
+    num_bytes: int
+    sha256: str
+
+
+Spec = DecoderSpec | DraftSpec | VisionSpec
+_SPECS: dict[str, type] = {
+    LLM_BUNDLE: DecoderSpec, LLM_ENGINE: DecoderSpec, DRAFT_BUNDLE: DraftSpec,
+    DRAFT_ENGINE: DraftSpec, VISUAL_BUNDLE: VisionSpec, VISUAL_ENGINE: VisionSpec,
+}  # fmt: skip
+
+
+@dataclass(frozen=True, slots=True)
+class GraphSpec:
+    """One graph."""
+
+    path: str
+    max_rows: int = 0  # query rows of a pass that it is meant for; 0: any
+    precision: str = ""  # of an engine's linear layers
+
+
+class _OfANetwork:
+    """What bundles and engines have in common: a network's facts, by product."""
+
+    __slots__ = ()
+    kind: str
+    spec: Spec
+    graphs: dict[str, Any]  # by role
+
+    @property
+    def main_role(self) -> str:
+        """What it is for, which comes first."""
+        return next(iter(self.graphs))
+
+    @property
+    def decoder(self) -> DecoderSpec:
+        """Of a language model, or a draft's own."""
+        return self.draft.decoder if isinstance(self.spec, DraftSpec) else _as(DecoderSpec, self)
+
+    @property
+    def draft(self) -> DraftSpec:
+        """Of a draft."""
+        return _as(DraftSpec, self)
+
+    @property
+    def cache(self) -> KVCacheSpec | None:
+        """Of the network; None without one: encoders and heads."""
+        if isinstance(self.spec, VisionSpec) or not self.decoder.kv.num_layers:
+            return None
+        return self.decoder.kv
+
+    def cache_of(self, role: str) -> KVCacheSpec | None:
+        """Of the graphs of a role; None where they have no cache."""
+        return self.cache if ROLES[role].has_cache else None
+
+    @property
+    def vision(self) -> VisionSpec:
+        """Of a visual encoder."""
+        return _as(VisionSpec, self)
+
+
+@dataclass(frozen=True, slots=True)
+class Bundle(_OfANetwork):
+    """What `edgellm-export` wrote: portable ONNX graphs, their weights, a model's other files."""
+
+    kind: str
+    spec: Spec
+    graphs: dict[str, GraphSpec]  # by role
+    dtype: str  # activations: "float16" or "float32"
+    quantization: str  # "none" or the scheme of the linear layers
+    opset: int
+    options: dict[str, Any]
+    provenance: dict[str, Any]
+    eos_token_ids: tuple[int, ...] = ()
+    hidden_taps: tuple[int, ...] = ()  # see DraftSpec; empty: no draft can be attached
+    pooling: str = ""  # "last" or "mean": rows of the tap that stand for a text; "": none do
+    files: dict[str, FileRecord] = field(default_factory=dict)
+    contract_version: int = CONTRACT_VERSION
+
+
+@dataclass(frozen=True, slots=True)
+class Engine(_OfANetwork):
+    """What `llm_build` and `visual_build` wrote: graphs compiled for a backend and a machine.
+
+    A limit is 0 where the product has none of the kind.
+    """
+
+    kind: str
+    spec: Spec  # `kv.dtype` is the engine's own
+    graphs: dict[str, tuple[GraphSpec, ...]]  # by role, each in ascending order of `max_rows`
+    backend: str
+    backend_version: str
+    machine: str  # what the compiled graphs depend on, e.g. the CPU's instruction sets
+    quantization: str
+    options: dict[str, Any]
+    provenance: dict[str, Any]
+    eos_token_ids: tuple[int, ...] = ()
+    hidden_taps: tuple[int, ...] = ()
+    pooling: str = ""  # see Bundle
+    max_input_len: int = 0  # tokens of a prompt
+    max_kv_cache_capacity: int = 0
+    max_batch_size: int = 1  # sequences of a pass; the cache has room for all rows of as many
+    max_verify_tree_size: int = 0  # rows of a token tree, root included; 0: plain decoding only
+    max_draft_tree_size: int = 0  # rows that may be drafted in one round
+    min_image_tokens: int = 0  # of an image
+    max_image_tokens: int = 0  # of all images of a request together
+    max_image_tokens_per_image: int = 0
+    prefill_rows: int = 0  # rows per pass at which a long prompt is fastest
+    # By kind of pass: its rows -> milliseconds; {} where nothing was measured; see `estimated`
+    cost_ms: dict[str, dict[str, float]] = field(default_factory=dict)
+    files: dict[str, FileRecord] = field(default_factory=dict)
+    contract_version: int = ENGINE_VERSION
+
+    @property
+    def estimated(self) -> dict[str, list[int]]:
+        """Rows by kind of pass whose milliseconds in `cost_ms` were extrapolated, not measured."""
+        return self.options.get(ESTIMATED, {})
+
+    @property
+    def main_graphs(self) -> tuple[GraphSpec, ...]:
+        """Those of its main role."""
+        return self.graphs[self.main_role]
+
+    @property
+    def builder(self) -> str:
+        """The command that made it."""
+        return _MAKERS[self.kind].split()[0]
+
+    @property
+    def library(self) -> str:
+        """The backend's, as users name it."""
+        return library_of(self.backend)
+
+
+def library_of(backend: str) -> str:
+    """The library of a backend, which may have one for each device, as users name it."""
+    library, _, device = backend.rpartition("_")
+    return library if device in DEVICES else backend
+
+
+def with_kv_dtype(spec: Spec, dtype: str, pages: PageSpec | None = None) -> Spec:
+    """The facts of a network whose cache has another type, and pages; "" leaves it."""
+    if not dtype or isinstance(spec, VisionSpec):
+        return spec
+    if isinstance(spec, DraftSpec):
+        return dataclasses.replace(spec, decoder=with_kv_dtype(spec.decoder, dtype, pages))
+    return dataclasses.replace(spec, kv=dataclasses.replace(spec.kv, dtype=dtype, pages=pages))
+
+
+_VALUES = {"dtype": ("float16", "float32"), "pooling": ("", "last", "mean")}  # by key
+_Spec = TypeVar("_Spec", DecoderSpec, DraftSpec, VisionSpec)
+Manifest = TypeVar("Manifest", Bundle, Engine)
+
+
+def _as(kind: type[_Spec], manifest: _OfANetwork) -> _Spec:
+    if not isinstance(manifest.spec, kind):
+        raise TypeError(f"a {manifest.kind} has no {kind.__name__}")
+    return manifest.spec
+
+
+def load_bundle(folder: Path, kind: str) -> Bundle:
+    """Read the manifest of a bundle; raises as `load_manifest`."""
+    return load_manifest(folder, kind, Bundle)
+
+
+def load_engine(folder: Path, kind: str) -> Engine:
+    """Read the manifest of an engine; raises as `load_manifest`."""
+    return load_manifest(folder, kind, Engine)
+
+
+def load_manifest(folder: Path, expected: str, form: type[Manifest]) -> Manifest:
+    """Read `folder/manifest.json`, of an artifact of the kind `expected`.
+
+    Raises:
+        BrokenArtifactError: no such folder or manifest, another kind of artifact, a newer
+            contract, or fields that do not parse.
+    """
+    path = folder / MANIFEST_NAME
+    maker = _MAKERS[expected]
+    if not folder.is_dir():
+        fault = f"{folder} is not a folder" if folder.exists() else f"no such folder: {folder}"
+        raise BrokenArtifactError(fault, hint=f"make it with {maker}")
+    require_regular_files(folder)
+    try:
+        raw = parse(path.read_text("utf-8"))
+        found = raw["kind"]
+        version = raw["contract_version"]
+    except FileNotFoundError:
+        raise BrokenArtifactError(
+            f"{folder} holds no {MANIFEST_NAME}", hint=f"make the folder with {maker}"
+        ) from None
+    except (ValueError, KeyError, TypeError, RecursionError) as error:
+        raise BrokenArtifactError(
+            f"{path} is damaged: {error}", hint=f"make the folder again with {maker}"
+        ) from None
+    if found != expected:
+        raise BrokenArtifactError(
+            f"{folder} is of kind {found}, not {expected}",
+            hint=f"give the folder that {maker} made",
+        )
+    reads = ENGINE_VERSION if form is Engine else CONTRACT_VERSION
+    if version != reads:
+        raise BrokenArtifactError(
+            f"{folder} has contract version {version}, this edgellm reads {reads}",
+            hint="update edgellm here" if version > reads else f"run {maker} again",
+        )
+    try:
+        _require_known(raw)
+        return _parse(form, {**raw, "spec": _parse(_SPECS[expected], raw["spec"])})
+    except (KeyError, TypeError, ValueError, AttributeError) as error:
+        raise BrokenArtifactError(
+            f"{path} is damaged: {error!r}", hint=f"make the folder again with {maker}"
+        ) from None
+
+
+def _require_known(raw: dict[str, Any]) -> None:
+    graphs = raw["graphs"]
+    if not graphs or graphs.keys() - ROLES.keys():
+        raise ValueError(f"graphs of the roles {[*graphs]}")
+    for key, known in _VALUES.items():
+        if raw.get(key, known[0]) not in known:
+            raise ValueError(f"{key} {raw[key]!r} is not one of {', '.join(map(repr, known))}")
+
+
+def _parse(kind: Any, raw: Any) -> Any:
+    """`raw` (from JSON) as the annotated type `kind`: dataclass, tuple, dict, union or scalar."""
+    if dataclasses.is_dataclass(raw):
+        return raw
+    origin, args = typing.get_origin(kind), typing.get_args(kind)
+    if isinstance(kind, type) and dataclasses.is_dataclass(kind):
+        hints = typing.get_type_hints(kind)
+        return kind(**{name: _parse(hints[name], value) for name, value in raw.items()})
+    if origin is tuple:
+        return tuple(_parse(args[0], item) for item in raw)
+    if origin is dict:
+        return {key: _parse(args[1], value) for key, value in raw.items()}
+    if origin is types.UnionType:
+        return None if raw is None else _parse(args[0], raw)
+    if kind is float and isinstance(raw, int):
+        return float(raw)
+    if kind is not Any and not isinstance(raw, kind):
+        raise TypeError(f"expected {kind.__name__}, found {raw!r}")
+    return raw

@@ -1,0 +1,1 @@
+"""Python interface: `LLM`, its requests and outputs."""

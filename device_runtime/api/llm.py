@@ -1,0 +1,419 @@
+"""The Python interface: `LLM(engine_dir).generate(...)` yields steps."""
+
+from __future__ import annotations
+
+import os
+from collections.abc import Callable, Iterable, Iterator
+from collections.abc import Sequence as Sized
+from dataclasses import replace
+from pathlib import Path
+from typing import TYPE_CHECKING, Any
+
+import numpy as np
+from numpy.typing import NDArray
+
+from edgellm.core.checksums import FileCheck
+from edgellm.core.contract import RequestError
+from edgellm.core.manifest import LLM_ENGINE, load_engine
+from edgellm.device_runtime import validation
+from edgellm.device_runtime.api.scoring import Reader
+from edgellm.device_runtime.engine import continuation
+from edgellm.device_runtime.engine.chat_template import Formatter
+from edgellm.device_runtime.engine.kv_cache_manager import CacheSlot
+from edgellm.device_runtime.engine.lora import open_adapters
+from edgellm.device_runtime.engine.profile import IMAGES, Profile
+from edgellm.device_runtime.engine.prompt import Prompt, fit
+from edgellm.device_runtime.engine.sequence import Sequence, Step
+from edgellm.device_runtime.engine.stop_detector import Endings
+from edgellm.device_runtime.engine.template_flags import GENERATE, refuse_flags, require_known
+from edgellm.device_runtime.kv_cache.prefix_cache import count_common
+from edgellm.device_runtime.networks import ImageRows
+from edgellm.device_runtime.networks.decoder import DecoderSession, open_decoder
+from edgellm.device_runtime.sampling.guidance import Guidance
+from edgellm.device_runtime.sampling.logprobs import TokenLogprobs
+from edgellm.device_runtime.sampling.sampler import Sampler, SamplingParams
+from edgellm.device_runtime.scheduler.background_loop import Driver
+from edgellm.device_runtime.scheduler.concurrent import BatchError, News, together
+from edgellm.device_runtime.scheduler.request_output import Answer
+from edgellm.device_runtime.scheduler.running_batch import Batch, Entry
+from edgellm.device_runtime.scheduler.scheduler_limits import bounds_of
+from edgellm.device_runtime.scheduler.step_lock import Turns
+from edgellm.device_runtime.speculate.open_drafter import Drafters, settled
+from edgellm.device_runtime.speculate.options import SpecOptions
+from edgellm.device_runtime.text.tokenizer import ChatTokenizer, StopMatcher
+
+if TYPE_CHECKING:
+    from edgellm.device_runtime.engine.images import ImageReader, Seen
+    from edgellm.multimodal.media import Source
+
+__all__ = ["LLM", "Answer", "BatchError", "Step"]
+BeforePass = Callable[[], object]
+
+
+class LLM:
+    """A loaded engine with its tokenizer; `close` or `with` gives its memory back.
+
+    Threads may share it: as many answers grow at a time as it was built for, see `Turns`.
+    """
+
+    def __init__(
+        self,
+        engine_dir: Path | str,
+        *,
+        verify: bool | None = None,
+        spec: SpecOptions | None = None,
+        multimodal_engine_dir: Path | str | None = None,
+        context_reuse: bool = False,
+        allow_special_tokens: bool = False,
+        max_stall_ms: float = validation.MAX_STALL_MS,
+    ) -> None:
+        """Load an engine.
+
+        Args:
+            engine_dir: a folder made by llm_build on this machine.
+            verify: True checks the hash of every file, False only sizes; None checks the hashes
+                unless this was done since the files were last changed.
+            spec: decode speculatively; None decodes plainly.
+            multimodal_engine_dir: a folder made by visual_build, for prompts with images.
+            context_reuse: do not compute again what a prompt has in common with the prompt before
+                it and its answer; this may move last bits, as reading in other pieces does.
+            allow_special_tokens: words of messages that read like special tokens are such.
+            max_stall_ms: a pass that reads a prompt takes no longer while other answers grow.
+
+        Raises:
+            BrokenArtifactError: damaged, or built for another machine or library version.
+            LimitError: `spec` exceeds what the engine was built for.
+            RequestError: an argument of the wrong kind.
+        """
+        validation.check_loading(
+            engine_dir, verify, spec, multimodal_engine_dir,
+            max_stall_ms, context_reuse=context_reuse, allow_special_tokens=allow_special_tokens,
+        )  # fmt: skip
+        folder = Path(engine_dir)
+        self.manifest = load_engine(folder, LLM_ENGINE)
+        with FileCheck(folder, self.manifest.files, verify):
+            self.tokenizer = ChatTokenizer(folder)
+            session = open_decoder(folder, self.manifest)
+        self.formatter = Formatter(self.tokenizer, allow_special_tokens)
+        self._drafters: Drafters | None = None
+        if spec is not None and (how := settled(spec, folder, self.manifest)) is not None:
+            self._drafters = Drafters(folder, self.manifest, session, how, verify=verify)
+        decoder, no_images = self.manifest.decoder, None
+        if decoder.images is not None:
+            no_images = ImageRows.none(decoder.hidden_size, decoder.images.num_deepstack)
+        caches = self._drafters.caches if self._drafters else ()
+        rows = self.manifest.prefill_rows
+        slot = CacheSlot(session, rows, caches, no_images=no_images, reuses_context=context_reuse)
+        self._slot: CacheSlot | None = slot
+        tree_rows = self.manifest.max_verify_tree_size if self._drafters is not None else 1
+        bounds = bounds_of(self.manifest, slot, max_stall_ms, self.batch_size, tree_rows)
+        self._turns = Turns(Batch(slot, bounds))
+        self._adapters = open_adapters(folder, self.manifest, session, self._turns.visiting)
+        self.images: ImageReader | None = None
+        if multimodal_engine_dir is not None:
+            from edgellm.device_runtime.engine.images import open_images  # imports Pillow
+
+            self.images = open_images(Path(multimodal_engine_dir), self.manifest, verify=verify)
+            self.formatter = replace(self.formatter, film_text=self.images.film_text)
+        self._guidance = Guidance(folder, decoder.vocab_size, self.manifest.eos_token_ids)
+
+    @property
+    def batch_size(self) -> int:
+        """Answers that share a pass at most: what the engine was built for."""
+        return self.manifest.max_batch_size
+
+    def on_pass(self, told: Callable[[int, int], object]) -> None:
+        """Have `told` called before passes: answers that share it, others that gave rows back."""
+        self._turns.on_pass(told)
+
+    @property
+    def slot(self) -> CacheSlot:
+        """The caches; raises `EdgeLLMError` behind `close`."""
+        self._turns.require_open()
+        assert self._slot is not None
+        return self._slot
+
+    @property
+    def session(self) -> DecoderSession:
+        """The base; raises as `slot`."""
+        return self.slot.session
+
+    @session.setter
+    def session(self, session: DecoderSession) -> None:
+        self.slot.session = session
+
+    def __enter__(self) -> LLM:
+        """`with LLM(...) as llm:` closes it at the end."""
+        self._turns.require_open()
+        return self
+
+    def __exit__(self, *_: object) -> None:
+        """See `close`."""
+        self.close()
+
+    def close(self) -> None:
+        """Give the memory back behind the pass that runs; unfinished answers end in an error."""
+        self._turns.close()
+        self._adapters.close()
+        self._slot = self._drafters = self.images = None
+
+    @property
+    def adapters(self) -> dict[str, Path]:
+        """The LoRA adapters that are loaded, by name: their folders."""
+        return self._adapters.folders
+
+    def load_adapter(self, name: str, folder: Path | str) -> None:
+        """Take up a LoRA adapter, which answers of `lora=name` are computed with.
+
+        Others go on meanwhile, and wait for no more than a pass.
+
+        Args:
+            name: a new one, or one that stands for the same weights.
+            folder: as PEFT saves adapters.
+
+        Raises:
+            EdgeLLMError: the engine takes none, or not this one; nothing has changed.
+        """
+        validation.require_kind("name", name, str, "a text")
+        validation.require_kind("folder", folder, (str, os.PathLike), "a path")
+        self._turns.require_open()
+        self._adapters.load(name, Path(folder).expanduser())
+
+    def unload_adapter(self, name: str) -> None:
+        """Forget an adapter; raises `RequestError` where it is unknown, or answers use it."""
+        self._turns.require_open()
+        self._adapters.unload(name, self._turns.count_using)
+
+    def generate(
+        self,
+        prompt: str | list[dict[str, Any]],
+        *,
+        sampling: SamplingParams | None = None,
+        max_generate_length: int = 256,
+        stop: Sized[str] = (),
+        speculative: bool = True,
+        priority: int = 0,
+        lora: str | None = None,
+        **template_flags: Any,
+    ) -> Answer:
+        """Start an answer; nothing is computed before it is iterated over.
+
+        Args:
+            prompt: raw text, or chat messages for the model's template, whose content may be a
+                list of {"type": "text", "text": ...} and {"type": "image", "image": path or URI},
+                or {"type": "video", "video": path, URI, or list of frames}.
+            sampling: None takes the defaults.
+            max_generate_length: at most this many tokens.
+            stop: strings that end the answer and do not appear in it.
+            speculative: False decodes plainly although `spec` was given.
+            priority: where answers wait, smaller goes first.
+            lora: the name of a loaded adapter that changes the model for this answer.
+            template_flags: variables of the chat template, see `Formatter.format`; a last message
+                of the assistant is continued unless continue_final_message is False.
+
+        Raises:
+            RequestError: the template refuses the messages, or does not read a variable, or the
+                prompt does not fit.
+        """
+        images: list[Source] = []
+        if isinstance(prompt, str):
+            text, is_raw, continues = prompt, True, False
+            refuse_flags(template_flags)
+        else:
+            images = validation.image_sources(prompt)
+            text, is_raw = self.formatter.format(prompt, template_flags), False
+            continues = continuation.goes_on(prompt, template_flags)
+        return self.generate_text(
+            text,
+            images=images,
+            add_special_tokens=is_raw,
+            continues=continues,
+            sampling=SamplingParams() if sampling is None else sampling,
+            max_generate_length=max_generate_length,
+            stop=stop,
+            speculative=speculative,
+            priority=priority,
+            lora=lora,
+        )
+
+    def generate_batch(
+        self,
+        prompts: Sized[str | list[dict[str, Any]]],
+        *,
+        sampling: SamplingParams | Sized[SamplingParams] | None = None,
+        batch_size: int | None = None,
+        **options: Any,
+    ) -> list[Answer]:
+        """Complete answers to prompts, in their order; several are computed at a time.
+
+        Args:
+            prompts: as for `generate`.
+            sampling: for all, or one for each.
+            batch_size: answers in the works; None: as many as share a pass of the engine.
+            options: of `generate`.
+
+        Raises:
+            RequestError: a prompt does not fit, or options that `generate` does not take.
+            BatchError: answers failed; it holds the others, which are complete.
+        """
+        found = validation.batch(prompts, sampling)
+        if not found:  # else `generate` checks them
+            flags = {name: value for name, value in options.items() if name not in GENERATE}
+            require_known(flags, self.tokenizer)
+        answers = [self.generate(prompt, sampling=how, **options) for prompt, how in found]
+        for _ in self.together(answers, batch_size):
+            pass
+        if any(answer.failure is not None for answer in answers):
+            raise BatchError(answers)
+        return answers
+
+    def driver(self) -> Driver:
+        """What computes for many threads in one."""
+        return Driver(self._turns)
+
+    def together(self, answers: Iterable[Answer], batch_size: int | None = None) -> Iterator[News]:
+        """Iterate over several answers side by side, see `together.together`.
+
+        One that fails says so in its `failure`, and the others go on.
+
+        Args:
+            answers: of `generate`, not iterated over yet; taken as soon as there is a place.
+            batch_size: answers in the works; None: as many as share a pass of the engine.
+        """
+        if batch_size is None:
+            batch_size = self.batch_size
+        return together(self._turns, answers, validation.require_length("batch_size", batch_size))
+
+    def generate_text(
+        self,
+        text: str | Sized[int],
+        *,
+        images: Sized[Source] = (),
+        add_special_tokens: bool,
+        continues: bool = False,
+        sampling: SamplingParams,
+        max_generate_length: int,
+        stop: Sized[str],
+        speculative: bool = True,
+        system_prompt: str | None = None,
+        shown_tokens: Sized[str] = (),
+        priority: int = 0,
+        lora: str | None = None,
+    ) -> Answer:
+        """As `generate`, for a formatted text, or its token ids; images are encoded at once.
+
+        With `continues`, the answer goes on with the last message of the text. With
+        `system_prompt`, which the text begins with, its rows are kept for later answers.
+        The answer's text holds no special tokens but `shown_tokens`.
+        """
+        self._turns.require_open()
+        validation.require_kind("sampling", sampling, SamplingParams, "a SamplingParams")
+        validation.require_kind("speculative", speculative, bool, "True or False")
+        validation.require_kind("priority", priority, int, "a whole number")
+        stops = StopMatcher(validation.text_list("stop", stop))
+        max_tokens = validation.require_length("max_generate_length", max_generate_length)
+        sampling.require_fit(self.manifest.decoder.vocab_size, max_tokens)
+        profile = Profile()
+        adapter = None if lora is None else self._adapters.find(lora)
+        prompt = self._prompt(text, images, profile, add_special_tokens=add_special_tokens)
+        prompt = replace(prompt, adapter=adapter)
+        max_tokens, warnings = fit(len(prompt.token_ids), max_tokens, self.manifest)
+        if images and self.images is not None:
+            warnings = [*warnings, *self.images.warnings]
+        sampler = self.sampler(sampling, prompt)
+        # Continued messages and raw prompts go on as text: the space before a word is kept.
+        before = prompt.token_ids if add_special_tokens or continues else ()
+        stream = self.tokenizer.stream(shown_tokens, before)
+        endings = Endings(stream, stops, sampler.ends, sampling.min_tokens)
+        sequence = Sequence(
+            prompt, sampler, max_tokens, profile, endings=endings, warnings=warnings
+        )
+        if speculative and self._drafters is not None:
+            sequence.drafter = self._drafters.start(greedy=sampling.is_greedy)
+            sequence.accept = self._drafters.options.accept
+        kept = None
+        if system_prompt is not None:
+            ids = self.tokenizer.encode(system_prompt, add_special_tokens=add_special_tokens)
+            kept = count_common(ids, prompt.token_ids)
+            sequence.marks = (kept,)
+        return Answer(Entry(sequence, kept, priority), self._turns)
+
+    def read_logprobs(
+        self,
+        token_ids: Sized[int],
+        num_top: int = 0,
+        before_pass: BeforePass = lambda: None,
+        lora: str | None = None,
+    ) -> list[TokenLogprobs]:
+        """Log-probabilities of all tokens of a text but the first, as the model itself sees them.
+
+        Args:
+            token_ids: of the text.
+            num_top: of the likeliest tokens in each place, which are told of, too.
+            before_pass: asked before every pass; what it raises ends the reading.
+            lora: see `generate`.
+
+        Raises:
+            RequestError: the text is empty or too long.
+        """
+        return self._reader(token_ids, before_pass, lora).logprobs(token_ids, num_top)
+
+    def embed(
+        self, token_ids: Sized[int], before_pass: BeforePass = lambda: None, lora: str | None = None
+    ) -> NDArray[np.float32]:
+        """float32 [H] of length 1: what a text stands for; see `read_logprobs`.
+
+        Raises:
+            RequestError: the engine is not of a model exported with --pooling; the text is empty
+                or too long.
+        """
+        if not self.manifest.pooling:
+            raise RequestError(
+                "this engine answers and does not embed",
+                hint="export a model for embeddings with --pooling last or mean",
+            )
+        return self._reader(token_ids, before_pass, lora).pooled(token_ids, self.manifest.pooling)
+
+    def _reader(
+        self, token_ids: Sized[int], before_pass: BeforePass, lora: str | None = None
+    ) -> Reader:
+        ids = self._ids(token_ids, add_special_tokens=False)
+        fit(len(ids), 0, self.manifest)
+        adapter = None if lora is None else self._adapters.find(lora)
+        return Reader(self.slot, self._turns, before_pass, adapter)
+
+    def _prompt(
+        self,
+        text: str | Sized[int],
+        sources: Sized[Source],
+        profile: Profile,
+        *,
+        add_special_tokens: bool,
+    ) -> Prompt:
+        images = self.images
+        if images is None:
+            if sources:
+                raise RequestError(
+                    "the engine takes text only", hint="give a multimodal_engine_dir"
+                )
+            return Prompt(self._ids(text, add_special_tokens=add_special_tokens))
+        seen: list[Seen] = []
+        if sources:
+            with self._turns.visiting(), profile.stage(IMAGES):
+                seen = images.see(sources, Path.cwd())
+        profile.image_tokens += [one.prepared.num_tokens for one in seen]
+        text = images.expand(text, seen) if isinstance(text, str) else text
+        return images.prompt(self._ids(text, add_special_tokens=add_special_tokens), seen)
+
+    def _ids(self, text: str | Sized[int], *, add_special_tokens: bool) -> list[int]:
+        if isinstance(text, str):
+            return self.tokenizer.encode(text, add_special_tokens=add_special_tokens)
+        if unknown := [i for i in text if not 0 <= i < self.manifest.decoder.vocab_size]:
+            raise RequestError(f"the model has no token {unknown[0]}")
+        return list(text)
+
+    def sampler(self, sampling: SamplingParams, prompt: Prompt) -> Sampler:
+        """What chooses the tokens of an answer; raises as `Guidance.start`."""
+        guide = sampling.guide
+        constraint = self._guidance.start(guide) if guide is not None else None
+        return Sampler(sampling, prompt.token_ids, constraint, self.manifest.eos_token_ids)

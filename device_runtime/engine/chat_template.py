@@ -1,0 +1,153 @@
+"""Messages to the text that a model reads: the one formatter of file, Python, server and chat."""
+
+from __future__ import annotations
+
+import json
+from collections.abc import Mapping, Sequence
+from dataclasses import dataclass
+from typing import Any
+
+from edgellm.core.contract import RequestError
+from edgellm.device_runtime.engine import continuation
+from edgellm.device_runtime.engine.reasoning_history import with_reasoning
+from edgellm.device_runtime.engine.template_flags import GIVEN, THINKING, require_known
+from edgellm.device_runtime.text.tokenizer import ChatTokenizer
+
+Message = Mapping[str, Any]
+_DEFAULTS = {"add_generation_prompt": True, "enable_thinking": False}
+
+
+@dataclass(frozen=True, slots=True)
+class Formatter:
+    """Formats chat messages.
+
+    Words of messages and of template variables that read like special tokens stay words: only
+    the chat template makes special tokens, unless they are allowed.
+    """
+
+    tokenizer: ChatTokenizer
+    allow_special_tokens: bool = False
+    film_text: str = ""  # what stands for a film in the messages; "": the template writes it
+
+    def format(self, messages: Sequence[Message], flags: Mapping[str, Any] | None = None) -> str:
+        """The chat template applied to messages; `ChatTokenizer.encode` reads the marks in it.
+
+        Args:
+            messages: objects with `role` and `content`, a text or a list of items of type "text"
+                (with `text`) or "image".
+            flags: variables of the template; add_generation_prompt is True without them,
+                enable_thinking False. A last message of the assistant is continued unless
+                add_generation_prompt or continue_final_message say otherwise.
+
+        Raises:
+            RequestError: the model has no template, or the template refuses the messages or does
+                not read a variable.
+        """
+        flags = {
+            name: value
+            for name, value in (flags or {}).items()
+            if value is not None or name not in (*GIVEN, *THINKING)
+        }
+        try:
+            require_known(flags, self.tokenizer)
+            template = self.tokenizer.chat_template or ""
+            turns = [
+                with_reasoning(_turn(message, at), template) for at, message in enumerate(messages)
+            ]
+            variables = {**_DEFAULTS, **flags}
+            if is_continued := continuation.continues(messages, flags):
+                variables["add_generation_prompt"] = False
+            variables.pop("continue_final_message", None)
+            if variables["enable_thinking"]:
+                variables.setdefault("thinking", True)  # the name in Granite's templates
+            if not self.allow_special_tokens:
+                turns = [self._turn_as_text(turn) for turn in turns]
+                variables = self._as_text(variables)
+            last = turns[-1:]
+            if is_continued:
+                turns = [*turns[:-1], continuation.marked(turns[-1])]
+            if self.tokenizer.wants_items():
+                turns = [{**turn, "content": _items(turn["content"])} for turn in turns]
+            if self.film_text:
+                turns = [_with_films(turn, self.film_text) for turn in turns]
+            text = self.tokenizer.render(turns, **variables)
+            return continuation.cut(text, last[0]) if is_continued else text
+        except RecursionError:
+            raise RequestError("the messages are nested too deeply") from None
+
+    def _turn_as_text(self, turn: dict[str, Any]) -> dict[str, Any]:
+        """A message without special tokens, but for the tags of an answer's own reasoning."""
+        found = self._as_text(turn)
+        if turn.get("role") == "assistant":
+            found["content"] = self._as_text(turn["content"], is_answer=True)
+        return found
+
+    def _as_text(self, value: Any, *, is_answer: bool = False) -> Any:
+        """JSON whose strings, at any depth, hold no special tokens."""
+        if isinstance(value, str):
+            return self.tokenizer.as_text(value, is_answer=is_answer)
+        if isinstance(value, (list, tuple)):
+            return [self._as_text(item, is_answer=is_answer) for item in value]
+        if isinstance(value, Mapping):
+            return {
+                self._as_text(key): self._as_text(item, is_answer=is_answer)
+                for key, item in value.items()
+            }
+        return value
+
+
+def without_template(messages: Sequence[Message], image_token: str) -> str:
+    """The texts of messages one behind the other; `image_token` stands for an image."""
+    texts: list[str] = []
+    for at, message in enumerate(messages):
+        content = _turn(message, at)["content"]
+        items = [{"text": content}] if isinstance(content, str) else content
+        texts += [item.get("text", image_token) for item in items]
+    return "".join(texts)
+
+
+def _turn(message: Message, at: int) -> dict[str, Any]:
+    """A message as chat templates want it: text alone is a string, arguments are objects."""
+    found = {**message, "content": _content(message.get("content"))}
+    if found.get("role") == "developer":  # OpenAI's newer name
+        found["role"] = "system"
+    if calls := found.get("tool_calls"):
+        found["tool_calls"] = [_call(call, at) for call in calls]
+    return found
+
+
+def _content(content: Any) -> str | list[dict[str, str]]:
+    if content is None or isinstance(content, str):
+        return content or ""
+    if all(item["type"] == "text" for item in content):
+        return "".join(item["text"] for item in content)
+    return [
+        {"type": "text", "text": item["text"]} if item["type"] == "text" else {"type": item["type"]}
+        for item in content
+    ]
+
+
+def _items(content: str | list[dict[str, str]]) -> list[dict[str, str]]:
+    return [{"type": "text", "text": content}] if isinstance(content, str) else content
+
+
+def _with_films(turn: dict[str, Any], text: str) -> dict[str, Any]:
+    if isinstance(turn["content"], str):
+        return turn
+    items = [
+        {"type": "text", "text": text} if item["type"] == "video" else item
+        for item in turn["content"]
+    ]
+    return {**turn, "content": items}
+
+
+def _call(call: Any, at: int) -> Any:
+    """A tool call whose arguments, a text in OpenAI's interface, are an object."""
+    function = call.get("function") if isinstance(call, Mapping) else None
+    if not isinstance(function, Mapping) or not isinstance(function.get("arguments"), str):
+        return call
+    try:
+        arguments = json.loads(function["arguments"] or "{}")
+    except ValueError:
+        raise RequestError(f"messages[{at}].tool_calls: arguments must be JSON") from None
+    return {**call, "function": {**function, "arguments": arguments}}

@@ -1,0 +1,163 @@
+"""Contexts in files, so that a server which starts again has the rows that it had.
+
+A file holds one: a line with the hash of the rest, a line of JSON with the tokens and what they
+were computed by, and the rows. What is damaged or of another engine is named and left alone.
+"""
+
+from __future__ import annotations
+
+import hashlib
+import json
+import math
+import time
+from collections.abc import Iterable, Mapping
+from dataclasses import dataclass
+from pathlib import Path
+from typing import Any
+
+import numpy as np
+
+from edgellm.core.contract import EdgeLLMError
+from edgellm.core.disk_space import explain_full_disk
+from edgellm.device_runtime.kv_cache.prefix_cache import KeptRows
+
+_MAGIC = b"edgellm context 1 "
+_SUFFIX = ".context"
+
+
+@dataclass(frozen=True, slots=True)
+class Found:
+    """What a folder has for an engine."""
+
+    contexts: list[KeptRows]  # the one that was used last is the last
+    ignored: list[str]  # lines for the user: files, and why
+
+
+@dataclass(frozen=True, slots=True)
+class ContextFolder:
+    """Where the contexts of an engine are kept."""
+
+    folder: Path
+    engines: Mapping[str, str]  # see `artifact.hash_engines`
+
+    def prepare(self) -> None:
+        """Make the folder; raises `EdgeLLMError` if it cannot be written."""
+        probe = self.folder / f".{time.time_ns()}"
+        try:
+            self.folder.mkdir(parents=True, exist_ok=True)
+            probe.touch()
+            probe.unlink()
+        except OSError as error:
+            raise EdgeLLMError(
+                f"--slotSavePath {self.folder}: {error.strerror}", hint="give another folder"
+            ) from None
+
+    def load(self, num_caches: int) -> Found:
+        """All contexts that are of this engine and whole.
+
+        Args:
+            num_caches: whose rows a context must have: the base's, and a draft's if one is used.
+        """
+        contexts: list[KeptRows] = []
+        ignored: list[str] = []
+        for path in sorted(self.folder.glob(f"*{_SUFFIX}"), key=lambda one: one.stat().st_mtime_ns):
+            found = self._fitting(path, num_caches)
+            if isinstance(found, KeptRows):
+                contexts.append(found)
+            else:
+                ignored.append(f"{path} is ignored: {found}")
+        return Found(contexts, ignored)
+
+    def save(self, contexts: Iterable[KeptRows]) -> int:
+        """Write contexts, and remove those of this engine that are forgotten; how many there are.
+
+        Raises:
+            LimitError: the disk is full; what was there is still there.
+        """
+        names: set[str] = set()
+        for context in contexts:
+            head = {
+                "engines": dict(self.engines), "keys": context.keys,
+                "least_rows": context.least_rows,
+                "rows": [*map(_form, context.rows)], "states": [*map(_form, context.states)],
+                "features": [*map(_form, context.features)],
+            }  # fmt: skip
+            line = json.dumps(head).encode() + b"\n"
+            name = hashlib.sha256(line).hexdigest()[:32] + _SUFFIX
+            names.add(name)
+            arrays = (*context.rows, *context.states, *context.features)
+            self._write(name, line, [np.ascontiguousarray(array) for array in arrays])
+        for path in self.folder.glob(f"*{_SUFFIX}"):
+            if path.name not in names and self._is_own(path):
+                path.unlink()
+        return len(names)
+
+    def _write(self, name: str, head: bytes, rows: list[np.ndarray[Any, Any]]) -> None:
+        digest = hashlib.sha256(head)
+        for array in rows:
+            digest.update(array.view(np.uint8).data)
+        temporary = self.folder / f".{name}.{time.time_ns()}"
+        size = sum(array.nbytes for array in rows)
+        with explain_full_disk(self.folder, num_bytes=size):
+            try:
+                with temporary.open("wb") as stream:
+                    stream.write(_MAGIC + digest.hexdigest().encode() + b"\n" + head)
+                    for array in rows:
+                        stream.write(array.view(np.uint8).data)
+                temporary.replace(self.folder / name)
+            finally:
+                temporary.unlink(missing_ok=True)
+
+    def _fitting(self, path: Path, num_caches: int) -> KeptRows | str:
+        """A context, or why it is none."""
+        try:
+            return self._read(path, num_caches)
+        except _UnfitError as error:
+            return str(error)
+
+    def _read(self, path: Path, num_caches: int) -> KeptRows:
+        head, payload = self._open(path)
+        arrays, begin = [], 0
+        rows, states = len(head["rows"]), len(head.get("states", ()))
+        for one in (*head["rows"], *head.get("states", ()), *head.get("features", ())):
+            dtype, shape = np.dtype(one["dtype"]), tuple(one["shape"])
+            array = np.frombuffer(payload, dtype, math.prod(shape), begin)
+            arrays.append(array.reshape(shape))
+            begin += array.nbytes
+        if rows != num_caches:
+            raise _UnfitError("it was saved with other flags of speculation")
+        saved, features = tuple(arrays[:rows]), tuple(arrays[rows + states :])
+        kept = tuple(arrays[rows : rows + states])
+        return KeptRows(tuple(head["keys"]), saved, kept, head.get("least_rows", 0), features)
+
+    def _open(self, path: Path) -> tuple[dict[str, Any], bytes]:
+        """Header and rows; raises `_UnfitError`."""
+        try:
+            content = path.read_bytes()
+        except OSError as error:
+            raise _UnfitError(str(error.strerror)) from None
+        first, _, rest = content.partition(b"\n")
+        if not first.startswith(_MAGIC):
+            raise _UnfitError("it is not a context")
+        if first.removeprefix(_MAGIC) != hashlib.sha256(rest).hexdigest().encode():
+            raise _UnfitError("it is damaged")
+        line, _, payload = rest.partition(b"\n")
+        head = json.loads(line)
+        if head["engines"] != dict(self.engines):
+            raise _UnfitError("it is of another engine")
+        return head, payload
+
+    def _is_own(self, path: Path) -> bool:
+        try:
+            self._open(path)
+        except _UnfitError:
+            return False
+        return True
+
+
+def _form(array: np.ndarray[Any, Any]) -> dict[str, Any]:
+    return {"dtype": array.dtype.name, "shape": array.shape}
+
+
+class _UnfitError(Exception):
+    """Why a file is not used."""

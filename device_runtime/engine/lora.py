@@ -1,0 +1,235 @@
+"""The LoRA adapters that an engine holds: loaded and dropped between passes, by name."""
+
+from __future__ import annotations
+
+import hashlib
+import threading
+from collections.abc import Callable, Iterable
+from contextlib import AbstractContextManager
+from dataclasses import dataclass
+from pathlib import Path
+from typing import Any
+
+import numpy as np
+from numpy.typing import NDArray
+
+from edgellm.core.contract import BrokenArtifactError, EdgeLLMError, LimitError, RequestError
+from edgellm.core.manifest import Engine
+from edgellm.core.peft_adapter import Adapter, LowRank, read_adapter
+from edgellm.device_runtime.adapted_layers import (
+    MAX_LORA_RANK,
+    MAX_LORAS,
+    AdaptedLayer,
+    read_layers,
+)
+from edgellm.device_runtime.networks import F32, I64, LoadedAdapter
+from edgellm.device_runtime.networks.decoder import DecoderSession
+
+_TYPES = {"F32": np.float32, "F16": np.float16, "BF16": np.uint16}
+
+
+@dataclass(frozen=True, slots=True)
+class _Weights:
+    """What an adapter adds to the layers of an engine."""
+
+    values: F32  # of all A and B, one behind the other
+    entries: I64  # [layers, 3]: rank, where A and where B begin
+
+    @property
+    def mark(self) -> str:
+        """A name for what it computes."""
+        digest = hashlib.sha256(self.entries.tobytes())
+        digest.update(self.values.data)
+        return f"lora {digest.hexdigest()[:32]}"
+
+
+class Adapters:
+    """See the module; any thread may call."""
+
+    def __init__(
+        self,
+        layers: Iterable[AdaptedLayer],
+        most_rank: int,
+        most: int,
+        hold: Callable[[F32, I64], object],
+        between_passes: Callable[[], AbstractContextManager[None]],
+    ) -> None:
+        """Begin with none.
+
+        Args:
+            layers: of the engine, in the order of `ADAPTER_TABLE`.
+            most_rank: that the engine was built for; 0: it takes none.
+            most: that it has room for; 0: any number.
+            hold: is given weights and table of all.
+            between_passes: wherein that may be done.
+        """
+        self._layers = {layer.name: (place, layer) for place, layer in enumerate(layers)}
+        self._most_rank, self._most = most_rank, most
+        self._hold, self._between_passes = hold, between_passes
+        self._loaded: dict[str, tuple[LoadedAdapter, Path, _Weights]] = {}
+        self._changing = threading.Lock()
+
+    @property
+    def folders(self) -> dict[str, Path]:
+        """Where those that are loaded came from, by name."""
+        return {name: folder for name, (_, folder, _) in self._loaded.items()}
+
+    def close(self) -> None:
+        """Let go of the engine; the folders are still known."""
+        self._hold = lambda *_: None
+
+    def find(self, name: str) -> LoadedAdapter:
+        """One that is loaded.
+
+        Raises:
+            RequestError: there is none of this name.
+        """
+        if name not in self._loaded:
+            known = ", ".join(sorted(self._loaded)) or "none"
+            raise RequestError(f"there is no adapter {name!r}", hint=f"loaded: {known}")
+        return self._loaded[name][0]
+
+    def load(self, name: str, folder: Path) -> LoadedAdapter:
+        """Load an adapter of PEFT; a name that is there with the same weights stays.
+
+        Raises:
+            EdgeLLMError: the engine takes none, or not this one; nothing has changed.
+            RequestError: the name stands for other weights, or is none.
+        """
+        self._require_any()
+        if not name:
+            raise RequestError("an adapter needs a name")
+        weights = self._read(read_adapter(folder))
+        with self._changing:
+            if name in self._loaded:
+                known = self._loaded[name][0]
+                if known.mark == weights.mark:
+                    return known
+                raise RequestError(
+                    f"the name {name!r} stands for another adapter", hint="unload that first"
+                )
+            self._require_place()
+            taken = {each.slot for each, _, _ in self._loaded.values()}
+            slot = next(slot for slot in range(1, len(taken) + 2) if slot not in taken)
+            found = LoadedAdapter(name, slot, weights.mark)
+            self._replace({**self._loaded, name: (found, folder, weights)})
+            return found
+
+    def unload(self, name: str, num_using: Callable[[LoadedAdapter], int]) -> None:
+        """Forget an adapter.
+
+        Raises:
+            RequestError: there is none of this name, or answers are computed with it.
+        """
+        with self._changing:
+            adapter = self.find(name)
+            left = {key: value for key, value in self._loaded.items() if key != name}
+            self._replace(left, lambda: _require_unused(adapter, num_using(adapter)))
+
+    def _replace(
+        self,
+        loaded: dict[str, tuple[LoadedAdapter, Path, _Weights]],
+        check: Callable[[], None] = lambda: None,
+    ) -> None:
+        """Let the passes to come have these; `check` may raise."""
+        slots = max((each.slot for each, _, _ in loaded.values()), default=0) + 1
+        table = np.zeros((slots, len(self._layers), 3), np.int64)
+        parts, begin = [np.zeros(1, np.float32)], 1
+        for adapter, _, weights in loaded.values():
+            own = weights.entries
+            table[adapter.slot] = own + np.where(own[:, :1], (0, begin, begin), 0)
+            parts.append(weights.values)
+            begin += len(weights.values)
+        joined = np.concatenate(parts)
+        with self._between_passes():
+            check()
+            self._hold(joined, table)
+            for name in self._loaded.keys() - loaded.keys():
+                self._loaded[name][0].is_loaded = False
+            self._loaded = loaded
+
+    def _require_any(self) -> None:
+        if not self._most_rank:
+            raise EdgeLLMError(
+                "the engine takes no adapters",
+                hint="build it with llm_build --maxLoraRank, or export the base with --lora_dir",
+            )
+
+    def _require_place(self) -> None:
+        if self._most and len(self._loaded) >= self._most:
+            known = ", ".join(sorted(self._loaded))
+            raise LimitError(
+                f"the engine has room for {self._most} adapter{'s' * (self._most > 1)}, all of it "
+                f"taken: {known}",
+                hint="unload one of them, or build with a larger --maxLoras",
+            )
+
+    def _read(self, adapter: Adapter) -> _Weights:
+        entries = np.zeros((len(self._layers), 3), np.int64)
+        parts: list[F32] = []
+        end = 0
+        for name, change in adapter.layers.items():
+            place = self._place(adapter, name, change)
+            entries[place] = change.rank, end, end + change.rank * change.in_features
+            a, b = (_floats(adapter, each) for each in (change.a, change.b))
+            parts += [a.ravel(), (b.T * np.float32(change.scale)).ravel()]
+            end += a.size + b.size
+        return _Weights(np.concatenate(parts), entries)
+
+    def _place(self, adapter: Adapter, name: str, change: LowRank) -> int:
+        """A layer's place in the table."""
+        if name not in self._layers:
+            raise EdgeLLMError(
+                f"{adapter.folder} changes {name}, which adapters of this engine cannot",
+                hint="merge it into the weights: edgellm-export llm --lora_dir",
+            )
+        place, layer = self._layers[name]
+        if (change.in_features, change.out_features) != (layer.in_features, layer.out_features):
+            raise BrokenArtifactError(
+                f"{adapter.folder} was made for another model: its change of {name} is "
+                f"[{change.out_features}, {change.in_features}], the layer "
+                f"[{layer.out_features}, {layer.in_features}]"
+            )
+        if change.rank > self._most_rank:
+            raise LimitError(
+                f"{adapter.folder} has rank {change.rank}, the engine takes {self._most_rank}",
+                hint=f"build it with --maxLoraRank {change.rank}",
+            )
+        return place
+
+
+def open_adapters(
+    folder: Path,
+    engine: Engine,
+    session: DecoderSession,
+    between_passes: Callable[[], AbstractContextManager[None]],
+) -> Adapters:
+    """Those of an engine, none so far; raises `BrokenArtifactError` for a damaged folder."""
+    most_rank = int(engine.options.get(MAX_LORA_RANK, 0))
+    layers = read_layers(folder) if most_rank else []
+    most = int(engine.options.get(MAX_LORAS, 0))
+    found = Adapters(layers, most_rank, most, session.hold_adapters, between_passes)
+    if most_rank:
+        session.hold_adapters(np.zeros(1, np.float32), np.zeros((1, len(layers), 3), np.int64))
+    return found
+
+
+def _require_unused(adapter: LoadedAdapter, count: int) -> None:
+    if count:
+        raise RequestError(
+            f"the adapter {adapter.name!r} is in use by {count} answer{'s' * (count > 1)}",
+            hint="unload it when they have ended",
+        )
+
+
+def _floats(adapter: Adapter, name: str) -> NDArray[np.float32]:
+    """A tensor of an adapter."""
+    info = adapter.tensors.infos()[name]
+    data = b"".join(bytes(piece) for piece in adapter.tensors.stream(name))
+    stored: NDArray[Any] = np.frombuffer(data, _TYPES[info.dtype])
+    if info.dtype == "BF16":
+        stored = (stored.astype(np.uint32) << 16).view(np.float32)
+    values = stored.astype(np.float32).reshape(info.shape)
+    if not np.isfinite(values).all():
+        raise BrokenArtifactError(f"{adapter.folder}: {name} holds values that are not numbers")
+    return values

@@ -1,0 +1,149 @@
+"""What the host does for a drafted round, beyond a plain token: real steps over ready answers."""
+
+from __future__ import annotations
+
+import statistics
+import time
+from collections.abc import Iterable, Iterator
+from collections.abc import Sequence as Sized
+from typing import cast
+
+import numpy as np
+
+from edgellm.core.contract import HIDDEN_TAPS, LOGITS, TOKEN_IDS, TOP_LOGITS
+from edgellm.device_runtime.engine.kv_cache_manager import CacheSlot
+from edgellm.device_runtime.engine.prompt import Prompt
+from edgellm.device_runtime.engine.sequence import Sequence
+from edgellm.device_runtime.engine.step import step
+from edgellm.device_runtime.networks import I64
+from edgellm.device_runtime.networks.decoder import DecoderSession, Part, PassResult
+from edgellm.device_runtime.networks.draft import DraftPart, DraftResult, DraftSession
+from edgellm.device_runtime.networks.sequence_kv import Context
+from edgellm.device_runtime.runners.pass_timing import Budget
+from edgellm.device_runtime.sampling.sampler import Sampler, SamplingParams
+from edgellm.device_runtime.speculate.draft_cache import CommittedRows
+from edgellm.device_runtime.speculate.drafter import Drafter, Learned
+from edgellm.device_runtime.speculate.drafters.eagle import EagleDrafter
+from edgellm.device_runtime.speculate.policy.acceptance_rates import Calibration
+from edgellm.device_runtime.speculate.policy.costs import Costs
+from edgellm.device_runtime.speculate.policy.spec_gate import Controller
+from edgellm.device_runtime.speculate.policy.tree_policy import CostAwareTree, TreeLimits
+
+# Trees as they are where drafting hardly pays: that is where this time decides.
+_LIMITS = TreeLimits(top_k=10, steps=2, verify_size=4)
+_NO_CHANCE = 0.01  # of a candidate
+_HIDDEN, _TAPS, _CAPACITY = 512, 3, 1 << 20
+_UNTIMED, _REPEATS = 2, 15  # rounds: a prompt and a warm-up; those that follow
+_CACHES_BYTES = 64 << 20  # of a pass that leaves nothing of the host's code in any cache
+
+
+class _ReadyBase:
+    """A `DecoderSession` whose every row picks the draft's favourite; its passes read much."""
+
+    capacity, most_parts, least_rows, pass_rows, state_bytes = _CAPACITY, 1, 0, 0, 0
+
+    def __init__(self, num_bytes: int) -> None:
+        self.context = Context()
+        size = max(min(num_bytes, _CACHES_BYTES) // 4, 1)
+        self._weights, self.spent_s = np.ones(size, np.float32), 0.0
+        self._taps = np.zeros((1, 16, _TAPS * _HIDDEN), np.float32)
+        self._outputs = {
+            TOKEN_IDS: np.zeros((1, 16), np.int64),
+            TOP_LOGITS: np.zeros((1, 16), np.float32),
+            LOGITS: np.zeros((1, 16, 1), np.float32),
+        }
+
+    def run_many(self, parts: Sized[Part]) -> list[PassResult]:
+        start = time.perf_counter()
+        self._weights.sum()
+        self.spent_s += time.perf_counter() - start
+        (part,) = parts
+        rows = len(part.token_ids)
+        return [PassResult({**self._outputs, HIDDEN_TAPS: self._taps[:, :rows]}, rows)]
+
+    def use(self, context: Context) -> None:
+        self.context = context
+
+    def new_context(self) -> Context:
+        return Context()
+
+    def close(self, context: Context) -> None:
+        pass
+
+    def on_shortage(self, forget_one: object) -> None:
+        pass
+
+    def begin_text(self, prompt_rows: int, held: int, marks: Iterable[int]) -> int:
+        del prompt_rows, marks
+        return held
+
+    def end_text(self, length: int) -> None:
+        pass
+
+    def compact(self, length: int, rows: I64) -> None:
+        pass
+
+
+class _ReadyDraft:
+    """A `DraftSession` with the same candidates behind every row, the likeliest of a chance."""
+
+    capacity, most_parts = _CAPACITY, 1
+
+    def __init__(self, chance: float) -> None:
+        self.context = Context()
+        self._ids = np.tile(np.arange(_LIMITS.top_k), (16, 1))
+        chances = np.tile(chance * 0.5 ** np.arange(_LIMITS.top_k), (16, 1))
+        self._log_probs = np.log(chances).astype(np.float32)
+        self._hidden = np.zeros((16, _HIDDEN), np.float32)
+
+    def run_many(self, parts: Sized[DraftPart]) -> list[DraftResult]:
+        (part,) = parts
+        rows = len(part.output_rows)
+        return [DraftResult(self._ids[:rows], self._log_probs[:rows], self._hidden[:rows])]
+
+
+def _drafter(chance: float) -> Drafter:
+    """One whose trees are always full, or, with hardly a chance, always the root."""
+    cheap = Costs.of({"1": 1.0, "64": 7.3})  # a row is worth a chance of 0.1
+    controller = Controller(cheap)
+    policy = CostAwareTree(_LIMITS, cheap, Calibration(), controller)
+    rows = CommittedRows(cast(DraftSession, _ReadyDraft(chance)), _LIMITS.round_rows)
+    most = _LIMITS.draft_rows
+    return EagleDrafter(rows, Learned(policy, controller), _LIMITS, cheap, max_tree_rows=most)
+
+
+def _steps_ms(num_bytes: int, drafter: Drafter | None) -> Iterator[float]:
+    """What the host takes for each step of an endless greedy answer."""
+    base = _ReadyBase(num_bytes)
+    slot = CacheSlot(cast(DecoderSession, base), prefill_rows=16)
+    sampler = Sampler(SamplingParams(temperature=0.0))
+    sequence = Sequence(Prompt([0, 0]), sampler, _CAPACITY // 2, drafter=drafter)
+    while True:
+        start, base.spent_s = time.perf_counter(), 0.0
+        step(slot, [sequence])
+        yield (time.perf_counter() - start - base.spent_s) * 1e3
+
+
+def round_host_ms(num_bytes: int, budget: Budget | None = None) -> dict[str, float]:
+    """Milliseconds of a drafted round beyond those of a plain token; no pass is among them.
+
+    Args:
+        num_bytes: that a pass reads.
+        budget: None: one of its own.
+
+    Returns:
+        By the rows that the base verifies: 1, if the network drafted in vain, or 2 and more; {}
+        where the budget does not allow a single round.
+    """
+    budget = budget or Budget()
+    kinds = None, _drafter(_NO_CHANCE), _drafter(0.5)
+    steps = [_steps_ms(num_bytes, drafter) for drafter in kinds]
+    rounds: list[list[float]] = []
+    while len(rounds) < _UNTIMED + _REPEATS and budget.left_s:
+        rounds.append([next(each) for each in steps])
+    if len(rounds) <= _UNTIMED:
+        return {}
+    # Cold code has no fastest run.
+    plain, vain, tree = map(statistics.median, zip(*rounds[_UNTIMED:], strict=True))
+    vain = max(vain - plain, 0.0)
+    return {"1": round(vain, 4), "2": round(max(tree - plain, vain), 4)}

@@ -1,0 +1,50 @@
+"""The text of an answer as its tokens come, and where it ends."""
+
+from __future__ import annotations
+
+from collections.abc import Sequence
+from typing import NamedTuple
+
+from edgellm.device_runtime.text.tokenizer import StopMatcher, TextStream
+
+
+class Taken(NamedTuple):
+    """Tokens up to an end."""
+
+    token_ids: list[int]
+    pieces: list[str]  # the text that each of them completed
+    ended: bool = False  # by an end token
+    stop: str | None = None  # the string that ended it
+
+
+class Endings:
+    """What ends one answer: tokens, whose text is not shown, and stop strings."""
+
+    def __init__(
+        self, stream: TextStream, stops: StopMatcher, ends: frozenset[int], min_tokens: int
+    ) -> None:
+        """Begin an answer; the texts of its first `min_tokens` tokens hold no stop string."""
+        self.stream, self._stops, self._ends = stream, stops, ends
+        self._early = min_tokens
+
+    def take(self, token_ids: Sequence[int]) -> Taken:
+        """The answer goes on with these, up to an end."""
+        taken: list[int] = []
+        pieces: list[str] = []
+        for token_id in token_ids:
+            taken.append(token_id)
+            if token_id in self._ends:
+                return Taken(taken, [*pieces, ""], ended=True)
+            text, stop = self.stream.push(token_id), None
+            self._early -= 1
+            if self._early < 0:
+                text, stop = self._stops.push(text)
+            pieces.append(text)
+            if stop is not None:
+                return Taken(taken, pieces, stop=stop)
+        return Taken(taken, pieces)
+
+    def rest(self) -> str:
+        """What was held back, when no stop string ended the answer."""
+        shown, stop = self._stops.push(self.stream.finish())
+        return shown if stop is not None else shown + self._stops.finish()

@@ -1,0 +1,1 @@
+"""KV cache of an engine: sequences, prefix cache, snapshots on disk."""

@@ -1,0 +1,116 @@
+"""Passes of a draft that foresees whole blocks: rows of the text are committed, a block follows."""
+
+from __future__ import annotations
+
+from collections.abc import Mapping, Sequence
+from pathlib import Path
+from typing import Any
+
+import numpy as np
+from numpy.typing import NDArray
+
+from edgellm.core import contract
+from edgellm.core.graph_roles import BLOCK, FORESEE, FUSE
+from edgellm.core.manifest import Engine
+from edgellm.core.model_spec import BlockSpec, DecoderSpec, DraftSpec
+from edgellm.device_runtime import runners
+from edgellm.device_runtime.networks import F32
+from edgellm.device_runtime.networks.draft import DraftPart, DraftResult, DraftSession
+from edgellm.device_runtime.runners import Outputs, Runner
+from edgellm.device_runtime.runners.pass_timing import (
+    CANDIDATES,
+    Budget,
+    measured_rows,
+    timed_by_rows,
+)
+
+
+class BlockSession(DraftSession):
+    """A loaded draft.
+
+    A part of a pass commits the rows of its features. Behind them stands a block of as many rows as
+    `output_rows` has, the last of its tokens and mask tokens; nothing of it is kept.
+    """
+
+    def __init__(
+        self, runner: Runner, fuse: Runner, spec: DecoderSpec, block: BlockSpec, capacity: int
+    ) -> None:
+        """`capacity`: rows of the cache, of which the last are for the block."""
+        super().__init__(runner, fuse, spec, capacity)
+        self.block = block
+        longest = capacity if block.window is None else min(capacity, block.window)
+        self.capacity = longest - block.size
+
+    def run_many(self, parts: Sequence[DraftPart]) -> list[DraftResult]:
+        """Commit rows of several answers, each with a context of its own, and foresee blocks.
+
+        Args:
+            parts: at most `most_parts`; features are given, positions and masks are not.
+
+        Raises:
+            LimitError: the rows do not fit into the cache, or the engine gives fewer candidates.
+        """
+        inputs = [
+            self._block_inputs(part, hidden)
+            for part, hidden in zip(parts, self._fused(parts), strict=True)
+        ]
+        rows = [each[contract.INPUT_IDS].shape[1] for each in inputs]
+        self._contexts.reserve(
+            [
+                (part.context, part.write_index, count)
+                for part, count in zip(parts, rows, strict=True)
+            ]
+        )
+        found = self._contexts.run(
+            [(part.context, each) for part, each in zip(parts, inputs, strict=True)]
+        )
+        for part in parts:
+            part.context.num_rows = part.write_index + len(part.token_ids)
+        return [_result(outputs) for outputs in found]
+
+    def _block_inputs(self, part: DraftPart, hidden: F32) -> dict[str, NDArray[Any]]:
+        text, size = len(hidden), len(part.output_rows)
+        ids = np.full(text + size, self.block.mask_token_id)
+        ids[: text + 1] = part.token_ids[-1]  # of the text's rows nobody reads it
+        rows = np.zeros((text + size, hidden.shape[1]), np.float32)
+        rows[:text] = hidden
+        mask = None if self.block.is_causal else np.ones((len(ids), len(ids)), np.bool_)
+        own = np.arange(text, text + size)
+        inputs = self._inputs.of(part.context, ids, part.write_index, own, None, mask)
+        inputs[contract.DRAFT_HIDDEN], inputs[contract.TOP_K] = rows[None], np.array([part.top_k])
+        return inputs
+
+
+def _result(found: Outputs) -> DraftResult:
+    ids, log_probs = found[contract.CANDIDATE_IDS][0], found[contract.CANDIDATE_LOG_PROBS][0]
+    name = contract.CANDIDATE_LINKS
+    none = np.zeros((len(ids), 0), np.float32)
+    return DraftResult(ids, log_probs, none, found[name][0] if name in found else None)
+
+
+def open_block(folder: Path, engine: Engine) -> BlockSession:
+    """Load a draft's engine; raises as `runners.Backend.open_engine`."""
+    opened = runners.find(engine.backend).open_engine(folder, engine)
+    return session(opened, engine.draft, engine.max_kv_cache_capacity)
+
+
+def session(opened: Mapping[str, Runner], spec: DraftSpec, capacity: int) -> BlockSession:
+    """See `sessions.Module`."""
+    assert spec.block is not None
+    return BlockSession(opened[BLOCK], opened[FUSE], spec.decoder, spec.block, capacity)
+
+
+def costs(
+    session: BlockSession, spec: DraftSpec, most_rows: int = 0, budget: Budget | None = None
+) -> dict[str, dict[str, float]]:
+    """See `sessions.Module`: by rows that are committed, with a whole block behind them."""
+    context, measured = measured_rows(session.capacity, most_rows)
+    top_k = min(CANDIDATES, spec.draft_vocab_size)
+    taps = np.random.default_rng(1).standard_normal((max(measured), spec.taps_width), np.float32)
+
+    def run(rows: int) -> None:
+        ids = np.arange(rows) % spec.decoder.vocab_size
+        block = np.arange(rows, rows + session.block.size)
+        session.run_many([DraftPart(session.context, ids, context, block, top_k, taps=taps[:rows])])
+
+    return {FORESEE: timed_by_rows(run, measured, budget)}

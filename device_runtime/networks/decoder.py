@@ -1,0 +1,390 @@
+"""Passes of a language model, and what the rows of its KV cache stand for."""
+
+from __future__ import annotations
+
+from collections.abc import Callable, Iterable, Mapping, Sequence
+from functools import partial
+from pathlib import Path
+from typing import Any
+
+import numpy as np
+from numpy.typing import NDArray
+
+from edgellm.core.graph_roles import COMMIT, DECODER, PASS
+from edgellm.core.manifest import Engine
+from edgellm.core.model_spec import DecoderSpec
+from edgellm.device_runtime import runners
+from edgellm.device_runtime.kv_cache.prefix_cache import count_common, marked, row_keys
+from edgellm.device_runtime.networks import F32, I64, Bool, ImageRows, RowKey
+from edgellm.device_runtime.networks.decoder_io import PassInputs
+from edgellm.device_runtime.networks.decoder_parts import Part, PassResult
+from edgellm.device_runtime.networks.known_costs import Measured, known_costs
+from edgellm.device_runtime.networks.recurrent_state import CHECKPOINT_ROWS, States
+from edgellm.device_runtime.networks.recurrent_state_pool import Memory
+from edgellm.device_runtime.networks.sequence_kv import Begun, Context, Contexts
+from edgellm.device_runtime.runners import ArrangesPasses, Outputs, Runner, TakesAdapters
+from edgellm.device_runtime.runners.batch_costs import measure_shared
+from edgellm.device_runtime.runners.device_speculation import GrowsTrees, Growth, Rounds
+from edgellm.device_runtime.runners.pass_timing import Budget, measured_rows, timed_by_rows
+
+
+class DecoderSession:
+    """A loaded decoder with KV caches of `capacity` rows for a sequence.
+
+    The record of what the rows stand for is cut before rows are overwritten and grows after they
+    are written, so that it is true whatever fails in between and whoever runs the passes.
+    """
+
+    def __init__(
+        self, runner: Runner, spec: DecoderSpec, capacity: int, commit: Runner | None = None
+    ) -> None:
+        """`commit`: of a decoder with recurrent layers."""
+        self.capacity, self._states = capacity, None
+        self._runner, self._contexts = runner, Contexts(runner)
+        self.most_parts = self._contexts.most_together  # sequences that one pass serves
+        if spec.recurrent is not None:
+            assert commit is not None
+            self._states = States(commit, spec.recurrent, self.most_parts)
+        self._inputs = PassInputs(runner, spec, capacity)
+        self.context = Context()  # whose rows all methods but `run_many` are about
+        self.context.is_spare = True
+        self._costs: Measured = {}
+
+    @property
+    def free_rows(self) -> int | None:
+        """Rows that further sequences may have; None where all take turns with one cache."""
+        return self._contexts.free_rows
+
+    @property
+    def page_rows(self) -> int:
+        """Rows that a sequence gets at a time."""
+        return self._contexts.page_rows
+
+    def free_rows_without(self, contexts: Iterable[Context]) -> int:
+        """Rows that further sequences might have if these gave theirs back."""
+        return self._contexts.free_rows_without(contexts)
+
+    def on_shortage(self, forget_one: Callable[[], bool]) -> None:
+        """See `prefix_cache.RowCache`."""
+        self._contexts.forget_one = forget_one
+
+    @property
+    def pass_rows(self) -> int:
+        """Rows of a sequence in a pass at most, where windows bound its cache; 0: any number."""
+        return self._contexts.pass_rows
+
+    @property
+    def state_bytes(self) -> int:
+        """Of the states that recurrent layers keep of a sequence."""
+        return 0 if self._states is None else self._states.num_bytes
+
+    def use(self, context: Context) -> None:
+        """Turn to the rows of another sequence."""
+        self._contexts.admit(context)
+        self.context = context
+
+    def cut(self, length: int) -> None:
+        """Rows behind the first `length` need not be kept."""
+        if self._states is not None and self.context.memory is not None:
+            self._states.cut(self.context.memory, length)
+        self.context.cut(length)
+
+    def new_context(self) -> Context:
+        """Of another sequence, without rows."""
+        return Context()
+
+    def fork(self, context: Context) -> Context:
+        """Another with the same rows."""
+        new = self._contexts.fork(context)
+        if self._states is not None and context.memory is not None:
+            new.memory = self._states.fork(context.memory)
+        return new
+
+    def save(self, context: Context) -> None:
+        """Copy the rows of a context out: others want the memory."""
+        self._contexts.save(context)
+
+    def close(self, context: Context) -> None:
+        """Nobody goes on behind these rows."""
+        if self._states is not None:
+            self._states.release(context.memory)
+        self._contexts.close(context)
+
+    def run(
+        self,
+        token_ids: I64,
+        write_index: int,
+        logits_index: I64,
+        *,
+        position_ids: I64 | None = None,
+        tree_mask: Bool | None = None,
+    ) -> PassResult:
+        """Compute S new rows and write their keys and values at `write_index`.
+
+        Args:
+            token_ids: int64 [S].
+            write_index: rows of the cache that are valid; the new ones follow.
+            logits_index: int64 [R], the new rows that get logits.
+            position_ids: int64 [S], counted as in text also where images give rows others; None
+                counts on from `write_index`.
+            tree_mask: bool [S, S], row i may see new row j; None is causal. What rows of a tree
+                stand for is known when `compact` has chosen a path.
+
+        Raises:
+            LimitError: the rows do not fit into the cache, or are more than `pass_rows`.
+        """
+        part = Part(self.context, token_ids, write_index, logits_index, position_ids, tree_mask)
+        return self.run_many([part])[0]
+
+    def run_many(self, parts: Sequence[Part]) -> list[PassResult]:
+        """As `run`, for several sequences, each with a context of its own, in one pass if it can.
+
+        Args:
+            parts: `most_parts` are one pass.
+
+        Raises:
+            LimitError: rows do not fit into the cache; nothing is computed.
+        """
+        shifts = self._inputs.hold([(part.context, part.token_ids) for part in parts])
+        asked: list[tuple[Context, dict[str, NDArray[Any]]]] = []
+        places: list[tuple[Context, int, int]] = []
+        for part, shift in zip(parts, shifts, strict=True):
+            asked.append((part.context, self._inputs.of(*part, image_shift=shift)))
+            places.append((part.context, part.write_index, len(part.token_ids)))
+        if self._states is not None:
+            rows = [(self._memory(part.context), part.write_index) for part in parts]
+            self._states.give(rows, [inputs for _, inputs in asked])
+        for context, begin, _ in places:
+            del context.keys[begin:]
+        self._contexts.reserve(places)
+        found = self._contexts.run(asked)
+        results: list[PassResult] = []
+        for part, outputs in zip(parts, found, strict=True):
+            if self._states is not None:
+                accepted = len(part.token_ids) if part.tree_mask is None else 0
+                self._states.ran(self._memory(part.context), outputs, accepted)
+            results.append(_record(part, outputs))
+        return results
+
+    def begin_rounds(self, parts: Sequence[tuple[Context, int, int]]) -> list[Begun]:
+        """A device is about to run trees.
+
+        Args:
+            parts: context, its rows before the tree, and the tree's nodes.
+
+        Raises:
+            LimitError: as `run`.
+        """
+        starts = [self._inputs.start(*part) for part in parts]
+        for context, length, _ in parts:
+            del context.keys[length:]
+        self._contexts.reserve(parts)
+        caches = [self._contexts.admit(context) for context, _, _ in parts]
+        return list(map(Begun, starts, caches))
+
+    def end_round(self, context: Context, token_ids: I64, outputs: Outputs) -> PassResult:
+        """It did, with these tokens; as `run` with a mask, before `compact`."""
+        context.written = _keys(context, token_ids, context.num_rows)
+        context.num_rows += len(token_ids)
+        return PassResult(outputs, len(token_ids))
+
+    def open_rounds(self, draft: Runner, growth: Growth) -> Rounds | None:
+        """See `device_runtime.runners.device_speculation.GrowsTrees`; most backends need the host."""
+        runner = self._runner
+        return runner.open_rounds(draft, growth) if isinstance(runner, GrowsTrees) else None
+
+    def set_images(self, images: ImageRows) -> None:
+        """Say what image rows of the next prompt stand for; holds until it is said again."""
+        self.context.images = images
+
+    def costs_of(self, engine: Engine) -> Measured:
+        """Milliseconds of passes of its engine: as the build measured them, or as measured now."""
+        if not self._costs:
+            wanted = max(engine.max_verify_tree_size, self.most_parts)
+            measure = partial(costs, self, engine.decoder, engine.max_input_len, most_wanted=wanted)
+            self._costs = known_costs(self._runner, PASS, engine.cost_ms, measure)
+        return self._costs
+
+    @property
+    def shared_rows(self) -> tuple[int, int]:
+        """See `runners.ArrangesPasses`; zeros: the runner does not ask what passes cost."""
+        return self._runner.shared_rows if isinstance(self._runner, ArrangesPasses) else (0, 0)
+
+    def hold_adapters(self, weights: F32, table: I64) -> None:
+        """The adapters of the passes to come, see `runners.TakesAdapters`; of engines with any."""
+        assert isinstance(self._runner, TakesAdapters)
+        self._runner.hold_adapters(weights, table)
+        self._inputs.takes_adapters = True
+
+    def compact(self, length: int, rows: I64) -> None:
+        """Compact the cache: the rows `length + rows` become `length`, `length + 1`, ...
+
+        Args:
+            length: rows before, which stay.
+            rows: int64, ascending; the accepted rows of the last pass.
+        """
+        context = self.context
+        if self._states is not None:
+            self._states.accept(self._memory(context), rows)
+        del context.keys[length:]
+        self._contexts.admit(context).compact(length, rows)
+        context.num_rows = length + len(rows)
+        _append(context, length, [context.written[row] for row in rows.tolist()])
+
+    def read_rows(self, length: int) -> NDArray[Any]:
+        """See `runners.Cache`."""
+        return self._contexts.admit(self.context).read_rows(length)
+
+    def write_rows(
+        self, rows: NDArray[Any], keys: Sequence[RowKey] = (), least_rows: int = 0
+    ) -> None:
+        """See `prefix_cache.RowCache`."""
+        self.context.keys = []
+        self._contexts.write_rows(self.context, rows, least_rows)
+        self.context.keys = list(keys[: rows.shape[-2]])
+        if self._states is not None:
+            self._states.release(self.context.memory)
+            self.context.memory = self._states.new()
+
+    def read_states(self, length: int) -> tuple[NDArray[Any], ...]:
+        """See `prefix_cache.BaseCache`."""
+        memory = self.context.memory
+        if self._states is None or memory is None:
+            return ()
+        return self._states.read(memory, length)
+
+    def write_states(self, states: tuple[NDArray[Any], ...], length: int) -> None:
+        """See `prefix_cache.BaseCache`."""
+        if self._states is not None:
+            self._states.write(self._memory(self.context), states, length)
+
+    @property
+    def num_rows(self) -> int:
+        """Rows that are known."""
+        return len(self.context.keys)
+
+    def held(self, keys: Sequence[RowKey]) -> int:
+        """See `prefix_cache.RowCache`."""
+        return self._reach(self.context, count_common(self.context.keys, keys))
+
+    def held_by(self, context: Context, keys: Sequence[RowKey]) -> int:
+        """See `prefix_cache.RowCache`."""
+        return self._reach(context, count_common(context.keys, keys))
+
+    def _reach(self, context: Context, length: int) -> int:
+        """Rows, up to `length`, that a pass may begin behind.
+
+        Recurrent layers cannot go back; windows see no rows before those that they keep.
+        """
+        memory = context.memory
+        length = length if memory is None else memory.reach(length)
+        return length if length >= context.least_rows else 0
+
+    def begin_text(self, prompt_rows: int, held: int, marks: Iterable[int] = ()) -> int:
+        """A prompt is about to be read; rows that it may begin behind.
+
+        Args:
+            prompt_rows: of the prompt, the last of which is always computed.
+            held: of these, rows that are there; states may not be.
+            marks: numbers of rows that later prompts may begin behind, besides the usual ones.
+        """
+        if self._states is not None:
+            every = range(CHECKPOINT_ROWS, prompt_rows, CHECKPOINT_ROWS)
+            self._memory(self.context).marks = {*marks, *every, prompt_rows - 1}
+        return self._reach(self.context, held)
+
+    def end_text(self, length: int) -> None:
+        """A text ends that the next goes on behind, `length` rows; a tree's may stand behind them.
+
+        Recurrent layers cannot go back behind the next pass.
+        """
+        if self._states is not None and length < self.context.num_rows:
+            self.cut(length)
+
+    def _memory(self, context: Context) -> Memory:
+        assert self._states is not None
+        if context.memory is None:
+            context.memory = self._states.new()
+        return context.memory
+
+    @property
+    def least_rows(self) -> int:
+        """See `prefix_cache.RowCache`."""
+        return self.context.least_rows
+
+
+def _record(part: Part, outputs: Outputs) -> PassResult:
+    """What a pass has written, and gave."""
+    context, rows = part.context, len(part.token_ids)
+    context.num_rows = part.write_index + rows
+    context.written = _keys(context, part.token_ids, part.write_index)
+    if part.position_ids is None and part.tree_mask is None:
+        _append(context, part.write_index, context.written)
+    return PassResult(outputs, rows)
+
+
+def _append(context: Context, length: int, keys: list[RowKey]) -> None:
+    if len(context.keys) == length:  # not behind rows that nobody knows
+        context.keys += keys
+
+
+def _keys(context: Context, token_ids: I64, begin: int) -> list[RowKey]:
+    """What the rows from row `begin` on stand for."""
+    ids = token_ids.tolist()
+    keys = ids if context.images is None else row_keys(ids, context.images.keys)
+    return keys if begin or context.adapter is None else marked(keys, context.adapter)
+
+
+def open_decoder(folder: Path, engine: Engine) -> DecoderSession:
+    """Load an engine of a language model; raises as `runners.Backend.open_engine`."""
+    opened = runners.find(engine.backend).open_engine(folder, engine)
+    return session(opened, engine.decoder, engine.max_kv_cache_capacity)
+
+
+def session(opened: Mapping[str, Runner], spec: DecoderSpec, capacity: int) -> DecoderSession:
+    """See `sessions.Module`."""
+    return DecoderSession(opened[DECODER], spec, capacity, opened.get(COMMIT))
+
+
+def costs(
+    session: DecoderSession,
+    spec: DecoderSpec,
+    most_rows: int = 0,
+    budget: Budget | None = None,
+    *,
+    most_wanted: int = 0,
+) -> dict[str, dict[str, float]]:
+    """See `sessions.Module`: of one sequence, and of several where the runner asks for it.
+
+    All rows get logits; of more than `most_wanted`, the last.
+    """
+    context, measured = measured_rows(session.capacity, most_rows)
+    budget, is_shared = budget or Budget(), any(session.shared_rows)
+
+    def run(rows: int) -> None:
+        first = rows - 1 if 0 < most_wanted < rows else 0
+        session.run(np.arange(rows) % spec.vocab_size, context, np.arange(first, rows))
+
+    found = {PASS: timed_by_rows(run, measured, budget.part(0.5 if is_shared else 1))}
+    if not is_shared or not budget.left_s:
+        return found
+    return found | _costs_together(session, spec, context, max(measured), budget)
+
+
+def _costs_together(
+    session: DecoderSession, spec: DecoderSpec, begin: int, most_rows: int, budget: Budget
+) -> dict[str, dict[str, float]]:
+    """Of tokens and trees of several sequences side by side, behind `begin` rows of each."""
+    session.close(session.context)
+    contexts = [session.new_context() for _ in range(session.most_parts)]
+
+    def run(count: int, rows: int) -> None:
+        ids, mask = np.arange(rows), np.tri(rows, dtype=np.bool_) if rows > 1 else None
+        asked = ids % spec.vocab_size, begin, ids, begin + ids, mask
+        session.run_many([Part(one, *asked) for one in contexts[:count]])
+
+    room = min(most_rows, session.shared_rows[0]), session.shared_rows[1]
+    found = measure_shared(PASS, session.most_parts, room, run, budget)
+    for one in contexts:
+        session.close(one)
+    return found

@@ -1,0 +1,142 @@
+"""What every pass over a cache is told: tokens, where they stand, and the images among them."""
+
+from __future__ import annotations
+
+from collections.abc import Sequence
+
+import numpy as np
+from numpy.typing import NDArray
+
+from edgellm.core import contract
+from edgellm.core.model_spec import DecoderSpec
+from edgellm.device_runtime.networks import I64, Bool, ImageRows, require_room
+from edgellm.device_runtime.networks.sequence_kv import Context
+from edgellm.device_runtime.runners import Runner, SharedRunner
+
+
+class PassInputs:
+    """Makes the inputs of a runner's passes; M-RoPE counts a picture's rows and columns."""
+
+    def __init__(self, runner: Runner, spec: DecoderSpec, capacity: int) -> None:
+        self._runner, self._capacity = runner, capacity
+        self._pass_rows = runner.pass_rows if isinstance(runner, SharedRunner) else 0
+        self._axes, self._images, self._vocab_size = (
+            spec.position_axes,
+            spec.images,
+            spec.vocab_size,
+        )
+        self._has_parents = spec.recurrent is not None
+        self.takes_adapters = False
+        if self._images is not None:
+            count = self._images.num_deepstack
+            self._give([ImageRows.none(spec.hidden_size, count)])
+
+    def hold(self, parts: Sequence[tuple[Context, I64]]) -> list[int]:
+        """Hold the image rows that a pass reads, one sequence's behind the other's, and no more.
+
+        A pass without any leaves what is held: nobody looks at it.
+
+        Args:
+            parts: sequences with the tokens of the pass.
+
+        Returns:
+            What to add to the token ids that stand for image rows, for each sequence.
+        """
+        shifts, shown, first = [0] * len(parts), list[ImageRows](), 0
+        if self._images is None:
+            return shifts
+        for at, (context, token_ids) in enumerate(parts):
+            rows = token_ids[token_ids >= self._vocab_size] - self._vocab_size
+            if context.images is None or not len(rows):
+                continue
+            begin, end = int(rows.min()), int(rows.max()) + 1
+            shown.append(context.images.between(begin, end))
+            shifts[at] = first - begin
+            first += end - begin
+        if shown:
+            self._give(shown)
+        return shifts
+
+    def _give(self, some: Sequence[ImageRows]) -> None:
+        assert self._images is not None
+        held = {contract.IMAGE_EMBEDS: np.concatenate([one.embeds for one in some])}
+        if self._images.num_deepstack:
+            levels = [one.deepstack for one in some]
+            held[contract.DEEPSTACK_EMBEDS] = np.concatenate(levels, axis=1)
+        self._runner.hold(held)
+
+    def of(
+        self,
+        context: Context,
+        token_ids: I64,
+        write_index: int,
+        output_rows: I64,
+        position_ids: I64 | None,
+        tree_mask: Bool | None,
+        *,
+        image_shift: int = 0,
+    ) -> dict[str, NDArray]:
+        """By contract name; raises `LimitError` if the rows do not fit into the cache.
+
+        Args:
+            context: whose rows they are.
+            token_ids: see `DecoderSession.run`, as the others.
+            write_index: rows before.
+            output_rows: that are wanted.
+            position_ids: None counts on.
+            tree_mask: None is causal.
+            image_shift: see `hold`.
+        """
+        rows = len(token_ids)
+        if image_shift:
+            is_image = token_ids >= self._vocab_size
+            token_ids = np.where(is_image, token_ids + image_shift, token_ids)
+        require_room(self._capacity, write_index, rows, self._pass_rows)
+        if position_ids is None:
+            position_ids = np.arange(write_index, write_index + rows)
+        inputs = {
+            contract.INPUT_IDS: token_ids[None],
+            contract.POSITION_IDS: (
+                position_ids[None] if self._axes == 1 else self._positions(context, position_ids)
+            ),
+            contract.WRITE_INDEX: np.array([write_index]),
+            contract.LOGITS_INDEX: output_rows,
+        }
+        if self.takes_adapters:
+            slot = 0 if context.adapter is None else context.adapter.slot
+            inputs[contract.ADAPTER] = np.array([slot])
+        if tree_mask is not None:
+            inputs[contract.TREE_MASK] = tree_mask
+        if self._has_parents:
+            inputs[contract.PARENT_ROWS] = parent_rows(rows, tree_mask)
+        return inputs
+
+    def start(self, context: Context, row: int, rows: int) -> tuple[int, int]:
+        """Where `rows` rows go behind a prompt, and the first one's position, the same on all axes.
+
+        Raises:
+            LimitError: they do not fit into the cache.
+        """
+        require_room(self._capacity, row, rows)
+        if self._axes == 1:
+            return row, row
+        return row, int(self._positions(context, np.array([row])).flat[0])
+
+    def _positions(self, context: Context, rows: I64) -> I64:
+        """[A, S], for A axes, of rows counted as in text."""
+        places = None if context.images is None else context.images.positions
+        if places is None:
+            return np.broadcast_to(rows, (self._axes, len(rows)))
+        prompt = places.shape[1]
+        known = places[:, np.minimum(rows, prompt - 1)]
+        behind = rows + (places.max() + 1 - prompt)
+        return np.where(rows < prompt, known, behind)
+
+
+def parent_rows(rows: int, tree_mask: Bool | None) -> I64:
+    """The new row before each, int64 [S]; -1 where none is new. A mask [S, S] is of a tree."""
+    if tree_mask is None:
+        return np.arange(-1, rows - 1)
+    before = np.tril(tree_mask, -1)
+    newest = rows - 1 - before[:, ::-1].argmax(axis=1)
+    return np.where(before.any(axis=1), newest, -1)

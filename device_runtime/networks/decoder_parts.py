@@ -1,0 +1,68 @@
+"""What a sequence asks of a pass of a language model, and what it gets."""
+
+from __future__ import annotations
+
+from typing import NamedTuple
+
+import numpy as np
+
+from edgellm.core import contract
+from edgellm.device_runtime.networks import F32, I64, Bool
+from edgellm.device_runtime.networks.sequence_kv import Context
+from edgellm.device_runtime.runners import Outputs
+
+
+class PassResult:
+    """Outputs of one pass; a device's are fetched when they are read, before the next pass."""
+
+    __slots__ = ("_outputs", "_rows", "_token_ids")
+
+    def __init__(self, outputs: Outputs, rows: int) -> None:
+        self._outputs, self._rows = outputs, rows
+        self._token_ids: I64 | None = None  # until it is asked for
+
+    @property
+    def token_ids(self) -> I64:
+        """[R], the likeliest token behind each row."""
+        found = self._token_ids
+        if found is None:
+            if contract.TOKEN_IDS in self._outputs:
+                found = self._outputs[contract.TOKEN_IDS][0]
+            else:  # numpy finds the largest logit of a row in a fifth of an operator's time
+                found = self.logits.argmax(axis=-1)
+            self._token_ids = found
+        return found
+
+    def highest_of(self, row: int) -> float:
+        """The logit of a row's token of `token_ids`, which are the argmax."""
+        if contract.TOP_LOGITS in self._outputs:
+            return float(self._outputs[contract.TOP_LOGITS][0, row])
+        return float(self.logits[row, self.token_ids[row]])
+
+    @property
+    def logits(self) -> F32:
+        """[R, V]."""
+        return self._outputs[contract.LOGITS][0]
+
+    @property
+    def taps(self) -> F32:
+        """[S, T*H], features for a draft; [S, 0] when the engine gives none."""
+        if contract.HIDDEN_TAPS not in self._outputs:
+            return np.zeros((self._rows, 0), np.float32)
+        return self._outputs[contract.HIDDEN_TAPS][0]
+
+
+class Part(NamedTuple):
+    """What a sequence computes in a pass; see `DecoderSession.run`."""
+
+    context: Context
+    token_ids: I64
+    write_index: int
+    logits_index: I64
+    position_ids: I64 | None = None
+    tree_mask: Bool | None = None
+
+    @property
+    def end(self) -> int:
+        """Rows that are there behind it."""
+        return self.write_index + len(self.token_ids)

@@ -1,0 +1,364 @@
+"""Passes of a draft network with a KV cache of its own."""
+
+from __future__ import annotations
+
+from collections.abc import Callable, Mapping, Sequence
+from dataclasses import dataclass, replace
+from functools import partial
+from pathlib import Path
+from typing import Any, NamedTuple, TypeVar
+from weakref import WeakSet
+
+import numpy as np
+from numpy.typing import NDArray
+
+from edgellm.core import contract
+from edgellm.core.graph_roles import DRAFT, EXTEND, FUSE, STEP
+from edgellm.core.manifest import Engine
+from edgellm.core.model_spec import DecoderSpec, DraftSpec
+from edgellm.device_runtime import runners
+from edgellm.device_runtime.networks import F32, I64, Bool, ImageRows
+from edgellm.device_runtime.networks.decoder import DecoderSession
+from edgellm.device_runtime.networks.decoder_io import PassInputs
+from edgellm.device_runtime.networks.known_costs import Measured, known_costs
+from edgellm.device_runtime.networks.sequence_kv import Begun, Context, Contexts
+from edgellm.device_runtime.runners import ArrangesPasses, Outputs, Runner
+from edgellm.device_runtime.runners.batch_costs import measure_shared
+from edgellm.device_runtime.runners.device_speculation import Asked, Growth, Rounds
+from edgellm.device_runtime.runners.pass_timing import (
+    CANDIDATES,
+    Budget,
+    EstimatedMs,
+    measured_rows,
+    timed_by_rows,
+)
+
+T = TypeVar("T")
+# What a base reads between two passes of its draft: many times the draft's head, and no more of
+# it is wanted than caches hold.
+_BASE_HEADS, _CACHES_BYTES = 64, 64 << 20
+
+
+class DraftResult(NamedTuple):
+    """Outputs of one draft pass; arrays are valid until the session runs again."""
+
+    token_ids: I64  # [R, K], of the base's vocabulary, best first
+    log_probs: F32  # [R, K]
+    hidden: F32  # [R, D], the `hidden` of these rows' children; of blocks D = 0
+    links: F32 | None = None  # [R, L, L], see CANDIDATE_LINKS; of blocks only
+
+    def copy(self) -> DraftResult:
+        """One that stays valid."""
+        links = None if self.links is None else self.links.copy()
+        return DraftResult(self.token_ids.copy(), self.log_probs.copy(), self.hidden.copy(), links)
+
+
+class AskedResult:
+    """What a pass gives that nobody waited for: fetched when it is called for.
+
+    Attributes:
+        row: of the pass's candidates on the device; None: they have come to the host.
+    """
+
+    def __init__(self, outputs: Outputs, row: int | None) -> None:
+        self._outputs, self.row = outputs, row
+        self._kept: DraftResult | None = None
+
+    def __call__(self) -> DraftResult:
+        """Wait for it, if nobody has; valid as `DraftResult` says."""
+        return self._kept or _result(self._outputs)
+
+    def keep(self) -> None:
+        """The session is about to run again: what is still wanted comes to the host."""
+        self._kept, self.row = self().copy(), None
+
+
+@dataclass(frozen=True, slots=True)
+class DraftPart:
+    """What an answer's draft computes in a pass; see `DraftSession.run`."""
+
+    context: Context
+    token_ids: I64
+    write_index: int
+    output_rows: I64
+    top_k: int
+    taps: F32 | None = None  # [S, T*H], to be fused
+    hidden: F32 | None = None  # [S, D], where there are no taps
+    position_ids: I64 | None = None
+    tree_mask: Bool | None = None
+    num_masks: int = 0  # of the rows, the last, which are never kept
+
+    def with_masks(self, token_id: int, count: int) -> DraftPart:
+        """The same with `count` rows of a mask token behind the last; all of them are wanted."""
+        assert self.taps is not None
+        rows = len(self.token_ids)
+        zeros = np.zeros((count, self.taps.shape[1]), self.taps.dtype)
+        return replace(
+            self,
+            token_ids=np.append(self.token_ids, np.full(count, token_id)),
+            taps=np.concatenate([self.taps, zeros]),
+            output_rows=np.arange(rows - 1, rows + count),
+            num_masks=count,
+        )
+
+
+class DraftSession:
+    """A loaded draft."""
+
+    def __init__(
+        self, runner: Runner, fuse: Runner | None, spec: DecoderSpec, capacity: int
+    ) -> None:
+        """Without `fuse` the features are the hidden rows."""
+        self.capacity = capacity
+        self._runner, self._fuse, self._contexts = runner, fuse, Contexts(runner)
+        self._inputs = PassInputs(runner, spec, capacity)
+        self.context = Context()  # whose rows they are
+        self._asked: WeakSet[AskedResult] = WeakSet()  # of the latest pass, still wanted
+
+    @property
+    def most_parts(self) -> int:
+        """Answers that one pass serves."""
+        return self._contexts.most_together
+
+    @property
+    def shared_rows(self) -> tuple[int, int]:
+        """See `DecoderSession.shared_rows`."""
+        return self._runner.shared_rows if isinstance(self._runner, ArrangesPasses) else (0, 0)
+
+    def costs_of(self, engine: Engine, most_rows: int) -> Measured:
+        """See `DecoderSession.costs_of`; `most_rows` as for `costs`."""
+        measure = partial(costs, self, engine.draft, most_rows)
+        return known_costs(self._runner, _shared_kind(engine.draft), engine.cost_ms, measure)
+
+    def new_context(self) -> Context:
+        """See `DecoderSession.new_context`."""
+        return Context()
+
+    def use(self, context: Context) -> None:
+        """See `DecoderSession.use`."""
+        self._contexts.admit(context)
+        self.context = context
+
+    def fork(self, context: Context) -> Context:
+        """See `DecoderSession.fork`."""
+        return self._contexts.fork(context)
+
+    def close(self, context: Context) -> None:
+        """See `DecoderSession.close`."""
+        self._contexts.close(context)
+
+    def on_shortage(self, forget_one: Callable[[], bool]) -> None:
+        """See `prefix_cache.RowCache`."""
+        self._contexts.forget_one = forget_one
+
+    def fuse(self, taps: F32) -> F32:
+        """Features of the base [S, T*H] as the draft's hidden rows [S, D]."""
+        if self._fuse is None:
+            return taps
+        return self._fuse.run({contract.HIDDEN_TAPS: taps[None]})[contract.DRAFT_HIDDEN][0]
+
+    def run(
+        self,
+        token_ids: I64,
+        hidden: F32,
+        write_index: int,
+        output_rows: I64,
+        *,
+        top_k: int,
+        position_ids: I64 | None = None,
+        tree_mask: Bool | None = None,
+    ) -> DraftResult:
+        """Compute S new rows, each from a token and the hidden row before it.
+
+        Args:
+            token_ids: int64 [S].
+            hidden: float32 [S, D], fused features or recycled rows.
+            write_index: where the rows go; the rows before are seen unless the mask rules them.
+            output_rows: int64 [R], the rows that get candidates.
+            top_k: candidates a row.
+            position_ids: int64 [S]; None counts on from `write_index`.
+            tree_mask: bool [S, M], M >= S, rules the last M rows, the new ones included; None is
+                causal.
+
+        Raises:
+            LimitError: the rows do not fit into the cache, or the engine gives fewer candidates.
+        """
+        part = DraftPart(
+            self.context, token_ids, write_index, output_rows, top_k,
+            hidden=hidden, position_ids=position_ids, tree_mask=tree_mask,
+        )  # fmt: skip
+        return self.run_many([part])[0]
+
+    def run_many(self, parts: Sequence[DraftPart]) -> list[DraftResult]:
+        """As `run`, for several answers, each with a context of its own; raises as `run`.
+
+        Args:
+            parts: at most `most_parts`.
+        """
+        return [_result(outputs) for outputs in self._pass(parts, self._contexts.run)]
+
+    def ask_many(self, parts: Sequence[DraftPart]) -> list[AskedResult]:
+        """As `run_many` of one row of each, which a device need not be waited for."""
+        given = [AskedResult(*each) for each in self._pass(parts, self._contexts.ask)]
+        self._asked.update(given)
+        return given
+
+    def _pass(
+        self,
+        parts: Sequence[DraftPart],
+        compute: Callable[[list[tuple[Context, dict[str, NDArray[Any]]]]], list[T]],
+    ) -> list[T]:
+        for one in self._asked:
+            one.keep()
+        self._asked.clear()
+        contexts, fused = [part.context for part in parts], self._fused(parts)
+        shifts = self._inputs.hold([(part.context, part.token_ids) for part in parts])
+        inputs = [
+            self._inputs_of(part, hidden, shift)
+            for part, hidden, shift in zip(parts, fused, shifts, strict=True)
+        ]
+        kept = [context.num_rows for context in contexts]
+        self._contexts.reserve([(p.context, p.write_index, len(p.token_ids)) for p in parts])
+        found = compute(list(zip(contexts, inputs, strict=True)))
+        for part, rows in zip(parts, kept, strict=True):
+            # Rows of a tree are never kept.
+            end = part.write_index + len(part.token_ids) - part.num_masks
+            is_tree = part.tree_mask is not None
+            part.context.num_rows = min(rows, part.write_index) if is_tree else end
+        return found
+
+    def _inputs_of(self, part: DraftPart, hidden: F32, image_shift: int) -> dict[str, NDArray[Any]]:
+        inputs = self._inputs.of(
+            part.context, part.token_ids, part.write_index, part.output_rows,
+            part.position_ids, part.tree_mask, image_shift=image_shift,
+        )  # fmt: skip
+        inputs[contract.DRAFT_HIDDEN], inputs[contract.TOP_K] = hidden[None], np.array([part.top_k])
+        return inputs
+
+    def _fused(self, parts: Sequence[DraftPart]) -> list[F32]:
+        """The hidden rows of each, features of all fused in one pass."""
+        taps = [part.taps for part in parts if part.taps is not None]
+        if not taps:
+            return [part.hidden for part in parts if part.hidden is not None]
+        fused, at = self.fuse(taps[0] if len(taps) == 1 else np.concatenate(taps)), 0
+        found: list[F32] = []
+        for part in parts:
+            if part.taps is None:
+                assert part.hidden is not None
+                found.append(part.hidden)
+            else:
+                found.append(fused[at : at + len(part.taps)])
+                at += len(part.taps)
+        return found
+
+    def open_rounds(self, base: DecoderSession, growth: Growth) -> Rounds | None:
+        """Rounds of a base and this draft; None: they need the host."""
+        return base.open_rounds(self._runner, growth) if isinstance(self._runner, Asked) else None
+
+    def begin_rounds(self, parts: Sequence[tuple[Context, int, int]]) -> list[Begun]:
+        """See `DecoderSession.begin_rounds`; of rows that are never kept."""
+        starts = [self._inputs.start(*part) for part in parts]
+        self._contexts.reserve(parts)
+        caches = [self._contexts.admit(context) for context, _, _ in parts]
+        return list(map(Begun, starts, caches))
+
+    def set_images(self, images: ImageRows) -> None:
+        """See `DecoderSession.set_images`."""
+        self.context.images = images
+
+    def read_rows(self, length: int) -> NDArray[Any]:
+        """See `runners.Cache`."""
+        return self._contexts.admit(self.context).read_rows(length)
+
+    def write_rows(self, rows: NDArray[Any]) -> None:
+        """See `runners.Cache`."""
+        self._contexts.write_rows(self.context, rows)
+
+
+def _result(found: Outputs) -> DraftResult:
+    ids, log_probs = found[contract.CANDIDATE_IDS], found[contract.CANDIDATE_LOG_PROBS]
+    return DraftResult(ids[0], log_probs[0], found[contract.RECYCLED_HIDDEN][0])
+
+
+def open_draft(folder: Path, engine: Engine) -> DraftSession:
+    """Load a draft's engine; raises as `runners.Backend.open_engine`."""
+    opened = runners.find(engine.backend).open_engine(folder, engine)
+    return session(opened, engine.draft, engine.max_kv_cache_capacity)
+
+
+def session(opened: Mapping[str, Runner], spec: DraftSpec, capacity: int) -> DraftSession:
+    """See `sessions.Module`."""
+    return DraftSession(opened[DRAFT], opened.get(FUSE), spec.decoder, capacity)
+
+
+def _shared_kind(spec: DraftSpec) -> str:
+    """Of passes that are measured with several answers: those that most are of."""
+    return STEP if spec.num_heads <= 1 else EXTEND
+
+
+def costs(
+    session: DraftSession, spec: DraftSpec, most_rows: int = 0, budget: Budget | None = None
+) -> dict[str, dict[str, float]]:
+    """See `sessions.Module`: growth, whose rows all get candidates, and rows that are fused.
+
+    A draft with mask rows does not grow: they stand behind the rows that are fused. Rows are fused
+    behind a pass of the base, whose weights have taken the processor's caches, and
+    growth follows. From caches that hold the draft both take half as long.
+    """
+    masks = max(spec.num_heads - 1, 0)
+    context, measured = measured_rows(session.capacity - masks, most_rows)
+    top_k = min(CANDIDATES, spec.draft_vocab_size, most_rows or CANDIDATES)
+    random, most = np.random.default_rng(1), max(measured)
+    taps = random.standard_normal((most + masks, spec.taps_width), np.float32)
+    hidden = np.zeros((most, spec.decoder.hidden_size), np.float32)
+    size = min(_BASE_HEADS * spec.draft_vocab_size * spec.decoder.hidden_size, _CACHES_BYTES)
+    others = np.ones(size // 4, np.float32)  # zeros would be one page
+
+    def run(hidden: F32, outputs: I64) -> None:
+        token_ids = np.arange(len(hidden)) % spec.decoder.vocab_size
+        session.run(token_ids, hidden, context, outputs, top_k=top_k)
+
+    def grow(rows: int) -> None:
+        run(hidden[:rows], np.arange(rows))
+
+    def extend(rows: int) -> None:
+        run(session.fuse(taps[: rows + masks]), np.arange(rows - 1, rows + masks))
+
+    def follow_an_extension() -> None:
+        others.sum()
+        extend(1)
+
+    budget = budget or Budget()
+    found = {EXTEND: timed_by_rows(extend, measured, budget.part(0.4), others.sum)}
+    if not masks:
+        part = budget.part(0.7)
+        if 3 * found[EXTEND]["1"] <= 1e3 * part.left_s:
+            grown = timed_by_rows(grow, measured, part, follow_an_extension)
+        else:  # a step takes no longer than an extension
+            grown = {rows: EstimatedMs(ms) for rows, ms in found[EXTEND].items()}
+        found = {STEP: grown, **found}
+    if not any(session.shared_rows) or not budget.left_s:
+        return found
+    return found | _costs_together(session, spec, context, hidden, top_k, budget)
+
+
+def _costs_together(
+    session: DraftSession, spec: DraftSpec, begin: int, hidden: F32, top_k: int, budget: Budget
+) -> dict[str, dict[str, float]]:
+    """Of passes that several answers share, behind `begin` rows of each."""
+    session.close(session.context)
+    contexts = [session.new_context() for _ in range(session.most_parts)]
+
+    def run(count: int, rows: int) -> None:
+        ids, wanted = np.arange(rows) % spec.decoder.vocab_size, np.arange(rows)
+        asked = [
+            DraftPart(one, ids, begin, wanted, top_k, hidden=hidden[:rows])
+            for one in contexts[:count]
+        ]
+        session.run_many(asked)
+
+    room = min(session.shared_rows[0], len(hidden)), session.shared_rows[1]
+    found = measure_shared(_shared_kind(spec), session.most_parts, room, run, budget)
+    for one in contexts:
+        session.close(one)
+    return found

@@ -1,0 +1,60 @@
+"""Runs of a visual encoder: one image at a time."""
+
+from __future__ import annotations
+
+from collections.abc import Mapping
+from pathlib import Path
+
+import numpy as np
+from numpy.typing import NDArray
+
+from edgellm.core import contract
+from edgellm.core.graph_roles import ENCODER
+from edgellm.core.manifest import Engine
+from edgellm.core.model_spec import VisionSpec
+from edgellm.device_runtime import runners
+from edgellm.device_runtime.networks import F32
+from edgellm.device_runtime.runners import Runner
+from edgellm.device_runtime.runners.pass_timing import Budget
+
+
+class EncoderSession:
+    """A loaded visual encoder."""
+
+    def __init__(self, runner: Runner) -> None:
+        self._runner = runner
+
+    def encode(self, inputs: Mapping[str, NDArray]) -> tuple[F32, F32]:
+        """Features of one image.
+
+        Args:
+            inputs: those of the encoder's graph by contract name.
+
+        Returns:
+            `image_embeds` float32 [N, H] and `deepstack_embeds` float32 [L, N, H]; L may be 0.
+        """
+        found = self._runner.run(inputs)
+        embeds = found[contract.IMAGE_EMBEDS].copy()
+        if contract.DEEPSTACK_EMBEDS in found:
+            return embeds, found[contract.DEEPSTACK_EMBEDS].copy()
+        return embeds, np.zeros((0, *embeds.shape), np.float32)
+
+
+def open_encoder(folder: Path, engine: Engine) -> EncoderSession:
+    """Load a visual engine; raises as `runners.Backend.open_engine`."""
+    opened = runners.find(engine.backend).open_engine(folder, engine)
+    return session(opened, engine.vision, engine.max_kv_cache_capacity)
+
+
+def session(opened: Mapping[str, Runner], spec: VisionSpec, capacity: int) -> EncoderSession:
+    """See `sessions.Module`."""
+    del spec, capacity
+    return EncoderSession(opened[ENCODER])
+
+
+def costs(
+    session: EncoderSession, spec: VisionSpec, most_rows: int = 0, budget: Budget | None = None
+) -> dict[str, dict[str, float]]:
+    """See `sessions.Module`: nothing asks what an image costs."""
+    del session, spec, most_rows, budget
+    return {}

@@ -1,0 +1,89 @@
+"""Medusa heads: candidates for some levels from one feature."""
+
+from __future__ import annotations
+
+from collections.abc import Mapping, Sequence
+from pathlib import Path
+from typing import NamedTuple
+
+import numpy as np
+
+from edgellm.core import contract
+from edgellm.core.graph_roles import ALL_HEADS, HEADS
+from edgellm.core.manifest import Engine
+from edgellm.core.model_spec import DraftSpec
+from edgellm.device_runtime import runners
+from edgellm.device_runtime.networks import F32, I64
+from edgellm.device_runtime.runners import Runner, TakesAnswers
+from edgellm.device_runtime.runners.pass_timing import CANDIDATES, Budget, timed_by_rows
+
+
+class HeadsPart(NamedTuple):
+    """What an answer asks of the heads; see `HeadsSession.candidates`."""
+
+    feature: F32
+    top_k: int
+
+
+class HeadsSession:
+    """Loaded heads."""
+
+    def __init__(self, runner: Runner) -> None:
+        self._runner = runner
+        self.most_parts = runner.most_answers if isinstance(runner, TakesAnswers) else 1
+
+    def run_many(self, parts: Sequence[HeadsPart]) -> list[tuple[I64, F32]]:
+        """`candidates` for several answers in one pass, `most_parts` at most.
+
+        All get as many candidates as the one that wants most.
+        """
+        # What lies on a device stays there: only the host has several side by side.
+        one = parts[0].feature[None, None]
+        features = one if len(parts) == 1 else np.stack([each.feature[None] for each in parts])
+        most = max(part.top_k for part in parts)
+        inputs = {contract.HIDDEN_TAPS: features, contract.TOP_K: np.array([most])}
+        found = self._runner.run(inputs)
+        ids, log_probs = found[contract.CANDIDATE_IDS], found[contract.CANDIDATE_LOG_PROBS]
+        return list(zip(ids, log_probs, strict=True))
+
+    def candidates(self, feature: F32, top_k: int) -> tuple[I64, F32]:
+        """What may follow the newest token, one head for each further token.
+
+        Args:
+            feature: float32 [H], of the newest row of the base's cache, whose logits gave the
+                newest token.
+            top_k: K, candidates of a head.
+
+        Returns:
+            Token ids int64 [N, K], best first, and their log-probabilities float32 [N, K]; valid
+            until the next call.
+
+        Raises:
+            LimitError: the engine gives fewer candidates.
+        """
+        (found,) = self.run_many([HeadsPart(feature, top_k)])
+        return found
+
+
+def open_heads(folder: Path, engine: Engine) -> HeadsSession:
+    """Load an engine of Medusa heads; raises as `runners.Backend.open_engine`."""
+    opened = runners.find(engine.backend).open_engine(folder, engine)
+    return session(opened, engine.draft, engine.max_kv_cache_capacity)
+
+
+def session(opened: Mapping[str, Runner], spec: DraftSpec, capacity: int) -> HeadsSession:
+    """See `sessions.Module`."""
+    del spec, capacity
+    return HeadsSession(opened[HEADS])
+
+
+def costs(
+    session: HeadsSession, spec: DraftSpec, most_rows: int = 0, budget: Budget | None = None
+) -> dict[str, dict[str, float]]:
+    """See `sessions.Module`: passes of all heads, for one answer and for as many as share one."""
+    feature = np.random.default_rng(1).standard_normal(spec.taps_width, np.float32)
+    part = HeadsPart(feature, min(spec.draft_vocab_size, most_rows or CANDIDATES))
+    counts = sorted({1, session.most_parts})
+    return {
+        ALL_HEADS: timed_by_rows(lambda count: session.run_many([part] * count), counts, budget)
+    }

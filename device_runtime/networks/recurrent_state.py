@@ -1,0 +1,182 @@
+"""What the recurrent layers of a decoder keep of each sequence.
+
+States stand for a number of rows. A pass leaves them as they were; the rows of the latest pass that
+were accepted are committed when the next pass is about to begin, so that an answer which ends
+within them, or a prompt that shares some of them, can still do without the others.
+"""
+
+from __future__ import annotations
+
+import itertools
+from collections.abc import Iterable, Sequence
+from typing import Any
+
+import numpy as np
+from numpy.typing import NDArray
+
+from edgellm.core import contract
+from edgellm.core.model_spec import RecurrentSpec
+from edgellm.device_runtime.networks import I64
+from edgellm.device_runtime.networks.recurrent_state_pool import (
+    Arrays,
+    Memory,
+    Place,
+    StatePool,
+    copied,
+)
+from edgellm.device_runtime.runners import Outputs, Runner
+
+CHECKPOINT_BYTES = 256 << 20  # of all checkpoints of all sequences of a pass
+CHECKPOINT_ROWS = 1024  # of a long prompt, from one to the next
+
+
+class States:
+    """Those of a session's sequences."""
+
+    def __init__(self, commit: Runner, spec: RecurrentSpec, num_sequences: int = 1) -> None:
+        """Those of passes over so many sequences; `commit` runs the graph that moves states on."""
+        self._commit, self._spec, self._num_sequences = commit, spec, num_sequences
+        self._pool = StatePool(spec, num_sequences) if num_sequences > 1 else None
+        # Where the next commit writes.
+        self._spare = Place(self._zeros()) if self._pool is None else self._pool.take()
+        self._latest: list[tuple[Memory, Outputs]] = []  # whose rows are not committed
+
+    @property
+    def num_bytes(self) -> int:
+        """Of a sequence, without its checkpoints."""
+        return sum(array.nbytes for array in self._spare.arrays.values())
+
+    def new(self) -> Memory:
+        """Of a sequence without rows."""
+        return Memory(Place(self._zeros()))
+
+    def release(self, memory: Memory | None) -> None:
+        """Its sequence ends, if it is one's."""
+        if memory is None:
+            return
+        self._latest = [latest for latest in self._latest if latest[0] is not memory]
+        if self._pool is not None:
+            self._pool.release(memory)
+
+    def _zeros(self) -> Arrays:
+        return {name: np.zeros(shape, np.float32) for name, shape in self._spec.states.items()}
+
+    def begin(self, memory: Memory, length: int) -> Arrays:
+        """As `begin_together` of one sequence."""
+        return self.begin_together([(memory, length)])[0][0]
+
+    def begin_together(self, asked: Sequence[tuple[Memory, int]]) -> list[tuple[Arrays, int]]:
+        """Before a pass behind some rows of sequences: states, and which of them is whose.
+
+        Rows that no pass has computed are nobody's: measurements begin behind them.
+
+        Args:
+            asked: sequences, and the rows that stay of each.
+
+        Returns:
+            For each sequence the states by contract name, [B, ...], and its place among B.
+        """
+        for memory, length in asked:
+            if length < memory.end:
+                if memory.reach(length) != length:
+                    raise ValueError(f"states of {memory.end} rows cannot go back to {length}")
+                self.cut(memory, length)
+        self.settle()
+        if self._pool is None:
+            return [(memory.arrays, 0) for memory, _ in asked]
+        self._pool.bring_in([memory for memory, _ in asked])
+        return [(self._pool.arrays, memory.place.slot or 0) for memory, _ in asked]
+
+    def give(
+        self, asked: Sequence[tuple[Memory, int]], inputs: Sequence[dict[str, NDArray[Any]]]
+    ) -> None:
+        """Add the states of sequences to what their pass is given, see `begin_together`."""
+        for (states, at), given in zip(self.begin_together(asked), inputs, strict=True):
+            parents = given[contract.PARENT_ROWS]
+            parents[parents < 0] -= at
+            given |= states
+
+    def ran(self, memory: Memory, outputs: Outputs, rows: int) -> None:
+        """A pass gave `outputs`; its first `rows` rows are accepted, each the next one's parent."""
+        self._latest.append((memory, outputs))
+        memory.accepted = np.arange(rows)
+        for mark in sorted(each for each in memory.marks if memory.num_rows < each <= memory.end):
+            self._advance(memory, outputs, mark - memory.num_rows)
+            self._keep_checkpoint(memory)
+
+    def accept(self, memory: Memory, rows: I64) -> None:
+        """Of the latest pass, which was a tree, these rows are accepted."""
+        memory.accepted = rows
+
+    def settle(self) -> None:
+        """Commit what was accepted: the next pass overwrites its rows."""
+        for memory, outputs in self._latest:
+            self._advance(memory, outputs, len(memory.accepted))
+        self._latest = []
+
+    def cut(self, memory: Memory, length: int) -> None:
+        """Forget the rows behind the first `length`, as far as `Memory.reach` can.
+
+        Behind the last checkpoint before them nothing is left.
+        """
+        found = memory.reach(length)
+        if found < memory.num_rows:
+            memory.forget()
+            kept = memory.checkpoints.get(found)
+            for name, array in memory.arrays.items():
+                array[...] = 0 if kept is None else kept[name]
+            memory.num_rows = found
+        memory.accepted = memory.accepted[: found - memory.num_rows]
+        for rows in [each for each in memory.checkpoints if each > found]:
+            del memory.checkpoints[rows]
+
+    def fork(self, memory: Memory) -> Memory:
+        """Another with the same rows."""
+        self.settle()
+        place, kept = Place(copied(memory.arrays)), {**memory.checkpoints}
+        return Memory(place, memory.num_rows, checkpoints=kept)
+
+    def read(self, memory: Memory, length: int) -> tuple[NDArray[Any], ...]:
+        """Copies of the states behind `length` rows, which `Memory.reach` says can be had."""
+        for latest, outputs in self._latest:
+            if latest is memory and memory.num_rows <= length:
+                self._advance(memory, outputs, length - memory.num_rows)
+        found = memory.arrays if memory.num_rows == length else memory.checkpoints.get(length)
+        return tuple(copied(found or self._zeros()).values())
+
+    def write(self, memory: Memory, states: tuple[NDArray[Any], ...], length: int) -> None:
+        """States that `read` gave, behind `length` rows, in the place of all that is there."""
+        for array, state in zip(memory.arrays.values(), states, strict=True):
+            array[...] = state
+        memory.forget()
+        memory.num_rows, memory.checkpoints = length, {}
+
+    def _advance(self, memory: Memory, outputs: Outputs, count: int) -> None:
+        """Commit the next `count` accepted rows."""
+        if not count:
+            return
+        self._commit.run(
+            {
+                **memory.arrays,
+                **{name: outputs[name] for name in self._spec.rows},
+                **{
+                    contract.next_state_name(name): into
+                    for name, into in self._spare.arrays.items()
+                },
+                contract.COMMIT_ROWS: memory.accepted[:count],
+            }
+        )
+        memory.place, self._spare = self._spare, memory.place
+        memory.num_rows, memory.accepted = memory.num_rows + count, memory.accepted[count:]
+
+    def _keep_checkpoint(self, memory: Memory) -> None:
+        memory.checkpoints[memory.num_rows] = copied(memory.arrays)
+        most = max(CHECKPOINT_BYTES // (self.num_bytes * self._num_sequences), 1)
+        while len(memory.checkpoints) > most:
+            del memory.checkpoints[_least_missed(memory.checkpoints)]
+
+
+def _least_missed(checkpoints: Iterable[int]) -> int:
+    """Of all but the newest, the one without which the fewest rows are computed again."""
+    older = [0, *sorted(checkpoints)][:-1]
+    return min(itertools.pairwise(older), key=lambda pair: pair[1] - pair[0])[1]

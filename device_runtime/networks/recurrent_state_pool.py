@@ -1,0 +1,103 @@
+"""Where the states of recurrent layers lie: those that share a pass one behind the other."""
+
+from __future__ import annotations
+
+from collections.abc import Sequence
+from dataclasses import dataclass, field
+
+import numpy as np
+from numpy.typing import NDArray
+
+from edgellm.core.model_spec import RecurrentSpec
+from edgellm.device_runtime.networks import I64
+
+Arrays = dict[str, NDArray[np.float32]]
+_NO_ROWS = np.zeros(0, np.int64)
+
+
+@dataclass(slots=True, eq=False)
+class Place:
+    """Memory for the states of a sequence."""
+
+    arrays: Arrays  # by contract name, [1, ...]
+    slot: int | None = None  # of the pool; None: they lie apart
+
+
+@dataclass(slots=True, eq=False)
+class Memory:
+    """What is kept of one sequence."""
+
+    place: Place
+    num_rows: int = 0  # that its states stand for
+    accepted: I64 = field(default_factory=lambda: _NO_ROWS)  # of the latest pass, not committed
+    marks: set[int] = field(default_factory=set)  # numbers of rows to keep a checkpoint of
+    checkpoints: dict[int, Arrays] = field(default_factory=dict)  # by number of rows
+
+    @property
+    def arrays(self) -> Arrays:
+        """By contract name."""
+        return self.place.arrays
+
+    @property
+    def end(self) -> int:
+        """Rows, with those that are accepted."""
+        return self.num_rows + len(self.accepted)
+
+    def reach(self, length: int) -> int:
+        """The most rows, up to `length`, that it can go back to."""
+        if self.num_rows <= length:
+            return min(length, self.end)
+        return max((rows for rows in self.checkpoints if rows <= length), default=0)
+
+    def forget(self) -> None:
+        """Nothing is accepted."""
+        self.accepted = _NO_ROWS
+
+
+class StatePool:
+    """Places for all sequences of a pass, and one besides; who was there longest makes way."""
+
+    def __init__(self, spec: RecurrentSpec, num_sequences: int) -> None:
+        """Room for so many sequences of a pass."""
+        count = num_sequences + 1
+        self.arrays: Arrays = {
+            name: np.zeros((count, *shape[1:]), np.float32) for name, shape in spec.states.items()
+        }
+        self._free = [
+            Place({name: array[slot : slot + 1] for name, array in self.arrays.items()}, slot)
+            for slot in range(count)
+        ]
+        self._held: list[Memory] = []  # the least recently used first
+
+    def take(self) -> Place:
+        """A place for whoever asks, for good."""
+        return self._free.pop()
+
+    def bring_in(self, memories: Sequence[Memory]) -> None:
+        """Let all of them, the sequences of a pass, have places here."""
+        for memory in memories:
+            if memory.place.slot is None:
+                place = self._free.pop() if self._free else self._evicted(memories)
+                for name, array in memory.arrays.items():
+                    place.arrays[name][...] = array
+                memory.place = place
+            else:
+                self._held.remove(memory)
+            self._held.append(memory)
+
+    def _evicted(self, staying: Sequence[Memory]) -> Place:
+        memory = next(one for one in self._held if one not in staying)
+        self._held.remove(memory)
+        place, memory.place = memory.place, Place(copied(memory.arrays))
+        return place
+
+    def release(self, memory: Memory) -> None:
+        """Its states are nobody's."""
+        if memory in self._held:
+            self._held.remove(memory)
+            self._free.append(memory.place)
+
+
+def copied(arrays: Arrays) -> Arrays:
+    """The same elsewhere."""
+    return {name: array.copy() for name, array in arrays.items()}

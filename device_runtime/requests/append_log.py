@@ -1,0 +1,62 @@
+"""Files that grow by whole lines, which an interrupt, a kill and a full disk leave whole."""
+
+from __future__ import annotations
+
+import os
+import time
+from pathlib import Path
+
+from edgellm.core.disk_space import explain_full_disk
+
+
+class Journal:
+    """A file of lines, open for more."""
+
+    def __init__(self, path: Path, *, sync_every_s: float = 0.0) -> None:
+        """Read what is there; a last line that an interrupt cut is cut off.
+
+        Args:
+            path: made where it is missing.
+            sync_every_s: how much of the last work a power cut may take; killing the process
+                never takes a line. 0 waits for the disk at every line, which costs milliseconds.
+        """
+        self._path, self._sync_every_s = path, sync_every_s
+        self._file = os.open(path, os.O_RDWR | os.O_CREAT | os.O_APPEND, 0o644)
+        content = path.read_bytes()
+        whole = content.rfind(b"\n") + 1
+        if whole < len(content):
+            os.ftruncate(self._file, whole)
+        self.content = content[:whole]  # what was there
+        self._synced_s = time.monotonic()
+
+    def append(self, line: bytes) -> None:
+        """Add a line, without its end; it is written as a whole or not at all.
+
+        Raises:
+            LimitError: the disk is full.
+        """
+        left = memoryview(line + b"\n")
+        size = os.fstat(self._file).st_size
+        with explain_full_disk(
+            self._path.absolute().parent,
+            num_bytes=len(left),
+            hint="free some space and go on: what was there is kept",
+        ):
+            try:
+                while left:
+                    left = left[os.write(self._file, left) :]
+                self._sync()
+            except BaseException as error:
+                if left or isinstance(error, OSError):  # an interrupt takes no whole line
+                    os.ftruncate(self._file, size)
+                raise
+
+    def _sync(self) -> None:
+        now = time.monotonic()
+        if now - self._synced_s >= self._sync_every_s:
+            os.fsync(self._file)
+            self._synced_s = now
+
+    def close(self) -> None:
+        """No more lines come."""
+        os.close(self._file)

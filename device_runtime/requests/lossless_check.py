@@ -1,0 +1,168 @@
+"""`llm_inference --prove`: the same prompts with and without speculation, token by token."""
+
+from __future__ import annotations
+
+import hashlib
+from collections.abc import Callable, Iterator, Sequence
+from dataclasses import dataclass
+from typing import Any, cast
+
+import numpy as np
+from numpy.typing import NDArray
+
+from edgellm.core.contract import EdgeLLMError
+from edgellm.device_runtime.api.llm import LLM
+from edgellm.device_runtime.engine.prompt import Prompt
+from edgellm.device_runtime.engine.step import read_piece
+from edgellm.device_runtime.faults import Confined
+from edgellm.device_runtime.networks.decoder import DecoderSession, Part, PassResult
+from edgellm.device_runtime.requests.request_file import Options, parse_request, sampling_of
+from edgellm.device_runtime.requests.responses import start_request
+from edgellm.device_runtime.sampling.sampler import SamplingParams
+
+
+@dataclass(frozen=True, slots=True)
+class Comparison:
+    """One prompt; `divergence` is the first token that differs."""
+
+    index: int
+    tokens: int  # of the plain answer; 0 if the request forbids speculation
+    has_equal_bits: bool = False  # of the logits of every token, not of the tokens alone
+    divergence: int | None = None
+    plain_token: int | None = None
+    speculated_token: int | None = None
+    # Of the plain token's logit over the speculated one's; None if one answer goes on longer.
+    margin: float | None = None
+    spread: float | None = None  # standard deviation of the logits there
+    refused: str = ""  # why there is no answer
+
+    def line(self) -> str:
+        """For people."""
+        if self.refused:
+            return f"request {self.index}: {self.refused}"
+        if not self.tokens:
+            return f"request {self.index}: not compared, disable_spec_decode is set"
+        if self.divergence is None:
+            bits = ", equal bits" if self.has_equal_bits else ""
+            return f"request {self.index}: {self.tokens} tokens, identical{bits}"
+        if self.margin is None:
+            return f"request {self.index}: identical until one ends, after {self.divergence} tokens"
+        return (
+            f"request {self.index}: diverges at token {self.divergence} of {self.tokens}: plain "
+            f"{self.plain_token}, speculated {self.speculated_token}; logit margin "
+            f"{self.margin:.4g} (standard deviation of the logits {self.spread:.4g})"
+        )
+
+
+def prove(llm: LLM, options: Options, requests: list[Any]) -> Iterator[Comparison]:
+    """Decode every request twice, greedily, and compare the token ids and their logits."""
+    for index, raw in enumerate(requests):
+        yield _compare_or_refuse(llm, options, raw, index)
+
+
+def _compare_or_refuse(llm: LLM, options: Options, raw: Any, index: int) -> Comparison:
+    failures: list[EdgeLLMError] = []
+    with Confined(failures.append):
+        return _compare(llm, options, raw, index)
+    return Comparison(index, 0, refused=str(failures[0]))
+
+
+def _compare(llm: LLM, options: Options, raw: Any, index: int) -> Comparison:
+    if parse_request(raw, index).disable_spec_decode:
+        return Comparison(index, 0)
+    (plain, rows), (speculated, other_rows) = (
+        _watched(llm, lambda s=s: _token_ids(llm, options, raw, index, speculative=s))
+        for s in (False, True)
+    )
+    place = first_difference(plain, speculated)
+    if plain == speculated:
+        shared = rows.keys() & other_rows.keys()
+        has_equal_bits = len(shared) >= len(plain) and all(
+            rows[position] <= other_rows[position] for position in shared
+        )
+        return Comparison(index, len(plain), has_equal_bits)
+    if place is None:
+        return Comparison(index, len(plain), divergence=min(len(plain), len(speculated)))
+    return _explained(llm, options, raw, index, place, plain, speculated)
+
+
+class _Watched:
+    """A session that keeps a hash of every row of logits, by the row's position."""
+
+    def __init__(self, session: DecoderSession) -> None:
+        self._session = session
+        self.rows: dict[int, set[bytes]] = {}
+
+    def __getattr__(self, name: str) -> Any:
+        return getattr(self._session, name)
+
+    def run_many(self, parts: Sequence[Part]) -> list[PassResult]:
+        """See `DecoderSession.run_many`."""
+        results = self._session.run_many(parts)
+        for part, result in zip(parts, results, strict=True):
+            positions = part.position_ids
+            if positions is None:
+                positions = part.write_index + np.arange(len(part.token_ids))
+            for row, logits in zip(part.logits_index, result.logits, strict=True):
+                seen = self.rows.setdefault(int(positions[row]), set())
+                seen.add(hashlib.sha256(logits.tobytes()).digest())
+        return results
+
+
+def _watched(llm: LLM, decode: Callable[[], list[int]]) -> tuple[list[int], dict[int, set[bytes]]]:
+    """What `decode` gives, and hashes of the logits it took by their position."""
+    session = llm.session
+    watched = _Watched(session)
+    llm.session = cast(DecoderSession, watched)
+    try:
+        return decode(), watched.rows
+    finally:
+        llm.session = session
+
+
+def _token_ids(llm: LLM, options: Options, raw: Any, index: int, *, speculative: bool) -> list[int]:
+    answer = start_request(llm, options, raw, index, greedy=True, speculative=speculative).answer
+    for _ in answer:
+        pass
+    return answer.token_ids
+
+
+def _explained(
+    llm: LLM,
+    options: Options,
+    raw: Any,
+    index: int,
+    place: int,
+    plain: list[int],
+    speculated: list[int],
+) -> Comparison:
+    """Recompute the logits of the place where the answers part."""
+    started = start_request(llm, options, raw, index, greedy=True, speculative=False)
+    own = sampling_of(parse_request(raw, index).merged(options), greedy=True)
+    logits = logits_behind(llm, started.answer.prompt, plain[:place], own)
+    one, other = plain[place], speculated[place]
+    return Comparison(
+        index, len(plain), False, place, one, other, float(logits[one] - logits[other]),
+        float(logits.std()),
+    )  # fmt: skip
+
+
+def logits_behind(
+    llm: LLM, prompt: Prompt, taken: Sequence[int], sampling: SamplingParams
+) -> NDArray[np.float64]:
+    """The logits [V] behind a prompt and the first tokens of its answer, penalties applied."""
+    slot, ids = llm.slot, [*prompt.token_ids, *taken]
+    slot.stand_aside()
+    slot.set_up(prompt)
+    result, rows = read_piece(slot.session, ids, 0, slot.prefill_rows)
+    while rows < len(ids):
+        result, rows = read_piece(slot.session, ids, rows, slot.prefill_rows)
+    sampler = llm.sampler(sampling, prompt)
+    sampler.take(taken)
+    return sampler.adjusted(result.logits[0]).astype(np.float64)
+
+
+def first_difference(plain: Sequence[int], other: Sequence[int]) -> int | None:
+    """The first place where both go on and differ."""
+    pairs = enumerate(zip(plain, other, strict=False))
+    return next((at for at, (one, another) in pairs if one != another), None)

@@ -1,0 +1,180 @@
+"""The answers of a run of `llm_inference` that is not finished, kept beside its output file.
+
+A line says what was asked for, the others hold an answer each, in the order of finishing: what the
+output file will say of it, its times and its trees. So an interrupted run goes on where it was.
+"""
+
+from __future__ import annotations
+
+import contextlib
+import dataclasses
+import hashlib
+import json
+from collections.abc import Iterator, Mapping
+from dataclasses import dataclass, field
+from pathlib import Path
+from typing import Any
+
+import msgspec
+
+from edgellm.core.contract import EdgeLLMError
+from edgellm.core.file_lock import hold
+from edgellm.core.strict_json import parse
+from edgellm.device_runtime.engine.profile import Profile, RoundCounts
+from edgellm.device_runtime.requests.append_log import Journal
+from edgellm.device_runtime.requests.request_file import Options
+
+_SYNC_EVERY_S = 1.0
+_BEGIN = b'{"kind": "unfinished run of llm_inference", '
+_SAID = {
+    "requests": "requests in --inputFile",
+    "engines": "engines",
+    "spec": "ways to speculate",
+    "max_generate_length": "--maxGenerateLength",
+    "context_reuse": "--enableContextReuse",
+    "allow_special_tokens": "--allowSpecialTokens",
+    "trees": "--treeOutputFile (given or not)",
+}
+
+
+@dataclass(frozen=True, slots=True)
+class Answered:
+    """One request's part of the files that a run writes."""
+
+    response: dict[str, Any]
+    profile: Profile
+    rounds: list[dict[str, Any]] = field(default_factory=list)  # of its tree log
+
+    @property
+    def index(self) -> int:
+        """The request's place in the file."""
+        return self.response["request_idx"]
+
+
+@dataclass(slots=True)
+class UnfinishedRun:
+    """What is answered already, in the order of finishing; it grows."""
+
+    path: Path
+    answered: list[Answered]
+    _journal: Journal
+
+    def in_order(self) -> list[Answered]:
+        """The same in the order of the requests."""
+        return sorted(self.answered, key=lambda one: one.index)
+
+    def add(self, answered: Answered) -> None:
+        """Keep an answer; it is in the file when this returns."""
+        self._journal.append(json.dumps(dataclasses.asdict(answered)).encode())
+        self.answered.append(answered)
+
+
+def path_of(output: Path) -> Path:
+    """The file that stands beside `output` until the run is finished."""
+    return output.with_name(f"{output.name}.partial")
+
+
+def settings_of(
+    content: tuple[Options, list[Any]], engines: Mapping[str, str], spec: Any, **flags: Any
+) -> dict[str, Any]:
+    """What answers depend on, as JSON has it.
+
+    Args:
+        content: of the request file.
+        engines: sha256 of manifests by role.
+        spec: the `SpecOptions`, or None.
+        flags: others by their names in `_SAID`.
+    """
+    text = json.dumps(msgspec.to_builtins(content), sort_keys=True)
+    settings = {
+        "requests": hashlib.sha256(text.encode()).hexdigest(),
+        "engines": dict(engines),
+        "spec": None if spec is None else dataclasses.asdict(spec),
+        **flags,
+    }
+    return json.loads(json.dumps(settings, default=str))
+
+
+@contextlib.contextmanager
+def unfinished_run(
+    output: Path, settings: Mapping[str, Any], *, goes_on: bool
+) -> Iterator[UnfinishedRun]:
+    """Begin a run, or go on with one; the file goes when the block ends without a fault.
+
+    Args:
+        output: the file that will be written.
+        settings: of `settings_of`.
+        goes_on: whether the user wants that.
+
+    Raises:
+        EdgeLLMError: there are answers that nobody asked to go on with, or of another run, or the
+            file is damaged, somebody else's, or another process is at it.
+    """
+    path = path_of(output)
+    busy = f"another llm_inference is writing {output}"
+    with hold(path, busy, "wait for it, or give another --outputFile"):
+        _refuse_foreign(path)
+        journal = Journal(path, sync_every_s=_SYNC_EVERY_S)
+        run, is_done = UnfinishedRun(path, [], journal), False
+        lines = journal.content.split(b"\n")[:-1]
+        try:
+            if not lines:
+                journal.append(_BEGIN + json.dumps(settings).removeprefix("{").encode())
+            elif len(lines) > 1:
+                _compare(path, _begun(path, lines[0]), settings)
+                run.answered = [_read(path, at, line) for at, line in enumerate(lines[1:], 2)]
+                _expect_wanted(run, goes_on=goes_on)
+            yield run
+            is_done = True
+        finally:
+            journal.close()
+            if is_done or not (run.answered or lines[1:]):
+                path.unlink(missing_ok=True)
+
+
+def _expect_wanted(run: UnfinishedRun, *, goes_on: bool) -> None:
+    if run.answered and not goes_on:
+        raise EdgeLLMError(
+            f"{run.path} holds {len(run.answered)} answers of an interrupted run",
+            hint="give --resume to go on with it, or remove that file",
+        )
+
+
+def _refuse_foreign(path: Path) -> None:
+    """Before anything is cut off: of ours there may be no more than a part of the beginning."""
+    with path.open("rb") as stream:
+        begin = stream.read(len(_BEGIN))
+    if not _BEGIN.startswith(begin):
+        raise EdgeLLMError(
+            f"{path} exists and is not of an interrupted run",
+            hint="give another --outputFile, or move that file away",
+        )
+
+
+def _begun(path: Path, line: bytes) -> dict[str, Any]:
+    """What the run was begun with."""
+    try:
+        return dict(parse(line))
+    except (ValueError, TypeError) as error:
+        raise EdgeLLMError(f"{path} line 1 is damaged: {error}", hint="remove that file") from None
+
+
+def _compare(path: Path, begun: Mapping[str, Any], settings: Mapping[str, Any]) -> None:
+    for name, said in _SAID.items():
+        if begun.get(name) != settings[name]:
+            raise EdgeLLMError(
+                f"{path} was begun with other {said}",
+                hint="give the same again to go on, or remove that file",
+            )
+
+
+def _read(path: Path, number: int, line: bytes) -> Answered:
+    try:
+        raw = parse(line)
+        rounds = [RoundCounts(**counts) for counts in raw["profile"].pop("rounds")]
+        return Answered(raw["response"], Profile(**raw["profile"], rounds=rounds), raw["rounds"])
+    except (ValueError, KeyError, TypeError, AttributeError) as error:
+        raise EdgeLLMError(
+            f"{path} line {number} is not an answer: {error!r}",
+            hint="delete the line and those behind it, and they are answered again",
+        ) from None

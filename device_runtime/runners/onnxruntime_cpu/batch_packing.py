@@ -1,0 +1,119 @@
+"""Passes of several sequences as one: their rows stand one behind the other."""
+
+from __future__ import annotations
+
+from collections.abc import Iterator, Mapping, Sequence
+from typing import Any
+
+import numpy as np
+from numpy.typing import NDArray
+
+from edgellm.core import contract
+from edgellm.device_runtime.runners import Cache, Outputs
+from edgellm.device_runtime.runners.onnxruntime_cpu.block_kv_cache import PagedCache
+
+Inputs = Mapping[str, NDArray[Any]]
+# Symbols in the shapes of a graph's inputs that are no numbers of rows
+NUM_SEQUENCES, TABLE_PAGES, MASK_VALUES = NOT_ROWS = "sequences", "table_pages", "mask_values"
+_LEAST_MASK = 64  # values; passes with masks of nearly one size share what they bind
+_NO_MASK = np.zeros(_LEAST_MASK, np.bool_)
+
+
+# Along which axis sequences stand one behind the other
+_SIDE_BY_SIDE = (contract.INPUT_IDS, contract.POSITION_IDS, contract.DRAFT_HIDDEN)
+_AXES = {**dict.fromkeys(_SIDE_BY_SIDE, 1), contract.TOP_K: 0}
+
+
+def joined(parts: Sequence[tuple[Cache, Inputs]]) -> dict[str, NDArray[Any]]:
+    """Inputs of one pass for all parts, by the names that graphs of edgellm's kernels have.
+
+    Args:
+        parts: sequences, each with inputs by contract name; pages are there for their rows.
+    """
+    columns: dict[str, list[NDArray[Any]]] = {}
+    sequences: list[tuple[int, int, int]] = []
+    masks: list[NDArray[np.bool_]] = []
+    start = 0
+    for cache, inputs in parts:
+        assert isinstance(cache, PagedCache)
+        rows, index = inputs[contract.INPUT_IDS].shape[1], inputs[contract.LOGITS_INDEX]
+        for name in _AXES:
+            if name in inputs:
+                columns.setdefault(name, []).append(inputs[name])
+        columns.setdefault(contract.LOGITS_INDEX, []).append(index + start if start else index)
+        if contract.PARENT_ROWS in inputs:
+            parents = inputs[contract.PARENT_ROWS]
+            shifted = np.where(parents < 0, parents, parents + start) if start else parents
+            columns.setdefault(contract.PARENT_ROWS, []).append(shifted)
+        for name, table in cache.tables.items():
+            columns.setdefault(name, []).append(table)
+        mask = inputs.get(contract.TREE_MASK)
+        if mask is not None:
+            masks.append(mask)
+        width = 0 if mask is None else mask.shape[1]
+        sequences.append((inputs[contract.WRITE_INDEX][0], rows, width))
+        start += rows
+    found = {
+        # Most passes are of one sequence, whose time counts.
+        name: arrays[0] if len(arrays) == 1 else np.concatenate(arrays, axis=_AXES.get(name, 0))
+        for name, arrays in columns.items()
+    }
+    if contract.TOP_K in found:
+        found[contract.TOP_K] = found[contract.TOP_K].max(keepdims=True)
+    found[contract.SEQUENCES] = np.array(sequences)
+    found[contract.TREE_MASKS] = _behind_each_other(masks)
+    if contract.ADAPTER in parts[0][1]:
+        own = [inputs[contract.ADAPTER][0] for _, inputs in parts]
+        found[contract.ADAPTER_ROWS] = np.repeat(own, [rows for _, rows, _ in sequences])
+    # The states of all sequences lie together, and each part has them all.
+    first = parts[0][1]
+    found |= {name: first[name] for name in first if name.startswith(contract.STATE)}
+    return found
+
+
+def _behind_each_other(masks: Sequence[NDArray[np.bool_]]) -> NDArray[np.bool_]:
+    if not masks:
+        return _NO_MASK
+    size = 0
+    for mask in masks:
+        size += mask.size
+    values = np.zeros(max(_LEAST_MASK, 1 << (size - 1).bit_length()), np.bool_)
+    at = 0
+    for mask in masks:
+        values[at : at + mask.size] = mask.ravel()
+        at += mask.size
+    return values
+
+
+_OF_ROWS = contract.HIDDEN_TAPS, contract.STATE_ROWS  # outputs of all rows, by their names' begin
+
+
+class _Share(Mapping[str, NDArray[Any]]):
+    """What a part gets of a pass."""
+
+    def __init__(self, all_of: Outputs, rows: slice, wanted: slice) -> None:
+        self._all, self._rows, self._wanted = all_of, rows, wanted
+
+    def __contains__(self, name: object) -> bool:
+        return name in self._all
+
+    def __getitem__(self, name: str) -> NDArray[Any]:
+        return self._all[name][:, self._rows if name.startswith(_OF_ROWS) else self._wanted]
+
+    def __iter__(self) -> Iterator[str]:
+        return iter(self._all)
+
+    def __len__(self) -> int:
+        return len(self._all)
+
+
+def share(found: Outputs, parts: Sequence[Inputs]) -> list[Outputs]:
+    """The outputs of a pass for all parts, one for each."""
+    shares: list[Outputs] = []
+    rows = wanted = 0
+    for inputs in parts:
+        next_rows = rows + inputs[contract.INPUT_IDS].shape[1]
+        next_wanted = wanted + len(inputs[contract.LOGITS_INDEX])
+        shares.append(_Share(found, slice(rows, next_rows), slice(wanted, next_wanted)))
+        rows, wanted = next_rows, next_wanted
+    return shares

@@ -1,0 +1,40 @@
+"""LoRA adapters on a device, which is named by data."""
+
+from __future__ import annotations
+
+import numpy as np
+import onnxruntime as ort
+from numpy.typing import NDArray
+
+from edgellm.device_runtime.runners.lora_slots import AdapterPlaces
+from edgellm.device_runtime.runners.onnxruntime_cuda.cache import allocate
+from edgellm.device_runtime.runners.onnxruntime_graphs import input_types
+
+
+class DeviceAdapters(AdapterPlaces):
+    """Matrices of all places, which stay where they are; zeros where no adapter is."""
+
+    def __init__(self, graph: ort.InferenceSession, count: int, device: str) -> None:
+        """Allocate `count` places for a graph that takes adapters.
+
+        Raises:
+            LimitError: the device is too small.
+        """
+        types = input_types(graph)
+        tensors = {each.name: (each.shape, types[each.name]) for each in graph.get_inputs()}
+        super().__init__(tensors, count)
+        self._device = device
+        self._values = {
+            name: allocate(each, self.dtype, device) for name, each in self.shapes.items()
+        }
+        self.hold(np.zeros(1, np.float32), np.zeros((1, 0, 3), np.int64))
+
+    def hold(self, weights: NDArray[np.float32], table: NDArray[np.int64]) -> None:
+        """See `runners.TakesAdapters`; no pass runs, and this waits for its copies."""
+        for name, matrix in self.matrices(weights, table):
+            self._values[name].update_inplace(matrix)
+
+    def bind(self, binding: ort.IOBinding) -> None:
+        """As inputs."""
+        for name, value in self._values.items():
+            binding.bind_ortvalue_input(name, value)

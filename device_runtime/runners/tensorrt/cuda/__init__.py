@@ -1,0 +1,1 @@
+"""CUDA calls and small kernels of the TensorRT runner."""

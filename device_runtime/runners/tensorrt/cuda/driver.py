@@ -1,0 +1,330 @@
+"""Everything that edgellm asks of CUDA, through pycuda; graphs, which it lacks, by cuda-python.
+
+Both are handles of the driver's own: a stream of the one is a stream of the other.
+"""
+
+from __future__ import annotations
+
+import functools
+import importlib
+import logging
+import sys
+import threading
+import weakref
+from collections.abc import Callable, Iterator, Sequence
+from contextlib import contextmanager
+from typing import Any
+
+import numpy as np
+from numpy.typing import NDArray
+
+from edgellm.core.contract import EdgeLLMError, LimitError
+from edgellm.core.system_memory import available_memory_bytes
+from edgellm.device_runtime.kernels.triton.catalog import Variant
+from edgellm.device_runtime.runners.tensorrt import kv_append
+from edgellm.device_runtime.runners.tensorrt.cuda import gather, kv_compaction
+from edgellm.device_runtime.runners.tensorrt.cuda.kernels import LoadedKernels
+from edgellm.device_runtime.runners.tensorrt.cuda.kv_compaction import WORD_BYTES
+from edgellm.device_runtime.runners.tensorrt.cuda.protocols import ALIGNMENT, NewRows, Planes
+
+_log = logging.getLogger(__name__)
+_THREADS = 32  # of a block; a row of a cache has 8 to 32 words
+_GATHERING_THREADS = 256  # one of features has hundreds
+_HINT = "in edgellm's folder: pip install '.[tensorrt]', which needs the CUDA toolkit's headers"
+
+
+@functools.cache
+def open_device() -> CudaDevice:
+    """The first GPU; all engines of a process share its stream.
+
+    Raises:
+        EdgeLLMError: pycuda, cuda-python or the driver is missing; says which.
+    """
+    driver = _import("pycuda.driver", "pycuda")
+    try:
+        graphs = _import("cuda.bindings.driver", "cuda-python")
+    except EdgeLLMError:
+        graphs = _import("cuda.cuda", "cuda-python")  # before cuda-python 12.6
+    try:
+        driver.init()
+        gpu = driver.Device(0)
+    except driver.Error as error:
+        raise EdgeLLMError(
+            f"the NVIDIA driver does not work: {error}", hint="edgellm-doctor says more"
+        ) from None
+    return CudaDevice(driver, graphs, gpu)
+
+
+def _import(module: str, package: str) -> Any:
+    try:
+        return importlib.import_module(module)
+    except ImportError as error:
+        raise EdgeLLMError(f"{package} is not usable here: {error}", hint=_HINT) from None
+
+
+class _Memory:
+    """See `device.Buffer`."""
+
+    def __init__(self, allocation: Any, num_bytes: int) -> None:
+        self._allocation, self.address, self.num_bytes = allocation, int(allocation), num_bytes
+
+
+class _Depth(threading.local):
+    """How often a thread has entered the context."""
+
+    count = 0
+
+
+class CudaDevice:
+    """See `device.Device`; the GPU's primary context, which TensorRT takes too.
+
+    pycuda keeps a stack of contexts for each thread and ends the process if one is left on it, so
+    each call pushes the context, in whatever thread it comes, and pops it.
+    """
+
+    def __init__(self, driver: Any, graphs: Any, gpu: Any) -> None:
+        """Make a stream in the primary context."""
+        self._driver, self._graphs, self._gpu = driver, graphs, gpu
+        self._context, self._depth = gpu.retain_primary_context(), _Depth()
+        self._can_capture = True
+        with self.current():
+            self._open()
+
+    def _open(self) -> None:
+        self._stream = self._driver.Stream()
+        self._move_rows = self._kernel(kv_compaction.PTX, kv_compaction.KERNEL, "PPiiqi")
+        self._append_rows = self._kernel(kv_append.PTX, kv_append.KERNEL, "PPPiiqqi")
+        self._gather_rows = self._kernel(gather.PTX, gather.KERNEL, "PPPi")
+        self._indices: gather.Indices | None = None
+        self._kernels: LoadedKernels | None = None
+
+    @contextmanager
+    def current(self) -> Iterator[None]:
+        """See `device.Device`."""
+        is_outermost = self._depth.count == 0
+        if is_outermost:
+            self._context.push()
+        self._depth.count += 1
+        try:
+            yield
+        finally:
+            self._depth.count -= 1
+            if is_outermost:
+                self._context.pop()
+
+    def _free(self, allocation: Any) -> None:
+        if not sys.is_finalizing():  # then pycuda frees what there is
+            with self.current():
+                allocation.free()
+
+    def _freed_with(self, owner: Any, allocation: Any) -> None:
+        """In whatever thread the owner goes."""
+        weakref.finalize(owner, self._free, allocation).atexit = False
+
+    def _kernel(self, ptx: str, name: str, arguments: str) -> Any:
+        kernel = self._driver.module_from_buffer(ptx.encode() + b"\0").get_function(name)
+        kernel.prepare(arguments)
+        return kernel
+
+    @property
+    def stream(self) -> int:
+        """See `device.Device`."""
+        return int(self._stream.handle)
+
+    @property
+    def name(self) -> str:
+        """The GPU's."""
+        return self._gpu.name()
+
+    def allocate(self, num_bytes: int) -> _Memory:
+        """See `device.Device`."""
+        size = max(num_bytes, ALIGNMENT)
+        with self.current():
+            try:
+                allocation = self._driver.mem_alloc(size)
+            except self._driver.MemoryError:
+                raise LimitError(
+                    f"the GPU has {self.free_bytes() / 1e6:.0f} MB left, "
+                    f"{size / 1e6:.0f} are needed",
+                    hint="close other programs, or build with a smaller --maxKVCacheCapacity or "
+                    "--maxInputLen, or quantize the model",
+                ) from None
+            self._driver.memset_d8_async(int(allocation), 0, size, self._stream)
+            self.synchronize()
+        memory = _Memory(allocation, size)
+        self._freed_with(memory, allocation)
+        return memory
+
+    def free_bytes(self) -> int:
+        """See `device.Device`."""
+        with self.current():
+            free = int(self._driver.mem_get_info()[0])
+        if not self._gpu.get_attribute(self._driver.device_attribute.INTEGRATED):
+            return free
+        return max(free, available_memory_bytes())  # it leaves out the system's cache of files
+
+    def pinned(self, num_bytes: int) -> NDArray[np.uint8]:
+        """See `device.Device`."""
+        with self.current():
+            host = self._driver.pagelocked_empty(max(num_bytes, 1), np.uint8)
+        self._freed_with(host, host.base)
+        return host[:num_bytes]
+
+    def upload(self, address: int, host: NDArray[Any]) -> None:
+        """See `device.Device`."""
+        with self.current():
+            self._driver.memcpy_htod_async(address, host, self._stream)
+
+    def download(self, host: NDArray[Any], address: int) -> None:
+        """See `device.Device`."""
+        with self.current():
+            self._driver.memcpy_dtoh_async(host, address, self._stream)
+
+    def move_rows(self, planes: Planes, rows_address: int, count: int, first: int) -> None:
+        """See `device.Device`."""
+        words = planes.row_bytes // WORD_BYTES
+        with self.current():
+            self._move_rows.prepared_async_call(
+                (planes.count, 1), (_THREADS, 1, 1), self._stream,
+                planes.address, rows_address, count, first, planes.rows * words, words,
+            )  # fmt: skip
+
+    def append_rows(self, planes: Planes, rows: NewRows, count: int) -> None:
+        """See `device.Device`."""
+        words = planes.row_bytes // WORD_BYTES
+        with self.current():
+            self._append_rows.prepared_async_call(
+                (planes.count, 1), (_THREADS, 1, 1), self._stream,
+                planes.address, rows.address, rows.write_index_address, count, rows.planes,
+                rows.stride, planes.rows * words, words,
+            )  # fmt: skip
+
+    def gather_rows(
+        self, target: int, source: int, rows: NDArray[np.int64], row_bytes: int
+    ) -> None:
+        """See `device.Device`."""
+        with self.current():
+            if gather.is_run(rows):
+                start = source + int(rows[0]) * row_bytes if len(rows) else source
+                self.copy(target, start, len(rows) * row_bytes)
+                return
+            self._indices = self._indices or gather.Indices(self)
+            at = self._indices.upload(rows)
+            self.gather_rows_at(target, source, at, len(rows), row_bytes)
+
+    def gather_rows_at(
+        self, target: int, source: int, rows_address: int, count: int, row_bytes: int
+    ) -> None:
+        """See `device.Device`."""
+        with self.current():
+            self._gather_rows.prepared_async_call(
+                (count, 1), (_GATHERING_THREADS, 1, 1), self._stream,
+                target, source, rows_address, row_bytes // WORD_BYTES,
+            )  # fmt: skip
+
+    def copy(self, target: int, source: int, num_bytes: int) -> None:
+        """See `device.Device`."""
+        with self.current():
+            self._driver.memcpy_dtod_async(target, source, num_bytes, self._stream)
+
+    def launch(self, kernel: Variant, grid: tuple[int, int, int], arguments: Sequence[int]) -> None:
+        """See `device.Device`."""
+        with self.current():
+            self._kernels = self._kernels or LoadedKernels(self._driver, self._gpu)
+            function, compiled = self._kernels.find(kernel)
+            function.prepared_async_call(
+                grid,
+                (compiled.threads, 1, 1),
+                self._stream,
+                *arguments,
+                shared_size=compiled.shared_bytes,
+            )
+
+    def save_rows(self, planes: Planes, length: int, first: int = 0) -> NDArray[np.uint8]:
+        """See `device.Device`."""
+        host = np.empty((planes.count, length * planes.row_bytes), np.uint8)
+        copy = self._planewise(planes, host.shape[1])
+        copy.set_src_device(planes.address + first * planes.row_bytes)
+        copy.set_dst_host(host)
+        copy.src_pitch, copy.dst_pitch = planes.rows * planes.row_bytes, host.shape[1]
+        self._copy(copy)
+        return host
+
+    def load_rows(self, planes: Planes, rows: NDArray[np.uint8], first: int = 0) -> None:
+        """See `device.Device`."""
+        copy = self._planewise(planes, rows.shape[1])
+        copy.set_src_host(rows)
+        copy.set_dst_device(planes.address + first * planes.row_bytes)
+        copy.src_pitch, copy.dst_pitch = rows.shape[1], planes.rows * planes.row_bytes
+        self._copy(copy)
+
+    def copy_rows(self, planes: Planes, source: int, target: int, count: int) -> None:
+        """See `device.Device`."""
+        with self.current():
+            copy = self._planewise(planes, count * planes.row_bytes)
+            copy.set_src_device(planes.address + source * planes.row_bytes)
+            copy.set_dst_device(planes.address + target * planes.row_bytes)
+            copy.src_pitch = copy.dst_pitch = planes.rows * planes.row_bytes
+            copy(self._stream)
+
+    def _copy(self, copy: Any) -> None:
+        with self.current():
+            self.synchronize()
+            copy(aligned=False)
+
+    def _planewise(self, planes: Planes, num_bytes: int) -> Any:
+        copy = self._driver.Memcpy2D()
+        copy.width_in_bytes, copy.height = num_bytes, planes.count
+        return copy
+
+    def synchronize(self) -> None:
+        """See `device.Device`; errors of earlier work come up here."""
+        try:
+            with self.current():
+                self._stream.synchronize()
+            if self._indices is not None:
+                self._indices.waited()
+        except self._driver.Error as error:
+            raise EdgeLLMError(
+                f"the GPU stopped working: {error}", hint="edgellm-doctor says more"
+            ) from None
+
+    def capture(self, enqueue: Callable[[], None]) -> Callable[[], None]:
+        """See `device.Device`."""
+        if not self._can_capture:
+            return enqueue
+        try:
+            with self.current():
+                return self._capture(enqueue)
+        except EdgeLLMError as error:
+            self._can_capture = False
+            _log.warning("%s; passes are asked for piece by piece, which is slower", error)
+            return enqueue
+
+    def _capture(self, enqueue: Callable[[], None]) -> Callable[[], None]:
+        graphs, stream = self._graphs, self._graphs.CUstream(self.stream)
+        mode = graphs.CUstreamCaptureMode.CU_STREAM_CAPTURE_MODE_THREAD_LOCAL
+        self._check(graphs.cuStreamBeginCapture(stream, mode))
+        try:
+            enqueue()
+        finally:
+            ended = graphs.cuStreamEndCapture(stream)
+        (graph,) = self._check(ended)
+        (executable,) = self._check(graphs.cuGraphInstantiate(graph, 0))
+        self._check(graphs.cuGraphDestroy(graph))
+
+        def replay() -> None:
+            with self.current():
+                self._check(graphs.cuGraphLaunch(executable, stream))
+
+        return replay
+
+    def _check(self, answer: tuple[Any, ...]) -> tuple[Any, ...]:
+        """What a function of cuda-python gave; raises `EdgeLLMError` for an error code."""
+        status, *found = answer
+        if int(status) != 0:
+            raise EdgeLLMError(
+                f"a pass cannot be run as a CUDA graph: {status!s}",
+                hint="report it with edgellm-doctor's output",
+            )
+        return tuple(found)

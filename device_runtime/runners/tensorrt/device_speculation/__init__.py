@@ -1,0 +1,1 @@
+"""Speculation rounds that a GPU runs without the host."""

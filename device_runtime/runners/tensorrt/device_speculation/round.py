@@ -1,0 +1,384 @@
+"""A round of EAGLE on one stream: grown, verified and accepted without the host, which waits once.
+
+Passes over levels and over trees have fixed shapes and lie in CUDA graphs, which are recorded when
+the engine is loaded. Small kernels between them make a pass's inputs of the outputs before.
+
+Sequences of a round share all its passes: rows of each stand side by side, as many for each. There
+are passes for some numbers of sequences; what is left of the next larger one is nobody's.
+"""
+
+from __future__ import annotations
+
+import logging
+from collections.abc import Callable, Collection, Mapping, Sequence
+from functools import partial
+
+import numpy as np
+from numpy.typing import NDArray
+
+from edgellm.core import contract
+from edgellm.core.contract import EdgeLLMError
+from edgellm.device_runtime.kernels.triton import catalog
+from edgellm.device_runtime.kernels.triton.catalog import JOIN_PICKS, PICK_SHARES, Variant
+from edgellm.device_runtime.runners.device_speculation import (
+    Draws,
+    Growth,
+    RoundOrder,
+    RoundOutcome,
+)
+from edgellm.device_runtime.runners.tensorrt.bound_pass import (
+    PlacedPass,
+    bucket_of,
+    bucket_sizes,
+)
+from edgellm.device_runtime.runners.tensorrt.cuda.protocols import Device
+from edgellm.device_runtime.runners.tensorrt.device_speculation.memory import RoundMemory, Shape
+from edgellm.device_runtime.runners.tensorrt.device_speculation.protocols import Network
+from edgellm.device_runtime.runners.tensorrt.device_tensors import WORD_BYTES
+from edgellm.device_runtime.runners.tensorrt.ragged_batch import Share
+
+_log = logging.getLogger(__name__)
+_SETTLED = 0  # the status of an acceptance that needs no host
+
+
+def open_rounds(
+    base: Network, draft: Network, growth: Growth, device: Device
+) -> TensorRtRounds | None:
+    """See `device_runtime.runners.device_speculation.GrowsTrees`; a warning says what a GPU lacks."""
+    try:
+        return TensorRtRounds(base, draft, growth, device)
+    except EdgeLLMError as error:
+        _log.warning("%s; rounds of a tree wait for the host, which is slower", error)
+        return None
+
+
+class TensorRtRounds:
+    """See `device_runtime.runners.device_speculation.Rounds`."""
+
+    def __init__(self, base: Network, draft: Network, growth: Growth, device: Device) -> None:
+        """Allocate, run everything once and record it; caches hold nothing yet.
+
+        Raises:
+            LimitError: the device is too small, or an engine for such trees.
+            EdgeLLMError: there are no kernels for such trees, or for this GPU.
+        """
+        self._base, self._draft, self._growth, self._device = base, draft, growth, device
+        hidden = draft.tensor(contract.DRAFT_HIDDEN)
+        self._row_bytes = hidden.shape[-1] * hidden.dtype.itemsize
+        if self._row_bytes % WORD_BYTES:
+            raise EdgeLLMError(f"rows of {self._row_bytes} bytes are not gathered on a GPU")
+        self._vocab_size = base.tensor(contract.LOGITS).shape[-1]
+        self._axes = [each.tensor(contract.POSITION_IDS).shape[0] for each in (base, draft)]
+        self._variants = _Variants(growth)
+        self._stride = candidates = draft.tensor(contract.CANDIDATE_IDS).shape[-1]
+        of_levels = draft.tree_rows // max(growth.widths, default=1)
+        of_trees = base.tree_rows // growth.nodes[0]
+        self._most = min(base.num_sequences, draft.num_sequences, of_levels, of_trees)
+        self._many = catalog.SEQUENCES if base.num_sequences > 1 else 0  # of a pass's table
+        self._counts = bucket_sizes(self._most)
+        trees = [(nodes, count) for nodes in growth.nodes for count in self._tree_counts(nodes)]
+        self._memory = RoundMemory(
+            device,
+            growth,
+            axes=(self._axes[0], self._axes[1]),
+            candidates=candidates,
+            hidden=(hidden.shape[-1], hidden.dtype),
+            vocab_size=self._vocab_size,
+            sequences=max(base.num_sequences, 1),
+            trees=trees,
+        )
+        self._at, self._host = self._memory.tensors, self._memory.arguments.addresses
+        levels = range(len(growth.widths))
+        self._level_pieces = {
+            count: [_Piece(partial(self._grow, at, count), self._place(at, count)) for at in levels]
+            for count in self._counts
+        }
+        self._verifications = {each: _Piece(_nothing, self._verify(each)) for each in trees}
+        self._asked: tuple[Sequence[RoundOrder], Shape] | None = None
+        self._prepare()
+
+    def _prepare(self) -> None:
+        levels = self._growth.levels
+        draws, found = Draws(np.ones(4), np.zeros(1 + levels)), list[RoundOutcome]()
+        for nodes in self._growth.nodes:
+            for count in self._tree_counts(nodes):
+                for kind in ("greedy", "sampled"):
+                    order = RoundOrder(0, (0, 0), (0, 0), levels, nodes, None, kind, draws)
+                    self.ask([order] * count)
+                    found = self.finish()
+        taps = found[0].outputs[contract.HIDDEN_TAPS][0]
+        # What outlives a round, and the round before's: their memory is kept to be used again.
+        copies = 2 * self._most
+        _ = [taps[:count].copy() for count in range(1, 2 + levels) for _ in range(copies)]
+        for pieces in (*self._level_pieces.values(), self._verifications.values()):
+            for piece in pieces:
+                piece.record(self._device)
+
+    @property
+    def _draws_here(self) -> bool:
+        """Whether requests that are not greedy can be accepted on the device."""
+        return self._vocab_size <= catalog.SHARES * catalog.SHARE
+
+    def _accepts(self, order: RoundOrder) -> bool:
+        return order.accepts == "greedy" or (order.accepts == "sampled" and self._draws_here)
+
+    def most(self, nodes: int) -> int:
+        """See `device_runtime.runners.device_speculation.Rounds`."""
+        return max(min(self._most, self._base.tree_rows // nodes), 1)
+
+    def _tree_counts(self, nodes: int) -> list[int]:
+        """Numbers of sequences that there are passes over such trees for."""
+        return bucket_sizes(self.most(nodes))
+
+    def ask(self, orders: Sequence[RoundOrder]) -> None:
+        """See `device_runtime.runners.device_speculation.Rounds`."""
+        levels, nodes = (max(getattr(one, of) for one in orders) for of in ("levels", "nodes"))
+        count, trees = bucket_of(len(orders), self._counts), self._tree_counts(nodes)
+        shape = nodes, bucket_of(len(orders), trees)
+        self._base.expire()
+        self._write(orders, nodes)
+        with self._device.current():
+            self._memory.upload()
+            self._bring_roots([order.root_row for order in orders])
+            for piece in self._level_pieces[count][: levels - 1]:
+                piece()
+            self._add(levels - 1, count)
+            self._select(levels, shape)
+            self._verifications[shape]()
+            self._accept({order.accepts for order in orders}, shape)
+            self._memory.download(shape)
+        self._asked = orders, shape
+
+    def finish(self) -> list[RoundOutcome]:
+        """See `device_runtime.runners.device_speculation.Rounds`."""
+        assert self._asked is not None
+        orders, shape = self._asked
+        self._device.synchronize()
+        self._base.settled()
+        self._draft.settled()
+        report = {name: a.copy() for name, a in self._memory.reports[shape].arrays.items()}
+        nodes, rows = shape[0], shape[0] * shape[1]
+        picked = {contract.TOKEN_IDS: self._at["argmax"], contract.TOP_LOGITS: self._at["highest"]}
+        outputs = self._base.placed_outputs((rows, rows, rows), picked)
+        found = []
+        for at, order in enumerate(orders):
+            own = slice(at * nodes, (at + 1) * nodes)
+            report_of_it = {name: array[at] for name, array in report.items()}
+            found.append(self._outcome(order, report_of_it, Share(outputs, own, own)))
+        return found
+
+    def _outcome(
+        self, order: RoundOrder, report: Mapping[str, NDArray], outputs: Share
+    ) -> RoundOutcome:
+        accepted = None
+        if self._accepts(order):
+            length, token, status = report[f"{order.accepts}_outcome"].tolist()
+            if status == _SETTLED:
+                accepted = report[f"{order.accepts}_path"][:length].tolist(), token
+        there = 1 + int(np.count_nonzero(report["parents"] >= 0))
+        ids, parents, own = (report[each][:there] for each in ("token_ids", "parents", "log_probs"))
+        return RoundOutcome(ids, parents, own, accepted, outputs)
+
+    def _write(self, orders: Sequence[RoundOrder], nodes: int) -> None:
+        host = self._memory.arguments.arrays
+        host["base_start"][:], host["draft_start"][:] = 0, 0  # nobody's
+        host["rules"][:], host["uniforms"][:] = (1, 0, 1, 0), 0
+        for at, order in enumerate(orders):
+            bases = (
+                network.first_row(cache)
+                for network, cache in zip((self._base, self._draft), order.caches, strict=True)
+            )
+            host["base_start"][at] = *order.base_start, next(bases), order.nodes, order.root
+            host["draft_start"][at] = *order.draft_start, next(bases), order.levels, order.root
+            if order.rates is not None:
+                host["rates"][at] = order.rates
+            if order.draws is not None:
+                host["rules"][at] = order.draws.rules
+                drawn = order.draws.uniforms[:nodes]
+                host["uniforms"][at * nodes : at * nodes + len(drawn)] = drawn
+
+    def _bring_roots(self, rows: Sequence[int]) -> None:
+        """What the draft gave for the roots' children, to where rounds find it."""
+        at, picks = self._at, self._draft.pick_addresses()
+        moved = (
+            (at["root_ids"], picks[contract.CANDIDATE_IDS], 8 * self._stride),
+            (at["root_log_probs"], picks[contract.CANDIDATE_LOG_PROBS], 4 * self._stride),
+            (at["hidden"], self._draft.kept_address(contract.RECYCLED_HIDDEN), self._row_bytes),
+        )
+        first = 0
+        for end in range(1, len(rows) + 1):
+            if end < len(rows) and rows[end] == rows[end - 1] + 1:
+                continue
+            for target, source, size in moved:
+                count = (end - first) * size
+                self._device.copy(target + first * size, source + rows[first] * size, count)
+            first = end
+
+    def _launch(self, kernel: Variant, *arguments: int, grid: tuple[int, int, int]) -> None:
+        self._device.launch(kernel, grid, arguments)
+
+    def _add(self, level: int, count: int) -> None:
+        """The candidates of a level join the pools; those that get children are a pass's rows."""
+        at, growth = self._at, self._growth
+        widths, is_last = growth.widths, level == len(growth.widths)
+        rows = (1, *widths)[level]
+        above = f"nodes{level - 1}" if level else "root_nodes"
+        source = "candidate" if level else "root"
+        table = self._host["rates"] if growth.scored == "rates" else at["places"]
+        self._launch(
+            self._variants.grow, at[f"{source}_ids"], at[f"{source}_log_probs"], at[above],
+            self._host["draft_start"], table, at["tokens"], at["parents"], at["scores"], at["own"],
+            at["seen"], self._stride, growth.pool_size(level), rows, growth.top_k,
+            sum(widths[:level]), 0 if is_last else widths[level], 1 + sum(widths), level,
+            self._axes[1], growth.pool_size(growth.levels), 0 if is_last else self._many,
+            *(at[f"{name}{'' if is_last else level}"]
+              for name in ("nodes", "level_tokens", "above", "positions", "slot", "mask")),
+            grid=(count, 1, 1),
+        )  # fmt: skip
+
+    def _grow(self, level: int, count: int) -> None:
+        """What comes before the draft's pass over the chosen nodes of a level."""
+        self._add(level, count)
+        self._device.gather_rows_at(
+            self._at["level_hidden"],
+            self._at["hidden"],
+            self._at[f"above{level}"],
+            count * self._growth.widths[level],
+            self._row_bytes,
+        )
+
+    def _place(self, level: int, count: int) -> PlacedPass:
+        """The draft's pass; its rows' hidden numbers go to the store."""
+        at, widths = self._at, self._growth.widths
+        used, rows = sum(widths[:level]), count * widths[level]
+        found = self._draft.place(
+            (rows, used + widths[level], rows),
+            {
+                contract.INPUT_IDS: at[f"level_tokens{level}"],
+                contract.POSITION_IDS: at[f"positions{level}"],
+                contract.TREE_MASK: at[f"mask{level}"],
+                self._slot_input: at[f"slot{level}"],
+                contract.LOGITS_INDEX: at["index"],
+                contract.DRAFT_HIDDEN: at["level_hidden"],
+            },
+            {
+                contract.CANDIDATE_IDS: at["candidate_ids"],
+                contract.CANDIDATE_LOG_PROBS: at["candidate_log_probs"],
+                contract.RECYCLED_HIDDEN: at["level_recycled"],  # others may still want the roots'
+            },
+        )
+
+        def enqueue() -> None:
+            found.enqueue()
+            store = at["hidden"] + count * (1 + used) * self._row_bytes
+            self._device.copy(store, at["level_recycled"], rows * self._row_bytes)
+
+        return PlacedPass(enqueue, may_capture=found.may_capture)
+
+    @property
+    def _slot_input(self) -> str:
+        return contract.SEQUENCES if self._many else contract.WRITE_INDEX
+
+    def _select(self, levels: int, trees: Shape) -> None:
+        """The trees of the pools and what the base's pass over them is told."""
+        at, report, (nodes, count) = self._at, self._memory.reports[trees].addresses, trees
+        start = self._host["base_start"]
+        self._launch(
+            self._variants.select, at["tokens"], at["parents"], at["scores"], at["own"], start,
+            self._growth.pool_size(levels), nodes - 1, self._growth.pool_size(self._growth.levels),
+            report["token_ids"], report["parents"], report["log_probs"], at["chosen"],
+            grid=(count, 1, 1),
+        )  # fmt: skip
+        self._launch(
+            self._variants.lay_out, report["parents"], start, nodes, self._axes[0], self._many,
+            at["tree_positions"], at["tree_slot"], at["tree_mask"], grid=(count, 1, 1),
+        )  # fmt: skip
+
+    def _verify(self, trees: Shape) -> PlacedPass:
+        at, report, (nodes, count) = self._at, self._memory.reports[trees].addresses, trees
+        return self._base.place(
+            (nodes * count, nodes, nodes * count),
+            {
+                contract.INPUT_IDS: report["token_ids"],
+                contract.POSITION_IDS: at["tree_positions"],
+                contract.TREE_MASK: at["tree_mask"],
+                self._slot_input: at["tree_slot"],
+                contract.LOGITS_INDEX: at["index"],
+            },
+            {contract.TOKEN_IDS: at["argmax"], contract.TOP_LOGITS: at["highest"]},
+        )
+
+    def _accept(self, kinds: Collection[str], trees: Shape) -> None:
+        """All trees in each of the ways that are asked for."""
+        at, (nodes, count) = self._at, trees
+        report = self._memory.reports[trees].addresses
+        tree = report["token_ids"], report["parents"]
+        if "greedy" in kinds:
+            self._launch(
+                self._variants.greedy, *tree, at["argmax"], at["highest"], count, nodes,
+                report["greedy_path"], report["greedy_outcome"], grid=(count, 1, 1),
+            )  # fmt: skip
+        if "sampled" not in kinds or not self._draws_here:
+            return
+        shares, rows = -(-self._vocab_size // catalog.SHARE), nodes * count
+        logits = self._base.kept_address(contract.LOGITS)
+        self._launch(
+            PICK_SHARES, logits, self._vocab_size, at["keys"], at["sums"], grid=(rows, shares, 1)
+        )
+        self._launch(
+            JOIN_PICKS, at["keys"], at["sums"], self._vocab_size, shares, at["values"], at["ids"],
+            at["picked"], at["log_sums"], grid=(rows, 1, 1),
+        )  # fmt: skip
+        self._launch(
+            self._variants.sampled, *tree, at["values"], at["ids"], self._host["rules"],
+            self._host["uniforms"], count, nodes, self._vocab_size, report["sampled_path"],
+            report["sampled_outcome"], grid=(count, 1, 1),
+        )  # fmt: skip
+
+
+class _Piece:
+    """Work that recurs with the same sizes and addresses."""
+
+    def __init__(self, before: Callable[[], None], found: PlacedPass) -> None:
+        self._before, self._pass = before, found
+        self._replay: Callable[[], None] | None = None
+
+    def __call__(self) -> None:
+        """Ask for it."""
+        (self._replay or self._enqueue)()
+
+    def record(self, device: Device) -> None:
+        """As a CUDA graph, behind its first run."""
+        if self._pass.may_capture:
+            self._replay = device.capture(self._enqueue)
+
+    def _enqueue(self) -> None:
+        self._before()
+        self._pass.enqueue()
+
+
+class _Variants:
+    """The kernels for trees of some sizes."""
+
+    def __init__(self, growth: Growth) -> None:
+        """Raises `EdgeLLMError` where trees are too large for all of them."""
+        nodes = _least(catalog.NODES, growth.nodes[-1], "nodes")
+        candidates = growth.top_k * max(growth.widths, default=1)
+        self.grow = catalog.grow_level(
+            _least(catalog.LEVELS, candidates, "candidates of a level"), growth.scored
+        )
+        pool = growth.pool_size(growth.levels)
+        self.select = catalog.select_tree(_least(catalog.POOLS, pool, "candidates"))
+        self.lay_out = catalog.lay_out(nodes)
+        self.greedy, self.sampled = catalog.accept_greedy(nodes), catalog.accept_sampled(nodes)
+
+
+def _least(sizes: Sequence[int], needed: int, what: str) -> int:
+    for size in sizes:
+        if size >= needed:
+            return size
+    raise EdgeLLMError(f"trees of {needed} {what} exceed the {sizes[-1]} of edgellm's kernels")
+
+
+def _nothing() -> None:
+    """What comes before a verification lies outside of its graph: it depends on the levels."""

@@ -1,0 +1,216 @@
+"""Rows of numbers that stay on the device: features for a draft, fused ones, recycled ones.
+
+Drafters treat them as arrays: they take rows of them, join them, write some into a store. Each of
+these asks the device's stream for a copy within the device, and for nothing else; numbers come to
+the host when somebody wants an array of numpy's.
+"""
+
+from __future__ import annotations
+
+import logging
+import weakref
+from collections import defaultdict
+from collections.abc import Callable, Sequence
+from typing import Any
+
+import numpy as np
+from numpy.typing import NDArray
+
+from edgellm.core.contract import LimitError
+from edgellm.device_runtime.runners.tensorrt.cuda.protocols import Buffer, Device
+
+_log = logging.getLogger(__name__)
+WORD_BYTES = 16  # rows are gathered in words
+_LARGEST_KEPT_BYTES = 4 << 20  # of a tree's rows, not of a prompt's
+
+
+class RowMemory:
+    """Memory for rows that outlive a pass, kept to be used again: to allocate is to wait."""
+
+    def __init__(self, device: Device) -> None:
+        self.device = device
+        self._unused: dict[int, list[Buffer]] = defaultdict(list)
+        self._host = device.pinned(0)
+
+    def take(self, num_bytes: int) -> Buffer:
+        """At least so much; the stream may still work on what it held before."""
+        size = num_bytes
+        if num_bytes <= _LARGEST_KEPT_BYTES:
+            size = 1 << max(num_bytes - 1, 255).bit_length()
+        unused = self._unused[size]
+        return unused.pop() if unused else self.device.allocate(size)
+
+    def give_back(self, buffer: Buffer) -> None:
+        """Nobody asks for it any more; a prompt's goes back to the device."""
+        if buffer.num_bytes <= _LARGEST_KEPT_BYTES:
+            self._unused[buffer.num_bytes].append(buffer)
+
+    def fetch(self, address: int, num_bytes: int) -> NDArray[np.uint8]:
+        """A copy in the host's memory; waits."""
+        if len(self._host) < num_bytes:
+            self._host = self.device.pinned(num_bytes)
+        self.device.download(self._host[:num_bytes], address)
+        self.device.synchronize()
+        return self._host[:num_bytes].copy()
+
+
+class _Store:
+    """Memory that goes back when nobody has rows of it."""
+
+    def __init__(self, memory: RowMemory, num_bytes: int) -> None:
+        buffer = memory.take(num_bytes)
+        self.address = buffer.address
+        # `__del__` would come too late in a cycle: what watches the buffer has freed it by then.
+        weakref.finalize(self, memory.give_back, buffer).atexit = False
+
+
+class DeviceRows:
+    """Rows [count, width] of a matrix, some of them, in an order; or a single one, [width].
+
+    Attributes:
+        rows: int64, which of the matrix's rows.
+        width: numbers of a row.
+        dtype: on the device; the host gets float32.
+    """
+
+    __array_priority__ = 1.0
+
+    def __init__(
+        self,
+        memory: RowMemory,
+        address: int,
+        rows: NDArray[np.int64],
+        width: int,
+        dtype: np.dtype,
+        *,
+        require: Callable[[], None] = lambda: None,
+        store: _Store | None = None,
+        lead: int = 0,
+    ) -> None:
+        """Wrap.
+
+        Args:
+            memory: for copies.
+            address: of the matrix.
+            rows: of it.
+            width: of a row.
+            dtype: of a number.
+            require: raises `ValueError` when the matrix has been overwritten.
+            store: that holds the matrix; None: it is a runner's.
+            lead: dimensions of size 1 in front; -1: a single row.
+        """
+        self.memory, self.rows, self.width, self.dtype = memory, rows, width, dtype
+        self._address, self._require, self._store, self._lead = address, require, store, lead
+
+    @property
+    def row_bytes(self) -> int:
+        """Of a row on the device."""
+        return self.width * self.dtype.itemsize
+
+    @property
+    def shape(self) -> tuple[int, ...]:
+        """As an array's."""
+        return (self.width,) if self._lead < 0 else (*[1] * self._lead, len(self.rows), self.width)
+
+    def __len__(self) -> int:
+        return self.shape[0]
+
+    def __getitem__(self, key: Any) -> DeviceRows:
+        keys = key if isinstance(key, tuple) else (key,)
+        if all(each is None for each in keys):
+            return self._of(self.rows, self._lead + len(keys))
+        if self._lead > 0 and key == 0:
+            return self._of(self.rows, self._lead - 1)
+        assert self._lead == 0, "rows of rows"
+        if isinstance(key, (int, np.integer)):
+            return self._of(self.rows[[int(key)]], -1)
+        return self._of(self.rows[key], 0)
+
+    def __setitem__(self, key: Any, value: DeviceRows | NDArray[np.floating]) -> None:
+        (places,) = np.atleast_1d(self.rows[key])[None]
+        assert np.array_equal(places, np.arange(places[0], places[0] + len(places)))
+        if not isinstance(value, DeviceRows):
+            value = _uploaded(self.memory, np.atleast_2d(value), self.dtype)
+        value.copy_to(self._address + int(places[0]) * self.row_bytes)
+
+    def copy_to(self, address: int) -> None:
+        """Ask for these rows to be written behind each other; they may be overwritten then."""
+        self._require()
+        device = self.memory.device
+        device.gather_rows(address, self._address, self.rows, self.row_bytes)
+
+    def having(self, rows: NDArray[np.int64]) -> DeviceRows:
+        """Other rows of the same matrix."""
+        return self._of(rows, 0)
+
+    def copy(self) -> DeviceRows | NDArray[np.float32]:
+        """Rows that stay what they are; on the host where the device has no room for a prompt's."""
+        try:
+            copied = _blank(self, len(self.rows))
+        except LimitError as error:
+            _log.warning("%s; a prompt's features go to the host, which is slower", error)
+            return np.asarray(self)
+        self.copy_to(copied._address)
+        return copied._of(copied.rows, self._lead)
+
+    def __array__(self, dtype: Any = None, copy: bool | None = None) -> NDArray[Any]:
+        del copy  # it always is one
+        self._require()
+        first, end = (int(self.rows.min()), int(self.rows.max()) + 1) if len(self.rows) else (0, 0)
+        size = (end - first) * self.row_bytes
+        found = self.memory.fetch(self._address + first * self.row_bytes, size)
+        matrix = found.view(self.dtype).reshape(-1, self.width)[self.rows - first]
+        return matrix.reshape(self.shape).astype(np.float32 if dtype is None else dtype)
+
+    def __array_function__(
+        self, func: Callable[..., Any], types: Any, args: Any, kwargs: Any
+    ) -> Any:
+        del types
+        if func is np.concatenate and not kwargs:
+            return _joined(args[0])
+        if func is np.zeros_like and set(kwargs) == {"shape"}:
+            count, width = kwargs["shape"]
+            assert width == self.width
+            return _blank(self, count)
+        plain = [np.asarray(each) if isinstance(each, DeviceRows) else each for each in args]
+        return func(*plain, **kwargs)
+
+    def _of(self, rows: NDArray[np.int64], lead: int) -> DeviceRows:
+        return DeviceRows(
+            self.memory, self._address, rows, self.width, self.dtype, require=self._require,
+            store=self._store, lead=lead,
+        )  # fmt: skip
+
+
+def _blank(like: DeviceRows, count: int) -> DeviceRows:
+    """A store of so many rows; what they hold is anything."""
+    store = _Store(like.memory, count * like.row_bytes)
+    return DeviceRows(
+        like.memory, store.address, np.arange(count), like.width, like.dtype, store=store
+    )
+
+
+def _joined(parts: Sequence[DeviceRows | NDArray[Any]]) -> DeviceRows | NDArray[Any]:
+    """Behind each other; on the host if one of them is there."""
+    on_device = [part for part in parts if isinstance(part, DeviceRows)]
+    if len(on_device) < len(parts):
+        return np.concatenate([np.asarray(part) for part in parts])
+    if len(parts) == 1:
+        return on_device[0]
+    joined, end = _blank(on_device[0], sum(len(part) for part in parts)), 0
+    for part in on_device:
+        joined[end : end + len(part)] = part
+        end += len(part)
+    return joined
+
+
+def _uploaded(memory: RowMemory, rows: NDArray[Any], dtype: np.dtype) -> DeviceRows:
+    """The host's rows; waits, so that its memory is free again."""
+    store = _Store(memory, rows.size * dtype.itemsize)
+    host = memory.device.pinned(rows.size * dtype.itemsize)
+    host[:] = np.ascontiguousarray(rows, dtype).reshape(-1).view(np.uint8)
+    memory.device.upload(store.address, host)
+    memory.device.synchronize()
+    return DeviceRows(
+        memory, store.address, np.arange(len(rows)), rows.shape[1], dtype, store=store
+    )

@@ -1,0 +1,1 @@
+"""TensorRT itself: import, log, loaded engines, plugins."""

@@ -1,0 +1,1 @@
+"""Scheduling: which sequences share the next forward pass, and which thread runs it."""

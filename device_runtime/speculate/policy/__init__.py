@@ -1,0 +1,1 @@
+"""Policies of speculation: tree sizes, costs, budgets, acceptance rates."""

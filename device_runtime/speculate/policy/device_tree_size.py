@@ -1,0 +1,132 @@
+"""What trees may become that a device grows alone, and how large each round's is.
+
+The host sees a tree when it was verified, so its size is chosen before: by what the trees of rounds
+before were worth.
+"""
+
+from __future__ import annotations
+
+from collections import Counter
+from collections.abc import Sequence
+from typing import Protocol
+
+import numpy as np
+
+from edgellm.device_runtime.runners.device_speculation import Growth
+from edgellm.device_runtime.speculate.device_rounds import Size
+from edgellm.device_runtime.speculate.options import SpecOptions
+from edgellm.device_runtime.speculate.policy.costs import Costs, price
+from edgellm.device_runtime.speculate.policy.spec_gate import Controller
+from edgellm.device_runtime.speculate.policy.static_tree import Choice
+from edgellm.device_runtime.speculate.policy.tree_policy import TreeLimits
+from edgellm.device_runtime.speculate.tree import F64, Tree
+
+_SIZES = (8, 16, 32)  # of trees, below the largest; each takes a context and a graph of the base
+_MEMORY = 0.05  # weight of the newest tree in running means
+_LARGEST_EVERY = 24  # rounds; else nobody would know what a larger tree is worth
+
+
+def growth_of(options: SpecOptions, limits: TreeLimits) -> Growth | None:
+    """None: the host merges what the text foresees into every tree."""
+    if options.lookups:
+        return None
+    if options.choices:
+        return _static_growth(options.choices, limits)
+    widths = (limits.top_k,) * (limits.steps - 1)
+    most = limits.verify_size
+    if options.tree == "fixed":
+        return Growth(limits.top_k, widths, (most,), "draft")
+    nodes = tuple(size for size in _SIZES if size < most)
+    return Growth(limits.top_k, widths, (*nodes, most), "rates")
+
+
+def _static_growth(choices: Sequence[Choice], limits: TreeLimits) -> Growth:
+    """Scores by place: 0 of nodes with children, -1 of leaves; what is no choice is never taken."""
+    known, parents = set(choices), {path[:-1] for path in choices}
+    widths = Counter(len(path) for path in parents - {()})
+    level: list[Choice] = [()]
+    places = [0.0]
+    for _ in range(limits.steps):
+        below = [(*path, rank) for path in level for rank in range(limits.top_k)]
+        places += [0.0 if path in parents else -1.0 if path in known else -np.inf for path in below]
+        level = [path for path in below if path in parents]
+    sizes = tuple(widths[depth] for depth in range(1, limits.steps))
+    return Growth(limits.top_k, sizes, (limits.verify_size,), "places", np.array(places))
+
+
+class Sizes(Protocol):
+    """Of the trees of rounds to come; learned over requests."""
+
+    def plan(self, levels: int, answers: int = 1) -> Size:
+        """The tree of a round that may have so many levels, whose passes so many share."""
+        ...
+
+    def learn(self, tree: Tree, size: Size) -> None:
+        """What a tree of a size was worth, by the chances of its nodes."""
+        ...
+
+
+class FixedSize:
+    """Always the bounds'."""
+
+    def __init__(self, growth: Growth) -> None:
+        self._growth = growth
+
+    def plan(self, levels: int, answers: int = 1) -> Size:
+        """See `Sizes`."""
+        del answers
+        return Size(min(levels, self._growth.levels), self._growth.nodes[-1])
+
+    def learn(self, tree: Tree, size: Size) -> None:
+        """Nothing."""
+
+
+class WorthwhileSize:
+    """A level, and a row of the verification, must gain more tokens than its time is worth.
+
+    See `policy`; the gains are running means over rounds.
+    """
+
+    def __init__(self, growth: Growth, costs: Costs, controller: Controller) -> None:
+        self._growth, self._costs, self._controller = growth, costs, controller
+        self._by_rank = np.zeros(growth.nodes[-1])  # chances of a tree's nodes, the likeliest first
+        self._by_level = np.zeros(growth.levels)  # chances of all nodes of a level
+        self._seen_ranks, self._seen_levels = self._by_rank.copy(), self._by_level.copy()
+        self._rounds = 0
+
+    def plan(self, levels: int, answers: int = 1) -> Size:
+        """See `Sizes`."""
+        growth, rate = self._growth, self._controller.rate
+        most = min(levels, growth.levels)
+        self._rounds += 1
+        is_known = self._seen_ranks.all() and self._seen_levels[:most].all()
+        if not is_known or self._rounds % _LARGEST_EVERY == 0:
+            return Size(most, growth.nodes[-1])
+        step = self._costs.step_share(answers)
+        steps = [rate * float(price(step, width)) for width in growth.widths]
+        deep = 1
+        while deep < most and self._by_level[deep] > steps[deep - 1]:
+            deep += 1
+        sizes = np.array(growth.nodes)
+        verify = np.array(self._controller.verify)  # of the company
+        gains = np.cumsum(self._by_rank)[sizes - 1] - rate * price(verify, sizes)
+        return Size(deep, int(sizes[int(gains.argmax())]))
+
+    def learn(self, tree: Tree, size: Size) -> None:
+        """See `Sizes`; a tree that is small in one way says too little of the other."""
+        if size.levels == self._growth.levels:
+            chances = np.sort(tree.probabilities)[::-1]
+            _mean(self._by_rank, self._seen_ranks, chances, size.nodes)
+        if size.nodes == self._growth.nodes[-1]:
+            depths, _ = tree.layout()
+            drafted = np.zeros(size.levels)
+            np.add.at(drafted, depths[1:] - 1, tree.probabilities[1:])
+            _mean(self._by_level, self._seen_levels, drafted, size.levels)
+
+
+def _mean(means: F64, counts: F64, found: F64, size: int) -> None:
+    """Let running means know what was found of their first `size`; what lies behind was not."""
+    values = np.zeros(size)
+    values[: len(found)] = found[:size]
+    counts[:size] += 1
+    means[:size] += np.maximum(_MEMORY, 1 / counts[:size]) * (values - means[:size])

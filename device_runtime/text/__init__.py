@@ -1,0 +1,1 @@
+"""Texts and tokens: tokenizer, special-token words, reasoning tags, bytes of tokens."""

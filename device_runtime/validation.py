@@ -1,0 +1,133 @@
+"""Arguments of the Python interface: what is of the wrong kind is named before anything is done."""
+
+from __future__ import annotations
+
+import os
+from collections.abc import Mapping, Sequence
+from numbers import Integral, Real
+from typing import Any
+
+from edgellm.core.contract import RequestError
+from edgellm.multimodal.media import Source, Video
+
+MAX_STALL_MS = 100.0  # of a pass that reads a prompt beside other answers
+
+
+def is_whole(value: object) -> bool:
+    """Whether a value is a whole number; True and False are none."""
+    return isinstance(value, Integral) and not isinstance(value, bool)
+
+
+def is_number(value: object) -> bool:
+    """Whether a value is a number; True and False are none."""
+    return isinstance(value, Real) and not isinstance(value, bool)
+
+
+def require_kind(name: str, value: object, kind: type | tuple[type, ...], what: str) -> None:
+    """Refuse a value of another kind; raises `RequestError`."""
+    if not isinstance(value, kind):
+        raise RequestError(f"{name} {value!r} is not {what}")
+
+
+def require_length(name: str, value: Any) -> int:
+    """A number of tokens, 1 and more; raises `RequestError`."""
+    if not is_whole(value):
+        raise RequestError(f"{name} {value!r} is not a whole number")
+    if value < 1:
+        raise RequestError(f"{name} {value} is less than 1")
+    return int(value)
+
+
+def batch(prompts: Any, sampling: Any) -> list[tuple[Any, Any]]:
+    """Prompts, each with what chooses its tokens; raises `RequestError`."""
+    if isinstance(prompts, (str, bytes)) or not isinstance(prompts, Sequence):
+        raise RequestError(
+            f"prompts {prompts!r} are not a list", hint="for one prompt there is `generate`"
+        )
+    if not isinstance(sampling, Sequence):
+        return [(prompt, sampling) for prompt in prompts]
+    if len(sampling) != len(prompts):
+        raise RequestError(f"{len(sampling)} samplings do not go with {len(prompts)} prompts")
+    return list(zip(prompts, sampling, strict=True))
+
+
+def text_list(name: str, value: Any) -> list[str]:
+    """Texts; one alone is a list of one. Raises `RequestError`."""
+    texts = [value] if isinstance(value, str) else value
+    if not isinstance(texts, Sequence) or not all(isinstance(text, str) for text in texts):
+        raise RequestError(f"{name} {value!r} is not a list of texts")
+    return list(texts)
+
+
+def image_sources(messages: Any) -> list[Source]:
+    """The images and films of chat messages, in order.
+
+    Raises:
+        RequestError: they are no messages; says which one, and what it lacks.
+    """
+    if not isinstance(messages, Sequence) or isinstance(messages, bytes) or not messages:
+        raise RequestError(
+            f"the prompt {messages!r} is neither a text nor a list of messages",
+            hint='a message is {"role": "user", "content": "..."}',
+        )
+    found: list[Source] = []
+    for at, message in enumerate(messages):
+        place = f"messages[{at}]"
+        require_kind(place, message, Mapping, "an object with `role` and `content`")
+        if not isinstance(message.get("role"), str):
+            raise RequestError(f"{place} has no `role`")
+        content = message.get("content")
+        if isinstance(content, str) or (content is None and message.get("tool_calls")):
+            continue
+        if not isinstance(content, (list, tuple)):
+            raise RequestError(f"{place}.content {content!r} is not a text or a list of items")
+        for index, item in enumerate(content):
+            found += _image(f"{place}.content[{index}]", item)
+    return found
+
+
+def _image(place: str, item: Any) -> list[Source]:
+    """The image or film of a piece of a message, if it is one."""
+    require_kind(place, item, Mapping, "an object with `type`")
+    kind = item.get("type")
+    if kind == "text":
+        require_kind(f"{place}.text", item.get("text"), str, "a text")
+        return []
+    if kind == "video":
+        return [_video(place, item.get("video"))]
+    if kind != "image":
+        raise RequestError(f"{place}.type {kind!r} is neither 'text', 'image' nor 'video'")
+    require_kind(f"{place}.image", item.get("image"), (str, os.PathLike), "a path or a URI")
+    return [os.fspath(item["image"])]
+
+
+def _video(place: str, given: Any) -> Video:
+    what = "a path, a URI, or a list of frames"
+    require_kind(f"{place}.video", given, (str, os.PathLike, list, tuple), what)
+    frames = given if isinstance(given, (list, tuple)) else [given]
+    for frame in frames:
+        require_kind(f"{place}.video", frame, (str, os.PathLike), what)
+    paths = [os.fspath(frame) for frame in frames]
+    return Video.of(paths if frames is given else paths[0])
+
+
+def check_loading(
+    engine_dir: Any,
+    verify: Any,
+    spec: Any,
+    multimodal_engine_dir: Any,
+    max_stall_ms: Any,
+    **switches: Any,
+) -> None:
+    """The arguments of `LLM`, `switches` the ones that are on or off; raises `RequestError`."""
+    from edgellm.device_runtime.speculate.options import SpecOptions
+
+    none, path = type(None), (str, os.PathLike)
+    require_kind("engine_dir", engine_dir, path, "a path")
+    require_kind("multimodal_engine_dir", multimodal_engine_dir, (*path, none), "a path")
+    require_kind("verify", verify, (bool, none), "True, False or None")
+    require_kind("spec", spec, (SpecOptions, none), "a SpecOptions")
+    if not is_number(max_stall_ms) or not max_stall_ms > 0:
+        raise RequestError(f"max_stall_ms {max_stall_ms!r} is not a number above 0")
+    for name, switch in switches.items():
+        require_kind(name, switch, bool, "True or False")

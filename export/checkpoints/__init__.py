@@ -1,0 +1,1 @@
+"""Checkpoints on disk: Hugging Face folders, torch files, GGUF files, quantized weights."""

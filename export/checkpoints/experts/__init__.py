@@ -1,0 +1,1 @@
+"""Expert weights of checkpoints, in each layout."""

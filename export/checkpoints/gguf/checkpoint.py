@@ -1,0 +1,232 @@
+"""GGUF files as checkpoints.
+
+Source: the GGUF specification (version 3) and llama.cpp's naming of tensors. A checkpoint has
+their tensors twice: as floats, decoded while they are read, and as the blocks that they are.
+"""
+
+from __future__ import annotations
+
+import math
+import re
+from collections.abc import Iterator, Mapping
+from pathlib import Path
+from typing import Any
+
+import numpy as np
+from numpy.typing import NDArray
+
+from edgellm.core.contract import BrokenArtifactError, UnsupportedModelError
+from edgellm.export.checkpoints.gguf.facts import Facts, Family
+from edgellm.export.checkpoints.gguf.families import FAMILIES, read_config
+from edgellm.export.checkpoints.gguf.reader import GGUFFile, GGUFTensor, read_gguf
+from edgellm.export.checkpoints.gguf.tokenizer import convert_tokenizer, end_ids
+from edgellm.export.checkpoints.hf import CHUNK_BYTES, Checkpoint, TensorInfo
+from edgellm.export.checkpoints.quantized.gguf import FORMS, MXFP4
+from edgellm.export.checkpoints.weights import as_bytes
+
+_ROPES = ("rope_freqs", "rope_factors_")
+# Stored types that a bundle has, too, as safetensors spell them.
+_PLAIN = {"F32": "F32", "F16": "F16", "BF16": "BF16"}
+_DAMAGED = (ValueError, IndexError, KeyError, TypeError, AttributeError, ZeroDivisionError)
+_LAYER, _FILE_NAME = re.compile(r"blk\.(\d+)\.(.+)"), re.compile(r"^blk\.\d+\.|\.(weight|bias)$")
+_POOLINGS = {0: "", 1: "mean", 3: "last"}  # llama.cpp's numbers
+_REFUSED_POOLINGS = {2: "the first position", 4: "a classifier, which ranks"}
+_JOINED = ".ffn_gate_up_exps"
+_RATES, _KEPT_NORM = "ssm_a", "ssm_norm"  # -exp(A_log); to whose weights nothing was added
+# Of a layer of multi-token prediction.
+_FORESEES = {
+    "nextn.eh_proj": "fc",
+    "nextn.enorm": "pre_fc_norm_embedding",
+    "nextn.hnorm": "pre_fc_norm_hidden",
+    "nextn.shared_head_norm": "norm",
+}
+
+
+class GGUFTensors:
+    """Tensors of a GGUF file under Hugging Face names, floats as they stream."""
+
+    def __init__(
+        self, file: GGUFFile, family: Family, config: Mapping[str, Any], *, keeps_blocks: bool
+    ) -> None:
+        """Args as follows.
+
+        Args:
+            file: holds them. family: names them, and says what converters changed. config: of the
+            model, as config.json. keeps_blocks: blocks that a bundle can hold
+            (`export.checkpoints.quantized.gguf`) stay as they are, their
+                types spelled as llama.cpp does; all others are decoded. One whose columns are in
+                another order has that beside it, as `input_order`.
+        """
+        layers = config["num_hidden_layers"]
+        self._tensors = {
+            _hf_name(part.name, family, layers): part
+            for tensor in file.tensors
+            if not tensor.name.startswith(_ROPES)
+            for part in _apart(tensor)
+        }
+        self._orders, self._shift = family.orders(config), family.norm_shift
+        kept = (*FORMS, MXFP4) if keeps_blocks else ()
+        self._infos = {
+            name: TensorInfo(self._dtype(tensor, kept), _own_shape(name, tensor.shape))
+            for name, tensor in self._tensors.items()
+        }
+        self._input_orders = {
+            f"{name.removesuffix('weight')}input_order": self._orders.columns[_stem(tensor)]
+            for name, tensor in self._tensors.items()
+            if self._infos[name].dtype in kept and _stem(tensor) in self._orders.columns
+        }
+        for name in self._input_orders:
+            weight = self._infos[f"{name.removesuffix('input_order')}weight"]
+            self._infos[name] = TensorInfo("I64", weight.shape[-1:])
+
+    def infos(self) -> Mapping[str, TensorInfo]:
+        """All tensors by Hugging Face name."""
+        return self._infos
+
+    def stream(self, name: str) -> Iterator[memoryview]:
+        """Data, row-major, some whole rows at a time."""
+        if name in self._input_orders:
+            yield as_bytes(np.argsort(self._input_orders[name]()))
+            return
+        tensor, dtype = self._tensors[name], self._infos[name].dtype
+        rows, find = len(tensor.data), self._orders.rows.get(_stem(tensor))
+        order = None if find is None else find()
+        row_bytes = max(4 * math.prod(tensor.shape) // max(rows, 1), 1)  # of float32
+        step = max(CHUNK_BYTES // row_bytes, 1)
+        for begin in range(0, rows, step):
+            taken = slice(begin, begin + step)
+            piece = tensor.data[taken if order is None else order[taken]]
+            yield as_bytes(self._values(tensor, dtype, piece) if dtype in _PLAIN else piece)
+
+    def _dtype(self, tensor: GGUFTensor, kept: tuple[str, ...]) -> str:
+        if self._is_changed(tensor):
+            return "F32"
+        return tensor.kind if tensor.kind in kept else _PLAIN.get(tensor.kind, "F32")
+
+    def _is_changed(self, tensor: GGUFTensor) -> bool:
+        """Whether a converter computed other values."""
+        stem = _stem(tensor)
+        return stem == _RATES or bool(self._shift and stem.endswith("norm") and stem != _KEPT_NORM)
+
+    def _values(self, tensor: GGUFTensor, dtype: str, rows: NDArray[np.uint8]) -> NDArray[Any]:
+        """Rows of floats as they were before the converter."""
+        values: NDArray[Any] = rows
+        if dtype != tensor.kind:
+            values = _decoded(rows, tensor.kind)
+        if (find := self._orders.columns.get(_stem(tensor))) is not None:
+            values = values.view(np.uint32 if dtype == "F32" else np.uint16)[:, find()]
+        if not self._is_changed(tensor):
+            return values
+        floats = values.view(np.float32)
+        with np.errstate(invalid="ignore", divide="ignore"):  # refused when they are written
+            return np.log(-floats) if _stem(tensor) == _RATES else floats - np.float32(self._shift)
+
+
+def _apart(tensor: GGUFTensor) -> Iterator[GGUFTensor]:
+    """Gates and ups of experts, which newer files may have in one tensor, the gates first."""
+    if _JOINED not in tensor.name:
+        yield tensor
+        return
+    experts, both, *width = tensor.shape
+    inner = both // 2
+    place = (inner, tensor.data.shape[-1]) if width else (-1,)
+    halves = tensor.data.reshape(experts, 2, *place)
+    for index, part in enumerate((".ffn_gate_exps", ".ffn_up_exps")):
+        name, shape = tensor.name.replace(_JOINED, part), (experts, inner, *width)
+        yield GGUFTensor(name, tensor.kind, shape, halves[:, index])
+
+
+def _stem(tensor: GGUFTensor) -> str:
+    """llama.cpp's name without its layer: `blk.3.attn_q.weight` -> `attn_q`."""
+    return _FILE_NAME.sub("", tensor.name)
+
+
+def _own_shape(name: str, shape: tuple[int, ...]) -> tuple[int, ...]:
+    """Hugging Face's, which differs for what is one number wide."""
+    if name.endswith(("conv.conv.weight", "conv1d.weight")) and len(shape) == 2:
+        return (shape[0], 1, shape[1])
+    if name.endswith("shared_expert_gate.weight") and len(shape) == 1:
+        return (1, *shape)
+    is_vector = name.endswith((".A_log", ".D", "norm.weight"))
+    return (math.prod(shape),) if is_vector else shape
+
+
+def _decoded(rows: np.ndarray, kind: str) -> np.ndarray:
+    """Blocks as float32."""
+    from gguf import GGMLQuantizationType, dequantize
+
+    return dequantize(rows, GGMLQuantizationType[kind])
+
+
+def open_gguf(path: Path) -> Checkpoint:
+    """Read a GGUF file.
+
+    Raises:
+        BrokenArtifactError: not a GGUF file, cut short, or without required metadata.
+        UnsupportedModelError: another architecture or tokenizer.
+    """
+    try:
+        file = read_gguf(path)
+    except (ValueError, OverflowError) as error:
+        raise BrokenArtifactError(
+            f"{path} is not a whole GGUF file ({error})", hint="download or copy it again"
+        ) from None
+    metadata = file.metadata
+    try:
+        facts = Facts(metadata, _rope_tensors(file), {t.name for t in file.tensors}, FAMILIES)
+        pooling = _pooling(facts)
+        config = read_config(facts)
+        tokenizer_files, ends = convert_tokenizer(metadata.get), sorted(end_ids(metadata.get))
+        tensors, blocks = (
+            GGUFTensors(file, facts.family, config, keeps_blocks=keeps) for keeps in (False, True)
+        )
+    except _DAMAGED as error:
+        raise BrokenArtifactError(
+            f"{path} holds damaged metadata ({error})", hint="download or copy it again"
+        ) from None
+    return Checkpoint(
+        label=str(path),
+        config=config,
+        generation_config={"eos_token_id": ends},
+        tensors=tensors,
+        tokenizer_files=tokenizer_files,
+        blocks=blocks,
+        pooling=pooling,
+    )
+
+
+def _pooling(facts: Facts) -> str:
+    """How the model embeds texts; "": not at all, as far as the file says."""
+    kind = facts.get("pooling_type", 0)
+    if kind not in _POOLINGS:
+        name = _REFUSED_POOLINGS.get(kind, "an unknown rule")
+        raise UnsupportedModelError(
+            f"GGUF {facts.architecture}.pooling_type = {kind}: texts are embedded by {name}",
+            hint="edgellm embeds by the mean of all positions (1) or by the last one (3)",
+        )
+    return _POOLINGS[kind]
+
+
+def _rope_tensors(file: GGUFFile) -> dict[str, list[float]]:
+    """`rope_freqs`, `rope_factors_long` and their kin by these names."""
+    return {
+        tensor.name.removesuffix(".weight"): tensor.data.view(np.float32).reshape(-1).tolist()
+        for tensor in file.tensors
+        if tensor.name.startswith(_ROPES)
+    }
+
+
+def _hf_name(name: str, family: Family, layers: int) -> str:
+    """`blk.3.attn_q.weight` -> `model.layers.3.self_attn.q_proj.weight`.
+
+    Layers behind the last are those of multi-token prediction.
+    """
+    match = _LAYER.fullmatch(name)
+    if match is None:
+        return family.name_of(name)
+    layer, own = int(match[1]), match[2]
+    if layer < layers:
+        return f"model.layers.{layer}.{family.name_of(own)}"
+    if (module := _FORESEES.get(own.removesuffix(".weight"))) is not None:
+        return f"mtp.{module}.weight"
+    return f"mtp.layers.{layer - layers}.{family.name_of(own)}"

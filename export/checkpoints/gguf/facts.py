@@ -1,0 +1,159 @@
+"""What a GGUF file says of its architecture, and what llama.cpp calls the tensors of a family.
+
+Source: the GGUF specification and llama.cpp's naming of tensors.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Callable, Mapping
+from dataclasses import dataclass, field
+from typing import Any
+
+from edgellm.core.contract import BrokenArtifactError, UnsupportedModelError
+from edgellm.export.checkpoints.gguf.permutations import Orders, as_stored
+
+_REQUIRED: Any = object()
+_NAMES = {
+    "token_embd": "model.embed_tokens",
+    "output_norm": "model.norm",
+    "output": "lm_head",
+    "attn_norm": "input_layernorm",
+    "ffn_norm": "post_attention_layernorm",
+    "attn_q": "self_attn.q_proj",
+    "attn_k": "self_attn.k_proj",
+    "attn_v": "self_attn.v_proj",
+    "attn_qkv": "self_attn.qkv_proj",
+    "attn_output": "self_attn.o_proj",
+    "attn_q_norm": "self_attn.q_norm",
+    "attn_k_norm": "self_attn.k_norm",
+    "ffn_gate": "mlp.gate_proj",
+    "ffn_up": "mlp.up_proj",
+    "ffn_down": "mlp.down_proj",
+    "post_attention_norm": "post_attention_layernorm",
+    "post_ffw_norm": "post_feedforward_layernorm",
+    "ffn_gate_inp": "mlp.gate",
+    "ffn_gate_exps": "mlp.experts.gate_proj",
+    "ffn_up_exps": "mlp.experts.up_proj",
+    "ffn_down_exps": "mlp.experts.down_proj",
+}
+# Keys that say what tensors say as well, what a loader may assume, or how a file was made.
+_UNREAD = (
+    "vocab_size",
+    "rope.scaling.finetuned",
+    "expert_used_count",
+    "rope.scaling.yarn_log_multiplier",
+)
+
+Config = dict[str, Any]
+
+
+class Facts:
+    """The metadata of a file's architecture; remembers which keys were read."""
+
+    def __init__(
+        self,
+        metadata: Mapping[str, Any],
+        vectors: Mapping[str, list[float]],
+        names: set[str],
+        families: Mapping[str, Family],
+    ) -> None:
+        """Facts of a file.
+
+        Args:
+            metadata: all of it.
+            vectors: tensors of the rope.
+            names: of all tensors.
+            families: by llama.cpp's names of architectures.
+
+        Raises:
+            BrokenArtifactError: it does not name its architecture.
+            UnsupportedModelError: an architecture that has no family.
+        """
+        if (architecture := metadata.get("general.architecture")) is None:
+            raise BrokenArtifactError("the GGUF file has no general.architecture")
+        if architecture not in families:
+            raise UnsupportedModelError(
+                f"GGUF architecture {architecture!r} is not supported",
+                hint=f"supported: {', '.join(families)}; docs/reference/models.md says more",
+            )
+        self.architecture: str = architecture
+        self.family = families[architecture]
+        self.metadata, self.vectors, self.names = metadata, vectors, names
+        self._used: set[str] = set()
+
+    def get(self, key: str, default: Any = _REQUIRED) -> Any:
+        """The value of `<architecture>.<key>`.
+
+        Raises:
+            BrokenArtifactError: it is not there and has no default.
+        """
+        name = f"{self.architecture}.{key}"
+        self._used.add(name)
+        value = self.metadata.get(name)
+        if value is None and default is _REQUIRED:
+            raise BrokenArtifactError(f"the GGUF file has no {name}")
+        return default if value is None else value
+
+    def number(self, key: str, default: Any = _REQUIRED) -> Any:
+        """A number that was stored as float32, as it was before that."""
+        value = self.get(key, default)
+        return value if value is None else float(f"{value:.7g}")
+
+    def expect(self, key: str, *allowed: object) -> None:
+        """Accept a key only where it is absent or one of `allowed`.
+
+        Raises:
+            UnsupportedModelError: it is another.
+        """
+        if (found := self.get(key, allowed[0])) not in allowed:
+            raise UnsupportedModelError(f"GGUF {self.architecture}.{key} = {found} is unsupported")
+
+    def skip(self, *keys: str) -> None:
+        """Keys of these names change nothing, whatever they say."""
+        self._used.update(f"{self.architecture}.{key}" for key in keys)
+
+    def left(self) -> Config:
+        """Keys of the architecture that nobody read."""
+        used = self._used | {f"{self.architecture}.{key}" for key in _UNREAD}
+        return {
+            key: value
+            for key, value in self.metadata.items()
+            if key.startswith(f"{self.architecture}.") and key not in used
+        }
+
+
+@dataclass(frozen=True, slots=True)
+class Family:
+    """An architecture of llama.cpp."""
+
+    read: Callable[[Facts], Config]  # what is its own in config.json
+    names: Mapping[str, str] = field(default_factory=dict)  # of modules, where others than `_NAMES`
+    tensors: Mapping[str, str] = field(default_factory=dict)  # whole names, where no module's
+    orders: Callable[[Mapping[str, Any]], Orders] = as_stored
+    norm_shift: float = 0.0  # what was added to the weights of norms
+    turns_in_part: bool = False
+    has_experts: bool = False
+
+    def name_of(self, own: str) -> str:
+        """Hugging Face's name of a tensor, as it is where there is none.
+
+        Args:
+            own: without a layer, `attn_q.weight`.
+        """
+        if (whole := self.tensors.get(own)) is not None:
+            return whole
+        stem, _, kind = own.rpartition(".")
+        module = self.names.get(stem) or _NAMES.get(stem)
+        return own if module is None or kind not in ("weight", "bias") else f"{module}.{kind}"
+
+
+def experts(facts: Facts, count: str, size: str) -> Config:
+    """Keys of config.json for the number of experts, how many a token takes, and their width."""
+    width = facts.get("expert_feed_forward_length", 0) or facts.get("feed_forward_length")
+    taken = facts.get("expert_used_count")
+    return {count: facts.get("expert_count"), "num_experts_per_tok": taken, size: width}
+
+
+def of_type(model_type: str) -> Callable[[Facts], Config]:
+    """The reader of a family that says nothing else."""
+    return lambda _: {"model_type": model_type}

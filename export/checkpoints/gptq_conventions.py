@@ -1,0 +1,125 @@
+"""What a checkpoint's config says of its integer weights, where tensors alone cannot tell.
+
+Sources: GPTQModel 7.7 (`checkpoint_format`), transformers 5.24 (`format`), auto-round 0.16
+(`packing_format`), AutoAWQ 0.2.9 (`zero_point`), compressed-tensors 0.20 (`config_groups`).
+"""
+
+from __future__ import annotations
+
+from collections.abc import Iterable, Mapping
+from typing import Any
+
+import numpy as np
+
+from edgellm.core.contract import UnsupportedModelError
+from edgellm.export.checkpoints.weights import Weights
+
+# What GPTQ's words hold: zero points less one (v1), or zero points (v2).
+_LESS_ONE = ("gptq", "auto", "auto_round:auto_gptq", "auto_round:gptq")
+_AS_THEY_ARE = ("gptq_v2", "auto_round", "auto_round:gptqmodel")
+
+
+def stores_less_one(weights: Weights) -> bool:
+    """Whether zero points in GPTQ's layout are stored less one.
+
+    Raises:
+        UnsupportedModelError: the config names another packing.
+    """
+    config, keys = weights.quantization, ("checkpoint_format", "format")
+    if _is_auto_round(config):
+        keys = ("packing_format",)
+    key = next((key for key in keys if config.get(key) is not None), keys[0])
+    said = str(config.get(key) or _LESS_ONE[0]).lower()
+    if said not in (*_LESS_ONE, *_AS_THEY_ARE):
+        raise UnsupportedModelError(
+            f"{weights.prefix}qweight: quantization_config says {key} {said!r}, which is unknown",
+            hint=f"supported: {', '.join((*_LESS_ONE, *_AS_THEY_ARE))}",
+        )
+    return said in _LESS_ONE
+
+
+def remedy(weights: Weights, *, less_one: bool) -> str:
+    """How to say that zero points are stored by the other convention."""
+    if _is_auto_round(weights.quantization):
+        key, other = "packing_format", f"auto_round:{'gptqmodel' if less_one else 'gptq'}"
+    else:
+        key, other = "checkpoint_format", "gptq_v2" if less_one else "gptq"
+    return f'if they are stored by the other convention, set "{key}": "{other}" there'
+
+
+def check_zero_points(weights: Weights, zeros: np.ndarray, bits: int, hint: str = "") -> None:
+    """Check the zero points of a layer against the symmetry that the config states.
+
+    Without such a statement, a zero point that is one step off the middle everywhere is rejected:
+    it tells a file whose convention is not the one that its config names.
+
+    Args:
+        weights: of the layer.
+        zeros: decoded zero points, unsigned.
+        bits: of a weight.
+        hint: the remedy where zero points are one step off.
+
+    Raises:
+        UnsupportedModelError: they contradict each other.
+    """
+    middle, first = 1 << (bits - 1), int(zeros.flat[0])
+    said = _says_symmetric(weights.quantization)
+    if said is False or bool((zeros == middle).all()):
+        return
+    is_shifted = abs(first - middle) == 1 and bool((zeros == first).all())
+    if said is None and not is_shifted:
+        return
+    stated = "says symmetric" if said else "does not say asymmetric"
+    found = f"are {first}" if is_shifted else f"go from {zeros.min()} to {zeros.max()}"
+    raise UnsupportedModelError(
+        f"{weights.prefix.rstrip('.')}: the quantization config {stated}, but zero points {found}, "
+        f"not {middle}",
+        hint=(is_shifted and hint) or 'if the zero points are right, set "sym": false there',
+    )
+
+
+def check_groups(weights: Weights, width: int, groups: int) -> None:
+    """Reject a last group that is smaller than the others, which shapes alone do not tell.
+
+    Raises:
+        UnsupportedModelError: the stated group size does not divide `width`.
+    """
+    for size in {args.get("group_size") for args in _statements(weights.quantization)}:
+        if not isinstance(size, int) or not 0 < size < width:
+            continue
+        if width % size and -(-width // size) == groups:
+            raise UnsupportedModelError(
+                f"{weights.prefix.rstrip('.')}: groups of {size} do not divide {width} inputs",
+                hint="quantize with a group size that divides all widths, such as 32",
+            )
+
+
+def _is_auto_round(config: Mapping[str, Any]) -> bool:
+    return "auto-round" in str(config.get("quant_method"))
+
+
+def _statements(config: Mapping[str, Any]) -> Iterable[Mapping[str, Any]]:
+    """What the config says of all weights, and of some by their names."""
+    found: list[Any] = [config]
+    for key in ("extra_config", "dynamic"):
+        found += _values(config.get(key))
+    for group in _values(config.get("config_groups")):
+        found.append(group.get("weights") if isinstance(group, Mapping) else None)
+    return [each for each in found if isinstance(each, Mapping)]
+
+
+def _values(found: Any) -> list[Any]:
+    return list(found.values()) if isinstance(found, Mapping) else []
+
+
+def _says_symmetric(config: Mapping[str, Any]) -> bool | None:
+    """None where the config says nothing, or not the same of all layers."""
+    found = {
+        bool(each[key])
+        for each in _statements(config)
+        for key in ("sym", "symmetric")
+        if each.get(key) is not None
+    }
+    if not found and config.get("zero_point") is not None:
+        found = {not config["zero_point"]}
+    return found.pop() if len(found) == 1 else None

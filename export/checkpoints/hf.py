@@ -1,0 +1,106 @@
+"""A checkpoint on disk: config, tensors as byte streams, tokenizer files; its files, written."""
+
+from __future__ import annotations
+
+import json
+import struct
+from collections.abc import Iterator, Mapping
+from dataclasses import dataclass, field
+from pathlib import Path
+from typing import Any, Protocol
+
+from edgellm.core.safetensors_io import CHUNK_BYTES, ITEM_BITS, Safetensors, TensorInfo
+
+__all__ = [
+    "CHUNK_BYTES",
+    "ITEM_BITS",
+    "Checkpoint",
+    "Renamed",
+    "Safetensors",
+    "TensorInfo",
+    "TensorSource",
+    "read_whole",
+    "write_safetensors",
+]
+
+
+class TensorSource(Protocol):
+    """Named tensors whose data can be streamed without holding a whole tensor."""
+
+    def infos(self) -> Mapping[str, TensorInfo]:
+        """All tensors by name."""
+        ...
+
+    def stream(self, name: str) -> Iterator[memoryview]:
+        """Row-major little-endian data in pieces; a piece is valid until the next is taken."""
+        ...
+
+
+def read_whole(source: TensorSource, name: str) -> bytearray:
+    """All data of one tensor (pieces share a buffer, so they must be copied one by one)."""
+    data = bytearray()
+    for piece in source.stream(name):
+        data += piece
+    return data
+
+
+@dataclass(frozen=True, slots=True)
+class Checkpoint:
+    """Everything `edgellm-export` reads of a model."""
+
+    label: str  # where it came from, for messages and provenance
+    config: dict[str, Any]
+    generation_config: dict[str, Any]
+    tensors: TensorSource
+    tokenizer_files: dict[str, bytes] = field(repr=False)
+    quant_config: dict[str, Any] = field(default_factory=dict)
+    processor_files: dict[str, bytes] = field(default_factory=dict, repr=False)
+    last_token: tuple[str, int] = ("", -1)  # of the tokenizer, with its id, the highest
+    blocks: TensorSource | None = None  # the tensors before they were decoded, of a GGUF file
+    eos_token_id: int | None = None  # that the tokenizer names
+    pooling: str = ""  # "last" or "mean": how the model embeds texts, if its file says so
+
+    @property
+    def quantization(self) -> str:
+        """The checkpoint's own name for how its weights are stored, "none" for floats."""
+        config = self.quant_config
+        return str(config.get("quant_algo") or config.get("quant_method") or "none")
+
+
+class Renamed:
+    """Some tensors of a source under other names."""
+
+    def __init__(self, source: TensorSource, names: Mapping[str, str]) -> None:
+        """`names`: the source's name of each new one."""
+        self._source, self._names = source, names
+
+    def infos(self) -> Mapping[str, TensorInfo]:
+        """All tensors by name."""
+        infos = self._source.infos()
+        return {name: infos[stored] for name, stored in self._names.items()}
+
+    def stream(self, name: str) -> Iterator[memoryview]:
+        """See `TensorSource`."""
+        return self._source.stream(self._names[name])
+
+
+def write_safetensors(path: Path, source: TensorSource, names: list[str]) -> None:
+    """Write the tensors `names` of `source` in this order, without holding one of them."""
+    infos, position = source.infos(), 0
+    header: dict[str, object] = {"__metadata__": {"format": "pt"}}
+    for name in names:
+        info = infos[name]
+        end = position + info.num_bytes
+        header[name] = {
+            "dtype": info.dtype,
+            "shape": list(info.shape),
+            "data_offsets": [position, end],
+        }
+        position = end
+    text = json.dumps(header, separators=(",", ":")).encode()
+    text += b" " * (-len(text) % 8)
+    with path.open("wb") as stream:
+        stream.write(struct.pack("<Q", len(text)) + text)
+        for name in names:
+            for piece in source.stream(name):
+                stream.write(piece)

@@ -1,0 +1,58 @@
+"""What a checkpoint says of its quantization, beside what its tensors are: the tensors decide."""
+
+from __future__ import annotations
+
+from collections.abc import Iterable
+
+from edgellm.core.contract import UnsupportedModelError
+from edgellm.export.checkpoints.hf import Checkpoint
+
+KEY = "quantization_config"
+# The layouts (`export.checkpoints.quantized`) that each maker writes, by `quant_method`.
+_LAYOUTS = {
+    "auto-round": {"awq", "compressed_tensors", "gptq", "modelopt"},
+    "intel/auto-round": {"awq", "compressed_tensors", "gptq", "modelopt"},  # its first releases
+    "awq": {"awq"},
+    "compressed-tensors": {"compressed_tensors", "modelopt"},
+    "fbgemm_fp8": {"modelopt"},
+    "fp8": {"block_fp8", "modelopt"},
+    "gptq": {"gptq"},
+    "modelopt": {"modelopt"},
+    "mxfp4": {"mxfp4"},
+}
+
+
+def judge(
+    checkpoint: Checkpoint, layouts: Iterable[str], ignored: tuple[str, ...] = ()
+) -> tuple[str, dict[str, str]]:
+    """How the exported weights are quantized, and for the provenance what contradicts it.
+
+    Args:
+        checkpoint: whose words these are.
+        layouts: of its exported layers that are quantized.
+        ignored: config keys that the user knows not to matter; `KEY` leaves it to the tensors.
+
+    Raises:
+        UnsupportedModelError: quantized otherwise than the checkpoint says, or by a method whose
+            files were never checked.
+    """
+    found, said = sorted(layouts), checkpoint.quantization
+    if said == "none" or KEY in ignored:
+        return ", ".join(found) or "none", {}
+    if not found:
+        return "none", {KEY: f"{said}, but all exported weights are floats"}
+    config = checkpoint.quant_config
+    maker = "modelopt" if config.get("quant_algo") else said.lower()
+    if not set(found) <= _LAYOUTS.get(maker, set()):
+        raise UnsupportedModelError(
+            f"{checkpoint.label}: config.json says {said}, but weights are stored in the layout "
+            f"{', '.join(found)}",
+            hint=f"methods that were checked: {', '.join(_LAYOUTS)}; if the tensors are what they "
+            f"look like: --ignore_config_keys {KEY}",
+        )
+    return said, {}
+
+
+def contradiction(provenance: dict[str, str]) -> str:
+    """A sentence on what `judge` found, "" where nothing contradicts."""
+    return f"config.json says {provenance[KEY]}" if KEY in provenance else ""

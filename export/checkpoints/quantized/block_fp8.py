@@ -1,0 +1,54 @@
+"""FP8 in square blocks (DeepSeek-V3, Qwen3-FP8): `weight` and `weight_scale_inv`.
+
+`W = e4m3 * weight_scale_inv` [out / 128, in / 128]; the last blocks may be cut. Their inputs are
+rounded at run time in groups of 128; here they stay floats, which is more exact.
+"""
+
+from __future__ import annotations
+
+import numpy as np
+import onnx_ir as ir
+
+from edgellm.core.contract import UnsupportedModelError
+from edgellm.export.checkpoints.quantized_weight import (
+    QuantizedLinear,
+    finite_fp8,
+    scale_tensor,
+    stored,
+)
+from edgellm.export.checkpoints.weights import Weights
+
+_BLOCK = 128
+
+
+def read(weights: Weights, shape: tuple[int, int], dtype: ir.DataType) -> QuantizedLinear | None:
+    """See `edgellm.export.checkpoints.quantized.Layout`."""
+    out, width = shape
+    info = weights.info("weight_scale_inv")
+    if info is None:
+        return None
+    size = weights.quantization.get("weight_block_size") or [_BLOCK, _BLOCK]
+    rows, columns = (int(extent) for extent in size)
+    if width % columns:
+        raise UnsupportedModelError(
+            f"{weights.prefix}weight: {width} inputs are not a multiple of the block's {columns}"
+        )
+    blocks = (-(-out // rows), width // columns)
+    codes = weights.array("weight", shape, "F8_E4M3")
+    scale = weights.array("weight_scale_inv", blocks, info.dtype)
+    name = weights.prefix
+    return QuantizedLinear(
+        stored(
+            f"{name}weight",
+            ir.DataType.FLOAT8E4M3FN,
+            (width, out),
+            lambda: finite_fp8(name, codes().T),
+        ),
+        scale_tensor(
+            f"{name}weight_scale_inv",
+            (blocks[1], out),
+            dtype,
+            lambda: np.repeat(scale().astype(np.float32), rows, axis=0)[:out].T,
+        ),
+        block_size=columns,
+    )

@@ -1,0 +1,116 @@
+"""compressed-tensors: `pack-quantized` (4 and 8 bits) and `nvfp4-pack-quantized`.
+
+Source: compressed-tensors 0.20 (llm-compressor, AutoRound). `weight_packed` int32 [out, in * bits /
+32] holds codes + 2**(bits - 1) in the order of the input; `weight_scale` [out, in / g] or [out, 1];
+`weight_zero_point` int32 packed along `out`. NVFP4 stores global scales as their reciprocals.
+"""
+
+from __future__ import annotations
+
+import numpy as np
+import onnx_ir as ir
+
+from edgellm.core.contract import BrokenArtifactError, UnsupportedModelError
+from edgellm.export.checkpoints.gptq_conventions import check_groups, check_zero_points
+from edgellm.export.checkpoints.int_packing import unpack
+from edgellm.export.checkpoints.quantized.modelopt import scalar
+from edgellm.export.checkpoints.quantized_weight import (
+    InputRounding,
+    QuantizedLinear,
+    finite_fp8,
+    integer_blocks,
+    stored,
+)
+from edgellm.export.checkpoints.weights import Weights
+
+
+def read(weights: Weights, shape: tuple[int, int], dtype: ir.DataType) -> QuantizedLinear | None:
+    """See `edgellm.export.checkpoints.quantized.Layout`."""
+    info = weights.info("weight_packed")
+    if info is None:
+        return None
+    if info.dtype == "U8":
+        return _nvfp4(weights, shape)
+    return _integers(weights, shape, dtype)
+
+
+def _integers(weights: Weights, shape: tuple[int, int], dtype: ir.DataType) -> QuantizedLinear:
+    out, width = shape
+    name, info = weights.prefix, weights.info("weight_packed")
+    scale_info = weights.info("weight_scale")
+    if info is None or scale_info is None or len(info.shape) != 2 or len(scale_info.shape) != 2:
+        raise BrokenArtifactError(f"{name}weight_packed or its weight_scale is not a matrix")
+    bits = 32 * info.shape[1] // width
+    if bits not in (4, 8):
+        raise UnsupportedModelError(
+            f"{name}weight_packed holds {bits}-bit weights", hint="4 and 8 bits are supported"
+        )
+    _check_shape(weights, shape)
+    blocks = scale_info.shape[1]
+    check_groups(weights, width, blocks)
+    _refuse_reordered(weights, width, width // blocks)
+    words = weights.array("weight_packed", (out, width * bits // 32), "I32")
+    scale = weights.array("weight_scale", (out, blocks), scale_info.dtype)
+    zeros = None
+    if weights.info("weight_zero_point") is not None:
+        packed = weights.array("weight_zero_point", (-(-out * bits // 32), blocks), "I32")()
+        zeros = unpack(np.ascontiguousarray(packed.T), bits)[:, :out]  # [blocks, out]
+        check_zero_points(weights, zeros, bits)
+    return integer_blocks(
+        name,
+        bits,
+        shape,
+        dtype,
+        codes=lambda: unpack(words(), bits).T,
+        zeros=zeros,
+        scale=lambda: scale().T,
+        blocks=blocks,
+    )
+
+
+def _check_shape(weights: Weights, shape: tuple[int, int]) -> None:
+    info = weights.info("weight_shape")
+    if info is None:
+        return
+    said = weights.array("weight_shape", (2,), info.dtype)()
+    if tuple(said.tolist()) != shape:
+        raise BrokenArtifactError(
+            f"{weights.prefix}weight_shape says {said.tolist()}, config.json implies {list(shape)}"
+        )
+
+
+def _refuse_reordered(weights: Weights, width: int, group: int) -> None:
+    info = weights.info("weight_g_idx")
+    if info is None:
+        return
+    groups = weights.array("weight_g_idx", (width,), info.dtype)()
+    if not np.array_equal(groups, np.arange(width) // group):
+        raise UnsupportedModelError(
+            f"{weights.prefix}weight_g_idx reorders the inputs (activation order)",
+            hint='quantize with actorder "static" or without it',
+        )
+
+
+def _nvfp4(weights: Weights, shape: tuple[int, int]) -> QuantizedLinear:
+    out, width = shape
+    name = weights.prefix
+    if width % 16:
+        raise BrokenArtifactError(f"{name}weight_packed: {width} inputs are not a multiple of 16")
+    blocks = (out, width // 16)
+    codes = weights.array("weight_packed", (out, width // 2), "U8")
+    scale = weights.array("weight_scale", blocks, "F8_E4M3")
+    rounding = None
+    if weights.info("input_global_scale") is not None:
+        rounding = InputRounding(ir.DataType.FLOAT4E2M1, 1 / scalar(weights, "input_global_scale"))
+    return QuantizedLinear(
+        stored(f"{name}weight", ir.DataType.FLOAT4E2M1, shape, codes),
+        stored(
+            f"{name}weight_scale",
+            ir.DataType.FLOAT8E4M3FN,
+            blocks,
+            lambda: finite_fp8(name, scale()),
+        ),
+        block_size=16,
+        global_scale=1 / scalar(weights, "weight_global_scale"),
+        input=rounding,
+    )

@@ -1,0 +1,219 @@
+"""GGUF: blocks of codes with a scale, some with a minimum; factors may be codes themselves.
+
+Source: the formats as the package gguf decodes them. A weight is `code * scale + minimum` in
+float32, as there, so that decoded values are equal in every bit. What has more bits than four, and
+embeddings, of which rows are looked up, have codes of eight.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Callable, Iterator
+from dataclasses import dataclass
+
+import numpy as np
+import onnx_ir as ir
+from numpy.typing import NDArray
+
+from edgellm.core.contract import BrokenArtifactError
+from edgellm.export.checkpoints.quantized_weight import BlockFactors, BlockWeight, pair_nibbles
+from edgellm.export.checkpoints.weights import StoredTensor, Weights, as_bytes
+
+U8 = np.ndarray  # uint8; numpy's stubs make signed numbers of shifted ones
+_SHIFTS = np.array([0, 2, 4, 6], np.uint8)[:, None]
+MXFP4 = "MXFP4"  # of experts alone, see `stacked_experts`
+_TABLE = "embed_tokens."  # how names of embeddings end
+# What the sixteen codes of IQ4 stand for.
+_IQ4 = np.array([-127, -104, -83, -65, -49, -35, -22, -10, 1, 13, 25, 38, 53, 69, 89, 113], np.int8)
+
+
+@dataclass(frozen=True, slots=True)
+class Form:
+    """A format of blocks; its readers take whole ones, uint8 [n, bytes].
+
+    Attributes:
+        num_bytes: of a whole block.
+        values: of a whole block.
+        shared: inputs that share a scale.
+        bits: of a code, 4 or 8.
+        codes: gives them, [n, values].
+        scale: place of the float16 scale.
+        minimum: place of the float16 minimum or its factor, -1 for none.
+        factors: gives the codes of scales and minima, int8 [2 or 1, n, values / shared].
+    """
+
+    num_bytes: int
+    values: int
+    shared: int
+    bits: int
+    is_signed: bool
+    codes: Callable[[U8], np.ndarray]
+    scale: int = 0
+    minimum: int = -1
+    factors: Callable[[U8], np.ndarray] | None = None
+
+
+def read(weights: Weights, shape: tuple[int, ...], dtype: ir.DataType) -> BlockWeight | None:
+    """See `edgellm.export.checkpoints.quantized.Layout`; the factors keep the file's float16.
+
+    Also of several weights in one tensor [..., out, in].
+
+    Raises (when the tensors are written):
+        BrokenArtifactError: a scale or minimum is not a number.
+    """
+    del dtype
+    info = weights.info("weight")
+    form = FORMS.get(info.dtype) if info is not None else None
+    if form is None:
+        return None
+    name, blocks = f"{weights.prefix}weight", weights.blocks("weight", shape, form.num_bytes)
+
+    def tensor(
+        suffix: str, kind: ir.DataType, per_block: int, make: Callable[[U8], np.ndarray]
+    ) -> StoredTensor:
+        columns = shape[-1] // form.values * per_block
+
+        def stream() -> Iterator[memoryview]:
+            for rows in blocks():
+                yield as_bytes(make(rows))
+
+        return StoredTensor(f"{name}{suffix}", kind, (*shape[:-1], columns), stream)
+
+    def halves(suffix: str, place: int) -> StoredTensor:
+        def make(rows: U8) -> np.ndarray:
+            return _finite(name, np.ascontiguousarray(rows[:, place : place + 2]).view(np.float16))
+
+        return tensor(suffix, ir.DataType.FLOAT16, 1, make)
+
+    def factors(suffix: str, place: int, index: int) -> BlockFactors:
+        if form.factors is None:
+            return BlockFactors(halves(suffix, place))
+        find, count = form.factors, form.values // form.shared
+        values = tensor(suffix, ir.DataType.INT8, count, lambda rows: find(rows)[index])
+        return BlockFactors(values, halves(f"{suffix}_factor", place), count)
+
+    kind = _code_type(form, is_table=weights.prefix.endswith(_TABLE))
+    return BlockWeight(
+        tensor("", kind, form.values, lambda rows: _packed(form.codes(rows), kind)),
+        form.shared,
+        factors("_scale", form.scale, 0),
+        None if form.minimum < 0 else factors("_minimum", form.minimum, 1),
+        _input_order(weights, shape[-1]),
+    )
+
+
+def _input_order(weights: Weights, width: int) -> np.ndarray | None:
+    """Where a converter put the columns elsewhere, see `export.checkpoints.gguf.permutations`."""
+    if weights.info("input_order") is None:
+        return None
+    return weights.array("input_order", (width,), "I64")()
+
+
+def _code_type(form: Form, *, is_table: bool) -> ir.DataType:
+    if form.bits == 4 and not is_table:  # ONNX looks up nothing of four bits
+        return ir.DataType.INT4 if form.is_signed else ir.DataType.UINT4
+    return ir.DataType.INT8 if form.is_signed else ir.DataType.UINT8
+
+
+def _packed(codes: np.ndarray, kind: ir.DataType) -> np.ndarray:
+    return pair_nibbles(codes) if kind.bitwidth == 4 else codes
+
+
+def _finite(name: str, halves: np.ndarray) -> np.ndarray:
+    if not np.isfinite(halves).all():
+        raise BrokenArtifactError(
+            f"tensor {name} has a scale that is not a number",
+            hint="the file is damaged, or was made of weights that were; fetch it again",
+        )
+    return halves
+
+
+# Codes, each [n, values].
+
+
+def _nibbles(rows: U8, begin: int, group: int) -> U8:
+    """Bytes from `begin` on, `group` at a time: their low halves, then their high ones."""
+    packed = rows[:, begin:].reshape(len(rows), -1, 1, group)
+    return np.concatenate([packed & 15, packed >> 4], 2).reshape(len(rows), -1)
+
+
+def _pairs_of_bits(rows: U8, begin: int, end: int) -> U8:
+    """Two bits of 32 bytes at a time, the lowest first."""
+    packed = rows[:, begin:end].reshape(len(rows), -1, 1, 32)
+    return (packed >> _SHIFTS & 3).reshape(len(rows), -1)
+
+
+def _bits(rows: U8, begin: int) -> U8:
+    """Bit i of 32 bytes is that of value 32 i + byte, [n, 256]."""
+    shifts = np.arange(8, dtype=np.uint8)[:, None]
+    return (rows[:, None, begin : begin + 32] >> shifts & 1).reshape(len(rows), 256)
+
+
+def _q5(rows: U8, begin: int) -> U8:
+    """The highest bits of 32 values, that of the first lowest in four bytes, then the others."""
+    high = np.unpackbits(rows[:, begin : begin + 4], axis=1, bitorder="little")
+    return _nibbles(rows, begin + 4, 16) | high << np.uint8(4)
+
+
+def _around(codes: U8, middle: int) -> NDArray[np.int8]:
+    return (codes - np.uint8(middle)).view(np.int8)  # wraps: two's complement
+
+
+def _q6(rows: U8) -> np.ndarray:
+    return _around(_nibbles(rows[:, :128], 0, 64) | _pairs_of_bits(rows, 128, 192) << 4, 32)
+
+
+def _q3(rows: U8) -> np.ndarray:
+    return _around(_pairs_of_bits(rows, 32, 96) | _bits(rows, 0) << 2, 4)
+
+
+# Codes of scales and minima, [2 or 1, n, values / shared].
+
+
+def _q2_factors(rows: U8) -> np.ndarray:
+    both = rows[:, :16]
+    return np.stack([both & 15, -(both >> 4).view(np.int8)]).astype(np.int8)
+
+
+def _q3_factors(rows: U8) -> np.ndarray:
+    low = np.concatenate([rows[:, 96:104] & 15, rows[:, 96:104] >> 4], 1)
+    high = (rows[:, None, 104:108] >> _SHIFTS & 3).reshape(len(rows), 16)
+    return _around(low | high << 4, 32)[None]
+
+
+def _k_factors(rows: U8) -> np.ndarray:
+    """Of Q4_K and Q5_K: six bits each, those of the last four blocks in two places."""
+    scales, minima, last = (rows[:, begin : begin + 4] for begin in (4, 8, 12))
+    scales = np.concatenate([scales & 63, last & 15 | scales >> 6 << 4], 1)
+    minima = np.concatenate([minima & 63, last >> 4 | minima >> 6 << 4], 1)
+    return np.stack([scales.view(np.int8), -minima.view(np.int8)])
+
+
+def _iq4_factors(rows: U8) -> np.ndarray:
+    low = np.stack([rows[:, 4:8] & 15, rows[:, 4:8] >> 4], 2).reshape(len(rows), 8)
+    high = (rows[:, 2:4, None] >> _SHIFTS[:, 0] & 3).reshape(len(rows), 8)
+    return _around(low | high << 4, 32)[None]
+
+
+FORMS = {
+    "Q4_0": Form(18, 32, 32, 4, True, lambda rows: _around(_nibbles(rows, 2, 16), 8)),
+    "Q4_1": Form(20, 32, 32, 4, False, lambda rows: _nibbles(rows, 4, 16), minimum=2),
+    "Q5_0": Form(22, 32, 32, 8, True, lambda rows: _q5(rows, 2).view(np.int8) - np.int8(16)),
+    "Q5_1": Form(24, 32, 32, 8, False, lambda rows: _q5(rows, 4), minimum=2),
+    "Q8_0": Form(34, 32, 32, 8, True, lambda rows: rows[:, 2:].view(np.int8)),
+    "Q2_K": Form(
+        84, 256, 16, 4, False, lambda rows: _pairs_of_bits(rows, 16, 80), 80, 82, _q2_factors
+    ),
+    "Q3_K": Form(110, 256, 16, 4, True, _q3, 108, factors=_q3_factors),
+    "Q4_K": Form(144, 256, 32, 4, False, lambda rows: _nibbles(rows, 16, 32), 0, 2, _k_factors),
+    "Q5_K": Form(
+        176, 256, 32, 8, False,
+        lambda rows: _nibbles(rows, 48, 32) | _bits(rows, 16) << 4, 0, 2, _k_factors,
+    ),
+    "Q6_K": Form(
+        210, 256, 16, 8, True, _q6, 208, factors=lambda rows: rows[None, :, 192:208].view(np.int8)
+    ),
+    "IQ4_NL": Form(18, 32, 32, 8, True, lambda rows: _IQ4[_nibbles(rows, 2, 16)]),
+    "IQ4_XS": Form(
+        136, 256, 32, 8, True, lambda rows: _IQ4[_nibbles(rows, 8, 16)], factors=_iq4_factors
+    ),
+}  # fmt: skip

@@ -1,0 +1,198 @@
+"""nvidia-modelopt's unified layout, and 8-bit layouts that equal it.
+
+Source: nvidia-modelopt 0.47, `export_hf_checkpoint`; compressed-tensors 0.20, `float-quantized` and
+`int-quantized`; transformers 5, `FbgemmFp8Linear`, whose `input_scale_ub` bounds input scales that
+are found at run time: here such inputs stay floats. A layer's tensors are `weight`, `weight_scale`
+and, by format, `weight_scale_2`, `input_scale`, `pre_quant_scale` (the last is the linear layer's
+business).
+"""
+
+from __future__ import annotations
+
+import numpy as np
+import onnx_ir as ir
+
+from edgellm.core.contract import BrokenArtifactError, UnsupportedModelError
+from edgellm.export.checkpoints.quantized_weight import (
+    BlockFactors,
+    BlockWeight,
+    InputRounding,
+    QuantizedLinear,
+    finite_fp8,
+    scale_tensor,
+    stored,
+)
+from edgellm.export.checkpoints.weights import Weights
+
+# Formats whose matrix products take rounded inputs with scales found by calibration.
+_STATIC_INPUTS = ("FP8", "NVFP4", "NVFP4_AWQ", "W8A8_SQ_PER_CHANNEL", "W4A8_AWQ")
+_BLOCK_NVFP4 = 16
+_EIGHT_BITS = {"F8_E4M3": ir.DataType.FLOAT8E4M3FN, "I8": ir.DataType.INT8}
+
+
+def read(
+    weights: Weights, shape: tuple[int, int], dtype: ir.DataType
+) -> QuantizedLinear | BlockWeight | None:
+    """See `edgellm.export.checkpoints.quantized.Layout`."""
+    info, scale = weights.info("weight"), weights.info("weight_scale")
+    if info is None or scale is None:
+        return None
+    _refuse_zero_points(weights)
+    if (table := read_table(weights, shape)) is not None:
+        return table
+    if info.dtype in _EIGHT_BITS:
+        return _eight_bits(weights, shape, dtype, info.dtype)
+    if info.dtype != "U8":
+        return None
+    if scale.dtype == "F8_E4M3":
+        return _nvfp4(weights, shape)
+    if weights.info("weight_scale_2") is not None:
+        raise UnsupportedModelError(
+            f"{weights.prefix}weight is INT4 with 8-bit inputs (W4A8), which is not supported",
+            hint="quantize with int4_awq, whose inputs stay floats",
+        )
+    return _int4(weights, shape, dtype)
+
+
+def read_table(weights: Weights, shape: tuple[int, int]) -> BlockWeight | None:
+    """INT8 [out, in] with float16 scales [out, blocks], whose rows may be looked up."""
+    info, scale = weights.info("weight"), weights.info("weight_scale")
+    if info is None or scale is None or (info.dtype, scale.dtype) != ("I8", "F16"):
+        return None
+    if len(scale.shape) != 2 or scale.shape[1] == 1 or shape[1] % scale.shape[1]:
+        return None
+    name, blocks = f"{weights.prefix}weight", (shape[0], scale.shape[1])
+    codes, scales = (
+        weights.array("weight", shape, "I8"),
+        weights.array("weight_scale", blocks, "F16"),
+    )
+    return BlockWeight(
+        stored(name, ir.DataType.INT8, shape, codes),
+        shape[1] // blocks[1],
+        BlockFactors(stored(f"{name}_scale", ir.DataType.FLOAT16, blocks, scales)),
+    )
+
+
+def _refuse_zero_points(weights: Weights) -> None:
+    """Refuse zero points of 8-bit weights, but for zeros, which llm-compressor wrote for long."""
+    info = weights.info("weight_zero_point")
+    if info is None:
+        return
+    if weights.array("weight_zero_point", info.shape, info.dtype)().any():
+        raise UnsupportedModelError(
+            f"{weights.prefix}weight_zero_point: 8-bit weights with zero points are not supported",
+            hint="quantize with symmetric weights",
+        )
+
+
+def _eight_bits(
+    weights: Weights, shape: tuple[int, int], dtype: ir.DataType, stored_type: str
+) -> QuantizedLinear:
+    """FP8 or INT8 [out, in] with one scale, or one of each output channel."""
+    out, width = shape
+    name, info = weights.prefix, weights.info("weight_scale")
+    assert info is not None
+    onnx_type = _EIGHT_BITS[stored_type]
+    codes = weights.array("weight", shape, stored_type)
+    if info.shape not in ((), (1,), (1, 1), (out,), (out, 1)):
+        raise UnsupportedModelError(
+            f"{name}weight_scale has shape {list(info.shape)}: neither one scale nor one of each "
+            f"of the {out} output channels"
+        )
+    scale = weights.array("weight_scale", info.shape, info.dtype)
+    if (bound := weights.info("input_scale_ub")) is not None:
+        weights.array("input_scale_ub", bound.shape, bound.dtype)
+    per_channel = (out,) if np.prod(info.shape, dtype=int) > 1 else ()
+    return QuantizedLinear(
+        stored(f"{name}weight", onnx_type, (width, out), lambda: finite_fp8(name, codes().T)),
+        scale_tensor(
+            f"{name}weight_scale",
+            per_channel,
+            dtype,
+            lambda: scale().reshape(per_channel),
+            has_signs=onnx_type == ir.DataType.INT8,
+        ),
+        block_size=0,
+        input=_static_input(weights, onnx_type),
+    )
+
+
+def _nvfp4(weights: Weights, shape: tuple[int, int]) -> QuantizedLinear:
+    """FLOAT4E2M1 [out, in] in blocks of 16 inputs, with FP8 scales and a float32 one for them."""
+    out, width = shape
+    name = weights.prefix
+    if width % _BLOCK_NVFP4:
+        raise BrokenArtifactError(f"{name}weight: {width} inputs are not a multiple of 16")
+    blocks = (out, width // _BLOCK_NVFP4)
+    codes = weights.array("weight", (out, width // 2), "U8")
+    scale = weights.array("weight_scale", blocks, "F8_E4M3")
+    return QuantizedLinear(
+        stored(f"{name}weight", ir.DataType.FLOAT4E2M1, shape, codes),
+        stored(
+            f"{name}weight_scale",
+            ir.DataType.FLOAT8E4M3FN,
+            blocks,
+            lambda: finite_fp8(name, scale()),
+        ),
+        block_size=_BLOCK_NVFP4,
+        global_scale=scalar(weights, "weight_scale_2"),
+        input=_static_input(weights, ir.DataType.FLOAT4E2M1),
+    )
+
+
+def _int4(weights: Weights, shape: tuple[int, int], dtype: ir.DataType) -> QuantizedLinear:
+    """INT4 in blocks along the input.
+
+    ModelOpt's bytes (`quantize.formats.modelopt.pack_int4`) hold two neighbours of `out`, as ONNX's
+    do, so that re-packing is a transposition.
+    """
+    out, width = shape
+    name, info = weights.prefix, weights.info("weight_scale")
+    assert info is not None
+    if len(info.shape) != 2 or width % info.shape[1]:
+        raise UnsupportedModelError(f"{name}weight_scale does not fit the weight")
+    blocks = info.shape[1]
+    codes = weights.array("weight", (out // 2, width), "U8")
+    scale = weights.array("weight_scale", (out, blocks), info.dtype)
+    return QuantizedLinear(
+        stored(f"{name}weight", ir.DataType.INT4, (width, out), lambda: codes().T),
+        scale_tensor(
+            f"{name}weight_scale", (blocks, out), dtype, lambda: scale().T, has_signs=True
+        ),
+        block_size=width // blocks,
+    )
+
+
+def scalar(weights: Weights, name: str) -> float:
+    """A tensor of one number; raises `BrokenArtifactError` when that is not positive."""
+    info = weights.info(name)
+    value = weights.array(name, info.shape if info else (), info.dtype if info else "F32")()
+    number = float(value.astype(np.float32).reshape(-1)[0])
+    if not 0 < number < np.inf:
+        raise BrokenArtifactError(f"{weights.prefix}{name} is {number}, not a positive number")
+    return number
+
+
+def _static_input(weights: Weights, dtype: ir.DataType) -> InputRounding | None:
+    """The rounding of inputs by a calibrated scale.
+
+    Where the checkpoint finds scales at run time (FP8 per token), inputs stay floats: a graph for
+    TensorRT cannot do that, and what is computed is only more exact.
+    """
+    if weights.info("input_scale") is not None:
+        return InputRounding(dtype, scalar(weights, "input_scale"))
+    if algorithm(weights) in _STATIC_INPUTS:
+        raise BrokenArtifactError(
+            f"{weights.prefix}input_scale is missing: the checkpoint was quantized without "
+            "calibration data",
+            hint="quantize it again with edgellm-quantize",
+        )
+    return None
+
+
+def algorithm(weights: Weights) -> str:
+    """ModelOpt's name of a layer's format, "" where the checkpoint does not say."""
+    config = weights.quantization
+    layers = config.get("quantized_layers") or {}
+    layer = layers.get(weights.prefix.rstrip(".")) or {}
+    return str(layer.get("quant_algo") or config.get("quant_algo") or "")

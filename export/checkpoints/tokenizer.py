@@ -1,0 +1,144 @@
+"""The tokenizer of a Hugging Face folder as the files a bundle carries."""
+
+from __future__ import annotations
+
+import json
+import tempfile
+from dataclasses import dataclass
+from pathlib import Path
+from typing import Any
+
+from tokenizers import AddedToken, Tokenizer
+
+from edgellm.core.contract import BrokenArtifactError, EdgeLLMError
+from edgellm.core.strict_json import parse
+
+TOKENIZER = "tokenizer.json"
+TOKENIZER_CONFIG = "tokenizer_config.json"
+CHAT_TEMPLATE = "chat_template.jinja"
+_SPECIAL_TOKENS = "special_tokens_map.json"
+_ROLES = ("bos_token", "eos_token")
+_REMEDY = "copy or download the file again"
+
+
+@dataclass(frozen=True, slots=True)
+class TokenizerFiles:
+    """What a bundle carries of a tokenizer."""
+
+    files: dict[str, bytes]
+    last_token: tuple[str, int] = ("", -1)  # of the highest id, with that id
+    eos_token_id: int | None = None  # of the token that it calls the end
+
+
+def read_tokenizer(folder: Path) -> TokenizerFiles:
+    """tokenizer.json, tokenizer_config.json and, if the model has one, chat_template.jinja.
+
+    A folder without tokenizer.json but with a SentencePiece model is converted by transformers.
+
+    Raises:
+        EdgeLLMError: there is no tokenizer, or converting needs transformers.
+        BrokenArtifactError: a file does not parse.
+    """
+    if not (folder / TOKENIZER).exists():
+        if not any(folder.glob("*.model")) and not (folder / "vocab.json").exists():
+            raise EdgeLLMError(
+                f"{folder} has no tokenizer.json", hint="copy the tokenizer beside the weights"
+            )
+        return _convert_slow(folder)
+    files = {TOKENIZER: (folder / TOKENIZER).read_bytes()}
+    try:
+        tokenizer = Tokenizer.from_buffer(files[TOKENIZER])
+        config = _read_config(folder, files)
+        if _add_named(tokenizer, config):
+            files[TOKENIZER] = tokenizer.to_str().encode("utf-8")
+        end = tokenizer.token_to_id(_special_tokens(config).get("eos_token", ""))
+    except Exception as error:  # noqa: BLE001 - the library raises bare Exception
+        raise BrokenArtifactError(
+            f"the tokenizer of {folder} is damaged: {error}", hint=_REMEDY
+        ) from None
+    try:
+        template = _chat_template(folder, config)
+        if template is not None:
+            files[CHAT_TEMPLATE] = template.encode("utf-8")
+    except (ValueError, KeyError, TypeError, AttributeError) as error:  # no text, or no UTF-8
+        raise BrokenArtifactError(
+            f"the chat template of {folder} is damaged: {error}", hint=_REMEDY
+        ) from None
+    ids = tokenizer.get_vocab(with_added_tokens=True)
+    return TokenizerFiles(files, max(ids.items(), key=lambda item: item[1], default=("", -1)), end)
+
+
+def _read_config(folder: Path, files: dict[str, bytes]) -> dict[str, Any]:
+    """tokenizer_config.json, which goes to `files`; older folders name tokens in a file apart."""
+    config: dict[str, Any] = {}
+    if (folder / TOKENIZER_CONFIG).exists():
+        files[TOKENIZER_CONFIG] = (folder / TOKENIZER_CONFIG).read_bytes()
+        config = _object(files[TOKENIZER_CONFIG], TOKENIZER_CONFIG)
+    # transformers reads the second file where the first does not list the added tokens.
+    if "added_tokens_decoder" not in config and (folder / _SPECIAL_TOKENS).exists():
+        named = _object((folder / _SPECIAL_TOKENS).read_bytes(), _SPECIAL_TOKENS)
+        if not named.items() <= config.items():
+            config = {**config, **named}
+            files[TOKENIZER_CONFIG] = json.dumps(config, indent=2).encode("utf-8")
+    return config
+
+
+def _add_named(tokenizer: Tokenizer, config: dict[str, Any]) -> bool:
+    """Make first and last token special, as transformers does; whether one of them was not.
+
+    What the vocabulary does not have stays unknown.
+    """
+    added = tokenizer.get_added_tokens_decoder().values()
+    special = {token.content for token in added if token.special}
+    missing = [
+        content
+        for content in _special_tokens(config).values()
+        if content not in special and tokenizer.token_to_id(content) is not None
+    ]
+    tokenizer.add_special_tokens([AddedToken(content, special=True) for content in missing])
+    return bool(missing)
+
+
+def _special_tokens(config: dict[str, Any]) -> dict[str, str]:
+    """Texts of the first and the last token, as far as the config names them."""
+    found = {name: config.get(name) for name in _ROLES}
+    texts = {
+        name: value.get("content") if isinstance(value, dict) else value
+        for name, value in found.items()
+    }
+    return {name: text for name, text in texts.items() if text and isinstance(text, str)}
+
+
+def _object(text: bytes, name: str) -> dict[str, Any]:
+    value = parse(text)
+    if not isinstance(value, dict):
+        raise TypeError(f"{name} does not hold a JSON object")
+    return value
+
+
+def _chat_template(folder: Path, tokenizer_config: dict[str, Any]) -> str | None:
+    """The model's default template; separate files win over the entry in the config."""
+    if (folder / CHAT_TEMPLATE).exists():
+        return (folder / CHAT_TEMPLATE).read_text("utf-8")
+    if (folder / "chat_template.json").exists():
+        return parse((folder / "chat_template.json").read_text("utf-8"))["chat_template"]
+    template = tokenizer_config.get("chat_template")
+    if isinstance(template, list):  # several named templates
+        named = {entry["name"]: entry["template"] for entry in template}
+        return named.get("default")
+    return template
+
+
+def _convert_slow(folder: Path) -> TokenizerFiles:
+    try:
+        from transformers import AutoTokenizer
+    except ImportError:
+        raise EdgeLLMError(
+            f"{folder} has only a SentencePiece tokenizer; converting it needs transformers",
+            hint="in edgellm's folder: pip install '.[host]'",
+        ) from None
+    with tempfile.TemporaryDirectory() as converted:
+        AutoTokenizer.from_pretrained(folder, local_files_only=True).save_pretrained(converted)
+        if not (Path(converted) / TOKENIZER).exists():
+            raise EdgeLLMError(f"transformers cannot convert the tokenizer of {folder}")
+        return read_tokenizer(Path(converted))

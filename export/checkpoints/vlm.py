@@ -1,0 +1,187 @@
+"""The language model inside a vision-language checkpoint, as a checkpoint of its own.
+
+Transformers 5 nests its config in `text_config` and names its tensors `model.language_model.*`;
+older checkpoints of the hub have flat configs and other prefixes.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Iterable, Mapping
+from dataclasses import dataclass, replace
+from typing import Any
+
+from edgellm.core.contract import UnsupportedModelError
+from edgellm.core.model_spec import ImageSpec
+from edgellm.export.checkpoints.hf import Checkpoint, Renamed
+from edgellm.export.config.reader import ConfigReader
+
+
+@dataclass(frozen=True, slots=True)
+class _Family:
+    text_type: str = ""  # the architecture of the text tower; "": its config says it
+    # Of configs that hold the text tower's keys and these side by side.
+    other_keys: tuple[str, ...] = ()
+    interleaves_axes: bool = False  # of M-RoPE, also where its config does not say so
+
+
+_QWEN_KEYS = (
+    "vision_config",
+    "image_token_id",
+    "video_token_id",
+    "vision_start_token_id",
+    "vision_end_token_id",
+    "vision_token_id",
+)
+_FAMILIES = {
+    "qwen2_vl": _Family("qwen2", _QWEN_KEYS),
+    "qwen2_5_vl": _Family("qwen2", _QWEN_KEYS),
+    "qwen3_vl": _Family("qwen3", interleaves_axes=True),
+    "internvl": _Family(),
+    "idefics3": _Family(),
+    "smolvlm": _Family(),
+}
+_TEXT_ONLY = ("gemma3", "mistral3", "qwen3_5", "qwen3_5_moe")  # whose encoders are not supported
+_TEXT_PREFIXES = ("model.language_model.", "language_model.model.", "model.text_model.", "model.")
+_BACKBONE = "backbone."  # of Nemotron-H
+_HEAD_PREFIXES = ("lm_head.", "language_model.lm_head.")
+_NOT_TEXT_PREFIXES = (
+    "model.visual.",
+    "model.vision_tower.",
+    "model.vision_model.",
+    "model.connector.",
+    "model.multi_modal_projector.",
+)
+# What Idefics3's text configs say of its connector and of training.
+_NOT_TEXT = ("neftune_noise_alpha", "perceiver_config", "pixel_shuffle_factor", "use_resampler")
+
+
+def is_vlm(checkpoint: Checkpoint) -> bool:
+    """Whether the checkpoint holds a visual encoder beside its language model."""
+    return checkpoint.config.get("model_type") in _FAMILIES
+
+
+def supported() -> list[str]:
+    """The model types of vision-language models."""
+    return sorted(_FAMILIES)
+
+
+@dataclass(frozen=True, slots=True)
+class TextTower:
+    """The language model of a checkpoint."""
+
+    checkpoint: Checkpoint
+    images: ImageSpec | None = None  # None: the checkpoint holds nothing else
+    prefix: str = "model."  # what its tensors' names begin with in the whole checkpoint
+    head_prefix: str = "lm_head."
+
+    def stored_name(self, name: str) -> str:
+        """What a tensor or a module of the language model is called in the whole checkpoint."""
+        for own, stored in (("lm_head", self.head_prefix), ("model.", self.prefix)):
+            if name.startswith(own):
+                found = stored.removesuffix(".") + name.removeprefix(own.removesuffix("."))
+                return found.lstrip(".")
+        return name
+
+
+def text_tower(checkpoint: Checkpoint) -> TextTower:
+    """The language model of a checkpoint, and how it takes images.
+
+    Raises:
+        UnsupportedModelError: the config of the whole does not say what is needed.
+    """
+    if not is_vlm(checkpoint) and checkpoint.config.get("model_type") not in _TEXT_ONLY:
+        return _plain(checkpoint)
+    config, infos = checkpoint.config, checkpoint.tensors.infos()
+    reader = ConfigReader(config)
+    images = None
+    if is_vlm(checkpoint):
+        token_id = reader.read("image_token_id", int)
+        images = ImageSpec(config["model_type"], token_id, _num_deepstack(reader))
+    prefix = _present(infos, [(prefix, f"{prefix}layers.") for prefix in _TEXT_PREFIXES])
+    head = _present(infos, [(prefix, prefix) for prefix in _HEAD_PREFIXES])
+    names = {
+        plain + name.removeprefix(stored): name
+        for name in infos
+        for plain, stored in (("model.", prefix), ("lm_head.", head))
+        if name.startswith(stored) and not name.startswith(_NOT_TEXT_PREFIXES)
+    }
+    tower = replace(
+        checkpoint,
+        config=_text_config(config),
+        tensors=Renamed(checkpoint.tensors, names),
+        quant_config=_renamed_layers(checkpoint.quant_config, prefix, head),
+    )
+    return TextTower(tower, images, prefix, head)
+
+
+def _plain(checkpoint: Checkpoint) -> TextTower:
+    """A checkpoint without anything else, whose tensors may have other prefixes."""
+    infos = checkpoint.tensors.infos()
+    if any(name.startswith(_BACKBONE) for name in infos):
+        prefix = _BACKBONE
+        names = {own_name(name): name for name in infos}
+    elif "embed_tokens.weight" in infos and "model.embed_tokens.weight" not in infos:
+        prefix = ""  # saved without its head, as models that embed texts are
+        names = {f"model.{name}": name for name in infos}
+    else:
+        return TextTower(checkpoint)
+    return TextTower(
+        replace(
+            checkpoint,
+            tensors=Renamed(checkpoint.tensors, names),
+            quant_config=_renamed_layers(checkpoint.quant_config, prefix, "lm_head."),
+        ),
+        prefix=prefix,
+    )
+
+
+def own_name(name: str) -> str:
+    """What a tensor of Nemotron-H is called here."""
+    return name.replace(_BACKBONE, "model.", 1) if name.startswith(_BACKBONE) else name
+
+
+def _present(names: Iterable[str], choices: list[tuple[str, str]]) -> str:
+    """The first choice with a name that begins as its second half says; else the first of all."""
+    return next(
+        (choice for choice, begin in choices if any(name.startswith(begin) for name in names)),
+        choices[0][0],
+    )
+
+
+def _renamed_layers(config: dict[str, Any], prefix: str, head: str) -> dict[str, Any]:
+    """What a checkpoint says of each layer, under the names that layers have here."""
+    layers = config.get("quantized_layers")
+    if not isinstance(layers, dict):
+        return config
+    own = {}
+    for name, value in layers.items():
+        for plain, stored in (("lm_head", head.removesuffix(".")), ("model.", prefix)):
+            if name.startswith(stored):
+                own[plain + name.removeprefix(stored)] = value
+                break
+    return {**config, "quantized_layers": own}
+
+
+def _text_config(config: Mapping[str, Any]) -> dict[str, Any]:
+    family = _FAMILIES.get(config["model_type"], _Family())
+    text = config.get("text_config")
+    if text is None and family.other_keys:
+        text = {key: value for key, value in config.items() if key not in family.other_keys}
+    if not isinstance(text, dict):
+        raise UnsupportedModelError("config.json has no text_config")
+    # Either place may say so; transformers 5 reads the outer one. Gemma's text says it by silence.
+    said = [each.get("tie_word_embeddings") for each in (config, text)]
+    tied = {"tie_word_embeddings": any(said)}
+    if config["model_type"] in _TEXT_ONLY and said == [None, None]:
+        tied = {}
+    text = {key: value for key, value in text.items() if key not in _NOT_TEXT}
+    model_type = family.text_type or text.get("model_type")
+    for key in ("rope_parameters", "rope_scaling"):
+        if family.interleaves_axes and isinstance(text.get(key), dict):
+            text[key] = {**text[key], "mrope_interleaved": True}
+    return {**text, **tied, "model_type": model_type}
+
+
+def _num_deepstack(reader: ConfigReader) -> int:
+    indexes = reader.read("vision_config", dict, {}).get("deepstack_visual_indexes") or []
+    return len(indexes)

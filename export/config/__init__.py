@@ -1,0 +1,1 @@
+"""Typed facts of models, drafts and encoders from their configs."""

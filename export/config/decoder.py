@@ -1,0 +1,122 @@
+"""The facts that a decoder of the Llama family takes from its config."""
+
+from __future__ import annotations
+
+from dataclasses import dataclass, replace
+from typing import Any
+
+from edgellm.core.contract import UnsupportedModelError
+from edgellm.core.model_spec import ImageSpec
+from edgellm.export.config.layer_types import AttentionKind
+from edgellm.export.config.reader import ConfigReader
+from edgellm.export.config.rope import PLAIN_ROPE, RopeTraits, read_rope
+from edgellm.export.layers.activations import ACTIVATIONS
+
+
+@dataclass(frozen=True, slots=True)
+class DecoderConfig:
+    """What decoders that compute as Llama does, or nearly so, need to know of themselves."""
+
+    vocab_size: int
+    hidden_size: int
+    intermediate_size: int
+    num_hidden_layers: int
+    num_attention_heads: int
+    num_key_value_heads: int
+    head_dim: int
+    rms_norm_eps: float  # or that of layer norms
+    max_position_embeddings: int
+    tie_word_embeddings: bool
+    activation: str
+    layer_kinds: tuple[AttentionKind | None, ...]  # None: a layer that does not attend
+    qkv_bias: bool = False
+    o_proj_bias: bool = False
+    mlp_bias: bool = False
+    embedding_scale: float | None = None  # of what enters the first layer
+    attention_scale: float | None = None  # of the scores; None: 1 / sqrt(head_dim)
+    attention_softcap: float | None = None  # what bounds them
+    images: ImageSpec | None = None  # of the text tower of a vision-language model
+    is_recurrent: bool = False  # layers keep states
+
+    @property
+    def kinds(self) -> tuple[AttentionKind | None, ...]:
+        """How each layer attends; `layer_kinds` less those of layers that were cut."""
+        return self.layer_kinds[: self.num_hidden_layers]
+
+    @property
+    def attending_layers(self) -> tuple[int, ...]:
+        """Those that have a cache."""
+        return tuple(layer for layer, kind in enumerate(self.kinds) if kind is not None)
+
+    @property
+    def sliding_window(self) -> int | None:
+        """The window of the layers that have one."""
+        return next((kind.window for kind in self.kinds if kind and kind.window is not None), None)
+
+    @property
+    def position_axes(self) -> int:
+        """Positions of a token: 1, or 3 for M-RoPE."""
+        return 3 if any(kind and kind.rope and kind.rope.axes for kind in self.kinds) else 1
+
+    @classmethod
+    def read(
+        cls,
+        reader: ConfigReader,
+        *,
+        rope: RopeTraits | None = PLAIN_ROPE,
+        window: int | None = None,
+        activation_key: str = "hidden_act",
+        inner_key: str = "intermediate_size",
+        epsilon_key: str = "rms_norm_eps",
+        **traits: Any,
+    ) -> DecoderConfig:
+        """Read the keys that all share.
+
+        Args:
+            reader: of config.json.
+            rope: what the architecture knows of it; None: layers have several, see `attending`.
+            window: of all layers.
+            activation_key: what the config calls it.
+            inner_key: the same of the network's width.
+            epsilon_key: the same of norms.
+            traits: the architecture's own facts.
+        """
+        heads = reader.positive("num_attention_heads")
+        hidden = reader.positive("hidden_size")
+        head_dim = reader.positive("head_dim", hidden // heads)
+        layers, longest = (
+            reader.positive(key) for key in ("num_hidden_layers", "max_position_embeddings")
+        )
+        config = cls(
+            vocab_size=reader.positive("vocab_size"),
+            hidden_size=hidden,
+            intermediate_size=reader.positive(inner_key),
+            num_hidden_layers=layers,
+            num_attention_heads=heads,
+            num_key_value_heads=reader.positive("num_key_value_heads", heads),
+            head_dim=head_dim,
+            rms_norm_eps=reader.read(epsilon_key, float),
+            max_position_embeddings=longest,
+            tie_word_embeddings=reader.read("tie_word_embeddings", bool, False),
+            activation=reader.choice(activation_key, *ACTIVATIONS),
+            layer_kinds=(),
+            **traits,
+        )
+        if not 0 < config.rms_norm_eps < 1:
+            raise UnsupportedModelError(f"config.json: {epsilon_key} = {config.rms_norm_eps}")
+        if heads % config.num_key_value_heads:
+            raise UnsupportedModelError(
+                f"config.json: {heads} attention heads cannot share "
+                f"{config.num_key_value_heads} key/value heads"
+            )
+        if rope is None:
+            return config
+        kind = AttentionKind(read_rope(reader, head_dim, longest, rope), window)
+        return config.attending((kind,) * layers)
+
+    def attending(self, kinds: tuple[AttentionKind | None, ...]) -> DecoderConfig:
+        """The same with layers of these kinds."""
+        for window in {kind.window for kind in kinds if kind} - {None}:
+            if window < 1:  # type: ignore[operator]
+                raise UnsupportedModelError(f"config.json: sliding_window = {window}")
+        return replace(self, layer_kinds=kinds)

@@ -1,0 +1,42 @@
+"""Which residual streams of a base feed a draft, see `specs.DraftSpec`."""
+
+from __future__ import annotations
+
+from edgellm.core.contract import UnsupportedModelError
+
+_BY_FLAG = "name the streams: --hidden_taps a,b,c (i enters layer i)"
+
+
+def default_taps(num_layers: int, remedy: str = _BY_FLAG) -> tuple[int, int, int]:
+    """The streams entering layers 2, n/2 and n-3, as EAGLE-3 (arXiv 2503.01840) takes them.
+
+    `remedy` tells how else the caller takes them.
+
+    Raises:
+        UnsupportedModelError: the base has so few layers that these are not three streams.
+    """
+    taps = (2, num_layers // 2, num_layers - 3)
+    if not taps[0] < taps[1] < taps[2]:
+        raise UnsupportedModelError(
+            f"a base of {num_layers} layers is too small for the default taps: "
+            f"{', '.join(map(str, taps))} are not three ascending layers",
+            hint=remedy,
+        )
+    return taps
+
+
+def check_taps(taps: tuple[int, ...], num_layers: int, source: str) -> tuple[int, ...]:
+    """`taps` when all of them exist and none goes back; `source` says who asked for them.
+
+    Raises:
+        UnsupportedModelError: out of range, or not in the order in which a base computes them.
+    """
+    shown = ", ".join(map(str, taps))
+    if not all(0 <= tap <= num_layers for tap in taps):
+        raise UnsupportedModelError(
+            f"{source}: tap {shown} is outside of 0 to {num_layers}, "
+            f"the base has {num_layers} layers"
+        )
+    if list(taps) != sorted(taps):
+        raise UnsupportedModelError(f"{source}: the taps {shown} do not ascend")
+    return taps

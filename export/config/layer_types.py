@@ -1,0 +1,64 @@
+"""How a layer attends, and what a config says of each layer."""
+
+from __future__ import annotations
+
+from collections.abc import Sequence
+from dataclasses import dataclass
+
+from edgellm.core.contract import UnsupportedModelError
+from edgellm.export.config.reader import ConfigReader
+from edgellm.export.config.rope import Rope
+
+FULL, SLIDING = "full_attention", "sliding_attention"
+
+
+@dataclass(frozen=True, slots=True, eq=False)
+class AttentionKind:
+    """Layers of one kind share their mask and their rope tables."""
+
+    rope: Rope | None  # None: nothing turns
+    window: int | None = None  # positions that a row sees, its own included; None: all
+
+
+def read_layer_types(reader: ConfigReader, default: Sequence[str]) -> tuple[str, ...]:
+    """FULL or SLIDING for each layer; `default` where the config does not say.
+
+    Raises:
+        UnsupportedModelError: other words, or not one for each layer.
+    """
+    found = reader.read("layer_types", list, list(default))
+    if unknown := [kind for kind in found if kind not in (FULL, SLIDING)]:
+        raise UnsupportedModelError(
+            f"config.json: layer_types names {unknown[0]!r}, which is not supported",
+            hint=f"supported: {FULL}, {SLIDING}",
+        )
+    check_length(reader, "layer_types", found)
+    return tuple(found)
+
+
+def check_length(reader: ConfigReader, key: str, found: Sequence[object]) -> None:
+    """Raise `UnsupportedModelError` unless a list has one entry for each layer."""
+    layers = reader.positive("num_hidden_layers")
+    if len(found) != layers:
+        raise UnsupportedModelError(
+            f"config.json: {key} has {len(found)} entries, num_hidden_layers is {layers}",
+            hint="correct config.json; --num_layers N exports the first N layers",
+        )
+
+
+def every(interval: int, layers: int) -> list[str]:
+    """Layer `interval`, 2 * `interval`, ... sees all, those between see their window."""
+    return [FULL if index % interval == 0 else SLIDING for index in range(1, layers + 1)]
+
+
+def read_window(reader: ConfigReader, types: Sequence[str]) -> int | None:
+    """`sliding_window`; raises `UnsupportedModelError` where layers want one and there is none."""
+    window = reader.optional("sliding_window", int)
+    if window is None and SLIDING in types:
+        raise UnsupportedModelError(f"config.json: {SLIDING} in layer_types, but no sliding_window")
+    return window
+
+
+def window_of(kind: str, window: int | None) -> int | None:
+    """`window` for a layer of this type, None if it sees all."""
+    return window if kind == SLIDING else None

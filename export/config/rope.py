@@ -1,0 +1,338 @@
+"""Rotary position embeddings: the inverse frequencies that a config asks for.
+
+Sources: RoFormer (arXiv 2104.09864), linear interpolation (2306.15595), YaRN (2309.00071), the
+frequency rule of Llama 3.1, M-RoPE (2409.12191), whose pairs turn by the time, row or column of a
+token, and its interleaved form in Qwen3-VL. Computed in float32 as transformers does, so that
+angles agree.
+"""
+
+from __future__ import annotations
+
+import math
+from collections.abc import Callable, Mapping
+from dataclasses import dataclass, replace
+from typing import Any
+
+import numpy as np
+from numpy.typing import NDArray
+
+from edgellm.core.contract import UnsupportedModelError
+from edgellm.export.config.reader import ConfigReader, is_beyond
+
+F32 = NDArray[np.float32]
+
+
+Parameters = dict[str, Any]
+
+
+@dataclass(frozen=True, slots=True, eq=False)
+class Rope:
+    """Angle of pair i at position p is `p * inv_freq[i]`; cos and sin are multiplied by `scale`."""
+
+    inv_freq: F32  # [R / 2], R numbers of a head turn
+    scale: float = 1.0
+    axes: tuple[int, ...] = ()  # of M-RoPE: which position each pair turns by, 0, 1 or 2
+    interleaved: bool = False  # a number turns with its neighbour, not with the one R / 2 behind
+    # What turns instead when the cache has room for more positions than `original`.
+    long_inv_freq: F32 | None = None
+    original: int = 0
+
+
+Rule = Callable[[F32, float, Parameters], Rope]
+
+
+@dataclass(frozen=True, slots=True)
+class RopeTraits:
+    """What an architecture knows of its rope, whatever its config says."""
+
+    theta: float = 1e4  # where the config is silent
+    partial: float | None = None  # part of a head that turns, if the config may say so; its default
+    interleaved: bool = False
+    others: tuple[str, ...] = ()  # parameters that the architecture reads itself
+    rules: Mapping[str, Rule] | None = None  # by type; None: `RULES`
+
+
+PLAIN_ROPE = RopeTraits()
+
+
+def read_rope(
+    reader: ConfigReader, head_dim: int, max_positions: int, traits: RopeTraits = PLAIN_ROPE
+) -> Rope:
+    """The rope of a config, in the layout of transformers 4 or 5.
+
+    Raises:
+        UnsupportedModelError: a scaling that is unknown or depends on the prompt's length.
+    """
+    parameters = read_parameters(reader)
+    theta = reader.read("rope_theta", float, traits.theta)
+    parameters["rope_theta"] = parameters.get("rope_theta") or theta
+    return rope_of(reader, parameters, head_dim, max_positions, traits)
+
+
+def read_ropes(
+    reader: ConfigReader, thetas: Mapping[str, float], head_dim: int, max_positions: int
+) -> dict[str, Rope]:
+    """A rope for each type of layer, in the layout of transformers 4 or 5.
+
+    Before, `rope_scaling` and `rope_theta` were those of the first type.
+
+    Args:
+        reader: of config.json.
+        thetas: of each type where the config is silent.
+        head_dim: D.
+        max_positions: that the config names.
+    """
+    first = next(iter(thetas))
+    nested = reader.optional("rope_parameters", dict)
+    theta, scaling = reader.optional("rope_theta", float), reader.optional("rope_scaling", dict)
+    if nested is not None and (theta is not None or scaling is not None):
+        raise UnsupportedModelError("config.json has rope_parameters and what it was called before")
+    if nested is None:
+        nested = {first: {**(scaling or {}), "rope_theta": theta}}
+    if unknown := nested.keys() - thetas.keys():
+        raise UnsupportedModelError(
+            f"config.json: rope_parameters of {', '.join(sorted(unknown))} are not understood",
+            hint=f"types of layers: {', '.join(thetas)}",
+        )
+    found = {}
+    for kind, default in thetas.items():
+        parameters = dict(ConfigReader(nested).optional(kind, dict) or {})
+        parameters["rope_theta"] = parameters.get("rope_theta") or default
+        found[kind] = rope_of(reader, parameters, head_dim, max_positions)
+    return found
+
+
+def read_parameters(reader: ConfigReader) -> Parameters:
+    """`rope_parameters`, or `rope_scaling` as it was called before; {} where there is neither."""
+    new, old = (reader.optional(key, dict) for key in ("rope_parameters", "rope_scaling"))
+    if None not in (new, old):
+        raise UnsupportedModelError("config.json has both rope_parameters and rope_scaling")
+    return dict(new or old or {})
+
+
+def rope_of(
+    reader: ConfigReader,
+    parameters: Parameters,
+    head_dim: int,
+    max_positions: int,
+    traits: RopeTraits = PLAIN_ROPE,
+) -> Rope:
+    """A rope by its parameters, which are used up; see `read_rope`."""
+    reader.expect("rope_interleaved", False)
+    theta = _number(parameters, "rope_theta")
+    kind = parameters.pop("rope_type", None) or parameters.pop("type", None) or "default"
+    parameters.pop("type", None)
+    pairs = _turning_pairs(reader, parameters, head_dim, traits)
+    axes = _axes(parameters, head_dim)
+    kind = "default" if axes and kind == "mrope" else kind
+    rules = RULES if traits.rules is None else traits.rules
+    if not isinstance(kind, str) or kind not in rules:
+        raise UnsupportedModelError(
+            f"config.json: rope type {kind!r} is not supported",
+            hint=f"supported: {', '.join(rules)}",
+        )
+    outer = reader.optional("original_max_position_embeddings", int)
+    inner = parameters.get("original_max_position_embeddings")
+    original = next(each for each in (outer, inner, max_positions) if each is not None)
+    parameters["original_max_position_embeddings"] = original
+    parameters["max_position_embeddings"] = max_positions
+    try:
+        rope = rules[kind](_plain(theta, 2 * pairs), theta, parameters)
+    except KeyError as error:
+        raise UnsupportedModelError(f"config.json: rope type {kind} needs {error}") from None
+    except (ArithmeticError, ValueError):
+        raise _no_angles() from None
+    for read in ("original_max_position_embeddings", "max_position_embeddings", *traits.others):
+        parameters.pop(read, None)
+    if left := {key for key, value in parameters.items() if value is not None}:
+        raise UnsupportedModelError(
+            f"config.json: rope parameters not understood: {', '.join(sorted(left))}"
+        )
+    turning = [each for each in (rope.inv_freq, rope.long_inv_freq) if each is not None]
+    if not all(np.isfinite(each).all() for each in turning) or not 0 < rope.scale < math.inf:
+        raise _no_angles()
+    return replace(rope, axes=axes, interleaved=traits.interleaved)
+
+
+def _no_angles() -> UnsupportedModelError:
+    return UnsupportedModelError("config.json: these rope parameters give no finite angles")
+
+
+def _number(parameters: Parameters, key: str, default: float | None = None) -> float:
+    """A positive number that is taken out of the parameters.
+
+    Raises:
+        KeyError: it is missing and there is no default.
+    """
+    value = parameters.pop(key) if default is None else parameters.pop(key, None)
+    value = default if value is None else value
+    if value is None:
+        raise KeyError(key)
+    if isinstance(value, bool) or not isinstance(value, (int, float)) or not value > 0:
+        raise UnsupportedModelError(f"config.json: {key} = {value!r} must be positive")
+    if is_beyond(value):
+        raise UnsupportedModelError(f"config.json: {key} is no finite number of 64 bits")
+    return float(value)
+
+
+def _turning_pairs(
+    reader: ConfigReader, parameters: Parameters, head_dim: int, traits: RopeTraits
+) -> int:
+    """Of the first numbers of a head; the others stay as they are."""
+    outer = reader.optional("partial_rotary_factor", float)
+    inner = parameters.pop("partial_rotary_factor", None)
+    given = next((part for part in (inner, outer, traits.partial) if part is not None), 1.0)
+    if traits.partial is None and given != 1:
+        raise UnsupportedModelError(
+            f"config.json: partial_rotary_factor = {given!r} is not supported here"
+        )
+    if isinstance(given, bool) or not isinstance(given, (int, float)) or not 0 < given <= 1:
+        raise UnsupportedModelError(f"config.json: partial_rotary_factor = {given!r}")
+    turning = int(head_dim * given)
+    if turning < 2 or turning % 2:
+        raise UnsupportedModelError(
+            f"config.json: {turning} of the {head_dim} numbers of a head would turn",
+            hint="an even number of them, at least 2, can",
+        )
+    return turning // 2
+
+
+def _axes(parameters: Parameters, head_dim: int) -> tuple[int, ...]:
+    """The axis of each pair, () for plain positions; takes M-RoPE's keys out."""
+    sections = parameters.pop("mrope_section", None)
+    interleaved = parameters.pop("mrope_interleaved", False)
+    if sections is None:
+        return ()
+    pairs = head_dim // 2
+    if not isinstance(sections, list) or len(sections) != 3 or sum(sections) != pairs:
+        raise UnsupportedModelError(
+            f"config.json: mrope_section {sections!r} is not three numbers with the sum {pairs}"
+        )
+    if not interleaved:
+        return tuple(int(axis) for axis in np.repeat(np.arange(3), sections))
+    axes = np.zeros(pairs, np.int64)
+    for axis in (1, 2):
+        axes[axis : 3 * sections[axis] : 3] = axis
+    return tuple(int(axis) for axis in axes)
+
+
+def _plain(theta: float, head_dim: int) -> F32:
+    exponent = np.arange(0, head_dim, 2, dtype=np.float32) / np.float32(head_dim)
+    return (np.float32(1) / np.power(np.float32(theta), exponent)).astype(np.float32)
+
+
+def _default(plain: F32, theta: float, parameters: Parameters) -> Rope:
+    del theta, parameters
+    return Rope(plain)
+
+
+def _linear(plain: F32, theta: float, parameters: Parameters) -> Rope:
+    del theta
+    return Rope((plain / np.float32(_number(parameters, "factor"))).astype(np.float32))
+
+
+def _factors(plain: F32, theta: float, parameters: Parameters) -> Rope:
+    """Explicit divisors per frequency, as GGUF files carry them (`rope_freqs.weight`).
+
+    `scaling` names the rule for the divided frequencies, whose parameters are given with it.
+    """
+    divided = (plain / _divisors(parameters, "factors", len(plain))).astype(np.float32)
+    return RULES[parameters.pop("scaling", "default")](divided, theta, parameters)
+
+
+def _divisors(parameters: Parameters, key: str, pairs: int) -> F32:
+    """A list of a positive number for each pair."""
+    found = parameters.pop(key)
+    is_list = isinstance(found, list) and len(found) == pairs
+    if not is_list or not all(isinstance(each, (int, float)) and each > 0 for each in found):
+        raise UnsupportedModelError(
+            f"config.json: {key} of the rope is no list of {pairs} positive numbers"
+        )
+    return np.asarray(found, np.float32)
+
+
+def _longrope(plain: F32, theta: float, parameters: Parameters) -> Rope:
+    """The short factors where the cache ends with the original length, the long ones else.
+
+    Transformers turns every position otherwise as soon as a text is longer, also those that are
+    cached; llama.cpp and vLLM decide it by capacity.
+    """
+    del theta
+    original = int(_number(parameters, "original_max_position_embeddings"))
+    longest = parameters["max_position_embeddings"]
+    long, short = (
+        (plain / _divisors(parameters, key, len(plain))).astype(np.float32)
+        for key in ("long_factor", "short_factor")
+    )
+    factor = _number(parameters, "factor", longest / original)
+    stretched = math.sqrt(1 + math.log(factor) / math.log(original)) if factor > 1 else 1.0
+    scale = _number(parameters, "attention_factor", stretched)
+    return Rope(short, scale, long_inv_freq=long, original=original)
+
+
+def ntk_alpha(plain: F32, theta: float, parameters: Parameters) -> Rope:
+    """A base that `alpha` stretches, as Hunyuan's configs call "dynamic" what does not change."""
+    for unread in ("factor", "beta_fast", "beta_slow", "mscale", "mscale_all_dim"):
+        parameters.pop(unread, None)
+    dim = 2 * len(plain)
+    stretched = theta * _number(parameters, "alpha") ** (dim / (dim - 2))
+    return Rope(_plain(stretched, dim))
+
+
+def _llama3(plain: F32, theta: float, parameters: Parameters) -> Rope:
+    del theta
+    factor, original = (
+        _number(parameters, key) for key in ("factor", "original_max_position_embeddings")
+    )
+    low, high = (_number(parameters, key) for key in ("low_freq_factor", "high_freq_factor"))
+    if high <= low:
+        raise UnsupportedModelError("config.json: high_freq_factor must be above low_freq_factor")
+    wavelength = 2 * np.pi / plain
+    smooth = np.clip((original / wavelength - low) / (high - low), 0, 1)
+    scaled = (1 - smooth) * plain / factor + smooth * plain
+    return Rope(scaled.astype(np.float32))
+
+
+def _yarn(plain: F32, theta: float, parameters: Parameters) -> Rope:
+    factor, original = (
+        _number(parameters, key) for key in ("factor", "original_max_position_embeddings")
+    )
+    fast, slow = _number(parameters, "beta_fast", 32), _number(parameters, "beta_slow", 1)
+    truncate = parameters.pop("truncate", True)
+    pairs, dim = len(plain), 2 * len(plain)
+
+    def pair_with(rotations: float) -> float:
+        return dim * math.log(original / (rotations * 2 * math.pi)) / (2 * math.log(theta))
+
+    low, high = pair_with(fast), pair_with(slow)
+    if truncate:
+        low, high = math.floor(low), math.ceil(high)
+    low, high = max(low, 0), min(high, dim - 1)
+    ramp = np.clip((np.arange(pairs) - low) / ((high - low) or 0.001), 0, 1).astype(np.float32)
+    mixed = plain / np.float32(factor) * ramp + plain * (1 - ramp)
+    return Rope(mixed.astype(np.float32), _yarn_scale(factor, parameters))
+
+
+def _yarn_scale(factor: float, parameters: Parameters) -> float:
+    weights = [
+        _number(parameters, key) if parameters.get(key) else parameters.pop(key, None)
+        for key in ("mscale", "mscale_all_dim")
+    ]
+
+    def attention(weight: float) -> float:
+        return 0.1 * weight * math.log(factor) + 1.0 if factor > 1 else 1.0
+
+    plain = attention(1.0)
+    if weights[0] and weights[1]:
+        plain = attention(weights[0]) / attention(weights[1])
+    return _number(parameters, "attention_factor", plain)
+
+
+RULES: Mapping[str, Rule] = {
+    "default": _default,
+    "linear": _linear,
+    "llama3": _llama3,
+    "yarn": _yarn,
+    "longrope": _longrope,
+    "factors": _factors,
+}

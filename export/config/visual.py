@@ -1,0 +1,95 @@
+"""What the configs of all visual encoders have in common."""
+
+from __future__ import annotations
+
+from edgellm.core.contract import UnsupportedModelError
+from edgellm.export.config.reader import ConfigReader
+from edgellm.export.layers.activations import ACTIVATIONS
+
+_TRAINING = ("dropout", "hidden_dropout_prob", "projection_dropout", "initializer_factor")
+
+
+def skip_training(vision: ConfigReader) -> None:
+    """Mark keys that say how an encoder was trained."""
+    for key in _TRAINING:
+        vision.optional(key, object)
+
+
+def read_square(vision: ConfigReader, key: str, default: int) -> int:
+    """A side in pixels, which some configs write once for each axis.
+
+    Raises:
+        UnsupportedModelError: not positive, or not square.
+    """
+    value = vision.read(key, object, default)
+    sides = list(value) if isinstance(value, (list, tuple)) else [value]
+    if len(set(sides)) != 1 or not isinstance(sides[0], int) or sides[0] < 1:
+        raise UnsupportedModelError(f"config.json: {key} = {value!r} is not the side of a square")
+    return sides[0]
+
+
+def read_activation(reader: ConfigReader, key: str, default: str) -> str:
+    """One of `ACTIVATIONS`.
+
+    Raises:
+        UnsupportedModelError: another one.
+    """
+    reader.expect(key, *ACTIVATIONS)
+    return reader.read(key, str, default)
+
+
+def read_indices(vision: ConfigReader, key: str, default: tuple[int, ...]) -> tuple[int, ...]:
+    """Numbers of layers.
+
+    Raises:
+        UnsupportedModelError: something else in the list.
+    """
+    indices = vision.read(key, list, list(default))
+    if not all(isinstance(index, int) and index >= 0 for index in indices):
+        raise UnsupportedModelError(f"config.json: {key} = {indices} should be numbers of layers")
+    return tuple(indices)
+
+
+def read_theta(vision: ConfigReader) -> float:
+    """The base of a two-dimensional rope; only configs of transformers 5 name it.
+
+    Raises:
+        UnsupportedModelError: another kind of rope.
+    """
+    rope = ConfigReader(vision.read("rope_parameters", dict, {}))
+    rope.expect("rope_type", "axial")
+    theta = rope.read("rope_theta", float, 1e4)
+    rope.finish()
+    return theta
+
+
+def check_heads(size: int, num_heads: int, *, multiple: int = 1) -> int:
+    """The size of a head.
+
+    Raises:
+        UnsupportedModelError: heads do not divide the size, or are not a multiple of `multiple`.
+    """
+    if size % num_heads or (size // num_heads) % multiple:
+        raise UnsupportedModelError(
+            f"config.json: {num_heads} heads do not divide a width of {size}"
+        )
+    return size // num_heads
+
+
+def language_size(model: ConfigReader) -> int:
+    """Hidden size of the language model, in `text_config` or, in older files, at the top."""
+    text = model.optional("text_config", dict)
+    return (model if text is None else ConfigReader(text)).positive("hidden_size")
+
+
+def expect_language_size(model: ConfigReader, size: int) -> None:
+    """Refuse an encoder whose outputs do not fit the language model.
+
+    Raises:
+        UnsupportedModelError: its hidden size is not `size`.
+    """
+    if (wanted := language_size(model)) != size:
+        raise UnsupportedModelError(
+            f"config.json: the visual encoder ends in {size} values, "
+            f"the language model takes {wanted}"
+        )

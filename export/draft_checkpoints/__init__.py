@@ -1,0 +1,1 @@
+"""Draft checkpoints: configs, tensors, vocabulary, masks."""

@@ -1,0 +1,72 @@
+"""Rows by which a draft foresees several tokens in one pass (P-EAGLE, arXiv 2602.01469).
+
+Behind the newest row of the text stand rows of a mask token, whose feature is learned as well; row
+d foresees the token d + 1 further on. vLLM 0.32 and speculators read the same keys.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Mapping
+from dataclasses import dataclass
+from typing import Any
+
+from edgellm.core.contract import BrokenArtifactError, UnsupportedModelError
+from edgellm.export.checkpoints.hf import TensorInfo
+from edgellm.export.config.reader import ConfigReader
+
+FEATURE = "mask_hidden"  # of all mask rows, as wide as the base's taps
+_TOKEN_KEYS = ("mask_token_id", "ptd_token_id", "pard_token")  # of speculators, and of vLLM
+_DEPTH_KEYS = ("num_depths", "para_depths")
+_USUAL_DEPTH = 8
+_TRAINING = ("down_sample_ratio", "down_sample_ratio_min", "max_seq_len")
+
+
+@dataclass(frozen=True, slots=True)
+class MaskRows:
+    """Those of a draft."""
+
+    token_id: int
+    depth: int  # tokens that a pass foresees; one row less is a mask's
+
+    @classmethod
+    def read(
+        cls, reader: ConfigReader, infos: Mapping[str, TensorInfo], vocab_size: int
+    ) -> MaskRows | None:
+        """Read config.json; None: the draft has none.
+
+        Raises:
+            UnsupportedModelError: no mask token, several, or one that is not a token.
+            BrokenArtifactError: the rows' feature is missing.
+        """
+        read = {key: reader.optional(key, int) for key in _TOKEN_KEYS}
+        said = {key: value for key, value in read.items() if value is not None}
+        tokens = {*said.values()}
+        is_parallel = reader.optional("parallel_drafting", bool)
+        depths = [found for key in _DEPTH_KEYS if (found := reader.optional(key, int))]
+        depths += _proposed(reader.optional("speculators_config", dict) or {})
+        if FEATURE not in infos:
+            if tokens or is_parallel:
+                raise BrokenArtifactError(
+                    f"config.json names a mask token, but the draft has no tensor {FEATURE}",
+                    hint="the checkpoint is incomplete, or not P-EAGLE's",
+                )
+            return None
+        reader.skip(*_TRAINING)
+        if len(tokens) != 1 or not 0 <= (token_id := tokens.pop()) < vocab_size:
+            shown = ", ".join(f"{key} = {value}" for key, value in said.items())
+            raise UnsupportedModelError(
+                f"config.json does not say which token {FEATURE} belongs to: {shown or 'no key'}",
+                hint=f"one of {', '.join(_TOKEN_KEYS)} names it",
+            )
+        return cls(token_id, max(depths, default=_USUAL_DEPTH))
+
+
+def _proposed(config: Mapping[str, Any]) -> list[int]:
+    """The tokens of a pass that speculators' config proposes."""
+    methods = config.get("proposal_methods")
+    found = (
+        method.get("speculative_tokens")
+        for method in (methods if isinstance(methods, list) else [])
+        if isinstance(method, dict)
+    )
+    return [tokens for tokens in found if isinstance(tokens, int) and tokens > 0]

@@ -1,0 +1,1 @@
+"""ONNX graphs of decoders, drafts and encoders, built node by node."""

@@ -1,0 +1,146 @@
+"""Graphs and their weights as files of a bundle, and what every bundle's manifest says."""
+
+from __future__ import annotations
+
+import math
+import platform
+from collections.abc import Callable, Iterator, Mapping
+from importlib.metadata import version
+from pathlib import Path
+
+import onnx_ir as ir
+
+from edgellm.core.contract import BrokenArtifactError
+from edgellm.core.disk_space import require_space
+from edgellm.core.manifest import FileRecord
+from edgellm.core.model_spec import DecoderSpec, KVCacheSpec, RecurrentSpec
+from edgellm.export.checkpoints.hf import TensorSource
+from edgellm.export.checkpoints.weights import write_weights
+from edgellm.export.config.decoder import DecoderConfig
+from edgellm.export.onnx.builder import Op
+
+DTYPES = {"fp16": ir.DataType.FLOAT16, "fp32": ir.DataType.FLOAT}
+
+_NOT_COUNTED = ("_scale", "_scales", "_scale_inv", "_zero_point")
+_PAIRS = "_blocks"  # of MXFP4: two codes in a byte
+
+Progress = Callable[[int, int], None]  # bytes written, bytes in all
+Graphs = Mapping[str, tuple[ir.Model, Op]]  # by file name without its ending
+
+
+def file_names(graphs: Graphs | tuple[str, ...]) -> list[str]:
+    """The files that graphs of these names become."""
+    return [f"{name}.{ending}" for name in graphs for ending in ("onnx", "weights")]
+
+
+def write_graphs(folder: Path, graphs: Graphs, progress: Progress | None) -> dict[str, FileRecord]:
+    """Write `name.onnx` and `name.weights`, where it has some, of every graph into `folder`.
+
+    Returns:
+        The records of the weight files, hashed while they were written.
+
+    Raises:
+        NoSpaceError: the disk is too small.
+    """
+    total = sum(
+        stored.num_bytes for _, op in graphs.values() for _, stored in op.parameters.values()
+    )
+    require_space(folder, total)
+    written = 0
+
+    def advance(count: int) -> None:
+        nonlocal written
+        written += count
+        if progress is not None:
+            progress(written, total)
+
+    records = {}
+    for name, (model, op) in graphs.items():
+        if op.parameters:
+            file = f"{name}.weights"
+            records[file] = write_weights(folder / file, op.parameters.values(), advance)
+        ir.save(model, folder / f"{name}.onnx")
+    return records
+
+
+def versions() -> dict[str, str]:
+    """What wrote the bundle."""
+    return {
+        "edgellm": version("edgellm"),
+        "onnx_ir": version("onnx-ir"),
+        "python": platform.python_version(),
+    }
+
+
+def decoder_spec(
+    config: DecoderConfig,
+    model_type: str,
+    ops: list[Op],
+    tensors: TensorSource,
+    *,
+    recurrent: RecurrentSpec | None = None,
+) -> DecoderSpec:
+    """The facts of a decoder; parameters are those of all its graphs that a checkpoint holds."""
+    return DecoderSpec(
+        model_type=model_type,
+        vocab_size=config.vocab_size,
+        hidden_size=config.hidden_size,
+        max_positions=config.max_position_embeddings,
+        num_parameters=count_parameters(ops, tensors),
+        kv=KVCacheSpec(
+            len(config.attending_layers),
+            config.num_key_value_heads,
+            config.head_dim,
+            ops[0].dtype.numpy().name,
+        ),
+        sliding_window=config.sliding_window,
+        position_axes=config.position_axes,
+        images=config.images,
+        recurrent=recurrent,
+        num_layers=config.num_hidden_layers,
+    )
+
+
+def count_parameters(ops: list[Op], tensors: TensorSource) -> int:
+    """Numbers of all graphs together that the checkpoint holds, packed or not, scales left out."""
+    infos = tensors.infos()
+    stored = {name: stored for op in ops for name, (_, stored) in op.parameters.items()}
+    held = ((_one_expert(name), tensor) for name, tensor in stored.items())
+    return sum(
+        math.prod(tensor.shape) * (2 if name.endswith(_PAIRS) else 1)
+        for name, tensor in held
+        if not name.endswith(_NOT_COUNTED) and any(held in infos for held in _held_names(name))
+    )
+
+
+def _one_expert(name: str) -> str:
+    """What a checkpoint may call the first of the weights that a graph holds of all experts."""
+    return name.replace("*", "0").removesuffix(".gate").removesuffix(".up")
+
+
+def _held_names(name: str) -> Iterator[str]:
+    """What a checkpoint may call a graph's parameter: GPTQ and AWQ, compressed-tensors pack it."""
+    yield name
+    if name.endswith("weight"):
+        stem = name.removesuffix("weight")
+        yield from (f"{stem}qweight", f"{stem}weight_packed")
+
+
+def refuse_leftovers(left: list[str], owner: str, hint: str = "") -> None:
+    """A tensor that no graph uses means that the model is not the one we computed.
+
+    Args:
+        left: their names.
+        owner: what they belong to.
+        hint: the remedy, where more is known than that config and weights differ.
+
+    Raises:
+        BrokenArtifactError: `left` is not empty.
+    """
+    left = [name for name in left if not name.endswith("rotary_emb.inv_freq")]
+    if left:
+        shown = ", ".join(left[:4]) + (f" and {len(left) - 4} more" if len(left) > 4 else "")
+        raise BrokenArtifactError(
+            f"the {owner} has tensors that the architecture does not use: {shown}",
+            hint=hint or "config.json does not describe these weights",
+        )

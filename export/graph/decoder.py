@@ -1,0 +1,119 @@
+"""The decoder graph: one graph serves prefill, decode and tree verification.
+
+Inputs and outputs are those of `edgellm.core.contract`; opset 24. Rows are gathered before the
+head, so that a long prefill computes one row of logits. A decoder with recurrent layers has a
+second graph, which moves their states on.
+"""
+
+from __future__ import annotations
+
+from types import ModuleType
+from typing import Any, NamedTuple
+
+import onnx_ir as ir
+
+from edgellm.core import contract
+from edgellm.export.checkpoints.weights import Weights
+from edgellm.export.config.decoder import DecoderConfig
+from edgellm.export.graph.decoder_io import (
+    HEAD_ROWS,
+    ROWS,
+    PassInputs,
+    cache_shape,
+    declare,
+    finish,
+    typed,
+)
+from edgellm.export.layers.attention import PassState
+from edgellm.export.layers.recurrent import Recurrences
+from edgellm.export.onnx.builder import Op
+
+_ACCEPTED = "accepted_rows"
+
+
+class Decoder(NamedTuple):
+    """A recorded decoder."""
+
+    model: ir.Model
+    op: Op  # knows which weights the graph needs
+    recurrences: Recurrences | None = None
+
+
+def build_decoder(
+    architecture: ModuleType,
+    config: DecoderConfig,
+    weights: Weights,
+    dtype: ir.DataType,
+    hidden_taps: tuple[int, ...] = (),
+) -> Decoder:
+    """Record the whole graph without touching weight data.
+
+    Args:
+        architecture: a module of `edgellm.export.models`.
+        config: its facts, `num_hidden_layers` already cut if wanted.
+        weights: the checkpoint's tensors.
+        dtype: activation type, FLOAT or FLOAT16.
+        hidden_taps: residual streams that leave the graph for a draft, see `specs.DraftSpec`.
+    """
+    op = Op(dtype)
+    inputs = PassInputs.declare(config, dtype)
+    state = inputs.begin(op, config)
+    network = architecture.Model(config, weights)
+    hidden = network.forward(op, inputs.input_ids, state)
+    with op.scope("head"):
+        rows = op.Gather(hidden, inputs.logits_index, axis=1)
+        logits = op.Cast(network.head(op, rows), to=int(ir.DataType.FLOAT), name=contract.LOGITS)
+        picks = op.ArgMax(logits, axis=-1, keepdims=0, name=contract.TOKEN_IDS)
+    outputs = [
+        typed(logits, ir.DataType.FLOAT, [1, HEAD_ROWS, config.vocab_size]),
+        typed(picks, ir.DataType.INT64, [1, HEAD_ROWS]),
+    ]
+    if hidden_taps:
+        outputs.append(_taps(op, network, hidden, state, hidden_taps, config.hidden_size))
+    outputs += [typed(value, dtype, cache_shape(config)) for value in state.present.values()]
+    own = [inputs.input_ids, inputs.position_ids, inputs.write_index, inputs.tree_mask,
+           inputs.logits_index, *inputs.images]  # fmt: skip
+    found = state.recurrences
+    recurrences = found if found is not None and found.layers else None
+    if recurrences is not None:
+        own += [recurrences.parents, *recurrences.inputs]
+        outputs += recurrences.outputs
+    model = finish(op, "decoder", [*own, *inputs.past.values()], outputs)
+    return Decoder(model, op, recurrences)
+
+
+def build_commit(recurrences: Recurrences) -> tuple[ir.Model, Op]:
+    """The graph that moves states on by accepted rows, and its recorder, which has no weights."""
+    op = Op(recurrences.op.dtype)
+    chosen = declare(contract.COMMIT_ROWS, ir.DataType.INT64, [_ACCEPTED])
+    inputs, outputs = [chosen], []
+    for layer in recurrences.layers:
+        states = {part: _copied(value) for part, value in layer.states.items()}
+        rows = {part: _copied(value) for part, value in layer.rows.items()}
+        inputs += [*states.values(), *rows.values()]
+        with op.scope(f"layers.{layer.layer}"):
+            accepted = {part: op.Gather(each, chosen, axis=1) for part, each in rows.items()}
+            for part, value in layer.advance(op, states, accepted).items():
+                state = states[part]
+                value.name = contract.next_state_name(str(state.name))
+                value.type, value.shape = state.type, state.shape
+                outputs.append(value)
+    return finish(op, "commit", inputs, outputs), op
+
+
+def _copied(value: ir.Value) -> ir.Value:
+    """An input of the same name."""
+    return ir.Value(name=value.name, shape=value.shape, type=value.type)
+
+
+def _taps(
+    op: Op, model: Any, hidden: ir.Value, state: PassState, taps: tuple[int, ...], hidden_size: int
+) -> ir.Value:
+    """The tapped streams side by side, [1, S, T*H]; `hidden` leaves the last layer."""
+    with op.scope("taps"):
+        streams = [
+            state.residuals[tap] if tap < len(state.residuals) else model.norm(op, hidden)
+            for tap in taps
+        ]
+        joined = op.Concat(*streams, axis=-1, name=contract.HIDDEN_TAPS)
+    return typed(joined, op.dtype, [1, ROWS, len(taps) * hidden_size])

@@ -1,0 +1,120 @@
+"""What every graph with a KV cache shares: inputs by contract name, shapes, the finished model."""
+
+from __future__ import annotations
+
+from collections.abc import Iterator, Sequence
+from dataclasses import dataclass
+
+import onnx_ir as ir
+
+from edgellm.core import contract
+from edgellm.export.config.decoder import DecoderConfig
+from edgellm.export.layers.attention import PassState
+from edgellm.export.layers.images import ImageRows
+from edgellm.export.layers.recurrent import Recurrences
+from edgellm.export.onnx.builder import IR_VERSION, OPSET, Op
+
+ROWS, CAPACITY, HEAD_ROWS, IMAGE_ROWS = "rows", "kv_capacity", "head_rows", "image_rows"
+
+
+@dataclass(frozen=True, slots=True)
+class PassInputs:
+    """The inputs that base and draft have in common."""
+
+    input_ids: ir.Value  # int64 [1, S]
+    position_ids: ir.Value  # int64 [A, S]
+    write_index: ir.Value  # int64 [1]
+    tree_mask: ir.Value  # bool [S, S]; of a draft [S, M]
+    logits_index: ir.Value  # int64 [R]
+    past: dict[str, ir.Value]  # by contract name, [1, num_kv_heads, C, head_dim]
+    images: tuple[ir.Value, ...]  # the encoder's outputs
+    parents: ir.Value | None  # int64 [S]; of recurrent layers
+
+    @classmethod
+    def declare(
+        cls, config: DecoderConfig, dtype: ir.DataType, *, mask_columns: str = ROWS
+    ) -> PassInputs:
+        """The inputs of a decoder with the sizes of `config`."""
+        integer, boolean = ir.DataType.INT64, ir.DataType.BOOL
+        return cls(
+            declare(contract.INPUT_IDS, integer, [1, ROWS]),
+            declare(contract.POSITION_IDS, integer, [config.position_axes, ROWS]),
+            declare(contract.WRITE_INDEX, integer, [1]),
+            declare(contract.TREE_MASK, boolean, [ROWS, mask_columns]),
+            declare(contract.LOGITS_INDEX, integer, [HEAD_ROWS]),
+            {
+                name: declare(name, dtype, cache_shape(config))
+                for layer in range(len(config.attending_layers))
+                for name in (contract.past_name(layer, "key"), contract.past_name(layer, "value"))
+            },
+            tuple(_image_inputs(config, dtype)),
+            declare(contract.PARENT_ROWS, integer, [ROWS]) if config.is_recurrent else None,
+        )
+
+    def begin(self, op: Op, config: DecoderConfig) -> PassState:
+        """Append what all layers share: rope tables and the mask."""
+        state = PassState(
+            op,
+            config.head_dim,
+            config.num_key_value_heads,
+            config.kinds,
+            self.position_ids,
+            self.write_index,
+            self.tree_mask,
+            self.past,
+            self._image_rows(config),
+            None if self.parents is None else Recurrences(op, self.parents),
+        )
+        state.prepare()
+        return state
+
+    def _image_rows(self, config: DecoderConfig) -> ImageRows | None:
+        if config.images is None:
+            return None
+        embeds, *deepstack = self.images
+        count = config.images.num_deepstack
+        return ImageRows(config.vocab_size, embeds, deepstack[0] if count else None, count)
+
+
+def _image_inputs(config: DecoderConfig, dtype: ir.DataType) -> Iterator[ir.Value]:
+    if config.images is None:
+        return
+    shape = [IMAGE_ROWS, config.hidden_size]
+    yield declare(contract.IMAGE_EMBEDS, dtype, shape)
+    if count := config.images.num_deepstack:
+        yield declare(contract.DEEPSTACK_EMBEDS, dtype, [count, *shape])
+
+
+def cache_shape(config: DecoderConfig) -> list[int | str]:
+    """Shape of a layer's keys or values: [1, num_kv_heads, C, head_dim]."""
+    return [1, config.num_key_value_heads, CAPACITY, config.head_dim]
+
+
+def declare(name: str, dtype: ir.DataType, shape: Sequence[int | str]) -> ir.Value:
+    """An input of a graph."""
+    return typed(ir.Value(name=name), dtype, shape)
+
+
+def typed(
+    value: ir.Value, dtype: ir.DataType, shape: Sequence[int | str], name: str | None = None
+) -> ir.Value:
+    """`value` with type and shape, and the name of an output if it is one."""
+    value.type = ir.TensorType(dtype)
+    value.shape = ir.Shape(shape)
+    value.name = name or value.name
+    return value
+
+
+def finish(op: Op, name: str, inputs: list[ir.Value], outputs: list[ir.Value]) -> ir.Model:
+    """All that `op` recorded as a model."""
+    graph = ir.Graph(
+        inputs,
+        outputs,
+        nodes=op.nodes,
+        initializers=[*op.constants, *(value for value, _ in op.parameters.values())],
+        opset_imports={"": OPSET, **{function.domain: 1 for function in op.functions.values()}},
+        name=name,
+    )
+    return ir.Model(
+        graph, ir_version=IR_VERSION, producer_name="edgellm", functions=list(op.functions.values())
+    )

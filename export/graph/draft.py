@@ -1,0 +1,120 @@
+"""The graphs of a draft: `fuse` turns the base's features into hidden rows, `model` drafts.
+
+Inputs and outputs are those of `edgellm.core.contract`; opset 24. The candidates of a row are
+picked inside the graph and already named by the base's token ids, so that no logits leave it.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Callable
+
+import numpy as np
+import onnx_ir as ir
+from numpy.typing import NDArray
+
+from edgellm.core import contract
+from edgellm.export import drafts
+from edgellm.export.checkpoints.weights import StoredTensor, Weights, as_bytes
+from edgellm.export.config.decoder import DecoderConfig
+from edgellm.export.draft_checkpoints.config import DraftConfig
+from edgellm.export.graph.decoder_io import (
+    HEAD_ROWS,
+    ROWS,
+    PassInputs,
+    cache_shape,
+    declare,
+    finish,
+    typed,
+)
+from edgellm.export.onnx.builder import Op
+
+TARGET_IDS = "target_ids"  # a constant of ours, not a checkpoint's: d2t holds differences
+
+
+def build_fuse(config: DraftConfig, weights: Weights, dtype: ir.DataType) -> tuple[ir.Model, Op]:
+    """The graph from HIDDEN_TAPS [1, S, T*H] to DRAFT_HIDDEN [1, S, D]."""
+    op = Op(dtype)
+    width = len(config.hidden_taps) * config.base_hidden_size
+    taps = declare(contract.HIDDEN_TAPS, dtype, [1, ROWS, width])
+    hidden = drafts.find(config.method).Fuse(config, weights)(op, taps)
+    shape = [1, ROWS, config.decoder.hidden_size]
+    return finish(op, "fuse", [taps], [typed(hidden, dtype, shape, contract.DRAFT_HIDDEN)]), op
+
+
+def build_draft(
+    config: DraftConfig, weights: Weights, target_ids: NDArray[np.int64] | None, dtype: ir.DataType
+) -> tuple[ir.Model, Op]:
+    """Record the draft's decoder without touching weight data.
+
+    Args:
+        config: the draft's facts.
+        weights: its tensors, those that it borrows from the base among them.
+        target_ids: the base's id of each id of the draft; None when they are the same.
+        dtype: activation type, FLOAT or FLOAT16.
+
+    Returns:
+        The model, and the recorder that knows which weights the graph needs.
+    """
+    model = drafts.find(config.method).Model(config, weights)
+    return record(model, config.decoder, target_ids, dtype)
+
+
+def record(
+    model: drafts.Network,
+    decoder: DecoderConfig,
+    target_ids: NDArray[np.int64] | None,
+    dtype: ir.DataType,
+) -> tuple[ir.Model, Op]:
+    """The same of any network that continues hidden rows; `decoder` has its sizes."""
+    op = Op(dtype)
+    size = decoder.hidden_size
+    inputs = PassInputs.declare(decoder, dtype, mask_columns="mask_columns")
+    hidden = declare(contract.DRAFT_HIDDEN, dtype, [1, ROWS, size])
+    top_k = declare(contract.TOP_K, ir.DataType.INT64, [1])
+    state = inputs.begin(op, decoder)
+    x = model.forward(op, inputs.input_ids, hidden, state)
+    with op.scope("head"):
+        logits, recycled = model.head(op, op.Gather(x, inputs.logits_index, axis=1))
+        candidates = candidate_outputs(op, logits, top_k, target_ids, HEAD_ROWS)
+    outputs = [
+        *candidates,
+        typed(recycled, dtype, [1, HEAD_ROWS, size], contract.RECYCLED_HIDDEN),
+        *(typed(value, dtype, cache_shape(decoder)) for value in state.present.values()),
+    ]
+    own = [inputs.input_ids, hidden, inputs.position_ids, inputs.write_index, inputs.tree_mask,
+           inputs.logits_index, top_k, *inputs.images]  # fmt: skip
+    return finish(op, "draft", [*own, *inputs.past.values()], outputs), op
+
+
+def candidate_outputs(
+    op: Op, logits: ir.Value, top_k: ir.Value, target_ids: NDArray[np.int64] | None, rows: int | str
+) -> list[ir.Value]:
+    """Ids of the base's vocabulary and log-probabilities, both [1, R, K], best first."""
+    log_probs, indices = likeliest(op, logits, top_k)
+    ids = target_names(op, indices, target_ids)
+    shape = [1, rows, contract.CANDIDATES]
+    return [
+        typed(ids, ir.DataType.INT64, shape, contract.CANDIDATE_IDS),
+        typed(log_probs, ir.DataType.FLOAT, shape, contract.CANDIDATE_LOG_PROBS),
+    ]
+
+
+def likeliest(op: Op, logits: ir.Value, top_k: ir.Value) -> tuple[ir.Value, ir.Value]:
+    """Log-probabilities float32 [1, R, K], best first, and where they stand in the logits."""
+    scores = op.LogSoftmax(op.Cast(logits, to=int(ir.DataType.FLOAT)), axis=-1)
+    log_probs, indices = op.outputs(2, "TopK", scores, top_k, axis=-1, largest=1, sorted=1)
+    return log_probs, indices
+
+
+def target_names(op: Op, indices: ir.Value, target_ids: NDArray[np.int64] | None) -> ir.Value:
+    """The base's ids of those of the draft, int64 of any shape."""
+    if target_ids is None:
+        return indices
+    table = op.parameter(
+        StoredTensor(TARGET_IDS, ir.DataType.INT64, target_ids.shape, _whole(target_ids))
+    )
+    return op.Gather(table, indices, axis=0)
+
+
+def _whole(array: NDArray[np.int64]) -> Callable[[], list[memoryview]]:
+    return lambda: [as_bytes(array)]

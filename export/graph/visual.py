@@ -1,0 +1,96 @@
+"""The graph of a visual encoder: an image (or its tiles) to rows of the language model's embedding.
+
+Inputs and outputs are those of `edgellm.core.contract`; opset 24. Images never meet in a run, so
+that no mask between them is needed.
+"""
+
+from __future__ import annotations
+
+from types import ModuleType
+from typing import Any
+
+import onnx_ir as ir
+
+from edgellm.core import contract
+from edgellm.core.contract import BrokenArtifactError
+from edgellm.core.model_spec import VisionSpec
+from edgellm.export.checkpoints.weights import Weights
+from edgellm.export.graph.decoder_io import declare, finish, typed
+from edgellm.export.onnx.builder import Op
+
+_PATCHES, _TOKENS, _TILES = "patches", "image_tokens", "tiles"
+_WINDOWS, _SLOTS = "windows", "window_slots"
+_ROOTS = ("model", "")  # where transformers 5 and older versions put the parts of a model
+
+
+def build_visual(
+    encoder: ModuleType, config: Any, weights: Weights, dtype: ir.DataType
+) -> tuple[ir.Model, Op]:
+    """Record the whole graph without touching weight data.
+
+    Args:
+        encoder: a module of `edgellm.export.visual`.
+        config: its facts, the `Config` of that module.
+        weights: the checkpoint's tensors.
+        dtype: activation type, FLOAT or FLOAT16.
+
+    Returns:
+        The model, and the recorder that knows which weights the graph needs.
+
+    Raises:
+        BrokenArtifactError: the checkpoint has no encoder, or one of other shapes.
+    """
+    op = Op(dtype)
+    spec = config.spec("", 0)
+    inputs = _declare_inputs(spec, dtype)
+    model = encoder.Model(config, _root(weights, encoder.Model.parts))
+    tokens, *levels = model.forward(op, inputs)
+    shape = [_TOKENS, spec.hidden_size]
+    outputs = [typed(tokens, dtype, shape, contract.IMAGE_EMBEDS)]
+    if levels:
+        with op.scope("deepstack"):
+            apart = [op.Unsqueeze(level, op.constant([0])) for level in levels]
+            joined = op.Concat(*apart, axis=0, name=contract.DEEPSTACK_EMBEDS)
+        outputs.append(typed(joined, dtype, [len(levels), *shape]))
+    return finish(op, "visual_encoder", list(inputs.values()), outputs), op
+
+
+def own_leftovers(weights: Weights, encoder: ModuleType) -> list[str]:
+    """Tensors of the encoder that nobody took; those of the language model are not ours."""
+    ours = tuple(
+        f"{root}.{part}.".removeprefix(".") for root in _ROOTS for part in encoder.Model.parts
+    )
+    return [name for name in weights.unused() if name.startswith(ours)]
+
+
+def _root(weights: Weights, parts: tuple[str, ...]) -> Weights:
+    """The weights below which the encoder's parts lie."""
+    names = weights.unused()
+    for root in _ROOTS:
+        found = weights / root if root else weights
+        if any(name.startswith(f"{found.prefix}{parts[0]}.") for name in names):
+            return found
+    raise BrokenArtifactError(
+        f"the checkpoint has no tensors below {parts[0]}",
+        hint="give the folder of the whole vision-language model",
+    )
+
+
+def _declare_inputs(spec: VisionSpec, dtype: ir.DataType) -> dict[str, ir.Value]:
+    """The inputs of a graph by contract name."""
+    if spec.image_size:
+        shape = [_TILES, 3, spec.image_size, spec.image_size]
+        return {contract.PIXEL_VALUES: declare(contract.PIXEL_VALUES, dtype, shape)}
+    integer = ir.DataType.INT64
+    kinds: dict[str, tuple[ir.DataType, list[int | str]]] = {
+        contract.PIXEL_VALUES: (dtype, [_PATCHES, spec.patch_values]),
+        contract.PATCH_POSITIONS: (integer, [_PATCHES, 2]),
+    }
+    if spec.window_size:
+        kinds[contract.WINDOW_SLOTS] = integer, [_SLOTS]
+        kinds[contract.WINDOW_MASK] = ir.DataType.BOOL, [_WINDOWS, spec.window_size**2]
+        kinds[contract.WINDOW_ROWS] = integer, [_PATCHES]
+    if spec.position_grid:
+        kinds[contract.POS_EMBED_INDEX] = integer, [4, _PATCHES]
+        kinds[contract.POS_EMBED_WEIGHT] = ir.DataType.FLOAT, [4, _PATCHES]
+    return {name: declare(name, kind, shape) for name, (kind, shape) in kinds.items()}

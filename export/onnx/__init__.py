@@ -1,0 +1,1 @@
+"""Recorder of ONNX nodes, and model-local functions."""

@@ -1,0 +1,1 @@
+"""Export commands from checkpoint to published bundle, and their verification."""

@@ -1,0 +1,203 @@
+"""Writing the bundle of a draft: its graphs, weights and manifest; all or nothing."""
+
+from __future__ import annotations
+
+import dataclasses
+from dataclasses import dataclass
+from pathlib import Path
+
+from edgellm.core.artifact import check_output, publish, temporary_folder
+from edgellm.core.contract import EdgeLLMError, UnsupportedModelError
+from edgellm.core.graph_roles import DRAFT, FUSE
+from edgellm.core.manifest import DRAFT_BUNDLE, Bundle, GraphSpec
+from edgellm.core.model_spec import DraftSpec
+from edgellm.export import drafts
+from edgellm.export.checkpoints.hf import Checkpoint, TensorSource
+from edgellm.export.checkpoints.quantization_config import judge
+from edgellm.export.checkpoints.residual_rotation import refuse_rotated, rotation_name
+from edgellm.export.checkpoints.weights import Weights
+from edgellm.export.config.decoder import DecoderConfig
+from edgellm.export.draft_checkpoints.config import DraftConfig, read_draft
+from edgellm.export.draft_checkpoints.tensors import complete, read_target_ids
+from edgellm.export.draft_checkpoints.unrotate import facing, missing_rotation
+from edgellm.export.drafts import OwnConfig
+from edgellm.export.graph.bundle_files import (
+    DTYPES,
+    Graphs,
+    Progress,
+    decoder_spec,
+    file_names,
+    refuse_leftovers,
+    versions,
+    write_graphs,
+)
+from edgellm.export.graph.draft import build_draft, build_fuse
+from edgellm.export.onnx.builder import OPSET, Op
+from edgellm.export.pipeline.llm import ExportOptions, read_architecture
+
+_MODEL, _FUSE = "model", "fuse"
+
+
+@dataclass(frozen=True, slots=True)
+class DraftOptions:
+    """What the user chose."""
+
+    dtype: str = "fp16"
+    ignore_config_keys: tuple[str, ...] = ()
+    draft_vocab_size: int | None = None  # tokens that a draft with its base's head foresees
+
+
+def export_draft(
+    draft: Checkpoint,
+    base: Checkpoint,
+    output: Path,
+    options: DraftOptions,
+    progress: Progress | None = None,
+) -> Bundle:
+    """Export a draft to `output`, which afterwards holds a whole bundle or what it held before.
+
+    Args:
+        draft: checkpoint of an EAGLE-1, 2 or 3 draft in any public layout, or of another kind.
+        base: the model that it drafts for; gives its sizes, the embedding, perhaps the head.
+        output: the bundle's folder.
+        options: what the user chose.
+        progress: told the bytes written and the bytes in all.
+
+    Raises:
+        UnsupportedModelError: a layout that is not understood, or a draft for another base.
+        BrokenArtifactError: missing, superfluous, damaged or contradicting tensors.
+        EdgeLLMError: one of the folders holds something else, or `output` cannot be written.
+    """
+    check_output(output, DRAFT_BUNDLE, file_names((_MODEL, _FUSE)))
+    recorded = _record(draft, base, options)
+    quantization, contradiction = judge(draft, recorded.layouts, options.ignore_config_keys)
+    with temporary_folder(output) as folder:
+        records = write_graphs(folder, recorded.graphs, progress)
+        roles = {_MODEL: recorded.role, _FUSE: FUSE}
+        manifest = Bundle(
+            kind=DRAFT_BUNDLE,
+            spec=recorded.spec,
+            graphs={roles[name]: GraphSpec(f"{name}.onnx") for name in recorded.graphs},
+            dtype=DTYPES[options.dtype].numpy().name,
+            quantization=quantization,
+            opset=OPSET,
+            options=dataclasses.asdict(options),
+            provenance={**_provenance(draft, base, recorded.config), **contradiction},
+            files=records,
+        )
+        return publish(folder, output, manifest)
+
+
+@dataclass(frozen=True, slots=True)
+class _Recorded:
+    """A draft before anything of it is written."""
+
+    config: DraftConfig | OwnConfig
+    role: str  # of its main graph
+    graphs: Graphs
+    layouts: set[str]  # of its quantized layers
+    spec: DraftSpec
+
+
+def understand_draft(
+    draft: Checkpoint, base: Checkpoint, options: DraftOptions
+) -> DraftConfig | OwnConfig:
+    """The facts of a draft that `export_draft` takes; stops where it would, reads no weights.
+
+    Raises:
+        EdgeLLMError: as `export_draft`.
+    """
+    return _record(draft, base, options).config
+
+
+def _record(draft: Checkpoint, base: Checkpoint, options: DraftOptions) -> _Recorded:
+    """Check both checkpoints and record the graphs."""
+    names = base.tensors.infos()
+    if "fc.weight" in names or (names and len(drafts.own_names(names)) == len(names)):
+        raise EdgeLLMError(
+            f"{base.label} is a draft, not a base",
+            hint="give the model that it drafts for as --base_model_dir",
+        )
+    keys, dtype = options.ignore_config_keys, DTYPES[options.dtype]
+    tower, _, base_config = read_architecture(base, ExportOptions(ignore_config_keys=keys))
+    config = read_draft(draft, base_config, keys)
+    if options.draft_vocab_size is not None:
+        config = _with_vocabulary(config, base, options.draft_vocab_size)
+    rotation = missing_rotation(base, draft)
+    if not isinstance(config, DraftConfig):
+        if rotation is not None:
+            refuse_rotated(base, f"a {config.method} draft")
+        kind = drafts.kind(config.method)
+        model, op, weights = kind.build(draft, base, config, dtype)
+        graphs: Graphs = {_MODEL: (model, op)}
+        if (build_fuse_graph := getattr(kind, "build_fuse", None)) is not None:
+            graphs = {**graphs, _FUSE: build_fuse_graph(config, weights, dtype)}
+        facts = kind.spec(draft, config, op)
+        facts = dataclasses.replace(facts, base_rotation=rotation_name(base.config))
+        return _Recorded(config, kind.ROLE, graphs, weights.layouts, facts)
+    config = _seeing(config, base_config)
+    tensors: TensorSource = complete(draft.tensors, tower.tensors, config)
+    if rotation is not None:
+        tensors = facing(tensors, draft, config, rotation)
+    weights = Weights(tensors, draft.quant_config or base.quant_config)
+    target_ids = read_target_ids(weights, config, base_config)
+    graphs = {_MODEL: build_draft(config, weights, target_ids, dtype)}
+    if config.fuses:
+        graphs[_FUSE] = build_fuse(config, weights, dtype)
+    refuse_leftovers(weights.unused(), "draft")
+    ops = [op for _, op in graphs.values()]
+    spec = _spec(config, ops, tensors, rotation_name(base.config))
+    return _Recorded(config, DRAFT, graphs, weights.layouts, spec)
+
+
+def _with_vocabulary(
+    config: DraftConfig | OwnConfig, base: Checkpoint, size: int
+) -> DraftConfig | OwnConfig:
+    kind = drafts.find(config.method)
+    if not hasattr(kind, "with_vocabulary"):
+        raise UnsupportedModelError(
+            f"--draft_vocab_size: what a draft of {config.method} foresees was settled in training",
+            hint="leave it out; it is for multi-token prediction, which has its base's head",
+        )
+    return kind.with_vocabulary(config, base, size)
+
+
+def _spec(
+    config: DraftConfig, ops: list[Op], tensors: TensorSource, base_rotation: str
+) -> DraftSpec:
+    return DraftSpec(
+        method=config.method,
+        decoder=decoder_spec(config.decoder, config.method, ops, tensors),
+        draft_vocab_size=config.draft_vocab_size,
+        base_hidden_size=config.base_hidden_size,
+        base_num_layers=config.base_num_layers,
+        hidden_taps=config.hidden_taps,
+        fuses=config.fuses,
+        num_heads=0 if config.mask_rows is None else config.mask_rows.depth,
+        mask_token_id=None if config.mask_rows is None else config.mask_rows.token_id,
+        base_rotation=base_rotation,
+    )
+
+
+def _seeing(config: DraftConfig, base: DecoderConfig) -> DraftConfig:
+    """The draft of a vision-language base reads image features where its embedding is as wide.
+
+    One of another width reads the placeholder's embedding, as in text.
+    """
+    decoder = config.decoder
+    if base.images is None or decoder.hidden_size != base.hidden_size:
+        return config
+    images = dataclasses.replace(base.images, num_deepstack=0)
+    return dataclasses.replace(config, decoder=dataclasses.replace(decoder, images=images))
+
+
+def _provenance(
+    draft: Checkpoint, base: Checkpoint, config: DraftConfig | OwnConfig
+) -> dict[str, str]:
+    return {
+        "checkpoint": draft.label,
+        "base": base.label,
+        "exporter": config.exporter,
+        "hidden_taps": config.taps_meaning,
+        **versions(),
+    }

@@ -1,0 +1,216 @@
+"""An EAGLE-3 draft of any public layout, written as other engines read one.
+
+What they read was looked up in vLLM 0.32 (`llama_eagle3.py`, `gpu_model_runner.py`), which was run,
+too (docs/how-to/hand-over.md), in SGLang (`models/llama_eagle3.py`) and in TensorRT-LLM
+(`_torch/models/modeling_speculative.py`, `llmapi/llm_args.py`). All three take tensors by
+SpecForge's names and `d2t` as differences. They differ in what of a draft they compute, and in
+where they look for the taps.
+"""
+
+from __future__ import annotations
+
+import json
+from collections.abc import Iterator, Mapping
+from dataclasses import dataclass
+from pathlib import Path
+from typing import Any
+
+import numpy as np
+
+from edgellm.core.artifact import temporary_folder
+from edgellm.core.contract import EdgeLLMError, UnsupportedModelError
+from edgellm.core.disk_space import require_space
+from edgellm.export.checkpoints.hf import (
+    Checkpoint,
+    TensorInfo,
+    TensorSource,
+    read_whole,
+    write_safetensors,
+)
+from edgellm.export.checkpoints.residual_rotation import refuse_rotated
+from edgellm.export.checkpoints.weights import Weights
+from edgellm.export.draft_checkpoints.config import TAP_IDS, DraftConfig
+from edgellm.export.draft_checkpoints.tensors import complete, read_target_ids
+from edgellm.export.pipeline.draft import DraftOptions, understand_draft
+from edgellm.export.pipeline.llm import ExportOptions, read_architecture
+from edgellm.export.pipeline.resolve import open_checkpoint
+
+_EMBEDDING = "embed_tokens.weight"
+_KEPT = ("hidden_size", "intermediate_size", "num_attention_heads", "num_key_value_heads",
+         "head_dim", "num_hidden_layers", "hidden_act", "rms_norm_eps", "rope_theta",
+         "rope_scaling", "rope_parameters", "max_position_embeddings", "attention_bias",
+         "mlp_bias", "bos_token_id", "eos_token_id", "pad_token_id", "torch_dtype",
+         "dtype")  # fmt: skip
+
+
+@dataclass(frozen=True, slots=True)
+class Engine:
+    """What of a draft an engine computes, and how it is told of the draft."""
+
+    command: str  # with {base}, {draft} and {outputs}: the layers whose outputs are tapped
+    more_layers: bool = False
+    any_taps: bool = False  # not just three
+    norms: frozenset[str] = frozenset()  # of `Norms`
+    biases: bool = False  # of q, k and v
+    own_embedding: bool = False  # not just the base's
+
+
+ENGINES = {
+    "vllm": Engine(
+        "vllm serve {base} --speculative-config "
+        '\'{{"method": "eagle3", "model": "{draft}", "num_speculative_tokens": 3}}\'',
+        more_layers=True,
+        any_taps=True,
+        norms=frozenset(["before_residual", "before_fc", "fc_norm", "output"]),
+        biases=True,
+        own_embedding=True,
+    ),
+    "sglang": Engine(
+        "python -m sglang.launch_server --model-path {base} --speculative-algorithm EAGLE3 "
+        "--speculative-draft-model-path {draft}"
+    ),
+    "tensorrt-llm": Engine(
+        'Eagle3DecodingConfig(max_draft_len=3, speculative_model="{draft}", '
+        "eagle3_layers_to_capture={{{outputs}}})",
+        any_taps=True,
+        norms=frozenset(["before_fc", "fc_norm", "output"]),
+        biases=True,
+    ),
+}
+
+
+def hand_over(
+    draft: Checkpoint, base_dir: str, name: str, output: Path, ignored: tuple[str, ...] = ()
+) -> str:
+    """Write a draft to `output` as the engine `name` reads it.
+
+    Returns:
+        How that engine is told of it.
+
+    Raises:
+        EdgeLLMError: `output` holds something, no such engine, or what `export_draft` refuses.
+        UnsupportedModelError: a draft that the engine would not compute, or would otherwise.
+    """
+    engine = ENGINES.get(name)
+    if engine is None:
+        raise EdgeLLMError(f"--for {name}: no such engine", hint=f"give {', '.join(ENGINES)}")
+    if output.exists() and (not output.is_dir() or any(output.iterdir())):
+        raise EdgeLLMError(f"{output} is there already", hint="give another --output_dir")
+    base = open_checkpoint(base_dir, tokenizer=False)
+    refuse_rotated(base, f"--for {name}")
+    config = understand_draft(draft, base, DraftOptions(ignore_config_keys=ignored))
+    if not isinstance(config, DraftConfig) or config.method != "eagle3":
+        raise UnsupportedModelError(f"{draft.label}: only EAGLE-3 drafts are handed over")
+    if draft.quant_config:
+        raise UnsupportedModelError(
+            f"{draft.label} is quantized", hint="give the float draft that it was made from"
+        )
+    _check(draft, config, name, engine)
+    own = _own_embedding(draft.tensors, base.tensors)
+    if own and not engine.own_embedding:
+        raise UnsupportedModelError(
+            f"{draft.label} has an embedding of its own; it was not checked that {name} reads it",
+            hint="others: vllm",
+        )
+    _, _, facts = read_architecture(base, ExportOptions(ignore_config_keys=ignored))
+    targets = read_target_ids(Weights(draft.tensors), config, facts)
+    with temporary_folder(output) as folder:
+        whole = complete(draft.tensors, base.tensors, config)
+        dropped = () if own else (_EMBEDDING,)  # they take the base's
+        tensors = _HandedTensors(whole, config, targets, dropped)
+        require_space(folder, sum(info.num_bytes for info in tensors.infos().values()))
+        write_safetensors(folder / "model.safetensors", tensors, sorted(tensors.infos()))
+        text = json.dumps(_config(draft.config, config), indent=2)
+        (folder / "config.json").write_text(text + "\n", "utf-8")
+        folder.replace(output)
+    outputs = ", ".join(str(tap - 1) for tap in config.hidden_taps)
+    return engine.command.format(base=base_dir, draft=output, outputs=outputs)
+
+
+def _check(draft: Checkpoint, config: DraftConfig, name: str, engine: Engine) -> None:
+    norms = config.norms
+    wanted = {part for part in norms.__slots__ if getattr(norms, part)}
+    layers, taps = config.decoder.num_hidden_layers, config.hidden_taps
+    for is_there, what in (
+        (wanted - engine.norms, f"norms ({', '.join(sorted(wanted - engine.norms))})"),
+        (config.qk_norm, "norms of queries and keys"),
+        (layers > 1 and not engine.more_layers, f"{layers} layers"),
+        (len(taps) != 3 and not engine.any_taps, f"{len(taps)} taps"),
+        (config.decoder.qkv_bias and not engine.biases, "biases of q, k and v"),
+        (0 in taps, "the embedding as a tap"),
+    ):
+        if is_there:
+            raise UnsupportedModelError(
+                f"{draft.label} has {what}, which {name} does not compute",
+                hint=f"others: {', '.join(each for each in ENGINES if each != name)}",
+            )
+
+
+def _config(stored: Mapping[str, Any], draft: DraftConfig) -> dict[str, Any]:
+    """config.json; the taps are there as inputs of layers at the top, as outputs below."""
+    inner = stored.get("transformer_layer_config") or stored
+    norms = draft.norms
+    flags = {
+        "norm_before_residual": norms.before_residual,
+        "norm_before_fc": norms.before_fc,
+        "fc_norm": norms.fc_norm,
+        "norm_output": norms.output,
+        "bias": draft.fc_bias,
+    }
+    eagle = {TAP_IDS: [tap - 1 for tap in draft.hidden_taps], "use_aux_hidden_state": True}
+    eagle |= {"norm_before_fc": True} if norms.before_fc else {}
+    return {
+        "architectures": ["LlamaForCausalLMEagle3"],
+        "model_type": "llama",
+        **{key: inner[key] for key in _KEPT if key in inner},
+        "num_hidden_layers": draft.decoder.num_hidden_layers,
+        "attention_bias": draft.decoder.qkv_bias,
+        "vocab_size": draft.decoder.vocab_size,
+        "draft_vocab_size": draft.draft_vocab_size,
+        "target_hidden_size": draft.base_hidden_size,
+        "tie_word_embeddings": False,
+        **{key: True for key, is_set in flags.items() if is_set},
+        TAP_IDS: list(draft.hidden_taps),
+        "eagle_config": eagle,
+    }
+
+
+def _own_embedding(draft: TensorSource, base: TensorSource) -> bool:
+    """Whether the draft has an embedding that is not its base's."""
+    mine, theirs = draft.infos().get(_EMBEDDING), base.infos().get(f"model.{_EMBEDDING}")
+    if mine is None or mine != theirs:
+        return mine is not None
+    return read_whole(draft, _EMBEDDING) != read_whole(base, f"model.{_EMBEDDING}")
+
+
+class _HandedTensors:
+    """A draft's tensors by SpecForge's names, with tables of its vocabulary where it is smaller."""
+
+    def __init__(
+        self, draft: TensorSource, config: DraftConfig, targets: Any, dropped: tuple[str, ...]
+    ) -> None:
+        self._draft = draft
+        self._names: dict[str, str] = {}
+        for name in draft.infos():
+            if name not in ("d2t", "t2d", *dropped) and not name.endswith("inv_freq"):
+                self._names[name.replace("layers.0.", "midlayer.", 1)] = name
+        self._tables: dict[str, np.ndarray] = {}
+        if targets is not None:
+            known = np.zeros(config.decoder.vocab_size, np.bool_)
+            known[targets] = True
+            self._tables = {"d2t": targets - np.arange(len(targets)), "t2d": known}
+
+    def infos(self) -> Mapping[str, TensorInfo]:
+        """All tensors by name."""
+        infos = {name: self._draft.infos()[stored] for name, stored in self._names.items()}
+        kinds = {"d2t": "I64", "t2d": "BOOL"}
+        return infos | {
+            name: TensorInfo(kinds[name], table.shape) for name, table in self._tables.items()
+        }
+
+    def stream(self, name: str) -> Iterator[memoryview]:
+        """See `TensorSource`."""
+        if name in self._tables:
+            yield memoryview(self._tables[name].tobytes())
+        else:
+            yield from self._draft.stream(self._names[name])

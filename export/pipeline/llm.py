@@ -1,0 +1,283 @@
+"""Writing a bundle: graph, weights, tokenizer, manifest; all or nothing."""
+
+from __future__ import annotations
+
+import json
+from collections.abc import Callable
+from dataclasses import asdict, dataclass, replace
+from pathlib import Path
+from typing import Any
+
+from edgellm.core.artifact import check_output, publish, temporary_folder
+from edgellm.core.contract import BrokenArtifactError, UnsupportedModelError
+from edgellm.core.graph_roles import COMMIT, DECODER
+from edgellm.core.manifest import LLM_BUNDLE, Bundle, GraphSpec
+from edgellm.core.model_spec import DecoderSpec
+from edgellm.export import drafts, models
+from edgellm.export.checkpoints.encoder_hash import encoder_hash
+from edgellm.export.checkpoints.hf import Checkpoint
+from edgellm.export.checkpoints.kv_scales import read_ranges
+from edgellm.export.checkpoints.lora_merge import merged
+from edgellm.export.checkpoints.quantization_config import judge
+from edgellm.export.checkpoints.residual_rotation import refuse_rotated, rotation_name
+from edgellm.export.checkpoints.vlm import text_tower
+from edgellm.export.checkpoints.weights import Weights
+from edgellm.export.config.decoder import DecoderConfig
+from edgellm.export.config.hidden_taps import check_taps, default_taps
+from edgellm.export.config.reader import ConfigReader
+from edgellm.export.draft_checkpoints.config import read_draft
+from edgellm.export.graph.bundle_files import (
+    DTYPES,
+    Progress,
+    decoder_spec,
+    file_names,
+    refuse_leftovers,
+    versions,
+    write_graphs,
+)
+from edgellm.export.graph.decoder import build_commit, build_decoder
+from edgellm.export.onnx.builder import OPSET, Op
+from edgellm.export.pipeline.resolve import open_draft
+
+_GRAPH, _ROLES = "model", (DECODER, COMMIT)
+_JSON_FILES = "config.json", "generation_config.json"
+Check = Callable[[Path, Bundle], None]  # of a finished folder before it is published
+
+
+@dataclass(frozen=True, slots=True)
+class ExportOptions:
+    """What the user chose."""
+
+    dtype: str = "fp16"
+    num_layers: int | None = None
+    ignore_config_keys: tuple[str, ...] = ()
+    is_eagle_base: bool = False  # give hidden taps to a draft, as the next two imply
+    hidden_taps: tuple[int, ...] = ()
+    draft_model_dir: str | None = None  # the draft whose config names the taps
+    lora_dir: str | None = None  # an adapter that the weights take up
+    pooling: str = ""  # "last" or "mean": the model embeds texts
+
+
+def export_llm(
+    checkpoint: Checkpoint,
+    output: Path,
+    options: ExportOptions,
+    progress: Progress | None = None,
+    check: Check | None = None,
+) -> Bundle:
+    """Export a decoder to `output`, which afterwards holds a whole bundle or what it held before.
+
+    `check` raises an error for a bundle that is not to be published.
+
+    Raises:
+        EdgeLLMError: an unknown architecture, config key or quantization; missing, superfluous or
+            damaged tensors; `output` cannot be written.
+    """
+    names = [*file_names((_GRAPH, COMMIT)), *_JSON_FILES, *checkpoint.tokenizer_files]
+    check_output(output, LLM_BUNDLE, names)
+    options = _with_pooling(options, checkpoint)
+    tower, architecture, config = read_architecture(checkpoint, options)
+    if options.lora_dir is not None:
+        tower = merged(tower, options.lora_dir)
+    taps, tap_source = _choose_taps(checkpoint, config, options)
+    weights = _weights(tower, options)
+    dtype = DTYPES[options.dtype]
+    model, op, recurrences = build_decoder(architecture, config, weights, dtype, taps)
+    recurrent, graphs = None, {_GRAPH: (model, op)}
+    if recurrences is not None:
+        recurrent, graphs[COMMIT] = recurrences.spec, build_commit(recurrences)
+    ranges = read_ranges(weights, config.attending_layers)
+    _refuse_unused(weights, config)
+    quantization, contradiction = judge(checkpoint, weights.layouts, options.ignore_config_keys)
+    if ranges is not None:
+        contradiction = {}  # it speaks of the cache
+    _check_tokens(checkpoint, config.vocab_size)
+    eos_token_ids = _eos_token_ids(end_ids(checkpoint), config.vocab_size)
+    spec = _spec(checkpoint, tower, config, op)
+    with temporary_folder(output) as folder:
+        records = write_graphs(folder, graphs, progress)
+        _write_texts(folder, checkpoint)
+        manifest = Bundle(
+            kind=LLM_BUNDLE,
+            spec=replace(spec, kv=replace(spec.kv, ranges=ranges), recurrent=recurrent),
+            graphs=dict(zip(_ROLES, [GraphSpec(f"{name}.onnx") for name in graphs], strict=False)),
+            dtype=dtype.numpy().name,
+            quantization=quantization,
+            opset=OPSET,
+            eos_token_ids=eos_token_ids,
+            options=asdict(replace(options, hidden_taps=taps)),
+            provenance=_provenance(checkpoint) | tap_source | contradiction,
+            hidden_taps=taps,
+            pooling=options.pooling,
+            files=records,
+        )
+        if check is not None:
+            check(folder, manifest)
+        return publish(folder, output, manifest)
+
+
+def _provenance(checkpoint: Checkpoint) -> dict[str, str]:
+    return {"checkpoint": checkpoint.label, **encoder_hash(checkpoint), **versions()}
+
+
+def _spec(checkpoint: Checkpoint, tower: Checkpoint, config: DecoderConfig, op: Op) -> DecoderSpec:
+    """The facts of the decoder that a checkpoint's config and tensors tell."""
+    spec = decoder_spec(config, tower.config["model_type"], [op], tower.tensors)
+    return replace(spec, rotation=rotation_name(checkpoint.config))
+
+
+def _with_pooling(options: ExportOptions, checkpoint: Checkpoint) -> ExportOptions:
+    """A file that says how its model embeds texts decides, unless the user did."""
+    is_base = options.hidden_taps or options.draft_model_dir or options.is_eagle_base
+    if options.pooling or is_base:
+        return options
+    return replace(options, pooling=checkpoint.pooling)
+
+
+def _write_texts(folder: Path, checkpoint: Checkpoint) -> None:
+    for name, content in checkpoint.tokenizer_files.items():
+        (folder / name).write_bytes(content)
+    contents = checkpoint.config, checkpoint.generation_config
+    for name, content in zip(_JSON_FILES, contents, strict=True):
+        (folder / name).write_text(json.dumps(content, indent=2) + "\n", "utf-8")
+
+
+def understand(checkpoint: Checkpoint, options: ExportOptions) -> DecoderConfig:
+    """The facts of a checkpoint that `export_llm` takes; stops where it would, reads no weights.
+
+    Raises:
+        UnsupportedModelError: an architecture, config key or quantization that is not understood.
+        BrokenArtifactError: missing or superfluous tensors, or of other shapes.
+    """
+    tower, architecture, config = read_architecture(checkpoint, options)
+    weights = _weights(tower, options)
+    build_decoder(architecture, config, weights, DTYPES[options.dtype])
+    read_ranges(weights, config.attending_layers)
+    _refuse_unused(weights, config)
+    judge(checkpoint, weights.layouts, options.ignore_config_keys)
+    return config
+
+
+def quantized_layers(
+    checkpoint: Checkpoint, options: ExportOptions
+) -> tuple[Checkpoint, dict[str, tuple[int, int]]]:
+    """The language model, and [out, in] of its quantized layers by name; reads no weights."""
+    tower, architecture, config = read_architecture(checkpoint, options)
+    weights = Weights(tower.tensors, tower.quant_config)
+    build_decoder(architecture, config, weights, DTYPES[options.dtype])
+    return tower, weights.quantized
+
+
+def _weights(tower: Checkpoint, options: ExportOptions) -> Weights:
+    """What is stored in blocks stays so, unless float32 is wanted."""
+    blocks = tower.blocks if options.dtype == "fp16" else None
+    return Weights(tower.tensors if blocks is None else blocks, tower.quant_config)
+
+
+def _choose_taps(
+    checkpoint: Checkpoint, config: DecoderConfig, options: ExportOptions
+) -> tuple[tuple[int, ...], dict[str, str]]:
+    """The taps that the options ask for, and for the provenance who chose them."""
+    num_layers = config.num_hidden_layers
+    if options.pooling:
+        refuse_rotated(checkpoint, "--pooling")
+        if options.pooling not in ("last", "mean"):
+            raise UnsupportedModelError(f"--pooling {options.pooling}: give last or mean")
+        if options.hidden_taps or options.draft_model_dir is not None or options.is_eagle_base:
+            raise UnsupportedModelError(
+                "--pooling: a model that embeds texts is no base of a draft",
+                hint="give --pooling, or the flags of an EAGLE base",
+            )
+        return (num_layers,), {"hidden_taps": "--pooling"}
+    if options.hidden_taps:
+        return check_taps(options.hidden_taps, num_layers, "--hidden_taps"), {
+            "hidden_taps": "--hidden_taps"
+        }
+    if options.draft_model_dir is not None:
+        draft = open_draft(options.draft_model_dir)
+        facts = read_draft(draft, config, options.ignore_config_keys)
+        return facts.hidden_taps, {"hidden_taps": f"{draft.label}: {facts.taps_meaning}"}
+    if options.is_eagle_base:
+        return default_taps(num_layers), {"hidden_taps": "default"}
+    return (), {}
+
+
+def read_architecture(
+    checkpoint: Checkpoint, options: ExportOptions
+) -> tuple[Checkpoint, Any, DecoderConfig]:
+    """The language model, its architecture's module and facts; every config key is understood."""
+    found = text_tower(checkpoint)
+    tower, images = found.checkpoint, found.images
+    model_type = tower.config.get("model_type")
+    if not isinstance(model_type, str):
+        raise UnsupportedModelError(f"{checkpoint.label}: config.json has no model_type")
+    architecture = models.find(model_type)
+    reader = ConfigReader(tower.config)
+    config = replace(architecture.Config.from_hf(reader), images=images)
+    reader.finish(options.ignore_config_keys)
+    if options.num_layers is not None:
+        if not 1 <= options.num_layers <= config.num_hidden_layers:
+            raise UnsupportedModelError(
+                f"--num_layers {options.num_layers}: the model has {config.num_hidden_layers}"
+            )
+        config = replace(config, num_hidden_layers=options.num_layers)
+        if not config.attending_layers:
+            raise UnsupportedModelError(
+                f"--num_layers {options.num_layers}: none of these layers attends"
+            )
+    return tower, architecture, config
+
+
+def _refuse_unused(weights: Weights, config: DecoderConfig) -> None:
+    """Refuse what nobody took, but for cut layers, a tied head's second copy, drafts beside it."""
+    layers = len(config.layer_kinds)
+    cut = tuple(f"model.layers.{index}." for index in range(config.num_hidden_layers, layers))
+    unused = weights.unused()
+    others = {*drafts.own_names(unused)}
+    left = [
+        name
+        for name in unused
+        if name not in others
+        and not name.startswith(cut)
+        and not (name == "lm_head.weight" and config.tie_word_embeddings)
+    ]
+    hint = ""
+    if any(name.startswith(f"model.layers.{layers}.") for name in left):
+        hint = (
+            f"config.json says num_hidden_layers {layers}, the weights have more; to export the "
+            f"first ones on purpose, correct it and give --num_layers {layers}"
+        )
+    refuse_leftovers(left, "checkpoint", hint)
+
+
+def _check_tokens(checkpoint: Checkpoint, vocab_size: int) -> None:
+    """Refuse a tokenizer with ids that the embedding, of `vocab_size` rows, does not have."""
+    token, token_id = checkpoint.last_token
+    if token_id >= vocab_size:
+        raise BrokenArtifactError(
+            f"the tokenizer's token {token!r} has id {token_id}, the embedding has "
+            f"{vocab_size} rows",
+            hint="it is another model's tokenizer, or tokens were added without room for them: "
+            "model.resize_token_embeddings(len(tokenizer)) in transformers makes it",
+        )
+
+
+def _eos_token_ids(found: set[Any], vocab_size: int) -> tuple[int, ...]:
+    """All ids that end an answer, each a token of the model."""
+    for token_id in found:
+        if not isinstance(token_id, int) or not 0 <= token_id < vocab_size:
+            raise UnsupportedModelError(
+                f"eos_token_id {token_id!r} is not a token of the model",
+                hint="correct it in generation_config.json or config.json (and its text_config)",
+            )
+    return tuple(sorted(found))
+
+
+def end_ids(checkpoint: Checkpoint) -> set[Any]:
+    """All ids that end an answer: of the generation config, the model's configs, the tokenizer."""
+    tower = text_tower(checkpoint).checkpoint
+    found: set[Any] = {checkpoint.eos_token_id} - {None}
+    for source in (checkpoint.generation_config, checkpoint.config, tower.config):
+        value = source.get("eos_token_id")
+        found.update(value if isinstance(value, list) else [value] if value is not None else [])
+    return found

@@ -1,0 +1,224 @@
+"""Finding a checkpoint: a local folder, a GGUF file, or a model in the hub's cache."""
+
+from __future__ import annotations
+
+import re
+from pathlib import Path
+from typing import Any
+
+from edgellm.core.contract import BrokenArtifactError, EdgeLLMError, UnsupportedModelError
+from edgellm.core.disk_space import require_regular_files
+from edgellm.core.strict_json import parse
+from edgellm.export import drafts
+from edgellm.export.checkpoints.hf import Checkpoint, Safetensors, TensorSource
+from edgellm.export.checkpoints.tokenizer import TokenizerFiles, read_tokenizer
+
+PROCESSOR_FILES = (
+    "preprocessor_config.json",
+    "processor_config.json",
+    "video_preprocessor_config.json",
+)
+_TOKENS = "tokenizer_config.json"
+_WHOLE = "model.safetensors", "pytorch_model.bin"  # safetensors win over torch's own format
+_SHARD = re.compile(r"(.+)-\d+-of-(\d+\.\w+)")
+_ADAPTER = "adapter_config.json"  # of PEFT
+_REMEDY = "copy or download the file again"
+
+
+def open_draft(model_dir: str) -> Checkpoint:
+    """Open a draft's checkpoint, which may stand beside its model.
+
+    Raises:
+        EdgeLLMError: as `open_checkpoint`.
+    """
+    path = Path(model_dir).expanduser()
+    if path.is_file():
+        return open_checkpoint(model_dir, tokenizer=False)
+    folder = path if path.is_dir() else _cached_snapshot(model_dir)
+    return _open_folder(folder, tokenizer=False, is_draft=True)
+
+
+def open_checkpoint(model_dir: str, *, tokenizer: bool = True) -> Checkpoint:
+    """Open a local folder, a GGUF file, or the id of a model that the hub cache already holds.
+
+    Args:
+        model_dir: folder, file or id.
+        tokenizer: false for a checkpoint that needs none.
+
+    Raises:
+        EdgeLLMError: nothing there, not a checkpoint, or a damaged one.
+    """
+    path = Path(model_dir).expanduser()
+    if path.is_file() and path.suffix == ".gguf":
+        from edgellm.export.checkpoints.gguf.checkpoint import (
+            open_gguf,  # imports the optional package gguf
+        )
+
+        return open_gguf(path)
+    if path.is_dir():
+        return _open_folder(path, tokenizer=tokenizer)
+    if path.exists():
+        raise EdgeLLMError(
+            f"{path} is neither a folder nor a .gguf file",
+            hint="give the folder that holds config.json and *.safetensors",
+        )
+    return _open_folder(_cached_snapshot(model_dir), tokenizer=tokenizer)
+
+
+def _cached_snapshot(model_id: str) -> Path:
+    from huggingface_hub import snapshot_download
+    from huggingface_hub.errors import HFValidationError, LocalEntryNotFoundError
+
+    try:
+        return Path(snapshot_download(model_id, local_files_only=True))
+    except HFValidationError:  # no hub has such an id
+        raise EdgeLLMError(f"no such folder or file: {model_id}", hint="check the path") from None
+    except LocalEntryNotFoundError:
+        raise EdgeLLMError(
+            f"no such folder, and not in the local hub cache: {model_id}",
+            hint=f"check the path, or fetch it first: hf download {model_id}",
+        ) from None
+
+
+def read_json(path: Path) -> dict[str, Any]:
+    """A JSON object from a file; {} when there is no such file."""
+    try:
+        value = parse(path.read_text("utf-8"))
+    except FileNotFoundError:
+        return {}
+    except (ValueError, RecursionError) as error:
+        raise BrokenArtifactError(f"{path} is not valid JSON: {error}", hint=_REMEDY) from None
+    if not isinstance(value, dict):
+        raise BrokenArtifactError(f"{path} does not hold a JSON object", hint=_REMEDY)
+    return value
+
+
+def _open_folder(folder: Path, *, tokenizer: bool, is_draft: bool = False) -> Checkpoint:
+    """A draft's own weights win over those of the model that they may stand beside."""
+    require_regular_files(folder)
+    refuse_adapter(folder)
+    own = tuple(name for kind in drafts.kinds() for name in kind.FILES)
+    weights = (*own, *_WHOLE) if is_draft else (*_WHOLE, *own)
+    config = read_json(folder / "config.json")
+    if not config:
+        raise EdgeLLMError(
+            f"{folder} is not a checkpoint: it has no config.json",
+            hint="give the folder that holds config.json and *.safetensors",
+        )
+    found = read_tokenizer(folder) if tokenizer else TokenizerFiles({})
+    return Checkpoint(
+        label=str(folder),
+        config=config,
+        generation_config=read_json(folder / "generation_config.json"),
+        tensors=_open_tensors(folder, weights),
+        tokenizer_files=found.files,
+        quant_config=_quantization(folder, config),
+        processor_files=_processor_files(folder),
+        last_token=found.last_token,
+        eos_token_id=found.eos_token_id,
+    )
+
+
+def refuse_adapter(folder: Path) -> None:
+    """Refuse what PEFT wrote: changes to a model, which must first become one with it.
+
+    Raises:
+        UnsupportedModelError: the folder holds an adapter, alone or beside weights.
+    """
+    adapter = read_json(folder / _ADAPTER)
+    if not adapter:
+        return
+    kind = str(adapter.get("peft_type", "PEFT"))
+    kind = {"LORA": "a LoRA"}.get(kind.upper(), f"a {kind}")
+    if any(_weight_files(folder, name) for name in _WHOLE):
+        raise UnsupportedModelError(
+            f"{folder} holds {kind} adapter beside a model: it does not say which is meant",
+            hint=f"move {_ADAPTER} away if the weights are merged already; else {_merging(kind)}",
+        )
+    base = adapter.get("base_model_name_or_path") or "an unnamed base"
+    raise UnsupportedModelError(
+        f"{folder} is {kind} adapter of {base}, not a whole model",
+        hint=_merging(kind),
+    )
+
+
+def _merging(kind: str) -> str:
+    if kind == "a LoRA":
+        return "give its base as --model_dir and the adapter's folder as --lora_dir"
+    return "merge it with PEFT: model.merge_and_unload().save_pretrained(...)"
+
+
+def _processor_files(folder: Path) -> dict[str, bytes]:
+    """How images become pixel values and which tokens stand for them, where a model takes any."""
+    found = [name for name in PROCESSOR_FILES if read_json(folder / name)]
+    names = [*found, _TOKENS] if found and (folder / _TOKENS).exists() else found
+    return {name: (folder / name).read_bytes() for name in names}
+
+
+def _quantization(folder: Path, config: dict[str, Any]) -> dict[str, Any]:
+    """How the weights are stored; ModelOpt's own file knows more than its config.json."""
+    found = read_json(folder / "hf_quant_config.json").get("quantization")
+    found = config.get("quantization_config") if found is None else found
+    if found is not None and not isinstance(found, dict):
+        raise BrokenArtifactError(f"{folder}: the quantization config is not a JSON object")
+    return found or {}
+
+
+def _open_tensors(folder: Path, names: tuple[str, ...]) -> TensorSource:
+    """The first of these weights that the folder has."""
+    for name in names:
+        if paths := _weight_files(folder, name):
+            if name.endswith(".safetensors"):
+                return Safetensors(paths)
+            from edgellm.export.checkpoints.torch_bin import TorchFiles  # imports torch
+
+            return TorchFiles(paths)
+    raise EdgeLLMError(
+        f"{folder} has no model.safetensors and no pytorch_model.bin (nor a sharded one)",
+        hint="give the folder that holds config.json and the weights",
+    )
+
+
+def _weight_files(folder: Path, name: str) -> list[Path]:
+    """The files that hold `name`, several when an index says so, none when it is not there.
+
+    A whole file wins over an index whose shards are gone, as in transformers.
+
+    Raises:
+        BrokenArtifactError: a damaged index, or files of two saves of which each may be meant.
+    """
+    index, whole = folder / f"{name}.index.json", folder / name
+    if not index.exists():
+        return [whole] if whole.exists() else []
+    shards = _shards(index)
+    others = [shard for shard in shards if shard != name and (folder / shard).exists()]
+    if not whole.exists() or (name in shards and len(shards) > 1):
+        _refuse_other_save(folder, index, shards)
+        return [folder / shard for shard in shards]
+    if others:
+        raise BrokenArtifactError(
+            f"{whole} and {folder / others[0]}, which {index.name} names, are of different saves",
+            hint=f"move {name} away if the shards are meant, or {index.name} if it is; "
+            "transformers takes the whole file",
+        )
+    return [whole]
+
+
+def _shards(index: Path) -> list[str]:
+    """The files that an index names."""
+    named = read_json(index).get("weight_map")
+    if not isinstance(named, dict) or not all(isinstance(name, str) for name in named.values()):
+        raise BrokenArtifactError(f"{index} has no weight_map, or one that names no files")
+    return sorted(set(named.values()))
+
+
+def _refuse_other_save(folder: Path, index: Path, shards: list[str]) -> None:
+    """Reject shards whose names count to another number than those of the index."""
+    counts = {match[1]: match[2] for shard in shards if (match := _SHARD.fullmatch(shard))}
+    for path in sorted(folder.iterdir()):
+        match = _SHARD.fullmatch(path.name)
+        if match and path.name not in shards and counts.get(match[1], match[2]) != match[2]:
+            raise BrokenArtifactError(
+                f"{path} is of another save than {folder / shards[0]}, which {index.name} names",
+                hint="move the files away that are not meant",
+            )

@@ -1,0 +1,106 @@
+"""What the graph of a visual encoder wants to know of an image's grid of patches.
+
+Everything is computed with whole arrays, in time and memory proportional to the patches. An image
+is `rows` by `columns` patches; P of them in merge-block order, as `contract.PIXEL_VALUES` has them.
+"""
+
+from __future__ import annotations
+
+import numpy as np
+from numpy.typing import NDArray
+
+from edgellm.core.contract import (
+    PATCH_POSITIONS,
+    POS_EMBED_INDEX,
+    POS_EMBED_WEIGHT,
+    WINDOW_MASK,
+    WINDOW_ROWS,
+    WINDOW_SLOTS,
+    RequestError,
+)
+from edgellm.core.model_spec import VisionSpec
+
+I64 = NDArray[np.int64]
+
+
+def grid_inputs(rows: int, columns: int, spec: VisionSpec) -> dict[str, np.ndarray]:
+    """All inputs of the graph but the pixel values, by contract name; none for tiles.
+
+    Raises:
+        RequestError: the grid is empty, or does not divide into blocks of merged patches.
+    """
+    if spec.image_size:
+        return {}
+    positions = patch_positions(rows, columns, spec.merge_size)
+    inputs: dict[str, np.ndarray] = {PATCH_POSITIONS: positions}
+    if spec.window_size:
+        slots, mask, places = window_arrays(positions, rows, columns, spec.window_size)
+        inputs |= {WINDOW_SLOTS: slots, WINDOW_MASK: mask, WINDOW_ROWS: places}
+    if spec.position_grid:
+        index, weight = position_neighbours(positions, rows, columns, spec.position_grid)
+        inputs |= {POS_EMBED_INDEX: index, POS_EMBED_WEIGHT: weight}
+    return inputs
+
+
+def patch_positions(rows: int, columns: int, merge_size: int) -> I64:
+    """Row and column of each patch, int64 [P, 2].
+
+    Raises:
+        RequestError: the grid is empty, or does not divide into blocks of merged patches.
+    """
+    if rows < 1 or columns < 1 or rows % merge_size or columns % merge_size:
+        raise RequestError(
+            f"an image of {rows} by {columns} patches does not divide into blocks of "
+            f"{merge_size} by {merge_size}"
+        )
+    blocks = rows // merge_size, merge_size, columns // merge_size, merge_size
+    grid = np.moveaxis(np.indices((rows, columns), np.int64), 0, -1)  # [rows, columns, 2]
+    return grid.reshape(*blocks, 2).swapaxes(1, 2).reshape(-1, 2)
+
+
+def window_arrays(
+    positions: I64, rows: int, columns: int, size: int
+) -> tuple[I64, NDArray[np.bool_], I64]:
+    """Windows of `size` by `size` patches; those at the lower and right edge may be smaller.
+
+    Returns:
+        The patch in each slot, int64 [W * Z] with Z = size * size and patch 0 as padding; which
+        slots hold a patch, bool [W, Z]; the slot of each patch, int64 [P].
+    """
+    windows_down, windows_across = -(-rows // size), -(-columns // size)
+    row, column = positions.T
+    window = row // size * windows_across + column // size
+    places = window * size**2 + row % size * size + column % size
+    slots = np.zeros(windows_down * windows_across * size**2, np.int64)
+    mask = np.zeros(len(slots), np.bool_)
+    slots[places] = np.arange(len(places))
+    mask[places] = True
+    return slots, mask.reshape(-1, size**2), places
+
+
+def position_neighbours(
+    positions: I64, rows: int, columns: int, side: int
+) -> tuple[I64, NDArray[np.float32]]:
+    """Bilinear interpolation of a learned table of `side` by `side` positions, corners aligned.
+
+    Returns:
+        Rows of the table int64 [4, P] and their weights float32 [4, P]: upper left, upper right,
+        lower left, lower right.
+    """
+    upper, down = _axis_neighbours(positions[:, 0], rows, side)
+    left, right = _axis_neighbours(positions[:, 1], columns, side)
+    lower, farther = np.minimum(upper + 1, side - 1), np.minimum(left + 1, side - 1)
+    index = np.stack(
+        [upper * side + left, upper * side + farther, lower * side + left, lower * side + farther]
+    )
+    up, near = 1 - down, 1 - right
+    weight = np.stack([up * near, up * right, down * near, down * right])
+    return index, weight.astype(np.float32)
+
+
+def _axis_neighbours(place: I64, length: int, side: int) -> tuple[I64, NDArray[np.float32]]:
+    """The table's place at or before each patch, and the fraction beyond it."""
+    # In float32 and in this order, because transformers does so.
+    exact = place.astype(np.float32) * np.float32(side - 1) / np.float32(max(length - 1, 1))
+    before = np.floor(exact)
+    return before.astype(np.int64), (exact - before).astype(np.float32)

@@ -1,0 +1,153 @@
+"""Films for Qwen2.5-VL and Qwen3-VL: which frames, how large, and what stands for them.
+
+T frames that follow each other are one patch in time, which the encoder sees as it sees a picture.
+Qwen2.5-VL (arXiv 2502.13923) counts time by its rotary positions, Qwen3-VL (arXiv 2511.21631) by
+times written between the pictures. Rules as in transformers' `Qwen2VLVideoProcessor` and
+`Qwen3VLVideoProcessor`; resizing by Pillow, as for images.
+"""
+
+from __future__ import annotations
+
+import math
+from collections.abc import Mapping
+from dataclasses import dataclass
+
+import numpy as np
+from PIL import Image
+
+from edgellm.core.contract import LimitError
+from edgellm.multimodal.processors.pixels import CLIP_MEAN, CLIP_STD, HALF, PixelRules
+from edgellm.multimodal.processors.settings import Checkpoint
+
+_USUAL_FPS = 2.0  # of Qwen's own tools, where no file says
+_CLASSES = "Qwen2VLVideoProcessor", "Qwen2_5_VLVideoProcessor", "Qwen3VLVideoProcessor"
+_OPEN, _CLOSE, _PAD = "<|vision_start|>", "<|vision_end|>", "<|video_pad|>"
+
+
+@dataclass(frozen=True, slots=True)
+class FilmRules:
+    """How a checkpoint wants its films."""
+
+    frame_rate: float  # frames that are shown of a second
+    min_frames: int
+    max_frames: int
+    min_pixels: int  # of a frame; of all frames where `writes_times`
+    max_pixels: int
+    writes_times: bool
+    tokens_per_second: float  # of rotary positions
+    pad: str  # the token that the template puts for a film
+    pixels: PixelRules
+
+    is_text = False  # templates write what stands for a film
+
+    @classmethod
+    def read(
+        cls,
+        checkpoint: Checkpoint,
+        area: tuple[int, int],
+        pixels: PixelRules,
+        sizes: Mapping[str, int],
+    ) -> FilmRules:
+        """What a checkpoint says of films, and of images where it does not.
+
+        Args:
+            checkpoint: its settings.
+            area: the limits of images, in pixels.
+            pixels: the rules of images.
+            sizes: of patches, which are those of images.
+
+        Raises:
+            UnsupportedModelError: settings that are not understood.
+        """
+        settings, writes_times = checkpoint.video, checkpoint.model_type == "qwen3_vl"
+        if not settings.is_empty:
+            usual = (HALF, HALF) if writes_times else (CLIP_MEAN, CLIP_STD)
+            pixels = PixelRules.read(settings, *usual, Image.Resampling.BICUBIC)
+            for key, value in sizes.items():
+                settings.agree(key, value)
+            settings.expect("video_processor_type", *_CLASSES)
+            settings.read("do_sample_frames", bool, True)  # they are too many otherwise
+        if writes_times:
+            area = 128 * 32 * 32, 32 * 32 * 768
+        size = settings.section("size")
+        least = size.positive("shortest_edge", area[0])
+        most = size.positive("longest_edge", area[1])
+        settings.expect("num_frames", None)
+        settings.expect("cap_pixels_per_frame", False)
+        vision = checkpoint.model.section("vision_config")
+        found = cls(
+            settings.read("fps", float, _USUAL_FPS),
+            settings.positive("min_frames", 4),
+            settings.positive("max_frames", 768),
+            settings.positive("min_pixels", least),
+            settings.positive("max_pixels", most),
+            writes_times,
+            vision.read("tokens_per_second", float, 4.0),
+            checkpoint.tokens.read("video_token", str, _PAD),
+            pixels,
+        )
+        size.finish()
+        settings.finish()
+        return found
+
+    @property
+    def placeholder(self) -> str:
+        """What the template puts for a film."""
+        return f"{_OPEN}{self.pad}{_CLOSE}" if self.writes_times else self.pad
+
+    def pick(self, total: int, rate: float, together: int) -> list[int]:
+        """Places of the frames that are shown of `total`, `rate` in a second."""
+        if self.writes_times:
+            count = int(total / rate * self.frame_rate)
+            count = min(max(count, self.min_frames), self.max_frames, total)
+            return np.linspace(0, total - 1, count).round().astype(int).tolist()
+        most = min(self.max_frames, total) // together * together
+        wanted = min(max(total / rate * self.frame_rate, self.min_frames), most, total)
+        count = max(math.floor(wanted / together) * together, 1)
+        return [int(place) for place in np.arange(0, total, total / count)][:count]
+
+    def area(self, size: tuple[int, int], frames: int, together: int, side: int) -> tuple[int, int]:
+        """Rows and columns of tokens of a frame of `size` (width, height)."""
+        width, height = size
+        if self.writes_times and min(width, height) < side:
+            scale = max(side / height, side / width)
+            width, height = int(width * scale), int(height * scale)
+        rows, columns = round(height / side), round(width / side)
+        depth = round(frames / together) * together if self.writes_times else 1
+        volume = (frames if self.writes_times else 1) * height * width
+        if depth * rows * columns * side**2 > self.max_pixels:
+            shrink = math.sqrt(volume / self.max_pixels)
+            rows = max(1, math.floor(height / shrink / side))
+            columns = max(1, math.floor(width / shrink / side))
+        elif depth * rows * columns * side**2 < self.min_pixels:
+            grow = math.sqrt(self.min_pixels / volume)
+            rows, columns = math.ceil(height * grow / side), math.ceil(width * grow / side)
+        return rows, columns
+
+    def within(self, rows: int, columns: int, most: int) -> tuple[int, int]:
+        """A smaller grid of at most so many tokens; raises `LimitError` if that is none."""
+        if most < 1:
+            raise LimitError(
+                "the video has more pairs of frames than image tokens are allowed",
+                hint="show a shorter part of it, or build with a larger --maxImageTokens",
+            )
+        shrink = math.sqrt(rows * columns / most)
+        if shrink > 1:
+            rows, columns = max(1, int(rows / shrink)), max(1, int(columns / shrink))
+        return min(rows, most), min(columns, most)
+
+    def prompt(self, image: str, seconds: list[float], together: int) -> str:
+        """What stands for a film whose every patch in time is `image`; `seconds` of its frames."""
+        steps = range(0, len(seconds), together)
+        if not self.writes_times:
+            return image * len(steps)
+        middles = [(seconds[at] + seconds[at + together - 1]) / 2 for at in steps]
+        return "".join(f"<{middle:.1f} seconds>{_OPEN}{image}{_CLOSE}" for middle in middles)
+
+    def runs(
+        self, frames: int, rows: int, columns: int, rate: float, together: int
+    ) -> list[tuple[int, int, int, float]]:
+        """Patches in time, rows, columns and positions between two patches, of each run."""
+        if self.writes_times:
+            return [(1, rows, columns, 1.0)] * frames
+        return [(frames, rows, columns, self.tokens_per_second * together / rate)]

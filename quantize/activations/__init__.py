@@ -1,0 +1,1 @@
+"""Activations and gradients of linear layers over the calibration text."""

@@ -1,0 +1,124 @@
+"""What the linear layers of a decoder layer read, over the calibration text."""
+
+from __future__ import annotations
+
+import contextlib
+from collections.abc import Callable, Iterable, Iterator
+from dataclasses import dataclass
+
+import torch
+from torch import nn
+from transformers import PreTrainedModel
+
+from edgellm.quantize.models.families import Family
+from edgellm.quantize.models.one_layer_model import linears, run_layer
+
+JUDGED_SHARE = 4  # one row in so many judges, the others are fitted to
+
+Group = tuple[str, ...]  # names of linear layers that read the same tensor
+
+
+@dataclass(frozen=True, slots=True)
+class Inputs:
+    """What a group reads."""
+
+    names: Group
+    largest: torch.Tensor  # magnitude of each channel over all rows [K]
+    largest_fitted: torch.Tensor  # over the rows that do not judge [K]
+    judged: torch.Tensor  # rows that nothing was fitted to [T, K]
+
+
+def input_groups(model: PreTrainedModel, states: torch.Tensor, family: Family) -> list[Group]:
+    """The groups of linear layers in the order of computing.
+
+    Args:
+        model: of one layer.
+        states: that enter it [B, S, H]; one row suffices.
+        family: knows the matrices that are no linear layers.
+    """
+    found: dict[int, list[str]] = {}
+    kept: list[torch.Tensor] = []  # alive, so that no other tensor gets their place
+
+    def see(name: str, x: torch.Tensor) -> None:
+        kept.append(x)
+        if not family.is_float(f"{name}.weight"):
+            found.setdefault(id(x), []).append(name)
+
+    with _seen(model, see):
+        run_layer(model, states)
+    return [tuple(names) for names in found.values()]
+
+
+def each_input(
+    model: PreTrainedModel, batches: Iterable[torch.Tensor], family: Family
+) -> Iterator[dict[Group, torch.Tensor]]:
+    """For each row of text what every group reads [S, K].
+
+    Args:
+        model: of one layer.
+        batches: states that enter it [B, S, H].
+        family: of the layer.
+    """
+    groups: dict[str, Group] = {}
+    row_inputs: dict[Group, torch.Tensor] = {}
+
+    def see(name: str, x: torch.Tensor) -> None:
+        if name in groups:
+            row_inputs[groups[name]] = x.flatten(0, -2)
+
+    for batch in batches:
+        for row in batch[:, None]:
+            if not groups:
+                groups |= {names[0]: names for names in input_groups(model, row, family)}
+            with _seen(model, see):
+                run_layer(model, row)
+            yield dict(row_inputs)
+
+
+def read_inputs(
+    model: PreTrainedModel, batches: Iterable[torch.Tensor], limit: int, family: Family
+) -> list[Inputs]:
+    """Ranges and samples of what is read; some rows stand apart to judge with.
+
+    Args:
+        model: of one layer.
+        batches: states that enter it [B, S, H].
+        limit: most tokens to keep for judging.
+        family: of the layer.
+    """
+    judged: dict[Group, list[torch.Tensor]] = {}
+    fitted: dict[Group, torch.Tensor] = {}
+    for number, row in enumerate(each_input(model, batches, family)):
+        for names, x in row.items():
+            if number % JUDGED_SHARE == 0:
+                judged.setdefault(names, []).append(x)
+            else:
+                largest = x.abs().amax(0)
+                fitted[names] = torch.maximum(fitted.get(names, largest), largest)
+    return [_inputs(names, rows, fitted.get(names), limit) for names, rows in judged.items()]
+
+
+def _inputs(
+    names: Group, judged: list[torch.Tensor], fitted: torch.Tensor | None, limit: int
+) -> Inputs:
+    rows = torch.cat(judged)
+    largest = rows.abs().amax(0)
+    fitted = largest if fitted is None else fitted  # a single row has to do both
+    return Inputs(names, torch.maximum(largest, fitted), fitted, rows[:: -(-len(rows) // limit)])
+
+
+@contextlib.contextmanager
+def _seen(model: PreTrainedModel, see: Callable[[str, torch.Tensor], None]) -> Iterator[None]:
+    """Show `see` the name of each linear layer and what it reads [B, S, K]."""
+
+    def hook(name: str) -> Callable[[nn.Module, tuple[torch.Tensor]], None]:
+        return lambda _, args: see(name, args[0])
+
+    hooks = [
+        module.register_forward_pre_hook(hook(name)) for name, module in linears(model).items()
+    ]
+    try:
+        yield
+    finally:
+        for each in hooks:
+            each.remove()

@@ -1,0 +1,1 @@
+"""Algorithms that turn float weights into quantized weights."""

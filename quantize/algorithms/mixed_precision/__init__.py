@@ -1,0 +1,1 @@
+"""Mixed precision: which layers get how many bits."""

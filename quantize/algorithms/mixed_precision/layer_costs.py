@@ -1,0 +1,68 @@
+"""What rounding one decoder layer alone adds to the KL divergence, measured on what it became.
+
+To second order (see `sensitivity`) it is half the mean square of (gradient of the log-likelihood of
+a token that the model itself draws) times (change of what the layer gives), token by token.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Callable
+
+import torch
+
+from edgellm.quantize.activations.gradients import trace
+from edgellm.quantize.algorithms.smoothquant import plain_tensor
+from edgellm.quantize.calibration.hidden_states import States
+from edgellm.quantize.formats.tensors import read_tensor
+from edgellm.quantize.pipeline.planning import Plan
+
+PART = "layer_gradients"
+_ROWS = 4  # of held-out text
+
+
+def measures_layers(plan: Plan) -> bool:
+    """Whether somebody wants to know; one more pass forwards and backwards."""
+    return plan.job.keep_budget is not None
+
+
+def find_gradients(plan: Plan) -> None:
+    """Those by what each layer gives, unless an interrupted run has found them."""
+    work, task = plan.task.work, plan.task
+    if work.has(PART):
+        return
+    rows = task.calibration.held_out[:_ROWS]
+    found: dict[int, list[torch.Tensor]] = {}
+    for traced in trace(plan.subject, rows, task.device):
+        found.setdefault(traced.layer, []).append(traced.arriving.cpu())
+    tensors = {str(layer): plain_tensor(torch.cat(each).numpy()) for layer, each in found.items()}
+    work.store(PART, tensors, {})
+
+
+def divergence(
+    plan: Plan,
+    index: int,
+    quantized: Callable[[torch.Tensor], torch.Tensor],
+    before: States,
+    after: States,
+) -> float:
+    """Nats a token that the layer alone adds.
+
+    Args:
+        plan: of the run.
+        index: of the layer.
+        quantized: the layer, states [B, S, H] in and out.
+        before: states of the float model that enter it, over the held-out text.
+        after: those behind it.
+    """
+    device = plan.task.device
+    stored = read_tensor(plan.task.work.tensors(PART), str(index)).floats()
+    gradients = torch.from_numpy(stored.copy()).to(device)
+    total = row = 0.0
+    for entering, leaving in zip(before.batches(device), after.batches(device), strict=True):
+        own = gradients[int(row) : int(row) + len(entering)]
+        if not len(own):
+            break
+        change = quantized(entering[: len(own)]) - leaving[: len(own)]
+        total += float((own * change).sum(-1).square().sum())
+        row += len(own)
+    return total / 2 / (gradients.shape[0] * gradients.shape[1])

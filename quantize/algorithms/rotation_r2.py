@@ -1,0 +1,95 @@
+"""A rotation of attention's values (R2 of arXiv 2405.16406): exact, and free at run time.
+
+What every head reads of v_proj is turned by one orthogonal matrix, which o_proj turns back. Weights
+and values with outliers in few channels become alike in all of them.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Mapping
+
+import numpy as np
+
+from edgellm.core.contract import UnsupportedModelError
+from edgellm.export.checkpoints.hf import TensorInfo
+from edgellm.export.checkpoints.residual_rotation import mixed
+from edgellm.quantize.formats.modelopt import F32
+from edgellm.quantize.models.families import Family
+
+_OUTPUTS = ("o_proj", "out_proj")
+_HINT = "choose --rotate residual, or leave --rotate out"
+
+
+def check_values(infos: Mapping[str, TensorInfo], layers: tuple[str, ...], family: Family) -> None:
+    """Raise `UnsupportedModelError` unless `rotate_values` takes all layers, and turns some.
+
+    Args:
+        infos: of all tensors.
+        layers: where the names of each layer's tensors begin.
+        family: of the model.
+    """
+    for layer in layers:
+        own = {
+            name.removeprefix(layer): info.shape
+            for name, info in infos.items()
+            if name.startswith(layer)
+        }
+        _value_pair(own, family)
+
+
+def rotates_values(
+    infos: Mapping[str, TensorInfo], layers: tuple[str, ...], family: Family
+) -> bool:
+    """Whether `check_values` is content."""
+    try:
+        check_values(infos, layers, family)
+    except UnsupportedModelError:
+        return False
+    return True
+
+
+def _value_pair(shapes: Mapping[str, tuple[int, ...]], family: Family) -> tuple[str, str] | None:
+    """What makes a layer's values and what reads them; None: the layer does not attend."""
+    if not (attention := family.attention_of(shapes)):
+        return None
+    value = f"{attention}.v_proj"
+    output = next(
+        (name for each in _OUTPUTS if f"{(name := f'{attention}.{each}')}.weight" in shapes), None
+    )
+    if output is None or f"{value}.weight" not in shapes:
+        raise UnsupportedModelError("--rotate: the model has no v_proj of its own", hint=_HINT)
+    queries, read = shapes[f"{attention}.q_proj.weight"][0], shapes[f"{output}.weight"][1]
+    if queries != read:
+        raise UnsupportedModelError(
+            "--rotate: between the model's values and what reads them is a gate, number by number",
+            hint=_HINT,
+        )
+    return value, output
+
+
+def rotate_values(source: Mapping[str, F32], head_dim: int, family: Family) -> dict[str, F32]:
+    """A layer's tensors that compute the same with rotated values, if it has some.
+
+    Args:
+        source: named from "self_attn.v_proj.weight" on.
+        head_dim: of the attention.
+        family: of the layer.
+
+    Raises:
+        UnsupportedModelError: the layer has no projection of values of its own, or gates them.
+    """
+    found = dict(source)
+    pair = _value_pair({name: values.shape for name, values in source.items()}, family)
+    if pair is None:
+        return found
+    value_name, output_name = pair
+    value, output = source[f"{value_name}.weight"], source[f"{output_name}.weight"]
+    heads = value.reshape(-1, head_dim, value.shape[1])
+    turned = mixed(heads.swapaxes(-1, -2)).swapaxes(-1, -2)
+    found[f"{value_name}.weight"] = np.ascontiguousarray(turned).reshape(value.shape)
+    by_head = output.reshape(len(output), -1, head_dim)
+    found[f"{output_name}.weight"] = mixed(by_head).reshape(output.shape)
+    if f"{value_name}.bias" in source:
+        bias = source[f"{value_name}.bias"].reshape(-1, head_dim)
+        found[f"{value_name}.bias"] = mixed(bias).reshape(-1)
+    return found

@@ -1,0 +1,86 @@
+"""An embedding that is the head as well, in INT8: one table of codes in the place of two matrices.
+
+Each row has a float16 scale for some of its values, found in the row itself.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Iterator
+from typing import Any
+
+import numpy as np
+import torch
+from numpy.typing import NDArray
+
+from edgellm.export.checkpoints.hf import TensorInfo
+from edgellm.quantize.calibration.hidden_states import States
+from edgellm.quantize.formats.modelopt import F32
+from edgellm.quantize.formats.quantized_linear import DecodedLinear
+from edgellm.quantize.formats.schemes import TABLE_BLOCKS
+from edgellm.quantize.formats.tensors import Tensor, read_tensor
+from edgellm.quantize.models.checks import EMBEDDING
+from edgellm.quantize.pipeline.planning import Plan
+from edgellm.quantize.work_folder import ANSWERS, HEAD_PART, QUANTIZED, ROUNDED
+
+_PIECE = 4096  # rows at a time
+
+
+def store_table(plan: Plan) -> None:
+    """The head's part."""
+    table = read_tensor(plan.subject.tensors, EMBEDDING)
+    codes, scales = (np.concatenate(each) for each in zip(*_pieces(table), strict=True))
+    block = _block(table.info.shape[1])
+    tensors = {
+        EMBEDDING: Tensor(TensorInfo("I8", codes.shape), codes.tobytes()),
+        f"{EMBEDDING}_scale": Tensor(TensorInfo("F16", scales.shape), scales.tobytes()),
+    }
+    described: dict[str, Any] = {"quant_algo": "W8A16", "group_size": block}
+    plan.task.work.store(HEAD_PART, tensors, {"quantization": described, "seconds": 0.0})
+
+
+def decode_table(plan: Plan) -> DecodedLinear:
+    """The head that was stored."""
+    found = plan.task.work.tensors(HEAD_PART)
+    codes, scales = (read_tensor(found, f"{EMBEDDING}{part}") for part in ("", "_scale"))
+    stored = codes.info.num_bytes + scales.info.num_bytes
+    weight = _values(codes.array(), scales.array())
+    return DecodedLinear(weight, None, "", 1.0, 8 * stored / weight.size)
+
+
+def enter_rounded(plan: Plan, streams: dict[str, States]) -> None:
+    """Let rounded rows enter the streams of the quantized model."""
+    for name in (QUANTIZED, ROUNDED, ANSWERS):
+        if name in streams:
+            rows = plan.task.rows(name)
+            floats = plan.subject.reader.embedded(rows, plan.task.batch_rows)
+            streams[name].write(_rounded(batch) for batch in floats)
+
+
+def _rounded(batch: torch.Tensor) -> torch.Tensor:
+    """Rows of the table, which may be scaled as a whole."""
+    flat = batch.flatten(0, -2).cpu().numpy()
+    return torch.from_numpy(_values(*_codes(flat))).view(batch.shape)
+
+
+def _pieces(table: Tensor) -> Iterator[tuple[NDArray[np.int8], NDArray[np.float16]]]:
+    for begin in range(0, table.info.shape[0], _PIECE):
+        yield _codes(table.rows(begin, begin + _PIECE).floats())
+
+
+def _codes(rows: F32) -> tuple[NDArray[np.int8], NDArray[np.float16]]:
+    """Codes [n, H] and scales [n, H / block]."""
+    blocks = rows.reshape(len(rows), -1, _block(rows.shape[1]))
+    scales = (np.abs(blocks).max(-1) / np.float32(127)).astype(np.float16)
+    scales = np.maximum(scales, np.finfo(np.float16).smallest_subnormal)
+    steps = np.rint(blocks / scales.astype(np.float32)[..., None])
+    return np.clip(steps, -127, 127).astype(np.int8).reshape(rows.shape), scales
+
+
+def _values(codes: np.ndarray, scales: np.ndarray) -> F32:
+    wide = np.repeat(scales.astype(np.float32), codes.shape[1] // scales.shape[1], 1)
+    return codes.astype(np.float32) * wide
+
+
+def _block(width: int) -> int:
+    """How many values share a scale; `plan` has seen to it that there is a size."""
+    return next(size for size in TABLE_BLOCKS if width % size == 0)

@@ -1,0 +1,1 @@
+"""Calibration text, and hidden states on disk."""

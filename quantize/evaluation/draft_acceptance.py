@@ -1,0 +1,93 @@
+"""How a float draft follows its base: with the features of the float base, and of the rounded one.
+
+Measured as `edgellm-quantize draft` measures a draft: over the held-out text, first candidates of
+the first two steps that the base itself takes.
+"""
+
+from __future__ import annotations
+
+import shutil
+from collections.abc import Mapping
+
+import torch
+
+from edgellm.core.contract import EdgeLLMError
+from edgellm.quantize.calibration.hidden_states import States
+from edgellm.quantize.formats.schemes import RESIDUAL
+from edgellm.quantize.formats.tensors import read_tensor
+from edgellm.quantize.metrics.divergence import Drafted
+from edgellm.quantize.models.draft import open_float_draft
+from edgellm.quantize.models.eagle_draft import Draft
+from edgellm.quantize.models.lm_head import Head, float_head, greedy
+from edgellm.quantize.models.one_layer_model import run_layer
+from edgellm.quantize.pipeline.planning import Plan
+from edgellm.quantize.work_folder import FLOAT, QUANTIZED
+
+
+def open_draft_of(plan: Plan) -> Draft | None:
+    """The draft that the user named, if any.
+
+    Raises:
+        EdgeLLMError: it is none of this base, or reads another stream.
+    """
+    job = plan.job
+    if job.draft_model_dir is None:
+        return None
+    if job.rotate in RESIDUAL:
+        raise EdgeLLMError(
+            f"--draft_model_dir: --rotate {job.rotate} turns the stream that the draft reads",
+            hint="leave out one of them; engines measure acceptance, too",
+        )
+    return open_float_draft(job.draft_model_dir, job.model_dir, job.ignore_config_keys)
+
+
+def keep_taps(plan: Plan, draft: Draft | None, layer: int, streams: Mapping[str, States]) -> None:
+    """Copy what enters `layer` if the draft reads that, since states are dropped behind a layer."""
+    if draft is None or layer not in draft.taps:
+        return
+    for name in (FLOAT, QUANTIZED):
+        kept = _tap(plan, name, layer, streams)
+        if not kept.path.exists():
+            partial = kept.path.with_suffix(".partial")
+            shutil.copyfile(streams[name].path, partial)
+            partial.replace(kept.path)
+
+
+def _tap(plan: Plan, name: str, layer: int, streams: Mapping[str, States]) -> States:
+    states = streams[name]
+    path = plan.task.work.path / f"tap_{name}.{layer:05d}.kept"
+    return States(path, states.shape, states.batch_rows)
+
+
+def drafted(
+    plan: Plan, draft: Draft, streams: Mapping[str, States], heads: tuple[Head, Head]
+) -> Drafted:
+    """Run the draft behind both models.
+
+    Args:
+        plan: of the run.
+        draft: in floats.
+        streams: behind the last layer.
+        heads: of the float and of the rounded model.
+    """
+    rates = []
+    for name, head in zip((FLOAT, QUANTIZED), heads, strict=True):
+        taps = {tap: _tap(plan, name, tap, streams) for tap in draft.taps}
+        rates.append(_rate(plan, draft, taps, streams[name], head))
+    return Drafted(*rates)
+
+
+def _rate(plan: Plan, draft: Draft, taps: Mapping[int, States], last: States, head: Head) -> float:
+    task = plan.task
+    targets = draft.targets_of(last, head, task)
+    norm = draft.norm_model(None, task.device)
+    own = float_head(read_tensor(draft.tensors, draft.head_name), task.device, draft.finish)
+    models = draft.layer_models(task.device)
+    taken = at = 0
+    for states in draft.first_steps(task.rows(FLOAT), taps, task):
+        for model in models:
+            states = run_layer(model, states)
+        found = torch.from_numpy(greedy(run_layer(norm, states), own))
+        taken += int((found == torch.from_numpy(targets[at : at + len(found)])).sum())
+        at += len(found)
+    return taken / targets.size

@@ -1,0 +1,217 @@
+"""What quantization did to a layer, computed from the exported tensors alone."""
+
+from __future__ import annotations
+
+from collections.abc import Callable, Mapping
+from dataclasses import dataclass, field, replace
+
+import numpy as np
+import torch
+from torch import nn
+from transformers import PreTrainedModel
+
+from edgellm.core.contract import BrokenArtifactError
+from edgellm.quantize.algorithms.kv_cache import rounded_cache
+from edgellm.quantize.algorithms.modelopt import Recipe
+from edgellm.quantize.calibration.hidden_states import States
+from edgellm.quantize.formats.activation_rounding import round_input
+from edgellm.quantize.formats.modelopt import F32
+from edgellm.quantize.formats.quantized_linear import DecodedLinear, decode_linear
+from edgellm.quantize.formats.tensors import Tensor
+from edgellm.quantize.models.families import FOLDS, Family
+from edgellm.quantize.models.one_layer_model import linears, run_layer
+
+_BROKEN_ERROR = 0.6  # relative; plain rounding to 4 bits stays below 0.2
+
+
+@dataclass(frozen=True, slots=True)
+class LayerReport:
+    """One layer; errors are root mean squares relative to the float value's."""
+
+    index: int
+    output_error: float  # of what the layer adds, given the float model's input
+    stream_error: float  # of the residual stream behind it, with all layers so far quantized
+    weight_errors: dict[str, float]  # by linear layer; of a layer that stays as it is empty
+    bits: dict[str, float]  # of a stored weight, scales included
+    seconds: float
+    few: dict[str, int] = field(default_factory=dict)  # experts that saw few tokens, and how many
+    divergence: float = 0.0  # that it alone adds, nats a token; 0 where nobody asked
+
+
+class QuantizedLayer:
+    """An exported layer that computes as an engine does, in float32 with rounded inputs."""
+
+    def __init__(
+        self,
+        name: str,
+        source: Mapping[str, F32],
+        exported: Mapping[str, Tensor],
+        recipe: Recipe,
+        make_model: Callable[[Mapping[str, F32]], PreTrainedModel],
+        device: torch.device,
+        family: Family,
+        head_dim: int,
+    ) -> None:
+        """Decode and check all tensors.
+
+        Args:
+            name: where the names of the layer's tensors begin in the checkpoint.
+            source: the float layer's tensors.
+            exported: what became of them, both named from "self_attn.q_proj.weight" on.
+            recipe: how they were quantized.
+            make_model: makes the layer compute with other weights.
+            device: where it computes.
+            family: of the layer.
+            head_dim: of its attention.
+
+        Raises:
+            BrokenArtifactError: a linear layer is not or not soundly quantized.
+        """
+        matrices = {
+            key.removesuffix(".weight"): (value.shape[0], value.shape[1])
+            for key, value in source.items()
+            if value.ndim == 2
+            and not family.is_float(key)
+            and not (recipe.scheme.is_mixed and f"{key}_scale" not in exported)
+        }
+        named = {name + key: tensor for key, tensor in exported.items()}
+        self.decoded = {
+            key: decode_linear(named, name + key, shape, recipe.scheme.rounds_input)
+            for key, shape in matrices.items()
+        }
+        if recipe.scheme.rounds_tokens:
+            self.decoded = {
+                key: replace(linear, input_type="int8_tokens")
+                for key, linear in self.decoded.items()
+            }
+        weights = {f"{key}.weight": linear.weight for key, linear in self.decoded.items()}
+        rest = {key: _checked(named, name + key) for key in source if key not in weights}
+        self._model = make_model({**rest, **weights})
+        for key, module in linears(self._model).items():
+            if key in self.decoded:
+                _round_inputs(module, self.decoded[key], device, recipe.target)
+        scheme = recipe.scheme
+        self._rest, self._folds = rest, FOLDS if scheme.is_awq or scheme.is_smoothed else ()
+        self._head_dim = head_dim
+        self._family = family
+        self._exported, self._kv_cache = exported, recipe.kv_cache
+
+    def __call__(self, states: torch.Tensor) -> torch.Tensor:
+        """Hidden states [B, S, H] behind the layer."""
+        with rounded_cache(self._kv_cache, self._exported):
+            return run_layer(self._model, states)
+
+    def weight_errors(self, source: Mapping[str, F32]) -> dict[str, float]:
+        """How far each linear layer is from the float one, smoothing undone where it was folded."""
+        found = {name: self._unsmoothed(name, source) for name in self.decoded}
+        for into, out_of in self._folds:
+            pair = found.get(into), found.get(out_of)
+            if pair[0] is None or pair[1] is None or pair[1].shape[1] % len(pair[0]):
+                continue
+            if self.decoded[out_of].pre_quant_scale is None:
+                ratio = _row_ratio(pair[0], source[f"{into}.weight"])
+                found[into] = pair[0] / ratio[:, None]
+                heads = pair[1].shape[1] // len(pair[0])  # that read the same values
+                if heads > 1:
+                    ratio = np.repeat(ratio.reshape(-1, 1, self._head_dim), heads, 1).reshape(-1)
+                found[out_of] = pair[1] * ratio
+        return {name: relative(source[f"{name}.weight"], value) for name, value in found.items()}
+
+    def _unsmoothed(self, name: str, source: Mapping[str, F32]) -> F32:
+        linear = self.decoded[name]
+        weight = linear.weight
+        if linear.pre_quant_scale is not None:
+            weight = weight * linear.pre_quant_scale
+        shift = np.float32(self._family.norm_shift)
+        for norm, readers in self._family.readers.items():
+            key = f"{norm}.weight"
+            if name in readers and key in self._rest:
+                before, behind = source[key] + shift, self._rest[key] + shift
+                safe = np.where(before == 0, np.float32(1), before)
+                weight = weight * np.where(before == 0, np.float32(1), behind / safe)
+        return weight
+
+
+def compare(
+    quantized: Callable[[torch.Tensor], torch.Tensor],
+    before: States,
+    after: tuple[States, States],
+    device: torch.device,
+) -> tuple[float, float]:
+    """Output and stream error of a layer over held-out text.
+
+    Args:
+        quantized: the layer, states [B, S, H] in and out.
+        before: states of the float model that enter the layer.
+        after: those of the float and the quantized model behind it, already computed.
+        device: where to compute.
+    """
+    local, stream = _Ratio(), _Ratio()
+    pairs = zip(*(states.batches(device) for states in (before, *after)), strict=True)
+    for entering, leaving, theirs in pairs:
+        residual = entering[..., : leaving.shape[-1]]
+        local.add(quantized(entering) - leaving, leaving - residual)
+        own = (leaving != residual).any(-1)  # a draft of blocks leaves the text's rows alone
+        stream.add((theirs - leaving)[own], leaving[own])
+    return local.value, stream.value
+
+
+def refuse_broken(layer: str, errors: Mapping[str, float]) -> None:
+    """Raise `BrokenArtifactError` when a weight is no longer the one it was."""
+    for name, error in errors.items():
+        if not error < _BROKEN_ERROR:
+            raise BrokenArtifactError(
+                f"{layer}{name} lost its weights: relative error {error:.2f}",
+                hint="report it, and try another --quantization",
+            )
+
+
+def relative(wanted: F32, found: F32) -> float:
+    """|found - wanted| / |wanted| in the Frobenius norm."""
+    size = float(np.linalg.norm(wanted))
+    return float(np.linalg.norm(found - wanted)) / size if size else 0.0
+
+
+class _Ratio:
+    """Root of a sum of squares over another one."""
+
+    def __init__(self) -> None:
+        self._error = self._size = 0.0
+
+    def add(self, error: torch.Tensor, size: torch.Tensor) -> None:
+        self._error += float(error.double().square().sum())
+        self._size += float(size.double().square().sum())
+
+    @property
+    def value(self) -> float:
+        return (self._error / self._size) ** 0.5 if self._size else 0.0
+
+
+def _checked(tensors: Mapping[str, Tensor], name: str) -> F32:
+    values = tensors[name].floats()
+    if not np.isfinite(values).all():
+        raise BrokenArtifactError(f"{name} holds values that are not numbers")
+    return values
+
+
+def _row_ratio(found: F32, wanted: F32) -> F32:
+    """The factor of each row that explains `found` best; 1 for empty rows."""
+    size = np.einsum("oi,oi->o", wanted, wanted)
+    product = np.einsum("oi,oi->o", found, wanted)
+    usable = (size > 0) & (product > 0)
+    return np.where(usable, product / np.where(size > 0, size, 1), 1).astype(np.float32)
+
+
+def _round_inputs(
+    module: nn.Linear, linear: DecodedLinear, device: torch.device, target: str
+) -> None:
+    smooth = linear.pre_quant_scale
+    scale = None if smooth is None else torch.from_numpy(smooth.copy()).to(device)
+    kind = linear.input_type
+    kind = "int8 blocks" if (kind, target) == ("int8", "cpu") else kind
+
+    def before(_: nn.Module, args: tuple[torch.Tensor]) -> tuple[torch.Tensor]:
+        x = args[0] if scale is None else args[0] * scale
+        return (round_input(x, kind, linear.input_scale),)
+
+    module.register_forward_pre_hook(before)

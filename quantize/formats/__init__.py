@@ -1,0 +1,1 @@
+"""Formats of quantized checkpoints, read and written."""

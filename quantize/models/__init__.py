@@ -1,0 +1,1 @@
+"""Models that can be quantized, layer by layer: language models, drafts, their families."""

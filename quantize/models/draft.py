@@ -1,0 +1,38 @@
+"""Which subject a draft is."""
+
+from __future__ import annotations
+
+from edgellm.core.contract import UnsupportedModelError
+from edgellm.export.draft_checkpoints.block_config import BlockConfig
+from edgellm.export.draft_checkpoints.config import DraftConfig
+from edgellm.export.drafts.mtp import MtpConfig
+from edgellm.export.pipeline.draft import DraftOptions, understand_draft
+from edgellm.export.pipeline.resolve import open_checkpoint, open_draft
+from edgellm.quantize.models.block_draft import BlockDraft
+from edgellm.quantize.models.checks import check_floats
+from edgellm.quantize.models.eagle_draft import Draft
+from edgellm.quantize.models.language_model import LanguageModel
+from edgellm.quantize.models.mtp_draft import MtpDraft
+
+
+def open_float_draft(draft_dir: str, base_dir: str, ignored_keys: tuple[str, ...]) -> Draft:
+    """Open and check a float draft and the float base that it was trained for.
+
+    Raises:
+        EdgeLLMError: one is no such thing, quantized already, or they do not belong together.
+    """
+    checkpoint = open_draft(draft_dir)
+    whole = open_checkpoint(base_dir, tokenizer=False)
+    facts = understand_draft(checkpoint, whole, DraftOptions(ignore_config_keys=ignored_keys))
+    if not isinstance(facts, DraftConfig | BlockConfig | MtpConfig):
+        raise UnsupportedModelError(
+            f"{checkpoint.label} holds a {facts.method} draft, which is not calibrated here",
+            hint="llm_build rounds their weights: --quantize int8 or int4",
+        )
+    check_floats(checkpoint)
+    base = LanguageModel.open(base_dir, ignored_keys)
+    if isinstance(facts, BlockConfig):
+        return BlockDraft(checkpoint, facts.draft, base, facts)
+    if isinstance(facts, MtpConfig):
+        return MtpDraft.of(checkpoint, facts, base)
+    return Draft(checkpoint, facts, base)

@@ -1,0 +1,209 @@
+"""Mixtures of experts in a layer that is quantized: watched while they compute, then rounded.
+
+ModelOpt is not shown them: it would give all experts of a layer one range of inputs, and AWQ would
+smooth what the router reads. Every expert is rounded alone, by the inputs that it saw: of the
+scales that are tried, a block takes the one with the least error of its products.
+"""
+
+from __future__ import annotations
+
+import re
+from collections.abc import Callable, Iterable, Iterator, Mapping
+from dataclasses import dataclass
+
+import torch
+from torch import nn
+
+from edgellm.export.checkpoints.hf import TensorInfo
+from edgellm.quantize.algorithms.modelopt import Recipe
+from edgellm.quantize.formats.modelopt import F32
+from edgellm.quantize.formats.tensors import Tensor
+from edgellm.quantize.models.expert_rounding import Products, round_weight
+from edgellm.quantize.models.families import Experts
+
+FEW = 32  # tokens, below which an expert is shown all of them
+_PARTS = ("gate_proj", "up_proj", "down_proj")
+_NAME = re.compile(r"(.*\.experts)\.(\d+)\.(?:gate|up|down)_proj\.weight")
+
+Networks = list[tuple[torch.Tensor, ...]]  # the `parts` of each
+
+
+@dataclass(slots=True)
+class Seen:
+    """What the inputs of one expert's layers were: of gate and up, or up alone, and of down."""
+
+    outer: Products
+    inner: Products
+
+    @property
+    def tokens(self) -> int:
+        """How many rows it took."""
+        return self.outer.rows
+
+
+class WatchedExperts(nn.Module):
+    """In the place of transformers' experts; its weights are no parameters, so nobody rounds them.
+
+    Attributes:
+        parts: of an expert; without a gate what `up` makes is bent itself.
+        networks: weights [out, in] of each expert.
+        seen: what each saw; None: nobody looks.
+        shown_all: experts whose inputs are all tokens; empty: those that the router sends them.
+    """
+
+    def __init__(
+        self,
+        activation: Callable[[torch.Tensor], torch.Tensor],
+        parts: tuple[str, ...] = _PARTS,
+    ) -> None:
+        super().__init__()
+        self.activation, self.parts = activation, parts
+        self.networks: Networks = []
+        self.seen: list[Seen] | None = None
+        self.shown_all: frozenset[int] = frozenset()
+
+    def forward(self, x: torch.Tensor, ids: torch.Tensor, shares: torch.Tensor) -> torch.Tensor:
+        """X [T, H], ids and shares [T, K] -> [T, H]."""
+        y, seen = torch.zeros_like(x), self.seen
+        for index in ids.unique().tolist():
+            rows, places = torch.where(ids == index)
+            inner = self._inner(index, x[rows])
+            if seen is not None and not self.shown_all:
+                self._look(seen[index], x[rows], inner)
+            added = nn.functional.linear(inner, self.networks[index][-1])
+            y.index_add_(0, rows, added * shares[rows, places, None].to(x.dtype))
+        if seen is not None:
+            for index in self.shown_all:
+                self._look(seen[index], x, self._inner(index, x))
+        return y
+
+    def _inner(self, index: int, x: torch.Tensor) -> torch.Tensor:
+        first, *others = (nn.functional.linear(x, each) for each in self.networks[index][:-1])
+        bent = self.activation(first)
+        return bent * others[0] if others else bent
+
+    @staticmethod
+    def _look(seen: Seen, x: torch.Tensor, inner: torch.Tensor) -> None:
+        seen.outer.add(x)
+        seen.inner.add(inner)
+
+
+def find_experts(layer: nn.Module) -> WatchedExperts | None:
+    """Those of a layer; None where it has none."""
+    return next((each for each in layer.modules() if isinstance(each, WatchedExperts)), None)
+
+
+def hide_experts(layer: nn.Module, experts: Experts | None) -> None:
+    """Put `WatchedExperts` in the place of those that transformers made, if it did."""
+    block = None if experts is None else getattr(layer, experts.block, None)
+    if isinstance(theirs := getattr(block, "experts", None), nn.Module):
+        assert isinstance(block, nn.Module)
+        activation = theirs.act_fn
+        assert callable(activation)
+        parts = _PARTS if hasattr(theirs, "gate_up_proj") else _PARTS[1:]
+        block.experts = WatchedExperts(activation, parts)
+
+
+def load_experts(
+    layer: nn.Module, tensors: Mapping[str, F32], device: torch.device
+) -> dict[str, F32]:
+    """Give a layer's experts their weights; the tensors that are left."""
+    found, left = _by_expert(tensors), dict(tensors)
+    place = find_experts(layer)
+    if place is None:
+        return left
+    for parts in found.values():
+        if parts.keys() != {*place.parts}:
+            return left  # whoever loads the others will name them
+    for parts in found.values():
+        own = (torch.from_numpy(left.pop(parts[part])).to(device) for part in place.parts)
+        place.networks.append(tuple(own))
+    return left
+
+
+def watch(experts: WatchedExperts, run: Callable[[], None]) -> tuple[list[Seen], dict[int, int]]:
+    """Let the calibration text pass.
+
+    Args:
+        experts: of the layer that computes.
+        run: makes it compute all of the text.
+
+    Returns:
+        What each expert saw, and the tokens of those that saw few: these were shown all.
+    """
+    first, down = experts.networks[0][0], experts.networks[0][-1]
+    sizes, device = (first.shape[1], down.shape[1]), first.device
+
+    def nothing() -> Seen:
+        outer, inner = (Products.none(size, device) for size in sizes)
+        return Seen(outer, inner)
+
+    seen = experts.seen = [nothing() for _ in experts.networks]
+    run()
+    few = {index: each.tokens for index, each in enumerate(seen) if each.tokens < FEW}
+    if few:
+        for index in few:
+            seen[index] = nothing()
+        experts.shown_all = frozenset(few)
+        run()
+    experts.seen, experts.shown_all = None, frozenset()
+    return seen, few
+
+
+def round_experts(
+    experts: WatchedExperts, seen: list[Seen], recipe: Recipe, prefix: str
+) -> dict[str, Tensor]:
+    """The layer's experts in ModelOpt's unified layout, named from `prefix` on.
+
+    As engines of other makers want them, all experts of a layer have one scale of inputs, and gate
+    and up of an NVFP4 expert have one scale of scales.
+    """
+    largest = [max(each.outer.largest for each in seen), max(each.inner.largest for each in seen)]
+    found: dict[str, Tensor] = {}
+    for index, (network, own) in enumerate(zip(experts.networks, seen, strict=True)):
+        top = max(float(weight.abs().max()) for weight in network[:-1])
+        for part, weight in zip(experts.parts, network, strict=True):
+            is_inner = part == "down_proj"
+            products = own.inner if is_inner else own.outer
+            most = float(weight.abs().max()) if is_inner else top
+            rounded = round_weight(weight, products, recipe, most, largest[is_inner])
+            found |= {f"{prefix}.{index}.{part}.{name}": each for name, each in rounded.items()}
+    return found
+
+
+# --------------------------------------------------------------------------- names of tensors
+def read_canonical(tensors: Mapping[str, Tensor], experts: Experts | None) -> dict[str, Tensor]:
+    """A layer's tensors by transformers' names, those of each expert as `experts.3.up_proj`."""
+    if experts is None:
+        return dict(tensors)
+    found: dict[str, Tensor] = {}
+    for name, tensor in tensors.items():
+        if name in experts.joined:
+            found |= dict(_apart(f"{experts.block}.experts", tensor, experts.joined.index(name)))
+        else:
+            found[experts.canonical(name)] = tensor
+    return found
+
+
+def _apart(prefix: str, tensor: Tensor, which: int) -> Iterator[tuple[str, Tensor]]:
+    """Matrices of each expert: gate and up of [E, 2 I, H], or down of [E, H, I]."""
+    count, rows, width = tensor.info.shape
+    for index in range(count):
+        own = Tensor(
+            TensorInfo(tensor.info.dtype, (rows, width)), tensor.rows(index, index + 1).data
+        )
+        if which == 1:
+            yield f"{prefix}.{index}.down_proj.weight", own
+            continue
+        yield f"{prefix}.{index}.gate_proj.weight", own.rows(0, rows // 2)
+        yield f"{prefix}.{index}.up_proj.weight", own.rows(rows // 2, rows)
+
+
+def _by_expert(names: Iterable[str]) -> dict[int, dict[str, str]]:
+    """Names of the experts' weights by index and part, in order."""
+    found: dict[int, dict[str, str]] = {}
+    for name in names:
+        if match := _NAME.fullmatch(name):
+            part = name.split(".")[-2]
+            found.setdefault(int(match[2]), {})[part] = name
+    return dict(sorted(found.items()))

@@ -1,0 +1,278 @@
+"""What quantizing must know of each family's layers and of what stands around them.
+
+ModelOpt finds out by itself which layers read the same tensor, and folds their smoothing into the
+norm that made it; its result is checked against what is written here.
+"""
+
+from __future__ import annotations
+
+import math
+from collections.abc import Iterable, Mapping
+from dataclasses import dataclass, field, replace
+from typing import Any
+
+import torch
+
+from edgellm.core.contract import UnsupportedModelError
+from edgellm.export.config.decoder import DecoderConfig
+from edgellm.export.models import cohere2, falcon_h1, gemma2, granite
+
+_QKV = ("self_attn.q_proj", "self_attn.k_proj", "self_attn.v_proj")
+_GATED = ("mlp.gate_proj", "mlp.up_proj")
+# Of configs, what has an entry for each layer.
+_OF_LAYERS = ("layer_types", "layers_block_type", "no_rope_layers")
+
+
+@dataclass(frozen=True, slots=True)
+class Experts:
+    """Where the layers of a family have experts, and what a checkpoint calls them."""
+
+    block: str = "mlp"  # of transformers' layer
+    # How transformers' names begin, and the checkpoint's; parts of experts by transformers' names.
+    stored: Mapping[str, str] = field(default_factory=dict)
+    parts: Mapping[str, str] = field(default_factory=dict)
+    joined: tuple[str, ...] = ()  # tensors of all experts of a layer: gate and up, down
+
+    def canonical(self, name: str) -> str:
+        """Transformers' name of a layer's tensor, that of an expert as if it were apart."""
+        for ours, theirs in self.stored.items():
+            if name.startswith(theirs):
+                name = ours + name.removeprefix(theirs)
+                break
+        return self._renamed(name, {theirs: ours for ours, theirs in self.parts.items()})
+
+    def stored_name(self, name: str) -> str:
+        """What a checkpoint calls it."""
+        name = self._renamed(name, self.parts)
+        for ours, theirs in self.stored.items():
+            if name.startswith(ours):
+                return theirs + name.removeprefix(ours)
+        return name
+
+    def is_float(self, name: str) -> bool:
+        """Whether a matrix stays as it is: those that choose experts, or the share of one."""
+        own = name.removeprefix(f"{self.block}.")
+        return own != name and own.startswith(_CHOOSING)
+
+    def _renamed(self, name: str, parts: Mapping[str, str]) -> str:
+        if not parts or ".experts." not in name:
+            return name
+        return ".".join(parts.get(part, part) for part in name.split("."))
+
+
+_CHOOSING = ("gate.", "router.", "shared_expert_gate.")
+
+
+@dataclass(frozen=True, slots=True)
+class Family:
+    """How layers of one `model_type` are put together, by transformers' names."""
+
+    readers: Mapping[str, tuple[str, ...]]  # of each norm's output; smoothing may be folded there
+    norm_shift: float = 0.0  # what is added to a norm's stored weight
+    attention: str = "sdpa"  # of transformers' implementations, one that computes all of it
+    # Values of config.json with which a model of one layer does nothing before that layer.
+    neutral: Mapping[str, Any] = field(default_factory=dict)
+    experts: Experts | None = None
+    norm: str = "norm"  # the one behind the layers
+    embedding: str = "embed_tokens"
+    attends: str = "self_attn"  # the part of a layer that has keys and values
+    # Through which a layer reads the residual stream: what mixes rows, and the network, if apart.
+    norms: tuple[str, ...] = ("input_layernorm", "post_attention_layernorm")
+    floats: tuple[str, ...] = ()  # matrices that stay as they are: rates of states
+
+    def attention_of(self, names: Iterable[str]) -> str:
+        """The part of a layer with these tensors that has a cache; "": there is none."""
+        queries = f"{self.attends}.q"
+        return self.attends if any(name.startswith(queries) for name in names) else ""
+
+    def canonical(self, name: str) -> str:
+        """Transformers' name of a layer's tensor, from a checkpoint's or its own."""
+        return name if self.experts is None else self.experts.canonical(name)
+
+    def stored_name(self, name: str) -> str:
+        """What a checkpoint calls a layer's tensor."""
+        return name if self.experts is None else self.experts.stored_name(name)
+
+    def is_float(self, name: str) -> bool:
+        """Whether a matrix of a layer is no linear layer; `name` is transformers'."""
+        if name.removesuffix(".weight") in self.floats:
+            return True
+        return self.experts is not None and self.experts.is_float(name)
+
+    def linear_shape(self, name: str, shape: tuple[int, ...]) -> tuple[int, int] | None:
+        """[out, in] of a tensor by the checkpoint's name, None where it is no linear layer.
+
+        Of experts in one tensor, those of each.
+        """
+        if len(shape) == 2:
+            return None if self.is_float(self.canonical(name)) else (shape[0], shape[1])
+        is_joined = self.experts is not None and name in self.experts.joined and len(shape) == 3
+        return (shape[1], shape[2]) if is_joined else None
+
+
+_BEFORE = Family({"input_layernorm": _QKV, "post_attention_layernorm": _GATED})
+_MIXED = replace(_BEFORE, experts=Experts())
+_BEHIND = Family({})  # only norms of what a layer adds
+_SANDWICH = Family(
+    {"input_layernorm": _QKV, "pre_feedforward_layernorm": _GATED}, norm_shift=1.0
+)  # fmt: skip
+_GRANITE_EXPERTS = Experts(
+    "block_sparse_moe",
+    {"block_sparse_moe.router.": "block_sparse_moe.router.layer."},
+    joined=tuple(f"block_sparse_moe.{way}put_linear.weight" for way in ("in", "out")),
+)
+# Infinity is written in a way that only transformers' own reader of files understands.
+_UNBOUNDED = {"time_step_limit": (0.0, math.inf)}
+_LFM2 = Family(
+    {"operator_norm": _QKV, "ffn_norm": ("feed_forward.w1", "feed_forward.w3")},
+    norm="embedding_norm",
+    norms=("operator_norm", "ffn_norm"),
+)
+# What reads the norms of delta nets says how fast states fade, too, and stays as it is.
+_DELTA = Family(
+    {"post_attention_layernorm": _GATED},
+    norm_shift=1.0,
+    floats=tuple(f"linear_attn.in_proj_{name}" for name in ("a", "b", "ba")),
+)
+FAMILIES = {
+    "arcee": Family({"input_layernorm": _QKV, "post_attention_layernorm": ("mlp.up_proj",)}),
+    "cohere2": Family({"input_layernorm": _QKV + _GATED}),
+    "ernie4_5": _BEFORE,
+    "ernie4_5_moe": replace(
+        _BEFORE, experts=Experts(stored={"mlp.gate.moe_statics.": "mlp.moe_statics."})
+    ),
+    "exaone4": _BEHIND,
+    "gemma2": replace(_SANDWICH, attention="eager"),  # sdpa knows no soft-cap
+    "gemma3_text": _SANDWICH,
+    "glm4": Family({"input_layernorm": _QKV, "post_attention_layernorm": ("mlp.gate_up_proj",)}),
+    "granite": replace(_BEFORE, neutral={"embedding_multiplier": 1.0}),
+    "granitemoe": Family(
+        {"input_layernorm": _QKV}, neutral={"embedding_multiplier": 1.0},
+        experts=_GRANITE_EXPERTS,
+    ),
+    "granitemoehybrid": Family(
+        {"input_layernorm": _QKV, "post_attention_layernorm": ("shared_mlp.input_linear",)},
+        neutral={"embedding_multiplier": 1.0, **_UNBOUNDED},
+    ),
+    "falcon_h1": Family(
+        {"pre_ff_layernorm": ("feed_forward.gate_proj", "feed_forward.up_proj")},
+        neutral=_UNBOUNDED, norm="final_layernorm", norms=("input_layernorm", "pre_ff_layernorm"),
+    ),
+    "hunyuan_v1_dense": _BEFORE,
+    "lfm2": _LFM2,
+    "lfm2_moe": replace(
+        _LFM2,
+        experts=Experts(
+            "feed_forward", parts={"gate_proj": "w1", "up_proj": "w3", "down_proj": "w2"}
+        ),
+    ),
+    "llama": _BEFORE,
+    "minicpm3": Family(
+        {"input_layernorm": ("self_attn.q_a_proj", "self_attn.kv_a_proj_with_mqa"),
+         "self_attn.q_a_layernorm": ("self_attn.q_b_proj",),
+         "self_attn.kv_a_layernorm": ("self_attn.kv_b_proj",),
+         "post_attention_layernorm": _GATED},
+        neutral={"scale_emb": 1},
+    ),
+    "ministral3": _BEFORE,
+    "mistral": _BEFORE,
+    "mixtral": replace(
+        _BEFORE,
+        experts=Experts(
+            stored={"mlp.": "block_sparse_moe."},
+            parts={"gate_proj": "w1", "up_proj": "w3", "down_proj": "w2"},
+        ),
+    ),
+    "nemotron_h": Family(
+        {"norm": tuple(f"mixer.{part}_proj" for part in "qkv")},
+        # Transformers bounds the steps of a prompt from below, but not those behind it.
+        neutral={"mamba_dt_min": 0.0, **_UNBOUNDED},
+        experts=Experts("mixer"), norm="norm_f", norms=("norm",), embedding="embeddings",
+        attends="mixer",
+    ),
+    "olmo2": _BEHIND,
+    "olmo3": _BEHIND,
+    "olmoe": _MIXED,
+    "phi3": Family({"input_layernorm": ("self_attn.qkv_proj",),
+                    "post_attention_layernorm": ("mlp.gate_up_proj",)}),
+    "qwen2": _BEFORE,
+    "qwen2_moe": _MIXED,
+    "qwen3": _BEFORE,
+    "qwen3_5_moe_text": replace(_DELTA, experts=Experts()),
+    "qwen3_5_text": _DELTA,
+    "qwen3_moe": _MIXED,
+    "qwen3_next": replace(_DELTA, experts=Experts()),
+    "seed_oss": _BEFORE,
+    "smollm3": _BEFORE,
+    "starcoder2": Family({"input_layernorm": _QKV, "post_attention_layernorm": ("mlp.c_fc",)}),
+}  # fmt: skip
+# ModelOpt may fold AWQ's smoothing of the second into the rows of the first.
+FOLDS = (("self_attn.v_proj", "self_attn.o_proj"), ("mlp.up_proj", "mlp.down_proj"))
+
+
+def family_of(config: Mapping[str, Any]) -> Family:
+    """The family of a config.json."""
+    family = FAMILIES[config["model_type"]]
+    if config["model_type"] == "granitemoehybrid" and config.get("num_local_experts", 8):
+        # Routers read the second norm, too.
+        readers = {"input_layernorm": family.readers["input_layernorm"]}
+        return replace(family, readers=readers, experts=_GRANITE_EXPERTS)
+    if config["model_type"] == "nemotron_h" and not _has_mixtures(config):
+        return replace(family, experts=None)
+    return family
+
+
+def _has_mixtures(config: Mapping[str, Any]) -> bool:
+    """Whether a layer of Nemotron-H is one, by any of the keys that say so."""
+    keys = ("layers_block_type", "layer_types", "hybrid_override_pattern")
+    types = next((config[key] for key in keys if config.get(key)), "E")
+    return "moe" in types or "E" in types
+
+
+def check_family(label: str, model_type: str) -> None:
+    """Raise `UnsupportedModelError` for a family of which nothing is written here."""
+    if model_type not in FAMILIES:
+        raise UnsupportedModelError(
+            f"{label}: layers of {model_type!r} cannot be quantized one by one yet",
+            hint=f"those of {', '.join(FAMILIES)} can; llm_build --quantize int8 or int4 rounds "
+            "the weights of any model without calibration",
+        )
+
+
+def keep_layers(config: Any, layers: range) -> None:
+    """Cut transformers' config, complete and of all layers, to some of them."""
+    for key in _OF_LAYERS:
+        if values := vars(config).get(key):
+            setattr(config, key, [values[index] for index in layers])
+    _keep_experts(config, layers)
+    if depth := getattr(config, "scale_depth", None):  # over the root of the number of layers
+        config.scale_depth = depth * (len(layers) / config.num_hidden_layers) ** 0.5
+    config.num_hidden_layers = len(layers)
+
+
+def _keep_experts(config: Any, layers: range) -> None:
+    """Let the first of some layers have experts, or none, as it does where it is."""
+    first = layers.start
+    if (dense := getattr(config, "mlp_only_layers", None)) is not None:
+        has = first not in dense and (first + 1) % config.decoder_sparse_step == 0
+        config.mlp_only_layers, config.decoder_sparse_step = [] if has else [0], 1
+    if (dense_layers := getattr(config, "num_dense_layers", None)) is not None:
+        config.num_dense_layers = int(first < dense_layers)
+    if (begin := getattr(config, "moe_layer_start_index", None)) is not None:
+        last, every = config.moe_layer_end_index, config.moe_layer_interval
+        has = begin <= first <= last and (first + 1) % every == 0
+        config.moe_layer_start_index, config.moe_layer_end_index = 0, 0 if has else -1
+        config.moe_layer_interval = 1
+
+
+def finish_logits(config: DecoderConfig, logits: torch.Tensor) -> torch.Tensor:
+    """What the family does with the head's products."""
+    if isinstance(config, gemma2.Config) and config.logits_softcap is not None:
+        return torch.tanh(logits / config.logits_softcap) * config.logits_softcap
+    if isinstance(config, granite.Config):
+        return logits / config.logits_scaling
+    if isinstance(config, falcon_h1.Config):
+        return logits * config.logits_multiplier
+    if isinstance(config, cohere2.Config):
+        return logits * config.logit_scale
+    return logits

@@ -1,0 +1,342 @@
+"""What is quantized: a language model here, a draft in `draft`."""
+
+from __future__ import annotations
+
+from collections.abc import Callable, Iterator, Mapping
+from dataclasses import dataclass, replace
+from pathlib import Path
+from typing import Any, Protocol
+
+import numpy as np
+import torch
+from numpy.typing import NDArray
+from transformers import PreTrainedModel
+
+from edgellm.export.checkpoints.hf import Checkpoint, TensorSource
+from edgellm.export.checkpoints.vlm import TextTower, text_tower
+from edgellm.export.config.decoder import DecoderConfig
+from edgellm.export.pipeline.llm import ExportOptions, understand
+from edgellm.export.pipeline.resolve import open_checkpoint
+from edgellm.quantize.calibration.hidden_states import States
+from edgellm.quantize.calibration.text import Calibration
+from edgellm.quantize.formats.modelopt import F32
+from edgellm.quantize.formats.tensors import Tensor, read_below, read_tensor
+from edgellm.quantize.metrics.divergence import Targets
+from edgellm.quantize.metrics.questions import Questions, read_asked, rows_of
+from edgellm.quantize.models.checks import HEAD, check_model, needed_bytes
+from edgellm.quantize.models.experts import read_canonical
+from edgellm.quantize.models.families import Family, family_of, finish_logits
+from edgellm.quantize.models.one_layer_model import LAYER, head_model, layer_model
+from edgellm.quantize.work_folder import ANSWERS, FLOAT, QUANTIZED, WorkFolder
+
+Ids = NDArray[np.int64]
+Tell = Callable[[str, int], None]  # what was prepared, preparations done
+
+
+@dataclass(frozen=True, slots=True)
+class Task:
+    """With what a run works, whatever it quantizes."""
+
+    calibration: Calibration
+    work: WorkFolder
+    batch_rows: int
+    device: torch.device
+    questions: Questions | None = None
+
+    def rows(self, stream: str) -> Ids:
+        """The text of a stream of states, token ids [rows, S]."""
+        if stream == ANSWERS:
+            assert self.questions is not None
+            return rows_of(read_asked(self.questions, self.work.path))
+        is_held_out = stream in (FLOAT, QUANTIZED)
+        return self.calibration.held_out if is_held_out else self.calibration.rows
+
+
+class Subject(Protocol):
+    """A stack of layers over hidden states, with a head."""
+
+    @property
+    def checkpoint(self) -> Checkpoint:
+        """What is replaced."""
+        ...
+
+    @property
+    def whole(self) -> Checkpoint:
+        """What the result is written in the place of: more than `checkpoint` if that is a part."""
+        ...
+
+    @property
+    def kind(self) -> str:
+        """What it is called."""
+        ...
+
+    @property
+    def config(self) -> DecoderConfig:
+        """Sizes of the layers."""
+        ...
+
+    @property
+    def reader(self) -> LanguageModel:
+        """The model that reads the text."""
+        ...
+
+    @property
+    def family(self) -> Family:
+        """What its layers are made of."""
+        ...
+
+    @property
+    def tensors(self) -> TensorSource:
+        """All tensors, also borrowed ones."""
+        ...
+
+    @property
+    def layers(self) -> tuple[str, ...]:
+        """Where the names of each layer's tensors begin."""
+        ...
+
+    @property
+    def head_name(self) -> str:
+        """The tensor that is the float head."""
+        ...
+
+    @property
+    def float_modules(self) -> tuple[str, ...]:
+        """What stays as it is; of these the head may be quantized as well."""
+        ...
+
+    @property
+    def num_preparations(self) -> int:
+        """Into how many parts `enter` divides its work."""
+        ...
+
+    def stored_name(self, name: str) -> str:
+        """What a tensor or module is called in `whole`."""
+        ...
+
+    def layer_source(self, index: int) -> dict[str, Tensor]:
+        """A layer's tensors by transformers' names."""
+        ...
+
+    def layer_model(
+        self, index: int, tensors: Mapping[str, F32], device: torch.device
+    ) -> PreTrainedModel:
+        """A layer as a model."""
+        ...
+
+    def norm_model(self, head: F32 | None, device: torch.device) -> PreTrainedModel:
+        """What comes behind the layers, with a head [V, H] or without."""
+        ...
+
+    def finish(self, logits: torch.Tensor) -> torch.Tensor:
+        """Logits [T, V] of the head's products."""
+        ...
+
+    def states_shape(self, rows: Ids, layer: int) -> tuple[int, int, int]:
+        """Of the states that enter `layer` when token ids [rows, S] were read."""
+        ...
+
+    def enter(self, task: Task, streams: Mapping[str, States], tell: Tell) -> None:
+        """Make the states that enter the first layer; what is there already stays."""
+        ...
+
+    def targets(self, task: Task) -> Targets:
+        """What the held-out states predict, [rows, T]; -1 where no id is right."""
+        ...
+
+    def needed_bytes(self, batch_tokens: int, copies: int, *, with_head: bool) -> int:
+        """The most memory that a run takes, an estimate from above."""
+        ...
+
+    def states_bytes(self, calibration: Calibration) -> int:
+        """The most disk that states take."""
+        ...
+
+    def new_config(self, quantization: Mapping[str, Any], *, own_head: bool) -> dict[str, Any]:
+        """config.json of the result."""
+        ...
+
+    def check_result(self, folder: Path, ignored_keys: tuple[str, ...]) -> None:
+        """Raise what the exporter would."""
+        ...
+
+
+@dataclass(frozen=True)
+class LanguageModel:
+    """A float checkpoint of a decoder, or the decoder of a vision-language model."""
+
+    whole: Checkpoint
+    tower: TextTower
+    config: DecoderConfig
+    kind = "language model"
+    num_preparations = 0
+
+    @classmethod
+    def open(cls, model_dir: str, ignored_keys: tuple[str, ...]) -> LanguageModel:
+        """Open and check it; raises what `check_model` does."""
+        return cls.of(open_checkpoint(model_dir), ignored_keys)
+
+    @classmethod
+    def of(cls, whole: Checkpoint, ignored_keys: tuple[str, ...]) -> LanguageModel:
+        """Check one that is open; raises what `check_model` does."""
+        config = check_model(whole, ignored_keys)
+        tower = text_tower(whole)
+        own = replace(tower.checkpoint, config=_plain_positions(tower.checkpoint.config))
+        return cls(whole, replace(tower, checkpoint=own), config)
+
+    @property
+    def checkpoint(self) -> Checkpoint:
+        """The decoder alone."""
+        return self.tower.checkpoint
+
+    @property
+    def float_modules(self) -> tuple[str, ...]:
+        """Head and embedding, and all that sees."""
+        names = self.whole.tensors.infos()
+        text = {self.stored_name(name) for name in self.tensors.infos()}
+        others = {_module_of(name) for name in names if name not in text}
+        own = map(self.stored_name, ("lm_head", self.embedding_name.removesuffix(".weight")))
+        return (*own, *sorted(others))
+
+    def stored_name(self, name: str) -> str:
+        """See `Subject`."""
+        return self.tower.stored_name(name)
+
+    @property
+    def reader(self) -> LanguageModel:
+        """Itself."""
+        return self
+
+    @property
+    def family(self) -> Family:
+        """See `Subject`."""
+        return family_of(self.checkpoint.config)
+
+    @property
+    def tensors(self) -> TensorSource:
+        """The checkpoint's."""
+        return self.checkpoint.tensors
+
+    @property
+    def layers(self) -> tuple[str, ...]:
+        """See `Subject`."""
+        return tuple(LAYER.format(index) for index in range(self.config.num_hidden_layers))
+
+    @property
+    def embedding_name(self) -> str:
+        """The tensor that ids look up."""
+        return f"model.{self.family.embedding}.weight"
+
+    @property
+    def head_name(self) -> str:
+        """The embedding, where it is the head as well."""
+        tied = self.config.tie_word_embeddings or HEAD not in self.tensors.infos()
+        return self.embedding_name if tied else HEAD
+
+    def layer_source(self, index: int) -> dict[str, Tensor]:
+        """See `Subject`."""
+        found = read_below(self.tensors, self.layers[index])
+        found = {name: value for name, value in found.items() if not name.endswith("inv_freq")}
+        return read_canonical(found, self.family.experts)
+
+    def layer_model(
+        self, index: int, tensors: Mapping[str, F32], device: torch.device
+    ) -> PreTrainedModel:
+        """See `Subject`."""
+        return layer_model(self.checkpoint.config, index, tensors, device)
+
+    def norm_model(self, head: F32 | None, device: torch.device) -> PreTrainedModel:
+        """The final norm, and the head."""
+        found = read_below(self.tensors, f"model.{self.family.norm}.")
+        norm = {name: value.floats() for name, value in found.items()}
+        return head_model(self.checkpoint.config, norm, head, device)
+
+    def states_shape(self, rows: Ids, layer: int) -> tuple[int, int, int]:
+        """One state for each token."""
+        del layer  # all are alike
+        return (*rows.shape, self.config.hidden_size)
+
+    def enter(self, task: Task, streams: Mapping[str, States], tell: Tell) -> None:
+        """Look the embeddings up."""
+        del tell
+        for name, states in streams.items():
+            states.write(self.embedded(task.rows(name), task.batch_rows))
+
+    def embedded(self, rows: Ids, batch_rows: int) -> Iterator[torch.Tensor]:
+        """What enters the first layer [B, S, H] for token ids [rows, S], in batches."""
+        found = embedded(read_tensor(self.tensors, self.embedding_name), rows, batch_rows)
+        scale = self.config.embedding_scale
+        return found if scale is None else (batch * scale for batch in found)
+
+    def finish(self, logits: torch.Tensor) -> torch.Tensor:
+        """See `Subject`."""
+        return finish_logits(self.config, logits)
+
+    def targets(self, task: Task) -> Targets:
+        """The tokens that follow."""
+        text = task.calibration
+        return Targets(text.held_out[:, 1:], text.held_out_kinds[:, 1:], text.kinds)
+
+    def needed_bytes(self, batch_tokens: int, copies: int, *, with_head: bool) -> int:
+        """See `Subject`."""
+        head = self.tensors.infos()[self.head_name]
+        return needed_bytes(
+            self.tensors.infos(),
+            self.layers,
+            head,
+            self.config,
+            batch_tokens,
+            copies,
+            with_head=with_head,
+        )
+
+    def states_bytes(self, calibration: Calibration) -> int:
+        """Those before and those behind a layer."""
+        tokens = calibration.rows.size + 2 * calibration.held_out.size
+        return 2 * 4 * self.config.hidden_size * tokens
+
+    def new_config(self, quantization: Mapping[str, Any], *, own_head: bool) -> dict[str, Any]:
+        """See `Subject`; a quantized head is no longer the embedding."""
+        config = {**self.whole.config, "quantization_config": quantization}
+        return untied(config) if own_head else config
+
+    def check_result(self, folder: Path, ignored_keys: tuple[str, ...]) -> None:
+        """See `Subject`."""
+        understand(open_checkpoint(str(folder)), ExportOptions(ignore_config_keys=ignored_keys))
+
+
+def untied(config: Mapping[str, Any]) -> dict[str, Any]:
+    """A config.json whose embedding is not the head."""
+    found = {**config, "tie_word_embeddings": False}
+    if "tie_embedding" in config:  # LFM2's
+        found["tie_embedding"] = False
+    if isinstance(text := config.get("text_config"), dict):
+        found["text_config"] = {**text, "tie_word_embeddings": False}
+    return found
+
+
+def _plain_positions(config: dict[str, Any]) -> dict[str, Any]:
+    """The config for text alone, whose three positions (M-RoPE) are one."""
+    plain = dict(config)
+    for key in ("rope_parameters", "rope_scaling"):
+        if isinstance(rope := config.get(key), dict) and "mrope_section" in rope:
+            kept = {name: value for name, value in rope.items() if not name.startswith("mrope_")}
+            plain[key] = {
+                name: "default" if value == "mrope" else value for name, value in kept.items()
+            }
+    return plain
+
+
+def _module_of(name: str) -> str:
+    """A pattern for the part of a model that a tensor belongs to, as ModelOpt writes them."""
+    first, second, *_ = name.split(".")
+    return f"{first}.{second}*" if first == "model" else f"{first}*"
+
+
+def embedded(table: Tensor, rows: Ids, batch_rows: int) -> Iterator[torch.Tensor]:
+    """Rows of `table` [V, H] for token ids [rows, S]: [B, S, H], in batches."""
+    for begin in range(0, len(rows), batch_rows):
+        batch = rows[begin : begin + batch_rows]
+        known, places = np.unique(batch, return_inverse=True)
+        vectors = np.concatenate([table.rows(int(i), int(i) + 1).floats() for i in known])
+        yield torch.from_numpy(vectors[places.reshape(batch.shape)])

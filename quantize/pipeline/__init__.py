@@ -1,0 +1,1 @@
+"""One run of `edgellm-quantize`: plan, layers, resume, summary."""

@@ -1,0 +1,255 @@
+"""The finished checkpoint: a folder in ModelOpt's unified layout, whole or not at all."""
+
+from __future__ import annotations
+
+import json
+from collections.abc import Mapping
+from pathlib import Path
+from typing import Any
+
+from edgellm.core.artifact import move_files, replace_file, temporary_folder
+from edgellm.core.contract import BrokenArtifactError, EdgeLLMError
+from edgellm.core.disk_space import require_space
+from edgellm.core.strict_json import parse
+from edgellm.export.checkpoints.hf import Renamed, TensorSource, write_safetensors
+from edgellm.quantize.algorithms.mixed_precision.search import quantized_modules
+from edgellm.quantize.algorithms.modelopt import hf_config
+from edgellm.quantize.formats import compressed_tensors
+from edgellm.quantize.formats.tensors import Joined, split_shards
+from edgellm.quantize.models.checks import EMBEDDING, linear_shapes
+from edgellm.quantize.pipeline.planning import Plan
+from edgellm.quantize.report.html_report import render
+from edgellm.quantize.report.report import Report, as_json
+from edgellm.quantize.work_folder import HEAD_PART, layer_part
+
+SIDE_FILE, PAGE = "edgellm_quant.json", "edgellm_quant.html"
+_QUANT_CONFIG = "hf_quant_config.json"
+_SHARD_BYTES = 5 * 10**9
+_EVERY_FORMAT = ("quant_algo", "kv_cache_quant_algo", "exclude_modules")
+
+
+def check_output(output: Path) -> None:
+    """Refuse a folder where files would replace somebody else's.
+
+    Raises:
+        EdgeLLMError: `output` is a file, or a folder that this command did not make.
+    """
+    if output.exists() and not output.is_dir():
+        raise EdgeLLMError(f"{output} is a file", hint="give another --output_dir")
+    ours = _own_files(output)
+    for pattern in ("*.safetensors", "*.json", "*.html", "*.jinja"):
+        for path in sorted(output.glob(pattern)):
+            if path.name not in ours:
+                raise EdgeLLMError(
+                    f"{output} already holds {path.name}, which this command did not make",
+                    hint="give another --output_dir",
+                )
+
+
+def write_folder(plan: Plan, report: Report) -> None:
+    """Put all parts together, let the exporter look at them, move them to the output folder.
+
+    Raises:
+        EdgeLLMError: the exporter would refuse the folder, or it cannot be written.
+    """
+    output = plan.job.output_dir
+    with temporary_folder(output) as folder:
+        _write_tensors(plan, folder)
+        is_modelopt = plan.job.format != compressed_tensors.NAME
+        described = _described(plan) if is_modelopt else {}
+        checkpoint = plan.subject.whole
+        own_head = plan.head is not None and not plan.head.scheme.is_table
+        quantization = hf_config(described) if is_modelopt else _compressed(plan)
+        config = plan.subject.new_config(quantization, own_head=own_head)
+        _write_json(folder / "config.json", config)
+        if checkpoint.generation_config:
+            _write_json(folder / "generation_config.json", checkpoint.generation_config)
+        if is_modelopt:
+            _write_json(folder / _QUANT_CONFIG, described)
+        for name, content in (checkpoint.processor_files | checkpoint.tokenizer_files).items():
+            (folder / name).write_bytes(content)
+        plan.subject.check_result(folder, plan.job.ignore_config_keys)
+        (folder / PAGE).write_text(render(report), "utf-8")
+        names = sorted([SIDE_FILE, *(path.name for path in folder.iterdir())])
+        _write_json(folder / SIDE_FILE, {**as_json(report), "files": names})
+        check_output(output)
+        publish(folder, output)
+
+
+def publish(folder: Path, output: Path) -> None:
+    """Move a finished folder, with its list of files in `SIDE_FILE`, to `output`.
+
+    A run that is killed in the middle leaves files that the next one knows as its own.
+    """
+    names, old = _own_files(folder), _own_files(output)
+    if not output.is_symlink() and not (output.exists() and any(output.iterdir())):
+        folder.replace(output)
+        return
+    output.mkdir(parents=True, exist_ok=True)
+    replace_file(output / SIDE_FILE, json.dumps({"files": sorted(names | old)}))
+    move_files(folder, output, [*sorted(names - {SIDE_FILE}), SIDE_FILE], old)
+
+
+def _own_files(output: Path) -> set[str]:
+    """The files that an earlier run wrote there."""
+    try:
+        files = parse((output / SIDE_FILE).read_text("utf-8"))["files"]
+        return {name for name in files if Path(name).name == name}
+    except (OSError, ValueError, KeyError, TypeError):
+        return set()
+
+
+def _write_json(path: Path, content: Mapping[str, Any]) -> None:
+    path.write_text(json.dumps(content, indent=2) + "\n", "utf-8")
+
+
+def _write_tensors(plan: Plan, folder: Path) -> None:
+    """All tensors, in one file or in shards with an index."""
+    parts: list[TensorSource] = [
+        plan.task.work.tensors(layer_part(index)) for index in range(len(plan.subject.layers))
+    ]
+    parts += [] if plan.head is None else [plan.task.work.tensors(HEAD_PART)]
+    source = Joined([plan.subject.checkpoint.tensors, *parts])
+    named = [sorted(part.infos()) for part in parts]
+    # A layer that is packed has its weight under another name.
+    new = {name.removesuffix("_packed") for names in named for name in names} | _replaced(plan)
+    kept = [
+        name
+        for name in sorted(plan.subject.checkpoint.tensors.infos())
+        if name not in new and not name.endswith("inv_freq")
+    ]
+    stored = plan.subject.stored_name
+    places = {stored(name): name for name in (*kept, *(n for names in named for n in names))}
+    own = {stored(name) for name in plan.subject.checkpoint.tensors.infos()}
+    whole = plan.subject.whole.tensors
+    others = [name for name in sorted(whole.infos()) if name not in own]
+    source = Joined([whole, Renamed(source, places)])
+    names = [*others, *places]
+    size = sum(source.infos()[name].num_bytes for name in names)
+    require_space(folder, size)
+    shards = split_shards(source, names, _SHARD_BYTES)
+    if len(shards) == 1:
+        write_safetensors(folder / "model.safetensors", source, names)
+        return
+    places: dict[str, str] = {}
+    for number, part in enumerate(shards, 1):
+        file = f"model-{number:05d}-of-{len(shards):05d}.safetensors"
+        write_safetensors(folder / file, source, part)
+        places |= dict.fromkeys(part, file)
+    index = {"metadata": {"total_size": size}, "weight_map": places}
+    _write_json(folder / "model.safetensors.index.json", index)
+
+
+def _described(plan: Plan) -> dict[str, Any]:
+    """The content of hf_quant_config.json.
+
+    Raises:
+        BrokenArtifactError: the layers' exports contradict each other.
+    """
+    work = plan.task.work
+    indices = [each for each in range(len(plan.subject.layers)) if each not in plan.job.keep_layers]
+    facts = [work.facts(layer_part(index)) for index in indices]
+    if plan.recipe.scheme.is_mixed:
+        return _described_mixture(plan, facts[0]["producer"])
+    for index, fact in zip(indices, facts, strict=True):
+        if _format(fact["quantization"]) != _format(facts[0]["quantization"]):
+            raise BrokenArtifactError(
+                f"layer {index} was quantized otherwise than layer {indices[0]}",
+                hint=f"remove {work.path} and run it again",
+            )
+    body = dict(facts[0]["quantization"])
+    if plan.recipe.kv_cache is not None:
+        body["kv_cache_quant_algo"] = plan.recipe.kv_cache.upper()
+    described = {"producer": facts[0]["producer"], "quantization": body}
+    body["exclude_modules"] = _excluded(plan)
+    if plan.head is None:
+        return described
+    head = work.facts(HEAD_PART)["quantization"]
+    if _format(head) == _format(body):
+        return described
+    layers = {
+        name.removesuffix(".weight_scale"): _format(body)
+        for index in indices
+        for name in work.tensors(layer_part(index)).infos()
+        if name.endswith(".weight_scale")
+    }
+    mixed = {
+        "quant_algo": "MIXED_PRECISION",
+        "kv_cache_quant_algo": body.get("kv_cache_quant_algo"),
+        "quantized_layers": {
+            plan.subject.stored_name(name): value
+            for name, value in {**layers, _head_module(plan): _format(head)}.items()
+        },
+    }
+    return {**described, "quantization": mixed}
+
+
+def _described_mixture(plan: Plan, producer: Mapping[str, Any]) -> dict[str, Any]:
+    """The same, where each linear layer has a form of its own."""
+    layers = quantized_modules(plan)
+    if plan.head is not None:
+        layers[_head_module(plan)] = _format(plan.task.work.facts(HEAD_PART)["quantization"])
+    stored = plan.subject.stored_name
+    mixed = {
+        "quant_algo": plan.recipe.scheme.algorithm,
+        "kv_cache_quant_algo": plan.recipe.kv_cache and plan.recipe.kv_cache.upper(),
+        "quantized_layers": {stored(name): form for name, form in layers.items()},
+    }
+    return {"producer": producer, "quantization": mixed}
+
+
+def _head_module(plan: Plan) -> str:
+    assert plan.head is not None
+    return EMBEDDING.removesuffix(".weight") if plan.head.scheme.is_table else "lm_head"
+
+
+def _compressed(plan: Plan) -> dict[str, Any]:
+    """What config.json says of the format compressed-tensors."""
+    recipe = plan.recipe
+    return compressed_tensors.describe(
+        recipe.scheme, recipe.block_size, _excluded(plan), recipe.kv_cache
+    )
+
+
+def _excluded(plan: Plan) -> list[str]:
+    """Modules that stay floats."""
+    subject = plan.subject
+    head = None if plan.head is None else subject.stored_name(_head_module(plan))
+    around = [name for name in subject.float_modules if name != head]
+    own = [*_kept_modules(plan), *_choosing(plan)]
+    return [*around, *(subject.stored_name(name) for name in own)]
+
+
+def _kept_modules(plan: Plan) -> list[str]:
+    """Linear layers within decoder layers that stay floats."""
+    kept = tuple(plan.subject.layers[index] for index in plan.job.keep_layers)
+    subject = plan.subject
+    return sorted(linear_shapes(subject.tensors.infos(), kept, subject.family)) if kept else []
+
+
+def _quantized_layers(plan: Plan) -> list[str]:
+    """Where their names begin."""
+    kept = plan.job.keep_layers
+    return [name for index, name in enumerate(plan.subject.layers) if index not in kept]
+
+
+def _replaced(plan: Plan) -> set[str]:
+    """Tensors of all experts of a layer, in whose place each has its own."""
+    experts = plan.subject.family.experts
+    joined = () if experts is None else experts.joined
+    return {layer + name for layer in _quantized_layers(plan) for name in joined}
+
+
+def _choosing(plan: Plan) -> list[str]:
+    """Matrices of quantized layers that stay floats: routers, and what weighs a shared expert."""
+    family, infos = plan.subject.family, plan.subject.tensors.infos()
+    layers = tuple(_quantized_layers(plan))
+    matrices = {name.removesuffix(".weight") for name, info in infos.items()
+                if name.startswith(layers) and len(info.shape) == 2}  # fmt: skip
+    return sorted(matrices - linear_shapes(infos, layers, family).keys())
+
+
+def _format(quantization: Mapping[str, Any]) -> dict[str, Any]:
+    """What is said of one layer."""
+    own = {key: value for key, value in quantization.items() if key not in _EVERY_FORMAT}
+    return {"quant_algo": quantization["quant_algo"], **own}

@@ -1,0 +1,82 @@
+"""Flags of `edgellm-quantize` that must go together, checked before imports that take seconds."""
+
+from __future__ import annotations
+
+from typing import Any
+
+from edgellm.core.cli import numbers
+from edgellm.core.contract import EdgeLLMError
+from edgellm.quantize.formats.schemes import (
+    HEAD_SCHEMES,
+    KV_SCHEMES,
+    ROTATIONS,
+    check_block_size,
+    check_format,
+    choose,
+    choose_scheme,
+)
+
+KEEP_BUDGET = 10.0  # percent, unless the user says otherwise
+
+
+def kept_layers(layers: str, budget: float | None) -> dict[str, Any]:
+    """Options of a job; raises `EdgeLLMError` for what is no list of numbers."""
+    if layers == "auto":
+        return {"keep_budget": KEEP_BUDGET if budget is None else budget}
+    if budget is not None:
+        raise EdgeLLMError("--keep_budget is for --keep_layers auto", hint="leave it out")
+    return {"keep_layers": numbers("--keep_layers", layers)}
+
+
+def check_names(
+    body: str,
+    head: str | None,
+    block_size: int | None,
+    algo: str | None = None,
+    format: str = "modelopt",
+    kv_cache_quantization: str | None = None,
+    rotate: str | None = None,
+    **_: Any,
+) -> None:
+    """Raise `EdgeLLMError` for names that are not on offer, or not together."""
+    scheme = choose_scheme(body, algo)
+    if head is not None:
+        choose("--lm_head_quantization", head, HEAD_SCHEMES)
+    if kv_cache_quantization is not None:
+        choose("--kv_cache_quantization", kv_cache_quantization, KV_SCHEMES)
+    if rotate is not None:
+        choose("--rotate", rotate, ROTATIONS)
+    check_format(format, scheme, head, kv_cache_quantization)
+    check_block_size(block_size, scheme, HEAD_SCHEMES[head] if head is not None else None)
+
+
+def check_together(
+    is_open: bool,
+    minutes: float | None,
+    points: float | None,
+    algo: str | None = None,
+    block_size: int | None = None,
+    keep_budget: float | None = None,
+    base_model_dir: str | None = None,
+    **_: Any,
+) -> None:
+    """Raise `EdgeLLMError` for options that only others would give a meaning."""
+    if minutes is not None and algo != "auto":
+        raise EdgeLLMError(
+            "--time_budget is for --algo auto, which tries several ways", hint="leave it out"
+        )
+    if points is not None and not is_open:
+        raise EdgeLLMError("--max_loss is for --quantization auto", hint="leave it out")
+    if base_model_dir is not None and algo == "auto":
+        raise EdgeLLMError(
+            "--algo auto does not do drafts", hint="choose --quantization auto, or --algo gptq"
+        )
+    if is_open and (algo is not None or block_size is not None):
+        raise EdgeLLMError(
+            "--quantization auto chooses --algo and --block_size itself", hint="leave them out"
+        )
+    if keep_budget is not None and algo == "auto":
+        raise EdgeLLMError(
+            "--keep_layers auto is for one --algo, and auto tries several",
+            hint="find the best --algo first, then its layers",
+        )

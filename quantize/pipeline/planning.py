@@ -1,0 +1,328 @@
+"""What the user chose, checked against the model: the plan of a run."""
+
+from __future__ import annotations
+
+import hashlib
+import json
+import math
+from dataclasses import asdict, dataclass, replace
+from pathlib import Path
+from typing import Any
+
+import torch
+
+from edgellm.core.contract import EdgeLLMError, UnsupportedModelError
+from edgellm.quantize.algorithms.autoround import is_there
+from edgellm.quantize.algorithms.modelopt import Recipe
+from edgellm.quantize.algorithms.rotation_r1 import rotated
+from edgellm.quantize.algorithms.rotation_r2 import check_values
+from edgellm.quantize.calibration.text import load_tokenizer, read_calibration
+from edgellm.quantize.formats.schemes import (
+    COMPRESSED_TENSORS,
+    HEAD_SCHEMES,
+    KV_SCHEMES,
+    RESIDUAL,
+    ROTATIONS,
+    TABLE_BLOCKS,
+    TARGETS,
+    VALUES,
+    Scheme,
+    block_size,
+    check_format,
+    check_targets,
+    choose,
+    choose_scheme,
+    smallest_bits,
+)
+from edgellm.quantize.metrics.questions import Questions, read_questions
+from edgellm.quantize.models import checks
+from edgellm.quantize.models.draft import open_float_draft
+from edgellm.quantize.models.language_model import LanguageModel, Subject, Task
+from edgellm.quantize.models.mtp_draft import MtpDraft
+from edgellm.quantize.pipeline.torch_device import choose_device
+from edgellm.quantize.work_folder import WorkFolder
+
+
+@dataclass(frozen=True, slots=True)
+class Job:
+    """Everything the user chose; None: a default that depends on device and scheme."""
+
+    model_dir: str
+    output_dir: Path
+    quantization: str
+    base_model_dir: str | None = None  # of a draft; None: `model_dir` is a language model
+    algo: str | None = None  # None: AWQ where there is a choice
+    rotate: str | None = None  # see `ROTATIONS`; changes nothing in floats
+    format: str = "modelopt"
+    lm_head_quantization: str | None = None
+    kv_cache_quantization: str | None = None
+    calib_dataset: str = "default"
+    num_samples: int | None = None
+    seq_len: int | None = None
+    held_out: int | None = None
+    alpha_step: float | None = None
+    block_size: int | None = None  # of INT4
+    keep_layers: tuple[int, ...] = ()  # that stay floats
+    keep_budget: float | None = None  # percent of the result's bytes, for layers yet to be found
+    target_bits: float | None = None  # a weight, of mixed precision
+    target_kl: float | None = None  # nats a token, an estimate
+    target: str = "cpu"  # whose rounding of INT8 inputs is reckoned with
+    batch_tokens: int | None = None
+    device: str = "auto"
+    seed: int = 0
+    max_kl: float | None = (
+        None  # nats a token over the held-out text, above which nothing is written
+    )
+    answers: str | None = None  # prompts whose answers are compared: "default", or a file
+    draft_model_dir: str | None = None  # of a float draft that is to follow the result
+    report: Path | None = None  # a further page, also of what is refused
+    ignore_config_keys: tuple[str, ...] = ()
+
+    @property
+    def work_dir(self) -> Path:
+        """Where the state of the run is until it is finished."""
+        return self.output_dir.parent / f"{self.output_dir.resolve().name}.quantizing"
+
+
+@dataclass(frozen=True, slots=True)
+class Plan:
+    """A job whose every check is passed."""
+
+    job: Job
+    subject: Subject
+    recipe: Recipe
+    head: Recipe | None
+    task: Task
+    settings: dict[str, Any]  # what makes the result what it is
+
+
+@dataclass(frozen=True, slots=True)
+class _Amounts:
+    """How much text; CPUs get through less in the same time."""
+
+    num_samples: int
+    seq_len: int
+    held_out: int
+    alpha_step: float
+    batch_tokens: int
+
+
+def _amounts(scheme: Scheme, device: torch.device) -> _Amounts:
+    """AWQ's search costs a dozen passes, AutoRound learns from rows again and again."""
+    searches = scheme.is_awq or scheme.is_autoround
+    if device.type == "cpu":
+        rows = 48 if scheme.form else 8 if scheme.is_awq else 16 if searches else 32
+        return _Amounts(rows, 256, 8, 0.2, 2048)
+    return _Amounts(128 if searches else 512, 512, 32, 0.1, 8192)
+
+
+def make_plan(job: Job) -> Plan:
+    """Everything that can be found out before the work.
+
+    Raises:
+        EdgeLLMError: something of it will not do; names it and the remedy.
+    """
+    scheme = choose_scheme(job.quantization, job.algo)
+    head, cache = job.lm_head_quantization, job.kv_cache_quantization
+    check_format(job.format, scheme, head, cache)
+    head_scheme = None
+    if job.lm_head_quantization is not None:
+        name = choose("--lm_head_quantization", job.lm_head_quantization, HEAD_SCHEMES)
+        head_scheme = HEAD_SCHEMES[name]
+    if job.kv_cache_quantization is not None:
+        choose("--kv_cache_quantization", job.kv_cache_quantization, KV_SCHEMES)
+    choose("--target", job.target, TARGETS)
+    if job.rotate is not None:
+        choose("--rotate", job.rotate, ROTATIONS)
+    check_targets(scheme, job.target_bits, job.target_kl, is_draft=job.base_model_dir is not None)
+    if scheme.is_autoround:
+        _check_autoround(job)
+    device = choose_device(job.device)
+    if job.base_model_dir is None:
+        subject: Subject = _language_model(job)
+    else:
+        subject = open_float_draft(job.model_dir, job.base_model_dir, job.ignore_config_keys)
+    if subject.family.experts is not None and (scheme.is_autoround or scheme.is_mixed):
+        raise EdgeLLMError(
+            f"{'--quantization mixed' if scheme.is_mixed else '--algo autoround'} does not do "
+            "mixtures of experts",
+            hint="choose int4_awq without --algo, or int8_sq",
+        )
+    _check_layers(job, subject)
+    recipe, head = _recipes(job, scheme, head_scheme, subject, device)
+    _check_bits(job, recipe.block_size)
+    amounts = _amounts(scheme, device)
+    seq_len = job.seq_len or amounts.seq_len
+    positions = subject.config.max_position_embeddings
+    if seq_len > positions:
+        raise EdgeLLMError(f"--seq_len {seq_len}: the model has {positions} positions")
+    reader = subject.reader
+    calibration = read_calibration(
+        job.calib_dataset,
+        load_tokenizer(reader.checkpoint.tokenizer_files),
+        num_samples=job.num_samples or amounts.num_samples,
+        num_held_out=job.held_out or amounts.held_out,
+        seq_len=seq_len,
+        vocab_size=reader.config.vocab_size,
+        seed=job.seed,
+    )
+    batch_tokens = job.batch_tokens or amounts.batch_tokens
+    batch_rows = max(1, batch_tokens // seq_len)
+    questions = _questions(job, reader)
+    task = Task(calibration, WorkFolder(job.work_dir), batch_rows, device, questions)
+    settings = _settings(job, recipe, head, subject, task, batch_tokens)
+    plan = Plan(job, subject, recipe, head, task, settings)
+    _check_resources(plan, batch_tokens)
+    if not task.work.is_there:
+        checks.check_weights(subject.checkpoint.tensors)
+    return plan
+
+
+def _questions(job: Job, reader: LanguageModel) -> Questions | None:
+    """What the model is asked, if the user wants that."""
+    if job.answers is None:
+        return None
+    tokenizer = load_tokenizer(reader.checkpoint.tokenizer_files)
+    positions = reader.config.max_position_embeddings
+    return read_questions(job.answers, tokenizer, reader.checkpoint, positions)
+
+
+def _language_model(job: Job) -> LanguageModel:
+    model = LanguageModel.open(job.model_dir, job.ignore_config_keys)
+    if job.rotate not in RESIDUAL:
+        return model
+    return rotated(model, job.seed, job.ignore_config_keys)
+
+
+def _check_layers(job: Job, subject: Subject) -> None:
+    """Raise `EdgeLLMError` for layers that are not there, cannot be turned, or if none is left."""
+    if job.rotate in VALUES:
+        check_values(subject.tensors.infos(), subject.layers, subject.family)
+    kept, count = {*job.keep_layers}, len(subject.layers)
+    if job.keep_budget is not None and job.kv_cache_quantization is not None:
+        raise EdgeLLMError(
+            "--keep_layers auto: scales of the cache are found in layers that are quantized",
+            hint="leave out --keep_layers or --kv_cache_quantization",
+        )
+    if job.keep_budget is not None and job.quantization == "mixed":
+        raise EdgeLLMError(
+            "--quantization mixed decides itself what stays in 16 bits",
+            hint="leave out --keep_layers",
+        )
+    if not kept:
+        return
+    flag = f"--keep_layers {','.join(map(str, job.keep_layers))}"
+    if not kept <= {*range(count)}:
+        raise EdgeLLMError(f"{flag}: the model has layers 0 to {count - 1}")
+    if len(kept) == count:
+        raise EdgeLLMError(f"{flag} leaves nothing to quantize", hint="keep fewer layers")
+    if job.kv_cache_quantization is not None:
+        raise EdgeLLMError(
+            f"{flag}: scales of the cache are found in layers that are quantized, all of them",
+            hint="leave out --keep_layers or --kv_cache_quantization",
+        )
+
+
+def _check_bits(job: Job, block_size: int) -> None:
+    """Raise `EdgeLLMError` for a size below that of the smallest form."""
+    if job.target_bits is None:
+        return
+    smallest = smallest_bits(block_size)
+    if job.target_bits < smallest:
+        raise EdgeLLMError(
+            f"--target_bits {job.target_bits:g}: INT4 in blocks of {block_size} has "
+            f"{smallest:g} bits a weight",
+            hint=f"give --target_bits {smallest:g} or more, or a larger --block_size",
+        )
+
+
+def _check_autoround(job: Job) -> None:
+    """Raise `EdgeLLMError` for what the package cannot do, or if it is not there."""
+    if job.base_model_dir is not None:
+        raise EdgeLLMError("--algo autoround does not do drafts", hint="leave out --algo")
+    if not is_there():
+        raise EdgeLLMError(
+            "--algo autoround needs the package auto-round",
+            hint="in edgellm's folder: pip install '.[autoround]'",
+        )
+
+
+def _recipes(
+    job: Job, scheme: Scheme, head_scheme: Scheme | None, subject: Subject, device: torch.device
+) -> tuple[Recipe, Recipe | None]:
+    infos = subject.tensors.infos()
+    body = checks.linear_shapes(infos, subject.layers, subject.family)
+    out, width = infos[subject.head_name].shape
+    alpha_step = job.alpha_step or _amounts(scheme, device).alpha_step
+    # Negative scales take TensorRT twice the bytes.
+    has_signs = job.target == "cpu" and job.format != COMPRESSED_TENSORS
+    own = Recipe(scheme, 0, alpha_step, job.kv_cache_quantization, job.target, has_signs)
+    if head_scheme is None:
+        return replace(own, block_size=block_size(scheme, body, job.block_size)), None
+    # The layout has one block size for all INT4 layers.
+    shared = scheme.is_int4 and head_scheme.is_int4
+    if isinstance(subject, MtpDraft):
+        raise EdgeLLMError(
+            f"{subject.checkpoint.label}: the head of its multi-token prediction is the base's",
+            hint="leave out --lm_head_quantization; of --quantization, auto rounds heads, too",
+        )
+    if head_scheme.is_table:
+        _check_table(subject, width)
+    head = {"lm_head": (out, width)}
+    body_block = block_size(scheme, {**body, **head} if shared else body, job.block_size)
+    head_block = body_block if shared else block_size(head_scheme, head, job.block_size)
+    return replace(own, block_size=body_block), Recipe(head_scheme, head_block, alpha_step)
+
+
+def _check_table(subject: Subject, width: int) -> None:
+    """Raise `EdgeLLMError` unless the embedding is the head, in rows of whole blocks."""
+    if subject.head_name != checks.EMBEDDING or subject is not subject.reader:
+        raise EdgeLLMError(
+            "--lm_head_quantization int8_tied: head and embedding are two matrices here",
+            hint="choose int8, which rounds the head alone",
+        )
+    if width % TABLE_BLOCKS[-1]:
+        raise UnsupportedModelError(
+            f"--lm_head_quantization int8_tied: rows of {width} are no multiple of "
+            f"{TABLE_BLOCKS[-1]}",
+            hint="leave it out",
+        )
+
+
+def _check_resources(plan: Plan, batch_tokens: int) -> None:
+    subject, task, scheme = plan.subject, plan.task, plan.recipe.scheme
+    if task.device.type == "cpu":
+        needed = subject.needed_bytes(
+            batch_tokens, scheme.layer_copies, with_head=plan.head is not None
+        )
+        if scheme.follows_rounded:  # inputs, outputs and rounded inputs of a layer
+            needed += 3 * 4 * math.prod(subject.states_shape(task.calibration.rows, 0))
+        checks.check_memory(needed, checks.available_bytes())
+    result = sum(info.num_bytes for info in subject.checkpoint.tensors.infos().values())
+    checks.check_disk(plan.job.output_dir, subject.states_bytes(task.calibration) + 2 * result)
+
+
+def _settings(
+    job: Job, recipe: Recipe, head: Recipe | None, subject: Subject, task: Task, batch_tokens: int
+) -> dict[str, Any]:
+    """What a run that goes on must have in common with the one that began."""
+    facts = asdict(job)
+    for name in ("output_dir", "device", "max_kl", "report"):
+        del facts[name]
+    infos = subject.tensors.infos()
+    names = sorted((name, info.dtype, info.shape) for name, info in infos.items())
+    described = json.dumps([subject.checkpoint.config, names], sort_keys=True)
+    calibration = task.calibration
+    facts |= {
+        "block_size": recipe.block_size,
+        "lm_head_block_size": None if head is None else head.block_size,
+        "alpha_step": recipe.alpha_step,
+        "batch_tokens": batch_tokens,
+        "num_samples": len(calibration.rows),
+        "held_out": len(calibration.held_out),
+        "seq_len": calibration.rows.shape[1],
+        "calibration_sha256": calibration.sha256,
+        "answers_sha256": None if task.questions is None else task.questions.sha256,
+        "model_sha256": hashlib.sha256(described.encode()).hexdigest(),
+    }
+    return json.loads(json.dumps(facts, default=str))

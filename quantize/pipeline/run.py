@@ -1,0 +1,315 @@
+"""One run of `edgellm-quantize`: layer by layer, each finished one kept on disk."""
+
+from __future__ import annotations
+
+import time
+from collections.abc import Callable
+from dataclasses import dataclass, replace
+from typing import Any
+
+import numpy as np
+import torch
+from transformers import PreTrainedModel
+
+from edgellm.core.contract import EdgeLLMError
+from edgellm.core.disk_space import explain_full_disk
+from edgellm.core.file_lock import hold
+from edgellm.quantize.activations.token_weights import layer_weights, weigh_tokens, weighs_tokens
+from edgellm.quantize.algorithms.autoround import autoround
+from edgellm.quantize.algorithms.cross_layer_equalization import evened
+from edgellm.quantize.algorithms.gptq.layer import round_layer
+from edgellm.quantize.algorithms.kv_cache import cache_scales
+from edgellm.quantize.algorithms.mixed_precision.layer_costs import (
+    divergence,
+    find_gradients,
+    measures_layers,
+)
+from edgellm.quantize.algorithms.mixed_precision.search import mix
+from edgellm.quantize.algorithms.modelopt import Exported, Recipe, quantize
+from edgellm.quantize.algorithms.rotation_r2 import rotate_values
+from edgellm.quantize.algorithms.smoothquant import smooth
+from edgellm.quantize.algorithms.smoothquant_folding import fold_smoothing
+from edgellm.quantize.algorithms.tied_embedding import enter_rounded
+from edgellm.quantize.calibration.hidden_states import States
+from edgellm.quantize.evaluation.draft_acceptance import keep_taps, open_draft_of
+from edgellm.quantize.evaluation.greedy_agreement import find_answers
+from edgellm.quantize.evaluation.held_out_text import evaluate
+from edgellm.quantize.evaluation.layer_errors import (
+    LayerReport,
+    QuantizedLayer,
+    compare,
+    refuse_broken,
+)
+from edgellm.quantize.formats import compressed_tensors
+from edgellm.quantize.formats.modelopt import F32
+from edgellm.quantize.formats.schemes import VALUES
+from edgellm.quantize.formats.tensors import Tensor
+from edgellm.quantize.metrics.divergence import Quality
+from edgellm.quantize.models.eagle_draft import Draft
+from edgellm.quantize.models.experts import find_experts, round_experts, watch
+from edgellm.quantize.models.families import Family
+from edgellm.quantize.models.one_layer_model import LAYER, quiet_transformers, run_layer
+from edgellm.quantize.pipeline.checkpoint_writer import check_output, write_folder
+from edgellm.quantize.pipeline.planning import Job, Plan, make_plan
+from edgellm.quantize.report.html_report import check_page, write_page
+from edgellm.quantize.report.report import Report, make_report
+from edgellm.quantize.work_folder import (
+    ANSWERS,
+    CALIBRATION,
+    FLOAT,
+    LOCK,
+    QUANTIZED,
+    ROUNDED,
+    as_facts,
+    layer_part,
+)
+
+Progress = Callable[[str, int, int], None]  # what was finished, parts done, parts in all
+_FULL_HINT = "free some space and run it again: finished layers are kept"
+
+
+def run_job(job: Job, progress: Progress) -> Report:
+    """Quantize a language model or a draft into `job.output_dir`.
+
+    An interrupted run goes on where it stopped. The output folder appears when all is done.
+
+    Raises:
+        EdgeLLMError: model, text, folders or the result are not what they should be.
+    """
+    quiet_transformers()
+    start = time.perf_counter()
+    check_output(job.output_dir)
+    check_page(job)
+    plan = make_plan(job)
+    draft = open_draft_of(plan)
+    work = plan.task.work
+    work.claim(plan.settings)
+    busy = f"another edgellm-quantize works in {work.path}"
+    with (
+        hold(work.path / LOCK, busy, "wait for it, or give another --output_dir"),
+        explain_full_disk(work.path, hint=_FULL_HINT),
+    ):
+        quality = _quantize(plan, draft, progress)
+        report = make_report(plan, quality, time.perf_counter() - start)
+        write_page(job, report)
+        refuse_far(job, quality)
+        write_folder(plan, report)
+        work.remove()
+    return report
+
+
+def refuse_far(job: Job, quality: Quality) -> None:
+    """Raise `EdgeLLMError` when the result differs more than the user allows; its parts stay."""
+    largest = job.max_kl
+    if largest is not None and not quality.kl_divergence <= largest:
+        raise EdgeLLMError(
+            f"a KL divergence of {quality.kl_divergence:.4f} nats is above --max_kl {largest}: "
+            f"{job.output_dir} was not written",
+            hint="try another --quantization; the same command with a larger --max_kl writes it at "
+            f"once, from {job.work_dir}",
+        )
+
+
+def _quantize(plan: Plan, draft: Draft | None, progress: Progress) -> Quality:
+    """All layers that are not finished yet, and the comparison of the two models."""
+    work, subject = plan.task.work, plan.subject
+    weighs, questions = weighs_tokens(plan), plan.task.questions
+    prepared = subject.num_preparations + weighs + (questions is not None)
+    layers = len(subject.layers)
+    parts = prepared + layers + 1
+    with torch.random.fork_rng(devices=[]):
+        torch.manual_seed(plan.job.seed)
+        if weighs:
+            weigh_tokens(plan)
+            progress("weights of tokens", 1, parts)
+        if questions is not None:
+            find_answers(plan, questions)
+            progress("answers of the float model", weighs + 1, parts)
+        if measures_layers(plan):
+            find_gradients(plan)
+        for index in range(layers):
+            if not work.has(layer_part(index)):
+                if index == 0:
+                    streams = _streams(plan, 0)
+                    subject.enter(
+                        plan.task, streams, lambda what, done: progress(what, done, parts)
+                    )
+                    if plan.head is not None and plan.head.scheme.is_table:
+                        enter_rounded(plan, streams)
+                keep_taps(plan, draft, index, _streams(plan, index))
+                _quantize_layer(plan, index)
+            progress(f"layer {index}", prepared + index + 1, parts)
+        last = _streams(plan, layers)
+        keep_taps(plan, draft, layers, last)
+        quality = evaluate(plan, last, draft)
+    progress("evaluation", parts, parts)
+    return quality
+
+
+def _streams(plan: Plan, layer: int) -> dict[str, States]:
+    """The streams of hidden states that enter `layer`."""
+    task = plan.task
+    batch_tokens = task.batch_rows * plan.subject.states_shape(task.rows(FLOAT), layer)[1]
+    names = [FLOAT, QUANTIZED]
+    names += [] if plan.recipe.scheme.form else [CALIBRATION]
+    names += [ROUNDED] if plan.recipe.scheme.follows_rounded else []
+    names += [ANSWERS] if task.questions is not None else []
+    shapes = {name: plan.subject.states_shape(task.rows(name), layer) for name in names}
+    return {
+        name: States(task.work.states(name, layer), shape, max(1, batch_tokens // shape[1]))
+        for name, shape in shapes.items()
+    }
+
+
+def _quantize_layer(plan: Plan, index: int) -> None:
+    """One layer from the source to a finished part, and all streams behind it."""
+    if index in plan.job.keep_layers:
+        _keep_layer(plan, index)
+        return
+    start = time.perf_counter()
+    subject, task = plan.subject, plan.task
+    task.work.drop_states(before=index)
+    before, after = _streams(plan, index), _streams(plan, index + 1)
+    raw = subject.layer_source(index)
+    source = {name: tensor.floats() for name, tensor in raw.items()}
+    if plan.job.rotate in VALUES:
+        source = rotate_values(source, subject.config.head_dim, subject.family)
+    source = evened(plan, index, source, before.get(ROUNDED))
+    exported, own = _exported(plan, index, source, before, after)
+    tensors = {**_kept(exported, raw, subject.family), **own.tensors}
+    layer = subject.layers[index]
+    quantized = _computing(plan, index, source, tensors, plan.recipe)
+    errors = quantized.weight_errors(source)
+    refuse_broken(layer, errors)
+    if plan.job.format == compressed_tensors.NAME:
+        tensors = fold_smoothing(tensors, source, subject.family, subject.config.head_dim)
+        tensors = compressed_tensors.without_input_scales(tensors)
+        scheme = compressed_tensors.run_scheme(plan.recipe.scheme)
+        quantized = _computing(plan, index, source, tensors, replace(plan.recipe, scheme=scheme))
+        tensors = compressed_tensors.pack(tensors)
+    for name in [name for name in before if name not in (CALIBRATION, FLOAT)]:
+        before[name].advance(after[name], quantized, task.device)
+    output, stream = compare(
+        quantized, before[FLOAT], (after[FLOAT], after[QUANTIZED]), task.device
+    )
+    bits = {name: linear.bits for name, linear in quantized.decoded.items()}
+    added = 0.0
+    if measures_layers(plan):
+        added = divergence(plan, index, quantized, before[FLOAT], after[FLOAT])
+    seconds = time.perf_counter() - start
+    report = LayerReport(index, output, stream, errors, bits, seconds, own.few, added)
+    stored = subject.family.stored_name
+    named = {layer + stored(name): tensor for name, tensor in tensors.items()}
+    facts = as_facts(report, quantization=exported.quantization, producer=exported.producer)
+    task.work.store(layer_part(index), named, facts)
+
+
+def _computing(
+    plan: Plan, index: int, source: dict[str, F32], tensors: dict[str, Tensor], recipe: Recipe
+) -> QuantizedLayer:
+    """The layer as an engine computes it."""
+    subject, device = plan.subject, plan.task.device
+    return QuantizedLayer(
+        subject.layers[index], source, tensors, recipe,
+        lambda values: subject.layer_model(index, values, device), device, subject.family,
+        subject.config.head_dim,
+    )  # fmt: skip
+
+
+def _keep_layer(plan: Plan, index: int) -> None:
+    """A layer that stays as it is: all streams behind it, and a part without tensors."""
+    start = time.perf_counter()
+    subject, task = plan.subject, plan.task
+    task.work.drop_states(before=index)
+    before, after = _streams(plan, index), _streams(plan, index + 1)
+    source = {name: tensor.floats() for name, tensor in subject.layer_source(index).items()}
+    model = subject.layer_model(index, source, task.device)
+    for name in before:
+        before[name].advance(after[name], lambda x: run_layer(model, x), task.device)
+    streams = after[FLOAT], after[QUANTIZED]
+    output, stream = compare(lambda x: run_layer(model, x), before[FLOAT], streams, task.device)
+    report = LayerReport(index, output, stream, {}, {}, time.perf_counter() - start)
+    task.work.store(layer_part(index), {}, as_facts(report, quantization=None, producer=None))
+
+
+def _exported(
+    plan: Plan,
+    index: int,
+    source: dict[str, F32],
+    before: dict[str, States],
+    after: dict[str, States],
+) -> tuple[Exported, _Own]:
+    """The float streams moved on, then the layer quantized."""
+    device = plan.task.device
+    model = plan.subject.layer_model(index, source, device)
+    names = [FLOAT]
+    is_read = index + 1 < len(plan.subject.layers) or plan.head is not None
+    if is_read and CALIBRATION in before:
+        names.append(CALIBRATION)
+    for name in names:
+        before[name].advance(after[name], lambda x: run_layer(model, x), device)
+
+    log, states = plan.task.work.log, before.get(CALIBRATION) or before[ROUNDED]
+    own, scheme, kv_cache = _Own({}, {}), plan.recipe.scheme, plan.recipe.kv_cache
+    attention = plan.subject.family.attention_of(source)
+    if kv_cache is not None and attention and (kv_cache == "int8" or not scheme.config):
+        scales = cache_scales(model, states.batches(device), kv_cache)
+        own.tensors.update({f"{attention}.{name}": scale for name, scale in scales.items()})
+    _round_experts(plan, model, states, own)
+    family, head_dim = plan.subject.family, plan.subject.config.head_dim
+    if scheme.is_smoothed:
+        return smooth(model, plan.recipe, states.batches(device), family, head_dim), own
+    if scheme.follows_rounded:
+        rounded = before[ROUNDED].batches(device)
+        if scheme.is_autoround:
+            return autoround(model, plan.recipe, states.batches(device), rounded, log), own
+        weights = layer_weights(plan, index) if weighs_tokens(plan) else None
+        forms = mix(plan).modules[index] if scheme.is_mixed else None
+        return round_layer(model, plan.recipe, rounded, family, weights, forms), own
+
+    def loop(spoiled: Any) -> None:
+        for batch in states.batches(device):
+            run_layer(spoiled, batch)
+
+    return quantize(model, plan.recipe, loop, log, keeps_norms=bool(family.floats)), own
+
+
+@dataclass(frozen=True, slots=True)
+class _Own:
+    """What we find ourselves: scales of a cache, experts, and which of these saw few tokens."""
+
+    tensors: dict[str, Tensor]
+    few: dict[str, int]
+
+
+def _round_experts(plan: Plan, model: PreTrainedModel, states: States, own: _Own) -> None:
+    """Those of the layer, if it has some."""
+    layer, family = model.model.layers[0], plan.subject.family
+    experts = find_experts(layer)
+    if experts is None or family.experts is None:
+        return
+
+    def run() -> None:
+        for batch in states.batches(plan.task.device):
+            run_layer(model, batch)
+
+    seen, few = watch(experts, run)
+    prefix = f"{family.experts.block}.experts"
+    own.tensors.update(round_experts(experts, seen, plan.recipe, prefix))
+    own.few.update({f"{prefix}.{index}": tokens for index, tokens in few.items()})
+
+
+def _kept(exported: Exported, raw: dict[str, Tensor], family: Family) -> dict[str, Tensor]:
+    """The layer's tensors; what ModelOpt left as it was keeps the source's type."""
+    found: dict[str, Tensor] = {}
+    for name, tensor in exported.tensors.items():
+        if not name.startswith(LAYER.format(0)):
+            continue
+        local = family.canonical(name.removeprefix(LAYER.format(0)))
+        before = raw.get(local)
+        if before is None or tensor.info.dtype != "F32":
+            found[local] = tensor
+        else:
+            unchanged = np.array_equal(before.floats(), tensor.floats())
+            found[local] = before if unchanged else tensor
+    return found

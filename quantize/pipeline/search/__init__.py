@@ -1,0 +1,1 @@
+"""Searches over algorithms, float layers and draft precisions."""

@@ -1,0 +1,104 @@
+"""`--algo auto`: several ways to four bits, of which the one with the least divergence stays."""
+
+from __future__ import annotations
+
+import time
+from dataclasses import dataclass
+
+from edgellm.quantize.algorithms.autoround import is_there
+from edgellm.quantize.algorithms.rotation_r1 import rotates
+from edgellm.quantize.algorithms.rotation_r2 import rotates_values
+from edgellm.quantize.formats.schemes import RESIDUAL, VALUES
+from edgellm.quantize.models.checks import HEAD
+from edgellm.quantize.models.language_model import LanguageModel
+from edgellm.quantize.pipeline.planning import Job
+from edgellm.quantize.pipeline.run import Progress
+from edgellm.quantize.pipeline.search.candidates import Trials, trials
+from edgellm.quantize.report.report import Report
+
+
+@dataclass(frozen=True, slots=True)
+class _Entry:
+    """One way."""
+
+    name: str
+    algo: str
+    rotate: str | None = None
+
+
+# The likeliest to win stand first: a budget of time ends the row.
+_ENTRIES = (
+    _Entry("gptq", "gptq"),
+    _Entry("autoround", "autoround"),
+    _Entry("gptq, values rotated", "gptq", rotate="values"),
+    _Entry("gptq, all rotated", "gptq", rotate="all"),
+    _Entry("awq", "awq"),
+)
+
+
+class _OutOfTimeError(Exception):
+    """The budget is spent, and something is finished."""
+
+
+def run_contest(job: Job, minutes: float | None, progress: Progress) -> Report:
+    """Quantize a language model into `job.output_dir` by whichever way suits it best.
+
+    Interrupted, it goes on where it stopped; what is finished counts with the time that it took.
+
+    Args:
+        job: whose algorithm is open.
+        minutes: after which no further way is waited for; the first is finished in any case.
+        progress: told of each way's parts.
+
+    Raises:
+        EdgeLLMError: as `run_job`.
+    """
+    with trials(job) as found:
+        _try_all(found, minutes, progress)
+        reports = found.reports
+        return found.publish(min(reports, key=lambda name: reports[name].quality.kl_divergence))
+
+
+def ways(job: Job) -> list[str]:
+    """The ways that the model can go, the likeliest to win first."""
+    model = LanguageModel.open(job.model_dir, job.ignore_config_keys)
+    has_draft = job.draft_model_dir is not None
+    return [entry.name for entry in _ENTRIES if _suits(entry, model, has_draft=has_draft)]
+
+
+def _suits(entry: _Entry, model: LanguageModel, *, has_draft: bool) -> bool:
+    if entry.algo == "autoround":
+        return is_there() and model.family.experts is None
+    takes = rotates_values(model.tensors.infos(), model.layers, model.family)
+    if entry.rotate in VALUES and not takes:
+        return False
+    # A tied head would become a matrix of its own, which is no fair comparison.
+    if entry.rotate in RESIDUAL and has_draft:  # which would read another stream
+        return False
+    return entry.rotate not in RESIDUAL or (model.head_name == HEAD and rotates(model))
+
+
+def _try_all(found: Trials, minutes: float | None, progress: Progress) -> None:
+    names = ways(found.job)
+    for entry in (each for each in _ENTRIES if each.name in names):
+        spent = sum(report.seconds for report in found.reports.values())
+        left = None if minutes is None or not found.reports else 60 * minutes - spent
+        if left is not None and left <= 0:
+            break
+        try:
+            until = _until(left, progress)
+            found.run(entry.name, until, algo=entry.algo, rotate=entry.rotate)
+        except _OutOfTimeError:
+            break
+
+
+def _until(seconds: float | None, progress: Progress) -> Progress:
+    """Progress that ends a run when its time is spent."""
+    start = time.perf_counter()
+
+    def told(what: str, done: int, total: int) -> None:
+        progress(what, done, total)
+        if seconds is not None and done < total and time.perf_counter() - start > seconds:
+            raise _OutOfTimeError
+
+    return told

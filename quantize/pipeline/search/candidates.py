@@ -1,0 +1,95 @@
+"""Several runs for one result, of which one stays; what is finished survives an interrupt."""
+
+from __future__ import annotations
+
+import contextlib
+import json
+import re
+from collections.abc import Iterator
+from dataclasses import asdict, dataclass, field, replace
+from pathlib import Path
+from typing import Any
+
+from edgellm.core.file_lock import hold
+from edgellm.quantize.pipeline.checkpoint_writer import PAGE, SIDE_FILE, check_output, publish
+from edgellm.quantize.pipeline.planning import Job
+from edgellm.quantize.pipeline.run import Progress, refuse_far, run_job
+from edgellm.quantize.report.html_report import check_page, render, write_page
+from edgellm.quantize.report.report import Report, Tried, read_report
+from edgellm.quantize.work_folder import LOCK, WorkFolder
+
+
+@dataclass(slots=True)
+class Trials:
+    """The runs of a job so far, by name."""
+
+    job: Job
+    work: WorkFolder
+    reports: dict[str, Report] = field(default_factory=dict)
+
+    def folder(self, name: str) -> Path:
+        """Where a run's result is."""
+        return self.work.path / re.sub(r"\W+", "-", name)
+
+    def run(self, name: str, progress: Progress, **changes: Any) -> Report:
+        """Run the job with changes, unless that was finished before an interrupt.
+
+        Raises:
+            EdgeLLMError: as `run_job`; whatever `progress` raises ends the run as well.
+        """
+        own = replace(self.job, output_dir=self.folder(name), max_kl=None, report=None, **changes)
+        side = own.output_dir / SIDE_FILE
+        if side.exists():
+            found = read_report(json.loads(side.read_text("utf-8")))
+        else:
+            found = run_job(own, lambda what, *parts: progress(f"{name}: {what}", *parts))
+        self.reports[name] = found
+        return found
+
+    def publish(self, name: str, **more: Any) -> Report:
+        """Make one the result; `more` are further fields of its report.
+
+        Raises:
+            EdgeLLMError: it differs more than the user allows; all runs stay.
+        """
+        tried = {
+            each: Tried(
+                found.quality.kl_divergence, found.quality.accuracy_quantized, found.bytes_after
+            )
+            for each, found in self.reports.items()
+        }
+        report = replace(self.reports[name], tried=tried, **more)
+        write_page(self.job, report)
+        refuse_far(self.job, report.quality)
+        folder = self.folder(name)
+        side = json.loads((folder / SIDE_FILE).read_text("utf-8"))
+        own = asdict(report)
+        side |= {key: own[key] for key in ("tried", *more)}
+        (folder / SIDE_FILE).write_text(json.dumps(side, indent=2) + "\n")
+        (folder / PAGE).write_text(render(report), "utf-8")
+        publish(folder, self.job.output_dir)
+        self.work.remove()
+        return report
+
+
+@contextlib.contextmanager
+def trials(job: Job) -> Iterator[Trials]:
+    """Nobody else works for the same result meanwhile.
+
+    Raises:
+        EdgeLLMError: the output folder holds something else, or somebody else's runs are under way.
+    """
+    check_output(job.output_dir)
+    check_page(job)
+    work = WorkFolder(job.work_dir)
+    facts = asdict(job)
+    for name in ("max_kl", "report"):
+        del facts[name]
+    work.claim(json.loads(json.dumps({"contest": facts}, default=str)))
+    busy = f"another edgellm-quantize works in {work.path}"
+    with hold(work.path / LOCK, busy, "wait for it, or give another --output_dir"):
+        try:
+            yield Trials(job, work)
+        finally:
+            if work.is_there and not work.has_begun:
+                work.remove()  # refused before anything was done

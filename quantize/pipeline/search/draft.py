@@ -1,0 +1,64 @@
+"""`edgellm-quantize draft --quantization auto`: the smallest draft that still drafts as well.
+
+What a rounded draft is worth is how often the base takes what it proposes, not how near its weights
+are. Each recipe is measured by that, over held-out features of the base, from the smallest on.
+"""
+
+from __future__ import annotations
+
+from dataclasses import dataclass, field
+from typing import Any
+
+from edgellm.quantize.pipeline.planning import Job
+from edgellm.quantize.pipeline.run import Progress
+from edgellm.quantize.pipeline.search.candidates import trials
+from edgellm.quantize.report.report import Report
+
+AUTO = "auto"
+
+
+@dataclass(frozen=True, slots=True)
+class _Recipe:
+    name: str
+    quantization: str
+    head: str
+    more: dict[str, Any] = field(default_factory=dict)
+
+
+_RECIPES = (
+    _Recipe("int4, head int4", "int4_awq", "int4", {"algo": "gptq", "block_size": 32}),
+    _Recipe("int4, head int8", "int4_awq", "int8", {"algo": "gptq", "block_size": 32}),
+    _Recipe("awq int4, head int8", "int4_awq", "int8", {"algo": "awq", "block_size": 32}),
+    _Recipe("int8, head int8", "int8_sq", "int8"),
+)
+
+
+def run_recipes(job: Job, points: float, progress: Progress) -> Report:
+    """Quantize a draft into `job.output_dir`; interrupted, it goes on where it stopped.
+
+    Args:
+        job: of a draft; a head that it asks for is every recipe's.
+        points: per cent of the base's tokens that the draft may foresee less often than in floats.
+        progress: told of each recipe's parts.
+
+    Raises:
+        EdgeLLMError: as `run_job`.
+    """
+    with trials(job) as found:
+        for recipe in _RECIPES:
+            head = job.lm_head_quantization or recipe.head
+            report = found.run(
+                recipe.name,
+                progress,
+                quantization=recipe.quantization,
+                lm_head_quantization=head,
+                **recipe.more,
+            )
+            if 100 * lost(report) <= points:
+                return found.publish(recipe.name)
+        return found.publish(min(found.reports, key=lambda name: lost(found.reports[name])))
+
+
+def lost(report: Report) -> float:
+    """Share of the base's tokens that the rounded draft foresees less often."""
+    return report.quality.accuracy_float - report.quality.accuracy_quantized

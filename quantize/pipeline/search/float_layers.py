@@ -1,0 +1,74 @@
+"""`--keep_layers auto`: the layers that lose most by rounding stay floats, within a size budget.
+
+All layers are rounded first, and what each alone adds to the divergence is measured on what it
+became. Then those stay floats that spare the most divergence for their bytes, and the others are
+rounded again, as they depend on what stands before them.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Sequence
+from pathlib import Path
+
+from edgellm.export.pipeline.resolve import open_checkpoint
+from edgellm.quantize.models.language_model import LanguageModel
+from edgellm.quantize.pipeline.planning import Job
+from edgellm.quantize.pipeline.run import Progress
+from edgellm.quantize.pipeline.search.candidates import trials
+from edgellm.quantize.report.report import Kept, Report
+
+_ALL = "all layers rounded"
+
+
+def run_keeping(job: Job, progress: Progress) -> Report:
+    """Quantize a language model into `job.output_dir`; interrupted, it goes on where it stopped.
+
+    Args:
+        job: with `keep_budget`.
+        progress: told of the parts of both runs.
+
+    Raises:
+        EdgeLLMError: as `run_job`.
+    """
+    assert job.keep_budget is not None
+    with trials(job) as found:
+        whole = found.run(_ALL, progress)
+        budget = job.keep_budget / 100 * whole.bytes_after
+        kept = choose(_costs(job, whole, found.folder(_ALL)), budget)
+        if not kept:
+            return found.publish(_ALL, kept=())
+        layers = tuple(sorted(each.layer for each in kept))
+        name = f"rounded but for layer {', '.join(map(str, layers))}"
+        rest = found.run(name, progress, keep_layers=layers, keep_budget=None)
+        if rest.quality.kl_divergence < whole.quality.kl_divergence:
+            return found.publish(name, kept=kept)
+        return found.publish(_ALL, kept=())
+
+
+def choose(costs: Sequence[Kept], budget_bytes: float) -> tuple[Kept, ...]:
+    """Those that fit together, the one that spares the most divergence for its bytes first."""
+    found: list[Kept] = []
+    for each in sorted(costs, key=lambda cost: cost.divergence / cost.num_bytes, reverse=True):
+        if len(found) + 1 == len(costs):
+            break
+        if each.divergence > 0 and sum(one.num_bytes for one in (*found, each)) <= budget_bytes:
+            found.append(each)
+    return tuple(found)
+
+
+def _costs(job: Job, report: Report, result: Path) -> list[Kept]:
+    """What each layer would cost in bytes, and spare."""
+    model = LanguageModel.open(job.model_dir, job.ignore_config_keys)
+    before = model.whole.tensors.infos()
+    after = open_checkpoint(str(result)).tensors.infos()
+    added = sum(layer.divergence for layer in report.layers)
+    found = []
+    for name, layer in zip(model.layers, report.layers, strict=True):
+        prefix = model.stored_name(name)
+        sizes = [
+            sum(info.num_bytes for key, info in infos.items() if key.startswith(prefix))
+            for infos in (before, after)
+        ]
+        share = layer.divergence / added if added else 0.0
+        found.append(Kept(layer.index, layer.divergence, share, sizes[0] - sizes[1]))
+    return found

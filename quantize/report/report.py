@@ -1,0 +1,184 @@
+"""What a run amounts to: sizes, errors, the difference in answers."""
+
+from __future__ import annotations
+
+import math
+import platform
+import statistics
+from collections.abc import Mapping
+from dataclasses import asdict, dataclass
+from importlib.metadata import version
+from typing import Any
+
+from edgellm.export.checkpoints.residual_rotation import KEY as ROTATION
+from edgellm.quantize.algorithms.mixed_precision.search import Mixture, mix
+from edgellm.quantize.evaluation.layer_errors import LayerReport
+from edgellm.quantize.metrics.divergence import Quality, read_quality
+from edgellm.quantize.models.checks import HEAD
+from edgellm.quantize.pipeline.planning import Plan
+from edgellm.quantize.work_folder import HEAD_PART, layer_part
+
+_PACKAGES = ("edgellm", "nvidia-modelopt", "torch", "transformers", "numpy")
+_WORST = 5
+_CODES = {"U8": 2, "I32": 8}  # in one number, where it is packed
+_FAR, _FEW = 2, 6  # errors of outliers over the median one; layers for each outlier
+
+
+@dataclass(frozen=True, slots=True)
+class Tried:
+    """One of several ways."""
+
+    kl_divergence: float
+    accuracy: float  # see `Quality`
+    num_bytes: int  # of the result
+
+
+@dataclass(frozen=True, slots=True)
+class Kept:
+    """A layer that stays in floats, or could."""
+
+    layer: int
+    divergence: float  # that rounding it alone adds, nats a token
+    share: float  # of what all layers add
+    num_bytes: int  # that rounding it spares
+
+
+@dataclass(frozen=True, slots=True)
+class Report:
+    """All figures of a run, measured on the exported tensors."""
+
+    subject: str  # "language model" or "draft"
+    quantization: str
+    lm_head: str
+    kv_cache: str
+    settings: dict[str, Any]
+    calibration: dict[str, Any]
+    quality: Quality
+    layers: tuple[LayerReport, ...]
+    quantized_modules: int
+    bits_per_weight: float  # of quantized layers, scales included
+    bytes_before: int
+    bytes_after: int
+    seconds: float  # of the process that finished
+    peak_memory_bytes: int
+    device: str
+    versions: dict[str, str]
+    untied_bytes: int = 0  # of the head that a rotation parted from the embedding
+    mixture: Mixture | None = None  # of mixed precision
+    tried: dict[str, Tried] | None = None  # where there were several ways
+    kept: tuple[Kept, ...] | None = None  # of `--keep_layers auto`
+
+    @property
+    def accuracy_means(self) -> str:
+        """What the accuracies of `quality` count."""
+        if self.subject == "draft":
+            return "first candidates that the base takes"
+        return "next tokens that are the likeliest"
+
+    @property
+    def worst_layers(self) -> list[LayerReport]:
+        """The layers with the largest output errors."""
+        quantized = [layer for layer in self.layers if layer.bits]
+        return sorted(quantized, key=lambda layer: -layer.output_error)[:_WORST]
+
+    @property
+    def few(self) -> dict[str, int]:
+        """Experts that saw few tokens of the calibration text, and how many."""
+        return {
+            f"model.layers.{layer.index}.{name}": tokens
+            for layer in self.layers
+            for name, tokens in layer.few.items()
+        }
+
+    @property
+    def outliers(self) -> list[int]:
+        """Layers that should stay floats: their errors are far above those of the others."""
+        errors = [layer.output_error for layer in self.layers if layer.bits]
+        limit = _FAR * statistics.median(errors)
+        found = [layer.index for layer in self.worst_layers if layer.output_error > limit]
+        return sorted(found[: len(errors) // _FEW])
+
+
+def make_report(plan: Plan, quality: Quality, seconds: float) -> Report:
+    """Collect what the parts in the work folder say."""
+    work, subject, calibration = plan.task.work, plan.subject, plan.task.calibration
+    layers = [layer_part(index) for index in range(len(subject.layers))]
+    sources = [work.tensors(name) for name in layers]
+    sources += [] if plan.head is None else [work.tensors(HEAD_PART)]
+    parts = {name: info for source in sources for name, info in source.infos().items()}
+    before = subject.checkpoint.tensors.infos()
+    modules = {name.removesuffix("_scale") for name in parts if name.endswith(".weight_scale")}
+    weights = stored = 0
+    for module in modules:
+        codes = parts.get(module) or parts[f"{module}_packed"]
+        weights += math.prod(codes.shape) * _CODES.get(codes.dtype, 1)
+        stored += sum(
+            info.num_bytes
+            for name, info in parts.items()
+            if name.startswith(module) or name == module.removesuffix("weight") + "pre_quant_scale"
+        )
+    replaced = {name.removesuffix("_packed") for name in parts}
+    kept = sum(info.num_bytes for name, info in before.items() if name not in replaced)
+    added = before[HEAD].num_bytes if _is_untied(subject.checkpoint.config) else 0
+    own_head = sum(info.num_bytes for name, info in parts.items() if name.startswith("lm_head."))
+    return Report(
+        subject=subject.kind,
+        quantization=plan.recipe.scheme.name,
+        lm_head=plan.job.lm_head_quantization or "float",
+        kv_cache=plan.job.kv_cache_quantization or "float",
+        settings=plan.settings,
+        calibration={
+            "name": calibration.name,
+            "rows": len(calibration.rows),
+            "held_out_rows": len(calibration.held_out),
+            "tokens_per_row": calibration.rows.shape[1],
+            "sha256": calibration.sha256,
+        },
+        quality=quality,
+        layers=tuple(_layer(work.facts(name)) for name in layers),
+        quantized_modules=len(modules),
+        bits_per_weight=8 * stored / weights,
+        bytes_before=sum(info.num_bytes for info in before.values()) - added,
+        bytes_after=kept + sum(info.num_bytes for info in parts.values()),
+        seconds=seconds,
+        peak_memory_bytes=_peak_memory(),
+        device=str(plan.task.device),
+        versions={
+            **{name: version(name) for name in _PACKAGES},
+            "python": platform.python_version(),
+        },
+        untied_bytes=(own_head or added) if added else 0,
+        mixture=mix(plan) if plan.recipe.scheme.is_mixed else None,
+    )
+
+
+def _is_untied(config: Mapping[str, Any]) -> bool:
+    """Whether a rotation parted the head from the embedding."""
+    return bool(config.get(ROTATION, {}).get("untied"))
+
+
+def as_json(report: Report) -> dict[str, Any]:
+    """The content of the side file."""
+    return {"kind": "quantized_checkpoint", **asdict(report)}
+
+
+def read_report(facts: Mapping[str, Any]) -> Report:
+    """What `as_json` gave of one run, without a mixture."""
+    own = {name: facts[name] for name in Report.__dataclass_fields__ if name != "mixture"}
+    own["quality"] = read_quality(facts["quality"])
+    own["layers"] = tuple(LayerReport(**layer) for layer in facts["layers"])
+    return Report(**own)
+
+
+def _layer(facts: dict[str, Any]) -> LayerReport:
+    names = LayerReport.__dataclass_fields__
+    return LayerReport(**{name: facts[name] for name in names if name in facts})
+
+
+def _peak_memory() -> int:
+    """Of this process so far; 0 where nobody counts."""
+    try:
+        import resource
+    except ImportError:  # not on Windows
+        return 0
+    return resource.getrusage(resource.RUSAGE_SELF).ru_maxrss * 1024

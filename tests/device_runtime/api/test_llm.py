@@ -1,0 +1,284 @@
+"""Answers of a tiny engine, and of a scripted session whose every pass is known."""
+
+from __future__ import annotations
+
+import numpy as np
+import pytest
+from portable import open_portable
+from stepping import generate
+
+from edgellm.core.contract import LOGITS, EdgeLLMError, LimitError, RequestError
+from edgellm.device_runtime import LLM, SamplingParams
+from edgellm.device_runtime.engine.profile import Profile
+from edgellm.device_runtime.networks.decoder import PassResult
+from edgellm.device_runtime.networks.sequence_kv import Context
+from edgellm.device_runtime.sampling.sampler import Sampler
+
+GREEDY = SamplingParams(temperature=0)
+
+
+@pytest.fixture(scope="module")
+def llm(tiny_engine) -> LLM:
+    return LLM(tiny_engine, verify=True)
+
+
+class ScriptedSession:
+    """Answers with given tokens and fails on a pass that the cache could not serve."""
+
+    def __init__(self, script, capacity=64, vocab_size=96):
+        self.script, self.capacity, self.vocab_size = list(script), capacity, vocab_size
+        self.length, self.most_parts, self.context = 0, 1, Context()
+
+    def use(self, context):
+        self.context = context
+
+    def new_context(self):
+        return Context()
+
+    def close(self, context): ...
+
+    def begin_text(self, prompt_rows, held, marks):
+        del prompt_rows, marks
+        return held
+
+    def end_text(self, length): ...
+
+    def run_many(self, parts):
+        (part,) = parts
+        assert part.write_index == self.length
+        self.length += len(part.token_ids)
+        assert self.length <= self.capacity
+        logits = np.zeros((len(part.logits_index), self.vocab_size), np.float32)
+        logits[:, self.script.pop(0)] = 9
+        return [PassResult({LOGITS: logits[None]}, len(logits))]
+
+
+@pytest.fixture
+def scripted(llm, monkeypatch):
+    """Make the model's next answer a list of words."""
+
+    def script(*words):
+        ids = [llm.tokenizer.encode(word, add_special_tokens=False)[0] for word in words]
+        monkeypatch.setattr(llm, "session", ScriptedSession(ids))
+
+    return script
+
+
+def _reference_ids(checkpoint, prompt_ids, count):
+    import torch
+    from transformers import AutoModelForCausalLM
+
+    model = AutoModelForCausalLM.from_pretrained(checkpoint)
+    output = model.generate(
+        torch.tensor([prompt_ids]), max_new_tokens=count, do_sample=False, eos_token_id=2
+    )
+    return output[0, len(prompt_ids) :].tolist()
+
+
+def test_greedy_ids_equal_transformers(llm, tiny_checkpoint):
+    prompt = "w20 w30 w40 w50"
+    answer = llm.generate(prompt, sampling=GREEDY, max_generate_length=40)
+    list(answer)
+    prompt_ids = llm.tokenizer.encode(prompt, add_special_tokens=True)
+    assert answer.token_ids == _reference_ids(tiny_checkpoint, prompt_ids, 40)
+
+
+@pytest.mark.parametrize("rows", [1, 3, 5, 100])
+def test_prompts_in_pieces_give_the_same_answer(llm, rows):
+    def ids(prefill_rows):
+        prompt, sampler = list(range(20, 31)), Sampler(GREEDY)
+        return list(generate(llm.session, prompt, sampler, 8, Profile(), prefill_rows=prefill_rows))
+
+    assert ids(rows) == ids(11)
+
+
+def test_a_request_leaves_nothing_behind(llm):
+    def ask(prompt):
+        answer = llm.generate(prompt, sampling=GREEDY, max_generate_length=12)
+        list(answer)
+        return answer.token_ids
+
+    alone = ask("w33 w34")
+    ask("w20 w30 w40 w50 w60 w70")
+    assert ask("w33 w34") == alone
+
+
+def test_steps_carry_the_text(scripted, llm):
+    scripted("w9", "w10", "</s>")
+    answer = llm.generate("w20", sampling=GREEDY)
+    steps = list(answer)
+    assert [step.text for step in steps] == [" w9", " w10"]  # behind the prompt
+    assert (answer.text, answer.finish_reason) == (" w9 w10", "stop")
+    assert len(answer.token_ids) == 3
+    assert answer.timings()["generation_tokens_per_second"] > 0
+
+
+def test_length_ends_the_answer(scripted, llm):
+    scripted("w9", "w10", "w11")
+    answer = llm.generate("w20", sampling=GREEDY, max_generate_length=2)
+    list(answer)
+    assert (answer.text, answer.finish_reason) == (" w9 w10", "length")
+
+
+def test_stop_strings_end_the_answer(scripted, llm):
+    scripted("w9", "w10", "w11", "w12")
+    answer = llm.generate("w20", sampling=GREEDY, stop=["w10 w11"])
+    list(answer)
+    assert (answer.text, answer.finish_reason) == (" w9 ", "stop")
+    assert len(answer.token_ids) == 3
+
+
+def test_text_held_for_a_stop_string_comes_out_at_the_end(scripted, llm):
+    scripted("w9", "w10", "</s>")
+    answer = llm.generate("w20", sampling=GREEDY, stop=["w10 w11"])
+    list(answer)
+    assert answer.text == " w9 w10"
+
+
+def test_chat_messages_go_through_the_template(scripted, llm):
+    scripted("</s>")
+    messages = [{"role": "user", "content": "w20 w21"}]
+    answer = llm.generate(messages, sampling=GREEDY)
+    list(answer)
+    assert answer.prompt_token_count == len(["user", ":", "w20", "w21", ".", "assistant", ":"])
+
+
+@pytest.mark.parametrize(
+    "wrong",
+    [{"temperature": -1}, {"temperature": float("nan")}, {"temperature": float("inf")},
+     {"top_p": 0}, {"top_p": 5}, {"top_k": -3}, {"seed": -1}, {"seed": 2**70}],
+    ids=str,
+)  # fmt: skip
+def test_sampling_parameters_have_ranges(wrong):
+    with pytest.raises(RequestError, match=f"{next(iter(wrong))} .* is out of range"):
+        SamplingParams(**wrong)
+
+
+@pytest.mark.parametrize(
+    ("name", "value"),
+    [("temperature", "hot"), ("temperature", None), ("temperature", True), ("top_p", "1"),
+     ("top_k", 1.5), ("top_k", True), ("seed", None), ("seed", "7"), ("num_logprobs", 0.5),
+     ("min_p", []), ("logit_bias", [1]), ("logit_bias", {"a": 1}), ("logit_bias", {3: None}),
+     ("guide", "json")],
+    ids=str,
+)  # fmt: skip
+def test_sampling_parameters_have_kinds(name, value):
+    with pytest.raises(RequestError, match=f"^{name} .* (is not|is no) "):
+        SamplingParams(**{name: value})
+
+
+def test_numbers_of_numpy_are_numbers(llm):
+    sampling = SamplingParams(np.float32(0.5), top_k=np.int64(3), seed=np.int32(1))
+    answer = llm.generate("w20", sampling=sampling, max_generate_length=np.int64(2))
+    list(answer)
+    assert answer.finish_reason == "length"
+
+
+@pytest.mark.parametrize(
+    ("arguments", "message"),
+    [({"max_generate_length": 1.5}, "max_generate_length 1.5 is not a whole number"),
+     ({"max_generate_length": "3"}, "max_generate_length '3' is not a whole number"),
+     ({"max_generate_length": None}, "max_generate_length None is not"),
+     ({"max_generate_length": True}, "max_generate_length True is not"),
+     ({"sampling": {"temperature": 0}}, "is not a SamplingParams"),
+     ({"sampling": 0}, "sampling 0 is not a SamplingParams"),
+     ({"stop": 5}, "stop 5 is not a list of texts"), ({"stop": [b"x"]}, "is not a list of texts"),
+     ({"speculative": "no"}, "speculative 'no' is not True or False"),
+     ({"temperature": 0}, "temperature does not go with raw text")],
+    ids=str,
+)  # fmt: skip
+def test_arguments_have_kinds(llm, arguments, message):
+    with pytest.raises(RequestError, match=message):
+        llm.generate("w20", **arguments)
+
+
+USER = {"role": "user", "content": "w20"}
+
+
+@pytest.mark.parametrize(
+    ("prompt", "message"),
+    [(None, "the prompt None is neither a text nor a list"), ([], "the prompt \\[\\] is neither"),
+     (USER, "is neither a text nor a list of messages"), (b"w20", "is neither"),
+     (["w20"], r"messages\[0\] 'w20' is not an object"),
+     ([USER, {"content": "w20"}], r"messages\[1\] has no `role`"),
+     ([USER, {"role": "user"}], r"messages\[1\].content None is not a text or a list"),
+     ([{"role": "user", "content": 5}], r"messages\[0\].content 5 is not"),
+     ([{"role": "user", "content": ["w20"]}], r"content\[0\] 'w20' is not an object"),
+     ([{"role": "user", "content": [{"type": "text"}]}], r"content\[0\].text None is not a text"),
+     ([{"role": "user", "content": [{"type": "image"}]}], r"content\[0\].image None is not a"),
+     ([{"role": "user", "content": [{"type": "image_url", "image_url": {"url": "a.png"}}]}],
+      "'image_url' is neither 'text', 'image' nor 'video'")],
+    ids=str,
+)  # fmt: skip
+def test_messages_have_a_form(llm, prompt, message):
+    with pytest.raises(RequestError, match=message):
+        llm.generate(prompt)
+
+
+@pytest.mark.parametrize(
+    "arguments", [{"context_reuse": "x"}, {"verify": 1}, {"spec": "eagle"},
+                  {"multimodal_engine_dir": 5}, {"engine_dir": None}], ids=str
+)  # fmt: skip
+def test_loading_has_kinds(tiny_engine, arguments):
+    with pytest.raises(RequestError, match=f"^{next(iter(arguments))} .* is not "):
+        LLM(**{"engine_dir": tiny_engine, **arguments})
+
+
+def test_one_stop_string_needs_no_list(scripted, llm):
+    scripted("w9", "w10", "w11")
+    answer = llm.generate("w20", sampling=GREEDY, stop="w10")
+    list(answer)
+    assert (answer.text, answer.finish_reason) == (" w9 ", "stop")
+
+
+def test_why_an_answer_ended_is_none_until_it_is_known(scripted, llm):
+    scripted("w9", "w10")
+    answer = llm.generate("w20", sampling=GREEDY, max_generate_length=2)
+    seen = [answer.finish_reason, *(answer.finish_reason for _ in answer)]
+    assert seen == [None, None, "length"]
+
+
+def test_an_answer_is_iterated_over_once(llm):
+    answer = llm.generate("w20", sampling=GREEDY, max_generate_length=2)
+    list(answer)
+    with pytest.raises(EdgeLLMError, match="iterated over once"):
+        list(answer)
+
+
+def test_half_surrogates_are_no_text(llm):
+    with pytest.raises(RequestError, match="surrogate"):
+        llm.generate("\ud800")
+
+
+def test_limits(llm):
+    with pytest.raises(RequestError, match="max_generate_length 0"):
+        llm.generate("w20", max_generate_length=0)
+    with pytest.raises(RequestError, match="has 49 tokens, the engine takes 48"):
+        llm.generate("w20 " * 49)
+    with pytest.raises(RequestError, match="prompt is empty"):
+        llm.generate("")
+    answer = llm.generate("w20 " * 40, sampling=GREEDY, max_generate_length=100)
+    assert "cut to 24" in answer.warnings[0]
+    list(answer)
+    assert len(answer.token_ids) <= 24
+
+
+def test_rows_beyond_the_capacity_are_refused(llm):
+    with pytest.raises(LimitError, match=r"60 \+ 5 rows exceed the KV capacity of 64"):
+        llm.session.run(np.arange(5), 60, np.array([4]))
+
+
+def test_first_rows_must_count_from_zero(tiny_bundle):
+    """GroupQueryAttention would ignore such positions without a word."""
+    session = open_portable(tiny_bundle, 64)
+    with pytest.raises(ValueError, match="positions 0, 1, 2"):
+        session.run(np.arange(3), 0, np.array([2]), position_ids=np.array([0, 1, 1]))
+
+
+def test_numbers_that_are_none_end_the_answer(llm, monkeypatch):
+    session = ScriptedSession([9])
+    nan = PassResult({LOGITS: np.full((1, 1, 96), np.nan, np.float32)}, 1)
+    monkeypatch.setattr(session, "run_many", lambda _: [nan])
+    monkeypatch.setattr(llm, "session", session)
+    with pytest.raises(EdgeLLMError, match="computed nan"):
+        list(llm.generate("w20"))

@@ -1,0 +1,98 @@
+"""Texts that are read and not answered: log-probabilities and embeddings as in transformers."""
+
+from __future__ import annotations
+
+import numpy as np
+import pytest
+import torch
+from conftest import make_checkpoint
+from safetensors.numpy import load_file, save_file
+from transformers import AutoModel, AutoModelForCausalLM
+
+from edgellm.build.engine import build_engine
+from edgellm.build.plan import Plan
+from edgellm.core.contract import RequestError, UnsupportedModelError
+from edgellm.device_runtime import LLM, SamplingParams
+from edgellm.export import models
+from edgellm.export.pipeline.llm import ExportOptions, export_llm
+from edgellm.export.pipeline.resolve import open_checkpoint
+
+GREEDY = SamplingParams(temperature=0)
+TEXT = [20, 30, 40, 50, 60, 21, 22, 23, 24, 25] * 8  # of more than one piece
+
+
+@pytest.fixture(scope="module")
+def folder(tmp_path_factory):
+    """A checkpoint with a tied head."""
+    tiny = {
+        **models.find("qwen3").TINY,
+        "tie_word_embeddings": True,
+        "max_position_embeddings": 128,
+    }
+    return make_checkpoint(tmp_path_factory.mktemp("tied") / "checkpoint", **tiny)
+
+
+def _engine(folder, engine, **options):
+    bundle = engine.with_name(f"{engine.name}-bundle")
+    export_llm(open_checkpoint(str(folder)), bundle, ExportOptions("fp32", **options))
+    build_engine("llm", bundle, engine, Plan(100, 128, 1, "auto"), "onnxruntime", lambda _: None)
+    return LLM(engine)
+
+
+def test_log_probabilities_of_a_text(folder, tmp_path):
+    llm = _engine(folder, tmp_path / "engine")
+    with torch.no_grad():
+        rows = AutoModelForCausalLM.from_pretrained(folder)(torch.tensor([TEXT])).logits[0]
+    expected = rows.double().log_softmax(-1).numpy()
+    found = llm.read_logprobs(TEXT, 3)
+    assert [one.token_id for one in found] == TEXT[1:]
+    for at, one in enumerate(found):
+        assert one.logprob == pytest.approx(expected[at, TEXT[at + 1]], abs=2e-4)
+        assert [top for top, _ in one.top] == np.argsort(-expected[at])[:3].tolist()
+    assert llm.read_logprobs([20]) == []
+    with pytest.raises(RequestError, match="the prompt is empty"):
+        llm.read_logprobs([])
+    with pytest.raises(RequestError, match="answers and does not embed"):
+        llm.embed(TEXT)
+
+
+@pytest.mark.parametrize("pooling", ["last", "mean"])
+def test_an_embedding_is_that_of_transformers(folder, tmp_path, pooling):
+    bare = tmp_path / "bare"  # as models for embeddings are saved, without a head
+    AutoModel.from_pretrained(folder).save_pretrained(bare)
+    for path in folder.glob("tokenizer*"):
+        (bare / path.name).write_bytes(path.read_bytes())
+    tensors = load_file(bare / "model.safetensors")
+    names = {name.removeprefix("model."): tensor for name, tensor in tensors.items()}
+    save_file(names, bare / "model.safetensors", metadata={"format": "pt"})
+    llm = _engine(bare, tmp_path / "engine", pooling=pooling)
+    with torch.no_grad():
+        rows = AutoModel.from_pretrained(folder)(torch.tensor([TEXT])).last_hidden_state[0]
+    vector = rows[-1] if pooling == "last" else rows.mean(dim=0)
+    expected = (vector / vector.norm()).numpy()
+    np.testing.assert_allclose(llm.embed(TEXT), expected, atol=2e-5)
+    assert llm.embed(TEXT[:3]).tolist() != expected.tolist()
+
+
+def test_a_model_that_embeds_is_no_base(folder, tmp_path):
+    options = ExportOptions("fp32", pooling="last", is_eagle_base=True)
+    with pytest.raises(UnsupportedModelError, match="is no base of a draft"):
+        export_llm(open_checkpoint(str(folder)), tmp_path / "bundle", options)
+
+
+@pytest.mark.parametrize("reuses", [False, True])
+def test_answers_go_on_around_what_is_read_and_who_makes_way(tiny_engine, reuses):
+    llm = LLM(tiny_engine, context_reuse=reuses)
+    alone = [LLM(tiny_engine).generate(f"w{at} w30", sampling=GREEDY) for at in (20, 21)]
+    for answer in alone:
+        list(answer)
+    first, other = (llm.generate(f"w{at} w30", sampling=GREEDY) for at in (20, 21))
+    steps = iter(first)
+    next(steps)
+    expected = LLM(tiny_engine).read_logprobs(TEXT[:30])
+    assert llm.read_logprobs(TEXT[:30]) == expected
+    next(steps)
+    llm.slot.release(first._entry.sequence)  # somebody needed the rows
+    list(other)
+    list(steps)
+    assert [first.token_ids, other.token_ids] == [answer.token_ids for answer in alone]

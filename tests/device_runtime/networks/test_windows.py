@@ -1,0 +1,270 @@
+"""Layers with a window keep its rows only: every answer is that of a cache which keeps all rows."""
+
+from __future__ import annotations
+
+import dataclasses
+import json
+import shutil
+
+import numpy as np
+import pytest
+from eagle_engines import export_pair
+from eagle_reference import Layout
+
+from edgellm.build.engine import build_engine
+from edgellm.build.onnxruntime_cpu.options import CpuOptions
+from edgellm.build.plan import Plan
+from edgellm.core.contract import LimitError
+from edgellm.core.kv_cache_size import cache_bytes
+from edgellm.core.manifest import LLM_ENGINE, load_engine
+from edgellm.device_runtime import LLM, SamplingParams, SpecOptions
+from edgellm.device_runtime.networks.decoder import Part, open_decoder
+from edgellm.device_runtime.networks.sequence_kv import Context
+
+WINDOW, CAPACITY, TOGETHER, PAGE, PASS = 40, 1024, 2, 64, 256
+OWN = CpuOptions("edgellm")
+PLAN = Plan(900, CAPACITY, 2, max_verify_tree_size=12, max_batch_size=TOGETHER, options=OWN)
+
+
+# Of a base with four layers, of which it reads what leaves the first three.
+DRAFT = Layout(
+    {
+        "architectures": ["LlamaForCausalLMEagle3"],
+        "draft_vocab_size": 40,
+        "eagle_config": {"eagle_aux_hidden_state_layer_ids": [0, 1, 2]},
+    },
+    taps=(1, 2, 3),
+)
+
+DRAFTED = SpecOptions(tree="fixed", steps=3, top_k=2, verify_size=8)
+
+
+@pytest.fixture(scope="module")
+def pair(tmp_path_factory):
+    sizes = {"max_position_embeddings": CAPACITY, "sliding_window": WINDOW, "num_hidden_layers": 4}
+    return export_pair(tmp_path_factory.mktemp("windows"), DRAFT, "gemma3_text", **sizes)
+
+
+@pytest.fixture(scope="module")
+def engine(pair):
+    build_engine("llm", pair.bundle, pair.engine, PLAN, "onnxruntime", lambda _: None)
+    plan = dataclasses.replace(PLAN, max_draft_tree_size=12)
+    build_engine("draft", pair.draft_bundle, pair.engine, plan, "onnxruntime", lambda _: None)
+    return pair.engine
+
+
+@pytest.fixture(scope="module")
+def single(pair):
+    """For one answer at a time."""
+    folder, plan = pair.engine.with_name("single"), dataclasses.replace(PLAN, max_batch_size=1)
+    build_engine("llm", pair.bundle, folder, plan, "onnxruntime", lambda _: None)
+    return folder
+
+
+@pytest.fixture(scope="module")
+def whole(engine):
+    """The same, whose layers keep all rows."""
+    folder = shutil.copytree(engine, engine.with_name("whole"))
+    manifest = json.loads((folder / "manifest.json").read_text())
+    del manifest["spec"]["kv"]["pages"]["pass_rows"]
+    (folder / "manifest.json").write_text(json.dumps(manifest))
+    return folder
+
+
+def open_session(folder):
+    return open_decoder(folder, load_engine(folder, LLM_ENGINE))
+
+
+def bounded_pool(session):
+    (pool,) = (pool for pool in session._runner._pages._pools if pool.is_bounded)
+    return pool
+
+
+IDS = np.random.default_rng(5).integers(9, 96, CAPACITY)
+
+
+class Scripted:
+    """Pieces, tokens and trees up to the end of the cache, and the logits of every row."""
+
+    def __init__(self, seed):
+        self.rng, self.context, self.length = np.random.default_rng(seed), Context(), 0
+        self.seen = []
+
+    def part(self):
+        kind = self.rng.choice(["piece", "token", "tree"])
+        size = {"piece": self.rng.integers(2, PASS + 1), "token": 1, "tree": 12}[kind]
+        size = int(min(size, CAPACITY - self.length))
+        self.mask, self.path, positions = None, np.arange(size), None
+        if kind == "tree":
+            self.mask = np.eye(size, dtype=np.bool_)
+            for node in range(1, size):
+                self.mask[node] |= self.mask[int(self.rng.integers(node))]
+            self.path = np.flatnonzero(self.mask[int(self.rng.integers(size))])
+            positions = self.length + self.mask.sum(1) - 1
+        ids = self.rng.integers(9, 96, size)
+        return Part(self.context, ids, self.length, np.arange(size), positions, self.mask)
+
+    def take(self, session, result):
+        self.seen.append(result.logits.tobytes())
+        if self.mask is not None:
+            session.use(self.context)
+            session.compact(self.length, self.path)
+        self.length += len(self.path)
+
+
+def run_scripts(session, most):
+    """All logits of five sequences; some are copied out now and then, all end."""
+    rng, everyone = np.random.default_rng(0), [Scripted(seed) for seed in range(5)]
+    while going := [one for one in everyone if one.length < CAPACITY]:
+        some = list(rng.permutation(going))[:most]
+        results = session.run_many([one.part() for one in some])
+        for one, result in zip(some, results, strict=True):
+            one.take(session, result)
+        session.save(some[0].context)
+    for one in everyone:
+        session.close(one.context)
+    return [one.seen for one in everyone]
+
+
+def test_every_row_has_the_bits_of_a_whole_cache(engine, whole):
+    session = open_session(engine)
+    free = bounded_pool(session).free_rows
+    assert run_scripts(session, TOGETHER) == run_scripts(open_session(whole), 1)
+    assert bounded_pool(session).free_rows == free
+
+
+def test_a_windows_pages_are_bounded(engine):
+    session = open_session(engine)
+    pool, held = bounded_pool(session), -(-(WINDOW + 64 + PASS) // PAGE) + 1
+    assert len(pool._uses) == TOGETHER * min(2 * held, CAPACITY // PAGE)
+    for begin in range(0, CAPACITY, PASS):
+        session.run(IDS[begin : begin + PASS], begin, np.array([0]))
+        assert len(pool._uses) - len(pool._free) <= held
+    kv = load_engine(engine, LLM_ENGINE).decoder.kv
+    row = kv.bytes_per_token // kv.num_layers
+    pages = TOGETHER * (3 * min(2 * held, CAPACITY // PAGE) + CAPACITY // PAGE)  # of three, and one
+    assert cache_bytes(kv, CAPACITY, TOGETHER) == row * PAGE * pages
+    assert load_engine(engine, LLM_ENGINE).prefill_rows <= PASS
+    with pytest.raises(LimitError, match="a pass of 257 rows"):
+        session.run(IDS[: PASS + 1], 0, np.array([0]))
+
+
+def read(session, begin, end):
+    """The logits behind the rows [begin, end)."""
+    for at in range(begin, end, PASS):
+        rows = IDS[at : min(at + PASS, end)]
+        result = session.run(rows, at, np.array([len(rows) - 1]))
+    return result.logits.tobytes()
+
+
+def test_a_copy_goes_on_where_the_window_is_there(engine, whole):
+    session = open_session(engine)
+    read(session, 0, 700)
+    least = session.least_rows
+    assert 512 - PAGE - 64 <= least <= 512  # where the last piece began
+    expected = {length: read(open_session(whole), 0, length) for length in (least + 1, 701, 740)}
+    saved, fork = session.read_rows(700), session.fork(session.context)
+    session.use(fork)
+    assert (session.least_rows, read(session, 700, 740)) == (least, expected[740])
+    session.write_rows(saved[..., : least + 20, :], IDS.tolist(), least)
+    assert (session.least_rows, session.num_rows) == (least, least + 20)
+    assert read(session, least, least + 1) == expected[least + 1]
+    session.save(session.context)
+    assert session.least_rows == least, "a copy of rows has no more than they had"
+    session.write_rows(saved, IDS.tolist(), least)
+    assert read(session, 700, 701) == expected[701]
+    with pytest.raises(ValueError, match="were given back"):
+        session.run(IDS[:1], least - 1, np.array([0]))
+
+
+def words(ids):
+    return " ".join(f"w{token}" for token in ids)
+
+
+def answer(llm, ids, **options):
+    options = {"max_generate_length": 12, "sampling": SamplingParams(temperature=0)} | options
+    grown = llm.generate_text(words(ids), add_special_tokens=False, stop=(), **options)
+    list(grown)
+    return grown
+
+
+@pytest.mark.parametrize(
+    "spec", [None, SpecOptions(network=None, lookups=("ngram",), tree="fixed")]
+)
+def test_a_second_turn_computes_its_new_rows(engine, whole, spec):
+    with LLM(engine, context_reuse=True, spec=spec) as llm, LLM(whole) as other:
+        first, more = [*IDS[:400].tolist(), *IDS[300:400].tolist()], IDS[50:60].tolist()
+        one = answer(llm, first)
+        assert one.token_ids == answer(other, first).token_ids
+        second = [*first, *one.token_ids, *more]
+        two = answer(llm, second)
+        assert two.token_ids == answer(other, second).token_ids
+        (reused,) = two.profile.reused_tokens
+        assert len(second) - reused <= 1 + len(more)
+        changed = [*first[:200], 9, *second[201:]]  # parts from it before the window's rows
+        three = answer(llm, changed)
+        assert three.token_ids == answer(other, changed).token_ids
+        assert three.profile.reused_tokens == [0]
+        four = answer(llm, changed)  # but for its last row it is there
+        assert four.token_ids == three.token_ids
+        assert four.profile.reused_tokens == [len(changed) - 1]
+
+
+def test_a_draft_over_windows(engine, whole):
+    """Far behind the window, and in a second turn."""
+    with LLM(engine, context_reuse=True, spec=DRAFTED) as llm, LLM(whole) as other:
+        prompt, rounds = IDS[600:900].tolist(), []
+        for known in (0, 300):
+            found = answer(llm, prompt, max_generate_length=120)
+            assert found.token_ids == answer(other, prompt, max_generate_length=120).token_ids
+            assert known <= found.profile.reused_tokens[0]
+            rounds += found.profile.rounds
+            prompt = [*prompt, *found.token_ids, *IDS[40:60].tolist()]
+        assert sum(one.emitted for one in rounds) > len(rounds) > 2 * WINDOW  # drafts were accepted
+
+
+@pytest.mark.parametrize("kind", ["drafts", "single"])
+def test_a_prompt_that_parts_from_the_answer(request, whole, kind):
+    """Where a template leaves the reasoning of earlier turns out, far behind the prompt."""
+    folder = request.getfixturevalue("single" if kind == "single" else "engine")
+    spec = DRAFTED if kind == "drafts" else None
+    with LLM(folder, context_reuse=True, spec=spec) as llm, LLM(whole) as other:
+        prompt, known = IDS[:400].tolist(), 0
+        for turn in range(3):
+            found = answer(llm, prompt, max_generate_length=130)
+            assert found.token_ids == answer(other, prompt, max_generate_length=130).token_ids
+            assert found.profile.reused_tokens == [known]
+            known = len(prompt)
+            prompt = [*prompt, *IDS[500 : 520 + turn].tolist()]
+        other_text = IDS[100:1000].tolist()  # which needs their pages
+        assert answer(llm, other_text).token_ids == answer(other, other_text).token_ids
+
+
+def test_a_system_prompt_is_kept_before_its_rows_are_given_back(engine, whole):
+    system = IDS[:150].tolist()
+    with LLM(engine) as llm, LLM(whole) as other:
+        for tail in (IDS[400:900].tolist(), IDS[300:330].tolist()):
+            ids = [*system, *tail]
+            found = answer(llm, ids, system_prompt=words(system))
+            assert found.warnings == []
+            assert found.token_ids == answer(other, ids).token_ids
+        assert found.profile.reused_tokens == [150]
+
+
+def test_answers_side_by_side(engine, whole):
+    prompts = [words(IDS[at : at + 500].tolist()) for at in (0, 60, 120, 180)]
+    ask = {"max_generate_length": 30, "sampling": SamplingParams(temperature=0)}
+    with LLM(engine) as llm, LLM(whole) as other:
+        found = llm.generate_batch(prompts, **ask)
+        for prompt, one in zip(prompts, found, strict=True):
+            alone = other.generate(prompt, **ask)
+            list(alone)
+            assert one.token_ids == alone.token_ids
+
+
+def test_the_bytes_of_a_single_sequence(engine):
+    """A piece more than the window stays, whatever the capacity."""
+    kv = load_engine(engine, LLM_ENGINE).decoder.kv
+    assert kv.pages is not None
+    windows = dataclasses.replace(kv, pages=dataclasses.replace(kv.pages, windows=(WINDOW,) * 4))
+    assert cache_bytes(windows, 1 << 15) == cache_bytes(windows, 1 << 12)

@@ -1,0 +1,208 @@
+"""`cuda.py` on a driver that watches threads: contexts in pairs, memory, graphs that fail."""
+
+from __future__ import annotations
+
+import os
+import subprocess
+import sys
+import threading
+from types import SimpleNamespace
+
+import numpy as np
+import pytest
+from fake_cuda import FakeDriver, fake_graphs
+
+from edgellm.core.contract import EdgeLLMError, LimitError
+from edgellm.device_runtime.gpu import newest_ptx
+from edgellm.device_runtime.kernels.triton import catalog
+from edgellm.device_runtime.runners.tensorrt.cuda import driver as cuda
+from edgellm.device_runtime.runners.tensorrt.cuda import gather
+from edgellm.device_runtime.runners.tensorrt.cuda.kernels import argument_codes
+from edgellm.device_runtime.runners.tensorrt.cuda.protocols import NewRows, Planes
+from edgellm.device_runtime.runners.tensorrt.library.runtime import LoadedEngine
+
+PLANES = Planes(1 << 20, 2, 8, 32)
+
+
+def _device(driver: FakeDriver, fails_at: str = "") -> cuda.CudaDevice:
+    return cuda.CudaDevice(driver, fake_graphs(driver, fails_at=fails_at), driver.Device(0))
+
+
+def _work(device: cuda.CudaDevice) -> None:
+    memory, host = device.allocate(64), device.pinned(64)
+    device.upload(memory.address, host)
+    device.move_rows(PLANES, memory.address, 1, 0)
+    device.gather_rows(memory.address, memory.address, np.array([1, 2]), 16)
+    device.gather_rows(memory.address, memory.address, np.array([2, 1]), 16)
+    device.gather_rows_at(memory.address, memory.address, memory.address, 2, 16)
+    device.copy(memory.address, memory.address, 16)
+    device.launch(catalog.lay_out(64), (1, 1, 1), [memory.address] * 8)
+    device.copy_rows(PLANES, 1, 5, 3)
+    device.append_rows(PLANES, NewRows(memory.address, 256, 1, memory.address), 1)
+    device.download(host, memory.address)
+    device.capture(lambda: device.upload(memory.address, host))()
+    assert device.free_bytes() > 0
+    device.synchronize()
+
+
+def test_contexts_are_pushed_and_popped_in_pairs_in_every_thread():
+    driver = FakeDriver()
+    device = _device(driver)
+    assert not driver.stack
+    faults: list[BaseException] = []
+
+    def elsewhere() -> None:
+        try:
+            _work(device)
+            assert not driver.stack
+        except BaseException as error:  # noqa: BLE001
+            faults.append(error)
+
+    thread = threading.Thread(target=elsewhere, name="engine")
+    thread.start()
+    thread.join()
+    assert not faults
+    _work(device)
+    assert not driver.stack
+    assert {who for _, who in driver.calls} == {"engine", "MainThread"}
+    assert driver.alive == 2  # the device's own, of indices
+
+
+def test_rows_of_all_planes_are_copied_on_the_stream():
+    driver = FakeDriver()
+    device = _device(driver)
+    device.copy_rows(PLANES, 1, 5, 3)  # of 2 planes of 8 rows of 32 bytes
+    at = PLANES.address
+    expected = [at + 32, at + 5 * 32, 256, 256, 96, 2]
+    assert driver.calls[-1][0] == f"planes {expected} in 7"
+
+
+def test_a_kernel_is_loaded_once_and_has_the_arguments_of_its_signature():
+    driver = FakeDriver()
+    device = _device(driver)
+    for _ in range(3):
+        device.launch(catalog.lay_out(64), (1, 1, 1), [1 << 20] * 2 + [8, 1, 0] + [1 << 20] * 3)
+    names = [name for name, _ in driver.calls]
+    assert (names.count("module"), names.count("launch")) == (4, 3)  # three are hand-written
+    assert argument_codes(catalog.lay_out(64).kernel) == "PPiiiPPP"
+    with pytest.raises(EdgeLLMError, match="no kernel lay_out-nodes96 was compiled"):
+        device.launch(catalog.lay_out(96), (1, 1, 1), [])
+
+
+@pytest.mark.parametrize(
+    ("cuda_version", "newest"),
+    [((12, 2), 82), ((12, 5), 85), ((12, 6), 85), ((12, 8), 87), ((13, 0), 90), ((13, 1), 91)],
+)
+def test_the_newest_ptx_of_a_driver(cuda_version, newest):
+    assert newest_ptx(cuda_version) == newest
+
+
+def test_indices_wait_only_when_their_memory_is_full():
+    driver = FakeDriver()
+    device, rows = _device(driver), np.arange(4000)[::-1]
+    indices = gather.Indices(device)
+    waits = lambda: sum(name == "synchronize" for name, _ in driver.calls)  # noqa: E731
+    device._indices, before = indices, waits()
+    found = [device.gather_rows(0, 0, rows, 16) for _ in range(4)]
+    assert (len(found), waits()) == (4, before)
+    device.gather_rows(0, 0, rows, 16)
+    assert waits() == before + 1
+
+
+def test_a_context_is_popped_when_something_fails():
+    driver = FakeDriver(free_bytes=1000)
+    device = _device(driver)
+    with pytest.raises(LimitError, match="the GPU has 0 MB left"):
+        device.allocate(2000)
+    with pytest.raises(KeyError), device.current(), device.current():
+        raise KeyError
+    assert not driver.stack
+
+
+def test_memory_outlives_its_views_and_is_freed_in_any_thread():
+    driver = FakeDriver()
+    device = _device(driver)
+    view = device.pinned(64)[8:16]
+    assert driver.alive == 1
+    held = [view, device.allocate(64)]
+    del view
+    thread = threading.Thread(target=held.clear)
+    thread.start()
+    thread.join()
+    assert driver.alive == 0
+
+
+@pytest.mark.parametrize("fails_at", ["cuStreamBeginCapture", "cuStreamEndCapture", "enqueue"])
+def test_what_cannot_be_recorded_runs_all_the_same(caplog, fails_at):
+    driver = FakeDriver()
+    device, asked = _device(driver, fails_at), []
+
+    def enqueue() -> None:
+        asked.append(1)
+        if fails_at == "enqueue" and len(asked) == 1:
+            raise EdgeLLMError("TensorRT does not run the pass")
+
+    for _ in range(2):
+        device.capture(enqueue)()
+    assert len(asked) >= 2
+    assert "cuGraphLaunch" not in {name for name, _ in driver.calls}
+    (record,) = caplog.records  # one warning
+    assert "piece by piece" in record.message
+
+
+@pytest.mark.parametrize(("integrated", "free"), [(True, 6 << 30), (False, 1 << 30)])
+def test_free_memory_of_boards_counts_what_the_system_would_give(monkeypatch, integrated, free):
+    monkeypatch.setattr(cuda, "available_memory_bytes", lambda: 6 << 30)
+    assert _device(FakeDriver(integrated=integrated)).free_bytes() == free
+
+
+def test_tensorrt_is_called_in_the_context():
+    """Loading, contexts and passes, in a thread that did not open the device."""
+    driver = FakeDriver()
+    device = _device(driver)
+    called = lambda name, found=True: lambda *_: (driver.use(name), found)[1]  # noqa: E731
+    context = SimpleNamespace(
+        set_device_memory=called("set_device_memory"),
+        set_optimization_profile_async=called("profile"),
+        set_input_shape=called("shape"),
+        set_tensor_address=lambda *_: True,
+        execute_async_v3=called("execute"),
+        is_stream_capturable=called("capturable"),
+    )
+    engine = SimpleNamespace(num_io_tensors=0, create_execution_context=called("context", context))
+    trt = SimpleNamespace(ExecutionContextAllocationStrategy=SimpleNamespace(USER_MANAGED=0))
+    loaded = LoadedEngine(trt, None, engine, device, None)  # type: ignore[arg-type]
+
+    def work() -> None:
+        made = loaded.new_context(0, device.allocate(1))
+        made.set_shape("x", (1, 2))
+        made.enqueue()
+        assert made.is_capturable()
+
+    thread = threading.Thread(target=work, name="engine")
+    thread.start()
+    thread.join()
+    assert {("execute", "engine"), ("capturable", "engine")} <= set(driver.calls)
+    assert not driver.stack
+
+
+def test_a_process_ends_cleanly_with_memory_that_lives():
+    """The driver is not asked any more, and no context is left for pycuda to end the process."""
+    script = (
+        "import numpy, sys; from fake_cuda import FakeDriver, fake_graphs\n"
+        "from edgellm.device_runtime.runners.tensorrt import cuda\n"
+        "driver = FakeDriver()\n"
+        "device = cuda.CudaDevice(driver, fake_graphs(driver), driver.Device(0))\n"
+        "sys.held = device.allocate(64), device.pinned(64), device.capture(device.synchronize)\n"
+        "driver.use = lambda name: print('asked for', name)\n"
+        "assert not driver.stack\n"
+    )
+    path = os.pathsep.join(sys.path)
+    found = subprocess.run(
+        [sys.executable, "-c", script],
+        capture_output=True,
+        text=True,
+        check=False,
+        env={**os.environ, "PYTHONPATH": path},
+    )
+    assert (found.returncode, found.stdout, found.stderr) == (0, "", "")

@@ -1,0 +1,204 @@
+"""Plugins in Python, as TensorRT 10.3 takes them through build and run; a driver that is none."""
+
+from __future__ import annotations
+
+import ctypes
+import json
+from types import SimpleNamespace
+from typing import Any
+
+import numpy as np
+import pytest
+from attention_references import host_memory
+from kernel_references import REFERENCES, TYPES
+from plugin_stub import Builder, dim, library
+
+from edgellm.build.tensorrt.builder import register_plugins
+from edgellm.core.contract import EdgeLLMError
+from edgellm.device_runtime.kernels.triton import catalog, prebuilt
+from edgellm.device_runtime.runners import tensorrt
+from edgellm.device_runtime.runners.tensorrt.cuda import driver as cuda
+from edgellm.device_runtime.runners.tensorrt.cuda import launch as driver_launch
+from edgellm.device_runtime.runners.tensorrt.kernel_cache import MAGIC
+from edgellm.device_runtime.runners.tensorrt.library import python_plugins
+from edgellm.device_runtime.runners.tensorrt.library.attention_nodes import (
+    GIVEN,
+    NAMESPACE,
+    PLUGINS,
+)
+from edgellm.device_runtime.runners.tensorrt.library.trt_import import Library
+
+ROWS, LIVE, CAPACITY, HEADS, KV_HEADS, SIZE, STREAM = 5, 9, 32, 6, 2, 80, 7
+ATTRIBUTE = {"heads": HEADS, "kv_heads": KV_HEADS, "head_dim": SIZE, "codes": "fp16"}
+ATTRIBUTE |= {"capability": 87, **dict.fromkeys(("layer", "own_tables", "window"), 0)}
+ATTRIBUTE |= {"cap_bits": 0, "sunk": 0}
+
+
+class Machine:
+    """A library with the plugins, and memory in which kernels find their arguments."""
+
+    def __init__(self) -> None:
+        self.trt: Any = library()
+        self.memory: dict[int, np.ndarray] = {}
+        python_plugins.register(self.trt, self.compute)
+        python_plugins.register(self.trt, self.compute)  # a second engine of the process
+
+    def node(self, name: str) -> Any:
+        """Through a graph's attribute, a plan's, and a context."""
+        trt = self.trt
+        creator = trt.get_plugin_registry().get_creator(name, "1", NAMESPACE)
+        assert [field.name for field in creator.field_names] == [GIVEN]
+        field = trt.PluginField(GIVEN, json.dumps(ATTRIBUTE).encode(), trt.PluginFieldType.CHAR)
+        built = creator.create_plugin(name, [field], trt.TensorRTPhase.BUILD)
+        assert built.initialized == {
+            f"IPluginV3{part}" for part in ("", "OneCore", "OneBuild", "OneRuntime")
+        }
+        assert built.get_capability_interface(None) is built
+        read = creator.create_plugin(name, built.get_fields_to_serialize(), None)
+        copied = read.attach_to_context(None)
+        assert copied is not read
+        assert (copied.plugin_name, copied.plugin_namespace) == (name, NAMESPACE)
+        return copied
+
+    def run(self, name: str, *inputs: np.ndarray) -> list[np.ndarray]:
+        """What a node writes."""
+        node, trt = self.node(name), self.trt
+        found = node.get_output_shapes([[dim(n) for n in x.shape] for x in inputs], [], Builder())
+        kinds = node.get_output_data_types([])
+        names = [kind.name.lower() for kind in kinds]
+        shapes = [[each.of({}) for each in shape] for shape in found]
+        outputs = [np.full(shape, 7, name) for shape, name in zip(shapes, names, strict=True)]
+        linear, other = trt.TensorFormat.LINEAR, trt.TensorFormat.HWC8
+        said = (kinds[0], linear, True), (trt.int8, linear, False), (kinds[0], other, False)
+        for kind, form, fits in said:
+            described = [SimpleNamespace(desc=SimpleNamespace(type=kind, format=form))]
+            place = len(inputs)
+            assert node.supports_format_combination(place, described * (place + 1), place) == fits
+        self.memory |= {each.ctypes.data: each.reshape(-1) for each in (*inputs, *outputs)}
+        described = [SimpleNamespace(dims=each.shape) for each in inputs]
+        addresses = [[each.ctypes.data for each in part] for part in (inputs, outputs)]
+        node.enqueue(described, [], *addresses, 0, STREAM)
+        return outputs
+
+    def compute(self, compiled: Any, grid: Any, arguments: Any, stream: int) -> None:
+        assert stream == STREAM
+        kinds = compiled.kernel.signature.values()
+        given = [
+            self.memory[value] if kind in TYPES else value
+            for kind, value in zip(kinds, arguments, strict=True)
+        ]
+        facts = {**compiled.constants, "grid": grid, "memory": host_memory}
+        REFERENCES[compiled.kernel.name](*given, constants=facts)
+
+
+def test_three_nodes_compute_attention():
+    random, machine = np.random.default_rng(0), Machine()
+    names = [plugin.name for plugin in PLUGINS]
+    q, k, v = (
+        random.standard_normal((1, ROWS, count * SIZE)).astype(np.float16)
+        for count in (HEADS, KV_HEADS, KV_HEADS)
+    )
+    cache = random.standard_normal((2, KV_HEADS, CAPACITY, SIZE)).astype(np.float16)
+    places = [cache[part].ctypes.data for part in range(2)]
+    table = np.array([CAPACITY, CAPACITY ^ MAGIC, *places, 0, 0])
+    one = np.ones((CAPACITY, SIZE // 2), np.float16)  # nothing turns
+    positions, at = np.arange(ROWS)[None] + LIVE, np.array([LIVE])
+    tree = np.tri(ROWS, dtype=np.int8)
+    (turned,) = machine.run(names[0], q, k, v, one, 0 * one, positions, at, table)
+    parts, stats = machine.run(names[1], turned, tree, positions, at, table)
+    (y,) = machine.run(names[2], parts, stats, stats)
+    keys, values = cache[:, :, : LIVE + ROWS].astype(np.float64)
+    np.testing.assert_array_equal(keys[:, LIVE:], k.reshape(ROWS, KV_HEADS, SIZE).swapaxes(0, 1))
+    queries = q.reshape(ROWS, KV_HEADS, -1, SIZE).astype(np.float64)
+    scores = np.einsum("rhgd,hld->hgrl", queries, keys) / SIZE**0.5
+    scores[..., LIVE:] += np.where(tree, 0, -np.inf)
+    weights = np.exp(scores - scores.max(-1, keepdims=True))
+    expected = np.einsum("hgrl,hld->rhgd", weights / weights.sum(-1, keepdims=True), values)
+    np.testing.assert_allclose(y.reshape(expected.shape), expected, atol=4e-3)
+
+
+@pytest.mark.parametrize(("version", "needs"), [("10.3.0", True), ("10.13.3", False)])
+def test_build_and_runtime_register_them(monkeypatch, tmp_path, version, needs):
+    def find(trt: Any) -> Any:
+        return trt.get_plugin_registry().get_creator(PLUGINS[0].name, "1", NAMESPACE)
+
+    trt = library_of(version)
+    monkeypatch.setattr(tensorrt, "_require_origin", lambda *_: trt)
+    monkeypatch.setattr(cuda, "open_device", no_device)
+    with pytest.raises(EdgeLLMError, match="no GPU"):
+        # It stops before it reads the manifest.
+        tensorrt.open_engine(tmp_path, SimpleNamespace())  # type: ignore[arg-type]
+    assert (find(trt) is not None) == needs
+    if needs:
+        register_plugins(Library(other := library_of(version), False))
+        assert find(other) is not None
+
+
+def no_device() -> None:
+    raise EdgeLLMError("no GPU")
+
+
+def library_of(version: str) -> Any:
+    trt: Any = library()
+    trt.__version__ = version
+    return trt
+
+
+class Driver:
+    """`libcuda.so.1`; refuses what `refuses` names."""
+
+    def __init__(self, refuses: str = "") -> None:
+        self.refuses, self.loads = refuses, 0
+        self.launched: list[tuple[Any, ...]] = []
+
+    def _status(self, name: str) -> int:
+        return 222 if name == self.refuses else 0
+
+    def cuModuleLoadData(self, _module: Any, ptx: bytes) -> int:  # noqa: N802
+        assert b".entry" in ptx
+        self.loads += 1
+        return self._status("cuModuleLoadData")
+
+    def cuModuleGetFunction(self, function: Any, _module: Any, name: bytes) -> int:  # noqa: N802
+        function._obj.value = len(name)
+        return 0
+
+    def cuLaunchKernel(self, function: Any, *given: Any) -> int:  # noqa: N802
+        *sizes, stream, places, extra = given
+        assert extra is None
+        kinds = [*catalog.KERNELS["keep_rows"].signature.values()]
+        read = [
+            (ctypes.c_int64 if kind[0] == "*" else ctypes.c_int32).from_address(place).value
+            for kind, place in zip(kinds, places, strict=True)
+        ]
+        self.launched.append((function.value, sizes, stream.value, read))
+        return self._status("cuLaunchKernel")
+
+
+@pytest.fixture
+def pretend(monkeypatch):
+    def driver(refuses: str) -> Driver:
+        found = Driver(refuses)
+        library = SimpleNamespace(**{**vars(ctypes), "CDLL": lambda _: found})
+        monkeypatch.setattr(driver_launch, "ctypes", library)
+        return found
+
+    return driver
+
+
+def test_the_driver_launches(pretend):
+    driver, launch = pretend(""), driver_launch.DriverLaunch()
+    compiled = prebuilt.find(catalog.keep_rows(SIZE, "int8"), 87)
+    for first in (1 << 40, 5):
+        launch(compiled, (3, 2, 2), [first, 2, 3, 4, SIZE], STREAM)
+        sizes = [3, 2, 2, compiled.threads, 1, 1, compiled.shared_bytes]
+        assert driver.launched.pop() == (9, sizes, STREAM, [first, 2, 3, 4, SIZE])
+    assert driver.loads == 1
+
+
+@pytest.mark.parametrize("name", ["cuModuleLoadData", "cuLaunchKernel"])
+def test_a_driver_that_refuses(pretend, name):
+    pretend(name)
+    compiled = prebuilt.find(catalog.keep_rows(SIZE, "int8"), 87)
+    with pytest.raises(EdgeLLMError, match=f"refuses the kernel keep_rows: {name} gives 222"):
+        driver_launch.DriverLaunch()(compiled, (3, 2, 2), [1, 2, 3, 4, SIZE], STREAM)

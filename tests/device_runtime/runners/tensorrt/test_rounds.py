@@ -1,0 +1,238 @@
+"""What a token, and a round of a tree, asks of a GPU and of its host; answers are the CPU's."""
+
+from __future__ import annotations
+
+import functools
+import logging
+
+import numpy as np
+import pytest
+from fake_gpu import FakeContext, FakeDevice
+from lowered_engines import Lowered
+
+from edgellm.core import contract
+from edgellm.core.contract import EdgeLLMError
+from edgellm.device_runtime.api.llm import LLM
+from edgellm.device_runtime.kernels.triton import catalog
+from edgellm.device_runtime.runners.tensorrt.device_tensors import RowMemory
+from edgellm.device_runtime.sampling.sampler import SamplingParams
+from edgellm.device_runtime.speculate.acceptance import Typical
+from edgellm.device_runtime.speculate.options import SpecOptions
+from edgellm.device_runtime.speculate.policy.spec_budget import Account
+
+pytestmark = pytest.mark.usefixtures("one_thread")
+PROMPT = "w83 w64 w53 w32 w35 w12 w15"  # its answers are long
+GREEDY = SamplingParams(temperature=0.0)
+SAMPLED = SamplingParams(temperature=1.5, top_k=20, top_p=0.95, min_p=0.01)
+WHOLE = SamplingParams(temperature=1.5, top_k=0, top_p=1.0)  # more tokens than the device picks
+CHOICES = ((0,), (1,), (2,), (0, 0), (0, 1), (2, 0), (0, 0, 0), (0, 1, 2))
+SHAPES = {
+    "large": SpecOptions(top_k=5, steps=4, verify_size=20, tree="fixed"),
+    "a chain": SpecOptions(top_k=1, steps=4, verify_size=5, tree="fixed"),
+    "one level": SpecOptions(top_k=8, steps=1, verify_size=9, tree="fixed"),
+    "deep": SpecOptions(top_k=3, steps=8, verify_size=33, tree="fixed"),
+    "wide": SpecOptions(top_k=15, steps=3, verify_size=60, tree="fixed"),
+    "more nodes than candidates": SpecOptions(top_k=2, steps=2, verify_size=20, tree="fixed"),
+    "by cost": SpecOptions(top_k=5, steps=4, verify_size=20),
+    "static": SpecOptions(choices=CHOICES),
+}
+
+
+@pytest.fixture(scope="module")
+def lowered(eagle_pair, tmp_path_factory) -> Lowered:
+    return Lowered(eagle_pair, tmp_path_factory.mktemp("lowered"))
+
+
+@pytest.fixture(autouse=True)
+def rich(monkeypatch):
+    """Drafting by cost never pauses: drafts of random weights do not pay."""
+    monkeypatch.setattr(Account, "book", lambda *_: None)
+
+
+@pytest.fixture
+def device() -> FakeDevice:
+    return FakeDevice()
+
+
+@pytest.fixture
+def load(eagle_pair, lowered, device, monkeypatch):
+    """An `LLM` whose engines run on the fake GPU."""
+    lowered.replace_engines(monkeypatch, device)
+    return functools.partial(LLM, eagle_pair.engine)
+
+
+@pytest.fixture(scope="module")
+def expected(eagle_pair):
+    """Answers of the CPU, by sampling."""
+    llm = LLM(eagle_pair.engine)
+    return functools.cache(lambda sampling: _answer(llm, sampling))
+
+
+def _answer(llm: LLM, sampling: SamplingParams, *, speculative: bool = True) -> list[int]:
+    answer = llm.generate(
+        PROMPT, sampling=sampling, max_generate_length=40, speculative=speculative
+    )
+    for _ in answer:
+        pass
+    return answer.token_ids
+
+
+COUNTED = (
+    "waits", "bytes_up", "bytes_down", "launches", "kernels", "passes", "captures", "contexts",
+    "allocations",
+)  # fmt: skip
+
+
+def _costs(
+    llm: LLM, device: FakeDevice, sampling: SamplingParams = GREEDY, *, speculative: bool
+) -> list[dict[str, int]]:
+    """What each step behind the prompt costs, of a second answer."""
+    _answer(llm, sampling, speculative=speculative)
+    found, before = [], None
+    answer = llm.generate(
+        PROMPT, sampling=sampling, max_generate_length=40, speculative=speculative
+    )
+    for _ in answer:
+        now = {name: getattr(device, name) for name in COUNTED}
+        if before is not None:
+            found.append({name: now[name] - before[name] for name in COUNTED})
+        before = now
+    return [step for step in found if step["passes"]]
+
+
+def test_a_plain_step_waits_once(load, device):
+    costs = _costs(load(), device, speculative=False)
+    assert len(costs) > 30
+    for step in costs:
+        assert (step["waits"], step["launches"], step["passes"]) == (1, 1, 1)
+        assert step["bytes_down"] <= 64
+        assert (step["captures"], step["contexts"], step["allocations"]) == (0, 0, 0)
+
+
+@pytest.mark.parametrize("sampling", [GREEDY, SAMPLED], ids=["greedy", "sampled"])
+@pytest.mark.parametrize("options", SHAPES.values(), ids=SHAPES)
+def test_a_round_waits_once(load, device, monkeypatch, expected, options, sampling):
+    """Whatever the tree's shape; no feature comes to the host, nothing is made in an answer."""
+    monkeypatch.setattr(RowMemory, "fetch", lambda *_: pytest.fail("features came to the host"))
+    llm = load(spec=options)
+    made = device.captures, device.contexts
+    costs = _costs(llm, device, sampling, speculative=True)
+    assert (device.captures, device.contexts) == made
+    assert _answer(llm, sampling) == expected(sampling)
+    rounds = [step for step in costs if step["passes"] > 1]  # not while drafting pauses
+    assert len(rounds) > 5
+    if options.tree == "cost" and not options.choices:
+        # Behind a pause, of 32 tokens and more, the draft reads the prompt and the rest apart.
+        rounds.remove(max(rounds, key=lambda step: step["waits"]))
+    for step in rounds:
+        assert step["waits"] == 1
+        assert step["bytes_down"] <= 4096
+        assert step["bytes_up"] <= 4096
+        assert step["launches"] == step["passes"]
+        assert step["kernels"] <= 9
+        assert step["allocations"] == 0
+
+
+FALLING_BACK = {
+    "more tokens than are picked": WHOLE,
+    "a penalty": SamplingParams(temperature=0.0, repetition_penalty=1.3),
+    "an end that may not come yet": SamplingParams(temperature=0.0, min_tokens=5),
+}
+
+
+@pytest.mark.parametrize("sampling", FALLING_BACK.values(), ids=FALLING_BACK)
+def test_the_host_accepts_what_needs_all_logits(load, device, expected, sampling):
+    """The tree still grows on the device."""
+    llm = load(spec=SHAPES["large"])
+    costs = _costs(llm, device, sampling, speculative=True)
+    assert _answer(llm, sampling) == expected(sampling)
+    for step in costs:
+        assert step["passes"] <= 6
+        assert step["waits"] <= 4  # for the round, the picks and the logits
+        assert step["launches"] == step["passes"]
+
+
+def test_typical_acceptance_of_greedy_requests_is_exact(load, expected):
+    options = SpecOptions(top_k=5, steps=4, verify_size=20, tree="fixed", typical=Typical(0.3))
+    llm = load(spec=options)
+    assert _answer(llm, GREEDY) == expected(GREEDY)
+    sampled = _answer(llm, SAMPLED)
+    assert len(sampled) == 40  # by the host, from the device's trees
+
+
+def test_logprobs_are_recorded(load, expected):
+    sampling = SamplingParams(temperature=0.0, num_logprobs=2)
+    llm = load(spec=SHAPES["large"])
+    answer = llm.generate(PROMPT, sampling=sampling, max_generate_length=12)
+    steps = list(answer)
+    assert answer.token_ids == expected(GREEDY)[:12]
+    assert sum(len(step.logprobs) for step in steps) == 12
+
+
+def test_a_gpu_without_kernels_rounds_with_the_host(
+    eagle_pair, lowered, monkeypatch, caplog, expected
+):
+    device = FakeDevice(sm=86)
+    lowered.replace_engines(monkeypatch, device)
+    monkeypatch.setattr(device, "launch", _refusing)
+    with caplog.at_level(logging.WARNING):
+        llm = LLM(eagle_pair.engine, spec=SHAPES["large"])
+    assert [record.getMessage() for record in caplog.records] == [
+        "no kernels were compiled for it; rounds of a tree wait for the host, which is slower"
+    ]
+    assert _answer(llm, GREEDY) == expected(GREEDY)
+
+
+def _refusing(*_: object) -> None:
+    raise EdgeLLMError("no kernels were compiled for it")
+
+
+def test_trees_beyond_the_kernels(load, caplog, monkeypatch, expected):
+    monkeypatch.setattr(catalog, "LEVELS", (16,))
+    with caplog.at_level(logging.WARNING):
+        llm = load(spec=SHAPES["large"])
+    assert "trees of 25 candidates of a level exceed the 16 of edgellm's kernels" in caplog.text
+    assert _answer(llm, GREEDY) == expected(GREEDY)
+
+
+def test_a_draft_on_another_gpu(eagle_pair, lowered, device, monkeypatch, expected):
+    lowered.replace_engines(monkeypatch, device, FakeDevice())
+    llm = LLM(eagle_pair.engine, spec=SHAPES["large"])
+    assert _answer(llm, GREEDY) == expected(GREEDY)
+
+
+def test_what_is_no_number_ends_the_answer(load, device, monkeypatch):
+    """The device stops there; the host says it, as it does without a draft."""
+    answer = load(spec=SHAPES["large"]).generate(PROMPT, sampling=GREEDY, max_generate_length=40)
+    steps, compute = iter(answer), FakeContext._compute
+    next(steps)
+
+    def broken(self, shapes, addresses) -> None:
+        compute(self, shapes, addresses)
+        if contract.TOP_LOGITS in addresses:
+            device.at(addresses[contract.TOP_LOGITS], 4).view(np.float32)[0] = np.nan
+
+    monkeypatch.setattr(FakeContext, "_compute", broken)
+    with pytest.raises(EdgeLLMError, match="the engine computed nan"):
+        list(steps)
+
+
+def test_answers_in_turn(load, expected):
+    """Two answers share both caches; each round behind a change is the answer's own."""
+    llm = load(spec=SHAPES["large"])
+    answers = [
+        llm.generate(PROMPT, sampling=sampling, max_generate_length=40)
+        for sampling in (GREEDY, SAMPLED)
+    ]
+    running = [iter(answer) for answer in answers]
+    while running:
+        running = [each for each in running if next(each, None) is not None]
+    assert [answer.token_ids for answer in answers] == [expected(GREEDY), expected(SAMPLED)]
+
+
+@pytest.mark.parametrize("version", [(10, 3), (10, 16)])
+def test_engines_that_hand_rows_out(eagle_pair, device, tmp_path, monkeypatch, expected, version):
+    Lowered(eagle_pair, tmp_path, version).replace_engines(monkeypatch, device)
+    llm = LLM(eagle_pair.engine, spec=SHAPES["large"])
+    for sampling in (GREEDY, SAMPLED):
+        assert _answer(llm, sampling) == expected(sampling)

@@ -1,0 +1,269 @@
+"""Who steps next: each gets its own tokens, nobody starves, the pool is never overdrawn."""
+
+from __future__ import annotations
+
+import dataclasses
+import math
+from dataclasses import dataclass, field
+
+import numpy as np
+import pytest
+from hypothesis import given, settings
+from hypothesis import strategies as st
+from scripted_sessions import VOCAB, StrictBase, recorded
+from stepping import learned_of
+
+from edgellm.device_runtime import SamplingParams
+from edgellm.device_runtime.engine.kv_cache_manager import CacheSlot
+from edgellm.device_runtime.engine.prompt import Prompt
+from edgellm.device_runtime.engine.sequence import Sequence
+from edgellm.device_runtime.runners.batch_costs import SharedCosts
+from edgellm.device_runtime.sampling.sampler import Sampler
+from edgellm.device_runtime.scheduler.running_batch import Batch, Entry
+from edgellm.device_runtime.scheduler.scheduler import LEAST_PIECE, Bounds, Standing, plan
+from edgellm.device_runtime.speculate.drafter import TextDrafter
+from edgellm.device_runtime.speculate.drafters import ngram, suffix
+from edgellm.device_runtime.speculate.policy.costs import Costs
+from edgellm.device_runtime.speculate.policy.tree_policy import FixedTree, TreeLimits
+
+CAPACITY, PIECE = 64, 6
+GREEDY, SAMPLED = SamplingParams(temperature=0), SamplingParams(1.0, 0.9, 0, seed=3)
+LIMITS = TreeLimits(3, 4, 8)
+
+
+class Pool(CacheSlot):
+    """One cache in turns, that counts what a pool of pages would hold."""
+
+    def __init__(self, rows: int, page_rows: int) -> None:
+        super().__init__(recorded(StrictBase(CAPACITY)), PIECE)
+        self.num_rows, self.page_rows = rows, page_rows
+        self.entries: list[Entry] = []
+
+    def used(self) -> int:
+        held = (e.sequence.num_rows for e in self.entries if not e.saved_rows)
+        return sum(math.ceil(rows / self.page_rows) * self.page_rows for rows in held)
+
+    @property
+    def free_rows(self) -> int:
+        return self.num_rows - self.used()
+
+
+@dataclass
+class Arrival:
+    """One request of a schedule."""
+
+    prompt: list[int]
+    sampling: SamplingParams
+    tokens: int
+    at: int  # the step before which it comes
+    priority: int
+    leaves: int | None  # the step before which its reader goes
+    drafts: bool
+    entry: Entry = field(init=False)
+
+    def begin(self, lookups) -> Entry:
+        drafter = TextDrafter(learned_of(FixedTree(LIMITS), lookups=lookups), LIMITS)
+        sequence = Sequence(
+            Prompt(self.prompt), Sampler(self.sampling, self.prompt), self.tokens,
+            drafter=drafter if self.drafts else None,
+        )  # fmt: skip
+        self.entry = Entry(sequence, priority=self.priority)
+        return self.entry
+
+
+ARRIVALS = st.lists(
+    st.builds(
+        Arrival,
+        st.lists(st.integers(0, VOCAB - 1), min_size=1, max_size=24),
+        st.sampled_from([GREEDY, SAMPLED]),
+        st.integers(1, 20),
+        st.integers(0, 30),
+        st.integers(0, 2),
+        st.one_of(st.none(), st.integers(1, 40)),
+        st.booleans(),
+    ),
+    min_size=1,
+    max_size=6,
+)
+
+
+def alone(arrival: Arrival) -> list[int]:
+    pool = Pool(CAPACITY, 1)
+    entry = dataclasses.replace(arrival, drafts=False).begin([])
+    pool.entries = [entry]
+    batch = Batch(pool, Bounds(1, PIECE))
+    batch.add(entry)
+    while not entry.is_done:
+        take(batch, [entry])
+    return entry.sequence.token_ids
+
+
+def take(batch: Batch, readers: list[Entry]) -> int:
+    """One step, whose readers take all; how many answers shared it."""
+    for entry in readers:
+        entry.is_wanted = True
+    batch.sweep()
+    stepping = batch.begin(30)
+    if not stepping:
+        return 0
+    before = {entry: entry.sequence.num_rows for entry in stepping}
+    batch.end(stepping, batch.run(stepping))
+    for entry in stepping:
+        assert entry.sequence.num_rows <= before[entry] + entry.sequence.most_rows
+        entry.steps.clear()
+    return len(stepping)
+
+
+@settings(max_examples=150)
+@given(
+    arrivals=ARRIVALS, most=st.integers(1, 4), page=st.sampled_from([1, 4, 8]),
+    spare=st.integers(0, 64),
+)  # fmt: skip
+def test_any_schedule(arrivals, most, page, spare):
+    pool = Pool(CAPACITY + spare // page * page, page)
+    costs = np.arange(65.0)
+    batch = Batch(pool, Bounds(most, PIECE, LIMITS.verify_size, page, 20.0, costs))
+    coming, going, at = sorted(arrivals, key=lambda one: one.at), [], 0
+    lookups = [ngram.remember(), suffix.remember()]
+    while coming or going:
+        while coming and coming[0].at <= at:
+            batch.add(coming[0].begin(lookups))
+            going.append(coming.pop(0))
+        for one in [one for one in going if one.leaves is not None and one.leaves <= at]:
+            batch.remove(one.entry)
+            assert one.entry.sequence.is_over
+            going.remove(one)
+        pool.entries = [one.entry for one in going]
+        shared = take(batch, pool.entries)
+        assert bool(shared) == bool(going), "somebody waits and nobody steps"
+        assert shared <= most
+        going = [one for one in going if not one.entry.is_done]
+        pool.entries = [one.entry for one in going]
+        assert pool.used() <= pool.num_rows
+        at += 1
+        assert at < 2000, "somebody starves"
+        batch.entries = [one.entry for one in going]
+    for one in arrivals:
+        expected = alone(one)
+        if one.entry.is_done:
+            assert one.entry.sequence.token_ids == expected
+        else:
+            assert one.entry.sequence.token_ids == expected[: len(one.entry.sequence.token_ids)]
+
+
+def test_the_first_in_line_is_never_preempted():
+    """Five answers that grow in a pool for one and a half: the oldest goes on in every step."""
+    pool = Pool(CAPACITY + 32, 4)
+    batch = Batch(pool, Bounds(5, PIECE, page_rows=4))
+    arrivals = [Arrival([3, 1, 4, 1], GREEDY, 40 + at, 0, 0, None, False) for at in range(5)]
+    for one in arrivals:
+        batch.add(one.begin([]))
+    pool.entries, preempted = [one.entry for one in arrivals], []
+    batch.on_pass = lambda _, count: preempted.append(count)
+    while pool.entries:
+        oldest = pool.entries[0].sequence
+        before = oldest.num_rows, len(oldest.token_ids)
+        take(batch, pool.entries)
+        assert (oldest.num_rows, len(oldest.token_ids)) > before
+        assert pool.used() <= pool.num_rows
+        pool.entries = [entry for entry in pool.entries if not entry.is_done]
+    assert sum(preempted) > 0
+    assert all(one.entry.sequence.token_ids == alone(one) for one in arrivals)
+
+
+# ------------------------------------------------------------------- plans by hand
+TABLE = np.arange(65) * 1.0  # a millisecond a row
+WIDE = Bounds(4, 512, 16, most_stall_ms=40.0, pass_ms=TABLE)
+
+
+def _running(number: int, **facts) -> Standing:
+    return Standing(number, is_admitted=True, held_rows=8, **facts)
+
+
+def test_a_prompt_is_read_in_pieces_beside_others_and_whole_alone():
+    reading = Standing(3, unread_rows=400)
+    assert plan([reading], 10**6, WIDE).rows == {3: 400}
+    found = plan([_running(1), _running(2), reading], 10**6, WIDE)
+    assert found.rows == {1: 1, 2: 1, 3: 25}  # a sixteenth of it
+    longer = dataclasses.replace(reading, unread_rows=4000)
+    assert plan([_running(1), _running(2), longer], 10**6, WIDE).rows == {1: 1, 2: 1, 3: 38}
+    many = [_running(at) for at in range(1, 41)]
+    short = dataclasses.replace(reading, number=50, unread_rows=60)
+    wide = dataclasses.replace(WIDE, most_running=48, most_stall_ms=49.0)
+    assert plan([*many, short], 10**6, wide).rows[50] == 9  # 40 beside take 40 ms
+    wide = dataclasses.replace(wide, most_stall_ms=100.0)
+    assert plan([*many, short], 10**6, wide).rows[50] == 10  # a quarter longer than without it
+    readers = [dataclasses.replace(short, number=30 + at) for at in range(4)]
+    assert plan([*many[:2], *readers], 10**6, wide).rows == {1: 1, 2: 1, 30: 15}
+    slow = dataclasses.replace(WIDE, most_stall_ms=1.0)
+    assert plan([_running(1), reading], 10**6, slow).rows == {1: 1, 3: LEAST_PIECE}
+    loose = dataclasses.replace(WIDE, most_stall_ms=128.0)  # twice the table's end
+    assert plan([_running(1), longer], 10**6, loose).rows == {1: 1, 3: 127}
+
+
+def test_the_first_prompt_is_read_first():
+    first, second = Standing(1, unread_rows=30), Standing(2, unread_rows=600)
+    assert plan([second, first, _running(3)], 10**6, WIDE).rows == {1: 30, 2: 9, 3: 1}
+    second = dataclasses.replace(second, unread_rows=30)
+    assert plan([second, first, _running(3)], 10**6, WIDE).rows == {1: 8, 3: 1}
+
+
+def test_priority_and_age_make_the_line():
+    one_place = Bounds(1, 512)
+    low, high = Standing(1, priority=1, unread_rows=9), Standing(2, unread_rows=9)
+    assert plan([low, high], 10**6, one_place).admitted == (2,)
+    aged = dataclasses.replace(low, waited_s=65.0)
+    assert plan([aged, high], 10**6, one_place).admitted == (1,)
+
+
+def test_nobody_overtakes_one_that_lacks_room():
+    large, small = Standing(2, unread_rows=100), Standing(3, unread_rows=4)
+    assert plan([_running(1), large, small], 50, WIDE).admitted == ()
+    assert plan([_running(1), large, small], 200, WIDE).admitted == (2, 3)
+
+
+def test_a_parked_answer_makes_way():
+    parked = _running(1, is_due=False, is_parked=True)
+    found = plan([parked, Standing(2, unread_rows=4)], 10**6, Bounds(1, 512))
+    assert (found.overtaken, found.admitted, found.rows) == ((1,), (2,), {2: 4})
+    found = plan([parked, Standing(2, unread_rows=4)], 2, Bounds(2, 512))
+    assert (found.released, found.admitted, found.rows) == ((1,), (2,), {2: 4})
+
+
+def test_trees_take_what_is_left_and_preempt_nobody():
+    drafted = [_running(at, tree_rows=16) for at in (1, 2)]
+    assert plan(drafted, 10, WIDE).rows == {1: 9, 2: 1}
+    assert plan(drafted, 10, WIDE).released == ()
+    assert plan(drafted, 1, WIDE).released == (2,)
+    # Pieces of prompts stand beside trees as they lately were, not as they may become.
+    reading, beside = Standing(3, unread_rows=60), [_running(at) for at in (1, 2, 4, 5)]
+    wide = dataclasses.replace(WIDE, most_running=5)
+    given = plan([*beside, reading], 10**6, wide).rows[3]
+    drafted = [_running(at, tree_rows=16, usual_rows=rows) for at, rows in ((1, 3), (2, 1))]
+    assert plan([*drafted, reading], 10**6, wide).rows == {1: 16, 2: 16, 3: given}
+
+
+@pytest.mark.parametrize("rows", [1, 7])
+def test_costs_that_nobody_measured_bound_nothing(rows):
+    free = Bounds(4, 512, most_stall_ms=1.0, pass_ms=np.zeros(rows + 1))
+    assert plan([_running(1), Standing(2, unread_rows=400)], 10**6, free).rows == {1: 1, 2: 400}
+
+
+def test_costs_are_those_of_drafting():
+    table = Costs.of({"1": 2.0, "64": 65.0}).verify
+    bounds = dataclasses.replace(WIDE, pass_ms=table)
+    assert plan([_running(1), Standing(2, unread_rows=990)], 10**6, bounds).rows == {1: 1, 2: 38}
+
+
+def test_passes_of_several_cost_what_was_measured_of_several():
+    """Here an answer costs 4 ms, whose second row is free; each behind it costs 0.1."""
+    measured = {n: {"1": 4.0 * n, "2": 4.0 * n, "64": 4.0 * n + 0.1 * 62 * n} for n in (1, 2, 4)}
+    bounds = dataclasses.replace(WIDE, together=SharedCosts(measured), most_stall_ms=14.0)
+    reading, going = Standing(3, unread_rows=400), [_running(1), _running(2)]
+    # A third answer takes 4 ms of the 6 that are left; of its own a row takes 0.1 ms.
+    assert plan([*going, reading], 10**6, bounds).rows == {1: 1, 2: 1, 3: 24}
+    tight = dataclasses.replace(bounds, most_stall_ms=12.5)
+    assert plan([*going, reading], 10**6, tight).rows[3] == 9
+    # A fourth would make it 16 ms, with however few rows: it waits.
+    short = [Standing(at, unread_rows=20) for at in (3, 4)]
+    assert plan([*going, *short], 10**6, bounds).rows == {1: 1, 2: 1, 3: 20}

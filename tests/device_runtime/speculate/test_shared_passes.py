@@ -1,0 +1,152 @@
+"""Drafts of several answers: their passes are shared, their trees are those of each alone."""
+
+from __future__ import annotations
+
+import dataclasses
+
+import numpy as np
+import pytest
+from scripted_rounds import Setup
+from scripted_sessions import DRAFTS, StrictBase, StrictDraft
+from stepping import learned_of
+
+from edgellm.core.contract import EdgeLLMError
+from edgellm.device_runtime.runners.batch_costs import SharedCosts
+from edgellm.device_runtime.speculate.draft_cache import CommittedRows
+from edgellm.device_runtime.speculate.drafters.eagle import EagleDrafter
+from edgellm.device_runtime.speculate.policy.costs import Costs, shared
+from edgellm.device_runtime.speculate.policy.tree_policy import FixedTree, TreeLimits
+from edgellm.device_runtime.speculate.shared_passes import Wanted, run, run_all
+
+LIMITS = TreeLimits(3, 4, 12)
+COSTS = Costs.of({"1": 10, "64": 60}, {"1": 1.0, "64": 64.0}, {"1": 2.0, "64": 65.0})
+LEVELS = SharedCosts({count: {"1": 6.0, "64": 6.0} for count in (1, 2)})
+TEXTS = [(3, 1, 4), (1, 5, 9, 2, 6), (5, 3), (5, 8, 9, 7)]
+
+
+class Answers:
+    """Drafters of one draft, each behind a text of its own."""
+
+    def __init__(self, most_parts: int, costs: Costs = COSTS) -> None:
+        self.session = StrictDraft(96, DRAFTS["half_right"], most_parts)
+        rows = CommittedRows(self.session, LIMITS.steps + 1)
+        self.drafters: list[EagleDrafter] = []
+        for text in TEXTS:
+            rows.use(rows.new_context())
+            drafter = EagleDrafter(
+                rows, learned_of(FixedTree(LIMITS)), LIMITS, costs, max_tree_rows=12
+            )
+            features = StrictBase(96).run(np.array(text[:-1]), 0, np.array([0])).taps
+            drafter.begin(text[:1])
+            drafter.observe(np.array(text[1:]), features)
+            self.drafters.append(drafter)
+
+    def catch_up(self):
+        return [drafter.catch_up() for drafter in self.drafters]
+
+    def propose(self):
+        pairs = zip(self.drafters, TEXTS, strict=True)
+        return [drafter.propose(text[-1], 99, 99) for drafter, text in pairs]
+
+
+def _facts(trees):
+    return [(tree.token_ids.tolist(), tree.parents.tolist()) for tree in trees]
+
+
+@pytest.mark.parametrize(("most_parts", "sizes"), [(4, [4] * 4), (3, [3, 1] * 4), (1, [1] * 16)])
+def test_trees_are_those_of_each_alone(most_parts, sizes):
+    """An extension, and a pass for each of three levels behind the first."""
+    alone = Answers(1)
+    for passes in alone.catch_up():
+        run(passes)
+    expected = [run(passes) for passes in alone.propose()]
+    answers = Answers(most_parts)
+    assert run_all(answers.catch_up()) == [None] * 4
+    assert _facts(run_all(answers.propose())) == _facts(expected)
+    assert sorted(answers.session.sizes) == sorted(sizes)
+    for drafter, other in zip(answers.drafters, alone.drafters, strict=True):
+        assert (drafter._spent_ms < other._spent_ms) == (most_parts > 1 and drafter._sharing > 1)
+
+
+def test_rows_pay_for_what_they_add_and_a_share_of_the_rest():
+    table = COSTS.step  # a row is a millisecond
+    assert shared(table, 1) is table
+    assert shared(table, 4)[1:4] == pytest.approx([1.0, 2.0, 3.0])
+    flat = Costs.of({"1": 8.0, "64": 8.0}).verify
+    assert shared(flat, 4)[1:4] == pytest.approx([2.0, 2.0, 2.0])
+
+
+def _drive(passes, answers: int) -> None:
+    """As where so many answers share every pass."""
+    try:
+        wanted = next(passes)
+        while True:
+            wanted.answers = answers
+            wanted = passes.send(wanted.session.run_many([wanted.part])[0])
+    except StopIteration:
+        return
+
+
+@pytest.mark.parametrize("is_model", [False, True])
+@pytest.mark.parametrize(("levels", "row_ms"), [(None, 1.0), (LEVELS, 3.0)])
+def test_a_level_of_several_costs_a_share_of_what_was_measured_of_several(
+    is_model, levels, row_ms, monkeypatch
+):
+    """A draft alone takes a millisecond a row; two, side by side, 6 however many they have."""
+    costs, told = dataclasses.replace(COSTS, levels=levels), []
+    if is_model:
+        setup = Setup(LIMITS, is_model=True)
+        setup.costs = costs
+        drafter = setup.start()
+        drafter.remember([*TEXTS[0]])
+    else:
+        drafter = Answers(1, costs).drafters[0]
+    policy = drafter._policy
+    frontier = policy.frontier
+    monkeypatch.setattr(
+        policy,
+        "frontier",
+        lambda pool, newest, prices: told.append(prices) or frontier(pool, newest, prices),
+    )
+    _drive(drafter.catch_up(), 2)
+    _drive(drafter.propose(TEXTS[0][-1], 99, 99), 2)
+    assert len(told) == LIMITS.steps - 1
+    assert told[0][0] == row_ms
+    assert all((prices == row_ms).all() == (levels is LEVELS) for prices in told)
+
+
+class _Failing:
+    """A session that refuses one of the parts."""
+
+    most_parts = 9
+
+    def run_many(self, parts):
+        if "bad" in parts:
+            raise EdgeLLMError("refused")
+        return [part.upper() for part in parts]
+
+
+def test_one_that_fails_takes_nobody_with_it():
+    session, ended = _Failing(), []
+
+    def work(*parts):
+        found = []
+        try:
+            for part in parts:
+                found.append((yield Wanted(session, part)))
+            return found
+        finally:
+            ended.append(parts)
+
+    good, bad, own = run_all([work("a", "b", "c"), work("a", "bad", "c"), _raises()])
+    assert good == ["A", "B", "C"]
+    assert str(bad) == "refused"
+    assert str(own) == "its own"
+    assert len(ended) == 2
+    (bad,) = run_all([work("bad")])
+    assert str(bad) == "refused"
+
+
+def _raises():
+    raise EdgeLLMError("its own")
+    yield

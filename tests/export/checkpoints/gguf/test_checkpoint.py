@@ -1,0 +1,286 @@
+"""GGUF files written by the reference library from tiny transformers models."""
+
+from __future__ import annotations
+
+from collections.abc import Callable
+from typing import Any
+
+import numpy as np
+import pytest
+from conftest import make_checkpoint
+from gguf_files import CASES, SCORED, TEXTS, write_gguf, write_pieces, write_scored
+
+from edgellm.core.contract import BrokenArtifactError, EdgeLLMError, UnsupportedModelError
+from edgellm.export.checkpoints.gguf.tokenizer import convert_tokenizer
+from edgellm.export.pipeline.llm import ExportOptions, export_llm
+from edgellm.export.pipeline.resolve import open_checkpoint
+from edgellm.export.pipeline.verify import run_portable
+
+
+@pytest.mark.parametrize(
+    ("case", "quantization"),
+    [*((name, None) for name in CASES), ("llama", "F16"), ("gemma2", "Q8_0"), ("llama", "Q4_0")],
+)
+def test_logits_equal_transformers(tmp_path, case, quantization):
+    import gguf
+    import torch
+    from transformers import AutoModelForCausalLM
+
+    arch, config = CASES[case]
+    model = AutoModelForCausalLM.from_pretrained(
+        make_checkpoint(tmp_path / "hf", **config), attn_implementation="eager"
+    )
+    write_gguf(tmp_path / "model.gguf", arch, model, quantization)
+    if quantization is not None:  # the reference computes with the same rounded weights
+        kind = getattr(gguf.GGMLQuantizationType, quantization)
+        with torch.no_grad():
+            for parameter in model.parameters():
+                if parameter.ndim == 2:
+                    packed = gguf.quantize(parameter.numpy(), kind)
+                    parameter.copy_(torch.from_numpy(gguf.dequantize(packed, kind)))
+    checkpoint = open_checkpoint(str(tmp_path / "model.gguf"))
+    manifest = export_llm(checkpoint, tmp_path / "bundle", ExportOptions("fp32"))
+    assert manifest.eos_token_ids == (2, 7)
+    ids = np.random.default_rng(3).integers(9, 96, 30)
+    with torch.no_grad():
+        expected = model(torch.from_numpy(ids)[None]).logits[0].numpy()
+    found = run_portable(tmp_path / "bundle", manifest, ids, 20)
+    np.testing.assert_allclose(found, expected, atol=2e-4)
+
+
+@pytest.fixture(scope="module")
+def tiny(tmp_path_factory) -> Callable[[str], Any]:
+    """Models of transformers, by the names of `CASES`."""
+    from transformers import AutoModelForCausalLM
+
+    def load(case: str) -> Any:
+        folder = make_checkpoint(tmp_path_factory.mktemp(case), **CASES[case][1])
+        return AutoModelForCausalLM.from_pretrained(folder)
+
+    return load
+
+
+@pytest.mark.parametrize(
+    ("case", "extra", "message"),
+    [
+        ("llama", {"rope__dimension_count": 8}, "llama.rope.dimension_count = 8, heads have 16"),
+        ("llama", {"expert_count": 4}, "llama.expert_count = 4 is unsupported"),
+        ("llama", {"attention__clamp_kqv": 8.0}, "does not understand: llama.attention.clamp_kqv"),
+        ("qwen3", {"attention__value_length": 8}, "qwen3.attention.value_length = 8"),
+        ("granite", {"rope__scaling__finetuned": False}, "without rope"),
+        ("olmo2", {"rope__scaling__type": "longrope"}, "rope scaling 'longrope'"),
+        ("phi3_without_window", {"rope__scaling__attn_factor": 1.2}, "attn_factor = 1.2"),
+        ("llama", {"rope__scaling__attn_factor": 1.5}, "attn_factor = 1.5 is unsupported"),
+        ("phi3", {"rope__scaling__factor": 2.0}, "linear by 2.0 with rope_factors"),
+        ("llama", {"rope__scaling__type": "dynamic"}, "rope scaling 'dynamic'"),
+        ("qwen2", {"rope__scaling__type": "yarn", "rope__scaling__factor": 2.0,
+                   "rope__scaling__yarn_ext_factor": 0.5}, "yarn_ext_factor"),
+    ],
+)  # fmt: skip
+def test_what_would_compute_otherwise_is_refused(tmp_path, tiny, case, extra, message):
+    path = tmp_path / "model.gguf"
+    write_gguf(path, CASES[case][0], tiny(case), **extra)
+    with pytest.raises(UnsupportedModelError, match=message):
+        export_llm(open_checkpoint(str(path)), tmp_path / "bundle", ExportOptions("fp32"))
+    assert not (tmp_path / "bundle").exists()
+
+
+def test_an_architecture_without_a_family(tmp_path, tiny):
+    write_gguf(tmp_path / "model.gguf", "llama", tiny("llama"))
+    data = (tmp_path / "model.gguf").read_bytes().replace(b"llama", b"bloom")
+    (tmp_path / "model.gguf").write_bytes(data)
+    with pytest.raises(UnsupportedModelError, match="GGUF architecture 'bloom'") as caught:
+        open_checkpoint(str(tmp_path / "model.gguf"))
+    assert "gpt-oss, granite" in caught.value.hint
+
+
+def test_yarn_has_the_factor_of_both(tmp_path, tiny):
+    """llama.cpp multiplies what the file says by what others write as a whole."""
+    yarn = {"rope__scaling__type": "yarn", "rope__scaling__factor": 4.0,
+            "rope__scaling__original_context_length": 32}  # fmt: skip
+    write_gguf(tmp_path / "a.gguf", "qwen2", tiny("qwen2"), **yarn, rope__scaling__attn_factor=0.5)
+    rope = open_checkpoint(str(tmp_path / "a.gguf")).config["rope_parameters"]
+    assert rope["attention_factor"] == pytest.approx(0.5 * (1 + 0.1 * np.log(4)))
+
+
+def test_rope_factors_divide_the_frequencies():
+    from edgellm.export.config.reader import ConfigReader
+    from edgellm.export.config.rope import read_rope
+
+    factors = [1.0, 1.0, 2.0, 8.0]
+    plain = read_rope(ConfigReader({}), 8, 128).inv_freq
+    scaled = read_rope(
+        ConfigReader({"rope_parameters": {"rope_type": "factors", "factors": factors}}), 8, 128
+    ).inv_freq
+    np.testing.assert_allclose(scaled, plain / np.array(factors), rtol=1e-6)
+
+
+def test_damaged_files(tmp_path):
+    path = tmp_path / "broken.gguf"
+    path.write_bytes(b"GGUF\x03\x00")
+    with pytest.raises(BrokenArtifactError, match="not a whole GGUF file"):
+        open_checkpoint(str(path))
+
+
+@pytest.fixture(scope="module")
+def tiny_file(tmp_path_factory, tiny) -> bytes:
+    path = tmp_path_factory.mktemp("gguf") / "a.gguf"
+    write_gguf(path, "llama", tiny("llama"))
+    return path.read_bytes()
+
+
+def test_headers_cut_anywhere(tiny_file, tmp_path):
+    path = tmp_path / "cut.gguf"
+    for length in range(8, 4000, 97):
+        path.write_bytes(tiny_file[:length])
+        with pytest.raises(BrokenArtifactError, match="not a whole GGUF file"):
+            open_checkpoint(str(path))
+
+
+def test_headers_with_any_byte_changed_are_read_or_refused_in_one_line(tiny_file, tmp_path):
+    path, random = tmp_path / "changed.gguf", np.random.default_rng(11)
+    refused = 0
+    for place in random.integers(0, 3000, 150):
+        data = bytearray(tiny_file)
+        data[place] ^= 1 << int(random.integers(0, 8))
+        path.write_bytes(data)
+        try:
+            open_checkpoint(str(path))
+        except EdgeLLMError:
+            refused += 1
+    assert 20 < refused < 150
+
+
+@pytest.mark.parametrize(
+    ("place", "value", "said"),
+    [(0, b"GGML", "does not begin with GGUF"), (4, b"\x01\0\0\0", "version 1"),
+     (4, b"\0\0\0\x03", "version 50331648")],
+)  # fmt: skip
+def test_other_files(tiny_file, tmp_path, place, value, said):
+    path = tmp_path / "other.gguf"
+    path.write_bytes(tiny_file[:place] + value + tiny_file[place + len(value) :])
+    with pytest.raises(BrokenArtifactError, match=said):
+        open_checkpoint(str(path))
+
+
+def test_a_file_cut_inside_its_tensors(tmp_path, smollm2_gguf):
+    path = tmp_path / "cut.gguf"
+    with smollm2_gguf.open("rb") as stream:
+        path.write_bytes(stream.read(20_000_000))
+    with pytest.raises(BrokenArtifactError, match="not a whole GGUF file"):
+        open_checkpoint(str(path))
+
+
+def test_unknown_tokenizers_are_refused():
+    metadata = {
+        "tokenizer.ggml.model": "gpt2",
+        "tokenizer.ggml.pre": "qwen3",
+        "tokenizer.ggml.tokens": ["a"],
+        "tokenizer.ggml.merges": [],
+    }
+    with pytest.raises(UnsupportedModelError, match="pre-tokenizer 'qwen3'") as caught:
+        convert_tokenizer(metadata.get)
+    assert "qwen2" in caught.value.hint.removeprefix("supported: ").split(", ")
+
+
+def test_sentencepiece_merges_follow_the_scores():
+    from tokenizers import Tokenizer
+
+    tokens = ["<unk>", "<s>", "</s>", "<0x41>", "▁", "a", "b", "ab", "▁a"]
+    metadata = {
+        "tokenizer.ggml.model": "llama",
+        "tokenizer.ggml.tokens": tokens,
+        "tokenizer.ggml.scores": [0, 0, 0, 0, -9, -8, -7, -3, -2],
+        "tokenizer.ggml.token_type": [2, 3, 3, 6, 1, 1, 1, 1, 1],
+        "tokenizer.ggml.bos_token_id": 1,
+        "tokenizer.ggml.unknown_token_id": 0,
+    }
+    files = convert_tokenizer(metadata.get)
+    tokenizer = Tokenizer.from_str(files["tokenizer.json"].decode())
+    assert tokenizer.encode("ab").tokens == ["<s>", "▁a", "b"]  # ▁a scores above ab
+    assert tokenizer.encode("A", add_special_tokens=False).tokens == ["▁", "<0x41>"]
+    assert tokenizer.decode(tokenizer.encode("ab").ids) == "ab"
+
+
+class _Kept(dict):
+    """Stands for a writer: keeps the keys of a tokenizer."""
+
+    def __getattr__(self, name: str) -> Callable[[Any], None]:
+        place = _PLACES.get(name, name.removeprefix("add_"))
+        return lambda value: self.update({f"tokenizer.ggml.{place}": value})
+
+
+_PLACES = {"add_tokenizer_model": "model", "add_tokenizer_pre": "pre", "add_token_list": "tokens",
+           "add_token_scores": "scores", "add_token_types": "token_type",
+           "add_token_merges": "merges", "add_unk_token_id": "unknown_token_id",
+           "add_add_space_prefix": "add_space_prefix"}  # fmt: skip
+# Parts of TEXTS as llama.cpp cuts them (its library of October 2026), at "|".
+_DIGITS, _LINES, _SLASHES = (
+    " |1|2|3|4|5| x|2",
+    " | two|\n\n\n|new|\to|ne|  ",
+    "camelCase| //|a|/b|=|1",
+)
+_LETTERS = "naïve| É| 日本|!?"
+_THREE = "it|'s| I|'LL| |123|45| x|2"
+CUTS = {
+    "gpt-2": ("it|'s| I|'|LL| 12345| x|2", " | two|\n\n|\n|new|\t|o|ne|  ",
+              "camelCase| //|a|/|b|=|1", _LETTERS),
+    "smollm": (f"it|'s| I|'|LL|{_DIGITS}", " | two|\n\n|\n|new|\t|o|ne|  ",
+               "camelCase| //|a|/|b|=|1", _LETTERS),
+    "llama-bpe": (_THREE, " | two|\n\n\n|new|\tone|  ", _SLASHES, _LETTERS),
+    "dbrx": (_THREE, _LINES, _SLASHES, _LETTERS),
+    "qwen2": (f"it|'s| I|'LL|{_DIGITS}", _LINES, _SLASHES, _LETTERS),
+    "falcon-h1": (_THREE, " | two|\n\n\n|new|\tone|  ", _SLASHES, _LETTERS),
+    "qwen35": (f"it|'s| I|'LL|{_DIGITS}", _LINES, _SLASHES, _LETTERS),
+    "gpt-4o": ("it's| I'LL| |123|45| x|2", _LINES, "camel|Case| //|a|/b|=|1", _LETTERS),
+    "tekken": (f"it|'s| I|'LL|{_DIGITS}", " | two|\n\n\n|new|\tone|  ",
+               "camel|Case| //|a|/b|=|1", _LETTERS),
+}  # fmt: skip
+
+
+@pytest.mark.parametrize("pre", CUTS)
+def test_texts_are_cut_as_llama_cpp_cuts_them(pre):
+    from tokenizers import Tokenizer
+
+    kept = _Kept()
+    write_pieces(kept, pre)
+    tokenizer = Tokenizer.from_str(convert_tokenizer(kept.get)["tokenizer.json"].decode())
+    for text, cut in zip(TEXTS, CUTS[pre], strict=True):
+        ids = tokenizer.encode(text, add_special_tokens=False).ids
+        assert [tokenizer.decode([each]) for each in ids] == cut.split("|")
+    begins = pre in ("llama-bpe", "falcon-h1", "tekken")  # whatever the file says not
+    assert (tokenizer.encode("1").ids[0] == 1) is begins
+
+
+def test_marks_belong_to_words_since_qwen35():
+    from tokenizers import Tokenizer
+
+    cuts = {}
+    for pre in ("qwen2", "qwen35"):
+        kept = _Kept()
+        write_pieces(kept, pre)
+        tokenizer = Tokenizer.from_str(convert_tokenizer(kept.get)["tokenizer.json"].decode())
+        found = tokenizer.pre_tokenizer.pre_tokenize_str("ab क्या \u0301!")
+        cuts[pre] = [place for _, place in found]
+    assert cuts["qwen2"] == [(0, 2), (2, 4), (4, 6), (6, 7), (7, 10)]
+    assert cuts["qwen35"] == [(0, 2), (2, 7), (7, 9), (9, 10)]
+
+
+@pytest.mark.parametrize(
+    ("has_prefix", "expected"),
+    [
+        (False, [[262, 263, 264], [260, 269, 261, 268, 262],
+                 [264, 261, 259, 198, 172, 270, 262], [266]]),
+        (True, [[266, 263, 264], [263, 269, 259, 261, 268, 266],
+                [259, 264, 261, 259, 198, 172, 270, 266], [259, 266]]),
+    ],
+)  # fmt: skip
+def test_sentencepiece_ids_are_those_of_llama_cpp(has_prefix, expected):
+    from tokenizers import Tokenizer
+
+    kept = _Kept()
+    write_scored(kept, has_prefix)
+    tokenizer = Tokenizer.from_str(convert_tokenizer(kept.get)["tokenizer.json"].decode())
+    texts = ("ab aba", "a  b\n\nab", "bab é<turn>ab", " ab")
+    assert [tokenizer.encode(text).ids for text in texts] == [[1, *ids] for ids in expected]
+    assert len(SCORED) == tokenizer.get_vocab_size()

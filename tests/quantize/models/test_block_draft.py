@@ -1,0 +1,220 @@
+"""`edgellm-quantize draft` of drafts of blocks: calibrated as they run, and answering."""
+
+from __future__ import annotations
+
+import shutil
+from pathlib import Path
+
+import numpy as np
+import pytest
+import torch
+from block_reference import LAYOUTS, BlockReference, make_blocks
+from eagle_engines import EaglePair, build_blocks, draft_plan
+from quantize_cases import decode, load, write_text
+from transformers import AutoModelForCausalLM
+
+from edgellm.build.engine import build_engine
+from edgellm.core.contract import EdgeLLMError
+from edgellm.core.manifest import DRAFT_ENGINE, load_engine
+from edgellm.device_runtime import LLM, SamplingParams, SpecOptions
+from edgellm.device_runtime.networks.block import open_block
+from edgellm.device_runtime.networks.draft import DraftPart
+from edgellm.export.pipeline.draft import DraftOptions, export_draft
+from edgellm.export.pipeline.resolve import open_checkpoint
+from edgellm.quantize.calibration.hidden_states import States
+from edgellm.quantize.evaluation.layer_errors import compare
+from edgellm.quantize.models.block_layer import Places
+from edgellm.quantize.pipeline.planning import Job, make_plan
+from edgellm.quantize.pipeline.run import run_job
+
+pytestmark = pytest.mark.usefixtures("one_thread")
+
+SCHEMES = {
+    "dflash": "fp8",
+    "jetspec": "nvfp4",
+    "deepspec": "int4_awq",
+    "speculators": "int8_sq",
+    "dflash2": "int4_awq",
+}
+WORST = {"fp8": 0.03, "int8_sq": 0.02, "int4_awq": 0.14, "nvfp4": 0.11}  # of a matrix
+# Of the log-probabilities' spread, from floats: attention of random weights is sharp.
+FAR, INPUTS = {"fp8": 0.2, "int8_sq": 0.03, "int4_awq": 0.6, "nvfp4": 0.8}, 0.04
+SIZE, GREEDY = 6, SamplingParams(temperature=0)
+
+
+@pytest.fixture(scope="module")
+def pair(tmp_path_factory) -> EaglePair:
+    folder = tmp_path_factory.mktemp("blocks")
+    write_text(folder / "text.jsonl")
+    return build_blocks(folder, LAYOUTS["dflash"])
+
+
+@pytest.fixture(scope="module")
+def finished(pair, tmp_path_factory):
+    """A job of each layout, and its report; run when it is first asked for."""
+    made = {}
+
+    def get(name: str):
+        if name not in made:
+            job = _job(pair, name, tmp_path_factory.mktemp(name) / "out")
+            made[name] = job, run_job(job, lambda *_: None)
+        return made[name]
+
+    return get
+
+
+def _job(pair: EaglePair, name: str, output: Path, **changes: object) -> Job:
+    draft = make_blocks(output.parent / "draft", LAYOUTS[name])
+    text = str(pair.base_checkpoint.parent / "text.jsonl")
+    options = {"num_samples": 6, "seq_len": 40, "held_out": 2, "device": "cpu", **changes}
+    base = str(pair.base_checkpoint)
+    return Job(
+        str(draft), output, SCHEMES[name], base_model_dir=base, calib_dataset=text, **options
+    )
+
+
+def _answers(job: Job, name: str, rows: np.ndarray):
+    """Log-probabilities of every row that foresees a token, and what the base takes there."""
+    layout = LAYOUTS[name]
+    reference = BlockReference(Path(job.base_model_dir), layout)
+    for row in torch.from_numpy(rows):
+        taps, greedy = _features(job, name, row)
+        for first in range(len(row) - SIZE, 0, -SIZE):
+            logs = reference.log_probs(reference.foreseen(taps[:first], int(row[first]), SIZE))
+            yield logs[0 if layout.from_newest else 1 :], reference.targets, greedy[first:]
+
+
+def _features(job: Job, name: str, row: torch.Tensor):
+    """Of a text the base's features, and what it takes behind each token."""
+    base = AutoModelForCausalLM.from_pretrained(job.base_model_dir, dtype=torch.float32)
+    with torch.no_grad():
+        output = base(row[None], output_hidden_states=True)
+    taps = [output.hidden_states[tap][0] for tap in LAYOUTS[name].taps]
+    return torch.cat(taps, -1), output.logits[0].argmax(-1)
+
+
+@pytest.mark.parametrize("name", LAYOUTS)
+def test_blocks_are_measured_as_they_run(finished, name):
+    """Perplexity and accepted candidates of the float draft, against the reference's."""
+    job, report = finished(name)
+    rows = make_plan(job).task.calibration.held_out
+    losses, hits = [], []
+    for logs, targets, greedy in _answers(job, name, rows):
+        known = {int(target): at for at, target in enumerate(targets)}
+        for row, token in zip(logs, greedy, strict=False):
+            right = known.get(int(token), -1)
+            losses += [-float(row[right])] if right >= 0 else []
+            hits.append(int(row.argmax()) == right)
+    quality = report.quality
+    assert quality.tokens == len(hits) == 2 * 6 * (5 + LAYOUTS[name].from_newest)
+    assert quality.perplexity_float == pytest.approx(np.exp(np.mean(losses)), rel=1e-4)
+    assert quality.accuracy_float == pytest.approx(np.mean(hits), abs=0.011)  # near-ties
+    assert 0 < quality.kl_divergence < FAR[SCHEMES[name]]
+    assert quality.perplexity_quantized != quality.perplexity_float
+
+
+@pytest.mark.parametrize("name", LAYOUTS)
+def test_the_engine_computes_with_the_quantized_weights(finished, pair, name, tmp_path):
+    """With rows that it was not calibrated with; what is no layer's stays as it was."""
+    job, report = finished(name)
+    layout = LAYOUTS[name]
+    found, source = load(job.output_dir), load(Path(job.model_dir))
+    for key, value in source.items():
+        if not _is_rounded(key) and "layernorm" not in key:
+            np.testing.assert_array_equal(found[key], value)
+    assert report.quantized_modules == 7 * layout.layers
+    for part in ("self_attn.q_proj", "self_attn.k_proj"):  # whose smoothing no norm takes
+        wanted = source[f"layers.1.{part}.weight"]
+        weight = _decoded(found)[f"layers.1.{part}.weight"].numpy()
+        assert np.linalg.norm(weight - wanted) < WORST[SCHEMES[name]] * np.linalg.norm(wanted)
+    row = torch.from_numpy(make_plan(job).task.calibration.held_out[0])
+    taps = _features(job, name, row)[0][:9]
+    reference = BlockReference(pair.base_checkpoint, layout)
+    floats = reference.log_probs(reference.foreseen(taps, int(row[9]), SIZE))
+    reference.tensors |= _decoded(found)
+    rounded = reference.log_probs(reference.foreseen(taps, int(row[9]), SIZE))
+    engine = _built(job, pair, tmp_path)
+    session = open_block(engine / "draft", load_engine(engine / "draft", DRAFT_ENGINE))
+    ids, block = row[1:10].numpy(), np.arange(9, 9 + SIZE)
+    part = DraftPart(session.context, ids, 0, block, layout.draft_vocab, taps=taps.numpy())
+    (result,) = session.run_many([part])
+    places = np.searchsorted(reference.targets.numpy(), result.token_ids)
+    spread = np.linalg.norm(floats - floats.mean(1, keepdims=True))
+    for expected, most in ((floats, FAR[SCHEMES[name]]), (rounded, INPUTS)):
+        off = result.log_probs - np.take_along_axis(expected.numpy(), places, 1)
+        assert np.linalg.norm(off) < most * spread
+    _answers_are_plain(engine)
+
+
+def _is_rounded(name: str) -> bool:
+    return name.startswith("layers.") and name.endswith("_proj.weight")
+
+
+def _decoded(tensors: dict[str, np.ndarray]) -> dict[str, torch.Tensor]:
+    """Layers in floats, smoothing moved from the inputs into the weights."""
+    found = {}
+    for name, value in tensors.items():
+        layer = name.removesuffix(".weight")
+        if _is_rounded(name):
+            smooth = tensors.get(f"{layer}.pre_quant_scale", np.ones(1)).astype(np.float32)
+            found[name] = torch.from_numpy(decode(tensors, layer) * smooth)
+        elif "layernorm" in name:
+            found[name] = torch.from_numpy(value.astype(np.float32))
+    return found
+
+
+def _built(job: Job, pair: EaglePair, folder: Path) -> Path:
+    """The base's engine with the quantized draft."""
+    checkpoints = (open_checkpoint(str(job.output_dir), tokenizer=False),
+                   open_checkpoint(job.base_model_dir, tokenizer=False))  # fmt: skip
+    export_draft(*checkpoints, folder / "bundle", DraftOptions("fp32"))
+    shutil.copytree(pair.engine, folder / "engine", ignore=shutil.ignore_patterns("draft"))
+    build_engine(
+        "draft", folder / "bundle", folder / "engine", draft_plan(), "onnxruntime", lambda _: None
+    )
+    return folder / "engine"
+
+
+def _answers_are_plain(engine: Path) -> None:
+    spec = SpecOptions(tree="fixed", top_k=3, verify_size=12)
+    llm = LLM(engine, spec=spec)
+    plain, found = (
+        llm.generate("w20 w21", sampling=GREEDY, max_generate_length=30, speculative=drafts)
+        for drafts in (False, True)
+    )
+    list(plain), list(found)
+    assert found.token_ids == plain.token_ids
+    assert max(counts.tree_size for counts in found.profile.rounds) > 2
+
+
+def test_blocks_stand_behind_each_other():
+    """In states, whose rows tell where; of ModelOpt's own passes all rows are a block's."""
+    for tokens in range(7, 30):
+        places = Places.of_text(tokens, SIZE)
+        assert Places.of_rows(tokens + places.count * SIZE, SIZE) == places
+        assert places.tokens[-1] == tokens - 1
+        assert places.firsts[0] in range(1, SIZE + 1)
+    places = Places(3, 1, 2)
+    assert places.seen(is_causal=True)[3:].astype(int).tolist() == [
+        [1, 0, 0, 1, 0],
+        [1, 0, 0, 1, 1],
+    ]
+    assert places.seen(is_causal=False)[3:, 3:].all()
+    assert Places.of_rows(2, SIZE) == Places(0, 1, 2)
+
+
+def test_rows_that_pass_make_no_error_smaller(tmp_path):
+    rows = [torch.ones(1, 3, 4) * torch.tensor([1, 1, last])[:, None] for last in (1, 3, 4)]
+    names = ("before", "floats", "rounded")
+    entering, *behind = (States(tmp_path / name, (1, 3, 4), 1) for name in names)
+    for states, values in zip((entering, *behind), rows, strict=True):
+        states.write(iter([values]))
+    errors = compare(lambda _: rows[2], entering, tuple(behind), torch.device("cpu"))
+    assert errors == pytest.approx((1 / 2, 1 / 3))
+
+
+def test_a_text_too_short_for_a_block(pair, tmp_path):
+    job = _job(pair, "dflash", tmp_path / "out", seq_len=6)
+    with pytest.raises(EdgeLLMError, match="--seq_len 6: the draft's blocks have 6 tokens"):
+        run_job(job, lambda *_: None)
+    assert [path.name for path in tmp_path.iterdir()] == ["draft"]

@@ -1,0 +1,111 @@
+"""The decoder of a vision-language checkpoint is quantized, all that sees stays as it was."""
+
+from __future__ import annotations
+
+import json
+from pathlib import Path
+
+import numpy as np
+import pytest
+from quantize_cases import load, make_job, write_text
+from vlm_engines import make_vlm
+
+from edgellm.build.engine import build_engine
+from edgellm.build.plan import Plan
+from edgellm.core.manifest import LLM_ENGINE, load_engine
+from edgellm.device_runtime.networks.decoder import open_decoder
+from edgellm.export.pipeline.llm import ExportOptions, export_llm
+from edgellm.export.pipeline.resolve import open_checkpoint
+from edgellm.export.pipeline.visual import VisualOptions, export_visual
+from edgellm.quantize.pipeline.run import run_job
+
+pytestmark = pytest.mark.usefixtures("one_thread")
+SIZES = {
+    "hidden_size": 96,
+    "intermediate_size": 96,
+    "num_attention_heads": 6,
+    "num_key_value_heads": 2,
+    "head_dim": 16,
+}
+CASES = {
+    "qwen2_5_vl": ("int4_awq", {"lm_head_quantization": "fp8"}),
+    "qwen3_vl": ("nvfp4", {}),
+    "internvl": ("fp8", {"kv_cache_quantization": "int8"}),
+    "smolvlm": ("int8_sq", {}),
+}
+# What names of the decoder and of all else begin with, as transformers writes them.
+TEXT = {
+    "qwen2_5_vl": "model.",
+    "qwen3_vl": "model.language_model.",
+    "internvl": "language_model.model.",
+    "smolvlm": "model.text_model.",
+}
+SEEING = {
+    "qwen2_5_vl": {"visual*"},
+    "qwen3_vl": {"model.visual*"},
+    "internvl": {"vision_tower*", "multi_modal_projector*"},
+    "smolvlm": {"model.vision_model*", "model.connector*"},
+}
+
+
+@pytest.fixture(scope="module", params=sorted(CASES))
+def pair(request, tmp_path_factory) -> tuple[str, Path, Path]:
+    """A family, its float checkpoint and the quantized one."""
+    folder = tmp_path_factory.mktemp(request.param)
+    source = make_vlm(folder / "float", request.param, **SIZES)
+    scheme, changes = CASES[request.param]
+    job = make_job(source, write_text(folder / "text.jsonl"), folder / "out", scheme, **changes)
+    run_job(job, lambda *_: None)
+    return request.param, source, folder / "out"
+
+
+def test_names_and_untouched_tensors(pair):
+    family, source, output = pair
+    before, after = load(source), load(output)
+    parts = tuple(part.removesuffix("*") for part in SEEING[family])
+    seeing = {name for name in before if name.startswith(parts)}
+    assert len(seeing) > 10
+    for name in seeing:
+        np.testing.assert_array_equal(after[name], before[name])
+    assert set(before) - set(after) <= {"lm_head.weight"}
+    layer = f"{TEXT[family]}layers.0.mlp.down_proj"
+    assert f"{layer}.weight_scale" in after
+    assert after[f"{layer}.weight"].dtype != before[f"{layer}.weight"].dtype
+    assert all(name.startswith((TEXT[family], "lm_head")) for name in set(after) - set(before))
+
+
+def test_configs(pair):
+    family, source, output = pair
+    config = json.loads((output / "config.json").read_text())
+    assert config["model_type"] == family
+    assert (
+        config["vision_config"] == json.loads((source / "config.json").read_text())["vision_config"]
+    )
+    described = json.loads((output / "hf_quant_config.json").read_text())["quantization"]
+    if family == "qwen2_5_vl":
+        assert described["quantized_layers"]["lm_head"]["quant_algo"] == "FP8"
+        assert f"{TEXT[family]}layers.1.self_attn.q_proj" in described["quantized_layers"]
+    else:
+        head = {"lm_head", f"{TEXT[family]}embed_tokens"}
+        assert set(described["exclude_modules"]) == head | SEEING[family]
+    assert (output / "preprocessor_config.json").exists()
+
+
+def test_both_parts_export(pair, tmp_path):
+    """The decoder answers nearly as before, the encoder exactly."""
+    _, source, output = pair
+    ids, logits, encoders = np.arange(40, 70), [], []
+    for place in (source, output):
+        checkpoint = open_checkpoint(str(place))
+        export_llm(checkpoint, tmp_path / place.name, ExportOptions("fp32"))
+        engine, plan = tmp_path / f"{place.name}-engine", Plan(32, 40, 1, "same", "none")
+        build_engine("llm", tmp_path / place.name, engine, plan, "onnxruntime", lambda _: None)
+        manifest = load_engine(engine, LLM_ENGINE)
+        session = open_decoder(engine, manifest)
+        logits.append(session.run(ids, 0, np.arange(30)).logits.copy())
+        export_visual(checkpoint, tmp_path / f"{place.name}-visual", VisualOptions("fp32"))
+        encoders.append((tmp_path / f"{place.name}-visual" / "model.weights").read_bytes())
+    assert encoders[0] == encoders[1]
+    assert manifest.quantization != "none"
+    distance = np.linalg.norm(logits[1] - logits[0]) / np.linalg.norm(logits[0])
+    assert 1e-3 < distance < 0.8

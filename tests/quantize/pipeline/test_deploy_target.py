@@ -1,0 +1,63 @@
+"""What GPUs ask of a head and of a draft."""
+
+from __future__ import annotations
+
+import pytest
+from conftest import assert_one_line_error
+
+from edgellm.core.contract import EdgeLLMError
+from edgellm.quantize import cli
+from edgellm.quantize.formats.schemes import HEAD_SCHEMES, SCHEMES
+from edgellm.quantize.pipeline import run, summary
+from edgellm.quantize.pipeline.deploy_target import form_of_draft, form_of_head, rounds_as
+from edgellm.quantize.pipeline.planning import Job
+
+
+@pytest.mark.parametrize(
+    ("target", "draft"),
+    [
+        *((each, "fp8") for each in ("cpu", "gpu", "8.9", "9.0")),
+        ("8.7", "int4_awq"),
+        *((each, "nvfp4") for each in ("11.0", "12.0")),
+    ],
+)
+def test_forms_by_target(target, draft):
+    assert form_of_draft(target) == draft
+    assert draft in SCHEMES
+    heads = {body: form_of_head(target, body, is_modelopt=True) for body in (*SCHEMES, "mixed")}
+    if target == "cpu":
+        assert {*heads.values()} == {None}
+    else:
+        assert heads.pop("mixed") is None  # which gives its head a form, too
+        assert {*heads.values()} <= {*HEAD_SCHEMES}
+        assert heads["nvfp4_awq"] == "nvfp4"
+    assert form_of_head(target, "fp8", is_modelopt=False) is None
+    assert rounds_as(target) == ("cpu" if target == "cpu" else "gpu")
+
+
+@pytest.mark.parametrize("target", ["", "tpu", "110", "8", "8.7a"])
+def test_no_targets(target):
+    with pytest.raises(EdgeLLMError, match="no such choice") as caught:
+        rounds_as(target)
+    assert "11.0 (Thor)" in caught.value.hint
+
+
+@pytest.mark.parametrize(
+    ("given", "target", "head"),
+    [(None, "11.0", "nvfp4"), ("float", "gpu", None), ("fp8", "gpu", "fp8"), (None, "cpu", None)],
+)
+def test_what_a_job_is_told(monkeypatch, tmp_path, given, target, head):
+    jobs: list[Job] = []
+    monkeypatch.setattr(run, "run_job", lambda job, _: jobs.append(job))
+    monkeypatch.setattr(summary, "print_summary", lambda *_: None)
+    options = {"block_size": None, "algo": None, "target": target}
+    cli._run("model", tmp_path / "out", "nvfp4", given, "", **options)
+    assert [(job.lm_head_quantization, job.target) for job in jobs] == [(head, rounds_as(target))]
+
+
+def test_a_target_that_is_none_is_told_before_the_work(command_here, tmp_path):
+    folders = ("--model_dir", tmp_path / "model", "--output_dir", tmp_path / "out")
+    result = command_here(
+        "edgellm-quantize", "llm", *folders, "--quantization", "fp8", "--target", "x"
+    )
+    assert_one_line_error(result, "--target x: no such choice", "compute capability")

@@ -1,0 +1,199 @@
+"""`edgellm-quantize llm --algo auto` and `--rotate`."""
+
+from __future__ import annotations
+
+import json
+from dataclasses import asdict, replace
+from pathlib import Path
+
+import numpy as np
+import pytest
+from quantize_cases import decode, load, make_job, make_model, write_text
+from safetensors.numpy import save_file
+
+from edgellm.core.contract import EdgeLLMError, UnsupportedModelError
+from edgellm.quantize.pipeline.flag_checks import check_together, kept_layers
+from edgellm.quantize.pipeline.planning import Job
+from edgellm.quantize.pipeline.run import run_job
+from edgellm.quantize.pipeline.search import algorithms
+from edgellm.quantize.pipeline.search.algorithms import run_contest, ways
+from edgellm.quantize.pipeline.search.float_layers import choose, run_keeping
+from edgellm.quantize.report.report import Kept
+
+pytestmark = pytest.mark.usefixtures("one_thread")
+
+
+@pytest.fixture(scope="module")
+def place(tmp_path_factory) -> Path:
+    folder = tmp_path_factory.mktemp("contest")
+    make_model(folder / "model", "qwen2", num_hidden_layers=2, tie_word_embeddings=True)
+    write_text(folder / "text.jsonl")
+    return folder
+
+
+@pytest.fixture
+def job(place, tmp_path, monkeypatch) -> Job:
+    """AutoRound, which has tests of its own, is left out."""
+    monkeypatch.setattr(algorithms, "is_there", lambda: False)
+    return make_job(
+        place / "model", place / "text.jsonl", tmp_path / "out", "int4_awq", algo="auto",
+        num_samples=16,
+    )  # fmt: skip
+
+
+def _quiet(*_: object) -> None:
+    pass
+
+
+def test_the_best_stays_and_an_interrupt_costs_only_what_is_unfinished(job, tmp_path):
+    report = run_contest(job, None, _quiet)
+    assert report.tried is not None
+    assert set(report.tried) == {"gptq", "gptq, values rotated", "awq"}
+    divergences = [one.kl_divergence for one in report.tried.values()]
+    assert report.quality.kl_divergence == min(divergences)
+    side = json.loads((job.output_dir / "edgellm_quant.json").read_text())
+    assert side["tried"] == {name: asdict(one) for name, one in report.tried.items()}
+    assert "KL of what was tried" in (job.output_dir / "edgellm_quant.html").read_text()
+    assert not job.work_dir.exists()
+
+    begun: list[str] = []
+
+    def stop(what: str, done: int, _total: int) -> None:
+        begun.append(what)
+        if what.startswith("awq") and done == 1:
+            raise KeyboardInterrupt
+
+    cut = replace(job, output_dir=tmp_path / "cut")
+    with pytest.raises(KeyboardInterrupt):
+        run_contest(cut, None, stop)
+    assert not cut.output_dir.exists()
+    begun.clear()
+    again = run_contest(cut, None, lambda what, *_: begun.append(what))
+    assert {what.split(":")[0] for what in begun} == {"awq"}
+    assert again.tried == report.tried
+    name = "model.safetensors"
+    assert (cut.output_dir / name).read_bytes() == (job.output_dir / name).read_bytes()
+
+
+def test_a_budget_of_no_time_gives_the_first(job):
+    report = run_contest(job, 0.0, _quiet)
+    assert set(report.tried or ()) == {"gptq"}
+
+
+def test_too_far_is_refused_and_kept(job):
+    with pytest.raises(EdgeLLMError, match="above --max_kl"):
+        run_contest(replace(job, max_kl=1e-9), 0.0, _quiet)
+    assert not job.output_dir.exists()
+    assert run_contest(job, 0.0, _quiet).tried
+
+
+def test_rotated_values_compute_the_same(place, job):
+    """All of the float model stays, but the values and what reads them."""
+    rotated = replace(job, algo="gptq", rotate="values")
+    report = run_job(rotated, _quiet)
+    found, source = load(rotated.output_dir), load(place / "model")
+    layer = "model.layers.1.self_attn."
+    value, output = (decode(found, f"{layer}{name}_proj") for name in "vo")
+    wanted = [source[f"{layer}{name}_proj.weight"].astype(np.float32) for name in "vo"]
+    assert np.linalg.norm(value - wanted[0]) > 0.5 * np.linalg.norm(wanted[0])
+    heads = output.shape[1] // len(value)
+    config = json.loads((place / "model" / "config.json").read_text())
+    head_dim = config["hidden_size"] // config["num_attention_heads"]
+    products = []
+    for v, o in ((value, output), wanted):
+        by_head = np.repeat(v.reshape(-1, head_dim, v.shape[1]), heads, 0)
+        columns = o.reshape(len(o), -1, head_dim)
+        products.append(np.einsum("ohd,hdi->hoi", columns, by_head))
+    assert np.linalg.norm(products[0] - products[1]) < 0.3 * np.linalg.norm(products[1])
+    bias = [each[f"{layer}v_proj.bias"].astype(np.float32) for each in (found, source)]
+    assert np.linalg.norm(bias[0]) == pytest.approx(np.linalg.norm(bias[1]), rel=1e-2)
+    plain = run_job(replace(job, algo="gptq", output_dir=job.output_dir.parent / "p"), _quiet)
+    assert report.quality.kl_divergence < 2 * plain.quality.kl_divergence
+
+
+def test_a_model_without_values_of_its_own(place, job):
+    fused = make_model(place / "fused", "phi3")
+    assert ways(replace(job, model_dir=str(fused))) == ["gptq", "awq"]
+    untied = make_model(place / "untied", "llama", tie_word_embeddings=False)
+    assert "gptq, all rotated" in ways(replace(job, model_dir=str(untied)))
+    behind = make_model(place / "behind", "olmo2", tie_word_embeddings=False)
+    assert ways(replace(job, model_dir=str(behind))) == ["gptq", "gptq, values rotated", "awq"]
+    with pytest.raises(UnsupportedModelError, match="no v_proj of its own"):
+        run_job(replace(job, model_dir=str(fused), algo="gptq", rotate="values"), _quiet)
+
+
+def test_layers_that_lose_most_stay_in_floats(tmp_path):
+    """All but the last one, which adds least and about what was estimated."""
+    model = make_model(tmp_path / "model", "llama", num_hidden_layers=3)
+    tensors = load(model)
+    for name in ("self_attn.o_proj", "mlp.down_proj"):
+        place = f"model.layers.2.{name}.weight"
+        tensors[place] = (0.2 * tensors[place].astype(np.float32)).astype(tensors[place].dtype)
+    save_file(tensors, model / "model.safetensors", metadata={"format": "pt"})
+    text = write_text(tmp_path / "text.jsonl")
+    job = make_job(model, text, tmp_path / "out", "int4_awq", algo="gptq", keep_budget=1000)
+    report = run_keeping(job, _quiet)
+    assert report.kept is not None
+    assert report.tried is not None
+    whole, rest = report.tried.values()
+    assert {one.layer for one in report.kept} == {0, 1}
+    assert whole.kl_divergence > 10 * rest.kl_divergence
+    assert rest.kl_divergence == report.quality.kl_divergence
+    alone = (1 - sum(one.share for one in report.kept)) / report.kept[0].share
+    assert alone * report.kept[0].divergence == pytest.approx(rest.kl_divergence, rel=0.5)
+    assert rest.num_bytes - whole.num_bytes == sum(one.num_bytes for one in report.kept)
+    found = load(job.output_dir)
+    assert "model.layers.2.mlp.up_proj.weight_scale" in found
+    assert "model.layers.1.mlp.up_proj.weight_scale" not in found
+    page = (job.output_dir / "edgellm_quant.html").read_text()
+    assert "layer 1 stays in floats: rounding it alone adds a KL of" in page
+
+
+def test_what_fits_into_the_budget():
+    costs = [
+        Kept(0, 0.1, 0.2, 10),
+        Kept(1, 0.3, 0.6, 40),
+        Kept(2, 0.05, 0.1, 5),
+        Kept(3, 0.0, 0, 1),
+    ]
+    assert [one.layer for one in choose(costs, 15)] == [0, 2]
+    assert choose(costs, 4) == ()
+    assert [one.layer for one in choose(costs, 99)] == [0, 2, 1]
+
+
+@pytest.mark.parametrize(
+    ("options", "message"),
+    [
+        ({"minutes": 5.0}, "--time_budget is for --algo auto"),
+        ({"points": 1.0}, "--max_loss is for --quantization auto"),
+        ({"is_open": True, "algo": "gptq"}, "chooses --algo and --block_size itself"),
+        ({"algo": "auto", "keep_budget": 5.0}, "--keep_layers auto is for one --algo"),
+        ({"algo": "auto", "base_model_dir": "base"}, "--algo auto does not do drafts"),
+    ],
+)
+def test_flags_that_do_not_go_together(options, message):
+    with pytest.raises(EdgeLLMError, match=message):
+        check_together(**{"is_open": False, "minutes": None, "points": None, **options})
+    assert kept_layers("auto", None) == {"keep_budget": 10.0}
+    assert kept_layers("0,2", None) == {"keep_layers": (0, 2)}
+    with pytest.raises(EdgeLLMError, match="--keep_budget is for"):
+        kept_layers("0", 5.0)
+
+
+@pytest.mark.parametrize(
+    ("run", "changes", "message"),
+    [
+        (run_contest, {"model_dir": "nowhere"}, "no such folder"),
+        (run_keeping, {"keep_budget": 5.0, "kv_cache_quantization": "fp8"}, "scales of the cache"),
+        (
+            run_keeping,
+            {"keep_budget": 5.0, "quantization": "mixed", "target_bits": 5.0},
+            "decides itself what stays",
+        ),
+    ],
+)
+def test_what_is_refused_leaves_nothing(job, run, changes, message):
+    wrong = replace(job, algo="auto" if run is run_contest else None, **changes)
+    with pytest.raises(EdgeLLMError, match=message):
+        run(wrong, *((None, _quiet) if run is run_contest else (_quiet,)))
+    assert not wrong.work_dir.exists()

@@ -1,0 +1,41 @@
+"""Answers that come in pieces, to whatever reads them."""
+
+from __future__ import annotations
+
+from collections.abc import Callable, Iterable, Sequence
+from itertools import pairwise
+
+from edgellm.tools.serve.tool_calls.parser import CallReader, Item, Thought
+
+_LONG = 1000  # characters: such a text is cut in two alone
+
+
+def require_read(reader: Callable[[], CallReader], text: str, expected: Sequence[Item]) -> None:
+    """Fail if a text gives anything else, whole, letter by letter, or cut in two anywhere."""
+    cuts = [(text[:at], text[at:]) for at in range(min(len(text), 250))]
+    letters = [] if len(text) > _LONG else [tuple(text)]
+    for pieces in [(text,), *letters, *cuts]:
+        one = reader()
+        found = [item for piece in pieces for item in one.push(piece)]
+        assert joined([*found, *one.finish()]) == list(expected), pieces
+
+
+def joined(found: Sequence[Item]) -> list[Item]:
+    """Pieces of a kind side by side are one."""
+    together: list[Item] = []
+    for item in found:
+        last = together[-1] if together else None
+        if isinstance(item, str) and isinstance(last, str):
+            together[-1] = last + item
+        elif isinstance(item, Thought) and isinstance(last, Thought):
+            together[-1] = Thought(last.text + item.text)
+        elif item:
+            together.append(item)
+    return together
+
+
+def read_cut(reader: CallReader, text: str, cuts: Iterable[int]) -> list[Item]:
+    """What a reader gives for a text that comes in pieces."""
+    places = [0, *sorted(cut for cut in cuts if cut < len(text)), len(text)]
+    found = [item for begin, end in pairwise(places) for item in reader.push(text[begin:end])]
+    return joined([*found, *reader.finish()])

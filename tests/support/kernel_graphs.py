@@ -1,0 +1,152 @@
+"""Lowered graphs with edgellm's plugin nodes on the CPU: ONNX Runtime computes what is between.
+
+What a node launches is what its plugin would tell TensorRT (`build/tensorrt/plugins.py`), and the
+kernel's reference in numpy computes it.
+"""
+
+from __future__ import annotations
+
+import json
+from collections.abc import Mapping, Sequence
+from dataclasses import dataclass
+from pathlib import Path
+from types import SimpleNamespace
+from typing import Any
+
+import numpy as np
+import onnx_ir as ir
+import onnxruntime
+from kernel_references import REFERENCES
+from numpy.typing import NDArray
+
+from edgellm.device_runtime.kernels.triton.catalog import variants
+from edgellm.device_runtime.runners.tensorrt.library.attention_nodes import (
+    COMBINE,
+    GIVEN,
+    NAMESPACE,
+    PLUGINS,
+)
+
+_NUMBERS = SimpleNamespace(max=max, min=min, cdiv=lambda a, b: -(-a // b))
+_BY_NAME = {plugin.name: plugin for plugin in PLUGINS}
+Arrays = dict[str, NDArray[Any]]
+
+
+@dataclass(frozen=True)
+class _Node:
+    name: str
+    given: Mapping[str, Any]
+    inputs: tuple[str, ...]
+    outputs: tuple[str, ...]
+
+    @classmethod
+    def of(cls, node: ir.Node) -> _Node:
+        inputs, outputs = (
+            tuple(str(value.name) for value in values if value is not None)
+            for values in (node.inputs, node.outputs)
+        )
+        given = json.loads(node.attributes[GIVEN].as_string())
+        return cls(node.op_type, given, inputs, outputs)
+
+
+class KernelGraph:
+    """A graph whose attention is plugin nodes; answers as an ONNX Runtime session."""
+
+    def __init__(self, path: Path, options: Any, memory: Any, sm: int) -> None:
+        """`memory`: gives what lies at an address, see `attention_references`."""
+        self._memory, self._compiled = memory, {each.name for each in variants(sm)}
+        model = ir.load(path)
+        graph = model.graph
+        nodes = [node for node in graph if node.domain == NAMESPACE]
+        self._nodes = [_Node.of(node) for node in nodes]
+        self._inputs = [str(value.name) for value in graph.inputs]
+        self._outputs = [str(value.name) for value in graph.outputs]
+        made = {name for node in self._nodes for name in node.outputs}
+        read = {str(v.name): v for node in nodes for v in node.inputs if v is not None}
+        graph.outputs.extend(v for name, v in read.items() if name not in {*made, *self._inputs})
+        self._given = {}
+        for node in nodes:
+            if node.op_type == COMBINE:
+                (old,) = node.outputs
+                new = ir.val(f"{old.name}.given", ir.DataType.FLOAT16, old.shape)
+                graph.inputs.append(new)
+                self._given[str(old.name)] = str(new.name), int(old.shape[2])  # type: ignore
+                for user, index in tuple(old.uses()):
+                    user.replace_input_with(index, new)
+        for node in reversed(nodes):
+            graph.remove(node, safe=True)
+        _double_rows(graph)
+        cut = ir.Model(graph, ir_version=model.ir_version)
+        place = path.with_suffix(".cut.onnx")
+        ir.save(cut, place)
+        self._session = onnxruntime.InferenceSession(
+            place, options, providers=["CPUExecutionProvider"]
+        )
+        self._options = onnxruntime.RunOptions()
+        self._options.add_run_config_entry("only_execute_path_to_fetches", "1")
+        self._options.only_execute_path_to_fetches = True
+
+    def get_inputs(self) -> list[Any]:
+        return [each for each in self._session.get_inputs() if each.name in self._inputs]
+
+    def get_outputs(self) -> list[Any]:
+        return [each for each in self._session.get_outputs() if each.name in self._outputs]
+
+    def run(self, names: Sequence[str], feeds: Mapping[str, NDArray[Any]]) -> list[NDArray[Any]]:
+        rows = next(iter(feeds.values())).shape[1]
+        known: Arrays = dict(feeds)
+        given = {new: np.zeros((1, rows, width), np.float16) for new, width in self._given.values()}
+        for node in self._nodes:
+            if missing := [each for each in node.inputs if each not in known]:
+                found = self._session.run(missing, {**feeds, **given}, self._options)
+                known |= dict(zip(missing, found, strict=True))
+            self._launch(node, known)
+            if node.outputs[0] in self._given:
+                given[self._given[node.outputs[0]][0]] = known[node.outputs[0]]
+        return self._session.run(list(names), {**feeds, **given}, self._options)
+
+    def _launch(self, node: _Node, known: Arrays) -> None:
+        plugin, facts = _BY_NAME[node.name], node.given
+        arrays = [known[each] for each in node.inputs]
+        shapes = {key: each.shape for key, each in zip(plugin.inputs, arrays, strict=True)}
+        outputs = [
+            np.full(shape, np.nan, dtype)
+            for dtype, shape in plugin.outputs(_NUMBERS, shapes, facts)
+        ]
+        launch = plugin.launch(_NUMBERS, shapes, facts)
+        assert launch.variant.name in self._compiled
+        flat = [each.reshape(-1) for each in (*arrays, *outputs)]
+        REFERENCES[node.name](
+            *flat[: len(arrays)],
+            *launch.sizes,
+            *flat[len(arrays) :],
+            constants={**launch.variant.constants, "grid": launch.grid, "memory": self._memory},
+        )
+        known |= dict(zip(node.outputs, outputs, strict=True))
+
+
+def _double_rows(graph: ir.Graph) -> None:
+    """Let a row's product be the same in every pass.
+
+    Of one row ONNX Runtime has another kernel, and last bits decide which code is the nearer.
+    """
+    for product in [node for node in graph if node.op_type == "MatMul"]:
+        x, y = product.inputs[0], product.outputs[0]
+        users = tuple(y.uses())
+        twice = ir.node("Concat", [x, x], {"axis": 1}, name=f"{product.name}.twice")
+        split = ir.node("Split", [y], {"axis": 1, "num_outputs": 2}, num_outputs=2)
+        graph.insert_before(product, twice)
+        graph.insert_after(product, split)
+        product.replace_input_with(0, twice.outputs[0])
+        twice.outputs[0].name, split.name = f"{y.name}.twice", f"{product.name}.first"
+        for at, value in enumerate(split.outputs):
+            value.name = f"{y.name}.half{at}"
+        for user, index in users:
+            user.replace_input_with(index, split.outputs[0])
+
+
+def open_graph(path: Path, options: Any, device: Any) -> Any:
+    """What answers for a lowered graph on the fake GPU."""
+    if any(node.domain == NAMESPACE for node in ir.load(path).graph):
+        return KernelGraph(path, options, device.memory, device.sm)
+    return onnxruntime.InferenceSession(path, options, providers=["CPUExecutionProvider"])

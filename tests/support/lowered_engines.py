@@ -1,0 +1,179 @@
+"""Graphs of a base and its draft as TensorRT gets them, opened on the GPU that is not there."""
+
+from __future__ import annotations
+
+import dataclasses
+from collections.abc import Callable
+from pathlib import Path
+
+import onnx_ir as ir
+import pytest
+from eagle_engines import CAPACITY, INPUT, TREE, EaglePair
+from fake_gpu import FakeDevice, FakeEngine
+from scripted_costs import script_costs
+
+from edgellm.build.lowering.lora import Places, engine_options
+from edgellm.build.lowering.weights import WeightFile
+from edgellm.build.plan import Plan
+from edgellm.build.tensorrt.lowering.downgrade_ops import adapt
+from edgellm.build.tensorrt.lowering.kernel_attention import Kernels
+from edgellm.build.tensorrt.lowering.lower import lower
+from edgellm.build.tensorrt.lowering.op_table import Version
+from edgellm.build.tensorrt.profiles import passes_of
+from edgellm.core.graph_roles import DECODER, DRAFT, FUSE, HEADS
+from edgellm.core.manifest import (
+    DRAFT_BUNDLE,
+    DRAFT_ENGINE,
+    DRAFT_FOLDER,
+    LLM_BUNDLE,
+    LLM_ENGINE,
+    Engine,
+    GraphSpec,
+    load_bundle,
+    load_engine,
+    with_kv_dtype,
+)
+from edgellm.device_runtime.networks.decoder import DecoderSession
+from edgellm.device_runtime.networks.draft import DraftSession
+from edgellm.device_runtime.networks.heads import HeadsSession
+from edgellm.device_runtime.runners import Runner, onnxruntime_cpu, tensorrt
+from edgellm.device_runtime.runners.tensorrt.kernel_cache import KV_DTYPES
+
+PLAN = Plan(INPUT, CAPACITY, 1, "auto", max_verify_tree_size=TREE, max_draft_tree_size=TREE)
+CANDIDATES = 40
+
+
+class Lowered:
+    """The graphs of a pair as TensorRT gets them, and the manifests of such engines."""
+
+    def __init__(
+        self,
+        pair: EaglePair,
+        folder: Path,
+        version: Version = (11, 4),
+        codes: str = "",
+        answers: int = 1,
+        adapter_rank: int = 0,
+    ) -> None:
+        """`codes`: of the cache, where edgellm's kernels compute; else "", of float32."""
+        plan = dataclasses.replace(PLAN, max_batch_size=answers, max_lora_rank=adapter_rank)
+        self._folder, self._version = folder, version
+        bundles = {
+            LLM_ENGINE: load_bundle(pair.bundle, LLM_BUNDLE),
+            DRAFT_ENGINE: load_bundle(pair.draft_bundle, DRAFT_BUNDLE),
+        }
+        for source, bundle in zip((pair.bundle, pair.draft_bundle), bundles.values(), strict=True):
+            for role, graph in bundle.graphs.items():
+                candidates = 0 if role == DECODER else CANDIDATES
+                kernels = Kernels(110, codes, answers) if codes and role != FUSE else None
+                dtype = ir.DataType.FLOAT16 if codes else ir.DataType.FLOAT
+                lower_for_gpu(
+                    source / graph.path,
+                    self.path(role),
+                    candidates,
+                    version,
+                    dtype,
+                    kernels,
+                    places=Places.of(plan) if role == DECODER else None,
+                )
+        self._passes = {
+            role: passes_of(role, bundle, plan)
+            for bundle in bundles.values()
+            for role in bundle.graphs
+        }
+        base = load_engine(pair.engine, LLM_ENGINE)
+        draft = load_engine(pair.engine / DRAFT_FOLDER, DRAFT_ENGINE)
+        self.manifest = dataclasses.replace(
+            base,
+            graphs=self._graphs(base),
+            prefill_rows=INPUT,
+            max_batch_size=answers,
+            options={**base.options, **engine_options(plan)},
+        )
+        self.draft_manifest = dataclasses.replace(
+            draft,
+            graphs=self._graphs(draft),
+            max_batch_size=answers,
+        )
+        if codes:
+            self.manifest, self.draft_manifest = (
+                dataclasses.replace(each, spec=with_kv_dtype(each.spec, KV_DTYPES[codes]))
+                for each in (self.manifest, self.draft_manifest)
+            )
+
+    def path(self, role: str) -> Path:
+        return self._folder / f"{role}.onnx"
+
+    def _graphs(self, engine: Engine) -> dict[str, tuple[GraphSpec, ...]]:
+        return {
+            role: tuple(GraphSpec(f"{role}.engine", p.max_rows, "fp32") for p in self._passes[role])
+            for role in engine.graphs
+        }
+
+    def runners(self, engine: Engine, device: FakeDevice) -> dict[str, Runner]:
+        """Those of one of the manifests."""
+        return {
+            role: tensorrt.runner_of(
+                role, engine, FakeEngine(self.path(role), self._passes[role], device), device
+            )
+            for role in engine.graphs
+        }
+
+    def open(self, device: FakeDevice) -> DecoderSession:
+        engine = self.manifest
+        opened = self.runners(engine, device)
+        return DecoderSession(opened[DECODER], engine.decoder, engine.max_kv_cache_capacity)
+
+    def open_draft(self, device: FakeDevice) -> DraftSession:
+        engine = self.draft_manifest
+        opened, spec = self.runners(engine, device), engine.draft.decoder
+        return DraftSession(opened[DRAFT], opened.get(FUSE), spec, engine.max_kv_cache_capacity)
+
+    def open_heads(self, device: FakeDevice) -> HeadsSession:
+        return HeadsSession(self.runners(self.draft_manifest, device)[HEADS])
+
+    def replace_engines(
+        self,
+        monkeypatch: pytest.MonkeyPatch,
+        device: FakeDevice,
+        of_draft: FakeDevice | None = None,
+    ) -> None:
+        """Let the pair's own engines run on the fake GPU from now on."""
+        others = onnxruntime_cpu.open_engine
+
+        def open_engine(folder: Path, engine: Engine) -> dict[str, Runner]:
+            if engine.kind == LLM_ENGINE:
+                return self.runners(self.manifest, device)
+            if engine.kind == DRAFT_ENGINE:
+                return self.runners(self.draft_manifest, of_draft or device)
+            return others(folder, engine)
+
+        open_with(monkeypatch, open_engine, self.manifest.max_batch_size)
+
+
+def open_with(
+    patch: pytest.MonkeyPatch,
+    open_engine: Callable[[Path, Engine], dict[str, Runner]],
+    answers: int = 0,
+) -> None:
+    """Engines of the CPU are opened so from now on, as those of a GPU; see `script_costs`."""
+    patch.setattr(onnxruntime_cpu, "open_engine", open_engine)
+    script_costs(patch, answers)
+
+
+def lower_for_gpu(
+    source: Path,
+    target: Path,
+    candidates: int = 0,
+    version: Version = (11, 4),
+    dtype: ir.DataType = ir.DataType.FLOAT16,
+    kernels: Kernels | None = None,
+    capacity: int = CAPACITY,
+    places: Places | None = None,
+) -> None:
+    """A portable graph as TensorRT gets it."""
+    model, weights = ir.load(source), WeightFile(target.with_suffix(".data"))
+    lower(model, weights, dtype, capacity, candidates, kernels, places)
+    weights.close()
+    adapt(model, version)
+    ir.save(model, target)

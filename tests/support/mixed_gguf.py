@@ -1,0 +1,73 @@
+"""A GGUF file with formats of all kinds, and blocks of any values."""
+
+from __future__ import annotations
+
+import zlib
+
+import gguf
+import numpy as np
+from conftest import make_checkpoint
+from gguf_files import write_gguf
+from transformers import AutoModelForCausalLM
+
+from edgellm.export import models
+from edgellm.export.checkpoints.quantized.gguf import FORMS
+
+# Of a file with formats of all kinds, by the ends of names.
+KINDS = {
+    "q_proj": "Q4_K", "k_proj": "Q4_0", "v_proj": "Q6_K", "o_proj": "Q5_1", "gate_proj": "Q4_1",
+    "up_proj": "Q4_1", "down_proj": "Q3_K", "embed_tokens": "Q5_0", "lm_head": "Q5_K",
+}  # fmt: skip
+_PLACES = {
+    "attn_q": "q_proj", "attn_k": "k_proj", "attn_v": "v_proj", "attn_output": "o_proj",
+    "ffn_gate": "gate_proj", "ffn_up": "up_proj", "ffn_down": "down_proj",
+    "token_embd": "embed_tokens", "output": "lm_head",
+}  # fmt: skip
+_MIXED = {
+    **models.find("llama").TINY,
+    "hidden_size": 256,
+    "intermediate_size": 256,
+    "num_attention_heads": 4,
+    "num_hidden_layers": 2,
+    "tie_word_embeddings": False,
+}
+
+
+def write_mixed(folder):
+    """`mixed.gguf` with `KINDS`; weights are any blocks, as large as weights are."""
+    model = AutoModelForCausalLM.from_pretrained(make_checkpoint(folder / "hf", **_MIXED))
+
+    def encode(name, array):
+        kind = KINDS[_PLACES[name.split(".")[-2]]]
+        blocks = array.size // FORMS[kind].values
+        return scaled_blocks(kind, blocks, 0.03, zlib.crc32(name.encode())).reshape(
+            len(array), -1
+        ), gguf.GGMLQuantizationType[kind]
+
+    write_gguf(folder / "mixed.gguf", "llama", model, encode)
+    return folder / "mixed.gguf"
+
+
+def random_blocks(kind: str, count: int, seed: int = 7) -> np.ndarray:
+    """Any bytes, but halves that are numbers where a format has halves: uint8 [count, bytes]."""
+    form, random = FORMS[kind], np.random.default_rng(seed)
+    blocks = random.integers(0, 256, (count, form.num_bytes), np.uint8)
+    for place in (form.scale, form.minimum):
+        if place >= 0:
+            _set_halves(blocks, place, random.normal(size=count))
+    return blocks
+
+
+def scaled_blocks(kind: str, count: int, deviation: float, seed: int) -> np.ndarray:
+    """As `random_blocks`, values that deviate so much from nothing."""
+    form, blocks = FORMS[kind], random_blocks(kind, count, seed)
+    factor = deviation / np.abs(gguf.dequantize(blocks, gguf.GGMLQuantizationType[kind])).mean()
+    for place in (form.scale, form.minimum):
+        if place >= 0:
+            halves = np.ascontiguousarray(blocks[:, place : place + 2]).view(np.float16)
+            _set_halves(blocks, place, halves[:, 0].astype(np.float32) * factor)
+    return blocks
+
+
+def _set_halves(blocks: np.ndarray, place: int, values: np.ndarray) -> None:
+    blocks[:, place : place + 2] = values.astype(np.float16)[:, None].view(np.uint8)

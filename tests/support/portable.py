@@ -1,0 +1,37 @@
+"""Portable graphs in ONNX Runtime, as they are."""
+
+from __future__ import annotations
+
+import json
+from pathlib import Path
+
+import numpy as np
+
+from edgellm.core.manifest import LLM_BUNDLE, load_bundle
+from edgellm.device_runtime.networks.decoder import DecoderSession
+from edgellm.device_runtime.runners.onnxruntime_cpu.runner import LoadedGraph, OnnxRuntimeRunner
+from edgellm.device_runtime.runners.onnxruntime_graphs import load_graph
+
+TOLERANCE = 2e-4
+# Of the largest number, by which transformers' own two forms of the delta rule differ as much.
+_OF_LARGEST = dict.fromkeys(("qwen3_5_text", "qwen3_5_moe_text", "qwen3_next"), 1e-4)
+
+
+def allowed(checkpoint: Path, expected: np.ndarray) -> float:
+    """How far numbers may be from transformers'."""
+    model_type = json.loads((checkpoint / "config.json").read_text())["model_type"]
+    return max(TOLERANCE, _OF_LARGEST.get(model_type, 0) * np.abs(expected).max())
+
+
+def open_portable(bundle: Path, capacity: int, graph: Path | None = None) -> DecoderSession:
+    """The decoder of a bundle, or another graph with its inputs."""
+    spec = load_bundle(bundle, LLM_BUNDLE).decoder
+    loaded = LoadedGraph(load_graph(graph or bundle / "model.onnx", threads=1, optimize=not graph))
+    runner = OnnxRuntimeRunner([loaded], spec.kv, capacity)
+    return DecoderSession(runner, spec, capacity, open_commit(bundle))
+
+
+def open_commit(folder: Path) -> OnnxRuntimeRunner | None:
+    """What moves the states of a bundle's recurrent layers on, if it has some."""
+    path = folder / "commit.onnx"
+    return OnnxRuntimeRunner([LoadedGraph(load_graph(path, threads=1))]) if path.exists() else None

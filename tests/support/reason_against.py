@@ -1,0 +1,21 @@
+"""Whether engines of a backend run on this machine: its own words are the reason of a skip."""
+
+from __future__ import annotations
+
+import pytest
+
+from edgellm.core.contract import EdgeLLMError
+from edgellm.device_runtime import runners
+
+
+def needs(name: str) -> pytest.MarkDecorator:
+    """Skips where a backend's engines do not run."""
+    return pytest.mark.skipif(bool(why := _reason(name)), reason=f"{name}: {why}")
+
+
+def _reason(name: str) -> str:
+    try:
+        runners.find(name).require_device()
+    except EdgeLLMError as error:
+        return str(error)
+    return ""

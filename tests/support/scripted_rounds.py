@@ -1,0 +1,106 @@
+"""Rounds of a drafter over scripted sessions, and what plain decoding says."""
+
+from __future__ import annotations
+
+import functools
+from dataclasses import dataclass
+
+from scripted_sessions import DRAFTS, VOCAB, StrictBase, StrictDraft, StrictModel, recorded
+from stepping import by_cost, generate, learned_of, speculate
+
+from edgellm.device_runtime.engine.profile import Profile
+from edgellm.device_runtime.sampling.sampler import Sampler, SamplingParams
+from edgellm.device_runtime.speculate.acceptance import Round
+from edgellm.device_runtime.speculate.draft_cache import CommittedRows
+from edgellm.device_runtime.speculate.drafter import TextDrafter
+from edgellm.device_runtime.speculate.drafters import ngram, suffix
+from edgellm.device_runtime.speculate.drafters.draft import ModelDrafter
+from edgellm.device_runtime.speculate.drafters.eagle import EagleDrafter
+from edgellm.device_runtime.speculate.policy.costs import Costs
+from edgellm.device_runtime.speculate.policy.static_tree import StaticTree
+from edgellm.device_runtime.speculate.policy.tree_policy import FixedTree, TreeLimits
+
+GREEDY = SamplingParams(temperature=0)
+SAMPLED = SamplingParams(1.0, 0.9, 0, seed=11)
+PROMPT = [3, 1, 4, 1, 5, 9, 2, 6, 5]
+SHAPES = {
+    "one_node": TreeLimits(10, 6, 1),
+    "two_nodes": TreeLimits(1, 1, 2),
+    "chain": TreeLimits(1, 7, 8),
+    "wide": TreeLimits(12, 1, 13),
+    "bushy": TreeLimits(3, 4, 20),
+    "cut": TreeLimits(8, 5, 4),
+    "default": TreeLimits(10, 6, 60),
+}
+FREE = Costs.of({"1": 10, "64": 10.01}, {"1": 0.01, "64": 0.02}, {"1": 0.01, "64": 0.02})
+LOOKUPS = {"ngram": ngram.remember, "suffix": suffix.remember}
+CHOICES = ((0,), (0, 0), (1,), (2,), (0, 2), (0, 0, 0), (2, 0), (2, 0, 1), (2, 0, 1, 0))
+COSTS = {
+    "free": FREE,
+    "fair": Costs.of({"1": 10, "8": 14, "64": 60}, {"1": 1, "64": 9}, {"1": 1, "64": 9}),
+    "dear": Costs.of({"1": 10, "2": 30, "64": 900}, {"1": 8, "64": 50}, {"1": 8, "64": 50}),
+}
+
+
+@dataclass
+class Setup:
+    """What a run is made of."""
+
+    limits: TreeLimits = SHAPES["default"]
+    policy: str = "fixed"
+    lookups: tuple[str, ...] = ()
+    capacity: int = 128
+    draft_capacity: int = 128
+    prefill_rows: int = 64
+    draft: str | None = "oracle"  # None: the text alone drafts
+    is_model: bool = False  # an ordinary model drafts, not EAGLE's
+    adapts: bool = False  # some rounds go without the network
+
+    def __post_init__(self) -> None:
+        self.base = StrictBase(self.capacity)
+        costs = COSTS.get(self.policy, FREE)
+        starts = [LOOKUPS[name]() for name in self.lookups]
+        if self.policy in ("fixed", "static"):
+            policy = FixedTree(self.limits) if self.policy == "fixed" else StaticTree(CHOICES)
+            self.learned = learned_of(policy, costs, starts, adapts=self.adapts)
+        else:
+            self.learned = by_cost(self.limits, costs, lookups=starts, adapts=self.adapts)
+        if self.draft is None:
+            self.start = lambda: TextDrafter(self.learned, self.limits)
+            return
+        if self.is_model:
+            self.session = StrictModel(self.draft_capacity, DRAFTS[self.draft])
+            model, self.options = recorded(self.session), {"num_candidates": VOCAB}
+            self.options |= {"num_readable": VOCAB, "prefill_rows": self.prefill_rows}
+            self.costs = costs
+            self.start = lambda: ModelDrafter(
+                model, self.learned, self.limits, self.costs, **self.options
+            )
+            return
+        self.session = StrictDraft(self.draft_capacity, DRAFTS[self.draft])
+        self.rows = CommittedRows(self.session, self.limits.steps + 1)
+        self.start = lambda: EagleDrafter(
+            self.rows, self.learned, self.limits, costs, max_tree_rows=self.limits.draft_rows
+        )
+
+    def rounds(self, prompt=PROMPT, params=GREEDY, max_tokens=40) -> list[Round]:
+        return list(
+            speculate(
+                self.base, self.start(), prompt, Sampler(params), max_tokens, Profile(),
+                prefill_rows=self.prefill_rows,
+            )
+        )  # fmt: skip
+
+    def ids(self, *arguments, **options) -> list[int]:
+        return [t for found in self.rounds(*arguments, **options) for t in found.token_ids]
+
+
+def plain(prompt=PROMPT, params=GREEDY, max_tokens=40) -> list[int]:
+    return list(_plain(tuple(prompt), params, max_tokens))
+
+
+@functools.cache  # hundreds of cases ask for the same few answers
+def _plain(prompt, params, max_tokens) -> tuple[int, ...]:
+    base = StrictBase(128)
+    tokens = generate(base, list(prompt), Sampler(params), max_tokens, Profile(), prefill_rows=64)
+    return tuple(tokens)

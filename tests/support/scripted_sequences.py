@@ -1,0 +1,101 @@
+"""Sequences that draw their pieces of prompts, tokens and trees, alone and in company."""
+
+from __future__ import annotations
+
+from collections.abc import Callable
+
+import numpy as np
+
+from edgellm.core.model_spec import DecoderSpec
+from edgellm.device_runtime.networks import ImageRows
+from edgellm.device_runtime.networks.decoder import DecoderSession, Part, PassResult
+from edgellm.device_runtime.networks.sequence_kv import Context
+
+VOCABULARY, IMAGE_ROWS, PROMPT = 96, 40, 90
+
+
+class Scripted:
+    """A sequence of pieces, tokens and trees, and the logits of every row that stayed."""
+
+    def __init__(self, seed: int, capacity: int, spec: DecoderSpec | None = None) -> None:
+        """`spec`: of a model whose images stand in pieces."""
+        self.rng, self.context, self.length = np.random.default_rng(seed), Context(), 0
+        self.capacity, self.seen = capacity, list[bytes]()
+        self.shown = 0 if spec is not None else IMAGE_ROWS  # image rows that were read
+        if spec is not None:
+            self.context.images = random_images(spec, seed)
+
+    def part(self) -> Part:
+        """What it asks for next."""
+        rng, most = self.rng, self.capacity - self.length
+        kind = rng.choice(["piece", "token", "token", "tree"])
+        size = {"piece": rng.integers(2, 40), "token": 1, "tree": rng.integers(2, 13)}[kind]
+        size = int(min(size, most))
+        ids = rng.integers(9, VOCABULARY, size)
+        self.path = np.arange(size)
+        if kind != "tree":
+            own = np.arange(self.shown, min(self.shown + size // 2, IMAGE_ROWS))
+            ids[size // 4 : size // 4 + len(own)] = VOCABULARY + own
+            self.shown += len(own)
+            return Part(self.context, ids, self.length, np.arange(size))
+        mask = np.eye(size, dtype=np.bool_)
+        for node in range(1, size):
+            mask[node] |= mask[int(rng.integers(node))]
+        self.path = np.flatnonzero(mask[int(rng.integers(size))])
+        positions = self.length + mask.sum(1) - 1
+        return Part(self.context, ids, self.length, np.arange(size), positions, mask)
+
+    def take(self, session: DecoderSession, part: Part, result: PassResult) -> None:
+        self.seen.append(result.logits.tobytes())
+        if part.tree_mask is not None:
+            session.use(self.context)
+            session.compact(self.length, self.path)
+        self.length += len(self.path)
+
+    @property
+    def is_over(self) -> bool:
+        return self.length >= self.capacity - 1
+
+
+def random_images(spec: DecoderSpec, seed: int) -> ImageRows:
+    """Image rows, and positions of a prompt that differ on all axes."""
+    rng = np.random.default_rng(seed)
+    assert spec.images is not None
+    positions = None
+    if spec.position_axes > 1:
+        positions = np.sort(rng.integers(0, PROMPT, (spec.position_axes, PROMPT)), axis=1)
+        positions[:, 0] = 0
+    shape = IMAGE_ROWS, spec.hidden_size
+    return ImageRows(
+        rng.standard_normal(shape, np.float32),
+        rng.standard_normal((spec.images.num_deepstack, *shape), np.float32),
+        positions,
+        keys={VOCABULARY + row: f"{seed}" for row in range(IMAGE_ROWS)},
+    )
+
+
+def run_together(
+    session: DecoderSession, make: Callable[[int], Scripted], count: int, rng: np.random.Generator
+) -> None:
+    """Run `count` sequences in a random order, and each alone: the bits are the same.
+
+    More sequences than share a pass, or than the pages can hold.
+    """
+    everyone = [make(at) for at in range(count)]
+    going = list(everyone)
+    while going:
+        some = list(rng.permutation(going))[: int(rng.integers(1, session.most_parts + 1))]
+        parts = [one.part() for one in some]
+        for one, part, result in zip(some, parts, session.run_many(parts), strict=True):
+            one.take(session, part, result)
+        going = [one for one in going if not one.is_over]
+    for one in everyone:
+        session.close(one.context)
+    for at, one in enumerate(everyone):
+        alone = make(at)
+        while not alone.is_over:
+            part = alone.part()
+            (result,) = session.run_many([part])
+            alone.take(session, part, result)
+        assert alone.seen == one.seen
+        session.close(alone.context)

@@ -1,0 +1,68 @@
+"""Sequences over scripted sessions: the steps of an answer, one by one."""
+
+from __future__ import annotations
+
+from collections.abc import Iterator
+
+from scripted_sessions import recorded
+
+from edgellm.device_runtime.engine.kv_cache_manager import CacheSlot
+from edgellm.device_runtime.engine.prompt import Prompt
+from edgellm.device_runtime.engine.sequence import Sequence
+from edgellm.device_runtime.engine.step import step
+from edgellm.device_runtime.speculate.acceptance import Round, accept_exactly
+from edgellm.device_runtime.speculate.drafter import Learned
+from edgellm.device_runtime.speculate.policy.acceptance_rates import Calibration
+from edgellm.device_runtime.speculate.policy.costs import Costs
+from edgellm.device_runtime.speculate.policy.spec_gate import Controller
+from edgellm.device_runtime.speculate.policy.tree_policy import CostAwareTree
+from edgellm.device_runtime.speculate.text_lookup import LearnedLookup
+
+
+class FixedSlot(CacheSlot):
+    """A slot that begins behind so many rows of a prompt."""
+
+    def __init__(self, session, prefill_rows, reused=0) -> None:
+        super().__init__(session if hasattr(session, "use") else recorded(session), prefill_rows)
+        self.num_reused = reused
+
+    def _contexts_for(self, sequence):
+        del sequence
+        return self.num_reused, (self.session.context,)
+
+
+def generate(
+    session, prompt, sampler, max_tokens, profile, *, prefill_rows, reused=0
+) -> Iterator[int]:
+    """The tokens of plain decoding."""
+    sequence = Sequence(Prompt(list(prompt)), sampler, max_tokens, profile)
+    slot = FixedSlot(session, prefill_rows, reused)
+    while not sequence.is_over:
+        for (one,) in filter(None, step(slot, [sequence])):
+            yield from one.token_ids
+
+
+def speculate(
+    session, drafter, prompt, sampler, max_tokens, profile, *, prefill_rows, accept=accept_exactly,
+    reused=0,
+) -> Iterator[Round]:  # fmt: skip
+    """The rounds of an answer."""
+    sequence = Sequence(Prompt(list(prompt)), sampler, max_tokens, profile, drafter, accept)
+    slot = FixedSlot(session, prefill_rows, reused)
+    while not sequence.is_over:
+        for (one,) in filter(None, step(slot, [sequence])):
+            yield one.round
+
+
+def learned_of(policy, costs=None, lookups=(), *, adapts=False, controller=None) -> Learned:
+    """Nothing learned yet; `lookups` start those of a request."""
+    if controller is None:
+        controller = Controller(costs or Costs.of({"1": 1.0}), adapts=adapts)
+    return Learned(policy, controller, tuple(map(LearnedLookup, lookups)))
+
+
+def by_cost(limits, costs, calibration=None, lookups=(), *, adapts=False) -> Learned:
+    """Nothing learned yet; trees are sized by cost, drafting pauses."""
+    controller = Controller(costs, pauses=True, adapts=adapts)
+    policy = CostAwareTree(limits, costs, calibration or Calibration(), controller)
+    return learned_of(policy, lookups=lookups, controller=controller)

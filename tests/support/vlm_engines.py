@@ -1,0 +1,204 @@
+"""Tiny random vision-language models with their engines, and transformers' answers."""
+
+from __future__ import annotations
+
+import json
+from dataclasses import dataclass, replace
+from pathlib import Path
+from typing import Any, Literal
+
+import numpy as np
+from eagle_engines import EAGLE3
+from eagle_reference import BASE_HIDDEN, BASE_LAYERS, Layout, make_draft
+from image_checkpoints import IDEFICS, INTERNVL, QWEN
+from medusa_heads import make_heads
+from visual_checkpoints import make_visual_checkpoint
+
+from edgellm.build.engine import build_engine
+from edgellm.build.plan import Plan, image_plan
+from edgellm.export import visual
+from edgellm.export.pipeline.draft import DraftOptions, export_draft
+from edgellm.export.pipeline.llm import ExportOptions, export_llm
+from edgellm.export.pipeline.resolve import open_checkpoint, open_draft
+from edgellm.export.pipeline.visual import VisualOptions, export_visual
+
+WORDS = ["<unk>", "<s>", "</s>", ":", ".", "user", "assistant"]
+SPECIAL = [*QWEN, *INTERNVL.values(), *IDEFICS]
+VOCABULARY = 96
+_PLACEHOLDER = {
+    "qwen": "<|vision_start|><|image_pad|><|vision_end|>",
+    "internvl": "<IMG_CONTEXT>",
+    "idefics3": "<image>",
+    "smolvlm": "<image>",
+}
+_TEMPLATE = (
+    "{% for message in messages %}{{ message['role'] }} : "
+    "{% if message['content'] is string %}{{ message['content'] }}{% else %}"
+    "{% for item in message['content'] %}{% if item['type'] == 'image' %}PLACEHOLDER"
+    "{% elif item['type'] == 'video' %}<|vision_start|><|video_pad|><|vision_end|>"
+    "{% else %} {{ item['text'] }} {% endif %}{% endfor %}{% endif %} . {% endfor %}"
+    "{% if add_generation_prompt %}assistant : {% endif %}"
+)
+
+
+# The layout of public drafts of Qwen2.5-VL: M-RoPE in the draft's config, too.
+MROPE = replace(
+    EAGLE3,
+    config={
+        **EAGLE3.config,
+        "target_model_type": "qwen2_5_vl",
+        "rope_scaling": {"type": "mrope", "rope_type": "default", "mrope_section": [2, 3, 3]},
+    },
+)
+# What a draft of `eagle_reference` is for.
+_UNDER_DRAFT = {
+    "hidden_size": BASE_HIDDEN,
+    "num_hidden_layers": BASE_LAYERS,
+    "num_attention_heads": 6,
+    "num_key_value_heads": 2,
+    "head_dim": 16,
+}
+
+
+def image_token(model_type: str) -> str:
+    """What stands for one row of an image."""
+    return _placeholder(model_type).replace(QWEN[0], "").replace(QWEN[1], "")
+
+
+def _placeholder(model_type: str) -> str:
+    return _PLACEHOLDER["qwen" if model_type.startswith("qwen") else model_type]
+
+
+def write_tokenizer(folder: Path, model_type: str) -> None:
+    """Words w0, w1, ... and all special tokens; a template with a placeholder for images."""
+    from tokenizers import Tokenizer, models, pre_tokenizers
+
+    words = [*WORDS, *SPECIAL]
+    words += [f"w{index}" for index in range(VOCABULARY - len(words))]
+    tokenizer = Tokenizer(
+        models.WordLevel({word: at for at, word in enumerate(words)}, unk_token="<unk>")
+    )
+    tokenizer.pre_tokenizer = pre_tokenizers.WhitespaceSplit()
+    tokenizer.add_special_tokens(["<s>", "</s>", *SPECIAL])
+    tokenizer.save(str(folder / "tokenizer.json"))
+    config: dict[str, Any] = {"bos_token": "<s>", "eos_token": "</s>"}
+    config["chat_template"] = _TEMPLATE.replace("PLACEHOLDER", _placeholder(model_type))
+    if model_type == "internvl":
+        config["extra_special_tokens"] = INTERNVL
+    (folder / "tokenizer_config.json").write_text(json.dumps(config))
+
+
+def make_vlm(folder: Path, model_type: str, **text: Any) -> Path:
+    """A whole checkpoint; `text` changes its text_config."""
+    tiny = json.loads(json.dumps(visual.find(model_type).TINY))
+    size_key = {"qwen2_vl": "hidden_size"}.get(model_type, "out_hidden_size")
+    if "hidden_size" in text and size_key in tiny["vision_config"] and "qwen" in model_type:
+        tiny["vision_config"][size_key] = text["hidden_size"]
+    heads = {"num_hidden_layers": 3, "vocab_size": VOCABULARY, "pad_token_id": 0}
+    tiny["text_config"] |= {**heads, "bos_token_id": 1, "eos_token_id": 2, **text}
+    words = [*WORDS, *SPECIAL]
+    tiny["image_token_id"] = words.index(image_token(model_type))
+    for key, token in (
+        ("vision_start_token_id", QWEN[0]),
+        ("vision_end_token_id", QWEN[1]),
+        ("video_token_id", QWEN[3]),
+    ):
+        if key in tiny:
+            tiny[key] = words.index(token)
+    make_visual_checkpoint(folder, tiny)
+    write_tokenizer(folder, model_type)
+    return folder
+
+
+@dataclass(frozen=True)
+class Engines:
+    """One checkpoint and what was built of it."""
+
+    model_type: str
+    checkpoint: Path
+    engine: Path
+    visual_engine: Path
+
+
+def build_vlm(
+    folder: Path,
+    model_type: str,
+    draft: Layout | Literal["medusa"] | None = None,
+    dtype: str = "fp32",
+    **limits: int,
+) -> Engines:
+    """Checkpoint, bundles and engines for the CPU; under a draft a base of eight layers."""
+    base = _UNDER_DRAFT if draft is not None else {}
+    checkpoint = make_vlm(folder / "checkpoint", model_type, **base)
+    source, options = open_checkpoint(str(checkpoint)), ExportOptions(dtype)
+    found = Engines(model_type, checkpoint, folder / "engine", folder / "visual_engine")
+    plan = Plan(512, 576, 1, "same", "none")
+    if draft is not None:
+        if draft == "medusa":
+            make_heads(folder / "draft")
+        else:
+            make_draft(folder / "draft", draft)
+        network = open_draft(str(folder / "draft"))
+        export_draft(network, source, folder / "draft_bundle", DraftOptions(dtype))
+        plan = replace(plan, max_verify_tree_size=40, max_draft_tree_size=40)
+        build_engine("draft", folder / "draft_bundle", found.engine, plan, "onnxruntime", _silent)
+        options = replace(options, draft_model_dir=str(folder / "draft"))
+    export_llm(source, folder / "bundle", options)
+    export_visual(source, folder / "visual_bundle", VisualOptions("fp32"))
+    build_engine("llm", folder / "bundle", found.engine, plan, "onnxruntime", _silent)
+    sizes = {"min_image_tokens": 1, "max_image_tokens": 400, "max_image_tokens_per_image": 200}
+    encoder = image_plan(**{**sizes, **limits}, threads=1)
+    build_engine(
+        "visual", folder / "visual_bundle", found.visual_engine, encoder, "onnxruntime", _silent
+    )
+    return found
+
+
+class Reference:
+    """The checkpoint in transformers."""
+
+    def __init__(self, checkpoint: Path) -> None:
+        import torch
+        from transformers import AutoModelForImageTextToText
+
+        self.model = AutoModelForImageTextToText.from_pretrained(
+            checkpoint, dtype=torch.float32, attn_implementation="eager"
+        ).eval()
+
+    def answer(
+        self,
+        ids: list[int],
+        pixels: list[np.ndarray],
+        grids: list[tuple[int, int]],
+        count: int,
+        **film: Any,
+    ) -> list[int]:
+        """Greedy ids that follow a prompt whose images stand as image tokens, films as video's.
+
+        `film`: what transformers' processor makes of one, as tensors.
+        """
+        import torch
+
+        config = self.model.config
+        tokens = torch.tensor([ids])
+        inputs: dict[str, Any] = {"input_ids": tokens, "attention_mask": torch.ones_like(tokens)}
+        if pixels:
+            together = torch.from_numpy(np.concatenate(pixels))
+            is_tiles = config.model_type in ("idefics3", "smolvlm")
+            inputs["pixel_values"] = together[None] if is_tiles else together
+        if config.model_type.startswith("qwen"):
+            kinds = (tokens == config.image_token_id).long()
+            kinds += 2 * (tokens == config.video_token_id).long()
+            inputs["mm_token_type_ids"] = kinds
+            inputs |= film
+            if pixels:
+                inputs["image_grid_thw"] = torch.tensor([(1, *grid) for grid in grids])
+        with torch.no_grad():
+            output = self.model.generate(
+                **inputs, max_new_tokens=count, do_sample=False, eos_token_id=2
+            )
+        return output[0, len(ids) :].tolist()
+
+
+def _silent(_: str) -> None:
+    pass

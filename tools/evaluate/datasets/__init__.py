@@ -1,0 +1,1 @@
+"""Datasets of an evaluation."""

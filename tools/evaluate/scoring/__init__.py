@@ -1,0 +1,1 @@
+"""Scores of outputs: exact match, ROUGE, HumanEval, divergence, confidence intervals."""

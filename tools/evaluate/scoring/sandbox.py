@@ -1,0 +1,160 @@
+"""Running programs that a model wrote.
+
+Every program has its own process without the packages of this one, an empty folder, and limits of
+time, memory, file size and processes. Where `unshare` may make namespaces it also has no network,
+sees no other process, and finds all files but its folder read-only; what it starts dies with it.
+This is against accidents. It does not hide files that may be read, and nothing here stands against
+an attack on the kernel: programs of people you do not trust belong into a virtual machine. A
+program that sets out to find the word of the verdict in memory passes without being right.
+"""
+
+from __future__ import annotations
+
+import contextlib
+import json
+import os
+import secrets
+import signal
+import subprocess
+import sys
+import tempfile
+from collections.abc import Sequence
+from dataclasses import dataclass
+from pathlib import Path
+
+from edgellm.core.contract import EdgeLLMError
+from edgellm.tools.evaluate.scoring.sandbox_child import NOBODY
+
+_INSIDE = Path(__file__).with_name("sandboxed.py")
+_NAMESPACES = ("--net", "--mount", "--pid", "--ipc", "--fork", "--kill-child")
+_VERDICT_BYTES = 8192
+_START_SECONDS = 5.0  # of an interpreter, on a busy machine
+
+
+@dataclass(frozen=True, slots=True)
+class Limits:
+    """Of one program."""
+
+    seconds: int = 5
+    memory_bytes: int = 512 << 20
+    file_bytes: int = 16 << 20  # of each file, and of the folder where it is in memory
+    processes: int = 8
+
+
+@dataclass(frozen=True, slots=True)
+class Outcome:
+    """How a program ended."""
+
+    passed: bool
+    reason: str  # empty if it passed
+
+
+@dataclass(frozen=True, slots=True)
+class Sandbox:
+    """How programs can be shut in on this machine; `open_sandbox` finds out."""
+
+    limits: Limits
+    is_shielded: bool  # by namespaces: no network, files read-only
+
+    def run(self, source: str) -> Outcome:
+        """Run a Python program; one that ends without an error passes."""
+        with tempfile.TemporaryDirectory(prefix="edgellm-program-") as folder:
+            Path(folder).chmod(0o777)
+            word, (reader, writer) = secrets.token_hex(16), os.pipe()
+            try:
+                said = self._launch(source, folder, word, writer)
+                os.close(writer)
+                writer = -1
+                os.set_blocking(reader, False)
+                verdict = _read(reader)
+            finally:
+                for descriptor in (reader, writer):
+                    with contextlib.suppress(OSError):
+                        os.close(descriptor)
+        if verdict[:1] != [word]:
+            return Outcome(False, said or "it ended without a verdict")
+        return Outcome(not verdict[1], verdict[1])
+
+    def _launch(self, source: str, folder: str, word: str, writer: int) -> str:
+        """Run the interpreter until it or its time ends; what to say if it gave no verdict."""
+        job = {
+            "source": source, "folder": folder, "word": word, "verdict": writer,
+            "shielded": self.is_shielded, "is_root": os.geteuid() == 0,
+            "seconds": self.limits.seconds, "memory_bytes": self.limits.memory_bytes,
+            "file_bytes": self.limits.file_bytes,
+            "processes": _own_processes() + self.limits.processes,
+        }  # fmt: skip
+        process = subprocess.Popen(
+            [*self._prefix(), os.path.realpath(sys.executable), "-I", "-S", "-c",
+             _INSIDE.read_text("utf-8")],
+            stdin=subprocess.PIPE, stdout=subprocess.DEVNULL, stderr=subprocess.PIPE,
+            pass_fds=(writer,), cwd=folder, env={"PATH": os.defpath}, start_new_session=True,
+        )  # fmt: skip
+        try:
+            seconds = self.limits.seconds + _START_SECONDS
+            _, complaint = process.communicate(json.dumps(job).encode(), timeout=seconds)
+        except subprocess.TimeoutExpired:
+            complaint = b"it took too long"
+        finally:
+            with contextlib.suppress(ProcessLookupError):
+                os.killpg(process.pid, signal.SIGKILL)
+            process.kill()
+            process.wait()
+            assert process.stderr is not None and process.stdin is not None  # noqa: PT018
+            process.stderr.close()
+            process.stdin.close()
+        lines = complaint.decode("utf-8", "replace").strip().splitlines()
+        # What `unshare` says when a signal ends its child.
+        is_killed = not lines or "sigprocmask" in lines[-1]
+        return _ending(process.returncode) if is_killed else lines[-1][:200]
+
+    def _prefix(self) -> Sequence[str]:
+        if not self.is_shielded:
+            return ()
+        own = () if os.geteuid() == 0 else ("--user", "--map-root-user")
+        return ("unshare", *own, *_NAMESPACES)
+
+
+def open_sandbox(limits: Limits | None = None) -> Sandbox:
+    """The best sandbox that works here, tried out.
+
+    Raises:
+        EdgeLLMError: not even an empty program runs in one.
+    """
+    outcome = Outcome(False, "")
+    for is_shielded in (True, False):
+        sandbox = Sandbox(limits or Limits(), is_shielded)
+        try:
+            outcome = sandbox.run("pass")
+        except FileNotFoundError:  # no `unshare`
+            continue
+        if outcome.passed:
+            return sandbox
+    raise EdgeLLMError(
+        f"no program runs in the sandbox: {outcome.reason}", hint="leave out --runCode"
+    )
+
+
+def _own_processes() -> int:
+    """Processes and threads of the program's user, which the limit of processes counts as well."""
+    count, uid = 0, os.geteuid() or NOBODY
+    for folder in Path("/proc").glob("[0-9]*/task"):
+        with contextlib.suppress(OSError):
+            count += len(list(folder.iterdir())) if folder.stat().st_uid == uid else 0
+    return count
+
+
+def _read(reader: int) -> list[str]:
+    """The verdict in the pipe; whatever else a program wrote there is none."""
+    try:
+        found = json.loads(os.read(reader, _VERDICT_BYTES))
+    except (BlockingIOError, ValueError):
+        return []
+    is_one = isinstance(found, list) and [type(part) for part in found] == [str, str]
+    return found if is_one else []
+
+
+def _ending(code: int) -> str:
+    if code == 0:
+        return "it ended before its test did"
+    return f"it was killed, or ended with exit code {code}"

@@ -1,0 +1,1 @@
+"""Output of `edgellm-inspect`: tables, JSON, pages."""

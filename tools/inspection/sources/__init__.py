@@ -1,0 +1,1 @@
+"""Readers of what `edgellm-inspect` shows: checkpoints, bundles, engines."""

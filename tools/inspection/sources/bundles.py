@@ -1,0 +1,117 @@
+"""Bundles: what edgellm-export wrote."""
+
+from __future__ import annotations
+
+from collections.abc import Callable
+from pathlib import Path
+
+from edgellm.core.manifest import (
+    DRAFT_BUNDLE,
+    LLM_BUNDLE,
+    VISUAL_BUNDLE,
+    Bundle,
+    FileRecord,
+    load_bundle,
+)
+from edgellm.tools.inspection.report import Report
+from edgellm.tools.inspection.sources.graphs import read_graph
+from edgellm.tools.inspection.sources.provenance import of_bundle
+from edgellm.tools.inspection.sources.specs import (
+    decoder_facts,
+    decoder_title,
+    described,
+    draft_facts,
+    encoder_title,
+    end_tokens,
+    listed,
+    vision_facts,
+)
+
+Check = Callable[[Path, dict[str, FileRecord]], None]  # raises for a damaged file
+_FLOAT_BYTES = {"float16": 2, "float32": 4}
+
+
+def inspect_bundle(folder: Path, check: Check) -> Report:
+    """The bundle of a decoder."""
+    manifest = load_bundle(folder, LLM_BUNDLE)
+    check(folder, manifest.files)
+    spec = manifest.decoder
+    return Report(
+        path=str(folder),
+        kind=manifest.kind,
+        title=f"ONNX bundle: {decoder_title(spec)}, {_stored(manifest)}",
+        facts={
+            **decoder_facts(spec),
+            **_graph_facts(manifest),
+            "end tokens": end_tokens(manifest.eos_token_ids),
+            "hidden taps": listed(manifest.hidden_taps),
+            "embeds texts by": manifest.pooling,
+        },
+        description=described(manifest),
+        graphs=(read_graph(folder / _main(manifest), _FLOAT_BYTES[manifest.dtype]),),
+        origins=of_bundle(manifest.provenance),
+        loads_as=_computed_in(manifest.dtype),
+        files=manifest.files,
+        kv=spec.kv,
+        capacity=spec.max_positions,
+        is_decoder=True,
+    )
+
+
+def inspect_draft_bundle(folder: Path, check: Check) -> Report:
+    """The bundle of a draft."""
+    manifest = load_bundle(folder, DRAFT_BUNDLE)
+    check(folder, manifest.files)
+    spec, size = manifest.draft, _FLOAT_BYTES[manifest.dtype]
+    return Report(
+        path=str(folder),
+        kind=manifest.kind,
+        title=f"ONNX bundle of a draft: {decoder_title(spec.decoder)}, {_stored(manifest)}",
+        facts={**draft_facts(spec), **_graph_facts(manifest)},
+        description=described(manifest),
+        graphs=tuple(read_graph(folder / one.path, size) for one in manifest.graphs.values()),
+        origins=of_bundle(manifest.provenance),
+        loads_as=_computed_in(manifest.dtype),
+        files=manifest.files,
+        kv=spec.decoder.kv,
+        capacity=spec.decoder.max_positions,
+    )
+
+
+def inspect_visual_bundle(folder: Path, check: Check) -> Report:
+    """The bundle of a visual encoder."""
+    manifest = load_bundle(folder, VISUAL_BUNDLE)
+    check(folder, manifest.files)
+    graph = read_graph(folder / _main(manifest), _FLOAT_BYTES[manifest.dtype], is_encoder=True)
+    return Report(
+        path=str(folder),
+        kind=manifest.kind,
+        title=f"ONNX bundle of a visual encoder: {encoder_title(manifest.vision)}, "
+        f"{_stored(manifest)}",
+        facts={**vision_facts(manifest.vision), **_graph_facts(manifest)},
+        description=described(manifest),
+        graphs=(graph,),
+        origins=of_bundle(manifest.provenance),
+        loads_as=_computed_in(manifest.dtype),
+        files=manifest.files,
+    )
+
+
+def _main(manifest: Bundle) -> str:
+    return next(iter(manifest.graphs.values())).path
+
+
+def _stored(manifest: Bundle) -> str:
+    return f"{manifest.dtype}, quantization {manifest.quantization}"
+
+
+def _graph_facts(manifest: Bundle) -> dict[str, str]:
+    return {
+        "activations": manifest.dtype,
+        "quantization": manifest.quantization,
+        "opset": str(manifest.opset),
+    }
+
+
+def _computed_in(dtype: str) -> str:
+    return f"floats in {_FLOAT_BYTES[dtype]} bytes, as the graph computes them; the rest as stored"

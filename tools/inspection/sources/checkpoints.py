@@ -1,0 +1,133 @@
+"""Hugging Face checkpoints: config.json and the headers of their weight files."""
+
+from __future__ import annotations
+
+import math
+import re
+from collections.abc import Iterator, Mapping
+from pathlib import Path
+from typing import Any
+
+from edgellm.core.model_spec import KVCacheSpec
+from edgellm.export import drafts
+from edgellm.export.checkpoints.hf import Checkpoint, TensorInfo
+from edgellm.export.pipeline.resolve import open_checkpoint
+from edgellm.tools.inspection.report import Graph, Report, flat
+from edgellm.tools.inspection.sources.param_count import count_parameters
+from edgellm.tools.inspection.sources.provenance import of_checkpoint
+from edgellm.tools.inspection.sources.tensors import VISION, Contents, Tensor, layer_of, part_of
+
+_EXPERT_COUNTS = ("num_local_experts", "num_experts", "moe_num_experts")
+_OF_EXPERTS = re.compile(r"\.experts\.|block_sparse_moe\.(?:in|out)put_linear\.")
+LOADS_AS = "floats in two bytes, as edgellm-export --dtype fp16 stores them; the rest as it is"
+FLOAT_BYTES = 2
+_FLOATS = ("F64", "F32", "F16", "BF16")
+_FUSE = "fc.weight"  # which an EAGLE draft has and no base
+_SHOWN = (
+    "num_hidden_layers", "hidden_size", "intermediate_size", "num_attention_heads",
+    "num_key_value_heads", "head_dim", "vocab_size", "draft_vocab_size",
+    "max_position_embeddings", "sliding_window", "tie_word_embeddings",
+)  # fmt: skip
+
+
+def inspect_checkpoint(folder: Path) -> Report:
+    """What a folder with config.json and weights holds.
+
+    Raises:
+        EdgeLLMError: it is no checkpoint, or a damaged one.
+    """
+    checkpoint = open_checkpoint(str(folder), tokenizer=False)
+    config = checkpoint.config
+    text = config.get("text_config")
+    text = {**config, **text} if isinstance(text, dict) else config
+    infos = checkpoint.tensors.infos()
+    tensors = tuple(_tensors(checkpoint, infos))
+    sees = any(tensor.part == VISION for tensor in tensors)
+    own = drafts.kind_of(infos) if len(drafts.own_names(infos)) == len(infos) else None
+    is_draft = _FUSE in infos or own is not None
+    kind = "vision-language model" if sees else "language model"
+    if is_draft:
+        kind = own.TITLE if own is not None else "EAGLE draft"
+    facts = {"architecture": str(config.get("model_type")), "contents": kind}
+    facts["parameters"] = f"{count_parameters(checkpoint):,}"
+    facts |= {key: str(text[key]) for key in _SHOWN if text.get(key) is not None}
+    quantization, contradiction = _quantization(checkpoint, infos)
+    facts["quantization"] = quantization + contradiction
+    if checkpoint.quant_config:
+        facts["quantization config"] = ", ".join(
+            f"{key} {value}"
+            for key, value in flat(checkpoint.quant_config).items()
+            if isinstance(value, (str, int, float)) and not isinstance(value, bool)
+        )
+    kv = _cache(text)
+    return Report(
+        path=str(folder),
+        kind="hf_checkpoint",
+        title=f"Hugging Face checkpoint: {config.get('model_type')}, {kind}, "
+        f"{kv.num_layers if kv else '?'} layers, quantization {quantization}",
+        facts=facts,
+        description=flat({"config": config, "quantization": checkpoint.quant_config}),
+        graphs=(Graph("weights", tensors),),
+        origins=of_checkpoint(str(folder)),
+        loads_as=LOADS_AS,
+        kv=kv,
+        capacity=_number(text, "max_position_embeddings"),
+        is_decoder=kv is not None and not is_draft,
+    )
+
+
+def _quantization(checkpoint: Checkpoint, infos: Mapping[str, TensorInfo]) -> tuple[str, str]:
+    """How the weights are stored, and what config.json says to the contrary: tensors decide."""
+    said = checkpoint.quantization
+    if said != "none" and all(info.dtype in _FLOATS for info in infos.values()):
+        return "none", f" (config.json says {said}, but all weights are floats)"
+    return said, ""
+
+
+def _tensors(checkpoint: Checkpoint, infos: Mapping[str, TensorInfo]) -> Iterator[Tensor]:
+    parts = {name: part_of(name) for name in infos}
+    has_head, share = "head" in parts.values(), _expert_share(checkpoint.config)
+    for name, info in infos.items():
+        part = parts[name]
+        is_float = info.dtype in _FLOATS
+        yield Tensor(
+            name=name,
+            dtype=info.dtype,
+            shape=info.shape,
+            num_bytes=info.num_bytes,
+            loaded_bytes=math.prod(info.shape) * FLOAT_BYTES if is_float else info.num_bytes,
+            part=part,
+            layer=layer_of(name),
+            is_read_whole=part != VISION and (part != "embedding" or not has_head),
+            contents=_contents(checkpoint, name),
+            token_share=share if _OF_EXPERTS.search(name) else 1.0,
+        )
+
+
+def _expert_share(config: Mapping[str, Any]) -> float:
+    """Of the experts of a mixture, those that a token takes."""
+    taken = _number(config, "num_experts_per_tok") or _number(config, "moe_k")
+    counts = (_number(config, key) for key in _EXPERT_COUNTS)
+    count = next((count for count in counts if count), 0)
+    return min(1.0, taken / count) if taken and count else 1.0
+
+
+def _contents(checkpoint: Checkpoint, name: str) -> Contents:
+    return lambda: checkpoint.tensors.stream(name)
+
+
+def _cache(config: Mapping[str, Any]) -> KVCacheSpec | None:
+    """The cache in two bytes a number; None when the config does not say its sizes."""
+    layers, heads = _number(config, "num_hidden_layers"), _number(config, "num_attention_heads")
+    kv_heads = _number(config, "num_key_value_heads") or heads
+    head_dim = _number(config, "head_dim")
+    if heads and not head_dim:
+        head_dim = _number(config, "hidden_size") // heads
+    if not (layers and kv_heads and head_dim):
+        return None
+    return KVCacheSpec(layers, kv_heads, head_dim, "float16")
+
+
+def _number(config: Mapping[str, Any], key: str) -> int:
+    value = config.get(key)
+    return value if isinstance(value, int) else 0

@@ -1,0 +1,68 @@
+"""Where an artifact comes from: the links that manifests and side files know."""
+
+from __future__ import annotations
+
+import json
+from collections.abc import Mapping
+from pathlib import Path
+from typing import Any
+
+from edgellm.core.artifact import hash_file
+from edgellm.core.manifest import MANIFEST_NAME
+from edgellm.tools.inspection.report import Origin
+
+_QUANTIZED = "edgellm_quant.json"  # written by edgellm-quantize beside the weights
+_OF_BUNDLE = "bundle_"  # what an engine repeats of its bundle's provenance
+
+
+def of_engine(provenance: Mapping[str, Any]) -> tuple[Origin, ...]:
+    """The bundle that an engine was built from, and what is before it."""
+    path, sha256 = str(provenance["bundle"]), str(provenance["bundle_manifest_sha256"])
+    before = {
+        key.removeprefix(_OF_BUNDLE): value
+        for key, value in provenance.items()
+        if key.startswith(_OF_BUNDLE) and key != "bundle_manifest_sha256"
+    }
+    manifest = Path(path) / MANIFEST_NAME
+    if not manifest.is_file():
+        state = "not here"
+    else:
+        state = "unchanged" if hash_file(manifest).sha256 == sha256 else "another by now"
+    own = Origin("bundle", path, state, {"manifest sha256": sha256, **_versions(before)})
+    return own, *of_bundle(before)
+
+
+def of_bundle(provenance: Mapping[str, Any]) -> tuple[Origin, ...]:
+    """The checkpoint that a bundle was exported from, and what is before it."""
+    links = of_checkpoint(str(provenance["checkpoint"]))
+    base = provenance.get("base")  # whose embedding a draft may have taken
+    return links if base is None else (*links, Origin("base", str(base), _state(str(base)), {}))
+
+
+def of_checkpoint(path: str) -> tuple[Origin, ...]:
+    """A checkpoint, and the one that edgellm-quantize made it from."""
+    found = Origin("checkpoint", path, _state(path), {})
+    try:
+        report = json.loads((Path(path) / _QUANTIZED).read_text("utf-8"))
+        settings, versions, quality = (report[key] for key in ("settings", "versions", "quality"))
+        details = {
+            "quantized to": str(report["quantization"]),
+            "with": ", ".join(f"{name} {number}" for name, number in versions.items()),
+            "calibration": str(report["calibration"]["name"]),
+            "perplexity": f"{quality['perplexity_float']:.3f} -> "
+            f"{quality['perplexity_quantized']:.3f}",
+        }
+        source = str(settings["model_dir"])
+    except (OSError, ValueError, KeyError, TypeError):
+        return (found,)
+    made = Origin(found.what, path, found.state, details)
+    return made, Origin("checkpoint", source, _state(source), {})
+
+
+def _versions(provenance: Mapping[str, Any]) -> dict[str, str]:
+    paths = ("checkpoint", "base", "bundle")
+    return {key: str(value) for key, value in provenance.items() if key not in paths}
+
+
+def _state(path: str) -> str:
+    return "here" if Path(path).exists() else "not here"

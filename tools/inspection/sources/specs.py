@@ -1,0 +1,104 @@
+"""What a manifest says of a model, in words."""
+
+from __future__ import annotations
+
+import dataclasses
+from collections.abc import Iterable
+from typing import Any
+
+from edgellm.core.manifest import Bundle, Engine
+from edgellm.core.model_spec import DecoderSpec, DraftSpec, VisionSpec
+from edgellm.tools.inspection.report import flat
+
+Manifest = Bundle | Engine
+
+
+def described(manifest: Manifest) -> dict[str, Any]:
+    """All of a manifest but its files, flat."""
+    fields = dataclasses.asdict(manifest)
+    del fields["files"]
+    return flat(fields)
+
+
+def decoder_title(spec: DecoderSpec) -> str:
+    """A decoder in a few words."""
+    return (
+        f"{spec.model_type}, {spec.num_parameters / 1e6:.1f} M parameters, {_layers(spec)} layers"
+    )
+
+
+def _layers(spec: DecoderSpec) -> str:
+    """Those that attend, and those that keep states, which may be the same ones."""
+    if spec.recurrent is None:
+        return str(spec.kv.num_layers)
+    recurrent = {name.split(".")[1] for name in spec.recurrent.states}
+    return f"{spec.kv.num_layers} attending and {len(recurrent)} recurrent"
+
+
+def encoder_title(spec: VisionSpec) -> str:
+    """A visual encoder in a few words."""
+    return f"{spec.model_type}, {spec.num_parameters / 1e6:.1f} M parameters"
+
+
+def decoder_facts(spec: DecoderSpec) -> dict[str, str]:
+    """The sizes of a decoder."""
+    images = spec.images
+    return {
+        "architecture": spec.model_type,
+        "parameters": f"{spec.num_parameters:,}",
+        "layers": _layers(spec),
+        "hidden size": str(spec.hidden_size),
+        "KV heads": f"{spec.kv.num_kv_heads} of {spec.kv.head_dim}",
+        "vocabulary": str(spec.vocab_size),
+        "positions": str(spec.max_positions),
+        **({"sliding window": str(spec.sliding_window)} if spec.sliding_window else {}),
+        **({"residual stream": f"rotated, {spec.rotation}"} if spec.rotation else {}),
+        **({"images": f"rows of a {images.model_type} encoder"} if images is not None else {}),
+    }
+
+
+def draft_facts(spec: DraftSpec) -> dict[str, str]:
+    """The sizes of a draft, and of its base."""
+    if spec.num_heads and spec.mask_token_id is None:
+        own = {
+            "heads": str(spec.num_heads),
+            "parameters": f"{spec.decoder.num_parameters:,}",
+            "vocabulary": str(spec.decoder.vocab_size),
+        }
+    else:
+        own = {**decoder_facts(spec.decoder), "draft vocabulary": str(spec.draft_vocab_size)}
+    if spec.mask_token_id is not None:
+        own["tokens of a pass"] = str(spec.num_heads)
+    if spec.block is not None:
+        rule = "causal" if spec.block.is_causal else "sees itself whole"
+        own["block"] = f"{spec.block.size} rows, {spec.block.levels} foreseen, {rule}"
+    return {
+        "method": spec.method,
+        **own,
+        "for a base of": f"{spec.base_num_layers} layers of {spec.base_hidden_size}",
+        "hidden taps": listed(spec.hidden_taps),
+    }
+
+
+def vision_facts(spec: VisionSpec) -> dict[str, str]:
+    """The sizes of a visual encoder."""
+    tiles = f"tiles of {spec.image_size} pixels, {spec.tokens_per_tile} tokens each"
+    grid = f"patches of {spec.patch_size} pixels, {spec.merge_size} x {spec.merge_size} a token"
+    return {
+        "architecture": spec.model_type,
+        "parameters": f"{spec.num_parameters:,}",
+        "width of a token": str(spec.hidden_size),
+        "images": tiles if spec.image_size else grid,
+        "deepstack levels": str(spec.num_deepstack),
+    }
+
+
+def end_tokens(token_ids: Iterable[int]) -> str:
+    """Their ids; an answer that has none goes on until something else ends it."""
+    shown = listed(token_ids)
+    return "none: the longest length or a stop string ends answers" if shown == "none" else shown
+
+
+def listed(numbers: Iterable[int]) -> str:
+    """Numbers one after another."""
+    return ", ".join(map(str, numbers)) or "none"

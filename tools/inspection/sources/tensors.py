@@ -1,0 +1,113 @@
+"""Tensors of any source, and the part of a model that each belongs to."""
+
+from __future__ import annotations
+
+import re
+from collections.abc import Callable, Iterable, Iterator
+from dataclasses import dataclass, field
+from pathlib import Path
+
+from edgellm.export.checkpoints.hf import CHUNK_BYTES
+
+Contents = Callable[[], Iterator[memoryview]]
+VISION = "vision"  # the whole encoder beside a language model
+PARTS: tuple[str, ...] = (
+    "embedding",
+    "attention",
+    "mlp",
+    "head",
+    "norms",
+    "merger",
+    VISION,
+    "other",
+)
+_ENCODER = re.compile(
+    r"(?:^|\.)(?:visual|vision_tower|vision_model|connector|multi_modal_projector)\."
+)
+# The first that matches; q_norm is a norm, and an engine's copy of a tied table is a head.
+_PATTERNS = tuple(
+    (part, re.compile(pattern))
+    for part, pattern in (
+        ("norms", r"norm|\.ln_"),
+        ("head", r"^head\.|(?:^|\.)lm_head\.|^output\."),
+        ("merger", r"merger|connector|projector"),
+        ("embedding", r"embed|embd"),
+        ("attention", r"attn|attention"),
+        ("mlp", r"mlp|ffn|fc[12]\b"),
+    )
+)
+_LAYER = re.compile(r"(?:^|\.)(?:layers?|blocks|blk|h)\.(\d+)\.")
+
+
+@dataclass(frozen=True, slots=True)
+class Tensor:
+    """A stored tensor; `contents` yields its bytes in pieces."""
+
+    name: str
+    dtype: str  # as its file calls it
+    shape: tuple[int, ...]
+    num_bytes: int
+    loaded_bytes: int  # once an engine has it in the type that it computes with
+    part: str  # one of PARTS
+    layer: int | None
+    is_read_whole: bool  # by a pass of one token; of tables it takes rows
+    contents: Contents = field(repr=False, compare=False)
+    token_share: float = 1.0  # of all experts of a mixture, those that one token takes
+
+
+def contents_at(path: Path, offset: int, size: int) -> Contents:
+    """The bytes of a tensor that stands there in a file."""
+
+    def stream() -> Iterator[memoryview]:
+        with path.open("rb") as file:
+            file.seek(offset)
+            for begin in range(0, size, CHUNK_BYTES):
+                yield memoryview(file.read(min(CHUNK_BYTES, size - begin)))
+
+    return stream
+
+
+def part_of(name: str, *, is_encoder: bool = False) -> str:
+    """The part of a model that a tensor belongs to, by its name.
+
+    Args:
+        name: as Hugging Face, GGUF or a graph of edgellm calls it.
+        is_encoder: the whole model is a visual encoder, so that its parts are told apart.
+    """
+    if not is_encoder and _ENCODER.search(name):
+        return VISION
+    return next((part for part, pattern in _PATTERNS if pattern.search(name)), "other")
+
+
+def layer_of(name: str) -> int | None:
+    """The layer that a tensor belongs to, by its name."""
+    if "midlayer." in name:  # the only layer of a draft
+        return 0
+    match = _LAYER.search(name)
+    return int(match[1]) if match else None
+
+
+def bytes_by_part(tensors: Iterable[Tensor]) -> dict[str, int]:
+    """Bytes of each part that is there, in the order of `PARTS`."""
+    sizes: dict[str, int] = dict.fromkeys(PARTS, 0)
+    for tensor in tensors:
+        sizes[tensor.part] += tensor.num_bytes
+    return {part: size for part, size in sizes.items() if size}
+
+
+def bytes_by_layer(tensors: Iterable[Tensor]) -> dict[int, dict[str, int]]:
+    """`bytes_by_part` of every layer of the language model, draft or encoder that this is."""
+    layers: dict[int, list[Tensor]] = {}
+    for tensor in tensors:
+        if tensor.layer is not None and tensor.part != VISION:
+            layers.setdefault(tensor.layer, []).append(tensor)
+    return {layer: bytes_by_part(layers[layer]) for layer in sorted(layers)}
+
+
+def by_dtype(tensors: Iterable[Tensor]) -> dict[str, tuple[int, int]]:
+    """Number of tensors and bytes of each type, largest first."""
+    sizes: dict[str, tuple[int, int]] = {}
+    for tensor in tensors:
+        count, size = sizes.get(tensor.dtype, (0, 0))
+        sizes[tensor.dtype] = count + 1, size + tensor.num_bytes
+    return dict(sorted(sizes.items(), key=lambda item: -item[1][1]))

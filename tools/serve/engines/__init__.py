@@ -1,0 +1,1 @@
+"""Engines of a server: loading, eviction, worker threads, events."""

@@ -1,0 +1,69 @@
+"""Loading the engines of a server, and letting go of them."""
+
+from __future__ import annotations
+
+from collections.abc import Sequence
+from dataclasses import dataclass
+from pathlib import Path
+from urllib.parse import quote
+
+from edgellm.device_runtime.api.llm import LLM
+from edgellm.device_runtime.speculate.options import SpecOptions
+from edgellm.device_runtime.validation import MAX_STALL_MS
+from edgellm.tools.serve.engines import kv_persistence
+from edgellm.tools.serve.engines.models import Model
+
+
+@dataclass(frozen=True, slots=True)
+class Loading:
+    """How a server's engines are loaded, all alike."""
+
+    spec: SpecOptions | None = None
+    context_reuse: bool = True
+    allow_special_tokens: bool = False
+    verify: bool | None = None
+    max_stall_ms: float = MAX_STALL_MS
+    contexts: Path | None = None  # folder of `--slotSavePath`
+    has_own_folders: bool = False  # each engine below `contexts`, by its name
+
+    def load(self, model: Model) -> LLM:
+        """An engine with the contexts that it had; raises what `LLM` raises."""
+        llm = LLM(
+            model.folder,
+            verify=self.verify,
+            spec=self.spec,
+            multimodal_engine_dir=model.visual,
+            context_reuse=self.context_reuse,
+            allow_special_tokens=self.allow_special_tokens,
+            max_stall_ms=self.max_stall_ms,
+        )
+        if self.contexts is not None:
+            kv_persistence.give_back(self._contexts_of(model), llm)
+        return llm
+
+    def unload(self, model: Model, llm: LLM) -> None:
+        """Keep its contexts and give its memory back.
+
+        Raises:
+            LimitError: the disk is full; the memory is given back nevertheless.
+        """
+        try:
+            if self.contexts is not None:
+                kv_persistence.keep(self._contexts_of(model), llm)
+        finally:
+            llm.close()
+
+    def prepare(self, models: Sequence[Model]) -> None:
+        """Make the folders of engines' contexts, if they are wanted.
+
+        Raises:
+            EdgeLLMError: one cannot be written, or nobody would read what is there.
+        """
+        for model in models if self.contexts is not None else ():
+            kv_persistence.prepare(self._contexts_of(model), reuses=self.context_reuse)
+
+    def _contexts_of(self, model: Model) -> kv_persistence.ContextFolder:
+        assert self.contexts is not None
+        own = quote(model.name, safe="") if self.has_own_folders else ""
+        draft = self.spec.draft_engine_dir if self.spec is not None else None
+        return kv_persistence.folder_of(self.contexts / own, model.folder, model.visual, draft)

@@ -1,0 +1,137 @@
+"""Prometheus figures: vLLM's names where the quantity is the same, so that its dashboards fit."""
+
+from __future__ import annotations
+
+from collections.abc import Callable
+from typing import Any
+
+from prometheus_client import CollectorRegistry, Counter, Gauge, Histogram, generate_latest
+
+from edgellm.device_runtime.api.llm import LLM
+from edgellm.tools.serve.engines.events import Finished
+
+_SECONDS = (0.01, 0.02, 0.05, 0.1, 0.2, 0.5, 1, 2, 5, 10, 20, 50, 100, 200, 500)
+_STEP_SECONDS = (0.001, 0.002, 0.005, 0.01, 0.02, 0.05, 0.1, 0.2, 0.5, 1, 2, 5)
+
+
+class Registry:
+    """All figures of a server: each is there once, with a label for each engine."""
+
+    def __init__(self) -> None:
+        self._collectors = CollectorRegistry()
+        self._families: dict[str, Any] = {}
+
+    def family(self, kind: Callable[..., Any], name: str, text: str, **more: Any) -> Any:
+        """A figure of every engine, made when the first asks for it."""
+        if name not in self._families:
+            more = {"labelnames": ["model_name"], **more}
+            self._families[name] = kind(name, text, registry=self._collectors, **more)
+        return self._families[name]
+
+    def page(self) -> bytes:
+        """Everything, as Prometheus reads it."""
+        return generate_latest(self._collectors)
+
+
+class Metrics:
+    """The figures of one engine."""
+
+    def __init__(self, model: str, registry: Registry | None = None) -> None:
+        self._registry = registry or Registry()
+        self._model = model
+        self._loaded = self._gauge("edgellm:engine_loaded", "1: it is in memory.")
+        self._loads = self._counter("edgellm:engine_loads", "How often it was loaded.")
+        self.refused = self._counter("edgellm:request_refused", "Requests that found a full queue.")
+        self._running = self._gauge("vllm:num_requests_running", "Requests in the engine.")
+        self._waiting = self._gauge("vllm:num_requests_waiting", "Requests in the queue.")
+        self._rows = self._gauge("vllm:kv_cache_usage_perc", "Rows in use; 1 is the whole cache.")
+        self._first = self._histogram(
+            "vllm:time_to_first_token_seconds", "From arrival to the first token.", _SECONDS
+        )
+        self._between = self._histogram(
+            "vllm:inter_token_latency_seconds",
+            "From one step's tokens to the next's.",
+            _STEP_SECONDS,
+        )
+        self._whole = self._histogram(
+            "vllm:e2e_request_latency_seconds", "From arrival to the last token.", _SECONDS
+        )
+        self._queued = self._histogram(
+            "vllm:request_queue_time_seconds", "From arrival to the engine.", _SECONDS
+        )
+        self._answers = self._histogram(
+            "edgellm:batch_size", "Answers that share a pass.", (1, 2, 4, 8, 16, 32)
+        )
+        self._preempted = self._counter(
+            "vllm:num_preemptions", "Answers that gave their rows back for a while."
+        )
+        self._prompt = self._counter("vllm:prompt_tokens", "Tokens of prompts.")
+        self.generated = self._counter("vllm:generation_tokens", "Tokens of answers.")
+        self._looked_up = self._counter("vllm:prefix_cache_queries", "Tokens that were looked up.")
+        self._found = self._counter("vllm:prefix_cache_hits", "Those that the cache had.")
+        self._drafts = self._counter("vllm:spec_decode_num_drafts", "Verified trees.")
+        self._drafted = self._counter("vllm:spec_decode_num_draft_tokens", "Drafted tokens.")
+        self._accepted = self._counter("vllm:spec_decode_num_accepted_tokens", "Accepted ones.")
+        self._ended = self._registry.family(
+            Counter,
+            "vllm:request_success",
+            "Requests by their end; abort: the client left.",
+            labelnames=["model_name", "finished_reason"],
+        )
+
+    def watch(self, running: Callable[[], int], waiting: Callable[[], int], llm: LLM) -> None:
+        """Count jobs and rows of the cache whenever somebody asks, and the answers of passes."""
+        self._running.set_function(running)
+        self._waiting.set_function(waiting)
+        self._rows.set_function(lambda: llm.slot.usage)
+        llm.on_pass(self._observe_pass)
+        self._loads.inc()
+        self._loaded.set(1)
+
+    def unwatch(self) -> None:
+        """The engine goes: hold nothing of it."""
+        for gauge in (self._running, self._waiting, self._rows):
+            gauge.set_function(lambda: 0.0)
+        self._loaded.set(0)
+
+    def _observe_pass(self, answers: int, preempted: int) -> None:
+        self._answers.observe(answers)
+        self._preempted.inc(preempted)
+
+    def first_token(self, seconds: float, prompt_tokens: int) -> None:
+        """A prompt was read, and the first token of its answer came."""
+        self._first.observe(seconds)
+        self._prompt.inc(prompt_tokens)
+
+    def next_tokens(self, seconds: float) -> None:
+        """A further step of an answer came."""
+        self._between.observe(seconds)
+
+    def ended(self, reason: str) -> None:
+        """A request is over."""
+        self._ended.labels(self._model, reason).inc()
+
+    def finished(self, figures: Finished, seconds: float) -> None:
+        """An answer is complete."""
+        self.ended(figures.finish_reason)
+        self._whole.observe(seconds)
+        self._queued.observe(figures.queue_ms / 1e3)
+        self._looked_up.inc(figures.prompt_tokens)
+        self._found.inc(figures.cached_tokens)
+        self._drafts.inc(len(figures.rounds))
+        self._drafted.inc(sum(counts.tree_size - 1 for counts in figures.rounds))
+        self._accepted.inc(sum(counts.accepted for counts in figures.rounds))
+
+    def page(self) -> bytes:
+        """Everything, as Prometheus reads it."""
+        return self._registry.page()
+
+    def _counter(self, name: str, text: str) -> Counter:
+        return self._registry.family(Counter, name, text).labels(self._model)
+
+    def _gauge(self, name: str, text: str) -> Gauge:
+        return self._registry.family(Gauge, name, text).labels(self._model)
+
+    def _histogram(self, name: str, text: str, buckets: tuple[float, ...]) -> Histogram:
+        found = self._registry.family(Histogram, name, text, buckets=buckets)
+        return found.labels(self._model)

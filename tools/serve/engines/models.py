@@ -1,0 +1,124 @@
+"""The engines that a server is given: their names, what they are, and what they need."""
+
+from __future__ import annotations
+
+import math
+from collections.abc import Sequence
+from dataclasses import dataclass
+from pathlib import Path
+
+from edgellm.core.contract import EdgeLLMError
+from edgellm.core.kv_cache_size import cache_bytes
+from edgellm.core.manifest import (
+    DRAFT_ENGINE,
+    DRAFT_FOLDER,
+    LLM_ENGINE,
+    MANIFEST_NAME,
+    VISUAL_ENGINE,
+    Engine,
+    load_engine,
+)
+
+BYTES_PER_GB = 10**9
+
+
+@dataclass(frozen=True, slots=True)
+class Model:
+    """An engine that a server loads when it is asked for."""
+
+    name: str  # in requests
+    folder: Path
+    manifest: Engine
+    visual: Path | None = None  # of its visual engine
+    num_bytes: int = 0  # of memory: its files and its caches
+
+
+def read_models(
+    given: Sequence[str],
+    visual: Sequence[str] = (),
+    first_name: str | None = None,
+    draft_model: Path | None = None,
+    budget_bytes: float = math.inf,
+) -> list[Model]:
+    """The engines of `--engineDir [NAME=]DIR`, in their order; nothing is loaded.
+
+    Args:
+        given: as the user wrote them.
+        visual: `--multimodalEngineDir [NAME=]DIR`; without a name it is the first engine's.
+        first_name: `--modelName`, of the only one.
+        draft_model: the engine of `--draftEngineDir`, which each has a copy of.
+        budget_bytes: of memory, that all of them share.
+
+    Raises:
+        EdgeLLMError: a name twice or of no engine, a folder without an engine, one that alone
+            exceeds the budget.
+    """
+    folders = [_named(text) for text in given]
+    if first_name is not None and (len(folders) > 1 or folders[0][0]):
+        raise EdgeLLMError("--modelName names the only engine", hint="give --engineDir NAME=DIR")
+    names = [name or first_name or folder.resolve().name for name, folder in folders]
+    for name in names:
+        if names.count(name) > 1:
+            raise EdgeLLMError(
+                f"two engines are named {name}", hint="give each its own: --engineDir NAME=DIR"
+            )
+    seeing = _visual(visual, names)
+    found = [
+        _model(name, folder, seeing.get(name), draft_model)
+        for name, (_, folder) in zip(names, folders, strict=True)
+    ]
+    for model in found:
+        if model.num_bytes > budget_bytes:
+            raise EdgeLLMError(
+                f"{model.name} needs {model.num_bytes / BYTES_PER_GB:.2f} GB, --memoryBudget is "
+                f"{budget_bytes / BYTES_PER_GB:.2f}",
+                hint="give more, or build it with a smaller --maxKVCacheCapacity or --maxBatchSize",
+            )
+    return found
+
+
+def _named(text: str) -> tuple[str, Path]:
+    """A name, "" without one, and a folder, in whose path there may be an equals sign, too."""
+    name, equals, folder = text.partition("=")
+    if not equals or "/" in name:
+        return "", Path(text)
+    if not (name and folder):
+        raise EdgeLLMError(f"{text}: a name or a folder is missing", hint="give NAME=DIR")
+    return name, Path(folder)
+
+
+def _visual(given: Sequence[str], names: Sequence[str]) -> dict[str, Path]:
+    """Visual engines by the names of those that they see for."""
+    found: dict[str, Path] = {}
+    for text in given:
+        name, folder = _named(text)
+        name = name or names[0]
+        if name not in names:
+            raise EdgeLLMError(
+                f"--multimodalEngineDir {text}: there is no engine {name}",
+                hint=f"there are {', '.join(names)}",
+            )
+        if name in found:
+            raise EdgeLLMError(f"--multimodalEngineDir {text}: {name} has a visual engine already")
+        found[name] = folder
+    return found
+
+
+def _model(name: str, folder: Path, visual: Path | None, draft_model: Path | None) -> Model:
+    manifest = load_engine(folder, LLM_ENGINE)
+    parts = [manifest]
+    if (folder / DRAFT_FOLDER / MANIFEST_NAME).is_file():
+        parts.append(load_engine(folder / DRAFT_FOLDER, DRAFT_ENGINE))
+    if draft_model is not None:
+        parts.append(load_engine(draft_model, LLM_ENGINE))
+    if visual is not None:
+        parts.append(load_engine(visual, VISUAL_ENGINE))
+    return Model(name, folder, manifest, visual, sum(map(_num_bytes, parts)))
+
+
+def _num_bytes(engine: Engine) -> int:
+    files = sum(record.num_bytes for record in engine.files.values())
+    if engine.cache is None:
+        return files
+    capacity, sequences = engine.max_kv_cache_capacity, engine.max_batch_size
+    return files + cache_bytes(engine.cache, capacity, sequences)

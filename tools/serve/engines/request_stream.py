@@ -1,0 +1,127 @@
+"""One request on its way through the worker, as the task that serves its client sees it."""
+
+from __future__ import annotations
+
+import asyncio
+from collections.abc import AsyncIterator, MutableMapping, Sequence
+from functools import partial
+from typing import Any, Protocol
+
+from starlette.types import Receive
+
+from edgellm.tools.serve.engines.ask import Ask, Embed
+from edgellm.tools.serve.engines.event_queue import mailbox
+from edgellm.tools.serve.engines.events import Event, Failed, Finished
+from edgellm.tools.serve.engines.worker import Job, Worker, too_late
+from edgellm.tools.serve.http.errors import ApiError
+
+BODY_BYTES = "edgellm.body_bytes"  # in a scope: the size of a request's body
+_LAST_PASS_S = 10.0  # for the pass that runs when the time is over
+
+
+class DisconnectedError(Exception):
+    """The client has gone; there is nobody to answer."""
+
+
+class Connection(Protocol):
+    """What is asked of a client's connection: Starlette's `Request` has it."""
+
+    @property
+    def scope(self) -> MutableMapping[str, Any]:
+        """Of ASGI; `arrived` in it is when the request began, `BODY_BYTES` how large it is."""
+        ...
+
+    @property
+    def receive(self) -> Receive:
+        """Of ASGI; it gives `http.disconnect` when the client has gone."""
+        ...
+
+
+class Call:
+    """A job with what comes back from it; closing it ends the job before its next pass."""
+
+    def __init__(
+        self,
+        worker: Worker,
+        asks: Sequence[Ask] | Sequence[Embed],
+        request: Connection,
+        total_timeout_s: float,
+    ) -> None:
+        """Put the job into the queue; its answers come one after the other.
+
+        Raises:
+            ApiError: 429 or 503.
+        """
+        self._loop = asyncio.get_running_loop()
+        self._events: asyncio.Queue[Event] = asyncio.Queue()
+        post = partial(mailbox().post, self._events)
+        deadline = request.scope.get("arrived", self._loop.time()) + total_timeout_s
+        priority = min((ask.priority for ask in asks if isinstance(ask, Ask)), default=0)
+        num_bytes = request.scope.get(BODY_BYTES, 0)
+        self._worker, self._job = worker, Job(tuple(asks), post, deadline, priority, num_bytes)
+        worker.submit(self._job)
+        self._left = len(asks)
+        self._deadline = deadline
+        self._timer = self._loop.call_at(deadline, self._expire)
+        self._watch: asyncio.Task[None] | None = asyncio.create_task(
+            self._wait_for_disconnect(request)
+        )
+
+    @property
+    def deadline(self) -> float:
+        """When the last byte must have gone; of the loop's clock."""
+        return self._deadline
+
+    async def arrived(self) -> list[Event]:
+        """All events since the last call, at least one.
+
+        Raises:
+            DisconnectedError: the client has gone.
+            Exception: the request failed, for this reason.
+        """
+        events = [await self._events.get()]
+        while not self._events.empty():
+            events.append(self._events.get_nowait())
+        for at, event in enumerate(events):  # a client's leaving may overtake a pass's last step
+            if isinstance(event, Failed):
+                if not at:
+                    events.clear()  # the error's frames refer to them
+                    raise event.error
+                self._events.put_nowait(event)  # what came before is delivered first
+                events = events[:at]
+                break
+        self._left -= sum(isinstance(event, Finished) for event in events)
+        return events
+
+    async def __aiter__(self) -> AsyncIterator[list[Event]]:
+        """Yield events until all answers are complete; raises as `arrived`."""
+        while self._left:
+            yield await self.arrived()
+
+    def close(self) -> None:
+        """Let the worker stop, whatever it is at."""
+        self._timer.cancel()
+        if self._watch is not None:
+            self._watch.cancel()
+            self._watch = None  # its error's frames refer to this call, and to the request
+        self._worker.abandon(self._job)
+
+    def _expire(self) -> None:
+        """Fail while it waits; else the worker ends it before the next pass, with its text."""
+        if self._worker.is_waiting(self._job):
+            self._fail(_too_late())
+        else:
+            self._timer = self._loop.call_later(_LAST_PASS_S, self._fail, _too_late())
+
+    def _fail(self, error: Exception) -> None:
+        self._job.abandoned = True
+        self._events.put_nowait(Failed(error))
+
+    async def _wait_for_disconnect(self, request: Connection) -> None:
+        while (await request.receive())["type"] != "http.disconnect":
+            pass
+        self._fail(DisconnectedError())
+
+
+def _too_late() -> ApiError:
+    return too_late("the time was over, waiting included: come back when fewer requests wait")

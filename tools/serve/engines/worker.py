@@ -1,0 +1,316 @@
+"""The threads that begin answers, as many as the engine computes at a time, and their queue."""
+
+from __future__ import annotations
+
+import functools
+import logging
+import math
+import threading
+import time
+from collections.abc import Callable, Sequence
+from dataclasses import dataclass, field
+
+from edgellm.core.contract import EdgeLLMError, UnexpectedError
+from edgellm.device_runtime.api.llm import LLM, Answer, Step
+from edgellm.device_runtime.faults import as_failure
+from edgellm.device_runtime.scheduler.running_batch import OutOfTimeError
+from edgellm.device_runtime.scheduler.scheduler import AGING_S
+from edgellm.tools.serve import heap
+from edgellm.tools.serve.engines.ask import Ask, Embed, start
+from edgellm.tools.serve.engines.events import Event, Failed, Finished, Started, Turn
+from edgellm.tools.serve.engines.metrics import Metrics
+from edgellm.tools.serve.http.errors import ApiError
+
+_log = logging.getLogger(__name__)
+
+
+class AbandonedError(Exception):
+    """Nobody waits for the answer any more."""
+
+
+@dataclass(slots=True, eq=False)
+class Job:
+    """One request between the task that serves a client and the worker."""
+
+    asks: tuple[Ask | Embed, ...]
+    post: Callable[[Event], object]  # hands an event to the client's task; from any thread
+    deadline: float  # of time.monotonic()
+    priority: int = 0  # smaller goes first
+    num_bytes: int = 0  # of the request's body
+    arrived: float = field(default_factory=time.monotonic)
+    until: float = math.inf  # of its answers; known when they begin
+    abandoned: bool = False
+    told_of: int = 0  # the text of which something was told last
+
+    def tell(self, at: int, event: Event) -> None:
+        """Post an event of one of its texts."""
+        if at != self.told_of:
+            self.told_of = at
+            self.post(Turn(at))
+        self.post(event)
+
+    def rank(self, now: float) -> float:
+        """Smaller goes first; waiting makes up for priority."""
+        return self.priority - (now - self.arrived) // AGING_S
+
+
+class Worker:
+    """Runs jobs side by side, each begun in a thread; one computes all, see `device_runtime.scheduler.background_loop`."""
+
+    def __init__(
+        self, llm: LLM, metrics: Metrics, queue_size: int, request_timeout_s: float
+    ) -> None:
+        self.llm, self._metrics = llm, metrics
+        self._size, self._request_timeout_s = queue_size, request_timeout_s
+        self._waiting: list[Job] = []
+        self._changed = threading.Condition()
+        self.running: list[Job] = []
+        self._draining = self._stopping = False
+        self._mean_s = 1.0  # of a request, lately
+        self._threads = [
+            threading.Thread(target=self._work, name=f"answer-{number}", daemon=True)
+            for number in range(llm.batch_size)
+        ]
+        self._driver = llm.driver()
+        metrics.watch(lambda: len(self.running), lambda: len(self._waiting), llm)
+
+    @property
+    def is_alive(self) -> bool:
+        """Whether the threads run."""
+        return self._driver.is_alive and all(thread.is_alive() for thread in self._threads)
+
+    @property
+    def is_ready(self) -> bool:
+        """Whether jobs are taken, if there is room for them."""
+        return self.is_alive and not self._draining
+
+    def start(self) -> None:
+        """Begin to work."""
+        self._driver.start()
+        for thread in self._threads:
+            thread.start()
+
+    def require_room(self) -> None:
+        """Raises `ApiError` 503 after `drain`, 429 while the queue is full."""
+        if not self.is_ready:
+            raise stopping()
+        if len(self._waiting) >= self._size:
+            self._metrics.refused.inc()
+            raise full(self._size, round(self._mean_s / len(self._threads)))
+
+    def submit(self, job: Job) -> None:
+        """Put a job into the queue; raises as `require_room`."""
+        with self._changed:
+            self.require_room()
+            self._waiting.append(job)
+            self._changed.notify()
+
+    def abandon(self, job: Job) -> None:
+        """Take a job out of the queue, or end it before its next pass."""
+        job.abandoned = True
+        with self._changed:
+            if job in self._waiting:
+                self._waiting.remove(job)
+
+    def is_waiting(self, job: Job) -> bool:
+        """Whether a job is in the queue; from any thread."""
+        return job in self._waiting
+
+    def drain(self) -> None:
+        """Take no more jobs; those that are there are finished."""
+        self._draining = True
+
+    def end(self) -> None:
+        """Let the threads end before the next pass; jobs that are left fail with 503."""
+        with self._changed:
+            self._draining = self._stopping = True
+            self._changed.notify_all()
+
+    def join(self) -> None:
+        """Wait for the threads, which `end` stops."""
+        for thread in self._threads:
+            if thread.is_alive():
+                thread.join(timeout=30)
+        self._driver.end()  # nobody asks any more
+        self._driver.join(30)
+
+    def _check(self, job: Job, answers: Sequence[Answer] = ()) -> None:
+        """Ask before a pass whether a job may go on.
+
+        Raises:
+            AbandonedError: its client has left.
+            OutOfTimeError: its time is over; what was generated is its output.
+            ApiError: its time is over before the first token, or the server stops.
+        """
+        if job.abandoned:
+            raise AbandonedError
+        if self._stopping:
+            raise _stopped()
+        if time.monotonic() > job.until:
+            if any(answer.token_ids for answer in answers):
+                raise OutOfTimeError
+            limit = f"--requestTimeout {self._request_timeout_s:g} s"
+            if job.until == job.deadline:
+                limit = "--totalTimeout, waiting included"
+            raise too_late(f"no token was computed within {limit}: shorten the prompt")
+
+    def _next(self) -> Job | None:
+        with self._changed:
+            self._changed.wait_for(lambda: self._waiting or self._stopping)
+            if self._stopping:
+                left, self._waiting = self._waiting, []
+                for job in left:
+                    job.post(Failed(_stopped()))
+                return None
+            now = time.monotonic()
+            job = min(self._waiting, key=lambda one: one.rank(now))
+            self._waiting.remove(job)
+            self.running.append(job)
+            return job
+
+    def _work(self) -> None:
+        while (job := self._next()) is not None:
+            num_bytes = job.num_bytes
+            self._end(job)
+            del job  # the next one may come late
+            heap.after_request(num_bytes)
+
+    def _end(self, job: Job) -> None:
+        """Run a job until it is over, however it ends."""
+        began = time.monotonic()
+        job.until = min(job.deadline, began + self._request_timeout_s)
+        failure: Exception | None = None
+        try:
+            self._run(job, began)
+        except AbandonedError:
+            self._metrics.ended("abort")
+        except BaseException as error:  # noqa: BLE001 - the engine outlives every request
+            self._metrics.ended("error")
+            failure = _told(error)
+            if not isinstance(failure, (ApiError, EdgeLLMError)):
+                _log.exception("a request failed")
+        with self._changed:
+            self.running.remove(job)
+            self._mean_s += 0.2 * (time.monotonic() - began - self._mean_s)
+        if failure is not None:  # the place is free before the client learns of it
+            job.post(Failed(failure))
+        del failure  # the error's frames refer to this one
+
+    def _run(self, job: Job, began: float) -> None:
+        self._check(job)
+        # A faulty prompt is told of before the work on the others begins.
+        asks = [ask for ask in job.asks if isinstance(ask, Ask)]
+        answers = [start(self.llm, ask) for ask in asks]
+        for at, answer in enumerate(answers):
+            answer.before_pass = functools.partial(self._check, job, answers)
+            job.tell(at, self._started(asks[at], answer))
+        if answers:
+            self._answer(job, answers, began)
+        texts = [(ask.token_ids(self.llm), ask.lora) for ask in job.asks if isinstance(ask, Embed)]
+        for token_ids, lora in texts:
+            self._embed(job, token_ids, lora, began)
+
+    def _started(self, ask: Ask, answer: Answer) -> Started:
+        if ask.prompt_logprobs is None:
+            return Started(answer.prompt_token_count)
+        ids = answer.prompt.token_ids
+        goes_on = answer.before_pass or _goes_on
+        found = self.llm.read_logprobs(ids, ask.prompt_logprobs, goes_on, ask.lora)
+        return Started(len(ids), tuple(ids), tuple(found))
+
+    def _embed(self, job: Job, token_ids: list[int], lora: str | None, began: float) -> None:
+        vector = self.llm.embed(token_ids, functools.partial(self._check, job), lora)
+        queue_ms, now = (began - job.arrived) * 1e3, time.monotonic()
+        times = queue_ms, (now - job.arrived) * 1e3, 0.0
+        found = Finished("stop", len(token_ids), 0, 0, (), *times, embedding=vector)
+        self._metrics.finished(found, now - job.arrived)
+        job.post(found)
+
+    def _answer(self, job: Job, answers: list[Answer], began: float) -> None:
+        """Tell of answers while they grow, side by side as far as the engine takes several."""
+        grown = {answer: _Grown(at) for at, answer in enumerate(answers)}
+
+        def told(answer: Answer, steps: tuple[Step, ...]) -> None:
+            one = grown[answer]
+            for step in steps:
+                self._book(job, one, answer)
+                job.tell(one.at, step)
+            if answer.is_complete:
+                finished = _figures(answer, job, began, one.first or time.monotonic())
+                self._metrics.finished(finished, time.monotonic() - job.arrived)
+                job.tell(one.at, finished)
+
+        try:
+            self._driver.grow(answers, self.llm.batch_size, told)
+        finally:
+            self._metrics.generated.inc(sum(len(answer.token_ids) for answer in answers))
+
+    def _book(self, job: Job, one: _Grown, answer: Answer) -> None:
+        now = time.monotonic()
+        if not one.first:
+            one.first = now
+            self._metrics.first_token(now - job.arrived, answer.prompt_token_count)
+        else:
+            self._metrics.next_tokens(now - one.latest)
+        one.latest = now
+
+
+@dataclass(slots=True)
+class _Grown:
+    """When steps of an answer came."""
+
+    at: int  # among those of its request
+    first: float = 0.0  # 0: none yet
+    latest: float = 0.0
+
+
+def _goes_on() -> None:
+    """Nothing ends it."""
+
+
+def _stopped() -> ApiError:
+    return ApiError(503, "the server was stopped", retry_after_s=10)
+
+
+def _told(error: BaseException) -> Exception:
+    """What a client's task is told: of an unexpected failure its cause."""
+    cause = error.__cause__ if isinstance(error, UnexpectedError) else error
+    return cause if isinstance(cause, Exception) else as_failure(error)
+
+
+def too_late(reason: str) -> ApiError:
+    """Told to a client whose time is over before its first token.
+
+    Clients send a request again after 408 and 504, and have it computed once more in vain.
+    """
+    return ApiError(422, f"{reason}, or start the server with a longer time", code="timeout")
+
+
+def stopping() -> ApiError:
+    """Told to those who come too late."""
+    return ApiError(503, "the server is about to stop", retry_after_s=10)
+
+
+def full(size: int, wait_s: int) -> ApiError:
+    """Told to those for whom there is no room in a queue."""
+    return ApiError(
+        429,
+        f"{size} requests are waiting already",
+        code="queue_full",
+        retry_after_s=min(max(wait_s, 1), 60),
+    )
+
+
+def _figures(answer: Answer, job: Job, began: float, first: float) -> Finished:
+    assert answer.finish_reason is not None  # it is complete
+    return Finished(
+        answer.finish_reason,
+        answer.prompt_token_count,
+        sum(answer.profile.reused_tokens),
+        len(answer.token_ids),
+        tuple(counts for counts in answer.profile.rounds if counts.tree_size > 1),
+        (began - job.arrived) * 1e3,
+        (first - job.arrived) * 1e3,
+        (time.monotonic() - first) * 1e3,
+        answer.stop_string,
+    )

@@ -1,0 +1,187 @@
+"""Failed requests, in the form of each interface."""
+
+from __future__ import annotations
+
+import http
+from collections.abc import Sequence
+from typing import Any
+
+from fastapi import FastAPI
+from fastapi.exceptions import RequestValidationError
+from fastapi.routing import APIRoute
+from pydantic import ValidationError
+from starlette.exceptions import HTTPException
+from starlette.requests import Request
+from starlette.responses import JSONResponse
+
+from edgellm.core.contract import EdgeLLMError, LimitError, RequestError
+
+_TYPES = {
+    400: "invalid_request_error", 401: "authentication_error", 403: "permission_error",
+    404: "not_found_error", 405: "invalid_request_error", 408: "timeout_error",
+    413: "invalid_request_error", 415: "invalid_request_error", 422: "timeout_error",
+    429: "rate_limit_error",
+    503: "service_unavailable_error", 504: "timeout_error",
+}  # fmt: skip
+
+_ANTHROPIC_TYPES = {413: "request_too_large", 500: "api_error", 503: "overloaded_error"}
+MESSAGES, RESPONSES = "/v1/messages", "/v1/responses"  # paths of other forms than /v1's
+
+# Where only one value of a field can be served: why, or what to do instead.
+_REMEDIES = {
+    "n": "send several requests with different seeds",
+    "best_of": "one answer at a time",
+    "tool_choice": 'give "auto", "none", "required" or a function\'s name',
+    "prompt": "give a text, its token ids, or a list of either",
+}
+_SUFFIX = "suffix: the model writes behind a text; it cannot fill a gap before a suffix"
+
+
+class ApiError(Exception):
+    """A request that ends with an HTTP status and a reason."""
+
+    def __init__(
+        self,
+        status: int,
+        message: str,
+        *,
+        code: str | None = None,
+        param: str | None = None,
+        retry_after_s: int | None = None,
+    ) -> None:
+        super().__init__(message)
+        self.status, self.code, self.param = status, code, param
+        self.headers = {"Retry-After": str(retry_after_s)} if retry_after_s is not None else {}
+        if status == http.HTTPStatus.UNAUTHORIZED:
+            self.headers["WWW-Authenticate"] = "Bearer"
+
+    @property
+    def kind(self) -> str:
+        """OpenAI's `type`."""
+        return _TYPES.get(self.status, "server_error")
+
+
+def as_api_error(error: Exception) -> ApiError:
+    """What a client is told of a failure; nothing of the server's inside."""
+    if isinstance(error, ApiError):
+        return error
+    if isinstance(error, (RequestError, LimitError)):
+        hint = f" ({error.hint})" if error.hint else ""
+        return ApiError(400, f"{error}{hint}")
+    if isinstance(error, EdgeLLMError):
+        return ApiError(500, str(error), code="engine_failed")
+    return ApiError(500, "the server failed; its log says why", code="internal_error")
+
+
+def _text(error: Exception) -> str:
+    """The message; half of a surrogate pair, which a client may have sent, cannot be written."""
+    return str(error).encode("utf-8", "backslashreplace").decode()
+
+
+def openai_body(error: ApiError) -> dict[str, Any]:
+    """`{"error": ...}` as OpenAI's clients read it."""
+    detail = {"message": _text(error), "type": error.kind, "param": error.param, "code": error.code}
+    return {"error": detail}
+
+
+def body_for(path: str, error: ApiError) -> dict[str, Any]:
+    """The error's JSON in the form of the interface that a path belongs to."""
+    if path.startswith(("/v2/", "/api/")):
+        return {"error": _text(error)}
+    if path.startswith(MESSAGES):
+        kind = _ANTHROPIC_TYPES.get(error.status, error.kind)
+        return {"type": "error", "error": {"type": kind, "message": _text(error)}}
+    return openai_body(error)
+
+
+def streamed_body_for(path: str, error: ApiError) -> dict[str, Any]:
+    """The same, where a stream has begun."""
+    if path == RESPONSES:
+        detail = openai_body(error)["error"]
+        return {**detail, "type": "error", "code": error.code or error.kind}
+    return body_for(path, error)
+
+
+def response_for(path: str, error: ApiError) -> JSONResponse:
+    """The whole answer to a failed request."""
+    return JSONResponse(body_for(path, error), error.status, error.headers)
+
+
+def install(app: FastAPI) -> None:
+    """Give every failure of an application its form."""
+
+    async def known(request: Request, error: Exception) -> JSONResponse:
+        return response_for(request.url.path, as_api_error(error))
+
+    async def http_error(request: Request, error: Exception) -> JSONResponse:
+        assert isinstance(error, HTTPException)
+        detail = str(error.detail)
+        if error.status_code == http.HTTPStatus.NOT_FOUND:
+            detail = f"there is no {request.url.path[:100]} here; there are {_paths(app)}"
+        answer = response_for(request.url.path, ApiError(error.status_code, detail))
+        answer.headers.update(error.headers or {})
+        return answer
+
+    async def invalid(request: Request, error: Exception) -> JSONResponse:
+        assert isinstance(error, RequestValidationError)
+        return response_for(request.url.path, _invalid(request, error))
+
+    async def said_elsewhere(request: Request, error: Exception) -> JSONResponse:
+        assert isinstance(error, ValidationError)  # of the words that a body was put into
+        return response_for(request.url.path, fault_of(error.errors()))
+
+    app.add_exception_handler(ApiError, known)
+    app.add_exception_handler(ValidationError, said_elsewhere)
+    app.add_exception_handler(EdgeLLMError, known)
+    app.add_exception_handler(HTTPException, http_error)
+    app.add_exception_handler(RequestValidationError, invalid)
+
+
+def _paths(app: FastAPI) -> str:
+    """What can be asked for."""
+    found = [
+        f"{method} {route.path}"
+        for route in app.routes
+        if isinstance(route, APIRoute) and route.include_in_schema
+        for method in sorted(route.methods or ())
+    ]
+    return ", ".join([*found, "GET /openapi.json", "GET / (a page to chat on)"])
+
+
+def _fault(errors: Sequence[Any]) -> Any:
+    """The first; of what may be a text or parts, and is parts, the fault inside of them."""
+    first = errors[0]
+    stem = first["loc"][:-1]
+    if first["loc"][-1:] != ("str",):
+        return first
+    inside = [one for one in errors if one["loc"][: len(stem)] == stem]
+    return max(inside, key=lambda one: len(one["loc"]))
+
+
+def _invalid(request: Request, error: RequestValidationError) -> ApiError:
+    """The first fault of a body, with its place."""
+    if "json" not in request.headers.get("content-type", "json"):
+        return ApiError(415, "the body must be JSON: send content-type: application/json")
+    first = error.errors()[0]
+    if first["type"] == "json_invalid":
+        reason = first.get("ctx", {}).get("error", "")
+        return ApiError(
+            400, f"the body is not valid JSON: {reason} at character {first['loc'][-1]}"
+        )
+    return fault_of(error.errors())
+
+
+def fault_of(errors: Sequence[Any]) -> ApiError:
+    """What a client is told of a body whose fields are faulty, as pydantic tells of them."""
+    first = _fault(errors)
+    place = [str(part) for part in first["loc"] if part != "body" and "[" not in str(part)]
+    reason = first["msg"][:1].lower() + first["msg"][1:]
+    if place[:1] == ["suffix"]:
+        return ApiError(400, _SUFFIX, param="suffix")
+    if (remedy := _REMEDIES.get(place[0] if place else "")) is not None:
+        reason += f" ({remedy})"
+    if not place:
+        return ApiError(400, f"the body: {reason}")
+    # Names of unknown fields are the client's: they stand in the message alone.
+    param = place[0] if place[0].isidentifier() and place[0].isascii() else None
+    return ApiError(400, f"{'.'.join(place)}: {reason}", param=param)

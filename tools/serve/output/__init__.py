@@ -1,0 +1,1 @@
+"""Model output as protocols show it: reasoning, tool calls, streams, usage."""

@@ -1,0 +1,190 @@
+"""Answers on the wire: whole, or as server-sent events."""
+
+from __future__ import annotations
+
+import logging
+from collections.abc import AsyncIterator, Callable, Sequence
+from dataclasses import dataclass
+from typing import Any, Protocol
+
+import anyio
+import msgspec
+from starlette.requests import Request
+from starlette.responses import JSONResponse, Response
+from starlette.types import Receive, Scope, Send
+
+from edgellm.device_runtime.api.llm import Step
+from edgellm.tools.serve.engines.events import Event, Finished, Started, Turn
+from edgellm.tools.serve.engines.request_stream import Call, DisconnectedError
+from edgellm.tools.serve.http.errors import as_api_error, streamed_body_for
+
+_log = logging.getLogger(__name__)
+_encode = msgspec.json.Encoder().encode
+_HEADERS = [
+    (b"cache-control", b"no-store"),
+    (b"x-accel-buffering", b"no"),  # proxies shall pass events on at once
+]
+
+
+@dataclass(frozen=True, slots=True)
+class Framing:
+    """How the events of a stream are told from one another."""
+
+    media_type: bytes
+    frame: Callable[[dict[str, Any]], bytes]
+
+
+EVENTS = Framing(
+    b"text/event-stream; charset=utf-8", lambda content: b"data: " + _encode(content) + b"\n\n"
+)
+NAMED_EVENTS = Framing(  # by their types
+    EVENTS.media_type,
+    lambda content: b"event: " + content["type"].encode() + b"\n" + EVENTS.frame(content),
+)
+LINES = Framing(b"application/x-ndjson", lambda content: _encode(content) + b"\n")
+
+
+class Writer(Protocol):
+    """An interface's form of one answer, told step by step."""
+
+    framing: Framing
+    last: bytes  # what follows the last event of a stream
+
+    def turn(self, at: int) -> None:
+        """What is told next is of this text; of the first where nothing is said."""
+        ...
+
+    def begin(self, started: Started) -> list[dict[str, Any]]:
+        """Events before the first token of a text."""
+        ...
+
+    def step(self, step: Step) -> list[dict[str, Any]]:
+        """Events of a step."""
+        ...
+
+    def end(self, figures: Finished) -> list[dict[str, Any]]:
+        """Events after the last token of a text."""
+        ...
+
+    def whole(self, figures: Finished) -> dict[str, Any]:
+        """The answer in one piece, after the last step of each of its texts."""
+        ...
+
+
+class OneText:
+    """Of writers that are never told of another."""
+
+    def turn(self, at: int) -> None:
+        """See `Writer.turn`."""
+        assert at == 0
+
+
+async def answer(
+    call: Call, writer: Writer, request: Request, headers: dict[str, str], *, streams: bool
+) -> Response:
+    """The response to a request, with these headers, once it is known that there is one.
+
+    Raises:
+        Exception: the request failed before its first token.
+    """
+    try:
+        first = await call.arrived()  # a faulty request becomes an error status, not a stream
+        if streams:
+            return EventStream(call, writer, first, request.url.path, headers)
+        return await _whole(call, writer, first, headers)
+    except DisconnectedError:
+        call.close()
+        return Response(status_code=499)  # nobody reads it
+    except BaseException:
+        call.close()
+        raise
+
+
+async def _whole(
+    call: Call, writer: Writer, first: list[Event], headers: dict[str, str]
+) -> Response:
+    return JSONResponse(await collect(call, writer, first), headers=headers)
+
+
+async def collect(call: Call, writer: Writer, first: Sequence[Event] = ()) -> dict[str, Any]:
+    """The whole answer, after which the call is closed.
+
+    Args:
+        call: of the request.
+        writer: its form.
+        first: events that came already.
+
+    Raises:
+        Exception: the request failed, or its client left.
+    """
+    content: dict[str, Any] = {}
+    try:
+        async for events in _all(call, first):
+            for event in events:
+                if isinstance(event, Started):
+                    writer.begin(event)
+                elif isinstance(event, Turn):
+                    writer.turn(event.at)
+                elif isinstance(event, Step):
+                    writer.step(event)
+                elif isinstance(event, Finished):
+                    content = writer.whole(event)
+    finally:
+        call.close()
+    return content
+
+
+async def _all(call: Call, first: Sequence[Event]) -> AsyncIterator[list[Event]]:
+    yield [*first]
+    async for events in call:
+        yield events
+
+
+class EventStream(Response):
+    """An answer as it grows; a client that does not read it is cut off at the call's deadline."""
+
+    def __init__(
+        self, call: Call, writer: Writer, first: list[Event], path: str, headers: dict[str, str]
+    ) -> None:
+        super().__init__()
+        self._own = [(name.encode(), value.encode()) for name, value in headers.items()]
+        self._call, self._writer, self._first, self._path = call, writer, first, path
+
+    async def __call__(self, scope: Scope, receive: Receive, send: Send) -> None:
+        """Send the events; see ASGI."""
+        del scope, receive
+        try:
+            with anyio.CancelScope(deadline=self._call.deadline + 1) as time_left:
+                kind = (b"content-type", self._writer.framing.media_type)
+                headers = [kind, *_HEADERS, *self._own]
+                await send({"type": "http.response.start", "status": 200, "headers": headers})
+                async for chunk in self._chunks():
+                    await send({"type": "http.response.body", "body": chunk, "more_body": True})
+                await send({"type": "http.response.body", "body": self._writer.last})
+            if time_left.cancelled_caught:
+                _log.warning("a client did not read its answer in time")
+        finally:
+            self._call.close()
+
+    async def _chunks(self) -> AsyncIterator[bytes]:
+        try:
+            async for events in _all(self._call, self._first):
+                contents = [content for event in events for content in self._form(event)]
+                if contents:
+                    yield self._framed(contents)
+        except DisconnectedError:
+            return
+        except Exception as error:  # noqa: BLE001 - the status was sent, the reason goes behind it
+            yield self._framed([streamed_body_for(self._path, as_api_error(error))])
+
+    def _framed(self, contents: Sequence[dict[str, Any]]) -> bytes:
+        return b"".join(map(self._writer.framing.frame, contents))
+
+    def _form(self, event: Event) -> list[dict[str, Any]]:
+        if isinstance(event, Step):
+            return self._writer.step(event)
+        if isinstance(event, Started):
+            return self._writer.begin(event)
+        if isinstance(event, Turn):
+            self._writer.turn(event.at)
+        return self._writer.end(event) if isinstance(event, Finished) else []

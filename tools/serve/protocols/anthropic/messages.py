@@ -1,0 +1,264 @@
+"""`/v1/messages`: Anthropic's interface."""
+
+from __future__ import annotations
+
+import json
+from collections.abc import Iterator, Sequence
+from typing import Annotated, Any, Literal
+
+from pydantic import Field
+
+from edgellm.tools.serve.http.errors import ApiError
+from edgellm.tools.serve.schemas.openai import ChatRequest
+from edgellm.tools.serve.schemas.response_format import Body
+from edgellm.tools.serve.schemas.tools import TOOL_NAME
+
+_Message = dict[str, Any]
+_Cache = dict[str, Any] | None  # where a prefix ends that is to be kept: all are
+
+
+class TextBlock(Body):
+    """Text."""
+
+    type: Literal["text"]
+    text: str
+    cache_control: _Cache = None
+    citations: list[Any] | None = None  # of earlier answers
+
+
+class Base64Source(Body):
+    """A picture in the request."""
+
+    type: Literal["base64"]
+    media_type: Literal["image/jpeg", "image/png", "image/gif", "image/webp"]
+    data: str
+
+    def url(self) -> str:
+        """As a `data:` URI."""
+        return f"data:{self.media_type};base64,{self.data}"
+
+
+class UrlSource(Body):
+    """A picture elsewhere."""
+
+    type: Literal["url"]
+    url_: Annotated[str, Field(alias="url")]
+
+    def url(self) -> str:
+        """Where it is."""
+        return self.url_
+
+
+class ImageBlock(Body):
+    """A picture."""
+
+    type: Literal["image"]
+    source: Annotated[Base64Source | UrlSource, Field(discriminator="type")]
+    cache_control: _Cache = None
+
+
+class ThinkingBlock(Body):
+    """Reasoning of an earlier answer."""
+
+    type: Literal["thinking"]
+    thinking: str
+    signature: str = ""
+
+
+class ToolUseBlock(Body):
+    """A call that the model made in an earlier turn."""
+
+    type: Literal["tool_use"]
+    id: str
+    name: str
+    input: dict[str, Any]
+    cache_control: _Cache = None
+    caller: dict[str, Any] | None = None  # the model
+    toolset_name: None = None
+
+
+class ToolResultBlock(Body):
+    """What came of a call."""
+
+    type: Literal["tool_result"]
+    tool_use_id: str
+    content: str | list[TextBlock] = ""
+    is_error: bool = False
+    cache_control: _Cache = None
+
+
+_Block = Annotated[
+    TextBlock | ImageBlock | ThinkingBlock | ToolUseBlock | ToolResultBlock,
+    Field(discriminator="type"),
+]
+
+
+class Turn(Body):
+    """One turn."""
+
+    role: Literal["user", "assistant", "system"]
+    content: str | list[_Block]
+
+    def messages(self) -> Iterator[_Message]:
+        """As OpenAI has them: results of calls are messages of their own, before the rest."""
+        if isinstance(self.content, str):
+            yield {"role": self.role, "content": self.content}
+            return
+        parts: list[_Message] = []
+        calls: list[_Message] = []
+        thoughts = [block.thinking for block in self.content if isinstance(block, ThinkingBlock)]
+        for block in self.content:
+            if isinstance(block, ToolResultBlock):
+                text = "Error: " * block.is_error + _joined(block.content)
+                yield {"role": "tool", "tool_call_id": block.tool_use_id, "content": text}
+            elif isinstance(block, TextBlock):
+                parts.append({"type": "text", "text": block.text})
+            elif isinstance(block, ImageBlock):
+                parts.append({"type": "image_url", "image_url": {"url": block.source.url()}})
+            elif isinstance(block, ToolUseBlock):
+                function = {"name": block.name, "arguments": json.dumps(block.input)}
+                calls.append({"id": block.id, "function": function})
+        if parts or calls or thoughts:
+            found: _Message = {"role": self.role, "content": parts or None}
+            if calls:
+                found["tool_calls"] = calls
+            if thoughts:
+                found["reasoning_content"] = "\n".join(thoughts)
+            yield found
+
+
+def _joined(content: str | Sequence[TextBlock]) -> str:
+    if isinstance(content, str):
+        return content
+    return "\n".join(block.text for block in content)
+
+
+class MessagesTool(Body):
+    """A function of the client's."""
+
+    type: Literal["custom"] | None = None
+    name: Annotated[str, Field(pattern=TOOL_NAME)]
+    description: str | None = None
+    input_schema: dict[str, Any]
+    strict: bool | None = None
+    cache_control: _Cache = None
+    eager_input_streaming: bool | None = None  # a call comes when it is whole
+
+    def as_openai(self) -> dict[str, Any]:
+        """In OpenAI's form."""
+        facts = self.model_dump(include={"name", "description", "strict"}, exclude_none=True)
+        return {"type": "function", "function": facts | {"parameters": self.input_schema}}
+
+
+class ToolChoice(Body):
+    """What the model may call, and what it must."""
+
+    type: Literal["auto", "any", "tool", "none"]
+    name: str | None = None
+    disable_parallel_tool_use: bool = False
+
+    def as_openai(self) -> str | dict[str, Any]:
+        """In OpenAI's form.
+
+        Raises:
+            ApiError: a tool without a name.
+        """
+        if self.type == "tool":
+            if self.name is None:
+                raise ApiError(400, 'tool_choice: "tool" needs a name', param="tool_choice")
+            return {"type": "function", "function": {"name": self.name}}
+        return {"auto": "auto", "any": "required", "none": "none"}[self.type]
+
+
+class Thinking(Body):
+    """Whether the model shall reason before it answers."""
+
+    type: Literal["enabled", "adaptive", "between_tools", "disabled"]
+    budget_tokens: int | None = None  # the model decides
+    display: str | None = None
+
+
+class OutputFormat(Body):
+    """JSON by a schema."""
+
+    type: Literal["json_schema"]
+    schema_: Annotated[dict[str, Any], Field(alias="schema")]
+
+
+class OutputConfig(Body):
+    """The answer's form, and how much the model shall think."""
+
+    effort: str | None = None
+    format: OutputFormat | None = None
+
+    def as_openai(self) -> dict[str, Any]:
+        """Fields of a `ChatRequest`."""
+        found: dict[str, Any] = {"reasoning_effort": self.effort}
+        if self.format is not None:
+            schema = {"schema": self.format.schema_}
+            found["response_format"] = {"type": "json_schema", "json_schema": schema}
+        return found
+
+
+class MessagesMetadata(Body):
+    """Who asks."""
+
+    user_id: str | None = None
+
+
+class CountRequest(Body):
+    """`/v1/messages/count_tokens`: a conversation."""
+
+    model: str | None = None
+    messages: Annotated[list[Turn], Field(min_length=1)]
+    system: str | list[TextBlock] | None = None
+    tools: list[MessagesTool] | None = None
+    tool_choice: ToolChoice | None = None
+    thinking: Thinking | None = None
+    output_config: OutputConfig | None = None
+    cache_control: _Cache = None
+
+    def conversation(self) -> dict[str, Any]:
+        """Fields of a `ChatRequest`; raises `ApiError` for what cannot be asked."""
+        found: dict[str, Any] = {"model": self.model, "messages": []}
+        if self.system:
+            found["messages"].append({"role": "system", "content": _joined(self.system)})
+        for turn in self.messages:
+            found["messages"] += turn.messages()
+        if self.tools:
+            found["tools"] = [tool.as_openai() for tool in self.tools]
+        if self.tool_choice is not None:
+            found["tool_choice"] = self.tool_choice.as_openai()
+            found["parallel_tool_calls"] = not self.tool_choice.disable_parallel_tool_use
+        if self.output_config is not None:
+            found |= self.output_config.as_openai()
+        if self.thinking is not None and self.thinking.type in ("enabled", "disabled"):
+            thinks = self.thinking.type == "enabled"
+            found["chat_template_kwargs"] = {"enable_thinking": thinks, "thinking": thinks}
+        return found
+
+
+class MessagesRequest(CountRequest):
+    """`/v1/messages`."""
+
+    max_tokens: Annotated[int, Field(ge=1)]
+    stream: bool | None = None
+    temperature: Annotated[float, Field(ge=0, le=1)] | None = None
+    top_p: Annotated[float, Field(gt=0, le=1)] | None = None
+    top_k: Annotated[int, Field(ge=0)] | None = None
+    stop_sequences: Annotated[list[str], Field(max_length=16)] | None = None
+    metadata: MessagesMetadata | None = None
+    service_tier: str | None = None
+
+    def as_chat(self) -> ChatRequest:
+        """The same in OpenAI's words; raises `ApiError` for what cannot be asked."""
+        sampled = {
+            "max_tokens": self.max_tokens,
+            "stream": self.stream,
+            "temperature": self.temperature,
+            "top_p": self.top_p,
+            "top_k": self.top_k,
+            "stop": self.stop_sequences,
+            "service_tier": self.service_tier,
+        }
+        return ChatRequest.model_validate(self.conversation() | sampled)

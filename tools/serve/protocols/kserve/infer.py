@@ -1,0 +1,165 @@
+"""`/v2/models/{name}/infer`: tensors in JSON, or behind it as bytes."""
+
+from __future__ import annotations
+
+import json
+from collections.abc import Sequence
+from dataclasses import dataclass, field
+from typing import Annotated, Any
+
+from pydantic import Field, ValidationError
+
+from edgellm.tools.serve.http.errors import ApiError, fault_of
+from edgellm.tools.serve.protocols.kserve.metadata import VERSION
+from edgellm.tools.serve.protocols.kserve.tensors import (
+    OUTPUTS,
+    Tensor,
+    read,
+    read_bytes,
+    request_of,
+    text_bytes,
+)
+from edgellm.tools.serve.protocols.triton.generate import GenerateRequest
+from edgellm.tools.serve.schemas.response_format import Body
+
+HEADER_LENGTH = "Inference-Header-Content-Length"
+
+
+class Input(Body):
+    """A tensor of a request."""
+
+    name: str
+    datatype: str
+    shape: list[Annotated[int, Field(ge=0, lt=2**31)]]
+    data: list[Any] | None = None
+    parameters: dict[str, Any] = Field(default_factory=dict)
+
+
+class Output(Body):
+    """A tensor that is asked for."""
+
+    name: str
+    parameters: dict[str, Any] = Field(default_factory=dict)
+
+
+class InferBody(Body):
+    """The JSON of a request."""
+
+    id: str = ""
+    inputs: list[Input]
+    outputs: list[Output] = Field(default_factory=list)
+    parameters: dict[str, Any] = Field(default_factory=dict)
+
+
+@dataclass(frozen=True, slots=True)
+class Infer:
+    """A request, and how its answer is to look."""
+
+    body: GenerateRequest
+    outputs: tuple[str, ...]  # in this order
+    as_bytes: frozenset[str] = field(default_factory=frozenset)  # behind the JSON
+
+
+def parse(content: bytes, header_length: str | None) -> Infer:
+    """The request that a body is.
+
+    Args:
+        content: JSON, and behind it the bytes of tensors.
+        header_length: bytes of the JSON, as the header has them; None: all of it.
+
+    Raises:
+        ApiError: it cannot be answered; the message says why.
+    """
+    length = len(content) if header_length is None else _length(header_length, len(content))
+    try:
+        body = InferBody.model_validate_json(content[:length])
+        tensors = _tensors(body.inputs, content[length:])
+        request = request_of(tensors, body.id)
+    except ValidationError as error:
+        raise fault_of(error.errors()) from None
+    names = require_outputs([output.name for output in body.outputs])
+    all_of_them = body.parameters.get("binary_data_output") is True
+    return Infer(
+        with_reason(request, names),
+        names,
+        frozenset(
+            {
+                output.name
+                for output in body.outputs
+                if output.parameters.get("binary_data", all_of_them) is True
+            }
+            or (names if all_of_them and not body.outputs else ())
+        ),
+    )
+
+
+def require_outputs(asked: Sequence[str]) -> tuple[str, ...]:
+    """The outputs of an answer; raises `ApiError` for one that there is not."""
+    for name in asked:
+        if name not in OUTPUTS:
+            raise ApiError(
+                400, f"there is no output {name!r}; there are {', '.join(OUTPUTS)}", param="outputs"
+            )
+    return tuple(asked) or ("text_output",)
+
+
+def with_reason(body: GenerateRequest, outputs: Sequence[str]) -> GenerateRequest:
+    """The request, which says why the text ended if that is one of the outputs."""
+    wants = body.return_finish_reason or "finish_reason" in outputs
+    return body.model_copy(update={"return_finish_reason": wants})
+
+
+def answer(infer: Infer, found: dict[str, Any]) -> tuple[bytes, dict[str, str]]:
+    """Body and headers of an answer.
+
+    Args:
+        infer: what was asked.
+        found: what `GenerateWriter.whole` says.
+    """
+    outputs: list[dict[str, Any]] = []
+    behind = b""
+    for name in infer.outputs:
+        tensor: dict[str, Any] = {"name": name, "datatype": OUTPUTS[name], "shape": [1]}
+        text = str(found[name])
+        if name in infer.as_bytes:
+            raw = text_bytes(text)
+            behind += raw
+            tensor["parameters"] = {"binary_data_size": len(raw)}
+        else:
+            tensor["data"] = [text]
+        outputs.append(tensor)
+    head: dict[str, Any] = {"model_name": found["model_name"], "model_version": VERSION}
+    if infer.body.id:
+        head["id"] = infer.body.id
+    content = json.dumps({**head, "outputs": outputs}).encode()
+    if not behind:
+        return content, {"content-type": "application/json"}
+    return content + behind, {
+        "content-type": "application/octet-stream",
+        HEADER_LENGTH: str(len(content)),
+    }
+
+
+def _length(header: str, size: int) -> int:
+    if not (header.isascii() and header.isdigit() and int(header) <= size):
+        raise ApiError(400, f"{HEADER_LENGTH}: {header[:40]!r} of a body of {size} bytes")
+    return int(header)
+
+
+def _tensors(inputs: Sequence[Input], behind: bytes) -> list[Tensor]:
+    found: list[Tensor] = []
+    at = 0
+    for one in inputs:
+        size = one.parameters.get("binary_data_size")
+        if size is None:
+            if one.data is None:
+                raise ApiError(400, f"{one.name}: no data", param=one.name)
+            found.append(read(one.name, one.datatype, one.shape, one.data))
+            continue
+        if type(size) is not int or size < 0 or at + size > len(behind) or one.data is not None:
+            raise ApiError(400, f"{one.name}: binary_data_size {size!r} is not right")
+        found.append(read_bytes(one.name, one.datatype, one.shape, behind[at : at + size]))
+        at += size
+    if at != len(behind):
+        raise ApiError(400, f"{len(behind) - at} bytes are of no tensor")
+    return found

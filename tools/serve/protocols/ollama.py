@@ -1,0 +1,284 @@
+"""`/api/chat` and `/api/generate`: Ollama's interface."""
+
+from __future__ import annotations
+
+import json
+from collections.abc import Sequence
+from datetime import datetime, timezone
+from typing import Annotated, Any, Literal
+
+from pydantic import Field
+
+from edgellm.device_runtime.api.llm import Step
+from edgellm.tools.serve.engines.events import Finished, Started
+from edgellm.tools.serve.http.errors import ApiError
+from edgellm.tools.serve.output.chat_output import ChatAnswer, call_id
+from edgellm.tools.serve.output.streams import LINES, OneText
+from edgellm.tools.serve.schemas.openai import ChatRequest, CompletionRequest
+from edgellm.tools.serve.schemas.response_format import Body
+from edgellm.tools.serve.schemas.tools import Tool
+from edgellm.tools.serve.tool_calls.parser import Call, Item, Thought
+
+_Fields = dict[str, Any]
+_PER_MS = 1_000_000
+# About loading a model, which the server has done.
+LOADING = ("num_ctx", "num_batch", "num_gpu", "main_gpu", "num_thread", "num_keep", "use_mmap")
+LATEST = ":latest"  # what Ollama's clients add to a name
+
+
+class Options(Body):
+    """How tokens are chosen; what is about loading a model has no effect."""
+
+    num_predict: int | None = None  # none, or below 0: as many as there is room for
+    temperature: Annotated[float, Field(ge=0, le=2, allow_inf_nan=False)] = 0.8
+    top_p: Annotated[float, Field(gt=0, le=1)] = 0.9
+    top_k: Annotated[int, Field(ge=0)] = 40
+    min_p: Annotated[float, Field(ge=0, le=1)] = 0.0
+    seed: int | None = None
+    stop: str | list[str] | None = None
+    repeat_penalty: float | None = None
+    presence_penalty: float | None = None
+    frequency_penalty: float | None = None
+    num_ctx: int | None = None
+    num_batch: int | None = None
+    num_gpu: int | None = None
+    main_gpu: int | None = None
+    num_thread: int | None = None
+    num_keep: int | None = None
+    use_mmap: bool | None = None
+
+    def sampled(self) -> _Fields:
+        """Fields of `Sampled`."""
+        most = self.num_predict
+        return {
+            "max_tokens": most if most is not None and most > 0 else None,
+            "temperature": self.temperature,
+            "top_p": self.top_p,
+            "top_k": self.top_k,
+            "min_p": self.min_p,
+            "seed": self.seed,
+            "stop": self.stop,
+            "repetition_penalty": self.repeat_penalty,
+            "presence_penalty": self.presence_penalty,
+            "frequency_penalty": self.frequency_penalty,
+        }
+
+    def ignored(self) -> list[str]:
+        """What was given and has no effect."""
+        return [name for name in LOADING if name in self.model_fields_set]
+
+
+class OllamaCall(Body):
+    """The function of a call."""
+
+    name: str
+    arguments: _Fields
+    index: int | None = None
+
+
+class OllamaToolCall(Body):
+    """A call that the model made in an earlier turn."""
+
+    function: OllamaCall
+    id: str | None = None
+    type: str | None = None
+
+
+class OllamaMessage(Body):
+    """One turn."""
+
+    role: Literal["system", "user", "assistant", "tool"]
+    content: str = ""
+    thinking: str | None = None
+    images: list[str] | None = None  # base64
+    tool_calls: list[OllamaToolCall] | None = None
+    tool_name: str | None = None
+    tool_call_id: str | None = None
+
+    def as_openai(self) -> _Fields:
+        """As a message of chat completions."""
+        content: Any = self.content
+        if self.images:
+            content = [_image(data) for data in self.images]
+            content += [{"type": "text", "text": self.content}] if self.content else []
+        found: _Fields = {"role": self.role, "content": content}
+        if self.thinking:
+            found["reasoning_content"] = self.thinking
+        if self.tool_calls:
+            found["tool_calls"] = [_called(call) for call in self.tool_calls]
+        if self.role == "tool":
+            found |= {"tool_call_id": self.tool_call_id or "", "name": self.tool_name}
+        return found
+
+
+def _image(data: str) -> _Fields:
+    return {"type": "image_url", "image_url": {"url": f"data:image/unknown;base64,{data}"}}
+
+
+def _called(call: OllamaToolCall) -> _Fields:
+    function = {"name": call.function.name, "arguments": json.dumps(call.function.arguments)}
+    return {"id": call.id or call_id(), "function": function}
+
+
+class _Asked(Body):
+    """What both paths have."""
+
+    model: str
+    stream: bool = True
+    format: Literal["", "json"] | _Fields | None = None
+    options: Options | None = None
+    keep_alive: str | float | None = None  # the model stays
+    think: bool | str | None = None
+    logprobs: Literal[False] | None = None
+    top_logprobs: Literal[0] | None = None
+
+    def ignored(self) -> list[str]:
+        """What was given and has no effect."""
+        options = self.options.ignored() if self.options is not None else []
+        return ["keep_alive"] * (self.keep_alive is not None) + options
+
+    def _fields(self) -> _Fields:
+        found = {"model": self.model.removesuffix(LATEST), "stream": self.stream}
+        found |= (self.options or Options()).sampled()
+        if isinstance(self.format, dict):
+            schema = {"name": "answer", "schema": self.format}
+            found["response_format"] = {"type": "json_schema", "json_schema": schema}
+        elif self.format:
+            found["response_format"] = {"type": "json_object"}
+        return found
+
+    def _thinks(self) -> _Fields:
+        if self.think is None:
+            return {}
+        effort = {"reasoning_effort": self.think} if isinstance(self.think, str) else {}
+        thinks = bool(self.think)
+        flags = {"enable_thinking": thinks, "thinking": thinks}
+        return effort | {"chat_template_kwargs": flags}
+
+
+class OllamaChat(_Asked):
+    """`/api/chat`."""
+
+    messages: Annotated[list[OllamaMessage], Field(min_length=1)]
+    tools: list[Tool] | None = None
+
+    def as_chat(self) -> ChatRequest:
+        """The same in OpenAI's words."""
+        found = self._fields() | self._thinks()
+        found["messages"] = [message.as_openai() for message in self.messages]
+        if self.tools:
+            found["tools"] = [tool.model_dump(exclude_none=True) for tool in self.tools]
+        return ChatRequest.model_validate(found)
+
+
+class OllamaGenerate(_Asked):
+    """`/api/generate`: one turn, or with `raw` a text without a template."""
+
+    prompt: str
+    system: str | None = None
+    images: list[str] | None = None
+    raw: bool = False
+    suffix: Literal[""] | None = None
+    template: Literal[""] | None = None  # the model's own is used
+    context: None = None  # of an earlier answer; /api/chat has turns
+
+    def as_chat(self) -> ChatRequest:
+        """The same in OpenAI's words."""
+        messages = [OllamaMessage(role="user", content=self.prompt, images=self.images)]
+        if self.system:
+            messages.insert(0, OllamaMessage(role="system", content=self.system))
+        found = [message.as_openai() for message in messages]
+        return ChatRequest.model_validate(self._fields() | self._thinks() | {"messages": found})
+
+    def as_completion(self) -> CompletionRequest:
+        """Without a template.
+
+        Raises:
+            ApiError: what needs one.
+        """
+        if self.images or self.system:
+            name = "images" if self.images else "system"
+            raise ApiError(400, f"{name}: a raw prompt is taken as it is", param=name)
+        return CompletionRequest.model_validate(self._fields() | {"prompt": self.prompt})
+
+
+class OllamaWriter(OneText):
+    """An answer as it grows, a line of JSON for every step."""
+
+    framing, last = LINES, b""
+
+    def __init__(self, answer: ChatAnswer | None, model: str, *, chats: bool) -> None:
+        """Begin an answer; None: all that the model writes is text."""
+        self._answer, self._model, self._chats = answer, model, chats
+        self._text = self._thinking = ""
+        self._calls: list[_Fields] = []
+
+    def begin(self, started: Started) -> list[_Fields]:
+        """Nothing comes before the first token."""
+        del started
+        return []
+
+    def step(self, step: Step) -> list[_Fields]:
+        """What a step adds."""
+        items = [step.text] if self._answer is None else self._answer.push(step.text)
+        found = self._added(items)
+        return [self._line(found, done=False)] if any(found.values()) else []
+
+    def end(self, figures: Finished) -> list[_Fields]:
+        """What was held back, and the figures."""
+        found = self._added(self._rest(figures))
+        lines = [self._line(found, done=False)] if any(found.values()) else []
+        return [*lines, self._line({}, done=True) | _figures(figures)]
+
+    def whole(self, figures: Finished) -> _Fields:
+        """The answer in one piece."""
+        self._added(self._rest(figures))
+        found: _Fields = {"content": self._text}
+        if self._thinking:
+            found["thinking"] = self._thinking
+        if self._calls:
+            found["tool_calls"] = self._calls
+        return self._line(found, done=True) | _figures(figures)
+
+    def _rest(self, figures: Finished) -> list[Item]:
+        return [] if self._answer is None else self._answer.finish(is_cut=figures.is_cut)
+
+    def _added(self, items: Sequence[Item]) -> _Fields:
+        thought = "".join(item.text for item in items if isinstance(item, Thought))
+        text = "".join(item for item in items if isinstance(item, str))
+        calls = [_call(item) for item in items if isinstance(item, Call)]
+        self._thinking, self._text = self._thinking + thought, self._text + text
+        self._calls += calls
+        found: _Fields = {"content": text}
+        if thought:
+            found["thinking"] = thought
+        if calls:
+            found["tool_calls"] = calls
+        return found
+
+    def _line(self, found: _Fields, *, done: bool) -> _Fields:
+        now = datetime.now(timezone.utc).isoformat().replace("+00:00", "Z")
+        head: _Fields = {"model": self._model, "created_at": now, "done": done}
+        if self._chats:
+            return head | {"message": {"role": "assistant", "content": "", **found}}
+        thinking = {"thinking": found["thinking"]} if "thinking" in found else {}
+        return head | {"response": found.get("content", ""), **thinking}
+
+
+def _call(call: Call) -> _Fields:
+    return {"function": {"name": call.name, "arguments": json.loads(call.arguments)}}
+
+
+def _figures(figures: Finished) -> _Fields:
+    """Counts, and times in nanoseconds."""
+    prompt = figures.first_token_ms - figures.queue_ms
+    total = figures.first_token_ms + figures.generation_ms
+    return {
+        "done_reason": figures.finish_reason,
+        "total_duration": round(total * _PER_MS),
+        "load_duration": 0,
+        "prompt_eval_count": figures.prompt_tokens,
+        "prompt_eval_duration": round(prompt * _PER_MS),
+        "eval_count": figures.completion_tokens,
+        "eval_duration": round(figures.generation_ms * _PER_MS),
+    }

@@ -1,0 +1,1 @@
+"""OpenAI's interfaces: chat, completions, responses, embeddings."""

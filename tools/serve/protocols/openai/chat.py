@@ -1,0 +1,316 @@
+"""`/v1/chat/completions`: from its messages to the chat template's, and the answer's form."""
+
+from __future__ import annotations
+
+import json
+import time
+import uuid
+from collections.abc import Sequence
+from dataclasses import dataclass, field
+from typing import Any
+
+from anyio import to_thread
+
+from edgellm.device_runtime.api.llm import LLM, Step
+from edgellm.device_runtime.engine import continuation
+from edgellm.device_runtime.sampling.guidance import Guide
+from edgellm.multimodal.media import Source, Video
+from edgellm.tools.serve import tool_calls
+from edgellm.tools.serve.engines.ask import Ask
+from edgellm.tools.serve.engines.events import Finished, Started
+from edgellm.tools.serve.http.errors import ApiError
+from edgellm.tools.serve.output.chat_output import ChatAnswer, call_id
+from edgellm.tools.serve.output.streams import EVENTS
+from edgellm.tools.serve.output.token_origins import origins
+from edgellm.tools.serve.output.usage import timing, together, usage
+from edgellm.tools.serve.protocols.openai.logprobs import TokenPlaces, chat_logprobs
+from edgellm.tools.serve.request.images import image_source
+from edgellm.tools.serve.schemas.openai import (
+    ChatRequest,
+    ImagePart,
+    Message,
+    StreamOptions,
+    TextPart,
+    VideoPart,
+    VideoUrlPart,
+)
+from edgellm.tools.serve.settings import ImageRules
+from edgellm.tools.serve.tool_calls.parser import Call, Item, Thought
+
+_Event = dict[str, Any]
+_END_CHARACTERS = 100  # of a prompt: more than any mark and the white space behind it
+
+
+async def ask_of(body: ChatRequest, llm: LLM, rules: ImageRules, lora: str | None = None) -> Ask:
+    """What the engine is asked.
+
+    Raises:
+        ApiError: pictures that are not allowed, tools for a model that has no template for them.
+    """
+    messages, images = await messages_of(body.messages, rules)
+    if images and llm.images is None:
+        raise ApiError(
+            400, "this server takes text only: it has no visual engine", param="messages"
+        )
+    template = llm.tokenizer.chat_template or ""
+    flags = body.template_flags(llm.tokenizer)
+    continuation.continues(messages, flags)  # `placed` may turn calls of tools into text
+    return Ask(
+        tool_calls.placed(template, messages, flags.get("tools", ())),
+        body.sampling(_num_logprobs(body), _form(body, llm)),
+        body.max_completion_tokens or body.max_tokens, body.stops(), images, flags,
+        body.answer_form(llm).shown_tokens, body.priority or 0, lora,
+    )  # fmt: skip
+
+
+async def prompt_end(ask: Ask, body: ChatRequest, llm: LLM) -> str:
+    """The last of the formatted messages, as far as it matters to the reader of the answer.
+
+    Raises:
+        RequestError: the template refuses the messages.
+    """
+    thinking = body.answer_form(llm).thinking
+    if thinking is None or not isinstance(ask.prompt, list):
+        return ""
+    text = await to_thread.run_sync(llm.formatter.format, ask.prompt, ask.template_flags)
+    if continuation.continues(ask.prompt, ask.template_flags):
+        said = continuation.said(ask.prompt[-1])
+        if thinking.opening in said or thinking.closing in said:
+            begin = said.rfind(thinking.opening)
+            return said[begin:] if begin > said.rfind(thinking.closing) else ""
+        text = text[: text.rfind(said.strip())] if said else text
+    return text[-_END_CHARACTERS:]
+
+
+def _form(body: ChatRequest, llm: LLM) -> Guide | None:
+    """The form of the answer: what was asked for, or a call that must be made."""
+    form, calls = body.form(), body.calls_form(llm)
+    if form is not None and calls is not None:
+        raise ApiError(
+            400, "tool_choice: an answer that must be a call has no other form", param="tool_choice"
+        )
+    return form or calls
+
+
+async def messages_of(
+    given: Sequence[Message], rules: ImageRules
+) -> tuple[list[dict[str, Any]], tuple[Source, ...]]:
+    """Messages as chat templates want them, and the sources of their pictures.
+
+    Raises:
+        ApiError: pictures that are not allowed, messages without content.
+    """
+    messages, images = [], []
+    for index, message in enumerate(given):
+        messages.append(_template_message(message, f"messages.{index}"))
+        parts = message.content if isinstance(message.content, list) else []
+        images += [await _shown(part, rules) for part in parts if not isinstance(part, TextPart)]
+    return messages, tuple(images)
+
+
+def _num_logprobs(body: ChatRequest) -> int | None:
+    if body.top_logprobs and not body.logprobs:
+        raise ApiError(400, "top_logprobs: give logprobs: true as well", param="top_logprobs")
+    return (body.top_logprobs or 0) if body.logprobs else None
+
+
+def _template_message(message: Message, place: str) -> dict[str, Any]:
+    """A message as the formatter takes it."""
+    reasoning = message.reasoning_content or message.reasoning
+    if message.content is None and not message.tool_calls and not reasoning:
+        raise ApiError(400, f"{place}.content: a message needs content", param=place)
+    content: Any = message.content
+    if isinstance(content, list):
+        content = [_template_part(part) for part in content]
+    found: dict[str, Any] = {"role": message.role, "content": content}
+    if reasoning:
+        found["reasoning_content"] = reasoning
+    if message.name is not None:
+        found["name"] = message.name
+    if message.tool_call_id is not None:
+        found["tool_call_id"] = message.tool_call_id
+    if message.tool_calls:
+        found["tool_calls"] = [
+            {
+                "id": call.id,
+                "type": "function",
+                "function": {
+                    "name": call.function.name,
+                    "arguments": _arguments(call.function.arguments, place),
+                },
+            }
+            for call in message.tool_calls
+        ]
+    return found
+
+
+def _template_part(part: Any) -> dict[str, str]:
+    if isinstance(part, TextPart):
+        return {"type": "text", "text": part.text}
+    return {"type": "image" if isinstance(part, ImagePart) else "video"}
+
+
+async def _shown(part: ImagePart | VideoUrlPart | VideoPart, rules: ImageRules) -> Source:
+    """Where a picture or film is; raises `ApiError` when that is not allowed."""
+    if isinstance(part, ImagePart):
+        return await image_source(part.image_url.url, rules)
+    given = part.video_url.url if isinstance(part, VideoUrlPart) else part.video
+    if isinstance(given, str):
+        return Video.of(await image_source(given, rules))
+    return Video.of([await image_source(url, rules) for url in given])
+
+
+def _arguments(text: str, place: str) -> Any:
+    """Arguments of a call as an object, which templates expect."""
+    try:
+        return json.loads(text or "{}")
+    except (ValueError, RecursionError):
+        raise ApiError(
+            400, f"{place}.tool_calls: arguments must be JSON", param=f"{place}.tool_calls"
+        ) from None
+
+
+def _reasoned(text: str) -> _Event:
+    """Reasoning under the name that most clients know, and under vLLM's newer one."""
+    return {"reasoning_content": text, "reasoning": text}
+
+
+@dataclass(slots=True)
+class _Choice:
+    """An answer that grows."""
+
+    index: int
+    answer: ChatAnswer
+    places: TokenPlaces
+    calls: list[_Event] = field(default_factory=list)
+    logprobs: list[_Event] = field(default_factory=list)
+    figures: Finished | None = None  # when it is complete
+
+
+class ChatWriter:
+    """A chat completion as it grows, its choices side by side."""
+
+    framing, last = EVENTS, b"data: [DONE]\n\n"
+
+    def __init__(self, body: ChatRequest, llm: LLM, model: str, *, prompt_end: str = "") -> None:
+        """Begin an answer; `prompt_end` is the last of the formatted messages."""
+        self._end_ids = body.ends(llm.manifest.eos_token_ids)
+        hidden = llm.tokenizer.hidden_ids(body.answer_form(llm).shown_tokens)
+        self._choices = [
+            _Choice(
+                index,
+                ChatAnswer(body, llm, prompt_end=prompt_end),
+                TokenPlaces(llm.tokenizer, hidden),
+            )
+            for index in range(body.n or 1)
+        ]
+        self._now = self._choices[0]
+        self._options = body.stream_options or StreamOptions()
+        self._wants_logprobs = bool(body.logprobs)
+        self._head: _Event = {
+            "id": f"chatcmpl-{uuid.uuid4().hex}",
+            "object": "chat.completion.chunk",
+            "created": int(time.time()),
+            "model": model,
+        }
+
+    def turn(self, at: int) -> None:
+        """What is told next is of this choice."""
+        self._now = self._choices[at]
+
+    def begin(self, started: Started) -> list[_Event]:
+        """The role."""
+        del started
+        return [self._chunk({"role": "assistant", "content": ""})]
+
+    def step(self, step: Step) -> list[_Event]:
+        """One event with what a step adds: text, calls, log-probabilities."""
+        delta = self._delta(self._now.answer.push(step.text))
+        entries: list[_Event] = []
+        if self._wants_logprobs:
+            shown = tuple(e for e in step.logprobs if e.token_id not in self._end_ids)
+            self._now.places.begins = step.begins
+            entries = chat_logprobs(shown, self._now.places)
+            self._now.logprobs += entries
+        if not delta and not entries and not self._options.include_tokens:
+            return []
+        found = self._chunk(delta, logprobs={"content": entries} if entries else None)
+        if self._options.include_tokens:
+            found["edgellm"] = origins(step)
+        return [found]
+
+    def end(self, figures: Finished) -> list[_Event]:
+        """What was held back, the reason why the answer ends, and the usage if asked for."""
+        rest = self._delta(self._now.answer.finish(is_cut=figures.is_cut))
+        found = [self._chunk(rest)] if rest else []
+        found.append(self._chunk({}, reason=self._reason(figures)))
+        self._now.figures = figures
+        if self._options.include_usage and all(one.figures for one in self._choices):
+            found.append({**self._head, "choices": [], **self._usage()})
+        return found
+
+    def whole(self, figures: Finished) -> _Event:
+        """The choices in one piece."""
+        self._delta(self._now.answer.finish(is_cut=figures.is_cut))
+        self._now.figures = figures
+        if not all(one.figures for one in self._choices):
+            return {}
+        head = {**self._head, "object": "chat.completion"}
+        return {**head, "choices": [*map(self._completed, self._choices)], **self._usage()}
+
+    def _completed(self, choice: _Choice) -> _Event:
+        assert choice.figures is not None
+        self._now, content = choice, choice.answer.text
+        message: _Event = {"role": "assistant", "content": content or None, "refusal": None}
+        if choice.answer.reasoning:
+            message |= _reasoned(choice.answer.reasoning)
+        if choice.calls:
+            message["tool_calls"] = [
+                {name: value for name, value in call.items() if name != "index"}
+                for call in choice.calls
+            ]
+        else:
+            message["content"] = content
+        return {
+            "index": choice.index,
+            "message": message,
+            "finish_reason": self._reason(choice.figures),
+            "logprobs": {"content": choice.logprobs} if self._wants_logprobs else None,
+        }
+
+    def _usage(self) -> _Event:
+        complete = [one.figures for one in self._choices if one.figures is not None]
+        figures = together(complete, of_one=len(self._choices))
+        return {"usage": usage(figures), "metrics": timing(figures)}
+
+    def _reason(self, figures: Finished) -> str:
+        calls = self._now.calls and not figures.is_cut
+        return "tool_calls" if calls else figures.finish_reason
+
+    def _delta(self, added: Sequence[Item]) -> _Event:
+        delta: _Event = {}
+        if thought := "".join(item.text for item in added if isinstance(item, Thought)):
+            delta |= _reasoned(thought)
+        if text := "".join(item for item in added if isinstance(item, str)):
+            delta["content"] = text
+        if calls := [item for item in added if isinstance(item, Call)]:
+            delta["tool_calls"] = [self._call(call) for call in calls]
+        return delta
+
+    def _call(self, call: Call) -> _Event:
+        function = {"name": call.name, "arguments": call.arguments}
+        found = {
+            "index": len(self._now.calls),
+            "id": call_id(),
+            "type": "function",
+            "function": function,
+        }
+        self._now.calls.append(found)
+        return found
+
+    def _chunk(
+        self, delta: _Event, *, logprobs: _Event | None = None, reason: str | None = None
+    ) -> _Event:
+        index = self._now.index
+        choice = {"index": index, "delta": delta, "logprobs": logprobs, "finish_reason": reason}
+        return {**self._head, "choices": [choice]}

@@ -1,0 +1,171 @@
+"""`/v1/completions`: one text or several, each continued for itself."""
+
+from __future__ import annotations
+
+import time
+import uuid
+from dataclasses import dataclass
+from typing import Any
+
+from edgellm.device_runtime.api.llm import LLM, Step
+from edgellm.device_runtime.sampling.logprobs import TokenLogprobs
+from edgellm.tools.serve.engines.ask import Ask
+from edgellm.tools.serve.engines.events import Finished, Started
+from edgellm.tools.serve.output.streams import EVENTS
+from edgellm.tools.serve.output.usage import timing, together, usage
+from edgellm.tools.serve.protocols.openai.logprobs import TokenPlaces, completion_logprobs
+from edgellm.tools.serve.schemas.openai import CompletionRequest, StreamOptions
+
+DEFAULT_TOKENS = 16  # OpenAI's
+
+
+def asks_of(body: CompletionRequest, lora: str | None = None) -> list[Ask]:
+    """What the engine is asked, prompt by prompt; raises `ApiError` for several forms."""
+    sampling = body.sampling(body.logprobs, body.form())
+    most = body.max_tokens or DEFAULT_TOKENS
+    of_prompt = body.logprobs if body.echo else None
+    prompts = (p if isinstance(p, str) else tuple(p) for p in body.prompts())
+    asks = (
+        Ask(
+            prompt,
+            sampling,
+            most,
+            body.stops(),
+            priority=body.priority or 0,
+            prompt_logprobs=of_prompt,
+            lora=lora,
+        )
+        for prompt in prompts
+    )
+    return [one for ask in asks for one in ask.times(body.n)]
+
+
+@dataclass(slots=True)
+class _Choice:
+    """A text that grows."""
+
+    index: int
+    places: TokenPlaces  # of its tokens, as far as they were told
+    prompt: str = ""  # that the text begins with
+    text: str = ""
+    begins: bool = False  # its first token is the first of a text
+    told: int = 0  # characters of it
+    entries: tuple[TokenLogprobs, ...] = ()
+    ids: tuple[int, ...] = ()
+    started: Started | None = None
+    figures: Finished | None = None  # when it is complete
+
+    def new(self) -> str:
+        """What was not told of it yet."""
+        text, self.told = self.text[self.told :], len(self.text)
+        return text
+
+
+class CompletionWriter:
+    """Text completions as they grow, side by side."""
+
+    framing, last = EVENTS, b"data: [DONE]\n\n"
+
+    def __init__(self, body: CompletionRequest, llm: LLM, model: str) -> None:
+        self._tokenizer = llm.tokenizer
+        self._end_ids = body.ends(llm.manifest.eos_token_ids)
+        self._options = body.stream_options or StreamOptions()
+        self._head = {
+            "id": f"cmpl-{uuid.uuid4().hex}",
+            "object": "text_completion",
+            "created": int(time.time()),
+            "model": model,
+        }
+        self._wants_logprobs = body.logprobs is not None
+        self._of_one = body.n or 1
+        self._wants_ids = bool(body.return_token_ids)
+        self._hidden = llm.tokenizer.hidden_ids()
+        prompts = [prompt for prompt in body.prompts() for _ in range(self._of_one)]
+        self._choices = [_Choice(index, self._places()) for index in range(len(prompts))]
+        for choice, prompt in zip(self._choices, prompts, strict=True) if body.echo else ():
+            text = prompt if isinstance(prompt, str) else self._tokenizer.decode(prompt)
+            choice.prompt = choice.text = text
+        self._now = self._choices[0]
+
+    def turn(self, at: int) -> None:
+        """What is told next is of this choice."""
+        self._now = self._choices[at]
+
+    def begin(self, started: Started) -> list[dict[str, Any]]:
+        """The prompt with its log-probabilities, if they are wanted."""
+        now = self._now
+        now.started = started
+        if not started.prompt_ids:
+            return []
+        now.places.begins = True
+        return [self._event([self._shown(now.new(), (), now.places, None, started)])]
+
+    def step(self, step: Step) -> list[dict[str, Any]]:
+        """One event with the text of a step."""
+        now = self._now
+        entries = tuple(e for e in step.logprobs if e.token_id not in self._end_ids)
+        if not now.ids:
+            now.begins = step.begins
+        now.places.begins = step.begins
+        now.text += step.text
+        now.entries += entries
+        now.ids += step.token_ids
+        if not step.text and not entries:
+            return []
+        return [self._event([self._shown(now.new(), entries, now.places, None)])]
+
+    def end(self, figures: Finished) -> list[dict[str, Any]]:
+        """The reason why a text ends, and after the last one the usage if it was asked for."""
+        now = self._now
+        found = [self._event([self._shown(now.new(), (), now.places, figures.finish_reason)])]
+        now.figures = figures
+        if self._options.include_usage and all(one.figures for one in self._choices):
+            found.append({**self._event([]), **self._usage()})
+        return found
+
+    def whole(self, figures: Finished) -> dict[str, Any]:
+        """The completions in one piece."""
+        self._now.figures = figures
+        if not all(one.figures for one in self._choices):
+            return {}
+        return {**self._event([*map(self._completed, self._choices)]), **self._usage()}
+
+    def _completed(self, choice: _Choice) -> dict[str, Any]:
+        assert choice.figures is not None
+        self._now, reason = choice, choice.figures.finish_reason
+        places = self._places()  # all of them anew
+        places.begins = choice.begins or bool(choice.prompt)
+        found = self._shown(choice.text, choice.entries, places, reason, choice.started)
+        return {**found, **({"token_ids": choice.ids} if self._wants_ids else {})}
+
+    def _places(self) -> TokenPlaces:
+        return TokenPlaces(self._tokenizer, self._hidden)
+
+    def _usage(self) -> dict[str, Any]:
+        complete = [one.figures for one in self._choices if one.figures is not None]
+        figures = together(complete, of_one=self._of_one)
+        return {"usage": usage(figures), "metrics": timing(figures)}
+
+    def _event(self, choices: list[dict[str, Any]]) -> dict[str, Any]:
+        return {**self._head, "choices": choices}
+
+    def _shown(
+        self,
+        text: str,
+        entries: tuple[TokenLogprobs, ...],
+        places: TokenPlaces,
+        reason: str | None,
+        started: Started | None = None,
+    ) -> dict[str, Any]:
+        logprobs = None
+        if self._wants_logprobs:
+            first = started.prompt_ids[0] if started is not None and started.prompt_ids else None
+            read = started.prompt_logprobs if started is not None else ()
+            prompt = self._now.prompt
+            logprobs = completion_logprobs((*read, *entries), places, first, prompt)
+        return {
+            "index": self._now.index,
+            "text": text,
+            "logprobs": logprobs,
+            "finish_reason": reason,
+        }

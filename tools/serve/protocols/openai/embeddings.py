@@ -1,0 +1,154 @@
+"""`/v1/embeddings`, and `/rerank` by the vectors that it gives."""
+
+from __future__ import annotations
+
+import base64
+import uuid
+from typing import Annotated, Any, Literal
+
+import numpy as np
+from numpy.typing import NDArray
+from pydantic import Field
+
+from edgellm.device_runtime.api.llm import LLM, Step
+from edgellm.tools.serve.engines.ask import Embed
+from edgellm.tools.serve.engines.events import Finished, Started
+from edgellm.tools.serve.http.errors import ApiError
+from edgellm.tools.serve.output.streams import EVENTS, OneText
+from edgellm.tools.serve.schemas.openai import MOST_PROMPTS, TokenId
+from edgellm.tools.serve.schemas.response_format import Body
+
+_Ids = Annotated[list[TokenId], Field(min_length=1)]
+_Event = dict[str, Any]
+
+
+class EmbeddingRequest(Body):
+    """Texts or token ids."""
+
+    model: str | None = None
+    input: (
+        Annotated[str, Field(min_length=1)]
+        | Annotated[list[str], Field(min_length=1, max_length=MOST_PROMPTS)]
+        | _Ids
+        | Annotated[list[_Ids], Field(min_length=1, max_length=MOST_PROMPTS)]
+    )
+    encoding_format: Literal["float", "base64"] = "float"
+    dimensions: Annotated[int, Field(ge=1)] | None = None
+    user: str | None = None
+
+    def asks(self, llm: LLM, lora: str | None) -> list[Embed]:
+        """What the engine is asked.
+
+        Raises:
+            ApiError: more dimensions than the model has.
+        """
+        if (self.dimensions or 0) > (most := llm.manifest.decoder.hidden_size):
+            raise ApiError(400, f"dimensions: the model has {most}", param="dimensions")
+        if isinstance(self.input, str):
+            return [Embed(self.input, lora)]
+        if isinstance(self.input[0], int):
+            return [Embed(tuple(one for one in self.input if isinstance(one, int)), lora)]
+        texts = [one for one in self.input if not isinstance(one, int)]
+        return [Embed(one if isinstance(one, str) else tuple(one), lora) for one in texts]
+
+
+class RerankText(Body):
+    """A document."""
+
+    text: str
+
+
+class RerankRequest(Body):
+    """A query, and documents to be ordered by it, as Jina and Cohere have it."""
+
+    model: str | None = None
+    query: Annotated[str, Field(min_length=1)]
+    documents: Annotated[list[str | RerankText], Field(min_length=1, max_length=MOST_PROMPTS)]
+    top_n: Annotated[int, Field(ge=1)] | None = None
+    return_documents: bool = True
+
+    def texts(self) -> list[str]:
+        """Of the documents."""
+        return [one if isinstance(one, str) else one.text for one in self.documents]
+
+    def asks(self, lora: str | None) -> list[Embed]:
+        """What the engine is asked: the query first."""
+        return [Embed(text, lora) for text in (self.query, *self.texts())]
+
+
+class _VectorWriter(OneText):
+    """Gathers vectors; nothing streams."""
+
+    framing, last = EVENTS, b""
+
+    def __init__(self, model: str) -> None:
+        self._model, self._found = model, list[Finished]()
+
+    def begin(self, started: Started) -> list[_Event]:
+        """Nothing comes of it."""
+        del started
+        return []
+
+    def step(self, step: Step) -> list[_Event]:
+        """Nothing comes of it."""
+        del step
+        return []
+
+    def end(self, figures: Finished) -> list[_Event]:
+        """Nothing comes of it."""
+        del figures
+        return []
+
+    def _add(self, figures: Finished) -> list[NDArray[np.float32]]:
+        self._found.append(figures)
+        return [one.embedding for one in self._found if one.embedding is not None]
+
+    def _usage(self) -> _Event:
+        count = sum(one.prompt_tokens for one in self._found)
+        return {"prompt_tokens": count, "total_tokens": count}
+
+
+class EmbeddingWriter(_VectorWriter):
+    """Vectors in OpenAI's form."""
+
+    def __init__(self, body: EmbeddingRequest, model: str) -> None:
+        super().__init__(model)
+        self._body = body
+
+    def whole(self, figures: Finished) -> _Event:
+        """All of them so far."""
+        data = [
+            {"object": "embedding", "index": index, "embedding": self._encoded(vector)}
+            for index, vector in enumerate(self._add(figures))
+        ]
+        return {"object": "list", "data": data, "model": self._model, "usage": self._usage()}
+
+    def _encoded(self, vector: NDArray[np.float32]) -> list[float] | str:
+        if self._body.dimensions is not None:
+            vector = vector[: self._body.dimensions]
+            vector = vector / max(float(np.linalg.norm(vector)), 1e-12)
+        if self._body.encoding_format == "base64":
+            return base64.b64encode(vector.astype("<f4").tobytes()).decode()
+        return vector.tolist()
+
+
+class RerankWriter(_VectorWriter):
+    """Documents by the cosine of their vectors and the query's, best first."""
+
+    def __init__(self, body: RerankRequest, model: str) -> None:
+        super().__init__(model)
+        self._body = body
+
+    def whole(self, figures: Finished) -> _Event:
+        """Those so far."""
+        query, *documents = self._add(figures)
+        scores = [float(vector @ query) for vector in documents]
+        order = sorted(range(len(scores)), key=lambda index: -scores[index])
+        texts = self._body.texts()
+        results = [
+            {"index": index, "relevance_score": scores[index]}
+            | ({"document": {"text": texts[index]}} if self._body.return_documents else {})
+            for index in order[: self._body.top_n]
+        ]
+        head = {"id": f"rerank-{uuid.uuid4().hex}", "model": self._model}
+        return {**head, "results": results, "usage": self._usage()}

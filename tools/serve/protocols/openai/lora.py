@@ -1,0 +1,116 @@
+"""LoRA adapters of a server: those that it begins with, and `/v1/load_lora_adapter` as vLLM's."""
+
+from __future__ import annotations
+
+from collections.abc import Collection, Sequence
+from functools import partial
+from pathlib import Path
+from typing import Annotated
+
+import anyio.to_thread
+from fastapi import FastAPI, Request
+from pydantic import Field
+from starlette.responses import JSONResponse
+
+from edgellm.core.contract import EdgeLLMError
+from edgellm.device_runtime.api.llm import LLM
+from edgellm.tools.serve.http.errors import ApiError
+from edgellm.tools.serve.routing.engine_pool import Engines
+from edgellm.tools.serve.schemas.response_format import Body
+
+Name = Annotated[str, Field(min_length=1, max_length=200)]
+
+
+class UnloadRequest(Body):
+    """`/v1/unload_lora_adapter`."""
+
+    lora_name: Name
+
+
+class LoadRequest(UnloadRequest):
+    """`/v1/load_lora_adapter`."""
+
+    lora_path: str
+    model: str | None = None  # whose adapter; of the first engine without it
+
+
+def load_given(llm: LLM, given: Sequence[str], models: Collection[str]) -> None:
+    """Load the adapters of `--loraModule NAME=FOLDER`.
+
+    Args:
+        llm: the engine.
+        given: as the user wrote them.
+        models: names of engines in requests.
+
+    Raises:
+        EdgeLLMError: another form, a name twice, or as `LLM.load_adapter`.
+    """
+    for text in given:
+        name, equals, folder = text.partition("=")
+        if not (name and equals and folder):
+            raise EdgeLLMError(f"--loraModule {text}", hint="give NAME=FOLDER")
+        if name in models or name in llm.adapters:
+            raise EdgeLLMError(f"--loraModule {text}: the name {name} is there already")
+        llm.load_adapter(name, Path(folder))
+
+
+def add_adapters(app: FastAPI, engines: Engines) -> None:
+    """The paths that load adapters and drop them."""
+
+    @app.post("/v1/load_lora_adapter")
+    async def load_lora_adapter(body: LoadRequest, request: Request) -> JSONResponse:
+        """Take up a LoRA adapter; requests name it as their model."""
+        _require_changes(engines)
+        place, _ = engines.find(body.model)
+        _require_new(engines, body.lora_name, place.model.name)
+        path = _allowed(body.lora_path, engines.settings.lora_folders)
+        served = await engines.of(place.model.name, request)
+        try:
+            await anyio.to_thread.run_sync(served.llm.load_adapter, body.lora_name, path)
+        except EdgeLLMError as error:
+            hint = f" ({error.hint})" if error.hint else ""
+            raise ApiError(400, f"{error}{hint}", param="lora_path") from None
+        return JSONResponse({"message": f"LoRA adapter {body.lora_name!r} is loaded"})
+
+    @app.post("/v1/unload_lora_adapter")
+    async def unload_lora_adapter(body: UnloadRequest, request: Request) -> JSONResponse:
+        """Forget a LoRA adapter that no answer is computed with."""
+        _require_changes(engines)
+        place, lora = engines.find(body.lora_name)
+        if lora is None:
+            raise ApiError(400, "lora_name: this is the base", param="lora_name")
+        if place.worker is None:
+            del place.adapters[lora]
+        else:
+            served = await engines.of(lora, request)
+            await anyio.to_thread.run_sync(partial(served.llm.unload_adapter, lora))
+        return JSONResponse({"message": f"LoRA adapter {lora!r} is unloaded"})
+
+
+def _require_new(engines: Engines, name: str, model: str) -> None:
+    """Raises `ApiError` where a name stands for an engine, or for an adapter of another one."""
+    for place in engines.places:
+        if name == place.model.name:
+            raise ApiError(400, "lora_name: the base has this name", param="lora_name")
+        if name in place.adapter_names and place.model.name != model:
+            raise ApiError(
+                400, f"lora_name: {place.model.name} has this adapter", param="lora_name"
+            )
+
+
+def _require_changes(engines: Engines) -> None:
+    """Raises `ApiError` where the server's owner did not say that adapters come and go."""
+    if not engines.settings.lora_folders:
+        raise ApiError(403, "adapters do not come and go here: the server has no --allowLoraFolder")
+
+
+def _allowed(text: str, folders: tuple[Path, ...]) -> Path:
+    """The folder of an adapter; raises `ApiError` for what the server's owner does not allow."""
+    outside = ApiError(400, "lora_path: outside the folders that are allowed", param="lora_path")
+    try:
+        path = Path(text).resolve()  # links and .. are followed first
+    except (ValueError, OSError, RuntimeError):
+        raise outside from None
+    if not any(map(path.is_relative_to, folders)):
+        raise outside
+    return path

@@ -1,0 +1,193 @@
+"""Answers in the form of OpenAI's Responses interface."""
+
+from __future__ import annotations
+
+import time
+import uuid
+from dataclasses import dataclass, field
+from typing import Any
+
+from edgellm.device_runtime.api.llm import LLM, Step
+from edgellm.tools.serve.engines.events import Finished, Started
+from edgellm.tools.serve.output.chat_output import ChatAnswer, call_id
+from edgellm.tools.serve.output.streams import NAMED_EVENTS
+from edgellm.tools.serve.output.usage import timing, usage
+from edgellm.tools.serve.protocols.openai.responses import ResponsesRequest
+from edgellm.tools.serve.protocols.output_parts import PartWriter
+from edgellm.tools.serve.tool_calls.parser import Call
+
+_Event = dict[str, Any]
+
+
+@dataclass(slots=True)
+class _Text:
+    """An item of the output that holds text: reasoning, or the message."""
+
+    head: _Event  # of the item
+    part: _Event  # without its text
+    name: str  # of its events
+    text: str = ""
+
+    def item(self, status: str) -> _Event:
+        parts = [self.whole()] if self.text or status != "in_progress" else []
+        return {**self.head, "status": status, "content": parts}
+
+    def whole(self) -> _Event:
+        return {**self.part, "text": self.text}
+
+
+def _message() -> _Text:
+    head = {"type": "message", "id": f"msg_{uuid.uuid4().hex}", "role": "assistant"}
+    part = {"type": "output_text", "annotations": [], "logprobs": []}
+    return _Text(head, part, "output_text")
+
+
+def _reasoning() -> _Text:
+    head = {"type": "reasoning", "id": f"rs_{uuid.uuid4().hex}", "summary": []}
+    return _Text(head, {"type": "reasoning_text"}, "reasoning_text")
+
+
+@dataclass(slots=True)
+class _Output:
+    """Items that are complete, and the one that grows."""
+
+    done: list[_Event] = field(default_factory=list)
+    grows: _Text | None = None
+
+
+class ResponsesWriter(PartWriter):
+    """A response as it grows."""
+
+    framing, last = NAMED_EVENTS, b""
+    thought_kind, text_kind = "reasoning", "message"
+
+    def __init__(self, body: ResponsesRequest, answer: ChatAnswer, llm: LLM, model: str) -> None:
+        self._answer, self._llm, self._output = answer, llm, _Output()
+        self._number = -1  # of the last event
+        self._head: _Event = {
+            "id": f"resp_{uuid.uuid4().hex}",
+            "object": "response",
+            "model": model,
+            "created_at": int(time.time()),
+            "error": None,
+            "background": False,
+            "store": False,
+            "previous_response_id": None,
+            "truncation": "disabled",
+            **body.echoed(),
+        }
+
+    def begin(self, started: Started) -> list[_Event]:
+        """That it is at work."""
+        del started
+        response = self._response("in_progress", None)
+        kinds = ("response.created", "response.in_progress")
+        return [self._event(kind, response=response) for kind in kinds]
+
+    def step(self, step: Step) -> list[_Event]:
+        """What a step adds."""
+        return self._added(self._answer.push(step.text))
+
+    def end(self, figures: Finished) -> list[_Event]:
+        """What was held back, and the whole of it."""
+        status = self._status(figures)
+        found = self._added(self._answer.finish(is_cut=figures.is_cut)) + self._closed(status)
+        response = self._response(status, figures)
+        return [*found, self._event(f"response.{status}", response=response)]
+
+    def whole(self, figures: Finished) -> _Event:
+        """The response in one piece."""
+        status = self._status(figures)
+        self._added(self._answer.finish(is_cut=figures.is_cut))
+        self._closed(status)
+        return self._response(status, figures) | {"metrics": timing(figures)}
+
+    def _status(self, figures: Finished) -> str:
+        return "incomplete" if figures.finish_reason == "length" else "completed"
+
+    def _response(self, status: str, figures: Finished | None) -> _Event:
+        reason = {"reason": "max_output_tokens"} if status == "incomplete" else None
+        return {
+            **self._head,
+            "status": status,
+            "incomplete_details": reason,
+            "output": [*self._output.done],
+            "usage": self._usage(figures) if figures is not None else None,
+        }
+
+    def _usage(self, figures: Finished) -> _Event:
+        """Tokens; those of reasoning are counted by its text."""
+        found = usage(figures)
+        thought = self._llm.tokenizer.encode(self._answer.reasoning, add_special_tokens=False)
+        speculation = {key: found[key] for key in ("speculation",) if key in found}
+        return {
+            "input_tokens": figures.prompt_tokens,
+            "input_tokens_details": {"cached_tokens": figures.cached_tokens},
+            "output_tokens": figures.completion_tokens,
+            "output_tokens_details": {"reasoning_tokens": len(thought)},
+            "total_tokens": found["total_tokens"],
+        } | speculation
+
+    def _text(self, kind: str, text: str) -> list[_Event]:
+        found: list[_Event] = []
+        grows = self._output.grows
+        if grows is None or grows.head["type"] != kind:
+            found = self._closed("completed")
+            grows = self._output.grows = _message() if kind == "message" else _reasoning()
+            found.append(self._item_event("added", grows.item("in_progress")))
+            found.append(self._part_event("content_part.added", part=grows.whole()))
+        grows.text += text
+        logprobs = {"logprobs": []} if kind == "message" else {}
+        return [*found, self._part_event(f"{grows.name}.delta", delta=text, **logprobs)]
+
+    def _call(self, call: Call) -> list[_Event]:
+        found = self._closed("completed")
+        item = {
+            "type": "function_call",
+            "id": f"fc_{uuid.uuid4().hex}",
+            "call_id": call_id(),
+            "name": call.name,
+            "arguments": "",
+            "status": "in_progress",
+        }
+        place = {"item_id": item["id"], "output_index": len(self._output.done)}
+        found.append(self._item_event("added", item))
+        name = "response.function_call_arguments"
+        found.append(self._event(f"{name}.delta", **place, delta=call.arguments))
+        told = {"name": call.name, "arguments": call.arguments}
+        found.append(self._event(f"{name}.done", **place, **told))
+        item = {**item, "arguments": call.arguments, "status": "completed"}
+        found.append(self._item_event("done", item))
+        self._output.done.append(item)
+        return found
+
+    def _closed(self, status: str) -> list[_Event]:
+        grows = self._output.grows
+        if grows is None:
+            return []
+        logprobs = {"logprobs": []} if grows.name == "output_text" else {}
+        found = [
+            self._part_event(f"{grows.name}.done", text=grows.text, **logprobs),
+            self._part_event("content_part.done", part=grows.whole()),
+            self._item_event("done", grows.item(status)),
+        ]
+        self._output.done.append(grows.item(status))
+        self._output.grows = None
+        return found
+
+    def _item_event(self, what: str, item: _Event) -> _Event:
+        index = len(self._output.done)
+        return self._event(f"response.output_item.{what}", output_index=index, item=item)
+
+    def _part_event(self, what: str, **contents: Any) -> _Event:
+        assert self._output.grows is not None
+        place = {
+            "item_id": self._output.grows.head["id"],
+            "output_index": len(self._output.done),
+            "content_index": 0,
+        }
+        return self._event(f"response.{what}", **place, **contents)
+
+    def _event(self, kind: str, **contents: Any) -> _Event:
+        self._number += 1
+        return {"type": kind, "sequence_number": self._number, **contents}

@@ -1,0 +1,35 @@
+"""Answers that have parts of their own for reasoning, text and calls."""
+
+from __future__ import annotations
+
+from abc import ABC, abstractmethod
+from collections.abc import Sequence
+from typing import Any, ClassVar
+
+from edgellm.tools.serve.output.streams import OneText
+from edgellm.tools.serve.tool_calls.parser import Call, Item, Thought
+
+
+class PartWriter(OneText, ABC):
+    """Sorts what is found in an answer into the parts of an interface."""
+
+    thought_kind: ClassVar[str]  # of a part with reasoning
+    text_kind: ClassVar[str]
+
+    def _added(self, items: Sequence[Item]) -> list[dict[str, Any]]:
+        """The events of items."""
+        found: list[dict[str, Any]] = []
+        for item in items:
+            if isinstance(item, Call):
+                found += self._call(item)
+            elif isinstance(item, Thought):
+                found += self._text(self.thought_kind, item.text)
+            else:
+                found += self._text(self.text_kind, item)
+        return found
+
+    @abstractmethod
+    def _call(self, call: Call) -> list[dict[str, Any]]: ...
+
+    @abstractmethod
+    def _text(self, kind: str, text: str) -> list[dict[str, Any]]: ...

@@ -1,0 +1,192 @@
+"""Triton's generate extension: the inputs and outputs of TensorRT-LLM's models and of vLLM's.
+
+The defaults are those of the two backends: TensorRT-LLM's LLM API is greedy until it is told of a
+temperature, top-p or top-k, vLLM samples. An answer begins with its prompt, but for vLLM's streams.
+"""
+
+from __future__ import annotations
+
+from typing import Annotated, Any, Literal
+
+from pydantic import Field
+
+from edgellm.device_runtime.api.llm import Step
+from edgellm.device_runtime.sampling.sampler import MOST_STOPS, SamplingParams
+from edgellm.tools.serve.engines.ask import Ask
+from edgellm.tools.serve.engines.events import Finished, Started
+from edgellm.tools.serve.http.errors import ApiError
+from edgellm.tools.serve.output.streams import EVENTS, OneText
+from edgellm.tools.serve.output.usage import acceptance
+from edgellm.tools.serve.protocols.triton.ensemble import EnsembleParameters
+from edgellm.tools.serve.schemas.openai import Penalty, Repetition, Stop, TokenId
+from edgellm.tools.serve.schemas.response_format import Body
+from edgellm.tools.serve.schemas.seeds import seed_or_any
+
+TENSORRT_TOKENS, VLLM_TOKENS = 32, 16
+_Temperature = Annotated[float, Field(ge=0, le=2, allow_inf_nan=False)]
+_Share = Annotated[float, Field(gt=0, le=1)]
+_Most = Annotated[int, Field(ge=1)]
+_Seed = Annotated[int, Field(ge=0, lt=2**63)]
+
+
+class VllmParameters(Body):
+    """`parameters`, as Triton's backend for vLLM takes them."""
+
+    stream: bool | None = None
+    exclude_input_in_output: bool | None = None
+    max_tokens: _Most = VLLM_TOKENS
+    min_tokens: Annotated[int, Field(ge=0)] = 0
+    temperature: _Temperature = 1.0
+    top_p: _Share = 1.0
+    top_k: Annotated[int, Field(ge=-1)] = 0
+    min_p: Annotated[float, Field(ge=0, le=1)] = 0.0
+    seed: _Seed | None = None
+    stop: Stop | None = None
+    stop_token_ids: Annotated[list[TokenId], Field(max_length=MOST_STOPS)] | None = None
+    ignore_eos: bool = False
+    presence_penalty: Penalty = 0.0
+    frequency_penalty: Penalty = 0.0
+    repetition_penalty: Repetition = 1.0
+
+    def sampling(self) -> SamplingParams:
+        """How tokens are chosen."""
+        return SamplingParams(
+            self.temperature, self.top_p, max(self.top_k, 0), seed_or_any(self.seed), self.min_p,
+            self.repetition_penalty, self.presence_penalty, self.frequency_penalty,
+            min_tokens=self.min_tokens, ignore_eos=self.ignore_eos,
+            stop_token_ids=tuple(self.stop_token_ids or ()),
+        )  # fmt: skip
+
+
+class GenerateRequest(EnsembleParameters):
+    """`/v2/models/{name}/generate` and `generate_stream`: a text without a template."""
+
+    text_input: str
+    id: Annotated[str, Field(pattern="^[ -~]*$", max_length=256)] | None = None
+    # The path decides; a value that contradicts it is refused.
+    streaming: bool | None = None
+    return_finish_reason: bool = False
+    parameters: VllmParameters | None = None
+    sampling_param_best_of: Literal[1] | None = None
+    sampling_param_max_tokens: _Most | None = None
+    sampling_param_temperature: _Temperature | None = None
+    sampling_param_top_p: _Share | None = None
+    sampling_param_top_k: Annotated[int, Field(ge=0)] | None = None
+    sampling_param_seed: _Seed | None = None
+    sampling_param_stop: Stop | None = None
+    sampling_param_frequency_penalty: Penalty | None = None
+    sampling_param_presence_penalty: Penalty | None = None
+    sampling_param_exclude_input_from_output: bool | None = None
+    sampling_param_return_perf_metrics: bool = False
+
+    @property
+    def is_vllms(self) -> bool:
+        """Whether the request speaks to vLLM's backend."""
+        given = {"stream", "parameters", "exclude_input_in_output"} & self.model_fields_set
+        return bool(given) and not self.of_ensemble()
+
+    def ask(self, lora: str | None = None) -> Ask:
+        """What the engine is asked, or an adapter of it.
+
+        Raises:
+            ApiError: parameters of both backends.
+        """
+        of_tensorrt = [name for name in self.model_fields_set if name.startswith("sampling_param")]
+        of_ensemble = self.of_ensemble()
+        of_vllm = ["parameters"] if self.parameters is not None else []
+        forms = [names for names in (of_tensorrt, of_ensemble, of_vllm) if names]
+        if len(forms) > 1:
+            raise ApiError(
+                400,
+                f"{min(forms[0])}, {min(forms[1])}: give parameters, sampling_param_... or "
+                "max_tokens and its kin, not both",
+                param=min(forms[0]),
+            )
+        if of_ensemble:
+            most = self.max_tokens or TENSORRT_TOKENS
+            stops = _stops(self.stop_words)
+            return Ask(self.text_input, self.ensemble_sampling(), most, stops, lora=lora)
+        if self.is_vllms and not of_tensorrt:
+            given = self.parameters or VllmParameters()
+            stops = _stops(given.stop)
+            return Ask(self.text_input, given.sampling(), given.max_tokens, stops, lora=lora)
+        most = self.sampling_param_max_tokens or TENSORRT_TOKENS
+        stops = _stops(self.sampling_param_stop)
+        return Ask(self.text_input, self._sampling(), most, stops, lora=lora)
+
+    def _sampling(self) -> SamplingParams:
+        temperature = self.sampling_param_temperature
+        shape = (temperature, self.sampling_param_top_p, self.sampling_param_top_k)
+        if temperature is None:
+            temperature = 0.0 if shape == (None, None, None) else 1.0
+        return SamplingParams(
+            temperature,
+            1.0 if self.sampling_param_top_p is None else self.sampling_param_top_p,
+            self.sampling_param_top_k or 0,
+            seed_or_any(self.sampling_param_seed),
+            presence_penalty=self.sampling_param_presence_penalty or 0.0,
+            frequency_penalty=self.sampling_param_frequency_penalty or 0.0,
+        )
+
+    def require_path(self, *, streams: bool) -> None:
+        """Raises `ApiError` where the body asks for what the other path is for."""
+        own = self.parameters.stream if self.parameters is not None else None
+        for name, value in (
+            ("streaming", self.streaming),
+            ("stream", self.stream),
+            ("parameters.stream", own),
+        ):
+            if value not in (None, streams):
+                path = "generate_stream" if value else "generate"
+                raise ApiError(400, f"{name}: this is what {path} is for", param=name)
+
+    def prefix(self, *, streams: bool) -> str:
+        """What stands before the answer: the prompt, unless it is excluded."""
+        own = self.parameters.exclude_input_in_output if self.parameters is not None else None
+        told = (self.sampling_param_exclude_input_from_output, self.exclude_input_in_output, own)
+        default = streams and (self.is_vllms or bool(self.of_ensemble()))
+        excluded = next((value for value in told if value is not None), default)
+        return "" if excluded else self.text_input
+
+
+def _stops(stop: Stop | None) -> tuple[str, ...]:
+    return (stop,) if isinstance(stop, str) else tuple(stop or ())
+
+
+class GenerateWriter(OneText):
+    """A generated text as it grows."""
+
+    framing, last = EVENTS, b""
+
+    def __init__(self, body: GenerateRequest, model: str, *, streams: bool) -> None:
+        self._head: dict[str, Any] = {"model_name": model, "model_version": "1"}
+        if body.id is not None:
+            self._head["id"] = body.id
+        self._body = body
+        self._text = body.prefix(streams=streams)
+
+    def begin(self, started: Started | None = None) -> list[dict[str, Any]]:
+        """The prompt, if it is a part of the answer."""
+        del started
+        return [{**self._head, "text_output": self._text}] if self._text else []
+
+    def step(self, step: Step) -> list[dict[str, Any]]:
+        """One event with the text of a step."""
+        self._text += step.text
+        return [{**self._head, "text_output": step.text}] if step.text else []
+
+    def end(self, figures: Finished) -> list[dict[str, Any]]:
+        """An empty text with the figures."""
+        return [{**self._head, "text_output": "", **self._figures(figures)}]
+
+    def whole(self, figures: Finished) -> dict[str, Any]:
+        """The text in one piece."""
+        return {**self._head, "text_output": self._text, **self._figures(figures)}
+
+    def _figures(self, figures: Finished) -> dict[str, Any]:
+        found: dict[str, Any] = {}
+        if self._body.return_finish_reason:
+            found["finish_reason"] = figures.finish_reason
+        if self._body.sampling_param_return_perf_metrics:
+            found |= acceptance(figures)
+        return found

@@ -1,0 +1,87 @@
+"""Where the pictures of a request may come from: inside it, or what the server's owner allows."""
+
+from __future__ import annotations
+
+import base64
+import urllib.error
+import urllib.request
+from pathlib import Path
+from urllib.parse import urlsplit
+from urllib.request import url2pathname
+
+import anyio.to_thread
+
+from edgellm.tools.serve.http.errors import ApiError
+from edgellm.tools.serve.settings import IMAGE_BODY_BYTES, ImageRules
+
+_FETCH_TIMEOUT_S = 20
+
+
+async def image_source(url: str, rules: ImageRules) -> str:
+    """What the engine reads a picture from: a `data:` URI as it is, or an allowed file's path.
+
+    Raises:
+        ApiError: 400 for everything that is not allowed, whether it exists or not.
+    """
+    scheme = url.partition(":")[0].lower()
+    if scheme == "data":
+        return url
+    if scheme == "file":
+        return str(_allowed_file(url, rules.folders))
+    if scheme in ("http", "https"):
+        return await anyio.to_thread.run_sync(_fetch, url, rules.hosts)
+    raise _refusal("image_url: only data: URIs are taken, such as data:image/png;base64,iVBORw0...")
+
+
+def _allowed_file(url: str, folders: tuple[Path, ...]) -> Path:
+    if not folders:
+        raise _refusal("image_url: file: URLs are not allowed here; send a data: URI")
+    outside = _refusal("image_url: this file is outside the folders that are allowed")
+    try:
+        parts = urlsplit(url)
+        path = Path(url2pathname(parts.path)).resolve()  # links and .. are followed first
+    except (ValueError, OSError, RuntimeError):
+        raise outside from None
+    if parts.netloc not in ("", "localhost") or not any(map(path.is_relative_to, folders)):
+        raise outside
+    return path
+
+
+def _fetch(url: str, hosts: frozenset[str]) -> str:
+    """The picture as a `data:` URI; runs in a thread of its own."""
+    if not hosts:
+        raise _refusal("image_url: http URLs are not allowed here; send a data: URI")
+    try:
+        parts = urlsplit(url)
+        named = {parts.netloc.lower(), (parts.hostname or "").lower()}
+        standard = parts.port in (None, 80, 443)
+    except ValueError:
+        raise _refusal("image_url: this is no URL") from None
+    if parts.username is not None or not (
+        parts.netloc.lower() in hosts or (standard and named & hosts)
+    ):
+        raise _refusal("image_url: this host is not among those that are allowed")
+    opener = urllib.request.build_opener(_NoRedirects, urllib.request.ProxyHandler({}))
+    try:
+        with opener.open(url, timeout=_FETCH_TIMEOUT_S) as response:
+            content = response.read(IMAGE_BODY_BYTES + 1)
+    except (OSError, ValueError) as error:
+        reason = getattr(error, "reason", None) or type(error).__name__
+        raise _refusal(f"image_url: the picture cannot be fetched: {reason}") from None
+    if len(content) > IMAGE_BODY_BYTES:
+        raise _refusal(f"image_url: the picture has more than {IMAGE_BODY_BYTES} bytes")
+    return "data:image/unknown;base64," + base64.b64encode(content).decode()
+
+
+class _NoRedirects(urllib.request.HTTPRedirectHandler):
+    """A redirect would lead out of the allowed hosts."""
+
+    def redirect_request(
+        self, req: object, fp: object, code: object, msg: object, headers: object, newurl: object
+    ) -> None:
+        """Follow none."""
+        del req, fp, code, msg, headers, newurl
+
+
+def _refusal(message: str) -> ApiError:
+    return ApiError(400, message, param="messages")

@@ -1,0 +1,268 @@
+"""The engines of a server by name: which are loaded, who uses them, and which makes way.
+
+An engine is loaded when it is first asked for, in a thread, while the others' answers go on. If
+there is no room for it in the budget the one that was used least recently goes, as soon as nobody
+uses it: from then on who asks for it stands in the same line, so that nobody waits for ever.
+"""
+
+from __future__ import annotations
+
+import asyncio
+import functools
+import itertools
+import logging
+import time
+from collections.abc import Sequence
+from dataclasses import dataclass, field
+from pathlib import Path
+
+import anyio
+import anyio.to_thread
+
+from edgellm.core.contract import EdgeLLMError
+from edgellm.device_runtime.api.llm import LLM
+from edgellm.tools.serve.engines.loading import Loading
+from edgellm.tools.serve.engines.metrics import Metrics, Registry
+from edgellm.tools.serve.engines.models import Model
+from edgellm.tools.serve.engines.request_stream import Connection
+from edgellm.tools.serve.engines.worker import Worker, full, stopping
+from edgellm.tools.serve.http.errors import ApiError
+from edgellm.tools.serve.routing.handler import Served
+from edgellm.tools.serve.settings import Settings
+
+LEASES = "edgellm.leases"  # in a connection's scope: an ExitStack that ends with its request
+_log = logging.getLogger(__name__)
+
+
+@dataclass(slots=True, eq=False)
+class Place:
+    """Of one engine."""
+
+    model: Model
+    metrics: Metrics
+    worker: Worker | None = None  # while it is loaded
+    adapters: dict[str, Path] = field(default_factory=dict)  # while it is not
+    num_users: int = 0  # requests
+    used: int = 0  # a clock's reading
+    is_leaving: bool = False  # another waits for its memory
+    unused: asyncio.Event = field(default_factory=asyncio.Event)
+
+    @property
+    def adapter_names(self) -> list[str]:
+        """LoRA adapters, by which the engine can be asked for, too."""
+        return sorted(self.adapters if self.worker is None else self.worker.llm.adapters)
+
+
+class Engines:
+    """See the module. Its state is the event loop's, but for the beginning and the end."""
+
+    def __init__(
+        self,
+        models: Sequence[Model],
+        loading: Loading,
+        settings: Settings,
+    ) -> None:
+        """Nothing is loaded yet.
+
+        Args:
+            models: the first answers requests that name none.
+            loading: how they are loaded.
+            settings: of the server; any one engine needs less than its memory.
+        """
+        self.settings, self.created = settings, int(time.time())
+        self.registry = Registry()
+        self._loading = loading
+        self._places = {one.name: Place(one, Metrics(one.name, self.registry)) for one in models}
+        self._line, self._num_waiting = asyncio.Lock(), 0
+        self._clock = itertools.count(1)
+        self._is_draining = False
+        self._told: set[str] = set()
+
+    @property
+    def places(self) -> list[Place]:
+        """Of all engines, the first first."""
+        return [*self._places.values()]
+
+    @property
+    def _workers(self) -> list[Worker]:
+        return [place.worker for place in self.places if place.worker is not None]
+
+    # ------------------------------------------------------------------ beginning and end
+    def begin(self) -> LLM:
+        """Load the first engine; raises what `LLM` raises."""
+        place = self.places[0]
+        self._take_up(place, self._loading.load(place.model))
+        assert place.worker is not None
+        return place.worker.llm
+
+    def drain(self) -> None:
+        """Take no more requests; those that are there are answered."""
+        self._is_draining = True
+        for worker in self._workers:
+            worker.drain()
+
+    def end(self) -> None:
+        """Let all answers end before their next pass."""
+        self._is_draining = True
+        for worker in self._workers:
+            worker.end()
+
+    def close(self) -> None:
+        """Behind the loop: wait for the ends, and unload all; raises as `Loading.unload`."""
+        self.end()
+        for place in self.places:
+            if place.worker is not None:
+                worker, place.worker = place.worker, None
+                worker.join()
+                self._loading.unload(place.model, worker.llm)
+
+    @property
+    def is_alive(self) -> bool:
+        """Whether the threads of all loaded engines run."""
+        return all(worker.is_alive for worker in self._workers)
+
+    @property
+    def is_ready(self) -> bool:
+        """Whether requests are taken, if there is room for them."""
+        return self.is_alive and not self._is_draining
+
+    def require_room(self) -> None:
+        """Refuse before a body is read what no engine can take; raises as `Worker.submit`."""
+        if self._is_draining:
+            raise stopping()
+        if len(self._places) == 1:
+            for worker in self._workers:
+                worker.require_room()
+
+    # -------------------------------------------------------------------------- by name
+    def find(self, name: str | None) -> tuple[Place, str | None]:
+        """The engine that a request names, and the adapter if it names one of those.
+
+        Raises:
+            ApiError: 404 for neither.
+        """
+        if name is None:
+            return self.places[0], None
+        if name in self._places:
+            return self._places[name], None
+        known = [*self._places]
+        for place in self.places:
+            if name in place.adapter_names:
+                return place, name
+            known += place.adapter_names
+        raise ApiError(
+            404,
+            f"there is no model {name!r} here, only {', '.join(map(repr, known))}",
+            code="model_not_found",
+            param="model",
+        )
+
+    async def of(self, name: str | None, connection: Connection) -> Served:
+        """The engine that a request names, loaded, until the request has ended.
+
+        Raises:
+            ApiError: 404 for an unknown name, 429 or 503 where there is no room for it.
+            EdgeLLMError: it cannot be loaded.
+        """
+        place, lora = self.find(name)
+        if place.worker is None or place.is_leaving:
+            await self._wait_in_line(place, connection)
+        else:
+            self._lease(place, connection)
+        assert place.worker is not None
+        return Served(place.worker, place.model, lora, self.settings, self._told)
+
+    def _lease(self, place: Place, connection: Connection) -> None:
+        place.num_users += 1
+        place.used = next(self._clock)
+        connection.scope[LEASES].callback(self._release, place)
+
+    def _release(self, place: Place) -> None:
+        place.num_users -= 1
+        place.used = next(self._clock)
+        if not place.num_users:
+            place.unused.set()
+
+    # ------------------------------------------------------------------ loading on demand
+    async def _wait_in_line(self, place: Place, connection: Connection) -> None:
+        """Have an engine loaded and leased; one is loaded at a time."""
+        if self._num_waiting >= self.settings.queue_size:
+            place.metrics.refused.inc()
+            raise full(self._num_waiting, 10)
+        now = asyncio.get_running_loop().time()
+        left_s = connection.scope.get("arrived", now) + self.settings.total_timeout_s - now
+        self._num_waiting += 1
+        try:
+            with anyio.move_on_after(left_s):
+                async with self._line:
+                    await self._require_loaded(place)
+                    self._lease(place, connection)
+                    return
+        finally:
+            self._num_waiting -= 1
+        raise ApiError(504, f"{place.model.name} was not loaded in time", code="timeout")
+
+    async def _require_loaded(self, place: Place) -> None:
+        if place.worker is not None:
+            return
+        await self._make_room(place.model)
+        if self._is_draining:
+            raise stopping()
+        with anyio.CancelScope(shield=True):  # what is loaded is somebody's
+            llm = await anyio.to_thread.run_sync(self._load, place)
+            self._take_up(place, llm)
+
+    def _load(self, place: Place) -> LLM:
+        """An engine with the adapters that it had; those that cannot be loaded are told of."""
+        llm = self._loading.load(place.model)
+        for name, folder in place.adapters.items():
+            _load_again(llm, name, folder)
+        return llm
+
+    def _take_up(self, place: Place, llm: LLM) -> None:
+        settings = self.settings
+        worker = Worker(llm, place.metrics, settings.queue_size, settings.request_timeout_s)
+        worker.start()
+        place.worker, place.adapters = worker, {}
+        if self._is_draining:  # it came too late for `drain`
+            worker.drain()
+
+    async def _make_room(self, model: Model) -> None:
+        while self._held_bytes() + model.num_bytes > self.settings.memory_bytes:
+            loaded = [place for place in self.places if place.worker is not None]
+            leaving = min(loaded, key=lambda place: (place.num_users > 0, place.used))
+            await self._unload(leaving)
+
+    def _held_bytes(self) -> int:
+        return sum(place.model.num_bytes for place in self.places if place.worker is not None)
+
+    async def _unload(self, place: Place) -> None:
+        """Give an engine's memory back when nobody uses it."""
+        place.is_leaving = True
+        try:
+            while place.num_users:
+                place.unused.clear()
+                await place.unused.wait()
+            worker, place.worker = place.worker, None
+            assert worker is not None
+            place.adapters = worker.llm.adapters
+            place.metrics.unwatch()
+            with anyio.CancelScope(shield=True):
+                await anyio.to_thread.run_sync(functools.partial(self._close, place.model, worker))
+        finally:
+            place.is_leaving = False
+
+    def _close(self, model: Model, worker: Worker) -> None:
+        worker.end()
+        worker.join()
+        try:
+            self._loading.unload(model, worker.llm)
+        except EdgeLLMError as error:  # the request that this makes room for goes on
+            _log.warning("%s: %s", model.name, error)
+
+
+def _load_again(llm: LLM, name: str, folder: Path) -> None:
+    try:
+        llm.load_adapter(name, folder)
+    except EdgeLLMError as error:
+        _log.warning("the adapter %s is gone: %s", name, error)

@@ -1,0 +1,268 @@
+"""The bodies of OpenAI requests; what cannot be served is refused, never ignored."""
+
+from __future__ import annotations
+
+from collections.abc import Iterable, Sequence
+from typing import Annotated, Any, Literal
+
+from pydantic import Field
+
+from edgellm.device_runtime.engine.template_flags import (
+    GIVEN,
+    THINKING,
+    can_think,
+    require_known,
+)
+from edgellm.device_runtime.sampling.guidance import Guide
+from edgellm.device_runtime.sampling.sampler import (
+    LARGEST_BIAS,
+    LARGEST_REPETITION,
+    MOST_STOPS,
+    SamplingParams,
+)
+from edgellm.device_runtime.text.tokenizer import ChatTokenizer
+from edgellm.tools.serve.schemas.response_format import Body, Formed
+from edgellm.tools.serve.schemas.seeds import seed_or_any
+from edgellm.tools.serve.schemas.tools import Tool, Tooled
+
+MOST_PROMPTS, MOST_CHOICES = 256, 16
+WITHOUT_EFFECT = (
+    "service_tier", "reasoning_effort", "verbosity", "prediction", "cache_prompt",
+    "guided_decoding_backend",
+)  # fmt: skip
+
+# Clients give an unused option its neutral value: that one is taken.
+_One = Annotated[int, Field(ge=1, le=1)] | None
+Penalty = Annotated[float, Field(ge=-2, le=2)]
+Repetition = Annotated[float, Field(ge=1 / LARGEST_REPETITION, le=LARGEST_REPETITION)]
+_IdName = Annotated[str, Field(pattern="^[0-9]{1,9}$")]
+_Bias = Annotated[float, Field(ge=-LARGEST_BIAS, le=LARGEST_BIAS)]
+MOST_FRAMES = 768
+TokenId = Annotated[int, Field(ge=0, lt=2**31)]
+_TokenIds = Annotated[list[TokenId], Field(min_length=1)]
+Stop = str | Annotated[list[str], Field(max_length=16)]
+
+
+class StreamOptions(Body):
+    """What a stream holds besides the text."""
+
+    include_usage: bool = False
+    # An extension: each token with its origin, "drafted", "bonus" or "prompt" (see docs).
+    include_tokens: bool = False
+
+
+class Sampled(Formed):
+    """What chat and completions have in common."""
+
+    model: str | None = None
+    stream: bool | None = None
+    stream_options: StreamOptions | None = None
+    max_tokens: Annotated[int, Field(ge=1)] | None = None
+    temperature: Annotated[float, Field(ge=0, le=2, allow_inf_nan=False)] | None = None
+    top_p: Annotated[float, Field(gt=0, le=1)] | None = None
+    top_k: Annotated[int, Field(ge=-1)] | None = None  # an extension, as vLLM has it
+    seed: Annotated[int, Field(ge=-(2**63), lt=2**63)] | None = None
+    stop: Stop | None = None
+    n: Annotated[int, Field(ge=1, le=MOST_CHOICES)] | None = None
+    frequency_penalty: Penalty | None = None
+    presence_penalty: Penalty | None = None
+    repetition_penalty: Repetition | None = None  # vLLM's
+    min_p: Annotated[float, Field(ge=0, le=1)] | None = None  # vLLM's
+    logit_bias: dict[_IdName, _Bias] | None = None
+    # vLLM's, too.
+    min_tokens: Annotated[int, Field(ge=0)] | None = None
+    ignore_eos: bool | None = None
+    stop_token_ids: Annotated[list[TokenId], Field(max_length=MOST_STOPS)] | None = None
+    priority: Annotated[int, Field(ge=0, le=100)] | None = None  # nobody gets before the others
+    # These say who asks, and change no answer.
+    user: str | None = None
+    metadata: dict[str, Any] | None = None
+    safety_identifier: str | None = None
+    prompt_cache_key: str | None = None
+    # These ask for something that there is not here; the answer says that they had no effect.
+    service_tier: str | None = None
+    reasoning_effort: str | None = None
+    verbosity: str | None = None
+    prediction: dict[str, Any] | None = None
+    cache_prompt: bool | None = None
+    guided_decoding_backend: str | None = None
+
+    def ignored(self, tokenizer: ChatTokenizer) -> list[str]:
+        """Names of the fields that have no effect on this model."""
+        del tokenizer
+        return [name for name in WITHOUT_EFFECT if getattr(self, name) is not None]
+
+    def sampling(self, num_logprobs: int | None, guide: Guide | None) -> SamplingParams:
+        """OpenAI's defaults: temperature 1 and the whole vocabulary."""
+        return SamplingParams(
+            temperature=1.0 if self.temperature is None else self.temperature,
+            top_p=1.0 if self.top_p is None else self.top_p,
+            top_k=max(self.top_k or 0, 0),
+            seed=seed_or_any(self.seed),
+            min_p=self.min_p or 0.0,
+            repetition_penalty=self.repetition_penalty or 1.0,
+            presence_penalty=self.presence_penalty or 0.0,
+            frequency_penalty=self.frequency_penalty or 0.0,
+            logit_bias={int(token): bias for token, bias in (self.logit_bias or {}).items()},
+            guide=guide,
+            num_logprobs=num_logprobs,
+            min_tokens=self.min_tokens or 0,
+            ignore_eos=bool(self.ignore_eos),
+            stop_token_ids=tuple(self.stop_token_ids or ()),
+        )
+
+    def ends(self, eos_token_ids: Iterable[int]) -> frozenset[int]:
+        """The tokens that end the answer, and are not in it."""
+        own = () if self.ignore_eos else eos_token_ids
+        return frozenset(self.stop_token_ids or ()).union(own)
+
+    def stops(self) -> tuple[str, ...]:
+        """The stop strings."""
+        return (self.stop,) if isinstance(self.stop, str) else tuple(self.stop or ())
+
+    def streams(self) -> bool:
+        """Whether the answer shall come as server-sent events."""
+        return bool(self.stream)
+
+
+class CompletionRequest(Sampled):
+    """`/v1/completions`: a text without a template."""
+
+    prompt: (
+        str
+        | Annotated[list[str], Field(min_length=1, max_length=MOST_PROMPTS)]
+        | _TokenIds
+        | Annotated[list[_TokenIds], Field(min_length=1, max_length=MOST_PROMPTS)]
+    )
+    logprobs: Annotated[int, Field(ge=0, le=20)] | None = None
+    best_of: _One = None
+    echo: bool | None = None
+    suffix: Annotated[str, Field(max_length=0)] | None = None
+    return_token_ids: bool | None = None  # vLLM's; of answers that do not stream
+
+    def prompts(self) -> list[str | list[int]]:
+        """Texts and token ids, each to be continued for itself."""
+        if isinstance(self.prompt, str):
+            return [self.prompt]
+        if isinstance(self.prompt[0], int):
+            return [[token_id for token_id in self.prompt if isinstance(token_id, int)]]
+        return [prompt for prompt in self.prompt if not isinstance(prompt, int)]
+
+
+class TextPart(Body):
+    """Text of a message."""
+
+    type: Literal["text"]
+    text: str
+
+
+class ImageUrl(Body):
+    """Where a picture is."""
+
+    url: str
+    detail: Literal["auto", "low", "high"] | None = None  # the engine's limits decide
+
+
+class ImagePart(Body):
+    """A picture in a message."""
+
+    type: Literal["image_url"]
+    image_url: ImageUrl
+
+
+class CalledFunction(Body):
+    """A call that the model made in an earlier turn."""
+
+    name: str
+    arguments: str  # JSON
+
+
+class ToolCall(Body):
+    """A call that the model made in an earlier turn."""
+
+    id: str
+    type: Literal["function"] = "function"
+    function: CalledFunction
+
+
+class VideoUrlPart(Body):
+    """A film in a message, as vLLM has it."""
+
+    type: Literal["video_url"]
+    video_url: ImageUrl
+
+
+class VideoPart(Body):
+    """A film in a message: a URL, or those of its frames."""
+
+    type: Literal["video"]
+    video: str | Annotated[list[str], Field(min_length=1, max_length=MOST_FRAMES)]
+
+
+Part = Annotated[TextPart | ImagePart | VideoUrlPart | VideoPart, Field(discriminator="type")]
+
+
+class Message(Body):
+    """One turn."""
+
+    role: Literal["system", "developer", "user", "assistant", "tool"]
+    content: str | list[Part] | None = None
+    name: str | None = None
+    tool_calls: list[ToolCall] | None = None
+    tool_call_id: str | None = None
+    refusal: None = None  # as answers have it
+    reasoning_content: str | None = None  # of an earlier answer; `reasoning` in vLLM
+    reasoning: str | None = None
+
+
+class Templated(Body):
+    """A conversation that goes through the model's chat template; these fields are vLLM's, too."""
+
+    add_generation_prompt: bool | None = None
+    continue_final_message: bool | None = None  # None: if it is the assistant's
+    chat_template_kwargs: dict[str, Any] | None = None
+
+    def variables(self, tools: Sequence[Tool], tokenizer: ChatTokenizer) -> dict[str, Any]:
+        """Variables for the chat template; raises `RequestError` for one that it does not read."""
+        unused = self.unused_switches(tokenizer)
+        given = (self.chat_template_kwargs or {}).items()
+        flags = {name: value for name, value in given if value is not None and name not in unused}
+        own = {name: f"{name} as a field of the request" for name in type(self).model_fields}
+        fixed = ("messages", *GIVEN)
+        require_known(flags, tokenizer, own, fixed=fixed, place="chat_template_kwargs.")
+        if tools:
+            flags["tools"] = [tool.model_dump(exclude_none=True) for tool in tools]
+        for name in ("add_generation_prompt", "continue_final_message"):
+            if (value := getattr(self, name)) is not None:
+                flags[name] = value
+        return flags
+
+    def unused_switches(self, tokenizer: ChatTokenizer) -> list[str]:
+        """Switches for thinking that a model without them ignores: clients set them for all."""
+        if can_think(tokenizer):
+            return []
+        given = self.chat_template_kwargs or {}
+        return [name for name in THINKING if given.get(name) is True]
+
+
+class ChatRequest(Templated, Tooled, Sampled):
+    """`/v1/chat/completions`: a conversation for the model's chat template."""
+
+    messages: Annotated[list[Message], Field(min_length=1)]
+    max_completion_tokens: Annotated[int, Field(ge=1)] | None = None
+    logprobs: bool | None = None
+    top_logprobs: Annotated[int, Field(ge=0, le=20)] | None = None
+    store: Literal[False] | None = None
+
+    def ignored(self, tokenizer: ChatTokenizer) -> list[str]:
+        """As `Sampled.ignored`; some templates ask for an effort of reasoning."""
+        names, read = super().ignored(tokenizer), self.template_flags(tokenizer)
+        return [name for name in names if name not in read] + self.unused_switches(tokenizer)
+
+    def template_flags(self, tokenizer: ChatTokenizer) -> dict[str, Any]:
+        """Variables for the chat template; raises `RequestError` for one that it does not read."""
+        flags: dict[str, Any] = {}
+        reads_effort = "reasoning_effort" in tokenizer.template_variables()
+        if self.reasoning_effort is not None and reads_effort:
+            flags["reasoning_effort"] = self.reasoning_effort
+        return flags | self.variables(self.usable_tools(), tokenizer)

@@ -1,0 +1,130 @@
+"""What a model may call, and what it must."""
+
+from __future__ import annotations
+
+from typing import Annotated, Any, Literal
+
+from pydantic import Field
+
+from edgellm.device_runtime.api.llm import LLM
+from edgellm.device_runtime.sampling.guidance import Guide
+from edgellm.tools.serve import tool_calls
+from edgellm.tools.serve.http.errors import ApiError
+from edgellm.tools.serve.schemas.response_format import Body
+from edgellm.tools.serve.tool_calls.grammar import forced_calls
+from edgellm.tools.serve.tool_calls.output_parsers import AnswerForm
+from edgellm.tools.serve.tool_calls.parser import ToolParser, Tools
+
+TOOL_NAME = r"^[A-Za-z0-9_.-]{1,64}$"
+
+
+class Function(Body):
+    """What a model may call."""
+
+    name: Annotated[str, Field(pattern=TOOL_NAME)]
+    description: str | None = None
+    parameters: dict[str, Any] | None = None
+    strict: bool | None = None
+
+
+class Tool(Body):
+    """What a model may call."""
+
+    type: Literal["function"]
+    function: Function
+
+
+class FunctionName(Body):
+    """A function by its name."""
+
+    name: str
+
+
+class NamedTool(Body):
+    """The function that must be called."""
+
+    type: Literal["function"]
+    function: FunctionName
+
+
+class Tooled(Body):
+    """A request with tools."""
+
+    tools: list[Tool] | None = None
+    tool_choice: Literal["none", "auto", "required"] | NamedTool | None = None
+    parallel_tool_calls: bool | None = None
+
+    def usable_tools(self) -> list[Tool]:
+        """The tools that the model is told of."""
+        return [] if self.tool_choice == "none" else self.tools or []
+
+    def must_call(self) -> list[Function]:
+        """The functions of which one must be called; none: the model decides.
+
+        Raises:
+            ApiError: the choice needs tools that are not given, or a promise cannot be kept.
+        """
+        functions = [tool.function for tool in self.tools or ()]
+        choice = self.tool_choice
+        if isinstance(choice, NamedTool):
+            functions = [one for one in functions if one.name == choice.function.name]
+            if not functions:
+                raise _refusal(f"there is no tool {choice.function.name!r} among the tools")
+        elif choice == "required":
+            if not functions:
+                raise _refusal('"required" needs tools')
+        else:
+            if any(tool.function.strict for tool in self.usable_tools()):
+                raise ApiError(
+                    400,
+                    'tools: strict needs a tool_choice that is "required" or a name: '
+                    "only then the arguments are guided by their schema",
+                    param="tools",
+                )
+            functions = []
+        return functions
+
+    def calls_form(self, llm: LLM) -> Guide | None:
+        """The form of an answer that must be a call, in the way of the model's chat template.
+
+        Raises:
+            ApiError: see `must_call`; the template has no tools of a known kind.
+        """
+        functions = self.must_call()
+        if not functions:
+            return None
+        several = self.tool_choice == "required" and self.parallel_tool_calls is not False
+        form = _parser(llm).form
+        marks = llm.tokenizer.added_ids(form.marks)
+        schemas = {one.name: one.parameters for one in functions}
+        return Guide("lark", forced_calls(form, schemas, marks=marks, several=several))
+
+    def schemas(self) -> Tools:
+        """Schemas of the usable tools' arguments by their names."""
+        return {one.function.name: one.function.parameters for one in self.usable_tools()}
+
+    def answer_form(self, llm: LLM) -> AnswerForm:
+        """How the model answers.
+
+        Raises:
+            ApiError: there are tools, and its chat template has none of a known kind.
+        """
+        if has_tools := bool(self.usable_tools()):
+            _parser(llm)
+        return AnswerForm.of(llm.tokenizer.chat_template or "", has_tools=has_tools)
+
+
+def _parser(llm: LLM) -> type[ToolParser]:
+    parser = tool_calls.find(llm.tokenizer.chat_template or "")
+    if parser is None:
+        raise ApiError(
+            400,
+            "tools: this model's chat template knows no tools; for JSON by a schema give "
+            "response_format",
+            param="tools",
+        )
+    return parser
+
+
+def _refusal(message: str) -> ApiError:
+    return ApiError(400, f"tool_choice: {message}", param="tool_choice")

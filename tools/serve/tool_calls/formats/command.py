@@ -1,0 +1,38 @@
+"""A JSON list of actions between marks, as Command R7B and Command A write it.
+
+`<|START_ACTION|>[{"tool_call_id": "0", "tool_name": ..., "parameters": {...}}]<|END_ACTION|>`; the
+marks are special tokens.
+"""
+
+from __future__ import annotations
+
+from typing import ClassVar
+
+from edgellm.tools.serve.tool_calls.grammar import CallForm
+from edgellm.tools.serve.tool_calls.parser import Call
+from edgellm.tools.serve.tool_calls.tagged import MarkedParser, json_calls
+
+_OPEN, _CLOSE = "<|START_ACTION|>", "<|END_ACTION|>"
+
+
+class CommandParser(MarkedParser):
+    """See `ToolParser`."""
+
+    openings, closing = (_OPEN,), _CLOSE
+    shown: ClassVar[tuple[str, ...]] = (_OPEN, _CLOSE)
+    form: ClassVar = CallForm(
+        '{"tool_call_id": "0", "tool_name": "NAME", "parameters": ',
+        "}",
+        between=", ",
+        opening=f"{_OPEN}[",
+        closing=f"]{_CLOSE}",
+        marks=shown,
+    )
+
+    @staticmethod
+    def recognises(template: str) -> bool:
+        """The template explains the marks."""
+        return _OPEN in template and "tools" in template
+
+    def _calls(self, text: str) -> tuple[list[Call], str]:
+        return json_calls(text, self._tools, "tool_name", "parameters")

@@ -1,0 +1,37 @@
+"""A JSON list of calls behind a mark, as Granite 3 writes it; Granite 4 writes Hermes' form.
+
+`<|tool_call|>[{"name": ..., "arguments": {...}}, ...]`; the mark is a special token.
+"""
+
+from __future__ import annotations
+
+from typing import ClassVar
+
+from edgellm.tools.serve.tool_calls.grammar import CallForm
+from edgellm.tools.serve.tool_calls.parser import Call
+from edgellm.tools.serve.tool_calls.tagged import MarkedParser, json_calls
+
+_MARK = "<|tool_call|>"
+
+
+class GraniteParser(MarkedParser):
+    """See `ToolParser`."""
+
+    openings = (_MARK,)
+    shown: ClassVar[tuple[str, ...]] = (_MARK,)
+    form: ClassVar = CallForm(
+        '{"name": "NAME", "arguments": ',
+        "}",
+        between=", ",
+        opening=f"{_MARK}[",
+        closing="]",
+        marks=shown,
+    )
+
+    @staticmethod
+    def recognises(template: str) -> bool:
+        """The template has Granite's roles, and the mark."""
+        return all(part in template for part in (_MARK, "<|start_of_role|>", "tools"))
+
+    def _calls(self, text: str) -> tuple[list[Call], str]:
+        return json_calls(text, self._tools)

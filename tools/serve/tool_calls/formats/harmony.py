@@ -1,0 +1,124 @@
+"""Messages in channels, as gpt-oss writes them: reasoning, calls and the answer.
+
+`<|channel|>analysis<|message|>...<|end|><|start|>assistant<|channel|>final<|message|>...`, and
+calls as `<|channel|>commentary to=functions.NAME <|constrain|>json<|message|>{...}<|call|>`.
+Commentary to nobody is for the user. The source is OpenAI's description of its format Harmony.
+"""
+
+from __future__ import annotations
+
+import json
+import re
+from typing import ClassVar
+
+from edgellm.device_runtime.text.reasoning_marks import (
+    CHANNEL_MARKS,
+    MESSAGE,
+    MESSAGE_ENDS,
+    has_channels,
+)
+from edgellm.tools.serve.tool_calls.grammar import CallForm
+from edgellm.tools.serve.tool_calls.parser import Call, Item, NoCall, Thought, Tools, longest_begun
+
+_END = re.compile("|".join(map(re.escape, MESSAGE_ENDS)))
+_CHANNEL = re.compile(r"<\|channel\|>\s*(\w+)")
+_RECIPIENT = re.compile(r"to=([^\s<]+)")
+_PREFIXES = ("<|", "to=")  # with what the first header begins
+
+
+class HarmonyParser:
+    """See `ToolParser`; without tools it parts reasoning from text."""
+
+    shown: ClassVar[tuple[str, ...]] = CHANNEL_MARKS
+    form: ClassVar = CallForm(
+        "<|channel|>commentary to=functions.NAME <|constrain|>json<|message|>",
+        "",
+        between=None,
+        marks=("<|channel|>", "<|constrain|>", "<|message|>"),
+    )
+
+    def __init__(self, tools: Tools) -> None:
+        self._tools, self._held = tools, ""
+        self._is_header, self._is_first = True, True
+        self._kind: type[str] | type[Thought] = str
+        self._recipient = ""
+        self._shown: set[type] = set()  # kinds of which something was passed on
+        self._gap = ""  # before the next piece: messages of a kind are parted by a line's end
+
+    @staticmethod
+    def recognises(template: str) -> bool:
+        """The template has the marks of channels and messages."""
+        return has_channels(template)
+
+    def push(self, text: str) -> list[Item]:
+        """See `CallReader.push`."""
+        self._held += text
+        found: list[Item] = []
+        while True:
+            if self._is_header:
+                if not self._open():
+                    return found
+            elif (end := _END.search(self._held)) is not None:
+                found += self._close(self._held[: end.start()])
+                is_next = end[0] in ("<|start|>", "<|channel|>")
+                self._held = self._held[end.start() if is_next else end.end() :]
+            else:
+                return found if self._recipient else found + self._pass_on()
+
+    def finish(self, *, is_cut: bool = False) -> list[Item]:
+        """See `CallReader.finish`; a header without a message is no text."""
+        held, self._held = self._held, ""
+        if self._is_header:
+            return [held] if self._is_first and "<|" not in held and held else []
+        is_call = bool(self._recipient)
+        if is_cut and is_call and not held.strip():  # its arguments would have come
+            return []
+        items = self._close(held)
+        return (
+            [] if is_cut and is_call and not any(isinstance(one, Call) for one in items) else items
+        )
+
+    def _open(self) -> bool:
+        """Read a header; False where it is not complete."""
+        header, mark, rest = self._held.partition(MESSAGE)
+        if self._is_first and not _may_be_header(header):
+            self._is_header = self._is_first = False  # a text in no channel
+            return True
+        if not mark:
+            return False
+        channel, recipient = _CHANNEL.search(header), _RECIPIENT.search(header)
+        self._held, self._is_header, self._is_first = rest, False, False
+        self._recipient = recipient[1] if recipient is not None else ""
+        self._kind = Thought if channel is not None and channel[1] == "analysis" else str
+        self._gap = "\n" if self._kind in self._shown else ""
+        return True
+
+    def _pass_on(self) -> list[Item]:
+        """What is held, but for what may begin a mark."""
+        cut = len(self._held) - longest_begun(self._held, MESSAGE_ENDS)
+        text, self._held = self._held[:cut], self._held[cut:]
+        return self._piece(text)
+
+    def _close(self, text: str) -> list[Item]:
+        """The last of a message."""
+        recipient, self._recipient, self._is_header = self._recipient, "", True
+        if recipient:
+            try:
+                name = recipient.removeprefix("functions.")
+                return [Call.to(self._tools, name, json.loads(text or "{}"))]
+            except NoCall:
+                pass
+        return self._piece(text)
+
+    def _piece(self, text: str) -> list[Item]:
+        if not text:
+            return []
+        text, self._gap = self._gap + text, ""
+        self._shown.add(self._kind)
+        return [self._kind(text)]
+
+
+def _may_be_header(text: str) -> bool:
+    """Whether the beginning of an answer is, or may become, a header."""
+    begun = text.lstrip()
+    return any(begun.startswith(prefix) or prefix.startswith(begun) for prefix in _PREFIXES)

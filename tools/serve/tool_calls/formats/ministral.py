@@ -1,0 +1,36 @@
+"""A mark, a name and arguments for each call, as Mistral Small 3.1 and Ministral 3 write it.
+
+`[TOOL_CALLS]name[ARGS]{...}`, between them `[CALL_ID]id` in some; the marks are special tokens.
+"""
+
+from __future__ import annotations
+
+import json
+from typing import ClassVar
+
+from edgellm.tools.serve.tool_calls.grammar import CallForm
+from edgellm.tools.serve.tool_calls.parser import Call
+from edgellm.tools.serve.tool_calls.tagged import MarkedParser
+
+_MARK, _ARGUMENTS, _ID = "[TOOL_CALLS]", "[ARGS]", "[CALL_ID]"
+
+
+class MinistralParser(MarkedParser):
+    """See `ToolParser`."""
+
+    openings = (_MARK,)
+    shown: ClassVar[tuple[str, ...]] = (_MARK, _ARGUMENTS, _ID)
+    form: ClassVar = CallForm(f"{_MARK}NAME{_ARGUMENTS}", "", between="", marks=(_MARK, _ARGUMENTS))
+
+    @staticmethod
+    def recognises(template: str) -> bool:
+        """The template has the marks of calls and of arguments."""
+        return all(part in template for part in (_MARK, _ARGUMENTS, "tools"))
+
+    def _calls(self, text: str) -> tuple[list[Call], str]:
+        name, mark, rest = text.partition(_ARGUMENTS)
+        if not mark:
+            raise ValueError("no arguments")
+        rest = rest.lstrip()
+        arguments, end = json.JSONDecoder().raw_decode(rest)
+        return [Call.to(self._tools, name.partition(_ID)[0].strip(), arguments)], rest[end:]

@@ -1,0 +1,33 @@
+r"""Calls as Python's between tags, as OLMo 3 writes them.
+
+`<function_calls>\nname(key='value')\n</function_calls>`, one call in a line.
+"""
+
+from __future__ import annotations
+
+from typing import ClassVar
+
+from edgellm.tools.serve.tool_calls.grammar import CallForm
+from edgellm.tools.serve.tool_calls.parser import Call
+from edgellm.tools.serve.tool_calls.pythonic import python_calls
+from edgellm.tools.serve.tool_calls.tagged import MarkedParser, json_calls
+
+_OPEN, _CLOSE = "<function_calls>", "</function_calls>"
+
+
+class Olmo3Parser(MarkedParser):
+    """See `ToolParser`; calls that must be made have JSON between the tags."""
+
+    openings, closing = (_OPEN,), _CLOSE
+    shown: ClassVar[tuple[str, ...]] = (_OPEN, _CLOSE)
+    form: ClassVar = CallForm.json_list(_OPEN, _CLOSE)
+
+    @staticmethod
+    def recognises(template: str) -> bool:
+        """The template has the tags."""
+        return _OPEN in template and "functions" in template
+
+    def _calls(self, text: str) -> tuple[list[Call], str]:
+        if text.lstrip().startswith(("[{", "{")):
+            return json_calls(text, self._tools)
+        return python_calls(text, self._tools), ""

@@ -1,0 +1,281 @@
+"""Conversations as token ids: JSONL files read, missing answers written by the base itself."""
+
+from __future__ import annotations
+
+import json
+from collections.abc import Iterator, Sequence
+from dataclasses import dataclass
+from pathlib import Path
+from typing import Any
+
+import numpy as np
+from jinja2 import TemplateError
+from transformers import PreTrainedTokenizerBase
+
+from edgellm.core.contract import EdgeLLMError
+from edgellm.core.strict_json import parse
+from edgellm.multimodal.processors import Prepared
+from edgellm.tools.train_draft.base import Base, Prompt
+from edgellm.tools.train_draft.data.generate import generate
+from edgellm.tools.train_draft.data.images import Picture
+
+_CHUNK = 1024  # prompts between two reports; an interrupt loses at most the answers of one
+_PROMPT_TOKENS = 96  # of a prompt that the base writes; longer ones mostly wander
+_PATIENCE = 3  # batches of such prompts without a new one
+
+
+@dataclass(frozen=True, slots=True)
+class Sample:
+    """One conversation: a prompt and the ids of the answer that the draft learns from."""
+
+    prompt: Prompt
+    answer: tuple[int, ...]
+
+    @property
+    def ids(self) -> tuple[int, ...]:
+        """Of the whole conversation."""
+        return self.prompt.ids + self.answer
+
+
+@dataclass(frozen=True, slots=True)
+class Generation:
+    """How the base answers prompts that come without an answer."""
+
+    max_new_tokens: int
+    sampled_share: float  # of the prompts, answered at `temperature`; the others greedily
+    temperature: float
+    batch: int
+    seed: int
+
+
+def read_conversations(paths: Sequence[Path], base: Base) -> tuple[list[Sample], list[Prompt]]:
+    """The samples, and the prompts without an answer, in JSONL files of {"messages": [...]}.
+
+    A content may be a list of {"type": "text", "text": ...} and {"type": "image", "image": path};
+    paths are relative to the file. Empty lines are skipped. A prompt that comes twice without an
+    answer is one prompt.
+
+    Raises:
+        EdgeLLMError: a file is missing or a line is not such a conversation.
+    """
+    samples: list[Sample] = []
+    prompts: dict[Prompt, None] = {}
+    for path in paths:
+        if not path.is_file():
+            raise EdgeLLMError(f"no such data file: {path}")
+        # JSON strings may hold the other line ends that str.splitlines knows.
+        for number, line in enumerate(path.read_bytes().split(b"\n"), 1):
+            if not line.strip():
+                continue
+            try:
+                sample = _sample(base, line, path.absolute().parent)
+            except EdgeLLMError as error:
+                raise EdgeLLMError(f"{path} line {number}: {error}", hint=error.hint) from None
+            except (ValueError, KeyError, TypeError, IndexError, TemplateError) as error:
+                raise EdgeLLMError(
+                    f"{path} line {number} is not a conversation: {error!r}",
+                    hint='each line is {"messages": [{"role": "user", "content": "..."}]}',
+                ) from None
+            if sample.answer:
+                samples.append(sample)
+            else:
+                prompts[sample.prompt] = None
+    return samples, list(prompts)
+
+
+def _sample(base: Base, line: bytes, folder: Path) -> Sample:
+    """One line; the answer is empty where the base is to give it."""
+    messages = parse(line)["messages"]
+    if not all(isinstance(m["role"], str) and m["content"] is not None for m in messages):
+        raise TypeError("a message has no role or no content")
+    looked = [_look(base, source, folder) for source in _sources(messages)]
+    shown = tuple(picture for picture, _ in looked)
+    prepared = [one for _, one in looked]
+    answered = messages[-1]["role"] == "assistant"
+    asked = messages[:-1] if answered else messages
+    prompt = _ids(base, asked, prepared, answer_next=True)
+    if not answered:
+        return Sample(Prompt(tuple(prompt), shown), ())
+    whole = _ids(base, messages, prepared, answer_next=False)
+    # Some templates open the next answer otherwise than they show a former one.
+    pairs = enumerate(zip(prompt, whole, strict=False))
+    begin = next((at for at, (one, other) in pairs if one != other), min(len(prompt), len(whole)))
+    if begin == len(whole):
+        raise ValueError("the chat template shows nothing of the answer")
+    return Sample(Prompt(tuple(whole[:begin]), shown), tuple(whole[begin:]))
+
+
+def _sources(messages: list[dict[str, Any]]) -> list[str]:
+    """Where the pictures of a conversation are."""
+    items = [
+        item
+        for message in messages
+        for item in (message["content"] if isinstance(message["content"], list) else ())
+    ]
+    if unknown := {item["type"] for item in items} - {"text", "image"}:
+        raise ValueError(f"{', '.join(sorted(unknown))} is neither text nor image")
+    return [item["image"] for item in items if item["type"] == "image"]
+
+
+def _look(base: Base, source: str, folder: Path) -> tuple[Picture, Prepared]:
+    if base.pictures is None:
+        raise EdgeLLMError(
+            "the base takes text only", hint="give the folder of a vision-language model"
+        )
+    return base.pictures.prepare(source, folder)
+
+
+def _ids(
+    base: Base, messages: list[dict[str, Any]], shown: list[Prepared], *, answer_next: bool
+) -> list[int]:
+    text = base.tokenizer.apply_chat_template(
+        messages, tokenize=False, add_generation_prompt=answer_next
+    )
+    assert isinstance(text, str)
+    if base.pictures is not None:
+        text = base.pictures.expand(text, shown)
+    return list(base.tokenizer(text, add_special_tokens=False)["input_ids"])
+
+
+def write_prompts(base: Base, store: Path, count: int, how: Generation) -> Iterator[int]:
+    """Let the base write `count` different prompts into the JSONL file `store`; yields how many.
+
+    Given its chat template up to where a user speaks, a tuned model goes on with what users ask
+    (Magpie, arXiv 2406.08464). They are sampled at temperature 1; one that does not end in
+    time is dropped. `store` grows by whole batches; interrupts do not change what it will hold.
+
+    Raises:
+        EdgeLLMError: the template has no such place, or the base repeats itself.
+    """
+    tokenizer = base.tokenizer
+    opening, end = _user_turn(tokenizer)
+    special = frozenset(tokenizer.all_special_ids)
+    _drop_cut_line(store)
+    lines = store.read_text("utf-8").splitlines() if store.exists() else []
+    written = {json.loads(line)["messages"][0]["content"] for line in lines}
+    yield len(written)
+    in_vain = 0
+    while len(written) < count:
+        rows = generate(
+            base, [Prompt(tuple(opening))] * _CHUNK, stop_ids=frozenset([end]),
+            max_new_tokens=_PROMPT_TOKENS, temperature=1.0, batch=how.batch,
+            seed=how.seed + len(written) + in_vain,
+        )  # fmt: skip
+        whole = [ids[:-1] for _, ids in rows if ids[-1] == end]
+        texts = [str(tokenizer.decode(ids)).strip() for ids in whole if special.isdisjoint(ids)]
+        new = [text for text in dict.fromkeys(texts) if text and text not in written]
+        new = new[: count - len(written)]
+        with store.open("a", encoding="utf-8") as stream:
+            for text in new:
+                stream.write(json.dumps({"messages": [{"role": "user", "content": text}]}) + "\n")
+        written.update(new)
+        yield len(written)
+        in_vain = 0 if new else in_vain + 1
+        if in_vain == _PATIENCE:
+            raise EdgeLLMError(
+                f"the base wrote only {len(written)} different prompts that end",
+                hint="give prompts with --data, and fewer --self_prompts",
+            )
+
+
+def _user_turn(tokenizer: PreTrainedTokenizerBase) -> tuple[list[int], int]:
+    """Ids that open a user's turn, and the one that ends it."""
+    mark = "edgellm's place for a question"
+    shown = tokenizer.apply_chat_template([{"role": "user", "content": mark}], tokenize=False)
+    assert isinstance(shown, str)
+    opening, found, ending = shown.partition(mark)
+    ids = tokenizer(ending, add_special_tokens=False)["input_ids"]
+    if not (found and opening and ids):
+        raise EdgeLLMError(
+            "the chat template does not show where a user's turn begins and ends",
+            hint="give prompts with --data instead of --self_prompts",
+        )
+    return list(tokenizer(opening, add_special_tokens=False)["input_ids"]), ids[0]
+
+
+def answer_prompts(
+    base: Base, prompts: Sequence[Prompt], store: Path, how: Generation
+) -> Iterator[int]:
+    """Let the base answer `prompts` into the JSONL file `store`; yields how many are answered.
+
+    Prompts that `store` already answers are not answered again. What a prompt's answer is does
+    not depend on interrupts: the batches are always the same, and one that was cut is repeated.
+    """
+    done = begin_answers(store)
+    yield sum(prompt in done for prompt in prompts)
+    for start in range(0, len(prompts), _CHUNK):
+        chunk = prompts[start : start + _CHUNK]
+        if all(prompt in done for prompt in chunk):
+            continue
+        sampled = round(len(chunk) * how.sampled_share)
+        for part, temperature in ((chunk[sampled:], 0.0), (chunk[:sampled], how.temperature)):
+            if all(prompt in done for prompt in part):
+                continue
+            rows = generate(
+                base, part, stop_ids=base.stop_ids, max_new_tokens=how.max_new_tokens,
+                temperature=temperature, batch=how.batch, seed=how.seed + start,
+            )  # fmt: skip
+            new = [Sample(part[at], tuple(ids)) for at, ids in rows if part[at] not in done]
+            add_answers(store, new)
+        yield start + len(chunk)
+
+
+def begin_answers(store: Path) -> set[Prompt]:
+    """The prompts that the JSONL file `store` answers; a line that was cut is cut off."""
+    _drop_cut_line(store)
+    return {sample.prompt for sample in stored_answers(store)}
+
+
+def add_answers(store: Path, samples: Sequence[Sample]) -> None:
+    """Append whole lines."""
+    with store.open("a", encoding="utf-8") as stream:
+        stream.write("".join(_line(sample) for sample in samples))
+
+
+def sampled_places(prompts: Sequence[Prompt], how: Generation) -> range:
+    """Places of the prompts whose answers are sampled, where no batches decide it."""
+    return range(round(len(prompts) * how.sampled_share))
+
+
+def _line(sample: Sample) -> str:
+    record: dict[str, Any] = {"prompt": sample.prompt.ids, "answer": sample.answer}
+    if sample.prompt.pictures:
+        record["pictures"] = [[one.source, one.grid] for one in sample.prompt.pictures]
+    return json.dumps(record) + "\n"
+
+
+def _drop_cut_line(store: Path) -> None:
+    """Cut off what an interrupt left of a last line, so that the next one starts a line."""
+    if not store.exists():
+        return
+    with store.open("r+b") as stream:
+        content = stream.read()
+        stream.truncate(content.rfind(b"\n") + 1)
+
+
+def stored_answers(store: Path) -> list[Sample]:
+    """The answers written so far; damaged lines are left out, so that they are made again."""
+    if not store.exists():
+        return []
+    lines = store.read_bytes().splitlines()
+    return [sample for line in lines if (sample := _stored(line)) is not None]
+
+
+def _stored(line: bytes) -> Sample | None:
+    try:
+        record = json.loads(line)
+        shown = [
+            Picture(source, (rows, columns))
+            for source, (rows, columns) in record.get("pictures", ())
+        ]
+        return Sample(Prompt(tuple(record["prompt"]), tuple(shown)), tuple(record["answer"]))
+    except (ValueError, KeyError, TypeError):
+        return None
+
+
+def draft_vocabulary(samples: Sequence[Sample], vocab_size: int, size: int) -> np.ndarray:
+    """Ids of the `size` tokens most frequent in the answers, ascending, int64 [size]."""
+    counts = np.zeros(vocab_size, np.int64)
+    for sample in samples:
+        np.add.at(counts, np.asarray(sample.answer, np.int64), 1)
+    return np.sort(np.argsort(-counts, kind="stable")[:size])

@@ -1,0 +1,244 @@
+"""Training a draft that foresees blocks: DFlash (arXiv 2602.06036) or DSpark (2607.05147).
+
+Blocks begin at random tokens of the answers. A block's rows learn what the base says at their
+places, having seen the features of the text before it, its first token, and nothing of the others.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Sequence
+from dataclasses import replace
+from pathlib import Path
+from typing import Any
+
+import numpy as np
+import torch
+from safetensors import SafetensorError
+from safetensors.torch import load_file
+from torch import Tensor, nn
+from torch.nn import functional
+
+from edgellm.core.contract import BrokenArtifactError, EdgeLLMError
+from edgellm.core.strict_json import parse
+from edgellm.tools.train_draft.base import Base
+from edgellm.tools.train_draft.checkpoint_writers import (
+    draft_config,
+    draft_shape,
+    write_checkpoint,
+)
+from edgellm.tools.train_draft.data.corpus import Sample, draft_vocabulary
+from edgellm.tools.train_draft.data.hidden_states import Batch, TappedBase
+from edgellm.tools.train_draft.methods.dflash_network import BlockDraft
+from edgellm.tools.train_draft.methods.losses import cut_head, head_loss
+
+DSPARK = "dspark"
+_WEIGHTS, _RANK = "model.safetensors", 256
+_ANCHORS = 0.5  # of the tokens of a batch begin blocks
+_NEWEST, _OWN = "sample_from_anchor", "dflash_config"
+
+
+class Blocks:
+    """See `Learner`; its head knows the likeliest tokens of the corpus only, if it has one."""
+
+    outputs = frozenset(
+        ["lm_head.weight", "markov_head.markov_w1.weight", "markov_head.markov_w2.weight"]
+    )
+
+    def __init__(
+        self,
+        base: Base,
+        method: str,
+        taps: tuple[int, ...],
+        *,
+        draft_vocab_size: int,
+        block_size: int,
+        num_layers: int,
+        decay: float,
+    ) -> None:
+        """Make the network.
+
+        Args:
+            base: the model that it drafts for.
+            method: "dflash" or "dspark".
+            taps: streams that it reads.
+            draft_vocab_size: tokens of its head; as many as the base's: it is the base's.
+            block_size: rows of a block.
+            num_layers: of the draft.
+            decay: the loss of step j weighs decay ** j.
+        """
+        self.tapped, self._decay, self._is_dspark = TappedBase(base, taps), decay, method == DSPARK
+        self._size, vocab_size = block_size, base.config.vocab_size
+        # DSpark's first row, that of the newest token, foresees one, too.
+        self._first = 0 if self._is_dspark else 1
+        self.steps = block_size - self._first
+        self._has_norms = hasattr(base.layers[-1].get_submodule("self_attn"), "q_norm")
+        self.module = BlockDraft(
+            # Rows stand where the text has them, also behind pictures.
+            replace(draft_shape(base.config, draft_vocab_size, len(taps)), mrope_section=()),
+            num_layers,
+            has_norms=self._has_norms,
+            has_head=draft_vocab_size < vocab_size,
+            markov=(vocab_size, _RANK) if self._is_dspark else None,
+        )
+
+    def start(self, samples: Sequence[Sample]) -> None:
+        """See `Learner`: features are the highest tap, layers the base's last ones."""
+        base, size = self.tapped.base, self.module.shape.hidden_size
+        vocab_size = base.config.vocab_size
+        self._know(draft_vocabulary(list(samples), vocab_size, self.module.shape.draft_vocab_size))
+        self._mask_id = _unsaid(samples, vocab_size)
+        module = self.module
+        with torch.no_grad():
+            nn.init.normal_(module.fc.weight, std=0.01)
+            module.fc.weight[:, -size:] += torch.eye(size)
+            _copy(module.hidden_norm, base.layers[-1], "input_layernorm.")
+            _copy(module.norm, base.decoder, "norm.")
+            for layer, theirs in zip(
+                module.layers, base.layers[-len(module.layers) :], strict=True
+            ):
+                _copy(layer, theirs)
+            if module.lm_head is not None:
+                module.lm_head.weight.copy_(self._base_head)
+
+    def load(self, folder: Path) -> None:
+        """See `Learner`."""
+        try:
+            config = parse((folder / "config.json").read_text("utf-8"))
+            self._mask_id = config[_OWN]["mask_token_id"]
+            theirs = [tap + 1 for tap in config[_OWN]["target_layer_ids"]]
+            tensors = load_file(folder / _WEIGHTS)
+            count = self.module.shape.draft_vocab_size
+            ids = tensors.pop("d2t", torch.zeros(count, dtype=torch.int64)) + torch.arange(count)
+            tensors.pop("t2d", None)
+            self.module.load_state_dict({name: value.float() for name, value in tensors.items()})
+        except (OSError, KeyError, TypeError, ValueError, RuntimeError, SafetensorError) as error:
+            detail = (str(error) or repr(error)).splitlines()[0]
+            raise BrokenArtifactError(
+                f"{folder} holds no draft of these sizes: {detail}",
+                hint="give a draft that this command made for this base, with the same flags",
+            ) from None
+        if theirs != list(self.tapped.taps) or config["block_size"] != self._size:
+            raise EdgeLLMError(
+                f"{folder} reads the taps {theirs} and foresees blocks of {config['block_size']}",
+                hint=f"give --hidden_taps {','.join(map(str, theirs))} and that --block_size",
+            )
+        self._know(ids.numpy())
+
+    def _know(self, vocabulary: np.ndarray) -> None:
+        self.vocabulary = vocabulary
+        self._base_head, self._in_vocabulary = cut_head(self.tapped.base.head, vocabulary)
+
+    def loss(self, batch: Batch, features: Tensor, step: int) -> Tensor:
+        """See `Learner`: soft cross entropy with the base's distribution, step by step."""
+        random = torch.Generator().manual_seed(step)
+        rows, head = self._rows(batch, features, random), self._head(features)
+        importance = self._decay ** torch.arange(self.steps, device=features.device)
+        importance = importance / importance.sum()
+        one, total = torch.ones(1, device=features.device), head.sum() * 0
+        for weight, (hidden, states, known) in zip(importance, rows, strict=True):
+            if known.any():
+                with torch.no_grad():
+                    targets = (states[known] @ self._base_head.T).softmax(-1)
+                total = total + weight * head_loss(hidden[known][None], head, targets, one)
+        return total
+
+    def hits(self, batch: Batch, features: Tensor) -> tuple[Tensor, Tensor]:
+        """See `Learner`; a token that the head does not know is a miss."""
+        random = torch.Generator().manual_seed(0)
+        head, hits, counts = self._head(features), [], []
+        for hidden, states, known in self._rows(batch, features, random):
+            wanted = (states[known] @ self._base_head.T).argmax(-1)
+            hits.append(((hidden[known] @ head.T).argmax(-1) == wanted).sum())
+            counts.append(len(hidden))
+        return torch.stack(hits), torch.tensor(counts, device=features.device)
+
+    def _head(self, features: Tensor) -> Tensor:
+        """What gives logits of `_rows`, [Vd, H] or, with DSpark's table beside it, [Vd, H + r]."""
+        dtype, module = self.tapped.base.head.dtype, self.module
+        head = self._base_head if module.lm_head is None else module.lm_head.weight
+        head = head.to(features.device, dtype)
+        if module.markov_head is None:
+            return head
+        return torch.cat([head, module.markov_head.markov_w2.weight.to(dtype)], 1)
+
+    def _rows(
+        self, batch: Batch, features: Tensor, random: torch.Generator
+    ) -> list[tuple[Tensor, Tensor, Tensor]]:
+        """Of every step: the draft's rows, the base's states [R, H], and whose token it knows."""
+        device, base = features.device, self.tapped.base
+        ids, learned = batch.rows.ids.to(device), batch.learned.to(device)
+        anchors, is_one = _choose(batch.learned, random, _ANCHORS)
+        anchors, is_one = anchors.to(device), is_one.to(device)
+        blocks = torch.full((*anchors.shape, self._size), self._mask_id, device=device)
+        blocks[..., 0] = ids.gather(1, anchors)
+        dtype = base.head.dtype
+        taps = features[:, :, : len(self.tapped.taps)].flatten(2).to(dtype)
+        with torch.autocast(device.type, dtype, enabled=dtype != torch.float32):
+            hidden = self.module(taps, functional.embedding(blocks, base.embedding), anchors)
+        found = []
+        for step in range(self.steps):
+            places = anchors + 1 + step  # of the tokens that are foreseen
+            there = places.clamp(max=ids.shape[1] - 1)
+            taken = is_one & (places < ids.shape[1]) & learned.gather(1, there)
+            row, column = taken.nonzero(as_tuple=True)
+            place = places[row, column]
+            own = hidden[row, column, step + self._first].to(dtype)
+            if self.module.markov_head is not None:
+                before = self.module.markov_head.markov_w1(ids[row, place - 1])
+                own = torch.cat([own, before.to(dtype)], 1)
+            states = features[row, place - 1, len(self.tapped.taps)].to(dtype)
+            found.append((own, states, self._in_vocabulary[ids[row, place]]))
+        return found
+
+    def write(self, folder: Path, training: dict[str, Any]) -> None:
+        """See `Learner`: as z-lab's drafts are, those of a smaller head as speculators' are."""
+        base, module = self.tapped.base.config, self.module
+        architecture = "DSparkDraftModel" if self._is_dspark else "DFlashDraftModel"
+        own = {
+            "mask_token_id": self._mask_id,
+            "target_layer_ids": [tap - 1 for tap in self.tapped.taps],
+        }
+        config = {
+            **draft_config(module.shape, base, architecture),
+            "model_type": "qwen3" if self._has_norms else "llama",
+            "num_hidden_layers": len(module.layers),
+            "num_target_layers": base.num_hidden_layers,
+            "block_size": self._size,
+            "layer_types": ["full_attention"] * len(module.layers),
+            _OWN: own,
+        }
+        if self._is_dspark:
+            config |= {_NEWEST: True, "markov_head_type": "vanilla", "markov_rank": _RANK}
+        tensors = dict(module.state_dict())
+        if module.lm_head is not None:
+            ids = torch.from_numpy(self.vocabulary)
+            known = torch.zeros(base.vocab_size, dtype=torch.bool)
+            known[ids] = True
+            config["draft_vocab_size"] = len(ids)
+            tensors |= {"d2t": ids - torch.arange(len(ids)), "t2d": known}
+        write_checkpoint(folder, _WEIGHTS, tensors, config, training)
+
+
+def _choose(learned: Tensor, random: torch.Generator, share: float) -> tuple[Tensor, Tensor]:
+    """Random tokens whose follower is learned: places int64 [B, A], and which of them are some."""
+    could = functional.pad(learned[:, 1:], (0, 1))
+    could[:, 0] = False  # there is no text before it
+    most = max(1, int(share * int(could.sum(1).max())))
+    luck = torch.rand(could.shape, generator=random).masked_fill(~could, -1)
+    found = luck.topk(most, 1)
+    return found.indices, found.values >= 0
+
+
+def _unsaid(samples: Sequence[Sample], vocab_size: int) -> int:
+    """The last token that the corpus does not have: it stands for what is to be foreseen."""
+    said = np.zeros(vocab_size, np.bool_)
+    for sample in samples:
+        said[list(sample.ids)] = True
+    unsaid = np.flatnonzero(~said)
+    return int(unsaid[-1]) if len(unsaid) else vocab_size - 1
+
+
+def _copy(module: nn.Module, theirs: nn.Module, prefix: str = "") -> None:
+    """Take all parameters by their names."""
+    for name, own in module.named_parameters():
+        own.copy_(theirs.get_parameter(prefix + name))

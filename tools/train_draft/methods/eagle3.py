@@ -1,0 +1,94 @@
+"""Training an EAGLE-3 draft (arXiv 2503.01840): the training-time test, no loss on features."""
+
+from __future__ import annotations
+
+from collections.abc import Sequence
+from pathlib import Path
+from typing import Any
+
+import numpy as np
+import torch
+from torch import Tensor
+
+from edgellm.tools.train_draft.base import Base
+from edgellm.tools.train_draft.checkpoint_writers import (
+    draft_shape,
+    read_draft,
+    start_from_base,
+    write_draft,
+)
+from edgellm.tools.train_draft.data.corpus import Sample, draft_vocabulary
+from edgellm.tools.train_draft.data.hidden_states import Batch, TappedBase
+from edgellm.tools.train_draft.methods.eagle_network import Draft
+from edgellm.tools.train_draft.methods.losses import cut_head, head_loss
+from edgellm.tools.train_draft.methods.method import unrolled
+
+
+class Eagle3:
+    """See `Learner`; its head knows the likeliest tokens of the corpus only."""
+
+    outputs = frozenset(["lm_head.weight"])
+
+    def __init__(
+        self, base: Base, taps: tuple[int, ...], draft_vocab_size: int, unrolls: int, decay: float
+    ) -> None:
+        """Make the network.
+
+        Args:
+            base: the model that it drafts for.
+            taps: streams that it reads.
+            draft_vocab_size: tokens of its head.
+            unrolls: draft steps of the training-time test.
+            decay: the loss of step j weighs decay ** j.
+        """
+        self.tapped, self.steps, self._decay = TappedBase(base, taps), unrolls, decay
+        self.module = Draft(draft_shape(base.config, draft_vocab_size, len(taps)))
+
+    def start(self, samples: Sequence[Sample]) -> None:
+        """See `Learner`."""
+        base, size = self.tapped.base, self.module.shape.draft_vocab_size
+        self._know(draft_vocabulary(list(samples), base.config.vocab_size, size))
+        start_from_base(self.module, base, self.vocabulary)
+
+    def load(self, folder: Path) -> None:
+        """See `Learner`."""
+        vocab_size = self.tapped.base.config.vocab_size
+        self._know(read_draft(self.module, folder, self.tapped.taps, vocab_size))
+
+    def _know(self, vocabulary: np.ndarray) -> None:
+        self.vocabulary = vocabulary
+        self._base_head, self._in_vocabulary = cut_head(self.tapped.base.head, vocabulary)
+
+    def loss(self, batch: Batch, features: Tensor, step: int) -> Tensor:
+        """See `Learner`: soft cross entropy with the base's distribution."""
+        del step  # nothing is random
+        hidden, targets = self._predictions(batch, features)
+        importance = self._decay ** torch.arange(self.steps, device=hidden.device)
+        head = self.module.lm_head.weight.to(hidden.dtype)
+        return head_loss(hidden, head, targets, importance / importance.sum())
+
+    def _predictions(self, batch: Batch, features: Tensor) -> tuple[Tensor, Tensor]:
+        """Normed hidden states [unrolls, R, H], and what the base says there [R, Vd]."""
+        ids, learned = batch.rows.ids.to(features.device), batch.learned.to(features.device)
+        known = learned[:, 1:] & self._in_vocabulary[ids[:, 1:]]
+        known[:, : self.steps] = False
+        taps = features[:, :, : len(self.tapped.taps)]
+        hidden, states = unrolled(
+            self.module, self.tapped, batch, features, unrolls=self.steps, known=known, taps=taps
+        )
+        with torch.no_grad():
+            targets = (states @ self._base_head.T).softmax(-1)
+        return self.module.norm(hidden), targets
+
+    def hits(self, batch: Batch, features: Tensor) -> tuple[Tensor, Tensor]:
+        """See `Learner`; a token that the head does not know is a miss."""
+        hidden, targets = self._predictions(batch, features)
+        logits = (x @ self.module.lm_head.weight.to(x.dtype).T for x in hidden)
+        wanted = targets.argmax(-1)
+        hits = torch.stack([(x.argmax(-1) == wanted).sum() for x in logits])
+        return hits, torch.full_like(hits, int(batch.learned[:, self.steps + 1 :].sum()))
+
+    def write(self, folder: Path, training: dict[str, Any]) -> None:
+        """See `Learner`."""
+        config = self.tapped.base.config
+        write_draft(self.module, folder, self.vocabulary, self.tapped.taps, config, training)

@@ -1,0 +1,58 @@
+"""What went wrong on the way, in words that say what to do."""
+
+from __future__ import annotations
+
+from typing import Protocol
+
+from edgellm.core.contract import EdgeLLMError
+
+_NO_CONNECTION = 255  # of ssh
+# What ssh, rsync and the shell write, in the order in which they are looked for.
+_KNOWN = (
+    ("could not resolve", "is not known", "check the name, or give an IP address"),
+    ("no route to host", "cannot be reached", "check the network, and that the device is on"),
+    ("network is unreachable", "cannot be reached", "check the network of this machine"),
+    ("connection refused", "refuses connections", "start its ssh server, or check the port"),
+    ("timed out", "does not answer", "check the network, and that the device is on"),
+    ("host key verification failed", "is not the machine that it was, or is not known yet",
+     "connect once with ssh and look at its key"),
+    ("permission denied (13)", "cannot be written",
+     "give a folder that your user there may write"),
+    ("permission denied (", "refuses the login", "check user and key: ssh must work on its own"),
+    ("no space left on device", "is full",
+     "free some space there and run it again: what has arrived is kept"),
+    ("disk quota exceeded", "is full",
+     "free some space there and run it again: what has arrived is kept"),
+    ("read-only file system", "cannot be written", "give a folder on a disk that can be written"),
+    ("permission denied", "cannot be written", "give a folder that your user there may write"),
+    ("is a file", "is a file", "give the name of a folder"),
+)  # fmt: skip
+
+
+class _Target(Protocol):
+    @property
+    def host(self) -> str: ...
+
+
+def explain(target: _Target, code: int, errors: str, *, hint: str = "") -> EdgeLLMError:
+    """The error of a command that failed.
+
+    Args:
+        target: where it ran or went to.
+        code: its exit code.
+        errors: what it wrote to its standard error.
+        hint: the remedy where nothing better is known.
+    """
+    lines = [line.strip() for line in errors.splitlines() if line.strip()]
+    for pattern, fault, remedy in _KNOWN:
+        found = [line for line in lines if pattern in line.lower()]
+        if found:
+            place = target.host if code == _NO_CONNECTION else target
+            detail = "" if found[0].lower() == pattern else f" ({found[0]})"
+            return EdgeLLMError(f"{place} {fault}{detail}", hint=remedy)
+    first = lines[0] if lines else f"exit code {code}"
+    if code == _NO_CONNECTION:
+        return EdgeLLMError(
+            f"{target.host} cannot be reached ({first})", hint=hint or "ssh must work on its own"
+        )
+    return EdgeLLMError(f"{target}: {first}", hint=hint)
