@@ -35,7 +35,8 @@ def engine_folder(work: Path) -> Path:
     """An INT4 engine; made when it is not there."""
     from edgellm.build.engine import build_engine
     from edgellm.build.plan import Plan
-    from edgellm.export.pipeline.llm import ExportOptions, export_llm
+    from edgellm.export.graph.architecture import ExportOptions
+    from edgellm.export.pipeline.llm import export_llm
     from edgellm.export.pipeline.resolve import open_checkpoint
 
     engine = work / "cold-start-engine"

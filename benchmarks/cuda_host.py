@@ -155,7 +155,7 @@ def count(engine: Path, stub: Path) -> None:
 
 def _count_image(session: DecoderSession, spec: DecoderSpec, counter: Counter) -> None:
     """A prompt with image rows, and a token behind it."""
-    from edgellm.device_runtime.networks import ImageRows
+    from edgellm.device_runtime.arrays import ImageRows
 
     assert spec.images is not None
     shape = IMAGE_ROWS, spec.hidden_size

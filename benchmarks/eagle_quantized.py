@@ -24,8 +24,9 @@ from quality import RECIPES, checkpoint
 from edgellm.build.engine import build_engine
 from edgellm.build.plan import Plan
 from edgellm.device_runtime.api.llm import LLM
+from edgellm.export.graph.architecture import ExportOptions
 from edgellm.export.pipeline.draft import DraftOptions, export_draft
-from edgellm.export.pipeline.llm import ExportOptions, export_llm
+from edgellm.export.pipeline.llm import export_llm
 from edgellm.export.pipeline.resolve import open_checkpoint
 from edgellm.scripts import smollm2
 

@@ -30,7 +30,7 @@ from gpu_runs import OracleCheck, Run, check_oracle, run
 from edgellm.build import backends
 from edgellm.build.backends import options_of
 from edgellm.build.plan import Plan
-from edgellm.core.contract import EdgeLLMError
+from edgellm.core.errors import EdgeLLMError
 from edgellm.core.manifest import (
     DRAFT_ENGINE,
     DRAFT_FOLDER,

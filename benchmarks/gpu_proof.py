@@ -51,7 +51,7 @@ class Stage:
 
 def command(*words: object, codes: tuple[int, ...] = (0,)) -> tuple[bool, str]:
     """Run a program; whether it ended as it should, and what it said last."""
-    folders = (ROOT / ".src", ROOT / "benchmarks", ROOT / "tests")
+    folders = (ROOT / ".src", ROOT / "benchmarks", ROOT / "tests", ROOT / "tests" / "support")
     path = os.pathsep.join([*map(str, folders), os.environ.get("PYTHONPATH", "")])
     result = subprocess.run(
         [str(word) for word in words], capture_output=True, text=True, timeout=_LONGEST_S,

@@ -11,7 +11,7 @@ from typing import Any
 from gpu_clock import Clocks
 from oracle_draft import foreseeing
 
-from edgellm.core.contract import EdgeLLMError
+from edgellm.core.errors import EdgeLLMError
 from edgellm.device_runtime.api.llm import LLM
 from edgellm.device_runtime.sampling.sampler import SamplingParams
 

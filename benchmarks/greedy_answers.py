@@ -13,8 +13,9 @@ from edgellm.build.engine import build_engine
 from edgellm.build.plan import Plan
 from edgellm.device_runtime.api.llm import LLM, Answer
 from edgellm.device_runtime.sampling.sampler import SamplingParams
+from edgellm.export.graph.architecture import ExportOptions
 from edgellm.export.pipeline.draft import DraftOptions, export_draft
-from edgellm.export.pipeline.llm import ExportOptions, export_llm
+from edgellm.export.pipeline.llm import export_llm
 from edgellm.export.pipeline.resolve import open_checkpoint, open_draft
 from edgellm.quantize.metrics.divergence import Asked, Changes, count_changes
 

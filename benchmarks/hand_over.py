@@ -35,8 +35,9 @@ from edgellm.device_runtime.api.llm import LLM
 from edgellm.device_runtime.sampling.sampler import SamplingParams
 from edgellm.device_runtime.speculate.options import SpecOptions
 from edgellm.device_runtime.text.tokenizer import ChatTokenizer
+from edgellm.export.graph.architecture import ExportOptions
 from edgellm.export.pipeline.eagle3_checkpoint import hand_over
-from edgellm.export.pipeline.llm import ExportOptions, export_llm
+from edgellm.export.pipeline.llm import export_llm
 from edgellm.export.pipeline.resolve import open_checkpoint, open_draft
 from edgellm.export.pipeline.verify import run_portable
 from edgellm.scripts import smollm2

@@ -39,9 +39,10 @@ from edgellm.device_runtime.runners.onnxruntime_graphs import load_graph
 from edgellm.export import models
 from edgellm.export.checkpoints.weights import StoredTensor
 from edgellm.export.config.reader import ConfigReader
+from edgellm.export.graph.architecture import ExportOptions
 from edgellm.export.graph.bundle_files import DTYPES, write_graphs
 from edgellm.export.graph.decoder import build_commit, build_decoder
-from edgellm.export.pipeline.llm import ExportOptions, export_llm
+from edgellm.export.pipeline.llm import export_llm
 from edgellm.export.pipeline.resolve import open_checkpoint
 from edgellm.scripts import smollm2
 

@@ -13,7 +13,12 @@ from typing import Any
 import numpy as np
 
 from edgellm.device_runtime.api.llm import LLM
-from edgellm.device_runtime.networks import F32, I64, ImageRows, LoadedAdapter
+from edgellm.device_runtime.arrays import (
+    F32,
+    I64,
+    ImageRows,
+    LoadedAdapter,
+)
 from edgellm.device_runtime.speculate.drafter import Drafter, Verified
 from edgellm.device_runtime.speculate.open_drafter import Drafters
 from edgellm.device_runtime.speculate.shared_passes import Passes

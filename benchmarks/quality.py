@@ -43,7 +43,8 @@ from edgellm.build.engine import build_engine
 from edgellm.build.plan import Plan
 from edgellm.core.manifest import LLM_ENGINE, load_engine
 from edgellm.device_runtime.networks.decoder import DecoderSession, open_decoder
-from edgellm.export.pipeline.llm import ExportOptions, export_llm
+from edgellm.export.graph.architecture import ExportOptions
+from edgellm.export.pipeline.llm import export_llm
 from edgellm.export.pipeline.resolve import open_checkpoint
 from edgellm.quantize.metrics.divergence import Quality, Score
 from edgellm.scripts import smollm2

@@ -292,7 +292,8 @@ def smollm2_engine(work: Path, threads: int) -> Path:
 
     from edgellm.build.engine import build_engine
     from edgellm.build.plan import Plan
-    from edgellm.export.pipeline.llm import ExportOptions, export_llm
+    from edgellm.export.graph.architecture import ExportOptions
+    from edgellm.export.pipeline.llm import export_llm
     from edgellm.export.pipeline.resolve import open_checkpoint
     from edgellm.scripts import smollm2
 

@@ -13,9 +13,8 @@ import numpy as np
 import torch
 
 from edgellm.export.checkpoints.hf import Safetensors
-from edgellm.quantize.algorithms.modelopt import Recipe
 from edgellm.quantize.evaluation.layer_errors import QuantizedLayer
-from edgellm.quantize.formats.schemes import choose_scheme
+from edgellm.quantize.formats.schemes import Recipe, choose_scheme
 from edgellm.quantize.formats.tensors import read_below, read_tensor
 from edgellm.quantize.models.language_model import LanguageModel
 from edgellm.quantize.models.lm_head import float_head

@@ -106,7 +106,8 @@ def main() -> None:
     parser.add_argument("--layers", type=int, default=24)
     parser.add_argument("--gpu", default="12.0")
     options = parser.parse_args()
-    from edgellm.export.pipeline.llm import ExportOptions, export_llm
+    from edgellm.export.graph.architecture import ExportOptions
+    from edgellm.export.pipeline.llm import export_llm
     from edgellm.export.pipeline.resolve import open_checkpoint
 
     with tempfile.TemporaryDirectory() as name:

@@ -27,12 +27,13 @@ import numpy as np
 
 from edgellm.build.engine import build_engine
 from edgellm.build.plan import Plan, image_plan
-from edgellm.core.contract import PIXEL_VALUES
+from edgellm.core.graph_io import PIXEL_VALUES
 from edgellm.core.manifest import VISUAL_ENGINE, load_engine
 from edgellm.device_runtime.api.llm import LLM
 from edgellm.device_runtime.networks import encoder
 from edgellm.device_runtime.sampling.sampler import SamplingParams
-from edgellm.export.pipeline.llm import ExportOptions, export_llm
+from edgellm.export.graph.architecture import ExportOptions
+from edgellm.export.pipeline.llm import export_llm
 from edgellm.export.pipeline.resolve import open_checkpoint
 from edgellm.export.pipeline.visual import VisualOptions, export_visual
 from edgellm.multimodal.patch_grid import grid_inputs

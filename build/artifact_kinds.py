@@ -9,7 +9,11 @@ from typing import Any
 
 from edgellm.build.plan import Plan
 from edgellm.core.artifact import require_pair, verify_files, verify_sizes
-from edgellm.core.contract import BrokenArtifactError, EdgeLLMError, LimitError
+from edgellm.core.errors import (
+    BrokenArtifactError,
+    EdgeLLMError,
+    LimitError,
+)
 from edgellm.core.manifest import (
     DRAFT_BUNDLE,
     DRAFT_ENGINE,

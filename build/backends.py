@@ -12,7 +12,7 @@ from pathlib import Path
 from typing import Any, Protocol, cast
 
 from edgellm.build.plan import FLAG, Compiled, Estimate, Options, Origin, Plan, Report
-from edgellm.core.contract import EdgeLLMError
+from edgellm.core.errors import EdgeLLMError
 from edgellm.core.manifest import Bundle, library_of
 from edgellm.device_runtime import runners
 

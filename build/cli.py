@@ -42,7 +42,7 @@ from edgellm.build.flags import (
 )
 from edgellm.build.progress import shown
 from edgellm.core.cli import CAMEL_CASE, App, run_command
-from edgellm.core.contract import EdgeLLMError
+from edgellm.core.errors import EdgeLLMError
 from edgellm.core.graph_roles import PASS, measured_name
 from edgellm.core.manifest import DRAFT_ENGINE, DRAFT_FOLDER, Engine, FileRecord, library_of
 

@@ -13,7 +13,10 @@ from pathlib import Path
 from edgellm.build import backends
 from edgellm.build.host_info import free_disk_bytes, read_bandwidth_bytes_per_s
 from edgellm.build.plan import Estimate, Origin, Plan
-from edgellm.core.contract import EdgeLLMError, LimitError
+from edgellm.core.errors import (
+    EdgeLLMError,
+    LimitError,
+)
 from edgellm.core.graph_roles import BLOCK, DECODER
 from edgellm.core.manifest import Bundle
 from edgellm.core.system_memory import available_memory_bytes, physical_memory_bytes

@@ -32,7 +32,7 @@ from edgellm.build.flags import (
 )
 from edgellm.build.progress import shown
 from edgellm.core.cli import CAMEL_CASE, App, run_command
-from edgellm.core.contract import EdgeLLMError
+from edgellm.core.errors import EdgeLLMError
 
 app = App(CAMEL_CASE)
 MinImageTokens = Annotated[

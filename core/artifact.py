@@ -17,8 +17,11 @@ import time
 from collections.abc import Callable, Iterator
 from pathlib import Path
 
-from edgellm.core.contract import BrokenArtifactError, EdgeLLMError
 from edgellm.core.disk_space import explain_full_disk
+from edgellm.core.errors import (
+    BrokenArtifactError,
+    EdgeLLMError,
+)
 from edgellm.core.file_lock import Unfinished, begin
 from edgellm.core.manifest import DRAFT_FOLDER, MANIFEST_NAME, Bundle, Engine, FileRecord, Manifest
 from edgellm.core.model_spec import DraftSpec

@@ -15,7 +15,7 @@ from concurrent.futures import Future, ThreadPoolExecutor
 from pathlib import Path
 
 from edgellm.core.artifact import cache_folder, hash_file, replace_file, verify_sizes
-from edgellm.core.contract import BrokenArtifactError
+from edgellm.core.errors import BrokenArtifactError
 from edgellm.core.manifest import MANIFEST_NAME, FileRecord
 
 RECORD_NAME = ".checked.json"

@@ -15,7 +15,7 @@ from typing import Annotated, Any
 
 import typer
 
-from edgellm.core.contract import EdgeLLMError
+from edgellm.core.errors import EdgeLLMError
 
 # How flags are spelled: --engine-dir is --engineDir, --model-dir is --model_dir.
 CAMEL_CASE = {"token_normalize_func": lambda name: re.sub("-(.)", lambda m: m[1].upper(), name)}

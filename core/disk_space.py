@@ -13,7 +13,10 @@ import shutil
 from collections.abc import Iterator
 from pathlib import Path
 
-from edgellm.core.contract import BrokenArtifactError, LimitError
+from edgellm.core.errors import (
+    BrokenArtifactError,
+    LimitError,
+)
 
 _FULL = (errno.ENOSPC, errno.EDQUOT, errno.EFBIG)
 _HINT = "free some space, or give a folder on another disk"

@@ -18,7 +18,7 @@ from collections.abc import Iterator
 from dataclasses import dataclass
 from pathlib import Path
 
-from edgellm.core.contract import EdgeLLMError
+from edgellm.core.errors import EdgeLLMError
 
 _LOCK, _FILES = "lock", "files"
 _MARK = b"a run of edgellm\n"  # in locks, so that nothing of somebody else's is taken for ours

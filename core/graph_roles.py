@@ -10,7 +10,11 @@ from collections.abc import Iterable, Mapping
 from dataclasses import dataclass, field
 from enum import Enum
 
-from edgellm.core.contract import DRAFT_HIDDEN, HIDDEN_TAPS, TOP_K
+from edgellm.core.graph_io import (
+    DRAFT_HIDDEN,
+    HIDDEN_TAPS,
+    TOP_K,
+)
 
 DECODER = "decoder"  # a language model
 DRAFT = "draft"  # a draft network with a cache of its own

@@ -13,8 +13,8 @@ from dataclasses import dataclass, field
 from pathlib import Path
 from typing import Any, TypeVar
 
-from edgellm.core.contract import BrokenArtifactError
 from edgellm.core.disk_space import require_regular_files
+from edgellm.core.errors import BrokenArtifactError
 from edgellm.core.graph_roles import ROLES
 from edgellm.core.model_spec import DecoderSpec, DraftSpec, KVCacheSpec, PageSpec, VisionSpec
 from edgellm.core.strict_json import parse

@@ -7,7 +7,7 @@ from collections.abc import Iterable
 from dataclasses import dataclass
 from pathlib import Path
 
-from edgellm.core.contract import BrokenArtifactError
+from edgellm.core.errors import BrokenArtifactError
 from edgellm.core.strict_json import parse
 
 # Options of an engine that takes adapters

@@ -14,7 +14,7 @@ import typer
 
 from edgellm.core.artifact import hash_engines
 from edgellm.core.cli import CAMEL_CASE, App, run_command
-from edgellm.core.contract import EdgeLLMError
+from edgellm.core.errors import EdgeLLMError
 from edgellm.core.peft_adapter import hash_adapters
 from edgellm.device_runtime.requests.flags import (
     AllowSpecialTokens,

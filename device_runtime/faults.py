@@ -13,7 +13,10 @@ from functools import partial
 from types import TracebackType
 from typing import TypeVar
 
-from edgellm.core.contract import EdgeLLMError, UnexpectedError
+from edgellm.core.errors import (
+    EdgeLLMError,
+    UnexpectedError,
+)
 
 T = TypeVar("T")
 R = TypeVar("R")

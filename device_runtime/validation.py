@@ -7,7 +7,7 @@ from collections.abc import Mapping, Sequence
 from numbers import Integral, Real
 from typing import Any
 
-from edgellm.core.contract import RequestError
+from edgellm.core.errors import RequestError
 from edgellm.multimodal.media import Source, Video
 
 MAX_STALL_MS = 100.0  # of a pass that reads a prompt beside other answers
@@ -109,25 +109,3 @@ def _video(place: str, given: Any) -> Video:
         require_kind(f"{place}.video", frame, (str, os.PathLike), what)
     paths = [os.fspath(frame) for frame in frames]
     return Video.of(paths if frames is given else paths[0])
-
-
-def check_loading(
-    engine_dir: Any,
-    verify: Any,
-    spec: Any,
-    multimodal_engine_dir: Any,
-    max_stall_ms: Any,
-    **switches: Any,
-) -> None:
-    """The arguments of `LLM`, `switches` the ones that are on or off; raises `RequestError`."""
-    from edgellm.device_runtime.speculate.options import SpecOptions
-
-    none, path = type(None), (str, os.PathLike)
-    require_kind("engine_dir", engine_dir, path, "a path")
-    require_kind("multimodal_engine_dir", multimodal_engine_dir, (*path, none), "a path")
-    require_kind("verify", verify, (bool, none), "True, False or None")
-    require_kind("spec", spec, (SpecOptions, none), "a SpecOptions")
-    if not is_number(max_stall_ms) or not max_stall_ms > 0:
-        raise RequestError(f"max_stall_ms {max_stall_ms!r} is not a number above 0")
-    for name, switch in switches.items():
-        require_kind(name, switch, bool, "True or False")

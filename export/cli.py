@@ -11,7 +11,7 @@ from typing import TYPE_CHECKING, Annotated
 import typer
 
 from edgellm.core.cli import SNAKE_CASE, App, numbers, run_command
-from edgellm.core.contract import EdgeLLMError
+from edgellm.core.errors import EdgeLLMError
 from edgellm.core.manifest import Bundle
 from edgellm.core.model_spec import DraftSpec
 
@@ -70,7 +70,8 @@ def llm(
     ] = False,
 ) -> None:
     """Export a language model."""
-    from edgellm.export.pipeline.llm import ExportOptions, export_llm
+    from edgellm.export.graph.architecture import ExportOptions
+    from edgellm.export.pipeline.llm import export_llm
     from edgellm.export.pipeline.progress import byte_progress
     from edgellm.export.pipeline.resolve import open_checkpoint
 

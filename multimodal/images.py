@@ -16,7 +16,7 @@ from urllib.request import url2pathname
 import numpy as np
 from PIL import ExifTags, Image, ImageFile, TiffImagePlugin, UnidentifiedImageError
 
-from edgellm.core.contract import RequestError
+from edgellm.core.errors import RequestError
 
 # What a camera or a browser writes. Pillow reads more, some of it by starting other programs.
 FORMATS = ("AVIF", "BMP", "GIF", "ICO", "JPEG", "JPEG2000", "PNG", "PPM", "TIFF", "WEBP")

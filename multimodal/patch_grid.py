@@ -1,7 +1,7 @@
 """What the graph of a visual encoder wants to know of an image's grid of patches.
 
 Everything is computed with whole arrays, in time and memory proportional to the patches. An image
-is `rows` by `columns` patches; P of them in merge-block order, as `contract.PIXEL_VALUES` has them.
+is `rows` by `columns` patches; P of them in merge-block order, as `graph_io.PIXEL_VALUES` has them.
 """
 
 from __future__ import annotations
@@ -9,14 +9,14 @@ from __future__ import annotations
 import numpy as np
 from numpy.typing import NDArray
 
-from edgellm.core.contract import (
+from edgellm.core.errors import RequestError
+from edgellm.core.graph_io import (
     PATCH_POSITIONS,
     POS_EMBED_INDEX,
     POS_EMBED_WEIGHT,
     WINDOW_MASK,
     WINDOW_ROWS,
     WINDOW_SLOTS,
-    RequestError,
 )
 from edgellm.core.model_spec import VisionSpec
 

@@ -13,7 +13,7 @@ from dataclasses import dataclass
 import numpy as np
 from numpy.typing import ArrayLike, NDArray
 
-from edgellm.core.contract import RequestError
+from edgellm.core.errors import RequestError
 
 Grid = tuple[int, int] | tuple[int, int, int, float]
 

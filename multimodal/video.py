@@ -16,7 +16,7 @@ from typing import Any
 import numpy as np
 from PIL import Image
 
-from edgellm.core.contract import RequestError
+from edgellm.core.errors import RequestError
 from edgellm.multimodal.images import MAX_PIXELS, content_hash, open_image, read_source
 from edgellm.multimodal.media import Video
 

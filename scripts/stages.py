@@ -8,7 +8,7 @@ import time
 from pathlib import Path
 
 from edgellm.core.artifact import hash_file
-from edgellm.core.contract import EdgeLLMError
+from edgellm.core.errors import EdgeLLMError
 from edgellm.core.manifest import (
     DRAFT_BUNDLE,
     DRAFT_ENGINE,

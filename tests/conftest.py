@@ -28,7 +28,7 @@ import without_host
 from hypothesis import settings
 
 from edgellm.core.cli import _explain as explain
-from edgellm.core.contract import EdgeLLMError
+from edgellm.core.errors import EdgeLLMError
 from edgellm.export import models
 from edgellm.scripts import smollm2
 
@@ -117,7 +117,8 @@ def tiny_checkpoint(tmp_path_factory: pytest.TempPathFactory) -> Path:
 
 @pytest.fixture(scope="session")
 def tiny_bundle(tiny_checkpoint: Path, tmp_path_factory: pytest.TempPathFactory) -> Path:
-    from edgellm.export.pipeline.llm import ExportOptions, export_llm
+    from edgellm.export.graph.architecture import ExportOptions
+    from edgellm.export.pipeline.llm import export_llm
     from edgellm.export.pipeline.resolve import open_checkpoint
 
     bundle = tmp_path_factory.mktemp("bundles") / "tiny"
@@ -130,7 +131,8 @@ def tiny_int4_bundle(tiny_checkpoint: Path, tmp_path_factory: pytest.TempPathFac
     """The tiny model rounded to INT4 blocks of 16, as a quantized checkpoint holds it."""
     from weights import round_checkpoint
 
-    from edgellm.export.pipeline.llm import ExportOptions, export_llm
+    from edgellm.export.graph.architecture import ExportOptions
+    from edgellm.export.pipeline.llm import export_llm
     from edgellm.export.pipeline.resolve import open_checkpoint
 
     folder = tmp_path_factory.mktemp("int4")

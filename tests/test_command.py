@@ -15,7 +15,7 @@ import pytest
 import typer
 
 from edgellm.core.cli import CAMEL_CASE, App, run_command
-from edgellm.core.contract import EdgeLLMError
+from edgellm.core.errors import EdgeLLMError
 
 
 def _failing(error: Exception) -> App:

@@ -14,8 +14,11 @@ import pytest
 
 from edgellm.core import artifact, file_lock
 from edgellm.core.artifact import publish, temporary_folder, verify_files
-from edgellm.core.contract import BrokenArtifactError, EdgeLLMError
 from edgellm.core.disk_space import require_space
+from edgellm.core.errors import (
+    BrokenArtifactError,
+    EdgeLLMError,
+)
 from edgellm.core.manifest import (
     LLM_BUNDLE,
     LLM_ENGINE,

@@ -30,7 +30,7 @@ from lowered_engines import Lowered
 from oracle_draft import foreseeing
 
 from edgellm.build.resource_estimate import predict
-from edgellm.core.contract import EdgeLLMError
+from edgellm.core.errors import EdgeLLMError
 from edgellm.core.manifest import LLM_BUNDLE, LLM_ENGINE, load_bundle, load_engine
 from edgellm.device_runtime import LLM, SamplingParams, SpecOptions, runners
 from edgellm.device_runtime.gpu import compute_capability

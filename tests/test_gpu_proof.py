@@ -16,7 +16,7 @@ import pytest
 from fake_gpu import FakeDevice
 from gpu_kernels import check_kernels
 
-from edgellm.core.contract import EdgeLLMError
+from edgellm.core.errors import EdgeLLMError
 from edgellm.device_runtime.kernels.triton.catalog import KERNELS
 
 ROUNDS = "grow_level", "select_tree", "lay_out", "accept_greedy", "accept_sampled"

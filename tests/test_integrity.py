@@ -12,7 +12,7 @@ import pytest
 from edgellm.core import checksums
 from edgellm.core.artifact import hash_file
 from edgellm.core.checksums import RECORD_NAME, FileCheck, remember
-from edgellm.core.contract import BrokenArtifactError
+from edgellm.core.errors import BrokenArtifactError
 from edgellm.device_runtime import LLM, SpecOptions
 
 NAMES = ("a.onnx", "deep/b.data")

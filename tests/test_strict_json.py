@@ -4,7 +4,7 @@ import shutil
 
 import pytest
 
-from edgellm.core.contract import BrokenArtifactError
+from edgellm.core.errors import BrokenArtifactError
 from edgellm.core.strict_json import DuplicateKeyError, parse
 from edgellm.export.pipeline.resolve import open_checkpoint
 

@@ -9,7 +9,7 @@ import pytest
 
 from edgellm.build import resource_estimate
 from edgellm.core import system_memory
-from edgellm.core.contract import LimitError
+from edgellm.core.errors import LimitError
 from edgellm.device_runtime.runners.tensorrt.cuda import driver
 from edgellm.quantize.models import checks as quantize_checks
 from edgellm.tools.bench import machine as bench_machine

@@ -13,7 +13,7 @@ import typer
 
 from edgellm.core.artifact import check_output_file, replace_file
 from edgellm.core.cli import SNAKE_CASE, App, run_command
-from edgellm.core.contract import EdgeLLMError
+from edgellm.core.errors import EdgeLLMError
 
 PAGE = Path(__file__).with_name("trees.html")
 _PLACE = "@DATA@"

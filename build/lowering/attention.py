@@ -1,4 +1,4 @@
-"""What the call of a cached attention has; each layer's own, see `edgellm.export.onnx.functions.attention`."""
+"""Calls of cached attention, one for each layer; see `edgellm.export.onnx.functions`."""
 
 from __future__ import annotations
 
@@ -7,8 +7,11 @@ from dataclasses import dataclass
 import onnx_ir as ir
 
 from edgellm.build.lowering.function_calls import find_calls, require_known
-from edgellm.core import contract
-from edgellm.core.contract import BrokenArtifactError, UnsupportedModelError
+from edgellm.core import onnx_functions
+from edgellm.core.errors import (
+    BrokenArtifactError,
+    UnsupportedModelError,
+)
 
 _OPERANDS = (
     "q", "k", "v", "past_key", "past_value", "write_index", "visible", "cos", "sin", "positions",
@@ -51,7 +54,10 @@ class CachedAttention:
                 the backend does not take.
         """
         calls = find_calls(
-            graph, contract.ATTENTION, contract.UNROTATED_ATTENTION, contract.SINK_ATTENTION
+            graph,
+            onnx_functions.ATTENTION,
+            onnx_functions.UNROTATED_ATTENTION,
+            onnx_functions.SINK_ATTENTION,
         )
         layers = [cls._of(call) for call in calls]
         if not takes_sinks and any(layer.sinks is not None for layer in layers):
@@ -63,7 +69,7 @@ class CachedAttention:
 
     @classmethod
     def _of(cls, call: ir.Node) -> CachedAttention:
-        rotates = call.op_type != contract.UNROTATED_ATTENTION
+        rotates = call.op_type != onnx_functions.UNROTATED_ATTENTION
         flags = _FLAGS if rotates else ()
         require_known(call, "num_heads", "kv_num_heads", "scale", "softcap", *flags)
         operands = [*call.inputs, *[None] * len(_OPERANDS)][: len(_OPERANDS)]

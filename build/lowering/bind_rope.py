@@ -5,7 +5,7 @@ from __future__ import annotations
 import onnx_ir as ir
 
 from edgellm.build.lowering.function_calls import find_calls
-from edgellm.core.contract import ROTARY_TABLES
+from edgellm.core.onnx_functions import ROTARY_TABLES
 
 
 def settle_frequencies(graph: ir.Graph, capacity: int) -> None:

@@ -9,9 +9,9 @@ from onnx_ir.passes.common import unused_removal
 from edgellm.build.lowering.bind_rope import settle_frequencies
 from edgellm.build.lowering.function_calls import inline
 from edgellm.build.lowering.graph import GraphEditor
-from edgellm.core import contract
+from edgellm.core import graph_io
 
-CACHE_NAMES = (contract.PAST, contract.PRESENT)
+CACHE_NAMES = (graph_io.PAST, graph_io.PRESENT)
 CONTRIB = "com.microsoft"
 MASKED = {ir.DataType.FLOAT: -1e30, ir.DataType.FLOAT16: -3e4}
 # Of scores that are replaced, or added to in float32: finite, for a row that saw nothing would be

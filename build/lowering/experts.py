@@ -22,7 +22,8 @@ from edgellm.build.lowering.linears.weights import (
     linear_layers,
 )
 from edgellm.build.lowering.weights import constant_array
-from edgellm.core.contract import (
+from edgellm.core.errors import UnsupportedModelError
+from edgellm.core.onnx_functions import (
     BLOCK_EXPERTS,
     BLOCK_LINEAR,
     EXPERTS,
@@ -34,7 +35,6 @@ from edgellm.core.contract import (
     QUANTIZED_LINEAR,
     SHIFTED_EXPERTS,
     SHIFTED_LINEAR,
-    UnsupportedModelError,
 )
 
 _OF_ALL = ("alpha", "limit", "offset", "top_k")

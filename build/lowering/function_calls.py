@@ -5,7 +5,11 @@ from __future__ import annotations
 import onnx_ir as ir
 from onnx_ir.passes.common import InlinePass, RemoveUnusedFunctionsPass, RemoveUnusedNodesPass
 
-from edgellm.core.contract import (
+from edgellm.core.errors import (
+    BrokenArtifactError,
+    UnsupportedModelError,
+)
+from edgellm.core.onnx_functions import (
     ATTENTION,
     BLOCK_EXPERTS,
     BLOCK_FACTORS,
@@ -31,8 +35,6 @@ from edgellm.core.contract import (
     UNROTATED_ATTENTION,
     VISIBLE_IN_WINDOW,
     VISIBLE_SLOTS,
-    BrokenArtifactError,
-    UnsupportedModelError,
 )
 
 LINEARS = LINEAR, QUANTIZED_LINEAR, SHIFTED_LINEAR, BLOCK_LINEAR, OFFSET_LINEAR, FP4_LINEAR

@@ -20,8 +20,12 @@ from edgellm.build.lowering.graph import GraphEditor
 from edgellm.build.lowering.linears.groups import group_nodes
 from edgellm.build.lowering.linears.weights import LinearWeight, layer_name, linear_layers
 from edgellm.build.plan import GpuOptions, Plan
-from edgellm.core import contract
-from edgellm.core.contract import ROUND_INPUT, ROUND_INPUT_FP4, SMOOTH_INPUT
+from edgellm.core import graph_io, onnx_functions
+from edgellm.core.onnx_functions import (
+    ROUND_INPUT,
+    ROUND_INPUT_FP4,
+    SMOOTH_INPUT,
+)
 from edgellm.device_runtime.adapted_layers import (
     MAX_LORA_RANK,
     MAX_LORAS,
@@ -72,7 +76,7 @@ class Marks:
         for place, (node, layer) in enumerate(list(adapted_layers(graph.graph))):
             graph.cursor = node
             read = [_own_input(node)]
-            mark = graph.node(_MARK, read, domain=contract.FUNCTIONS).producer()
+            mark = graph.node(_MARK, read, domain=onnx_functions.FUNCTIONS).producer()
             assert mark is not None
             self._marks[layer_name(node)] = Mark(place, layer.out_features, mark)
 
@@ -130,7 +134,7 @@ class Places:
 
     def ranges(self) -> tuple[dict[str, tuple[int, int]], dict[str, tuple[int, int]]]:
         """Of columns that vary, in passes without adapters and in those with some."""
-        symbols = {at: f"{contract.ADAPTER_COLUMNS}{at}" for at in range(1, _MOST_MERGED + 1)}
+        symbols = {at: f"{graph_io.ADAPTER_COLUMNS}{at}" for at in range(1, _MOST_MERGED + 1)}
         all_of_them = {name: (self.columns(at), self.columns(at)) for at, name in symbols.items()}
         return dict.fromkeys(symbols.values(), (1, 1)), all_of_them
 
@@ -157,7 +161,7 @@ Multiply = Callable[[GraphEditor, ir.Value, ir.Value], ir.Value]
 
 
 class AdapterSums:
-    """Lets products of weights add what adapters do, see `contract.adapter_matrix`."""
+    """Lets products of weights add what adapters do, see `graph_io.adapter_matrix`."""
 
     def __init__(
         self,
@@ -197,10 +201,10 @@ class AdapterSums:
         assert all(mark.own_input is own for mark in marks)
         layers, columns = [(mark.place, mark.width) for mark in marks], self._columns(len(marks))
         down, up = (
-            graph.input(contract.adapter_matrix(part, layers), self._dtype, [columns, width])
+            graph.input(graph_io.adapter_matrix(part, layers), self._dtype, [columns, width])
             for part, width in (
-                (contract.ADAPTER_DOWN, weight.in_features),
-                (contract.ADAPTER_UP, sum(weight.widths)),
+                (graph_io.ADAPTER_DOWN, weight.in_features),
+                (graph_io.ADAPTER_UP, sum(weight.widths)),
             )
         )
         found = self._multiply(graph, own, down)
@@ -213,15 +217,15 @@ class AdapterSums:
         """Of the columns of a product of so many layers."""
         if layers not in self._masks:
             inputs = self._graph.graph.inputs
-            ids = next(value for value in inputs if value.name == contract.INPUT_IDS)
+            ids = next(value for value in inputs if value.name == graph_io.INPUT_IDS)
             shape = [dim if isinstance(dim, int) else str(dim) for dim in ids.shape or ()]
             shape.append(self._columns(layers))
-            name = f"{contract.ADAPTER_MASK}{layers}"
+            name = f"{graph_io.ADAPTER_MASK}{layers}"
             self._masks[layers] = self._graph.input(name, ir.DataType.BOOL, shape)
         return self._masks[layers]
 
     def _columns(self, layers: int) -> int | str:
         assert layers <= _MOST_MERGED
         if self._varies:
-            return f"{contract.ADAPTER_COLUMNS}{layers}"
+            return f"{graph_io.ADAPTER_COLUMNS}{layers}"
         return self._places.columns(layers)

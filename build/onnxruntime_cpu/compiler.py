@@ -32,8 +32,11 @@ from edgellm.build.progress import part_of
 from edgellm.build.verify.check import Verdict, require_alike, run_passes
 from edgellm.build.verify.reference import Numbers, Source, make_reference
 from edgellm.build.verify.rounding_simulation import Rounds
-from edgellm.core import contract
-from edgellm.core.contract import EdgeLLMError, UnsupportedModelError
+from edgellm.core import graph_io
+from edgellm.core.errors import (
+    EdgeLLMError,
+    UnsupportedModelError,
+)
 from edgellm.core.graph_roles import COMMIT, DECODER, ENCODER, HEADS, ROLES
 from edgellm.core.manifest import Bundle, GraphSpec, with_kv_dtype
 from edgellm.core.model_spec import KVCacheSpec
@@ -248,8 +251,8 @@ class _Compiler:
         """What a graph gives for the passes that it is meant for."""
         passes = [
             each for each in self._reference.passes
-            if contract.INPUT_IDS not in each
-            or each[contract.INPUT_IDS].shape[1] <= variant.max_rows
+            if graph_io.INPUT_IDS not in each
+            or each[graph_io.INPUT_IDS].shape[1] <= variant.max_rows
         ]  # fmt: skip
         return run_passes(self._runner([LoadedGraph(session)]), self._source, passes)
 

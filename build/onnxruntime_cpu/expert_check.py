@@ -22,7 +22,7 @@ from edgellm.build.verify.reference import Source, float_error
 from edgellm.build.verify.reference_graphs import plain_versions
 from edgellm.build.verify.rounding_simulation import Rounds
 from edgellm.build.verify.streamed_eval import run_in_pieces
-from edgellm.core.contract import EdgeLLMError
+from edgellm.core.errors import EdgeLLMError
 from edgellm.device_runtime.kernels.library import DOMAIN
 from edgellm.device_runtime.runners.onnxruntime_graphs import load_graph
 

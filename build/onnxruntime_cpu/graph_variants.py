@@ -21,9 +21,10 @@ from edgellm.build.onnxruntime_cpu.linears import (
 )
 from edgellm.build.onnxruntime_cpu.options import kernels_of
 from edgellm.build.plan import Plan, most_rows
-from edgellm.core.contract import ROUND_INPUT, EdgeLLMError
+from edgellm.core.errors import EdgeLLMError
 from edgellm.core.graph_roles import DECODER, DRAFT, ENCODER
 from edgellm.core.manifest import Bundle
+from edgellm.core.onnx_functions import ROUND_INPUT
 from edgellm.device_runtime.runners.onnxruntime_cpu import EDGELLM
 from edgellm.device_runtime.runners.onnxruntime_cpu.processor import has_fast_int8
 from edgellm.device_runtime.runners.pass_timing import MEASURED_ROWS

@@ -9,7 +9,7 @@ from edgellm.build.lowering.attention import CachedAttention, packed_rows
 from edgellm.build.lowering.contrib_ops import CACHE_NAMES, CONTRIB, MASKED, rotate, row_tables
 from edgellm.build.lowering.function_calls import find_calls
 from edgellm.build.lowering.graph import GraphEditor
-from edgellm.core import contract
+from edgellm.core import graph_io, onnx_functions
 from edgellm.core.model_spec import CacheRanges
 
 _FIRST_SCALE = 12  # inputs of GroupQueryAttention: k_scale, v_scale
@@ -39,8 +39,8 @@ def lower_attention(graph: GraphEditor, *, needs_mask: bool) -> None:
 def _sequence_lengths(graph: GraphEditor) -> tuple[ir.Value, ir.Value, ir.Value]:
     """seqlens_k int32 [1], total_sequence_length int32 [] and the same as int64 []."""
     inputs = {value.name: value for value in graph.graph.inputs}
-    rows = graph.node("Shape", [inputs[contract.INPUT_IDS]], start=1, end=2)
-    total = graph.node("Add", [inputs[contract.WRITE_INDEX], rows])
+    rows = graph.node("Shape", [inputs[graph_io.INPUT_IDS]], start=1, end=2)
+    total = graph.node("Add", [inputs[graph_io.WRITE_INDEX], rows])
     last = graph.node("Sub", [total, graph.constant("one_row", np.array([1], np.int64))])
     scalar = graph.node("Squeeze", [total])
     int32 = int(ir.DataType.INT32)
@@ -56,7 +56,9 @@ def _see_live_slots(graph: GraphEditor, total: ir.Value) -> None:
     )
     first, step = bounds
     live = graph.node("Range", [first, total, step])
-    for call in find_calls(graph.graph, contract.VISIBLE_SLOTS, contract.VISIBLE_IN_WINDOW):
+    for call in find_calls(
+        graph.graph, onnx_functions.VISIBLE_SLOTS, onnx_functions.VISIBLE_IN_WINDOW
+    ):
         call.replace_input_with(3, live)
 
 

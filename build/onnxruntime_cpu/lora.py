@@ -9,7 +9,7 @@ import onnx_ir as ir
 
 from edgellm.build.lowering.graph import GraphEditor
 from edgellm.build.lowering.lora import Mark, Marks
-from edgellm.core import contract
+from edgellm.core import graph_io
 from edgellm.device_runtime.kernels.library import DOMAIN
 from edgellm.device_runtime.kernels.pack import STRIP
 
@@ -42,10 +42,10 @@ def _attach(
     places = [(mark.place, mark.width, begin) for mark, begin in zip(marks, begins, strict=True)]
     own = marks[0].own_input
     given = [
-        inputs[contract.ADAPTER_ROWS],
+        inputs[graph_io.ADAPTER_ROWS],
         graph.constant(f"adapted.{marks[0].place}", np.array(places, np.int64)),
-        inputs[contract.ADAPTER_WEIGHTS],
-        inputs[contract.ADAPTER_TABLE],
+        inputs[graph_io.ADAPTER_WEIGHTS],
+        inputs[graph_io.ADAPTER_TABLE],
     ]
     if product.op_type == "MatMul":
         y = product.outputs[0]
@@ -74,12 +74,12 @@ def _behind(graph: ir.Graph, node: ir.Node) -> ir.Node:
 
 def _inputs(graph: ir.Graph, layers: int) -> dict[str, ir.Value]:
     """The graph's new inputs."""
-    ids = next(value for value in graph.inputs if value.name == contract.INPUT_IDS)
+    ids = next(value for value in graph.inputs if value.name == graph_io.INPUT_IDS)
     assert ids.shape is not None
     for name, dtype, shape in (
-        (contract.ADAPTER_WEIGHTS, ir.DataType.FLOAT, ["adapter_values"]),
-        (contract.ADAPTER_TABLE, ir.DataType.INT64, ["adapters", layers, 3]),
-        (contract.ADAPTER_ROWS, ir.DataType.INT64, [ids.shape[1]]),
+        (graph_io.ADAPTER_WEIGHTS, ir.DataType.FLOAT, ["adapter_values"]),
+        (graph_io.ADAPTER_TABLE, ir.DataType.INT64, ["adapters", layers, 3]),
+        (graph_io.ADAPTER_ROWS, ir.DataType.INT64, [ids.shape[1]]),
     ):
         graph.inputs.append(ir.Value(name=name, shape=ir.Shape(shape), type=ir.TensorType(dtype)))
     return {str(value.name): value for value in graph.inputs[-3:]}

@@ -38,9 +38,9 @@ from edgellm.build.onnxruntime_cpu.edgellm_kernels.experts import lower_experts
 from edgellm.build.onnxruntime_cpu.edgellm_kernels.linears import OwnLinears, lower_own_linears
 from edgellm.build.onnxruntime_cpu.edgellm_kernels.recurrent import lower_recurrences, recurrences
 from edgellm.build.onnxruntime_cpu.grouped_attention import lower_attention, narrow_cache
-from edgellm.core import contract
-from edgellm.core.contract import FUNCTIONS
+from edgellm.core import graph_io
 from edgellm.core.model_spec import KVCacheSpec
+from edgellm.core.onnx_functions import FUNCTIONS
 from edgellm.device_runtime.kernels.library import DOMAIN
 
 _HALF_TYPES = (ir.DataType.FLOAT16, ir.DataType.BFLOAT16)
@@ -111,8 +111,8 @@ def take_answers(graph: ir.Graph) -> None:
             if not value.is_graph_output():
                 value.shape = None  # that of one answer
     for value in (*graph.inputs, *graph.outputs):
-        if value.name != contract.TOP_K and value.shape is not None:
-            value.shape = ir.Shape([contract.ANSWERS, *value.shape.dims[1:]])
+        if value.name != graph_io.TOP_K and value.shape is not None:
+            value.shape = ir.Shape([graph_io.ANSWERS, *value.shape.dims[1:]])
 
 
 def _lower_attention(graph: GraphEditor, cache: KVCacheSpec, *, needs_mask: bool) -> None:
@@ -130,7 +130,7 @@ def _lower_signature(graph: ir.Graph) -> None:
 
 def _drop_argmax(graph: ir.Graph) -> None:
     """Numpy finds the largest logit of a row in a fifth of the time that the operator takes."""
-    graph.outputs[:] = [value for value in graph.outputs if value.name != contract.TOKEN_IDS]
+    graph.outputs[:] = [value for value in graph.outputs if value.name != graph_io.TOKEN_IDS]
 
 
 def _lower_candidates(graph: GraphEditor) -> None:

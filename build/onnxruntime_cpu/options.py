@@ -5,7 +5,7 @@ from __future__ import annotations
 from dataclasses import dataclass, field
 
 from edgellm.build.plan import FLAG, Options, Plan
-from edgellm.core.contract import EdgeLLMError
+from edgellm.core.errors import EdgeLLMError
 from edgellm.device_runtime.kernels.library import instruction_sets
 from edgellm.device_runtime.runners.onnxruntime_cpu import EDGELLM, ONNXRUNTIME
 

@@ -20,14 +20,17 @@ from edgellm.build.lowering.graph import GraphEditor
 from edgellm.build.onnxruntime_cuda.batches import BATCH
 from edgellm.build.onnxruntime_cuda.fused_attention import FusedLayers, why_not_fused
 from edgellm.build.onnxruntime_cuda.plain_attention import PlainLayers
-from edgellm.core import contract
-from edgellm.core.contract import UnsupportedModelError
+from edgellm.core import onnx_functions
+from edgellm.core.errors import UnsupportedModelError
 from edgellm.device_runtime.runners.onnxruntime_cuda.attention_inputs import (
     VISIBLE,
     VISIBLE_IN_WINDOW,
 )
 
-_NAMES = {contract.VISIBLE_SLOTS: VISIBLE, contract.VISIBLE_IN_WINDOW: VISIBLE_IN_WINDOW}
+_NAMES = {
+    onnx_functions.VISIBLE_SLOTS: VISIBLE,
+    onnx_functions.VISIBLE_IN_WINDOW: VISIBLE_IN_WINDOW,
+}
 
 
 class Form(Enum):
@@ -135,7 +138,7 @@ def _tables_of_rows(
 
 def _lower_tables(graph: GraphEditor, dtype: ir.DataType, capacity: int) -> None:
     """Tables of all positions as weights, in float32 as the function's body computes them."""
-    for call in find_calls(graph.graph, contract.ROTARY_TABLES):
+    for call in find_calls(graph.graph, onnx_functions.ROTARY_TABLES):
         require_known(call, "scale")
         frequencies = call.inputs[1]
         assert frequencies is not None and frequencies.const_value is not None  # noqa: PT018

@@ -8,12 +8,12 @@ import onnx_ir as ir
 from edgellm.build.lowering.contrib_ops import CACHE_NAMES
 from edgellm.build.lowering.graph import GraphEditor
 from edgellm.build.plan import Plan
-from edgellm.core import contract
+from edgellm.core import graph_io
 from edgellm.device_runtime.runners.onnxruntime_cuda.attention_inputs import ROW_NUMBERS
 from edgellm.device_runtime.runners.onnxruntime_cuda.padded_batch import MOST_JOINED
 
 BATCH = "batch"  # symbol of the number of sequences
-_BY_SEQUENCE = (contract.INPUT_IDS, contract.DRAFT_HIDDEN)
+_BY_SEQUENCE = (graph_io.INPUT_IDS, graph_io.DRAFT_HIDDEN)
 
 
 def spare_rows(plan: Plan) -> int:
@@ -32,17 +32,17 @@ def lower_batches(graph: GraphEditor) -> ir.Value:
     """
     for value in (*graph.graph.inputs, *graph.graph.outputs):
         name = str(value.name)
-        if name in (*_BY_SEQUENCE, contract.HIDDEN_TAPS) or name.startswith(CACHE_NAMES):
+        if name in (*_BY_SEQUENCE, graph_io.HIDDEN_TAPS) or name.startswith(CACHE_NAMES):
             assert value.shape is not None
             value.shape = ir.Shape([BATCH, *value.shape[1:]])
-        elif name == contract.POSITION_IDS:
+        elif name == graph_io.POSITION_IDS:
             assert value.shape is not None
             is_plain = value.shape[0] == 1
             value.shape = ir.Shape([BATCH, "rows"] if is_plain else [value.shape[0], "all_rows"])
     flat = graph.constant("all_rows", np.array([1, -1, 0], np.int64))
     for node in graph.find("Gather"):
         index = node.inputs[1]
-        if index is not None and index.name == contract.LOGITS_INDEX:
+        if index is not None and index.name == graph_io.LOGITS_INDEX:
             graph.cursor = node
             node.replace_input_with(0, graph.node("Reshape", [node.inputs[0], flat]))
     return graph.input(ROW_NUMBERS, ir.DataType.INT64, [BATCH, "rows"])

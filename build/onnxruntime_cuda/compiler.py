@@ -33,7 +33,7 @@ from edgellm.build.plan import RUNTIME_BYTES, Compiled, Estimate, Plan, Report, 
 from edgellm.build.verify.check import Verdict, require_alike
 from edgellm.build.verify.reference import Source, make_reference
 from edgellm.build.verify.rounding_simulation import Rounds
-from edgellm.core.contract import EdgeLLMError
+from edgellm.core.errors import EdgeLLMError
 from edgellm.core.graph_roles import DECODER, ROLES
 from edgellm.core.kv_cache_size import cache_bytes
 from edgellm.core.manifest import Bundle, GraphSpec, with_kv_dtype

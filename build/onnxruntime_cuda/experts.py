@@ -26,7 +26,11 @@ from edgellm.build.onnxruntime_cuda.integer_experts import (
     emit_integer_experts,
     integer_form,
 )
-from edgellm.core.contract import ROUTER, BrokenArtifactError, UnsupportedModelError
+from edgellm.core.errors import (
+    BrokenArtifactError,
+    UnsupportedModelError,
+)
+from edgellm.core.onnx_functions import ROUTER
 
 EXPERTS_VERSION = "1.28"  # of ONNX Runtime, the first that computes what is asked for
 _LEAST = 1e-30  # of a share whose logarithm is taken

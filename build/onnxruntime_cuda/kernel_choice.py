@@ -14,9 +14,9 @@ from edgellm.build.onnxruntime_cuda.integer_experts import INTEGER_EXPERTS_VERSI
 from edgellm.build.onnxruntime_cuda.linears import takes_int_gemm
 from edgellm.build.onnxruntime_cuda.options import AUTO, FUSED, OFF, ON, PLAIN, options_of
 from edgellm.build.plan import Plan
-from edgellm.core.contract import EdgeLLMError
-from edgellm.device_runtime.runners.onnxruntime_cuda import (
-    FUSED_VERSION,
+from edgellm.core.errors import EdgeLLMError
+from edgellm.device_runtime.runners.onnxruntime_cuda import FUSED_VERSION
+from edgellm.device_runtime.runners.onnxruntime_cuda.engine_options import (
     INT_GEMM,
     MINIMUM_VERSION,
 )

@@ -17,7 +17,7 @@ from dataclasses import dataclass
 
 import onnx_ir as ir
 
-from edgellm.core.contract import UnsupportedModelError
+from edgellm.core.errors import UnsupportedModelError
 from edgellm.device_runtime.runners.onnxruntime_cuda.attention_inputs import HOST_INPUTS
 
 _T = ir.DataType

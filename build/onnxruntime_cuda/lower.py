@@ -28,7 +28,7 @@ from edgellm.build.onnxruntime_cuda.attention import Form, lower_cached_attentio
 from edgellm.build.onnxruntime_cuda.batches import lower_batches
 from edgellm.build.onnxruntime_cuda.experts import lower_experts
 from edgellm.build.onnxruntime_cuda.kernel_table import check_kernels
-from edgellm.core.contract import FUNCTIONS
+from edgellm.core.onnx_functions import FUNCTIONS
 
 
 def lower_for_cuda(

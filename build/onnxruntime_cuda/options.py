@@ -5,7 +5,7 @@ from __future__ import annotations
 from dataclasses import dataclass, field
 
 from edgellm.build.plan import FLAG, GpuOptions, Plan
-from edgellm.core.contract import EdgeLLMError
+from edgellm.core.errors import EdgeLLMError
 
 AUTO, FUSED, PLAIN = "auto", "fused", "plain"  # of --attention
 ON, OFF = "on", "off"  # of --intGemm, beside "auto"

@@ -15,8 +15,11 @@ from edgellm.build.lowering.attention import CachedAttention
 from edgellm.build.lowering.contrib_ops import CONTRIB, LOWERED_OPSET, LOWEST, rotate
 from edgellm.build.lowering.graph import GraphEditor
 from edgellm.build.lowering.weights import constant_array, parameter_name
-from edgellm.core import contract
-from edgellm.core.contract import BrokenArtifactError, UnsupportedModelError
+from edgellm.core import graph_io
+from edgellm.core.errors import (
+    BrokenArtifactError,
+    UnsupportedModelError,
+)
 from edgellm.core.model_spec import KVCacheSpec
 from edgellm.device_runtime.runners.onnxruntime_cuda.attention_inputs import KEPT, SLOTS
 
@@ -179,7 +182,7 @@ def rows_graph(spec: KVCacheSpec, capacity: int) -> ir.Model:
         for part in ("key", "value"):
             past, present = (
                 ir.Value(name=name(layer, part), shape=ir.Shape(shape), type=ir.TensorType(dtype))
-                for name in (contract.past_name, contract.present_name)
+                for name in (graph_io.past_name, graph_io.present_name)
             )
             rows = ir.node("Gather", [past, kept], {"axis": 2})
             rows.outputs[0].name = f"rows.{layer}.{part}"

@@ -9,7 +9,7 @@ from edgellm.build.plan import Compiled, Estimate, Origin, Plan, Report
 from edgellm.build.tensorrt.options import TENSORRT, options_of
 from edgellm.build.tensorrt.options import TensorRtOptions as Options
 from edgellm.build.tensorrt.target import find_target
-from edgellm.core.contract import EdgeLLMError
+from edgellm.core.errors import EdgeLLMError
 from edgellm.core.manifest import Bundle
 
 __all__ = [

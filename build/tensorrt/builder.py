@@ -25,7 +25,7 @@ from edgellm.build.tensorrt.plugins import register
 from edgellm.build.tensorrt.profiles import Pass
 from edgellm.build.tensorrt.target import Target
 from edgellm.core.artifact import defer_interrupt
-from edgellm.core.contract import EdgeLLMError
+from edgellm.core.errors import EdgeLLMError
 from edgellm.device_runtime.runners.tensorrt.library import python_plugins
 from edgellm.device_runtime.runners.tensorrt.library.attention_nodes import ATTEND, NODES
 from edgellm.device_runtime.runners.tensorrt.library.log import LibraryLog

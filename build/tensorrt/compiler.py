@@ -30,7 +30,11 @@ from edgellm.build.tensorrt.memory_trim import memory_returned
 from edgellm.build.tensorrt.options import TensorRtOptions, options_of
 from edgellm.build.tensorrt.profiles import Pass, passes_of
 from edgellm.build.tensorrt.target import find_target
-from edgellm.core.contract import EdgeLLMError, past_name, present_name
+from edgellm.core.errors import EdgeLLMError
+from edgellm.core.graph_io import (
+    past_name,
+    present_name,
+)
 from edgellm.core.graph_roles import DECODER, ENCODER
 from edgellm.core.kv_cache_size import cache_bytes
 from edgellm.core.manifest import Bundle, GraphSpec

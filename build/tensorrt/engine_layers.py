@@ -22,7 +22,7 @@ from edgellm.build.tensorrt.kernel_log import (
     Tensor,
     passes_of_parts,
 )
-from edgellm.core.contract import EdgeLLMError
+from edgellm.core.errors import EdgeLLMError
 from edgellm.device_runtime.runners.tensorrt.library.log import LibraryLog
 
 _TYPES = {  # words of sentences, in the order in which they are looked for

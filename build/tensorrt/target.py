@@ -7,7 +7,7 @@ import re
 from dataclasses import dataclass
 
 from edgellm.build.plan import Origin
-from edgellm.core.contract import EdgeLLMError
+from edgellm.core.errors import EdgeLLMError
 from edgellm.device_runtime.gpu import compute_capability, driver_cuda
 from edgellm.device_runtime.runners.tensorrt.library.trt_import import (
     Library,

@@ -16,8 +16,8 @@ from numpy.typing import NDArray
 
 from edgellm.build.verify.check_inputs import Inputs, held_inputs
 from edgellm.build.verify.reference import Numbers, Reference, Source, as_floats
-from edgellm.core import contract
-from edgellm.core.contract import EdgeLLMError
+from edgellm.core import graph_io
+from edgellm.core.errors import EdgeLLMError
 from edgellm.device_runtime.networks.decoder_io import parent_rows
 from edgellm.device_runtime.networks.recurrent_state import States
 from edgellm.device_runtime.runners import Outputs, Runner
@@ -61,12 +61,12 @@ class _Moved:
         self._memory = self._states.new()
 
     def begin(self, inputs: Inputs) -> Inputs:
-        rows, mask = inputs[contract.INPUT_IDS].shape[1], inputs.get(contract.TREE_MASK)
-        states = self._states.begin(self._memory, int(inputs[contract.WRITE_INDEX][0]))
-        return {**inputs, **states, contract.PARENT_ROWS: parent_rows(rows, mask)}
+        rows, mask = inputs[graph_io.INPUT_IDS].shape[1], inputs.get(graph_io.TREE_MASK)
+        states = self._states.begin(self._memory, int(inputs[graph_io.WRITE_INDEX][0]))
+        return {**inputs, **states, graph_io.PARENT_ROWS: parent_rows(rows, mask)}
 
     def end(self, inputs: Inputs, outputs: Outputs) -> None:
-        rows = 0 if contract.TREE_MASK in inputs else inputs[contract.INPUT_IDS].shape[1]
+        rows = 0 if graph_io.TREE_MASK in inputs else inputs[graph_io.INPUT_IDS].shape[1]
         self._states.ran(self._memory, outputs, rows)
 
 

@@ -8,11 +8,11 @@ from typing import Any
 import numpy as np
 from numpy.typing import NDArray
 
-from edgellm.core import contract
+from edgellm.core import graph_io
 from edgellm.core.graph_roles import BLOCK, ROLES, Rows
 from edgellm.core.manifest import Bundle
 from edgellm.core.model_spec import BlockSpec, DecoderSpec, DraftSpec, VisionSpec
-from edgellm.device_runtime.networks import ImageRows
+from edgellm.device_runtime.arrays import ImageRows
 from edgellm.multimodal.patch_grid import grid_inputs
 
 Inputs = Mapping[str, NDArray[Any]]
@@ -36,7 +36,7 @@ def sample_passes(role: str, bundle: Bundle, capacity: int, max_rows: int) -> li
         return [_image(bundle.vision, random)]
     if facts.has_cache:
         passes = _rows(bundle.decoder, capacity, max_rows, random)
-        sizes = [each[contract.INPUT_IDS].shape[1] for each in passes]
+        sizes = [each[graph_io.INPUT_IDS].shape[1] for each in passes]
     else:
         passes, sizes = [{}], [1 if facts.rows is Rows.ONE else _PROMPT]
     found: list[Inputs] = [
@@ -49,7 +49,7 @@ def sample_passes(role: str, bundle: Bundle, capacity: int, max_rows: int) -> li
 
 def _with_block(inputs: Inputs, block: BlockSpec) -> Inputs:
     """The second half of the rows as a block behind the first, which is text."""
-    ids = np.array(inputs[contract.INPUT_IDS])
+    ids = np.array(inputs[graph_io.INPUT_IDS])
     rows = ids.shape[1]
     own = np.arange(rows // 2, rows)
     ids[:, own[1:]] = block.mask_token_id
@@ -57,10 +57,10 @@ def _with_block(inputs: Inputs, block: BlockSpec) -> Inputs:
     seen = np.tri(rows, dtype=np.bool_) if block.is_causal else np.ones((rows, rows), np.bool_)
     return {
         **inputs,
-        contract.INPUT_IDS: ids,
-        contract.POSITION_IDS: inputs[contract.WRITE_INDEX] + np.arange(rows)[None],
-        contract.LOGITS_INDEX: own,
-        contract.TREE_MASK: seen,
+        graph_io.INPUT_IDS: ids,
+        graph_io.POSITION_IDS: inputs[graph_io.WRITE_INDEX] + np.arange(rows)[None],
+        graph_io.LOGITS_INDEX: own,
+        graph_io.TREE_MASK: seen,
     }
 
 
@@ -76,14 +76,14 @@ def _rows(
     for at, rows in enumerate(sizes):
         positions, more = np.arange(begin, begin + rows), {}
         if at == 2:
-            depths, more[contract.TREE_MASK] = _tree()
+            depths, more[graph_io.TREE_MASK] = _tree()
             positions = begin + depths
         passes.append(
             {
-                contract.INPUT_IDS: random.integers(0, spec.vocab_size, (1, rows)),
-                contract.POSITION_IDS: np.tile(positions, (spec.position_axes, 1)),
-                contract.WRITE_INDEX: np.array([begin]),
-                contract.LOGITS_INDEX: np.arange(rows),
+                graph_io.INPUT_IDS: random.integers(0, spec.vocab_size, (1, rows)),
+                graph_io.POSITION_IDS: np.tile(positions, (spec.position_axes, 1)),
+                graph_io.WRITE_INDEX: np.array([begin]),
+                graph_io.LOGITS_INDEX: np.arange(rows),
                 **more,
             }
         )
@@ -101,11 +101,11 @@ def _tree() -> tuple[NDArray[np.int64], NDArray[np.bool_]]:
 
 def _of_a_draft(name: str, spec: DraftSpec, rows: int, random: np.random.Generator) -> NDArray[Any]:
     """An input of a draft's graphs."""
-    if name == contract.TOP_K:
+    if name == graph_io.TOP_K:
         return np.array([spec.draft_vocab_size])  # all: an order may change
     width = {
-        contract.HIDDEN_TAPS: spec.taps_width,
-        contract.DRAFT_HIDDEN: spec.decoder.hidden_size,
+        graph_io.HIDDEN_TAPS: spec.taps_width,
+        graph_io.DRAFT_HIDDEN: spec.decoder.hidden_size,
     }[name]
     return random.standard_normal((1, rows, width), np.float32)
 
@@ -114,11 +114,11 @@ def _image(spec: VisionSpec, random: np.random.Generator) -> Inputs:
     """An image of noise: two tiles, or a grid that has windows of several sizes."""
     if spec.image_size:
         shape = (2, 3, spec.image_size, spec.image_size)
-        return {contract.PIXEL_VALUES: random.standard_normal(shape, np.float32)}
+        return {graph_io.PIXEL_VALUES: random.standard_normal(shape, np.float32)}
     side = max(spec.window_size, spec.merge_size)
     rows, columns = side + spec.merge_size, 2 * side
     pixels = random.standard_normal((rows * columns, spec.patch_values), np.float32)
-    return {contract.PIXEL_VALUES: pixels, **grid_inputs(rows, columns, spec)}
+    return {graph_io.PIXEL_VALUES: pixels, **grid_inputs(rows, columns, spec)}
 
 
 def held_inputs(role: str, bundle: Bundle) -> Inputs:
@@ -127,5 +127,5 @@ def held_inputs(role: str, bundle: Bundle) -> Inputs:
     if images is None:
         return {}
     none = ImageRows.none(bundle.decoder.hidden_size, images.num_deepstack)
-    levels = {contract.DEEPSTACK_EMBEDS: none.deepstack} if images.num_deepstack else {}
-    return {contract.IMAGE_EMBEDS: none.embeds, **levels}
+    levels = {graph_io.DEEPSTACK_EMBEDS: none.deepstack} if images.num_deepstack else {}
+    return {graph_io.IMAGE_EMBEDS: none.embeds, **levels}

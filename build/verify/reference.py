@@ -30,8 +30,8 @@ from edgellm.build.verify.check_inputs import Inputs, held_inputs, sample_passes
 from edgellm.build.verify.reference_graphs import plain_versions
 from edgellm.build.verify.rounding_simulation import Rounds, narrows
 from edgellm.build.verify.streamed_eval import SLICE, run_in_pieces
-from edgellm.core import contract
-from edgellm.core.contract import EdgeLLMError
+from edgellm.core import graph_io
+from edgellm.core.errors import EdgeLLMError
 from edgellm.core.graph_roles import BLOCK
 from edgellm.core.manifest import Bundle
 from edgellm.core.model_spec import KVCacheSpec
@@ -150,41 +150,41 @@ def _inputs(source: Source, passes: Sequence[Inputs], model: ir.Model) -> dict[s
     """Of all passes as one."""
     inputs, rows = joined(passes), sum(map(_rows, passes))
     for value in model.graph.inputs:
-        if str(value.name).startswith(contract.STATE):
+        if str(value.name).startswith(graph_io.STATE):
             inputs[str(value.name)] = np.zeros(value.shape.numpy(), np.float32)  # type: ignore[union-attr]
-        if str(value.name).startswith(contract.PAST):
+        if str(value.name).startswith(graph_io.PAST):
             assert value.shape is not None
             heads, width = int(value.shape[1]), int(value.shape[3])  # type: ignore[arg-type]
             inputs[str(value.name)] = np.zeros((1, heads, rows, width), np.float32)
     if source.commit is not None:
-        inputs[contract.PARENT_ROWS] = parent_rows(rows, inputs[contract.TREE_MASK])
+        inputs[graph_io.PARENT_ROWS] = parent_rows(rows, inputs[graph_io.TREE_MASK])
     return {**inputs, **held_inputs(source.role, source.bundle)}
 
 
 # ------------------------------------------------------------------------------------ numbers
 def _rows(inputs: Inputs) -> int:
-    return inputs[contract.INPUT_IDS].shape[1] if contract.INPUT_IDS in inputs else 0
+    return inputs[graph_io.INPUT_IDS].shape[1] if graph_io.INPUT_IDS in inputs else 0
 
 
 def joined(passes: Sequence[Inputs]) -> dict[str, NDArray[Any]]:
     """Passes one behind the other as a single one, whose tree mask says what rows see."""
-    if len(passes) == 1 and contract.INPUT_IDS not in passes[0]:
+    if len(passes) == 1 and graph_io.INPUT_IDS not in passes[0]:
         return dict(passes[0])
-    ids = [each[contract.INPUT_IDS] for each in passes]
+    ids = [each[graph_io.INPUT_IDS] for each in passes]
     rows = [each.shape[1] for each in ids]
     mask, wanted = np.tri(sum(rows), dtype=np.bool_), []
     for inputs, count, end in zip(passes, rows, np.cumsum(rows), strict=True):
-        wanted.append(inputs[contract.LOGITS_INDEX] + end - count)
-        if contract.TREE_MASK in inputs:
-            mask[end - count : end, end - count : end] = inputs[contract.TREE_MASK]
+        wanted.append(inputs[graph_io.LOGITS_INDEX] + end - count)
+        if graph_io.TREE_MASK in inputs:
+            mask[end - count : end, end - count : end] = inputs[graph_io.TREE_MASK]
     beside = {
         name: np.concatenate([each[name] for each in passes], axis=1)
-        for name in (contract.INPUT_IDS, contract.POSITION_IDS, contract.DRAFT_HIDDEN)
+        for name in (graph_io.INPUT_IDS, graph_io.POSITION_IDS, graph_io.DRAFT_HIDDEN)
         if name in passes[0]
     }
     return {
-        **passes[0], **beside, contract.WRITE_INDEX: np.array([0]),
-        contract.LOGITS_INDEX: np.concatenate(wanted), contract.TREE_MASK: mask,
+        **passes[0], **beside, graph_io.WRITE_INDEX: np.array([0]),
+        graph_io.LOGITS_INDEX: np.concatenate(wanted), graph_io.TREE_MASK: mask,
     }  # fmt: skip
 
 
@@ -195,13 +195,13 @@ def as_floats(outputs: Mapping[str, NDArray[Any]]) -> Numbers:
         for name, array in outputs.items()
         if array.dtype in (np.float32, np.float16)
     }
-    if contract.CANDIDATE_IDS in outputs:
-        ids = outputs[contract.CANDIDATE_IDS]
+    if graph_io.CANDIDATE_IDS in outputs:
+        ids = outputs[graph_io.CANDIDATE_IDS]
         order = np.argsort(ids, axis=-1, kind="stable")
-        scores = found[contract.CANDIDATE_LOG_PROBS]
-        found[contract.CANDIDATE_LOG_PROBS] = np.take_along_axis(scores, order, -1)
+        scores = found[graph_io.CANDIDATE_LOG_PROBS]
+        found[graph_io.CANDIDATE_LOG_PROBS] = np.take_along_axis(scores, order, -1)
     # What later rows make of caches and states is looked at; links change places with candidates.
-    inner = contract.PRESENT, contract.STATE_ROWS, contract.CANDIDATE_LINKS
+    inner = graph_io.PRESENT, graph_io.STATE_ROWS, graph_io.CANDIDATE_LINKS
     return {name: each for name, each in found.items() if not name.startswith(inner)}
 
 

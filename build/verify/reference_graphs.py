@@ -19,7 +19,7 @@ from edgellm.build.verify.rounding_simulation import (
     round_tables,
 )
 from edgellm.build.verify.streamed_eval import CONTRIB, read_as_stored, slice_layers
-from edgellm.core import contract
+from edgellm.core import graph_io, onnx_functions
 from edgellm.core.manifest import Bundle
 from edgellm.core.model_spec import KVCacheSpec
 
@@ -85,10 +85,10 @@ def _opened(
         if whole in layers:
             layers[part] = outputs or layers[whole][0], layers[whole][1]
     defined = {name for _, name, _ in model.functions}
-    for call in find_calls(model.graph, contract.QUANTIZED_LINEAR):
-        if contract.QUANTIZED_LINEAR not in defined:  # the build rounded it
+    for call in find_calls(model.graph, onnx_functions.QUANTIZED_LINEAR):
+        if onnx_functions.QUANTIZED_LINEAR not in defined:  # the build rounded it
             _expand_rounded(graph, call)
-    if contract.QUANTIZED_EXPERTS not in defined:
+    if onnx_functions.QUANTIZED_EXPERTS not in defined:
         expand_rounded(graph)
     inline(model, keep=closed)
     return graph, layers
@@ -96,7 +96,11 @@ def _opened(
 
 def _closed(model: ir.Model) -> tuple[str, ...]:
     """Attention that calls no other function: ONNX Runtime opens its bodies faster."""
-    names = contract.ATTENTION, contract.UNROTATED_ATTENTION, contract.SINK_ATTENTION
+    names = (
+        onnx_functions.ATTENTION,
+        onnx_functions.UNROTATED_ATTENTION,
+        onnx_functions.SINK_ATTENTION,
+    )
     functions = [each for each in model.functions.values() if each.name in names]
     return tuple(each.name for each in functions if not any(node.domain for node in each))
 
@@ -104,7 +108,7 @@ def _closed(model: ir.Model) -> tuple[str, ...]:
 def _finished(model: ir.Model) -> ir.Model:
     model.graph.opset_imports.setdefault(CONTRIB, 1)
     model.graph.outputs[:] = [
-        value for value in model.graph.outputs if not str(value.name).startswith(contract.PRESENT)
+        value for value in model.graph.outputs if not str(value.name).startswith(graph_io.PRESENT)
     ]
     RemoveUnusedNodesPass()(model)
     return model

@@ -15,7 +15,7 @@ from edgellm.build.lowering.graph import GraphEditor
 from edgellm.build.lowering.linears.groups import Rounding, RoundingKernel
 from edgellm.build.lowering.linears.weights import LinearWeight
 from edgellm.build.verify.streamed_eval import CUT
-from edgellm.core import contract
+from edgellm.core import graph_io
 from edgellm.core.model_spec import KVCacheSpec
 
 # On the way from codes to a weight; what they index is a table of values.
@@ -233,7 +233,7 @@ def round_cached_rows(graph: GraphEditor, cache: KVCacheSpec) -> None:
 def _in_steps(graph: GraphEditor, rows: ir.Value, name: str, cache: KVCacheSpec) -> ir.Value:
     assert cache.ranges is not None
     largest = {
-        contract.past_name(layer, part): pair
+        graph_io.past_name(layer, part): pair
         for part, ranges in (("key", cache.ranges.keys), ("value", cache.ranges.values))
         for layer, pair in enumerate(ranges)
     }[name]

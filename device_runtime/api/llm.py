@@ -13,10 +13,11 @@ import numpy as np
 from numpy.typing import NDArray
 
 from edgellm.core.checksums import FileCheck
-from edgellm.core.contract import RequestError
+from edgellm.core.errors import RequestError
 from edgellm.core.manifest import LLM_ENGINE, load_engine
 from edgellm.device_runtime import validation
 from edgellm.device_runtime.api.scoring import Reader
+from edgellm.device_runtime.arrays import ImageRows
 from edgellm.device_runtime.engine import continuation
 from edgellm.device_runtime.engine.chat_template import Formatter
 from edgellm.device_runtime.engine.kv_cache_manager import CacheSlot
@@ -27,7 +28,6 @@ from edgellm.device_runtime.engine.sequence import Sequence, Step
 from edgellm.device_runtime.engine.stop_detector import Endings
 from edgellm.device_runtime.engine.template_flags import GENERATE, refuse_flags, require_known
 from edgellm.device_runtime.kv_cache.prefix_cache import count_common
-from edgellm.device_runtime.networks import ImageRows
 from edgellm.device_runtime.networks.decoder import DecoderSession, open_decoder
 from edgellm.device_runtime.sampling.guidance import Guidance
 from edgellm.device_runtime.sampling.logprobs import TokenLogprobs
@@ -85,7 +85,7 @@ class LLM:
             LimitError: `spec` exceeds what the engine was built for.
             RequestError: an argument of the wrong kind.
         """
-        validation.check_loading(
+        _check_loading(
             engine_dir, verify, spec, multimodal_engine_dir,
             max_stall_ms, context_reuse=context_reuse, allow_special_tokens=allow_special_tokens,
         )  # fmt: skip
@@ -417,3 +417,23 @@ class LLM:
         guide = sampling.guide
         constraint = self._guidance.start(guide) if guide is not None else None
         return Sampler(sampling, prompt.token_ids, constraint, self.manifest.eos_token_ids)
+
+
+def _check_loading(
+    engine_dir: Any,
+    verify: Any,
+    spec: Any,
+    multimodal_engine_dir: Any,
+    max_stall_ms: Any,
+    **switches: Any,
+) -> None:
+    """The arguments of `LLM`, `switches` the ones that are on or off; raises `RequestError`."""
+    none, path = type(None), (str, os.PathLike)
+    validation.require_kind("engine_dir", engine_dir, path, "a path")
+    validation.require_kind("multimodal_engine_dir", multimodal_engine_dir, (*path, none), "a path")
+    validation.require_kind("verify", verify, (bool, none), "True, False or None")
+    validation.require_kind("spec", spec, (SpecOptions, none), "a SpecOptions")
+    if not validation.is_number(max_stall_ms) or not max_stall_ms > 0:
+        raise RequestError(f"max_stall_ms {max_stall_ms!r} is not a number above 0")
+    for name, switch in switches.items():
+        validation.require_kind(name, switch, bool, "True or False")

@@ -6,9 +6,12 @@ from collections.abc import Callable, Iterator, Sequence
 
 import numpy as np
 
-from edgellm.core.contract import RequestError
+from edgellm.core.errors import RequestError
+from edgellm.device_runtime.arrays import (
+    F32,
+    LoadedAdapter,
+)
 from edgellm.device_runtime.engine.kv_cache_manager import CacheSlot, require_loaded
-from edgellm.device_runtime.networks import F32, LoadedAdapter
 from edgellm.device_runtime.networks.decoder import PassResult
 from edgellm.device_runtime.networks.sequence_kv import Context
 from edgellm.device_runtime.sampling.logprobs import TokenLogprobs, token_logprobs

@@ -7,7 +7,7 @@ from collections.abc import Mapping, Sequence
 from dataclasses import dataclass
 from typing import Any
 
-from edgellm.core.contract import RequestError
+from edgellm.core.errors import RequestError
 from edgellm.device_runtime.engine import continuation
 from edgellm.device_runtime.engine.reasoning_history import with_reasoning
 from edgellm.device_runtime.engine.template_flags import GIVEN, THINKING, require_known

@@ -9,7 +9,7 @@ from __future__ import annotations
 from collections.abc import Mapping, Sequence
 from typing import Any
 
-from edgellm.core.contract import RequestError
+from edgellm.core.errors import RequestError
 
 _END = "\ufdd1"  # a noncharacter, which no text may hold
 _MARK = _END + " "  # a template that trims its messages takes the space away

@@ -12,11 +12,18 @@ from typing import Protocol, cast, runtime_checkable
 import numpy as np
 
 from edgellm.core.checksums import FileCheck
-from edgellm.core.contract import PIXEL_VALUES, BrokenArtifactError, RequestError
+from edgellm.core.errors import (
+    BrokenArtifactError,
+    RequestError,
+)
+from edgellm.core.graph_io import PIXEL_VALUES
 from edgellm.core.manifest import VISUAL_ENGINE, Engine, load_engine
 from edgellm.core.model_spec import DecoderSpec
+from edgellm.device_runtime.arrays import (
+    F32,
+    ImageRows,
+)
 from edgellm.device_runtime.engine.prompt import Prompt
-from edgellm.device_runtime.networks import F32, ImageRows
 from edgellm.device_runtime.networks.encoder import open_encoder
 from edgellm.multimodal import processors
 from edgellm.multimodal.images import content_hash, open_image

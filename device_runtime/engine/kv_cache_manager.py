@@ -7,7 +7,12 @@ from collections.abc import Iterable
 from collections.abc import Sequence as Sized
 from typing import Any
 
-from edgellm.core.contract import RequestError
+from edgellm.core.errors import RequestError
+from edgellm.device_runtime.arrays import (
+    ImageRows,
+    LoadedAdapter,
+    RowKey,
+)
 from edgellm.device_runtime.engine.profile import RESTORE
 from edgellm.device_runtime.engine.prompt import Prompt
 from edgellm.device_runtime.engine.sequence import Sequence
@@ -20,7 +25,6 @@ from edgellm.device_runtime.kv_cache.prefix_cache import (
     count_common,
 )
 from edgellm.device_runtime.kv_cache.prefix_pool import MOST_FINISHED, Finished, FinishedAnswers
-from edgellm.device_runtime.networks import ImageRows, LoadedAdapter, RowKey
 from edgellm.device_runtime.networks.decoder import DecoderSession
 
 LEAST_SHARED = 16  # rows for which it is worth to wait until another has computed them

@@ -17,8 +17,8 @@ from typing import Any
 
 import numpy as np
 
-from edgellm.core.contract import EdgeLLMError
 from edgellm.core.disk_space import explain_full_disk
+from edgellm.core.errors import EdgeLLMError
 from edgellm.device_runtime.kv_cache.prefix_cache import KeptRows
 
 _MAGIC = b"edgellm context 1 "

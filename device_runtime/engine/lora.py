@@ -13,7 +13,12 @@ from typing import Any
 import numpy as np
 from numpy.typing import NDArray
 
-from edgellm.core.contract import BrokenArtifactError, EdgeLLMError, LimitError, RequestError
+from edgellm.core.errors import (
+    BrokenArtifactError,
+    EdgeLLMError,
+    LimitError,
+    RequestError,
+)
 from edgellm.core.manifest import Engine
 from edgellm.core.peft_adapter import Adapter, LowRank, read_adapter
 from edgellm.device_runtime.adapted_layers import (
@@ -22,7 +27,11 @@ from edgellm.device_runtime.adapted_layers import (
     AdaptedLayer,
     read_layers,
 )
-from edgellm.device_runtime.networks import F32, I64, LoadedAdapter
+from edgellm.device_runtime.arrays import (
+    F32,
+    I64,
+    LoadedAdapter,
+)
 from edgellm.device_runtime.networks.decoder import DecoderSession
 
 _TYPES = {"F32": np.float32, "F16": np.float16, "BF16": np.uint16}

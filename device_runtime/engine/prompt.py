@@ -4,10 +4,14 @@ from __future__ import annotations
 
 from dataclasses import dataclass
 
-from edgellm.core.contract import RequestError
+from edgellm.core.errors import RequestError
 from edgellm.core.manifest import Engine
+from edgellm.device_runtime.arrays import (
+    ImageRows,
+    LoadedAdapter,
+    RowKey,
+)
 from edgellm.device_runtime.kv_cache.prefix_cache import marked, row_keys
-from edgellm.device_runtime.networks import ImageRows, LoadedAdapter, RowKey
 
 
 @dataclass(frozen=True, slots=True)

@@ -10,12 +10,17 @@ from typing import cast
 
 import numpy as np
 
-from edgellm.core.contract import HIDDEN_TAPS, LOGITS, TOKEN_IDS, TOP_LOGITS
+from edgellm.core.graph_io import (
+    HIDDEN_TAPS,
+    LOGITS,
+    TOKEN_IDS,
+    TOP_LOGITS,
+)
+from edgellm.device_runtime.arrays import I64
 from edgellm.device_runtime.engine.kv_cache_manager import CacheSlot
 from edgellm.device_runtime.engine.prompt import Prompt
 from edgellm.device_runtime.engine.sequence import Sequence
 from edgellm.device_runtime.engine.step import step
-from edgellm.device_runtime.networks import I64
 from edgellm.device_runtime.networks.decoder import DecoderSession, Part, PassResult
 from edgellm.device_runtime.networks.draft import DraftPart, DraftResult, DraftSession
 from edgellm.device_runtime.networks.sequence_kv import Context

@@ -14,7 +14,11 @@ from typing import Any, NamedTuple, TypeVar
 
 import numpy as np
 
-from edgellm.core.contract import EdgeLLMError
+from edgellm.core.errors import EdgeLLMError
+from edgellm.device_runtime.arrays import (
+    F32,
+    I64,
+)
 from edgellm.device_runtime.engine.kv_cache_manager import CacheSlot
 from edgellm.device_runtime.engine.profile import (
     DRAFT_EXTEND,
@@ -27,7 +31,6 @@ from edgellm.device_runtime.engine.profile import (
 )
 from edgellm.device_runtime.engine.sequence import Sequence, Step
 from edgellm.device_runtime.faults import Confined, computed
-from edgellm.device_runtime.networks import F32, I64
 from edgellm.device_runtime.networks.decoder import DecoderSession, Part, PassResult
 from edgellm.device_runtime.runners.device_speculation import RoundOutcome
 from edgellm.device_runtime.sampling.sampler import draw

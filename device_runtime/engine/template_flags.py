@@ -7,7 +7,7 @@ from collections.abc import Collection, Iterable, Mapping
 from dataclasses import fields
 from typing import Any
 
-from edgellm.core.contract import RequestError
+from edgellm.core.errors import RequestError
 from edgellm.device_runtime.sampling.sampler import SamplingParams
 from edgellm.device_runtime.text.tokenizer import ChatTokenizer
 

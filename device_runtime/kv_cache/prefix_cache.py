@@ -16,7 +16,10 @@ from typing import Any, Protocol, runtime_checkable
 
 from numpy.typing import NDArray
 
-from edgellm.device_runtime.networks import LoadedAdapter, RowKey
+from edgellm.device_runtime.arrays import (
+    LoadedAdapter,
+    RowKey,
+)
 
 KEPT_BYTES = 256 << 20  # of system prompts' rows
 

@@ -11,8 +11,8 @@ from collections.abc import Sequence
 from dataclasses import dataclass, field
 from typing import Any
 
+from edgellm.device_runtime.arrays import RowKey
 from edgellm.device_runtime.kv_cache.prefix_cache import RowCache
-from edgellm.device_runtime.networks import RowKey
 
 MOST_FINISHED = 64  # each is compared with every prompt
 

@@ -9,12 +9,12 @@ from typing import Any
 import numpy as np
 from numpy.typing import NDArray
 
-from edgellm.core import contract
+from edgellm.core import graph_io
 from edgellm.core.graph_roles import BLOCK, FORESEE, FUSE
 from edgellm.core.manifest import Engine
 from edgellm.core.model_spec import BlockSpec, DecoderSpec, DraftSpec
 from edgellm.device_runtime import runners
-from edgellm.device_runtime.networks import F32
+from edgellm.device_runtime.arrays import F32
 from edgellm.device_runtime.networks.draft import DraftPart, DraftResult, DraftSession
 from edgellm.device_runtime.runners import Outputs, Runner
 from edgellm.device_runtime.runners.pass_timing import (
@@ -54,7 +54,7 @@ class BlockSession(DraftSession):
             self._block_inputs(part, hidden)
             for part, hidden in zip(parts, self._fused(parts), strict=True)
         ]
-        rows = [each[contract.INPUT_IDS].shape[1] for each in inputs]
+        rows = [each[graph_io.INPUT_IDS].shape[1] for each in inputs]
         self._contexts.reserve(
             [
                 (part.context, part.write_index, count)
@@ -77,13 +77,13 @@ class BlockSession(DraftSession):
         mask = None if self.block.is_causal else np.ones((len(ids), len(ids)), np.bool_)
         own = np.arange(text, text + size)
         inputs = self._inputs.of(part.context, ids, part.write_index, own, None, mask)
-        inputs[contract.DRAFT_HIDDEN], inputs[contract.TOP_K] = rows[None], np.array([part.top_k])
+        inputs[graph_io.DRAFT_HIDDEN], inputs[graph_io.TOP_K] = rows[None], np.array([part.top_k])
         return inputs
 
 
 def _result(found: Outputs) -> DraftResult:
-    ids, log_probs = found[contract.CANDIDATE_IDS][0], found[contract.CANDIDATE_LOG_PROBS][0]
-    name = contract.CANDIDATE_LINKS
+    ids, log_probs = found[graph_io.CANDIDATE_IDS][0], found[graph_io.CANDIDATE_LOG_PROBS][0]
+    name = graph_io.CANDIDATE_LINKS
     none = np.zeros((len(ids), 0), np.float32)
     return DraftResult(ids, log_probs, none, found[name][0] if name in found else None)
 

@@ -14,8 +14,14 @@ from edgellm.core.graph_roles import COMMIT, DECODER, PASS
 from edgellm.core.manifest import Engine
 from edgellm.core.model_spec import DecoderSpec
 from edgellm.device_runtime import runners
+from edgellm.device_runtime.arrays import (
+    F32,
+    I64,
+    Bool,
+    ImageRows,
+    RowKey,
+)
 from edgellm.device_runtime.kv_cache.prefix_cache import count_common, marked, row_keys
-from edgellm.device_runtime.networks import F32, I64, Bool, ImageRows, RowKey
 from edgellm.device_runtime.networks.decoder_io import PassInputs
 from edgellm.device_runtime.networks.decoder_parts import Part, PassResult
 from edgellm.device_runtime.networks.known_costs import Measured, known_costs
@@ -189,7 +195,7 @@ class DecoderSession:
         return PassResult(outputs, len(token_ids))
 
     def open_rounds(self, draft: Runner, growth: Growth) -> Rounds | None:
-        """See `device_runtime.runners.device_speculation.GrowsTrees`; most backends need the host."""
+        """See `runners.device_speculation.GrowsTrees`; most backends need the host."""
         runner = self._runner
         return runner.open_rounds(draft, growth) if isinstance(runner, GrowsTrees) else None
 

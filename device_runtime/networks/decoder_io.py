@@ -7,9 +7,14 @@ from collections.abc import Sequence
 import numpy as np
 from numpy.typing import NDArray
 
-from edgellm.core import contract
+from edgellm.core import graph_io
 from edgellm.core.model_spec import DecoderSpec
-from edgellm.device_runtime.networks import I64, Bool, ImageRows, require_room
+from edgellm.device_runtime.arrays import (
+    I64,
+    Bool,
+    ImageRows,
+    require_room,
+)
 from edgellm.device_runtime.networks.sequence_kv import Context
 from edgellm.device_runtime.runners import Runner, SharedRunner
 
@@ -59,10 +64,10 @@ class PassInputs:
 
     def _give(self, some: Sequence[ImageRows]) -> None:
         assert self._images is not None
-        held = {contract.IMAGE_EMBEDS: np.concatenate([one.embeds for one in some])}
+        held = {graph_io.IMAGE_EMBEDS: np.concatenate([one.embeds for one in some])}
         if self._images.num_deepstack:
             levels = [one.deepstack for one in some]
-            held[contract.DEEPSTACK_EMBEDS] = np.concatenate(levels, axis=1)
+            held[graph_io.DEEPSTACK_EMBEDS] = np.concatenate(levels, axis=1)
         self._runner.hold(held)
 
     def of(
@@ -95,20 +100,20 @@ class PassInputs:
         if position_ids is None:
             position_ids = np.arange(write_index, write_index + rows)
         inputs = {
-            contract.INPUT_IDS: token_ids[None],
-            contract.POSITION_IDS: (
+            graph_io.INPUT_IDS: token_ids[None],
+            graph_io.POSITION_IDS: (
                 position_ids[None] if self._axes == 1 else self._positions(context, position_ids)
             ),
-            contract.WRITE_INDEX: np.array([write_index]),
-            contract.LOGITS_INDEX: output_rows,
+            graph_io.WRITE_INDEX: np.array([write_index]),
+            graph_io.LOGITS_INDEX: output_rows,
         }
         if self.takes_adapters:
             slot = 0 if context.adapter is None else context.adapter.slot
-            inputs[contract.ADAPTER] = np.array([slot])
+            inputs[graph_io.ADAPTER] = np.array([slot])
         if tree_mask is not None:
-            inputs[contract.TREE_MASK] = tree_mask
+            inputs[graph_io.TREE_MASK] = tree_mask
         if self._has_parents:
-            inputs[contract.PARENT_ROWS] = parent_rows(rows, tree_mask)
+            inputs[graph_io.PARENT_ROWS] = parent_rows(rows, tree_mask)
         return inputs
 
     def start(self, context: Context, row: int, rows: int) -> tuple[int, int]:

@@ -6,8 +6,12 @@ from typing import NamedTuple
 
 import numpy as np
 
-from edgellm.core import contract
-from edgellm.device_runtime.networks import F32, I64, Bool
+from edgellm.core import graph_io
+from edgellm.device_runtime.arrays import (
+    F32,
+    I64,
+    Bool,
+)
 from edgellm.device_runtime.networks.sequence_kv import Context
 from edgellm.device_runtime.runners import Outputs
 
@@ -26,8 +30,8 @@ class PassResult:
         """[R], the likeliest token behind each row."""
         found = self._token_ids
         if found is None:
-            if contract.TOKEN_IDS in self._outputs:
-                found = self._outputs[contract.TOKEN_IDS][0]
+            if graph_io.TOKEN_IDS in self._outputs:
+                found = self._outputs[graph_io.TOKEN_IDS][0]
             else:  # numpy finds the largest logit of a row in a fifth of an operator's time
                 found = self.logits.argmax(axis=-1)
             self._token_ids = found
@@ -35,21 +39,21 @@ class PassResult:
 
     def highest_of(self, row: int) -> float:
         """The logit of a row's token of `token_ids`, which are the argmax."""
-        if contract.TOP_LOGITS in self._outputs:
-            return float(self._outputs[contract.TOP_LOGITS][0, row])
+        if graph_io.TOP_LOGITS in self._outputs:
+            return float(self._outputs[graph_io.TOP_LOGITS][0, row])
         return float(self.logits[row, self.token_ids[row]])
 
     @property
     def logits(self) -> F32:
         """[R, V]."""
-        return self._outputs[contract.LOGITS][0]
+        return self._outputs[graph_io.LOGITS][0]
 
     @property
     def taps(self) -> F32:
         """[S, T*H], features for a draft; [S, 0] when the engine gives none."""
-        if contract.HIDDEN_TAPS not in self._outputs:
+        if graph_io.HIDDEN_TAPS not in self._outputs:
             return np.zeros((self._rows, 0), np.float32)
-        return self._outputs[contract.HIDDEN_TAPS][0]
+        return self._outputs[graph_io.HIDDEN_TAPS][0]
 
 
 class Part(NamedTuple):

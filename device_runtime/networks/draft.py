@@ -12,12 +12,17 @@ from weakref import WeakSet
 import numpy as np
 from numpy.typing import NDArray
 
-from edgellm.core import contract
+from edgellm.core import graph_io
 from edgellm.core.graph_roles import DRAFT, EXTEND, FUSE, STEP
 from edgellm.core.manifest import Engine
 from edgellm.core.model_spec import DecoderSpec, DraftSpec
 from edgellm.device_runtime import runners
-from edgellm.device_runtime.networks import F32, I64, Bool, ImageRows
+from edgellm.device_runtime.arrays import (
+    F32,
+    I64,
+    Bool,
+    ImageRows,
+)
 from edgellm.device_runtime.networks.decoder import DecoderSession
 from edgellm.device_runtime.networks.decoder_io import PassInputs
 from edgellm.device_runtime.networks.known_costs import Measured, known_costs
@@ -155,7 +160,7 @@ class DraftSession:
         """Features of the base [S, T*H] as the draft's hidden rows [S, D]."""
         if self._fuse is None:
             return taps
-        return self._fuse.run({contract.HIDDEN_TAPS: taps[None]})[contract.DRAFT_HIDDEN][0]
+        return self._fuse.run({graph_io.HIDDEN_TAPS: taps[None]})[graph_io.DRAFT_HIDDEN][0]
 
     def run(
         self,
@@ -232,7 +237,7 @@ class DraftSession:
             part.context, part.token_ids, part.write_index, part.output_rows,
             part.position_ids, part.tree_mask, image_shift=image_shift,
         )  # fmt: skip
-        inputs[contract.DRAFT_HIDDEN], inputs[contract.TOP_K] = hidden[None], np.array([part.top_k])
+        inputs[graph_io.DRAFT_HIDDEN], inputs[graph_io.TOP_K] = hidden[None], np.array([part.top_k])
         return inputs
 
     def _fused(self, parts: Sequence[DraftPart]) -> list[F32]:
@@ -276,8 +281,8 @@ class DraftSession:
 
 
 def _result(found: Outputs) -> DraftResult:
-    ids, log_probs = found[contract.CANDIDATE_IDS], found[contract.CANDIDATE_LOG_PROBS]
-    return DraftResult(ids[0], log_probs[0], found[contract.RECYCLED_HIDDEN][0])
+    ids, log_probs = found[graph_io.CANDIDATE_IDS], found[graph_io.CANDIDATE_LOG_PROBS]
+    return DraftResult(ids[0], log_probs[0], found[graph_io.RECYCLED_HIDDEN][0])
 
 
 def open_draft(folder: Path, engine: Engine) -> DraftSession:

@@ -8,12 +8,12 @@ from pathlib import Path
 import numpy as np
 from numpy.typing import NDArray
 
-from edgellm.core import contract
+from edgellm.core import graph_io
 from edgellm.core.graph_roles import ENCODER
 from edgellm.core.manifest import Engine
 from edgellm.core.model_spec import VisionSpec
 from edgellm.device_runtime import runners
-from edgellm.device_runtime.networks import F32
+from edgellm.device_runtime.arrays import F32
 from edgellm.device_runtime.runners import Runner
 from edgellm.device_runtime.runners.pass_timing import Budget
 
@@ -34,9 +34,9 @@ class EncoderSession:
             `image_embeds` float32 [N, H] and `deepstack_embeds` float32 [L, N, H]; L may be 0.
         """
         found = self._runner.run(inputs)
-        embeds = found[contract.IMAGE_EMBEDS].copy()
-        if contract.DEEPSTACK_EMBEDS in found:
-            return embeds, found[contract.DEEPSTACK_EMBEDS].copy()
+        embeds = found[graph_io.IMAGE_EMBEDS].copy()
+        if graph_io.DEEPSTACK_EMBEDS in found:
+            return embeds, found[graph_io.DEEPSTACK_EMBEDS].copy()
         return embeds, np.zeros((0, *embeds.shape), np.float32)
 
 

@@ -8,12 +8,15 @@ from typing import NamedTuple
 
 import numpy as np
 
-from edgellm.core import contract
+from edgellm.core import graph_io
 from edgellm.core.graph_roles import ALL_HEADS, HEADS
 from edgellm.core.manifest import Engine
 from edgellm.core.model_spec import DraftSpec
 from edgellm.device_runtime import runners
-from edgellm.device_runtime.networks import F32, I64
+from edgellm.device_runtime.arrays import (
+    F32,
+    I64,
+)
 from edgellm.device_runtime.runners import Runner, TakesAnswers
 from edgellm.device_runtime.runners.pass_timing import CANDIDATES, Budget, timed_by_rows
 
@@ -41,9 +44,9 @@ class HeadsSession:
         one = parts[0].feature[None, None]
         features = one if len(parts) == 1 else np.stack([each.feature[None] for each in parts])
         most = max(part.top_k for part in parts)
-        inputs = {contract.HIDDEN_TAPS: features, contract.TOP_K: np.array([most])}
+        inputs = {graph_io.HIDDEN_TAPS: features, graph_io.TOP_K: np.array([most])}
         found = self._runner.run(inputs)
-        ids, log_probs = found[contract.CANDIDATE_IDS], found[contract.CANDIDATE_LOG_PROBS]
+        ids, log_probs = found[graph_io.CANDIDATE_IDS], found[graph_io.CANDIDATE_LOG_PROBS]
         return list(zip(ids, log_probs, strict=True))
 
     def candidates(self, feature: F32, top_k: int) -> tuple[I64, F32]:

@@ -14,9 +14,9 @@ from typing import Any
 import numpy as np
 from numpy.typing import NDArray
 
-from edgellm.core import contract
+from edgellm.core import graph_io
 from edgellm.core.model_spec import RecurrentSpec
-from edgellm.device_runtime.networks import I64
+from edgellm.device_runtime.arrays import I64
 from edgellm.device_runtime.networks.recurrent_state_pool import (
     Arrays,
     Memory,
@@ -92,7 +92,7 @@ class States:
     ) -> None:
         """Add the states of sequences to what their pass is given, see `begin_together`."""
         for (states, at), given in zip(self.begin_together(asked), inputs, strict=True):
-            parents = given[contract.PARENT_ROWS]
+            parents = given[graph_io.PARENT_ROWS]
             parents[parents < 0] -= at
             given |= states
 
@@ -160,10 +160,10 @@ class States:
                 **memory.arrays,
                 **{name: outputs[name] for name in self._spec.rows},
                 **{
-                    contract.next_state_name(name): into
+                    graph_io.next_state_name(name): into
                     for name, into in self._spare.arrays.items()
                 },
-                contract.COMMIT_ROWS: memory.accepted[:count],
+                graph_io.COMMIT_ROWS: memory.accepted[:count],
             }
         )
         memory.place, self._spare = self._spare, memory.place

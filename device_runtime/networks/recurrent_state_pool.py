@@ -9,7 +9,7 @@ import numpy as np
 from numpy.typing import NDArray
 
 from edgellm.core.model_spec import RecurrentSpec
-from edgellm.device_runtime.networks import I64
+from edgellm.device_runtime.arrays import I64
 
 Arrays = dict[str, NDArray[np.float32]]
 _NO_ROWS = np.zeros(0, np.int64)

@@ -13,9 +13,13 @@ from typing import Any, NamedTuple
 import numpy as np
 from numpy.typing import NDArray
 
-from edgellm.core import contract
-from edgellm.core.contract import LimitError
-from edgellm.device_runtime.networks import ImageRows, LoadedAdapter, RowKey
+from edgellm.core import graph_io
+from edgellm.core.errors import LimitError
+from edgellm.device_runtime.arrays import (
+    ImageRows,
+    LoadedAdapter,
+    RowKey,
+)
 from edgellm.device_runtime.networks.recurrent_state_pool import Memory
 from edgellm.device_runtime.runners import Cache, Outputs, Runner, SharedRunner, require_cache
 from edgellm.device_runtime.runners.device_speculation import Asked
@@ -127,7 +131,7 @@ class Contexts:
             self.admit(context)
             outputs = self._runner.run(inputs)
             found.append({name: np.array(outputs[name]) for name in outputs})
-            context.num_rows += inputs[contract.INPUT_IDS].shape[1]
+            context.num_rows += inputs[graph_io.INPUT_IDS].shape[1]
         return found
 
     def write_rows(self, context: Context, rows: NDArray[Any], least_rows: int = 0) -> None:

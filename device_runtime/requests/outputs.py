@@ -8,7 +8,7 @@ from pathlib import Path
 from typing import Any
 
 from edgellm.core.artifact import check_output_file, replace_file
-from edgellm.core.contract import EdgeLLMError
+from edgellm.core.errors import EdgeLLMError
 from edgellm.device_runtime.engine.profile import Profile
 from edgellm.device_runtime.requests.resume import UnfinishedRun, path_of
 from edgellm.device_runtime.requests.tree_log import trees_as_json

@@ -8,7 +8,7 @@ from typing import Annotated, Any, Literal, get_args
 
 import msgspec
 
-from edgellm.core.contract import RequestError
+from edgellm.core.errors import RequestError
 from edgellm.core.strict_json import parse
 from edgellm.device_runtime.sampling.guidance import Guide, Kind
 from edgellm.device_runtime.sampling.sampler import LARGEST_BIAS, MOST_BIASES, SamplingParams

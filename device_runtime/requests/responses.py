@@ -8,7 +8,10 @@ from contextlib import nullcontext
 from dataclasses import dataclass
 from typing import Any
 
-from edgellm.core.contract import EdgeLLMError, RequestError
+from edgellm.core.errors import (
+    EdgeLLMError,
+    RequestError,
+)
 from edgellm.device_runtime.api.llm import LLM, Answer, Step
 from edgellm.device_runtime.engine import continuation
 from edgellm.device_runtime.engine.chat_template import without_template

@@ -17,7 +17,7 @@ from typing import Any
 
 import msgspec
 
-from edgellm.core.contract import EdgeLLMError
+from edgellm.core.errors import EdgeLLMError
 from edgellm.core.file_lock import hold
 from edgellm.core.strict_json import parse
 from edgellm.device_runtime.engine.profile import Profile, RoundCounts

@@ -11,7 +11,7 @@ from typing import TYPE_CHECKING, Annotated, Any
 
 import typer
 
-from edgellm.core.contract import EdgeLLMError
+from edgellm.core.errors import EdgeLLMError
 
 if TYPE_CHECKING:
     from edgellm.device_runtime.speculate.acceptance import Typical

@@ -10,8 +10,8 @@ from typing import Any
 import numpy as np
 from numpy.typing import NDArray
 
-from edgellm.core import contract
-from edgellm.core.contract import LimitError
+from edgellm.core import graph_io
+from edgellm.core.errors import LimitError
 
 
 @dataclass(frozen=True, slots=True)
@@ -25,7 +25,7 @@ class _Product:
     def matrices(
         self, weights: NDArray[np.float32], table: NDArray[np.int64], places: int, dtype: np.dtype
     ) -> Iterator[tuple[str, NDArray[Any]]]:
-        """By name, see `contract.adapter_matrix`."""
+        """By name, see `graph_io.adapter_matrix`."""
         rows, width = self.rank * len(self.layers), sum(width for _, width in self.layers)
         down = np.zeros((places, rows, self.in_features), dtype)
         up = np.zeros((places, rows, width), dtype)
@@ -39,8 +39,8 @@ class _Product:
                 own_up = weights[b : b + rank * own].reshape(rank, own)
                 up[place, first : first + rank, column:end] = own_up
                 column = end
-        for part, matrix in ((contract.ADAPTER_DOWN, down), (contract.ADAPTER_UP, up)):
-            yield contract.adapter_matrix(part, self.layers), matrix.reshape(places * rows, -1)
+        for part, matrix in ((graph_io.ADAPTER_DOWN, down), (graph_io.ADAPTER_UP, up)):
+            yield graph_io.adapter_matrix(part, self.layers), matrix.reshape(places * rows, -1)
 
 
 class AdapterPlaces:
@@ -51,19 +51,19 @@ class AdapterPlaces:
         self.shapes = {
             name: (int(shape[0]), int(shape[1]))
             for name, (shape, _) in tensors.items()
-            if name.startswith((contract.ADAPTER_DOWN, contract.ADAPTER_UP))
+            if name.startswith((graph_io.ADAPTER_DOWN, graph_io.ADAPTER_UP))
         }
         """Of the matrices."""
         self.dtype, self._count = np.dtype(tensors[next(iter(self.shapes))][1]), count
         self._products = [
             _product(name, shape, count)
             for name, shape in self.shapes.items()
-            if name.startswith(contract.ADAPTER_DOWN)
+            if name.startswith(graph_io.ADAPTER_DOWN)
         ]
         ranks = {len(each.layers): each.rank * len(each.layers) for each in self._products}
         # By names of masks: the adapter that is in each column
         self._columns = {
-            f"{contract.ADAPTER_MASK}{at}": 1 + np.arange(count * rank) // rank
+            f"{graph_io.ADAPTER_MASK}{at}": 1 + np.arange(count * rank) // rank
             for at, rank in ranks.items()
         }
 
@@ -100,7 +100,7 @@ class AdapterPlaces:
 
 def _product(name: str, shape: tuple[int, int], places: int) -> _Product:
     """Of the matrix of this name and shape."""
-    parts = name.removeprefix(contract.ADAPTER_DOWN).split("+")
+    parts = name.removeprefix(graph_io.ADAPTER_DOWN).split("+")
     layers = tuple(
         (int(place), int(width)) for place, _, width in (p.partition("x") for p in parts)
     )

@@ -13,7 +13,7 @@ import numpy as np
 import onnxruntime as ort
 from numpy.typing import NDArray
 
-from edgellm.core.contract import BrokenArtifactError
+from edgellm.core.errors import BrokenArtifactError
 from edgellm.device_runtime.kernels.library import register
 
 CPU, CUDA = "cpu", "cuda"  # as OrtValues name devices

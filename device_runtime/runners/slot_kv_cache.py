@@ -11,7 +11,7 @@ from typing import Any, Protocol
 import numpy as np
 from numpy.typing import NDArray
 
-from edgellm.core.contract import LimitError
+from edgellm.core.errors import LimitError
 from edgellm.device_runtime.runners import Cache
 
 

@@ -8,7 +8,7 @@ from __future__ import annotations
 
 import re
 
-from edgellm.core.contract import RequestError
+from edgellm.core.errors import RequestError
 
 _CLASSES = {"d": "0-9", "w": "0-9A-Za-z_", "s": r"\t\n\x0b\x0c\r\x20"}
 # An escape, and the brackets of classes; a ] that begins a class is a character of it.

@@ -14,7 +14,7 @@ from dataclasses import dataclass, field
 from typing import Any
 from urllib.parse import unquote
 
-from edgellm.core.contract import RequestError
+from edgellm.core.errors import RequestError
 
 _MAPS = ("properties", "patternProperties", "$defs", "definitions", "dependentSchemas")
 _ALTERNATIVES = ("anyOf", "oneOf")

@@ -15,8 +15,14 @@ from typing import TYPE_CHECKING, Any, Literal
 
 import numpy as np
 
-from edgellm.core.contract import EdgeLLMError, RequestError
-from edgellm.device_runtime.networks import F32, Bool
+from edgellm.core.errors import (
+    EdgeLLMError,
+    RequestError,
+)
+from edgellm.device_runtime.arrays import (
+    F32,
+    Bool,
+)
 from edgellm.device_runtime.sampling.ascii_regex import with_ascii_classes, with_ascii_lark
 from edgellm.device_runtime.sampling.closed_schema import closed
 

@@ -8,7 +8,7 @@ from dataclasses import dataclass
 
 import numpy as np
 
-from edgellm.device_runtime.networks import F32
+from edgellm.device_runtime.arrays import F32
 
 
 @dataclass(frozen=True, slots=True)

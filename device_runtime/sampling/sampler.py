@@ -10,8 +10,14 @@ from dataclasses import dataclass, field
 import numpy as np
 from numpy.typing import NDArray
 
-from edgellm.core.contract import EdgeLLMError, RequestError
-from edgellm.device_runtime.networks import F32, I64
+from edgellm.core.errors import (
+    EdgeLLMError,
+    RequestError,
+)
+from edgellm.device_runtime.arrays import (
+    F32,
+    I64,
+)
 from edgellm.device_runtime.networks.decoder import PassResult
 from edgellm.device_runtime.sampling.guidance import Constraint, Guide
 from edgellm.device_runtime.sampling.logprobs import TokenLogprobs, token_logprobs

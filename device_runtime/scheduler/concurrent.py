@@ -4,7 +4,7 @@ from __future__ import annotations
 
 from collections.abc import Iterable, Iterator, Sequence
 
-from edgellm.core.contract import EdgeLLMError
+from edgellm.core.errors import EdgeLLMError
 from edgellm.device_runtime.engine.sequence import Step
 from edgellm.device_runtime.faults import is_fault
 from edgellm.device_runtime.scheduler.request_output import Answer

@@ -13,9 +13,9 @@ from collections.abc import Callable, Iterator, Sequence
 from contextlib import contextmanager
 from dataclasses import dataclass
 
-from edgellm.core.contract import EdgeLLMError
+from edgellm.core.errors import EdgeLLMError
+from edgellm.device_runtime.arrays import LoadedAdapter
 from edgellm.device_runtime.engine.sequence import Step
-from edgellm.device_runtime.networks import LoadedAdapter
 from edgellm.device_runtime.scheduler.running_batch import Batch, Entry
 
 PATIENCE_S = 30.0  # nobody waits longer for an answer that is not iterated over

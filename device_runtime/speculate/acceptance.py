@@ -17,7 +17,7 @@ from typing import NamedTuple
 
 import numpy as np
 
-from edgellm.device_runtime.networks import F32
+from edgellm.device_runtime.arrays import F32
 from edgellm.device_runtime.networks.decoder import PassResult
 from edgellm.device_runtime.sampling.sampler import Sampler, draw, processed_distribution
 from edgellm.device_runtime.speculate.tree import F64, Tree

@@ -19,8 +19,14 @@ from typing import Any
 import numpy as np
 from numpy.typing import NDArray
 
+from edgellm.device_runtime.arrays import (
+    F32,
+    I64,
+    ImageRows,
+    LoadedAdapter,
+    RowKey,
+)
 from edgellm.device_runtime.kv_cache.prefix_cache import count_common, marked, row_keys
-from edgellm.device_runtime.networks import F32, I64, ImageRows, LoadedAdapter, RowKey
 from edgellm.device_runtime.networks.draft import DraftPart, DraftSession
 from edgellm.device_runtime.networks.sequence_kv import Context
 

@@ -11,7 +11,12 @@ from typing import Protocol
 
 import numpy as np
 
-from edgellm.device_runtime.networks import F32, I64, ImageRows, LoadedAdapter
+from edgellm.device_runtime.arrays import (
+    F32,
+    I64,
+    ImageRows,
+    LoadedAdapter,
+)
 from edgellm.device_runtime.networks.decoder import DecoderSession, PassResult
 from edgellm.device_runtime.networks.sequence_kv import Context
 from edgellm.device_runtime.runners.device_speculation import RoundOutcome

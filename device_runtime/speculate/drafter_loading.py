@@ -7,7 +7,10 @@ from dataclasses import dataclass
 from pathlib import Path
 
 from edgellm.core.artifact import require_pair
-from edgellm.core.contract import BrokenArtifactError, LimitError
+from edgellm.core.errors import (
+    BrokenArtifactError,
+    LimitError,
+)
 from edgellm.core.graph_roles import HOST, PASS
 from edgellm.core.manifest import DRAFT_ENGINE, DRAFT_FOLDER, Engine, load_engine
 from edgellm.core.model_spec import DraftSpec

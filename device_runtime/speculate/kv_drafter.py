@@ -4,7 +4,12 @@ from __future__ import annotations
 
 from collections.abc import Sequence
 
-from edgellm.device_runtime.networks import F32, I64, ImageRows, LoadedAdapter
+from edgellm.device_runtime.arrays import (
+    F32,
+    I64,
+    ImageRows,
+    LoadedAdapter,
+)
 from edgellm.device_runtime.speculate.draft_cache import CommittedRows
 from edgellm.device_runtime.speculate.drafter import (
     LEAST_RETRIAL_ROWS,

@@ -7,7 +7,10 @@ import itertools
 from dataclasses import dataclass
 from pathlib import Path
 
-from edgellm.core.contract import EdgeLLMError, LimitError
+from edgellm.core.errors import (
+    EdgeLLMError,
+    LimitError,
+)
 from edgellm.device_runtime.speculate import drafters
 from edgellm.device_runtime.speculate.acceptance import (
     Accept,

@@ -6,7 +6,7 @@ from collections.abc import Iterable
 
 import numpy as np
 
-from edgellm.device_runtime.networks import I64
+from edgellm.device_runtime.arrays import I64
 from edgellm.device_runtime.speculate.policy.tree_policy import Policy
 from edgellm.device_runtime.speculate.tree import F64, Pool
 

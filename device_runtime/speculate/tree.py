@@ -12,7 +12,11 @@ from dataclasses import dataclass
 import numpy as np
 from numpy.typing import NDArray
 
-from edgellm.device_runtime.networks import F32, I64, Bool
+from edgellm.device_runtime.arrays import (
+    F32,
+    I64,
+    Bool,
+)
 
 F64 = NDArray[np.float64]
 _NO_PARENT, _CERTAIN = np.array([-1]), np.ones(1)  # of roots; nobody writes into trees

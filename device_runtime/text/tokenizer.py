@@ -16,7 +16,10 @@ from jinja2.parser import Parser
 from jinja2.sandbox import ImmutableSandboxedEnvironment
 from tokenizers import Tokenizer
 
-from edgellm.core.contract import BrokenArtifactError, RequestError
+from edgellm.core.errors import (
+    BrokenArtifactError,
+    RequestError,
+)
 from edgellm.core.strict_json import parse
 from edgellm.device_runtime.faults import described
 from edgellm.device_runtime.text.plain_text import CUT, PlainText, without_marks

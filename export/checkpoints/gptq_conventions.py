@@ -11,7 +11,7 @@ from typing import Any
 
 import numpy as np
 
-from edgellm.core.contract import UnsupportedModelError
+from edgellm.core.errors import UnsupportedModelError
 from edgellm.export.checkpoints.weights import Weights
 
 # What GPTQ's words hold: zero points less one (v1), or zero points (v2).

@@ -9,7 +9,10 @@ from pathlib import Path
 import numpy as np
 from numpy.typing import NDArray
 
-from edgellm.core.contract import BrokenArtifactError, UnsupportedModelError
+from edgellm.core.errors import (
+    BrokenArtifactError,
+    UnsupportedModelError,
+)
 from edgellm.core.peft_adapter import Adapter, LowRank, read_adapter
 from edgellm.export.checkpoints.hf import Checkpoint, TensorInfo, TensorSource, read_whole
 from edgellm.export.checkpoints.weights import ONNX_TYPES, as_bytes

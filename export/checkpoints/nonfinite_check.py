@@ -11,7 +11,10 @@ from collections.abc import Iterable, Iterator
 
 import numpy as np
 
-from edgellm.core.contract import BrokenArtifactError, UnsupportedModelError
+from edgellm.core.errors import (
+    BrokenArtifactError,
+    UnsupportedModelError,
+)
 
 _BITS = {"F32": (np.uint32, np.int32), "F16": (np.uint16, np.int16), "BF16": (np.uint16, np.int16)}
 _INFINITY = {"F32": 0x7F800000, "F16": 0x7C00, "BF16": 0x7F80}

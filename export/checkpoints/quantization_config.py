@@ -4,7 +4,7 @@ from __future__ import annotations
 
 from collections.abc import Iterable
 
-from edgellm.core.contract import UnsupportedModelError
+from edgellm.core.errors import UnsupportedModelError
 from edgellm.export.checkpoints.hf import Checkpoint
 
 KEY = "quantization_config"

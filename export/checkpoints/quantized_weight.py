@@ -12,7 +12,7 @@ from dataclasses import dataclass
 import numpy as np
 import onnx_ir as ir
 
-from edgellm.core.contract import BrokenArtifactError
+from edgellm.core.errors import BrokenArtifactError
 from edgellm.export.checkpoints.weights import StoredTensor, as_bytes
 
 Load = Callable[[], np.ndarray]

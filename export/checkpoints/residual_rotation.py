@@ -15,7 +15,7 @@ from typing import Any
 import numpy as np
 from numpy.typing import NDArray
 
-from edgellm.core.contract import UnsupportedModelError
+from edgellm.core.errors import UnsupportedModelError
 from edgellm.export.checkpoints.hf import Checkpoint, TensorInfo, TensorSource
 from edgellm.export.checkpoints.weights import as_bytes
 

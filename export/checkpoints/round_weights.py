@@ -12,7 +12,7 @@ import numpy as np
 import onnx_ir as ir
 from numpy.typing import NDArray
 
-from edgellm.core.contract import BrokenArtifactError
+from edgellm.core.errors import BrokenArtifactError
 from edgellm.export.checkpoints.quantized_weight import QuantizedLinear, scale_tensor, stored
 from edgellm.export.checkpoints.weights import Weights
 

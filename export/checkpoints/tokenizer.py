@@ -10,7 +10,10 @@ from typing import Any
 
 from tokenizers import AddedToken, Tokenizer
 
-from edgellm.core.contract import BrokenArtifactError, EdgeLLMError
+from edgellm.core.errors import (
+    BrokenArtifactError,
+    EdgeLLMError,
+)
 from edgellm.core.strict_json import parse
 
 TOKENIZER = "tokenizer.json"

@@ -7,7 +7,11 @@ from collections.abc import Iterator, Mapping
 from pathlib import Path
 from typing import Any
 
-from edgellm.core.contract import BrokenArtifactError, EdgeLLMError, UnsupportedModelError
+from edgellm.core.errors import (
+    BrokenArtifactError,
+    EdgeLLMError,
+    UnsupportedModelError,
+)
 from edgellm.export.checkpoints.hf import CHUNK_BYTES, TensorInfo
 
 _TYPES = {

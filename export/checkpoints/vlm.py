@@ -10,7 +10,7 @@ from collections.abc import Iterable, Mapping
 from dataclasses import dataclass, replace
 from typing import Any
 
-from edgellm.core.contract import UnsupportedModelError
+from edgellm.core.errors import UnsupportedModelError
 from edgellm.core.model_spec import ImageSpec
 from edgellm.export.checkpoints.hf import Checkpoint, Renamed
 from edgellm.export.config.reader import ConfigReader

@@ -17,7 +17,10 @@ from typing import Any, BinaryIO
 import numpy as np
 import onnx_ir as ir
 
-from edgellm.core.contract import BrokenArtifactError, UnsupportedModelError
+from edgellm.core.errors import (
+    BrokenArtifactError,
+    UnsupportedModelError,
+)
 from edgellm.core.manifest import FileRecord
 from edgellm.export.checkpoints.hf import TensorInfo, TensorSource, read_whole
 from edgellm.export.checkpoints.nonfinite_check import checked

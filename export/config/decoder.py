@@ -5,12 +5,12 @@ from __future__ import annotations
 from dataclasses import dataclass, replace
 from typing import Any
 
-from edgellm.core.contract import UnsupportedModelError
+from edgellm.core.errors import UnsupportedModelError
 from edgellm.core.model_spec import ImageSpec
+from edgellm.export.config.activations import ACTIVATIONS
 from edgellm.export.config.layer_types import AttentionKind
 from edgellm.export.config.reader import ConfigReader
 from edgellm.export.config.rope import PLAIN_ROPE, RopeTraits, read_rope
-from edgellm.export.layers.activations import ACTIVATIONS
 
 
 @dataclass(frozen=True, slots=True)

@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from edgellm.core.contract import UnsupportedModelError
+from edgellm.core.errors import UnsupportedModelError
 
 _BY_FLAG = "name the streams: --hidden_taps a,b,c (i enters layer i)"
 

@@ -5,11 +5,13 @@ from __future__ import annotations
 from collections.abc import Sequence
 from dataclasses import dataclass
 
-from edgellm.core.contract import UnsupportedModelError
+from edgellm.core.errors import UnsupportedModelError
 from edgellm.export.config.reader import ConfigReader
 from edgellm.export.config.rope import Rope
 
 FULL, SLIDING = "full_attention", "sliding_attention"
+LINEAR, CONV = "linear_attention", "conv"
+EXPERTS, NETWORK = "moe", "mlp"
 
 
 @dataclass(frozen=True, slots=True, eq=False)

@@ -2,9 +2,9 @@
 
 from __future__ import annotations
 
-from edgellm.core.contract import UnsupportedModelError
+from edgellm.core.errors import UnsupportedModelError
+from edgellm.export.config.activations import ACTIVATIONS
 from edgellm.export.config.reader import ConfigReader
-from edgellm.export.layers.activations import ACTIVATIONS
 
 _TRAINING = ("dropout", "hidden_dropout_prob", "projection_dropout", "initializer_factor")
 

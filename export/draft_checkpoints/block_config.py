@@ -11,7 +11,8 @@ from collections.abc import Mapping
 from dataclasses import dataclass
 from typing import Any, TypeVar
 
-from edgellm.core.contract import MOST_LINKED, UnsupportedModelError
+from edgellm.core.errors import UnsupportedModelError
+from edgellm.core.graph_io import MOST_LINKED
 from edgellm.core.model_spec import BlockSpec
 from edgellm.export.checkpoints.hf import Checkpoint
 from edgellm.export.config.decoder import DecoderConfig

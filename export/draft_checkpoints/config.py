@@ -11,14 +11,17 @@ from collections.abc import Mapping
 from dataclasses import dataclass
 from typing import Any
 
-from edgellm.core.contract import EdgeLLMError, UnsupportedModelError
-from edgellm.export import drafts
+from edgellm.core.errors import (
+    EdgeLLMError,
+    UnsupportedModelError,
+)
 from edgellm.export.checkpoints.hf import Checkpoint, TensorInfo
 from edgellm.export.config.decoder import DecoderConfig
 from edgellm.export.config.hidden_taps import check_taps, default_taps
 from edgellm.export.config.reader import ConfigReader
+from edgellm.export.draft_checkpoints import kinds
+from edgellm.export.draft_checkpoints.kinds import OwnConfig
 from edgellm.export.draft_checkpoints.peagle_masks import FEATURE, MaskRows
-from edgellm.export.drafts import OwnConfig
 
 TAP_IDS = "eagle_aux_hidden_state_layer_ids"
 _SPECULATORS = ("speculators_model_type", "speculators_config", "transformer_layer_config")
@@ -98,7 +101,7 @@ def read_draft(
         EdgeLLMError: the folder holds something else than a draft.
         UnsupportedModelError: a layout that is not understood, or a draft for another base.
     """
-    if (kind := drafts.kind_of(checkpoint.tensors.infos())) is not None:
+    if (kind := kinds.kind_of(checkpoint.tensors.infos())) is not None:
         return kind.read(checkpoint, base, ignored)
     return _read_eagle(checkpoint, base, ignored)
 
@@ -156,7 +159,7 @@ def _refuse_other_models(checkpoint: Checkpoint, infos: Infos) -> None:
     if "fc.weight" in infos:
         return
     whole = any(name.startswith("model.layers.") for name in infos)
-    others = " or ".join(kind.TITLE for kind in drafts.kinds())
+    others = " or ".join(kind.TITLE for kind in kinds.kinds())
     raise EdgeLLMError(
         f"{checkpoint.label} is not a draft: it has neither fc.weight, which EAGLE drafts have, "
         f"nor {others}",

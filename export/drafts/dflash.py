@@ -20,7 +20,11 @@ import numpy as np
 import onnx_ir as ir
 from numpy.typing import NDArray
 
-from edgellm.core import contract
+from edgellm.core import graph_io
+from edgellm.core.graph_io import (
+    HEAD_ROWS,
+    ROWS,
+)
 from edgellm.core.graph_roles import BLOCK
 from edgellm.core.model_spec import DraftSpec
 from edgellm.export.checkpoints.hf import Checkpoint
@@ -38,8 +42,6 @@ from edgellm.export.draft_checkpoints.config import DraftConfig
 from edgellm.export.draft_checkpoints.tensors import complete, read_target_ids
 from edgellm.export.graph.bundle_files import decoder_spec, refuse_leftovers
 from edgellm.export.graph.decoder_io import (
-    HEAD_ROWS,
-    ROWS,
     PassInputs,
     cache_shape,
     declare,
@@ -207,8 +209,8 @@ def build(
     target_ids = read_target_ids(weights, config.draft, decoder)
     op = Op(dtype)
     inputs = PassInputs.declare(decoder, dtype, mask_columns="mask_columns")
-    hidden = declare(contract.DRAFT_HIDDEN, dtype, [1, ROWS, decoder.hidden_size])
-    top_k = declare(contract.TOP_K, ir.DataType.INT64, [1])
+    hidden = declare(graph_io.DRAFT_HIDDEN, dtype, [1, ROWS, decoder.hidden_size])
+    top_k = declare(graph_io.TOP_K, ir.DataType.INT64, [1])
     state = inputs.begin(op, decoder)
     rows = inputs.logits_index
     block = Block(op, op.Gather(inputs.input_ids, rows, axis=1), rows, config.block.mask_token_id)
@@ -240,15 +242,15 @@ def _candidates(
     """Ids and log-probabilities [1, R, K], and the links [1, R, L, L] if there are some."""
     log_probs, indices = likeliest(op, model.lm_head(op, x), top_k)
     ids = target_names(op, indices, target_ids)
-    shape = [1, HEAD_ROWS, contract.CANDIDATES]
+    shape = [1, HEAD_ROWS, graph_io.CANDIDATES]
     outputs = [
-        typed(ids, ir.DataType.INT64, shape, contract.CANDIDATE_IDS),
-        typed(log_probs, ir.DataType.FLOAT, shape, contract.CANDIDATE_LOG_PROBS),
+        typed(ids, ir.DataType.INT64, shape, graph_io.CANDIDATE_IDS),
+        typed(log_probs, ir.DataType.FLOAT, shape, graph_io.CANDIDATE_LOG_PROBS),
     ]
     if not model.config.block.links:
         return outputs
     zero, axis = op.constant([0]), op.constant([2])
-    most = op.constant([contract.MOST_LINKED])
+    most = op.constant([graph_io.MOST_LINKED])
     chosen, places, likely = (
         op.Slice(each, zero, most, axis) for each in (ids, indices, log_probs)
     )
@@ -260,8 +262,8 @@ def _candidates(
     before = op.Where(op.Unsqueeze(known, axis), op.Unsqueeze(given, axis), block.before(chosen))
     scores = op.Add(model.scores(op, x, before, places), op.Unsqueeze(likely, axis))
     links = _normalized(op, scores, likely)
-    linked = [1, HEAD_ROWS, contract.LINKED, contract.LINKED]
-    return [*outputs, typed(links, ir.DataType.FLOAT, linked, contract.CANDIDATE_LINKS)]
+    linked = [1, HEAD_ROWS, graph_io.LINKED, graph_io.LINKED]
+    return [*outputs, typed(links, ir.DataType.FLOAT, linked, graph_io.CANDIDATE_LINKS)]
 
 
 def _normalized(op: Op, scores: ir.Value, likely: ir.Value) -> ir.Value:

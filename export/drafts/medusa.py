@@ -15,8 +15,11 @@ from dataclasses import dataclass
 
 import onnx_ir as ir
 
-from edgellm.core import contract
-from edgellm.core.contract import BrokenArtifactError, UnsupportedModelError
+from edgellm.core import graph_io
+from edgellm.core.errors import (
+    BrokenArtifactError,
+    UnsupportedModelError,
+)
 from edgellm.core.graph_roles import HEADS
 from edgellm.core.model_spec import DecoderSpec, DraftSpec, KVCacheSpec
 from edgellm.export.checkpoints.hf import Checkpoint
@@ -172,8 +175,8 @@ def build(
 ) -> tuple[ir.Model, Op, Weights]:
     """The graph: HIDDEN_TAPS [1, 1, H] to candidates [1, N, K], a row a head."""
     op, weights = Op(dtype), Weights(draft.tensors, draft.quant_config)
-    feature = declare(contract.HIDDEN_TAPS, dtype, [1, 1, config.hidden_size])
-    top_k = declare(contract.TOP_K, ir.DataType.INT64, [1])
+    feature = declare(graph_io.HIDDEN_TAPS, dtype, [1, 1, config.hidden_size])
+    top_k = declare(graph_io.TOP_K, ir.DataType.INT64, [1])
     logits = Model(config, weights)(op, feature)
     outputs = candidate_outputs(op, logits, top_k, None, config.num_heads)
     model = finish(op, "heads", [feature, top_k], outputs)

@@ -26,7 +26,7 @@ import numpy as np
 import onnx_ir as ir
 from numpy.typing import NDArray
 
-from edgellm.core.contract import UnsupportedModelError
+from edgellm.core.errors import UnsupportedModelError
 from edgellm.core.graph_roles import DRAFT
 from edgellm.core.model_spec import DraftSpec
 from edgellm.export.checkpoints.hf import Checkpoint, Renamed, TensorSource
@@ -37,6 +37,11 @@ from edgellm.export.config.decoder import DecoderConfig
 from edgellm.export.config.reader import ConfigReader
 from edgellm.export.draft_checkpoints.lm_head_pruning import HeadRows, commonest
 from edgellm.export.draft_checkpoints.tensors import DraftTensors
+from edgellm.export.graph.architecture import (
+    ExportOptions,
+    end_ids,
+    read_architecture,
+)
 from edgellm.export.graph.bundle_files import decoder_spec, refuse_leftovers
 from edgellm.export.graph.draft import record
 from edgellm.export.layers.attention import PassState
@@ -44,7 +49,6 @@ from edgellm.export.layers.embedding import Embedding
 from edgellm.export.layers.linear import Linear
 from edgellm.export.models import ernie4_5_moe, qwen2_moe, qwen3_5_text
 from edgellm.export.onnx.builder import Op
-from edgellm.export.pipeline.llm import ExportOptions, end_ids, read_architecture
 
 TITLE, ROLE = "multi-token prediction", DRAFT
 FILES = ()  # it stands among the weights of its model

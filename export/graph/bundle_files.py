@@ -10,8 +10,8 @@ from pathlib import Path
 
 import onnx_ir as ir
 
-from edgellm.core.contract import BrokenArtifactError
 from edgellm.core.disk_space import require_space
+from edgellm.core.errors import BrokenArtifactError
 from edgellm.core.manifest import FileRecord
 from edgellm.core.model_spec import DecoderSpec, KVCacheSpec, RecurrentSpec
 from edgellm.export.checkpoints.hf import TensorSource

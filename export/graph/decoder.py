@@ -1,6 +1,6 @@
 """The decoder graph: one graph serves prefill, decode and tree verification.
 
-Inputs and outputs are those of `edgellm.core.contract`; opset 24. Rows are gathered before the
+Inputs and outputs are those of `edgellm.core.graph_io`; opset 24. Rows are gathered before the
 head, so that a long prefill computes one row of logits. A decoder with recurrent layers has a
 second graph, which moves their states on.
 """
@@ -12,12 +12,14 @@ from typing import Any, NamedTuple
 
 import onnx_ir as ir
 
-from edgellm.core import contract
+from edgellm.core import graph_io
+from edgellm.core.graph_io import (
+    HEAD_ROWS,
+    ROWS,
+)
 from edgellm.export.checkpoints.weights import Weights
 from edgellm.export.config.decoder import DecoderConfig
 from edgellm.export.graph.decoder_io import (
-    HEAD_ROWS,
-    ROWS,
     PassInputs,
     cache_shape,
     declare,
@@ -62,8 +64,8 @@ def build_decoder(
     hidden = network.forward(op, inputs.input_ids, state)
     with op.scope("head"):
         rows = op.Gather(hidden, inputs.logits_index, axis=1)
-        logits = op.Cast(network.head(op, rows), to=int(ir.DataType.FLOAT), name=contract.LOGITS)
-        picks = op.ArgMax(logits, axis=-1, keepdims=0, name=contract.TOKEN_IDS)
+        logits = op.Cast(network.head(op, rows), to=int(ir.DataType.FLOAT), name=graph_io.LOGITS)
+        picks = op.ArgMax(logits, axis=-1, keepdims=0, name=graph_io.TOKEN_IDS)
     outputs = [
         typed(logits, ir.DataType.FLOAT, [1, HEAD_ROWS, config.vocab_size]),
         typed(picks, ir.DataType.INT64, [1, HEAD_ROWS]),
@@ -85,7 +87,7 @@ def build_decoder(
 def build_commit(recurrences: Recurrences) -> tuple[ir.Model, Op]:
     """The graph that moves states on by accepted rows, and its recorder, which has no weights."""
     op = Op(recurrences.op.dtype)
-    chosen = declare(contract.COMMIT_ROWS, ir.DataType.INT64, [_ACCEPTED])
+    chosen = declare(graph_io.COMMIT_ROWS, ir.DataType.INT64, [_ACCEPTED])
     inputs, outputs = [chosen], []
     for layer in recurrences.layers:
         states = {part: _copied(value) for part, value in layer.states.items()}
@@ -95,7 +97,7 @@ def build_commit(recurrences: Recurrences) -> tuple[ir.Model, Op]:
             accepted = {part: op.Gather(each, chosen, axis=1) for part, each in rows.items()}
             for part, value in layer.advance(op, states, accepted).items():
                 state = states[part]
-                value.name = contract.next_state_name(str(state.name))
+                value.name = graph_io.next_state_name(str(state.name))
                 value.type, value.shape = state.type, state.shape
                 outputs.append(value)
     return finish(op, "commit", inputs, outputs), op
@@ -115,5 +117,5 @@ def _taps(
             state.residuals[tap] if tap < len(state.residuals) else model.norm(op, hidden)
             for tap in taps
         ]
-        joined = op.Concat(*streams, axis=-1, name=contract.HIDDEN_TAPS)
+        joined = op.Concat(*streams, axis=-1, name=graph_io.HIDDEN_TAPS)
     return typed(joined, op.dtype, [1, ROWS, len(taps) * hidden_size])

@@ -7,14 +7,13 @@ from dataclasses import dataclass
 
 import onnx_ir as ir
 
-from edgellm.core import contract
+from edgellm.core import graph_io
+from edgellm.core.graph_io import CAPACITY, HEAD_ROWS, IMAGE_ROWS, ROWS
 from edgellm.export.config.decoder import DecoderConfig
 from edgellm.export.layers.attention import PassState
 from edgellm.export.layers.images import ImageRows
 from edgellm.export.layers.recurrent import Recurrences
 from edgellm.export.onnx.builder import IR_VERSION, OPSET, Op
-
-ROWS, CAPACITY, HEAD_ROWS, IMAGE_ROWS = "rows", "kv_capacity", "head_rows", "image_rows"
 
 
 @dataclass(frozen=True, slots=True)
@@ -37,18 +36,18 @@ class PassInputs:
         """The inputs of a decoder with the sizes of `config`."""
         integer, boolean = ir.DataType.INT64, ir.DataType.BOOL
         return cls(
-            declare(contract.INPUT_IDS, integer, [1, ROWS]),
-            declare(contract.POSITION_IDS, integer, [config.position_axes, ROWS]),
-            declare(contract.WRITE_INDEX, integer, [1]),
-            declare(contract.TREE_MASK, boolean, [ROWS, mask_columns]),
-            declare(contract.LOGITS_INDEX, integer, [HEAD_ROWS]),
+            declare(graph_io.INPUT_IDS, integer, [1, ROWS]),
+            declare(graph_io.POSITION_IDS, integer, [config.position_axes, ROWS]),
+            declare(graph_io.WRITE_INDEX, integer, [1]),
+            declare(graph_io.TREE_MASK, boolean, [ROWS, mask_columns]),
+            declare(graph_io.LOGITS_INDEX, integer, [HEAD_ROWS]),
             {
                 name: declare(name, dtype, cache_shape(config))
                 for layer in range(len(config.attending_layers))
-                for name in (contract.past_name(layer, "key"), contract.past_name(layer, "value"))
+                for name in (graph_io.past_name(layer, "key"), graph_io.past_name(layer, "value"))
             },
             tuple(_image_inputs(config, dtype)),
-            declare(contract.PARENT_ROWS, integer, [ROWS]) if config.is_recurrent else None,
+            declare(graph_io.PARENT_ROWS, integer, [ROWS]) if config.is_recurrent else None,
         )
 
     def begin(self, op: Op, config: DecoderConfig) -> PassState:
@@ -80,9 +79,9 @@ def _image_inputs(config: DecoderConfig, dtype: ir.DataType) -> Iterator[ir.Valu
     if config.images is None:
         return
     shape = [IMAGE_ROWS, config.hidden_size]
-    yield declare(contract.IMAGE_EMBEDS, dtype, shape)
+    yield declare(graph_io.IMAGE_EMBEDS, dtype, shape)
     if count := config.images.num_deepstack:
-        yield declare(contract.DEEPSTACK_EMBEDS, dtype, [count, *shape])
+        yield declare(graph_io.DEEPSTACK_EMBEDS, dtype, [count, *shape])
 
 
 def cache_shape(config: DecoderConfig) -> list[int | str]:

@@ -1,6 +1,6 @@
 """The graphs of a draft: `fuse` turns the base's features into hidden rows, `model` drafts.
 
-Inputs and outputs are those of `edgellm.core.contract`; opset 24. The candidates of a row are
+Inputs and outputs are those of `edgellm.core.graph_io`; opset 24. The candidates of a row are
 picked inside the graph and already named by the base's token ids, so that no logits leave it.
 """
 
@@ -12,14 +12,16 @@ import numpy as np
 import onnx_ir as ir
 from numpy.typing import NDArray
 
-from edgellm.core import contract
-from edgellm.export import drafts
-from edgellm.export.checkpoints.weights import StoredTensor, Weights, as_bytes
-from edgellm.export.config.decoder import DecoderConfig
-from edgellm.export.draft_checkpoints.config import DraftConfig
-from edgellm.export.graph.decoder_io import (
+from edgellm.core import graph_io
+from edgellm.core.graph_io import (
     HEAD_ROWS,
     ROWS,
+)
+from edgellm.export.checkpoints.weights import StoredTensor, Weights, as_bytes
+from edgellm.export.config.decoder import DecoderConfig
+from edgellm.export.draft_checkpoints import kinds
+from edgellm.export.draft_checkpoints.config import DraftConfig
+from edgellm.export.graph.decoder_io import (
     PassInputs,
     cache_shape,
     declare,
@@ -35,10 +37,10 @@ def build_fuse(config: DraftConfig, weights: Weights, dtype: ir.DataType) -> tup
     """The graph from HIDDEN_TAPS [1, S, T*H] to DRAFT_HIDDEN [1, S, D]."""
     op = Op(dtype)
     width = len(config.hidden_taps) * config.base_hidden_size
-    taps = declare(contract.HIDDEN_TAPS, dtype, [1, ROWS, width])
-    hidden = drafts.find(config.method).Fuse(config, weights)(op, taps)
+    taps = declare(graph_io.HIDDEN_TAPS, dtype, [1, ROWS, width])
+    hidden = kinds.find(config.method).Fuse(config, weights)(op, taps)
     shape = [1, ROWS, config.decoder.hidden_size]
-    return finish(op, "fuse", [taps], [typed(hidden, dtype, shape, contract.DRAFT_HIDDEN)]), op
+    return finish(op, "fuse", [taps], [typed(hidden, dtype, shape, graph_io.DRAFT_HIDDEN)]), op
 
 
 def build_draft(
@@ -55,12 +57,12 @@ def build_draft(
     Returns:
         The model, and the recorder that knows which weights the graph needs.
     """
-    model = drafts.find(config.method).Model(config, weights)
+    model = kinds.find(config.method).Model(config, weights)
     return record(model, config.decoder, target_ids, dtype)
 
 
 def record(
-    model: drafts.Network,
+    model: kinds.Network,
     decoder: DecoderConfig,
     target_ids: NDArray[np.int64] | None,
     dtype: ir.DataType,
@@ -69,8 +71,8 @@ def record(
     op = Op(dtype)
     size = decoder.hidden_size
     inputs = PassInputs.declare(decoder, dtype, mask_columns="mask_columns")
-    hidden = declare(contract.DRAFT_HIDDEN, dtype, [1, ROWS, size])
-    top_k = declare(contract.TOP_K, ir.DataType.INT64, [1])
+    hidden = declare(graph_io.DRAFT_HIDDEN, dtype, [1, ROWS, size])
+    top_k = declare(graph_io.TOP_K, ir.DataType.INT64, [1])
     state = inputs.begin(op, decoder)
     x = model.forward(op, inputs.input_ids, hidden, state)
     with op.scope("head"):
@@ -78,7 +80,7 @@ def record(
         candidates = candidate_outputs(op, logits, top_k, target_ids, HEAD_ROWS)
     outputs = [
         *candidates,
-        typed(recycled, dtype, [1, HEAD_ROWS, size], contract.RECYCLED_HIDDEN),
+        typed(recycled, dtype, [1, HEAD_ROWS, size], graph_io.RECYCLED_HIDDEN),
         *(typed(value, dtype, cache_shape(decoder)) for value in state.present.values()),
     ]
     own = [inputs.input_ids, hidden, inputs.position_ids, inputs.write_index, inputs.tree_mask,
@@ -92,10 +94,10 @@ def candidate_outputs(
     """Ids of the base's vocabulary and log-probabilities, both [1, R, K], best first."""
     log_probs, indices = likeliest(op, logits, top_k)
     ids = target_names(op, indices, target_ids)
-    shape = [1, rows, contract.CANDIDATES]
+    shape = [1, rows, graph_io.CANDIDATES]
     return [
-        typed(ids, ir.DataType.INT64, shape, contract.CANDIDATE_IDS),
-        typed(log_probs, ir.DataType.FLOAT, shape, contract.CANDIDATE_LOG_PROBS),
+        typed(ids, ir.DataType.INT64, shape, graph_io.CANDIDATE_IDS),
+        typed(log_probs, ir.DataType.FLOAT, shape, graph_io.CANDIDATE_LOG_PROBS),
     ]
 
 

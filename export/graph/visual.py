@@ -1,6 +1,6 @@
 """The graph of a visual encoder: an image (or its tiles) to rows of the language model's embedding.
 
-Inputs and outputs are those of `edgellm.core.contract`; opset 24. Images never meet in a run, so
+Inputs and outputs are those of `edgellm.core.graph_io`; opset 24. Images never meet in a run, so
 that no mask between them is needed.
 """
 
@@ -11,8 +11,8 @@ from typing import Any
 
 import onnx_ir as ir
 
-from edgellm.core import contract
-from edgellm.core.contract import BrokenArtifactError
+from edgellm.core import graph_io
+from edgellm.core.errors import BrokenArtifactError
 from edgellm.core.model_spec import VisionSpec
 from edgellm.export.checkpoints.weights import Weights
 from edgellm.export.graph.decoder_io import declare, finish, typed
@@ -46,11 +46,11 @@ def build_visual(
     model = encoder.Model(config, _root(weights, encoder.Model.parts))
     tokens, *levels = model.forward(op, inputs)
     shape = [_TOKENS, spec.hidden_size]
-    outputs = [typed(tokens, dtype, shape, contract.IMAGE_EMBEDS)]
+    outputs = [typed(tokens, dtype, shape, graph_io.IMAGE_EMBEDS)]
     if levels:
         with op.scope("deepstack"):
             apart = [op.Unsqueeze(level, op.constant([0])) for level in levels]
-            joined = op.Concat(*apart, axis=0, name=contract.DEEPSTACK_EMBEDS)
+            joined = op.Concat(*apart, axis=0, name=graph_io.DEEPSTACK_EMBEDS)
         outputs.append(typed(joined, dtype, [len(levels), *shape]))
     return finish(op, "visual_encoder", list(inputs.values()), outputs), op
 
@@ -80,17 +80,17 @@ def _declare_inputs(spec: VisionSpec, dtype: ir.DataType) -> dict[str, ir.Value]
     """The inputs of a graph by contract name."""
     if spec.image_size:
         shape = [_TILES, 3, spec.image_size, spec.image_size]
-        return {contract.PIXEL_VALUES: declare(contract.PIXEL_VALUES, dtype, shape)}
+        return {graph_io.PIXEL_VALUES: declare(graph_io.PIXEL_VALUES, dtype, shape)}
     integer = ir.DataType.INT64
     kinds: dict[str, tuple[ir.DataType, list[int | str]]] = {
-        contract.PIXEL_VALUES: (dtype, [_PATCHES, spec.patch_values]),
-        contract.PATCH_POSITIONS: (integer, [_PATCHES, 2]),
+        graph_io.PIXEL_VALUES: (dtype, [_PATCHES, spec.patch_values]),
+        graph_io.PATCH_POSITIONS: (integer, [_PATCHES, 2]),
     }
     if spec.window_size:
-        kinds[contract.WINDOW_SLOTS] = integer, [_SLOTS]
-        kinds[contract.WINDOW_MASK] = ir.DataType.BOOL, [_WINDOWS, spec.window_size**2]
-        kinds[contract.WINDOW_ROWS] = integer, [_PATCHES]
+        kinds[graph_io.WINDOW_SLOTS] = integer, [_SLOTS]
+        kinds[graph_io.WINDOW_MASK] = ir.DataType.BOOL, [_WINDOWS, spec.window_size**2]
+        kinds[graph_io.WINDOW_ROWS] = integer, [_PATCHES]
     if spec.position_grid:
-        kinds[contract.POS_EMBED_INDEX] = integer, [4, _PATCHES]
-        kinds[contract.POS_EMBED_WEIGHT] = ir.DataType.FLOAT, [4, _PATCHES]
+        kinds[graph_io.POS_EMBED_INDEX] = integer, [4, _PATCHES]
+        kinds[graph_io.POS_EMBED_WEIGHT] = ir.DataType.FLOAT, [4, _PATCHES]
     return {name: declare(name, kind, shape) for name, (kind, shape) in kinds.items()}

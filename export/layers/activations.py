@@ -6,8 +6,6 @@ import onnx_ir as ir
 
 from edgellm.export.onnx.builder import Op
 
-ACTIVATIONS = ("silu", "swish", "gelu", "gelu_pytorch_tanh", "quick_gelu", "relu2")
-
 
 def activate(op: Op, x: ir.Value, activation: str) -> ir.Value:
     """X after one of `ACTIVATIONS`."""

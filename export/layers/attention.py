@@ -12,7 +12,10 @@ from dataclasses import dataclass, field
 import numpy as np
 import onnx_ir as ir
 
-from edgellm.core.contract import past_name, present_name
+from edgellm.core.graph_io import (
+    past_name,
+    present_name,
+)
 from edgellm.export.config.layer_types import AttentionKind
 from edgellm.export.config.rope import Rope
 from edgellm.export.layers.embedding import Embedding

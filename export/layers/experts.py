@@ -11,7 +11,7 @@ from typing import Any, Protocol
 import numpy as np
 import onnx_ir as ir
 
-from edgellm.core.contract import UnsupportedModelError
+from edgellm.core.errors import UnsupportedModelError
 from edgellm.export.checkpoints.experts.weights import Operand, Stack
 from edgellm.export.checkpoints.quantized_weight import BlockFactors
 from edgellm.export.checkpoints.weights import Weights

@@ -18,7 +18,7 @@ from edgellm.export.onnx.functions.attention import call
 
 
 class Linear:
-    """`y = x W^T + b` with W [out, in] dense, or quantized in a layout of `export.checkpoints.quantized`."""
+    """`y = x W^T + b`; W [out, in] is dense, or quantized (`export.checkpoints.quantized`)."""
 
     def __init__(
         self, weights: Weights, in_features: int, out_features: int, *, bias: bool

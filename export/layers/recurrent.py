@@ -12,7 +12,7 @@ from dataclasses import dataclass, field
 
 import onnx_ir as ir
 
-from edgellm.core import contract
+from edgellm.core import graph_io, onnx_functions
 from edgellm.core.model_spec import RecurrentSpec
 from edgellm.export.onnx.builder import Op
 from edgellm.export.onnx.functions.attention import call, local_function
@@ -37,7 +37,7 @@ class Recurrences:
     """Those of a pass."""
 
     op: Op
-    parents: ir.Value  # int64 [S], see `contract.PARENT_ROWS`
+    parents: ir.Value  # int64 [S], see `graph_io.PARENT_ROWS`
     layers: list[Recurrence] = field(default_factory=list)
 
     def state(
@@ -45,7 +45,7 @@ class Recurrences:
     ) -> ir.Value:
         """The state of a layer; of activations' type where none is given."""
         return ir.Value(
-            name=contract.state_name(layer, part),
+            name=graph_io.state_name(layer, part),
             shape=ir.Shape(shape),
             type=ir.TensorType(dtype or self.op.dtype),
         )
@@ -56,7 +56,7 @@ class Recurrences:
         Each of its rows becomes an output and is of the type that its value has, or activations.
         """
         for part, value in recurrence.rows.items():
-            value.name = contract.state_rows_name(recurrence.layer, part)
+            value.name = graph_io.state_rows_name(recurrence.layer, part)
             value.type = value.type or ir.TensorType(self.op.dtype)
             value.shape = ir.Shape([1, rows, widths[part]])
         self.layers.append(recurrence)
@@ -181,4 +181,4 @@ def convolution(size: int) -> ir.Function:
             places = op.Gather(parent_of, places)
         return y
 
-    return local_function(f"{contract.CONVOLUTION}{size}", "x window weight parents", body)
+    return local_function(f"{onnx_functions.CONVOLUTION}{size}", "x window weight parents", body)

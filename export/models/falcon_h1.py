@@ -8,11 +8,11 @@ from dataclasses import dataclass
 import numpy as np
 import onnx_ir as ir
 
-from edgellm.core.contract import UnsupportedModelError
+from edgellm.core.errors import UnsupportedModelError
+from edgellm.core.graph_io import ROWS
 from edgellm.export.checkpoints.weights import Weights
 from edgellm.export.config.decoder import DecoderConfig
 from edgellm.export.config.reader import ConfigReader
-from edgellm.export.graph.decoder_io import ROWS
 from edgellm.export.layers.activations import activate
 from edgellm.export.layers.attention import PassState
 from edgellm.export.layers.mamba import NO_MAMBA, Mamba2, MambaSizes

@@ -6,7 +6,7 @@ from dataclasses import dataclass
 
 import onnx_ir as ir
 
-from edgellm.core.contract import UnsupportedModelError
+from edgellm.core.errors import UnsupportedModelError
 from edgellm.export.checkpoints.experts.gpt_oss import InterleavedExperts
 from edgellm.export.checkpoints.experts.stacked import StackedExperts, is_stacked
 from edgellm.export.checkpoints.experts.weights import Stack

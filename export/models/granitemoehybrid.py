@@ -4,13 +4,13 @@ from __future__ import annotations
 
 from dataclasses import dataclass, replace
 
-from edgellm.core.contract import UnsupportedModelError
+from edgellm.core.errors import UnsupportedModelError
+from edgellm.core.graph_io import ROWS
 from edgellm.export.checkpoints.weights import Weights
 from edgellm.export.config.decoder import DecoderConfig
 from edgellm.export.config.layer_types import AttentionKind, check_length
 from edgellm.export.config.reader import ConfigReader
 from edgellm.export.config.rope import read_rope
-from edgellm.export.graph.decoder_io import ROWS
 from edgellm.export.layers.experts import Mixture, Router, Routing
 from edgellm.export.layers.mamba import NO_MAMBA, Mamba2, MambaSizes
 from edgellm.export.layers.mlp import MLP, FusedGatedMLP, GatedMLP

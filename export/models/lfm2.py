@@ -8,13 +8,13 @@ from typing import Any
 import numpy as np
 import onnx_ir as ir
 
-from edgellm.core.contract import UnsupportedModelError
+from edgellm.core.errors import UnsupportedModelError
+from edgellm.core.graph_io import ROWS
 from edgellm.export.checkpoints.weights import Weights
 from edgellm.export.config.decoder import DecoderConfig
-from edgellm.export.config.layer_types import FULL, AttentionKind, check_length
+from edgellm.export.config.layer_types import CONV, FULL, AttentionKind, check_length
 from edgellm.export.config.reader import ConfigReader
 from edgellm.export.config.rope import RopeTraits, read_rope
-from edgellm.export.graph.decoder_io import ROWS
 from edgellm.export.layers.attention import PassState
 from edgellm.export.layers.linear import Linear
 from edgellm.export.layers.mlp import MLP, GatedMLP
@@ -23,7 +23,6 @@ from edgellm.export.layers.recurrent import convolve
 from edgellm.export.models import llama, qwen3
 from edgellm.export.onnx.builder import Op
 
-CONV = "conv"
 TINY = {
     **{key: value for key, value in llama.TINY.items() if key != "rms_norm_eps"},
     "model_type": "lfm2",

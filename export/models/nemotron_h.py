@@ -7,13 +7,14 @@ from typing import Any
 
 import onnx_ir as ir
 
-from edgellm.core.contract import UnsupportedModelError
+from edgellm.core.errors import UnsupportedModelError
+from edgellm.core.graph_io import ROWS
 from edgellm.export.checkpoints.experts.stacked import experts_of
 from edgellm.export.checkpoints.weights import Weights
 from edgellm.export.config.decoder import DecoderConfig
-from edgellm.export.config.layer_types import FULL, AttentionKind, check_length
+from edgellm.export.config.layer_types import EXPERTS, FULL, NETWORK, AttentionKind, check_length
+from edgellm.export.config.layer_types import LINEAR as MAMBA
 from edgellm.export.config.reader import ConfigReader
-from edgellm.export.graph.decoder_io import ROWS
 from edgellm.export.layers.attention import PassState
 from edgellm.export.layers.experts import (
     NO_ROUTING,
@@ -29,7 +30,6 @@ from edgellm.export.layers.norm import RMSNorm
 from edgellm.export.models import llama
 from edgellm.export.onnx.builder import Op
 
-MAMBA, EXPERTS, NETWORK = "linear_attention", "moe", "mlp"
 _LETTERS = {"M": MAMBA, "E": EXPERTS, "*": FULL, "-": NETWORK}
 _OLDER = {"mamba": MAMBA, "attention": FULL}
 TINY = {

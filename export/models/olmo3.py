@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from edgellm.core.contract import UnsupportedModelError
+from edgellm.core.errors import UnsupportedModelError
 from edgellm.export.config.decoder import DecoderConfig
 from edgellm.export.config.layer_types import (
     FULL,

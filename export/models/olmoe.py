@@ -6,7 +6,7 @@ from dataclasses import dataclass
 
 import onnx_ir as ir
 
-from edgellm.core.contract import UnsupportedModelError
+from edgellm.core.errors import UnsupportedModelError
 from edgellm.export.checkpoints.experts.weights import SeparateExperts
 from edgellm.export.checkpoints.weights import Weights
 from edgellm.export.config.decoder import DecoderConfig

@@ -7,13 +7,13 @@ from typing import Any
 
 import onnx_ir as ir
 
-from edgellm.core.contract import UnsupportedModelError
+from edgellm.core.errors import UnsupportedModelError
+from edgellm.core.graph_io import ROWS
 from edgellm.export.checkpoints.weights import Weights
 from edgellm.export.config.decoder import DecoderConfig
-from edgellm.export.config.layer_types import FULL, AttentionKind, check_length
+from edgellm.export.config.layer_types import FULL, LINEAR, AttentionKind, check_length
 from edgellm.export.config.reader import ConfigReader
 from edgellm.export.config.rope import Rope, RopeTraits, read_parameters, rope_of
-from edgellm.export.graph.decoder_io import ROWS
 from edgellm.export.layers.attention import PassState, merge_heads, split_heads
 from edgellm.export.layers.delta import DeltaRule, DeltaSizes
 from edgellm.export.layers.linear import Linear
@@ -21,7 +21,6 @@ from edgellm.export.layers.norm import RMSNorm, ShiftedRMSNorm
 from edgellm.export.models import llama, qwen2_moe, qwen3
 from edgellm.export.onnx.builder import Op
 
-LINEAR = "linear_attention"
 TINY = {
     **llama.TINY,
     "model_type": "qwen3_5_text",

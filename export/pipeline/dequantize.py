@@ -15,8 +15,9 @@ from typing import Any
 
 from edgellm.export.checkpoints.hf import Checkpoint, TensorInfo
 from edgellm.export.checkpoints.weights import Weights, as_bytes
+from edgellm.export.graph.architecture import ExportOptions
 from edgellm.export.pipeline.dequantize_experts import BLOCKS, Dense, fp4_stack, joined
-from edgellm.export.pipeline.llm import ExportOptions, quantized_layers
+from edgellm.export.pipeline.llm import quantized_layers
 from edgellm.export.pipeline.reference_weights import (
     E2M1,
     Input,

@@ -7,20 +7,27 @@ from dataclasses import dataclass
 from pathlib import Path
 
 from edgellm.core.artifact import check_output, publish, temporary_folder
-from edgellm.core.contract import EdgeLLMError, UnsupportedModelError
+from edgellm.core.errors import (
+    EdgeLLMError,
+    UnsupportedModelError,
+)
 from edgellm.core.graph_roles import DRAFT, FUSE
 from edgellm.core.manifest import DRAFT_BUNDLE, Bundle, GraphSpec
 from edgellm.core.model_spec import DraftSpec
-from edgellm.export import drafts
 from edgellm.export.checkpoints.hf import Checkpoint, TensorSource
 from edgellm.export.checkpoints.quantization_config import judge
 from edgellm.export.checkpoints.residual_rotation import refuse_rotated, rotation_name
 from edgellm.export.checkpoints.weights import Weights
 from edgellm.export.config.decoder import DecoderConfig
+from edgellm.export.draft_checkpoints import kinds
 from edgellm.export.draft_checkpoints.config import DraftConfig, read_draft
+from edgellm.export.draft_checkpoints.kinds import OwnConfig
 from edgellm.export.draft_checkpoints.tensors import complete, read_target_ids
 from edgellm.export.draft_checkpoints.unrotate import facing, missing_rotation
-from edgellm.export.drafts import OwnConfig
+from edgellm.export.graph.architecture import (
+    ExportOptions,
+    read_architecture,
+)
 from edgellm.export.graph.bundle_files import (
     DTYPES,
     Graphs,
@@ -33,7 +40,6 @@ from edgellm.export.graph.bundle_files import (
 )
 from edgellm.export.graph.draft import build_draft, build_fuse
 from edgellm.export.onnx.builder import OPSET, Op
-from edgellm.export.pipeline.llm import ExportOptions, read_architecture
 
 _MODEL, _FUSE = "model", "fuse"
 
@@ -113,7 +119,7 @@ def understand_draft(
 def _record(draft: Checkpoint, base: Checkpoint, options: DraftOptions) -> _Recorded:
     """Check both checkpoints and record the graphs."""
     names = base.tensors.infos()
-    if "fc.weight" in names or (names and len(drafts.own_names(names)) == len(names)):
+    if "fc.weight" in names or (names and len(kinds.own_names(names)) == len(names)):
         raise EdgeLLMError(
             f"{base.label} is a draft, not a base",
             hint="give the model that it drafts for as --base_model_dir",
@@ -127,7 +133,7 @@ def _record(draft: Checkpoint, base: Checkpoint, options: DraftOptions) -> _Reco
     if not isinstance(config, DraftConfig):
         if rotation is not None:
             refuse_rotated(base, f"a {config.method} draft")
-        kind = drafts.kind(config.method)
+        kind = kinds.kind(config.method)
         model, op, weights = kind.build(draft, base, config, dtype)
         graphs: Graphs = {_MODEL: (model, op)}
         if (build_fuse_graph := getattr(kind, "build_fuse", None)) is not None:
@@ -153,7 +159,7 @@ def _record(draft: Checkpoint, base: Checkpoint, options: DraftOptions) -> _Reco
 def _with_vocabulary(
     config: DraftConfig | OwnConfig, base: Checkpoint, size: int
 ) -> DraftConfig | OwnConfig:
-    kind = drafts.find(config.method)
+    kind = kinds.find(config.method)
     if not hasattr(kind, "with_vocabulary"):
         raise UnsupportedModelError(
             f"--draft_vocab_size: what a draft of {config.method} foresees was settled in training",

@@ -18,8 +18,11 @@ from typing import Any
 import numpy as np
 
 from edgellm.core.artifact import temporary_folder
-from edgellm.core.contract import EdgeLLMError, UnsupportedModelError
 from edgellm.core.disk_space import require_space
+from edgellm.core.errors import (
+    EdgeLLMError,
+    UnsupportedModelError,
+)
 from edgellm.export.checkpoints.hf import (
     Checkpoint,
     TensorInfo,
@@ -31,8 +34,11 @@ from edgellm.export.checkpoints.residual_rotation import refuse_rotated
 from edgellm.export.checkpoints.weights import Weights
 from edgellm.export.draft_checkpoints.config import TAP_IDS, DraftConfig
 from edgellm.export.draft_checkpoints.tensors import complete, read_target_ids
+from edgellm.export.graph.architecture import (
+    ExportOptions,
+    read_architecture,
+)
 from edgellm.export.pipeline.draft import DraftOptions, understand_draft
-from edgellm.export.pipeline.llm import ExportOptions, read_architecture
 from edgellm.export.pipeline.resolve import open_checkpoint
 
 _EMBEDDING = "embed_tokens.weight"

@@ -4,28 +4,30 @@ from __future__ import annotations
 
 import json
 from collections.abc import Callable
-from dataclasses import asdict, dataclass, replace
+from dataclasses import asdict, replace
 from pathlib import Path
 from typing import Any
 
 from edgellm.core.artifact import check_output, publish, temporary_folder
-from edgellm.core.contract import BrokenArtifactError, UnsupportedModelError
+from edgellm.core.errors import (
+    BrokenArtifactError,
+    UnsupportedModelError,
+)
 from edgellm.core.graph_roles import COMMIT, DECODER
 from edgellm.core.manifest import LLM_BUNDLE, Bundle, GraphSpec
 from edgellm.core.model_spec import DecoderSpec
-from edgellm.export import drafts, models
 from edgellm.export.checkpoints.encoder_hash import encoder_hash
 from edgellm.export.checkpoints.hf import Checkpoint
 from edgellm.export.checkpoints.kv_scales import read_ranges
 from edgellm.export.checkpoints.lora_merge import merged
 from edgellm.export.checkpoints.quantization_config import judge
 from edgellm.export.checkpoints.residual_rotation import refuse_rotated, rotation_name
-from edgellm.export.checkpoints.vlm import text_tower
 from edgellm.export.checkpoints.weights import Weights
 from edgellm.export.config.decoder import DecoderConfig
 from edgellm.export.config.hidden_taps import check_taps, default_taps
-from edgellm.export.config.reader import ConfigReader
+from edgellm.export.draft_checkpoints import kinds
 from edgellm.export.draft_checkpoints.config import read_draft
+from edgellm.export.graph.architecture import ExportOptions, end_ids, read_architecture
 from edgellm.export.graph.bundle_files import (
     DTYPES,
     Progress,
@@ -42,20 +44,6 @@ from edgellm.export.pipeline.resolve import open_draft
 _GRAPH, _ROLES = "model", (DECODER, COMMIT)
 _JSON_FILES = "config.json", "generation_config.json"
 Check = Callable[[Path, Bundle], None]  # of a finished folder before it is published
-
-
-@dataclass(frozen=True, slots=True)
-class ExportOptions:
-    """What the user chose."""
-
-    dtype: str = "fp16"
-    num_layers: int | None = None
-    ignore_config_keys: tuple[str, ...] = ()
-    is_eagle_base: bool = False  # give hidden taps to a draft, as the next two imply
-    hidden_taps: tuple[int, ...] = ()
-    draft_model_dir: str | None = None  # the draft whose config names the taps
-    lora_dir: str | None = None  # an adapter that the weights take up
-    pooling: str = ""  # "last" or "mean": the model embeds texts
 
 
 def export_llm(
@@ -202,38 +190,12 @@ def _choose_taps(
     return (), {}
 
 
-def read_architecture(
-    checkpoint: Checkpoint, options: ExportOptions
-) -> tuple[Checkpoint, Any, DecoderConfig]:
-    """The language model, its architecture's module and facts; every config key is understood."""
-    found = text_tower(checkpoint)
-    tower, images = found.checkpoint, found.images
-    model_type = tower.config.get("model_type")
-    if not isinstance(model_type, str):
-        raise UnsupportedModelError(f"{checkpoint.label}: config.json has no model_type")
-    architecture = models.find(model_type)
-    reader = ConfigReader(tower.config)
-    config = replace(architecture.Config.from_hf(reader), images=images)
-    reader.finish(options.ignore_config_keys)
-    if options.num_layers is not None:
-        if not 1 <= options.num_layers <= config.num_hidden_layers:
-            raise UnsupportedModelError(
-                f"--num_layers {options.num_layers}: the model has {config.num_hidden_layers}"
-            )
-        config = replace(config, num_hidden_layers=options.num_layers)
-        if not config.attending_layers:
-            raise UnsupportedModelError(
-                f"--num_layers {options.num_layers}: none of these layers attends"
-            )
-    return tower, architecture, config
-
-
 def _refuse_unused(weights: Weights, config: DecoderConfig) -> None:
     """Refuse what nobody took, but for cut layers, a tied head's second copy, drafts beside it."""
     layers = len(config.layer_kinds)
     cut = tuple(f"model.layers.{index}." for index in range(config.num_hidden_layers, layers))
     unused = weights.unused()
-    others = {*drafts.own_names(unused)}
+    others = {*kinds.own_names(unused)}
     left = [
         name
         for name in unused
@@ -271,13 +233,3 @@ def _eos_token_ids(found: set[Any], vocab_size: int) -> tuple[int, ...]:
                 hint="correct it in generation_config.json or config.json (and its text_config)",
             )
     return tuple(sorted(found))
-
-
-def end_ids(checkpoint: Checkpoint) -> set[Any]:
-    """All ids that end an answer: of the generation config, the model's configs, the tokenizer."""
-    tower = text_tower(checkpoint).checkpoint
-    found: set[Any] = {checkpoint.eos_token_id} - {None}
-    for source in (checkpoint.generation_config, checkpoint.config, tower.config):
-        value = source.get("eos_token_id")
-        found.update(value if isinstance(value, list) else [value] if value is not None else [])
-    return found

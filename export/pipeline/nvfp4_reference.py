@@ -11,7 +11,7 @@ from pathlib import Path
 import numpy as np
 import onnx_ir as ir
 
-from edgellm.core import contract
+from edgellm.core import onnx_functions
 from edgellm.export.onnx.builder import Op
 from edgellm.export.onnx.functions.attention import (
     LARGEST_FP4,
@@ -74,7 +74,7 @@ def _linear() -> ir.Function:
         weight = fp4_weights(op, x, op.Unsqueeze(codes, one), op.Unsqueeze(floats, one))
         return op.MatMul(x, op.Squeeze(weight, one))
 
-    return local_function(contract.FP4_LINEAR, "x codes scales global_scale", body)
+    return local_function(onnx_functions.FP4_LINEAR, "x codes scales global_scale", body)
 
 
 def _round_input() -> ir.Function:
@@ -94,4 +94,4 @@ def _round_input() -> ir.Function:
         values = op.Mul(op.Mul(op.Round(op.Div(ratio, step)), step), effective)
         return op.CastLike(op.Reshape(values, extent), x)
 
-    return local_function(contract.ROUND_INPUT_FP4, "x global_scale", body)
+    return local_function(onnx_functions.ROUND_INPUT_FP4, "x global_scale", body)

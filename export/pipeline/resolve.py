@@ -6,12 +6,16 @@ import re
 from pathlib import Path
 from typing import Any
 
-from edgellm.core.contract import BrokenArtifactError, EdgeLLMError, UnsupportedModelError
 from edgellm.core.disk_space import require_regular_files
+from edgellm.core.errors import (
+    BrokenArtifactError,
+    EdgeLLMError,
+    UnsupportedModelError,
+)
 from edgellm.core.strict_json import parse
-from edgellm.export import drafts
 from edgellm.export.checkpoints.hf import Checkpoint, Safetensors, TensorSource
 from edgellm.export.checkpoints.tokenizer import TokenizerFiles, read_tokenizer
+from edgellm.export.draft_checkpoints import kinds
 
 PROCESSOR_FILES = (
     "preprocessor_config.json",
@@ -97,7 +101,7 @@ def _open_folder(folder: Path, *, tokenizer: bool, is_draft: bool = False) -> Ch
     """A draft's own weights win over those of the model that they may stand beside."""
     require_regular_files(folder)
     refuse_adapter(folder)
-    own = tuple(name for kind in drafts.kinds() for name in kind.FILES)
+    own = tuple(name for kind in kinds.kinds() for name in kind.FILES)
     weights = (*own, *_WHOLE) if is_draft else (*_WHOLE, *own)
     config = read_json(folder / "config.json")
     if not config:

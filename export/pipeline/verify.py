@@ -12,16 +12,16 @@ from typing import Any
 import numpy as np
 from numpy.typing import NDArray
 
-from edgellm.core import contract
-from edgellm.core.contract import EdgeLLMError
+from edgellm.core import graph_io
+from edgellm.core.errors import EdgeLLMError
 from edgellm.core.graph_roles import COMMIT, DECODER
 from edgellm.core.manifest import Bundle
 from edgellm.core.model_spec import DecoderSpec
 from edgellm.core.peft_adapter import plain_name, read_adapter
 from edgellm.export.checkpoints.hf import Checkpoint
 from edgellm.export.checkpoints.lora_merge import floats
+from edgellm.export.graph.architecture import ExportOptions
 from edgellm.export.pipeline.dequantize import round_inputs, write_floats
-from edgellm.export.pipeline.llm import ExportOptions
 from edgellm.export.pipeline.nvfp4_reference import has_fp4, open_fp4
 
 PROMPT = (
@@ -263,8 +263,8 @@ def _no_images(spec: DecoderSpec) -> dict[str, NDArray[np.floating]]:
         return {}
     row = np.zeros((1, spec.hidden_size), spec.kv.dtype)
     levels = np.stack([row] * spec.images.num_deepstack) if spec.images.num_deepstack else None
-    return {contract.IMAGE_EMBEDS: row} | (
-        {} if levels is None else {contract.DEEPSTACK_EMBEDS: levels}
+    return {graph_io.IMAGE_EMBEDS: row} | (
+        {} if levels is None else {graph_io.DEEPSTACK_EMBEDS: levels}
     )
 
 
@@ -278,13 +278,13 @@ def run_outputs(
     shape = (1, kv.num_kv_heads, len(token_ids), kv.head_dim)
     images = _no_images(spec)
     cache = {
-        contract.past_name(layer, part): np.zeros(shape, kv.dtype)
+        graph_io.past_name(layer, part): np.zeros(shape, kv.dtype)
         for layer in range(kv.num_layers)
         for part in ("key", "value")
     }
-    names = [contract.LOGITS, *([contract.HIDDEN_TAPS] if manifest.hidden_taps else [])]
+    names = [graph_io.LOGITS, *([graph_io.HIDDEN_TAPS] if manifest.hidden_taps else [])]
     presents = [
-        contract.present_name(layer, part)
+        graph_io.present_name(layer, part)
         for layer in range(kv.num_layers)
         for part in ("key", "value")
     ]
@@ -293,11 +293,11 @@ def run_outputs(
     for end in (prefill_tokens, *range(prefill_tokens + 1, len(token_ids) + 1)):
         rows = end - begin
         feed = {
-            contract.INPUT_IDS: token_ids[None, begin:end],
-            contract.POSITION_IDS: np.tile(np.arange(begin, end), (spec.position_axes, 1)),
-            contract.WRITE_INDEX: np.array([begin]),
-            contract.TREE_MASK: np.tri(rows, dtype=np.bool_),
-            contract.LOGITS_INDEX: np.arange(rows),
+            graph_io.INPUT_IDS: token_ids[None, begin:end],
+            graph_io.POSITION_IDS: np.tile(np.arange(begin, end), (spec.position_axes, 1)),
+            graph_io.WRITE_INDEX: np.array([begin]),
+            graph_io.TREE_MASK: np.tri(rows, dtype=np.bool_),
+            graph_io.LOGITS_INDEX: np.arange(rows),
             **images,
             **cache,
             **states.inputs(rows),
@@ -346,13 +346,13 @@ class _States:
         """Of a pass of so many rows."""
         if not self._arrays:
             return {}
-        return {**self._arrays, contract.PARENT_ROWS: np.arange(-1, rows - 1)}
+        return {**self._arrays, graph_io.PARENT_ROWS: np.arange(-1, rows - 1)}
 
     def advance(self, found: list[NDArray[Any]], rows: int) -> None:
         """Go on behind what a pass gave of all of its rows."""
         if not self._arrays:
             return
         given = dict(zip(self.rows, found, strict=True))
-        feed = {**self._arrays, **given, contract.COMMIT_ROWS: np.arange(rows)}
-        names = [contract.next_state_name(name) for name in self._arrays]
+        feed = {**self._arrays, **given, graph_io.COMMIT_ROWS: np.arange(rows)}
+        names = [graph_io.next_state_name(name) for name in self._arrays]
         self._arrays = dict(zip(self._arrays, self._commit.run(names, feed), strict=True))

@@ -10,7 +10,10 @@ from types import ModuleType
 from typing import Any
 
 from edgellm.core.artifact import check_output, publish, temporary_folder
-from edgellm.core.contract import EdgeLLMError, UnsupportedModelError
+from edgellm.core.errors import (
+    EdgeLLMError,
+    UnsupportedModelError,
+)
 from edgellm.core.graph_roles import ENCODER
 from edgellm.core.manifest import VISUAL_BUNDLE, Bundle, GraphSpec
 from edgellm.export import visual

@@ -11,7 +11,7 @@ import importlib
 import pkgutil
 from types import ModuleType
 
-from edgellm.core.contract import UnsupportedModelError
+from edgellm.core.errors import UnsupportedModelError
 
 
 def supported() -> list[str]:

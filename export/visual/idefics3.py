@@ -12,8 +12,8 @@ from dataclasses import dataclass
 
 import onnx_ir as ir
 
-from edgellm.core import contract
-from edgellm.core.contract import UnsupportedModelError
+from edgellm.core import graph_io
+from edgellm.core.errors import UnsupportedModelError
 from edgellm.core.model_spec import VisionSpec
 from edgellm.export.checkpoints.weights import Weights
 from edgellm.export.config.reader import ConfigReader
@@ -171,7 +171,7 @@ class Model:
     def forward(self, op: Op, inputs: Mapping[str, ir.Value]) -> list[ir.Value]:
         """Inputs by contract name -> tokens [N * tokens_per_tile, H]."""
         config = self.config
-        x = self.patch_embedding(op, inputs[contract.PIXEL_VALUES])
+        x = self.patch_embedding(op, inputs[graph_io.PIXEL_VALUES])
         with op.scope("position_embedding"):
             table = self.position_embedding.take("weight", (config.side**2, config.size), op.dtype)
             x = op.Add(x, op.cast(op.parameter(table), op.dtype))

@@ -11,8 +11,8 @@ from dataclasses import dataclass
 
 import onnx_ir as ir
 
-from edgellm.core import contract
-from edgellm.core.contract import UnsupportedModelError
+from edgellm.core import graph_io
+from edgellm.core.errors import UnsupportedModelError
 from edgellm.export.checkpoints.weights import Weights
 from edgellm.export.config.reader import ConfigReader
 from edgellm.export.config.visual import (
@@ -184,7 +184,7 @@ class Model:
     def forward(self, op: Op, inputs: Mapping[str, ir.Value]) -> list[ir.Value]:
         """Inputs by contract name -> tokens [N * tokens_per_tile, H]."""
         config = self.config
-        x = self._embed(op, inputs[contract.PIXEL_VALUES])
+        x = self._embed(op, inputs[graph_io.PIXEL_VALUES])
         for index, layer in enumerate(self.layers):
             with op.scope(f"layer.{index}"):
                 x = layer.forward(op, x)

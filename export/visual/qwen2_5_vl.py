@@ -4,7 +4,7 @@ from __future__ import annotations
 
 from typing import Any
 
-from edgellm.core.contract import UnsupportedModelError
+from edgellm.core.errors import UnsupportedModelError
 from edgellm.export.checkpoints.weights import Weights
 from edgellm.export.config.reader import ConfigReader
 from edgellm.export.config.visual import expect_language_size, read_indices

@@ -11,7 +11,7 @@ from typing import Any
 
 import onnx_ir as ir
 
-from edgellm.core import contract
+from edgellm.core import graph_io
 from edgellm.core.model_spec import VisionSpec
 from edgellm.export.checkpoints.weights import Weights
 from edgellm.export.config.reader import ConfigReader
@@ -213,21 +213,21 @@ class Model:
 
     def embed(self, op: Op, inputs: Mapping[str, ir.Value]) -> ir.Value:
         """The stream [1, P, d] that enters the first block."""
-        return self.patch_embed(op, inputs[contract.PIXEL_VALUES])
+        return self.patch_embed(op, inputs[graph_io.PIXEL_VALUES])
 
     def begin(self, op: Op, inputs: Mapping[str, ir.Value]) -> PatchState:
         """Append what all blocks share."""
         config = self.config
         cos, sin = rotary_tables(
-            op, inputs[contract.PATCH_POSITIONS], config.head_dim, config.theta
+            op, inputs[graph_io.PATCH_POSITIONS], config.head_dim, config.theta
         )
         windows = None
         if config.window_size:
             windows = Windows.prepare(
                 op,
-                inputs[contract.WINDOW_SLOTS],
-                inputs[contract.WINDOW_MASK],
-                inputs[contract.WINDOW_ROWS],
+                inputs[graph_io.WINDOW_SLOTS],
+                inputs[graph_io.WINDOW_MASK],
+                inputs[graph_io.WINDOW_ROWS],
                 config.window_size**2,
             )
         return PatchState(op, config.num_heads, config.size, cos, sin, windows)

@@ -11,8 +11,8 @@ from collections.abc import Mapping
 
 import onnx_ir as ir
 
-from edgellm.core import contract
-from edgellm.core.contract import UnsupportedModelError
+from edgellm.core import graph_io
+from edgellm.core.errors import UnsupportedModelError
 from edgellm.export.checkpoints.weights import Weights
 from edgellm.export.config.reader import ConfigReader
 from edgellm.export.config.visual import expect_language_size, read_activation, read_indices
@@ -128,7 +128,7 @@ class Model(qwen2_vl.Model):
             shape = self.config.position_grid**2, self.config.size
             table = op.parameter(self.pos_embed.take("weight", shape, op.dtype))
             index, weight = (
-                inputs[name] for name in (contract.POS_EMBED_INDEX, contract.POS_EMBED_WEIGHT)
+                inputs[name] for name in (graph_io.POS_EMBED_INDEX, graph_io.POS_EMBED_WEIGHT)
             )
             return op.Add(x, interpolate(op, table, index, weight))
 

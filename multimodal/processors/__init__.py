@@ -16,7 +16,10 @@ from typing import TYPE_CHECKING, Protocol
 import numpy as np
 from numpy.typing import NDArray
 
-from edgellm.core.contract import RequestError, UnsupportedModelError
+from edgellm.core.errors import (
+    RequestError,
+    UnsupportedModelError,
+)
 
 if TYPE_CHECKING:
     from PIL import Image

@@ -12,7 +12,7 @@ from dataclasses import dataclass
 import numpy as np
 from PIL import Image
 
-from edgellm.core.contract import LimitError
+from edgellm.core.errors import LimitError
 from edgellm.multimodal.processors import Prepared, PreparedFilm
 from edgellm.multimodal.processors.pixels import HALF, PixelRules, num_tiles, require_class
 from edgellm.multimodal.processors.settings import Checkpoint

@@ -10,7 +10,7 @@ from dataclasses import dataclass
 
 from PIL import Image
 
-from edgellm.core.contract import LimitError
+from edgellm.core.errors import LimitError
 from edgellm.multimodal.processors import Prepared
 from edgellm.multimodal.processors.pixels import (
     CLIP_MEAN,

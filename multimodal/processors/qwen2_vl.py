@@ -13,7 +13,10 @@ import numpy as np
 from numpy.typing import NDArray
 from PIL import Image
 
-from edgellm.core.contract import LimitError, RequestError
+from edgellm.core.errors import (
+    LimitError,
+    RequestError,
+)
 from edgellm.multimodal.processors import Prepared, PreparedFilm
 from edgellm.multimodal.processors.pixels import CLIP_MEAN, CLIP_STD, PixelRules, require_class
 from edgellm.multimodal.processors.qwen_video import FilmRules

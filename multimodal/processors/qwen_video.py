@@ -15,7 +15,7 @@ from dataclasses import dataclass
 import numpy as np
 from PIL import Image
 
-from edgellm.core.contract import LimitError
+from edgellm.core.errors import LimitError
 from edgellm.multimodal.processors.pixels import CLIP_MEAN, CLIP_STD, HALF, PixelRules
 from edgellm.multimodal.processors.settings import Checkpoint
 

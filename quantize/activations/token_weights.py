@@ -14,9 +14,8 @@ import numpy as np
 import torch
 
 from edgellm.quantize.activations.gradients import trace
-from edgellm.quantize.algorithms.smoothquant import plain_tensor
-from edgellm.quantize.formats.tensors import read_tensor
-from edgellm.quantize.pipeline.planning import Plan
+from edgellm.quantize.formats.tensors import plain_tensor, read_tensor
+from edgellm.quantize.plan import Plan
 
 PART = "token_weights"
 _ROWS = 8  # of text, which take a sixth of the time of all

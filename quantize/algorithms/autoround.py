@@ -22,8 +22,12 @@ from torch import nn
 from transformers import PreTrainedModel
 
 from edgellm.export.checkpoints.hf import TensorInfo
-from edgellm.quantize.algorithms.modelopt import Exported, Recipe, quiet
+from edgellm.quantize.algorithms.modelopt import (
+    Exported,
+    quiet,
+)
 from edgellm.quantize.formats.modelopt import F32, pack_int4_codes
+from edgellm.quantize.formats.schemes import Recipe
 from edgellm.quantize.formats.tensors import Tensor
 from edgellm.quantize.models.one_layer_model import LAYER, linears, run_layer
 

@@ -23,7 +23,7 @@ from edgellm.quantize.algorithms.smoothquant import DOWN, OUTPUT, UP, VALUE, fol
 from edgellm.quantize.calibration.hidden_states import States
 from edgellm.quantize.formats.modelopt import F32
 from edgellm.quantize.models.families import Family
-from edgellm.quantize.pipeline.planning import Plan
+from edgellm.quantize.plan import Plan
 
 _EVENED = ("int4", "nvfp4")  # forms with a scale for a block of columns
 _OF_WEIGHTS, _OF_INPUTS = 0.5, 0.25  # exponents of sizes, found with SmolLM2

@@ -15,11 +15,10 @@ from transformers.modeling_utils import ALL_ATTENTION_FUNCTIONS
 
 from edgellm.export.checkpoints.hf import TensorInfo
 from edgellm.quantize.formats.activation_rounding import round_fp8, round_int8
-from edgellm.quantize.formats.modelopt import LARGEST_E4M3
+from edgellm.quantize.formats.modelopt import KEY_SCALE, LARGEST_E4M3, VALUE_SCALE
 from edgellm.quantize.formats.tensors import Tensor
 from edgellm.quantize.models.one_layer_model import run_layer
 
-KEY_SCALE, VALUE_SCALE = "k_proj.k_scale", "v_proj.v_scale"  # of the attention
 _IMPLEMENTATIONS = ("sdpa", "eager")
 _ROUND = {"fp8": round_fp8, "int8": round_int8}
 _LARGEST = {"fp8": LARGEST_E4M3, "int8": 127}

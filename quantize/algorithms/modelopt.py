@@ -18,12 +18,15 @@ from typing import Any, cast
 import torch
 from transformers import PreTrainedModel
 
-from edgellm.core.contract import EdgeLLMError, LimitError
+from edgellm.core.errors import (
+    EdgeLLMError,
+    LimitError,
+)
 from edgellm.export.checkpoints.hf import Safetensors
 from edgellm.export.checkpoints.vlm import own_name
 from edgellm.quantize.formats.activation_rounding import round_nvfp4
 from edgellm.quantize.formats.modelopt import LARGEST_E2M1, LARGEST_E4M3, NVFP4_BLOCK
-from edgellm.quantize.formats.schemes import KV_SCHEMES, Scheme
+from edgellm.quantize.formats.schemes import KV_SCHEMES, Recipe
 from edgellm.quantize.formats.tensors import Tensor, read_below
 
 with warnings.catch_warnings():
@@ -37,18 +40,6 @@ _NVFP4_RANGE = LARGEST_E2M1 * LARGEST_E4M3  # what a global scale of one can exp
 _TINY = 1e-30  # instead of the scale of a tensor of zeros
 
 Loop = Callable[[Any], None]
-
-
-@dataclass(frozen=True, slots=True)
-class Recipe:
-    """How linear layers are quantized."""
-
-    scheme: Scheme
-    block_size: int  # 0 where the scheme has none
-    alpha_step: float  # of AWQ's search
-    kv_cache: str | None = None
-    target: str = "gpu"  # "cpu": scales of INT8 inputs are found at run time
-    has_signs: bool = False  # of INT4's scales under error feedback, which not all readers take
 
 
 @dataclass(frozen=True, slots=True)
@@ -156,7 +147,7 @@ def quiet(stream: Any) -> Iterator[None]:
 
 @contextlib.contextmanager
 def _no_experts() -> Iterator[None]:
-    """Let the export look for no experts: those of `quantize.models.experts` are none of its kinds."""
+    """Let the export look for no experts: it does not know those of `quantize.models`."""
     module = cast(Any, unified_export_hf)
     theirs, module.is_moe = module.is_moe, lambda _: False
     try:

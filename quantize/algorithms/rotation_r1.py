@@ -12,7 +12,7 @@ from dataclasses import dataclass, replace
 
 import numpy as np
 
-from edgellm.core.contract import UnsupportedModelError
+from edgellm.core.errors import UnsupportedModelError
 from edgellm.export.checkpoints.hf import TensorInfo, TensorSource
 from edgellm.export.checkpoints.residual_rotation import (
     F32,

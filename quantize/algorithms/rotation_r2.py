@@ -10,7 +10,7 @@ from collections.abc import Mapping
 
 import numpy as np
 
-from edgellm.core.contract import UnsupportedModelError
+from edgellm.core.errors import UnsupportedModelError
 from edgellm.export.checkpoints.hf import TensorInfo
 from edgellm.export.checkpoints.residual_rotation import mixed
 from edgellm.quantize.formats.modelopt import F32

@@ -19,10 +19,11 @@ from transformers import PreTrainedModel
 
 from edgellm.export.checkpoints.hf import TensorInfo
 from edgellm.quantize.activations.layer_inputs import Inputs, read_inputs
-from edgellm.quantize.algorithms.modelopt import Exported, Recipe
+from edgellm.quantize.algorithms.modelopt import Exported
 from edgellm.quantize.formats.activation_rounding import round_int8, round_int8_blocks
 from edgellm.quantize.formats.modelopt import F32
-from edgellm.quantize.formats.tensors import Tensor
+from edgellm.quantize.formats.schemes import Recipe
+from edgellm.quantize.formats.tensors import Tensor, plain_tensor
 from edgellm.quantize.models.families import Family
 from edgellm.quantize.models.one_layer_model import LAYER
 
@@ -230,11 +231,6 @@ def int8_rows(name: str, weight: F32) -> dict[str, Tensor]:
     codes = np.clip(np.rint(weight / step[:, None]), -127, 127).astype(np.int8)
     coded = Tensor(TensorInfo("I8", codes.shape), codes.tobytes())
     return {name: coded, f"{name}_scale": plain_tensor(step)}
-
-
-def plain_tensor(values: F32) -> Tensor:
-    """Floats as they are."""
-    return Tensor(TensorInfo("F32", values.shape), np.ascontiguousarray(values).tobytes())
 
 
 def _described(recipe: Recipe) -> dict[str, str | None]:

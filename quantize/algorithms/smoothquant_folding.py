@@ -13,11 +13,10 @@ from collections.abc import Mapping
 import numpy as np
 
 from edgellm.export.checkpoints.hf import TensorInfo
-from edgellm.quantize.formats.modelopt import F32, pack_int4
+from edgellm.quantize.formats.modelopt import F32, SMOOTHING, pack_int4
 from edgellm.quantize.formats.tensors import Tensor
 from edgellm.quantize.models.families import Family
 
-SMOOTHING = ".pre_quant_scale"
 # What makes a gated product's inputs: the rows behind the gate's in fused weights.
 _UP = {
     "mlp.down_proj": ("mlp.up_proj", "mlp.gate_up_proj"),

@@ -19,7 +19,7 @@ from edgellm.quantize.formats.quantized_linear import DecodedLinear
 from edgellm.quantize.formats.schemes import TABLE_BLOCKS
 from edgellm.quantize.formats.tensors import Tensor, read_tensor
 from edgellm.quantize.models.checks import EMBEDDING
-from edgellm.quantize.pipeline.planning import Plan
+from edgellm.quantize.plan import Plan
 from edgellm.quantize.work_folder import ANSWERS, HEAD_PART, QUANTIZED, ROUNDED
 
 _PIECE = 4096  # rows at a time

@@ -14,7 +14,7 @@ from jinja2 import TemplateError
 from numpy.typing import NDArray
 from transformers import AutoTokenizer, PreTrainedTokenizerBase
 
-from edgellm.core.contract import EdgeLLMError
+from edgellm.core.errors import EdgeLLMError
 from edgellm.core.strict_json import parse
 
 DEFAULT = "default"

@@ -11,7 +11,7 @@ from collections.abc import Mapping
 
 import torch
 
-from edgellm.core.contract import EdgeLLMError
+from edgellm.core.errors import EdgeLLMError
 from edgellm.quantize.calibration.hidden_states import States
 from edgellm.quantize.formats.schemes import RESIDUAL
 from edgellm.quantize.formats.tensors import read_tensor
@@ -20,7 +20,7 @@ from edgellm.quantize.models.draft import open_float_draft
 from edgellm.quantize.models.eagle_draft import Draft
 from edgellm.quantize.models.lm_head import Head, float_head, greedy
 from edgellm.quantize.models.one_layer_model import run_layer
-from edgellm.quantize.pipeline.planning import Plan
+from edgellm.quantize.plan import Plan
 from edgellm.quantize.work_folder import FLOAT, QUANTIZED
 
 

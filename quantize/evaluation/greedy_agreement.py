@@ -17,7 +17,7 @@ from edgellm.quantize.metrics.divergence import Changes, count_changes
 from edgellm.quantize.metrics.questions import Questions, read_asked, store_answers, stored_answers
 from edgellm.quantize.models.lm_head import Head, float_head, greedy
 from edgellm.quantize.models.one_layer_model import run_layer
-from edgellm.quantize.pipeline.planning import Plan
+from edgellm.quantize.plan import Plan
 
 
 def find_answers(plan: Plan, questions: Questions) -> None:

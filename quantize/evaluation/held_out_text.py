@@ -18,7 +18,7 @@ from edgellm.quantize.formats.tensors import read_below, read_tensor
 from edgellm.quantize.metrics.divergence import Quality
 from edgellm.quantize.models.eagle_draft import Draft
 from edgellm.quantize.models.lm_head import Head, float_head, measure, quantized_head
-from edgellm.quantize.pipeline.planning import Plan
+from edgellm.quantize.plan import Plan
 from edgellm.quantize.work_folder import ANSWERS, CALIBRATION, FLOAT, HEAD_PART, QUANTIZED, ROUNDED
 
 _HEAD_TOKENS = 1024  # with which a head is calibrated whose smoothing is searched

@@ -10,13 +10,13 @@ import torch
 from torch import nn
 from transformers import PreTrainedModel
 
-from edgellm.core.contract import BrokenArtifactError
+from edgellm.core.errors import BrokenArtifactError
 from edgellm.quantize.algorithms.kv_cache import rounded_cache
-from edgellm.quantize.algorithms.modelopt import Recipe
 from edgellm.quantize.calibration.hidden_states import States
 from edgellm.quantize.formats.activation_rounding import round_input
 from edgellm.quantize.formats.modelopt import F32
 from edgellm.quantize.formats.quantized_linear import DecodedLinear, decode_linear
+from edgellm.quantize.formats.schemes import Recipe
 from edgellm.quantize.formats.tensors import Tensor
 from edgellm.quantize.models.families import FOLDS, Family
 from edgellm.quantize.models.one_layer_model import linears, run_layer

@@ -14,9 +14,12 @@ from typing import Any
 import numpy as np
 
 from edgellm.export.checkpoints.hf import TensorInfo
-from edgellm.quantize.algorithms.kv_cache import KEY_SCALE, VALUE_SCALE
-from edgellm.quantize.algorithms.smoothquant_folding import SMOOTHING
-from edgellm.quantize.formats.modelopt import unpack_int4_codes
+from edgellm.quantize.formats.modelopt import (
+    KEY_SCALE,
+    SMOOTHING,
+    VALUE_SCALE,
+    unpack_int4_codes,
+)
 from edgellm.quantize.formats.schemes import COMPRESSED_TENSORS, Scheme
 from edgellm.quantize.formats.tensors import Tensor
 

@@ -9,6 +9,9 @@ from __future__ import annotations
 import numpy as np
 from numpy.typing import NDArray
 
+SMOOTHING = ".pre_quant_scale"
+KEY_SCALE, VALUE_SCALE = "k_proj.k_scale", "v_proj.v_scale"  # of the attention
+
 U8 = NDArray[np.uint8]
 F32 = NDArray[np.float32]
 

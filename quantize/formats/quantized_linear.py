@@ -10,7 +10,7 @@ from dataclasses import dataclass
 
 import numpy as np
 
-from edgellm.core.contract import BrokenArtifactError
+from edgellm.core.errors import BrokenArtifactError
 from edgellm.quantize.formats.modelopt import F32, NVFP4_BLOCK, unpack_int4, unpack_nvfp4
 from edgellm.quantize.formats.tensors import FLOATS, Tensor
 

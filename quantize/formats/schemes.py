@@ -9,7 +9,10 @@ import difflib
 from collections.abc import Collection, Mapping
 from dataclasses import dataclass, replace
 
-from edgellm.core.contract import EdgeLLMError, UnsupportedModelError
+from edgellm.core.errors import (
+    EdgeLLMError,
+    UnsupportedModelError,
+)
 from edgellm.quantize.formats.modelopt import NVFP4_BLOCK
 
 INT4_BLOCKS = (128, 64, 32)
@@ -82,6 +85,18 @@ ROTATIONS = ("residual", "values", "all")
 COMPRESSED_TENSORS = "compressed-tensors"
 FORMATS = ("modelopt", COMPRESSED_TENSORS)
 KV_SCHEMES = {"fp8": "FP8_KV_CFG", "int8": ""}  # int8: ModelOpt exports no scales, ours do
+
+
+@dataclass(frozen=True, slots=True)
+class Recipe:
+    """How linear layers are quantized."""
+
+    scheme: Scheme
+    block_size: int  # 0 where the scheme has none
+    alpha_step: float  # of AWQ's search
+    kv_cache: str | None = None
+    target: str = "gpu"  # "cpu": scales of INT8 inputs are found at run time
+    has_signs: bool = False  # of INT4's scales under error feedback, which not all readers take
 
 
 def choose(flag: str, name: str, known: Collection[str]) -> str:

@@ -109,3 +109,8 @@ def split_shards(source: TensorSource, names: list[str], shard_bytes: int) -> li
         shards[-1].append(name)
         size += count
     return shards
+
+
+def plain_tensor(values: F32) -> Tensor:
+    """Floats as they are."""
+    return Tensor(TensorInfo("F32", values.shape), np.ascontiguousarray(values).tobytes())

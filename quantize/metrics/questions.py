@@ -12,9 +12,9 @@ from typing import Any
 import numpy as np
 from transformers import PreTrainedTokenizerBase
 
-from edgellm.core.contract import EdgeLLMError
+from edgellm.core.errors import EdgeLLMError
 from edgellm.export.checkpoints.hf import Checkpoint
-from edgellm.export.pipeline.llm import end_ids
+from edgellm.export.graph.architecture import end_ids
 from edgellm.quantize.calibration.hidden_states import write_text
 from edgellm.quantize.calibration.text import DEFAULT, kind_of, read_lines, text_file
 from edgellm.quantize.metrics.divergence import Asked, Ids

@@ -14,7 +14,7 @@ import numpy as np
 import torch
 from transformers import PreTrainedModel
 
-from edgellm.core.contract import EdgeLLMError
+from edgellm.core.errors import EdgeLLMError
 from edgellm.export.draft_checkpoints.block_config import CONFIDENCE, MARKOV, SELECTOR, BlockConfig
 from edgellm.quantize.calibration.hidden_states import States
 from edgellm.quantize.formats.modelopt import F32

@@ -9,12 +9,17 @@ from pathlib import Path
 
 import numpy as np
 
-from edgellm.core.contract import BrokenArtifactError, LimitError, UnsupportedModelError
+from edgellm.core.errors import (
+    BrokenArtifactError,
+    LimitError,
+    UnsupportedModelError,
+)
 from edgellm.core.system_memory import system_memory
 from edgellm.export.checkpoints.hf import Checkpoint, TensorInfo, TensorSource
 from edgellm.export.checkpoints.vlm import text_tower
 from edgellm.export.config.decoder import DecoderConfig
-from edgellm.export.pipeline.llm import ExportOptions, understand
+from edgellm.export.graph.architecture import ExportOptions
+from edgellm.export.pipeline.llm import understand
 from edgellm.quantize.formats.tensors import FLOATS, Tensor
 from edgellm.quantize.models.families import Family, check_family
 

@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from edgellm.core.contract import UnsupportedModelError
+from edgellm.core.errors import UnsupportedModelError
 from edgellm.export.draft_checkpoints.block_config import BlockConfig
 from edgellm.export.draft_checkpoints.config import DraftConfig
 from edgellm.export.drafts.mtp import MtpConfig

@@ -12,7 +12,6 @@ import numpy as np
 import torch
 
 from edgellm.export.checkpoints.hf import TensorInfo
-from edgellm.quantize.algorithms.modelopt import Recipe
 from edgellm.quantize.formats.activation_rounding import nearest_e2m1
 from edgellm.quantize.formats.modelopt import (
     E2M1,
@@ -21,6 +20,7 @@ from edgellm.quantize.formats.modelopt import (
     NVFP4_BLOCK,
     pack_int4_codes,
 )
+from edgellm.quantize.formats.schemes import Recipe
 from edgellm.quantize.formats.tensors import Tensor
 
 _CLIPPING = (1.0, 0.95, 0.9, 0.85, 0.8, 0.75, 0.7)  # of a block's largest weight

@@ -15,8 +15,8 @@ import torch
 from torch import nn
 
 from edgellm.export.checkpoints.hf import TensorInfo
-from edgellm.quantize.algorithms.modelopt import Recipe
 from edgellm.quantize.formats.modelopt import F32
+from edgellm.quantize.formats.schemes import Recipe
 from edgellm.quantize.formats.tensors import Tensor
 from edgellm.quantize.models.expert_rounding import Products, round_weight
 from edgellm.quantize.models.families import Experts

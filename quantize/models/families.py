@@ -13,7 +13,7 @@ from typing import Any
 
 import torch
 
-from edgellm.core.contract import UnsupportedModelError
+from edgellm.core.errors import UnsupportedModelError
 from edgellm.export.config.decoder import DecoderConfig
 from edgellm.export.models import cohere2, falcon_h1, gemma2, granite
 

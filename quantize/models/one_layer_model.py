@@ -14,7 +14,7 @@ import transformers
 from torch import nn
 from transformers import AutoConfig, AutoModelForCausalLM, PreTrainedModel
 
-from edgellm.core.contract import UnsupportedModelError
+from edgellm.core.errors import UnsupportedModelError
 from edgellm.quantize.formats.modelopt import F32
 from edgellm.quantize.models.experts import hide_experts, load_experts
 from edgellm.quantize.models.families import Family, family_of, keep_layers

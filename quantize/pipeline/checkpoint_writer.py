@@ -8,8 +8,11 @@ from pathlib import Path
 from typing import Any
 
 from edgellm.core.artifact import move_files, replace_file, temporary_folder
-from edgellm.core.contract import BrokenArtifactError, EdgeLLMError
 from edgellm.core.disk_space import require_space
+from edgellm.core.errors import (
+    BrokenArtifactError,
+    EdgeLLMError,
+)
 from edgellm.core.strict_json import parse
 from edgellm.export.checkpoints.hf import Renamed, TensorSource, write_safetensors
 from edgellm.quantize.algorithms.mixed_precision.search import quantized_modules
@@ -17,7 +20,7 @@ from edgellm.quantize.algorithms.modelopt import hf_config
 from edgellm.quantize.formats import compressed_tensors
 from edgellm.quantize.formats.tensors import Joined, split_shards
 from edgellm.quantize.models.checks import EMBEDDING, linear_shapes
-from edgellm.quantize.pipeline.planning import Plan
+from edgellm.quantize.plan import Plan
 from edgellm.quantize.report.html_report import render
 from edgellm.quantize.report.report import Report, as_json
 from edgellm.quantize.work_folder import HEAD_PART, layer_part

@@ -9,7 +9,7 @@ from __future__ import annotations
 
 import re
 
-from edgellm.core.contract import EdgeLLMError
+from edgellm.core.errors import EdgeLLMError
 
 CPU, GPU = "cpu", "gpu"
 FLOAT = "float"  # of --lm_head_quantization: as the checkpoint has it

@@ -5,7 +5,7 @@ from __future__ import annotations
 from typing import Any
 
 from edgellm.core.cli import numbers
-from edgellm.core.contract import EdgeLLMError
+from edgellm.core.errors import EdgeLLMError
 from edgellm.quantize.formats.schemes import (
     HEAD_SCHEMES,
     KV_SCHEMES,

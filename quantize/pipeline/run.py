@@ -11,8 +11,8 @@ import numpy as np
 import torch
 from transformers import PreTrainedModel
 
-from edgellm.core.contract import EdgeLLMError
 from edgellm.core.disk_space import explain_full_disk
+from edgellm.core.errors import EdgeLLMError
 from edgellm.core.file_lock import hold
 from edgellm.quantize.activations.token_weights import layer_weights, weigh_tokens, weighs_tokens
 from edgellm.quantize.algorithms.autoround import autoround
@@ -25,7 +25,10 @@ from edgellm.quantize.algorithms.mixed_precision.layer_costs import (
     measures_layers,
 )
 from edgellm.quantize.algorithms.mixed_precision.search import mix
-from edgellm.quantize.algorithms.modelopt import Exported, Recipe, quantize
+from edgellm.quantize.algorithms.modelopt import (
+    Exported,
+    quantize,
+)
 from edgellm.quantize.algorithms.rotation_r2 import rotate_values
 from edgellm.quantize.algorithms.smoothquant import smooth
 from edgellm.quantize.algorithms.smoothquant_folding import fold_smoothing
@@ -42,7 +45,7 @@ from edgellm.quantize.evaluation.layer_errors import (
 )
 from edgellm.quantize.formats import compressed_tensors
 from edgellm.quantize.formats.modelopt import F32
-from edgellm.quantize.formats.schemes import VALUES
+from edgellm.quantize.formats.schemes import VALUES, Recipe
 from edgellm.quantize.formats.tensors import Tensor
 from edgellm.quantize.metrics.divergence import Quality
 from edgellm.quantize.models.eagle_draft import Draft
@@ -50,7 +53,11 @@ from edgellm.quantize.models.experts import find_experts, round_experts, watch
 from edgellm.quantize.models.families import Family
 from edgellm.quantize.models.one_layer_model import LAYER, quiet_transformers, run_layer
 from edgellm.quantize.pipeline.checkpoint_writer import check_output, write_folder
-from edgellm.quantize.pipeline.planning import Job, Plan, make_plan
+from edgellm.quantize.pipeline.planning import make_plan
+from edgellm.quantize.plan import (
+    Job,
+    Plan,
+)
 from edgellm.quantize.report.html_report import check_page, write_page
 from edgellm.quantize.report.report import Report, make_report
 from edgellm.quantize.work_folder import (

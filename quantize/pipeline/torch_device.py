@@ -4,7 +4,7 @@ from __future__ import annotations
 
 import torch
 
-from edgellm.core.contract import EdgeLLMError
+from edgellm.core.errors import EdgeLLMError
 
 
 def choose_device(name: str) -> torch.device:

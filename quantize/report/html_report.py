@@ -6,11 +6,11 @@ import html
 import tempfile
 from pathlib import Path
 
-from edgellm.core.contract import EdgeLLMError
+from edgellm.core.errors import EdgeLLMError
 from edgellm.quantize.algorithms.mixed_precision.allocation import Point
 from edgellm.quantize.calibration.hidden_states import write_text
 from edgellm.quantize.evaluation.layer_errors import LayerReport
-from edgellm.quantize.pipeline.planning import Job
+from edgellm.quantize.plan import Job
 from edgellm.quantize.report.notes import notes
 from edgellm.quantize.report.report import Report
 

@@ -15,7 +15,7 @@ from edgellm.quantize.algorithms.mixed_precision.search import Mixture, mix
 from edgellm.quantize.evaluation.layer_errors import LayerReport
 from edgellm.quantize.metrics.divergence import Quality, read_quality
 from edgellm.quantize.models.checks import HEAD
-from edgellm.quantize.pipeline.planning import Plan
+from edgellm.quantize.plan import Plan
 from edgellm.quantize.work_folder import HEAD_PART, layer_part
 
 _PACKAGES = ("edgellm", "nvidia-modelopt", "torch", "transformers", "numpy")

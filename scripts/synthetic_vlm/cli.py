@@ -8,7 +8,7 @@ from typing import Annotated
 import typer
 
 from edgellm.core.cli import SNAKE_CASE, App, run_command
-from edgellm.core.contract import EdgeLLMError
+from edgellm.core.errors import EdgeLLMError
 
 app = App(SNAKE_CASE)
 

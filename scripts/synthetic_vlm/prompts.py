@@ -14,7 +14,7 @@ import typer
 
 from edgellm.core.artifact import move_files, temporary_folder
 from edgellm.core.cli import SNAKE_CASE, App, run_command
-from edgellm.core.contract import EdgeLLMError
+from edgellm.core.errors import EdgeLLMError
 from edgellm.scripts.synthetic_vlm.conversations import KINDS, Conversation, converse
 
 PROMPTS = "prompts.jsonl"

@@ -14,7 +14,7 @@ import torch
 import transformers
 
 from edgellm.core.artifact import temporary_folder
-from edgellm.core.contract import EdgeLLMError
+from edgellm.core.errors import EdgeLLMError
 from edgellm.scripts.synthetic_vlm.card import model_card
 from edgellm.scripts.synthetic_vlm.checkpoint import (
     make_config,

@@ -18,7 +18,10 @@ from adversary.mutations import break_bytes, break_file, break_json
 from adversary.workshop import Workshop, answers
 
 from edgellm.core.artifact import verify_files
-from edgellm.core.contract import EdgeLLMError, RequestError
+from edgellm.core.errors import (
+    EdgeLLMError,
+    RequestError,
+)
 from edgellm.core.manifest import MANIFEST_NAME, FileRecord
 from edgellm.multimodal.images import open_image
 from edgellm.multimodal.media import Video

@@ -16,8 +16,9 @@ from conftest import make_checkpoint
 
 from edgellm.build import resource_estimate
 from edgellm.export import models, visual
+from edgellm.export.graph.architecture import ExportOptions
 from edgellm.export.pipeline.draft import DraftOptions, export_draft
-from edgellm.export.pipeline.llm import ExportOptions, export_llm
+from edgellm.export.pipeline.llm import export_llm
 from edgellm.export.pipeline.resolve import open_checkpoint, open_draft
 from edgellm.export.pipeline.visual import VisualOptions, export_visual
 

@@ -16,11 +16,12 @@ from transformers.modeling_utils import ALL_ATTENTION_FUNCTIONS
 from edgellm.build.engine import build_engine
 from edgellm.build.onnxruntime_cpu.compiler import estimate
 from edgellm.build.plan import Plan
-from edgellm.core.contract import BrokenArtifactError
+from edgellm.core.errors import BrokenArtifactError
 from edgellm.core.manifest import LLM_BUNDLE, LLM_ENGINE, Bundle, load_bundle, load_engine
 from edgellm.device_runtime.networks.decoder import open_decoder
 from edgellm.export import models
-from edgellm.export.pipeline.llm import ExportOptions, export_llm
+from edgellm.export.graph.architecture import ExportOptions
+from edgellm.export.pipeline.llm import export_llm
 from edgellm.export.pipeline.resolve import open_checkpoint
 
 KEY, VALUE = 0.03, 0.02  # scales of an int8 cache

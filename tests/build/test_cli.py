@@ -13,7 +13,7 @@ from edgellm.build import cli, resource_estimate
 from edgellm.build.engine import build_engine
 from edgellm.build.plan import Plan
 from edgellm.core.artifact import verify_files
-from edgellm.core.contract import LimitError
+from edgellm.core.errors import LimitError
 from edgellm.core.manifest import LLM_BUNDLE, LLM_ENGINE, load_bundle, load_engine
 
 SMALL = ("--maxInputLen", 48, "--maxKVCacheCapacity", 64)

@@ -16,7 +16,7 @@ from edgellm.build.onnxruntime_cpu.graph_variants import settled
 from edgellm.build.onnxruntime_cpu.options import CpuOptions, kernels_of
 from edgellm.build.plan import Plan
 from edgellm.core.artifact import verify_files
-from edgellm.core.contract import BrokenArtifactError
+from edgellm.core.errors import BrokenArtifactError
 from edgellm.core.manifest import (
     DRAFT_BUNDLE,
     DRAFT_ENGINE,

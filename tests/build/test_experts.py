@@ -21,12 +21,16 @@ from edgellm.build.onnxruntime_cuda import experts as cuda_experts
 from edgellm.build.onnxruntime_cuda import kernel_choice
 from edgellm.build.plan import Plan
 from edgellm.build.resource_estimate import predict
-from edgellm.core.contract import EdgeLLMError, UnsupportedModelError
+from edgellm.core.errors import (
+    EdgeLLMError,
+    UnsupportedModelError,
+)
 from edgellm.core.manifest import LLM_BUNDLE, load_bundle
 from edgellm.device_runtime.networks.decoder import open_decoder
 from edgellm.device_runtime.runners.onnxruntime_cuda import provider
 from edgellm.export import models
-from edgellm.export.pipeline.llm import ExportOptions, export_llm
+from edgellm.export.graph.architecture import ExportOptions
+from edgellm.export.pipeline.llm import export_llm
 from edgellm.export.pipeline.resolve import open_checkpoint
 from edgellm.tools.inspection.sources.detect import inspect
 

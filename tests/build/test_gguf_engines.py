@@ -22,7 +22,8 @@ from edgellm.build.tensorrt.lowering.int4_blocks import notes_of_blocks
 from edgellm.build.tensorrt.lowering.lower import lower
 from edgellm.device_runtime.networks.decoder import open_decoder
 from edgellm.export.cli import app
-from edgellm.export.pipeline.llm import ExportOptions, export_llm
+from edgellm.export.graph.architecture import ExportOptions
+from edgellm.export.pipeline.llm import export_llm
 from edgellm.export.pipeline.resolve import open_checkpoint
 
 pytestmark = pytest.mark.usefixtures("one_thread")

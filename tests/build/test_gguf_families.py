@@ -18,10 +18,14 @@ from transformers import AutoModelForCausalLM
 from edgellm.build.engine import build_engine
 from edgellm.build.onnxruntime_cpu.options import CpuOptions
 from edgellm.build.plan import Plan
-from edgellm.core.contract import BrokenArtifactError, UnsupportedModelError
+from edgellm.core.errors import (
+    BrokenArtifactError,
+    UnsupportedModelError,
+)
 from edgellm.device_runtime.networks.decoder import open_decoder
 from edgellm.export.checkpoints.quantized.gguf import FORMS
-from edgellm.export.pipeline.llm import ExportOptions, export_llm
+from edgellm.export.graph.architecture import ExportOptions
+from edgellm.export.pipeline.llm import export_llm
 from edgellm.export.pipeline.resolve import open_checkpoint
 
 pytestmark = pytest.mark.usefixtures("one_thread")

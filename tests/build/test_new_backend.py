@@ -10,7 +10,7 @@ from added_files import added
 
 import edgellm.build
 from edgellm.build import cli as build_cli
-from edgellm.core.contract import EdgeLLMError
+from edgellm.core.errors import EdgeLLMError
 from edgellm.device_runtime import LLM, SamplingParams, SpecOptions, runners
 from edgellm.device_runtime import cli as inference_cli
 
@@ -53,7 +53,7 @@ RUN = '''
 
 import numpy as np
 
-from edgellm import contract
+from edgellm.core import graph_io
 
 
 def available():
@@ -102,13 +102,13 @@ class Runner:
         raise NotImplementedError("images")
 
     def run(self, inputs):
-        rows = inputs[contract.INPUT_IDS].shape[1]
-        causal = {contract.TREE_MASK: np.tri(rows, dtype=bool)}
-        own = {contract.past_name(*at): array for at, array in self.cache.rows.items()}
+        rows = inputs[graph_io.INPUT_IDS].shape[1]
+        causal = {graph_io.TREE_MASK: np.tri(rows, dtype=bool)}
+        own = {graph_io.past_name(*at): array for at, array in self.cache.rows.items()}
         names = [output.name for output in self.session.get_outputs()]
         found = dict(zip(names, self.session.run(names, {**causal, **inputs, **own})))
         for at in self.cache.rows:
-            self.cache.rows[at] = found.pop(contract.present_name(*at)).copy()
+            self.cache.rows[at] = found.pop(graph_io.present_name(*at)).copy()
         return found
 '''
 PROMPT = "w20 w30 w40 w50 w60 w70"

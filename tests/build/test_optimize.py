@@ -14,7 +14,7 @@ import pytest
 
 from edgellm.build.onnxruntime_cpu import optimize as optimizing
 from edgellm.core import disk_space
-from edgellm.core.contract import LimitError
+from edgellm.core.errors import LimitError
 
 WIDTH = 512
 WEIGHTS = 4 * WIDTH * WIDTH  # bytes: 1 MiB

@@ -17,8 +17,8 @@ from visual_checkpoints import VisualModel, make_visual_checkpoint, random_pixel
 
 from edgellm.build.engine import build_engine
 from edgellm.build.plan import image_plan
-from edgellm.core import contract
-from edgellm.core.contract import EdgeLLMError
+from edgellm.core import graph_io
+from edgellm.core.errors import EdgeLLMError
 from edgellm.core.manifest import VISUAL_ENGINE, Engine, load_engine
 from edgellm.device_runtime.networks.encoder import open_encoder
 from edgellm.export import visual
@@ -51,7 +51,7 @@ def _build(bundle: Path, engine: Path, quantize: str = "none") -> Engine:
 def _encode(engine: Path, pixels: np.ndarray, grid: tuple[int, int]) -> list[np.ndarray]:
     manifest = load_engine(engine, VISUAL_ENGINE)
     session = open_encoder(engine, manifest)
-    inputs = {contract.PIXEL_VALUES: pixels, **grid_inputs(*grid, manifest.vision)}
+    inputs = {graph_io.PIXEL_VALUES: pixels, **grid_inputs(*grid, manifest.vision)}
     embeds, deepstack = session.encode(inputs)
     assert len(deepstack) == manifest.vision.num_deepstack
     return [embeds, deepstack] if len(deepstack) else [embeds]

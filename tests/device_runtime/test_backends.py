@@ -6,7 +6,7 @@ import pytest
 
 from edgellm.build import cli
 from edgellm.build.backends import choose
-from edgellm.core.contract import EdgeLLMError
+from edgellm.core.errors import EdgeLLMError
 from edgellm.device_runtime import runners
 from edgellm.device_runtime.runners import onnxruntime_cpu, onnxruntime_cuda, tensorrt
 from edgellm.device_runtime.runners.tensorrt.cuda import driver

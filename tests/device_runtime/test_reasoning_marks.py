@@ -12,7 +12,7 @@ import pytest
 from tokenizer_families import make_tokenizer
 from tokenizers import AddedToken
 
-from edgellm.core.contract import RequestError
+from edgellm.core.errors import RequestError
 from edgellm.device_runtime.engine.chat_template import Formatter
 from edgellm.device_runtime.text.tokenizer import ChatTokenizer
 

@@ -6,7 +6,10 @@ from hypothesis import given
 from hypothesis import strategies as st
 from tokenizer_families import FAMILIES, make_tokenizer
 
-from edgellm.core.contract import BrokenArtifactError, RequestError
+from edgellm.core.errors import (
+    BrokenArtifactError,
+    RequestError,
+)
 from edgellm.device_runtime.engine.chat_template import Formatter
 from edgellm.device_runtime.text.tokenizer import ChatTokenizer, StopMatcher
 

@@ -12,9 +12,10 @@ from graph_weights import graph_weights
 from quantized_layouts import Layout, gptq, write_checkpoint
 from safetensors.torch import load_file, save_file
 
-from edgellm.core.contract import UnsupportedModelError
+from edgellm.core.errors import UnsupportedModelError
 from edgellm.export import models
-from edgellm.export.pipeline.llm import ExportOptions, export_llm
+from edgellm.export.graph.architecture import ExportOptions
+from edgellm.export.pipeline.llm import export_llm
 from edgellm.export.pipeline.resolve import open_checkpoint
 
 WEIGHTS = "model.safetensors"

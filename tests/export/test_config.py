@@ -5,7 +5,7 @@ from pathlib import Path
 import numpy as np
 import pytest
 
-from edgellm.core.contract import UnsupportedModelError
+from edgellm.core.errors import UnsupportedModelError
 from edgellm.export import models
 from edgellm.export.config.reader import ConfigReader
 from edgellm.export.config.rope import read_rope

@@ -10,7 +10,7 @@ from pathlib import Path
 
 import pytest
 
-from edgellm.core.contract import BrokenArtifactError
+from edgellm.core.errors import BrokenArtifactError
 from edgellm.core.manifest import LLM_BUNDLE, load_bundle
 from edgellm.core.peft_adapter import read_adapter
 from edgellm.export.pipeline.resolve import open_checkpoint

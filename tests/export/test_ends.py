@@ -12,10 +12,14 @@ import pytest
 from conftest import WORDS, make_checkpoint
 from gguf_files import write_gguf
 
-from edgellm.core.contract import UnsupportedModelError
+from edgellm.core.errors import UnsupportedModelError
 from edgellm.core.manifest import LLM_BUNDLE, load_bundle
 from edgellm.export import models
-from edgellm.export.pipeline.llm import ExportOptions, end_ids, export_llm
+from edgellm.export.graph.architecture import (
+    ExportOptions,
+    end_ids,
+)
+from edgellm.export.pipeline.llm import export_llm
 from edgellm.export.pipeline.resolve import open_checkpoint
 
 _NORMAL, _CONTROL, _USER = 1, 3, 4

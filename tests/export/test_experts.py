@@ -17,11 +17,15 @@ from safetensors.numpy import load_file, save_file
 from edgellm.build.engine import build_engine
 from edgellm.build.onnxruntime_cpu.options import CpuOptions
 from edgellm.build.plan import Plan
-from edgellm.core.contract import EdgeLLMError, UnsupportedModelError
+from edgellm.core.errors import (
+    EdgeLLMError,
+    UnsupportedModelError,
+)
 from edgellm.core.manifest import LLM_BUNDLE, load_bundle
 from edgellm.device_runtime.networks.decoder import open_decoder
 from edgellm.export import models
-from edgellm.export.pipeline.llm import ExportOptions, export_llm
+from edgellm.export.graph.architecture import ExportOptions
+from edgellm.export.pipeline.llm import export_llm
 from edgellm.export.pipeline.resolve import open_checkpoint
 from edgellm.export.pipeline.verify import verify_bundle
 

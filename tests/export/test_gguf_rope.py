@@ -21,7 +21,8 @@ from transformers import AutoModelForCausalLM
 
 from edgellm.export.config.reader import ConfigReader
 from edgellm.export.config.rope import Rope, read_rope
-from edgellm.export.pipeline.llm import ExportOptions, export_llm
+from edgellm.export.graph.architecture import ExportOptions
+from edgellm.export.pipeline.llm import export_llm
 from edgellm.export.pipeline.resolve import open_checkpoint
 from edgellm.export.pipeline.verify import run_portable
 

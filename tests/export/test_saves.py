@@ -10,7 +10,7 @@ import pytest
 import torch
 from safetensors.torch import load_file, save_file
 
-from edgellm.core.contract import BrokenArtifactError
+from edgellm.core.errors import BrokenArtifactError
 from edgellm.export.checkpoints.hf import read_whole
 from edgellm.export.pipeline.resolve import open_checkpoint
 

@@ -19,11 +19,12 @@ from portable import open_portable
 from edgellm.build.engine import build_engine
 from edgellm.build.plan import Plan
 from edgellm.core.manifest import LLM_BUNDLE, LLM_ENGINE, load_bundle, load_engine
-from edgellm.device_runtime.networks import ImageRows
+from edgellm.device_runtime.arrays import ImageRows
 from edgellm.device_runtime.networks.decoder import DecoderSession, open_decoder
 from edgellm.export import models
 from edgellm.export.checkpoints import vlm
-from edgellm.export.pipeline.llm import ExportOptions, export_llm
+from edgellm.export.graph.architecture import ExportOptions
+from edgellm.export.pipeline.llm import export_llm
 from edgellm.export.pipeline.resolve import open_checkpoint
 from edgellm.export.pipeline.verify import verify_bundle
 

@@ -19,7 +19,7 @@ from visual_checkpoints import VisualModel, make_visual_checkpoint, random_pixel
 from edgellm.build.engine import build_engine
 from edgellm.build.plan import Plan, image_plan
 from edgellm.build.tensorrt.options import TensorRtOptions
-from edgellm.core import contract
+from edgellm.core import graph_io
 from edgellm.core.manifest import LLM_ENGINE, VISUAL_ENGINE, load_engine
 from edgellm.device_runtime.api.llm import LLM
 from edgellm.device_runtime.gpu import compute_capability
@@ -239,6 +239,6 @@ def test_onnxruntime_computes_every_encoder(encoder, tmp_path):
     manifest = load_engine(tmp_path / "engine", VISUAL_ENGINE)
     session = open_encoder(tmp_path / "engine", manifest)
     pixels = random_pixels(model.spec, (6, 8), 6)
-    inputs = {contract.PIXEL_VALUES: pixels, **grid_inputs(6, 8, manifest.vision)}
+    inputs = {graph_io.PIXEL_VALUES: pixels, **grid_inputs(6, 8, manifest.vision)}
     expected, *_ = model.run(pixels, (6, 8))
     np.testing.assert_allclose(session.encode(inputs)[0], expected, atol=2e-2)

@@ -11,7 +11,7 @@ import numpy as np
 import pytest
 from PIL import Image
 
-from edgellm.core.contract import RequestError
+from edgellm.core.errors import RequestError
 from edgellm.multimodal.media import Video
 from edgellm.multimodal.video import Film, open_film
 

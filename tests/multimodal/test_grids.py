@@ -7,8 +7,8 @@ import itertools
 import numpy as np
 import pytest
 
-from edgellm.core import contract
-from edgellm.core.contract import RequestError
+from edgellm.core import graph_io
+from edgellm.core.errors import RequestError
 from edgellm.core.model_spec import VisionSpec
 from edgellm.multimodal.patch_grid import grid_inputs
 
@@ -36,12 +36,12 @@ def test_positions_equal_transformers(grid, merge):
     inputs = grid_inputs(*grid, _spec(merge_size=merge))
     sizes = torch.tensor([[1, *grid]])
     expected = get_vision_position_ids(sizes, merge).numpy()
-    np.testing.assert_array_equal(inputs[contract.PATCH_POSITIONS], expected)
+    np.testing.assert_array_equal(inputs[graph_io.PATCH_POSITIONS], expected)
     index, weight = get_vision_interpolation_indices_and_weights(
         sizes, 48, "bilinear", align_corners=True, spatial_merge_size=merge
     )
-    np.testing.assert_array_equal(inputs[contract.POS_EMBED_INDEX], index.numpy().T)
-    np.testing.assert_allclose(inputs[contract.POS_EMBED_WEIGHT], weight.numpy().T, atol=1e-6)
+    np.testing.assert_array_equal(inputs[graph_io.POS_EMBED_INDEX], index.numpy().T)
+    np.testing.assert_allclose(inputs[graph_io.POS_EMBED_WEIGHT], weight.numpy().T, atol=1e-6)
 
 
 @pytest.mark.parametrize("window", [4, 6, 8])
@@ -52,7 +52,7 @@ def test_windows_equal_transformers(grid, window):
     from transformers.vision_utils import get_vision_window_index
 
     inputs = grid_inputs(*grid, _spec(window_size=window))
-    slots, mask = inputs[contract.WINDOW_SLOTS], inputs[contract.WINDOW_MASK]
+    slots, mask = inputs[graph_io.WINDOW_SLOTS], inputs[graph_io.WINDOW_MASK]
     found = [set(row[real]) for row, real in zip(slots.reshape(mask.shape), mask, strict=True)]
     blocks, ends = get_vision_window_index(
         torch.tensor([[1, *grid]]), spatial_merge_size=2, window_size=14 * window, patch_size=14
@@ -61,8 +61,8 @@ def test_windows_equal_transformers(grid, window):
     expected = [set(patches[begin:end]) for begin, end in itertools.pairwise(ends)]
     assert found == expected
     # There and back again: every patch is found in its slot.
-    np.testing.assert_array_equal(slots[inputs[contract.WINDOW_ROWS]], np.arange(np.prod(grid)))
-    assert mask.ravel()[inputs[contract.WINDOW_ROWS]].all()
+    np.testing.assert_array_equal(slots[inputs[graph_io.WINDOW_ROWS]], np.arange(np.prod(grid)))
+    assert mask.ravel()[inputs[graph_io.WINDOW_ROWS]].all()
     assert ((slots >= 0) & (slots < np.prod(grid))).all()
 
 
@@ -79,12 +79,12 @@ def test_arrays_of_a_large_image_are_linear_in_its_patches():
 
     inputs = grid_inputs(78, 138, _spec())
     assert {name: array.shape for name, array in inputs.items()} == {
-        contract.PATCH_POSITIONS: (10764, 2),
-        contract.WINDOW_SLOTS: (180 * 64,),
-        contract.WINDOW_MASK: (180, 64),
-        contract.WINDOW_ROWS: (10764,),
-        contract.POS_EMBED_INDEX: (4, 10764),
-        contract.POS_EMBED_WEIGHT: (4, 10764),
+        graph_io.PATCH_POSITIONS: (10764, 2),
+        graph_io.WINDOW_SLOTS: (180 * 64,),
+        graph_io.WINDOW_MASK: (180, 64),
+        graph_io.WINDOW_ROWS: (10764,),
+        graph_io.POS_EMBED_INDEX: (4, 10764),
+        graph_io.POS_EMBED_WEIGHT: (4, 10764),
     }
     (small, small_peak), (large, large_peak) = cost(40, 64), cost(160, 256)  # 16 times
     assert large == 16 * small
@@ -96,16 +96,16 @@ def test_types_are_those_of_the_contract():
     kinds = {
         array.dtype
         for name, array in inputs.items()
-        if name not in (contract.WINDOW_MASK, contract.POS_EMBED_WEIGHT)
+        if name not in (graph_io.WINDOW_MASK, graph_io.POS_EMBED_WEIGHT)
     }
     assert kinds == {np.dtype(np.int64)}
-    assert inputs[contract.WINDOW_MASK].dtype == np.bool_
-    assert inputs[contract.POS_EMBED_WEIGHT].dtype == np.float32
+    assert inputs[graph_io.WINDOW_MASK].dtype == np.bool_
+    assert inputs[graph_io.POS_EMBED_WEIGHT].dtype == np.float32
 
 
 def test_only_what_the_encoder_takes():
     assert set(grid_inputs(4, 4, _spec(window_size=0, position_grid=0))) == {
-        contract.PATCH_POSITIONS
+        graph_io.PATCH_POSITIONS
     }
     assert not grid_inputs(0, 0, _spec(image_size=448, tokens_per_tile=256))
 

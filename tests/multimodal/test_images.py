@@ -11,7 +11,7 @@ import numpy as np
 import pytest
 from PIL import Image, ImageOps
 
-from edgellm.core.contract import RequestError
+from edgellm.core.errors import RequestError
 from edgellm.multimodal import images
 from edgellm.multimodal.images import content_hash, open_image
 

@@ -10,7 +10,7 @@ from transformers.models.qwen2_5_vl.modeling_qwen2_5_vl import Qwen2_5_VLModel
 from transformers.models.qwen2_vl.modeling_qwen2_vl import Qwen2VLModel
 from transformers.models.qwen3_vl.modeling_qwen3_vl import Qwen3VLModel
 
-from edgellm.core.contract import RequestError
+from edgellm.core.errors import RequestError
 from edgellm.multimodal.positions import rotary_positions
 
 IMAGE = 7

@@ -20,7 +20,11 @@ from image_checkpoints import (
 )
 from image_checkpoints import reference as transformers_processor
 
-from edgellm.core.contract import LimitError, RequestError, UnsupportedModelError
+from edgellm.core.errors import (
+    LimitError,
+    RequestError,
+    UnsupportedModelError,
+)
 from edgellm.multimodal import processors
 from edgellm.multimodal.processors import expand
 from edgellm.multimodal.processors.smolvlm_video import in_words

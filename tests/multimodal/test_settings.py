@@ -7,7 +7,10 @@ import json
 import pytest
 from image_checkpoints import FAMILIES, INTERNVL, reference, write_processor
 
-from edgellm.core.contract import BrokenArtifactError, UnsupportedModelError
+from edgellm.core.errors import (
+    BrokenArtifactError,
+    UnsupportedModelError,
+)
 from edgellm.multimodal import processors
 
 # As model repositories have them, with the values of config.json that matter.

@@ -18,7 +18,7 @@ from conftest import INTERRUPTED, assert_one_line_error, interrupt
 from quantize_cases import load, make_job, make_model, write_text
 from safetensors.numpy import save_file
 
-from edgellm.core.contract import (
+from edgellm.core.errors import (
     BrokenArtifactError,
     EdgeLLMError,
     LimitError,

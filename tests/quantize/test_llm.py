@@ -12,19 +12,21 @@ import onnx_ir as ir
 import pytest
 from quantize_cases import decode, load, make_job, make_model, plain_sessions, write_text
 
-from edgellm.core.contract import EdgeLLMError
+from edgellm.core.errors import EdgeLLMError
 from edgellm.core.manifest import LLM_BUNDLE, load_bundle
 from edgellm.export.checkpoints import quantized
 from edgellm.export.checkpoints.weights import Weights
-from edgellm.export.pipeline.llm import ExportOptions, export_llm
+from edgellm.export.graph.architecture import ExportOptions
+from edgellm.export.pipeline.llm import export_llm
 from edgellm.export.pipeline.resolve import open_checkpoint
 from edgellm.export.pipeline.verify import run_portable
 from edgellm.quantize.formats.quantized_linear import decode_linear
 from edgellm.quantize.formats.schemes import HEAD_SCHEMES, SCHEMES
 from edgellm.quantize.formats.tensors import read_below
 from edgellm.quantize.pipeline import checkpoint_writer as folder_module
-from edgellm.quantize.pipeline.planning import Job, make_plan
+from edgellm.quantize.pipeline.planning import make_plan
 from edgellm.quantize.pipeline.run import run_job
+from edgellm.quantize.plan import Job
 
 pytestmark = pytest.mark.usefixtures("one_thread")
 

@@ -17,8 +17,9 @@ from edgellm.build.plan import Plan, image_plan
 from edgellm.device_runtime.api.llm import LLM
 from edgellm.device_runtime.sampling.sampler import SamplingParams
 from edgellm.device_runtime.speculate.options import SpecOptions
+from edgellm.export.graph.architecture import ExportOptions
 from edgellm.export.pipeline.draft import DraftOptions, export_draft
-from edgellm.export.pipeline.llm import ExportOptions, export_llm
+from edgellm.export.pipeline.llm import export_llm
 from edgellm.export.pipeline.resolve import open_checkpoint
 from edgellm.export.pipeline.visual import VisualOptions, export_visual
 from edgellm.scripts.demo_images import DRAFT, MODEL

@@ -15,7 +15,7 @@ import torch
 from conftest import assert_one_line_error
 from safetensors.torch import load_file
 
-from edgellm.core.contract import EdgeLLMError
+from edgellm.core.errors import EdgeLLMError
 from edgellm.export.config.hidden_taps import default_taps
 from edgellm.multimodal import processors
 from edgellm.scripts.synthetic_vlm import checkpoint

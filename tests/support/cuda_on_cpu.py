@@ -20,7 +20,7 @@ from edgellm.build.lowering.graph import GraphEditor
 from edgellm.build.lowering.weights import WeightFile
 from edgellm.build.onnxruntime_cuda import attention, kernel_table
 from edgellm.build.plan import Plan
-from edgellm.core import contract
+from edgellm.core import onnx_functions
 from edgellm.core.manifest import (
     DRAFT_ENGINE,
     DRAFT_FOLDER,
@@ -136,10 +136,12 @@ def _graph_of_one_layer(arrays: Mapping[str, np.ndarray]) -> ir.Graph:
         for name, array in arrays.items()
     ]
     others = [ir.Value(name=name) for name in ("tree_mask", "positions", "write_index", "slots")]
-    mask = ir.Node(contract.FUNCTIONS, contract.VISIBLE_SLOTS, others)
+    mask = ir.Node(onnx_functions.FUNCTIONS, onnx_functions.VISIBLE_SLOTS, others)
     heads = {"num_heads": arrays["q"].shape[2] // size, "kv_num_heads": 1}
     given = [*call, others[2], mask.outputs[0]], ir.convenience.convert_attributes(heads)
-    layer = ir.Node(contract.FUNCTIONS, contract.UNROTATED_ATTENTION, *given, num_outputs=3)
+    layer = ir.Node(
+        onnx_functions.FUNCTIONS, onnx_functions.UNROTATED_ATTENTION, *given, num_outputs=3
+    )
     layer.name = "layer"
     for name, value in zip(("y", "present_key", "present_value"), layer.outputs, strict=True):
         value.name, value.type = name, half

@@ -9,7 +9,7 @@ import numpy as np
 import torch
 from eagle_reference import BASE_HIDDEN, VOCAB, tree_mask
 
-from edgellm.core import contract
+from edgellm.core import graph_io
 from edgellm.core.manifest import Bundle
 
 TOLERANCE = 2e-4
@@ -29,7 +29,7 @@ class DraftRun:
         shape = (1, kv.num_kv_heads, CAPACITY, kv.head_dim)
         for layer in range(kv.num_layers):
             for part in ("key", "value"):
-                self.cache[contract.past_name(layer, part)] = np.zeros(shape, kv.dtype)
+                self.cache[graph_io.past_name(layer, part)] = np.zeros(shape, kv.dtype)
         self.model = self._open("model")
 
     def _open(self, name: str):
@@ -44,26 +44,26 @@ class DraftRun:
 
     def fuse(self, taps: torch.Tensor) -> torch.Tensor:
         taps = taps.numpy().astype(self.manifest.dtype)[None]
-        (hidden,) = self._open("fuse").run([contract.DRAFT_HIDDEN], {contract.HIDDEN_TAPS: taps})
+        (hidden,) = self._open("fuse").run([graph_io.DRAFT_HIDDEN], {graph_io.HIDDEN_TAPS: taps})
         return torch.from_numpy(hidden[0].astype(np.float32))
 
     def forward(self, ids, hidden, positions, mask, write_index, rows) -> list[np.ndarray]:
         """Candidates, log-probabilities and recycled rows of `rows`."""
         feed = {
-            contract.INPUT_IDS: ids.numpy()[None],
-            contract.DRAFT_HIDDEN: hidden.numpy().astype(self.manifest.dtype)[None],
-            contract.POSITION_IDS: positions.numpy()[None],
-            contract.WRITE_INDEX: np.array([write_index]),
-            contract.TREE_MASK: np.asarray(mask),
-            contract.LOGITS_INDEX: np.asarray(rows),
-            contract.TOP_K: np.array([K]),
+            graph_io.INPUT_IDS: ids.numpy()[None],
+            graph_io.DRAFT_HIDDEN: hidden.numpy().astype(self.manifest.dtype)[None],
+            graph_io.POSITION_IDS: positions.numpy()[None],
+            graph_io.WRITE_INDEX: np.array([write_index]),
+            graph_io.TREE_MASK: np.asarray(mask),
+            graph_io.LOGITS_INDEX: np.asarray(rows),
+            graph_io.TOP_K: np.array([K]),
             **self.cache,
         }
         names = [value.name for value in self.model.get_outputs()]
         assert names[:3] == [
-            contract.CANDIDATE_IDS,
-            contract.CANDIDATE_LOG_PROBS,
-            contract.RECYCLED_HIDDEN,
+            graph_io.CANDIDATE_IDS,
+            graph_io.CANDIDATE_LOG_PROBS,
+            graph_io.RECYCLED_HIDDEN,
         ]
         (*outputs,) = self.model.run(names, feed)
         self.cache = dict(zip(self.cache, outputs[3:], strict=True))

@@ -17,8 +17,9 @@ from edgellm.build.engine import build_engine
 from edgellm.build.onnxruntime_cpu.options import CpuOptions
 from edgellm.build.plan import Plan
 from edgellm.export import models
+from edgellm.export.graph.architecture import ExportOptions
 from edgellm.export.pipeline.draft import DraftOptions, export_draft
-from edgellm.export.pipeline.llm import ExportOptions, export_llm
+from edgellm.export.pipeline.llm import export_llm
 from edgellm.export.pipeline.resolve import open_checkpoint, open_draft
 
 EAGLE3 = Layout({"architectures": ["LlamaForCausalLMEagle3"], "draft_vocab_size": 40})

@@ -24,7 +24,10 @@ from kernel_references import REFERENCES, TYPES
 from numpy.typing import NDArray
 
 from edgellm.build.tensorrt.profiles import Pass
-from edgellm.core.contract import EdgeLLMError, LimitError
+from edgellm.core.errors import (
+    EdgeLLMError,
+    LimitError,
+)
 from edgellm.device_runtime.kernels.triton.catalog import Variant, variants
 from edgellm.device_runtime.runners.tensorrt.cuda.gather import is_run
 from edgellm.device_runtime.runners.tensorrt.cuda.protocols import ALIGNMENT, TensorInfo

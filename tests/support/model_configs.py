@@ -9,9 +9,9 @@ from typing import Any
 from hypothesis import strategies as st
 
 from edgellm.export import models
+from edgellm.export.config.activations import ACTIVATIONS
 from edgellm.export.config.decoder import DecoderConfig
 from edgellm.export.config.reader import ConfigReader
-from edgellm.export.layers.activations import ACTIVATIONS
 
 # Sizes are always given: those that a class assumes are gigabytes.
 _SIZES: dict[str, st.SearchStrategy[Any]] = {

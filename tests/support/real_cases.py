@@ -8,11 +8,12 @@ from pathlib import Path
 from edgellm.build.engine import build_engine
 from edgellm.build.onnxruntime_cpu.options import CpuOptions
 from edgellm.build.plan import Plan
+from edgellm.export.graph.architecture import ExportOptions
 from edgellm.export.pipeline.draft import DraftOptions, export_draft
-from edgellm.export.pipeline.llm import ExportOptions, export_llm
+from edgellm.export.pipeline.llm import export_llm
 from edgellm.export.pipeline.resolve import open_checkpoint
 
-DRAFT = Path(__file__).parent.parent / "examples" / "smollm2-135m-instruct-eagle3"
+DRAFT = Path(__file__).parents[2] / "examples" / "smollm2-135m-instruct-eagle3"
 PROMPTS = [
     "What is the capital of France?",
     "Explain photosynthesis to a child.",

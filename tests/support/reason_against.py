@@ -4,7 +4,7 @@ from __future__ import annotations
 
 import pytest
 
-from edgellm.core.contract import EdgeLLMError
+from edgellm.core.errors import EdgeLLMError
 from edgellm.device_runtime import runners
 
 

@@ -5,7 +5,7 @@ from __future__ import annotations
 import numpy as np
 from scripted_sessions import Draft, StrictDraft
 
-from edgellm.core.contract import LimitError
+from edgellm.core.errors import LimitError
 from edgellm.core.model_spec import BlockSpec
 from edgellm.device_runtime.networks.draft import DraftResult
 

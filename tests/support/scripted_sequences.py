@@ -7,7 +7,7 @@ from collections.abc import Callable
 import numpy as np
 
 from edgellm.core.model_spec import DecoderSpec
-from edgellm.device_runtime.networks import ImageRows
+from edgellm.device_runtime.arrays import ImageRows
 from edgellm.device_runtime.networks.decoder import DecoderSession, Part, PassResult
 from edgellm.device_runtime.networks.sequence_kv import Context
 

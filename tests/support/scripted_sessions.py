@@ -15,8 +15,8 @@ from dataclasses import dataclass, field
 
 import numpy as np
 
-from edgellm.core import contract
-from edgellm.core.contract import LimitError
+from edgellm.core import graph_io
+from edgellm.core.errors import LimitError
 from edgellm.core.model_spec import DecoderSpec, KVCacheSpec
 from edgellm.device_runtime.networks.decoder import DecoderSession, PassResult
 from edgellm.device_runtime.networks.draft import DraftResult
@@ -83,7 +83,7 @@ class StrictBase:
         for row, context in enumerate(contexts):
             taps[row] = feature_of(context), len(context), context[-1]
         logits = np.stack([self.logits_of(contexts[int(row)]) for row in logits_index])
-        return PassResult({contract.LOGITS: logits[None], contract.HIDDEN_TAPS: taps[None]}, count)
+        return PassResult({graph_io.LOGITS: logits[None], graph_io.HIDDEN_TAPS: taps[None]}, count)
 
     def _contexts(self, write_index: int, mask: np.ndarray) -> list[Context]:
         """The path that each new row sees."""
@@ -131,15 +131,15 @@ class _AsRunner:
     def hold(self, inputs): ...
 
     def run(self, inputs):
-        ids, logits_index = inputs[contract.INPUT_IDS][0], inputs[contract.LOGITS_INDEX]
+        ids, logits_index = inputs[graph_io.INPUT_IDS][0], inputs[graph_io.LOGITS_INDEX]
         result = self.base.run(
             ids,
-            int(inputs[contract.WRITE_INDEX][0]),
+            int(inputs[graph_io.WRITE_INDEX][0]),
             logits_index,
-            position_ids=inputs[contract.POSITION_IDS][0],
-            tree_mask=inputs.get(contract.TREE_MASK),
+            position_ids=inputs[graph_io.POSITION_IDS][0],
+            tree_mask=inputs.get(graph_io.TREE_MASK),
         )
-        return {contract.LOGITS: result.logits[None], contract.HIDDEN_TAPS: result.taps[None]}
+        return {graph_io.LOGITS: result.logits[None], graph_io.HIDDEN_TAPS: result.taps[None]}
 
 
 def recorded(base: StrictBase) -> DecoderSession:

@@ -21,8 +21,9 @@ from edgellm.build.plan import Plan, image_plan
 from edgellm.build.tensorrt.kernel_log import Kernel, Tensor
 from edgellm.build.tensorrt.options import TensorRtOptions
 from edgellm.export import models, visual
+from edgellm.export.graph.architecture import ExportOptions
 from edgellm.export.pipeline.draft import DraftOptions, export_draft
-from edgellm.export.pipeline.llm import ExportOptions, export_llm
+from edgellm.export.pipeline.llm import export_llm
 from edgellm.export.pipeline.resolve import open_checkpoint, open_draft
 from edgellm.export.pipeline.visual import VisualOptions, export_visual
 

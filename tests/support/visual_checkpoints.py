@@ -10,7 +10,7 @@ from typing import Any
 import numpy as np
 from image_checkpoints import write_tiny_processor
 
-from edgellm.core import contract
+from edgellm.core import graph_io
 from edgellm.core.manifest import VISUAL_BUNDLE, load_bundle
 from edgellm.core.model_spec import VisionSpec
 from edgellm.export import visual
@@ -88,7 +88,7 @@ class VisualModel:
 
     def run(self, pixels: np.ndarray, grid: tuple[int, int] = (0, 0)) -> list[np.ndarray]:
         """The graph's outputs for one image: `image_embeds`, then `deepstack_embeds` if any."""
-        inputs = {contract.PIXEL_VALUES: pixels.astype(self.manifest.dtype)}
+        inputs = {graph_io.PIXEL_VALUES: pixels.astype(self.manifest.dtype)}
         inputs |= grid_inputs(*grid, self.spec)
         return [np.asarray(output) for output in self.session.run(None, inputs)]
 

@@ -14,7 +14,10 @@ import sys
 import pytest
 from conftest import assert_one_line_error
 
-from edgellm.core.contract import LimitError, RequestError
+from edgellm.core.errors import (
+    LimitError,
+    RequestError,
+)
 from edgellm.device_runtime.api.llm import LLM
 from edgellm.device_runtime.engine import profile
 from edgellm.device_runtime.requests.request_file import Options, read_file

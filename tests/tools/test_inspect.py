@@ -179,7 +179,8 @@ def test_a_bundle(tiny_bundle, tiny_checkpoint):
 
 
 def test_half_precision_counts_as_it_is_computed(tmp_path, tiny_checkpoint):
-    from edgellm.export.pipeline.llm import ExportOptions, export_llm
+    from edgellm.export.graph.architecture import ExportOptions
+    from edgellm.export.pipeline.llm import export_llm
 
     arrays = load_file(tiny_checkpoint / "model.safetensors")
     halved = {name: array.astype(np.float16) for name, array in arrays.items()}

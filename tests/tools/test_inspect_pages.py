@@ -16,7 +16,7 @@ from conftest import assert_one_line_error
 from html_pages import Page
 from safetensors.numpy import load_file, save_file
 
-from edgellm.core.contract import EdgeLLMError
+from edgellm.core.errors import EdgeLLMError
 from edgellm.tools.inspection.output.diff import compare, tables_of
 from edgellm.tools.inspection.output.page import report_page, tables_page
 from edgellm.tools.inspection.output.tables import tables

@@ -8,7 +8,7 @@ from http.server import BaseHTTPRequestHandler, ThreadingHTTPServer
 
 import pytest
 
-from edgellm.core.contract import EdgeLLMError
+from edgellm.core.errors import EdgeLLMError
 from edgellm.tools.evaluate.answers import AnswerLog
 from edgellm.tools.evaluate.datasets.questions import Question
 from edgellm.tools.evaluate.remote import answer_remotely

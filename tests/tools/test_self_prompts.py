@@ -11,7 +11,7 @@ import torch
 from conftest import write_tokenizer
 from transformers import AutoTokenizer
 
-from edgellm.core.contract import EdgeLLMError
+from edgellm.core.errors import EdgeLLMError
 from edgellm.tools.train_draft.base import Base, Prompt
 from edgellm.tools.train_draft.data import corpus
 from edgellm.tools.train_draft.data.corpus import Generation, write_prompts

@@ -19,7 +19,7 @@ from conftest import assert_one_line_error, make_checkpoint
 from draft_runs import DraftRun, K
 from safetensors.torch import load_file
 
-from edgellm.core.contract import EdgeLLMError
+from edgellm.core.errors import EdgeLLMError
 from edgellm.core.file_lock import hold
 from edgellm.export import models
 from edgellm.tools.train_draft import training_run as run_module

@@ -14,7 +14,7 @@ from conftest import make_checkpoint
 from image_checkpoints import picture
 from vlm_engines import Reference, make_vlm
 
-from edgellm.core.contract import EdgeLLMError
+from edgellm.core.errors import EdgeLLMError
 from edgellm.export import models
 from edgellm.export.pipeline.draft import DraftOptions, export_draft
 from edgellm.export.pipeline.resolve import open_checkpoint, open_draft
@@ -191,7 +191,7 @@ def test_the_other_methods_see_pictures_too(deep_checkpoint, data, tmp_path, met
 
 def test_the_export_turns_as_the_network(deep_checkpoint, tmp_path):
     """Candidates of rows whose three positions differ, and of rows that stand for pictures."""
-    from edgellm.core import contract
+    from edgellm.core import graph_io
 
     base = load_base(str(deep_checkpoint), CPU)
     vocabulary = np.arange(3, 43)
@@ -219,17 +219,17 @@ def test_the_export_turns_as_the_network(deep_checkpoint, tmp_path):
         (hidden,) = draft.unroll(taps, table[ids][None], positions, 1)
         best = draft.lm_head(draft.norm(hidden[0])).log_softmax(-1).topk(5)
     feed = {
-        contract.INPUT_IDS: ids[None].numpy(),
-        contract.POSITION_IDS: positions[:, 0].numpy(),
-        contract.WRITE_INDEX: np.array([0]),
-        contract.TREE_MASK: np.tri(rows, dtype=np.bool_),
-        contract.LOGITS_INDEX: np.arange(rows),
-        contract.TOP_K: np.array([5]),
-        contract.IMAGE_EMBEDS: images.numpy(),
-        contract.DRAFT_HIDDEN: _run(tmp_path, "fuse", {contract.HIDDEN_TAPS: taps.numpy()})[0],
+        graph_io.INPUT_IDS: ids[None].numpy(),
+        graph_io.POSITION_IDS: positions[:, 0].numpy(),
+        graph_io.WRITE_INDEX: np.array([0]),
+        graph_io.TREE_MASK: np.tri(rows, dtype=np.bool_),
+        graph_io.LOGITS_INDEX: np.arange(rows),
+        graph_io.TOP_K: np.array([5]),
+        graph_io.IMAGE_EMBEDS: images.numpy(),
+        graph_io.DRAFT_HIDDEN: _run(tmp_path, "fuse", {graph_io.HIDDEN_TAPS: taps.numpy()})[0],
     }
     kv = (1, base.config.num_key_value_heads, 16, draft.shape.head_dim)
-    feed |= {contract.past_name(0, part): np.zeros(kv, np.float32) for part in ("key", "value")}
+    feed |= {graph_io.past_name(0, part): np.zeros(kv, np.float32) for part in ("key", "value")}
     found = _run(tmp_path, "model", feed)
     np.testing.assert_allclose(found[1][0], best.values, atol=2e-4)
     np.testing.assert_array_equal(found[0][0], vocabulary[best.indices])

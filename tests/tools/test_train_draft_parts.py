@@ -15,7 +15,7 @@ import torch
 from conftest import make_checkpoint
 from transformers import AutoModelForCausalLM, PreTrainedTokenizerBase
 
-from edgellm.core.contract import UnsupportedModelError
+from edgellm.core.errors import UnsupportedModelError
 from edgellm.export import models
 from edgellm.tools.train_draft import base as base_module
 from edgellm.tools.train_draft.base import Base, Prompt

@@ -15,12 +15,13 @@ from safetensors.torch import load_file, save_file
 
 from edgellm.build.engine import build_engine
 from edgellm.build.plan import Plan
-from edgellm.core.contract import EdgeLLMError
+from edgellm.core.errors import EdgeLLMError
 from edgellm.core.manifest import Bundle
 from edgellm.device_runtime import LLM, SamplingParams, SpecOptions
 from edgellm.export import models
+from edgellm.export.graph.architecture import ExportOptions
 from edgellm.export.pipeline.draft import DraftOptions, export_draft
-from edgellm.export.pipeline.llm import ExportOptions, export_llm
+from edgellm.export.pipeline.llm import export_llm
 from edgellm.export.pipeline.resolve import open_checkpoint, open_draft
 from edgellm.tools.train_draft.cli import train_draft
 from edgellm.tools.train_draft.data.corpus import Generation

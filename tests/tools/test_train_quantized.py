@@ -12,7 +12,10 @@ from conftest import make_checkpoint
 from quantized_layouts import LAYOUTS, write_checkpoint
 from safetensors.torch import load_file, save_file
 
-from edgellm.core.contract import BrokenArtifactError, UnsupportedModelError
+from edgellm.core.errors import (
+    BrokenArtifactError,
+    UnsupportedModelError,
+)
 from edgellm.export import models
 from edgellm.tools.train_draft.base import load_base
 

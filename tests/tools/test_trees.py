@@ -14,7 +14,7 @@ import pytest
 from conftest import assert_one_line_error
 from html_pages import Page
 
-from edgellm.core.contract import EdgeLLMError
+from edgellm.core.errors import EdgeLLMError
 from edgellm.device_runtime.api.llm import Step
 from edgellm.device_runtime.requests.tree_log import TreeLog, trees_as_json
 from edgellm.device_runtime.speculate.acceptance import Round

@@ -9,7 +9,7 @@ import typer
 
 from edgellm.build.progress import shown
 from edgellm.core.cli import CAMEL_CASE, App, numbers, run_command
-from edgellm.core.contract import EdgeLLMError
+from edgellm.core.errors import EdgeLLMError
 from edgellm.device_runtime.requests.flags import EngineDir, Verify
 from edgellm.device_runtime.requests.spec_flags import SpecFlags, with_spec_flags
 from edgellm.tools.bench.flags import Depth, Generate, InputFile, Output, Prompt, Repetitions

@@ -7,7 +7,10 @@ from typing import Any
 
 import numpy as np
 
-from edgellm.core.contract import LimitError, RequestError
+from edgellm.core.errors import (
+    LimitError,
+    RequestError,
+)
 from edgellm.core.manifest import Engine
 from edgellm.device_runtime.api.llm import LLM, Answer
 from edgellm.device_runtime.engine.profile import GENERATION, PREFILL, Profile

@@ -10,7 +10,7 @@ from typing import TYPE_CHECKING
 import typer
 
 from edgellm.core.cli import CAMEL_CASE, App, run_command
-from edgellm.core.contract import EdgeLLMError
+from edgellm.core.errors import EdgeLLMError
 from edgellm.device_runtime.requests.flags import (
     AllowSpecialTokens,
     EngineDir,

@@ -7,7 +7,7 @@ from collections.abc import Callable
 from dataclasses import dataclass
 from pathlib import Path
 
-from edgellm.core.contract import RequestError
+from edgellm.core.errors import RequestError
 from edgellm.tools.chat.conversation import Conversation
 from edgellm.tools.chat.statistics import statistics
 

@@ -8,7 +8,7 @@ from pathlib import Path
 from typing import Any
 
 from edgellm.core.artifact import check_output_file, replace_file
-from edgellm.core.contract import RequestError
+from edgellm.core.errors import RequestError
 from edgellm.device_runtime.api.llm import LLM, Answer
 from edgellm.device_runtime.sampling.sampler import SamplingParams
 from edgellm.tools.chat.statistics import Totals

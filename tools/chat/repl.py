@@ -10,7 +10,7 @@ from dataclasses import dataclass
 from types import FrameType
 from typing import Protocol
 
-from edgellm.core.contract import EdgeLLMError
+from edgellm.core.errors import EdgeLLMError
 from edgellm.device_runtime.api.llm import Answer
 from edgellm.tools.chat import commands
 from edgellm.tools.chat.conversation import Conversation

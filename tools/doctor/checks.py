@@ -8,7 +8,7 @@ import re
 from collections.abc import Iterator
 from dataclasses import dataclass
 
-from edgellm.core.contract import EdgeLLMError
+from edgellm.core.errors import EdgeLLMError
 from edgellm.core.system_memory import system_memory
 from edgellm.device_runtime import runners
 from edgellm.tools.doctor import jetpack

@@ -10,7 +10,7 @@ from edgellm.build.artifact_kinds import DRAFT, LLM, PRODUCTS, VISUAL, read_bund
 from edgellm.build.backends import choose, options_of
 from edgellm.build.plan import Plan, image_plan
 from edgellm.build.resource_estimate import Prediction, predict
-from edgellm.core.contract import EdgeLLMError
+from edgellm.core.errors import EdgeLLMError
 from edgellm.core.manifest import LLM_BUNDLE, MANIFEST_NAME, load_bundle
 from edgellm.tools.doctor.checks import FAULT, NOTE, OK, Finding
 

@@ -11,7 +11,7 @@ from typing import Any
 
 import msgspec
 
-from edgellm.core.contract import EdgeLLMError
+from edgellm.core.errors import EdgeLLMError
 from edgellm.device_runtime.api.llm import LLM, Answer
 from edgellm.device_runtime.engine.profile import GENERATION, VERIFY
 from edgellm.device_runtime.faults import Confined

@@ -6,7 +6,7 @@ from pathlib import Path
 
 import msgspec
 
-from edgellm.core.contract import EdgeLLMError
+from edgellm.core.errors import EdgeLLMError
 from edgellm.device_runtime.requests.append_log import Journal
 
 

@@ -13,7 +13,7 @@ from pathlib import Path
 import msgspec
 
 from edgellm.core.artifact import hash_engines, replace_file
-from edgellm.core.contract import EdgeLLMError
+from edgellm.core.errors import EdgeLLMError
 from edgellm.device_runtime.api.llm import LLM
 from edgellm.device_runtime.speculate.options import SpecOptions
 from edgellm.tools.evaluate.answering import answer_all, open_logs

@@ -14,7 +14,7 @@ from urllib.parse import unquote, urlsplit
 
 import msgspec
 
-from edgellm.core.contract import EdgeLLMError
+from edgellm.core.errors import EdgeLLMError
 from edgellm.tools.evaluate.answering import conversation
 from edgellm.tools.evaluate.answers import AnswerLog, Choice, Record
 from edgellm.tools.evaluate.datasets.questions import Question

@@ -12,7 +12,7 @@ from typing import Any
 import msgspec
 
 from edgellm.core.artifact import replace_file
-from edgellm.core.contract import EdgeLLMError
+from edgellm.core.errors import EdgeLLMError
 from edgellm.core.file_lock import hold
 
 RUN_FILE = "run.json"

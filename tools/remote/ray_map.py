@@ -9,7 +9,7 @@ import logging
 from collections.abc import Callable, Iterator, Sequence
 from typing import Any
 
-from edgellm.core.contract import EdgeLLMError
+from edgellm.core.errors import EdgeLLMError
 
 _AT_A_SERVER = 2  # requests: one is answered, one waits
 Work = Callable[[dict[str, Any]], dict[str, Any]]

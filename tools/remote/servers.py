@@ -12,7 +12,7 @@ from dataclasses import dataclass
 from typing import Any
 from urllib.parse import urlsplit
 
-from edgellm.core.contract import EdgeLLMError
+from edgellm.core.errors import EdgeLLMError
 
 _TIMEOUT_S = 600.0  # of one answer
 _LONGEST_PAUSE_S = 30.0

@@ -12,7 +12,7 @@ from typing import TYPE_CHECKING
 import typer
 
 from edgellm.core.cli import CAMEL_CASE, App, run_command
-from edgellm.core.contract import EdgeLLMError
+from edgellm.core.errors import EdgeLLMError
 from edgellm.device_runtime.requests.flags import AllowSpecialTokens, Verify
 from edgellm.device_runtime.requests.spec_flags import SpecFlags, with_spec_flags
 from edgellm.device_runtime.validation import MAX_STALL_MS

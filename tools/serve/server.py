@@ -13,7 +13,7 @@ from typing import Protocol
 import uvicorn
 from starlette.types import ASGIApp
 
-from edgellm.core.contract import EdgeLLMError
+from edgellm.core.errors import EdgeLLMError
 from edgellm.tools.serve.http.connection import PatientConnection
 from edgellm.tools.serve.routing.engine_pool import Engines
 

@@ -8,7 +8,7 @@ import math
 from dataclasses import dataclass, field
 from pathlib import Path
 
-from edgellm.core.contract import EdgeLLMError
+from edgellm.core.errors import EdgeLLMError
 
 MIN_KEY_LENGTH = 8
 TEXT_BODY_BYTES, IMAGE_BODY_BYTES = 1 << 20, 32 << 20

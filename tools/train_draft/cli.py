@@ -9,7 +9,7 @@ from typing import TYPE_CHECKING, Annotated
 import typer
 
 from edgellm.core.cli import SNAKE_CASE, App, numbers, run_command
-from edgellm.core.contract import EdgeLLMError
+from edgellm.core.errors import EdgeLLMError
 
 if TYPE_CHECKING:
     from edgellm.tools.remote.servers import Servers

@@ -15,8 +15,11 @@ import torch
 from torch import nn
 
 from edgellm.core.artifact import move_files, temporary_folder
-from edgellm.core.contract import EdgeLLMError, LimitError
 from edgellm.core.disk_space import explain_full_disk
+from edgellm.core.errors import (
+    EdgeLLMError,
+    LimitError,
+)
 from edgellm.core.file_lock import hold
 from edgellm.core.strict_json import parse
 from edgellm.export.config.hidden_taps import check_taps, default_taps

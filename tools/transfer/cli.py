@@ -9,7 +9,7 @@ from typing import TYPE_CHECKING
 import typer
 
 from edgellm.core.cli import SNAKE_CASE, App, run_command
-from edgellm.core.contract import EdgeLLMError
+from edgellm.core.errors import EdgeLLMError
 from edgellm.tools.transfer.flags import (
     Bundle,
     Canary,

@@ -4,7 +4,7 @@ from __future__ import annotations
 
 from typing import Protocol
 
-from edgellm.core.contract import EdgeLLMError
+from edgellm.core.errors import EdgeLLMError
 
 _NO_CONNECTION = 255  # of ssh
 # What ssh, rsync and the shell write, in the order in which they are looked for.

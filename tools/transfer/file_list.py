@@ -10,7 +10,7 @@ from pathlib import Path, PurePosixPath
 from typing import Any
 
 from edgellm.core.artifact import hash_file, verify_files
-from edgellm.core.contract import BrokenArtifactError
+from edgellm.core.errors import BrokenArtifactError
 from edgellm.core.manifest import DRAFT_FOLDER, MANIFEST_NAME, FileRecord
 
 _KINDS = ("llm_bundle", "draft_bundle", "visual_bundle", "llm_engine", "draft_engine",

@@ -11,7 +11,7 @@ from pathlib import Path
 import typer
 
 from edgellm.core.artifact import check_output_file
-from edgellm.core.contract import EdgeLLMError
+from edgellm.core.errors import EdgeLLMError
 from edgellm.tools import tables
 from edgellm.tools.transfer import inventory, rollout
 from edgellm.tools.transfer.file_list import FileList, load

@@ -5,7 +5,7 @@ from __future__ import annotations
 import dataclasses
 from pathlib import Path
 
-from edgellm.core.contract import EdgeLLMError
+from edgellm.core.errors import EdgeLLMError
 from edgellm.tools.transfer.target import Commands, Target, parse
 
 _FORM = "write one device in a line: user@host:models/bundle; # begins a comment"

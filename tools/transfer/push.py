@@ -5,7 +5,11 @@ from __future__ import annotations
 from collections.abc import Iterable
 from dataclasses import dataclass
 
-from edgellm.core.contract import BrokenArtifactError, EdgeLLMError, LimitError
+from edgellm.core.errors import (
+    BrokenArtifactError,
+    EdgeLLMError,
+    LimitError,
+)
 from edgellm.core.manifest import MANIFEST_NAME
 from edgellm.tools.transfer import scripts
 from edgellm.tools.transfer.file_list import FileList, listing

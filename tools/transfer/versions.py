@@ -11,7 +11,7 @@ from pathlib import Path
 from typing import Any
 
 from edgellm.core.artifact import replace_file
-from edgellm.core.contract import EdgeLLMError
+from edgellm.core.errors import EdgeLLMError
 from edgellm.core.manifest import MANIFEST_NAME, FileRecord
 from edgellm.tools.tables import Table, markdown
 from edgellm.tools.transfer import scripts

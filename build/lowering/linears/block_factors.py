@@ -13,7 +13,8 @@ import onnx_ir as ir
 
 from edgellm.build.lowering.function_calls import is_call, require_known
 from edgellm.build.lowering.weights import stored_array, stored_columns
-from edgellm.core.contract import BLOCK_FACTORS, BrokenArtifactError
+from edgellm.core.errors import BrokenArtifactError
+from edgellm.core.onnx_functions import BLOCK_FACTORS
 
 
 class _Made(ir.LazyTensor):

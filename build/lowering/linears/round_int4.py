@@ -17,8 +17,8 @@ from edgellm.build.lowering.graph import GraphEditor
 from edgellm.build.lowering.linears.block_factors import slice_first
 from edgellm.build.lowering.linears.weights import F32, LinearWeight, layer_name, linear_layers
 from edgellm.build.lowering.weights import WeightFile, stored_array
-from edgellm.core import contract
-from edgellm.core.contract import EdgeLLMError
+from edgellm.core import onnx_functions
+from edgellm.core.errors import EdgeLLMError
 
 BLOCK_SIZE = 32
 ROUNDED_SCALE = ".int4_scale"  # how names of the scales end
@@ -89,9 +89,9 @@ def round_to_int4(model: ir.Model, weights: WeightFile) -> None:
         )
         scales = graph.weight(f"{layer_name(node)}.int4_scale", lambda load=load: load()[1])
         rounded = graph.node(
-            contract.QUANTIZED_LINEAR,
+            onnx_functions.QUANTIZED_LINEAR,
             [node.inputs[0], codes, scales],
-            domain=contract.FUNCTIONS,
+            domain=onnx_functions.FUNCTIONS,
             axis=0,
             block_size=BLOCK_SIZE,
         )
@@ -115,9 +115,9 @@ def _round_experts(graph: GraphEditor) -> None:
         weights = [each for stack in layer.stacks for each in codes[stack.parameter]]
         given = {name: attribute.value for name, attribute in layer.call.attributes.items()}
         rounded = graph.node(
-            contract.QUANTIZED_EXPERTS,
+            onnx_functions.QUANTIZED_EXPERTS,
             [*layer.call.inputs[:3], *weights, *layer.call.inputs[-3:]],
-            domain=contract.FUNCTIONS,
+            domain=onnx_functions.FUNCTIONS,
             block_size=block,
             down_block_size=down_block,
             **given,

@@ -10,7 +10,11 @@ import onnx_ir as ir
 
 from edgellm.build.lowering.function_calls import find_calls, require_known
 from edgellm.build.lowering.graph import GraphEditor
-from edgellm.core.contract import ROUND_INPUT, ROUND_INPUT_FP4, SMOOTH_INPUT
+from edgellm.core.onnx_functions import (
+    ROUND_INPUT,
+    ROUND_INPUT_FP4,
+    SMOOTH_INPUT,
+)
 
 
 def lower_inputs(graph: GraphEditor) -> None:

@@ -17,7 +17,7 @@ from numpy.typing import NDArray
 from edgellm.build.lowering.function_calls import LINEARS, is_call, require_known
 from edgellm.build.lowering.linears.block_factors import slice_first, slice_last, stored_tensor
 from edgellm.build.lowering.weights import U8, stored_array
-from edgellm.core.contract import (
+from edgellm.core.onnx_functions import (
     BLOCK_LINEAR,
     FP4_LINEAR,
     LINEAR,

@@ -14,19 +14,23 @@ from edgellm.build.lowering.function_calls import is_call, require_known
 from edgellm.build.lowering.graph import GraphEditor
 from edgellm.build.lowering.weights import constant_array, parameter_name
 from edgellm.build.plan import Plan
-from edgellm.core.contract import (
-    SEQUENCES,
-    TREE_MASKS,
-    VISIBLE_IN_WINDOW,
-    VISIBLE_SLOTS,
+from edgellm.core.errors import (
     BrokenArtifactError,
     UnsupportedModelError,
+)
+from edgellm.core.graph_io import (
+    SEQUENCES,
+    TREE_MASKS,
     page_table_name,
     past_name,
     present_name,
 )
 from edgellm.core.kv_cache_size import is_bounded
 from edgellm.core.model_spec import KVCacheSpec, PageSpec
+from edgellm.core.onnx_functions import (
+    VISIBLE_IN_WINDOW,
+    VISIBLE_SLOTS,
+)
 from edgellm.device_runtime.kernels.library import DOMAIN
 from edgellm.device_runtime.runners.onnxruntime_cpu.batch_packing import (
     MASK_VALUES,

@@ -14,7 +14,11 @@ from edgellm.build.lowering.linears.weights import LinearWeight, WeightPart
 from edgellm.build.lowering.weights import stored_bytes
 from edgellm.build.onnxruntime_cpu.edgellm_kernels.linears import OwnLinears
 from edgellm.build.onnxruntime_cpu.edgellm_kernels.pack_weights import float_kind, packed_bytes
-from edgellm.core.contract import LINEAR, ROUTER, BrokenArtifactError
+from edgellm.core.errors import BrokenArtifactError
+from edgellm.core.onnx_functions import (
+    LINEAR,
+    ROUTER,
+)
 from edgellm.device_runtime.kernels.library import DOMAIN
 from edgellm.device_runtime.kernels.pack import STRIP, PackedForm, gated_order, pack_floats
 

@@ -8,13 +8,13 @@ import onnx_ir as ir
 from edgellm.build.lowering.function_calls import find_calls, require_known
 from edgellm.build.lowering.graph import GraphEditor
 from edgellm.build.lowering.weights import constant_array, parameter_name
-from edgellm.core.contract import (
+from edgellm.core.errors import BrokenArtifactError
+from edgellm.core.graph_io import STATE
+from edgellm.core.onnx_functions import (
     CONVOLUTION,
     DECAYING_RULE,
     DELTA_RULE,
     DELTA_UPDATE,
-    STATE,
-    BrokenArtifactError,
 )
 from edgellm.device_runtime.kernels.library import DOMAIN
 

@@ -12,7 +12,7 @@ from edgellm.build.tensorrt.lowering.kernel_attention import Kernels, missing, w
 from edgellm.build.tensorrt.lowering.op_table import takes_plugins
 from edgellm.build.tensorrt.options import AUTO, EDGELLM, TENSORRT, options_of
 from edgellm.build.tensorrt.target import Target
-from edgellm.core.contract import EdgeLLMError
+from edgellm.core.errors import EdgeLLMError
 from edgellm.core.graph_roles import ROLES
 from edgellm.core.manifest import Bundle
 from edgellm.device_runtime.gpu import compute_capability, driver_cuda, newest_ptx

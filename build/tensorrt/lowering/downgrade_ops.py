@@ -15,7 +15,7 @@ from onnx_ir.passes import common
 
 from edgellm.build.tensorrt.lowering.op_support import check_graph, infer_types
 from edgellm.build.tensorrt.lowering.op_table import CHECKED, Rule, Version, highest_opset, rules
-from edgellm.core.contract import EdgeLLMError
+from edgellm.core.errors import EdgeLLMError
 
 ROWS = "rows"  # the symbol of those that a pass computes
 Known = Mapping[str, Rule]

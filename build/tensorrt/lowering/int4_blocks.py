@@ -21,7 +21,7 @@ import onnx_ir as ir
 
 from edgellm.build.lowering.graph import GraphEditor
 from edgellm.build.lowering.linears.weights import LinearWeight, WeightPart, linear_layers
-from edgellm.core.contract import UnsupportedModelError
+from edgellm.core.errors import UnsupportedModelError
 
 TAKEN = (64, 128)
 HALF_CODES = 8  # what an INT8 code is more than its two of INT4 say

@@ -19,8 +19,8 @@ from edgellm.build.lowering.attention import CachedAttention
 from edgellm.build.lowering.contrib_ops import CACHE_NAMES
 from edgellm.build.lowering.function_calls import is_call, require_known
 from edgellm.build.lowering.graph import GraphEditor
-from edgellm.core import contract
-from edgellm.core.contract import EdgeLLMError
+from edgellm.core import graph_io, onnx_functions
+from edgellm.core.errors import EdgeLLMError
 from edgellm.device_runtime.kernels.triton import prebuilt
 from edgellm.device_runtime.kernels.triton.catalog import (
     SIZE_STEP,
@@ -89,7 +89,7 @@ def why_not(graph: ir.Graph, dtype: ir.DataType, kernels: Kernels, driver_ptx: i
                 f"numbers, not of {layer.head_dim}"
             )
         seen = layer.visible.producer()
-        if not is_call(seen, contract.VISIBLE_SLOTS, contract.VISIBLE_IN_WINDOW):
+        if not is_call(seen, onnx_functions.VISIBLE_SLOTS, onnx_functions.VISIBLE_IN_WINDOW):
             return "the graph has a mask that is not made of the tree's"
         if fault := missing(kernels.variants(layer), kernels.sm, driver_ptx):
             return fault
@@ -117,7 +117,7 @@ def lower_attention(graph: GraphEditor, kernels: Kernels, capacity: int) -> None
     _settle_capacity(graph, capacity)
     layers = CachedAttention.all_of(graph.graph, takes_sinks=True)
     entries = table_entries(len(layers))
-    table = ir.val(contract.CACHE_TABLE, ir.DataType.INT64, [entries])
+    table = ir.val(graph_io.CACHE_TABLE, ir.DataType.INT64, [entries])
     graph.graph.inputs.append(table)
     sequences = _take_sequences(graph.graph) if kernels.many else None
     for index, layer in enumerate(layers):
@@ -137,9 +137,9 @@ def _take_sequences(graph: ir.Graph) -> ir.Value:
     """
     index, mask = (
         next(value for value in graph.inputs if value.name == name)
-        for name in (contract.WRITE_INDEX, contract.TREE_MASK)
+        for name in (graph_io.WRITE_INDEX, graph_io.TREE_MASK)
     )
-    sequences = ir.val(contract.SEQUENCES, ir.DataType.INT64, SHAPE)
+    sequences = ir.val(graph_io.SEQUENCES, ir.DataType.INT64, SHAPE)
     graph.inputs[graph.inputs.index(index)] = sequences
     assert mask.shape is not None
     mask.shape = ir.Shape([mask.shape[0], MASK_COLUMNS])

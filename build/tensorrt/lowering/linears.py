@@ -26,7 +26,10 @@ from edgellm.build.tensorrt.lowering.int4_blocks import (
     scales_of,
     spread,
 )
-from edgellm.core.contract import ROUND_INPUT, ROUND_INPUT_FP4
+from edgellm.core.onnx_functions import (
+    ROUND_INPUT,
+    ROUND_INPUT_FP4,
+)
 
 _MIDDLE = {"int4": 8, "int8": 128}
 _SOME_SCALE = 2.0**-6  # of blocks that are zero; e4m3's smallest without leading zeros

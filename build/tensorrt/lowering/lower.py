@@ -21,7 +21,7 @@ from edgellm.build.lowering.weights import WeightFile, keep_apart, parameter_nam
 from edgellm.build.tensorrt.lowering.downgrade_ops import uncap_attention
 from edgellm.build.tensorrt.lowering.kernel_attention import Kernels, lower_attention
 from edgellm.build.tensorrt.lowering.linears import StoredKernel, merge_key, split_rows
-from edgellm.core import contract
+from edgellm.core import graph_io
 from edgellm.device_runtime.runners.tensorrt.library.attention_nodes import NODES
 
 CAPACITY = "kv_capacity"
@@ -91,7 +91,7 @@ def _bind(graph: ir.Graph, symbol: str, size: int) -> None:
 
 
 def _fix_top_k(graph: ir.Graph, candidates: int) -> None:
-    top_k = next((value for value in graph.inputs if value.name == contract.TOP_K), None)
+    top_k = next((value for value in graph.inputs if value.name == graph_io.TOP_K), None)
     if top_k is None:  # what fuses features gives no candidates
         return
     fixed = ir.Value(

@@ -17,8 +17,8 @@ from edgellm.build.lowering.weights import WeightFile
 from edgellm.build.tensorrt.lowering.int4_blocks import TAKEN, refuse_signs
 from edgellm.build.tensorrt.lowering.op_table import first_with_blocks, first_with_weights
 from edgellm.build.tensorrt.target import Target
-from edgellm.core import contract
-from edgellm.core.contract import EdgeLLMError
+from edgellm.core import onnx_functions
+from edgellm.core.errors import EdgeLLMError
 from edgellm.device_runtime.runners.tensorrt.library.trt_import import Library
 
 INT4, FP16 = "int4", "fp16"
@@ -137,17 +137,17 @@ def _replacement(
     dense = weight.dense()
     if precision == FP16 or weight.in_features % BLOCK_SIZE:
         halves = graph.weight(f"{name}.{FP16}", lambda: dense.T.astype(np.float16))
-        return graph.node(contract.LINEAR, [x, halves], domain=contract.FUNCTIONS)
+        return graph.node(onnx_functions.LINEAR, [x, halves], domain=onnx_functions.FUNCTIONS)
     codes, scales = nearest_int4(dense, BLOCK_SIZE, has_signs=False)
     shape = weight.in_features, sum(weight.widths)
     return graph.node(
-        contract.QUANTIZED_LINEAR,
+        onnx_functions.QUANTIZED_LINEAR,
         [
             x,
             graph.weight(f"{name}.{INT4}", lambda: codes, ir.DataType.INT4, shape),
             graph.weight(f"{name}.{INT4}_scale", lambda: scales),
         ],
-        domain=contract.FUNCTIONS,
+        domain=onnx_functions.FUNCTIONS,
         axis=0,
         block_size=BLOCK_SIZE,
     )
@@ -156,7 +156,7 @@ def _replacement(
 def _unrounded(x: ir.Value | None) -> ir.Value | None:
     """What a layer's input is before it is rounded."""
     call = x.producer() if x is not None else None
-    if is_call(call, contract.ROUND_INPUT, contract.ROUND_INPUT_FP4):
+    if is_call(call, onnx_functions.ROUND_INPUT, onnx_functions.ROUND_INPUT_FP4):
         assert call is not None
         return call.inputs[0]
     return x

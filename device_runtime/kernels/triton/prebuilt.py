@@ -14,7 +14,7 @@ from dataclasses import dataclass
 from pathlib import Path
 from typing import Any
 
-from edgellm.core.contract import EdgeLLMError
+from edgellm.core.errors import EdgeLLMError
 from edgellm.device_runtime.kernels.triton.catalog import KERNELS, Kernel, Variant
 
 FOLDER = Path(__file__).with_name("ptx")

@@ -4,7 +4,10 @@ from __future__ import annotations
 
 from pathlib import Path
 
-from edgellm.core.contract import BrokenArtifactError, EdgeLLMError
+from edgellm.core.errors import (
+    BrokenArtifactError,
+    EdgeLLMError,
+)
 from edgellm.core.graph_roles import ROLES, Rows
 from edgellm.core.manifest import Engine
 from edgellm.device_runtime.runners import Runner

@@ -8,7 +8,7 @@ from typing import Any
 import numpy as np
 from numpy.typing import NDArray
 
-from edgellm.core import contract
+from edgellm.core import graph_io
 from edgellm.device_runtime.runners import Cache, Outputs
 from edgellm.device_runtime.runners.onnxruntime_cpu.block_kv_cache import PagedCache
 
@@ -20,8 +20,8 @@ _NO_MASK = np.zeros(_LEAST_MASK, np.bool_)
 
 
 # Along which axis sequences stand one behind the other
-_SIDE_BY_SIDE = (contract.INPUT_IDS, contract.POSITION_IDS, contract.DRAFT_HIDDEN)
-_AXES = {**dict.fromkeys(_SIDE_BY_SIDE, 1), contract.TOP_K: 0}
+_SIDE_BY_SIDE = (graph_io.INPUT_IDS, graph_io.POSITION_IDS, graph_io.DRAFT_HIDDEN)
+_AXES = {**dict.fromkeys(_SIDE_BY_SIDE, 1), graph_io.TOP_K: 0}
 
 
 def joined(parts: Sequence[tuple[Cache, Inputs]]) -> dict[str, NDArray[Any]]:
@@ -36,38 +36,38 @@ def joined(parts: Sequence[tuple[Cache, Inputs]]) -> dict[str, NDArray[Any]]:
     start = 0
     for cache, inputs in parts:
         assert isinstance(cache, PagedCache)
-        rows, index = inputs[contract.INPUT_IDS].shape[1], inputs[contract.LOGITS_INDEX]
+        rows, index = inputs[graph_io.INPUT_IDS].shape[1], inputs[graph_io.LOGITS_INDEX]
         for name in _AXES:
             if name in inputs:
                 columns.setdefault(name, []).append(inputs[name])
-        columns.setdefault(contract.LOGITS_INDEX, []).append(index + start if start else index)
-        if contract.PARENT_ROWS in inputs:
-            parents = inputs[contract.PARENT_ROWS]
+        columns.setdefault(graph_io.LOGITS_INDEX, []).append(index + start if start else index)
+        if graph_io.PARENT_ROWS in inputs:
+            parents = inputs[graph_io.PARENT_ROWS]
             shifted = np.where(parents < 0, parents, parents + start) if start else parents
-            columns.setdefault(contract.PARENT_ROWS, []).append(shifted)
+            columns.setdefault(graph_io.PARENT_ROWS, []).append(shifted)
         for name, table in cache.tables.items():
             columns.setdefault(name, []).append(table)
-        mask = inputs.get(contract.TREE_MASK)
+        mask = inputs.get(graph_io.TREE_MASK)
         if mask is not None:
             masks.append(mask)
         width = 0 if mask is None else mask.shape[1]
-        sequences.append((inputs[contract.WRITE_INDEX][0], rows, width))
+        sequences.append((inputs[graph_io.WRITE_INDEX][0], rows, width))
         start += rows
     found = {
         # Most passes are of one sequence, whose time counts.
         name: arrays[0] if len(arrays) == 1 else np.concatenate(arrays, axis=_AXES.get(name, 0))
         for name, arrays in columns.items()
     }
-    if contract.TOP_K in found:
-        found[contract.TOP_K] = found[contract.TOP_K].max(keepdims=True)
-    found[contract.SEQUENCES] = np.array(sequences)
-    found[contract.TREE_MASKS] = _behind_each_other(masks)
-    if contract.ADAPTER in parts[0][1]:
-        own = [inputs[contract.ADAPTER][0] for _, inputs in parts]
-        found[contract.ADAPTER_ROWS] = np.repeat(own, [rows for _, rows, _ in sequences])
+    if graph_io.TOP_K in found:
+        found[graph_io.TOP_K] = found[graph_io.TOP_K].max(keepdims=True)
+    found[graph_io.SEQUENCES] = np.array(sequences)
+    found[graph_io.TREE_MASKS] = _behind_each_other(masks)
+    if graph_io.ADAPTER in parts[0][1]:
+        own = [inputs[graph_io.ADAPTER][0] for _, inputs in parts]
+        found[graph_io.ADAPTER_ROWS] = np.repeat(own, [rows for _, rows, _ in sequences])
     # The states of all sequences lie together, and each part has them all.
     first = parts[0][1]
-    found |= {name: first[name] for name in first if name.startswith(contract.STATE)}
+    found |= {name: first[name] for name in first if name.startswith(graph_io.STATE)}
     return found
 
 
@@ -85,7 +85,7 @@ def _behind_each_other(masks: Sequence[NDArray[np.bool_]]) -> NDArray[np.bool_]:
     return values
 
 
-_OF_ROWS = contract.HIDDEN_TAPS, contract.STATE_ROWS  # outputs of all rows, by their names' begin
+_OF_ROWS = graph_io.HIDDEN_TAPS, graph_io.STATE_ROWS  # outputs of all rows, by their names' begin
 
 
 class _Share(Mapping[str, NDArray[Any]]):
@@ -112,8 +112,8 @@ def share(found: Outputs, parts: Sequence[Inputs]) -> list[Outputs]:
     shares: list[Outputs] = []
     rows = wanted = 0
     for inputs in parts:
-        next_rows = rows + inputs[contract.INPUT_IDS].shape[1]
-        next_wanted = wanted + len(inputs[contract.LOGITS_INDEX])
+        next_rows = rows + inputs[graph_io.INPUT_IDS].shape[1]
+        next_wanted = wanted + len(inputs[graph_io.LOGITS_INDEX])
         shares.append(_Share(found, slice(rows, next_rows), slice(wanted, next_wanted)))
         rows, wanted = next_rows, next_wanted
     return shares

@@ -12,8 +12,8 @@ import numpy as np
 import onnxruntime as ort
 from numpy.typing import NDArray
 
-from edgellm.core import contract
-from edgellm.core.contract import LimitError
+from edgellm.core import graph_io
+from edgellm.core.errors import LimitError
 from edgellm.core.kv_cache_size import SPARE_ROWS, pool_pages, table_pages
 from edgellm.core.model_spec import KVCacheSpec
 
@@ -92,8 +92,8 @@ class _Pool:
 
     def bind(self, binding: ort.IOBinding) -> None:
         for (layer, part), value in zip(self.parts, self._values, strict=True):
-            binding.bind_ortvalue_input(contract.past_name(layer, part), value)
-            binding.bind_ortvalue_output(contract.present_name(layer, part), value)
+            binding.bind_ortvalue_input(graph_io.past_name(layer, part), value)
+            binding.bind_ortvalue_output(graph_io.present_name(layer, part), value)
 
     @property
     def free_rows(self) -> int:
@@ -227,7 +227,7 @@ class PagedCache:
         self._tables, self._num_layers = tables, num_layers
         # Page tables [1, P] by their names.
         self.tables = {
-            contract.page_table_name(table.pool.window): table.row[None] for table in tables
+            graph_io.page_table_name(table.pool.window): table.row[None] for table in tables
         }
 
     def reserve(self, write_index: int, rows: int) -> None:

@@ -11,14 +11,14 @@ import numpy as np
 import onnxruntime as ort
 from numpy.typing import NDArray
 
-from edgellm.core import contract
+from edgellm.core import graph_io
 from edgellm.device_runtime.runners.onnxruntime_cpu.batch_packing import NOT_ROWS
 from edgellm.device_runtime.runners.onnxruntime_graphs import Held, dtype_of
 
 
 def _is_bound(name: str) -> bool:
     """Whether a pass takes an array where it lies: what recurrent layers keep is large."""
-    return name.startswith(contract.STATES)
+    return name.startswith(graph_io.STATES)
 
 
 class Scratch:
@@ -67,8 +67,8 @@ def ports_of(session: ort.InferenceSession, binding: ort.IOBinding) -> Ports:
 
     inputs, outputs = session.get_inputs(), session.get_outputs()
     return Ports(
-        of(inputs, (contract.PAST, *contract.STATES)),
-        of(outputs, (contract.PRESENT, contract.NEXT_STATE)),
+        of(inputs, (graph_io.PAST, *graph_io.STATES)),
+        of(outputs, (graph_io.PRESENT, graph_io.NEXT_STATE)),
         tuple(value.name for value in outputs),
         frozenset(value.name for value in (*inputs, *outputs) if _is_bound(value.name)),
         binding,
@@ -99,12 +99,12 @@ class BoundPass:
     def _bind_inputs(self, inputs: Mapping[str, NDArray[Any]]) -> dict[str, int]:
         """Make room for what the graph takes; its symbols' sizes."""
         sizes = {}
-        if contract.TOP_K in inputs:
-            sizes[contract.CANDIDATES] = count = int(inputs[contract.TOP_K][0])
-            sizes[contract.LINKED] = min(count, contract.MOST_LINKED)
+        if graph_io.TOP_K in inputs:
+            sizes[graph_io.CANDIDATES] = count = int(inputs[graph_io.TOP_K][0])
+            sizes[graph_io.LINKED] = min(count, graph_io.MOST_LINKED)
         given = dict(inputs)
-        if contract.INPUT_IDS in inputs and contract.TREE_MASK not in inputs:
-            given[contract.TREE_MASK] = np.tri(inputs[contract.INPUT_IDS].shape[1], dtype=np.bool_)
+        if graph_io.INPUT_IDS in inputs and graph_io.TREE_MASK not in inputs:
+            given[graph_io.TREE_MASK] = np.tri(inputs[graph_io.INPUT_IDS].shape[1], dtype=np.bool_)
         self._inputs: dict[str, NDArray[Any]] = {}
         for name, dtype, dims in self._ports.inputs:
             if name in given:
@@ -147,7 +147,7 @@ class BoundPass:
         """Bind what is taken where it lies; must live until the end of the pass."""
         for name in self._ports.lent & inputs.keys():
             value = ort.OrtValue.ortvalue_from_numpy(inputs[name])
-            if name.startswith(contract.NEXT_STATE):
+            if name.startswith(graph_io.NEXT_STATE):
                 self._binding.bind_ortvalue_output(name, value)
             else:
                 self._binding.bind_ortvalue_input(name, value)

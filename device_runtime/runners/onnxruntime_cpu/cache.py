@@ -8,7 +8,7 @@ import numpy as np
 import onnxruntime as ort
 from numpy.typing import NDArray
 
-from edgellm.core import contract
+from edgellm.core import graph_io
 from edgellm.core.model_spec import KVCacheSpec
 
 
@@ -26,8 +26,8 @@ class HostCache:
     def bind(self, binding: ort.IOBinding) -> None:
         """As inputs, and in the same place as outputs."""
         for (layer, part), value in zip(self._layers, self._values, strict=True):
-            binding.bind_ortvalue_input(contract.past_name(layer, part), value)
-            binding.bind_ortvalue_output(contract.present_name(layer, part), value)
+            binding.bind_ortvalue_input(graph_io.past_name(layer, part), value)
+            binding.bind_ortvalue_output(graph_io.present_name(layer, part), value)
 
     def compact(self, length: int, rows: NDArray[np.int64]) -> None:
         """See `runners.Cache`."""

@@ -10,7 +10,7 @@ import numpy as np
 import onnxruntime as ort
 from numpy.typing import NDArray
 
-from edgellm.core import contract
+from edgellm.core import graph_io
 from edgellm.core.model_spec import KVCacheSpec
 from edgellm.device_runtime.runners import Cache, FetchedOutputs, Outputs
 from edgellm.device_runtime.runners.onnxruntime_cpu.batch_packing import joined, share
@@ -67,7 +67,7 @@ class OnnxRuntimeRunner:
         num_sequences: int = 1,
     ) -> None:
         """Allocate the cache; `graphs` ascend by `max_rows`."""
-        takes_answers = graphs[0].session.get_inputs()[0].shape[:1] == [contract.ANSWERS]
+        takes_answers = graphs[0].session.get_inputs()[0].shape[:1] == [graph_io.ANSWERS]
         self.most_answers = num_sequences if takes_answers else 1  # see `runners.TakesAnswers`
         own = HostCache(kv, capacity) if kv is not None else None
         self.cache: Cache | None = own
@@ -94,7 +94,7 @@ class OnnxRuntimeRunner:
         """One pass over inputs by the graph's own names."""
         if self._latest is not None:
             self._latest.expire()
-        top_k = inputs[contract.TOP_K][0] if contract.TOP_K in inputs else 0
+        top_k = inputs[graph_io.TOP_K][0] if graph_io.TOP_K in inputs else 0
         key = (top_k, *[array.shape for array in inputs.values()])
         bound = self._bound.get(key)
         if bound is None:
@@ -131,7 +131,7 @@ class OnnxRuntimeRunner:
 
     def _graph(self, inputs: Mapping[str, NDArray[Any]]) -> ort.InferenceSession:
         """The first that takes so many rows."""
-        rows = inputs[contract.INPUT_IDS].shape[1] if contract.INPUT_IDS in inputs else 0
+        rows = inputs[graph_io.INPUT_IDS].shape[1] if graph_io.INPUT_IDS in inputs else 0
         return next((g for g in self._graphs if rows <= g.max_rows), self._graphs[-1]).session
 
 
@@ -156,18 +156,18 @@ class PagedRunner(OnnxRuntimeRunner):
 
     def hold_adapters(self, weights: NDArray[np.float32], table: NDArray[np.int64]) -> None:
         """See `runners.TakesAdapters`."""
-        self._adapters = {contract.ADAPTER_WEIGHTS: weights, contract.ADAPTER_TABLE: table}
+        self._adapters = {graph_io.ADAPTER_WEIGHTS: weights, graph_io.ADAPTER_TABLE: table}
         self._held.replace({**self._images, **self._adapters})
 
     def _run(self, inputs: Mapping[str, NDArray[Any]]) -> FetchedOutputs:
-        if self._adapters and contract.ADAPTER_ROWS not in inputs:
-            none = np.zeros(inputs[contract.INPUT_IDS].shape[1], np.int64)
-            inputs = {**inputs, contract.ADAPTER_ROWS: none}
+        if self._adapters and graph_io.ADAPTER_ROWS not in inputs:
+            none = np.zeros(inputs[graph_io.INPUT_IDS].shape[1], np.int64)
+            inputs = {**inputs, graph_io.ADAPTER_ROWS: none}
         return super()._run(inputs)
 
     def run(self, inputs: Mapping[str, NDArray[Any]]) -> FetchedOutputs:
         """See `runners.Runner`: of the sequence whose rows are in `cache`."""
-        self._own.reserve(int(inputs[contract.WRITE_INDEX][0]), inputs[contract.INPUT_IDS].shape[1])
+        self._own.reserve(int(inputs[graph_io.WRITE_INDEX][0]), inputs[graph_io.INPUT_IDS].shape[1])
         return self._run(joined([(self._own, inputs)]))
 
     @property
@@ -227,7 +227,7 @@ class PagedRunner(OnnxRuntimeRunner):
 
 def _adapted_layers(session: ort.InferenceSession) -> int:
     """Layers that adapters may change."""
-    tables = (each.shape for each in session.get_inputs() if each.name == contract.ADAPTER_TABLE)
+    tables = (each.shape for each in session.get_inputs() if each.name == graph_io.ADAPTER_TABLE)
     return next((int(shape[1]) for shape in tables), 0)
 
 
@@ -238,8 +238,8 @@ def _paged(cache: Cache) -> PagedCache:
 
 def _check_positions(inputs: Mapping[str, NDArray[Any]]) -> None:
     """GroupQueryAttention ignores explicit positions while the cache is empty."""
-    positions = inputs[contract.POSITION_IDS]
-    if inputs[contract.WRITE_INDEX][0] or len(positions) > 1:
+    positions = inputs[graph_io.POSITION_IDS]
+    if inputs[graph_io.WRITE_INDEX][0] or len(positions) > 1:
         return
     if not np.array_equal(positions[0], np.arange(positions.shape[1])):
         raise ValueError("the first rows of a cache must have the positions 0, 1, 2, ...")

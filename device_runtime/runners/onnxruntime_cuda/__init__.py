@@ -6,19 +6,17 @@ from collections.abc import Mapping
 from pathlib import Path
 from typing import Any
 
-from edgellm.core.contract import EdgeLLMError
+from edgellm.core.errors import EdgeLLMError
 from edgellm.core.graph_roles import DECODER, DRAFT
 from edgellm.core.manifest import Engine, GraphSpec, Spec
 from edgellm.core.model_spec import DecoderSpec, DraftSpec
 from edgellm.device_runtime.adapted_layers import MAX_LORAS
 from edgellm.device_runtime.gpu import compute_capability
 from edgellm.device_runtime.runners import Runner, onnxruntime_cpu
+from edgellm.device_runtime.runners.onnxruntime_cuda.engine_options import INT_GEMM
 
 # Of ONNX Runtime: the first release whose GroupQueryAttention for CUDA was seen to take a bias
 FUSED_VERSION = "1.31"
-# Options of an engine
-MINIMUM_VERSION = "minimum_onnxruntime"  # where an operator wants a newer one
-INT_GEMM = "int_gemm"  # "1": products of integer weights on tensor cores
 
 
 def available() -> str:

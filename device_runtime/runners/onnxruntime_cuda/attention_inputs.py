@@ -8,7 +8,7 @@ from __future__ import annotations
 import numpy as np
 from numpy.typing import NDArray
 
-from edgellm.core import contract
+from edgellm.core import graph_io
 
 VISIBLE = "visible"  # bool [B, 1, S, T]; row i may see slot j of the cache
 VISIBLE_IN_WINDOW = "visible_in_window"  # the same for layers with a window
@@ -16,7 +16,7 @@ SLOTS = "slots"  # int64 [B, num_kv_heads, S, 3]; batch, head and slot of each n
 LAST_ROW = "last_row"  # int32 [B]; the slot of the last new row
 ROW_NUMBERS = "row_numbers"  # int64 [B, S]; of rows of all sequences, one behind the other
 LIVE_ROWS = "live_rows"  # int32 []; T, or no less than the rows that are there behind the pass
-HOST_INPUTS = (contract.TOP_K, LIVE_ROWS)  # that kernels read in the host's memory
+HOST_INPUTS = (graph_io.TOP_K, LIVE_ROWS)  # that kernels read in the host's memory
 ROWS_GRAPH = "rows.onnx"  # moves rows of a cache
 CAUSAL_SUFFIX = ".causal"  # of the graph for passes without a mask, where there is one
 ADAPTED_SUFFIX = ".adapted"  # of those for passes with adapters, where there are some

@@ -8,7 +8,7 @@ from typing import Any
 import onnxruntime as ort
 from numpy.typing import NDArray
 
-from edgellm.core import contract
+from edgellm.core import graph_io
 from edgellm.core.model_spec import DecoderSpec
 from edgellm.device_runtime.runners import Cache, Outputs
 from edgellm.device_runtime.runners.batch_costs import SharedCosts
@@ -64,7 +64,7 @@ class BatchRunner(CudaRunner, SharesSlots):
 
     def run(self, inputs: Mapping[str, NDArray[Any]]) -> Outputs:
         """See `runners.Runner`: of the sequence whose rows are in `cache`."""
-        self.reserve(self._own, int(inputs[contract.WRITE_INDEX][0]), rows_of(inputs))
+        self.reserve(self._own, int(inputs[graph_io.WRITE_INDEX][0]), rows_of(inputs))
         return self.run_many([(self._own, inputs)])[0]
 
     def run_many(self, parts: Sequence[tuple[Cache, Mapping[str, NDArray[Any]]]]) -> list[Outputs]:
@@ -84,11 +84,11 @@ class BatchRunner(CudaRunner, SharesSlots):
         Where there are two graphs rows of a base are computed by the one that computes them alone,
         so that their bits depend on company as little as may be.
         """
-        if len(self._forms[0]) == 1 or contract.DRAFT_HIDDEN in next(iter(parts.values())):
+        if len(self._forms[0]) == 1 or graph_io.DRAFT_HIDDEN in next(iter(parts.values())):
             return [parts]
         found: dict[object, dict[int, Inputs]] = {}
         for slot, part in parts.items():
-            is_lone = contract.TREE_MASK not in part and rows_of(part) > 1
-            kind = str(slot) if is_lone else contract.TREE_MASK in part
+            is_lone = graph_io.TREE_MASK not in part and rows_of(part) > 1
+            kind = str(slot) if is_lone else graph_io.TREE_MASK in part
             found.setdefault(kind, {})[slot] = part
         return list(found.values())

@@ -9,13 +9,13 @@ import numpy as np
 import onnxruntime as ort
 from numpy.typing import NDArray
 
-from edgellm.core import contract
+from edgellm.core import graph_io
 from edgellm.device_runtime.runners.onnxruntime_cuda.cache import Buffers, allocate
 from edgellm.device_runtime.runners.onnxruntime_cuda.size_buckets import Sizes
 from edgellm.device_runtime.runners.onnxruntime_graphs import CPU, Held, dtype_of
 
-_ON_DEVICE = (contract.LOGITS, contract.HIDDEN_TAPS)  # until somebody asks
-_ALL_ROWS = (contract.HIDDEN_TAPS,)  # others have those that are asked for
+_ON_DEVICE = (graph_io.LOGITS, graph_io.HIDDEN_TAPS)  # until somebody asks
+_ALL_ROWS = (graph_io.HIDDEN_TAPS,)  # others have those that are asked for
 _GRAPH_ID = "gpu_graph_id"  # of a run, from 1 on; -1 records nothing
 
 
@@ -48,7 +48,7 @@ class BoundPass:
         self._buffers = Buffers(device, inputs, self._binding)
         self.inputs = inputs
         self._given = [
-            value for value in session.get_outputs() if not value.name.startswith(contract.PRESENT)
+            value for value in session.get_outputs() if not value.name.startswith(graph_io.PRESENT)
         ]
         self.outputs = [value.name for value in self._given]
         for name in self.outputs:

@@ -10,8 +10,8 @@ import numpy as np
 import onnxruntime as ort
 from numpy.typing import NDArray
 
-from edgellm.core import contract
-from edgellm.core.contract import LimitError
+from edgellm.core import graph_io
+from edgellm.core.errors import LimitError
 from edgellm.core.model_spec import KVCacheSpec
 from edgellm.device_runtime.runners.onnxruntime_cuda.attention_inputs import (
     HOST_INPUTS,
@@ -94,12 +94,12 @@ class DeviceCache:
 
     def _bind_inputs(self, binding: ort.IOBinding, first: int, count: int = 1) -> None:
         for (layer, part), value in self._values.items():
-            binding.bind_input(contract.past_name(layer, part), *self._slots(value, first, count))
+            binding.bind_input(graph_io.past_name(layer, part), *self._slots(value, first, count))
 
     def _bind_outputs(self, binding: ort.IOBinding, first: int, count: int = 1) -> None:
         for (layer, part), value in self._values.items():
             place = self._slots(value, first, count)
-            binding.bind_output(contract.present_name(layer, part), *place)
+            binding.bind_output(graph_io.present_name(layer, part), *place)
 
     def _slots(self, value: ort.OrtValue, first: int, count: int) -> tuple[Any, ...]:
         """Where they lie, as a binding takes it."""
@@ -130,7 +130,7 @@ class DeviceCache:
         binding = self._movement()
         self._bind_inputs(binding, slot)
         for layer, part in self._values:
-            binding.bind_output(contract.present_name(layer, part), CPU)
+            binding.bind_output(graph_io.present_name(layer, part), CPU)
         self._move(binding)
         return np.stack([value.numpy()[:, :, :length] for value in binding.get_outputs()])
 
@@ -146,7 +146,7 @@ class DeviceCache:
         given = np.zeros((len(rows), 1, *self._slot_shape), self._dtype)
         given[..., : rows.shape[-2], :] = rows
         for (layer, part), array in zip(self._values, given, strict=True):
-            binding.bind_cpu_input(contract.past_name(layer, part), array)
+            binding.bind_cpu_input(graph_io.past_name(layer, part), array)
         self._bind_outputs(binding, slot)
         self._move(binding)
 

@@ -13,7 +13,7 @@ from typing import Any
 import numpy as np
 from numpy.typing import NDArray
 
-from edgellm.core import contract
+from edgellm.core import graph_io
 from edgellm.device_runtime.runners.onnxruntime_cuda.size_buckets import bucket_of
 
 Inputs = Mapping[str, NDArray[Any]]
@@ -40,7 +40,7 @@ class Grid:
     def adapters(self) -> list[int]:
         """Of the parts; 0: none."""
         names = (part or {} for part in self.parts)
-        return [int(part[contract.ADAPTER][0]) if contract.ADAPTER in part else 0 for part in names]
+        return [int(part[graph_io.ADAPTER][0]) if graph_io.ADAPTER in part else 0 for part in names]
 
     @property
     def rows(self) -> int:
@@ -50,7 +50,7 @@ class Grid:
     @property
     def outputs(self) -> int:
         """Rows that are to get logits or candidates, of all."""
-        return sum(len(part[contract.LOGITS_INDEX]) for part in self.parts if part is not None)
+        return sum(len(part[graph_io.LOGITS_INDEX]) for part in self.parts if part is not None)
 
     @property
     def end(self) -> int:
@@ -60,12 +60,12 @@ class Grid:
 
 def rows_of(inputs: Inputs) -> int:
     """Of a sequence in a pass."""
-    return inputs[contract.INPUT_IDS].shape[1]
+    return inputs[graph_io.INPUT_IDS].shape[1]
 
 
 def lone(inputs: Inputs, slot: int = 0) -> Grid:
     """A pass of one sequence."""
-    return Grid(slot, (inputs,), (int(inputs[contract.WRITE_INDEX][0]),))
+    return Grid(slot, (inputs,), (int(inputs[graph_io.WRITE_INDEX][0]),))
 
 
 def assumed_cost(sequences: int, rows: int) -> float:
@@ -123,7 +123,7 @@ def _grid(slots: list[int], parts: Mapping[int, Inputs], ends: Sequence[int], mo
     chosen = range(batch_of(max(slots) + 1, most))
     asked = [parts[slot] if slot in slots else None for slot in chosen]
     before = [
-        ends[slot] if part is None else int(part[contract.WRITE_INDEX][0])
+        ends[slot] if part is None else int(part[graph_io.WRITE_INDEX][0])
         for slot, part in zip(chosen, asked, strict=True)
     ]
     return Grid(0, tuple(asked), tuple(before))
@@ -141,7 +141,7 @@ class GridShare(Mapping[str, NDArray[Any]]):
         return name in self._found
 
     def __getitem__(self, name: str) -> NDArray[Any]:
-        if name == contract.HIDDEN_TAPS:  # of all rows
+        if name == graph_io.HIDDEN_TAPS:  # of all rows
             return self._found[name][self._place : self._place + 1, : self._rows]
         return self._found[name][:, self._wanted]
 
@@ -158,7 +158,7 @@ def shares(found: Mapping[str, NDArray[Any]], grid: Grid) -> dict[int, GridShare
     wanted = 0
     for place, part in enumerate(grid.parts):
         if part is not None:
-            end = wanted + len(part[contract.LOGITS_INDEX])
+            end = wanted + len(part[graph_io.LOGITS_INDEX])
             given[grid.first + place] = GridShare(found, place, rows_of(part), slice(wanted, end))
             wanted = end
     return given
@@ -168,7 +168,7 @@ def flat_index(grid: Grid, rows: int) -> NDArray[np.int64]:
     """The rows that are wanted, all slots' rows behind each other, `rows` of each."""
     return np.concatenate(
         [
-            part[contract.LOGITS_INDEX] + place * rows
+            part[graph_io.LOGITS_INDEX] + place * rows
             for place, part in enumerate(grid.parts)
             if part is not None
         ]

@@ -13,9 +13,9 @@ import numpy as np
 import onnxruntime as ort
 from onnx import TensorProto, helper
 
-from edgellm.core.contract import EdgeLLMError
+from edgellm.core.errors import EdgeLLMError
 from edgellm.device_runtime.gpu import compute_capability
-from edgellm.device_runtime.runners import onnxruntime_cuda
+from edgellm.device_runtime.runners.onnxruntime_cuda import engine_options
 from edgellm.device_runtime.runners.onnxruntime_graphs import CUDA
 
 PROVIDER = "CUDAExecutionProvider"
@@ -64,7 +64,7 @@ def require_version(options: Mapping[str, Any]) -> None:
     Args:
         options: of the engine.
     """
-    least = options.get(onnxruntime_cuda.MINIMUM_VERSION, "0.0")
+    least = options.get(engine_options.MINIMUM_VERSION, "0.0")
     if is_older_than(least):
         raise EdgeLLMError(
             f"onnxruntime-gpu {ort.__version__} does not compute all that this engine has (fused "

@@ -16,7 +16,7 @@ import numpy as np
 import onnxruntime as ort
 from numpy.typing import NDArray
 
-from edgellm.core import contract
+from edgellm.core import graph_io
 from edgellm.core.model_spec import DecoderSpec
 from edgellm.device_runtime.runners import Cache, FetchedOutputs, Outputs
 from edgellm.device_runtime.runners.onnxruntime_cuda.attention_inputs import (
@@ -45,9 +45,9 @@ from edgellm.device_runtime.runners.onnxruntime_graphs import (
 )
 
 _log = logging.getLogger(__name__)
-_PLACES = (contract.WRITE_INDEX, contract.TREE_MASK)  # which become masks and slots
+_PLACES = (graph_io.WRITE_INDEX, graph_io.TREE_MASK)  # which become masks and slots
 _SHOWN = 200  # characters of an error
-_NOT_ROWS = (contract.LOGITS_INDEX, contract.TOP_K)
+_NOT_ROWS = (graph_io.LOGITS_INDEX, graph_io.TOP_K)
 _NO_ROWS = np.zeros(0, np.int64)
 _MOST_RECORDED = 256  # passes; each takes some of the device's memory
 
@@ -102,7 +102,7 @@ class CudaRunner:
         self._graphs = loader.sessions(captures=self._captures)
         self._types = [input_types(graph) for graph in self._graphs]
         indices = range(len(self._graphs))
-        masks = ([name.startswith(contract.ADAPTER_MASK) for name in each] for each in self._types)
+        masks = ([name.startswith(graph_io.ADAPTER_MASK) for name in each] for each in self._types)
         adapted = [at for at, each in enumerate(masks) if any(each)]
         self._adapters: DeviceAdapters | None = None
         if adapted:
@@ -151,13 +151,13 @@ class CudaRunner:
             begin = max(end - rows - 1, 0)
             positions = np.arange(begin, begin + rows)
             inputs = {
-                contract.INPUT_IDS: np.zeros((1, rows), np.int64),
-                contract.POSITION_IDS: np.broadcast_to(positions, (self._axes, rows)),
-                contract.WRITE_INDEX: np.array([begin]),
-                contract.LOGITS_INDEX: np.arange(rows),
+                graph_io.INPUT_IDS: np.zeros((1, rows), np.int64),
+                graph_io.POSITION_IDS: np.broadcast_to(positions, (self._axes, rows)),
+                graph_io.WRITE_INDEX: np.array([begin]),
+                graph_io.LOGITS_INDEX: np.arange(rows),
             }
             if rows > 1:
-                inputs[contract.TREE_MASK] = np.tri(rows, dtype=np.bool_)
+                inputs[graph_io.TREE_MASK] = np.tri(rows, dtype=np.bool_)
             for _ in range(2):  # the first run finds the sizes of outputs
                 self._run(Grid(0, (inputs,) * batch, (begin,) * batch))
                 self._expire()
@@ -174,7 +174,7 @@ class CudaRunner:
     def _run(self, grid: Grid) -> FetchedOutputs:
         """One pass; what others gave stays."""
         asked, batch = Sizes(grid.rows, grid.outputs), len(grid.parts)
-        taken, drafts = asked, contract.DRAFT_HIDDEN in grid.some
+        taken, drafts = asked, graph_io.DRAFT_HIDDEN in grid.some
         has_images = self._has_images(grid)
         if self._captures and not has_images:
             taken = asked.padded(batch, grid.end, self._capacity, drafts=drafts)
@@ -193,7 +193,7 @@ class CudaRunner:
 
     def _has_images(self, grid: Grid) -> bool:
         return self._takes_images and any(
-            part is not None and (part[contract.INPUT_IDS] >= self._first_image).any()
+            part is not None and (part[graph_io.INPUT_IDS] >= self._first_image).any()
             for part in grid.parts
         )
 
@@ -245,11 +245,11 @@ class CudaRunner:
         if len(self._forms[0]) == 1 or (len(grid.parts) > 1 and grid.rows > 1):
             return 0
         for part in grid.parts:
-            if part is None or (self._axes > 1 and contract.TREE_MASK not in part):
+            if part is None or (self._axes > 1 and graph_io.TREE_MASK not in part):
                 continue
-            positions = part[contract.POSITION_IDS]
-            slots = np.arange(positions.shape[1]) + part[contract.WRITE_INDEX][0]
-            if contract.TREE_MASK in part or not np.array_equal(positions[0], slots):
+            positions = part[graph_io.POSITION_IDS]
+            slots = np.arange(positions.shape[1]) + part[graph_io.WRITE_INDEX][0]
+            if graph_io.TREE_MASK in part or not np.array_equal(positions[0], slots):
                 return 0
         return 1
 
@@ -264,8 +264,8 @@ class CudaRunner:
             if name not in (*_PLACES, *_NOT_ROWS)
         }
         if self._axes > 1:  # those of all sequences, one behind the other
-            shapes[contract.POSITION_IDS] = self._axes, batch * rows
-        shapes |= {contract.LOGITS_INDEX: (sizes["outputs"],), LAST_ROW: (batch,)}
+            shapes[graph_io.POSITION_IDS] = self._axes, batch * rows
+        shapes |= {graph_io.LOGITS_INDEX: (sizes["outputs"],), LAST_ROW: (batch,)}
         if self._adapters is not None:
             shapes |= {name: (batch, rows, size) for name, size in self._adapters.masks.items()}
         masks = dict.fromkeys((VISIBLE, VISIBLE_IN_WINDOW), (batch, 1, rows, width))
@@ -283,9 +283,9 @@ class CudaRunner:
 
     def _fill(self, bound: Mapping[str, NDArray[Any]], grid: Grid) -> None:
         """Say what the rows are, where they stand and what they see."""
-        rows = bound[contract.INPUT_IDS].shape[1]
+        rows = bound[graph_io.INPUT_IDS].shape[1]
         index = flat_index(grid, rows)
-        bound[contract.LOGITS_INDEX][: len(index)] = index
+        bound[graph_io.LOGITS_INDEX][: len(index)] = index
         if self._adapters is not None and self._adapters.masks.keys() <= bound.keys():
             for name, mask in self._adapters.masks_of(np.array(grid.adapters)[:, None]).items():
                 bound[name][...] = mask
@@ -299,15 +299,15 @@ class CudaRunner:
                 bound[SLOTS][place, ..., 2] = np.arange(rows) + begin
             if LAST_ROW in bound:
                 bound[LAST_ROW][place] = begin + rows - 1
-            positions = _NO_ROWS if part is None else part[contract.POSITION_IDS][0]
-            mask = None if part is None else part.get(contract.TREE_MASK)
+            positions = _NO_ROWS if part is None else part[graph_io.POSITION_IDS][0]
+            mask = None if part is None else part.get(graph_io.TREE_MASK)
             for name, window in ((VISIBLE, None), (VISIBLE_IN_WINDOW, self._window)):
                 if name in bound:
                     fill_visible(bound[name][place, 0], begin, positions, mask, window)
 
     def _own_rows(self, name: str, array: NDArray[Any], place: int, rows: int) -> NDArray[Any]:
         """Those of a sequence in an input of all, [1, rows, ...]; M-RoPE's positions [3, rows]."""
-        if name == contract.POSITION_IDS and self._axes > 1:
+        if name == graph_io.POSITION_IDS and self._axes > 1:
             return array[:, place * rows : (place + 1) * rows]
         return array[place : place + 1]
 
@@ -319,7 +319,7 @@ def _no_image_rows(graph: ort.InferenceSession) -> dict[str, NDArray[Any]]:
             [dim if isinstance(dim, int) else 1 for dim in value.shape], dtype_of(value.type)
         )
         for value in graph.get_inputs()
-        if value.name in (contract.IMAGE_EMBEDS, contract.DEEPSTACK_EMBEDS)
+        if value.name in (graph_io.IMAGE_EMBEDS, graph_io.DEEPSTACK_EMBEDS)
     }
 
 

@@ -5,10 +5,12 @@ from __future__ import annotations
 from pathlib import Path
 from typing import TYPE_CHECKING, Any
 
-from edgellm.core.contract import (
+from edgellm.core.errors import (
     BrokenArtifactError,
     EdgeLLMError,
     LimitError,
+)
+from edgellm.core.graph_io import (
     past_name,
     present_name,
 )

@@ -8,7 +8,7 @@ from typing import Any
 import numpy as np
 from numpy.typing import NDArray
 
-from edgellm.core import contract
+from edgellm.core import graph_io
 from edgellm.core.model_spec import DecoderSpec
 from edgellm.device_runtime.runners import Cache, Outputs
 from edgellm.device_runtime.runners.batch_costs import SharedCosts
@@ -81,7 +81,7 @@ class BatchRunner(TensorRtRunner, SharesSlots):
         )
         assert isinstance(self._rows_memory, KernelCache)
         self._kernel_slots, self._most_rows = _KernelSlots(self._rows_memory), most_rows
-        _, (_, columns) = engine.shape_range(contract.TREE_MASK, engine.num_profiles - 1)
+        _, (_, columns) = engine.shape_range(graph_io.TREE_MASK, engine.num_profiles - 1)
         self._column_buckets = bucket_sizes(columns)
         SharesSlots.__init__(self, self._kernel_slots, num_sequences, capacity)
         self._own = self.cache = self.new_cache()
@@ -90,7 +90,7 @@ class BatchRunner(TensorRtRunner, SharesSlots):
     def prepare(self) -> None:
         """See `TensorRtRunner`; as many tokens as sequences may share a pass."""
         self._passes.prepare()
-        if {contract.INPUT_IDS, contract.LOGITS} <= self._engine.tensors.keys():
+        if {graph_io.INPUT_IDS, graph_io.LOGITS} <= self._engine.tensors.keys():
             counts = {bucket_of(at + 1, self._buckets) for at in range(self.num_sequences)}
             for count in sorted(counts):
                 self._rehearse((count, 1, count))
@@ -106,7 +106,7 @@ class BatchRunner(TensorRtRunner, SharesSlots):
 
     def run(self, inputs: Mapping[str, NDArray[Any]]) -> Outputs:
         """See `runners.Runner`: of the sequence whose rows are in `cache`."""
-        self.reserve(self._own, int(inputs[contract.WRITE_INDEX][0]), rows_of(inputs))
+        self.reserve(self._own, int(inputs[graph_io.WRITE_INDEX][0]), rows_of(inputs))
         return self.run_many([(self._own, inputs)])[0]
 
     def run_many(self, parts: Sequence[tuple[Cache, Inputs]]) -> list[Outputs]:
@@ -136,7 +136,7 @@ class BatchRunner(TensorRtRunner, SharesSlots):
     def _recurs(self, sizes: Sizes) -> bool:
         """See `TensorRtRunner`; of sequences that commit rows side by side."""
         rows, _, _ = sizes
-        is_draft = contract.DRAFT_HIDDEN in self._features
+        is_draft = graph_io.DRAFT_HIDDEN in self._features
         return super()._recurs(sizes) or (is_draft and rows <= _COMMITTED * self.num_sequences)
 
     def _padded(self, sizes: Sizes, inputs: Inputs) -> Sizes | None:

@@ -9,8 +9,8 @@ from functools import partial
 import numpy as np
 from numpy.typing import NDArray
 
-from edgellm.core import contract
-from edgellm.core.contract import LimitError
+from edgellm.core import graph_io
+from edgellm.core.errors import LimitError
 from edgellm.device_runtime.runners.tensorrt.cuda.protocols import CompiledEngine, Context, Device
 from edgellm.device_runtime.runners.tensorrt.packed_buffers import Block, Layout, Packed, Shape
 
@@ -168,7 +168,7 @@ class PassRunner:
         context = self._context(self._profile(shapes), keep=True)
         addresses = {name: address for name, (_, address) in placed.items()}
         self._bind(context, shapes, {**addresses, **outputs})
-        write_index = addresses.get(contract.WRITE_INDEX, 0)  # of a pass of one sequence
+        write_index = addresses.get(graph_io.WRITE_INDEX, 0)  # of a pass of one sequence
 
         def enqueue() -> None:
             context.enqueue()
@@ -235,9 +235,9 @@ class PassRunner:
             context.bind(name, address)
 
     def _append(self, inputs: Packed) -> None:
-        if contract.WRITE_INDEX in inputs.addresses:
-            rows = inputs.arrays[contract.INPUT_IDS].shape[-1]
-            self._after(rows, inputs.addresses[contract.WRITE_INDEX])
+        if graph_io.WRITE_INDEX in inputs.addresses:
+            rows = inputs.arrays[graph_io.INPUT_IDS].shape[-1]
+            self._after(rows, inputs.addresses[graph_io.WRITE_INDEX])
 
     def _context(self, profile: int, *, keep: bool) -> Context:
         # A graph holds on to its context's shapes, so a context is recorded once at most.

@@ -7,8 +7,8 @@ import math
 import numpy as np
 from numpy.typing import NDArray
 
-from edgellm.core import contract
-from edgellm.core.contract import EdgeLLMError
+from edgellm.core import graph_io
+from edgellm.core.errors import EdgeLLMError
 from edgellm.core.model_spec import KVCacheSpec
 from edgellm.device_runtime.runners.tensorrt.cuda.kv_compaction import WORD_BYTES, displaced
 from edgellm.device_runtime.runners.tensorrt.cuda.protocols import (
@@ -59,14 +59,14 @@ class DeviceCache:
         parts = [(layer, part) for layer in range(spec.num_layers) for part in ("key", "value")]
         for at, (layer, part) in enumerate(parts):
             address = self._buffer.address + at * spec.num_kv_heads * plane_bytes
-            self.addresses[contract.past_name(layer, part)] = address
-            self.addresses[contract.present_name(layer, part)] = address
+            self.addresses[graph_io.past_name(layer, part)] = address
+            self.addresses[graph_io.present_name(layer, part)] = address
         self._stride = aligned(spec.num_kv_heads * most_new_rows * row_bytes)
         self._new_rows = device.allocate(len(parts) * self._stride) if most_new_rows else None
         if self._new_rows is not None:
             for at, (layer, part) in enumerate(parts):
                 address = self._new_rows.address + at * self._stride
-                self.addresses[contract.present_name(layer, part)] = address
+                self.addresses[graph_io.present_name(layer, part)] = address
 
     def append(self, count: int, write_index_address: int) -> None:
         """Ask for the rows of a pass to be appended, if the engine does not do so itself.

@@ -16,7 +16,7 @@ from typing import Any
 import numpy as np
 from numpy.typing import NDArray
 
-from edgellm.core.contract import LimitError
+from edgellm.core.errors import LimitError
 from edgellm.device_runtime.runners.tensorrt.cuda.protocols import Buffer, Device
 
 _log = logging.getLogger(__name__)

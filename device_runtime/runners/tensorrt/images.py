@@ -8,7 +8,7 @@ from typing import Any
 import numpy as np
 from numpy.typing import NDArray
 
-from edgellm.core import contract
+from edgellm.core import graph_io
 from edgellm.device_runtime.runners.tensorrt.bound_pass import Placed
 from edgellm.device_runtime.runners.tensorrt.cuda.protocols import CompiledEngine, Device
 from edgellm.device_runtime.runners.tensorrt.packed_buffers import Block, Layout, packed_bytes
@@ -26,7 +26,7 @@ class DeviceImages:
         self._device, self._first_id = device, first_id
         self._tensors = {
             name: engine.tensors[name]
-            for name in (contract.IMAGE_EMBEDS, contract.DEEPSTACK_EMBEDS)
+            for name in (graph_io.IMAGE_EMBEDS, graph_io.DEEPSTACK_EMBEDS)
             if name in engine.tensors
         }
         self._held: Mapping[str, NDArray[Any]] = {}

@@ -9,8 +9,8 @@ from __future__ import annotations
 import numpy as np
 from numpy.typing import NDArray
 
-from edgellm.core import contract
-from edgellm.core.contract import BrokenArtifactError
+from edgellm.core import graph_io
+from edgellm.core.errors import BrokenArtifactError
 from edgellm.core.model_spec import KVCacheSpec
 from edgellm.device_runtime.kernels.triton.catalog import keep_rows
 from edgellm.device_runtime.runners.tensorrt.cache import DeviceCache
@@ -61,7 +61,7 @@ class KernelCache:
             LimitError: the device is too small.
         """
         entries = table_entries(spec.num_layers)
-        found = engine.tensors[contract.CACHE_TABLE].shape
+        found = engine.tensors[graph_io.CACHE_TABLE].shape
         if spec.dtype not in _CODES or found != (entries,):
             raise BrokenArtifactError(
                 f"the engine's table of caches has {found[0]} entries, one of {spec.num_layers} "
@@ -78,7 +78,7 @@ class KernelCache:
         self._tensors = Tensors(device, layout)
         self._planes = [Planes(self._tensors[name], count, rows, sizes[name]) for name in layout]
         self._block = Block(device, aligned(8 * entries))
-        self.addresses = {contract.CACHE_TABLE: self._write_table(rows, entries)}
+        self.addresses = {graph_io.CACHE_TABLE: self._write_table(rows, entries)}
         # Of one sequence each, so that those of a pass are compacted without a wait
         moved = packed_bytes(_moved(_MOST_MOVED))
         self._moved = [Block(device, moved) for _ in range(num_sequences)]
@@ -116,7 +116,7 @@ class KernelCache:
         block.upload(packed)
         at = packed.addresses
         grid = self._spec.num_layers, self._spec.num_kv_heads, 2
-        given = at["path"], at["outcome"], at["first"], self.addresses[contract.CACHE_TABLE]
+        given = at["path"], at["outcome"], at["first"], self.addresses[graph_io.CACHE_TABLE]
         self._device.launch(self._keep, grid, (*given, self._spec.head_dim))
         self._num_moving += 1
 
@@ -179,10 +179,10 @@ def open_cache(
         LimitError: the device is too small.
         EdgeLLMError: heads of this size are not moved.
     """
-    if contract.CACHE_TABLE in engine.tensors:
+    if graph_io.CACHE_TABLE in engine.tensors:
         return KernelCache(device, spec, capacity, engine, num_sequences)
     past, present = (
         engine.tensors[name].shape
-        for name in (contract.past_name(0, "key"), contract.present_name(0, "key"))
+        for name in (graph_io.past_name(0, "key"), graph_io.present_name(0, "key"))
     )
     return DeviceCache(device, spec, past[2], most_rows if present != past else 0)

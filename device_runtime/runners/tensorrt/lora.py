@@ -8,7 +8,7 @@ from typing import Any
 import numpy as np
 from numpy.typing import NDArray
 
-from edgellm.core import contract
+from edgellm.core import graph_io
 from edgellm.device_runtime.runners.lora_slots import AdapterPlaces
 from edgellm.device_runtime.runners.tensorrt.bound_pass import Placed
 from edgellm.device_runtime.runners.tensorrt.cuda.protocols import CompiledEngine, Device
@@ -73,9 +73,9 @@ class DeviceAdapters(AdapterPlaces):
 
         Its inputs have `ADAPTER_ROWS`, or one `ADAPTER` for all rows, or neither.
         """
-        rows = inputs[contract.INPUT_IDS].shape[1]
-        lone = inputs.get(contract.ADAPTER, np.zeros(1, np.int64))
-        own = inputs.get(contract.ADAPTER_ROWS, np.repeat(lone, rows))
+        rows = inputs[graph_io.INPUT_IDS].shape[1]
+        lone = inputs.get(graph_io.ADAPTER, np.zeros(1, np.int64))
+        own = inputs.get(graph_io.ADAPTER_ROWS, np.repeat(lone, rows))
         if own.any():
             return self.masks_of(own[None]), True
         return {name: np.zeros((1, rows, 1), np.bool_) for name in self.masks}, False

@@ -13,17 +13,17 @@ from typing import Any
 import numpy as np
 from numpy.typing import NDArray
 
-from edgellm.core import contract
+from edgellm.core import graph_io
 from edgellm.device_runtime.kernels.triton.catalog import SEQUENCES
 from edgellm.device_runtime.runners import Outputs
 from edgellm.device_runtime.runners.batch_costs import SharedCosts
 
 Inputs = Mapping[str, NDArray[Any]]
 FIELDS = 5  # of a sequence: first row, rows, its row 0 in the cache, rows there, mask columns
-SHAPE = SEQUENCES, FIELDS  # of `contract.SEQUENCES`, as these kernels take it
+SHAPE = SEQUENCES, FIELDS  # of `graph_io.SEQUENCES`, as these kernels take it
 _MOST_TREES = 128  # rows of all trees of a pass, where one tree has fewer
 _ASSUMED = 1.0  # cost of any pass: reading the weights
-_BEHIND = contract.INPUT_IDS, contract.POSITION_IDS
+_BEHIND = graph_io.INPUT_IDS, graph_io.POSITION_IDS
 
 
 def shared_rows(tree_rows: int, num_sequences: int) -> int:
@@ -33,7 +33,7 @@ def shared_rows(tree_rows: int, num_sequences: int) -> int:
 
 def rows_of(inputs: Inputs) -> int:
     """Of a sequence in a pass."""
-    return inputs[contract.INPUT_IDS].shape[1]
+    return inputs[graph_io.INPUT_IDS].shape[1]
 
 
 def groups(
@@ -47,7 +47,7 @@ def groups(
         most_wanted: of its rows.
         costs: of passes; None: nobody measured them, and they are as few as there can be.
     """
-    sizes = tuple((rows_of(part), len(part[contract.LOGITS_INDEX])) for part in parts)
+    sizes = tuple((rows_of(part), len(part[graph_io.LOGITS_INDEX])) for part in parts)
     return _cheapest(sizes, most_rows, most_wanted, costs)
 
 
@@ -90,31 +90,31 @@ def joined(parts: Sequence[Inputs], bases: Sequence[int]) -> dict[str, NDArray[A
     wanted: list[NDArray[np.int64]] = []
     for at, (part, base) in enumerate(zip(parts, bases, strict=True)):
         rows, wide = rows_of(part), _columns(part)
-        sequences[at] = first, rows, base, part[contract.WRITE_INDEX][0], wide
+        sequences[at] = first, rows, base, part[graph_io.WRITE_INDEX][0], wide
         if wide:
-            mask[first : first + rows, :wide] = part[contract.TREE_MASK]
-        wanted.append(part[contract.LOGITS_INDEX] + first)
+            mask[first : first + rows, :wide] = part[graph_io.TREE_MASK]
+        wanted.append(part[graph_io.LOGITS_INDEX] + first)
         first += rows
     found = {
         name: np.concatenate([part[name] for part in parts], axis=1)
         for name in _BEHIND
         if name in parts[0]
     }
-    found |= {contract.SEQUENCES: sequences, contract.TREE_MASK: mask}
-    found[contract.LOGITS_INDEX] = np.concatenate(wanted)
-    if contract.ADAPTER in parts[0]:
-        own = [part[contract.ADAPTER][0] for part in parts]
-        found[contract.ADAPTER_ROWS] = np.repeat(own, [rows_of(part) for part in parts])
-    if contract.DRAFT_HIDDEN in parts[0]:  # rows that stay on the device are joined in one way
-        hidden = np.concatenate([part[contract.DRAFT_HIDDEN][0] for part in parts])
-        found[contract.DRAFT_HIDDEN] = hidden[None]
-    if contract.TOP_K in parts[0]:
-        found[contract.TOP_K] = np.max([part[contract.TOP_K] for part in parts], axis=0)
+    found |= {graph_io.SEQUENCES: sequences, graph_io.TREE_MASK: mask}
+    found[graph_io.LOGITS_INDEX] = np.concatenate(wanted)
+    if graph_io.ADAPTER in parts[0]:
+        own = [part[graph_io.ADAPTER][0] for part in parts]
+        found[graph_io.ADAPTER_ROWS] = np.repeat(own, [rows_of(part) for part in parts])
+    if graph_io.DRAFT_HIDDEN in parts[0]:  # rows that stay on the device are joined in one way
+        hidden = np.concatenate([part[graph_io.DRAFT_HIDDEN][0] for part in parts])
+        found[graph_io.DRAFT_HIDDEN] = hidden[None]
+    if graph_io.TOP_K in parts[0]:
+        found[graph_io.TOP_K] = np.max([part[graph_io.TOP_K] for part in parts], axis=0)
     return found
 
 
 def _columns(part: Inputs) -> int:
-    return part[contract.TREE_MASK].shape[1] if contract.TREE_MASK in part else 0
+    return part[graph_io.TREE_MASK].shape[1] if graph_io.TREE_MASK in part else 0
 
 
 class Share(Mapping[str, NDArray[Any]]):
@@ -127,7 +127,7 @@ class Share(Mapping[str, NDArray[Any]]):
         return name in self._found
 
     def __getitem__(self, name: str) -> NDArray[Any]:
-        own = self._rows if name == contract.HIDDEN_TAPS else self._wanted
+        own = self._rows if name == graph_io.HIDDEN_TAPS else self._wanted
         return self._found[name][0][own][None]  # rows that stay on the device take no two keys
 
     def __iter__(self) -> Iterator[str]:
@@ -142,7 +142,7 @@ def shares(found: Outputs, parts: Sequence[Inputs]) -> list[Outputs]:
     given: list[Outputs] = []
     rows = wanted = 0
     for part in parts:
-        next_rows, next_wanted = rows + rows_of(part), wanted + len(part[contract.LOGITS_INDEX])
+        next_rows, next_wanted = rows + rows_of(part), wanted + len(part[graph_io.LOGITS_INDEX])
         given.append(Share(found, slice(rows, next_rows), slice(wanted, next_wanted)))
         rows, wanted = next_rows, next_wanted
     return given

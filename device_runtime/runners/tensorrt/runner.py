@@ -13,8 +13,8 @@ from typing import Any
 import numpy as np
 from numpy.typing import NDArray
 
-from edgellm.core import contract
-from edgellm.core.contract import LimitError
+from edgellm.core import graph_io
+from edgellm.core.errors import LimitError
 from edgellm.core.model_spec import DecoderSpec
 from edgellm.device_runtime.runners import Cache, FetchedOutputs, Outputs, Runner
 from edgellm.device_runtime.runners.device_speculation import Growth, Rounds
@@ -50,9 +50,9 @@ from edgellm.device_runtime.runners.tensorrt.shapes import (
     fill,
 )
 
-_ON_DEVICE = (contract.LOGITS, *FEATURES)  # outputs, until somebody asks
+_ON_DEVICE = (graph_io.LOGITS, *FEATURES)  # outputs, until somebody asks
 _COMMITTED = 24  # rows of a draft that a round commits at most, or about so many
-_WIDE = (contract.CANDIDATE_IDS, contract.CANDIDATE_LOG_PROBS)  # by as many as were built
+_WIDE = (graph_io.CANDIDATE_IDS, graph_io.CANDIDATE_LOG_PROBS)  # by as many as were built
 
 
 class TensorRtRunner:
@@ -154,9 +154,9 @@ class TensorRtRunner:
         self._require_candidates(inputs)
         sizes, placed, has_images = asked_sizes(inputs), {}, False
         if self._images is not None:
-            placed, ids = self._images.of(inputs[contract.INPUT_IDS])
+            placed, ids = self._images.of(inputs[graph_io.INPUT_IDS])
             if has_images := placed is not self._images.none:
-                inputs = {**inputs, contract.INPUT_IDS: ids}
+                inputs = {**inputs, graph_io.INPUT_IDS: ids}
         padded = self._padded(sizes, inputs) if self._recurs(sizes) and not has_images else None
         taken = padded or sizes
         adapters, are_used = self._adapters, False
@@ -203,7 +203,7 @@ class TensorRtRunner:
     def prepare(self) -> None:
         """Make contexts, and record the pass that every token of plain decoding is."""
         self._passes.prepare()
-        if not {contract.INPUT_IDS, contract.LOGITS} <= self._engine.tensors.keys():
+        if not {graph_io.INPUT_IDS, graph_io.LOGITS} <= self._engine.tensors.keys():
             return
         self._rehearse((1, 1, 1))
 
@@ -211,8 +211,8 @@ class TensorRtRunner:
         """Run a pass and record it."""
         layout = self._shapes.inputs(sizes)
         inputs = {name: np.zeros(shape, dtype) for name, (shape, dtype) in layout.items()}
-        if contract.SEQUENCES not in inputs:
-            inputs.pop(contract.TREE_MASK, None)
+        if graph_io.SEQUENCES not in inputs:
+            inputs.pop(graph_io.TREE_MASK, None)
         for _ in range(2):  # the first run prepares what cannot be recorded
             TensorRtRunner.run(self, inputs)
 
@@ -220,7 +220,7 @@ class TensorRtRunner:
         """See `device_runtime.runners.device_speculation.GrowsTrees`."""
         if not isinstance(draft, TensorRtRunner) or draft._device.stream != self._device.stream:
             return None
-        if len({contract.SEQUENCES in each._engine.tensors for each in (self, draft)}) > 1:
+        if len({graph_io.SEQUENCES in each._engine.tensors for each in (self, draft)}) > 1:
             return None
         return open_rounds(self, draft, growth, self._device)
 
@@ -271,7 +271,7 @@ class TensorRtRunner:
     def _recurs(self, sizes: Sizes) -> bool:
         """Whether passes of these sizes are worth a context of their own; prompts are not."""
         rows, _, outputs = sizes
-        return rows == outputs or (contract.DRAFT_HIDDEN in self._features and rows <= _COMMITTED)
+        return rows == outputs or (graph_io.DRAFT_HIDDEN in self._features and rows <= _COMMITTED)
 
     def _place(self, name: str, rows: NDArray[Any] | DeviceRows, count: int) -> bool:
         """Bring features to where the engine reads them; whether they were on the device."""
@@ -293,10 +293,10 @@ class TensorRtRunner:
 
     def _require_candidates(self, inputs: Mapping[str, NDArray[Any]]) -> None:
         """An engine gives as many candidates of a row as it was built for, and no more."""
-        if contract.TOP_K not in inputs:
+        if graph_io.TOP_K not in inputs:
             return
-        top_k = inputs[contract.TOP_K][0]
-        built = self._engine.tensors[contract.CANDIDATE_IDS].shape[-1]
+        top_k = inputs[graph_io.TOP_K][0]
+        built = self._engine.tensors[graph_io.CANDIDATE_IDS].shape[-1]
         if top_k > built:
             raise LimitError(
                 f"--eagleDraftTopK {top_k} exceeds the {built} candidates that the draft engine "
@@ -312,12 +312,12 @@ class TensorRtRunner:
         rows, columns, outputs = sizes
         padded = bucket_of(rows, self._buckets)
         wide = columns + padded - rows
-        if contract.TREE_MASK in inputs:
+        if graph_io.TREE_MASK in inputs:
             wide = bucket_of(wide, self._buckets)
         if padded > self._buckets[-1]:
             return None
         if self.cache is not None:
-            end = int(inputs[contract.WRITE_INDEX][0]) + padded
+            end = int(inputs[graph_io.WRITE_INDEX][0]) + padded
             if end > self._capacity or wide > min(self._buckets[-1], end):
                 return None
         return padded, wide, bucket_of(outputs, self._buckets)
@@ -331,7 +331,7 @@ class TensorRtRunner:
     ) -> FetchedOutputs:
         is_here = bound.fetches
         # Not all inputs: rows among them would live as long as outputs, until a collection.
-        top_k = int(inputs[contract.TOP_K][0]) if contract.TOP_K in inputs else 0
+        top_k = int(inputs[graph_io.TOP_K][0]) if graph_io.TOP_K in inputs else 0
 
         def fetch(name: str) -> NDArray[Any]:
             nonlocal is_here

@@ -8,7 +8,7 @@ from typing import Any
 
 from numpy.typing import NDArray
 
-from edgellm.core import contract
+from edgellm.core import graph_io
 from edgellm.device_runtime.runners.tensorrt.bound_pass import fill_mask
 from edgellm.device_runtime.runners.tensorrt.cuda.protocols import CompiledEngine
 from edgellm.device_runtime.runners.tensorrt.packed_buffers import Layout, Shape
@@ -16,20 +16,20 @@ from edgellm.device_runtime.runners.tensorrt.packed_buffers import Layout, Shape
 Sizes = tuple[int, int, int]
 ROWS, COLUMNS, OUTPUTS = range(3)  # of a pass, of its mask, and rows that get candidates
 VARYING = {  # sizes of the dimensions that vary, in their order
-    contract.INPUT_IDS: (ROWS,),
-    contract.POSITION_IDS: (ROWS,),
-    contract.TREE_MASK: (ROWS, COLUMNS),
-    contract.LOGITS_INDEX: (OUTPUTS,),
-    contract.DRAFT_HIDDEN: (ROWS,),
-    contract.HIDDEN_TAPS: (ROWS,),
-    contract.TOKEN_IDS: (OUTPUTS,),
-    contract.TOP_LOGITS: (OUTPUTS,),
-    contract.LOGITS: (OUTPUTS,),
-    contract.CANDIDATE_IDS: (OUTPUTS,),
-    contract.CANDIDATE_LOG_PROBS: (OUTPUTS,),
-    contract.RECYCLED_HIDDEN: (OUTPUTS,),
+    graph_io.INPUT_IDS: (ROWS,),
+    graph_io.POSITION_IDS: (ROWS,),
+    graph_io.TREE_MASK: (ROWS, COLUMNS),
+    graph_io.LOGITS_INDEX: (OUTPUTS,),
+    graph_io.DRAFT_HIDDEN: (ROWS,),
+    graph_io.HIDDEN_TAPS: (ROWS,),
+    graph_io.TOKEN_IDS: (OUTPUTS,),
+    graph_io.TOP_LOGITS: (OUTPUTS,),
+    graph_io.LOGITS: (OUTPUTS,),
+    graph_io.CANDIDATE_IDS: (OUTPUTS,),
+    graph_io.CANDIDATE_LOG_PROBS: (OUTPUTS,),
+    graph_io.RECYCLED_HIDDEN: (OUTPUTS,),
 }
-FEATURES = (contract.HIDDEN_TAPS, contract.DRAFT_HIDDEN, contract.RECYCLED_HIDDEN)
+FEATURES = (graph_io.HIDDEN_TAPS, graph_io.DRAFT_HIDDEN, graph_io.RECYCLED_HIDDEN)
 
 
 class Shapes:
@@ -44,7 +44,7 @@ class Shapes:
         return [
             name
             for name, info in self._tensors.items()
-            if not info.is_input and not name.startswith(contract.PRESENT)
+            if not info.is_input and not name.startswith(graph_io.PRESENT)
         ]
 
     @property
@@ -69,15 +69,15 @@ class Shapes:
             for name, info in self._tensors.items()
             if info.is_input
             and name not in FEATURES
-            and (name in VARYING or name in (contract.WRITE_INDEX, contract.SEQUENCES))
+            and (name in VARYING or name in (graph_io.WRITE_INDEX, graph_io.SEQUENCES))
         }
 
 
 def asked_sizes(inputs: Mapping[str, NDArray[Any]]) -> Sizes:
     """Of a pass as it is asked for."""
-    ids = inputs.get(contract.INPUT_IDS)
-    rows = (inputs[contract.HIDDEN_TAPS] if ids is None else ids).shape[1]
-    mask, outputs = inputs.get(contract.TREE_MASK), inputs.get(contract.LOGITS_INDEX)
+    ids = inputs.get(graph_io.INPUT_IDS)
+    rows = (inputs[graph_io.HIDDEN_TAPS] if ids is None else ids).shape[1]
+    mask, outputs = inputs.get(graph_io.TREE_MASK), inputs.get(graph_io.LOGITS_INDEX)
     columns = rows if mask is None else mask.shape[1]
     return rows, columns, rows if outputs is None else len(outputs)
 
@@ -85,7 +85,7 @@ def asked_sizes(inputs: Mapping[str, NDArray[Any]]) -> Sizes:
 def fill(bound: Mapping[str, NDArray[Any]], inputs: Mapping[str, NDArray[Any]], rows: int) -> None:
     """Write a pass's inputs, zeros behind them."""
     for name, place in bound.items():
-        if name == contract.TREE_MASK and contract.SEQUENCES not in bound:
+        if name == graph_io.TREE_MASK and graph_io.SEQUENCES not in bound:
             fill_mask(place, inputs.get(name), rows)
             continue
         array = inputs[name]

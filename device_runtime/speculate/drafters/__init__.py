@@ -13,7 +13,7 @@ import pkgutil
 from collections.abc import Callable
 from typing import TYPE_CHECKING, Protocol, cast
 
-from edgellm.core.contract import EdgeLLMError
+from edgellm.core.errors import EdgeLLMError
 
 if TYPE_CHECKING:
     from edgellm.core.manifest import Engine

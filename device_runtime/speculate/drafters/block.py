@@ -13,10 +13,10 @@ from dataclasses import replace
 import numpy as np
 
 from edgellm.core.checksums import FileCheck
-from edgellm.core.contract import LimitError
+from edgellm.core.errors import LimitError
 from edgellm.core.graph_roles import BLOCK, FORESEE
 from edgellm.core.model_spec import BlockSpec, DraftSpec
-from edgellm.device_runtime.networks import I64
+from edgellm.device_runtime.arrays import I64
 from edgellm.device_runtime.networks.block import BlockSession, costs, open_block
 from edgellm.device_runtime.networks.draft import DraftResult
 from edgellm.device_runtime.speculate.draft_cache import CommittedRows

@@ -13,10 +13,17 @@ from pathlib import Path
 import numpy as np
 
 from edgellm.core.checksums import FileCheck
-from edgellm.core.contract import BrokenArtifactError, EdgeLLMError
+from edgellm.core.errors import (
+    BrokenArtifactError,
+    EdgeLLMError,
+)
 from edgellm.core.graph_roles import PASS
 from edgellm.core.manifest import LLM_ENGINE, load_engine
-from edgellm.device_runtime.networks import F32, I64, ImageRows
+from edgellm.device_runtime.arrays import (
+    F32,
+    I64,
+    ImageRows,
+)
 from edgellm.device_runtime.networks.decoder import DecoderSession, Part, open_decoder
 from edgellm.device_runtime.networks.sequence_kv import Context
 from edgellm.device_runtime.runners.batch_costs import SharedCosts

@@ -13,10 +13,10 @@ from functools import partial
 import numpy as np
 
 from edgellm.core.checksums import FileCheck
-from edgellm.core.contract import LimitError
+from edgellm.core.errors import LimitError
 from edgellm.core.graph_roles import DRAFT, EXTEND, STEP
 from edgellm.core.manifest import Engine
-from edgellm.device_runtime.networks import I64
+from edgellm.device_runtime.arrays import I64
 from edgellm.device_runtime.networks.decoder import DecoderSession, PassResult
 from edgellm.device_runtime.networks.draft import AskedResult, DraftPart, DraftResult, open_draft
 from edgellm.device_runtime.networks.sequence_kv import Context

@@ -12,10 +12,13 @@ from dataclasses import replace
 import numpy as np
 
 from edgellm.core.checksums import FileCheck
-from edgellm.core.contract import LimitError
+from edgellm.core.errors import LimitError
 from edgellm.core.graph_roles import ALL_HEADS, HEADS
 from edgellm.core.model_spec import DraftSpec
-from edgellm.device_runtime.networks import F32, I64
+from edgellm.device_runtime.arrays import (
+    F32,
+    I64,
+)
 from edgellm.device_runtime.networks.heads import HeadsPart, HeadsSession, costs, open_heads
 from edgellm.device_runtime.speculate.draft_cache import ImageIds
 from edgellm.device_runtime.speculate.drafter import Learned, TreeDrafter

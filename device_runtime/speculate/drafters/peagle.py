@@ -11,7 +11,7 @@ from collections.abc import Iterator
 import numpy as np
 
 from edgellm.core.checksums import FileCheck
-from edgellm.core.contract import LimitError
+from edgellm.core.errors import LimitError
 from edgellm.core.graph_roles import DRAFT, EXTEND
 from edgellm.core.manifest import Engine
 from edgellm.device_runtime.networks.draft import DraftPart, open_draft

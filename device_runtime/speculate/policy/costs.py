@@ -8,7 +8,7 @@ from typing import overload
 
 import numpy as np
 
-from edgellm.device_runtime.networks import I64
+from edgellm.device_runtime.arrays import I64
 from edgellm.device_runtime.runners.batch_costs import SharedCosts
 from edgellm.device_runtime.speculate.tree import F64
 

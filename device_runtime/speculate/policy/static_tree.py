@@ -12,9 +12,9 @@ from collections.abc import Iterable, Sequence
 
 import numpy as np
 
-from edgellm.core.contract import EdgeLLMError
+from edgellm.core.errors import EdgeLLMError
 from edgellm.core.strict_json import parse
-from edgellm.device_runtime.networks import I64
+from edgellm.device_runtime.arrays import I64
 from edgellm.device_runtime.speculate.tree import F64, Pool
 
 Choice = tuple[int, ...]

@@ -15,7 +15,7 @@ from typing import Protocol
 
 import numpy as np
 
-from edgellm.device_runtime.networks import I64
+from edgellm.device_runtime.arrays import I64
 from edgellm.device_runtime.speculate.policy.acceptance_rates import Calibration
 from edgellm.device_runtime.speculate.policy.costs import Costs
 from edgellm.device_runtime.speculate.policy.spec_gate import Controller

@@ -9,11 +9,18 @@ from __future__ import annotations
 import numpy as np
 import onnx_ir as ir
 
-from edgellm.core.contract import EXPERTS, FP4_EXPERTS, BrokenArtifactError, UnsupportedModelError
+from edgellm.core.errors import (
+    BrokenArtifactError,
+    UnsupportedModelError,
+)
+from edgellm.core.onnx_functions import (
+    EXPERTS,
+    FP4_EXPERTS,
+    MXFP4_BLOCK,
+)
 from edgellm.export.checkpoints.experts.weights import Stored, each_expert
 from edgellm.export.checkpoints.quantized_weight import stored
 from edgellm.export.checkpoints.weights import StoredTensor, Weights
-from edgellm.export.onnx.functions.experts import FP4_BLOCK
 
 LAYOUT = "mxfp4"
 # Exponents of the largest scales with which 6, the largest code, is finite.
@@ -71,12 +78,12 @@ class InterleavedExperts:
     ) -> tuple[StoredTensor, StoredTensor]:
         """Pairs of codes [E, out, in / 2] and scales [E, out, in / 32] of the rows `taken`."""
         weights, experts, (rows, width) = self._weights, self._experts, shape
-        if width % FP4_BLOCK:
+        if width % MXFP4_BLOCK:
             raise BrokenArtifactError(
-                f"{self.prefix}{name}_blocks: {width} inputs are not a multiple of {FP4_BLOCK}"
+                f"{self.prefix}{name}_blocks: {width} inputs are not a multiple of {MXFP4_BLOCK}"
             )
-        blocks = width // FP4_BLOCK
-        codes = weights.array(f"{name}_blocks", (experts, rows, blocks, FP4_BLOCK // 2), "U8")
+        blocks = width // MXFP4_BLOCK
+        codes = weights.array(f"{name}_blocks", (experts, rows, blocks, MXFP4_BLOCK // 2), "U8")
         exponents = weights.array(f"{name}_scales", (experts, rows, blocks), "U8")
         count = len(range(rows)[taken])
         title = f"{self.prefix}{name}"

@@ -12,13 +12,18 @@ from dataclasses import dataclass
 import numpy as np
 import onnx_ir as ir
 
-from edgellm.core.contract import BLOCK_EXPERTS, EXPERTS, FP4_EXPERTS, UnsupportedModelError
+from edgellm.core.errors import UnsupportedModelError
+from edgellm.core.onnx_functions import (
+    BLOCK_EXPERTS,
+    EXPERTS,
+    FP4_EXPERTS,
+    MXFP4_BLOCK,
+)
 from edgellm.export.checkpoints.experts.gpt_oss import powers
 from edgellm.export.checkpoints.experts.weights import Operand, SeparateExperts, Stack, Stored
 from edgellm.export.checkpoints.quantized import gguf
 from edgellm.export.checkpoints.quantized_weight import pair_nibbles
 from edgellm.export.checkpoints.weights import StoredTensor, Weights, as_bytes
-from edgellm.export.onnx.functions.experts import FP4_BLOCK
 
 _PARTS = ("gate_proj", "up_proj", "down_proj")
 
@@ -124,7 +129,7 @@ def _fp4(
 ) -> tuple[StoredTensor, StoredTensor]:
     """Pairs of codes [E, out, in / 2] and scales [E, out, in / 32]."""
     name, (experts, rows, width) = f"{layer.prefix}weight", shape
-    blocks = layer.blocks("weight", shape, 1 + FP4_BLOCK // 2)
+    blocks = layer.blocks("weight", shape, 1 + MXFP4_BLOCK // 2)
 
     def codes() -> Iterator[memoryview]:
         for block in blocks():
@@ -138,6 +143,6 @@ def _fp4(
     return (
         StoredTensor(name, ir.DataType.UINT8, (experts, rows, width // 2), codes),
         StoredTensor(
-            f"{name}_scale", ir.DataType.BFLOAT16, (experts, rows, width // FP4_BLOCK), scales
+            f"{name}_scale", ir.DataType.BFLOAT16, (experts, rows, width // MXFP4_BLOCK), scales
         ),
     )

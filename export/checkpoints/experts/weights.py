@@ -13,8 +13,11 @@ from typing import Protocol
 import numpy as np
 import onnx_ir as ir
 
-from edgellm.core import contract
-from edgellm.core.contract import BrokenArtifactError, UnsupportedModelError
+from edgellm.core import onnx_functions
+from edgellm.core.errors import (
+    BrokenArtifactError,
+    UnsupportedModelError,
+)
 from edgellm.export.checkpoints import quantized
 from edgellm.export.checkpoints.quantized_weight import (
     BlockFactors,
@@ -32,7 +35,7 @@ Operand = StoredTensor | BlockFactors | None  # None: minima that there are not
 class Stored:
     """What a call of the experts takes."""
 
-    function: str  # of `edgellm.core.contract`
+    function: str  # of `edgellm.core.onnx_functions`
     operands: tuple[Operand, ...]  # gates with what belongs to them, ups, downs
     blocks: dict[str, int] = field(default_factory=dict)
     biases: tuple[Bias, Bias, Bias] = (None, None, None)
@@ -92,7 +95,7 @@ class SeparateExperts:
         first = next((each for each in found if each is not None), None)
         if first is None:
             dense = [layer.take("weight", shape, dtype) for layer in layers]
-            return Stored(contract.EXPERTS, (stacked(title, dense),))
+            return Stored(onnx_functions.EXPERTS, (stacked(title, dense),))
         linears = [_plain(layer, each, first) for layer, each in zip(layers, found, strict=True)]
         return _stack_linears(title, linears, shape)
 
@@ -146,7 +149,7 @@ def _stack_linears(
     zeros = [each.zero_points for each in linears if each.zero_points is not None]
     if zeros:
         operands.append(stacked(f"{title}_zero_point", zeros))
-    function = contract.SHIFTED_EXPERTS if zeros else contract.QUANTIZED_EXPERTS
+    function = onnx_functions.SHIFTED_EXPERTS if zeros else onnx_functions.QUANTIZED_EXPERTS
     return Stored(function, tuple(operands), {"block_size": block})
 
 
@@ -162,7 +165,7 @@ def _stack_nvfp4(title: str, linears: Sequence[QuantizedLinear], shape: tuple[in
         stacked(title, pairs), stacked(name, [each.scales for each in linears]),
         stored(f"{name}_2", ir.DataType.FLOAT, of_scales.shape, lambda: of_scales),
     )  # fmt: skip
-    return Stored(contract.NVFP4_EXPERTS, operands)
+    return Stored(onnx_functions.NVFP4_EXPERTS, operands)
 
 
 def _spread(scales: StoredTensor, shape: tuple[int, int]) -> StoredTensor:
@@ -217,7 +220,7 @@ class JoinedExperts:
         shape = (self._experts, inner, hidden)
         gate = each_expert(both, f"{both.name}.gate", shape, lambda rows: rows[:inner])
         up = each_expert(both, f"{both.name}.up", shape, lambda rows: rows[inner:])
-        return Stored(contract.EXPERTS, (gate, up, down))
+        return Stored(onnx_functions.EXPERTS, (gate, up, down))
 
 
 def each_expert(

@@ -15,7 +15,10 @@ from typing import Any
 import numpy as np
 from numpy.typing import NDArray
 
-from edgellm.core.contract import BrokenArtifactError, UnsupportedModelError
+from edgellm.core.errors import (
+    BrokenArtifactError,
+    UnsupportedModelError,
+)
 from edgellm.export.checkpoints.gguf.facts import Facts, Family
 from edgellm.export.checkpoints.gguf.families import FAMILIES, read_config
 from edgellm.export.checkpoints.gguf.reader import GGUFFile, GGUFTensor, read_gguf
@@ -51,11 +54,12 @@ class GGUFTensors:
         """Args as follows.
 
         Args:
-            file: holds them. family: names them, and says what converters changed. config: of the
-            model, as config.json. keeps_blocks: blocks that a bundle can hold
-            (`export.checkpoints.quantized.gguf`) stay as they are, their
-                types spelled as llama.cpp does; all others are decoded. One whose columns are in
-                another order has that beside it, as `input_order`.
+            file: holds them.
+            family: names them, and says what converters changed.
+            config: of the model, as config.json.
+            keeps_blocks: blocks that a bundle can hold (`export.checkpoints.quantized.gguf`) stay
+                as they are, their types spelled as llama.cpp does; all others are decoded. One
+                whose columns are in another order has that beside it, as `input_order`.
         """
         layers = config["num_hidden_layers"]
         self._tensors = {

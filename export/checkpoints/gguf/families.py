@@ -9,12 +9,14 @@ from __future__ import annotations
 import math
 from collections.abc import Mapping
 
-from edgellm.core.contract import BrokenArtifactError, UnsupportedModelError
+from edgellm.core.errors import (
+    BrokenArtifactError,
+    UnsupportedModelError,
+)
 from edgellm.export.checkpoints.gguf.facts import Config, Facts, Family, experts, of_type
 from edgellm.export.checkpoints.gguf.hybrids import HYBRIDS, granite_factors, skip_states
 from edgellm.export.checkpoints.gguf.permutations import interleaved
 from edgellm.export.config.layer_types import FULL, SLIDING
-from edgellm.export.models.gemma2 import ACTIVATION
 
 _LOCAL = "local rope"  # of layers that see a window, on its way into rope_parameters
 # Models of Gemma that scale scores by hidden_size / heads: told by their layers, as in llama.cpp.
@@ -143,7 +145,7 @@ def _gemma(facts: Facts) -> Config:
     is_wide = facts.get("block_count") == _WIDE_GEMMAS[facts.architecture]
     width = hidden // heads if is_wide else facts.get("attention.key_length", hidden // heads)
     return {
-        "hidden_activation": ACTIVATION,
+        "hidden_activation": "gelu_pytorch_tanh",
         "query_pre_attn_scalar": width,
         "final_logit_softcapping": facts.number("final_logit_softcapping", None),
     }

@@ -21,13 +21,11 @@ from __future__ import annotations
 
 from collections.abc import Mapping
 
-from edgellm.core.contract import UnsupportedModelError
+from edgellm.core.errors import UnsupportedModelError
 from edgellm.export.checkpoints.gguf.facts import Config, Facts, Family, experts
 from edgellm.export.checkpoints.gguf.permutations import interleaved, tiled
-from edgellm.export.config.layer_types import FULL
-from edgellm.export.models.lfm2 import CONV
-from edgellm.export.models.nemotron_h import EXPERTS, MAMBA, NETWORK
-from edgellm.export.models.qwen3_5_text import LINEAR
+from edgellm.export.config.layer_types import CONV, EXPERTS, FULL, LINEAR, NETWORK
+from edgellm.export.config.layer_types import LINEAR as MAMBA
 
 _SIGMOID = 2  # llama.cpp's number of the function that gates experts
 _INTERVAL = 4  # of layers that attend, where a file is silent

@@ -13,7 +13,7 @@ from typing import Protocol, cast
 
 import onnx_ir as ir
 
-from edgellm.core.contract import UnsupportedModelError
+from edgellm.core.errors import UnsupportedModelError
 from edgellm.export.checkpoints.quantized import gguf, modelopt
 from edgellm.export.checkpoints.quantized_weight import BlockWeight, QuantizedLinear
 from edgellm.export.checkpoints.round_weights import round_linear
@@ -86,8 +86,7 @@ def _expect_float(weights: Weights) -> None:
 @cache
 def names() -> list[str]:
     """All layouts."""
-    modules = (module.name for module in pkgutil.iter_modules(__path__))
-    return sorted(name for name in modules if name not in _OWN)
+    return sorted(module.name for module in pkgutil.iter_modules(__path__))
 
 
 @cache

@@ -10,7 +10,7 @@ import numpy as np
 import onnx_ir as ir
 from numpy.typing import NDArray
 
-from edgellm.core.contract import UnsupportedModelError
+from edgellm.core.errors import UnsupportedModelError
 from edgellm.export.checkpoints.gptq_conventions import check_groups, check_zero_points
 from edgellm.export.checkpoints.int_packing import unpack
 from edgellm.export.checkpoints.quantized_weight import QuantizedLinear, integer_blocks

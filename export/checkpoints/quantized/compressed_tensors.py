@@ -10,7 +10,10 @@ from __future__ import annotations
 import numpy as np
 import onnx_ir as ir
 
-from edgellm.core.contract import BrokenArtifactError, UnsupportedModelError
+from edgellm.core.errors import (
+    BrokenArtifactError,
+    UnsupportedModelError,
+)
 from edgellm.export.checkpoints.gptq_conventions import check_groups, check_zero_points
 from edgellm.export.checkpoints.int_packing import unpack
 from edgellm.export.checkpoints.quantized.modelopt import scalar

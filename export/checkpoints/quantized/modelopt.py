@@ -12,7 +12,10 @@ from __future__ import annotations
 import numpy as np
 import onnx_ir as ir
 
-from edgellm.core.contract import BrokenArtifactError, UnsupportedModelError
+from edgellm.core.errors import (
+    BrokenArtifactError,
+    UnsupportedModelError,
+)
 from edgellm.export.checkpoints.quantized_weight import (
     BlockFactors,
     BlockWeight,

@@ -13,7 +13,7 @@ from typing import Any
 import numpy as np
 import onnx_ir as ir
 
-from edgellm.core import contract
+from edgellm.core import onnx_functions
 from edgellm.export.onnx.builder import CALLED, OPSET, Op
 
 FP4_BLOCK = 16
@@ -39,7 +39,7 @@ def local_function(
     body: Callable[..., Sequence[ir.Value] | ir.Value],
     attributes: Mapping[str, ir.AttributeType] = _NONE,
     *,
-    domain: str = contract.FUNCTIONS,
+    domain: str = onnx_functions.FUNCTIONS,
 ) -> ir.Function:
     """A function whose `body(op, *inputs)` records the nodes and gives the outputs."""
     op = Op(ir.DataType.FLOAT)
@@ -96,7 +96,7 @@ def cached_attention(dtype: ir.DataType) -> ir.Function:
         return _attend(op, dtype, (q, k, v), (past_key, past_value), write_index, visible)
 
     return local_function(
-        contract.ATTENTION,
+        onnx_functions.ATTENTION,
         "q k v past_key past_value write_index visible cos sin positions",
         body,
         {**_ATTENTION_ATTRIBUTES, "interleaved": _INT, "rotary_embedding_dim": _INT},
@@ -115,7 +115,7 @@ def sink_attention(dtype: ir.DataType) -> ir.Function:
         return _attend(op, dtype, (q, k, v), (past_key, past_value), write_index, visible, sinks)
 
     return local_function(
-        contract.SINK_ATTENTION,
+        onnx_functions.SINK_ATTENTION,
         "q k v past_key past_value write_index visible cos sin positions sinks",
         body,
         {**_ATTENTION_ATTRIBUTES, "interleaved": _INT, "rotary_embedding_dim": _INT},
@@ -152,7 +152,7 @@ def unrotated_attention(dtype: ir.DataType) -> ir.Function:
         return _attend(op, dtype, (q, k, v), (past_key, past_value), write_index, visible)
 
     return local_function(
-        contract.UNROTATED_ATTENTION,
+        onnx_functions.UNROTATED_ATTENTION,
         "q k v past_key past_value write_index visible",
         body,
         _ATTENTION_ATTRIBUTES,
@@ -257,7 +257,7 @@ def visible_slots(*, windowed: bool) -> ir.Function:
         within = op.Greater(stands, op.Transpose(oldest, perm=[1, 0]))  # [S, C]
         return op.And(visible, within)
 
-    name = contract.VISIBLE_IN_WINDOW if windowed else contract.VISIBLE_SLOTS
+    name = onnx_functions.VISIBLE_IN_WINDOW if windowed else onnx_functions.VISIBLE_SLOTS
     window = {"window": _INT} if windowed else {}
     return local_function(name, "tree_mask position_ids write_index slots", body, window)
 
@@ -279,7 +279,7 @@ def rotary_tables(dtype: ir.DataType) -> ir.Function:
             else [op.Cast(table, to=int(dtype)) for table in tables]
         )
 
-    return local_function(contract.ROTARY_TABLES, "slots inv_freq", body, {"scale": _FLOAT})
+    return local_function(onnx_functions.ROTARY_TABLES, "slots inv_freq", body, {"scale": _FLOAT})
 
 
 # --------------------------------------------------------------------------- linear layers
@@ -289,7 +289,7 @@ def linear() -> ir.Function:
     def body(op: Op, x: ir.Value, weight: ir.Value) -> ir.Value:
         return op.MatMul(x, op.Transpose(op.CastLike(weight, x), perm=[1, 0]))
 
-    return local_function(contract.LINEAR, "x weight", body)
+    return local_function(onnx_functions.LINEAR, "x weight", body)
 
 
 def quantized_linear(*, has_zero_points: bool) -> ir.Function:
@@ -299,7 +299,7 @@ def quantized_linear(*, has_zero_points: bool) -> ir.Function:
         place = of_call(axis=_INT, block_size=_INT)
         return op.MatMul(x, op.DequantizeLinear(*stored, **place))
 
-    name = contract.SHIFTED_LINEAR if has_zero_points else contract.QUANTIZED_LINEAR
+    name = onnx_functions.SHIFTED_LINEAR if has_zero_points else onnx_functions.QUANTIZED_LINEAR
     inputs = "x codes scales zero_points" if has_zero_points else "x codes scales"
     return local_function(name, inputs, body, {"axis": _INT, "block_size": _INT})
 
@@ -313,7 +313,7 @@ def fp4_linear() -> ir.Function:
         weight = _fp4_values(op, x, codes, scales, global_scale)
         return op.MatMul(x, op.Transpose(weight, perm=[1, 0]))
 
-    return local_function(contract.FP4_LINEAR, "x codes scales global_scale", body)
+    return local_function(onnx_functions.FP4_LINEAR, "x codes scales global_scale", body)
 
 
 def _fp4_values(
@@ -332,7 +332,7 @@ def smooth_input() -> ir.Function:
     def body(op: Op, x: ir.Value, factors: ir.Value) -> ir.Value:
         return op.Mul(x, op.CastLike(factors, x))
 
-    return local_function(contract.SMOOTH_INPUT, "x factors", body)
+    return local_function(onnx_functions.SMOOTH_INPUT, "x factors", body)
 
 
 def round_input() -> ir.Function:
@@ -342,7 +342,7 @@ def round_input() -> ir.Function:
         codes = op.QuantizeLinear(x, scale, zero_point)
         return op.DequantizeLinear(codes, scale, zero_point)
 
-    return local_function(contract.ROUND_INPUT, "x scale zero_point", body)
+    return local_function(onnx_functions.ROUND_INPUT, "x scale zero_point", body)
 
 
 def round_input_fp4() -> ir.Function:
@@ -356,7 +356,7 @@ def round_input_fp4() -> ir.Function:
         scales.type = ir.TensorType(ir.DataType.FLOAT8E4M3FN)
         return _fp4_values(op, x, codes, scales, global_scale)
 
-    return local_function(contract.ROUND_INPUT_FP4, "x global_scale", body)
+    return local_function(onnx_functions.ROUND_INPUT_FP4, "x global_scale", body)
 
 
 def block_scales(

@@ -4,7 +4,7 @@ from __future__ import annotations
 
 import onnx_ir as ir
 
-from edgellm.core import contract
+from edgellm.core import onnx_functions
 from edgellm.export.onnx.builder import Op
 from edgellm.export.onnx.functions.attention import integers, local_function
 
@@ -21,7 +21,7 @@ def block_linear(*, has_minima: bool) -> ir.Function:
         weight = block_values(op, codes, *factors)
         return op.MatMul(x, op.Transpose(op.CastLike(weight, x), perm=[1, 0]))
 
-    name = contract.OFFSET_LINEAR if has_minima else contract.BLOCK_LINEAR
+    name = onnx_functions.OFFSET_LINEAR if has_minima else onnx_functions.BLOCK_LINEAR
     inputs = "x codes scales minima" if has_minima else "x codes scales"
     return local_function(name, inputs, body, {"block_size": _INT})
 
@@ -32,7 +32,7 @@ def block_rows(*, has_minima: bool) -> ir.Function:
     def body(op: Op, row_ids: ir.Value, *stored: ir.Value) -> ir.Value:
         return block_values(op, *(op.Gather(each, row_ids, axis=0) for each in stored))
 
-    name = contract.OFFSET_ROWS if has_minima else contract.BLOCK_ROWS
+    name = onnx_functions.OFFSET_ROWS if has_minima else onnx_functions.BLOCK_ROWS
     inputs = "row_ids codes scales minima" if has_minima else "row_ids codes scales"
     return local_function(name, inputs, body, {"block_size": _INT})
 
@@ -40,7 +40,7 @@ def block_rows(*, has_minima: bool) -> ir.Function:
 def block_factors() -> ir.Function:
     """Factors float32 [out, n] of blocks: codes times a scale for `block_size` of them."""
     return local_function(
-        contract.BLOCK_FACTORS, "codes scales", block_values, {"block_size": _INT}
+        onnx_functions.BLOCK_FACTORS, "codes scales", block_values, {"block_size": _INT}
     )  # fmt: skip
 
 

@@ -10,7 +10,7 @@ from __future__ import annotations
 import numpy as np
 import onnx_ir as ir
 
-from edgellm.core import contract
+from edgellm.core import onnx_functions
 from edgellm.export.onnx.builder import Op
 from edgellm.export.onnx.functions.attention import integers, local_function
 
@@ -49,7 +49,7 @@ def gated_delta_rule() -> ir.Function:
         deltas = op.MatMul(inverse, op.Mul(op.Sub(v, known), rates))
         return _read(op, q, k, deltas, state, (from_state, between)), _rows(op, deltas)
 
-    return local_function(contract.DELTA_RULE, "q k v g b state tree_mask parents", body)
+    return local_function(onnx_functions.DELTA_RULE, "q k v g b state tree_mask parents", body)
 
 
 def decaying_rule() -> ir.Function:
@@ -69,7 +69,7 @@ def decaying_rule() -> ir.Function:
         q, k = (_key_heads(op, each, state) for each in (q, k))
         return _read(op, q, k, _value_heads(op, d, state), state, _decays(op, g, tree_mask))
 
-    return local_function(contract.DECAYING_RULE, "q k d g state tree_mask parents", body)
+    return local_function(onnx_functions.DECAYING_RULE, "q k d g state tree_mask parents", body)
 
 
 def delta_update() -> ir.Function:
@@ -83,7 +83,7 @@ def delta_update() -> ir.Function:
         new = op.MatMul(op.Transpose(op.Mul(k, left), perm=[0, 1, 3, 2]), d)
         return op.Add(op.Mul(state, op.Unsqueeze(op.Exp(whole), integers(op, 3))), new)
 
-    return local_function(contract.DELTA_UPDATE, "state k d g", body)
+    return local_function(onnx_functions.DELTA_UPDATE, "state k d g", body)
 
 
 def _decays(op: Op, g: ir.Value, tree_mask: ir.Value) -> tuple[ir.Value, ir.Value]:

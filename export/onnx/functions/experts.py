@@ -12,25 +12,28 @@ from collections.abc import Callable
 import numpy as np
 import onnx_ir as ir
 
-from edgellm.core import contract
+from edgellm.core import onnx_functions
 from edgellm.export.onnx.builder import Op
 from edgellm.export.onnx.functions.attention import integers, local_function
 from edgellm.export.onnx.functions.blocks import block_values
 
 _E2M1 = (0.0, 0.5, 1.0, 1.5, 2.0, 3.0, 4.0, 6.0)
-FP4_BLOCK = 32  # inputs that share a scale of MXFP4
 _INT, _FLOAT = ir.AttributeType.INT, ir.AttributeType.FLOAT
 _PARTS = ("gate", "up", "down")
 # What one weight of a kind consists of, by the names that its inputs begin with.
 _OPERANDS = {
-    contract.EXPERTS: ("",),
-    contract.QUANTIZED_EXPERTS: ("", "_scales"),
-    contract.SHIFTED_EXPERTS: ("", "_scales", "_zero_points"),
-    contract.FP4_EXPERTS: ("", "_scales"),
-    contract.NVFP4_EXPERTS: ("", "_scales", "_global_scales"),
-    contract.BLOCK_EXPERTS: ("", "_scales", "_minima"),
+    onnx_functions.EXPERTS: ("",),
+    onnx_functions.QUANTIZED_EXPERTS: ("", "_scales"),
+    onnx_functions.SHIFTED_EXPERTS: ("", "_scales", "_zero_points"),
+    onnx_functions.FP4_EXPERTS: ("", "_scales"),
+    onnx_functions.NVFP4_EXPERTS: ("", "_scales", "_global_scales"),
+    onnx_functions.BLOCK_EXPERTS: ("", "_scales", "_minima"),
 }
-_BLOCKED = contract.QUANTIZED_EXPERTS, contract.SHIFTED_EXPERTS, contract.BLOCK_EXPERTS
+_BLOCKED = (
+    onnx_functions.QUANTIZED_EXPERTS,
+    onnx_functions.SHIFTED_EXPERTS,
+    onnx_functions.BLOCK_EXPERTS,
+)
 
 
 def router() -> ir.Function:
@@ -41,7 +44,7 @@ def router() -> ir.Function:
         rows, columns = floats
         return op.MatMul(rows, op.Transpose(columns, perm=[1, 0]))
 
-    return local_function(contract.ROUTER, "x weight", body)
+    return local_function(onnx_functions.ROUTER, "x weight", body)
 
 
 def experts(name: str) -> ir.Function:
@@ -161,11 +164,11 @@ def _nvfp4(
 
 
 _DEQUANTIZE: dict[str, Dequantize] = {
-    contract.EXPERTS: _dense,
-    contract.QUANTIZED_EXPERTS: _integer,
-    contract.SHIFTED_EXPERTS: _integer,
-    contract.FP4_EXPERTS: _fp4,
-    contract.NVFP4_EXPERTS: _nvfp4,
-    contract.BLOCK_EXPERTS: _blocks,
+    onnx_functions.EXPERTS: _dense,
+    onnx_functions.QUANTIZED_EXPERTS: _integer,
+    onnx_functions.SHIFTED_EXPERTS: _integer,
+    onnx_functions.FP4_EXPERTS: _fp4,
+    onnx_functions.NVFP4_EXPERTS: _nvfp4,
+    onnx_functions.BLOCK_EXPERTS: _blocks,
 }
 LARGEST = {ir.DataType.FLOAT: float(np.finfo(np.float32).max), ir.DataType.FLOAT16: 65504.0}

@@ -12,7 +12,6 @@ import torch
 from edgellm.export.checkpoints.hf import TensorInfo
 from edgellm.quantize.algorithms.gptq.float_grids import Fp8Grid, Nvfp4Grid
 from edgellm.quantize.algorithms.gptq.rounding import Grid, Rounded, WholeNumbers
-from edgellm.quantize.algorithms.smoothquant import plain_tensor
 from edgellm.quantize.formats.activation_rounding import nearest_e2m1
 from edgellm.quantize.formats.modelopt import (
     LARGEST_E2M1,
@@ -20,7 +19,7 @@ from edgellm.quantize.formats.modelopt import (
     NVFP4_BLOCK,
     pack_int4_codes,
 )
-from edgellm.quantize.formats.tensors import Tensor
+from edgellm.quantize.formats.tensors import Tensor, plain_tensor
 
 
 class Form(Protocol):

@@ -21,10 +21,11 @@ from edgellm.quantize.activations.token_weights import Weights
 from edgellm.quantize.algorithms.gptq.coordinate_descent import refine
 from edgellm.quantize.algorithms.gptq.forms import FORMS, Form
 from edgellm.quantize.algorithms.gptq.rounding import Feedback, Grid, round_with_feedback
-from edgellm.quantize.algorithms.modelopt import Exported, Recipe
-from edgellm.quantize.algorithms.smoothquant import own_producer, plain_tensor
+from edgellm.quantize.algorithms.modelopt import Exported
+from edgellm.quantize.algorithms.smoothquant import own_producer
 from edgellm.quantize.formats.activation_rounding import round_input
-from edgellm.quantize.formats.tensors import Tensor
+from edgellm.quantize.formats.schemes import Recipe
+from edgellm.quantize.formats.tensors import Tensor, plain_tensor
 from edgellm.quantize.models.families import Family
 from edgellm.quantize.models.one_layer_model import LAYER
 

@@ -11,10 +11,9 @@ from collections.abc import Callable
 import torch
 
 from edgellm.quantize.activations.gradients import trace
-from edgellm.quantize.algorithms.smoothquant import plain_tensor
 from edgellm.quantize.calibration.hidden_states import States
-from edgellm.quantize.formats.tensors import read_tensor
-from edgellm.quantize.pipeline.planning import Plan
+from edgellm.quantize.formats.tensors import plain_tensor, read_tensor
+from edgellm.quantize.plan import Plan
 
 PART = "layer_gradients"
 _ROWS = 4  # of held-out text

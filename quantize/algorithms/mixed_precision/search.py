@@ -10,7 +10,7 @@ from typing import Any
 from edgellm.quantize.algorithms.gptq.rounding import WholeNumbers
 from edgellm.quantize.algorithms.mixed_precision.allocation import Point, Unit, choose_point, curve
 from edgellm.quantize.algorithms.mixed_precision.sensitivity import estimate
-from edgellm.quantize.pipeline.planning import Plan
+from edgellm.quantize.plan import Plan
 from edgellm.quantize.work_folder import layer_part
 
 PART = "forms"

@@ -17,8 +17,8 @@ from edgellm.build.onnxruntime_cpu.linears import StoredKernel
 from edgellm.build.onnxruntime_cuda.linears import CudaKernel
 from edgellm.build.onnxruntime_cuda.lower import lower_for_cuda
 from edgellm.build.tensorrt.lowering import lower as tensorrt
-from edgellm.core import contract
-from edgellm.core.contract import UnsupportedModelError
+from edgellm.core import onnx_functions
+from edgellm.core.errors import UnsupportedModelError
 from edgellm.core.model_spec import KVCacheSpec
 
 CAPACITY, ROWS = 48, 24
@@ -77,8 +77,8 @@ def _logits(path: Path, bundle: Path) -> np.ndarray:
 def _change_every_other_layer(model: ir.Model) -> None:
     """Other scale, cap, window and frequencies than the layers between."""
     graph = model.graph
-    (visible,) = find_calls(graph, contract.VISIBLE_SLOTS)
-    (tables,) = find_calls(graph, contract.ROTARY_TABLES)
+    (visible,) = find_calls(graph, onnx_functions.VISIBLE_SLOTS)
+    (tables,) = find_calls(graph, onnx_functions.ROTARY_TABLES)
     from edgellm.export.onnx.functions.attention import visible_slots
 
     windowed = visible_slots(windowed=True)
@@ -87,7 +87,7 @@ def _change_every_other_layer(model: ir.Model) -> None:
         windowed.name,
         list(visible.inputs),
         {"window": 6},
-        domain=contract.FUNCTIONS,
+        domain=onnx_functions.FUNCTIONS,
         name="shared.near",
     )
     frequencies = tables.inputs[1].const_value.numpy()
@@ -102,12 +102,12 @@ def _change_every_other_layer(model: ir.Model) -> None:
         tables.op_type,
         [tables.inputs[0], local],
         {"scale": 1.1},
-        domain=contract.FUNCTIONS,
+        domain=onnx_functions.FUNCTIONS,
         num_outputs=2,
         name="shared.turned",
     )
     graph.insert_after(visible, [near, turned])
-    for call in find_calls(graph, contract.ATTENTION)[1::2]:
+    for call in find_calls(graph, onnx_functions.ATTENTION)[1::2]:
         call.attributes["scale"] = ir.AttrFloat32("scale", 0.31)
         call.attributes["softcap"] = ir.AttrFloat32("softcap", 2.0)
         for index, value in ((6, near.outputs[0]), (7, turned.outputs[0]), (8, turned.outputs[1])):
@@ -129,7 +129,7 @@ def test_every_layer_keeps_its_own_attention(model, tiny_bundle, tmp_path):
 @pytest.mark.parametrize("original", [CAPACITY - 1, CAPACITY])
 def test_the_capacity_settles_which_frequencies_turn(model, tmp_path, lower, original):
     """Nothing is left of the choice between two, nor of the frequencies that were not chosen."""
-    (tables,) = find_calls(model.graph, contract.ROTARY_TABLES)
+    (tables,) = find_calls(model.graph, onnx_functions.ROTARY_TABLES)
     short = tables.inputs[1]
     arrays = {"long": short.const_value.numpy() / np.float32(3), "limit": np.array([original])}
     values = {}
@@ -156,7 +156,9 @@ def test_the_capacity_settles_which_frequencies_turn(model, tmp_path, lower, ori
 
 
 @pytest.mark.parametrize("lower", LOWERINGS.values(), ids=LOWERINGS)
-@pytest.mark.parametrize("function", [contract.ATTENTION, contract.LINEAR, contract.VISIBLE_SLOTS])
+@pytest.mark.parametrize(
+    "function", [onnx_functions.ATTENTION, onnx_functions.LINEAR, onnx_functions.VISIBLE_SLOTS]
+)
 def test_unknown_attributes_stop_the_build(model, tmp_path, lower, function):
     call = find_calls(model.graph, function)[0]
     call.attributes["sinks"] = ir.AttrInt64("sinks", 1)
@@ -166,16 +168,16 @@ def test_unknown_attributes_stop_the_build(model, tmp_path, lower, function):
 
 def test_cuda_refuses_what_it_has_not(model, tmp_path):
     _change_every_other_layer(model)
-    (near,) = find_calls(model.graph, contract.VISIBLE_IN_WINDOW)
+    (near,) = find_calls(model.graph, onnx_functions.VISIBLE_IN_WINDOW)
     wider = ir.node(
         near.op_type,
         list(near.inputs),
         {"window": 9},
-        domain=contract.FUNCTIONS,
+        domain=onnx_functions.FUNCTIONS,
         name="shared.wider",
     )
     model.graph.insert_after(near, wider)
-    find_calls(model.graph, contract.ATTENTION)[0].replace_input_with(6, wider.outputs[0])
+    find_calls(model.graph, onnx_functions.ATTENTION)[0].replace_input_with(6, wider.outputs[0])
     with pytest.raises(
         UnsupportedModelError, match="windows of several widths are not computed on CUDA"
     ):

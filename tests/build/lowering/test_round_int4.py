@@ -20,12 +20,16 @@ from edgellm.build.onnxruntime_cpu import linears
 from edgellm.build.onnxruntime_cpu.linears import ALL_INPUTS, COARSE_INPUTS, RowInt8Kernel
 from edgellm.build.onnxruntime_cpu.options import CpuOptions
 from edgellm.build.plan import Plan
-from edgellm.core.contract import FUNCTIONS, LINEAR
 from edgellm.core.manifest import LLM_ENGINE, load_engine
+from edgellm.core.onnx_functions import (
+    FUNCTIONS,
+    LINEAR,
+)
 from edgellm.device_runtime.networks.decoder import open_decoder
 from edgellm.device_runtime.runners.onnxruntime_cpu.processor import has_fast_int8
 from edgellm.export import models
-from edgellm.export.pipeline.llm import ExportOptions, export_llm
+from edgellm.export.graph.architecture import ExportOptions
+from edgellm.export.pipeline.llm import export_llm
 from edgellm.export.pipeline.resolve import open_checkpoint
 
 _FLOAT = ir.DataType.FLOAT

@@ -25,7 +25,10 @@ from edgellm.build.onnxruntime_cpu import estimate
 from edgellm.build.onnxruntime_cpu.edgellm_kernels.pack_weights import form_of, packed_bytes
 from edgellm.build.onnxruntime_cpu.options import CpuOptions
 from edgellm.build.plan import Plan
-from edgellm.core.contract import BrokenArtifactError, EdgeLLMError
+from edgellm.core.errors import (
+    BrokenArtifactError,
+    EdgeLLMError,
+)
 from edgellm.core.manifest import LLM_ENGINE, load_engine
 from edgellm.device_runtime.api.llm import LLM
 from edgellm.device_runtime.kernels import library, pack
@@ -34,7 +37,8 @@ from edgellm.device_runtime.requests.lossless_check import prove
 from edgellm.device_runtime.requests.request_file import Options
 from edgellm.device_runtime.speculate.options import SpecOptions
 from edgellm.export import models
-from edgellm.export.pipeline.llm import ExportOptions, export_llm
+from edgellm.export.graph.architecture import ExportOptions
+from edgellm.export.pipeline.llm import export_llm
 from edgellm.export.pipeline.resolve import open_checkpoint
 
 OWN = CpuOptions("edgellm")

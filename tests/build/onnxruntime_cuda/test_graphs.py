@@ -32,11 +32,15 @@ from edgellm.build.onnxruntime_cuda.kernel_table import KERNELS, check_kernels
 from edgellm.build.onnxruntime_cuda.lower import lower_for_cuda
 from edgellm.build.onnxruntime_cuda.options import CudaOptions
 from edgellm.build.plan import Plan
-from edgellm.core.contract import EdgeLLMError, UnsupportedModelError
+from edgellm.core.errors import (
+    EdgeLLMError,
+    UnsupportedModelError,
+)
 from edgellm.core.manifest import Engine
 from edgellm.device_runtime.runners.onnxruntime_cuda.attention_inputs import fill_visible
 from edgellm.export import models
-from edgellm.export.pipeline.llm import ExportOptions, export_llm
+from edgellm.export.graph.architecture import ExportOptions
+from edgellm.export.pipeline.llm import export_llm
 from edgellm.export.pipeline.resolve import open_checkpoint
 
 pytestmark = pytest.mark.usefixtures("one_thread")

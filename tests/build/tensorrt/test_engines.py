@@ -26,11 +26,17 @@ from edgellm.build.tensorrt.kernel_log import Kernel, copied_caches
 from edgellm.build.tensorrt.lowering.int4_blocks import layout_of
 from edgellm.build.tensorrt.lowering.op_support import check_graph
 from edgellm.build.tensorrt.lowering.op_table import lacking
-from edgellm.core.contract import CANDIDATE_IDS, CANDIDATE_LOG_PROBS, PRESENT, EdgeLLMError
+from edgellm.core.errors import EdgeLLMError
+from edgellm.core.graph_io import (
+    CANDIDATE_IDS,
+    CANDIDATE_LOG_PROBS,
+    PRESENT,
+)
 from edgellm.core.manifest import DRAFT_ENGINE, DRAFT_FOLDER, load_engine
 from edgellm.device_runtime.runners.tensorrt.library import trt_import
 from edgellm.export import models, visual
-from edgellm.export.pipeline.llm import ExportOptions, export_llm
+from edgellm.export.graph.architecture import ExportOptions
+from edgellm.export.pipeline.llm import export_llm
 from edgellm.export.pipeline.resolve import open_checkpoint
 
 pytest.importorskip(

@@ -16,8 +16,11 @@ from edgellm.build.tensorrt.lowering.precision_fallback import (
     weights_beside,
 )
 from edgellm.build.tensorrt.target import Target
-from edgellm.core.contract import ROUND_INPUT, ROUND_INPUT_FP4
 from edgellm.core.manifest import LLM_ENGINE, load_engine
+from edgellm.core.onnx_functions import (
+    ROUND_INPUT,
+    ROUND_INPUT_FP4,
+)
 from edgellm.device_runtime.runners.tensorrt.library.trt_import import Library
 
 LACKING = {"nvfp4": "fp4", "fp8": "fp8"}

@@ -25,8 +25,11 @@ from edgellm.build.tensorrt.lowering.precision_fallback import (
 )
 from edgellm.build.tensorrt.memory_estimate import Sizes, estimate_graphs
 from edgellm.build.tensorrt.target import Target
-from edgellm.core import contract
-from edgellm.core.contract import EdgeLLMError, UnsupportedModelError
+from edgellm.core import onnx_functions
+from edgellm.core.errors import (
+    EdgeLLMError,
+    UnsupportedModelError,
+)
 from edgellm.device_runtime.runners.tensorrt.library.trt_import import Library
 
 WIDTH, OUT = 384, 6
@@ -60,12 +63,12 @@ def portable(
         operands.append(
             graph.weight(f"{name}.scale", lambda scales=scales: scales.astype(np.float32))
         )
-        operation = contract.QUANTIZED_LINEAR
+        operation = onnx_functions.QUANTIZED_LINEAR
         if dtype.startswith("U"):
-            operation = contract.SHIFTED_LINEAR
+            operation = onnx_functions.SHIFTED_LINEAR
             points = random.integers(low, high, (rows, OUT))
             operands.append(_stored(graph, f"{name}.points", points, dtype))
-        y = graph.node(operation, [x, *operands], domain=contract.FUNCTIONS, **shared)
+        y = graph.node(operation, [x, *operands], domain=onnx_functions.FUNCTIONS, **shared)
         y.producer().name = f"{name}.linear"
         end.replace_input_with(0, y)
         end.outputs[0].name, end.outputs[0].type = f"{name}.y", x.type
@@ -196,7 +199,7 @@ def test_scales_of_zero_in_nvfp4(tmp_path):
     scales = np.ones((OUT, WIDTH // 16), ml_dtypes.float8_e4m3fn)
     scales[2, 3] = 0
     x = ir.Value(name="x", shape=ir.Shape([1, 1, WIDTH]), type=ir.TensorType(ir.DataType.FLOAT16))
-    imports = {"": 24, contract.FUNCTIONS: 1}
+    imports = {"": 24, onnx_functions.FUNCTIONS: 1}
     model = ir.Model(ir.Graph([x], [], nodes=[], opset_imports=imports), ir_version=11)
     weights = WeightFile(tmp_path / "weights.data")
     graph = GraphEditor(model.graph, weights)
@@ -209,7 +212,7 @@ def test_scales_of_zero_in_nvfp4(tmp_path):
         graph.weight("q.scale", lambda: scales),
         graph.constant("global", np.float32(0.5)),
     ]
-    y = graph.node(contract.FP4_LINEAR, [x, *operands], domain=contract.FUNCTIONS)
+    y = graph.node(onnx_functions.FP4_LINEAR, [x, *operands], domain=onnx_functions.FUNCTIONS)
     y.producer().name = "q.linear"
     end.replace_input_with(0, y)
     model.graph.outputs.append(end.outputs[0])

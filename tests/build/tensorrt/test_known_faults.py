@@ -16,7 +16,7 @@ from edgellm.build.tensorrt import builder
 from edgellm.build.tensorrt.known_faults import SWITCHES, switches, told
 from edgellm.build.tensorrt.options import TensorRtOptions
 from edgellm.build.tensorrt.target import Target
-from edgellm.core.contract import EdgeLLMError
+from edgellm.core.errors import EdgeLLMError
 from edgellm.device_runtime.runners.tensorrt.library.trt_import import Library
 
 NEW = (

@@ -12,7 +12,10 @@ from edgellm.build.tensorrt.builder import Built
 from edgellm.build.tensorrt.engine_layers import inspect_engine, read_layers
 from edgellm.build.tensorrt.layer_report import notes_of, write_report
 from edgellm.build.tensorrt.profiles import Pass
-from edgellm.core.contract import BrokenArtifactError, EdgeLLMError
+from edgellm.core.errors import (
+    BrokenArtifactError,
+    EdgeLLMError,
+)
 from edgellm.tools.inspection.report import Fusion
 from edgellm.tools.inspection.sources.trt_layers import fusions_of
 

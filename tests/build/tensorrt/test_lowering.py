@@ -19,10 +19,11 @@ from edgellm.build.lowering.weights import WeightFile
 from edgellm.build.plan import Plan, image_plan
 from edgellm.build.tensorrt.lowering.lower import lower
 from edgellm.build.tensorrt.profiles import base_passes, draft_passes, image_pass
-from edgellm.core import contract
+from edgellm.core import graph_io
 from edgellm.core.model_spec import VisionSpec
 from edgellm.export import models
-from edgellm.export.pipeline.llm import ExportOptions, export_llm
+from edgellm.export.graph.architecture import ExportOptions
+from edgellm.export.pipeline.llm import export_llm
 from edgellm.export.pipeline.resolve import open_checkpoint
 from edgellm.multimodal.patch_grid import grid_inputs
 
@@ -59,11 +60,11 @@ def _run(path: Path) -> dict[str, np.ndarray]:
     random = np.random.default_rng(0)
     positions = np.arange(WRITTEN, WRITTEN + ROWS)
     feeds = {
-        contract.INPUT_IDS: random.integers(9, 96, (1, ROWS)),
-        contract.POSITION_IDS: positions[None],
-        contract.WRITE_INDEX: np.array([WRITTEN]),
-        contract.TREE_MASK: np.tril(np.ones((ROWS, ROWS), np.bool_)),
-        contract.LOGITS_INDEX: np.arange(ROWS),
+        graph_io.INPUT_IDS: random.integers(9, 96, (1, ROWS)),
+        graph_io.POSITION_IDS: positions[None],
+        graph_io.WRITE_INDEX: np.array([WRITTEN]),
+        graph_io.TREE_MASK: np.tril(np.ones((ROWS, ROWS), np.bool_)),
+        graph_io.LOGITS_INDEX: np.arange(ROWS),
     }
     for value in session.get_inputs():
         if value.name not in feeds:
@@ -93,12 +94,12 @@ def test_quantized_graphs_compute_the_same(tiny_source, tmp_path, layout):
     write_checkpoint(tiny_source, tmp_path / "checkpoint", LAYOUTS[layout])
     portable = _bundle(tmp_path / "checkpoint", tmp_path)
     expected, found = _run(portable), _run(_lowered(portable, tmp_path))
-    top = found.pop(contract.TOP_LOGITS)
-    np.testing.assert_array_equal(top, found[contract.LOGITS].max(-1))
+    top = found.pop(graph_io.TOP_LOGITS)
+    np.testing.assert_array_equal(top, found[graph_io.LOGITS].max(-1))
     assert found.keys() == expected.keys()
     for name, array in expected.items():
         np.testing.assert_allclose(found[name], array, atol=2e-4, err_msg=name)
-    assert np.abs(expected[contract.LOGITS]).max() > 1
+    assert np.abs(expected[graph_io.LOGITS]).max() > 1
 
 
 @pytest.mark.parametrize("model_type", attending())
@@ -217,7 +218,7 @@ def test_every_image_fits_into_its_pass():
     assert ranges["patches"] == (16, 256)
     for rows in range(1, 65):
         for columns in range(1, 64 // rows + 1):
-            mask = grid_inputs(2 * rows, 2 * columns, spec)[contract.WINDOW_MASK]
+            mask = grid_inputs(2 * rows, 2 * columns, spec)[graph_io.WINDOW_MASK]
             assert ranges["windows"][0] <= len(mask) <= ranges["windows"][1]
     assert ranges["window_slots"] == (64, 64 * ranges["windows"][1])
 

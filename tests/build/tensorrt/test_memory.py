@@ -14,7 +14,8 @@ from tensorrt_engines import CONFIG, Peak, build_and_watch, write_checkpoint
 from edgellm.build.plan import Plan
 from edgellm.build.tensorrt.memory_trim import MappedFile, memory_returned
 from edgellm.build.tensorrt.options import TensorRtOptions
-from edgellm.export.pipeline.llm import ExportOptions, export_llm
+from edgellm.export.graph.architecture import ExportOptions
+from edgellm.export.pipeline.llm import export_llm
 from edgellm.export.pipeline.resolve import open_checkpoint
 
 SMALL = {"hidden_size": 1024, "intermediate_size": 8192, "num_attention_heads": 16,

@@ -22,12 +22,13 @@ from edgellm.build.tensorrt.lowering.kernel_attention import Kernels
 from edgellm.build.tensorrt.lowering.lower import lower
 from edgellm.build.tensorrt.lowering.op_support import check_graph
 from edgellm.build.tensorrt.lowering.op_table import CHECKED
-from edgellm.core import contract
-from edgellm.core.contract import EdgeLLMError
+from edgellm.core import graph_io
+from edgellm.core.errors import EdgeLLMError
 from edgellm.core.manifest import DRAFT_BUNDLE, VISUAL_BUNDLE, load_bundle
 from edgellm.export import models, visual
+from edgellm.export.graph.architecture import ExportOptions
 from edgellm.export.pipeline.draft import DraftOptions, export_draft
-from edgellm.export.pipeline.llm import ExportOptions, export_llm
+from edgellm.export.pipeline.llm import export_llm
 from edgellm.export.pipeline.resolve import open_checkpoint, open_draft
 from edgellm.multimodal.patch_grid import grid_inputs
 
@@ -76,7 +77,7 @@ def lowered(
 ) -> ir.Model:
     """As `llm_build` and `visual_build` hand it to the parser."""
     model, weights = ir.load(bundle / f"{name}.onnx"), WeightFile(folder / f"{name}.data")
-    if any(value.name == contract.LOGITS_INDEX for value in model.graph.inputs) or is_draft:
+    if any(value.name == graph_io.LOGITS_INDEX for value in model.graph.inputs) or is_draft:
         candidates = TREE if is_draft and name == "model" else 0
         lower(model, weights, dtype, CAPACITY, candidates, kernels)
     else:
@@ -112,7 +113,7 @@ def test_every_version_takes_decoders_of_images(bundles, tmp_path, family, preci
     bundle = bundles.make(f"{family}{TOWER}", precision)
     for kernels in (None, Kernels(110, "fp8"))[: 1 + (precision == "fp16")]:
         model = lowered(bundle, "model", tmp_path, is_draft=False, kernels=kernels)
-        assert contract.IMAGE_EMBEDS in {value.name for value in model.graph.inputs}
+        assert graph_io.IMAGE_EMBEDS in {value.name for value in model.graph.inputs}
         for version in CHECKED[precision == "nvfp4" :]:  # of which 10.3 knows nothing
             adapt(model.clone(), version)
 
@@ -216,11 +217,11 @@ def decoder_feeds(model: ir.Model) -> dict[str, np.ndarray]:
     tree = np.tril(np.ones((ROWS, ROWS), np.bool_))
     tree[3, 2] = False
     feeds = {
-        contract.INPUT_IDS: random.integers(9, 96, (1, ROWS)),
-        contract.POSITION_IDS: np.array([[3, 4, 5, 5, 6]]),
-        contract.WRITE_INDEX: np.array([WRITTEN]),
-        contract.TREE_MASK: tree,
-        contract.LOGITS_INDEX: np.arange(ROWS),
+        graph_io.INPUT_IDS: random.integers(9, 96, (1, ROWS)),
+        graph_io.POSITION_IDS: np.array([[3, 4, 5, 5, 6]]),
+        graph_io.WRITE_INDEX: np.array([WRITTEN]),
+        graph_io.TREE_MASK: tree,
+        graph_io.LOGITS_INDEX: np.arange(ROWS),
     }
     for each in model.graph.inputs:
         if each.name not in feeds:
@@ -248,7 +249,7 @@ def check_numbers(path, feeds, tolerance: float) -> None:
         found = run(adapted, path.parent, feeds)
         assert list(found) == list(expected)
         for name, array in expected.items():
-            if version == (10, 3) and name.startswith(contract.PRESENT):
+            if version == (10, 3) and name.startswith(graph_io.PRESENT):
                 array = array[:, :, WRITTEN : WRITTEN + ROWS]
             np.testing.assert_allclose(found[name], array, atol=tolerance, err_msg=name)
 

@@ -34,7 +34,13 @@ from edgellm.build.tensorrt.options import TensorRtOptions
 from edgellm.build.tensorrt.plugins import register
 from edgellm.build.tensorrt.profiles import base_passes
 from edgellm.build.tensorrt.target import Target
-from edgellm.core.contract import CACHE_TABLE, SEQUENCES, TREE_MASK, WRITE_INDEX, EdgeLLMError
+from edgellm.core.errors import EdgeLLMError
+from edgellm.core.graph_io import (
+    CACHE_TABLE,
+    SEQUENCES,
+    TREE_MASK,
+    WRITE_INDEX,
+)
 from edgellm.core.manifest import LLM_BUNDLE, load_bundle
 from edgellm.core.model_spec import CacheRanges
 from edgellm.device_runtime.kernels.triton import catalog, prebuilt
@@ -43,8 +49,9 @@ from edgellm.device_runtime.runners.tensorrt.library.attention_nodes import GIVE
 from edgellm.device_runtime.runners.tensorrt.library.trt_import import Library
 from edgellm.device_runtime.runners.tensorrt.runner import TensorRtRunner
 from edgellm.export import models
+from edgellm.export.graph.architecture import ExportOptions
 from edgellm.export.layers.attention import PassState
-from edgellm.export.pipeline.llm import ExportOptions, export_llm
+from edgellm.export.pipeline.llm import export_llm
 from edgellm.export.pipeline.resolve import open_checkpoint
 
 pytestmark = pytest.mark.usefixtures("one_thread")

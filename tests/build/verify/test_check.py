@@ -25,10 +25,15 @@ from edgellm.build.onnxruntime_cuda import lower as cuda_lower
 from edgellm.build.plan import Plan, image_plan
 from edgellm.build.verify import check, reference, streamed_eval
 from edgellm.build.verify.check_inputs import sample_passes
-from edgellm.core.contract import FUNCTIONS, BrokenArtifactError, EdgeLLMError
+from edgellm.core.errors import (
+    BrokenArtifactError,
+    EdgeLLMError,
+)
 from edgellm.core.manifest import LLM_BUNDLE, load_bundle
+from edgellm.core.onnx_functions import FUNCTIONS
 from edgellm.export import models
-from edgellm.export.pipeline.llm import ExportOptions, export_llm
+from edgellm.export.graph.architecture import ExportOptions
+from edgellm.export.pipeline.llm import export_llm
 from edgellm.export.pipeline.resolve import open_checkpoint
 
 pytestmark = pytest.mark.usefixtures("one_thread")

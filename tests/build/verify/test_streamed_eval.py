@@ -22,7 +22,8 @@ from edgellm.build.verify.rounding_simulation import Rounds
 from edgellm.core.manifest import LLM_BUNDLE, load_bundle
 from edgellm.device_runtime.kernels import pack
 from edgellm.device_runtime.networks.decoder import open_decoder
-from edgellm.export.pipeline.llm import ExportOptions, export_llm
+from edgellm.export.graph.architecture import ExportOptions
+from edgellm.export.pipeline.llm import export_llm
 from edgellm.export.pipeline.resolve import open_checkpoint
 
 pytestmark = pytest.mark.usefixtures("one_thread")

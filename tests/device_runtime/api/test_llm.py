@@ -7,7 +7,12 @@ import pytest
 from portable import open_portable
 from stepping import generate
 
-from edgellm.core.contract import LOGITS, EdgeLLMError, LimitError, RequestError
+from edgellm.core.errors import (
+    EdgeLLMError,
+    LimitError,
+    RequestError,
+)
+from edgellm.core.graph_io import LOGITS
 from edgellm.device_runtime import LLM, SamplingParams
 from edgellm.device_runtime.engine.profile import Profile
 from edgellm.device_runtime.networks.decoder import PassResult

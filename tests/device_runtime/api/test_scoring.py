@@ -11,10 +11,14 @@ from transformers import AutoModel, AutoModelForCausalLM
 
 from edgellm.build.engine import build_engine
 from edgellm.build.plan import Plan
-from edgellm.core.contract import RequestError, UnsupportedModelError
+from edgellm.core.errors import (
+    RequestError,
+    UnsupportedModelError,
+)
 from edgellm.device_runtime import LLM, SamplingParams
 from edgellm.export import models
-from edgellm.export.pipeline.llm import ExportOptions, export_llm
+from edgellm.export.graph.architecture import ExportOptions
+from edgellm.export.pipeline.llm import export_llm
 from edgellm.export.pipeline.resolve import open_checkpoint
 
 GREEDY = SamplingParams(temperature=0)

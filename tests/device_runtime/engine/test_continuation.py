@@ -7,7 +7,7 @@ from chat_templates import CHATML, ITEMS, TEMPLATES
 from conftest import write_tokenizer
 from transformers import PreTrainedTokenizerFast
 
-from edgellm.core.contract import RequestError
+from edgellm.core.errors import RequestError
 from edgellm.device_runtime.engine.chat_template import Formatter
 from edgellm.device_runtime.text.tokenizer import ChatTokenizer
 

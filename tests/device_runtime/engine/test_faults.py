@@ -10,7 +10,10 @@ from typing import Any
 
 import pytest
 
-from edgellm.core.contract import EdgeLLMError, UnexpectedError
+from edgellm.core.errors import (
+    EdgeLLMError,
+    UnexpectedError,
+)
 from edgellm.device_runtime import LLM, BatchError, SamplingParams, SpecOptions
 from edgellm.device_runtime.scheduler.request_output import Answer
 from edgellm.device_runtime.speculate.policy.spec_gate import Controller

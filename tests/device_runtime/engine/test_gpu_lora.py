@@ -27,7 +27,7 @@ from edgellm.build.lowering.lora import Places, write_adapted_layers
 from edgellm.build.plan import Plan
 from edgellm.build.tensorrt.lowering.kernel_attention import Kernels
 from edgellm.build.tensorrt.profiles import passes_of
-from edgellm.core.contract import LimitError
+from edgellm.core.errors import LimitError
 from edgellm.core.graph_roles import DECODER
 from edgellm.core.manifest import GraphSpec, with_kv_dtype
 from edgellm.device_runtime.api.llm import LLM
@@ -38,7 +38,8 @@ from edgellm.device_runtime.runners.tensorrt.kernel_cache import KV_DTYPES
 from edgellm.device_runtime.sampling.sampler import SamplingParams
 from edgellm.device_runtime.speculate.options import SpecOptions
 from edgellm.export import models
-from edgellm.export.pipeline.llm import ExportOptions, export_llm
+from edgellm.export.graph.architecture import ExportOptions
+from edgellm.export.pipeline.llm import export_llm
 from edgellm.export.pipeline.resolve import open_checkpoint
 
 pytestmark = pytest.mark.usefixtures("one_thread")

@@ -19,7 +19,10 @@ from vlm_engines import Engines, Reference, build_vlm
 from edgellm.build.engine import build_engine
 from edgellm.build.onnxruntime_cpu.options import CpuOptions
 from edgellm.build.plan import Plan, image_plan
-from edgellm.core.contract import BrokenArtifactError, RequestError
+from edgellm.core.errors import (
+    BrokenArtifactError,
+    RequestError,
+)
 from edgellm.device_runtime.api.llm import LLM
 from edgellm.device_runtime.engine.images import ImageReader
 from edgellm.device_runtime.requests.request_file import Options

@@ -24,7 +24,7 @@ from safetensors.numpy import load_file, save_file
 from edgellm.build.artifact_kinds import read_bundle
 from edgellm.build.engine import build_engine
 from edgellm.build.plan import Plan
-from edgellm.core.contract import EdgeLLMError
+from edgellm.core.errors import EdgeLLMError
 from edgellm.device_runtime.api.llm import LLM
 from edgellm.device_runtime.engine.kv_snapshot import ContextFolder
 from edgellm.device_runtime.networks.decoder import Part
@@ -32,7 +32,8 @@ from edgellm.device_runtime.networks.sequence_kv import Context
 from edgellm.device_runtime.sampling.sampler import SamplingParams
 from edgellm.device_runtime.speculate.options import SpecOptions
 from edgellm.export import models
-from edgellm.export.pipeline.llm import ExportOptions, export_llm
+from edgellm.export.graph.architecture import ExportOptions
+from edgellm.export.pipeline.llm import export_llm
 from edgellm.export.pipeline.resolve import open_checkpoint
 
 pytestmark = pytest.mark.usefixtures("one_thread")

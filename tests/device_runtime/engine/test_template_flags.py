@@ -9,7 +9,7 @@ from chat_templates import TEMPLATES
 from conftest import write_tokenizer
 from jinja2 import TemplateError
 
-from edgellm.core.contract import RequestError
+from edgellm.core.errors import RequestError
 from edgellm.device_runtime import LLM, SamplingParams
 from edgellm.device_runtime.engine.chat_template import Formatter
 from edgellm.device_runtime.engine.template_flags import GENERATE

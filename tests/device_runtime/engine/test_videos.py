@@ -14,7 +14,10 @@ from image_checkpoints import picture
 from PIL import Image
 from vlm_engines import Engines, Reference, build_vlm
 
-from edgellm.core.contract import LimitError, RequestError
+from edgellm.core.errors import (
+    LimitError,
+    RequestError,
+)
 from edgellm.device_runtime.api.llm import LLM
 from edgellm.device_runtime.requests.request_file import Options
 from edgellm.device_runtime.requests.responses import start_request

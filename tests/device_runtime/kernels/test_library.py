@@ -11,7 +11,7 @@ from pathlib import Path
 
 import pytest
 
-from edgellm.core.contract import EdgeLLMError
+from edgellm.core.errors import EdgeLLMError
 from edgellm.device_runtime.kernels import compile as compiling
 from edgellm.device_runtime.kernels import library
 

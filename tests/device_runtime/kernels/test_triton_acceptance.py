@@ -9,7 +9,8 @@ import numpy as np
 import pytest
 from interpreted import launch, run_both
 
-from edgellm.core.contract import LOGITS, EdgeLLMError
+from edgellm.core.errors import EdgeLLMError
+from edgellm.core.graph_io import LOGITS
 from edgellm.device_runtime.kernels.triton import acceptance, picks
 from edgellm.device_runtime.networks.decoder import PassResult
 from edgellm.device_runtime.sampling.sampler import Sampler, SamplingParams

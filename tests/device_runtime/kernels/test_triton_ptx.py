@@ -11,7 +11,7 @@ import zipfile
 
 import pytest
 
-from edgellm.core.contract import EdgeLLMError
+from edgellm.core.errors import EdgeLLMError
 from edgellm.device_runtime.kernels.triton import prebuilt
 from edgellm.device_runtime.kernels.triton.catalog import (
     LARGEST_SHARED_BYTES,

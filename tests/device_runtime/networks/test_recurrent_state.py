@@ -11,7 +11,7 @@ from conftest import make_checkpoint
 
 from edgellm.build.engine import build_engine
 from edgellm.build.plan import Plan
-from edgellm.core.contract import EdgeLLMError
+from edgellm.core.errors import EdgeLLMError
 from edgellm.core.manifest import LLM_ENGINE, load_engine
 from edgellm.device_runtime import LLM, SamplingParams, SpecOptions
 from edgellm.device_runtime.engine.kv_snapshot import ContextFolder
@@ -20,7 +20,8 @@ from edgellm.device_runtime.networks.decoder import DecoderSession, Part, open_d
 from edgellm.device_runtime.requests.lossless_check import prove
 from edgellm.device_runtime.requests.request_file import Options
 from edgellm.export import models
-from edgellm.export.pipeline.llm import ExportOptions, export_llm
+from edgellm.export.graph.architecture import ExportOptions
+from edgellm.export.pipeline.llm import export_llm
 from edgellm.export.pipeline.resolve import open_checkpoint
 
 HYBRIDS = {name: models.find(name).TINY for name in ("lfm2", "qwen3_5_text", "falcon_h1")}

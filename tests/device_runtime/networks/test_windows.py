@@ -14,7 +14,7 @@ from eagle_reference import Layout
 from edgellm.build.engine import build_engine
 from edgellm.build.onnxruntime_cpu.options import CpuOptions
 from edgellm.build.plan import Plan
-from edgellm.core.contract import LimitError
+from edgellm.core.errors import LimitError
 from edgellm.core.kv_cache_size import cache_bytes
 from edgellm.core.manifest import LLM_ENGINE, load_engine
 from edgellm.device_runtime import LLM, SamplingParams, SpecOptions

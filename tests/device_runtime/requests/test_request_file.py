@@ -4,7 +4,7 @@ import json
 
 import pytest
 
-from edgellm.core.contract import RequestError
+from edgellm.core.errors import RequestError
 from edgellm.device_runtime.requests.request_file import (
     Options,
     parse_request,

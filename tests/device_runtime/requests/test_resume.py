@@ -13,7 +13,10 @@ from pathlib import Path
 import pytest
 from conftest import assert_one_line_error
 
-from edgellm.core.contract import EdgeLLMError, LimitError
+from edgellm.core.errors import (
+    EdgeLLMError,
+    LimitError,
+)
 from edgellm.device_runtime.engine.profile import Profile, RoundCounts
 from edgellm.device_runtime.requests import resume as module
 from edgellm.device_runtime.requests.request_file import Options

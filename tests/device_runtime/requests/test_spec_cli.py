@@ -11,7 +11,10 @@ import pytest
 from conftest import assert_one_line_error, write_tokenizer
 
 from edgellm.core.artifact import hash_file
-from edgellm.core.contract import EdgeLLMError, LimitError
+from edgellm.core.errors import (
+    EdgeLLMError,
+    LimitError,
+)
 from edgellm.core.manifest import LLM_ENGINE, load_engine
 from edgellm.device_runtime import LLM, SamplingParams, SpecOptions
 from edgellm.device_runtime.requests.spec_flags import SpecFlags

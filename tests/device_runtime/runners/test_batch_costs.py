@@ -5,7 +5,7 @@ from __future__ import annotations
 import numpy as np
 import pytest
 
-from edgellm.core import contract
+from edgellm.core import graph_io
 from edgellm.core.graph_roles import PASS, measured_name, shared_kind
 from edgellm.device_runtime.networks.known_costs import known_costs
 from edgellm.device_runtime.runners import batch_costs
@@ -34,9 +34,9 @@ def costs(times=TIMES) -> SharedCosts:
 def asks(*rows: int):
     return [
         {
-            contract.INPUT_IDS: np.zeros((1, count), np.int64),
-            contract.WRITE_INDEX: np.array([20]),
-            contract.LOGITS_INDEX: np.arange(count),
+            graph_io.INPUT_IDS: np.zeros((1, count), np.int64),
+            graph_io.WRITE_INDEX: np.array([20]),
+            graph_io.LOGITS_INDEX: np.arange(count),
         }
         for count in rows
     ]

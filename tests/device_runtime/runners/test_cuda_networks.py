@@ -14,7 +14,11 @@ from conftest import assert_one_line_error
 from eagle_engines import BASE_PLAN, EAGLE3, draft_plan, export_pair
 
 from edgellm.build.engine import build_engine
-from edgellm.core.contract import BrokenArtifactError, EdgeLLMError, LimitError
+from edgellm.core.errors import (
+    BrokenArtifactError,
+    EdgeLLMError,
+    LimitError,
+)
 from edgellm.core.manifest import DRAFT_ENGINE, DRAFT_FOLDER, LLM_ENGINE, load_engine
 from edgellm.device_runtime.api.llm import LLM
 from edgellm.device_runtime.networks.decoder import open_decoder

@@ -19,8 +19,8 @@ from edgellm.build.onnxruntime_cuda.options import CudaOptions
 from edgellm.build.plan import Plan
 from edgellm.build.tensorrt.lowering.kernel_attention import Kernels
 from edgellm.build.tensorrt.profiles import base_passes
-from edgellm.core import contract
-from edgellm.core.contract import LimitError
+from edgellm.core import graph_io
+from edgellm.core.errors import LimitError
 from edgellm.core.graph_roles import DECODER
 from edgellm.core.manifest import LLM_ENGINE, GraphSpec, load_engine, with_kv_dtype
 from edgellm.device_runtime import LLM, SamplingParams, SpecOptions
@@ -29,7 +29,8 @@ from edgellm.device_runtime.networks.sequence_kv import Context
 from edgellm.device_runtime.runners import tensorrt
 from edgellm.device_runtime.runners.onnxruntime_cuda import padded_batch
 from edgellm.export import models
-from edgellm.export.pipeline.llm import ExportOptions, export_llm
+from edgellm.export.graph.architecture import ExportOptions
+from edgellm.export.pipeline.llm import export_llm
 from edgellm.export.pipeline.resolve import open_checkpoint
 
 CAPACITY, MOST = 160, 4
@@ -177,9 +178,9 @@ def _asks(rows: dict[int, int]) -> dict[int, dict[str, np.ndarray]]:
     """Of slots, by their rows."""
     return {
         slot: {
-            contract.INPUT_IDS: np.zeros((1, count), np.int64),
-            contract.WRITE_INDEX: np.array([slot]),
-            contract.LOGITS_INDEX: np.arange(count),
+            graph_io.INPUT_IDS: np.zeros((1, count), np.int64),
+            graph_io.WRITE_INDEX: np.array([slot]),
+            graph_io.LOGITS_INDEX: np.arange(count),
         }
         for slot, count in rows.items()
     }

@@ -10,7 +10,7 @@ from guided_texts import Guided
 from hypothesis import given
 from hypothesis import strategies as st
 
-from edgellm.core.contract import RequestError
+from edgellm.core.errors import RequestError
 from edgellm.device_runtime.sampling.ascii_regex import with_ascii_classes, with_ascii_lark
 from edgellm.device_runtime.sampling.guidance import Guide
 

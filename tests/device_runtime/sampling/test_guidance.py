@@ -11,7 +11,10 @@ import numpy as np
 import pytest
 from lettered_engine import with_letters
 
-from edgellm.core.contract import EdgeLLMError, RequestError
+from edgellm.core.errors import (
+    EdgeLLMError,
+    RequestError,
+)
 from edgellm.device_runtime import LLM, SamplingParams, SpecOptions
 from edgellm.device_runtime.requests.request_file import Options, parse_request, sampling_of
 from edgellm.device_runtime.requests.responses import run_request

@@ -5,7 +5,7 @@ from __future__ import annotations
 import numpy as np
 import pytest
 
-from edgellm.core.contract import RequestError
+from edgellm.core.errors import RequestError
 from edgellm.device_runtime import LLM, SamplingParams
 from edgellm.device_runtime.sampling.logprobs import token_logprobs
 from edgellm.device_runtime.speculate.acceptance import Typical

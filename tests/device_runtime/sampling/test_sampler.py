@@ -5,7 +5,7 @@ import pytest
 from hypothesis import given, settings
 from hypothesis import strategies as st
 
-from edgellm.core.contract import RequestError
+from edgellm.core.errors import RequestError
 from edgellm.device_runtime.sampling.sampler import Sampler, SamplingParams, processed_distribution
 
 LOGITS = np.array([1.0, 4.0, 2.0, 3.0, -5.0], np.float32)

@@ -10,7 +10,10 @@ from concurrent.futures import ThreadPoolExecutor
 import numpy as np
 import pytest
 
-from edgellm.core.contract import EdgeLLMError, RequestError
+from edgellm.core.errors import (
+    EdgeLLMError,
+    RequestError,
+)
 from edgellm.device_runtime import LLM, SamplingParams, SpecOptions
 from edgellm.device_runtime.networks.decoder import PassResult
 

@@ -12,7 +12,7 @@ from itertools import zip_longest
 
 import pytest
 
-from edgellm.core.contract import EdgeLLMError
+from edgellm.core.errors import EdgeLLMError
 from edgellm.device_runtime import LLM, SamplingParams
 from edgellm.device_runtime.scheduler import step_lock
 from edgellm.device_runtime.speculate.options import SpecOptions

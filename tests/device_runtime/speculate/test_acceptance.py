@@ -12,7 +12,7 @@ import pytest
 from hypothesis import given, settings
 from hypothesis import strategies as st
 
-from edgellm.core.contract import LOGITS
+from edgellm.core.graph_io import LOGITS
 from edgellm.device_runtime.networks.decoder import PassResult
 from edgellm.device_runtime.sampling.sampler import Sampler, SamplingParams
 from edgellm.device_runtime.speculate.acceptance import (

@@ -10,7 +10,7 @@ import pytest
 from scripted_sessions import StrictBase, StrictDraft, oracle, recorded
 from stepping import by_cost, learned_of
 
-from edgellm.core.contract import EdgeLLMError
+from edgellm.core.errors import EdgeLLMError
 from edgellm.device_runtime import LLM, SamplingParams
 from edgellm.device_runtime.engine.kv_cache_manager import CacheSlot
 from edgellm.device_runtime.scheduler.running_batch import Batch

@@ -18,7 +18,7 @@ from scripted_heads import StrictHeads
 from scripted_sessions import DRAFTS, VOCAB, StrictBase
 from stepping import by_cost, generate, learned_of, speculate
 
-from edgellm.core.contract import LimitError
+from edgellm.core.errors import LimitError
 from edgellm.core.manifest import DRAFT_ENGINE, load_engine
 from edgellm.device_runtime import LLM, SamplingParams, SpecOptions
 from edgellm.device_runtime.engine.profile import Profile

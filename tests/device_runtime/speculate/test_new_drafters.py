@@ -9,7 +9,11 @@ import pytest
 from added_files import added
 
 from edgellm.build.cli import app
-from edgellm.core.contract import HIDDEN_TAPS, TOP_K, EdgeLLMError
+from edgellm.core.errors import EdgeLLMError
+from edgellm.core.graph_io import (
+    HIDDEN_TAPS,
+    TOP_K,
+)
 from edgellm.core.graph_roles import ROLES, Role, Rows
 from edgellm.core.manifest import MANIFEST_NAME
 from edgellm.device_runtime import LLM, SamplingParams, SpecOptions, networks

@@ -10,7 +10,7 @@ import torch
 from eagle_engines import PEAGLE
 from eagle_reference import BASE_HIDDEN, VOCAB, Reference
 
-from edgellm.core.contract import LimitError
+from edgellm.core.errors import LimitError
 from edgellm.core.manifest import DRAFT_ENGINE, load_engine
 from edgellm.device_runtime import LLM, SamplingParams, SpecOptions
 from edgellm.device_runtime.networks.draft import open_draft

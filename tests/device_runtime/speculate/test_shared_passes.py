@@ -10,7 +10,7 @@ from scripted_rounds import Setup
 from scripted_sessions import DRAFTS, StrictBase, StrictDraft
 from stepping import learned_of
 
-from edgellm.core.contract import EdgeLLMError
+from edgellm.core.errors import EdgeLLMError
 from edgellm.device_runtime.runners.batch_costs import SharedCosts
 from edgellm.device_runtime.speculate.draft_cache import CommittedRows
 from edgellm.device_runtime.speculate.drafters.eagle import EagleDrafter

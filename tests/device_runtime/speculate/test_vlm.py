@@ -16,7 +16,7 @@ from vlm_engines import MROPE, Engines, build_vlm
 
 from edgellm.core.manifest import DRAFT_ENGINE, DRAFT_FOLDER, load_engine
 from edgellm.device_runtime.api.llm import LLM
-from edgellm.device_runtime.networks import ImageRows
+from edgellm.device_runtime.arrays import ImageRows
 from edgellm.device_runtime.networks.draft import DraftSession, open_draft
 from edgellm.device_runtime.sampling.sampler import SamplingParams
 from edgellm.device_runtime.speculate.options import SpecOptions

@@ -14,11 +14,16 @@ from conftest import make_checkpoint, write_tokenizer
 from quantized_layouts import LAYOUTS, Layout, fp8_channels, write_checkpoint
 from safetensors.torch import load_file, save_file
 
-from edgellm.core.contract import BrokenArtifactError, EdgeLLMError, UnsupportedModelError
+from edgellm.core.errors import (
+    BrokenArtifactError,
+    EdgeLLMError,
+    UnsupportedModelError,
+)
 from edgellm.core.manifest import Bundle
 from edgellm.export import models
 from edgellm.export.checkpoints.nonfinite_check import checked
-from edgellm.export.pipeline.llm import ExportOptions, export_llm
+from edgellm.export.graph.architecture import ExportOptions
+from edgellm.export.pipeline.llm import export_llm
 from edgellm.export.pipeline.resolve import open_checkpoint
 from edgellm.export.pipeline.verify import verify_bundle
 from edgellm.tools.inspection.sources.detect import inspect

@@ -9,10 +9,11 @@ from lora_adapters import edit_config, logits_of, reference, write_adapter
 from quantized_layouts import LAYOUTS, write_checkpoint
 from safetensors.numpy import load_file, save_file
 
-from edgellm.core.contract import EdgeLLMError
+from edgellm.core.errors import EdgeLLMError
 from edgellm.core.manifest import LLM_BUNDLE, load_bundle
 from edgellm.export import models
-from edgellm.export.pipeline.llm import ExportOptions, export_llm
+from edgellm.export.graph.architecture import ExportOptions
+from edgellm.export.pipeline.llm import export_llm
 from edgellm.export.pipeline.resolve import open_checkpoint
 from edgellm.export.pipeline.verify import run_portable, verify_bundle
 

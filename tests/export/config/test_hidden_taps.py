@@ -10,11 +10,12 @@ from conftest import assert_one_line_error, make_checkpoint
 from eagle_reference import Layout, make_draft
 from portable import allowed
 
-from edgellm.core.contract import UnsupportedModelError
+from edgellm.core.errors import UnsupportedModelError
 from edgellm.core.manifest import LLM_BUNDLE, load_bundle
 from edgellm.export import models
 from edgellm.export.config.hidden_taps import default_taps
-from edgellm.export.pipeline.llm import ExportOptions, export_llm
+from edgellm.export.graph.architecture import ExportOptions
+from edgellm.export.pipeline.llm import export_llm
 from edgellm.export.pipeline.resolve import open_checkpoint
 from edgellm.export.pipeline.verify import run_outputs
 

@@ -12,7 +12,7 @@ from conftest import assert_one_line_error, make_checkpoint
 from eagle_reference import BASE_LAYERS, VOCAB
 from safetensors.torch import load_file, save_file
 
-from edgellm.core.contract import EdgeLLMError
+from edgellm.core.errors import EdgeLLMError
 from edgellm.export import models
 from edgellm.export.pipeline.draft import DraftOptions, understand_draft
 from edgellm.export.pipeline.resolve import open_checkpoint, open_draft

@@ -12,9 +12,9 @@ from conftest import assert_one_line_error, make_checkpoint
 from eagle_reference import BASE_HIDDEN, BASE_LAYERS, VOCAB
 from medusa_heads import beside_model, log_probs, make_heads, make_tensors
 
-from edgellm.core import contract
+from edgellm.core import graph_io
 from edgellm.core.artifact import verify_files
-from edgellm.core.contract import EdgeLLMError
+from edgellm.core.errors import EdgeLLMError
 from edgellm.core.manifest import DRAFT_BUNDLE, LLM_BUNDLE, Bundle, load_bundle
 from edgellm.export import models
 from edgellm.export.pipeline.draft import DraftOptions, export_draft
@@ -45,10 +45,10 @@ def _run(bundle: Path, feature: torch.Tensor, dtype: type = np.float32) -> list[
     session = ort.InferenceSession(
         bundle / "model.onnx", options, providers=["CPUExecutionProvider"]
     )
-    names = contract.CANDIDATE_IDS, contract.CANDIDATE_LOG_PROBS
+    names = graph_io.CANDIDATE_IDS, graph_io.CANDIDATE_LOG_PROBS
     feed = {
-        contract.HIDDEN_TAPS: feature.numpy().astype(dtype)[None, None],
-        contract.TOP_K: np.array([K]),
+        graph_io.HIDDEN_TAPS: feature.numpy().astype(dtype)[None, None],
+        graph_io.TOP_K: np.array([K]),
     }
     return [output[0] for output in session.run(names, feed)]
 

@@ -17,12 +17,15 @@ from safetensors.torch import load_file, save_file
 from edgellm.build.engine import build_engine
 from edgellm.build.plan import Plan
 from edgellm.core import safetensors_io
-from edgellm.core.contract import EdgeLLMError
+from edgellm.core.errors import EdgeLLMError
 from edgellm.core.manifest import DRAFT_BUNDLE, Bundle, load_bundle
 from edgellm.export import models
 from edgellm.export.cli import app
+from edgellm.export.graph.architecture import (
+    ExportOptions,
+    read_architecture,
+)
 from edgellm.export.pipeline.draft import DraftOptions, export_draft
-from edgellm.export.pipeline.llm import ExportOptions, read_architecture
 from edgellm.export.pipeline.resolve import open_checkpoint, open_draft
 
 

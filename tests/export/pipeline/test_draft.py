@@ -26,7 +26,7 @@ from safetensors.torch import load_file, save_file
 from edgellm.build.engine import build_engine
 from edgellm.build.plan import Plan
 from edgellm.core.artifact import verify_files
-from edgellm.core.contract import EdgeLLMError
+from edgellm.core.errors import EdgeLLMError
 from edgellm.core.manifest import DRAFT_BUNDLE, DRAFT_FOLDER, load_bundle
 from edgellm.device_runtime.networks.draft import open_draft
 from edgellm.export.pipeline.draft import DraftOptions, export_draft

@@ -12,7 +12,7 @@ from draft_layouts import BASE, LAYOUTS
 from eagle_reference import make_draft
 from safetensors.torch import load_file
 
-from edgellm.core.contract import EdgeLLMError
+from edgellm.core.errors import EdgeLLMError
 from edgellm.export.pipeline.draft import DraftOptions, export_draft
 from edgellm.export.pipeline.eagle3_checkpoint import ENGINES, hand_over
 from edgellm.export.pipeline.resolve import open_checkpoint, open_draft

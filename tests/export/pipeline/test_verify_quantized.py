@@ -13,12 +13,13 @@ from quantized_layouts import LAYOUTS, write_checkpoint
 from safetensors.numpy import load_file, save_file
 
 from edgellm.core.artifact import verify_files
-from edgellm.core.contract import EdgeLLMError
+from edgellm.core.errors import EdgeLLMError
 from edgellm.core.manifest import LLM_BUNDLE, load_bundle
 from edgellm.export import models
 from edgellm.export.checkpoints.int_packing import unpack
 from edgellm.export.checkpoints.quantized.modelopt import scalar
-from edgellm.export.pipeline.llm import ExportOptions, export_llm
+from edgellm.export.graph.architecture import ExportOptions
+from edgellm.export.pipeline.llm import export_llm
 from edgellm.export.pipeline.reference_weights import quantized_names, read_input, read_weight
 from edgellm.export.pipeline.resolve import open_checkpoint
 from edgellm.export.pipeline.verify import verify_bundle

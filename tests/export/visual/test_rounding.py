@@ -18,9 +18,12 @@ from conftest import assert_one_line_error
 from safetensors.numpy import load_file, save_file
 from visual_checkpoints import VisualModel, make_visual_checkpoint, random_pixels
 
-from edgellm.core import contract
+from edgellm.core import graph_io
 from edgellm.core.artifact import verify_files
-from edgellm.core.contract import BrokenArtifactError, UnsupportedModelError
+from edgellm.core.errors import (
+    BrokenArtifactError,
+    UnsupportedModelError,
+)
 from edgellm.core.manifest import Bundle
 from edgellm.export import visual
 from edgellm.export.checkpoints.hf import Safetensors
@@ -81,7 +84,7 @@ def test_half_precision_graphs(checkpoint, tmp_path, precision):
     onnx.checker.check_model(str(tmp_path / "bundle/model.onnx"))
     _export(checkpoint, tmp_path / "float", "fp16")
     pixels = random_pixels(manifest.vision, GRID, 0).astype(np.float16)
-    inputs = {contract.PIXEL_VALUES: pixels, **grid_inputs(*GRID, manifest.vision)}
+    inputs = {graph_io.PIXEL_VALUES: pixels, **grid_inputs(*GRID, manifest.vision)}
     found, floats = (
         ort.InferenceSession(tmp_path / name / "model.onnx").run(None, inputs)
         for name in ("bundle", "float")

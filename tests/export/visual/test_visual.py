@@ -12,7 +12,11 @@ from conftest import assert_one_line_error, make_checkpoint
 from visual_checkpoints import VisualModel, make_visual_checkpoint, random_pixels, rename_tensors
 
 from edgellm.core.artifact import verify_files
-from edgellm.core.contract import BrokenArtifactError, EdgeLLMError, UnsupportedModelError
+from edgellm.core.errors import (
+    BrokenArtifactError,
+    EdgeLLMError,
+    UnsupportedModelError,
+)
 from edgellm.core.manifest import VISUAL_BUNDLE, Bundle, load_bundle
 from edgellm.export import models, visual
 from edgellm.export.config.reader import ConfigReader

@@ -10,13 +10,14 @@ import pytest
 import torch
 from quantize_cases import decode, load, make_job, make_model, write_text
 
-from edgellm.core.contract import EdgeLLMError
-from edgellm.export.pipeline.llm import ExportOptions, export_llm
+from edgellm.core.errors import EdgeLLMError
+from edgellm.export.graph.architecture import ExportOptions
+from edgellm.export.pipeline.llm import export_llm
 from edgellm.export.pipeline.resolve import open_checkpoint
 from edgellm.quantize.algorithms import autoround
 from edgellm.quantize.formats.modelopt import pack_int4, unpack_int4
-from edgellm.quantize.pipeline.planning import Job
 from edgellm.quantize.pipeline.run import run_job
+from edgellm.quantize.plan import Job
 
 pytestmark = pytest.mark.usefixtures("one_thread")
 

@@ -13,8 +13,9 @@ import pytest
 import torch
 from quantize_cases import load, make_job, make_model, write_text
 
-from edgellm.core.contract import EdgeLLMError
-from edgellm.export.pipeline.llm import ExportOptions, export_llm
+from edgellm.core.errors import EdgeLLMError
+from edgellm.export.graph.architecture import ExportOptions
+from edgellm.export.pipeline.llm import export_llm
 from edgellm.export.pipeline.resolve import open_checkpoint
 from edgellm.quantize.algorithms.gptq.rounding import WholeNumbers, round_nearest
 from edgellm.quantize.algorithms.mixed_precision import search

@@ -17,12 +17,17 @@ from quantize_cases import SIZES, make_job, make_model, write_text
 from transformers import AutoConfig, AutoModelForCausalLM
 
 from edgellm.core.artifact import require_pair
-from edgellm.core.contract import BrokenArtifactError, EdgeLLMError, UnsupportedModelError
+from edgellm.core.errors import (
+    BrokenArtifactError,
+    EdgeLLMError,
+    UnsupportedModelError,
+)
 from edgellm.export import models
 from edgellm.export.checkpoints.hf import TensorInfo, write_safetensors
 from edgellm.export.checkpoints.residual_rotation import KEY, Computed, Recipe, Rotation, mixed
+from edgellm.export.graph.architecture import ExportOptions
 from edgellm.export.pipeline.draft import DraftOptions, export_draft
-from edgellm.export.pipeline.llm import ExportOptions, export_llm
+from edgellm.export.pipeline.llm import export_llm
 from edgellm.export.pipeline.resolve import open_checkpoint
 from edgellm.quantize.algorithms.rotation_r1 import rotated
 from edgellm.quantize.algorithms.rotation_r2 import check_values, rotate_values

@@ -8,8 +8,9 @@ import torch
 from quantize_cases import make_model
 
 from edgellm.quantize.algorithms.cross_layer_equalization import even_columns, input_squares
-from edgellm.quantize.algorithms.smoothquant import int8_rows, plain_tensor
+from edgellm.quantize.algorithms.smoothquant import int8_rows
 from edgellm.quantize.algorithms.smoothquant_folding import fold_smoothing
+from edgellm.quantize.formats.tensors import plain_tensor
 from edgellm.quantize.models.families import FAMILIES
 from edgellm.quantize.models.language_model import LanguageModel
 from edgellm.quantize.models.one_layer_model import linears, run_layer

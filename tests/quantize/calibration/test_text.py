@@ -9,7 +9,7 @@ import pytest
 from conftest import write_tokenizer
 from quantize_cases import write_text
 
-from edgellm.core.contract import EdgeLLMError
+from edgellm.core.errors import EdgeLLMError
 from edgellm.quantize.calibration.text import load_tokenizer, read_calibration
 
 OPTIONS = {"num_samples": 20, "num_held_out": 4, "seq_len": 16, "vocab_size": 96, "seed": 0}

@@ -13,9 +13,10 @@ from quantize_cases import make_job, make_model, plain_sessions, write_text
 from safetensors.torch import load_file
 from transformers import AutoModelForCausalLM
 
-from edgellm.core.contract import EdgeLLMError
+from edgellm.core.errors import EdgeLLMError
 from edgellm.core.manifest import LLM_BUNDLE, load_bundle
-from edgellm.export.pipeline.llm import ExportOptions, export_llm
+from edgellm.export.graph.architecture import ExportOptions
+from edgellm.export.pipeline.llm import export_llm
 from edgellm.export.pipeline.resolve import open_checkpoint
 from edgellm.export.pipeline.verify import run_portable
 from edgellm.quantize.formats.schemes import SCHEMES, check_format

@@ -9,7 +9,10 @@ import torch
 from hypothesis import given
 from hypothesis import strategies as st
 
-from edgellm.core.contract import BrokenArtifactError, UnsupportedModelError
+from edgellm.core.errors import (
+    BrokenArtifactError,
+    UnsupportedModelError,
+)
 from edgellm.export.checkpoints.hf import TensorInfo
 from edgellm.quantize.formats.activation_rounding import round_input
 from edgellm.quantize.formats.modelopt import E2M1, E4M3, pack_int4, unpack_int4, unpack_nvfp4

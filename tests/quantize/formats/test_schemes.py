@@ -4,7 +4,10 @@ from __future__ import annotations
 
 import pytest
 
-from edgellm.core.contract import EdgeLLMError, UnsupportedModelError
+from edgellm.core.errors import (
+    EdgeLLMError,
+    UnsupportedModelError,
+)
 from edgellm.quantize.formats.schemes import SCHEMES, block_size, choose_scheme
 
 INT4 = SCHEMES["int4_awq"]

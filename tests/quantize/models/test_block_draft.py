@@ -14,7 +14,7 @@ from quantize_cases import decode, load, write_text
 from transformers import AutoModelForCausalLM
 
 from edgellm.build.engine import build_engine
-from edgellm.core.contract import EdgeLLMError
+from edgellm.core.errors import EdgeLLMError
 from edgellm.core.manifest import DRAFT_ENGINE, load_engine
 from edgellm.device_runtime import LLM, SamplingParams, SpecOptions
 from edgellm.device_runtime.networks.block import open_block
@@ -24,8 +24,9 @@ from edgellm.export.pipeline.resolve import open_checkpoint
 from edgellm.quantize.calibration.hidden_states import States
 from edgellm.quantize.evaluation.layer_errors import compare
 from edgellm.quantize.models.block_layer import Places
-from edgellm.quantize.pipeline.planning import Job, make_plan
+from edgellm.quantize.pipeline.planning import make_plan
 from edgellm.quantize.pipeline.run import run_job
+from edgellm.quantize.plan import Job
 
 pytestmark = pytest.mark.usefixtures("one_thread")
 

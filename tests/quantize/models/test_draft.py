@@ -20,15 +20,19 @@ from quantize_cases import decode, load, write_text
 from safetensors.numpy import save_file
 from transformers import AutoModelForCausalLM
 
-from edgellm.core.contract import EdgeLLMError, UnsupportedModelError
+from edgellm.core.errors import (
+    EdgeLLMError,
+    UnsupportedModelError,
+)
 from edgellm.export import models
 from edgellm.export.pipeline.draft import DraftOptions, export_draft
 from edgellm.export.pipeline.resolve import open_checkpoint
 from edgellm.quantize.formats.schemes import SCHEMES
-from edgellm.quantize.pipeline.planning import Job, make_plan
+from edgellm.quantize.pipeline.planning import make_plan
 from edgellm.quantize.pipeline.run import run_job
 from edgellm.quantize.pipeline.search import draft as draft_recipes
 from edgellm.quantize.pipeline.search.draft import run_recipes
+from edgellm.quantize.plan import Job
 from edgellm.quantize.report.notes import notes
 
 pytestmark = pytest.mark.usefixtures("one_thread")

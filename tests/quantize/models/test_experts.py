@@ -9,12 +9,12 @@ import pytest
 import torch
 from quantize_cases import load, make_job, make_model, write_text
 
-from edgellm.core.contract import EdgeLLMError
-from edgellm.export.pipeline.llm import ExportOptions, export_llm
+from edgellm.core.errors import EdgeLLMError
+from edgellm.export.graph.architecture import ExportOptions
+from edgellm.export.pipeline.llm import export_llm
 from edgellm.export.pipeline.resolve import open_checkpoint
-from edgellm.quantize.algorithms.modelopt import Recipe
 from edgellm.quantize.formats.quantized_linear import decode_linear
-from edgellm.quantize.formats.schemes import SCHEMES
+from edgellm.quantize.formats.schemes import SCHEMES, Recipe
 from edgellm.quantize.models.expert_rounding import Products, round_weight
 from edgellm.quantize.models.experts import FEW, WatchedExperts, watch
 from edgellm.quantize.pipeline.planning import make_plan

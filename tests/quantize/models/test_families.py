@@ -15,13 +15,14 @@ from transformers import AutoModelForCausalLM
 
 from edgellm.build.engine import build_engine
 from edgellm.build.plan import Plan
-from edgellm.core.contract import UnsupportedModelError
+from edgellm.core.errors import UnsupportedModelError
 from edgellm.core.manifest import LLM_BUNDLE, LLM_ENGINE, load_bundle, load_engine
 from edgellm.device_runtime.networks.decoder import open_decoder
 from edgellm.export import models
 from edgellm.export.checkpoints.hf import Checkpoint
 from edgellm.export.checkpoints.vlm import own_name
-from edgellm.export.pipeline.llm import ExportOptions, export_llm
+from edgellm.export.graph.architecture import ExportOptions
+from edgellm.export.pipeline.llm import export_llm
 from edgellm.export.pipeline.resolve import open_checkpoint
 from edgellm.export.pipeline.verify import run_portable
 from edgellm.quantize.evaluation.layer_errors import relative
@@ -32,8 +33,9 @@ from edgellm.quantize.formats.tensors import Tensor, read_below
 from edgellm.quantize.metrics import questions
 from edgellm.quantize.metrics.divergence import Quality
 from edgellm.quantize.models.families import FAMILIES
-from edgellm.quantize.pipeline.planning import Job, make_plan
+from edgellm.quantize.pipeline.planning import make_plan
 from edgellm.quantize.pipeline.run import run_job
+from edgellm.quantize.plan import Job
 
 pytestmark = pytest.mark.usefixtures("one_thread")
 

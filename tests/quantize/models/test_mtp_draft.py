@@ -17,13 +17,14 @@ from safetensors.torch import load_file, save_file
 from transformers import AutoModelForCausalLM
 
 from edgellm.build.engine import build_engine
-from edgellm.core.contract import EdgeLLMError
+from edgellm.core.errors import EdgeLLMError
 from edgellm.device_runtime import LLM, SamplingParams, SpecOptions
 from edgellm.export import models
 from edgellm.export.pipeline.draft import DraftOptions, export_draft
 from edgellm.export.pipeline.resolve import open_checkpoint, open_draft
-from edgellm.quantize.pipeline.planning import Job, make_plan
+from edgellm.quantize.pipeline.planning import make_plan
 from edgellm.quantize.pipeline.run import run_job
+from edgellm.quantize.plan import Job
 
 pytestmark = pytest.mark.usefixtures("one_thread")
 

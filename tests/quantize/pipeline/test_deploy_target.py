@@ -5,12 +5,12 @@ from __future__ import annotations
 import pytest
 from conftest import assert_one_line_error
 
-from edgellm.core.contract import EdgeLLMError
+from edgellm.core.errors import EdgeLLMError
 from edgellm.quantize import cli
 from edgellm.quantize.formats.schemes import HEAD_SCHEMES, SCHEMES
 from edgellm.quantize.pipeline import run, summary
 from edgellm.quantize.pipeline.deploy_target import form_of_draft, form_of_head, rounds_as
-from edgellm.quantize.pipeline.planning import Job
+from edgellm.quantize.plan import Job
 
 
 @pytest.mark.parametrize(

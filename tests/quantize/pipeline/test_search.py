@@ -11,13 +11,16 @@ import pytest
 from quantize_cases import decode, load, make_job, make_model, write_text
 from safetensors.numpy import save_file
 
-from edgellm.core.contract import EdgeLLMError, UnsupportedModelError
+from edgellm.core.errors import (
+    EdgeLLMError,
+    UnsupportedModelError,
+)
 from edgellm.quantize.pipeline.flag_checks import check_together, kept_layers
-from edgellm.quantize.pipeline.planning import Job
 from edgellm.quantize.pipeline.run import run_job
 from edgellm.quantize.pipeline.search import algorithms
 from edgellm.quantize.pipeline.search.algorithms import run_contest, ways
 from edgellm.quantize.pipeline.search.float_layers import choose, run_keeping
+from edgellm.quantize.plan import Job
 from edgellm.quantize.report.report import Kept
 
 pytestmark = pytest.mark.usefixtures("one_thread")

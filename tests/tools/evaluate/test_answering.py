@@ -13,7 +13,10 @@ import time
 import pytest
 from conftest import assert_one_line_error
 
-from edgellm.core.contract import EdgeLLMError, LimitError
+from edgellm.core.errors import (
+    EdgeLLMError,
+    LimitError,
+)
 from edgellm.device_runtime.api.llm import LLM
 from edgellm.tools.evaluate.answering import conversation
 from edgellm.tools.evaluate.answers import AnswerLog

@@ -8,7 +8,7 @@ import sys
 
 import pytest
 
-from edgellm.core.contract import EdgeLLMError
+from edgellm.core.errors import EdgeLLMError
 from edgellm.tools.evaluate.cli import app
 from edgellm.tools.evaluate.datasets import packages
 from edgellm.tools.evaluate.datasets.questions import PACKAGED, fingerprint, load, read_file

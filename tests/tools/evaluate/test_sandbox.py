@@ -8,7 +8,7 @@ from pathlib import Path
 
 import pytest
 
-from edgellm.core.contract import EdgeLLMError
+from edgellm.core.errors import EdgeLLMError
 from edgellm.tools.evaluate.datasets.questions import load
 from edgellm.tools.evaluate.scoring.humaneval import program
 from edgellm.tools.evaluate.scoring.sandbox import Limits, Sandbox, open_sandbox

@@ -11,7 +11,7 @@ import pytest
 from conftest import assert_one_line_error
 from html_pages import Page
 
-from edgellm.core.contract import EdgeLLMError
+from edgellm.core.errors import EdgeLLMError
 from edgellm.tools.evaluate.answers import Choice, Record
 from edgellm.tools.evaluate.datasets.questions import Question
 from edgellm.tools.evaluate.evaluation import _write

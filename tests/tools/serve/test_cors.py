@@ -5,7 +5,7 @@ from __future__ import annotations
 import pytest
 from serve_process import serving
 
-from edgellm.core.contract import EdgeLLMError
+from edgellm.core.errors import EdgeLLMError
 from edgellm.tools.serve.http.cors import read_origins
 
 CHAT, GENERATE = "/v1/chat/completions", "/v2/models/tiny/generate"

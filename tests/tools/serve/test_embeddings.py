@@ -10,10 +10,11 @@ from serve_process import serving
 
 from edgellm.build.engine import build_engine
 from edgellm.build.plan import Plan
-from edgellm.core.contract import RequestError
+from edgellm.core.errors import RequestError
 from edgellm.device_runtime import LLM
 from edgellm.export import models
-from edgellm.export.pipeline.llm import ExportOptions, export_llm
+from edgellm.export.graph.architecture import ExportOptions
+from edgellm.export.pipeline.llm import export_llm
 from edgellm.export.pipeline.resolve import open_checkpoint
 from edgellm.tools.serve.protocols.openai.embeddings import EmbeddingRequest
 

@@ -12,7 +12,10 @@ from types import SimpleNamespace
 import pytest
 from serve_process import serving
 
-from edgellm.core.contract import BrokenArtifactError, EdgeLLMError
+from edgellm.core.errors import (
+    BrokenArtifactError,
+    EdgeLLMError,
+)
 from edgellm.device_runtime import LLM, SamplingParams
 from edgellm.device_runtime.scheduler.background_loop import Driver
 from edgellm.tools.serve.engines.models import Model, read_models

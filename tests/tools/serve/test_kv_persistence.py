@@ -5,7 +5,7 @@ from __future__ import annotations
 import pytest
 from serve_process import ServerProcess, serving
 
-from edgellm.core.contract import LimitError
+from edgellm.core.errors import LimitError
 from edgellm.device_runtime import LLM, SamplingParams, SpecOptions
 from edgellm.device_runtime.engine.kv_snapshot import ContextFolder
 

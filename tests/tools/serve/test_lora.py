@@ -11,7 +11,7 @@ from serve_process import serving
 
 from edgellm.build.engine import build_engine
 from edgellm.build.plan import Plan
-from edgellm.core.contract import EdgeLLMError
+from edgellm.core.errors import EdgeLLMError
 from edgellm.device_runtime import LLM, SamplingParams
 from edgellm.tools.serve.protocols.openai.lora import load_given
 

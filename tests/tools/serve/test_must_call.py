@@ -13,7 +13,7 @@ import openai
 import pytest
 from lettered_engine import with_letters
 
-from edgellm.core.contract import RequestError
+from edgellm.core.errors import RequestError
 from edgellm.device_runtime import LLM, SamplingParams
 from edgellm.device_runtime.sampling.guidance import Guide
 from edgellm.tools.serve import tool_calls

@@ -11,7 +11,7 @@ from answer_cuts import require_read
 from lettered_engine import with_letters
 from serve_process import serving
 
-from edgellm.core.contract import RequestError
+from edgellm.core.errors import RequestError
 from edgellm.device_runtime.api.llm import Step
 from edgellm.device_runtime.engine.chat_template import Formatter
 from edgellm.device_runtime.text.tokenizer import ChatTokenizer

@@ -10,7 +10,7 @@ import pytest
 from serve_process import serving
 from tokenizers import Tokenizer, models, pre_tokenizers
 
-from edgellm.core.contract import RequestError
+from edgellm.core.errors import RequestError
 from edgellm.device_runtime import LLM, SamplingParams
 from edgellm.device_runtime.requests.request_file import Options
 from edgellm.device_runtime.requests.responses import start_request

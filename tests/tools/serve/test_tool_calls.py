@@ -10,7 +10,7 @@ from answer_cuts import joined, read_cut
 from hypothesis import example, given
 from hypothesis import strategies as st
 
-from edgellm.core.contract import RequestError
+from edgellm.core.errors import RequestError
 from edgellm.device_runtime.api.llm import Step
 from edgellm.device_runtime.text.tokenizer import ChatTokenizer
 from edgellm.tools.serve import tool_calls

@@ -9,7 +9,10 @@ import time
 
 import pytest
 
-from edgellm.core.contract import EdgeLLMError, RequestError
+from edgellm.core.errors import (
+    EdgeLLMError,
+    RequestError,
+)
 from edgellm.device_runtime import LLM, SamplingParams
 from edgellm.device_runtime.api.llm import Step
 from edgellm.tools.serve.engines.ask import Ask

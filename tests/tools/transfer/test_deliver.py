@@ -21,7 +21,7 @@ from device_fakes import (
     terminate_transfer,
 )
 
-from edgellm.core.contract import EdgeLLMError
+from edgellm.core.errors import EdgeLLMError
 from edgellm.tools.transfer import scripts, send
 from edgellm.tools.transfer.file_list import load
 from edgellm.tools.transfer.push import check

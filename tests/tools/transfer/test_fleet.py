@@ -11,7 +11,7 @@ import pytest
 from conftest import INTERRUPTED, assert_one_line_error
 from device_fakes import make_bundle, run_transfer, terminate_transfer, write_command
 
-from edgellm.core.contract import EdgeLLMError
+from edgellm.core.errors import EdgeLLMError
 from edgellm.tools.transfer import inventory, rollout
 from edgellm.tools.transfer.cli import app
 from edgellm.tools.transfer.file_list import load

@@ -8,7 +8,11 @@ import pytest
 from conftest import assert_one_line_error
 from device_fakes import ALL, CONTENTS, PLACE, deliver_to, make_bundle, run_transfer, write_command
 
-from edgellm.core.contract import BrokenArtifactError, EdgeLLMError, LimitError
+from edgellm.core.errors import (
+    BrokenArtifactError,
+    EdgeLLMError,
+    LimitError,
+)
 from edgellm.tools.transfer.errors import explain
 from edgellm.tools.transfer.target import Target, parse
 

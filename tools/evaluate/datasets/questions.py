@@ -9,7 +9,7 @@ from typing import Annotated, Any, Literal, TypeVar
 
 import msgspec
 
-from edgellm.core.contract import EdgeLLMError
+from edgellm.core.errors import EdgeLLMError
 from edgellm.core.strict_json import parse
 from edgellm.tools.evaluate.datasets import packages
 from edgellm.tools.evaluate.datasets.packages import PackagedFile

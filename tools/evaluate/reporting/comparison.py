@@ -7,7 +7,7 @@ from pathlib import Path
 
 import msgspec
 
-from edgellm.core.contract import EdgeLLMError
+from edgellm.core.errors import EdgeLLMError
 from edgellm.tools.evaluate.reporting.report import (
     acceptance_length,
     rate,

@@ -22,7 +22,7 @@ from collections.abc import Sequence
 from dataclasses import dataclass
 from pathlib import Path
 
-from edgellm.core.contract import EdgeLLMError
+from edgellm.core.errors import EdgeLLMError
 from edgellm.tools.evaluate.scoring.sandbox_child import NOBODY
 
 _INSIDE = Path(__file__).with_name("sandboxed.py")

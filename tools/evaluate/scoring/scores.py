@@ -8,7 +8,7 @@ from statistics import fmean
 
 import msgspec
 
-from edgellm.core.contract import EdgeLLMError
+from edgellm.core.errors import EdgeLLMError
 from edgellm.tools.evaluate.answers import Choice, Record
 from edgellm.tools.evaluate.datasets.questions import Question
 from edgellm.tools.evaluate.scoring.divergence import Divergence

@@ -7,7 +7,7 @@ from collections.abc import Iterator
 from dataclasses import dataclass
 from typing import Any
 
-from edgellm.core.contract import EdgeLLMError
+from edgellm.core.errors import EdgeLLMError
 from edgellm.tools.inspection.output.tables import counted, size, without_numbers
 from edgellm.tools.inspection.report import Report
 from edgellm.tools.inspection.sources.tensors import Tensor

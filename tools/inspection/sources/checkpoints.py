@@ -9,8 +9,8 @@ from pathlib import Path
 from typing import Any
 
 from edgellm.core.model_spec import KVCacheSpec
-from edgellm.export import drafts
 from edgellm.export.checkpoints.hf import Checkpoint, TensorInfo
+from edgellm.export.draft_checkpoints import kinds
 from edgellm.export.pipeline.resolve import open_checkpoint
 from edgellm.tools.inspection.report import Graph, Report, flat
 from edgellm.tools.inspection.sources.param_count import count_parameters
@@ -43,7 +43,7 @@ def inspect_checkpoint(folder: Path) -> Report:
     infos = checkpoint.tensors.infos()
     tensors = tuple(_tensors(checkpoint, infos))
     sees = any(tensor.part == VISION for tensor in tensors)
-    own = drafts.kind_of(infos) if len(drafts.own_names(infos)) == len(infos) else None
+    own = kinds.kind_of(infos) if len(kinds.own_names(infos)) == len(infos) else None
     is_draft = _FUSE in infos or own is not None
     kind = "vision-language model" if sees else "language model"
     if is_draft:

@@ -6,7 +6,10 @@ import json
 from pathlib import Path
 
 from edgellm.core.artifact import verify_files, verify_sizes
-from edgellm.core.contract import BrokenArtifactError, EdgeLLMError
+from edgellm.core.errors import (
+    BrokenArtifactError,
+    EdgeLLMError,
+)
 from edgellm.core.manifest import MANIFEST_NAME
 from edgellm.export.pipeline.resolve import refuse_adapter
 from edgellm.tools.inspection.report import Report

@@ -14,7 +14,7 @@ from typing import Any
 
 from gguf.constants import GGML_QUANT_SIZES, GGMLQuantizationType
 
-from edgellm.core.contract import BrokenArtifactError
+from edgellm.core.errors import BrokenArtifactError
 from edgellm.core.model_spec import KVCacheSpec
 from edgellm.tools.inspection.report import Graph, Report
 from edgellm.tools.inspection.sources.checkpoints import FLOAT_BYTES

@@ -12,7 +12,7 @@ import onnx
 from google.protobuf.message import DecodeError
 from onnx import numpy_helper
 
-from edgellm.core.contract import BrokenArtifactError
+from edgellm.core.errors import BrokenArtifactError
 from edgellm.tools.inspection.report import Graph, Port
 from edgellm.tools.inspection.sources.tensors import (
     Contents,

@@ -7,7 +7,7 @@ from collections.abc import Mapping
 from pathlib import Path
 from typing import Any
 
-from edgellm.core.contract import BrokenArtifactError
+from edgellm.core.errors import BrokenArtifactError
 from edgellm.core.manifest import LAYER_REPORT, Engine
 from edgellm.tools.inspection.report import Fusion, Fusions
 

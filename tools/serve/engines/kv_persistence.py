@@ -7,7 +7,7 @@ from pathlib import Path
 import typer
 
 from edgellm.core.artifact import hash_engines
-from edgellm.core.contract import EdgeLLMError
+from edgellm.core.errors import EdgeLLMError
 from edgellm.device_runtime.api.llm import LLM
 from edgellm.device_runtime.engine.kv_snapshot import ContextFolder
 

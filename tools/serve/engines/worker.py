@@ -10,7 +10,10 @@ import time
 from collections.abc import Callable, Sequence
 from dataclasses import dataclass, field
 
-from edgellm.core.contract import EdgeLLMError, UnexpectedError
+from edgellm.core.errors import (
+    EdgeLLMError,
+    UnexpectedError,
+)
 from edgellm.device_runtime.api.llm import LLM, Answer, Step
 from edgellm.device_runtime.faults import as_failure
 from edgellm.device_runtime.scheduler.running_batch import OutOfTimeError
@@ -55,7 +58,7 @@ class Job:
 
 
 class Worker:
-    """Runs jobs side by side, each begun in a thread; one computes all, see `device_runtime.scheduler.background_loop`."""
+    """Runs jobs side by side, each begun in a thread; one thread computes all of them."""
 
     def __init__(
         self, llm: LLM, metrics: Metrics, queue_size: int, request_timeout_s: float

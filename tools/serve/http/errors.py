@@ -14,7 +14,11 @@ from starlette.exceptions import HTTPException
 from starlette.requests import Request
 from starlette.responses import JSONResponse
 
-from edgellm.core.contract import EdgeLLMError, LimitError, RequestError
+from edgellm.core.errors import (
+    EdgeLLMError,
+    LimitError,
+    RequestError,
+)
 
 _TYPES = {
     400: "invalid_request_error", 401: "authentication_error", 403: "permission_error",

@@ -8,7 +8,7 @@ from collections.abc import Mapping
 from dataclasses import dataclass
 from typing import Any
 
-from edgellm.core.contract import RequestError
+from edgellm.core.errors import RequestError
 from edgellm.device_runtime.sampling.closed_schema import closed
 from edgellm.device_runtime.sampling.guidance import JSON_FORM
 

@@ -12,7 +12,7 @@ import numpy as np
 from jinja2 import TemplateError
 from transformers import PreTrainedTokenizerBase
 
-from edgellm.core.contract import EdgeLLMError
+from edgellm.core.errors import EdgeLLMError
 from edgellm.core.strict_json import parse
 from edgellm.multimodal.processors import Prepared
 from edgellm.tools.train_draft.base import Base, Prompt

@@ -7,7 +7,7 @@ from collections.abc import Callable, Iterator, Sequence
 from pathlib import Path
 from typing import Any
 
-from edgellm.core.contract import EdgeLLMError
+from edgellm.core.errors import EdgeLLMError
 from edgellm.tools.remote.ray_map import Work, spread
 from edgellm.tools.remote.servers import RefusedError, Servers, places
 from edgellm.tools.train_draft.base import Prompt

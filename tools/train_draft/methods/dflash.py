@@ -18,7 +18,10 @@ from safetensors.torch import load_file
 from torch import Tensor, nn
 from torch.nn import functional
 
-from edgellm.core.contract import BrokenArtifactError, EdgeLLMError
+from edgellm.core.errors import (
+    BrokenArtifactError,
+    EdgeLLMError,
+)
 from edgellm.core.strict_json import parse
 from edgellm.tools.train_draft.base import Base
 from edgellm.tools.train_draft.checkpoint_writers import (

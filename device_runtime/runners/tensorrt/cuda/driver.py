@@ -18,7 +18,10 @@ from typing import Any
 import numpy as np
 from numpy.typing import NDArray
 
-from edgellm.core.contract import EdgeLLMError, LimitError
+from edgellm.core.errors import (
+    EdgeLLMError,
+    LimitError,
+)
 from edgellm.core.system_memory import available_memory_bytes
 from edgellm.device_runtime.kernels.triton.catalog import Variant
 from edgellm.device_runtime.runners.tensorrt import kv_append

@@ -16,8 +16,8 @@ from functools import partial
 import numpy as np
 from numpy.typing import NDArray
 
-from edgellm.core import contract
-from edgellm.core.contract import EdgeLLMError
+from edgellm.core import graph_io
+from edgellm.core.errors import EdgeLLMError
 from edgellm.device_runtime.kernels.triton import catalog
 from edgellm.device_runtime.kernels.triton.catalog import JOIN_PICKS, PICK_SHARES, Variant
 from edgellm.device_runtime.runners.device_speculation import (
@@ -44,7 +44,7 @@ _SETTLED = 0  # the status of an acceptance that needs no host
 def open_rounds(
     base: Network, draft: Network, growth: Growth, device: Device
 ) -> TensorRtRounds | None:
-    """See `device_runtime.runners.device_speculation.GrowsTrees`; a warning says what a GPU lacks."""
+    """See `runners.device_speculation.GrowsTrees`; a warning says what a GPU lacks."""
     try:
         return TensorRtRounds(base, draft, growth, device)
     except EdgeLLMError as error:
@@ -63,14 +63,14 @@ class TensorRtRounds:
             EdgeLLMError: there are no kernels for such trees, or for this GPU.
         """
         self._base, self._draft, self._growth, self._device = base, draft, growth, device
-        hidden = draft.tensor(contract.DRAFT_HIDDEN)
+        hidden = draft.tensor(graph_io.DRAFT_HIDDEN)
         self._row_bytes = hidden.shape[-1] * hidden.dtype.itemsize
         if self._row_bytes % WORD_BYTES:
             raise EdgeLLMError(f"rows of {self._row_bytes} bytes are not gathered on a GPU")
-        self._vocab_size = base.tensor(contract.LOGITS).shape[-1]
-        self._axes = [each.tensor(contract.POSITION_IDS).shape[0] for each in (base, draft)]
+        self._vocab_size = base.tensor(graph_io.LOGITS).shape[-1]
+        self._axes = [each.tensor(graph_io.POSITION_IDS).shape[0] for each in (base, draft)]
         self._variants = _Variants(growth)
-        self._stride = candidates = draft.tensor(contract.CANDIDATE_IDS).shape[-1]
+        self._stride = candidates = draft.tensor(graph_io.CANDIDATE_IDS).shape[-1]
         of_levels = draft.tree_rows // max(growth.widths, default=1)
         of_trees = base.tree_rows // growth.nodes[0]
         self._most = min(base.num_sequences, draft.num_sequences, of_levels, of_trees)
@@ -106,7 +106,7 @@ class TensorRtRounds:
                     order = RoundOrder(0, (0, 0), (0, 0), levels, nodes, None, kind, draws)
                     self.ask([order] * count)
                     found = self.finish()
-        taps = found[0].outputs[contract.HIDDEN_TAPS][0]
+        taps = found[0].outputs[graph_io.HIDDEN_TAPS][0]
         # What outlives a round, and the round before's: their memory is kept to be used again.
         copies = 2 * self._most
         _ = [taps[:count].copy() for count in range(1, 2 + levels) for _ in range(copies)]
@@ -158,7 +158,7 @@ class TensorRtRounds:
         self._draft.settled()
         report = {name: a.copy() for name, a in self._memory.reports[shape].arrays.items()}
         nodes, rows = shape[0], shape[0] * shape[1]
-        picked = {contract.TOKEN_IDS: self._at["argmax"], contract.TOP_LOGITS: self._at["highest"]}
+        picked = {graph_io.TOKEN_IDS: self._at["argmax"], graph_io.TOP_LOGITS: self._at["highest"]}
         outputs = self._base.placed_outputs((rows, rows, rows), picked)
         found = []
         for at, order in enumerate(orders):
@@ -201,9 +201,9 @@ class TensorRtRounds:
         """What the draft gave for the roots' children, to where rounds find it."""
         at, picks = self._at, self._draft.pick_addresses()
         moved = (
-            (at["root_ids"], picks[contract.CANDIDATE_IDS], 8 * self._stride),
-            (at["root_log_probs"], picks[contract.CANDIDATE_LOG_PROBS], 4 * self._stride),
-            (at["hidden"], self._draft.kept_address(contract.RECYCLED_HIDDEN), self._row_bytes),
+            (at["root_ids"], picks[graph_io.CANDIDATE_IDS], 8 * self._stride),
+            (at["root_log_probs"], picks[graph_io.CANDIDATE_LOG_PROBS], 4 * self._stride),
+            (at["hidden"], self._draft.kept_address(graph_io.RECYCLED_HIDDEN), self._row_bytes),
         )
         first = 0
         for end in range(1, len(rows) + 1):
@@ -254,17 +254,17 @@ class TensorRtRounds:
         found = self._draft.place(
             (rows, used + widths[level], rows),
             {
-                contract.INPUT_IDS: at[f"level_tokens{level}"],
-                contract.POSITION_IDS: at[f"positions{level}"],
-                contract.TREE_MASK: at[f"mask{level}"],
+                graph_io.INPUT_IDS: at[f"level_tokens{level}"],
+                graph_io.POSITION_IDS: at[f"positions{level}"],
+                graph_io.TREE_MASK: at[f"mask{level}"],
                 self._slot_input: at[f"slot{level}"],
-                contract.LOGITS_INDEX: at["index"],
-                contract.DRAFT_HIDDEN: at["level_hidden"],
+                graph_io.LOGITS_INDEX: at["index"],
+                graph_io.DRAFT_HIDDEN: at["level_hidden"],
             },
             {
-                contract.CANDIDATE_IDS: at["candidate_ids"],
-                contract.CANDIDATE_LOG_PROBS: at["candidate_log_probs"],
-                contract.RECYCLED_HIDDEN: at["level_recycled"],  # others may still want the roots'
+                graph_io.CANDIDATE_IDS: at["candidate_ids"],
+                graph_io.CANDIDATE_LOG_PROBS: at["candidate_log_probs"],
+                graph_io.RECYCLED_HIDDEN: at["level_recycled"],  # others may still want the roots'
             },
         )
 
@@ -277,7 +277,7 @@ class TensorRtRounds:
 
     @property
     def _slot_input(self) -> str:
-        return contract.SEQUENCES if self._many else contract.WRITE_INDEX
+        return graph_io.SEQUENCES if self._many else graph_io.WRITE_INDEX
 
     def _select(self, levels: int, trees: Shape) -> None:
         """The trees of the pools and what the base's pass over them is told."""
@@ -299,13 +299,13 @@ class TensorRtRounds:
         return self._base.place(
             (nodes * count, nodes, nodes * count),
             {
-                contract.INPUT_IDS: report["token_ids"],
-                contract.POSITION_IDS: at["tree_positions"],
-                contract.TREE_MASK: at["tree_mask"],
+                graph_io.INPUT_IDS: report["token_ids"],
+                graph_io.POSITION_IDS: at["tree_positions"],
+                graph_io.TREE_MASK: at["tree_mask"],
                 self._slot_input: at["tree_slot"],
-                contract.LOGITS_INDEX: at["index"],
+                graph_io.LOGITS_INDEX: at["index"],
             },
-            {contract.TOKEN_IDS: at["argmax"], contract.TOP_LOGITS: at["highest"]},
+            {graph_io.TOKEN_IDS: at["argmax"], graph_io.TOP_LOGITS: at["highest"]},
         )
 
     def _accept(self, kinds: Collection[str], trees: Shape) -> None:
@@ -321,7 +321,7 @@ class TensorRtRounds:
         if "sampled" not in kinds or not self._draws_here:
             return
         shares, rows = -(-self._vocab_size // catalog.SHARE), nodes * count
-        logits = self._base.kept_address(contract.LOGITS)
+        logits = self._base.kept_address(graph_io.LOGITS)
         self._launch(
             PICK_SHARES, logits, self._vocab_size, at["keys"], at["sums"], grid=(rows, shares, 1)
         )

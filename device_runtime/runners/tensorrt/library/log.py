@@ -8,7 +8,7 @@ from __future__ import annotations
 
 from typing import Any
 
-from edgellm.core.contract import EdgeLLMError
+from edgellm.core.errors import EdgeLLMError
 
 _LAYERS = "Layers:"
 _IGNORED_INPUT = "Unused Input"

@@ -9,7 +9,11 @@ from typing import Any
 
 import numpy as np
 
-from edgellm.core.contract import CACHE_TABLE, BrokenArtifactError, EdgeLLMError
+from edgellm.core.errors import (
+    BrokenArtifactError,
+    EdgeLLMError,
+)
+from edgellm.core.graph_io import CACHE_TABLE
 from edgellm.device_runtime.runners.tensorrt.cuda.protocols import Buffer, Device, TensorInfo
 from edgellm.device_runtime.runners.tensorrt.library.log import LibraryLog
 

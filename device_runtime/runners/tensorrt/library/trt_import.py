@@ -12,7 +12,7 @@ import re
 from dataclasses import dataclass
 from typing import Any
 
-from edgellm.core.contract import EdgeLLMError
+from edgellm.core.errors import EdgeLLMError
 from edgellm.device_runtime.gpu import compute_capability
 
 OLDEST = (10, 3)  # of TensorRT, that of JetPack 6.1; the table of operators begins with it

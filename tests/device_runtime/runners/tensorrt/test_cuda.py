@@ -12,7 +12,10 @@ import numpy as np
 import pytest
 from fake_cuda import FakeDriver, fake_graphs
 
-from edgellm.core.contract import EdgeLLMError, LimitError
+from edgellm.core.errors import (
+    EdgeLLMError,
+    LimitError,
+)
 from edgellm.device_runtime.gpu import newest_ptx
 from edgellm.device_runtime.kernels.triton import catalog
 from edgellm.device_runtime.runners.tensorrt.cuda import driver as cuda

@@ -10,7 +10,7 @@ import pytest
 from fake_gpu import FakeDevice
 from lowered_engines import CANDIDATES, Lowered
 
-from edgellm.core.contract import LimitError
+from edgellm.core.errors import LimitError
 from edgellm.core.manifest import DRAFT_ENGINE, DRAFT_FOLDER, load_engine, load_manifest
 from edgellm.device_runtime import LLM, SamplingParams, SpecOptions
 from edgellm.device_runtime.networks.heads import open_heads

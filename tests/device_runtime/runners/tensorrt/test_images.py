@@ -15,10 +15,10 @@ from edgellm.build.lowering.weights import WeightFile
 from edgellm.build.plan import Plan, image_plan
 from edgellm.build.tensorrt.lowering.lower import lower
 from edgellm.build.tensorrt.profiles import base_passes, image_pass
-from edgellm.core import contract
+from edgellm.core import graph_io
 from edgellm.core.graph_roles import DECODER, ENCODER
 from edgellm.core.manifest import LLM_ENGINE, VISUAL_ENGINE, GraphSpec, load_engine
-from edgellm.device_runtime.networks import ImageRows
+from edgellm.device_runtime.arrays import ImageRows
 from edgellm.device_runtime.networks.decoder import DecoderSession, open_decoder
 from edgellm.device_runtime.networks.encoder import EncoderSession, open_encoder
 from edgellm.device_runtime.runners import tensorrt
@@ -46,7 +46,7 @@ def test_features_are_those_of_onnxruntime(engines, tmp_path):
     loaded = FakeEngine(tmp_path / "visual.onnx", passes, device)
     session = EncoderSession(tensorrt.runner_of(ENCODER, manifest, loaded, device))
     for grid in ((2, 3), (1, 1)) if spec.image_size else ((4, 8), (6, 4)):
-        inputs = {contract.PIXEL_VALUES: random_pixels(spec, grid, 0)}
+        inputs = {graph_io.PIXEL_VALUES: random_pixels(spec, grid, 0)}
         if not spec.image_size:
             inputs |= grid_inputs(*grid, spec)
         for found, expected in zip(session.encode(inputs), cpu.encode(inputs), strict=True):

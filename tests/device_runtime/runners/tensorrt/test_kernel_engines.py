@@ -14,7 +14,7 @@ from eagle_engines import CAPACITY, EAGLE3, EaglePair, build_pair
 from fake_gpu import FakeDevice
 from lowered_engines import Lowered
 
-from edgellm.core.contract import BrokenArtifactError
+from edgellm.core.errors import BrokenArtifactError
 from edgellm.core.graph_roles import DECODER, DRAFT
 from edgellm.core.manifest import LLM_ENGINE, load_engine, with_kv_dtype
 from edgellm.device_runtime.api.llm import LLM

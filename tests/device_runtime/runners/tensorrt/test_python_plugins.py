@@ -14,7 +14,7 @@ from kernel_references import REFERENCES, TYPES
 from plugin_stub import Builder, dim, library
 
 from edgellm.build.tensorrt.builder import register_plugins
-from edgellm.core.contract import EdgeLLMError
+from edgellm.core.errors import EdgeLLMError
 from edgellm.device_runtime.kernels.triton import catalog, prebuilt
 from edgellm.device_runtime.runners import tensorrt
 from edgellm.device_runtime.runners.tensorrt.cuda import driver as cuda

@@ -10,8 +10,8 @@ import pytest
 from fake_gpu import FakeContext, FakeDevice
 from lowered_engines import Lowered
 
-from edgellm.core import contract
-from edgellm.core.contract import EdgeLLMError
+from edgellm.core import graph_io
+from edgellm.core.errors import EdgeLLMError
 from edgellm.device_runtime.api.llm import LLM
 from edgellm.device_runtime.kernels.triton import catalog
 from edgellm.device_runtime.runners.tensorrt.device_tensors import RowMemory
@@ -209,8 +209,8 @@ def test_what_is_no_number_ends_the_answer(load, device, monkeypatch):
 
     def broken(self, shapes, addresses) -> None:
         compute(self, shapes, addresses)
-        if contract.TOP_LOGITS in addresses:
-            device.at(addresses[contract.TOP_LOGITS], 4).view(np.float32)[0] = np.nan
+        if graph_io.TOP_LOGITS in addresses:
+            device.at(addresses[graph_io.TOP_LOGITS], 4).view(np.float32)[0] = np.nan
 
     monkeypatch.setattr(FakeContext, "_compute", broken)
     with pytest.raises(EdgeLLMError, match="the engine computed nan"):

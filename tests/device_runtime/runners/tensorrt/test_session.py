@@ -15,8 +15,8 @@ from fake_gpu import FakeDevice, FakeEngine, GpuMisuseError
 from lowered_engines import CANDIDATES, PLAN, Lowered
 
 from edgellm.build.tensorrt.profiles import base_passes
-from edgellm.core import contract
-from edgellm.core.contract import LimitError
+from edgellm.core import graph_io
+from edgellm.core.errors import LimitError
 from edgellm.core.graph_roles import DECODER, DRAFT, FUSE
 from edgellm.core.manifest import LLM_ENGINE, FileRecord, load_engine
 from edgellm.device_runtime.api.llm import LLM
@@ -242,7 +242,7 @@ def test_no_size_of_a_pass_is_computed_on_the_device(lowered):
     for path in map(lowered.path, (DECODER, DRAFT, FUSE)):
         graph = ir.load(path).graph
         assert not {node.op_type for node in graph} & {"NonZero", "Loop", "If", "Unique"}
-        assert contract.TOP_K not in {value.name for value in graph.inputs}
+        assert graph_io.TOP_K not in {value.name for value in graph.inputs}
 
 
 # ------------------------------------------------------------------------- parts, and controls
@@ -273,24 +273,24 @@ def test_the_fake_gpu_finds_misuse(lowered, device):
     with pytest.raises(GpuMisuseError, match="nobody said where"):
         context.enqueue()
     with pytest.raises(GpuMisuseError, match="not in the profile"):
-        context.set_shape(contract.INPUT_IDS, (1, 2))
+        context.set_shape(graph_io.INPUT_IDS, (1, 2))
     with pytest.raises(GpuMisuseError, match="no multiple of"):
-        context.bind(contract.INPUT_IDS, scratch.address + 8)
+        context.bind(graph_io.INPUT_IDS, scratch.address + 8)
     buffers = {name: device.allocate(1 << 20) for name in engine.tensors}
     for name, buffer in buffers.items():
         context.bind(name, buffer.address)
     with pytest.raises(GpuMisuseError, match="nobody said what shape"):
         context.enqueue()
-    for name in (contract.INPUT_IDS, contract.POSITION_IDS, contract.TREE_MASK):
+    for name in (graph_io.INPUT_IDS, graph_io.POSITION_IDS, graph_io.TREE_MASK):
         context.set_shape(name, (1, 1))
-    context.set_shape(contract.LOGITS_INDEX, (1,))
+    context.set_shape(graph_io.LOGITS_INDEX, (1,))
     with pytest.raises(GpuMisuseError, match="recorded before it ran"):
         device.capture(context.enqueue)
     context.enqueue()
     device.synchronize()
     device.capture(context.enqueue)
     with pytest.raises(GpuMisuseError, match="holds on to the shapes"):
-        context.set_shape(contract.LOGITS_INDEX, (1,))
+        context.set_shape(graph_io.LOGITS_INDEX, (1,))
     with pytest.raises(GpuMisuseError, match="wait while a graph"):
         device.capture(device.synchronize)
     with pytest.raises(GpuMisuseError, match="needs pinned memory"):

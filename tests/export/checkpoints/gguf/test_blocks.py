@@ -9,7 +9,7 @@ import onnxruntime as ort
 import pytest
 from mixed_gguf import random_blocks
 
-from edgellm.core.contract import BrokenArtifactError
+from edgellm.core.errors import BrokenArtifactError
 from edgellm.export.checkpoints.hf import TensorInfo
 from edgellm.export.checkpoints.quantized.gguf import FORMS, read
 from edgellm.export.checkpoints.weights import Weights, write_weights

@@ -10,9 +10,14 @@ import pytest
 from conftest import make_checkpoint
 from gguf_files import CASES, SCORED, TEXTS, write_gguf, write_pieces, write_scored
 
-from edgellm.core.contract import BrokenArtifactError, EdgeLLMError, UnsupportedModelError
+from edgellm.core.errors import (
+    BrokenArtifactError,
+    EdgeLLMError,
+    UnsupportedModelError,
+)
 from edgellm.export.checkpoints.gguf.tokenizer import convert_tokenizer
-from edgellm.export.pipeline.llm import ExportOptions, export_llm
+from edgellm.export.graph.architecture import ExportOptions
+from edgellm.export.pipeline.llm import export_llm
 from edgellm.export.pipeline.resolve import open_checkpoint
 from edgellm.export.pipeline.verify import run_portable
 

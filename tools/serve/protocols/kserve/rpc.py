@@ -12,7 +12,7 @@ import grpc  # pyright: ignore[reportMissingModuleSource]
 from pydantic import ValidationError
 from starlette.types import Message
 
-from edgellm.core.contract import EdgeLLMError
+from edgellm.core.errors import EdgeLLMError
 from edgellm.device_runtime.api.llm import Step
 from edgellm.tools.serve import heap
 from edgellm.tools.serve.auth import require_key

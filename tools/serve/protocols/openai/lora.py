@@ -12,7 +12,7 @@ from fastapi import FastAPI, Request
 from pydantic import Field
 from starlette.responses import JSONResponse
 
-from edgellm.core.contract import EdgeLLMError
+from edgellm.core.errors import EdgeLLMError
 from edgellm.device_runtime.api.llm import LLM
 from edgellm.tools.serve.http.errors import ApiError
 from edgellm.tools.serve.routing.engine_pool import Engines

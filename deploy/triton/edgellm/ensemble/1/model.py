@@ -11,7 +11,7 @@ import numpy as np
 import triton_python_backend_utils as pb_utils  # of Triton's process
 from pydantic import ValidationError
 
-from edgellm.core.contract import EdgeLLMError
+from edgellm.core.errors import EdgeLLMError
 from edgellm.device_runtime.api.llm import LLM
 from edgellm.device_runtime.speculate.options import SpecOptions
 from edgellm.tools.serve.engines import ask

@@ -1,6 +1,6 @@
-"""What host and device agree on: graph inputs and outputs, and errors.
+"""Names, dtypes and shapes of graph inputs and outputs, which host and device share.
 
-Standard library only, so that every other module may import it. Symbols used in shapes:
+Symbols used in shapes:
 S query rows of one pass, R rows that get logits, C KV capacity, V vocabulary, H hidden size,
 T hidden taps, D hidden size of a draft, K candidates of one row. Of a visual encoder: P patches of
 an image, M their merge size, W windows of Z patches, N tiles of E pixels a side, L deepstack
@@ -11,36 +11,9 @@ from __future__ import annotations
 
 from collections.abc import Sequence
 
+# Symbols of sizes in shapes.
+ROWS, CAPACITY, HEAD_ROWS, IMAGE_ROWS = "rows", "kv_capacity", "head_rows", "image_rows"
 
-class EdgeLLMError(Exception):
-    """A failure that the user can mend: one line that says what, one that says how."""
-
-    def __init__(self, message: str, *, hint: str = "") -> None:
-        super().__init__(message)
-        self.hint = hint
-
-
-class UnsupportedModelError(EdgeLLMError):
-    """The checkpoint is sound, but edgellm does not know how to compute it."""
-
-
-class BrokenArtifactError(EdgeLLMError):
-    """A checkpoint, bundle or engine on disk is damaged, incomplete or of another version."""
-
-
-class LimitError(EdgeLLMError):
-    """Something does not fit: memory, prompt length, KV capacity."""
-
-
-class RequestError(EdgeLLMError):
-    """One request is malformed; the others of the file still run."""
-
-
-class UnexpectedError(EdgeLLMError):
-    """One request met a fault of the program or of a library, which is its `__cause__`."""
-
-
-# ------------------------------------------------------------------ graph inputs and outputs
 INPUT_IDS = "input_ids"  # int64 [1, S]
 POSITION_IDS = "position_ids"  # int64 [A, S], A axes; depth positions for tree nodes
 WRITE_INDEX = "write_index"  # int64 [1]; rows already in the KV cache
@@ -163,42 +136,3 @@ def past_name(layer: int, part: str) -> str:
 def present_name(layer: int, part: str) -> str:
     """Name of the KV-cache output that shares its buffer with `past_name(layer, part)`."""
     return f"{PRESENT}{layer}.{part}"
-
-
-# -------------------------------------------------- operations that portable graphs call by name
-# Model-local functions of this domain, with bodies in plain ONNX
-# (`edgellm.export.onnx.functions.attention`). A backend replaces calls by what it has for them, or
-# inlines the bodies.
-FUNCTIONS = "edgellm"
-ATTENTION = "CachedAttention"
-UNROTATED_ATTENTION = "UnrotatedCachedAttention"  # without rope, or of rows that are turned already
-SINK_ATTENTION = "CachedAttentionWithSinks"  # the same, with a score for each head
-ROTARY_TABLES = "RotaryTables"  # of all positions
-VISIBLE_SLOTS = "VisibleSlots"  # of every row: those before it, and its ancestors in a tree
-VISIBLE_IN_WINDOW = "VisibleSlotsInWindow"
-CONVOLUTION = "RecurrentConvolution"  # of each row with its ancestors
-DELTA_RULE = "GatedDeltaRule"  # of each row with its ancestors
-DECAYING_RULE = "DecayingRule"  # the same without taking back
-DELTA_UPDATE = "GatedDeltaUpdate"  # of a state by accepted rows
-LINEAR = "Linear"  # x, weight [out, in]
-QUANTIZED_LINEAR = "QuantizedLinear"  # x, codes [in, out], scales
-SHIFTED_LINEAR = "ShiftedLinear"  # the same, and zero points
-BLOCK_LINEAR = "BlockLinear"  # x, codes [out, in], scales [out, in / block]
-OFFSET_LINEAR = "OffsetLinear"  # the same, and minima [out, in / block]
-BLOCK_ROWS = "BlockRows"  # row numbers, and what BLOCK_LINEAR has behind x
-OFFSET_ROWS = "OffsetRows"  # row numbers, and what OFFSET_LINEAR has behind x
-BLOCK_FACTORS = "BlockFactors"  # scales or minima that are codes themselves: codes, scales
-FP4_LINEAR = "Fp4Linear"  # x, codes [out, in], scales, global scale
-ROUND_INPUT = "RoundInput"  # x, scale, zero point
-ROUND_INPUT_FP4 = "RoundInputFp4"  # x, global scale
-SMOOTH_INPUT = "SmoothInput"  # x, factors [in]
-ROUTER = "Router"  # x, weight [experts, in]; never rounded
-# x, ids and shares of those chosen, then what holds the gates, the ups and the downs of all experts
-# (as the four kinds of linear layers hold one, with the experts as first axis), and their biases.
-EXPERTS = "Experts"
-QUANTIZED_EXPERTS = "QuantizedExperts"
-SHIFTED_EXPERTS = "ShiftedExperts"
-FP4_EXPERTS = "Fp4Experts"  # pairs of codes uint8 [experts, out, in / 2], scales of 32 inputs
-# Codes [experts, out, in], scales and minima of blocks, or a single minimum of zero.
-BLOCK_EXPERTS = "BlockExperts"
-NVFP4_EXPERTS = "Nvfp4Experts"  # the same, FP8 scales of 16 inputs, and for each expert theirs

@@ -1,0 +1,117 @@
+"""Kinds of draft networks: the modules of `export.drafts`, found by method or by tensor names."""
+
+from __future__ import annotations
+
+import importlib
+import pkgutil
+from collections.abc import Iterable, Iterator
+from types import ModuleType
+from typing import TYPE_CHECKING, Any, Protocol, cast
+
+if TYPE_CHECKING:
+    import onnx_ir as ir
+
+    from edgellm.core.model_spec import DraftSpec
+    from edgellm.export.checkpoints.hf import Checkpoint
+    from edgellm.export.checkpoints.weights import Weights
+    from edgellm.export.config.decoder import DecoderConfig
+    from edgellm.export.layers.attention import PassState
+    from edgellm.export.onnx.builder import Op
+
+_PACKAGE = "edgellm.export.drafts"
+
+
+class Network(Protocol):
+    """A `Model`: continues hidden rows [1, S, D] by tokens."""
+
+    def forward(self, op: Op, input_ids: ir.Value, hidden: ir.Value, state: PassState) -> ir.Value:
+        """input_ids int64 [1, S] and hidden [1, S, D] -> [1, S, D]."""
+        ...
+
+    def head(self, op: Op, x: ir.Value) -> tuple[ir.Value, ir.Value]:
+        """X [1, R, D] -> logits [1, R, draft vocabulary] and recycled rows [1, R, D]."""
+        ...
+
+
+class OwnConfig(Protocol):
+    """The facts of such a network that every export needs."""
+
+    @property
+    def method(self) -> str:
+        """The module's name."""
+        ...
+
+    @property
+    def exporter(self) -> str:
+        """Whose conventions the checkpoint follows."""
+        ...
+
+    @property
+    def hidden_taps(self) -> tuple[int, ...]:
+        """What of the base it reads, see `specs.DraftSpec`."""
+        ...
+
+    @property
+    def taps_meaning(self) -> str:
+        """What the base's features are, in words."""
+        ...
+
+
+class Kind(Protocol):
+    """A module of `export.drafts` whose network has a shape of its own."""
+
+    TITLE: str  # in messages
+    ROLE: str  # of its graph
+    FILES: tuple[str, ...]  # of its weights, where they stand beside a model's
+
+    def own_names(self, names: Iterable[str]) -> list[str]:
+        """Those of its tensors."""
+        ...
+
+    def read(
+        self, checkpoint: Checkpoint, base: DecoderConfig, ignored: tuple[str, ...] = ()
+    ) -> OwnConfig:
+        """Its facts, checked against the base's."""
+        ...
+
+    def build(
+        self, draft: Checkpoint, base: Checkpoint, config: Any, dtype: ir.DataType
+    ) -> tuple[ir.Model, Op, Weights]:
+        """Its graph, recorded without touching weight data."""
+        ...
+
+    def spec(self, draft: Checkpoint, config: Any, op: Op) -> DraftSpec:
+        """What the manifest says of it."""
+        ...
+
+    # One that has its base's head may have `with_vocabulary(config, base, size)`: the facts of the
+    # same network when it foresees only so many tokens.
+
+
+def find(method: str) -> ModuleType:
+    """The module of a method that `draft_config` recognized."""
+    return importlib.import_module(f"{_PACKAGE}.{method}")
+
+
+def kind(method: str) -> Kind:
+    """The module of a method whose network has a shape of its own."""
+    return cast("Kind", find(method))
+
+
+def kinds() -> Iterator[Kind]:
+    """All networks of shapes of their own."""
+    for found in pkgutil.iter_modules(importlib.import_module(_PACKAGE).__path__):
+        if hasattr(find(found.name), "own_names"):
+            yield kind(found.name)
+
+
+def kind_of(names: Iterable[str]) -> Kind | None:
+    """The network whose tensors stand among `names`, alone or beside a model's."""
+    names = list(names)
+    return next((each for each in kinds() if each.own_names(names)), None)
+
+
+def own_names(names: Iterable[str]) -> list[str]:
+    """Names of tensors of such networks, which a model's export leaves alone."""
+    names = list(names)
+    return [name for each in kinds() for name in each.own_names(names)]

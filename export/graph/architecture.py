@@ -1,0 +1,63 @@
+"""Language model of a checkpoint: its architecture and config, checked key by key."""
+
+from __future__ import annotations
+
+from dataclasses import dataclass, replace
+from typing import Any
+
+from edgellm.core.errors import UnsupportedModelError
+from edgellm.export import models
+from edgellm.export.checkpoints.hf import Checkpoint
+from edgellm.export.checkpoints.vlm import text_tower
+from edgellm.export.config.decoder import DecoderConfig
+from edgellm.export.config.reader import ConfigReader
+
+
+@dataclass(frozen=True, slots=True)
+class ExportOptions:
+    """What the user chose."""
+
+    dtype: str = "fp16"
+    num_layers: int | None = None
+    ignore_config_keys: tuple[str, ...] = ()
+    is_eagle_base: bool = False  # give hidden taps to a draft, as the next two imply
+    hidden_taps: tuple[int, ...] = ()
+    draft_model_dir: str | None = None  # the draft whose config names the taps
+    lora_dir: str | None = None  # an adapter that the weights take up
+    pooling: str = ""  # "last" or "mean": the model embeds texts
+
+
+def read_architecture(
+    checkpoint: Checkpoint, options: ExportOptions
+) -> tuple[Checkpoint, Any, DecoderConfig]:
+    """The language model, its architecture's module and facts; every config key is understood."""
+    found = text_tower(checkpoint)
+    tower, images = found.checkpoint, found.images
+    model_type = tower.config.get("model_type")
+    if not isinstance(model_type, str):
+        raise UnsupportedModelError(f"{checkpoint.label}: config.json has no model_type")
+    architecture = models.find(model_type)
+    reader = ConfigReader(tower.config)
+    config = replace(architecture.Config.from_hf(reader), images=images)
+    reader.finish(options.ignore_config_keys)
+    if options.num_layers is not None:
+        if not 1 <= options.num_layers <= config.num_hidden_layers:
+            raise UnsupportedModelError(
+                f"--num_layers {options.num_layers}: the model has {config.num_hidden_layers}"
+            )
+        config = replace(config, num_hidden_layers=options.num_layers)
+        if not config.attending_layers:
+            raise UnsupportedModelError(
+                f"--num_layers {options.num_layers}: none of these layers attends"
+            )
+    return tower, architecture, config
+
+
+def end_ids(checkpoint: Checkpoint) -> set[Any]:
+    """All ids that end an answer: of the generation config, the model's configs, the tokenizer."""
+    tower = text_tower(checkpoint).checkpoint
+    found: set[Any] = {checkpoint.eos_token_id} - {None}
+    for source in (checkpoint.generation_config, checkpoint.config, tower.config):
+        value = source.get("eos_token_id")
+        found.update(value if isinstance(value, list) else [value] if value is not None else [])
+    return found
