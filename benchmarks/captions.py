@@ -19,7 +19,7 @@ from pathlib import Path
 
 from edgellm.build.engine import build_engine
 from edgellm.build.plan import Plan, image_plan
-from edgellm.device_runtime.api.llm import LLM, Answer
+from edgellm.device_runtime.api.llm import LLM, RequestOutput
 from edgellm.device_runtime.sampling.sampler import SamplingParams
 from edgellm.device_runtime.speculate.options import SpecOptions
 from edgellm.export.graph.architecture import ExportOptions
@@ -100,7 +100,7 @@ def build(work: Path, name: str, threads: int) -> LLM:
     return LLM(engine, spec=SpecOptions(), multimodal_engine_dir=encoder)
 
 
-def caption(llm: LLM, picture: Path, *, speculative: bool) -> Answer:
+def caption(llm: LLM, picture: Path, *, speculative: bool) -> RequestOutput:
     """What the model says of a picture, greedily."""
     image = {"type": "image", "image": str(picture)}
     content = [image, {"type": "text", "text": "Describe the image."}]
@@ -114,7 +114,7 @@ def caption(llm: LLM, picture: Path, *, speculative: bool) -> Answer:
     return answer
 
 
-def tally(answers: list[Answer], drawn: list[Scene]) -> str:
+def tally(answers: list[RequestOutput], drawn: list[Scene]) -> str:
     """Captions that are right to the word, and right cells."""
     scores = [score(answer.text, scene) for answer, scene in zip(answers, drawn, strict=True)]
     exact, right = sum(one.exact for one in scores), sum(one.right_cells for one in scores)

@@ -53,9 +53,9 @@ class Questions:
         self._texts = prompts() if load.texts is None else iter(load.texts)
         self._end = time.monotonic() + load.seconds
 
-    def take(self, most: int) -> Iterator[str]:
+    def take(self, maximum: int) -> Iterator[str]:
         """At most so many."""
-        for _ in range(most):
+        for _ in range(maximum):
             if time.monotonic() < self._end and (text := next(self._texts, None)):
                 yield text
 

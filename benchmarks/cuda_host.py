@@ -27,7 +27,7 @@ import numpy as np
 
 if TYPE_CHECKING:
     from edgellm.core.model_spec import DecoderSpec
-    from edgellm.device_runtime.networks.decoder import DecoderSession
+    from edgellm.device_runtime.networks.decoder import DecoderNetwork
 
 COUNTS = ("launches", "products", "copies", "replays", "allocations", "waits", "refusals")
 VERSIONS = {"cudart": 13, "cublas": 13, "cublasLt": 13, "curand": 10, "cuda": 1, "cudnn": 9}
@@ -153,7 +153,7 @@ def count(engine: Path, stub: Path) -> None:
     _count_together(session, prompt, counter)
 
 
-def _count_image(session: DecoderSession, spec: DecoderSpec, counter: Counter) -> None:
+def _count_image(session: DecoderNetwork, spec: DecoderSpec, counter: Counter) -> None:
     """A prompt with image rows, and a token behind it."""
     from edgellm.device_runtime.arrays import ImageRows
 
@@ -168,21 +168,21 @@ def _count_image(session: DecoderSession, spec: DecoderSpec, counter: Counter) -
     counter.show("token")
 
 
-def _count_together(session: DecoderSession, prompt: int, counter: Counter) -> None:
+def _count_together(session: DecoderNetwork, prompt: int, counter: Counter) -> None:
     """Tokens, then trees, of all answers that an engine takes at a time."""
-    from edgellm.device_runtime.networks.decoder import Part
+    from edgellm.device_runtime.networks.decoder import SequencePart
 
-    if session.most_parts == 1:
+    if session.max_batch_size == 1:
         return
-    contexts = [session.new_context() for _ in range(session.most_parts)]
+    contexts = [session.new_context() for _ in range(session.max_batch_size)]
     session.close(session.context)
     wanted, tree = np.zeros(1, np.int64), np.arange(4)
     for context in contexts:
         session.use(context)
         _ = session.run(np.arange(prompt) % 9, 0, wanted).token_ids
-    tokens = [Part(context, wanted, prompt, wanted) for context in contexts]
+    tokens = [SequencePart(context, wanted, prompt, wanted) for context in contexts]
     trees = [
-        Part(context, tree, prompt + 1, tree, prompt + 1 + tree, np.tri(4, dtype=np.bool_))
+        SequencePart(context, tree, prompt + 1, tree, prompt + 1 + tree, np.tri(4, dtype=np.bool_))
         for context in contexts
     ]
     counter.show("prompts")

@@ -111,7 +111,7 @@ def measure(engine: Path, options: argparse.Namespace) -> dict[str, Any]:
     if has_draft:
         del llm, clocks  # the oracle's engines take the GPU's memory
         gc.collect()
-        figures["oracle"] = foresee(engine, manifest, options, asked)
+        figures["oracle"] = predict(engine, manifest, options, asked)
     return figures
 
 
@@ -126,7 +126,7 @@ def _launches(engine: Path) -> dict[str, dict[str, int]]:
     return found
 
 
-def foresee(
+def predict(
     engine: Path, manifest: Engine, options: argparse.Namespace, asked: dict[str, Any]
 ) -> list[dict[str, Any]]:
     """The oracle's figures; prints them."""

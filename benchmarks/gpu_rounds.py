@@ -167,13 +167,13 @@ class Steps:
         )
 
     def _counted(self, name: str) -> str:
-        most, (waits, num_bytes) = self.largest, GOALS[name]
-        if not most:
+        maximum, (waits, num_bytes) = self.largest, GOALS[name]
+        if not maximum:
             return "not counted: no engine of TensorRT"
         return (
-            f"at most {most['waits']} waits (goal {waits}), {most['bytes_down']} bytes back (goal "
-            f"{num_bytes}), {most['bytes_up']} there, {most['graphs']} graphs, {most['kernels']} "
-            f"kernels and {most['copies']} copies by themselves"
+            f"at most {maximum['waits']} waits (goal {waits}), {maximum['bytes_down']} bytes back (goal "
+            f"{num_bytes}), {maximum['bytes_up']} there, {maximum['graphs']} graphs, {maximum['kernels']} "
+            f"kernels and {maximum['copies']} copies by themselves"
         )
 
 

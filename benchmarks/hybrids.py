@@ -33,7 +33,7 @@ from edgellm.build.onnxruntime_cpu.options import CpuOptions
 from edgellm.build.plan import Plan
 from edgellm.core.model_spec import DecoderSpec, KVCacheSpec, PageSpec
 from edgellm.device_runtime import LLM, SamplingParams
-from edgellm.device_runtime.networks.decoder import DecoderSession
+from edgellm.device_runtime.networks.decoder import DecoderNetwork
 from edgellm.device_runtime.runners.onnxruntime_cpu.runner import LoadedGraph, open_runner
 from edgellm.device_runtime.runners.onnxruntime_graphs import load_graph
 from edgellm.export import models
@@ -94,7 +94,7 @@ SHAPES: dict[str, dict[str, Any]] = {
 }
 
 
-def open_shape(folder: Path) -> DecoderSession:
+def open_shape(folder: Path) -> DecoderNetwork:
     """The layers of `QWEN`, with random packed weights."""
     architecture = models.find(QWEN["model_type"])
     facts = architecture.Config.from_hf(ConfigReader(QWEN))
@@ -131,7 +131,7 @@ def open_shape(folder: Path) -> DecoderSession:
         kv,
         recurrent=recurrent,
     )
-    return DecoderSession(open_runner([LoadedGraph(graph)], kv, CAPACITY), spec, CAPACITY, commit)
+    return DecoderNetwork(open_runner([LoadedGraph(graph)], kv, CAPACITY), spec, CAPACITY, commit)
 
 
 def _contents(stored: StoredTensor) -> np.ndarray:

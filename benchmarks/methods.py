@@ -24,7 +24,7 @@ import weights
 
 from edgellm.build.engine import build_engine
 from edgellm.build.plan import Plan
-from edgellm.device_runtime.api.llm import LLM, Answer
+from edgellm.device_runtime.api.llm import LLM, RequestOutput
 from edgellm.device_runtime.sampling.sampler import SamplingParams
 from edgellm.device_runtime.speculate.options import SpecOptions
 from edgellm.device_runtime.speculate.policy.static_tree import NAMED
@@ -94,7 +94,7 @@ class Tally:
     def length(self) -> float:
         return self.emitted / self.rounds if self.rounds else 1.0
 
-    def add(self, answer: Answer, plain_ms: float) -> None:
+    def add(self, answer: RequestOutput, plain_ms: float) -> None:
         """One more answer; `plain_ms`: what a token of it takes without a draft."""
         decoded, ms = len(answer.token_ids) - 1, answer.profile.decode_ms()
         if decoded < 1:

@@ -41,7 +41,7 @@ from edgellm.build.onnxruntime_cpu.linears import COARSE_INPUTS
 from edgellm.build.onnxruntime_cpu.lower import lower
 from edgellm.core.model_spec import DecoderSpec, KVCacheSpec, PageSpec
 from edgellm.device_runtime.kernels.pack import PackedForm
-from edgellm.device_runtime.networks.decoder import DecoderSession
+from edgellm.device_runtime.networks.decoder import DecoderNetwork
 from edgellm.device_runtime.runners.onnxruntime_cpu.runner import LoadedGraph, open_runner
 from edgellm.device_runtime.runners.onnxruntime_graphs import load_graph
 from edgellm.export import models
@@ -164,7 +164,7 @@ def measure(name: str, layers: int, folder: Path, threads: int) -> dict[str, flo
     )
     start = time.perf_counter()
     graph = load_graph(folder / "decode.onnx", threads=threads, own_kernels=True)
-    session = DecoderSession(open_runner([LoadedGraph(graph)], spec.kv, CAPACITY), spec, CAPACITY)
+    session = DecoderNetwork(open_runner([LoadedGraph(graph)], spec.kv, CAPACITY), spec, CAPACITY)
     found = {"load_s": time.perf_counter() - start}
     random = np.random.default_rng(0)
 

@@ -33,7 +33,7 @@ class OracleDrafter:
         within: Drafter,
         text: Sequence[int],
         acceptance_length: float,
-        most_levels: int,
+        max_levels: int,
         vocab_size: int,
     ) -> None:
         """Watch and stand in.
@@ -44,12 +44,12 @@ class OracleDrafter:
             text: prompt and greedy answer.
             acceptance_length: tokens of a round in the mean, the base's own among them. Some
                 rounds err one token earlier than others, so that the mean is exact.
-            most_levels: tokens that are foreseen at most.
+            max_levels: tokens that are foreseen at most.
             vocab_size: more than a tree's nodes.
         """
         self._within, self._text = within, list(text)
-        self._foreseen = acceptance_length - 1
-        self._most_levels, self._vocab_size = most_levels, vocab_size
+        self._predicted = acceptance_length - 1
+        self._max_levels, self._vocab_size = max_levels, vocab_size
 
     def begin(self, token_ids: Sequence[int]) -> None:
         self._within.begin(token_ids)
@@ -81,8 +81,8 @@ class OracleDrafter:
     def propose(self, root: int, room: int, levels: int) -> Passes[Tree]:
         self._own = tree = yield from self._within.propose(root, room, levels)
         following = self._text[self._length :]
-        self._due += self._foreseen
-        count = min(int(self._due), levels, self._most_levels, len(tree) - 1, len(following))
+        self._due += self._predicted
+        count = min(int(self._due), levels, self._max_levels, len(tree) - 1, len(following))
         self._due -= count
         wrong_from = following[0] + 1 if following else 0
         wrong = (wrong_from + np.arange(len(tree) - 1 - count)) % self._vocab_size

@@ -20,13 +20,13 @@ import numpy as np
 from quality import RECIPES, open_engine
 
 from edgellm.core.manifest import LLM_ENGINE, load_engine
-from edgellm.device_runtime.networks.decoder import DecoderSession, open_decoder
+from edgellm.device_runtime.networks.decoder import DecoderNetwork, open_decoder
 from edgellm.scripts import smollm2
 
 ROWS, CONTEXT, REPEATS = (1, 2, 4, 8, 16, 32, 64), 512, 8
 
 
-def pass_ms(session: DecoderSession, rows: int) -> float:
+def pass_ms(session: DecoderNetwork, rows: int) -> float:
     """Median of some passes behind the context, whose rows are not kept."""
     ids, logits = np.arange(rows) + 100, np.arange(rows)
     times = []
@@ -37,7 +37,7 @@ def pass_ms(session: DecoderSession, rows: int) -> float:
     return statistics.median(times)
 
 
-def prefill_ms(session: DecoderSession) -> float:
+def prefill_ms(session: DecoderNetwork) -> float:
     """The context, read in pieces of 128 rows."""
     start = time.perf_counter()
     for begin in range(0, CONTEXT, 128):

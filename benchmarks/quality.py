@@ -42,7 +42,7 @@ from tokenizers import Tokenizer
 from edgellm.build.engine import build_engine
 from edgellm.build.plan import Plan
 from edgellm.core.manifest import LLM_ENGINE, load_engine
-from edgellm.device_runtime.networks.decoder import DecoderSession, open_decoder
+from edgellm.device_runtime.networks.decoder import DecoderNetwork, open_decoder
 from edgellm.export.graph.architecture import ExportOptions
 from edgellm.export.pipeline.llm import export_llm
 from edgellm.export.pipeline.resolve import open_checkpoint
@@ -160,7 +160,7 @@ def engine_folder(work: Path, name: str, threads: int) -> Path:
     return engine
 
 
-def open_engine(work: Path, name: str, threads: int) -> DecoderSession:
+def open_engine(work: Path, name: str, threads: int) -> DecoderNetwork:
     """What runs `engine_folder`."""
     folder = engine_folder(work, name, threads)
     return open_decoder(folder, load_engine(folder, LLM_ENGINE))

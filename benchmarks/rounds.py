@@ -30,9 +30,9 @@ from edgellm.device_runtime.engine.profile import GENERATION, SPECULATION, Profi
 from edgellm.device_runtime.sampling.sampler import SamplingParams
 from edgellm.device_runtime.speculate.drafters import eagle
 from edgellm.device_runtime.speculate.policy.costs import Costs
-from edgellm.device_runtime.speculate.policy.spec_budget import TextShare
-from edgellm.device_runtime.speculate.policy.spec_gate import Controller
-from edgellm.device_runtime.speculate.text_lookup import Foresight
+from edgellm.device_runtime.speculate.policy.spec_budget import TextLookupShare
+from edgellm.device_runtime.speculate.policy.spec_gate import SpecGate
+from edgellm.device_runtime.speculate.text_lookup import TextDrafts
 from edgellm.scripts import smollm2
 
 # SmolLM2 in INT4 with its draft in INT4, two threads of an AMD EPYC (Zen 5); milliseconds by rows.
@@ -83,11 +83,11 @@ def priced(
     prices = PRICES[name]
     booked: list[tuple[int, float]] = []
     found: list[str] = []
-    end_round, pass_by = Controller.end_round, Controller.pass_by
+    end_round, pass_by = SpecGate.end_round, SpecGate.pass_by
 
     def book(
-        self: Controller, emitted: int, drafted_ms: float, rows: int, *, networked: bool,
-        read_ms: float = 0.0, text: TextShare | None = None,
+        self: SpecGate, emitted: int, drafted_ms: float, rows: int, *, networked: bool,
+        read_ms: float = 0.0, text: TextLookupShare | None = None,
     ) -> None:  # fmt: skip
         host_ms = prices.host_ms * networked + prices.tree_ms * (rows > 1)
         looked_ms = 0.0 if text is None else text.looked_ms
@@ -95,13 +95,13 @@ def priced(
         booked.append((emitted, ms))
         end_round(self, emitted, drafted_ms, rows, networked=networked, read_ms=read_ms, text=text)
 
-    def book_plain(self: Controller, foresight: Foresight) -> None:
+    def book_plain(self: SpecGate, foresight: TextDrafts) -> None:
         looked_ms = LOOKED_MS if foresight.looked_s else 0.0
         booked.append((1, looked_ms + PASSES["1"]))
         pass_by(self, foresight)
 
     eagle.Costs = SimpleNamespace(of=lambda *_: prices)
-    Controller.end_round, Controller.pass_by = book, book_plain
+    SpecGate.end_round, SpecGate.pass_by = book, book_plain
     try:
         with LLM(folder, spec=methods.METHODS[method].spec) as llm:
             for questions in sets:  # what the first teach is known of the others
@@ -111,7 +111,7 @@ def priced(
                 rate = emitted / ms * PASSES["1"]
                 found.append(f"{rate:.3f} ({emitted / len(booked):.2f})")
     finally:
-        eagle.Costs, Controller.end_round, Controller.pass_by = Costs, end_round, pass_by
+        eagle.Costs, SpecGate.end_round, SpecGate.pass_by = Costs, end_round, pass_by
     return "  ".join(found)
 
 

@@ -13,7 +13,7 @@ from edgellm.core.manifest import Spec
 from edgellm.core.model_spec import DecoderSpec
 from edgellm.device_runtime import networks
 from edgellm.device_runtime.engine.spec_overhead import round_host_ms
-from edgellm.device_runtime.networks.decoder import DecoderSession
+from edgellm.device_runtime.networks.decoder import DecoderNetwork
 from edgellm.device_runtime.runners import Runner
 from edgellm.device_runtime.runners.pass_timing import CONTEXT_ROWS, Budget, fastest_each_ms
 
@@ -46,7 +46,7 @@ def measure(opened: Mapping[str, Runner], spec: Spec, plan: Plan) -> tuple[Costs
 
 
 def _best_prefill_rows(
-    session: DecoderSession,
+    session: DecoderNetwork,
     spec: DecoderSpec,
     plan: Plan,
     costs: Mapping[str, float],
@@ -60,9 +60,9 @@ def _best_prefill_rows(
     place: it keeps windows or states.
     """
     longest = min(CONTEXT_ROWS, plan.max_input_len)
-    most = min(session.pass_rows or longest, longest)
-    sizes = [rows for rows in (*_PREFILL_ROWS, longest) if rows < most] + [most]
-    ids = np.arange(most) % spec.vocab_size
+    maximum = min(session.pass_rows or longest, longest)
+    sizes = [rows for rows in (*_PREFILL_ROWS, longest) if rows < maximum] + [maximum]
+    ids = np.arange(maximum) % spec.vocab_size
     restarts = spec.recurrent is not None or session.pass_rows > 0
 
     def prefill(rows: int) -> None:

@@ -62,7 +62,7 @@ class Plan:
     max_lora_rank: int = 0  # of adapters at run time; 0: the engine takes none
 
 
-def most_rows(role: str, plan: Plan) -> int:
+def max_rows(role: str, plan: Plan) -> int:
     """Rows of the longest pass of a role; 0 where a pass has none."""
     return {
         Rows.TEXT: max(plan.max_input_len, plan.max_verify_tree_size),

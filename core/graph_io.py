@@ -35,7 +35,7 @@ CANDIDATE_LOG_PROBS = "candidate_log_probs"  # float32 [1, R, K]; log-softmax, d
 # Of a draft of blocks: log-probabilities of the likeliest L candidates of a row, given each of the
 # L of the row before it (or the token that stands there): float32 [1, R, L, L], L <= MOST_LINKED.
 CANDIDATE_LINKS = "candidate_links"
-LINKED, MOST_LINKED = "linked", 64  # L as a symbol in shapes of outputs
+LINKED, MAX_LINKED = "linked", 64  # L as a symbol in shapes of outputs
 RECYCLED_HIDDEN = "recycled_hidden"  # activations [1, R, D]; `draft_hidden` of a row's children
 
 # Engines with edgellm's kernels take several sequences in a pass, whose rows stand one behind the

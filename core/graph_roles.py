@@ -30,7 +30,7 @@ HOST = "host"  # no pass: what the host does for a round of a decoder that verif
 STEP = "step"  # of a draft: rows of one growth
 EXTEND = "extend"  # of a draft: rows fused and committed
 ALL_HEADS = "heads"  # of all of them
-FORESEE = "foresee"  # of a draft of blocks: rows fused and committed, and a block behind them
+PREDICT = "foresee"  # of a draft of blocks: rows fused and committed, and a block behind them
 _SHARED_BY = " x "  # behind a kind: sequences that share such a pass
 
 
@@ -70,7 +70,7 @@ ROLES = {
         Rows.DRAFTED,
         has_cache=True,
         inputs=(DRAFT_HIDDEN, TOP_K),
-        measured={FORESEE: "committing and drafting a block"},
+        measured={PREDICT: "committing and drafting a block"},
     ),
     COMMIT: Role(Rows.ACCEPTED),
     FUSE: Role(Rows.DRAFTED, inputs=(HIDDEN_TAPS,)),

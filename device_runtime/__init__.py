@@ -5,16 +5,16 @@ from __future__ import annotations
 from typing import TYPE_CHECKING, Any
 
 if TYPE_CHECKING:
-    from edgellm.device_runtime.api.llm import LLM, Answer, BatchError, Step
+    from edgellm.device_runtime.api.llm import LLM, BatchError, RequestOutput, Step
     from edgellm.device_runtime.sampling.sampler import SamplingParams
     from edgellm.device_runtime.speculate.options import SpecOptions
 
-__all__ = ["LLM", "Answer", "BatchError", "SamplingParams", "SpecOptions", "Step"]
+__all__ = ["LLM", "BatchError", "RequestOutput", "SamplingParams", "SpecOptions", "Step"]
 
 
 def __getattr__(name: str) -> Any:
     """Load the public names on first use, so that `llm_inference --help` stays quick."""
-    if name in ("LLM", "Answer", "BatchError", "Step"):
+    if name in ("LLM", "RequestOutput", "BatchError", "Step"):
         from edgellm.device_runtime.api import llm
 
         return getattr(llm, name)

@@ -45,7 +45,7 @@ if TYPE_CHECKING:
     from edgellm.device_runtime.requests.held_interrupts import HeldInterrupts
     from edgellm.device_runtime.requests.outputs import Outputs
     from edgellm.device_runtime.requests.request_file import Options
-    from edgellm.device_runtime.requests.resume import Answered, UnfinishedRun
+    from edgellm.device_runtime.requests.resume import FinishedRequest, UnfinishedRun
 
 app = App(CAMEL_CASE)
 
@@ -220,10 +220,10 @@ def _say_how_to_go_on(run: UnfinishedRun, total: int) -> None:
 def _answer_all(
     llm: LLM, options: Options, requests: list[Any], run: UnfinishedRun, outputs: Outputs,
     held: HeldInterrupts, *, stream: bool,
-) -> Iterator[Answered]:  # fmt: skip
+) -> Iterator[FinishedRequest]:  # fmt: skip
     """The answers that `run` lacks, as they finish; `batch_size` of them are computed at a time."""
     from edgellm.device_runtime.requests.responses import run_requests
-    from edgellm.device_runtime.requests.resume import Answered
+    from edgellm.device_runtime.requests.resume import FinishedRequest
     from edgellm.device_runtime.requests.tree_log import TreeLog
 
     left = _left(requests, run)
@@ -245,7 +245,7 @@ def _answer_all(
     raws = ((index, requests[index]) for index in left)
     for response, profile in run_requests(llm, options, raws, show, size, held):
         index = response["request_idx"]
-        yield Answered(response, profile, trees.pop(index).rounds)
+        yield FinishedRequest(response, profile, trees.pop(index).rounds)
         if stream:
             printer.end(index)
 

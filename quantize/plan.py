@@ -7,7 +7,7 @@ from pathlib import Path
 from typing import Any
 
 from edgellm.quantize.formats.schemes import Recipe
-from edgellm.quantize.models.language_model import Subject, Task
+from edgellm.quantize.models.language_model import QuantizedNetwork, Task
 
 
 @dataclass(frozen=True, slots=True)
@@ -56,7 +56,7 @@ class Plan:
     """A job whose every check is passed."""
 
     job: Job
-    subject: Subject
+    subject: QuantizedNetwork
     recipe: Recipe
     head: Recipe | None
     task: Task

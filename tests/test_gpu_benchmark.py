@@ -162,10 +162,10 @@ def test_what_users_get_is_counted(eagle_pair, tmp_path, monkeypatch, speculativ
     device.synchronize()  # what nobody waited for
     after = {name: getattr(fake, name) - device.counts[own] for own, name in names.items()}
     assert before == after
-    most = steps.largest
-    assert (most["waits"], most["captures"], most["allocations"]) == (1, 0, 0)
-    assert 0 < most["bytes_down"] <= GOALS["drafted" if speculative else "plain"][1]
-    assert most["graphs"] == 1 if not speculative else most["graphs"] > 1
+    maximum = steps.largest
+    assert (maximum["waits"], maximum["captures"], maximum["allocations"]) == (1, 0, 0)
+    assert 0 < maximum["bytes_down"] <= GOALS["drafted" if speculative else "plain"][1]
+    assert maximum["graphs"] == 1 if not speculative else maximum["graphs"] > 1
     assert steps.gpu_ms > 0
     assert steps.tokens < len(steps.token_ids) == 40
     assert "1 waits (goal 1)" in steps.line("drafted" if speculative else "plain")

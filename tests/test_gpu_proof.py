@@ -126,8 +126,8 @@ def test_all_stages_of_the_proof(tmp_path, monkeypatch, capsys):
         "measure",
         lambda engine, _: {"engine": engine.name, "roofline": 0.5, **runs, **counted},
     )
-    most = {"waits": 1, "bytes_down": 12, "bytes_up": 9, "graphs": 1, "kernels": 0}
-    as_used = {"plain": {"tokens_per_s": 60.0, "largest": most}, "is_plain": True}
+    maximum = {"waits": 1, "bytes_down": 12, "bytes_up": 9, "graphs": 1, "kernels": 0}
+    as_used = {"plain": {"tokens_per_s": 60.0, "largest": maximum}, "is_plain": True}
     counted = {"production": as_used, "launches": {"llm": {"decode": 37}}}
     stages, status, asked = _prove(monkeypatch, tmp_path / "new" / "proof", says={})
     assert list(stages) == ["doctor", "tests", "runtime", "engine", "rounds", "decoding"]

@@ -34,7 +34,7 @@ from edgellm.device_runtime.adapted_layers import (
 )
 
 _MARK = "AdaptedInput"  # stands where a layer's own input is read, until the layer is lowered
-_MOST_MERGED = 8  # layers that read the same: no network has so many
+_MAX_MERGED = 8  # layers that read the same: no network has so many
 _IN_A_LAYER = re.compile(r"layers\.\d+\.(?=model\.layers\.\d+\.)")
 
 
@@ -134,7 +134,7 @@ class Places:
 
     def ranges(self) -> tuple[dict[str, tuple[int, int]], dict[str, tuple[int, int]]]:
         """Of columns that vary, in passes without adapters and in those with some."""
-        symbols = {at: f"{graph_io.ADAPTER_COLUMNS}{at}" for at in range(1, _MOST_MERGED + 1)}
+        symbols = {at: f"{graph_io.ADAPTER_COLUMNS}{at}" for at in range(1, _MAX_MERGED + 1)}
         all_of_them = {name: (self.columns(at), self.columns(at)) for at, name in symbols.items()}
         return dict.fromkeys(symbols.values(), (1, 1)), all_of_them
 
@@ -225,7 +225,7 @@ class AdapterSums:
         return self._masks[layers]
 
     def _columns(self, layers: int) -> int | str:
-        assert layers <= _MOST_MERGED
+        assert layers <= _MAX_MERGED
         if self._varies:
             return f"{graph_io.ADAPTER_COLUMNS}{layers}"
         return self._places.columns(layers)

@@ -21,7 +21,7 @@ from edgellm.build.onnxruntime_cpu.edgellm_kernels.attention import page_spec
 from edgellm.build.onnxruntime_cpu.edgellm_kernels.embedding import rounded_block
 from edgellm.build.onnxruntime_cpu.edgellm_kernels.linears import OwnLinears
 from edgellm.build.onnxruntime_cpu.expert_check import check_experts
-from edgellm.build.onnxruntime_cpu.graph_variants import Variant, settled, variants_of
+from edgellm.build.onnxruntime_cpu.graph_variants import Variant, resolve_auto, variants_of
 from edgellm.build.onnxruntime_cpu.lower import lower, take_answers
 from edgellm.build.onnxruntime_cpu.memory_estimate import estimate_graphs
 from edgellm.build.onnxruntime_cpu.optimize import optimize
@@ -56,7 +56,7 @@ _EXACT = {"fp32", "fp16", "bf16", "fp8"}  # products of floats, whose inputs are
 
 def estimate(source: Path, bundle: Bundle, plan: Plan) -> Estimate:
     """See `edgellm.build.backends.Backend.estimate`."""
-    plan = settled(source, bundle, plan)
+    plan = resolve_auto(source, bundle, plan)
     return estimate_graphs(source, bundle, plan, _cache(source, bundle, plan))
 
 
@@ -64,7 +64,7 @@ def compile_bundle(
     source: Path, bundle: Bundle, plan: Plan, folder: Path, report: Report
 ) -> Compiled:
     """See `edgellm.build.backends.Backend.compile`."""
-    plan = settled(source, bundle, plan)
+    plan = resolve_auto(source, bundle, plan)
     cache = _cache(source, bundle, plan)
     graphs: dict[str, tuple[GraphSpec, ...]] = {}
     opened: dict[str, OnnxRuntimeRunner] = {}

@@ -20,7 +20,7 @@ from edgellm.build.onnxruntime_cpu.linears import (
     StoredKernel,
 )
 from edgellm.build.onnxruntime_cpu.options import kernels_of
-from edgellm.build.plan import Plan, most_rows
+from edgellm.build.plan import Plan, max_rows
 from edgellm.core.errors import EdgeLLMError
 from edgellm.core.graph_roles import DECODER, DRAFT, ENCODER
 from edgellm.core.manifest import Bundle
@@ -46,7 +46,7 @@ class Variant:
     needs_mask: bool = True
 
 
-def settled(source: Path, bundle: Bundle, plan: Plan) -> Plan:
+def resolve_auto(source: Path, bundle: Bundle, plan: Plan) -> Plan:
     """The plan with what suits an EAGLE draft of floats on our kernels.
 
     A pass of the base takes the caches, so that a round reads the draft from memory anew. Four bits
@@ -79,7 +79,7 @@ def variants_of(role: str, model: ir.Model, bundle: Bundle, plan: Plan) -> list[
 
 def _decoder_variants(role: str, model: ir.Model, bundle: Bundle, plan: Plan) -> list[Variant]:
     """The graphs that a bundle's precision asks for on this processor."""
-    largest = max(most_rows(role, plan), *MEASURED_ROWS)
+    largest = max(max_rows(role, plan), *MEASURED_ROWS)
     kinds = weight_kinds(model)
     is_own = kernels_of(plan) == EDGELLM
     check_quantize(kinds, plan.quantize, takes_fp8=is_own)
@@ -142,14 +142,14 @@ def _rounds_inputs_to_int8(model: ir.Model) -> bool:
 def _draft_variants(role: str, model: ir.Model, bundle: Bundle, plan: Plan) -> list[Variant]:
     """A draft's precision changes how many tokens are accepted, never which.
 
-    So int8 is the default where the processor has int8 dot products, if `settled` did not choose
-    INT4.
+    So int8 is the default where the processor has int8 dot products, if `resolve_auto` did not
+    choose INT4.
     """
     del bundle
     kinds = weight_kinds(model)
     is_own = kernels_of(plan) == EDGELLM
     check_quantize(kinds, plan.quantize, takes_fp8=is_own)
-    rows = most_rows(role, plan)
+    rows = max_rows(role, plan)
     if is_own:
         rounds = plan.quantize == "auto" and has_fast_int8()
         return [_own_variant(role, model, "int8" if rounds else plan.quantize, rows)]

@@ -94,13 +94,13 @@ def _peak_bytes(held: Sequence[_Held], kv_bytes: int) -> int:
 # ------------------------------------------------------------------------------------ checks
 def _checked_bytes(model: ir.Model, plan: Plan) -> int:
     """Of decoded weights, see `build.verify.streamed_eval`: those of a piece, and copies of one on its way."""
-    most = copies = piece = decoded = 0
+    maximum = copies = piece = decoded = 0
     for numbers, steps in _read(model, is_rounded=plan.quantize == "int4"):
         if piece + numbers > PIECE:
             piece = decoded = 0
         piece, decoded = piece + numbers, decoded + (numbers if steps else 0)
-        most, copies = max(most, decoded), max(copies, numbers * (steps - 1))
-    return 4 * (most + copies)
+        maximum, copies = max(maximum, decoded), max(copies, numbers * (steps - 1))
+    return 4 * (maximum + copies)
 
 
 def _read(model: ir.Model, *, is_rounded: bool) -> Iterator[tuple[int, int]]:

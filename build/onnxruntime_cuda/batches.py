@@ -10,7 +10,7 @@ from edgellm.build.lowering.graph import GraphEditor
 from edgellm.build.plan import Plan
 from edgellm.core import graph_io
 from edgellm.device_runtime.runners.onnxruntime_cuda.attention_inputs import ROW_NUMBERS
-from edgellm.device_runtime.runners.onnxruntime_cuda.padded_batch import MOST_JOINED
+from edgellm.device_runtime.runners.onnxruntime_cuda.padded_batch import MAX_JOINED
 
 BATCH = "batch"  # symbol of the number of sequences
 _BY_SEQUENCE = (graph_io.INPUT_IDS, graph_io.DRAFT_HIDDEN)
@@ -18,7 +18,7 @@ _BY_SEQUENCE = (graph_io.INPUT_IDS, graph_io.DRAFT_HIDDEN)
 
 def spare_rows(plan: Plan) -> int:
     """Behind the capacity of a sequence's cache, where sequences share passes: for padding."""
-    return MOST_JOINED if plan.max_batch_size > 1 else 0
+    return MAX_JOINED if plan.max_batch_size > 1 else 0
 
 
 def lower_batches(graph: GraphEditor) -> ir.Value:

@@ -29,7 +29,7 @@ from edgellm.build.onnxruntime_cuda.linears import CudaKernel, dense_name, takes
 from edgellm.build.onnxruntime_cuda.lower import lower_for_cuda
 from edgellm.build.onnxruntime_cuda.plain_attention import rows_graph
 from edgellm.build.pass_timing import measure
-from edgellm.build.plan import RUNTIME_BYTES, Compiled, Estimate, Plan, Report, most_rows
+from edgellm.build.plan import RUNTIME_BYTES, Compiled, Estimate, Plan, Report, max_rows
 from edgellm.build.verify.check import Verdict, require_alike
 from edgellm.build.verify.reference import Source, make_reference
 from edgellm.build.verify.rounding_simulation import Rounds
@@ -153,7 +153,7 @@ class _Compiler:
         """A graph for each of `_kinds`, over one file of weights."""
         weights = WeightFile(self._folder / f"{name}.data")
         has_cache = ROLES[role].has_cache
-        capacity, most = self._plan.kv_capacity if has_cache else 0, most_rows(role, self._plan)
+        capacity, maximum = self._plan.kv_capacity if has_cache else 0, max_rows(role, self._plan)
         graphs = []
         for form, places in self._kinds(role):
             model = load()
@@ -172,7 +172,7 @@ class _Compiler:
             causal, adapted = form == Form.CAUSAL, places is not None
             path = f"{name}{CAUSAL_SUFFIX * causal}{ADAPTED_SUFFIX * adapted}.onnx"
             ir.save(model, self._folder / path)
-            graphs.append(GraphSpec(path, most, precision))
+            graphs.append(GraphSpec(path, maximum, precision))
         weights.close()
         return tuple(graphs)
 

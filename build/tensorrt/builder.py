@@ -244,6 +244,6 @@ def _profile(builder: Any, inputs: list[ir.Value], each: Pass) -> Any:
         if all(isinstance(dim, int) for dim in dims):
             continue
         ranges = [(d, d) if isinstance(d, int) else each.ranges[str(d.value)] for d in dims]
-        least, most = ([size[end] for size in ranges] for end in (0, 1))
-        profile.set_shape(value.name, least, most, most)
+        least, maximum = ([size[end] for size in ranges] for end in (0, 1))
+        profile.set_shape(value.name, least, maximum, maximum)
     return profile

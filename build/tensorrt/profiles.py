@@ -75,11 +75,11 @@ def _shared_passes(plan: Plan, tree: int) -> list[Pass]:
     Of a mask as many columns are there as the largest tree has rows; pieces of prompts have image
     rows wherever tokens stand.
     """
-    most = shared_rows(tree, plan.max_batch_size)
+    maximum = shared_rows(tree, plan.max_batch_size)
     sizes = {"decode": 1, "tokens": plan.max_batch_size}
-    if plan.max_batch_size == most:
+    if plan.max_batch_size == maximum:
         del sizes["tokens"]
-    sizes |= {"together": most, "prefill": plan.max_input_len + most}
+    sizes |= {"together": maximum, "prefill": plan.max_input_len + maximum}
     columns = {"mask_columns": (1, max(tree, 1))}
     return [
         Pass(
@@ -88,7 +88,7 @@ def _shared_passes(plan: Plan, tree: int) -> list[Pass]:
             {
                 "rows": (1, rows),
                 "image_rows": (1, rows),
-                "head_rows": (1, min(rows, most)),
+                "head_rows": (1, min(rows, maximum)),
                 **columns,
             },
         )
@@ -117,20 +117,20 @@ def draft_passes(plan: Plan) -> list[Pass]:
 
 def image_pass(plan: Plan, spec: VisionSpec) -> Pass:
     """One image."""
-    least, most = plan.min_image_tokens, plan.max_image_tokens_per_image
+    least, maximum = plan.min_image_tokens, plan.max_image_tokens_per_image
     if spec.image_size:
-        tiles = (max(1, least // spec.tokens_per_tile), most // spec.tokens_per_tile)
+        tiles = (max(1, least // spec.tokens_per_tile), maximum // spec.tokens_per_tile)
         return Pass("image", tiles[1], {"tiles": tiles})
     block = spec.merge_size**2
-    patches = (least * block, most * block)
+    patches = (least * block, maximum * block)
     ranges: dict[str, Range] = {"patches": patches}
     if spec.window_size:
         size = spec.window_size**2
-        windows = (1, _most_windows(most, spec))
+        windows = (1, _max_windows(maximum, spec))
         ranges |= {"windows": windows, "window_slots": (size, windows[1] * size)}
     return Pass("image", patches[1], ranges)
 
 
-def _most_windows(tokens: int, spec: VisionSpec) -> int:
+def _max_windows(tokens: int, spec: VisionSpec) -> int:
     """Of an image of so many tokens: most has a strip that is one token high."""
     return -(-tokens * spec.merge_size // spec.window_size)

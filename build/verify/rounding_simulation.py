@@ -55,8 +55,8 @@ def round_layers(
         rows: of a pass; 1 where that varies.
         halves: activations are float16, else float32.
     """
-    most = max((each[0] for each in layers.values()), default=0)
-    errors = _Errors(graph, most, rows, halves=halves)
+    maximum = max((each[0] for each in layers.values()), default=0)
+    errors = _Errors(graph, maximum, rows, halves=halves)
     rounded: dict[tuple[ir.Value, int], ir.Value] = {}
     for node in graph.find("MatMul", "FusedMatMul"):
         x, weight = node.inputs
@@ -147,9 +147,9 @@ class _Errors:
     variance |x|^2 step^2 / 12. To know the steps takes two looks at a weight, to round it five.
     """
 
-    def __init__(self, graph: GraphEditor, most_outputs: int, rows: int, *, halves: bool) -> None:
+    def __init__(self, graph: GraphEditor, max_outputs: int, rows: int, *, halves: bool) -> None:
         self._graph, self._halves, self._random = graph, halves, np.random.default_rng(5)
-        self._shape = rows, most_outputs + _SHIFTS
+        self._shape = rows, max_outputs + _SHIFTS
         self._table: NDArray[np.float32] | None = None
         self._lengths: dict[ir.Value, ir.Value] = {}
 
@@ -185,11 +185,11 @@ class _Errors:
                 scale = self._floats(largest)
                 return graph.node("Mul", [scale, graph.constant("eight", np.float32(8))])
         inputs = _integers(graph, 1) if by_output else first
-        most, least = (
+        maximum, least = (
             graph.node(f"Reduce{which}", [weight, inputs], keepdims=int(not by_output))
             for which in ("Max", "Min")
         )
-        return graph.node("Max", [most, graph.node("Neg", [least])])
+        return graph.node("Max", [maximum, graph.node("Neg", [least])])
 
     def _normal(self, outputs: int) -> ir.Value:
         """Another part of one table for each layer, [rows, outputs]."""

@@ -20,40 +20,40 @@ from edgellm.device_runtime.api.scoring import Reader
 from edgellm.device_runtime.arrays import ImageRows
 from edgellm.device_runtime.engine import continuation
 from edgellm.device_runtime.engine.chat_template import Formatter
-from edgellm.device_runtime.engine.kv_cache_manager import CacheSlot
+from edgellm.device_runtime.engine.kv_cache_manager import KVCacheManager
 from edgellm.device_runtime.engine.lora import open_adapters
 from edgellm.device_runtime.engine.profile import IMAGES, Profile
 from edgellm.device_runtime.engine.prompt import Prompt, fit
 from edgellm.device_runtime.engine.sequence import Sequence, Step
-from edgellm.device_runtime.engine.stop_detector import Endings
+from edgellm.device_runtime.engine.stop_detector import StopDetector
 from edgellm.device_runtime.engine.template_flags import GENERATE, refuse_flags, require_known
 from edgellm.device_runtime.kv_cache.prefix_cache import count_common
-from edgellm.device_runtime.networks.decoder import DecoderSession, open_decoder
+from edgellm.device_runtime.networks.decoder import DecoderNetwork, open_decoder
 from edgellm.device_runtime.sampling.guidance import Guidance
 from edgellm.device_runtime.sampling.logprobs import TokenLogprobs
 from edgellm.device_runtime.sampling.sampler import Sampler, SamplingParams
-from edgellm.device_runtime.scheduler.background_loop import Driver
-from edgellm.device_runtime.scheduler.concurrent import BatchError, News, together
-from edgellm.device_runtime.scheduler.request_output import Answer
-from edgellm.device_runtime.scheduler.running_batch import Batch, Entry
+from edgellm.device_runtime.scheduler.background_loop import BackgroundLoop
+from edgellm.device_runtime.scheduler.concurrent import BatchError, NewOutputs, together
+from edgellm.device_runtime.scheduler.request_output import RequestOutput
+from edgellm.device_runtime.scheduler.running_batch import Batch, RunningRequest
 from edgellm.device_runtime.scheduler.scheduler_limits import bounds_of
-from edgellm.device_runtime.scheduler.step_lock import Turns
-from edgellm.device_runtime.speculate.open_drafter import Drafters, settled
+from edgellm.device_runtime.scheduler.step_lock import StepLock
+from edgellm.device_runtime.speculate.open_drafter import Drafters, resolve_auto
 from edgellm.device_runtime.speculate.options import SpecOptions
 from edgellm.device_runtime.text.tokenizer import ChatTokenizer, StopMatcher
 
 if TYPE_CHECKING:
-    from edgellm.device_runtime.engine.images import ImageReader, Seen
+    from edgellm.device_runtime.engine.images import EncodedImages, ImageReader
     from edgellm.multimodal.media import Source
 
-__all__ = ["LLM", "Answer", "BatchError", "Step"]
+__all__ = ["LLM", "BatchError", "RequestOutput", "Step"]
 BeforePass = Callable[[], object]
 
 
 class LLM:
     """A loaded engine with its tokenizer; `close` or `with` gives its memory back.
 
-    Threads may share it: as many answers grow at a time as it was built for, see `Turns`.
+    Threads may share it: as many answers grow at a time as it was built for, see `StepLock`.
     """
 
     def __init__(
@@ -96,18 +96,20 @@ class LLM:
             session = open_decoder(folder, self.manifest)
         self.formatter = Formatter(self.tokenizer, allow_special_tokens)
         self._drafters: Drafters | None = None
-        if spec is not None and (how := settled(spec, folder, self.manifest)) is not None:
+        if spec is not None and (how := resolve_auto(spec, folder, self.manifest)) is not None:
             self._drafters = Drafters(folder, self.manifest, session, how, verify=verify)
         decoder, no_images = self.manifest.decoder, None
         if decoder.images is not None:
             no_images = ImageRows.none(decoder.hidden_size, decoder.images.num_deepstack)
         caches = self._drafters.caches if self._drafters else ()
         rows = self.manifest.prefill_rows
-        slot = CacheSlot(session, rows, caches, no_images=no_images, reuses_context=context_reuse)
-        self._slot: CacheSlot | None = slot
+        slot = KVCacheManager(
+            session, rows, caches, no_images=no_images, reuses_context=context_reuse
+        )
+        self._slot: KVCacheManager | None = slot
         tree_rows = self.manifest.max_verify_tree_size if self._drafters is not None else 1
         bounds = bounds_of(self.manifest, slot, max_stall_ms, self.batch_size, tree_rows)
-        self._turns = Turns(Batch(slot, bounds))
+        self._turns = StepLock(Batch(slot, bounds))
         self._adapters = open_adapters(folder, self.manifest, session, self._turns.visiting)
         self.images: ImageReader | None = None
         if multimodal_engine_dir is not None:
@@ -127,19 +129,19 @@ class LLM:
         self._turns.on_pass(told)
 
     @property
-    def slot(self) -> CacheSlot:
+    def slot(self) -> KVCacheManager:
         """The caches; raises `EdgeLLMError` behind `close`."""
         self._turns.require_open()
         assert self._slot is not None
         return self._slot
 
     @property
-    def session(self) -> DecoderSession:
+    def session(self) -> DecoderNetwork:
         """The base; raises as `slot`."""
         return self.slot.session
 
     @session.setter
-    def session(self, session: DecoderSession) -> None:
+    def session(self, session: DecoderNetwork) -> None:
         self.slot.session = session
 
     def __enter__(self) -> LLM:
@@ -195,7 +197,7 @@ class LLM:
         priority: int = 0,
         lora: str | None = None,
         **template_flags: Any,
-    ) -> Answer:
+    ) -> RequestOutput:
         """Start an answer; nothing is computed before it is iterated over.
 
         Args:
@@ -243,7 +245,7 @@ class LLM:
         sampling: SamplingParams | Sized[SamplingParams] | None = None,
         batch_size: int | None = None,
         **options: Any,
-    ) -> list[Answer]:
+    ) -> list[RequestOutput]:
         """Complete answers to prompts, in their order; several are computed at a time.
 
         Args:
@@ -267,11 +269,13 @@ class LLM:
             raise BatchError(answers)
         return answers
 
-    def driver(self) -> Driver:
+    def driver(self) -> BackgroundLoop:
         """What computes for many threads in one."""
-        return Driver(self._turns)
+        return BackgroundLoop(self._turns)
 
-    def together(self, answers: Iterable[Answer], batch_size: int | None = None) -> Iterator[News]:
+    def together(
+        self, answers: Iterable[RequestOutput], batch_size: int | None = None
+    ) -> Iterator[NewOutputs]:
         """Iterate over several answers side by side, see `together.together`.
 
         One that fails says so in its `failure`, and the others go on.
@@ -299,7 +303,7 @@ class LLM:
         shown_tokens: Sized[str] = (),
         priority: int = 0,
         lora: str | None = None,
-    ) -> Answer:
+    ) -> RequestOutput:
         """As `generate`, for a formatted text, or its token ids; images are encoded at once.
 
         With `continues`, the answer goes on with the last message of the text. With
@@ -324,7 +328,7 @@ class LLM:
         # Continued messages and raw prompts go on as text: the space before a word is kept.
         before = prompt.token_ids if add_special_tokens or continues else ()
         stream = self.tokenizer.stream(shown_tokens, before)
-        endings = Endings(stream, stops, sampler.ends, sampling.min_tokens)
+        endings = StopDetector(stream, stops, sampler.ends, sampling.min_tokens)
         sequence = Sequence(
             prompt, sampler, max_tokens, profile, endings=endings, warnings=warnings
         )
@@ -336,7 +340,7 @@ class LLM:
             ids = self.tokenizer.encode(system_prompt, add_special_tokens=add_special_tokens)
             kept = count_common(ids, prompt.token_ids)
             sequence.marks = (kept,)
-        return Answer(Entry(sequence, kept, priority), self._turns)
+        return RequestOutput(RunningRequest(sequence, kept, priority), self._turns)
 
     def read_logprobs(
         self,
@@ -397,7 +401,7 @@ class LLM:
                     "the engine takes text only", hint="give a multimodal_engine_dir"
                 )
             return Prompt(self._ids(text, add_special_tokens=add_special_tokens))
-        seen: list[Seen] = []
+        seen: list[EncodedImages] = []
         if sources:
             with self._turns.visiting(), profile.stage(IMAGES):
                 seen = images.see(sources, Path.cwd())

@@ -11,11 +11,11 @@ from edgellm.device_runtime.arrays import (
     F32,
     LoadedAdapter,
 )
-from edgellm.device_runtime.engine.kv_cache_manager import CacheSlot, require_loaded
+from edgellm.device_runtime.engine.kv_cache_manager import KVCacheManager, require_loaded
 from edgellm.device_runtime.networks.decoder import PassResult
 from edgellm.device_runtime.networks.sequence_kv import Context
 from edgellm.device_runtime.sampling.logprobs import TokenLogprobs, token_logprobs
-from edgellm.device_runtime.scheduler.step_lock import Turns
+from edgellm.device_runtime.scheduler.step_lock import StepLock
 
 _ROWS = 64  # of a pass whose rows all get logits
 
@@ -25,8 +25,8 @@ class Reader:
 
     def __init__(
         self,
-        slot: CacheSlot,
-        turns: Turns,
+        slot: KVCacheManager,
+        turns: StepLock,
         before_pass: Callable[[], object],
         adapter: LoadedAdapter | None = None,
     ) -> None:

@@ -38,7 +38,7 @@ CACHE_BYTES = 256 << 20  # of features that are kept for further questions
 
 
 @dataclass(frozen=True, slots=True)
-class Seen:
+class EncodedImages:
     """One image as the language model sees it."""
 
     content: str  # `content_hash` of the picture
@@ -86,7 +86,7 @@ class ImageReader:
             self.processor = processors.load(folder)
             self._session = open_encoder(folder, manifest)
         self._decoder, self._token_id = decoder, decoder.images.token_id
-        self._kept: OrderedDict[str, Seen] = OrderedDict()
+        self._kept: OrderedDict[str, EncodedImages] = OrderedDict()
         self._room = cache_bytes
 
     @property
@@ -99,7 +99,7 @@ class ImageReader:
     def _film_rules(self) -> FilmRules | None:
         return getattr(self.processor, "film", None)
 
-    def see(self, sources: Sequence[Source], folder: Path) -> list[Seen]:
+    def see(self, sources: Sequence[Source], folder: Path) -> list[EncodedImages]:
         """Features of images and films; those that were seen lately are not computed again.
 
         Args:
@@ -109,20 +109,20 @@ class ImageReader:
         Raises:
             RequestError: one that cannot be read, or too many tokens together.
         """
-        total, most = 0, self.manifest.max_image_tokens
+        total, maximum = 0, self.manifest.max_image_tokens
         found = []
         for source in sources:
-            found.append(self._see(source, folder, most - total))
+            found.append(self._see(source, folder, maximum - total))
             total += found[-1].prepared.num_tokens
-            if total > most:
+            if total > maximum:
                 raise RequestError(
                     f"{len(found)} of {len(sources)} images have {total} tokens, the engine takes "
-                    f"{most} in a request",
+                    f"{maximum} in a request",
                     hint=f"send fewer or smaller images, or build with --maxImageTokens {total}",
                 )
         return found
 
-    def _see(self, source: Source, folder: Path, room: int) -> Seen:
+    def _see(self, source: Source, folder: Path, room: int) -> EncodedImages:
         if isinstance(source, Video):
             return self._watch(source, folder, room)
         image = open_image(source, folder)
@@ -147,10 +147,10 @@ class ImageReader:
         if self._decoder.position_axes == 3:
             assert isinstance(self.processor, _Merges)
             grids = (self.processor.merged(prepared.grid),)
-        self._keep(Seen(key, small, grids, embeds, deepstack))
+        self._keep(EncodedImages(key, small, grids, embeds, deepstack))
         return self._kept[key]
 
-    def _watch(self, source: Video, folder: Path, room: int) -> Seen:
+    def _watch(self, source: Video, folder: Path, room: int) -> EncodedImages:
         """A film: the encoder sees one frame, or patch in time, after the other."""
         rules = self._film_rules
         if rules is None:
@@ -165,12 +165,12 @@ class ImageReader:
             lambda total, rate: processor.pick_frames(total, rate, room),
             rules.frame_rate,
         )
-        most = self.manifest.max_image_tokens_per_image
+        maximum = self.manifest.max_image_tokens_per_image
         key = f"{film.content()} in {room}"  # a later film in a request has less room
         if key in self._kept:
             self._kept.move_to_end(key)
             return self._kept[key]
-        prepared = processor.prepare_film(film, room, most)
+        prepared = processor.prepare_film(film, room, maximum)
         least = prepared.whole.num_tokens // len(prepared.passes)
         if least < self.manifest.min_image_tokens:
             raise RequestError(
@@ -182,17 +182,17 @@ class ImageReader:
         found = [self._session.encode({PIXEL_VALUES: one} | fixed) for one in prepared.passes]
         embeds = np.concatenate([embeds for embeds, _ in found])
         deepstack = np.concatenate([levels for _, levels in found], axis=1)
-        self._keep(Seen(key, prepared.whole, prepared.runs, embeds, deepstack))
+        self._keep(EncodedImages(key, prepared.whole, prepared.runs, embeds, deepstack))
         return self._kept[key]
 
-    def _keep(self, seen: Seen) -> None:
+    def _keep(self, seen: EncodedImages) -> None:
         """Add to the cache, and forget the oldest until it fits; the newest always stays."""
         self._kept[seen.content] = seen
         used = sum(kept.num_bytes for kept in self._kept.values())
         while used > self._room and len(self._kept) > 1:
             used -= self._kept.popitem(last=False)[1].num_bytes
 
-    def expand(self, text: str, seen: Sequence[Seen]) -> str:
+    def expand(self, text: str, seen: Sequence[EncodedImages]) -> str:
         """A rendered prompt with every placeholder as long as its image.
 
         Raises:
@@ -200,7 +200,7 @@ class ImageReader:
         """
         return processors.expand(text, self.processor.image_token, [s.prepared for s in seen])
 
-    def prompt(self, token_ids: list[int], seen: Sequence[Seen]) -> Prompt:
+    def prompt(self, token_ids: list[int], seen: Sequence[EncodedImages]) -> Prompt:
         """Token ids of an expanded prompt as a session reads them.
 
         Raises:

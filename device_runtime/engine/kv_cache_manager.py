@@ -19,25 +19,25 @@ from edgellm.device_runtime.engine.sequence import Sequence
 from edgellm.device_runtime.faults import Confined
 from edgellm.device_runtime.kv_cache.prefix_cache import (
     KEPT_BYTES,
-    KeptContexts,
-    KeptRows,
-    RowCache,
+    PinnedPrefix,
+    PinnedPrefixes,
+    SequenceCache,
     count_common,
 )
-from edgellm.device_runtime.kv_cache.prefix_pool import MOST_FINISHED, Finished, FinishedAnswers
-from edgellm.device_runtime.networks.decoder import DecoderSession
+from edgellm.device_runtime.kv_cache.prefix_pool import MAX_FINISHED, Finished, FinishedSequences
+from edgellm.device_runtime.networks.decoder import DecoderNetwork
 
 LEAST_SHARED = 16  # rows for which it is worth to wait until another has computed them
 
 
-class CacheSlot:
+class KVCacheManager:
     """Whose rows are where, in the caches of the base and of its draft."""
 
     def __init__(
         self,
-        session: DecoderSession,
+        session: DecoderNetwork,
         prefill_rows: int,
-        draft_caches: Sized[RowCache] = (),
+        draft_caches: Sized[SequenceCache] = (),
         *,
         no_images: ImageRows | None = None,
         reuses_context: bool = False,
@@ -53,13 +53,13 @@ class CacheSlot:
         """
         self.session, self.prefill_rows = session, prefill_rows
         self._draft_caches, self._no_images = tuple(draft_caches), no_images
-        self._reuses_context, self.kept = reuses_context, KeptContexts()
+        self._reuses_context, self.kept = reuses_context, PinnedPrefixes()
         # Rows that a sequence gets at a time
-        self.page_rows = session.page_rows if session.most_parts > 1 else 1
-        self.steps_together = session.most_parts > 1  # a pass for all that step side by side
+        self.page_rows = session.page_rows if session.max_batch_size > 1 else 1
+        self.steps_together = session.max_batch_size > 1  # a pass for all that step side by side
         self._holder: Sequence | None = None  # whose rows the session is about
         self._begun: dict[Sequence, tuple[Any, ...]] = {}  # their contexts in all caches
-        self._finished = FinishedAnswers((session, *self._draft_caches), _most_finished(session))
+        self._finished = FinishedSequences((session, *self._draft_caches), _max_finished(session))
         for cache in (session, *self._draft_caches):
             cache.on_shortage(self._forget_one)
         for cache in self._draft_caches:
@@ -91,8 +91,8 @@ class CacheSlot:
             return session.num_rows / session.capacity
         over = [one.contexts[0] for one in self._finished.all]
         over += [contexts[0] for one, contexts in list(self._begun.items()) if one.is_over]
-        page, most = session.page_rows, session.most_parts
-        rows = -(-session.capacity // page) * page * most
+        page, maximum = session.page_rows, session.max_batch_size
+        rows = -(-session.capacity // page) * page * maximum
         return 1 - session.free_rows_without(over) / rows
 
     def close(self) -> None:
@@ -284,7 +284,7 @@ class CacheSlot:
         return contexts
 
     def _copy(self, contexts: tuple[Any, ...], keys: list[RowKey]) -> bool:
-        """Keep copies of rows, see `KeptContexts.keep`."""
+        """Keep copies of rows, see `PinnedPrefixes.keep`."""
         for cache, context in zip(self._caches, contexts, strict=True):
             cache.use(context)
         return self.kept.keep(keys, self._caches)
@@ -298,7 +298,7 @@ class CacheSlot:
         """The base's, and those of a draft."""
         return 1 + len(self._draft_caches)
 
-    def contexts(self) -> list[KeptRows]:
+    def contexts(self) -> list[PinnedPrefix]:
         """What is kept, and the rows of answers; no pass may run meanwhile.
 
         Beginnings of others are left out.
@@ -328,13 +328,15 @@ class CacheSlot:
         return self.session.begin_text(len(keys), min(held, len(keys) - 1), sequence.marks)
 
 
-def _most_finished(session: DecoderSession) -> int:
+def _max_finished(session: DecoderNetwork) -> int:
     """Answers whose rows stay; the states of recurrent layers take memory that no page counts."""
-    if session.most_parts == 1:  # in the one cache there are the latest, and where its prompt ended
+    if (
+        session.max_batch_size == 1
+    ):  # in the one cache there are the latest, and where its prompt ended
         return 2 if session.pass_rows else 1
     states = session.state_bytes
     return min(
-        MOST_FINISHED, max(session.most_parts, KEPT_BYTES // states if states else sys.maxsize)
+        MAX_FINISHED, max(session.max_batch_size, KEPT_BYTES // states if states else sys.maxsize)
     )
 
 

@@ -19,22 +19,22 @@ import numpy as np
 
 from edgellm.core.disk_space import explain_full_disk
 from edgellm.core.errors import EdgeLLMError
-from edgellm.device_runtime.kv_cache.prefix_cache import KeptRows
+from edgellm.device_runtime.kv_cache.prefix_cache import PinnedPrefix
 
 _MAGIC = b"edgellm context 1 "
 _SUFFIX = ".context"
 
 
 @dataclass(frozen=True, slots=True)
-class Found:
+class FoundSnapshot:
     """What a folder has for an engine."""
 
-    contexts: list[KeptRows]  # the one that was used last is the last
+    contexts: list[PinnedPrefix]  # the one that was used last is the last
     ignored: list[str]  # lines for the user: files, and why
 
 
 @dataclass(frozen=True, slots=True)
-class ContextFolder:
+class SnapshotFolder:
     """Where the contexts of an engine are kept."""
 
     folder: Path
@@ -52,23 +52,23 @@ class ContextFolder:
                 f"--slotSavePath {self.folder}: {error.strerror}", hint="give another folder"
             ) from None
 
-    def load(self, num_caches: int) -> Found:
+    def load(self, num_caches: int) -> FoundSnapshot:
         """All contexts that are of this engine and whole.
 
         Args:
             num_caches: whose rows a context must have: the base's, and a draft's if one is used.
         """
-        contexts: list[KeptRows] = []
+        contexts: list[PinnedPrefix] = []
         ignored: list[str] = []
         for path in sorted(self.folder.glob(f"*{_SUFFIX}"), key=lambda one: one.stat().st_mtime_ns):
             found = self._fitting(path, num_caches)
-            if isinstance(found, KeptRows):
+            if isinstance(found, PinnedPrefix):
                 contexts.append(found)
             else:
                 ignored.append(f"{path} is ignored: {found}")
-        return Found(contexts, ignored)
+        return FoundSnapshot(contexts, ignored)
 
-    def save(self, contexts: Iterable[KeptRows]) -> int:
+    def save(self, contexts: Iterable[PinnedPrefix]) -> int:
         """Write contexts, and remove those of this engine that are forgotten; how many there are.
 
         Raises:
@@ -108,14 +108,14 @@ class ContextFolder:
             finally:
                 temporary.unlink(missing_ok=True)
 
-    def _fitting(self, path: Path, num_caches: int) -> KeptRows | str:
+    def _fitting(self, path: Path, num_caches: int) -> PinnedPrefix | str:
         """A context, or why it is none."""
         try:
             return self._read(path, num_caches)
         except _UnfitError as error:
             return str(error)
 
-    def _read(self, path: Path, num_caches: int) -> KeptRows:
+    def _read(self, path: Path, num_caches: int) -> PinnedPrefix:
         head, payload = self._open(path)
         arrays, begin = [], 0
         rows, states = len(head["rows"]), len(head.get("states", ()))
@@ -128,7 +128,7 @@ class ContextFolder:
             raise _UnfitError("it was saved with other flags of speculation")
         saved, features = tuple(arrays[:rows]), tuple(arrays[rows + states :])
         kept = tuple(arrays[rows : rows + states])
-        return KeptRows(tuple(head["keys"]), saved, kept, head.get("least_rows", 0), features)
+        return PinnedPrefix(tuple(head["keys"]), saved, kept, head.get("least_rows", 0), features)
 
     def _open(self, path: Path) -> tuple[dict[str, Any], bytes]:
         """Header and rows; raises `_UnfitError`."""

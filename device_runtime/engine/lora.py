@@ -32,7 +32,7 @@ from edgellm.device_runtime.arrays import (
     I64,
     LoadedAdapter,
 )
-from edgellm.device_runtime.networks.decoder import DecoderSession
+from edgellm.device_runtime.networks.decoder import DecoderNetwork
 
 _TYPES = {"F32": np.float32, "F16": np.float16, "BF16": np.uint16}
 
@@ -58,8 +58,8 @@ class Adapters:
     def __init__(
         self,
         layers: Iterable[AdaptedLayer],
-        most_rank: int,
-        most: int,
+        max_rank: int,
+        maximum: int,
         hold: Callable[[F32, I64], object],
         between_passes: Callable[[], AbstractContextManager[None]],
     ) -> None:
@@ -67,13 +67,13 @@ class Adapters:
 
         Args:
             layers: of the engine, in the order of `ADAPTER_TABLE`.
-            most_rank: that the engine was built for; 0: it takes none.
-            most: that it has room for; 0: any number.
+            max_rank: that the engine was built for; 0: it takes none.
+            maximum: that it has room for; 0: any number.
             hold: is given weights and table of all.
             between_passes: wherein that may be done.
         """
         self._layers = {layer.name: (place, layer) for place, layer in enumerate(layers)}
-        self._most_rank, self._most = most_rank, most
+        self._max_rank, self._maximum = max_rank, maximum
         self._hold, self._between_passes = hold, between_passes
         self._loaded: dict[str, tuple[LoadedAdapter, Path, _Weights]] = {}
         self._changing = threading.Lock()
@@ -158,17 +158,17 @@ class Adapters:
             self._loaded = loaded
 
     def _require_any(self) -> None:
-        if not self._most_rank:
+        if not self._max_rank:
             raise EdgeLLMError(
                 "the engine takes no adapters",
                 hint="build it with llm_build --maxLoraRank, or export the base with --lora_dir",
             )
 
     def _require_place(self) -> None:
-        if self._most and len(self._loaded) >= self._most:
+        if self._maximum and len(self._loaded) >= self._maximum:
             known = ", ".join(sorted(self._loaded))
             raise LimitError(
-                f"the engine has room for {self._most} adapter{'s' * (self._most > 1)}, all of it "
+                f"the engine has room for {self._maximum} adapter{'s' * (self._maximum > 1)}, all of it "
                 f"taken: {known}",
                 hint="unload one of them, or build with a larger --maxLoras",
             )
@@ -199,9 +199,9 @@ class Adapters:
                 f"[{change.out_features}, {change.in_features}], the layer "
                 f"[{layer.out_features}, {layer.in_features}]"
             )
-        if change.rank > self._most_rank:
+        if change.rank > self._max_rank:
             raise LimitError(
-                f"{adapter.folder} has rank {change.rank}, the engine takes {self._most_rank}",
+                f"{adapter.folder} has rank {change.rank}, the engine takes {self._max_rank}",
                 hint=f"build it with --maxLoraRank {change.rank}",
             )
         return place
@@ -210,15 +210,15 @@ class Adapters:
 def open_adapters(
     folder: Path,
     engine: Engine,
-    session: DecoderSession,
+    session: DecoderNetwork,
     between_passes: Callable[[], AbstractContextManager[None]],
 ) -> Adapters:
     """Those of an engine, none so far; raises `BrokenArtifactError` for a damaged folder."""
-    most_rank = int(engine.options.get(MAX_LORA_RANK, 0))
-    layers = read_layers(folder) if most_rank else []
-    most = int(engine.options.get(MAX_LORAS, 0))
-    found = Adapters(layers, most_rank, most, session.hold_adapters, between_passes)
-    if most_rank:
+    max_rank = int(engine.options.get(MAX_LORA_RANK, 0))
+    layers = read_layers(folder) if max_rank else []
+    maximum = int(engine.options.get(MAX_LORAS, 0))
+    found = Adapters(layers, max_rank, maximum, session.hold_adapters, between_passes)
+    if max_rank:
         session.hold_adapters(np.zeros(1, np.float32), np.zeros((1, len(layers), 3), np.int64))
     return found
 

@@ -9,7 +9,7 @@ from edgellm.core.errors import EdgeLLMError
 from edgellm.device_runtime.arrays import RowKey
 from edgellm.device_runtime.engine.profile import Profile, RoundCounts
 from edgellm.device_runtime.engine.prompt import Prompt
-from edgellm.device_runtime.engine.stop_detector import Endings, Taken
+from edgellm.device_runtime.engine.stop_detector import StopDetector, StopResult
 from edgellm.device_runtime.faults import Confined
 from edgellm.device_runtime.networks.sequence_kv import Context
 from edgellm.device_runtime.sampling.logprobs import TokenLogprobs
@@ -43,7 +43,7 @@ class Sequence:
     profile: Profile = field(default_factory=Profile)
     drafter: Drafter | None = None  # its own; None: a pass gives a token
     accept: Accept = accept_exactly
-    endings: Endings | None = None  # None: its tokens alone are wanted, whichever they are
+    endings: StopDetector | None = None  # None: its tokens alone are wanted, whichever they are
     warnings: list[str] = field(default_factory=list)
     token_ids: list[int] = field(default_factory=list)  # of the answer
     finish_reason: FinishReason | None = None  # None until it is known
@@ -53,7 +53,7 @@ class Sequence:
     marks: tuple[int, ...] = ()  # numbers of its first rows that later prompts may begin with
     is_over: bool = False  # finished, failed or dropped: its rows are nobody's
     context: Context | None = None  # its rows in the base's caches
-    most_rows: int = ANY_ROWS  # of its next pass: of a prompt's piece, or a tree
+    max_rows: int = ANY_ROWS  # of its next pass: of a prompt's piece, or a tree
     failure: EdgeLLMError | None = None  # that ended it
 
     @property
@@ -82,7 +82,7 @@ class Sequence:
             return ()
         begins = self.endings is not None and self.endings.stream.is_empty
         if self.endings is None:
-            taken = Taken(list(found.token_ids), [])
+            taken = StopResult(list(found.token_ids), [])
         else:
             taken = self.endings.take(found.token_ids)
         begin, count = len(self.token_ids), len(taken.token_ids)

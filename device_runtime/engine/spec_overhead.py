@@ -17,21 +17,21 @@ from edgellm.core.graph_io import (
     TOP_LOGITS,
 )
 from edgellm.device_runtime.arrays import I64
-from edgellm.device_runtime.engine.kv_cache_manager import CacheSlot
+from edgellm.device_runtime.engine.kv_cache_manager import KVCacheManager
 from edgellm.device_runtime.engine.prompt import Prompt
 from edgellm.device_runtime.engine.sequence import Sequence
 from edgellm.device_runtime.engine.step import step
-from edgellm.device_runtime.networks.decoder import DecoderSession, Part, PassResult
-from edgellm.device_runtime.networks.draft import DraftPart, DraftResult, DraftSession
+from edgellm.device_runtime.networks.decoder import DecoderNetwork, PassResult, SequencePart
+from edgellm.device_runtime.networks.draft import DraftNetwork, DraftPart, DraftResult
 from edgellm.device_runtime.networks.sequence_kv import Context
 from edgellm.device_runtime.runners.pass_timing import Budget
 from edgellm.device_runtime.sampling.sampler import Sampler, SamplingParams
 from edgellm.device_runtime.speculate.draft_cache import CommittedRows
-from edgellm.device_runtime.speculate.drafter import Drafter, Learned
+from edgellm.device_runtime.speculate.drafter import Drafter, SpecState
 from edgellm.device_runtime.speculate.drafters.eagle import EagleDrafter
 from edgellm.device_runtime.speculate.policy.acceptance_rates import Calibration
 from edgellm.device_runtime.speculate.policy.costs import Costs
-from edgellm.device_runtime.speculate.policy.spec_gate import Controller
+from edgellm.device_runtime.speculate.policy.spec_gate import SpecGate
 from edgellm.device_runtime.speculate.policy.tree_policy import CostAwareTree, TreeLimits
 
 # Trees as they are where drafting hardly pays: that is where this time decides.
@@ -43,9 +43,9 @@ _CACHES_BYTES = 64 << 20  # of a pass that leaves nothing of the host's code in 
 
 
 class _ReadyBase:
-    """A `DecoderSession` whose every row picks the draft's favourite; its passes read much."""
+    """A `DecoderNetwork` whose every row picks the draft's favourite; its passes read much."""
 
-    capacity, most_parts, least_rows, pass_rows, state_bytes = _CAPACITY, 1, 0, 0, 0
+    capacity, max_batch_size, least_rows, pass_rows, state_bytes = _CAPACITY, 1, 0, 0, 0
 
     def __init__(self, num_bytes: int) -> None:
         self.context = Context()
@@ -58,7 +58,7 @@ class _ReadyBase:
             LOGITS: np.zeros((1, 16, 1), np.float32),
         }
 
-    def run_many(self, parts: Sized[Part]) -> list[PassResult]:
+    def run_many(self, parts: Sized[SequencePart]) -> list[PassResult]:
         start = time.perf_counter()
         self._weights.sum()
         self.spent_s += time.perf_counter() - start
@@ -90,9 +90,9 @@ class _ReadyBase:
 
 
 class _ReadyDraft:
-    """A `DraftSession` with the same candidates behind every row, the likeliest of a chance."""
+    """A `DraftNetwork` with the same candidates behind every row, the likeliest of a chance."""
 
-    capacity, most_parts = _CAPACITY, 1
+    capacity, max_batch_size = _CAPACITY, 1
 
     def __init__(self, chance: float) -> None:
         self.context = Context()
@@ -110,17 +110,17 @@ class _ReadyDraft:
 def _drafter(chance: float) -> Drafter:
     """One whose trees are always full, or, with hardly a chance, always the root."""
     cheap = Costs.of({"1": 1.0, "64": 7.3})  # a row is worth a chance of 0.1
-    controller = Controller(cheap)
+    controller = SpecGate(cheap)
     policy = CostAwareTree(_LIMITS, cheap, Calibration(), controller)
-    rows = CommittedRows(cast(DraftSession, _ReadyDraft(chance)), _LIMITS.round_rows)
-    most = _LIMITS.draft_rows
-    return EagleDrafter(rows, Learned(policy, controller), _LIMITS, cheap, max_tree_rows=most)
+    rows = CommittedRows(cast(DraftNetwork, _ReadyDraft(chance)), _LIMITS.round_rows)
+    maximum = _LIMITS.draft_rows
+    return EagleDrafter(rows, SpecState(policy, controller), _LIMITS, cheap, max_tree_rows=maximum)
 
 
 def _steps_ms(num_bytes: int, drafter: Drafter | None) -> Iterator[float]:
     """What the host takes for each step of an endless greedy answer."""
     base = _ReadyBase(num_bytes)
-    slot = CacheSlot(cast(DecoderSession, base), prefill_rows=16)
+    slot = KVCacheManager(cast(DecoderNetwork, base), prefill_rows=16)
     sampler = Sampler(SamplingParams(temperature=0.0))
     sequence = Sequence(Prompt([0, 0]), sampler, _CAPACITY // 2, drafter=drafter)
     while True:

@@ -19,7 +19,7 @@ from edgellm.device_runtime.arrays import (
     F32,
     I64,
 )
-from edgellm.device_runtime.engine.kv_cache_manager import CacheSlot
+from edgellm.device_runtime.engine.kv_cache_manager import KVCacheManager
 from edgellm.device_runtime.engine.profile import (
     DRAFT_EXTEND,
     DRAFT_PREFILL,
@@ -31,11 +31,11 @@ from edgellm.device_runtime.engine.profile import (
 )
 from edgellm.device_runtime.engine.sequence import Sequence, Step
 from edgellm.device_runtime.faults import Confined, computed
-from edgellm.device_runtime.networks.decoder import DecoderSession, Part, PassResult
+from edgellm.device_runtime.networks.decoder import DecoderNetwork, PassResult, SequencePart
 from edgellm.device_runtime.runners.device_speculation import RoundOutcome
 from edgellm.device_runtime.sampling.sampler import draw
 from edgellm.device_runtime.speculate.acceptance import Accepted, Round, accept_exactly
-from edgellm.device_runtime.speculate.device_rounds import RoundPart, RoundSession
+from edgellm.device_runtime.speculate.device_rounds import DeviceRounds, RoundPart
 from edgellm.device_runtime.speculate.drafter import Drafter, Verified
 from edgellm.device_runtime.speculate.shared_passes import Passes, run_all
 from edgellm.device_runtime.speculate.tree import Tree
@@ -52,7 +52,7 @@ class _Turn(NamedTuple):
     """
 
     sequence: Sequence
-    part: Part | None  # None: a device has run the round already
+    part: SequencePart | None  # None: a device has run the round already
     stage: str
     continues: bool = False  # the stage
     tree: Tree | None = None  # that is verified
@@ -68,11 +68,11 @@ class _Done(NamedTuple):
     wait_ms: float
 
 
-_Planned = tuple[Sequence, RoundSession, RoundPart]
+_Planned = tuple[Sequence, DeviceRounds, RoundPart]
 _Part = tuple[Sequence, RoundPart]
 
 
-def step(slot: CacheSlot, sequences: Iterable[Sequence]) -> list[tuple[Step, ...]]:
+def step(slot: KVCacheManager, sequences: Iterable[Sequence]) -> list[tuple[Step, ...]]:
     """Advance every sequence that is not over by one pass or round.
 
     As many as the engine was built for share a pass.
@@ -82,10 +82,10 @@ def step(slot: CacheSlot, sequences: Iterable[Sequence]) -> list[tuple[Step, ...
         back behind the end. A sequence whose own work raised anything, or of which the engine
         computed something that is not a number, is over, with its `failure`.
     """
-    going, most = list(sequences), slot.session.most_parts
+    going, maximum = list(sequences), slot.session.max_batch_size
     found: dict[Sequence, tuple[Step, ...]] = dict.fromkeys(going, ())
-    for at in range(0, len(going), most):
-        turns, drafting = _turns(slot, going[at : at + most])
+    for at in range(0, len(going), maximum):
+        turns, drafting = _turns(slot, going[at : at + maximum])
         ready = _caught_up(drafting)
         if planned := _planned(slot.session, ready):
             found |= _run_rounds(slot, planned)
@@ -95,7 +95,7 @@ def step(slot: CacheSlot, sequences: Iterable[Sequence]) -> list[tuple[Step, ...
     return list(found.values())
 
 
-def _turns(slot: CacheSlot, sequences: list[Sequence]) -> tuple[list[_Turn], list[Sequence]]:
+def _turns(slot: KVCacheManager, sequences: list[Sequence]) -> tuple[list[_Turn], list[Sequence]]:
     """What sequences ask of a pass, and those that draft; what goes wrong ends one answer only."""
     found: list[_Turn] = []
     drafting: list[Sequence] = []
@@ -113,7 +113,7 @@ def _turns(slot: CacheSlot, sequences: list[Sequence]) -> tuple[list[_Turn], lis
     return found, drafting
 
 
-def _take(slot: CacheSlot, turns: list[_Turn]) -> dict[Sequence, tuple[Step, ...]]:
+def _take(slot: KVCacheManager, turns: list[_Turn]) -> dict[Sequence, tuple[Step, ...]]:
     """Run a pass for all, and see what becomes of each."""
     found: dict[Sequence, tuple[Step, ...]] = {}
     for turn, (result, pass_ms) in computed(turns, partial(_run, slot.session), _fail):
@@ -145,7 +145,7 @@ def _book(turn: _Turn, pass_ms: float, settling_ms: float) -> None:
     profile.book(SETTLE, settling_ms)
 
 
-def _run(session: DecoderSession, turns: Sized[_Turn]) -> list[tuple[PassResult, float]]:
+def _run(session: DecoderNetwork, turns: Sized[_Turn]) -> list[tuple[PassResult, float]]:
     """The results of all turns, one pass, each with its milliseconds."""
     begin = time.perf_counter()
     parts = [turn.part for turn in turns if turn.part is not None]
@@ -157,11 +157,11 @@ def _run(session: DecoderSession, turns: Sized[_Turn]) -> list[tuple[PassResult,
 
 
 # ---------------------------------------------------------------------------- before the pass
-def _ask(slot: CacheSlot, sequence: Sequence) -> _Turn | None:
+def _ask(slot: KVCacheManager, sequence: Sequence) -> _Turn | None:
     """None: it drafts first."""
     slot.admit(sequence)
     if sequence.is_reading:
-        return _read(sequence, min(slot.prefill_rows, sequence.most_rows))
+        return _read(sequence, min(slot.prefill_rows, sequence.max_rows))
     drafter = sequence.drafter
     if drafter is None or drafter.rests:
         part = _part(sequence, np.array([sequence.newest]), _FIRST)
@@ -169,32 +169,32 @@ def _ask(slot: CacheSlot, sequence: Sequence) -> _Turn | None:
     return None
 
 
-def _part(sequence: Sequence, token_ids: I64, logits_index: I64, **more: Any) -> Part:
+def _part(sequence: Sequence, token_ids: I64, logits_index: I64, **more: Any) -> SequencePart:
     """Rows behind those of a sequence."""
     assert sequence.context is not None
-    return Part(sequence.context, token_ids, sequence.num_rows, logits_index, **more)
+    return SequencePart(sequence.context, token_ids, sequence.num_rows, logits_index, **more)
 
 
-def _read(sequence: Sequence, most_rows: int) -> _Turn:
+def _read(sequence: Sequence, max_rows: int) -> _Turn:
     """The next piece of the prompt."""
     prompt, drafter, begin = sequence.prompt.token_ids, sequence.drafter, sequence.num_rows
     is_first = begin == sequence.reused
     if drafter is not None and is_first:
         drafter.begin(prompt[: begin + 1])
         drafter.remember(list(prompt))
-    piece, row = _piece(prompt, begin, most_rows)
+    piece, row = _piece(prompt, begin, max_rows)
     return _Turn(sequence, _part(sequence, piece, row), PREFILL, continues=not is_first)
 
 
-def _piece(token_ids: list[int], begin: int, most_rows: int) -> tuple[I64, I64]:
+def _piece(token_ids: list[int], begin: int, max_rows: int) -> tuple[I64, I64]:
     """Of a prompt, and which of its rows are wanted: the prompt's last."""
-    piece = np.asarray(token_ids[begin : begin + most_rows], np.int64)
+    piece = np.asarray(token_ids[begin : begin + max_rows], np.int64)
     is_last = begin + len(piece) == len(token_ids)
     return piece, np.array([len(piece) - 1]) if is_last else _FIRST
 
 
 def read_piece(
-    session: DecoderSession, token_ids: list[int], begin: int, most_rows: int
+    session: DecoderNetwork, token_ids: list[int], begin: int, max_rows: int
 ) -> tuple[PassResult, int]:
     """Write a piece of a prompt behind its `begin` rows that are there.
 
@@ -202,7 +202,7 @@ def read_piece(
         The pass, whose logits [1, V] are those of the prompt's last token, and of no use before
         that; and the rows that are there now.
     """
-    piece, row = _piece(token_ids, begin, most_rows)
+    piece, row = _piece(token_ids, begin, max_rows)
     return session.run(piece, begin, row), begin + len(piece)
 
 
@@ -217,7 +217,7 @@ def _caught_up(sequences: list[Sequence]) -> list[Sequence]:
     return [one for one in sequences if not one.is_over]
 
 
-def _planned(session: DecoderSession, sequences: list[Sequence]) -> list[_Planned]:
+def _planned(session: DecoderNetwork, sequences: list[Sequence]) -> list[_Planned]:
     """The rounds that a device can run alone."""
     found: list[_Planned] = []
     for sequence in sequences:
@@ -233,19 +233,19 @@ def _planned(session: DecoderSession, sequences: list[Sequence]) -> list[_Planne
     return found
 
 
-def _run_rounds(slot: CacheSlot, planned: list[_Planned]) -> dict[Sequence, tuple[Step, ...]]:
+def _run_rounds(slot: KVCacheManager, planned: list[_Planned]) -> dict[Sequence, tuple[Step, ...]]:
     """Rounds of a device, as many together as it runs, and what becomes of each answer."""
     found: dict[Sequence, tuple[Step, ...]] = {}
     rounds = planned[0][1]
     while planned:
-        count = rounds.most([part for _, _, part in planned])
+        count = rounds.maximum([part for _, _, part in planned])
         some, planned = planned[:count], planned[count:]
         found |= _run_round(slot, rounds, [(sequence, part) for sequence, _, part in some])
     return found
 
 
 def _run_round(
-    slot: CacheSlot, rounds: RoundSession, parts: list[_Part]
+    slot: KVCacheManager, rounds: DeviceRounds, parts: list[_Part]
 ) -> dict[Sequence, tuple[Step, ...]]:
     found: dict[Sequence, tuple[Step, ...]] = {}
     for (sequence, _), done in computed(parts, partial(_compute_round, rounds), _fail_part):
@@ -258,7 +258,7 @@ def _run_round(
     return found
 
 
-def _compute_round(rounds: RoundSession, parts: Sized[_Part]) -> list[_Done]:
+def _compute_round(rounds: DeviceRounds, parts: Sized[_Part]) -> list[_Done]:
     begin = time.perf_counter()
     rounds.ask([part for _, part in parts])
     asked = time.perf_counter()
@@ -271,12 +271,12 @@ def _fail_part(part: _Part, error: EdgeLLMError) -> None:
     part[0].fail(error)
 
 
-def _draft(session: DecoderSession, sequences: list[Sequence]) -> list[_Turn]:
+def _draft(session: DecoderNetwork, sequences: list[Sequence]) -> list[_Turn]:
     """Trees of several sequences, whose drafts share passes."""
     proposing: list[tuple[Sequence, Passes[Tree]]] = []
     for sequence in sequences:
         with Confined(sequence.fail):
-            room = min(session.capacity - sequence.num_rows, sequence.most_rows) - 1
+            room = min(session.capacity - sequence.num_rows, sequence.max_rows) - 1
             tree = _drafter(sequence).propose(sequence.newest, room, sequence.left - 1)
             proposing.append((sequence, tree))
     turns: list[_Turn] = []
@@ -319,7 +319,7 @@ def _verifying(sequence: Sequence, tree: Tree) -> _Turn:
 
 
 # ---------------------------------------------------------------------------- behind the pass
-def _settle(session: DecoderSession, turn: _Turn, result: PassResult) -> Round | None:
+def _settle(session: DecoderNetwork, turn: _Turn, result: PassResult) -> Round | None:
     """New tokens of an answer; None while its prompt is read."""
     sequence = turn.sequence
     if turn.tree is not None:
@@ -352,7 +352,7 @@ def _settle_piece(sequence: Sequence, end: int, result: PassResult) -> Round | N
 
 
 def _accept(
-    session: DecoderSession,
+    session: DecoderNetwork,
     sequence: Sequence,
     tree: Tree,
     result: PassResult,

@@ -8,7 +8,7 @@ from typing import NamedTuple
 from edgellm.device_runtime.text.tokenizer import StopMatcher, TextStream
 
 
-class Taken(NamedTuple):
+class StopResult(NamedTuple):
     """Tokens up to an end."""
 
     token_ids: list[int]
@@ -17,7 +17,7 @@ class Taken(NamedTuple):
     stop: str | None = None  # the string that ended it
 
 
-class Endings:
+class StopDetector:
     """What ends one answer: tokens, whose text is not shown, and stop strings."""
 
     def __init__(
@@ -27,22 +27,22 @@ class Endings:
         self.stream, self._stops, self._ends = stream, stops, ends
         self._early = min_tokens
 
-    def take(self, token_ids: Sequence[int]) -> Taken:
+    def take(self, token_ids: Sequence[int]) -> StopResult:
         """The answer goes on with these, up to an end."""
         taken: list[int] = []
         pieces: list[str] = []
         for token_id in token_ids:
             taken.append(token_id)
             if token_id in self._ends:
-                return Taken(taken, [*pieces, ""], ended=True)
+                return StopResult(taken, [*pieces, ""], ended=True)
             text, stop = self.stream.push(token_id), None
             self._early -= 1
             if self._early < 0:
                 text, stop = self._stops.push(text)
             pieces.append(text)
             if stop is not None:
-                return Taken(taken, pieces, stop=stop)
-        return Taken(taken, pieces)
+                return StopResult(taken, pieces, stop=stop)
+        return StopResult(taken, pieces)
 
     def rest(self) -> str:
         """What was held back, when no stop string ended the answer."""

@@ -38,14 +38,14 @@ def marked(keys: Sequence[RowKey], adapter: LoadedAdapter | None) -> list[RowKey
 
 def count_common(ones: Sequence[RowKey], others: Sequence[RowKey]) -> int:
     """Keys from the beginning that are equal."""
-    most = min(len(ones), len(others))
-    if ones[:most] == others[:most]:
-        return most
+    maximum = min(len(ones), len(others))
+    if ones[:maximum] == others[:maximum]:
+        return maximum
     pairs = enumerate(zip(ones, others, strict=False))
-    return next((at for at, (one, other) in pairs if one != other), most)
+    return next((at for at, (one, other) in pairs if one != other), maximum)
 
 
-class RowCache(Protocol):
+class SequenceCache(Protocol):
     """A KV cache of several sequences that knows what their rows stand for.
 
     Rows are read, written and compared of the current one.
@@ -108,7 +108,7 @@ class RowCache(Protocol):
 
 
 @runtime_checkable
-class StatefulCache(RowCache, Protocol):
+class StatefulCache(SequenceCache, Protocol):
     """That of a base, whose recurrent layers may have states besides."""
 
     def read_states(self, length: int) -> tuple[NDArray[Any], ...]:
@@ -121,7 +121,7 @@ class StatefulCache(RowCache, Protocol):
 
 
 @runtime_checkable
-class DraftCache(RowCache, Protocol):
+class DraftCache(SequenceCache, Protocol):
     """That of a draft, whose newest row may wait for the token behind, as a feature of the base."""
 
     def read_feature(self, length: int) -> NDArray[Any]:
@@ -134,7 +134,7 @@ class DraftCache(RowCache, Protocol):
 
 
 @dataclass(frozen=True, slots=True)
-class KeptRows:
+class PinnedPrefix:
     """The rows of the beginning of a prompt."""
 
     keys: tuple[RowKey, ...]  # and that of the token behind them
@@ -158,7 +158,7 @@ class KeptRows:
         waiting = map(len, self.features or [()] * len(self.rows))
         return [(rows.shape[-2], more) for rows, more in zip(self.rows[1:], waiting, strict=False)]
 
-    def holds(self, other: KeptRows) -> bool:
+    def holds(self, other: PinnedPrefix) -> bool:
         """Whether it serves wherever another does, which it begins with."""
         if self.states:  # which cannot go back to fewer
             return False
@@ -179,7 +179,7 @@ class KeptRows:
             return 0
         return found
 
-    def restore(self, length: int, caches: Sequence[RowCache]) -> None:
+    def restore(self, length: int, caches: Sequence[SequenceCache]) -> None:
         """Write the first `length` rows into the caches, the base's first."""
         for cache, rows in zip(caches, self.rows, strict=False):
             cache.write_rows(rows[..., :length, :], self.keys, self.least_rows)
@@ -190,14 +190,14 @@ class KeptRows:
             caches[0].write_states(self.states, length)
 
 
-class KeptContexts:
+class PinnedPrefixes:
     """Beginnings of prompts whose rows are kept, in the order of their last use."""
 
     def __init__(self, limit_bytes: int = KEPT_BYTES) -> None:
         self.limit_bytes = limit_bytes
-        self._kept: OrderedDict[tuple[RowKey, ...], KeptRows] = OrderedDict()
+        self._kept: OrderedDict[tuple[RowKey, ...], PinnedPrefix] = OrderedDict()
 
-    def keep(self, keys: Sequence[RowKey], caches: Sequence[RowCache]) -> bool:
+    def keep(self, keys: Sequence[RowKey], caches: Sequence[SequenceCache]) -> bool:
         """Keep what the caches hold of the rows of all `keys` but the last; forget the oldest.
 
         Returns:
@@ -222,13 +222,13 @@ class KeptContexts:
                 features.append(cache.read_feature(rows))
         saved = base.read_rows(held), *drafted
         states = base.read_states(held) if isinstance(base, StatefulCache) else ()
-        return self.add(KeptRows(tuple(keys), saved, states, least_rows, tuple(features)))
+        return self.add(PinnedPrefix(tuple(keys), saved, states, least_rows, tuple(features)))
 
     def knows(self, name: Sequence[RowKey]) -> bool:
         """Whether rows of this beginning are kept."""
         return tuple(name) in self._kept
 
-    def add(self, kept: KeptRows) -> bool:
+    def add(self, kept: PinnedPrefix) -> bool:
         """Keep rows that somebody read; as `keep`."""
         name = kept.keys[:-1]
         if kept.num_bytes > self.limit_bytes:
@@ -241,11 +241,11 @@ class KeptContexts:
         return True
 
     @property
-    def all(self) -> list[KeptRows]:
+    def all(self) -> list[PinnedPrefix]:
         """What is kept; the one that was used last is the last."""
         return list(self._kept.values())
 
-    def find(self, keys: Sequence[RowKey], num_caches: int) -> tuple[int, KeptRows | None]:
+    def find(self, keys: Sequence[RowKey], num_caches: int) -> tuple[int, PinnedPrefix | None]:
         """What serves a prompt with these keys best: how many of its rows are usable."""
         found = [(kept.usable(keys, num_caches), name) for name, kept in self._kept.items()]
         usable, name = max(found, key=lambda pair: pair[0], default=(0, ()))

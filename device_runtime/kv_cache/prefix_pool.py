@@ -12,9 +12,9 @@ from dataclasses import dataclass, field
 from typing import Any
 
 from edgellm.device_runtime.arrays import RowKey
-from edgellm.device_runtime.kv_cache.prefix_cache import RowCache
+from edgellm.device_runtime.kv_cache.prefix_cache import SequenceCache
 
-MOST_FINISHED = 64  # each is compared with every prompt
+MAX_FINISHED = 64  # each is compared with every prompt
 
 
 @dataclass(slots=True, eq=False)
@@ -27,11 +27,11 @@ class Finished:
 
 
 @dataclass(slots=True)
-class FinishedAnswers:
+class FinishedSequences:
     """See the module."""
 
-    caches: Sequence[RowCache]
-    most: int = MOST_FINISHED
+    caches: Sequence[SequenceCache]
+    maximum: int = MAX_FINISHED
     all: list[Finished] = field(default_factory=list)  # the one that was used last is the last
     _clock: itertools.count[int] = field(default_factory=lambda: itertools.count(1))
 
@@ -45,7 +45,7 @@ class FinishedAnswers:
             return
         one.used = next(self._clock)
         self.all.append(one)
-        while len(self.all) > self.most:
+        while len(self.all) > self.maximum:
             self.forget(self.all[0])
 
     def use(self, one: Finished) -> None:

@@ -23,14 +23,14 @@ class Module(Protocol):
         ...
 
     def costs(
-        self, session: Any, spec: Spec, most_rows: int = 0, budget: Budget | None = None
+        self, session: Any, spec: Spec, max_rows: int = 0, budget: Budget | None = None
     ) -> dict[str, dict[str, float]]:
         """Milliseconds of passes on this machine, by kind and rows.
 
         Args:
             session: its cache is overwritten.
             spec: of the engine.
-            most_rows: of a pass, and candidates of a row, where there is such a bound; 0: any.
+            max_rows: of a pass, and candidates of a row, where there is such a bound; 0: any.
             budget: of the time that it takes; None: one of its own.
         """
         ...

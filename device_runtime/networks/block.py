@@ -10,12 +10,12 @@ import numpy as np
 from numpy.typing import NDArray
 
 from edgellm.core import graph_io
-from edgellm.core.graph_roles import BLOCK, FORESEE, FUSE
+from edgellm.core.graph_roles import BLOCK, FUSE, PREDICT
 from edgellm.core.manifest import Engine
 from edgellm.core.model_spec import BlockSpec, DecoderSpec, DraftSpec
 from edgellm.device_runtime import runners
 from edgellm.device_runtime.arrays import F32
-from edgellm.device_runtime.networks.draft import DraftPart, DraftResult, DraftSession
+from edgellm.device_runtime.networks.draft import DraftNetwork, DraftPart, DraftResult
 from edgellm.device_runtime.runners import Outputs, Runner
 from edgellm.device_runtime.runners.pass_timing import (
     CANDIDATES,
@@ -25,7 +25,7 @@ from edgellm.device_runtime.runners.pass_timing import (
 )
 
 
-class BlockSession(DraftSession):
+class BlockNetwork(DraftNetwork):
     """A loaded draft.
 
     A part of a pass commits the rows of its features. Behind them stands a block of as many rows as
@@ -45,7 +45,7 @@ class BlockSession(DraftSession):
         """Commit rows of several answers, each with a context of its own, and foresee blocks.
 
         Args:
-            parts: at most `most_parts`; features are given, positions and masks are not.
+            parts: at most `max_batch_size`; features are given, positions and masks are not.
 
         Raises:
             LimitError: the rows do not fit into the cache, or the engine gives fewer candidates.
@@ -88,23 +88,23 @@ def _result(found: Outputs) -> DraftResult:
     return DraftResult(ids, log_probs, none, found[name][0] if name in found else None)
 
 
-def open_block(folder: Path, engine: Engine) -> BlockSession:
+def open_block(folder: Path, engine: Engine) -> BlockNetwork:
     """Load a draft's engine; raises as `runners.Backend.open_engine`."""
     opened = runners.find(engine.backend).open_engine(folder, engine)
     return session(opened, engine.draft, engine.max_kv_cache_capacity)
 
 
-def session(opened: Mapping[str, Runner], spec: DraftSpec, capacity: int) -> BlockSession:
+def session(opened: Mapping[str, Runner], spec: DraftSpec, capacity: int) -> BlockNetwork:
     """See `sessions.Module`."""
     assert spec.block is not None
-    return BlockSession(opened[BLOCK], opened[FUSE], spec.decoder, spec.block, capacity)
+    return BlockNetwork(opened[BLOCK], opened[FUSE], spec.decoder, spec.block, capacity)
 
 
 def costs(
-    session: BlockSession, spec: DraftSpec, most_rows: int = 0, budget: Budget | None = None
+    session: BlockNetwork, spec: DraftSpec, max_rows: int = 0, budget: Budget | None = None
 ) -> dict[str, dict[str, float]]:
     """See `sessions.Module`: by rows that are committed, with a whole block behind them."""
-    context, measured = measured_rows(session.capacity, most_rows)
+    context, measured = measured_rows(session.capacity, max_rows)
     top_k = min(CANDIDATES, spec.draft_vocab_size)
     taps = np.random.default_rng(1).standard_normal((max(measured), spec.taps_width), np.float32)
 
@@ -113,4 +113,4 @@ def costs(
         block = np.arange(rows, rows + session.block.size)
         session.run_many([DraftPart(session.context, ids, context, block, top_k, taps=taps[:rows])])
 
-    return {FORESEE: timed_by_rows(run, measured, budget)}
+    return {PREDICT: timed_by_rows(run, measured, budget)}

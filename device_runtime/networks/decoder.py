@@ -23,10 +23,10 @@ from edgellm.device_runtime.arrays import (
 )
 from edgellm.device_runtime.kv_cache.prefix_cache import count_common, marked, row_keys
 from edgellm.device_runtime.networks.decoder_io import PassInputs
-from edgellm.device_runtime.networks.decoder_parts import Part, PassResult
+from edgellm.device_runtime.networks.decoder_parts import PassResult, SequencePart
 from edgellm.device_runtime.networks.known_costs import Measured, known_costs
 from edgellm.device_runtime.networks.recurrent_state import CHECKPOINT_ROWS, States
-from edgellm.device_runtime.networks.recurrent_state_pool import Memory
+from edgellm.device_runtime.networks.recurrent_state_pool import StateMemory
 from edgellm.device_runtime.networks.sequence_kv import Begun, Context, Contexts
 from edgellm.device_runtime.runners import ArrangesPasses, Outputs, Runner, TakesAdapters
 from edgellm.device_runtime.runners.batch_costs import measure_shared
@@ -34,7 +34,7 @@ from edgellm.device_runtime.runners.device_speculation import GrowsTrees, Growth
 from edgellm.device_runtime.runners.pass_timing import Budget, measured_rows, timed_by_rows
 
 
-class DecoderSession:
+class DecoderNetwork:
     """A loaded decoder with KV caches of `capacity` rows for a sequence.
 
     The record of what the rows stand for is cut before rows are overwritten and grows after they
@@ -47,10 +47,10 @@ class DecoderSession:
         """`commit`: of a decoder with recurrent layers."""
         self.capacity, self._states = capacity, None
         self._runner, self._contexts = runner, Contexts(runner)
-        self.most_parts = self._contexts.most_together  # sequences that one pass serves
+        self.max_batch_size = self._contexts.max_together  # sequences that one pass serves
         if spec.recurrent is not None:
             assert commit is not None
-            self._states = States(commit, spec.recurrent, self.most_parts)
+            self._states = States(commit, spec.recurrent, self.max_batch_size)
         self._inputs = PassInputs(runner, spec, capacity)
         self.context = Context()  # whose rows all methods but `run_many` are about
         self.context.is_spare = True
@@ -71,7 +71,7 @@ class DecoderSession:
         return self._contexts.free_rows_without(contexts)
 
     def on_shortage(self, forget_one: Callable[[], bool]) -> None:
-        """See `prefix_cache.RowCache`."""
+        """See `prefix_cache.SequenceCache`."""
         self._contexts.forget_one = forget_one
 
     @property
@@ -139,14 +139,16 @@ class DecoderSession:
         Raises:
             LimitError: the rows do not fit into the cache, or are more than `pass_rows`.
         """
-        part = Part(self.context, token_ids, write_index, logits_index, position_ids, tree_mask)
+        part = SequencePart(
+            self.context, token_ids, write_index, logits_index, position_ids, tree_mask
+        )
         return self.run_many([part])[0]
 
-    def run_many(self, parts: Sequence[Part]) -> list[PassResult]:
+    def run_many(self, parts: Sequence[SequencePart]) -> list[PassResult]:
         """As `run`, for several sequences, each with a context of its own, in one pass if it can.
 
         Args:
-            parts: `most_parts` are one pass.
+            parts: `max_batch_size` are one pass.
 
         Raises:
             LimitError: rows do not fit into the cache; nothing is computed.
@@ -206,8 +208,10 @@ class DecoderSession:
     def costs_of(self, engine: Engine) -> Measured:
         """Milliseconds of passes of its engine: as the build measured them, or as measured now."""
         if not self._costs:
-            wanted = max(engine.max_verify_tree_size, self.most_parts)
-            measure = partial(costs, self, engine.decoder, engine.max_input_len, most_wanted=wanted)
+            wanted = max(engine.max_verify_tree_size, self.max_batch_size)
+            measure = partial(
+                costs, self, engine.decoder, engine.max_input_len, max_requested=wanted
+            )
             self._costs = known_costs(self._runner, PASS, engine.cost_ms, measure)
         return self._costs
 
@@ -244,7 +248,7 @@ class DecoderSession:
     def write_rows(
         self, rows: NDArray[Any], keys: Sequence[RowKey] = (), least_rows: int = 0
     ) -> None:
-        """See `prefix_cache.RowCache`."""
+        """See `prefix_cache.SequenceCache`."""
         self.context.keys = []
         self._contexts.write_rows(self.context, rows, least_rows)
         self.context.keys = list(keys[: rows.shape[-2]])
@@ -270,11 +274,11 @@ class DecoderSession:
         return len(self.context.keys)
 
     def held(self, keys: Sequence[RowKey]) -> int:
-        """See `prefix_cache.RowCache`."""
+        """See `prefix_cache.SequenceCache`."""
         return self._reach(self.context, count_common(self.context.keys, keys))
 
     def held_by(self, context: Context, keys: Sequence[RowKey]) -> int:
-        """See `prefix_cache.RowCache`."""
+        """See `prefix_cache.SequenceCache`."""
         return self._reach(context, count_common(context.keys, keys))
 
     def _reach(self, context: Context, length: int) -> int:
@@ -307,7 +311,7 @@ class DecoderSession:
         if self._states is not None and length < self.context.num_rows:
             self.cut(length)
 
-    def _memory(self, context: Context) -> Memory:
+    def _memory(self, context: Context) -> StateMemory:
         assert self._states is not None
         if context.memory is None:
             context.memory = self._states.new()
@@ -315,11 +319,11 @@ class DecoderSession:
 
     @property
     def least_rows(self) -> int:
-        """See `prefix_cache.RowCache`."""
+        """See `prefix_cache.SequenceCache`."""
         return self.context.least_rows
 
 
-def _record(part: Part, outputs: Outputs) -> PassResult:
+def _record(part: SequencePart, outputs: Outputs) -> PassResult:
     """What a pass has written, and gave."""
     context, rows = part.context, len(part.token_ids)
     context.num_rows = part.write_index + rows
@@ -341,34 +345,34 @@ def _keys(context: Context, token_ids: I64, begin: int) -> list[RowKey]:
     return keys if begin or context.adapter is None else marked(keys, context.adapter)
 
 
-def open_decoder(folder: Path, engine: Engine) -> DecoderSession:
+def open_decoder(folder: Path, engine: Engine) -> DecoderNetwork:
     """Load an engine of a language model; raises as `runners.Backend.open_engine`."""
     opened = runners.find(engine.backend).open_engine(folder, engine)
     return session(opened, engine.decoder, engine.max_kv_cache_capacity)
 
 
-def session(opened: Mapping[str, Runner], spec: DecoderSpec, capacity: int) -> DecoderSession:
+def session(opened: Mapping[str, Runner], spec: DecoderSpec, capacity: int) -> DecoderNetwork:
     """See `sessions.Module`."""
-    return DecoderSession(opened[DECODER], spec, capacity, opened.get(COMMIT))
+    return DecoderNetwork(opened[DECODER], spec, capacity, opened.get(COMMIT))
 
 
 def costs(
-    session: DecoderSession,
+    session: DecoderNetwork,
     spec: DecoderSpec,
-    most_rows: int = 0,
+    max_rows: int = 0,
     budget: Budget | None = None,
     *,
-    most_wanted: int = 0,
+    max_requested: int = 0,
 ) -> dict[str, dict[str, float]]:
     """See `sessions.Module`: of one sequence, and of several where the runner asks for it.
 
-    All rows get logits; of more than `most_wanted`, the last.
+    All rows get logits; of more than `max_requested`, the last.
     """
-    context, measured = measured_rows(session.capacity, most_rows)
+    context, measured = measured_rows(session.capacity, max_rows)
     budget, is_shared = budget or Budget(), any(session.shared_rows)
 
     def run(rows: int) -> None:
-        first = rows - 1 if 0 < most_wanted < rows else 0
+        first = rows - 1 if 0 < max_requested < rows else 0
         session.run(np.arange(rows) % spec.vocab_size, context, np.arange(first, rows))
 
     found = {PASS: timed_by_rows(run, measured, budget.part(0.5 if is_shared else 1))}
@@ -378,19 +382,19 @@ def costs(
 
 
 def _costs_together(
-    session: DecoderSession, spec: DecoderSpec, begin: int, most_rows: int, budget: Budget
+    session: DecoderNetwork, spec: DecoderSpec, begin: int, max_rows: int, budget: Budget
 ) -> dict[str, dict[str, float]]:
     """Of tokens and trees of several sequences side by side, behind `begin` rows of each."""
     session.close(session.context)
-    contexts = [session.new_context() for _ in range(session.most_parts)]
+    contexts = [session.new_context() for _ in range(session.max_batch_size)]
 
     def run(count: int, rows: int) -> None:
         ids, mask = np.arange(rows), np.tri(rows, dtype=np.bool_) if rows > 1 else None
         asked = ids % spec.vocab_size, begin, ids, begin + ids, mask
-        session.run_many([Part(one, *asked) for one in contexts[:count]])
+        session.run_many([SequencePart(one, *asked) for one in contexts[:count]])
 
-    room = min(most_rows, session.shared_rows[0]), session.shared_rows[1]
-    found = measure_shared(PASS, session.most_parts, room, run, budget)
+    room = min(max_rows, session.shared_rows[0]), session.shared_rows[1]
+    found = measure_shared(PASS, session.max_batch_size, room, run, budget)
     for one in contexts:
         session.close(one)
     return found

@@ -85,7 +85,7 @@ class PassInputs:
 
         Args:
             context: whose rows they are.
-            token_ids: see `DecoderSession.run`, as the others.
+            token_ids: see `DecoderNetwork.run`, as the others.
             write_index: rows before.
             output_rows: that are wanted.
             position_ids: None counts on.

@@ -56,8 +56,8 @@ class PassResult:
         return self._outputs[graph_io.HIDDEN_TAPS][0]
 
 
-class Part(NamedTuple):
-    """What a sequence computes in a pass; see `DecoderSession.run`."""
+class SequencePart(NamedTuple):
+    """What a sequence computes in a pass; see `DecoderNetwork.run`."""
 
     context: Context
     token_ids: I64

@@ -23,7 +23,7 @@ from edgellm.device_runtime.arrays import (
     Bool,
     ImageRows,
 )
-from edgellm.device_runtime.networks.decoder import DecoderSession
+from edgellm.device_runtime.networks.decoder import DecoderNetwork
 from edgellm.device_runtime.networks.decoder_io import PassInputs
 from edgellm.device_runtime.networks.known_costs import Measured, known_costs
 from edgellm.device_runtime.networks.sequence_kv import Begun, Context, Contexts
@@ -58,7 +58,7 @@ class DraftResult(NamedTuple):
         return DraftResult(self.token_ids.copy(), self.log_probs.copy(), self.hidden.copy(), links)
 
 
-class AskedResult:
+class RequestedResult:
     """What a pass gives that nobody waited for: fetched when it is called for.
 
     Attributes:
@@ -80,7 +80,7 @@ class AskedResult:
 
 @dataclass(frozen=True, slots=True)
 class DraftPart:
-    """What an answer's draft computes in a pass; see `DraftSession.run`."""
+    """What an answer's draft computes in a pass; see `DraftNetwork.run`."""
 
     context: Context
     token_ids: I64
@@ -107,7 +107,7 @@ class DraftPart:
         )
 
 
-class DraftSession:
+class DraftNetwork:
     """A loaded draft."""
 
     def __init__(
@@ -118,42 +118,42 @@ class DraftSession:
         self._runner, self._fuse, self._contexts = runner, fuse, Contexts(runner)
         self._inputs = PassInputs(runner, spec, capacity)
         self.context = Context()  # whose rows they are
-        self._asked: WeakSet[AskedResult] = WeakSet()  # of the latest pass, still wanted
+        self._asked: WeakSet[RequestedResult] = WeakSet()  # of the latest pass, still wanted
 
     @property
-    def most_parts(self) -> int:
+    def max_batch_size(self) -> int:
         """Answers that one pass serves."""
-        return self._contexts.most_together
+        return self._contexts.max_together
 
     @property
     def shared_rows(self) -> tuple[int, int]:
-        """See `DecoderSession.shared_rows`."""
+        """See `DecoderNetwork.shared_rows`."""
         return self._runner.shared_rows if isinstance(self._runner, ArrangesPasses) else (0, 0)
 
-    def costs_of(self, engine: Engine, most_rows: int) -> Measured:
-        """See `DecoderSession.costs_of`; `most_rows` as for `costs`."""
-        measure = partial(costs, self, engine.draft, most_rows)
+    def costs_of(self, engine: Engine, max_rows: int) -> Measured:
+        """See `DecoderNetwork.costs_of`; `max_rows` as for `costs`."""
+        measure = partial(costs, self, engine.draft, max_rows)
         return known_costs(self._runner, _shared_kind(engine.draft), engine.cost_ms, measure)
 
     def new_context(self) -> Context:
-        """See `DecoderSession.new_context`."""
+        """See `DecoderNetwork.new_context`."""
         return Context()
 
     def use(self, context: Context) -> None:
-        """See `DecoderSession.use`."""
+        """See `DecoderNetwork.use`."""
         self._contexts.admit(context)
         self.context = context
 
     def fork(self, context: Context) -> Context:
-        """See `DecoderSession.fork`."""
+        """See `DecoderNetwork.fork`."""
         return self._contexts.fork(context)
 
     def close(self, context: Context) -> None:
-        """See `DecoderSession.close`."""
+        """See `DecoderNetwork.close`."""
         self._contexts.close(context)
 
     def on_shortage(self, forget_one: Callable[[], bool]) -> None:
-        """See `prefix_cache.RowCache`."""
+        """See `prefix_cache.SequenceCache`."""
         self._contexts.forget_one = forget_one
 
     def fuse(self, taps: F32) -> F32:
@@ -198,13 +198,13 @@ class DraftSession:
         """As `run`, for several answers, each with a context of its own; raises as `run`.
 
         Args:
-            parts: at most `most_parts`.
+            parts: at most `max_batch_size`.
         """
         return [_result(outputs) for outputs in self._pass(parts, self._contexts.run)]
 
-    def ask_many(self, parts: Sequence[DraftPart]) -> list[AskedResult]:
+    def ask_many(self, parts: Sequence[DraftPart]) -> list[RequestedResult]:
         """As `run_many` of one row of each, which a device need not be waited for."""
-        given = [AskedResult(*each) for each in self._pass(parts, self._contexts.ask)]
+        given = [RequestedResult(*each) for each in self._pass(parts, self._contexts.ask)]
         self._asked.update(given)
         return given
 
@@ -256,19 +256,19 @@ class DraftSession:
                 at += len(part.taps)
         return found
 
-    def open_rounds(self, base: DecoderSession, growth: Growth) -> Rounds | None:
+    def open_rounds(self, base: DecoderNetwork, growth: Growth) -> Rounds | None:
         """Rounds of a base and this draft; None: they need the host."""
         return base.open_rounds(self._runner, growth) if isinstance(self._runner, Asked) else None
 
     def begin_rounds(self, parts: Sequence[tuple[Context, int, int]]) -> list[Begun]:
-        """See `DecoderSession.begin_rounds`; of rows that are never kept."""
+        """See `DecoderNetwork.begin_rounds`; of rows that are never kept."""
         starts = [self._inputs.start(*part) for part in parts]
         self._contexts.reserve(parts)
         caches = [self._contexts.admit(context) for context, _, _ in parts]
         return list(map(Begun, starts, caches))
 
     def set_images(self, images: ImageRows) -> None:
-        """See `DecoderSession.set_images`."""
+        """See `DecoderNetwork.set_images`."""
         self.context.images = images
 
     def read_rows(self, length: int) -> NDArray[Any]:
@@ -285,15 +285,15 @@ def _result(found: Outputs) -> DraftResult:
     return DraftResult(ids[0], log_probs[0], found[graph_io.RECYCLED_HIDDEN][0])
 
 
-def open_draft(folder: Path, engine: Engine) -> DraftSession:
+def open_draft(folder: Path, engine: Engine) -> DraftNetwork:
     """Load a draft's engine; raises as `runners.Backend.open_engine`."""
     opened = runners.find(engine.backend).open_engine(folder, engine)
     return session(opened, engine.draft, engine.max_kv_cache_capacity)
 
 
-def session(opened: Mapping[str, Runner], spec: DraftSpec, capacity: int) -> DraftSession:
+def session(opened: Mapping[str, Runner], spec: DraftSpec, capacity: int) -> DraftNetwork:
     """See `sessions.Module`."""
-    return DraftSession(opened[DRAFT], opened.get(FUSE), spec.decoder, capacity)
+    return DraftNetwork(opened[DRAFT], opened.get(FUSE), spec.decoder, capacity)
 
 
 def _shared_kind(spec: DraftSpec) -> str:
@@ -302,7 +302,7 @@ def _shared_kind(spec: DraftSpec) -> str:
 
 
 def costs(
-    session: DraftSession, spec: DraftSpec, most_rows: int = 0, budget: Budget | None = None
+    session: DraftNetwork, spec: DraftSpec, max_rows: int = 0, budget: Budget | None = None
 ) -> dict[str, dict[str, float]]:
     """See `sessions.Module`: growth, whose rows all get candidates, and rows that are fused.
 
@@ -311,11 +311,11 @@ def costs(
     growth follows. From caches that hold the draft both take half as long.
     """
     masks = max(spec.num_heads - 1, 0)
-    context, measured = measured_rows(session.capacity - masks, most_rows)
-    top_k = min(CANDIDATES, spec.draft_vocab_size, most_rows or CANDIDATES)
-    random, most = np.random.default_rng(1), max(measured)
-    taps = random.standard_normal((most + masks, spec.taps_width), np.float32)
-    hidden = np.zeros((most, spec.decoder.hidden_size), np.float32)
+    context, measured = measured_rows(session.capacity - masks, max_rows)
+    top_k = min(CANDIDATES, spec.draft_vocab_size, max_rows or CANDIDATES)
+    random, maximum = np.random.default_rng(1), max(measured)
+    taps = random.standard_normal((maximum + masks, spec.taps_width), np.float32)
+    hidden = np.zeros((maximum, spec.decoder.hidden_size), np.float32)
     size = min(_BASE_HEADS * spec.draft_vocab_size * spec.decoder.hidden_size, _CACHES_BYTES)
     others = np.ones(size // 4, np.float32)  # zeros would be one page
 
@@ -348,11 +348,11 @@ def costs(
 
 
 def _costs_together(
-    session: DraftSession, spec: DraftSpec, begin: int, hidden: F32, top_k: int, budget: Budget
+    session: DraftNetwork, spec: DraftSpec, begin: int, hidden: F32, top_k: int, budget: Budget
 ) -> dict[str, dict[str, float]]:
     """Of passes that several answers share, behind `begin` rows of each."""
     session.close(session.context)
-    contexts = [session.new_context() for _ in range(session.most_parts)]
+    contexts = [session.new_context() for _ in range(session.max_batch_size)]
 
     def run(count: int, rows: int) -> None:
         ids, wanted = np.arange(rows) % spec.decoder.vocab_size, np.arange(rows)
@@ -363,7 +363,7 @@ def _costs_together(
         session.run_many(asked)
 
     room = min(session.shared_rows[0], len(hidden)), session.shared_rows[1]
-    found = measure_shared(_shared_kind(spec), session.most_parts, room, run, budget)
+    found = measure_shared(_shared_kind(spec), session.max_batch_size, room, run, budget)
     for one in contexts:
         session.close(one)
     return found

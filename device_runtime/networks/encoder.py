@@ -18,7 +18,7 @@ from edgellm.device_runtime.runners import Runner
 from edgellm.device_runtime.runners.pass_timing import Budget
 
 
-class EncoderSession:
+class EncoderNetwork:
     """A loaded visual encoder."""
 
     def __init__(self, runner: Runner) -> None:
@@ -40,21 +40,21 @@ class EncoderSession:
         return embeds, np.zeros((0, *embeds.shape), np.float32)
 
 
-def open_encoder(folder: Path, engine: Engine) -> EncoderSession:
+def open_encoder(folder: Path, engine: Engine) -> EncoderNetwork:
     """Load a visual engine; raises as `runners.Backend.open_engine`."""
     opened = runners.find(engine.backend).open_engine(folder, engine)
     return session(opened, engine.vision, engine.max_kv_cache_capacity)
 
 
-def session(opened: Mapping[str, Runner], spec: VisionSpec, capacity: int) -> EncoderSession:
+def session(opened: Mapping[str, Runner], spec: VisionSpec, capacity: int) -> EncoderNetwork:
     """See `sessions.Module`."""
     del spec, capacity
-    return EncoderSession(opened[ENCODER])
+    return EncoderNetwork(opened[ENCODER])
 
 
 def costs(
-    session: EncoderSession, spec: VisionSpec, most_rows: int = 0, budget: Budget | None = None
+    session: EncoderNetwork, spec: VisionSpec, max_rows: int = 0, budget: Budget | None = None
 ) -> dict[str, dict[str, float]]:
     """See `sessions.Module`: nothing asks what an image costs."""
-    del session, spec, most_rows, budget
+    del session, spec, max_rows, budget
     return {}

@@ -17,34 +17,34 @@ from edgellm.device_runtime.arrays import (
     F32,
     I64,
 )
-from edgellm.device_runtime.runners import Runner, TakesAnswers
+from edgellm.device_runtime.runners import LimitsBatch, Runner
 from edgellm.device_runtime.runners.pass_timing import CANDIDATES, Budget, timed_by_rows
 
 
 class HeadsPart(NamedTuple):
-    """What an answer asks of the heads; see `HeadsSession.candidates`."""
+    """What an answer asks of the heads; see `HeadsNetwork.candidates`."""
 
     feature: F32
     top_k: int
 
 
-class HeadsSession:
+class HeadsNetwork:
     """Loaded heads."""
 
     def __init__(self, runner: Runner) -> None:
         self._runner = runner
-        self.most_parts = runner.most_answers if isinstance(runner, TakesAnswers) else 1
+        self.max_batch_size = runner.max_sequences if isinstance(runner, LimitsBatch) else 1
 
     def run_many(self, parts: Sequence[HeadsPart]) -> list[tuple[I64, F32]]:
-        """`candidates` for several answers in one pass, `most_parts` at most.
+        """`candidates` for several answers in one pass, `max_batch_size` at most.
 
         All get as many candidates as the one that wants most.
         """
         # What lies on a device stays there: only the host has several side by side.
         one = parts[0].feature[None, None]
         features = one if len(parts) == 1 else np.stack([each.feature[None] for each in parts])
-        most = max(part.top_k for part in parts)
-        inputs = {graph_io.HIDDEN_TAPS: features, graph_io.TOP_K: np.array([most])}
+        maximum = max(part.top_k for part in parts)
+        inputs = {graph_io.HIDDEN_TAPS: features, graph_io.TOP_K: np.array([maximum])}
         found = self._runner.run(inputs)
         ids, log_probs = found[graph_io.CANDIDATE_IDS], found[graph_io.CANDIDATE_LOG_PROBS]
         return list(zip(ids, log_probs, strict=True))
@@ -68,25 +68,25 @@ class HeadsSession:
         return found
 
 
-def open_heads(folder: Path, engine: Engine) -> HeadsSession:
+def open_heads(folder: Path, engine: Engine) -> HeadsNetwork:
     """Load an engine of Medusa heads; raises as `runners.Backend.open_engine`."""
     opened = runners.find(engine.backend).open_engine(folder, engine)
     return session(opened, engine.draft, engine.max_kv_cache_capacity)
 
 
-def session(opened: Mapping[str, Runner], spec: DraftSpec, capacity: int) -> HeadsSession:
+def session(opened: Mapping[str, Runner], spec: DraftSpec, capacity: int) -> HeadsNetwork:
     """See `sessions.Module`."""
     del spec, capacity
-    return HeadsSession(opened[HEADS])
+    return HeadsNetwork(opened[HEADS])
 
 
 def costs(
-    session: HeadsSession, spec: DraftSpec, most_rows: int = 0, budget: Budget | None = None
+    session: HeadsNetwork, spec: DraftSpec, max_rows: int = 0, budget: Budget | None = None
 ) -> dict[str, dict[str, float]]:
     """See `sessions.Module`: passes of all heads, for one answer and for as many as share one."""
     feature = np.random.default_rng(1).standard_normal(spec.taps_width, np.float32)
-    part = HeadsPart(feature, min(spec.draft_vocab_size, most_rows or CANDIDATES))
-    counts = sorted({1, session.most_parts})
+    part = HeadsPart(feature, min(spec.draft_vocab_size, max_rows or CANDIDATES))
+    counts = sorted({1, session.max_batch_size})
     return {
         ALL_HEADS: timed_by_rows(lambda count: session.run_many([part] * count), counts, budget)
     }

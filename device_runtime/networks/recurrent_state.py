@@ -19,9 +19,9 @@ from edgellm.core.model_spec import RecurrentSpec
 from edgellm.device_runtime.arrays import I64
 from edgellm.device_runtime.networks.recurrent_state_pool import (
     Arrays,
-    Memory,
-    Place,
+    StateMemory,
     StatePool,
+    StateSlot,
     copied,
 )
 from edgellm.device_runtime.runners import Outputs, Runner
@@ -38,19 +38,19 @@ class States:
         self._commit, self._spec, self._num_sequences = commit, spec, num_sequences
         self._pool = StatePool(spec, num_sequences) if num_sequences > 1 else None
         # Where the next commit writes.
-        self._spare = Place(self._zeros()) if self._pool is None else self._pool.take()
-        self._latest: list[tuple[Memory, Outputs]] = []  # whose rows are not committed
+        self._spare = StateSlot(self._zeros()) if self._pool is None else self._pool.take()
+        self._latest: list[tuple[StateMemory, Outputs]] = []  # whose rows are not committed
 
     @property
     def num_bytes(self) -> int:
         """Of a sequence, without its checkpoints."""
         return sum(array.nbytes for array in self._spare.arrays.values())
 
-    def new(self) -> Memory:
+    def new(self) -> StateMemory:
         """Of a sequence without rows."""
-        return Memory(Place(self._zeros()))
+        return StateMemory(StateSlot(self._zeros()))
 
-    def release(self, memory: Memory | None) -> None:
+    def release(self, memory: StateMemory | None) -> None:
         """Its sequence ends, if it is one's."""
         if memory is None:
             return
@@ -61,11 +61,11 @@ class States:
     def _zeros(self) -> Arrays:
         return {name: np.zeros(shape, np.float32) for name, shape in self._spec.states.items()}
 
-    def begin(self, memory: Memory, length: int) -> Arrays:
+    def begin(self, memory: StateMemory, length: int) -> Arrays:
         """As `begin_together` of one sequence."""
         return self.begin_together([(memory, length)])[0][0]
 
-    def begin_together(self, asked: Sequence[tuple[Memory, int]]) -> list[tuple[Arrays, int]]:
+    def begin_together(self, asked: Sequence[tuple[StateMemory, int]]) -> list[tuple[Arrays, int]]:
         """Before a pass behind some rows of sequences: states, and which of them is whose.
 
         Rows that no pass has computed are nobody's: measurements begin behind them.
@@ -88,7 +88,7 @@ class States:
         return [(self._pool.arrays, memory.place.slot or 0) for memory, _ in asked]
 
     def give(
-        self, asked: Sequence[tuple[Memory, int]], inputs: Sequence[dict[str, NDArray[Any]]]
+        self, asked: Sequence[tuple[StateMemory, int]], inputs: Sequence[dict[str, NDArray[Any]]]
     ) -> None:
         """Add the states of sequences to what their pass is given, see `begin_together`."""
         for (states, at), given in zip(self.begin_together(asked), inputs, strict=True):
@@ -96,7 +96,7 @@ class States:
             parents[parents < 0] -= at
             given |= states
 
-    def ran(self, memory: Memory, outputs: Outputs, rows: int) -> None:
+    def ran(self, memory: StateMemory, outputs: Outputs, rows: int) -> None:
         """A pass gave `outputs`; its first `rows` rows are accepted, each the next one's parent."""
         self._latest.append((memory, outputs))
         memory.accepted = np.arange(rows)
@@ -104,7 +104,7 @@ class States:
             self._advance(memory, outputs, mark - memory.num_rows)
             self._keep_checkpoint(memory)
 
-    def accept(self, memory: Memory, rows: I64) -> None:
+    def accept(self, memory: StateMemory, rows: I64) -> None:
         """Of the latest pass, which was a tree, these rows are accepted."""
         memory.accepted = rows
 
@@ -114,8 +114,8 @@ class States:
             self._advance(memory, outputs, len(memory.accepted))
         self._latest = []
 
-    def cut(self, memory: Memory, length: int) -> None:
-        """Forget the rows behind the first `length`, as far as `Memory.reach` can.
+    def cut(self, memory: StateMemory, length: int) -> None:
+        """Forget the rows behind the first `length`, as far as `StateMemory.reach` can.
 
         Behind the last checkpoint before them nothing is left.
         """
@@ -130,28 +130,28 @@ class States:
         for rows in [each for each in memory.checkpoints if each > found]:
             del memory.checkpoints[rows]
 
-    def fork(self, memory: Memory) -> Memory:
+    def fork(self, memory: StateMemory) -> StateMemory:
         """Another with the same rows."""
         self.settle()
-        place, kept = Place(copied(memory.arrays)), {**memory.checkpoints}
-        return Memory(place, memory.num_rows, checkpoints=kept)
+        place, kept = StateSlot(copied(memory.arrays)), {**memory.checkpoints}
+        return StateMemory(place, memory.num_rows, checkpoints=kept)
 
-    def read(self, memory: Memory, length: int) -> tuple[NDArray[Any], ...]:
-        """Copies of the states behind `length` rows, which `Memory.reach` says can be had."""
+    def read(self, memory: StateMemory, length: int) -> tuple[NDArray[Any], ...]:
+        """Copies of the states behind `length` rows, which `StateMemory.reach` says can be had."""
         for latest, outputs in self._latest:
             if latest is memory and memory.num_rows <= length:
                 self._advance(memory, outputs, length - memory.num_rows)
         found = memory.arrays if memory.num_rows == length else memory.checkpoints.get(length)
         return tuple(copied(found or self._zeros()).values())
 
-    def write(self, memory: Memory, states: tuple[NDArray[Any], ...], length: int) -> None:
+    def write(self, memory: StateMemory, states: tuple[NDArray[Any], ...], length: int) -> None:
         """States that `read` gave, behind `length` rows, in the place of all that is there."""
         for array, state in zip(memory.arrays.values(), states, strict=True):
             array[...] = state
         memory.forget()
         memory.num_rows, memory.checkpoints = length, {}
 
-    def _advance(self, memory: Memory, outputs: Outputs, count: int) -> None:
+    def _advance(self, memory: StateMemory, outputs: Outputs, count: int) -> None:
         """Commit the next `count` accepted rows."""
         if not count:
             return
@@ -169,10 +169,10 @@ class States:
         memory.place, self._spare = self._spare, memory.place
         memory.num_rows, memory.accepted = memory.num_rows + count, memory.accepted[count:]
 
-    def _keep_checkpoint(self, memory: Memory) -> None:
+    def _keep_checkpoint(self, memory: StateMemory) -> None:
         memory.checkpoints[memory.num_rows] = copied(memory.arrays)
-        most = max(CHECKPOINT_BYTES // (self.num_bytes * self._num_sequences), 1)
-        while len(memory.checkpoints) > most:
+        maximum = max(CHECKPOINT_BYTES // (self.num_bytes * self._num_sequences), 1)
+        while len(memory.checkpoints) > maximum:
             del memory.checkpoints[_least_missed(memory.checkpoints)]
 
 

@@ -16,7 +16,7 @@ _NO_ROWS = np.zeros(0, np.int64)
 
 
 @dataclass(slots=True, eq=False)
-class Place:
+class StateSlot:
     """Memory for the states of a sequence."""
 
     arrays: Arrays  # by contract name, [1, ...]
@@ -24,10 +24,10 @@ class Place:
 
 
 @dataclass(slots=True, eq=False)
-class Memory:
+class StateMemory:
     """What is kept of one sequence."""
 
-    place: Place
+    place: StateSlot
     num_rows: int = 0  # that its states stand for
     accepted: I64 = field(default_factory=lambda: _NO_ROWS)  # of the latest pass, not committed
     marks: set[int] = field(default_factory=set)  # numbers of rows to keep a checkpoint of
@@ -64,16 +64,16 @@ class StatePool:
             name: np.zeros((count, *shape[1:]), np.float32) for name, shape in spec.states.items()
         }
         self._free = [
-            Place({name: array[slot : slot + 1] for name, array in self.arrays.items()}, slot)
+            StateSlot({name: array[slot : slot + 1] for name, array in self.arrays.items()}, slot)
             for slot in range(count)
         ]
-        self._held: list[Memory] = []  # the least recently used first
+        self._held: list[StateMemory] = []  # the least recently used first
 
-    def take(self) -> Place:
+    def take(self) -> StateSlot:
         """A place for whoever asks, for good."""
         return self._free.pop()
 
-    def bring_in(self, memories: Sequence[Memory]) -> None:
+    def bring_in(self, memories: Sequence[StateMemory]) -> None:
         """Let all of them, the sequences of a pass, have places here."""
         for memory in memories:
             if memory.place.slot is None:
@@ -85,13 +85,13 @@ class StatePool:
                 self._held.remove(memory)
             self._held.append(memory)
 
-    def _evicted(self, staying: Sequence[Memory]) -> Place:
+    def _evicted(self, staying: Sequence[StateMemory]) -> StateSlot:
         memory = next(one for one in self._held if one not in staying)
         self._held.remove(memory)
-        place, memory.place = memory.place, Place(copied(memory.arrays))
+        place, memory.place = memory.place, StateSlot(copied(memory.arrays))
         return place
 
-    def release(self, memory: Memory) -> None:
+    def release(self, memory: StateMemory) -> None:
         """Its states are nobody's."""
         if memory in self._held:
             self._held.remove(memory)

@@ -20,7 +20,7 @@ from edgellm.device_runtime.arrays import (
     LoadedAdapter,
     RowKey,
 )
-from edgellm.device_runtime.networks.recurrent_state_pool import Memory
+from edgellm.device_runtime.networks.recurrent_state_pool import StateMemory
 from edgellm.device_runtime.runners import Cache, Outputs, Runner, SharedRunner, require_cache
 from edgellm.device_runtime.runners.device_speculation import Asked
 
@@ -38,7 +38,7 @@ class Context:
         self.saved: NDArray[Any] | None = None  # a copy of them, while nothing does
         # The fewest of its rows that can be gone on from, but for none: windows have no more
         self.least_rows = 0
-        self.memory: Memory | None = None  # what recurrent layers keep of them
+        self.memory: StateMemory | None = None  # what recurrent layers keep of them
         self.is_spare = False  # no answer goes on behind the rows; whoever comes may have them
 
     def cut(self, length: int) -> None:
@@ -61,7 +61,7 @@ class Contexts:
         self._runner, self._only = runner, require_cache(runner)
         self._shared = runner if isinstance(runner, SharedRunner) else None
         # Sequences of a pass
-        self.most_together = self._shared.num_sequences if self._shared is not None else 1
+        self.max_together = self._shared.num_sequences if self._shared is not None else 1
         # Rows of a sequence in a pass at most, where windows bound its pages; 0: any number
         self.pass_rows = self._shared.pass_rows if self._shared is not None else 0
         self._is_begun = False

@@ -15,7 +15,7 @@ from edgellm.device_runtime.api.llm import LLM
 from edgellm.device_runtime.engine.prompt import Prompt
 from edgellm.device_runtime.engine.step import read_piece
 from edgellm.device_runtime.faults import Confined
-from edgellm.device_runtime.networks.decoder import DecoderSession, Part, PassResult
+from edgellm.device_runtime.networks.decoder import DecoderNetwork, PassResult, SequencePart
 from edgellm.device_runtime.requests.request_file import Options, parse_request, sampling_of
 from edgellm.device_runtime.requests.responses import start_request
 from edgellm.device_runtime.sampling.sampler import SamplingParams
@@ -89,15 +89,15 @@ def _compare(llm: LLM, options: Options, raw: Any, index: int) -> Comparison:
 class _Watched:
     """A session that keeps a hash of every row of logits, by the row's position."""
 
-    def __init__(self, session: DecoderSession) -> None:
+    def __init__(self, session: DecoderNetwork) -> None:
         self._session = session
         self.rows: dict[int, set[bytes]] = {}
 
     def __getattr__(self, name: str) -> Any:
         return getattr(self._session, name)
 
-    def run_many(self, parts: Sequence[Part]) -> list[PassResult]:
-        """See `DecoderSession.run_many`."""
+    def run_many(self, parts: Sequence[SequencePart]) -> list[PassResult]:
+        """See `DecoderNetwork.run_many`."""
         results = self._session.run_many(parts)
         for part, result in zip(parts, results, strict=True):
             positions = part.position_ids
@@ -113,7 +113,7 @@ def _watched(llm: LLM, decode: Callable[[], list[int]]) -> tuple[list[int], dict
     """What `decode` gives, and hashes of the logits it took by their position."""
     session = llm.session
     watched = _Watched(session)
-    llm.session = cast(DecoderSession, watched)
+    llm.session = cast(DecoderNetwork, watched)
     try:
         return decode(), watched.rows
     finally:

@@ -11,7 +11,7 @@ import msgspec
 from edgellm.core.errors import RequestError
 from edgellm.core.strict_json import parse
 from edgellm.device_runtime.sampling.guidance import Guide, Kind
-from edgellm.device_runtime.sampling.sampler import LARGEST_BIAS, MOST_BIASES, SamplingParams
+from edgellm.device_runtime.sampling.sampler import LARGEST_BIAS, MAX_BIASES, SamplingParams
 from edgellm.multimodal.media import Source, Video
 
 _ARTICLE = {"text": "a text", "image": "an image", "video": "a video"}
@@ -21,7 +21,7 @@ Share = Annotated[float, msgspec.Meta(ge=0, le=1)]
 Penalty = Annotated[float, msgspec.Meta(ge=-2, le=2)]
 Bias = Annotated[float, msgspec.Meta(ge=-LARGEST_BIAS, le=LARGEST_BIAS)]
 LogitBias = Annotated[  # by token id; JSON's keys are strings
-    dict[Annotated[int, msgspec.Meta(ge=0)], Bias], msgspec.Meta(max_length=MOST_BIASES)
+    dict[Annotated[int, msgspec.Meta(ge=0)], Bias], msgspec.Meta(max_length=MAX_BIASES)
 ]
 _NOT_SUPPORTED = {
     "num_logprobs": "log-probabilities",

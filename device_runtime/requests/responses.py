@@ -12,7 +12,7 @@ from edgellm.core.errors import (
     EdgeLLMError,
     RequestError,
 )
-from edgellm.device_runtime.api.llm import LLM, Answer, Step
+from edgellm.device_runtime.api.llm import LLM, RequestOutput, Step
 from edgellm.device_runtime.engine import continuation
 from edgellm.device_runtime.engine.chat_template import without_template
 from edgellm.device_runtime.engine.profile import Profile
@@ -34,7 +34,7 @@ class Started:
     """A request whose answer has not been iterated over yet."""
 
     request: Request
-    answer: Answer
+    answer: RequestOutput
     system: str  # the formatted system prompt
     text: str  # the whole formatted request
 
@@ -135,10 +135,10 @@ def run_requests(
         A response object and its times, as soon as it is finished, in any order. A request that
         cannot be answered, or failed in the middle, has `error` in it.
     """
-    started: dict[Answer, _Place] = {}
+    started: dict[RequestOutput, _Place] = {}
     refused: deque[_Place] = deque()
 
-    def answers() -> Iterator[Answer]:
+    def answers() -> Iterator[RequestOutput]:
         for index, raw in raws:
             place = _Place(index)
             with Confined(place.fail), nullcontext() if held is None else held.at_once():

@@ -38,7 +38,7 @@ _SAID = {
 
 
 @dataclass(frozen=True, slots=True)
-class Answered:
+class FinishedRequest:
     """One request's part of the files that a run writes."""
 
     response: dict[str, Any]
@@ -56,14 +56,14 @@ class UnfinishedRun:
     """What is answered already, in the order of finishing; it grows."""
 
     path: Path
-    answered: list[Answered]
+    answered: list[FinishedRequest]
     _journal: Journal
 
-    def in_order(self) -> list[Answered]:
+    def in_order(self) -> list[FinishedRequest]:
         """The same in the order of the requests."""
         return sorted(self.answered, key=lambda one: one.index)
 
-    def add(self, answered: Answered) -> None:
+    def add(self, answered: FinishedRequest) -> None:
         """Keep an answer; it is in the file when this returns."""
         self._journal.append(json.dumps(dataclasses.asdict(answered)).encode())
         self.answered.append(answered)
@@ -168,11 +168,13 @@ def _compare(path: Path, begun: Mapping[str, Any], settings: Mapping[str, Any]) 
             )
 
 
-def _read(path: Path, number: int, line: bytes) -> Answered:
+def _read(path: Path, number: int, line: bytes) -> FinishedRequest:
     try:
         raw = parse(line)
         rounds = [RoundCounts(**counts) for counts in raw["profile"].pop("rounds")]
-        return Answered(raw["response"], Profile(**raw["profile"], rounds=rounds), raw["rounds"])
+        return FinishedRequest(
+            raw["response"], Profile(**raw["profile"], rounds=rounds), raw["rounds"]
+        )
     except (ValueError, KeyError, TypeError, AttributeError) as error:
         raise EdgeLLMError(
             f"{path} line {number} is not an answer: {error!r}",

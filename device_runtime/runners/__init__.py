@@ -155,11 +155,11 @@ class ArrangesPasses(Protocol):
 
 
 @runtime_checkable
-class TakesAnswers(Protocol):
+class LimitsBatch(Protocol):
     """A runner without a cache, whose passes may have a place on the first axis for each answer."""
 
     @property
-    def most_answers(self) -> int:
+    def max_sequences(self) -> int:
         """Of a pass."""
         ...
 

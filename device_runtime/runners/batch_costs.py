@@ -18,7 +18,7 @@ from edgellm.device_runtime.runners.pass_timing import (
 )
 
 F64 = NDArray[np.float64]
-_MOST_MEASURED = 512  # rows of all sequences; beyond them time grows as before
+_MAX_MEASURED = 512  # rows of all sequences; beyond them time grows as before
 
 
 class SharedCosts:
@@ -48,7 +48,7 @@ class SharedCosts:
     def by_rows(self, sequences: int) -> F64:
         """Of passes of so many, by the rows of all (index)."""
         if sequences not in self._tables:
-            each = np.arange(_MOST_MEASURED + 1) / sequences
+            each = np.arange(_MAX_MEASURED + 1) / sequences
             counts = [count for count, _ in self._measured]
             tables = np.array([_line(*points, each) for _, points in self._measured])
             tables = np.maximum.accumulate(tables)  # more sequences never take less
@@ -64,27 +64,27 @@ class SharedCosts:
 
 def measure_shared(
     kind: str,
-    most: int,
+    maximum: int,
     room: tuple[int, int],
     run: Callable[[int, int], object],
     budget: Budget | None = None,
 ) -> dict[str, dict[str, float]]:
-    """Measure passes of 1, 2, 4 ... `most` sequences, by kind and rows of each.
+    """Measure passes of 1, 2, 4 ... `maximum` sequences, by kind and rows of each.
 
     Rows that the budget does not allow are estimated; numbers of sequences are left out.
 
     Args:
         kind: of passes that one sequence has alone.
-        most: sequences of a pass.
+        maximum: sequences of a pass.
         room: rows of a sequence, and of all, at most.
         run: a pass of so many sequences, with so many rows each.
         budget: None: one of its own.
     """
     runs = {
         f"{count} {rows}": partial(run, count, rows)
-        for count in _counts(most)
+        for count in _counts(maximum)
         for rows in MEASURED_ROWS
-        if rows == 1 or (rows <= room[0] and count * rows <= min(room[1], _MOST_MEASURED))
+        if rows == 1 or (rows <= room[0] and count * rows <= min(room[1], _MAX_MEASURED))
     }
     found: dict[str, dict[str, float]] = {}
     for name, ms in fastest_each_ms(runs, budget, tokens=_tokens).items():
@@ -103,12 +103,12 @@ def _tokens(name: str) -> int:
     return int(count) * int(rows)
 
 
-def _counts(most: int) -> Iterator[int]:
+def _counts(maximum: int) -> Iterator[int]:
     count = 1
-    while count < most:
+    while count < maximum:
         yield count
         count *= 2
-    yield most
+    yield maximum
 
 
 def _ascending(measured: Mapping[int, float]) -> tuple[list[int], F64]:

@@ -73,12 +73,12 @@ class RoundOutcome:
 class Rounds(Protocol):
     """A base and its draft on one device."""
 
-    def most(self, nodes: int) -> int:
+    def maximum(self, nodes: int) -> int:
         """Sequences of a round of trees of so many nodes."""
         ...
 
     def ask(self, orders: Sequence[RoundOrder]) -> None:
-        """Ask for a round of several sequences, as many as `most` allows.
+        """Ask for a round of several sequences, as many as `maximum` allows.
 
         The draft's pass before was one that was asked for, see `Asked`.
         """

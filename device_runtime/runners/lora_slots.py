@@ -80,11 +80,11 @@ class AdapterPlaces:
         Raises:
             LimitError: a number that is too large for the type, before anything is given.
         """
-        largest, most = float(np.abs(weights).max(initial=0)), float(np.finfo(self.dtype).max)
-        if largest > most:
+        largest, maximum = float(np.abs(weights).max(initial=0)), float(np.finfo(self.dtype).max)
+        if largest > maximum:
             raise LimitError(
                 f"an adapter has numbers up to {largest:.3g}, with its scale; {self.dtype} ends "
-                f"at {most:.3g}",
+                f"at {maximum:.3g}",
                 hint="build from a bundle of float32: edgellm-export llm --dtype fp32",
             )
         return (

@@ -118,14 +118,14 @@ def _slope(sizes: list[int], times: list[float]) -> float:
     """Milliseconds that a further token adds.
 
     That of the last two sizes where it was so before, and tokens take most of the time. Else
-    reading weights hides what tokens cost, and it is the most that they can: each as much as one
+    reading weights hides what tokens cost, and it is the maximum that they can: each as much as one
     of the largest pass. So a large tree never seems cheaper than it is.
     """
-    most = times[-1] / sizes[-1]
+    maximum = times[-1] / sizes[-1]
     points = list(zip(sizes, times, strict=True))[-3:]
     slopes = [(b[1] - a[1]) / (b[0] - a[0]) for a, b in pairwise(points)]
     if len(slopes) < 2 or 2 * slopes[1] * sizes[-1] < times[-1] or slopes[1] > _SAME * slopes[0]:
-        return most
+        return maximum
     return slopes[1]
 
 
@@ -150,13 +150,13 @@ def estimated_sizes(cost_ms: Mapping[str, Mapping[str, float]]) -> dict[str, lis
     return {kind: sizes for kind, sizes in found.items() if sizes}
 
 
-def measured_rows(capacity: int, most_rows: int) -> tuple[int, list[int]]:
+def measured_rows(capacity: int, max_rows: int) -> tuple[int, list[int]]:
     """A context that half fills a cache at most, and rows of the passes to measure behind it.
 
     Args:
         capacity: rows of the cache.
-        most_rows: of a pass; 0: any number.
+        max_rows: of a pass; 0: any number.
     """
     context = min(CONTEXT_ROWS, capacity // 2)
-    most = min(capacity - context, most_rows or capacity)
-    return context, [rows for rows in MEASURED_ROWS if rows <= most]
+    maximum = min(capacity - context, max_rows or capacity)
+    return context, [rows for rows in MEASURED_ROWS if rows <= maximum]

@@ -22,7 +22,7 @@ _COMPOSED = ("$ref", "allOf", *_ALTERNATIVES)
 _DATA = ("const", "enum", "default", "examples", "example", "required", "type", "x-guidance")
 _CONDITIONS = ("not", "if", "then", "else")  # schemas of what an answer is not, perhaps
 _TOLD = ("additionalProperties", "patternProperties", "unevaluatedProperties", "propertyNames")
-_MOST_WORK = 1 << 22  # characters of names that are gathered: 1 MB of schema can ask for 100 GB
+_MAX_WORK = 1 << 22  # characters of names that are gathered: 1 MB of schema can ask for 100 GB
 
 
 @dataclass(slots=True)
@@ -56,7 +56,7 @@ class _Closer:
     """Closes one schema."""
 
     def __init__(self, root: Any) -> None:
-        self._root, self._left = root, _MOST_WORK
+        self._root, self._left = root, _MAX_WORK
         self._opened: dict[str, str] = {}  # by reference the definition of its target, not closed
         self._definitions: dict[str, Any] = {}
         self._named = {name: node for node in _objects(root) for name in _names_of(node)}

@@ -25,7 +25,7 @@ from edgellm.device_runtime.sampling.penalties import Penalties, PenaltyRules
 from edgellm.device_runtime.validation import is_number, is_whole, require_kind
 
 GREEDY_BELOW_TEMPERATURE = 1e-3
-LARGEST_BIAS, MOST_BIASES, MOST_STOPS = 100, 1024, 1024
+LARGEST_BIAS, MAX_BIASES, MAX_STOPS = 100, 1024, 1024
 _WHOLE = "top_k", "seed", "num_logprobs", "min_tokens"
 _NUMBERS = (
     "temperature", "top_p", "min_p", "repetition_penalty", "presence_penalty", "frequency_penalty"
@@ -72,13 +72,13 @@ class SamplingParams:
         ):
             if not allowed:
                 raise RequestError(f"{name} {getattr(self, name)} is out of range")
-        if len(self.logit_bias) > MOST_BIASES:
+        if len(self.logit_bias) > MAX_BIASES:
             raise RequestError(f"logit_bias names {len(self.logit_bias)} tokens, at most 1024 may")
         for token_id, bias in self.logit_bias.items():
             if token_id < 0 or not -LARGEST_BIAS <= bias <= LARGEST_BIAS:
                 raise RequestError(f"logit_bias {bias} of token {token_id} is out of range")
-        if len(self.stop_token_ids) > MOST_STOPS:
-            raise RequestError(f"stop_token_ids has more than {MOST_STOPS} tokens")
+        if len(self.stop_token_ids) > MAX_STOPS:
+            raise RequestError(f"stop_token_ids has more than {MAX_STOPS} tokens")
         if min(self.stop_token_ids, default=0) < 0:
             raise RequestError(f"stop_token_ids names token {min(self.stop_token_ids)}")
         if self.ignore_eos and self.guide is not None:
@@ -211,7 +211,7 @@ class Sampler:
         self.logprobs: list[TokenLogprobs] = []  # of the tokens of the answer, if asked for
         self._random = np.random.Generator(np.random.Philox(params.seed))
 
-    def foresee(self, count: int) -> NDArray[np.float64]:
+    def predict(self, count: int) -> NDArray[np.float64]:
         """The random numbers of the next draws, which are not spent by that."""
         return copy.deepcopy(self._random).random(count)
 

@@ -10,18 +10,18 @@ import threading
 from collections.abc import Callable, Iterable, Sequence
 
 from edgellm.device_runtime.engine.sequence import Step
-from edgellm.device_runtime.scheduler.concurrent import Going
-from edgellm.device_runtime.scheduler.request_output import Answer
-from edgellm.device_runtime.scheduler.running_batch import Entry
-from edgellm.device_runtime.scheduler.step_lock import Turns
+from edgellm.device_runtime.scheduler.concurrent import ConcurrentRequests
+from edgellm.device_runtime.scheduler.request_output import RequestOutput
+from edgellm.device_runtime.scheduler.running_batch import RunningRequest
+from edgellm.device_runtime.scheduler.step_lock import StepLock
 
-Told = Callable[[Answer, tuple[Step, ...]], object]
+Listener = Callable[[RequestOutput, tuple[Step, ...]], object]
 
 
 class _Order:
     """Answers that somebody waits for."""
 
-    def __init__(self, going: Going, told: Told) -> None:
+    def __init__(self, going: ConcurrentRequests, told: Listener) -> None:
         self.going, self._told = going, told
         self.ended, self.failure = threading.Event(), None
 
@@ -35,7 +35,7 @@ class _Order:
         except BaseException as error:  # noqa: BLE001 - the driver outlives every order
             self.fail(error)
 
-    def take(self, entry: Entry, steps: Sequence[Step]) -> None:
+    def take(self, entry: RunningRequest, steps: Sequence[Step]) -> None:
         """Tell what came of an answer; what fails ends the order."""
         if self.ended.is_set():  # another of its answers failed in the same pass
             return
@@ -54,10 +54,10 @@ class _Order:
         self.ended.set()
 
 
-class Driver:
+class BackgroundLoop:
     """See the module; `end` stops the thread when all answers have ended."""
 
-    def __init__(self, turns: Turns) -> None:
+    def __init__(self, turns: StepLock) -> None:
         self._turns = turns
         self._changed = threading.Condition()
         self._new: list[_Order] = []
@@ -79,23 +79,23 @@ class Driver:
             self._is_ending = True
             self._changed.notify()
 
-    def join(self, most_s: float) -> None:
+    def join(self, max_seconds: float) -> None:
         """Wait for the end."""
         if self._thread.is_alive():
-            self._thread.join(most_s)
+            self._thread.join(max_seconds)
 
-    def grow(self, answers: Iterable[Answer], most: int, told: Told) -> None:
+    def grow(self, answers: Iterable[RequestOutput], maximum: int, told: Listener) -> None:
         """Let answers grow to their ends; from any thread.
 
         Args:
             answers: begun one by one, in the driver's thread.
-            most: of them in the works.
+            maximum: of them in the works.
             told: takes an answer and its new steps, in the driver's thread.
 
         Raises:
             Exception: an answer failed; the others are dropped.
         """
-        order = _Order(Going(self._turns, answers, most), told)
+        order = _Order(ConcurrentRequests(self._turns, answers, maximum), told)
         with self._changed:
             self._new.append(order)
             self._changed.notify()

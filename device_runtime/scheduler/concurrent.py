@@ -7,11 +7,11 @@ from collections.abc import Iterable, Iterator, Sequence
 from edgellm.core.errors import EdgeLLMError
 from edgellm.device_runtime.engine.sequence import Step
 from edgellm.device_runtime.faults import is_fault
-from edgellm.device_runtime.scheduler.request_output import Answer
-from edgellm.device_runtime.scheduler.running_batch import Entry
-from edgellm.device_runtime.scheduler.step_lock import Turns
+from edgellm.device_runtime.scheduler.request_output import RequestOutput
+from edgellm.device_runtime.scheduler.running_batch import RunningRequest
+from edgellm.device_runtime.scheduler.step_lock import StepLock
 
-News = tuple[Answer, tuple[Step, ...]]
+NewOutputs = tuple[RequestOutput, tuple[Step, ...]]
 
 
 class BatchError(EdgeLLMError):
@@ -21,7 +21,7 @@ class BatchError(EdgeLLMError):
         answers: all of them in order; a `failure` says why one failed.
     """
 
-    def __init__(self, answers: Sequence[Answer]) -> None:
+    def __init__(self, answers: Sequence[RequestOutput]) -> None:
         failed = [(at, one.failure) for at, one in enumerate(answers) if one.failure is not None]
         at, first = failed[0]
         super().__init__(
@@ -32,20 +32,20 @@ class BatchError(EdgeLLMError):
         self.__cause__ = first
 
 
-class Going:
+class ConcurrentRequests:
     """Answers of one reader, of which so many are in the works at a time."""
 
-    def __init__(self, turns: Turns, answers: Iterable[Answer], most: int) -> None:
+    def __init__(self, turns: StepLock, answers: Iterable[RequestOutput], maximum: int) -> None:
         """Nothing is in the works yet.
 
         Args:
             turns: of their engine.
             answers: taken one by one, as soon as there is a place.
-            most: answers in the works.
+            maximum: answers in the works.
         """
-        self._turns, self._coming, self._most = turns, iter(answers), most
+        self._turns, self._coming, self._maximum = turns, iter(answers), maximum
         self._fault: BaseException | None = None  # why no further answer comes
-        self.entries = dict[Entry, Answer]()
+        self.entries = dict[RunningRequest, RequestOutput]()
 
     def fill(self) -> bool:
         """Begin answers while there are places; whether any are in the works.
@@ -55,7 +55,7 @@ class Going:
                 that were begun are complete.
         """
         entries = self.entries
-        while self._fault is None and len(entries) < self._most:
+        while self._fault is None and len(entries) < self._maximum:
             try:
                 if (answer := next(self._coming, None)) is None:
                     break
@@ -71,7 +71,7 @@ class Going:
             raise self._fault
         return bool(entries)
 
-    def take(self, entry: Entry, steps: Sequence[Step]) -> News:
+    def take(self, entry: RunningRequest, steps: Sequence[Step]) -> NewOutputs:
         """What came of one of them, which is left when it is complete."""
         answer = self.entries[entry]
         answer.text += "".join(step.text for step in steps)
@@ -88,22 +88,24 @@ class Going:
         self.entries.clear()
 
 
-def together(turns: Turns, answers: Iterable[Answer], most: int) -> Iterator[News]:
+def together(
+    turns: StepLock, answers: Iterable[RequestOutput], maximum: int
+) -> Iterator[NewOutputs]:
     """Iterate over answers side by side.
 
     Args:
         turns: of their engine.
         answers: taken one by one, as soon as there is a place.
-        most: answers in the works.
+        maximum: answers in the works.
 
     Yields:
         An answer and the steps that came of it: none, or the last, when it is complete or has a
         `failure`. The others go on.
 
     Raises:
-        Exception: see `Going.fill`.
+        Exception: see `ConcurrentRequests.fill`.
     """
-    going = Going(turns, answers, most)
+    going = ConcurrentRequests(turns, answers, maximum)
     try:
         while going.fill():
             for entry, steps in turns.next([*going.entries]):

@@ -10,18 +10,18 @@ from edgellm.core.errors import EdgeLLMError
 from edgellm.device_runtime.engine.profile import PREFILL, Profile
 from edgellm.device_runtime.engine.prompt import Prompt
 from edgellm.device_runtime.engine.sequence import FinishReason, Sequence, Step
-from edgellm.device_runtime.scheduler.running_batch import Entry
-from edgellm.device_runtime.scheduler.step_lock import TaskReader, Turns
+from edgellm.device_runtime.scheduler.running_batch import RunningRequest
+from edgellm.device_runtime.scheduler.step_lock import StepLock, TaskReader
 
 
-class Answer:
+class RequestOutput:
     """An answer that grows while it is iterated over; complete when the iteration ends.
 
     Attributes:
         failure: why it ended before its time, when all steps before that have been read.
     """
 
-    def __init__(self, entry: Entry, turns: Turns) -> None:
+    def __init__(self, entry: RunningRequest, turns: StepLock) -> None:
         self.text, self.is_complete = "", False
         self.failure: BaseException | None = None
         self._entry, self._turns = entry, turns
@@ -105,7 +105,7 @@ class Answer:
         finally:  # also of a cancelled task, whose thread then computes one pass at most
             self._turns.leave(entry)
 
-    def begin(self) -> Entry:
+    def begin(self) -> RunningRequest:
         """What is read of it from now on, by one reader; raises as `__iter__`."""
         if not self._begun.acquire(blocking=False):
             raise EdgeLLMError(
@@ -114,7 +114,7 @@ class Answer:
             )
         return self._entry
 
-    def _grow(self, entry: Entry) -> Generator[Step, None, None]:
+    def _grow(self, entry: RunningRequest) -> Generator[Step, None, None]:
         try:
             self._turns.enter(entry)
             while not entry.is_read:

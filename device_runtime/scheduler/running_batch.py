@@ -10,12 +10,12 @@ from collections.abc import Callable
 from dataclasses import dataclass, field
 
 from edgellm.core.errors import EdgeLLMError
-from edgellm.device_runtime.engine.kv_cache_manager import CacheSlot
+from edgellm.device_runtime.engine.kv_cache_manager import KVCacheManager
 from edgellm.device_runtime.engine.sequence import Sequence, Step
 from edgellm.device_runtime.engine.step import step
 from edgellm.device_runtime.faults import Confined, as_failure, is_fault
-from edgellm.device_runtime.scheduler.scheduler import Bounds, Plan, Standing, plan
-from edgellm.device_runtime.speculate.policy.costs import Company
+from edgellm.device_runtime.scheduler.scheduler import Bounds, Plan, RequestState, plan
+from edgellm.device_runtime.speculate.policy.costs import BatchLoad
 
 _log = logging.getLogger(__name__)
 AHEAD = 4  # steps that are computed in company before their reader asks for them
@@ -26,7 +26,7 @@ class OutOfTimeError(Exception):
 
 
 @dataclass(slots=True, eq=False)
-class Entry:
+class RunningRequest:
     """An answer in the works, between its reader and the passes."""
 
     sequence: Sequence
@@ -69,13 +69,13 @@ class Entry:
                 raise
             self.failure = error  # as it is: its reader knows what it may raise
 
-    def standing(self, now_s: float, patience_s: float, tree_rows: int) -> Standing:
+    def standing(self, now_s: float, patience_s: float, tree_rows: int) -> RequestState:
         """As the scheduler sees it."""
         sequence, is_parked = self.sequence, False
         if not self.is_wanted:
             is_parked = self.is_turned_away or now_s - self.paused_s > patience_s
         may_run_ahead = self.is_admitted and not is_parked and len(self.steps) < AHEAD
-        return Standing(
+        return RequestState(
             self.number,
             self.priority,
             now_s - self.came_s,
@@ -93,18 +93,18 @@ class Entry:
 class Batch:
     """See the module; one thread at a time takes steps, any may add and remove."""
 
-    def __init__(self, slot: CacheSlot, bounds: Bounds) -> None:
-        self._slot: CacheSlot | None = slot
+    def __init__(self, slot: KVCacheManager, bounds: Bounds) -> None:
+        self._slot: KVCacheManager | None = slot
         self.bounds = bounds
-        self.entries: list[Entry] = []
-        self.stepping: frozenset[Entry] = frozenset()  # in the pass that runs
+        self.entries: list[RunningRequest] = []
+        self.stepping: frozenset[RunningRequest] = frozenset()  # in the pass that runs
         # Told before each pass how many answers share it, and how many made way for them.
         self.on_pass: Callable[[int, int], object] | None = None
         self._num_preempted = 0
         self._numbers = itertools.count(1)
 
     @property
-    def slot(self) -> CacheSlot:
+    def slot(self) -> KVCacheManager:
         """The caches, before `close`."""
         assert self._slot is not None
         return self._slot
@@ -114,13 +114,13 @@ class Batch:
         self.slot.close()
         self._slot, self.entries = None, []
 
-    def add(self, entry: Entry) -> None:
+    def add(self, entry: RunningRequest) -> None:
         """It stands at the end of the line."""
         entry.number, entry.came_s = next(self._numbers), time.monotonic()
         entry.paused_s = entry.came_s
         self.entries = [*self.entries, entry]
 
-    def remove(self, entry: Entry) -> None:
+    def remove(self, entry: RunningRequest) -> None:
         """Nobody reads on; what a pass computes for it is dropped behind the pass."""
         self.entries = [other for other in self.entries if other is not entry]
         if entry not in self.stepping:
@@ -136,7 +136,7 @@ class Batch:
                 any_ended = True
         return any_ended
 
-    def begin(self, patience_s: float) -> list[Entry]:
+    def begin(self, patience_s: float) -> list[RunningRequest]:
         """Move the line; those that step, none while that is nothing for any reader who waits.
 
         Args:
@@ -161,7 +161,7 @@ class Batch:
         is_wanted = any(entry.is_wanted and entry.number in found.rows for entry in going)
         return found if is_wanted else None
 
-    def _lone(self) -> list[Entry]:
+    def _lone(self) -> list[RunningRequest]:
         """The only answer, if it decodes and is waited for: nothing is to plan."""
         if len(self.entries) != 1:
             return []
@@ -171,10 +171,10 @@ class Batch:
             return []
         if entry.saved_rows:
             return []
-        sequence.most_rows = 1 if sequence.drafter is None else self.bounds.tree_rows
+        sequence.max_rows = 1 if sequence.drafter is None else self.bounds.tree_rows
         return [entry]
 
-    def _move(self, found: Plan) -> list[Entry]:
+    def _move(self, found: Plan) -> list[RunningRequest]:
         """Move the line as planned; those that step."""
         by_number = {entry.number: entry for entry in self.entries}
         for number in found.admitted:
@@ -186,15 +186,15 @@ class Batch:
             by_number[number].number = next(self._numbers)
         stepping = [by_number[number] for number in found.rows]
         for entry in stepping:
-            entry.sequence.most_rows, entry.saved_rows = found.rows[entry.number], 0
+            entry.sequence.max_rows, entry.saved_rows = found.rows[entry.number], 0
         return stepping
 
-    def _release(self, entry: Entry) -> None:
+    def _release(self, entry: RunningRequest) -> None:
         self._num_preempted += entry.is_admitted
         entry.is_admitted, entry.saved_rows = False, entry.sequence.num_rows
         self.slot.release(entry.sequence)
 
-    def run(self, stepping: list[Entry]) -> list[tuple[Step, ...]]:
+    def run(self, stepping: list[RunningRequest]) -> list[tuple[Step, ...]]:
         """Take the step; entries whose answers fail say so."""
         if self.on_pass is not None:
             with Confined(self._drop_on_pass):
@@ -213,7 +213,7 @@ class Batch:
         _log.error("on_pass failed and is not called again: %s", error, exc_info=error)
         self.on_pass = None
 
-    def _step(self, entries: list[Entry]) -> list[tuple[Step, ...]]:
+    def _step(self, entries: list[RunningRequest]) -> list[tuple[Step, ...]]:
         try:
             found = step(self.slot, [entry.sequence for entry in entries])
             for entry in entries:
@@ -229,7 +229,7 @@ class Batch:
             entry.failure = entry.failure or entry.sequence.failure
         return found
 
-    def _keep(self, entry: Entry) -> None:
+    def _keep(self, entry: RunningRequest) -> None:
         if entry.kept is None:
             return
         with Confined(entry.sequence.warn):  # the output lacks nothing
@@ -237,7 +237,7 @@ class Batch:
                 kept, entry.kept = entry.kept, None
                 entry.sequence.warnings += self.slot.keep(entry.sequence, kept)
 
-    def end(self, stepping: list[Entry], found: list[tuple[Step, ...]]) -> None:
+    def end(self, stepping: list[RunningRequest], found: list[tuple[Step, ...]]) -> None:
         """Hand out what the pass gave."""
         self.stepping = frozenset()
         for at, entry in enumerate(stepping):
@@ -245,7 +245,7 @@ class Batch:
             if entry.is_over or entry not in self.entries:
                 self._finish(entry)
 
-    def _finish(self, entry: Entry) -> None:
+    def _finish(self, entry: RunningRequest) -> None:
         if entry.is_cut and not entry.sequence.is_over:
             entry.steps += entry.sequence.cut()
             entry.failure = entry.sequence.failure
@@ -253,24 +253,24 @@ class Batch:
         entry.sequence.close()
 
 
-def _share(stepping: list[Entry]) -> None:
+def _share(stepping: list[RunningRequest]) -> None:
     """Tell those that draft what the rows of the pass cost beside the others'."""
     rows = {entry: _rows_lately(entry.sequence) for entry in stepping}
     answers = max(sum(not entry.sequence.is_reading for entry in stepping), 1)
-    total, companies = sum(rows.values()), dict[int, Company]()
+    total, companies = sum(rows.values()), dict[int, BatchLoad]()
     for entry in stepping:
         if entry.sequence.drafter is not None:
             others = total - rows[entry]
             # One object for all that stand alike: who turns to it finds it by its identity.
-            company = companies.setdefault(others, Company(answers, others))
+            batch_load = companies.setdefault(others, BatchLoad(answers, others))
             with Confined(entry.sequence.fail):
-                entry.sequence.drafter.company = company
+                entry.sequence.drafter.batch_load = batch_load
 
 
 def _rows_lately(sequence: Sequence) -> int:
     """Of a pass: the piece that is read next, or as many as the latest tree."""
     if sequence.is_reading:
-        return sequence.most_rows
+        return sequence.max_rows
     return sequence.profile.rounds[-1].tree_size if sequence.profile.rounds else 1
 
 

@@ -22,18 +22,18 @@ from edgellm.device_runtime.runners.batch_costs import SharedCosts
 AGING_S = 30.0  # of waiting outweigh one level of priority: nobody starves
 LEAST_PIECE = 8  # rows of a prompt that a pass takes, whatever the bound
 LONGER = 0.25  # that a pass may be with a piece, beside one without
-MOST_PIECES = 16  # of prompts
+MAX_PIECES = 16  # of prompts
 
 
 @dataclass(frozen=True, slots=True)
 class Bounds:
     """What passes are held to."""
 
-    most_running: int  # answers that share a pass
+    max_running: int  # answers that share a pass
     prefill_rows: int  # of prompts in a pass
     tree_rows: int = 1  # that a round of an answer which is drafted for takes at most
     page_rows: int = 1  # in which the pool gives rows
-    most_stall_ms: float = math.inf
+    max_stall_ms: float = math.inf
     pass_ms: NDArray[np.float64] = field(default_factory=lambda: np.zeros(2))  # by rows (index)
     together: SharedCosts | None = None  # of passes that several share, if measured
 
@@ -43,7 +43,7 @@ class Bounds:
 
 
 @dataclass(frozen=True, slots=True)
-class Standing:
+class RequestState:
     """One answer as the scheduler sees it."""
 
     number: int  # of arrival, or of the return into line
@@ -74,7 +74,7 @@ class Plan:
     released: tuple[int, ...] = ()  # give their rows back
 
 
-def plan(standings: Sequence[Standing], free_rows: int, bounds: Bounds) -> Plan:
+def plan(standings: Sequence[RequestState], free_rows: int, bounds: Bounds) -> Plan:
     """The next step of those that are due; nobody steps while only the line before them moves.
 
     Args:
@@ -91,7 +91,7 @@ def plan(standings: Sequence[Standing], free_rows: int, bounds: Bounds) -> Plan:
 class _Line:
     """A plan in the making."""
 
-    def __init__(self, ranked: list[Standing], free_rows: int, bounds: Bounds) -> None:
+    def __init__(self, ranked: list[RequestState], free_rows: int, bounds: Bounds) -> None:
         self._ranked, self._free, self._bounds = ranked, free_rows, bounds
         self._running = [one for one in ranked if one.is_admitted]
         self._held = {one.number: self._pages(one.held_rows) for one in ranked}
@@ -112,7 +112,7 @@ class _Line:
 
     def _has_place(self) -> bool:
         """Whether one more may run; who is parked makes way."""
-        if len(self._running) < self._bounds.most_running:
+        if len(self._running) < self._bounds.max_running:
             return True
         parked = [one for one in self._running if one.is_parked]
         if parked:
@@ -120,7 +120,7 @@ class _Line:
             self.overtaken.append(parked[-1].number)
         return bool(parked)
 
-    def _has_room(self, one: Standing) -> bool:
+    def _has_room(self, one: RequestState) -> bool:
         """Whether the pool holds a prompt, beside a further page of each that runs."""
         rows = one.held_rows + one.saved_rows + one.unread_rows + 1
         while self._free - self._reserve() < self._pages(rows) - self._held[one.number]:
@@ -146,7 +146,7 @@ class _Line:
             self.rows[one.number] += self._take(one, one.tree_rows - 1)
         self._grant_pieces([one for one in due if one.unread_rows], decoding)
 
-    def _grant_pieces(self, readers: list[Standing], decoding: list[Standing]) -> None:
+    def _grant_pieces(self, readers: list[RequestState], decoding: list[RequestState]) -> None:
         given = 0
         for count, one in enumerate(readers, 1):
             piece = min(one.unread_rows, self._budget(readers, count, decoding) - given)
@@ -156,7 +156,7 @@ class _Line:
             self.rows[one.number] += self._take(one, piece - 1)
             given += self.rows[one.number]
 
-    def _budget(self, readers: list[Standing], count: int, decoding: list[Standing]) -> int:
+    def _budget(self, readers: list[RequestState], count: int, decoding: list[RequestState]) -> int:
         """Rows of prompts in a pass that `count` of those who read share with those who decode."""
         bounds = self._bounds
         beside = sum(min(one.usual_rows, self.rows[one.number]) for one in decoding)
@@ -164,11 +164,11 @@ class _Line:
             return bounds.prefill_rows
         calm, table = (bounds.table(len(decoding) + more) for more in (0, count))
         slower = 1 + max(LONGER, len(readers) / beside)
-        usual_ms = min(slower * float(calm[min(beside, len(calm) - 1)]), bounds.most_stall_ms)
-        share = sum(one.unread_rows for one in readers) // MOST_PIECES
+        usual_ms = min(slower * float(calm[min(beside, len(calm) - 1)]), bounds.max_stall_ms)
+        share = sum(one.unread_rows for one in readers) // MAX_PIECES
         usual = max(self._piece(table, beside, usual_ms), share)
-        most = self._piece(table, beside, bounds.most_stall_ms)
-        return min(bounds.prefill_rows, max(min(usual, most), LEAST_PIECE))
+        maximum = self._piece(table, beside, bounds.max_stall_ms)
+        return min(bounds.prefill_rows, max(min(usual, maximum), LEAST_PIECE))
 
     def _piece(self, table: NDArray[np.float64], beside: int, bound: float) -> int:
         """Rows of prompts beside so many others, in a pass that keeps a bound of milliseconds."""
@@ -177,7 +177,7 @@ class _Line:
             rows = int(min(bound / table[-1] * rows, self._bounds.prefill_rows + beside))
         return rows - beside if table[-1] > 0 else self._bounds.prefill_rows
 
-    def _make_room(self, one: Standing) -> bool:
+    def _make_room(self, one: RequestState) -> bool:
         """Find a row for one; who comes last makes way, itself the last of all."""
         while self._more(one, 1) > self._free:
             if self._release_idle(one):
@@ -192,7 +192,7 @@ class _Line:
         self._take(one, 1)
         return True
 
-    def _release_idle(self, one: Standing) -> bool:
+    def _release_idle(self, one: RequestState) -> bool:
         """Take the rows of somebody who does not run, or whom nobody asks to."""
         idle = [
             other for other in self._ranked
@@ -203,7 +203,7 @@ class _Line:
             self._release(idle[-1])
         return bool(idle)
 
-    def _release(self, one: Standing) -> None:
+    def _release(self, one: RequestState) -> None:
         self._free += self._held[one.number]
         self._held[one.number] = 0
         self.rows.pop(one.number, None)
@@ -214,7 +214,7 @@ class _Line:
         if one in self._running:
             self._running.remove(one)
 
-    def _take(self, one: Standing, rows: int) -> int:
+    def _take(self, one: RequestState, rows: int) -> int:
         """As many more rows for one as there are, at most `rows`."""
         own = self._rows_of(one)
         free = self._free + self._held[one.number] - own
@@ -224,11 +224,11 @@ class _Line:
         self._held[one.number] = pages
         return given
 
-    def _more(self, one: Standing, rows: int) -> int:
+    def _more(self, one: RequestState, rows: int) -> int:
         """Rows of the pool that one lacks for `rows` rows more."""
         return max(self._pages(self._rows_of(one) + rows) - self._held[one.number], 0)
 
-    def _rows_of(self, one: Standing) -> int:
+    def _rows_of(self, one: RequestState) -> int:
         """That one will have before what is given now is written."""
         return one.held_rows + one.saved_rows + self.rows.get(one.number, 0)
 

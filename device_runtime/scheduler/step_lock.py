@@ -16,7 +16,7 @@ from dataclasses import dataclass
 from edgellm.core.errors import EdgeLLMError
 from edgellm.device_runtime.arrays import LoadedAdapter
 from edgellm.device_runtime.engine.sequence import Step
-from edgellm.device_runtime.scheduler.running_batch import Batch, Entry
+from edgellm.device_runtime.scheduler.running_batch import Batch, RunningRequest
 
 PATIENCE_S = 30.0  # nobody waits longer for an answer that is not iterated over
 
@@ -28,7 +28,7 @@ class TaskReader:
     loop: asyncio.AbstractEventLoop
 
 
-class Turns:
+class StepLock:
     """The line before an engine.
 
     An answer that pauses between two passes keeps its place, until the thread that iterates
@@ -40,7 +40,7 @@ class Turns:
         self._batch = batch
         self._lock = threading.RLock()
         self._changed, self._num_waiting = threading.Condition(self._lock), 0
-        self._readers: dict[Entry, object] = {}
+        self._readers: dict[RunningRequest, object] = {}
         self._computes = 0  # the thread that does; 0: none
         self._visitors: set[int] = set()  # threads that wait for the end of a pass
         self._closed = False
@@ -49,14 +49,14 @@ class Turns:
         """See `Batch.on_pass`."""
         self._batch.on_pass = told
 
-    def enter(self, entry: Entry, reader: object = None) -> None:
+    def enter(self, entry: RunningRequest, reader: object = None) -> None:
         """An answer is about to be read; without `reader` by this thread."""
         with self._lock:
             self._drop_unread()
             self._readers[entry] = threading.get_ident() if reader is None else reader
             self._batch.add(entry)
 
-    def leave(self, entry: Entry) -> None:
+    def leave(self, entry: RunningRequest) -> None:
         """Nobody reads on; from any thread, also while a pass runs."""
         with self._lock:
             self._readers.pop(entry, None)
@@ -74,7 +74,7 @@ class Turns:
             self.leave(entry)
         return bool(unread)
 
-    def next(self, entries: Sequence[Entry]) -> list[tuple[Entry, list[Step]]]:
+    def next(self, entries: Sequence[RunningRequest]) -> list[tuple[RunningRequest, list[Step]]]:
         """The new steps of one reader's answers, as soon as there are any of one of them.
 
         Args:
@@ -98,7 +98,7 @@ class Turns:
                     return []
             self._compute_or_wait()
 
-    def poll(self, entries: Sequence[Entry]) -> list[tuple[Entry, list[Step]]]:
+    def poll(self, entries: Sequence[RunningRequest]) -> list[tuple[RunningRequest, list[Step]]]:
         """As `next`, but for a pass at most, after which there may be nothing new.
 
         Raises:
@@ -111,7 +111,7 @@ class Turns:
             found = self._news(entries)
         return found
 
-    def _news(self, entries: Sequence[Entry]) -> list[tuple[Entry, list[Step]]]:
+    def _news(self, entries: Sequence[RunningRequest]) -> list[tuple[RunningRequest, list[Step]]]:
         with self._lock:
             self.require_open()
             return self._read(entries)
@@ -151,7 +151,7 @@ class Turns:
         if self._closed:
             raise EdgeLLMError("the LLM was closed", hint="load the engine again")
 
-    def _ask(self, entries: Sequence[Entry]) -> None:
+    def _ask(self, entries: Sequence[RunningRequest]) -> None:
         """A reader waits for these, and so for no other answer of its own."""
         with self._lock:
             for entry in entries:
@@ -164,7 +164,7 @@ class Turns:
                     entry.is_turned_away = True
             self._changed.notify_all()
 
-    def _read(self, entries: Sequence[Entry]) -> list[tuple[Entry, list[Step]]]:
+    def _read(self, entries: Sequence[RunningRequest]) -> list[tuple[RunningRequest, list[Step]]]:
         found = [(entry, [*entry.steps]) for entry in entries if entry.steps or entry.is_done]
         if found:
             now_s = time.monotonic()
@@ -176,7 +176,7 @@ class Turns:
 
     def _compute_or_wait(self) -> None:
         """Compute a pass for all who wait, or wait until something has changed."""
-        stepping: list[Entry] = []
+        stepping: list[RunningRequest] = []
         found: list[tuple[Step, ...]] = []
         try:
             with self._lock:
@@ -197,11 +197,11 @@ class Turns:
                     self._batch.end(stepping, found)
                 self._end_of_pass()
 
-    def _wait(self, most_s: float | None = None) -> None:
+    def _wait(self, max_seconds: float | None = None) -> None:
         """Let others have the lock until something has changed."""
         self._num_waiting += 1
         try:
-            self._changed.wait(most_s)
+            self._changed.wait(max_seconds)
         finally:
             self._num_waiting -= 1
 

@@ -10,8 +10,8 @@ import numpy as np
 from numpy.typing import NDArray
 
 from edgellm.core.model_spec import DraftSpec
-from edgellm.device_runtime.networks.decoder import DecoderSession, PassResult
-from edgellm.device_runtime.networks.draft import DraftPart, DraftSession
+from edgellm.device_runtime.networks.decoder import DecoderNetwork, PassResult
+from edgellm.device_runtime.networks.draft import DraftNetwork, DraftPart
 from edgellm.device_runtime.networks.sequence_kv import Begun, Context
 from edgellm.device_runtime.runners.device_speculation import (
     Draws,
@@ -40,7 +40,7 @@ class RoundPart:
 
     contexts: tuple[Context, Context]  # base's and draft's
     root: int  # the newest token
-    root_row: int  # of the draft's latest pass, see `AskedResult`
+    root_row: int  # of the draft's latest pass, see `RequestedResult`
     lengths: tuple[int, int]  # rows of the base's cache and of the draft's
     size: Size  # which `growth` allows
     sampler: Sampler  # spends nothing before the round is over
@@ -55,7 +55,7 @@ class RoundPart:
         return "host"
 
 
-class RoundSession:
+class DeviceRounds:
     """A base and a draft on one device.
 
     Attributes:
@@ -64,32 +64,34 @@ class RoundSession:
     """
 
     def __init__(
-        self, base: DecoderSession, draft: DraftSession, growth: Growth, rounds: Rounds
+        self, base: DecoderNetwork, draft: DraftNetwork, growth: Growth, rounds: Rounds
     ) -> None:
         self.base, self.growth = base, growth
         self._draft, self._rounds = draft, rounds
         self._asked: Sequence[RoundPart] = ()
 
-    def prepare(self, spec: DraftSpec, most_rows: int) -> None:
+    def prepare(self, spec: DraftSpec, max_rows: int) -> None:
         """Run the draft's passes over as many committed rows twice: they are recorded then."""
-        draft, most = self._draft, self._draft.most_parts
-        for answers in sorted({min(1 << bits, most) for bits in range(most.bit_length() + 1)}):
-            own = [draft.context] if most == 1 else []
+        draft, maximum = self._draft, self._draft.max_batch_size
+        for answers in sorted(
+            {min(1 << bits, maximum) for bits in range(maximum.bit_length() + 1)}
+        ):
+            own = [draft.context] if maximum == 1 else []
             contexts = own or [draft.new_context() for _ in range(answers)]
             for each in _COMMITTED if answers == 1 else range(1, 1 + _EACH):
-                rows = min(each, most_rows)
+                rows = min(each, max_rows)
                 parts = [_committed(context, rows, spec, self.growth) for context in contexts]
                 for _ in range(2):
                     draft.ask_many(parts)
             for context in contexts[len(own) :]:
                 draft.close(context)
 
-    def most(self, parts: Sequence[RoundPart]) -> int:
+    def maximum(self, parts: Sequence[RoundPart]) -> int:
         """How many of these, the first ones, share a round."""
         count, nodes = 0, 1
         for part in parts:
             nodes = max(nodes, part.size.nodes)
-            if count >= self._rounds.most(nodes):
+            if count >= self._rounds.maximum(nodes):
                 break
             count += 1
         return count
@@ -98,7 +100,7 @@ class RoundSession:
         """Ask for a round of answers behind the draft's pass over their committed rows.
 
         Args:
-            parts: as many as `most` says.
+            parts: as many as `maximum` says.
 
         Raises:
             LimitError: rows do not fit into a cache.
@@ -119,7 +121,7 @@ class RoundSession:
         draws, params = None, part.sampler.params
         if part.accepts == "sampled":
             rules = params.temperature, params.top_k, params.top_p, params.min_p
-            uniforms = part.sampler.foresee(1 + self.growth.levels)
+            uniforms = part.sampler.predict(1 + self.growth.levels)
             draws = Draws(np.array(rules, np.float64), uniforms)
         return RoundOrder(
             part.root, base.start, draft.start, part.size.levels, part.size.nodes, part.rates,
@@ -150,7 +152,7 @@ def _committed(context: Context, rows: int, spec: DraftSpec, growth: Growth) -> 
     return DraftPart(context, ids, 0, last, growth.top_k, taps=taps)
 
 
-def open_rounds(base: DecoderSession, draft: DraftSession, growth: Growth) -> RoundSession | None:
+def open_rounds(base: DecoderNetwork, draft: DraftNetwork, growth: Growth) -> DeviceRounds | None:
     """None: the backend, or the GPU, needs the host between passes."""
     rounds = draft.open_rounds(base, growth)
-    return None if rounds is None else RoundSession(base, draft, growth, rounds)
+    return None if rounds is None else DeviceRounds(base, draft, growth, rounds)

@@ -27,7 +27,7 @@ from edgellm.device_runtime.arrays import (
     RowKey,
 )
 from edgellm.device_runtime.kv_cache.prefix_cache import count_common, marked, row_keys
-from edgellm.device_runtime.networks.draft import DraftPart, DraftSession
+from edgellm.device_runtime.networks.draft import DraftNetwork, DraftPart
 from edgellm.device_runtime.networks.sequence_kv import Context
 
 
@@ -64,13 +64,15 @@ class _Pairs:
     def __len__(self) -> int:
         return len(self.keys)
 
-    def pieces(self, most: int) -> list[_Pairs]:
+    def pieces(self, maximum: int) -> list[_Pairs]:
         """Of at most so many rows."""
         return [
             _Pairs(
-                self.keys[at : at + most], self.token_ids[at : at + most], self.taps[at : at + most]
+                self.keys[at : at + maximum],
+                self.token_ids[at : at + maximum],
+                self.taps[at : at + maximum],
             )
-            for at in range(0, len(self), most)
+            for at in range(0, len(self), maximum)
         ]
 
     def head(self, count: int) -> _Pairs:
@@ -122,7 +124,7 @@ class DraftRows:
         self.context.images = images
 
     def held(self, keys: Sequence[RowKey]) -> int:
-        """See `RowCache.held`; rows that wait count, the last of them with any token behind."""
+        """See `SequenceCache.held`; rows that wait count, the last of them with any token behind."""
         waiting = itertools.chain.from_iterable(pairs.keys for pairs in self._waiting)
         known = [*self._keys, *waiting]
         common = count_common(known, keys)
@@ -159,13 +161,13 @@ class DraftRows:
         image_ids = self._cache.image_ids
         return token_ids if image_ids is None else image_ids.for_draft(token_ids)
 
-    def skip(self, most: int) -> None:
-        """If more than `most` rows wait, the cache begins with the newest `most`.
+    def skip(self, maximum: int) -> None:
+        """If more than `maximum` rows wait, the cache begins with the newest `maximum`.
 
         Not so in a text with images, whose rows must stand where the text has them.
         """
-        if not self._image_keys and sum(map(len, self._waiting)) > most:
-            self._begin_anew(most)
+        if not self._image_keys and sum(map(len, self._waiting)) > maximum:
+            self._begin_anew(maximum)
 
     def restart(self, rows: int) -> None:
         """If the cache has no room for what waits, it begins with the newest of that.
@@ -221,7 +223,7 @@ class DraftRows:
             self._waiting, lambda pairs: len(pairs) > self._cache.round_rows
         ):
             batch = list(group)
-            batches += batch if is_prompt else _joined(batch).pieces(self._cache.most_rows)
+            batches += batch if is_prompt else _joined(batch).pieces(self._cache.max_rows)
         return batches
 
     def read_rows(self, length: int) -> NDArray[Any]:
@@ -255,7 +257,7 @@ class DraftRows:
         self._waiting = [_Pairs([key], np.zeros(1, np.int64), feature)]
 
     def write_rows(self, rows: NDArray[Any], keys: Sequence[RowKey]) -> None:
-        """See `RowCache.write_rows`."""
+        """See `SequenceCache.write_rows`."""
         session = self._cache.session
         self._keys, self._waiting, self._skipped = [], [], 0
         session.use(self.context)
@@ -268,11 +270,11 @@ class CommittedRows:
 
     def __init__(
         self,
-        session: DraftSession,
+        session: DraftNetwork,
         round_rows: int,
         image_ids: ImageIds | None = None,
         *,
-        most_rows: int = sys.maxsize,
+        max_rows: int = sys.maxsize,
     ) -> None:
         """Start with an empty cache.
 
@@ -280,47 +282,47 @@ class CommittedRows:
             session: the draft.
             round_rows: a round commits as many at most; more together are a prompt's.
             image_ids: of a base that takes images.
-            most_rows: of a pass.
+            max_rows: of a pass.
         """
         self.session, self.image_ids = session, image_ids
-        self.round_rows, self.most_rows = round_rows, most_rows
+        self.round_rows, self.max_rows = round_rows, max_rows
         self.context = DraftRows(self, session.context)
 
     def new_context(self) -> DraftRows:
-        """See `RowCache.new_context`."""
+        """See `SequenceCache.new_context`."""
         return DraftRows(self, self.session.new_context())
 
     def use(self, context: DraftRows) -> None:
-        """See `RowCache.use`."""
+        """See `SequenceCache.use`."""
         self.context = context
 
     def fork(self, context: DraftRows) -> DraftRows:
-        """See `RowCache.fork`."""
+        """See `SequenceCache.fork`."""
         return context.fork()
 
     def close(self, context: DraftRows) -> None:
-        """See `RowCache.close`."""
+        """See `SequenceCache.close`."""
         self.session.close(context.context)
 
     def on_shortage(self, forget_one: Callable[[], bool]) -> None:
-        """See `RowCache.on_shortage`."""
+        """See `SequenceCache.on_shortage`."""
         self.session.on_shortage(forget_one)
 
     def held(self, keys: Sequence[RowKey]) -> int:
-        """See `RowCache.held`; rows that wait count."""
+        """See `SequenceCache.held`; rows that wait count."""
         return self.context.held(keys)
 
     def held_by(self, context: DraftRows, keys: Sequence[RowKey]) -> int:
-        """See `RowCache.held_by`."""
+        """See `SequenceCache.held_by`."""
         return context.held(keys)
 
     @property
     def least_rows(self) -> int:
-        """See `RowCache`: drafts have no windows."""
+        """See `SequenceCache`: drafts have no windows."""
         return 0
 
     def read_rows(self, length: int) -> NDArray[Any]:
-        """See `RowCache.read_rows`."""
+        """See `SequenceCache.read_rows`."""
         return self.context.read_rows(length)
 
     def read_feature(self, length: int) -> F32:
@@ -332,7 +334,7 @@ class CommittedRows:
         self.context.write_feature(feature, key)
 
     def write_rows(self, rows: NDArray[Any], keys: Sequence[RowKey], least_rows: int = 0) -> None:
-        """See `RowCache.write_rows`."""
+        """See `SequenceCache.write_rows`."""
         del least_rows
         self.context.write_rows(rows, keys)
 

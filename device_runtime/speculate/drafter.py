@@ -1,6 +1,6 @@
 """What a round asks of whatever foresees tokens, and what all drafters of trees share.
 
-A drafter is the state of one request. What drafting learned over requests is apart (`Learned`).
+A drafter is the state of one request. What drafting learned over requests is apart (`SpecState`).
 """
 
 from __future__ import annotations
@@ -17,21 +17,21 @@ from edgellm.device_runtime.arrays import (
     ImageRows,
     LoadedAdapter,
 )
-from edgellm.device_runtime.networks.decoder import DecoderSession, PassResult
+from edgellm.device_runtime.networks.decoder import DecoderNetwork, PassResult
 from edgellm.device_runtime.networks.sequence_kv import Context
 from edgellm.device_runtime.runners.device_speculation import RoundOutcome
 from edgellm.device_runtime.sampling.sampler import Sampler
 from edgellm.device_runtime.speculate.acceptance import Accepted
-from edgellm.device_runtime.speculate.device_rounds import RoundPart, RoundSession
+from edgellm.device_runtime.speculate.device_rounds import DeviceRounds, RoundPart
 from edgellm.device_runtime.speculate.draft_cache import ImageIds
-from edgellm.device_runtime.speculate.policy.costs import ALONE, Company, price
+from edgellm.device_runtime.speculate.policy.costs import ALONE, BatchLoad, price
 from edgellm.device_runtime.speculate.policy.device_tree_size import Sizes
-from edgellm.device_runtime.speculate.policy.spec_budget import TextShare
-from edgellm.device_runtime.speculate.policy.spec_gate import Controller
+from edgellm.device_runtime.speculate.policy.spec_budget import TextLookupShare
+from edgellm.device_runtime.speculate.policy.spec_gate import SpecGate
 from edgellm.device_runtime.speculate.policy.tree_policy import Policy, TreeLimits
 from edgellm.device_runtime.speculate.shared_passes import Passes
-from edgellm.device_runtime.speculate.text_lookup import Foresight, LearnedLookup
-from edgellm.device_runtime.speculate.tree import F64, Pool, Tree
+from edgellm.device_runtime.speculate.text_lookup import LearnedLookup, TextDrafts
+from edgellm.device_runtime.speculate.tree import F64, CandidatePool, Tree
 
 RETRIAL_ROWS = 64  # that a network reads at most when it is tried again, of all answers together
 LEAST_RETRIAL_ROWS = 16  # of each
@@ -53,7 +53,7 @@ class Drafter(Protocol):
     that a drafter does can change an answer.
     """
 
-    company: Company  # who shares the passes of the answer; set before each
+    batch_load: BatchLoad  # who shares the passes of the answer; set before each
 
     def begin(self, token_ids: Sequence[int]) -> None:
         """The prompt is about to be read, behind rows that the draft's cache may hold.
@@ -85,13 +85,13 @@ class Drafter(Protocol):
 
     def plan_round(
         self,
-        session: DecoderSession,
+        session: DecoderNetwork,
         newest: tuple[int, Context, int],
         levels: int,
         sampler: Sampler,
         *,
         is_exact: bool,
-    ) -> tuple[RoundSession, RoundPart] | None:
+    ) -> tuple[DeviceRounds, RoundPart] | None:
         """What to ask the device for, if it can run the whole round; `take_round` follows.
 
         Args:
@@ -144,11 +144,11 @@ class Drafter(Protocol):
 
 
 @dataclass(frozen=True, slots=True)
-class Learned:
+class SpecState:
     """What drafting learned, over all requests of a kind: greedy ones, or sampled ones."""
 
     policy: Policy  # sizes trees, with the acceptance rates of a network
-    controller: Controller
+    controller: SpecGate
     lookups: tuple[LearnedLookup, ...] = ()
     sizes: Sizes | None = None  # of trees that a device grows alone
 
@@ -160,7 +160,7 @@ class TreeDrafter:
     """
 
     def __init__(
-        self, learned: Learned, limits: TreeLimits, *, image_ids: ImageIds | None = None
+        self, learned: SpecState, limits: TreeLimits, *, image_ids: ImageIds | None = None
     ) -> None:
         """Nothing is computed yet.
 
@@ -169,11 +169,11 @@ class TreeDrafter:
             limits: the user's bounds.
             image_ids: of a base that takes images.
         """
-        self._policy, self._controller, self.company = learned.policy, learned.controller, ALONE
+        self._policy, self._controller, self.batch_load = learned.policy, learned.controller, ALONE
         self._learned_lookups, self._limits, self._image_ids = learned.lookups, limits, image_ids
-        self._foresight = Foresight()  # by the text
-        self._pool: Pool | None = None
-        self._spent_ms = self._read_ms = 0.0  # this round's; see `Controller.end_round`
+        self._foresight = TextDrafts()  # by the text
+        self._pool: CandidatePool | None = None
+        self._spent_ms = self._read_ms = 0.0  # this round's; see `SpecGate.end_round`
         self._opened: bool | None = None  # whether this round asks the network; None: undecided
         self._is_networked = False  # whether the network drafted in this round
         self._passed: list[tuple[int, F32]] = []  # while it rested: tokens, features before each
@@ -182,7 +182,7 @@ class TreeDrafter:
         """See `Drafter.begin`; text is remembered whole."""
         del token_ids
         self._controller.look_away()
-        self._foresight = Foresight(self._learned_lookups)
+        self._foresight = TextDrafts(self._learned_lookups)
 
     def drop(self) -> None:
         """Text alone has no rows."""
@@ -216,7 +216,7 @@ class TreeDrafter:
     def catch_up(self) -> Passes[None]:
         """Let the network read what was committed, unless it rests."""
         self._wake()
-        self._controller.turn_to(self.company)
+        self._controller.turn_to(self.batch_load)
         opened, self._opened = self._opened, None
         if self._opens() if opened is None else opened:
             yield from self._read() or ()
@@ -256,13 +256,13 @@ class TreeDrafter:
 
     def plan_round(
         self,
-        session: DecoderSession,
+        session: DecoderNetwork,
         newest: tuple[int, Context, int],
         levels: int,
         sampler: Sampler,
         *,
         is_exact: bool,
-    ) -> tuple[RoundSession, RoundPart] | None:
+    ) -> tuple[DeviceRounds, RoundPart] | None:
         """See `Drafter.plan_round`; most need the host."""
         del session, newest, levels, sampler, is_exact
 
@@ -273,7 +273,7 @@ class TreeDrafter:
     def propose(self, root: int, room: int, levels: int) -> Passes[Tree]:
         """See `Drafter.propose`."""
         self._wake()
-        self._controller.turn_to(self.company)
+        self._controller.turn_to(self.batch_load)
         deepest = min(levels, self._limits.text_steps)
         levels = min(levels, self._limits.steps)
         room = min(room, self._limits.verify_size - 1)
@@ -282,11 +282,11 @@ class TreeDrafter:
             self._pool = None
             return Tree.of_root(root)
         looks_up = self._looks_up
-        most = self._limits.pool_size + self._foresight.most * looks_up
-        pool = self._pool = Pool(root, most)
+        maximum = self._limits.pool_size + self._foresight.maximum * looks_up
+        pool = self._pool = CandidatePool(root, maximum)
         if self._is_networked:
             yield from self._grow(pool, levels) or ()
-            self._controller.turn_to(self.company)  # others may have gone on meanwhile
+            self._controller.turn_to(self.batch_load)  # others may have gone on meanwhile
         self._ends = [pool.count]
         if looks_up:
             self._ends += self._foresight.merge(pool, deepest)
@@ -297,12 +297,12 @@ class TreeDrafter:
         """Whether the network drafts in this round."""
         return self._asks_network
 
-    def _grow(self, pool: Pool, levels: int) -> Passes[None] | None:
+    def _grow(self, pool: CandidatePool, levels: int) -> Passes[None] | None:
         """Fill the pool with a network's candidates; None: without passes in company."""
 
     def learn(self, tree: Tree, path: list[int], emitted: int) -> None:
         """Tell policy and lookups what became of their candidates."""
-        self._controller.turn_to(self.company)
+        self._controller.turn_to(self.batch_load)
         rows = tokens = 0  # of the text
         if self._pool is not None and len(tree) > 1:
             on_path, chosen = set(path), self._chosen.tolist()
@@ -319,7 +319,7 @@ class TreeDrafter:
             rows = sum(place >= self._ends[0] for place in chosen)
             tokens = sum(chosen[index] >= self._ends[0] for index in path)
         looked_ms = self._controller.looked_up(self._foresight)
-        text = TextShare(looked_ms, rows, tokens) if looked_ms or rows else None
+        text = TextLookupShare(looked_ms, rows, tokens) if looked_ms or rows else None
         networked, read_ms = self._is_networked, self._read_ms
         self._controller.end_round(
             emitted, self._spent_ms, len(tree), networked=networked, read_ms=read_ms, text=text
@@ -329,7 +329,7 @@ class TreeDrafter:
     @property
     def rests(self) -> bool:
         """See `Drafter.rests`; what the text foresees may pay while a network rests."""
-        pace = self._controller.turn_to(self.company)
+        pace = self._controller.turn_to(self.batch_load)
         self._opened = not pace.network.pause and self._opens()
         return not self._opened and (pace.text.pause > 0 or not self._foresees_enough())
 
@@ -337,15 +337,15 @@ class TreeDrafter:
         """See `Drafter.pass_by`; what is to be done for the token may wait until it wakes."""
         self._passed.append((token_id, taps.copy()))
         self._foresight.add((token_id,))
-        self._controller.turn_to(self.company)
+        self._controller.turn_to(self.batch_load)
         self._controller.pass_by(self._foresight)
 
     def _wake(self) -> None:
         """Take in what passed by."""
         passed, self._passed = self._passed, []
-        most = 1 + self._limits.steps  # as of a round: of a prompt, passes are cut already
-        for at in range(0, len(passed), most):
-            token_ids, taps = zip(*passed[at : at + most], strict=True)
+        maximum = 1 + self._limits.steps  # as of a round: of a prompt, passes are cut already
+        for at in range(0, len(passed), maximum):
+            token_ids, taps = zip(*passed[at : at + maximum], strict=True)
             self.observe(np.array(token_ids), np.concatenate(taps))
             self._read_on(token_ids)
 

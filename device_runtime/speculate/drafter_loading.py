@@ -14,25 +14,25 @@ from edgellm.core.errors import (
 from edgellm.core.graph_roles import HOST, PASS
 from edgellm.core.manifest import DRAFT_ENGINE, DRAFT_FOLDER, Engine, load_engine
 from edgellm.core.model_spec import DraftSpec
-from edgellm.device_runtime.kv_cache.prefix_cache import RowCache
-from edgellm.device_runtime.networks.decoder import DecoderSession
+from edgellm.device_runtime.kv_cache.prefix_cache import SequenceCache
+from edgellm.device_runtime.networks.decoder import DecoderNetwork
 from edgellm.device_runtime.runners.batch_costs import SharedCosts
 from edgellm.device_runtime.runners.device_speculation import Growth
 from edgellm.device_runtime.speculate import drafters
 from edgellm.device_runtime.speculate.draft_cache import ImageIds
-from edgellm.device_runtime.speculate.drafter import Drafter, Learned
+from edgellm.device_runtime.speculate.drafter import Drafter, SpecState
 from edgellm.device_runtime.speculate.options import SpecOptions
 from edgellm.device_runtime.speculate.policy.costs import Costs
 from edgellm.device_runtime.speculate.policy.tree_policy import TreeLimits
 
 
 @dataclass(frozen=True, slots=True)
-class Order:
+class DrafterContext:
     """What is to be opened."""
 
     engine: Path
     base: Engine
-    session: DecoderSession  # of the base
+    session: DecoderNetwork  # of the base
     options: SpecOptions
     limits: TreeLimits
     verify: bool | None  # see `FileCheck`
@@ -66,16 +66,16 @@ class Order:
 
 
 @dataclass(frozen=True, slots=True)
-class Opened:
+class LoadedDrafter:
     """What drafts, loaded."""
 
     costs: Costs
-    start: Callable[[Learned], Drafter]  # the drafter of a request; computes nothing
-    caches: tuple[RowCache, ...] = ()  # whose rows go with the base's; they outlast an answer
+    start: Callable[[SpecState], Drafter]  # the drafter of a request; computes nothing
+    caches: tuple[SequenceCache, ...] = ()  # whose rows go with the base's; they outlast an answer
     growth: Growth | None = None  # of trees that the device grows alone
 
 
-def open_own(order: Order, name: str) -> tuple[Path, Engine]:
+def open_own(order: DrafterContext, name: str) -> tuple[Path, Engine]:
     """The draft engine in the folder of its base, which must be that of the drafter `name`.
 
     Raises:
@@ -94,7 +94,7 @@ def open_own(order: Order, name: str) -> tuple[Path, Engine]:
     return folder, manifest
 
 
-def find_own(order: Order) -> tuple[Path, Engine]:
+def find_own(order: DrafterContext) -> tuple[Path, Engine]:
     """The draft engine in the folder of its base; raises `BrokenArtifactError` if there is none."""
     engine, base, folder = order.engine, order.base, order.engine / DRAFT_FOLDER
     if not base.max_verify_tree_size or not base.hidden_taps:
@@ -109,7 +109,7 @@ def find_own(order: Order) -> tuple[Path, Engine]:
     return folder, load_engine(folder, DRAFT_ENGINE)
 
 
-def check_tree_size(order: Order) -> None:
+def check_tree_size(order: DrafterContext) -> None:
     """Refuse trees that the base was not built for.
 
     Raises:

@@ -14,16 +14,16 @@ from edgellm.device_runtime.speculate.draft_cache import CommittedRows
 from edgellm.device_runtime.speculate.drafter import (
     LEAST_RETRIAL_ROWS,
     RETRIAL_ROWS,
-    Learned,
+    SpecState,
     TreeDrafter,
 )
 from edgellm.device_runtime.speculate.policy.tree_policy import TreeLimits
 
 
-class ReadingDrafter(TreeDrafter):
+class KVDrafter(TreeDrafter):
     """Hands committed rows to the cache; a subclass computes them."""
 
-    def __init__(self, rows: CommittedRows, learned: Learned, limits: TreeLimits) -> None:
+    def __init__(self, rows: CommittedRows, learned: SpecState, limits: TreeLimits) -> None:
         """Nothing is computed yet; `rows` are the draft's, for the others see `TreeDrafter`."""
         super().__init__(learned, limits, image_ids=rows.image_ids)
         self._rows, self._own = rows, rows.context  # its own; others may be current
@@ -50,4 +50,4 @@ class ReadingDrafter(TreeDrafter):
     def _skip_what_was_missed(self) -> None:
         """A network that is tried again reads the newest rows only."""
         if self._controller.is_retrial:
-            self._own.skip(max(RETRIAL_ROWS // self.company.answers, LEAST_RETRIAL_ROWS))
+            self._own.skip(max(RETRIAL_ROWS // self.batch_load.answers, LEAST_RETRIAL_ROWS))

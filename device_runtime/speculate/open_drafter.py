@@ -6,12 +6,12 @@ from dataclasses import replace
 from pathlib import Path
 
 from edgellm.core.manifest import DRAFT_FOLDER, Engine
-from edgellm.device_runtime.networks.decoder import DecoderSession
+from edgellm.device_runtime.networks.decoder import DecoderNetwork
 from edgellm.device_runtime.speculate import drafters
-from edgellm.device_runtime.speculate.drafter import Drafter, Learned, TextDrafter
+from edgellm.device_runtime.speculate.drafter import Drafter, SpecState, TextDrafter
 from edgellm.device_runtime.speculate.drafter_loading import (
-    Opened,
-    Order,
+    DrafterContext,
+    LoadedDrafter,
     check_tree_size,
     find_own,
 )
@@ -29,7 +29,7 @@ from edgellm.device_runtime.speculate.policy.spec_budget import (
     SAMPLED,
     SAMPLED_BESIDE,
 )
-from edgellm.device_runtime.speculate.policy.spec_gate import Controller
+from edgellm.device_runtime.speculate.policy.spec_gate import SpecGate
 from edgellm.device_runtime.speculate.policy.static_tree import StaticTree
 from edgellm.device_runtime.speculate.policy.tree_policy import (
     CostAwareTree,
@@ -40,7 +40,7 @@ from edgellm.device_runtime.speculate.policy.tree_policy import (
 from edgellm.device_runtime.speculate.text_lookup import LearnedLookup
 
 
-def settled(options: SpecOptions, engine: Path, base: Engine) -> SpecOptions | None:
+def resolve_auto(options: SpecOptions, engine: Path, base: Engine) -> SpecOptions | None:
     """The options with what "auto" means for an engine; None: it decodes plainly."""
     if options.network != AUTO:
         return options
@@ -62,7 +62,7 @@ class Drafters:
         self,
         engine: Path,
         base: Engine,
-        session: DecoderSession,
+        session: DecoderNetwork,
         options: SpecOptions,
         *,
         verify: bool | None,
@@ -76,7 +76,7 @@ class Drafters:
             LimitError: the options exceed what the engines were built for.
         """
         self.options, limits = options, options.limits(base.max_verify_tree_size)
-        order = Order(engine, base, session, options, limits, verify)
+        order = DrafterContext(engine, base, session, options, limits, verify)
         opened = _open(order)
         opened = replace(opened, costs=replace(opened.costs, together=order.shared_costs()))
         self._start, self.caches = opened.start, opened.caches
@@ -93,7 +93,7 @@ class Drafters:
         return self._start(self._learned[greedy])
 
 
-def _open(order: Order) -> Opened:
+def _open(order: DrafterContext) -> LoadedDrafter:
     name = order.options.network
     if name == OWN:
         name = drafters.own(find_own(order)[1])
@@ -101,7 +101,7 @@ def _open(order: Order) -> Opened:
         return drafters.network(name).open(order)
     check_tree_size(order)
     image_ids = order.image_ids(reads_rows=True)
-    return Opened(
+    return LoadedDrafter(
         Costs.of(order.pass_costs(), None, None, *order.host_ms),
         lambda learned: TextDrafter(learned, order.limits, image_ids=image_ids),
     )
@@ -110,16 +110,16 @@ def _open(order: Order) -> Opened:
 def _nothing_learned(
     options: SpecOptions,
     limits: TreeLimits,
-    opened: Opened,
+    opened: LoadedDrafter,
     lookups: list[LearnedLookup],
     *,
     greedy: bool,
-) -> Learned:
+) -> SpecState:
     sized_by_cost, costs = options.tree == "cost" and not options.choices, opened.costs
     network, beside = (GREEDY, GREEDY_BESIDE) if greedy else (SAMPLED, SAMPLED_BESIDE)
     text = network if options.network is None else beside
     pauses, adapts = sized_by_cost, options.adapts
-    controller = Controller(costs, pauses=pauses, adapts=adapts, network=network, text=text)
+    controller = SpecGate(costs, pauses=pauses, adapts=adapts, network=network, text=text)
     policy: Policy = FixedTree(limits)
     if options.choices:
         policy = StaticTree(options.choices)
@@ -130,4 +130,4 @@ def _nothing_learned(
         sizes = FixedSize(opened.growth)
         if sized_by_cost:
             sizes = WorthwhileSize(opened.growth, costs, controller)
-    return Learned(policy, controller, tuple(lookups), sizes)
+    return SpecState(policy, controller, tuple(lookups), sizes)

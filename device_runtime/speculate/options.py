@@ -95,14 +95,14 @@ class SpecOptions:
         widest, deepest = 1 + max(itertools.chain(*self.choices)), max(map(len, self.choices))
         parents = {path[:-1] for path in self.choices} - {()}
         taken = TreeLimits(widest, deepest, 1 + len(self.choices), len(parents))
-        for flag, wanted, most in (
+        for flag, wanted, maximum in (
             ("--eagleDraftTopK", taken.top_k, top_k),
             ("--eagleDraftStep", taken.steps, steps),
             ("--eagleVerifyTreeSize", taken.verify_size, self.verify_size or taken.verify_size),
         ):
-            if wanted > most:
+            if wanted > maximum:
                 raise LimitError(
-                    f"the choices take {flag} {wanted}, {most} is the bound",
+                    f"the choices take {flag} {wanted}, {maximum} is the bound",
                     hint=f"give {flag} {wanted}, or fewer choices",
                 )
         return taken

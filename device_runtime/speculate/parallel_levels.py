@@ -8,10 +8,10 @@ import numpy as np
 
 from edgellm.device_runtime.arrays import I64
 from edgellm.device_runtime.speculate.policy.tree_policy import Policy
-from edgellm.device_runtime.speculate.tree import F64, Pool
+from edgellm.device_runtime.speculate.tree import F64, CandidatePool
 
 
-def grow_levels(pool: Pool, policy: Policy, levels: Iterable[tuple[I64, F64]]) -> None:
+def grow_levels(pool: CandidatePool, policy: Policy, levels: Iterable[tuple[I64, F64]]) -> None:
     """Fill the pool: all nodes of a level have the same candidates, which nothing is paid for.
 
     Args:

@@ -20,16 +20,16 @@ class Session(Protocol):
     """What computes passes of a kind of network."""
 
     @property
-    def most_parts(self) -> int:
+    def max_batch_size(self) -> int:
         """Answers of a pass."""
         ...
 
     def run_many(self, parts: Sequence[Any], /) -> Sequence[Any]:
-        """Results for parts, `most_parts` at most, valid until the session runs again."""
+        """Results for parts, `max_batch_size` at most, valid until the session runs again."""
         ...
 
 
-class AskedSession(Session, Protocol):
+class RequestedNetwork(Session, Protocol):
     """One whose device need not be waited for."""
 
     def ask_many(self, parts: Sequence[Any], /) -> Sequence[Any]:
@@ -43,7 +43,7 @@ class Wanted:
 
     session: Session
     part: Any
-    asks: bool = False  # for what is fetched later; the session is an `AskedSession`
+    asks: bool = False  # for what is fetched later; the session is an `RequestedNetwork`
     answers: int = 1  # that shared the pass; known when the result is
 
 
@@ -69,10 +69,10 @@ def run_all(each: Sequence[Passes[T]]) -> list[T | EdgeLLMError]:
         one.begin()
     while going := [one for one in work if one.wanted is not None]:
         first = going[0].session
-        if first.most_parts == 1:  # sequences would push each other out of the only cache
+        if first.max_batch_size == 1:  # sequences would push each other out of the only cache
             going[0].finish()
             continue
-        together = [one for one in going if one.session is first][: first.most_parts]
+        together = [one for one in going if one.session is first][: first.max_batch_size]
         _run_together(together)
     return [one.outcome for one in work]
 

@@ -11,7 +11,7 @@ from typing import NamedTuple, Protocol
 import numpy as np
 
 from edgellm.device_runtime.speculate.policy.acceptance_rates import Calibration
-from edgellm.device_runtime.speculate.tree import Pool
+from edgellm.device_runtime.speculate.tree import CandidatePool
 
 
 class Continuation(NamedTuple):
@@ -24,7 +24,7 @@ class Continuation(NamedTuple):
 class Lookup(Protocol):
     """Foresees from the words of one request, and those that were said before."""
 
-    most: int  # tokens of all continuations together
+    maximum: int  # tokens of all continuations together
 
     def extend(self, token_ids: Sequence[int]) -> None:
         """Append committed tokens."""
@@ -66,7 +66,9 @@ class LookupSource:
                 chance *= math.exp(self.calibration.log_rate(confidence))
                 yield chance
 
-    def merge(self, pool: Pool, levels: int, continuations: Sequence[Continuation]) -> None:
+    def merge(
+        self, pool: CandidatePool, levels: int, continuations: Sequence[Continuation]
+    ) -> None:
         """Hang the lookup's continuations into the pool.
 
         Tokens that are there already stay, and are as likely as the surer of both says.
@@ -85,13 +87,13 @@ class LookupSource:
                 parent, at = known, at + 1
 
 
-class Foresight:
+class TextDrafts:
     """What the lookups of a request foresee; the text is told to them when they look."""
 
     def __init__(self, lookups: Sequence[LearnedLookup] = ()) -> None:
         """Of a request that begins."""
         self.sources = [lookup.begin() for lookup in lookups]
-        self.most = sum(source.lookup.most for source in self.sources)  # tokens
+        self.maximum = sum(source.lookup.maximum for source in self.sources)  # tokens
         self._untold: list[int] = []
         self._found: list[list[Continuation]] | None = None  # until the text grows
         self.looked_s = 0.0  # spent with looking, since somebody set it to 0
@@ -122,7 +124,7 @@ class Foresight:
         pairs = zip(self.sources, self.look(), strict=True)
         return [source.chances(found) for source, found in pairs if found]
 
-    def merge(self, pool: Pool, levels: int) -> list[int]:
+    def merge(self, pool: CandidatePool, levels: int) -> list[int]:
         """Let all hang theirs into the pool; its sizes behind each."""
         sizes: list[int] = []
         for source, continuations in zip(self.sources, self.look(), strict=True):

@@ -67,7 +67,7 @@ class Tree:
         return {key: node for node, key in enumerate(keys)}
 
 
-class Pool:
+class CandidatePool:
     """All candidates of a round; node 0 is the root. Grows in place, nothing is moved.
 
     `scores` are cumulative log-probabilities: a child's is at most its parent's.
@@ -83,7 +83,7 @@ class Pool:
         self.count = 1
 
     @classmethod
-    def of_tree(cls, token_ids: I64, parents: I64, scores: F64, confidences: F64) -> Pool:
+    def of_tree(cls, token_ids: I64, parents: I64, scores: F64, confidences: F64) -> CandidatePool:
         """Of a tree that somebody else grew and chose: its nodes [N], each with its own score."""
         pool = cls(int(token_ids[0]), len(token_ids))
         pool.token_ids[1:], pool.parents[1:] = token_ids[1:], parents[1:]

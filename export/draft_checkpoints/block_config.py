@@ -12,7 +12,7 @@ from dataclasses import dataclass
 from typing import Any, TypeVar
 
 from edgellm.core.errors import UnsupportedModelError
-from edgellm.core.graph_io import MOST_LINKED
+from edgellm.core.graph_io import MAX_LINKED
 from edgellm.core.model_spec import BlockSpec
 from edgellm.export.checkpoints.hf import Checkpoint
 from edgellm.export.config.decoder import DecoderConfig
@@ -234,11 +234,11 @@ def _additions(own: _Own, kind: str, infos: Infos) -> tuple[int, int, Convolutio
     own.read("confidence_head_with_markov", bool)
     if kind == "dspark":
         own.expect("markov_head_type", "vanilla")
-        return own.positive("markov_rank"), MOST_LINKED, None
+        return own.positive("markov_rank"), MAX_LINKED, None
     own.expect("markov_rank", 0)
     if kind != "dflash2":
         return 0, 0, None
-    links = min(own.positive("selector_top_k"), MOST_LINKED)
+    links = min(own.positive("selector_top_k"), MAX_LINKED)
     taps, group = own.positive("conv_kernel_size"), own.positive("conv_group_size")
     if "layers.0.attention_conv.base_kernel" not in infos:
         raise UnsupportedModelError("a dflash2 draft without convolutions is not understood")

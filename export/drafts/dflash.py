@@ -250,9 +250,9 @@ def _candidates(
     if not model.config.block.links:
         return outputs
     zero, axis = op.constant([0]), op.constant([2])
-    most = op.constant([graph_io.MOST_LINKED])
+    maximum = op.constant([graph_io.MAX_LINKED])
     chosen, places, likely = (
-        op.Slice(each, zero, most, axis) for each in (ids, indices, log_probs)
+        op.Slice(each, zero, maximum, axis) for each in (ids, indices, log_probs)
     )
     # The token before is given where it is the newest; else it is one of the candidates there.
     given, known = block.ids, op.Not(block.is_mask)

@@ -105,7 +105,7 @@ class MtpConfig:
         return (self.base_num_layers,)
 
     @property
-    def num_foreseen(self) -> int:
+    def num_predicted(self) -> int:
         """Tokens that it may propose."""
         return self.decoder.vocab_size if self.target_ids is None else len(self.target_ids)
 
@@ -190,7 +190,7 @@ class Model:
         self.layer = attending(decoder, weights / names.layer)
         has_head = any(name.startswith(_HEAD) for name in weights.unused())
         self.lm_head = Linear(
-            weights / (_HEAD if has_head else _TABLE), size, config.num_foreseen, bias=False
+            weights / (_HEAD if has_head else _TABLE), size, config.num_predicted, bias=False
         )
 
     def forward(self, op: Op, input_ids: ir.Value, hidden: ir.Value, state: PassState) -> ir.Value:
@@ -267,7 +267,7 @@ def spec(draft: Checkpoint, config: MtpConfig, op: Op) -> DraftSpec:
     return DraftSpec(
         method=config.method,
         decoder=decoder_spec(decoder, config.method, [op], own_tensors(draft.tensors)),
-        draft_vocab_size=config.num_foreseen,
+        draft_vocab_size=config.num_predicted,
         base_hidden_size=decoder.hidden_size,
         base_num_layers=config.base_num_layers,
         hidden_taps=config.hidden_taps,

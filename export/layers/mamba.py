@@ -86,7 +86,7 @@ class MambaSizes:
 
 def expect_unbounded(reader: ConfigReader) -> None:
     """Steps may be of any size."""
-    reader.expect("time_step_limit", *([0.0, most] for most in _UNBOUNDED))
+    reader.expect("time_step_limit", *([0.0, maximum] for maximum in _UNBOUNDED))
 
 
 NO_MAMBA = MambaSizes(1, 1, 1, 1, 2)  # of a config without

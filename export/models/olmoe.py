@@ -60,8 +60,8 @@ class Attention(olmo2.Attention):
         """Q [1, S, heads*D], k and v [1, S, kv_heads*D] -> [1, S, heads*D]."""
         clip = self.config.clip if isinstance(self.config, Config) else None
         if clip is not None:
-            least, most = (op.constant(bound, op.dtype) for bound in (-clip, clip))
-            q, k, v = (op.Clip(each, least, most) for each in (q, k, v))
+            least, maximum = (op.constant(bound, op.dtype) for bound in (-clip, clip))
+            q, k, v = (op.Clip(each, least, maximum) for each in (q, k, v))
         return super().attend(op, state, layer, q, k, v)
 
 

@@ -110,20 +110,20 @@ class FilmProcessor(Protocol):
         """None: this checkpoint takes none."""
         ...
 
-    def pick_frames(self, total: int, rate: float, most: int) -> list[int]:
+    def pick_frames(self, total: int, rate: float, maximum: int) -> list[int]:
         """Places, ascending, of the frames that are shown of `total`, `rate` in a second.
 
-        `most`: image tokens that the film may have.
+        `maximum`: image tokens that the film may have.
         """
         ...
 
-    def prepare_film(self, film: Film, most: int, most_per_pass: int) -> PreparedFilm:
+    def prepare_film(self, film: Film, maximum: int, max_per_pass: int) -> PreparedFilm:
         """The passes of the encoder over a film, and its prompt.
 
         Args:
             film: its frames.
-            most: image tokens of all of it.
-            most_per_pass: of one pass.
+            maximum: image tokens of all of it.
+            max_per_pass: of one pass.
 
         Raises:
             RequestError: a shape that the family cannot take.

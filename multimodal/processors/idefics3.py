@@ -85,18 +85,18 @@ class Processor:
         num_tokens = len(pixels) * self.tokens_per_tile
         return Prepared(pixels, plan.grid, num_tokens, self._prompt(rows, columns))
 
-    def pick_frames(self, total: int, rate: float, most: int) -> list[int]:
-        """Places of frames, see `FilmProcessor`; so many that `most` tokens suffice."""
+    def pick_frames(self, total: int, rate: float, maximum: int) -> list[int]:
+        """Places of frames, see `FilmProcessor`; so many that `maximum` tokens suffice."""
         assert self.film is not None
-        return self.film.pick(total, rate, most // self.tokens_per_tile)
+        return self.film.pick(total, rate, maximum // self.tokens_per_tile)
 
-    def prepare_film(self, film: Film, most: int, most_per_pass: int) -> PreparedFilm:
+    def prepare_film(self, film: Film, maximum: int, max_per_pass: int) -> PreparedFilm:
         """One tile for each frame, and the prompt; see `FilmProcessor`."""
         assert self.film is not None
         count, rules = len(film.frames) * self.tokens_per_tile, self.film
-        if count > most or self.tokens_per_tile > most_per_pass:
+        if count > maximum or self.tokens_per_tile > max_per_pass:
             raise LimitError(
-                f"a video of {len(film.frames)} frames has {count} tokens, and {most} are allowed",
+                f"a video of {len(film.frames)} frames has {count} tokens, and {maximum} are allowed",
                 hint="show fewer frames, or build with a larger --maxImageTokens",
             )
         edge, side = min(rules.longest_edge, MAX_EDGE), self.tile_size

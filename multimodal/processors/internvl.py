@@ -45,9 +45,9 @@ class Processor:
         size.finish()
         # The model's processor cuts pictures whatever its image processor would do alone
         settings.read("crop_to_patches", bool, False)
-        least, most = settings.positive("min_patches", 1), settings.positive("max_patches", 12)
-        if least > most:
-            raise settings.fault("min_patches", least, f"is more than max_patches = {most}")
+        least, maximum = settings.positive("min_patches", 1), settings.positive("max_patches", 12)
+        if least > maximum:
+            raise settings.fault("min_patches", least, f"is more than max_patches = {maximum}")
         rules = PixelRules.read(settings, CLIP_MEAN, CLIP_STD, Image.Resampling.BICUBIC)
         settings.finish()
         tokens_per_tile = checkpoint.processor.positive("image_seq_length", 256)
@@ -62,7 +62,7 @@ class Processor:
             rules,
             tile_size,
             least,
-            most,
+            maximum,
             tokens_per_tile,
             tokens.read("context_image_token", str, "<IMG_CONTEXT>"),
             tokens.read("start_image_token", str, "<img>"),
@@ -85,7 +85,7 @@ class Processor:
 
     def _grid(self, width: int, height: int, max_tokens: int | None) -> tuple[int, int]:
         """Rows and columns of tiles whose shape is nearest to the picture's."""
-        most = self.max_tiles
+        maximum = self.max_tiles
         if max_tokens is not None:
             allowed = max_tokens // self.tokens_per_tile
             if allowed < 1:
@@ -94,9 +94,9 @@ class Processor:
                     f" and {max_tokens} are allowed",
                     hint="allow more image tokens",
                 )
-            most = min(most, max(1, allowed - 1))
+            maximum = min(maximum, max(1, allowed - 1))
         best, best_distance = (1, 1), float("inf")
-        for columns, rows in _arrangements(min(self.min_tiles, most), most):
+        for columns, rows in _arrangements(min(self.min_tiles, maximum), maximum):
             distance = abs(width / height - columns / rows)
             # Of equal shapes the larger one, unless it would more than double the picture
             larger = width * height > 0.5 * self.tile_size**2 * columns * rows
@@ -105,8 +105,8 @@ class Processor:
         return best
 
 
-def _arrangements(least: int, most: int) -> list[tuple[int, int]]:
-    """(columns, rows) of `least` to `most` tiles: few tiles first, then few columns."""
-    sides = range(1, most + 1)
-    found = [(c, r) for c in sides for r in sides if least <= c * r <= most]
+def _arrangements(least: int, maximum: int) -> list[tuple[int, int]]:
+    """(columns, rows) of `least` to `maximum` tiles: few tiles first, then few columns."""
+    sides = range(1, maximum + 1)
+    found = [(c, r) for c in sides for r in sides if least <= c * r <= maximum]
     return sorted(found, key=lambda arrangement: arrangement[0] * arrangement[1])

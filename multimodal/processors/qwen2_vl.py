@@ -84,19 +84,19 @@ class Processor:
             self.image_token * (rows * columns),
         )
 
-    def pick_frames(self, total: int, rate: float, most: int) -> list[int]:
+    def pick_frames(self, total: int, rate: float, maximum: int) -> list[int]:
         """Places of frames, see `FilmProcessor`; however many, they become smaller."""
-        del most
+        del maximum
         assert self.film is not None
         return self.film.pick(total, rate, self.temporal_patch_size)
 
-    def prepare_film(self, film: Film, most: int, most_per_pass: int) -> PreparedFilm:
+    def prepare_film(self, film: Film, maximum: int, max_per_pass: int) -> PreparedFilm:
         """The passes of the encoder over a film, and its prompt.
 
         Args:
             film: its frames.
-            most: image tokens of all of it.
-            most_per_pass: of one patch in time.
+            maximum: image tokens of all of it.
+            max_per_pass: of one patch in time.
 
         Raises:
             RequestError: a shape that the family cannot take.
@@ -108,7 +108,7 @@ class Processor:
         steps = range(0, len(film.frames), together)
         _refuse_strip(*film.frames[0].size)
         rows, columns = rules.area(film.frames[0].size, len(film.frames), together, side)
-        rows, columns = rules.within(rows, columns, min(most_per_pass, most // len(steps)))
+        rows, columns = rules.within(rows, columns, min(max_per_pass, maximum // len(steps)))
         planes = [
             rules.pixels.normalized(rules.pixels.resized(frame, columns * side, rows * side))
             for frame in film.frames
@@ -170,13 +170,13 @@ def _area(settings: Settings) -> tuple[int, int]:
     """The smallest and the largest number of pixels; all spellings mean areas, not edges."""
     size = settings.section("size")
     least = size.positive("shortest_edge", size.positive("min_pixels", 56 * 56))
-    most = size.positive("longest_edge", size.positive("max_pixels", 28 * 28 * 1280))
+    maximum = size.positive("longest_edge", size.positive("max_pixels", 28 * 28 * 1280))
     size.finish()
     least = settings.positive("min_pixels", least)
-    most = settings.positive("max_pixels", most)
-    if least > most:
-        raise settings.fault("min_pixels", least, f"is more than max_pixels = {most}")
-    return least, most
+    maximum = settings.positive("max_pixels", maximum)
+    if least > maximum:
+        raise settings.fault("min_pixels", least, f"is more than max_pixels = {maximum}")
+    return least, maximum
 
 
 def _shrunk(width: int, height: int, max_pixels: int, side: int) -> tuple[int, int]:

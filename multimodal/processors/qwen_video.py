@@ -71,7 +71,7 @@ class FilmRules:
             area = 128 * 32 * 32, 32 * 32 * 768
         size = settings.section("size")
         least = size.positive("shortest_edge", area[0])
-        most = size.positive("longest_edge", area[1])
+        maximum = size.positive("longest_edge", area[1])
         settings.expect("num_frames", None)
         settings.expect("cap_pixels_per_frame", False)
         vision = checkpoint.model.section("vision_config")
@@ -80,7 +80,7 @@ class FilmRules:
             settings.positive("min_frames", 4),
             settings.positive("max_frames", 768),
             settings.positive("min_pixels", least),
-            settings.positive("max_pixels", most),
+            settings.positive("max_pixels", maximum),
             writes_times,
             vision.read("tokens_per_second", float, 4.0),
             checkpoint.tokens.read("video_token", str, _PAD),
@@ -101,8 +101,8 @@ class FilmRules:
             count = int(total / rate * self.frame_rate)
             count = min(max(count, self.min_frames), self.max_frames, total)
             return np.linspace(0, total - 1, count).round().astype(int).tolist()
-        most = min(self.max_frames, total) // together * together
-        wanted = min(max(total / rate * self.frame_rate, self.min_frames), most, total)
+        maximum = min(self.max_frames, total) // together * together
+        wanted = min(max(total / rate * self.frame_rate, self.min_frames), maximum, total)
         count = max(math.floor(wanted / together) * together, 1)
         return [int(place) for place in np.arange(0, total, total / count)][:count]
 
@@ -124,17 +124,17 @@ class FilmRules:
             rows, columns = math.ceil(height * grow / side), math.ceil(width * grow / side)
         return rows, columns
 
-    def within(self, rows: int, columns: int, most: int) -> tuple[int, int]:
+    def within(self, rows: int, columns: int, maximum: int) -> tuple[int, int]:
         """A smaller grid of at most so many tokens; raises `LimitError` if that is none."""
-        if most < 1:
+        if maximum < 1:
             raise LimitError(
                 "the video has more pairs of frames than image tokens are allowed",
                 hint="show a shorter part of it, or build with a larger --maxImageTokens",
             )
-        shrink = math.sqrt(rows * columns / most)
+        shrink = math.sqrt(rows * columns / maximum)
         if shrink > 1:
             rows, columns = max(1, int(rows / shrink)), max(1, int(columns / shrink))
-        return min(rows, most), min(columns, most)
+        return min(rows, maximum), min(columns, maximum)
 
     def prompt(self, image: str, seconds: list[float], together: int) -> str:
         """What stands for a film whose every patch in time is `image`; `seconds` of its frames."""

@@ -86,12 +86,12 @@ class FilmRules:
         token = checkpoint.tokens.read("video_token", str, "<video>")
         return cls(rate, said.positive(key, _USUAL_FRAMES), edge, token, pixels)
 
-    def pick(self, total: int, rate: float, most: int) -> list[int]:
-        """Places of at most `most` frames of `total`, `rate` in a second."""
-        most, seconds = min(self.max_frames, most), total / rate
-        count = max(min(round(self.frame_rate * seconds), most), 1)
+    def pick(self, total: int, rate: float, maximum: int) -> list[int]:
+        """Places of at most `maximum` frames of `total`, `rate` in a second."""
+        maximum, seconds = min(self.max_frames, maximum), total / rate
+        count = max(min(round(self.frame_rate * seconds), maximum), 1)
         first, last = 0, total - 1
-        if seconds - 2 * _SKIPPED_SECONDS > most * self.frame_rate:
+        if seconds - 2 * _SKIPPED_SECONDS > maximum * self.frame_rate:
             first, last = int(_SKIPPED_SECONDS * rate), int(total - _SKIPPED_SECONDS * rate)
         last = min(last, total - 1)
         if first >= last:

@@ -15,7 +15,7 @@ from torch import nn
 from transformers import PreTrainedModel
 
 from edgellm.quantize.formats.tensors import read_tensor
-from edgellm.quantize.models.language_model import Ids, Subject
+from edgellm.quantize.models.language_model import Ids, QuantizedNetwork
 from edgellm.quantize.models.lm_head import Head, float_head
 from edgellm.quantize.models.one_layer_model import linears, run_layer
 
@@ -34,7 +34,7 @@ class Trace:
     arriving: torch.Tensor  # of what the layer gave [1, S, H]
 
 
-def trace(subject: Subject, rows: Ids, device: torch.device) -> Iterator[Trace]:
+def trace(subject: QuantizedNetwork, rows: Ids, device: torch.device) -> Iterator[Trace]:
     """All layers from the last to the first for some rows [rows, S], then for the next ones.
 
     Args:
@@ -48,7 +48,9 @@ def trace(subject: Subject, rows: Ids, device: torch.device) -> Iterator[Trace]:
         yield from _trace(subject, rows[begin : begin + together], begin, device)
 
 
-def _trace(subject: Subject, rows: Ids, first: int, device: torch.device) -> Iterator[Trace]:
+def _trace(
+    subject: QuantizedNetwork, rows: Ids, first: int, device: torch.device
+) -> Iterator[Trace]:
     entering = [[row.to(device) for row in subject.reader.embedded(rows, 1)]]
     for index in range(len(subject.layers)):
         model = _layer(subject, index, device)
@@ -62,13 +64,13 @@ def _trace(subject: Subject, rows: Ids, first: int, device: torch.device) -> Ite
             yield Trace(index, first + row, model, inputs, outputs, arriving)
 
 
-def _layer(subject: Subject, index: int, device: torch.device) -> PreTrainedModel:
+def _layer(subject: QuantizedNetwork, index: int, device: torch.device) -> PreTrainedModel:
     source = {name: tensor.floats() for name, tensor in subject.layer_source(index).items()}
     return subject.layer_model(index, source, device)
 
 
 def _head_gradients(
-    subject: Subject, states: list[torch.Tensor], first: int, device: torch.device
+    subject: QuantizedNetwork, states: list[torch.Tensor], first: int, device: torch.device
 ) -> list[torch.Tensor]:
     """Of the log-likelihoods of drawn tokens, summed over each row, by the last states.
 

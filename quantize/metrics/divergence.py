@@ -121,7 +121,7 @@ def _quality(sums: NDArray[np.float64], kinds: dict[str, Quality] | None = None)
 
 
 @dataclass(frozen=True, slots=True)
-class Asked:
+class Questioned:
     """A prompt, and what the float model answers to it, greedily."""
 
     kind: str
@@ -150,7 +150,7 @@ class Changes:
     kinds: dict[str, Changes] = field(default_factory=dict)  # where there are several
 
 
-def count_changes(asked: Sequence[Asked], found: Sequence[Ids]) -> Changes:
+def count_changes(asked: Sequence[Questioned], found: Sequence[Ids]) -> Changes:
     """How many answers are others.
 
     One pass over a float model's answer tells: until the first other token, a rounded model that
@@ -172,7 +172,7 @@ def count_changes(asked: Sequence[Asked], found: Sequence[Ids]) -> Changes:
     return replace(_changes(pairs), kinds=kinds if len(kinds) > 1 else {})
 
 
-def _changes(pairs: list[tuple[Asked, int]]) -> Changes:
+def _changes(pairs: list[tuple[Questioned, int]]) -> Changes:
     sizes = [len(each.answer) for each, _ in pairs]
     kept = [count for _, count in pairs]
     changed = sum(count < size for count, size in zip(kept, sizes, strict=True))

@@ -17,7 +17,7 @@ from edgellm.export.checkpoints.hf import Checkpoint
 from edgellm.export.graph.architecture import end_ids
 from edgellm.quantize.calibration.hidden_states import write_text
 from edgellm.quantize.calibration.text import DEFAULT, kind_of, read_lines, text_file
-from edgellm.quantize.metrics.divergence import Asked, Ids
+from edgellm.quantize.metrics.divergence import Ids, Questioned
 
 _OWN = Path(__file__).with_name("questions.jsonl")
 _STORED = "answers.json"
@@ -110,14 +110,14 @@ def store_answers(answers: list[list[int]], folder: Path) -> None:
     write_text(folder / _STORED, json.dumps(answers))
 
 
-def read_asked(questions: Questions, folder: Path) -> list[Asked]:
+def read_asked(questions: Questions, folder: Path) -> list[Questioned]:
     """Prompts and answers."""
     answers = stored_answers(questions, folder)
     parts = zip(questions.kinds, questions.prompts, answers, strict=True)
-    return [Asked(kind, prompt, tuple(answer)) for kind, prompt, answer in parts]
+    return [Questioned(kind, prompt, tuple(answer)) for kind, prompt, answer in parts]
 
 
-def rows_of(asked: Sequence[Asked]) -> Ids:
+def rows_of(asked: Sequence[Questioned]) -> Ids:
     """What is read to say the answers [questions, S]; zeros behind the shorter ones."""
     found = np.zeros((len(asked), max(len(each.said) for each in asked)), np.int64)
     for row, each in zip(found, asked, strict=True):

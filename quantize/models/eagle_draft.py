@@ -34,7 +34,7 @@ from edgellm.quantize.metrics.divergence import Targets
 from edgellm.quantize.models.checks import HEAD, needed_bytes
 from edgellm.quantize.models.draft_inputs import DraftInputs, Inputs
 from edgellm.quantize.models.families import FAMILIES, Family
-from edgellm.quantize.models.language_model import Ids, LanguageModel, Task, Tell, embedded
+from edgellm.quantize.models.language_model import Ids, LanguageModel, Notify, Task, embedded
 from edgellm.quantize.models.lm_head import Head, float_head, greedy
 from edgellm.quantize.models.one_layer_model import draft_layer_model, head_model, run_layer
 from edgellm.quantize.work_folder import FLOAT, QUANTIZED, WorkFolder
@@ -159,7 +159,7 @@ class Draft:
             width += self.tensors.infos()[name].shape[1]
         return _STEPS * count, length - _STEPS, width
 
-    def enter(self, task: Task, streams: Mapping[str, States], tell: Tell) -> None:
+    def enter(self, task: Task, streams: Mapping[str, States], tell: Notify) -> None:
         """Tap the base, and let the float draft take its first step."""
         if (task.work.path / _TARGETS).exists() and streams[QUANTIZED].path.exists():
             return
@@ -173,7 +173,9 @@ class Draft:
         _store_targets(task.work, self.targets_of(base[FLOAT][-1], head, task))
         tell("the draft's first step", self.num_preparations)
 
-    def _run_base(self, task: Task, rows: Mapping[str, Ids], tell: Tell) -> dict[str, list[States]]:
+    def _run_base(
+        self, task: Task, rows: Mapping[str, Ids], tell: Notify
+    ) -> dict[str, list[States]]:
         """The base's states that enter each layer, and those behind the last.
 
         Only the tapped ones and the last remain on disk. Goes on where an interrupt stopped it.

@@ -29,7 +29,7 @@ Networks = list[tuple[torch.Tensor, ...]]  # the `parts` of each
 
 
 @dataclass(slots=True)
-class Seen:
+class ExpertInputs:
     """What the inputs of one expert's layers were: of gate and up, or up alone, and of down."""
 
     outer: Products
@@ -41,7 +41,7 @@ class Seen:
         return self.outer.rows
 
 
-class WatchedExperts(nn.Module):
+class ObservedExperts(nn.Module):
     """In the place of transformers' experts; its weights are no parameters, so nobody rounds them.
 
     Attributes:
@@ -59,7 +59,7 @@ class WatchedExperts(nn.Module):
         super().__init__()
         self.activation, self.parts = activation, parts
         self.networks: Networks = []
-        self.seen: list[Seen] | None = None
+        self.seen: list[ExpertInputs] | None = None
         self.shown_all: frozenset[int] = frozenset()
 
     def forward(self, x: torch.Tensor, ids: torch.Tensor, shares: torch.Tensor) -> torch.Tensor:
@@ -83,25 +83,25 @@ class WatchedExperts(nn.Module):
         return bent * others[0] if others else bent
 
     @staticmethod
-    def _look(seen: Seen, x: torch.Tensor, inner: torch.Tensor) -> None:
+    def _look(seen: ExpertInputs, x: torch.Tensor, inner: torch.Tensor) -> None:
         seen.outer.add(x)
         seen.inner.add(inner)
 
 
-def find_experts(layer: nn.Module) -> WatchedExperts | None:
+def find_experts(layer: nn.Module) -> ObservedExperts | None:
     """Those of a layer; None where it has none."""
-    return next((each for each in layer.modules() if isinstance(each, WatchedExperts)), None)
+    return next((each for each in layer.modules() if isinstance(each, ObservedExperts)), None)
 
 
 def hide_experts(layer: nn.Module, experts: Experts | None) -> None:
-    """Put `WatchedExperts` in the place of those that transformers made, if it did."""
+    """Put `ObservedExperts` in the place of those that transformers made, if it did."""
     block = None if experts is None else getattr(layer, experts.block, None)
     if isinstance(theirs := getattr(block, "experts", None), nn.Module):
         assert isinstance(block, nn.Module)
         activation = theirs.act_fn
         assert callable(activation)
         parts = _PARTS if hasattr(theirs, "gate_up_proj") else _PARTS[1:]
-        block.experts = WatchedExperts(activation, parts)
+        block.experts = ObservedExperts(activation, parts)
 
 
 def load_experts(
@@ -121,7 +121,9 @@ def load_experts(
     return left
 
 
-def watch(experts: WatchedExperts, run: Callable[[], None]) -> tuple[list[Seen], dict[int, int]]:
+def watch(
+    experts: ObservedExperts, run: Callable[[], None]
+) -> tuple[list[ExpertInputs], dict[int, int]]:
     """Let the calibration text pass.
 
     Args:
@@ -134,9 +136,9 @@ def watch(experts: WatchedExperts, run: Callable[[], None]) -> tuple[list[Seen],
     first, down = experts.networks[0][0], experts.networks[0][-1]
     sizes, device = (first.shape[1], down.shape[1]), first.device
 
-    def nothing() -> Seen:
+    def nothing() -> ExpertInputs:
         outer, inner = (Products.none(size, device) for size in sizes)
-        return Seen(outer, inner)
+        return ExpertInputs(outer, inner)
 
     seen = experts.seen = [nothing() for _ in experts.networks]
     run()
@@ -151,7 +153,7 @@ def watch(experts: WatchedExperts, run: Callable[[], None]) -> tuple[list[Seen],
 
 
 def round_experts(
-    experts: WatchedExperts, seen: list[Seen], recipe: Recipe, prefix: str
+    experts: ObservedExperts, seen: list[ExpertInputs], recipe: Recipe, prefix: str
 ) -> dict[str, Tensor]:
     """The layer's experts in ModelOpt's unified layout, named from `prefix` on.
 
@@ -165,8 +167,8 @@ def round_experts(
         for part, weight in zip(experts.parts, network, strict=True):
             is_inner = part == "down_proj"
             products = own.inner if is_inner else own.outer
-            most = float(weight.abs().max()) if is_inner else top
-            rounded = round_weight(weight, products, recipe, most, largest[is_inner])
+            maximum = float(weight.abs().max()) if is_inner else top
+            rounded = round_weight(weight, products, recipe, maximum, largest[is_inner])
             found |= {f"{prefix}.{index}.{part}.{name}": each for name, each in rounded.items()}
     return found
 

@@ -31,7 +31,7 @@ from edgellm.quantize.models.one_layer_model import LAYER, head_model, layer_mod
 from edgellm.quantize.work_folder import ANSWERS, FLOAT, QUANTIZED, WorkFolder
 
 Ids = NDArray[np.int64]
-Tell = Callable[[str, int], None]  # what was prepared, preparations done
+Notify = Callable[[str, int], None]  # what was prepared, preparations done
 
 
 @dataclass(frozen=True, slots=True)
@@ -53,7 +53,7 @@ class Task:
         return self.calibration.held_out if is_held_out else self.calibration.rows
 
 
-class Subject(Protocol):
+class QuantizedNetwork(Protocol):
     """A stack of layers over hidden states, with a head."""
 
     @property
@@ -137,7 +137,7 @@ class Subject(Protocol):
         """Of the states that enter `layer` when token ids [rows, S] were read."""
         ...
 
-    def enter(self, task: Task, streams: Mapping[str, States], tell: Tell) -> None:
+    def enter(self, task: Task, streams: Mapping[str, States], tell: Notify) -> None:
         """Make the states that enter the first layer; what is there already stays."""
         ...
 
@@ -200,7 +200,7 @@ class LanguageModel:
         return (*own, *sorted(others))
 
     def stored_name(self, name: str) -> str:
-        """See `Subject`."""
+        """See `QuantizedNetwork`."""
         return self.tower.stored_name(name)
 
     @property
@@ -210,7 +210,7 @@ class LanguageModel:
 
     @property
     def family(self) -> Family:
-        """See `Subject`."""
+        """See `QuantizedNetwork`."""
         return family_of(self.checkpoint.config)
 
     @property
@@ -220,7 +220,7 @@ class LanguageModel:
 
     @property
     def layers(self) -> tuple[str, ...]:
-        """See `Subject`."""
+        """See `QuantizedNetwork`."""
         return tuple(LAYER.format(index) for index in range(self.config.num_hidden_layers))
 
     @property
@@ -235,7 +235,7 @@ class LanguageModel:
         return self.embedding_name if tied else HEAD
 
     def layer_source(self, index: int) -> dict[str, Tensor]:
-        """See `Subject`."""
+        """See `QuantizedNetwork`."""
         found = read_below(self.tensors, self.layers[index])
         found = {name: value for name, value in found.items() if not name.endswith("inv_freq")}
         return read_canonical(found, self.family.experts)
@@ -243,7 +243,7 @@ class LanguageModel:
     def layer_model(
         self, index: int, tensors: Mapping[str, F32], device: torch.device
     ) -> PreTrainedModel:
-        """See `Subject`."""
+        """See `QuantizedNetwork`."""
         return layer_model(self.checkpoint.config, index, tensors, device)
 
     def norm_model(self, head: F32 | None, device: torch.device) -> PreTrainedModel:
@@ -257,7 +257,7 @@ class LanguageModel:
         del layer  # all are alike
         return (*rows.shape, self.config.hidden_size)
 
-    def enter(self, task: Task, streams: Mapping[str, States], tell: Tell) -> None:
+    def enter(self, task: Task, streams: Mapping[str, States], tell: Notify) -> None:
         """Look the embeddings up."""
         del tell
         for name, states in streams.items():
@@ -270,7 +270,7 @@ class LanguageModel:
         return found if scale is None else (batch * scale for batch in found)
 
     def finish(self, logits: torch.Tensor) -> torch.Tensor:
-        """See `Subject`."""
+        """See `QuantizedNetwork`."""
         return finish_logits(self.config, logits)
 
     def targets(self, task: Task) -> Targets:
@@ -279,7 +279,7 @@ class LanguageModel:
         return Targets(text.held_out[:, 1:], text.held_out_kinds[:, 1:], text.kinds)
 
     def needed_bytes(self, batch_tokens: int, copies: int, *, with_head: bool) -> int:
-        """See `Subject`."""
+        """See `QuantizedNetwork`."""
         head = self.tensors.infos()[self.head_name]
         return needed_bytes(
             self.tensors.infos(),
@@ -297,12 +297,12 @@ class LanguageModel:
         return 2 * 4 * self.config.hidden_size * tokens
 
     def new_config(self, quantization: Mapping[str, Any], *, own_head: bool) -> dict[str, Any]:
-        """See `Subject`; a quantized head is no longer the embedding."""
+        """See `QuantizedNetwork`; a quantized head is no longer the embedding."""
         config = {**self.whole.config, "quantization_config": quantization}
         return untied(config) if own_head else config
 
     def check_result(self, folder: Path, ignored_keys: tuple[str, ...]) -> None:
-        """See `Subject`."""
+        """See `QuantizedNetwork`."""
         understand(open_checkpoint(str(folder)), ExportOptions(ignore_config_keys=ignored_keys))
 
 

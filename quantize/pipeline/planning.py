@@ -39,7 +39,7 @@ from edgellm.quantize.formats.schemes import (
 from edgellm.quantize.metrics.questions import Questions, read_questions
 from edgellm.quantize.models import checks
 from edgellm.quantize.models.draft import open_float_draft
-from edgellm.quantize.models.language_model import LanguageModel, Subject, Task
+from edgellm.quantize.models.language_model import LanguageModel, QuantizedNetwork, Task
 from edgellm.quantize.models.mtp_draft import MtpDraft
 from edgellm.quantize.pipeline.torch_device import choose_device
 from edgellm.quantize.plan import Job, Plan
@@ -89,7 +89,7 @@ def make_plan(job: Job) -> Plan:
         _check_autoround(job)
     device = choose_device(job.device)
     if job.base_model_dir is None:
-        subject: Subject = _language_model(job)
+        subject: QuantizedNetwork = _language_model(job)
     else:
         subject = open_float_draft(job.model_dir, job.base_model_dir, job.ignore_config_keys)
     if subject.family.experts is not None and (scheme.is_autoround or scheme.is_mixed):
@@ -144,7 +144,7 @@ def _language_model(job: Job) -> LanguageModel:
     return rotated(model, job.seed, job.ignore_config_keys)
 
 
-def _check_layers(job: Job, subject: Subject) -> None:
+def _check_layers(job: Job, subject: QuantizedNetwork) -> None:
     """Raise `EdgeLLMError` for layers that are not there, cannot be turned, or if none is left."""
     if job.rotate in VALUES:
         check_values(subject.tensors.infos(), subject.layers, subject.family)
@@ -198,7 +198,11 @@ def _check_autoround(job: Job) -> None:
 
 
 def _recipes(
-    job: Job, scheme: Scheme, head_scheme: Scheme | None, subject: Subject, device: torch.device
+    job: Job,
+    scheme: Scheme,
+    head_scheme: Scheme | None,
+    subject: QuantizedNetwork,
+    device: torch.device,
 ) -> tuple[Recipe, Recipe | None]:
     infos = subject.tensors.infos()
     body = checks.linear_shapes(infos, subject.layers, subject.family)
@@ -224,7 +228,7 @@ def _recipes(
     return replace(own, block_size=body_block), Recipe(head_scheme, head_block, alpha_step)
 
 
-def _check_table(subject: Subject, width: int) -> None:
+def _check_table(subject: QuantizedNetwork, width: int) -> None:
     """Raise `EdgeLLMError` unless the embedding is the head, in rows of whole blocks."""
     if subject.head_name != checks.EMBEDDING or subject is not subject.reader:
         raise EdgeLLMError(
@@ -253,7 +257,12 @@ def _check_resources(plan: Plan, batch_tokens: int) -> None:
 
 
 def _settings(
-    job: Job, recipe: Recipe, head: Recipe | None, subject: Subject, task: Task, batch_tokens: int
+    job: Job,
+    recipe: Recipe,
+    head: Recipe | None,
+    subject: QuantizedNetwork,
+    task: Task,
+    batch_tokens: int,
 ) -> dict[str, Any]:
     """What a run that goes on must have in common with the one that began."""
     facts = asdict(job)

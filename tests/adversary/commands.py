@@ -20,8 +20,8 @@ from typing import Any
 from adversary import forker
 from adversary.attack import require
 
-MOST_SECONDS = 60
-MOST_BYTES = 6 << 30  # of memory that a command may ask for
+MAX_SECONDS = 60
+MAX_BYTES = 6 << 30  # of memory that a command may ask for
 TESTS = Path(__file__).parent.parent
 Send = Callable[[int], None]  # a signal
 
@@ -82,7 +82,7 @@ class Commands:
         limits: Mapping[str, int] | None = None,
         environment: Mapping[str, str] | None = None,
         strike: Callable[[Send], object] | None = None,
-        seconds: float = MOST_SECONDS,
+        seconds: float = MAX_SECONDS,
     ) -> Ended:
         """Runs a command to its end.
 
@@ -105,7 +105,7 @@ class Commands:
             "stdout": f"{folder}/.stdout",
             "stderr": f"{folder}/.stderr",
             "environment": dict(environment or {}),
-            "limits": {"RLIMIT_AS": MOST_BYTES, "RLIMIT_CORE": 0, **(limits or {})},
+            "limits": {"RLIMIT_AS": MAX_BYTES, "RLIMIT_CORE": 0, **(limits or {})},
         }
         begin = time.monotonic()
         code, peak_bytes, is_late = self._watch(self._begin(job), strike, seconds)

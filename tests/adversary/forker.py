@@ -41,8 +41,8 @@ def _run(job: dict[str, Any]) -> int:
         os.dup2(os.open(job[name], os.O_WRONLY | os.O_CREAT | os.O_TRUNC, 0o600), number)
     os.chdir(job["folder"])
     os.environ.update(job["environment"])
-    for name, most in job["limits"].items():
-        resource.setrlimit(getattr(resource, name), (most, most))
+    for name, maximum in job["limits"].items():
+        resource.setrlimit(getattr(resource, name), (maximum, maximum))
     for number in (signal.SIGINT, signal.SIGTERM, signal.SIGHUP):
         signal.signal(number, signal.SIG_DFL)  # an end without a word while modules are imported
     sys.argv = [job["command"], *job["arguments"]]

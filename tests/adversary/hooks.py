@@ -18,7 +18,7 @@ from edgellm.core.errors import (
     EdgeLLMError,
     RequestError,
 )
-from edgellm.device_runtime.api.llm import LLM, Answer
+from edgellm.device_runtime.api.llm import LLM, RequestOutput
 from edgellm.device_runtime.sampling.sampler import SamplingParams
 from edgellm.device_runtime.speculate.options import SpecOptions
 
@@ -128,11 +128,11 @@ def _sampling(rng: random.Random) -> SamplingParams:
     return SamplingParams(temperature=0.8, seed=rng.randrange(1000), **more)
 
 
-def _begun(llm: LLM, prompt: str, sampling: SamplingParams) -> Answer:
+def _begun(llm: LLM, prompt: str, sampling: SamplingParams) -> RequestOutput:
     return llm.generate(prompt, sampling=sampling, max_generate_length=TOKENS, stop=["w9 w9"])
 
 
-def _tokens(answer: Answer) -> list[int] | str:
+def _tokens(answer: RequestOutput) -> list[int] | str:
     """Of a whole answer, or why it failed."""
     try:
         for _ in answer:
@@ -142,7 +142,7 @@ def _tokens(answer: Answer) -> list[int] | str:
     return list(answer.token_ids)
 
 
-def _arm(answer: Answer, part: str, hook: str, call: int, error: BaseException) -> None:
+def _arm(answer: RequestOutput, part: str, hook: str, call: int, error: BaseException) -> None:
     if part == "entry":
         answer.before_pass = Raiser(lambda: None, "", call, error)
         return
@@ -150,7 +150,7 @@ def _arm(answer: Answer, part: str, hook: str, call: int, error: BaseException) 
     setattr(sequence, part, Raiser(getattr(sequence, part), hook, call, error))
 
 
-def _together(answers: list[Answer]) -> list[list[int] | str | None]:
+def _together(answers: list[RequestOutput]) -> list[list[int] | str | None]:
     """Each in a thread of its own, as a server has them."""
     found: list[list[int] | str | None] = [None] * len(answers)
 

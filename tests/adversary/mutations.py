@@ -102,8 +102,8 @@ def _append(data: bytearray, rng: random.Random) -> None:
 
 def _place(data: bytearray, rng: random.Random) -> int:
     """Anywhere, but in every second case where headers are."""
-    most = len(data) if rng.random() < 0.5 else min(len(data), 1500)
-    return rng.randrange(most) if most else 0
+    maximum = len(data) if rng.random() < 0.5 else min(len(data), 1500)
+    return rng.randrange(maximum) if maximum else 0
 
 
 BYTES = {

@@ -24,7 +24,7 @@ from serve_process import ServerProcess
 
 SHARE = 80
 MODEL = "tiny"
-MOST_GROWTH_BYTES = 256 << 20
+MAX_GROWTH_BYTES = 256 << 20
 PATIENCE_S = 60.0
 _TURNS = [{"role": "user", "content": "w1 w2"}]
 _TOOL = {"name": "look", "parameters": {"type": "object", "properties": {"at": {"type": "string"}}}}
@@ -185,7 +185,7 @@ def attack(workshop: Workshop, number: int, rng: random.Random, folder: Path) ->
         found = victim.answer()
         require(found == victim.reference, f"the next answer is {found!r}")
         growth = victim.server.rss_bytes() - victim.rss_bytes
-        require(growth < MOST_GROWTH_BYTES, f"memory grew by {growth} bytes")
+        require(growth < MAX_GROWTH_BYTES, f"memory grew by {growth} bytes")
     except (Finding, OSError) as error:
         (folder / "sent").write_bytes(b"\n\n".join(sent))
         raise Finding(

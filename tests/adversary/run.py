@@ -21,7 +21,7 @@ sys.path += [str(Path(__file__).parents[1]), str(Path(__file__).parents[2] / "be
 from adversary.attack import NAMES, Result, try_case  # noqa: E402 - the path comes first
 from adversary.workshop import Workshop  # noqa: E402 - the path comes first
 
-MOST_FINDINGS = 20  # of an attack, which ends then
+MAX_FINDINGS = 20  # of an attack, which ends then
 
 
 def main() -> None:
@@ -55,7 +55,7 @@ def _for(seconds: float, workshop: Workshop, names: list[str], seed: int) -> lis
     results: list[Result] = []
     for name in names:
         end, number, own = time.monotonic() + seconds, 0, list[Result]()
-        while time.monotonic() < end and sum(bool(one.finding) for one in own) < MOST_FINDINGS:
+        while time.monotonic() < end and sum(bool(one.finding) for one in own) < MAX_FINDINGS:
             own.append(_try(workshop, name, seed, number))
             number += 1
         results += own

@@ -12,7 +12,7 @@ from conftest import assert_one_line_error
 from eagle_engines import EAGLE1, draft_plan, export_pair
 
 from edgellm.build.engine import build_engine
-from edgellm.build.onnxruntime_cpu.graph_variants import settled
+from edgellm.build.onnxruntime_cpu.graph_variants import resolve_auto
 from edgellm.build.onnxruntime_cpu.options import CpuOptions, kernels_of
 from edgellm.build.plan import Plan
 from edgellm.core.artifact import verify_files
@@ -93,9 +93,9 @@ def test_small_drafts_are_int4_and_wake_nobody(eagle_pair, tmp_path):
     foreign = CpuOptions(kernels="onnxruntime")
     source, bundle = eagle_pair.draft_bundle, load_bundle(eagle_pair.draft_bundle, DRAFT_BUNDLE)
     for other in (dataclasses.replace(plan, options=foreign), dataclasses.replace(plan, threads=1)):
-        assert settled(source, bundle, other).threads == other.threads
+        assert resolve_auto(source, bundle, other).threads == other.threads
     kept = dataclasses.replace(plan, quantize="int8")
-    assert settled(source, bundle, kept).quantize == "int8"
+    assert resolve_auto(source, bundle, kept).quantize == "int8"
 
 
 @pytest.mark.parametrize(

@@ -120,7 +120,7 @@ def _operators(engine: Path) -> Counter[str]:
     ("precision", "operator", "least", "most"),
     [("int8", "MatMulIntegerToFloat", 0, 1e-3), ("fp8", "MatMulNBits", 1e-4, 0.02)],
 )
-def test_rounded_bundles(model, tmp_path, precision, operator, least, most):
+def test_rounded_bundles(model, tmp_path, precision, operator, least, maximum):
     """Int8 keeps its codes, and two terms of inputs lose nothing; FP8 becomes int8 in blocks."""
     checkpoint, bundle = model.bundle.parent / "checkpoint", tmp_path / "bundle"
     portable = VisualModel(checkpoint, bundle, quantization=precision)
@@ -133,7 +133,7 @@ def test_rounded_bundles(model, tmp_path, precision, operator, least, most):
     expected, found = portable.run(pixels, (6, 8)), _encode(tmp_path / "engine", pixels, (6, 8))
     for array, reference in zip(found, expected, strict=True):
         distance = np.linalg.norm(array - reference) / np.linalg.norm(reference)
-        assert least <= distance < most
+        assert least <= distance < maximum
     if precision == "int8" and model.spec.image_size:  # what the device would have rounded to
         _build(model.bundle, tmp_path / "other", "int8")
         np.testing.assert_array_equal(_encode(tmp_path / "other", pixels, (6, 8)), found)

@@ -18,7 +18,7 @@ from edgellm.build.plan import Plan
 from edgellm.core.errors import UnsupportedModelError
 from edgellm.core.graph_roles import DECODER
 from edgellm.core.manifest import LLM_BUNDLE, LLM_ENGINE, load_bundle, load_engine
-from edgellm.device_runtime.networks.decoder import DecoderSession, open_decoder
+from edgellm.device_runtime.networks.decoder import DecoderNetwork, open_decoder
 from edgellm.export import models
 from edgellm.export.graph.architecture import ExportOptions
 from edgellm.export.pipeline.llm import export_llm
@@ -86,7 +86,7 @@ def exported(request, tmp_path_factory) -> tuple[Path, Path]:
 
 
 @pytest.fixture(scope="module", params=["portable", "edgellm", "onnxruntime", "cuda"])
-def session(request, exported) -> DecoderSession:
+def session(request, exported) -> DecoderNetwork:
     bundle = exported[1]
     if request.param == "portable":
         return open_portable(bundle, CAPACITY)
@@ -128,7 +128,7 @@ def reference(exported):
     return logits, token_ids
 
 
-def _run(session: DecoderSession, ids: np.ndarray, chunks: list[int]) -> np.ndarray:
+def _run(session: DecoderNetwork, ids: np.ndarray, chunks: list[int]) -> np.ndarray:
     logits, begin = [], 0
     for size in chunks:
         result = session.run(ids[begin : begin + size], begin, np.arange(size))

@@ -20,7 +20,7 @@ from edgellm.build.engine import build_engine
 from edgellm.build.plan import Plan
 from edgellm.core.manifest import LLM_BUNDLE, LLM_ENGINE, load_bundle, load_engine
 from edgellm.device_runtime.arrays import ImageRows
-from edgellm.device_runtime.networks.decoder import DecoderSession, open_decoder
+from edgellm.device_runtime.networks.decoder import DecoderNetwork, open_decoder
 from edgellm.export import models
 from edgellm.export.checkpoints import vlm
 from edgellm.export.graph.architecture import ExportOptions
@@ -132,7 +132,7 @@ def test_every_family_is_here():
 
 
 @pytest.fixture(scope="module", params=["portable", "engine", "cuda"])
-def session(request, exported) -> DecoderSession:
+def session(request, exported) -> DecoderNetwork:
     bundle: Path = exported[1]
     if request.param == "portable":
         return open_portable(bundle, CAPACITY)

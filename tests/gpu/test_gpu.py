@@ -23,7 +23,7 @@ from edgellm.core import graph_io
 from edgellm.core.manifest import LLM_ENGINE, VISUAL_ENGINE, load_engine
 from edgellm.device_runtime.api.llm import LLM
 from edgellm.device_runtime.gpu import compute_capability
-from edgellm.device_runtime.networks.decoder import Part, open_decoder
+from edgellm.device_runtime.networks.decoder import SequencePart, open_decoder
 from edgellm.device_runtime.networks.encoder import open_encoder
 from edgellm.device_runtime.runners.tensorrt.cuda.protocols import Planes
 from edgellm.device_runtime.sampling.sampler import SamplingParams
@@ -153,9 +153,11 @@ def test_answers_in_one_pass_are_those_alone(tmp_path):
     for together in (True, False):
         contexts = [session.new_context() for _ in asks]
         for first, context in enumerate(contexts, 9):
-            session.run_many([Part(context, np.arange(first, 40), 0, np.zeros(1, np.int64))])
+            session.run_many(
+                [SequencePart(context, np.arange(first, 40), 0, np.zeros(1, np.int64))]
+            )
         parts = [
-            Part(context, ids, len(context.keys), np.arange(len(ids)), tree_mask=tree)
+            SequencePart(context, ids, len(context.keys), np.arange(len(ids)), tree_mask=tree)
             for context, (ids, tree) in zip(contexts, asks, strict=True)
         ]
         passes = [parts] if together else [[part] for part in parts]
@@ -213,16 +215,18 @@ def test_onnxruntime_serves_several_in_a_pass(tmp_path):
         given = []
         contexts = [session.new_context() for _ in range(3)]
         parts = [
-            Part(one, np.arange(10, end), 0, np.arange(2))
+            SequencePart(one, np.arange(10, end), 0, np.arange(2))
             for one, end in zip(contexts, (20, 31, 44), strict=True)
         ]
         given += [result.logits.copy() for result in session.run_many(parts)]
         for rows in (1, 1, 4, 4, 4):
             ids, mask = np.arange(50, 50 + rows), np.tri(rows, dtype=np.bool_)
             asks = [
-                Part(one, ids, one.num_rows, np.arange(rows), one.num_rows + np.arange(rows), mask)
+                SequencePart(
+                    one, ids, one.num_rows, np.arange(rows), one.num_rows + np.arange(rows), mask
+                )
                 if rows > 1
-                else Part(one, ids, one.num_rows, np.arange(1))
+                else SequencePart(one, ids, one.num_rows, np.arange(1))
                 for one in contexts
             ]
             given += [result.logits.copy() for result in session.run_many(asks)]

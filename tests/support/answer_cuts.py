@@ -5,7 +5,7 @@ from __future__ import annotations
 from collections.abc import Callable, Iterable, Sequence
 from itertools import pairwise
 
-from edgellm.tools.serve.tool_calls.parser import CallReader, Item, Thought
+from edgellm.tools.serve.tool_calls.parser import CallReader, Item, ReasoningText
 
 _LONG = 1000  # characters: such a text is cut in two alone
 
@@ -27,8 +27,8 @@ def joined(found: Sequence[Item]) -> list[Item]:
         last = together[-1] if together else None
         if isinstance(item, str) and isinstance(last, str):
             together[-1] = last + item
-        elif isinstance(item, Thought) and isinstance(last, Thought):
-            together[-1] = Thought(last.text + item.text)
+        elif isinstance(item, ReasoningText) and isinstance(last, ReasoningText):
+            together[-1] = ReasoningText(last.text + item.text)
         elif item:
             together.append(item)
     return together

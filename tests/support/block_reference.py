@@ -1,7 +1,7 @@
 """Drafts of blocks as their papers and public files describe them, in plain torch.
 
-`Blocks` is one layout, `make_blocks` writes a random checkpoint in it, `foreseen` computes what the
-draft says of a block. Nothing here comes from edgellm.
+`Blocks` is one layout, `make_blocks` writes a random checkpoint in it, `predicted` computes what
+the draft says of a block. Nothing here comes from edgellm.
 """
 
 from __future__ import annotations
@@ -205,7 +205,7 @@ class BlockReference:
         self.targets = torch.arange(len(self.head)) + offsets
         self.inv_freq = 1e4 ** -(torch.arange(0, HEAD_DIM, 2) / HEAD_DIM)
 
-    def foreseen(self, taps: torch.Tensor, newest: int, rows: int) -> torch.Tensor:
+    def predicted(self, taps: torch.Tensor, newest: int, rows: int) -> torch.Tensor:
         """Normed rows [rows, H] of a block behind a text with these features [S, T*H]."""
         w, layout = self.tensors, self.layout
         text = rms_norm(taps @ w["fc.weight"].T, w["hidden_norm.weight"])

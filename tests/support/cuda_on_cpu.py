@@ -30,9 +30,9 @@ from edgellm.core.manifest import (
     load_engine,
 )
 from edgellm.device_runtime.networks import draft, encoder
-from edgellm.device_runtime.networks.decoder import DecoderSession, open_decoder
-from edgellm.device_runtime.networks.draft import DraftSession
-from edgellm.device_runtime.networks.encoder import EncoderSession
+from edgellm.device_runtime.networks.decoder import DecoderNetwork, open_decoder
+from edgellm.device_runtime.networks.draft import DraftNetwork
+from edgellm.device_runtime.networks.encoder import EncoderNetwork
 from edgellm.device_runtime.runners.onnxruntime_cuda import attention_inputs
 from edgellm.device_runtime.runners.onnxruntime_cuda import provider as cuda
 from edgellm.device_runtime.runners.onnxruntime_cuda.loading import Loader
@@ -162,20 +162,20 @@ def build_encoder(bundle: Path, engine: Path, plan: Plan) -> Engine:
     return build_engine("visual", bundle, engine, plan, CUDA, lambda _: None)
 
 
-def open_base(engine: Path) -> DecoderSession:
+def open_base(engine: Path) -> DecoderNetwork:
     with cuda_is_the_cpu():
         manifest = load_engine(engine, LLM_ENGINE)
         return open_decoder(engine, manifest)
 
 
-def open_draft(engine: Path) -> DraftSession:
+def open_draft(engine: Path) -> DraftNetwork:
     folder = engine / DRAFT_FOLDER
     with cuda_is_the_cpu():
         manifest = load_engine(folder, DRAFT_ENGINE)
         return draft.open_draft(folder, manifest)
 
 
-def open_encoder(engine: Path) -> EncoderSession:
+def open_encoder(engine: Path) -> EncoderNetwork:
     manifest = load_engine(engine, VISUAL_ENGINE)
     with cuda_is_the_cpu():
         return encoder.open_encoder(engine, manifest)

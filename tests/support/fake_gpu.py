@@ -290,12 +290,12 @@ class FakeContext:
             raise GpuMisuseError("a recorded graph holds on to the shapes of its context")
         if -1 not in self._engine.tensors[name].shape:
             raise GpuMisuseError(f"the shape of {name} does not vary")
-        least, most = self._engine.shape_range(name, self._profile)
+        least, maximum = self._engine.shape_range(name, self._profile)
         fits = len(shape) == len(least) and all(
-            low <= size <= high for low, size, high in zip(least, shape, most, strict=True)
+            low <= size <= high for low, size, high in zip(least, shape, maximum, strict=True)
         )
         if not fits:
-            raise GpuMisuseError(f"{name} {shape} is not in the profile's {least} to {most}")
+            raise GpuMisuseError(f"{name} {shape} is not in the profile's {least} to {maximum}")
         self._shapes[name] = tuple(shape)
         self._was_run = False
 

@@ -182,9 +182,9 @@ def _delta_facts(config: Facts) -> Facts:
 
 def _qwen35_facts(config: Facts) -> Facts:
     found = {**_delta_facts(config), "rope.dimension_sections": [11, 11, 10, 0]}
-    if (foreseen := config.get("mtp_num_hidden_layers", 0)) > 0:
-        found |= {"nextn_predict_layers": foreseen}
-        found |= {"block_count": config["num_hidden_layers"] + foreseen}
+    if (predicted := config.get("mtp_num_hidden_layers", 0)) > 0:
+        found |= {"nextn_predict_layers": predicted}
+        found |= {"block_count": config["num_hidden_layers"] + predicted}
     return found
 
 

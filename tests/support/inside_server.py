@@ -13,7 +13,7 @@ import uvicorn
 from edgellm.tools.serve.app import create_app
 from edgellm.tools.serve.engines.loading import Loading
 from edgellm.tools.serve.engines.models import Model
-from edgellm.tools.serve.routing.engine_pool import Engines
+from edgellm.tools.serve.routing.engine_pool import EnginePool
 from edgellm.tools.serve.server import configured, listen
 from edgellm.tools.serve.settings import Settings
 
@@ -38,7 +38,7 @@ def serving_inside(
 ) -> Iterator[Inside]:
     """A server from its first engine's beginning until all are unloaded."""
     loading.prepare(models)
-    engines = Engines(models, loading, settings)
+    engines = EnginePool(models, loading, settings)
     server = Inside(configured(create_app(engines), 5))
     listener = listen("127.0.0.1", 0)
     server.port = listener.getsockname()[1]

@@ -158,7 +158,7 @@ class Rows:
         return Rows(self.q, self.k, self.v, self.keys.copy(), self.values.copy(), self.write_index)
 
 
-class Pages:
+class BlockPool:
     """The slots of caches [kv_heads, C, D] in pages, strewn among others that nobody may read."""
 
     def __init__(self, caches, page_rows, first_slot=0) -> None:
@@ -197,7 +197,7 @@ def attention(
     kv_heads, _, dim = rows.keys.shape
     page_rows = page_rows or int(_ORDER.choice([16, 32, 64, 128, 256]))
     least = rows.write_index + (1 if mask is None else len(rows.q) - mask.shape[1])
-    pages = Pages([rows.keys, rows.values], page_rows, max(0, least - window) if window else 0)
+    pages = BlockPool([rows.keys, rows.values], page_rows, max(0, least - window) if window else 0)
     cos, sin = rope or (None, None)
     mask = None if mask is None else np.ascontiguousarray(mask).view(np.uint8)
     y = np.full(rows.q.shape, np.nan, np.float32)

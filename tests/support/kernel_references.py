@@ -88,9 +88,9 @@ def select_tree(
     assert count <= constants["SIZE"]
     assert room < constants["SIZE"]
     for one in range(constants["grid"][0]):
-        at, most = one * pool, max(min(room, int(start[one * START + 3]) - 1), 0)
+        at, maximum = one * pool, max(min(room, int(start[one * START + 3]) - 1), 0)
         own_scores, above = scores[at : at + count], parents[at : at + count]
-        best = np.argsort(-own_scores[1:], kind="stable")[:most] + 1
+        best = np.argsort(-own_scores[1:], kind="stable")[:maximum] + 1
         nodes = np.concatenate([[0], np.sort(best[own_scores[best] > -np.inf])])
         place = np.full(count, -1)
         place[nodes] = np.arange(len(nodes))
@@ -183,16 +183,16 @@ def _walk(tokens, parents, draw, path, outcome) -> None:
 
 def pick_shares(logits, vocab, keys, sums, *, constants):
     rows, shares, _ = constants["grid"]
-    most = constants["PICKS"]
+    maximum = constants["PICKS"]
     assert shares * constants["BLOCK"] >= vocab
     numbers = logits[: rows * vocab].reshape(rows, vocab)
     for row in range(rows):
         for share in range(shares):
             x = numbers[row, share * constants["BLOCK"] : (share + 1) * constants["BLOCK"]]
-            found = np.sort(_keys(x, share * constants["BLOCK"]))[::-1][:most]
+            found = np.sort(_keys(x, share * constants["BLOCK"]))[::-1][:maximum]
             at = row * shares + share
-            keys[at * most : (at + 1) * most] = np.iinfo(np.int64).min
-            keys[at * most : at * most + len(found)] = found
+            keys[at * maximum : (at + 1) * maximum] = np.iinfo(np.int64).min
+            keys[at * maximum : at * maximum + len(found)] = found
             top = x.max()
             sums[2 * at : 2 * at + 2] = top, np.exp(x[x > -np.inf] - top).sum()
 
@@ -206,15 +206,15 @@ def _keys(x, first):
 
 def join_picks(keys, sums, vocab, shares, values, ids, argmax, log_sums, *, constants):
     assert shares <= constants["MOST"]
-    most = constants["PICKS"]
+    maximum = constants["PICKS"]
     for row in range(constants["grid"][0]):
-        own = keys[row * shares * most : (row + 1) * shares * most]
-        best = np.sort(own)[::-1][:most]
+        own = keys[row * shares * maximum : (row + 1) * shares * maximum]
+        best = np.sort(own)[::-1][:maximum]
         ordered = (best >> 32).astype(np.int32)
         bits = ordered ^ ((ordered >> 31) & 0x7FFFFFFF)
-        is_one = np.arange(most) < vocab
+        is_one = np.arange(maximum) < vocab
         token = (best & 0x7FFFFFFF) ^ 0x7FFFFFFF
-        place = slice(row * most, (row + 1) * most)
+        place = slice(row * maximum, (row + 1) * maximum)
         values[place] = np.where(is_one, bits.view(np.float32), -np.inf)
         ids[place] = np.where(is_one, token, 0x7FFFFFFF)
         argmax[row] = token[0]

@@ -33,9 +33,9 @@ from edgellm.core.manifest import (
     load_engine,
     with_kv_dtype,
 )
-from edgellm.device_runtime.networks.decoder import DecoderSession
-from edgellm.device_runtime.networks.draft import DraftSession
-from edgellm.device_runtime.networks.heads import HeadsSession
+from edgellm.device_runtime.networks.decoder import DecoderNetwork
+from edgellm.device_runtime.networks.draft import DraftNetwork
+from edgellm.device_runtime.networks.heads import HeadsNetwork
 from edgellm.device_runtime.runners import Runner, onnxruntime_cpu, tensorrt
 from edgellm.device_runtime.runners.tensorrt.kernel_cache import KV_DTYPES
 
@@ -119,18 +119,18 @@ class Lowered:
             for role in engine.graphs
         }
 
-    def open(self, device: FakeDevice) -> DecoderSession:
+    def open(self, device: FakeDevice) -> DecoderNetwork:
         engine = self.manifest
         opened = self.runners(engine, device)
-        return DecoderSession(opened[DECODER], engine.decoder, engine.max_kv_cache_capacity)
+        return DecoderNetwork(opened[DECODER], engine.decoder, engine.max_kv_cache_capacity)
 
-    def open_draft(self, device: FakeDevice) -> DraftSession:
+    def open_draft(self, device: FakeDevice) -> DraftNetwork:
         engine = self.draft_manifest
         opened, spec = self.runners(engine, device), engine.draft.decoder
-        return DraftSession(opened[DRAFT], opened.get(FUSE), spec, engine.max_kv_cache_capacity)
+        return DraftNetwork(opened[DRAFT], opened.get(FUSE), spec, engine.max_kv_cache_capacity)
 
-    def open_heads(self, device: FakeDevice) -> HeadsSession:
-        return HeadsSession(self.runners(self.draft_manifest, device)[HEADS])
+    def open_heads(self, device: FakeDevice) -> HeadsNetwork:
+        return HeadsNetwork(self.runners(self.draft_manifest, device)[HEADS])
 
     def replace_engines(
         self,

@@ -8,7 +8,7 @@ from pathlib import Path
 import numpy as np
 
 from edgellm.core.manifest import LLM_BUNDLE, load_bundle
-from edgellm.device_runtime.networks.decoder import DecoderSession
+from edgellm.device_runtime.networks.decoder import DecoderNetwork
 from edgellm.device_runtime.runners.onnxruntime_cpu.runner import LoadedGraph, OnnxRuntimeRunner
 from edgellm.device_runtime.runners.onnxruntime_graphs import load_graph
 
@@ -23,12 +23,12 @@ def allowed(checkpoint: Path, expected: np.ndarray) -> float:
     return max(TOLERANCE, _OF_LARGEST.get(model_type, 0) * np.abs(expected).max())
 
 
-def open_portable(bundle: Path, capacity: int, graph: Path | None = None) -> DecoderSession:
+def open_portable(bundle: Path, capacity: int, graph: Path | None = None) -> DecoderNetwork:
     """The decoder of a bundle, or another graph with its inputs."""
     spec = load_bundle(bundle, LLM_BUNDLE).decoder
     loaded = LoadedGraph(load_graph(graph or bundle / "model.onnx", threads=1, optimize=not graph))
     runner = OnnxRuntimeRunner([loaded], spec.kv, capacity)
-    return DecoderSession(runner, spec, capacity, open_commit(bundle))
+    return DecoderNetwork(runner, spec, capacity, open_commit(bundle))
 
 
 def open_commit(folder: Path) -> OnnxRuntimeRunner | None:

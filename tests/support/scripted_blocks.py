@@ -11,7 +11,7 @@ from edgellm.device_runtime.networks.draft import DraftResult
 
 
 class StrictBlocks(StrictDraft):
-    """See `edgellm.device_runtime.networks.block.BlockSession`.
+    """See `edgellm.device_runtime.networks.block.BlockNetwork`.
 
     Features must be those of the text. A place of the block believes that the base takes the
     likeliest tokens up to it; with links it knows what follows each candidate of the place before.
@@ -38,9 +38,9 @@ class StrictBlocks(StrictDraft):
             raise LimitError("rows exceed the capacity")
         self._extend(part.token_ids, self.fuse(part.taps), part.write_index, None)
         self.passes += 1
-        return self._foresee(len(part.output_rows), part.top_k)
+        return self._predict(len(part.output_rows), part.top_k)
 
-    def _foresee(self, rows, top_k):
+    def _predict(self, rows, top_k):
         shape = rows, top_k
         ids, log_probs = np.zeros(shape, np.int64), np.full(shape, -9, np.float32)
         width = min(top_k, max(self.block.links, 1))

@@ -28,8 +28,8 @@ def script_costs(patch: pytest.MonkeyPatch, answers: int = 0) -> None:
         found = load(folder, expected, form)
         if not isinstance(found, Engine):
             return found
-        most = answers or found.max_batch_size
-        return dataclasses.replace(found, max_batch_size=most, cost_ms=_costs(found, most))
+        maximum = answers or found.max_batch_size
+        return dataclasses.replace(found, max_batch_size=maximum, cost_ms=_costs(found, maximum))
 
     patch.setattr(manifest, "load_manifest", scripted)
 

@@ -7,7 +7,7 @@ from scripted_sessions import FEATURES, Draft, StrictBase
 
 
 class StrictHeads:
-    """See `edgellm.device_runtime.networks.heads.HeadsSession`.
+    """See `edgellm.device_runtime.networks.heads.HeadsNetwork`.
 
     The feature must be of the newest row of the base's cache. A head believes that the base will
     take its likeliest tokens up to the head's own place.
@@ -15,7 +15,7 @@ class StrictHeads:
 
     def __init__(self, base: StrictBase, draft: Draft, num_heads: int) -> None:
         self.base, self.draft, self.num_heads = base, draft, num_heads
-        self.passes, self.most_parts = 0, 1
+        self.passes, self.max_batch_size = 0, 1
 
     def run_many(self, parts):
         return [self._candidates(*part) for part in parts]

@@ -8,7 +8,7 @@ import numpy as np
 
 from edgellm.core.model_spec import DecoderSpec
 from edgellm.device_runtime.arrays import ImageRows
-from edgellm.device_runtime.networks.decoder import DecoderSession, Part, PassResult
+from edgellm.device_runtime.networks.decoder import DecoderNetwork, PassResult, SequencePart
 from edgellm.device_runtime.networks.sequence_kv import Context
 
 VOCABULARY, IMAGE_ROWS, PROMPT = 96, 40, 90
@@ -25,27 +25,27 @@ class Scripted:
         if spec is not None:
             self.context.images = random_images(spec, seed)
 
-    def part(self) -> Part:
+    def part(self) -> SequencePart:
         """What it asks for next."""
-        rng, most = self.rng, self.capacity - self.length
+        rng, maximum = self.rng, self.capacity - self.length
         kind = rng.choice(["piece", "token", "token", "tree"])
         size = {"piece": rng.integers(2, 40), "token": 1, "tree": rng.integers(2, 13)}[kind]
-        size = int(min(size, most))
+        size = int(min(size, maximum))
         ids = rng.integers(9, VOCABULARY, size)
         self.path = np.arange(size)
         if kind != "tree":
             own = np.arange(self.shown, min(self.shown + size // 2, IMAGE_ROWS))
             ids[size // 4 : size // 4 + len(own)] = VOCABULARY + own
             self.shown += len(own)
-            return Part(self.context, ids, self.length, np.arange(size))
+            return SequencePart(self.context, ids, self.length, np.arange(size))
         mask = np.eye(size, dtype=np.bool_)
         for node in range(1, size):
             mask[node] |= mask[int(rng.integers(node))]
         self.path = np.flatnonzero(mask[int(rng.integers(size))])
         positions = self.length + mask.sum(1) - 1
-        return Part(self.context, ids, self.length, np.arange(size), positions, mask)
+        return SequencePart(self.context, ids, self.length, np.arange(size), positions, mask)
 
-    def take(self, session: DecoderSession, part: Part, result: PassResult) -> None:
+    def take(self, session: DecoderNetwork, part: SequencePart, result: PassResult) -> None:
         self.seen.append(result.logits.tobytes())
         if part.tree_mask is not None:
             session.use(self.context)
@@ -75,7 +75,7 @@ def random_images(spec: DecoderSpec, seed: int) -> ImageRows:
 
 
 def run_together(
-    session: DecoderSession, make: Callable[[int], Scripted], count: int, rng: np.random.Generator
+    session: DecoderNetwork, make: Callable[[int], Scripted], count: int, rng: np.random.Generator
 ) -> None:
     """Run `count` sequences in a random order, and each alone: the bits are the same.
 
@@ -84,7 +84,7 @@ def run_together(
     everyone = [make(at) for at in range(count)]
     going = list(everyone)
     while going:
-        some = list(rng.permutation(going))[: int(rng.integers(1, session.most_parts + 1))]
+        some = list(rng.permutation(going))[: int(rng.integers(1, session.max_batch_size + 1))]
         parts = [one.part() for one in some]
         for one, part, result in zip(some, parts, session.run_many(parts), strict=True):
             one.take(session, part, result)

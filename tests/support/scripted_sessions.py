@@ -18,7 +18,7 @@ import numpy as np
 from edgellm.core import graph_io
 from edgellm.core.errors import LimitError
 from edgellm.core.model_spec import DecoderSpec, KVCacheSpec
-from edgellm.device_runtime.networks.decoder import DecoderSession, PassResult
+from edgellm.device_runtime.networks.decoder import DecoderNetwork, PassResult
 from edgellm.device_runtime.networks.draft import DraftResult
 from edgellm.device_runtime.speculate.drafter import RETRIAL_ROWS
 
@@ -50,7 +50,7 @@ def random_logits(context: Context) -> np.ndarray:
 
 
 class StrictBase:
-    """See `edgellm.device_runtime.networks.decoder.DecoderSession`."""
+    """See `edgellm.device_runtime.networks.decoder.DecoderNetwork`."""
 
     def __init__(
         self, capacity: int, logits_of: Callable[[Context], np.ndarray] = random_logits
@@ -142,10 +142,10 @@ class _AsRunner:
         return {graph_io.LOGITS: result.logits[None], graph_io.HIDDEN_TAPS: result.taps[None]}
 
 
-def recorded(base: StrictBase) -> DecoderSession:
+def recorded(base: StrictBase) -> DecoderNetwork:
     """A session that knows what the rows of a scripted base stand for."""
     spec = DecoderSpec("scripted", VOCAB, 3, base.capacity, 0, KVCacheSpec(1, 1, 1, "float32"))
-    return DecoderSession(_AsRunner(base), spec, base.capacity)
+    return DecoderNetwork(_AsRunner(base), spec, base.capacity)
 
 
 class StrictModel(StrictBase):
@@ -242,14 +242,14 @@ class _Text:
 
 
 class StrictDraft:
-    """See `edgellm.device_runtime.networks.draft.DraftSession`.
+    """See `edgellm.device_runtime.networks.draft.DraftNetwork`.
 
     Row i must pair the feature of token i with token i + 1 at position i; a grown row must see
     the committed rows and its ancestors, and must be given what its parent recycled.
     """
 
-    def __init__(self, capacity: int, draft: Draft, most_parts: int = 1) -> None:
-        self.capacity, self.draft, self.most_parts = capacity, draft, most_parts
+    def __init__(self, capacity: int, draft: Draft, max_batch_size: int = 1) -> None:
+        self.capacity, self.draft, self.max_batch_size = capacity, draft, max_batch_size
         self.context = _Text()
         self.sizes: list[int] = []  # answers of every pass
         self.growth: list[int] = []  # rows of every growth pass of this round
@@ -302,7 +302,7 @@ class StrictDraft:
     def on_shortage(self, forget_one): ...
 
     def run_many(self, parts):
-        assert 0 < len(parts) <= self.most_parts
+        assert 0 < len(parts) <= self.max_batch_size
         self.sizes.append(len(parts))
         assert len({id(part.context) for part in parts}) == len(parts)
         return [self._run_part(part) for part in parts]

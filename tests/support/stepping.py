@@ -6,20 +6,20 @@ from collections.abc import Iterator
 
 from scripted_sessions import recorded
 
-from edgellm.device_runtime.engine.kv_cache_manager import CacheSlot
+from edgellm.device_runtime.engine.kv_cache_manager import KVCacheManager
 from edgellm.device_runtime.engine.prompt import Prompt
 from edgellm.device_runtime.engine.sequence import Sequence
 from edgellm.device_runtime.engine.step import step
 from edgellm.device_runtime.speculate.acceptance import Round, accept_exactly
-from edgellm.device_runtime.speculate.drafter import Learned
+from edgellm.device_runtime.speculate.drafter import SpecState
 from edgellm.device_runtime.speculate.policy.acceptance_rates import Calibration
 from edgellm.device_runtime.speculate.policy.costs import Costs
-from edgellm.device_runtime.speculate.policy.spec_gate import Controller
+from edgellm.device_runtime.speculate.policy.spec_gate import SpecGate
 from edgellm.device_runtime.speculate.policy.tree_policy import CostAwareTree
 from edgellm.device_runtime.speculate.text_lookup import LearnedLookup
 
 
-class FixedSlot(CacheSlot):
+class FixedSlot(KVCacheManager):
     """A slot that begins behind so many rows of a prompt."""
 
     def __init__(self, session, prefill_rows, reused=0) -> None:
@@ -54,15 +54,15 @@ def speculate(
             yield one.round
 
 
-def learned_of(policy, costs=None, lookups=(), *, adapts=False, controller=None) -> Learned:
+def learned_of(policy, costs=None, lookups=(), *, adapts=False, controller=None) -> SpecState:
     """Nothing learned yet; `lookups` start those of a request."""
     if controller is None:
-        controller = Controller(costs or Costs.of({"1": 1.0}), adapts=adapts)
-    return Learned(policy, controller, tuple(map(LearnedLookup, lookups)))
+        controller = SpecGate(costs or Costs.of({"1": 1.0}), adapts=adapts)
+    return SpecState(policy, controller, tuple(map(LearnedLookup, lookups)))
 
 
-def by_cost(limits, costs, calibration=None, lookups=(), *, adapts=False) -> Learned:
+def by_cost(limits, costs, calibration=None, lookups=(), *, adapts=False) -> SpecState:
     """Nothing learned yet; trees are sized by cost, drafting pauses."""
-    controller = Controller(costs, pauses=True, adapts=adapts)
+    controller = SpecGate(costs, pauses=True, adapts=adapts)
     policy = CostAwareTree(limits, costs, calibration or Calibration(), controller)
     return learned_of(policy, lookups=lookups, controller=controller)

@@ -24,12 +24,12 @@ CTRL_C, CTRL_D, UP, ALT_ENTER = "\x03", "\x04", "\x1b[A", "\x1b\r"
 # The command, whose passes take their time.
 _SLOWLY = """
 import time
-from edgellm.device_runtime.networks.decoder import DecoderSession
-run_many = DecoderSession.run_many
+from edgellm.device_runtime.networks.decoder import DecoderNetwork
+run_many = DecoderNetwork.run_many
 def slow(self, parts):
     time.sleep(0.05)
     return run_many(self, parts)
-DecoderSession.run_many = slow
+DecoderNetwork.run_many = slow
 from edgellm.tools.chat.cli import main
 main()
 """

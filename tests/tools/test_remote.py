@@ -9,7 +9,7 @@ from http.server import BaseHTTPRequestHandler, ThreadingHTTPServer
 import pytest
 
 from edgellm.core.errors import EdgeLLMError
-from edgellm.tools.evaluate.answers import AnswerLog
+from edgellm.tools.evaluate.answers import OutputLog
 from edgellm.tools.evaluate.datasets.questions import Question
 from edgellm.tools.evaluate.remote import answer_remotely
 from edgellm.tools.evaluate.scoring.scores import score
@@ -108,7 +108,7 @@ def test_what_a_lost_server_had_goes_to_another(tmp_path, stub):
     one = stub()
     servers = Servers((GONE, one.url))
     assert servers.model() == "m"
-    log = AnswerLog(tmp_path / "plain.jsonl")
+    log = OutputLog(tmp_path / "plain.jsonl")
     answered: list[None] = []
     answer_remotely(
         servers, QUESTIONS, settings(QUESTIONS), log, lambda: answered.append(None), at_once
@@ -133,7 +133,7 @@ def test_a_run_goes_on_and_takes_no_answer_twice(tmp_path, stub):
         yield next(at_once(rows, work, num_servers))
         raise KeyboardInterrupt
 
-    log = AnswerLog(path)
+    log = OutputLog(path)
     with pytest.raises(KeyboardInterrupt):
         answer_remotely(Servers((one.url,)), QUESTIONS, run, log, lambda: None, cut)
     log.close()
@@ -145,7 +145,7 @@ def test_a_run_goes_on_and_takes_no_answer_twice(tmp_path, stub):
         for row in at_once(rows, work, num_servers):
             yield from (row, row)  # a task whose result was lost is done again
 
-    log = AnswerLog(path)
+    log = OutputLog(path)
     answer_remotely(Servers((one.url,)), QUESTIONS, run, log, lambda: None, twice)
     assert path.read_bytes().startswith(before)
     assert sorted(map(str, log.records)) == ["1", "3", "b"]
@@ -164,7 +164,7 @@ def test_servers_that_are_busy_or_refuse(tmp_path, stub):
     refusing = stub(faults=(400,))
     with pytest.raises(RefusedError, match="no"):
         Servers((refusing.url,)).ask("/v1/completions", {"prompt": [4]}, 0)
-    log = AnswerLog(tmp_path / "plain.jsonl")
+    log = OutputLog(tmp_path / "plain.jsonl")
     refusing.faults = [400]
     answer_remotely(
         Servers((refusing.url,)), QUESTIONS[:1], settings(QUESTIONS), log, lambda: None, at_once

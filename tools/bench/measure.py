@@ -12,7 +12,7 @@ from edgellm.core.errors import (
     RequestError,
 )
 from edgellm.core.manifest import Engine
-from edgellm.device_runtime.api.llm import LLM, Answer
+from edgellm.device_runtime.api.llm import LLM, RequestOutput
 from edgellm.device_runtime.engine.profile import GENERATION, PREFILL, Profile
 from edgellm.device_runtime.engine.prompt import Prompt
 from edgellm.device_runtime.engine.sequence import Sequence as Request
@@ -101,7 +101,7 @@ def answer_both_ways(
     Raises:
         RequestError: the request is malformed, does not fit, or has an answer of one token.
     """
-    answers: dict[bool, Answer] = {}
+    answers: dict[bool, RequestOutput] = {}
     for speculative in (eagle_first, not eagle_first):
         answer = start_request(llm, options, raw, index, speculative=speculative).answer
         for _ in answer:

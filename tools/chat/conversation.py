@@ -9,7 +9,7 @@ from typing import Any
 
 from edgellm.core.artifact import check_output_file, replace_file
 from edgellm.core.errors import RequestError
-from edgellm.device_runtime.api.llm import LLM, Answer
+from edgellm.device_runtime.api.llm import LLM, RequestOutput
 from edgellm.device_runtime.sampling.sampler import SamplingParams
 from edgellm.tools.chat.statistics import Totals
 
@@ -43,7 +43,7 @@ class Conversation:
         system = [{"role": "system", "content": self.system}] if self.system else []
         return [*system, *self.turns]
 
-    def ask(self, text: str) -> Answer:
+    def ask(self, text: str) -> RequestOutput:
         """Start the answer to a message; `keep` it when it has ended, or forget it.
 
         Raises:
@@ -60,7 +60,7 @@ class Conversation:
                 ) from None
             raise
 
-    def go_on(self) -> Answer:
+    def go_on(self) -> RequestOutput:
         """Start what follows the last answer; `keep` it when it has ended, or forget it.
 
         Raises:
@@ -70,7 +70,7 @@ class Conversation:
             raise RequestError("there is no answer yet", hint="type a message first")
         return self._start(self.messages)
 
-    def keep(self, text: str | None, answer: Answer) -> None:
+    def keep(self, text: str | None, answer: RequestOutput) -> None:
         """Add a message, if there is one, and its answer, whole or as far as it came."""
         if text is None:
             last = self.turns.pop()
@@ -120,7 +120,7 @@ class Conversation:
         images = [{"type": "image", "image": path} for path in self.images]
         return {"role": "user", "content": [*images, {"type": "text", "text": text}]}
 
-    def _start(self, messages: list[Message]) -> Answer:
+    def _start(self, messages: list[Message]) -> RequestOutput:
         return self.llm.generate(
             messages,
             sampling=self.settings.sampling,

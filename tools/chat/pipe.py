@@ -6,7 +6,7 @@ import contextlib
 import sys
 from collections.abc import Callable, Iterator
 
-from edgellm.device_runtime.api.llm import Answer
+from edgellm.device_runtime.api.llm import RequestOutput
 
 
 class Pipe:
@@ -25,7 +25,7 @@ class Pipe:
         raise KeyboardInterrupt
 
     @contextlib.contextmanager
-    def answering(self, answer: Answer) -> Iterator[Callable[[str], None]]:
+    def answering(self, answer: RequestOutput) -> Iterator[Callable[[str], None]]:
         """Text as it comes, and a line's end behind it."""
         del answer  # nothing is said about it
         yield lambda piece: print(piece, end="", flush=True)

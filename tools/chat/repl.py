@@ -11,7 +11,7 @@ from types import FrameType
 from typing import Protocol
 
 from edgellm.core.errors import EdgeLLMError
-from edgellm.device_runtime.api.llm import Answer
+from edgellm.device_runtime.api.llm import RequestOutput
 from edgellm.tools.chat import commands
 from edgellm.tools.chat.conversation import Conversation
 
@@ -29,7 +29,7 @@ class Screen(Protocol):
         """Ctrl-C while neither a line was read nor an answer came; called by a signal handler."""
         ...
 
-    def answering(self, answer: Answer) -> AbstractContextManager[Callable[[str], None]]:
+    def answering(self, answer: RequestOutput) -> AbstractContextManager[Callable[[str], None]]:
         """Takes the text of an answer, piece by piece."""
         ...
 
@@ -134,7 +134,7 @@ def _answer(conversation: Conversation, text: str | None, screen: Screen, stop: 
         screen.note(_cut(conversation, answer))
 
 
-def _cut(conversation: Conversation, answer: Answer) -> str:
+def _cut(conversation: Conversation, answer: RequestOutput) -> str:
     """Why an answer has no end."""
     capacity = conversation.llm.manifest.max_kv_cache_capacity
     if conversation.context_tokens >= capacity:

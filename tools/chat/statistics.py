@@ -5,7 +5,7 @@ from __future__ import annotations
 from dataclasses import dataclass
 
 from edgellm.core.manifest import Engine
-from edgellm.device_runtime.api.llm import Answer
+from edgellm.device_runtime.api.llm import RequestOutput
 from edgellm.device_runtime.engine.profile import PREFILL
 
 
@@ -24,7 +24,7 @@ class Totals:
     emitted_tokens: int = 0  # by the rounds
     latest: str = ""  # one line about the latest answer
 
-    def add(self, answer: Answer) -> None:
+    def add(self, answer: RequestOutput) -> None:
         """Count an answer, whole or stopped."""
         profile = answer.profile
         self.answers += 1
@@ -39,7 +39,7 @@ class Totals:
         self.latest = describe(answer)
 
 
-def describe(answer: Answer) -> str:
+def describe(answer: RequestOutput) -> str:
     """An answer in one line, also while it is coming."""
     timings, count = answer.timings(), len(answer.token_ids)
     if not count:

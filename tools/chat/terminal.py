@@ -16,7 +16,7 @@ from rich.console import Console, Group
 from rich.live import Live
 from rich.text import Text
 
-from edgellm.device_runtime.api.llm import Answer
+from edgellm.device_runtime.api.llm import RequestOutput
 from edgellm.tools.chat.commands import COMMANDS
 from edgellm.tools.chat.statistics import describe
 
@@ -78,7 +78,7 @@ class Terminal:
         self._was_interrupted = True
 
     @contextlib.contextmanager
-    def answering(self, answer: Answer) -> Iterator[Callable[[str], None]]:
+    def answering(self, answer: RequestOutput) -> Iterator[Callable[[str], None]]:
         """Rows that are full are printed for good, the last one and the footer are live."""
         flow = _Flow(self._console)
         live = Live(
@@ -175,7 +175,7 @@ def _keys() -> KeyBindings:
     return keys
 
 
-def _footer(answer: Answer) -> Text:
+def _footer(answer: RequestOutput) -> Text:
     words = f" {describe(answer)} · Ctrl-C stops"
     return Text(words, style="dim", no_wrap=True, overflow="ellipsis")
 

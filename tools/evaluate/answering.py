@@ -12,11 +12,11 @@ from typing import Any
 import msgspec
 
 from edgellm.core.errors import EdgeLLMError
-from edgellm.device_runtime.api.llm import LLM, Answer
+from edgellm.device_runtime.api.llm import LLM, RequestOutput
 from edgellm.device_runtime.engine.profile import GENERATION, VERIFY
 from edgellm.device_runtime.faults import Confined
 from edgellm.device_runtime.sampling.sampler import SamplingParams
-from edgellm.tools.evaluate.answers import AnswerLog, Choice, Record
+from edgellm.tools.evaluate.answers import Choice, OutputLog, Record
 from edgellm.tools.evaluate.datasets.questions import Question
 from edgellm.tools.evaluate.settings import Settings, sync_folder
 
@@ -25,12 +25,12 @@ _WARM_TOKENS = 2
 
 
 @contextlib.contextmanager
-def open_logs(folder: Path, settings: Settings) -> Iterator[dict[str, AnswerLog]]:
+def open_logs(folder: Path, settings: Settings) -> Iterator[dict[str, OutputLog]]:
     """The files of answers by mode; raises `EdgeLLMError` for damaged ones."""
     with contextlib.ExitStack() as stack:
-        logs: dict[str, AnswerLog] = {}
+        logs: dict[str, OutputLog] = {}
         for mode in settings.modes:
-            logs[mode] = log = AnswerLog(folder / f"{mode}.jsonl")
+            logs[mode] = log = OutputLog(folder / f"{mode}.jsonl")
             stack.callback(log.close)
         sync_folder(folder)
         yield logs
@@ -40,7 +40,7 @@ def answer_all(
     llm: LLM,
     questions: Sequence[Question],
     settings: Settings,
-    logs: Mapping[str, AnswerLog],
+    logs: Mapping[str, OutputLog],
     on_answer: OnAnswer,
 ) -> None:
     """Give every answer that `logs` lack; each is on the disk before the next one is begun.
@@ -111,7 +111,7 @@ def start(
     settings: Settings,
     mode: str,
     sampling: SamplingParams,
-) -> Answer:
+) -> RequestOutput:
     """Begin the turn behind those that are answered; raises `RequestError` if it does not fit."""
     return llm.generate(
         conversation(question, answered),
@@ -137,7 +137,7 @@ def conversation(question: Question, answered: Sequence[str]) -> list[dict[str, 
     return messages
 
 
-def _note(choice: Choice, given: Answer, wall_s: float) -> None:
+def _note(choice: Choice, given: RequestOutput, wall_s: float) -> None:
     profile, counts = given.profile, given.profile.acceptance()
     passes = sum(len(profile.stages_ms.get(name, ())) for name in (GENERATION, VERIFY))
     choice.turns.append(given.text)

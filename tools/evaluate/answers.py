@@ -56,7 +56,7 @@ class Record(msgspec.Struct, kw_only=True):
     tstamp: float
 
 
-class AnswerLog:
+class OutputLog:
     """A file of answers, open for more."""
 
     def __init__(self, path: Path) -> None:
@@ -79,7 +79,7 @@ class AnswerLog:
 
 
 def read_records(path: Path, content: bytes) -> dict[int | str, Record]:
-    """The answers by question; raises `EdgeLLMError` as `AnswerLog` does."""
+    """The answers by question; raises `EdgeLLMError` as `OutputLog` does."""
     records: dict[int | str, Record] = {}
     for number, line in enumerate(content.split(b"\n")[:-1], 1):
         try:

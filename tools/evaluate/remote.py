@@ -16,7 +16,7 @@ import msgspec
 
 from edgellm.core.errors import EdgeLLMError
 from edgellm.tools.evaluate.answering import conversation
-from edgellm.tools.evaluate.answers import AnswerLog, Choice, Record
+from edgellm.tools.evaluate.answers import Choice, OutputLog, Record
 from edgellm.tools.evaluate.datasets.questions import Question
 from edgellm.tools.evaluate.settings import Settings
 from edgellm.tools.remote.ray_map import Work, spread
@@ -30,7 +30,7 @@ def answer_remotely(
     servers: Servers,
     questions: Sequence[Question],
     settings: Settings,
-    log: AnswerLog,
+    log: OutputLog,
     on_answer: Callable[[], None],
     spread: Spread = spread,
 ) -> None:

@@ -7,7 +7,7 @@ import importlib.metadata
 from fastapi import FastAPI, Request
 from starlette.responses import JSONResponse, Response
 
-from edgellm.tools.serve.auth import Guard
+from edgellm.tools.serve.auth import Auth
 from edgellm.tools.serve.http import errors
 from edgellm.tools.serve.http.cors import share
 from edgellm.tools.serve.http.openapi import document
@@ -30,11 +30,11 @@ from edgellm.tools.serve.protocols.openai.tokenize import (
 )
 from edgellm.tools.serve.protocols.routes import add_dialects
 from edgellm.tools.serve.protocols.triton.generate import GenerateRequest, GenerateWriter
-from edgellm.tools.serve.routing.engine_pool import Engines
+from edgellm.tools.serve.routing.engine_pool import EnginePool
 from edgellm.tools.serve.schemas.openai import ChatRequest, CompletionRequest
 
 
-def create_app(engines: Engines) -> FastAPI:
+def create_app(engines: EnginePool) -> FastAPI:
     """The application; its engines are begun and closed by the caller."""
     version = importlib.metadata.version("edgellm")
     # No documentation pages: they would load scripts from other hosts.
@@ -49,21 +49,21 @@ def create_app(engines: Engines) -> FastAPI:
     add_page(app)
     errors.install(app)
     app.openapi = document(app)  # type: ignore[method-assign]
-    app.add_middleware(Guard, engines=engines)
+    app.add_middleware(Auth, engines=engines)
     share(app, engines.settings.origins)  # outside the guard: a page may read its refusals
     return app
 
 
-def create_metrics_app(engines: Engines) -> FastAPI:
+def create_metrics_app(engines: EnginePool) -> FastAPI:
     """An application with the figures alone, for a port of their own."""
     app = FastAPI(title="edgellm-serve", docs_url=None, redoc_url=None, openapi_url=None)
     _add_metrics(app, engines)
     errors.install(app)
-    app.add_middleware(Guard, engines=engines)
+    app.add_middleware(Auth, engines=engines)
     return app
 
 
-def _add_openai(app: FastAPI, engines: Engines) -> None:
+def _add_openai(app: FastAPI, engines: EnginePool) -> None:
     @app.post("/v1/chat/completions")
     async def chat_completions(body: ChatRequest, request: Request) -> Response:
         """Answer a conversation."""
@@ -108,7 +108,7 @@ def _add_openai(app: FastAPI, engines: Engines) -> None:
         return JSONResponse(model_cards.card(engines, *engines.find(name)))
 
 
-def _add_triton(app: FastAPI, engines: Engines) -> None:
+def _add_triton(app: FastAPI, engines: EnginePool) -> None:
     async def generated(
         name: str, body: GenerateRequest, request: Request, *, streams: bool
     ) -> Response:
@@ -138,7 +138,7 @@ def _add_triton(app: FastAPI, engines: Engines) -> None:
         return Response(status_code=200)
 
 
-def _add_tokens(app: FastAPI, engines: Engines, version: str) -> None:
+def _add_tokens(app: FastAPI, engines: EnginePool, version: str) -> None:
     @app.post("/tokenize")
     async def tokenize(body: TokenizeRequest, request: Request) -> JSONResponse:
         """The tokens of a text or of messages."""
@@ -157,7 +157,7 @@ def _add_tokens(app: FastAPI, engines: Engines, version: str) -> None:
         return JSONResponse({"version": version})
 
 
-def _add_states(app: FastAPI, engines: Engines) -> None:
+def _add_states(app: FastAPI, engines: EnginePool) -> None:
     def state(word: str, *, good: bool) -> JSONResponse:
         return JSONResponse({"status": word if good else "unavailable"}, 200 if good else 503)
 
@@ -174,7 +174,7 @@ def _add_states(app: FastAPI, engines: Engines) -> None:
     _add_metrics(app, engines)
 
 
-def _add_metrics(app: FastAPI, engines: Engines) -> None:
+def _add_metrics(app: FastAPI, engines: EnginePool) -> None:
     @app.get("/metrics")
     async def metrics() -> Response:
         """Figures for Prometheus."""

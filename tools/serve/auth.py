@@ -14,7 +14,7 @@ from edgellm.tools.serve import heap
 from edgellm.tools.serve.engines.request_stream import BODY_BYTES
 from edgellm.tools.serve.http.cors import require_known_site
 from edgellm.tools.serve.http.errors import MESSAGES, ApiError, response_for
-from edgellm.tools.serve.routing.engine_pool import LEASES, Engines
+from edgellm.tools.serve.routing.engine_pool import LEASES, EnginePool
 from edgellm.tools.serve.settings import Settings, is_loopback, key_hash
 
 OPEN_PATHS = frozenset(("/health", "/ready", "/v2/health/live", "/v2/health/ready"))
@@ -24,10 +24,10 @@ _GONE: Message = {"type": "http.disconnect"}
 _DISCARD_S, _DISCARD_BYTES = 2.0, 256 << 20
 
 
-class Guard:
+class Auth:
     """ASGI middleware that reads the body of a request before anything else sees it."""
 
-    def __init__(self, app: ASGIApp, engines: Engines) -> None:
+    def __init__(self, app: ASGIApp, engines: EnginePool) -> None:
         self._app, self._settings, self._engines = app, engines.settings, engines
 
     async def __call__(self, scope: Scope, receive: Receive, send: Send) -> None:

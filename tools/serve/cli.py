@@ -45,7 +45,7 @@ from edgellm.tools.serve.flags import (
 if TYPE_CHECKING:
     from socket import socket
 
-    from edgellm.tools.serve.routing.engine_pool import Engines
+    from edgellm.tools.serve.routing.engine_pool import EnginePool
 
 app = App(CAMEL_CASE)
 
@@ -87,15 +87,15 @@ def edgellm_serve(
     from edgellm.tools.serve.engines.loading import Loading
     from edgellm.tools.serve.http import cors
     from edgellm.tools.serve.protocols.openai import lora
-    from edgellm.tools.serve.routing.engine_pool import Engines
+    from edgellm.tools.serve.routing.engine_pool import EnginePool
 
     keys = settings.read_keys(api_key_file) if api_key_file is not None else frozenset()
     settings.require_safe(host, has_keys=bool(keys), allow_no_key=allow_no_key)
     hosts = frozenset(map(str.lower, image_hosts or ()))
-    most = settings.IMAGE_BODY_BYTES if multimodal_engine_dirs else settings.TEXT_BODY_BYTES
+    maximum = settings.IMAGE_BODY_BYTES if multimodal_engine_dirs else settings.TEXT_BODY_BYTES
     wanted = settings.Settings(
         keys, settings.is_loopback(host) and not keys,
-        queue_size, request_timeout, total_timeout, max_body_bytes=max_body_bytes or most,
+        queue_size, request_timeout, total_timeout, max_body_bytes=max_body_bytes or maximum,
         origins=cors.read_origins(allow_origins or ()),
         images=settings.ImageRules(_folders("--allowImageFolder", image_folders), hosts),
         memory_bytes=memory_budget * models.BYTES_PER_GB,
@@ -111,7 +111,7 @@ def edgellm_serve(
     # What stands in the way is told before an engine is loaded.
     loading.prepare(given)
     listeners = _listeners(host, port, metrics_port, grpc_port)
-    engines = Engines(given, loading, wanted)
+    engines = EnginePool(given, loading, wanted)
     lora.load_given(engines.begin(), lora_modules or (), [model.name for model in given])
     _run(engines, listeners, grpc_port, host, drain_timeout)
 
@@ -132,21 +132,21 @@ def _listeners(
 
 
 def _run(
-    engines: Engines,
+    engines: EnginePool,
     listeners: tuple[socket, socket | None],
     grpc_port: int | None,
     host: str,
     drain_timeout_s: int,
 ) -> None:
     from edgellm.tools.serve.app import create_app, create_metrics_app
-    from edgellm.tools.serve.server import Companion, MetricsServer, serve
+    from edgellm.tools.serve.server import CompanionServer, MetricsServer, serve
 
     logging.basicConfig(format="%(levelname)s: %(message)s", level=logging.WARNING)
     listener, figures = listeners
     shown = f"[{host}]" if ":" in host else host
     url = f"http://{shown}:{listener.getsockname()[1]}"
     app = create_app(engines)
-    beside: list[Companion] = []
+    beside: list[CompanionServer] = []
     if grpc_port is not None:
         from edgellm.tools.serve.protocols.kserve.rpc import GrpcServer
 

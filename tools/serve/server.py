@@ -14,8 +14,8 @@ import uvicorn
 from starlette.types import ASGIApp
 
 from edgellm.core.errors import EdgeLLMError
-from edgellm.tools.serve.http.connection import PatientConnection
-from edgellm.tools.serve.routing.engine_pool import Engines
+from edgellm.tools.serve.http.connection import TimedConnection
+from edgellm.tools.serve.routing.engine_pool import EnginePool
 
 _SIGNALS = (signal.SIGINT, signal.SIGTERM)
 _LAST_EVENTS_S = 3  # for clients to read what was sent before the end
@@ -41,14 +41,14 @@ def listen(host: str, port: int, *, flag: str = "--port") -> socket.socket:
     return found
 
 
-class Companion(Protocol):
+class CompanionServer(Protocol):
     """Another server in the same loop, with the same engines."""
 
     async def start(self) -> str:
         """Begin to listen; what is said of it."""
         ...
 
-    async def stop(self, most_s: float) -> None:
+    async def stop(self, max_seconds: float) -> None:
         """End, once answers in work have gone, or after so long."""
         ...
 
@@ -59,10 +59,10 @@ class DrainingServer(uvicorn.Server):
     def __init__(
         self,
         config: uvicorn.Config,
-        engines: Engines,
+        engines: EnginePool,
         on_ready: Callable[[Sequence[str]], None],
         drain_timeout_s: int,
-        beside: Sequence[Companion] = (),
+        beside: Sequence[CompanionServer] = (),
     ) -> None:
         super().__init__(config)
         self._engines, self._on_ready, self._drain_timeout_s = engines, on_ready, drain_timeout_s
@@ -104,7 +104,7 @@ class DrainingServer(uvicorn.Server):
 def configured(app: ASGIApp, drain_timeout_s: int) -> uvicorn.Config:
     """How uvicorn runs an application here."""
     return uvicorn.Config(
-        app, http=PatientConnection, ws="none", lifespan="off", loop="asyncio", log_config=None,
+        app, http=TimedConnection, ws="none", lifespan="off", loop="asyncio", log_config=None,
         access_log=False, server_header=False, timeout_keep_alive=20,
         timeout_graceful_shutdown=drain_timeout_s + _LAST_EVENTS_S,
     )  # fmt: skip
@@ -132,9 +132,9 @@ class MetricsServer:
         self._task = asyncio.create_task(self._server.serve([self._listener]))
         return f"metrics at port {self._listener.getsockname()[1]}"
 
-    async def stop(self, most_s: float) -> None:
+    async def stop(self, max_seconds: float) -> None:
         """End; figures are asked for again."""
-        del most_s
+        del max_seconds
         self._server.should_exit = True
         if self._task is not None:
             await self._task
@@ -142,12 +142,12 @@ class MetricsServer:
 
 def serve(
     app: ASGIApp,
-    engines: Engines,
+    engines: EnginePool,
     listener: socket.socket,
     on_ready: Callable[[Sequence[str]], None],
     *,
     drain_timeout_s: int,
-    beside: Sequence[Companion] = (),
+    beside: Sequence[CompanionServer] = (),
 ) -> None:
     """Answer requests until a signal comes.
 

@@ -218,12 +218,12 @@ def _check_sizes(job: Job, base: Base, conversations: int) -> None:
             f"{conversations} conversations, {job.held_out} of them held out, leave none to learn",
             hint="give more --data, a smaller --held_out, or a larger --max_tokens",
         )
-    for flag, wanted, most, what in (
+    for flag, wanted, maximum, what in (
         ("draft_vocab_size", job.draft_vocab_size, base.config.vocab_size, "tokens"),
         ("num_layers", job.num_layers, base.config.num_hidden_layers, "layers"),
     ):
-        if wanted > most:
-            raise LimitError(f"--{flag} {wanted} exceeds the base's {most} {what}")
+        if wanted > maximum:
+            raise LimitError(f"--{flag} {wanted} exceeds the base's {maximum} {what}")
 
 
 def _self_prompts(job: Job, base: Base) -> list[Prompt]:

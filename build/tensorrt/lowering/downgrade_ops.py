@@ -179,10 +179,10 @@ def _swish(op: _Editor, node: ir.Node, known: Known) -> ir.Value | None:
 
 def _clip(op: _Editor, node: ir.Node, known: Known) -> ir.Value | None:
     """Of integers, where it is listed for floats alone."""
-    value, least, most = node.inputs
+    value, least, maximum = node.inputs
     if op.dtype(value) in known["Clip"].dtypes:
         return None
-    return op("Min", op("Max", value, least), most)
+    return op("Min", op("Max", value, least), maximum)
 
 
 def _rms_norm(op: _Editor, node: ir.Node, known: Known) -> ir.Value | None:

@@ -107,10 +107,10 @@ def _constants(node: ir.Node, rule: Rule) -> Iterator[str]:
         value = node.inputs[index] if index < len(node.inputs) else None
         if value is not None and value.producer() is not None:
             yield f"input {index} is computed"
-    if rule.most_candidates:
+    if rule.max_candidates:
         count = node.inputs[1]
         tensor = count.const_value if count is not None else None
         if tensor is None:
             yield "input 1 is computed"
-        elif (asked := int(tensor.numpy().max())) >= rule.most_candidates:
-            yield f"{asked} candidates, fewer than {rule.most_candidates} can be"
+        elif (asked := int(tensor.numpy().max())) >= rule.max_candidates:
+            yield f"{asked} candidates, fewer than {rule.max_candidates} can be"

@@ -49,7 +49,7 @@ class Rule:
     ranks: frozenset[int] = _ALL_RANKS  # of the first input
     initializers: tuple[int, ...] = ()  # inputs that must be constants, if they are there
     attributes: Mapping[str, frozenset[object]] = field(default_factory=dict, hash=False)
-    most_candidates: int = 0  # of TopK; 0: no limit
+    max_candidates: int = 0  # of TopK; 0: no limit
     blocked: Mapping[ir.DataType, frozenset[int]] = field(default_factory=dict, hash=False)
     """Sizes of blocks by the type of codes whose scales may be of blocks; none: any."""
 
@@ -94,7 +94,7 @@ _SINCE_10_3: dict[str, Rule] = {
     "ScatterElements": Rule(NUMBERS),
     "ScatterND": Rule(NUMBERS, attributes={"reduction": frozenset({"none"})}),
     "Slice": Rule(ANY, initializers=(3,)),
-    "TopK": Rule(NUMBERS, attributes={"sorted": frozenset({1})}, most_candidates=3840),
+    "TopK": Rule(NUMBERS, attributes={"sorted": frozenset({1})}, max_candidates=3840),
     "Where": Rule(ANY, (1, 2)),
 }  # fmt: skip
 

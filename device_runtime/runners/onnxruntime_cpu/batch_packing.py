@@ -10,7 +10,7 @@ from numpy.typing import NDArray
 
 from edgellm.core import graph_io
 from edgellm.device_runtime.runners import Cache, Outputs
-from edgellm.device_runtime.runners.onnxruntime_cpu.block_kv_cache import PagedCache
+from edgellm.device_runtime.runners.onnxruntime_cpu.block_kv_cache import BlockKVCache
 
 Inputs = Mapping[str, NDArray[Any]]
 # Symbols in the shapes of a graph's inputs that are no numbers of rows
@@ -35,7 +35,7 @@ def joined(parts: Sequence[tuple[Cache, Inputs]]) -> dict[str, NDArray[Any]]:
     masks: list[NDArray[np.bool_]] = []
     start = 0
     for cache, inputs in parts:
-        assert isinstance(cache, PagedCache)
+        assert isinstance(cache, BlockKVCache)
         rows, index = inputs[graph_io.INPUT_IDS].shape[1], inputs[graph_io.LOGITS_INDEX]
         for name in _AXES:
             if name in inputs:

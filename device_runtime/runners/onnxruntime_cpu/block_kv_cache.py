@@ -20,7 +20,7 @@ from edgellm.core.model_spec import KVCacheSpec
 _NOWHERE = -1  # in tables, behind the last page
 
 
-class Pages:
+class BlockPool:
     """The pages of a network's caches, apart for layers that see other numbers of rows."""
 
     def __init__(self, kv: KVCacheSpec, capacity: int, num_sequences: int = 1) -> None:
@@ -33,9 +33,9 @@ class Pages:
         self._pools = [_Pool(kv, *kind, capacity, num_sequences) for kind in layers.items()]
         self._num_layers, self.pass_rows = kv.num_layers, kv.pages.pass_rows
 
-    def new_cache(self) -> PagedCache:
+    def new_cache(self) -> BlockKVCache:
         """Of a sequence; without rows it takes no memory."""
-        return PagedCache([_Table(pool) for pool in self._pools], self._num_layers)
+        return BlockKVCache([_Table(pool) for pool in self._pools], self._num_layers)
 
     @property
     def free_rows(self) -> int:
@@ -43,7 +43,7 @@ class Pages:
         whole = [pool.free_rows for pool in self._pools if not pool.is_bounded]
         return min(whole, default=self.num_sequences * self._capacity)
 
-    def free_rows_without(self, caches: Sequence[PagedCache]) -> int:
+    def free_rows_without(self, caches: Sequence[BlockKVCache]) -> int:
         """The same if these gave their pages back."""
         whole = [
             pool.free_rows_without(page for cache in caches for page in cache.pages_in(at))
@@ -220,7 +220,7 @@ class _Table:
         return slice(None), pages, slice(None), rows % self.pool.page_rows
 
 
-class PagedCache:
+class BlockKVCache:
     """See `runners.Cache`: the rows of one sequence."""
 
     def __init__(self, tables: list[_Table], num_layers: int) -> None:
@@ -235,9 +235,9 @@ class PagedCache:
         for table in self._tables:
             table.reserve(write_index, write_index + rows)
 
-    def fork(self) -> PagedCache:
+    def fork(self) -> BlockKVCache:
         """Another with the same rows, in the same pages until one of them writes there."""
-        return PagedCache([table.fork() for table in self._tables], self._num_layers)
+        return BlockKVCache([table.fork() for table in self._tables], self._num_layers)
 
     def pages_in(self, pool: int) -> list[int]:
         """Of one of the pools."""

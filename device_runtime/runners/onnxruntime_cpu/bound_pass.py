@@ -101,7 +101,7 @@ class BoundPass:
         sizes = {}
         if graph_io.TOP_K in inputs:
             sizes[graph_io.CANDIDATES] = count = int(inputs[graph_io.TOP_K][0])
-            sizes[graph_io.LINKED] = min(count, graph_io.MOST_LINKED)
+            sizes[graph_io.LINKED] = min(count, graph_io.MAX_LINKED)
         given = dict(inputs)
         if graph_io.INPUT_IDS in inputs and graph_io.TREE_MASK not in inputs:
             given[graph_io.TREE_MASK] = np.tri(inputs[graph_io.INPUT_IDS].shape[1], dtype=np.bool_)

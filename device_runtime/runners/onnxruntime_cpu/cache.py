@@ -12,7 +12,7 @@ from edgellm.core import graph_io
 from edgellm.core.model_spec import KVCacheSpec
 
 
-class HostCache:
+class ContiguousKVCache:
     """Keys and values of all layers in one array [2 * layers, 1, num_kv_heads, C, head_dim]."""
 
     def __init__(self, spec: KVCacheSpec, capacity: int) -> None:

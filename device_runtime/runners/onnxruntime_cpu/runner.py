@@ -14,14 +14,14 @@ from edgellm.core import graph_io
 from edgellm.core.model_spec import KVCacheSpec
 from edgellm.device_runtime.runners import Cache, FetchedOutputs, Outputs
 from edgellm.device_runtime.runners.onnxruntime_cpu.batch_packing import joined, share
-from edgellm.device_runtime.runners.onnxruntime_cpu.block_kv_cache import PagedCache, Pages
+from edgellm.device_runtime.runners.onnxruntime_cpu.block_kv_cache import BlockKVCache, BlockPool
 from edgellm.device_runtime.runners.onnxruntime_cpu.bound_pass import (
     BoundPass,
     Ports,
     Scratch,
     ports_of,
 )
-from edgellm.device_runtime.runners.onnxruntime_cpu.cache import HostCache
+from edgellm.device_runtime.runners.onnxruntime_cpu.cache import ContiguousKVCache
 from edgellm.device_runtime.runners.onnxruntime_graphs import KEPT_ROWS, Held
 
 
@@ -53,7 +53,7 @@ def open_runner(
     """
     if kv is None or kv.pages is None:
         return OnnxRuntimeRunner(graphs, kv, capacity, num_sequences)
-    return PagedRunner(graphs, Pages(kv, capacity, num_sequences))
+    return BlockKVRunner(graphs, BlockPool(kv, capacity, num_sequences))
 
 
 class OnnxRuntimeRunner:
@@ -68,10 +68,10 @@ class OnnxRuntimeRunner:
     ) -> None:
         """Allocate the cache; `graphs` ascend by `max_rows`."""
         takes_answers = graphs[0].session.get_inputs()[0].shape[:1] == [graph_io.ANSWERS]
-        self.most_answers = num_sequences if takes_answers else 1  # see `runners.TakesAnswers`
-        own = HostCache(kv, capacity) if kv is not None else None
+        self.max_sequences = num_sequences if takes_answers else 1  # see `runners.LimitsBatch`
+        own = ContiguousKVCache(kv, capacity) if kv is not None else None
         self.cache: Cache | None = own
-        self._caches: HostCache | Pages | None = own  # what passes bind
+        self._caches: ContiguousKVCache | BlockPool | None = own  # what passes bind
         self._graphs, self._held, self._scratch = graphs, Held(), Scratch()
         self._images: dict[str, NDArray[Any]] = {}
         self._bound: dict[tuple[object, ...], BoundPass] = {}
@@ -135,10 +135,10 @@ class OnnxRuntimeRunner:
         return next((g for g in self._graphs if rows <= g.max_rows), self._graphs[-1]).session
 
 
-class PagedRunner(OnnxRuntimeRunner):
+class BlockKVRunner(OnnxRuntimeRunner):
     """See `runners.SharedRunner`: graphs of edgellm's kernels."""
 
-    def __init__(self, graphs: Sequence[LoadedGraph], pages: Pages) -> None:
+    def __init__(self, graphs: Sequence[LoadedGraph], pages: BlockPool) -> None:
         """`graphs` ascend by `max_rows`."""
         super().__init__(graphs)
         self._caches = self._pages = pages
@@ -194,13 +194,13 @@ class PagedRunner(OnnxRuntimeRunner):
         """See `runners.SharedRunner`."""
         return self._pages.pass_rows
 
-    def new_cache(self) -> PagedCache:
+    def new_cache(self) -> BlockKVCache:
         """See `runners.SharedRunner`."""
         return self._pages.new_cache()
 
     def reserve(self, cache: Cache, write_index: int, rows: int) -> None:
         """See `runners.SharedRunner`."""
-        assert isinstance(cache, PagedCache)
+        assert isinstance(cache, BlockKVCache)
         cache.reserve(write_index, rows)
 
     def least_rows(self, cache: Cache) -> int:
@@ -211,7 +211,7 @@ class PagedRunner(OnnxRuntimeRunner):
         """See `runners.SharedRunner`."""
         _paged(cache).write_rows(rows, least_rows)
 
-    def fork(self, cache: Cache) -> PagedCache:
+    def fork(self, cache: Cache) -> BlockKVCache:
         """See `runners.SharedRunner`."""
         return _paged(cache).fork()
 
@@ -231,8 +231,8 @@ def _adapted_layers(session: ort.InferenceSession) -> int:
     return next((int(shape[1]) for shape in tables), 0)
 
 
-def _paged(cache: Cache) -> PagedCache:
-    assert isinstance(cache, PagedCache)
+def _paged(cache: Cache) -> BlockKVCache:
+    assert isinstance(cache, BlockKVCache)
     return cache
 
 

@@ -14,7 +14,7 @@ from edgellm.device_runtime.runners import Cache, Outputs
 from edgellm.device_runtime.runners.batch_costs import SharedCosts
 from edgellm.device_runtime.runners.onnxruntime_cuda.loading import Loader
 from edgellm.device_runtime.runners.onnxruntime_cuda.padded_batch import (
-    MOST_JOINED,
+    MAX_JOINED,
     Cost,
     Inputs,
     arrange,
@@ -40,7 +40,7 @@ class BatchRunner(CudaRunner, SharesSlots):
         adapters: int = 0,
     ) -> None:
         """See `CudaRunner`; behind a sequence's rows there is room for padding."""
-        rows = capacity + MOST_JOINED
+        rows = capacity + MAX_JOINED
         CudaRunner.__init__(self, loader, mover, spec, rows, num_sequences, adapters)
         SharesSlots.__init__(self, self._memory, num_sequences, capacity)
         self._own = self.cache = self.new_cache()
@@ -49,14 +49,14 @@ class BatchRunner(CudaRunner, SharesSlots):
     def prepare(self, tree_rows: int) -> None:
         """See `CudaRunner`; of trees side by side those are recorded that come."""
         super().prepare(tree_rows)
-        most = self.num_sequences
-        for batch in sorted({batch_of(count, most) for count in range(2, most + 1)}):
+        maximum = self.num_sequences
+        for batch in sorted({batch_of(count, maximum) for count in range(2, maximum + 1)}):
             self._rehearse(1, batch)
 
     @property
     def shared_rows(self) -> tuple[int, int]:
         """See `runners.ArrangesPasses`."""
-        return MOST_JOINED, self.num_sequences * MOST_JOINED
+        return MAX_JOINED, self.num_sequences * MAX_JOINED
 
     def learn_costs(self, costs: SharedCosts) -> None:
         """See `runners.ArrangesPasses`."""

@@ -17,7 +17,7 @@ from edgellm.core import graph_io
 from edgellm.device_runtime.runners.onnxruntime_cuda.size_buckets import bucket_of
 
 Inputs = Mapping[str, NDArray[Any]]
-MOST_JOINED = 64  # rows of a sequence that shares a pass with others, padding included
+MAX_JOINED = 64  # rows of a sequence that shares a pass with others, padding included
 # What a pass of so many sequences costs, by the rows of all: the measure is the caller's
 Cost = Callable[[int, int], float]
 _ROWS_OF_WEIGHTS = 64  # that take the time of reading all weights, where nothing was measured
@@ -75,14 +75,14 @@ def assumed_cost(sequences: int, rows: int) -> float:
 
 
 def arrange(
-    parts: Mapping[int, Inputs], ends: Sequence[int], most: int, cost: Cost = assumed_cost
+    parts: Mapping[int, Inputs], ends: Sequence[int], maximum: int, cost: Cost = assumed_cost
 ) -> list[Grid]:
     """The passes that take the least time together.
 
     Args:
         parts: inputs by slot.
         ends: rows that are there in all slots.
-        most: slots.
+        maximum: slots.
         cost: of passes.
     """
     classes: dict[int, list[int]] = {}  # slots by rows, padded
@@ -94,33 +94,33 @@ def arrange(
         found: list[tuple[float, list[list[int]]]] = []
         for begin in range(end):
             slots = [slot for size in sizes[begin:end] for slot in classes[size]]
-            taken, groups = _cheapest(slots, parts, sizes[begin], most, cost)
+            taken, groups = _cheapest(slots, parts, sizes[begin], maximum, cost)
             found.append((best[begin][0] + taken, best[begin][1] + groups))
         best.append(min(found, key=lambda each: each[0]))
-    return [_grid(slots, parts, ends, most) for slots in best[-1][1]]
+    return [_grid(slots, parts, ends, maximum) for slots in best[-1][1]]
 
 
 def _cheapest(
-    slots: list[int], parts: Mapping[int, Inputs], size: int, most: int, cost: Cost
+    slots: list[int], parts: Mapping[int, Inputs], size: int, maximum: int, cost: Cost
 ) -> tuple[float, list[list[int]]]:
     """What a group costs, together in one pass or each in its own."""
     apart = sum(cost(1, rows_of(parts[slot])) for slot in slots)
-    batch = batch_of(max(slots) + 1, most)
+    batch = batch_of(max(slots) + 1, maximum)
     together = cost(batch, batch * size)
-    if len(slots) == 1 or size > MOST_JOINED or apart < together:
+    if len(slots) == 1 or size > MAX_JOINED or apart < together:
         return apart, [[slot] for slot in slots]
     return together, [slots]
 
 
-def batch_of(slots: int, most: int) -> int:
+def batch_of(slots: int, maximum: int) -> int:
     """Slots of a pass that needs the first so many: 2, 4, 8 ... or all."""
-    return min(bucket_of(slots), most)
+    return min(bucket_of(slots), maximum)
 
 
-def _grid(slots: list[int], parts: Mapping[int, Inputs], ends: Sequence[int], most: int) -> Grid:
+def _grid(slots: list[int], parts: Mapping[int, Inputs], ends: Sequence[int], maximum: int) -> Grid:
     if len(slots) == 1:
         return lone(parts[slots[0]], slots[0])
-    chosen = range(batch_of(max(slots) + 1, most))
+    chosen = range(batch_of(max(slots) + 1, maximum))
     asked = [parts[slot] if slot in slots else None for slot in chosen]
     before = [
         ends[slot] if part is None else int(part[graph_io.WRITE_INDEX][0])

@@ -49,7 +49,7 @@ _PLACES = (graph_io.WRITE_INDEX, graph_io.TREE_MASK)  # which become masks and s
 _SHOWN = 200  # characters of an error
 _NOT_ROWS = (graph_io.LOGITS_INDEX, graph_io.TOP_K)
 _NO_ROWS = np.zeros(0, np.int64)
-_MOST_RECORDED = 256  # passes; each takes some of the device's memory
+_MAX_RECORDED = 256  # passes; each takes some of the device's memory
 
 
 class PlainRunner:
@@ -225,9 +225,9 @@ class CudaRunner:
         if (bound := self._kept.get(key)) is not None:
             return bound
         arrays = self._arrays(grid, sizes, self._types[index])
-        arrays |= {name: np.array([most]) for name, most in chosen.items()}
+        arrays |= {name: np.array([maximum]) for name, maximum in chosen.items()}
         capture_id = -1 if self._captures else 0
-        if recurs and self._num_recorded < _MOST_RECORDED:
+        if recurs and self._num_recorded < _MAX_RECORDED:
             capture_id = self._num_recorded = self._num_recorded + 1
 
         def place(binding: ort.IOBinding) -> None:

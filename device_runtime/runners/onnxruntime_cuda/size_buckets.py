@@ -10,9 +10,9 @@ _LEAST_WIDTH = 256  # recorded passes look at this many slots, or twice, four ti
 _LARGEST_BUCKET = 128
 
 
-def bucket_sizes(most: int) -> list[int]:
-    """Rows that passes of up to `most` rows are padded to."""
-    return [size for size in (1, 2, 4, 8, 16, 32, 64, _LARGEST_BUCKET) if size < 2 * most]
+def bucket_sizes(maximum: int) -> list[int]:
+    """Rows that passes of up to `maximum` rows are padded to."""
+    return [size for size in (1, 2, 4, 8, 16, 32, 64, _LARGEST_BUCKET) if size < 2 * maximum]
 
 
 def bucket_of(size: int) -> int:

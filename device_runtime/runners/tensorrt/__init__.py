@@ -90,14 +90,14 @@ def runner_of(role: str, engine: Engine, loaded: CompiledEngine, device: Device)
 
     if role == ENCODER:
         return TensorRtEncoder(loaded, device)
-    most_rows, answers = engine.graphs[role][-1].max_rows, engine.max_batch_size
+    max_rows, answers = engine.graphs[role][-1].max_rows, engine.max_batch_size
     tree_rows = max(engine.max_verify_tree_size, engine.max_draft_tree_size)
     tree_rows = tree_rows if answers == 1 else shared_rows(tree_rows, answers)
     spec = engine.decoder if engine.cache_of(role) is not None else None
     runner = (TensorRtRunner if answers == 1 or spec is None else BatchRunner)(
         loaded,
         device,
-        most_rows=most_rows,
+        max_rows=max_rows,
         tree_rows=tree_rows,
         spec=spec,
         capacity=engine.max_kv_cache_capacity,

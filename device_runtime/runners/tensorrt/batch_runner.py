@@ -60,7 +60,7 @@ class BatchRunner(TensorRtRunner, SharesSlots):
         engine: CompiledEngine,
         device: Device,
         *,
-        most_rows: int,
+        max_rows: int,
         tree_rows: int,
         spec: DecoderSpec | None,
         capacity: int,
@@ -72,7 +72,7 @@ class BatchRunner(TensorRtRunner, SharesSlots):
             self,
             engine,
             device,
-            most_rows=most_rows,
+            max_rows=max_rows,
             tree_rows=tree_rows,
             spec=spec,
             capacity=capacity,
@@ -80,7 +80,7 @@ class BatchRunner(TensorRtRunner, SharesSlots):
             adapters=adapters,
         )
         assert isinstance(self._rows_memory, KernelCache)
-        self._kernel_slots, self._most_rows = _KernelSlots(self._rows_memory), most_rows
+        self._kernel_slots, self._max_rows = _KernelSlots(self._rows_memory), max_rows
         _, (_, columns) = engine.shape_range(graph_io.TREE_MASK, engine.num_profiles - 1)
         self._column_buckets = bucket_sizes(columns)
         SharesSlots.__init__(self, self._kernel_slots, num_sequences, capacity)
@@ -113,7 +113,7 @@ class BatchRunner(TensorRtRunner, SharesSlots):
         """See `runners.SharedRunner`; where rows are too many they are several passes."""
         bases = [self.first_row(cache) for cache, _ in parts]
         asked, given = [inputs for _, inputs in parts], list[Outputs]()
-        for some in groups(asked, self._most_rows, self._buckets[-1], self._costs):
+        for some in groups(asked, self._max_rows, self._buckets[-1], self._costs):
             given = [{name: each[name].copy() for name in each} for each in given]
             found = TensorRtRunner.run(self, joined(asked[some], bases[some]))
             given += shares(found, asked[some])
@@ -122,7 +122,7 @@ class BatchRunner(TensorRtRunner, SharesSlots):
     def ask_many(self, parts: Sequence[tuple[Cache, Inputs]]) -> list[tuple[Outputs, int | None]]:
         """See `device_runtime.runners.device_speculation.Asked`."""
         asked = [inputs for _, inputs in parts]
-        if len(groups(asked, self._most_rows, self._buckets[-1])) > 1:
+        if len(groups(asked, self._max_rows, self._buckets[-1])) > 1:
             found = self.run_many(parts)
             return [({name: each[name].copy() for name in each}, None) for each in found]
         bases = [self.first_row(cache) for cache, _ in parts]

@@ -17,10 +17,10 @@ from edgellm.device_runtime.runners.tensorrt.packed_buffers import Block, Layout
 Placed = Mapping[str, tuple[Shape, int]]  # tensors with a shape and an address of their own
 
 
-def bucket_sizes(most: int) -> list[int]:
-    """Rows that passes are padded to, so that few graphs serve all trees up to `most` rows."""
-    small = [size for size in (1, 2, 4, 8) if size < most]
-    return [*small, *range(16, most, 8), most]
+def bucket_sizes(maximum: int) -> list[int]:
+    """Rows that passes are padded to, so that few graphs serve all trees up to `maximum` rows."""
+    small = [size for size in (1, 2, 4, 8) if size < maximum]
+    return [*small, *range(16, maximum, 8), maximum]
 
 
 def bucket_of(size: int, buckets: list[int]) -> int:
@@ -259,7 +259,7 @@ class PassRunner:
         )
 
     def _takes(self, profile: int, name: str, shape: Shape) -> bool:
-        least, most = self._engine.shape_range(name, profile)
+        least, maximum = self._engine.shape_range(name, profile)
         return len(shape) == len(least) and all(
-            low <= size <= high for low, size, high in zip(least, shape, most, strict=True)
+            low <= size <= high for low, size, high in zip(least, shape, maximum, strict=True)
         )

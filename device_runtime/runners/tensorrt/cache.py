@@ -19,14 +19,14 @@ from edgellm.device_runtime.runners.tensorrt.cuda.protocols import (
 )
 from edgellm.device_runtime.runners.tensorrt.packed_buffers import Block, aligned
 
-_MOST_MOVED = 1024  # rows at once
+_MAX_MOVED = 1024  # rows at once
 
 
 class DeviceCache:
     """Keys and values of all layers, [2 * layers, 1, num_kv_heads, C, head_dim] in one piece."""
 
     def __init__(
-        self, device: Device, spec: KVCacheSpec, capacity: int, most_new_rows: int = 0
+        self, device: Device, spec: KVCacheSpec, capacity: int, max_new_rows: int = 0
     ) -> None:
         """Allocate.
 
@@ -35,7 +35,7 @@ class DeviceCache:
             spec: of the cache.
             capacity: rows of a plane; so many that planes of all heads are a multiple of
                 `ALIGNMENT`, see `aligned_capacity`.
-            most_new_rows: of a pass, if the engine hands new rows out; 0: it updates the cache.
+            max_new_rows: of a pass, if the engine hands new rows out; 0: it updates the cache.
 
         Raises:
             LimitError: the device is too small.
@@ -53,7 +53,7 @@ class DeviceCache:
         planes, plane_bytes = 2 * spec.num_layers * spec.num_kv_heads, capacity * row_bytes
         self._buffer = device.allocate(planes * plane_bytes)
         self._planes = Planes(self._buffer.address, planes, capacity, row_bytes)
-        self._rows = Block(device, 4 * _MOST_MOVED)
+        self._rows = Block(device, 4 * _MAX_MOVED)
         self._is_moving = False
         self.addresses: dict[str, int] = {}  # a cache is read and written in one place
         parts = [(layer, part) for layer in range(spec.num_layers) for part in ("key", "value")]
@@ -61,8 +61,8 @@ class DeviceCache:
             address = self._buffer.address + at * spec.num_kv_heads * plane_bytes
             self.addresses[graph_io.past_name(layer, part)] = address
             self.addresses[graph_io.present_name(layer, part)] = address
-        self._stride = aligned(spec.num_kv_heads * most_new_rows * row_bytes)
-        self._new_rows = device.allocate(len(parts) * self._stride) if most_new_rows else None
+        self._stride = aligned(spec.num_kv_heads * max_new_rows * row_bytes)
+        self._new_rows = device.allocate(len(parts) * self._stride) if max_new_rows else None
         if self._new_rows is not None:
             for at, (layer, part) in enumerate(parts):
                 address = self._new_rows.address + at * self._stride

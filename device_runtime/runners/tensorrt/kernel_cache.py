@@ -26,7 +26,7 @@ from edgellm.device_runtime.runners.tensorrt.packed_buffers import (
 
 MAGIC = 0x656467656C6C6D  # the kernels' own
 _HEADER, _PARTS = 2, 4  # entries before the layers', and of a layer
-_MOST_MOVED = 1024  # rows at once
+_MAX_MOVED = 1024  # rows at once
 _CODES = {"float16": "fp16", "int8_rows": "int8", "fp8_rows": "fp8"}
 KV_DTYPES = {codes: dtype for dtype, codes in _CODES.items()}  # of a manifest, by codes
 
@@ -80,7 +80,7 @@ class KernelCache:
         self._block = Block(device, aligned(8 * entries))
         self.addresses = {graph_io.CACHE_TABLE: self._write_table(rows, entries)}
         # Of one sequence each, so that those of a pass are compacted without a wait
-        moved = packed_bytes(_moved(_MOST_MOVED))
+        moved = packed_bytes(_moved(_MAX_MOVED))
         self._moved = [Block(device, moved) for _ in range(num_sequences)]
         self._num_moving = 0
 
@@ -161,7 +161,7 @@ def open_cache(
     device: Device,
     spec: KVCacheSpec,
     capacity: int,
-    most_rows: int,
+    max_rows: int,
     num_sequences: int = 1,
 ) -> DeviceCaches:
     """The cache of an engine.
@@ -171,7 +171,7 @@ def open_cache(
         device: that computes.
         spec: of the cache.
         capacity: rows that were asked for; it has these, or some more.
-        most_rows: of a pass.
+        max_rows: of a pass.
         num_sequences: that share passes; above 1 the engine takes a table.
 
     Raises:
@@ -185,4 +185,4 @@ def open_cache(
         engine.tensors[name].shape
         for name in (graph_io.past_name(0, "key"), graph_io.present_name(0, "key"))
     )
-    return DeviceCache(device, spec, past[2], most_rows if present != past else 0)
+    return DeviceCache(device, spec, past[2], max_rows if present != past else 0)

@@ -21,14 +21,14 @@ from edgellm.device_runtime.runners.batch_costs import SharedCosts
 Inputs = Mapping[str, NDArray[Any]]
 FIELDS = 5  # of a sequence: first row, rows, its row 0 in the cache, rows there, mask columns
 SHAPE = SEQUENCES, FIELDS  # of `graph_io.SEQUENCES`, as these kernels take it
-_MOST_TREES = 128  # rows of all trees of a pass, where one tree has fewer
+_MAX_TREES = 128  # rows of all trees of a pass, where one tree has fewer
 _ASSUMED = 1.0  # cost of any pass: reading the weights
 _BEHIND = graph_io.INPUT_IDS, graph_io.POSITION_IDS
 
 
 def shared_rows(tree_rows: int, num_sequences: int) -> int:
     """Rows of a pass that get logits or candidates at most, where sequences share passes."""
-    return max(tree_rows, num_sequences, min(num_sequences * tree_rows, _MOST_TREES))
+    return max(tree_rows, num_sequences, min(num_sequences * tree_rows, _MAX_TREES))
 
 
 def rows_of(inputs: Inputs) -> int:
@@ -37,25 +37,25 @@ def rows_of(inputs: Inputs) -> int:
 
 
 def groups(
-    parts: Sequence[Inputs], most_rows: int, most_wanted: int, costs: SharedCosts | None = None
+    parts: Sequence[Inputs], max_rows: int, max_requested: int, costs: SharedCosts | None = None
 ) -> list[slice]:
     """The passes of parts that cost the least together.
 
     Args:
         parts: in their order, which passes keep.
-        most_rows: of a pass.
-        most_wanted: of its rows.
+        max_rows: of a pass.
+        max_requested: of its rows.
         costs: of passes; None: nobody measured them, and they are as few as there can be.
     """
     sizes = tuple((rows_of(part), len(part[graph_io.LOGITS_INDEX])) for part in parts)
-    return _cheapest(sizes, most_rows, most_wanted, costs)
+    return _cheapest(sizes, max_rows, max_requested, costs)
 
 
 @functools.lru_cache(maxsize=1024)  # most passes are of as many rows as the one before
 def _cheapest(
     sizes: tuple[tuple[int, int], ...],
-    most_rows: int,
-    most_wanted: int,
+    max_rows: int,
+    max_requested: int,
     costs: SharedCosts | None,
 ) -> list[slice]:
     best: list[tuple[float, int]] = [(0.0, 0)]  # of the first parts, and where their last begins
@@ -64,7 +64,7 @@ def _cheapest(
         ways: list[tuple[float, int]] = []
         for begin in reversed(range(end)):
             rows, wanted = rows + sizes[begin][0], wanted + sizes[begin][1]
-            if ways and (rows > most_rows or wanted > most_wanted):
+            if ways and (rows > max_rows or wanted > max_requested):
                 break
             cost = _ASSUMED if costs is None else costs.of(end - begin, rows)
             ways.append((best[begin][0] + cost, begin))

@@ -63,7 +63,7 @@ class TensorRtRunner:
         engine: CompiledEngine,
         device: Device,
         *,
-        most_rows: int,
+        max_rows: int,
         tree_rows: int,
         spec: DecoderSpec | None = None,
         capacity: int = 0,
@@ -75,7 +75,7 @@ class TensorRtRunner:
         Args:
             engine: loaded.
             device: where it was loaded.
-            most_rows: of a pass.
+            max_rows: of a pass.
             tree_rows: of a pass that recurs, and rows that may get logits or candidates.
             spec: of a network with a cache.
             capacity: rows of a sequence in the cache.
@@ -91,16 +91,16 @@ class TensorRtRunner:
         self._rows_memory: DeviceCaches | None = None
         self._images: DeviceImages | None = None
         if spec is not None:
-            memory = open_cache(engine, device, spec.kv, capacity, most_rows, num_sequences)
+            memory = open_cache(engine, device, spec.kv, capacity, max_rows, num_sequences)
             self._rows_memory, self._capacity = memory, memory.capacity
             self._images = DeviceImages(device, engine, spec.vocab_size)
-        self._adapters = DeviceAdapters(engine, device, adapters, most_rows) if adapters else None
+        self._adapters = DeviceAdapters(engine, device, adapters, max_rows) if adapters else None
         self._buckets = bucket_sizes(max(tree_rows, 1))
         self._names = self._shapes.outputs
         self._picked = [name for name in self._names if name not in _ON_DEVICE]
-        most = most_rows, most_rows, self._buckets[-1]
-        self._kept = self._allocate((name for name in self._names if name in _ON_DEVICE), most)
-        self._features = self._allocate(self._shapes.feature_inputs, most)
+        maximum = max_rows, max_rows, self._buckets[-1]
+        self._kept = self._allocate((name for name in self._names if name in _ON_DEVICE), maximum)
+        self._features = self._allocate(self._shapes.feature_inputs, maximum)
         self._memory = RowMemory(device)
         self._staging: dict[str, NDArray[np.uint8]] = {}
         fixed = {name: buffer.address for name, buffer in self._kept.items()}
@@ -110,8 +110,8 @@ class TensorRtRunner:
             engine,
             device,
             {**(memory.addresses if memory is not None else {}), **fixed},
-            packed_bytes(self._arguments(most, has_adapters=True)),
-            packed_bytes(self._picks(most)),
+            packed_bytes(self._arguments(maximum, has_adapters=True)),
+            packed_bytes(self._picks(maximum)),
             memory.append if memory is not None else _nothing,
         )
         self._latest: FetchedOutputs | None = None
@@ -125,8 +125,10 @@ class TensorRtRunner:
             return layout
         return {**layout, **self._adapters.layout(sizes[ROWS], are_used=has_adapters)}
 
-    def _allocate(self, names: Iterable[str], most: Sizes) -> dict[str, Buffer]:
-        return {name: self._device.allocate(self._shapes.num_bytes(name, most)) for name in names}
+    def _allocate(self, names: Iterable[str], maximum: Sizes) -> dict[str, Buffer]:
+        return {
+            name: self._device.allocate(self._shapes.num_bytes(name, maximum)) for name in names
+        }
 
     def hold(self, inputs: Mapping[str, NDArray[Any]]) -> None:
         """See `runners.Runner`."""
@@ -376,8 +378,8 @@ class TensorRtRunner:
         rows = self._buckets[-1]
         tree = rows, rows, rows
         kept = self._kept.get(name)
-        most = self._shapes.num_bytes(name, tree) if kept is None else kept.num_bytes
-        host = self._pinned(name, most)[:size]
+        maximum = self._shapes.num_bytes(name, tree) if kept is None else kept.num_bytes
+        host = self._pinned(name, maximum)[:size]
         self._device.download(host, self._kept[name].address if address is None else address)
         self._device.synchronize()
         found = host.view(dtype).reshape(self._shapes.of(name, sizes))

@@ -17,7 +17,7 @@ from edgellm.core.errors import EdgeLLMError
 
 if TYPE_CHECKING:
     from edgellm.core.manifest import Engine
-    from edgellm.device_runtime.speculate.drafter_loading import Opened, Order
+    from edgellm.device_runtime.speculate.drafter_loading import DrafterContext, LoadedDrafter
     from edgellm.device_runtime.speculate.policy.tree_policy import TreeLimits
     from edgellm.device_runtime.speculate.text_lookup import Lookup
 
@@ -27,7 +27,7 @@ class Network(Protocol):
 
     DEFAULTS: TreeLimits
 
-    def open(self, order: Order) -> Opened:
+    def open(self, order: DrafterContext) -> LoadedDrafter:
         """Load it; raises as `Drafters`."""
         ...
 

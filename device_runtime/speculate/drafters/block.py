@@ -14,55 +14,55 @@ import numpy as np
 
 from edgellm.core.checksums import FileCheck
 from edgellm.core.errors import LimitError
-from edgellm.core.graph_roles import BLOCK, FORESEE
+from edgellm.core.graph_roles import BLOCK, PREDICT
 from edgellm.core.model_spec import BlockSpec, DraftSpec
 from edgellm.device_runtime.arrays import I64
-from edgellm.device_runtime.networks.block import BlockSession, costs, open_block
+from edgellm.device_runtime.networks.block import BlockNetwork, costs, open_block
 from edgellm.device_runtime.networks.draft import DraftResult
 from edgellm.device_runtime.speculate.draft_cache import CommittedRows
 from edgellm.device_runtime.speculate.drafter import (
     RETRIAL_ROWS,
-    Learned,
+    SpecState,
 )
 from edgellm.device_runtime.speculate.drafter_loading import (
-    Opened,
-    Order,
+    DrafterContext,
+    LoadedDrafter,
     check_candidates,
     open_own,
 )
-from edgellm.device_runtime.speculate.kv_drafter import ReadingDrafter
+from edgellm.device_runtime.speculate.kv_drafter import KVDrafter
 from edgellm.device_runtime.speculate.policy.costs import Costs, shared
 from edgellm.device_runtime.speculate.policy.tree_policy import TreeLimits
 from edgellm.device_runtime.speculate.shared_passes import Passes, Wanted
-from edgellm.device_runtime.speculate.tree import F64, Pool
+from edgellm.device_runtime.speculate.tree import F64, CandidatePool
 
 ROLE = BLOCK
 DEFAULTS = TreeLimits()  # with as many steps as the block has places
 
 
-def open(order: Order) -> Opened:
+def open(order: DrafterContext) -> LoadedDrafter:
     """The network in the folder of its base."""
     folder, manifest = open_own(order, "block")
     limits = block_limits(order, manifest.draft)
     with FileCheck(folder, manifest.files, order.verify):
         session = open_block(folder, manifest)
     measured = manifest.cost_ms or costs(session, manifest.draft, manifest.max_draft_tree_size)
-    prices = Costs.of(order.pass_costs(), None, measured[FORESEE], *order.host_ms)
+    prices = Costs.of(order.pass_costs(), None, measured[PREDICT], *order.host_ms)
     image_ids = order.image_ids(reads_rows=False)
-    most_rows = max(manifest.main_graphs[-1].max_rows, limits.round_rows)
-    rows = CommittedRows(session, limits.round_rows, image_ids, most_rows=most_rows)
+    max_rows = max(manifest.main_graphs[-1].max_rows, limits.round_rows)
+    rows = CommittedRows(session, limits.round_rows, image_ids, max_rows=max_rows)
 
     draft, top_k = manifest.draft, limits.top_k
     if links := session.block.links:  # which tell better than the first scores what is likely
         top_k = min(links, draft.draft_vocab_size)
 
-    def start(learned: Learned) -> BlockDrafter:
+    def start(learned: SpecState) -> BlockDrafter:
         return BlockDrafter(rows, session, learned, limits, prices, num_candidates=top_k)
 
-    return Opened(prices, start, (rows,))
+    return LoadedDrafter(prices, start, (rows,))
 
 
-def block_limits(order: Order, draft: DraftSpec) -> TreeLimits:
+def block_limits(order: DrafterContext, draft: DraftSpec) -> TreeLimits:
     """The limits with as many levels as the block foresees, unless the user wants fewer.
 
     Raises:
@@ -90,14 +90,14 @@ def block_limits(order: Order, draft: DraftSpec) -> TreeLimits:
     return limits
 
 
-class BlockDrafter(ReadingDrafter):
+class BlockDrafter(KVDrafter):
     """Grows the pool with the candidates of a block."""
 
     def __init__(
         self,
         rows: CommittedRows,
-        session: BlockSession,
-        learned: Learned,
+        session: BlockNetwork,
+        learned: SpecState,
         limits: TreeLimits,
         costs: Costs,
         *,
@@ -141,7 +141,7 @@ class BlockDrafter(ReadingDrafter):
         """While committed rows wait, the tree is the root."""
         return self._block is not None and not self._own.is_behind
 
-    def _grow(self, pool: Pool, levels: int) -> None:
+    def _grow(self, pool: CandidatePool, levels: int) -> None:
         assert self._block is not None
         found, policy = self._block, self._policy
         first = 0 if self._session.block.from_newest else 1

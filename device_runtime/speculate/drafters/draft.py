@@ -24,16 +24,20 @@ from edgellm.device_runtime.arrays import (
     I64,
     ImageRows,
 )
-from edgellm.device_runtime.networks.decoder import DecoderSession, Part, open_decoder
+from edgellm.device_runtime.networks.decoder import DecoderNetwork, SequencePart, open_decoder
 from edgellm.device_runtime.networks.sequence_kv import Context
 from edgellm.device_runtime.runners.batch_costs import SharedCosts
 from edgellm.device_runtime.speculate.draft_cache import ImageIds
-from edgellm.device_runtime.speculate.drafter import Learned, TreeDrafter
-from edgellm.device_runtime.speculate.drafter_loading import Opened, Order, check_tree_size
+from edgellm.device_runtime.speculate.drafter import SpecState, TreeDrafter
+from edgellm.device_runtime.speculate.drafter_loading import (
+    DrafterContext,
+    LoadedDrafter,
+    check_tree_size,
+)
 from edgellm.device_runtime.speculate.policy.costs import Costs, price
 from edgellm.device_runtime.speculate.policy.tree_policy import TreeLimits
 from edgellm.device_runtime.speculate.shared_passes import Passes, Wanted
-from edgellm.device_runtime.speculate.tree import F64, Pool, Tree
+from edgellm.device_runtime.speculate.tree import F64, CandidatePool, Tree
 from edgellm.device_runtime.text.tokenizer import ChatTokenizer
 
 DEFAULTS = TreeLimits(top_k=4, steps=8)
@@ -41,7 +45,7 @@ _TOKENIZER = "tokenizer.json"
 _NONE = np.zeros(0, np.int64)
 
 
-def open(order: Order) -> Opened:
+def open(order: DrafterContext) -> LoadedDrafter:
     """Another engine of `llm_build`, whose model has the base's tokens."""
     base, folder = order.base, order.options.draft_engine_dir
     assert folder is not None
@@ -62,14 +66,14 @@ def open(order: Order) -> Opened:
     passes = order.pass_costs(), measured[PASS], measured[PASS]
     prices = Costs.of(*passes, *order.host_ms, levels=SharedCosts.find(PASS, measured))
 
-    def start(learned: Learned) -> ModelDrafter:
+    def start(learned: SpecState) -> ModelDrafter:
         return ModelDrafter(
             session, learned, order.limits, prices,
             num_candidates=base.decoder.vocab_size, num_readable=manifest.decoder.vocab_size,
             prefill_rows=manifest.prefill_rows, image_ids=order.image_ids(reads_rows=False),
         )  # fmt: skip
 
-    return Opened(prices, start)
+    return LoadedDrafter(prices, start)
 
 
 def require_same_tokens(engine: Path, draft: Path) -> None:
@@ -98,8 +102,8 @@ class ModelDrafter(TreeDrafter):
 
     def __init__(
         self,
-        session: DecoderSession,
-        learned: Learned,
+        session: DecoderNetwork,
+        learned: SpecState,
         limits: TreeLimits,
         costs: Costs,
         *,
@@ -153,7 +157,7 @@ class ModelDrafter(TreeDrafter):
             return
         for begin in range(0, len(waiting), self._prefill_rows):
             piece = waiting[begin : begin + self._prefill_rows]
-            part = Part(context, piece, self._length, np.array([len(piece) - 1]))
+            part = SequencePart(context, piece, self._length, np.array([len(piece) - 1]))
             wanted = Wanted(self._session, part)
             result = yield wanted
             self._sharing = wanted.answers
@@ -194,7 +198,7 @@ class ModelDrafter(TreeDrafter):
         """While committed text waits, the tree is the root."""
         return self._length == len(self._text)
 
-    def _grow(self, pool: Pool, levels: int) -> Passes[None]:
+    def _grow(self, pool: CandidatePool, levels: int) -> Passes[None]:
         self._grown, self._is_chain = _NONE, True
         newest = self._add(pool, np.zeros(1, np.int64), self._root)
         for _ in range(1, levels):
@@ -206,10 +210,10 @@ class ModelDrafter(TreeDrafter):
             result = yield wanted
             self._sharing = wanted.answers
             self._book_level()
-            self._controller.turn_to(self.company)  # others may have gone on meanwhile
+            self._controller.turn_to(self.batch_load)  # others may have gone on meanwhile
             newest = self._add(pool, nodes, self._candidates(result.logits))
 
-    def _add(self, pool: Pool, parents: I64, candidates: tuple[I64, F64]) -> I64:
+    def _add(self, pool: CandidatePool, parents: I64, candidates: tuple[I64, F64]) -> I64:
         token_ids, log_probs = candidates
         return pool.add(parents, token_ids, self._policy.scores(log_probs), np.exp(log_probs))
 
@@ -226,7 +230,7 @@ class ModelDrafter(TreeDrafter):
     def _book_level(self) -> None:
         self._spent_ms += price(self._share(), 1 if self._is_chain else len(self._grown))
 
-    def _level(self, pool: Pool, count: int) -> Part:
+    def _level(self, pool: CandidatePool, count: int) -> SequencePart:
         """What gives the candidates of the `count` nodes grown last.
 
         The graph's mask rules the rows of one pass alone, so that a tree is computed anew with
@@ -239,8 +243,8 @@ class ModelDrafter(TreeDrafter):
         self._is_chain = int(depths[-1]) == rows
         if self._is_chain:
             last = tree.token_ids[-1:]
-            return Part(self._context, last, self._length + rows - 1, np.zeros(1, np.int64))
-        return Part(
+            return SequencePart(self._context, last, self._length + rows - 1, np.zeros(1, np.int64))
+        return SequencePart(
             self._context,
             tree.token_ids[1:],
             self._length,

@@ -17,42 +17,47 @@ from edgellm.core.errors import LimitError
 from edgellm.core.graph_roles import DRAFT, EXTEND, STEP
 from edgellm.core.manifest import Engine
 from edgellm.device_runtime.arrays import I64
-from edgellm.device_runtime.networks.decoder import DecoderSession, PassResult
-from edgellm.device_runtime.networks.draft import AskedResult, DraftPart, DraftResult, open_draft
+from edgellm.device_runtime.networks.decoder import DecoderNetwork, PassResult
+from edgellm.device_runtime.networks.draft import (
+    DraftPart,
+    DraftResult,
+    RequestedResult,
+    open_draft,
+)
 from edgellm.device_runtime.networks.sequence_kv import Context
 from edgellm.device_runtime.runners.batch_costs import SharedCosts
 from edgellm.device_runtime.runners.device_speculation import RoundOutcome
 from edgellm.device_runtime.sampling.sampler import Sampler
 from edgellm.device_runtime.speculate.acceptance import Accepted
-from edgellm.device_runtime.speculate.device_rounds import RoundPart, RoundSession, open_rounds
+from edgellm.device_runtime.speculate.device_rounds import DeviceRounds, RoundPart, open_rounds
 from edgellm.device_runtime.speculate.draft_cache import CommittedRows
 from edgellm.device_runtime.speculate.drafter import (
-    Learned,
+    SpecState,
     Verified,
 )
 from edgellm.device_runtime.speculate.drafter_loading import (
-    Opened,
-    Order,
+    DrafterContext,
+    LoadedDrafter,
     check_candidates,
     open_own,
 )
-from edgellm.device_runtime.speculate.kv_drafter import ReadingDrafter
+from edgellm.device_runtime.speculate.kv_drafter import KVDrafter
 from edgellm.device_runtime.speculate.policy.costs import Costs, price, shared
 from edgellm.device_runtime.speculate.policy.device_tree_size import growth_of
 from edgellm.device_runtime.speculate.policy.tree_policy import TreeLimits
 from edgellm.device_runtime.speculate.shared_passes import Passes, Wanted
-from edgellm.device_runtime.speculate.tree import F64, Pool
+from edgellm.device_runtime.speculate.tree import F64, CandidatePool
 
 ROLE, METHODS = DRAFT, ("eagle", "eagle3")
 DEFAULTS = TreeLimits()
 
 
-def open(order: Order) -> Opened:
+def open(order: DrafterContext) -> LoadedDrafter:
     """The EAGLE network in the folder of its base."""
     return open_network(order, "eagle")
 
 
-def open_network(order: Order, name: str) -> Opened:
+def open_network(order: DrafterContext, name: str) -> LoadedDrafter:
     """A network that is run as EAGLE's, of the drafter `name`."""
     folder, manifest = open_own(order, name)
     check_draft_rows(order.limits, manifest)
@@ -68,14 +73,16 @@ def open_network(order: Order, name: str) -> Opened:
     passes = order.pass_costs(), measured[STEP], measured[EXTEND]
     prices = Costs.of(*passes, *host, levels=SharedCosts.find(STEP, measured))
     round_rows = order.limits.round_rows
-    most_rows = max(manifest.main_graphs[-1].max_rows, round_rows)
-    rows = CommittedRows(session, round_rows, image_ids, most_rows=most_rows)
+    max_rows = max(manifest.main_graphs[-1].max_rows, round_rows)
+    rows = CommittedRows(session, round_rows, image_ids, max_rows=max_rows)
 
-    def start(learned: Learned) -> EagleDrafter:
-        most = manifest.max_draft_tree_size
-        return EagleDrafter(rows, learned, order.limits, prices, max_tree_rows=most, rounds=rounds)
+    def start(learned: SpecState) -> EagleDrafter:
+        maximum = manifest.max_draft_tree_size
+        return EagleDrafter(
+            rows, learned, order.limits, prices, max_tree_rows=maximum, rounds=rounds
+        )
 
-    return Opened(prices, start, (rows,), growth if rounds is not None else None)
+    return LoadedDrafter(prices, start, (rows,), growth if rounds is not None else None)
 
 
 def check_draft_rows(limits: TreeLimits, draft: Engine) -> None:
@@ -90,18 +97,18 @@ def check_draft_rows(limits: TreeLimits, draft: Engine) -> None:
     check_candidates(limits, draft.draft)
 
 
-class EagleDrafter(ReadingDrafter):
+class EagleDrafter(KVDrafter):
     """Grows the pool with an EAGLE network."""
 
     def __init__(
         self,
         rows: CommittedRows,
-        learned: Learned,
+        learned: SpecState,
         limits: TreeLimits,
         costs: Costs,
         *,
         max_tree_rows: int,
-        rounds: RoundSession | None = None,
+        rounds: DeviceRounds | None = None,
     ) -> None:
         """Nothing is computed yet.
 
@@ -152,13 +159,13 @@ class EagleDrafter(ReadingDrafter):
 
     def plan_round(
         self,
-        session: DecoderSession,
+        session: DecoderNetwork,
         newest: tuple[int, Context, int],
         levels: int,
         sampler: Sampler,
         *,
         is_exact: bool,
-    ) -> tuple[RoundSession, RoundPart] | None:
+    ) -> tuple[DeviceRounds, RoundPart] | None:
         """See `Drafter.plan_round`."""
         rounds, sizes, (root, context, length) = self._rounds, self._sizes, newest
         if rounds is None or sizes is None or session is not rounds.base:
@@ -166,9 +173,9 @@ class EagleDrafter(ReadingDrafter):
         if context.adapter is not None:  # recorded passes give no row one
             return None
         above = self._root
-        if levels < 1 or not isinstance(above, AskedResult) or not self._is_ready():
+        if levels < 1 or not isinstance(above, RequestedResult) or not self._is_ready():
             return None
-        self._controller.turn_to(self.company)
+        self._controller.turn_to(self.batch_load)
         self._size = size = sizes.plan(min(levels, self._limits.steps), self._sharing)
         draft_rows = sum(rounds.growth.widths[: size.levels - 1])
         if above.row is None or length + size.nodes > session.capacity:
@@ -185,9 +192,9 @@ class EagleDrafter(ReadingDrafter):
         assert self._rounds is not None
         assert self._sizes is not None
         self._is_networked, self._root = True, None
-        self._controller.turn_to(self.company)
+        self._controller.turn_to(self.batch_load)
         log_probs = found.log_probs.astype(np.float64)
-        pool = self._pool = Pool.of_tree(
+        pool = self._pool = CandidatePool.of_tree(
             found.token_ids, found.parents, self._policy.scores(log_probs), np.exp(log_probs)
         )
         nodes = np.arange(1, pool.count)
@@ -203,7 +210,7 @@ class EagleDrafter(ReadingDrafter):
         """While committed rows wait, the tree is the root."""
         return not self._own.is_behind
 
-    def _grow(self, pool: Pool, levels: int) -> Passes[None]:
+    def _grow(self, pool: CandidatePool, levels: int) -> Passes[None]:
         assert self._root is not None
         policy, root, committed = self._policy, self._root(), self._own.length
         if self._hidden_store.shape[1] != root.hidden.shape[1]:
@@ -213,9 +220,9 @@ class EagleDrafter(ReadingDrafter):
         seen = self._unrelated.copy()  # of a slot, by slots; 0 is the root
         slots = np.zeros(len(pool.token_ids), np.int64)
         newest = self._add(pool, np.zeros(1, np.int64), root)
-        used, most = 0, min(self._max_tree_rows, self._rows.session.capacity - committed)
+        used, maximum = 0, min(self._max_tree_rows, self._rows.session.capacity - committed)
         for level in range(1, levels):
-            nodes = policy.frontier(pool, newest, self._prices()[0][: most - used])
+            nodes = policy.frontier(pool, newest, self._prices()[0][: maximum - used])
             if not len(nodes):
                 return
             above = slots[pool.parents[nodes]]
@@ -234,13 +241,13 @@ class EagleDrafter(ReadingDrafter):
             wanted = Wanted(self._rows.session, part)
             result = yield wanted
             self._sharing = wanted.answers
-            self._controller.turn_to(self.company)  # others may have gone on meanwhile
+            self._controller.turn_to(self.batch_load)  # others may have gone on meanwhile
             used += len(nodes)
             self._spent_ms += float(self._prices()[0][len(nodes) - 1])
             self._hidden_store[own] = result.hidden
             newest = self._add(pool, nodes, result)
 
-    def _add(self, pool: Pool, parents: I64, found: DraftResult) -> I64:
+    def _add(self, pool: CandidatePool, parents: I64, found: DraftResult) -> I64:
         log_probs = found.log_probs.astype(np.float64)
         return pool.add(parents, found.token_ids, self._policy.scores(log_probs), np.exp(log_probs))
 

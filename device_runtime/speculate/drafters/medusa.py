@@ -19,12 +19,12 @@ from edgellm.device_runtime.arrays import (
     F32,
     I64,
 )
-from edgellm.device_runtime.networks.heads import HeadsPart, HeadsSession, costs, open_heads
+from edgellm.device_runtime.networks.heads import HeadsNetwork, HeadsPart, costs, open_heads
 from edgellm.device_runtime.speculate.draft_cache import ImageIds
-from edgellm.device_runtime.speculate.drafter import Learned, TreeDrafter
+from edgellm.device_runtime.speculate.drafter import SpecState, TreeDrafter
 from edgellm.device_runtime.speculate.drafter_loading import (
-    Opened,
-    Order,
+    DrafterContext,
+    LoadedDrafter,
     check_candidates,
     open_own,
 )
@@ -32,13 +32,13 @@ from edgellm.device_runtime.speculate.parallel_levels import grow_levels
 from edgellm.device_runtime.speculate.policy.costs import Costs, price, shared
 from edgellm.device_runtime.speculate.policy.tree_policy import TreeLimits
 from edgellm.device_runtime.speculate.shared_passes import Passes, Wanted
-from edgellm.device_runtime.speculate.tree import F64, Pool
+from edgellm.device_runtime.speculate.tree import F64, CandidatePool
 
 ROLE = HEADS
 DEFAULTS = TreeLimits()  # with as many steps as there are heads
 
 
-def open(order: Order) -> Opened:
+def open(order: DrafterContext) -> LoadedDrafter:
     """The heads in the folder of their base."""
     folder, manifest = open_own(order, "medusa")
     limits = heads_limits(order, manifest.draft)
@@ -48,13 +48,13 @@ def open(order: Order) -> Opened:
     prices = Costs.of(order.pass_costs(), None, measured[ALL_HEADS], *order.host_ms)
     image_ids = order.image_ids(reads_rows=True)
 
-    def start(learned: Learned) -> MedusaDrafter:
+    def start(learned: SpecState) -> MedusaDrafter:
         return MedusaDrafter(session, learned, limits, prices, image_ids=image_ids)
 
-    return Opened(prices, start)
+    return LoadedDrafter(prices, start)
 
 
-def heads_limits(order: Order, draft: DraftSpec) -> TreeLimits:
+def heads_limits(order: DrafterContext, draft: DraftSpec) -> TreeLimits:
     """The limits with as many levels as a pass foresees, unless the user wants fewer.
 
     Raises:
@@ -80,8 +80,8 @@ class MedusaDrafter(TreeDrafter):
 
     def __init__(
         self,
-        session: HeadsSession,
-        learned: Learned,
+        session: HeadsNetwork,
+        learned: SpecState,
         limits: TreeLimits,
         costs: Costs,
         *,
@@ -109,14 +109,14 @@ class MedusaDrafter(TreeDrafter):
 
     def _read(self) -> Passes[None]:
         """Ask the heads."""
-        most = self._limits.top_k
-        wanted = Wanted(self._session, HeadsPart(self._feature, most))
+        maximum = self._limits.top_k
+        wanted = Wanted(self._session, HeadsPart(self._feature, maximum))
         ids, log_probs = yield wanted
         answers = wanted.answers
         if answers not in self._shares:
             self._shares[answers] = shared(self._costs.extend, answers)
         self._spent_ms += price(self._shares[answers], 1)
-        ids, log_probs = ids[:, :most].copy(), log_probs[:, :most].astype(np.float64)
+        ids, log_probs = ids[:, :maximum].copy(), log_probs[:, :maximum].astype(np.float64)
         self._levels = list(zip(ids, log_probs, strict=True))
         self._has_candidates = True
 
@@ -124,5 +124,5 @@ class MedusaDrafter(TreeDrafter):
         """Without candidates for this round the tree is the root."""
         return self._has_candidates
 
-    def _grow(self, pool: Pool, levels: int) -> None:
+    def _grow(self, pool: CandidatePool, levels: int) -> None:
         grow_levels(pool, self._policy, self._levels[:levels])

@@ -7,7 +7,7 @@ gives behind its own is the next step's.
 from __future__ import annotations
 
 from edgellm.core.graph_roles import DRAFT
-from edgellm.device_runtime.speculate.drafter_loading import Opened, Order
+from edgellm.device_runtime.speculate.drafter_loading import DrafterContext, LoadedDrafter
 from edgellm.device_runtime.speculate.drafters.eagle import open_network
 from edgellm.device_runtime.speculate.policy.tree_policy import TreeLimits
 
@@ -15,6 +15,6 @@ ROLE, METHODS = DRAFT, ("mtp",)
 DEFAULTS = TreeLimits()
 
 
-def open(order: Order) -> Opened:
+def open(order: DrafterContext) -> LoadedDrafter:
     """The layer, as a draft in the folder of its base."""
     return open_network(order, "mtp")

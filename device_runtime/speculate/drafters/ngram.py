@@ -17,9 +17,9 @@ def remember() -> Callable[[], Lookup]:
 class NgramLookup:
     """Remembers where every run of two to four tokens last occurred in this request."""
 
-    def __init__(self, *, most: int = 8) -> None:
-        """`most`: tokens of a proposal."""
-        self.most = most
+    def __init__(self, *, maximum: int = 8) -> None:
+        """`maximum`: tokens of a proposal."""
+        self.maximum = maximum
         self._sizes = sorted(_CONFIDENCE, reverse=True)
         self._tokens: list[int] = []
         self._ends: dict[tuple[int, ...], int] = {}
@@ -41,6 +41,6 @@ class NgramLookup:
         for size in self._sizes:
             end = self._ends.get(tuple(self._tokens[-size:])) if len(self._tokens) >= size else None
             if end is not None:
-                followed = self._tokens[end : end + self.most]
+                followed = self._tokens[end : end + self.maximum]
                 return [Continuation(followed, [_CONFIDENCE[size]] * len(followed))]
         return []

@@ -16,21 +16,21 @@ from edgellm.core.graph_roles import DRAFT, EXTEND
 from edgellm.core.manifest import Engine
 from edgellm.device_runtime.networks.draft import DraftPart, open_draft
 from edgellm.device_runtime.speculate.draft_cache import CommittedRows, MaskRows
-from edgellm.device_runtime.speculate.drafter import Learned
-from edgellm.device_runtime.speculate.drafter_loading import Opened, Order, open_own
+from edgellm.device_runtime.speculate.drafter import SpecState
+from edgellm.device_runtime.speculate.drafter_loading import DrafterContext, LoadedDrafter, open_own
 from edgellm.device_runtime.speculate.drafters.eagle import EagleDrafter
 from edgellm.device_runtime.speculate.drafters.medusa import heads_limits
 from edgellm.device_runtime.speculate.parallel_levels import grow_levels
 from edgellm.device_runtime.speculate.policy.costs import Costs
 from edgellm.device_runtime.speculate.policy.tree_policy import TreeLimits
 from edgellm.device_runtime.speculate.shared_passes import Passes
-from edgellm.device_runtime.speculate.tree import Pool
+from edgellm.device_runtime.speculate.tree import CandidatePool
 
 ROLE, METHODS = DRAFT, ("peagle",)
 DEFAULTS = TreeLimits(steps=8)  # or what the draft was trained for, if that is less
 
 
-def open(order: Order) -> Opened:
+def open(order: DrafterContext) -> LoadedDrafter:
     """The network in the folder of its base."""
     folder, manifest = open_own(order, "peagle")
     limits = heads_limits(order, manifest.draft)
@@ -40,33 +40,33 @@ def open(order: Order) -> Opened:
     measured = session.costs_of(manifest, manifest.max_draft_tree_size)
     prices = Costs.of(order.pass_costs(), None, measured[EXTEND], *order.host_ms)
     image_ids = order.image_ids(reads_rows=manifest.draft.decoder.images is not None)
-    rows = CommittedRows(session, limits.round_rows, image_ids, most_rows=limits.round_rows)
+    rows = CommittedRows(session, limits.round_rows, image_ids, max_rows=limits.round_rows)
 
-    def start(learned: Learned) -> ParallelDrafter:
-        return ParallelDrafter(rows, learned, limits, prices, masks)
+    def start(learned: SpecState) -> PEagleDrafter:
+        return PEagleDrafter(rows, learned, limits, prices, masks)
 
-    return Opened(prices, start, (rows,))
+    return LoadedDrafter(prices, start, (rows,))
 
 
 def mask_rows(limits: TreeLimits, draft: Engine) -> MaskRows:
     """For the levels of the limits; raises `LimitError` if the engine takes fewer rows."""
-    token_id, most = draft.draft.mask_token_id, draft.max_draft_tree_size
+    token_id, maximum = draft.draft.mask_token_id, draft.max_draft_tree_size
     assert token_id is not None
-    if limits.steps > most:
+    if limits.steps > maximum:
         raise LimitError(
-            f"--eagleDraftStep {limits.steps} exceeds the draft engine's {most} rows",
+            f"--eagleDraftStep {limits.steps} exceeds the draft engine's {maximum} rows",
             hint="take less, or build with a larger --maxDraftTreeSize",
         )
     return MaskRows(token_id, limits.steps - 1)
 
 
-class ParallelDrafter(EagleDrafter):
+class PEagleDrafter(EagleDrafter):
     """Grows the pool with the candidates of the newest row and of the mask rows behind it."""
 
     def __init__(
         self,
         rows: CommittedRows,
-        learned: Learned,
+        learned: SpecState,
         limits: TreeLimits,
         costs: Costs,
         masks: MaskRows,
@@ -86,10 +86,10 @@ class ParallelDrafter(EagleDrafter):
     def _parts(self) -> Iterator[DraftPart]:
         return self._own.parts(self._limits.top_k, self._masks)
 
-    def _grow(self, pool: Pool, levels: int) -> Passes[None]:
+    def _grow(self, pool: CandidatePool, levels: int) -> Passes[None]:
         assert self._root is not None
         found = self._root()
         log_probs = found.log_probs.astype(np.float64)
-        foreseen = list(zip(found.token_ids, log_probs, strict=True))
-        grow_levels(pool, self._policy, foreseen[:levels])
+        predicted = list(zip(found.token_ids, log_probs, strict=True))
+        grow_levels(pool, self._policy, predicted[:levels])
         yield from ()

@@ -19,7 +19,7 @@ _SEPARATOR = -1  # between requests: nothing is continued beyond it
 _SHORTEST_MATCH = 2
 _OTHERS = 0.25  # confidence of what followed elsewhere, over that of the latest place
 _SURE = 200  # tokens of a match; longer ones are no surer
-_MOST_UNREAD = 1 << 12  # tokens of requests that ended since anybody looked
+_MAX_UNREAD = 1 << 12  # tokens of requests that ended since anybody looked
 
 
 class SuffixAutomaton:
@@ -77,16 +77,16 @@ def remember() -> Callable[[], Lookup]:
 class _Text:
     """An automaton of the newest tokens, at most so many."""
 
-    def __init__(self, most: int) -> None:
-        self.automaton, self._most = SuffixAutomaton(), most
+    def __init__(self, maximum: int) -> None:
+        self.automaton, self._maximum = SuffixAutomaton(), maximum
 
     def extend(self, token_ids: Sequence[int]) -> None:
         """Append tokens; the oldest half is forgotten when it is full."""
         at = 0
         while at < len(token_ids):
-            room = self._most - len(self.automaton.tokens)
+            room = self._maximum - len(self.automaton.tokens)
             if not room:
-                newest = self.automaton.tokens[-(self._most // 2) :]
+                newest = self.automaton.tokens[-(self._maximum // 2) :]
                 self.automaton = SuffixAutomaton()
                 self.automaton.extend(newest)
                 continue
@@ -132,7 +132,7 @@ class SuffixMemory:
         with self._lock:
             self._ended.append(token_ids)
             unread = sum(map(len, self._ended))
-            while len(self._ended) > 1 and unread > _MOST_UNREAD:
+            while len(self._ended) > 1 and unread > _MAX_UNREAD:
                 unread -= len(self._ended.popleft())
 
 
@@ -141,7 +141,7 @@ class SuffixLookup:
 
     def __init__(self, memory: SuffixMemory) -> None:
         self._memory, self._own = memory, _Text(memory.memory_tokens)
-        self.most = memory.longest * memory.branches
+        self.maximum = memory.longest * memory.branches
         self._recall([])
 
     def _recall(self, token_ids: Sequence[int]) -> None:

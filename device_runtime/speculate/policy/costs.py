@@ -44,22 +44,22 @@ class Costs:
         tables = _table(verify), _table(step or nothing), _table(extend or nothing)
         return cls(*tables, host_ms, tree_ms, together, levels)
 
-    def share(self, company: Company) -> F64:
-        """What an answer's rows cost it of the passes that verify, see `Company.share`.
+    def share(self, batch_load: BatchLoad) -> F64:
+        """What an answer's rows cost it of the passes that verify, see `BatchLoad.share`.
 
         Passes of several are taken for those of one with as many rows where nobody measured them.
         """
-        return _share(self.verify, self.together, company)
+        return _share(self.verify, self.together, batch_load)
 
     def step_share(self, answers: int) -> F64:
         """The same of a level that so many draft together, each with a row at least."""
-        return _share(self.step, self.levels, Company(answers, answers - 1))
+        return _share(self.step, self.levels, BatchLoad(answers, answers - 1))
 
 
-def _share(alone: F64, together: SharedCosts | None, company: Company) -> F64:
-    if company.answers == 1 or together is None:
-        return company.share(alone)
-    return company.share(together.by_rows(company.answers))[: len(alone)]
+def _share(alone: F64, together: SharedCosts | None, batch_load: BatchLoad) -> F64:
+    if batch_load.answers == 1 or together is None:
+        return batch_load.share(alone)
+    return batch_load.share(together.by_rows(batch_load.answers))[: len(alone)]
 
 
 def _table(measured: Mapping[str, float]) -> F64:
@@ -70,7 +70,7 @@ def _table(measured: Mapping[str, float]) -> F64:
 
 
 @dataclass(frozen=True, slots=True)
-class Company:
+class BatchLoad:
     """Who shares the passes of an answer."""
 
     answers: int = 1  # that decode, it among them
@@ -90,12 +90,12 @@ class Company:
         return np.concatenate([[0.0], passes[1:] - passes[1] * (1 - 1 / self.answers)])
 
 
-ALONE = Company()
+ALONE = BatchLoad()
 
 
 def shared(table: F64, answers: int) -> F64:
     """What rows of one answer cost it of passes that so many share, each with one at least."""
-    return Company(answers, answers - 1).share(table)
+    return BatchLoad(answers, answers - 1).share(table)
 
 
 @overload

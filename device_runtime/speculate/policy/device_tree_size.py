@@ -16,7 +16,7 @@ from edgellm.device_runtime.runners.device_speculation import Growth
 from edgellm.device_runtime.speculate.device_rounds import Size
 from edgellm.device_runtime.speculate.options import SpecOptions
 from edgellm.device_runtime.speculate.policy.costs import Costs, price
-from edgellm.device_runtime.speculate.policy.spec_gate import Controller
+from edgellm.device_runtime.speculate.policy.spec_gate import SpecGate
 from edgellm.device_runtime.speculate.policy.static_tree import Choice
 from edgellm.device_runtime.speculate.policy.tree_policy import TreeLimits
 from edgellm.device_runtime.speculate.tree import F64, Tree
@@ -33,11 +33,11 @@ def growth_of(options: SpecOptions, limits: TreeLimits) -> Growth | None:
     if options.choices:
         return _static_growth(options.choices, limits)
     widths = (limits.top_k,) * (limits.steps - 1)
-    most = limits.verify_size
+    maximum = limits.verify_size
     if options.tree == "fixed":
-        return Growth(limits.top_k, widths, (most,), "draft")
-    nodes = tuple(size for size in _SIZES if size < most)
-    return Growth(limits.top_k, widths, (*nodes, most), "rates")
+        return Growth(limits.top_k, widths, (maximum,), "draft")
+    nodes = tuple(size for size in _SIZES if size < maximum)
+    return Growth(limits.top_k, widths, (*nodes, maximum), "rates")
 
 
 def _static_growth(choices: Sequence[Choice], limits: TreeLimits) -> Growth:
@@ -87,7 +87,7 @@ class WorthwhileSize:
     See `policy`; the gains are running means over rounds.
     """
 
-    def __init__(self, growth: Growth, costs: Costs, controller: Controller) -> None:
+    def __init__(self, growth: Growth, costs: Costs, controller: SpecGate) -> None:
         self._growth, self._costs, self._controller = growth, costs, controller
         self._by_rank = np.zeros(growth.nodes[-1])  # chances of a tree's nodes, the likeliest first
         self._by_level = np.zeros(growth.levels)  # chances of all nodes of a level
@@ -97,15 +97,15 @@ class WorthwhileSize:
     def plan(self, levels: int, answers: int = 1) -> Size:
         """See `Sizes`."""
         growth, rate = self._growth, self._controller.rate
-        most = min(levels, growth.levels)
+        maximum = min(levels, growth.levels)
         self._rounds += 1
-        is_known = self._seen_ranks.all() and self._seen_levels[:most].all()
+        is_known = self._seen_ranks.all() and self._seen_levels[:maximum].all()
         if not is_known or self._rounds % _LARGEST_EVERY == 0:
-            return Size(most, growth.nodes[-1])
+            return Size(maximum, growth.nodes[-1])
         step = self._costs.step_share(answers)
         steps = [rate * float(price(step, width)) for width in growth.widths]
         deep = 1
-        while deep < most and self._by_level[deep] > steps[deep - 1]:
+        while deep < maximum and self._by_level[deep] > steps[deep - 1]:
             deep += 1
         sizes = np.array(growth.nodes)
         verify = np.array(self._controller.verify)  # of the company

@@ -23,7 +23,7 @@ _OPTIMISM, _LONGEST_CHAIN = 0.8, 6  # rate of acceptance, tokens
 _RATE_MEMORY = 0.03  # weight of the newest round in the running rates
 
 
-class Terms(NamedTuple):
+class TrialBudget(NamedTuple):
     """What trials may lose, in such tokens, and pauses behind them, in tokens."""
 
     first: float
@@ -35,14 +35,14 @@ class Terms(NamedTuple):
 # A network's first trial finds acceptance rates that nobody knows yet: 4 did not last, MT-bench
 # then began with a pause. Sampled answers are harder to foresee, so that less is risked there; and
 # looking a text up, beside a network, costs little: a little credit lasts, and it is tried sooner.
-GREEDY, SAMPLED = Terms(7.0), Terms(3.0, 1.5, 384)
-GREEDY_BESIDE, SAMPLED_BESIDE = Terms(2.0, longest=384), Terms(1.5, 1.5, longest=384)
+GREEDY, SAMPLED = TrialBudget(7.0), TrialBudget(3.0, 1.5, 384)
+GREEDY_BESIDE, SAMPLED_BESIDE = TrialBudget(2.0, longest=384), TrialBudget(1.5, 1.5, longest=384)
 
 
-class Account:
+class SpecCredit:
     """Of a network, or of what text foresees."""
 
-    def __init__(self, round_ms: float, answers: int, terms: Terms) -> None:
+    def __init__(self, round_ms: float, answers: int, terms: TrialBudget) -> None:
         """Begin with a trial.
 
         Args:
@@ -80,7 +80,7 @@ class Account:
         return not self.pause
 
 
-class TextShare(NamedTuple):
+class TextLookupShare(NamedTuple):
     """Of a round in which the text was looked up."""
 
     looked_ms: float  # what that took
@@ -88,15 +88,15 @@ class TextShare(NamedTuple):
     tokens: int = 0  # of these, accepted
 
 
-class Pace:
+class Throughput:
     """What decoding reaches where so many answers share the passes, and who drafts there."""
 
     def __init__(
         self,
         costs: Costs,
         answers: int = 1,
-        network: Terms = GREEDY,
-        text: Terms = GREEDY_BESIDE,
+        network: TrialBudget = GREEDY,
+        text: TrialBudget = GREEDY_BESIDE,
     ) -> None:
         """Begin with the costs alone.
 
@@ -108,8 +108,8 @@ class Pace:
         """
         self._costs, self.plain_ms = costs, float(costs.verify[1])
         round_ms = answers * self.plain_ms
-        self.network = Account(round_ms, answers, network)
-        self.text = Account(round_ms, answers, text)
+        self.network = SpecCredit(round_ms, answers, network)
+        self.text = SpecCredit(round_ms, answers, text)
         self._forget_rate()
         if answers > 1:
             if not _may_pay(costs, costs.host_ms + costs.extend[1]):
@@ -117,7 +117,7 @@ class Pace:
             if not _may_pay(costs, costs.host_ms):
                 self.text.rest()
 
-    def rest_like(self, smaller: Pace) -> None:
+    def rest_like(self, smaller: Throughput) -> None:
         """What rests in a smaller company would lose more in this one."""
         for own, other in ((self.network, smaller.network), (self.text, smaller.text)):
             own.pause = max(own.pause, other.pause)
@@ -154,7 +154,7 @@ class Pace:
         verify: Sequence[float],
         networked: bool,
         read_ms: float,
-        text: TextShare | None,
+        text: TextLookupShare | None,
     ) -> None:
         """Update rate and accounts; see `Controller.end_round`.
 
@@ -187,7 +187,7 @@ class Pace:
         self.ms += weight * (cost - self.ms)
         self._rounds += 1
 
-    def _won_by(self, text: TextShare, rows: int, verify: Sequence[float]) -> float:
+    def _won_by(self, text: TextLookupShare, rows: int, verify: Sequence[float]) -> float:
         """What the text's part of a network's tree won."""
         more_ms = verify[rows] - verify[max(rows - text.rows, 1)]
         return text.tokens * self.plain_ms - more_ms - text.looked_ms

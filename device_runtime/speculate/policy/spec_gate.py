@@ -15,17 +15,17 @@ import time
 from collections.abc import Callable
 from dataclasses import dataclass, replace
 
-from edgellm.device_runtime.speculate.policy.costs import ALONE, Company, Costs, shared
+from edgellm.device_runtime.speculate.policy.costs import ALONE, BatchLoad, Costs, shared
 from edgellm.device_runtime.speculate.policy.spec_budget import (
     GREEDY,
     GREEDY_BESIDE,
-    Pace,
-    Terms,
-    TextShare,
+    TextLookupShare,
+    Throughput,
+    TrialBudget,
 )
-from edgellm.device_runtime.speculate.text_lookup import Foresight
+from edgellm.device_runtime.speculate.text_lookup import TextDrafts
 
-_FORESEEN = (0.3, 1.0, 2.5)  # tokens; edges between the kinds of rounds
+_PREDICTED = (0.3, 1.0, 2.5)  # tokens; edges between the kinds of rounds
 _MEMORY = 0.02  # weight of the newest round of a side
 _TRIAL = 10  # rounds of a side
 _SHORTEST, _LONGEST = 64, 1024  # rounds until the other side is tried again
@@ -89,7 +89,7 @@ class _Kind:
             self.patience = _SHORTEST
 
 
-class Controller:
+class SpecGate:
     """See the module; one for all requests of a kind."""
 
     def __init__(
@@ -98,8 +98,8 @@ class Controller:
         *,
         pauses: bool = False,
         adapts: bool = False,
-        network: Terms = GREEDY,
-        text: Terms = GREEDY_BESIDE,
+        network: TrialBudget = GREEDY,
+        text: TrialBudget = GREEDY_BESIDE,
     ) -> None:
         """Begin with the costs alone.
 
@@ -112,11 +112,11 @@ class Controller:
         """
         self._costs, self._pauses, self.adapts = costs, pauses, adapts
         self._terms, self._looked_ms = (network, text), _LOOKED_MS
-        self._paces: dict[int, Pace] = {}  # by the answers that share a pass
-        self.company = ALONE  # of the answer whose round it is
+        self._paces: dict[int, Throughput] = {}  # by the answers that share a pass
+        self.batch_load = ALONE  # of the answer whose round it is
         self.pace, self.verify = self._pace_of(1), costs.verify.tolist()  # ms of its share, by rows
-        self._shares: dict[Company, list[float]] = {ALONE: self.verify}
-        guesses = (0.0, *_FORESEEN)
+        self._shares: dict[BatchLoad, list[float]] = {ALONE: self.verify}
+        guesses = (0.0, *_PREDICTED)
         plain_ms = self.pace.plain_ms
         self._kinds = [
             _Kind({True: _Side(1.0, plain_ms), False: _Side(1 + guess, plain_ms)})
@@ -125,26 +125,26 @@ class Controller:
         self._kind = self._kinds[0]  # of the round
         self._opened_at: float | None = None  # seconds; since when the clock judges the round
 
-    def turn_to(self, company: Company) -> Pace:
+    def turn_to(self, batch_load: BatchLoad) -> Throughput:
         """The round is of an answer in this company; what decoding reaches there."""
-        if company is not self.company:
-            self.company, self.pace = company, self._pace_of(company.answers)
-            self.verify = self._share_of(company)
+        if batch_load is not self.batch_load:
+            self.batch_load, self.pace = batch_load, self._pace_of(batch_load.answers)
+            self.verify = self._share_of(batch_load)
         return self.pace
 
-    def _share_of(self, company: Company) -> list[float]:
-        if company not in self._shares:
+    def _share_of(self, batch_load: BatchLoad) -> list[float]:
+        if batch_load not in self._shares:
             if len(self._shares) == _KEPT_SHARES:
                 self._shares.clear()
-            self._shares[company] = self._costs.share(company).tolist()
-        return self._shares[company]
+            self._shares[batch_load] = self._costs.share(batch_load).tolist()
+        return self._shares[batch_load]
 
-    def _pace_of(self, answers: int) -> Pace:
+    def _pace_of(self, answers: int) -> Throughput:
         if answers not in self._paces:
-            verify = self._costs.share(Company(answers, answers - 1))
+            verify = self._costs.share(BatchLoad(answers, answers - 1))
             step, extend = self._costs.step_share(answers), shared(self._costs.extend, answers)
             shares = replace(self._costs, verify=verify, step=step, extend=extend)
-            pace = Pace(shares, answers, *self._terms)
+            pace = Throughput(shares, answers, *self._terms)
             if fewer := [known for known in self._paces if known < answers]:
                 pace.rest_like(self._paces[max(fewer)])
             self._paces[answers] = pace
@@ -165,24 +165,24 @@ class Controller:
         """Whether the network, behind a pause, has yet to show that it pays."""
         return self.pace.network.is_retrial
 
-    def opens(self, foreseen: Callable[[], float]) -> bool:
+    def opens(self, predicted: Callable[[], float]) -> bool:
         """Whether the network drafts in a round, of which the text foresees so many tokens."""
         if not self.adapts:
             return True
         # In company the clock tells what all rounds take.
-        self._opened_at = time.perf_counter() if self.company.answers == 1 else None
-        return self.choose(foreseen())
+        self._opened_at = time.perf_counter() if self.batch_load.answers == 1 else None
+        return self.choose(predicted())
 
-    def choose(self, foreseen: float) -> bool:
+    def choose(self, predicted: float) -> bool:
         """As `opens`, without a look at the clock."""
-        self._kind = self._kinds[bisect.bisect(_FORESEEN, foreseen)]
+        self._kind = self._kinds[bisect.bisect(_PREDICTED, predicted)]
         return self._kind.choose()
 
     def look_away(self) -> None:
         """The clock is no judge of this round: it does what others left."""
         self._opened_at = None
 
-    def looked_up(self, foresight: Foresight) -> float:
+    def looked_up(self, foresight: TextDrafts) -> float:
         """What a look at the text takes, in milliseconds, if there was one since the last round."""
         seconds, foresight.looked_s = foresight.looked_s, 0.0
         if not seconds:
@@ -191,7 +191,7 @@ class Controller:
         self._looked_ms += _MEMORY * (min(seconds * 1e3, _OUTLIER * mean) - mean)
         return self._looked_ms
 
-    def pass_by(self, foresight: Foresight) -> None:
+    def pass_by(self, foresight: TextDrafts) -> None:
         """A token of plain decoding; the text may have been looked up in vain."""
         if self._pauses:
             self.pace.pass_by(self.looked_up(foresight) if foresight.looked_s else 0.0)
@@ -206,7 +206,7 @@ class Controller:
         *,
         networked: bool,
         read_ms: float = 0.0,
-        text: TextShare | None = None,
+        text: TextLookupShare | None = None,
     ) -> None:
         """What a round gave.
 

@@ -15,7 +15,7 @@ import numpy as np
 from edgellm.core.errors import EdgeLLMError
 from edgellm.core.strict_json import parse
 from edgellm.device_runtime.arrays import I64
-from edgellm.device_runtime.speculate.tree import F64, Pool
+from edgellm.device_runtime.speculate.tree import F64, CandidatePool
 
 Choice = tuple[int, ...]
 
@@ -97,7 +97,7 @@ class StaticTree:
             self._children[numbers[path[:-1]], path[-1]] = numbers[path]
         self._is_parent = np.any(self._children >= 0, axis=1)
 
-    def _numbers(self, pool: Pool) -> I64:
+    def _numbers(self, pool: CandidatePool) -> I64:
         """The choice of every node of a pool; 0 is the root, -1 none."""
         numbers, width = np.zeros(pool.count, np.int64), self._children.shape[1]
         for first in range(1, pool.count, width):  # siblings stand together, by rank
@@ -108,12 +108,12 @@ class StaticTree:
         """The draft's own log-probabilities."""
         return log_probs
 
-    def frontier(self, pool: Pool, newest: I64, prices: F64) -> I64:
+    def frontier(self, pool: CandidatePool, newest: I64, prices: F64) -> I64:
         """The choices of the newest level that have children."""
         numbers = self._numbers(pool)[newest]
         return newest[(numbers >= 0) & self._is_parent[numbers]][: len(prices)]
 
-    def select(self, pool: Pool, room: int) -> I64:
+    def select(self, pool: CandidatePool, room: int) -> I64:
         """All choices, level by level."""
         return np.flatnonzero(self._numbers(pool) > 0)[:room]
 

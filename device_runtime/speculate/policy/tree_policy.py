@@ -18,8 +18,8 @@ import numpy as np
 from edgellm.device_runtime.arrays import I64
 from edgellm.device_runtime.speculate.policy.acceptance_rates import Calibration
 from edgellm.device_runtime.speculate.policy.costs import Costs
-from edgellm.device_runtime.speculate.policy.spec_gate import Controller
-from edgellm.device_runtime.speculate.tree import F64, Pool, top
+from edgellm.device_runtime.speculate.policy.spec_gate import SpecGate
+from edgellm.device_runtime.speculate.tree import F64, CandidatePool, top
 
 _MEMORY = 0.03  # weight of the newest round in the running mean
 
@@ -64,7 +64,7 @@ class Policy(Protocol):
         """What `scores` makes of probabilities, see `Calibration.curve`; None: their logarithm."""
         ...
 
-    def frontier(self, pool: Pool, newest: I64, prices: F64) -> I64:
+    def frontier(self, pool: CandidatePool, newest: I64, prices: F64) -> I64:
         """Which of the `newest` nodes get children; none to stop.
 
         Args:
@@ -74,7 +74,7 @@ class Policy(Protocol):
         """
         ...
 
-    def select(self, pool: Pool, room: int) -> I64:
+    def select(self, pool: CandidatePool, room: int) -> I64:
         """The drafted nodes to verify, at most `room`, every node's parent among them."""
         ...
 
@@ -99,11 +99,11 @@ class FixedTree:
         """The draft's own log-probabilities."""
         return log_probs
 
-    def frontier(self, pool: Pool, newest: I64, prices: F64) -> I64:
+    def frontier(self, pool: CandidatePool, newest: I64, prices: F64) -> I64:
         """The best `top_k` of the newest level."""
         return newest[top(pool.scores[newest], min(self._limits.top_k, len(prices)))]
 
-    def select(self, pool: Pool, room: int) -> I64:
+    def select(self, pool: CandidatePool, room: int) -> I64:
         """The best of the whole pool."""
         return pool.ranked()[:room]
 
@@ -120,7 +120,7 @@ class CostAwareTree:
     """Grows and verifies what pays, by measured costs and learned acceptance rates."""
 
     def __init__(
-        self, limits: TreeLimits, costs: Costs, calibration: Calibration, controller: Controller
+        self, limits: TreeLimits, costs: Costs, calibration: Calibration, controller: SpecGate
     ) -> None:
         self._limits, self._costs, self._calibration = limits, costs, calibration
         self._controller = controller
@@ -135,11 +135,11 @@ class CostAwareTree:
         """Of the calibration."""
         return self._calibration.curve
 
-    def frontier(self, pool: Pool, newest: I64, prices: F64) -> I64:
+    def frontier(self, pool: CandidatePool, newest: I64, prices: F64) -> I64:
         """The nodes whose likeliest child pays for its rows in draft and verification."""
         scores = pool.scores[newest].tolist()
         order = sorted(range(len(scores)), key=scores.__getitem__, reverse=True)
-        rate, gain, most, count = self._controller.rate, 0.0, 0.0, 0
+        rate, gain, maximum, count = self._controller.rate, 0.0, 0.0, 0
         verify = self._controller.verify
         last = min(len(verify) - 1, 8)
         # What one more verified row costs in trees of a middling size.
@@ -150,21 +150,21 @@ class CostAwareTree:
             if more <= 0:  # nor does any behind it pay: prices never fall
                 break
             gain += more
-            if gain - rate * prices[size - 1] > most:
-                most, count = gain - rate * prices[size - 1], size
+            if gain - rate * prices[size - 1] > maximum:
+                maximum, count = gain - rate * prices[size - 1], size
         return newest[order[:count]]
 
-    def select(self, pool: Pool, room: int) -> I64:
+    def select(self, pool: CandidatePool, room: int) -> I64:
         """The size at which expected tokens minus the price of the pass peak."""
         verify = self._controller.verify
         ranked = pool.ranked()[: min(room, len(verify) - 2)]
         rate, expected, count = self._controller.rate, 0.0, 0
-        most = rate * (self._costs.tree_ms - verify[1])  # of the root alone, which has none
+        maximum = rate * (self._costs.tree_ms - verify[1])  # of the root alone, which has none
         for size, score in enumerate(pool.scores[ranked].tolist(), start=1):
             expected += math.exp(score)
             value = expected - rate * verify[size + 1]
-            if value > most:
-                most, count = value, size
+            if value > maximum:
+                maximum, count = value, size
         return ranked[:count]
 
     def pays(self, chances: Iterable[float]) -> bool:

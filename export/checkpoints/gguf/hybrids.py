@@ -71,8 +71,8 @@ def _delta_net(facts: Facts) -> Config:
     """What Qwen3-Next and Qwen3.5 have in common."""
     heads, hidden = facts.get("attention.head_count"), facts.get("embedding_length")
     head_dim = facts.get("attention.key_length", hidden // heads)
-    foreseen = facts.get("nextn_predict_layers", 0)
-    layers, values = facts.get("block_count") - foreseen, facts.get("ssm.time_step_rank")
+    predicted = facts.get("nextn_predict_layers", 0)
+    layers, values = facts.get("block_count") - predicted, facts.get("ssm.time_step_rank")
     interval = facts.get("full_attention_interval", _INTERVAL)
     usual = [bool((at + 1) % interval) for at in range(layers)]
     recurs = facts.get("attention.recurrent_layers", usual)
@@ -80,7 +80,7 @@ def _delta_net(facts: Facts) -> Config:
     turning = facts.get("rope.dimension_count", head_dim)
     return {
         "num_hidden_layers": layers,
-        "mtp_num_hidden_layers": foreseen,
+        "mtp_num_hidden_layers": predicted,
         "layer_types": [LINEAR if each else FULL for each in recurs[:layers]],
         "linear_num_key_heads": facts.get("ssm.group_count"),
         "linear_num_value_heads": values,
@@ -164,13 +164,13 @@ def _falcon_h1(facts: Facts) -> Config:
 
 def _nemotron_h(facts: Facts) -> Config:
     heads, inner = facts.get("ssm.time_step_rank"), facts.get("ssm.inner_size")
-    foreseen, widths = facts.get("nextn_predict_layers", 0), facts.get("feed_forward_length")
-    layers = facts.get("block_count") - foreseen
+    predicted, widths = facts.get("nextn_predict_layers", 0), facts.get("feed_forward_length")
+    layers = facts.get("block_count") - predicted
     facts.skip("attention.layer_norm_epsilon")  # the same as that which is read
     found = {
         "model_type": "nemotron_h",
         "num_hidden_layers": layers,
-        "num_nextn_predict_layers": foreseen,
+        "num_nextn_predict_layers": predicted,
         "num_key_value_heads": max(_kv_heads(facts)),
         "layers_block_type": [_kind(facts, at) for at in range(layers)],
         "intermediate_size": max(widths) if isinstance(widths, list) else widths,

@@ -15,7 +15,7 @@ from edgellm.quantize.activations.gradients import Trace, trace
 from edgellm.quantize.algorithms.gptq.rounding import WholeNumbers, round_nearest
 from edgellm.quantize.algorithms.mixed_precision.allocation import Form, Unit
 from edgellm.quantize.models.families import Family
-from edgellm.quantize.models.language_model import Subject, Task
+from edgellm.quantize.models.language_model import QuantizedNetwork, Task
 from edgellm.quantize.models.one_layer_model import linears
 
 FLOAT_FORM = "16"
@@ -27,7 +27,7 @@ Grids = Mapping[str, WholeNumbers]  # by the name of a form
 _Place = tuple[int, str]  # a layer, and a linear layer in it
 
 
-def estimate(subject: Subject, task: Task, grids: Grids) -> list[Unit]:
+def estimate(subject: QuantizedNetwork, task: Task, grids: Grids) -> list[Unit]:
     """The forms of every linear layer with their divergences.
 
     Args:

@@ -28,12 +28,12 @@ def _resident(kind: str) -> int:
     return next(int(line.split()[1]) * 1024 for line in lines if line.startswith(f"Rss{kind}"))
 
 
-def _settles(kind: str, most: int) -> bool:
+def _settles(kind: str, maximum: int) -> bool:
     """Whether so little of a kind of memory is left after a while."""
     deadline = time.monotonic() + 20
-    while _resident(kind) > most and time.monotonic() < deadline:
+    while _resident(kind) > maximum and time.monotonic() < deadline:
         time.sleep(0.05)
-    return _resident(kind) <= most
+    return _resident(kind) <= maximum
 
 
 def test_pages_that_were_read_are_given_back(tmp_path):

@@ -44,7 +44,7 @@ from edgellm.core.graph_io import (
 from edgellm.core.manifest import LLM_BUNDLE, load_bundle
 from edgellm.core.model_spec import CacheRanges
 from edgellm.device_runtime.kernels.triton import catalog, prebuilt
-from edgellm.device_runtime.networks.decoder import DecoderSession
+from edgellm.device_runtime.networks.decoder import DecoderNetwork
 from edgellm.device_runtime.runners.tensorrt.library.attention_nodes import GIVEN, NAMESPACE
 from edgellm.device_runtime.runners.tensorrt.library.trt_import import Library
 from edgellm.device_runtime.runners.tensorrt.runner import TensorRtRunner
@@ -111,9 +111,9 @@ def test_architectures_compute_what_the_portable_graph_does(
     device, plan = FakeDevice(), Plan(ROWS, CAPACITY, max_verify_tree_size=8)
     engine = FakeEngine(tmp_path / "lowered.onnx", base_passes(plan), device)
     runner = TensorRtRunner(
-        engine, device, most_rows=ROWS, tree_rows=8, spec=spec, capacity=CAPACITY
+        engine, device, max_rows=ROWS, tree_rows=8, spec=spec, capacity=CAPACITY
     )
-    sessions = DecoderSession(runner, spec, CAPACITY), open_portable(bundle, CAPACITY)
+    sessions = DecoderNetwork(runner, spec, CAPACITY), open_portable(bundle, CAPACITY)
     random, write = np.random.default_rng(0), 0
     mask = np.tril(np.ones((5, 5), np.bool_))
     mask[3, 2] = mask[4, 3] = False

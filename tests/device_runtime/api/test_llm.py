@@ -32,7 +32,7 @@ class ScriptedSession:
 
     def __init__(self, script, capacity=64, vocab_size=96):
         self.script, self.capacity, self.vocab_size = list(script), capacity, vocab_size
-        self.length, self.most_parts, self.context = 0, 1, Context()
+        self.length, self.max_batch_size, self.context = 0, 1, Context()
 
     def use(self, context):
         self.context = context

@@ -15,8 +15,8 @@ from edgellm.core.errors import (
     UnexpectedError,
 )
 from edgellm.device_runtime import LLM, BatchError, SamplingParams, SpecOptions
-from edgellm.device_runtime.scheduler.request_output import Answer
-from edgellm.device_runtime.speculate.policy.spec_gate import Controller
+from edgellm.device_runtime.scheduler.request_output import RequestOutput
+from edgellm.device_runtime.speculate.policy.spec_gate import SpecGate
 
 PROMPTS = ["w20 w30 w40", "w21 w31 w41", "w22 w32 w42"]
 VICTIM, LENGTH = 1, 12
@@ -71,7 +71,7 @@ class HookedDrafter:
 
 
 def _in_drafter(name: str) -> Callable:
-    def place(_: LLM, answer: Answer, hook: Hook) -> None:
+    def place(_: LLM, answer: RequestOutput, hook: Hook) -> None:
         sequence = answer._entry.sequence
         sequence.drafter = HookedDrafter(sequence.drafter, name, hook)
 
@@ -81,7 +81,7 @@ def _in_drafter(name: str) -> Callable:
 def _in_generator(name: str) -> Callable:
     """Behind the first pass that the drafter asks for, which it shares with the others'."""
 
-    def place(_: LLM, answer: Answer, hook: Hook) -> None:
+    def place(_: LLM, answer: RequestOutput, hook: Hook) -> None:
         drafter = answer._entry.sequence.drafter
         work = getattr(drafter, name)
 
@@ -98,7 +98,7 @@ def _in_generator(name: str) -> Callable:
 def _in_own(path: str) -> Callable:
     """In an object that only the victim has."""
 
-    def place(_: LLM, answer: Answer, hook: Hook) -> None:
+    def place(_: LLM, answer: RequestOutput, hook: Hook) -> None:
         *owners, name = path.split(".")
         own: Any = answer._entry
         for owner in owners:
@@ -109,7 +109,7 @@ def _in_own(path: str) -> Callable:
 
 
 def _in_grammar(name: str) -> Callable:
-    def place(_: LLM, answer: Answer, hook: Hook) -> None:
+    def place(_: LLM, answer: RequestOutput, hook: Hook) -> None:
         class Grammar:
             def apply(self, logits: Any, *_: Any) -> Any:
                 return logits
@@ -125,7 +125,7 @@ def _in_grammar(name: str) -> Callable:
 
 
 def _in_slot(name: str, after: int = 0) -> Callable:
-    def place(llm: LLM, answer: Answer, hook: Hook) -> None:
+    def place(llm: LLM, answer: RequestOutput, hook: Hook) -> None:
         victim, hook.left = answer._entry.sequence, after
         shared = getattr(llm.slot, name)
         setattr(llm.slot, name, hook.before(shared, lambda one, *_: one is victim))
@@ -136,7 +136,7 @@ def _in_slot(name: str, after: int = 0) -> Callable:
 def _in_pass(*, of_draft: bool, is_late: bool = False) -> Callable:
     """A forward pass that fails whenever the victim shares it, before or after it has run."""
 
-    def place(llm: LLM, answer: Answer, hook: Hook) -> None:
+    def place(llm: LLM, answer: RequestOutput, hook: Hook) -> None:
         hook.is_late, hook.left = is_late, 1  # not the prompt's
         slot, victim = llm.slot, answer._entry.sequence
         session = slot._draft_caches[0].session if of_draft else slot.session
@@ -154,7 +154,7 @@ def _in_pass(*, of_draft: bool, is_late: bool = False) -> Callable:
 
 
 def _in_session(name: str) -> Callable:
-    def place(llm: LLM, answer: Answer, hook: Hook) -> None:
+    def place(llm: LLM, answer: RequestOutput, hook: Hook) -> None:
         session, victim = llm.slot.session, answer._entry.sequence
         shared = getattr(session, name)
         setattr(session, name, hook.before(shared, lambda *_: session.context is victim.context))
@@ -162,7 +162,7 @@ def _in_session(name: str) -> Callable:
     return place
 
 
-def _in_callback(_: LLM, answer: Answer, hook: Hook) -> None:
+def _in_callback(_: LLM, answer: RequestOutput, hook: Hook) -> None:
     answer.before_pass = hook
 
 
@@ -220,20 +220,20 @@ WARNED = {
 @pytest.fixture(scope="module")
 def llm(shared_engine):
     """Whose draft is asked in every round, whatever the measured costs say of it."""
-    pace_of = Controller._pace_of
+    pace_of = SpecGate._pace_of
 
-    def awake(self: Controller, answers: int) -> Any:
+    def awake(self: SpecGate, answers: int) -> Any:
         pace = pace_of(self, answers)
         pace.network.pause = 0
         return pace
 
     with pytest.MonkeyPatch.context() as patch:
-        patch.setattr(Controller, "_pace_of", awake)
+        patch.setattr(SpecGate, "_pace_of", awake)
         with LLM(shared_engine, spec=SpecOptions(tree="fixed")) as found:
             yield found
 
 
-def _asked(llm: LLM, **options: Any) -> list[Answer]:
+def _asked(llm: LLM, **options: Any) -> list[RequestOutput]:
     return [
         llm.generate_text(
             prompt,
@@ -256,7 +256,7 @@ def expected(llm):
     return [(one.token_ids, one.text, one.finish_reason) for one in answers]
 
 
-def _facts(answer: Answer) -> tuple:
+def _facts(answer: RequestOutput) -> tuple:
     return answer.token_ids, answer.text, answer.finish_reason
 
 

@@ -31,7 +31,7 @@ from edgellm.core.errors import LimitError
 from edgellm.core.graph_roles import DECODER
 from edgellm.core.manifest import GraphSpec, with_kv_dtype
 from edgellm.device_runtime.api.llm import LLM
-from edgellm.device_runtime.networks.decoder import Part
+from edgellm.device_runtime.networks.decoder import SequencePart
 from edgellm.device_runtime.networks.sequence_kv import Context
 from edgellm.device_runtime.runners import tensorrt
 from edgellm.device_runtime.runners.tensorrt.kernel_cache import KV_DTYPES
@@ -135,7 +135,7 @@ def _together(llm, names):
     contexts = [Context() for _ in names]
     for context, name in zip(contexts, names, strict=True):
         context.adapter = None if name is None else llm._adapters.find(name)
-    parts = [Part(context, TOKENS, 0, np.arange(12)) for context in contexts]
+    parts = [SequencePart(context, TOKENS, 0, np.arange(12)) for context in contexts]
     found = [result.logits.copy() for result in llm.session.run_many(parts)]
     for context in contexts:
         llm.session.close(context)

@@ -26,8 +26,8 @@ from edgellm.build.engine import build_engine
 from edgellm.build.plan import Plan
 from edgellm.core.errors import EdgeLLMError
 from edgellm.device_runtime.api.llm import LLM
-from edgellm.device_runtime.engine.kv_snapshot import ContextFolder
-from edgellm.device_runtime.networks.decoder import Part
+from edgellm.device_runtime.engine.kv_snapshot import SnapshotFolder
+from edgellm.device_runtime.networks.decoder import SequencePart
 from edgellm.device_runtime.networks.sequence_kv import Context
 from edgellm.device_runtime.sampling.sampler import SamplingParams
 from edgellm.device_runtime.speculate.options import SpecOptions
@@ -113,7 +113,7 @@ def test_several_adapters_in_a_pass_have_the_bits_of_each_alone(
         contexts = [Context() for _ in names]
         for context, name in zip(contexts, names, strict=True):
             context.adapter = None if name is None else llm._adapters.find(name)
-        parts = [Part(context, TOKENS, 0, np.arange(12)) for context in contexts]
+        parts = [SequencePart(context, TOKENS, 0, np.arange(12)) for context in contexts]
         together = [result.logits.copy() for result in llm.session.run_many(parts)]
         for context in contexts:
             llm.session.close(context)
@@ -160,7 +160,7 @@ def test_rows_are_reused_for_the_same_adapter_only(engines, folders, tmp_path):
         assert [bool(rows) for rows in found] == [False, True, False, True, False, True]
     with _open(engines["none"], folders, context_reuse=True) as llm:
         reused(llm, "all")
-        contexts = ContextFolder(tmp_path, {})
+        contexts = SnapshotFolder(tmp_path, {})
         contexts.save(llm.slot.contexts())
     with _open(engines["none"], folders, context_reuse=True) as llm:
         for one in contexts.load(1).contexts:

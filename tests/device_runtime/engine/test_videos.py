@@ -215,10 +215,10 @@ def test_sampling_of_each_family(llm, engines):
 
         for total in (*found, 20000):
             film = VideoMetadata(total_num_frames=total, fps=25.0, duration=total / 25)
-            for most in (400, 10):  # tokens, of which a tile has one
-                own = SimpleNamespace(num_frames=min(rules.max_frames, most), fps=1)
+            for maximum in (400, 10):  # tokens, of which a tile has one
+                own = SimpleNamespace(num_frames=min(rules.max_frames, maximum), fps=1)
                 theirs = SmolVLMVideoProcessor.sample_frames(own, film)
-                assert theirs.tolist() == pick(total, 25.0, most)
+                assert theirs.tolist() == pick(total, 25.0, maximum)
     elif engines.model_type == "qwen3_vl":
         assert (rules.min_pixels, rules.max_pixels) == (4096, 25165824)  # of its own file
         assert found[250] == np.linspace(0, 249, 20).round().astype(int).tolist()

@@ -98,13 +98,13 @@ def greedy(trees: list[Tree], logits: np.ndarray, at_once: int) -> Accepted:
     return found
 
 
-def sampled(trees, logits, params, uniforms, at_once: int, most: int = NODES) -> Accepted:
+def sampled(trees, logits, params, uniforms, at_once: int, maximum: int = NODES) -> Accepted:
     found, count = Accepted(len(trees)), len(trees)
     rules = np.array([[p.temperature, p.top_k, p.top_p, p.min_p] for p in params], np.float64)
     launch(
         acceptance.accept_sampled, (-(-count // at_once),), *stacked(trees),
-        *picked(logits, most), rules, uniforms, count, NODES, VOCAB, found.path, found.outcome,
-        TREES=at_once, NODES=NODES, PICKS=most,
+        *picked(logits, maximum), rules, uniforms, count, NODES, VOCAB, found.path, found.outcome,
+        TREES=at_once, NODES=NODES, PICKS=maximum,
     )  # fmt: skip
     return found
 
@@ -156,7 +156,7 @@ def test_picks_that_are_fewer_than_the_vocabulary():
     uniforms = np.stack(
         [np.random.Generator(np.random.Philox(p.seed)).random(NODES) for p in params]
     )
-    found = sampled(trees, logits, params, uniforms, 256, most=4)
+    found = sampled(trees, logits, params, uniforms, 256, maximum=4)
     settled = found.outcome[:, 2] == acceptance.SETTLED.value
     assert set(found.outcome[~settled, 2]) == {acceptance.UNSETTLED.value}
     for index in np.flatnonzero(settled):

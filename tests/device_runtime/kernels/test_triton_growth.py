@@ -1,4 +1,4 @@
-"""Trees that grow on the device are those that the host grows (`Pool`, `FixedTree`, `Tree`)."""
+"""Trees that grow on the device are those that the host grows (`CandidatePool`, `FixedTree`, `Tree`)."""
 
 from __future__ import annotations
 
@@ -8,7 +8,7 @@ from interpreted import run_both
 
 from edgellm.device_runtime.kernels.triton import growth
 from edgellm.device_runtime.speculate.policy.tree_policy import FixedTree, TreeLimits
-from edgellm.device_runtime.speculate.tree import Pool
+from edgellm.device_runtime.speculate.tree import CandidatePool
 
 ROOT, AXES, MANY = 7, 2, 32
 START = np.array([[40, 43, 1000, 99, ROOT]])  # of one sequence, whose tree has all levels
@@ -115,7 +115,10 @@ class Host:
     """The same tree on the host."""
 
     def __init__(self, limits: TreeLimits, policy: FixedTree, at: int) -> None:
-        self.script, self.pool = Scripted(at, limits.top_k), Pool(ROOT + at, limits.pool_size)
+        self.script, self.pool = (
+            Scripted(at, limits.top_k),
+            CandidatePool(ROOT + at, limits.pool_size),
+        )
         self.policy, self.own_count = policy, 1
         self.newest, self.slots = np.zeros(1, np.int64), np.zeros(limits.pool_size, np.int64)
         self.seen, self.used = np.eye(1 + limits.draft_rows, dtype=bool), 0
@@ -139,20 +142,20 @@ class Host:
 
 
 def _check_selection(hosts, policy: FixedTree, device: DevicePools, start, room: int) -> None:
-    several, most = len(start), room + 1
-    tokens, parents = np.zeros((several, most), np.int64), np.zeros((several, most), np.int64)
-    nodes, own = np.zeros((several, most), np.int32), np.ones((several, most), np.float32)
-    positions, slot = np.zeros((AXES, several, most), np.int64), np.full((MANY, 5), -1)
-    masks = np.full((several, most, most), -1, np.int8)
+    several, maximum = len(start), room + 1
+    tokens, parents = np.zeros((several, maximum), np.int64), np.zeros((several, maximum), np.int64)
+    nodes, own = np.zeros((several, maximum), np.int32), np.ones((several, maximum), np.float32)
+    positions, slot = np.zeros((AXES, several, maximum), np.int64), np.full((MANY, 5), -1)
+    masks = np.full((several, maximum, maximum), -1, np.int8)
     run_both(
         growth.select_tree, device.tokens, device.parents, device.scores, device.own, start,
         device.count, room, device.tokens.shape[1], tokens, parents, own, nodes,
         grid=(several,), SIZE=512 if device.count <= 512 else 1024, BLOCK=32,
     )  # fmt: skip
-    laid_out = parents, start, most, AXES, device.many, positions, slot, masks
+    laid_out = parents, start, maximum, AXES, device.many, positions, slot, masks
     run_both(growth.lay_out, *laid_out, grid=(several,), NODES=64)
     device.start, device.used = start, 0
-    device._check_slot(slot, start[:, 3], most)
+    device._check_slot(slot, start[:, 3], maximum)
     for at, host in enumerate(hosts):
         tree, chosen = host.pool.tree(policy.select(host.pool, int(start[at, 3]) - 1))
         size = len(tree)
@@ -168,7 +171,7 @@ def _check_selection(hosts, policy: FixedTree, device: DevicePools, start, room:
         for axis in positions[:, at, :size]:
             np.testing.assert_array_equal(axis, start[at, 1] + expected_depths)
         np.testing.assert_array_equal(masks[at, :size, :size], expected_mask)
-        np.testing.assert_array_equal(masks[at, size:, size:], np.eye(most - size))
+        np.testing.assert_array_equal(masks[at, size:, size:], np.eye(maximum - size))
 
 
 @pytest.mark.parametrize("scored", ["rates", "places"])

@@ -10,7 +10,7 @@ import pytest
 
 from edgellm.device_runtime import LLM, SamplingParams
 from edgellm.device_runtime.engine.profile import Profile
-from edgellm.device_runtime.kv_cache.prefix_cache import KeptContexts, KeptRows
+from edgellm.device_runtime.kv_cache.prefix_cache import PinnedPrefix, PinnedPrefixes
 from edgellm.device_runtime.requests.request_file import Options
 from edgellm.device_runtime.requests.responses import run_request
 from edgellm.device_runtime.speculate.options import SpecOptions
@@ -168,7 +168,7 @@ def test_what_cannot_be_kept_is_said(tiny_engine):
     model = LLM(tiny_engine)
     answer = respond(model, request(say("user", "w20"), saves=True))
     assert answer["warnings"] == ["nothing was kept: there is no system prompt of its own"]
-    model.slot.kept = KeptContexts(limit_bytes=LENGTH)
+    model.slot.kept = PinnedPrefixes(limit_bytes=LENGTH)
     answer = respond(model, request(SYSTEM, say("user", "w20"), saves=True))
     assert answer["warnings"] == [f"the system prompt takes more than {LENGTH} bytes: not kept"]
     respond(model, request(say("user", "w60 w61")))
@@ -201,8 +201,8 @@ def test_the_flag_and_the_profile(command, tiny_engine, tmp_path):
 def test_a_kept_feature_goes_with_any_token_behind():
     """Files of older versions have none, but one more row of the draft."""
     base, wide, narrow = (np.zeros((2, rows, 4), np.float32) for rows in (3, 3, 2))
-    older = KeptRows((5, 6, 7, 8), (base, wide))
-    newer = KeptRows((5, 6, 7, 8), (base, narrow), features=(np.zeros((1, 9), np.float32),))
+    older = PinnedPrefix((5, 6, 7, 8), (base, wide))
+    newer = PinnedPrefix((5, 6, 7, 8), (base, narrow), features=(np.zeros((1, 9), np.float32),))
     assert older.length == newer.length == 3
     for keys, with_row, with_feature in (
         ((5, 6, 7, 8, 9), 3, 3),

@@ -23,12 +23,12 @@ from edgellm.build.tensorrt.profiles import base_passes
 from edgellm.core.graph_roles import PASS, shared_kind
 from edgellm.core.manifest import LLM_BUNDLE, load_bundle, with_kv_dtype
 from edgellm.device_runtime import LLM, SamplingParams, SpecOptions
-from edgellm.device_runtime.engine.kv_snapshot import ContextFolder
-from edgellm.device_runtime.networks.decoder import DecoderSession, Part
+from edgellm.device_runtime.engine.kv_snapshot import SnapshotFolder
+from edgellm.device_runtime.networks.decoder import DecoderNetwork, SequencePart
 from edgellm.device_runtime.networks.sequence_kv import Context
 from edgellm.device_runtime.runners.tensorrt.batch_runner import BatchRunner
 from edgellm.device_runtime.runners.tensorrt.ragged_batch import shared_rows
-from edgellm.device_runtime.scheduler.request_output import Answer
+from edgellm.device_runtime.scheduler.request_output import RequestOutput
 from edgellm.export import visual
 from edgellm.export.graph.architecture import ExportOptions
 from edgellm.export.pipeline.llm import export_llm
@@ -39,7 +39,7 @@ CAPACITY, MOST = 160, 4
 PLAN = Plan(128, CAPACITY, 1, max_verify_tree_size=12, max_batch_size=MOST)
 
 
-def open_cuda(folder) -> DecoderSession:
+def open_cuda(folder) -> DecoderNetwork:
     """Fused attention beside products, passes numbered for recording, on the CPU."""
     plan = dataclasses.replace(PLAN, options=CudaOptions("fused"))
     with cuda_on_cpu.fused_in_float32():
@@ -57,7 +57,7 @@ def folder(request, tmp_path_factory):
     return folder
 
 
-def open_tensorrt(folder, plan=PLAN) -> DecoderSession:
+def open_tensorrt(folder, plan=PLAN) -> DecoderNetwork:
     """Edgellm's kernels, on a GPU that is not there."""
     spec = with_kv_dtype(load_bundle(folder / "fp16", LLM_BUNDLE).spec, "float16")
     graph, kernels = folder / "lowered.onnx", Kernels(110, "fp16", MOST)
@@ -66,14 +66,14 @@ def open_tensorrt(folder, plan=PLAN) -> DecoderSession:
     runner = BatchRunner(
         FakeEngine(graph, passes, device),
         device,
-        most_rows=passes[-1].max_rows,
+        max_rows=passes[-1].max_rows,
         tree_rows=shared_rows(plan.max_verify_tree_size, MOST),
         spec=spec,
         capacity=CAPACITY,
         num_sequences=MOST,
     )
     runner.prepare()
-    return DecoderSession(runner, spec, CAPACITY)
+    return DecoderNetwork(runner, spec, CAPACITY)
 
 
 OPEN = {"cuda": open_cuda, "tensorrt": open_tensorrt}
@@ -107,11 +107,11 @@ def test_passes_without_image_rows_are_recorded(folder, monkeypatch):
     contexts = [Context(), Context()]
     for seed, context in enumerate(contexts):
         context.images = random_images(load_bundle(folder / "fp16", LLM_BUNDLE).decoder, seed)
-        session.run_many([Part(context, VOCABULARY + np.arange(20), 0, np.array([19]))])
+        session.run_many([SequencePart(context, VOCABULARY + np.arange(20), 0, np.array([19]))])
     assert runs.ids == ["-1", "-1"]
     token, row = np.array([40]), np.array([0])
-    session.run_many([Part(context, token, 20, row) for context in contexts])
-    session.run_many([Part(contexts[0], token, 21, row)])
+    session.run_many([SequencePart(context, token, 20, row) for context in contexts])
+    session.run_many([SequencePart(contexts[0], token, 21, row)])
     assert all(int(each) > 0 for each in runs.ids[2:])
 
 
@@ -179,7 +179,7 @@ def test_drafted_answers_are_the_plain_ones(engines, tmp_path):
     require_the_same(llm, asked, answers(on_cpu or llm, asked))
 
 
-def require_reused(found: list[Answer], expected: list[list[int]]) -> None:
+def require_reused(found: list[RequestOutput], expected: list[list[int]]) -> None:
     """The answers, begun behind rows of a picture that somebody else read."""
     assert [one.token_ids for one in found] == expected
     for one in found:
@@ -192,11 +192,11 @@ def test_rows_of_pictures_are_forked_and_saved(engines, tmp_path, monkeypatch):
     behind = [asked[0], asked[4], asked[0]]  # about `a`; `b` is of its size
     with open_llm() as llm:
         *alone, other = answers(llm, [*behind, asked[1]])
-    folder = ContextFolder(tmp_path / "contexts", {"base": "1"})
+    folder = SnapshotFolder(tmp_path / "contexts", {"base": "1"})
     folder.prepare()
-    fork, forked = DecoderSession.fork, list[Context]()
+    fork, forked = DecoderNetwork.fork, list[Context]()
     monkeypatch.setattr(
-        DecoderSession, "fork", lambda self, one: forked.append(one) or fork(self, one)
+        DecoderNetwork, "fork", lambda self, one: forked.append(one) or fork(self, one)
     )
     with open_llm(context_reuse=True) as llm:
         require_reused(llm.generate_batch(behind, **ASK)[1:], alone[1:])

@@ -14,9 +14,9 @@ from edgellm.build.plan import Plan
 from edgellm.core.errors import EdgeLLMError
 from edgellm.core.manifest import LLM_ENGINE, load_engine
 from edgellm.device_runtime import LLM, SamplingParams, SpecOptions
-from edgellm.device_runtime.engine.kv_snapshot import ContextFolder
+from edgellm.device_runtime.engine.kv_snapshot import SnapshotFolder
 from edgellm.device_runtime.networks import decoder, recurrent_state
-from edgellm.device_runtime.networks.decoder import DecoderSession, Part, open_decoder
+from edgellm.device_runtime.networks.decoder import DecoderNetwork, SequencePart, open_decoder
 from edgellm.device_runtime.requests.lossless_check import prove
 from edgellm.device_runtime.requests.request_file import Options
 from edgellm.export import models
@@ -76,7 +76,7 @@ def test_it_is_refused_where_nothing_computes_it(bundle, tmp_path):
 
 
 # ---------------------------------------------------------------------------------- trees
-def _behind(session: DecoderSession, prompt: np.ndarray, tokens: list[int]) -> np.ndarray:
+def _behind(session: DecoderNetwork, prompt: np.ndarray, tokens: list[int]) -> np.ndarray:
     """Logits [V] behind a prompt and tokens, each computed alone."""
     result = session.run(prompt, 0, np.array([len(prompt) - 1]))
     for at, token in enumerate(tokens):
@@ -161,7 +161,7 @@ def test_a_pass_of_several_sequences_gives_each_its_bits(engine, several):
                     mask[node] |= mask[int(random.integers(node))]
                 positions = lengths[at] + mask.sum(1) - 1
             ids, wanted = random.integers(9, 96, rows), np.arange(rows)
-            part = Part(contexts[at][0], ids, lengths[at], wanted, positions, mask)
+            part = SequencePart(contexts[at][0], ids, lengths[at], wanted, positions, mask)
             parts.append(part)
             alone.use(contexts[at][1])
             own = part._replace(context=contexts[at][1])
@@ -253,7 +253,7 @@ def test_answers_in_turn_keep_their_states(engine, plain):
 def test_kept_beginnings_have_their_states(engine, plain, tmp_path):
     """Of system prompts, and in files."""
     model = LLM(engine)
-    beginning, folder = words(20, 21, 22, 23), ContextFolder(tmp_path, {"base": "hash"})
+    beginning, folder = words(20, 21, 22, 23), SnapshotFolder(tmp_path, {"base": "hash"})
     options = {"add_special_tokens": False, "sampling": GREEDY, "stop": ()}
 
     def turn(llm: LLM, text: str):

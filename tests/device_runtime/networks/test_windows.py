@@ -18,7 +18,7 @@ from edgellm.core.errors import LimitError
 from edgellm.core.kv_cache_size import cache_bytes
 from edgellm.core.manifest import LLM_ENGINE, load_engine
 from edgellm.device_runtime import LLM, SamplingParams, SpecOptions
-from edgellm.device_runtime.networks.decoder import Part, open_decoder
+from edgellm.device_runtime.networks.decoder import SequencePart, open_decoder
 from edgellm.device_runtime.networks.sequence_kv import Context
 
 WINDOW, CAPACITY, TOGETHER, PAGE, PASS = 40, 1024, 2, 64, 256
@@ -102,7 +102,7 @@ class Scripted:
             self.path = np.flatnonzero(self.mask[int(self.rng.integers(size))])
             positions = self.length + self.mask.sum(1) - 1
         ids = self.rng.integers(9, 96, size)
-        return Part(self.context, ids, self.length, np.arange(size), positions, self.mask)
+        return SequencePart(self.context, ids, self.length, np.arange(size), positions, self.mask)
 
     def take(self, session, result):
         self.seen.append(result.logits.tobytes())
@@ -112,11 +112,11 @@ class Scripted:
         self.length += len(self.path)
 
 
-def run_scripts(session, most):
+def run_scripts(session, maximum):
     """All logits of five sequences; some are copied out now and then, all end."""
     rng, everyone = np.random.default_rng(0), [Scripted(seed) for seed in range(5)]
     while going := [one for one in everyone if one.length < CAPACITY]:
-        some = list(rng.permutation(going))[:most]
+        some = list(rng.permutation(going))[:maximum]
         results = session.run_many([one.part() for one in some])
         for one, result in zip(some, results, strict=True):
             one.take(session, result)

@@ -20,7 +20,7 @@ from edgellm.core.errors import (
 from edgellm.device_runtime.engine.profile import Profile, RoundCounts
 from edgellm.device_runtime.requests import resume as module
 from edgellm.device_runtime.requests.request_file import Options
-from edgellm.device_runtime.requests.resume import Answered, settings_of, unfinished_run
+from edgellm.device_runtime.requests.resume import FinishedRequest, settings_of, unfinished_run
 
 GIVEN = (Options(), [{"messages": [{"role": "user", "content": "\ud800"}]}])
 FLAGS = {
@@ -36,7 +36,7 @@ PROFILE = Profile(
 
 
 def answered(index):
-    return Answered({"output_text": f"\ud800{index}"}, PROFILE, [{"tokens": ["a"]}])
+    return FinishedRequest({"output_text": f"\ud800{index}"}, PROFILE, [{"tokens": ["a"]}])
 
 
 def begin(output, count, settings=SETTINGS, *, goes_on=False):

@@ -18,7 +18,7 @@ from edgellm.core.errors import (
 from edgellm.core.manifest import LLM_ENGINE, load_engine
 from edgellm.device_runtime import LLM, SamplingParams, SpecOptions
 from edgellm.device_runtime.requests.spec_flags import SpecFlags
-from edgellm.device_runtime.speculate.open_drafter import settled
+from edgellm.device_runtime.speculate.open_drafter import resolve_auto
 from edgellm.device_runtime.speculate.policy.tree_policy import TreeLimits
 
 REQUESTS = {
@@ -267,12 +267,12 @@ def test_auto_takes_what_the_engine_has(tiny_engine, tree_engine, eagle_pair):
     found = {}
     for engine in (tiny_engine, tree_engine, eagle_pair.engine):
         manifest = load_engine(engine, LLM_ENGINE)
-        found[engine] = settled(auto, engine, manifest)
+        found[engine] = resolve_auto(auto, engine, manifest)
     assert found[tiny_engine] is None
     assert found[tree_engine] == SpecOptions(None, lookups=both)
     assert found[eagle_pair.engine] == SpecOptions("own", lookups=both, adapts=True)
     given = SpecOptions("auto", tree_engine, ("suffix",))
-    assert settled(given, eagle_pair.engine, manifest) == SpecOptions(
+    assert resolve_auto(given, eagle_pair.engine, manifest) == SpecOptions(
         "draft", tree_engine, ("suffix",), adapts=True
     )
 

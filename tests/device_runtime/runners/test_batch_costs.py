@@ -12,7 +12,7 @@ from edgellm.device_runtime.runners import batch_costs
 from edgellm.device_runtime.runners.batch_costs import SharedCosts, measure_shared
 from edgellm.device_runtime.runners.onnxruntime_cuda import padded_batch
 from edgellm.device_runtime.runners.tensorrt import ragged_batch
-from edgellm.device_runtime.speculate.policy.costs import Company, Costs
+from edgellm.device_runtime.speculate.policy.costs import BatchLoad, Costs
 
 # A pass of one takes 10 ms and 0.1 a row; each further sequence takes 1 ms more.
 TIMES = {
@@ -135,10 +135,10 @@ def test_groups_on_tensorrt():
 def test_a_share_is_of_what_passes_of_several_cost():
     verify = {"1": 10.0, "64": 16.3}
     alone, together = Costs.of(verify), Costs.of(verify, together=costs())
-    company = Company(2, 1)
-    np.testing.assert_allclose(together.share(Company()), alone.share(Company()))
-    found = together.share(company)
+    batch_load = BatchLoad(2, 1)
+    np.testing.assert_allclose(together.share(BatchLoad()), alone.share(BatchLoad()))
+    found = together.share(batch_load)
     assert len(found) == len(alone.verify)  # no tree has more rows than were measured
     assert found[1] == pytest.approx(11.2 / 2)
     assert found[9] - found[8] == pytest.approx(0.1)
-    assert alone.share(company)[1] == pytest.approx(10.1 / 2)
+    assert alone.share(batch_load)[1] == pytest.approx(10.1 / 2)

@@ -24,7 +24,7 @@ from edgellm.core.errors import LimitError
 from edgellm.core.graph_roles import DECODER
 from edgellm.core.manifest import LLM_ENGINE, GraphSpec, load_engine, with_kv_dtype
 from edgellm.device_runtime import LLM, SamplingParams, SpecOptions
-from edgellm.device_runtime.networks.decoder import Part, open_decoder
+from edgellm.device_runtime.networks.decoder import SequencePart, open_decoder
 from edgellm.device_runtime.networks.sequence_kv import Context
 from edgellm.device_runtime.runners import tensorrt
 from edgellm.device_runtime.runners.onnxruntime_cuda import padded_batch
@@ -145,10 +145,10 @@ def test_forks_share_rows_until_one_of_them_writes(engine):
 def test_rows_beyond_the_capacity_compute_nothing(engine):
     session = open_session(engine)
     one, other = Context(), Context()
-    session.run_many([Part(one, np.arange(5), 0, np.array([4]))])
-    beyond = Part(other, np.arange(120), 100, np.array([4]))
+    session.run_many([SequencePart(one, np.arange(5), 0, np.array([4]))])
+    beyond = SequencePart(other, np.arange(120), 100, np.array([4]))
     with pytest.raises(LimitError, match="exceed the KV capacity"):
-        session.run_many([Part(one, np.arange(5), 5, np.array([4])), beyond])
+        session.run_many([SequencePart(one, np.arange(5), 5, np.array([4])), beyond])
     assert (one.keys, other.keys) == ([0, 1, 2, 3, 4], [])
 
 

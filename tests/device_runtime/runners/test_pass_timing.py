@@ -26,9 +26,9 @@ from edgellm.device_runtime.runners.pass_timing import (
 )
 from edgellm.device_runtime.speculate.policy.acceptance_rates import Calibration
 from edgellm.device_runtime.speculate.policy.costs import Costs
-from edgellm.device_runtime.speculate.policy.spec_gate import Controller
+from edgellm.device_runtime.speculate.policy.spec_gate import SpecGate
 from edgellm.device_runtime.speculate.policy.tree_policy import CostAwareTree, TreeLimits
-from edgellm.device_runtime.speculate.tree import Pool
+from edgellm.device_runtime.speculate.tree import CandidatePool
 
 
 class Clock:
@@ -132,9 +132,9 @@ def test_disturbed_times_are_monotone():
 
 
 class SlowDecoder:
-    """A `DecoderSession` whose passes take scripted seconds."""
+    """A `DecoderNetwork` whose passes take scripted seconds."""
 
-    capacity, most_parts, shared_rows, pass_rows = 4096, 1, (0, 0), 0
+    capacity, max_batch_size, shared_rows, pass_rows = 4096, 1, (0, 0), 0
 
     def __init__(self, clock: Clock, takes) -> None:
         self._clock, self._takes = clock, takes
@@ -171,7 +171,7 @@ def test_all_measurements_of_a_build_share_one_budget(clock, monkeypatch, shape,
 @pytest.mark.parametrize("seconds", SECONDS)
 def test_a_draft_shares_it_too(clock, seconds):
     session = WatchedDraft(clock, seconds)
-    costs = draft.costs(session, DRAFT_SPEC, most_rows=4)
+    costs = draft.costs(session, DRAFT_SPEC, max_rows=4)
     assert list(costs) == [STEP, EXTEND]
     assert all(list(each) == ["1", "2", "4"] for each in costs.values())
     assert clock.now_s <= max(BUDGET_S, seconds)
@@ -181,8 +181,8 @@ def test_a_draft_shares_it_too(clock, seconds):
 def _tree_size(verify: dict[str, float]) -> int:
     """Nodes that pay below the root, of a chain whose tokens are accepted with a chance of 0.9."""
     limits, costs = TreeLimits(top_k=4, steps=5, verify_size=32), Costs.of(verify)
-    policy = CostAwareTree(limits, costs, Calibration(), Controller(costs))
-    pool, rates = Pool(0, 33), np.full(32, np.log(0.9))
+    policy = CostAwareTree(limits, costs, Calibration(), SpecGate(costs))
+    pool, rates = CandidatePool(0, 33), np.full(32, np.log(0.9))
     pool.add_chain(0, range(32), rates, np.full(32, 0.9))
     return len(policy.select(pool, 32))
 
@@ -230,7 +230,7 @@ DRAFT_SPEC = SimpleNamespace(
 
 def test_growth_is_measured_behind_an_extension():
     session = WatchedDraft()
-    costs = draft.costs(session, DRAFT_SPEC, most_rows=4)
+    costs = draft.costs(session, DRAFT_SPEC, max_rows=4)
     assert set(costs[STEP]) == set(costs[EXTEND]) == {"1", "2", "4"}
     passes = session.passes
     grown = [at for at, (kind, _) in enumerate(passes) if kind == "grow"]

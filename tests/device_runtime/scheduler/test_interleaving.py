@@ -21,7 +21,7 @@ from scripted_sessions import (
 from stepping import by_cost, learned_of
 
 from edgellm.device_runtime import LLM, SamplingParams, SpecOptions
-from edgellm.device_runtime.engine.kv_cache_manager import CacheSlot
+from edgellm.device_runtime.engine.kv_cache_manager import KVCacheManager
 from edgellm.device_runtime.engine.prompt import Prompt
 from edgellm.device_runtime.engine.sequence import Sequence
 from edgellm.device_runtime.engine.step import step
@@ -81,7 +81,7 @@ class Rig:
             "medusa": lambda: MedusaDrafter(heads, learned, LIMITS, FAIR),
             "block": lambda: BlockDrafter(rows, blocks, learned, LIMITS, FAIR, num_candidates=8),
         }[self.drafts]  # fmt: skip
-        self.slot = CacheSlot(
+        self.slot = KVCacheManager(
             recorded(self.base), 4, self.caches, reuses_context=self.reuses_context
         )
 

@@ -14,13 +14,13 @@ from scripted_sessions import VOCAB, StrictBase, recorded
 from stepping import learned_of
 
 from edgellm.device_runtime import SamplingParams
-from edgellm.device_runtime.engine.kv_cache_manager import CacheSlot
+from edgellm.device_runtime.engine.kv_cache_manager import KVCacheManager
 from edgellm.device_runtime.engine.prompt import Prompt
 from edgellm.device_runtime.engine.sequence import Sequence
 from edgellm.device_runtime.runners.batch_costs import SharedCosts
 from edgellm.device_runtime.sampling.sampler import Sampler
-from edgellm.device_runtime.scheduler.running_batch import Batch, Entry
-from edgellm.device_runtime.scheduler.scheduler import LEAST_PIECE, Bounds, Standing, plan
+from edgellm.device_runtime.scheduler.running_batch import Batch, RunningRequest
+from edgellm.device_runtime.scheduler.scheduler import LEAST_PIECE, Bounds, RequestState, plan
 from edgellm.device_runtime.speculate.drafter import TextDrafter
 from edgellm.device_runtime.speculate.drafters import ngram, suffix
 from edgellm.device_runtime.speculate.policy.costs import Costs
@@ -31,13 +31,13 @@ GREEDY, SAMPLED = SamplingParams(temperature=0), SamplingParams(1.0, 0.9, 0, see
 LIMITS = TreeLimits(3, 4, 8)
 
 
-class Pool(CacheSlot):
+class Pool(KVCacheManager):
     """One cache in turns, that counts what a pool of pages would hold."""
 
     def __init__(self, rows: int, page_rows: int) -> None:
         super().__init__(recorded(StrictBase(CAPACITY)), PIECE)
         self.num_rows, self.page_rows = rows, page_rows
-        self.entries: list[Entry] = []
+        self.entries: list[RunningRequest] = []
 
     def used(self) -> int:
         held = (e.sequence.num_rows for e in self.entries if not e.saved_rows)
@@ -59,15 +59,15 @@ class Arrival:
     priority: int
     leaves: int | None  # the step before which its reader goes
     drafts: bool
-    entry: Entry = field(init=False)
+    entry: RunningRequest = field(init=False)
 
-    def begin(self, lookups) -> Entry:
+    def begin(self, lookups) -> RunningRequest:
         drafter = TextDrafter(learned_of(FixedTree(LIMITS), lookups=lookups), LIMITS)
         sequence = Sequence(
             Prompt(self.prompt), Sampler(self.sampling, self.prompt), self.tokens,
             drafter=drafter if self.drafts else None,
         )  # fmt: skip
-        self.entry = Entry(sequence, priority=self.priority)
+        self.entry = RunningRequest(sequence, priority=self.priority)
         return self.entry
 
 
@@ -98,7 +98,7 @@ def alone(arrival: Arrival) -> list[int]:
     return entry.sequence.token_ids
 
 
-def take(batch: Batch, readers: list[Entry]) -> int:
+def take(batch: Batch, readers: list[RunningRequest]) -> int:
     """One step, whose readers take all; how many answers shared it."""
     for entry in readers:
         entry.is_wanted = True
@@ -109,20 +109,20 @@ def take(batch: Batch, readers: list[Entry]) -> int:
     before = {entry: entry.sequence.num_rows for entry in stepping}
     batch.end(stepping, batch.run(stepping))
     for entry in stepping:
-        assert entry.sequence.num_rows <= before[entry] + entry.sequence.most_rows
+        assert entry.sequence.num_rows <= before[entry] + entry.sequence.max_rows
         entry.steps.clear()
     return len(stepping)
 
 
 @settings(max_examples=150)
 @given(
-    arrivals=ARRIVALS, most=st.integers(1, 4), page=st.sampled_from([1, 4, 8]),
+    arrivals=ARRIVALS, maximum=st.integers(1, 4), page=st.sampled_from([1, 4, 8]),
     spare=st.integers(0, 64),
 )  # fmt: skip
-def test_any_schedule(arrivals, most, page, spare):
+def test_any_schedule(arrivals, maximum, page, spare):
     pool = Pool(CAPACITY + spare // page * page, page)
     costs = np.arange(65.0)
-    batch = Batch(pool, Bounds(most, PIECE, LIMITS.verify_size, page, 20.0, costs))
+    batch = Batch(pool, Bounds(maximum, PIECE, LIMITS.verify_size, page, 20.0, costs))
     coming, going, at = sorted(arrivals, key=lambda one: one.at), [], 0
     lookups = [ngram.remember(), suffix.remember()]
     while coming or going:
@@ -136,7 +136,7 @@ def test_any_schedule(arrivals, most, page, spare):
         pool.entries = [one.entry for one in going]
         shared = take(batch, pool.entries)
         assert bool(shared) == bool(going), "somebody waits and nobody steps"
-        assert shared <= most
+        assert shared <= maximum
         going = [one for one in going if not one.entry.is_done]
         pool.entries = [one.entry for one in going]
         assert pool.used() <= pool.num_rows
@@ -173,15 +173,15 @@ def test_the_first_in_line_is_never_preempted():
 
 # ------------------------------------------------------------------- plans by hand
 TABLE = np.arange(65) * 1.0  # a millisecond a row
-WIDE = Bounds(4, 512, 16, most_stall_ms=40.0, pass_ms=TABLE)
+WIDE = Bounds(4, 512, 16, max_stall_ms=40.0, pass_ms=TABLE)
 
 
-def _running(number: int, **facts) -> Standing:
-    return Standing(number, is_admitted=True, held_rows=8, **facts)
+def _running(number: int, **facts) -> RequestState:
+    return RequestState(number, is_admitted=True, held_rows=8, **facts)
 
 
 def test_a_prompt_is_read_in_pieces_beside_others_and_whole_alone():
-    reading = Standing(3, unread_rows=400)
+    reading = RequestState(3, unread_rows=400)
     assert plan([reading], 10**6, WIDE).rows == {3: 400}
     found = plan([_running(1), _running(2), reading], 10**6, WIDE)
     assert found.rows == {1: 1, 2: 1, 3: 25}  # a sixteenth of it
@@ -189,20 +189,20 @@ def test_a_prompt_is_read_in_pieces_beside_others_and_whole_alone():
     assert plan([_running(1), _running(2), longer], 10**6, WIDE).rows == {1: 1, 2: 1, 3: 38}
     many = [_running(at) for at in range(1, 41)]
     short = dataclasses.replace(reading, number=50, unread_rows=60)
-    wide = dataclasses.replace(WIDE, most_running=48, most_stall_ms=49.0)
+    wide = dataclasses.replace(WIDE, max_running=48, max_stall_ms=49.0)
     assert plan([*many, short], 10**6, wide).rows[50] == 9  # 40 beside take 40 ms
-    wide = dataclasses.replace(wide, most_stall_ms=100.0)
+    wide = dataclasses.replace(wide, max_stall_ms=100.0)
     assert plan([*many, short], 10**6, wide).rows[50] == 10  # a quarter longer than without it
     readers = [dataclasses.replace(short, number=30 + at) for at in range(4)]
     assert plan([*many[:2], *readers], 10**6, wide).rows == {1: 1, 2: 1, 30: 15}
-    slow = dataclasses.replace(WIDE, most_stall_ms=1.0)
+    slow = dataclasses.replace(WIDE, max_stall_ms=1.0)
     assert plan([_running(1), reading], 10**6, slow).rows == {1: 1, 3: LEAST_PIECE}
-    loose = dataclasses.replace(WIDE, most_stall_ms=128.0)  # twice the table's end
+    loose = dataclasses.replace(WIDE, max_stall_ms=128.0)  # twice the table's end
     assert plan([_running(1), longer], 10**6, loose).rows == {1: 1, 3: 127}
 
 
 def test_the_first_prompt_is_read_first():
-    first, second = Standing(1, unread_rows=30), Standing(2, unread_rows=600)
+    first, second = RequestState(1, unread_rows=30), RequestState(2, unread_rows=600)
     assert plan([second, first, _running(3)], 10**6, WIDE).rows == {1: 30, 2: 9, 3: 1}
     second = dataclasses.replace(second, unread_rows=30)
     assert plan([second, first, _running(3)], 10**6, WIDE).rows == {1: 8, 3: 1}
@@ -210,23 +210,23 @@ def test_the_first_prompt_is_read_first():
 
 def test_priority_and_age_make_the_line():
     one_place = Bounds(1, 512)
-    low, high = Standing(1, priority=1, unread_rows=9), Standing(2, unread_rows=9)
+    low, high = RequestState(1, priority=1, unread_rows=9), RequestState(2, unread_rows=9)
     assert plan([low, high], 10**6, one_place).admitted == (2,)
     aged = dataclasses.replace(low, waited_s=65.0)
     assert plan([aged, high], 10**6, one_place).admitted == (1,)
 
 
 def test_nobody_overtakes_one_that_lacks_room():
-    large, small = Standing(2, unread_rows=100), Standing(3, unread_rows=4)
+    large, small = RequestState(2, unread_rows=100), RequestState(3, unread_rows=4)
     assert plan([_running(1), large, small], 50, WIDE).admitted == ()
     assert plan([_running(1), large, small], 200, WIDE).admitted == (2, 3)
 
 
 def test_a_parked_answer_makes_way():
     parked = _running(1, is_due=False, is_parked=True)
-    found = plan([parked, Standing(2, unread_rows=4)], 10**6, Bounds(1, 512))
+    found = plan([parked, RequestState(2, unread_rows=4)], 10**6, Bounds(1, 512))
     assert (found.overtaken, found.admitted, found.rows) == ((1,), (2,), {2: 4})
-    found = plan([parked, Standing(2, unread_rows=4)], 2, Bounds(2, 512))
+    found = plan([parked, RequestState(2, unread_rows=4)], 2, Bounds(2, 512))
     assert (found.released, found.admitted, found.rows) == ((1,), (2,), {2: 4})
 
 
@@ -236,8 +236,8 @@ def test_trees_take_what_is_left_and_preempt_nobody():
     assert plan(drafted, 10, WIDE).released == ()
     assert plan(drafted, 1, WIDE).released == (2,)
     # Pieces of prompts stand beside trees as they lately were, not as they may become.
-    reading, beside = Standing(3, unread_rows=60), [_running(at) for at in (1, 2, 4, 5)]
-    wide = dataclasses.replace(WIDE, most_running=5)
+    reading, beside = RequestState(3, unread_rows=60), [_running(at) for at in (1, 2, 4, 5)]
+    wide = dataclasses.replace(WIDE, max_running=5)
     given = plan([*beside, reading], 10**6, wide).rows[3]
     drafted = [_running(at, tree_rows=16, usual_rows=rows) for at, rows in ((1, 3), (2, 1))]
     assert plan([*drafted, reading], 10**6, wide).rows == {1: 16, 2: 16, 3: given}
@@ -245,25 +245,28 @@ def test_trees_take_what_is_left_and_preempt_nobody():
 
 @pytest.mark.parametrize("rows", [1, 7])
 def test_costs_that_nobody_measured_bound_nothing(rows):
-    free = Bounds(4, 512, most_stall_ms=1.0, pass_ms=np.zeros(rows + 1))
-    assert plan([_running(1), Standing(2, unread_rows=400)], 10**6, free).rows == {1: 1, 2: 400}
+    free = Bounds(4, 512, max_stall_ms=1.0, pass_ms=np.zeros(rows + 1))
+    assert plan([_running(1), RequestState(2, unread_rows=400)], 10**6, free).rows == {1: 1, 2: 400}
 
 
 def test_costs_are_those_of_drafting():
     table = Costs.of({"1": 2.0, "64": 65.0}).verify
     bounds = dataclasses.replace(WIDE, pass_ms=table)
-    assert plan([_running(1), Standing(2, unread_rows=990)], 10**6, bounds).rows == {1: 1, 2: 38}
+    assert plan([_running(1), RequestState(2, unread_rows=990)], 10**6, bounds).rows == {
+        1: 1,
+        2: 38,
+    }
 
 
 def test_passes_of_several_cost_what_was_measured_of_several():
     """Here an answer costs 4 ms, whose second row is free; each behind it costs 0.1."""
     measured = {n: {"1": 4.0 * n, "2": 4.0 * n, "64": 4.0 * n + 0.1 * 62 * n} for n in (1, 2, 4)}
-    bounds = dataclasses.replace(WIDE, together=SharedCosts(measured), most_stall_ms=14.0)
-    reading, going = Standing(3, unread_rows=400), [_running(1), _running(2)]
+    bounds = dataclasses.replace(WIDE, together=SharedCosts(measured), max_stall_ms=14.0)
+    reading, going = RequestState(3, unread_rows=400), [_running(1), _running(2)]
     # A third answer takes 4 ms of the 6 that are left; of its own a row takes 0.1 ms.
     assert plan([*going, reading], 10**6, bounds).rows == {1: 1, 2: 1, 3: 24}
-    tight = dataclasses.replace(bounds, most_stall_ms=12.5)
+    tight = dataclasses.replace(bounds, max_stall_ms=12.5)
     assert plan([*going, reading], 10**6, tight).rows[3] == 9
     # A fourth would make it 16 ms, with however few rows: it waits.
-    short = [Standing(at, unread_rows=20) for at in (3, 4)]
+    short = [RequestState(at, unread_rows=20) for at in (3, 4)]
     assert plan([*going, *short], 10**6, bounds).rows == {1: 1, 2: 1, 3: 20}

@@ -12,10 +12,10 @@ from stepping import by_cost, learned_of
 
 from edgellm.core.errors import EdgeLLMError
 from edgellm.device_runtime import LLM, SamplingParams
-from edgellm.device_runtime.engine.kv_cache_manager import CacheSlot
+from edgellm.device_runtime.engine.kv_cache_manager import KVCacheManager
 from edgellm.device_runtime.scheduler.running_batch import Batch
 from edgellm.device_runtime.scheduler.scheduler import Bounds
-from edgellm.device_runtime.scheduler.step_lock import Turns
+from edgellm.device_runtime.scheduler.step_lock import StepLock
 from edgellm.device_runtime.speculate.draft_cache import CommittedRows
 from edgellm.device_runtime.speculate.drafters.eagle import EagleDrafter
 from edgellm.device_runtime.speculate.options import SpecOptions
@@ -67,9 +67,9 @@ def scripted(request, llm, monkeypatch):
             return EagleDrafter(rows, learned, LIMITS, FREE, max_tree_rows=10)
 
         base = StrictBase(capacity, logits_of)
-        slot = CacheSlot(recorded(base), llm.manifest.prefill_rows, (rows,))
+        slot = KVCacheManager(recorded(base), llm.manifest.prefill_rows, (rows,))
         monkeypatch.setattr(llm, "_slot", slot)
-        monkeypatch.setattr(llm, "_turns", Turns(Batch(slot, Bounds(1, slot.prefill_rows, 10))))
+        monkeypatch.setattr(llm, "_turns", StepLock(Batch(slot, Bounds(1, slot.prefill_rows, 10))))
         monkeypatch.setattr(llm, "_drafters", Drafters(make, (rows,), SpecOptions()))
         return base
 

@@ -151,7 +151,7 @@ def test_an_engine_equals_torch(engines, name):
     reference = BlockReference(pair.base_checkpoint, layout)
     taps = torch.randn(9, 3 * 96, generator=torch.Generator().manual_seed(1))
     ids = np.arange(20, 29)
-    rows = reference.foreseen(taps, 28, 6)
+    rows = reference.predicted(taps, 28, 6)
     expected = reference.log_probs(rows)
     for sizes in ([9], [1, 3, 5]):
         found = parts(session, ids, taps, sizes, 6, layout.draft_vocab)
@@ -184,7 +184,7 @@ def test_rounded_engines_say_nearly_the_same(engines, name, precision, tmp_path)
     reference = BlockReference(pair.base_checkpoint, layout)
     taps = torch.randn(9, 3 * 96, generator=torch.Generator().manual_seed(1))
     found = parts(session, np.arange(20, 29), taps, [9], 6, 96)
-    expected = reference.log_probs(reference.foreseen(taps, 28, 6)).numpy()
+    expected = reference.log_probs(reference.predicted(taps, 28, 6)).numpy()
     error = found.log_probs - np.take_along_axis(expected, found.token_ids, 1)
     spread = np.linalg.norm(expected - expected.mean(axis=1, keepdims=True))
     assert np.linalg.norm(error) < {"int8": 0.1, "int4": 0.4}[precision] * spread

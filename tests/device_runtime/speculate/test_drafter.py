@@ -25,7 +25,7 @@ class Saying:
 
     tokens: list[int]
     confidence: float = 0.5
-    most: int = 8
+    maximum: int = 8
     told: list[int] = field(default_factory=list)
     ended: list[int] = field(default_factory=list)
 

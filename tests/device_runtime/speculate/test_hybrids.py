@@ -8,7 +8,7 @@ import numpy as np
 import pytest
 
 from edgellm.device_runtime import LLM, SamplingParams, SpecOptions
-from edgellm.device_runtime.engine.kv_snapshot import ContextFolder
+from edgellm.device_runtime.engine.kv_snapshot import SnapshotFolder
 from edgellm.device_runtime.networks import decoder
 from edgellm.device_runtime.requests.lossless_check import prove
 from edgellm.device_runtime.requests.request_file import Options
@@ -65,7 +65,7 @@ def test_a_conversation_is_read_once(models):
 def test_saved_rows_go_on_with_any_token_behind(engine, models, tmp_path):
     """As behind a stop token that the next prompt is without, also behind a restart."""
     model, plain = models
-    folder = ContextFolder(tmp_path, {"base": "hash"})
+    folder = SnapshotFolder(tmp_path, {"base": "hash"})
     text = words(*range(20, 32))
     answer = ask(model, text)
     known = answer.prompt_token_count + len(answer.token_ids) - 1

@@ -22,7 +22,7 @@ from edgellm.core.errors import LimitError
 from edgellm.core.manifest import DRAFT_ENGINE, load_engine
 from edgellm.device_runtime import LLM, SamplingParams, SpecOptions
 from edgellm.device_runtime.engine.profile import Profile
-from edgellm.device_runtime.networks.heads import HeadsPart, HeadsSession, open_heads
+from edgellm.device_runtime.networks.heads import HeadsNetwork, HeadsPart, open_heads
 from edgellm.device_runtime.sampling.sampler import Sampler
 from edgellm.device_runtime.speculate.drafters.medusa import MedusaDrafter
 from edgellm.device_runtime.speculate.drafters.ngram import NgramLookup
@@ -207,11 +207,11 @@ def test_answers_share_passes_of_the_heads(eagle_pairs, tmp_path):
         ask = {"sampling": GREEDY, "max_generate_length": 12}
         plain = [llm.generate(text, **ask, speculative=False) for text in words]
         found = [llm.generate(text, **ask) for text in words]
-        sizes, run_many = [], HeadsSession.run_many
+        sizes, run_many = [], HeadsNetwork.run_many
         with pytest.MonkeyPatch.context() as patch:
             patch.setattr(spec_budget, "_may_pay", lambda *_: True)
             patch.setattr(
-                HeadsSession, "run_many",
+                HeadsNetwork, "run_many",
                 lambda self, parts: (sizes.append(len(parts)), run_many(self, parts))[1],
             )  # fmt: skip
             for answers in (plain, found):

@@ -26,7 +26,7 @@ import numpy as np
 
 from edgellm.device_runtime.speculate.policy.costs import Costs
 from edgellm.device_runtime.speculate.drafter import TreeDrafter
-from edgellm.device_runtime.speculate.drafter_loading import Opened, check_tree_size
+from edgellm.device_runtime.speculate.drafter_loading import LoadedDrafter, check_tree_size
 from edgellm.device_runtime.speculate.policy.tree_policy import TreeLimits
 
 DEFAULTS = TreeLimits(top_k=1, steps=3, verify_size=4)
@@ -34,7 +34,7 @@ DEFAULTS = TreeLimits(top_k=1, steps=3, verify_size=4)
 
 def open(order):
     check_tree_size(order)
-    return Opened(Costs.of(order.pass_costs()), lambda learned: Counting(learned, order.limits))
+    return LoadedDrafter(Costs.of(order.pass_costs()), lambda learned: Counting(learned, order.limits))
 
 
 class Counting(TreeDrafter):
@@ -55,7 +55,7 @@ def remember():
 
 
 class Echo:
-    most = 2
+    maximum = 2
 
     def __init__(self):
         self.newest = 0
@@ -77,11 +77,11 @@ from edgellm.device_runtime.networks import heads
 
 
 def session(opened, spec, capacity):
-    return heads.HeadsSession(opened["foresight"])
+    return heads.HeadsNetwork(opened["foresight"])
 
 
-def costs(session, spec, most_rows=0, budget=None):
-    (measured,) = heads.costs(session, spec, most_rows, budget).values()
+def costs(session, spec, max_rows=0, budget=None):
+    (measured,) = heads.costs(session, spec, max_rows, budget).values()
     return {"glance": measured}
 '''
 OWN = '''
@@ -90,7 +90,7 @@ from edgellm.device_runtime.runners import find as find_runner
 from edgellm.device_runtime.networks import find
 from edgellm.device_runtime.speculate.policy.costs import Costs
 from edgellm.device_runtime.speculate.drafters.medusa import MedusaDrafter, heads_limits
-from edgellm.device_runtime.speculate.drafter_loading import Opened, open_own
+from edgellm.device_runtime.speculate.drafter_loading import LoadedDrafter, open_own
 from edgellm.device_runtime.speculate.policy.tree_policy import TreeLimits
 
 ROLE = "foresight"
@@ -103,7 +103,7 @@ def open(order):
     session = find(ROLE).session(opened, manifest.spec, 0)
     costs = Costs.of(order.pass_costs(), None, manifest.cost_ms["glance"])
     limits = heads_limits(order, manifest.draft)
-    return Opened(costs, lambda learned: MedusaDrafter(session, learned, limits, costs))
+    return LoadedDrafter(costs, lambda learned: MedusaDrafter(session, learned, limits, costs))
 '''
 
 

@@ -12,7 +12,7 @@ from scripted_sessions import DRAFTS, VOCAB, StrictBase, StrictDraft, recorded
 from stepping import by_cost, generate, learned_of, speculate
 
 from edgellm.device_runtime.engine.profile import Profile
-from edgellm.device_runtime.kv_cache.prefix_cache import KeptContexts, count_common
+from edgellm.device_runtime.kv_cache.prefix_cache import PinnedPrefixes, count_common
 from edgellm.device_runtime.sampling.sampler import Sampler, SamplingParams
 from edgellm.device_runtime.speculate.draft_cache import CommittedRows
 from edgellm.device_runtime.speculate.drafter import RETRIAL_ROWS
@@ -280,7 +280,7 @@ def test_a_draft_that_fails_forgets_only_what_it_did_not_write(breaks, monkeypat
 
 
 def test_kept_rows_come_back_in_both_caches():
-    chat, kept = Chat(policy="dear"), KeptContexts()
+    chat, kept = Chat(policy="dear"), PinnedPrefixes()
     chat.learned[GREEDY].controller.pace.network.pause = 500
     chat.ask(PROMPT, speculates=True)
     caches = [chat.session, chat.rows]
@@ -299,7 +299,7 @@ def test_kept_rows_come_back_in_both_caches():
 
 
 def test_the_token_behind_kept_rows_may_be_another():
-    chat, kept = Chat(), KeptContexts()
+    chat, kept = Chat(), PinnedPrefixes()
     chat.ask(PROMPT, speculates=True)
     kept.keep(PROMPT[:7], [chat.session, chat.rows])
     turn = [*PROMPT[:6], 21, 22]
@@ -316,7 +316,7 @@ def test_the_token_behind_kept_rows_may_be_another():
 
 def test_the_oldest_kept_rows_are_forgotten():
     chat = Chat()
-    kept = KeptContexts(limit_bytes=2 * 4 * 16)  # two of four rows, of two int64 each
+    kept = PinnedPrefixes(limit_bytes=2 * 4 * 16)  # two of four rows, of two int64 each
     prompts = [[first, 1, 2, 3, 4] for first in (5, 6, 7)]
     for prompt in prompts:
         chat.ask(prompt)
@@ -329,7 +329,7 @@ def test_the_oldest_kept_rows_are_forgotten():
 
 
 def test_rows_that_are_gone_are_not_kept():
-    chat, kept = Chat(), KeptContexts()
+    chat, kept = Chat(), PinnedPrefixes()
     chat.ask(PROMPT)
     chat.ask([*PROMPT[:2], 20, 21])
     kept.keep(PROMPT[:7], [chat.session])

@@ -84,7 +84,7 @@ def test_rounds_without_the_network_are_caught_up_with(is_model):
 def test_what_waits_is_read_in_passes_that_the_engine_takes():
     """Of a gate that was closed for long."""
     setup = Setup(TreeLimits(2, 4, 9), "free", ("suffix",), adapts=True)
-    setup.rows.most_rows = 7
+    setup.rows.max_rows = 7
     closed = [*[True] * 9, *[False] * 30]
     setup.learned.controller.opens = lambda _: closed.pop()
     rounds = setup.rounds(max_tokens=60)
@@ -134,8 +134,8 @@ def test_ids_of_static_trees_are_those_of_plain_decoding(draft, capacity):
     setup = Setup(limits, "static", capacity=capacity, draft_capacity=60, draft=draft)
     for params in (GREEDY, SAMPLED):
         for prompt in (PROMPT, [7], list(range(10)) * 2):
-            most = min(capacity - len(prompt) + 1, 40)
-            assert setup.ids(prompt, params, most) == plain(prompt, params, most)
+            maximum = min(capacity - len(prompt) + 1, 40)
+            assert setup.ids(prompt, params, maximum) == plain(prompt, params, maximum)
     assert max(setup.base.tree_sizes) == len(CHOICES) + 1
 
 
@@ -189,14 +189,14 @@ def test_max_tokens_is_never_exceeded(max_tokens, policy):
 def test_the_cache_is_filled_to_its_last_row(capacity, policy):
     """Trees are clamped to what is left, down to one row."""
     setup = Setup(policy=policy, capacity=capacity, draft="half_right")
-    most = capacity - len(PROMPT) + 1  # the last token is not written
-    assert setup.ids(max_tokens=most) == plain(max_tokens=most)
+    maximum = capacity - len(PROMPT) + 1  # the last token is not written
+    assert setup.ids(max_tokens=maximum) == plain(max_tokens=maximum)
     setup = Setup(policy=policy, capacity=capacity, draft="adversary")
-    assert setup.ids(max_tokens=most) == plain(max_tokens=most)
+    assert setup.ids(max_tokens=maximum) == plain(max_tokens=maximum)
     sizes = setup.base.tree_sizes
-    assert most < 4 or sizes[-3] <= 3
-    assert most < 3 or sizes[-2] <= 2  # one row beside the root was left
-    assert most < 2 or sizes[-1] == 1
+    assert maximum < 4 or sizes[-3] <= 3
+    assert maximum < 3 or sizes[-2] <= 2  # one row beside the root was left
+    assert maximum < 2 or sizes[-1] == 1
 
 
 @pytest.mark.parametrize("draft_capacity", [1, 5, 9, 10, 12, 30, 31])

@@ -27,8 +27,8 @@ TEXTS = [(3, 1, 4), (1, 5, 9, 2, 6), (5, 3), (5, 8, 9, 7)]
 class Answers:
     """Drafters of one draft, each behind a text of its own."""
 
-    def __init__(self, most_parts: int, costs: Costs = COSTS) -> None:
-        self.session = StrictDraft(96, DRAFTS["half_right"], most_parts)
+    def __init__(self, max_batch_size: int, costs: Costs = COSTS) -> None:
+        self.session = StrictDraft(96, DRAFTS["half_right"], max_batch_size)
         rows = CommittedRows(self.session, LIMITS.steps + 1)
         self.drafters: list[EagleDrafter] = []
         for text in TEXTS:
@@ -54,18 +54,20 @@ def _facts(trees):
 
 
 @pytest.mark.parametrize(("most_parts", "sizes"), [(4, [4] * 4), (3, [3, 1] * 4), (1, [1] * 16)])
-def test_trees_are_those_of_each_alone(most_parts, sizes):
+def test_trees_are_those_of_each_alone(max_batch_size, sizes):
     """An extension, and a pass for each of three levels behind the first."""
     alone = Answers(1)
     for passes in alone.catch_up():
         run(passes)
     expected = [run(passes) for passes in alone.propose()]
-    answers = Answers(most_parts)
+    answers = Answers(max_batch_size)
     assert run_all(answers.catch_up()) == [None] * 4
     assert _facts(run_all(answers.propose())) == _facts(expected)
     assert sorted(answers.session.sizes) == sorted(sizes)
     for drafter, other in zip(answers.drafters, alone.drafters, strict=True):
-        assert (drafter._spent_ms < other._spent_ms) == (most_parts > 1 and drafter._sharing > 1)
+        assert (drafter._spent_ms < other._spent_ms) == (
+            max_batch_size > 1 and drafter._sharing > 1
+        )
 
 
 def test_rows_pay_for_what_they_add_and_a_share_of_the_rest():
@@ -118,7 +120,7 @@ def test_a_level_of_several_costs_a_share_of_what_was_measured_of_several(
 class _Failing:
     """A session that refuses one of the parts."""
 
-    most_parts = 9
+    max_batch_size = 9
 
     def run_many(self, parts):
         if "bad" in parts:

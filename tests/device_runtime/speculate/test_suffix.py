@@ -27,10 +27,10 @@ def longest_match(tokens: list[int]) -> int:
     return max((size for size in range(len(tokens)) if earlier_places(tokens, size)), default=0)
 
 
-def continued(tokens: list[int], end: int, most: int) -> list[int]:
+def continued(tokens: list[int], end: int, maximum: int) -> list[int]:
     """What follows a place, as if the text went on as it does there."""
     longer = list(tokens)
-    for at in range(end, end + most):
+    for at in range(end, end + maximum):
         longer.append(longer[at])
     return longer[len(tokens) :]
 

@@ -8,7 +8,7 @@ import numpy as np
 from hypothesis import given
 from hypothesis import strategies as st
 
-from edgellm.device_runtime.speculate.tree import Pool, Tree, top
+from edgellm.device_runtime.speculate.tree import CandidatePool, Tree, top
 
 
 @st.composite
@@ -52,10 +52,10 @@ def test_a_tree_of_the_root_is_plain_decoding():
 
 
 @st.composite
-def pools(draw) -> Pool:
+def pools(draw) -> CandidatePool:
     """Filled level by level; few distinct scores, zeros among them, so that ties are common."""
     levels, width = draw(st.integers(1, 4)), draw(st.integers(1, 3))
-    pool = Pool(5, 1 + width + levels * 3 * width)
+    pool = CandidatePool(5, 1 + width + levels * 3 * width)
     newest = np.zeros(1, np.int64)
     for _ in range(levels):
         steps = [

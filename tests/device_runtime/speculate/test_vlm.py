@@ -17,7 +17,7 @@ from vlm_engines import MROPE, Engines, build_vlm
 from edgellm.core.manifest import DRAFT_ENGINE, DRAFT_FOLDER, load_engine
 from edgellm.device_runtime.api.llm import LLM
 from edgellm.device_runtime.arrays import ImageRows
-from edgellm.device_runtime.networks.draft import DraftSession, open_draft
+from edgellm.device_runtime.networks.draft import DraftNetwork, open_draft
 from edgellm.device_runtime.sampling.sampler import SamplingParams
 from edgellm.device_runtime.speculate.options import SpecOptions
 
@@ -44,7 +44,7 @@ def engines(request, tmp_path_factory) -> Engines:
 
 
 @pytest.fixture(scope="module")
-def mrope_draft(tmp_path_factory) -> DraftSession:
+def mrope_draft(tmp_path_factory) -> DraftNetwork:
     engines = build_vlm(tmp_path_factory.mktemp("mrope"), "qwen2_5_vl", MROPE)
     folder = engines.engine / DRAFT_FOLDER
     manifest = load_engine(folder, DRAFT_ENGINE)
@@ -197,7 +197,7 @@ def _question(folder: Path, *items: str) -> dict:
     return {"role": "user", "content": content}
 
 
-def _candidates(draft: DraftSession, ids: np.ndarray, shown: ImageRows) -> np.ndarray:
+def _candidates(draft: DraftNetwork, ids: np.ndarray, shown: ImageRows) -> np.ndarray:
     hidden = np.random.default_rng(1).standard_normal((len(ids), BASE_HIDDEN), np.float32)
     draft.set_images(shown)
     return draft.run(ids, hidden, 0, np.arange(len(ids)), top_k=8).log_probs.copy()

@@ -19,7 +19,7 @@ from transformers import AutoConfig, AutoModelForCausalLM, PreTrainedModel
 from transformers.core_model_loading import revert_weight_conversion
 
 from edgellm.core.errors import EdgeLLMError
-from edgellm.device_runtime.networks.decoder import DecoderSession
+from edgellm.device_runtime.networks.decoder import DecoderNetwork
 from edgellm.device_runtime.runners.onnxruntime_cpu.runner import LoadedGraph, OnnxRuntimeRunner
 from edgellm.device_runtime.runners.onnxruntime_graphs import load_graph
 from edgellm.export import models
@@ -73,7 +73,7 @@ def reference(config: dict[str, Any]) -> PreTrainedModel | None:
     return None
 
 
-def exported(config: dict[str, Any], model: PreTrainedModel, folder: Path) -> DecoderSession:
+def exported(config: dict[str, Any], model: PreTrainedModel, folder: Path) -> DecoderNetwork:
     facts, architecture = read(config)
     weights = Weights(Tensors(model))
     graph, op, recurrences = build_decoder(architecture, facts, weights, DTYPES["fp32"])
@@ -89,7 +89,7 @@ def exported(config: dict[str, Any], model: PreTrainedModel, folder: Path) -> De
     )
     loaded = LoadedGraph(load_graph(folder / "model.onnx", threads=1))
     runner = OnnxRuntimeRunner([loaded], spec.kv, CAPACITY)
-    return DecoderSession(runner, spec, CAPACITY, open_commit(folder) if commit else None)
+    return DecoderNetwork(runner, spec, CAPACITY, open_commit(folder) if commit else None)
 
 
 def read(config: dict[str, Any]) -> tuple[DecoderConfig, Any]:
@@ -100,7 +100,7 @@ def read(config: dict[str, Any]) -> tuple[DecoderConfig, Any]:
     return facts, architecture
 
 
-def compare(session: DecoderSession, model: PreTrainedModel, positions: int = CAPACITY) -> None:
+def compare(session: DecoderNetwork, model: PreTrainedModel, positions: int = CAPACITY) -> None:
     """As many tokens as the exported model has positions for."""
     ids = np.random.default_rng(1).integers(4, 64, sum(CHUNKS))[:positions]
     with torch.no_grad():

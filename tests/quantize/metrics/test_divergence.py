@@ -9,7 +9,7 @@ import numpy as np
 import pytest
 import torch
 
-from edgellm.quantize.metrics.divergence import Asked, Score, count_changes, read_quality
+from edgellm.quantize.metrics.divergence import Questioned, Score, count_changes, read_quality
 
 
 def test_quality_by_kinds():
@@ -42,9 +42,9 @@ def test_quality_by_kinds():
 
 def test_changed_answers():
     asked = [
-        Asked("sums", (1, 2), (3, 4, 5)),
-        Asked("sums", (1,), (6, 7)),
-        Asked("code", (9, 9), (1, 2, 3, 4)),
+        Questioned("sums", (1, 2), (3, 4, 5)),
+        Questioned("sums", (1,), (6, 7)),
+        Questioned("code", (9, 9), (1, 2, 3, 4)),
     ]
     assert (asked[0].said, asked[0].start) == ((1, 2, 3, 4), 1)
     found = count_changes(asked, [np.array(ids) for ids in ([3, 4, 5], [0, 7], [1, 2, 0, 4])])

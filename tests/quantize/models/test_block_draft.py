@@ -81,7 +81,7 @@ def _answers(job: Job, name: str, rows: np.ndarray):
     for row in torch.from_numpy(rows):
         taps, greedy = _features(job, name, row)
         for first in range(len(row) - SIZE, 0, -SIZE):
-            logs = reference.log_probs(reference.foreseen(taps[:first], int(row[first]), SIZE))
+            logs = reference.log_probs(reference.predicted(taps[:first], int(row[first]), SIZE))
             yield logs[0 if layout.from_newest else 1 :], reference.targets, greedy[first:]
 
 
@@ -131,9 +131,9 @@ def test_the_engine_computes_with_the_quantized_weights(finished, pair, name, tm
     row = torch.from_numpy(make_plan(job).task.calibration.held_out[0])
     taps = _features(job, name, row)[0][:9]
     reference = BlockReference(pair.base_checkpoint, layout)
-    floats = reference.log_probs(reference.foreseen(taps, int(row[9]), SIZE))
+    floats = reference.log_probs(reference.predicted(taps, int(row[9]), SIZE))
     reference.tensors |= _decoded(found)
-    rounded = reference.log_probs(reference.foreseen(taps, int(row[9]), SIZE))
+    rounded = reference.log_probs(reference.predicted(taps, int(row[9]), SIZE))
     engine = _built(job, pair, tmp_path)
     session = open_block(engine / "draft", load_engine(engine / "draft", DRAFT_ENGINE))
     ids, block = row[1:10].numpy(), np.arange(9, 9 + SIZE)
@@ -141,9 +141,9 @@ def test_the_engine_computes_with_the_quantized_weights(finished, pair, name, tm
     (result,) = session.run_many([part])
     places = np.searchsorted(reference.targets.numpy(), result.token_ids)
     spread = np.linalg.norm(floats - floats.mean(1, keepdims=True))
-    for expected, most in ((floats, FAR[SCHEMES[name]]), (rounded, INPUTS)):
+    for expected, maximum in ((floats, FAR[SCHEMES[name]]), (rounded, INPUTS)):
         off = result.log_probs - np.take_along_axis(expected.numpy(), places, 1)
-        assert np.linalg.norm(off) < most * spread
+        assert np.linalg.norm(off) < maximum * spread
     _answers_are_plain(engine)
 
 

@@ -16,7 +16,7 @@ from edgellm.export.pipeline.resolve import open_checkpoint
 from edgellm.quantize.formats.quantized_linear import decode_linear
 from edgellm.quantize.formats.schemes import SCHEMES, Recipe
 from edgellm.quantize.models.expert_rounding import Products, round_weight
-from edgellm.quantize.models.experts import FEW, WatchedExperts, watch
+from edgellm.quantize.models.experts import FEW, ObservedExperts, watch
 from edgellm.quantize.pipeline.planning import make_plan
 from edgellm.quantize.pipeline.run import run_job
 from edgellm.quantize.report.notes import few_line
@@ -32,7 +32,7 @@ def _normal(*shape):
 @pytest.fixture
 def experts():
     """Four of width 8, of which the last is never chosen."""
-    place = WatchedExperts(torch.nn.SiLU())
+    place = ObservedExperts(torch.nn.SiLU())
     place.networks = [(_normal(8, 16), _normal(8, 16), _normal(16, 8)) for _ in range(4)]
     return place
 

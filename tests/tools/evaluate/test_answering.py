@@ -19,7 +19,7 @@ from edgellm.core.errors import (
 )
 from edgellm.device_runtime.api.llm import LLM
 from edgellm.tools.evaluate.answering import conversation
-from edgellm.tools.evaluate.answers import AnswerLog
+from edgellm.tools.evaluate.answers import OutputLog
 from edgellm.tools.evaluate.datasets.questions import Question
 from edgellm.tools.evaluate.scoring import divergence
 
@@ -173,18 +173,18 @@ def test_damaged_answers_are_named_by_line(tmp_path):
     ):
         path.write_text(text)
         with pytest.raises(EdgeLLMError, match=message) as caught:
-            AnswerLog(path)
+            OutputLog(path)
         assert caught.value.hint
         assert path.read_text() == text
 
 
 def test_a_full_disk_leaves_whole_lines(tmp_path, monkeypatch):
     path = tmp_path / "plain.jsonl"
-    log = AnswerLog(path)
+    log = OutputLog(path)
     row = {"question_id": 1, "answer_id": "a", "model_id": "m", "choices": [], "tstamp": 1.0}
     path.write_text(json.dumps(row) + "\n")
     log.close()
-    log = AnswerLog(path)
+    log = OutputLog(path)
     whole, write = path.read_bytes(), os.write
     monkeypatch.setattr(os, "write", lambda file, data: write(file, bytes(data[:5])))
     monkeypatch.setattr(os, "fsync", lambda _: (_ for _ in ()).throw(OSError(28, "full")))

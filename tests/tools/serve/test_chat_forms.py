@@ -19,7 +19,7 @@ from edgellm.tools.serve.tool_calls.formats.hunyuan import HunyuanParser
 from edgellm.tools.serve.tool_calls.formats.ministral import MinistralParser
 from edgellm.tools.serve.tool_calls.formats.olmo3 import Olmo3Parser
 from edgellm.tools.serve.tool_calls.formats.phi4 import Phi4Parser
-from edgellm.tools.serve.tool_calls.parser import Call, Thought
+from edgellm.tools.serve.tool_calls.parser import Call, ReasoningText
 
 TOOLS = {
     "weather": {"type": "object", "properties": {"city": {"type": "string"}}},
@@ -134,17 +134,17 @@ CASES = {
     HarmonyParser: {
         "<|channel|>final<|message|>Hi<|return|>": ["Hi"],
         "<|channel|>analysis<|message|>Hm.<|end|><|start|>assistant<|channel|>final<|message|>Hi": [
-            Thought("Hm."), "Hi",
+            ReasoningText("Hm."), "Hi",
         ],
         "<|channel|>analysis<|message|>Hm.<|end|><|start|>assistant<|channel|>commentary "
         'to=functions.weather <|constrain|>json<|message|>{"city": "Köln"}<|call|>': [
-            Thought("Hm."), WEATHER,
+            ReasoningText("Hm."), WEATHER,
         ],
         ' to=functions.add<|channel|>commentary json<|message|>{"a": 1, "b": [2]}<|call|>'
         "<|start|>assistant<|channel|>commentary to=functions.now<|message|>": [
             ADD, Call("now", "{}"),
         ],
-        "<|channel|>analysis<|message|>a<|end|><|channel|>analysis<|message|>b": [Thought("a\nb")],
+        "<|channel|>analysis<|message|>a<|end|><|channel|>analysis<|message|>b": [ReasoningText("a\nb")],
         "<|channel|>commentary<|message|>I look.<|end|><|start|>assistant<|channel|>final"
         "<|message|>So.": ["I look.\nSo."],
         "<|channel|>commentary to=functions.weather<|message|>{city<|call|>": ["{city"],

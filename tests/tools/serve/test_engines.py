@@ -17,10 +17,10 @@ from edgellm.core.errors import (
     EdgeLLMError,
 )
 from edgellm.device_runtime import LLM, SamplingParams
-from edgellm.device_runtime.scheduler.background_loop import Driver
+from edgellm.device_runtime.scheduler.background_loop import BackgroundLoop
 from edgellm.tools.serve.engines.models import Model, read_models
 from edgellm.tools.serve.http.errors import ApiError
-from edgellm.tools.serve.routing.engine_pool import LEASES, Engines
+from edgellm.tools.serve.routing.engine_pool import LEASES, EnginePool
 from edgellm.tools.serve.settings import Settings
 
 
@@ -36,7 +36,7 @@ class Loading:
         if model.name in self.broken:
             raise BrokenArtifactError(f"{model.name} is damaged")
         llm = SimpleNamespace(batch_size=1, adapters={}, on_pass=lambda _: None)
-        llm.driver = lambda: Driver(None)
+        llm.driver = lambda: BackgroundLoop(None)
         llm.load_adapter, llm.slot = llm.adapters.__setitem__, SimpleNamespace(usage=0.0)
         return llm
 
@@ -48,7 +48,7 @@ class Loading:
 def made():
     """Three engines of which two are loaded at a time."""
     models = [Model(name, Path(name), None, num_bytes=4) for name in "abc"]
-    engines = Engines(
+    engines = EnginePool(
         models, Loading(), Settings(queue_size=3, total_timeout_s=60, memory_bytes=10)
     )
     engines.begin()

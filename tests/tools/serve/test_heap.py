@@ -18,7 +18,7 @@ from inside_server import Inside, serving_inside
 
 from edgellm.device_runtime import LLM, SamplingParams
 from edgellm.tools.serve import heap
-from edgellm.tools.serve.engines.ask import Ask
+from edgellm.tools.serve.engines.ask import EngineRequest
 from edgellm.tools.serve.engines.events import Failed
 from edgellm.tools.serve.engines.loading import Loading
 from edgellm.tools.serve.engines.metrics import Metrics
@@ -160,9 +160,13 @@ def test_a_job_that_is_over_is_forgotten(roomy_engine):
     try:
         events: queue.Queue = queue.Queue()
         text = "w21 " * 9000
-        found.submit(Job((Ask(text, SamplingParams()),), events.put, time.monotonic() + 60))
+        found.submit(
+            Job((EngineRequest(text, SamplingParams()),), events.put, time.monotonic() + 60)
+        )
         assert isinstance(events.get(timeout=60), Failed)
-        _wait_until(lambda: not any(type(one) is Ask and one.prompt == text for one in _all()))
+        _wait_until(
+            lambda: not any(type(one) is EngineRequest and one.prompt == text for one in _all())
+        )
     finally:
         found.end()
         found.join()

@@ -13,7 +13,7 @@ import eagle_engines
 import pytest
 from inside_server import Inside, serving_inside
 
-from edgellm.device_runtime import LLM, Answer, SamplingParams, SpecOptions
+from edgellm.device_runtime import LLM, RequestOutput, SamplingParams, SpecOptions
 from edgellm.tools.serve.engines.loading import Loading
 from edgellm.tools.serve.engines.models import read_models
 from edgellm.tools.serve.settings import Settings
@@ -121,7 +121,9 @@ def _tokens(llm: LLM, prompts: list[list[int]], ends: list[int] | None = None) -
     return [one.token_ids for one in _answers(llm, prompts, ends)]
 
 
-def _answers(llm: LLM, prompts: list[list[int]], ends: list[int] | None = None) -> list[Answer]:
+def _answers(
+    llm: LLM, prompts: list[list[int]], ends: list[int] | None = None
+) -> list[RequestOutput]:
     """Side by side, up to twelve tokens or its end token each."""
     answers = []
     for at, prompt in enumerate(prompts):

@@ -11,7 +11,7 @@ from hypothesis import strategies as st
 
 from edgellm.tools.serve import tool_calls
 from edgellm.tools.serve.tool_calls.formats.hermes import HermesParser
-from edgellm.tools.serve.tool_calls.json_fallback import LooseParser
+from edgellm.tools.serve.tool_calls.json_fallback import JsonFallbackParser
 from edgellm.tools.serve.tool_calls.parser import Call
 
 NAMES = {"weather", "add"}
@@ -58,19 +58,19 @@ CASES = {
 @given(cuts=st.sets(st.integers(0, 150), max_size=8))
 @example(cuts=set(range(150)))
 def test_however_the_text_is_cut(text, expected, cuts):
-    assert read_cut(LooseParser(HermesParser(NAMES), NAMES), text, cuts) == expected
+    assert read_cut(JsonFallbackParser(HermesParser(NAMES), NAMES), text, cuts) == expected
 
 
 @given(st.text('`json{}[]":name add;\nTOLCS</tool_call>', max_size=60))
 def test_no_text_is_lost_or_breaks_a_parser(text):
     for kind in tool_calls.PARSERS:
-        parser = LooseParser(kind(NAMES), NAMES)
+        parser = JsonFallbackParser(kind(NAMES), NAMES)
         found = [*parser.push(text), *parser.finish()]
         if all(isinstance(item, str) for item in found):
             assert "".join(found) == text or text.isspace()
 
 
 def test_text_is_not_held_longer_than_it_must_be():
-    parser = LooseParser(HermesParser(NAMES), NAMES)
+    parser = JsonFallbackParser(HermesParser(NAMES), NAMES)
     assert parser.push("Hello `") == ["Hello "]
     assert "".join(parser.push("x` ```python\n")) == "`x` ```python\n"

@@ -7,7 +7,7 @@ from serve_process import ServerProcess, serving
 
 from edgellm.core.errors import LimitError
 from edgellm.device_runtime import LLM, SamplingParams, SpecOptions
-from edgellm.device_runtime.engine.kv_snapshot import ContextFolder
+from edgellm.device_runtime.engine.kv_snapshot import SnapshotFolder
 
 GREEDY = SamplingParams(temperature=0)
 PROMPT = " ".join(f"w{20 + at}" for at in range(30))
@@ -25,7 +25,7 @@ def _answer(llm, prompt=PROMPT):
 @pytest.mark.parametrize("way", WAYS)
 def test_rows_are_read_again_by_another_process(roomy_engine, tmp_path, way):
     folder, llm = (
-        ContextFolder(tmp_path, ENGINES),
+        SnapshotFolder(tmp_path, ENGINES),
         LLM(roomy_engine, context_reuse=True, **WAYS[way]),
     )
     folder.prepare()
@@ -45,7 +45,7 @@ def test_rows_are_read_again_by_another_process(roomy_engine, tmp_path, way):
 
 
 def test_what_does_not_fit_is_ignored_and_stays(roomy_engine, tmp_path):
-    folder, llm = ContextFolder(tmp_path, ENGINES), LLM(roomy_engine, context_reuse=True)
+    folder, llm = SnapshotFolder(tmp_path, ENGINES), LLM(roomy_engine, context_reuse=True)
     _answer(llm)
     folder.save(llm.slot.contexts())
     (whole,) = tmp_path.iterdir()
@@ -56,7 +56,7 @@ def test_what_does_not_fit_is_ignored_and_stays(roomy_engine, tmp_path):
     ):  # fmt: skip
         (tmp_path / f"{name}.context").write_bytes(bad)
     (tmp_path / "notes.txt").write_text("mine")
-    ContextFolder(tmp_path, {"base": "other"}).save(llm.slot.contexts())
+    SnapshotFolder(tmp_path, {"base": "other"}).save(llm.slot.contexts())
     found = folder.load(1)
     assert len(found.contexts) == 1
     said = {line.split("/")[-1].split(".context is ignored: ")[-1] for line in found.ignored}
@@ -70,7 +70,7 @@ def test_what_does_not_fit_is_ignored_and_stays(roomy_engine, tmp_path):
 
 
 def test_a_full_disk_loses_nothing(roomy_engine, tmp_path, monkeypatch):
-    folder, llm = ContextFolder(tmp_path, ENGINES), LLM(roomy_engine, context_reuse=True)
+    folder, llm = SnapshotFolder(tmp_path, ENGINES), LLM(roomy_engine, context_reuse=True)
     _answer(llm)
     folder.save(llm.slot.contexts())
     before = {path: path.read_bytes() for path in tmp_path.iterdir()}

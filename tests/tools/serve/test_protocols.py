@@ -17,7 +17,7 @@ from hypothesis import strategies as st
 from edgellm.device_runtime import SamplingParams
 from edgellm.device_runtime.api.llm import Step
 from edgellm.tools.serve.engines.events import Finished, Started
-from edgellm.tools.serve.output.chat_output import ChatAnswer
+from edgellm.tools.serve.output.chat_output import ChatOutput
 from edgellm.tools.serve.protocols.anthropic.messages import MessagesRequest
 from edgellm.tools.serve.protocols.anthropic.writer import MessagesWriter
 from edgellm.tools.serve.protocols.ollama import OllamaChat, OllamaWriter
@@ -177,7 +177,7 @@ def test_ollamas_lines_come_without_a_type(server):
     assert lines[-1]["done_reason"] == "length"
 
 
-class _Scripted(ChatAnswer):
+class _Scripted(ChatOutput):
     """Reads an answer of Qwen's form."""
 
     def __init__(self, llm):

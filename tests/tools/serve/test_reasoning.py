@@ -20,22 +20,22 @@ from edgellm.tools.serve.protocols.openai.chat import ChatWriter, ask_of, prompt
 from edgellm.tools.serve.schemas.openai import ChatRequest
 from edgellm.tools.serve.settings import ImageRules
 from edgellm.tools.serve.tool_calls.formats.hermes import HermesParser
-from edgellm.tools.serve.tool_calls.output_parsers import AnswerForm
-from edgellm.tools.serve.tool_calls.parser import Call, Thought
+from edgellm.tools.serve.tool_calls.output_parsers import OutputFormat
+from edgellm.tools.serve.tool_calls.parser import Call, ReasoningText
 
 TOOLS = {"weather": None}
 CALL = '<tool_call>\n{"name": "weather", "arguments": {"city": "Bonn"}}\n</tool_call>'
 WEATHER = Call("weather", '{"city": "Bonn"}')
-HM = Thought("Hm.\nWell.")
+HM = ReasoningText("Hm.\nWell.")
 QWEN = '<think></think>{% if tools %}<tool_call>"arguments"'
 TAGS = {
     "<think>\nHm.\nWell.\n</think>\n\nHi\n": [HM, "Hi\n"],
     f"<think>Hm.\nWell.</think>{CALL}": [HM, WEATHER],
     f"\n<think>\nHm.\nWell.\n</think>\n\nI look.\n{CALL}": [HM, "I look.\n", WEATHER],
-    f"<think>{CALL}</think>": [Thought(CALL)],  # it only considers it
+    f"<think>{CALL}</think>": [ReasoningText(CALL)],  # it only considers it
     "<think>\n\n</think>\n\nHi": ["Hi"],
     "<think>Hm.\nWell.": [HM],
-    "<think>Hm.\nWell. </thin": [Thought("Hm.\nWell. </thin")],
+    "<think>Hm.\nWell. </thin": [ReasoningText("Hm.\nWell. </thin")],
     " no <think>Hm.</think>": [" no <think>Hm.</think>"],
     "a </think> b": ["a </think> b"],
     "": [],
@@ -45,7 +45,7 @@ INSIDE = {
     "Hm.\nWell.\n</think>\n\nHi": [HM, "Hi"],
     "<think>\nHm.\nWell.</think>Hi": [HM, "Hi"],  # some write the mark again
     "</think>Hi": ["Hi"],
-    "< 5": [Thought("< 5")],
+    "< 5": [ReasoningText("< 5")],
     "Hm.\nWell.\n": [HM],
 }
 WRAPPED = {
@@ -76,18 +76,20 @@ CASES = [
 
 @pytest.mark.parametrize(("template", "end", "cases"), CASES)
 def test_however_the_text_is_cut(template, end, cases):
-    form = AnswerForm.of(template, has_tools=True)
+    form = OutputFormat.of(template, has_tools=True)
     for text, expected in cases.items():
         require_read(lambda: form.reader(TOOLS, end, is_guided=False), text, expected)
 
 
 def test_answers_that_hold_none_are_read_as_before():
-    assert AnswerForm.of("{{ messages }}", has_tools=False).reader({}, "", is_guided=False) is None
-    form = AnswerForm.of(QWEN, has_tools=False)
+    assert (
+        OutputFormat.of("{{ messages }}", has_tools=False).reader({}, "", is_guided=False) is None
+    )
+    form = OutputFormat.of(QWEN, has_tools=False)
     assert form.parser is None
     assert form.reader({}, "<think>", is_guided=True) is None  # a wanted form has no reasoning
-    assert AnswerForm.of(QWEN, has_tools=True).parser is HermesParser
-    assert AnswerForm.of("{% if tools %}<tool_call>", has_tools=False).shown_tokens == ()
+    assert OutputFormat.of(QWEN, has_tools=True).parser is HermesParser
+    assert OutputFormat.of("{% if tools %}<tool_call>", has_tools=False).shown_tokens == ()
 
 
 # Each as its family documents it, as short as can be.

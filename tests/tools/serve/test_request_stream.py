@@ -8,7 +8,7 @@ from types import SimpleNamespace
 import pytest
 
 from edgellm.device_runtime.engine.sequence import Step
-from edgellm.tools.serve.engines.event_queue import Mailbox
+from edgellm.tools.serve.engines.event_queue import EventQueue
 from edgellm.tools.serve.engines.events import Started
 from edgellm.tools.serve.engines.request_stream import Call, DisconnectedError
 from edgellm.tools.serve.http.errors import ApiError
@@ -101,7 +101,7 @@ def test_many_events_wake_the_loop_once():
     async def post() -> None:
         loop, queues = asyncio.get_running_loop(), [asyncio.Queue() for _ in range(3)]
         woken: list[object] = []
-        box = Mailbox(SimpleNamespace(call_soon_threadsafe=woken.append))
+        box = EventQueue(SimpleNamespace(call_soon_threadsafe=woken.append))
         for number in range(4):
             for queue in queues:
                 box.post(queue, number)

@@ -15,7 +15,7 @@ from edgellm.device_runtime import LLM, SamplingParams
 from edgellm.device_runtime.requests.request_file import Options
 from edgellm.device_runtime.requests.responses import start_request
 from edgellm.tools.chat.conversation import Conversation, Settings
-from edgellm.tools.serve.engines.ask import Ask, start
+from edgellm.tools.serve.engines.ask import EngineRequest, start
 from edgellm.tools.serve.protocols.openai.chat import ask_of
 from edgellm.tools.serve.schemas.openai import ChatRequest
 from edgellm.tools.serve.settings import ImageRules
@@ -53,7 +53,7 @@ def llm(engine):
 
 def _prompt(llm, content, **flags):
     messages = [{"role": "user", "content": content}]
-    ask = Ask(messages, SamplingParams(), 1, template_flags=flags)
+    ask = EngineRequest(messages, SamplingParams(), 1, template_flags=flags)
     return start(llm, ask).prompt.token_ids
 
 

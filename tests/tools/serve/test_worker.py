@@ -15,7 +15,7 @@ from edgellm.core.errors import (
 )
 from edgellm.device_runtime import LLM, SamplingParams
 from edgellm.device_runtime.api.llm import Step
-from edgellm.tools.serve.engines.ask import Ask
+from edgellm.tools.serve.engines.ask import EngineRequest
 from edgellm.tools.serve.engines.events import Failed, Finished, Started
 from edgellm.tools.serve.engines.metrics import Metrics
 from edgellm.tools.serve.engines.worker import Job, Worker
@@ -59,7 +59,7 @@ def worker(roomy_engine):
 
 def _submit(worker, prompt="w20 w30", tokens=12):
     events = queue.Queue()
-    job = Job((Ask(prompt, GREEDY, tokens),), events.put, time.monotonic() + 60)
+    job = Job((EngineRequest(prompt, GREEDY, tokens),), events.put, time.monotonic() + 60)
     worker.submit(job)
     return job, events
 

@@ -25,13 +25,13 @@ def _checked(result: int) -> None:
         raise OSError(ctypes.get_errno(), os.strerror(ctypes.get_errno()))
 
 
-def shut_off(libc: ctypes.CDLL, folder: str, most_bytes: int) -> None:
+def shut_off(libc: ctypes.CDLL, folder: str, max_bytes: int) -> None:
     """Make all files read-only but for a small disk in memory at `folder`; needs namespaces."""
     read_only = struct.pack("QQQQ", _READ_ONLY, 0, 0, 0)
     size = ctypes.c_size_t(len(read_only))
     result = libc.syscall(_MOUNT_SETATTR, _AT_FDCWD, b"/", _AT_RECURSIVE, read_only, size)
     _checked(result)
-    options = f"size={most_bytes},mode=0777".encode()
+    options = f"size={max_bytes},mode=0777".encode()
     _checked(libc.mount(b"tmpfs", folder.encode(), b"tmpfs", 0, options))
 
 
@@ -51,14 +51,14 @@ def drop_privileges(libc: ctypes.CDLL, *, is_root: bool) -> None:
 
 def limit(job: dict) -> None:
     """Bound time, memory, files and processes."""
-    for what, most in (
+    for what, maximum in (
         (resource.RLIMIT_AS, job["memory_bytes"]),
         (resource.RLIMIT_FSIZE, job["file_bytes"]),
         (resource.RLIMIT_NPROC, job["processes"]),
         (resource.RLIMIT_NOFILE, 64),
         (resource.RLIMIT_CORE, 0),
     ):
-        resource.setrlimit(what, (most, most))
+        resource.setrlimit(what, (maximum, maximum))
     seconds = job["seconds"]
     resource.setrlimit(resource.RLIMIT_CPU, (seconds, seconds + 1))  # told first, then killed
 

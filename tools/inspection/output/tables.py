@@ -201,13 +201,13 @@ def costs_title(costs: Costs) -> str:
 def _measured_speed(report: Report, costs: Costs) -> str:
     """What the measurements mean for a user."""
     one = costs.ms_by_rows[1]
-    most = max(rows for rows in costs.ms_by_rows if rows not in costs.estimated)
+    maximum = max(rows for rows in costs.ms_by_rows if rows not in costs.estimated)
     bandwidth = report.read_bytes / one * 1e3
-    prompts = most / costs.ms_by_rows[most] * 1e3
+    prompts = maximum / costs.ms_by_rows[maximum] * 1e3
     moved = f", {bandwidth / 1e9:.1f} GB/s of weights" if bandwidth else ""
     return (
         f"decoding {1e3 / one:.1f} tokens/s{moved}; "
-        f"prompts in passes of {most} rows {prompts:.0f} tokens/s"
+        f"prompts in passes of {maximum} rows {prompts:.0f} tokens/s"
     )
 
 

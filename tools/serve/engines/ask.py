@@ -6,14 +6,14 @@ from collections.abc import Mapping
 from dataclasses import dataclass, field, replace
 from typing import Any
 
-from edgellm.device_runtime.api.llm import LLM, Answer
+from edgellm.device_runtime.api.llm import LLM, RequestOutput
 from edgellm.device_runtime.engine import continuation
 from edgellm.device_runtime.sampling.sampler import SamplingParams
 from edgellm.multimodal.media import Source
 
 
 @dataclass(frozen=True, slots=True)
-class Ask:
+class EngineRequest:
     """What one request wants from the engine."""
 
     prompt: str | tuple[int, ...] | list[dict[str, Any]]  # raw text, token ids, or messages
@@ -27,14 +27,14 @@ class Ask:
     lora: str | None = None  # the adapter that answers
     prompt_logprobs: int | None = None  # of the prompt, with so many of the likeliest tokens
 
-    def times(self, count: int | None) -> list[Ask]:
+    def times(self, count: int | None) -> list[EngineRequest]:
         """Asked so many times, each with the next seed."""
         seeds = (self.sampling.seed + at for at in range(count or 1))
         return [replace(self, sampling=replace(self.sampling, seed=seed % 2**63)) for seed in seeds]
 
 
 @dataclass(frozen=True, slots=True)
-class Embed:
+class EmbeddingJob:
     """A text that is to be embedded."""
 
     text: str | tuple[int, ...]
@@ -47,7 +47,7 @@ class Embed:
         return [*self.text]
 
 
-def start(llm: LLM, ask: Ask) -> Answer:
+def start(llm: LLM, ask: EngineRequest) -> RequestOutput:
     """An answer that is not iterated over yet; images are encoded.
 
     Raises:

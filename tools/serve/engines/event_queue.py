@@ -13,7 +13,7 @@ from typing import Any
 from weakref import WeakKeyDictionary
 
 
-class Mailbox:
+class EventQueue:
     """Of one loop."""
 
     def __init__(self, loop: asyncio.AbstractEventLoop) -> None:
@@ -36,12 +36,12 @@ class Mailbox:
             queue.put_nowait(event)
 
 
-_mailboxes: WeakKeyDictionary[asyncio.AbstractEventLoop, Mailbox] = WeakKeyDictionary()
+_mailboxes: WeakKeyDictionary[asyncio.AbstractEventLoop, EventQueue] = WeakKeyDictionary()
 
 
-def mailbox() -> Mailbox:
+def mailbox() -> EventQueue:
     """Of the running loop."""
     loop = asyncio.get_running_loop()
     if loop not in _mailboxes:
-        _mailboxes[loop] = Mailbox(loop)
+        _mailboxes[loop] = EventQueue(loop)
     return _mailboxes[loop]

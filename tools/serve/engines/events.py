@@ -43,7 +43,7 @@ class Finished:
 
 
 @dataclass(frozen=True, slots=True)
-class Turn:
+class OutputSwitch:
     """What follows is of this text of a request that has several, grown side by side."""
 
     at: int
@@ -56,4 +56,4 @@ class Failed:
     error: Exception
 
 
-Event = Started | Step | Finished | Failed | Turn
+Event = Started | Step | Finished | Failed | OutputSwitch

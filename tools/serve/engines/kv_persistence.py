@@ -9,17 +9,17 @@ import typer
 from edgellm.core.artifact import hash_engines
 from edgellm.core.errors import EdgeLLMError
 from edgellm.device_runtime.api.llm import LLM
-from edgellm.device_runtime.engine.kv_snapshot import ContextFolder
+from edgellm.device_runtime.engine.kv_snapshot import SnapshotFolder
 
 
 def folder_of(
     folder: Path, engine: Path, visual: Path | None, draft_model: Path | None
-) -> ContextFolder:
+) -> SnapshotFolder:
     """Where the contexts of an engine are."""
-    return ContextFolder(folder, hash_engines(engine, visual, draft_model))
+    return SnapshotFolder(folder, hash_engines(engine, visual, draft_model))
 
 
-def prepare(folder: ContextFolder, *, reuses: bool) -> None:
+def prepare(folder: SnapshotFolder, *, reuses: bool) -> None:
     """Make a folder, before the engine is loaded.
 
     Raises:
@@ -33,7 +33,7 @@ def prepare(folder: ContextFolder, *, reuses: bool) -> None:
     folder.prepare()
 
 
-def give_back(folder: ContextFolder, llm: LLM) -> None:
+def give_back(folder: SnapshotFolder, llm: LLM) -> None:
     """Give an engine the contexts of its folder."""
     found = folder.load(llm.slot.num_caches)
     for line in found.ignored:
@@ -42,7 +42,7 @@ def give_back(folder: ContextFolder, llm: LLM) -> None:
         llm.slot.kept.add(context)
 
 
-def keep(folder: ContextFolder, llm: LLM) -> None:
+def keep(folder: SnapshotFolder, llm: LLM) -> None:
     """Write what an engine's caches hold; raises `LimitError` if the disk is full."""
     count = folder.save(llm.slot.contexts())
     typer.echo(f"contexts kept in {folder.folder}: {count}")

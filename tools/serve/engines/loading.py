@@ -62,7 +62,7 @@ class Loading:
         for model in models if self.contexts is not None else ():
             kv_persistence.prepare(self._contexts_of(model), reuses=self.context_reuse)
 
-    def _contexts_of(self, model: Model) -> kv_persistence.ContextFolder:
+    def _contexts_of(self, model: Model) -> kv_persistence.SnapshotFolder:
         assert self.contexts is not None
         own = quote(model.name, safe="") if self.has_own_folders else ""
         draft = self.spec.draft_engine_dir if self.spec is not None else None

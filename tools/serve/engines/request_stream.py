@@ -9,7 +9,7 @@ from typing import Any, Protocol
 
 from starlette.types import Receive
 
-from edgellm.tools.serve.engines.ask import Ask, Embed
+from edgellm.tools.serve.engines.ask import EmbeddingJob, EngineRequest
 from edgellm.tools.serve.engines.event_queue import mailbox
 from edgellm.tools.serve.engines.events import Event, Failed, Finished
 from edgellm.tools.serve.engines.worker import Job, Worker, too_late
@@ -43,7 +43,7 @@ class Call:
     def __init__(
         self,
         worker: Worker,
-        asks: Sequence[Ask] | Sequence[Embed],
+        asks: Sequence[EngineRequest] | Sequence[EmbeddingJob],
         request: Connection,
         total_timeout_s: float,
     ) -> None:
@@ -56,7 +56,7 @@ class Call:
         self._events: asyncio.Queue[Event] = asyncio.Queue()
         post = partial(mailbox().post, self._events)
         deadline = request.scope.get("arrived", self._loop.time()) + total_timeout_s
-        priority = min((ask.priority for ask in asks if isinstance(ask, Ask)), default=0)
+        priority = min((ask.priority for ask in asks if isinstance(ask, EngineRequest)), default=0)
         num_bytes = request.scope.get(BODY_BYTES, 0)
         self._worker, self._job = worker, Job(tuple(asks), post, deadline, priority, num_bytes)
         worker.submit(self._job)

@@ -14,13 +14,13 @@ from edgellm.core.errors import (
     EdgeLLMError,
     UnexpectedError,
 )
-from edgellm.device_runtime.api.llm import LLM, Answer, Step
+from edgellm.device_runtime.api.llm import LLM, RequestOutput, Step
 from edgellm.device_runtime.faults import as_failure
 from edgellm.device_runtime.scheduler.running_batch import OutOfTimeError
 from edgellm.device_runtime.scheduler.scheduler import AGING_S
 from edgellm.tools.serve import heap
-from edgellm.tools.serve.engines.ask import Ask, Embed, start
-from edgellm.tools.serve.engines.events import Event, Failed, Finished, Started, Turn
+from edgellm.tools.serve.engines.ask import EmbeddingJob, EngineRequest, start
+from edgellm.tools.serve.engines.events import Event, Failed, Finished, OutputSwitch, Started
 from edgellm.tools.serve.engines.metrics import Metrics
 from edgellm.tools.serve.http.errors import ApiError
 
@@ -35,7 +35,7 @@ class AbandonedError(Exception):
 class Job:
     """One request between the task that serves a client and the worker."""
 
-    asks: tuple[Ask | Embed, ...]
+    asks: tuple[EngineRequest | EmbeddingJob, ...]
     post: Callable[[Event], object]  # hands an event to the client's task; from any thread
     deadline: float  # of time.monotonic()
     priority: int = 0  # smaller goes first
@@ -49,7 +49,7 @@ class Job:
         """Post an event of one of its texts."""
         if at != self.told_of:
             self.told_of = at
-            self.post(Turn(at))
+            self.post(OutputSwitch(at))
         self.post(event)
 
     def rank(self, now: float) -> float:
@@ -137,7 +137,7 @@ class Worker:
         self._driver.end()  # nobody asks any more
         self._driver.join(30)
 
-    def _check(self, job: Job, answers: Sequence[Answer] = ()) -> None:
+    def _check(self, job: Job, answers: Sequence[RequestOutput] = ()) -> None:
         """Ask before a pass whether a job may go on.
 
         Raises:
@@ -202,18 +202,20 @@ class Worker:
     def _run(self, job: Job, began: float) -> None:
         self._check(job)
         # A faulty prompt is told of before the work on the others begins.
-        asks = [ask for ask in job.asks if isinstance(ask, Ask)]
+        asks = [ask for ask in job.asks if isinstance(ask, EngineRequest)]
         answers = [start(self.llm, ask) for ask in asks]
         for at, answer in enumerate(answers):
             answer.before_pass = functools.partial(self._check, job, answers)
             job.tell(at, self._started(asks[at], answer))
         if answers:
             self._answer(job, answers, began)
-        texts = [(ask.token_ids(self.llm), ask.lora) for ask in job.asks if isinstance(ask, Embed)]
+        texts = [
+            (ask.token_ids(self.llm), ask.lora) for ask in job.asks if isinstance(ask, EmbeddingJob)
+        ]
         for token_ids, lora in texts:
             self._embed(job, token_ids, lora, began)
 
-    def _started(self, ask: Ask, answer: Answer) -> Started:
+    def _started(self, ask: EngineRequest, answer: RequestOutput) -> Started:
         if ask.prompt_logprobs is None:
             return Started(answer.prompt_token_count)
         ids = answer.prompt.token_ids
@@ -229,11 +231,11 @@ class Worker:
         self._metrics.finished(found, now - job.arrived)
         job.post(found)
 
-    def _answer(self, job: Job, answers: list[Answer], began: float) -> None:
+    def _answer(self, job: Job, answers: list[RequestOutput], began: float) -> None:
         """Tell of answers while they grow, side by side as far as the engine takes several."""
         grown = {answer: _Grown(at) for at, answer in enumerate(answers)}
 
-        def told(answer: Answer, steps: tuple[Step, ...]) -> None:
+        def told(answer: RequestOutput, steps: tuple[Step, ...]) -> None:
             one = grown[answer]
             for step in steps:
                 self._book(job, one, answer)
@@ -248,7 +250,7 @@ class Worker:
         finally:
             self._metrics.generated.inc(sum(len(answer.token_ids) for answer in answers))
 
-    def _book(self, job: Job, one: _Grown, answer: Answer) -> None:
+    def _book(self, job: Job, one: _Grown, answer: RequestOutput) -> None:
         now = time.monotonic()
         if not one.first:
             one.first = now
@@ -304,7 +306,7 @@ def full(size: int, wait_s: int) -> ApiError:
     )
 
 
-def _figures(answer: Answer, job: Job, began: float, first: float) -> Finished:
+def _figures(answer: RequestOutput, job: Job, began: float, first: float) -> Finished:
     assert answer.finish_reason is not None  # it is complete
     return Finished(
         answer.finish_reason,

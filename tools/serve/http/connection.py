@@ -9,7 +9,7 @@ from uvicorn.protocols.http.h11_impl import H11Protocol
 HEAD_S = 30.0  # to send the head of a request; uvicorn's own limit ends with its first byte
 
 
-class PatientConnection(H11Protocol):
+class TimedConnection(H11Protocol):
     """Closes a connection on which nothing is asked, or which dribbles what it asks."""
 
     _given_up: asyncio.TimerHandle | None = None

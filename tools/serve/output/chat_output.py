@@ -7,7 +7,7 @@ from collections.abc import Sequence
 
 from edgellm.device_runtime.api.llm import LLM
 from edgellm.tools.serve.schemas.openai import ChatRequest
-from edgellm.tools.serve.tool_calls.parser import Call, Item, Thought
+from edgellm.tools.serve.tool_calls.parser import Call, Item, ReasoningText
 
 
 def call_id() -> str:
@@ -15,14 +15,14 @@ def call_id() -> str:
     return uuid.uuid4().hex[:9]
 
 
-class ChatAnswer:
+class ChatOutput:
     """Reasoning, text and calls, while the answer grows."""
 
     def __init__(self, body: ChatRequest, llm: LLM, *, prompt_end: str = "") -> None:
         """Begin an answer; `prompt_end` is the last of the formatted messages."""
         is_guided = body.form() is not None or bool(body.must_call())
         self._reader = body.answer_form(llm).reader(body.schemas(), prompt_end, is_guided=is_guided)
-        self._most_calls = 1 if body.parallel_tool_calls is False else None
+        self._max_calls = 1 if body.parallel_tool_calls is False else None
         self.reasoning = self.text = ""
         self.calls: list[Call] = []
 
@@ -37,11 +37,11 @@ class ChatAnswer:
     def _added(self, found: Sequence[Item]) -> list[Item]:
         kept: list[Item] = []
         for item in found:
-            if isinstance(item, Thought):
+            if isinstance(item, ReasoningText):
                 self.reasoning += item.text
             elif isinstance(item, str):
                 self.text += item
-            elif self._most_calls is None or len(self.calls) < self._most_calls:
+            elif self._max_calls is None or len(self.calls) < self._max_calls:
                 self.calls.append(item)
             else:
                 continue

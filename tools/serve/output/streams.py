@@ -14,7 +14,7 @@ from starlette.responses import JSONResponse, Response
 from starlette.types import Receive, Scope, Send
 
 from edgellm.device_runtime.api.llm import Step
-from edgellm.tools.serve.engines.events import Event, Finished, Started, Turn
+from edgellm.tools.serve.engines.events import Event, Finished, OutputSwitch, Started
 from edgellm.tools.serve.engines.request_stream import Call, DisconnectedError
 from edgellm.tools.serve.http.errors import as_api_error, streamed_body_for
 
@@ -123,7 +123,7 @@ async def collect(call: Call, writer: Writer, first: Sequence[Event] = ()) -> di
             for event in events:
                 if isinstance(event, Started):
                     writer.begin(event)
-                elif isinstance(event, Turn):
+                elif isinstance(event, OutputSwitch):
                     writer.turn(event.at)
                 elif isinstance(event, Step):
                     writer.step(event)
@@ -185,6 +185,6 @@ class EventStream(Response):
             return self._writer.step(event)
         if isinstance(event, Started):
             return self._writer.begin(event)
-        if isinstance(event, Turn):
+        if isinstance(event, OutputSwitch):
             self._writer.turn(event.at)
         return self._writer.end(event) if isinstance(event, Finished) else []

@@ -12,12 +12,12 @@ from pydantic import Field
 from edgellm.device_runtime.api.llm import Step
 from edgellm.tools.serve.engines.events import Finished, Started
 from edgellm.tools.serve.http.errors import ApiError
-from edgellm.tools.serve.output.chat_output import ChatAnswer, call_id
+from edgellm.tools.serve.output.chat_output import ChatOutput, call_id
 from edgellm.tools.serve.output.streams import LINES, OneText
 from edgellm.tools.serve.schemas.openai import ChatRequest, CompletionRequest
 from edgellm.tools.serve.schemas.response_format import Body
 from edgellm.tools.serve.schemas.tools import Tool
-from edgellm.tools.serve.tool_calls.parser import Call, Item, Thought
+from edgellm.tools.serve.tool_calls.parser import Call, Item, ReasoningText
 
 _Fields = dict[str, Any]
 _PER_MS = 1_000_000
@@ -49,9 +49,9 @@ class Options(Body):
 
     def sampled(self) -> _Fields:
         """Fields of `Sampled`."""
-        most = self.num_predict
+        maximum = self.num_predict
         return {
-            "max_tokens": most if most is not None and most > 0 else None,
+            "max_tokens": maximum if maximum is not None and maximum > 0 else None,
             "temperature": self.temperature,
             "top_p": self.top_p,
             "top_k": self.top_k,
@@ -207,7 +207,7 @@ class OllamaWriter(OneText):
 
     framing, last = LINES, b""
 
-    def __init__(self, answer: ChatAnswer | None, model: str, *, chats: bool) -> None:
+    def __init__(self, answer: ChatOutput | None, model: str, *, chats: bool) -> None:
         """Begin an answer; None: all that the model writes is text."""
         self._answer, self._model, self._chats = answer, model, chats
         self._text = self._thinking = ""
@@ -244,7 +244,7 @@ class OllamaWriter(OneText):
         return [] if self._answer is None else self._answer.finish(is_cut=figures.is_cut)
 
     def _added(self, items: Sequence[Item]) -> _Fields:
-        thought = "".join(item.text for item in items if isinstance(item, Thought))
+        thought = "".join(item.text for item in items if isinstance(item, ReasoningText))
         text = "".join(item for item in items if isinstance(item, str))
         calls = [_call(item) for item in items if isinstance(item, Call)]
         self._thinking, self._text = self._thinking + thought, self._text + text

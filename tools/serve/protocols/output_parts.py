@@ -7,7 +7,7 @@ from collections.abc import Sequence
 from typing import Any, ClassVar
 
 from edgellm.tools.serve.output.streams import OneText
-from edgellm.tools.serve.tool_calls.parser import Call, Item, Thought
+from edgellm.tools.serve.tool_calls.parser import Call, Item, ReasoningText
 
 
 class PartWriter(OneText, ABC):
@@ -22,7 +22,7 @@ class PartWriter(OneText, ABC):
         for item in items:
             if isinstance(item, Call):
                 found += self._call(item)
-            elif isinstance(item, Thought):
+            elif isinstance(item, ReasoningText):
                 found += self._text(self.thought_kind, item.text)
             else:
                 found += self._text(self.text_kind, item)

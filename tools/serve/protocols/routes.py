@@ -11,7 +11,7 @@ from fastapi import FastAPI, Request
 from starlette.responses import JSONResponse, Response
 
 from edgellm.tools.serve.http.errors import MESSAGES, RESPONSES
-from edgellm.tools.serve.output.chat_output import ChatAnswer
+from edgellm.tools.serve.output.chat_output import ChatOutput
 from edgellm.tools.serve.output.streams import Writer
 from edgellm.tools.serve.protocols.anthropic.messages import CountRequest, MessagesRequest
 from edgellm.tools.serve.protocols.anthropic.writer import MessagesWriter
@@ -20,12 +20,12 @@ from edgellm.tools.serve.protocols.openai import chat, completions
 from edgellm.tools.serve.protocols.openai.responses import ResponsesRequest
 from edgellm.tools.serve.protocols.openai.responses_writer import ResponsesWriter
 from edgellm.tools.serve.protocols.openai.tokenize import count_of
-from edgellm.tools.serve.routing.engine_pool import Engines, Place
-from edgellm.tools.serve.routing.handler import Served
+from edgellm.tools.serve.routing.engine_pool import EnginePool, Place
+from edgellm.tools.serve.routing.handler import EngineHandler
 from edgellm.tools.serve.schemas.openai import ChatRequest
 
 
-def add_dialects(app: FastAPI, engines: Engines, version: str) -> None:
+def add_dialects(app: FastAPI, engines: EnginePool, version: str) -> None:
     """Anthropic's interface, OpenAI's Responses, and Ollama's."""
     _add_messages(app, engines)
     _add_responses(app, engines)
@@ -36,21 +36,21 @@ def add_dialects(app: FastAPI, engines: Engines, version: str) -> None:
 class _Asked:
     """A conversation that goes its way through the server."""
 
-    def __init__(self, served: Served, body: ChatRequest) -> None:
+    def __init__(self, served: EngineHandler, body: ChatRequest) -> None:
         self._served, self._body = served, body
         self.llm, self.model = served.llm, served.name
 
     @classmethod
-    async def of(cls, engines: Engines, body: ChatRequest, request: Request) -> _Asked:
-        """Of the engine that it names; raises as `Engines.of`."""
+    async def of(cls, engines: EnginePool, body: ChatRequest, request: Request) -> _Asked:
+        """Of the engine that it names; raises as `EnginePool.of`."""
         return cls(await engines.of(body.model, request), body)
 
-    async def answer(self) -> ChatAnswer:
+    async def answer(self) -> ChatOutput:
         """What reads it; raises as `chat.ask_of`."""
         served, body = self._served, self._body
         self._ask = await chat.ask_of(body, served.llm, served.settings.images, served.lora)
         end = await chat.prompt_end(self._ask, body, served.llm)
-        return ChatAnswer(body, served.llm, prompt_end=end)
+        return ChatOutput(body, served.llm, prompt_end=end)
 
     async def respond(
         self, request: Request, writer: Writer, ignored: Sequence[str] = ()
@@ -63,7 +63,7 @@ class _Asked:
         )
 
 
-def _add_messages(app: FastAPI, engines: Engines) -> None:
+def _add_messages(app: FastAPI, engines: EnginePool) -> None:
     @app.post(MESSAGES)
     async def messages(body: MessagesRequest, request: Request) -> Response:
         """Answer a conversation, in Anthropic's form."""
@@ -80,7 +80,7 @@ def _add_messages(app: FastAPI, engines: Engines) -> None:
         return JSONResponse({"input_tokens": await count_of(ask, served.llm)})
 
 
-def _add_responses(app: FastAPI, engines: Engines) -> None:
+def _add_responses(app: FastAPI, engines: EnginePool) -> None:
     @app.post(RESPONSES)
     async def responses(body: ResponsesRequest, request: Request) -> Response:
         """Answer a conversation, in the form of OpenAI's Responses."""
@@ -90,7 +90,7 @@ def _add_responses(app: FastAPI, engines: Engines) -> None:
         return await asked.respond(request, writer, body.ignored())
 
 
-def _add_ollama(app: FastAPI, engines: Engines) -> None:
+def _add_ollama(app: FastAPI, engines: EnginePool) -> None:
     @app.post("/api/chat")
     async def ollama_chat(body: OllamaChat, request: Request) -> Response:
         """Answer a conversation, in Ollama's form."""
@@ -114,7 +114,7 @@ def _add_ollama(app: FastAPI, engines: Engines) -> None:
         return await served.respond(request, asks, writer, streams=streams, ignored=ignored)
 
 
-def _add_ollama_models(app: FastAPI, engines: Engines, version: str) -> None:
+def _add_ollama_models(app: FastAPI, engines: EnginePool, version: str) -> None:
     began = datetime.fromtimestamp(engines.created, timezone.utc)
     since = began.isoformat().replace("+00:00", "Z")
 

@@ -27,7 +27,7 @@ from edgellm.tools.serve.engines.models import Model
 from edgellm.tools.serve.engines.request_stream import Connection
 from edgellm.tools.serve.engines.worker import Worker, full, stopping
 from edgellm.tools.serve.http.errors import ApiError
-from edgellm.tools.serve.routing.handler import Served
+from edgellm.tools.serve.routing.handler import EngineHandler
 from edgellm.tools.serve.settings import Settings
 
 LEASES = "edgellm.leases"  # in a connection's scope: an ExitStack that ends with its request
@@ -53,7 +53,7 @@ class Place:
         return sorted(self.adapters if self.worker is None else self.worker.llm.adapters)
 
 
-class Engines:
+class EnginePool:
     """See the module. Its state is the event loop's, but for the beginning and the end."""
 
     def __init__(
@@ -157,7 +157,7 @@ class Engines:
             param="model",
         )
 
-    async def of(self, name: str | None, connection: Connection) -> Served:
+    async def of(self, name: str | None, connection: Connection) -> EngineHandler:
         """The engine that a request names, loaded, until the request has ended.
 
         Raises:
@@ -170,7 +170,7 @@ class Engines:
         else:
             self._lease(place, connection)
         assert place.worker is not None
-        return Served(place.worker, place.model, lora, self.settings, self._told)
+        return EngineHandler(place.worker, place.model, lora, self.settings, self._told)
 
     def _lease(self, place: Place, connection: Connection) -> None:
         place.num_users += 1

@@ -10,7 +10,7 @@ from fastapi import Request
 from starlette.responses import Response
 
 from edgellm.device_runtime.api.llm import LLM
-from edgellm.tools.serve.engines.ask import Ask, Embed
+from edgellm.tools.serve.engines.ask import EmbeddingJob, EngineRequest
 from edgellm.tools.serve.engines.models import Model
 from edgellm.tools.serve.engines.request_stream import Call, Connection
 from edgellm.tools.serve.engines.worker import Worker
@@ -22,7 +22,7 @@ _log = logging.getLogger(__name__)
 
 
 @dataclass(frozen=True, slots=True)
-class Served:
+class EngineHandler:
     """The engine that a request has until it ends."""
 
     worker: Worker
@@ -41,14 +41,16 @@ class Served:
         """What the request calls it."""
         return self.lora or self.model.name
 
-    def call(self, asks: Sequence[Ask] | Sequence[Embed], connection: Connection) -> Call:
+    def call(
+        self, asks: Sequence[EngineRequest] | Sequence[EmbeddingJob], connection: Connection
+    ) -> Call:
         """Queue a request; raises as `Call`."""
         return Call(self.worker, asks, connection, self.settings.total_timeout_s)
 
     async def respond(
         self,
         request: Request,
-        asks: Sequence[Ask] | Sequence[Embed],
+        asks: Sequence[EngineRequest] | Sequence[EmbeddingJob],
         writer: Writer,
         *,
         streams: bool,
@@ -64,7 +66,7 @@ class Served:
         return await answer(call, writer, request, headers, streams=streams)
 
     async def respond_openai(
-        self, request: Request, body: Sampled, asks: Sequence[Ask], writer: Writer
+        self, request: Request, body: Sampled, asks: Sequence[EngineRequest], writer: Writer
     ) -> Response:
         """As `respond`."""
         ignored = body.ignored(self.llm.tokenizer)

@@ -17,7 +17,7 @@ from edgellm.device_runtime.sampling.guidance import Guide
 from edgellm.device_runtime.sampling.sampler import (
     LARGEST_BIAS,
     LARGEST_REPETITION,
-    MOST_STOPS,
+    MAX_STOPS,
     SamplingParams,
 )
 from edgellm.device_runtime.text.tokenizer import ChatTokenizer
@@ -25,7 +25,7 @@ from edgellm.tools.serve.schemas.response_format import Body, Formed
 from edgellm.tools.serve.schemas.seeds import seed_or_any
 from edgellm.tools.serve.schemas.tools import Tool, Tooled
 
-MOST_PROMPTS, MOST_CHOICES = 256, 16
+MAX_PROMPTS, MAX_CHOICES = 256, 16
 WITHOUT_EFFECT = (
     "service_tier", "reasoning_effort", "verbosity", "prediction", "cache_prompt",
     "guided_decoding_backend",
@@ -37,7 +37,7 @@ Penalty = Annotated[float, Field(ge=-2, le=2)]
 Repetition = Annotated[float, Field(ge=1 / LARGEST_REPETITION, le=LARGEST_REPETITION)]
 _IdName = Annotated[str, Field(pattern="^[0-9]{1,9}$")]
 _Bias = Annotated[float, Field(ge=-LARGEST_BIAS, le=LARGEST_BIAS)]
-MOST_FRAMES = 768
+MAX_FRAMES = 768
 TokenId = Annotated[int, Field(ge=0, lt=2**31)]
 _TokenIds = Annotated[list[TokenId], Field(min_length=1)]
 Stop = str | Annotated[list[str], Field(max_length=16)]
@@ -63,7 +63,7 @@ class Sampled(Formed):
     top_k: Annotated[int, Field(ge=-1)] | None = None  # an extension, as vLLM has it
     seed: Annotated[int, Field(ge=-(2**63), lt=2**63)] | None = None
     stop: Stop | None = None
-    n: Annotated[int, Field(ge=1, le=MOST_CHOICES)] | None = None
+    n: Annotated[int, Field(ge=1, le=MAX_CHOICES)] | None = None
     frequency_penalty: Penalty | None = None
     presence_penalty: Penalty | None = None
     repetition_penalty: Repetition | None = None  # vLLM's
@@ -72,7 +72,7 @@ class Sampled(Formed):
     # vLLM's, too.
     min_tokens: Annotated[int, Field(ge=0)] | None = None
     ignore_eos: bool | None = None
-    stop_token_ids: Annotated[list[TokenId], Field(max_length=MOST_STOPS)] | None = None
+    stop_token_ids: Annotated[list[TokenId], Field(max_length=MAX_STOPS)] | None = None
     priority: Annotated[int, Field(ge=0, le=100)] | None = None  # nobody gets before the others
     # These say who asks, and change no answer.
     user: str | None = None
@@ -130,9 +130,9 @@ class CompletionRequest(Sampled):
 
     prompt: (
         str
-        | Annotated[list[str], Field(min_length=1, max_length=MOST_PROMPTS)]
+        | Annotated[list[str], Field(min_length=1, max_length=MAX_PROMPTS)]
         | _TokenIds
-        | Annotated[list[_TokenIds], Field(min_length=1, max_length=MOST_PROMPTS)]
+        | Annotated[list[_TokenIds], Field(min_length=1, max_length=MAX_PROMPTS)]
     )
     logprobs: Annotated[int, Field(ge=0, le=20)] | None = None
     best_of: _One = None
@@ -196,7 +196,7 @@ class VideoPart(Body):
     """A film in a message: a URL, or those of its frames."""
 
     type: Literal["video"]
-    video: str | Annotated[list[str], Field(min_length=1, max_length=MOST_FRAMES)]
+    video: str | Annotated[list[str], Field(min_length=1, max_length=MAX_FRAMES)]
 
 
 Part = Annotated[TextPart | ImagePart | VideoUrlPart | VideoPart, Field(discriminator="type")]

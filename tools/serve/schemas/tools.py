@@ -12,7 +12,7 @@ from edgellm.tools.serve import tool_calls
 from edgellm.tools.serve.http.errors import ApiError
 from edgellm.tools.serve.schemas.response_format import Body
 from edgellm.tools.serve.tool_calls.grammar import forced_calls
-from edgellm.tools.serve.tool_calls.output_parsers import AnswerForm
+from edgellm.tools.serve.tool_calls.output_parsers import OutputFormat
 from edgellm.tools.serve.tool_calls.parser import ToolParser, Tools
 
 TOOL_NAME = r"^[A-Za-z0-9_.-]{1,64}$"
@@ -103,7 +103,7 @@ class Tooled(Body):
         """Schemas of the usable tools' arguments by their names."""
         return {one.function.name: one.function.parameters for one in self.usable_tools()}
 
-    def answer_form(self, llm: LLM) -> AnswerForm:
+    def answer_form(self, llm: LLM) -> OutputFormat:
         """How the model answers.
 
         Raises:
@@ -111,7 +111,7 @@ class Tooled(Body):
         """
         if has_tools := bool(self.usable_tools()):
             _parser(llm)
-        return AnswerForm.of(llm.tokenizer.chat_template or "", has_tools=has_tools)
+        return OutputFormat.of(llm.tokenizer.chat_template or "", has_tools=has_tools)
 
 
 def _parser(llm: LLM) -> type[ToolParser]:

@@ -19,7 +19,7 @@ from edgellm.tools.serve.tool_calls.formats.ministral import MinistralParser
 from edgellm.tools.serve.tool_calls.formats.mistral import MistralParser
 from edgellm.tools.serve.tool_calls.formats.olmo3 import Olmo3Parser
 from edgellm.tools.serve.tool_calls.formats.phi4 import Phi4Parser
-from edgellm.tools.serve.tool_calls.json_fallback import LooseParser
+from edgellm.tools.serve.tool_calls.json_fallback import JsonFallbackParser
 from edgellm.tools.serve.tool_calls.parser import CallReader, ToolParser, Tools
 
 # The first that recognises a template reads its answers: what many templates hold comes last.
@@ -39,7 +39,7 @@ def find(template: str) -> type[ToolParser] | None:
 def reader(parser: type[ToolParser], tools: Tools) -> CallReader:
     """What reads a model's answers; plain JSON counts as well, but where channels part it."""
     inner = parser(tools)
-    return inner if isinstance(inner, HarmonyParser) else LooseParser(inner, tools)
+    return inner if isinstance(inner, HarmonyParser) else JsonFallbackParser(inner, tools)
 
 
 def placed(

@@ -20,7 +20,7 @@ _UNDECIDED = re.compile(r"```[ \t]*[a-z_]*[ \t]*(\n\s*)?")
 _BARE = re.compile(r'\{\s*("|$)|\[\s*(\{|$)')
 
 
-class LooseParser:
+class JsonFallbackParser:
     """See `CallReader`; `inner` reads what is neither bare nor fenced."""
 
     def __init__(self, inner: CallReader, tools: Tools) -> None:

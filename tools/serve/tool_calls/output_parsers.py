@@ -13,14 +13,14 @@ from edgellm.tools.serve.tool_calls.reasoning import ThinkReader
 
 
 @dataclass(frozen=True, slots=True)
-class AnswerForm:
+class OutputFormat:
     """How a model writes answers."""
 
     parser: type[ToolParser] | None  # of calls, where there are tools; of channels
     thinking: ThinkForm | None
 
     @classmethod
-    def of(cls, template: str, *, has_tools: bool) -> AnswerForm:
+    def of(cls, template: str, *, has_tools: bool) -> OutputFormat:
         """The form of a chat template's answers; its calls are read where there are tools."""
         parser = tool_calls.find(template)
         if parser is HarmonyParser:

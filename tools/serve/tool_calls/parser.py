@@ -34,13 +34,13 @@ class Call:
 
 
 @dataclass(frozen=True, slots=True)
-class Thought:
+class ReasoningText:
     """A piece of the model's reasoning, which is no part of the answer."""
 
     text: str
 
 
-Item = str | Call | Thought
+Item = str | Call | ReasoningText
 
 
 def longest_begun(text: str, marks: Iterable[str]) -> int:

@@ -6,7 +6,7 @@ from collections.abc import Iterable
 from typing import Literal
 
 from edgellm.device_runtime.text.reasoning_marks import ThinkForm
-from edgellm.tools.serve.tool_calls.parser import CallReader, Item, Thought, longest_begun
+from edgellm.tools.serve.tool_calls.parser import CallReader, Item, ReasoningText, longest_begun
 
 _State = Literal["begin", "thought", "behind", "wrapped", "after", "text"]
 
@@ -115,7 +115,7 @@ class ThinkReader:
 
     def _thought(self, text: str) -> list[Item]:
         self._is_begun = self._is_begun or bool(text)
-        return [Thought(text)] if text else []
+        return [ReasoningText(text)] if text else []
 
     def _passed(self, text: str) -> list[Item]:
         if self._inner is not None:

@@ -16,7 +16,7 @@ from edgellm.tools.serve.tool_calls.parser import (
 )
 
 
-class MarkedParser:
+class TaggedParser:
     """See `CallReader`; white space behind a call is no text. Subclasses read the blocks."""
 
     openings: ClassVar[tuple[str, ...]]

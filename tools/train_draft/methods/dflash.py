@@ -226,9 +226,9 @@ def _choose(learned: Tensor, random: torch.Generator, share: float) -> tuple[Ten
     """Random tokens whose follower is learned: places int64 [B, A], and which of them are some."""
     could = functional.pad(learned[:, 1:], (0, 1))
     could[:, 0] = False  # there is no text before it
-    most = max(1, int(share * int(could.sum(1).max())))
+    maximum = max(1, int(share * int(could.sum(1).max())))
     luck = torch.rand(could.shape, generator=random).masked_fill(~could, -1)
-    found = luck.topk(most, 1)
+    found = luck.topk(maximum, 1)
     return found.indices, found.values >= 0
 
 

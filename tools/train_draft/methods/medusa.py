@@ -71,7 +71,7 @@ class Medusa:
         for index in range(self.steps):
             rows, places = self._learned(batch, index)
             tokens = batch.rows.ids[rows, places + 2 + index].to(features.device)
-            hidden, weight = self._foreseen(index, features[rows, places, 0])
+            hidden, weight = self._predicted(index, features[rows, places, 0])
             total = total + self._decay ** (index + 1) * token_loss(hidden, weight, tokens)
         return total
 
@@ -80,7 +80,7 @@ class Medusa:
         rows, places = batch.learned[:, 2 + index :].nonzero(as_tuple=True)
         return rows, places
 
-    def _foreseen(self, index: int, features: Tensor) -> tuple[Tensor, Tensor]:
+    def _predicted(self, index: int, features: Tensor) -> tuple[Tensor, Tensor]:
         """What a head's output layer reads, [R, H], and its weight [V, H]."""
         dtype = self.tapped.base.head.dtype
         with torch.autocast(features.device.type, dtype, enabled=dtype != torch.float32):
@@ -92,7 +92,7 @@ class Medusa:
         head, found = self.tapped.base.head, []
         for index in range(self.steps):
             rows, places = self._learned(batch, index)
-            hidden, weight = self._foreseen(index, features[rows, places, 0])
+            hidden, weight = self._predicted(index, features[rows, places, 0])
             states = features[rows, places + 1 + index, 0].to(head.dtype)
             same = (hidden @ weight.T).argmax(-1) == (states @ head.T).argmax(-1)
             found.append((same.sum(), len(same)))

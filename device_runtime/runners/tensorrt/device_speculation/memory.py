@@ -123,12 +123,12 @@ def _pool(growth: Growth, sequences: int, candidates: int, hidden: tuple[int, np
 def _levels(
     growth: Growth, sequences: int, axes: int, candidates: int, hidden: tuple[int, np.dtype]
 ) -> Layout:
-    most, (width, dtype) = sequences * max(growth.widths, default=1), hidden
+    maximum, (width, dtype) = sequences * max(growth.widths, default=1), hidden
     layout: dict = {
-        "candidate_ids": ((most, candidates), np.int64),
-        "candidate_log_probs": ((most, candidates), np.float32),
-        "level_hidden": ((most, width), dtype),
-        "level_recycled": ((most, width), dtype),
+        "candidate_ids": ((maximum, candidates), np.int64),
+        "candidate_log_probs": ((maximum, candidates), np.float32),
+        "level_hidden": ((maximum, width), dtype),
+        "level_recycled": ((maximum, width), dtype),
         # Where `grow_level` writes what a pass behind it would read; behind the last level is none.
         **dict.fromkeys(_OF_A_LEVEL, ((1,), np.int64)),
     }

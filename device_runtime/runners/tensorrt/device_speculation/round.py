@@ -73,9 +73,9 @@ class TensorRtRounds:
         self._stride = candidates = draft.tensor(graph_io.CANDIDATE_IDS).shape[-1]
         of_levels = draft.tree_rows // max(growth.widths, default=1)
         of_trees = base.tree_rows // growth.nodes[0]
-        self._most = min(base.num_sequences, draft.num_sequences, of_levels, of_trees)
+        self._maximum = min(base.num_sequences, draft.num_sequences, of_levels, of_trees)
         self._many = catalog.SEQUENCES if base.num_sequences > 1 else 0  # of a pass's table
-        self._counts = bucket_sizes(self._most)
+        self._counts = bucket_sizes(self._maximum)
         trees = [(nodes, count) for nodes in growth.nodes for count in self._tree_counts(nodes)]
         self._memory = RoundMemory(
             device,
@@ -108,7 +108,7 @@ class TensorRtRounds:
                     found = self.finish()
         taps = found[0].outputs[graph_io.HIDDEN_TAPS][0]
         # What outlives a round, and the round before's: their memory is kept to be used again.
-        copies = 2 * self._most
+        copies = 2 * self._maximum
         _ = [taps[:count].copy() for count in range(1, 2 + levels) for _ in range(copies)]
         for pieces in (*self._level_pieces.values(), self._verifications.values()):
             for piece in pieces:
@@ -122,13 +122,13 @@ class TensorRtRounds:
     def _accepts(self, order: RoundOrder) -> bool:
         return order.accepts == "greedy" or (order.accepts == "sampled" and self._draws_here)
 
-    def most(self, nodes: int) -> int:
+    def maximum(self, nodes: int) -> int:
         """See `device_runtime.runners.device_speculation.Rounds`."""
-        return max(min(self._most, self._base.tree_rows // nodes), 1)
+        return max(min(self._maximum, self._base.tree_rows // nodes), 1)
 
     def _tree_counts(self, nodes: int) -> list[int]:
         """Numbers of sequences that there are passes over such trees for."""
-        return bucket_sizes(self.most(nodes))
+        return bucket_sizes(self.maximum(nodes))
 
     def ask(self, orders: Sequence[RoundOrder]) -> None:
         """See `device_runtime.runners.device_speculation.Rounds`."""

@@ -89,8 +89,8 @@ class LoadedEngine:
         """See `device.CompiledEngine`."""
         if -1 not in (known := self.tensors[name].shape):
             return known, known
-        least, _, most = self._engine.get_tensor_profile_shape(name, profile)
-        return tuple(least), tuple(most)
+        least, _, maximum = self._engine.get_tensor_profile_shape(name, profile)
+        return tuple(least), tuple(maximum)
 
     def scratch_bytes(self, profile: int) -> int:
         """See `device.CompiledEngine`."""

@@ -14,7 +14,7 @@ from edgellm.core.errors import LimitError
 from edgellm.core.manifest import DRAFT_ENGINE, DRAFT_FOLDER, load_engine, load_manifest
 from edgellm.device_runtime import LLM, SamplingParams, SpecOptions
 from edgellm.device_runtime.networks.heads import open_heads
-from edgellm.device_runtime.speculate.policy.spec_budget import Account
+from edgellm.device_runtime.speculate.policy.spec_budget import SpecCredit
 
 pytestmark = pytest.mark.usefixtures("one_thread")
 PROMPTS = ("w83 w64 w53 w32 w35 w12 w15", "w10 w24 w79", "w20 w21")
@@ -40,7 +40,7 @@ def lowered(pair, tmp_path_factory) -> Lowered:
 @pytest.fixture(autouse=True)
 def rich(monkeypatch):
     """Drafting by cost never pauses: drafts of random weights do not pay."""
-    monkeypatch.setattr(Account, "book", lambda *_: None)
+    monkeypatch.setattr(SpecCredit, "book", lambda *_: None)
 
 
 @pytest.fixture

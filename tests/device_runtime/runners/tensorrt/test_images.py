@@ -19,8 +19,8 @@ from edgellm.core import graph_io
 from edgellm.core.graph_roles import DECODER, ENCODER
 from edgellm.core.manifest import LLM_ENGINE, VISUAL_ENGINE, GraphSpec, load_engine
 from edgellm.device_runtime.arrays import ImageRows
-from edgellm.device_runtime.networks.decoder import DecoderSession, open_decoder
-from edgellm.device_runtime.networks.encoder import EncoderSession, open_encoder
+from edgellm.device_runtime.networks.decoder import DecoderNetwork, open_decoder
+from edgellm.device_runtime.networks.encoder import EncoderNetwork, open_encoder
 from edgellm.device_runtime.runners import tensorrt
 from edgellm.multimodal.patch_grid import grid_inputs
 
@@ -44,7 +44,7 @@ def test_features_are_those_of_onnxruntime(engines, tmp_path):
     device, cpu = FakeDevice(), open_encoder(engines.visual_engine, manifest)
     passes = [image_pass(image_plan(1, 400, 200, 1), spec)]
     loaded = FakeEngine(tmp_path / "visual.onnx", passes, device)
-    session = EncoderSession(tensorrt.runner_of(ENCODER, manifest, loaded, device))
+    session = EncoderNetwork(tensorrt.runner_of(ENCODER, manifest, loaded, device))
     for grid in ((2, 3), (1, 1)) if spec.image_size else ((4, 8), (6, 4)):
         inputs = {graph_io.PIXEL_VALUES: random_pixels(spec, grid, 0)}
         if not spec.image_size:
@@ -66,7 +66,7 @@ def test_image_rows_are_read_by_the_passes_that_have_some(engines, tmp_path):
     built = dataclasses.replace(manifest, graphs={DECODER: graphs}, max_verify_tree_size=24)
     device, cpu = FakeDevice(), open_decoder(engines.engine, manifest)
     loaded = FakeEngine(tmp_path / "llm.onnx", base_passes(plan), device)
-    gpu = DecoderSession(tensorrt.runner_of(DECODER, built, loaded, device), spec, CAPACITY)
+    gpu = DecoderNetwork(tensorrt.runner_of(DECODER, built, loaded, device), spec, CAPACITY)
     random = np.random.default_rng(0)
     assert spec.images is not None
     levels = spec.images.num_deepstack

@@ -20,17 +20,17 @@ from edgellm.core.manifest import LLM_ENGINE, load_engine, with_kv_dtype
 from edgellm.device_runtime.api.llm import LLM
 from edgellm.device_runtime.engine.step import step
 from edgellm.device_runtime.networks.decoder import open_decoder
-from edgellm.device_runtime.networks.draft import AskedResult
+from edgellm.device_runtime.networks.draft import RequestedResult
 from edgellm.device_runtime.runners.device_speculation import Growth
 from edgellm.device_runtime.runners.tensorrt.device_speculation.round import TensorRtRounds
 from edgellm.device_runtime.runners.tensorrt.kernel_cache import KV_DTYPES
 from edgellm.device_runtime.runners.tensorrt.runner import TensorRtRunner
 from edgellm.device_runtime.sampling.sampler import SamplingParams
 from edgellm.device_runtime.scheduler import running_batch
-from edgellm.device_runtime.scheduler.request_output import Answer
-from edgellm.device_runtime.speculate.device_rounds import RoundSession, Size
+from edgellm.device_runtime.scheduler.request_output import RequestOutput
+from edgellm.device_runtime.speculate.device_rounds import DeviceRounds, Size
 from edgellm.device_runtime.speculate.options import SpecOptions
-from edgellm.device_runtime.speculate.policy.spec_budget import Account
+from edgellm.device_runtime.speculate.policy.spec_budget import SpecCredit
 
 pytestmark = pytest.mark.usefixtures("one_thread")
 PROMPT = "w83 w64 w53 w32 w35 w12 w15"
@@ -201,7 +201,7 @@ def steps(together, monkeypatch) -> list[tuple[int, Counter[str]]]:
 
     monkeypatch.setattr(running_batch, "step", counted)
     for gives_up in ("book", "rest"):  # drafts of random weights do not pay
-        monkeypatch.setattr(Account, gives_up, lambda *_: None)
+        monkeypatch.setattr(SpecCredit, gives_up, lambda *_: None)
     return found
 
 
@@ -248,7 +248,7 @@ def test_one_that_fails_in_a_round_of_the_device_fails_alone(pair, monkeypatch, 
         raise ValueError("boom")
 
     if name in ("ask", "finish"):
-        run = getattr(RoundSession, name)
+        run = getattr(DeviceRounds, name)
 
         def watched(self, *given):
             parts = given[0] if given else self._asked
@@ -256,7 +256,7 @@ def test_one_that_fails_in_a_round_of_the_device_fails_alone(pair, monkeypatch, 
                 fails()
             return run(self, *given)
 
-        monkeypatch.setattr(RoundSession, name, watched)
+        monkeypatch.setattr(DeviceRounds, name, watched)
     else:
         setattr(victim.drafter, name, fails)
     for _ in llm.together(answers):
@@ -290,7 +290,7 @@ def test_answers_that_ask_for_different_things_share_rounds(
     ]
     llm = LLM(engine, spec=SpecOptions(top_k=3, steps=3, verify_size=12))
 
-    def answers(*, speculative: bool) -> list[Answer]:
+    def answers(*, speculative: bool) -> list[RequestOutput]:
         found = []
         for at, (how, length, times) in enumerate(asked):
             prompt = " ".join([ASKS[at % len(ASKS)]] * times)
@@ -299,14 +299,14 @@ def test_answers_that_ask_for_different_things_share_rounds(
         return found
 
     alone, found = answers(speculative=False), answers(speculative=True)
-    rounds, kept, keep = [], [], AskedResult.keep
+    rounds, kept, keep = [], [], RequestedResult.keep
     for one in alone:
         list(one)
     ask = TensorRtRounds.ask
     monkeypatch.setattr(
         TensorRtRounds, "ask", lambda self, orders: rounds.append(orders) or ask(self, orders)
     )
-    monkeypatch.setattr(AskedResult, "keep", lambda self: kept.append(self) or keep(self))
+    monkeypatch.setattr(RequestedResult, "keep", lambda self: kept.append(self) or keep(self))
     for _ in llm.together(found):
         pass
     assert [one.token_ids for one in found] == [one.token_ids for one in alone]
@@ -319,9 +319,9 @@ def test_answers_that_ask_for_different_things_share_rounds(
 
 
 def test_rounds_take_as_many_as_share_the_passes_of_the_largest_tree():
-    rounds = RoundSession(*[mock.Mock()] * 3, mock.Mock(most=lambda nodes: 128 // nodes))
+    rounds = DeviceRounds(*[mock.Mock()] * 3, mock.Mock(maximum=lambda nodes: 128 // nodes))
     sizes = [mock.Mock(size=Size(2, nodes)) for nodes in (8, 16, 32, 60, 8)]
-    assert [rounds.most(sizes[at:]) for at in range(5)] == [3, 2, 2, 2, 1]
+    assert [rounds.maximum(sizes[at:]) for at in range(5)] == [3, 2, 2, 2, 1]
 
 
 def test_a_base_of_one_answer_with_a_draft_of_several(lowered, of_several):

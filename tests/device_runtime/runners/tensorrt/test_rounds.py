@@ -18,7 +18,7 @@ from edgellm.device_runtime.runners.tensorrt.device_tensors import RowMemory
 from edgellm.device_runtime.sampling.sampler import SamplingParams
 from edgellm.device_runtime.speculate.acceptance import Typical
 from edgellm.device_runtime.speculate.options import SpecOptions
-from edgellm.device_runtime.speculate.policy.spec_budget import Account
+from edgellm.device_runtime.speculate.policy.spec_budget import SpecCredit
 
 pytestmark = pytest.mark.usefixtures("one_thread")
 PROMPT = "w83 w64 w53 w32 w35 w12 w15"  # its answers are long
@@ -46,7 +46,7 @@ def lowered(eagle_pair, tmp_path_factory) -> Lowered:
 @pytest.fixture(autouse=True)
 def rich(monkeypatch):
     """Drafting by cost never pauses: drafts of random weights do not pay."""
-    monkeypatch.setattr(Account, "book", lambda *_: None)
+    monkeypatch.setattr(SpecCredit, "book", lambda *_: None)
 
 
 @pytest.fixture

@@ -20,7 +20,7 @@ from edgellm.core.errors import LimitError
 from edgellm.core.graph_roles import DECODER, DRAFT, FUSE
 from edgellm.core.manifest import LLM_ENGINE, FileRecord, load_engine
 from edgellm.device_runtime.api.llm import LLM
-from edgellm.device_runtime.networks.decoder import DecoderSession, open_decoder
+from edgellm.device_runtime.networks.decoder import DecoderNetwork, open_decoder
 from edgellm.device_runtime.runners import tensorrt
 from edgellm.device_runtime.runners.tensorrt.bound_pass import bucket_of, bucket_sizes, fill_mask
 from edgellm.device_runtime.sampling.sampler import SamplingParams
@@ -43,7 +43,7 @@ def device() -> FakeDevice:
 
 
 @pytest.fixture
-def session(lowered, device) -> DecoderSession:
+def session(lowered, device) -> DecoderNetwork:
     return lowered.open(device)
 
 

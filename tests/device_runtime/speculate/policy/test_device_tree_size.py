@@ -14,9 +14,9 @@ from edgellm.device_runtime.speculate.policy.device_tree_size import (
     WorthwhileSize,
     growth_of,
 )
-from edgellm.device_runtime.speculate.policy.spec_gate import Controller
+from edgellm.device_runtime.speculate.policy.spec_gate import SpecGate
 from edgellm.device_runtime.speculate.policy.tree_policy import TreeLimits
-from edgellm.device_runtime.speculate.tree import Pool, Tree
+from edgellm.device_runtime.speculate.tree import CandidatePool, Tree
 
 LIMITS = TreeLimits(top_k=4, steps=4, verify_size=40)
 
@@ -26,7 +26,7 @@ def _tree(size: Size, chance: float) -> Tree:
     chain = np.arange(-1, size.levels)
     parents = np.concatenate([chain, np.zeros(size.nodes - len(chain), np.int64)])
     scores = np.full(size.nodes, np.log(chance))
-    pool = Pool.of_tree(np.arange(size.nodes), parents, scores, np.exp(scores))
+    pool = CandidatePool.of_tree(np.arange(size.nodes), parents, scores, np.exp(scores))
     return pool.tree(np.arange(1, size.nodes))[0]
 
 
@@ -35,7 +35,7 @@ def _settled(step_ms: float, row_ms: float, chance: float) -> list[Size]:
     costs = Costs(1 + row_ms * np.arange(41.0), np.full(5, step_ms), np.full(5, step_ms))
     growth = growth_of(SpecOptions(), LIMITS)
     assert growth is not None
-    sizes = WorthwhileSize(growth, costs, Controller(costs))
+    sizes = WorthwhileSize(growth, costs, SpecGate(costs))
     plans = []
     for _ in range(100):
         plans.append(sizes.plan(8))
@@ -66,7 +66,7 @@ def test_a_tree_is_no_deeper_than_asked_for():
         assert growth is not None
         sizes = FixedSize(growth)
         if options.tree == "cost":
-            sizes = WorthwhileSize(growth, costs, Controller(costs))
+            sizes = WorthwhileSize(growth, costs, SpecGate(costs))
         assert [sizes.plan(levels).levels for levels in (1, 3, 9)] == [1, 3, 4]
 
 

@@ -8,11 +8,11 @@ import numpy as np
 import pytest
 
 from edgellm.device_runtime.speculate.policy.costs import Costs, price
-from edgellm.device_runtime.speculate.policy.spec_budget import TextShare
-from edgellm.device_runtime.speculate.policy.spec_gate import Controller
-from edgellm.device_runtime.speculate.text_lookup import Foresight
+from edgellm.device_runtime.speculate.policy.spec_budget import TextLookupShare
+from edgellm.device_runtime.speculate.policy.spec_gate import SpecGate
+from edgellm.device_runtime.speculate.text_lookup import TextDrafts
 
-SILENT = Foresight()
+SILENT = TextDrafts()
 FREE = Costs.of({"1": 10, "64": 10.001}, {"1": 0.001, "64": 0.002}, {"1": 0, "64": 0})
 COSTS = Costs.of({"1": 10, "4": 13, "12": 22}, {"1": 2}, {"1": 2})
 
@@ -43,11 +43,11 @@ PLAIN, BAD, FAIR, GOOD = (
 CHAIN = Rounds(2.6, 0, 4)
 
 
-def run(controller, random, foreseen, network, text, rounds, pace=1.0) -> list[bool]:
+def run(controller, random, predicted, network, text, rounds, pace=1.0) -> list[bool]:
     """The sides that the controller chose."""
     sides = []
     for _ in range(rounds):
-        sides.append(controller.choose(foreseen))
+        sides.append(controller.choose(predicted))
         mean = network if sides[-1] else text
         tokens = 1 + int(random.poisson(mean.tokens - 1))
         controller.learn(networked=sides[-1], tokens=tokens, ms=mean.ms * pace)
@@ -67,16 +67,14 @@ def efficiency(sides, network, text) -> float:
     [(GOOD, PLAIN), (FAIR, PLAIN), (BAD, PLAIN), (FAIR, CHAIN), (GOOD, CHAIN)],
 )
 def test_the_better_side_is_taken_and_the_other_tried(network, text, seed):
-    sides = run(
-        Controller(COSTS, adapts=True), np.random.default_rng(seed), 0.0, network, text, 2000
-    )
+    sides = run(SpecGate(COSTS, adapts=True), np.random.default_rng(seed), 0.0, network, text, 2000)
     assert efficiency(sides[100:], network, text) > 0.95
     assert 10 <= sides[100:].count(network.rate < text.rate) < 1000
 
 
 @pytest.mark.parametrize("seed", range(5))
 def test_rounds_in_which_the_text_foresees_much_are_judged_apart(seed):
-    controller, random = Controller(COSTS, adapts=True), np.random.default_rng(seed)
+    controller, random = SpecGate(COSTS, adapts=True), np.random.default_rng(seed)
     sides = {0.0: [], 4.0: []}
     chain = Rounds(4.5, 0, 8)
     for _ in range(200):
@@ -88,7 +86,7 @@ def test_rounds_in_which_the_text_foresees_much_are_judged_apart(seed):
 
 @pytest.mark.parametrize("seed", range(5))
 def test_another_workload_changes_its_mind(seed):
-    controller, random = Controller(COSTS, adapts=True), np.random.default_rng(seed)
+    controller, random = SpecGate(COSTS, adapts=True), np.random.default_rng(seed)
     run(controller, random, 0.0, GOOD, PLAIN, 500)
     assert efficiency(run(controller, random, 0.0, BAD, PLAIN, 1500)[200:], BAD, PLAIN) > 0.95
     assert efficiency(run(controller, random, 0.0, GOOD, PLAIN, 4000)[2000:], GOOD, PLAIN) > 0.95
@@ -97,13 +95,13 @@ def test_another_workload_changes_its_mind(seed):
 @pytest.mark.parametrize("pace", [0.3, 1.0, 5.0])
 def test_both_sides_are_tried_on_the_clock_of_this_machine(pace):
     """Whatever the build said that passes cost."""
-    controller, random = Controller(COSTS, adapts=True), np.random.default_rng(0)
+    controller, random = SpecGate(COSTS, adapts=True), np.random.default_rng(0)
     sides = run(controller, random, 4.0, BAD, Rounds(4.5, 0, 8), 40, pace)
     assert sides == [True] * 10 + [False] * 30
 
 
 def test_a_pause_of_the_machine_is_no_judgement():
-    controller, random = Controller(COSTS, adapts=True), np.random.default_rng(0)
+    controller, random = SpecGate(COSTS, adapts=True), np.random.default_rng(0)
     run(controller, random, 0.0, GOOD, PLAIN, 50)
     assert controller.choose(0.0)
     controller.learn(networked=True, tokens=3, ms=5000.0)
@@ -112,7 +110,7 @@ def test_a_pause_of_the_machine_is_no_judgement():
 
 def test_losing_pauses_longer_and_longer_and_wakes_again():
     costs = Costs.of({"1": 10, "2": 12}, {"1": 1}, {"1": 1})
-    controller = Controller(costs, pauses=True)
+    controller = SpecGate(costs, pauses=True)
     pauses = []
     for _ in range(8):
         while not controller.is_pausing:
@@ -153,14 +151,14 @@ def drafted(controller, random, chance, tokens) -> float:
 @pytest.mark.parametrize("chance", [0.0, 0.1, 0.2, 0.3])
 def test_a_draft_that_does_not_pay_costs_two_percent_at_most(chance):
     for seed in range(5):
-        controller, random = Controller(TIGHT, pauses=True), np.random.default_rng(seed)
+        controller, random = SpecGate(TIGHT, pauses=True), np.random.default_rng(seed)
         assert drafted(controller, random, chance, 512) <= 1.02 * 512 * 2.4
         assert drafted(controller, random, chance, 2048) <= 1.01 * 2048 * 2.4
 
 
 def test_a_draft_that_begins_to_pay_is_back_within_a_pause():
     for seed in range(5):
-        controller, random = Controller(TIGHT, pauses=True), np.random.default_rng(seed)
+        controller, random = SpecGate(TIGHT, pauses=True), np.random.default_rng(seed)
         drafted(controller, random, 0.0, 4000)
         drafted(controller, random, 0.8, 1024 + 16)
         assert not controller.is_pausing
@@ -173,7 +171,7 @@ def test_the_host_decides_where_passes_alone_would_pay():
     pausing = []
     for host_ms in (0.0, 1.2):
         costs = Costs.of({"1": 10, "2": 10.3}, {"1": 0}, {"1": 1}, host_ms)
-        controller = Controller(costs, pauses=True)
+        controller = SpecGate(costs, pauses=True)
         for round_ in range(200):
             controller.end_round(1 + (round_ % 5 == 0), 1, 2, networked=True)
         pausing.append(controller.is_pausing)
@@ -182,7 +180,7 @@ def test_the_host_decides_where_passes_alone_would_pay():
 
 def test_what_a_network_drafted_in_vain_is_paid_for_like_a_tree():
     """At T = 1 half of all rounds ended with the root alone: 7 % of HumanEval's time."""
-    controller = Controller(TIGHT, pauses=True)
+    controller = SpecGate(TIGHT, pauses=True)
     before = controller.pace.network.ms
     controller.end_round(1, 0.31, 1, networked=True)
     assert before - controller.pace.network.ms == pytest.approx(0.31 + TIGHT.host_ms)
@@ -190,15 +188,15 @@ def test_what_a_network_drafted_in_vain_is_paid_for_like_a_tree():
 
 def test_a_tree_of_text_alone_pays_for_the_hosts_work():
     """Eight answers took 4 % longer than plainly where it was free."""
-    controller = Controller(TIGHT, pauses=True, adapts=True)
+    controller = SpecGate(TIGHT, pauses=True, adapts=True)
     before = controller.pace.text.ms
-    controller.end_round(2, 0.0, 3, networked=False, text=TextShare(0.05, rows=2, tokens=1))
+    controller.end_round(2, 0.0, 3, networked=False, text=TextLookupShare(0.05, rows=2, tokens=1))
     won_ms = 2 * 2.4 - float(TIGHT.verify[3]) - TIGHT.host_ms - 0.05
     assert controller.pace.text.ms - before == pytest.approx(won_ms)
 
 
 def test_rounds_of_text_alone_are_no_judgement_of_a_network():
-    controller = Controller(TIGHT, pauses=True, adapts=True)
+    controller = SpecGate(TIGHT, pauses=True, adapts=True)
     for _ in range(100):
         controller.end_round(1, 0, 4, networked=False)
     assert not controller.is_pausing
@@ -206,14 +204,14 @@ def test_rounds_of_text_alone_are_no_judgement_of_a_network():
 
 def looked(controller, ms=0.06) -> None:
     """A plain token whose text was looked up in vain."""
-    foresight = Foresight()
+    foresight = TextDrafts()
     foresight.looked_s = ms / 1e3
     controller.pass_by(foresight)
 
 
 def test_looking_text_up_in_vain_ends_and_is_tried_again():
     """1024 plain tokens lose 1.5 % at most, though each look takes 2.5 % of one."""
-    controller, looks = Controller(TIGHT, pauses=True, adapts=True), 0
+    controller, looks = SpecGate(TIGHT, pauses=True, adapts=True), 0
     network, text = controller.pace.network, controller.pace.text
     network.pause = 10_000
     for _ in range(1024):
@@ -228,7 +226,7 @@ def test_looking_text_up_in_vain_ends_and_is_tried_again():
         controller.pass_by(SILENT)
     for _ in range(40):  # what is foreseen now comes true, but for every second look
         looked(controller)
-        found = TextShare(0.06, rows=2, tokens=2)
+        found = TextLookupShare(0.06, rows=2, tokens=2)
         controller.end_round(3, 0.0, 3, networked=False, text=found)
     assert not text.pause
     assert not text.is_retrial
@@ -236,20 +234,20 @@ def test_looking_text_up_in_vain_ends_and_is_tried_again():
 
 def test_what_text_adds_to_a_networks_tree_is_its_own():
     """Rows that it alone foresaw, and tokens that it won; the network has the rest."""
-    controller = Controller(TIGHT, pauses=True, adapts=True)
+    controller = SpecGate(TIGHT, pauses=True, adapts=True)
     network, text = controller.pace.network, controller.pace.text
     before = network.ms, text.ms
-    controller.end_round(2, 0.31, 3, networked=True, text=TextShare(0.05, rows=1, tokens=0))
+    controller.end_round(2, 0.31, 3, networked=True, text=TextLookupShare(0.05, rows=1, tokens=0))
     assert text.ms - before[1] == pytest.approx(2.6 - 2.8 - 0.05)
     assert network.ms - before[0] == pytest.approx(2 * 2.4 - 2.6 - 0.31 - TIGHT.host_ms)
     before = network.ms, text.ms
-    controller.end_round(2, 0.31, 3, networked=True, text=TextShare(0.05, rows=2, tokens=1))
+    controller.end_round(2, 0.31, 3, networked=True, text=TextLookupShare(0.05, rows=2, tokens=1))
     assert text.ms - before[1] == pytest.approx(2.4 - 0.4 - 0.05)
     assert network.ms - before[0] == pytest.approx(-0.31 - TIGHT.host_ms)
 
 
 def test_the_rate_follows_the_rounds_and_never_falls_below_plain_decoding():
-    controller = Controller(FREE, pauses=True)
+    controller = SpecGate(FREE, pauses=True)
     for _ in range(400):
         controller.end_round(5, 5, 2, networked=True)
     assert controller.rate == pytest.approx(5 / 15, rel=0.01)
@@ -258,6 +256,6 @@ def test_the_rate_follows_the_rounds_and_never_falls_below_plain_decoding():
 
 
 def test_fixed_trees_never_pause():
-    controller = Controller(FREE)
+    controller = SpecGate(FREE)
     controller.end_round(1, 1e9, 60, networked=True)
     assert not controller.is_pausing

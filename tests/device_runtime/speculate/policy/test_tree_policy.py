@@ -10,17 +10,17 @@ from scripted_sessions import StrictBase, StrictDraft, guesser, half_right
 from stepping import by_cost, learned_of
 
 from edgellm.device_runtime.speculate.draft_cache import CommittedRows
-from edgellm.device_runtime.speculate.drafter import Learned
+from edgellm.device_runtime.speculate.drafter import SpecState
 from edgellm.device_runtime.speculate.drafters.eagle import EagleDrafter
 from edgellm.device_runtime.speculate.drafters.ngram import NgramLookup
 from edgellm.device_runtime.speculate.options import SpecOptions
 from edgellm.device_runtime.speculate.policy.acceptance_rates import Calibration
-from edgellm.device_runtime.speculate.policy.costs import ALONE, Company, Costs, price
+from edgellm.device_runtime.speculate.policy.costs import ALONE, BatchLoad, Costs, price
 from edgellm.device_runtime.speculate.policy.static_tree import NAMED, StaticTree
 from edgellm.device_runtime.speculate.policy.tree_policy import FixedTree, TreeLimits
 from edgellm.device_runtime.speculate.shared_passes import run
 from edgellm.device_runtime.speculate.text_lookup import Continuation
-from edgellm.device_runtime.speculate.tree import Pool, Tree
+from edgellm.device_runtime.speculate.tree import CandidatePool, Tree
 
 FREE = Costs.of({"1": 10, "64": 10.001}, {"1": 0.001, "64": 0.002}, {"1": 0, "64": 0})
 DEAR = Costs.of({"1": 10, "2": 30, "64": 900}, {"1": 8, "64": 50}, {"1": 8, "64": 50})
@@ -29,7 +29,7 @@ NONE = np.zeros(0)
 
 def proposed(learned, limits, draft, context=(3, 1, 4), capacity=100, **options) -> Tree:
     """The tree that a drafter makes of a context; `learned` may be a policy alone."""
-    if not isinstance(learned, Learned):
+    if not isinstance(learned, SpecState):
         learned = learned_of(learned)
     features = StrictBase(100).run(np.array(context[:-1]), 0, np.array([0])).taps
     session = StrictDraft(capacity, draft)
@@ -148,8 +148,8 @@ def test_trees_keep_all_limits(limits, room, levels, capacity, rows, is_fixed):
     assert not room or not levels or limits.verify_size == 1 or not is_fixed or len(tree) > 1
 
 
-def pool_of(confidences, policy) -> Pool:
-    pool = Pool(0, 1 + len(confidences))
+def pool_of(confidences, policy) -> CandidatePool:
+    pool = CandidatePool(0, 1 + len(confidences))
     row = np.array([confidences])
     pool.add(np.zeros(1, np.int64), np.arange(row.size)[None], policy.scores(np.log(row)), row)
     return pool
@@ -186,8 +186,14 @@ def test_the_price_decides_where_the_tree_is_cut():
 def test_a_share_of_a_pass_by_hand():
     """Four answers: all pay a quarter of the pass of four rows; further rows are paid for whole."""
     verify = np.array([10.0, 10, 11, 12, 13, 14, 15, 16, 17])
-    assert Company(4, 3).share(verify)[1:6].tolist() == [13 / 4, 13 / 4 + 1, 21 / 4, 25 / 4, 29 / 4]
-    assert Company(2, 9).share(verify)[1:3].tolist() == [19 / 2, 19 / 2 + 1]  # nobody measured it
+    assert BatchLoad(4, 3).share(verify)[1:6].tolist() == [
+        13 / 4,
+        13 / 4 + 1,
+        21 / 4,
+        25 / 4,
+        29 / 4,
+    ]
+    assert BatchLoad(2, 9).share(verify)[1:3].tolist() == [19 / 2, 19 / 2 + 1]  # nobody measured it
     assert ALONE.share(verify) is verify
 
 
@@ -196,12 +202,12 @@ def test_trees_shrink_in_company_down_to_none():
     sizes = []
     for answers in (1, 2, 4, 8, 16, 32):
         learned = by_cost(TreeLimits(), costs)
-        learned.controller.turn_to(Company(answers, answers - 1))
+        learned.controller.turn_to(BatchLoad(answers, answers - 1))
         pool = pool_of([0.9, 0.7, 0.5, 0.34, 0.12, 0.05, 0.03, 0.01], learned.policy)
         sizes.append(len(learned.policy.select(pool, 50)))
     assert sizes == sorted(sizes, reverse=True)
     assert sizes[0] > 5
-    learned.controller.turn_to(Company(60, 300))
+    learned.controller.turn_to(BatchLoad(60, 300))
     assert len(learned.policy.select(pool_of([0.5, 0.3], learned.policy), 50)) == 0
 
 
@@ -210,7 +216,7 @@ def test_what_text_foresees_must_pay_for_the_hosts_work_which_company_makes_dear
     costs = Costs.of({"1": 10, "64": 10.1}, host_ms=5.0)
     learned, chain = by_cost(TreeLimits(), costs), (0.8, 0.4)
     assert learned.policy.pays(chain)
-    learned.controller.turn_to(Company(4, 3))
+    learned.controller.turn_to(BatchLoad(4, 3))
     assert not learned.policy.pays(chain)
 
 
@@ -218,13 +224,13 @@ def test_a_company_has_a_pace_of_its_own():
     """What loses beside fifteen others does not stop drafting alone."""
     costs = Costs.of({"1": 10, "64": 73}, {"1": 0, "64": 0}, {"1": 0})
     controller = by_cost(TreeLimits(), costs).controller
-    controller.turn_to(Company(16, 15))
+    controller.turn_to(BatchLoad(16, 15))
     for _ in range(100):
         controller.end_round(1, 0.0, 8, networked=True)
     assert controller.is_pausing
     rate = controller.rate
     assert rate == pytest.approx(16 / 25)  # of all together, a token each
-    controller.turn_to(Company(17, 16))
+    controller.turn_to(BatchLoad(17, 16))
     assert controller.is_pausing  # nor is it tried beside more
     controller.turn_to(ALONE)
     assert not controller.is_pausing
@@ -287,24 +293,24 @@ def test_costs_are_interpolated_and_a_disturbed_one_is_not_believed():
     np.testing.assert_allclose(Costs.of({"1": 10}).step, [0, 0])
 
 
-def naive_lookup(tokens: list[int], shortest: int, longest: int, most: int):
+def naive_lookup(tokens: list[int], shortest: int, longest: int, maximum: int):
     """What followed the last earlier place where the text ended like this."""
     for size in range(longest, shortest - 1, -1):
         ending = tokens[-size:] if len(tokens) >= size else None
         for end in range(len(tokens) - 1, size - 1, -1):
             if ending is not None and tokens[end - size : end] == ending:
-                return tokens[end : end + most], size
+                return tokens[end : end + maximum], size
     return [], 0
 
 
 @given(st.lists(st.lists(st.integers(0, 2), max_size=6), max_size=14), st.integers(1, 8))
-def test_lookup_equals_a_search(pieces, most):
-    lookup = NgramLookup(most=most)
+def test_lookup_equals_a_search(pieces, maximum):
+    lookup = NgramLookup(maximum=maximum)
     tokens: list[int] = []
     for piece in pieces:
         lookup.extend(piece)
         tokens += piece
-        followed, size = naive_lookup(tokens, 2, 4, most)
+        followed, size = naive_lookup(tokens, 2, 4, maximum)
         (found,) = lookup.continuations() or [Continuation([], [])]
         assert found.token_ids == followed
         assert size == 0 or list(found.confidences) == [{2: 0.2, 3: 0.35, 4: 0.6}[size]] * len(

@@ -9,7 +9,7 @@ from typing import Any
 
 from edgellm.device_runtime.api.llm import Step
 from edgellm.tools.serve.engines.events import Finished, Started
-from edgellm.tools.serve.output.chat_output import ChatAnswer, call_id
+from edgellm.tools.serve.output.chat_output import ChatOutput, call_id
 from edgellm.tools.serve.output.streams import NAMED_EVENTS
 from edgellm.tools.serve.output.usage import timing
 from edgellm.tools.serve.protocols.output_parts import PartWriter
@@ -25,7 +25,7 @@ class MessagesWriter(PartWriter):
     framing, last = NAMED_EVENTS, b""
     thought_kind, text_kind = "thinking", "text"
 
-    def __init__(self, answer: ChatAnswer, model: str) -> None:
+    def __init__(self, answer: ChatOutput, model: str) -> None:
         self._answer, self._model = answer, model
         self._blocks: list[_Event] = []
         self._is_open = False  # whether text may be added to the last of them

@@ -12,8 +12,8 @@ from edgellm.tools.serve.http.errors import ApiError
 from edgellm.tools.serve.output.streams import collect
 from edgellm.tools.serve.protocols.kserve import infer, metadata
 from edgellm.tools.serve.protocols.triton.generate import GenerateWriter
-from edgellm.tools.serve.routing.engine_pool import Engines
-from edgellm.tools.serve.routing.handler import Served
+from edgellm.tools.serve.routing.engine_pool import EnginePool
+from edgellm.tools.serve.routing.handler import EngineHandler
 
 _MODEL = "/v2/models/{name}"
 _VERSION = f"{_MODEL}/versions/{{version}}"
@@ -25,7 +25,7 @@ _BODY: dict[str, Any] = {
 }
 
 
-def add_kserve(app: FastAPI, engines: Engines, version: str) -> None:
+def add_kserve(app: FastAPI, engines: EnginePool, version: str) -> None:
     """Add the paths; those with a model's version are the same as those without."""
 
     def require(name: str, model_version: str) -> None:
@@ -67,7 +67,7 @@ def add_kserve(app: FastAPI, engines: Engines, version: str) -> None:
         return await _infer(await engines.of(name, request), request)
 
 
-async def _infer(served: Served, request: Request) -> Response:
+async def _infer(served: EngineHandler, request: Request) -> Response:
     found = infer.parse(await request.body(), request.headers.get(infer.HEADER_LENGTH))
     body = found.body
     body.require_path(streams=False)

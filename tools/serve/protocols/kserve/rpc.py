@@ -31,7 +31,7 @@ from edgellm.tools.serve.protocols.kserve.tensors import (
     text_bytes,
 )
 from edgellm.tools.serve.protocols.triton.generate import GenerateRequest, GenerateWriter
-from edgellm.tools.serve.routing.engine_pool import LEASES, Engines
+from edgellm.tools.serve.routing.engine_pool import LEASES, EnginePool
 
 _log = logging.getLogger(__name__)
 _CODES = {
@@ -71,7 +71,7 @@ class _Connection:
 class Service:
     """The calls; each is a coroutine of request and context."""
 
-    def __init__(self, engines: Engines, version: str) -> None:
+    def __init__(self, engines: EnginePool, version: str) -> None:
         self._engines, self._version = engines, version
         self.ending = asyncio.Event()  # streams take no further request
 
@@ -254,7 +254,7 @@ class Service:
 class GrpcServer:
     """The service at a port, beside the HTTP server."""
 
-    def __init__(self, engines: Engines, host: str, port: int, version: str) -> None:
+    def __init__(self, engines: EnginePool, host: str, port: int, version: str) -> None:
         self._max_bytes = engines.settings.max_body_bytes
         self._service = Service(engines, version)
         self._address = f"[{host}]:{port}" if ":" in host else f"{host}:{port}"
@@ -278,11 +278,11 @@ class GrpcServer:
         await self._grpc.start()
         return f"gRPC at {self._address.rpartition(':')[0]}:{port}"
 
-    async def stop(self, most_s: float) -> None:
+    async def stop(self, max_seconds: float) -> None:
         """Let the last answers go, and end."""
         self._service.ending.set()
         if self._grpc is not None:
-            await self._grpc.stop(most_s)
+            await self._grpc.stop(max_seconds)
 
 
 async def _until(ending: asyncio.Event, requests: AsyncIterator[Any]) -> AsyncIterator[Any]:

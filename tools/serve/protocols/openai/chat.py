@@ -16,10 +16,10 @@ from edgellm.device_runtime.engine import continuation
 from edgellm.device_runtime.sampling.guidance import Guide
 from edgellm.multimodal.media import Source, Video
 from edgellm.tools.serve import tool_calls
-from edgellm.tools.serve.engines.ask import Ask
+from edgellm.tools.serve.engines.ask import EngineRequest
 from edgellm.tools.serve.engines.events import Finished, Started
 from edgellm.tools.serve.http.errors import ApiError
-from edgellm.tools.serve.output.chat_output import ChatAnswer, call_id
+from edgellm.tools.serve.output.chat_output import ChatOutput, call_id
 from edgellm.tools.serve.output.streams import EVENTS
 from edgellm.tools.serve.output.token_origins import origins
 from edgellm.tools.serve.output.usage import timing, together, usage
@@ -35,13 +35,15 @@ from edgellm.tools.serve.schemas.openai import (
     VideoUrlPart,
 )
 from edgellm.tools.serve.settings import ImageRules
-from edgellm.tools.serve.tool_calls.parser import Call, Item, Thought
+from edgellm.tools.serve.tool_calls.parser import Call, Item, ReasoningText
 
 _Event = dict[str, Any]
 _END_CHARACTERS = 100  # of a prompt: more than any mark and the white space behind it
 
 
-async def ask_of(body: ChatRequest, llm: LLM, rules: ImageRules, lora: str | None = None) -> Ask:
+async def ask_of(
+    body: ChatRequest, llm: LLM, rules: ImageRules, lora: str | None = None
+) -> EngineRequest:
     """What the engine is asked.
 
     Raises:
@@ -55,7 +57,7 @@ async def ask_of(body: ChatRequest, llm: LLM, rules: ImageRules, lora: str | Non
     template = llm.tokenizer.chat_template or ""
     flags = body.template_flags(llm.tokenizer)
     continuation.continues(messages, flags)  # `placed` may turn calls of tools into text
-    return Ask(
+    return EngineRequest(
         tool_calls.placed(template, messages, flags.get("tools", ())),
         body.sampling(_num_logprobs(body), _form(body, llm)),
         body.max_completion_tokens or body.max_tokens, body.stops(), images, flags,
@@ -63,7 +65,7 @@ async def ask_of(body: ChatRequest, llm: LLM, rules: ImageRules, lora: str | Non
     )  # fmt: skip
 
 
-async def prompt_end(ask: Ask, body: ChatRequest, llm: LLM) -> str:
+async def prompt_end(ask: EngineRequest, body: ChatRequest, llm: LLM) -> str:
     """The last of the formatted messages, as far as it matters to the reader of the answer.
 
     Raises:
@@ -180,7 +182,7 @@ class _Choice:
     """An answer that grows."""
 
     index: int
-    answer: ChatAnswer
+    answer: ChatOutput
     places: TokenPlaces
     calls: list[_Event] = field(default_factory=list)
     logprobs: list[_Event] = field(default_factory=list)
@@ -199,7 +201,7 @@ class ChatWriter:
         self._choices = [
             _Choice(
                 index,
-                ChatAnswer(body, llm, prompt_end=prompt_end),
+                ChatOutput(body, llm, prompt_end=prompt_end),
                 TokenPlaces(llm.tokenizer, hidden),
             )
             for index in range(body.n or 1)
@@ -289,7 +291,7 @@ class ChatWriter:
 
     def _delta(self, added: Sequence[Item]) -> _Event:
         delta: _Event = {}
-        if thought := "".join(item.text for item in added if isinstance(item, Thought)):
+        if thought := "".join(item.text for item in added if isinstance(item, ReasoningText)):
             delta |= _reasoned(thought)
         if text := "".join(item for item in added if isinstance(item, str)):
             delta["content"] = text

@@ -9,7 +9,7 @@ from typing import Any
 
 from edgellm.device_runtime.api.llm import LLM, Step
 from edgellm.device_runtime.sampling.logprobs import TokenLogprobs
-from edgellm.tools.serve.engines.ask import Ask
+from edgellm.tools.serve.engines.ask import EngineRequest
 from edgellm.tools.serve.engines.events import Finished, Started
 from edgellm.tools.serve.output.streams import EVENTS
 from edgellm.tools.serve.output.usage import timing, together, usage
@@ -19,17 +19,17 @@ from edgellm.tools.serve.schemas.openai import CompletionRequest, StreamOptions
 DEFAULT_TOKENS = 16  # OpenAI's
 
 
-def asks_of(body: CompletionRequest, lora: str | None = None) -> list[Ask]:
+def asks_of(body: CompletionRequest, lora: str | None = None) -> list[EngineRequest]:
     """What the engine is asked, prompt by prompt; raises `ApiError` for several forms."""
     sampling = body.sampling(body.logprobs, body.form())
-    most = body.max_tokens or DEFAULT_TOKENS
+    maximum = body.max_tokens or DEFAULT_TOKENS
     of_prompt = body.logprobs if body.echo else None
     prompts = (p if isinstance(p, str) else tuple(p) for p in body.prompts())
     asks = (
-        Ask(
+        EngineRequest(
             prompt,
             sampling,
-            most,
+            maximum,
             body.stops(),
             priority=body.priority or 0,
             prompt_logprobs=of_prompt,

@@ -11,11 +11,11 @@ from numpy.typing import NDArray
 from pydantic import Field
 
 from edgellm.device_runtime.api.llm import LLM, Step
-from edgellm.tools.serve.engines.ask import Embed
+from edgellm.tools.serve.engines.ask import EmbeddingJob
 from edgellm.tools.serve.engines.events import Finished, Started
 from edgellm.tools.serve.http.errors import ApiError
 from edgellm.tools.serve.output.streams import EVENTS, OneText
-from edgellm.tools.serve.schemas.openai import MOST_PROMPTS, TokenId
+from edgellm.tools.serve.schemas.openai import MAX_PROMPTS, TokenId
 from edgellm.tools.serve.schemas.response_format import Body
 
 _Ids = Annotated[list[TokenId], Field(min_length=1)]
@@ -28,28 +28,28 @@ class EmbeddingRequest(Body):
     model: str | None = None
     input: (
         Annotated[str, Field(min_length=1)]
-        | Annotated[list[str], Field(min_length=1, max_length=MOST_PROMPTS)]
+        | Annotated[list[str], Field(min_length=1, max_length=MAX_PROMPTS)]
         | _Ids
-        | Annotated[list[_Ids], Field(min_length=1, max_length=MOST_PROMPTS)]
+        | Annotated[list[_Ids], Field(min_length=1, max_length=MAX_PROMPTS)]
     )
     encoding_format: Literal["float", "base64"] = "float"
     dimensions: Annotated[int, Field(ge=1)] | None = None
     user: str | None = None
 
-    def asks(self, llm: LLM, lora: str | None) -> list[Embed]:
+    def asks(self, llm: LLM, lora: str | None) -> list[EmbeddingJob]:
         """What the engine is asked.
 
         Raises:
             ApiError: more dimensions than the model has.
         """
-        if (self.dimensions or 0) > (most := llm.manifest.decoder.hidden_size):
-            raise ApiError(400, f"dimensions: the model has {most}", param="dimensions")
+        if (self.dimensions or 0) > (maximum := llm.manifest.decoder.hidden_size):
+            raise ApiError(400, f"dimensions: the model has {maximum}", param="dimensions")
         if isinstance(self.input, str):
-            return [Embed(self.input, lora)]
+            return [EmbeddingJob(self.input, lora)]
         if isinstance(self.input[0], int):
-            return [Embed(tuple(one for one in self.input if isinstance(one, int)), lora)]
+            return [EmbeddingJob(tuple(one for one in self.input if isinstance(one, int)), lora)]
         texts = [one for one in self.input if not isinstance(one, int)]
-        return [Embed(one if isinstance(one, str) else tuple(one), lora) for one in texts]
+        return [EmbeddingJob(one if isinstance(one, str) else tuple(one), lora) for one in texts]
 
 
 class RerankText(Body):
@@ -63,7 +63,7 @@ class RerankRequest(Body):
 
     model: str | None = None
     query: Annotated[str, Field(min_length=1)]
-    documents: Annotated[list[str | RerankText], Field(min_length=1, max_length=MOST_PROMPTS)]
+    documents: Annotated[list[str | RerankText], Field(min_length=1, max_length=MAX_PROMPTS)]
     top_n: Annotated[int, Field(ge=1)] | None = None
     return_documents: bool = True
 
@@ -71,9 +71,9 @@ class RerankRequest(Body):
         """Of the documents."""
         return [one if isinstance(one, str) else one.text for one in self.documents]
 
-    def asks(self, lora: str | None) -> list[Embed]:
+    def asks(self, lora: str | None) -> list[EmbeddingJob]:
         """What the engine is asked: the query first."""
-        return [Embed(text, lora) for text in (self.query, *self.texts())]
+        return [EmbeddingJob(text, lora) for text in (self.query, *self.texts())]
 
 
 class _VectorWriter(OneText):

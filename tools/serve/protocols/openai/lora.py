@@ -15,7 +15,7 @@ from starlette.responses import JSONResponse
 from edgellm.core.errors import EdgeLLMError
 from edgellm.device_runtime.api.llm import LLM
 from edgellm.tools.serve.http.errors import ApiError
-from edgellm.tools.serve.routing.engine_pool import Engines
+from edgellm.tools.serve.routing.engine_pool import EnginePool
 from edgellm.tools.serve.schemas.response_format import Body
 
 Name = Annotated[str, Field(min_length=1, max_length=200)]
@@ -54,7 +54,7 @@ def load_given(llm: LLM, given: Sequence[str], models: Collection[str]) -> None:
         llm.load_adapter(name, Path(folder))
 
 
-def add_adapters(app: FastAPI, engines: Engines) -> None:
+def add_adapters(app: FastAPI, engines: EnginePool) -> None:
     """The paths that load adapters and drop them."""
 
     @app.post("/v1/load_lora_adapter")
@@ -87,7 +87,7 @@ def add_adapters(app: FastAPI, engines: Engines) -> None:
         return JSONResponse({"message": f"LoRA adapter {lora!r} is unloaded"})
 
 
-def _require_new(engines: Engines, name: str, model: str) -> None:
+def _require_new(engines: EnginePool, name: str, model: str) -> None:
     """Raises `ApiError` where a name stands for an engine, or for an adapter of another one."""
     for place in engines.places:
         if name == place.model.name:
@@ -98,7 +98,7 @@ def _require_new(engines: Engines, name: str, model: str) -> None:
             )
 
 
-def _require_changes(engines: Engines) -> None:
+def _require_changes(engines: EnginePool) -> None:
     """Raises `ApiError` where the server's owner did not say that adapters come and go."""
     if not engines.settings.lora_folders:
         raise ApiError(403, "adapters do not come and go here: the server has no --allowLoraFolder")

@@ -4,12 +4,12 @@ from __future__ import annotations
 
 from typing import Any
 
-from edgellm.tools.serve.routing.engine_pool import Engines, Place
+from edgellm.tools.serve.routing.engine_pool import EnginePool, Place
 
 Card = dict[str, Any]
 
 
-def all_cards(engines: Engines) -> list[Card]:
+def all_cards(engines: EnginePool) -> list[Card]:
     """Every engine, with its adapters behind it."""
     cards: list[Card] = []
     for place in engines.places:
@@ -18,7 +18,7 @@ def all_cards(engines: Engines) -> list[Card]:
     return cards
 
 
-def card(engines: Engines, place: Place, adapter: str | None = None) -> Card:
+def card(engines: EnginePool, place: Place, adapter: str | None = None) -> Card:
     """An engine, or one of its adapters."""
     name = place.model.name
     return {

@@ -9,7 +9,7 @@ from typing import Any
 
 from edgellm.device_runtime.api.llm import LLM, Step
 from edgellm.tools.serve.engines.events import Finished, Started
-from edgellm.tools.serve.output.chat_output import ChatAnswer, call_id
+from edgellm.tools.serve.output.chat_output import ChatOutput, call_id
 from edgellm.tools.serve.output.streams import NAMED_EVENTS
 from edgellm.tools.serve.output.usage import timing, usage
 from edgellm.tools.serve.protocols.openai.responses import ResponsesRequest
@@ -61,7 +61,7 @@ class ResponsesWriter(PartWriter):
     framing, last = NAMED_EVENTS, b""
     thought_kind, text_kind = "reasoning", "message"
 
-    def __init__(self, body: ResponsesRequest, answer: ChatAnswer, llm: LLM, model: str) -> None:
+    def __init__(self, body: ResponsesRequest, answer: ChatOutput, llm: LLM, model: str) -> None:
         self._answer, self._llm, self._output = answer, llm, _Output()
         self._number = -1  # of the last event
         self._head: _Event = {

@@ -10,7 +10,7 @@ from pydantic import Field
 from edgellm.device_runtime.api.llm import LLM
 from edgellm.device_runtime.engine import continuation
 from edgellm.tools.serve import tool_calls
-from edgellm.tools.serve.engines.ask import Ask
+from edgellm.tools.serve.engines.ask import EngineRequest
 from edgellm.tools.serve.http.errors import ApiError
 from edgellm.tools.serve.protocols.openai.chat import messages_of
 from edgellm.tools.serve.schemas.openai import Message, Templated, TokenId
@@ -84,7 +84,7 @@ async def detokenized(body: DetokenizeRequest, llm: LLM) -> dict[str, Any]:
     }
 
 
-async def count_of(ask: Ask, llm: LLM) -> int:
+async def count_of(ask: EngineRequest, llm: LLM) -> int:
     """Tokens of a conversation, in its template.
 
     Raises:

@@ -11,8 +11,8 @@ from typing import Annotated, Any, Literal
 from pydantic import Field
 
 from edgellm.device_runtime.api.llm import Step
-from edgellm.device_runtime.sampling.sampler import MOST_STOPS, SamplingParams
-from edgellm.tools.serve.engines.ask import Ask
+from edgellm.device_runtime.sampling.sampler import MAX_STOPS, SamplingParams
+from edgellm.tools.serve.engines.ask import EngineRequest
 from edgellm.tools.serve.engines.events import Finished, Started
 from edgellm.tools.serve.http.errors import ApiError
 from edgellm.tools.serve.output.streams import EVENTS, OneText
@@ -25,7 +25,7 @@ from edgellm.tools.serve.schemas.seeds import seed_or_any
 TENSORRT_TOKENS, VLLM_TOKENS = 32, 16
 _Temperature = Annotated[float, Field(ge=0, le=2, allow_inf_nan=False)]
 _Share = Annotated[float, Field(gt=0, le=1)]
-_Most = Annotated[int, Field(ge=1)]
+_Maximum = Annotated[int, Field(ge=1)]
 _Seed = Annotated[int, Field(ge=0, lt=2**63)]
 
 
@@ -34,7 +34,7 @@ class VllmParameters(Body):
 
     stream: bool | None = None
     exclude_input_in_output: bool | None = None
-    max_tokens: _Most = VLLM_TOKENS
+    max_tokens: _Maximum = VLLM_TOKENS
     min_tokens: Annotated[int, Field(ge=0)] = 0
     temperature: _Temperature = 1.0
     top_p: _Share = 1.0
@@ -42,7 +42,7 @@ class VllmParameters(Body):
     min_p: Annotated[float, Field(ge=0, le=1)] = 0.0
     seed: _Seed | None = None
     stop: Stop | None = None
-    stop_token_ids: Annotated[list[TokenId], Field(max_length=MOST_STOPS)] | None = None
+    stop_token_ids: Annotated[list[TokenId], Field(max_length=MAX_STOPS)] | None = None
     ignore_eos: bool = False
     presence_penalty: Penalty = 0.0
     frequency_penalty: Penalty = 0.0
@@ -68,7 +68,7 @@ class GenerateRequest(EnsembleParameters):
     return_finish_reason: bool = False
     parameters: VllmParameters | None = None
     sampling_param_best_of: Literal[1] | None = None
-    sampling_param_max_tokens: _Most | None = None
+    sampling_param_max_tokens: _Maximum | None = None
     sampling_param_temperature: _Temperature | None = None
     sampling_param_top_p: _Share | None = None
     sampling_param_top_k: Annotated[int, Field(ge=0)] | None = None
@@ -85,7 +85,7 @@ class GenerateRequest(EnsembleParameters):
         given = {"stream", "parameters", "exclude_input_in_output"} & self.model_fields_set
         return bool(given) and not self.of_ensemble()
 
-    def ask(self, lora: str | None = None) -> Ask:
+    def ask(self, lora: str | None = None) -> EngineRequest:
         """What the engine is asked, or an adapter of it.
 
         Raises:
@@ -103,16 +103,20 @@ class GenerateRequest(EnsembleParameters):
                 param=min(forms[0]),
             )
         if of_ensemble:
-            most = self.max_tokens or TENSORRT_TOKENS
+            maximum = self.max_tokens or TENSORRT_TOKENS
             stops = _stops(self.stop_words)
-            return Ask(self.text_input, self.ensemble_sampling(), most, stops, lora=lora)
+            return EngineRequest(
+                self.text_input, self.ensemble_sampling(), maximum, stops, lora=lora
+            )
         if self.is_vllms and not of_tensorrt:
             given = self.parameters or VllmParameters()
             stops = _stops(given.stop)
-            return Ask(self.text_input, given.sampling(), given.max_tokens, stops, lora=lora)
-        most = self.sampling_param_max_tokens or TENSORRT_TOKENS
+            return EngineRequest(
+                self.text_input, given.sampling(), given.max_tokens, stops, lora=lora
+            )
+        maximum = self.sampling_param_max_tokens or TENSORRT_TOKENS
         stops = _stops(self.sampling_param_stop)
-        return Ask(self.text_input, self._sampling(), most, stops, lora=lora)
+        return EngineRequest(self.text_input, self._sampling(), maximum, stops, lora=lora)
 
     def _sampling(self) -> SamplingParams:
         temperature = self.sampling_param_temperature

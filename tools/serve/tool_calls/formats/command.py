@@ -10,12 +10,12 @@ from typing import ClassVar
 
 from edgellm.tools.serve.tool_calls.grammar import CallForm
 from edgellm.tools.serve.tool_calls.parser import Call
-from edgellm.tools.serve.tool_calls.tagged import MarkedParser, json_calls
+from edgellm.tools.serve.tool_calls.tagged import TaggedParser, json_calls
 
 _OPEN, _CLOSE = "<|START_ACTION|>", "<|END_ACTION|>"
 
 
-class CommandParser(MarkedParser):
+class CommandParser(TaggedParser):
     """See `ToolParser`."""
 
     openings, closing = (_OPEN,), _CLOSE

@@ -15,7 +15,7 @@ from edgellm.tools.serve.tool_calls.grammar import CallForm
 from edgellm.tools.serve.tool_calls.json_fallback import loose_calls
 from edgellm.tools.serve.tool_calls.parser import Call, Item, NoCall, Tools
 from edgellm.tools.serve.tool_calls.pythonic import python_calls
-from edgellm.tools.serve.tool_calls.tagged import MarkedParser
+from edgellm.tools.serve.tool_calls.tagged import TaggedParser
 
 _OPEN, _CLOSE = "```tool_code", "```"
 _EXPLAINED = (
@@ -26,8 +26,8 @@ _EXPLAINED = (
 )
 
 
-class GemmaParser(MarkedParser):
-    """See `ToolParser`; calls that must be made are JSON, which `LooseParser` reads."""
+class GemmaParser(TaggedParser):
+    """See `ToolParser`; calls that must be made are JSON, which `JsonFallbackParser` reads."""
 
     openings, closing = (_OPEN,), _CLOSE
     shown: ClassVar[tuple[str, ...]] = ()

@@ -12,13 +12,13 @@ from typing import Any, ClassVar
 
 from edgellm.tools.serve.tool_calls.grammar import CallForm
 from edgellm.tools.serve.tool_calls.parser import Call
-from edgellm.tools.serve.tool_calls.tagged import MarkedParser, json_calls
+from edgellm.tools.serve.tool_calls.tagged import TaggedParser, json_calls
 
 _OPEN, _CLOSE = "<tool_call>", "</tool_call>"
 _PAIR = re.compile(r"\s*<arg_key>(.*?)</arg_key>\s*<arg_value>(.*?)</arg_value>", re.DOTALL)
 
 
-class Glm45Parser(MarkedParser):
+class Glm45Parser(TaggedParser):
     """See `ToolParser`; calls that must be made have JSON between the tags."""
 
     openings, closing = (_OPEN,), _CLOSE

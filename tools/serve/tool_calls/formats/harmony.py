@@ -18,7 +18,14 @@ from edgellm.device_runtime.text.reasoning_marks import (
     has_channels,
 )
 from edgellm.tools.serve.tool_calls.grammar import CallForm
-from edgellm.tools.serve.tool_calls.parser import Call, Item, NoCall, Thought, Tools, longest_begun
+from edgellm.tools.serve.tool_calls.parser import (
+    Call,
+    Item,
+    NoCall,
+    ReasoningText,
+    Tools,
+    longest_begun,
+)
 
 _END = re.compile("|".join(map(re.escape, MESSAGE_ENDS)))
 _CHANNEL = re.compile(r"<\|channel\|>\s*(\w+)")
@@ -40,7 +47,7 @@ class HarmonyParser:
     def __init__(self, tools: Tools) -> None:
         self._tools, self._held = tools, ""
         self._is_header, self._is_first = True, True
-        self._kind: type[str] | type[Thought] = str
+        self._kind: type[str] | type[ReasoningText] = str
         self._recipient = ""
         self._shown: set[type] = set()  # kinds of which something was passed on
         self._gap = ""  # before the next piece: messages of a kind are parted by a line's end
@@ -89,7 +96,7 @@ class HarmonyParser:
         channel, recipient = _CHANNEL.search(header), _RECIPIENT.search(header)
         self._held, self._is_header, self._is_first = rest, False, False
         self._recipient = recipient[1] if recipient is not None else ""
-        self._kind = Thought if channel is not None and channel[1] == "analysis" else str
+        self._kind = ReasoningText if channel is not None and channel[1] == "analysis" else str
         self._gap = "\n" if self._kind in self._shown else ""
         return True
 

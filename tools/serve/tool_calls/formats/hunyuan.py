@@ -9,12 +9,12 @@ from typing import ClassVar
 
 from edgellm.tools.serve.tool_calls.grammar import CallForm
 from edgellm.tools.serve.tool_calls.parser import Call
-from edgellm.tools.serve.tool_calls.tagged import MarkedParser, json_calls
+from edgellm.tools.serve.tool_calls.tagged import TaggedParser, json_calls
 
 _OPEN, _CLOSE = "<tool_calls>", "</tool_calls>"
 
 
-class HunyuanParser(MarkedParser):
+class HunyuanParser(TaggedParser):
     """See `ToolParser`."""
 
     openings, closing = (_OPEN,), _CLOSE

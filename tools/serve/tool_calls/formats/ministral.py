@@ -10,12 +10,12 @@ from typing import ClassVar
 
 from edgellm.tools.serve.tool_calls.grammar import CallForm
 from edgellm.tools.serve.tool_calls.parser import Call
-from edgellm.tools.serve.tool_calls.tagged import MarkedParser
+from edgellm.tools.serve.tool_calls.tagged import TaggedParser
 
 _MARK, _ARGUMENTS, _ID = "[TOOL_CALLS]", "[ARGS]", "[CALL_ID]"
 
 
-class MinistralParser(MarkedParser):
+class MinistralParser(TaggedParser):
     """See `ToolParser`."""
 
     openings = (_MARK,)

@@ -10,12 +10,12 @@ from typing import ClassVar
 from edgellm.tools.serve.tool_calls.grammar import CallForm
 from edgellm.tools.serve.tool_calls.parser import Call
 from edgellm.tools.serve.tool_calls.pythonic import python_calls
-from edgellm.tools.serve.tool_calls.tagged import MarkedParser, json_calls
+from edgellm.tools.serve.tool_calls.tagged import TaggedParser, json_calls
 
 _OPEN, _CLOSE = "<function_calls>", "</function_calls>"
 
 
-class Olmo3Parser(MarkedParser):
+class Olmo3Parser(TaggedParser):
     """See `ToolParser`; calls that must be made have JSON between the tags."""
 
     openings, closing = (_OPEN,), _CLOSE

@@ -13,12 +13,12 @@ from typing import Any, ClassVar
 
 from edgellm.tools.serve.tool_calls.grammar import CallForm
 from edgellm.tools.serve.tool_calls.parser import Call
-from edgellm.tools.serve.tool_calls.tagged import MarkedParser, json_calls
+from edgellm.tools.serve.tool_calls.tagged import TaggedParser, json_calls
 
 _OPEN, _CLOSE = "<|tool_call|>", "<|/tool_call|>"
 
 
-class Phi4Parser(MarkedParser):
+class Phi4Parser(TaggedParser):
     """See `ToolParser`."""
 
     openings = (_OPEN, "functools[")
