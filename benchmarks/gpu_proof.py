@@ -254,12 +254,12 @@ def _decoding(figures: dict[str, Any]) -> tuple[bool, str, dict[str, Any]]:
 def _as_used(name: str, steps: dict[str, Any]) -> str:
     """Of the production path: no clock is between engine and session."""
     line = f"as users get it, {name}: {steps['tokens_per_s']:.1f} tokens/s"
-    maximum = steps["largest"]
-    if not maximum:
+    peak = steps["largest"]
+    if not peak:
         return line
     return (
-        f"{line}; a step has at most {maximum['waits']} waits, {maximum['bytes_down']} bytes back, "
-        f"{maximum['bytes_up']} there, {maximum['graphs']} graphs, {maximum['kernels']} more kernels"
+        f"{line}; a step has at most {peak['waits']} waits, {peak['bytes_down']} bytes back, "
+        f"{peak['bytes_up']} there, {peak['graphs']} graphs, {peak['kernels']} more kernels"
     )
 
 

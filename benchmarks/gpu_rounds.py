@@ -167,13 +167,13 @@ class Steps:
         )
 
     def _counted(self, name: str) -> str:
-        maximum, (waits, num_bytes) = self.largest, GOALS[name]
-        if not maximum:
+        peak, (waits, num_bytes) = self.largest, GOALS[name]
+        if not peak:
             return "not counted: no engine of TensorRT"
         return (
-            f"at most {maximum['waits']} waits (goal {waits}), {maximum['bytes_down']} bytes back (goal "
-            f"{num_bytes}), {maximum['bytes_up']} there, {maximum['graphs']} graphs, {maximum['kernels']} "
-            f"kernels and {maximum['copies']} copies by themselves"
+            f"at most {peak['waits']} waits (goal {waits}), {peak['bytes_down']} bytes back (goal "
+            f"{num_bytes}), {peak['bytes_up']} there, {peak['graphs']} graphs, {peak['kernels']} "
+            f"kernels and {peak['copies']} copies by themselves"
         )
 
 

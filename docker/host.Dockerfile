@@ -6,7 +6,8 @@ ARG BASE=python:3.12-slim
 
 FROM ${BASE} AS wheel
 WORKDIR /source
-COPY pyproject.toml README.md LICENSE core/contract.py core/graph_roles.py core/manifest.py core/model_spec.py core/strict_json.py core/disk_space.py core/file_lock.py core/artifact.py core/checksums.py core/cli.py core/kv_cache_size.py core/peft_adapter.py core/safetensors_io.py core/system_memory.py ./
+COPY pyproject.toml README.md LICENSE ./
+COPY core core
 COPY quantize quantize
 COPY export export
 COPY build build

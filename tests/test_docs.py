@@ -216,6 +216,20 @@ def test_structure_names_every_package():
     assert named == {name for name in folders if not name.startswith((".", "tests"))}
 
 
+def test_paths_that_pages_name_exist():
+    """`engine/step.py` may leave out the folders that the page is about."""
+    files = [path.as_posix() for path in ROOT.glob("[a-z]*/**/*.py")]
+    pages = [*DOCS.rglob("*.md"), ROOT / "README.md", ROOT / "CONTRIBUTING.md"]
+    named = {
+        path
+        for page in pages
+        for path in re.findall(r"`((?:\w+/)+\w+\.py)`", page.read_text("utf-8"))
+    }
+    assert len(named) > 50
+    missing = [path for path in named if not any(one.endswith(f"/{path}") for one in files)]
+    assert sorted(missing) == []
+
+
 def test_paths_that_contributing_names_exist():
     page = (ROOT / "CONTRIBUTING.md").read_text("utf-8")
     paths = re.findall(r"`((?:\w+/)+[\w.]*)`", page)

@@ -93,7 +93,7 @@ def _peak_bytes(held: Sequence[_Held], kv_bytes: int) -> int:
 
 # ------------------------------------------------------------------------------------ checks
 def _checked_bytes(model: ir.Model, plan: Plan) -> int:
-    """Of decoded weights, see `build.verify.streamed_eval`: those of a piece, and copies of one on its way."""
+    """Bytes of decoded weights: those of a part of the graph, and one copy; see `verify`."""
     maximum = copies = piece = decoded = 0
     for numbers, steps in _read(model, is_rounded=plan.quantize == "int4"):
         if piece + numbers > PIECE:

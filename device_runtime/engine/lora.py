@@ -168,7 +168,7 @@ class Adapters:
         if self._maximum and len(self._loaded) >= self._maximum:
             known = ", ".join(sorted(self._loaded))
             raise LimitError(
-                f"the engine has room for {self._maximum} adapter{'s' * (self._maximum > 1)}, all of it "
+                f"the engine holds {self._maximum} adapter{'s' * (self._maximum > 1)} at most, all "
                 f"taken: {known}",
                 hint="unload one of them, or build with a larger --maxLoras",
             )

@@ -144,10 +144,10 @@ class SpecFlags:
         Raises:
             EdgeLLMError: unknown words, or flags that contradict each other.
         """
-        from edgellm.device_runtime.speculate import drafters, options
+        from edgellm.device_runtime.speculate import drafter_registry, options
         from edgellm.device_runtime.speculate.policy.static_tree import read_choices
 
-        networks, lookups = drafters.networks(), drafters.lookups()
+        networks, lookups = drafter_registry.networks(), drafter_registry.lookups()
         methods = (*networks, *lookups, options.AUTO)
         wanted = self._wanted((*methods, "none"))
         if "none" in wanted and len(wanted) > 1:
@@ -195,14 +195,14 @@ class SpecFlags:
 
     def _wanted(self, known: tuple[str, ...]) -> set[str]:
         """The methods that were asked for, by one flag or another."""
-        from edgellm.device_runtime.speculate import drafters
+        from edgellm.device_runtime.speculate import drafter_registry
         from edgellm.device_runtime.speculate.options import OWN
 
         if self.spec is not None and self.spec not in known:
             words = f"{', '.join(known[:-1])} or {known[-1]}"
             raise EdgeLLMError(f"--spec {self.spec}: give {words}")
         switches = {
-            OWN: self.eagle and self.spec not in drafters.owners(),
+            OWN: self.eagle and self.spec not in drafter_registry.owners(),
             "draft": self.draft_engine_dir is not None,
             "ngram": self.ngram,
             "suffix": self.suffix,

@@ -124,7 +124,7 @@ class DraftRows:
         self.context.images = images
 
     def held(self, keys: Sequence[RowKey]) -> int:
-        """See `SequenceCache.held`; rows that wait count, the last of them with any token behind."""
+        """See `SequenceCache.held`; waiting rows count, the last one with any next token."""
         waiting = itertools.chain.from_iterable(pairs.keys for pairs in self._waiting)
         known = [*self._keys, *waiting]
         common = count_common(known, keys)

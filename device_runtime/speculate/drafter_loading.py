@@ -5,6 +5,7 @@ from __future__ import annotations
 from collections.abc import Callable, Mapping
 from dataclasses import dataclass
 from pathlib import Path
+from typing import Protocol
 
 from edgellm.core.artifact import require_pair
 from edgellm.core.errors import (
@@ -18,7 +19,7 @@ from edgellm.device_runtime.kv_cache.prefix_cache import SequenceCache
 from edgellm.device_runtime.networks.decoder import DecoderNetwork
 from edgellm.device_runtime.runners.batch_costs import SharedCosts
 from edgellm.device_runtime.runners.device_speculation import Growth
-from edgellm.device_runtime.speculate import drafters
+from edgellm.device_runtime.speculate import drafter_registry
 from edgellm.device_runtime.speculate.draft_cache import ImageIds
 from edgellm.device_runtime.speculate.drafter import Drafter, SpecState
 from edgellm.device_runtime.speculate.options import SpecOptions
@@ -75,6 +76,14 @@ class LoadedDrafter:
     growth: Growth | None = None  # of trees that the device grows alone
 
 
+class LoadsDrafter(Protocol):
+    """A module of `speculate.drafters` that has a network."""
+
+    def open(self, order: DrafterContext) -> LoadedDrafter:
+        """Load it; raises as `Drafters`."""
+        ...
+
+
 def open_own(order: DrafterContext, name: str) -> tuple[Path, Engine]:
     """The draft engine in the folder of its base, which must be that of the drafter `name`.
 
@@ -83,7 +92,7 @@ def open_own(order: DrafterContext, name: str) -> tuple[Path, Engine]:
         LimitError: as `check_tree_size`.
     """
     folder, manifest = find_own(order)
-    own = drafters.own(manifest)
+    own = drafter_registry.own(manifest)
     if own != name:
         raise BrokenArtifactError(
             f"--spec {name}: the draft of {order.engine} is of {manifest.draft.method}",

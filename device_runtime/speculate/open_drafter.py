@@ -4,14 +4,16 @@ from __future__ import annotations
 
 from dataclasses import replace
 from pathlib import Path
+from typing import cast
 
 from edgellm.core.manifest import DRAFT_FOLDER, Engine
 from edgellm.device_runtime.networks.decoder import DecoderNetwork
-from edgellm.device_runtime.speculate import drafters
+from edgellm.device_runtime.speculate import drafter_registry
 from edgellm.device_runtime.speculate.drafter import Drafter, SpecState, TextDrafter
 from edgellm.device_runtime.speculate.drafter_loading import (
     DrafterContext,
     LoadedDrafter,
+    LoadsDrafter,
     check_tree_size,
     find_own,
 )
@@ -51,7 +53,7 @@ def resolve_auto(options: SpecOptions, engine: Path, base: Engine) -> SpecOption
         network = "draft"
     elif base.hidden_taps and (engine / DRAFT_FOLDER).is_dir():
         network = OWN
-    lookups = options.lookups or drafters.lookups()
+    lookups = options.lookups or drafter_registry.lookups()
     return replace(options, network=network, lookups=lookups, adapts=network is not None)
 
 
@@ -80,7 +82,7 @@ class Drafters:
         opened = _open(order)
         opened = replace(opened, costs=replace(opened.costs, together=order.shared_costs()))
         self._start, self.caches = opened.start, opened.caches
-        starts = [drafters.lookup(name).remember() for name in options.lookups]
+        starts = [drafter_registry.lookup(name).remember() for name in options.lookups]
         self._learned = {
             greedy: _nothing_learned(
                 options, limits, opened, [*map(LearnedLookup, starts)], greedy=greedy
@@ -96,9 +98,9 @@ class Drafters:
 def _open(order: DrafterContext) -> LoadedDrafter:
     name = order.options.network
     if name == OWN:
-        name = drafters.own(find_own(order)[1])
+        name = drafter_registry.own(find_own(order)[1])
     if name is not None:
-        return drafters.network(name).open(order)
+        return cast(LoadsDrafter, drafter_registry.network(name)).open(order)
     check_tree_size(order)
     image_ids = order.image_ids(reads_rows=True)
     return LoadedDrafter(

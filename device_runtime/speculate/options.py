@@ -11,7 +11,7 @@ from edgellm.core.errors import (
     EdgeLLMError,
     LimitError,
 )
-from edgellm.device_runtime.speculate import drafters
+from edgellm.device_runtime.speculate import drafter_registry
 from edgellm.device_runtime.speculate.acceptance import (
     Accept,
     Typical,
@@ -48,8 +48,8 @@ class SpecOptions:
         """Refuse unknown names and options by which nothing is drafted; raises `EdgeLLMError`."""
         named = () if self.network in (None, OWN, AUTO) else (self.network,)
         for what, names, known in (
-            ("network", named, drafters.networks()),
-            ("lookup", self.lookups, drafters.lookups()),
+            ("network", named, drafter_registry.networks()),
+            ("lookup", self.lookups, drafter_registry.lookups()),
             ("tree", (self.tree,), TREES),
         ):
             for name in names:
@@ -80,7 +80,7 @@ class SpecOptions:
         """
         default = _TEXT_DEFAULTS if self.network is None else _DEFAULTS
         if self.network not in (None, OWN):
-            default = drafters.network(self.network).DEFAULTS
+            default = drafter_registry.network(self.network).DEFAULTS
         top_k = default.top_k if self.top_k is None else self.top_k
         steps = default.steps if self.steps is None else self.steps
         if self.choices:

@@ -96,7 +96,7 @@ class Processor:
         count, rules = len(film.frames) * self.tokens_per_tile, self.film
         if count > maximum or self.tokens_per_tile > max_per_pass:
             raise LimitError(
-                f"a video of {len(film.frames)} frames has {count} tokens, and {maximum} are allowed",
+                f"a video of {len(film.frames)} frames has {count} tokens; {maximum} are allowed",
                 hint="show fewer frames, or build with a larger --maxImageTokens",
             )
         edge, side = min(rules.longest_edge, MAX_EDGE), self.tile_size

@@ -54,18 +54,18 @@ class BlockDraft(Draft):
 
     @property
     def layers(self) -> tuple[str, ...]:
-        """See `Subject`."""
+        """See `QuantizedNetwork`."""
         return tuple(f"layers.{index}." for index in range(self.config.num_hidden_layers))
 
     def layer_source(self, index: int) -> dict[str, Tensor]:
-        """See `Subject`."""
+        """See `QuantizedNetwork`."""
         found = read_below(self.tensors, self.layers[index])
         return {name: value for name, value in found.items() if not name.endswith("inv_freq")}
 
     def layer_model(
         self, index: int, tensors: Mapping[str, F32], device: torch.device
     ) -> PreTrainedModel:
-        """See `Subject`."""
+        """See `QuantizedNetwork`."""
         del index  # all are alike
         return block_layer_model(self.layer_config, self.blocks, tensors, device)
 
@@ -118,5 +118,5 @@ class BlockDraft(Draft):
         return np.concatenate(found)
 
     def needed_bytes(self, batch_tokens: int, copies: int, *, with_head: bool) -> int:
-        """See `Subject`; a text has as many rows again in its blocks."""
+        """See `QuantizedNetwork`; a text has as many rows again in its blocks."""
         return super().needed_bytes(2 * batch_tokens, copies, with_head=with_head)

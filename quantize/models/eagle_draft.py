@@ -66,11 +66,11 @@ class Draft:
 
     @property
     def whole(self) -> Checkpoint:
-        """See `Subject`."""
+        """See `QuantizedNetwork`."""
         return self.checkpoint
 
     def stored_name(self, name: str) -> str:
-        """See `Subject`."""
+        """See `QuantizedNetwork`."""
         return name
 
     @property
@@ -99,7 +99,7 @@ class Draft:
 
     @property
     def layers(self) -> tuple[str, ...]:
-        """See `Subject`."""
+        """See `QuantizedNetwork`."""
         regular = range(1, self.config.num_hidden_layers)
         return (f"{self.facts.first_layer}.", *(f"layers.{index}." for index in regular))
 
@@ -110,7 +110,7 @@ class Draft:
 
     @property
     def head_name(self) -> str:
-        """See `Subject`."""
+        """See `QuantizedNetwork`."""
         return HEAD
 
     @property
@@ -119,14 +119,14 @@ class Draft:
         return self.base.config.num_hidden_layers + 1
 
     def layer_source(self, index: int) -> dict[str, Tensor]:
-        """See `Subject`; the norms before the first layer's attention are no part of it."""
+        """See `QuantizedNetwork`; norms before the first layer's attention are no part of it."""
         found = read_below(self.tensors, self.layers[index])
         return {name: value for name, value in found.items() if index or name not in _INPUT_NORMS}
 
     def layer_model(
         self, index: int, tensors: Mapping[str, F32], device: torch.device
     ) -> PreTrainedModel:
-        """See `Subject`."""
+        """See `QuantizedNetwork`."""
         del index  # the first one is told by what it lacks
         return draft_layer_model(self.layer_config, tensors, device)
 
@@ -147,7 +147,7 @@ class Draft:
         return head_model(self.layer_config, norm, head, device)
 
     def finish(self, logits: torch.Tensor) -> torch.Tensor:
-        """See `Subject`."""
+        """See `QuantizedNetwork`."""
         return logits
 
     def states_shape(self, rows: Ids, layer: int) -> tuple[int, int, int]:
@@ -292,7 +292,7 @@ class Draft:
         return Targets(ids, np.zeros_like(ids), (task.calibration.name,))
 
     def needed_bytes(self, batch_tokens: int, copies: int, *, with_head: bool) -> int:
-        """See `Subject`."""
+        """See `QuantizedNetwork`."""
         infos = self.tensors.infos()
         own = needed_bytes(
             infos,
@@ -313,12 +313,12 @@ class Draft:
         return 4 * tokens * (base + _STEPS * width)
 
     def new_config(self, quantization: Mapping[str, Any], *, own_head: bool) -> dict[str, Any]:
-        """See `Subject`."""
+        """See `QuantizedNetwork`."""
         del own_head  # which it then has among its tensors, the first place to look
         return {**self.checkpoint.config, "quantization_config": quantization}
 
     def check_result(self, folder: Path, ignored_keys: tuple[str, ...]) -> None:
-        """See `Subject`."""
+        """See `QuantizedNetwork`."""
         result = open_checkpoint(str(folder), tokenizer=False)
         understand_draft(result, self.base.whole, DraftOptions(ignore_config_keys=ignored_keys))
 

@@ -36,7 +36,7 @@ class MtpDraft(Draft):
 
     @property
     def float_modules(self) -> tuple[str, ...]:
-        """See `Subject`."""
+        """See `QuantizedNetwork`."""
         return "model.embed_tokens", "lm_head", self.mtp.names.fc
 
     @classmethod
@@ -72,7 +72,7 @@ class MtpDraft(Draft):
 
     @property
     def layers(self) -> tuple[str, ...]:
-        """See `Subject`."""
+        """See `QuantizedNetwork`."""
         return (f"{self.mtp.names.layer}.",)
 
     @property
@@ -86,13 +86,13 @@ class MtpDraft(Draft):
         return HEAD if HEAD in self.tensors.infos() else EMBEDDING
 
     def layer_source(self, index: int) -> dict[str, Tensor]:
-        """See `Subject`."""
+        """See `QuantizedNetwork`."""
         return read_canonical(read_below(self.tensors, self.layers[index]), self.family.experts)
 
     def layer_model(
         self, index: int, tensors: Mapping[str, F32], device: torch.device
     ) -> PreTrainedModel:
-        """See `Subject`; as the first of the base's layers that attend."""
+        """See `QuantizedNetwork`; as the first of the base's layers that attend."""
         del index
         kinds = self.base.config.layer_kinds
         attends = next(at for at, kind in enumerate(kinds) if kind is not None)
@@ -112,7 +112,7 @@ class MtpDraft(Draft):
         return head_model(self.base.checkpoint.config, norm, head, device)
 
     def finish(self, logits: torch.Tensor) -> torch.Tensor:
-        """See `Subject`."""
+        """See `QuantizedNetwork`."""
         return self.base.finish(logits)
 
     def states_shape(self, rows: Ids, layer: int) -> tuple[int, int, int]:

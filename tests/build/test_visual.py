@@ -117,7 +117,7 @@ def _operators(engine: Path) -> Counter[str]:
 
 
 @pytest.mark.parametrize(
-    ("precision", "operator", "least", "most"),
+    ("precision", "operator", "least", "maximum"),
     [("int8", "MatMulIntegerToFloat", 0, 1e-3), ("fp8", "MatMulNBits", 1e-4, 0.02)],
 )
 def test_rounded_bundles(model, tmp_path, precision, operator, least, maximum):

@@ -45,6 +45,7 @@ from edgellm.tools.serve.flags import (
 if TYPE_CHECKING:
     from socket import socket
 
+    from edgellm.tools.serve import settings
     from edgellm.tools.serve.routing.engine_pool import EnginePool
 
 app = App(CAMEL_CASE)
@@ -91,13 +92,12 @@ def edgellm_serve(
 
     keys = settings.read_keys(api_key_file) if api_key_file is not None else frozenset()
     settings.require_safe(host, has_keys=bool(keys), allow_no_key=allow_no_key)
-    hosts = frozenset(map(str.lower, image_hosts or ()))
     maximum = settings.IMAGE_BODY_BYTES if multimodal_engine_dirs else settings.TEXT_BODY_BYTES
     wanted = settings.Settings(
         keys, settings.is_loopback(host) and not keys,
         queue_size, request_timeout, total_timeout, max_body_bytes=max_body_bytes or maximum,
         origins=cors.read_origins(allow_origins or ()),
-        images=settings.ImageRules(_folders("--allowImageFolder", image_folders), hosts),
+        images=_image_rules(image_folders, image_hosts),
         memory_bytes=memory_budget * models.BYTES_PER_GB,
         lora_folders=_folders("--allowLoraFolder", lora_folders),
     )  # fmt: skip
@@ -114,6 +114,13 @@ def edgellm_serve(
     engines = EnginePool(given, loading, wanted)
     lora.load_given(engines.begin(), lora_modules or (), [model.name for model in given])
     _run(engines, listeners, grpc_port, host, drain_timeout)
+
+
+def _image_rules(folders: list[Path] | None, hosts: list[str] | None) -> settings.ImageRules:
+    from edgellm.tools.serve.settings import ImageRules
+
+    names = frozenset(map(str.lower, hosts or ()))
+    return ImageRules(_folders("--allowImageFolder", folders), names)
 
 
 def _listeners(

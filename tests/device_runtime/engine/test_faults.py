@@ -205,7 +205,7 @@ HOOKS = {
             "confidences",
             "rests",
             "pass_by",
-            "company",
+            "batch_load",
         )
     },
 }

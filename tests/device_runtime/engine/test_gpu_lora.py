@@ -244,7 +244,7 @@ def test_places_are_taken_and_given_back(engines, folders, tiny_checkpoint, tmp_
         for name in ("wide", "qv", "mlp"):
             llm.load_adapter(name, folders[name])
         with pytest.raises(
-            LimitError, match="room for 4 adapters, all of it taken: all, mlp, qv"
+            LimitError, match="holds 4 adapters at most, all taken: all, mlp, qv"
         ) as e:
             llm.load_adapter("more", more)
         assert "unload one of them, or build with a larger --maxLoras" in e.value.hint

@@ -1,4 +1,4 @@
-"""Trees that grow on the device are those that the host grows (`CandidatePool`, `FixedTree`, `Tree`)."""
+"""Trees grown on the device equal those of the host (`CandidatePool`, `FixedTree`, `Tree`)."""
 
 from __future__ import annotations
 

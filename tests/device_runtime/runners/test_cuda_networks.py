@@ -151,7 +151,7 @@ def test_passes_that_recur_are_padded_and_recorded(halves, monkeypatch):
 def test_recordings_are_bounded(halves, monkeypatch):
     """Each takes memory of the device: what comes later is asked for kernel by kernel."""
     runs = cuda_on_cpu.Runs(monkeypatch)
-    monkeypatch.setattr(runner, "_MOST_RECORDED", 2)
+    monkeypatch.setattr(runner, "_MAX_RECORDED", 2)
     with cuda_on_cpu.recording():
         session = cuda_on_cpu.open_base(halves)
     assert {*runs.ids} == {"-1", "1", "2"}

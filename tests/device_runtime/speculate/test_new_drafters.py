@@ -34,7 +34,8 @@ DEFAULTS = TreeLimits(top_k=1, steps=3, verify_size=4)
 
 def open(order):
     check_tree_size(order)
-    return LoadedDrafter(Costs.of(order.pass_costs()), lambda learned: Counting(learned, order.limits))
+    costs = Costs.of(order.pass_costs())
+    return LoadedDrafter(costs, lambda learned: Counting(learned, order.limits))
 
 
 class Counting(TreeDrafter):

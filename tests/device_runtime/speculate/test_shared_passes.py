@@ -53,7 +53,9 @@ def _facts(trees):
     return [(tree.token_ids.tolist(), tree.parents.tolist()) for tree in trees]
 
 
-@pytest.mark.parametrize(("most_parts", "sizes"), [(4, [4] * 4), (3, [3, 1] * 4), (1, [1] * 16)])
+@pytest.mark.parametrize(
+    ("max_batch_size", "sizes"), [(4, [4] * 4), (3, [3, 1] * 4), (1, [1] * 16)]
+)
 def test_trees_are_those_of_each_alone(max_batch_size, sizes):
     """An extension, and a pass for each of three levels behind the first."""
     alone = Answers(1)

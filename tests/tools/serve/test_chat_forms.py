@@ -144,7 +144,9 @@ CASES = {
         "<|start|>assistant<|channel|>commentary to=functions.now<|message|>": [
             ADD, Call("now", "{}"),
         ],
-        "<|channel|>analysis<|message|>a<|end|><|channel|>analysis<|message|>b": [ReasoningText("a\nb")],
+        "<|channel|>analysis<|message|>a<|end|><|channel|>analysis<|message|>b": [
+            ReasoningText("a\nb")
+        ],
         "<|channel|>commentary<|message|>I look.<|end|><|start|>assistant<|channel|>final"
         "<|message|>So.": ["I look.\nSo."],
         "<|channel|>commentary to=functions.weather<|message|>{city<|call|>": ["{city"],

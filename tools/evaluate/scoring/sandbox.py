@@ -25,7 +25,7 @@ from pathlib import Path
 from edgellm.core.errors import EdgeLLMError
 from edgellm.tools.evaluate.scoring.sandbox_child import NOBODY
 
-_INSIDE = Path(__file__).with_name("sandboxed.py")
+_INSIDE = Path(__file__).with_name("sandbox_child.py")
 _NAMESPACES = ("--net", "--mount", "--pid", "--ipc", "--fork", "--kill-child")
 _VERDICT_BYTES = 8192
 _START_SECONDS = 5.0  # of an interpreter, on a busy machine

@@ -193,7 +193,7 @@ def test_a_process_ends_cleanly_with_memory_that_lives():
     """The driver is not asked any more, and no context is left for pycuda to end the process."""
     script = (
         "import numpy, sys; from fake_cuda import FakeDriver, fake_graphs\n"
-        "from edgellm.device_runtime.runners.tensorrt import cuda\n"
+        "from edgellm.device_runtime.runners.tensorrt.cuda import driver as cuda\n"
         "driver = FakeDriver()\n"
         "device = cuda.CudaDevice(driver, fake_graphs(driver), driver.Device(0))\n"
         "sys.held = device.allocate(64), device.pinned(64), device.capture(device.synchronize)\n"
