@@ -71,6 +71,16 @@ def test_the_words_of_an_ensemble_in_generate(server, expected):
         assert (status, fragment in found["error"]) == (400, True)
 
 
+@pytest.mark.parametrize(
+    ("place", "name"), [("", "temperature"), ("inputs", "classification"), ("outputs", "top_k")]
+)
+def test_unknown_parameters_are_rejected(server, place, name):
+    body = {"inputs": [{**TEXT}, MOST], "outputs": [{"name": "text_output"}], "parameters": {}}
+    (body[place][0] if place else body)["parameters"] = {name: 1}
+    status, found = server.json(PATH, body)
+    assert (status, f"parameters.{name}" in found["error"]) == (400, True)
+
+
 def test_metadata_over_http(server):
     assert server.json("/v2")[1]["name"] == "edgellm"
     found = server.json("/v2/models/tiny")[1]
@@ -194,6 +204,11 @@ def test_tritonclient_over_http(triton, expected):
         found = client.infer("tiny", inputs, outputs=outputs, request_id="9", headers={**HEADERS})
         assert found.as_numpy("text_output")[0] in (expected, expected.encode())
         assert found.get_response()["id"] == "9"
+    known = {"sequence_id": 5, "sequence_start": True, "priority": 1, "timeout": 10**6}
+    found = client.infer("tiny", inputs, headers={**HEADERS}, **known)
+    assert found.as_numpy("text_output")[0] == expected.encode()
+    with pytest.raises(Exception, match=r"parameters\.temperatur"):
+        client.infer("tiny", inputs, headers={**HEADERS}, parameters={"temperatur": 1})
     with pytest.raises(Exception, match="an API key is needed"):
         client.infer("tiny", inputs)
     client.close()
@@ -226,6 +241,16 @@ def test_tritonclient_over_grpc(triton, expected):
             with pytest.raises(InferenceServerException) as failed:
                 client.infer(name, _inputs(module, **values), headers=HEADERS)
             assert code in failed.value.status()
+        known = {"sequence_id": 5, "sequence_start": True, "priority": 1, "timeout": 10**6}
+        found = client.infer("tiny", _inputs(module, **given), headers=HEADERS, **known)
+        assert found.as_numpy("text_output")[0].decode() == expected
+        outputs = [module.InferRequestedOutput("text_output", class_count=2)]
+        with pytest.raises(InferenceServerException, match=r"parameters\.classification: unknown"):
+            client.infer("tiny", _inputs(module, **given), outputs=outputs, headers=HEADERS)
+        with pytest.raises(InferenceServerException, match=r"parameters\.temperatur: unknown"):
+            client.infer(
+                "tiny", _inputs(module, **given), headers=HEADERS, parameters={"temperatur": 1}
+            )
         with pytest.raises(InferenceServerException, match="an API key is needed"):
             client.infer("tiny", _inputs(module, **given))
 

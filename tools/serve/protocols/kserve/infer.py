@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 import json
-from collections.abc import Sequence
+from collections.abc import Iterable, Sequence
 from dataclasses import dataclass, field
 from typing import Annotated, Any
 
@@ -25,6 +25,34 @@ from edgellm.tools.serve.schemas.response_format import Body
 HEADER_LENGTH = "Inference-Header-Content-Length"
 
 
+class InputParameters(Body):
+    """What a client may say about an input."""
+
+    binary_data_size: int | None = None
+
+
+class OutputParameters(Body):
+    """What a client may say about an output."""
+
+    binary_data: bool | None = None
+
+
+class RequestParameters(Body):
+    """What a client may say about a request.
+
+    Triton's clients send sequence, priority and timeout, which change no output here. All options
+    of sampling are tensors.
+    """
+
+    binary_data_output: bool = False
+    triton_enable_empty_final_response: bool = False
+    sequence_id: int | str = 0
+    sequence_start: bool = False
+    sequence_end: bool = False
+    priority: int = 0
+    timeout: int = 0  # microseconds
+
+
 class Input(Body):
     """A tensor of a request."""
 
@@ -32,14 +60,14 @@ class Input(Body):
     datatype: str
     shape: list[Annotated[int, Field(ge=0, lt=2**31)]]
     data: list[Any] | None = None
-    parameters: dict[str, Any] = Field(default_factory=dict)
+    parameters: InputParameters = Field(default_factory=InputParameters)
 
 
 class Output(Body):
     """A tensor that is asked for."""
 
     name: str
-    parameters: dict[str, Any] = Field(default_factory=dict)
+    parameters: OutputParameters = Field(default_factory=OutputParameters)
 
 
 class InferBody(Body):
@@ -48,7 +76,7 @@ class InferBody(Body):
     id: str = ""
     inputs: list[Input]
     outputs: list[Output] = Field(default_factory=list)
-    parameters: dict[str, Any] = Field(default_factory=dict)
+    parameters: RequestParameters = Field(default_factory=RequestParameters)
 
 
 @dataclass(frozen=True, slots=True)
@@ -78,7 +106,7 @@ def parse(content: bytes, header_length: str | None) -> Infer:
     except ValidationError as error:
         raise fault_of(error.errors()) from None
     names = require_outputs([output.name for output in body.outputs])
-    all_of_them = body.parameters.get("binary_data_output") is True
+    all_of_them = body.parameters.binary_data_output
     return Infer(
         with_reason(request, names),
         names,
@@ -86,11 +114,19 @@ def parse(content: bytes, header_length: str | None) -> Infer:
             {
                 output.name
                 for output in body.outputs
-                if output.parameters.get("binary_data", all_of_them) is True
+                if (all_of_them if (own := output.parameters.binary_data) is None else own)
             }
             or (names if all_of_them and not body.outputs else ())
         ),
     )
+
+
+def require_parameters(names: Iterable[str], known: type[Body]) -> None:
+    """Rejects names that a message of gRPC may not have; raises `ApiError`."""
+    for name in names:
+        if name not in known.model_fields:
+            all_of_them = ", ".join(known.model_fields) or "none"
+            raise ApiError(400, f"parameters.{name}: unknown; known are {all_of_them}")
 
 
 def require_outputs(asked: Sequence[str]) -> tuple[str, ...]:
@@ -150,13 +186,13 @@ def _tensors(inputs: Sequence[Input], behind: bytes) -> list[Tensor]:
     found: list[Tensor] = []
     at = 0
     for one in inputs:
-        size = one.parameters.get("binary_data_size")
+        size = one.parameters.binary_data_size
         if size is None:
             if one.data is None:
                 raise ApiError(400, f"{one.name}: no data", param=one.name)
             found.append(read(one.name, one.datatype, one.shape, one.data))
             continue
-        if type(size) is not int or size < 0 or at + size > len(behind) or one.data is not None:
+        if size < 0 or at + size > len(behind) or one.data is not None:
             raise ApiError(400, f"{one.name}: binary_data_size {size!r} is not right")
         found.append(read_bytes(one.name, one.datatype, one.shape, behind[at : at + size]))
         at += size

@@ -45,8 +45,9 @@ _MESSAGES = {
         "4 *uint32 uint_contents, 5 *uint64 uint64_contents, 6 *float fp32_contents, "
         "7 *double fp64_contents, 8 *bytes bytes_contents",
     "InferInputTensor":
-        "1 string name, 2 string datatype, 3 *int64 shape, 5 InferTensorContents contents",
-    "InferRequestedOutputTensor": "1 string name",
+        "1 string name, 2 string datatype, 3 *int64 shape, 4 %InferParameter parameters, "
+        "5 InferTensorContents contents",
+    "InferRequestedOutputTensor": "1 string name, 2 %InferParameter parameters",
     "InferOutputTensor": "1 string name, 2 string datatype, 3 *int64 shape",
     "ModelInferRequest":
         "1 string model_name, 2 string model_version, 3 string id, 4 %InferParameter parameters, "

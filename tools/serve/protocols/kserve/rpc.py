@@ -233,6 +233,11 @@ class Service:
             ApiError: it cannot be answered.
         """
         self._engines.find(request.model_name)
+        infer.require_parameters(request.parameters, infer.RequestParameters)
+        for tensor in request.inputs:
+            infer.require_parameters(tensor.parameters, infer.InputParameters)
+        for output in request.outputs:
+            infer.require_parameters(output.parameters, infer.OutputParameters)
         names = infer.require_outputs([output.name for output in request.outputs])
         try:
             body = request_of(_tensors(request), request.id)
