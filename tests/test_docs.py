@@ -230,6 +230,14 @@ def test_paths_that_pages_name_exist():
     assert sorted(missing) == []
 
 
+def test_the_page_on_shared_test_modules_names_them_all():
+    named = set(
+        re.findall(r"`([a-z0-9_]+)`", (ROOT / "tests/support/README.md").read_text("utf-8"))
+    )
+    modules = {path.stem for path in (ROOT / "tests/support").glob("*.py")}
+    assert {name for name in modules - named if not name.startswith("scripted_")} == set()
+
+
 def test_paths_that_contributing_names_exist():
     page = (ROOT / "CONTRIBUTING.md").read_text("utf-8")
     paths = re.findall(r"`((?:\w+/)+[\w.]*)`", page)
