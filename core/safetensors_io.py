@@ -7,6 +7,7 @@ import struct
 from collections.abc import Iterator, Mapping
 from dataclasses import dataclass
 from pathlib import Path
+from typing import Any
 
 from edgellm.core.errors import BrokenArtifactError
 from edgellm.core.strict_json import parse
@@ -78,8 +79,7 @@ class Safetensors:
                 header = parse(stream.read(length))
             entries = {name: entry for name, entry in header.items() if name != "__metadata__"}
             for name, entry in entries.items():
-                info = TensorInfo(entry["dtype"], tuple(entry["shape"]))
-                begin, end = entry["data_offsets"]
+                info, begin, end = _place_of(entry)
                 if info.num_bytes != end - begin:
                     raise BrokenArtifactError(f"{path}: wrong size of tensor {name}", hint=remedy)
                 self._add(name, info, path, 8 + length + begin)
@@ -119,3 +119,12 @@ class Safetensors:
                     return True
                 left -= step
         return False
+
+
+def _place_of(entry: Mapping[str, Any]) -> tuple[TensorInfo, int, int]:
+    """Type and shape, first byte of the data and the byte after it; raises `ValueError`."""
+    info = TensorInfo(entry["dtype"], tuple(entry["shape"]))
+    begin, end = entry["data_offsets"]
+    if not all(type(number) is int and number >= 0 for number in (*info.shape, begin, end)):
+        raise ValueError(f"shape {entry['shape']}, data_offsets {entry['data_offsets']}")
+    return info, begin, end

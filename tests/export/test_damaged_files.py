@@ -6,6 +6,7 @@ import json
 import os
 import pickle
 import shutil
+import struct
 from pathlib import Path
 
 import pytest
@@ -13,6 +14,7 @@ import pytest
 from edgellm.core.errors import BrokenArtifactError
 from edgellm.core.manifest import LLM_BUNDLE, load_bundle
 from edgellm.core.peft_adapter import read_adapter
+from edgellm.core.safetensors_io import Safetensors
 from edgellm.export.pipeline.resolve import open_checkpoint
 
 
@@ -98,3 +100,14 @@ def test_a_pickle_with_a_flipped_bit(folder):
         except BrokenArtifactError:
             rejections += 1
     assert rejections > 20
+
+
+@pytest.mark.parametrize("begin", [-4, -0.0, 0.0, True])
+def test_the_place_of_a_tensor_is_a_whole_number(tmp_path, begin):
+    """Before the data lies the header, which a negative place would take for weights."""
+    entry = {"dtype": "F32", "shape": [1], "data_offsets": [begin, begin + 4]}
+    header = json.dumps({"x": entry}).encode()
+    path = tmp_path / "model.safetensors"
+    path.write_bytes(struct.pack("<Q", len(header)) + header + bytes(8))
+    with pytest.raises(BrokenArtifactError, match="not a safetensors file"):
+        Safetensors([path])
