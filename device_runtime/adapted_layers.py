@@ -1,4 +1,4 @@
-"""Which linear layers of an engine LoRA adapters may change: a file beside its graphs."""
+"""Linear layers that LoRA adapters may change: a file of the engine."""
 
 from __future__ import annotations
 
@@ -12,13 +12,13 @@ from edgellm.core.strict_json import parse
 
 # Options of an engine that takes adapters
 MAX_LORA_RANK = "max_lora_rank"
-MAX_LORAS = "max_loras"  # that there is room for; without it there is for any number
+MAX_LORAS = "max_loras"  # maximum adapters; without it there is no limit
 FILE = "adapted_layers.json"
 
 
 @dataclass(frozen=True, slots=True)
 class AdaptedLayer:
-    """A linear layer, by its name in the checkpoint; its place is its row of `ADAPTER_TABLE`."""
+    """A linear layer, by its name in the checkpoint; its index is its row of `ADAPTER_TABLE`."""
 
     name: str
     in_features: int
@@ -26,14 +26,14 @@ class AdaptedLayer:
 
 
 def write_layers(engine: Path, layers: Iterable[AdaptedLayer]) -> None:
-    """Write them into the folder of an engine."""
+    """Write the layers into an engine's folder."""
     rows = [[layer.name, layer.in_features, layer.out_features] for layer in layers]
     text = ",\n".join(json.dumps(row) for row in rows)
     (engine / FILE).write_text(f"[\n{text}\n]\n", "utf-8")
 
 
 def read_layers(engine: Path) -> list[AdaptedLayer]:
-    """Read them; raises `BrokenArtifactError`."""
+    """Read the layers; raises `BrokenArtifactError`."""
     path = engine / FILE
     try:
         return [AdaptedLayer(*row) for row in parse(path.read_text("utf-8"))]

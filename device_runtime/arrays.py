@@ -1,4 +1,4 @@
-"""Array types, image embeddings and adapters that all layers of the runtime share."""
+"""Array types, image embeddings and adapters, shared by all layers of the runtime."""
 
 from __future__ import annotations
 
@@ -13,26 +13,26 @@ from edgellm.core.errors import LimitError
 I64 = NDArray[np.int64]
 F32 = NDArray[np.float32]
 Bool = NDArray[np.bool_]
-RowKey = int | str  # what a row stands for: a token, or an image by the hash of its content
+RowKey = int | str  # prefix cache key of a position: a token id, or the hash of an image
 
 
 @dataclass(frozen=True, slots=True)
 class ImageRows:
-    """The images of a prompt as a decoder sees them: token id V + n stands for row n."""
+    """Image embeddings of a prompt: token id V + n is embedding n."""
 
     embeds: F32  # [N, H], N >= 1
     deepstack: F32  # [L, N, H]; L may be 0
-    # [3, S]: of the prompt's rows, M-RoPE; rows behind it follow the largest. None: as in text.
+    # [3, S]: M-RoPE positions of the prompt; later ones follow the largest. None: as in text.
     positions: I64 | None = None
-    keys: Mapping[int, RowKey] = field(kw_only=True)  # of the token ids V + n: row n's image
+    keys: Mapping[int, RowKey] = field(kw_only=True)  # by token id V + n
 
     def between(self, begin: int, end: int) -> ImageRows:
-        """The rows [begin, end) alone, without what is said of the prompt."""
+        """Embeddings [begin, end) only, without positions and keys."""
         return ImageRows(self.embeds[begin:end], self.deepstack[:, begin:end], keys={})
 
     @classmethod
     def none(cls, hidden_size: int, num_deepstack: int) -> ImageRows:
-        """Those of a text, which are not looked at."""
+        """A placeholder for text, which is not used."""
         shape = 1, hidden_size
         zeros = np.zeros(shape, np.float32), np.zeros((num_deepstack, *shape), np.float32)
         return cls(*zeros, keys={})
@@ -40,20 +40,20 @@ class ImageRows:
 
 @dataclass(slots=True, eq=False)
 class LoadedAdapter:
-    """A LoRA adapter that a decoder holds."""
+    """A LoRA adapter loaded in a decoder."""
 
     name: str
     slot: int  # in `ADAPTER_TABLE`
-    mark: str  # of what it computes: the same for equal weights, and no other's
-    is_loaded: bool = True  # False: others have its place
+    mark: str  # hash of its weights
+    is_loaded: bool = True  # False after unloading
 
 
 def require_room(capacity: int, write_index: int, rows: int, pass_rows: int = 0) -> None:
-    """Refuse rows that do not fit into a KV cache, or into a pass; raises `LimitError`."""
+    """Reject tokens that exceed the KV cache, or a pass; raises `LimitError`."""
     if write_index + rows > capacity:
-        raise LimitError(f"{write_index} + {rows} rows exceed the KV capacity of {capacity}")
+        raise LimitError(f"{write_index} + {rows} tokens exceed the KV capacity of {capacity}")
     if pass_rows and rows > pass_rows:
         raise LimitError(
-            f"a pass of {rows} rows: the cache keeps windows only, with room for {pass_rows}",
-            hint="give them in pieces",
+            f"a pass of {rows} tokens exceeds the {pass_rows} of a cache with windows",
+            hint="pass them in chunks",
         )

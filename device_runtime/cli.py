@@ -1,4 +1,4 @@
-"""`llm_inference`: answer the requests of a JSON file."""
+"""`llm_inference`: runs the requests of a JSON file."""
 
 from __future__ import annotations
 
@@ -72,7 +72,7 @@ def llm_inference(
     dump_output: DumpOutput = False,
     resume: Resume = False,
 ) -> None:
-    """Answer the requests of a JSON file; a bad request gets an error object of its own."""
+    """Run the requests of a JSON file; a failed request gets an error object."""
     from edgellm.device_runtime.requests.outputs import Outputs
     from edgellm.device_runtime.requests.request_file import read_file
     from edgellm.device_runtime.requests.resume import settings_of, unfinished_run
@@ -101,7 +101,7 @@ def llm_inference(
     )  # fmt: skip
     with unfinished_run(output_file, settings, goes_on=resume) as run:
         llm = load()
-        profile = _answer(llm, options, requests, warmup, outputs, run, stream=stream)
+        profile = _run(llm, options, requests, warmup, outputs, run, stream=stream)
         outputs.write(run, profile)
     if dump_profile:
         typer.echo(json.dumps(profile.as_json(), indent=4))
@@ -123,7 +123,7 @@ def _load(options: Options, engine_dir: Path, **more: Any) -> LLM:
 
 
 def _prove(llm: LLM, options: Options, requests: list[Any]) -> int:
-    """Print the comparison of every request; the exit status."""
+    """Print the comparison of every request; return the exit status."""
     from edgellm.device_runtime.requests.lossless_check import prove
 
     compared = diverged = equal = refused = 0
@@ -141,7 +141,7 @@ def _prove(llm: LLM, options: Options, requests: list[Any]) -> int:
 def _with_flags(
     options: Options, requests: list[Any], length: int | None, batch_size: int | None
 ) -> tuple[Options, list[Any]]:
-    """The file with one length for all requests, and a batch size, unless they are None."""
+    """Override the maximum length of all requests, and the batch size, unless they are None."""
     import msgspec
 
     if batch_size is not None:
@@ -158,19 +158,19 @@ def _with_flags(
     return msgspec.structs.replace(options, max_generate_length=length), own
 
 
-def _answer(
+def _run(
     llm: LLM, options: Options, requests: list[Any], warmup: int, outputs: Outputs,
     run: UnfinishedRun, *, stream: bool,
 ) -> Profile:  # fmt: skip
-    """Answer what `run` lacks; the times of all requests."""
+    """Run the requests that `run` lacks; return the times of all requests."""
     from edgellm.device_runtime.engine.profile import Profile
     from edgellm.device_runtime.requests.held_interrupts import HeldInterrupts
     from edgellm.device_runtime.requests.responses import run_request
 
     left = _left(requests, run)
     if run.answered and left:
-        going_on = f"going on with request {left[0]} of {len(requests)}"
-        typer.echo(f"{going_on}; {len(run.answered)} are answered", err=True)
+        going_on = f"resuming with request {left[0]} of {len(requests)}"
+        typer.echo(f"{going_on}; {len(run.answered)} are finished", err=True)
     for _ in range(warmup if left else 0):
         run_request(llm, options, requests[0], 0, Profile(), lambda *_: None)
     try:
@@ -178,7 +178,7 @@ def _answer(
             _progress(len(requests), len(run.answered), hidden=stream) as advance,
             HeldInterrupts() as held,
         ):
-            for answered in _answer_all(llm, options, requests, run, outputs, held, stream=stream):
+            for answered in _run_all(llm, options, requests, run, outputs, held, stream=stream):
                 run.add(answered)
                 _report(answered.index, answered.response)
                 advance()
@@ -188,12 +188,12 @@ def _answer(
         raise
     finally:
         if run.answered and len(run.answered) < len(requests):
-            _say_how_to_go_on(run, len(requests))
+            _print_resume_command(run, len(requests))
     return _times(run)
 
 
 def _left(requests: list[Any], run: UnfinishedRun) -> list[int]:
-    """Places of the requests that are not answered; one that failed is."""
+    """Indices of the requests that are not finished; failed ones count as finished."""
     done = {answered.index for answered in run.answered}
     return [index for index in range(len(requests)) if index not in done]
 
@@ -207,21 +207,21 @@ def _times(run: UnfinishedRun) -> Profile:
     return profile
 
 
-def _say_how_to_go_on(run: UnfinishedRun, total: int) -> None:
+def _print_resume_command(run: UnfinishedRun, total: int) -> None:
     arguments = [one for one in sys.argv[1:] if one != "--resume"]
     typer.echo(
-        f"{len(run.answered)} of {total} answers are kept in {run.path}; "
-        "the same command with --resume goes on:\n"
+        f"{len(run.answered)} of {total} outputs are saved in {run.path}; "
+        "the same command with --resume continues:\n"
         f"  {shlex.join(['llm_inference', *arguments, '--resume'])}",
         err=True,
     )
 
 
-def _answer_all(
+def _run_all(
     llm: LLM, options: Options, requests: list[Any], run: UnfinishedRun, outputs: Outputs,
     held: HeldInterrupts, *, stream: bool,
 ) -> Iterator[FinishedRequest]:  # fmt: skip
-    """The answers that `run` lacks, as they finish; `batch_size` of them are computed at a time."""
+    """Outputs of the requests that `run` lacks, as they finish, in batches of `batch_size`."""
     from edgellm.device_runtime.requests.responses import run_requests
     from edgellm.device_runtime.requests.resume import FinishedRequest
     from edgellm.device_runtime.requests.tree_log import TreeLog
@@ -240,7 +240,7 @@ def _answer_all(
     size = min(options.batch_size, llm.batch_size)
     if size < options.batch_size:
         typer.echo(
-            f"note: the engine answers {size} at a time; build it with --maxBatchSize", err=True
+            f"note: the engine's batch size is {size}; build it with --maxBatchSize", err=True
         )
     raws = ((index, requests[index]) for index in left)
     for response, profile in run_requests(llm, options, raws, show, size, held):
@@ -251,10 +251,10 @@ def _answer_all(
 
 
 class _Printer:
-    """Prints the texts of requests in their order; those of later ones wait."""
+    """Prints the texts of requests in their order; later ones are buffered."""
 
     def __init__(self, indices: list[int]) -> None:
-        self._texts = dict.fromkeys(indices, "")  # that were not printed
+        self._texts = dict.fromkeys(indices, "")  # not printed yet
         self._ended: set[int] = set()
 
     def add(self, index: int, text: str) -> None:
@@ -279,26 +279,26 @@ def _report(index: int, response: dict[str, Any]) -> None:
     for line in response.get("warnings", ()):
         typer.echo(f"warning: request {index}: {line}", err=True)
     if "error" in response:
-        _complain(index, response["error"])
+        _print_failure(index, response["error"])
 
 
 def _print(text: str) -> None:
-    """Print a piece of an answer; a reader that has gone away does not stop the work."""
+    """Print text; a closed pipe does not stop the run."""
     try:
         print(text, end="", flush=True)
-    except OSError as error:  # such as a full disk: the output file has the answers
+    except OSError as error:  # such as a full disk: the output file has all outputs
         if not isinstance(error, BrokenPipeError):
-            typer.echo(f"note: answers are not printed any more: {error.strerror}", err=True)
+            typer.echo(f"note: outputs are not printed any more: {error.strerror}", err=True)
         os.dup2(os.open(os.devnull, os.O_WRONLY), sys.stdout.fileno())
 
 
-def _complain(index: int, error: dict[str, str]) -> None:
+def _print_failure(index: int, error: dict[str, str]) -> None:
     hint = f" ({error['hint']})" if "hint" in error else ""
     typer.echo(f"request {index} failed: {error['message']}{hint}", err=True)
 
 
 def _progress(total: int, done: int, *, hidden: bool) -> Any:
-    """A bar over the requests; silent when stderr is not a terminal or the text streams."""
+    """A progress bar; silent if stderr is not a terminal, or the text streams."""
     import contextlib
 
     if hidden or not sys.stderr.isatty():

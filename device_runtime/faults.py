@@ -1,7 +1,7 @@
-"""Faults of one request: whatever it raises ends it alone, and says why.
+"""Faults of one request: an exception ends only its request, with the error as the reason.
 
-Requests share forward passes, threads, files and servers. What is one request's own work (its
-tokenizer stream, grammar, sampler, drafter, template, callbacks) runs `confined`.
+Requests share forward passes, threads, files and servers. Work of one request only (its
+tokenizer stream, grammar, sampler, drafter, template, callbacks) runs in `Confined`.
 """
 
 from __future__ import annotations
@@ -20,23 +20,23 @@ from edgellm.core.errors import (
 
 T = TypeVar("T")
 R = TypeVar("R")
-_REPORT = "the other requests go on; report it with the request that raised it"
+_REPORT = "the other requests continue; report it with the request that raised it"
 
 
 class Confined(partial[object]):
-    """`with Confined(fail):` hands faults of its block to `fail`; interrupts pass through.
+    """`with Confined(fail):` passes exceptions of its block to `fail`, except interrupts.
 
-    Any exception may come out of libraries and of callbacks, so that no narrower class would do.
-    A partial, since it is made for each token: that takes no call of a Python function.
+    Libraries and callbacks may raise any exception, so no narrower class suffices. A `partial`,
+    since one is made for each token, and it needs no call of a Python function.
     """
 
     def __enter__(self) -> None:
-        """Nothing is to be prepared."""
+        """Do nothing."""
 
     def __exit__(
         self, kind: type[BaseException] | None, error: BaseException | None, _: TracebackType | None
     ) -> bool:
-        """Hand a fault over."""
+        """Pass an exception to `fail`."""
         if error is None or not is_fault(error):
             return False
         self(as_failure(error))
@@ -48,12 +48,12 @@ def computed(
     compute: Callable[[Sequence[T]], Sequence[R]],
     fail: Callable[[T, EdgeLLMError], object],
 ) -> Generator[tuple[T, R], None, None]:
-    """Results of a forward pass for several items; where it fails, of one for each.
+    """Results of one forward pass for several items; if it fails, of one pass for each.
 
-    It may be one's fault alone: `fail` takes the item that fails alone, and why.
+    One item may cause the failure: `fail` receives the item that fails alone, with its error.
 
     Yields:
-        An item and its result, which is to be used before the next is asked for.
+        An item and its result, which must be used before the next one.
     """
     try:
         results = compute(items)
@@ -71,15 +71,15 @@ def computed(
 
 
 def is_fault(error: BaseException) -> bool:
-    """Whether an exception is a fault of the work at hand, and no interrupt of the program.
+    """Whether an exception is an error, not an interrupt of the program.
 
-    Cancelled futures and the panics of extension modules in Rust are no subclass of `Exception`.
+    Cancelled futures and panics of extension modules in Rust are not subclasses of `Exception`.
     """
     return isinstance(error, Exception | CancelledError) or type(error).__name__ == "PanicException"
 
 
 def as_failure(error: BaseException) -> EdgeLLMError:
-    """What a request is told of a fault: an `EdgeLLMError` as it is, else its class and text."""
+    """The error of a request: an `EdgeLLMError` unchanged, others by class and text."""
     if isinstance(error, EdgeLLMError):
         return error
     failure = UnexpectedError(described(error), hint=_hint(error))
@@ -91,7 +91,7 @@ def described(error: BaseException) -> str:
     """One line: the class of an exception, and the first line of its text."""
     if isinstance(error, MemoryError):
         return "out of memory"
-    # Of the standard library, since an exception's `__str__` may raise as well.
+    # By the standard library, since an exception's `__str__` may raise as well.
     lines = "".join(traceback.format_exception_only(error)).splitlines()
     return lines[0].strip().removesuffix(":").encode("utf-8", "backslashreplace").decode()
 

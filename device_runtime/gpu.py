@@ -1,4 +1,4 @@
-"""The NVIDIA GPU of this machine, asked through the driver's own library."""
+"""Properties of the machine's NVIDIA GPU, from the driver's library."""
 
 from __future__ import annotations
 
@@ -8,7 +8,7 @@ _MAJOR, _MINOR = 75, 76  # CU_DEVICE_ATTRIBUTE_COMPUTE_CAPABILITY_*
 
 
 def compute_capability() -> int | None:
-    """That of the first GPU, 89 for 8.9; None without a GPU or without its driver."""
+    """Compute capability of the first GPU, 89 for 8.9; None without a GPU or its driver."""
     major, minor = ctypes.c_int(), ctypes.c_int()
     asked = _ask(
         ("cuDeviceGetAttribute", ctypes.byref(major), _MAJOR),
@@ -18,13 +18,13 @@ def compute_capability() -> int | None:
 
 
 def memory_bytes() -> int:
-    """All memory of the first GPU, on a Jetson the system's; 0 without a GPU."""
+    """Memory of the first GPU, on a Jetson the system's; 0 without a GPU."""
     size = ctypes.c_size_t()
     return size.value if _ask(("cuDeviceTotalMem_v2", ctypes.byref(size))) else 0
 
 
 def driver_cuda() -> tuple[int, int] | None:
-    """The newest CUDA that the driver runs, (13, 0) for 13.0; None without a driver."""
+    """The newest CUDA version of the driver, (13, 0) for 13.0; None without a driver."""
     try:
         driver = ctypes.CDLL("libcuda.so.1")
     except OSError:
@@ -36,7 +36,7 @@ def driver_cuda() -> tuple[int, int] | None:
 
 
 def newest_ptx(cuda: tuple[int, int]) -> int:
-    """The newest PTX version that the driver of a CUDA takes, 85 for 8.5."""
+    """The newest PTX version of a CUDA driver, 85 for 8.5."""
     major, minor = cuda
     if major >= 13:
         return 10 * (major - 4) + minor
@@ -44,7 +44,7 @@ def newest_ptx(cuda: tuple[int, int]) -> int:
 
 
 def _ask(*questions: tuple) -> bool:
-    """Functions of the driver that take a device last; whether there is one and it answers."""
+    """Call driver functions that take a device last; return whether all succeeded."""
     try:
         driver = ctypes.CDLL("libcuda.so.1")
     except OSError:

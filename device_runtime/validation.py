@@ -1,4 +1,4 @@
-"""Arguments of the Python interface: what is of the wrong kind is named before anything is done."""
+"""Validation of arguments of the Python interface, before any work."""
 
 from __future__ import annotations
 
@@ -10,27 +10,27 @@ from typing import Any
 from edgellm.core.errors import RequestError
 from edgellm.multimodal.media import Source, Video
 
-MAX_STALL_MS = 100.0  # of a pass that reads a prompt beside other answers
+MAX_STALL_MS = 100.0  # limit of a pass that prefills while other requests decode
 
 
 def is_whole(value: object) -> bool:
-    """Whether a value is a whole number; True and False are none."""
+    """Whether a value is a whole number; True and False are not."""
     return isinstance(value, Integral) and not isinstance(value, bool)
 
 
 def is_number(value: object) -> bool:
-    """Whether a value is a number; True and False are none."""
+    """Whether a value is a number; True and False are not."""
     return isinstance(value, Real) and not isinstance(value, bool)
 
 
 def require_kind(name: str, value: object, kind: type | tuple[type, ...], what: str) -> None:
-    """Refuse a value of another kind; raises `RequestError`."""
+    """Reject a value of another type; raises `RequestError`."""
     if not isinstance(value, kind):
         raise RequestError(f"{name} {value!r} is not {what}")
 
 
 def require_length(name: str, value: Any) -> int:
-    """A number of tokens, 1 and more; raises `RequestError`."""
+    """Validate a number of tokens, at least 1; raises `RequestError`."""
     if not is_whole(value):
         raise RequestError(f"{name} {value!r} is not a whole number")
     if value < 1:
@@ -39,7 +39,7 @@ def require_length(name: str, value: Any) -> int:
 
 
 def batch(prompts: Any, sampling: Any) -> list[tuple[Any, Any]]:
-    """Prompts, each with what chooses its tokens; raises `RequestError`."""
+    """Prompts with their sampling parameters; raises `RequestError`."""
     if isinstance(prompts, (str, bytes)) or not isinstance(prompts, Sequence):
         raise RequestError(
             f"prompts {prompts!r} are not a list", hint="for one prompt there is `generate`"
@@ -47,12 +47,12 @@ def batch(prompts: Any, sampling: Any) -> list[tuple[Any, Any]]:
     if not isinstance(sampling, Sequence):
         return [(prompt, sampling) for prompt in prompts]
     if len(sampling) != len(prompts):
-        raise RequestError(f"{len(sampling)} samplings do not go with {len(prompts)} prompts")
+        raise RequestError(f"{len(sampling)} samplings for {len(prompts)} prompts")
     return list(zip(prompts, sampling, strict=True))
 
 
 def text_list(name: str, value: Any) -> list[str]:
-    """Texts; one alone is a list of one. Raises `RequestError`."""
+    """Validate a list of texts; a single text becomes a list. Raises `RequestError`."""
     texts = [value] if isinstance(value, str) else value
     if not isinstance(texts, Sequence) or not all(isinstance(text, str) for text in texts):
         raise RequestError(f"{name} {value!r} is not a list of texts")
@@ -60,10 +60,10 @@ def text_list(name: str, value: Any) -> list[str]:
 
 
 def image_sources(messages: Any) -> list[Source]:
-    """The images and films of chat messages, in order.
+    """Images and videos of chat messages, in order.
 
     Raises:
-        RequestError: they are no messages; says which one, and what it lacks.
+        RequestError: a message is invalid; the error has its index and the fault.
     """
     if not isinstance(messages, Sequence) or isinstance(messages, bytes) or not messages:
         raise RequestError(
@@ -87,7 +87,7 @@ def image_sources(messages: Any) -> list[Source]:
 
 
 def _image(place: str, item: Any) -> list[Source]:
-    """The image or film of a piece of a message, if it is one."""
+    """The image or video of a content item, if it is one."""
     require_kind(place, item, Mapping, "an object with `type`")
     kind = item.get("type")
     if kind == "text":

@@ -51,9 +51,9 @@ BeforePass = Callable[[], object]
 
 
 class LLM:
-    """A loaded engine with its tokenizer; `close` or `with` gives its memory back.
+    """A loaded engine with its tokenizer; `close` or `with` frees its memory.
 
-    Threads may share it: as many answers grow at a time as it was built for, see `StepLock`.
+    Threads may share it: requests run concurrently, up to its batch size, see `StepLock`.
     """
 
     def __init__(
@@ -72,16 +72,16 @@ class LLM:
         Args:
             engine_dir: a folder made by llm_build on this machine.
             verify: True checks the hash of every file, False only sizes; None checks the hashes
-                unless this was done since the files were last changed.
+                of files that changed since the last check.
             spec: decode speculatively; None decodes plainly.
             multimodal_engine_dir: a folder made by visual_build, for prompts with images.
-            context_reuse: do not compute again what a prompt has in common with the prompt before
-                it and its answer; this may move last bits, as reading in other pieces does.
-            allow_special_tokens: words of messages that read like special tokens are such.
-            max_stall_ms: a pass that reads a prompt takes no longer while other answers grow.
+            context_reuse: reuse the KV cache of shared prefixes. This may change last bits, as
+                other prefill chunks do.
+            allow_special_tokens: parse special tokens that are spelled out in messages.
+            max_stall_ms: limit of a pass with a prefill chunk while other requests decode.
 
         Raises:
-            BrokenArtifactError: damaged, or built for another machine or library version.
+            BrokenArtifactError: files are damaged, or built for another machine or library version.
             LimitError: `spec` exceeds what the engine was built for.
             RequestError: an argument of the wrong kind.
         """
@@ -121,16 +121,16 @@ class LLM:
 
     @property
     def batch_size(self) -> int:
-        """Answers that share a pass at most: what the engine was built for."""
+        """Maximum requests that share a pass, from the engine."""
         return self.manifest.max_batch_size
 
-    def on_pass(self, told: Callable[[int, int], object]) -> None:
-        """Have `told` called before passes: answers that share it, others that gave rows back."""
-        self._turns.on_pass(told)
+    def on_pass(self, callback: Callable[[int, int], object]) -> None:
+        """Call `callback` before passes with batch size and number of preempted requests."""
+        self._turns.on_pass(callback)
 
     @property
     def slot(self) -> KVCacheManager:
-        """The caches; raises `EdgeLLMError` behind `close`."""
+        """The KV cache manager; raises `EdgeLLMError` after `close`."""
         self._turns.require_open()
         assert self._slot is not None
         return self._slot
@@ -154,23 +154,23 @@ class LLM:
         self.close()
 
     def close(self) -> None:
-        """Give the memory back behind the pass that runs; unfinished answers end in an error."""
+        """Free the memory after the running pass; unfinished requests fail."""
         self._turns.close()
         self._adapters.close()
         self._slot = self._drafters = self.images = None
 
     @property
     def adapters(self) -> dict[str, Path]:
-        """The LoRA adapters that are loaded, by name: their folders."""
+        """Folders of the loaded LoRA adapters, by name."""
         return self._adapters.folders
 
     def load_adapter(self, name: str, folder: Path | str) -> None:
-        """Take up a LoRA adapter, which answers of `lora=name` are computed with.
+        """Load a LoRA adapter, for requests with `lora=name`.
 
-        Others go on meanwhile, and wait for no more than a pass.
+        Other requests continue, and wait for one pass at most.
 
         Args:
-            name: a new one, or one that stands for the same weights.
+            name: a new one, or the name of the same weights.
             folder: as PEFT saves adapters.
 
         Raises:
@@ -182,7 +182,7 @@ class LLM:
         self._adapters.load(name, Path(folder).expanduser())
 
     def unload_adapter(self, name: str) -> None:
-        """Forget an adapter; raises `RequestError` where it is unknown, or answers use it."""
+        """Unload an adapter; raises `RequestError` if it is unknown or in use."""
         self._turns.require_open()
         self._adapters.unload(name, self._turns.count_using)
 
@@ -198,24 +198,24 @@ class LLM:
         lora: str | None = None,
         **template_flags: Any,
     ) -> RequestOutput:
-        """Start an answer; nothing is computed before it is iterated over.
+        """Create a request; computation starts when it is iterated over.
 
         Args:
             prompt: raw text, or chat messages for the model's template, whose content may be a
                 list of {"type": "text", "text": ...} and {"type": "image", "image": path or URI},
                 or {"type": "video", "video": path, URI, or list of frames}.
-            sampling: None takes the defaults.
-            max_generate_length: at most this many tokens.
-            stop: strings that end the answer and do not appear in it.
+            sampling: None uses the defaults.
+            max_generate_length: maximum number of tokens.
+            stop: strings that end the output and are not part of it.
             speculative: False decodes plainly although `spec` was given.
-            priority: where answers wait, smaller goes first.
-            lora: the name of a loaded adapter that changes the model for this answer.
+            priority: smaller is scheduled first.
+            lora: name of a loaded adapter for this request.
             template_flags: variables of the chat template, see `Formatter.format`; a last message
                 of the assistant is continued unless continue_final_message is False.
 
         Raises:
-            RequestError: the template refuses the messages, or does not read a variable, or the
-                prompt does not fit.
+            RequestError: the template rejects the messages or does not use a variable, or the
+                prompt is too long.
         """
         images: list[Source] = []
         if isinstance(prompt, str):
@@ -246,17 +246,17 @@ class LLM:
         batch_size: int | None = None,
         **options: Any,
     ) -> list[RequestOutput]:
-        """Complete answers to prompts, in their order; several are computed at a time.
+        """Complete the outputs of prompts, in their order, in batches.
 
         Args:
             prompts: as for `generate`.
             sampling: for all, or one for each.
-            batch_size: answers in the works; None: as many as share a pass of the engine.
+            batch_size: maximum concurrent requests; None: the engine's batch size.
             options: of `generate`.
 
         Raises:
-            RequestError: a prompt does not fit, or options that `generate` does not take.
-            BatchError: answers failed; it holds the others, which are complete.
+            RequestError: a prompt is too long, or options are unknown to `generate`.
+            BatchError: requests failed; it holds the other outputs, which are complete.
         """
         found = validation.batch(prompts, sampling)
         if not found:  # else `generate` checks them
@@ -270,19 +270,19 @@ class LLM:
         return answers
 
     def driver(self) -> BackgroundLoop:
-        """What computes for many threads in one."""
+        """A background loop that computes for many threads."""
         return BackgroundLoop(self._turns)
 
     def together(
         self, answers: Iterable[RequestOutput], batch_size: int | None = None
     ) -> Iterator[NewOutputs]:
-        """Iterate over several answers side by side, see `together.together`.
+        """Iterate over the outputs of concurrent requests, see `concurrent.together`.
 
-        One that fails says so in its `failure`, and the others go on.
+        A failed request has its `failure` set, and the others continue.
 
         Args:
-            answers: of `generate`, not iterated over yet; taken as soon as there is a place.
-            batch_size: answers in the works; None: as many as share a pass of the engine.
+            answers: of `generate`, not iterated over yet; taken as soon as there is space.
+            batch_size: maximum concurrent requests; None: the engine's batch size.
         """
         if batch_size is None:
             batch_size = self.batch_size
@@ -304,11 +304,11 @@ class LLM:
         priority: int = 0,
         lora: str | None = None,
     ) -> RequestOutput:
-        """As `generate`, for a formatted text, or its token ids; images are encoded at once.
+        """As `generate`, for a formatted text or its token ids; images are encoded at once.
 
-        With `continues`, the answer goes on with the last message of the text. With
-        `system_prompt`, which the text begins with, its rows are kept for later answers.
-        The answer's text holds no special tokens but `shown_tokens`.
+        With `continues`, the output continues the last message of the text. `system_prompt` is a
+        prefix of the text that is pinned for later requests. The output's text contains no special
+        tokens but `shown_tokens`.
         """
         self._turns.require_open()
         validation.require_kind("sampling", sampling, SamplingParams, "a SamplingParams")
@@ -325,7 +325,7 @@ class LLM:
         if images and self.images is not None:
             warnings = [*warnings, *self.images.warnings]
         sampler = self.sampler(sampling, prompt)
-        # Continued messages and raw prompts go on as text: the space before a word is kept.
+        # Continued messages and raw prompts continue as text, with the space before a word.
         before = prompt.token_ids if add_special_tokens or continues else ()
         stream = self.tokenizer.stream(shown_tokens, before)
         endings = StopDetector(stream, stops, sampler.ends, sampling.min_tokens)
@@ -349,12 +349,12 @@ class LLM:
         before_pass: BeforePass = lambda: None,
         lora: str | None = None,
     ) -> list[TokenLogprobs]:
-        """Log-probabilities of all tokens of a text but the first, as the model itself sees them.
+        """Log-probabilities of all tokens of a text but the first, before sampling options.
 
         Args:
             token_ids: of the text.
-            num_top: of the likeliest tokens in each place, which are told of, too.
-            before_pass: asked before every pass; what it raises ends the reading.
+            num_top: number of likeliest tokens at each position to include.
+            before_pass: called before every pass; an exception ends the computation.
             lora: see `generate`.
 
         Raises:
@@ -365,11 +365,11 @@ class LLM:
     def embed(
         self, token_ids: Sized[int], before_pass: BeforePass = lambda: None, lora: str | None = None
     ) -> NDArray[np.float32]:
-        """float32 [H] of length 1: what a text stands for; see `read_logprobs`.
+        """Embedding of a text, float32 [H] of length 1; see `read_logprobs`.
 
         Raises:
-            RequestError: the engine is not of a model exported with --pooling; the text is empty
-                or too long.
+            RequestError: the model was exported without --pooling, or the text is empty or too
+                long.
         """
         if not self.manifest.pooling:
             raise RequestError(
@@ -417,7 +417,7 @@ class LLM:
         return list(text)
 
     def sampler(self, sampling: SamplingParams, prompt: Prompt) -> Sampler:
-        """What chooses the tokens of an answer; raises as `Guidance.start`."""
+        """The sampler of a request; raises as `Guidance.start`."""
         guide = sampling.guide
         constraint = self._guidance.start(guide) if guide is not None else None
         return Sampler(sampling, prompt.token_ids, constraint, self.manifest.eos_token_ids)
@@ -431,7 +431,7 @@ def _check_loading(
     max_stall_ms: Any,
     **switches: Any,
 ) -> None:
-    """The arguments of `LLM`, `switches` the ones that are on or off; raises `RequestError`."""
+    """Check the arguments of `LLM`; `switches` are booleans. Raises `RequestError`."""
     none, path = type(None), (str, os.PathLike)
     validation.require_kind("engine_dir", engine_dir, path, "a path")
     validation.require_kind("multimodal_engine_dir", multimodal_engine_dir, (*path, none), "a path")

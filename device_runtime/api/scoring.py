@@ -1,4 +1,4 @@
-"""A text that is read and not answered: what its rows stand for, or how likely it is."""
+"""Scoring and embedding of a text: log-probabilities or a pooled vector, without generation."""
 
 from __future__ import annotations
 
@@ -17,77 +17,77 @@ from edgellm.device_runtime.networks.sequence_kv import Context
 from edgellm.device_runtime.sampling.logprobs import TokenLogprobs, token_logprobs
 from edgellm.device_runtime.scheduler.step_lock import StepLock
 
-_ROWS = 64  # of a pass whose rows all get logits
+_ROWS = 64  # tokens of a pass with logits at every position
 
 
 class Reader:
-    """Reads texts between the passes of answers, a piece at a time."""
+    """Computes texts in chunks, between the passes of running requests."""
 
     def __init__(
         self,
         slot: KVCacheManager,
-        turns: StepLock,
+        step_lock: StepLock,
         before_pass: Callable[[], object],
         adapter: LoadedAdapter | None = None,
     ) -> None:
-        """`before_pass` is asked before every pass; what it raises ends the reading."""
-        self._slot, self._turns, self._before_pass = slot, turns, before_pass
+        """`before_pass` is called before every pass; an exception ends the computation."""
+        self._slot, self._step_lock, self._before_pass = slot, step_lock, before_pass
         self._adapter = adapter
 
     def logprobs(self, token_ids: Sequence[int], count: int) -> list[TokenLogprobs]:
-        """How likely each token but the first was behind those before it.
+        """Log-probability of each token but the first, given the tokens before it.
 
         Args:
             token_ids: of a text that fits.
-            count: of the likeliest tokens in its place, whose log-probabilities are wanted, too.
+            count: number of likeliest tokens at each position to include.
         """
         found: list[TokenLogprobs] = []
-        for begin, result in self._pieces(token_ids, _ROWS, all_logits=True):
+        for begin, result in self._chunks(token_ids, _ROWS, all_logits=True):
             followers = token_ids[begin + 1 : begin + 1 + _ROWS]
             rows = result.logits
             found += [token_logprobs(rows[at], one, count) for at, one in enumerate(followers)]
         return found
 
     def pooled(self, token_ids: Sequence[int], pooling: str) -> F32:
-        """float32 [H] of length 1: what a text stands for.
+        """Embedding of a text, float32 [H] of length 1.
 
         Args:
             token_ids: of a text that fits.
             pooling: "last" or "mean".
 
         Raises:
-            RequestError: the text is too far from numbers: its vector has no length.
+            RequestError: the vector is not finite, or zero.
         """
         total, last = np.zeros(0), np.zeros(0)
-        for begin, result in self._pieces(token_ids, self._slot.prefill_rows, all_logits=False):
+        for begin, result in self._chunks(token_ids, self._slot.prefill_rows, all_logits=False):
             rows = result.taps[: len(token_ids) - begin].astype(np.float64)
             total, last = rows.sum(axis=0) + (total if begin else 0), rows[-1]
         vector = last if pooling == "last" else total
         length = float(np.linalg.norm(vector))
         if not np.isfinite(length) or not length:
-            raise RequestError("the model's rows of this text are no numbers")
+            raise RequestError("the embedding of this text is not finite, or zero")
         return (vector / length).astype(np.float32)
 
-    def _pieces(
+    def _chunks(
         self, token_ids: Sequence[int], rows: int, *, all_logits: bool
     ) -> Iterator[tuple[int, PassResult]]:
-        """Passes over a text, each while nobody else computes; a result is read before the next."""
+        """Passes over a text, with the engine held; a result must be used before the next pass."""
         session, own = self._slot.session, Context()
         own.adapter = self._adapter
         ids, rows = np.array(token_ids, np.int64), min(rows, self._slot.prefill_rows)
         try:
             for begin in range(0, len(ids), rows):
-                piece = ids[begin : begin + rows]
-                wanted = np.arange(len(piece)) if all_logits else np.array([len(piece) - 1])
+                chunk = ids[begin : begin + rows]
+                wanted = np.arange(len(chunk)) if all_logits else np.array([len(chunk) - 1])
                 self._before_pass()
-                with self._turns.visiting():
+                with self._step_lock.visiting():
                     require_loaded(own.adapter)
                     others = session.context
                     session.use(own)
                     try:
-                        yield begin, session.run(piece, begin, wanted)
+                        yield begin, session.run(chunk, begin, wanted)
                     finally:
                         session.use(others)
         finally:
-            with self._turns.visiting():
+            with self._step_lock.visiting():
                 session.close(own)

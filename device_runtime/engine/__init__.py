@@ -1,1 +1,1 @@
-"""Prompts to answers: the Python interface, the state of an answer, and the passes that grow it."""
+"""Engine: sequences, steps, chat templates, images, LoRA, KV cache manager."""

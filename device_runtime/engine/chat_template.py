@@ -1,4 +1,4 @@
-"""Messages to the text that a model reads: the one formatter of file, Python, server and chat."""
+"""Chat template: formats messages as a prompt, for files, Python, the server and the chat."""
 
 from __future__ import annotations
 
@@ -21,27 +21,27 @@ _DEFAULTS = {"add_generation_prompt": True, "enable_thinking": False}
 class Formatter:
     """Formats chat messages.
 
-    Words of messages and of template variables that read like special tokens stay words: only
-    the chat template makes special tokens, unless they are allowed.
+    Text that spells special tokens in messages and template variables stays text. Only the chat
+    template makes special tokens, unless they are allowed.
     """
 
     tokenizer: ChatTokenizer
     allow_special_tokens: bool = False
-    film_text: str = ""  # what stands for a film in the messages; "": the template writes it
+    film_text: str = ""  # the placeholder of a video in messages; "": the template writes it
 
     def format(self, messages: Sequence[Message], flags: Mapping[str, Any] | None = None) -> str:
-        """The chat template applied to messages; `ChatTokenizer.encode` reads the marks in it.
+        """Apply the chat template; `ChatTokenizer.encode` interprets the marks in the result.
 
         Args:
             messages: objects with `role` and `content`, a text or a list of items of type "text"
                 (with `text`) or "image".
-            flags: variables of the template; add_generation_prompt is True without them,
-                enable_thinking False. A last message of the assistant is continued unless
-                add_generation_prompt or continue_final_message say otherwise.
+            flags: variables of the template. Defaults: add_generation_prompt True, enable_thinking
+                False. A last message of the assistant is continued, unless add_generation_prompt
+                or continue_final_message are given.
 
         Raises:
-            RequestError: the model has no template, or the template refuses the messages or does
-                not read a variable.
+            RequestError: the model has no template, or the template rejects the messages or does
+                not use a variable.
         """
         flags = {
             name: value
@@ -76,14 +76,14 @@ class Formatter:
             raise RequestError("the messages are nested too deeply") from None
 
     def _turn_as_text(self, turn: dict[str, Any]) -> dict[str, Any]:
-        """A message without special tokens, but for the tags of an answer's own reasoning."""
+        """A message without special tokens, except the tags of the model's own reasoning."""
         found = self._as_text(turn)
         if turn.get("role") == "assistant":
             found["content"] = self._as_text(turn["content"], is_answer=True)
         return found
 
     def _as_text(self, value: Any, *, is_answer: bool = False) -> Any:
-        """JSON whose strings, at any depth, hold no special tokens."""
+        """JSON whose strings, at any depth, contain no special tokens."""
         if isinstance(value, str):
             return self.tokenizer.as_text(value, is_answer=is_answer)
         if isinstance(value, (list, tuple)):
@@ -97,7 +97,7 @@ class Formatter:
 
 
 def without_template(messages: Sequence[Message], image_token: str) -> str:
-    """The texts of messages one behind the other; `image_token` stands for an image."""
+    """Concatenated texts of messages; `image_token` is the placeholder of an image."""
     texts: list[str] = []
     for at, message in enumerate(messages):
         content = _turn(message, at)["content"]
@@ -107,7 +107,7 @@ def without_template(messages: Sequence[Message], image_token: str) -> str:
 
 
 def _turn(message: Message, at: int) -> dict[str, Any]:
-    """A message as chat templates want it: text alone is a string, arguments are objects."""
+    """A message in the form of chat templates: text only is a string, arguments are objects."""
     found = {**message, "content": _content(message.get("content"))}
     if found.get("role") == "developer":  # OpenAI's newer name
         found["role"] = "system"
@@ -142,7 +142,7 @@ def _with_films(turn: dict[str, Any], text: str) -> dict[str, Any]:
 
 
 def _call(call: Any, at: int) -> Any:
-    """A tool call whose arguments, a text in OpenAI's interface, are an object."""
+    """A tool call whose arguments, a string in OpenAI's interface, are an object."""
     function = call.get("function") if isinstance(call, Mapping) else None
     if not isinstance(function, Mapping) or not isinstance(function.get("arguments"), str):
         return call

@@ -1,7 +1,7 @@
-"""A last message that the model continues, as transformers' `continue_final_message` does it.
+"""Continuing the last message, as transformers' `continue_final_message` does.
 
-A mark is put after the message's text, the chat template is applied, and the prompt ends where the
-mark is found: no end of the turn, no new turn.
+A mark is appended to the message's text, the chat template is applied, and the prompt is cut at
+the mark: no end of turn, no new turn.
 """
 
 from __future__ import annotations
@@ -11,9 +11,9 @@ from typing import Any
 
 from edgellm.core.errors import RequestError
 
-_END = "\ufdd1"  # a noncharacter, which no text may hold
-_MARK = _END + " "  # a template that trims its messages takes the space away
-_HINT = "let a message of the user or of a tool be the last"
+_END = "\ufdd1"  # a noncharacter, which no text contains
+_MARK = _END + " "  # templates that trim messages remove the space
+_HINT = "the last message must be of the user or of a tool"
 
 
 def continues(messages: Sequence[Mapping[str, Any]], flags: Mapping[str, Any]) -> bool:
@@ -21,8 +21,8 @@ def continues(messages: Sequence[Mapping[str, Any]], flags: Mapping[str, Any]) -
 
     Args:
         messages: of a conversation.
-        flags: may hold `continue_final_message` and `add_generation_prompt`, as vLLM has them; None
-            is not given.
+        flags: may contain `continue_final_message` and `add_generation_prompt`, as in vLLM; None
+            counts as not given.
 
     Raises:
         RequestError: the two contradict each other, or the message cannot be continued.
@@ -33,7 +33,7 @@ def continues(messages: Sequence[Mapping[str, Any]], flags: Mapping[str, Any]) -
     if wanted and begins_turn:
         raise RequestError(
             "continue_final_message and add_generation_prompt contradict each other",
-            hint="a message that is continued begins no new turn: leave one of them out",
+            hint="a continued message begins no new turn: leave one of them out",
         )
     last = messages[-1] if messages else {}
     if wanted is None:
@@ -44,12 +44,12 @@ def continues(messages: Sequence[Mapping[str, Any]], flags: Mapping[str, Any]) -
 
 
 def goes_on(messages: Sequence[Mapping[str, Any]], flags: Mapping[str, Any]) -> bool:
-    """Whether the answer goes on with a text, which is not empty; raises as `continues`."""
+    """Whether the output continues a text, which is not empty; raises as `continues`."""
     return continues(messages, flags) and bool(said(messages[-1]))
 
 
 def said(message: Mapping[str, Any]) -> str:
-    """The text of a message that is continued."""
+    """Text of a continued message."""
     content = message.get("content") or ""
     if isinstance(content, str):
         return content
@@ -57,7 +57,7 @@ def said(message: Mapping[str, Any]) -> str:
 
 
 def marked(turn: Mapping[str, Any]) -> dict[str, Any]:
-    """A message, as templates take it, with the mark after its text."""
+    """A message for templates, with the mark after its text."""
     content = turn["content"]
     if isinstance(content, str):
         return {**turn, "content": content + _MARK}
@@ -68,23 +68,23 @@ def marked(turn: Mapping[str, Any]) -> dict[str, Any]:
 
 
 def cut(rendered: str, turn: Mapping[str, Any]) -> str:
-    """The formatted messages up to the end of the last one's text, which is `turn` without mark.
+    """The formatted messages up to the mark; `turn` is the last message without it.
 
     Raises:
-        RequestError: the template changes the text or leaves it out.
+        RequestError: the template changes the text or drops it.
     """
     found, mark, after = rendered.rpartition(_END)
     texts = turn["content"] if isinstance(turn["content"], list) else [{"text": turn["content"]}]
     if not mark or (texts[-1].get("text") or "").strip() not in found:
         raise RequestError(
-            "the last message cannot be continued: the chat template changes it or leaves it out",
+            "the last message cannot be continued: the chat template changes it or drops it",
             hint=_HINT,
         )
     return found if after.startswith(_MARK[len(_END) :]) else found.rstrip()
 
 
 def _require_text(message: Mapping[str, Any]) -> None:
-    """Raises `RequestError` for a last message whose end is no text."""
+    """Raises `RequestError` if the last message does not end with text."""
     content = message.get("content")
     fault = None
     if message.get("tool_calls"):

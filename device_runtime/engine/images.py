@@ -1,4 +1,4 @@
-"""The images of a request: features of the encoder, text and token ids of the prompt, positions."""
+"""Images of a request: encoder features, placeholder tokens of the prompt, M-RoPE positions."""
 
 from __future__ import annotations
 
@@ -34,22 +34,22 @@ from edgellm.multimodal.processors import FilmProcessor, FilmRules, Prepared
 from edgellm.multimodal.video import open_film
 
 _ENCODER_HASH = "bundle_encoder_sha256"  # in the provenance of engines
-CACHE_BYTES = 256 << 20  # of features that are kept for further questions
+CACHE_BYTES = 256 << 20  # of features cached for later requests
 
 
 @dataclass(frozen=True, slots=True)
 class EncodedImages:
-    """One image as the language model sees it."""
+    """An encoded image, as input of the language model."""
 
-    content: str  # `content_hash` of the picture
+    content: str  # `content_hash` of the image
     prepared: Prepared  # without its pixels
-    runs: tuple[Grid, ...]  # of its tokens, where positions have three axes
+    runs: tuple[Grid, ...]  # grids of its tokens, for M-RoPE
     embeds: F32  # [N, H]
     deepstack: F32  # [L, N, H]
 
     @property
     def num_bytes(self) -> int:
-        """Of the features."""
+        """Size of the features."""
         return self.embeds.nbytes + self.deepstack.nbytes
 
 
@@ -59,7 +59,7 @@ class _Merges(Protocol):
 
 
 class ImageReader:
-    """A loaded visual engine, its image processor and the features of the latest images."""
+    """A visual engine with its image processor and a cache of features."""
 
     def __init__(
         self,
@@ -72,10 +72,10 @@ class ImageReader:
     ) -> None:
         """Load a visual engine for a decoder; `verify` as for `FileCheck`.
 
-        Logs a warning when the hash of the encoder in the decoder's checkpoint is another.
+        Logs a warning if the encoder's hash differs from that in the decoder's checkpoint.
 
         Raises:
-            BrokenArtifactError: damaged, or of another model than the decoder.
+            BrokenArtifactError: files are damaged, or of another model than the decoder.
         """
         manifest = load_engine(folder, VISUAL_ENGINE)
         _require_match(folder, manifest, decoder)
@@ -91,7 +91,7 @@ class ImageReader:
 
     @property
     def film_text(self) -> str:
-        """What stands for a film in messages; "": the chat template writes it, or none is taken."""
+        """Placeholder of a video in messages; "": written by the chat template, or no videos."""
         rules = self._film_rules
         return rules.placeholder if rules is not None and rules.is_text else ""
 
@@ -100,14 +100,14 @@ class ImageReader:
         return getattr(self.processor, "film", None)
 
     def see(self, sources: Sequence[Source], folder: Path) -> list[EncodedImages]:
-        """Features of images and films; those that were seen lately are not computed again.
+        """Features of images and videos, from the cache or the encoder.
 
         Args:
-            sources: paths, `file://` or `data:` URIs, or films.
-            folder: where relative paths begin.
+            sources: paths, `file://` or `data:` URIs, or videos.
+            folder: base of relative paths.
 
         Raises:
-            RequestError: one that cannot be read, or too many tokens together.
+            RequestError: a source cannot be read, or all have too many tokens.
         """
         total, maximum = 0, self.manifest.max_image_tokens
         found = []
@@ -151,12 +151,12 @@ class ImageReader:
         return self._kept[key]
 
     def _watch(self, source: Video, folder: Path, room: int) -> EncodedImages:
-        """A film: the encoder sees one frame, or patch in time, after the other."""
+        """Encode a video, one frame, or temporal patch, at a time."""
         rules = self._film_rules
         if rules is None:
             raise RequestError(
-                f"{self.manifest.vision.model_type} takes no video here",
-                hint="Qwen2.5-VL, Qwen3-VL and SmolVLM2 do; others take frames as images",
+                f"{self.manifest.vision.model_type} does not support video here",
+                hint="Qwen2.5-VL, Qwen3-VL and SmolVLM2 do; for others send frames as images",
             )
         processor = cast(FilmProcessor, self.processor)
         film = open_film(
@@ -166,7 +166,7 @@ class ImageReader:
             rules.frame_rate,
         )
         maximum = self.manifest.max_image_tokens_per_image
-        key = f"{film.content()} in {room}"  # a later film in a request has less room
+        key = f"{film.content()} in {room}"  # a later video in a request has less space
         if key in self._kept:
             self._kept.move_to_end(key)
             return self._kept[key]
@@ -176,7 +176,7 @@ class ImageReader:
             raise RequestError(
                 f"a frame of the video has {least} tokens, the engine was built for "
                 f"{self.manifest.min_image_tokens} and more",
-                hint=f"show a shorter part of it, or build with --minImageTokens {least}",
+                hint=f"send a shorter part of it, or build with --minImageTokens {least}",
             )
         fixed = grid_inputs(*prepared.whole.grid, self.manifest.vision)
         found = [self._session.encode({PIXEL_VALUES: one} | fixed) for one in prepared.passes]
@@ -186,25 +186,25 @@ class ImageReader:
         return self._kept[key]
 
     def _keep(self, seen: EncodedImages) -> None:
-        """Add to the cache, and forget the oldest until it fits; the newest always stays."""
+        """Add to the cache, and evict the oldest until it fits; the newest always stays."""
         self._kept[seen.content] = seen
         used = sum(kept.num_bytes for kept in self._kept.values())
         while used > self._room and len(self._kept) > 1:
             used -= self._kept.popitem(last=False)[1].num_bytes
 
     def expand(self, text: str, seen: Sequence[EncodedImages]) -> str:
-        """A rendered prompt with every placeholder as long as its image.
+        """A rendered prompt with each placeholder repeated for the tokens of its image.
 
         Raises:
-            RequestError: there are more or fewer placeholders than images.
+            RequestError: the numbers of placeholders and images differ.
         """
         return processors.expand(text, self.processor.image_token, [s.prepared for s in seen])
 
     def prompt(self, token_ids: list[int], seen: Sequence[EncodedImages]) -> Prompt:
-        """Token ids of an expanded prompt as a session reads them.
+        """The prompt with token ids and images for a session.
 
         Raises:
-            RequestError: the image tokens are not those of the images.
+            RequestError: the image tokens do not match the images.
         """
         ids = np.asarray(token_ids, np.int64)
         places = np.flatnonzero(ids == self._token_id)
@@ -212,7 +212,7 @@ class ImageReader:
         if len(places) != count:
             raise RequestError(
                 f"the prompt has {len(places)} image tokens, its images have {count}",
-                hint="the text must not hold image tokens",
+                hint="the text must not contain image tokens",
             )
         if not seen:
             return Prompt(token_ids)
@@ -232,13 +232,13 @@ class ImageReader:
 
 
 def open_images(folder: Path, base: Engine, *, verify: bool | None) -> ImageReader:
-    """Load a visual engine for a base; as `ImageReader`."""
+    """Load a visual engine for a decoder; as `ImageReader`."""
     own = base.provenance.get(_ENCODER_HASH)
     return ImageReader(folder, base.decoder, verify=verify, encoder_hash=own)
 
 
 def _contradictions(folder: Path, visual: Engine, encoder_hash: str | None) -> list[str]:
-    """What speaks against an encoder that fits; a shared one may be meant."""
+    """Warn of an encoder of another checkpoint, which may be intended."""
     own = visual.provenance.get(_ENCODER_HASH)
     if own is None or encoder_hash in (None, own):  # engines of older bundles have no hash
         return []
@@ -255,7 +255,7 @@ def _require_match(folder: Path, manifest: Engine, decoder: DecoderSpec) -> None
     if images is None:
         raise BrokenArtifactError(
             "the engine takes text only: it was not exported from a vision-language model",
-            hint="leave out --multimodalEngineDir, or give the engine of the whole model",
+            hint="remove --multimodalEngineDir, or give the engine of the whole model",
         )
     for what, of_decoder, of_encoder in (
         ("model", images.model_type, vision.model_type),

@@ -1,4 +1,4 @@
-"""The KV caches of an engine: whose rows they hold, and what of them is not computed again."""
+"""KV cache manager: admits, preempts and forks sequences, and reuses prefixes."""
 
 from __future__ import annotations
 
@@ -27,11 +27,11 @@ from edgellm.device_runtime.kv_cache.prefix_cache import (
 from edgellm.device_runtime.kv_cache.prefix_pool import MAX_FINISHED, Finished, FinishedSequences
 from edgellm.device_runtime.networks.decoder import DecoderNetwork
 
-LEAST_SHARED = 16  # rows for which it is worth to wait until another has computed them
+MIN_SHARED = 16  # minimum shared positions that are worth waiting for
 
 
 class KVCacheManager:
-    """Whose rows are where, in the caches of the base and of its draft."""
+    """The KV caches of the base and its draft, by sequence."""
 
     def __init__(
         self,
@@ -42,35 +42,35 @@ class KVCacheManager:
         no_images: ImageRows | None = None,
         reuses_context: bool = False,
     ) -> None:
-        """Begin with caches that hold nobody's rows.
+        """Start with empty caches.
 
         Args:
             session: the base.
-            prefill_rows: rows of a pass while a prompt is read.
-            draft_caches: of a draft, whose rows go with the base's.
-            no_images: of a base that takes images.
-            reuses_context: begin behind the rows that a prompt shares with what is there.
+            prefill_rows: tokens of a prefill chunk.
+            draft_caches: caches of a draft, which follow the base's.
+            no_images: the empty image input, for a base that takes images.
+            reuses_context: reuse cached positions that a prompt shares with earlier texts.
         """
         self.session, self.prefill_rows = session, prefill_rows
         self._draft_caches, self._no_images = tuple(draft_caches), no_images
         self._reuses_context, self.kept = reuses_context, PinnedPrefixes()
-        # Rows that a sequence gets at a time
+        # Positions of a KV block
         self.page_rows = session.page_rows if session.max_batch_size > 1 else 1
-        self.steps_together = session.max_batch_size > 1  # a pass for all that step side by side
-        self._holder: Sequence | None = None  # whose rows the session is about
-        self._begun: dict[Sequence, tuple[Any, ...]] = {}  # their contexts in all caches
+        self.steps_together = session.max_batch_size > 1  # whether sequences share passes
+        self._current: Sequence | None = None  # whose KV cache is current
+        self._begun: dict[Sequence, tuple[Any, ...]] = {}  # contexts of sequences in all caches
         self._finished = FinishedSequences((session, *self._draft_caches), _max_finished(session))
         for cache in (session, *self._draft_caches):
             cache.on_shortage(self._forget_one)
         for cache in self._draft_caches:
-            cache.close(cache.context)  # rows of passes that were measured
-        self._spare_rows: int | None = None  # that are free but for finished answers; None: changed
+            cache.close(cache.context)  # of timing passes
+        self._spare_rows: int | None = None  # positions that eviction would free; None: unknown
 
     @property
     def free_rows(self) -> int:
-        """Rows that further sequences may have; any number where the host keeps copies.
+        """Free positions for further sequences; unlimited if the host keeps copies.
 
-        Those of finished answers are among them.
+        Includes those of finished sequences, which can be evicted.
         """
         if not self.steps_together:
             return sys.maxsize
@@ -85,7 +85,7 @@ class KVCacheManager:
 
     @property
     def usage(self) -> float:
-        """Share of the rows that are in use by answers that are not over; from any thread."""
+        """Share of the KV cache used by running sequences; from any thread."""
         session = self.session
         if not self.steps_together:
             return session.num_rows / session.capacity
@@ -96,7 +96,7 @@ class KVCacheManager:
         return 1 - session.free_rows_without(over) / rows
 
     def close(self) -> None:
-        """Let go of the caches, so that their memory is given back at once."""
+        """Release the caches, so that their memory is freed at once."""
         for cache in (self.session, *self._draft_caches):
             cache.on_shortage(lambda: False)
 
@@ -105,53 +105,53 @@ class KVCacheManager:
         return self._finished.forget_one()
 
     def admit(self, sequence: Sequence) -> None:
-        """Turn to the rows of a sequence; costs nothing where sequences share pages."""
-        if self._holder is sequence:
+        """Make a sequence's KV cache current; free of cost if sequences share blocks."""
+        if self._current is sequence:
             return
-        self._holder = None  # of no sequence, should one of the following fail
+        self._current = None  # of no sequence, if one of the following fails
         if sequence.context is None:
             self._retire()
             self._begin(sequence)
         else:
             self.session.use(sequence.context)
-        self._holder = sequence
+        self._current = sequence
 
-    def stand_aside(self) -> None:
-        """Turn to rows of nobody: whoever computes now disturbs no answer."""
+    def use_scratch(self) -> None:
+        """Switch to a scratch KV cache, so that other computations affect no sequence."""
         self.session.use(self.session.new_context())
-        self._holder = None
+        self._current = None
 
     def release(self, sequence: Sequence) -> None:
-        """Copy the rows of a sequence, so that others may have them."""
-        if self._holder is sequence:
-            self._holder = None
+        """Swap out the KV cache of a sequence, so that others can use its blocks."""
+        if self._current is sequence:
+            self._current = None
         if sequence.context is not None:
             self.session.save(sequence.context)
 
-    def waits(self, sequence: Sequence, beside: Iterable[Sequence]) -> bool:
-        """Whether the coming pass computes rows for others that a sequence can begin behind.
+    def should_wait(self, sequence: Sequence, others: Iterable[Sequence]) -> bool:
+        """Whether to wait for the next pass, which computes a prefix that a sequence can reuse.
 
         Args:
-            sequence: may have begun.
-            beside: that share the pass.
+            sequence: may have started.
+            others: other sequences of the pass.
         """
         if not self._reuses_context or sequence.context is not None:
             return False
-        reading = [one for one in beside if one.is_reading]
+        reading = [one for one in others if one.is_reading]
         if not reading:
             return False
         keys = sequence.prompt.keys
         common = max(count_common(one.prompt.keys, keys) for one in reading)
-        return common - self._best(sequence)[0] >= LEAST_SHARED
+        return common - self._best(sequence)[0] >= MIN_SHARED
 
     def _retire(self) -> None:
-        """Let go of answers that are over; the next may use their rows."""
+        """Move finished sequences to the prefix cache, or free their blocks."""
         for sequence in [one for one in self._begun if one.is_over]:
             contexts, self._spare_rows = self._begun.pop(sequence), None
             if sequence.drafter is not None:
                 with Confined(sequence.warn):
                     sequence.drafter.drop()
-            # Rows of one that failed may be anything, such as what is no number.
+            # The KV cache of a failed sequence may hold anything, such as NaN.
             if self._reuses_context and sequence.num_rows and sequence.failure is None:
                 keys = sequence.keys[: sequence.num_rows + 1]
                 self._finished.add(Finished(keys, contexts))
@@ -175,7 +175,7 @@ class KVCacheManager:
         sequence.profile.reused_tokens.append(sequence.reused)
 
     def _contexts_for(self, sequence: Sequence) -> tuple[int, tuple[Any, ...]]:
-        """Rows of the prompt that are there, and what goes on behind them."""
+        """The reused length of the prompt, and the contexts that the sequence continues."""
         self._spare_rows = None
         self._close_unknown()
         held, found = self._best(sequence)
@@ -190,7 +190,7 @@ class KVCacheManager:
         return 0, tuple(cache.new_context() for cache in self._caches)
 
     def _best(self, sequence: Sequence) -> tuple[int, Finished | tuple[Any, ...] | None]:
-        """Rows of a prompt that others have, in all caches that it needs, and who has most."""
+        """The longest cached prefix of a prompt, in all caches that it needs, and its owner."""
         if not self._reuses_context:
             return 0, None
         keys = sequence.prompt.keys
@@ -205,14 +205,14 @@ class KVCacheManager:
         return max(best[0], 0), best[1]
 
     def _close_unknown(self) -> None:
-        """Rows that others than sequences have computed."""
+        """Free a current context that belongs to no sequence."""
         known = [contexts[0] for contexts in self._begun.values()]
         known += [one.contexts[0] for one in self._finished.all]
         if self.session.context not in known:
             self.session.close(self.session.context)
 
     def _fork(self, contexts: tuple[Any, ...]) -> tuple[Any, ...]:
-        """Others with the same rows, in all caches or in none."""
+        """Fork contexts, in all caches or in none."""
         made: list[Any] = []
         try:
             for cache, context in zip(self._caches, contexts, strict=True):
@@ -228,17 +228,17 @@ class KVCacheManager:
             cache.close(context)
 
     def end(self, sequence: Sequence) -> None:
-        """The answer is complete, all rows of which a sequence has that has just stepped.
+        """Mark the end of the output of a sequence that has just stepped.
 
-        Its newest token may be a stop token, which the next prompt need not have.
+        Its newest token may be a stop token, which the next prompt need not contain.
         """
         self.session.end_text(len(sequence.keys) - 1)
 
     def end_prompt(self, sequence: Sequence) -> None:
-        """All rows of its prompt are there, and the answer's first token is known.
+        """Cache the whole prompt when the first output token is known.
 
-        A later prompt may part here, as where a template leaves the reasoning of earlier turns
-        out. Windows give these rows back while the answer grows: they are kept apart.
+        A later prompt may diverge here, since templates drop the reasoning of earlier turns.
+        Window layers free these positions during decoding, so they are forked.
         """
         if not (self._reuses_context and self.session.pass_rows):
             return
@@ -246,7 +246,7 @@ class KVCacheManager:
         self._finished.add(Finished(sequence.keys, self._fork(contexts)))
 
     def set_up(self, prompt: Prompt) -> None:
-        """Tell the base what image rows of a prompt stand for, and its adapter, before it is read.
+        """Set a prompt's images and adapter in the base, before prefill.
 
         Raises:
             RequestError: see `require_loaded`.
@@ -257,34 +257,34 @@ class KVCacheManager:
             self.session.set_images(prompt.images or self._no_images)
 
     def is_to_keep(self, sequence: Sequence, length: int) -> bool:
-        """Whether `keep` is due: at the end, or before windows give rows back."""
+        """Whether `keep` is due: at the end, or before window layers free positions."""
         is_last_chance = self.session.pass_rows and sequence.num_rows >= length
         return sequence.finish_reason is not None or bool(is_last_chance)
 
     def keep(self, sequence: Sequence, length: int) -> list[str]:
-        """Keep the first `length` rows of a sequence that has just stepped for later prompts.
+        """Pin the first `length` positions of a sequence that has just stepped for later prompts.
 
         Returns:
-            What is to be said to the user.
+            Warnings for the user.
         """
         if not length:
-            return ["nothing was kept: there is no system prompt of its own"]
-        contexts = self._turn_to(sequence)
+            return ["nothing was pinned: the prompt has no separate system prompt"]
+        contexts = self._make_current(sequence)
         if length < self.session.least_rows and not self.kept.knows(sequence.prompt.keys[:length]):
-            return ["the system prompt is not kept: the answer went on behind a longer text"]
+            return ["the system prompt is not pinned: its window positions were already freed"]
         if not self._copy(contexts, sequence.prompt.keys[: length + 1]):
             return [f"the system prompt takes more than {self.kept.limit_bytes} bytes: not kept"]
         return []
 
-    def _turn_to(self, sequence: Sequence) -> tuple[Any, ...]:
-        """Make its rows the current ones of all caches."""
-        self._holder, contexts = sequence, self._begun[sequence]
+    def _make_current(self, sequence: Sequence) -> tuple[Any, ...]:
+        """Make a sequence's contexts current in all caches."""
+        self._current, contexts = sequence, self._begun[sequence]
         for cache, context in zip(self._caches, contexts, strict=True):
             cache.use(context)
         return contexts
 
     def _copy(self, contexts: tuple[Any, ...], keys: list[RowKey]) -> bool:
-        """Keep copies of rows, see `PinnedPrefixes.keep`."""
+        """Pin copies of positions, see `PinnedPrefixes.keep`."""
         for cache, context in zip(self._caches, contexts, strict=True):
             cache.use(context)
         return self.kept.keep(keys, self._caches)
@@ -295,13 +295,13 @@ class KVCacheManager:
 
     @property
     def num_caches(self) -> int:
-        """The base's, and those of a draft."""
+        """Number of caches: the base's, and those of a draft."""
         return 1 + len(self._draft_caches)
 
     def contexts(self) -> list[PinnedPrefix]:
-        """What is kept, and the rows of answers; no pass may run meanwhile.
+        """Pinned prefixes and the KV cache of all sequences; no pass may run meanwhile.
 
-        Beginnings of others are left out.
+        Leaves out those that another one contains.
         """
         self._retire()
         for one in self._finished.all:
@@ -309,7 +309,7 @@ class KVCacheManager:
         for sequence, contexts in self._begun.items():
             if sequence.num_rows:
                 self._copy(contexts, sequence.keys[: sequence.num_rows + 1])
-        self._holder = None
+        self._current = None
         found = self.kept.all
         return [
             one for one in found
@@ -317,7 +317,7 @@ class KVCacheManager:
         ]  # fmt: skip
 
     def _restored(self, sequence: Sequence, held: int) -> int:
-        """Rows of the prompt that are there, or come back; its last is always computed."""
+        """Positions of the prompt that are cached or restored; never its last."""
         keys = sequence.prompt.keys
         caches = self._caches if sequence.drafter is not None else (self.session,)
         usable, kept = self.kept.find(keys, len(caches))
@@ -329,10 +329,8 @@ class KVCacheManager:
 
 
 def _max_finished(session: DecoderNetwork) -> int:
-    """Answers whose rows stay; the states of recurrent layers take memory that no page counts."""
-    if (
-        session.max_batch_size == 1
-    ):  # in the one cache there are the latest, and where its prompt ended
+    """Maximum finished sequences to cache; states of recurrent layers use memory outside blocks."""
+    if session.max_batch_size == 1:  # the single cache holds the latest, and where its prompt ended
         return 2 if session.pass_rows else 1
     states = session.state_bytes
     return min(
@@ -341,6 +339,6 @@ def _max_finished(session: DecoderNetwork) -> int:
 
 
 def require_loaded(adapter: LoadedAdapter | None) -> None:
-    """Raises `RequestError` for an adapter that was unloaded since somebody asked for it."""
+    """Raises `RequestError` for an adapter that was unloaded after the request arrived."""
     if adapter is not None and not adapter.is_loaded:
         raise RequestError(f"the adapter {adapter.name!r} was unloaded")

@@ -1,7 +1,7 @@
-"""Contexts in files, so that a server which starts again has the rows that it had.
+"""KV snapshots: prefix cache entries on disk, which a restarted server loads.
 
-A file holds one: a line with the hash of the rest, a line of JSON with the tokens and what they
-were computed by, and the rows. What is damaged or of another engine is named and left alone.
+A file holds one prefix: a line with the hash of the rest, a JSON line with keys and engine hashes,
+and the arrays. Damaged files, and those of other engines, are reported and left alone.
 """
 
 from __future__ import annotations
@@ -27,21 +27,21 @@ _SUFFIX = ".context"
 
 @dataclass(frozen=True, slots=True)
 class FoundSnapshot:
-    """What a folder has for an engine."""
+    """Snapshots of a folder that match an engine."""
 
-    contexts: list[PinnedPrefix]  # the one that was used last is the last
-    ignored: list[str]  # lines for the user: files, and why
+    contexts: list[PinnedPrefix]  # the most recently used is the last
+    ignored: list[str]  # file names and reasons, for the user
 
 
 @dataclass(frozen=True, slots=True)
 class SnapshotFolder:
-    """Where the contexts of an engine are kept."""
+    """The snapshot folder of an engine."""
 
     folder: Path
     engines: Mapping[str, str]  # see `artifact.hash_engines`
 
     def prepare(self) -> None:
-        """Make the folder; raises `EdgeLLMError` if it cannot be written."""
+        """Create the folder; raises `EdgeLLMError` if it is not writable."""
         probe = self.folder / f".{time.time_ns()}"
         try:
             self.folder.mkdir(parents=True, exist_ok=True)
@@ -53,10 +53,10 @@ class SnapshotFolder:
             ) from None
 
     def load(self, num_caches: int) -> FoundSnapshot:
-        """All contexts that are of this engine and whole.
+        """All intact snapshots of this engine.
 
         Args:
-            num_caches: whose rows a context must have: the base's, and a draft's if one is used.
+            num_caches: caches that a snapshot must have: the base's, and a draft's if one is used.
         """
         contexts: list[PinnedPrefix] = []
         ignored: list[str] = []
@@ -69,10 +69,12 @@ class SnapshotFolder:
         return FoundSnapshot(contexts, ignored)
 
     def save(self, contexts: Iterable[PinnedPrefix]) -> int:
-        """Write contexts, and remove those of this engine that are forgotten; how many there are.
+        """Write snapshots, and delete older ones of this engine that are not among them.
+
+        Returns the number of snapshots.
 
         Raises:
-            LimitError: the disk is full; what was there is still there.
+            LimitError: the disk is full; earlier files are intact.
         """
         names: set[str] = set()
         for context in contexts:
@@ -109,7 +111,7 @@ class SnapshotFolder:
                 temporary.unlink(missing_ok=True)
 
     def _fitting(self, path: Path, num_caches: int) -> PinnedPrefix | str:
-        """A context, or why it is none."""
+        """A snapshot, or the reason why it is not used."""
         try:
             return self._read(path, num_caches)
         except _UnfitError as error:
@@ -131,7 +133,7 @@ class SnapshotFolder:
         return PinnedPrefix(tuple(head["keys"]), saved, kept, head.get("least_rows", 0), features)
 
     def _open(self, path: Path) -> tuple[dict[str, Any], bytes]:
-        """Header and rows; raises `_UnfitError`."""
+        """Header and arrays; raises `_UnfitError`."""
         try:
             content = path.read_bytes()
         except OSError as error:
@@ -160,4 +162,4 @@ def _form(array: np.ndarray[Any, Any]) -> dict[str, Any]:
 
 
 class _UnfitError(Exception):
-    """Why a file is not used."""
+    """The reason why a file is not used."""

@@ -1,4 +1,4 @@
-"""The LoRA adapters that an engine holds: loaded and dropped between passes, by name."""
+"""LoRA adapters of an engine: loaded and unloaded between passes, by name."""
 
 from __future__ import annotations
 
@@ -39,21 +39,21 @@ _TYPES = {"F32": np.float32, "F16": np.float16, "BF16": np.uint16}
 
 @dataclass(frozen=True, slots=True)
 class _Weights:
-    """What an adapter adds to the layers of an engine."""
+    """Weights of an adapter, for the layers of an engine."""
 
-    values: F32  # of all A and B, one behind the other
-    entries: I64  # [layers, 3]: rank, where A and where B begin
+    values: F32  # all A and B, concatenated
+    entries: I64  # [layers, 3]: rank, offset of A, offset of B
 
     @property
     def mark(self) -> str:
-        """A name for what it computes."""
+        """A hash of the weights."""
         digest = hashlib.sha256(self.entries.tobytes())
         digest.update(self.values.data)
         return f"lora {digest.hexdigest()[:32]}"
 
 
 class Adapters:
-    """See the module; any thread may call."""
+    """All loaded adapters; methods are thread-safe."""
 
     def __init__(
         self,
@@ -63,14 +63,14 @@ class Adapters:
         hold: Callable[[F32, I64], object],
         between_passes: Callable[[], AbstractContextManager[None]],
     ) -> None:
-        """Begin with none.
+        """Start with no adapters.
 
         Args:
             layers: of the engine, in the order of `ADAPTER_TABLE`.
-            max_rank: that the engine was built for; 0: it takes none.
-            maximum: that it has room for; 0: any number.
-            hold: is given weights and table of all.
-            between_passes: wherein that may be done.
+            max_rank: of the engine; 0: it takes no adapters.
+            maximum: number of adapters; 0: any number.
+            hold: receives weights and table of all adapters.
+            between_passes: context in which `hold` may be called.
         """
         self._layers = {layer.name: (place, layer) for place, layer in enumerate(layers)}
         self._max_rank, self._maximum = max_rank, maximum
@@ -80,18 +80,18 @@ class Adapters:
 
     @property
     def folders(self) -> dict[str, Path]:
-        """Where those that are loaded came from, by name."""
+        """Folders of the loaded adapters, by name."""
         return {name: folder for name, (_, folder, _) in self._loaded.items()}
 
     def close(self) -> None:
-        """Let go of the engine; the folders are still known."""
+        """Release the engine; the folders are still known."""
         self._hold = lambda *_: None
 
     def find(self, name: str) -> LoadedAdapter:
-        """One that is loaded.
+        """A loaded adapter.
 
         Raises:
-            RequestError: there is none of this name.
+            RequestError: the name is unknown.
         """
         if name not in self._loaded:
             known = ", ".join(sorted(self._loaded)) or "none"
@@ -99,11 +99,11 @@ class Adapters:
         return self._loaded[name][0]
 
     def load(self, name: str, folder: Path) -> LoadedAdapter:
-        """Load an adapter of PEFT; a name that is there with the same weights stays.
+        """Load a PEFT adapter; a loaded name with the same weights stays.
 
         Raises:
-            EdgeLLMError: the engine takes none, or not this one; nothing has changed.
-            RequestError: the name stands for other weights, or is none.
+            EdgeLLMError: the engine takes no adapters, or not this one; nothing changes.
+            RequestError: the name belongs to other weights, or is empty.
         """
         self._require_any()
         if not name:
@@ -115,7 +115,7 @@ class Adapters:
                 if known.mark == weights.mark:
                     return known
                 raise RequestError(
-                    f"the name {name!r} stands for another adapter", hint="unload that first"
+                    f"the name {name!r} belongs to another adapter", hint="unload that first"
                 )
             self._require_place()
             taken = {each.slot for each, _, _ in self._loaded.values()}
@@ -125,10 +125,10 @@ class Adapters:
             return found
 
     def unload(self, name: str, num_using: Callable[[LoadedAdapter], int]) -> None:
-        """Forget an adapter.
+        """Unload an adapter.
 
         Raises:
-            RequestError: there is none of this name, or answers are computed with it.
+            RequestError: the name is unknown, or running requests use it.
         """
         with self._changing:
             adapter = self.find(name)
@@ -140,7 +140,7 @@ class Adapters:
         loaded: dict[str, tuple[LoadedAdapter, Path, _Weights]],
         check: Callable[[], None] = lambda: None,
     ) -> None:
-        """Let the passes to come have these; `check` may raise."""
+        """Set the adapters of further passes; `check` may raise."""
         slots = max((each.slot for each, _, _ in loaded.values()), default=0) + 1
         table = np.zeros((slots, len(self._layers), 3), np.int64)
         parts, begin = [np.zeros(1, np.float32)], 1
@@ -186,7 +186,7 @@ class Adapters:
         return _Weights(np.concatenate(parts), entries)
 
     def _place(self, adapter: Adapter, name: str, change: LowRank) -> int:
-        """A layer's place in the table."""
+        """A layer's index in the table."""
         if name not in self._layers:
             raise EdgeLLMError(
                 f"{adapter.folder} changes {name}, which adapters of this engine cannot",
@@ -213,7 +213,7 @@ def open_adapters(
     session: DecoderNetwork,
     between_passes: Callable[[], AbstractContextManager[None]],
 ) -> Adapters:
-    """Those of an engine, none so far; raises `BrokenArtifactError` for a damaged folder."""
+    """The adapters of an engine, none loaded; raises `BrokenArtifactError` if it is damaged."""
     max_rank = int(engine.options.get(MAX_LORA_RANK, 0))
     layers = read_layers(folder) if max_rank else []
     maximum = int(engine.options.get(MAX_LORAS, 0))
@@ -226,8 +226,8 @@ def open_adapters(
 def _require_unused(adapter: LoadedAdapter, count: int) -> None:
     if count:
         raise RequestError(
-            f"the adapter {adapter.name!r} is in use by {count} answer{'s' * (count > 1)}",
-            hint="unload it when they have ended",
+            f"the adapter {adapter.name!r} is in use by {count} request{'s' * (count > 1)}",
+            hint="unload it when they have finished",
         )
 
 

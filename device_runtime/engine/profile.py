@@ -1,4 +1,4 @@
-"""Times of the stages of a run, reported in the peer's profile format."""
+"""Times of the stages of a run, in TensorRT Edge-LLM's profile format."""
 
 from __future__ import annotations
 
@@ -20,14 +20,14 @@ SPECULATION = (DRAFT_PREFILL, DRAFT_EXTEND, GROW, VERIFY, SETTLE)
 class RoundCounts:
     """One round of speculative decoding."""
 
-    emitted: int  # tokens that entered the answer
+    emitted: int  # tokens added to the output
     tree_size: int  # verified nodes, root included
     tree_depth: int  # levels below the root
     accepted: int  # drafted nodes that the base accepted
 
 
 class _Stage:
-    """Times a block; a generator would take twice as long, five times a round."""
+    """Times a block; a generator would take twice as long, and rounds time five blocks."""
 
     __slots__ = ("_continues", "_name", "_profile", "_start")
 
@@ -49,25 +49,25 @@ class Profile:
 
     stages_ms: dict[str, list[float]] = field(default_factory=dict)
     prompt_tokens: list[int] = field(default_factory=list)
-    reused_tokens: list[int] = field(default_factory=list)  # of the prompts: not computed again
-    generated_tokens: list[int] = field(default_factory=list)  # of plainly decoded answers
-    speculated_tokens: list[int] = field(default_factory=list)  # of speculatively decoded ones
+    reused_tokens: list[int] = field(default_factory=list)  # of prompts, from the prefix cache
+    generated_tokens: list[int] = field(default_factory=list)  # of plainly decoded outputs
+    speculated_tokens: list[int] = field(default_factory=list)  # of speculative outputs
     rounds: list[RoundCounts] = field(default_factory=list)
     image_tokens: list[int] = field(default_factory=list)  # of every image
 
     def stage(self, name: str, *, continues: bool = False) -> _Stage:
-        """Time the block as one run of a stage, or as more of the latest run."""
+        """Time the block as one run of a stage, or as part of the latest run."""
         return _Stage(self, name, continues)
 
     def book(self, name: str, ms: float, *, continues: bool = False) -> None:
-        """The same of what was timed elsewhere."""
+        """Add a time measured elsewhere; as `stage`."""
         if continues:
             self.stages_ms[name][-1] += ms
         else:
             self.stages_ms.setdefault(name, []).append(ms)
 
     def total_ms(self, name: str) -> float:
-        """Milliseconds that a stage took in all."""
+        """Total milliseconds of a stage."""
         return sum(self.stages_ms.get(name, ()))
 
     def decode_ms(self) -> float:
@@ -75,7 +75,7 @@ class Profile:
         return sum(self.total_ms(name) for name in (GENERATION, *SPECULATION))
 
     def decoded_tokens(self) -> int:
-        """Tokens after the prefills, each of which gives the first of its answer."""
+        """Tokens after the prefills; each prefill gives the first token of its output."""
         runs = (*self.generated_tokens, *self.speculated_tokens)
         return sum(max(count - 1, 0) for count in runs)
 
@@ -112,7 +112,7 @@ class Profile:
                 "total_runs": plain_runs,
                 "generated_tokens": generated,
                 "average_tokens_per_run": _ratio(generated, plain_runs),
-                # The first token of an answer comes out of the prefill.
+                # The first output token comes from the prefill.
                 "tokens_per_second": _ratio(passes, decode_ms / 1e3),
                 "average_time_per_token_ms": _ratio(decode_ms, passes),
             },
@@ -152,7 +152,7 @@ class Profile:
                 sum(counts.tree_size for counts in self.rounds), len(self.rounds)
             ),
             **self.acceptance(),
-            # Of the rounds whose tree is so deep, how many accepted so far down.
+            # Share of rounds with a tree of at least this depth that accepted this depth.
             "acceptance_by_depth": [
                 {
                     "depth": depth,
@@ -165,7 +165,7 @@ class Profile:
         }
 
     def acceptance(self) -> dict[str, float]:
-        """Drafted tokens and how many the base accepted, in the terms of Triton's perf metrics."""
+        """Drafted and accepted tokens, with the names of Triton's perf metrics."""
         accepted = sum(counts.accepted for counts in self.rounds)
         drafted = sum(counts.tree_size - 1 for counts in self.rounds)
         return {

@@ -1,4 +1,4 @@
-"""What a session reads before it answers."""
+"""The prompt of a sequence: token ids, images and adapter."""
 
 from __future__ import annotations
 
@@ -16,28 +16,28 @@ from edgellm.device_runtime.kv_cache.prefix_cache import marked, row_keys
 
 @dataclass(frozen=True, slots=True)
 class Prompt:
-    """What a session reads: token ids, those of image rows from the vocabulary's size on."""
+    """Input of a sequence; ids of image tokens start at the vocabulary's size."""
 
     token_ids: list[int]
     images: ImageRows | None = None  # None: text only
-    adapter: LoadedAdapter | None = None  # None: the base alone answers
+    adapter: LoadedAdapter | None = None  # None: the base alone
 
     @property
     def keys(self) -> list[RowKey]:
-        """What the rows stand for; equal token ids of two prompts may be rows of other images."""
+        """Prefix cache keys; equal token ids may be tokens of different images."""
         return self.keys_of(self.token_ids)
 
     def keys_of(self, token_ids: list[int]) -> list[RowKey]:
-        """The same of a text that begins so."""
+        """Keys of a text with this prompt as its prefix."""
         images = self.images.keys if self.images is not None else {}
         return marked(row_keys(token_ids, images), self.adapter)
 
 
 def fit(prompt_tokens: int, wanted_tokens: int, engine: Engine) -> tuple[int, list[str]]:
-    """Tokens that may be generated behind a prompt, and what must be said about it.
+    """Maximum new tokens after a prompt, and warnings.
 
     Raises:
-        RequestError: the engine does not take the prompt.
+        RequestError: the engine cannot take the prompt.
     """
     longest, capacity = engine.max_input_len, engine.max_kv_cache_capacity
     if prompt_tokens == 0:
@@ -58,6 +58,6 @@ def fit(prompt_tokens: int, wanted_tokens: int, engine: Engine) -> tuple[int, li
     if wanted_tokens <= room:
         return wanted_tokens, []
     return room, [
-        f"max_generate_length {wanted_tokens} cut to {room}: prompt and answer share "
+        f"max_generate_length {wanted_tokens} cut to {room}: prompt and output share "
         f"a KV cache of {capacity} tokens"
     ]

@@ -1,4 +1,4 @@
-"""Reasoning of earlier turns, under the name by which each family's chat template reads it."""
+"""Reasoning of earlier turns, under the key that each family's chat template uses."""
 
 from __future__ import annotations
 
@@ -7,7 +7,7 @@ from typing import Any
 
 from edgellm.device_runtime.text.reasoning_marks import CHANNEL, has_channels
 
-# Qwen, GLM, EXAONE and Command say reasoning_content, gpt-oss thinking, vLLM's clients reasoning.
+# Qwen, GLM, EXAONE and Command use reasoning_content, gpt-oss thinking, vLLM's clients reasoning.
 _NAMES = ("reasoning_content", "reasoning", "thinking")
 _IN_CHANNEL = re.compile(
     r"<\|channel\|>\s*(\w+)[^<]*(?:<\|constrain\|>[^<]*)?<\|message\|>(.*?)"
@@ -17,7 +17,7 @@ _IN_CHANNEL = re.compile(
 
 
 def with_reasoning(turn: dict[str, Any], template: str) -> dict[str, Any]:
-    """A message whose reasoning, if it has any, stands where the template looks for it."""
+    """A message with its reasoning, if any, under the template's key."""
     if turn.get("role") == "assistant" and has_channels(template):
         turn = _without_channels(turn)
     reasoning = next((turn[name] for name in _NAMES if turn.get(name)), None)
@@ -30,14 +30,14 @@ def with_reasoning(turn: dict[str, Any], template: str) -> dict[str, Any]:
         texts = [{"type": "text", "text": content}] if content else []
         return {**named, "content": [thought, *texts]}
     if "<|channel|>" in template and turn.get("tool_calls") and content:
-        # gpt-oss has one message before a call: its template refuses reasoning beside a text.
+        # gpt-oss has one message before a call: its template rejects reasoning with a text.
         joined = dict.fromkeys(_NAMES, f"{reasoning}\n{content}")
         return {**named, **joined, "content": ""}
     return named
 
 
 def _without_channels(turn: dict[str, Any]) -> dict[str, Any]:
-    """An answer as gpt-oss wrote it, whose template wants reasoning and text apart."""
+    """Split an output of gpt-oss, whose template takes reasoning and text separately."""
     content = turn["content"]
     if not isinstance(content, str) or not content.lstrip().startswith((CHANNEL, "<|start|>")):
         return turn

@@ -1,4 +1,4 @@
-"""All state of one request, and how its answer grows."""
+"""The state of one request, from its prompt to its last token."""
 
 from __future__ import annotations
 
@@ -23,61 +23,61 @@ _PLAIN, _ENDED = RoundCounts(1, 1, 0, 0), RoundCounts(0, 1, 0, 0)  # rounds of t
 
 
 class Step(NamedTuple):
-    """What one pass added to the answer."""
+    """The tokens and text that one pass added to the output."""
 
     token_ids: tuple[int, ...]
     text: str  # whole characters only; may be empty
-    round: Round | None = None  # the tree that gave them, when they were drafted
+    round: Round | None = None  # the round that gave them, when they were drafted
     pieces: tuple[str, ...] = ()  # the text that each token completed
-    logprobs: tuple[TokenLogprobs, ...] = ()  # of the tokens, if the sampling asks for them
+    logprobs: tuple[TokenLogprobs, ...] = ()  # of the tokens, if sampling requests them
     begins: bool = False  # the tokens are the first of a text
 
 
 @dataclass(slots=True, eq=False)
 class Sequence:
-    """See the module; `step` advances it."""
+    """One request; `step` advances it."""
 
     prompt: Prompt
     sampler: Sampler  # with its grammar
-    max_tokens: int  # of the answer; they and the prompt fit into the cache
+    max_tokens: int  # of the output; the cache has space for them and the prompt
     profile: Profile = field(default_factory=Profile)
-    drafter: Drafter | None = None  # its own; None: a pass gives a token
+    drafter: Drafter | None = None  # its own; None: plain decoding
     accept: Accept = accept_exactly
-    endings: StopDetector | None = None  # None: its tokens alone are wanted, whichever they are
+    endings: StopDetector | None = None  # None: no text and no stops, only tokens
     warnings: list[str] = field(default_factory=list)
-    token_ids: list[int] = field(default_factory=list)  # of the answer
-    finish_reason: FinishReason | None = None  # None until it is known
+    token_ids: list[int] = field(default_factory=list)  # of the output
+    finish_reason: FinishReason | None = None  # None until it ends
     stop_string: str | None = None  # that ended it
-    num_rows: int = 0  # of the base's cache that are its own
-    reused: int = 0  # of these, rows that were there before
-    marks: tuple[int, ...] = ()  # numbers of its first rows that later prompts may begin with
-    is_over: bool = False  # finished, failed or dropped: its rows are nobody's
-    context: Context | None = None  # its rows in the base's caches
-    max_rows: int = ANY_ROWS  # of its next pass: of a prompt's piece, or a tree
+    num_rows: int = 0  # its positions in the base's KV cache
+    reused: int = 0  # of these, positions taken from the prefix cache
+    marks: tuple[int, ...] = ()  # lengths of prefixes that later prompts may share
+    is_over: bool = False  # finished, failed or dropped: its KV blocks may be freed
+    context: Context | None = None  # its KV cache in the base
+    max_rows: int = ANY_ROWS  # maximum tokens of its next pass: a chunk or a tree
     failure: EdgeLLMError | None = None  # that ended it
 
     @property
     def is_reading(self) -> bool:
-        """Whether rows of the prompt are left."""
+        """Whether it is in prefill."""
         return self.num_rows < len(self.prompt.token_ids)
 
     @property
     def newest(self) -> int:
-        """The token whose row is computed next."""
+        """The token that is computed next."""
         return self.token_ids[-1]
 
     @property
     def left(self) -> int:
-        """Tokens that may follow."""
+        """Tokens that may still be generated."""
         return self.max_tokens - len(self.token_ids)
 
     @property
     def keys(self) -> list[RowKey]:
-        """What its tokens stand for."""
+        """Prefix cache keys of all its tokens."""
         return self.prompt.keys_of([*self.prompt.token_ids, *self.token_ids])
 
     def take(self, found: Round | None) -> tuple[Step, ...]:
-        """Add what a pass gave, up to an end; the steps of the answer."""
+        """Add the result of a pass, up to a stop; return the steps of the output."""
         if found is None:
             return ()
         begins = self.endings is not None and self.endings.stream.is_empty
@@ -105,7 +105,7 @@ class Sequence:
         return tuple(steps)
 
     def cut(self) -> tuple[Step, ...]:
-        """End the output here, as if it had all its tokens: its time is over."""
+        """End the output here with finish reason `length`: its time limit is reached."""
         self.finish_reason = "length"
         steps: list[Step] = []
         with Confined(self.fail):
@@ -122,16 +122,16 @@ class Sequence:
         return [Step((), rest)] if rest else []
 
     def fail(self, reason: EdgeLLMError) -> None:
-        """It cannot go on; others can."""
+        """End it with an error; other sequences continue."""
         self.failure = self.failure or reason
         self.close()
 
     def warn(self, reason: EdgeLLMError) -> None:
-        """Something went wrong that takes nothing from the output."""
+        """Record an error that does not affect the output."""
         self.warnings.append(str(reason))
 
     def close(self) -> None:
-        """Nobody asks on, or it failed, or it is complete; from any thread."""
+        """Mark it as over, since it is complete, failed or abandoned; from any thread."""
         if not self.is_over:
             self.is_over = True
             if self.drafter is not None:

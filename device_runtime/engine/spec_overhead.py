@@ -1,4 +1,4 @@
-"""What the host does for a drafted round, beyond a plain token: real steps over ready answers."""
+"""Host time of a speculative round beyond a plain token: real steps with precomputed outputs."""
 
 from __future__ import annotations
 
@@ -34,16 +34,16 @@ from edgellm.device_runtime.speculate.policy.costs import Costs
 from edgellm.device_runtime.speculate.policy.spec_gate import SpecGate
 from edgellm.device_runtime.speculate.policy.tree_policy import CostAwareTree, TreeLimits
 
-# Trees as they are where drafting hardly pays: that is where this time decides.
+# Small trees, as where drafting hardly pays: there this time decides.
 _LIMITS = TreeLimits(top_k=10, steps=2, verify_size=4)
-_NO_CHANCE = 0.01  # of a candidate
+_NO_CHANCE = 0.01  # probability of a candidate
 _HIDDEN, _TAPS, _CAPACITY = 512, 3, 1 << 20
-_UNTIMED, _REPEATS = 2, 15  # rounds: a prompt and a warm-up; those that follow
-_CACHES_BYTES = 64 << 20  # of a pass that leaves nothing of the host's code in any cache
+_UNTIMED, _REPEATS = 2, 15  # rounds: a prompt and a warm-up; timed ones
+_CACHES_BYTES = 64 << 20  # read by a pass, to evict the host's code from all CPU caches
 
 
 class _ReadyBase:
-    """A `DecoderNetwork` whose every row picks the draft's favourite; its passes read much."""
+    """A fake `DecoderNetwork` that always picks the draft's first candidate; passes read memory."""
 
     capacity, max_batch_size, least_rows, pass_rows, state_bytes = _CAPACITY, 1, 0, 0, 0
 
@@ -90,7 +90,7 @@ class _ReadyBase:
 
 
 class _ReadyDraft:
-    """A `DraftNetwork` with the same candidates behind every row, the likeliest of a chance."""
+    """A fake `DraftNetwork` with constant candidates; the first has probability `chance`."""
 
     capacity, max_batch_size = _CAPACITY, 1
 
@@ -108,8 +108,8 @@ class _ReadyDraft:
 
 
 def _drafter(chance: float) -> Drafter:
-    """One whose trees are always full, or, with hardly a chance, always the root."""
-    cheap = Costs.of({"1": 1.0, "64": 7.3})  # a row is worth a chance of 0.1
+    """A drafter whose trees are always full, or, with a small chance, always the root."""
+    cheap = Costs.of({"1": 1.0, "64": 7.3})  # a token pays at a probability of 0.1
     controller = SpecGate(cheap)
     policy = CostAwareTree(_LIMITS, cheap, Calibration(), controller)
     rows = CommittedRows(cast(DraftNetwork, _ReadyDraft(chance)), _LIMITS.round_rows)
@@ -118,7 +118,7 @@ def _drafter(chance: float) -> Drafter:
 
 
 def _steps_ms(num_bytes: int, drafter: Drafter | None) -> Iterator[float]:
-    """What the host takes for each step of an endless greedy answer."""
+    """Host milliseconds of each step of an endless greedy sequence."""
     base = _ReadyBase(num_bytes)
     slot = KVCacheManager(cast(DecoderNetwork, base), prefill_rows=16)
     sampler = Sampler(SamplingParams(temperature=0.0))
@@ -130,15 +130,15 @@ def _steps_ms(num_bytes: int, drafter: Drafter | None) -> Iterator[float]:
 
 
 def round_host_ms(num_bytes: int, budget: Budget | None = None) -> dict[str, float]:
-    """Milliseconds of a drafted round beyond those of a plain token; no pass is among them.
+    """Host milliseconds of a speculative round beyond those of a plain token, without passes.
 
     Args:
         num_bytes: that a pass reads.
-        budget: None: one of its own.
+        budget: time limit; None: the default.
 
     Returns:
-        By the rows that the base verifies: 1, if the network drafted in vain, or 2 and more; {}
-        where the budget does not allow a single round.
+        By the tokens that the base verifies: 1, if the draft proposed nothing, or 2 and more; {} if
+        the budget does not allow a single round.
     """
     budget = budget or Budget()
     kinds = None, _drafter(_NO_CHANCE), _drafter(0.5)
@@ -148,7 +148,7 @@ def round_host_ms(num_bytes: int, budget: Budget | None = None) -> dict[str, flo
         rounds.append([next(each) for each in steps])
     if len(rounds) <= _UNTIMED:
         return {}
-    # Cold code has no fastest run.
+    # The median, since cold code has no fastest run.
     plain, vain, tree = map(statistics.median, zip(*rounds[_UNTIMED:], strict=True))
     vain = max(vain - plain, 0.0)
     return {"1": round(vain, 4), "2": round(max(tree - plain, vain), 4)}

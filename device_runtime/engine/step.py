@@ -1,7 +1,7 @@
-"""One step of answers, side by side: a piece of a prompt, a token, or a round of a tree each.
+"""One step of a batch of sequences: each gets a prefill chunk, a token, or a speculative round.
 
-Invariant between steps: the base's cache holds all tokens of a sequence but the newest, which is
-the row of its next pass or the root of its next tree.
+Invariant between steps: the base's KV cache holds all tokens of a sequence but the newest, which
+is the input of its next pass or the root of its next draft tree.
 """
 
 from __future__ import annotations
@@ -41,26 +41,26 @@ from edgellm.device_runtime.speculate.shared_passes import Passes, run_all
 from edgellm.device_runtime.speculate.tree import Tree
 
 T = TypeVar("T")
-_FIRST = np.zeros(1, np.int64)  # the only row; where none is wanted: not every kernel takes none
+_FIRST = np.zeros(1, np.int64)  # the only position; also if no logits are wanted: kernels need one
 
 
-class _Turn(NamedTuple):
-    """What a sequence asks of a pass of the base.
+class _PassInput(NamedTuple):
+    """The input of one sequence to a pass of the base.
 
-    A tuple, as all that is made for each token: behind a pass, which takes the processor's caches,
+    A tuple, since one is made for each token: after a pass, when the processor's caches are cold,
     a frozen dataclass takes three times as long.
     """
 
     sequence: Sequence
-    part: SequencePart | None  # None: a device has run the round already
+    part: SequencePart | None  # None: the device has already run the round
     stage: str
-    continues: bool = False  # the stage
-    tree: Tree | None = None  # that is verified
-    verified: Verified | None = None  # by a device
+    continues: bool = False  # extends the stage's last entry
+    tree: Tree | None = None  # to verify
+    verified: Verified | None = None  # by the device
 
 
-class _Done(NamedTuple):
-    """A round that a device ran."""
+class _RoundResult(NamedTuple):
+    """A round that the device ran."""
 
     outcome: RoundOutcome
     result: PassResult
@@ -73,152 +73,155 @@ _Part = tuple[Sequence, RoundPart]
 
 
 def step(slot: KVCacheManager, sequences: Iterable[Sequence]) -> list[tuple[Step, ...]]:
-    """Advance every sequence that is not over by one pass or round.
+    """Advance every unfinished sequence by one pass or round.
 
-    As many as the engine was built for share a pass.
+    Sequences share passes, up to the engine's maximum batch size.
 
     Returns:
-        What it added to each answer: nothing while the prompt is read, and text that was held
-        back behind the end. A sequence whose own work raised anything, or of which the engine
-        computed something that is not a number, is over, with its `failure`.
+        New steps of each sequence: none during prefill; at the end also text that was held back. A
+        sequence is over, with its `failure`, if its own work raised an error, or if the engine
+        computed a value for it that is not finite.
     """
-    going, maximum = list(sequences), slot.session.max_batch_size
-    found: dict[Sequence, tuple[Step, ...]] = dict.fromkeys(going, ())
-    for at in range(0, len(going), maximum):
-        turns, drafting = _turns(slot, going[at : at + maximum])
+    active, maximum = list(sequences), slot.session.max_batch_size
+    found: dict[Sequence, tuple[Step, ...]] = dict.fromkeys(active, ())
+    for at in range(0, len(active), maximum):
+        inputs, drafting = _prepare_all(slot, active[at : at + maximum])
         ready = _caught_up(drafting)
         if planned := _planned(slot.session, ready):
             found |= _run_rounds(slot, planned)
-            elsewhere = {one for one, _, _ in planned}
-            ready = [one for one in ready if one not in elsewhere]
-        found |= _take(slot, turns + _draft(slot.session, ready))
+            on_device = {one for one, _, _ in planned}
+            ready = [one for one in ready if one not in on_device]
+        found |= _execute(slot, inputs + _draft(slot.session, ready))
     return list(found.values())
 
 
-def _turns(slot: KVCacheManager, sequences: list[Sequence]) -> tuple[list[_Turn], list[Sequence]]:
-    """What sequences ask of a pass, and those that draft; what goes wrong ends one answer only."""
-    found: list[_Turn] = []
+def _prepare_all(
+    slot: KVCacheManager, sequences: list[Sequence]
+) -> tuple[list[_PassInput], list[Sequence]]:
+    """Inputs of sequences, and the sequences that draft; an error ends its sequence only."""
+    found: list[_PassInput] = []
     drafting: list[Sequence] = []
     for at, sequence in enumerate(sequences):
         if sequence.is_over:
             continue
         with Confined(sequence.fail):
-            if at and slot.waits(sequence, sequences[:at]):
+            if at and slot.should_wait(sequence, sequences[:at]):
                 continue
-            turn = _ask(slot, sequence)
-            if turn is None:
+            entry = _prepare(slot, sequence)
+            if entry is None:
                 drafting.append(sequence)
             else:
-                found.append(turn)
+                found.append(entry)
     return found, drafting
 
 
-def _take(slot: KVCacheManager, turns: list[_Turn]) -> dict[Sequence, tuple[Step, ...]]:
-    """Run a pass for all, and see what becomes of each."""
+def _execute(slot: KVCacheManager, inputs: list[_PassInput]) -> dict[Sequence, tuple[Step, ...]]:
+    """Run one pass for all inputs, and process each result."""
     found: dict[Sequence, tuple[Step, ...]] = {}
-    for turn, (result, pass_ms) in computed(turns, partial(_run, slot.session), _fail):
-        sequence, begin = turn.sequence, time.perf_counter()
+    for entry, (result, pass_ms) in computed(inputs, partial(_run, slot.session), _fail):
+        sequence, begin = entry.sequence, time.perf_counter()
         with Confined(sequence.fail):
             slot.admit(sequence)
-            settled = _settle(slot.session, turn, result)
-            _book(turn, pass_ms, (time.perf_counter() - begin) * 1e3)
-            found[sequence] = sequence.take(settled)
-            if turn.stage == PREFILL and not sequence.is_reading:
+            round_ = _process(slot.session, entry, result)
+            _record(entry, pass_ms, (time.perf_counter() - begin) * 1e3)
+            found[sequence] = sequence.take(round_)
+            if entry.stage == PREFILL and not sequence.is_reading:
                 slot.end_prompt(sequence)
             if sequence.finish_reason is not None:
                 slot.end(sequence)
     return found
 
 
-def _fail(turn: _Turn, error: EdgeLLMError) -> None:
-    turn.sequence.fail(error)
+def _fail(entry: _PassInput, error: EdgeLLMError) -> None:
+    entry.sequence.fail(error)
 
 
-def _book(turn: _Turn, pass_ms: float, settling_ms: float) -> None:
-    """Note the time of a pass and of what came of it."""
-    profile = turn.sequence.profile
-    if turn.tree is None:
-        profile.book(turn.stage, pass_ms + settling_ms, continues=turn.continues)
+def _record(entry: _PassInput, pass_ms: float, process_ms: float) -> None:
+    """Record the time of a pass and of its processing."""
+    profile = entry.sequence.profile
+    if entry.tree is None:
+        profile.book(entry.stage, pass_ms + process_ms, continues=entry.continues)
         return
-    if turn.part is not None:
-        profile.book(turn.stage, pass_ms, continues=turn.continues)
-    profile.book(SETTLE, settling_ms)
+    if entry.part is not None:
+        profile.book(entry.stage, pass_ms, continues=entry.continues)
+    profile.book(SETTLE, process_ms)
 
 
-def _run(session: DecoderNetwork, turns: Sized[_Turn]) -> list[tuple[PassResult, float]]:
-    """The results of all turns, one pass, each with its milliseconds."""
+def _run(session: DecoderNetwork, inputs: Sized[_PassInput]) -> list[tuple[PassResult, float]]:
+    """The results of all inputs, from one pass, each with its milliseconds."""
     begin = time.perf_counter()
-    parts = [turn.part for turn in turns if turn.part is not None]
+    parts = [entry.part for entry in inputs if entry.part is not None]
     left = iter(session.run_many(parts) if parts else ())
     ms = (time.perf_counter() - begin) * 1e3
     return [
-        (turn.verified.result if turn.verified is not None else next(left), ms) for turn in turns
+        (entry.verified.result if entry.verified is not None else next(left), ms)
+        for entry in inputs
     ]
 
 
 # ---------------------------------------------------------------------------- before the pass
-def _ask(slot: KVCacheManager, sequence: Sequence) -> _Turn | None:
-    """None: it drafts first."""
+def _prepare(slot: KVCacheManager, sequence: Sequence) -> _PassInput | None:
+    """The input of a sequence; None if it drafts first."""
     slot.admit(sequence)
     if sequence.is_reading:
-        return _read(sequence, min(slot.prefill_rows, sequence.max_rows))
+        return _prefill(sequence, min(slot.prefill_rows, sequence.max_rows))
     drafter = sequence.drafter
     if drafter is None or drafter.rests:
         part = _part(sequence, np.array([sequence.newest]), _FIRST)
-        return _Turn(sequence, part, GENERATION if drafter is None else VERIFY)
+        return _PassInput(sequence, part, GENERATION if drafter is None else VERIFY)
     return None
 
 
 def _part(sequence: Sequence, token_ids: I64, logits_index: I64, **more: Any) -> SequencePart:
-    """Rows behind those of a sequence."""
+    """Tokens after those in a sequence's KV cache."""
     assert sequence.context is not None
     return SequencePart(sequence.context, token_ids, sequence.num_rows, logits_index, **more)
 
 
-def _read(sequence: Sequence, max_rows: int) -> _Turn:
-    """The next piece of the prompt."""
+def _prefill(sequence: Sequence, max_rows: int) -> _PassInput:
+    """The next chunk of the prompt."""
     prompt, drafter, begin = sequence.prompt.token_ids, sequence.drafter, sequence.num_rows
     is_first = begin == sequence.reused
     if drafter is not None and is_first:
         drafter.begin(prompt[: begin + 1])
         drafter.remember(list(prompt))
-    piece, row = _piece(prompt, begin, max_rows)
-    return _Turn(sequence, _part(sequence, piece, row), PREFILL, continues=not is_first)
+    chunk, row = _chunk(prompt, begin, max_rows)
+    return _PassInput(sequence, _part(sequence, chunk, row), PREFILL, continues=not is_first)
 
 
-def _piece(token_ids: list[int], begin: int, max_rows: int) -> tuple[I64, I64]:
-    """Of a prompt, and which of its rows are wanted: the prompt's last."""
-    piece = np.asarray(token_ids[begin : begin + max_rows], np.int64)
-    is_last = begin + len(piece) == len(token_ids)
-    return piece, np.array([len(piece) - 1]) if is_last else _FIRST
+def _chunk(token_ids: list[int], begin: int, max_rows: int) -> tuple[I64, I64]:
+    """A chunk of a prompt, and its positions that need logits: the prompt's last."""
+    chunk = np.asarray(token_ids[begin : begin + max_rows], np.int64)
+    is_last = begin + len(chunk) == len(token_ids)
+    return chunk, np.array([len(chunk) - 1]) if is_last else _FIRST
 
 
-def read_piece(
+def prefill_chunk(
     session: DecoderNetwork, token_ids: list[int], begin: int, max_rows: int
 ) -> tuple[PassResult, int]:
-    """Write a piece of a prompt behind its `begin` rows that are there.
+    """Prefill a chunk of a prompt after its first `begin` tokens.
 
     Returns:
-        The pass, whose logits [1, V] are those of the prompt's last token, and of no use before
-        that; and the rows that are there now.
+        The result, whose logits [1, V] are those of the prompt's last token, and of no use before
+        that; and the number of tokens in the KV cache.
     """
-    piece, row = _piece(token_ids, begin, max_rows)
-    return session.run(piece, begin, row), begin + len(piece)
+    chunk, row = _chunk(token_ids, begin, max_rows)
+    return session.run(chunk, begin, row), begin + len(chunk)
 
 
 def _caught_up(sequences: list[Sequence]) -> list[Sequence]:
-    """Those whose drafts have read what was committed, in shared passes."""
-    reading: list[tuple[Sequence, Passes[None]]] = []
+    """Sequences whose drafts have processed the committed tokens, in shared passes."""
+    extending: list[tuple[Sequence, Passes[None]]] = []
     for one in sequences:
         with Confined(one.fail):
             if one.left > 1:
-                reading.append((one, _drafter(one).catch_up()))
-    _drafted(reading, DRAFT_EXTEND)
+                extending.append((one, _drafter(one).catch_up()))
+    _drafted(extending, DRAFT_EXTEND)
     return [one for one in sequences if not one.is_over]
 
 
 def _planned(session: DecoderNetwork, sequences: list[Sequence]) -> list[_Planned]:
-    """The rounds that a device can run alone."""
+    """The rounds that the device can run without the host."""
     found: list[_Planned] = []
     for sequence in sequences:
         with Confined(sequence.fail):
@@ -234,7 +237,7 @@ def _planned(session: DecoderNetwork, sequences: list[Sequence]) -> list[_Planne
 
 
 def _run_rounds(slot: KVCacheManager, planned: list[_Planned]) -> dict[Sequence, tuple[Step, ...]]:
-    """Rounds of a device, as many together as it runs, and what becomes of each answer."""
+    """Run device rounds, in batches of the device's size, and process their results."""
     found: dict[Sequence, tuple[Step, ...]] = {}
     rounds = planned[0][1]
     while planned:
@@ -253,37 +256,37 @@ def _run_round(
             sequence.profile.book(GROW, done.ask_ms)
             sequence.profile.book(VERIFY, done.wait_ms)
             verified = _drafter(sequence).take_round(done.outcome, done.result)
-            turn = _Turn(sequence, None, VERIFY, tree=verified.tree, verified=verified)
-            found |= _take(slot, [turn])
+            entry = _PassInput(sequence, None, VERIFY, tree=verified.tree, verified=verified)
+            found |= _execute(slot, [entry])
     return found
 
 
-def _compute_round(rounds: DeviceRounds, parts: Sized[_Part]) -> list[_Done]:
+def _compute_round(rounds: DeviceRounds, parts: Sized[_Part]) -> list[_RoundResult]:
     begin = time.perf_counter()
     rounds.ask([part for _, part in parts])
     asked = time.perf_counter()
     outcomes = rounds.finish()
     times_ms = (asked - begin) * 1e3, (time.perf_counter() - asked) * 1e3
-    return [_Done(*outcome, *times_ms) for outcome in outcomes]
+    return [_RoundResult(*outcome, *times_ms) for outcome in outcomes]
 
 
 def _fail_part(part: _Part, error: EdgeLLMError) -> None:
     part[0].fail(error)
 
 
-def _draft(session: DecoderNetwork, sequences: list[Sequence]) -> list[_Turn]:
-    """Trees of several sequences, whose drafts share passes."""
+def _draft(session: DecoderNetwork, sequences: list[Sequence]) -> list[_PassInput]:
+    """Draft trees of several sequences, in shared passes."""
     proposing: list[tuple[Sequence, Passes[Tree]]] = []
     for sequence in sequences:
         with Confined(sequence.fail):
             room = min(session.capacity - sequence.num_rows, sequence.max_rows) - 1
             tree = _drafter(sequence).propose(sequence.newest, room, sequence.left - 1)
             proposing.append((sequence, tree))
-    turns: list[_Turn] = []
+    inputs: list[_PassInput] = []
     for sequence, tree in _drafted(proposing, GROW):
         with Confined(sequence.fail):
-            turns.append(_verifying(sequence, tree))
-    return turns
+            inputs.append(_verifying(sequence, tree))
+    return inputs
 
 
 def _drafter(sequence: Sequence) -> Drafter:
@@ -292,7 +295,7 @@ def _drafter(sequence: Sequence) -> Drafter:
 
 
 def _drafted(work: list[tuple[Sequence, Passes[T]]], stage: str) -> list[tuple[Sequence, T]]:
-    """What comes of drafters' work, side by side; what fails ends its answer only."""
+    """Results of drafters' work, in shared passes; an error ends its sequence only."""
     if not work:
         return []
     begin = time.perf_counter()
@@ -309,36 +312,36 @@ def _drafted(work: list[tuple[Sequence, Passes[T]]], stage: str) -> list[tuple[S
     return found
 
 
-def _verifying(sequence: Sequence, tree: Tree) -> _Turn:
+def _verifying(sequence: Sequence, tree: Tree) -> _PassInput:
     if len(tree) == 1:
-        return _Turn(sequence, _part(sequence, tree.token_ids, _FIRST), VERIFY, tree=tree)
+        return _PassInput(sequence, _part(sequence, tree.token_ids, _FIRST), VERIFY, tree=tree)
     depths, mask = tree.layout()
     more = {"position_ids": sequence.num_rows + depths, "tree_mask": mask}
     part = _part(sequence, tree.token_ids, np.arange(len(tree)), **more)
-    return _Turn(sequence, part, VERIFY, tree=tree)
+    return _PassInput(sequence, part, VERIFY, tree=tree)
 
 
-# ---------------------------------------------------------------------------- behind the pass
-def _settle(session: DecoderNetwork, turn: _Turn, result: PassResult) -> Round | None:
-    """New tokens of an answer; None while its prompt is read."""
-    sequence = turn.sequence
-    if turn.tree is not None:
-        accepted = None if turn.verified is None else turn.verified.accepted
-        return _accept(session, sequence, turn.tree, result, accepted)
-    if turn.stage == PREFILL:
-        assert turn.part is not None
-        return _settle_piece(sequence, turn.part.end, result)
+# ---------------------------------------------------------------------------- after the pass
+def _process(session: DecoderNetwork, entry: _PassInput, result: PassResult) -> Round | None:
+    """New tokens of a sequence; None during prefill."""
+    sequence = entry.sequence
+    if entry.tree is not None:
+        accepted = None if entry.verified is None else entry.verified.accepted
+        return _accept(session, sequence, entry.tree, result, accepted)
+    if entry.stage == PREFILL:
+        assert entry.part is not None
+        return _process_chunk(sequence, entry.part.end, result)
     token_id = draw(result, 0, sequence.sampler)
     sequence.num_rows += 1
     if sequence.drafter is None:
         return Round((token_id,))
-    assert turn.part is not None
+    assert entry.part is not None
     sequence.drafter.pass_by(token_id, result.taps)
-    return Round((token_id,), Tree.of_roots(turn.part.token_ids), (0,), (1.0,))
+    return Round((token_id,), Tree.of_roots(entry.part.token_ids), (0,), (1.0,))
 
 
-def _settle_piece(sequence: Sequence, end: int, result: PassResult) -> Round | None:
-    """The last piece of a prompt gives the answer's first token."""
+def _process_chunk(sequence: Sequence, end: int, result: PassResult) -> Round | None:
+    """Process a chunk of a prompt; the last one gives the first output token."""
     prompt, drafter = sequence.prompt.token_ids, sequence.drafter
     following = prompt[sequence.num_rows + 1 : end + 1]
     if is_last := end == len(prompt):
@@ -358,11 +361,11 @@ def _accept(
     result: PassResult,
     accepted: Accepted | None,
 ) -> Round:
-    """Accept a path of a tree, unless a device did, and commit it."""
+    """Accept a path of a tree, unless the device did, and commit it."""
     drafter, length = sequence.drafter, sequence.num_rows
     assert drafter is not None
     if len(tree) == 1 and accepted is None:
-        # Whatever accepts draws this token, and its row stands where it belongs.
+        # Any acceptance rule draws this token, and its position is already right.
         outcome, taps = Accepted([0], draw(result, 0, sequence.sampler)), result.taps
     else:
         outcome = accepted or sequence.accept(tree, result, sequence.sampler)
@@ -375,7 +378,7 @@ def _accept(
 
 
 def _commit(drafter: Drafter, tree: Tree, taps: F32, outcome: Accepted) -> tuple[int, ...]:
-    """Tell the drafter what was accepted, with its features [M, T*H]; the new tokens."""
+    """Pass the accepted tokens to the drafter, with hidden states [M, T*H]; return new tokens."""
     token_ids = (*(int(tree.token_ids[node]) for node in outcome.path[1:]), outcome.bonus)
     drafter.observe(np.asarray(token_ids), taps)
     drafter.remember(list(token_ids))

@@ -1,4 +1,4 @@
-"""The text of an answer as its tokens come, and where it ends."""
+"""Stop detection: finds end tokens and stop strings in the output tokens of a request."""
 
 from __future__ import annotations
 
@@ -9,7 +9,7 @@ from edgellm.device_runtime.text.tokenizer import StopMatcher, TextStream
 
 
 class StopResult(NamedTuple):
-    """Tokens up to an end."""
+    """Tokens up to a stop."""
 
     token_ids: list[int]
     pieces: list[str]  # the text that each of them completed
@@ -18,17 +18,17 @@ class StopResult(NamedTuple):
 
 
 class StopDetector:
-    """What ends one answer: tokens, whose text is not shown, and stop strings."""
+    """Detects end tokens, which have no text, and stop strings."""
 
     def __init__(
         self, stream: TextStream, stops: StopMatcher, ends: frozenset[int], min_tokens: int
     ) -> None:
-        """Begin an answer; the texts of its first `min_tokens` tokens hold no stop string."""
+        """No stop string ends within the text of the first `min_tokens` tokens."""
         self.stream, self._stops, self._ends = stream, stops, ends
         self._early = min_tokens
 
     def take(self, token_ids: Sequence[int]) -> StopResult:
-        """The answer goes on with these, up to an end."""
+        """Add tokens; return them up to a stop."""
         taken: list[int] = []
         pieces: list[str] = []
         for token_id in token_ids:
@@ -45,6 +45,6 @@ class StopDetector:
         return StopResult(taken, pieces)
 
     def rest(self) -> str:
-        """What was held back, when no stop string ended the answer."""
+        """The text that was held back, if no stop string ended the output."""
         shown, stop = self._stops.push(self.stream.finish())
         return shown if stop is not None else shown + self._stops.finish()

@@ -1,4 +1,4 @@
-"""Variables of chat templates by keyword: names that a template does not read are rejected."""
+"""Keyword variables of chat templates: names that the template does not use are rejected."""
 
 from __future__ import annotations
 
@@ -11,7 +11,7 @@ from edgellm.core.errors import RequestError
 from edgellm.device_runtime.sampling.sampler import SamplingParams
 from edgellm.device_runtime.text.tokenizer import ChatTokenizer
 
-# What transformers gives to every template, and what the formatter itself reads.
+# Given by transformers to every template, and interpreted by the formatter itself.
 GIVEN = ("tools", "documents", "add_generation_prompt", "continue_final_message")
 THINKING = ("enable_thinking", "thinking")
 # Options of `LLM.generate`.
@@ -51,17 +51,17 @@ def require_known(
     fixed: Collection[str] = ("messages",),
     place: str = "",
 ) -> None:
-    """Reject what a chat template does not read.
+    """Reject variables that the chat template does not use.
 
     Args:
         flags: variables for the template.
         tokenizer: with the template.
-        own: options that do not go through the template: how each is given.
+        own: options outside of the template, and how to give each.
         fixed: variables that are given in another way.
-        place: what stands before the names of the variables.
+        place: prefix of variable names in errors.
 
     Raises:
-        RequestError: a name is not read, or a switch is neither True nor False.
+        RequestError: a name is unused, or a switch is neither True nor False.
     """
     read = tokenizer.template_variables()
     for name in flags:
@@ -86,7 +86,7 @@ def can_think(tokenizer: ChatTokenizer) -> bool:
 
 
 def refuse_flags(flags: Mapping[str, object]) -> None:
-    """Raises `RequestError`: raw text goes through no template."""
+    """Raises `RequestError`, since raw text does not use a template."""
     for name in flags:
         hint = _suggestion(name, (), PYTHON)
         raise RequestError(
@@ -96,7 +96,7 @@ def refuse_flags(flags: Mapping[str, object]) -> None:
 
 
 def _suggestion(name: str, read: Iterable[str], own: Mapping[str, str]) -> str:
-    """What may have been meant."""
+    """A hint with the name that was probably meant."""
     meant = name if name in own else _SYNONYMS.get(name, "")
     if meant in own:
         return f"give {own[meant]}"

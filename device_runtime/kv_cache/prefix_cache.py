@@ -1,9 +1,8 @@
-"""What the rows of a KV cache stand for, so that no prompt computes a row that is there already.
+"""Prefix cache: keys of cached positions, and pinned prefixes.
 
-A row depends on its own token, on all before it, and on their positions. So the keys of a cache's
-rows, compared with those of a prompt from the beginning, tell how many rows the two have in
-common. A row of an image has the image's content for a key: which row it is, and where it and
-what follows stand, is told by the rows before.
+The KV of a position depends on its token, on all tokens before it, and on their positions. So the
+common prefix of the keys of a cache and of a prompt is the number of positions they share. The key
+of an image token is a hash of the image; which of its tokens it is follows from earlier keys.
 """
 
 from __future__ import annotations
@@ -21,23 +20,23 @@ from edgellm.device_runtime.arrays import (
     RowKey,
 )
 
-KEPT_BYTES = 256 << 20  # of system prompts' rows
+KEPT_BYTES = 256 << 20  # of pinned prefixes
 
 
 def row_keys(token_ids: Iterable[int], image_keys: Mapping[int, RowKey]) -> list[RowKey]:
-    """What tokens stand for: themselves, or the images that `image_keys` says."""
+    """Keys of tokens: the ids, or the image keys of placeholder ids."""
     return [image_keys.get(token_id, token_id) for token_id in token_ids]
 
 
 def marked(keys: Sequence[RowKey], adapter: LoadedAdapter | None) -> list[RowKey]:
-    """The keys of a text from its beginning as those of an adapter: all rows follow the first."""
+    """Keys of a text with an adapter: the first key names it, so all positions depend on it."""
     if adapter is None or not keys:
         return [*keys]
     return [f"{adapter.mark} {keys[0]}", *keys[1:]]
 
 
 def count_common(ones: Sequence[RowKey], others: Sequence[RowKey]) -> int:
-    """Keys from the beginning that are equal."""
+    """Length of the common prefix."""
     maximum = min(len(ones), len(others))
     if ones[:maximum] == others[:maximum]:
         return maximum
@@ -46,42 +45,42 @@ def count_common(ones: Sequence[RowKey], others: Sequence[RowKey]) -> int:
 
 
 class SequenceCache(Protocol):
-    """A KV cache of several sequences that knows what their rows stand for.
+    """A KV cache of several sequences, with the keys of their positions.
 
-    Rows are read, written and compared of the current one.
+    Reads, writes and comparisons apply to the current sequence.
     """
 
     @property
     def context(self) -> Any:
-        """The current sequence's."""
+        """The current sequence's context."""
         ...
 
     def new_context(self) -> Any:
-        """Of another sequence, without rows."""
+        """The context of a new, empty sequence."""
         ...
 
     def use(self, context: Any, /) -> None:
-        """Make it the current one."""
+        """Make a context current."""
         ...
 
     def fork(self, context: Any, /) -> Any:
-        """Another with the same rows, which both may go on from."""
+        """Copy a context, sharing its positions; both may be extended."""
         ...
 
     def close(self, context: Any, /) -> None:
-        """Nobody goes on behind these rows."""
+        """Free a context; it is not extended any more."""
         ...
 
     def on_shortage(self, forget_one: Callable[[], bool]) -> None:
-        """Have somebody asked for room when there is none, who says whether he gave rows back."""
+        """Register an eviction callback; it returns True if it freed blocks."""
         ...
 
     def held(self, keys: Sequence[RowKey]) -> int:
-        """Rows that are those of a prompt with these keys, if it can go on behind them."""
+        """Positions shared with a prompt of these keys, if it can be continued from there."""
         ...
 
     def held_by(self, context: Any, keys: Sequence[RowKey], /) -> int:
-        """The same of any sequence, none where a prompt could not go on behind so many."""
+        """The same for any sequence; 0 if a prompt could not be continued from there."""
         ...
 
     def read_rows(self, length: int) -> NDArray[Any]:
@@ -90,18 +89,18 @@ class SequenceCache(Protocol):
 
     @property
     def least_rows(self) -> int:
-        """The fewest rows that a prompt can go on behind, but for none.
+        """The smallest prefix length, other than 0, from which a prompt can be continued.
 
-        Behind fewer than these windows see rows that were given back.
+        With fewer positions, window layers would attend to positions that were freed.
         """
         ...
 
     def write_rows(self, rows: NDArray[Any], keys: Sequence[RowKey], least_rows: int = 0) -> None:
-        """Make `rows`, which `read_rows` gave, the only ones.
+        """Replace the content by `rows` from `read_rows`.
 
         Args:
-            rows: the first ones of what was read.
-            keys: of a prompt that begins so.
+            rows: the first positions of what was read.
+            keys: of a prompt with this prefix.
             least_rows: of the cache when it was read.
         """
         ...
@@ -109,58 +108,61 @@ class SequenceCache(Protocol):
 
 @runtime_checkable
 class StatefulCache(SequenceCache, Protocol):
-    """That of a base, whose recurrent layers may have states besides."""
+    """The KV cache of a base, which may also have states of recurrent layers."""
 
     def read_states(self, length: int) -> tuple[NDArray[Any], ...]:
-        """Copies of those behind the first `length` rows; () where no layer has any."""
+        """Copies of the states after the first `length` positions; () without such layers."""
         ...
 
     def write_states(self, states: tuple[NDArray[Any], ...], length: int) -> None:
-        """Those that `read_states` gave, behind as many rows, which are written."""
+        """Restore states from `read_states`, after `length` positions, which are written."""
         ...
 
 
 @runtime_checkable
 class DraftCache(SequenceCache, Protocol):
-    """That of a draft, whose newest row may wait for the token behind, as a feature of the base."""
+    """The KV cache of a draft; its newest position may still wait for the next token."""
 
     def read_feature(self, length: int) -> NDArray[Any]:
-        """That of the last of `length` rows, [1, T*H] if `read_rows` left it out, else [0, T*H]."""
+        """Hidden states [1, T*H] of the last of `length` positions, else [0, T*H].
+
+        Only if `read_rows` left that position out.
+        """
         ...
 
     def write_feature(self, feature: NDArray[Any], key: RowKey) -> None:
-        """What `read_feature` gave, behind all rows; `key` of the token that it leads to."""
+        """Restore hidden states from `read_feature`; `key` is that of the token after them."""
         ...
 
 
 @dataclass(frozen=True, slots=True)
 class PinnedPrefix:
-    """The rows of the beginning of a prompt."""
+    """A pinned prefix of a prompt: copies of its KV and states."""
 
-    keys: tuple[RowKey, ...]  # and that of the token behind them
-    rows: tuple[NDArray[Any], ...]  # of the base, and of the draft if there is one
-    states: tuple[NDArray[Any], ...] = ()  # of recurrent layers, behind all rows of the base
-    least_rows: int = 0  # fewer of them cannot be gone on from
-    features: tuple[NDArray[Any], ...] = ()  # of drafts, each of no row or one behind its rows
+    keys: tuple[RowKey, ...]  # and the key of the token after them
+    rows: tuple[NDArray[Any], ...]  # KV of the base, and of the draft if there is one
+    states: tuple[NDArray[Any], ...] = ()  # of recurrent layers, after all positions of the base
+    least_rows: int = 0  # minimum length from which a prompt can be continued
+    features: tuple[NDArray[Any], ...] = ()  # hidden states for drafts, of zero or one position
 
     @property
     def num_bytes(self) -> int:
-        """Of all rows."""
+        """Size of all arrays."""
         return sum(array.nbytes for array in (*self.rows, *self.states, *self.features))
 
     @property
     def length(self) -> int:
-        """Rows that all caches have."""
+        """Positions that all caches have."""
         return min(self.rows[0].shape[-2], *map(sum, self._drafted()), sys.maxsize)
 
     def _drafted(self) -> list[tuple[int, int]]:
-        """Rows of each draft, and those for which there is a feature only."""
+        """KV positions of each draft, and positions with only hidden states."""
         waiting = map(len, self.features or [()] * len(self.rows))
         return [(rows.shape[-2], more) for rows, more in zip(self.rows[1:], waiting, strict=False)]
 
     def holds(self, other: PinnedPrefix) -> bool:
-        """Whether it serves wherever another does, which it begins with."""
-        if self.states:  # which cannot go back to fewer
+        """Whether it can replace another, which is a prefix of it."""
+        if self.states:  # which cannot be truncated
             return False
         own = other.keys[:-1]
         if len(self.rows) != len(other.rows) or self.least_rows > other.least_rows:
@@ -168,11 +170,11 @@ class PinnedPrefix:
         return self.keys[: len(own)] == own != self.keys[:-1]
 
     def usable(self, keys: Sequence[RowKey], num_caches: int) -> int:
-        """Rows that are those of a prompt, in the first `num_caches`."""
+        """Positions shared with a prompt, in the first `num_caches`."""
         common = count_common(self.keys, keys)
         found = min(common, self.rows[0].shape[-2])
         for rows, waiting in self._drafted()[: num_caches - 1]:
-            # A row of the draft holds the token behind it, too; a feature goes with any.
+            # A draft's position also depends on the next token; hidden states do not.
             drafted = rows + waiting if waiting and common > rows else min(common - 1, rows)
             found = min(found, max(drafted, 0))
         if found < self.least_rows or (self.states and found < self.rows[0].shape[-2]):
@@ -180,7 +182,7 @@ class PinnedPrefix:
         return found
 
     def restore(self, length: int, caches: Sequence[SequenceCache]) -> None:
-        """Write the first `length` rows into the caches, the base's first."""
+        """Write the first `length` positions into the caches, the base's first."""
         for cache, rows in zip(caches, self.rows, strict=False):
             cache.write_rows(rows[..., :length, :], self.keys, self.least_rows)
         for cache, rows, feature in zip(caches[1:], self.rows[1:], self.features, strict=False):
@@ -191,18 +193,18 @@ class PinnedPrefix:
 
 
 class PinnedPrefixes:
-    """Beginnings of prompts whose rows are kept, in the order of their last use."""
+    """Pinned prefixes of prompts, in the order of their last use (LRU)."""
 
     def __init__(self, limit_bytes: int = KEPT_BYTES) -> None:
         self.limit_bytes = limit_bytes
         self._kept: OrderedDict[tuple[RowKey, ...], PinnedPrefix] = OrderedDict()
 
     def keep(self, keys: Sequence[RowKey], caches: Sequence[SequenceCache]) -> bool:
-        """Keep what the caches hold of the rows of all `keys` but the last; forget the oldest.
+        """Pin the positions of all `keys` but the last; evict the least recently used.
 
         Returns:
-            False if these rows alone exceed the limit, or are not all there: nothing is kept,
-            nothing is forgotten.
+            False if this prefix alone exceeds the limit, or is not complete in the caches; then
+            nothing is pinned or evicted.
         """
         name, length = tuple(keys[:-1]), len(keys) - 1
         known = self._kept.get(name)
@@ -225,11 +227,11 @@ class PinnedPrefixes:
         return self.add(PinnedPrefix(tuple(keys), saved, states, least_rows, tuple(features)))
 
     def knows(self, name: Sequence[RowKey]) -> bool:
-        """Whether rows of this beginning are kept."""
+        """Whether this prefix is pinned."""
         return tuple(name) in self._kept
 
     def add(self, kept: PinnedPrefix) -> bool:
-        """Keep rows that somebody read; as `keep`."""
+        """Pin a prefix that was read from caches; as `keep`."""
         name = kept.keys[:-1]
         if kept.num_bytes > self.limit_bytes:
             return False
@@ -242,11 +244,11 @@ class PinnedPrefixes:
 
     @property
     def all(self) -> list[PinnedPrefix]:
-        """What is kept; the one that was used last is the last."""
+        """All pinned prefixes; the most recently used is the last."""
         return list(self._kept.values())
 
     def find(self, keys: Sequence[RowKey], num_caches: int) -> tuple[int, PinnedPrefix | None]:
-        """What serves a prompt with these keys best: how many of its rows are usable."""
+        """The pinned prefix with the most usable positions for a prompt, and their number."""
         found = [(kept.usable(keys, num_caches), name) for name, kept in self._kept.items()]
         usable, name = max(found, key=lambda pair: pair[0], default=(0, ()))
         if not usable:

@@ -1,7 +1,7 @@
-"""Answers that are over, whose rows stay in the caches for prompts that begin alike.
+"""Prefix pool: finished sequences whose KV blocks remain cached for prompts with equal prefixes.
 
-They keep their pages until others need them. Who goes first is a matter of cost: many rows that
-nobody has asked for since many answers.
+They keep their blocks until others need them. Eviction is by cost: length times age, where age
+counts sequences since the last use.
 """
 
 from __future__ import annotations
@@ -19,24 +19,24 @@ MAX_FINISHED = 64  # each is compared with every prompt
 
 @dataclass(slots=True, eq=False)
 class Finished:
-    """One of them."""
+    """A finished sequence."""
 
-    keys: list[RowKey]  # of its rows, and of the token behind; perhaps of a prompt alone
+    keys: list[RowKey]  # of its positions and the next token; perhaps of a prompt alone
     contexts: tuple[Any, ...]  # in the base's cache, and in the draft's
-    used: int = 0  # the number of the answer that was the last to use it
+    used: int = 0  # clock value of its last use
 
 
 @dataclass(slots=True)
 class FinishedSequences:
-    """See the module."""
+    """All finished sequences of an engine."""
 
     caches: Sequence[SequenceCache]
     maximum: int = MAX_FINISHED
-    all: list[Finished] = field(default_factory=list)  # the one that was used last is the last
+    all: list[Finished] = field(default_factory=list)  # the most recently used is the last
     _clock: itertools.count[int] = field(default_factory=lambda: itertools.count(1))
 
     def add(self, one: Finished) -> None:
-        """Keep the rows of one; those of which it holds all are given back."""
+        """Add a sequence; free those that it contains."""
         for other in [other for other in self.all if self._serves(one, other)]:
             self.forget(other)
         if longer := next((other for other in self.all if self._serves(other, one)), None):
@@ -49,18 +49,18 @@ class FinishedSequences:
             self.forget(self.all[0])
 
     def use(self, one: Finished) -> None:
-        """A prompt begins with rows of it."""
+        """Record that a prompt reuses its prefix."""
         one.used = next(self._clock)
         self.all.remove(one)
         self.all.append(one)
 
     def take(self, one: Finished) -> tuple[Any, ...]:
-        """Its rows are another answer's now."""
+        """Remove a sequence, and return its contexts for another to continue."""
         self.all.remove(one)
         return one.contexts
 
     def forget_one(self) -> bool:
-        """Give rows back, of the one that costs most; False: there is none."""
+        """Free the sequence of highest cost; False if there is none."""
         if not self.all:
             return False
         now = next(self._clock)
@@ -68,12 +68,12 @@ class FinishedSequences:
         return True
 
     def forget(self, one: Finished) -> None:
-        """Give its rows back."""
+        """Free a sequence."""
         self.all.remove(one)
         self._close(one)
 
     def _serves(self, one: Finished, other: Finished) -> bool:
-        """Whether a prompt can go on from all rows of another behind those of one."""
+        """Whether a prompt can continue from all positions of `other` in `one`."""
         keys = other.keys[:-1]
         if not _begins(one.keys, keys):
             return False

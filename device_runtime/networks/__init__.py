@@ -1,7 +1,6 @@
-"""Passes over the loaded graphs of an engine, on any backend.
+"""Networks: passes over the loaded graphs of an engine, on any backend.
 
-A module for each role that an engine may be for (`edgellm.core.graph_roles`), found by the role's
-name.
+One module for each role of an engine (`edgellm.core.graph_roles`), with the role's name.
 """
 
 from __future__ import annotations
@@ -16,22 +15,22 @@ from edgellm.device_runtime.runners.pass_timing import Budget
 
 
 class Module(Protocol):
-    """What the module of a role has."""
+    """Functions of a role's module."""
 
     def session(self, opened: Mapping[str, Runner], spec: Spec, capacity: int) -> Any:
-        """A session over the runners of an engine, whose caches have `capacity` rows."""
+        """A network over the runners of an engine, with KV caches of `capacity` positions."""
         ...
 
     def costs(
         self, session: Any, spec: Spec, max_rows: int = 0, budget: Budget | None = None
     ) -> dict[str, dict[str, float]]:
-        """Milliseconds of passes on this machine, by kind and rows.
+        """Milliseconds of passes on this machine, by kind and number of tokens.
 
         Args:
             session: its cache is overwritten.
             spec: of the engine.
-            max_rows: of a pass, and candidates of a row, where there is such a bound; 0: any.
-            budget: of the time that it takes; None: one of its own.
+            max_rows: maximum tokens of a pass, or candidates of a position; 0: no limit.
+            budget: time limit; None: the default.
         """
         ...
 

@@ -1,4 +1,4 @@
-"""Passes of a draft that foresees whole blocks: rows of the text are committed, a block follows."""
+"""Passes of a block drafter: they commit tokens of the text and predict a block after them."""
 
 from __future__ import annotations
 
@@ -26,29 +26,29 @@ from edgellm.device_runtime.runners.pass_timing import (
 
 
 class BlockNetwork(DraftNetwork):
-    """A loaded draft.
+    """A loaded block drafter.
 
-    A part of a pass commits the rows of its features. Behind them stands a block of as many rows as
-    `output_rows` has, the last of its tokens and mask tokens; nothing of it is kept.
+    A part of a pass commits positions with hidden states. A block of `len(output_rows)` tokens
+    follows: the last token and mask tokens. Its KV is not kept.
     """
 
     def __init__(
         self, runner: Runner, fuse: Runner, spec: DecoderSpec, block: BlockSpec, capacity: int
     ) -> None:
-        """`capacity`: rows of the cache, of which the last are for the block."""
+        """`capacity`: positions of the cache, the last of which are for the block."""
         super().__init__(runner, fuse, spec, capacity)
         self.block = block
         longest = capacity if block.window is None else min(capacity, block.window)
         self.capacity = longest - block.size
 
     def run_many(self, parts: Sequence[DraftPart]) -> list[DraftResult]:
-        """Commit rows of several answers, each with a context of its own, and foresee blocks.
+        """Commit tokens of several sequences, each with its own context, and predict blocks.
 
         Args:
-            parts: at most `max_batch_size`; features are given, positions and masks are not.
+            parts: at most `max_batch_size`, with hidden states, without positions and masks.
 
         Raises:
-            LimitError: the rows do not fit into the cache, or the engine gives fewer candidates.
+            LimitError: the cache is too small, or the engine returns fewer candidates.
         """
         inputs = [
             self._block_inputs(part, hidden)
@@ -71,7 +71,7 @@ class BlockNetwork(DraftNetwork):
     def _block_inputs(self, part: DraftPart, hidden: F32) -> dict[str, NDArray[Any]]:
         text, size = len(hidden), len(part.output_rows)
         ids = np.full(text + size, self.block.mask_token_id)
-        ids[: text + 1] = part.token_ids[-1]  # of the text's rows nobody reads it
+        ids[: text + 1] = part.token_ids[-1]  # the ids of the text are not used
         rows = np.zeros((text + size, hidden.shape[1]), np.float32)
         rows[:text] = hidden
         mask = None if self.block.is_causal else np.ones((len(ids), len(ids)), np.bool_)
@@ -95,7 +95,7 @@ def open_block(folder: Path, engine: Engine) -> BlockNetwork:
 
 
 def session(opened: Mapping[str, Runner], spec: DraftSpec, capacity: int) -> BlockNetwork:
-    """See `sessions.Module`."""
+    """See `networks.Module`."""
     assert spec.block is not None
     return BlockNetwork(opened[BLOCK], opened[FUSE], spec.decoder, spec.block, capacity)
 
@@ -103,7 +103,7 @@ def session(opened: Mapping[str, Runner], spec: DraftSpec, capacity: int) -> Blo
 def costs(
     session: BlockNetwork, spec: DraftSpec, max_rows: int = 0, budget: Budget | None = None
 ) -> dict[str, dict[str, float]]:
-    """See `sessions.Module`: by rows that are committed, with a whole block behind them."""
+    """See `networks.Module`: by committed tokens, each followed by a whole block."""
     context, measured = measured_rows(session.capacity, max_rows)
     top_k = min(CANDIDATES, spec.draft_vocab_size)
     taps = np.random.default_rng(1).standard_normal((max(measured), spec.taps_width), np.float32)

@@ -1,4 +1,4 @@
-"""Passes of a language model, and what the rows of its KV cache stand for."""
+"""Passes of a language model, with the keys of its cached positions."""
 
 from __future__ import annotations
 
@@ -35,39 +35,39 @@ from edgellm.device_runtime.runners.pass_timing import Budget, measured_rows, ti
 
 
 class DecoderNetwork:
-    """A loaded decoder with KV caches of `capacity` rows for a sequence.
+    """A loaded decoder with a KV cache of `capacity` positions for each sequence.
 
-    The record of what the rows stand for is cut before rows are overwritten and grows after they
-    are written, so that it is true whatever fails in between and whoever runs the passes.
+    Keys are truncated before their positions are overwritten, and appended after positions are
+    written. So they are valid after an error at any point, whatever code runs the passes.
     """
 
     def __init__(
         self, runner: Runner, spec: DecoderSpec, capacity: int, commit: Runner | None = None
     ) -> None:
-        """`commit`: of a decoder with recurrent layers."""
+        """`commit` is the graph that commits states of recurrent layers, if there are any."""
         self.capacity, self._states = capacity, None
         self._runner, self._contexts = runner, Contexts(runner)
-        self.max_batch_size = self._contexts.max_together  # sequences that one pass serves
+        self.max_batch_size = self._contexts.max_together  # sequences of one pass
         if spec.recurrent is not None:
             assert commit is not None
             self._states = States(commit, spec.recurrent, self.max_batch_size)
         self._inputs = PassInputs(runner, spec, capacity)
-        self.context = Context()  # whose rows all methods but `run_many` are about
+        self.context = Context()  # current for all methods but `run_many`
         self.context.is_spare = True
         self._costs: Measured = {}
 
     @property
     def free_rows(self) -> int | None:
-        """Rows that further sequences may have; None where all take turns with one cache."""
+        """Positions that are free for further sequences; None if all share one cache."""
         return self._contexts.free_rows
 
     @property
     def page_rows(self) -> int:
-        """Rows that a sequence gets at a time."""
+        """Positions of a KV block."""
         return self._contexts.page_rows
 
     def free_rows_without(self, contexts: Iterable[Context]) -> int:
-        """Rows that further sequences might have if these gave theirs back."""
+        """Free positions if these contexts were freed."""
         return self._contexts.free_rows_without(contexts)
 
     def on_shortage(self, forget_one: Callable[[], bool]) -> None:
@@ -76,42 +76,42 @@ class DecoderNetwork:
 
     @property
     def pass_rows(self) -> int:
-        """Rows of a sequence in a pass at most, where windows bound its cache; 0: any number."""
+        """Maximum tokens of a sequence in a pass, if windows limit its cache; 0: no limit."""
         return self._contexts.pass_rows
 
     @property
     def state_bytes(self) -> int:
-        """Of the states that recurrent layers keep of a sequence."""
+        """Size of the recurrent states of a sequence."""
         return 0 if self._states is None else self._states.num_bytes
 
     def use(self, context: Context) -> None:
-        """Turn to the rows of another sequence."""
+        """Switch to another sequence."""
         self._contexts.admit(context)
         self.context = context
 
     def cut(self, length: int) -> None:
-        """Rows behind the first `length` need not be kept."""
+        """Truncate the cache to the first `length` positions."""
         if self._states is not None and self.context.memory is not None:
             self._states.cut(self.context.memory, length)
         self.context.cut(length)
 
     def new_context(self) -> Context:
-        """Of another sequence, without rows."""
+        """The context of a new, empty sequence."""
         return Context()
 
     def fork(self, context: Context) -> Context:
-        """Another with the same rows."""
+        """Copy a context, sharing its positions."""
         new = self._contexts.fork(context)
         if self._states is not None and context.memory is not None:
             new.memory = self._states.fork(context.memory)
         return new
 
     def save(self, context: Context) -> None:
-        """Copy the rows of a context out: others want the memory."""
+        """Swap out a context, to free its memory."""
         self._contexts.save(context)
 
     def close(self, context: Context) -> None:
-        """Nobody goes on behind these rows."""
+        """Free a context; it is not extended any more."""
         if self._states is not None:
             self._states.release(context.memory)
         self._contexts.close(context)
@@ -125,19 +125,19 @@ class DecoderNetwork:
         position_ids: I64 | None = None,
         tree_mask: Bool | None = None,
     ) -> PassResult:
-        """Compute S new rows and write their keys and values at `write_index`.
+        """Compute S new tokens, and write their keys and values at `write_index`.
 
         Args:
             token_ids: int64 [S].
-            write_index: rows of the cache that are valid; the new ones follow.
-            logits_index: int64 [R], the new rows that get logits.
-            position_ids: int64 [S], counted as in text also where images give rows others; None
+            write_index: number of valid positions in the cache; the new ones follow.
+            logits_index: int64 [R], the new tokens that get logits.
+            position_ids: int64 [S], counted as in text also if images have other positions; None
                 counts on from `write_index`.
-            tree_mask: bool [S, S], row i may see new row j; None is causal. What rows of a tree
-                stand for is known when `compact` has chosen a path.
+            tree_mask: bool [S, S], token i attends to token j; None is causal. Keys of a tree are
+                appended when `compact` has chosen a path.
 
         Raises:
-            LimitError: the rows do not fit into the cache, or are more than `pass_rows`.
+            LimitError: the cache is too small, or the tokens are more than `pass_rows`.
         """
         part = SequencePart(
             self.context, token_ids, write_index, logits_index, position_ids, tree_mask
@@ -145,13 +145,13 @@ class DecoderNetwork:
         return self.run_many([part])[0]
 
     def run_many(self, parts: Sequence[SequencePart]) -> list[PassResult]:
-        """As `run`, for several sequences, each with a context of its own, in one pass if it can.
+        """As `run`, for several sequences with their own contexts, in one pass if possible.
 
         Args:
-            parts: `max_batch_size` are one pass.
+            parts: one pass takes up to `max_batch_size`.
 
         Raises:
-            LimitError: rows do not fit into the cache; nothing is computed.
+            LimitError: a cache is too small; nothing is computed.
         """
         shifts = self._inputs.hold([(part.context, part.token_ids) for part in parts])
         asked: list[tuple[Context, dict[str, NDArray[Any]]]] = []
@@ -175,10 +175,10 @@ class DecoderNetwork:
         return results
 
     def begin_rounds(self, parts: Sequence[tuple[Context, int, int]]) -> list[Begun]:
-        """A device is about to run trees.
+        """Prepare trees that the device runs.
 
         Args:
-            parts: context, its rows before the tree, and the tree's nodes.
+            parts: contexts, their positions before the tree, and nodes of the tree.
 
         Raises:
             LimitError: as `run`.
@@ -191,7 +191,7 @@ class DecoderNetwork:
         return list(map(Begun, starts, caches))
 
     def end_round(self, context: Context, token_ids: I64, outputs: Outputs) -> PassResult:
-        """It did, with these tokens; as `run` with a mask, before `compact`."""
+        """Record a device's tree of these tokens; as `run` with a mask, before `compact`."""
         context.written = _keys(context, token_ids, context.num_rows)
         context.num_rows += len(token_ids)
         return PassResult(outputs, len(token_ids))
@@ -202,11 +202,11 @@ class DecoderNetwork:
         return runner.open_rounds(draft, growth) if isinstance(runner, GrowsTrees) else None
 
     def set_images(self, images: ImageRows) -> None:
-        """Say what image rows of the next prompt stand for; holds until it is said again."""
+        """Set the images of the next prompt, until the next call."""
         self.context.images = images
 
     def costs_of(self, engine: Engine) -> Measured:
-        """Milliseconds of passes of its engine: as the build measured them, or as measured now."""
+        """Milliseconds of passes of its engine, as measured by the build or now."""
         if not self._costs:
             wanted = max(engine.max_verify_tree_size, self.max_batch_size)
             measure = partial(
@@ -217,21 +217,21 @@ class DecoderNetwork:
 
     @property
     def shared_rows(self) -> tuple[int, int]:
-        """See `runners.ArrangesPasses`; zeros: the runner does not ask what passes cost."""
+        """See `runners.ArrangesPasses`; zeros if the runner needs no costs."""
         return self._runner.shared_rows if isinstance(self._runner, ArrangesPasses) else (0, 0)
 
     def hold_adapters(self, weights: F32, table: I64) -> None:
-        """The adapters of the passes to come, see `runners.TakesAdapters`; of engines with any."""
+        """Set the adapters of further passes, see `runners.TakesAdapters`; only with LoRA."""
         assert isinstance(self._runner, TakesAdapters)
         self._runner.hold_adapters(weights, table)
         self._inputs.takes_adapters = True
 
     def compact(self, length: int, rows: I64) -> None:
-        """Compact the cache: the rows `length + rows` become `length`, `length + 1`, ...
+        """Compact the cache: the positions `length + rows` become `length`, `length + 1`, ...
 
         Args:
-            length: rows before, which stay.
-            rows: int64, ascending; the accepted rows of the last pass.
+            length: number of positions before, which stay.
+            rows: int64, ascending; the accepted tokens of the last pass.
         """
         context = self.context
         if self._states is not None:
@@ -257,20 +257,20 @@ class DecoderNetwork:
             self.context.memory = self._states.new()
 
     def read_states(self, length: int) -> tuple[NDArray[Any], ...]:
-        """See `prefix_cache.BaseCache`."""
+        """See `prefix_cache.StatefulCache`."""
         memory = self.context.memory
         if self._states is None or memory is None:
             return ()
         return self._states.read(memory, length)
 
     def write_states(self, states: tuple[NDArray[Any], ...], length: int) -> None:
-        """See `prefix_cache.BaseCache`."""
+        """See `prefix_cache.StatefulCache`."""
         if self._states is not None:
             self._states.write(self._memory(self.context), states, length)
 
     @property
     def num_rows(self) -> int:
-        """Rows that are known."""
+        """Positions with keys."""
         return len(self.context.keys)
 
     def held(self, keys: Sequence[RowKey]) -> int:
@@ -282,21 +282,21 @@ class DecoderNetwork:
         return self._reach(context, count_common(context.keys, keys))
 
     def _reach(self, context: Context, length: int) -> int:
-        """Rows, up to `length`, that a pass may begin behind.
+        """The longest prefix, up to `length`, from which a pass can continue.
 
-        Recurrent layers cannot go back; windows see no rows before those that they keep.
+        Recurrent states cannot be truncated; windows do not attend to freed positions.
         """
         memory = context.memory
         length = length if memory is None else memory.reach(length)
         return length if length >= context.least_rows else 0
 
     def begin_text(self, prompt_rows: int, held: int, marks: Iterable[int] = ()) -> int:
-        """A prompt is about to be read; rows that it may begin behind.
+        """Prepare prefill; return the number of positions from which it can continue.
 
         Args:
-            prompt_rows: of the prompt, the last of which is always computed.
-            held: of these, rows that are there; states may not be.
-            marks: numbers of rows that later prompts may begin behind, besides the usual ones.
+            prompt_rows: tokens of the prompt; the last is always computed.
+            held: cached positions of the prompt, perhaps without states.
+            marks: prefix lengths that get checkpoints for later prompts, besides the default ones.
         """
         if self._states is not None:
             every = range(CHECKPOINT_ROWS, prompt_rows, CHECKPOINT_ROWS)
@@ -304,9 +304,9 @@ class DecoderNetwork:
         return self._reach(self.context, held)
 
     def end_text(self, length: int) -> None:
-        """A text ends that the next goes on behind, `length` rows; a tree's may stand behind them.
+        """End a text after `length` positions; rejected tokens of a tree may follow them.
 
-        Recurrent layers cannot go back behind the next pass.
+        Must precede the next pass, since recurrent states cannot be truncated after it.
         """
         if self._states is not None and length < self.context.num_rows:
             self.cut(length)
@@ -324,7 +324,7 @@ class DecoderNetwork:
 
 
 def _record(part: SequencePart, outputs: Outputs) -> PassResult:
-    """What a pass has written, and gave."""
+    """Record what a pass has written, and return its result."""
     context, rows = part.context, len(part.token_ids)
     context.num_rows = part.write_index + rows
     context.written = _keys(context, part.token_ids, part.write_index)
@@ -334,12 +334,12 @@ def _record(part: SequencePart, outputs: Outputs) -> PassResult:
 
 
 def _append(context: Context, length: int, keys: list[RowKey]) -> None:
-    if len(context.keys) == length:  # not behind rows that nobody knows
+    if len(context.keys) == length:  # not after positions without keys
         context.keys += keys
 
 
 def _keys(context: Context, token_ids: I64, begin: int) -> list[RowKey]:
-    """What the rows from row `begin` on stand for."""
+    """Keys of the positions from `begin` on."""
     ids = token_ids.tolist()
     keys = ids if context.images is None else row_keys(ids, context.images.keys)
     return keys if begin or context.adapter is None else marked(keys, context.adapter)
@@ -352,7 +352,7 @@ def open_decoder(folder: Path, engine: Engine) -> DecoderNetwork:
 
 
 def session(opened: Mapping[str, Runner], spec: DecoderSpec, capacity: int) -> DecoderNetwork:
-    """See `sessions.Module`."""
+    """See `networks.Module`."""
     return DecoderNetwork(opened[DECODER], spec, capacity, opened.get(COMMIT))
 
 
@@ -364,9 +364,9 @@ def costs(
     *,
     max_requested: int = 0,
 ) -> dict[str, dict[str, float]]:
-    """See `sessions.Module`: of one sequence, and of several where the runner asks for it.
+    """See `networks.Module`: for one sequence, and for batches if the runner needs them.
 
-    All rows get logits; of more than `max_requested`, the last.
+    All tokens get logits, or the last if there are more than `max_requested`.
     """
     context, measured = measured_rows(session.capacity, max_rows)
     budget, is_shared = budget or Budget(), any(session.shared_rows)
@@ -384,7 +384,7 @@ def costs(
 def _costs_together(
     session: DecoderNetwork, spec: DecoderSpec, begin: int, max_rows: int, budget: Budget
 ) -> dict[str, dict[str, float]]:
-    """Of tokens and trees of several sequences side by side, behind `begin` rows of each."""
+    """Costs of tokens and trees of batches, after `begin` positions of each sequence."""
     session.close(session.context)
     contexts = [session.new_context() for _ in range(session.max_batch_size)]
 

@@ -1,4 +1,4 @@
-"""What every pass over a cache is told: tokens, where they stand, and the images among them."""
+"""Inputs of all passes with a KV cache: tokens, positions, masks and images."""
 
 from __future__ import annotations
 
@@ -20,7 +20,7 @@ from edgellm.device_runtime.runners import Runner, SharedRunner
 
 
 class PassInputs:
-    """Makes the inputs of a runner's passes; M-RoPE counts a picture's rows and columns."""
+    """Makes the inputs of a runner's passes, with M-RoPE positions for images."""
 
     def __init__(self, runner: Runner, spec: DecoderSpec, capacity: int) -> None:
         self._runner, self._capacity = runner, capacity
@@ -37,15 +37,15 @@ class PassInputs:
             self._give([ImageRows.none(spec.hidden_size, count)])
 
     def hold(self, parts: Sequence[tuple[Context, I64]]) -> list[int]:
-        """Hold the image rows that a pass reads, one sequence's behind the other's, and no more.
+        """Set the image embeddings of a pass: those of all sequences, concatenated.
 
-        A pass without any leaves what is held: nobody looks at it.
+        A pass without images leaves the previous ones, which it does not use.
 
         Args:
             parts: sequences with the tokens of the pass.
 
         Returns:
-            What to add to the token ids that stand for image rows, for each sequence.
+            Offsets to add to the ids of image tokens, for each sequence.
         """
         shifts, shown, first = [0] * len(parts), list[ImageRows](), 0
         if self._images is None:
@@ -81,13 +81,13 @@ class PassInputs:
         *,
         image_shift: int = 0,
     ) -> dict[str, NDArray]:
-        """By contract name; raises `LimitError` if the rows do not fit into the cache.
+        """By input name; raises `LimitError` if the cache is too small.
 
         Args:
-            context: whose rows they are.
+            context: of the sequence.
             token_ids: see `DecoderNetwork.run`, as the others.
-            write_index: rows before.
-            output_rows: that are wanted.
+            write_index: number of positions before.
+            output_rows: positions with outputs.
             position_ids: None counts on.
             tree_mask: None is causal.
             image_shift: see `hold`.
@@ -117,10 +117,10 @@ class PassInputs:
         return inputs
 
     def start(self, context: Context, row: int, rows: int) -> tuple[int, int]:
-        """Where `rows` rows go behind a prompt, and the first one's position, the same on all axes.
+        """Write index of `rows` tokens after a prompt, and the first position, equal on all axes.
 
         Raises:
-            LimitError: they do not fit into the cache.
+            LimitError: the cache is too small.
         """
         require_room(self._capacity, row, rows)
         if self._axes == 1:
@@ -128,7 +128,7 @@ class PassInputs:
         return row, int(self._positions(context, np.array([row])).flat[0])
 
     def _positions(self, context: Context, rows: I64) -> I64:
-        """[A, S], for A axes, of rows counted as in text."""
+        """Positions [A, S] for A axes, from positions counted as in text."""
         places = None if context.images is None else context.images.positions
         if places is None:
             return np.broadcast_to(rows, (self._axes, len(rows)))
@@ -139,7 +139,7 @@ class PassInputs:
 
 
 def parent_rows(rows: int, tree_mask: Bool | None) -> I64:
-    """The new row before each, int64 [S]; -1 where none is new. A mask [S, S] is of a tree."""
+    """Parent of each new token, int64 [S]; -1 if it is not new. A mask [S, S] is of a tree."""
     if tree_mask is None:
         return np.arange(-1, rows - 1)
     before = np.tril(tree_mask, -1)

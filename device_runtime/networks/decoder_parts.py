@@ -1,4 +1,4 @@
-"""What a sequence asks of a pass of a language model, and what it gets."""
+"""Input and output of one sequence in a pass of a language model."""
 
 from __future__ import annotations
 
@@ -17,7 +17,7 @@ from edgellm.device_runtime.runners import Outputs
 
 
 class PassResult:
-    """Outputs of one pass; a device's are fetched when they are read, before the next pass."""
+    """Outputs of one pass; a device's are fetched on access, before the next pass."""
 
     __slots__ = ("_outputs", "_rows", "_token_ids")
 
@@ -27,18 +27,18 @@ class PassResult:
 
     @property
     def token_ids(self) -> I64:
-        """[R], the likeliest token behind each row."""
+        """[R], the argmax at each position with logits."""
         found = self._token_ids
         if found is None:
             if graph_io.TOKEN_IDS in self._outputs:
                 found = self._outputs[graph_io.TOKEN_IDS][0]
-            else:  # numpy finds the largest logit of a row in a fifth of an operator's time
+            else:  # numpy finds the argmax in a fifth of an operator's time
                 found = self.logits.argmax(axis=-1)
             self._token_ids = found
         return found
 
     def highest_of(self, row: int) -> float:
-        """The logit of a row's token of `token_ids`, which are the argmax."""
+        """The logit of a position's argmax, which is in `token_ids`."""
         if graph_io.TOP_LOGITS in self._outputs:
             return float(self._outputs[graph_io.TOP_LOGITS][0, row])
         return float(self.logits[row, self.token_ids[row]])
@@ -50,14 +50,14 @@ class PassResult:
 
     @property
     def taps(self) -> F32:
-        """[S, T*H], features for a draft; [S, 0] when the engine gives none."""
+        """[S, T*H], auxiliary hidden states for a draft; [S, 0] if the engine has none."""
         if graph_io.HIDDEN_TAPS not in self._outputs:
             return np.zeros((self._rows, 0), np.float32)
         return self._outputs[graph_io.HIDDEN_TAPS][0]
 
 
 class SequencePart(NamedTuple):
-    """What a sequence computes in a pass; see `DecoderNetwork.run`."""
+    """Input of one sequence; see `DecoderNetwork.run`."""
 
     context: Context
     token_ids: I64
@@ -68,5 +68,5 @@ class SequencePart(NamedTuple):
 
     @property
     def end(self) -> int:
-        """Rows that are there behind it."""
+        """Number of positions after the pass."""
         return self.write_index + len(self.token_ids)

@@ -1,4 +1,4 @@
-"""Passes of a draft network with a KV cache of its own."""
+"""Passes of a draft network with its own KV cache."""
 
 from __future__ import annotations
 
@@ -39,8 +39,8 @@ from edgellm.device_runtime.runners.pass_timing import (
 )
 
 T = TypeVar("T")
-# What a base reads between two passes of its draft: many times the draft's head, and no more of
-# it is wanted than caches hold.
+# Bytes read between two passes of a draft, to simulate the base: many times the draft's head,
+# but no more than CPU caches hold.
 _BASE_HEADS, _CACHES_BYTES = 64, 64 << 20
 
 
@@ -49,20 +49,20 @@ class DraftResult(NamedTuple):
 
     token_ids: I64  # [R, K], of the base's vocabulary, best first
     log_probs: F32  # [R, K]
-    hidden: F32  # [R, D], the `hidden` of these rows' children; of blocks D = 0
-    links: F32 | None = None  # [R, L, L], see CANDIDATE_LINKS; of blocks only
+    hidden: F32  # [R, D], the `hidden` input of the children; of blocks D = 0
+    links: F32 | None = None  # [R, L, L], see CANDIDATE_LINKS; only of blocks
 
     def copy(self) -> DraftResult:
-        """One that stays valid."""
+        """A copy that stays valid."""
         links = None if self.links is None else self.links.copy()
         return DraftResult(self.token_ids.copy(), self.log_probs.copy(), self.hidden.copy(), links)
 
 
 class RequestedResult:
-    """What a pass gives that nobody waited for: fetched when it is called for.
+    """The result of an asynchronous pass, fetched on access.
 
-    Attributes:
-        row: of the pass's candidates on the device; None: they have come to the host.
+    Args:
+        row: index of its candidates on the device; None: they have been copied to the host.
     """
 
     def __init__(self, outputs: Outputs, row: int | None) -> None:
@@ -70,17 +70,17 @@ class RequestedResult:
         self._kept: DraftResult | None = None
 
     def __call__(self) -> DraftResult:
-        """Wait for it, if nobody has; valid as `DraftResult` says."""
+        """Wait for the result, and return it; valid as `DraftResult` says."""
         return self._kept or _result(self._outputs)
 
     def keep(self) -> None:
-        """The session is about to run again: what is still wanted comes to the host."""
+        """Fetch a result that is still needed, before the session runs again."""
         self._kept, self.row = self().copy(), None
 
 
 @dataclass(frozen=True, slots=True)
 class DraftPart:
-    """What an answer's draft computes in a pass; see `DraftNetwork.run`."""
+    """Input of one sequence's draft in a pass; see `DraftNetwork.run`."""
 
     context: Context
     token_ids: I64
@@ -88,13 +88,13 @@ class DraftPart:
     output_rows: I64
     top_k: int
     taps: F32 | None = None  # [S, T*H], to be fused
-    hidden: F32 | None = None  # [S, D], where there are no taps
+    hidden: F32 | None = None  # [S, D], without taps
     position_ids: I64 | None = None
     tree_mask: Bool | None = None
-    num_masks: int = 0  # of the rows, the last, which are never kept
+    num_masks: int = 0  # mask tokens at the end, whose KV is not kept
 
     def with_masks(self, token_id: int, count: int) -> DraftPart:
-        """The same with `count` rows of a mask token behind the last; all of them are wanted."""
+        """The same with `count` mask tokens at the end, all with outputs."""
         assert self.taps is not None
         rows = len(self.token_ids)
         zeros = np.zeros((count, self.taps.shape[1]), self.taps.dtype)
@@ -113,16 +113,16 @@ class DraftNetwork:
     def __init__(
         self, runner: Runner, fuse: Runner | None, spec: DecoderSpec, capacity: int
     ) -> None:
-        """Without `fuse` the features are the hidden rows."""
+        """Without `fuse` the auxiliary hidden states are used as they are."""
         self.capacity = capacity
         self._runner, self._fuse, self._contexts = runner, fuse, Contexts(runner)
         self._inputs = PassInputs(runner, spec, capacity)
-        self.context = Context()  # whose rows they are
+        self.context = Context()  # of the current sequence
         self._asked: WeakSet[RequestedResult] = WeakSet()  # of the latest pass, still wanted
 
     @property
     def max_batch_size(self) -> int:
-        """Answers that one pass serves."""
+        """Maximum sequences of a pass."""
         return self._contexts.max_together
 
     @property
@@ -157,7 +157,7 @@ class DraftNetwork:
         self._contexts.forget_one = forget_one
 
     def fuse(self, taps: F32) -> F32:
-        """Features of the base [S, T*H] as the draft's hidden rows [S, D]."""
+        """Auxiliary hidden states of the base [S, T*H] as the draft's hidden states [S, D]."""
         if self._fuse is None:
             return taps
         return self._fuse.run({graph_io.HIDDEN_TAPS: taps[None]})[graph_io.DRAFT_HIDDEN][0]
@@ -173,20 +173,20 @@ class DraftNetwork:
         position_ids: I64 | None = None,
         tree_mask: Bool | None = None,
     ) -> DraftResult:
-        """Compute S new rows, each from a token and the hidden row before it.
+        """Compute S new tokens, each with the hidden state of the one before it.
 
         Args:
             token_ids: int64 [S].
-            hidden: float32 [S, D], fused features or recycled rows.
-            write_index: where the rows go; the rows before are seen unless the mask rules them.
-            output_rows: int64 [R], the rows that get candidates.
-            top_k: candidates a row.
+            hidden: float32 [S, D], fused or of an earlier draft pass.
+            write_index: where the KV goes; tokens attend to all positions before, but by the mask.
+            output_rows: int64 [R], the tokens that get candidates.
+            top_k: candidates of a token.
             position_ids: int64 [S]; None counts on from `write_index`.
-            tree_mask: bool [S, M], M >= S, rules the last M rows, the new ones included; None is
+            tree_mask: bool [S, M], M >= S, for the last M positions with the new ones; None is
                 causal.
 
         Raises:
-            LimitError: the rows do not fit into the cache, or the engine gives fewer candidates.
+            LimitError: the cache is too small, or the engine returns fewer candidates.
         """
         part = DraftPart(
             self.context, token_ids, write_index, output_rows, top_k,
@@ -195,7 +195,7 @@ class DraftNetwork:
         return self.run_many([part])[0]
 
     def run_many(self, parts: Sequence[DraftPart]) -> list[DraftResult]:
-        """As `run`, for several answers, each with a context of its own; raises as `run`.
+        """As `run`, for several sequences with their own contexts; raises as `run`.
 
         Args:
             parts: at most `max_batch_size`.
@@ -203,7 +203,7 @@ class DraftNetwork:
         return [_result(outputs) for outputs in self._pass(parts, self._contexts.run)]
 
     def ask_many(self, parts: Sequence[DraftPart]) -> list[RequestedResult]:
-        """As `run_many` of one row of each, which a device need not be waited for."""
+        """As `run_many` with one output each, without waiting for the device."""
         given = [RequestedResult(*each) for each in self._pass(parts, self._contexts.ask)]
         self._asked.update(given)
         return given
@@ -226,7 +226,7 @@ class DraftNetwork:
         self._contexts.reserve([(p.context, p.write_index, len(p.token_ids)) for p in parts])
         found = compute(list(zip(contexts, inputs, strict=True)))
         for part, rows in zip(parts, kept, strict=True):
-            # Rows of a tree are never kept.
+            # The KV of tree nodes is not kept.
             end = part.write_index + len(part.token_ids) - part.num_masks
             is_tree = part.tree_mask is not None
             part.context.num_rows = min(rows, part.write_index) if is_tree else end
@@ -241,7 +241,7 @@ class DraftNetwork:
         return inputs
 
     def _fused(self, parts: Sequence[DraftPart]) -> list[F32]:
-        """The hidden rows of each, features of all fused in one pass."""
+        """Hidden states of each, fused in one pass."""
         taps = [part.taps for part in parts if part.taps is not None]
         if not taps:
             return [part.hidden for part in parts if part.hidden is not None]
@@ -257,11 +257,11 @@ class DraftNetwork:
         return found
 
     def open_rounds(self, base: DecoderNetwork, growth: Growth) -> Rounds | None:
-        """Rounds of a base and this draft; None: they need the host."""
+        """Rounds of a base and this draft on the device; None: they need the host."""
         return base.open_rounds(self._runner, growth) if isinstance(self._runner, Asked) else None
 
     def begin_rounds(self, parts: Sequence[tuple[Context, int, int]]) -> list[Begun]:
-        """See `DecoderNetwork.begin_rounds`; of rows that are never kept."""
+        """See `DecoderNetwork.begin_rounds`; the KV of these tokens is not kept."""
         starts = [self._inputs.start(*part) for part in parts]
         self._contexts.reserve(parts)
         caches = [self._contexts.admit(context) for context, _, _ in parts]
@@ -292,23 +292,23 @@ def open_draft(folder: Path, engine: Engine) -> DraftNetwork:
 
 
 def session(opened: Mapping[str, Runner], spec: DraftSpec, capacity: int) -> DraftNetwork:
-    """See `sessions.Module`."""
+    """See `networks.Module`."""
     return DraftNetwork(opened[DRAFT], opened.get(FUSE), spec.decoder, capacity)
 
 
 def _shared_kind(spec: DraftSpec) -> str:
-    """Of passes that are measured with several answers: those that most are of."""
+    """Token counts for costs of batches: the most frequent ones."""
     return STEP if spec.num_heads <= 1 else EXTEND
 
 
 def costs(
     session: DraftNetwork, spec: DraftSpec, max_rows: int = 0, budget: Budget | None = None
 ) -> dict[str, dict[str, float]]:
-    """See `sessions.Module`: growth, whose rows all get candidates, and rows that are fused.
+    """See `networks.Module`: passes that expand trees, and passes over fused hidden states.
 
-    A draft with mask rows does not grow: they stand behind the rows that are fused. Rows are fused
-    behind a pass of the base, whose weights have taken the processor's caches, and
-    growth follows. From caches that hold the draft both take half as long.
+    A draft with mask tokens does not expand trees; the masks follow the fused tokens. Fused passes
+    run after a pass of the base, which evicts the draft from the CPU's caches, and expansion
+    follows. With the draft in the caches both take half the time.
     """
     masks = max(spec.num_heads - 1, 0)
     context, measured = measured_rows(session.capacity - masks, max_rows)
@@ -317,7 +317,7 @@ def costs(
     taps = random.standard_normal((maximum + masks, spec.taps_width), np.float32)
     hidden = np.zeros((maximum, spec.decoder.hidden_size), np.float32)
     size = min(_BASE_HEADS * spec.draft_vocab_size * spec.decoder.hidden_size, _CACHES_BYTES)
-    others = np.ones(size // 4, np.float32)  # zeros would be one page
+    others = np.ones(size // 4, np.float32)  # zeros would share one page
 
     def run(hidden: F32, outputs: I64) -> None:
         token_ids = np.arange(len(hidden)) % spec.decoder.vocab_size
@@ -350,7 +350,7 @@ def costs(
 def _costs_together(
     session: DraftNetwork, spec: DraftSpec, begin: int, hidden: F32, top_k: int, budget: Budget
 ) -> dict[str, dict[str, float]]:
-    """Of passes that several answers share, behind `begin` rows of each."""
+    """Costs of batches, after `begin` positions of each sequence."""
     session.close(session.context)
     contexts = [session.new_context() for _ in range(session.max_batch_size)]
 

@@ -1,4 +1,4 @@
-"""Runs of a visual encoder: one image at a time."""
+"""Passes of a visual encoder: one image at a time."""
 
 from __future__ import annotations
 
@@ -25,7 +25,7 @@ class EncoderNetwork:
         self._runner = runner
 
     def encode(self, inputs: Mapping[str, NDArray]) -> tuple[F32, F32]:
-        """Features of one image.
+        """Encode one image.
 
         Args:
             inputs: those of the encoder's graph by contract name.
@@ -47,7 +47,7 @@ def open_encoder(folder: Path, engine: Engine) -> EncoderNetwork:
 
 
 def session(opened: Mapping[str, Runner], spec: VisionSpec, capacity: int) -> EncoderNetwork:
-    """See `sessions.Module`."""
+    """See `networks.Module`."""
     del spec, capacity
     return EncoderNetwork(opened[ENCODER])
 
@@ -55,6 +55,6 @@ def session(opened: Mapping[str, Runner], spec: VisionSpec, capacity: int) -> En
 def costs(
     session: EncoderNetwork, spec: VisionSpec, max_rows: int = 0, budget: Budget | None = None
 ) -> dict[str, dict[str, float]]:
-    """See `sessions.Module`: nothing asks what an image costs."""
+    """See `networks.Module`: empty, since costs of images are not used."""
     del session, spec, max_rows, budget
     return {}

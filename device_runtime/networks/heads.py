@@ -1,4 +1,4 @@
-"""Medusa heads: candidates for some levels from one feature."""
+"""Medusa heads: candidates for several levels from one hidden state."""
 
 from __future__ import annotations
 
@@ -22,7 +22,7 @@ from edgellm.device_runtime.runners.pass_timing import CANDIDATES, Budget, timed
 
 
 class HeadsPart(NamedTuple):
-    """What an answer asks of the heads; see `HeadsNetwork.candidates`."""
+    """Input of one sequence for the heads; see `HeadsNetwork.candidates`."""
 
     feature: F32
     top_k: int
@@ -36,11 +36,11 @@ class HeadsNetwork:
         self.max_batch_size = runner.max_sequences if isinstance(runner, LimitsBatch) else 1
 
     def run_many(self, parts: Sequence[HeadsPart]) -> list[tuple[I64, F32]]:
-        """`candidates` for several answers in one pass, `max_batch_size` at most.
+        """`candidates` for several sequences in one pass, at most `max_batch_size`.
 
-        All get as many candidates as the one that wants most.
+        All get as many candidates as the largest `top_k`.
         """
-        # What lies on a device stays there: only the host has several side by side.
+        # Device tensors stay there; only batches of several need copies on the host.
         one = parts[0].feature[None, None]
         features = one if len(parts) == 1 else np.stack([each.feature[None] for each in parts])
         maximum = max(part.top_k for part in parts)
@@ -50,11 +50,11 @@ class HeadsNetwork:
         return list(zip(ids, log_probs, strict=True))
 
     def candidates(self, feature: F32, top_k: int) -> tuple[I64, F32]:
-        """What may follow the newest token, one head for each further token.
+        """Candidates for the tokens after the newest, one head for each.
 
         Args:
-            feature: float32 [H], of the newest row of the base's cache, whose logits gave the
-                newest token.
+            feature: float32 [H], hidden state of the newest position in the base's cache, whose
+                logits gave the newest token.
             top_k: K, candidates of a head.
 
         Returns:
@@ -62,7 +62,7 @@ class HeadsNetwork:
             until the next call.
 
         Raises:
-            LimitError: the engine gives fewer candidates.
+            LimitError: the engine returns fewer candidates.
         """
         (found,) = self.run_many([HeadsPart(feature, top_k)])
         return found
@@ -75,7 +75,7 @@ def open_heads(folder: Path, engine: Engine) -> HeadsNetwork:
 
 
 def session(opened: Mapping[str, Runner], spec: DraftSpec, capacity: int) -> HeadsNetwork:
-    """See `sessions.Module`."""
+    """See `networks.Module`."""
     del spec, capacity
     return HeadsNetwork(opened[HEADS])
 
@@ -83,7 +83,7 @@ def session(opened: Mapping[str, Runner], spec: DraftSpec, capacity: int) -> Hea
 def costs(
     session: HeadsNetwork, spec: DraftSpec, max_rows: int = 0, budget: Budget | None = None
 ) -> dict[str, dict[str, float]]:
-    """See `sessions.Module`: passes of all heads, for one answer and for as many as share one."""
+    """See `networks.Module`: passes of all heads, for one sequence and for full batches."""
     feature = np.random.default_rng(1).standard_normal(spec.taps_width, np.float32)
     part = HeadsPart(feature, min(spec.draft_vocab_size, max_rows or CANDIDATES))
     counts = sorted({1, session.max_batch_size})

@@ -1,4 +1,4 @@
-"""What passes of an engine cost: as its build measured them, or as measured now."""
+"""Costs of an engine's passes, as measured by its build or now."""
 
 from __future__ import annotations
 
@@ -7,19 +7,19 @@ from collections.abc import Callable, Mapping
 from edgellm.device_runtime.runners import ArrangesPasses, Runner
 from edgellm.device_runtime.runners.batch_costs import SharedCosts
 
-Measured = Mapping[str, Mapping[str, float]]  # milliseconds by kind of pass and rows
+Measured = Mapping[str, Mapping[str, float]]  # milliseconds by kind of pass and tokens
 
 
 def known_costs(
     runner: Runner, kind: str, built: Measured, measure: Callable[[], Measured]
 ) -> Measured:
-    """All of them; a runner that arranges passes learns what those of several sequences cost.
+    """All costs; a runner that arranges passes also receives those of batches.
 
     Args:
-        runner: whose passes they are.
-        kind: of pass that sequences share.
-        built: what the build measured, {} where it could not.
-        measure: on this machine.
+        runner: of the passes.
+        kind: of batched passes.
+        built: measured by the build; {} if it could not.
+        measure: measures on this machine.
     """
     arranges = isinstance(runner, ArrangesPasses)
     found = built

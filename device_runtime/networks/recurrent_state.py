@@ -1,8 +1,8 @@
-"""What the recurrent layers of a decoder keep of each sequence.
+"""States of recurrent layers, by sequence.
 
-States stand for a number of rows. A pass leaves them as they were; the rows of the latest pass that
-were accepted are committed when the next pass is about to begin, so that an answer which ends
-within them, or a prompt that shares some of them, can still do without the others.
+States belong to a number of positions. A pass does not change them: accepted tokens of the latest
+pass are committed before the next pass. So a sequence that ends within these tokens, or a
+prompt that shares some of them, can still use the states before the others.
 """
 
 from __future__ import annotations
@@ -26,32 +26,32 @@ from edgellm.device_runtime.networks.recurrent_state_pool import (
 )
 from edgellm.device_runtime.runners import Outputs, Runner
 
-CHECKPOINT_BYTES = 256 << 20  # of all checkpoints of all sequences of a pass
-CHECKPOINT_ROWS = 1024  # of a long prompt, from one to the next
+CHECKPOINT_BYTES = 256 << 20  # limit for all sequences of a pass
+CHECKPOINT_ROWS = 1024  # tokens between checkpoints of a long prompt
 
 
 class States:
-    """Those of a session's sequences."""
+    """States of a network's sequences."""
 
     def __init__(self, commit: Runner, spec: RecurrentSpec, num_sequences: int = 1) -> None:
-        """Those of passes over so many sequences; `commit` runs the graph that moves states on."""
+        """`commit` runs the graph that advances states; a pass has at most `num_sequences`."""
         self._commit, self._spec, self._num_sequences = commit, spec, num_sequences
         self._pool = StatePool(spec, num_sequences) if num_sequences > 1 else None
-        # Where the next commit writes.
+        # The next commit writes here.
         self._spare = StateSlot(self._zeros()) if self._pool is None else self._pool.take()
-        self._latest: list[tuple[StateMemory, Outputs]] = []  # whose rows are not committed
+        self._latest: list[tuple[StateMemory, Outputs]] = []  # not committed yet
 
     @property
     def num_bytes(self) -> int:
-        """Of a sequence, without its checkpoints."""
+        """Size of a sequence's states, without checkpoints."""
         return sum(array.nbytes for array in self._spare.arrays.values())
 
     def new(self) -> StateMemory:
-        """Of a sequence without rows."""
+        """States of a new, empty sequence."""
         return StateMemory(StateSlot(self._zeros()))
 
     def release(self, memory: StateMemory | None) -> None:
-        """Its sequence ends, if it is one's."""
+        """Free the states of a sequence, if it has any."""
         if memory is None:
             return
         self._latest = [latest for latest in self._latest if latest[0] is not memory]
@@ -62,26 +62,26 @@ class States:
         return {name: np.zeros(shape, np.float32) for name, shape in self._spec.states.items()}
 
     def begin(self, memory: StateMemory, length: int) -> Arrays:
-        """As `begin_together` of one sequence."""
+        """As `begin_together`, for one sequence."""
         return self.begin_together([(memory, length)])[0][0]
 
     def begin_together(self, asked: Sequence[tuple[StateMemory, int]]) -> list[tuple[Arrays, int]]:
-        """Before a pass behind some rows of sequences: states, and which of them is whose.
+        """Commit or truncate before a pass; return the states and the index of each sequence.
 
-        Rows that no pass has computed are nobody's: measurements begin behind them.
+        The length may exceed the computed positions, since timing passes start after them.
 
         Args:
-            asked: sequences, and the rows that stay of each.
+            asked: states of sequences, and the number of positions to keep of each.
 
         Returns:
-            For each sequence the states by contract name, [B, ...], and its place among B.
+            For each sequence the states by input name, [B, ...], and its index in B.
         """
         for memory, length in asked:
             if length < memory.end:
                 if memory.reach(length) != length:
-                    raise ValueError(f"states of {memory.end} rows cannot go back to {length}")
+                    raise ValueError(f"states of {memory.end} tokens cannot go back to {length}")
                 self.cut(memory, length)
-        self.settle()
+        self.commit_accepted()
         if self._pool is None:
             return [(memory.arrays, 0) for memory, _ in asked]
         self._pool.bring_in([memory for memory, _ in asked])
@@ -90,14 +90,14 @@ class States:
     def give(
         self, asked: Sequence[tuple[StateMemory, int]], inputs: Sequence[dict[str, NDArray[Any]]]
     ) -> None:
-        """Add the states of sequences to what their pass is given, see `begin_together`."""
+        """Add the states of sequences to the inputs of their pass, see `begin_together`."""
         for (states, at), given in zip(self.begin_together(asked), inputs, strict=True):
             parents = given[graph_io.PARENT_ROWS]
             parents[parents < 0] -= at
             given |= states
 
     def ran(self, memory: StateMemory, outputs: Outputs, rows: int) -> None:
-        """A pass gave `outputs`; its first `rows` rows are accepted, each the next one's parent."""
+        """Record the outputs of a pass; its first `rows` tokens are accepted, as a chain."""
         self._latest.append((memory, outputs))
         memory.accepted = np.arange(rows)
         for mark in sorted(each for each in memory.marks if memory.num_rows < each <= memory.end):
@@ -105,19 +105,19 @@ class States:
             self._keep_checkpoint(memory)
 
     def accept(self, memory: StateMemory, rows: I64) -> None:
-        """Of the latest pass, which was a tree, these rows are accepted."""
+        """Accept these tokens of the latest pass, which was a tree."""
         memory.accepted = rows
 
-    def settle(self) -> None:
-        """Commit what was accepted: the next pass overwrites its rows."""
+    def commit_accepted(self) -> None:
+        """Commit accepted tokens, before the next pass overwrites its outputs."""
         for memory, outputs in self._latest:
             self._advance(memory, outputs, len(memory.accepted))
         self._latest = []
 
     def cut(self, memory: StateMemory, length: int) -> None:
-        """Forget the rows behind the first `length`, as far as `StateMemory.reach` can.
+        """Truncate to the first `length` positions, as far as `StateMemory.reach` can.
 
-        Behind the last checkpoint before them nothing is left.
+        Without a state at `length` it falls back to the last checkpoint before.
         """
         found = memory.reach(length)
         if found < memory.num_rows:
@@ -131,13 +131,13 @@ class States:
             del memory.checkpoints[rows]
 
     def fork(self, memory: StateMemory) -> StateMemory:
-        """Another with the same rows."""
-        self.settle()
+        """Copy the states of a sequence."""
+        self.commit_accepted()
         place, kept = StateSlot(copied(memory.arrays)), {**memory.checkpoints}
         return StateMemory(place, memory.num_rows, checkpoints=kept)
 
     def read(self, memory: StateMemory, length: int) -> tuple[NDArray[Any], ...]:
-        """Copies of the states behind `length` rows, which `StateMemory.reach` says can be had."""
+        """Copies of the states after `length` positions, which must be reachable."""
         for latest, outputs in self._latest:
             if latest is memory and memory.num_rows <= length:
                 self._advance(memory, outputs, length - memory.num_rows)
@@ -145,14 +145,14 @@ class States:
         return tuple(copied(found or self._zeros()).values())
 
     def write(self, memory: StateMemory, states: tuple[NDArray[Any], ...], length: int) -> None:
-        """States that `read` gave, behind `length` rows, in the place of all that is there."""
+        """Replace all states by those that `read` returned, after `length` positions."""
         for array, state in zip(memory.arrays.values(), states, strict=True):
             array[...] = state
         memory.forget()
         memory.num_rows, memory.checkpoints = length, {}
 
     def _advance(self, memory: StateMemory, outputs: Outputs, count: int) -> None:
-        """Commit the next `count` accepted rows."""
+        """Commit the next `count` accepted tokens."""
         if not count:
             return
         self._commit.run(
@@ -177,6 +177,6 @@ class States:
 
 
 def _least_missed(checkpoints: Iterable[int]) -> int:
-    """Of all but the newest, the one without which the fewest rows are computed again."""
+    """The checkpoint, except the newest, whose loss costs the fewest recomputed tokens."""
     older = [0, *sorted(checkpoints)][:-1]
     return min(itertools.pairwise(older), key=lambda pair: pair[1] - pair[0])[1]

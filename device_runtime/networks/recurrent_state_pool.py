@@ -1,4 +1,4 @@
-"""Where the states of recurrent layers lie: those that share a pass one behind the other."""
+"""Memory of recurrent states: those of a batch are contiguous."""
 
 from __future__ import annotations
 
@@ -17,48 +17,48 @@ _NO_ROWS = np.zeros(0, np.int64)
 
 @dataclass(slots=True, eq=False)
 class StateSlot:
-    """Memory for the states of a sequence."""
+    """Memory for the states of one sequence."""
 
-    arrays: Arrays  # by contract name, [1, ...]
-    slot: int | None = None  # of the pool; None: they lie apart
+    arrays: Arrays  # by input name, [1, ...]
+    slot: int | None = None  # index in the pool; None: separate memory
 
 
 @dataclass(slots=True, eq=False)
 class StateMemory:
-    """What is kept of one sequence."""
+    """States of one sequence."""
 
     place: StateSlot
-    num_rows: int = 0  # that its states stand for
+    num_rows: int = 0  # positions that the states include
     accepted: I64 = field(default_factory=lambda: _NO_ROWS)  # of the latest pass, not committed
-    marks: set[int] = field(default_factory=set)  # numbers of rows to keep a checkpoint of
-    checkpoints: dict[int, Arrays] = field(default_factory=dict)  # by number of rows
+    marks: set[int] = field(default_factory=set)  # prefix lengths that get a checkpoint
+    checkpoints: dict[int, Arrays] = field(default_factory=dict)  # by prefix length
 
     @property
     def arrays(self) -> Arrays:
-        """By contract name."""
+        """By input name."""
         return self.place.arrays
 
     @property
     def end(self) -> int:
-        """Rows, with those that are accepted."""
+        """Positions, including accepted ones."""
         return self.num_rows + len(self.accepted)
 
     def reach(self, length: int) -> int:
-        """The most rows, up to `length`, that it can go back to."""
+        """The longest prefix, up to `length`, to which it can go back."""
         if self.num_rows <= length:
             return min(length, self.end)
         return max((rows for rows in self.checkpoints if rows <= length), default=0)
 
     def forget(self) -> None:
-        """Nothing is accepted."""
+        """Drop accepted tokens."""
         self.accepted = _NO_ROWS
 
 
 class StatePool:
-    """Places for all sequences of a pass, and one besides; who was there longest makes way."""
+    """Slots for all sequences of a pass, and a spare one; the longest resident is evicted."""
 
     def __init__(self, spec: RecurrentSpec, num_sequences: int) -> None:
-        """Room for so many sequences of a pass."""
+        """Allocate slots for `count` sequences and a spare one."""
         count = num_sequences + 1
         self.arrays: Arrays = {
             name: np.zeros((count, *shape[1:]), np.float32) for name, shape in spec.states.items()
@@ -70,11 +70,11 @@ class StatePool:
         self._held: list[StateMemory] = []  # the least recently used first
 
     def take(self) -> StateSlot:
-        """A place for whoever asks, for good."""
+        """Take a slot permanently."""
         return self._free.pop()
 
     def bring_in(self, memories: Sequence[StateMemory]) -> None:
-        """Let all of them, the sequences of a pass, have places here."""
+        """Move the sequences of a pass into slots."""
         for memory in memories:
             if memory.place.slot is None:
                 place = self._free.pop() if self._free else self._evicted(memories)
@@ -92,12 +92,12 @@ class StatePool:
         return place
 
     def release(self, memory: StateMemory) -> None:
-        """Its states are nobody's."""
+        """Free the slot of a sequence."""
         if memory in self._held:
             self._held.remove(memory)
             self._free.append(memory.place)
 
 
 def copied(arrays: Arrays) -> Arrays:
-    """The same elsewhere."""
+    """Copies of arrays."""
     return {name: array.copy() for name, array in arrays.items()}

@@ -1,8 +1,8 @@
-"""The rows of several sequences in the caches of one network.
+"""KV caches of several sequences in one network.
 
-On a runner whose sequences share pages, each has a cache of its own, and to turn from one to
-another costs nothing. On any other all take turns with the one cache: the rows of the one before
-are copied out. They are, too, where no page is free.
+If the runner's sequences share blocks, each has its own cache, and switching is free of cost.
+Otherwise all sequences use one cache in turn, and the previous one is copied to the host.
+Sequences are also copied to the host when no block is free.
 """
 
 from __future__ import annotations
@@ -26,78 +26,78 @@ from edgellm.device_runtime.runners.device_speculation import Asked
 
 
 class Context:
-    """The rows of one sequence, and what they stand for."""
+    """The KV cache of one sequence, with the keys of its positions."""
 
     def __init__(self) -> None:
-        self.keys: list[RowKey] = []  # of the rows from the first on that are known
+        self.keys: list[RowKey] = []  # of the first positions
         self.written: list[RowKey] = []  # by the last pass
-        self.num_rows = 0  # that are to be kept
+        self.num_rows = 0  # positions to keep
         self.images: ImageRows | None = None  # of the prompt
-        self.adapter: LoadedAdapter | None = None  # that its rows are computed with
-        self.cache: Cache | None = None  # that holds the rows
-        self.saved: NDArray[Any] | None = None  # a copy of them, while nothing does
-        # The fewest of its rows that can be gone on from, but for none: windows have no more
+        self.adapter: LoadedAdapter | None = None  # of its tokens
+        self.cache: Cache | None = None  # None: swapped out or empty
+        self.saved: NDArray[Any] | None = None  # host copy while it is swapped out
+        # Minimum prefix length, other than 0, that can be continued: windows free earlier positions
         self.least_rows = 0
-        self.memory: StateMemory | None = None  # what recurrent layers keep of them
-        self.is_spare = False  # no answer goes on behind the rows; whoever comes may have them
+        self.memory: StateMemory | None = None  # states of recurrent layers
+        self.is_spare = False  # not continued: any sequence may take the cache
 
     def cut(self, length: int) -> None:
-        """Rows behind the first `length` need not be kept."""
+        """Truncate to the first `length` positions."""
         del self.keys[length:]
         self.num_rows = min(self.num_rows, length)
 
 
 class Begun(NamedTuple):
-    """Where a device is about to write rows."""
+    """Where the device is about to write."""
 
-    start: tuple[int, int]  # rows before them, and the position of the first
+    start: tuple[int, int]  # number of positions before, and the first position id
     cache: Cache
 
 
 class Contexts:
-    """Those of a session, and which of them have caches."""
+    """All contexts of a network that have caches."""
 
     def __init__(self, runner: Runner) -> None:
         self._runner, self._only = runner, require_cache(runner)
         self._shared = runner if isinstance(runner, SharedRunner) else None
-        # Sequences of a pass
+        # Maximum sequences of a pass
         self.max_together = self._shared.num_sequences if self._shared is not None else 1
-        # Rows of a sequence in a pass at most, where windows bound its pages; 0: any number
+        # Maximum tokens of a sequence in a pass, if windows limit its blocks; 0: no limit
         self.pass_rows = self._shared.pass_rows if self._shared is not None else 0
         self._is_begun = False
         self._resident: list[Context] = []  # with caches; the least recently used first
-        # Asked before others are copied out: gives rows back that nobody goes on with, if it can.
+        # Called before others are swapped out; frees blocks of finished sequences, if any.
         self.forget_one: Callable[[], bool] = lambda: False
 
     @property
     def page_rows(self) -> int:
-        """Rows that a sequence gets at a time."""
+        """Positions of a KV block."""
         return self._shared.page_rows if self._shared is not None else 1
 
     @property
     def free_rows(self) -> int | None:
-        """Rows for which pages are free; None where there are no pages."""
+        """Positions in free blocks; None without blocks."""
         return self._shared.free_rows if self._shared is not None else None
 
     def free_rows_without(self, contexts: Iterable[Context]) -> int:
-        """Rows for which pages were free if these gave theirs back."""
+        """Positions in free blocks if these contexts were freed."""
         assert self._shared is not None
         return self._shared.free_rows_without(
             [one.cache for one in contexts if one.cache is not None]
         )
 
     def admit(self, context: Context) -> Cache:
-        """Its cache, with its rows."""
+        """Swap in a context, and return its cache."""
         return self._bring_in(context, [context])
 
     def reserve(self, parts: Sequence[tuple[Context, int, int]]) -> None:
-        """Before a pass: make room for rows of several contexts.
+        """Allocate positions for a pass of several contexts.
 
         Args:
-            parts: contexts, rows of each that stay, and new rows behind them.
+            parts: contexts, positions to keep of each, and new tokens.
 
         Raises:
-            LimitError: all others copied out, the pages do not suffice.
+            LimitError: blocks do not suffice, even with all others swapped out.
         """
         staying: tuple[Context, ...]
         staying, _, _ = zip(*parts, strict=True)
@@ -112,15 +112,15 @@ class Contexts:
     def ask(
         self, parts: Sequence[tuple[Context, dict[str, NDArray[Any]]]]
     ) -> list[tuple[Outputs, int | None]]:
-        """As `run`, without a wait; see `Asked`."""
+        """As `run`, without waiting; see `Asked`."""
         assert isinstance(self._runner, Asked)
         return self._runner.ask_many([(_cache(one), given) for one, given in parts])
 
     def run(self, parts: Sequence[tuple[Context, dict[str, NDArray[Any]]]]) -> list[Outputs]:
-        """A pass for all of them, or one for each; what it gives is to be read before the next.
+        """One pass for all, or one for each; results must be used before the next pass.
 
         Args:
-            parts: contexts with reserved rows, and inputs by contract name.
+            parts: contexts with allocated positions, and inputs by name.
         """
         if self._shared is None and len(parts) == 1:
             return [self._runner.run(parts[0][1])]
@@ -135,7 +135,7 @@ class Contexts:
         return found
 
     def write_rows(self, context: Context, rows: NDArray[Any], least_rows: int = 0) -> None:
-        """See `runners.Cache` and `least_rows`; others make way."""
+        """See `runners.Cache` and `least_rows`; others may be swapped out."""
         self._bring_in(context, [context])
         context.num_rows, context.least_rows = 0, least_rows
         self._write(context, rows, [context])
@@ -150,7 +150,7 @@ class Contexts:
         context.least_rows = self._shared.least_rows(cache)
 
     def fork(self, context: Context) -> Context:
-        """Another with the same rows, which both may go on from."""
+        """Copy a context, sharing its positions; both may be extended."""
         new = Context()
         new.keys, new.num_rows = list(context.keys), context.num_rows
         new.least_rows = context.least_rows
@@ -166,7 +166,7 @@ class Contexts:
         return new
 
     def close(self, context: Context) -> None:
-        """Give its rows up."""
+        """Free a context."""
         if context in self._resident:
             self._resident.remove(context)
             if self._shared is not None and context.cache is not None:
@@ -175,7 +175,7 @@ class Contexts:
         context.keys, context.num_rows, context.least_rows = [], 0, 0
 
     def save(self, context: Context) -> None:
-        """Copy its rows out, so that others may have their memory."""
+        """Swap out a context, so that others can use its memory."""
         if context in self._resident:
             self._evict(context)
 
@@ -197,14 +197,14 @@ class Contexts:
 
     def _new_cache(self) -> Cache:
         if self._shared is None or not self._is_begun:
-            self._is_begun = True  # passes before the session's have left rows in the first
+            self._is_begun = True  # earlier timing passes have left data in the first cache
             return self._only
         return self._shared.new_cache()
 
     def _with_room(
         self, staying: Sequence[Context], action: Callable[..., None], *arguments: Any
     ) -> None:
-        """Copy others out until pages suffice for `action`."""
+        """Swap out others until blocks suffice for `action`."""
         try:
             return action(*arguments)
         except LimitError:

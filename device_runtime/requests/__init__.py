@@ -1,1 +1,1 @@
-"""Request files: reading, running, proving, and the flags that go with them."""
+"""Request files: parsing, running, `--prove`, `--resume`, and command flags."""

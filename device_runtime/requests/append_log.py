@@ -1,4 +1,4 @@
-"""Files that grow by whole lines, which an interrupt, a kill and a full disk leave whole."""
+"""Append-only log of lines, which stays intact after interrupts, kills and full disks."""
 
 from __future__ import annotations
 
@@ -10,15 +10,15 @@ from edgellm.core.disk_space import explain_full_disk
 
 
 class Journal:
-    """A file of lines, open for more."""
+    """A log file, open for appending."""
 
     def __init__(self, path: Path, *, sync_every_s: float = 0.0) -> None:
-        """Read what is there; a last line that an interrupt cut is cut off.
+        """Open the log, and truncate an incomplete last line.
 
         Args:
-            path: made where it is missing.
-            sync_every_s: how much of the last work a power cut may take; killing the process
-                never takes a line. 0 waits for the disk at every line, which costs milliseconds.
+            path: created if missing.
+            sync_every_s: maximum seconds of work that a power cut loses. A killed process loses no
+                line. 0 syncs to disk at every line, which costs milliseconds.
         """
         self._path, self._sync_every_s = path, sync_every_s
         self._file = os.open(path, os.O_RDWR | os.O_CREAT | os.O_APPEND, 0o644)
@@ -30,7 +30,7 @@ class Journal:
         self._synced_s = time.monotonic()
 
     def append(self, line: bytes) -> None:
-        """Add a line, without its end; it is written as a whole or not at all.
+        """Append a line, without its newline; atomic.
 
         Raises:
             LimitError: the disk is full.
@@ -40,7 +40,7 @@ class Journal:
         with explain_full_disk(
             self._path.absolute().parent,
             num_bytes=len(left),
-            hint="free some space and go on: what was there is kept",
+            hint="free some space and run again: the file is intact",
         ):
             try:
                 while left:
@@ -58,5 +58,5 @@ class Journal:
             self._synced_s = now
 
     def close(self) -> None:
-        """No more lines come."""
+        """Close the file."""
         os.close(self._file)

@@ -1,4 +1,4 @@
-"""`llm_inference --prove`: the same prompts with and without speculation, token by token."""
+"""`llm_inference --prove`: compares decoding with and without speculation, token by token."""
 
 from __future__ import annotations
 
@@ -13,7 +13,7 @@ from numpy.typing import NDArray
 from edgellm.core.errors import EdgeLLMError
 from edgellm.device_runtime.api.llm import LLM
 from edgellm.device_runtime.engine.prompt import Prompt
-from edgellm.device_runtime.engine.step import read_piece
+from edgellm.device_runtime.engine.step import prefill_chunk
 from edgellm.device_runtime.faults import Confined
 from edgellm.device_runtime.networks.decoder import DecoderNetwork, PassResult, SequencePart
 from edgellm.device_runtime.requests.request_file import Options, parse_request, sampling_of
@@ -23,21 +23,21 @@ from edgellm.device_runtime.sampling.sampler import SamplingParams
 
 @dataclass(frozen=True, slots=True)
 class Comparison:
-    """One prompt; `divergence` is the first token that differs."""
+    """Result for one prompt; `divergence` is the index of the first token that differs."""
 
     index: int
-    tokens: int  # of the plain answer; 0 if the request forbids speculation
-    has_equal_bits: bool = False  # of the logits of every token, not of the tokens alone
+    tokens: int  # of the plain output; 0 if the request forbids speculation
+    has_equal_bits: bool = False  # of the logits of every token, not only of the tokens
     divergence: int | None = None
     plain_token: int | None = None
     speculated_token: int | None = None
-    # Of the plain token's logit over the speculated one's; None if one answer goes on longer.
+    # Difference of the logits of the two tokens; None if one output is longer.
     margin: float | None = None
-    spread: float | None = None  # standard deviation of the logits there
-    refused: str = ""  # why there is no answer
+    spread: float | None = None  # standard deviation of the logits at that token
+    refused: str = ""  # the error, if there is no output
 
     def line(self) -> str:
-        """For people."""
+        """One line of text."""
         if self.refused:
             return f"request {self.index}: {self.refused}"
         if not self.tokens:
@@ -87,7 +87,7 @@ def _compare(llm: LLM, options: Options, raw: Any, index: int) -> Comparison:
 
 
 class _Watched:
-    """A session that keeps a hash of every row of logits, by the row's position."""
+    """A session that keeps a hash of the logits of every position."""
 
     def __init__(self, session: DecoderNetwork) -> None:
         self._session = session
@@ -110,7 +110,7 @@ class _Watched:
 
 
 def _watched(llm: LLM, decode: Callable[[], list[int]]) -> tuple[list[int], dict[int, set[bytes]]]:
-    """What `decode` gives, and hashes of the logits it took by their position."""
+    """The result of `decode`, and hashes of its logits by position."""
     session = llm.session
     watched = _Watched(session)
     llm.session = cast(DecoderNetwork, watched)
@@ -136,7 +136,7 @@ def _explained(
     plain: list[int],
     speculated: list[int],
 ) -> Comparison:
-    """Recompute the logits of the place where the answers part."""
+    """Recompute the logits at the divergence of two outputs."""
     started = start_request(llm, options, raw, index, greedy=True, speculative=False)
     own = sampling_of(parse_request(raw, index).merged(options), greedy=True)
     logits = logits_behind(llm, started.answer.prompt, plain[:place], own)
@@ -150,19 +150,19 @@ def _explained(
 def logits_behind(
     llm: LLM, prompt: Prompt, taken: Sequence[int], sampling: SamplingParams
 ) -> NDArray[np.float64]:
-    """The logits [V] behind a prompt and the first tokens of its answer, penalties applied."""
+    """Logits [V] after a prompt and the first output tokens, with penalties."""
     slot, ids = llm.slot, [*prompt.token_ids, *taken]
-    slot.stand_aside()
+    slot.use_scratch()
     slot.set_up(prompt)
-    result, rows = read_piece(slot.session, ids, 0, slot.prefill_rows)
+    result, rows = prefill_chunk(slot.session, ids, 0, slot.prefill_rows)
     while rows < len(ids):
-        result, rows = read_piece(slot.session, ids, rows, slot.prefill_rows)
+        result, rows = prefill_chunk(slot.session, ids, rows, slot.prefill_rows)
     sampler = llm.sampler(sampling, prompt)
     sampler.take(taken)
     return sampler.adjusted(result.logits[0]).astype(np.float64)
 
 
 def first_difference(plain: Sequence[int], other: Sequence[int]) -> int | None:
-    """The first place where both go on and differ."""
+    """The first index at which both have different tokens."""
     pairs = enumerate(zip(plain, other, strict=False))
     return next((at for at, (one, another) in pairs if one != another), None)

@@ -1,4 +1,4 @@
-"""The files that `llm_inference` writes."""
+"""Output files of `llm_inference`."""
 
 from __future__ import annotations
 
@@ -16,15 +16,15 @@ from edgellm.device_runtime.requests.tree_log import trees_as_json
 
 @dataclass(frozen=True, slots=True)
 class Outputs:
-    """The files that a run writes."""
+    """Paths of the output files of a run."""
 
-    source: Path  # of the requests
+    source: Path  # the request file
     answers: Path
     profile: Path | None
     trees: Path | None
 
     def check(self, engine_dir: Path) -> None:
-        """Refuse what cannot be written, before the work."""
+        """Reject paths that cannot be written, before the run."""
         paths = [path for path in (self.answers, self.profile, self.trees) if path is not None]
         for path in paths:
             check_output_file(path, self.source)
@@ -32,10 +32,10 @@ class Outputs:
                 raise EdgeLLMError(f"{path} lies in the engine's folder", hint="write elsewhere")
         paths.append(path_of(self.answers))
         if len({path.resolve() for path in paths}) < len(paths):
-            raise EdgeLLMError("the answers, the profile and the trees must go to different files")
+            raise EdgeLLMError("the outputs, the profile and the trees must go to different files")
 
     def write(self, run: UnfinishedRun, profile: Profile) -> None:
-        """Write what was asked for, of the requests that are answered."""
+        """Write the files for the finished requests."""
         found = run.in_order()
         responses = [answered.response for answered in found]
         _write_json(self.answers, {"input_file": str(self.source), "responses": responses})

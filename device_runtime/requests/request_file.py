@@ -1,4 +1,4 @@
-"""The request file: the peer's JSON, field for field, read strictly; faults name their place."""
+"""Request files: strict parsing of the JSON format; errors name the path of a field."""
 
 from __future__ import annotations
 
@@ -29,7 +29,7 @@ _NOT_SUPPORTED = {
 
 
 class ContentItem(msgspec.Struct, forbid_unknown_fields=True):
-    """One piece of a message: text, or an image or video for engines with a visual encoder."""
+    """One content item: text, or an image or video for engines with a visual encoder."""
 
     type: Literal["text", "image", "audio", "video"]
     text: str | None = None
@@ -39,18 +39,18 @@ class ContentItem(msgspec.Struct, forbid_unknown_fields=True):
 
     @property
     def source(self) -> Source | None:
-        """What it shows."""
+        """The file or text of the item."""
         return self.image if self.video is None else Video.of(self.video)
 
 
 class Message(msgspec.Struct, forbid_unknown_fields=True):
-    """One turn of a conversation."""
+    """One message of a conversation."""
 
     role: Role
     content: str | list[ContentItem]
 
     def items(self, place: str) -> list[ContentItem]:
-        """The pieces in order; raises `RequestError` for one that is not supported."""
+        """The content items in order; raises `RequestError` for an unsupported one."""
         if isinstance(self.content, str):
             return [ContentItem("text", self.content)]
         for index, item in enumerate(self.content):
@@ -63,7 +63,7 @@ class Message(msgspec.Struct, forbid_unknown_fields=True):
 
 
 class GuidedDecoding(msgspec.Struct, forbid_unknown_fields=True):
-    """The form of an answer, one of these."""
+    """The constraint on an output; one of these."""
 
     json_object: bool = False
     json_schema: dict[str, Any] | bool | None = None
@@ -72,7 +72,7 @@ class GuidedDecoding(msgspec.Struct, forbid_unknown_fields=True):
     ebnf: str | None = None
 
     def guide(self) -> Guide:
-        """What guides the answer; raises `RequestError` unless exactly one form is given."""
+        """The guide for the sampler; raises `RequestError` unless exactly one is given."""
         given: dict[Kind, str | None] = {
             "json_object": "" if self.json_object else None,
             "json_schema": None if self.json_schema is None else json.dumps(self.json_schema),
@@ -87,7 +87,7 @@ class GuidedDecoding(msgspec.Struct, forbid_unknown_fields=True):
 
 
 class Options(msgspec.Struct, forbid_unknown_fields=True):
-    """Fields that stand at the top of the file; a request may set most of them for itself."""
+    """Top-level options of the file; a request may override most of them."""
 
     batch_size: Annotated[int, msgspec.Meta(ge=1)] = 1
     temperature: Annotated[float, msgspec.Meta(ge=0)] = 1.0
@@ -116,7 +116,7 @@ class Request(msgspec.Struct, forbid_unknown_fields=True):
     """One request; null takes the file's value."""
 
     messages: Annotated[list[Message], msgspec.Meta(min_length=1)]
-    save_system_prompt_kv_cache: bool = False  # its rows are kept for all later requests
+    save_system_prompt_kv_cache: bool = False  # pins its prefix for all later requests
     disable_spec_decode: bool = False
     lora_name: str | None = None  # of `available_lora_weights`; None: the base alone
     temperature: Annotated[float, msgspec.Meta(ge=0)] | None = None
@@ -140,7 +140,7 @@ class Request(msgspec.Struct, forbid_unknown_fields=True):
     stop_token_ids: list[Count] | None = None
 
     def merged(self, options: Options) -> Options:
-        """The file's options with this request's own."""
+        """The file's options, overridden by this request's."""
         own = {
             name: value
             for name in Options.__struct_fields__
@@ -150,7 +150,7 @@ class Request(msgspec.Struct, forbid_unknown_fields=True):
 
 
 def sampling_of(options: Options, *, greedy: bool = False) -> SamplingParams:
-    """How tokens are chosen; `greedy` overrides the temperature."""
+    """Sampling parameters; `greedy` overrides the temperature."""
     return SamplingParams(
         0.0 if greedy else options.temperature,
         options.top_p,

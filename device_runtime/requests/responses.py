@@ -1,4 +1,4 @@
-"""Running a request file: every request gets a response, the bad ones an error object."""
+"""Runs a request file: every request gets a response, with an `error` object if it failed."""
 
 from __future__ import annotations
 
@@ -26,12 +26,12 @@ from edgellm.device_runtime.requests.request_file import (
     sampling_of,
 )
 
-OnStep = Callable[[int, Step], None]  # request index, what one pass added
+OnStep = Callable[[int, Step], None]  # request index, new step
 
 
 @dataclass(frozen=True, slots=True)
 class Started:
-    """A request whose answer has not been iterated over yet."""
+    """A request whose output has not been iterated over yet."""
 
     request: Request
     answer: RequestOutput
@@ -54,12 +54,12 @@ def start_request(
         llm: the engine.
         options: the file's.
         raw: the request as parsed JSON.
-        index: its place in the file.
-        greedy: decode greedily, whatever the request asks for.
-        speculative: False decodes plainly, whatever the request allows.
+        index: its index in the file.
+        greedy: decode greedily, overriding the request.
+        speculative: False decodes plainly, overriding the request.
 
     Raises:
-        RequestError: it is malformed or does not fit.
+        RequestError: it is malformed, or too long.
     """
     request = parse_request(raw, index)
     own = request.merged(options)
@@ -98,15 +98,15 @@ def _message(role: str, items: list[ContentItem]) -> dict[str, Any]:
 def run_request(
     llm: LLM, options: Options, raw: Any, index: int, profile: Profile, on_step: OnStep
 ) -> dict[str, Any]:
-    """Answer one request of a file; as `run_requests`.
+    """Run one request of a file; as `run_requests`.
 
     Args:
         llm: the engine.
         options: the file's.
         raw: the request as parsed JSON.
-        index: its place in the file.
+        index: its index in the file.
         profile: receives the times.
-        on_step: told every step as it comes.
+        on_step: called with every step.
     """
     ((response, times),) = run_requests(llm, options, [(index, raw)], on_step)
     profile.add(times)
@@ -121,19 +121,19 @@ def run_requests(
     batch_size: int = 1,
     held: HeldInterrupts | None = None,
 ) -> Iterator[tuple[dict[str, Any], Profile]]:
-    """Answer requests of a file.
+    """Run requests of a file.
 
     Args:
         llm: the engine.
         options: the file's.
-        raws: their places in the file, and the requests as parsed JSON.
-        on_step: told every step as it comes.
-        batch_size: requests that are answered at a time.
-        held: interrupts that wait for the end of a forward pass; None: they do not.
+        raws: indices in the file, and the requests as parsed JSON.
+        on_step: called with every step.
+        batch_size: requests at a time.
+        held: interrupts that wait for the end of a forward pass; None: they do not wait.
 
     Yields:
-        A response object and its times, as soon as it is finished, in any order. A request that
-        cannot be answered, or failed in the middle, has `error` in it.
+        A response object and its times, as soon as it is finished, in any order. The response of
+        a failed request contains `error`.
     """
     started: dict[RequestOutput, _Place] = {}
     refused: deque[_Place] = deque()
@@ -169,14 +169,14 @@ def _results(places: deque[_Place]) -> Iterator[tuple[dict[str, Any], Profile]]:
 
 @dataclass(slots=True)
 class _Place:
-    """Of a request in the works."""
+    """State of a running request."""
 
     index: int
-    started: Started | None = None  # None: it could not be
-    error: EdgeLLMError | None = None  # why it failed
+    started: Started | None = None  # None: it was rejected
+    error: EdgeLLMError | None = None  # that ended it
 
     def fail(self, error: EdgeLLMError) -> None:
-        """Its error is its answer."""
+        """Record the error for the response."""
         self.error = self.error or error
 
     def result(self) -> tuple[dict[str, Any], Profile]:
@@ -187,7 +187,7 @@ class _Place:
         answer = self.started.answer
         if answer.failure is not None:
             self.fail(as_failure(answer.failure))
-        if self.error is not None:  # what was generated before is kept
+        if self.error is not None:  # with the text generated before
             return {"output_text": answer.text, **head, **self._failed()}, Profile()
         return {"output_text": answer.text, **head, **_response(self.started)}, answer.profile
 
@@ -198,7 +198,7 @@ class _Place:
 
 
 def _ending(options: Options) -> dict[str, Any]:
-    """What comes after the last message."""
+    """Chat template flags for the text after the last message."""
     return {
         "add_generation_prompt": options.add_generation_prompt,
         "continue_final_message": options.continue_final_message,
@@ -224,7 +224,7 @@ def _format(llm: LLM, options: Options, messages: list[dict[str, Any]]) -> tuple
 
 
 def _shown(item: ContentItem) -> dict[str, Any]:
-    """A piece of a message in the response; pictures inside the request are not repeated."""
+    """A content item for the response; images embedded in the request are left out."""
     if item.video is not None:
         frames = [item.video] if isinstance(item.video, str) else item.video
         shown = [_place(frame) for frame in frames]

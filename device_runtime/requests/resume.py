@@ -1,7 +1,7 @@
-"""The answers of a run of `llm_inference` that is not finished, kept beside its output file.
+"""Resuming an interrupted run of `llm_inference`: finished outputs in a log with its output file.
 
-A line says what was asked for, the others hold an answer each, in the order of finishing: what the
-output file will say of it, its times and its trees. So an interrupted run goes on where it was.
+The first line holds the settings. Each further line holds the output, times and trees of one
+finished request, in the order of finishing.
 """
 
 from __future__ import annotations
@@ -26,7 +26,7 @@ from edgellm.device_runtime.requests.request_file import Options
 
 _SYNC_EVERY_S = 1.0
 _BEGIN = b'{"kind": "unfinished run of llm_inference", '
-_SAID = {
+_SETTINGS = {
     "requests": "requests in --inputFile",
     "engines": "engines",
     "spec": "ways to speculate",
@@ -39,7 +39,7 @@ _SAID = {
 
 @dataclass(frozen=True, slots=True)
 class FinishedRequest:
-    """One request's part of the files that a run writes."""
+    """One request's part of the output files of a run."""
 
     response: dict[str, Any]
     profile: Profile
@@ -47,13 +47,13 @@ class FinishedRequest:
 
     @property
     def index(self) -> int:
-        """The request's place in the file."""
+        """The request's index in the file."""
         return self.response["request_idx"]
 
 
 @dataclass(slots=True)
 class UnfinishedRun:
-    """What is answered already, in the order of finishing; it grows."""
+    """Finished requests, in the order of finishing; extended during the run."""
 
     path: Path
     answered: list[FinishedRequest]
@@ -64,26 +64,26 @@ class UnfinishedRun:
         return sorted(self.answered, key=lambda one: one.index)
 
     def add(self, answered: FinishedRequest) -> None:
-        """Keep an answer; it is in the file when this returns."""
+        """Append a finished request; it is in the file when this returns."""
         self._journal.append(json.dumps(dataclasses.asdict(answered)).encode())
         self.answered.append(answered)
 
 
 def path_of(output: Path) -> Path:
-    """The file that stands beside `output` until the run is finished."""
+    """Path of the log for `output`, which exists until the run is finished."""
     return output.with_name(f"{output.name}.partial")
 
 
 def settings_of(
     content: tuple[Options, list[Any]], engines: Mapping[str, str], spec: Any, **flags: Any
 ) -> dict[str, Any]:
-    """What answers depend on, as JSON has it.
+    """All settings that affect outputs, as JSON values.
 
     Args:
         content: of the request file.
         engines: sha256 of manifests by role.
         spec: the `SpecOptions`, or None.
-        flags: others by their names in `_SAID`.
+        flags: others by their names in `_SETTINGS`.
     """
     text = json.dumps(msgspec.to_builtins(content), sort_keys=True)
     settings = {
@@ -99,16 +99,16 @@ def settings_of(
 def unfinished_run(
     output: Path, settings: Mapping[str, Any], *, goes_on: bool
 ) -> Iterator[UnfinishedRun]:
-    """Begin a run, or go on with one; the file goes when the block ends without a fault.
+    """Start or resume a run; the log is deleted if the block ends without an error.
 
     Args:
         output: the file that will be written.
         settings: of `settings_of`.
-        goes_on: whether the user wants that.
+        goes_on: whether the user gave --resume.
 
     Raises:
-        EdgeLLMError: there are answers that nobody asked to go on with, or of another run, or the
-            file is damaged, somebody else's, or another process is at it.
+        EdgeLLMError: there are outputs but no --resume, or settings differ, or the file is
+            damaged or of another program, or another process uses it.
     """
     path = path_of(output)
     busy = f"another llm_inference is writing {output}"
@@ -136,12 +136,12 @@ def _expect_wanted(run: UnfinishedRun, *, goes_on: bool) -> None:
     if run.answered and not goes_on:
         raise EdgeLLMError(
             f"{run.path} holds {len(run.answered)} answers of an interrupted run",
-            hint="give --resume to go on with it, or remove that file",
+            hint="give --resume to continue it, or remove that file",
         )
 
 
 def _refuse_foreign(path: Path) -> None:
-    """Before anything is cut off: of ours there may be no more than a part of the beginning."""
+    """Check the beginning before anything is truncated; a log may hold only a part of it."""
     with path.open("rb") as stream:
         begin = stream.read(len(_BEGIN))
     if not _BEGIN.startswith(begin):
@@ -152,7 +152,7 @@ def _refuse_foreign(path: Path) -> None:
 
 
 def _begun(path: Path, line: bytes) -> dict[str, Any]:
-    """What the run was begun with."""
+    """The settings of the run."""
     try:
         return dict(parse(line))
     except (ValueError, TypeError) as error:
@@ -160,11 +160,11 @@ def _begun(path: Path, line: bytes) -> dict[str, Any]:
 
 
 def _compare(path: Path, begun: Mapping[str, Any], settings: Mapping[str, Any]) -> None:
-    for name, said in _SAID.items():
+    for name, label in _SETTINGS.items():
         if begun.get(name) != settings[name]:
             raise EdgeLLMError(
-                f"{path} was begun with other {said}",
-                hint="give the same again to go on, or remove that file",
+                f"{path} was begun with other {label}",
+                hint="give the same to resume, or remove that file",
             )
 
 
@@ -178,5 +178,5 @@ def _read(path: Path, number: int, line: bytes) -> FinishedRequest:
     except (ValueError, KeyError, TypeError, AttributeError) as error:
         raise EdgeLLMError(
             f"{path} line {number} is not an answer: {error!r}",
-            hint="delete the line and those behind it, and they are answered again",
+            hint="delete the line and those after it; their requests run again",
         ) from None

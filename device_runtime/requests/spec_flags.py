@@ -1,4 +1,4 @@
-"""The flags that say how to speculate, the same in all commands."""
+"""Flags for speculative decoding, shared by all commands."""
 
 from __future__ import annotations
 
@@ -21,34 +21,36 @@ Spec = Annotated[
     str | None,
     typer.Option(
         "--spec",
-        help="What drafts: eagle, medusa, mtp or peagle (the engine's draft, which must be of that "
-        "kind), draft (the model of --draftEngineDir), "
-        "ngram (what followed the same words in the request), suffix (what followed the longest "
-        "match in this and earlier requests), auto (whatever of these pays, round by round) or "
-        "none.",
+        help="The drafter: eagle, medusa, mtp or peagle (the engine's draft, of that kind), "
+        "draft (the model of --draftEngineDir), ngram (the text after the same words in the "
+        "request), suffix (the text after the longest match in this and earlier requests), auto "
+        "(the one that pays most, chosen in each round) or none.",
     ),
 ]
 Eagle = Annotated[
-    bool, typer.Option("--eagle", "--specDecode", help="The draft in the engine's folder drafts.")
+    bool, typer.Option("--eagle", "--specDecode", help="Use the draft in the folder drafts.")
 ]
 Ngram = Annotated[
-    bool, typer.Option("--ngram", help="Also draft what followed the same words before.")
+    bool, typer.Option("--ngram", help="Also draft by n-gram matches in the request.")
 ]
 Suffix = Annotated[
     bool,
-    typer.Option("--suffix", help="Also draft what followed the longest match in all requests."),
+    typer.Option("--suffix", help="Also draft by the longest suffix match in all requests."),
 ]
 DraftEngineDir = Annotated[
     Path | None,
     typer.Option(
         "--draftEngineDir",
-        help="Engine of a smaller model with the same tokens, which drafts: --spec draft.",
+        help="Engine of a smaller model with the same vocabulary, for --spec draft.",
     ),
 ]
 DraftTopK = Annotated[
     int | None,
     typer.Option(
-        "--eagleDraftTopK", "--specDraftTopK", min=1, help="Children of a node; 10, of a model 4."
+        "--eagleDraftTopK",
+        "--specDraftTopK",
+        min=1,
+        help="Candidates per tree node (default 10; 4 for a draft model).",
     ),
 ]
 DraftStep = Annotated[
@@ -58,7 +60,8 @@ DraftStep = Annotated[
         "--specDraftStep",
         "--maxDraftLen",
         min=1,
-        help="Levels of a tree; of a network 6, of a model or P-EAGLE 8, of what text foresees 16.",
+        help="Levels of a draft tree (default 6; 8 for a draft model or P-EAGLE; 16 for "
+        "n-grams and suffixes).",
     ),
 ]
 VerifyTreeSize = Annotated[
@@ -67,18 +70,18 @@ VerifyTreeSize = Annotated[
         "--eagleVerifyTreeSize",
         "--specVerifyTreeSize",
         min=1,
-        help="Nodes of a tree, root included; as many as the engine was built for, 60 at most.",
+        help="Nodes of a draft tree with its root (default: the engine's limit, at most 60).",
     ),
 ]
 TreeKind = Annotated[
     str | None,
     typer.Option(
         "--eagleTree",
-        help="cost: sized by measured costs, the flags above are bounds; fixed: always so. [cost]",
+        help="cost: sized by measured costs within the flags above; fixed: constant. [cost]",
     ),
 ]
 UseDynamicTree = Annotated[
-    bool, typer.Option("--eagleUseDynamicTree", help="The same as --eagleTree fixed: EAGLE-2.")
+    bool, typer.Option("--eagleUseDynamicTree", help="Same as --eagleTree fixed: EAGLE-2.")
 ]
 DynamicTreeTopK = Annotated[
     int | None, typer.Option("--eagleDynamicTreeMaxTopK", min=1, help="As --eagleDraftTopK.")
@@ -88,14 +91,16 @@ Choices = Annotated[
     typer.Option(
         "--eagleChoices",
         "--medusaChoices",
-        help="A static tree, of EAGLE-1 and Medusa: JSON list of paths of ranks, as "
+        help="Static tree for EAGLE-1 and Medusa: JSON list of paths of ranks, such as "
         "[[0], [0, 0], [1]], or mc_sim_7b_63.",
     ),
 ]
 MaxNonLeaves = Annotated[
     int,
     typer.Option(
-        "--maxNonLeavesPerLayer", min=1, help="Nodes with children in a level of the choices."
+        "--maxNonLeavesPerLayer",
+        min=1,
+        help="Maximum nodes with children in a level of --eagleChoices.",
     ),
 ]
 PosteriorThreshold = Annotated[
@@ -105,7 +110,7 @@ PosteriorThreshold = Annotated[
         "--posteriorThreshold",
         min=0,
         max=1,
-        help="Posterior threshold (for example 0.09); faster, but NOT the base's distribution.",
+        help="Threshold of typical acceptance, such as 0.09. Faster, but NOT lossless.",
     ),
 ]
 PosteriorAlpha = Annotated[
@@ -113,14 +118,14 @@ PosteriorAlpha = Annotated[
     typer.Option(
         "--posteriorAlpha",
         min=0,
-        help="Of the threshold where the base is undecided; its square root.",
+        help="Entropy scale of typical acceptance (default: square root of the threshold).",
     ),
 ]
 
 
 @dataclass(frozen=True, slots=True)
 class SpecFlags:
-    """The flags as they were given; a command takes them by `with_spec_flags`."""
+    """Values of the flags; a command receives them by `with_spec_flags`."""
 
     spec: Spec = None
     eagle: Eagle = False
@@ -139,10 +144,10 @@ class SpecFlags:
     posterior_alpha: PosteriorAlpha = None
 
     def read(self) -> SpecOptions | None:
-        """What they mean; None decodes plainly.
+        """The options; None decodes plainly.
 
         Raises:
-            EdgeLLMError: unknown words, or flags that contradict each other.
+            EdgeLLMError: unknown values, or contradictory flags.
         """
         from edgellm.device_runtime.speculate import drafter_registry, options
         from edgellm.device_runtime.speculate.policy.static_tree import read_choices
@@ -151,17 +156,17 @@ class SpecFlags:
         methods = (*networks, *lookups, options.AUTO)
         wanted = self._wanted((*methods, "none"))
         if "none" in wanted and len(wanted) > 1:
-            raise EdgeLLMError("--spec none decodes plainly", hint="leave out what drafts")
+            raise EdgeLLMError("--spec none decodes plainly", hint="remove the flags of drafters")
         if not wanted:
             self._refuse_details()
         if not wanted - {"none"}:
             return None
         if options.AUTO in wanted:
-            wanted -= {"draft"}  # its folder says enough
+            wanted -= {"draft"}  # implied by its folder
         chosen = [name for name in (options.OWN, *networks, options.AUTO) if name in wanted]
         if len(chosen) > 1:
             names = ("--eagle" if name == options.OWN else name for name in chosen)
-            raise EdgeLLMError(f"{' and '.join(names)} cannot draft together", hint="give one")
+            raise EdgeLLMError(f"{' and '.join(names)} exclude each other", hint="give one")
         return options.SpecOptions(
             network=chosen[0] if chosen else None,
             draft_engine_dir=self.draft_engine_dir,
@@ -176,7 +181,7 @@ class SpecFlags:
         )
 
     def _refuse_details(self) -> None:
-        """Flags that say how to draft mean nothing where nothing drafts."""
+        """Reject drafting options without a drafter."""
         details = {
             "--eagleDraftTopK": self.draft_top_k,
             "--eagleDraftStep": self.steps,
@@ -194,7 +199,7 @@ class SpecFlags:
             )
 
     def _wanted(self, known: tuple[str, ...]) -> set[str]:
-        """The methods that were asked for, by one flag or another."""
+        """The requested methods."""
         from edgellm.device_runtime.speculate import drafter_registry
         from edgellm.device_runtime.speculate.options import OWN
 
@@ -220,7 +225,7 @@ class SpecFlags:
         }
         both = [flag for flag, value in given.items() if value]
         if len(both) > 1:
-            raise EdgeLLMError(f"{' and '.join(both)} say what trees are like", hint="give one")
+            raise EdgeLLMError(f"{' and '.join(both)} exclude each other", hint="give one")
         return self.tree or ("fixed" if self.use_dynamic_tree else "cost")
 
     def _typical(self) -> Typical | None:
@@ -230,7 +235,7 @@ class SpecFlags:
             return Typical(self.posterior_threshold, self.posterior_alpha)
         if self.posterior_alpha is not None:
             raise EdgeLLMError(
-                "--posteriorAlpha belongs to typical acceptance",
+                "--posteriorAlpha requires typical acceptance",
                 hint="give --posteriorThreshold as well",
             )
         return None

@@ -1,4 +1,4 @@
-"""The trees of a run as JSON, for people to look at (`edgellm-trees` draws them)."""
+"""Draft trees of a run as JSON (`edgellm-trees` draws them)."""
 
 from __future__ import annotations
 
@@ -12,13 +12,13 @@ from edgellm.device_runtime.text.tokenizer import ChatTokenizer
 
 @dataclass(slots=True)
 class TreeLog:
-    """The rounds of one request; only those that were speculated have any."""
+    """The rounds of one request, if it was speculated."""
 
     tokenizer: ChatTokenizer
     rounds: list[dict[str, Any]] = field(default_factory=list)
 
     def add(self, step: Step) -> None:
-        """Keep the tree that gave a step."""
+        """Record the tree of a step."""
         found = step.round
         if found is None:
             return
@@ -28,7 +28,7 @@ class TreeLog:
             entry |= {
                 "tokens": [self._text(token) for token in tree.token_ids.tolist()],
                 "parents": tree.parents.tolist(),
-                # Of the node and all above it, as the policy expected; of the node, by the draft.
+                # expected: of the path, by the policy; confidence: of the node, by the draft.
                 "expected": [round(value, 4) for value in tree.probabilities.tolist()],
                 "confidence": [round(value, 4) for value in found.confidences],
                 "path": list(found.path),
@@ -41,7 +41,7 @@ class TreeLog:
 
 
 def trees_as_json(input_file: str, rounds: Sequence[list[dict[str, Any]]]) -> dict[str, Any]:
-    """The content of the file; `rounds` are those of every request in order."""
+    """Content of the file; `rounds` holds those of every request in order."""
     return {
         "input_file": input_file,
         "requests": [

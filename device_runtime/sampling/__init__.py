@@ -1,1 +1,1 @@
-"""What chooses tokens: temperature and its kin, penalties, guided decoding, log-probabilities."""
+"""Sampling: temperature, top-k, top-p, penalties, guided decoding, log-probabilities."""

@@ -44,7 +44,7 @@ def with_ascii_classes(regex: str) -> str:
             raise RequestError(
                 f"the regex of the answer is faulty: \\{escaped} at character {part.start()}: "
                 "word boundaries are not supported",
-                hint="leave it out: the regex is matched with the whole answer",
+                hint="leave it out: the regex always matches the whole output",
             )
         ranges = _CLASSES.get(escaped.lower())
         if ranges is None:
@@ -55,7 +55,7 @@ def with_ascii_classes(regex: str) -> str:
 
 
 def with_ascii_lark(grammar: str) -> str:
-    """A Lark grammar whose regular expressions are rewritten so; raises `RequestError`."""
+    """A Lark grammar with its regular expressions rewritten likewise; raises `RequestError`."""
 
     def rewritten(part: re.Match[str]) -> str:
         if part["regex"] is None:

@@ -20,31 +20,36 @@ _MAPS = ("properties", "patternProperties", "$defs", "definitions", "dependentSc
 _ALTERNATIVES = ("anyOf", "oneOf")
 _COMPOSED = ("$ref", "allOf", *_ALTERNATIVES)
 _DATA = ("const", "enum", "default", "examples", "example", "required", "type", "x-guidance")
-_CONDITIONS = ("not", "if", "then", "else")  # schemas of what an answer is not, perhaps
-_TOLD = ("additionalProperties", "patternProperties", "unevaluatedProperties", "propertyNames")
+_CONDITIONS = ("not", "if", "then", "else")  # schemas that an output need not match
+_RESTRICTIONS = (
+    "additionalProperties",
+    "patternProperties",
+    "unevaluatedProperties",
+    "propertyNames",
+)
 _MAX_WORK = 1 << 22  # characters of names that are gathered: 1 MB of schema can ask for 100 GB
 
 
 @dataclass(slots=True)
 class _Facts:
-    """What the parts of a schema say together of one object."""
+    """Properties of one object, gathered from the parts of a schema."""
 
     names: dict[str, None] = field(default_factory=dict)  # in order
     declares: bool = False  # whether a part has `properties`
-    is_told: bool = False  # whether a part says which other keys may come
+    is_restricted: bool = False  # whether a part restricts other keys
 
     def add(self, other: _Facts) -> None:
-        """Join what another part says."""
+        """Merge the properties of another part."""
         self.names |= other.names
         self.declares |= other.declares
-        self.is_told |= other.is_told
+        self.is_restricted |= other.is_restricted
 
 
 def closed(schema: Any) -> Any:
     """A copy of a schema, which is parsed JSON, with its objects closed.
 
     Raises:
-        RequestError: it is nested too deeply, or the closed form of its alternatives is huge.
+        RequestError: it is nested too deeply, or its alternatives have too many properties.
     """
     try:
         return _Closer(schema).whole()
@@ -69,14 +74,14 @@ class _Closer:
         return found
 
     def _close(self, node: Any, outer: _Facts) -> Any:
-        """A closed copy; `outer` is what is said elsewhere of the same object."""
+        """A closed copy; `outer` are the properties of the same object in other parts."""
         if not isinstance(node, dict):
             return node
         node = self._without_one_of(node)
         found = self._children(node)
         if _is_wrapper(node) and not outer.names:
             return found | self._members(node, _ALTERNATIVES, outer) | self._wrapped(node)
-        facts = _Facts({**outer.names}, outer.declares, outer.is_told)
+        facts = _Facts({**outer.names}, outer.declares, outer.is_restricted)
         facts.add(self._facts(node, set(), but=_ALTERNATIVES))
         found |= self._open_parts(node)
         kinds = [kind for kind in _ALTERNATIVES if isinstance(node.get(kind), list)]
@@ -89,7 +94,7 @@ class _Closer:
         return self._with_end(found, facts)
 
     def _without_one_of(self, node: dict[str, Any]) -> dict[str, Any]:
-        """A union by a tag as `anyOf`: llguidance cannot tell what references exclude."""
+        """A discriminated union as `anyOf`: llguidance cannot see that references exclude."""
         parts, tag = node.get("oneOf"), node.get("discriminator")
         if not isinstance(parts, list) or not parts or "anyOf" in node:
             return node
@@ -102,14 +107,14 @@ class _Closer:
         return {key: value for key, value in node.items() if key != "oneOf"} | {"anyOf": parts}
 
     def _part(self, node: Any) -> dict[str, Any]:
-        """A part of a union, or what it refers to."""
+        """A part of a union, or the target of its reference."""
         found = self._target(node["$ref"]) if isinstance(node, dict) and "$ref" in node else node
         return found if isinstance(found, dict) else {}
 
     def _with_end(self, node: dict[str, Any], facts: _Facts) -> dict[str, Any]:
-        """A schema that allows the known properties alone, where nothing says otherwise."""
+        """A schema that allows only the known properties, unless it allows others."""
         fewest = node.get("minProperties", 0)
-        if not facts.declares or facts.is_told or not _may_be_object(node):
+        if not facts.declares or facts.is_restricted or not _may_be_object(node):
             return node
         if isinstance(fewest, (int, float)) and fewest > len(facts.names):
             return node
@@ -119,7 +124,7 @@ class _Closer:
         return {**node, "properties": known, "additionalProperties": False}
 
     def _open(self, node: Any) -> Any:
-        """A copy that is not closed itself, though the objects inside are."""
+        """A copy that is not closed itself, while the objects inside are."""
         if not isinstance(node, dict):
             return node
         found = self._children(node) | self._open_parts(node)
@@ -147,7 +152,7 @@ class _Closer:
         return f"#/$defs/{self._opened[reference]}"
 
     def _wrapped(self, node: dict[str, Any]) -> dict[str, Any]:
-        """The one part of a schema that says nothing else of an object."""
+        """The single part of a schema without other properties of the object."""
         found = {"$ref": node["$ref"]} if "$ref" in node else {}
         if "allOf" in node:
             found["allOf"] = [self._close(each, _Facts()) for each in node["allOf"]]
@@ -163,7 +168,7 @@ class _Closer:
         }
 
     def _children(self, node: dict[str, Any]) -> dict[str, Any]:
-        """A copy with what describes other values than the object itself closed."""
+        """A copy in which schemas of other values than the object itself are closed."""
         return {key: self._child(key, value) for key, value in node.items()}
 
     def _child(self, key: str, value: Any) -> Any:
@@ -176,7 +181,7 @@ class _Closer:
         return self._close(value, _Facts())
 
     def _facts(self, node: Any, seen: set[str], but: tuple[str, ...] = ()) -> _Facts:
-        """What a schema and its parts say of one object; `but` are parts that are left out."""
+        """Properties of one object in a schema and its parts; `but` are parts to leave out."""
         found = _Facts()
         if not isinstance(node, dict):
             return found
@@ -185,7 +190,7 @@ class _Closer:
                 found.names |= {name: None for name in node[key] if isinstance(name, str)}
         self._pay(found.names)
         found.declares = isinstance(node.get("properties"), dict)
-        found.is_told = any(key in node for key in _TOLD)
+        found.is_restricted = any(key in node for key in _RESTRICTIONS)
         for kind in ("allOf", *_ALTERNATIVES):
             if kind not in but and isinstance(node.get(kind), list):
                 for each in node[kind]:
@@ -193,7 +198,7 @@ class _Closer:
         reference = node.get("$ref")
         if isinstance(reference, str) and reference not in seen:
             target = self._target(reference)
-            found.is_told |= target is None  # what is elsewhere is not known
+            found.is_restricted |= target is None  # external schemas are unknown
             found.add(self._facts(target, seen | {reference}))
         return found
 
@@ -206,7 +211,7 @@ class _Closer:
             )
 
     def _target(self, reference: Any) -> Any:
-        """What a reference inside the schema names; None: it is not there."""
+        """The target of a reference inside the schema; None if it is missing."""
         if not isinstance(reference, str) or not (reference == "#" or reference[:2] == "#/"):
             return self._named.get(reference) if isinstance(reference, str) else None
         node = self._root
@@ -222,7 +227,7 @@ class _Closer:
 
 
 def _are_tagged(parts: list[dict[str, Any]], name: str) -> bool:
-    """Whether each part has values of its own for a property that it requires, or a tag."""
+    """Whether each part requires a property with its own values, or a tag."""
     found: list[str] = []
     for part in parts:
         properties = part.get("properties")
@@ -240,8 +245,8 @@ def _required(node: dict[str, Any]) -> list[str]:
 
 
 def _is_wrapper(node: dict[str, Any]) -> bool:
-    """Whether the object is described by one part of a schema, if at all by parts."""
-    if any(key in node for key in ("properties", "required", "minProperties", *_TOLD)):
+    """Whether at most one part of a schema describes the object."""
+    if any(key in node for key in ("properties", "required", "minProperties", *_RESTRICTIONS)):
         return False
     parts = node.get("allOf", [])
     if not isinstance(parts, list):
@@ -257,7 +262,7 @@ def _may_be_object(node: dict[str, Any]) -> bool:
 
 
 def _objects(node: Any) -> Iterator[dict[str, Any]]:
-    """All objects in JSON."""
+    """All objects of a JSON value."""
     waiting = [node]
     while waiting:
         node = waiting.pop()
@@ -269,7 +274,7 @@ def _objects(node: Any) -> Iterator[dict[str, Any]]:
 
 
 def _names_of(node: dict[str, Any]) -> Iterator[str]:
-    """By which references name a schema, besides its place."""
+    """References to a schema, besides its path."""
     for key, prefix in (("$anchor", "#"), ("$id", "")):
         if isinstance(node.get(key), str):
             yield prefix + node[key]

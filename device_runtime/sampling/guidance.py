@@ -1,7 +1,7 @@
-"""Answers of a wanted form: JSON, a schema, a regular expression, a grammar, one of some texts.
+"""Guided decoding: JSON, a schema, a regular expression, a grammar, or a choice of texts.
 
-llguidance says which tokens may come next. The sampler asks at every token that it chooses, and
-under exact acceptance it chooses at every node of a path: speculation changes no guided answer.
+llguidance computes the mask of allowed tokens. The sampler applies it to every token that it
+chooses, and exact acceptance chooses at every node of a path. So speculation is lossless here.
 """
 
 from __future__ import annotations
@@ -30,7 +30,7 @@ if TYPE_CHECKING:
     from llguidance import LLMatcher, LLTokenizer
 
 Kind = Literal["json_object", "json_schema", "regex", "choice", "ebnf", "lark"]
-# As json.dumps writes. Free white space would let a small model write nothing else.
+# As json.dumps writes. With free white space a small model might write nothing else.
 JSON_FORM = {"whitespace_flexible": False, "item_separator": ", ", "key_separator": ": "}
 _LONGEST = 1 << 20  # characters of a grammar
 _HALF = re.compile("[\ud800-\udfff]")
@@ -42,15 +42,15 @@ _NO_FORCING = '\n%llguidance {"no_forcing": true}\n'
 
 @dataclass(frozen=True, slots=True)
 class Guide:
-    """The form of an answer."""
+    """The constraint on an output."""
 
     kind: Kind
     text: str = ""  # the schema or the list of choices as JSON, the expression, the grammar
 
     def __post_init__(self) -> None:
-        """Refuse huge texts, and what is no text; raises `RequestError`."""
+        """Reject huge texts and half surrogate pairs; raises `RequestError`."""
         if len(self.text) > _LONGEST:
-            raise RequestError(f"the form of the answer has more than {_LONGEST} characters")
+            raise RequestError(f"the guide has more than {_LONGEST} characters")
         if half := _HALF.search(self.text):
             raise RequestError(
                 f"the {self.kind} of the answer is faulty: character {half.start()} is half of a "
@@ -59,37 +59,37 @@ class Guide:
 
     @classmethod
     def of_schema(cls, schema: Any) -> Guide:
-        """An answer that is JSON by a schema, which is parsed JSON."""
+        """An output in JSON of a schema, which is parsed JSON."""
         return cls("json_schema", json.dumps(schema))
 
 
 class Guidance:
-    """What guides answers of one model; the tokenizer is read when it is first asked for."""
+    """Guided decoding of one model; the tokenizer is loaded on first use."""
 
     def __init__(self, folder: Path, vocab_size: int, end_ids: Sequence[int]) -> None:
-        """Keep what is needed.
+        """Store the arguments.
 
         Args:
             folder: of the engine, with tokenizer.json.
             vocab_size: V of the logits.
-            end_ids: tokens that end an answer, allowed where it may end.
+            end_ids: end tokens, allowed where the output may end.
         """
         self._path, self._vocab_size = folder / "tokenizer.json", vocab_size
         self._end_ids = sorted(end_ids)
         self._tokenizer: LLTokenizer | None = None
 
     def start(self, guide: Guide) -> Constraint:
-        """A constraint for one answer.
+        """A constraint for one request.
 
         Raises:
-            EdgeLLMError: llguidance is missing, or does not know such a tokenizer.
-            RequestError: the form is faulty; says where.
+            EdgeLLMError: llguidance is missing, or does not support the tokenizer.
+            RequestError: the guide is invalid; the message has the place.
         """
         try:
             from llguidance import LLMatcher, LLTokenizer
         except ImportError:
             raise EdgeLLMError(
-                "answers of a given form need llguidance", hint="pip install llguidance"
+                "guided decoding needs llguidance", hint="pip install llguidance"
             ) from None
         if self._tokenizer is None:
             try:
@@ -98,7 +98,7 @@ class Guidance:
                 )
             except ValueError as error:
                 raise EdgeLLMError(
-                    f"answers with this tokenizer cannot be guided: {error}"
+                    f"guided decoding with this tokenizer is not possible: {error}"
                 ) from None
         matcher = LLMatcher(self._tokenizer, _unforced(_grammar(guide)), log_level=0)
         if matcher.is_error():
@@ -144,22 +144,22 @@ def _alternatives(choices: str) -> str:
 
 
 class Constraint:
-    """Which tokens may come next in one answer."""
+    """State of the guide in one output: computes the allowed tokens."""
 
     def __init__(self, matcher: LLMatcher) -> None:
         self._matcher = matcher
 
     def take(self, token_ids: Sequence[int]) -> None:
-        """The answer goes on with these.
+        """Add tokens to the output.
 
         Raises:
-            RequestError: it may not, or the form is too complex to go on.
+            RequestError: a token is not allowed, or the guide is too complex to continue.
         """
         if not self._matcher.is_stopped() and not self._matcher.consume_tokens(list(token_ids)):
             raise RequestError(f"guiding the answer failed: {_fault(self._matcher)}")
 
     def apply(self, logits: F32, path: Sequence[int] = ()) -> F32:
-        """Logits [V] with -inf for what may not come behind the answer and `path`; a copy."""
+        """A copy of logits [V], with -inf for tokens not allowed after the output and `path`."""
         return np.where(self._allowed(path), logits, np.float32(-np.inf))
 
     def _allowed(self, path: Sequence[int]) -> Bool:
@@ -175,7 +175,7 @@ class Constraint:
 
 
 def _fault(matcher: LLMatcher) -> str:
-    """What went wrong, in one line: of what llguidance says, the rest is the parser's state."""
+    """One line of llguidance's error; further lines are the parser's state."""
     first, *more = matcher.get_error().splitlines() or [_DEAD_END]
     if first == _DEAD_END:
         return "no text of this form goes on from here"

@@ -1,4 +1,4 @@
-"""Log-probabilities of the tokens that were chosen, for those who ask."""
+"""Log-probabilities of output tokens."""
 
 from __future__ import annotations
 
@@ -11,20 +11,20 @@ from edgellm.device_runtime.arrays import F32
 
 @dataclass(frozen=True, slots=True)
 class TokenLogprobs:
-    """One token of an answer, as the model itself saw it: before temperature, top-k and top-p."""
+    """Log-probability of one token, before temperature, top-k and top-p."""
 
     token_id: int
     logprob: float  # natural logarithm of its probability
-    top: tuple[tuple[int, float], ...]  # the most likely token ids and theirs, likeliest first
+    top: tuple[tuple[int, float], ...]  # likeliest token ids with log-probabilities, best first
 
 
 def token_logprobs(logits: F32, token_id: int, count: int) -> TokenLogprobs:
-    """Log-probabilities of a chosen token and of the `count` most likely ones.
+    """Log-probabilities of a chosen token and of the `count` likeliest ones.
 
     Args:
         logits: float32 [V].
         token_id: the token that was chosen.
-        count: at most V; 0 gives that of the chosen token alone.
+        count: at most V; 0 gives only the chosen token.
     """
     shifted = logits.astype(np.float64) - logits.max()
     normalizer = np.log(np.exp(shifted).sum())

@@ -1,4 +1,4 @@
-"""From logits to the distribution that a request asks for, and a draw from it."""
+"""Sampling: from logits to a distribution, and a draw from it."""
 
 from __future__ import annotations
 
@@ -30,30 +30,30 @@ _WHOLE = "top_k", "seed", "num_logprobs", "min_tokens"
 _NUMBERS = (
     "temperature", "top_p", "min_p", "repetition_penalty", "presence_penalty", "frequency_penalty"
 )  # fmt: skip
-LARGEST_REPETITION = 100.0  # and its inverse; logits stay finite
+LARGEST_REPETITION = 100.0  # the smallest is its inverse; logits stay finite
 
 
 @dataclass(frozen=True, slots=True)
 class SamplingParams:
-    """How tokens are chosen; the defaults are those of the request file."""
+    """Sampling parameters; the defaults are those of request files."""
 
     temperature: float = 1.0
     top_p: float = 0.8
     top_k: int = 50  # 0 keeps all
     seed: int = 42
-    min_p: float = 0.0  # of the likeliest token's probability; 0 keeps all
+    min_p: float = 0.0  # relative to the likeliest token; 0 keeps all
     repetition_penalty: float = 1.0  # see `PenaltyRules`
     presence_penalty: float = 0.0
     frequency_penalty: float = 0.0
     logit_bias: Mapping[int, float] = field(default_factory=dict, hash=False)
-    guide: Guide | None = None  # the form of the answer; None: free text
-    num_logprobs: int | None = None  # most likely tokens to record at each token; None: nothing
-    min_tokens: int = 0  # no end before so many tokens
-    ignore_eos: bool = False  # the model's end tokens do not end the answer
-    stop_token_ids: tuple[int, ...] = ()  # these end it as well, without their text
+    guide: Guide | None = None  # the constraint on the output; None: free text
+    num_logprobs: int | None = None  # number of likeliest tokens to record; None: no recording
+    min_tokens: int = 0  # minimum tokens before the end
+    ignore_eos: bool = False  # the model's end tokens do not end the output
+    stop_token_ids: tuple[int, ...] = ()  # further end tokens, without text
 
     def __post_init__(self) -> None:
-        """Refuse values that no distribution follows from; raises `RequestError`."""
+        """Reject invalid values; raises `RequestError`."""
         self._check_kinds()
         for name, allowed in (
             ("temperature", 0 <= self.temperature < math.inf),
@@ -82,10 +82,10 @@ class SamplingParams:
         if min(self.stop_token_ids, default=0) < 0:
             raise RequestError(f"stop_token_ids names token {min(self.stop_token_ids)}")
         if self.ignore_eos and self.guide is not None:
-            raise RequestError("ignore_eos: an answer of a given form ends where the form ends")
+            raise RequestError("ignore_eos: guided decoding ends where its form ends")
 
     def require_fit(self, vocab_size: int, max_tokens: int) -> None:
-        """Raises `RequestError` for tokens that the model has not, or more than are allowed."""
+        """Raises `RequestError` for unknown token ids, or more tokens than are allowed."""
         for name, token_ids in (
             ("logit_bias", self.logit_bias),
             ("stop_token_ids", self.stop_token_ids),
@@ -96,16 +96,16 @@ class SamplingParams:
                 )
         if self.min_tokens > max_tokens:
             raise RequestError(
-                f"min_tokens {self.min_tokens} is more than the answer may have: {max_tokens}"
+                f"min_tokens {self.min_tokens} exceeds the maximum output length {max_tokens}"
             )
 
     def ends(self, eos_token_ids: Iterable[int]) -> frozenset[int]:
-        """The tokens that end an answer of a model with these end tokens."""
+        """The tokens that end an output, given the model's end tokens."""
         own = () if self.ignore_eos else eos_token_ids
         return frozenset(self.stop_token_ids).union(own)
 
     def _check_kinds(self) -> None:
-        """Refuse what is no number, or no whole one; raises `RequestError`."""
+        """Check types; raises `RequestError`."""
         for name in _WHOLE:
             value = getattr(self, name)
             if not is_whole(value) and (value is not None or name != "num_logprobs"):
@@ -124,14 +124,14 @@ class SamplingParams:
 
     @property
     def rules(self) -> PenaltyRules:
-        """What changes the logits themselves."""
+        """Rules that change the logits."""
         return PenaltyRules(
             self.logit_bias, self.repetition_penalty, self.presence_penalty, self.frequency_penalty
         )
 
     @property
     def is_greedy(self) -> bool:
-        """Whether the most likely token is always taken."""
+        """Whether the likeliest token is always taken."""
         return self.temperature < GREEDY_BELOW_TEMPERATURE or self.top_k == 1
 
 
@@ -143,13 +143,13 @@ def processed_distribution(logits: F32, params: SamplingParams) -> tuple[I64, ND
         params: not greedy.
 
     Returns:
-        Ids of the tokens that are kept, ascending, and their probabilities, which sum to 1.
+        Ids of the remaining tokens, ascending, and their probabilities, which sum to 1.
     """
     token_ids = np.arange(len(logits))
     if 0 < params.top_k < len(logits):
         kth = np.partition(logits, -params.top_k)[-params.top_k]
         token_ids = np.flatnonzero(logits >= kth)
-    token_ids = token_ids[logits[token_ids] > -np.inf]  # of what may not come, none is drawn
+    token_ids = token_ids[logits[token_ids] > -np.inf]  # never draw disallowed tokens
     scaled = logits[token_ids].astype(np.float64) / params.temperature
     probabilities = np.exp(scaled - scaled.max())
     probabilities /= probabilities.sum()
@@ -165,9 +165,9 @@ def processed_distribution(logits: F32, params: SamplingParams) -> tuple[I64, ND
 
 
 def _nucleus(probabilities: NDArray[np.float64], top_p: float) -> I64:
-    """Indices of the most likely tokens: as few as hold `top_p` of the probability."""
-    # Tokens below this hold less than 1 - top_p together, so the nucleus ends before them:
-    # a whole vocabulary need not be sorted.
+    """Indices of the likeliest tokens: as few as have a total probability of `top_p`."""
+    # Tokens below this have a total below 1 - top_p, so the nucleus ends before them, and not the
+    # whole vocabulary is sorted.
     likely = np.flatnonzero(probabilities >= (1 - top_p) / (2 * len(probabilities)))
     order = likely[np.argsort(-probabilities[likely], kind="stable")]
     before = np.cumsum(probabilities[order]) - probabilities[order]
@@ -175,10 +175,10 @@ def _nucleus(probabilities: NDArray[np.float64], top_p: float) -> I64:
 
 
 class Sampler:
-    """Chooses the tokens of one request, one after another; a seed gives the same answer again.
+    """Chooses the tokens of one request in order; reproducible by its seed.
 
-    What was chosen is part of the text that penalties look at. Under exact acceptance every token
-    is chosen at its node, so that a node's context is its ancestors without further ado.
+    Chosen tokens are part of the text that penalties use. Exact acceptance chooses every token at
+    its node, so that a node's context is the path of its ancestors.
     """
 
     def __init__(
@@ -188,12 +188,12 @@ class Sampler:
         constraint: Constraint | None = None,
         eos_token_ids: Iterable[int] = (),
     ) -> None:
-        """Begin an answer.
+        """Start an output.
 
         Args:
             params: of the request.
             prompt: its token ids, for the repetition penalty.
-            constraint: of the form that the answer shall have.
+            constraint: of guided decoding.
             eos_token_ids: the model's end tokens.
         """
         self.params = params
@@ -201,26 +201,26 @@ class Sampler:
         self._constraint = constraint
         self._penalties = None if params.rules.do_nothing else Penalties(params.rules, prompt)
         has_rules = self._penalties is not None or constraint is not None
-        # Whether logits depend on the text before.
+        # Whether logits depend on the text so far.
         self._adjusts = has_rules or params.min_tokens > 0
-        # Whether a row's largest logits and random numbers decide, and nothing is recorded.
+        # Whether a position's largest logits and random numbers suffice, without recording.
         self.needs_picks_only = not self._adjusts and params.num_logprobs is None
-        # Whether more than the argmax counts.
+        # Whether more than the argmax is needed.
         self.needs_logits = not (params.is_greedy and self.needs_picks_only)
         self._num_taken = 0
-        self.logprobs: list[TokenLogprobs] = []  # of the tokens of the answer, if asked for
+        self.logprobs: list[TokenLogprobs] = []  # of the output tokens, if requested
         self._random = np.random.Generator(np.random.Philox(params.seed))
 
     def predict(self, count: int) -> NDArray[np.float64]:
-        """The random numbers of the next draws, which are not spent by that."""
+        """Random numbers of the next draws, without consuming them."""
         return copy.deepcopy(self._random).random(count)
 
     def spend(self, count: int) -> None:
-        """So many tokens were drawn by others."""
+        """Consume the random numbers of `count` draws made elsewhere."""
         self._random.random(count)
 
     def record(self, logits: F32, token_id: int) -> None:
-        """Note that a token of the answer was taken at logits float32 [V]."""
+        """Record the log-probabilities of a taken token, from logits float32 [V]."""
         if self.params.num_logprobs is not None:
             self.logprobs.append(token_logprobs(logits, token_id, self.params.num_logprobs))
 
@@ -234,7 +234,7 @@ class Sampler:
         return token_id
 
     def take(self, token_ids: Sequence[int]) -> None:
-        """The text goes on with these."""
+        """Add tokens to the text."""
         self._num_taken += len(token_ids)
         if self._penalties is not None:
             self._penalties.add(token_ids)
@@ -242,7 +242,7 @@ class Sampler:
             self._constraint.take(token_ids)
 
     def adjusted(self, logits: F32, path: Sequence[int] = ()) -> F32:
-        """Logits [V] with biases, penalties and the form's bans behind the text and `path`."""
+        """Logits [V] with biases, penalties and the guide's mask, after the text and `path`."""
         if self._penalties is not None:
             logits = self._penalties.apply(logits, path)
         if self._constraint is not None:
@@ -251,7 +251,7 @@ class Sampler:
             return logits
         longer = logits.copy()
         longer[[token_id for token_id in self.ends if token_id < len(longer)]] = -np.inf
-        # A form that is complete may leave nothing but an end.
+        # A completed guide may allow only end tokens.
         return longer if longer.max() > -np.inf else logits
 
     def _pick(self, logits: F32, argmax: int) -> int:
@@ -264,17 +264,17 @@ class Sampler:
 
 
 def draw(result: PassResult, row: int, sampler: Sampler) -> int:
-    """The token that the sampler chooses after a row of a pass, to be one of the answer.
+    """Sample the next token of the output from a position of a pass.
 
     Raises:
-        EdgeLLMError: the engine computed something that is not a number.
+        EdgeLLMError: a logit is not finite.
     """
     argmax = int(result.token_ids[row])
     highest = result.highest_of(row)
     if not math.isfinite(highest):
         raise EdgeLLMError(
             f"the engine computed {highest}",
-            hint="build the engine again; if it stays, the model overflows this precision",
+            hint="build the engine again; if it persists, the model overflows this precision",
         )
     if not sampler.needs_logits:  # a device then keeps them
         return argmax

@@ -1,7 +1,7 @@
-"""One thread that computes for many: who waits for answers sleeps until they have ended.
+"""A background thread that computes for many waiting threads.
 
-Where each of several threads reads an answer of its own, every pass wakes all of them to hand out
-a token each, and they hold up the one that computes the next.
+A waiting thread sleeps until its requests have finished. If each thread iterated over its own
+output, every pass would wake them all for one token each, and delay the next pass.
 """
 
 from __future__ import annotations
@@ -18,49 +18,49 @@ from edgellm.device_runtime.scheduler.step_lock import StepLock
 Listener = Callable[[RequestOutput, tuple[Step, ...]], object]
 
 
-class _Order:
-    """Answers that somebody waits for."""
+class _Job:
+    """Requests of one waiting thread."""
 
-    def __init__(self, going: ConcurrentRequests, told: Listener) -> None:
-        self.going, self._told = going, told
+    def __init__(self, requests: ConcurrentRequests, on_steps: Listener) -> None:
+        self.requests, self._on_steps = requests, on_steps
         self.ended, self.failure = threading.Event(), None
 
     failure: BaseException | None
 
     def fill(self) -> None:
-        """Begin answers while there are places; end if there are none."""
+        """Start requests while the batch has space; finish if none are left."""
         try:
-            if not self.ended.is_set() and not self.going.fill():
+            if not self.ended.is_set() and not self.requests.fill():
                 self.ended.set()
-        except BaseException as error:  # noqa: BLE001 - the driver outlives every order
+        except BaseException as error:  # noqa: BLE001 - the driver outlives every job
             self.fail(error)
 
     def take(self, entry: RunningRequest, steps: Sequence[Step]) -> None:
-        """Tell what came of an answer; what fails ends the order."""
-        if self.ended.is_set():  # another of its answers failed in the same pass
+        """Notify the listener of new steps of a request; an error ends the whole job."""
+        if self.ended.is_set():  # another of its requests failed in the same pass
             return
         try:
-            self._told(*self.going.take(entry, steps))
-        except BaseException as error:  # noqa: BLE001 - the driver outlives every order
+            self._on_steps(*self.requests.take(entry, steps))
+        except BaseException as error:  # noqa: BLE001 - the driver outlives every job
             self.fail(error)
             return
-        if entry.failure is not None and entry not in self.going.entries:
+        if entry.failure is not None and entry not in self.requests.entries:
             self.fail(entry.failure)
 
     def fail(self, error: BaseException) -> None:
-        """Drop what is left of it."""
-        self.going.drop()
+        """Drop the remaining requests."""
+        self.requests.drop()
         self.failure = error
         self.ended.set()
 
 
 class BackgroundLoop:
-    """See the module; `end` stops the thread when all answers have ended."""
+    """Runs passes in its own thread; `end` stops it when all requests have finished."""
 
-    def __init__(self, turns: StepLock) -> None:
-        self._turns = turns
+    def __init__(self, step_lock: StepLock) -> None:
+        self._step_lock = step_lock
         self._changed = threading.Condition()
-        self._new: list[_Order] = []
+        self._new: list[_Job] = []
         self._is_ending = False
         self._thread = threading.Thread(target=self._drive, name="passes", daemon=True)
 
@@ -70,63 +70,63 @@ class BackgroundLoop:
         return self._thread.is_alive()
 
     def start(self) -> None:
-        """Begin to work."""
+        """Start the thread."""
         self._thread.start()
 
     def end(self) -> None:
-        """Stop when nobody waits any more."""
+        """Stop the thread once no request is left."""
         with self._changed:
             self._is_ending = True
             self._changed.notify()
 
     def join(self, max_seconds: float) -> None:
-        """Wait for the end."""
+        """Wait for the thread's end."""
         if self._thread.is_alive():
             self._thread.join(max_seconds)
 
-    def grow(self, answers: Iterable[RequestOutput], maximum: int, told: Listener) -> None:
-        """Let answers grow to their ends; from any thread.
+    def grow(self, answers: Iterable[RequestOutput], maximum: int, on_steps: Listener) -> None:
+        """Compute requests to their ends; callable from any thread.
 
         Args:
-            answers: begun one by one, in the driver's thread.
-            maximum: of them in the works.
-            told: takes an answer and its new steps, in the driver's thread.
+            answers: started one by one, in the loop's thread.
+            maximum: requests at a time.
+            on_steps: takes an output and its new steps, in the loop's thread.
 
         Raises:
-            Exception: an answer failed; the others are dropped.
+            Exception: a request failed; the others are dropped.
         """
-        order = _Order(ConcurrentRequests(self._turns, answers, maximum), told)
+        job = _Job(ConcurrentRequests(self._step_lock, answers, maximum), on_steps)
         with self._changed:
-            self._new.append(order)
+            self._new.append(job)
             self._changed.notify()
-        order.ended.wait()
-        if order.failure is not None:
-            raise order.failure
+        job.ended.wait()
+        if job.failure is not None:
+            raise job.failure
 
     def _drive(self) -> None:
-        orders: list[_Order] = []
+        jobs: list[_Job] = []
         while True:
-            orders = [one for one in orders if not one.ended.is_set()]
+            jobs = [one for one in jobs if not one.ended.is_set()]
             with self._changed:
-                if not orders:
+                if not jobs:
                     self._changed.wait_for(lambda: self._new or self._is_ending)
-                orders += self._new
+                jobs += self._new
                 self._new = []
-            if not orders:
+            if not jobs:
                 return
-            for one in orders:
+            for one in jobs:
                 one.fill()
-            self._pass(orders)
+            self._pass(jobs)
 
-    def _pass(self, orders: list[_Order]) -> None:
-        of = {entry: one for one in orders for entry in one.going.entries}
-        if not of:
+    def _pass(self, jobs: list[_Job]) -> None:
+        job_of = {entry: one for one in jobs for entry in one.requests.entries}
+        if not job_of:
             return
         try:
-            news = self._turns.poll([*of])
+            new_steps = self._step_lock.poll([*job_of])
         except BaseException as error:  # noqa: BLE001 - the engine was closed, or an interrupt
-            for one in orders:
+            for one in jobs:
                 one.fail(error)
             return
-        for entry, steps in news:
-            of[entry].take(entry, steps)
+        for entry, steps in new_steps:
+            job_of[entry].take(entry, steps)

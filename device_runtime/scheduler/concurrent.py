@@ -1,4 +1,4 @@
-"""Several answers in the works for one reader, who takes their steps as they come."""
+"""Concurrent requests of one reader, which takes their steps as they are computed."""
 
 from __future__ import annotations
 
@@ -18,7 +18,7 @@ class BatchError(EdgeLLMError):
     """Some outputs of a batch failed; the others are complete.
 
     Attributes:
-        answers: all of them in order; a `failure` says why one failed.
+        answers: all outputs in order; `failure` holds the error of one that failed.
     """
 
     def __init__(self, answers: Sequence[RequestOutput]) -> None:
@@ -33,26 +33,26 @@ class BatchError(EdgeLLMError):
 
 
 class ConcurrentRequests:
-    """Answers of one reader, of which so many are in the works at a time."""
+    """Requests of one reader, at most `maximum` at a time."""
 
-    def __init__(self, turns: StepLock, answers: Iterable[RequestOutput], maximum: int) -> None:
-        """Nothing is in the works yet.
+    def __init__(self, step_lock: StepLock, answers: Iterable[RequestOutput], maximum: int) -> None:
+        """Start with no running requests.
 
         Args:
-            turns: of their engine.
-            answers: taken one by one, as soon as there is a place.
-            maximum: answers in the works.
+            step_lock: the engine's step lock.
+            answers: taken one by one, as soon as there is space.
+            maximum: requests that run at a time.
         """
-        self._turns, self._coming, self._maximum = turns, iter(answers), maximum
-        self._fault: BaseException | None = None  # why no further answer comes
+        self._step_lock, self._coming, self._maximum = step_lock, iter(answers), maximum
+        self._fault: BaseException | None = None  # the error that ended the iterator of outputs
         self.entries = dict[RunningRequest, RequestOutput]()
 
     def fill(self) -> bool:
-        """Begin answers while there are places; whether any are in the works.
+        """Start requests while there is space; return whether any are running.
 
         Raises:
-            Exception: an answer was iterated over before, or the next could not be made; those
-                that were begun are complete.
+            Exception: an output was iterated over before, or the next could not be made. All
+                started requests are complete then.
         """
         entries = self.entries
         while self._fault is None and len(entries) < self._maximum:
@@ -66,49 +66,49 @@ class ConcurrentRequests:
                 self._fault = error
             else:
                 entries[entry] = answer
-                self._turns.enter(entry)
+                self._step_lock.enter(entry)
         if self._fault is not None and not entries:
             raise self._fault
         return bool(entries)
 
     def take(self, entry: RunningRequest, steps: Sequence[Step]) -> NewOutputs:
-        """What came of one of them, which is left when it is complete."""
+        """Add new steps to an output; remove its request when it is complete."""
         answer = self.entries[entry]
         answer.text += "".join(step.text for step in steps)
         if entry.is_done and not entry.steps:  # another thread may have computed more
-            self._turns.leave(entry)
+            self._step_lock.leave(entry)
             del self.entries[entry]
             answer.failure, answer.is_complete = entry.failure, entry.failure is None
         return answer, tuple(steps)
 
     def drop(self) -> None:
-        """Nobody reads on."""
+        """Abandon all requests."""
         for entry in self.entries:
-            self._turns.leave(entry)
+            self._step_lock.leave(entry)
         self.entries.clear()
 
 
 def together(
-    turns: StepLock, answers: Iterable[RequestOutput], maximum: int
+    step_lock: StepLock, answers: Iterable[RequestOutput], maximum: int
 ) -> Iterator[NewOutputs]:
-    """Iterate over answers side by side.
+    """Iterate over the outputs of concurrent requests.
 
     Args:
-        turns: of their engine.
-        answers: taken one by one, as soon as there is a place.
-        maximum: answers in the works.
+        step_lock: the engine's step lock.
+        answers: taken one by one, as soon as there is space.
+        maximum: requests that run at a time.
 
     Yields:
-        An answer and the steps that came of it: none, or the last, when it is complete or has a
-        `failure`. The others go on.
+        An output and its new steps. There may be none, or the last ones, when it is complete or
+        has a `failure`. The others continue.
 
     Raises:
         Exception: see `ConcurrentRequests.fill`.
     """
-    going = ConcurrentRequests(turns, answers, maximum)
+    requests = ConcurrentRequests(step_lock, answers, maximum)
     try:
-        while going.fill():
-            for entry, steps in turns.next([*going.entries]):
-                yield going.take(entry, steps)
+        while requests.fill():
+            for entry, steps in step_lock.next([*requests.entries]):
+                yield requests.take(entry, steps)
     finally:
-        going.drop()
+        requests.drop()

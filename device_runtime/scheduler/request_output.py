@@ -1,4 +1,4 @@
-"""An answer as its reader sees it: the steps of a sequence, and what they came to."""
+"""The output of a request: its steps, text, finish reason and timings."""
 
 from __future__ import annotations
 
@@ -15,16 +15,16 @@ from edgellm.device_runtime.scheduler.step_lock import StepLock, TaskReader
 
 
 class RequestOutput:
-    """An answer that grows while it is iterated over; complete when the iteration ends.
+    """An output that is extended while it is iterated over; complete when the iteration ends.
 
     Attributes:
-        failure: why it ended before its time, when all steps before that have been read.
+        failure: the error that ended it early; set after all earlier steps have been read.
     """
 
-    def __init__(self, entry: RunningRequest, turns: StepLock) -> None:
+    def __init__(self, entry: RunningRequest, step_lock: StepLock) -> None:
         self.text, self.is_complete = "", False
         self.failure: BaseException | None = None
-        self._entry, self._turns = entry, turns
+        self._entry, self._step_lock = entry, step_lock
         self._begun = threading.Lock()
 
     @property
@@ -33,47 +33,47 @@ class RequestOutput:
 
     @property
     def prompt(self) -> Prompt:
-        """What it answers."""
+        """The prompt of the request."""
         return self._sequence.prompt
 
     @property
     def max_tokens(self) -> int:
-        """Its tokens at most."""
+        """Maximum number of output tokens."""
         return self._sequence.max_tokens
 
     @property
     def token_ids(self) -> list[int]:
-        """Its tokens so far, the end token among them."""
+        """Output tokens so far, including the end token."""
         return self._sequence.token_ids
 
     @property
     def finish_reason(self) -> FinishReason | None:
-        """Why it ended; None until that is known."""
+        """Why generation ended; None while it runs."""
         return self._sequence.finish_reason
 
     @property
     def stop_string(self) -> str | None:
-        """The stop string that ended it; None where something else did."""
+        """The stop string that ended generation; None if something else did."""
         return self._sequence.stop_string
 
     @property
     def warnings(self) -> list[str]:
-        """What is to be said about it."""
+        """Warnings for the user."""
         return self._sequence.warnings
 
     @property
     def profile(self) -> Profile:
-        """Where its time went."""
+        """Times of the stages of the request."""
         return self._sequence.profile
 
     @property
     def prompt_token_count(self) -> int:
-        """Tokens of the prompt, those of images among them."""
+        """Tokens of the prompt, including image tokens."""
         return len(self.prompt.token_ids)
 
     @property
     def before_pass(self) -> Callable[[], object] | None:
-        """Asked before every pass, by any thread; what it raises ends the iteration."""
+        """Called before every pass, by any thread; an exception ends the iteration."""
         return self._entry.before_pass
 
     @before_pass.setter
@@ -84,17 +84,17 @@ class RequestOutput:
         """Yield the steps as they are computed, once.
 
         Raises:
-            EdgeLLMError: it was iterated over before; while it is, the engine was closed.
+            EdgeLLMError: it was iterated over before, or the engine was closed meanwhile.
         """
         return self._grow(self.begin())
 
     async def __aiter__(self) -> AsyncIterator[Step]:
-        """The same, without keeping the event loop from others; raises as `__iter__`."""
+        """As `__iter__`, without blocking the event loop."""
         entry = self.begin()
-        self._turns.enter(entry, TaskReader(asyncio.get_running_loop()))
+        self._step_lock.enter(entry, TaskReader(asyncio.get_running_loop()))
         try:
             while not entry.is_read:
-                for _, steps in await asyncio.to_thread(self._turns.next, [entry]):
+                for _, steps in await asyncio.to_thread(self._step_lock.next, [entry]):
                     for step in steps:
                         self.text += step.text
                         yield step
@@ -103,22 +103,22 @@ class RequestOutput:
                     raise entry.failure
             self.is_complete = True
         finally:  # also of a cancelled task, whose thread then computes one pass at most
-            self._turns.leave(entry)
+            self._step_lock.leave(entry)
 
     def begin(self) -> RunningRequest:
-        """What is read of it from now on, by one reader; raises as `__iter__`."""
+        """The running request, for one reader; raises as `__iter__`."""
         if not self._begun.acquire(blocking=False):
             raise EdgeLLMError(
-                "an answer is iterated over once",
-                hint="read its text and token_ids, or ask again",
+                "an output can be iterated over only once",
+                hint="read its text and token_ids, or generate again",
             )
         return self._entry
 
     def _grow(self, entry: RunningRequest) -> Generator[Step, None, None]:
         try:
-            self._turns.enter(entry)
+            self._step_lock.enter(entry)
             while not entry.is_read:
-                for _, steps in self._turns.next([entry]):
+                for _, steps in self._step_lock.next([entry]):
                     for step in steps:
                         self.text += step.text
                         yield step
@@ -127,10 +127,10 @@ class RequestOutput:
                     raise entry.failure
             self.is_complete = True
         finally:
-            self._turns.leave(entry)
+            self._step_lock.leave(entry)
 
     def timings(self) -> dict[str, float]:
-        """Milliseconds and rates of this answer."""
+        """Times in milliseconds, and rates, of this request."""
         prefill, decode = self.profile.total_ms(PREFILL), self.profile.decode_ms()
         decoded, rounds = max(len(self.token_ids) - 1, 0), self.profile.rounds
         reused = sum(self.profile.reused_tokens)

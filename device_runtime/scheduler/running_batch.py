@@ -1,4 +1,4 @@
-"""The answers in the works: how they stand, and the steps that they take side by side."""
+"""The running requests: their state, and the steps that they take in one batch."""
 
 from __future__ import annotations
 
@@ -18,7 +18,7 @@ from edgellm.device_runtime.scheduler.scheduler import Bounds, Plan, RequestStat
 from edgellm.device_runtime.speculate.policy.costs import BatchLoad
 
 _log = logging.getLogger(__name__)
-AHEAD = 4  # steps that are computed in company before their reader asks for them
+AHEAD = 4  # steps that a batch may compute before the reader takes them
 
 
 class OutOfTimeError(Exception):
@@ -27,37 +27,37 @@ class OutOfTimeError(Exception):
 
 @dataclass(slots=True, eq=False)
 class RunningRequest:
-    """An answer in the works, between its reader and the passes."""
+    """A request in the batch, between its reader and the passes."""
 
     sequence: Sequence
-    kept: int | None = None  # rows of it that are to be kept for later prompts
-    priority: int = 0  # smaller goes first
-    # Asked before every pass, by any thread; what it raises ends the answer. See `OutOfTimeError`.
+    kept: int | None = None  # tokens of the prefix to pin for later prompts
+    priority: int = 0  # smaller is first
+    # Called before every pass, by any thread; an exception ends the request. See `OutOfTimeError`.
     before_pass: Callable[[], object] | None = None
-    number: int = 0  # in line
+    number: int = 0  # of arrival
     came_s: float = 0.0  # of time.monotonic()
-    paused_s: float = 0.0  # when its reader took its latest step
+    paused_s: float = 0.0  # when its reader took the latest step
     is_wanted: bool = False  # its reader waits
-    is_turned_away: bool = False  # its reader waits for another answer
+    is_unclaimed: bool = False  # its reader waits for another request
     is_admitted: bool = False
-    is_cut: bool = False  # its time is over
+    is_cut: bool = False  # its time limit is reached
     is_done: bool = False  # `steps` are its last
-    saved_rows: int = 0  # that the pool had to have back
-    steps: deque[Step] = field(default_factory=deque)  # that nobody has read
+    saved_rows: int = 0  # positions that were swapped out when it was preempted
+    steps: deque[Step] = field(default_factory=deque)  # not read yet
     failure: BaseException | None = None
 
     @property
     def is_over(self) -> bool:
-        """Whether it takes no further step."""
+        """Whether it takes no further steps."""
         return self.sequence.is_over or self.is_cut or self.failure is not None
 
     @property
     def is_read(self) -> bool:
-        """Whether nothing more comes of it, not even why it failed."""
+        """Whether all steps, and the failure if any, have been read."""
         return self.is_done and not self.steps and self.failure is None
 
     def ask(self) -> None:
-        """Ask whether it may go on."""
+        """Call `before_pass`, which may end the request."""
         if self.before_pass is None or self.is_over:
             return
         try:
@@ -67,13 +67,13 @@ class RunningRequest:
         except BaseException as error:
             if not is_fault(error):
                 raise
-            self.failure = error  # as it is: its reader knows what it may raise
+            self.failure = error  # unwrapped: the reader knows its own exceptions
 
-    def standing(self, now_s: float, patience_s: float, tree_rows: int) -> RequestState:
-        """As the scheduler sees it."""
+    def state(self, now_s: float, patience_s: float, tree_rows: int) -> RequestState:
+        """The request's state for the scheduler."""
         sequence, is_parked = self.sequence, False
         if not self.is_wanted:
-            is_parked = self.is_turned_away or now_s - self.paused_s > patience_s
+            is_parked = self.is_unclaimed or now_s - self.paused_s > patience_s
         may_run_ahead = self.is_admitted and not is_parked and len(self.steps) < AHEAD
         return RequestState(
             self.number,
@@ -84,21 +84,21 @@ class RunningRequest:
             is_parked=is_parked,
             held_rows=0 if self.saved_rows else sequence.num_rows,
             saved_rows=self.saved_rows,
-            unread_rows=max(len(sequence.prompt.token_ids) - sequence.num_rows, 0),
+            prefill_rows_left=max(len(sequence.prompt.token_ids) - sequence.num_rows, 0),
             tree_rows=1 if sequence.drafter is None else tree_rows,
-            usual_rows=_rows_lately(sequence),
+            usual_rows=_recent_tokens(sequence),
         )
 
 
 class Batch:
-    """See the module; one thread at a time takes steps, any may add and remove."""
+    """The running requests; one thread at a time runs steps, any thread may add and remove."""
 
     def __init__(self, slot: KVCacheManager, bounds: Bounds) -> None:
         self._slot: KVCacheManager | None = slot
         self.bounds = bounds
         self.entries: list[RunningRequest] = []
         self.stepping: frozenset[RunningRequest] = frozenset()  # in the pass that runs
-        # Told before each pass how many answers share it, and how many made way for them.
+        # Called before each pass with the batch size and the number of preempted requests.
         self.on_pass: Callable[[int, int], object] | None = None
         self._num_preempted = 0
         self._numbers = itertools.count(1)
@@ -110,24 +110,24 @@ class Batch:
         return self._slot
 
     def close(self) -> None:
-        """Let go of the caches."""
+        """Free the caches."""
         self.slot.close()
         self._slot, self.entries = None, []
 
     def add(self, entry: RunningRequest) -> None:
-        """It stands at the end of the line."""
+        """Add a request to the end of the queue."""
         entry.number, entry.came_s = next(self._numbers), time.monotonic()
         entry.paused_s = entry.came_s
         self.entries = [*self.entries, entry]
 
     def remove(self, entry: RunningRequest) -> None:
-        """Nobody reads on; what a pass computes for it is dropped behind the pass."""
+        """Remove an abandoned request; results of a running pass are dropped after it."""
         self.entries = [other for other in self.entries if other is not entry]
         if entry not in self.stepping:
             entry.sequence.close()
 
     def sweep(self) -> bool:
-        """End those that may not go on; whether there were any."""
+        """End requests that may not continue; return whether there were any."""
         any_ended = False
         for entry in self.entries:
             entry.ask()
@@ -137,32 +137,34 @@ class Batch:
         return any_ended
 
     def begin(self, patience_s: float) -> list[RunningRequest]:
-        """Move the line; those that step, none while that is nothing for any reader who waits.
+        """Plan and move the queue; return the requests that step.
+
+        The list is empty if no waiting reader would get anything.
 
         Args:
-            patience_s: for which an answer keeps its place though nobody asks for its next step.
+            patience_s: how long a request keeps its place while its next step is not read.
         """
-        stepping = self._lone()
+        stepping = self._single()
         if not stepping:
             found = self._plan(patience_s)
             if found is None:
                 return []
-            stepping = self._move(found)
+            stepping = self._apply(found)
         self.stepping = frozenset(stepping)
         if self.slot.steps_together:
-            _share(stepping)
+            _set_batch_loads(stepping)
         return stepping
 
     def _plan(self, patience_s: float) -> Plan | None:
         now_s, rows = time.monotonic(), self.bounds.tree_rows
-        going = [entry for entry in self.entries if not entry.is_done]
-        standings = [entry.standing(now_s, patience_s, rows) for entry in going]
-        found = plan(standings, self.slot.free_rows, self.bounds)
-        is_wanted = any(entry.is_wanted and entry.number in found.rows for entry in going)
+        unfinished = [entry for entry in self.entries if not entry.is_done]
+        states = [entry.state(now_s, patience_s, rows) for entry in unfinished]
+        found = plan(states, self.slot.free_rows, self.bounds)
+        is_wanted = any(entry.is_wanted and entry.number in found.rows for entry in unfinished)
         return found if is_wanted else None
 
-    def _lone(self) -> list[RunningRequest]:
-        """The only answer, if it decodes and is waited for: nothing is to plan."""
+    def _single(self) -> list[RunningRequest]:
+        """The only request, if it decodes and its reader waits: no plan is needed."""
         if len(self.entries) != 1:
             return []
         (entry,) = self.entries
@@ -174,14 +176,14 @@ class Batch:
         sequence.max_rows = 1 if sequence.drafter is None else self.bounds.tree_rows
         return [entry]
 
-    def _move(self, found: Plan) -> list[RunningRequest]:
-        """Move the line as planned; those that step."""
+    def _apply(self, found: Plan) -> list[RunningRequest]:
+        """Admit and preempt as planned; return the requests that step."""
         by_number = {entry.number: entry for entry in self.entries}
         for number in found.admitted:
             by_number[number].is_admitted = True
-        for number in found.released:
+        for number in found.preempted:
             self._release(by_number[number])
-        for number in found.overtaken:
+        for number in found.displaced:
             by_number[number].is_admitted = False
             by_number[number].number = next(self._numbers)
         stepping = [by_number[number] for number in found.rows]
@@ -195,7 +197,7 @@ class Batch:
         self.slot.release(entry.sequence)
 
     def run(self, stepping: list[RunningRequest]) -> list[tuple[Step, ...]]:
-        """Take the step; entries whose answers fail say so."""
+        """Run the step; a failed request has its `failure` set."""
         if self.on_pass is not None:
             with Confined(self._drop_on_pass):
                 self.on_pass(len(stepping), self._num_preempted)
@@ -204,7 +206,7 @@ class Batch:
             return self._step(stepping)
         found: list[tuple[Step, ...]] = []
         for entry in stepping:
-            if found:  # since it was asked, others have stepped
+            if found:  # other requests have stepped since the last call
                 entry.ask()
             found += [()] if entry.is_over else self._step([entry])
         return found
@@ -218,7 +220,7 @@ class Batch:
             found = step(self.slot, [entry.sequence for entry in entries])
             for entry in entries:
                 self._keep(entry)
-        except BaseException as error:  # of no sequence alone, or an interrupt
+        except BaseException as error:  # not of one sequence, or an interrupt
             failure = as_failure(error) if is_fault(error) else _interrupted()
             for entry in entries:
                 entry.failure = failure
@@ -232,13 +234,13 @@ class Batch:
     def _keep(self, entry: RunningRequest) -> None:
         if entry.kept is None:
             return
-        with Confined(entry.sequence.warn):  # the output lacks nothing
+        with Confined(entry.sequence.warn):  # the output is still complete
             if self.slot.is_to_keep(entry.sequence, entry.kept):
                 kept, entry.kept = entry.kept, None
                 entry.sequence.warnings += self.slot.keep(entry.sequence, kept)
 
     def end(self, stepping: list[RunningRequest], found: list[tuple[Step, ...]]) -> None:
-        """Hand out what the pass gave."""
+        """Append the steps of a pass to their requests."""
         self.stepping = frozenset()
         for at, entry in enumerate(stepping):
             entry.steps += found[at] if at < len(found) else ()
@@ -253,26 +255,26 @@ class Batch:
         entry.sequence.close()
 
 
-def _share(stepping: list[RunningRequest]) -> None:
-    """Tell those that draft what the rows of the pass cost beside the others'."""
-    rows = {entry: _rows_lately(entry.sequence) for entry in stepping}
-    answers = max(sum(not entry.sequence.is_reading for entry in stepping), 1)
-    total, companies = sum(rows.values()), dict[int, BatchLoad]()
+def _set_batch_loads(stepping: list[RunningRequest]) -> None:
+    """Set the batch load of each drafter: the batch size, and the tokens of other sequences."""
+    rows = {entry: _recent_tokens(entry.sequence) for entry in stepping}
+    num_decoding = max(sum(not entry.sequence.is_reading for entry in stepping), 1)
+    total, loads = sum(rows.values()), dict[int, BatchLoad]()
     for entry in stepping:
         if entry.sequence.drafter is not None:
             others = total - rows[entry]
-            # One object for all that stand alike: who turns to it finds it by its identity.
-            batch_load = companies.setdefault(others, BatchLoad(answers, others))
+            # One object for equal loads, since policies compare them by identity.
+            batch_load = loads.setdefault(others, BatchLoad(num_decoding, others))
             with Confined(entry.sequence.fail):
                 entry.sequence.drafter.batch_load = batch_load
 
 
-def _rows_lately(sequence: Sequence) -> int:
-    """Of a pass: the piece that is read next, or as many as the latest tree."""
+def _recent_tokens(sequence: Sequence) -> int:
+    """Tokens in a pass: the next chunk of the prompt, or the size of the latest tree."""
     if sequence.is_reading:
         return sequence.max_rows
     return sequence.profile.rounds[-1].tree_size if sequence.profile.rounds else 1
 
 
 def _interrupted() -> EdgeLLMError:
-    return EdgeLLMError("the pass was interrupted", hint="ask again")
+    return EdgeLLMError("the pass was interrupted", hint="repeat the request")

@@ -1,11 +1,11 @@
-"""Which answers share the next pass, with how many rows each: a function of how they stand.
+"""Scheduler: which requests share the next pass, with how many tokens each; a pure function.
 
-Answers are admitted in line, by priority and arrival, while there are places and the pool has
-room for their prompts; what they may generate beyond is given row by row. When the pool is full
-the last in line gives its rows back, and has them again when it is admitted again. The first
-in line therefore always goes on, and whoever waits becomes the first. A prompt is read in pieces
-that let a pass take a quarter longer than without them, so that the answers beside it do not stall.
-They are larger where more read than decode, and of a long prompt, but never is a bound exceeded.
+Requests are admitted by priority and arrival, while the batch has space and the KV cache can hold
+their prompts. KV blocks for generated tokens are allocated step by step. When the cache is full,
+the last request is preempted; its KV cache is swapped in when it is admitted again. So the first
+request always continues, and each waiting request becomes the first. Prompts are prefilled in
+chunks that make a pass at most a quarter longer, so that decoding requests do not stall. Chunks
+are larger for long prompts, and when more requests prefill than decode, within the bounds.
 """
 
 from __future__ import annotations
@@ -19,77 +19,79 @@ from numpy.typing import NDArray
 
 from edgellm.device_runtime.runners.batch_costs import SharedCosts
 
-AGING_S = 30.0  # of waiting outweigh one level of priority: nobody starves
-LEAST_PIECE = 8  # rows of a prompt that a pass takes, whatever the bound
-LONGER = 0.25  # that a pass may be with a piece, beside one without
-MAX_PIECES = 16  # of prompts
+AGING_S = 30.0  # of waiting outweigh one level of priority, which prevents starvation
+MIN_CHUNK = 8  # minimum tokens of a prefill chunk, whatever the bound
+MAX_SLOWDOWN = 0.25  # by which a chunk may lengthen a pass, as a share
+MAX_CHUNKS = 16  # chunks of the waiting prompts
 
 
 @dataclass(frozen=True, slots=True)
 class Bounds:
-    """What passes are held to."""
+    """Limits of a pass."""
 
-    max_running: int  # answers that share a pass
-    prefill_rows: int  # of prompts in a pass
-    tree_rows: int = 1  # that a round of an answer which is drafted for takes at most
-    page_rows: int = 1  # in which the pool gives rows
+    max_running: int  # batch size
+    prefill_rows: int  # tokens of prompts in a pass
+    tree_rows: int = 1  # maximum tokens of a speculative round
+    page_rows: int = 1  # positions of a KV block
     max_stall_ms: float = math.inf
-    pass_ms: NDArray[np.float64] = field(default_factory=lambda: np.zeros(2))  # by rows (index)
-    together: SharedCosts | None = None  # of passes that several share, if measured
+    pass_ms: NDArray[np.float64] = field(default_factory=lambda: np.zeros(2))  # by tokens (index)
+    together: SharedCosts | None = None  # measured costs of batches
 
     def table(self, answers: int) -> NDArray[np.float64]:
-        """Milliseconds of passes that so many share, by the rows of all (index)."""
+        """Milliseconds of passes with a batch size, by the tokens of all sequences (index)."""
         return self.pass_ms if self.together is None else self.together.by_rows(answers)
 
 
 @dataclass(frozen=True, slots=True)
 class RequestState:
-    """One answer as the scheduler sees it."""
+    """The state of one request for the scheduler."""
 
-    number: int  # of arrival, or of the return into line
-    priority: int = 0  # smaller goes first
+    number: int  # of arrival, or of the return into the queue
+    priority: int = 0  # smaller is first
     waited_s: float = 0.0  # since it came
     is_admitted: bool = False
     is_due: bool = True  # its next step is wanted
-    is_parked: bool = False  # nobody has wanted its next step for long: others may have its place
-    held_rows: int = 0  # of the pool
-    saved_rows: int = 0  # that it gave back, and needs again before it goes on
-    unread_rows: int = 0  # of its prompt; 0: it decodes
-    tree_rows: int = 1  # that a decoding step would like at most
-    usual_rows: int = 1  # that it lately took
+    is_parked: bool = False  # its reader has paused for long: others may take its place
+    held_rows: int = 0  # positions in the KV cache
+    saved_rows: int = 0  # positions that were swapped out, and are needed again
+    prefill_rows_left: int = 0  # prompt tokens left to prefill; 0: it decodes
+    tree_rows: int = 1  # maximum tokens of a decoding step
+    usual_rows: int = 1  # tokens of its latest step
 
     @property
     def rank(self) -> tuple[float, int]:
-        """Smaller goes first."""
+        """Sort key; smaller is first."""
         return self.priority - math.floor(self.waited_s / AGING_S), self.number
 
 
 @dataclass(frozen=True, slots=True)
 class Plan:
-    """The next step, answers by their numbers."""
+    """The next step; requests are given by their numbers."""
 
-    rows: dict[int, int] = field(default_factory=dict)  # that each which steps may write at most
+    rows: dict[int, int] = field(default_factory=dict)  # maximum tokens of each that steps
     admitted: tuple[int, ...] = ()  # newly
-    overtaken: tuple[int, ...] = ()  # others have their place
-    released: tuple[int, ...] = ()  # give their rows back
+    displaced: tuple[int, ...] = ()  # lost their place to others
+    preempted: tuple[int, ...] = ()  # to be preempted
 
 
-def plan(standings: Sequence[RequestState], free_rows: int, bounds: Bounds) -> Plan:
-    """The next step of those that are due; nobody steps while only the line before them moves.
+def plan(states: Sequence[RequestState], free_rows: int, bounds: Bounds) -> Plan:
+    """Plan the next step of the requests that are due.
 
     Args:
-        standings: all answers in the works.
-        free_rows: of the pool, whole pages.
-        bounds: of passes. The pool holds the rows of any one answer.
+        states: all running and waiting requests.
+        free_rows: free positions of the KV cache, in whole blocks.
+        bounds: limits of a pass. The KV cache can hold any one request.
     """
-    line = _Line(sorted(standings, key=lambda one: one.rank), free_rows, bounds)
-    line.admit()
-    line.grant()
-    return Plan(line.rows, tuple(line.admitted), tuple(line.overtaken), tuple(line.released))
+    planner = _Planner(sorted(states, key=lambda one: one.rank), free_rows, bounds)
+    planner.admit()
+    planner.grant()
+    return Plan(
+        planner.rows, tuple(planner.admitted), tuple(planner.displaced), tuple(planner.preempted)
+    )
 
 
-class _Line:
-    """A plan in the making."""
+class _Planner:
+    """A plan under construction."""
 
     def __init__(self, ranked: list[RequestState], free_rows: int, bounds: Bounds) -> None:
         self._ranked, self._free, self._bounds = ranked, free_rows, bounds
@@ -97,11 +99,11 @@ class _Line:
         self._held = {one.number: self._pages(one.held_rows) for one in ranked}
         self.rows: dict[int, int] = {}
         self.admitted: list[int] = []
-        self.overtaken: list[int] = []
-        self.released: list[int] = []
+        self.displaced: list[int] = []
+        self.preempted: list[int] = []
 
     def admit(self) -> None:
-        """Let those in who are due, in line, while there are places and rows."""
+        """Admit requests that are due, in order, while the batch and the KV cache have space."""
         for one in self._ranked:
             if one.is_admitted or not one.is_due:
                 continue
@@ -111,18 +113,18 @@ class _Line:
             self.admitted.append(one.number)
 
     def _has_place(self) -> bool:
-        """Whether one more may run; who is parked makes way."""
+        """Whether the batch has space for one more; a parked request loses its place."""
         if len(self._running) < self._bounds.max_running:
             return True
         parked = [one for one in self._running if one.is_parked]
         if parked:
             self._running.remove(parked[-1])
-            self.overtaken.append(parked[-1].number)
+            self.displaced.append(parked[-1].number)
         return bool(parked)
 
     def _has_room(self, one: RequestState) -> bool:
-        """Whether the pool holds a prompt, beside a further page of each that runs."""
-        rows = one.held_rows + one.saved_rows + one.unread_rows + 1
+        """Whether the KV cache holds a prompt and one further block of each running request."""
+        rows = one.held_rows + one.saved_rows + one.prefill_rows_left + 1
         while self._free - self._reserve() < self._pages(rows) - self._held[one.number]:
             if not self._release_idle(one):
                 return not self._running
@@ -131,54 +133,56 @@ class _Line:
         return True
 
     def _reserve(self) -> int:
-        """Rows that those who run need for their prompts and a step."""
-        return sum(self._more(one, one.unread_rows + 1) for one in self._running)
+        """Positions that running requests need for their prompts and one step."""
+        return sum(self._more(one, one.prefill_rows_left + 1) for one in self._running)
 
     def grant(self) -> None:
-        """Give rows to those that are due: the first in line first, tokens before prompts."""
+        """Grant tokens to requests that are due: in order, decoding before prefill."""
         due = [one for one in sorted(self._running, key=lambda one: one.rank) if one.is_due]
-        for one in due:  # a row each, before anybody has more
+        for one in due:  # one token each, before any gets more
             if one in self._running and self._make_room(one):
                 self.rows[one.number] = 1
         due = [one for one in due if one.number in self.rows]
-        decoding = [one for one in due if not one.unread_rows]
+        decoding = [one for one in due if not one.prefill_rows_left]
         for one in decoding:
             self.rows[one.number] += self._take(one, one.tree_rows - 1)
-        self._grant_pieces([one for one in due if one.unread_rows], decoding)
+        self._grant_chunks([one for one in due if one.prefill_rows_left], decoding)
 
-    def _grant_pieces(self, readers: list[RequestState], decoding: list[RequestState]) -> None:
+    def _grant_chunks(self, prefilling: list[RequestState], decoding: list[RequestState]) -> None:
         given = 0
-        for count, one in enumerate(readers, 1):
-            piece = min(one.unread_rows, self._budget(readers, count, decoding) - given)
-            if piece < 1:
-                del self.rows[one.number]  # it reads when those before have read
+        for count, one in enumerate(prefilling, 1):
+            chunk = min(one.prefill_rows_left, self._budget(prefilling, count, decoding) - given)
+            if chunk < 1:
+                del self.rows[one.number]  # it prefills after the earlier prompts
                 continue
-            self.rows[one.number] += self._take(one, piece - 1)
+            self.rows[one.number] += self._take(one, chunk - 1)
             given += self.rows[one.number]
 
-    def _budget(self, readers: list[RequestState], count: int, decoding: list[RequestState]) -> int:
-        """Rows of prompts in a pass that `count` of those who read share with those who decode."""
+    def _budget(
+        self, prefilling: list[RequestState], count: int, decoding: list[RequestState]
+    ) -> int:
+        """Prompt tokens of a pass that `count` prefilling and all decoding requests share."""
         bounds = self._bounds
-        beside = sum(min(one.usual_rows, self.rows[one.number]) for one in decoding)
-        if not beside:
+        others = sum(min(one.usual_rows, self.rows[one.number]) for one in decoding)
+        if not others:
             return bounds.prefill_rows
         calm, table = (bounds.table(len(decoding) + more) for more in (0, count))
-        slower = 1 + max(LONGER, len(readers) / beside)
-        usual_ms = min(slower * float(calm[min(beside, len(calm) - 1)]), bounds.max_stall_ms)
-        share = sum(one.unread_rows for one in readers) // MAX_PIECES
-        usual = max(self._piece(table, beside, usual_ms), share)
-        maximum = self._piece(table, beside, bounds.max_stall_ms)
-        return min(bounds.prefill_rows, max(min(usual, maximum), LEAST_PIECE))
+        slower = 1 + max(MAX_SLOWDOWN, len(prefilling) / others)
+        usual_ms = min(slower * float(calm[min(others, len(calm) - 1)]), bounds.max_stall_ms)
+        share = sum(one.prefill_rows_left for one in prefilling) // MAX_CHUNKS
+        usual = max(self._chunk(table, others, usual_ms), share)
+        maximum = self._chunk(table, others, bounds.max_stall_ms)
+        return min(bounds.prefill_rows, max(min(usual, maximum), MIN_CHUNK))
 
-    def _piece(self, table: NDArray[np.float64], beside: int, bound: float) -> int:
-        """Rows of prompts beside so many others, in a pass that keeps a bound of milliseconds."""
+    def _chunk(self, table: NDArray[np.float64], others: int, bound: float) -> int:
+        """Prompt tokens in a pass with `others` further tokens and a bound of milliseconds."""
         rows = int(np.searchsorted(table, bound, side="right")) - 1
-        if rows == len(table) - 1 and table[-1] > 0:  # beyond its end time grows as before it
-            rows = int(min(bound / table[-1] * rows, self._bounds.prefill_rows + beside))
-        return rows - beside if table[-1] > 0 else self._bounds.prefill_rows
+        if rows == len(table) - 1 and table[-1] > 0:  # extrapolate beyond the table's end
+            rows = int(min(bound / table[-1] * rows, self._bounds.prefill_rows + others))
+        return rows - others if table[-1] > 0 else self._bounds.prefill_rows
 
     def _make_room(self, one: RequestState) -> bool:
-        """Find a row for one; who comes last makes way, itself the last of all."""
+        """Allocate one position; preempt the last requests if needed, this one last of all."""
         while self._more(one, 1) > self._free:
             if self._release_idle(one):
                 continue
@@ -193,7 +197,7 @@ class _Line:
         return True
 
     def _release_idle(self, one: RequestState) -> bool:
-        """Take the rows of somebody who does not run, or whom nobody asks to."""
+        """Preempt a request that does not run, or a parked one."""
         idle = [
             other for other in self._ranked
             if other is not one and self._held[other.number]
@@ -210,12 +214,12 @@ class _Line:
         if one.number in self.admitted:
             self.admitted.remove(one.number)
         else:
-            self.released.append(one.number)
+            self.preempted.append(one.number)
         if one in self._running:
             self._running.remove(one)
 
     def _take(self, one: RequestState, rows: int) -> int:
-        """As many more rows for one as there are, at most `rows`."""
+        """Allocate as many further positions as are free, at most `rows`."""
         own = self._rows_of(one)
         free = self._free + self._held[one.number] - own
         given = max(min(rows, free), 0)
@@ -225,11 +229,11 @@ class _Line:
         return given
 
     def _more(self, one: RequestState, rows: int) -> int:
-        """Rows of the pool that one lacks for `rows` rows more."""
+        """Positions to allocate for `rows` further tokens."""
         return max(self._pages(self._rows_of(one) + rows) - self._held[one.number], 0)
 
     def _rows_of(self, one: RequestState) -> int:
-        """That one will have before what is given now is written."""
+        """Positions of a request before the tokens granted now."""
         return one.held_rows + one.saved_rows + self.rows.get(one.number, 0)
 
     def _pages(self, rows: int) -> int:

@@ -1,4 +1,4 @@
-"""What the passes of an engine are held to."""
+"""Limits of an engine's passes, from its manifest and measured costs."""
 
 from __future__ import annotations
 
@@ -15,14 +15,14 @@ from edgellm.device_runtime.speculate.policy.costs import Costs
 def bounds_of(
     engine: Engine, slot: KVCacheManager, max_stall_ms: float, answers: int, tree_rows: int
 ) -> Bounds:
-    """Passes are measured where the engine does not know what they cost, and that matters.
+    """The scheduler's bounds; measures passes if the engine has no stored costs and needs them.
 
     Args:
         engine: its manifest.
         slot: its caches.
-        max_stall_ms: of a pass that reads a prompt beside answers that grow.
-        answers: that share a pass at most.
-        tree_rows: that an answer verifies.
+        max_stall_ms: limit of a pass that prefills a chunk while other requests decode.
+        answers: batch size.
+        tree_rows: maximum tokens of a draft tree.
     """
     bounds = Bounds(answers, engine.prefill_rows, tree_rows)
     if answers == 1:

@@ -1,7 +1,7 @@
-"""Threads that share an engine: whoever waits for a step computes one, for all who are in line.
+"""Threads that share an engine: a thread that waits for a step computes one for the batch.
 
-There is no thread of the engine's own: nothing is computed that nobody waits for, but for a few
-steps ahead of those whose answers share the pass.
+The engine has no thread of its own. Nothing is computed unless a thread waits for it, except a
+few steps of other requests in the same batch.
 """
 
 from __future__ import annotations
@@ -18,7 +18,7 @@ from edgellm.device_runtime.arrays import LoadedAdapter
 from edgellm.device_runtime.engine.sequence import Step
 from edgellm.device_runtime.scheduler.running_batch import Batch, RunningRequest
 
-PATIENCE_S = 30.0  # nobody waits longer for an answer that is not iterated over
+PATIENCE_S = 30.0  # longest time that a paused request keeps its place while others wait
 
 
 @dataclass(frozen=True, slots=True, eq=False)
@@ -29,11 +29,11 @@ class TaskReader:
 
 
 class StepLock:
-    """The line before an engine.
+    """The lock and queue of an engine.
 
-    An answer that pauses between two passes keeps its place, until the thread that iterates
-    over it turns to another, or, if others wait, until it has paused for `PATIENCE_S`. So no
-    thread waits for ever. An answer that was overtaken goes on when its turn comes again.
+    A request that pauses between two passes keeps its place, until its thread waits for another
+    request, or, if others wait, until it has paused for `PATIENCE_S`. So no thread waits for
+    ever. A request that lost its place continues when it is admitted again.
     """
 
     def __init__(self, batch: Batch) -> None:
@@ -41,23 +41,23 @@ class StepLock:
         self._lock = threading.RLock()
         self._changed, self._num_waiting = threading.Condition(self._lock), 0
         self._readers: dict[RunningRequest, object] = {}
-        self._computes = 0  # the thread that does; 0: none
+        self._computes = 0  # the computing thread; 0: none
         self._visitors: set[int] = set()  # threads that wait for the end of a pass
         self._closed = False
 
-    def on_pass(self, told: Callable[[int, int], object]) -> None:
+    def on_pass(self, callback: Callable[[int, int], object]) -> None:
         """See `Batch.on_pass`."""
-        self._batch.on_pass = told
+        self._batch.on_pass = callback
 
     def enter(self, entry: RunningRequest, reader: object = None) -> None:
-        """An answer is about to be read; without `reader` by this thread."""
+        """Add a request with its reader, by default the calling thread."""
         with self._lock:
             self._drop_unread()
             self._readers[entry] = threading.get_ident() if reader is None else reader
             self._batch.add(entry)
 
     def leave(self, entry: RunningRequest) -> None:
-        """Nobody reads on; from any thread, also while a pass runs."""
+        """Remove an abandoned request; from any thread, also while a pass runs."""
         with self._lock:
             self._readers.pop(entry, None)
             self._batch.remove(entry)
@@ -75,50 +75,52 @@ class StepLock:
         return bool(unread)
 
     def next(self, entries: Sequence[RunningRequest]) -> list[tuple[RunningRequest, list[Step]]]:
-        """The new steps of one reader's answers, as soon as there are any of one of them.
+        """Wait for new steps of a reader's requests; return as soon as any has some.
 
         Args:
-            entries: in the works, none of which has ended and been read.
+            entries: running requests that have not been read to their ends.
 
         Returns:
-            What came of each that goes on, or has ended; its `failure` says why it failed. Nothing,
+            New steps of each request that has some or has ended; `failure` holds its error. Empty
             if the reader has left meanwhile.
 
         Raises:
             EdgeLLMError: the engine was closed.
         """
-        self._ask(entries)
+        self._request(entries)
         while True:
             with self._lock:
                 if self._closed:
                     self.require_open()
-                if found := self._read(entries):
+                if found := self._take_steps(entries):
                     return found
                 if self._readers.keys().isdisjoint(entries):
                     return []
             self._compute_or_wait()
 
     def poll(self, entries: Sequence[RunningRequest]) -> list[tuple[RunningRequest, list[Step]]]:
-        """As `next`, but for a pass at most, after which there may be nothing new.
+        """As `next`, but for one pass at most, after which there may be no new steps.
 
         Raises:
             EdgeLLMError: the engine was closed.
         """
-        self._ask(entries)
-        found = self._news(entries)
+        self._request(entries)
+        found = self._new_steps(entries)
         if not found:
             self._compute_or_wait()
-            found = self._news(entries)
+            found = self._new_steps(entries)
         return found
 
-    def _news(self, entries: Sequence[RunningRequest]) -> list[tuple[RunningRequest, list[Step]]]:
+    def _new_steps(
+        self, entries: Sequence[RunningRequest]
+    ) -> list[tuple[RunningRequest, list[Step]]]:
         with self._lock:
             self.require_open()
-            return self._read(entries)
+            return self._take_steps(entries)
 
     @contextmanager
     def visiting(self) -> Iterator[None]:
-        """Compute something between two passes, whosever turn it is; raises if it was closed."""
+        """Hold the engine between two passes, for other computations; raises if it was closed."""
         thread = threading.get_ident()
         try:
             with self._lock:
@@ -132,12 +134,12 @@ class StepLock:
             self._end_of_pass()
 
     def count_using(self, adapter: LoadedAdapter) -> int:
-        """Answers in the works that are computed with an adapter."""
+        """Number of running requests that use an adapter."""
         found = [entry.sequence for entry in self._batch.entries]
         return sum(not one.is_over and one.prompt.adapter is adapter for one in found)
 
     def close(self) -> None:
-        """Wait for the end of a pass and let nobody compute again."""
+        """Wait for the end of a pass, then fail all further computations."""
         with self._lock:
             while not self._is_free():
                 self._wait()
@@ -147,24 +149,26 @@ class StepLock:
             self._changed.notify_all()
 
     def require_open(self) -> None:
-        """Raises `EdgeLLMError` behind `close`."""
+        """Raises `EdgeLLMError` after `close`."""
         if self._closed:
             raise EdgeLLMError("the LLM was closed", hint="load the engine again")
 
-    def _ask(self, entries: Sequence[RunningRequest]) -> None:
-        """A reader waits for these, and so for no other answer of its own."""
+    def _request(self, entries: Sequence[RunningRequest]) -> None:
+        """Mark these as wanted; the reader's other requests lose their claim."""
         with self._lock:
             for entry in entries:
-                entry.is_wanted, entry.is_turned_away = True, False
+                entry.is_wanted, entry.is_unclaimed = True, False
             if len(self._readers) == len(entries):
                 return
             readers = {self._readers.get(entry) for entry in entries}
             for entry, reader in self._readers.items():
                 if reader in readers and entry not in entries:
-                    entry.is_turned_away = True
+                    entry.is_unclaimed = True
             self._changed.notify_all()
 
-    def _read(self, entries: Sequence[RunningRequest]) -> list[tuple[RunningRequest, list[Step]]]:
+    def _take_steps(
+        self, entries: Sequence[RunningRequest]
+    ) -> list[tuple[RunningRequest, list[Step]]]:
         found = [(entry, [*entry.steps]) for entry in entries if entry.steps or entry.is_done]
         if found:
             now_s = time.monotonic()
@@ -175,7 +179,7 @@ class StepLock:
         return found
 
     def _compute_or_wait(self) -> None:
-        """Compute a pass for all who wait, or wait until something has changed."""
+        """Compute a pass for all that wait, or wait for a change."""
         stepping: list[RunningRequest] = []
         found: list[tuple[Step, ...]] = []
         try:
@@ -198,7 +202,7 @@ class StepLock:
                 self._end_of_pass()
 
     def _wait(self, max_seconds: float | None = None) -> None:
-        """Let others have the lock until something has changed."""
+        """Release the lock until something has changed."""
         self._num_waiting += 1
         try:
             self._changed.wait(max_seconds)
@@ -206,7 +210,7 @@ class StepLock:
             self._num_waiting -= 1
 
     def _patience_s(self) -> float:
-        """Until somebody's may be over."""
+        """Time until a paused request may lose its place."""
         paused = [
             entry.paused_s for entry in self._batch.entries
             if entry.is_admitted and not entry.is_wanted
@@ -217,15 +221,15 @@ class StepLock:
         return self._is_free() and self._visitors <= {threading.get_ident()}
 
     def _is_free(self) -> bool:
-        """Whether the calling thread may compute; an interrupt may have cut a pass of its own."""
+        """Whether the calling thread may compute; an interrupt may have aborted its own pass."""
         return self._computes in (0, threading.get_ident())
 
     def _end_of_pass(self) -> None:
-        """Of the calling thread, if it has begun one."""
+        """Release the engine, if the calling thread holds it."""
         thread = threading.get_ident()
         with self._lock:
             self._visitors.discard(thread)
             if self._computes == thread:
                 self._computes = 0
-                if self._num_waiting:  # most often nobody does
+                if self._num_waiting:  # usually none
                     self._changed.notify_all()

@@ -1,1 +1,1 @@
-"""Texts and tokens: tokenizer, special-token words, reasoning tags, bytes of tokens."""
+"""Text and tokens: tokenizer, special tokens as text, reasoning marks, bytes of tokens."""

@@ -1,8 +1,8 @@
-"""Prompts with words that read like special tokens: one unbroken text, in which they stay words.
+"""Prompts in which users' words that spell special tokens stay text.
 
-The tokenizers library reads all special tokens of a text, or none. A prompt needs both: those of
-the chat template are tokens, those that a user typed are words. A copy of the tokenizer knows each
-special token by another name, its stand-in, which is put where the template wrote the token.
+The tokenizers library parses all special tokens of a text, or none. A prompt needs both: those of
+the chat template are tokens, those typed by a user are text. A copy of the tokenizer renames each
+special token to a stand-in, which replaces the tokens written by the template.
 """
 
 from __future__ import annotations
@@ -16,21 +16,21 @@ from typing import Any
 from tokenizers import AddedToken, Encoding, Tokenizer
 from tokenizers.models import Model
 
-# Noncharacters, which no text may hold: a mark that parts a word, and the ends of a stand-in.
+# Noncharacters, which no text contains: a mark that splits a word, and the ends of a stand-in.
 CUT, _OPEN, _CLOSE = "\ufdd0", "\ufdd1", "\ufdd2"
 _MARKS = re.compile(f"[{CUT}{_OPEN}{_CLOSE}]")
 
 
 def without_marks(text: str) -> str:
-    """A text without what `PlainText.marked` writes into it."""
+    """A text without the marks of `PlainText.marked`."""
     return _MARKS.sub("", text)
 
 
 class PlainText:
-    """Marks words that read like special tokens, and encodes prompts with such marks."""
+    """Marks words that spell special tokens, and encodes prompts with such marks."""
 
     def __init__(self, tokenizer: Tokenizer) -> None:
-        """Keep the tokenizer; a copy that shares its model is made for the first marked prompt."""
+        """Store the tokenizer; a copy that shares its model is made for the first marked prompt."""
         self._tokenizer = tokenizer
         self._added = dict(sorted(tokenizer.get_added_tokens_decoder().items()))
         self._special = {at: token.content for at, token in self._added.items() if token.special}
@@ -38,16 +38,16 @@ class PlainText:
         self._copy: _Copy | None = None
 
     def marked(self, text: str, kept: Iterable[str] = ()) -> str:
-        """`text` with marks in words like special tokens; the marks pass through chat templates.
+        """`text` with marks in words that spell special tokens; chat templates keep the marks.
 
         Args:
-            text: of a user; without such words it is returned as it is.
-            kept: special tokens that it may hold.
+            text: of a user; returned unchanged without such words.
+            kept: special tokens that are allowed.
         """
         words, text = self._pattern(frozenset(kept)), without_marks(text)
         found = words.sub(lambda first: first[0] + CUT, text)
         if found == text and words.search(self._normalized(text)) is not None:
-            # Full-width characters, or capitals, become such a word.
+            # Full-width characters, or capitals, are normalized to such a word.
             return "".join(character + CUT for character in text)
         return found
 
@@ -64,7 +64,7 @@ class PlainText:
         return [index if is_own else copy.ids.get(index, index) for index, is_own in tokens]
 
     def _pattern(self, kept: frozenset[str]) -> re.Pattern[str]:
-        """Matches the first character of each special token, also of one inside another."""
+        """Regex for the first character of each special token, also of one inside another."""
         if (known := self._patterns.get(kept)) is not None:
             return known
         rests: dict[str, list[str]] = {}
@@ -74,7 +74,7 @@ class PlainText:
         return self._patterns.setdefault(kept, re.compile("|".join(firsts) or "(?!)", re.DOTALL))
 
     def _named(self, text: str) -> Iterator[str]:
-        """The text without marks, stand-ins where the tokenizer reads special tokens."""
+        """The text without marks, with stand-ins for the remaining special tokens."""
         found, end = self._tokenizer.encode(text, add_special_tokens=False), 0
         for index, (begin, stop) in zip(found.ids, found.offsets, strict=True):
             content = self._special.get(index)
@@ -89,7 +89,7 @@ class PlainText:
         yield without_marks(text[end:])
 
     def _renamed(self, model: Model) -> _Copy:
-        """The tokenizer with this model, special tokens under the names of their stand-ins."""
+        """The tokenizer with this model, whose special tokens have the names of their stand-ins."""
         original, copy = self._tokenizer, Tokenizer(model)
         for part in ("normalizer", "pre_tokenizer", "post_processor"):
             if (found := getattr(original, part)) is not None:
@@ -103,7 +103,7 @@ class PlainText:
         return _Copy(copy, {read[name]: index for index, name in names.items()})
 
     def _named_token(self, index: int, name: str) -> AddedToken:
-        """An added token that is not special; its text was found, so that no word has to end."""
+        """An added token that is not special; it matches inside words, as its text was matched."""
         token = self._added[index]
         return AddedToken(
             name,
@@ -118,7 +118,7 @@ class PlainText:
         return text if normalizer is None else normalizer.normalize_str(text)
 
     def _reads_words(self, copy: _Copy, found: Encoding, text: str) -> bool:
-        """Whether the model itself made a special token of a user's word."""
+        """Whether the model itself made a special token from a user's word."""
         tokens = zip(found.ids, found.special_tokens_mask, found.offsets, strict=True)
         for index, is_own, (begin, stop) in tokens:
             content = self._special.get(index, "")
@@ -129,7 +129,7 @@ class PlainText:
         return False
 
     def _without_words(self) -> Model:
-        """The model, whose vocabulary has stand-ins for special tokens."""
+        """The model, with stand-ins for special tokens in its vocabulary."""
         whole: dict[str, Any] = json.loads(self._tokenizer.to_str())
         model = whole["model"]
         names = {word: _stand_in(index) for index, word in self._special.items() if len(word) > 1}
@@ -150,7 +150,7 @@ class PlainText:
 
 @dataclass(frozen=True, slots=True)
 class _Copy:
-    """A tokenizer that reads stand-ins."""
+    """A tokenizer that parses stand-ins."""
 
     tokenizer: Tokenizer
     ids: dict[int, int]  # the original's, of its added tokens

@@ -1,4 +1,4 @@
-"""How families of models write reasoning: the marks around it, by the chat template."""
+"""Reasoning marks of model families, found by the chat template."""
 
 from __future__ import annotations
 
@@ -7,15 +7,15 @@ from dataclasses import dataclass
 
 @dataclass(frozen=True, slots=True)
 class ThinkForm:
-    """How a family writes reasoning."""
+    """Marks of a family."""
 
     opening: str
     closing: str
-    wraps: tuple[tuple[str, str], ...] = ()  # what may stand around the answer behind it
+    wraps: tuple[tuple[str, str], ...] = ()  # tags that may enclose the output after the reasoning
 
     @property
     def shown(self) -> tuple[str, str]:
-        """Special tokens that must be seen in the text."""
+        """Special tokens that must be part of the output text."""
         return self.opening, self.closing
 
 
@@ -26,14 +26,14 @@ _FORMS = (
     ThinkForm("[THINK]", "[/THINK]"),
     ThinkForm("<think>", "</think>", (("<answer>", "</answer>"), ("<response>", "</response>"))),
 )
-# Of gpt-oss, whose messages stand in channels.
+# Of gpt-oss, whose messages have channels.
 CHANNEL, MESSAGE = "<|channel|>", "<|message|>"
 MESSAGE_ENDS = ("<|end|>", "<|return|>", "<|call|>", "<|start|>", CHANNEL)
 CHANNEL_MARKS = (*MESSAGE_ENDS, MESSAGE, "<|constrain|>")
 
 
 def find(template: str) -> ThinkForm | None:
-    """The form of a model's chat template; None if it knows no reasoning."""
+    """The marks of a model's chat template; None without reasoning."""
     for form in _FORMS:
         if form.opening in template or form.closing in template:
             wraps = tuple(wrap for wrap in form.wraps if wrap[0] in template)
@@ -42,16 +42,16 @@ def find(template: str) -> ThinkForm | None:
 
 
 def has_channels(template: str) -> bool:
-    """Whether a model writes messages in channels, one of which is for reasoning."""
+    """Whether a model writes messages in channels, one for reasoning."""
     return CHANNEL in template and MESSAGE in template
 
 
 def think_tags(template: str) -> tuple[str, str] | None:
-    """What stands before and after the reasoning at the beginning of an answer."""
+    """The marks before and after the reasoning at the beginning of an output."""
     form = None if has_channels(template) else find(template)
     return None if form is None else form.shown
 
 
 def marks_of(template: str) -> tuple[str, ...]:
-    """Texts by which reasoning is told from an answer, special tokens or not."""
+    """All texts that separate reasoning from output, special tokens or not."""
     return CHANNEL_MARKS if has_channels(template) else think_tags(template) or ()

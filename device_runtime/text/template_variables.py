@@ -1,4 +1,4 @@
-"""Which variables from outside a chat template reads.
+"""Finds the variables that a chat template uses from outside.
 
 `jinja2.meta.find_undeclared_variables` counts a name that every branch sets before it is read, such
 as Llama 3's `system_message`: a value given from outside would have no effect.
@@ -22,7 +22,7 @@ def variables(environment: Environment, template: str) -> _Names:
 
 
 def _visit(node: nodes.Node, known: _Names, found: set[str]) -> _Names:
-    """Add what a node reads of the names that are not `known`; the names known after it."""
+    """Add the names that a node uses and that are not `known`; return names known after it."""
     if isinstance(node, nodes.Name):
         if node.ctx == "load" and node.name not in known:
             found.add(node.name)
@@ -53,7 +53,7 @@ def _visit(node: nodes.Node, known: _Names, found: set[str]) -> _Names:
     return known if isinstance(node, _SCOPES) else after
 
 
-# What is set inside of these is not known outside.
+# Names set inside of these are unknown outside.
 _SCOPES = (nodes.CallBlock, nodes.FilterBlock, nodes.Scope, nodes.Block)
 
 
@@ -64,7 +64,7 @@ def _visit_all(found_nodes: Iterable[nodes.Node], known: _Names, found: set[str]
 
 
 def _visit_branches(node: nodes.If | nodes.CondExpr, known: _Names, found: set[str]) -> _Names:
-    """Of names set in some branches alone nothing is known after them."""
+    """Names set only in some branches are unknown after them."""
     _visit(node.test, known, found)
     if isinstance(node, nodes.CondExpr):
         _visit_all([one for one in (node.expr1, node.expr2) if one is not None], known, found)

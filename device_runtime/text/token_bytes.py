@@ -1,4 +1,4 @@
-"""The bytes that each token adds to a text, which may be a part of a character."""
+"""Bytes that each token adds to a text, which may be part of a character."""
 
 from __future__ import annotations
 
@@ -7,20 +7,20 @@ import re
 from tokenizers import Tokenizer
 
 _FALLBACK = re.compile(r"<0x([0-9A-F]{2})>")
-_BEFORE = "a"  # a token that decoders leave alone
+_BEFORE = "a"  # a token that decoders do not change
 
 
 class TokenBytes:
-    """Spells tokens as the tokenizer's decoder writes them, of whatever family it is."""
+    """Spells tokens as the tokenizer's decoder does, for all families."""
 
     def __init__(self, tokenizer: Tokenizer) -> None:
-        """Find out how the decoder writes bytes."""
+        """Detect how the decoder writes bytes."""
         self._tokenizer = tokenizer
         self._bytes = _byte_level() if self._decoded("Ġ") == " " else {}
         self._falls_back = self._decoded("<0x41>") == "A"
 
     def of(self, token_id: int, *, begins: bool = False) -> bytes:
-        """What a token adds; `begins`: the text, which some decoders begin without a space."""
+        """Bytes of a token; `begins`: as the first of a text, some decoders write no space."""
         token = self._tokenizer.id_to_token(token_id) or ""
         if self._bytes and all(character in self._bytes for character in token):
             return bytes(self._bytes[character] for character in token)
@@ -37,7 +37,7 @@ class TokenBytes:
 
 
 def _byte_level() -> dict[str, int]:
-    """GPT-2's character for each byte: itself where it is printable, one from U+0100 on if not."""
+    """GPT-2's character for each byte: itself if printable, else one from U+0100 on."""
     printable = [*range(0x21, 0x7F), *range(0xA1, 0xAD), *range(0xAE, 0x100)]
     others = [byte for byte in range(0x100) if byte not in printable]
     found = {chr(byte): byte for byte in printable}

@@ -28,7 +28,7 @@ from edgellm.device_runtime.text.template_variables import variables
 from edgellm.device_runtime.text.token_bytes import TokenBytes
 
 _BYTE = re.compile("<0x[0-9A-Fa-f]{2}>")  # a token of byte fallback
-_TAIL = 4  # tokens: as many as a character has at most
+_TAIL = 4  # tokens: the maximum of one character
 _PROBE = "is this text written?"
 
 
@@ -49,7 +49,7 @@ class ChatTokenizer:
     """The tokenizer files of an engine."""
 
     def __init__(self, folder: Path) -> None:
-        """Read tokenizer.json, tokenizer_config.json and chat_template.jinja.
+        """Load tokenizer.json, tokenizer_config.json and chat_template.jinja.
 
         Raises:
             BrokenArtifactError: tokenizer.json is missing or damaged.
@@ -86,11 +86,11 @@ class ChatTokenizer:
         return self._template_text
 
     def as_text(self, content: str, *, is_answer: bool = False) -> str:
-        """`content` with marks, by which `encode` does not take its words for special tokens.
+        """`content` with marks, so that `encode` does not parse special tokens in it.
 
-        What has no such words is returned as it is. The marks pass through chat templates.
-        With `is_answer` the tags around the reasoning that a model began it with stay special,
-        because templates look for them, to leave the reasoning out.
+        Content without such words is returned unchanged. Chat templates keep the marks. With
+        `is_answer` the tags of the model's own reasoning stay special, because templates search for
+        them to leave the reasoning out.
         """
         tags = think_tags(self._template_text or "") if is_answer else None
         if tags is None:
@@ -108,26 +108,26 @@ class ChatTokenizer:
         return without_marks(text)
 
     def vocabulary(self) -> dict[str, int]:
-        """Ids of all tokens, added ones among them."""
+        """Ids of all tokens, including added ones."""
         return self._tokenizer.get_vocab(with_added_tokens=True)
 
     def added_ids(self, texts: Iterable[str]) -> dict[str, int]:
-        """Ids of those texts that are tokens of their own, special or not."""
+        """Ids of the texts that are single tokens, special or not."""
         added = self._tokenizer.get_added_tokens_decoder().items()
         ids = {token.content: token_id for token_id, token in added}
         return {text: ids[text] for text in texts if text in ids}
 
     def token_name(self, token_id: int) -> str:
-        """A token as the vocabulary spells it."""
+        """A token's text in the vocabulary."""
         return self._tokenizer.id_to_token(token_id) or ""
 
     @property
     def has_template(self) -> bool:
-        """Whether messages can be rendered."""
+        """Whether the model has a chat template."""
         return self._template_text is not None
 
     def encode(self, text: str, *, add_special_tokens: bool) -> list[int]:
-        """Token ids; a rendered chat template already holds its special tokens."""
+        """Token ids; a rendered chat template already contains its special tokens."""
         try:
             text.encode("utf-8")
         except UnicodeEncodeError:
@@ -141,17 +141,17 @@ class ChatTokenizer:
         return self._tokenizer.decode(list(token_ids), skip_special_tokens=skip_special_tokens)
 
     def token_text(self, token_id: int) -> str:
-        """One token alone, special ones too; bytes that are no whole character become U+FFFD."""
+        """One token alone, also a special one; incomplete characters become U+FFFD."""
         return self._tokenizer.decode([token_id], skip_special_tokens=False)
 
     def token_bytes(self, token_id: int, *, begins: bool = False) -> bytes:
-        """What a token adds to a text, or with `begins` as the first of a text."""
+        """Bytes that a token adds to a text, or with `begins` as its first token."""
         if self._bytes is None:
             self._bytes = TokenBytes(self._tokenizer)
         return self._bytes.of(token_id, begins=begins)
 
     def hidden_ids(self, shown: Iterable[str] = ()) -> frozenset[int]:
-        """Tokens that are no part of an answer's text: special ones, but for those `shown`."""
+        """Ids of tokens that are not part of output text: special ones, except those `shown`."""
         visible = {*shown, *marks_of(self._template_text or "")}
         return frozenset(at for content, at in self._special_ids.items() if content not in visible)
 
@@ -163,7 +163,7 @@ class ChatTokenizer:
             flags: variables of the template, e.g. add_generation_prompt, enable_thinking.
 
         Raises:
-            RequestError: the model has no template, or the template refuses the messages.
+            RequestError: the model has no template, or the template rejects the messages.
         """
         if self._template_text is None:
             raise RequestError(
@@ -178,15 +178,15 @@ class ChatTokenizer:
             return self._compiled[1].render({**self._special, **flags, "messages": messages})
         except (TemplateError, TypeError) as error:
             raise RequestError(f"the chat template refuses the messages: {error}") from None
-        except RecursionError:  # of nested messages: the caller says so
+        except RecursionError:  # of nested messages: reported by the caller
             raise
-        except Exception as error:  # of any class: a template computes what it likes
+        except Exception as error:  # of any class, since a template is a program
             raise RequestError(
                 f"the chat template fails on the messages: {described(error)}"
             ) from error
 
     def template_variables(self) -> frozenset[str]:
-        """Names that the template reads; raises `RequestError` for one that is no template."""
+        """Variables that the template uses; raises `RequestError` for an invalid template."""
         text = self._template_text or ""
         if self._variables is None or self._variables[0] != text:
             try:
@@ -196,9 +196,9 @@ class ChatTokenizer:
         return self._variables[1]
 
     def wants_items(self) -> bool:
-        """Whether the template writes texts that are items of a list, and no others.
+        """Whether the template only writes texts that are items of a list.
 
-        Idefics3's does so, and drops a content that is a text, without a word.
+        Idefics3's drops a content that is a string, without an error.
         """
         if self._wants_items is None or self._wants_items[0] != self._template_text:
             items = [{"type": "text", "text": _PROBE}]
@@ -214,18 +214,18 @@ class ChatTokenizer:
             return False
 
     def stream(self, shown: Iterable[str] = (), after: Sequence[int] = ()) -> TextStream:
-        """A decoder for one answer.
+        """A decoder for one output.
 
         Args:
-            shown: special tokens that its text holds, as well as the marks of reasoning; all
-                others are hidden.
-            after: the token ids of a text that the answer continues; none: a text of its own.
+            shown: special tokens to include in the text, as well as the marks of reasoning; all
+                others are left out.
+            after: token ids of a text that the output continues; empty: it begins a text.
         """
         hidden = self.hidden_ids(shown)
         return TextStream(self._tokenizer, hidden, self._tail(after, hidden))
 
     def _tail(self, token_ids: Sequence[int], hidden: frozenset[int]) -> list[int]:
-        """The last visible tokens, from the beginning of a character on."""
+        """The last visible tokens, from the beginning of a character."""
         found: list[int] = []
         for token_id in reversed(token_ids):
             if token_id in hidden or self._tokenizer.id_to_token(token_id) is None:
@@ -240,7 +240,7 @@ class ChatTokenizer:
 
 
 class TextStream:
-    """Tokens in, whole characters out: together what the tokenizer decodes from all of them.
+    """Tokens in, whole characters out; concatenated they equal the decoded sequence.
 
     A run of byte tokens waits for its end: unless all of it is UTF-8, each byte becomes U+FFFD.
     """
@@ -248,18 +248,18 @@ class TextStream:
     def __init__(
         self, tokenizer: Tokenizer, hidden: frozenset[int], before: Sequence[int] = ()
     ) -> None:
-        """Begin a text, or continue one.
+        """Start a text, or continue one.
 
         Args:
             tokenizer: of the model.
-            hidden: tokens that are none of the text.
-            before: the last visible tokens of the text so far: decoders write the first token of
-                a text without the space before it.
+            hidden: tokens without text.
+            before: the last visible tokens of the text so far: decoders drop the space before the
+                first token of a text.
         """
         self._tokenizer, self._hidden = tokenizer, hidden
         self._decode = partial(tokenizer.decode, skip_special_tokens=False)
-        # The tokens whose text was given out last, by which decoders space the next, and those
-        # whose text was not.
+        # The tokens of the latest text that was returned, by which decoders space the next ones,
+        # and the tokens whose text was not returned yet.
         self._window = list(before)
         self._num_given, self._given = len(self._window), self._decode(self._window)
         self.is_empty = not self._window  # no visible token has come
@@ -281,11 +281,11 @@ class TextStream:
         return piece
 
     def finish(self) -> str:
-        """What is left of an incomplete character, as U+FFFD."""
+        """The rest of an incomplete character, as U+FFFD."""
         return self._new(self._decode(self._window))
 
     def _new(self, text: str) -> str:
-        """The end of `text` that was not given out; it may complete a prompt's last character."""
+        """The part of `text` that was not returned; it may complete a prompt's last character."""
         given = self._given
         while not text.startswith(given) and given.endswith("\ufffd"):
             given = given[:-1]
@@ -300,7 +300,7 @@ class StopMatcher:
         self._held = ""
 
     def push(self, text: str) -> tuple[str, str | None]:
-        """Add text; returns what may be shown, and the stop string that was completed, if any."""
+        """Add text; return the text to show, and the stop string that was completed, if any."""
         if not self._stops:
             return text, None
         self._held += text
@@ -315,18 +315,18 @@ class StopMatcher:
         return shown, None
 
     def finish(self) -> str:
-        """The text still held when the answer ends otherwise."""
+        """The text still held back, if no stop string ended the output."""
         held, self._held = self._held, ""
         return held
 
     def _overlap(self, stop: str) -> int:
-        """Length of the longest end of the held text that begins `stop`."""
+        """Length of the longest suffix of the held text that is a prefix of `stop`."""
         longest = min(len(stop) - 1, len(self._held))
         return next((size for size in range(longest, 0, -1) if self._held.endswith(stop[:size])), 0)
 
 
 class _GenerationTag(Extension):
-    """`{% generation %}` marks assistant text for training; at inference it is its body."""
+    """`{% generation %}` marks assistant text for training; at inference it is a no-op."""
 
     tags = {"generation"}  # noqa: RUF012 - jinja2's own declaration
 
@@ -337,7 +337,7 @@ class _GenerationTag(Extension):
 
 
 def _environment() -> ImmutableSandboxedEnvironment:
-    """Jinja as transformers sets it up, sandboxed: templates come with downloaded models."""
+    """The Jinja environment of transformers, sandboxed since templates are downloaded."""
     environment = ImmutableSandboxedEnvironment(
         trim_blocks=True, lstrip_blocks=True, extensions=["jinja2.ext.loopcontrols", _GenerationTag]
     )

@@ -1,4 +1,4 @@
-"""What `auto` takes, and what it says of the others."""
+"""The backend that `auto` chooses, and the reasons against the others."""
 
 from __future__ import annotations
 
@@ -22,7 +22,7 @@ NO_GPU = "there is no NVIDIA GPU here"
 
 @pytest.fixture
 def machine(monkeypatch):
-    """One on which these backends do not run."""
+    """A machine on which these backends do not run."""
 
     def make(**reasons: str) -> None:
         for name, module in BACKENDS.items():
@@ -36,13 +36,13 @@ def machine(monkeypatch):
     return make
 
 
-def test_all_backends_are_asked_the_fastest_first():
+def test_backends_are_tried_fastest_first():
     assert list(runners._DEVICES) == list(BACKENDS)
     assert sorted(BACKENDS) == runners.names()
 
 
 @pytest.mark.parametrize(
-    ("reasons", "device", "taken", "said"),
+    ("reasons", "device", "taken", "message"),
     [
         ({}, "", "tensorrt", "backend: tensorrt"),
         ({"tensorrt": "too old"}, "", "onnxruntime_cuda",
@@ -56,23 +56,23 @@ def test_all_backends_are_asked_the_fastest_first():
          f"backend: onnxruntime on cuda ({NO_GPU})"),
     ],
 )  # fmt: skip
-def test_auto(machine, capsys, reasons, device, taken, said):
+def test_auto(machine, capsys, reasons, device, taken, message):
     machine(**reasons)
     assert choose("auto", device) == taken
     cli.announce("auto", device)
-    assert capsys.readouterr().out == f"{said}\n"
+    assert capsys.readouterr().out == f"{message}\n"
     cli.announce("tensorrt", device)
     assert capsys.readouterr().out == ""
 
 
-def test_a_machine_on_which_nothing_runs(machine):
+def test_a_machine_without_backends(machine):
     machine(**dict.fromkeys(BACKENDS, "broken"))
     with pytest.raises(EdgeLLMError, match=r"no backend can run here \(tensorrt: broken; onnx"):
         runners.resolve("auto")
 
 
-def test_when_engines_of_tensorrt_run(monkeypatch):
-    """A GPU, a library that compiles for it, and what the runtime needs."""
+def test_requirements_of_tensorrt(monkeypatch):
+    """A GPU, a library that compiles for it, and the runtime's packages."""
     rtx = trt_import.Library(object(), is_ahead_of_time=True)
     monkeypatch.setattr(trt_import.Library, "label", "TensorRT-RTX 1.7")
     monkeypatch.setattr(trt_import, "find_library", lambda: rtx)

@@ -1,6 +1,6 @@
-"""Words like special tokens stay words, and the text around them stays whole.
+"""Text that spells special tokens stays text, and does not affect the text around it.
 
-The expected ids are the library's own, of a tokenizer whose special tokens have other names.
+The expected ids are the library's own, by a tokenizer with renamed special tokens.
 """
 
 from __future__ import annotations
@@ -63,7 +63,7 @@ def _prompt(tokenizer: ChatTokenizer, *contents: str) -> list[int]:
 
 
 def _expected(family: str, *contents: str) -> list[int]:
-    """Of a tokenizer to which <s> means nothing: its special tokens are called otherwise."""
+    """A text for a tokenizer in which <s> is not special, since its special tokens are renamed."""
     tokenizer = make_tokenizer(family, tuple(_RENAMED[name] for name in NAMES))
     text = _RENAMED["<s>"]
     for at, content in enumerate(contents):
@@ -73,20 +73,20 @@ def _expected(family: str, *contents: str) -> list[int]:
 
 @pytest.mark.parametrize("family", FAMILIES)
 @pytest.mark.parametrize("content", _CONTENTS)
-def test_words_like_special_tokens_leave_the_text_whole(make, family, content):
+def test_spelled_special_tokens_stay_text(make, family, content):
     assert _prompt(make(family), content) == _expected(family, content)
 
 
 @pytest.mark.parametrize("family", FAMILIES)
 @settings(max_examples=60, deadline=None)
 @given(contents=st.lists(_MIXTURE, min_size=1, max_size=3))
-def test_any_mixture_of_them(make, family, contents):
+def test_any_mixture_stays_text(make, family, contents):
     assert _prompt(make(family), *contents) == _expected(family, *contents)
 
 
 @pytest.mark.parametrize("family", FAMILIES)
-def test_the_library_agrees_where_the_model_alone_makes_no_special_token(make, family):
-    """`encode_special_tokens` leaves all special tokens of a text alone."""
+def test_encoding_equals_the_librarys(make, family):
+    """`encode_special_tokens` keeps all special tokens of a text as text."""
     tokenizer = make_tokenizer(family)
     tokenizer.encode_special_tokens = True
     expected = tokenizer.encode("x <s> the y", add_special_tokens=False).ids
@@ -98,7 +98,7 @@ def test_the_library_agrees_where_the_model_alone_makes_no_special_token(make, f
 @pytest.mark.parametrize("family", FAMILIES)
 @settings(max_examples=60, deadline=None)
 @given(contents=st.lists(_TEXT, min_size=1, max_size=3))
-def test_ordinary_text_is_as_transformers_has_it(make, family, contents):
+def test_ordinary_text_equals_transformers(make, family, contents):
     from transformers import PreTrainedTokenizerFast
 
     tokenizer = make_tokenizer(family)
@@ -113,7 +113,7 @@ def test_ordinary_text_is_as_transformers_has_it(make, family, contents):
     assert _prompt(make(family), *contents) == expected
 
 
-def test_other_characters_that_become_such_words(make):
+def test_normalized_special_tokens_stay_text(make):
     """NFKC makes "<s>" of full-width characters."""
     found = _prompt(make("unigram"), "x \uff1cs\uff1e y")
     assert found.count(1) == 1  # the template's own
@@ -133,8 +133,8 @@ def test_a_special_token_of_one_character(tmp_path, family):
         assert [at for at, index in enumerate(found) if index == dollar] == [0, len(found) - 1]
 
 
-def test_tokens_that_take_white_space(tmp_path):
-    """As RoBERTa's <mask>, which takes the space before it."""
+def test_special_tokens_that_strip_white_space(tmp_path):
+    """As RoBERTa's <mask>, which includes the space before it."""
     from tokenizers import AddedToken
 
     tokenizer = make_tokenizer("byte_level")
@@ -147,8 +147,8 @@ def test_tokens_that_take_white_space(tmp_path):
     assert _prompt(ours, "x <mask> <s> c") == [*a, mask, *tokenizer.encode("bx <mask> <s> c").ids]
 
 
-def test_truncation_and_padding_of_the_file_are_not_the_engines(tmp_path):
-    """Files of sentence-transformers cut texts; transformers takes neither into account."""
+def test_truncation_and_padding_of_the_file_are_ignored(tmp_path):
+    """Files of sentence-transformers truncate texts; transformers ignores both settings."""
     tokenizer = make_tokenizer("byte_level")
     tokenizer.enable_truncation(4)
     tokenizer.enable_padding(length=64)

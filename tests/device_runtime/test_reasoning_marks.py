@@ -1,4 +1,4 @@
-"""Reasoning is treated alike whether its tags are special tokens or words.
+"""Reasoning is handled equally whether its tags are special tokens or text.
 
 The expected ids of conversations are those of transformers' `apply_chat_template`.
 """
@@ -61,7 +61,7 @@ def _streamed(tokenizer: ChatTokenizer, text: str) -> str:
 
 
 @pytest.mark.parametrize("tags", _FAMILIES)
-def test_answers_hold_the_tags(tmp_path, tags):
+def test_outputs_contain_the_tags(tmp_path, tags):
     text = f"{tags[0]}\nthe thought\n{tags[1]}\n\nthe answer"
     special, plain = _pair(tmp_path, tags)
     assert _streamed(special, text) == _streamed(plain, text) == text
@@ -95,7 +95,7 @@ def test_reasoning_of_earlier_turns(tmp_path, tags, answer):
 
 
 @pytest.mark.parametrize("tags", _FAMILIES)
-def test_tags_of_others_stay_words(tmp_path, tags):
+def test_tags_of_other_families_stay_text(tmp_path, tags):
     special, _ = _pair(tmp_path, tags)
     ids = special.added_ids(tags)
     for turn in (
@@ -113,7 +113,7 @@ def test_tags_of_others_stay_words(tmp_path, tags):
 
 @pytest.mark.parametrize("is_special", [True, False])
 def test_channels_of_gpt_oss(tmp_path, is_special):
-    """Its template refuses channels in a text, and wants the reasoning apart."""
+    """Its template rejects channels in a text, and takes the reasoning separately."""
     marks = ("<|start|>", "<|channel|>", "<|message|>", "<|end|>")
     ours = _made(tmp_path / "engine", _HARMONY, marks, special=is_special)
     answer = (

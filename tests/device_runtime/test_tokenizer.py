@@ -26,7 +26,7 @@ def tokenizer(tmp_path) -> ChatTokenizer:
 
 @pytest.fixture(scope="module")
 def byte_level(tmp_path_factory) -> ChatTokenizer:
-    """One token per byte, so that characters come in pieces."""
+    """One token per byte, so that characters have several tokens."""
     from tokenizers import Tokenizer, decoders, models, pre_tokenizers
 
     folder = tmp_path_factory.mktemp("bytes")
@@ -45,7 +45,7 @@ def _with_template(folder, template) -> ChatTokenizer:
     return ChatTokenizer(folder)
 
 
-def test_template_sees_messages_special_tokens_and_flags(tokenizer):
+def test_template_gets_messages_special_tokens_and_flags(tokenizer):
     messages = [{"role": "user", "content": "hi"}]
     assert tokenizer.render(messages, add_generation_prompt=True) == "user=hi;</s>"
     assert tokenizer.render(messages) == "user=hi;"
@@ -61,7 +61,7 @@ def test_template_sees_messages_special_tokens_and_flags(tokenizer):
         ("{{ messages[0].content + 1 }}", "refuses"),
     ],
 )
-def test_templates_that_fail_or_reach_out(tmp_path, template, message):
+def test_failing_and_unsafe_templates_are_rejected(tmp_path, template, message):
     tokenizer = _with_template(tmp_path, template)
     with pytest.raises(RequestError, match=message):
         tokenizer.render([{"role": "user", "content": "hi"}])
@@ -76,7 +76,7 @@ def test_templates_that_fail_or_reach_out(tmp_path, template, message):
         ("{{ strftime_now('%Y') | length }}", "4"),
     ],
 )
-def test_templates_have_what_transformers_gives_them(tmp_path, template, expected):
+def test_templates_get_variables_of_transformers(tmp_path, template, expected):
     tokenizer = _with_template(tmp_path, template)
     assert tokenizer.render([{"role": "user", "content": "hi"}]) == expected
 
@@ -88,25 +88,25 @@ def test_templates_have_what_transformers_gives_them(tmp_path, template, expecte
         "{% for m in messages %}{% for i in m.content %}{{ i.text }}{% endfor %}{% endfor %}",
     ],
 )
-def test_texts_are_items_where_templates_write_no_others(tmp_path, template):
-    """As those of Idefics3 and SmolVLM2, which drop a plain text without a word."""
+def test_texts_become_items_if_the_template_needs_them(tmp_path, template):
+    """As those of Idefics3 and SmolVLM2, which silently drop a content that is a string."""
     formatter = Formatter(_with_template(tmp_path, template))
     items = [{"type": "text", "text": "w2"}]
     turns = [{"role": "user", "content": "w1"}, {"role": "user", "content": items}]
     assert formatter.format(turns) == "w1w2"
 
 
-def test_messages_are_data_not_templates(tokenizer):
+def test_messages_are_not_rendered_as_templates(tokenizer):
     rendered = tokenizer.render([{"role": "user", "content": "{{ eos_token }}{% x %}"}])
     assert rendered == "user={{ eos_token }}{% x %};"
 
 
-def test_models_without_a_template_say_so(byte_level):
+def test_models_without_a_template_raise(byte_level):
     with pytest.raises(RequestError, match="no chat template"):
         byte_level.render([])
 
 
-def test_settings_of_a_tokenizer_that_stand_there_twice(tmp_path):
+def test_duplicate_tokenizer_settings(tmp_path):
     write_tokenizer(tmp_path, 20)
     path = tmp_path / "tokenizer_config.json"
     path.write_text('{"bos_token": "<s>", "bos_token": "</s>"}')
@@ -114,7 +114,7 @@ def test_settings_of_a_tokenizer_that_stand_there_twice(tmp_path):
         ChatTokenizer(tmp_path)
 
 
-def test_damaged_tokenizers(tmp_path):
+def test_damaged_tokenizers_are_rejected(tmp_path):
     (tmp_path / "tokenizer.json").write_text("{}")
     with pytest.raises(BrokenArtifactError, match=r"tokenizer\.json cannot be read"):
         ChatTokenizer(tmp_path)
@@ -145,8 +145,8 @@ def families(tmp_path_factory) -> dict[str, ChatTokenizer]:
     after=st.text("the xyé👩.\n\ufffd ", max_size=12),
     special=st.integers(0, 12),
 )
-def test_an_answer_goes_on_with_the_prompt(families, family, before, after, special):
-    """Prompt and answer are what the library decodes as a whole."""
+def test_an_output_continues_the_prompt(families, family, before, after, special):
+    """Prompt and output equal the library's decoding of both together."""
     tokenizer = families[family]
     prompt = [1, *tokenizer.encode(before, add_special_tokens=False), *[2] * special]
     ids = tokenizer.encode(after, add_special_tokens=False)
@@ -174,13 +174,13 @@ def test_a_prompt_that_ends_with_byte_tokens_is_not_repeated(families, family):
         assert [stream.push(2), stream.push(the), stream.finish()] == ["", " the", ""]
 
 
-def test_half_a_character_of_the_prompt_is_completed(byte_level):
+def test_an_incomplete_character_of_the_prompt_is_completed(byte_level):
     *before, last = byte_level.encode("a👩", add_special_tokens=False)
     for end, text in ((last, "👩"), (byte_level.vocabulary()["b"], "b")):
         assert byte_level.stream(after=before).push(end) == text
 
 
-def test_an_unfinished_character_ends_as_a_replacement(byte_level):
+def test_an_incomplete_character_becomes_u_fffd(byte_level):
     ids = byte_level.encode("aé", add_special_tokens=False)
     stream = byte_level.stream()
     assert [stream.push(t) for t in ids[:-1]] == ["a", ""]
@@ -198,7 +198,7 @@ DECODERS = {
 
 @pytest.fixture(scope="module", params=DECODERS)
 def byte_fallback(request, tmp_path_factory) -> ChatTokenizer:
-    """Words, and a token for each byte of characters that are none of them."""
+    """Words, and a token for each byte of other characters."""
     from tokenizers import Tokenizer, decoders, models
 
     folder = tmp_path_factory.mktemp("fallback")
@@ -212,7 +212,7 @@ def byte_fallback(request, tmp_path_factory) -> ChatTokenizer:
 
 
 def _streamed(tokenizer: ChatTokenizer, names: list[str]) -> tuple[list[str], str]:
-    """Pieces, and what the tokenizer itself decodes from all tokens."""
+    """Streamed texts, and the tokenizer's own decoding of all tokens."""
     ids = [tokenizer.vocabulary()[name] for name in names]
     stream = tokenizer.stream()
     return [*map(stream.push, ids), stream.finish()], tokenizer.decode(ids)
@@ -228,7 +228,7 @@ def _streamed(tokenizer: ChatTokenizer, names: list[str]) -> tuple[list[str], st
         ("<0xE2> <0x82>", "\ufffd\ufffd"),
     ],
 )
-def test_bytes_that_are_no_text_are_replaced_and_the_text_goes_on(byte_fallback, tail, text):
+def test_invalid_bytes_are_replaced(byte_fallback, tail, text):
     pieces, whole = _streamed(byte_fallback, ["b", *tail.split()])
     assert "".join(pieces) == whole == f"b{text}"
 
@@ -236,13 +236,13 @@ def test_bytes_that_are_no_text_are_replaced_and_the_text_goes_on(byte_fallback,
 @given(
     st.lists(st.sampled_from([*WORDS, "</s>", *BYTES[0xC2:0xC5], *BYTES[0x80:0x83], *BYTES[-3:]]))
 )
-def test_a_stream_is_what_the_tokenizer_decodes(byte_fallback, names):
+def test_streams_equal_decoded_tokens(byte_fallback, names):
     pieces, whole = _streamed(byte_fallback, names)
     assert "".join(pieces) == whole
 
 
-def test_a_character_of_bytes_shows_behind_its_run(byte_fallback):
-    """Its last token may have others behind it that make all of them no text."""
+def test_byte_characters_are_returned_after_their_run(byte_fallback):
+    """Later tokens may make the whole run of bytes invalid."""
     pieces, _ = _streamed(byte_fallback, ["b", "<0xC3>", "<0xA9>", "b", "<0xC3>", "<0xA9>"])
     assert pieces == ["b", "", "", "éb", "", "", "é"]
 
@@ -252,7 +252,7 @@ def test_a_character_of_bytes_shows_behind_its_run(byte_fallback):
     st.lists(st.text("abc", min_size=1, max_size=4), max_size=3),
     st.integers(1, 5),
 )
-def test_stop_strings_never_show(text, stops, size):
+def test_stop_strings_are_never_part_of_the_text(text, stops, size):
     matcher, shown, stopped = StopMatcher(stops), "", None
     for begin in range(0, len(text), size):
         piece, stopped = matcher.push(text[begin : begin + size])
@@ -281,7 +281,7 @@ def test_marked_words_are_text_and_not_special_tokens(tiny_engine):
     assert tokenizer.encode("</s>", add_special_tokens=False) == end  # nothing stays switched
 
 
-def test_text_without_special_words_is_left_as_it_is(tiny_engine):
+def test_text_without_special_tokens_is_unchanged(tiny_engine):
     tokenizer = ChatTokenizer(tiny_engine)
     assert tokenizer.as_text("w20 <br> w30 \U0001f642") == "w20 <br> w30 \U0001f642"
     assert tokenizer.as_text("w20\ufdd0") == "w20"

@@ -1,4 +1,4 @@
-"""Answers of a tiny engine, and of a scripted session whose every pass is known."""
+"""Outputs of a tiny engine, and of a scripted session with known passes."""
 
 from __future__ import annotations
 
@@ -28,7 +28,7 @@ def llm(tiny_engine) -> LLM:
 
 
 class ScriptedSession:
-    """Answers with given tokens and fails on a pass that the cache could not serve."""
+    """Returns given tokens; fails on a pass that the cache could not serve."""
 
     def __init__(self, script, capacity=64, vocab_size=96):
         self.script, self.capacity, self.vocab_size = list(script), capacity, vocab_size
@@ -60,7 +60,7 @@ class ScriptedSession:
 
 @pytest.fixture
 def scripted(llm, monkeypatch):
-    """Make the model's next answer a list of words."""
+    """Script the model's next output as a list of words."""
 
     def script(*words):
         ids = [llm.tokenizer.encode(word, add_special_tokens=False)[0] for word in words]
@@ -89,7 +89,7 @@ def test_greedy_ids_equal_transformers(llm, tiny_checkpoint):
 
 
 @pytest.mark.parametrize("rows", [1, 3, 5, 100])
-def test_prompts_in_pieces_give_the_same_answer(llm, rows):
+def test_prefill_chunks_do_not_change_the_output(llm, rows):
     def ids(prefill_rows):
         prompt, sampler = list(range(20, 31)), Sampler(GREEDY)
         return list(generate(llm.session, prompt, sampler, 8, Profile(), prefill_rows=prefill_rows))
@@ -97,7 +97,7 @@ def test_prompts_in_pieces_give_the_same_answer(llm, rows):
     assert ids(rows) == ids(11)
 
 
-def test_a_request_leaves_nothing_behind(llm):
+def test_requests_are_independent(llm):
     def ask(prompt):
         answer = llm.generate(prompt, sampling=GREEDY, max_generate_length=12)
         list(answer)
@@ -112,20 +112,20 @@ def test_steps_carry_the_text(scripted, llm):
     scripted("w9", "w10", "</s>")
     answer = llm.generate("w20", sampling=GREEDY)
     steps = list(answer)
-    assert [step.text for step in steps] == [" w9", " w10"]  # behind the prompt
+    assert [step.text for step in steps] == [" w9", " w10"]  # after the prompt
     assert (answer.text, answer.finish_reason) == (" w9 w10", "stop")
     assert len(answer.token_ids) == 3
     assert answer.timings()["generation_tokens_per_second"] > 0
 
 
-def test_length_ends_the_answer(scripted, llm):
+def test_max_length_ends_the_output(scripted, llm):
     scripted("w9", "w10", "w11")
     answer = llm.generate("w20", sampling=GREEDY, max_generate_length=2)
     list(answer)
     assert (answer.text, answer.finish_reason) == (" w9 w10", "length")
 
 
-def test_stop_strings_end_the_answer(scripted, llm):
+def test_stop_strings_end_the_output(scripted, llm):
     scripted("w9", "w10", "w11", "w12")
     answer = llm.generate("w20", sampling=GREEDY, stop=["w10 w11"])
     list(answer)
@@ -133,14 +133,14 @@ def test_stop_strings_end_the_answer(scripted, llm):
     assert len(answer.token_ids) == 3
 
 
-def test_text_held_for_a_stop_string_comes_out_at_the_end(scripted, llm):
+def test_held_back_text_is_returned_at_the_end(scripted, llm):
     scripted("w9", "w10", "</s>")
     answer = llm.generate("w20", sampling=GREEDY, stop=["w10 w11"])
     list(answer)
     assert answer.text == " w9 w10"
 
 
-def test_chat_messages_go_through_the_template(scripted, llm):
+def test_chat_messages_use_the_template(scripted, llm):
     scripted("</s>")
     messages = [{"role": "user", "content": "w20 w21"}]
     answer = llm.generate(messages, sampling=GREEDY)
@@ -154,7 +154,7 @@ def test_chat_messages_go_through_the_template(scripted, llm):
      {"top_p": 0}, {"top_p": 5}, {"top_k": -3}, {"seed": -1}, {"seed": 2**70}],
     ids=str,
 )  # fmt: skip
-def test_sampling_parameters_have_ranges(wrong):
+def test_sampling_ranges_are_validated(wrong):
     with pytest.raises(RequestError, match=f"{next(iter(wrong))} .* is out of range"):
         SamplingParams(**wrong)
 
@@ -167,12 +167,12 @@ def test_sampling_parameters_have_ranges(wrong):
      ("guide", "json")],
     ids=str,
 )  # fmt: skip
-def test_sampling_parameters_have_kinds(name, value):
+def test_sampling_types_are_validated(name, value):
     with pytest.raises(RequestError, match=f"^{name} .* (is not|is no) "):
         SamplingParams(**{name: value})
 
 
-def test_numbers_of_numpy_are_numbers(llm):
+def test_numpy_scalars_are_accepted(llm):
     sampling = SamplingParams(np.float32(0.5), top_k=np.int64(3), seed=np.int32(1))
     answer = llm.generate("w20", sampling=sampling, max_generate_length=np.int64(2))
     list(answer)
@@ -192,7 +192,7 @@ def test_numbers_of_numpy_are_numbers(llm):
      ({"temperature": 0}, "temperature does not go with raw text")],
     ids=str,
 )  # fmt: skip
-def test_arguments_have_kinds(llm, arguments, message):
+def test_argument_types_are_validated(llm, arguments, message):
     with pytest.raises(RequestError, match=message):
         llm.generate("w20", **arguments)
 
@@ -215,7 +215,7 @@ USER = {"role": "user", "content": "w20"}
       "'image_url' is neither 'text', 'image' nor 'video'")],
     ids=str,
 )  # fmt: skip
-def test_messages_have_a_form(llm, prompt, message):
+def test_messages_are_validated(llm, prompt, message):
     with pytest.raises(RequestError, match=message):
         llm.generate(prompt)
 
@@ -224,33 +224,33 @@ def test_messages_have_a_form(llm, prompt, message):
     "arguments", [{"context_reuse": "x"}, {"verify": 1}, {"spec": "eagle"},
                   {"multimodal_engine_dir": 5}, {"engine_dir": None}], ids=str
 )  # fmt: skip
-def test_loading_has_kinds(tiny_engine, arguments):
+def test_loading_arguments_are_validated(tiny_engine, arguments):
     with pytest.raises(RequestError, match=f"^{next(iter(arguments))} .* is not "):
         LLM(**{"engine_dir": tiny_engine, **arguments})
 
 
-def test_one_stop_string_needs_no_list(scripted, llm):
+def test_a_single_stop_string_is_accepted(scripted, llm):
     scripted("w9", "w10", "w11")
     answer = llm.generate("w20", sampling=GREEDY, stop="w10")
     list(answer)
     assert (answer.text, answer.finish_reason) == (" w9 ", "stop")
 
 
-def test_why_an_answer_ended_is_none_until_it_is_known(scripted, llm):
+def test_finish_reason_is_none_until_the_end(scripted, llm):
     scripted("w9", "w10")
     answer = llm.generate("w20", sampling=GREEDY, max_generate_length=2)
     seen = [answer.finish_reason, *(answer.finish_reason for _ in answer)]
     assert seen == [None, None, "length"]
 
 
-def test_an_answer_is_iterated_over_once(llm):
+def test_an_output_is_iterated_over_only_once(llm):
     answer = llm.generate("w20", sampling=GREEDY, max_generate_length=2)
     list(answer)
-    with pytest.raises(EdgeLLMError, match="iterated over once"):
+    with pytest.raises(EdgeLLMError, match="iterated over only once"):
         list(answer)
 
 
-def test_half_surrogates_are_no_text(llm):
+def test_lone_surrogates_are_rejected(llm):
     with pytest.raises(RequestError, match="surrogate"):
         llm.generate("\ud800")
 
@@ -268,19 +268,19 @@ def test_limits(llm):
     assert len(answer.token_ids) <= 24
 
 
-def test_rows_beyond_the_capacity_are_refused(llm):
-    with pytest.raises(LimitError, match=r"60 \+ 5 rows exceed the KV capacity of 64"):
+def test_tokens_beyond_the_capacity_are_rejected(llm):
+    with pytest.raises(LimitError, match=r"60 \+ 5 tokens exceed the KV capacity of 64"):
         llm.session.run(np.arange(5), 60, np.array([4]))
 
 
-def test_first_rows_must_count_from_zero(tiny_bundle):
-    """GroupQueryAttention would ignore such positions without a word."""
+def test_first_positions_must_start_at_zero(tiny_bundle):
+    """GroupQueryAttention would silently ignore such positions."""
     session = open_portable(tiny_bundle, 64)
     with pytest.raises(ValueError, match="positions 0, 1, 2"):
         session.run(np.arange(3), 0, np.array([2]), position_ids=np.array([0, 1, 1]))
 
 
-def test_numbers_that_are_none_end_the_answer(llm, monkeypatch):
+def test_nan_logits_end_the_request(llm, monkeypatch):
     session = ScriptedSession([9])
     nan = PassResult({LOGITS: np.full((1, 1, 96), np.nan, np.float32)}, 1)
     monkeypatch.setattr(session, "run_many", lambda _: [nan])

@@ -1,4 +1,4 @@
-"""Texts that are read and not answered: log-probabilities and embeddings as in transformers."""
+"""Scoring: log-probabilities and embeddings equal those of transformers."""
 
 from __future__ import annotations
 
@@ -43,7 +43,7 @@ def _engine(folder, engine, **options):
     return LLM(engine)
 
 
-def test_log_probabilities_of_a_text(folder, tmp_path):
+def test_logprobs_equal_transformers(folder, tmp_path):
     llm = _engine(folder, tmp_path / "engine")
     with torch.no_grad():
         rows = AutoModelForCausalLM.from_pretrained(folder)(torch.tensor([TEXT])).logits[0]
@@ -61,7 +61,7 @@ def test_log_probabilities_of_a_text(folder, tmp_path):
 
 
 @pytest.mark.parametrize("pooling", ["last", "mean"])
-def test_an_embedding_is_that_of_transformers(folder, tmp_path, pooling):
+def test_embeddings_equal_transformers(folder, tmp_path, pooling):
     bare = tmp_path / "bare"  # as models for embeddings are saved, without a head
     AutoModel.from_pretrained(folder).save_pretrained(bare)
     for path in folder.glob("tokenizer*"):
@@ -78,14 +78,14 @@ def test_an_embedding_is_that_of_transformers(folder, tmp_path, pooling):
     assert llm.embed(TEXT[:3]).tolist() != expected.tolist()
 
 
-def test_a_model_that_embeds_is_no_base(folder, tmp_path):
+def test_an_embedding_model_cannot_be_a_base(folder, tmp_path):
     options = ExportOptions("fp32", pooling="last", is_eagle_base=True)
     with pytest.raises(UnsupportedModelError, match="is no base of a draft"):
         export_llm(open_checkpoint(str(folder)), tmp_path / "bundle", options)
 
 
 @pytest.mark.parametrize("reuses", [False, True])
-def test_answers_go_on_around_what_is_read_and_who_makes_way(tiny_engine, reuses):
+def test_requests_continue_during_scoring(tiny_engine, reuses):
     llm = LLM(tiny_engine, context_reuse=reuses)
     alone = [LLM(tiny_engine).generate(f"w{at} w30", sampling=GREEDY) for at in (20, 21)]
     for answer in alone:
@@ -96,7 +96,7 @@ def test_answers_go_on_around_what_is_read_and_who_makes_way(tiny_engine, reuses
     expected = LLM(tiny_engine).read_logprobs(TEXT[:30])
     assert llm.read_logprobs(TEXT[:30]) == expected
     next(steps)
-    llm.slot.release(first._entry.sequence)  # somebody needed the rows
+    llm.slot.release(first._entry.sequence)  # as on preemption
     list(other)
     list(steps)
     assert [first.token_ids, other.token_ids] == [answer.token_ids for answer in alone]

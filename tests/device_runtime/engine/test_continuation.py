@@ -1,4 +1,4 @@
-"""A last message of the assistant is continued: transformers' apply_chat_template is the oracle."""
+"""Continued messages: transformers' apply_chat_template is the reference."""
 
 from __future__ import annotations
 
@@ -28,7 +28,7 @@ def _turns(text, **more):
 
 @pytest.mark.parametrize("text", TEXTS)
 @pytest.mark.parametrize("name", TEMPLATES)
-def test_the_prompt_is_that_of_transformers(tmp_path, name, text):
+def test_the_prompt_equals_transformers(tmp_path, name, text):
     formatter = _formatter(tmp_path, TEMPLATES[name])
     reference = PreTrainedTokenizerFast(
         tokenizer_file=str(tmp_path / "tokenizer.json"), bos_token="<s>", eos_token="</s>"
@@ -49,7 +49,7 @@ def test_the_prompt_is_that_of_transformers(tmp_path, name, text):
     assert len(closed) > len(found)
 
 
-def test_vllms_two_fields(tmp_path):
+def test_fields_of_vllm(tmp_path):
     formatter = _formatter(tmp_path, CHATML)
     turns = _turns("Sure")
     whole, start = formatter.format(turns).removesuffix("Sure"), "<|im_start|>assistant\n"
@@ -92,20 +92,20 @@ CALL = {"type": "function", "function": {"name": "f", "arguments": "{}"}}
         (CHATML, {"content": None, "tool_calls": [CALL]}, "it calls tools"),
         (CHATML, {"content": " \n"}, "it holds white space alone"),
         (CHATML, {"content": [{"type": "text", "text": "\t"}]}, "it holds white space alone"),
-        ("{{ messages[0].content }}", {"content": "Sure"}, "changes it or leaves it out"),
-        ("{{ messages[-1].content | upper }}", {"content": "Sure"}, "changes it or leaves"),
-        (TEMPLATES["Qwen3"], {"content": "a</think>b<think>"}, "changes it or leaves it out"),
+        ("{{ messages[0].content }}", {"content": "Sure"}, "changes it or drops it"),
+        ("{{ messages[-1].content | upper }}", {"content": "Sure"}, "changes it or drops"),
+        (TEMPLATES["Qwen3"], {"content": "a</think>b<think>"}, "changes it or drops it"),
         ("{{ raise_exception('user turns come last') }}", {"content": "a"}, "user turns come last"),
     ],
 )
-def test_what_cannot_be_continued(tmp_path, template, turn, fault):
+def test_messages_that_cannot_be_continued_are_rejected(tmp_path, template, turn, fault):
     formatter = _formatter(tmp_path, template)
     with pytest.raises(RequestError, match=fault) as caught:
         formatter.format([*_turns("x")[:-1], {"role": "assistant", **turn}])
     assert "\n" not in str(caught.value)
 
 
-def test_reasoning_goes_before_the_text(tmp_path):
+def test_reasoning_precedes_the_text(tmp_path):
     formatter = _formatter(tmp_path, TEMPLATES["Qwen3"])
     turns = _turns("A pear", reasoning_content="Hm.")
     assert formatter.format(turns).endswith("<think>\nHm.\n</think>\n\nA pear")

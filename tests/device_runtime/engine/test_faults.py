@@ -1,4 +1,4 @@
-"""Whatever one sequence raises, in any of its hooks, ends it alone: the others never notice."""
+"""An error of one sequence, in any of its hooks, ends only that sequence."""
 
 from __future__ import annotations
 
@@ -25,11 +25,11 @@ ERRORS = [ValueError("boom"), RuntimeError("boom\nsecond line"), EdgeLLMError("b
 
 
 class PanicException(BaseException):
-    """As extension modules in Rust name a panic, which is no `Exception`."""
+    """Named like the panics of Rust extension modules, and not an `Exception`."""
 
 
 class Hook:
-    """Raises where it is called, or where it is called for the victim, and notes that it was."""
+    """Raises when called, or when called for the victim, and records it."""
 
     def __init__(self, error: BaseException, *, after: int = 0) -> None:
         self.error, self.left, self.is_hit, self.is_late = error, after, False, False
@@ -79,7 +79,7 @@ def _in_drafter(name: str) -> Callable:
 
 
 def _in_generator(name: str) -> Callable:
-    """Behind the first pass that the drafter asks for, which it shares with the others'."""
+    """After the drafter's first pass, which it shares with others."""
 
     def place(_: LLM, answer: RequestOutput, hook: Hook) -> None:
         drafter = answer._entry.sequence.drafter
@@ -96,7 +96,7 @@ def _in_generator(name: str) -> Callable:
 
 
 def _in_own(path: str) -> Callable:
-    """In an object that only the victim has."""
+    """In an object of the victim only."""
 
     def place(_: LLM, answer: RequestOutput, hook: Hook) -> None:
         *owners, name = path.split(".")
@@ -209,7 +209,7 @@ HOOKS = {
         )
     },
 }
-# What takes nothing from the output is said with it.
+# Errors that do not affect the output become warnings.
 WARNED = {
     "drafter end": _in_drafter("end"),
     "drafter drop": _in_drafter("drop"),
@@ -219,7 +219,7 @@ WARNED = {
 
 @pytest.fixture(scope="module")
 def llm(shared_engine):
-    """Whose draft is asked in every round, whatever the measured costs say of it."""
+    """Drafts in every round, whatever the measured costs."""
     pace_of = SpecGate._pace_of
 
     def awake(self: SpecGate, answers: int) -> Any:
@@ -262,7 +262,7 @@ def _facts(answer: RequestOutput) -> tuple:
 
 @pytest.fixture
 def free(llm):
-    """Nothing is held when a test ends, and what was shared is whole again."""
+    """Check that no resources are held after a test, and that shared state is intact."""
     slot = llm.slot
     before = slot.free_rows, slot._draft_caches[0].session._contexts.free_rows
     shared = [slot, slot.session, slot._draft_caches[0].session]
@@ -290,7 +290,7 @@ def _require_cause(failure: BaseException | None, error: BaseException) -> None:
 @pytest.mark.usefixtures("free")
 @pytest.mark.parametrize("error", ERRORS, ids=lambda error: type(error).__name__)
 @pytest.mark.parametrize("name", HOOKS)
-def test_a_hook_that_raises_ends_its_sequence_alone(llm, expected, name, error):
+def test_an_error_in_a_hook_ends_only_its_sequence(llm, expected, name, error):
     answers, hook = _asked(llm), Hook(error)
     HOOKS[name](llm, answers[VICTIM], hook)
     for _ in llm.together(answers):
@@ -307,7 +307,7 @@ def test_a_hook_that_raises_ends_its_sequence_alone(llm, expected, name, error):
 @pytest.mark.usefixtures("free")
 @pytest.mark.parametrize("error", ERRORS, ids=lambda error: type(error).__name__)
 @pytest.mark.parametrize("name", WARNED)
-def test_what_fails_behind_the_output_is_said_with_it(llm, expected, name, error):
+def test_errors_after_the_output_become_warnings(llm, expected, name, error):
     answers, hook = _asked(llm), Hook(error)
     WARNED[name](llm, answers[VICTIM], hook)
     for _ in llm.together(answers):
@@ -330,7 +330,7 @@ def test_what_fails_behind_the_output_is_said_with_it(llm, expected, name, error
     ids=lambda error: type(error).__name__,
 )
 @pytest.mark.parametrize("name", ["stream push", "grammar mask", "drafter propose"])
-def test_what_is_no_exception_of_python_is_confined_too(llm, expected, name, error):
+def test_rust_panics_are_confined(llm, expected, name, error):
     answers, hook = _asked(llm), Hook(error)
     HOOKS[name](llm, answers[VICTIM], hook)
     for _ in llm.together(answers):
@@ -341,7 +341,7 @@ def test_what_is_no_exception_of_python_is_confined_too(llm, expected, name, err
 
 
 @pytest.mark.usefixtures("free")
-def test_memory_that_is_out_is_said_so(llm):
+def test_out_of_memory_is_reported(llm):
     answers = _asked(llm)
     HOOKS["sampler draw"](llm, answers[VICTIM], Hook(MemoryError()))
     with pytest.raises(EdgeLLMError, match="out of memory"):
@@ -350,7 +350,7 @@ def test_memory_that_is_out_is_said_so(llm):
 
 @pytest.mark.usefixtures("free")
 @pytest.mark.parametrize("interrupt", [KeyboardInterrupt, SystemExit])
-def test_an_interrupt_is_no_fault(llm, interrupt):
+def test_interrupts_are_not_confined(llm, interrupt):
     answers = _asked(llm)
     HOOKS["stream push"](llm, answers[VICTIM], Hook(interrupt()))
     with pytest.raises(interrupt):
@@ -360,7 +360,7 @@ def test_an_interrupt_is_no_fault(llm, interrupt):
 
 @pytest.mark.usefixtures("free")
 @pytest.mark.parametrize("name", ["stream push", "drafter propose", "forward pass"])
-def test_readers_in_threads_and_tasks_are_told_alone(llm, expected, name):
+def test_errors_reach_only_their_thread_or_task(llm, expected, name):
     def read(answer):
         for _ in answer:
             pass
@@ -389,7 +389,7 @@ def test_readers_in_threads_and_tasks_are_told_alone(llm, expected, name):
 
 
 @pytest.mark.usefixtures("free")
-def test_a_batch_that_fails_in_part_holds_the_rest(llm, expected, monkeypatch):
+def test_batch_error_holds_the_other_outputs(llm, expected, monkeypatch):
     made = iter(_asked(llm))
     answers = [next(made) for _ in PROMPTS]
     HOOKS["stream push"](llm, answers[VICTIM], Hook(ERRORS[0]))
@@ -403,7 +403,7 @@ def test_a_batch_that_fails_in_part_holds_the_rest(llm, expected, monkeypatch):
 
 
 @pytest.mark.usefixtures("free")
-def test_a_generator_that_raises_drops_nothing_that_was_begun(llm, expected):
+def test_an_error_in_the_generator_keeps_started_requests(llm, expected):
     begun = _asked(llm)
 
     def answers():
@@ -417,7 +417,7 @@ def test_a_generator_that_raises_drops_nothing_that_was_begun(llm, expected):
 
 
 @pytest.mark.usefixtures("free")
-def test_what_watches_passes_and_fails_is_dropped(llm, expected, caplog):
+def test_a_failing_pass_callback_is_dropped(llm, expected, caplog):
     hook = Hook(ERRORS[0])
     llm.on_pass(hook)
     answers = _asked(llm)
@@ -431,8 +431,8 @@ def test_what_watches_passes_and_fails_is_dropped(llm, expected, caplog):
 # ------------------------------------------------------------------ cancelled tasks
 @pytest.mark.usefixtures("free")
 @pytest.mark.parametrize("how", ["cancel", "wait_for"])
-def test_a_cancelled_task_gives_its_place_back_at_once(llm, expected, how):
-    """The pass that runs is finished, and nothing else of the cancelled answers."""
+def test_a_cancelled_task_frees_its_place_at_once(llm, expected, how):
+    """The running pass finishes, and nothing else of the cancelled requests."""
     passes = []
 
     async def read(answer):

@@ -1,7 +1,7 @@
-"""LoRA adapters in engines for GPUs: each in a place, which passes are given with the others.
+"""LoRA adapters in engines for GPUs: each has a slot, whose index passes get as an input.
 
-ONNX Runtime's graphs for CUDA run on the CPU (`cuda_on_cpu.py`), TensorRT's on the GPU that is not
-there (`fake_gpu.py`).
+ONNX Runtime's graphs for CUDA run on the CPU (`cuda_on_cpu.py`), TensorRT's on a fake GPU
+(`fake_gpu.py`).
 """
 
 from __future__ import annotations
@@ -69,7 +69,7 @@ def folders(tiny_checkpoint, tmp_path_factory):
 
 @pytest.fixture(scope="module")
 def engines(tiny_bundle, tmp_path_factory):
-    """By the answers that share a pass."""
+    """By batch size."""
     folder, built = tmp_path_factory.mktemp("places"), {}
     for answers in (1, 5):
         plan = dataclasses.replace(PLAN, max_batch_size=answers)
@@ -79,7 +79,7 @@ def engines(tiny_bundle, tmp_path_factory):
 
 
 def _edit_options(engine, **options):
-    """Those of an engine of the CPU, as if it were one of a GPU."""
+    """The engine of a CPU, as if it were one of a GPU."""
     path = engine / "manifest.json"
     found = json.loads(path.read_text())
     found["options"] |= options
@@ -88,7 +88,7 @@ def _edit_options(engine, **options):
 
 
 class OnTensorRt:
-    """Engines of a bundle on the GPU that is not there, in an LLM's folder."""
+    """Engines of a bundle for a fake GPU, in an LLM's folder."""
 
     def __init__(self, bundle, folder, answers, codes=""):
         plan = dataclasses.replace(PLAN, max_batch_size=answers)
@@ -108,7 +108,7 @@ class OnTensorRt:
         self._graph, self._passes = graph, passes
 
     def open(self, monkeypatch, device, **options):
-        """An LLM of it from now on."""
+        """Replace the LLM by one of this engine."""
         loaded = FakeEngine(self._graph, self._passes, device)
         runner = tensorrt.runner_of(DECODER, self._engine, loaded, device)
         open_with(monkeypatch, lambda *_: {DECODER: runner})
@@ -117,12 +117,12 @@ class OnTensorRt:
 
 @pytest.fixture(scope="module")
 def on_tensorrt(tiny_bundle, tmp_path_factory):
-    """In float32, one answer at a time."""
+    """In float32, one sequence at a time."""
     return OnTensorRt(tiny_bundle, tmp_path_factory.mktemp("tensorrt"), 1)
 
 
 def _logits(llm, lora=None):
-    """In two pieces."""
+    """In two chunks."""
     llm.session.use(context := Context())
     context.adapter = None if lora is None else llm._adapters.find(lora)
     pieces = (0, 7), (7, len(TOKENS))
@@ -150,7 +150,7 @@ def _ids(llm, lora=None, **options):
 
 
 @pytest.mark.parametrize("library", ["onnxruntime", "tensorrt"])
-def test_logits_are_those_of_the_sum(
+def test_logits_equal_those_of_the_merged_weights(
     engines, on_tensorrt, tiny_checkpoint, folders, library, monkeypatch
 ):
     if library == "onnxruntime":
@@ -176,7 +176,7 @@ def test_logits_are_those_of_the_sum(
         assert [_ids(llm, name) for name in (None, "all")] == expected
 
 
-def test_several_adapters_share_a_pass(engines, folders, tiny_bundle, tmp_path):
+def test_requests_with_different_adapters_share_passes(engines, folders, tiny_bundle, tmp_path):
     cuda_on_cpu.build_base(
         tiny_bundle, tmp_path / "plain", dataclasses.replace(PLAN, max_lora_rank=0)
     )
@@ -197,8 +197,8 @@ def test_several_adapters_share_a_pass(engines, folders, tiny_bundle, tmp_path):
         assert [answer.token_ids for answer in answers] == [_ids(llm, name) for name in names]
 
 
-def test_trees_of_a_draft_have_the_adapter_of_their_answer(eagle_pair, tmp_path, monkeypatch):
-    """Then the host grows them: rounds on the device are for answers without one."""
+def test_draft_trees_use_the_adapter_of_their_request(eagle_pair, tmp_path, monkeypatch):
+    """With adapters the host expands the trees; the device's rounds are for other requests."""
     lowered = Lowered(eagle_pair, tmp_path, adapter_rank=4)
     engine = shutil.copytree(eagle_pair.engine, tmp_path / "engine")
     write_adapted_layers(eagle_pair.bundle / "model.onnx", engine)
@@ -218,8 +218,8 @@ def test_trees_of_a_draft_have_the_adapter_of_their_answer(eagle_pair, tmp_path,
 
 
 @pytest.mark.parametrize("layout", ["int4", "gptq-order", "fp8"])
-def test_adapters_read_what_their_layer_reads_unrounded(layout, folders, tiny_checkpoint, tmp_path):
-    """Not what was smoothed, put in order or rounded for codes."""
+def test_adapters_get_unquantized_activations(layout, folders, tiny_checkpoint, tmp_path):
+    """Not smoothed, reordered or quantized ones."""
     meant = write_checkpoint(tiny_checkpoint, tmp_path / "checkpoint", LAYOUTS[layout])
     source = open_checkpoint(str(tmp_path / "checkpoint"))
     export_llm(source, tmp_path / "bundle", ExportOptions("fp32"))
@@ -232,8 +232,8 @@ def test_adapters_read_what_their_layer_reads_unrounded(layout, folders, tiny_ch
     assert errors[1] < 1.5 * errors[0] + 1e-5
 
 
-def test_places_are_taken_and_given_back(engines, folders, tiny_checkpoint, tmp_path):
-    """While others answer; a fifth adapter finds none."""
+def test_slots_are_allocated_and_freed(engines, folders, tiny_checkpoint, tmp_path):
+    """During other requests; a fifth adapter gets no slot."""
     more = write_adapter(tmp_path / "more", tiny_checkpoint, seed=5)
     with _open(engines[5], {"all": folders["all"]}) as llm:
         expected = _ids(llm, "all"), _ids(llm)
@@ -260,7 +260,7 @@ def test_places_are_taken_and_given_back(engines, folders, tiny_checkpoint, tmp_
 
 
 def test_several_adapters_share_a_pass_on_tensorrt(tmp_path, monkeypatch):
-    """In halves, with edgellm's kernels; how many places a pass is given depends on its rows."""
+    """In float16, with edgellm's kernels; the slots of a pass depend on its tokens."""
     config = {**models.find("llama").TINY, "head_dim": 64}
     checkpoint = make_checkpoint(tmp_path / "checkpoint", **config)
     export_llm(open_checkpoint(str(checkpoint)), tmp_path / "bundle", ExportOptions("fp16"))

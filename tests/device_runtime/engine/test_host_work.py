@@ -1,4 +1,4 @@
-"""What the host does for a token, in calls of Python functions: each costs time behind a pass."""
+"""Host work of a token, in Python function calls: each costs time after a pass."""
 
 from __future__ import annotations
 
@@ -10,7 +10,7 @@ WORDS = "w1 w2 w3"
 
 
 def calls_of_steps(answer, skipped: int, counted: int) -> list[int]:
-    """Python calls of each of `counted` steps behind the first `skipped`."""
+    """Python calls of each of `counted` steps after the first `skipped`."""
     steps, calls = iter(answer), []
 
     def count(_, event, __):
@@ -31,8 +31,8 @@ def calls_of_steps(answer, skipped: int, counted: int) -> list[int]:
     return calls
 
 
-def test_a_plain_token_takes_few_calls(tiny_engine):
-    """Hardly more than today: 204 were 6 % of a token of SmolLM2."""
+def test_a_plain_token_needs_few_python_calls(tiny_engine):
+    """Little above the measured calls: 204 were 6 % of a token of SmolLM2."""
     with LLM(tiny_engine) as llm:
         sampling = SamplingParams(0.0, ignore_eos=True)
         answer = llm.generate(WORDS, sampling=sampling, max_generate_length=24)
@@ -40,8 +40,8 @@ def test_a_plain_token_takes_few_calls(tiny_engine):
     assert max(calls) < 115
 
 
-def test_lookups_that_rest_take_hardly_more(tree_engine):
-    """Network and lookups of `--spec auto` then do nothing but count."""
+def test_paused_lookups_need_few_more_calls(tree_engine):
+    """The draft and lookups of `--spec auto` only count then."""
     with LLM(tree_engine, spec=SpecOptions(network=None, lookups=("suffix", "ngram"))) as llm:
         assert llm._drafters is not None
         drafter = llm._drafters.start(greedy=True)

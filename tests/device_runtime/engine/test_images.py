@@ -1,4 +1,4 @@
-"""Prompts with images, from files to answers: against transformers, greedily, id by id."""
+"""Image prompts, from files to outputs: greedy token ids equal those of transformers."""
 
 from __future__ import annotations
 
@@ -39,7 +39,7 @@ SIZES = {"a": (33, 21), "b": (16, 60), "c": (90, 90)}
 
 @pytest.fixture(scope="module")
 def pictures(tmp_path_factory) -> dict[str, str]:
-    """Paths of three pictures."""
+    """Paths of three images."""
     folder = tmp_path_factory.mktemp("pictures")
     for name, size in SIZES.items():
         picture(*size, seed=ord(name)).save(folder / f"{name}.png")
@@ -95,7 +95,7 @@ KINDS = ("image_first", "image_last", "two_images", "side_by_side", "two_turns",
 
 
 @pytest.mark.parametrize("kind", KINDS)
-def test_answers_equal_transformers(llm, reference, pictures, kind):
+def test_outputs_equal_transformers(llm, reference, pictures, kind):
     messages = _conversations(pictures)[kind]
     answer = llm.generate(messages, sampling=GREEDY, max_generate_length=12)
     list(answer)
@@ -119,8 +119,8 @@ def test_answers_equal_transformers(llm, reference, pictures, kind):
     assert answer.token_ids == expected
 
 
-def test_the_picture_matters(llm, pictures):
-    """The same words with another picture: other features, most often another answer."""
+def test_outputs_depend_on_the_image(llm, pictures):
+    """The same text with another image: other features, and usually another output."""
     answers = set()
     for name in "abc":
         content = [_image(pictures[name]), _text("w1 w2")]
@@ -132,7 +132,7 @@ def test_the_picture_matters(llm, pictures):
     assert len(answers) > 1
 
 
-def test_a_second_question_does_not_encode_again(qwen, pictures, monkeypatch):
+def test_cached_images_are_not_encoded_again(qwen, pictures, monkeypatch):
     llm = LLM(qwen.engine, multimodal_engine_dir=qwen.visual_engine)
     assert llm.images is not None
     runs = []
@@ -149,8 +149,8 @@ def test_a_second_question_does_not_encode_again(qwen, pictures, monkeypatch):
     assert answers[0] == answers[1] == answers[2]
 
 
-def test_threads_with_pictures(qwen, pictures):
-    """They share the encoder and the features that are kept; every answer is its picture's."""
+def test_threads_with_images(qwen, pictures):
+    """They share the encoder and the cached features; every output belongs to its image."""
     llm = LLM(qwen.engine, multimodal_engine_dir=qwen.visual_engine)
 
     def ask(at: int) -> list[int]:
@@ -168,7 +168,7 @@ def test_threads_with_pictures(qwen, pictures):
         assert list(pool.map(ask, range(24))) == alone * 4
 
 
-def test_a_damaged_encoder(qwen, tmp_path):
+def test_a_damaged_encoder_is_rejected(qwen, tmp_path):
     folder = Path(shutil.copytree(qwen.visual_engine, tmp_path / "visual"))
     largest = max(folder.glob("*.*"), key=lambda path: path.stat().st_size)
     data = largest.read_bytes()
@@ -179,7 +179,7 @@ def test_a_damaged_encoder(qwen, tmp_path):
     LLM(qwen.engine, multimodal_engine_dir=folder, verify=False)
 
 
-def test_the_oldest_features_are_forgotten(qwen, pictures):
+def test_the_oldest_features_are_evicted(qwen, pictures):
     reader = ImageReader(qwen.visual_engine, _decoder(qwen), verify=True, cache_bytes=1)
     for name in "aba":
         reader.see([pictures[name]], Path())
@@ -192,14 +192,14 @@ def _decoder(engines: Engines):
     return load_engine(engines.engine, LLM_ENGINE).decoder
 
 
-def test_too_many_tokens(qwen, pictures):
+def test_too_many_image_tokens_are_rejected(qwen, pictures):
     llm = LLM(qwen.engine, multimodal_engine_dir=qwen.visual_engine)
     content = [_image(pictures["c"]), _image(pictures["c"]), _image(pictures["c"])]
     with pytest.raises(RequestError, match="images have 147 tokens, the engine takes 120"):
         llm.generate([{"role": "user", "content": content}], sampling=GREEDY)
 
 
-def test_image_tokens_in_the_text(qwen, pictures):
+def test_image_tokens_in_the_text_are_rejected(qwen, pictures):
     folders = {"engine_dir": qwen.engine, "multimodal_engine_dir": qwen.visual_engine}
     contents = [_text("<|image_pad|>")], [_image(pictures["a"]), _text("<|image_pad|>")]
     llm = LLM(**folders)
@@ -216,7 +216,7 @@ def test_image_tokens_in_the_text(qwen, pictures):
             llm.generate([{"role": "user", "content": content}], sampling=GREEDY)
 
 
-def test_an_encoder_of_another_model(qwen, tiny_engine, tmp_path_factory):
+def test_an_encoder_of_another_model_is_rejected(qwen, tiny_engine, tmp_path_factory):
     other = build_vlm(tmp_path_factory.mktemp("other"), "internvl")
     with pytest.raises(BrokenArtifactError, match="the encoder of another model: model internvl"):
         LLM(qwen.engine, multimodal_engine_dir=other.visual_engine)
@@ -226,8 +226,8 @@ def test_an_encoder_of_another_model(qwen, tiny_engine, tmp_path_factory):
         LLM(qwen.engine, multimodal_engine_dir=tiny_engine)
 
 
-def test_pictures_of_several_prompts_share_passes(qwen, pictures, tmp_path):
-    """Each answer is the one alone, whichever pictures the prompts beside it have."""
+def test_image_prompts_share_passes(qwen, pictures, tmp_path):
+    """Each output equals the single one, whatever images the other prompts have."""
     several = Plan(512, 576, 1, "same", "none", max_batch_size=3, options=CpuOptions("edgellm"))
     bundle, passes = qwen.engine.parent / "bundle", list[int]()
     build_engine("llm", bundle, tmp_path / "engine", several, "onnxruntime", lambda _: None)
@@ -244,8 +244,8 @@ def test_pictures_of_several_prompts_share_passes(qwen, pictures, tmp_path):
 
 
 @pytest.mark.parametrize(("decoder", "encoder"), [("int8", "none"), ("int8", "fp8")])
-def test_precisions_of_decoder_and_encoder_are_free(qwen, pictures, tmp_path, decoder, encoder):
-    """Any pair answers, and the features are those of the encoder's precision."""
+def test_decoder_and_encoder_precisions_are_independent(qwen, pictures, tmp_path, decoder, encoder):
+    """Any pair generates, and features are those of the encoder's precision."""
     engine, seeing = tmp_path / "engine", tmp_path / "visual_engine"
     plan = Plan(512, 576, 1, "same", decoder)
     build_engine("llm", qwen.engine.parent / "bundle", engine, plan, "onnxruntime", lambda _: None)
@@ -278,7 +278,7 @@ def _requests(folder: Path, *contents: Any) -> Path:
 
 
 def test_the_command(command, qwen, pictures, tmp_path):
-    """Good requests are answered, bad pictures are named; the profile counts images."""
+    """Valid requests get outputs, invalid images are reported; the profile counts images."""
     truncated = tmp_path / "truncated.png"
     buffer = io.BytesIO()
     picture(64, 64).save(buffer, "PNG")
@@ -334,7 +334,7 @@ def test_a_wrong_folder(command_here, qwen, tmp_path):
     assert_one_line_error(result, "no such folder", "visual_build")
 
 
-def test_rows_of_images_are_no_words():
+def test_image_tokens_are_never_proposed():
     """Prompt lookup never proposes an image."""
     from edgellm.device_runtime.speculate.draft_cache import ImageIds
 
@@ -344,7 +344,7 @@ def test_rows_of_images_are_no_words():
 
 
 def _retrained(source, folder, change):
-    """A copy of a checkpoint whose tensors `change` alters."""
+    """A copy of a checkpoint with tensors changed by `change`."""
     from safetensors.torch import load_file, save_file
 
     shutil.copytree(source, folder)
@@ -362,7 +362,7 @@ def _other_language_model(tensors):
 
 
 def _other_names(tensors):
-    """As another version of transformers writes them, in shards of another order."""
+    """As by another version of transformers, in shards of another order."""
     return {
         name.replace("model.visual.", "visual.", 1): tensors[name]
         for name in sorted(tensors, reverse=True)
@@ -373,22 +373,22 @@ def _other_names(tensors):
     ("change", "differs"),
     [(_other_encoder, True), (_other_language_model, False), (_other_names, False)],
 )
-def test_an_encoder_of_another_checkpoint_is_told(
+def test_an_encoder_of_another_checkpoint_gives_a_warning(
     qwen, pictures, tmp_path, caplog, change, differs
 ):
-    """A fine-tune that froze the encoder has the same; so has a checkpoint that was saved anew."""
+    """A fine-tune with a frozen encoder has the same hash, as has a checkpoint saved again."""
     other = _retrained(qwen.checkpoint, tmp_path / "checkpoint", change)
     export_visual(other, tmp_path / "bundle", VisualOptions("fp32"))
     limits = image_plan(1, 120, 100, 1)
     seeing = tmp_path / "visual_engine"
     build_engine("visual", tmp_path / "bundle", seeing, limits, "onnxruntime", lambda _: None)
     llm = LLM(qwen.engine, multimodal_engine_dir=seeing)
-    said = f"{seeing} was exported from another encoder"
-    assert [said in record.getMessage() for record in caplog.records] == [True] * differs
+    warning = f"{seeing} was exported from another encoder"
+    assert [warning in record.getMessage() for record in caplog.records] == [True] * differs
     content = [_image(pictures["a"]), _text("w1 w2")]
     with_image = llm.generate([{"role": "user", "content": content}], sampling=GREEDY)
     assert list(with_image)
-    assert any(said in line for line in with_image.warnings) == differs
+    assert any(warning in line for line in with_image.warnings) == differs
     without = llm.generate([{"role": "user", "content": "w1 w2"}], sampling=GREEDY)
     assert list(without)
     assert not without.warnings

@@ -1,4 +1,4 @@
-"""LoRA adapters at run time: PEFT's sums, several in a batch, loaded while others answer."""
+"""LoRA adapters at run time: equal to PEFT, batched, loaded during other requests."""
 
 from __future__ import annotations
 
@@ -80,7 +80,7 @@ def llm(engines, folders):
 
 
 def _logits(llm, lora=None, tokens=TOKENS):
-    """In two pieces."""
+    """In two chunks."""
     llm.session.use(context := Context())
     context.adapter = None if lora is None else llm._adapters.find(lora)
     pieces = (0, 7), (7, len(tokens))
@@ -96,17 +96,15 @@ def _ids(llm, lora=None, prompt=PROMPT, **options):
     return answer.token_ids
 
 
-def test_logits_are_those_of_the_sum(llm, tiny_checkpoint, folders):
+def test_logits_equal_those_of_the_merged_weights(llm, tiny_checkpoint, folders):
     for name, folder in folders.items():
         expected = logits_of(reference(tiny_checkpoint, folder, {"": SCALES[name]}), TOKENS)
         np.testing.assert_allclose(_logits(llm, name), expected, atol=2e-4)
 
 
 @pytest.mark.parametrize("kind", ["none", "int8", "int4"])
-def test_several_adapters_in_a_pass_have_the_bits_of_each_alone(
-    kind, engines, folders, tiny_bundle
-):
-    """And the base those of an engine that takes none."""
+def test_adapter_batches_are_batch_invariant(kind, engines, folders, tiny_bundle):
+    """And the base's outputs equal those of an engine without adapters."""
     with _open(engines[kind], folders) as llm:
         names = [None, *folders]
         alone = [_logits(llm, name) for name in names]
@@ -130,8 +128,8 @@ def test_several_adapters_in_a_pass_have_the_bits_of_each_alone(
 
 
 @pytest.mark.parametrize("layout", ["int4", "gptq-order", "fp8"])
-def test_adapters_read_what_their_layer_reads_unrounded(layout, folders, tiny_checkpoint, tmp_path):
-    """Not what was smoothed, put in order or rounded for codes."""
+def test_adapters_get_unquantized_activations(layout, folders, tiny_checkpoint, tmp_path):
+    """Not smoothed, reordered or quantized ones."""
     meant = write_checkpoint(tiny_checkpoint, tmp_path / "checkpoint", LAYOUTS[layout])
     source = open_checkpoint(str(tmp_path / "checkpoint"))
     export_llm(source, tmp_path / "bundle", ExportOptions("fp32"))
@@ -143,7 +141,7 @@ def test_adapters_read_what_their_layer_reads_unrounded(layout, folders, tiny_ch
     assert errors[1] < 1.5 * errors[0]
 
 
-def test_rows_are_reused_for_the_same_adapter_only(engines, folders, tmp_path):
+def test_prefixes_are_reused_only_for_the_same_adapter(engines, folders, tmp_path):
     with _open(engines["none"], folders) as llm:
         expected = {name: _ids(llm, name) for name in (None, "all", "qv")}
 
@@ -173,7 +171,7 @@ def test_rows_are_reused_for_the_same_adapter_only(engines, folders, tmp_path):
         assert reused(llm, "all") > 0
 
 
-def test_adapters_come_and_go_while_others_answer(engines, folders):
+def test_adapters_are_loaded_and_unloaded_during_requests(engines, folders):
     with _open(engines["int8"], {"all": folders["all"]}) as llm:
         expected = _ids(llm, "all"), _ids(llm)
         with_adapter, plain = (llm.generate(PROMPT, lora=name, **GREEDY) for name in ("all", None))
@@ -183,7 +181,7 @@ def test_adapters_come_and_go_while_others_answer(engines, folders):
         for name in ("qv", "mlp", "wide"):
             llm.load_adapter(name, folders[name])
         llm.unload_adapter("mlp")
-        with pytest.raises(EdgeLLMError, match="'all' is in use by 1 answer"):
+        with pytest.raises(EdgeLLMError, match="'all' is in use by 1 request"):
             llm.unload_adapter("all")
         late = llm.generate(PROMPT, lora="qv", **GREEDY)
         llm.unload_adapter("qv")
@@ -198,8 +196,8 @@ def test_adapters_come_and_go_while_others_answer(engines, folders):
         assert _ids(llm) == expected[1]
 
 
-def test_speculation_is_exact_with_an_adapter(eagle_pair, tmp_path):
-    """The draft is the base's, and drafts of several answers see features of several adapters."""
+def test_speculation_is_lossless_with_an_adapter(eagle_pair, tmp_path):
+    """The draft is the base's; drafts of several requests get hidden states of their adapters."""
     adapters = {
         name: write_adapter(tmp_path / name, eagle_pair.base_checkpoint, seed=seed, rank=4)
         for seed, name in enumerate(("one", "two"))
@@ -237,13 +235,13 @@ def _refuses(llm, folder, words, name="new"):
     assert before == (llm.adapters, _logits(llm, "all").tobytes())
 
 
-def test_adapters_that_do_not_fit(llm, tiny_checkpoint, folders, tiny_engine, tmp_path):
+def test_unsuitable_adapters_are_rejected(llm, tiny_checkpoint, folders, tiny_engine, tmp_path):
     def made(name, **how):
         return write_adapter(tmp_path / name, tiny_checkpoint, **how)
 
     _refuses(llm, tmp_path / "nowhere", "no such folder")
     _refuses(llm, made("high", rank=9), "has rank 9, the engine takes 8")
-    _refuses(llm, folders["qv"], "'all' stands for another adapter", name="all")
+    _refuses(llm, folders["qv"], "'all' belongs to another adapter", name="all")
     _refuses(llm, folders["qv"], "needs a name", name="")
     dora = made("dora")
     edit_config(dora, use_dora=True)
@@ -273,7 +271,7 @@ def test_adapters_that_do_not_fit(llm, tiny_checkpoint, folders, tiny_engine, tm
         assert "--maxLoraRank" in caught.value.hint
 
 
-def test_texts_are_read_with_an_adapter(llm, tiny_checkpoint, folders):
+def test_logprobs_with_an_adapter(llm, tiny_checkpoint, folders):
     model = reference(tiny_checkpoint, folders["wide"], {"": SCALES["wide"]})
     rows = logits_of(model, TOKENS)[:-1].astype(np.float64)
     expected = rows[np.arange(11), TOKENS[1:]] - np.log(np.exp(rows).sum(-1))
@@ -281,8 +279,8 @@ def test_texts_are_read_with_an_adapter(llm, tiny_checkpoint, folders):
     np.testing.assert_allclose(found, expected, atol=2e-4)
 
 
-def test_half_floats(llm, tiny_checkpoint, tmp_path):
-    """Adapters in the types that training leaves them in."""
+def test_half_precision_adapters(llm, tiny_checkpoint, tmp_path):
+    """Adapters in the dtypes of training."""
     import ml_dtypes
 
     for kind in (np.float16, ml_dtypes.bfloat16):

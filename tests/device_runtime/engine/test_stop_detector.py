@@ -1,4 +1,4 @@
-"""When an answer ends: tokens that end it, tokens that do not, and not too early."""
+"""Stop detection: end tokens, ignored end tokens, stop strings, minimum length."""
 
 from __future__ import annotations
 
@@ -40,7 +40,7 @@ def _with(sampling=EAGER, **changed):
     return dataclasses.replace(sampling, **changed)
 
 
-def test_an_answer_has_a_least_length(llm):
+def test_min_tokens_is_kept(llm):
     assert _answer(llm, EAGER).token_ids == [END]
     longer = _answer(llm, _with(min_tokens=5))
     assert len(longer.token_ids) == 6  # five others, then the end that was wanted all the time
@@ -54,7 +54,7 @@ def test_an_end_token_can_be_ignored(llm):
     assert (found.text, found.finish_reason) == ("", "length")
 
 
-def test_further_tokens_end_an_answer_and_have_no_text(llm):
+def test_stop_tokens_end_the_output_without_text(llm):
     whole = _answer(llm, _with(ignore_eos=True, logit_bias={END: -100}))
     token = whole.token_ids[4]
     first = whole.token_ids.index(token)
@@ -67,7 +67,7 @@ def test_further_tokens_end_an_answer_and_have_no_text(llm):
     assert token not in later.token_ids[:8]
 
 
-def test_stop_strings_count_from_the_least_length_on(llm):
+def test_stop_strings_apply_after_min_tokens(llm):
     sampling = _with(ignore_eos=True, logit_bias={END: -100})
     words = _answer(llm, sampling).text.split()
     assert _answer(llm, sampling, stop=[words[2]]).finish_reason == "stop"
@@ -75,10 +75,10 @@ def test_stop_strings_count_from_the_least_length_on(llm):
     assert found.text.split() == words
 
 
-def test_what_cannot_be_is_refused(llm):
+def test_invalid_stops_are_rejected(llm):
     with pytest.raises(RequestError, match="min_tokens -1 is out of range"):
         SamplingParams(min_tokens=-1)
-    with pytest.raises(RequestError, match=r"ignore_eos: .* a given form ends where"):
+    with pytest.raises(RequestError, match=r"ignore_eos: guided decoding ends where"):
         SamplingParams(ignore_eos=True, guide=Guide("regex", "a"))
     with pytest.raises(RequestError, match="stop_token_ids names token 96, the model has 96"):
         _answer(llm, SamplingParams(stop_token_ids=(96,)))
@@ -88,9 +88,9 @@ def test_what_cannot_be_is_refused(llm):
         _answer(llm, SamplingParams(min_tokens=13))
 
 
-def test_the_request_file_says_it_too():
-    said = {"min_tokens": 3, "ignore_eos": True, "stop_token_ids": [5, 6]}
-    raw = {"messages": [{"role": "user", "content": "x"}], **said}
+def test_request_files_have_these_options():
+    options = {"min_tokens": 3, "ignore_eos": True, "stop_token_ids": [5, 6]}
+    raw = {"messages": [{"role": "user", "content": "x"}], **options}
     found = sampling_of(parse_request(raw, 0).merged(Options()))
     assert (found.min_tokens, found.ignore_eos, found.stop_token_ids) == (3, True, (5, 6))
     assert sampling_of(Options()).stop_token_ids == ()
@@ -98,7 +98,7 @@ def test_the_request_file_says_it_too():
         parse_request({**raw, "stop_token_ids": ["a"]}, 0)
 
 
-def test_token_ids_are_a_prompt_as_well(llm):
+def test_token_ids_are_accepted_as_prompt(llm):
     ids = llm.tokenizer.encode("w20 w30", add_special_tokens=True)
     options = {"add_special_tokens": True, "sampling": EAGER, "max_generate_length": 4, "stop": ()}
     assert llm.generate_text(ids, **options).prompt.token_ids == ids

@@ -1,4 +1,4 @@
-"""Keywords that a chat template does not read: jinja2's rendering says what has an effect."""
+"""Variables that a chat template does not use: jinja2's rendering is the reference."""
 
 from __future__ import annotations
 
@@ -67,7 +67,7 @@ def _tokenizer(folder, template: str) -> ChatTokenizer:
 
 
 def _looked_up(template: str) -> set[str]:
-    """Names whose value a rendering uses: another value is another text, or a fault."""
+    """Variables that a rendering uses: another value changes the text, or fails."""
     compiled, found = _environment().from_string(template), set[str]()
     given = {"bos_token": "<s>", "eos_token": "</s>", "add_generation_prompt": True}
 
@@ -88,7 +88,7 @@ def _looked_up(template: str) -> set[str]:
 
 
 @pytest.mark.parametrize("name", [*TEMPLATES, "macros"])
-def test_names_are_taken_if_the_template_looks_them_up(tmp_path, name):
+def test_variables_are_accepted_if_the_template_uses_them(tmp_path, name):
     template = {**TEMPLATES, "macros": MACROS}[name]
     formatter = Formatter(_tokenizer(tmp_path, template))
     read = _looked_up(template)
@@ -100,7 +100,7 @@ def test_names_are_taken_if_the_template_looks_them_up(tmp_path, name):
                 formatter.format(USER, {flag: "a"})
 
 
-def test_what_transformers_gives_to_every_template_is_known(tmp_path):
+def test_variables_of_transformers_are_known(tmp_path):
     formatter = Formatter(_tokenizer(tmp_path, "{{ messages[0].content }}"))
     for flags in (
         {"tools": []},
@@ -141,14 +141,14 @@ def test_the_tokens_of_the_tokenizer_can_be_replaced_as_in_transformers(tmp_path
         ("zzz", "it reads add_generation_prompt, bos_token, custom_tools, date_string, tools, "),
     ],
 )
-def test_what_was_meant(tmp_path, flag, hint):
+def test_hints_name_the_intended_option(tmp_path, flag, hint):
     formatter = Formatter(_tokenizer(tmp_path, TEMPLATES["Llama 3"]))
     with pytest.raises(RequestError, match="is no variable of the model's chat template") as caught:
         formatter.format(USER, {flag: 4})
     assert caught.value.hint.startswith(hint)
 
 
-def test_python_says_where_an_option_belongs(tiny_engine):
+def test_hints_for_python_options(tiny_engine):
     with LLM(tiny_engine) as llm:
         for start in (llm.generate, lambda prompt, **more: llm.generate_batch([prompt], **more)):
             for prompt, fault in ((USER, "is no variable"), ("w20", "does not go with raw text")):

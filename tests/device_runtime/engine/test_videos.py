@@ -1,4 +1,4 @@
-"""Prompts with films: frames, times and positions, against transformers, greedily, id by id."""
+"""Video prompts: frames, times and positions; greedy token ids equal those of transformers."""
 
 from __future__ import annotations
 
@@ -50,7 +50,7 @@ def reference(engines) -> Reference:
 
 @pytest.fixture(scope="module")
 def frames(tmp_path_factory) -> list[str]:
-    """Paths of five frames: two whole patches in time and half of one."""
+    """Paths of five frames: two and a half temporal patches."""
     folder = tmp_path_factory.mktemp("frames")
     for index in range(5):
         picture(48, 32, seed=index).save(folder / f"{index}.png")
@@ -69,7 +69,7 @@ TEXT = {"type": "text", "text": "w1 w2"}
 
 
 def _patches(paths: list[str], rows: int, columns: int, side: int) -> np.ndarray:
-    """[patches in time * P, 3 * 2 * p * p], from the definition, frame by frame."""
+    """[temporal patches * P, 3 * 2 * p * p], from the definition, frame by frame."""
     last = len(paths) - 1
     planes = []
     for at in range(len(paths) + len(paths) % 2):
@@ -94,7 +94,7 @@ def _patches(paths: list[str], rows: int, columns: int, side: int) -> np.ndarray
 
 
 def _tiles(checkpoint: Path, path: str) -> np.ndarray:
-    """[1, 3, S, S]: a frame as transformers makes a picture of it that is not split."""
+    """[1, 3, S, S]: a frame, as an image of transformers that is not split."""
     from transformers import AutoImageProcessor
 
     pictures = AutoImageProcessor.from_pretrained(checkpoint, backend="pil")
@@ -113,7 +113,7 @@ def _pixels(llm: LLM, paths: list[str], grid: tuple[int, int]) -> np.ndarray:
 
 
 @pytest.mark.parametrize("kind", ["film", "film_and_image", "spec"])
-def test_answers_equal_transformers(engines, llm, reference, frames, tmp_path, kind):
+def test_outputs_equal_transformers(engines, llm, reference, frames, tmp_path, kind):
     items = [_film(frames), TEXT]
     image = tmp_path / "still.png"
     picture(40, 40, seed=9).save(image)
@@ -161,7 +161,7 @@ def test_answers_equal_transformers(engines, llm, reference, frames, tmp_path, k
     assert answer.token_ids == expected
 
 
-def test_features_are_kept_by_content(llm, frames, monkeypatch, tmp_path):
+def test_features_are_cached_by_content(llm, frames, monkeypatch, tmp_path):
     before = llm.images.see([Video.of(frames)], Path())[0]
     copies = []
     for index, path in enumerate(frames):
@@ -175,8 +175,8 @@ def test_features_are_kept_by_content(llm, frames, monkeypatch, tmp_path):
     assert not np.array_equal(other.embeds[: len(before.embeds)], before.embeds)
 
 
-def test_tokens_keep_to_the_limit(llm, tmp_path):
-    """Many large frames become small ones, tiles do not; too many are refused."""
+def test_video_tokens_stay_within_the_limit(llm, tmp_path):
+    """Many large frames become small ones, tiles do not; too many are rejected."""
     paths = []
     for index in range(40):
         paths.append(str(tmp_path / f"{index}.png"))
@@ -205,7 +205,7 @@ def test_a_request_of_a_file(llm, frames):
 
 
 def test_sampling_of_each_family(llm, engines):
-    """From transformers' rules: 10 s at 25 frames a second, and shorter films."""
+    """From transformers' rules: 10 s at 25 frames a second, and shorter videos."""
     rules = llm.images.processor.film
     pick = llm.images.processor.pick_frames
     found = {total: pick(total, 25.0, 400) for total in (250, 30, 5, 1)}
@@ -231,7 +231,7 @@ def test_sampling_of_each_family(llm, engines):
     assert found[1] == [0]
 
 
-def test_files_need_pyav_and_must_be_films(tmp_path, monkeypatch):
+def test_video_files_need_pyav_and_are_checked(tmp_path, monkeypatch):
     video = Video.of(str(tmp_path / "film.mp4"))
 
     def shown(total: int, rate: float) -> list[int]:

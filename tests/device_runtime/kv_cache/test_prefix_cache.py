@@ -1,4 +1,4 @@
-"""Rows of a prompt that are not computed again: answers as without, and how many rows it saves."""
+"""Prefix cache: outputs are unchanged, and the expected number of positions is reused."""
 
 from __future__ import annotations
 
@@ -45,7 +45,7 @@ def reusing(tiny_engine) -> LLM:
     return LLM(tiny_engine, context_reuse=True)
 
 
-def test_turns_of_a_conversation(reusing, plain):
+def test_turns_of_a_conversation_reuse_the_prefix(reusing, plain):
     messages, known = [], 0
     for question in ("w20 w21 w22", "w23", "w24 w25"):
         messages.append(say("user", question))
@@ -61,7 +61,7 @@ def test_without_the_flag_nothing_is_reused(plain):
         assert reused(ask(plain, "w20 w21 w22")) == 0
 
 
-def test_rates_count_what_was_computed(reusing):
+def test_rates_count_only_computed_tokens(reusing):
     first, second = (ask(reusing, "w20 w21 w22 w23") for _ in range(2))
     assert [reused(first), reused(second)] == [0, 3]
     profile = Profile()
@@ -75,7 +75,7 @@ def test_rates_count_what_was_computed(reusing):
     assert report["tokens_per_second"] * profile.total_ms("llm_prefill") / 1e3 == pytest.approx(5)
 
 
-def test_answers_that_nobody_finished(reusing, plain):
+def test_abandoned_outputs_are_reused(reusing, plain):
     prompt = "w30 w31 w32 w33"
     steps = iter(reusing.generate(prompt, sampling=GREEDY, max_generate_length=9))
     begun = [token for _ in range(3) for token in next(steps).token_ids]
@@ -86,19 +86,19 @@ def test_answers_that_nobody_finished(reusing, plain):
     assert ask(reusing, goes_on).token_ids == ask(plain, goes_on).token_ids
 
 
-def test_passes_of_others_are_seen(reusing, plain):
-    """`--prove` reads prompts on its own."""
-    from edgellm.device_runtime.engine.step import read_piece
+def test_passes_outside_of_requests_invalidate_the_cache(reusing, plain):
+    """`--prove` computes prompts without a request."""
+    from edgellm.device_runtime.engine.step import prefill_chunk
 
     ask(reusing, "w30 w31 w32 w33")
-    read_piece(reusing.session, [30, 31, 50, 51], 0, 64)
+    prefill_chunk(reusing.session, [30, 31, 50, 51], 0, 64)
     answer = ask(reusing, "w30 w31 w32 w33")
     assert reused(answer) == 2
     assert answer.token_ids == ask(plain, "w30 w31 w32 w33").token_ids
 
 
-def test_plain_and_speculated_answers_in_turn(eagle_pair):
-    """Behind plain answers the draft is given what it missed: the base computes it again."""
+def test_plain_and_speculative_requests_alternate(eagle_pair):
+    """After plain requests the base recomputes the hidden states that the draft has missed."""
     model = LLM(eagle_pair.engine, spec=FIXED, context_reuse=True)
     fresh = LLM(eagle_pair.engine)
     text, rounds, in_base, in_draft = "w20 w21 w22 w23", 0, 0, 0
@@ -153,7 +153,7 @@ def test_a_saved_system_prompt_outlasts_other_prompts(eagle_pair, eagle):
     ]  # fmt: skip
 
 
-def test_context_or_saved_rows_whichever_are_more(tiny_engine, plain):
+def test_the_longer_of_cached_and_pinned_prefix_is_used(tiny_engine, plain):
     model = LLM(tiny_engine, context_reuse=True)
     turn = request(SYSTEM, say("user", "w20 w21 w22"), saves=True)
     respond(model, turn)
@@ -164,10 +164,10 @@ def test_context_or_saved_rows_whichever_are_more(tiny_engine, plain):
     assert answer["output_text"] == respond(plain, turn)["output_text"]
 
 
-def test_what_cannot_be_kept_is_said(tiny_engine):
+def test_prefixes_that_cannot_be_pinned_give_a_warning(tiny_engine):
     model = LLM(tiny_engine)
     answer = respond(model, request(say("user", "w20"), saves=True))
-    assert answer["warnings"] == ["nothing was kept: there is no system prompt of its own"]
+    assert answer["warnings"] == ["nothing was pinned: the prompt has no separate system prompt"]
     model.slot.kept = PinnedPrefixes(limit_bytes=LENGTH)
     answer = respond(model, request(SYSTEM, say("user", "w20"), saves=True))
     assert answer["warnings"] == [f"the system prompt takes more than {LENGTH} bytes: not kept"]
@@ -198,8 +198,8 @@ def test_the_flag_and_the_profile(command, tiny_engine, tmp_path):
     assert (prefill["reused_tokens"], prefill["computed_tokens"]) == (known, total - known)
 
 
-def test_a_kept_feature_goes_with_any_token_behind():
-    """Files of older versions have none, but one more row of the draft."""
+def test_a_pinned_hidden_state_fits_any_next_token():
+    """Files of older versions have none, but one more KV position of the draft."""
     base, wide, narrow = (np.zeros((2, rows, 4), np.float32) for rows in (3, 3, 2))
     older = PinnedPrefix((5, 6, 7, 8), (base, wide))
     newer = PinnedPrefix((5, 6, 7, 8), (base, narrow), features=(np.zeros((1, 9), np.float32),))

@@ -1,4 +1,4 @@
-"""Rows that answers of an engine for several share: what is computed once, kept, and forgotten."""
+"""KV blocks shared by the sequences of an engine: computed once, cached, and evicted."""
 
 from __future__ import annotations
 
@@ -33,7 +33,7 @@ def _same(answers, others) -> None:
     assert [one.token_ids for one in answers] == [one.token_ids for one in others]
 
 
-def test_conversations_in_turn_keep_their_rows(llm, fresh):
+def test_alternating_conversations_keep_their_blocks(llm, fresh):
     prompts = ["w50 w51 w52 w53", "w60 w61 w62", "w70 w71 w72 w73 w74"]
     known = [0, 0, 0]
     for turn in range(3):
@@ -47,8 +47,8 @@ def test_conversations_in_turn_keep_their_rows(llm, fresh):
     assert min(known) > 16
 
 
-def test_what_prompts_of_a_batch_share_is_computed_once(llm, fresh):
-    """Also while the first of them still reads it, in pieces."""
+def test_shared_prefixes_of_a_batch_are_computed_once(llm, fresh):
+    """Also during chunked prefill of the first."""
     prompts = [f"{SYSTEM} w{80 + at} w{70 + at}" for at in range(3)]
     found = _ask(llm, *prompts)
     _same(found, _ask(fresh, *prompts))
@@ -61,8 +61,8 @@ def test_what_prompts_of_a_batch_share_is_computed_once(llm, fresh):
     _same(later, _ask(fresh, f"{SYSTEM} w90", f"{SYSTEM} w91"))
 
 
-def test_rows_are_forgotten_when_others_need_them(llm, fresh):
-    """Three times what the pool holds; nothing is copied out for what is over."""
+def test_finished_sequences_are_evicted_on_demand(llm, fresh):
+    """Three times the cache's size; finished sequences are not swapped out."""
     slot, everything = llm.slot, llm.slot.session.free_rows
     prompts = [" ".join(f"w{(7 * at + word) % 86 + 9}" for word in range(50)) for at in range(24)]
     found = _ask(llm, *prompts, length=12)
@@ -80,7 +80,7 @@ def test_rows_are_forgotten_when_others_need_them(llm, fresh):
     assert slot.session.free_rows == everything
 
 
-def test_without_the_flag_nothing_is_kept(shared_engine):
+def test_without_the_flag_nothing_is_cached(shared_engine):
     llm = LLM(shared_engine)
     everything = llm.session.free_rows
     assert _reused(_ask(llm, *[f"{SYSTEM} w80"] * 3)) == [0, 0, 0]

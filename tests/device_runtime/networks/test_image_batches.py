@@ -1,4 +1,4 @@
-"""Prompts with images in passes of several sequences on GPUs: every row is what it is alone."""
+"""Image prompts in batches on GPUs: every token is batch-invariant."""
 
 from __future__ import annotations
 
@@ -40,7 +40,7 @@ PLAN = Plan(128, CAPACITY, 1, max_verify_tree_size=12, max_batch_size=MOST)
 
 
 def open_cuda(folder) -> DecoderNetwork:
-    """Fused attention beside products, passes numbered for recording, on the CPU."""
+    """Fused attention with plain products, and recorded passes, on the CPU."""
     plan = dataclasses.replace(PLAN, options=CudaOptions("fused"))
     with cuda_on_cpu.fused_in_float32():
         cuda_on_cpu.build_base(folder / "fp32", folder / "engine", plan)
@@ -58,7 +58,7 @@ def folder(request, tmp_path_factory):
 
 
 def open_tensorrt(folder, plan=PLAN) -> DecoderNetwork:
-    """Edgellm's kernels, on a GPU that is not there."""
+    """Edgellm's kernels, on a fake GPU."""
     spec = with_kv_dtype(load_bundle(folder / "fp16", LLM_BUNDLE).spec, "float16")
     graph, kernels = folder / "lowered.onnx", Kernels(110, "fp16", MOST)
     lower_for_gpu(folder / "fp16" / "model.onnx", graph, kernels=kernels, capacity=CAPACITY)
@@ -80,8 +80,8 @@ OPEN = {"cuda": open_cuda, "tensorrt": open_tensorrt}
 
 
 @pytest.mark.parametrize("backend", OPEN)
-def test_any_schedule_gives_every_sequence_its_bits(folder, backend):
-    """Pieces with image rows beside others', tokens and trees; positions of each its own."""
+def test_any_schedule_is_batch_invariant(folder, backend):
+    """Chunks with image tokens, with tokens and trees of others; each has its own positions."""
     session, rng = OPEN[backend](folder), np.random.default_rng(2)
     spec = load_bundle(folder / "fp16", LLM_BUNDLE).decoder
     run_together(session, lambda at: Scripted(at, CAPACITY, spec), MOST + 1, rng)
@@ -89,7 +89,7 @@ def test_any_schedule_gives_every_sequence_its_bits(folder, backend):
 
 @pytest.mark.parametrize("folder", ["internvl"], indirect=True)
 def test_costs_of_an_engine_without_trees_are_measured(folder):
-    """It gives a row of each answer logits and no more; the runner is told."""
+    """Each sequence gets one position with logits; the runner receives the costs."""
     plan = dataclasses.replace(PLAN, max_verify_tree_size=0)
     session, spec = open_tensorrt(folder, plan), load_bundle(folder / "fp16", LLM_BUNDLE).decoder
     engine = SimpleNamespace(
@@ -101,8 +101,8 @@ def test_costs_of_an_engine_without_trees_are_measured(folder):
     assert session._runner._costs is not None
 
 
-def test_passes_without_image_rows_are_recorded(folder, monkeypatch):
-    """Of models with images, too: what is held moves from prompt to prompt; they do not look."""
+def test_passes_without_images_are_recorded(folder, monkeypatch):
+    """Also of models with images, which do not use the embeddings set for other prompts."""
     session, runs = open_cuda(folder), cuda_on_cpu.Runs(monkeypatch)
     contexts = [Context(), Context()]
     for seed, context in enumerate(contexts):
@@ -121,7 +121,7 @@ ASK = {"sampling": SamplingParams(temperature=0), "max_generate_length": 8}
 
 
 def questions(folder) -> list[list[dict]]:
-    """About pictures, `b` of the size of `a`, and one about none."""
+    """Prompts with images, `b` of the size of `a`, and one without."""
     for name, size in (("a", (33, 21)), ("b", (33, 21)), ("c", (16, 60))):
         picture(*size, seed=ord(name)).save(folder / name, "png")
     asked = ["a", "w1"], ["b", "w1"], ["w3", "c", "w4", "a", "w5"], ["w6 w7"], ["a", "w8"]
@@ -135,7 +135,7 @@ def item(folder, name: str) -> dict:
 
 
 def require_the_same(llm: LLM, asked: list, alone: list[list[int]]) -> None:
-    """Side by side, in any order, drafted for or not, each answer is the one alone."""
+    """In one batch, in any order, drafted or not: each output equals the single one."""
     together: list[int] = []
     llm.on_pass(lambda answers, _: together.append(answers))
     for speculative, order in ((True, 1), (False, -1)):
@@ -147,7 +147,7 @@ def require_the_same(llm: LLM, asked: list, alone: list[list[int]]) -> None:
 
 @pytest.fixture(params=OPEN)
 def engines(request, tmp_path, monkeypatch):
-    """What opens an LLM that sees and drafts, and one of the same model on the CPU, if any."""
+    """Open an LLM with images and drafts, and one of the same model on the CPU, if any."""
     dtype = {"cuda": "fp32", "tensorrt": "fp16"}[request.param]
     built = build_vlm(tmp_path, "qwen2_5_vl", MROPE, dtype)
     seeing = {"multimodal_engine_dir": built.visual_engine}
@@ -167,31 +167,31 @@ def engines(request, tmp_path, monkeypatch):
 
 
 def answers(llm: LLM, asked: list) -> list[list[int]]:
-    """Plain ones, one at a time."""
+    """Plain outputs, one at a time."""
     found = [llm.generate_batch([one], speculative=False, **ASK) for one in asked]
     return [one.token_ids for (one,) in found]
 
 
-def test_drafted_answers_are_the_plain_ones(engines, tmp_path):
-    """On the fake GPU those of the engine itself, else those of the CPU."""
+def test_speculative_outputs_equal_plain_ones(engines, tmp_path):
+    """On the fake GPU those of the same engine, else those of the CPU."""
     (open_llm, on_cpu), asked = engines, questions(tmp_path)
     llm = open_llm()
     require_the_same(llm, asked, answers(on_cpu or llm, asked))
 
 
 def require_reused(found: list[RequestOutput], expected: list[list[int]]) -> None:
-    """The answers, begun behind rows of a picture that somebody else read."""
+    """Outputs that continue a cached image prefix of another request."""
     assert [one.token_ids for one in found] == expected
     for one in found:
         assert one.timings()["reused_tokens"] > one.profile.image_tokens[0]
 
 
-def test_rows_of_pictures_are_forked_and_saved(engines, tmp_path, monkeypatch):
-    """Answers begin behind one that grows, behind one that is over, and in another process."""
+def test_image_positions_are_forked_and_saved(engines, tmp_path, monkeypatch):
+    """Requests continue a running one, a finished one, and one of another process."""
     (open_llm, _), asked = engines, questions(tmp_path)
-    behind = [asked[0], asked[4], asked[0]]  # about `a`; `b` is of its size
+    repeated = [asked[0], asked[4], asked[0]]  # about `a`; `b` is of its size
     with open_llm() as llm:
-        *alone, other = answers(llm, [*behind, asked[1]])
+        *alone, other = answers(llm, [*repeated, asked[1]])
     folder = SnapshotFolder(tmp_path / "contexts", {"base": "1"})
     folder.prepare()
     fork, forked = DecoderNetwork.fork, list[Context]()
@@ -199,9 +199,9 @@ def test_rows_of_pictures_are_forked_and_saved(engines, tmp_path, monkeypatch):
         DecoderNetwork, "fork", lambda self, one: forked.append(one) or fork(self, one)
     )
     with open_llm(context_reuse=True) as llm:
-        require_reused(llm.generate_batch(behind, **ASK)[1:], alone[1:])
+        require_reused(llm.generate_batch(repeated, **ASK)[1:], alone[1:])
         assert forked
-        require_reused(llm.generate_batch(behind, speculative=False, **ASK), alone)
+        require_reused(llm.generate_batch(repeated, speculative=False, **ASK), alone)
         (found,) = llm.generate_batch([asked[1]], **ASK)
         assert found.token_ids == other
         assert found.timings()["reused_tokens"] < found.profile.image_tokens[0]

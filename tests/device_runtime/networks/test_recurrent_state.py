@@ -1,4 +1,4 @@
-"""Recurrent layers in an engine: trees, turns and answers side by side are as plain ones."""
+"""Recurrent layers in an engine: trees, further turns and batches equal plain decoding."""
 
 from __future__ import annotations
 
@@ -65,19 +65,19 @@ def words(*numbers: int) -> str:
     return " ".join(f"w{number}" for number in numbers)
 
 
-def test_it_is_refused_where_nothing_computes_it(bundle, tmp_path):
-    for backend, said in (
+def test_unsupported_backends_reject_it(bundle, tmp_path):
+    for backend, message in (
         ("tensorrt", "TensorRT on cuda does not compute recurrent layers yet"),
         ("onnxruntime_cuda", "ONNX Runtime on cuda does not compute recurrent layers yet"),
     ):
-        with pytest.raises(EdgeLLMError, match=said):
+        with pytest.raises(EdgeLLMError, match=message):
             build_engine("llm", bundle, tmp_path / "engine", PLAN, backend, lambda _: None)
     assert not (tmp_path / "engine").exists()
 
 
 # ---------------------------------------------------------------------------------- trees
 def _behind(session: DecoderNetwork, prompt: np.ndarray, tokens: list[int]) -> np.ndarray:
-    """Logits [V] behind a prompt and tokens, each computed alone."""
+    """Logits [V] after a prompt and tokens, each computed alone."""
     result = session.run(prompt, 0, np.array([len(prompt) - 1]))
     for at, token in enumerate(tokens):
         result = session.run(np.array([token]), len(prompt) + at, np.zeros(1, np.int64))
@@ -85,8 +85,8 @@ def _behind(session: DecoderNetwork, prompt: np.ndarray, tokens: list[int]) -> n
 
 
 @pytest.mark.parametrize("seed", range(4))
-def test_rows_of_any_tree_have_the_bits_of_single_rows(engine, seed):
-    """Also those behind a path of it that was committed."""
+def test_tree_logits_equal_single_token_logits(engine, seed):
+    """Also after a path of the tree was committed."""
     random = np.random.default_rng(seed)
     prompt, nodes = random.integers(9, 96, 3 + 5 * seed), 3 + 3 * seed
     tokens, parents = random.integers(9, 96, nodes), [-1]
@@ -109,17 +109,17 @@ def test_rows_of_any_tree_have_the_bits_of_single_rows(engine, seed):
     deepest = max(paths, key=len)
     session.compact(len(prompt), np.array(deepest))
     following = len(prompt) + len(deepest)
-    behind = session.run(np.array([50]), following, np.zeros(1, np.int64)).logits[0].copy()
+    after = session.run(np.array([50]), following, np.zeros(1, np.int64)).logits[0].copy()
     other = open_decoder(engine, load_engine(engine, LLM_ENGINE))
     for node, path in enumerate(paths):
         np.testing.assert_array_equal(
             found[node], _behind(other, prompt, tokens[path].tolist()), f"node {node}"
         )
     expected = _behind(other, prompt, [*tokens[deepest].tolist(), 50])
-    np.testing.assert_array_equal(behind, expected)
+    np.testing.assert_array_equal(after, expected)
 
 
-def test_speculated_answers_are_the_plain_ones(engine, plain):
+def test_speculative_outputs_equal_plain_ones(engine, plain):
     model = LLM(engine, spec=LOOKUPS)
     prompts = [words(20, 21, 22, 20, 21, 22, 20), words(*range(30, 60)), words(40, 40, 40)]
     rounds = []
@@ -137,14 +137,14 @@ def test_speculated_answers_are_the_plain_ones(engine, plain):
 # ---------------------------------------------------------------------------------- side by side
 @pytest.fixture(scope="module")
 def several(bundle) -> Path:
-    """For three answers of a pass."""
+    """For a batch of three."""
     engine, plan = bundle.parent / "several", dataclasses.replace(PLAN, max_batch_size=3)
     build_engine("llm", bundle, engine, plan, "onnxruntime", lambda _: None)
     return engine
 
 
-def test_a_pass_of_several_sequences_gives_each_its_bits(engine, several):
-    """Pieces, trees and paths of five sequences, three in a pass, in any order."""
+def test_passes_are_batch_invariant(engine, several):
+    """Chunks, trees and paths of five sequences, in batches of three, in any order."""
     random = np.random.default_rng(3)
     together = open_decoder(several, load_engine(several, LLM_ENGINE))
     alone = open_decoder(engine, load_engine(engine, LLM_ENGINE))
@@ -180,8 +180,8 @@ def test_a_pass_of_several_sequences_gives_each_its_bits(engine, several):
 
 
 @pytest.mark.parametrize("spec", [None, LOOKUPS], ids=["plain", "lookups"])
-def test_answers_side_by_side_are_those_alone(several, plain, spec):
-    """Also in a second turn, whose beginnings are there."""
+def test_batch_outputs_equal_single_outputs(several, plain, spec):
+    """Also in a second turn, with cached prefixes."""
     prompts = [
         words(20, 21, 20, 21, 20),
         words(20, 21, 20, 33),
@@ -200,7 +200,7 @@ def test_answers_side_by_side_are_those_alone(several, plain, spec):
 
 # ---------------------------------------------------------------------------------- turns
 @pytest.mark.parametrize("spec", [None, LOOKUPS], ids=["plain", "lookups"])
-def test_a_second_turn_computes_what_is_new(engine, plain, spec):
+def test_a_second_turn_computes_only_new_tokens(engine, plain, spec):
     model = LLM(engine, spec=spec, context_reuse=True)
     text, known = words(20, 21, 22), 0
     for turn in range(3):
@@ -211,7 +211,7 @@ def test_a_second_turn_computes_what_is_new(engine, plain, spec):
         text = f"{text} {answer.text} {words(60 + turn, 61)}"
 
 
-def test_prompts_begin_at_the_last_checkpoint_before_they_part(reusing, plain):
+def test_prompts_continue_from_the_last_shared_checkpoint(reusing, plain):
     prompt = [*range(20, 60)]
     for changed, expected in (
         (prompt, 0),
@@ -226,7 +226,7 @@ def test_prompts_begin_at_the_last_checkpoint_before_they_part(reusing, plain):
         assert answer.timings()["reused_tokens"] == expected
 
 
-def test_no_more_checkpoints_than_their_memory(engine, reusing, plain, monkeypatch):
+def test_checkpoints_stay_within_their_memory(engine, reusing, plain, monkeypatch):
     memory = recurrent_state.States(None, load_engine(engine, LLM_ENGINE).decoder.recurrent)  # type: ignore[arg-type]
     monkeypatch.setattr(recurrent_state, "CHECKPOINT_BYTES", 2 * memory.num_bytes)
     prompt = [*range(20, 90)]
@@ -237,7 +237,7 @@ def test_no_more_checkpoints_than_their_memory(engine, reusing, plain, monkeypat
     assert answer.token_ids == ask(plain, words(*prompt, 5)).token_ids
 
 
-def test_answers_in_turn_keep_their_states(engine, plain):
+def test_alternating_conversations_keep_their_states(engine, plain):
     for spec in (None, LOOKUPS):
         model = LLM(engine, spec=spec, context_reuse=True)
         prompts = [words(20, 21, 20, 21, 20), words(20, 21, 20, 33), words(50, 51)]
@@ -250,8 +250,8 @@ def test_answers_in_turn_keep_their_states(engine, plain):
             assert answer.token_ids == ask(plain, prompt, 12).token_ids
 
 
-def test_kept_beginnings_have_their_states(engine, plain, tmp_path):
-    """Of system prompts, and in files."""
+def test_pinned_prefixes_have_states(engine, plain, tmp_path):
+    """Of system prompts, and in snapshot files."""
     model = LLM(engine)
     beginning, folder = words(20, 21, 22, 23), SnapshotFolder(tmp_path, {"base": "hash"})
     options = {"add_special_tokens": False, "sampling": GREEDY, "stop": ()}

@@ -1,4 +1,4 @@
-"""Layers with a window keep its rows only: every answer is that of a cache which keeps all rows."""
+"""Window layers cache only their window: outputs equal those of a full cache."""
 
 from __future__ import annotations
 
@@ -55,7 +55,7 @@ def engine(pair):
 
 @pytest.fixture(scope="module")
 def single(pair):
-    """For one answer at a time."""
+    """With batch size 1."""
     folder, plan = pair.engine.with_name("single"), dataclasses.replace(PLAN, max_batch_size=1)
     build_engine("llm", pair.bundle, folder, plan, "onnxruntime", lambda _: None)
     return folder
@@ -63,7 +63,7 @@ def single(pair):
 
 @pytest.fixture(scope="module")
 def whole(engine):
-    """The same, whose layers keep all rows."""
+    """The same, with a full cache in all layers."""
     folder = shutil.copytree(engine, engine.with_name("whole"))
     manifest = json.loads((folder / "manifest.json").read_text())
     del manifest["spec"]["kv"]["pages"]["pass_rows"]
@@ -84,7 +84,7 @@ IDS = np.random.default_rng(5).integers(9, 96, CAPACITY)
 
 
 class Scripted:
-    """Pieces, tokens and trees up to the end of the cache, and the logits of every row."""
+    """Chunks, tokens and trees up to the cache's end, and the logits of every position."""
 
     def __init__(self, seed):
         self.rng, self.context, self.length = np.random.default_rng(seed), Context(), 0
@@ -113,10 +113,10 @@ class Scripted:
 
 
 def run_scripts(session, maximum):
-    """All logits of five sequences; some are copied out now and then, all end."""
+    """All logits of five sequences; some are swapped out, and all end."""
     rng, everyone = np.random.default_rng(0), [Scripted(seed) for seed in range(5)]
-    while going := [one for one in everyone if one.length < CAPACITY]:
-        some = list(rng.permutation(going))[:maximum]
+    while active := [one for one in everyone if one.length < CAPACITY]:
+        some = list(rng.permutation(active))[:maximum]
         results = session.run_many([one.part() for one in some])
         for one, result in zip(some, results, strict=True):
             one.take(session, result)
@@ -126,14 +126,14 @@ def run_scripts(session, maximum):
     return [one.seen for one in everyone]
 
 
-def test_every_row_has_the_bits_of_a_whole_cache(engine, whole):
+def test_logits_equal_those_of_a_full_cache(engine, whole):
     session = open_session(engine)
     free = bounded_pool(session).free_rows
     assert run_scripts(session, TOGETHER) == run_scripts(open_session(whole), 1)
     assert bounded_pool(session).free_rows == free
 
 
-def test_a_windows_pages_are_bounded(engine):
+def test_window_blocks_are_bounded(engine):
     session = open_session(engine)
     pool, held = bounded_pool(session), -(-(WINDOW + 64 + PASS) // PAGE) + 1
     assert len(pool._uses) == TOGETHER * min(2 * held, CAPACITY // PAGE)
@@ -150,14 +150,14 @@ def test_a_windows_pages_are_bounded(engine):
 
 
 def read(session, begin, end):
-    """The logits behind the rows [begin, end)."""
+    """Logits of the positions [begin, end)."""
     for at in range(begin, end, PASS):
         rows = IDS[at : min(at + PASS, end)]
         result = session.run(rows, at, np.array([len(rows) - 1]))
     return result.logits.tobytes()
 
 
-def test_a_copy_goes_on_where_the_window_is_there(engine, whole):
+def test_a_fork_continues_if_its_window_is_cached(engine, whole):
     session = open_session(engine)
     read(session, 0, 700)
     least = session.least_rows
@@ -191,7 +191,7 @@ def answer(llm, ids, **options):
 @pytest.mark.parametrize(
     "spec", [None, SpecOptions(network=None, lookups=("ngram",), tree="fixed")]
 )
-def test_a_second_turn_computes_its_new_rows(engine, whole, spec):
+def test_a_second_turn_computes_only_new_tokens(engine, whole, spec):
     with LLM(engine, context_reuse=True, spec=spec) as llm, LLM(whole) as other:
         first, more = [*IDS[:400].tolist(), *IDS[300:400].tolist()], IDS[50:60].tolist()
         one = answer(llm, first)
@@ -210,8 +210,8 @@ def test_a_second_turn_computes_its_new_rows(engine, whole, spec):
         assert four.profile.reused_tokens == [len(changed) - 1]
 
 
-def test_a_draft_over_windows(engine, whole):
-    """Far behind the window, and in a second turn."""
+def test_a_draft_with_window_layers(engine, whole):
+    """Far beyond the window, and in a second turn."""
     with LLM(engine, context_reuse=True, spec=DRAFTED) as llm, LLM(whole) as other:
         prompt, rounds = IDS[600:900].tolist(), []
         for known in (0, 300):
@@ -224,8 +224,8 @@ def test_a_draft_over_windows(engine, whole):
 
 
 @pytest.mark.parametrize("kind", ["drafts", "single"])
-def test_a_prompt_that_parts_from_the_answer(request, whole, kind):
-    """Where a template leaves the reasoning of earlier turns out, far behind the prompt."""
+def test_a_prompt_that_diverges_from_the_output(request, whole, kind):
+    """If a template drops the reasoning of earlier turns, far after the prompt."""
     folder = request.getfixturevalue("single" if kind == "single" else "engine")
     spec = DRAFTED if kind == "drafts" else None
     with LLM(folder, context_reuse=True, spec=spec) as llm, LLM(whole) as other:
@@ -240,7 +240,7 @@ def test_a_prompt_that_parts_from_the_answer(request, whole, kind):
         assert answer(llm, other_text).token_ids == answer(other, other_text).token_ids
 
 
-def test_a_system_prompt_is_kept_before_its_rows_are_given_back(engine, whole):
+def test_a_system_prompt_is_pinned_before_its_positions_are_freed(engine, whole):
     system = IDS[:150].tolist()
     with LLM(engine) as llm, LLM(whole) as other:
         for tail in (IDS[400:900].tolist(), IDS[300:330].tolist()):
@@ -251,7 +251,7 @@ def test_a_system_prompt_is_kept_before_its_rows_are_given_back(engine, whole):
         assert found.profile.reused_tokens == [150]
 
 
-def test_answers_side_by_side(engine, whole):
+def test_batch_outputs_equal_single_outputs(engine, whole):
     prompts = [words(IDS[at : at + 500].tolist()) for at in (0, 60, 120, 180)]
     ask = {"max_generate_length": 30, "sampling": SamplingParams(temperature=0)}
     with LLM(engine) as llm, LLM(whole) as other:
@@ -263,7 +263,7 @@ def test_answers_side_by_side(engine, whole):
 
 
 def test_the_bytes_of_a_single_sequence(engine):
-    """A piece more than the window stays, whatever the capacity."""
+    """The window and one chunk are cached, whatever the capacity."""
     kv = load_engine(engine, LLM_ENGINE).decoder.kv
     assert kv.pages is not None
     windows = dataclasses.replace(kv, pages=dataclasses.replace(kv.pages, windows=(WINDOW,) * 4))

@@ -1,4 +1,4 @@
-"""`batch_size` of a request file: several requests at a time, as if one came after the other."""
+"""`batch_size` of request files: outputs equal those of requests one after the other."""
 
 from __future__ import annotations
 
@@ -7,7 +7,7 @@ from types import SimpleNamespace
 import pytest
 
 from edgellm.device_runtime import LLM, SpecOptions
-from edgellm.device_runtime.cli import _answer_all
+from edgellm.device_runtime.cli import _run_all
 from edgellm.device_runtime.requests.request_file import Options
 
 WAYS = {"plain": {}, "eagle": {"spec": SpecOptions(tree="fixed"), "context_reuse": True}}
@@ -23,7 +23,7 @@ REQUESTS[2] = {"messages": []}
 
 def _answers(llm, options, has_trees, capsys):
     outputs, run = SimpleNamespace(trees=has_trees or None), SimpleNamespace(answered=[])
-    for answered in _answer_all(llm, options, REQUESTS, run, outputs, stream=True):
+    for answered in _run_all(llm, options, REQUESTS, run, outputs, stream=True):
         run.answered.append(answered)
         answered.response.pop("timings", None)
     found = sorted(run.answered, key=lambda one: one.index)  # they come as they finish
@@ -31,7 +31,7 @@ def _answers(llm, options, has_trees, capsys):
 
 
 @pytest.mark.parametrize("way", WAYS)
-def test_answers_order_stream_and_trees(eagle_pair, way, monkeypatch, capsys):
+def test_batch_size_keeps_order_stream_and_trees(eagle_pair, way, monkeypatch, capsys):
     options, llm = Options(top_p=1.0, top_k=0), LLM(eagle_pair.engine, **WAYS[way])
     expected = _answers(llm, options, way == "eagle", capsys)
     monkeypatch.setattr(LLM, "batch_size", 3)
@@ -43,6 +43,6 @@ def test_answers_order_stream_and_trees(eagle_pair, way, monkeypatch, capsys):
     assert [response["request_idx"] for response, _ in expected[0]] == list(range(6))
 
 
-def test_more_than_the_engine_takes_is_said(tiny_engine, capsys):
-    _, said = _answers(LLM(tiny_engine), Options(batch_size=4), False, capsys)
-    assert said.err == "note: the engine answers 1 at a time; build it with --maxBatchSize\n"
+def test_a_batch_size_above_the_engines_gives_a_note(tiny_engine, capsys):
+    _, captured = _answers(LLM(tiny_engine), Options(batch_size=4), False, capsys)
+    assert captured.err == "note: the engine's batch size is 1; build it with --maxBatchSize\n"

@@ -1,4 +1,4 @@
-"""`llm_inference` as a user meets it."""
+"""The command `llm_inference`."""
 
 from __future__ import annotations
 
@@ -17,7 +17,7 @@ USER = {"role": "user", "content": "w20 w21"}
 
 @pytest.fixture
 def infer(infer_requests, tiny_engine):
-    """Run `llm_inference` over a request file, read the answers."""
+    """Run `llm_inference` with a request file; return the outputs."""
 
     def run(content, *more, engine=tiny_engine):
         return infer_requests(engine, content, *more)
@@ -31,7 +31,7 @@ def ask(infer_here, tiny_engine):
     return lambda content, *more, engine=tiny_engine: infer_here(engine, content, *more)
 
 
-def test_answers_have_the_peers_fields(infer, tmp_path):
+def test_responses_have_all_fields(infer, tmp_path):
     requests = [{"messages": [{"role": "system", "content": "w30"}, USER]}, {"messages": [USER]}]
     result, answers = infer({"temperature": 0, "max_generate_length": 5, "requests": requests})
     assert result.returncode == 0, result.stderr
@@ -50,7 +50,7 @@ def test_answers_have_the_peers_fields(infer, tmp_path):
     assert json.loads((tmp_path / "out.json").read_text())["input_file"].endswith("in.json")
 
 
-def test_bad_requests_do_not_stop_the_others(infer):
+def test_invalid_requests_do_not_stop_the_others(infer):
     requests = [
         {"messages": [USER]},
         {"messages": [{"role": "usr", "content": "x"}]},
@@ -83,7 +83,7 @@ def test_bad_requests_do_not_stop_the_others(infer):
     assert result.stderr.count("failed:") == 6
 
 
-def test_clamped_lengths_are_said(ask):
+def test_clamped_lengths_give_a_warning(ask):
     requests = [{"messages": [{"role": "user", "content": "w20 " * 40}]}]
     result, answers = ask({"temperature": 0, "requests": requests})
     assert result.returncode == 0
@@ -99,11 +99,11 @@ def test_raw_mode_multi_turn_and_overrides(ask):
     assert result.returncode == 0, result.stderr
     assert answers[0]["formatted_complete_request"] == "w20 w21w9w22"
     assert answers[0]["generated_token_count"] <= 2
-    assert "note: the engine answers 1 at a time; build it with --maxBatchSize" in result.stderr
+    assert "note: the engine's batch size is 1; build it with --maxBatchSize" in result.stderr
     assert "at a time" not in result.stdout
 
 
-def test_the_same_seed_gives_the_same_answer(ask):
+def test_equal_seeds_give_equal_outputs(ask):
     request = {"messages": [USER], "seed": 5, "temperature": 3.0, "top_p": 1.0, "top_k": 0}
     content = {"max_generate_length": 12, "requests": [request, request, {**request, "seed": 6}]}
     _, answers = ask(content)
@@ -133,13 +133,13 @@ def test_stream_and_profile(infer, tmp_path):
         ('{"requests": [1], "top_k": "x"}', "$.top_k: expected `int`"),
     ],
 )
-def test_faulty_files_write_nothing(ask, content, message):
+def test_invalid_files_write_nothing(ask, content, message):
     result, answers = ask(content)
     assert_one_line_error(result, message)
     assert answers is None
 
 
-def test_links_are_followed_and_readers_may_go(infer, tmp_path, tiny_engine, command):
+def test_links_are_followed_and_closed_pipes_are_ignored(infer, tmp_path, tiny_engine, command):
     good = {"max_generate_length": 3, "requests": [{"messages": [USER]}]}
     infer(good)
     target, link = tmp_path / "target.json", tmp_path / "link.json"
@@ -160,7 +160,7 @@ def test_links_are_followed_and_readers_may_go(infer, tmp_path, tiny_engine, com
     assert "responses" in json.loads(target.read_text())
 
 
-def test_missing_folders(ask, command_here, tmp_path, tiny_engine, tiny_bundle):
+def test_missing_folders_are_reported(ask, command_here, tmp_path, tiny_engine, tiny_bundle):
     good = {"requests": [{"messages": [USER]}]}
     assert_one_line_error(ask(good, engine=tmp_path / "none")[0], "no such folder")
     assert_one_line_error(ask(good, engine=tiny_bundle)[0], "is of kind llm_bundle")
@@ -171,7 +171,7 @@ def test_missing_folders(ask, command_here, tmp_path, tiny_engine, tiny_bundle):
     assert_one_line_error(result, "no such folder")
 
 
-def test_output_files_are_checked_before_the_work(command_here, tiny_engine, tmp_path):
+def test_output_files_are_checked_before_the_run(command_here, tiny_engine, tmp_path):
     source = tmp_path / "in.json"
     text = json.dumps({"requests": [{"messages": [USER]}]})
     source.write_text(text)
@@ -199,7 +199,7 @@ def test_output_files_are_checked_before_the_work(command_here, tiny_engine, tmp
         ({"contract_version": 0}, "has contract version 0"),
     ],
 )
-def test_engines_of_elsewhere(ask, tiny_engine, tmp_path, change, message):
+def test_engines_of_other_machines_are_rejected(ask, tiny_engine, tmp_path, change, message):
     engine = Path(shutil.copytree(tiny_engine, tmp_path / "engine"))
     path = engine / "manifest.json"
     path.write_text(json.dumps({**json.loads(path.read_text()), **change}))
@@ -207,7 +207,7 @@ def test_engines_of_elsewhere(ask, tiny_engine, tmp_path, change, message):
     assert_one_line_error(result, message, "llm_build")
 
 
-def test_damaged_engines(ask, tiny_engine, tmp_path):
+def test_damaged_engines_are_rejected(ask, tiny_engine, tmp_path):
     engine = Path(shutil.copytree(tiny_engine, tmp_path / "engine"))
     good = {"requests": [{"messages": [USER]}]}
     graph = engine / "decode.onnx"

@@ -1,4 +1,4 @@
-"""`llm_inference --eagle` as a user meets it."""
+"""The command `llm_inference --eagle`."""
 
 from __future__ import annotations
 
@@ -27,7 +27,7 @@ GOOD = {"temperature": 0, "max_generate_length": 20, "requests": [{"messages": [
 
 @pytest.fixture
 def infer(infer_requests, eagle_pair):
-    """Run `llm_inference` over a request file, read the answers."""
+    """Run `llm_inference` with a request file; return the outputs."""
 
     def run(content, *more, engine=eagle_pair.engine):
         return infer_requests(engine, content, *more)
@@ -47,7 +47,7 @@ def engine(eagle_pair, tmp_path) -> Path:
     return Path(shutil.copytree(eagle_pair.engine, tmp_path / "engine"))
 
 
-def test_answers_profile_and_trees(infer, tmp_path):
+def test_outputs_profile_and_trees(infer, tmp_path):
     requests = [
         {"messages": [USER]},
         {"messages": [{"role": "user", "content": "w23"}], "temperature": 0.8, "seed": 5},
@@ -115,7 +115,7 @@ def _check_trees(trees, report) -> None:
         assert found["emitted"] == whole[: len(found["emitted"])]
 
 
-def test_speculation_can_be_declined(ask, tmp_path):
+def test_requests_can_disable_speculation(ask, tmp_path):
     requests = [{"messages": [USER], "disable_spec_decode": True}, {"messages": [USER]}]
     profile = tmp_path / "profile.json"
     result, answers = ask({**GOOD, "requests": requests}, "--eagle", "--profileOutputFile", profile)
@@ -128,7 +128,7 @@ def test_speculation_can_be_declined(ask, tmp_path):
     assert report["prefill"]["total_runs"] == 2
 
 
-def test_other_spellings_and_ways(ask):
+def test_flag_aliases(ask):
     _, plain = ask(GOOD)
     for flags in (
         ("--specDecode", "--specDraftTopK", 4, "--specDraftStep", 3, "--specVerifyTreeSize", 9),
@@ -155,7 +155,7 @@ def test_prove(infer):
     assert answers is None
 
 
-def test_prove_goes_on_behind_a_bad_request(infer):
+def test_prove_continues_after_an_invalid_request(infer):
     good = {"messages": [{"role": "user", "content": "w20"}]}
     requests = [{"messages": 3}, good]
     flags = ("--eagle", "--eagleTree", "fixed", "--prove", 2)
@@ -169,7 +169,7 @@ def test_prove_goes_on_behind_a_bad_request(infer):
 
 
 def test_prove_shows_divergences(eagle_pair):
-    """A draft that is accepted although the base would say something else."""
+    """A draft that is accepted although the base would choose another token."""
     from edgellm.device_runtime.api.llm import LLM
     from edgellm.device_runtime.requests.lossless_check import prove
     from edgellm.device_runtime.requests.request_file import Options
@@ -221,7 +221,7 @@ def test_prove_compares_lengths(eagle_pair, monkeypatch, more):
     ],
     ids=str,
 )
-def test_flags_that_do_not_suit(ask, flags, messages):
+def test_contradictory_flags_are_rejected(ask, flags, messages):
     result, answers = ask(GOOD, *flags)
     assert_one_line_error(result, *messages)
     assert answers is None
@@ -240,12 +240,12 @@ def test_numbers_out_of_range_are_usage_errors(ask, flags):
     assert "Traceback" not in result.stderr
 
 
-def test_trees_and_answers_are_files_of_their_own(ask, tmp_path):
+def test_trees_and_outputs_need_different_files(ask, tmp_path):
     result, _ = ask(GOOD, "--eagle", "--treeOutputFile", tmp_path / "out.json")
     assert_one_line_error(result, "to different files")
 
 
-def test_engines_without_a_draft(ask, tiny_engine, engine):
+def test_engines_without_a_draft_are_rejected(ask, tiny_engine, engine):
     assert_one_line_error(
         ask(GOOD, "--eagle", engine=tiny_engine)[0], "is not an EAGLE base", "--eagleBase"
     )
@@ -269,7 +269,7 @@ def test_the_cache_may_be_too_small_for_the_tree(ask, engine):
         ({"hidden_taps": [1, 4, 5]}, "hidden taps (1, 4, 5), this one has (2, 4, 5)"),
     ],
 )
-def test_the_draft_of_another_base(ask, engine, change, message):
+def test_a_draft_of_another_base_is_rejected(ask, engine, change, message):
     path = engine / "draft" / "manifest.json"
     manifest = json.loads(path.read_text())
     manifest["spec"] |= change
@@ -277,7 +277,7 @@ def test_the_draft_of_another_base(ask, engine, change, message):
     assert_one_line_error(ask(GOOD, "--eagle", engine=engine)[0], message)
 
 
-def test_damaged_drafts(ask, eagle_pair, engine):
+def test_damaged_drafts_are_rejected(ask, eagle_pair, engine):
     draft = engine / "draft"
     data = draft / "draft.data"
     whole = data.read_bytes()
@@ -314,14 +314,14 @@ def test_damaged_drafts(ask, eagle_pair, engine):
     assert_one_line_error(result, "was built for processor x86_64 mmx", "llm_build")
 
 
-def test_eagle1_answers(ask, eagle_pairs):
+def test_eagle1_outputs(ask, eagle_pairs):
     engine = eagle_pairs("eagle1").engine
     plain, speculated = (ask(GOOD, *flags, engine=engine) for flags in ((), ("--eagle",)))
     assert speculated[0].returncode == 0, speculated[0].stderr
     assert plain[1][0]["output_text"] == speculated[1][0]["output_text"]
 
 
-def test_ctrl_c_writes_what_there_is(eagle_pair, tmp_path):
+def test_ctrl_c_writes_finished_outputs(eagle_pair, tmp_path):
     source, output = tmp_path / "in.json", tmp_path / "out.json"
     request = {"messages": [USER], "temperature": 2.0, "top_p": 1.0, "top_k": 0}
     source.write_text(json.dumps({"max_generate_length": 60, "requests": [request] * 3000}))

@@ -1,4 +1,4 @@
-"""A request that fails is its own answer; those that finish are kept at once, in any order."""
+"""A failed request gets an error response; finished outputs are saved at once, in any order."""
 
 from __future__ import annotations
 
@@ -66,7 +66,7 @@ def _texts(responses: list[dict]) -> list[str]:
 
 
 @pytest.mark.parametrize("batch_size", [1, 3])
-def test_a_file_goes_on_behind_requests_that_fail(lettered, infer_here, batch_size, monkeypatch):
+def test_a_file_continues_after_failed_requests(lettered, infer_here, batch_size, monkeypatch):
     monkeypatch.setattr(LLM, "batch_size", batch_size)
     flags = "--batchSize", batch_size
     _, whole = infer_here(lettered, _content(GOOD), *flags)
@@ -99,7 +99,7 @@ class _Interrupted:
 
 
 @pytest.mark.parametrize("batch_size", [1, 3])
-def test_resume_goes_past_what_failed(lettered, infer_here, tmp_path, batch_size, monkeypatch):
+def test_resume_skips_failed_requests(lettered, infer_here, tmp_path, batch_size, monkeypatch):
     monkeypatch.setattr(LLM, "batch_size", batch_size)
     content = _content([GOOD[0], *BAD, *GOOD[1:]])
     _, whole = infer_here(lettered, content, "--batchSize", batch_size)
@@ -107,8 +107,8 @@ def test_resume_goes_past_what_failed(lettered, infer_here, tmp_path, batch_size
     with monkeypatch.context() as patch:
         patch.setattr(UnfinishedRun, "add", lambda run, one: interrupted.add(run, one))
         result, found = infer_here(lettered, content, "--batchSize", batch_size)
-    assert f"5 of {len(content['requests'])} answers are kept in {tmp_path}" in result.stderr
-    assert "the same command with --resume goes on:\n  llm_inference " in result.stderr
+    assert f"5 of {len(content['requests'])} outputs are saved in {tmp_path}" in result.stderr
+    assert "the same command with --resume continues:\n  llm_inference " in result.stderr
     assert len(found) == 5
     indices = [one["request_idx"] for one in found]
     assert indices == sorted(indices)
@@ -154,7 +154,7 @@ COUNT = 12
 
 @pytest.fixture
 def inference(shared_engine, tmp_path):
-    """The command for a file whose first output takes longer than all others together."""
+    """The command for a file whose first output takes longer than all others in total."""
     requests = [
         {**_request(f"w{20 + at} w30"), "max_generate_length": 2 if at else 50}
         for at in range(COUNT)
@@ -172,7 +172,7 @@ def inference(shared_engine, tmp_path):
 
 
 def _stopped(words: list[str], journal: Path, lines: int, number: int) -> str:
-    """What a run prints that gets a signal when its journal has so many lines."""
+    """Output of a run that gets a signal when its log has `lines` lines."""
     process = subprocess.Popen(words, stderr=subprocess.PIPE, text=True)
     deadline = time.monotonic() + 60
     while not journal.exists() or journal.read_bytes().count(b"\n") < lines:
@@ -188,16 +188,16 @@ def _indices(journal: Path) -> list[int]:
     return [json.loads(line)["response"]["request_idx"] for line in lines]
 
 
-def test_outputs_behind_a_long_one_outlive_a_kill(inference, tmp_path):
+def test_outputs_after_a_long_one_survive_a_kill(inference, tmp_path):
     journal, output = tmp_path / "out.json.partial", tmp_path / "out.json"
     _stopped(inference("out"), journal, 4, signal.SIGKILL)
     kept = _indices(journal)
     assert len(kept) >= 3
     assert 0 not in kept  # it was begun first, and goes on
     printed = _stopped(inference("out", "--resume"), journal, len(kept) + 4, signal.SIGINT)
-    assert f"going on with request 0 of {COUNT}; {len(kept)} are answered" in printed
+    assert f"resuming with request 0 of {COUNT}; {len(kept)} are finished" in printed
     kept = _indices(journal)
-    assert f"{len(kept)} of {COUNT} answers are kept in {journal}" in printed
+    assert f"{len(kept)} of {COUNT} outputs are saved in {journal}" in printed
     assert "llm_inference --engineDir" in printed
     responses = json.loads(output.read_text())["responses"]
     assert [one["request_idx"] for one in responses] == sorted(kept)

@@ -93,7 +93,7 @@ def test_adapters_that_cannot_be_loaded(command_here, built, tiny_engine, tmp_pa
         (("--device", "cuda", "--maxLoras", 2, "--maxLoraRank", 0), "give --maxLoraRank, too"),
     ],
 )
-def test_builds_that_take_no_adapters(command_here, tiny_bundle, tmp_path, flags, words):
+def test_builds_without_lora_are_rejected(command_here, tiny_bundle, tmp_path, flags, words):
     result = command_here(
         "llm_build",
         "--onnxDir",

@@ -15,7 +15,7 @@ from edgellm.device_runtime.requests.request_file import (
 USER = {"role": "user", "content": "hi"}
 
 
-def test_defaults_are_the_peers(tmp_path):
+def test_defaults_of_request_files(tmp_path):
     path = tmp_path / "in.json"
     path.write_text(json.dumps({"requests": [{"messages": [USER]}]}))
     options, requests = read_file(path)
@@ -48,7 +48,7 @@ def test_a_request_overrides_the_file():
         ('{"requests": [1], "available_lora_weights": {"a": 1}}', "expected `str`, got `int`"),
     ],
 )
-def test_faulty_files(tmp_path, text, message):
+def test_invalid_files_are_rejected(tmp_path, text, message):
     path = tmp_path / "in.json"
     path.write_text(text)
     with pytest.raises(RequestError, match=message):
@@ -64,14 +64,14 @@ def test_faulty_files(tmp_path, text, message):
     ],
     ids=["deep", "long", "surrogate"],
 )
-def test_files_that_parsers_choke_on(tmp_path, text, message):
+def test_malformed_json_is_rejected(tmp_path, text, message):
     path = tmp_path / "in.json"
     path.write_text(text)
     with pytest.raises(RequestError, match=message):
         read_file(path)
 
 
-def test_missing_and_undecodable_files(tmp_path):
+def test_missing_and_undecodable_files_are_rejected(tmp_path):
     with pytest.raises(RequestError, match="cannot read"):
         read_file(tmp_path / "none.json")
     (tmp_path / "in.json").write_bytes(b'{"requests": ["\xff"]}')
@@ -102,12 +102,12 @@ def test_missing_and_undecodable_files(tmp_path):
         ({"messages": [USER], "logit_bias": {"9": 200}}, "expected `float` <= 100"),
     ],
 )
-def test_faulty_requests_name_their_place(raw, message):
+def test_errors_name_the_path_of_the_field(raw, message):
     with pytest.raises(RequestError, match=message):
         parse_request(raw, 3)
 
 
-def test_a_request_says_how_tokens_are_chosen():
+def test_sampling_parameters_of_a_request():
     options = Options(min_p=0.1, presence_penalty=0.5)
     raw = {"messages": [USER], "presence_penalty": -1, "logit_bias": {"9": 2.5}}
     found = sampling_of(parse_request(raw, 0).merged(options))
@@ -116,7 +116,7 @@ def test_a_request_says_how_tokens_are_chosen():
     assert sampling_of(options, greedy=True).is_greedy
 
 
-def test_the_pieces_of_a_message():
+def test_content_items_of_a_message():
     def pieces(content):
         request = parse_request({"messages": [{"role": "user", "content": content}]}, 0)
         return [(item.type, item.text or item.image) for item in request.messages[0].items("x")]

@@ -1,4 +1,4 @@
-"""`llm_inference --resume`: what was answered before an interrupt is kept, and not made again."""
+"""`llm_inference --resume`: outputs from before an interrupt are not computed again."""
 
 from __future__ import annotations
 
@@ -40,14 +40,14 @@ def answered(index):
 
 
 def begin(output, count, settings=SETTINGS, *, goes_on=False):
-    """Answer up to `count`, then be interrupted."""
+    """Run up to `count` requests, then interrupt."""
     with unfinished_run(output, settings, goes_on=goes_on) as run:
         for index in range(len(run.answered), count):
             run.add(answered(index))
         raise KeyboardInterrupt
 
 
-def test_answers_outlive_the_run(tmp_path):
+def test_finished_outputs_survive_an_interrupt(tmp_path):
     output, path = tmp_path / "out.json", tmp_path / "out.json.partial"
     with pytest.raises(KeyboardInterrupt):
         begin(output, 2)
@@ -69,7 +69,7 @@ def test_answers_outlive_the_run(tmp_path):
     assert not list(tmp_path.iterdir())
 
 
-def test_nothing_answered_leaves_nothing(tmp_path):
+def test_no_outputs_leave_no_log(tmp_path):
     with pytest.raises(KeyboardInterrupt):
         begin(tmp_path / "out.json", 0)
     assert not list(tmp_path.iterdir())
@@ -86,7 +86,7 @@ def test_nothing_answered_leaves_nothing(tmp_path):
         ({"trees": True}, "--treeOutputFile"),
     ],
 )
-def test_a_changed_run_is_refused(tmp_path, changes, named):
+def test_a_changed_run_is_rejected(tmp_path, changes, named):
     output, path = tmp_path / "out.json", tmp_path / "out.json.partial"
     with pytest.raises(KeyboardInterrupt):
         begin(output, 1)
@@ -99,7 +99,7 @@ def test_a_changed_run_is_refused(tmp_path, changes, named):
 
 
 @pytest.mark.parametrize("content", ["my notes, without a line's end", '{"kind": 1}\n', "\n"])
-def test_a_foreign_file_is_kept(tmp_path, content):
+def test_a_foreign_file_is_not_changed(tmp_path, content):
     path = tmp_path / "out.json.partial"
     path.write_text(content)
     with pytest.raises(EdgeLLMError, match="is not of an interrupted run"):
@@ -107,7 +107,7 @@ def test_a_foreign_file_is_kept(tmp_path, content):
     assert path.read_text() == content
 
 
-def test_a_damaged_line_is_named(tmp_path):
+def test_a_damaged_line_is_reported(tmp_path):
     path = tmp_path / "out.json.partial"
     with pytest.raises(KeyboardInterrupt):
         begin(tmp_path / "out.json", 2)
@@ -117,7 +117,7 @@ def test_a_damaged_line_is_named(tmp_path):
         begin(tmp_path / "out.json", 2, goes_on=True)
 
 
-def test_a_damaged_first_line_is_named(tmp_path):
+def test_a_damaged_first_line_is_reported(tmp_path):
     path = tmp_path / "out.json.partial"
     with pytest.raises(KeyboardInterrupt):
         begin(tmp_path / "out.json", 2)
@@ -128,7 +128,7 @@ def test_a_damaged_first_line_is_named(tmp_path):
     assert caught.value.hint
 
 
-def test_a_full_disk_keeps_what_there_is(tmp_path, monkeypatch):
+def test_a_full_disk_keeps_earlier_lines(tmp_path, monkeypatch):
     with pytest.raises(KeyboardInterrupt):
         begin(tmp_path / "out.json", 2)
     path = tmp_path / "out.json.partial"
@@ -145,8 +145,8 @@ def test_a_full_disk_keeps_what_there_is(tmp_path, monkeypatch):
     assert path.read_bytes() == before
 
 
-def test_an_answer_costs_no_more_after_thousands(tmp_path, monkeypatch):
-    """Bytes written for each, and waits for the disk: one a second."""
+def test_append_cost_is_constant(tmp_path, monkeypatch):
+    """Bytes written for each, and disk syncs: one a second."""
     written, waits, write = [], [], os.write
     monkeypatch.setattr(
         os, "write", lambda file, data: written.append(len(data)) or write(file, data)
@@ -166,7 +166,7 @@ COUNT = 12
 
 @pytest.fixture
 def inference(eagle_pair, tmp_path):
-    """A command line with all that a run can write."""
+    """A command line with all output files."""
     source = tmp_path / "in.json"
     requests = [
         {"messages": [{"role": "user", "content": f"w{20 + index} w{30 + index}"}]}
@@ -193,7 +193,7 @@ def run(words):
 
 
 def interrupted(words, journal, lines, number):
-    """What a run prints that gets a signal when its journal has so many lines."""
+    """Output of a run that gets a signal when its log has `lines` lines."""
     process = subprocess.Popen([*map(str, words)], stderr=subprocess.PIPE, text=True)
     deadline = time.monotonic() + 60
     while not journal.exists() or journal.read_bytes().count(b"\n") < lines:
@@ -212,12 +212,12 @@ def without_times(path):
     return content
 
 
-def test_an_interrupted_run_ends_as_an_uninterrupted_one(inference, tmp_path):
+def test_a_resumed_run_equals_an_uninterrupted_one(inference, tmp_path):
     words, journal = inference("out"), tmp_path / "out.json.partial"
     code, printed = interrupted(words, journal, 4, signal.SIGINT)
     assert code == 130
     kept = journal.read_bytes().count(b"\n") - 1
-    assert f"{kept} of {COUNT} answers are kept in {journal}; the same command" in printed
+    assert f"{kept} of {COUNT} outputs are saved in {journal}; the same command" in printed
     assert "Traceback" not in printed
     assert_one_line_error(run(words), f"holds {kept} answers", "--resume")
     code, _ = interrupted([*words, "--resume"], journal, kept + 3, signal.SIGKILL)
@@ -226,7 +226,7 @@ def test_an_interrupted_run_ends_as_an_uninterrupted_one(inference, tmp_path):
     assert len(responses) == kept  # of the Ctrl-C; the kill wrote none
     result = run([*words, "--resume"])
     assert result.returncode == 1, result.stderr  # of the bad request
-    assert f"going on with request {kept + 2} of" in result.stderr
+    assert f"resuming with request {kept + 2} of" in result.stderr
     assert not journal.exists()
     whole = run(inference("whole", "--resume"))  # nothing to go on with: from the beginning
     assert whole.returncode == 1, whole.stderr
@@ -247,7 +247,7 @@ def test_an_interrupted_run_ends_as_an_uninterrupted_one(inference, tmp_path):
 
 
 def test_a_second_ctrl_c_ends_at_once():
-    """While the first is being answered by work that Python does not interrupt."""
+    """While the first is handled by code that Python does not interrupt."""
     code = (
         "import itertools, time; from edgellm.core.cli import run_command\n"
         "def work():\n"

@@ -1,4 +1,4 @@
-"""`llm_inference --spec` as a user meets it."""
+"""The command `llm_inference --spec`."""
 
 from __future__ import annotations
 
@@ -34,7 +34,7 @@ REQUESTS = {
 
 @pytest.fixture
 def infer(infer_requests, tree_engine):
-    """Run `llm_inference` with flags, read the answers."""
+    """Run `llm_inference` with flags; return the outputs."""
 
     def run(*flags, engine=tree_engine, content=REQUESTS):
         return infer_requests(engine, content, *flags)
@@ -49,7 +49,7 @@ def ask(infer_here, tree_engine):
 
 
 def flags(**given) -> SpecFlags:
-    """The flags of a command line, all others left away."""
+    """The flags of a command line, with defaults for all others."""
     nothing = {
         field.name: False if field.type == "bool" else None
         for field in dataclasses.fields(SpecFlags)
@@ -57,7 +57,7 @@ def flags(**given) -> SpecFlags:
     return SpecFlags(**{**nothing, "max_non_leaves": 10, **given})
 
 
-def test_text_alone_drafts_for_an_engine_without_features(infer, tmp_path):
+def test_lookups_draft_for_an_engine_without_hidden_states(infer, tmp_path):
     _, plain = infer("--spec", "none")
     trees = tmp_path / "trees.json"
     result, answers = infer("--spec", "suffix", "--eagleTree", "fixed", "--treeOutputFile", trees)
@@ -67,7 +67,7 @@ def test_text_alone_drafts_for_an_engine_without_features(infer, tmp_path):
         assert one["output_text"] == other["output_text"]
         assert "spec_verify_count" not in one["timings"]
         assert ("spec_verify_count" in other["timings"]) == (other["request_idx"] != 3)
-    assert answers[1]["timings"]["spec_acceptance_length"] > 5  # it was said before
+    assert answers[1]["timings"]["spec_acceptance_length"] > 5  # repeated text
     assert [request["request_idx"] for request in json.loads(trees.read_text())["requests"]] == [
         0,
         1,
@@ -75,7 +75,7 @@ def test_text_alone_drafts_for_an_engine_without_features(infer, tmp_path):
     ]
 
 
-def test_engines_that_were_not_built_for_it(ask, tiny_engine):
+def test_engines_without_tree_support_are_rejected(ask, tiny_engine):
     result, _ = ask("--ngram", engine=tiny_engine)
     assert_one_line_error(result, "was built for plain decoding", "--maxVerifyTreeSize")
     assert_one_line_error(ask("--eagle")[0], "is not an EAGLE base", "--is_eagle_base")
@@ -85,7 +85,7 @@ def test_engines_that_were_not_built_for_it(ask, tiny_engine):
 
 @pytest.mark.parametrize("tree", ["cost", "fixed"])
 @pytest.mark.parametrize("temperature", [0.0, 1.0])
-def test_answers_are_the_plain_ones(tree_engine, tree, temperature):
+def test_outputs_equal_plain_ones(tree_engine, tree, temperature):
     llm = LLM(tree_engine, spec=SpecOptions(network=None, lookups=("ngram", "suffix"), tree=tree))
     for prompt in ("w20 w21", "w9 w10 w9 w10 w9", "w23"):
         ids = []
@@ -113,8 +113,8 @@ def _ids(llm, temperature, *, speculative):
 
 @pytest.mark.parametrize("shape", [{"tree": "cost"}, {"tree": "fixed"}, {"top_k": 1}], ids=str)
 @pytest.mark.parametrize("draft", ["tiny_engine", "tiny_int4_engine"])
-def test_a_draft_model_leaves_answers_as_they_are(tree_engine, draft, shape, request):
-    """The base's own model drafts, and that model rounded to INT4."""
+def test_a_draft_model_is_lossless(tree_engine, draft, shape, request):
+    """The base's own model as the draft, and that model rounded to INT4."""
     folder = request.getfixturevalue(draft)
     llm = LLM(tree_engine, spec=SpecOptions("draft", folder, **shape), verify=True)
     for temperature in (0.0, 1.0):
@@ -126,7 +126,7 @@ def test_a_draft_model_leaves_answers_as_they_are(tree_engine, draft, shape, req
             assert all(one.accepted == one.tree_depth for one in rounds)  # a chain, always right
 
 
-def test_a_draft_model_with_other_tokens_is_refused(ask, tiny_engine, tmp_path):
+def test_a_draft_model_with_another_vocabulary_is_rejected(ask, tiny_engine, tmp_path):
     draft = shutil.copytree(tiny_engine, tmp_path / "draft")
     write_tokenizer(draft, 95)
     path = draft / "manifest.json"
@@ -157,7 +157,7 @@ def test_a_draft_model_with_other_tokens_is_refused(ask, tiny_engine, tmp_path):
     ],
     ids=str,
 )
-def test_what_flags_mean(given, network, lookups):
+def test_flags_give_options(given, network, lookups):
     options = flags(**given).read()
     assert options is not None
     assert (options.network, options.lookups) == (network, lookups)
@@ -178,11 +178,11 @@ def test_flags_that_decode_plainly():
         ({"eagle": True, "tree": "tall"}, "--eagleTree tall: give cost or fixed"),
         (
             {"eagle": True, "tree": "cost", "use_dynamic_tree": True},
-            "--eagleTree and --eagleUseDynamicTree say what trees are like",
+            "--eagleTree and --eagleUseDynamicTree exclude each other",
         ),
         (
             {"eagle": True, "use_dynamic_tree": True, "choices": "mc_sim_7b_63"},
-            "--eagleUseDynamicTree and --eagleChoices say what trees are like",
+            "--eagleUseDynamicTree and --eagleChoices exclude each other",
         ),
         ({"eagle": True, "dynamic_top_k": 3}, "is the --eagleDraftTopK of --eagleUseDynamicTree"),
         (
@@ -200,16 +200,16 @@ def test_flags_that_decode_plainly():
             {"eagle": True, "choices": "mc_sim_7b_63", "max_non_leaves": 9},
             "level 1 of the choices has 10 nodes with children, --maxNonLeavesPerLayer allows 9",
         ),
-        ({"spec": "auto", "eagle": True}, "--eagle and auto cannot draft together"),
+        ({"spec": "auto", "eagle": True}, "--eagle and auto exclude each other"),
         ({"spec": "draft"}, "a draft model and the folder of its engine go together"),
-        ({"eagle": True, "draft_engine_dir": Path("d")}, "eagle and draft cannot draft together"),
+        ({"eagle": True, "draft_engine_dir": Path("d")}, "eagle and draft exclude each other"),
         ({"spec": "none", "draft_engine_dir": Path("d")}, "--spec none decodes plainly"),
         ({"spec": "ngram", "choices": "[[0]]"}, "a static tree is a network's alone"),
         ({"eagle": True, "ngram": True, "choices": "[[0]]"}, "a static tree is a network's alone"),
     ],
     ids=str,
 )
-def test_flags_that_mean_nothing(given, message):
+def test_flags_without_effect_are_rejected(given, message):
     with pytest.raises(EdgeLLMError, match=message):
         flags(**given).read()
 
@@ -236,13 +236,13 @@ def test_flags_of_trees():
     ],
     ids=str,
 )
-def test_choices_beyond_the_bounds(bounds, message):
+def test_choices_beyond_the_bounds_are_rejected(bounds, message):
     options = SpecOptions(choices=((0,), (1,), (0, 2)), **bounds)
     with pytest.raises(LimitError, match=message):
         options.limits(60)
 
 
-def test_bounds_are_the_methods_own_where_none_are_given():
+def test_bounds_default_to_those_of_the_method():
     eagle, text = SpecOptions(), SpecOptions(network=None, lookups=("ngram",), top_k=3)
     assert (eagle.limits(60).steps, eagle.limits(60).verify_size) == (6, 60)
     assert (text.limits(12).top_k, text.limits(12).steps, text.limits(12).verify_size) == (
@@ -256,13 +256,13 @@ def test_bounds_are_the_methods_own_where_none_are_given():
 @pytest.mark.parametrize(
     "wrong", [{"network": "x"}, {"lookups": ("x",)}, {"tree": "x"}, {"network": None}], ids=str
 )
-def test_options_that_mean_nothing(wrong):
+def test_invalid_options_are_rejected(wrong):
     with pytest.raises(EdgeLLMError):
         SpecOptions(**wrong)
 
 
-def test_auto_takes_what_the_engine_has(tiny_engine, tree_engine, eagle_pair):
-    """Plain decoding, text, the draft in the folder; a draft model that is given."""
+def test_auto_uses_the_available_drafters(tiny_engine, tree_engine, eagle_pair):
+    """Plain decoding, lookups, the draft in the folder, or a given draft model."""
     auto, both = SpecOptions("auto"), ("ngram", "suffix")
     found = {}
     for engine in (tiny_engine, tree_engine, eagle_pair.engine):
@@ -279,7 +279,7 @@ def test_auto_takes_what_the_engine_has(tiny_engine, tree_engine, eagle_pair):
 
 @pytest.mark.parametrize("temperature", [0.0, 1.0])
 @pytest.mark.parametrize("engine", ["tiny_engine", "tree_engine", "eagle_pair"])
-def test_auto_leaves_answers_as_they_are(engine, temperature, request):
+def test_auto_is_lossless(engine, temperature, request):
     found = request.getfixturevalue(engine)
     llm = LLM(getattr(found, "engine", found), spec=SpecOptions("auto"))
     for prompt in ("w20 w21", "w9 w10 w9 w10 w9") * 3:

@@ -59,7 +59,7 @@ def guided(tmp_path_factory) -> Guided:
 
 
 @pytest.mark.parametrize("expression", EXPRESSIONS)
-def test_classes_hold_what_they_hold_in_ascii(guided, expression):
+def test_classes_equal_those_of_ascii(guided, expression):
     reference = re.compile(expression, re.ASCII)
     for guide, characters in (
         (Guide("regex", expression), CHARACTERS),
@@ -80,7 +80,7 @@ def test_generated_texts_match(guided, parts):
     assert re.fullmatch(expression, text, re.ASCII | re.DOTALL)
 
 
-def test_what_is_no_class_stays():
+def test_other_escapes_are_unchanged():
     assert with_ascii_classes(r"\\d\\\d") == r"\\d\\[0-9]"
     assert with_ascii_classes(r"\p{Nd}\x41\u{41}\.") == r"\p{Nd}\x41\u{41}\."
     kept = 'start: "\\\\d /\\\\d/" <[5]> </d\\d> %json {"pattern": "\\\\d/\\\\d"} // /\\d/\n# /\\d/'
@@ -89,7 +89,7 @@ def test_what_is_no_class_stays():
 
 
 @pytest.mark.parametrize("expression", [r"\bab", r"a\Bb", r"[a]\b", r"[^]]\b", r"\\\b"])
-def test_word_boundaries_are_refused_in_one_line(guided, expression):
+def test_word_boundaries_are_rejected(guided, expression):
     for guide in (Guide("regex", expression), Guide("lark", f"start: /{expression}/")):
         with pytest.raises(RequestError, match="word boundaries are not supported") as caught:
             guided.guidance.start(guide)
@@ -97,7 +97,7 @@ def test_word_boundaries_are_refused_in_one_line(guided, expression):
 
 
 @pytest.mark.parametrize("expression", ["\\", "a\\", "a\\\\\\"])
-def test_a_backslash_at_the_end_is_refused(guided, expression):
+def test_a_backslash_at_the_end_is_rejected(guided, expression):
     with pytest.raises(re.error):
         re.compile(expression)
     with pytest.raises(RequestError, match="ends with a backslash") as caught:
@@ -105,7 +105,7 @@ def test_a_backslash_at_the_end_is_refused(guided, expression):
     assert caught.value.hint
 
 
-def test_patterns_of_schemas_are_ascii_as_well(guided):
+def test_patterns_of_schemas_are_ascii(guided):
     guide = Guide.of_schema({"type": "string", "pattern": r"^[\d]\w$"})
     assert guided.takes(guide, json.dumps("1a"))
     for text in ("\u0661a", "1é"):

@@ -1,4 +1,4 @@
-"""Objects hold declared keys alone: jsonschema_rs and pydantic say what is valid."""
+"""Objects have only declared keys: jsonschema_rs and pydantic are the references."""
 
 from __future__ import annotations
 
@@ -160,14 +160,14 @@ OPEN: dict[str, tuple[Any, list[Any]]] = {
     "any JSON": (True, [1, {"x": 1}]),
     "any object": (EMPTY, [{}, {"x": {"y": 1}}]),
     "any object inside": ({"properties": {"a": EMPTY}}, [{"a": {"x": 1}}]),
-    "told": ({**A, "additionalProperties": True}, [{"a": 1, "x": 1}]),
-    "told by a schema": ({**A, "additionalProperties": B}, [{"a": 1, "x": {"b": 1}}]),
-    "told by patterns": ({**A, "patternProperties": {"^x": WHOLE}}, [{"a": 1, "x1": 1}]),
-    "told in a part": (
+    "explicit": ({**A, "additionalProperties": True}, [{"a": 1, "x": 1}]),
+    "explicit by a schema": ({**A, "additionalProperties": B}, [{"a": 1, "x": {"b": 1}}]),
+    "explicit by patterns": ({**A, "patternProperties": {"^x": WHOLE}}, [{"a": 1, "x1": 1}]),
+    "explicit in a part": (
         {"allOf": [A, {**B, "additionalProperties": True}]},
         [{"a": 1, "b": 1, "x": 1}],
     ),
-    "told by the base": (
+    "explicit by the base": (
         {**OPEN_A, "additionalProperties": True, "anyOf": [B, EMPTY]},
         [{"a": 1, "b": 1, "x": 1}],
     ),
@@ -202,7 +202,7 @@ def test_objects_are_closed(guided, name):
 
 
 @pytest.mark.parametrize("name", OPEN)
-def test_what_the_schema_says_is_kept(guided, name):
+def test_explicit_additional_properties_are_kept(guided, name):
     schema, possible = OPEN[name]
     validator = jsonschema_rs.validator_for(schema)
     for value in possible:
@@ -234,7 +234,7 @@ class Special(Part):
 
 
 class Order(BaseModel):
-    """As instructor and Ollama's users write it."""
+    """As written by instructor and users of Ollama."""
 
     part: Part | Special
     more: dict[str, int] = Field(default_factory=dict)
@@ -253,14 +253,14 @@ class Dog(BaseModel):
 
 
 class Pets(BaseModel):
-    """A union by a tag, which pydantic writes as oneOf."""
+    """A discriminated union, which pydantic writes as oneOf."""
 
     first: Cat | Dog = Field(discriminator="kind")
     other: list[Annotated[Cat | Dog, Field(discriminator="kind")]] = Field(max_length=2)
 
 
 @pytest.mark.parametrize("kind", [Part, Special, Order, Pets])
-def test_models_of_pydantic_get_their_fields_alone(guided, kind):
+def test_pydantic_models_get_only_their_fields(guided, kind):
     guide = Guide.of_schema(kind.model_json_schema())
     for seed in range(20):
         answer = guided.answer(guide, seed, longest=2000)
@@ -272,8 +272,8 @@ def test_models_of_pydantic_get_their_fields_alone(guided, kind):
         assert set(json.loads(answer)) <= set(kind.model_fields)
 
 
-def test_parts_of_unions_that_exclude_each_other(guided):
-    """By a value that each requires; where nothing says so, llguidance refuses the schema."""
+def test_disjoint_union_parts_are_allowed(guided):
+    """By different values of a required property; otherwise llguidance rejects the schema."""
     cat = {"properties": {"kind": {"const": "cat"}, "a": WHOLE}, "required": ["kind"]}
     dog = {"properties": {"kind": {"enum": ["dog", 5]}}, "required": ["kind"]}
     schema = {"type": "object", "oneOf": [cat, {"$ref": "#/$defs/Dog"}], "$defs": {"Dog": dog}}
@@ -313,21 +313,21 @@ SCHEMAS = st.recursive(
 
 @settings(max_examples=60)
 @given(SCHEMAS)
-def test_closing_allows_less_and_never_nothing(guided, schema):
-    """Every answer is valid by the schema; what it declares and requires can be said."""
+def test_closed_schemas_are_stricter_and_satisfiable(guided, schema):
+    """Every output is valid by the schema; declared and required properties are possible."""
     schema = {"type": "object", **schema, "$defs": {"A": A, "B": OPEN_A}}
     validator, guide = jsonschema_rs.validator_for(schema), Guide.of_schema(schema)
     everything = {"a": 1, "b": 2, "c": 3}
     values = [{n: everything[n] for n in names} for names in ("", "a", "b", "c", "ab", "abc")]
-    said = [value for value in values if _takes_in_any_order(guided, guide, value)]
-    assert all(validator.is_valid(value) for value in said)
+    accepted = [value for value in values if _takes_in_any_order(guided, guide, value)]
+    assert all(validator.is_valid(value) for value in accepted)
     declared = [value for value in values if validator.is_valid(value)]
-    assert bool(said) >= bool(declared and "properties" in json.dumps(schema))
+    assert bool(accepted) >= bool(declared and "properties" in json.dumps(schema))
     answer = guided.answer(guide, 0)
     assert answer is None or validator.is_valid(json.loads(answer))
 
 
-def test_huge_and_deep_schemas_are_refused():
+def test_huge_and_deep_schemas_are_rejected():
     deep: Any = {}
     for _ in range(100_000):
         deep = {"allOf": [deep]}

@@ -1,4 +1,4 @@
-"""Answers of a wanted form: by random models, which would never keep to it by themselves."""
+"""Guided decoding with random models, which would not follow the guide by themselves."""
 
 from __future__ import annotations
 
@@ -62,7 +62,7 @@ def llm(lettered) -> LLM:
 
 @pytest.mark.parametrize("temperature", [0.0, 4.0])
 @pytest.mark.parametrize("kind", GUIDES)
-def test_answers_keep_the_form_and_are_the_plain_ones(llm, kind, temperature):
+def test_guided_outputs_match_and_are_lossless(llm, kind, temperature):
     texts = set()
     for seed in range(4):
         sampling = SamplingParams(temperature, 1.0, 0, seed, guide=GUIDES[kind])
@@ -94,7 +94,7 @@ def test_thousands_of_choices(llm, count):
     assert len(texts) > 1
 
 
-def test_choices_that_begin_alike_end_where_they_may(llm):
+def test_choices_with_a_common_prefix(llm):
     guide = Guide("choice", '["yes", "yes.", "yesno"]')
     texts = set()
     for seed in range(12):
@@ -104,7 +104,7 @@ def test_choices_that_begin_alike_end_where_they_may(llm):
     assert texts == {"yes", "yes.", "yesno"}
 
 
-def test_typical_acceptance_keeps_the_form_too(lettered):
+def test_typical_acceptance_keeps_the_guide(lettered):
     options = SpecOptions(
         top_k=4, steps=4, verify_size=16, tree="fixed", typical=Typical(0.0)
     )  # all that may come
@@ -118,14 +118,14 @@ def test_typical_acceptance_keeps_the_form_too(lettered):
     assert accepted > 0
 
 
-def test_a_json_object_may_hold_anything(llm):
+def test_json_objects_may_have_any_content(llm):
     sampling = SamplingParams(0.0, guide=Guide("json_object"), logit_bias={95: 30.0})  # }
     answer = llm.generate("Hi", sampling=sampling, max_generate_length=90)
     list(answer)
     assert isinstance(json.loads(answer.text), dict)
 
 
-def test_the_request_file_says_the_form(llm):
+def test_request_files_have_guides(llm):
     raw = {
         "messages": [{"role": "user", "content": "Hi"}],
         "guided_decoding": {"choice": ["yes", "no"]},
@@ -150,7 +150,7 @@ def test_the_request_file_says_the_form(llm):
         (Guide("ebnf", "root ::= missing"), "the ebnf of the answer is faulty"),
     ],
 )
-def test_faulty_forms_are_refused_before_the_work(llm, guide, message):
+def test_invalid_guides_are_rejected_before_the_run(llm, guide, message):
     with pytest.raises(RequestError, match=message):
         llm.generate("Hi", sampling=SamplingParams(guide=guide))
 
@@ -184,15 +184,15 @@ def test_half_a_character_is_no_form(kind):
         Guide(kind, "a\ud800")
 
 
-def test_huge_forms_and_unknown_tokenizers(tiny_engine):
+def test_huge_guides_and_unsupported_tokenizers_are_rejected(tiny_engine):
     with pytest.raises(RequestError, match="more than 1048576 characters"):
         Guide("regex", "a" * (1 << 21))
-    with pytest.raises(EdgeLLMError, match="with this tokenizer cannot be guided"):
+    with pytest.raises(EdgeLLMError, match="with this tokenizer is not possible"):
         LLM(tiny_engine).generate("w9", sampling=SamplingParams(guide=GUIDES["regex"]))
 
 
-def test_what_may_not_come_is_never_drawn(lettered):
-    """Even where the model is sure of something else, and top-k would leave that alone."""
+def test_disallowed_tokens_are_never_drawn(lettered):
+    """Even if the model is sure of another token, and top-k would keep only that one."""
     logits = np.full(96, -50, np.float32)
     logits[40] = 50
     guidance = Guidance(lettered, 96, [2])

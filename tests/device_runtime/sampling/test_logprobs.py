@@ -1,4 +1,4 @@
-"""Log-probabilities of plain and speculated answers, texts of single tokens."""
+"""Log-probabilities of plain and speculative outputs, and texts of single tokens."""
 
 from __future__ import annotations
 
@@ -12,7 +12,7 @@ from edgellm.device_runtime.speculate.acceptance import Typical
 from edgellm.device_runtime.speculate.options import SpecOptions
 
 
-def test_they_are_those_of_a_softmax():
+def test_logprobs_equal_log_softmax():
     logits = np.array([0.5, 3.0, -1.0, 3.0, 2.0], np.float32)
     expected = np.log(np.exp(logits) / np.exp(logits).sum())
     found = token_logprobs(logits, 2, 3)
@@ -22,17 +22,17 @@ def test_they_are_those_of_a_softmax():
 
 
 @pytest.mark.parametrize("count", [0, 1, 5, 99])
-def test_as_many_as_asked_for(count):
+def test_number_of_top_logprobs(count):
     logits = np.random.default_rng(0).normal(size=5).astype(np.float32)
     assert len(token_logprobs(logits, 0, count).top) == min(count, 5)
 
 
-def test_infinitely_unlikely_tokens_do_no_harm():
+def test_infinite_logits_are_supported():
     logits = np.array([0.0, -np.inf, 1.0], np.float32)
     assert token_logprobs(logits, 2, 3).top[2] == (1, -np.inf)
 
 
-def test_a_negative_count_is_refused():
+def test_a_negative_count_is_rejected():
     with pytest.raises(RequestError, match="num_logprobs -1"):
         SamplingParams(num_logprobs=-1)
 
@@ -45,7 +45,7 @@ def _answer(llm, sampling):
 
 @pytest.mark.parametrize("typical", [None, Typical(0.3)])
 @pytest.mark.parametrize("temperature", [0, 1.0])
-def test_one_entry_for_each_token_of_a_speculated_answer(eagle_pair, temperature, typical):
+def test_speculative_outputs_have_logprobs_of_every_token(eagle_pair, temperature, typical):
     options = SpecOptions(top_k=4, steps=3, verify_size=12, tree="fixed", typical=typical)
     llm = LLM(eagle_pair.engine, spec=options)
     sampling = SamplingParams(temperature=temperature, num_logprobs=2)
@@ -65,7 +65,7 @@ def test_one_entry_for_each_token_of_a_speculated_answer(eagle_pair, temperature
         )
 
 
-def test_plain_answers_have_them_only_when_asked(tiny_engine):
+def test_logprobs_only_on_request(tiny_engine):
     llm = LLM(tiny_engine)
     answer, entries, _ = _answer(llm, SamplingParams(temperature=0, num_logprobs=1))
     assert [entry.token_id for entry in entries] == answer.token_ids

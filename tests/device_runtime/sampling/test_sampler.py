@@ -77,7 +77,7 @@ def test_seeds_repeat_and_differ():
     assert draw(3) != draw(4)
 
 
-def test_penalties_count_the_prompt_and_the_answer():
+def test_penalties_count_prompt_and_output():
     params = SamplingParams(
         0, repetition_penalty=2.0, presence_penalty=0.5, frequency_penalty=0.25, logit_bias={2: 3.0}
     )
@@ -102,6 +102,6 @@ def test_penalties_count_the_prompt_and_the_answer():
         ({"logit_bias": dict.fromkeys(range(1025), 1.0)}, "names 1025 tokens"),
     ],
 )
-def test_numbers_that_no_distribution_follows_from(given, message):
+def test_invalid_sampling_values_are_rejected(given, message):
     with pytest.raises(RequestError, match=message):
         SamplingParams(**given)

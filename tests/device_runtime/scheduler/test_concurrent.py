@@ -1,4 +1,4 @@
-"""Several answers at a time through the doors of the `LLM`: each is the answer alone."""
+"""Concurrent requests by all interfaces of `LLM`: outputs equal those of single requests."""
 
 from __future__ import annotations
 
@@ -31,7 +31,7 @@ WAYS = {
 
 @pytest.fixture
 def _shared(monkeypatch):
-    """Engines as if they were built for three at a time."""
+    """Engines with batch size 3."""
     monkeypatch.setattr(LLM, "batch_size", 3)
 
 
@@ -51,7 +51,7 @@ def _alone(llm, **options):
 
 
 @pytest.mark.parametrize("way", WAYS)
-def test_a_batch_is_its_answers_alone(shared_engine, way):
+def test_batch_outputs_equal_single_outputs(shared_engine, way):
     llm = LLM(shared_engine, **WAYS[way])
     options = {"max_generate_length": 17, "stop": ["w77"]}
     expected = _alone(llm, speculative=False, **options)
@@ -70,7 +70,7 @@ def test_a_batch_is_its_answers_alone(shared_engine, way):
 
 
 @pytest.mark.usefixtures("_shared")
-def test_threads_fill_passes(tiny_engine):
+def test_threads_share_passes(tiny_engine):
     llm, sizes = LLM(tiny_engine), []
     expected = _alone(llm, max_generate_length=40)
     llm.on_pass(lambda answers, _: sizes.append(answers))
@@ -92,7 +92,7 @@ def test_threads_fill_passes(tiny_engine):
 
 
 @pytest.mark.usefixtures("_shared")
-def test_answers_of_an_event_loop(tiny_engine):
+def test_async_outputs_equal_plain_ones(tiny_engine):
     llm = LLM(tiny_engine)
     expected = _alone(llm, max_generate_length=12)
 
@@ -111,7 +111,7 @@ def test_answers_of_an_event_loop(tiny_engine):
 
 
 class _Spoiling:
-    """A session whose pass over one prompt gives what is not a number, or raises."""
+    """A session whose pass over one prompt gives NaN, or raises."""
 
     def __init__(self, session, happens):
         self.session, self.happens, self.capacity = session, happens, session.capacity
@@ -138,7 +138,7 @@ def _breaks(_):
 @pytest.mark.parametrize(
     ("happens", "reason"), [(_nan, "computed nan"), (_breaks, "RuntimeError: the kernel broke")]
 )
-def test_one_that_fails_takes_nobody_with_it(tiny_engine, happens, reason):
+def test_a_failed_request_does_not_affect_the_batch(tiny_engine, happens, reason):
     llm = LLM(tiny_engine)
     expected = _alone(llm, max_generate_length=12)
     llm.session = spoiling = _Spoiling(llm.session, happens)
@@ -158,8 +158,8 @@ def test_one_that_fails_takes_nobody_with_it(tiny_engine, happens, reason):
 
 
 @pytest.mark.usefixtures("_shared")
-def test_what_is_asked_before_a_pass_ends_an_answer(tiny_engine):
-    """From any thread, in line or between two steps; nobody else is held up."""
+def test_before_pass_can_end_a_request(tiny_engine):
+    """From any thread, queued or between two steps; other requests are not delayed."""
     llm = LLM(tiny_engine)
     expected = _alone(llm, max_generate_length=12)
     ends = threading.Event()
@@ -186,7 +186,7 @@ def test_what_is_asked_before_a_pass_ends_an_answer(tiny_engine):
 
 
 @pytest.mark.usefixtures("_shared")
-def test_an_interrupt_ends_its_pass_alone(tiny_engine):
+def test_an_interrupt_ends_only_its_pass(tiny_engine):
     llm = LLM(tiny_engine)
     expected = _alone(llm, max_generate_length=8)
     session, llm.session = llm.session, _Spoiling(llm.session, _interrupted)
@@ -202,7 +202,7 @@ def _interrupted(_):
     raise KeyboardInterrupt
 
 
-def test_who_reads_no_further_leaves_the_others(tiny_engine):
+def test_abandoned_requests_do_not_affect_others(tiny_engine):
     llm = LLM(tiny_engine)
     expected = _alone(llm, max_generate_length=8)
     answers = [
@@ -222,47 +222,47 @@ def test_who_reads_no_further_leaves_the_others(tiny_engine):
     ("prompts", "options", "reason"),
     [
         ("w20", {}, "prompts 'w20' are not a list"),
-        (["w20"], {"sampling": [GREEDY, GREEDY]}, "2 samplings do not go with 1 prompts"),
+        (["w20"], {"sampling": [GREEDY, GREEDY]}, "2 samplings for 1 prompts"),
         (["w20"], {"batch_size": 0}, "batch_size 0 is less than 1"),
         (["w20", 3], {}, "the prompt 3 is neither"),
     ],
 )
-def test_wrong_batches(tiny_engine, prompts, options, reason):
+def test_invalid_batches_are_rejected(tiny_engine, prompts, options, reason):
     with pytest.raises(RequestError, match=reason):
         LLM(tiny_engine).generate_batch(prompts, **options)
 
 
 @pytest.mark.parametrize("bound", [0, -1, "fast", True, float("nan")])
-def test_a_bound_that_is_none(tiny_engine, bound):
+def test_invalid_stall_bounds_are_rejected(tiny_engine, bound):
     with pytest.raises(RequestError, match=r"max_stall_ms .* is not a number above 0"):
         LLM(tiny_engine, max_stall_ms=bound)
 
 
-def test_a_driver_computes_for_all_and_what_fails_is_one_orders(shared_engine):
-    """Each order gets the answers of `together`; one whose reader fails holds nobody up."""
+def test_background_loop_confines_errors_to_their_job(shared_engine):
+    """Each job gets the outputs of `together`; one with a failing listener delays no others."""
     llm = LLM(shared_engine)
     expected = [ids for ids, *_ in _alone(llm, max_generate_length=8)]
     driver = llm.driver()
     driver.start()
 
-    def grow(at, told):
+    def grow(at, on_steps):
         answers = [
             llm.generate(PROMPTS[at], sampling=SAMPLINGS[at], max_generate_length=8)
             for _ in range(2)
         ]
-        driver.grow(answers, 2, told)
+        driver.grow(answers, 2, on_steps)
         assert all(one.is_complete for one in answers)
         return [one.token_ids for one in answers]
 
     def fails(answer, _):
         if len(answer.token_ids) > 2:
-            raise ValueError("nobody reads")
+            raise ValueError("listener failed")
 
     with ThreadPoolExecutor(8) as pool:
         bad = pool.submit(grow, 0, fails)
         good = [pool.submit(grow, at, lambda *_: None) for at in range(len(PROMPTS))]
         assert [one.result(60) for one in good] == [[ids, ids] for ids in expected]
-        with pytest.raises(ValueError, match="nobody reads"):
+        with pytest.raises(ValueError, match="listener failed"):
             bad.result(60)
     driver.end()
     driver.join(10)

@@ -1,4 +1,4 @@
-"""Answers in the works over one engine: each is what it would be alone, in any order of steps."""
+"""Concurrent sequences of one engine: outputs equal single ones, in any order of steps."""
 
 from __future__ import annotations
 
@@ -44,7 +44,7 @@ SCRIPTED = ["plain", "text", "eagle", "draft", "medusa", "block"]
 
 @dataclass
 class Rig:
-    """One engine, whose passes are watched, and what drafts for it."""
+    """An engine with recorded passes, and its drafters."""
 
     drafts: str
     by_cost: bool = False
@@ -118,26 +118,28 @@ REQUESTS = st.lists(
     asked=REQUESTS, order=st.randoms(use_true_random=False), reuses=st.booleans(),
     is_by_cost=st.booleans(), lookups=st.booleans(), drops=st.booleans(),
 )  # fmt: skip
-def test_any_order_of_steps(drafts, asked, order, reuses, is_by_cost, lookups, drops):
+def test_outputs_do_not_depend_on_the_order_of_steps(
+    drafts, asked, order, reuses, is_by_cost, lookups, drops
+):
     rig = Rig(drafts, is_by_cost, lookups, reuses)
     requests = [([3, 1, 4, 1, 5, 9, 2, 6][:shared] + own, *rest) for shared, own, *rest in asked]
     sequences = [rig.begin(*request) for request in requests]
     if drops:
         sequences[-1].max_tokens += 4  # which it does not reach
-    going = list(sequences)
-    while going:
-        some = order.sample(going, order.randint(1, len(going)))
+    active = list(sequences)
+    while active:
+        some = order.sample(active, order.randint(1, len(active)))
         step(rig.slot, some)
         if drops and sequences[-1].token_ids and not sequences[-1].is_over:
             sequences[-1].close()
-        going = [one for one in going if not one.is_over]
+        active = [one for one in active if not one.is_over]
     for sequence, request in zip(sequences[: len(sequences) - drops], requests, strict=False):
         assert sequence.token_ids == alone(*request).token_ids
         if not (is_by_cost or lookups or drafts in ("plain", "text")):  # nothing was learned
             assert sequence.profile.rounds == alone(*request, drafts).profile.rounds
 
 
-def test_one_answer_is_never_copied(monkeypatch):
+def test_a_single_sequence_is_never_swapped_out(monkeypatch):
     rig = Rig("eagle")
     for session in (StrictBase, StrictDraft):
         monkeypatch.delattr(session, "read_rows")
@@ -162,8 +164,8 @@ WAYS = {
 
 @pytest.mark.parametrize("reuses", [False, True], ids=["", "reuse"])
 @pytest.mark.parametrize("way", WAYS)
-def test_answers_of_an_engine_in_turns(eagle_pairs, way, reuses):
-    """As a caller iterates over two and three of them: `next` here, `next` there."""
+def test_interleaved_outputs_equal_single_ones(eagle_pairs, way, reuses):
+    """Two or three outputs, iterated over alternately by `next`."""
     engine = eagle_pairs("medusa" if way == "medusa" else "eagle3").engine
     spec = WAYS[way]
     if spec == "draft":
@@ -185,10 +187,10 @@ def test_answers_of_an_engine_in_turns(eagle_pairs, way, reuses):
             llm.generate(**ask, speculative=seed < 2 or at > 0)
             for at, ask in enumerate(asks[:count])
         ]
-        going = [iter(answer) for answer in answers]
-        while going:
-            steps = order.choice(going)
+        active = [iter(answer) for answer in answers]
+        while active:
+            steps = order.choice(active)
             if next(steps, None) is None:
-                going.remove(steps)
+                active.remove(steps)
         found = [(answer.token_ids, answer.text, answer.finish_reason) for answer in answers]
         assert found == expected[:count]

@@ -1,4 +1,4 @@
-"""Who steps next: each gets its own tokens, nobody starves, the pool is never overdrawn."""
+"""Scheduler: outputs are unchanged, no request starves, the KV cache never overflows."""
 
 from __future__ import annotations
 
@@ -20,7 +20,7 @@ from edgellm.device_runtime.engine.sequence import Sequence
 from edgellm.device_runtime.runners.batch_costs import SharedCosts
 from edgellm.device_runtime.sampling.sampler import Sampler
 from edgellm.device_runtime.scheduler.running_batch import Batch, RunningRequest
-from edgellm.device_runtime.scheduler.scheduler import LEAST_PIECE, Bounds, RequestState, plan
+from edgellm.device_runtime.scheduler.scheduler import MIN_CHUNK, Bounds, RequestState, plan
 from edgellm.device_runtime.speculate.drafter import TextDrafter
 from edgellm.device_runtime.speculate.drafters import ngram, suffix
 from edgellm.device_runtime.speculate.policy.costs import Costs
@@ -32,7 +32,7 @@ LIMITS = TreeLimits(3, 4, 8)
 
 
 class Pool(KVCacheManager):
-    """One cache in turns, that counts what a pool of pages would hold."""
+    """One shared cache that counts the blocks of all sequences."""
 
     def __init__(self, rows: int, page_rows: int) -> None:
         super().__init__(recorded(StrictBase(CAPACITY)), PIECE)
@@ -99,7 +99,7 @@ def alone(arrival: Arrival) -> list[int]:
 
 
 def take(batch: Batch, readers: list[RunningRequest]) -> int:
-    """One step, whose readers take all; how many answers shared it."""
+    """Run one step, whose readers take all; return the batch size."""
     for entry in readers:
         entry.is_wanted = True
     batch.sweep()
@@ -119,30 +119,30 @@ def take(batch: Batch, readers: list[RunningRequest]) -> int:
     arrivals=ARRIVALS, maximum=st.integers(1, 4), page=st.sampled_from([1, 4, 8]),
     spare=st.integers(0, 64),
 )  # fmt: skip
-def test_any_schedule(arrivals, maximum, page, spare):
+def test_any_schedule_gives_equal_tokens(arrivals, maximum, page, spare):
     pool = Pool(CAPACITY + spare // page * page, page)
     costs = np.arange(65.0)
     batch = Batch(pool, Bounds(maximum, PIECE, LIMITS.verify_size, page, 20.0, costs))
-    coming, going, at = sorted(arrivals, key=lambda one: one.at), [], 0
+    coming, active, at = sorted(arrivals, key=lambda one: one.at), [], 0
     lookups = [ngram.remember(), suffix.remember()]
-    while coming or going:
+    while coming or active:
         while coming and coming[0].at <= at:
             batch.add(coming[0].begin(lookups))
-            going.append(coming.pop(0))
-        for one in [one for one in going if one.leaves is not None and one.leaves <= at]:
+            active.append(coming.pop(0))
+        for one in [one for one in active if one.leaves is not None and one.leaves <= at]:
             batch.remove(one.entry)
             assert one.entry.sequence.is_over
-            going.remove(one)
-        pool.entries = [one.entry for one in going]
+            active.remove(one)
+        pool.entries = [one.entry for one in active]
         shared = take(batch, pool.entries)
-        assert bool(shared) == bool(going), "somebody waits and nobody steps"
+        assert bool(shared) == bool(active), "a request waits and none steps"
         assert shared <= maximum
-        going = [one for one in going if not one.entry.is_done]
-        pool.entries = [one.entry for one in going]
+        active = [one for one in active if not one.entry.is_done]
+        pool.entries = [one.entry for one in active]
         assert pool.used() <= pool.num_rows
         at += 1
-        assert at < 2000, "somebody starves"
-        batch.entries = [one.entry for one in going]
+        assert at < 2000, "a request starves"
+        batch.entries = [one.entry for one in active]
     for one in arrivals:
         expected = alone(one)
         if one.entry.is_done:
@@ -151,8 +151,8 @@ def test_any_schedule(arrivals, maximum, page, spare):
             assert one.entry.sequence.token_ids == expected[: len(one.entry.sequence.token_ids)]
 
 
-def test_the_first_in_line_is_never_preempted():
-    """Five answers that grow in a pool for one and a half: the oldest goes on in every step."""
+def test_the_oldest_request_is_never_preempted():
+    """Five sequences decode in a cache for one and a half: the oldest advances in every step."""
     pool = Pool(CAPACITY + 32, 4)
     batch = Batch(pool, Bounds(5, PIECE, page_rows=4))
     arrivals = [Arrival([3, 1, 4, 1], GREEDY, 40 + at, 0, 0, None, False) for at in range(5)]
@@ -180,93 +180,99 @@ def _running(number: int, **facts) -> RequestState:
     return RequestState(number, is_admitted=True, held_rows=8, **facts)
 
 
-def test_a_prompt_is_read_in_pieces_beside_others_and_whole_alone():
-    reading = RequestState(3, unread_rows=400)
+def test_prompts_are_chunked_only_in_a_batch():
+    reading = RequestState(3, prefill_rows_left=400)
     assert plan([reading], 10**6, WIDE).rows == {3: 400}
     found = plan([_running(1), _running(2), reading], 10**6, WIDE)
     assert found.rows == {1: 1, 2: 1, 3: 25}  # a sixteenth of it
-    longer = dataclasses.replace(reading, unread_rows=4000)
+    longer = dataclasses.replace(reading, prefill_rows_left=4000)
     assert plan([_running(1), _running(2), longer], 10**6, WIDE).rows == {1: 1, 2: 1, 3: 38}
     many = [_running(at) for at in range(1, 41)]
-    short = dataclasses.replace(reading, number=50, unread_rows=60)
+    short = dataclasses.replace(reading, number=50, prefill_rows_left=60)
     wide = dataclasses.replace(WIDE, max_running=48, max_stall_ms=49.0)
-    assert plan([*many, short], 10**6, wide).rows[50] == 9  # 40 beside take 40 ms
+    assert plan([*many, short], 10**6, wide).rows[50] == 9  # 40 others take 40 ms
     wide = dataclasses.replace(wide, max_stall_ms=100.0)
     assert plan([*many, short], 10**6, wide).rows[50] == 10  # a quarter longer than without it
     readers = [dataclasses.replace(short, number=30 + at) for at in range(4)]
     assert plan([*many[:2], *readers], 10**6, wide).rows == {1: 1, 2: 1, 30: 15}
     slow = dataclasses.replace(WIDE, max_stall_ms=1.0)
-    assert plan([_running(1), reading], 10**6, slow).rows == {1: 1, 3: LEAST_PIECE}
+    assert plan([_running(1), reading], 10**6, slow).rows == {1: 1, 3: MIN_CHUNK}
     loose = dataclasses.replace(WIDE, max_stall_ms=128.0)  # twice the table's end
     assert plan([_running(1), longer], 10**6, loose).rows == {1: 1, 3: 127}
 
 
-def test_the_first_prompt_is_read_first():
-    first, second = RequestState(1, unread_rows=30), RequestState(2, unread_rows=600)
+def test_the_first_prompt_is_prefilled_first():
+    first, second = RequestState(1, prefill_rows_left=30), RequestState(2, prefill_rows_left=600)
     assert plan([second, first, _running(3)], 10**6, WIDE).rows == {1: 30, 2: 9, 3: 1}
-    second = dataclasses.replace(second, unread_rows=30)
+    second = dataclasses.replace(second, prefill_rows_left=30)
     assert plan([second, first, _running(3)], 10**6, WIDE).rows == {1: 8, 3: 1}
 
 
-def test_priority_and_age_make_the_line():
+def test_order_is_by_priority_and_age():
     one_place = Bounds(1, 512)
-    low, high = RequestState(1, priority=1, unread_rows=9), RequestState(2, unread_rows=9)
+    low, high = (
+        RequestState(1, priority=1, prefill_rows_left=9),
+        RequestState(2, prefill_rows_left=9),
+    )
     assert plan([low, high], 10**6, one_place).admitted == (2,)
     aged = dataclasses.replace(low, waited_s=65.0)
     assert plan([aged, high], 10**6, one_place).admitted == (1,)
 
 
-def test_nobody_overtakes_one_that_lacks_room():
-    large, small = RequestState(2, unread_rows=100), RequestState(3, unread_rows=4)
+def test_later_requests_do_not_pass_one_without_space():
+    large, small = RequestState(2, prefill_rows_left=100), RequestState(3, prefill_rows_left=4)
     assert plan([_running(1), large, small], 50, WIDE).admitted == ()
     assert plan([_running(1), large, small], 200, WIDE).admitted == (2, 3)
 
 
-def test_a_parked_answer_makes_way():
+def test_a_parked_request_is_displaced():
     parked = _running(1, is_due=False, is_parked=True)
-    found = plan([parked, RequestState(2, unread_rows=4)], 10**6, Bounds(1, 512))
-    assert (found.overtaken, found.admitted, found.rows) == ((1,), (2,), {2: 4})
-    found = plan([parked, RequestState(2, unread_rows=4)], 2, Bounds(2, 512))
-    assert (found.released, found.admitted, found.rows) == ((1,), (2,), {2: 4})
+    found = plan([parked, RequestState(2, prefill_rows_left=4)], 10**6, Bounds(1, 512))
+    assert (found.displaced, found.admitted, found.rows) == ((1,), (2,), {2: 4})
+    found = plan([parked, RequestState(2, prefill_rows_left=4)], 2, Bounds(2, 512))
+    assert (found.preempted, found.admitted, found.rows) == ((1,), (2,), {2: 4})
 
 
-def test_trees_take_what_is_left_and_preempt_nobody():
+def test_trees_take_free_positions_without_preemption():
     drafted = [_running(at, tree_rows=16) for at in (1, 2)]
     assert plan(drafted, 10, WIDE).rows == {1: 9, 2: 1}
-    assert plan(drafted, 10, WIDE).released == ()
-    assert plan(drafted, 1, WIDE).released == (2,)
-    # Pieces of prompts stand beside trees as they lately were, not as they may become.
-    reading, beside = RequestState(3, unread_rows=60), [_running(at) for at in (1, 2, 4, 5)]
+    assert plan(drafted, 10, WIDE).preempted == ()
+    assert plan(drafted, 1, WIDE).preempted == (2,)
+    # Chunks are sized by the latest trees, not by their maximum.
+    reading, others = RequestState(3, prefill_rows_left=60), [_running(at) for at in (1, 2, 4, 5)]
     wide = dataclasses.replace(WIDE, max_running=5)
-    given = plan([*beside, reading], 10**6, wide).rows[3]
+    given = plan([*others, reading], 10**6, wide).rows[3]
     drafted = [_running(at, tree_rows=16, usual_rows=rows) for at, rows in ((1, 3), (2, 1))]
     assert plan([*drafted, reading], 10**6, wide).rows == {1: 16, 2: 16, 3: given}
 
 
 @pytest.mark.parametrize("rows", [1, 7])
-def test_costs_that_nobody_measured_bound_nothing(rows):
+def test_unmeasured_costs_set_no_bound(rows):
     free = Bounds(4, 512, max_stall_ms=1.0, pass_ms=np.zeros(rows + 1))
-    assert plan([_running(1), RequestState(2, unread_rows=400)], 10**6, free).rows == {1: 1, 2: 400}
+    assert plan([_running(1), RequestState(2, prefill_rows_left=400)], 10**6, free).rows == {
+        1: 1,
+        2: 400,
+    }
 
 
-def test_costs_are_those_of_drafting():
+def test_costs_are_those_of_the_drafter():
     table = Costs.of({"1": 2.0, "64": 65.0}).verify
     bounds = dataclasses.replace(WIDE, pass_ms=table)
-    assert plan([_running(1), RequestState(2, unread_rows=990)], 10**6, bounds).rows == {
+    assert plan([_running(1), RequestState(2, prefill_rows_left=990)], 10**6, bounds).rows == {
         1: 1,
         2: 38,
     }
 
 
-def test_passes_of_several_cost_what_was_measured_of_several():
-    """Here an answer costs 4 ms, whose second row is free; each behind it costs 0.1."""
+def test_batches_use_batch_costs():
+    """Here a sequence costs 4 ms with two tokens; each further token costs 0.1."""
     measured = {n: {"1": 4.0 * n, "2": 4.0 * n, "64": 4.0 * n + 0.1 * 62 * n} for n in (1, 2, 4)}
     bounds = dataclasses.replace(WIDE, together=SharedCosts(measured), max_stall_ms=14.0)
-    reading, going = RequestState(3, unread_rows=400), [_running(1), _running(2)]
+    reading, active = RequestState(3, prefill_rows_left=400), [_running(1), _running(2)]
     # A third answer takes 4 ms of the 6 that are left; of its own a row takes 0.1 ms.
-    assert plan([*going, reading], 10**6, bounds).rows == {1: 1, 2: 1, 3: 24}
+    assert plan([*active, reading], 10**6, bounds).rows == {1: 1, 2: 1, 3: 24}
     tight = dataclasses.replace(bounds, max_stall_ms=12.5)
-    assert plan([*going, reading], 10**6, tight).rows[3] == 9
+    assert plan([*active, reading], 10**6, tight).rows[3] == 9
     # A fourth would make it 16 ms, with however few rows: it waits.
-    short = [RequestState(at, unread_rows=20) for at in (3, 4)]
-    assert plan([*going, *short], 10**6, bounds).rows == {1: 1, 2: 1, 3: 20}
+    short = [RequestState(at, prefill_rows_left=20) for at in (3, 4)]
+    assert plan([*active, *short], 10**6, bounds).rows == {1: 1, 2: 1, 3: 20}

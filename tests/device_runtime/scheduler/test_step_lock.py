@@ -1,4 +1,4 @@
-"""Threads that share one LLM: served in line, never with a wrong token, and not behind `close`."""
+"""Threads that share one LLM: served in order, with correct tokens, and not after `close`."""
 
 from __future__ import annotations
 
@@ -37,7 +37,7 @@ def _ids(answer) -> list[int]:
 
 
 def _asks() -> list[Ask]:
-    """One of every entry, with seeds and prompts of their own."""
+    """One output of every interface, with its own seed and prompt."""
 
     def by_entry(seed: int) -> list[Ask]:
         prompt, sampling = f"w{20 + seed} w30 w{40 + seed}", SamplingParams(1.0, 1.0, 0, seed)
@@ -62,7 +62,7 @@ WAYS = {
 
 
 @pytest.mark.parametrize("way", WAYS)
-def test_threads_get_the_answers_that_they_would_get_alone(eagle_pair, way):
+def test_threads_get_the_outputs_of_single_requests(eagle_pair, way):
     llm, asks = LLM(eagle_pair.engine, **WAYS[way]), _asks()
     alone = [ask(llm) for ask in asks]
     with ThreadPoolExecutor(8) as pool:
@@ -71,8 +71,8 @@ def test_threads_get_the_answers_that_they_would_get_alone(eagle_pair, way):
 
 
 @pytest.mark.parametrize("way", WAYS)
-def test_threads_with_two_answers_each(eagle_pair, way):
-    """Every step waits in line behind the others'."""
+def test_threads_with_two_requests_each(eagle_pair, way):
+    """Every step waits for those of the others."""
     llm, prompts = LLM(eagle_pair.engine, **WAYS[way]), [f"w{at} w30" for at in range(20, 28)]
 
     def answers(some: list[str]) -> list[list[int]]:
@@ -97,8 +97,8 @@ def _rest(steps) -> list[int]:
     return [token for step in steps for token in step.token_ids]
 
 
-def test_others_wait_while_an_answer_streams(tiny_engine):
-    """The next begins behind the last pass of the first, which may not be read yet."""
+def test_requests_wait_for_a_streaming_one(tiny_engine):
+    """The next request starts after the last pass of the first, which may not be read yet."""
     llm, first_was_done = LLM(tiny_engine), []
     steps = _begun(llm)
 
@@ -116,7 +116,7 @@ def test_others_wait_while_an_answer_streams(tiny_engine):
     assert first_was_done == [True]
 
 
-def test_who_stops_in_the_middle_lets_the_next_begin(tiny_engine):
+def test_closing_an_iterator_admits_the_next_request(tiny_engine):
     llm = LLM(tiny_engine)
     answer = llm.generate("w20 w30", sampling=GREEDY, max_generate_length=8)
     for _ in answer:
@@ -126,8 +126,8 @@ def test_who_stops_in_the_middle_lets_the_next_begin(tiny_engine):
     assert len(answer.token_ids) == 1
 
 
-def test_an_answer_that_pauses_for_long_is_overtaken(tiny_engine, monkeypatch):
-    """Who waits for another thread in the middle of an answer waits not for ever, and goes on."""
+def test_a_long_paused_request_is_displaced(tiny_engine, monkeypatch):
+    """A thread that waits for another with a paused request does not wait for ever."""
     monkeypatch.setattr(step_lock, "PATIENCE_S", 0.1)
     llm = LLM(tiny_engine)
     steps = _begun(llm)
@@ -137,8 +137,8 @@ def test_an_answer_that_pauses_for_long_is_overtaken(tiny_engine, monkeypatch):
     assert _rest(steps) == _rest(_begun(llm))
 
 
-def test_the_thread_that_turns_away_overtakes_itself_for_all(tiny_engine):
-    """One waits already when the thread whose answer pauses starts another."""
+def test_a_thread_that_waits_for_another_request_frees_its_place(tiny_engine):
+    """One thread waits already when the thread of the paused request starts another."""
     llm = LLM(tiny_engine)
     steps = _begun(llm)
     with ThreadPoolExecutor(1) as pool:
@@ -149,7 +149,7 @@ def test_the_thread_that_turns_away_overtakes_itself_for_all(tiny_engine):
     assert _rest(steps) == _rest(_begun(llm))
 
 
-def test_a_closed_llm_says_so(tiny_engine):
+def test_a_closed_llm_raises(tiny_engine):
     with LLM(tiny_engine) as llm:
         steps = _begun(llm)
         unread, session = llm.generate("w20"), weakref.ref(llm.session)
@@ -161,7 +161,7 @@ def test_a_closed_llm_says_so(tiny_engine):
     llm.close()
 
 
-def test_close_ends_those_that_wait(tiny_engine):
+def test_close_ends_waiting_threads(tiny_engine):
     llm = LLM(tiny_engine)
     steps = _begun(llm)
     failures: list[str] = []
