@@ -1,4 +1,4 @@
-"""Image files to RGB pixels: paths, `file://` and `data:` URIs, read defensively."""
+"""Decodes image files to RGB pixels, from paths, `file://` and `data:` URIs, with strict checks."""
 
 from __future__ import annotations
 
@@ -18,7 +18,7 @@ from PIL import ExifTags, Image, ImageFile, TiffImagePlugin, UnidentifiedImageEr
 
 from edgellm.core.errors import RequestError
 
-# What a camera or a browser writes. Pillow reads more, some of it by starting other programs.
+# Formats of cameras and browsers. Pillow supports more, some of them by external programs.
 FORMATS = ("AVIF", "BMP", "GIF", "ICO", "JPEG", "JPEG2000", "PNG", "PPM", "TIFF", "WEBP")
 MAX_PIXELS = 100_000_000  # 300 MB of RGB
 MAX_FILE_BYTES = 512 * 2**20
@@ -32,23 +32,23 @@ _TRANSPOSED = {
     7: Image.Transpose.TRANSVERSE,
     8: Image.Transpose.ROTATE_90,
 }
-# Tags of TIFF, and values of theirs.
+# TIFF tags and their values.
 _BITS_PER_SAMPLE, _PHOTOMETRIC, _SAMPLE_FORMAT = 258, 262, 339
 _WHITE_IS_ZERO, _SIGNED = 0, 2
 
 
 def open_image(source: str, folder: Path) -> Image.Image:
-    """The picture as its viewers see it: upright, 8-bit RGB, transparent parts on white.
+    """Decode an image: upright, 8-bit RGB, transparency composited on white.
 
-    White is what the image processors of transformers 5 put behind transparency, for all families.
+    The image processors of transformers 5 composite on white for all families.
 
     Args:
         source: a path, relative to `folder` or absolute, a `file://` URI, or a base64 `data:` URI.
-        folder: where relative paths begin.
+        folder: the base of relative paths.
 
     Raises:
-        RequestError: nothing there, not a readable still picture, or too large; the limit of
-            `MAX_PIXELS` is checked before the pixels are decoded.
+        RequestError: missing, not a readable still image, or too large. `MAX_PIXELS` is checked
+            before the pixels are decoded.
     """
     name, data = read_source(source, folder)
     if not data:
@@ -60,10 +60,10 @@ def open_image(source: str, folder: Path) -> Image.Image:
 
 
 def content_hash(image: Image.Image) -> str:
-    """SHA-256 (hexadecimal) of an RGB picture's size and pixels.
+    """SHA-256 (hexadecimal) of an RGB image's size and pixels.
 
-    Files that decode to the same pixels share it. What an encoder makes of a picture also depends
-    on the processor and its `max_tokens`: they belong into the key of a cache.
+    Files that decode to equal pixels have equal hashes. The encoder's output also depends on the
+    processor and its `max_tokens`, so a cache key must include them.
     """
     digest = hashlib.sha256(f"{image.width}x{image.height}:".encode())
     digest.update(image.tobytes())
@@ -71,7 +71,7 @@ def content_hash(image: Image.Image) -> str:
 
 
 def read_source(source: str, folder: Path) -> tuple[str, bytes]:
-    """What to call a picture or film in messages, and its encoded bytes; see `open_image`."""
+    """The name of an image or video in messages, and its encoded bytes; see `open_image`."""
     if source[:5].lower() == "data:":
         return "the data: URI", _read_data_uri(source)
     name = source if len(source) <= 120 else f"{source[:120]}..."
@@ -160,13 +160,13 @@ def _decode(name: str, data: bytes) -> Image.Image:
 
 
 def _require_still_picture(name: str, image: Image.Image) -> None:
-    """Checks for which the header suffices."""
+    """Check the header: size and number of frames."""
     if image.width * image.height > MAX_PIXELS:
         raise RequestError(
             f"{name} has {image.width} x {image.height} pixels, more than {MAX_PIXELS}",
             hint="make the picture smaller",
         )
-    # MPO is a photograph: a preview or a gain map follows its picture
+    # MPO is a photograph, followed by a preview or a gain map
     frames = 1 if image.format == "MPO" else getattr(image, "n_frames", 1)
     if frames > 1:
         raise RequestError(
@@ -178,24 +178,24 @@ def _require_still_picture(name: str, image: Image.Image) -> None:
 def _orientation(image: Image.Image) -> int:
     try:
         return image.getexif().get(ExifTags.Base.Orientation, 1)
-    except Exception:  # noqa: BLE001 - damaged metadata raises anything, and turns nothing
+    except Exception:  # noqa: BLE001 - damaged metadata raises anything, and is ignored
         return 1
 
 
 @dataclass(frozen=True, slots=True)
 class _Samples:
-    """How a file stores a pixel, read before Pillow decodes it."""
+    """The sample format of a file, read before Pillow decodes it."""
 
     white: int = 65535  # the value of white in 16-bit grayscale
     is_inverted: bool = False  # 16-bit grayscale whose zero is white
     is_signed: bool = False
-    key_scale: float = 1  # from a transparent value as it is stored to one of 8 bits
+    key_scale: float = 1  # from the stored transparent value to 8 bits
 
     @classmethod
     def of(cls, image: ImageFile.ImageFile) -> _Samples:
-        """Reads the tags of TIFF (baseline 6.0) and the bit depth of PNG, which modes do not keep.
+        """Read TIFF tags (baseline 6.0) and PNG's bit depth, which Pillow's modes lack.
 
-        Pillow inverts and scales up to 8 bits itself; of PNG's tRNS chunk it scales nothing.
+        Pillow inverts and scales samples of up to 8 bits itself, but not PNG's tRNS chunk.
         """
         if isinstance(image, TiffImagePlugin.TiffImageFile):
             bits = image.tag_v2.get(_BITS_PER_SAMPLE, (1,))[0]
@@ -223,7 +223,7 @@ def _to_rgb(name: str, image: Image.Image, samples: _Samples) -> Image.Image:
     if samples.key_scale != 1 and key is not None:
         values = np.multiply(key, samples.key_scale).astype(int).tolist()
         image.info["transparency"] = tuple(values) if isinstance(values, list) else values
-    if image.mode == "La":  # of which Pillow makes nothing but LA
+    if image.mode == "La":  # Pillow converts it only to LA
         image = image.convert("LA")
     if image.mode in ("LA", "PA", "RGBA", "RGBa") or key is not None:
         white = Image.new("RGBA", image.size, (255, 255, 255, 255))

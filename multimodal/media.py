@@ -1,4 +1,4 @@
-"""What a request shows a model: an image by its path or URI, or a film."""
+"""Media of a request: an image by its path or URI, or a video."""
 
 from __future__ import annotations
 
@@ -7,14 +7,14 @@ from dataclasses import dataclass
 
 @dataclass(frozen=True, slots=True)
 class Video:
-    """A film: one file of it, or its frames in order, each an image."""
+    """A video: a file, or its frames in order, each an image."""
 
     frames: tuple[str, ...]
-    is_file: bool  # of which the processor takes the frames that it wants
+    is_file: bool  # a video file, from which the processor samples frames
 
     @classmethod
     def of(cls, value: str | list[str] | tuple[str, ...]) -> Video:
-        """A path or URI is a file, a list has the frames."""
+        """Args: `value`, the path or URI of a file, or a list of frames."""
         is_file = isinstance(value, str)
         return cls((value,) if is_file else tuple(value), is_file)
 

@@ -1,7 +1,7 @@
-"""What the graph of a visual encoder wants to know of an image's grid of patches.
+"""Inputs of visual encoders that depend on an image's patch grid: positions, windows, embeddings.
 
-Everything is computed with whole arrays, in time and memory proportional to the patches. An image
-is `rows` by `columns` patches; P of them in merge-block order, as `graph_io.PIXEL_VALUES` has them.
+Time and memory are linear in the patches. An image has `rows` by `columns` patches, P in total, in
+merge-block order as in `graph_io.PIXEL_VALUES`.
 """
 
 from __future__ import annotations
@@ -24,7 +24,7 @@ I64 = NDArray[np.int64]
 
 
 def grid_inputs(rows: int, columns: int, spec: VisionSpec) -> dict[str, np.ndarray]:
-    """All inputs of the graph but the pixel values, by contract name; none for tiles.
+    """All inputs of the graph except pixel values, by graph I/O name; none for tiles.
 
     Raises:
         RequestError: the grid is empty, or does not divide into blocks of merged patches.
@@ -99,7 +99,7 @@ def position_neighbours(
 
 
 def _axis_neighbours(place: I64, length: int, side: int) -> tuple[I64, NDArray[np.float32]]:
-    """The table's place at or before each patch, and the fraction beyond it."""
+    """The table index at or before each patch, and the fraction after it."""
     # In float32 and in this order, because transformers does so.
     exact = place.astype(np.float32) * np.float32(side - 1) / np.float32(max(length - 1, 1))
     before = np.floor(exact)

@@ -1,8 +1,8 @@
-"""Positions on three axes (time, row, column) for decoders with multimodal rotary embeddings.
+"""M-RoPE positions on three axes (time, row, column).
 
-The rule of Qwen2-VL (arXiv 2409.12191, section 2.1), which Qwen2.5-VL and Qwen3-VL keep for images:
-text counts on all axes at once; a picture stands still in time and counts its rows and columns from
-where it begins; what follows goes on behind its longer side.
+The rule is that of Qwen2-VL (arXiv 2409.12191, section 2.1), also of Qwen2.5-VL and Qwen3-VL. Text
+tokens have equal positions on all axes. An image has one time, and rows and columns from its start.
+The next token follows the image's longer side.
 """
 
 from __future__ import annotations
@@ -20,10 +20,10 @@ Grid = tuple[int, int] | tuple[int, int, int, float]
 
 @dataclass(frozen=True, slots=True)
 class RotaryPositions:
-    """Where the tokens of a prompt stand, and those that are generated after it."""
+    """Positions of a prompt, and the offset of generated tokens."""
 
     prompt: NDArray[np.int64]  # [3, S]: time, row, column
-    delta: int  # generated token i of the sequence, i >= S, stands at i + delta on all axes
+    delta: int  # token i >= S of the sequence has position i + delta on all axes
 
 
 def rotary_positions(
@@ -32,13 +32,13 @@ def rotary_positions(
     """Positions of a prompt's tokens.
 
     Args:
-        token_ids: integers [S]; a picture is a run of as many image tokens as it has features.
-        image_token_id: the token that stands for one feature.
-        grids: rows and columns of features (patches after merging) of each picture, in order; of
-            a film patches in time, rows, columns, and how far two such patches are apart.
+        token_ids: integers [S]; an image is a run of one image token for each embedding.
+        image_token_id: the image token.
+        grids: rows and columns of embeddings (merged patches) of each image, in order. For a
+            video: temporal patches, rows, columns, and the interval of temporal patches.
 
     Raises:
-        RequestError: the image tokens are not the runs that the grids ask for.
+        RequestError: the runs of image tokens do not match the grids.
     """
     is_image = np.asarray(token_ids, np.int64) == image_token_id
     where = np.flatnonzero(is_image)
@@ -52,9 +52,9 @@ def rotary_positions(
         raise RequestError(
             f"the prompt has {where.size} image tokens, its {sizes.size} images need"
             f" {sizes.sum()} in unbroken runs",
-            hint="image tokens stand for pictures only: leave them out of the text",
+            hint="image tokens are reserved for images: leave them out of the text",
         )
-    # How far each token moves what follows it: a picture does so with its last feature
+    # Position increment of each token; an image increments at its last embedding
     step = np.where(is_image, 0, 1)
     step[where[ends - 1]] = np.maximum(rows, columns)
     begin = np.cumsum(step) - step
@@ -68,6 +68,6 @@ def rotary_positions(
     positions[0, where] += time.astype(np.int64)
     positions[1, where] += row
     positions[2, where] += column
-    # What follows a film goes on behind its rows and columns, and may stand beside its last times.
+    # Text after a video follows its rows and columns, and may overlap its last times.
     following = int(positions.max()) + 1 if len(whole) else int(step.sum())
     return RotaryPositions(positions, following - is_image.size)

@@ -1,4 +1,4 @@
-"""Films to RGB frames: files through PyAV, of which some frames are kept, or lists of images."""
+"""Decodes videos to RGB frames: sampled frames of files, through PyAV, or lists of images."""
 
 from __future__ import annotations
 
@@ -20,11 +20,11 @@ from edgellm.core.errors import RequestError
 from edgellm.multimodal.images import MAX_PIXELS, content_hash, open_image, read_source
 from edgellm.multimodal.media import Video
 
-# Of a film of so many frames, so many in a second, those that are shown.
+# Frame sampler: from the number of frames and the frame rate to frame indices.
 Pick = Callable[[int, float], Sequence[int]]
 
 
-# By whether x and y change places, and which of the two coefficients are negative.
+# By whether x and y are swapped, and by the signs of the two coefficients.
 _TURNS = {
     (False, True, False): Image.Transpose.FLIP_LEFT_RIGHT,
     (False, False, True): Image.Transpose.FLIP_TOP_BOTTOM,
@@ -38,12 +38,12 @@ _TURNS = {
 
 @dataclass(frozen=True, slots=True)
 class Film:
-    """The frames that a model sees, all of one size."""
+    """The sampled frames of a video, all of one size."""
 
     frames: tuple[Image.Image, ...]
-    seconds: tuple[float, ...]  # when each of them is
-    frame_rate: float  # of the frames that are shown, in Hz
-    duration: float  # of the whole film, in seconds; a list of frames ends with its last
+    seconds: tuple[float, ...]  # time of each frame
+    frame_rate: float  # of the sampled frames, in Hz
+    duration: float  # of the whole video, in seconds; of a list of frames, time of the last
 
     def content(self) -> str:
         """SHA-256 (hexadecimal) of pixels and times."""
@@ -55,16 +55,16 @@ class Film:
 
 
 def open_film(video: Video, folder: Path, pick: Pick, usual_rate: float) -> Film:
-    """The frames of a film that `pick` chooses; a list of frames is shown as it is.
+    """Decode the frames of a video that `pick` selects; lists of frames are used completely.
 
     Args:
-        video: where it is.
-        folder: where relative paths begin.
-        pick: gives places of frames, ascending.
-        usual_rate: frames in a second of a list, which does not say.
+        video: the file or frames.
+        folder: the base of relative paths.
+        pick: selects frame indices, ascending.
+        usual_rate: frames per second of a list.
 
     Raises:
-        RequestError: nothing there, not a film, PyAV is missing, or frames of several sizes.
+        RequestError: missing, not a video, PyAV is not installed, or frames differ in size.
     """
     if video.is_file:
         return _decoded(video.frames[0], folder, pick)
@@ -97,7 +97,7 @@ def _shown(av: Any, name: str, data: bytes, pick: Pick) -> Film:
     timeline = _timeline(av, name, data)
     places = list(pick(timeline.total, timeline.rate))
     frames, seconds = _frames(av, data, places)
-    if len(frames) < len(places) and not timeline.is_counted:  # packets that show nothing
+    if len(frames) < len(places) and not timeline.is_counted:  # packets without frames
         timeline = replace(timeline, total=_count(av, data))
         places = list(pick(timeline.total, timeline.rate))
         frames, seconds = _frames(av, data, places)
@@ -120,15 +120,15 @@ def _ends_early(name: str, found: int, expected: int) -> RequestError:
 
 @dataclass(frozen=True, slots=True)
 class _Timeline:
-    """The frames of a film that a player shows, without those that an edit list hides."""
+    """The visible frames of a video, without those that an edit list hides."""
 
     total: int
-    rate: float  # their average, in Hz
-    tick: float  # to which times are rounded, in seconds
-    is_counted: bool  # by the file's header
+    rate: float  # average, in Hz
+    tick: float  # resolution of times, in seconds
+    is_counted: bool  # whether the header has the number of frames
 
     def times(self, places: Sequence[int], seconds: Sequence[float | None]) -> tuple[float, ...]:
-        """When frames are: their own times, or those of a constant rate without the rounding."""
+        """Times of frames: exact ones if the rate is constant, otherwise the rounded ones."""
         even = [place / self.rate for place in places]
         pairs = list(zip(seconds, even, strict=True))
         if all(at is None or abs(at - other) <= self.tick for at, other in pairs):
@@ -137,14 +137,14 @@ class _Timeline:
 
 
 def _timeline(av: Any, name: str, data: bytes) -> _Timeline:
-    """Reads the packets of a film, and decodes none.
+    """Read the packets of a video without decoding.
 
     Raises:
-        RequestError: no moving picture, frames too large, or less than the header says.
+        RequestError: no video stream, frames too large, or fewer frames than in the header.
     """
     with av.open(io.BytesIO(data)) as container:
         stream = _stream(container)
-        if stream is None or stream.codec_context is None:  # of no codec that is known
+        if stream is None or stream.codec_context is None:  # unknown codec
             raise RequestError(f"{name} holds no moving picture", hint="give a video file")
         if stream.width * stream.height > MAX_PIXELS:
             raise RequestError(f"a video's frames have more than {MAX_PIXELS} pixels")
@@ -156,7 +156,7 @@ def _timeline(av: Any, name: str, data: bytes) -> _Timeline:
         ]
         shown = [(pts, length) for is_hidden, pts, length in packets if not is_hidden]
         begin, end = _span([(pts, length) for pts, length in shown if pts is not None])
-        # Samples of MP4 are frames, of AVI also their repetitions; an edit list takes frames away
+        # MP4 counts frames, AVI also repetitions; an edit list hides frames
         counted = stream.frames if "mp4" in container.format.name else 0
         longest = max((length for _, length in shown), default=0)
         if len(packets) < counted and end < (stream.duration or 0) - longest:
@@ -168,25 +168,25 @@ def _timeline(av: Any, name: str, data: bytes) -> _Timeline:
 
 
 def _span(packets: Sequence[tuple[int, int]]) -> tuple[int, int]:
-    """When the first frame begins and the last ends, in ticks, of times and lengths."""
+    """Start of the first frame and end of the last, in ticks."""
     if not packets:
         return 0, 0
     times = sorted(packets)
     usual = median(np.diff([pts for pts, _ in times]).tolist()) if len(times) > 1 else 0
-    last, length = times[-1]  # whose length some files do not say
+    last, length = times[-1]  # some files lack the last length
     return times[0][0], last + max(length, int(usual))
 
 
 def _rate(stream: Any, total: int, seconds: Fraction) -> float:
-    """Frames in a second: the header's number, unless the times of the frames contradict it."""
-    said = stream.average_rate or stream.guessed_rate
-    if seconds > 0 and not (said and abs(total / said - seconds) <= 1 / said):
+    """Frames per second: the header's rate, unless the times of the frames contradict it."""
+    declared = stream.average_rate or stream.guessed_rate
+    if seconds > 0 and not (declared and abs(total / declared - seconds) <= 1 / declared):
         return float(total / seconds)
-    return float(said or 0)
+    return float(declared or 0)
 
 
 def _stream(container: Any) -> Any:
-    """The film of a file, rather than the picture of its cover."""
+    """The video stream of a file, not its cover image."""
     return container.streams.best("video")
 
 
@@ -198,7 +198,7 @@ def _count(av: Any, data: bytes) -> int:
 def _frames(
     av: Any, data: bytes, places: Sequence[int]
 ) -> tuple[list[Image.Image], list[float | None]]:
-    """Frames at ascending places, and when they are shown, from the first one of the film."""
+    """Frames at ascending indices, and their times relative to the first frame."""
     frames: list[Image.Image] = []
     seconds: list[float | None] = []
     wanted, begin = set(places), None
@@ -216,10 +216,10 @@ def _frames(
 
 
 def _upright(frame: Any) -> Image.Image:
-    """The picture as a player shows it: turned and mirrored by the display matrix.
+    """A frame rotated and mirrored by the display matrix.
 
-    The matrix (ISO/IEC 14496-12) takes x and y to a x + c y and b x + d y; phones write it.
-    Of other angles than right ones, the nearest is taken.
+    The matrix (ISO/IEC 14496-12) maps x and y to a x + c y and b x + d y; phones write it. Other
+    angles are rounded to the nearest right angle.
     """
     image = frame.to_image()
     for item in frame.side_data:

@@ -1,13 +1,11 @@
-"""Kernels of edgellm's own for the CPU, as operators of ONNX Runtime.
+"""edgellm's CPU kernels, as operators of ONNX Runtime.
 
-* `src/` is the C++ library: `kernels.h` says what an instruction set must compute, `set.inl` and
-  what it includes computes it once for all of them, on `vector.h`; each instruction set's file
-  has the few operations that differ, `*operators.cpp` and `experts.cpp` make operators of it.
-* `pack.py` writes weights as the kernels read them.
-* `compile.py` and `library.py` compile the library, find it and register it with sessions.
+* `src/` is the C++ library: `kernels.h` declares the kernels. `set.inl` and its includes implement
+  them once for all instruction sets, on `vector.h`; each instruction set's file has the operations
+  that differ. `*operators.cpp` and `experts.cpp` wrap them as operators.
+* `pack.py` packs weights for the kernels.
+* `compile.py` and `library.py` compile, find and register the library.
+* `triton/` has the kernels for GPUs.
 
-* `triton/` has those for GPUs.
-
-A row's bits depend neither on the rows beside it nor on threads, and are the same on every
-instruction set.
+Results are batch-invariant, independent of threads, and bit-identical on all instruction sets.
 """

@@ -1,6 +1,7 @@
-"""Compiling the kernels: what a wheel's build and a first use have in common.
+"""Compiles the kernels, for wheels and at first use.
 
-Standard library only and no other module of edgellm's: a build backend imports this file alone.
+Uses only the standard library and no other module of edgellm: build backends import this file
+alone.
 """
 
 from __future__ import annotations
@@ -16,7 +17,7 @@ from pathlib import Path
 SOURCES = Path(__file__).parent / "src"
 LIBRARY = "libedgellm_kernels.so"
 
-# -ffp-contract=off: a product and a sum are one step where the source says so, and nowhere else.
+# -ffp-contract=off: fused multiply-adds only where the source has them.
 _COMMON = (
     "-std=c++17", "-O3", "-fPIC", "-ffp-contract=off", "-fno-math-errno", "-fvisibility=hidden",
     "-Wall", "-Wextra", "-Wno-maybe-uninitialized",
@@ -43,11 +44,11 @@ _UNITS = {
         "neon_i8mm": ("-march=armv8.2-a+dotprod+fp16+i8mm",),
     },
 }
-_SAME = {"arm64": "aarch64", "AMD64": "x86_64"}  # names that other systems have
+_SAME = {"arm64": "aarch64", "AMD64": "x86_64"}  # names on other systems
 
 
 class NoCompilerError(Exception):
-    """There is no C++ compiler, or it refused the kernels."""
+    """There is no C++ compiler, or it failed."""
 
 
 def compiler() -> str | None:
@@ -62,7 +63,7 @@ def units(machine: str) -> dict[str, tuple[str, ...]]:
 
 
 def fingerprint(cxx: str, machine: str, flags: tuple[str, ...] = ()) -> str:
-    """A name for what a compiler makes of these sources."""
+    """A hash of sources, flags and compiler version."""
     digest = hashlib.sha256(repr((units(machine), _COMMON, flags)).encode())
     version = subprocess.run([cxx, "--version"], capture_output=True, check=False)
     digest.update(version.stdout)
@@ -72,7 +73,7 @@ def fingerprint(cxx: str, machine: str, flags: tuple[str, ...] = ()) -> str:
 
 
 def cached_library(cxx: str) -> Path:
-    """The library for this machine, compiled unless it was before.
+    """The library for this machine, compiled if it is not cached.
 
     Raises:
         NoCompilerError: as `compile_library`.
@@ -86,9 +87,9 @@ def cached_library(cxx: str) -> Path:
 
 
 def compile_library(target: Path, cxx: str) -> None:
-    """Write the shared library to `target`; raises `NoCompilerError` with what the compiler said.
+    """Write the shared library to `target`; raises `NoCompilerError` with the compiler's message.
 
-    It appears whole or not at all, also when several processes write it at once.
+    The write is atomic, also if several processes compile concurrently.
     """
     _compile(target, [cxx, "-shared"], units(platform.machine()), ())
 
@@ -96,7 +97,7 @@ def compile_library(target: Path, cxx: str) -> None:
 def compile_program(
     target: Path, cxx: str, main: Path, *, machine: str, flags: tuple[str, ...]
 ) -> None:
-    """Write a program of `main` and the kernels, also for another machine than this."""
+    """Write a program of `main` and the kernels, also for another machine."""
     own = {name: unit for name, unit in units(machine).items() if name not in _OPERATORS}
     _compile(target, [cxx], {**own, str(main.with_suffix("")): (f"-I{SOURCES}",)}, flags)
 
@@ -104,7 +105,7 @@ def compile_program(
 def _compile(
     target: Path, linker: list[str], sources: dict[str, tuple[str, ...]], flags: tuple[str, ...]
 ) -> None:
-    """Compile all units at once and link them."""
+    """Compile all units in parallel and link them."""
     target.parent.mkdir(parents=True, exist_ok=True)
     with tempfile.TemporaryDirectory(dir=target.parent) as folder:
         running: list[subprocess.Popen[bytes]] = []

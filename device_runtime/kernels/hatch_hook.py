@@ -1,6 +1,6 @@
-"""Puts the compiled kernels into a wheel where there is a compiler; else the wheel is pure Python.
+"""Adds the compiled kernels to a wheel; without a compiler the wheel is pure Python.
 
-EDGELLM_KERNELS=0 leaves them out. Editable installs compile at first use.
+EDGELLM_KERNELS=0 omits the kernels. Editable installs compile at first use.
 """
 
 from __future__ import annotations
@@ -26,10 +26,10 @@ def _compile_module() -> ModuleType:
 
 
 class KernelHook(BuildHookInterface):
-    """Named by `tool.hatch.build.targets.wheel.hooks.custom`."""
+    """The build hook in `tool.hatch.build.targets.wheel.hooks.custom`."""
 
     def initialize(self, version: str, build_data: dict[str, Any]) -> None:
-        """Compile, and name the wheel after this platform, of which any Python will do."""
+        """Compile, and tag the wheel with this platform, for any Python."""
         compiling = _compile_module()
         cxx = compiling.compiler()
         if version == "editable" or cxx is None or os.environ.get("EDGELLM_KERNELS") == "0":

@@ -1,4 +1,4 @@
-"""The compiled kernels: where they are, and how sessions and tests reach them."""
+"""Finds and loads the compiled kernels, and registers them with sessions."""
 
 from __future__ import annotations
 
@@ -18,7 +18,7 @@ from edgellm.device_runtime.kernels.compile import (
 if TYPE_CHECKING:
     import onnxruntime as ort
 
-DOMAIN = "edgellm.kernels"  # that of portable graphs has functions of equal names
+DOMAIN = "edgellm.kernels"  # portable graphs have functions with equal names in another domain
 _PREBUILT = Path(__file__).parent / "prebuilt" / LIBRARY
 _HINT = (
     "install a C++ compiler, g++ 11 or clang++ 12 or newer (Debian and Ubuntu: apt install g++), "
@@ -28,12 +28,12 @@ _HINT = (
 
 @cache
 def library_path() -> Path:
-    """The shared library: what came with the package, else what this machine's compiler makes.
+    """The path of the shared library: prebuilt in the package, or compiled on this machine.
 
     It is compiled once for each compiler and version of the sources, in 30 s of processor time.
 
     Raises:
-        EdgeLLMError: if there is neither, or the folder cannot be written.
+        EdgeLLMError: there is no library and no compiler, or the folder is not writable.
     """
     if _PREBUILT.exists():
         return _PREBUILT
@@ -66,7 +66,7 @@ def load_library() -> ctypes.CDLL:
 
 @cache
 def instruction_sets() -> tuple[str, ...]:
-    """Those of this processor that have kernels, best first; the last is the scalar reference."""
+    """This processor's instruction sets with kernels, best first; last is the scalar reference."""
     name = load_library().edgellm_instruction_set
     name.restype = ctypes.c_char_p
     names: list[str] = []
@@ -76,10 +76,10 @@ def instruction_sets() -> tuple[str, ...]:
 
 
 def register(options: ort.SessionOptions) -> None:
-    """Let sessions with these options run the operators of `DOMAIN`.
+    """Register the operators of `DOMAIN` with session options.
 
     Raises:
-        EdgeLLMError: if the library is not available, or ONNX Runtime is too old for it.
+        EdgeLLMError: the library is unavailable, or ONNX Runtime is too old for it.
     """
     path = library_path()
     try:

@@ -1,10 +1,10 @@
-"""Weights of linear layers as the kernels read them: one stream of records.
+"""Packs weights of linear layers for the kernels, as a stream of records.
 
-A record holds, of 32 output channels and one block of inputs, the codes, 32 half scales and, where
-there are zero points, 32 half products of scale and (zero point - middle). Codes of four inputs of
-a channel stand side by side: bytes [4 inputs' group][channel][input], in int4 the next four inputs
-in the high halves. Floats, and FP8 with its 32 float scales, are [input][channel]. Every
-instruction set reads this one layout.
+A record covers 32 output channels and one group of inputs. It has the quantized weights, 32 FP16
+scales and, with zero points, 32 FP16 products of scale and (zero point - middle). Weights of four
+inputs of a channel are adjacent: bytes [4 inputs' group][channel][input]; in INT4 the next four
+inputs are in the high nibbles. Floats, and FP8 with its 32 FP32 scales, are [input][channel]. All
+instruction sets use this layout.
 """
 
 from __future__ import annotations
@@ -17,31 +17,31 @@ from dataclasses import dataclass
 import numpy as np
 
 GROUP = 32  # output channels of a record
-STRIP = 16  # channels that gate and up take in turn
+STRIP = 16  # gate and up are interleaved by this number of channels
 BLOCKS = (16, 32, 64, 128)
 VERSION = 2  # of the layout
 _MAGIC = b"edgellmW"
 _FORMS = {"int4": 1, "int8": 2, "float16": 3, "bfloat16": 4, "fp4": 5, "fp8": 6, "float32": 7}
-MIDDLES = {"int4": 8, "int8": 128, "fp4": 0}  # that unsigned codes count from
+MIDDLES = {"int4": 8, "int8": 128, "fp4": 0}  # default zero points of unsigned weights
 _BITS = {"int4": 4, "fp4": 4, "int8": 8, "fp8": 8}
-_LARGEST_OFFSET = 2.0**14  # over the multiplier, which is half of the largest at least
+_LARGEST_OFFSET = 2.0**14  # relative to the multiplier, at least half of the largest
 _HEADER = struct.Struct("<8s7I f Q I 12x")
-_OF_HALVES = 2.0**8  # what FP8 codes stand for, over what halves of the same bits do
+_OF_HALVES = 2.0**8  # FP8 value divided by the FP16 value of the same bits
 _WEIGHTS_AT_ONCE = 1 << 20
 
 
 @dataclass(frozen=True, slots=True)
 class PackedForm:
-    """What a packed weight holds.
+    """The format of a packed weight.
 
     Attributes:
         kind: "int4", "int8", "fp4", "fp8", "float16", "bfloat16" or "float32".
         in_features: K.
-        out_features: N; of gated weights those of gate and up together.
-        block: inputs that share a scale, of FP8 any number; 1 for floats.
+        out_features: N; of gated weights the sum of gate and up.
+        block: group size of scales, for FP8 any number; 1 for floats.
         has_zero_points: integers only.
-        is_gated: channels are those of gate and up, 16 of each in turn; see `gated_order`.
-        input_terms: codes of 8 bits that stand for an input; 2 are for "int8" alone.
+        is_gated: gate and up are interleaved by 16 channels; see `gated_order`.
+        input_terms: INT8 terms of a quantized input; 2 only for "int8".
     """
 
     kind: str
@@ -54,33 +54,33 @@ class PackedForm:
 
     @property
     def is_quantized(self) -> bool:
-        """Codes with scales."""
+        """Whether the weight has scales."""
         return self.kind in _BITS
 
     @property
     def takes_codes(self) -> bool:
-        """Inputs are rounded to int8."""
+        """Whether inputs are quantized to INT8."""
         return self.kind in MIDDLES
 
     @property
     def blocks(self) -> int:
-        """Blocks of one channel; the last may be padded."""
+        """Groups of one channel; the last may be padded."""
         return -(-self.in_features // self.block)
 
     @property
     def record_bytes(self) -> int:
-        """Of 32 channels and one block."""
+        """Bytes of 32 channels and one group."""
         bits = 32 if self.kind == "float32" else _BITS.get(self.kind, 16)
         scales = 2 * (1 + self.has_zero_points) if self.takes_codes else 4 * self.is_quantized
         return self.block * GROUP * bits // 8 + scales * GROUP
 
     @property
     def num_bytes(self) -> int:
-        """Of the whole packed weight, its header included."""
+        """Bytes of the packed weight, header included."""
         return _HEADER.size + -(-self.out_features // GROUP) * self.blocks * self.record_bytes
 
     def header(self, multiplier: float = 1.0) -> bytes:
-        """The first 64 bytes; `multiplier` is that of all scales."""
+        """The first 64 bytes; `multiplier` applies to all scales."""
         return _HEADER.pack(
             _MAGIC, VERSION, _FORMS[self.kind], self.in_features, self.out_features, self.block,
             self.has_zero_points, self.is_gated, multiplier, self.num_bytes, self.input_terms,
@@ -100,14 +100,14 @@ def gated_order(width: int) -> np.ndarray:
 
 
 def scale_multiplier(largest_scale: float) -> float:
-    """The power of two that brings the largest scale near the top of what half floats hold."""
+    """The power of two that scales the largest scale near the FP16 maximum."""
     if not largest_scale > 0:
         return 1.0
     return 2.0 ** (math.frexp(largest_scale)[1] - 1)
 
 
 def largest_factor(scales: np.ndarray, offsets: np.ndarray | None) -> float:
-    """What `scale_multiplier` must bring into range; of all channels together the largest."""
+    """The argument of `scale_multiplier`: the largest scale or offset of all channels."""
     largest = float(np.abs(scales).max(initial=0))
     if offsets is None:
         return largest
@@ -123,20 +123,20 @@ def pack_codes(
     offsets: np.ndarray | None = None,
     multiplier: float | None = None,
 ) -> Iterator[bytes]:
-    """Packed bytes of a quantized weight, piece by piece; weight = (code - zero point) * scale.
+    """Pack a quantized weight in chunks; weight = (code - zero point) * scale.
 
     Or, with offsets, (code - 8 or 128) * scale - offset.
 
     Args:
-        form: what is packed; channels already stand in their order.
-        codes: uint8 [N, K], 0 to 15 or 0 to 255.
-        scales: float [N, blocks]; of FP4 half of them: its codes stand for twice the values.
+        form: the format; channels are in their final order.
+        codes: quantized weights, uint8 [N, K], 0 to 15 or 0 to 255.
+        scales: float [N, blocks]; for FP4 half of the scales, since codes are doubled values.
         zero_points: uint8 [N, blocks]; None: 8 or 128.
-        offsets: float [N, blocks], in the place of zero points.
-        multiplier: see `scale_multiplier`; None: found from the scales.
+        offsets: float [N, blocks], instead of zero points.
+        multiplier: see `scale_multiplier`; None: computed from the scales.
 
     Yields:
-        The header, then some groups of channels at a time.
+        The header, then chunks of channels.
     """
     if codes.shape != (form.out_features, form.in_features):
         raise ValueError(f"codes are {codes.shape}")
@@ -153,7 +153,7 @@ def pack_codes(
 
 
 def channel_slices(form: PackedForm) -> Iterator[slice]:
-    """Whole groups of channels, few enough that some copies of their weights can be held."""
+    """Chunks of channels, small enough for several copies of their weights in memory."""
     step = max(GROUP, _WEIGHTS_AT_ONCE // form.in_features // GROUP * GROUP)
     for first in range(0, form.out_features, step):
         yield slice(first, min(first + step, form.out_features))
@@ -166,7 +166,7 @@ def records(
     offsets: np.ndarray | None,
     multiplier: float,
 ) -> bytes:
-    """Of one of `channel_slices`; see `pack_codes`."""
+    """The records of one of `channel_slices`; see `pack_codes`."""
     middle = MIDDLES[form.kind]
     wide = _padded(codes, form.blocks * form.block, middle)
     halves = [_padded(scales.astype(np.float32) / multiplier, form.blocks, 0)]
@@ -177,11 +177,11 @@ def records(
 
 
 def pack_floats(form: PackedForm, weight: np.ndarray) -> Iterator[bytes]:
-    """Packed bytes of a weight of floats, piece by piece.
+    """Pack a float weight in chunks.
 
     Args:
         form: "float16", "bfloat16" or "float32".
-        weight: [N, K] in its bits; bfloat16 as uint16.
+        weight: [N, K]; bfloat16 as uint16.
     """
     yield form.header()
     for part in channel_slices(form):
@@ -189,18 +189,18 @@ def pack_floats(form: PackedForm, weight: np.ndarray) -> Iterator[bytes]:
 
 
 def float_records(form: PackedForm, weight: np.ndarray) -> bytes:
-    """Of one of `channel_slices`; see `pack_floats`."""
+    """The records of one of `channel_slices`; see `pack_floats`."""
     kind = np.uint32 if form.kind == "float32" else np.uint16
     rows = _padded(weight.view(kind), form.in_features, 0)
     return rows.reshape(-1, GROUP, form.in_features).transpose(0, 2, 1).tobytes()
 
 
 def pack_fp8(form: PackedForm, codes: np.ndarray, scales: np.ndarray) -> Iterator[bytes]:
-    """Packed bytes of a weight in FP8 (E4M3), piece by piece.
+    """Pack an FP8 (E4M3) weight in chunks.
 
     Args:
         form: "fp8".
-        codes: uint8 [N, K]; none is that of no number.
+        codes: uint8 [N, K], without NaN.
         scales: float32 [N, blocks].
     """
     yield form.header()
@@ -209,7 +209,7 @@ def pack_fp8(form: PackedForm, codes: np.ndarray, scales: np.ndarray) -> Iterato
 
 
 def fp8_records(form: PackedForm, codes: np.ndarray, scales: np.ndarray) -> bytes:
-    """Of one of `channel_slices`; see `pack_fp8`."""
+    """The records of one of `channel_slices`; see `pack_fp8`."""
     rows = _padded(codes, form.blocks * form.block, 0)
     lanes = rows.reshape(-1, GROUP, form.blocks, form.block).transpose(0, 2, 3, 1)
     packed = np.empty((*lanes.shape[:2], form.record_bytes), np.uint8)
@@ -222,7 +222,7 @@ def fp8_records(form: PackedForm, codes: np.ndarray, scales: np.ndarray) -> byte
 
 
 def _padded(rows: np.ndarray, width: int, value: int) -> np.ndarray:
-    """`rows` with whole groups of channels and `width` columns."""
+    """Pad `rows` to whole groups of channels and `width` columns."""
     count = -(-len(rows) // GROUP) * GROUP
     if rows.shape == (count, width):
         return rows
@@ -236,7 +236,7 @@ def _quantized_records(form: PackedForm, codes: np.ndarray, halves: list[np.ndar
     groups = len(codes) // GROUP
     nibbles = 8 // _BITS[form.kind]
     steps = form.block // (4 * nibbles)
-    # Four inputs are one word: words change their places in a third of the time.
+    # Four inputs are one word: transposing words takes a third of the time.
     words = np.ascontiguousarray(codes).view(np.uint32)
     lanes = words.reshape(groups, GROUP, form.blocks, steps, nibbles)
     lanes = lanes.transpose(4, 0, 2, 3, 1)  # nibble, group, block, step, channel

@@ -1,6 +1,6 @@
-"""What runs engines, one package each: a library, or a library with the device that it takes.
+"""Runners of engines: protocols, and one package for each backend (library and device).
 
-A package here is found by its name; `build` has one of the same name, which compiles. Users name
+Packages are found by name; `build` has a package of the same name, which compiles. Users name
 libraries: `onnxruntime` with the device cuda is the package `onnxruntime_cuda`.
 """
 
@@ -19,24 +19,24 @@ from edgellm.core.errors import EdgeLLMError
 from edgellm.core.manifest import DEVICES, Engine, library_of
 from edgellm.device_runtime.runners.batch_costs import SharedCosts
 
-# Of one pass by contract name, in the host's memory, floats as float32. Arrays are fetched when
-# they are first read, which must be before the runner's next pass.
+# Outputs of one pass by graph I/O name, in host memory, floats as float32. Arrays are fetched when
+# first read, which must be before the runner's next pass.
 Outputs = Mapping[str, NDArray[Any]]
 
 
-# In the order in which "auto" asks, and what engines of each run on.
+# Devices of the backends, in the order in which "auto" tries them.
 _DEVICES = {"tensorrt": "cuda", "onnxruntime_cuda": "cuda", "onnxruntime_cpu": "cpu"}
 
 
 class Cache(Protocol):
-    """The rows of a KV cache."""
+    """The KV cache of one sequence."""
 
     def compact(self, length: int, rows: NDArray[np.int64]) -> None:
-        """The rows `length + rows`, ascending, become `length`, `length + 1`, ..."""
+        """Move the positions `length + rows`, ascending, to `length`, `length + 1`, ..."""
         ...
 
     def read_rows(self, length: int) -> NDArray[Any]:
-        """A copy of the first `length` rows, in the cache's own type.
+        """A copy of the first `length` positions, in the cache's dtype.
 
         Returns:
             [2 * num_layers, 1, num_kv_heads, length, head_dim].
@@ -44,132 +44,132 @@ class Cache(Protocol):
         ...
 
     def write_rows(self, rows: NDArray[Any]) -> None:
-        """Write rows that `read_rows` copied, from row 0 on."""
+        """Write positions that `read_rows` copied, from position 0 on."""
         ...
 
 
 class Runner(Protocol):
-    """The loaded graph, or graphs, of a role."""
+    """Runs the loaded graphs of a role."""
 
     @property
     def cache(self) -> Cache | None:
-        """Where the role has one; all of its graphs share it."""
+        """The KV cache of the role, if any; all of its graphs share it."""
         ...
 
     def hold(self, inputs: Mapping[str, NDArray[Any]]) -> None:
-        """Inputs of the passes to come, until they are replaced: images."""
+        """Set inputs of all later passes, until they are replaced: images."""
         ...
 
     def run(self, inputs: Mapping[str, NDArray[Any]]) -> Outputs:
-        """One pass.
+        """Run one forward pass.
 
         Args:
-            inputs: by contract name, shaped as the contract says; without `TREE_MASK` rows see
-                all before them. What the graph does not take is ignored.
+            inputs: by graph I/O name, with the shapes of `core.graph_io`. Without `TREE_MASK`
+                attention is causal. Inputs that the graph does not have are ignored.
 
         Raises:
-            LimitError: more than the engine was built for.
+            LimitError: the inputs exceed the engine's limits.
         """
         ...
 
 
 @runtime_checkable
 class SharedRunner(Runner, Protocol):
-    """One whose passes serve several sequences, which share memory in pages."""
+    """A runner with batches of sequences, whose KV caches share memory in blocks."""
 
     @property
     def num_sequences(self) -> int:
-        """Of a pass, at most."""
+        """Maximum batch size."""
         ...
 
     @property
     def page_rows(self) -> int:
-        """Rows of a page."""
+        """Positions in a block."""
         ...
 
     @property
     def free_rows(self) -> int:
-        """Rows for which pages are free."""
+        """Positions in free blocks."""
         ...
 
     def free_rows_without(self, caches: Sequence[Cache]) -> int:
-        """Rows for which pages were free if these caches gave theirs back."""
+        """Positions in free blocks if these caches were freed."""
         ...
 
     @property
     def pass_rows(self) -> int:
-        """Rows of a sequence in a pass at most, where windows bound its pages; 0: any number."""
+        """Maximum tokens of a sequence in a pass if windows bound its blocks; 0: unlimited."""
         ...
 
     def new_cache(self) -> Cache:
-        """Of another sequence, without rows."""
+        """An empty cache of another sequence."""
         ...
 
     def reserve(self, cache: Cache, write_index: int, rows: int) -> None:
-        """Before a pass: pages for its rows; raises `LimitError` where none is free.
+        """Allocate blocks for the tokens of a pass; raises `LimitError` if none is free.
 
-        Pages that are before all windows are given back.
+        Blocks before all sliding windows are freed.
         """
         ...
 
     def least_rows(self, cache: Cache) -> int:
-        """The fewest rows behind which it can be gone on; 0: any number that was written."""
+        """The minimum length to which the cache can be truncated; 0: any length."""
         ...
 
     def write_rows(self, cache: Cache, rows: NDArray[Any], least_rows: int) -> None:
-        """See `Cache`; fewer than `least_rows` of them cannot be gone on from."""
+        """See `Cache`; later the cache cannot be truncated below `least_rows`."""
         ...
 
     def fork(self, cache: Cache) -> Cache:
-        """Another with the same rows; they are copied when one of the two writes over them."""
+        """A copy-on-write copy of a cache."""
         ...
 
     def release(self, cache: Cache) -> None:
-        """Give the pages of a cache back."""
+        """Free the blocks of a cache."""
         ...
 
     def run_many(self, parts: Sequence[tuple[Cache, Mapping[str, NDArray[Any]]]]) -> list[Outputs]:
-        """One pass for several sequences, at most `num_sequences`.
+        """Run one pass for a batch of at most `num_sequences`.
 
         Args:
-            parts: caches, in which rows are reserved, with inputs as `run` takes them.
+            parts: caches with reserved positions, each with inputs as in `run`.
 
         Returns:
-            What `run` would give for each.
+            The outputs of `run` for each sequence.
         """
         ...
 
 
 @runtime_checkable
 class ArrangesPasses(Protocol):
-    """A `SharedRunner` that computes what several sequences ask for in the cheapest passes."""
+    """A `SharedRunner` that splits a batch into the cheapest passes."""
 
     @property
     def shared_rows(self) -> tuple[int, int]:
-        """Rows of a sequence, and of all, at most, in a pass of trees side by side."""
+        """Maximum tokens of a sequence, and of all, in a batch of trees."""
         ...
 
     def learn_costs(self, costs: SharedCosts) -> None:
-        """What passes cost was measured; before, the runner assumes it."""
+        """Set the measured costs of passes; before, the runner estimates them."""
         ...
 
 
 @runtime_checkable
 class LimitsBatch(Protocol):
-    """A runner without a cache, whose passes may have a place on the first axis for each answer."""
+    """A runner without a cache, whose inputs may have a batch axis."""
 
     @property
     def max_sequences(self) -> int:
-        """Of a pass."""
+        """Maximum batch size."""
         ...
 
 
 @runtime_checkable
 class TakesAdapters(Protocol):
-    """A runner whose graphs add what LoRA adapters do; which of them, a pass says by `ADAPTER`."""
+    """A runner whose graphs apply LoRA adapters, selected by the input `ADAPTER`."""
 
     def hold_adapters(self, weights: NDArray[np.float32], table: NDArray[np.int64]) -> None:
-        """All adapters of the passes to come, as `ADAPTER_WEIGHTS` and `ADAPTER_TABLE`."""
+        """Set all adapters of later passes, as `ADAPTER_WEIGHTS` and `ADAPTER_TABLE`."""
         ...
 
 
@@ -177,25 +177,25 @@ class Backend(Protocol):
     """The functions that a backend's package has."""
 
     def available(self) -> str:
-        """The library's version; raises `EdgeLLMError` with the remedy when it cannot run."""
+        """The library's version; raises `EdgeLLMError` with a hint if it is unavailable."""
         ...
 
     def require_device(self) -> None:
-        """Raises `EdgeLLMError`, which says why, if engines that are built here do not run here."""
+        """Raises `EdgeLLMError` with the reason if this machine cannot run its own engines."""
         ...
 
     def open_engine(self, folder: Path, engine: Engine) -> Mapping[str, Runner]:
-        """Load an engine that was built for this machine; its runners by role.
+        """Load an engine that was built for this machine; returns its runners by role.
 
         Raises:
-            BrokenArtifactError: built for another machine or library, or refused by the library.
-            LimitError: the memory of the device does not suffice.
+            BrokenArtifactError: built for another machine or library, or rejected by the library.
+            LimitError: the device has too little memory.
         """
         ...
 
 
 class FetchedOutputs(Mapping[str, NDArray[Any]]):
-    """See `Outputs`; reading what is gone is a `ValueError`."""
+    """See `Outputs`; reading after the next pass raises `ValueError`."""
 
     __slots__ = ("_fetch", "_fetched", "_is_latest", "_names")
 
@@ -220,12 +220,12 @@ class FetchedOutputs(Mapping[str, NDArray[Any]]):
         return len(self._names)
 
     def require_latest(self, name: str) -> None:
-        """Raises `ValueError` if the next pass has overwritten what `name` is read from."""
+        """Raises `ValueError` if the next pass has overwritten the memory of `name`."""
         if not self._is_latest:
             raise ValueError(f"{name} of a pass is read after the next one")
 
     def expire(self) -> None:
-        """The next pass begins."""
+        """Mark the outputs as overwritten by the next pass."""
         self._is_latest = False
 
 
@@ -241,7 +241,7 @@ def names() -> list[str]:
 
 
 def libraries() -> list[str]:
-    """Those of all backends, as users name them."""
+    """The libraries of all backends, as users name them."""
     return sorted({library_of(name) for name in names()})
 
 
@@ -250,10 +250,10 @@ def resolve(name: str, device: str = "") -> str:
 
     Args:
         name: a library, a backend, or "auto".
-        device: of `DEVICES`, or "" for the usual one.
+        device: one of `DEVICES`, or "" for the default.
 
     Raises:
-        EdgeLLMError: unknown, or (none) available on this machine, or not for the device.
+        EdgeLLMError: unknown, unavailable on this machine, or not for this device.
     """
     if name == "auto":
         return automatic(device)[0]
@@ -268,14 +268,14 @@ def automatic(device: str = "") -> tuple[str, dict[str, str]]:
     """The first backend whose engines run here: TensorRT, ONNX Runtime on CUDA, then on the CPU.
 
     Args:
-        device: of `DEVICES`, or "" for any. Without a GPU ONNX Runtime's engines for CUDA can be
-            built all the same, if they are asked for.
+        device: one of `DEVICES`, or "" for any. With "cuda", ONNX Runtime engines can be built
+            also without a GPU.
 
     Returns:
-        Its name, and by name why each before it does not run here.
+        Its name, and by name why each backend before it does not run here.
 
     Raises:
-        EdgeLLMError: none does.
+        EdgeLLMError: no backend runs here.
     """
     reasons: dict[str, str] = {}
     for name in (each for each, runs_on in _DEVICES.items() if device in (runs_on, "")):
@@ -289,13 +289,13 @@ def automatic(device: str = "") -> tuple[str, dict[str, str]]:
 
 
 def title(name: str) -> str:
-    """A backend as users ask for it."""
+    """A backend's name for users."""
     library = library_of(name)
     return library if library == name else f"{library} on {_DEVICES[name]}"
 
 
 def find(name: str) -> Backend:
-    """The backend of a library or package, on the library's usual device; raises as `resolve`."""
+    """The backend of a library or package, on the library's default device; raises as `resolve`."""
     return cast(Backend, importlib.import_module(f"{__name__}.{resolve(name)}"))
 
 

@@ -1,4 +1,4 @@
-"""What passes of several sequences cost, by sequences and rows: measured, and what lies between."""
+"""Costs of batched passes by batch size and tokens: measured points, interpolated."""
 
 from __future__ import annotations
 
@@ -18,14 +18,14 @@ from edgellm.device_runtime.runners.pass_timing import (
 )
 
 F64 = NDArray[np.float64]
-_MAX_MEASURED = 512  # rows of all sequences; beyond them time grows as before
+_MAX_MEASURED = 512  # tokens of a batch; larger batches are extrapolated linearly
 
 
 class SharedCosts:
-    """Milliseconds of passes in which sequences have equally many rows, or nearly so."""
+    """Milliseconds of batched passes in which sequences have about equally many tokens."""
 
     def __init__(self, measured: Mapping[int, Mapping[str, float]]) -> None:
-        """By sequences, then by the rows of each."""
+        """Args: `measured`, by batch size, then by tokens of each sequence."""
         self._measured = [
             (count, _ascending({int(rows): ms for rows, ms in measured[count].items()}))
             for count in sorted(measured)
@@ -34,19 +34,19 @@ class SharedCosts:
 
     @classmethod
     def find(cls, kind: str, cost_ms: Mapping[str, Mapping[str, float]]) -> SharedCosts | None:
-        """Those of a kind of pass among all that were measured; None: nobody measured them."""
+        """The costs of a kind of pass among measured ones; None: not measured."""
         kinds = shared_kinds(kind, cost_ms)
         return cls({count: cost_ms[name] for count, name in kinds.items()}) if kinds else None
 
     def of(self, sequences: int, rows: int) -> float:
-        """Of a pass of so many sequences, with `rows` rows together."""
+        """Cost of a pass with `sequences`, which have `rows` tokens in total."""
         table = self.by_rows(sequences)
         last = len(table) - 1
         beyond = max(rows - last, 0) * float(table[last] - table[last - 1])
         return float(table[min(rows, last)]) + beyond
 
     def by_rows(self, sequences: int) -> F64:
-        """Of passes of so many, by the rows of all (index)."""
+        """Costs of passes with `sequences`, by total tokens (index)."""
         if sequences not in self._tables:
             each = np.arange(_MAX_MEASURED + 1) / sequences
             counts = [count for count, _ in self._measured]
@@ -69,16 +69,16 @@ def measure_shared(
     run: Callable[[int, int], object],
     budget: Budget | None = None,
 ) -> dict[str, dict[str, float]]:
-    """Measure passes of 1, 2, 4 ... `maximum` sequences, by kind and rows of each.
+    """Measure passes of 1, 2, 4 ... `maximum` sequences, by kind and tokens of each.
 
-    Rows that the budget does not allow are estimated; numbers of sequences are left out.
+    If the budget ends early, numbers of tokens are estimated and batch sizes are omitted.
 
     Args:
-        kind: of passes that one sequence has alone.
-        maximum: sequences of a pass.
-        room: rows of a sequence, and of all, at most.
-        run: a pass of so many sequences, with so many rows each.
-        budget: None: one of its own.
+        kind: the kind of passes with one sequence.
+        maximum: maximum batch size.
+        room: maximum tokens of a sequence, and of all.
+        run: runs a pass with a batch size and tokens of each sequence.
+        budget: None: a new one.
     """
     runs = {
         f"{count} {rows}": partial(run, count, rows)
@@ -98,7 +98,7 @@ def measure_shared(
 
 
 def _tokens(name: str) -> int:
-    """Of all sequences of a pass."""
+    """Total tokens of a pass."""
     count, rows = name.split()
     return int(count) * int(rows)
 
@@ -112,13 +112,13 @@ def _counts(maximum: int) -> Iterator[int]:
 
 
 def _ascending(measured: Mapping[int, float]) -> tuple[list[int], F64]:
-    """Rows and times; more rows never take less: what seems to was disturbed, which only adds."""
+    """Tokens and times, made monotone: noise only adds to a measurement."""
     rows = sorted(measured)
     return rows, np.minimum.accumulate([measured[each] for each in reversed(rows)])[::-1]
 
 
 def _line(places: list[int], values: F64, at: F64 | NDArray[np.int64]) -> F64:
-    """Between points and, as steep as between the last two, behind them."""
+    """Linear interpolation; after the last point with the last slope."""
     if len(places) == 1:
         return np.full(len(at), values[0])
     slope = (values[-1] - values[-2]) / (places[-1] - places[-2])

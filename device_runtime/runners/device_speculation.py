@@ -1,4 +1,4 @@
-"""Rounds of a tree that a device runs alone: what a session asks of a backend that can."""
+"""Protocol of backends that run rounds of speculation on the device, without the host."""
 
 from __future__ import annotations
 
@@ -17,30 +17,30 @@ RATE_POINTS = 11  # of a curve of acceptance rates
 
 @dataclass(frozen=True, slots=True)
 class Growth:
-    """What trees may become, for which memory and passes are made at load."""
+    """Limits of draft trees; memory and passes for them are prepared at load."""
 
-    top_k: int  # children of a node that gets some
-    widths: tuple[int, ...]  # nodes of level 1, 2, ... that get children; the last level has none
-    nodes: tuple[int, ...]  # sizes of trees that are verified, root included; ascending
-    scored: Scored  # by what nodes are chosen
-    places: NDArray[np.float64] | None = None  # scores by place in the pool; of "places" alone
+    top_k: int  # children of each expanded node
+    widths: tuple[int, ...]  # expanded nodes of level 1, 2, ...; the last level has no children
+    nodes: tuple[int, ...]  # sizes of verified trees, root included; ascending
+    scored: Scored  # score that selects nodes
+    places: NDArray[np.float64] | None = None  # scores by place in the pool; only for "places"
 
     @property
     def levels(self) -> int:
-        """Of the deepest tree, below the root."""
+        """Maximum levels below the root."""
         return len(self.widths) + 1
 
     def pool_size(self, levels: int) -> int:
-        """Nodes that a tree of so many levels is chosen from, root included."""
+        """Candidates of a tree with `levels`, root included."""
         return 1 + self.top_k * sum((1, *self.widths)[:levels])
 
 
 @dataclass(frozen=True, slots=True)
 class Draws:
-    """How a request that is not greedy draws."""
+    """Sampling parameters and random numbers of a request that samples."""
 
     rules: NDArray[np.float64]  # [4]: temperature, top_k, top_p, min_p
-    uniforms: NDArray[np.float64]  # [1 + levels]: random numbers of the next draws
+    uniforms: NDArray[np.float64]  # [1 + levels]: the next random numbers
 
 
 @dataclass(frozen=True, slots=True)
@@ -48,59 +48,60 @@ class RoundOrder:
     """A sequence's part of a round."""
 
     root: int  # the newest token
-    base_start: tuple[int, int]  # rows of the base's cache, and the position of the next
-    draft_start: tuple[int, int]  # of the draft's
-    levels: int  # 1 to those of `Growth`
-    nodes: int  # one of those of `Growth`
-    rates: NDArray[np.float64] | None = None  # [2, RATE_POINTS] of "rates", see `grow_level`
+    base_start: tuple[int, int]  # length of the base's cache, and the next position id
+    draft_start: tuple[int, int]  # the same of the draft
+    levels: int  # from 1 to `Growth.levels`
+    nodes: int  # one of `Growth.nodes`
+    rates: NDArray[np.float64] | None = None  # [2, RATE_POINTS] for "rates", see `grow_level`
     accepts: Literal["greedy", "sampled", "host"] = "greedy"
-    draws: Draws | None = None  # of "sampled"
+    draws: Draws | None = None  # for "sampled"
     caches: tuple[Cache | None, Cache | None] = None, None  # base's and draft's; None: the only one
-    root_row: int = 0  # of the draft's latest pass, whose candidates are the root's children
+    root_row: int = 0  # row of the draft's latest pass with the root's children
 
 
 @dataclass(frozen=True, slots=True)
 class RoundOutcome:
-    """What the host gets to know of a round; the tree has N nodes."""
+    """The result of a round on the host; the tree has N nodes."""
 
     token_ids: NDArray[np.int64]  # [N]
     parents: NDArray[np.int64]  # [N]; -1 for the root
-    log_probs: NDArray[np.float32]  # [N]; of the draft, given the parent; 0 for the root
-    accepted: tuple[list[int], int] | None  # path and the token behind it; None: the host's work
-    outputs: Outputs  # of the base's pass, of which rows N and more are padding
+    log_probs: NDArray[np.float32]  # [N]; the draft's, given the parent; 0 for the root
+    accepted: tuple[list[int], int] | None  # path and bonus token; None: the host accepts
+    outputs: Outputs  # of the base's pass; rows from N on are padding
 
 
 class Rounds(Protocol):
-    """A base and its draft on one device."""
+    """Runs rounds of a base and its draft on one device."""
 
     def maximum(self, nodes: int) -> int:
-        """Sequences of a round of trees of so many nodes."""
+        """Maximum batch size of a round with trees of `nodes`."""
         ...
 
     def ask(self, orders: Sequence[RoundOrder]) -> None:
-        """Ask for a round of several sequences, as many as `maximum` allows.
+        """Enqueue a round of at most `maximum` sequences.
 
-        The draft's pass before was one that was asked for, see `Asked`.
+        The draft's last pass must be an asynchronous one, see `Asked`.
         """
         ...
 
     def finish(self) -> list[RoundOutcome]:
-        """Wait for it; outputs are to be read before the base's next pass."""
+        """Wait for the round; outputs must be read before the base's next pass."""
         ...
 
 
 @runtime_checkable
 class Asked(Runner, Protocol):
-    """A draft's runner whose passes the host need not wait for."""
+    """A draft's runner with asynchronous passes."""
 
     def ask_many(
         self, parts: Sequence[tuple[Cache, Mapping[str, NDArray[Any]]]]
     ) -> list[tuple[Outputs, int | None]]:
-        """A pass for several sequences, each of which wants one row; outputs are fetched when read.
+        """Run a batch asynchronously; each sequence has candidates of one row.
 
         Returns:
-            What `run` would give for each, and its row of the pass's candidates on the device;
-            None: they were too many for one pass, and its candidates have come to the host.
+            The outputs of `run` for each, fetched when read, and its row of the candidates on the
+            device. The row is None if the batch took several passes: candidates are then on the
+            host.
         """
         ...
 
@@ -110,5 +111,5 @@ class GrowsTrees(Runner, Protocol):
     """A base's runner that can run rounds on its device."""
 
     def open_rounds(self, draft: Runner, growth: Growth) -> Rounds | None:
-        """Make what rounds need; None: these two, or this GPU, run them with the host's help."""
+        """Prepare rounds on the device; None: these runners, or this GPU, need the host."""
         ...

@@ -1,4 +1,4 @@
-"""LoRA adapters in places on a GPU: what its matrices hold, and which of them rows have."""
+"""LoRA adapters in slots on a GPU: their matrices, and the masks that select them by token."""
 
 from __future__ import annotations
 
@@ -16,16 +16,16 @@ from edgellm.core.errors import LimitError
 
 @dataclass(frozen=True, slots=True)
 class _Product:
-    """Of the weights of layers side by side."""
+    """LoRA matrices of layers with concatenated weights."""
 
-    layers: tuple[tuple[int, int], ...]  # places in `ADAPTER_TABLE`, and widths
+    layers: tuple[tuple[int, int], ...]  # indices in `ADAPTER_TABLE`, and widths
     rank: int  # of a layer
     in_features: int
 
     def matrices(
         self, weights: NDArray[np.float32], table: NDArray[np.int64], places: int, dtype: np.dtype
     ) -> Iterator[tuple[str, NDArray[Any]]]:
-        """By name, see `graph_io.adapter_matrix`."""
+        """Matrices by name, see `graph_io.adapter_matrix`."""
         rows, width = self.rank * len(self.layers), sum(width for _, width in self.layers)
         down = np.zeros((places, rows, self.in_features), dtype)
         up = np.zeros((places, rows, width), dtype)
@@ -44,16 +44,16 @@ class _Product:
 
 
 class AdapterPlaces:
-    """Those of an engine."""
+    """The adapter slots of an engine."""
 
     def __init__(self, tensors: Mapping[str, tuple[Sequence[int], Any]], count: int) -> None:
-        """Args: shapes and types of its inputs, with all columns, and how many places there are."""
+        """Args: shapes and types of the inputs, with all columns, and the number of slots."""
         self.shapes = {
             name: (int(shape[0]), int(shape[1]))
             for name, (shape, _) in tensors.items()
             if name.startswith((graph_io.ADAPTER_DOWN, graph_io.ADAPTER_UP))
         }
-        """Of the matrices."""
+        """Shapes of the matrices by name."""
         self.dtype, self._count = np.dtype(tensors[next(iter(self.shapes))][1]), count
         self._products = [
             _product(name, shape, count)
@@ -61,7 +61,7 @@ class AdapterPlaces:
             if name.startswith(graph_io.ADAPTER_DOWN)
         ]
         ranks = {len(each.layers): each.rank * len(each.layers) for each in self._products}
-        # By names of masks: the adapter that is in each column
+        # By names of masks: the adapter of each column
         self._columns = {
             f"{graph_io.ADAPTER_MASK}{at}": 1 + np.arange(count * rank) // rank
             for at, rank in ranks.items()
@@ -69,16 +69,16 @@ class AdapterPlaces:
 
     @property
     def masks(self) -> dict[str, int]:
-        """Names of masks, and columns of each."""
+        """Number of columns by name of mask."""
         return {name: len(columns) for name, columns in self._columns.items()}
 
     def matrices(
         self, weights: NDArray[np.float32], table: NDArray[np.int64]
     ) -> Iterator[tuple[str, NDArray[Any]]]:
-        """What all matrices hold when these are loaded, by name, one after another.
+        """The contents of all matrices by name, one at a time.
 
         Raises:
-            LimitError: a number that is too large for the type, before anything is given.
+            LimitError: a number exceeds the dtype; raised before the first matrix.
         """
         largest, maximum = float(np.abs(weights).max(initial=0)), float(np.finfo(self.dtype).max)
         if largest > maximum:
@@ -94,12 +94,12 @@ class AdapterPlaces:
         )
 
     def masks_of(self, adapters: NDArray[np.int64]) -> dict[str, NDArray[np.bool_]]:
-        """What rows have, by name: `ADAPTER_MASK` of adapters [B, S], 0: none."""
+        """Masks of tokens by name: `ADAPTER_MASK` for adapters [B, S], 0: none."""
         return {name: adapters[..., None] == places for name, places in self._columns.items()}
 
 
 def _product(name: str, shape: tuple[int, int], places: int) -> _Product:
-    """Of the matrix of this name and shape."""
+    """The product of a matrix's name and shape."""
     parts = name.removeprefix(graph_io.ADAPTER_DOWN).split("+")
     layers = tuple(
         (int(place), int(width)) for place, _, width in (p.partition("x") for p in parts)

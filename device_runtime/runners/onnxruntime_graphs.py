@@ -1,4 +1,4 @@
-"""ONNX Runtime's sessions: graphs that are loaded onto a device."""
+"""Loads graphs into ONNX Runtime sessions on a device."""
 
 from __future__ import annotations
 
@@ -16,10 +16,10 @@ from numpy.typing import NDArray
 from edgellm.core.errors import BrokenArtifactError
 from edgellm.device_runtime.kernels.library import register
 
-CPU, CUDA = "cpu", "cuda"  # as OrtValues name devices
-KEPT_ROWS = 128  # bindings of larger passes (prefills) are not kept
-_BORROWS = (1, 31)  # the first ONNX Runtime that takes weights where somebody else has mapped them
-_PACKED = b"prepacked_"  # how its graphs name weights as kernels read them
+CPU, CUDA = "cpu", "cuda"  # device names of OrtValues
+KEPT_ROWS = 128  # tokens; bindings of larger passes (prefills) are not cached
+_BORROWS = (1, 31)  # first ONNX Runtime that uses weights from the caller's memory map
+_PACKED = b"prepacked_"  # prefix of prepacked weights in its graphs
 _TYPES = {
     "tensor(float)": np.float32,
     "tensor(float16)": np.float16,
@@ -30,7 +30,7 @@ _TYPES = {
 _PROVIDERS = {CPU: "CPUExecutionProvider", CUDA: "CUDAExecutionProvider"}
 _PROVIDER_OPTIONS = {
     CPU: {},
-    # Searching for the fastest convolution takes longer than a picture, and memory is scarce.
+    # An exhaustive search of convolutions takes longer than an image, and memory is scarce.
     CUDA: {
         "arena_extend_strategy": "kSameAsRequested",
         "cudnn_conv_algo_search": "HEURISTIC",
@@ -55,17 +55,17 @@ def load_graph(
 
     Args:
         path: the graph.
-        threads: 0 takes all cores.
-        optimize: fold and fuse; an engine's graphs are so already.
-        keeps_memory: of activations between passes; it grows where their sizes vary.
+        threads: 0: all cores.
+        optimize: fold and fuse; an engine's graphs are optimized already.
+        keeps_memory: keep activation memory between passes; it grows if sizes vary.
         device: `CPU` or `CUDA`, which then computes every node.
-        own_kernels: it has operators of `device_runtime.kernels`.
+        own_kernels: the graph has operators of `device_runtime.kernels`.
         captures: passes may be recorded as CUDA graphs.
-        entries: of the session's configuration.
-        weights: initializers that lie on the device already; must outlive the session.
+        entries: entries of the session's configuration.
+        weights: initializers that are on the device already; must outlive the session.
 
     Raises:
-        BrokenArtifactError: ONNX Runtime does not take the file, or not wholly on the device.
+        BrokenArtifactError: ONNX Runtime rejects the file, or cannot run all nodes on the device.
     """
     options = ort.SessionOptions()
     set_threads(options, threads)
@@ -98,15 +98,15 @@ def load_graph(
 def load_in_memory(
     model: bytes, weights: Mapping[str, mmap.mmap], *, threads: int = 0
 ) -> ort.InferenceSession:
-    """Load a graph as it is onto the CPU.
+    """Load a graph onto the CPU without optimizations.
 
     Args:
         model: the graph.
-        weights: files by the names that it has for them; must outlive the session.
-        threads: 0 takes all cores.
+        weights: mapped files by their names in the graph; must outlive the session.
+        threads: 0: all cores.
 
     Raises:
-        BrokenArtifactError: ONNX Runtime does not take it.
+        BrokenArtifactError: ONNX Runtime rejects the graph.
     """
     options = ort.SessionOptions()
     set_threads(options, threads)
@@ -114,14 +114,14 @@ def load_in_memory(
     options.enable_cpu_mem_arena = False
     options.graph_optimization_level = ort.GraphOptimizationLevel.ORT_DISABLE_ALL
     options.add_session_config_entry("session.disable_prepacking", "1")
-    # As the nodes are given: by default all weights would be decoded before the first product.
+    # In the order of the nodes: by default all weights are dequantized before the first product.
     options.execution_order = ort.ExecutionOrder.PRIORITY_BASED
     _lend(options, weights)
     return _session(model, options, CPU)
 
 
 def _lend(options: ort.SessionOptions, weights: Mapping[str, mmap.mmap]) -> None:
-    """Files that a session reads where they are mapped; before 1.31 it copies them."""
+    """Let a session use mapped files without a copy; before 1.31 it copies them."""
     options.add_session_config_entry("session.use_external_initializer_file_buffers_directly", "1")
     if weights:
         options.add_external_initializers_from_files_in_memory(
@@ -130,10 +130,10 @@ def _lend(options: ort.SessionOptions, weights: Mapping[str, mmap.mmap]) -> None
 
 
 def maps_weights(path: Path) -> bool:
-    """Whether the weights of a graph with edgellm's operators are lent to its session.
+    """Whether a session of a graph with edgellm's operators uses mapped weights.
 
-    Not where ONNX Runtime is older than that, or the file holds what it packed: it would pack
-    again, into memory of its own, what somebody else has mapped.
+    False for an older ONNX Runtime, and for files with weights that it prepacked: it would pack
+    mapped weights again into its own memory.
     """
     file = path.with_suffix(".data")
     version = tuple(int(part) for part in ort.__version__.split(".")[:2])
@@ -145,15 +145,15 @@ def maps_weights(path: Path) -> bool:
 
 
 def _map_weights(path: Path, options: ort.SessionOptions) -> mmap.mmap:
-    """Lend a session its graph's weights, in pages of 2 MB where the system reads files so.
+    """Map the graph's weights for a session, in pages of 2 MB if the system supports them.
 
-    A pass reads all of them: in pages of 4 KB it waits for their addresses as well. ONNX Runtime
-    maps each weight apart, at a place that no page of 2 MB fits.
+    A pass reads all weights; with pages of 4 KB, TLB misses slow it down. ONNX Runtime maps each
+    weight separately, at addresses that do not fit pages of 2 MB.
     """
     file = path.with_suffix(".data")
     with file.open("rb") as stream:
         mapped = mmap.mmap(stream.fileno(), 0, access=mmap.ACCESS_READ)
-    with contextlib.suppress(OSError):  # of a system without such pages
+    with contextlib.suppress(OSError):  # the system has no such pages
         mapped.madvise(mmap.MADV_HUGEPAGE)
     _lend(options, {file.name: mapped})
     return mapped
@@ -165,7 +165,7 @@ def _session(
     recording = {"enable_cuda_graph": "1"} if captures and device == CUDA else {}
     source, name = (graph, "the graph") if isinstance(graph, bytes) else (str(graph), graph)
     try:
-        # `enable_fallback` would print, and compute on the CPU without being asked.
+        # `enable_fallback` would print, and silently compute on the CPU.
         session = ort.InferenceSession(
             source,
             options,
@@ -182,10 +182,10 @@ def _session(
 
 
 def set_threads(options: ort.SessionOptions, threads: int) -> None:
-    """Give a session `threads` threads, 0 for all cores, that rest between its passes.
+    """Give a session `threads` threads (0: all cores) that sleep between passes.
 
-    By default they spin on after a pass; those of the draft then take the cores from the base's
-    next pass, which doubles its time.
+    By default threads spin after a pass; the draft's threads then take cores from the base's next
+    pass, which doubles its time.
     """
     options.intra_op_num_threads = threads
     options.inter_op_num_threads = 1
@@ -193,12 +193,12 @@ def set_threads(options: ort.SessionOptions, threads: int) -> None:
 
 
 def dtype_of(name: str) -> type:
-    """Of a tensor, by ONNX Runtime's name."""
+    """The dtype for ONNX Runtime's name of a tensor type."""
     return _TYPES[name]
 
 
 class Held:
-    """Inputs that stay until they are replaced, bound to passes that were made before."""
+    """Inputs that stay until they are replaced, also in passes that were bound before."""
 
     def __init__(self, device: str = CPU) -> None:
         self._device, self._version = device, 0
@@ -206,8 +206,8 @@ class Held:
         self._values: dict[str, ort.OrtValue] = {}
 
     def replace(self, arrays: Mapping[str, NDArray[Any]]) -> None:
-        """Arrays in the graph's type."""
-        # ONNX Runtime does not keep the arrays alive that it is given.
+        """Replace all arrays; their dtype is the graph's."""
+        # ONNX Runtime does not keep its input arrays alive.
         self._arrays = {name: np.ascontiguousarray(array) for name, array in arrays.items()}
         self._values = {
             name: ort.OrtValue.ortvalue_from_numpy(array, self._device)
@@ -216,7 +216,7 @@ class Held:
         self._version += 1
 
     def bind(self, binding: ort.IOBinding, version: int) -> int:
-        """What is held, unless `version`, which this gave before, is of today."""
+        """Bind the arrays unless `version`, a former result, is current; returns the version."""
         if version != self._version:
             for name, value in self._values.items():
                 binding.bind_ortvalue_input(name, value)
@@ -224,18 +224,18 @@ class Held:
 
 
 def input_types(session: ort.InferenceSession) -> dict[str, type]:
-    """Types of a graph's inputs by name."""
+    """Dtypes of a graph's inputs by name."""
     return {value.name: _TYPES[value.type] for value in session.get_inputs()}
 
 
 def run_arrays(
     session: ort.InferenceSession, inputs: Mapping[str, np.ndarray]
 ) -> dict[str, np.ndarray]:
-    """One run from and to the host's memory.
+    """Run a session with inputs and outputs in host memory.
 
     Args:
         session: on any device.
-        inputs: by name; floats are cast to the graph's.
+        inputs: by name; floats are cast to the graph's dtype.
 
     Returns:
         Outputs by name; floats are float32.

@@ -1,7 +1,7 @@
-"""Timing forward passes on this machine within some seconds; a tree is sized by what they cost.
+"""Times forward passes on this machine within a budget; the times choose tree sizes.
 
-Sizes are timed in ascending order, each once while the seconds last; what is left goes to
-repeats. Sizes that were not timed are extrapolated, and marked by their type.
+Sizes are timed once in ascending order while the budget lasts; the rest of it goes to repeats.
+Untimed sizes are extrapolated and have the type `EstimatedMs`.
 """
 
 from __future__ import annotations
@@ -12,12 +12,12 @@ from itertools import pairwise
 
 MEASURED_ROWS = (1, 2, 4, 8, 16, 32, 64)
 CONTEXT_ROWS = 512
-CANDIDATES = 10  # of a row
-BUDGET_S = 5.0  # of all timing of a build
-_CALLS = 8  # of one size at most, the first of which is a warm-up as a rule
-_STABLE_CALLS, _STABLE = 3, 0.02  # calls, and how near the two fastest are to each other
-_SAME = 1.25  # slopes that differ by less are one
-_MARGIN = 1.25  # a call may take longer than one of fewer tokens foretells
+CANDIDATES = 10  # of a token
+BUDGET_S = 5.0  # for all timing of a build
+_CALLS = 8  # maximum per size; the first is usually a warm-up
+_STABLE_CALLS, _STABLE = 3, 0.02  # minimum calls, and relative difference of the two fastest
+_SAME = 1.25  # slopes with a smaller ratio count as equal
+_MARGIN = 1.25  # safety factor on the predicted time of a larger call
 
 
 class EstimatedMs(float):
@@ -27,18 +27,18 @@ class EstimatedMs(float):
 
 
 class Budget:
-    """Seconds that measurements may take together; the clock runs from the start."""
+    """A time budget of measurements; the clock starts with the object."""
 
     def __init__(self, seconds: float = BUDGET_S) -> None:
         self._end_s = time.perf_counter() + seconds
 
     @property
     def left_s(self) -> float:
-        """What is left."""
+        """Remaining seconds."""
         return max(self._end_s - time.perf_counter(), 0.0)
 
     def part(self, share: float) -> Budget:
-        """A share of what is left; what it does not use stays."""
+        """A budget of a share of the remaining time; unused time remains in this one."""
         return Budget(self.left_s * share)
 
 
@@ -48,23 +48,23 @@ def fastest_each_ms(
     before: Callable[[], object] = lambda: None,
     tokens: Callable[[str], int] = int,
 ) -> dict[str, float]:
-    """Time of the fastest call of each: what else runs only adds to it.
+    """Time of the fastest call of each size, since other load only adds to a time.
 
-    Calls are repeated in turns: what else runs then slows all of them, and none all the time.
+    Repeats are interleaved, so other load slows all sizes alike.
 
     Args:
         runs: calls by name.
-        budget: None: one of its own. The smallest call is made once whatever it says.
-        before: is called before each, untimed.
-        tokens: that a call of a name computes.
+        budget: None: a new one. The smallest call runs once in any case.
+        before: called before each call, untimed.
+        tokens: number of tokens that a named call computes.
 
     Returns:
-        Milliseconds by name, in ascending order of tokens; larger calls that the budget does not
-        allow are missing.
+        Milliseconds by name, in ascending order of tokens. Calls that exceed the budget are
+        missing.
     """
     budget = budget or Budget()
     samples: dict[str, list[float]] = {}
-    took_s: dict[str, float] = {}  # the latest call, with what goes before it
+    took_s: dict[str, float] = {}  # the latest call, `before` included
 
     def call(name: str) -> None:
         begun = time.perf_counter()
@@ -117,9 +117,9 @@ def with_estimates(measured: Mapping[str, float], wanted: Iterable[int]) -> dict
 def _slope(sizes: list[int], times: list[float]) -> float:
     """Milliseconds that a further token adds.
 
-    That of the last two sizes where it was so before, and tokens take most of the time. Else
-    reading weights hides what tokens cost, and it is the maximum that they can: each as much as one
-    of the largest pass. So a large tree never seems cheaper than it is.
+    The slope of the last two sizes, if the slope before is equal and tokens take most of the time.
+    Otherwise weight loads hide the cost of tokens, and the result is the upper bound: the time per
+    token of the largest pass. So a large tree is never estimated too cheap.
     """
     maximum = times[-1] / sizes[-1]
     points = list(zip(sizes, times, strict=True))[-3:]
@@ -135,14 +135,14 @@ def timed_by_rows(
     budget: Budget | None = None,
     before: Callable[[], object] = lambda: None,
 ) -> dict[str, float]:
-    """Milliseconds of passes by their rows; what the budget does not allow is estimated."""
+    """Milliseconds of passes by tokens; sizes that exceed the budget are estimated."""
     wanted = [*rows]
     runs = {str(each): (lambda each=each: run(each)) for each in wanted}
     return with_estimates(fastest_each_ms(runs, budget, before), wanted)
 
 
 def estimated_sizes(cost_ms: Mapping[str, Mapping[str, float]]) -> dict[str, list[int]]:
-    """What was not measured: sizes by kind of pass."""
+    """Estimated, not measured sizes by kind of pass."""
     found = {
         kind: [int(size) for size, ms in costs.items() if isinstance(ms, EstimatedMs)]
         for kind, costs in cost_ms.items()
@@ -151,11 +151,11 @@ def estimated_sizes(cost_ms: Mapping[str, Mapping[str, float]]) -> dict[str, lis
 
 
 def measured_rows(capacity: int, max_rows: int) -> tuple[int, list[int]]:
-    """A context that half fills a cache at most, and rows of the passes to measure behind it.
+    """A context length of at most half a cache, and sizes of the passes to measure after it.
 
     Args:
-        capacity: rows of the cache.
-        max_rows: of a pass; 0: any number.
+        capacity: positions of the cache.
+        max_rows: maximum tokens of a pass; 0: unlimited.
     """
     context = min(CONTEXT_ROWS, capacity // 2)
     maximum = min(capacity - context, max_rows or capacity)

@@ -1,6 +1,6 @@
-"""Slots of a KV cache: each of some sequences has all the rows that it may have, or none.
+"""KV cache in slots: each sequence has one slot of full capacity, or none.
 
-For runners whose memory knows its slots by number; a page of `SharedRunner` is a slot.
+For runners whose device memory is indexed by slot; a block of `SharedRunner` is a slot.
 """
 
 from __future__ import annotations
@@ -16,10 +16,10 @@ from edgellm.device_runtime.runners import Cache
 
 
 class SlotMemory(Protocol):
-    """A cache of several slots on a device."""
+    """A KV cache with several slots on a device."""
 
     def copy(self, source: int, target: int, length: int) -> None:
-        """The first rows of a slot into another."""
+        """Copy the first `length` positions of a slot to another."""
         ...
 
     def compact(self, slot: int, length: int, rows: NDArray[np.int64]) -> None:
@@ -36,55 +36,55 @@ class SlotMemory(Protocol):
 
 
 class Slots:
-    """Which slots sequences have."""
+    """Allocator of slots, with reference counts."""
 
     def __init__(self, count: int) -> None:
-        self.uses = [0] * count  # sequences whose rows lie there
-        self.ends = [0] * count  # rows that are there, and more never were
+        self.uses = [0] * count  # sequences that share the slot
+        self.ends = [0] * count  # positions that were written
 
-    def take(self) -> int:
-        """The lowest that is free, so that passes need few; raises `LimitError`."""
+    def allocate(self) -> int:
+        """Allocate the lowest free slot, so passes cover few slots; raises `LimitError`."""
         slot = next((at for at, uses in enumerate(self.uses) if not uses), None)
         if slot is None:
             raise LimitError(
                 f"no slot of the KV cache is free, of {len(self.uses)}",
-                hint="ask for less at a time, or build with a larger --maxBatchSize",
+                hint="send fewer requests at a time, or build with a larger --maxBatchSize",
             )
         self.uses[slot], self.ends[slot] = 1, 0
         return slot
 
-    def give_back(self, slot: int) -> None:
-        """One sequence has its rows elsewhere."""
+    def free(self, slot: int) -> None:
+        """Remove one sequence from the slot."""
         self.uses[slot] -= 1
         if not self.uses[slot]:
             self.ends[slot] = 0
 
 
 class SlotCache:
-    """See `runners.Cache`: the rows of one sequence, which has a slot when it has rows."""
+    """See `runners.Cache`: the cache of one sequence; it has a slot if it is not empty."""
 
     def __init__(self, memory: SlotMemory, slots: Slots) -> None:
         self._memory, self._slots = memory, slots
         self.slot: int | None = None
 
     def own(self) -> int:
-        """A slot that no other has; raises `LimitError`."""
+        """An exclusive slot, copied from a shared one if necessary; raises `LimitError`."""
         before = self.slot
         if before is None or self._slots.uses[before] > 1:
-            self.slot = self._slots.take()
+            self.slot = self._slots.allocate()
             if before is not None:
                 self._memory.copy(before, self.slot, self._slots.ends[before])
                 self._slots.ends[self.slot] = self._slots.ends[before]
-                self._slots.give_back(before)
+                self._slots.free(before)
         assert self.slot is not None
         return self.slot
 
     def reserve(self, end: int) -> None:
-        """A slot of its own for `end` rows; raises `LimitError`."""
+        """Allocate an exclusive slot for `end` positions; raises `LimitError`."""
         self._slots.ends[self.own()] = end
 
     def share(self) -> SlotCache:
-        """Another with the same rows."""
+        """A copy-on-write copy."""
         new = SlotCache(self._memory, self._slots)
         new.slot = self.slot
         if self.slot is not None:
@@ -92,9 +92,9 @@ class SlotCache:
         return new
 
     def release(self) -> None:
-        """Give the slot back."""
+        """Free the slot."""
         if self.slot is not None:
-            self._slots.give_back(self.slot)
+            self._slots.free(self.slot)
             self.slot = None
 
     def compact(self, length: int, rows: NDArray[np.int64]) -> None:
@@ -114,12 +114,12 @@ class SlotCache:
 
 
 class SharesSlots:
-    """What a `SharedRunner` says of rows."""
+    """The cache methods of a `SharedRunner` with slots."""
 
     pass_rows = 0
 
     def __init__(self, memory: SlotMemory, num_sequences: int, capacity: int) -> None:
-        """Args: the cache, its slots, and the rows of each."""
+        """Args: the device memory, the number of slots, and positions of each."""
         self.num_sequences, self.page_rows = num_sequences, capacity
         self._slot_memory, self.slots = memory, Slots(num_sequences)
 
@@ -143,7 +143,7 @@ class SharesSlots:
         slot_cache(cache).reserve(write_index + rows)
 
     def least_rows(self, cache: Cache) -> int:
-        """See `runners.SharedRunner`: windows keep all."""
+        """See `runners.SharedRunner`: sliding windows free nothing."""
         del cache
         return 0
 
@@ -153,7 +153,7 @@ class SharesSlots:
         cache.write_rows(rows)
 
     def fork(self, cache: Cache) -> SlotCache:
-        """See `runners.SharedRunner`; rows are copied on the device."""
+        """See `runners.SharedRunner`; the copy is made on the device."""
         return slot_cache(cache).share()
 
     def release(self, cache: Cache) -> None:
@@ -162,6 +162,6 @@ class SharesSlots:
 
 
 def slot_cache(cache: Cache) -> SlotCache:
-    """A cache of such a runner."""
+    """Cast a cache of a runner with slots."""
     assert isinstance(cache, SlotCache)
     return cache

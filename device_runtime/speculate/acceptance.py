@@ -1,10 +1,10 @@
-"""Which drafted tokens become part of the answer.
+"""Acceptance rules of speculative decoding: exact and typical acceptance.
 
-Exact acceptance draws at every node what plain decoding would draw there, and goes on as long as
-the drawn token is a child: the answer's distribution is the base's whatever the tree holds (for
+Exact acceptance samples a token at every node, as plain decoding would. It continues while that
+token is a child of the node. So the output has the base model's distribution for every tree. For
 candidates that are a function of the context, the residual scheme of arXiv 2302.01318 and
-2305.09781 amounts to the same). One random number is spent for each emitted token, so that even
-the sampled answer of a seed is that of plain decoding.
+2305.09781 is equivalent. Each emitted token uses one random number, so a seed gives the output of
+plain decoding also with sampling.
 """
 
 from __future__ import annotations
@@ -25,17 +25,17 @@ from edgellm.device_runtime.speculate.tree import F64, Tree
 
 @dataclass(frozen=True, slots=True)
 class Accepted:
-    """The outcome of a verification."""
+    """The result of verifying a tree."""
 
-    path: list[int]  # nodes from the root down
+    path: list[int]  # accepted nodes, root first
     bonus: int  # the token after the path's last node
 
 
 class Round(NamedTuple):
-    """What one pass gave to an answer."""
+    """The tokens that one forward pass added to a sequence."""
 
     token_ids: tuple[int, ...]  # at least one
-    tree: Tree | None = None  # that was verified; None for a token of plain decoding or a prefill
+    tree: Tree | None = None  # the verified tree; None for plain decoding or a prefill
     path: tuple[int, ...] = ()  # accepted nodes, root first
     confidences: tuple[float, ...] = ()  # the draft's probability of every node
 
@@ -44,15 +44,15 @@ Accept = Callable[[Tree, PassResult, Sampler], Accepted]
 
 
 def accept_exactly(tree: Tree, result: PassResult, sampler: Sampler) -> Accepted:
-    """Walk down while the token drawn at a node is one of its children.
+    """Accept nodes while the token sampled at a node is one of its children.
 
     Args:
         tree: N nodes.
-        result: the base's pass over them, R = N.
-        sampler: of the request.
+        result: the base's forward pass over them, R = N.
+        sampler: the request's sampler.
 
     Raises:
-        EdgeLLMError: the base computed something that is not a number.
+        EdgeLLMError: the base computed logits that are not numbers.
     """
     children, path = tree.children(), [0]
     while True:
@@ -65,17 +65,17 @@ def accept_exactly(tree: Tree, result: PassResult, sampler: Sampler) -> Accepted
 
 @dataclass(frozen=True, slots=True)
 class Typical:
-    """When a token is typical enough (Medusa, arXiv 2401.10774, 2.3.1).
+    """Typical acceptance (Medusa, arXiv 2401.10774, 2.3.1).
 
-    Its probability exceeds min(threshold, alpha * exp(-entropy)).
+    A token is accepted if its probability exceeds min(threshold, alpha * exp(-entropy)).
     """
 
     threshold: float
     alpha: float | None = None  # None: the threshold's square root
 
     def least(self, probabilities: F64) -> float:
-        """What a probability must exceed."""
-        positive = probabilities[probabilities > 0]  # small ones underflow
+        """The bound that a token's probability must exceed."""
+        positive = probabilities[probabilities > 0]  # small probabilities underflow to 0
         entropy = float(-(positive * np.log(positive)).sum())
         alpha = math.sqrt(self.threshold) if self.alpha is None else self.alpha
         return min(self.threshold, alpha * math.exp(-entropy))
@@ -84,13 +84,13 @@ class Typical:
 def accept_typically(
     tree: Tree, result: PassResult, sampler: Sampler, typical: Typical
 ) -> Accepted:
-    """Take the longest path of tokens that are typical enough.
+    """Accept the longest path of typical tokens.
 
-    This is NOT the base's distribution. Greedy requests are accepted exactly.
+    The output does NOT have the base's distribution. Greedy requests use exact acceptance.
     """
     if sampler.params.is_greedy:
         return accept_exactly(tree, result, sampler)
-    paths: dict[int, list[int]] = {0: []}  # drafted tokens down to a node that may be taken
+    paths: dict[int, list[int]] = {0: []}  # drafted tokens on the path to an acceptable node
     likelihood = {0: 0.0}
     depths, _ = tree.layout()
     cached: dict[int, tuple[dict[int, float], float]] = {}
@@ -119,7 +119,7 @@ def accept_typically(
 def _chances(
     logits: F32, sampler: Sampler, path: list[int], typical: Typical
 ) -> tuple[dict[int, float], float]:
-    """Probabilities by token behind the text and `path`, and what they must exceed."""
+    """Probabilities by token after the text and `path`, and the bound that they must exceed."""
     adjusted = sampler.adjusted(logits, path)
     token_ids, probabilities = processed_distribution(adjusted, sampler.params)
     chances = zip(token_ids.tolist(), probabilities.tolist(), strict=True)

@@ -1,4 +1,4 @@
-"""Rounds of trees that a base and its draft run on their device, with one wait for all answers."""
+"""Rounds that base and draft run on their device, with one synchronization for a batch."""
 
 from __future__ import annotations
 
@@ -22,13 +22,13 @@ from edgellm.device_runtime.runners.device_speculation import (
 )
 from edgellm.device_runtime.sampling.sampler import Sampler
 
-_COMMITTED = (1, 2, 4, 8, 16, 24)  # rows; passes with others are padded to them
-_EACH = 8  # rows of an answer, among several
+_COMMITTED = (1, 2, 4, 8, 16, 24)  # tokens of recorded passes; other passes are padded to these
+_EACH = 8  # maximum tokens of a sequence in a recorded batch
 
 
 @dataclass(frozen=True, slots=True)
 class Size:
-    """Of a tree."""
+    """The size of a tree."""
 
     levels: int
     nodes: int  # root included
@@ -36,16 +36,16 @@ class Size:
 
 @dataclass(frozen=True, slots=True)
 class RoundPart:
-    """What an answer asks of a round."""
+    """One sequence's part of a round."""
 
     contexts: tuple[Context, Context]  # base's and draft's
     root: int  # the newest token
-    root_row: int  # of the draft's latest pass, see `RequestedResult`
-    lengths: tuple[int, int]  # rows of the base's cache and of the draft's
-    size: Size  # which `growth` allows
-    sampler: Sampler  # spends nothing before the round is over
+    root_row: int  # row in the draft's latest pass, see `RequestedResult`
+    lengths: tuple[int, int]  # positions in the base's cache and in the draft's
+    size: Size  # one that `growth` allows
+    sampler: Sampler  # uses no random numbers before the round has finished
     rates: NDArray[np.float64] | None  # see `RoundOrder`
-    is_exact: bool  # acceptance is; else it is the host's work
+    is_exact: bool  # exact acceptance; otherwise the host accepts
 
     @property
     def accepts(self) -> Literal["greedy", "sampled", "host"]:
@@ -60,7 +60,7 @@ class DeviceRounds:
 
     Attributes:
         base: the session of the base; rounds are its passes.
-        growth: what trees may become.
+        growth: limits of the trees.
     """
 
     def __init__(
@@ -71,7 +71,7 @@ class DeviceRounds:
         self._asked: Sequence[RoundPart] = ()
 
     def prepare(self, spec: DraftSpec, max_rows: int) -> None:
-        """Run the draft's passes over as many committed rows twice: they are recorded then."""
+        """Run each size of the draft's passes over committed tokens twice, so it is recorded."""
         draft, maximum = self._draft, self._draft.max_batch_size
         for answers in sorted(
             {min(1 << bits, maximum) for bits in range(maximum.bit_length() + 1)}
@@ -87,7 +87,7 @@ class DeviceRounds:
                 draft.close(context)
 
     def maximum(self, parts: Sequence[RoundPart]) -> int:
-        """How many of these, the first ones, share a round."""
+        """How many of the first `parts` fit into one round."""
         count, nodes = 0, 1
         for part in parts:
             nodes = max(nodes, part.size.nodes)
@@ -97,13 +97,13 @@ class DeviceRounds:
         return count
 
     def ask(self, parts: Sequence[RoundPart]) -> None:
-        """Ask for a round of answers behind the draft's pass over their committed rows.
+        """Enqueue a round after the draft's pass over the committed tokens.
 
         Args:
-            parts: as many as `maximum` says.
+            parts: at most `maximum` of them.
 
         Raises:
-            LimitError: rows do not fit into a cache.
+            LimitError: the positions exceed a cache.
         """
         widths = self.growth.widths
         of_draft = [
@@ -129,17 +129,17 @@ class DeviceRounds:
         )  # fmt: skip
 
     def finish(self) -> list[tuple[RoundOutcome, PassResult]]:
-        """Wait for the round; what an acceptance on the device drew is spent.
+        """Wait for the round; samplers advance past random numbers that the device used.
 
         Returns:
-            What each gets of it, which is to be read before the base's next pass.
+            The result of each part, to be read before the base's next pass.
         """
         results: list[tuple[RoundOutcome, PassResult]] = []
         for part, found in zip(self._asked, self._rounds.finish(), strict=True):
             result = self.base.end_round(part.contexts[0], found.token_ids, found.outputs)
             results.append((found, result))
         for part, (found, _) in zip(self._asked, results, strict=True):
-            # After all that may fail: a round that is run again draws the same.
+            # Last, after all that may fail: a repeated round must draw the same numbers.
             if found.accepted is not None and part.accepts == "sampled":
                 part.sampler.spend(len(found.accepted[0]))
         self._asked = ()
@@ -153,6 +153,6 @@ def _committed(context: Context, rows: int, spec: DraftSpec, growth: Growth) -> 
 
 
 def open_rounds(base: DecoderNetwork, draft: DraftNetwork, growth: Growth) -> DeviceRounds | None:
-    """None: the backend, or the GPU, needs the host between passes."""
+    """Open rounds on the device; None: the backend or the GPU needs the host between passes."""
     rounds = draft.open_rounds(base, growth)
     return None if rounds is None else DeviceRounds(base, draft, growth, rounds)

@@ -1,11 +1,11 @@
-"""The committed rows of a draft: those in its KV cache, and those that wait to be written there.
+"""The KV cache of a draft: computed positions, and committed positions that wait for a pass.
 
-Row i pairs the base's feature of token i with the embedding of token i + 1. They outlast an
-answer: a prompt that begins alike goes on behind them. While a row waits, its feature is there for
-any other token: a prompt without the stop token of the answer before needs no row of the base anew.
+Position i pairs the base's hidden state of token i with the embedding of token i + 1. Positions
+outlast a request: a prompt with an equal prefix reuses them. A waiting position can still take
+another next token. So a prompt without the last request's stop token recomputes no base position.
 
-A draft that is tried again behind a pause reads the newest rows only: those before are skipped,
-and the cache begins behind them, since rotary embeddings see distances alone.
+After a pause the draft computes only the newest positions and skips those before. Its cache then
+begins with the newest, since RoPE depends only on distances.
 """
 
 from __future__ import annotations
@@ -33,13 +33,13 @@ from edgellm.device_runtime.networks.sequence_kv import Context
 
 @dataclass(frozen=True, slots=True)
 class ImageIds:
-    """The token ids of image rows."""
+    """The token ids of image positions."""
 
     first: int  # the vocabulary's size
-    placeholder: int | None  # what a draft reads instead that takes no image rows
+    placeholder: int | None  # token id for drafts without image embeddings; None: has them
 
     def for_draft(self, token_ids: I64) -> I64:
-        """As the draft reads them."""
+        """The token ids that the draft takes."""
         if self.placeholder is None:
             return token_ids
         return np.where(token_ids < self.first, token_ids, self.placeholder)
@@ -47,7 +47,7 @@ class ImageIds:
 
 @dataclass(frozen=True, slots=True)
 class MaskRows:
-    """What stands behind the newest row of a draft that foresees several tokens in one pass."""
+    """Mask tokens after the newest position, for drafts that predict several tokens in a pass."""
 
     token_id: int
     count: int
@@ -55,17 +55,17 @@ class MaskRows:
 
 @dataclass(frozen=True, slots=True)
 class _Pairs:
-    """M rows that wait."""
+    """M positions that wait for a pass."""
 
     keys: list[RowKey]  # of the tokens
-    token_ids: I64  # [M], as the draft reads them
-    taps: F32  # [M, T*H]; of the token before each
+    token_ids: I64  # [M], as the draft takes them
+    taps: F32  # [M, T*H]; hidden states of the token before each
 
     def __len__(self) -> int:
         return len(self.keys)
 
-    def pieces(self, maximum: int) -> list[_Pairs]:
-        """Of at most so many rows."""
+    def chunks(self, maximum: int) -> list[_Pairs]:
+        """Chunks of at most `maximum` positions."""
         return [
             _Pairs(
                 self.keys[at : at + maximum],
@@ -76,33 +76,33 @@ class _Pairs:
         ]
 
     def head(self, count: int) -> _Pairs:
-        """The first `count` rows."""
+        """The first `count` positions."""
         return _Pairs(self.keys[:count], self.token_ids[:count], self.taps[:count])
 
     def leading_to(self, key: RowKey, token_ids: I64) -> _Pairs:
-        """The same, but for the token of the last row, [1]."""
+        """A copy whose last position has another next token, int64 [1]."""
         ids = np.append(self.token_ids[:-1], token_ids)
         return _Pairs([*self.keys[:-1], key], ids, self.taps)
 
     def tail(self, count: int) -> _Pairs:
-        """The last `count` rows, one at least."""
+        """The last `count` positions; `count` >= 1."""
         return _Pairs(self.keys[-count:], self.token_ids[-count:], self.taps[-count:])
 
 
 class DraftRows:
-    """The rows of one answer; like the base's, the record is never ahead of what was written."""
+    """The draft's positions of one sequence; keys are recorded only after a write."""
 
     def __init__(self, cache: CommittedRows, context: Context) -> None:
-        """Of an answer to come, in a context without rows."""
+        """An empty sequence in an empty context."""
         self.context = context
         self._cache = cache
         self._image_keys: Mapping[int, RowKey] = {}
-        self._keys: list[RowKey] = []  # of token 0, and of the token of every row up to the newest
-        self._skipped = 0  # of these rows, the first, which the cache does not hold
+        self._keys: list[RowKey] = []  # of token 0, and of every position's next token
+        self._skipped = 0  # first positions that the cache does not hold
         self._waiting: list[_Pairs] = []
 
     def fork(self) -> DraftRows:
-        """Another with the same rows; both may go on from them."""
+        """A copy with the same positions; both can be extended."""
         new = DraftRows(self._cache, self._cache.session.fork(self.context))
         new._keys, new._skipped = list(self._keys), self._skipped
         new._waiting = list(self._waiting)
@@ -110,21 +110,21 @@ class DraftRows:
 
     @property
     def length(self) -> int:
-        """Rows in the cache."""
+        """Positions in the cache."""
         return max(len(self._keys) - 1 - self._skipped, 0)
 
     @property
-    def is_behind(self) -> bool:
-        """Whether rows wait."""
+    def has_waiting(self) -> bool:
+        """Whether positions wait for a pass."""
         return bool(self._waiting)
 
     def set_images(self, images: ImageRows) -> None:
-        """The images of the answer that begins."""
+        """Set the images of the sequence that begins."""
         self._image_keys = images.keys
         self.context.images = images
 
     def held(self, keys: Sequence[RowKey]) -> int:
-        """See `SequenceCache.held`; waiting rows count, the last one with any next token."""
+        """See `SequenceCache.held`; waiting positions count, the last with any next token."""
         waiting = itertools.chain.from_iterable(pairs.keys for pairs in self._waiting)
         known = [*self._keys, *waiting]
         common = count_common(known, keys)
@@ -133,11 +133,11 @@ class DraftRows:
         return max(common - 1, 0)
 
     def begin(self, token_ids: Sequence[int], adapter: LoadedAdapter | None = None) -> None:
-        """Forget the answer before, but for the rows of these tokens, as many as they pair up to.
+        """Truncate the sequence to the positions of these tokens.
 
         Args:
-            token_ids: the prompt's beginning: the tokens of rows that are `held`, and the next.
-            adapter: of the base, whose features the rows are made of.
+            token_ids: the prompt's prefix: the tokens of positions that are `held`, and the next.
+            adapter: the base's adapter, with which the hidden states were computed.
         """
         rows, known = len(token_ids) - 1, self._skipped + self.length
         room, kept = rows - known, []
@@ -148,31 +148,32 @@ class DraftRows:
         self._waiting = kept
         keys = marked(row_keys(token_ids, self._image_keys), adapter)
         if kept and room <= 0:
-            kept[-1] = kept[-1].leading_to(keys[-1], self._readable(np.array([token_ids[-1]])))
+            kept[-1] = kept[-1].leading_to(keys[-1], self._for_draft(np.array([token_ids[-1]])))
         self._keys = keys[: 1 + min(rows, known)]
         self._skipped = min(self._skipped, len(self._keys) - 1)
 
     def observe(self, next_token_ids: I64, taps: F32) -> None:
-        """Further rows: features [M, T*H] and the token that follows each, int64 [M]."""
+        """Append positions: hidden states [M, T*H] and each one's next token, int64 [M]."""
         keys = row_keys(next_token_ids.tolist(), self._image_keys)
-        self._waiting.append(_Pairs(keys, self._readable(next_token_ids), taps.copy()))
+        self._waiting.append(_Pairs(keys, self._for_draft(next_token_ids), taps.copy()))
 
-    def _readable(self, token_ids: I64) -> I64:
+    def _for_draft(self, token_ids: I64) -> I64:
         image_ids = self._cache.image_ids
         return token_ids if image_ids is None else image_ids.for_draft(token_ids)
 
     def skip(self, maximum: int) -> None:
-        """If more than `maximum` rows wait, the cache begins with the newest `maximum`.
+        """If more than `maximum` positions wait, restart the cache with the newest `maximum`.
 
-        Not so in a text with images, whose rows must stand where the text has them.
+        Texts with images skip nothing, since image positions are absolute.
         """
         if not self._image_keys and sum(map(len, self._waiting)) > maximum:
             self._begin_anew(maximum)
 
     def restart(self, rows: int) -> None:
-        """If the cache has no room for what waits, it begins with the newest of that.
+        """If the waiting positions exceed the cache, restart it with the newest of them.
 
-        Not before `rows` wait, nor with more than fill half of it, and not in a text with images.
+        At least `rows` must wait. At most half of the cache is filled. Texts with images never
+        restart.
         """
         waiting, capacity = sum(map(len, self._waiting)), self._cache.session.capacity
         if waiting >= rows and self.length + waiting > capacity and not self._image_keys:
@@ -186,24 +187,24 @@ class DraftRows:
         self._waiting = [waiting.tail(rows)]
 
     def parts(self, top_k: int, masks: MaskRows | None = None) -> Iterator[DraftPart]:
-        """What to compute so that all that waits is in the cache, as far as it has room.
+        """The passes that compute the waiting positions, as far as the cache has room.
 
         Args:
-            top_k: candidates behind the last row of a part.
-            masks: behind the newest row, as far as the cache has room.
+            top_k: candidates after the last position of a part.
+            masks: mask tokens after the newest position, as far as the cache has room.
 
         Yields:
-            A part; it counts as computed when the next is asked for.
+            A part; it counts as computed when the next is requested.
         """
         waiting, self._waiting = self._batched(), []
         if masks is not None and waiting and len(waiting[-1]) > self._cache.round_rows:
-            last = waiting.pop()  # a prompt's passes give one row's candidates
+            last = waiting.pop()  # a prompt's passes return candidates of one position
             waiting += [last.head(len(last) - 1), last.tail(1)]
         for at, pairs in enumerate(waiting):
             rows = len(pairs)
             room = self._cache.session.capacity - self.length - rows
             if room < 0:
-                self._waiting = waiting[at:]  # for good: this answer goes on without
+                self._waiting = waiting[at:]  # final: this sequence continues without the draft
                 return
             last = np.array([rows - 1])
             part = DraftPart(
@@ -215,22 +216,22 @@ class DraftRows:
             self._keys += pairs.keys
 
     def _batched(self) -> list[_Pairs]:
-        """What waits, rows of several rounds of plain decoding in one pass."""
+        """The waiting positions in batches; those of several plain tokens share a pass."""
         if len(self._waiting) == 1 and len(self._waiting[0]) <= self._cache.round_rows:
-            return self._waiting  # of a round, as nearly always
+            return self._waiting  # one round: the common case
         batches: list[_Pairs] = []
         for is_prompt, group in itertools.groupby(
             self._waiting, lambda pairs: len(pairs) > self._cache.round_rows
         ):
             batch = list(group)
-            batches += batch if is_prompt else _joined(batch).pieces(self._cache.max_rows)
+            batches += batch if is_prompt else _joined(batch).chunks(self._cache.max_rows)
         return batches
 
     def read_rows(self, length: int) -> NDArray[Any]:
-        """See `runners.Cache`; writes what waits before, also while drafting pauses.
+        """See `runners.Cache`; computes the waiting positions first, also while drafting pauses.
 
-        But for the newest row, whose feature is worth more: any token may stand behind it. There
-        are no rows of a text whose first ones were skipped.
+        The newest position keeps waiting, since any token may follow its hidden state. If first
+        positions were skipped, the result is empty.
         """
         session = self._cache.session
         if length > self._skipped + self.length:
@@ -249,11 +250,11 @@ class DraftRows:
             return np.zeros((0, 0), np.float32)
         first = self._waiting[0].taps
         is_next = not self._skipped and self.length + 1 == length
-        # Of the host, though a device may have it: it outlasts the engine.
+        # A host array, since it outlasts the engine.
         return np.asarray(first[: int(is_next and sum(map(len, self._waiting)) == 1)])
 
     def write_feature(self, feature: F32, key: RowKey) -> None:
-        """See `DraftCache.write_feature`; `begin` says the token."""
+        """See `DraftCache.write_feature`; `begin` sets the token."""
         self._waiting = [_Pairs([key], np.zeros(1, np.int64), feature)]
 
     def write_rows(self, rows: NDArray[Any], keys: Sequence[RowKey]) -> None:
@@ -266,7 +267,7 @@ class DraftRows:
 
 
 class CommittedRows:
-    """The draft's cache: the rows of an answer are the current ones when it begins."""
+    """The draft's cache of all sequences; `context` is the current sequence."""
 
     def __init__(
         self,
@@ -280,9 +281,9 @@ class CommittedRows:
 
         Args:
             session: the draft.
-            round_rows: a round commits as many at most; more together are a prompt's.
-            image_ids: of a base that takes images.
-            max_rows: of a pass.
+            round_rows: maximum positions that a round commits; more belong to a prompt.
+            image_ids: token ids of image positions, if the base takes images.
+            max_rows: maximum positions in a pass.
         """
         self.session, self.image_ids = session, image_ids
         self.round_rows, self.max_rows = round_rows, max_rows
@@ -309,7 +310,7 @@ class CommittedRows:
         self.session.on_shortage(forget_one)
 
     def held(self, keys: Sequence[RowKey]) -> int:
-        """See `SequenceCache.held`; rows that wait count."""
+        """See `SequenceCache.held`; waiting positions count."""
         return self.context.held(keys)
 
     def held_by(self, context: DraftRows, keys: Sequence[RowKey]) -> int:
@@ -318,7 +319,7 @@ class CommittedRows:
 
     @property
     def least_rows(self) -> int:
-        """See `SequenceCache`: drafts have no windows."""
+        """See `SequenceCache`; drafts have no sliding windows."""
         return 0
 
     def read_rows(self, length: int) -> NDArray[Any]:

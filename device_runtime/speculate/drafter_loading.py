@@ -1,4 +1,4 @@
-"""What a drafter is opened with, what it gives then, and limits that all of them keep."""
+"""The interface for loading drafters, and limit checks that all drafters share."""
 
 from __future__ import annotations
 
@@ -29,66 +29,70 @@ from edgellm.device_runtime.speculate.policy.tree_policy import TreeLimits
 
 @dataclass(frozen=True, slots=True)
 class DrafterContext:
-    """What is to be opened."""
+    """The inputs for loading a drafter."""
 
     engine: Path
     base: Engine
-    session: DecoderNetwork  # of the base
+    session: DecoderNetwork  # the base
     options: SpecOptions
     limits: TreeLimits
     verify: bool | None  # see `FileCheck`
 
     def pass_costs(self) -> Mapping[str, float]:
-        """Of the base: what the build measured, or passes now if it was compiled ahead of time."""
+        """Pass times of the base: from the build, or measured now after a cross-compiled build."""
         return self.session.costs_of(self.base)[PASS]
 
     def shared_costs(self) -> SharedCosts | None:
-        """Of the base's passes in company, where they were measured."""
+        """Pass times of the base in batches, if the build measured them."""
         return SharedCosts.find(PASS, self.session.costs_of(self.base))
 
     @property
     def host_ms(self) -> tuple[float, float]:
-        """What the host does to ask a network for a tree, and for a tree that is verified.
+        """Host times in ms: for proposing a tree, and for verifying one.
 
-        Zeros where no build has measured it.
+        Zeros if the build did not measure them.
         """
-        measured = self.base.cost_ms.get(HOST, {})  # by rows that a drafted round verifies
+        measured = self.base.cost_ms.get(HOST, {})  # by tokens that a round verifies
         vain = measured.get("1", 0.0)
         if "2" not in measured:  # an older build measured both together
             return vain / 2, vain / 2
         return vain, max(measured["2"] - vain, 0.0)
 
-    def image_ids(self, *, reads_rows: bool) -> ImageIds | None:
-        """Of a base that takes images, for a draft that takes their rows or does not."""
+    def image_ids(self, *, has_embeddings: bool) -> ImageIds | None:
+        """Token ids of image positions; None if the base takes no images.
+
+        Args:
+            has_embeddings: whether the draft takes image embeddings.
+        """
         images = self.base.decoder.images
         if images is None:
             return None
-        return ImageIds(self.base.decoder.vocab_size, None if reads_rows else images.token_id)
+        return ImageIds(self.base.decoder.vocab_size, None if has_embeddings else images.token_id)
 
 
 @dataclass(frozen=True, slots=True)
 class LoadedDrafter:
-    """What drafts, loaded."""
+    """A loaded drafter."""
 
     costs: Costs
     start: Callable[[SpecState], Drafter]  # the drafter of a request; computes nothing
-    caches: tuple[SequenceCache, ...] = ()  # whose rows go with the base's; they outlast an answer
-    growth: Growth | None = None  # of trees that the device grows alone
+    caches: tuple[SequenceCache, ...] = ()  # draft caches that follow the base's prefix cache
+    growth: Growth | None = None  # shapes of trees that the device builds
 
 
 class LoadsDrafter(Protocol):
     """A module of `speculate.drafters` that has a network."""
 
     def open(self, order: DrafterContext) -> LoadedDrafter:
-        """Load it; raises as `Drafters`."""
+        """Load the drafter; raises as `Drafters`."""
         ...
 
 
 def open_own(order: DrafterContext, name: str) -> tuple[Path, Engine]:
-    """The draft engine in the folder of its base, which must be that of the drafter `name`.
+    """The draft engine in its base's folder, checked to be one of the drafter `name`.
 
     Raises:
-        BrokenArtifactError: there is none, or another.
+        BrokenArtifactError: it is missing, or has another method.
         LimitError: as `check_tree_size`.
     """
     folder, manifest = find_own(order)
@@ -119,11 +123,11 @@ def find_own(order: DrafterContext) -> tuple[Path, Engine]:
 
 
 def check_tree_size(order: DrafterContext) -> None:
-    """Refuse trees that the base was not built for.
+    """Reject trees that the base engine was not built for.
 
     Raises:
-        BrokenArtifactError: it was built for none.
-        LimitError: says which flag, and what the engine takes.
+        BrokenArtifactError: it was built for no trees.
+        LimitError: names the flag and the engine's limit.
     """
     limits, base, engine = order.limits, order.base, order.engine
     if not base.max_verify_tree_size:
@@ -148,7 +152,7 @@ def check_tree_size(order: DrafterContext) -> None:
 
 
 def check_candidates(limits: TreeLimits, draft: DraftSpec) -> None:
-    """Refuse more candidates of a row than the draft has tokens; raises `LimitError`."""
+    """Reject a top-k above the draft's vocabulary size; raises `LimitError`."""
     if limits.top_k > draft.draft_vocab_size:
         raise LimitError(
             f"--eagleDraftTopK {limits.top_k} exceeds the draft's vocabulary of "

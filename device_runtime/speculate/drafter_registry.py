@@ -23,28 +23,28 @@ class Network(Protocol):
 
 
 class TextLookup(Protocol):
-    """A module whose drafter has text alone."""
+    """A module whose drafter looks up text, without a network."""
 
     def remember(self) -> Callable[[], Lookup]:
-        """What starts the lookup of a request."""
+        """Create the shared memory; returns the factory of lookups for requests."""
         ...
 
 
 def networks() -> tuple[str, ...]:
-    """The names of those with a network."""
+    """The names of drafters with a network."""
     return tuple(name for name in _names() if hasattr(_module(name), "DEFAULTS"))
 
 
 def lookups() -> tuple[str, ...]:
-    """The names of the others."""
+    """The names of lookups."""
     return tuple(name for name in _names() if not hasattr(_module(name), "DEFAULTS"))
 
 
 def own(draft: Engine) -> str:
-    """What drafts with a draft's engine.
+    """The name of the drafter that runs a draft engine.
 
     Raises:
-        EdgeLLMError: nothing here.
+        EdgeLLMError: this version has none.
     """
     role, method = draft.main_role, draft.draft.method
     for name, of_it in owners().items():
@@ -54,7 +54,7 @@ def own(draft: Engine) -> str:
 
 
 def owners() -> dict[str, str]:
-    """The networks that are drafts in an engine's folder, with the main roles of these."""
+    """The main roles of draft engines, by the name of the drafter that runs them."""
     roles = {name: getattr(_module(name), "ROLE", "") for name in networks()}
     return {name: role for name, role in roles.items() if role}
 

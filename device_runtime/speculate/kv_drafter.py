@@ -1,4 +1,4 @@
-"""Drafters whose network reads the committed text into a cache of its own."""
+"""Drafters with a network that has its own KV cache of the committed tokens."""
 
 from __future__ import annotations
 
@@ -21,16 +21,16 @@ from edgellm.device_runtime.speculate.policy.tree_policy import TreeLimits
 
 
 class KVDrafter(TreeDrafter):
-    """Hands committed rows to the cache; a subclass computes them."""
+    """Adds committed positions to the draft's KV cache; a subclass computes them."""
 
     def __init__(self, rows: CommittedRows, learned: SpecState, limits: TreeLimits) -> None:
-        """Nothing is computed yet; `rows` are the draft's, for the others see `TreeDrafter`."""
+        """Computes nothing; `rows` is the draft's cache, for the others see `TreeDrafter`."""
         super().__init__(learned, limits, image_ids=rows.image_ids)
-        self._rows, self._own = rows, rows.context  # its own; others may be current
+        self._rows, self._own = rows, rows.context  # this sequence's; `rows.context` may change
         self._adapter: LoadedAdapter | None = None
 
     def begin(self, token_ids: Sequence[int]) -> None:
-        """See `DraftRows.begin`; the current rows are its own from now on."""
+        """See `DraftRows.begin`; the current context becomes this sequence's."""
         super().begin(token_ids)
         self._own = self._rows.context
         self._own.begin(token_ids, self._adapter)
@@ -40,14 +40,14 @@ class KVDrafter(TreeDrafter):
         self._adapter = adapter
 
     def set_images(self, images: ImageRows) -> None:
-        """The images of the answer that begins."""
+        """Set the images of the sequence that begins."""
         self._rows.context.set_images(images)
 
     def observe(self, next_token_ids: I64, taps: F32) -> None:
-        """Committed rows: features [M, T*H] and the token that follows each, int64 [M]."""
+        """Committed positions: hidden states [M, T*H] and each one's next token, int64 [M]."""
         self._own.observe(next_token_ids, taps)
 
     def _skip_what_was_missed(self) -> None:
-        """A network that is tried again reads the newest rows only."""
+        """After a pause, prefill only the newest positions."""
         if self._controller.is_retrial:
             self._own.skip(max(RETRIAL_ROWS // self.batch_load.answers, LEAST_RETRIAL_ROWS))

@@ -1,4 +1,4 @@
-"""From an engine folder and the user's options to what drafts."""
+"""Opens the drafter of an engine folder by the user's options."""
 
 from __future__ import annotations
 
@@ -27,9 +27,9 @@ from edgellm.device_runtime.speculate.policy.device_tree_size import (
 )
 from edgellm.device_runtime.speculate.policy.spec_budget import (
     GREEDY,
-    GREEDY_BESIDE,
+    GREEDY_LOOKUP,
     SAMPLED,
-    SAMPLED_BESIDE,
+    SAMPLED_LOOKUP,
 )
 from edgellm.device_runtime.speculate.policy.spec_gate import SpecGate
 from edgellm.device_runtime.speculate.policy.static_tree import StaticTree
@@ -43,7 +43,7 @@ from edgellm.device_runtime.speculate.text_lookup import LearnedLookup
 
 
 def resolve_auto(options: SpecOptions, engine: Path, base: Engine) -> SpecOptions | None:
-    """The options with what "auto" means for an engine; None: it decodes plainly."""
+    """Resolve the network "auto" for an engine; None: plain decoding."""
     if options.network != AUTO:
         return options
     if not base.max_verify_tree_size:
@@ -58,7 +58,7 @@ def resolve_auto(options: SpecOptions, engine: Path, base: Engine) -> SpecOption
 
 
 class Drafters:
-    """What drafts for an engine, and what it has learned of greedy and of sampled requests."""
+    """The drafters of an engine, with learned state of greedy and of sampled requests."""
 
     def __init__(
         self,
@@ -69,13 +69,13 @@ class Drafters:
         *,
         verify: bool | None,
     ) -> None:
-        """Load what the options ask for; an engine's own draft is `engine`/draft.
+        """Load the drafter; an engine's own draft is in `engine`/draft.
 
-        Passes that no one has measured are measured with `session`, the base.
+        `session`, the base, measures pass times that the manifest lacks.
 
         Raises:
-            BrokenArtifactError: no draft engine, a damaged one, or one for another base.
-            LimitError: the options exceed what the engines were built for.
+            BrokenArtifactError: the draft engine is missing, damaged, or for another base.
+            LimitError: the options exceed the limits of the engines.
         """
         self.options, limits = options, options.limits(base.max_verify_tree_size)
         order = DrafterContext(engine, base, session, options, limits, verify)
@@ -84,7 +84,7 @@ class Drafters:
         self._start, self.caches = opened.start, opened.caches
         starts = [drafter_registry.lookup(name).remember() for name in options.lookups]
         self._learned = {
-            greedy: _nothing_learned(
+            greedy: _new_state(
                 options, limits, opened, [*map(LearnedLookup, starts)], greedy=greedy
             )
             for greedy in (True, False)
@@ -102,14 +102,14 @@ def _open(order: DrafterContext) -> LoadedDrafter:
     if name is not None:
         return cast(LoadsDrafter, drafter_registry.network(name)).open(order)
     check_tree_size(order)
-    image_ids = order.image_ids(reads_rows=True)
+    image_ids = order.image_ids(has_embeddings=True)
     return LoadedDrafter(
         Costs.of(order.pass_costs(), None, None, *order.host_ms),
         lambda learned: TextDrafter(learned, order.limits, image_ids=image_ids),
     )
 
 
-def _nothing_learned(
+def _new_state(
     options: SpecOptions,
     limits: TreeLimits,
     opened: LoadedDrafter,
@@ -118,8 +118,8 @@ def _nothing_learned(
     greedy: bool,
 ) -> SpecState:
     sized_by_cost, costs = options.tree == "cost" and not options.choices, opened.costs
-    network, beside = (GREEDY, GREEDY_BESIDE) if greedy else (SAMPLED, SAMPLED_BESIDE)
-    text = network if options.network is None else beside
+    network, lookup = (GREEDY, GREEDY_LOOKUP) if greedy else (SAMPLED, SAMPLED_LOOKUP)
+    text = network if options.network is None else lookup
     pauses, adapts = sized_by_cost, options.adapts
     controller = SpecGate(costs, pauses=pauses, adapts=adapts, network=network, text=text)
     policy: Policy = FixedTree(limits)

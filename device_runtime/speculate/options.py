@@ -1,4 +1,4 @@
-"""How to speculate: what drafts, how large trees are, what is accepted."""
+"""Options of speculative decoding: drafter, tree size, acceptance rule."""
 
 from __future__ import annotations
 
@@ -21,31 +21,31 @@ from edgellm.device_runtime.speculate.acceptance import (
 from edgellm.device_runtime.speculate.policy.static_tree import Choice, check_choices
 from edgellm.device_runtime.speculate.policy.tree_policy import TreeLimits
 
-OWN = "own"  # the draft in the engine's folder, whichever it is
-AUTO = "auto"  # the network that the engine has, and all lookups; chosen anew every round
+OWN = "own"  # the draft in the engine's folder
+AUTO = "auto"  # the engine's draft network and all lookups; chosen every round
 TREES = ("cost", "fixed")
 _DEFAULTS = TreeLimits()
-_TEXT_DEFAULTS = TreeLimits(steps=16)  # where text alone drafts
+_TEXT_DEFAULTS = TreeLimits(steps=16)  # without a network
 
 
 @dataclass(frozen=True, slots=True)
 class SpecOptions:
-    """How to speculate; a bound that is None is the method's own."""
+    """Options of speculative decoding; a bound that is None has the method's default."""
 
-    network: str | None = OWN  # or a network of `drafters`, or `AUTO`; None: text alone drafts
-    draft_engine_dir: Path | None = None  # of "draft": an engine of llm_build, of any base
+    network: str | None = OWN  # or a network of `drafters`, or `AUTO`; None: lookups only
+    draft_engine_dir: Path | None = None  # for "draft": an engine of llm_build, of any model
     lookups: tuple[str, ...] = ()  # of `drafters`; merged into the network's trees
-    top_k: int | None = None  # children of a node
+    top_k: int | None = None  # maximum children of a node
     steps: int | None = None  # levels
     verify_size: int | None = None  # nodes, root included
-    adapts: bool = False  # rounds go without the network where the text alone gives more
-    tree: str = "cost"  # "cost": sized by measured costs; "fixed": always the bounds' size
-    choices: tuple[Choice, ...] = ()  # a static tree instead
-    max_non_leaves: int = 10  # of a level of the static tree
+    adapts: bool = False  # rounds skip the network when lookups alone are faster
+    tree: str = "cost"  # "cost": sized by measured costs; "fixed": always the maximum size
+    choices: tuple[Choice, ...] = ()  # a static tree, if not empty
+    max_non_leaves: int = 10  # nodes with children per level of the static tree
     typical: Typical | None = None  # None: exact acceptance
 
     def __post_init__(self) -> None:
-        """Refuse unknown names and options by which nothing is drafted; raises `EdgeLLMError`."""
+        """Reject unknown names and options that draft nothing; raises `EdgeLLMError`."""
         named = () if self.network in (None, OWN, AUTO) else (self.network,)
         for what, names, known in (
             ("network", named, drafter_registry.networks()),
@@ -73,10 +73,10 @@ class SpecOptions:
             check_choices(self.choices, self.max_non_leaves)
 
     def limits(self, built_size: int) -> TreeLimits:
-        """The bounds for a base that was built for trees of `built_size` nodes.
+        """The limits for a base engine that was built for trees of `built_size` nodes.
 
         Raises:
-            LimitError: a static tree exceeds the bounds that were given.
+            LimitError: a static tree exceeds the given limits.
         """
         default = _TEXT_DEFAULTS if self.network is None else _DEFAULTS
         if self.network not in (None, OWN):
@@ -91,7 +91,7 @@ class SpecOptions:
         return TreeLimits(top_k, steps, size, text_steps=text_steps)
 
     def _static_limits(self, top_k: int, steps: int) -> TreeLimits:
-        """What the choices take of the bounds."""
+        """The limits of a static tree."""
         widest, deepest = 1 + max(itertools.chain(*self.choices)), max(map(len, self.choices))
         parents = {path[:-1] for path in self.choices} - {()}
         taken = TreeLimits(widest, deepest, 1 + len(self.choices), len(parents))

@@ -1,4 +1,4 @@
-"""Trees of networks that foresee a level without knowing what stands before it."""
+"""Trees of networks that predict each level independently of the levels before."""
 
 from __future__ import annotations
 
@@ -11,12 +11,12 @@ from edgellm.device_runtime.speculate.policy.tree_policy import Policy
 from edgellm.device_runtime.speculate.tree import F64, CandidatePool
 
 
-def grow_levels(pool: CandidatePool, policy: Policy, levels: Iterable[tuple[I64, F64]]) -> None:
-    """Fill the pool: all nodes of a level have the same candidates, which nothing is paid for.
+def expand_levels(pool: CandidatePool, policy: Policy, levels: Iterable[tuple[I64, F64]]) -> None:
+    """Fill the pool: all nodes of a level have the same candidates, which cost no passes.
 
     Args:
-        pool: with the root alone.
-        policy: says which nodes get children.
+        pool: holds only the root.
+        policy: chooses the nodes that get children.
         levels: token ids [K] and log-probabilities [K] of each.
     """
     nodes = np.zeros(1, np.int64)

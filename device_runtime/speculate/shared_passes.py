@@ -1,7 +1,7 @@
-"""Passes that drafters ask for: those of several answers are computed together.
+"""Batches the forward passes that the drafters of several sequences request.
 
-A drafter that works yields what it wants computed and is sent the result. So the extensions of
-several drafts are one pass, and so is each level of all their trees.
+A drafter is a generator: it yields a request for a pass and receives the result. So the
+extensions of several drafts are one batch, and each level of all their trees is one too.
 """
 
 from __future__ import annotations
@@ -17,41 +17,41 @@ T = TypeVar("T")
 
 
 class Session(Protocol):
-    """What computes passes of a kind of network."""
+    """Computes forward passes of one network."""
 
     @property
     def max_batch_size(self) -> int:
-        """Answers of a pass."""
+        """Sequences in a pass."""
         ...
 
     def run_many(self, parts: Sequence[Any], /) -> Sequence[Any]:
-        """Results for parts, `max_batch_size` at most, valid until the session runs again."""
+        """Results of at most `max_batch_size` parts, valid until the session runs again."""
         ...
 
 
 class RequestedNetwork(Session, Protocol):
-    """One whose device need not be waited for."""
+    """A session that runs passes asynchronously."""
 
     def ask_many(self, parts: Sequence[Any], /) -> Sequence[Any]:
-        """As `run_many`, but results are fetched when they are called for."""
+        """As `run_many`, but each result is a callable that fetches it from the device."""
         ...
 
 
 @dataclass(slots=True)
 class Wanted:
-    """A part of a pass."""
+    """One sequence's part of a forward pass."""
 
     session: Session
     part: Any
-    asks: bool = False  # for what is fetched later; the session is an `RequestedNetwork`
-    answers: int = 1  # that shared the pass; known when the result is
+    asks: bool = False  # asynchronous: the session is a `RequestedNetwork`
+    answers: int = 1  # batch size of the pass; set with the result
 
 
-Passes = Generator[Wanted, Any, T]  # what is sent is read before the next part is yielded
+Passes = Generator[Wanted, Any, T]  # a result is consumed before the next part is yielded
 
 
 def run(passes: Passes[T]) -> T:
-    """What comes of one drafter's work; raises as its session."""
+    """The result of one drafter's passes; raises the errors of its session."""
     try:
         wanted = next(passes)
         while True:
@@ -61,24 +61,24 @@ def run(passes: Passes[T]) -> T:
 
 
 def run_all(each: Sequence[Passes[T]]) -> list[T | EdgeLLMError]:
-    """What comes of the work of each of several drafters, or why it failed."""
+    """The result of each drafter, or its error; passes run in batches."""
     if len(each) == 1:
         return [_outcome(each[0])]
     work = [_Work(passes) for passes in each]
     for one in work:
         one.begin()
-    while going := [one for one in work if one.wanted is not None]:
-        first = going[0].session
-        if first.max_batch_size == 1:  # sequences would push each other out of the only cache
-            going[0].finish()
+    while pending := [one for one in work if one.wanted is not None]:
+        first = pending[0].session
+        if first.max_batch_size == 1:  # sequences would evict each other from the only cache
+            pending[0].finish()
             continue
-        together = [one for one in going if one.session is first][: first.max_batch_size]
-        _run_together(together)
+        batch = [one for one in pending if one.session is first][: first.max_batch_size]
+        _run_batch(batch)
     return [one.outcome for one in work]
 
 
 class _Work:
-    """Of one drafter."""
+    """The generator of one drafter, with its pending request and its result."""
 
     def __init__(self, passes: Passes[Any]) -> None:
         self._passes = passes
@@ -102,15 +102,15 @@ class _Work:
 
     def finish(self) -> None:
         while self.wanted is not None:
-            _run_together([self])
+            _run_batch([self])
 
     def fail(self, error: EdgeLLMError) -> None:
         self.wanted, self.outcome = None, error
-        with Confined(lambda _: None):  # it has failed already, for the reason that is known
+        with Confined(lambda _: None):  # the first error is recorded already
             self._passes.close()
 
 
-def _run_together(work: Sequence[_Work]) -> None:
+def _run_batch(work: Sequence[_Work]) -> None:
     for one, (result, answers) in computed(work, _computed_for, _Work.fail):
         if one.wanted is not None:
             one.wanted.answers = answers
@@ -118,13 +118,13 @@ def _run_together(work: Sequence[_Work]) -> None:
 
 
 def _computed_for(work: Sequence[_Work]) -> list[tuple[Any, int]]:
-    """Results for drafters, each with the number of those that shared the pass."""
+    """The result of each drafter, with the batch size of the pass."""
     wanted = [one.wanted for one in work if one.wanted is not None]
     return [(result, len(work)) for result in _computed(wanted)]
 
 
 def _computed(parts: Sequence[Wanted]) -> Sequence[Any]:
-    """The results of parts of one session, which ask for the same kind of them."""
+    """Results of parts of one session, all synchronous or all asynchronous."""
     session: Any = parts[0].session
     return (session.ask_many if parts[0].asks else session.run_many)([one.part for one in parts])
 

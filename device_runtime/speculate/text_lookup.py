@@ -1,4 +1,4 @@
-"""What text alone foresees, and how such guesses enter a tree."""
+"""Lookup drafts: predictions from text alone, merged into draft trees."""
 
 from __future__ import annotations
 
@@ -15,51 +15,51 @@ from edgellm.device_runtime.speculate.tree import CandidatePool
 
 
 class Continuation(NamedTuple):
-    """Tokens that may follow, and how sure one is of each, given those before it."""
+    """Predicted tokens, with the confidence of each given those before it."""
 
     token_ids: Sequence[int]
     confidences: Sequence[float]
 
 
 class Lookup(Protocol):
-    """Foresees from the words of one request, and those that were said before."""
+    """Predicts tokens from the text of one request, and maybe from earlier requests."""
 
-    maximum: int  # tokens of all continuations together
+    maximum: int  # tokens of all continuations in total
 
     def extend(self, token_ids: Sequence[int]) -> None:
         """Append committed tokens."""
         ...
 
     def continuations(self) -> list[Continuation]:
-        """What may follow the text."""
+        """Predicted continuations of the text."""
         ...
 
     def end(self, token_ids: Sequence[int]) -> None:
-        """The request is over, and ended with further tokens; from any thread."""
+        """The request has finished, with these last tokens; thread-safe."""
         ...
 
 
 @dataclass(frozen=True, slots=True)
 class LearnedLookup:
-    """What makes the lookups of requests, and how often the base accepts their guesses."""
+    """Creates the lookups of requests; holds their acceptance rates."""
 
     start: Callable[[], Lookup]
     calibration: Calibration = field(default_factory=Calibration)
 
     def begin(self) -> LookupSource:
-        """That of a request that begins."""
+        """The lookup of a new request."""
         return LookupSource(self.start(), self.calibration)
 
 
 @dataclass(slots=True)
 class LookupSource:
-    """The lookup of a request."""
+    """The lookup of a request, with the acceptance rates of its kind."""
 
     lookup: Lookup
     calibration: Calibration
 
     def chances(self, continuations: Sequence[Continuation]) -> Iterator[float]:
-        """That the base accepts the likeliest continuation up to its first token, its second..."""
+        """Probabilities that the base accepts 1, 2, ... tokens of the likeliest continuation."""
         chance = 1.0
         for found in continuations[:1]:
             for confidence in found.confidences:
@@ -69,9 +69,9 @@ class LookupSource:
     def merge(
         self, pool: CandidatePool, levels: int, continuations: Sequence[Continuation]
     ) -> None:
-        """Hang the lookup's continuations into the pool.
+        """Add the lookup's continuations to the pool.
 
-        Tokens that are there already stay, and are as likely as the surer of both says.
+        A token that the pool already has gets the higher of both scores.
         """
         for found in continuations:
             parent, at, token_ids = 0, 0, found.token_ids[:levels]
@@ -88,44 +88,44 @@ class LookupSource:
 
 
 class TextDrafts:
-    """What the lookups of a request foresee; the text is told to them when they look."""
+    """The predictions of a request's lookups; the lookups receive text lazily."""
 
     def __init__(self, lookups: Sequence[LearnedLookup] = ()) -> None:
-        """Of a request that begins."""
+        """Start the lookups of a new request."""
         self.sources = [lookup.begin() for lookup in lookups]
         self.maximum = sum(source.lookup.maximum for source in self.sources)  # tokens
-        self._untold: list[int] = []
-        self._found: list[list[Continuation]] | None = None  # until the text grows
-        self.looked_s = 0.0  # spent with looking, since somebody set it to 0
+        self._pending: list[int] = []
+        self._found: list[list[Continuation]] | None = None  # None: the text is newer
+        self.looked_s = 0.0  # seconds of lookups since the caller reset it
 
     def add(self, token_ids: Sequence[int]) -> None:
         """Append committed tokens."""
-        self._untold += token_ids
+        self._pending += token_ids
         self._found = None
 
-    def tell(self) -> None:
-        """Let the lookups read what was committed."""
-        if self._untold:
+    def flush(self) -> None:
+        """Pass pending tokens to the lookups."""
+        if self._pending:
             for source in self.sources:
-                source.lookup.extend(self._untold)
-            self._untold = []
+                source.lookup.extend(self._pending)
+            self._pending = []
 
     def look(self) -> list[list[Continuation]]:
-        """What each lookup foresees."""
+        """The continuations of each lookup."""
         if self._found is None:
             begin = time.perf_counter()
-            self.tell()
+            self.flush()
             self._found = [source.lookup.continuations() for source in self.sources]
             self.looked_s += time.perf_counter() - begin
         return self._found
 
     def chances(self) -> list[Iterator[float]]:
-        """Of the likeliest continuation of each lookup that has any."""
+        """`LookupSource.chances` of each lookup that has a continuation."""
         pairs = zip(self.sources, self.look(), strict=True)
         return [source.chances(found) for source, found in pairs if found]
 
     def merge(self, pool: CandidatePool, levels: int) -> list[int]:
-        """Let all hang theirs into the pool; its sizes behind each."""
+        """Merge all lookups into the pool; returns its size after each."""
         sizes: list[int] = []
         for source, continuations in zip(self.sources, self.look(), strict=True):
             source.merge(pool, levels, continuations)
@@ -133,7 +133,7 @@ class TextDrafts:
         return sizes
 
     def end(self) -> None:
-        """The request is over; from any thread."""
+        """The request has finished; thread-safe."""
         for source in self.sources:
-            source.lookup.end(self._untold)
-        self._untold = []
+            source.lookup.end(self._pending)
+        self._pending = []

@@ -1,7 +1,7 @@
-"""Token trees: the pool that a draft fills, and the tree that the base verifies.
+"""Draft trees: the pool of candidates from a draft, and the tree that the base verifies.
 
-Nodes stand in topological order, the root (the newest committed token) first, so that every
-parent has a smaller index than its children.
+Nodes are in topological order: the root (the newest committed token) is first, and every parent
+has a smaller index than its children.
 """
 
 from __future__ import annotations
@@ -19,16 +19,16 @@ from edgellm.device_runtime.arrays import (
 )
 
 F64 = NDArray[np.float64]
-_NO_PARENT, _CERTAIN = np.array([-1]), np.ones(1)  # of roots; nobody writes into trees
+_NO_PARENT, _CERTAIN = np.array([-1]), np.ones(1)  # shared by all roots: trees are read-only
 
 
 @dataclass(frozen=True, slots=True)
 class Tree:
-    """What one pass verifies; N nodes."""
+    """The draft tree that one forward pass verifies; N nodes."""
 
     token_ids: I64  # [N]
     parents: I64  # [N]; -1 for the root
-    probabilities: F64  # [N]; that the node and all above it are accepted, as far as we know
+    probabilities: F64  # [N]; estimate that the node and its ancestors are accepted
 
     def __len__(self) -> int:
         return len(self.token_ids)
@@ -40,11 +40,11 @@ class Tree:
 
     @classmethod
     def of_roots(cls, token_ids: I64) -> Tree:
-        """The same of `token_ids`, int64 [1]."""
+        """As `of_root`, of `token_ids`, int64 [1]."""
         return cls(token_ids, _NO_PARENT, _CERTAIN)
 
     def layout(self) -> tuple[I64, Bool]:
-        """Depth of each node [N], and what it may see [N, N]: itself and its ancestors."""
+        """Depth of each node [N], and the attention mask [N, N]: itself and its ancestors."""
         size = len(self)
         depths = self.depths()
         mask = np.eye(size, dtype=np.bool_)
@@ -55,36 +55,36 @@ class Tree:
         return np.array(depths), mask
 
     def depths(self) -> list[int]:
-        """Of each node; 0 is the root's."""
+        """Depth of each node; the root has 0."""
         depths: list[int] = []
         for parent in self.parents.tolist():
             depths.append(depths[parent] + 1 if parent >= 0 else 0)
         return depths
 
     def children(self) -> dict[tuple[int, int], int]:
-        """Node by (parent, token)."""
+        """Node index by (parent, token)."""
         keys = zip(self.parents.tolist(), self.token_ids.tolist(), strict=True)
         return {key: node for node, key in enumerate(keys)}
 
 
 class CandidatePool:
-    """All candidates of a round; node 0 is the root. Grows in place, nothing is moved.
+    """All candidates of a round; node 0 is the root. Nodes are appended and never move.
 
-    `scores` are cumulative log-probabilities: a child's is at most its parent's.
+    `scores` are cumulative log-probabilities: a child's score is at most its parent's.
     """
 
     def __init__(self, root: int, size: int) -> None:
-        """`size`: nodes at most, root included."""
+        """Args: `size`, the maximum number of nodes, root included."""
         self.token_ids = np.empty(size, np.int64)
         self.parents = np.empty(size, np.int64)
         self.scores = np.empty(size)
-        self.confidences = np.empty(size)  # the draft's own probability, given the parent
+        self.confidences = np.empty(size)  # the draft's probability, given the parent
         self.token_ids[0], self.parents[0], self.scores[0], self.confidences[0] = root, -1, 0.0, 1.0
         self.count = 1
 
     @classmethod
     def of_tree(cls, token_ids: I64, parents: I64, scores: F64, confidences: F64) -> CandidatePool:
-        """Of a tree that somebody else grew and chose: its nodes [N], each with its own score."""
+        """The pool of a tree that a device built: its nodes [N], with scores given the parent."""
         pool = cls(int(token_ids[0]), len(token_ids))
         pool.token_ids[1:], pool.parents[1:] = token_ids[1:], parents[1:]
         pool.confidences[1:] = confidences[1:]
@@ -94,7 +94,7 @@ class CandidatePool:
         return pool
 
     def add(self, parents: I64, token_ids: I64, scores: F64, confidences: F64) -> I64:
-        """Append children [R, K] of `parents` [R]; the new nodes' indices [R * K]."""
+        """Append children [R, K] of `parents` [R]; returns the new nodes' indices [R * K]."""
         width = token_ids.shape[1]
         nodes = np.arange(self.count, self.count + token_ids.size)
         self.count += len(nodes)
@@ -108,7 +108,7 @@ class CandidatePool:
     def add_chain(
         self, parent: int, token_ids: Sequence[int], scores: F64, confidences: F64
     ) -> None:
-        """Append a child of `parent`, a child of that, and so on, D in all; scores [D] as `add`."""
+        """Append a chain of D nodes under `parent`; `scores` [D] are those of `add`."""
         begin, end = self.count, self.count + len(token_ids)
         self.token_ids[begin:end] = token_ids
         self.parents[begin], self.parents[begin + 1 : end] = parent, np.arange(begin, end - 1)
@@ -117,17 +117,17 @@ class CandidatePool:
         self.count = end
 
     def find(self, parent: int, token_id: int) -> int | None:
-        """The child of `parent` with that token."""
+        """The child of `parent` with this token, or None."""
         known = self.parents[1 : self.count] == parent
         found = np.flatnonzero(known & (self.token_ids[1 : self.count] == token_id))
         return int(found[0]) + 1 if len(found) else None
 
     def ranked(self) -> I64:
-        """All nodes but the root by descending score; of equals the earlier, hence the parent."""
+        """All nodes but the root by descending score; ties by index, so parents come first."""
         return np.argsort(-self.scores[1 : self.count], kind="stable") + 1
 
     def tree(self, nodes: I64) -> tuple[Tree, I64]:
-        """The root with `nodes` (which hold each one's parent), and their pool indices [N]."""
+        """The tree of the root and `nodes` (each with its parent), and their pool indices [N]."""
         order = [0, *sorted(nodes.tolist())]
         place = {node: index for index, node in enumerate(order)}
         chosen = np.array(order)
@@ -136,5 +136,5 @@ class CandidatePool:
 
 
 def top(scores: F32 | F64, count: int) -> I64:
-    """Indices of the `count` largest scores, best first, of equals the earlier first."""
+    """Indices of the `count` largest scores, best first; ties by index."""
     return np.argsort(-scores, kind="stable")[:count]

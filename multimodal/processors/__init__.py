@@ -1,4 +1,4 @@
-"""From a picture to what encoder and prompt need of it: one file per family of models.
+"""Image processors: from images to encoder inputs and prompt tokens, one file per model family.
 
 A file exports `Processor`, which `read` builds from a checkpoint's settings.
 """
@@ -38,18 +38,18 @@ _FAMILIES = {
 
 @dataclass(frozen=True, slots=True)
 class Prepared:
-    """One picture, ready for the encoder and for the prompt."""
+    """An image, prepared for encoder and prompt."""
 
     pixels: NDArray[np.float32]  # Qwen: [P, 3*T*p*p] patches; others: [tiles, 3, S, S]
     grid: tuple[int, int]  # Qwen: rows and columns of patches; others: of tiles
-    num_tokens: int  # features of the encoder, each in the place of one image token
-    prompt: str  # what stands for the placeholder: the image tokens, and tags around them
-    placeholder: str = ""  # of a film; "": an image's
+    num_tokens: int  # embeddings from the encoder; each replaces one image token
+    prompt: str  # replaces the placeholder: the image tokens, and tags around them
+    placeholder: str = ""  # of a video; "": an image's
 
 
 @dataclass(frozen=True, slots=True)
 class PreparedFilm:
-    """A film, ready for the encoder, which sees one patch in time after the other."""
+    """A video, prepared for the encoder, with one pass for each temporal patch."""
 
     whole: Prepared  # without pixels; its grid is that of each pass
     passes: tuple[NDArray[np.float32], ...]  # pixels of each: [P, 3*T*p*p] or [1, 3, S, S]
@@ -57,88 +57,88 @@ class PreparedFilm:
 
 
 class ImageProcessor(Protocol):
-    """How a family prepares its pictures."""
+    """The image processor of a model family."""
 
     @property
     def image_token(self) -> str:
-        """The template's placeholder, which is also the token that features replace."""
+        """The template's placeholder, and the token that embeddings replace."""
         ...
 
     def count(self, size: tuple[int, int], max_tokens: int | None = None) -> int:
-        """Image tokens of a picture of `size` (width, height); raises what `prepare` raises."""
+        """Image tokens of an image of `size` (width, height); raises as `prepare`."""
         ...
 
     def prepare(self, image: Image.Image, max_tokens: int | None = None) -> Prepared:
-        """Pixels and prompt of an RGB picture.
+        """Pixels and prompt of an RGB image.
 
         Args:
             image: mode RGB.
-            max_tokens: the picture is made smaller, or cut into fewer tiles, until it has no more
-                image tokens. None: the checkpoint's own limits.
+            max_tokens: maximum image tokens; the image is resized, or split into fewer tiles.
+                None: the checkpoint's own limits.
 
         Raises:
-            RequestError: a shape that the family cannot take.
-            LimitError: even the smallest picture has more tokens.
+            RequestError: the family does not support the shape.
+            LimitError: even the smallest size has more tokens.
         """
         ...
 
 
 class FilmRules(Protocol):
-    """What is asked of a family's rules of films."""
+    """The video settings of a model family."""
 
     @property
     def frame_rate(self) -> float:
-        """Frames that are shown of a second; of a list of frames, where each is."""
+        """Sampled frames per second; also the rate of a list of frames."""
         ...
 
     @property
     def placeholder(self) -> str:
-        """What stands for a film in a rendered prompt."""
+        """The placeholder of a video in a rendered prompt."""
         ...
 
     @property
     def is_text(self) -> bool:
-        """Whether the placeholder is put into the messages: templates do not write it."""
+        """Whether the placeholder is put into the messages, since templates do not write it."""
         ...
 
 
 class FilmProcessor(Protocol):
-    """What a family that takes films has besides."""
+    """The further methods of families with video support."""
 
     @property
     def film(self) -> FilmRules | None:
-        """None: this checkpoint takes none."""
+        """The video settings; None: this checkpoint has no video support."""
         ...
 
     def pick_frames(self, total: int, rate: float, maximum: int) -> list[int]:
-        """Places, ascending, of the frames that are shown of `total`, `rate` in a second.
+        """Sample frame indices, ascending, from `total` frames at `rate` per second.
 
-        `maximum`: image tokens that the film may have.
+        `maximum`: maximum image tokens of the video.
         """
         ...
 
     def prepare_film(self, film: Film, maximum: int, max_per_pass: int) -> PreparedFilm:
-        """The passes of the encoder over a film, and its prompt.
+        """The passes of the encoder over a video, and its prompt.
 
         Args:
             film: its frames.
-            maximum: image tokens of all of it.
-            max_per_pass: of one pass.
+            maximum: maximum image tokens of the video.
+            max_per_pass: maximum image tokens of a pass.
 
         Raises:
-            RequestError: a shape that the family cannot take.
+            RequestError: the family does not support the shape.
             LimitError: even the smallest frames have more tokens.
         """
         ...
 
 
 def supported() -> list[str]:
-    """The model types whose pictures can be prepared."""
+    """The supported model types."""
     return sorted(_FAMILIES)
 
 
 def find(model_type: str) -> ModuleType:
-    """The family's module; raises `UnsupportedModelError` naming those that there are."""
+    """The family's module; raises `UnsupportedModelError` with the supported types."""
     if model_type not in _FAMILIES:
         raise UnsupportedModelError(
             f"images of {model_type!r} models are not supported",
@@ -152,7 +152,7 @@ def load(folder: Path) -> ImageProcessor:
 
     Raises:
         BrokenArtifactError: a file is missing or damaged.
-        UnsupportedModelError: an unknown family, or settings that are not understood.
+        UnsupportedModelError: an unknown family, or unsupported settings.
     """
     from edgellm.multimodal.processors.settings import Checkpoint
 
@@ -161,10 +161,10 @@ def load(folder: Path) -> ImageProcessor:
 
 
 def expand(prompt: str, image_token: str, images: Sequence[Prepared]) -> str:
-    """The rendered prompt with each placeholder replaced by its picture's or film's `prompt`.
+    """The rendered prompt with each placeholder replaced by its image's or video's `prompt`.
 
     Raises:
-        RequestError: there are more or fewer placeholders than pictures, or of other kinds.
+        RequestError: the placeholders do not match the images in number or kind.
     """
     kinds = {image_token, *(image.placeholder for image in images)} - {""}
     # The longest first: one may be part of another.

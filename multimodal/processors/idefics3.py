@@ -1,6 +1,6 @@
-"""Idefics3 and SmolVLM: rows of tiles, each announced in the prompt, and the whole picture.
+"""Idefics3 and SmolVLM: a grid of tiles, each labelled in the prompt, and a thumbnail.
 
-The longer edge is brought to a fixed length, the sides to multiples of a tile (Idefics3,
+The longer edge is resized to a fixed length, then the sides to multiples of a tile (Idefics3,
 arXiv 2408.12637, section 3.1; rounding as in transformers).
 """
 
@@ -24,7 +24,7 @@ MAX_EDGE = 4096
 
 @dataclass(frozen=True, slots=True)
 class Processor:
-    """Pixels [tiles, 3, S, S]: the tiles row by row, then the whole if there are several."""
+    """Pixels [tiles, 3, S, S]: the tiles row by row, then the thumbnail if there are several."""
 
     rules: PixelRules
     longest_edge: int
@@ -34,11 +34,11 @@ class Processor:
     image_token: str
     fence_token: str
     whole_token: str
-    film: FilmRules | None = None  # None: no films
+    film: FilmRules | None = None  # None: no video support
 
     @classmethod
     def read(cls, checkpoint: Checkpoint) -> Processor:
-        """Build the processor; raises `UnsupportedModelError` for what is not understood."""
+        """Build the processor; raises `UnsupportedModelError` for unsupported settings."""
         settings, model, tokens = checkpoint.image, checkpoint.model, checkpoint.tokens
         require_class(settings, "Idefics3ImageProcessor", "SmolVLMImageProcessor")
         size, tile = settings.section("size"), settings.section("max_image_size")
@@ -71,14 +71,14 @@ class Processor:
         )
 
     def count(self, size: tuple[int, int], max_tokens: int | None = None) -> int:
-        """Image tokens of a picture of `size` (width, height)."""
+        """Image tokens of an image of `size` (width, height)."""
         return num_tiles(self._plan(*size, max_tokens).grid) * self.tokens_per_tile
 
     def prepare(self, image: Image.Image, max_tokens: int | None = None) -> Prepared:
-        """Tiles and prompt of an RGB picture; see `ImageProcessor`."""
+        """Tiles and prompt of an RGB image; see `ImageProcessor`."""
         plan = self._plan(image.width, image.height, max_tokens)
         (rows, columns), side = plan.grid, self.tile_size
-        # Each step rounds to bytes, so that none may be left out
+        # Each step rounds to bytes, so none can be skipped
         fitted = self.rules.resized(image, *plan.fitted)
         canvas = self.rules.resized(fitted, columns * side, rows * side)
         pixels = self.rules.tiles(canvas, side, whole=canvas)
@@ -86,7 +86,7 @@ class Processor:
         return Prepared(pixels, plan.grid, num_tokens, self._prompt(rows, columns))
 
     def pick_frames(self, total: int, rate: float, maximum: int) -> list[int]:
-        """Places of frames, see `FilmProcessor`; so many that `maximum` tokens suffice."""
+        """Frame indices, see `FilmProcessor`; their number is limited by `maximum` tokens."""
         assert self.film is not None
         return self.film.pick(total, rate, maximum // self.tokens_per_tile)
 
@@ -125,7 +125,7 @@ class Processor:
         return "\n".join([*lines, "", whole])
 
     def _plan(self, width: int, height: int, max_tokens: int | None) -> _Plan:
-        """The largest plan that is allowed, the checkpoint's own first."""
+        """The largest plan within `max_tokens`; the checkpoint's own comes first."""
         allowed = None if max_tokens is None else max_tokens // self.tokens_per_tile
         for edge in self._edges():
             plan = self._plan_for(width, height, edge)
@@ -158,9 +158,9 @@ class Processor:
 
 @dataclass(frozen=True, slots=True)
 class _Plan:
-    """How one picture is brought to tiles."""
+    """The resizing of an image to tiles."""
 
-    fitted: tuple[int, int]  # width and height before the sides become multiples of a tile
+    fitted: tuple[int, int]  # width and height before rounding to multiples of a tile
     grid: tuple[int, int]  # rows and columns
 
 

@@ -1,7 +1,7 @@
-"""InternVL in transformers' own form: tiles of one size, and a thumbnail of the whole.
+"""InternVL in transformers' format: tiles of one size, and a thumbnail.
 
-The tiles' arrangement is the one whose shape is nearest to the picture's (InternVL 1.5,
-arXiv 2404.16821, section 3.3).
+The grid of tiles has the aspect ratio nearest to the image's (InternVL 1.5, arXiv 2404.16821,
+section 3.3).
 """
 
 from __future__ import annotations
@@ -37,13 +37,13 @@ class Processor:
 
     @classmethod
     def read(cls, checkpoint: Checkpoint) -> Processor:
-        """Build the processor; raises `UnsupportedModelError` for what is not understood."""
+        """Build the processor; raises `UnsupportedModelError` for unsupported settings."""
         settings, model, tokens = checkpoint.image, checkpoint.model, checkpoint.tokens
         require_class(settings, "GotOcr2ImageProcessor")
         size = settings.section("size")
         tile_size = size.agree("width", size.positive("height", 448))
         size.finish()
-        # The model's processor cuts pictures whatever its image processor would do alone
+        # The model's processor always splits images, independent of its image processor
         settings.read("crop_to_patches", bool, False)
         least, maximum = settings.positive("min_patches", 1), settings.positive("max_patches", 12)
         if least > maximum:
@@ -70,11 +70,11 @@ class Processor:
         )
 
     def count(self, size: tuple[int, int], max_tokens: int | None = None) -> int:
-        """Image tokens of a picture of `size` (width, height)."""
+        """Image tokens of an image of `size` (width, height)."""
         return num_tiles(self._grid(*size, max_tokens)) * self.tokens_per_tile
 
     def prepare(self, image: Image.Image, max_tokens: int | None = None) -> Prepared:
-        """Tiles and prompt of an RGB picture; see `ImageProcessor`."""
+        """Tiles and prompt of an RGB image; see `ImageProcessor`."""
         rows, columns = self._grid(image.width, image.height, max_tokens)
         side = self.tile_size
         canvas = self.rules.resized(image, columns * side, rows * side)
@@ -84,7 +84,7 @@ class Processor:
         return Prepared(pixels, (rows, columns), num_tokens, prompt)
 
     def _grid(self, width: int, height: int, max_tokens: int | None) -> tuple[int, int]:
-        """Rows and columns of tiles whose shape is nearest to the picture's."""
+        """Rows and columns of tiles with the aspect ratio nearest to the image's."""
         maximum = self.max_tiles
         if max_tokens is not None:
             allowed = max_tokens // self.tokens_per_tile
@@ -98,7 +98,7 @@ class Processor:
         best, best_distance = (1, 1), float("inf")
         for columns, rows in _arrangements(min(self.min_tiles, maximum), maximum):
             distance = abs(width / height - columns / rows)
-            # Of equal shapes the larger one, unless it would more than double the picture
+            # Of equal ratios the larger grid, unless it more than doubles the image
             larger = width * height > 0.5 * self.tile_size**2 * columns * rows
             if distance < best_distance or (distance == best_distance and larger):
                 best, best_distance = (rows, columns), distance

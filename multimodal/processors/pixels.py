@@ -1,4 +1,4 @@
-"""Resizing and normalizing, bit for bit as transformers' image processors on Pillow do it."""
+"""Resizing and normalization, bit-identical to transformers' image processors on Pillow."""
 
 from __future__ import annotations
 
@@ -17,7 +17,7 @@ HALF = (0.5, 0.5, 0.5)
 
 @dataclass(frozen=True, slots=True)
 class PixelRules:
-    """How a checkpoint wants its pixels."""
+    """Resizing filter and normalization of a checkpoint."""
 
     resample: Image.Resampling
     table: NDArray[np.float32]  # [3, 256]: the normalized value of each byte, channel by channel
@@ -33,7 +33,7 @@ class PixelRules:
         """Read the settings that all families share; the arguments are the family's defaults.
 
         Raises:
-            UnsupportedModelError: a step is switched off, or a value makes no sense.
+            UnsupportedModelError: a step is disabled, or a value is invalid.
         """
         for step in ("do_resize", "do_rescale", "do_normalize"):
             settings.expect(step, True)
@@ -64,7 +64,7 @@ class PixelRules:
     def tiles(self, canvas: Image.Image, side: int, whole: Image.Image) -> NDArray[np.float32]:
         """Tiles [tiles, 3, side, side] of an RGB canvas of whole tiles, row by row.
 
-        If there are several, `whole`, made as small as one tile, follows them.
+        If there are several, `whole`, resized to one tile, follows them.
         """
         rows, columns = canvas.height // side, canvas.width // side
         tiles = np.empty((num_tiles((rows, columns)), 3, side, side), np.float32)
@@ -77,12 +77,12 @@ class PixelRules:
 
 
 def num_tiles(grid: tuple[int, int]) -> int:
-    """Tiles of a grid, with that of the whole picture if there are several."""
+    """Tiles of a grid, with the thumbnail if there are several."""
     return grid[0] * grid[1] + (1 if grid != (1, 1) else 0)
 
 
 def require_class(settings: Settings, *names: str) -> None:
-    """Refuse settings that were written for another image processor.
+    """Reject settings of another image processor.
 
     Raises:
         UnsupportedModelError: `image_processor_type` is none of `names`, in any backend.

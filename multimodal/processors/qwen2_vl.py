@@ -1,6 +1,6 @@
-"""Qwen2-VL, Qwen2.5-VL, Qwen3-VL: one picture of any size, cut into patches.
+"""Qwen2-VL, Qwen2.5-VL, Qwen3-VL: images of any size, split into patches.
 
-Sides become multiples of a merged patch, the area stays within the checkpoint's limits (Qwen2-VL,
+Sides are rounded to multiples of a merged patch, and the area to the checkpoint's limits (Qwen2-VL,
 arXiv 2409.12191, section 2.1; rounding as in transformers' `smart_resize`).
 """
 
@@ -23,26 +23,26 @@ from edgellm.multimodal.processors.qwen_video import FilmRules
 from edgellm.multimodal.processors.settings import Checkpoint, Settings
 from edgellm.multimodal.video import Film
 
-IMAGE_TOKEN = "<|image_pad|>"  # of a tokenizer that names none
+IMAGE_TOKEN = "<|image_pad|>"  # default
 MAX_ASPECT_RATIO = 200
 
 
 @dataclass(frozen=True, slots=True)
 class Processor:
-    """Pixels [P, 3*T*p*p], the patches that are merged into one token side by side."""
+    """Pixels [P, 3*T*p*p]; patches that are merged into one token are consecutive."""
 
     rules: PixelRules
     patch_size: int
     merge_size: int  # patches of one token, along each side
-    temporal_patch_size: int  # T: a picture is a film of T equal frames
+    temporal_patch_size: int  # T: an image is a video of T equal frames
     min_pixels: int
     max_pixels: int
     image_token: str
-    film: FilmRules | None = None  # None: no films
+    film: FilmRules | None = None  # None: no video support
 
     @classmethod
     def read(cls, checkpoint: Checkpoint) -> Processor:
-        """Build the processor; raises `UnsupportedModelError` for what is not understood."""
+        """Build the processor; raises `UnsupportedModelError` for unsupported settings."""
         settings = checkpoint.image
         require_class(
             settings, "Qwen2VLImageProcessor", "Qwen2_5_VLImageProcessor", "Qwen3VLImageProcessor"
@@ -68,12 +68,12 @@ class Processor:
         return grid[0] // self.merge_size, grid[1] // self.merge_size
 
     def count(self, size: tuple[int, int], max_tokens: int | None = None) -> int:
-        """Image tokens of a picture of `size` (width, height)."""
+        """Image tokens of an image of `size` (width, height)."""
         rows, columns = self._tokens(*size, max_tokens)
         return rows * columns
 
     def prepare(self, image: Image.Image, max_tokens: int | None = None) -> Prepared:
-        """Patches and prompt of an RGB picture; see `ImageProcessor`."""
+        """Patches and prompt of an RGB image; see `ImageProcessor`."""
         rows, columns = self._tokens(image.width, image.height, max_tokens)
         side = self.patch_size * self.merge_size
         planes = self.rules.normalized(self.rules.resized(image, columns * side, rows * side))
@@ -85,13 +85,13 @@ class Processor:
         )
 
     def pick_frames(self, total: int, rate: float, maximum: int) -> list[int]:
-        """Places of frames, see `FilmProcessor`; however many, they become smaller."""
+        """Frame indices, see `FilmProcessor`; more frames are resized to smaller ones."""
         del maximum
         assert self.film is not None
         return self.film.pick(total, rate, self.temporal_patch_size)
 
     def prepare_film(self, film: Film, maximum: int, max_per_pass: int) -> PreparedFilm:
-        """The passes of the encoder over a film, and its prompt.
+        """The passes of the encoder over a video, and its prompt.
 
         Args:
             film: its frames.
@@ -99,7 +99,7 @@ class Processor:
             max_per_pass: of one patch in time.
 
         Raises:
-            RequestError: a shape that the family cannot take.
+            RequestError: the family does not support the shape.
             LimitError: even the smallest frames have more tokens.
         """
         assert self.film is not None
@@ -144,7 +144,7 @@ class Processor:
         if max_tokens is None or rows * columns <= max_tokens:
             return rows, columns
         rows, columns = _shrunk(width, height, max_tokens * side**2, side)
-        # A strip is one token wide, however long: here its length gives way
+        # A narrow strip is one token wide; limit its length
         return min(rows, max_tokens), min(columns, max_tokens)
 
     def _patches(self, planes: NDArray[np.float32]) -> NDArray[np.float32]:

@@ -1,8 +1,8 @@
-"""Films for Qwen2.5-VL and Qwen3-VL: which frames, how large, and what stands for them.
+"""Video rules of Qwen2.5-VL and Qwen3-VL: frame sampling, sizes and prompts.
 
-T frames that follow each other are one patch in time, which the encoder sees as it sees a picture.
-Qwen2.5-VL (arXiv 2502.13923) counts time by its rotary positions, Qwen3-VL (arXiv 2511.21631) by
-times written between the pictures. Rules as in transformers' `Qwen2VLVideoProcessor` and
+T consecutive frames are one temporal patch, which the encoder processes as an image. Qwen2.5-VL
+(arXiv 2502.13923) encodes time in rotary positions, Qwen3-VL (arXiv 2511.21631) as timestamps
+between the frames. Rules as in transformers' `Qwen2VLVideoProcessor` and
 `Qwen3VLVideoProcessor`; resizing by Pillow, as for images.
 """
 
@@ -19,26 +19,26 @@ from edgellm.core.errors import LimitError
 from edgellm.multimodal.processors.pixels import CLIP_MEAN, CLIP_STD, HALF, PixelRules
 from edgellm.multimodal.processors.settings import Checkpoint
 
-_USUAL_FPS = 2.0  # of Qwen's own tools, where no file says
+_USUAL_FPS = 2.0  # default of Qwen's own tools
 _CLASSES = "Qwen2VLVideoProcessor", "Qwen2_5_VLVideoProcessor", "Qwen3VLVideoProcessor"
 _OPEN, _CLOSE, _PAD = "<|vision_start|>", "<|vision_end|>", "<|video_pad|>"
 
 
 @dataclass(frozen=True, slots=True)
 class FilmRules:
-    """How a checkpoint wants its films."""
+    """Video settings of a checkpoint."""
 
-    frame_rate: float  # frames that are shown of a second
+    frame_rate: float  # sampled frames per second
     min_frames: int
     max_frames: int
-    min_pixels: int  # of a frame; of all frames where `writes_times`
+    min_pixels: int  # of a frame; of all frames if `writes_times`
     max_pixels: int
     writes_times: bool
     tokens_per_second: float  # of rotary positions
-    pad: str  # the token that the template puts for a film
+    pad: str  # the template's token of a video
     pixels: PixelRules
 
-    is_text = False  # templates write what stands for a film
+    is_text = False  # templates write the placeholder
 
     @classmethod
     def read(
@@ -48,16 +48,16 @@ class FilmRules:
         pixels: PixelRules,
         sizes: Mapping[str, int],
     ) -> FilmRules:
-        """What a checkpoint says of films, and of images where it does not.
+        """Read the video settings; the image settings are defaults.
 
         Args:
             checkpoint: its settings.
             area: the limits of images, in pixels.
             pixels: the rules of images.
-            sizes: of patches, which are those of images.
+            sizes: patch sizes of images, which videos must share.
 
         Raises:
-            UnsupportedModelError: settings that are not understood.
+            UnsupportedModelError: unsupported settings.
         """
         settings, writes_times = checkpoint.video, checkpoint.model_type == "qwen3_vl"
         if not settings.is_empty:
@@ -92,11 +92,11 @@ class FilmRules:
 
     @property
     def placeholder(self) -> str:
-        """What the template puts for a film."""
+        """The template's placeholder of a video."""
         return f"{_OPEN}{self.pad}{_CLOSE}" if self.writes_times else self.pad
 
     def pick(self, total: int, rate: float, together: int) -> list[int]:
-        """Places of the frames that are shown of `total`, `rate` in a second."""
+        """Sample frame indices from `total` frames at `rate` per second."""
         if self.writes_times:
             count = int(total / rate * self.frame_rate)
             count = min(max(count, self.min_frames), self.max_frames, total)
@@ -125,7 +125,7 @@ class FilmRules:
         return rows, columns
 
     def within(self, rows: int, columns: int, maximum: int) -> tuple[int, int]:
-        """A smaller grid of at most so many tokens; raises `LimitError` if that is none."""
+        """Shrink a grid to at most `maximum` tokens; raises `LimitError` if that is 0."""
         if maximum < 1:
             raise LimitError(
                 "the video has more pairs of frames than image tokens are allowed",
@@ -137,7 +137,7 @@ class FilmRules:
         return min(rows, maximum), min(columns, maximum)
 
     def prompt(self, image: str, seconds: list[float], together: int) -> str:
-        """What stands for a film whose every patch in time is `image`; `seconds` of its frames."""
+        """The prompt of a video with `image` for each temporal patch, and `seconds` of frames."""
         steps = range(0, len(seconds), together)
         if not self.writes_times:
             return image * len(steps)
@@ -147,7 +147,7 @@ class FilmRules:
     def runs(
         self, frames: int, rows: int, columns: int, rate: float, together: int
     ) -> list[tuple[int, int, int, float]]:
-        """Patches in time, rows, columns and positions between two patches, of each run."""
+        """Temporal patches, rows, columns and position interval of each run of image tokens."""
         if self.writes_times:
             return [(1, rows, columns, 1.0)] * frames
         return [(frames, rows, columns, self.tokens_per_second * together / rate)]

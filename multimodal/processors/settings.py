@@ -1,4 +1,4 @@
-"""Typed reading of a checkpoint's processor files: what changes pixels or tokens is understood."""
+"""Typed access to a checkpoint's processor files; unknown keys are rejected."""
 
 from __future__ import annotations
 
@@ -20,7 +20,7 @@ T = TypeVar("T")
 _REQUIRED: Any = object()
 _REMEDY = "take the processor files that were published with the model"
 
-# Storage, containers and backends of other tools, video, and switches of steps that images skip.
+# Ignored keys: storage and backends of other tools, video, and steps that images skip.
 _HARMLESS = frozenset(
     [
         "auto_map",
@@ -44,17 +44,17 @@ _HARMLESS = frozenset(
 
 
 class Settings:
-    """One object of a JSON file: values by key and type, and which keys were asked for."""
+    """An object of a JSON file with typed access; records which keys were read."""
 
     def __init__(self, values: Mapping[str, Any], file: str) -> None:
-        """Read from `values`; `file` is what messages call them."""
+        """Args: `values`, and `file`, their name in messages."""
         self._values = values
         self.file = file
         self._used: set[str] = set()
 
     @property
     def is_empty(self) -> bool:
-        """Whether nothing is said."""
+        """Whether there are no keys."""
         return not self._values
 
     def read(self, key: str, kind: type[T], default: T = _REQUIRED) -> T:
@@ -111,14 +111,14 @@ class Settings:
             raise self.fault(key, value, f"is not supported (only {', '.join(map(repr, allowed))})")
 
     def agree(self, key: str, value: int) -> int:
-        """Return `value`; refuse another one that is written at `key`."""
+        """Return `value`; reject a different one at `key`."""
         found = self.side(key, value)
         if found != value:
             raise self.fault(key, found, f"should be {value}")
         return value
 
     def finish(self) -> None:
-        """Stop at keys that nobody asked for and that are switched on."""
+        """Reject keys that were not read and are not false or empty."""
         left = set(self._values) - self._used - _HARMLESS
         unknown = sorted(
             key
@@ -138,14 +138,14 @@ class Settings:
 
 @dataclass(frozen=True, slots=True)
 class Checkpoint:
-    """What a checkpoint says about its pictures."""
+    """The image and video settings of a checkpoint."""
 
     model_type: str
     image: Settings  # preprocessor_config.json, or its successor in processor_config.json
     processor: Settings  # processor_config.json
     model: Settings  # config.json
     tokens: Settings  # names of special tokens, in tokenizer_config.json
-    video: Settings  # video_preprocessor_config.json, or its successor; empty where neither is
+    video: Settings  # video_preprocessor_config.json, or its successor; may be empty
 
     @classmethod
     def read(cls, folder: Path) -> Checkpoint:

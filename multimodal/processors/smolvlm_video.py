@@ -1,7 +1,7 @@
-"""Films for SmolVLM2 (arXiv 2504.05299): frames as single tiles, each behind its time.
+"""Video rules of SmolVLM2 (arXiv 2504.05299): frames as single tiles, each after its timestamp.
 
-Which frames are shown, and the text about them, are those of transformers' `SmolVLMVideoProcessor`
-and `SmolVLMProcessor`; resizing by Pillow, as for images.
+Frame sampling and prompts are those of transformers' `SmolVLMVideoProcessor` and
+`SmolVLMProcessor`; resizing is by Pillow, as for images.
 """
 
 from __future__ import annotations
@@ -14,7 +14,7 @@ import numpy as np
 from edgellm.multimodal.processors.pixels import HALF, PixelRules
 from edgellm.multimodal.processors.settings import Checkpoint
 
-_SKIPPED_SECONDS = 1  # at either end of a long film
+_SKIPPED_SECONDS = 1  # at both ends of a long video
 _USUAL_EDGE, _USUAL_TILE, _USUAL_RATE, _USUAL_FRAMES = 4 * 364, 364, 1.0, 64
 _UNITS = [
     "zero",
@@ -43,22 +43,22 @@ _TENS = ["twenty", "thirty", "forty", "fifty", "sixty", "seventy", "eighty", "ni
 
 @dataclass(frozen=True, slots=True)
 class FilmRules:
-    """How a checkpoint wants its films."""
+    """Video settings of a checkpoint."""
 
-    frame_rate: float  # frames that are shown of a second
+    frame_rate: float  # sampled frames per second
     max_frames: int
     longest_edge: int  # of a frame before it becomes a tile
-    placeholder: str  # what stands for a film in the messages
+    placeholder: str  # of a video in the messages
     pixels: PixelRules
 
-    # Chat templates of such models know no films, or write of them in their own way.
+    # Chat templates of these models have no videos, or a different format.
     is_text = True
 
     @classmethod
     def read(
         cls, checkpoint: Checkpoint, pixels: PixelRules, edge: int, tile_size: int
     ) -> FilmRules | None:
-        """What a checkpoint says of films, in the file of images where there is no other.
+        """Read the video settings, from the image file if there is no video file.
 
         Args:
             checkpoint: its settings.
@@ -67,10 +67,10 @@ class FilmRules:
             tile_size: of images, in pixels.
 
         Returns:
-            None where nothing says how many frames are shown.
+            None if the settings have no number of frames.
 
         Raises:
-            UnsupportedModelError: settings that are not understood.
+            UnsupportedModelError: unsupported settings.
         """
         has_file = not checkpoint.video.is_empty
         settings = checkpoint.video if has_file else checkpoint.image
@@ -87,7 +87,7 @@ class FilmRules:
         return cls(rate, said.positive(key, _USUAL_FRAMES), edge, token, pixels)
 
     def pick(self, total: int, rate: float, maximum: int) -> list[int]:
-        """Places of at most `maximum` frames of `total`, `rate` in a second."""
+        """Sample at most `maximum` frame indices from `total` frames at `rate` per second."""
         maximum, seconds = min(self.max_frames, maximum), total / rate
         count = max(min(round(self.frame_rate * seconds), maximum), 1)
         first, last = 0, total - 1
@@ -100,7 +100,7 @@ class FilmRules:
 
     @staticmethod
     def prompt(frame: str, seconds: tuple[float, ...], duration: float) -> str:
-        """What stands for a film whose every frame is `frame`; `seconds` of its frames."""
+        """The prompt of a video with `frame` for each frame, and `seconds` of frames."""
         shown = "".join(
             f"\nFrame from {int(at // 60):02d}:{int(at % 60):02d}:{frame}" for at in seconds
         )
@@ -111,7 +111,7 @@ class FilmRules:
 
 
 def in_words(number: int) -> str:
-    """An integer from 0 in English, as the package num2words has it."""
+    """A non-negative integer in English words, as in the package num2words."""
     if number < 20:
         return _UNITS[number]
     if number < 100:
@@ -126,7 +126,7 @@ def in_words(number: int) -> str:
 def _of_its_own(
     checkpoint: Checkpoint, pixels: PixelRules, tile_size: int
 ) -> tuple[PixelRules, int]:
-    """Pixels and the longest edge that the file of films says."""
+    """Pixel rules and longest edge from the video file."""
     settings = checkpoint.video
     settings.expect("video_processor_type", "SmolVLMVideoProcessor")
     for key in ("do_sample_frames", "return_metadata"):  # frames are sampled for every template

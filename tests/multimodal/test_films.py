@@ -120,7 +120,7 @@ def edited(path: Path, *edits: tuple[float, float]) -> None:
 
 
 @pytest.mark.parametrize(("matrix", "expected"), MATRICES.items())
-def test_pictures_stand_as_a_player_shows_them(tmp_path, matrix, expected):
+def test_frames_are_oriented_as_in_a_player(tmp_path, matrix, expected):
     path = write(tmp_path / "a.mp4", [corner_picture()] * 3)
     turned(path, matrix)
     film = read(path)
@@ -182,7 +182,7 @@ def test_an_edit_list_hides_frames(tmp_path, edits, shown):
     assert film.duration == pytest.approx(len(shown) / 10)
 
 
-def test_hidden_films_and_cut_ones_are_refused(tmp_path):
+def test_hidden_and_truncated_videos_are_rejected(tmp_path):
     path = write(tmp_path / "a.mp4", [corner_picture()] * 12)
     data = path.read_bytes()
     edited(path, (0.5, 9.0))
@@ -205,7 +205,7 @@ def test_hidden_films_and_cut_ones_are_refused(tmp_path):
     assert "copy" in caught.value.hint
 
 
-def test_packets_that_show_nothing_are_no_frames(tmp_path):
+def test_packets_without_frames_are_not_counted(tmp_path):
     """Matroska counts no frames: where its packets are too many, the decoder does."""
     path = write(tmp_path / "a.mkv", [gray(20 * place) for place in range(12)])
     with av.open(str(path)) as source, av.open(str(tmp_path / "b.mkv"), "w") as container:
@@ -224,7 +224,7 @@ def test_packets_that_show_nothing_are_no_frames(tmp_path):
     assert levels(read(tmp_path / "b.mkv", 1))[:12] == list(range(12))
 
 
-def test_an_unknown_codec_is_no_video(tmp_path):
+def test_unknown_codec_is_rejected(tmp_path):
     path = write(tmp_path / "a.mkv", [corner_picture()] * 2)
     data = path.read_bytes()
     assert b"V_MPEG4/ISO/ASP" in data

@@ -111,6 +111,6 @@ def test_only_what_the_encoder_takes():
 
 
 @pytest.mark.parametrize("grid", [(0, 4), (4, 0), (3, 4), (4, 5)])
-def test_grids_that_do_not_divide_are_refused(grid):
+def test_indivisible_grids_are_rejected(grid):
     with pytest.raises(RequestError, match="does not divide into blocks of 2 by 2"):
         grid_inputs(*grid, _spec())

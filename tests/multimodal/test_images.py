@@ -82,7 +82,7 @@ def test_every_kind_of_source_gives_the_same_pixels(tmp_path):
     assert len({content_hash(image) for image in found}) == 1
 
 
-def test_the_hash_tells_pixels_and_sizes_apart():
+def test_hash_depends_on_pixels_and_size():
     first = Image.fromarray(noise(6, 4))
     second = Image.frombytes("RGB", (4, 6), first.tobytes())
     third = Image.fromarray(noise(6, 4, seed=1))
@@ -102,7 +102,7 @@ def test_orientation(tmp_path, form, orientation):
     assert expected.size == ((16, 8) if orientation in (5, 6, 7, 8) else (8, 16))
 
 
-def test_damaged_metadata_turns_nothing(tmp_path):
+def test_damaged_orientation_is_ignored(tmp_path):
     (tmp_path / "a.jpg").write_bytes(encoded(Image.new("RGB", (8, 16)), "JPEG", exif=b"Exif\0\0zz"))
     assert open_image("a.jpg", tmp_path).size == (8, 16)
 
@@ -117,7 +117,7 @@ def test_grey_and_one_bit(tmp_path):
     assert np.array_equal(np.asarray(saved(tmp_path, bits))[..., 0], (grey > 127) * 255)
 
 
-def test_transparency_lies_on_white(tmp_path):
+def test_transparency_is_composited_on_white(tmp_path):
     clear = Image.new("RGBA", (2, 1), (*RED, 0))
     clear.putpixel((1, 0), (*RED, 255))
     assert colours(saved(tmp_path, clear)) == [WHITE, RED]
@@ -315,20 +315,20 @@ def test_the_white_of_portable_graymaps(tmp_path, top):
 
 
 @pytest.mark.parametrize("bits", [8, 16, 32])
-def test_signed_values_are_refused(tmp_path, bits):
+def test_signed_values_are_rejected(tmp_path, bits):
     row = np.array([0, 1, -1], f"<i{bits // 8}").tobytes()
     (tmp_path / "a.tif").write_bytes(tiff(3, bits, 1, row, tags=[(339, 3, [2])]))
     refused("a.tif", tmp_path, "signed values")
 
 
 @pytest.mark.parametrize("mode", ["I", "F"])
-def test_thirty_two_bits_are_refused(tmp_path, mode):
+def test_thirty_two_bits_are_rejected(tmp_path, mode):
     Image.new(mode, (3, 3)).save(tmp_path / "a.tif")
     refused("a.tif", tmp_path, "32 bits per pixel")
 
 
 # ----------------------------------------------------------------------------------- refusals
-def test_places_without_a_picture(tmp_path):
+def test_sources_without_an_image(tmp_path):
     (tmp_path / "empty.png").touch()
     (tmp_path / "text.png").write_text("no picture")
     os.mkfifo(tmp_path / "pipe.png")
@@ -374,7 +374,7 @@ def test_truncated_files(tmp_path, form):
         refused(data_uri(data[:keep]), tmp_path, "damaged or truncated|holds no picture")
 
 
-def test_damaged_files_are_refused_or_read(tmp_path, recwarn):
+def test_damaged_files_are_rejected_or_decoded(tmp_path, recwarn):
     """Whatever a flipped byte does to a decoder, it is no other exception and no warning."""
     generator = np.random.default_rng(0)
     image = Image.fromarray(noise(16, 16))
@@ -407,7 +407,7 @@ def test_one_frame_of_an_animated_format(tmp_path):
 
 
 @pytest.mark.parametrize("size", [(20_000, 20_000), (9_000, 12_000), (2**31 - 1, 2**31 - 1)])
-def test_bombs_are_refused_by_their_header(tmp_path, size, recwarn):
+def test_decompression_bombs_are_rejected_by_their_header(tmp_path, size, recwarn):
     (tmp_path / "a.png").write_bytes(png_header(*size))
     refused(
         "a.png", tmp_path, f"pixels, more than {images.MAX_PIXELS}|than {images.MAX_PIXELS} pix"

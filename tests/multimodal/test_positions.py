@@ -80,7 +80,7 @@ def test_a_prompt_by_hand():
     assert found.delta == 5 - 8
 
 
-def test_images_side_by_side():
+def test_consecutive_images():
     found = rotary_positions([IMAGE] * 5, IMAGE, [(1, 3), (2, 1)])
     assert found.prompt.tolist() == [[0, 0, 0, 3, 3], [0, 0, 0, 3, 4], [0, 1, 2, 3, 3]]
     assert found.delta == 0

@@ -123,7 +123,7 @@ def test_settings(tmp_path, model_type, changes):
 @settings(max_examples=60)
 @given(size=SIZE, max_tokens=st.integers(1, 70))
 @pytest.mark.parametrize("model_type", ["qwen2_5_vl", "internvl", "idefics3"])
-def test_limits_are_kept(pairs, model_type, size, max_tokens):
+def test_limits_are_respected(pairs, model_type, size, max_tokens):
     ours, _ = pairs(model_type)
     least = {"qwen2_5_vl": 1, "internvl": 1, "idefics3": 4}[model_type]
     if max_tokens < least:
@@ -210,7 +210,7 @@ def test_prompts_by_hand(pairs):
     )
 
 
-def test_smolvlms_films_are_introduced(pairs, monkeypatch):
+def test_smolvlm_videos_have_an_introduction(pairs, monkeypatch):
     """The text about a film, and its frames as pictures that are not split."""
     from transformers.models.smolvlm import processing_smolvlm
     from transformers.video_utils import VideoMetadata
@@ -246,7 +246,7 @@ def test_numbers_of_frames_are_words():
         ({"num_frames": 4, "fps": 2, "crops": True}, "does not understand: crops"),
     ],
 )
-def test_settings_of_smolvlms_films(tmp_path, changes, message):
+def test_settings_of_smolvlm_videos(tmp_path, changes, message):
     """A file of their own says all; without sampling there are no films."""
     folder = write_processor(tmp_path, "smolvlm", video_sampling=None)
     assert processors.load(folder).film is None

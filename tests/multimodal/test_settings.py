@@ -162,7 +162,7 @@ def test_names_of_tokens(tmp_path):
         ("idefics3", {"size": {"height": 8, "width": 8}}, "size has keys .* height, width"),
     ],
 )
-def test_settings_that_are_refused(tmp_path, model_type, changes, match):
+def test_unsupported_settings_are_rejected(tmp_path, model_type, changes, match):
     folder = write_processor(tmp_path, model_type, **changes)
     with pytest.raises(UnsupportedModelError, match=match) as caught:
         processors.load(folder)

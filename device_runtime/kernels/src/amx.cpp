@@ -10,7 +10,7 @@ extern const Kernels k_avx512_vnni;
 namespace {
 
 // By the rates of the instructions: for 16 rows and channels along a block of 32 inputs AVX-512 needs
-// 128 cycles, tiles 32 to multiply and to store. Fewer rows gain less; nobody has measured where none.
+// 128 cycles, tiles 32 to multiply and to store. Fewer rows gain less; the break-even is not measured.
 constexpr int64_t kRowsFrom = 16;
 constexpr int64_t kTileRows = 16, kTileInputs = 64;
 constexpr int64_t kPanelBytes = 512 << 10;  // of rows that stay in the second cache

@@ -1,8 +1,8 @@
 // Attention over a cache that is written in place. Included by `set.inl` with `Set`.
 //
-// A row's keys are counted in the order in which it sees them: in a tree, too, its ancestors stand
-// where they would stand without their siblings. Softmax and values are summed by chunks of
-// `kChunk` such keys from 0, and the chunks in their order, whoever computes them.
+// A row's keys are indexed in attention order: in a tree its ancestors have the indices that they
+// would have without siblings. Softmax and values are summed by chunks of `kChunk` such keys from
+// 0, and the chunks in order, independent of threads.
 #pragma once
 
 #include "scores.inl"
@@ -121,7 +121,7 @@ struct Tile {
       highest = most(highest, least(q.end, q.straight));
     }
     is_shared = is_shared && last_first < first_end;
-    // Keys that one row does not see are scored for it in vain, and read by nobody.
+    // Masked keys of a row are scored too, and their scores are ignored.
     chunk.score(a, queries, rows * group, lowest, highest);
     for (int r = 0; r < rows; r++) {
       Query* own = queries + r * group;

@@ -21,7 +21,7 @@ constexpr int64_t kRowsOfTask = 4, kQueriesOfTask = 128, kLongPrompt = 4096;
 
 constexpr int64_t kFacts = 3;  // of a sequence: rows before, rows of the pass, columns of its mask
 
-// The sequences of a pass, one behind the other, and how threads share them.
+// The concatenated sequences of a pass, and their distribution over threads.
 struct Pass {
   struct Part {
     Attention a;

@@ -1,4 +1,4 @@
-// Rows of a cache: what is new is normed, turned by its position and appended; what is seen is read.
+// KV cache rows: new ones get norm and RoPE and are appended; attended ones are read.
 #pragma once
 
 #include "math.inl"
@@ -44,7 +44,7 @@ void rotate(const Attention& a, int64_t row, float* x) {
   }
 }
 
-// A head as attention takes it: [padded_dim], zeros behind.
+// A head in attention's layout: [padded_dim], padded with zeros.
 void take_head(const Attention& a, int64_t row, const float* x, const float* gamma, bool turns, float* out) {
   const int64_t dim = a.head_dim;
   const float factor = gamma ? inverse_rms(x, dim, a.epsilon) : 1;
@@ -143,7 +143,7 @@ void with_elements(const Attention& a, Function function) {
 template <class E>
 struct Slots {
   int64_t page_rows, dim;
-  const E* pages[kChunk / kStrip + 1] = {};  // and the one behind; nullptr: it is not read
+  const E* pages[kChunk / kStrip + 1] = {};  // and the next one; nullptr: it is not read
 
   // Those from `first` to `end` of the chunk that begins at slot `base`.
   Slots(const Attention& a, const void* cache, int64_t kv_head, int64_t base, int64_t first, int64_t end, float* memory)
@@ -164,7 +164,7 @@ struct Slots {
     const E* page = pages[slot / page_rows];
     return page ? page + slot % page_rows * dim : nullptr;
   }
-  // How many of [from, to) lie behind each other.
+  // How many of [from, to) are contiguous.
   int64_t together(int64_t from, int64_t to) const { return least(to, (from / page_rows + 1) * page_rows) - from; }
 };
 

@@ -1,7 +1,7 @@
 // The gated delta rule over rows that may be a tree, and what accepted rows make of a state.
 //
-// A head's rows are computed one by one, each from the matrix of its parent, so that a row has the same bits in any
-// company. A matrix is kept as long as rows will begin with it: of a chain there is one.
+// A head's rows are computed one by one, each from its parent's matrix, so results are batch-invariant. A matrix is
+// kept while rows depend on it; a chain has one.
 #include <algorithm>
 #include <cmath>
 

@@ -1,7 +1,7 @@
-// Mixtures of experts: of each row, the products with the experts that it takes, and no other.
+// Mixture of experts: each row is multiplied only by its selected experts.
 //
-// Rows are brought together by expert, so that a weight is read once for all that take it. A row's
-// bits are those of its own products, added up in the order of its choice: in any company the same.
+// Rows are sorted by expert, so a weight is read once for all its rows. A row's products are added
+// in the order of its selection, so results are batch-invariant.
 #include <algorithm>
 #include <cmath>
 #include <cstring>
@@ -56,7 +56,7 @@ struct Experts {
   static constexpr unsigned kNeeded = 0b11111, kNeededOutputs = 1;
 
   struct Group {
-    int64_t expert, first, count;  // rows of an expert, one behind the other
+    int64_t expert, first, count;  // consecutive rows of an expert
   };
   struct Task {
     const Group* group;

@@ -1,7 +1,7 @@
 // What the operators ask of an instruction set: one table of functions, chosen at run time.
 //
-// A row's bits are the same on every instruction set and in any company: integer sums are exact,
-// and every float sum has one order that neither tile, thread nor neighbour changes.
+// Results are batch-invariant and bit-identical on all instruction sets: integer sums are exact,
+// and every float sum has one order, independent of tiles, threads and other rows.
 #pragma once
 
 #include <cstddef>
@@ -111,8 +111,8 @@ struct LowRank {
 
 enum class CacheType : uint32_t { kFloat32, kFloat16, kInt8 };
 
-// The new rows of one sequence. Its slots lie in pages: slot s in page `pages[s / page_rows]`. A row
-// counts slots, wherever their pages are; pages that lie before all windows are not looked at.
+// The new rows of one sequence. Its slots are in blocks: slot s in block `pages[s / page_rows]`.
+// Slots are logical indices; blocks before all windows are not read.
 struct Attention {
   int64_t rows, heads, kv_heads, head_dim, rotary_dim, table_rows;
   int64_t page_rows, write_index, mask_columns, window;  // window 0: all
@@ -130,8 +130,8 @@ struct Attention {
   float* y;                  // [rows, heads * head_dim]
   float* queries;            // work: [rows, heads, padded_dim]
   float* partials;           // work: [chunks, rows, heads, padded_dim + 16]; nullptr if not split
-  int32_t* slots;            // work: [rows, mask_columns], what each row sees of the last slots
-  int32_t* seen;             // work: [rows, 2], keys that a row sees, and how many lie straight
+  int32_t* slots;            // work: [rows, mask_columns], the last slots that each row attends to
+  int32_t* seen;             // work: [rows, 2], keys that a row attends to, and how many are contiguous
 
   int64_t padded_dim() const { return (head_dim + kStrip - 1) / kStrip * kStrip; }
   int64_t partial_floats() const { return padded_dim() + kStrip; }

@@ -126,7 +126,7 @@ inline Tensor input(const Context* context, size_t index) {
   return read(value);
 }
 
-// Empty where nobody wants that output.
+// Empty if the output is unused.
 inline Tensor output(Context* context, size_t index, const std::vector<int64_t>& dims) {
   size_t count = 0;
   call(kGetOutputCount, static_cast<const Context*>(context), &count);

@@ -1,4 +1,4 @@
-"""ONNX Runtime on the CPU, the embedded default."""
+"""Backend: ONNX Runtime on the CPU, the default."""
 
 from __future__ import annotations
 
@@ -14,11 +14,8 @@ from edgellm.device_runtime.runners import Runner
 from edgellm.device_runtime.runners.onnxruntime_cpu.processor import instruction_sets
 
 MINIMUM_VERSION = (1, 22)
-KERNELS, LAYOUT = (
-    "kernels",
-    "weight_layout",
-)  # options of an engine: whose kernels, and of which version
-EDGELLM, ONNXRUNTIME = "edgellm", "onnxruntime"  # whose
+KERNELS, LAYOUT = "kernels", "weight_layout"  # options of an engine: its kernels, layout version
+EDGELLM, ONNXRUNTIME = "edgellm", "onnxruntime"  # values of `KERNELS`
 
 
 def available() -> str:
@@ -51,8 +48,8 @@ def open_engine(folder: Path, engine: Engine) -> dict[str, Runner]:
 
     Raises:
         BrokenArtifactError: built with another ONNX Runtime or for another processor, whose
-            prepacked weights this one would misread; or it needs edgellm's kernels, and they
-            are not available here.
+            prepacked weights have another layout; or it needs edgellm's kernels, which are
+            unavailable here.
     """
     from edgellm.device_runtime.runners.onnxruntime_cpu.runner import (
         LoadedGraph,

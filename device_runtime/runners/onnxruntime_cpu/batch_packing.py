@@ -1,4 +1,4 @@
-"""Passes of several sequences as one: their rows stand one behind the other."""
+"""Packs a batch into one pass: the tokens of all sequences are concatenated, without padding."""
 
 from __future__ import annotations
 
@@ -13,22 +13,22 @@ from edgellm.device_runtime.runners import Cache, Outputs
 from edgellm.device_runtime.runners.onnxruntime_cpu.block_kv_cache import BlockKVCache
 
 Inputs = Mapping[str, NDArray[Any]]
-# Symbols in the shapes of a graph's inputs that are no numbers of rows
+# Symbols in the shapes of a graph's inputs that do not count tokens
 NUM_SEQUENCES, TABLE_PAGES, MASK_VALUES = NOT_ROWS = "sequences", "table_pages", "mask_values"
-_LEAST_MASK = 64  # values; passes with masks of nearly one size share what they bind
-_NO_MASK = np.zeros(_LEAST_MASK, np.bool_)
+_MIN_MASK = 64  # values; masks are padded to powers of two, so passes share bindings
+_NO_MASK = np.zeros(_MIN_MASK, np.bool_)
 
 
-# Along which axis sequences stand one behind the other
-_SIDE_BY_SIDE = (graph_io.INPUT_IDS, graph_io.POSITION_IDS, graph_io.DRAFT_HIDDEN)
-_AXES = {**dict.fromkeys(_SIDE_BY_SIDE, 1), graph_io.TOP_K: 0}
+# The axis along which sequences are concatenated
+_BY_TOKEN = (graph_io.INPUT_IDS, graph_io.POSITION_IDS, graph_io.DRAFT_HIDDEN)
+_AXES = {**dict.fromkeys(_BY_TOKEN, 1), graph_io.TOP_K: 0}
 
 
 def joined(parts: Sequence[tuple[Cache, Inputs]]) -> dict[str, NDArray[Any]]:
-    """Inputs of one pass for all parts, by the names that graphs of edgellm's kernels have.
+    """The inputs of one pass for all parts, by the names in graphs with edgellm's kernels.
 
     Args:
-        parts: sequences, each with inputs by contract name; pages are there for their rows.
+        parts: caches with allocated blocks, each with inputs by graph I/O name.
     """
     columns: dict[str, list[NDArray[Any]]] = {}
     sequences: list[tuple[int, int, int]] = []
@@ -54,30 +54,30 @@ def joined(parts: Sequence[tuple[Cache, Inputs]]) -> dict[str, NDArray[Any]]:
         sequences.append((inputs[graph_io.WRITE_INDEX][0], rows, width))
         start += rows
     found = {
-        # Most passes are of one sequence, whose time counts.
+        # Most passes have one sequence; no copy is made for it.
         name: arrays[0] if len(arrays) == 1 else np.concatenate(arrays, axis=_AXES.get(name, 0))
         for name, arrays in columns.items()
     }
     if graph_io.TOP_K in found:
         found[graph_io.TOP_K] = found[graph_io.TOP_K].max(keepdims=True)
     found[graph_io.SEQUENCES] = np.array(sequences)
-    found[graph_io.TREE_MASKS] = _behind_each_other(masks)
+    found[graph_io.TREE_MASKS] = _packed_masks(masks)
     if graph_io.ADAPTER in parts[0][1]:
         own = [inputs[graph_io.ADAPTER][0] for _, inputs in parts]
         found[graph_io.ADAPTER_ROWS] = np.repeat(own, [rows for _, rows, _ in sequences])
-    # The states of all sequences lie together, and each part has them all.
+    # The states of all sequences are one array, which is in each part.
     first = parts[0][1]
     found |= {name: first[name] for name in first if name.startswith(graph_io.STATE)}
     return found
 
 
-def _behind_each_other(masks: Sequence[NDArray[np.bool_]]) -> NDArray[np.bool_]:
+def _packed_masks(masks: Sequence[NDArray[np.bool_]]) -> NDArray[np.bool_]:
     if not masks:
         return _NO_MASK
     size = 0
     for mask in masks:
         size += mask.size
-    values = np.zeros(max(_LEAST_MASK, 1 << (size - 1).bit_length()), np.bool_)
+    values = np.zeros(max(_MIN_MASK, 1 << (size - 1).bit_length()), np.bool_)
     at = 0
     for mask in masks:
         values[at : at + mask.size] = mask.ravel()
@@ -85,11 +85,11 @@ def _behind_each_other(masks: Sequence[NDArray[np.bool_]]) -> NDArray[np.bool_]:
     return values
 
 
-_OF_ROWS = graph_io.HIDDEN_TAPS, graph_io.STATE_ROWS  # outputs of all rows, by their names' begin
+_OF_ROWS = graph_io.HIDDEN_TAPS, graph_io.STATE_ROWS  # prefixes of outputs of all tokens
 
 
 class _Share(Mapping[str, NDArray[Any]]):
-    """What a part gets of a pass."""
+    """A part's outputs of a pass."""
 
     def __init__(self, all_of: Outputs, rows: slice, wanted: slice) -> None:
         self._all, self._rows, self._wanted = all_of, rows, wanted

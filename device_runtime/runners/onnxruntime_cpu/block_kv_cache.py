@@ -1,4 +1,4 @@
-"""KV caches of several sequences in pages of memory that they share."""
+"""KV cache in blocks: sequences allocate blocks from shared pools, with copy-on-write."""
 
 from __future__ import annotations
 
@@ -17,14 +17,14 @@ from edgellm.core.errors import LimitError
 from edgellm.core.kv_cache_size import SPARE_ROWS, pool_pages, table_pages
 from edgellm.core.model_spec import KVCacheSpec
 
-_NOWHERE = -1  # in tables, behind the last page
+_NOWHERE = -1  # in block tables, for no block
 
 
 class BlockPool:
-    """The pages of a network's caches, apart for layers that see other numbers of rows."""
+    """The blocks of a network's KV cache, with one pool for each window size."""
 
     def __init__(self, kv: KVCacheSpec, capacity: int, num_sequences: int = 1) -> None:
-        """Room for so many sequences of `capacity` rows."""
+        """Allocate blocks for `num_sequences` of `capacity` positions."""
         assert kv.pages is not None
         self.num_sequences, self.page_rows, self._capacity = num_sequences, kv.pages.rows, capacity
         layers: dict[int, list[int]] = {}
@@ -34,17 +34,17 @@ class BlockPool:
         self._num_layers, self.pass_rows = kv.num_layers, kv.pages.pass_rows
 
     def new_cache(self) -> BlockKVCache:
-        """Of a sequence; without rows it takes no memory."""
+        """The empty cache of a sequence; it has no blocks yet."""
         return BlockKVCache([_Table(pool) for pool in self._pools], self._num_layers)
 
     @property
     def free_rows(self) -> int:
-        """Rows for which pages are free; windows that bound them have pages for everybody."""
+        """Positions in free blocks; pools bounded by windows have blocks for all sequences."""
         whole = [pool.free_rows for pool in self._pools if not pool.is_bounded]
         return min(whole, default=self.num_sequences * self._capacity)
 
     def free_rows_without(self, caches: Sequence[BlockKVCache]) -> int:
-        """The same if these gave their pages back."""
+        """`free_rows` if these caches were freed."""
         whole = [
             pool.free_rows_without(page for cache in caches for page in cache.pages_in(at))
             for at, pool in enumerate(self._pools) if not pool.is_bounded
@@ -52,17 +52,17 @@ class BlockPool:
         return min(whole, default=self.num_sequences * self._capacity)
 
     def bind(self, binding: ort.IOBinding) -> None:
-        """All pages as inputs, and in the same place as outputs."""
+        """Bind all blocks as inputs, and the same memory as outputs."""
         for pool in self._pools:
             pool.bind(binding)
 
 
 def _untouched(shape: tuple[int, ...], dtype: np.dtype[Any], *, is_shared: bool) -> NDArray[Any]:
-    """Zeros; what nobody has written takes no memory.
+    """Zeros that take no memory until they are written.
 
-    In numpy's arrays the system clears 2 MB (a huge page) in every layer where a sequence begins
-    to write in a new place: 0.4 s for SmolLM2, in the middle of others' answers. One sequence
-    alone does so once, and reads its rows 4 % faster.
+    In numpy arrays the system clears a huge page of 2 MB in every layer when a sequence writes to
+    a new block: 0.4 s for SmolLM2, while other sequences decode. With a single sequence this
+    happens once, and huge pages make reads 4 % faster.
     """
     if not is_shared or not hasattr(mmap, "MADV_NOHUGEPAGE"):
         return np.zeros(shape, dtype)
@@ -72,7 +72,7 @@ def _untouched(shape: tuple[int, ...], dtype: np.dtype[Any], *, is_shared: bool)
 
 
 class _Pool:
-    """Pages of some layers, and in how many tables each is."""
+    """Blocks of layers with one window size, with reference counts."""
 
     def __init__(
         self, kv: KVCacheSpec, window: int, layers: Sequence[int], capacity: int, tables: int
@@ -84,11 +84,11 @@ class _Pool:
         count = pool_pages(kv.pages, window, capacity, tables)
         self.parts = [(layer, part) for layer in layers for part in ("key", "value")]
         shape = (len(self.parts), count, kv.num_kv_heads, self.page_rows, kv.head_dim)
-        # ONNX Runtime does not keep the array alive that it is given.
+        # ONNX Runtime does not keep the array alive.
         self.pages = _untouched(shape, np.dtype(kv.dtype), is_shared=tables > 1)
         self._values = [ort.OrtValue.ortvalue_from_numpy(pages) for pages in self.pages]
         self._uses = [0] * count
-        self._free = list(range(count - 1, -1, -1))  # those used last are taken first
+        self._free = list(range(count - 1, -1, -1))  # LIFO: recently freed blocks first
 
     def bind(self, binding: ort.IOBinding) -> None:
         for (layer, part), value in zip(self.parts, self._values, strict=True):
@@ -104,26 +104,27 @@ class _Pool:
         return self.free_rows + freed * self.page_rows
 
     def first_page(self, row: int, spare_rows: int = 0) -> int:
-        """Of those that a pass sees which writes from `row` on, and of rows before its window."""
+        """The first block in the window of position `row`, or of `spare_rows` before the window."""
         if not self.is_bounded:
             return 0
         return max(row - self.window - spare_rows, 0) // self.page_rows
 
-    def take(self) -> int:
+    def allocate(self) -> int:
         if not self._free:
             raise LimitError(
-                f"no page of the KV cache is free, of {len(self._uses)} with {self.page_rows} rows",
-                hint="ask for less at a time, or build with a larger --maxKVCacheCapacity",
+                f"no block of the KV cache is free, of {len(self._uses)} with {self.page_rows} "
+                "positions",
+                hint="send fewer requests at a time, or build with a larger --maxKVCacheCapacity",
             )
         page = self._free.pop()
         self._uses[page] = 1
         return page
 
     def own(self, page: int) -> int:
-        """The page, or a copy if others have it, too."""
+        """The block, or a copy if it is shared."""
         if self._uses[page] == 1:
             return page
-        copy = self.take()
+        copy = self.allocate()
         self.pages[:, copy] = self.pages[:, page]
         self._uses[page] -= 1
         return copy
@@ -132,87 +133,90 @@ class _Pool:
         self._uses[page] += 1
         return page
 
-    def give_back(self, page: int) -> None:
+    def free(self, page: int) -> None:
         self._uses[page] -= 1
         if not self._uses[page]:
             self._free.append(page)
 
 
 class _Table:
-    """The pages of a sequence in a pool, in the order of its rows."""
+    """The block table of a sequence in a pool."""
 
     def __init__(self, pool: _Pool) -> None:
         self.pool = pool
-        self.first = 0  # page of the sequence; those before were given back, or never taken
-        self.pages: list[int] = []  # from it on
-        # Of all, as graphs take them; written in place, others look at it
+        self.first = 0  # index of the first allocated block; blocks before it are freed
+        self.pages: list[int] = []  # allocated blocks, from `first` on
+        # The table for graphs; written in place, since passes bind it
         self.row = np.full(pool.table_pages, _NOWHERE)
 
     @property
     def first_row(self) -> int:
-        """Of those that are there."""
+        """The first position with a block."""
         return self.first * self.pool.page_rows
 
     @property
     def least_rows(self) -> int:
-        """The fewest rows behind which a pass may write, but for none."""
+        """The minimum length, other than 0, at which a pass may write."""
         return self.first_row + self.pool.window if self.first else 0
 
     def reserve(self, begin: int, end: int) -> None:
-        """Pages of its own for the rows [begin, end), none behind, and none before the window."""
+        """Allocate exclusive blocks for the positions [begin, end); free all later ones.
+
+        Blocks before the window are freed too.
+        """
         if begin == 0 < self.first:
             self.release()
         if begin < self.least_rows:
-            raise ValueError(f"rows that row {begin} sees were given back")
-        self._reach(begin, end)
+            raise ValueError(f"positions that position {begin} attends to were freed")
+        self._allocate(begin, end)
 
     def renew(self, length: int, least_rows: int) -> None:
-        """Other pages, for as many rows, which are to be written; see `least_rows`."""
+        """Allocate new blocks for `length` positions, to be written; see `least_rows`."""
         self.release()
         self.first = self.pool.first_page(least_rows)
-        self._reach(length, length)
+        self._allocate(length, length)
 
     def release(self) -> None:
-        """Give all pages back."""
-        self._drop_behind(self.first)
+        """Free all blocks."""
+        self._free_after(self.first)
         self.first = 0
 
-    def _reach(self, begin: int, end: int) -> None:
+    def _allocate(self, begin: int, end: int) -> None:
         rows = self.pool.page_rows
         first, count = self.pool.first_page(begin, SPARE_ROWS), -(-end // rows)
         while self.pages and self.first < first:
-            self.pool.give_back(self.pages.pop(0))
+            self.pool.free(self.pages.pop(0))
             self.row[self.first] = _NOWHERE
             self.first += 1
         if not self.pages:
             self.first = max(self.first, first)
-        self._drop_behind(count)
+        self._free_after(count)
         for at in range(max(begin // rows, self.first), self.first + len(self.pages)):
             page = self.pool.own(self.pages[at - self.first])
             self.row[at] = self.pages[at - self.first] = page
         for at in range(self.first + len(self.pages), count):
-            self.row[at] = page = self.pool.take()
+            self.row[at] = page = self.pool.allocate()
             self.pages.append(page)
 
-    def _drop_behind(self, count: int) -> None:
-        """Give those back that are not among the sequence's first `count`."""
+    def _free_after(self, count: int) -> None:
+        """Free the blocks after the sequence's first `count`."""
         while self.pages and self.first + len(self.pages) > count:
-            self.pool.give_back(self.pages.pop())
+            self.pool.free(self.pages.pop())
             self.row[self.first + len(self.pages)] = _NOWHERE
 
     def fork(self) -> _Table:
-        """Another with the same pages."""
+        """A copy that shares the blocks."""
         new = _Table(self.pool)
         new.first, new.pages = self.first, [self.pool.share(page) for page in self.pages]
         new.row[:] = self.row
         return new
 
     def read(self, rows: NDArray[np.int64]) -> NDArray[Any]:
-        """Some rows, [2 * layers, num_kv_heads, n, head_dim]."""
+        """Keys and values of n positions, [2 * layers, num_kv_heads, n, head_dim]."""
         return self.pool.pages[self._places(rows)].transpose(1, 2, 0, 3)
 
     def write(self, rows: NDArray[np.int64], values: NDArray[Any]) -> None:
-        """As `read` gives them."""
+        """Write keys and values, shaped as in `read`."""
         self.pool.pages[self._places(rows)] = values.transpose(2, 0, 1, 3)
 
     def _places(self, rows: NDArray[np.int64]) -> tuple[Any, ...]:
@@ -221,56 +225,56 @@ class _Table:
 
 
 class BlockKVCache:
-    """See `runners.Cache`: the rows of one sequence."""
+    """See `runners.Cache`: the block tables of one sequence."""
 
     def __init__(self, tables: list[_Table], num_layers: int) -> None:
         self._tables, self._num_layers = tables, num_layers
-        # Page tables [1, P] by their names.
+        # Block tables [1, P] by graph I/O name.
         self.tables = {
             graph_io.page_table_name(table.pool.window): table.row[None] for table in tables
         }
 
     def reserve(self, write_index: int, rows: int) -> None:
-        """Before a pass that writes `rows` rows; raises `LimitError` where no page is free."""
+        """Allocate blocks for a pass of `rows` tokens; raises `LimitError` if none is free."""
         for table in self._tables:
             table.reserve(write_index, write_index + rows)
 
     def fork(self) -> BlockKVCache:
-        """Another with the same rows, in the same pages until one of them writes there."""
+        """A copy-on-write copy."""
         return BlockKVCache([table.fork() for table in self._tables], self._num_layers)
 
     def pages_in(self, pool: int) -> list[int]:
-        """Of one of the pools."""
+        """Blocks in one of the pools."""
         return self._tables[pool].pages
 
     def release(self) -> None:
-        """Give all pages back."""
+        """Free all blocks."""
         for table in self._tables:
             table.release()
 
     @property
     def least_rows(self) -> int:
-        """The fewest rows behind which a pass may write, but for none."""
+        """The minimum length, other than 0, at which a pass may write."""
         return max(table.least_rows for table in self._tables)
 
     def compact(self, length: int, rows: NDArray[np.int64]) -> None:
         """See `runners.Cache`."""
-        if rows[-1] + 1 > len(rows):  # otherwise they stand where they belong
+        if rows[-1] + 1 > len(rows):  # otherwise they are in place already
             for table in self._tables:
                 table.write(np.arange(length, length + len(rows)), table.read(length + rows))
 
     def read_rows(self, length: int) -> NDArray[Any]:
-        """See `runners.Cache`; zeros for rows that were given back."""
+        """See `runners.Cache`; zeros for positions that were freed."""
         pages = self._tables[0].pool.pages
         shape = (2 * self._num_layers, 1, pages.shape[2], length, pages.shape[4])
-        found = np.zeros(shape, pages.dtype)  # what nobody writes takes no memory
+        found = np.zeros(shape, pages.dtype)  # unwritten zeros take no memory
         for table in self._tables:
             there = np.arange(table.first_row, length)
             found[_places(table), 0, :, table.first_row :] = table.read(there)
         return found
 
     def write_rows(self, rows: NDArray[Any], least_rows: int = 0) -> None:
-        """See `runners.Cache`; fewer than `least_rows` are not all there."""
+        """See `runners.Cache`; blocks before the window of `least_rows` are not allocated."""
         count = rows.shape[-2]
         for table in self._tables:
             table.renew(count, least_rows)
@@ -279,5 +283,5 @@ class BlockKVCache:
 
 
 def _places(table: _Table) -> list[int]:
-    """Of a pool's keys and values among those of all layers."""
+    """Indices of a pool's keys and values among those of all layers."""
     return [2 * layer + (part == "value") for layer, part in table.pool.parts]

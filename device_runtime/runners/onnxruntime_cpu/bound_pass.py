@@ -1,4 +1,4 @@
-"""Passes of fixed sizes over one ONNX Runtime graph."""
+"""Passes of fixed sizes over an ONNX Runtime graph, with preallocated buffers."""
 
 from __future__ import annotations
 
@@ -17,18 +17,18 @@ from edgellm.device_runtime.runners.onnxruntime_graphs import Held, dtype_of
 
 
 def _is_bound(name: str) -> bool:
-    """Whether a pass takes an array where it lies: what recurrent layers keep is large."""
+    """Whether an array is bound without a copy: recurrent states are large."""
     return name.startswith(graph_io.STATES)
 
 
 class Scratch:
-    """Output memory that all passes of a runner share: results live until the next one."""
+    """Output memory that all passes of a runner share: results are valid until the next pass."""
 
     def __init__(self) -> None:
         self._blocks: dict[str, np.ndarray] = {}
 
     def take(self, name: str, shape: tuple[int, ...], dtype: type) -> np.ndarray:
-        """An output's, of the pass that comes."""
+        """The memory of an output of the next pass."""
         size = math.prod(shape)
         block = self._blocks.get(name)
         if block is None or block.size < size:
@@ -46,17 +46,17 @@ class _Port(NamedTuple):
 
 @dataclass(frozen=True, slots=True)
 class Ports:
-    """What ONNX Runtime says of a session, which takes it long, and a binding for rare sizes."""
+    """Inputs and outputs of a session (slow to query), and a binding for rare sizes."""
 
     inputs: tuple[_Port, ...]
-    outputs: tuple[_Port, ...]  # but the caches and what is lent
-    order: tuple[str, ...]  # of all outputs
-    lent: frozenset[str]  # inputs and outputs that are bound where they lie
+    outputs: tuple[_Port, ...]  # without caches and `lent`
+    order: tuple[str, ...]  # names of all outputs
+    lent: frozenset[str]  # inputs and outputs that are bound without a copy
     binding: ort.IOBinding
 
 
 def ports_of(session: ort.InferenceSession, binding: ort.IOBinding) -> Ports:
-    """Of a session, and a binding that has its caches."""
+    """The ports of a session; `binding` has its caches bound."""
 
     def of(values: Sequence[ort.NodeArg], taken: tuple[str, ...]) -> tuple[_Port, ...]:
         return tuple(
@@ -90,14 +90,14 @@ class BoundPass:
         self._values: list[ort.OrtValue] = []
         self._ports = ports
         sizes = self._bind_inputs(inputs)
-        # Of the sizes that vary with the rows.
+        # The largest of the sizes that depend on the number of tokens.
         self.largest = max((s for n, s in sizes.items() if n not in NOT_ROWS), default=0)
         self.outputs: dict[str, NDArray[Any] | None] = {}  # None: ONNX Runtime allocates it
         for port in ports.outputs:
             self._bind_output(port, sizes, scratch)
 
     def _bind_inputs(self, inputs: Mapping[str, NDArray[Any]]) -> dict[str, int]:
-        """Make room for what the graph takes; its symbols' sizes."""
+        """Allocate and bind the graph's inputs; returns the sizes of its symbols."""
         sizes = {}
         if graph_io.TOP_K in inputs:
             sizes[graph_io.CANDIDATES] = count = int(inputs[graph_io.TOP_K][0])
@@ -134,7 +134,7 @@ class BoundPass:
         return self._values[-1]
 
     def run(self, inputs: Mapping[str, NDArray[Any]], held: Held) -> None:
-        """Compute the outputs."""
+        """Run the pass."""
         for name, array in inputs.items():
             if name in self._inputs:
                 self._inputs[name][...] = array
@@ -144,7 +144,7 @@ class BoundPass:
         del lent
 
     def _lend(self, inputs: Mapping[str, NDArray[Any]]) -> Iterator[ort.OrtValue]:
-        """Bind what is taken where it lies; must live until the end of the pass."""
+        """Bind inputs and outputs without a copy; the values must outlive the pass."""
         for name in self._ports.lent & inputs.keys():
             value = ort.OrtValue.ortvalue_from_numpy(inputs[name])
             if name.startswith(graph_io.NEXT_STATE):
@@ -154,7 +154,7 @@ class BoundPass:
             yield value
 
     def fetch(self, name: str) -> NDArray[Any]:
-        """An output."""
+        """An output by name, floats as float32."""
         array = self.outputs[name]
         if array is None:
             array = self._binding.get_outputs()[self._ports.order.index(name)].numpy()

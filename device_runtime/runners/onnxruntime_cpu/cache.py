@@ -1,4 +1,4 @@
-"""A KV cache in the host's memory."""
+"""The contiguous KV cache of one sequence in host memory."""
 
 from __future__ import annotations
 
@@ -18,21 +18,21 @@ class ContiguousKVCache:
     def __init__(self, spec: KVCacheSpec, capacity: int) -> None:
         layers = [(layer, part) for layer in range(spec.num_layers) for part in ("key", "value")]
         shape = (len(layers), 1, spec.num_kv_heads, capacity, spec.head_dim)
-        # ONNX Runtime does not keep the array alive that it is given.
+        # ONNX Runtime does not keep the array alive.
         self._rows = np.zeros(shape, spec.dtype)
         self._values = [ort.OrtValue.ortvalue_from_numpy(rows) for rows in self._rows]
         self._layers = layers
 
     def bind(self, binding: ort.IOBinding) -> None:
-        """As inputs, and in the same place as outputs."""
+        """Bind the cache as inputs, and the same memory as outputs."""
         for (layer, part), value in zip(self._layers, self._values, strict=True):
             binding.bind_ortvalue_input(graph_io.past_name(layer, part), value)
             binding.bind_ortvalue_output(graph_io.present_name(layer, part), value)
 
     def compact(self, length: int, rows: NDArray[np.int64]) -> None:
         """See `runners.Cache`."""
-        if rows[-1] + 1 > len(rows):  # otherwise they stand where they belong
-            # The right side is a copy, so that overlapping rows are safe.
+        if rows[-1] + 1 > len(rows):  # otherwise they are in place already
+            # The right side is a copy, so overlapping positions are safe.
             self._rows[..., length : length + len(rows), :] = self._rows[..., length + rows, :]
 
     def read_rows(self, length: int) -> NDArray[Any]:

@@ -1,4 +1,4 @@
-"""Facts about this processor."""
+"""Instruction sets of this processor."""
 
 from __future__ import annotations
 
@@ -12,14 +12,14 @@ _ARM = ("asimd", "asimddp", "i8mm", "sve", "bf16")
 
 @cache
 def instruction_sets() -> str:
-    """Architecture and the vector extensions that ONNX Runtime chooses kernels by."""
+    """Architecture and vector extensions, by which ONNX Runtime chooses kernels."""
     found = _flags()
     known = [flag for flag in (*_X86, *_ARM) if flag in found]
     return " ".join([platform.machine(), *known])
 
 
 def has_fast_int8() -> bool:
-    """Whether there are integer dot products, which neither overflow nor are slower than floats."""
+    """Whether there are INT8 dot products that neither saturate nor are slower than FP32."""
     return bool(_flags() & {"avx512_vnni", "avx_vnni", "amx_int8", "asimddp"})
 
 

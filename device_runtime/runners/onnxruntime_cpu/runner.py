@@ -1,4 +1,4 @@
-"""Passes over ONNX Runtime graphs with IO binding: KV caches are written in place."""
+"""Runners of ONNX Runtime graphs on the CPU, with IO binding and KV caches written in place."""
 
 from __future__ import annotations
 
@@ -27,14 +27,14 @@ from edgellm.device_runtime.runners.onnxruntime_graphs import KEPT_ROWS, Held
 
 @dataclass(frozen=True, slots=True)
 class LoadedGraph:
-    """One ONNX Runtime session and the most rows it is meant for; 0: any number."""
+    """An ONNX Runtime session and its maximum tokens of a pass; 0: unlimited."""
 
     session: ort.InferenceSession
     max_rows: int = 0
 
 
-_KEPT_PASSES = 256  # of different sizes; what they bind stays
-_KNOWN_SIZES = 4096  # of passes that were run once
+_MAX_PASSES = 256  # cached bindings of passes of different sizes
+_KNOWN_SIZES = 4096  # sizes of passes that were run once
 
 
 def open_runner(
@@ -43,13 +43,13 @@ def open_runner(
     capacity: int = 0,
     num_sequences: int = 1,
 ) -> OnnxRuntimeRunner:
-    """A runner of graphs that ascend by `max_rows`.
+    """A runner of graphs in ascending order of `max_rows`.
 
     Args:
         graphs: of one role.
-        kv: their caches, if they have some.
-        capacity: rows of a sequence.
-        num_sequences: as many have room for all of these rows; more share them.
+        kv: their KV cache, if any.
+        capacity: maximum positions of a sequence.
+        num_sequences: the cache holds this number of sequences of full capacity.
     """
     if kv is None or kv.pages is None:
         return OnnxRuntimeRunner(graphs, kv, capacity, num_sequences)
@@ -66,12 +66,12 @@ class OnnxRuntimeRunner:
         capacity: int = 0,
         num_sequences: int = 1,
     ) -> None:
-        """Allocate the cache; `graphs` ascend by `max_rows`."""
-        takes_answers = graphs[0].session.get_inputs()[0].shape[:1] == [graph_io.ANSWERS]
-        self.max_sequences = num_sequences if takes_answers else 1  # see `runners.LimitsBatch`
+        """Allocate the cache; `graphs` are in ascending order of `max_rows`."""
+        has_batch_axis = graphs[0].session.get_inputs()[0].shape[:1] == [graph_io.ANSWERS]
+        self.max_sequences = num_sequences if has_batch_axis else 1  # see `runners.LimitsBatch`
         own = ContiguousKVCache(kv, capacity) if kv is not None else None
         self.cache: Cache | None = own
-        self._caches: ContiguousKVCache | BlockPool | None = own  # what passes bind
+        self._caches: ContiguousKVCache | BlockPool | None = own  # bound by passes
         self._graphs, self._held, self._scratch = graphs, Held(), Scratch()
         self._images: dict[str, NDArray[Any]] = {}
         self._bound: dict[tuple[object, ...], BoundPass] = {}
@@ -85,13 +85,13 @@ class OnnxRuntimeRunner:
         self._held.replace(self._images)
 
     def run(self, inputs: Mapping[str, NDArray[Any]]) -> FetchedOutputs:
-        """See `runners.Runner`; outputs lie in memory that all passes share."""
+        """See `runners.Runner`; all passes share the memory of outputs."""
         if self.cache is not None:
             _check_positions(inputs)
         return self._run(inputs)
 
     def _run(self, inputs: Mapping[str, NDArray[Any]]) -> FetchedOutputs:
-        """One pass over inputs by the graph's own names."""
+        """Run one pass with inputs by the graph's names."""
         if self._latest is not None:
             self._latest.expire()
         top_k = inputs[graph_io.TOP_K][0] if graph_io.TOP_K in inputs else 0
@@ -104,7 +104,7 @@ class OnnxRuntimeRunner:
         return self._latest
 
     def _bind(self, key: tuple[object, ...], inputs: Mapping[str, NDArray[Any]]) -> BoundPass:
-        """A pass of sizes that come again, or one that binds no more than varies with them."""
+        """A cached pass for repeated sizes; for new sizes one that shares a binding."""
         session = self._graph(inputs)
         if session not in self._opened:
             self._opened[session] = ports_of(session, self._new_binding(session))
@@ -112,7 +112,7 @@ class OnnxRuntimeRunner:
         if key in self._known:
             binding = self._new_binding(session)
             bound = BoundPass(session, ports, binding, self._scratch, inputs)
-            if len(self._bound) == _KEPT_PASSES:
+            if len(self._bound) == _MAX_PASSES:
                 del self._bound[next(iter(self._bound))]
             self._bound[key] = bound
             return bound
@@ -130,16 +130,16 @@ class OnnxRuntimeRunner:
         return binding
 
     def _graph(self, inputs: Mapping[str, NDArray[Any]]) -> ort.InferenceSession:
-        """The first that takes so many rows."""
+        """The first graph that takes this number of tokens."""
         rows = inputs[graph_io.INPUT_IDS].shape[1] if graph_io.INPUT_IDS in inputs else 0
         return next((g for g in self._graphs if rows <= g.max_rows), self._graphs[-1]).session
 
 
 class BlockKVRunner(OnnxRuntimeRunner):
-    """See `runners.SharedRunner`: graphs of edgellm's kernels."""
+    """See `runners.SharedRunner`: graphs with edgellm's kernels and a KV cache in blocks."""
 
     def __init__(self, graphs: Sequence[LoadedGraph], pages: BlockPool) -> None:
-        """`graphs` ascend by `max_rows`."""
+        """Args: `graphs`, in ascending order of `max_rows`, and the blocks."""
         super().__init__(graphs)
         self._caches = self._pages = pages
         self._own = self.cache = pages.new_cache()
@@ -166,7 +166,7 @@ class BlockKVRunner(OnnxRuntimeRunner):
         return super()._run(inputs)
 
     def run(self, inputs: Mapping[str, NDArray[Any]]) -> FetchedOutputs:
-        """See `runners.Runner`: of the sequence whose rows are in `cache`."""
+        """See `runners.Runner`: runs the sequence of `cache`."""
         self._own.reserve(int(inputs[graph_io.WRITE_INDEX][0]), inputs[graph_io.INPUT_IDS].shape[1])
         return self._run(joined([(self._own, inputs)]))
 
@@ -226,7 +226,7 @@ class BlockKVRunner(OnnxRuntimeRunner):
 
 
 def _adapted_layers(session: ort.InferenceSession) -> int:
-    """Layers that adapters may change."""
+    """The number of layers with LoRA."""
     tables = (each.shape for each in session.get_inputs() if each.name == graph_io.ADAPTER_TABLE)
     return next((int(shape[1]) for shape in tables), 0)
 
@@ -237,9 +237,9 @@ def _paged(cache: Cache) -> BlockKVCache:
 
 
 def _check_positions(inputs: Mapping[str, NDArray[Any]]) -> None:
-    """GroupQueryAttention ignores explicit positions while the cache is empty."""
+    """Check positions, since GroupQueryAttention ignores them while the cache is empty."""
     positions = inputs[graph_io.POSITION_IDS]
     if inputs[graph_io.WRITE_INDEX][0] or len(positions) > 1:
         return
     if not np.array_equal(positions[0], np.arange(positions.shape[1])):
-        raise ValueError("the first rows of a cache must have the positions 0, 1, 2, ...")
+        raise ValueError("the first tokens of a cache must have the positions 0, 1, 2, ...")

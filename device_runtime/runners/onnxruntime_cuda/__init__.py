@@ -1,4 +1,4 @@
-"""ONNX Runtime on NVIDIA GPUs; what imports onnxruntime is loaded when it is used."""
+"""Backend: ONNX Runtime on NVIDIA GPUs; modules that import onnxruntime are loaded lazily."""
 
 from __future__ import annotations
 
@@ -15,12 +15,12 @@ from edgellm.device_runtime.gpu import compute_capability
 from edgellm.device_runtime.runners import Runner, onnxruntime_cpu
 from edgellm.device_runtime.runners.onnxruntime_cuda.engine_options import INT_GEMM
 
-# Of ONNX Runtime: the first release whose GroupQueryAttention for CUDA was seen to take a bias
+# The first ONNX Runtime whose GroupQueryAttention for CUDA was tested with an attention bias
 FUSED_VERSION = "1.31"
 
 
 def available() -> str:
-    """See `onnxruntime_cpu.available`: engines are built, and not run, without a GPU."""
+    """See `onnxruntime_cpu.available`: engines can be built without a GPU."""
     return onnxruntime_cpu.available()
 
 
@@ -35,12 +35,12 @@ def require_device() -> None:
 
 
 def open_engine(folder: Path, engine: Engine) -> dict[str, Runner]:
-    """Load the engine's graphs, which depend on no version, and record the passes that recur.
+    """Load the engine's graphs, which depend on no version, and record recurring passes.
 
     Raises:
-        BrokenArtifactError: ONNX Runtime refuses a graph.
-        LimitError: the device's memory does not suffice.
-        EdgeLLMError: CUDA does not run here, or ONNX Runtime is older than an operator wants.
+        BrokenArtifactError: ONNX Runtime rejects a graph.
+        LimitError: the device has too little memory.
+        EdgeLLMError: CUDA does not run here, or ONNX Runtime is too old for an operator.
     """
     available()
     from edgellm.device_runtime.runners.onnxruntime_cuda import provider
@@ -72,8 +72,8 @@ def open_graphs(
         folder: of the graphs.
         graphs: of each role.
         spec: of the engine.
-        room: of the KV cache: rows of a sequence, and how many sequences share passes.
-        threads: 0 takes all cores.
+        room: of the KV cache: positions of a sequence, and the maximum batch size.
+        threads: 0: all cores.
         device: see `onnxruntime_graphs`.
         options: of the engine.
     """
@@ -91,7 +91,7 @@ def open_graphs(
         if role not in (DECODER, DRAFT) or not isinstance(decoder, DecoderSpec):
             opened[role] = PlainRunner(loader.of_role(role))
             continue
-        # A draft that drafts for one at a time is never compacted
+        # The cache of a draft with batch size 1 is never compacted
         has_mover = role == DECODER or num_sequences > 1
         mover = loader.load(folder / ROWS_GRAPH) if has_mover else None
         if mover is not None and num_sequences > 1:

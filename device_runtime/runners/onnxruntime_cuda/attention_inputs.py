@@ -1,6 +1,7 @@
-"""What graphs for CUDA take instead of `write_index` and `tree_mask`: where rows go, what they see.
+"""Attention inputs of graphs for CUDA: cache slots and full masks from the host.
 
-So no node computes sizes, which ONNX Runtime would place on the CPU.
+They replace `write_index` and `tree_mask`. So no node computes shapes, which ONNX Runtime would
+place on the CPU.
 """
 
 from __future__ import annotations
@@ -10,21 +11,21 @@ from numpy.typing import NDArray
 
 from edgellm.core import graph_io
 
-VISIBLE = "visible"  # bool [B, 1, S, T]; row i may see slot j of the cache
-VISIBLE_IN_WINDOW = "visible_in_window"  # the same for layers with a window
-SLOTS = "slots"  # int64 [B, num_kv_heads, S, 3]; batch, head and slot of each new row
-LAST_ROW = "last_row"  # int32 [B]; the slot of the last new row
-ROW_NUMBERS = "row_numbers"  # int64 [B, S]; of rows of all sequences, one behind the other
-LIVE_ROWS = "live_rows"  # int32 []; T, or no less than the rows that are there behind the pass
-HOST_INPUTS = (graph_io.TOP_K, LIVE_ROWS)  # that kernels read in the host's memory
-ROWS_GRAPH = "rows.onnx"  # moves rows of a cache
-CAUSAL_SUFFIX = ".causal"  # of the graph for passes without a mask, where there is one
-ADAPTED_SUFFIX = ".adapted"  # of those for passes with adapters, where there are some
-KEPT = "kept"  # int64 [K]; its input beside SLOTS: whose rows go there
+VISIBLE = "visible"  # bool [B, 1, S, T]; token i attends to slot j of the cache
+VISIBLE_IN_WINDOW = "visible_in_window"  # the same for sliding-window layers
+SLOTS = "slots"  # int64 [B, num_kv_heads, S, 3]; batch, head and slot of each new token
+LAST_ROW = "last_row"  # int32 [B]; the slot of the last new token
+ROW_NUMBERS = "row_numbers"  # int64 [B, S]; indices of the concatenated tokens
+LIVE_ROWS = "live_rows"  # int32 []; T, or an upper bound of the positions after the pass
+HOST_INPUTS = (graph_io.TOP_K, LIVE_ROWS)  # inputs that kernels read from host memory
+ROWS_GRAPH = "rows.onnx"  # moves positions of a cache
+CAUSAL_SUFFIX = ".causal"  # of the graph for causal passes, if any
+ADAPTED_SUFFIX = ".adapted"  # of the graphs for passes with adapters, if any
+KEPT = "kept"  # int64 [K]; input of `ROWS_GRAPH`: the source positions for SLOTS
 
 
 def slot_indices(num_kv_heads: int, rows: int, batch: int = 1) -> NDArray[np.int64]:
-    """Where rows go, int64 [batch, num_kv_heads, rows, 3]; the slots are still to be filled in."""
+    """`SLOTS`, int64 [batch, num_kv_heads, rows, 3], with slots of 0."""
     indices = np.zeros((batch, num_kv_heads, rows, 3), np.int64)
     indices[..., 0] = np.arange(batch)[:, None, None]
     indices[..., 1] = np.arange(num_kv_heads)[:, None]
@@ -38,14 +39,14 @@ def fill_visible(
     mask: NDArray[np.bool_] | None,
     window: int | None,
 ) -> None:
-    """Write what rows see.
+    """Write an attention mask.
 
     Args:
-        out: bool [S', T], its first S rows are real; one of padding sees itself.
-        write_index: slots before the new rows.
-        positions: int64 [S], of the new rows.
-        mask: bool [S, M], rules the last M slots up to the new rows'; None is causal.
-        window: of positions that a row sees, its own included; None: all.
+        out: bool [S', T]; the first S rows are tokens; padding attends to itself.
+        write_index: number of slots before the new tokens.
+        positions: int64 [S], of the new tokens.
+        mask: bool [S, M], of the last M slots up to the new tokens'; None: causal.
+        window: size of the sliding window, the token itself included; None: unlimited.
     """
     rows, width = len(positions), out.shape[1]
     end, real = write_index + rows, out[:rows]

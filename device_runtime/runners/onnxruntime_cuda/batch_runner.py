@@ -1,4 +1,4 @@
-"""Several sequences, each in a slot of its own of the cache, and their passes as rectangles."""
+"""The batched runner for CUDA: one cache slot for each sequence, and padded batches."""
 
 from __future__ import annotations
 
@@ -28,7 +28,7 @@ from edgellm.device_runtime.runners.slot_kv_cache import SharesSlots, slot_cache
 
 
 class BatchRunner(CudaRunner, SharesSlots):
-    """See `runners.SharedRunner`: a page is a slot, of all rows that a sequence may have."""
+    """See `runners.SharedRunner`: a block is a slot of full capacity."""
 
     def __init__(
         self,
@@ -39,7 +39,7 @@ class BatchRunner(CudaRunner, SharesSlots):
         num_sequences: int,
         adapters: int = 0,
     ) -> None:
-        """See `CudaRunner`; behind a sequence's rows there is room for padding."""
+        """See `CudaRunner`; each slot has extra positions for padding."""
         rows = capacity + MAX_JOINED
         CudaRunner.__init__(self, loader, mover, spec, rows, num_sequences, adapters)
         SharesSlots.__init__(self, self._memory, num_sequences, capacity)
@@ -47,7 +47,7 @@ class BatchRunner(CudaRunner, SharesSlots):
         self._cost: Cost = assumed_cost
 
     def prepare(self, tree_rows: int) -> None:
-        """See `CudaRunner`; of trees side by side those are recorded that come."""
+        """See `CudaRunner`; batches of trees are recorded at first use."""
         super().prepare(tree_rows)
         maximum = self.num_sequences
         for batch in sorted({batch_of(count, maximum) for count in range(2, maximum + 1)}):
@@ -63,12 +63,12 @@ class BatchRunner(CudaRunner, SharesSlots):
         self._cost = costs.of
 
     def run(self, inputs: Mapping[str, NDArray[Any]]) -> Outputs:
-        """See `runners.Runner`: of the sequence whose rows are in `cache`."""
+        """See `runners.Runner`: runs the sequence of `cache`."""
         self.reserve(self._own, int(inputs[graph_io.WRITE_INDEX][0]), rows_of(inputs))
         return self.run_many([(self._own, inputs)])[0]
 
     def run_many(self, parts: Sequence[tuple[Cache, Mapping[str, NDArray[Any]]]]) -> list[Outputs]:
-        """See `runners.SharedRunner`; where rows differ much they are several passes."""
+        """See `runners.SharedRunner`; sequences of very different sizes run in several passes."""
         self._expire()
         slots = [slot_cache(cache).own() for cache, _ in parts]
         asked = {slot: inputs for slot, (_, inputs) in zip(slots, parts, strict=True)}
@@ -79,10 +79,10 @@ class BatchRunner(CudaRunner, SharesSlots):
         return [found[slot] for slot in slots]
 
     def _alike(self, parts: dict[int, Inputs]) -> list[dict[int, Inputs]]:
-        """Those that may share a pass.
+        """Groups of sequences that may share a pass.
 
-        Where there are two graphs rows of a base are computed by the one that computes them alone,
-        so that their bits depend on company as little as may be.
+        With two graphs, a base's sequence uses the same graph in a batch and alone. So its bits
+        depend on the batch as little as possible.
         """
         if len(self._forms[0]) == 1 or graph_io.DRAFT_HIDDEN in next(iter(parts.values())):
             return [parts]

@@ -1,4 +1,4 @@
-"""A graph bound for fixed sizes, recorded as a CUDA graph when it recurs."""
+"""A pass of fixed sizes with IO binding, recorded as a CUDA graph if it recurs."""
 
 from __future__ import annotations
 
@@ -14,13 +14,13 @@ from edgellm.device_runtime.runners.onnxruntime_cuda.cache import Buffers, alloc
 from edgellm.device_runtime.runners.onnxruntime_cuda.size_buckets import Sizes
 from edgellm.device_runtime.runners.onnxruntime_graphs import CPU, Held, dtype_of
 
-_ON_DEVICE = (graph_io.LOGITS, graph_io.HIDDEN_TAPS)  # until somebody asks
-_ALL_ROWS = (graph_io.HIDDEN_TAPS,)  # others have those that are asked for
-_GRAPH_ID = "gpu_graph_id"  # of a run, from 1 on; -1 records nothing
+_ON_DEVICE = (graph_io.LOGITS, graph_io.HIDDEN_TAPS)  # until they are fetched
+_ALL_ROWS = (graph_io.HIDDEN_TAPS,)  # outputs of all tokens; others have selected tokens
+_GRAPH_ID = "gpu_graph_id"  # of a run, from 1 on; -1: no recording
 
 
 class BoundPass:
-    """One graph with inputs and outputs."""
+    """A session with bound inputs and outputs of fixed sizes."""
 
     def __init__(
         self,
@@ -34,11 +34,11 @@ class BoundPass:
 
         Args:
             session: of the graph.
-            device: where everything lies.
-            place: binds what stays where it is: keys and values, adapters.
-            inputs: which `run` uploads as they are then.
-            capture_id: of its recording among those of the session; -1: it is not recorded, 0: the
-                session records nothing.
+            device: of all tensors.
+            place: binds tensors with a fixed address: keys and values, adapters.
+            inputs: host arrays, which `run` uploads.
+            capture_id: of the recording in the session; -1: not recorded; 0: the session records
+                nothing.
         """
         self._session, self._device, self._version = session, device, 0
         self._capture_id, self._runs = capture_id, 0
@@ -57,11 +57,11 @@ class BoundPass:
 
     @property
     def is_recording(self) -> bool:
-        """Whether the latest run recorded, or was a recording."""
+        """Whether the latest run made or replayed a recording."""
         return self._capture_id > 0 and self._runs > 1
 
     def run(self, held: Held) -> None:
-        """Compute; outputs hold what came of it until the next run."""
+        """Run the pass; outputs are valid until the next run."""
         self._runs += 1
         if self.is_recording and self._runs == 2:
             self._fix_outputs()
@@ -77,7 +77,7 @@ class BoundPass:
             self._options.add_run_config_entry(_GRAPH_ID, str(capture_id))
 
     def _fix_outputs(self) -> None:
-        """A recording writes to where it wrote first."""
+        """Bind outputs to fixed memory, since a recording always writes to the same addresses."""
         found = self._binding.get_outputs()
         self._fixed = [
             allocate(value.shape(), np.dtype(dtype_of(given.type)), self._device)
@@ -87,7 +87,7 @@ class BoundPass:
             self._binding.bind_ortvalue_output(name, value)
 
     def fetch(self, name: str, asked: Sizes) -> NDArray[Any]:
-        """An output in the host's memory without what is padding, floats as float32."""
+        """An output in host memory without padding, floats as float32."""
         found = self._binding.get_outputs()[self.outputs.index(name)].numpy()
         found = found[:, : asked.rows if name in _ALL_ROWS else asked.outputs]
         return found.astype(np.float32) if found.dtype == np.float16 else found

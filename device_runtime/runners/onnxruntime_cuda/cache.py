@@ -1,4 +1,4 @@
-"""A KV cache on a device, which is named by data."""
+"""The KV cache on the device named in the config."""
 
 from __future__ import annotations
 
@@ -25,7 +25,7 @@ _FIRST = np.zeros(1, np.int64)
 
 
 class Buffers:
-    """Arrays of the host and their copies on a device, bound as inputs."""
+    """Host arrays with copies on a device, bound as inputs."""
 
     def __init__(
         self, device: str, arrays: Mapping[str, np.ndarray], binding: ort.IOBinding
@@ -40,7 +40,7 @@ class Buffers:
             binding.bind_ortvalue_input(name, value)
 
     def upload(self) -> None:
-        """What the arrays hold now, but for what they held before: a copy is a wait."""
+        """Upload arrays that have changed, since each copy synchronizes."""
         for name, array in self.arrays.items():
             if name not in self._sent or not np.array_equal(self._sent[name], array):
                 self._values[name].update_inplace(array)
@@ -48,7 +48,7 @@ class Buffers:
 
 
 def allocate(shape: Sequence[int], dtype: np.dtype, device: str) -> ort.OrtValue:
-    """Memory on a device; raises `LimitError` if there is not so much."""
+    """Allocate memory on a device; raises `LimitError` if there is too little."""
     try:
         return ort.OrtValue.ortvalue_from_shape_and_type(list(shape), dtype, device)
     except Exception as error:  # noqa: BLE001 - the classes are private to the extension module
@@ -62,7 +62,7 @@ def allocate(shape: Sequence[int], dtype: np.dtype, device: str) -> ort.OrtValue
 class DeviceCache:
     """Keys and values of all layers on a device, each [N, num_kv_heads, C, head_dim].
 
-    Each of N sequences has a slot of its own; passes see some slots, one behind the other.
+    Each of N sequences has a slot; a pass binds consecutive slots.
     """
 
     def __init__(
@@ -73,10 +73,10 @@ class DeviceCache:
         mover: ort.InferenceSession | None = None,
         num_sequences: int = 1,
     ) -> None:
-        """Allocate; `mover` is the graph `ROWS_GRAPH` of caches that are compacted or copied.
+        """Allocate; `mover` is the graph `ROWS_GRAPH` for caches that are compacted or copied.
 
         Raises:
-            LimitError: the device is too small.
+            LimitError: the device has too little memory.
         """
         self._mover, self._num_sequences = mover, num_sequences
         self._heads, self._device, self._dtype = spec.num_kv_heads, device, np.dtype(spec.dtype)
@@ -85,10 +85,10 @@ class DeviceCache:
         zeros = np.zeros((num_sequences, *self._slot_shape), spec.dtype)
         self._values = {name: allocate(zeros.shape, zeros.dtype, device) for name in names}
         for value in self._values.values():
-            value.update_inplace(zeros)  # masked rows must be numbers, too
+            value.update_inplace(zeros)  # masked positions must not be NaN
 
     def bind(self, binding: ort.IOBinding, first: int = 0, count: int = 1) -> None:
-        """Some slots as inputs, and in the same place as outputs."""
+        """Bind slots as inputs, and the same memory as outputs."""
         self._bind_inputs(binding, first, count)
         self._bind_outputs(binding, first, count)
 
@@ -102,7 +102,7 @@ class DeviceCache:
             binding.bind_output(graph_io.present_name(layer, part), *place)
 
     def _slots(self, value: ort.OrtValue, first: int, count: int) -> tuple[Any, ...]:
-        """Where they lie, as a binding takes it."""
+        """The memory of slots, as arguments of a binding."""
         size = math.prod(self._slot_shape) * self._dtype.itemsize
         shape = [count, *self._slot_shape]
         return self._device, 0, self._dtype.type, shape, value.data_ptr() + first * size
@@ -110,13 +110,13 @@ class DeviceCache:
     def compact(self, slot: int, length: int, rows: NDArray[np.int64]) -> None:
         """See `runners.Cache`."""
         if rows[-1] + 1 == len(rows):
-            return  # they stand where they belong
+            return  # in place already
         binding = self._movement(length + rows, length + np.arange(len(rows)))
         self.bind(binding, slot)
         self._move(binding)
 
     def copy(self, source: int, target: int, length: int) -> None:
-        """See `cache_slots.SlotMemory`; all rows of the slot are copied."""
+        """See `slot_kv_cache.SlotMemory`; the whole slot is copied."""
         del length
         binding = self._movement()
         self._bind_inputs(binding, source)
@@ -124,7 +124,7 @@ class DeviceCache:
         self._move(binding)
 
     def read_rows(self, slot: int, length: int) -> np.ndarray:
-        """A whole slot passes to the host; it is asked for once a prompt at most."""
+        """See `runners.Cache`; copies the whole slot, at most once a prompt."""
         if self._num_sequences == 1:  # nothing is copied on the device
             return np.stack([value.numpy()[:, :, :length] for value in self._values.values()])
         binding = self._movement()
@@ -153,7 +153,7 @@ class DeviceCache:
     def _movement(
         self, kept: NDArray[np.int64] = _FIRST, places: NDArray[np.int64] = _FIRST
     ) -> ort.IOBinding:
-        """Rows of a slot that go to other places; by itself the first, which stays."""
+        """A binding that moves positions of a slot; by default the first one to itself."""
         assert self._mover is not None
         binding = self._mover.io_binding()
         slots = slot_indices(self._heads, len(places))
@@ -169,7 +169,7 @@ class DeviceCache:
 
 
 class SlotCache:
-    """See `runners.Cache`: the rows of one sequence."""
+    """See `runners.Cache`: the cache of one sequence."""
 
     def __init__(self, memory: DeviceCache, slot: int) -> None:
         self._memory, self.slot = memory, slot

@@ -1,4 +1,4 @@
-"""LoRA adapters on a device, which is named by data."""
+"""LoRA adapters on the device named in the config."""
 
 from __future__ import annotations
 
@@ -12,13 +12,13 @@ from edgellm.device_runtime.runners.onnxruntime_graphs import input_types
 
 
 class DeviceAdapters(AdapterPlaces):
-    """Matrices of all places, which stay where they are; zeros where no adapter is."""
+    """Matrices of all adapter slots at fixed addresses; empty slots are zeros."""
 
     def __init__(self, graph: ort.InferenceSession, count: int, device: str) -> None:
-        """Allocate `count` places for a graph that takes adapters.
+        """Allocate `count` slots for a graph with adapters.
 
         Raises:
-            LimitError: the device is too small.
+            LimitError: the device has too little memory.
         """
         types = input_types(graph)
         tensors = {each.name: (each.shape, types[each.name]) for each in graph.get_inputs()}
@@ -30,11 +30,11 @@ class DeviceAdapters(AdapterPlaces):
         self.hold(np.zeros(1, np.float32), np.zeros((1, 0, 3), np.int64))
 
     def hold(self, weights: NDArray[np.float32], table: NDArray[np.int64]) -> None:
-        """See `runners.TakesAdapters`; no pass runs, and this waits for its copies."""
+        """See `runners.TakesAdapters`; synchronous, and no pass may run."""
         for name, matrix in self.matrices(weights, table):
             self._values[name].update_inplace(matrix)
 
     def bind(self, binding: ort.IOBinding) -> None:
-        """As inputs."""
+        """Bind the matrices as inputs."""
         for name, value in self._values.items():
             binding.bind_ortvalue_input(name, value)

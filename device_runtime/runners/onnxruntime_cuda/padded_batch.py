@@ -1,7 +1,7 @@
-"""Passes of several sequences as rectangles: as many rows for each, which lie in slots.
+"""Batches padded to rectangles: equally many tokens for each slot of the KV cache.
 
-A pass over a part of the batch begins at slot 0, so that few passes recur; a lone sequence is one
-over its own slot. Rows that a slot has no use for are padding behind those that are there.
+A pass over a part of the batch begins at slot 0, so few different passes occur. A single sequence
+uses only its own slot. Shorter sequences are padded at the end.
 """
 
 from __future__ import annotations
@@ -17,39 +17,39 @@ from edgellm.core import graph_io
 from edgellm.device_runtime.runners.onnxruntime_cuda.size_buckets import bucket_of
 
 Inputs = Mapping[str, NDArray[Any]]
-MAX_JOINED = 64  # rows of a sequence that shares a pass with others, padding included
-# What a pass of so many sequences costs, by the rows of all: the measure is the caller's
+MAX_JOINED = 64  # maximum tokens of a sequence in a batch, padding included
+# Cost of a pass by batch size and total tokens, in the caller's unit
 Cost = Callable[[int, int], float]
-_ROWS_OF_WEIGHTS = 64  # that take the time of reading all weights, where nothing was measured
+_ROWS_OF_WEIGHTS = 64  # tokens that cost as much as loading all weights, without measurements
 
 
 @dataclass(frozen=True, slots=True)
 class Grid:
-    """One pass."""
+    """One padded pass over consecutive slots."""
 
     first: int  # slot
-    parts: tuple[Inputs | None, ...]  # of the slots from it on; None: nothing is asked of one
-    ends: tuple[int, ...]  # rows that are there in each, of those with parts before the pass
+    parts: tuple[Inputs | None, ...]  # inputs of the slots; None: the slot is idle
+    ends: tuple[int, ...]  # positions in each slot before the pass
 
     @property
     def some(self) -> Inputs:
-        """Inputs of one of them, whose names all have."""
+        """The inputs of one part; all parts have the same names."""
         return next(part for part in self.parts if part is not None)
 
     @property
     def adapters(self) -> list[int]:
-        """Of the parts; 0: none."""
+        """The adapters of the parts; 0: none."""
         names = (part or {} for part in self.parts)
         return [int(part[graph_io.ADAPTER][0]) if graph_io.ADAPTER in part else 0 for part in names]
 
     @property
     def rows(self) -> int:
-        """Of the sequence with most."""
+        """Maximum tokens of a sequence."""
         return max(rows_of(part) for part in self.parts if part is not None)
 
     @property
     def outputs(self) -> int:
-        """Rows that are to get logits or candidates, of all."""
+        """Total tokens with logits or candidates."""
         return sum(len(part[graph_io.LOGITS_INDEX]) for part in self.parts if part is not None)
 
     @property
@@ -59,7 +59,7 @@ class Grid:
 
 
 def rows_of(inputs: Inputs) -> int:
-    """Of a sequence in a pass."""
+    """Number of tokens of a sequence in a pass."""
     return inputs[graph_io.INPUT_IDS].shape[1]
 
 
@@ -69,7 +69,7 @@ def lone(inputs: Inputs, slot: int = 0) -> Grid:
 
 
 def assumed_cost(sequences: int, rows: int) -> float:
-    """Of a pass, in rows: all read the weights."""
+    """Estimated cost of a pass, in tokens: each pass loads all weights."""
     del sequences
     return _ROWS_OF_WEIGHTS + rows
 
@@ -77,19 +77,19 @@ def assumed_cost(sequences: int, rows: int) -> float:
 def arrange(
     parts: Mapping[int, Inputs], ends: Sequence[int], maximum: int, cost: Cost = assumed_cost
 ) -> list[Grid]:
-    """The passes that take the least time together.
+    """Split a batch into the passes with the minimum total cost.
 
     Args:
         parts: inputs by slot.
-        ends: rows that are there in all slots.
-        maximum: slots.
-        cost: of passes.
+        ends: positions in all slots.
+        maximum: number of slots.
+        cost: cost of passes.
     """
     classes: dict[int, list[int]] = {}  # slots by rows, padded
     for slot in sorted(parts, key=lambda slot: -rows_of(parts[slot])):
         classes.setdefault(bucket_of(rows_of(parts[slot])), []).append(slot)
     sizes = list(classes)
-    best: list[tuple[float, list[list[int]]]] = [(0, [])]  # of the first classes
+    best: list[tuple[float, list[list[int]]]] = [(0, [])]  # by number of first classes
     for end in range(1, len(sizes) + 1):
         found: list[tuple[float, list[list[int]]]] = []
         for begin in range(end):
@@ -103,17 +103,17 @@ def arrange(
 def _cheapest(
     slots: list[int], parts: Mapping[int, Inputs], size: int, maximum: int, cost: Cost
 ) -> tuple[float, list[list[int]]]:
-    """What a group costs, together in one pass or each in its own."""
-    apart = sum(cost(1, rows_of(parts[slot])) for slot in slots)
+    """The cost of a group and its passes: one batch, or one pass for each sequence."""
+    single = sum(cost(1, rows_of(parts[slot])) for slot in slots)
     batch = batch_of(max(slots) + 1, maximum)
-    together = cost(batch, batch * size)
-    if len(slots) == 1 or size > MAX_JOINED or apart < together:
-        return apart, [[slot] for slot in slots]
-    return together, [slots]
+    batched = cost(batch, batch * size)
+    if len(slots) == 1 or size > MAX_JOINED or single < batched:
+        return single, [[slot] for slot in slots]
+    return batched, [slots]
 
 
 def batch_of(slots: int, maximum: int) -> int:
-    """Slots of a pass that needs the first so many: 2, 4, 8 ... or all."""
+    """Padded number of slots of a pass: 2, 4, 8 ... or all."""
     return min(bucket_of(slots), maximum)
 
 
@@ -130,7 +130,7 @@ def _grid(slots: list[int], parts: Mapping[int, Inputs], ends: Sequence[int], ma
 
 
 class GridShare(Mapping[str, NDArray[Any]]):
-    """What a part gets of a pass."""
+    """A part's outputs of a pass."""
 
     def __init__(
         self, found: Mapping[str, NDArray[Any]], place: int, rows: int, wanted: slice
@@ -141,7 +141,7 @@ class GridShare(Mapping[str, NDArray[Any]]):
         return name in self._found
 
     def __getitem__(self, name: str) -> NDArray[Any]:
-        if name == graph_io.HIDDEN_TAPS:  # of all rows
+        if name == graph_io.HIDDEN_TAPS:  # of all tokens
             return self._found[name][self._place : self._place + 1, : self._rows]
         return self._found[name][:, self._wanted]
 
@@ -153,7 +153,7 @@ class GridShare(Mapping[str, NDArray[Any]]):
 
 
 def shares(found: Mapping[str, NDArray[Any]], grid: Grid) -> dict[int, GridShare]:
-    """What each slot that was asked gets."""
+    """The outputs of each active slot."""
     given: dict[int, GridShare] = {}
     wanted = 0
     for place, part in enumerate(grid.parts):
@@ -165,7 +165,7 @@ def shares(found: Mapping[str, NDArray[Any]], grid: Grid) -> dict[int, GridShare
 
 
 def flat_index(grid: Grid, rows: int) -> NDArray[np.int64]:
-    """The rows that are wanted, all slots' rows behind each other, `rows` of each."""
+    """Indices of the output tokens among the concatenated slots, `rows` tokens each."""
     return np.concatenate(
         [
             part[graph_io.LOGITS_INDEX] + place * rows

@@ -1,4 +1,4 @@
-"""ONNX Runtime's CUDA provider: whether it runs here, and why not if it does not."""
+"""Checks of ONNX Runtime's CUDA provider on this machine."""
 
 from __future__ import annotations
 
@@ -23,7 +23,7 @@ MINIMUM_VERSION = (1, 23)  # the first whose MatMulNBits takes 8 bits on CUDA
 
 
 def require_cuda() -> str:
-    """The device of sessions on CUDA, if they can be opened.
+    """Check that CUDA sessions can be opened; returns their device.
 
     Raises:
         EdgeLLMError: another build of ONNX Runtime, an old one, no GPU, or missing libraries.
@@ -59,7 +59,7 @@ def require_cuda() -> str:
 
 
 def require_version(options: Mapping[str, Any]) -> None:
-    """Refuse a version that would compute an engine's operators wrongly; raises `EdgeLLMError`.
+    """Reject a version with wrong kernels for an engine's operators; raises `EdgeLLMError`.
 
     Args:
         options: of the engine.
@@ -74,7 +74,7 @@ def require_version(options: Mapping[str, Any]) -> None:
 
 
 def is_older_than(version: str) -> bool:
-    """Whether this ONNX Runtime is, by the first two numbers."""
+    """Whether this ONNX Runtime is older, by the first two numbers."""
     here, there = (
         tuple(int(part) for part in each.split(".")[:2]) for each in (ort.__version__, version)
     )
@@ -82,9 +82,9 @@ def is_older_than(version: str) -> bool:
 
 
 def _fault_of_a_kernel() -> str:
-    """What goes wrong when one kernel runs, "" if it gives what it should.
+    """The error of a test kernel; "" if its result is correct.
 
-    A library that loads may have been compiled for other GPUs, which only a launch shows.
+    The library may have been compiled for other GPUs, which only a launch shows.
     """
     x = np.arange(4, dtype=np.float32)
     options = ort.SessionOptions()
@@ -108,8 +108,8 @@ def _doubling() -> bytes:
 
 
 def _missing_library() -> str:
-    """What the loader says of the provider's library, "" if all that it needs is there."""
-    with contextlib.redirect_stdout(io.StringIO()):  # it prints what it does not find
+    """The loader's error for the provider's library; "" if it loads."""
+    with contextlib.redirect_stdout(io.StringIO()):  # it prints missing libraries
         ort.preload_dlls(msvc=False)
     folder = Path(ort.__file__).parent / "capi"
     try:

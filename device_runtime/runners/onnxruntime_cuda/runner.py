@@ -1,8 +1,8 @@
-"""Passes over graphs for CUDA: everything lies on the device, which is named by data.
+"""Runners of graphs for CUDA; all tensors stay on the device named in the config.
 
-The host says what rows see and where they go. Passes that recur are padded to few sizes and
-recorded as CUDA graphs, where the device records any: padding stands behind the rows, where the
-next pass overwrites it, and no row sees it.
+The host computes attention masks and cache slots. Recurring passes are padded to a few sizes and
+recorded as CUDA graphs, if the device supports them. Padding follows the tokens: it is masked, and
+the next pass overwrites it.
 """
 
 from __future__ import annotations
@@ -45,11 +45,11 @@ from edgellm.device_runtime.runners.onnxruntime_graphs import (
 )
 
 _log = logging.getLogger(__name__)
-_PLACES = (graph_io.WRITE_INDEX, graph_io.TREE_MASK)  # which become masks and slots
-_SHOWN = 200  # characters of an error
+_PLACES = (graph_io.WRITE_INDEX, graph_io.TREE_MASK)  # converted to masks and slots
+_SHOWN = 200  # maximum characters of an error
 _NOT_ROWS = (graph_io.LOGITS_INDEX, graph_io.TOP_K)
 _NO_ROWS = np.zeros(0, np.int64)
-_MAX_RECORDED = 256  # passes; each takes some of the device's memory
+_MAX_RECORDED = 256  # recorded passes; each takes device memory
 
 
 class PlainRunner:
@@ -61,7 +61,7 @@ class PlainRunner:
         self._graph = graph
 
     def hold(self, inputs: Mapping[str, NDArray[Any]]) -> None:
-        """See `runners.Runner`; nothing is held."""
+        """See `runners.Runner`; has no inputs to hold."""
 
     def run(self, inputs: Mapping[str, NDArray[Any]]) -> Mapping[str, NDArray[Any]]:
         """See `runners.Runner`."""
@@ -69,9 +69,9 @@ class PlainRunner:
 
 
 class CudaRunner:
-    """See `runners.Runner`: a graph with a cache, or two, one of them for passes without masks.
+    """See `runners.Runner`: a graph with a KV cache, and maybe a second one for causal passes.
 
-    Where adapters are taken there are as many once more, for passes with some.
+    Engines with LoRA have each graph a second time, for passes with adapters.
     """
 
     def __init__(
@@ -86,16 +86,16 @@ class CudaRunner:
         """Load, and allocate the cache.
 
         Args:
-            loader: of the graphs.
-            mover: compacts the cache; None where nobody does.
+            loader: loads the graphs.
+            mover: compacts the cache; None if it is never compacted.
             spec: of the network.
-            capacity: rows of a sequence in the cache.
-            num_sequences: that the cache has room for.
-            adapters: that there is room for.
+            capacity: positions of a sequence in the cache.
+            num_sequences: sequences in the cache.
+            adapters: adapter slots.
 
         Raises:
-            BrokenArtifactError: ONNX Runtime refuses a graph.
-            LimitError: the device is too small.
+            BrokenArtifactError: ONNX Runtime rejects a graph.
+            LimitError: the device has too little memory.
         """
         self._loader, self._window = loader, spec.sliding_window
         self._captures = loader.can_capture
@@ -108,13 +108,13 @@ class CudaRunner:
         if adapted:
             self._adapters = DeviceAdapters(self._graphs[adapted[0]], adapters, loader.device)
         plain = [at for at in indices if at not in adapted]
-        # By whether rows have adapters, then by whether they see but those before them
+        # Graphs by whether a pass has adapters, then by whether it is causal
         self._forms = plain or adapted, adapted
         self._memory = DeviceCache(spec.kv, capacity, loader.device, mover, num_sequences)
         self.cache: Cache = SlotCache(self._memory, 0)
         self._heads, self._capacity = spec.kv.num_kv_heads, capacity
         self._axes, self._first_image = spec.position_axes, spec.vocab_size
-        # What is held changes its place and size: passes without image rows have one of zeros
+        # Held images change address and size: passes without images bind a row of zeros
         self._held, self._no_images = Held(loader.device), Held(loader.device)
         none = _no_image_rows(self._graphs[0])
         self._no_images.replace(none)
@@ -140,7 +140,7 @@ class CudaRunner:
         self._adapters.hold(weights, table)
 
     def prepare(self, tree_rows: int) -> None:
-        """Record single tokens, and trees of up to `tree_rows` rows, at all lengths of contexts."""
+        """Record passes of one token and of trees up to `tree_rows`, for all context lengths."""
         for rows in (1, *(size for size in bucket_sizes(tree_rows) if size > 1)):
             self._rehearse(rows)
 
@@ -172,7 +172,7 @@ class CudaRunner:
             self._latest.pop().expire()
 
     def _run(self, grid: Grid) -> FetchedOutputs:
-        """One pass; what others gave stays."""
+        """Run one pass; outputs of earlier passes stay valid."""
         asked, batch = Sizes(grid.rows, grid.outputs), len(grid.parts)
         taken, drafts = asked, graph_io.DRAFT_HIDDEN in grid.some
         has_images = self._has_images(grid)
@@ -182,7 +182,7 @@ class CudaRunner:
         self._fill(bound.inputs, grid)
         try:
             bound.run(self._held if has_images else self._no_images)
-        except Exception as error:  # whatever stops a recording, the pass itself may run
+        except Exception as error:  # a failed recording; the pass itself may run
             if not bound.is_recording:
                 raise
             self._stop_recording(error)
@@ -198,7 +198,7 @@ class CudaRunner:
         )
 
     def _stop_recording(self, error: Exception) -> None:
-        """A session that failed to record is not to be used again."""
+        """Reload the sessions: one that failed to record cannot be used again."""
         line = str(error).splitlines()[0]
         found = re.search(r"CUDA failure [^;]+", line)
         reason = found[0].strip() if found is not None else line[:_SHOWN]
@@ -208,7 +208,7 @@ class CudaRunner:
         self._graphs = self._loader.sessions(captures=False)
 
     def _bind(self, grid: Grid, taken: Sizes, *, has_images: bool) -> BoundPass:
-        """A pass of these sizes; without recording they are kept until the context grows."""
+        """A pass of these sizes; without recordings, passes are cached until the width changes."""
         form, batch, adapters = self._form_of(grid), len(grid.parts), grid.adapters
         index = self._forms[any(adapters)][form]
         width = taken.width(grid.end + taken.rows, self._capacity)
@@ -217,7 +217,7 @@ class CudaRunner:
             self._kept.clear()
         chosen = _chosen(grid)
         recurs = taken.recurs and self._captures
-        # A prompt's first pass is one for the kernel where there are no rows before it
+        # A prompt's first pass uses the attention kernel without a past
         is_first = form and batch == 1 and not grid.end and not recurs
         live = taken.rows if is_first else width
         sizes = {"rows": taken.rows, "outputs": taken.outputs, "width": width, "live": live}
@@ -241,7 +241,7 @@ class CudaRunner:
         return bound
 
     def _form_of(self, grid: Grid) -> int:
-        """The graph without masks counts slots as positions; of a batch it takes single rows."""
+        """1 for the causal graph: positions equal slots, and a batch has single tokens; else 0."""
         if len(self._forms[0]) == 1 or (len(grid.parts) > 1 and grid.rows > 1):
             return 0
         for part in grid.parts:
@@ -256,14 +256,14 @@ class CudaRunner:
     def _arrays(
         self, grid: Grid, sizes: Mapping[str, int], types: Mapping[str, type]
     ) -> dict[str, NDArray[Any]]:
-        """All inputs of a pass but those of the host, of the sizes that are taken."""
+        """The device inputs of a pass, with padded sizes."""
         batch, rows, width = len(grid.parts), sizes["rows"], sizes["width"]
         shapes = {
             name: (len(array) if batch == 1 else batch, rows, *array.shape[2:])
             for name, array in grid.some.items()
             if name not in (*_PLACES, *_NOT_ROWS)
         }
-        if self._axes > 1:  # those of all sequences, one behind the other
+        if self._axes > 1:  # all sequences concatenated
             shapes[graph_io.POSITION_IDS] = self._axes, batch * rows
         shapes |= {graph_io.LOGITS_INDEX: (sizes["outputs"],), LAST_ROW: (batch,)}
         if self._adapters is not None:
@@ -282,7 +282,7 @@ class CudaRunner:
         return arrays
 
     def _fill(self, bound: Mapping[str, NDArray[Any]], grid: Grid) -> None:
-        """Say what the rows are, where they stand and what they see."""
+        """Write token ids, cache slots and attention masks."""
         rows = bound[graph_io.INPUT_IDS].shape[1]
         index = flat_index(grid, rows)
         bound[graph_io.LOGITS_INDEX][: len(index)] = index
@@ -306,14 +306,14 @@ class CudaRunner:
                     fill_visible(bound[name][place, 0], begin, positions, mask, window)
 
     def _own_rows(self, name: str, array: NDArray[Any], place: int, rows: int) -> NDArray[Any]:
-        """Those of a sequence in an input of all, [1, rows, ...]; M-RoPE's positions [3, rows]."""
+        """A sequence's part of an input, [1, rows, ...]; M-RoPE's positions [3, rows]."""
         if name == graph_io.POSITION_IDS and self._axes > 1:
             return array[:, place * rows : (place + 1) * rows]
         return array[place : place + 1]
 
 
 def _no_image_rows(graph: ort.InferenceSession) -> dict[str, NDArray[Any]]:
-    """A row of zeros for each input that image rows are read from."""
+    """A row of zeros for each input with image embeddings."""
     return {
         value.name: np.zeros(
             [dim if isinstance(dim, int) else 1 for dim in value.shape], dtype_of(value.type)
@@ -324,7 +324,7 @@ def _no_image_rows(graph: ort.InferenceSession) -> dict[str, NDArray[Any]]:
 
 
 def _chosen(grid: Grid) -> dict[str, int]:
-    """What kernels read in the host's memory, and a recording therefore fixes."""
+    """Inputs in host memory, which a recording fixes."""
     parts = [part for part in grid.parts if part is not None]
     names = [name for name in HOST_INPUTS if name in parts[0]]
     return {name: max(int(part[name][0]) for part in parts) for name in names}

@@ -1,4 +1,4 @@
-"""TensorRT and TensorRT-RTX: engines for NVIDIA GPUs."""
+"""Backend: TensorRT and TensorRT-RTX, for NVIDIA GPUs."""
 
 from __future__ import annotations
 
@@ -24,14 +24,14 @@ from edgellm.device_runtime.runners.tensorrt.library import trt_import
 if TYPE_CHECKING:
     from edgellm.device_runtime.runners.tensorrt.cuda.protocols import CompiledEngine, Device
 
-KERNELS = "kernels"  # option of an engine: whose compute attention, as `--kernels` is given
+KERNELS = "kernels"  # option of an engine: attention kernels, as in `--kernels`
 
 
 def available() -> str:
     """The library that compiles here, with its version.
 
     Raises:
-        EdgeLLMError: neither TensorRT nor TensorRT-RTX is usable; says why.
+        EdgeLLMError: neither TensorRT nor TensorRT-RTX is usable, with the reason.
     """
     return trt_import.find_library().label
 
@@ -53,8 +53,8 @@ def open_engine(folder: Path, engine: Engine) -> dict[str, Runner]:
     """Load an engine onto the GPU.
 
     Raises:
-        BrokenArtifactError: compiled for another GPU or library, told before the file is read; or
-            the library refuses it.
+        BrokenArtifactError: compiled for another GPU or library (checked before the file is
+            read), or rejected by the library.
         LimitError: the GPU has too little memory.
         EdgeLLMError: pycuda or cuda-python is missing.
     """
@@ -82,7 +82,7 @@ def open_engine(folder: Path, engine: Engine) -> dict[str, Runner]:
 
 
 def runner_of(role: str, engine: Engine, loaded: CompiledEngine, device: Device) -> Runner:
-    """What runs a loaded graph; raises `LimitError` if the device is too small."""
+    """The runner of a loaded graph; raises `LimitError` if the device has too little memory."""
     from edgellm.device_runtime.runners.tensorrt.batch_runner import BatchRunner
     from edgellm.device_runtime.runners.tensorrt.encoder import TensorRtEncoder
     from edgellm.device_runtime.runners.tensorrt.ragged_batch import shared_rows
@@ -109,7 +109,7 @@ def runner_of(role: str, engine: Engine, loaded: CompiledEngine, device: Device)
 
 
 def require_memory(free_bytes: int, engine: Engine) -> None:
-    """Refuse what will not fit into the GPU's memory; raises `LimitError`."""
+    """Check the engine's size against the GPU's free memory; raises `LimitError`."""
     plans = sum(
         record.num_bytes for name, record in engine.files.items() if name.endswith(".engine")
     )
@@ -126,10 +126,10 @@ def require_memory(free_bytes: int, engine: Engine) -> None:
 
 
 def _require_origin(folder: Path, engine: Engine) -> Any:
-    """The module that compiled an engine, if it and its GPU are those of this machine.
+    """The module that compiled an engine, if this machine has the same one and the same GPU.
 
     Raises:
-        BrokenArtifactError: they are not.
+        BrokenArtifactError: the module or the GPU differs.
     """
     sm, libraries = compute_capability(), trt_import.installed()
     if sm is None:

@@ -1,4 +1,4 @@
-"""Several sequences in the passes of a TensorRT engine, each in a slot of its cache."""
+"""The batched runner for TensorRT: each sequence has a slot of the KV cache."""
 
 from __future__ import annotations
 
@@ -26,17 +26,17 @@ from edgellm.device_runtime.runners.tensorrt.ragged_batch import (
 from edgellm.device_runtime.runners.tensorrt.runner import TensorRtRunner
 from edgellm.device_runtime.runners.tensorrt.shapes import Sizes
 
-_COMMITTED = 8  # rows of a draft that a sequence of a round commits, or about so many
+_COMMITTED = 8  # approximate tokens of a draft that a sequence commits in a round
 
 
 class _KernelSlots:
-    """See `cache_slots.SlotMemory`."""
+    """See `slot_kv_cache.SlotMemory`."""
 
     def __init__(self, memory: KernelCache) -> None:
         self._memory = memory
 
     def base(self, slot: int) -> int:
-        """The cache's row that is the slot's first."""
+        """The slot's first position in the cache."""
         return slot * self._memory.capacity
 
     def copy(self, source: int, target: int, length: int) -> None:
@@ -53,7 +53,7 @@ class _KernelSlots:
 
 
 class BatchRunner(TensorRtRunner, SharesSlots):
-    """See `runners.SharedRunner`: a page is a slot, of all rows that a sequence may have."""
+    """See `runners.SharedRunner`: a block is a slot of full capacity."""
 
     def __init__(
         self,
@@ -67,7 +67,7 @@ class BatchRunner(TensorRtRunner, SharesSlots):
         num_sequences: int,
         adapters: int = 0,
     ) -> None:
-        """See `TensorRtRunner`; `tree_rows` of all sequences."""
+        """See `TensorRtRunner`; `tree_rows` is the total of all sequences."""
         TensorRtRunner.__init__(
             self,
             engine,
@@ -88,7 +88,7 @@ class BatchRunner(TensorRtRunner, SharesSlots):
         self._costs: SharedCosts | None = None
 
     def prepare(self) -> None:
-        """See `TensorRtRunner`; as many tokens as sequences may share a pass."""
+        """See `TensorRtRunner`; records batches with one token of each sequence."""
         self._passes.prepare()
         if {graph_io.INPUT_IDS, graph_io.LOGITS} <= self._engine.tensors.keys():
             counts = {bucket_of(at + 1, self._buckets) for at in range(self.num_sequences)}
@@ -105,12 +105,12 @@ class BatchRunner(TensorRtRunner, SharesSlots):
         self._costs = costs
 
     def run(self, inputs: Mapping[str, NDArray[Any]]) -> Outputs:
-        """See `runners.Runner`: of the sequence whose rows are in `cache`."""
+        """See `runners.Runner`: runs the sequence of `cache`."""
         self.reserve(self._own, int(inputs[graph_io.WRITE_INDEX][0]), rows_of(inputs))
         return self.run_many([(self._own, inputs)])[0]
 
     def run_many(self, parts: Sequence[tuple[Cache, Inputs]]) -> list[Outputs]:
-        """See `runners.SharedRunner`; where rows are too many they are several passes."""
+        """See `runners.SharedRunner`; a batch with too many tokens is several passes."""
         bases = [self.first_row(cache) for cache, _ in parts]
         asked, given = [inputs for _, inputs in parts], list[Outputs]()
         for some in groups(asked, self._max_rows, self._buckets[-1], self._costs):
@@ -130,17 +130,17 @@ class BatchRunner(TensorRtRunner, SharesSlots):
         return [(each, at) for at, each in enumerate(shares(found, asked))]
 
     def first_row(self, cache: Cache | None) -> int:
-        """See `network.Network`."""
+        """See `device_speculation.protocols.Network`."""
         return 0 if cache is None else self._kernel_slots.base(slot_cache(cache).own())
 
     def _recurs(self, sizes: Sizes) -> bool:
-        """See `TensorRtRunner`; of sequences that commit rows side by side."""
+        """See `TensorRtRunner`; also for batches of sequences that commit tokens."""
         rows, _, _ = sizes
         is_draft = graph_io.DRAFT_HIDDEN in self._features
         return super()._recurs(sizes) or (is_draft and rows <= _COMMITTED * self.num_sequences)
 
     def _padded(self, sizes: Sizes, inputs: Inputs) -> Sizes | None:
-        """Padding is no sequence's, and is written nowhere."""
+        """See `TensorRtRunner`; padding belongs to no sequence and is not written."""
         del inputs
         rows, columns, outputs = sizes
         if max(rows, outputs) > self._buckets[-1]:

@@ -1,4 +1,4 @@
-"""Passes of an engine with fixed shapes: bound once, recorded as CUDA graphs where they recur."""
+"""Passes of an engine with fixed shapes: bound once, recorded as CUDA graphs if they recur."""
 
 from __future__ import annotations
 
@@ -14,28 +14,28 @@ from edgellm.core.errors import LimitError
 from edgellm.device_runtime.runners.tensorrt.cuda.protocols import CompiledEngine, Context, Device
 from edgellm.device_runtime.runners.tensorrt.packed_buffers import Block, Layout, Packed, Shape
 
-Placed = Mapping[str, tuple[Shape, int]]  # tensors with a shape and an address of their own
+Placed = Mapping[str, tuple[Shape, int]]  # tensors with shape and address
 
 
 def bucket_sizes(maximum: int) -> list[int]:
-    """Rows that passes are padded to, so that few graphs serve all trees up to `maximum` rows."""
+    """Padded sizes of passes, so few graphs serve all trees of up to `maximum` tokens."""
     small = [size for size in (1, 2, 4, 8) if size < maximum]
     return [*small, *range(16, maximum, 8), maximum]
 
 
 def bucket_of(size: int, buckets: list[int]) -> int:
-    """The least bucket that takes `size`, or `size` itself if none does."""
+    """The smallest bucket of at least `size`, or `size` if there is none."""
     return next((bucket for bucket in buckets if bucket >= size), size)
 
 
 def fill_mask(out: NDArray[np.bool_], mask: NDArray[np.bool_] | None, rows: int) -> None:
-    """Write what rows see, among padding.
+    """Write a padded attention mask.
 
     Args:
-        out: bool [S', M'], its first `rows` rows are real.
-        mask: bool [rows, M] of the last columns but for the padding's; those before are seen.
-            None is causal.
-        rows: real ones.
+        out: bool [S', M'], the first `rows` rows are tokens.
+        mask: bool [rows, M] of the last columns before the padding's; all tokens attend to
+            earlier columns. None: causal.
+        rows: number of tokens.
     """
     padded, columns = out.shape
     if mask is None:
@@ -46,12 +46,12 @@ def fill_mask(out: NDArray[np.bool_], mask: NDArray[np.bool_] | None, rows: int)
     out[:] = False
     out[:rows, :lead] = True
     out[:rows, lead : lead + mask.shape[1]] = mask
-    # A row that sees nothing would be not a number; one of padding sees itself.
+    # An empty mask row would give NaN, so padding attends to itself.
     np.fill_diagonal(out[rows:, columns - extra :], val=True)
 
 
 class BoundPass:
-    """A context with shapes and addresses; after its second run a graph."""
+    """A context with bound shapes and addresses; the second run records a CUDA graph."""
 
     def __init__(
         self,
@@ -69,11 +69,11 @@ class BoundPass:
         Args:
             context: of these shapes.
             device: that computes.
-            arguments: what goes there before.
-            picks: what comes back.
-            after: asks for what follows the engine on the device.
-            is_kept: it runs again with these shapes, and nobody else has the context.
-            fetches: what comes back does so every time; else when `fetch` is called.
+            arguments: inputs to upload.
+            picks: outputs to download.
+            after: enqueues the work after the engine.
+            is_kept: the pass runs again, and has the context exclusively.
+            fetches: outputs are downloaded in every run; otherwise by `fetch`.
         """
         self._context, self._device, self.fetches = context, device, fetches
         self._arguments, self._picks, self._after = arguments, picks, after
@@ -85,7 +85,7 @@ class BoundPass:
         self.pick_addresses: Mapping[str, int] = picks[1].addresses
 
     def run(self, *, waits: bool) -> None:
-        """Compute; if it waits, `outputs` hold what came of it until the session's next pass."""
+        """Run the pass; if it waits, `outputs` are valid until the runner's next pass."""
         with self._device.current():
             if self._replay is None and self._may_capture and self._was_run:
                 self._replay = self._device.capture(self._enqueue)
@@ -103,16 +103,16 @@ class BoundPass:
             self.fetch()
 
     def fetch(self) -> None:
-        """Ask for `outputs`."""
+        """Enqueue the download of `outputs`."""
         self._picks[0].download(self._picks[1])
 
 
 @dataclass(frozen=True, slots=True)
 class PlacedPass:
-    """A pass over what lies on the device."""
+    """A pass with all inputs and outputs on the device."""
 
     enqueue: Callable[[], None]
-    may_capture: bool  # as a part of a CUDA graph
+    may_capture: bool  # whether a CUDA graph can contain it
 
 
 class PassRunner:
@@ -130,36 +130,36 @@ class PassRunner:
         """Allocate.
 
         Args:
-            engine: loaded.
-            device: where it was loaded.
-            fixed: addresses of the tensors that are the same for all passes.
-            arguments_bytes: of the inputs that vary, `packed_bytes` of the largest.
-            picks_bytes: of the outputs that the host always reads.
-            after: asks for what follows a pass on the device, by its rows and the address of its
-                write index.
+            engine: the loaded engine.
+            device: its device.
+            fixed: addresses of tensors that are the same in all passes.
+            arguments_bytes: maximum `packed_bytes` of varying inputs.
+            picks_bytes: maximum `packed_bytes` of outputs that the host always reads.
+            after: enqueues the work after a pass, given its tokens and the address of its write
+                index.
         """
         self._engine, self._device, self._fixed = engine, device, dict(fixed)
         self._after = after
         profiles = range(engine.num_profiles)
-        # No pass runs beside another, so contexts take turns in one piece of memory.
+        # Passes never run concurrently, so contexts share scratch memory.
         self._scratch = device.allocate(max(engine.scratch_bytes(each) for each in profiles))
         self._arguments = Block(device, arguments_bytes)
         self._picks = Block(device, picks_bytes)
         self._kept: dict[tuple[Shape, ...], BoundPass] = {}
-        self._contexts: dict[int, Context] = {}  # by profile; of passes that are not kept
+        self._contexts: dict[int, Context] = {}  # by profile; for passes that are not cached
 
     def prepare(self) -> None:
-        """Make the contexts of passes that are not kept, which are made in an answer else."""
+        """Create the contexts of uncached passes now, not during a request."""
         for profile in range(self._engine.num_profiles):
             self._context(profile, keep=False)
 
     def place(self, rows: int, placed: Placed, outputs: Mapping[str, int]) -> PlacedPass:
-        """A pass that the host gives nothing and gets nothing from.
+        """A pass without host inputs and outputs.
 
         Args:
-            rows: of the pass.
-            placed: all inputs that vary.
-            outputs: addresses, of those that do not lie where other passes have them.
+            rows: number of tokens.
+            placed: all varying inputs.
+            outputs: addresses of outputs that differ from other passes.
 
         Raises:
             LimitError: as `bind`.
@@ -189,12 +189,12 @@ class PassRunner:
         """A pass with these shapes.
 
         Args:
-            inputs: that vary.
+            inputs: varying inputs from the host.
             picks: outputs that the host always reads.
-            placed: further inputs, which lie somewhere else.
-            weights: those whose shapes follow from those of the others.
-            keep: it will be run again; it gets a context of its own. What is not kept may have
-                its further inputs at other addresses.
+            placed: further inputs at other addresses.
+            weights: inputs whose shapes follow from the others.
+            keep: cache the pass with its own context. The addresses of `placed` must then be
+                constant.
             fetches: the host reads `picks` of every run.
 
         Raises:
@@ -222,7 +222,7 @@ class PassRunner:
         return bound
 
     def pick_addresses(self, picks: Layout) -> Mapping[str, int]:
-        """Where passes with these outputs leave them on the device."""
+        """Device addresses of these outputs."""
         return self._picks.pack(picks).addresses
 
     def _bind(
@@ -240,7 +240,7 @@ class PassRunner:
             self._after(rows, inputs.addresses[graph_io.WRITE_INDEX])
 
     def _context(self, profile: int, *, keep: bool) -> Context:
-        # A graph holds on to its context's shapes, so a context is recorded once at most.
+        # A graph depends on its context's shapes, so a context is recorded at most once.
         if keep:
             return self._engine.new_context(profile, self._scratch)
         if profile not in self._contexts:
@@ -248,13 +248,13 @@ class PassRunner:
         return self._contexts[profile]
 
     def _profile(self, shapes: Mapping[str, Shape]) -> int:
-        """The first that takes the shapes: they ascend."""
+        """The first profile that takes the shapes; profiles are in ascending order."""
         for profile in range(self._engine.num_profiles):
             if all(self._takes(profile, name, shape) for name, shape in shapes.items()):
                 return profile
         shown = ", ".join(f"{name} {list(shape)}" for name, shape in shapes.items())
         raise LimitError(
-            f"the engine takes no pass of {shown}",
+            f"the engine supports no pass of {shown}",
             hint="build it with a larger --maxInputLen, --maxVerifyTreeSize or --maxDraftTreeSize",
         )
 

@@ -1,4 +1,4 @@
-"""A KV cache on the device."""
+"""The KV cache on the device, for engines with cache tensors."""
 
 from __future__ import annotations
 
@@ -19,11 +19,11 @@ from edgellm.device_runtime.runners.tensorrt.cuda.protocols import (
 )
 from edgellm.device_runtime.runners.tensorrt.packed_buffers import Block, aligned
 
-_MAX_MOVED = 1024  # rows at once
+_MAX_MOVED = 1024  # positions in one compaction
 
 
 class DeviceCache:
-    """Keys and values of all layers, [2 * layers, 1, num_kv_heads, C, head_dim] in one piece."""
+    """Keys and values of all layers, contiguous [2 * layers, 1, num_kv_heads, C, head_dim]."""
 
     def __init__(
         self, device: Device, spec: KVCacheSpec, capacity: int, max_new_rows: int = 0
@@ -33,19 +33,20 @@ class DeviceCache:
         Args:
             device: that computes.
             spec: of the cache.
-            capacity: rows of a plane; so many that planes of all heads are a multiple of
-                `ALIGNMENT`, see `aligned_capacity`.
-            max_new_rows: of a pass, if the engine hands new rows out; 0: it updates the cache.
+            capacity: positions of a plane; planes of all heads must be a multiple of `ALIGNMENT`,
+                see `aligned_capacity`.
+            max_new_rows: maximum tokens of a pass, if the engine outputs new keys and values; 0:
+                it updates the cache.
 
         Raises:
-            LimitError: the device is too small.
-            EdgeLLMError: heads of this size are not moved.
+            LimitError: the device has too little memory.
+            EdgeLLMError: the head size is unsupported.
         """
         dtype = np.dtype(spec.dtype)
         row_bytes = spec.head_dim * dtype.itemsize
         if row_bytes % WORD_BYTES:
             raise EdgeLLMError(
-                f"rows of {row_bytes} bytes are not moved on a GPU",
+                f"heads of {row_bytes} bytes are not supported on a GPU",
                 hint="--backend onnxruntime runs heads of this size",
             )
         self._spec, self._dtype, self._device = spec, dtype, device
@@ -55,7 +56,7 @@ class DeviceCache:
         self._planes = Planes(self._buffer.address, planes, capacity, row_bytes)
         self._rows = Block(device, 4 * _MAX_MOVED)
         self._is_moving = False
-        self.addresses: dict[str, int] = {}  # a cache is read and written in one place
+        self.addresses: dict[str, int] = {}  # inputs and outputs have the same address
         parts = [(layer, part) for layer in range(spec.num_layers) for part in ("key", "value")]
         for at, (layer, part) in enumerate(parts):
             address = self._buffer.address + at * spec.num_kv_heads * plane_bytes
@@ -69,10 +70,10 @@ class DeviceCache:
                 self.addresses[graph_io.present_name(layer, part)] = address
 
     def append(self, count: int, write_index_address: int) -> None:
-        """Ask for the rows of a pass to be appended, if the engine does not do so itself.
+        """Enqueue the append of a pass's positions, if the engine does not update the cache.
 
         Args:
-            count: rows of the pass, with its padding.
+            count: tokens of the pass, padding included.
             write_index_address: of the pass's input, int64 on the device.
         """
         if self._new_rows is not None:
@@ -82,11 +83,11 @@ class DeviceCache:
             self._device.append_rows(self._planes, rows, count)
 
     def compact(self, length: int, rows: NDArray[np.int64]) -> None:
-        """See `runners.Cache`; does not wait."""
+        """See `runners.Cache`; asynchronous."""
         if not displaced(rows.tolist()):
             return
         if self._is_moving:
-            self._device.synchronize()  # the rows before are still read
+            self._device.synchronize()  # the former indices are still in use
         packed = self._rows.pack({"rows": (rows.shape, np.int32)})
         packed.arrays["rows"][:] = rows
         self._rows.upload(packed)
@@ -94,7 +95,7 @@ class DeviceCache:
         self._is_moving = True
 
     def settled(self) -> None:
-        """Somebody waited for the device."""
+        """Called after a synchronization of the device."""
         self._is_moving = False
 
     def read_rows(self, length: int) -> NDArray:
@@ -110,7 +111,7 @@ class DeviceCache:
 
 
 def aligned_capacity(spec: KVCacheSpec, capacity: int) -> int:
-    """Rows of a cache, as few as `capacity` or some more, so that each tensor of it is aligned."""
+    """The smallest capacity of at least `capacity` with aligned tensors."""
     row_bytes = spec.head_dim * np.dtype(spec.dtype).itemsize
     step = ALIGNMENT // math.gcd(ALIGNMENT, row_bytes)
     return -(-capacity // step) * step

@@ -1,8 +1,7 @@
-"""Rows of numbers that stay on the device: features for a draft, fused ones, recycled ones.
+"""Matrices on the device that act as numpy arrays: hidden states for drafts.
 
-Drafters treat them as arrays: they take rows of them, join them, write some into a store. Each of
-these asks the device's stream for a copy within the device, and for nothing else; numbers come to
-the host when somebody wants an array of numpy's.
+Drafters index, concatenate and assign rows; each of these operations enqueues a copy within the
+device. Conversion to a numpy array copies to the host.
 """
 
 from __future__ import annotations
@@ -20,12 +19,12 @@ from edgellm.core.errors import LimitError
 from edgellm.device_runtime.runners.tensorrt.cuda.protocols import Buffer, Device
 
 _log = logging.getLogger(__name__)
-WORD_BYTES = 16  # rows are gathered in words
-_LARGEST_KEPT_BYTES = 4 << 20  # of a tree's rows, not of a prompt's
+WORD_BYTES = 16  # unit of copies
+_LARGEST_KEPT_BYTES = 4 << 20  # larger buffers (prompts) are freed, not reused
 
 
 class RowMemory:
-    """Memory for rows that outlive a pass, kept to be used again: to allocate is to wait."""
+    """A pool of device buffers, since each allocation synchronizes."""
 
     def __init__(self, device: Device) -> None:
         self.device = device
@@ -33,7 +32,7 @@ class RowMemory:
         self._host = device.pinned(0)
 
     def take(self, num_bytes: int) -> Buffer:
-        """At least so much; the stream may still work on what it held before."""
+        """A buffer of at least `num_bytes`; the stream may still use its former contents."""
         size = num_bytes
         if num_bytes <= _LARGEST_KEPT_BYTES:
             size = 1 << max(num_bytes - 1, 255).bit_length()
@@ -41,12 +40,12 @@ class RowMemory:
         return unused.pop() if unused else self.device.allocate(size)
 
     def give_back(self, buffer: Buffer) -> None:
-        """Nobody asks for it any more; a prompt's goes back to the device."""
+        """Return a buffer to the pool; large ones are freed."""
         if buffer.num_bytes <= _LARGEST_KEPT_BYTES:
             self._unused[buffer.num_bytes].append(buffer)
 
     def fetch(self, address: int, num_bytes: int) -> NDArray[np.uint8]:
-        """A copy in the host's memory; waits."""
+        """A copy in host memory; synchronous."""
         if len(self._host) < num_bytes:
             self._host = self.device.pinned(num_bytes)
         self.device.download(self._host[:num_bytes], address)
@@ -55,22 +54,22 @@ class RowMemory:
 
 
 class _Store:
-    """Memory that goes back when nobody has rows of it."""
+    """A buffer that returns to the pool when its last `DeviceRows` is deleted."""
 
     def __init__(self, memory: RowMemory, num_bytes: int) -> None:
         buffer = memory.take(num_bytes)
         self.address = buffer.address
-        # `__del__` would come too late in a cycle: what watches the buffer has freed it by then.
+        # `__del__` is too late in a reference cycle: the buffer's finalizer has freed it by then.
         weakref.finalize(self, memory.give_back, buffer).atexit = False
 
 
 class DeviceRows:
-    """Rows [count, width] of a matrix, some of them, in an order; or a single one, [width].
+    """Selected rows [count, width] of a matrix on the device, or a single one, [width].
 
     Attributes:
-        rows: int64, which of the matrix's rows.
-        width: numbers of a row.
-        dtype: on the device; the host gets float32.
+        rows: int64, indices of the matrix's rows.
+        width: numbers in a row.
+        dtype: on the device; host arrays are float32.
     """
 
     __array_priority__ = 1.0
@@ -90,26 +89,26 @@ class DeviceRows:
         """Wrap.
 
         Args:
-            memory: for copies.
+            memory: pool for copies.
             address: of the matrix.
-            rows: of it.
-            width: of a row.
+            rows: indices of rows.
+            width: numbers in a row.
             dtype: of a number.
-            require: raises `ValueError` when the matrix has been overwritten.
-            store: that holds the matrix; None: it is a runner's.
-            lead: dimensions of size 1 in front; -1: a single row.
+            require: raises `ValueError` if the matrix has been overwritten.
+            store: owner of the matrix; None: a runner.
+            lead: number of leading dimensions of size 1; -1: a single row.
         """
         self.memory, self.rows, self.width, self.dtype = memory, rows, width, dtype
         self._address, self._require, self._store, self._lead = address, require, store, lead
 
     @property
     def row_bytes(self) -> int:
-        """Of a row on the device."""
+        """Bytes of a row on the device."""
         return self.width * self.dtype.itemsize
 
     @property
     def shape(self) -> tuple[int, ...]:
-        """As an array's."""
+        """The shape as an array."""
         return (self.width,) if self._lead < 0 else (*[1] * self._lead, len(self.rows), self.width)
 
     def __len__(self) -> int:
@@ -134,7 +133,7 @@ class DeviceRows:
         value.copy_to(self._address + int(places[0]) * self.row_bytes)
 
     def copy_to(self, address: int) -> None:
-        """Ask for these rows to be written behind each other; they may be overwritten then."""
+        """Enqueue a copy of these rows to consecutive memory."""
         self._require()
         device = self.memory.device
         device.gather_rows(address, self._address, self.rows, self.row_bytes)
@@ -144,11 +143,11 @@ class DeviceRows:
         return self._of(rows, 0)
 
     def copy(self) -> DeviceRows | NDArray[np.float32]:
-        """Rows that stay what they are; on the host where the device has no room for a prompt's."""
+        """A copy; on the host if the device has too little memory for a prompt's rows."""
         try:
             copied = _blank(self, len(self.rows))
         except LimitError as error:
-            _log.warning("%s; a prompt's features go to the host, which is slower", error)
+            _log.warning("%s; a prompt's hidden states go to the host, which is slower", error)
             return np.asarray(self)
         self.copy_to(copied._address)
         return copied._of(copied.rows, self._lead)
@@ -183,7 +182,7 @@ class DeviceRows:
 
 
 def _blank(like: DeviceRows, count: int) -> DeviceRows:
-    """A store of so many rows; what they hold is anything."""
+    """`count` uninitialized rows."""
     store = _Store(like.memory, count * like.row_bytes)
     return DeviceRows(
         like.memory, store.address, np.arange(count), like.width, like.dtype, store=store
@@ -191,7 +190,7 @@ def _blank(like: DeviceRows, count: int) -> DeviceRows:
 
 
 def _joined(parts: Sequence[DeviceRows | NDArray[Any]]) -> DeviceRows | NDArray[Any]:
-    """Behind each other; on the host if one of them is there."""
+    """Concatenate; on the host if one part is there."""
     on_device = [part for part in parts if isinstance(part, DeviceRows)]
     if len(on_device) < len(parts):
         return np.concatenate([np.asarray(part) for part in parts])
@@ -205,7 +204,7 @@ def _joined(parts: Sequence[DeviceRows | NDArray[Any]]) -> DeviceRows | NDArray[
 
 
 def _uploaded(memory: RowMemory, rows: NDArray[Any], dtype: np.dtype) -> DeviceRows:
-    """The host's rows; waits, so that its memory is free again."""
+    """Upload rows; synchronous, since the host buffer is reused."""
     store = _Store(memory, rows.size * dtype.itemsize)
     host = memory.device.pinned(rows.size * dtype.itemsize)
     host[:] = np.ascontiguousarray(rows, dtype).reshape(-1).view(np.uint8)

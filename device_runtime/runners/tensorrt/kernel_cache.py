@@ -1,7 +1,7 @@
-"""A KV cache on the device that an engine's kernels know by address.
+"""The KV cache of edgellm's TensorRT kernels, passed as a table of addresses.
 
-TensorRT sees a table of addresses alone: the cache is copied in no pass, its capacity and codes are
-none of the plan's. `kernels/triton/cache.py` says what is in the table.
+TensorRT gets only the table: it never copies the cache, and the plan is independent of capacity
+and dtype. `kernels/triton/cache.py` defines the table.
 """
 
 from __future__ import annotations
@@ -24,20 +24,20 @@ from edgellm.device_runtime.runners.tensorrt.packed_buffers import (
     packed_bytes,
 )
 
-MAGIC = 0x656467656C6C6D  # the kernels' own
-_HEADER, _PARTS = 2, 4  # entries before the layers', and of a layer
-_MAX_MOVED = 1024  # rows at once
+MAGIC = 0x656467656C6C6D  # as in the kernels
+_HEADER, _PARTS = 2, 4  # entries of the header, and of each layer
+_MAX_MOVED = 1024  # positions in one compaction
 _CODES = {"float16": "fp16", "int8_rows": "int8", "fp8_rows": "fp8"}
-KV_DTYPES = {codes: dtype for dtype, codes in _CODES.items()}  # of a manifest, by codes
+KV_DTYPES = {codes: dtype for dtype, codes in _CODES.items()}  # dtypes in manifests by quantization
 
 
 def table_entries(num_layers: int) -> int:
-    """Of the table of so many layers' caches."""
+    """Number of entries of the table for `num_layers`."""
     return _HEADER + _PARTS * num_layers
 
 
 class KernelCache:
-    """Keys and values of all layers with their scales, and the table that says where they lie."""
+    """Keys and values of all layers with their scales, and the table of their addresses."""
 
     def __init__(
         self,
@@ -52,13 +52,13 @@ class KernelCache:
         Args:
             device: that computes.
             spec: of the cache.
-            capacity: rows of a sequence; those of the next stand behind them.
+            capacity: positions of a sequence; sequences are consecutive.
             engine: that takes the table.
-            num_sequences: that the cache has room for.
+            num_sequences: sequences in the cache.
 
         Raises:
-            BrokenArtifactError: the engine's table is not of such a cache.
-            LimitError: the device is too small.
+            BrokenArtifactError: the engine's table is for another cache.
+            LimitError: the device has too little memory.
         """
         entries = table_entries(spec.num_layers)
         found = engine.tensors[graph_io.CACHE_TABLE].shape
@@ -79,7 +79,7 @@ class KernelCache:
         self._planes = [Planes(self._tensors[name], count, rows, sizes[name]) for name in layout]
         self._block = Block(device, aligned(8 * entries))
         self.addresses = {graph_io.CACHE_TABLE: self._write_table(rows, entries)}
-        # Of one sequence each, so that those of a pass are compacted without a wait
+        # One block for each sequence of a pass, so that compactions do not wait
         moved = packed_bytes(_moved(_MAX_MOVED))
         self._moved = [Block(device, moved) for _ in range(num_sequences)]
         self._num_moving = 0
@@ -88,7 +88,7 @@ class KernelCache:
         packed = self._block.pack({"table": ((entries,), np.int64)})
         table = packed.arrays["table"]
         table[:_HEADER] = rows, rows ^ MAGIC
-        layers = table[_HEADER:].reshape(self._spec.num_layers, -1, 2)  # scales behind codes
+        layers = table[_HEADER:].reshape(self._spec.num_layers, -1, 2)  # scales after values
         layers[...] = 0
         for part, planes in enumerate(self._planes):
             part_bytes = self._spec.num_kv_heads * planes.rows * planes.row_bytes
@@ -99,15 +99,15 @@ class KernelCache:
         return packed.addresses["table"]
 
     def append(self, count: int, write_index_address: int) -> None:
-        """Nothing: the engine's kernels do so."""
+        """Does nothing: the engine's kernels append."""
         del count, write_index_address
 
     def compact(self, length: int, rows: NDArray[np.int64]) -> None:
-        """See `runners.Cache`; does not wait, but for more than sequences share a pass."""
+        """See `runners.Cache`; asynchronous, up to one call for each sequence."""
         if not displaced(rows.tolist()):
             return
         if self._num_moving == len(self._moved):
-            self._device.synchronize()  # the rows before are still read
+            self._device.synchronize()  # the former indices are still in use
             self._num_moving = 0
         block = self._moved[self._num_moving]
         packed = block.pack(_moved(len(rows)))
@@ -121,16 +121,16 @@ class KernelCache:
         self._num_moving += 1
 
     def settled(self) -> None:
-        """Somebody waited for the device."""
+        """Called after a synchronization of the device."""
         self._num_moving = 0
 
     def copy(self, source: int, target: int, count: int) -> None:
-        """Ask for rows from `target` on to become those from `source` on."""
+        """Enqueue a copy of `count` positions from `source` to `target`."""
         for planes in self._planes:
             self._device.copy_rows(planes, source, target, count)
 
     def read_rows(self, length: int, first: int = 0) -> NDArray:
-        """See `runners.Cache`; the two bytes of a row's scale stand behind its codes."""
+        """See `runners.Cache`; the two bytes of a scale follow its quantized values."""
         spec = self._spec
         shape = 2 * spec.num_layers, 1, spec.num_kv_heads, length, -1
         parts = [
@@ -140,7 +140,7 @@ class KernelCache:
         return np.concatenate(parts, axis=-1)
 
     def write_rows(self, rows: NDArray, first: int = 0) -> None:
-        """See `runners.Cache`; from `first` on."""
+        """See `runners.Cache`; starts at position `first`."""
         count, end = self._planes[0].count, 0
         for planes in self._planes:
             begin, end = end, end + planes.row_bytes // self._dtype.itemsize
@@ -149,7 +149,7 @@ class KernelCache:
 
 
 def _moved(count: int) -> Layout:
-    """What `keep_rows` reads."""
+    """The inputs of `keep_rows`."""
     return {"path": ((count,), np.int32), "outcome": ((3,), np.int32), "first": ((1,), np.int64)}
 
 
@@ -164,20 +164,20 @@ def open_cache(
     max_rows: int,
     num_sequences: int = 1,
 ) -> DeviceCaches:
-    """The cache of an engine.
+    """Allocate the cache of an engine.
 
     Args:
-        engine: takes a table of addresses, or the cache's tensors.
+        engine: takes a table of addresses, or cache tensors.
         device: that computes.
         spec: of the cache.
-        capacity: rows that were asked for; it has these, or some more.
-        max_rows: of a pass.
-        num_sequences: that share passes; above 1 the engine takes a table.
+        capacity: minimum positions of a sequence.
+        max_rows: maximum tokens of a pass.
+        num_sequences: maximum batch size; above 1 the engine takes a table.
 
     Raises:
         BrokenArtifactError: the engine takes another cache.
-        LimitError: the device is too small.
-        EdgeLLMError: heads of this size are not moved.
+        LimitError: the device has too little memory.
+        EdgeLLMError: the head size is unsupported.
     """
     if graph_io.CACHE_TABLE in engine.tensors:
         return KernelCache(device, spec, capacity, engine, num_sequences)

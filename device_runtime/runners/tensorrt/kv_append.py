@@ -1,7 +1,7 @@
-"""New rows of a KV cache, which an engine that does not update caches hands out, go to their place.
+"""Appends new positions to the KV cache, for engines that output keys and values.
 
-The kernel is PTX, as the one of `compaction.py` is. It reads where the rows go from the device's
-memory, so that a recorded pass can be replayed.
+The kernel is PTX, as in `kv_compaction.py`. It reads the write index from device memory, so a
+recorded pass can be replayed.
 """
 
 from __future__ import annotations

@@ -1,4 +1,4 @@
-"""LoRA adapters on a GPU: the matrices of an engine's places, and the mask of a pass."""
+"""LoRA adapters on a GPU: the matrices of an engine's slots, and the mask of a pass."""
 
 from __future__ import annotations
 
@@ -16,21 +16,21 @@ from edgellm.device_runtime.runners.tensorrt.packed_buffers import Layout
 
 
 class DeviceAdapters(AdapterPlaces):
-    """Matrices of all places, which stay where they are; zeros where no adapter is."""
+    """Matrices of all adapter slots at fixed addresses; empty slots are zeros."""
 
     def __init__(
         self, engine: CompiledEngine, device: Device, count: int, placed_rows: int
     ) -> None:
-        """Allocate `count` places for an engine that takes adapters.
+        """Allocate `count` slots for an engine with adapters.
 
         Args:
-            engine: loaded.
-            device: where it was loaded.
-            count: of places.
-            placed_rows: at most, of a pass that the host gives nothing.
+            engine: the loaded engine.
+            device: its device.
+            count: number of slots.
+            placed_rows: maximum tokens of a pass without host inputs.
 
         Raises:
-            LimitError: the device is too small.
+            LimitError: the device has too little memory.
         """
         last = engine.num_profiles - 1  # of passes with adapters
         tensors = {
@@ -48,7 +48,7 @@ class DeviceAdapters(AdapterPlaces):
         self._hidden = device.allocate(placed_rows)  # a mask of one column, of zeros
 
     def hold(self, weights: NDArray[np.float32], table: NDArray[np.int64]) -> None:
-        """See `runners.TakesAdapters`; no pass runs, and this waits for its copies."""
+        """See `runners.TakesAdapters`; synchronous, and no pass may run."""
         for name, matrix in self.matrices(weights, table):
             host = self._staging[: matrix.nbytes]
             host[:] = matrix.reshape(-1).view(np.uint8)
@@ -56,22 +56,22 @@ class DeviceAdapters(AdapterPlaces):
             self._device.synchronize()
 
     def placed(self, *, are_used: bool) -> Placed:
-        """The matrices of a pass: all columns, or one that its mask hides."""
+        """The matrices of a pass: all columns, or a single masked one."""
         return {
             name: ((columns if are_used else 1, width), self._buffers[name].address)
             for name, (columns, width) in self.shapes.items()
         }
 
     def unused(self, rows: int) -> Placed:
-        """Masks and matrices of a pass of so many rows, none of which has an adapter."""
+        """Masks and matrices of a pass of `rows` tokens without adapters."""
         masks = self.layout(rows, are_used=False)
         placed = {name: (shape, self._hidden.address) for name, (shape, _) in masks.items()}
         return {**placed, **self.placed(are_used=False)}
 
     def of(self, inputs: Mapping[str, NDArray[Any]]) -> tuple[dict[str, NDArray[Any]], bool]:
-        """The masks of a pass, and whether one of its rows has an adapter.
+        """The masks of a pass, and whether a token has an adapter.
 
-        Its inputs have `ADAPTER_ROWS`, or one `ADAPTER` for all rows, or neither.
+        The inputs have `ADAPTER_ROWS`, or one `ADAPTER` for all tokens, or neither.
         """
         rows = inputs[graph_io.INPUT_IDS].shape[1]
         lone = inputs.get(graph_io.ADAPTER, np.zeros(1, np.int64))
@@ -81,7 +81,7 @@ class DeviceAdapters(AdapterPlaces):
         return {name: np.zeros((1, rows, 1), np.bool_) for name in self.masks}, False
 
     def layout(self, rows: int, *, are_used: bool) -> Layout:
-        """Of the masks of a pass of so many rows."""
+        """The layout of the masks of a pass of `rows` tokens."""
         return {
             name: ((1, rows, columns if are_used else 1), np.bool_)
             for name, columns in self.masks.items()

@@ -1,7 +1,7 @@
-"""Inputs and outputs of passes in device memory that all passes of a session share.
+"""Packed inputs and outputs in device memory that all passes of a runner share.
 
-What varies from pass to pass is written into one pinned block on the host and goes to the device
-in one copy; what the host wants of every pass comes back in one copy, too.
+Varying inputs are written to one pinned host block and uploaded in one copy. The outputs that the
+host reads in every pass are downloaded in one copy.
 """
 
 from __future__ import annotations
@@ -21,16 +21,16 @@ Layout = Mapping[str, tuple[Shape, DTypeLike]]  # tensors by name
 
 @dataclass(frozen=True, slots=True)
 class Packed:
-    """Tensors side by side in a block."""
+    """Consecutive tensors in a block."""
 
-    arrays: dict[str, NDArray]  # views of the host's side
+    arrays: dict[str, NDArray]  # views of the host block
     addresses: dict[str, int]  # on the device
     host: NDArray[np.uint8]  # all of them
     address: int
 
 
 class Block:
-    """Pinned host memory and as much on the device; it grows, which moves it."""
+    """Pinned host memory, and device memory of the same size."""
 
     def __init__(self, device: Device, num_bytes: int) -> None:
         """Allocate `num_bytes` on both sides."""
@@ -39,7 +39,7 @@ class Block:
         self._on_host = device.pinned(num_bytes)
 
     def pack(self, layout: Layout) -> Packed:
-        """Where the tensors of a pass lie; passes overwrite each other's."""
+        """Lay out the tensors of a pass; passes overwrite each other."""
         arrays, addresses, end = {}, {}, 0
         for name, (shape, dtype) in layout.items():
             size = math.prod(shape) * np.dtype(dtype).itemsize

@@ -1,7 +1,7 @@
-"""Passes over a TensorRT engine; see `runners.Runner`.
+"""Runner of a TensorRT engine; see `runners.Runner`.
 
-Rows are padded to a bucket's, so that a CUDA graph can be replayed; padding stands behind the
-rows, where the next pass overwrites it, and no row sees it.
+Passes are padded to buckets, so CUDA graphs can be replayed. Padding follows the tokens: it is
+masked, and the next pass overwrites it.
 """
 
 from __future__ import annotations
@@ -50,13 +50,13 @@ from edgellm.device_runtime.runners.tensorrt.shapes import (
     fill,
 )
 
-_ON_DEVICE = (graph_io.LOGITS, *FEATURES)  # outputs, until somebody asks
-_COMMITTED = 24  # rows of a draft that a round commits at most, or about so many
-_WIDE = (graph_io.CANDIDATE_IDS, graph_io.CANDIDATE_LOG_PROBS)  # by as many as were built
+_ON_DEVICE = (graph_io.LOGITS, *FEATURES)  # outputs, until they are fetched
+_COMMITTED = 24  # approximate maximum of a draft's tokens that a round commits
+_WIDE = (graph_io.CANDIDATE_IDS, graph_io.CANDIDATE_LOG_PROBS)  # as wide as the engine was built
 
 
 class TensorRtRunner:
-    """An engine whose passes have rows, with its KV cache where it has one."""
+    """Runs an engine with a token axis, and its KV cache if it has one."""
 
     def __init__(
         self,
@@ -70,20 +70,20 @@ class TensorRtRunner:
         num_sequences: int = 1,
         adapters: int = 0,
     ) -> None:
-        """Allocate all that passes need.
+        """Allocate the memory of all passes.
 
         Args:
-            engine: loaded.
-            device: where it was loaded.
-            max_rows: of a pass.
-            tree_rows: of a pass that recurs, and rows that may get logits or candidates.
+            engine: the loaded engine.
+            device: its device.
+            max_rows: maximum tokens of a pass.
+            tree_rows: maximum tokens of a recurring pass, and of logits or candidates.
             spec: of a network with a cache.
-            capacity: rows of a sequence in the cache.
-            num_sequences: that the cache has room for.
-            adapters: that there is room for; 0: the engine takes none.
+            capacity: positions of a sequence in the cache.
+            num_sequences: sequences in the cache.
+            adapters: adapter slots; 0: the engine has no LoRA.
 
         Raises:
-            LimitError: the device is too small.
+            LimitError: the device has too little memory.
         """
         self._engine, self._device, self._capacity = engine, device, capacity
         self.num_sequences = num_sequences
@@ -116,10 +116,10 @@ class TensorRtRunner:
         )
         self._latest: FetchedOutputs | None = None
         self._latest_picks: Mapping[str, int] = {}
-        self._is_asked = False  # a pass whose inputs may still be read from the host's memory
+        self._is_asked = False  # an asynchronous pass may still read its inputs from the host
 
     def _arguments(self, sizes: Sizes, *, has_adapters: bool) -> Layout:
-        """What a pass is told by the host."""
+        """The layout of inputs from the host."""
         layout = self._shapes.inputs(sizes)
         if self._adapters is None:
             return layout
@@ -192,25 +192,25 @@ class TensorRtRunner:
         return self._latest
 
     def expire(self) -> None:
-        """See `network.Network`."""
+        """See `device_speculation.protocols.Network`."""
         if self._latest is not None:
             self._latest.expire()
 
     def settled(self) -> None:
-        """See `network.Network`."""
+        """See `device_speculation.protocols.Network`."""
         self._is_asked = False
         if self._rows_memory is not None:
             self._rows_memory.settled()
 
     def prepare(self) -> None:
-        """Make contexts, and record the pass that every token of plain decoding is."""
+        """Create contexts, and record the pass of plain decoding."""
         self._passes.prepare()
         if not {graph_io.INPUT_IDS, graph_io.LOGITS} <= self._engine.tensors.keys():
             return
         self._rehearse((1, 1, 1))
 
     def _rehearse(self, sizes: Sizes) -> None:
-        """Run a pass and record it."""
+        """Run and record a pass."""
         layout = self._shapes.inputs(sizes)
         inputs = {name: np.zeros(shape, dtype) for name, (shape, dtype) in layout.items()}
         if graph_io.SEQUENCES not in inputs:
@@ -227,31 +227,31 @@ class TensorRtRunner:
         return open_rounds(self, draft, growth, self._device)
 
     def tensor(self, name: str) -> TensorInfo:
-        """See `network.Network`."""
+        """See `device_speculation.protocols.Network`."""
         return self._engine.tensors[name]
 
     def kept_address(self, name: str) -> int:
-        """See `network.Network`."""
+        """See `device_speculation.protocols.Network`."""
         return self._kept[name].address
 
     def pick_addresses(self) -> Mapping[str, int]:
-        """See `network.Network`."""
+        """See `device_speculation.protocols.Network`."""
         return self._latest_picks or self._passes.pick_addresses(self._picks((1, 1, 1)))
 
     @property
     def tree_rows(self) -> int:
-        """See `network.Network`."""
+        """See `device_speculation.protocols.Network`."""
         return self._buckets[-1]
 
     def first_row(self, cache: Cache | None) -> int:
-        """See `network.Network`."""
+        """See `device_speculation.protocols.Network`."""
         del cache
         return 0
 
     def place(
         self, sizes: Sizes, inputs: Mapping[str, int], outputs: Mapping[str, int]
     ) -> PlacedPass:
-        """See `network.Network`."""
+        """See `device_speculation.protocols.Network`."""
         placed = {name: (self._shapes.of(name, sizes), at) for name, at in inputs.items()}
         if self._images is not None:
             placed |= self._images.none
@@ -260,7 +260,7 @@ class TensorRtRunner:
         return self._passes.place(sizes[ROWS], placed, outputs)
 
     def placed_outputs(self, sizes: Sizes, addresses: Mapping[str, int]) -> FetchedOutputs:
-        """See `network.Network`."""
+        """See `device_speculation.protocols.Network`."""
 
         def fetch(name: str) -> NDArray[Any]:
             if name in FEATURES and self._stays(name):
@@ -271,16 +271,16 @@ class TensorRtRunner:
         return outputs
 
     def _recurs(self, sizes: Sizes) -> bool:
-        """Whether passes of these sizes are worth a context of their own; prompts are not."""
+        """Whether passes of these sizes get their own context; prompts do not."""
         rows, _, outputs = sizes
         return rows == outputs or (graph_io.DRAFT_HIDDEN in self._features and rows <= _COMMITTED)
 
     def _place(self, name: str, rows: NDArray[Any] | DeviceRows, count: int) -> bool:
-        """Bring features to where the engine reads them; whether they were on the device."""
+        """Copy hidden states to the engine's input; returns whether they were on the device."""
         address = self._features[name].address
         stays = isinstance(rows, DeviceRows) and rows.memory.device.stream == self._device.stream
         if isinstance(rows, DeviceRows) and stays:
-            padding = count - len(rows.rows)  # a row again: padding may be anything but no number
+            padding = count - len(rows.rows)  # repeat a row: padding must not be NaN
             taken = np.concatenate([rows.rows, np.repeat(rows.rows[-1:], padding)])
             rows.having(taken).copy_to(address)
             return True
@@ -294,22 +294,21 @@ class TensorRtRunner:
         return False
 
     def _require_candidates(self, inputs: Mapping[str, NDArray[Any]]) -> None:
-        """An engine gives as many candidates of a row as it was built for, and no more."""
+        """Check the number of candidates against the engine's limit."""
         if graph_io.TOP_K not in inputs:
             return
         top_k = inputs[graph_io.TOP_K][0]
         built = self._engine.tensors[graph_io.CANDIDATE_IDS].shape[-1]
         if top_k > built:
             raise LimitError(
-                f"--eagleDraftTopK {top_k} exceeds the {built} candidates that the draft engine "
-                "gives",
+                f"--eagleDraftTopK {top_k} exceeds the draft engine's {built} candidates",
                 hint="take less, or build with a larger --maxDraftTreeSize",
             )
 
     def _padded(self, sizes: Sizes, inputs: Mapping[str, NDArray[Any]]) -> Sizes | None:
-        """Sizes of a bucket; None where none fits.
+        """Sizes padded to a bucket; None if no bucket fits.
 
-        A mask may be wider than asked for, by rows before that all are seen.
+        A padded mask has extra columns before the others, which all tokens attend to.
         """
         rows, columns, outputs = sizes
         padded = bucket_of(rows, self._buckets)
@@ -332,7 +331,7 @@ class TensorRtRunner:
         self, bound: BoundPass, sizes: Sizes, inputs: Mapping[str, NDArray[Any]]
     ) -> FetchedOutputs:
         is_here = bound.fetches
-        # Not all inputs: rows among them would live as long as outputs, until a collection.
+        # Keep no other inputs: device rows would live until garbage collection.
         top_k = int(inputs[graph_io.TOP_K][0]) if graph_io.TOP_K in inputs else 0
 
         def fetch(name: str) -> NDArray[Any]:
@@ -355,12 +354,12 @@ class TensorRtRunner:
         return outputs
 
     def _stays(self, name: str) -> bool:
-        """Whether rows of features can be gathered on the device."""
+        """Whether hidden states can be gathered on the device."""
         info = self._engine.tensors[name]
         return info.shape[-1] * info.dtype.itemsize % WORD_BYTES == 0
 
     def _rows(self, name: str, sizes: Sizes, outputs: FetchedOutputs) -> Any:
-        """What drafters take for an array [1, rows, width]."""
+        """Device rows that act as an array [1, rows, width]."""
         _, count, width = self._shapes.of(name, sizes)
         return DeviceRows(
             self._memory, self._kept[name].address, np.arange(count), width,
@@ -373,7 +372,7 @@ class TensorRtRunner:
         return self._staging[name]
 
     def _fetch(self, name: str, sizes: Sizes, address: int | None = None) -> NDArray[Any]:
-        """From the device, where padding stands behind the rows; by default what is kept there."""
+        """Fetch an output without padding, by default from its fixed address."""
         size, dtype = self._shapes.num_bytes(name, sizes), self._engine.tensors[name].dtype
         rows = self._buckets[-1]
         tree = rows, rows, rows
@@ -387,4 +386,4 @@ class TensorRtRunner:
 
 
 def _nothing(*_: int) -> None:
-    """What follows passes without a cache."""
+    """The step after passes without a cache."""

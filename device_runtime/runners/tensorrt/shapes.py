@@ -1,4 +1,4 @@
-"""What shapes the tensors of a pass have, by the sizes that vary."""
+"""Shapes of the tensors of a pass, by its varying sizes."""
 
 from __future__ import annotations
 
@@ -14,7 +14,7 @@ from edgellm.device_runtime.runners.tensorrt.cuda.protocols import CompiledEngin
 from edgellm.device_runtime.runners.tensorrt.packed_buffers import Layout, Shape
 
 Sizes = tuple[int, int, int]
-ROWS, COLUMNS, OUTPUTS = range(3)  # of a pass, of its mask, and rows that get candidates
+ROWS, COLUMNS, OUTPUTS = range(3)  # tokens, mask columns, and tokens with outputs
 VARYING = {  # sizes of the dimensions that vary, in their order
     graph_io.INPUT_IDS: (ROWS,),
     graph_io.POSITION_IDS: (ROWS,),
@@ -33,14 +33,14 @@ FEATURES = (graph_io.HIDDEN_TAPS, graph_io.DRAFT_HIDDEN, graph_io.RECYCLED_HIDDE
 
 
 class Shapes:
-    """Those of an engine's tensors."""
+    """The shapes of an engine's tensors."""
 
     def __init__(self, engine: CompiledEngine) -> None:
         self._tensors = engine.tensors
 
     @property
     def outputs(self) -> list[str]:
-        """But for caches."""
+        """Names of outputs, without caches."""
         return [
             name
             for name, info in self._tensors.items()
@@ -49,7 +49,7 @@ class Shapes:
 
     @property
     def feature_inputs(self) -> list[str]:
-        """Those of `FEATURES` that the engine reads."""
+        """The engine's inputs among `FEATURES`."""
         return [name for name in FEATURES if name in self._tensors and self._tensors[name].is_input]
 
     def of(self, name: str, sizes: Sizes) -> Shape:
@@ -59,11 +59,11 @@ class Shapes:
         return tuple(sizes[next(varying)] if dim < 0 else dim for dim in dims)
 
     def num_bytes(self, name: str, sizes: Sizes) -> int:
-        """Of a tensor."""
+        """Bytes of a tensor."""
         return math.prod(self.of(name, sizes)) * self._tensors[name].dtype.itemsize
 
     def inputs(self, sizes: Sizes) -> Layout:
-        """What every pass is told by the host."""
+        """The layout of inputs that the host sets in every pass."""
         return {
             name: (self.of(name, sizes), info.dtype)
             for name, info in self._tensors.items()
@@ -74,7 +74,7 @@ class Shapes:
 
 
 def asked_sizes(inputs: Mapping[str, NDArray[Any]]) -> Sizes:
-    """Of a pass as it is asked for."""
+    """The sizes of a pass before padding."""
     ids = inputs.get(graph_io.INPUT_IDS)
     rows = (inputs[graph_io.HIDDEN_TAPS] if ids is None else ids).shape[1]
     mask, outputs = inputs.get(graph_io.TREE_MASK), inputs.get(graph_io.LOGITS_INDEX)
@@ -83,7 +83,7 @@ def asked_sizes(inputs: Mapping[str, NDArray[Any]]) -> Sizes:
 
 
 def fill(bound: Mapping[str, NDArray[Any]], inputs: Mapping[str, NDArray[Any]], rows: int) -> None:
-    """Write a pass's inputs, zeros behind them."""
+    """Write a pass's inputs, padded with zeros."""
     for name, place in bound.items():
         if name == graph_io.TREE_MASK and graph_io.SEQUENCES not in bound:
             fill_mask(place, inputs.get(name), rows)

@@ -1,7 +1,7 @@
-"""What drafts, one file each, named as `--spec` says it.
+"""Drafters, one file each, with the names that `--spec` takes.
 
-A network has `DEFAULTS` (`TreeLimits`) and `open(order)`, which loads it; if it is the draft in an
-engine's folder, `ROLE`, the main role of such engines (`edgellm.core.graph_roles`), and where
-several share a role, `METHODS`, the methods of its drafts. What looks tokens up in text alone has
-`remember()`, which gives what starts the lookup of a request.
+A network has `DEFAULTS` (`TreeLimits`) and `open(order)`, which loads it. A draft in the engine's
+folder also has `ROLE`, the main role of its engines (`edgellm.core.graph_roles`). If several
+drafters share a role, `METHODS` lists the methods of each. A lookup has `remember()`, which
+returns the factory of lookups for requests.
 """

@@ -1,9 +1,9 @@
-"""Drafting with a network that foresees a whole block of tokens in one pass.
+"""Block drafter: a network that predicts a block of tokens in one pass.
 
-A round asks it once, with the features of the tokens that the round before committed: it gives
-candidates for every place of the block. Those of a place are the same whatever stands between, as
-of Medusa's heads, unless the draft has links: then a candidate's score depends on the one before
-it. Either way a tree of any size is made of them without another pass.
+A round runs it once, with the hidden states of the last round's committed tokens. It returns
+candidates for every position of the block. They do not depend on the tokens between, as with
+Medusa heads, unless the draft has links: then a candidate's score depends on its parent. A tree
+of any size needs no further pass.
 """
 
 from __future__ import annotations
@@ -37,7 +37,7 @@ from edgellm.device_runtime.speculate.shared_passes import Passes, Wanted
 from edgellm.device_runtime.speculate.tree import F64, CandidatePool
 
 ROLE = BLOCK
-DEFAULTS = TreeLimits()  # with as many steps as the block has places
+DEFAULTS = TreeLimits()  # `open` sets the steps to the block's size
 
 
 def open(order: DrafterContext) -> LoadedDrafter:
@@ -48,12 +48,12 @@ def open(order: DrafterContext) -> LoadedDrafter:
         session = open_block(folder, manifest)
     measured = manifest.cost_ms or costs(session, manifest.draft, manifest.max_draft_tree_size)
     prices = Costs.of(order.pass_costs(), None, measured[PREDICT], *order.host_ms)
-    image_ids = order.image_ids(reads_rows=False)
+    image_ids = order.image_ids(has_embeddings=False)
     max_rows = max(manifest.main_graphs[-1].max_rows, limits.round_rows)
     rows = CommittedRows(session, limits.round_rows, image_ids, max_rows=max_rows)
 
     draft, top_k = manifest.draft, limits.top_k
-    if links := session.block.links:  # which tell better than the first scores what is likely
+    if links := session.block.links:  # links rank candidates better than the first scores do
         top_k = min(links, draft.draft_vocab_size)
 
     def start(learned: SpecState) -> BlockDrafter:
@@ -63,10 +63,10 @@ def open(order: DrafterContext) -> LoadedDrafter:
 
 
 def block_limits(order: DrafterContext, draft: DraftSpec) -> TreeLimits:
-    """The limits with as many levels as the block foresees, unless the user wants fewer.
+    """The limits with the block's number of levels, unless the user requests fewer.
 
     Raises:
-        LimitError: the user wants more.
+        LimitError: the user requests more.
     """
     assert draft.block is not None
     levels, options = draft.block.levels, order.options
@@ -84,14 +84,14 @@ def block_limits(order: DrafterContext, draft: DraftSpec) -> TreeLimits:
     if limits.steps > levels:
         what = "the choices are" if options.choices else "--eagleDraftStep is"
         raise LimitError(
-            f"{what} {limits.steps} levels deep, the draft's blocks foresee {levels} tokens",
+            f"{what} {limits.steps} levels deep, the draft's blocks predict {levels} tokens",
             hint="take fewer",
         )
     return limits
 
 
 class BlockDrafter(KVDrafter):
-    """Grows the pool with the candidates of a block."""
+    """Fills the pool with the candidates of a block."""
 
     def __init__(
         self,
@@ -103,24 +103,24 @@ class BlockDrafter(KVDrafter):
         *,
         num_candidates: int,
     ) -> None:
-        """Nothing is computed yet.
+        """Computes nothing.
 
         Args:
-            rows: of the draft.
+            rows: the draft's cache.
             session: the draft.
             learned: see `TreeDrafter`.
-            limits: the user's bounds, at most the block's levels.
-            costs: of the engine, for the books; rows are extended with a block behind them.
-            num_candidates: of a row that the draft is asked for, children of a node at least.
+            limits: the user's limits, at most the block's levels.
+            costs: pass times; `extend` includes the block after the committed tokens.
+            num_candidates: candidates of a position, at least a node's maximum children.
         """
         super().__init__(rows, learned, limits)
         self._session, self._costs = session, costs
         self._num_candidates, self._size = num_candidates, rows_of(session.block, limits.steps)
-        self._block: DraftResult | None = None  # behind the newest token
-        self._shares: dict[int, F64] = {}  # prices by the answers that share a pass
+        self._block: DraftResult | None = None  # after the newest token
+        self._shares: dict[int, F64] = {}  # prices by batch size
 
-    def _read(self) -> Passes[None]:
-        """Commit the rows that wait, with a block behind them."""
+    def _prefill(self) -> Passes[None]:
+        """Compute the waiting positions, with a block after them."""
         self._skip_what_was_missed()
         self._own.restart(RETRIAL_ROWS)
         for part in self._own.parts(self._num_candidates):
@@ -129,23 +129,23 @@ class BlockDrafter(KVDrafter):
             wanted = Wanted(self._session, replace(part, output_rows=block))
             result = yield wanted
             self._block = result.copy()
-            self._book_reading(rows, self._prices(wanted.answers))
+            self._record_prefill(rows, self._prices(wanted.answers))
 
     def _prices(self, answers: int) -> F64:
-        """Milliseconds by rows that are committed."""
+        """Milliseconds by number of committed tokens."""
         if answers not in self._shares:
             self._shares[answers] = shared(self._costs.extend, answers)
         return self._shares[answers]
 
     def _is_ready(self) -> bool:
-        """While committed rows wait, the tree is the root."""
-        return self._block is not None and not self._own.is_behind
+        """False while committed positions wait: the tree is then the root."""
+        return self._block is not None and not self._own.has_waiting
 
-    def _grow(self, pool: CandidatePool, levels: int) -> None:
+    def _expand(self, pool: CandidatePool, levels: int) -> None:
         assert self._block is not None
         found, policy = self._block, self._policy
         first = 0 if self._session.block.from_newest else 1
-        nodes, ranks = np.zeros(1, np.int64), np.zeros(1, np.int64)  # and their places in their row
+        nodes, ranks = np.zeros(1, np.int64), np.zeros(1, np.int64)  # of nodes in their row
         for row in range(first, min(first + levels, len(found.token_ids))):
             ids, log_probs, places = _children(found, row, ranks, self._limits.top_k)
             newest = pool.add(nodes, ids, policy.scores(log_probs), np.exp(log_probs))
@@ -156,16 +156,16 @@ class BlockDrafter(KVDrafter):
 
 
 def _children(found: DraftResult, row: int, ranks: I64, top_k: int) -> tuple[I64, F64, I64]:
-    """The candidates of a row behind each of N of the row before, best first.
+    """The candidates of a block position after each of N parents, best first.
 
     Args:
-        found: of the block.
-        row: of it.
-        ranks: places of the N among the candidates of the row before, int64 [N].
+        found: the block's result.
+        row: the position in the block.
+        ranks: ranks of the N parents among the candidates of the position before, int64 [N].
         top_k: K.
 
     Returns:
-        Token ids and log-probabilities [N, K], and the places of all of them in the row [N * K].
+        Token ids and log-probabilities [N, K], and their ranks at the position [N * K].
     """
     if found.links is None:
         shape = len(ranks), found.token_ids.shape[1]
@@ -178,7 +178,7 @@ def _children(found: DraftResult, row: int, ranks: I64, top_k: int) -> tuple[I64
 
 
 def rows_of(block: BlockSpec, levels: int) -> int:
-    """Rows of a pass that foresees so many levels; one whose rows see all of it is always whole."""
+    """Positions of a pass that predicts `levels`; a bidirectional block is never shortened."""
     if not block.is_causal:
         return block.size
     return min(block.size, levels if block.from_newest else levels + 1)

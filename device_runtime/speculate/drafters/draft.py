@@ -1,8 +1,8 @@
-"""Drafting with an ordinary, smaller language model (arXiv 2211.17192, 2302.01318).
+"""Draft model: a smaller language model drafts (arXiv 2211.17192, 2302.01318).
 
-Its cache holds all committed tokens, the newest among them, whose row gives the candidates for
-the root's children. A round's tree rows stand behind, and the accepted ones become committed. A
-text that begins as the one before goes on behind the rows that they share.
+Its KV cache holds all committed tokens; the newest gives the candidates for the root's children.
+A round's tree nodes follow, and the accepted ones become committed. A text with the prefix of the
+text before reuses the cache of that prefix.
 """
 
 from __future__ import annotations
@@ -53,8 +53,8 @@ def open(order: DrafterContext) -> LoadedDrafter:
     manifest = load_engine(folder, LLM_ENGINE)
     if manifest.decoder.recurrent is not None:
         raise EdgeLLMError(
-            f"{folder}: a model with recurrent layers cannot draft: it takes no token back",
-            hint="give a model that attends in all layers",
+            f"{folder}: a model with recurrent layers cannot draft: its state has no rollback",
+            hint="give a model with attention in all layers",
         )
     with FileCheck(folder, manifest.files, order.verify):
         if manifest.files.get(_TOKENIZER) != base.files.get(_TOKENIZER):
@@ -70,17 +70,17 @@ def open(order: DrafterContext) -> LoadedDrafter:
         return ModelDrafter(
             session, learned, order.limits, prices,
             num_candidates=base.decoder.vocab_size, num_readable=manifest.decoder.vocab_size,
-            prefill_rows=manifest.prefill_rows, image_ids=order.image_ids(reads_rows=False),
+            prefill_rows=manifest.prefill_rows, image_ids=order.image_ids(has_embeddings=False),
         )  # fmt: skip
 
     return LoadedDrafter(prices, start)
 
 
 def require_same_tokens(engine: Path, draft: Path) -> None:
-    """Refuse a draft model to which token ids mean something else.
+    """Reject a draft model with another vocabulary.
 
     Raises:
-        BrokenArtifactError: names a token that differs.
+        BrokenArtifactError: names the first token that differs.
     """
     ours, theirs = (ChatTokenizer(folder).vocabulary() for folder in (engine, draft))
     differing = ours.items() ^ theirs.items()
@@ -98,7 +98,7 @@ def require_same_tokens(engine: Path, draft: Path) -> None:
 
 
 class ModelDrafter(TreeDrafter):
-    """Grows the pool with a language model of the base's vocabulary."""
+    """Fills the pool with a language model that has the base's vocabulary."""
 
     def __init__(
         self,
@@ -112,68 +112,68 @@ class ModelDrafter(TreeDrafter):
         prefill_rows: int,
         image_ids: ImageIds | None = None,
     ) -> None:
-        """Nothing is computed yet.
+        """Computes nothing.
 
         Args:
-            session: the drafting model.
+            session: the draft model.
             learned: see `TreeDrafter`.
-            limits: the user's bounds.
-            costs: of the base, and of the model's passes.
-            num_candidates: token ids that the base knows as well; the model's others are padding.
-            num_readable: token ids that the model knows; behind one that it does not, an answer
-                goes on without it.
-            prefill_rows: rows per pass while a prompt is read.
-            image_ids: of a base that takes images.
+            limits: the user's limits.
+            costs: pass times of the base and of the draft model.
+            num_candidates: the base's vocabulary size; further ids of the draft model are padding.
+            num_readable: the draft model's vocabulary size; after a larger id a sequence
+                continues without drafts.
+            prefill_rows: tokens per prefill pass.
+            image_ids: token ids of image positions, if the base takes images.
         """
         super().__init__(learned, limits, image_ids=image_ids)
         self._session, self._costs, self._prefill_rows = session, costs, prefill_rows
         self._num_candidates, self._num_readable = num_candidates, num_readable
         self._text: list[int] = []
-        self._length = 0  # rows of the cache that hold the text
-        self._grown = _NONE  # pool nodes of the rows behind
-        self._context: Context | None = None  # of its rows; None before it reads
-        self._shares: dict[int, F64] = {}  # milliseconds by rows, by the answers of a pass
-        self._sharing = 1  # answers that shared the latest pass
+        self._length = 0  # positions of the cache that hold the text
+        self._expanded = _NONE  # pool nodes at the positions after the text
+        self._context: Context | None = None  # None before the first pass
+        self._shares: dict[int, F64] = {}  # milliseconds by tokens, by batch size
+        self._sharing = 1  # batch size of the latest pass
 
     def drop(self) -> None:
-        """See `Drafter.drop`; the next answer may go on behind the rows of the latest."""
+        """See `Drafter.drop`; the next sequence may reuse the latest sequence's cache."""
         if self._context is not None:
             self._context.is_spare = True
             if self._context is not self._session.context:
                 self._session.close(self._context)
         self._context = None
 
-    def _read_on(self, token_ids: Sequence[int]) -> None:
+    def _append_text(self, token_ids: Sequence[int]) -> None:
         ids = np.asarray(token_ids, np.int64)
         self._text += (ids if self._image_ids is None else self._image_ids.for_draft(ids)).tolist()
 
-    def _read(self) -> Passes[None]:
-        """Read the committed text; its last row gives the root's children."""
+    def _prefill(self) -> Passes[None]:
+        """Compute the committed text; its last position gives the root's children."""
         if len(self._text) > self._session.capacity:
             return
-        context = self._turn_to_own()
+        context = self._own_context()
         waiting = np.array(self._text[self._length :])
         if (waiting >= self._num_readable).any():
             return
         for begin in range(0, len(waiting), self._prefill_rows):
-            piece = waiting[begin : begin + self._prefill_rows]
-            part = SequencePart(context, piece, self._length, np.array([len(piece) - 1]))
+            chunk = waiting[begin : begin + self._prefill_rows]
+            part = SequencePart(context, chunk, self._length, np.array([len(chunk) - 1]))
             wanted = Wanted(self._session, part)
             result = yield wanted
             self._sharing = wanted.answers
-            self._length += len(piece)
+            self._length += len(chunk)
             self._root = self._candidates(result.logits)
-        self._book_reading(len(waiting), self._share())
+        self._record_prefill(len(waiting), self._share())
 
     def _share(self) -> F64:
-        """What its rows cost an answer, by their number, of passes like the latest."""
+        """Milliseconds by tokens that a sequence is charged for passes like the latest."""
         answers = self._sharing
         if answers not in self._shares:
             self._shares[answers] = self._costs.step_share(answers)
         return self._shares[answers]
 
-    def _turn_to_own(self) -> Context:
-        """Its rows; at first those of the answer before that it begins with."""
+    def _own_context(self) -> Context:
+        """This sequence's context; at first with the latest sequence's common prefix."""
         session = self._session
         if self._context is None:
             latest = session.context
@@ -184,7 +184,7 @@ class ModelDrafter(TreeDrafter):
         return self._context
 
     def _candidates(self, logits: F32) -> tuple[I64, F64]:
-        """The likeliest tokens of rows [R, V] and their log-probabilities, both [R, K]."""
+        """The likeliest tokens of `logits` [R, V] and their log-probabilities, both [R, K]."""
         scores = logits[:, : self._num_candidates]
         scores = scores - scores.max(axis=1, keepdims=True)
         count = min(self._limits.top_k, scores.shape[1])
@@ -195,22 +195,22 @@ class ModelDrafter(TreeDrafter):
         return best, np.take_along_axis(scores, best, 1).astype(np.float64) - log_sums
 
     def _is_ready(self) -> bool:
-        """While committed text waits, the tree is the root."""
+        """False while committed text waits: the tree is then the root."""
         return self._length == len(self._text)
 
-    def _grow(self, pool: CandidatePool, levels: int) -> Passes[None]:
-        self._grown, self._is_chain = _NONE, True
+    def _expand(self, pool: CandidatePool, levels: int) -> Passes[None]:
+        self._expanded, self._is_chain = _NONE, True
         newest = self._add(pool, np.zeros(1, np.int64), self._root)
         for _ in range(1, levels):
             nodes = np.sort(self._policy.frontier(pool, newest, self._prices()))
             if not len(nodes):
                 return
-            self._grown = np.concatenate([self._grown, nodes])
+            self._expanded = np.concatenate([self._expanded, nodes])
             wanted = Wanted(self._session, self._level(pool, len(nodes)))
             result = yield wanted
             self._sharing = wanted.answers
             self._book_level()
-            self._controller.turn_to(self.batch_load)  # others may have gone on meanwhile
+            self._controller.set_batch_load(self.batch_load)  # other drafters may have set theirs
             newest = self._add(pool, nodes, self._candidates(result.logits))
 
     def _add(self, pool: CandidatePool, parents: I64, candidates: tuple[I64, F64]) -> I64:
@@ -218,8 +218,8 @@ class ModelDrafter(TreeDrafter):
         return pool.add(parents, token_ids, self._policy.scores(log_probs), np.exp(log_probs))
 
     def _prices(self) -> F64:
-        """Milliseconds of growing by one node, by two, ..., by as many as the cache has room."""
-        used, room = len(self._grown), self._session.capacity - self._length
+        """Milliseconds of expanding 1, 2, ... nodes, up to the free positions of the cache."""
+        used, room = len(self._expanded), self._session.capacity - self._length
         rows = np.arange(used + 1, min(room, used + self._limits.verify_size) + 1)
         share = self._share()
         prices = price(share, rows)
@@ -228,18 +228,18 @@ class ModelDrafter(TreeDrafter):
         return prices
 
     def _book_level(self) -> None:
-        self._spent_ms += price(self._share(), 1 if self._is_chain else len(self._grown))
+        self._spent_ms += price(self._share(), 1 if self._is_chain else len(self._expanded))
 
     def _level(self, pool: CandidatePool, count: int) -> SequencePart:
-        """What gives the candidates of the `count` nodes grown last.
+        """The pass that gives the candidates of the `count` nodes expanded last.
 
-        The graph's mask rules the rows of one pass alone, so that a tree is computed anew with
-        every level; a chain goes on from the rows before.
+        The graph's tree mask covers only one pass, so each level recomputes the whole tree. A
+        chain computes only its last node.
         """
         assert self._context is not None
-        tree, _ = pool.tree(self._grown)
+        tree, _ = pool.tree(self._expanded)
         depths, mask = tree.layout()
-        rows = len(self._grown)
+        rows = len(self._expanded)
         self._is_chain = int(depths[-1]) == rows
         if self._is_chain:
             last = tree.token_ids[-1:]
@@ -254,9 +254,9 @@ class ModelDrafter(TreeDrafter):
         )
 
     def learn(self, tree: Tree, path: list[int], emitted: int) -> None:
-        """Keep the rows of accepted nodes; see `TreeDrafter.learn`."""
+        """Keep the KV positions of accepted nodes; see `TreeDrafter.learn`."""
         if self._pool is not None:
-            accepted = np.flatnonzero(np.isin(self._grown, self._chosen[path]))
+            accepted = np.flatnonzero(np.isin(self._expanded, self._chosen[path]))
             if len(accepted) and not self._is_chain:
                 assert self._context is not None
                 self._session.use(self._context)

@@ -1,8 +1,7 @@
-"""Drafting with an EAGLE network (arXiv 2401.15077, 2406.16858, 2503.01840).
+"""EAGLE drafter (arXiv 2401.15077, 2406.16858, 2503.01840).
 
-The draft keeps a KV cache of its own, so that it has seen exactly the committed tokens
-(`draft_cache.py`). A round's tree rows stand behind the committed rows, and the next round
-overwrites them.
+The draft has its own KV cache of exactly the committed tokens (`draft_cache.py`). A round's tree
+nodes follow the committed positions, and the next round overwrites them.
 """
 
 from __future__ import annotations
@@ -58,13 +57,13 @@ def open(order: DrafterContext) -> LoadedDrafter:
 
 
 def open_network(order: DrafterContext, name: str) -> LoadedDrafter:
-    """A network that is run as EAGLE's, of the drafter `name`."""
+    """Load a network that runs as an EAGLE head, for the drafter `name`."""
     folder, manifest = open_own(order, name)
     check_draft_rows(order.limits, manifest)
     with FileCheck(folder, manifest.files, order.verify):
         session = open_draft(folder, manifest)
     measured = session.costs_of(manifest, manifest.max_draft_tree_size)
-    image_ids = order.image_ids(reads_rows=manifest.draft.decoder.images is not None)
+    image_ids = order.image_ids(has_embeddings=manifest.draft.decoder.images is not None)
     growth = growth_of(order.options, order.limits)
     rounds = None if growth is None else open_rounds(order.session, session, growth)
     if rounds is not None:
@@ -86,11 +85,11 @@ def open_network(order: DrafterContext, name: str) -> LoadedDrafter:
 
 
 def check_draft_rows(limits: TreeLimits, draft: Engine) -> None:
-    """Refuse trees that the draft engine was not built for; raises as `check_tree_size`."""
+    """Reject trees that the draft engine was not built for; raises as `check_tree_size`."""
     if limits.draft_rows > draft.max_draft_tree_size:
         product = f"--eagleDraftTopK {limits.top_k} x --eagleDraftStep {limits.steps} = "
         raise LimitError(
-            f"{product if limits.static_rows is None else ''}{limits.draft_rows} drafted rows "
+            f"{product if limits.static_rows is None else ''}{limits.draft_rows} drafted tokens "
             f"exceed the draft engine's {draft.max_draft_tree_size}",
             hint="take less, or build with a larger --maxDraftTreeSize",
         )
@@ -98,7 +97,7 @@ def check_draft_rows(limits: TreeLimits, draft: Engine) -> None:
 
 
 class EagleDrafter(KVDrafter):
-    """Grows the pool with an EAGLE network."""
+    """Fills the pool with an EAGLE network."""
 
     def __init__(
         self,
@@ -110,51 +109,51 @@ class EagleDrafter(KVDrafter):
         max_tree_rows: int,
         rounds: DeviceRounds | None = None,
     ) -> None:
-        """Nothing is computed yet.
+        """Computes nothing.
 
         Args:
-            rows: of the draft.
+            rows: the draft's cache.
             learned: see `TreeDrafter`.
-            limits: the user's bounds.
-            costs: of the engine, for the books.
-            max_tree_rows: rows that the draft engine takes in one round.
-            rounds: that the device of base and draft runs alone.
+            limits: the user's limits.
+            costs: pass times of the engine.
+            max_tree_rows: maximum tokens that the draft engine takes in one round.
+            rounds: rounds on the device, if it can run them.
         """
         super().__init__(rows, learned, limits)
         self._costs, self._max_tree_rows = costs, max_tree_rows
         self._hidden_store = np.zeros((1 + max_tree_rows, 0), np.float32)
         self._unrelated = np.eye(1 + max_tree_rows, dtype=np.bool_)
-        self._shares: dict[int, tuple[F64, F64]] = {}  # prices by the answers that share passes
-        self._sharing = 1  # answers that shared the latest pass
-        self._root: Callable[[], DraftResult] | None = None  # what gives its children
+        self._shares: dict[int, tuple[F64, F64]] = {}  # prices by batch size
+        self._sharing = 1  # batch size of the latest pass
+        self._root: Callable[[], DraftResult] | None = None  # fetches the root's candidates
         self._rounds, self._sizes = rounds, learned.sizes
 
-    def _read(self) -> Passes[None]:
-        """Write the committed rows that wait; the last gives the root's children."""
+    def _prefill(self) -> Passes[None]:
+        """Compute the waiting positions; the last gives the root's children."""
         session = self._rows.session
         self._skip_what_was_missed()
         for part in self._parts():
             wanted = Wanted(session, part, asks=self._rounds is not None)
-            self._root = None  # another pass: nobody wants what it gave
+            self._root = None  # the result of an earlier pass is obsolete
             if wanted.asks:
                 self._root = yield wanted
             else:
                 result = yield wanted
                 self._root = partial(_itself, result.copy())
             self._sharing = wanted.answers
-            self._book_reading(len(part.token_ids) - part.num_masks, self._prices()[1])
+            self._record_prefill(len(part.token_ids) - part.num_masks, self._prices()[1])
 
     def _parts(self) -> Iterator[DraftPart]:
-        """What to compute for the rows that wait."""
+        """The passes over the waiting positions."""
         return self._own.parts(self._limits.top_k)
 
     def _prices(self) -> tuple[F64, F64]:
-        """Milliseconds of growing by 1, 2, ... rows, and of extending by rows (index)."""
+        """Milliseconds of a level of 1, 2, ... nodes, and of extending by tokens (index)."""
         answers = self._sharing
         if answers not in self._shares:
             rows = np.arange(1, self._max_tree_rows + 1)
-            grown = price(self._costs.step_share(answers), rows)
-            self._shares[answers] = grown, shared(self._costs.extend, answers)
+            levels = price(self._costs.step_share(answers), rows)
+            self._shares[answers] = levels, shared(self._costs.extend, answers)
         return self._shares[answers]
 
     def plan_round(
@@ -170,12 +169,12 @@ class EagleDrafter(KVDrafter):
         rounds, sizes, (root, context, length) = self._rounds, self._sizes, newest
         if rounds is None or sizes is None or session is not rounds.base:
             return None
-        if context.adapter is not None:  # recorded passes give no row one
+        if context.adapter is not None:  # recorded passes have no adapters
             return None
         above = self._root
         if levels < 1 or not isinstance(above, RequestedResult) or not self._is_ready():
             return None
-        self._controller.turn_to(self.batch_load)
+        self._controller.set_batch_load(self.batch_load)
         self._size = size = sizes.plan(min(levels, self._limits.steps), self._sharing)
         draft_rows = sum(rounds.growth.widths[: size.levels - 1])
         if above.row is None or length + size.nodes > session.capacity:
@@ -192,7 +191,7 @@ class EagleDrafter(KVDrafter):
         assert self._rounds is not None
         assert self._sizes is not None
         self._is_networked, self._root = True, None
-        self._controller.turn_to(self.batch_load)
+        self._controller.set_batch_load(self.batch_load)
         log_probs = found.log_probs.astype(np.float64)
         pool = self._pool = CandidatePool.of_tree(
             found.token_ids, found.parents, self._policy.scores(log_probs), np.exp(log_probs)
@@ -207,17 +206,17 @@ class EagleDrafter(KVDrafter):
         return Verified(tree, result, accepted)
 
     def _is_ready(self) -> bool:
-        """While committed rows wait, the tree is the root."""
-        return not self._own.is_behind
+        """False while committed positions wait: the tree is then the root."""
+        return not self._own.has_waiting
 
-    def _grow(self, pool: CandidatePool, levels: int) -> Passes[None]:
+    def _expand(self, pool: CandidatePool, levels: int) -> Passes[None]:
         assert self._root is not None
         policy, root, committed = self._policy, self._root(), self._own.length
         if self._hidden_store.shape[1] != root.hidden.shape[1]:
             shape = 1 + self._max_tree_rows, root.hidden.shape[1]
             self._hidden_store = np.zeros_like(root.hidden, shape=shape)
         self._hidden_store[0] = root.hidden[0]
-        seen = self._unrelated.copy()  # of a slot, by slots; 0 is the root
+        mask = self._unrelated.copy()  # attention mask of tree nodes; 0 is the root
         slots = np.zeros(len(pool.token_ids), np.int64)
         newest = self._add(pool, np.zeros(1, np.int64), root)
         used, maximum = 0, min(self._max_tree_rows, self._rows.session.capacity - committed)
@@ -227,7 +226,7 @@ class EagleDrafter(KVDrafter):
                 return
             above = slots[pool.parents[nodes]]
             slots[nodes] = own = np.arange(used + 1, used + 1 + len(nodes))
-            seen[own] |= seen[above]
+            mask[own] |= mask[above]
             part = DraftPart(
                 self._own.context,
                 pool.token_ids[nodes],
@@ -236,12 +235,12 @@ class EagleDrafter(KVDrafter):
                 self._limits.top_k,
                 hidden=self._hidden_store[above],
                 position_ids=np.full(len(nodes), committed + level - 1),
-                tree_mask=seen[own, 1 : own[-1] + 1],
+                tree_mask=mask[own, 1 : own[-1] + 1],
             )
             wanted = Wanted(self._rows.session, part)
             result = yield wanted
             self._sharing = wanted.answers
-            self._controller.turn_to(self.batch_load)  # others may have gone on meanwhile
+            self._controller.set_batch_load(self.batch_load)  # other drafters may have set theirs
             used += len(nodes)
             self._spent_ms += float(self._prices()[0][len(nodes) - 1])
             self._hidden_store[own] = result.hidden

@@ -1,8 +1,8 @@
-"""Drafting with Medusa heads (arXiv 2401.10774): one pass a round foresees every level.
+"""Medusa heads (arXiv 2401.10774): one pass a round predicts every level.
 
-Head d reads what the base's own head read when it gave the root, and foresees the token d + 1
-further on, whatever stands between. So all nodes of a level have the same candidates, a path's
-log-probability is the sum of the heads', and nothing needs a cache.
+Head d takes the hidden state that gave the root, and predicts the token d + 1 positions later,
+independent of the tokens between. So all nodes of a level have the same candidates, a path's
+log-probability is the sum of the heads', and no KV cache is needed.
 """
 
 from __future__ import annotations
@@ -28,14 +28,14 @@ from edgellm.device_runtime.speculate.drafter_loading import (
     check_candidates,
     open_own,
 )
-from edgellm.device_runtime.speculate.parallel_levels import grow_levels
+from edgellm.device_runtime.speculate.parallel_levels import expand_levels
 from edgellm.device_runtime.speculate.policy.costs import Costs, price, shared
 from edgellm.device_runtime.speculate.policy.tree_policy import TreeLimits
 from edgellm.device_runtime.speculate.shared_passes import Passes, Wanted
 from edgellm.device_runtime.speculate.tree import F64, CandidatePool
 
 ROLE = HEADS
-DEFAULTS = TreeLimits()  # with as many steps as there are heads
+DEFAULTS = TreeLimits()  # `open` limits the steps to the number of heads
 
 
 def open(order: DrafterContext) -> LoadedDrafter:
@@ -46,7 +46,7 @@ def open(order: DrafterContext) -> LoadedDrafter:
         session = open_heads(folder, manifest)
     measured = manifest.cost_ms or costs(session, manifest.draft, limits.top_k)
     prices = Costs.of(order.pass_costs(), None, measured[ALL_HEADS], *order.host_ms)
-    image_ids = order.image_ids(reads_rows=True)
+    image_ids = order.image_ids(has_embeddings=True)
 
     def start(learned: SpecState) -> MedusaDrafter:
         return MedusaDrafter(session, learned, limits, prices, image_ids=image_ids)
@@ -55,10 +55,10 @@ def open(order: DrafterContext) -> LoadedDrafter:
 
 
 def heads_limits(order: DrafterContext, draft: DraftSpec) -> TreeLimits:
-    """The limits with as many levels as a pass foresees, unless the user wants fewer.
+    """The limits with the number of levels that a pass predicts, unless the user requests fewer.
 
     Raises:
-        LimitError: the user wants more.
+        LimitError: the user requests more.
     """
     limits, options = order.limits, order.options
     check_candidates(limits, draft)
@@ -69,14 +69,14 @@ def heads_limits(order: DrafterContext, draft: DraftSpec) -> TreeLimits:
         raise LimitError(
             f"{what} {limits.steps} levels deep, the draft has {draft.num_heads} heads"
             if draft.mask_token_id is None
-            else f"{what} {limits.steps} levels deep, the draft foresees {draft.num_heads}",
+            else f"{what} {limits.steps} levels deep, the draft predicts {draft.num_heads}",
             hint="take fewer",
         )
     return replace(limits, steps=draft.num_heads)
 
 
 class MedusaDrafter(TreeDrafter):
-    """Grows the pool with the candidates of heads."""
+    """Fills the pool with the candidates of Medusa heads."""
 
     def __init__(
         self,
@@ -87,28 +87,28 @@ class MedusaDrafter(TreeDrafter):
         *,
         image_ids: ImageIds | None = None,
     ) -> None:
-        """Nothing is computed yet.
+        """Computes nothing.
 
         Args:
-            session: the heads, at least as many as `limits` has levels.
+            session: the heads, at least one for each level of `limits`.
             learned: see `TreeDrafter`.
-            limits: the user's bounds.
-            costs: of the engine, for the books; one row extended is one pass of the heads.
-            image_ids: of a base that takes images.
+            limits: the user's limits.
+            costs: pass times of the engine; `extend` of 1 is one pass of the heads.
+            image_ids: token ids of image positions, if the base takes images.
         """
         super().__init__(learned, limits, image_ids=image_ids)
         self._session, self._costs = session, costs
         self._has_candidates = False
-        self._shares: dict[int, F64] = {}  # prices by the answers that share a pass
+        self._shares: dict[int, F64] = {}  # prices by batch size
 
     def observe(self, next_token_ids: I64, taps: F32) -> None:
-        """Committed rows, of which the heads read the newest: features [M, H]."""
-        del next_token_ids  # the root is the tree's
+        """Committed positions: hidden states [M, H]; the heads use the newest."""
+        del next_token_ids  # the root is part of the tree
         self._feature = taps[-1].copy()
         self._has_candidates = False
 
-    def _read(self) -> Passes[None]:
-        """Ask the heads."""
+    def _prefill(self) -> Passes[None]:
+        """Run the heads."""
         maximum = self._limits.top_k
         wanted = Wanted(self._session, HeadsPart(self._feature, maximum))
         ids, log_probs = yield wanted
@@ -121,8 +121,8 @@ class MedusaDrafter(TreeDrafter):
         self._has_candidates = True
 
     def _is_ready(self) -> bool:
-        """Without candidates for this round the tree is the root."""
+        """False without candidates for this round: the tree is then the root."""
         return self._has_candidates
 
-    def _grow(self, pool: CandidatePool, levels: int) -> None:
-        grow_levels(pool, self._policy, self._levels[:levels])
+    def _expand(self, pool: CandidatePool, levels: int) -> None:
+        expand_levels(pool, self._policy, self._levels[:levels])

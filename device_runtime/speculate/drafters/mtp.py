@@ -1,7 +1,7 @@
-"""Drafting with the layer of multi-token prediction that a base brings along.
+"""MTP drafter: the multi-token prediction layer of the base's checkpoint.
 
-It is run as EAGLE-1 is: the feature is the output of the base's final norm, and what the layer
-gives behind its own is the next step's.
+It runs as EAGLE-1: its input is the output of the base's final norm, and the output of its own
+norm is the input of the next step.
 """
 
 from __future__ import annotations
@@ -16,5 +16,5 @@ DEFAULTS = TreeLimits()
 
 
 def open(order: DrafterContext) -> LoadedDrafter:
-    """The layer, as a draft in the folder of its base."""
+    """The MTP layer, as a draft in the folder of its base."""
     return open_network(order, "mtp")

@@ -1,7 +1,7 @@
-"""Drafting with P-EAGLE (arXiv 2602.01469): the pass that reads a round foresees every level.
+"""P-EAGLE drafter (arXiv 2602.01469): the pass over committed tokens predicts every level.
 
-Behind the newest committed row stand rows of a mask token, each of which foresees the token one
-further on, whatever comes before. The next round overwrites them.
+Mask tokens follow the newest committed token. Each predicts one token further, independent of the
+tokens before. The next round overwrites their positions.
 """
 
 from __future__ import annotations
@@ -20,14 +20,14 @@ from edgellm.device_runtime.speculate.drafter import SpecState
 from edgellm.device_runtime.speculate.drafter_loading import DrafterContext, LoadedDrafter, open_own
 from edgellm.device_runtime.speculate.drafters.eagle import EagleDrafter
 from edgellm.device_runtime.speculate.drafters.medusa import heads_limits
-from edgellm.device_runtime.speculate.parallel_levels import grow_levels
+from edgellm.device_runtime.speculate.parallel_levels import expand_levels
 from edgellm.device_runtime.speculate.policy.costs import Costs
 from edgellm.device_runtime.speculate.policy.tree_policy import TreeLimits
 from edgellm.device_runtime.speculate.shared_passes import Passes
 from edgellm.device_runtime.speculate.tree import CandidatePool
 
 ROLE, METHODS = DRAFT, ("peagle",)
-DEFAULTS = TreeLimits(steps=8)  # or what the draft was trained for, if that is less
+DEFAULTS = TreeLimits(steps=8)  # `open` limits the steps to the draft's training
 
 
 def open(order: DrafterContext) -> LoadedDrafter:
@@ -39,7 +39,7 @@ def open(order: DrafterContext) -> LoadedDrafter:
         session = open_draft(folder, manifest)
     measured = session.costs_of(manifest, manifest.max_draft_tree_size)
     prices = Costs.of(order.pass_costs(), None, measured[EXTEND], *order.host_ms)
-    image_ids = order.image_ids(reads_rows=manifest.draft.decoder.images is not None)
+    image_ids = order.image_ids(has_embeddings=manifest.draft.decoder.images is not None)
     rows = CommittedRows(session, limits.round_rows, image_ids, max_rows=limits.round_rows)
 
     def start(learned: SpecState) -> PEagleDrafter:
@@ -49,19 +49,19 @@ def open(order: DrafterContext) -> LoadedDrafter:
 
 
 def mask_rows(limits: TreeLimits, draft: Engine) -> MaskRows:
-    """For the levels of the limits; raises `LimitError` if the engine takes fewer rows."""
+    """The mask tokens for the levels of `limits`; raises `LimitError` if the engine takes fewer."""
     token_id, maximum = draft.draft.mask_token_id, draft.max_draft_tree_size
     assert token_id is not None
     if limits.steps > maximum:
         raise LimitError(
-            f"--eagleDraftStep {limits.steps} exceeds the draft engine's {maximum} rows",
+            f"--eagleDraftStep {limits.steps} exceeds the draft engine's {maximum} tokens",
             hint="take less, or build with a larger --maxDraftTreeSize",
         )
     return MaskRows(token_id, limits.steps - 1)
 
 
 class PEagleDrafter(EagleDrafter):
-    """Grows the pool with the candidates of the newest row and of the mask rows behind it."""
+    """Fills the pool with the candidates of the newest token and of the mask tokens after it."""
 
     def __init__(
         self,
@@ -71,14 +71,14 @@ class PEagleDrafter(EagleDrafter):
         costs: Costs,
         masks: MaskRows,
     ) -> None:
-        """Nothing is computed yet.
+        """Computes nothing.
 
         Args:
-            rows: of the draft.
+            rows: the draft's cache.
             learned: see `TreeDrafter`.
-            limits: the user's bounds, no deeper than the draft foresees.
-            costs: of the engine, for the books; rows extended are those with the mask rows.
-            masks: of a pass.
+            limits: the user's limits, at most as deep as the draft predicts.
+            costs: pass times of the engine; `extend` includes the mask tokens.
+            masks: the mask tokens of a pass.
         """
         super().__init__(rows, learned, limits, costs, max_tree_rows=1)
         self._masks = masks
@@ -86,10 +86,10 @@ class PEagleDrafter(EagleDrafter):
     def _parts(self) -> Iterator[DraftPart]:
         return self._own.parts(self._limits.top_k, self._masks)
 
-    def _grow(self, pool: CandidatePool, levels: int) -> Passes[None]:
+    def _expand(self, pool: CandidatePool, levels: int) -> Passes[None]:
         assert self._root is not None
         found = self._root()
         log_probs = found.log_probs.astype(np.float64)
         predicted = list(zip(found.token_ids, log_probs, strict=True))
-        grow_levels(pool, self._policy, predicted[:levels])
+        expand_levels(pool, self._policy, predicted[:levels])
         yield from ()

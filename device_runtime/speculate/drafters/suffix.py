@@ -1,8 +1,8 @@
-"""What followed the longest earlier match, in this request or those before.
+"""Suffix lookup: proposes what followed the longest earlier match, in this or earlier requests.
 
-A suffix automaton (Blumer et al. 1985; as a draft: arXiv 2411.10666) holds every run of tokens of
-the text. It grows by a token in amortized constant time, and knows the longest ending of the text
-that occurred before without searching.
+A suffix automaton (Blumer et al. 1985; as a draft: arXiv 2411.10666) holds every substring of the
+text. Appending a token takes amortized constant time. The automaton maintains the longest suffix
+of the text that occurred before, so no search is needed.
 """
 
 from __future__ import annotations
@@ -14,31 +14,31 @@ from collections.abc import Callable, Iterable, Sequence
 
 from edgellm.device_runtime.speculate.text_lookup import Continuation, Lookup
 
-MEMORY_TOKENS = 1 << 15  # some 15 MB; the oldest half is forgotten when it is full
-_SEPARATOR = -1  # between requests: nothing is continued beyond it
+MEMORY_TOKENS = 1 << 15  # about 15 MB; when full, the oldest half is evicted
+_SEPARATOR = -1  # between requests; continuations end here
 _SHORTEST_MATCH = 2
-_OTHERS = 0.25  # confidence of what followed elsewhere, over that of the latest place
-_SURE = 200  # tokens of a match; longer ones are no surer
-_MAX_UNREAD = 1 << 12  # tokens of requests that ended since anybody looked
+_OTHERS = 0.25  # confidence of earlier occurrences, relative to the latest
+_SURE = 200  # tokens of a match; longer matches have the same confidence
+_MAX_UNREAD = 1 << 12  # maximum tokens of finished requests before the next lookup
 
 
 class SuffixAutomaton:
-    """States are sets of runs that end at the same places; T tokens make at most 2 T states."""
+    """States are sets of substrings with equal end positions; T tokens make at most 2 T states."""
 
     def __init__(self) -> None:
         self.tokens: list[int] = []
         self.next: list[dict[int, int]] = [{}]  # state after one more token
-        self.length = [0]  # of the longest run of a state
-        self.end = [0]  # tokens up to the end of a place where a state's runs occur
-        self.link = [-1]  # state of the longest ending that occurs at more places
+        self.length = [0]  # of the longest substring of a state
+        self.end = [0]  # an end position of the state's substrings
+        self.link = [-1]  # suffix link: the longest suffix with more end positions
         self._whole = 0  # state of the whole text
-        self.match = 0  # state of the longest ending that occurred before
+        self.match = 0  # state of the longest suffix that occurred before
 
     def extend(self, token_ids: Iterable[int]) -> None:
         """Append tokens."""
         tokens, following, link, end = self.tokens, self.next, self.link, self.end
         for token_id in token_ids:
-            end[self.match] = len(tokens)  # used until now: an earlier place
+            end[self.match] = len(tokens)  # until now the end of an earlier occurrence
             tokens.append(token_id)
             state, new = self._whole, self._add({}, len(tokens), len(tokens))
             while state >= 0 and token_id not in following[state]:
@@ -49,7 +49,7 @@ class SuffixAutomaton:
             self._whole, self.match = new, link[new]
 
     def _ending(self, state: int, token_id: int) -> int:
-        """The state of `state`'s longest run and `token_id`, split from longer runs if need be."""
+        """The state of `state`'s longest substring plus `token_id`, split off if necessary."""
         found = self.next[state][token_id]
         length = self.length[state] + 1
         if self.length[found] == length:
@@ -70,18 +70,18 @@ class SuffixAutomaton:
 
 
 def remember() -> Callable[[], Lookup]:
-    """What starts the lookup of a request, with the texts of those before."""
+    """The factory of lookups for requests, which share the texts of finished requests."""
     return SuffixMemory().begin
 
 
 class _Text:
-    """An automaton of the newest tokens, at most so many."""
+    """An automaton of the newest tokens, with a maximum size."""
 
     def __init__(self, maximum: int) -> None:
         self.automaton, self._maximum = SuffixAutomaton(), maximum
 
     def extend(self, token_ids: Sequence[int]) -> None:
-        """Append tokens; the oldest half is forgotten when it is full."""
+        """Append tokens; when full, the oldest half is evicted."""
         at = 0
         while at < len(token_ids):
             room = self._maximum - len(self.automaton.tokens)
@@ -95,17 +95,17 @@ class _Text:
 
 
 class SuffixMemory:
-    """The texts of requests that are over."""
+    """The texts of finished requests."""
 
     def __init__(
         self, *, memory_tokens: int = MEMORY_TOKENS, longest: int = 16, branches: int = 3
     ) -> None:
-        """Begin with nothing.
+        """Start empty.
 
         Args:
-            memory_tokens: of all requests; never more are held.
-            longest: tokens of a continuation.
-            branches: continuations, by their first tokens.
+            memory_tokens: maximum tokens of all requests.
+            longest: maximum tokens of a continuation.
+            branches: maximum continuations, with different first tokens.
         """
         self.memory_tokens, self.longest, self.branches = memory_tokens, longest, branches
         self.text, self.version = _Text(memory_tokens), 0
@@ -114,11 +114,11 @@ class SuffixMemory:
         self._lock = threading.Lock()
 
     def begin(self) -> SuffixLookup:
-        """The lookup of a request that begins."""
+        """The lookup of a new request."""
         return SuffixLookup(self)
 
     def read(self) -> None:
-        """Take in the texts of requests that have ended."""
+        """Append the texts of finished requests."""
         while self._ended:
             if self.text.automaton.tokens:
                 self.text.extend([_SEPARATOR])
@@ -126,7 +126,7 @@ class SuffixMemory:
             self.version += 1
 
     def end(self, token_ids: list[int]) -> None:
-        """A request is over; its text is read when somebody looks, hence from any thread."""
+        """Queue a finished request's text for the next lookup; thread-safe."""
         if not token_ids:
             return
         with self._lock:
@@ -137,7 +137,7 @@ class SuffixMemory:
 
 
 class SuffixLookup:
-    """Foresees what followed the longest earlier match, in its own text or in earlier ones."""
+    """Proposes what followed the longest earlier match, in this or in earlier texts."""
 
     def __init__(self, memory: SuffixMemory) -> None:
         self._memory, self._own = memory, _Text(memory.memory_tokens)
@@ -145,13 +145,13 @@ class SuffixLookup:
         self._recall([])
 
     def _recall(self, token_ids: Sequence[int]) -> None:
-        """Find the ending of the text in the memory anew: other requests have ended since."""
+        """Match the text's suffix again after the memory has changed."""
         self._version, self._state, self._matched = self._memory.version, 0, 0
         for token_id in (_SEPARATOR, *token_ids):
             self._advance(token_id)
 
     def _advance(self, token_id: int) -> None:
-        """The longest ending that the memory has, after one more token."""
+        """Update the longest suffix that is in the memory by one token."""
         known = self._memory.text.automaton
         while self._state and token_id not in known.next[self._state]:
             self._state = known.link[self._state]
@@ -173,11 +173,11 @@ class SuffixLookup:
             self._recall(self._own.automaton.tokens)
 
     def end(self, token_ids: Sequence[int]) -> None:
-        """Later requests may find the text."""
+        """Store the text for later requests."""
         self._memory.end([*self._own.automaton.tokens, *token_ids])
 
     def continuations(self) -> list[Continuation]:
-        """What followed the longest ending that occurred before, the latest place first."""
+        """What followed the longest suffix that occurred before, the latest occurrence first."""
         self._catch_up()
         own, known, memory = self._own.automaton, self._memory.text.automaton, self._memory
         own_matched = own.length[own.match]
@@ -199,7 +199,7 @@ class SuffixLookup:
         return found
 
     def _follow(self, end: int, token_id: int, *, is_own: bool) -> list[int]:
-        """`token_id`, whose place ends at `end`, and what came after; a loop goes on looping."""
+        """`token_id`, which ends at `end`, and the tokens after it; a loop repeats."""
         tokens = (self._own if is_own else self._memory.text).automaton.tokens
         longest = self._memory.longest
         followed = [token_id, *tokens[end : end + longest - 1]]
@@ -214,7 +214,7 @@ class SuffixLookup:
 def _places(
     automaton: SuffixAutomaton, state: int, *, is_own: bool
 ) -> dict[int, tuple[bool, int, int]]:
-    """The tokens that follow a state's runs, and where the latest place of each ends."""
+    """The tokens that follow a state's substrings, with the latest end position of each."""
     end = automaton.end
     following = automaton.next[state].items()
     return {token: (is_own, end[after], token) for token, after in following}

@@ -1,7 +1,7 @@
-"""How often the base accepts a token that the draft is so and so sure of, learned while running.
+"""Acceptance rates by the draft's confidence, learned at runtime.
 
-A draft's probabilities are biased: greedy decoding accepts its favourite more often than the
-draft's softmax says, unfamiliar text less often. The tree's size is chosen by these rates.
+A draft's probabilities are biased. Greedy decoding accepts its top token more often than the
+draft's softmax predicts; unfamiliar text less often. These rates choose the tree's size.
 """
 
 from __future__ import annotations
@@ -21,28 +21,28 @@ _LEAST, _HEAVIEST = 1e-4, 1e9
 
 
 class Calibration:
-    """Acceptance rates by the draft's confidence; of few numbers, for which lists are fastest."""
+    """Acceptance rates by the draft's confidence, as lists, which are faster for few numbers."""
 
     def __init__(self, *, prior_weight: float = 12.0, memory: float = 2000.0) -> None:
-        """The prior takes the draft at its word, for `prior_weight` observations a bin.
+        """Start with the draft's own probabilities as the prior.
 
         Args:
-            prior_weight: observations that the prior counts for.
-            memory: rounds after which old observations have faded to a third.
+            prior_weight: weight of the prior, in observations per bin.
+            memory: rounds after which an observation has 1/e of its weight.
         """
         self._tried = [prior_weight] * len(_EDGES)
         self._accepted = [center * prior_weight for center in _CENTERS]
-        # Old counts do not fade: new ones weigh more and more, and rates stay what they are.
+        # Instead of a decay of old counts, new ones get a growing weight; rates are the same.
         self._weight, self._growth = 1.0, 1 / (1 - 1 / memory)
         self._own = [_log_rate(center) for center in _CENTERS]  # of each bin
-        self._log_rates = self._own  # never less than those of bins below
+        self._log_rates = self._own  # made monotone over bins
 
     def log_rates(self, confidences: F64) -> F64:
         """Log of the acceptance rate of tokens with these draft probabilities, any shape."""
         return np.interp(confidences, _CENTERS, self._log_rates)
 
     def log_rate(self, confidence: float) -> float:
-        """The same of one token."""
+        """As `log_rates`, of one token."""
         above = bisect.bisect(_CENTERS, confidence)
         if above in (0, len(_CENTERS)):
             return self._log_rates[min(above, len(_CENTERS) - 1)]
@@ -56,7 +56,7 @@ class Calibration:
         return np.array([_CENTERS, self._log_rates])
 
     def learn(self, confidences: Sequence[float], accepted: Sequence[bool]) -> None:
-        """Count tokens whose parent was accepted, and whether the token was too."""
+        """Update the rates with tokens whose parent was accepted: was the token accepted too?"""
         self._weight *= self._growth
         if self._weight > _HEAVIEST:
             self._tried = [count / self._weight for count in self._tried]

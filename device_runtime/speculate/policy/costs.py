@@ -1,4 +1,4 @@
-"""Milliseconds of passes by their rows."""
+"""Costs of forward passes in milliseconds, by number of tokens."""
 
 from __future__ import annotations
 
@@ -15,15 +15,15 @@ from edgellm.device_runtime.speculate.tree import F64
 
 @dataclass(frozen=True, slots=True)
 class Costs:
-    """Milliseconds by rows (index), from the engine's measurements."""
+    """Milliseconds by number of tokens (index), as the engine's build measured them."""
 
     verify: F64
     step: F64
     extend: F64
-    host_ms: float = 0.0  # of asking for a tree, whoever grows it, beyond passes and a plain token
-    tree_ms: float = 0.0  # of verifying a tree, beyond the pass
-    together: SharedCosts | None = None  # of passes that several answers verify in, if measured
-    levels: SharedCosts | None = None  # of steps of drafts of several answers, if measured
+    host_ms: float = 0.0  # host time of a proposal, without passes and a plain token's time
+    tree_ms: float = 0.0  # host time of verifying a tree, without the pass
+    together: SharedCosts | None = None  # `verify` in batches, if measured
+    levels: SharedCosts | None = None  # `step` in batches, if measured
 
     @classmethod
     def of(
@@ -36,7 +36,7 @@ class Costs:
         together: SharedCosts | None = None,
         levels: SharedCosts | None = None,
     ) -> Costs:
-        """From measured {rows: ms}; what lies between is interpolated.
+        """Costs from measured {tokens: ms}, interpolated linearly.
 
         Without a network `step` and `extend` are None: drafting costs nothing.
         """
@@ -45,14 +45,14 @@ class Costs:
         return cls(*tables, host_ms, tree_ms, together, levels)
 
     def share(self, batch_load: BatchLoad) -> F64:
-        """What an answer's rows cost it of the passes that verify, see `BatchLoad.share`.
+        """A sequence's share of the cost of verification, see `BatchLoad.share`.
 
-        Passes of several are taken for those of one with as many rows where nobody measured them.
+        Unmeasured batches cost as much as one sequence with equally many tokens.
         """
         return _share(self.verify, self.together, batch_load)
 
     def step_share(self, answers: int) -> F64:
-        """The same of a level that so many draft together, each with a row at least."""
+        """A sequence's share of a level that `answers` sequences draft in a batch."""
         return _share(self.step, self.levels, BatchLoad(answers, answers - 1))
 
 
@@ -64,23 +64,23 @@ def _share(alone: F64, together: SharedCosts | None, batch_load: BatchLoad) -> F
 
 def _table(measured: Mapping[str, float]) -> F64:
     rows = sorted(int(key) for key in measured)
-    # More rows never take less: what seems to was disturbed, which only adds.
+    # More tokens never take less time; noise only adds to a measurement.
     times = np.minimum.accumulate([measured[str(key)] for key in reversed(rows)])[::-1]
     return np.interp(np.arange(rows[-1] + 1), rows, times)
 
 
 @dataclass(frozen=True, slots=True)
 class BatchLoad:
-    """Who shares the passes of an answer."""
+    """The batch of a sequence."""
 
-    answers: int = 1  # that decode, it among them
-    rows: int = 0  # of the others in a pass, and of prompts
+    answers: int = 1  # sequences that decode, this one included
+    rows: int = 0  # tokens of the other sequences in a pass, and of prompts
 
     def share(self, verify: F64) -> F64:
-        """What an answer's rows cost it, by their number, of what passes cost.
+        """A sequence's share of the cost of passes, by its number of tokens.
 
-        All pay alike for the pass in which each has a row; further rows cost what they add. So
-        tokens per millisecond of a share are those of the whole batch.
+        A sequence is charged 1/N of the pass with one token each, plus the extra cost of its
+        further tokens. So the tokens per millisecond of a share are those of the whole batch.
         """
         if self.answers == 1 and not self.rows:
             return verify
@@ -94,7 +94,7 @@ ALONE = BatchLoad()
 
 
 def shared(table: F64, answers: int) -> F64:
-    """What rows of one answer cost it of passes that so many share, each with one at least."""
+    """A sequence's share of passes of a batch of `answers`, each with at least one token."""
     return BatchLoad(answers, answers - 1).share(table)
 
 
@@ -103,6 +103,6 @@ def price(table: F64, rows: int) -> float: ...
 @overload
 def price(table: F64, rows: I64) -> F64: ...
 def price(table: F64, rows: int | I64) -> float | F64:
-    """What a pass of `rows` costs by a table of `Costs`, beyond its end as passes of its length."""
+    """Cost of a pass of `rows` by a table of `Costs`; beyond its end, of several full passes."""
     last = len(table) - 1
     return table[np.minimum(rows, last)] * np.ceil(rows / last)

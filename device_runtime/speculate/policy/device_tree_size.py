@@ -1,7 +1,7 @@
-"""What trees may become that a device grows alone, and how large each round's is.
+"""Limits and size policy of draft trees that the device builds without the host.
 
-The host sees a tree when it was verified, so its size is chosen before: by what the trees of rounds
-before were worth.
+The host receives a tree only after verification. So it chooses the size in advance, by the
+acceptance of earlier trees.
 """
 
 from __future__ import annotations
@@ -21,13 +21,13 @@ from edgellm.device_runtime.speculate.policy.static_tree import Choice
 from edgellm.device_runtime.speculate.policy.tree_policy import TreeLimits
 from edgellm.device_runtime.speculate.tree import F64, Tree
 
-_SIZES = (8, 16, 32)  # of trees, below the largest; each takes a context and a graph of the base
+_SIZES = (8, 16, 32)  # of smaller trees; each needs a context and a graph of the base
 _MEMORY = 0.05  # weight of the newest tree in running means
-_LARGEST_EVERY = 24  # rounds; else nobody would know what a larger tree is worth
+_LARGEST_EVERY = 24  # rounds between trees of full size, which measure what a larger tree gains
 
 
 def growth_of(options: SpecOptions, limits: TreeLimits) -> Growth | None:
-    """None: the host merges what the text foresees into every tree."""
+    """Limits of trees on the device; None: lookups need the host in every round."""
     if options.lookups:
         return None
     if options.choices:
@@ -41,7 +41,7 @@ def growth_of(options: SpecOptions, limits: TreeLimits) -> Growth | None:
 
 
 def _static_growth(choices: Sequence[Choice], limits: TreeLimits) -> Growth:
-    """Scores by place: 0 of nodes with children, -1 of leaves; what is no choice is never taken."""
+    """Scores by place: 0 for nodes with children, -1 for leaves, -inf for places without choice."""
     known, parents = set(choices), {path[:-1] for path in choices}
     widths = Counter(len(path) for path in parents - {()})
     level: list[Choice] = [()]
@@ -55,19 +55,19 @@ def _static_growth(choices: Sequence[Choice], limits: TreeLimits) -> Growth:
 
 
 class Sizes(Protocol):
-    """Of the trees of rounds to come; learned over requests."""
+    """Chooses the tree size of a round; learns over requests."""
 
     def plan(self, levels: int, answers: int = 1) -> Size:
-        """The tree of a round that may have so many levels, whose passes so many share."""
+        """The size of a tree of at most `levels`, in a batch of `answers` sequences."""
         ...
 
     def learn(self, tree: Tree, size: Size) -> None:
-        """What a tree of a size was worth, by the chances of its nodes."""
+        """Record a tree of a size, with the acceptance probabilities of its nodes."""
         ...
 
 
 class FixedSize:
-    """Always the bounds'."""
+    """Always the maximum size."""
 
     def __init__(self, growth: Growth) -> None:
         self._growth = growth
@@ -78,19 +78,19 @@ class FixedSize:
         return Size(min(levels, self._growth.levels), self._growth.nodes[-1])
 
     def learn(self, tree: Tree, size: Size) -> None:
-        """Nothing."""
+        """Learns nothing."""
 
 
 class WorthwhileSize:
-    """A level, and a row of the verification, must gain more tokens than its time is worth.
+    """The size at which each level and verified token gains more tokens than its time is worth.
 
-    See `policy`; the gains are running means over rounds.
+    See `tree_policy`; the gains are running means over rounds.
     """
 
     def __init__(self, growth: Growth, costs: Costs, controller: SpecGate) -> None:
         self._growth, self._costs, self._controller = growth, costs, controller
-        self._by_rank = np.zeros(growth.nodes[-1])  # chances of a tree's nodes, the likeliest first
-        self._by_level = np.zeros(growth.levels)  # chances of all nodes of a level
+        self._by_rank = np.zeros(growth.nodes[-1])  # acceptance by rank, likeliest node first
+        self._by_level = np.zeros(growth.levels)  # expected accepted nodes of a level
         self._seen_ranks, self._seen_levels = self._by_rank.copy(), self._by_level.copy()
         self._rounds = 0
 
@@ -108,12 +108,12 @@ class WorthwhileSize:
         while deep < maximum and self._by_level[deep] > steps[deep - 1]:
             deep += 1
         sizes = np.array(growth.nodes)
-        verify = np.array(self._controller.verify)  # of the company
+        verify = np.array(self._controller.verify)  # in this batch
         gains = np.cumsum(self._by_rank)[sizes - 1] - rate * price(verify, sizes)
         return Size(deep, int(sizes[int(gains.argmax())]))
 
     def learn(self, tree: Tree, size: Size) -> None:
-        """See `Sizes`; a tree that is small in one way says too little of the other."""
+        """See `Sizes`; only full-depth trees update ranks, only full-size trees update levels."""
         if size.levels == self._growth.levels:
             chances = np.sort(tree.probabilities)[::-1]
             _mean(self._by_rank, self._seen_ranks, chances, size.nodes)
@@ -125,7 +125,7 @@ class WorthwhileSize:
 
 
 def _mean(means: F64, counts: F64, found: F64, size: int) -> None:
-    """Let running means know what was found of their first `size`; what lies behind was not."""
+    """Update the first `size` running means with `found`, padded with zeros."""
     values = np.zeros(size)
     values[: len(found)] = found[:size]
     counts[:size] += 1

@@ -1,11 +1,11 @@
-"""What decoding reaches by the costs, and what those who draft won and lost.
+"""Throughput of decoding by measured costs, and the time budget of speculation.
 
-By cost, with what the build measured, so that a run is repeatable: an account has what drafted
-rounds won and lost against plain decoding, and its owner rests when it is empty. A trial starts
-with a small credit, so that a draft that never pays costs a bounded share of the time, which falls
-as pauses grow; a draft that pays fills its account and is never asked again. A network has one, and
-what the text foresees has one: each pays for its rows and its work, and has what these won. Only
-what looking a text up takes is known by the clock, as it depends on the text.
+Times are the build's measurements, so a run is reproducible. A credit holds the time that drafted
+rounds saved or lost against plain decoding; when it is empty, drafting pauses. A trial starts with
+a small credit, so a draft that never pays costs a bounded share of the time. That share falls as
+pauses get longer. A draft that pays fills its credit and is not tried again. The network and the
+lookups each have a credit, with their own costs and savings. Only lookups are timed by the clock,
+since their time depends on the text.
 """
 
 from __future__ import annotations
@@ -15,16 +15,16 @@ from typing import NamedTuple
 
 from edgellm.device_runtime.speculate.policy.costs import Costs
 
-# What an account holds at most, in tokens of plain decoding of every answer that shares the passes,
-# as all of them take part and wait for each other. It outlasts a stretch of text that is hard to
-# foresee (8 did not: HumanEval then lost all of its gain in every tenth answer).
+# Maximum credit, in tokens of plain decoding of every sequence in the batch, since all of them wait
+# for each other. It outlasts a passage that is hard to predict (8 did not: HumanEval then lost all
+# of its gain in every tenth request).
 _FULL = 24.0
 _OPTIMISM, _LONGEST_CHAIN = 0.8, 6  # rate of acceptance, tokens
 _RATE_MEMORY = 0.03  # weight of the newest round in the running rates
 
 
 class TrialBudget(NamedTuple):
-    """What trials may lose, in such tokens, and pauses behind them, in tokens."""
+    """Credit of trials, in these tokens, and pauses after them, in tokens."""
 
     first: float
     again: float = 2.0
@@ -32,34 +32,34 @@ class TrialBudget(NamedTuple):
     longest: int = 1024
 
 
-# A network's first trial finds acceptance rates that nobody knows yet: 4 did not last, MT-bench
-# then began with a pause. Sampled answers are harder to foresee, so that less is risked there; and
-# looking a text up, beside a network, costs little: a little credit lasts, and it is tried sooner.
+# A network's first trial also learns the acceptance rates: 4 did not last, MT-bench then began with
+# a pause. Sampled outputs are harder to predict, so they get less credit. Lookups with a network
+# cost little, so a small credit lasts, and trials are more frequent.
 GREEDY, SAMPLED = TrialBudget(7.0), TrialBudget(3.0, 1.5, 384)
-GREEDY_BESIDE, SAMPLED_BESIDE = TrialBudget(2.0, longest=384), TrialBudget(1.5, 1.5, longest=384)
+GREEDY_LOOKUP, SAMPLED_LOOKUP = TrialBudget(2.0, longest=384), TrialBudget(1.5, 1.5, longest=384)
 
 
 class SpecCredit:
-    """Of a network, or of what text foresees."""
+    """The time credit of a network, or of lookups."""
 
     def __init__(self, round_ms: float, answers: int, terms: TrialBudget) -> None:
-        """Begin with a trial.
+        """Start with a trial.
 
         Args:
-            round_ms: of plain decoding: a token of every answer.
-            answers: that share the passes.
-            terms: of trials.
+            round_ms: time of plain decoding: one token of every sequence.
+            answers: batch size.
+            terms: credit and pauses of trials.
         """
         self._round_ms, self._answers, self._terms = round_ms, answers, terms
         self.pause, self._pause_length = 0, terms.shortest * answers  # tokens
-        # Beside others it is all of them who wait, and what a draft is worth is known already.
+        # In a batch all sequences wait, and the acceptance rates are learned already.
         self._begin_trial(terms.first if answers == 1 else terms.again)
 
     def _begin_trial(self, credit: float) -> None:
         self.ms, self.is_retrial = credit * self._round_ms, True
 
     def book(self, won_ms: float) -> None:
-        """A round won so much against plain decoding, or lost it."""
+        """Add the time that a round saved against plain decoding; negative if it lost time."""
         full_ms = _FULL * self._round_ms
         self.ms = min(self.ms + won_ms, full_ms)
         if self.ms == full_ms:
@@ -69,11 +69,11 @@ class SpecCredit:
             self._pause_length = min(2 * self._pause_length, self._terms.longest * self._answers)
 
     def rest(self) -> None:
-        """There is nothing to win: no trial before the longest pause is over."""
+        """Pause for the longest time, since drafting cannot pay."""
         self.pause = self._terms.longest * self._answers
 
     def pass_by(self, tokens: int) -> bool:
-        """So many were decoded during its pause; whether that ended, and a trial begins."""
+        """Count tokens of a pause; returns whether the pause ends and a trial begins."""
         self.pause = max(self.pause - tokens, 0)
         if not self.pause:
             self._begin_trial(self._terms.again)
@@ -81,30 +81,30 @@ class SpecCredit:
 
 
 class TextLookupShare(NamedTuple):
-    """Of a round in which the text was looked up."""
+    """The lookups' share of a round."""
 
-    looked_ms: float  # what that took
-    rows: int = 0  # of the tree, which the text alone foresaw
-    tokens: int = 0  # of these, accepted
+    looked_ms: float  # time of lookups
+    rows: int = 0  # verified tokens that only lookups proposed
+    tokens: int = 0  # accepted ones of these
 
 
 class Throughput:
-    """What decoding reaches where so many answers share the passes, and who drafts there."""
+    """Throughput of decoding at one batch size, with the credits of network and lookups."""
 
     def __init__(
         self,
         costs: Costs,
         answers: int = 1,
         network: TrialBudget = GREEDY,
-        text: TrialBudget = GREEDY_BESIDE,
+        text: TrialBudget = GREEDY_LOOKUP,
     ) -> None:
-        """Begin with the costs alone.
+        """Start with the costs alone.
 
         Args:
-            costs: of an answer, of passes that all share.
-            answers: of them.
-            network: terms of its account.
-            text: of the text's.
+            costs: a sequence's share of the passes.
+            answers: batch size.
+            network: terms of the network's credit.
+            text: terms of the lookups' credit.
         """
         self._costs, self.plain_ms = costs, float(costs.verify[1])
         round_ms = answers * self.plain_ms
@@ -117,8 +117,8 @@ class Throughput:
             if not _may_pay(costs, costs.host_ms):
                 self.text.rest()
 
-    def rest_like(self, smaller: Throughput) -> None:
-        """What rests in a smaller company would lose more in this one."""
+    def inherit_pauses(self, smaller: Throughput) -> None:
+        """Take over the pauses of a smaller batch, since drafting loses more in a larger one."""
         for own, other in ((self.network, smaller.network), (self.text, smaller.text)):
             own.pause = max(own.pause, other.pause)
 
@@ -131,7 +131,7 @@ class Throughput:
         return max(self.tokens / self.ms, 1 / self.plain_ms)
 
     def pass_by(self, looked_ms: float) -> None:
-        """A token of plain decoding; looking the text up took so long, for nothing."""
+        """Record a token of plain decoding, and the time of a lookup that proposed nothing."""
         network, text = self.network, self.text
         if network.pause > 1 and text.pause > 1:
             network.pause -= 1
@@ -156,16 +156,15 @@ class Throughput:
         read_ms: float,
         text: TextLookupShare | None,
     ) -> None:
-        """Update rate and accounts; see `Controller.end_round`.
+        """Update rate and credits; see `SpecGate.end_round`.
 
-        `verify` are milliseconds by rows of the pass that it was, beside others' rows: rows more
-        cost what they add there.
+        `verify` has the sequence's share in milliseconds by tokens, in the batch of this round.
         """
         rows = min(rows, len(verify) - 1)
         cost = drafted_ms + self.plain_ms + verify[rows] - verify[1]
         if rows > 1:
             cost += self._costs.tree_ms
-        if networked or drafted_ms or rows > 1:  # also what was drafted in vain
+        if networked or drafted_ms or rows > 1:  # also if the draft proposed nothing
             cost += self._costs.host_ms
         if text is not None:
             cost += text.looked_ms
@@ -188,13 +187,13 @@ class Throughput:
         self._rounds += 1
 
     def _won_by(self, text: TextLookupShare, rows: int, verify: Sequence[float]) -> float:
-        """What the text's part of a network's tree won."""
+        """Time that lookups saved in a network's tree."""
         more_ms = verify[rows] - verify[max(rows - text.rows, 1)]
         return text.tokens * self.plain_ms - more_ms - text.looked_ms
 
 
 def _may_pay(costs: Costs, drafting_ms: float) -> bool:
-    """Whether chains pay of which the base accepts more than of any draft that we know."""
+    """Whether chains with an optimistic acceptance rate pay."""
     plain_ms, tokens = costs.verify[1], 0.0
     drafting_ms += costs.tree_ms
     for rows in range(2, min(_LONGEST_CHAIN + 2, len(costs.verify))):

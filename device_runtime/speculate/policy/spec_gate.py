@@ -1,11 +1,10 @@
-"""Whether a round drafts, and whether with the network: by what passes cost, and by the clock.
+"""Decides for each round whether to draft, and whether with the network.
 
-By cost, drafting rests where it loses (`accounts.py`). By the clock, where `--spec auto` may
-choose: a round drafts with the network, or with what the text alone foresees. Both are measured by
-tokens per millisecond, apart for rounds in which the text foresees much and for those in which it
-foresees little: a stretch of text has its tokens, however they are decoded. What the build
-measured, over one length of context, is no judge there: passes of the base grow with the context,
-a draft's hardly do.
+By measured costs, drafting pauses where it loses time (`spec_budget.py`). With `--spec auto` the
+clock chooses between the network and lookups alone, by tokens per millisecond. Rounds with many
+and with few expected tokens from lookups are compared separately, since throughput depends on the
+text. The build's measurements do not suffice here: they have one context length, and the base's
+passes slow down with the context, a draft's hardly.
 """
 
 from __future__ import annotations
@@ -18,25 +17,25 @@ from dataclasses import dataclass, replace
 from edgellm.device_runtime.speculate.policy.costs import ALONE, BatchLoad, Costs, shared
 from edgellm.device_runtime.speculate.policy.spec_budget import (
     GREEDY,
-    GREEDY_BESIDE,
+    GREEDY_LOOKUP,
     TextLookupShare,
     Throughput,
     TrialBudget,
 )
 from edgellm.device_runtime.speculate.text_lookup import TextDrafts
 
-_PREDICTED = (0.3, 1.0, 2.5)  # tokens; edges between the kinds of rounds
+_PREDICTED = (0.3, 1.0, 2.5)  # expected tokens from lookups; edges between the kinds of rounds
 _MEMORY = 0.02  # weight of the newest round of a side
-_TRIAL = 10  # rounds of a side
+_TRIAL = 10  # rounds in a trial of a side
 _SHORTEST, _LONGEST = 64, 1024  # rounds until the other side is tried again
-_LOOKED_MS = 0.03  # of looking the text up, until the clock has seen it
-_KEPT_SHARES = 256  # of companies
-_OUTLIER = 4  # times a side's mean; slower rounds are the machine's doing
+_LOOKED_MS = 0.03  # initial estimate of a lookup's time
+_MAX_SHARES = 256  # cached batch loads
+_OUTLIER = 4  # times a side's mean; slower rounds are clipped as noise
 
 
 @dataclass(slots=True)
 class _Side:
-    """Running means of rounds."""
+    """Running means of rounds with the network, or without."""
 
     tokens: float
     ms: float
@@ -48,7 +47,7 @@ class _Side:
         return self.tokens / self.ms
 
     def learn(self, tokens: int, ms: float) -> None:
-        """One more round."""
+        """Record a round."""
         self.rounds += 1
         weight, ms = max(_MEMORY, 1 / (self.rounds + 1)), min(ms, _OUTLIER * self.ms)
         self.tokens += weight * (tokens - self.tokens)
@@ -57,11 +56,11 @@ class _Side:
 
 @dataclass(slots=True)
 class _Kind:
-    """Rounds in which the text foresees about as much."""
+    """Rounds with similarly many expected tokens from lookups."""
 
-    sides: dict[bool, _Side]  # with the network, without
+    sides: dict[bool, _Side]  # True: with the network
     away: int = 0  # rounds since the worse side was tried
-    trial: int = 0  # rounds left of a trial
+    trial: int = 0  # remaining rounds of a trial
     tried: bool = False  # the side of the trial
     patience: int = _SHORTEST
 
@@ -73,14 +72,14 @@ class _Kind:
         if self.away >= self.patience:
             self.tried, self.trial, self.away = not self._better(), _TRIAL, 0
             self.patience = min(2 * self.patience, _LONGEST)
-            self.sides[self.tried].rounds = _TRIAL  # what it gave long ago counts for little
+            self.sides[self.tried].rounds = _TRIAL  # old rounds get little weight
         return self.tried if self.trial else self._better()
 
     def _better(self) -> bool:
         return self.sides[True].rate > self.sides[False].rate
 
     def learn(self, side: bool, tokens: int, ms: float) -> None:
-        """A round of a side."""
+        """Record a round of a side."""
         before = self._better()
         self.sides[side].learn(tokens, ms)
         self.trial = max(self.trial - 1, 0)
@@ -90,7 +89,7 @@ class _Kind:
 
 
 class SpecGate:
-    """See the module; one for all requests of a kind."""
+    """Chooses the drafters of a round; one for all greedy requests, one for all sampled ones."""
 
     def __init__(
         self,
@@ -99,21 +98,21 @@ class SpecGate:
         pauses: bool = False,
         adapts: bool = False,
         network: TrialBudget = GREEDY,
-        text: TrialBudget = GREEDY_BESIDE,
+        text: TrialBudget = GREEDY_LOOKUP,
     ) -> None:
-        """Begin with the costs alone.
+        """Start with the costs alone.
 
         Args:
-            costs: of the engine.
-            pauses: leave drafting alone for a while when it loses.
-            adapts: rounds may go without the network.
-            network: terms of its accounts.
-            text: of the text's.
+            costs: pass times of the engine.
+            pauses: whether drafting pauses when it loses time.
+            adapts: whether rounds may skip the network.
+            network: terms of the network's credits.
+            text: terms of the lookups' credits.
         """
         self._costs, self._pauses, self.adapts = costs, pauses, adapts
         self._terms, self._looked_ms = (network, text), _LOOKED_MS
-        self._paces: dict[int, Throughput] = {}  # by the answers that share a pass
-        self.batch_load = ALONE  # of the answer whose round it is
+        self._paces: dict[int, Throughput] = {}  # by batch size
+        self.batch_load = ALONE  # of the current round
         self.pace, self.verify = self._pace_of(1), costs.verify.tolist()  # ms of its share, by rows
         self._shares: dict[BatchLoad, list[float]] = {ALONE: self.verify}
         guesses = (0.0, *_PREDICTED)
@@ -123,10 +122,10 @@ class SpecGate:
             for guess in guesses
         ]
         self._kind = self._kinds[0]  # of the round
-        self._opened_at: float | None = None  # seconds; since when the clock judges the round
+        self._opened_at: float | None = None  # seconds; start of a timed round
 
-    def turn_to(self, batch_load: BatchLoad) -> Throughput:
-        """The round is of an answer in this company; what decoding reaches there."""
+    def set_batch_load(self, batch_load: BatchLoad) -> Throughput:
+        """Set the batch of the current round; returns the throughput at its size."""
         if batch_load is not self.batch_load:
             self.batch_load, self.pace = batch_load, self._pace_of(batch_load.answers)
             self.verify = self._share_of(batch_load)
@@ -134,7 +133,7 @@ class SpecGate:
 
     def _share_of(self, batch_load: BatchLoad) -> list[float]:
         if batch_load not in self._shares:
-            if len(self._shares) == _KEPT_SHARES:
+            if len(self._shares) == _MAX_SHARES:
                 self._shares.clear()
             self._shares[batch_load] = self._costs.share(batch_load).tolist()
         return self._shares[batch_load]
@@ -146,57 +145,57 @@ class SpecGate:
             shares = replace(self._costs, verify=verify, step=step, extend=extend)
             pace = Throughput(shares, answers, *self._terms)
             if fewer := [known for known in self._paces if known < answers]:
-                pace.rest_like(self._paces[max(fewer)])
+                pace.inherit_pauses(self._paces[max(fewer)])
             self._paces[answers] = pace
         return self._paces[answers]
 
     @property
     def rate(self) -> float:
-        """Tokens per millisecond that decoding reaches, by the costs, all of a company together."""
+        """Throughput of the batch in tokens per millisecond, by the costs."""
         return self.pace.rate
 
     @property
     def is_pausing(self) -> bool:
-        """Whether this round's network rests."""
+        """Whether the network pauses in this round."""
         return self.pace.network.pause > 0
 
     @property
     def is_retrial(self) -> bool:
-        """Whether the network, behind a pause, has yet to show that it pays."""
+        """Whether the network is in a trial."""
         return self.pace.network.is_retrial
 
-    def opens(self, predicted: Callable[[], float]) -> bool:
-        """Whether the network drafts in a round, of which the text foresees so many tokens."""
+    def chooses_network(self, predicted: Callable[[], float]) -> bool:
+        """Whether the network drafts, given the expected number of tokens from lookups."""
         if not self.adapts:
             return True
-        # In company the clock tells what all rounds take.
+        # In a batch the clock would measure the rounds of all sequences.
         self._opened_at = time.perf_counter() if self.batch_load.answers == 1 else None
         return self.choose(predicted())
 
     def choose(self, predicted: float) -> bool:
-        """As `opens`, without a look at the clock."""
+        """As `chooses_network`, without timing the round."""
         self._kind = self._kinds[bisect.bisect(_PREDICTED, predicted)]
         return self._kind.choose()
 
-    def look_away(self) -> None:
-        """The clock is no judge of this round: it does what others left."""
+    def skip_timing(self) -> None:
+        """Do not time this round, since it includes work of earlier rounds."""
         self._opened_at = None
 
-    def looked_up(self, foresight: TextDrafts) -> float:
-        """What a look at the text takes, in milliseconds, if there was one since the last round."""
-        seconds, foresight.looked_s = foresight.looked_s, 0.0
+    def looked_up(self, text_drafts: TextDrafts) -> float:
+        """Mean time of a lookup in milliseconds; 0 without a lookup since the last round."""
+        seconds, text_drafts.looked_s = text_drafts.looked_s, 0.0
         if not seconds:
             return 0.0
         mean = self._looked_ms
         self._looked_ms += _MEMORY * (min(seconds * 1e3, _OUTLIER * mean) - mean)
         return self._looked_ms
 
-    def pass_by(self, foresight: TextDrafts) -> None:
-        """A token of plain decoding; the text may have been looked up in vain."""
+    def pass_by(self, text_drafts: TextDrafts) -> None:
+        """Record a token of plain decoding, and a lookup that proposed nothing."""
         if self._pauses:
-            self.pace.pass_by(self.looked_up(foresight) if foresight.looked_s else 0.0)
+            self.pace.pass_by(self.looked_up(text_drafts) if text_drafts.looked_s else 0.0)
         if self._opened_at is not None:
-            self._judge(networked=False, tokens=1)
+            self._record_time(networked=False, tokens=1)
 
     def end_round(
         self,
@@ -208,16 +207,16 @@ class SpecGate:
         read_ms: float = 0.0,
         text: TextLookupShare | None = None,
     ) -> None:
-        """What a round gave.
+        """Record a round.
 
         Args:
-            emitted: tokens.
-            drafted_ms: what its draft passes cost.
-            rows: that were verified.
+            emitted: number of tokens.
+            drafted_ms: cost of its draft passes.
+            rows: verified tokens.
             networked: whether the network drafted.
-            read_ms: what it cost a network to read a prompt, or what a pause left; no tree can
-                change it, so that it does not enter the rate.
-            text: what it foresaw; None: nobody looked.
+            read_ms: the network's cost of a prompt, or of tokens of a pause. It does not enter
+                the rate, since it does not depend on trees.
+            text: the lookups' share; None: no lookup.
         """
         if self._pauses:
             self.pace.end_round(
@@ -230,14 +229,14 @@ class SpecGate:
                 text=text,
             )
         if self._opened_at is not None:
-            self._judge(networked=networked, tokens=emitted)
+            self._record_time(networked=networked, tokens=emitted)
 
-    def _judge(self, *, networked: bool, tokens: int) -> None:
+    def _record_time(self, *, networked: bool, tokens: int) -> None:
         assert self._opened_at is not None
         ms = (time.perf_counter() - self._opened_at) * 1e3
         self.learn(networked=networked, tokens=tokens, ms=ms)
         self._opened_at = None
 
     def learn(self, *, networked: bool, tokens: int, ms: float) -> None:
-        """What a round of a side gave by the clock."""
+        """Record the measured time of a round of a side."""
         self._kind.learn(networked, tokens, ms)

@@ -1,7 +1,7 @@
-"""Trees of the same shape every round (EAGLE-1, arXiv 2401.15077; Medusa, 2401.10774).
+"""Static trees, of the same shape every round (EAGLE-1, arXiv 2401.15077; Medusa, 2401.10774).
 
-A choice is a node as the path of ranks that leads to it: (0, 2) is the third likeliest child of
-the likeliest child of the root.
+A choice is a node, written as the path of ranks to it: (0, 2) is the third likeliest child of the
+root's likeliest child.
 """
 
 from __future__ import annotations
@@ -19,7 +19,7 @@ from edgellm.device_runtime.speculate.tree import F64, CandidatePool
 
 Choice = tuple[int, ...]
 
-# Medusa's tree of 63 nodes, which TensorRT-LLM's EAGLE takes by default: children by parent.
+# Medusa's tree of 63 nodes, the default of TensorRT-LLM's EAGLE: children by parent.
 _MC_SIM_7B_63: dict[Choice, int] = {
     (): 10, (0,): 10, (1,): 7, (2,): 3, (3,): 2, **{(rank,): 1 for rank in range(4, 10)},
     (0, 0): 10, (0, 1): 3, (0, 2): 2, **{(0, rank): 1 for rank in range(3, 8)},
@@ -33,10 +33,10 @@ NAMED = {
 
 
 def read_choices(text: str) -> tuple[Choice, ...]:
-    """A tree by its name or as a JSON list of paths, unchecked but for its types.
+    """Parse a tree, given by name or as a JSON list of paths; checks only types.
 
     Raises:
-        EdgeLLMError: neither.
+        EdgeLLMError: the text is neither.
     """
     if text in NAMED:
         return NAMED[text]
@@ -55,11 +55,11 @@ def read_choices(text: str) -> tuple[Choice, ...]:
 
 
 def check_choices(choices: Sequence[Choice], max_non_leaves: int) -> None:
-    """Refuse what is no tree, or too wide a one.
+    """Reject choices that are not a tree, or too wide.
 
     Args:
         choices: paths of ranks.
-        max_non_leaves: nodes of a level that may have children.
+        max_non_leaves: maximum nodes with children per level.
 
     Raises:
         EdgeLLMError: names the path or the level.
@@ -85,12 +85,12 @@ def check_choices(choices: Sequence[Choice], max_non_leaves: int) -> None:
 
 
 class StaticTree:
-    """The policy that drafts and verifies the choices, whatever the draft thinks of them."""
+    """The policy that drafts and verifies exactly the choices, independent of scores."""
 
     curve = None
 
     def __init__(self, choices: Sequence[Choice]) -> None:
-        """`choices`: checked; a pool must hold as many children of a parent as they have ranks."""
+        """Args: `choices`, checked; a pool must have one child of a parent for each rank."""
         numbers = {path: number for number, path in enumerate([(), *choices])}
         self._children = np.full((len(numbers), 1 + max(itertools.chain(*choices))), -1)
         for path in choices:
@@ -100,7 +100,7 @@ class StaticTree:
     def _numbers(self, pool: CandidatePool) -> I64:
         """The choice of every node of a pool; 0 is the root, -1 none."""
         numbers, width = np.zeros(pool.count, np.int64), self._children.shape[1]
-        for first in range(1, pool.count, width):  # siblings stand together, by rank
+        for first in range(1, pool.count, width):  # siblings are adjacent, by rank
             numbers[first : first + width] = self._children[numbers[pool.parents[first]]]
         return numbers
 
@@ -118,9 +118,9 @@ class StaticTree:
         return np.flatnonzero(self._numbers(pool) > 0)[:room]
 
     def pays(self, chances: Iterable[float]) -> bool:
-        """Text has no places here."""
+        """Lookups do not pay: a static tree has no place for them."""
         del chances
         return False
 
     def learn(self, confidences: Sequence[float], accepted: Sequence[bool]) -> None:
-        """Nothing."""
+        """Learns nothing."""

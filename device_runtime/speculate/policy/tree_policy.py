@@ -1,9 +1,9 @@
-"""How large a tree is worth its time.
+"""Tree policies: the size of draft trees by cost and acceptance.
 
-With lambda the tokens per millisecond that decoding reaches, a row of a pass that takes dt more
-pays if it is accepted with a probability of more than lambda * dt. Growth stops, and the tree is
-cut, by this rule; a tree of the root alone is plain decoding (renewal theory: maximizing expected
-tokens minus lambda times cost in every round maximizes the long-run rate).
+Let lambda be the throughput in tokens per millisecond. A token that adds dt to a pass pays if its
+acceptance probability exceeds lambda * dt. By this rule drafting stops and the tree is pruned. A
+tree of the root alone is plain decoding. Renewal theory: maximizing expected tokens minus lambda
+times cost in every round maximizes the long-run rate.
 """
 
 from __future__ import annotations
@@ -26,64 +26,64 @@ _MEMORY = 0.03  # weight of the newest round in the running mean
 
 @dataclass(frozen=True, slots=True)
 class TreeLimits:
-    """The user's flags; upper bounds."""
+    """Upper bounds of trees, from the user's flags."""
 
-    top_k: int = 10  # children of a node
-    steps: int = 6  # levels of a network
+    top_k: int = 10  # maximum children of a node
+    steps: int = 6  # maximum levels from a network
     verify_size: int = 60  # nodes, root included
-    static_rows: int | None = None  # nodes with children of a static tree
-    text_steps: int = 16  # levels of what text foresees, which costs no passes of a network
+    static_rows: int | None = None  # nodes with children, of a static tree
+    text_steps: int = 16  # maximum levels from lookups, which cost no passes of a network
 
     @property
     def round_rows(self) -> int:
-        """Tokens that a round commits at most."""
+        """Maximum tokens that a round commits."""
         return 1 + max(self.steps, self.text_steps)
 
     @property
     def draft_rows(self) -> int:
-        """Rows that a network computes for a tree at most."""
+        """Maximum tokens that a network computes for a tree."""
         return self.top_k * self.steps if self.static_rows is None else self.static_rows
 
     @property
     def pool_size(self) -> int:
-        """Candidates of a round at most."""
+        """Maximum candidates of a round."""
         if self.static_rows is not None:
             return 1 + self.top_k * (1 + self.static_rows)
         return 1 + self.top_k + (self.steps - 1) * self.top_k * self.top_k
 
 
 class Policy(Protocol):
-    """Decides what is drafted and what is verified."""
+    """Chooses the nodes to expand and the nodes to verify."""
 
     def scores(self, log_probs: F64) -> F64:
-        """Log-probability of acceptance of tokens that the draft gave `log_probs`, any shape."""
+        """Log of the acceptance rate for the draft's `log_probs`, any shape."""
         ...
 
     @property
     def curve(self) -> F64 | None:
-        """What `scores` makes of probabilities, see `Calibration.curve`; None: their logarithm."""
+        """`scores` as a curve, see `Calibration.curve`; None: the logarithm."""
         ...
 
     def frontier(self, pool: CandidatePool, newest: I64, prices: F64) -> I64:
-        """Which of the `newest` nodes get children; none to stop.
+        """Select the `newest` nodes that get children; none to stop.
 
         Args:
-            pool: what was drafted so far.
+            pool: all candidates of the round.
             newest: the nodes of the latest level.
-            prices: milliseconds of a pass for one of them, for two, ...; for more is no room.
+            prices: milliseconds of a pass for 1, 2, ... of them; the length is the maximum.
         """
         ...
 
     def select(self, pool: CandidatePool, room: int) -> I64:
-        """The drafted nodes to verify, at most `room`, every node's parent among them."""
+        """Select the drafted nodes to verify, at most `room`; parents are included."""
         ...
 
     def pays(self, chances: Iterable[float]) -> bool:
-        """Whether a chain of which the base accepts so many, with such chances, is verified."""
+        """Whether verifying a chain with these acceptance probabilities pays."""
         ...
 
     def learn(self, confidences: Sequence[float], accepted: Sequence[bool]) -> None:
-        """Outcome of the verified nodes whose parent was accepted."""
+        """Record the outcome of verified nodes whose parent was accepted."""
         ...
 
 
@@ -108,16 +108,16 @@ class FixedTree:
         return pool.ranked()[:room]
 
     def pays(self, chances: Iterable[float]) -> bool:
-        """Of any size."""
+        """Always."""
         del chances
         return True
 
     def learn(self, confidences: Sequence[float], accepted: Sequence[bool]) -> None:
-        """Nothing."""
+        """Learns nothing."""
 
 
 class CostAwareTree:
-    """Grows and verifies what pays, by measured costs and learned acceptance rates."""
+    """Expands and verifies nodes that pay, by measured costs and learned acceptance rates."""
 
     def __init__(
         self, limits: TreeLimits, costs: Costs, calibration: Calibration, controller: SpecGate
@@ -127,27 +127,27 @@ class CostAwareTree:
         self._best_child = 0.6  # running mean of the likeliest child's acceptance rate
 
     def scores(self, log_probs: F64) -> F64:
-        """Calibrated."""
+        """The calibrated log-probabilities."""
         return self._calibration.log_rates(np.exp(log_probs))
 
     @property
     def curve(self) -> F64:
-        """Of the calibration."""
+        """The curve of the calibration."""
         return self._calibration.curve
 
     def frontier(self, pool: CandidatePool, newest: I64, prices: F64) -> I64:
-        """The nodes whose likeliest child pays for its rows in draft and verification."""
+        """The nodes whose likeliest child pays for its draft and verification."""
         scores = pool.scores[newest].tolist()
         order = sorted(range(len(scores)), key=scores.__getitem__, reverse=True)
         rate, gain, maximum, count = self._controller.rate, 0.0, 0.0, 0
         verify = self._controller.verify
         last = min(len(verify) - 1, 8)
-        # What one more verified row costs in trees of a middling size.
+        # Cost of one more verified token in a tree of medium size.
         row_ms = (verify[last] - verify[2]) / max(last - 2, 1)
         allowed = order[: min(self._limits.top_k, len(prices))]
         for size, place in enumerate(allowed, start=1):
             more = math.exp(scores[place]) * self._best_child - rate * row_ms
-            if more <= 0:  # nor does any behind it pay: prices never fall
+            if more <= 0:  # later nodes do not pay either, since prices never fall
                 break
             gain += more
             if gain - rate * prices[size - 1] > maximum:
@@ -155,11 +155,11 @@ class CostAwareTree:
         return newest[order[:count]]
 
     def select(self, pool: CandidatePool, room: int) -> I64:
-        """The size at which expected tokens minus the price of the pass peak."""
+        """The size with the maximum of expected tokens minus the price of the pass."""
         verify = self._controller.verify
         ranked = pool.ranked()[: min(room, len(verify) - 2)]
         rate, expected, count = self._controller.rate, 0.0, 0
-        maximum = rate * (self._costs.tree_ms - verify[1])  # of the root alone, which has none
+        maximum = rate * (self._costs.tree_ms - verify[1])  # root alone: no tree_ms
         for size, score in enumerate(pool.scores[ranked].tolist(), start=1):
             expected += math.exp(score)
             value = expected - rate * verify[size + 1]
@@ -168,7 +168,7 @@ class CostAwareTree:
         return ranked[:count]
 
     def pays(self, chances: Iterable[float]) -> bool:
-        """As `select`, of a chain alone."""
+        """As `select`, for a single chain."""
         verify, rate = self._controller.verify, self._controller.rate
         won = -rate * (self._costs.host_ms + self._costs.tree_ms)
         for rows, chance in enumerate(chances, start=2):
@@ -181,7 +181,7 @@ class CostAwareTree:
         return False
 
     def learn(self, confidences: Sequence[float], accepted: Sequence[bool]) -> None:
-        """Calibrate."""
+        """Update the calibration."""
         self._calibration.learn(confidences, accepted)
         if len(confidences):
             rate = math.exp(self._calibration.log_rate(max(confidences)))

@@ -171,7 +171,7 @@ def read_in_pieces(name, given, sizes, **options):
 
 @pytest.mark.parametrize("name", SETS)
 @pytest.mark.parametrize("window", [0, 150])
-def test_a_rows_bits_do_not_depend_on_the_piece_it_came_in(name, window, rng):
+def test_results_do_not_depend_on_the_prefill_chunk(name, window, rng):
     count = 600 if name != "scalar" else 300
     given = new_rows(rng, count, 3, 1, 32, 0)
     one_by_one = read_in_pieces(name, given, [1] * count, window=window)
@@ -183,7 +183,7 @@ def test_a_rows_bits_do_not_depend_on_the_piece_it_came_in(name, window, rng):
 
 
 @pytest.mark.parametrize("name", SETS)
-def test_a_rows_bits_in_a_tree_are_those_of_its_path_alone(name, rng):
+def test_tree_node_has_the_bits_of_its_path_alone(name, rng):
     """Also across the border of two chunks, where siblings push a row's slot beyond it."""
     for trial in range(60):
         write_index = int(rng.integers(235, 262))
@@ -208,7 +208,7 @@ def test_a_rows_bits_in_a_tree_are_those_of_its_path_alone(name, rng):
 
 
 @pytest.mark.parametrize("name", SETS)
-def test_what_a_row_does_not_see_does_not_touch_it(name, rng):
+def test_masked_keys_do_not_affect_a_row(name, rng):
     given = new_rows(rng, 6, 2, 1, 16, 10)
     mask = np.eye(6, dtype=np.bool_)
     sound = attention(name, given.copy(), mask=mask)
@@ -219,7 +219,7 @@ def test_what_a_row_does_not_see_does_not_touch_it(name, rng):
 
 
 @pytest.mark.parametrize("name", SETS)
-def test_a_row_that_sees_nothing_is_zero(name, rng):
+def test_fully_masked_row_is_zero(name, rng):
     given = new_rows(rng, 2, 2, 1, 16, 0)
     y = attention(name, given, mask=np.array([[False, False], [True, True]]))
     assert not y[0].any()

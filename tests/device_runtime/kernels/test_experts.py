@@ -91,7 +91,7 @@ def test_a_row_is_the_sum_of_its_experts(kind, block, down_block, error, limits,
 
 
 @pytest.mark.parametrize("kind", ["int4", "float32"])
-def test_a_rows_bits_do_not_depend_on_its_company(kind, rng):
+def test_results_are_batch_invariant(kind, rng):
     """Nor on the pieces of 4,096 rows times experts in which long prompts are read."""
     gates, downs = cases(rng, kind, 32, 16)
     run = session(gates, downs)
@@ -118,7 +118,7 @@ def test_limits_have_the_same_bits_on_every_instruction_set(kind, rng):
         assert product(name, case, x, **LIMITED).tobytes() == reference.tobytes()
 
 
-def test_limits_do_not_hide_what_is_no_number(rng):
+def test_limits_keep_nan(rng):
     case = cases(rng, "float32", 1, 1)[0][0]
     x = rng.standard_normal((2, HIDDEN), np.float32)
     x[1, 7] = np.nan
@@ -128,7 +128,7 @@ def test_limits_do_not_hide_what_is_no_number(rng):
         assert np.isfinite(y[0]).all()
 
 
-def test_wrong_weights_and_ids_are_refused(rng):
+def test_wrong_weights_and_ids_are_rejected(rng):
     gates, downs = cases(rng, "int4", 32, 16)
     packed = stacked(gates)
     damaged = packed.copy()

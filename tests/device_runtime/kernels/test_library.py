@@ -36,7 +36,7 @@ def test_without_a_compiler_there_is_a_remedy(fresh, monkeypatch):
     assert "apt install g++" in str(caught.value.hint)
 
 
-def test_a_compiler_that_fails_leaves_nothing_behind(fresh, monkeypatch):
+def test_failed_compilation_leaves_no_files(fresh, monkeypatch):
     broken = fresh / "broken"
     broken.write_text("#!/bin/sh\necho 'unknown option -mavxvnni' >&2\nexit 1\n")
     broken.chmod(0o755)

@@ -80,7 +80,7 @@ def _given(rng, rows, **more):
 
 
 @pytest.mark.parametrize("threads", [1, 2])
-def test_rows_have_adapters_of_their_own(threads, rng):
+def test_tokens_have_individual_adapters(threads, rng):
     rows = [0, 1, 2, 1, 0] * 60
     base = rng.standard_normal((1, len(rows), sum(WIDTHS))).astype(np.float32)
     pairs, given = _given(rng, rows, base=base)
@@ -121,7 +121,7 @@ def test_a_packed_product_adds_what_adapters_do_first(threads, rng):
     assert session.run(None, one)[0][0, 0].tobytes() == y[2].tobytes()  # alone
 
 
-def test_adapters_read_rows_of_their_own(rng):
+def test_adapters_apply_to_their_own_tokens(rng):
     """Where a product's are smoothed; and gates come behind what is added."""
     case, session = _linear(rng, own=("own",), gated=True, terms=2)
     gamma = np.ones(K, np.float32)
@@ -155,7 +155,7 @@ def test_adapters_read_rows_of_their_own(rng):
         ({"places": np.zeros((1, 2), np.int64)}, "the places are not"),
     ],
 )
-def test_what_does_not_fit_stops_the_pass(change, words, rng):
+def test_mismatched_shapes_fail_the_pass(change, words, rng):
     _, given = _given(rng, [1], base=np.zeros((1, 1, 64), np.float32))
     with pytest.raises(Exception, match=words):
         _session().run(None, {**given, **change})

@@ -41,7 +41,7 @@ def test_a_linear_layer_has_the_kernels_bits(threads, rng, tmp_path):
         assert y.tobytes() == product(BEST, case, x[0]).tobytes()
 
 
-def test_a_linear_layer_with_all_that_stands_around_it(rng):
+def test_linear_layer_with_fused_neighbours(rng):
     case = quantized_case(rng, "int8", 64, 32, 32)
     names = ("x", "w", "gamma", "skip", "bias", "residual")
     session = linear(case, names=names, outputs=("y", "sum"), epsilon=1e-6)
@@ -59,7 +59,7 @@ def test_a_linear_layer_with_all_that_stands_around_it(rng):
     assert session.run(None, given)[0].tobytes() == y.tobytes()
 
 
-def test_foreign_weights_stop_the_session(rng):
+def test_foreign_weights_fail_the_session(rng):
     case = quantized_case(rng, "int4", 64, 32, 32)
     with pytest.raises(Exception, match="no packed weight of edgellm"):
         linear(case, np.zeros(1000, np.uint8))
@@ -198,7 +198,7 @@ KINDS = [(np.float32, F32), (np.float16, HALF), (np.int8, INT8)]
 @pytest.mark.parametrize("threads", [1, 2])
 @pytest.mark.parametrize("window", [0, 90])
 @pytest.mark.parametrize(("dtype", "cache"), KINDS)
-def test_sequences_in_one_pass_have_the_bits_of_each_alone(threads, window, dtype, cache, rng):
+def test_batched_sequences_have_the_bits_of_each_alone(threads, window, dtype, cache, rng):
     """Pieces of prompts, single rows and trees; pages strewn; the caches written in place."""
     scales = {"k_scale": np.float32([0.02]), "v_scale": np.float32([0.03])}
     scales = scales if dtype == np.int8 else {}
@@ -241,7 +241,7 @@ def test_no_sequence_and_no_rows():
         assert y.shape == (1, 0, HEADS * DIM)
 
 
-def test_attention_refuses_what_does_not_fit(rng):
+def test_attention_rejects_mismatched_shapes(rng):
     session = attention_session(["cos", "sin", "positions", "masks"], packed=False)
     cache = np.zeros((3, KV_HEADS, 16, DIM), np.float32)
     sound = {
@@ -312,7 +312,7 @@ def test_picks(width, rng):
         np.testing.assert_allclose(probs[0], np.take_along_axis(log_probs, expected, 1), atol=5e-6)
 
 
-def test_picks_refuse_more_than_there_are():
+def test_picks_reject_too_large_k():
     logits = np.zeros((1, 1, 3), np.float32)
     for k in (0, 4):
         with pytest.raises(Exception, match="Picks: k is not"):

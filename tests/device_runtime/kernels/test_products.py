@@ -112,7 +112,7 @@ def test_fp8_is_multiplied_as_stored(shape, rng):
             assert same_bits(product(name, case, x), reference), (name, rows)
 
 
-def test_a_channel_stands_for_its_weights(rng):
+def test_channels_decode_to_their_weights(rng):
     cases = [quantized_case(rng, *shape) for shape in SHAPES]
     cases += [
         fp8_case(rng, 200, 33, 48),
@@ -128,7 +128,7 @@ def test_a_channel_stands_for_its_weights(rng):
 
 @pytest.mark.parametrize("name", FAST)
 @pytest.mark.parametrize("kind", ["int4", "int8", "float16", "fp8"])
-def test_a_rows_bits_do_not_depend_on_its_company(name, kind, rng):
+def test_results_are_batch_invariant(name, kind, rng):
     if kind == "float16":
         case = float_case(rng, kind, 96, 64)
     elif kind == "fp8":
@@ -165,7 +165,7 @@ def test_norm_skip_bias_and_residual(rng):
         assert relative_error(y, exact) < INT8_INPUTS
 
 
-def test_gate_and_up_take_turns(rng):
+def test_gate_and_up_are_interleaved(rng):
     case = quantized_case(rng, "int8", 64, 96, 32, gated=True)
     x, bias = rng.standard_normal((4, 64), np.float32), rng.standard_normal(96, np.float32)
     both = (x @ case.weight.T + bias).reshape(4, 3, 2, 16)
@@ -186,7 +186,7 @@ def test_packed_weights_may_lie_anywhere(rng):
 
 
 @pytest.mark.parametrize("name", SETS)
-def test_rows_of_zeros_outliers_and_no_numbers_stay_apart(name, rng):
+def test_zeros_outliers_and_nan_do_not_affect_other_rows(name, rng):
     case = quantized_case(rng, "int4", 64, 32, 32)
     x = rng.standard_normal((8, 64), np.float32)
     sound = product(name, case, x)
@@ -207,7 +207,7 @@ DAMAGES = {
 
 
 @pytest.mark.parametrize("damage", DAMAGES)
-def test_a_damaged_header_is_refused(damage, rng):
+def test_a_damaged_header_is_rejected(damage, rng):
     case = quantized_case(rng, "int4", 64, 40, 32)
     packed = case.packed.copy()
     at, replaced = DAMAGES[damage]
@@ -216,7 +216,7 @@ def test_a_damaged_header_is_refused(damage, rng):
         product("scalar", case, np.zeros((1, 64), np.float32), packed=packed)
 
 
-def test_a_weight_that_was_cut_off_is_refused(rng):
+def test_a_truncated_weight_is_rejected(rng):
     case = quantized_case(rng, "int4", 64, 40, 32)
     for size in (0, 63, 64, len(case.packed) - 1):
         with pytest.raises(ValueError, match="packed weight"):

@@ -167,7 +167,7 @@ def test_picks_that_are_fewer_than_the_vocabulary():
     assert 0.7 < settled[(top_k == 2) | (top_k == 3)].mean() < 1  # some are equal to the last pick
 
 
-def test_numbers_that_are_none_end_the_path_where_the_host_complains():
+def test_nan_ends_the_path_and_leaves_the_error_to_the_host():
     tree = Tree(np.array([0, 1, 2]), np.array([-1, 0, 1]), np.ones(3))
     logits = np.zeros((1, NODES, VOCAB), np.float32)
     logits[0, 0, 1] = 4
@@ -208,7 +208,7 @@ def test_picks_and_sums_of_logits(vocab, share):
     np.testing.assert_allclose(log_sums[:3], exact, rtol=1e-6)
 
 
-def test_what_is_no_number_is_the_first_pick():
+def test_nan_is_the_first_pick():
     logits = np.zeros((2, 100), np.float32)
     logits[0, 70], logits[1, 30] = np.nan, -np.nan
     keys, sums = np.zeros((2, 1, 64), np.int64), np.zeros((2, 1, 2), np.float32)

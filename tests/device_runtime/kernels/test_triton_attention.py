@@ -215,7 +215,7 @@ def by_reference(kernel, grid, *arguments, **constants) -> None:
 
 
 @pytest.mark.parametrize(("name", "codes"), RUNS)
-def test_attention_is_that_of_float64(name, codes):
+def test_attention_equals_float64(name, codes):
     case = dataclasses.replace(CASES[name], codes=codes)
     one = Pass(case)
     before = one.cache.values()
@@ -278,7 +278,7 @@ MIXED = (2, 30, 3), (1, 9, 0), (9, 3, 0)
     ("codes", "kind"),
     [("fp16", {}), ("int8", {"window": 20, "dim": 128}), ("fp8", {"dim": 96, "cap": 2.0})],
 )
-def test_rows_have_the_bits_that_they_have_alone(codes, kind):
+def test_attention_is_batch_invariant(codes, kind):
     """And the cache's rows, too."""
     cases = [
         Case(rows, at, 2, 1, columns=columns, codes=codes, seed=seed, capacity=64, shares=2, **kind)
@@ -301,7 +301,7 @@ def test_rows_have_the_bits_that_they_have_alone(codes, kind):
 
 
 @pytest.mark.parametrize("codes_name", ["int8", "fp8"])
-def test_rows_are_coded_as_numpy_codes_them(codes_name):
+def test_quantization_equals_numpy(codes_name):
     one = Pass(Case(8, 20, 4, 2, codes=codes_name))
     one.v[0], one.v[1, 0, 0] = 0, 60000
     one.run()
@@ -318,7 +318,7 @@ def test_the_runtime_writes_tables_that_are_followed():
     assert (catalog.SEQUENCES, cache.FIELDS.value) == SHAPE
 
 
-def test_a_table_that_is_none_is_not_followed():
+def test_invalid_table_is_not_followed():
     """TensorRT times plugins on random inputs."""
     one = Pass(Case(4, 10, 4, 2))
     stored = one.cache.codes.copy()
@@ -338,7 +338,7 @@ def test_rows_outside_the_cache_are_dropped(index):
 
 
 @pytest.mark.parametrize("codes", ["fp16", "int8"])
-def test_accepted_rows_move_together(codes):
+def test_compaction_of_accepted_positions(codes):
     one = Cache(Case(0, 0, 4, 2, codes=codes), np.random.default_rng(0))
     codes_before, scales_before = one.codes.copy(), one.scales.copy()
     path = np.array([0, 2, 3, 7, 11, -1, -1], np.int32)

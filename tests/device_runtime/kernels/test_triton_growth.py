@@ -84,7 +84,7 @@ class DevicePools:
     ("top_k", "steps", "room", "several"),
     [(10, 6, 59, 3), (4, 3, 59, 3), (1, 4, 3, 1), (8, 2, 1, 2)],
 )
-def test_trees_are_the_hosts(top_k, steps, room, several):
+def test_trees_equal_the_host(top_k, steps, room, several):
     """Of sequences side by side, each with a tree of its own size, and of nobody behind them."""
     limits = TreeLimits(top_k, steps, room + 1)
     policy = FixedTree(limits)
@@ -175,7 +175,7 @@ def _check_selection(hosts, policy: FixedTree, device: DevicePools, start, room:
 
 
 @pytest.mark.parametrize("scored", ["rates", "places"])
-def test_scores_by_a_curve_and_by_place(scored):
+def test_scores_by_rates_and_by_place(scored):
     limits, random = TreeLimits(6, 4, 20), np.random.default_rng(3)
     table = np.concatenate([np.sort(random.random(11)), np.sort(-random.random(11))])
     if scored == "places":

@@ -53,7 +53,7 @@ def test_every_kernel_of_a_target_passes_its_gates(sm):
         assert faults(variant, ptx, Assembled(entry["registers"], 0)) == []
 
 
-def test_gpus_without_ptx_of_their_own():
+def test_gpus_without_their_own_ptx():
     assert prebuilt.find(SMALLEST, 121).sm == 89  # Triton's sm_120a runs on no other
     assert prebuilt.find(SMALLEST, 103).sm == 89
     with pytest.raises(EdgeLLMError, match=r"no kernels were compiled for compute capability 8\.6"):

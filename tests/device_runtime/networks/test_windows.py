@@ -173,7 +173,7 @@ def test_a_fork_continues_if_its_window_is_cached(engine, whole):
     assert session.least_rows == least, "a copy of rows has no more than they had"
     session.write_rows(saved, IDS.tolist(), least)
     assert read(session, 700, 701) == expected[701]
-    with pytest.raises(ValueError, match="were given back"):
+    with pytest.raises(ValueError, match="were freed"):
         session.run(IDS[:1], least - 1, np.array([0]))
 
 

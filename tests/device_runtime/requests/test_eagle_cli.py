@@ -213,7 +213,10 @@ def test_prove_compares_lengths(eagle_pair, monkeypatch, more):
     ("flags", "messages"),
     [
         (("--eagle", "--eagleVerifyTreeSize", 61), ("trees of 61 nodes", "the engine's 60")),
-        (("--eagle", "--eagleDraftTopK", 11), ("11 x --eagleDraftStep 6 = 66 drafted rows", "60")),
+        (
+            ("--eagle", "--eagleDraftTopK", 11),
+            ("11 x --eagleDraftStep 6 = 66 drafted tokens", "60"),
+        ),
         (("--eagle", "--eagleDraftTopK", 41, "--eagleDraftStep", 1), ("vocabulary of 40",)),
         (("--eagle", "--eagleTree", "nonsense"), ("--eagleTree nonsense: give cost or fixed",)),
         (("--prove", 1), ("--prove needs speculation", "give --eagle or --spec as well")),

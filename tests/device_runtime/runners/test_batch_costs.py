@@ -42,7 +42,7 @@ def asks(*rows: int):
     ]
 
 
-def test_what_lies_between_is_interpolated():
+def test_costs_between_measurements_are_interpolated():
     found = costs()
     assert found.of(2, 16) == pytest.approx(11 + 1.6)
     assert found.of(1, 300) == pytest.approx(10 + 30)  # beyond what was measured
@@ -54,7 +54,7 @@ def test_what_lies_between_is_interpolated():
     assert "4 answers" in measured_name(shared_kind(PASS, 4))
 
 
-def test_what_was_disturbed_is_no_less_for_more():
+def test_costs_are_monotone_in_tokens():
     found = SharedCosts({1: {"1": 10, "4": 9}, 2: {"1": 8, "4": 12}})
     assert (found.of(1, 1), found.of(2, 2)) == (9, 9)
 
@@ -87,7 +87,7 @@ class Arranging:
         self.learned = found
 
 
-def test_only_what_nobody_measured_is_measured():
+def test_only_missing_costs_are_measured():
     runner, measured = Arranging(), []
 
     def measure():

@@ -75,7 +75,7 @@ def _for_three(pair, folder: Path) -> Path:
     return folder
 
 
-def test_answers_are_those_of_the_cpu(eagle_pair, engine, tmp_path):
+def test_outputs_equal_the_cpu(eagle_pair, engine, tmp_path):
     """Plain ones and drafted ones, alone and three side by side: a fourth waits for a place."""
     here, llm = LLM(eagle_pair.engine), _llm(engine, TREES)
     asks = [*((prompt, GREEDY) for prompt in PROMPTS)]
@@ -158,7 +158,7 @@ def test_recordings_are_bounded(halves, monkeypatch):
     assert len(session.run(np.arange(4), 0, np.arange(4)).logits) == 4
 
 
-def test_a_token_uploads_what_is_new(halves, monkeypatch):
+def test_a_token_uploads_only_changes(halves, monkeypatch):
     with cuda_on_cpu.recording():
         session = cuda_on_cpu.open_base(halves)
     session.run(np.arange(9, 29), 0, np.array([19]))
@@ -171,7 +171,7 @@ def test_a_token_uploads_what_is_new(halves, monkeypatch):
     assert len(sent) == 2  # the token, and where it goes
 
 
-def test_what_cannot_be_recorded_is_computed_piece_by_piece(halves, monkeypatch, caplog):
+def test_failed_recording_falls_back_to_plain_passes(halves, monkeypatch, caplog):
     expected = _answer(_llm(halves, TREES), PROMPTS[0], speculative=True)
     runs = cuda_on_cpu.Runs(monkeypatch, fails=True)
     with cuda_on_cpu.recording():
@@ -212,7 +212,7 @@ def test_medusa_heads(eagle_pairs, tmp_path):
 
 
 # ------------------------------------------------------------------------------------- caches
-def test_kept_rows_are_those_of_a_fresh_prompt(engine):
+def test_reused_kv_cache_equals_a_fresh_prompt(engine):
     one, fresh = cuda_on_cpu.open_base(engine), cuda_on_cpu.open_base(engine)
     ids, path = np.arange(30, 36), np.array([0, 2, 4])
     mask = np.eye(6, dtype=np.bool_)
@@ -231,7 +231,7 @@ def test_kept_rows_are_those_of_a_fresh_prompt(engine):
     np.testing.assert_array_equal(*results)
 
 
-def test_overlapping_rows_move_together(engine):
+def test_compaction_with_overlapping_positions(engine):
     session = cuda_on_cpu.open_base(engine)
     before = np.random.default_rng(0).standard_normal(session.read_rows(20).shape, np.float32)
     session.write_rows(before)

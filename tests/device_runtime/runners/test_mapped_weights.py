@@ -40,7 +40,7 @@ def path(case, tmp_path):
 
 
 @pytest.mark.skipif(not HAS_LARGE_PAGES, reason="this system has no large pages")
-def test_weights_are_mapped_once_for_large_pages_and_as_long_as_the_session(case, path):
+def test_weights_are_mapped_once_for_the_sessions_lifetime(case, path):
     session = graphs.load_graph(path, optimize=False, own_kernels=True)
     (flags,) = mappings(path.with_suffix(".data"))
     assert "hg" in flags.split()
@@ -71,7 +71,7 @@ def test_an_older_runtime_maps_them_itself(case, path, monkeypatch):
 
 
 @pytest.mark.skipif(not hasattr(os, "RWF_NOWAIT"), reason="this system has no such reads")
-def test_a_file_that_is_forgotten_comes_from_the_disk_again(tmp_path):
+def test_evicted_file_is_read_from_disk_again(tmp_path):
     found = subprocess.run(["stat", "-f", "-c", "%T", tmp_path], capture_output=True, check=True)
     if found.stdout.strip() == b"tmpfs":
         pytest.skip("these files lie in memory alone")

@@ -105,7 +105,7 @@ def whole_pages(session, rows):
     return -(-rows // session.page_rows) * session.page_rows
 
 
-def test_any_schedule_gives_every_sequence_its_bits(engine):
+def test_any_schedule_is_batch_invariant(engine):
     session, rng = open_session(engine), np.random.default_rng(2)
     for trial in range(1 if (engine / LOWERED).exists() else 3):  # which is slow on the fake GPU
         count = int(rng.integers(2, 7))
@@ -156,7 +156,7 @@ SPECS = {"plain": None, "text": SpecOptions(network=None, lookups=("ngram",), tr
 
 
 @pytest.mark.parametrize("spec", SPECS)
-def test_answers_side_by_side(engine, spec):
+def test_batched_requests(engine, spec):
     llm = opened(engine, lambda: LLM(engine, spec=SPECS[spec]))
     prompts = [f"w{20 + at} w21 w22 w23 w{40 - at} w21 w22" for at in range(6)]
     kinds = [SamplingParams(temperature=0), SamplingParams(1.0, 1.0, 0, 7)]

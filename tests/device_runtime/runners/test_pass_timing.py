@@ -49,7 +49,7 @@ def clock(monkeypatch) -> Clock:
     return found
 
 
-def test_calls_are_measured_in_turns(clock):
+def test_measurements_are_interleaved(clock):
     """The smallest first; the fastest call of each counts, and what goes before it does not."""
     calls = []
 
@@ -116,7 +116,7 @@ def test_timing_keeps_its_budget_on_any_machine(clock, shape, per_token, seconds
 
 
 @pytest.mark.parametrize("takes", [linear(10, 1), reading_bound(10, 1), linear(0, 1)])
-def test_estimates_go_on_as_the_measured_times_do(takes):
+def test_estimates_extrapolate_measured_times(takes):
     """Where three sizes show it; the most that they can be where they do not."""
     measured = {str(rows): takes(rows) for rows in (1, 2, 4, 8, 16)}
     found = with_estimates(measured, MEASURED_ROWS)
@@ -228,7 +228,7 @@ DRAFT_SPEC = SimpleNamespace(
 )
 
 
-def test_growth_is_measured_behind_an_extension():
+def test_draft_steps_are_measured_after_an_extension():
     session = WatchedDraft()
     costs = draft.costs(session, DRAFT_SPEC, max_rows=4)
     assert set(costs[STEP]) == set(costs[EXTEND]) == {"1", "2", "4"}

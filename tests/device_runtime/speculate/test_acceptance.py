@@ -204,7 +204,7 @@ def distance(seed: int, params, accept) -> float:
 @pytest.mark.parametrize("params", PARAMS, ids=str)
 @settings(max_examples=12)
 @given(seed=st.integers(0, 10_000))
-def test_any_tree_leaves_the_distribution_as_it_is(params, seed):
+def test_any_tree_preserves_the_distribution(params, seed):
     assert distance(seed, params, accept_exactly) < 1e-12
 
 
@@ -265,7 +265,7 @@ def test_the_check_finds_biased_acceptance(accept):
 
 
 @pytest.mark.parametrize("params", PARAMS, ids=str)
-def test_the_same_seed_gives_the_plain_answer(params):
+def test_same_seed_equals_plain_decoding(params):
     for seed in range(30):
         seeded = dataclasses.replace(params, seed=seed)
         one, other = Sampler(seeded, PROMPT), Sampler(seeded, PROMPT)

@@ -131,7 +131,7 @@ def test_the_length_ends_inside_a_path(scripted, llm, length):
     assert (len(answer.token_ids), answer.finish_reason) == (length, "length")
 
 
-def test_the_next_answer_starts_anew(scripted, llm):
+def test_next_request_starts_fresh(scripted, llm):
     scripted(*WORDS)
     for stop in (["w33"], [], ["w31"]):
         answer = llm.generate(PROMPT, sampling=GREEDY, max_generate_length=8, stop=stop)
@@ -140,7 +140,7 @@ def test_the_next_answer_starts_anew(scripted, llm):
         assert answer.text == (expected.split(stop[0])[0] if stop else expected)
 
 
-def test_answers_do_not_mix(scripted, llm):
+def test_concurrent_requests_do_not_mix(scripted, llm):
     scripted(*WORDS)
     first = llm.generate(PROMPT, sampling=GREEDY, max_generate_length=13)
     steps = iter(first)
@@ -150,7 +150,7 @@ def test_answers_do_not_mix(scripted, llm):
     assert first.text == _text(13)
 
 
-def test_numbers_that_are_none_end_the_answer(scripted, llm):
+def test_nan_logits_end_the_request(scripted, llm):
     session = scripted(*WORDS)
     healthy = session.logits_of
     session.logits_of = lambda context: healthy(context) + (np.nan if len(context) > 8 else 0)

@@ -68,7 +68,7 @@ def plain(prompt, params, count=30) -> list[int]:
     ("policy", "links"), [("fixed", 16), ("fixed", 0), ("static", 0), ("cost", 16)]
 )
 @pytest.mark.parametrize("draft", ["oracle", "adversary", "half_right", "broken"])
-def test_ids_are_those_of_plain_decoding(draft, policy, links):
+def test_token_ids_equal_plain_decoding(draft, policy, links):
     base = StrictBase(128)
     rules = {"links": links, "from_newest": policy == "cost", "is_causal": draft == "oracle"}
     start, session = drafting(policy, draft, **rules)
@@ -173,7 +173,7 @@ def test_an_engine_equals_torch(engines, name):
 
 
 @pytest.mark.parametrize(("name", "precision"), [("dflash2", "int8"), ("deepspec", "int4")])
-def test_rounded_engines_say_nearly_the_same(engines, name, precision, tmp_path):
+def test_quantized_engines_are_close(engines, name, precision, tmp_path):
     layout, pair = LAYOUTS[name], engines(name)
     built = build_engine(
         "draft", pair.draft_bundle, tmp_path / "e", draft_plan(precision), "onnxruntime", print
@@ -191,7 +191,7 @@ def test_rounded_engines_say_nearly_the_same(engines, name, precision, tmp_path)
 
 
 @pytest.mark.parametrize("name", ["dflash2", "speculators"])
-def test_blocks_of_several_answers_share_a_pass(engines, name, tmp_path):
+def test_blocks_of_several_requests_share_a_pass(engines, name, tmp_path):
     """Neither sees the other, nor is a candidate linked to one of the other."""
     plan = replace(draft_plan(), max_batch_size=2, options=CpuOptions("edgellm"))
     bundle, layout = engines(name).draft_bundle, LAYOUTS[name]
@@ -230,7 +230,7 @@ SPECS = {
         ("dflash2", "fixed"),
     ],
 )
-def test_answers_are_those_of_plain_decoding(engines, name, way):
+def test_outputs_equal_plain_decoding(engines, name, way):
     """Stop tokens, limits within a block, texts that go on behind others, a full cache."""
     llm = LLM(engines(name).engine, verify=True, spec=SPECS[way])
     rounds = []
@@ -249,7 +249,7 @@ def test_answers_are_those_of_plain_decoding(engines, name, way):
 @pytest.mark.parametrize(
     ("options", "message"),
     [
-        ({"steps": 6}, "--eagleDraftStep is 6 levels deep, the draft's blocks foresee 5 tokens"),
+        ({"steps": 6}, "--eagleDraftStep is 6 levels deep, the draft's blocks predict 5 tokens"),
         ({"top_k": 97}, "exceeds the draft's vocabulary of 96"),
         ({"network": "eagle"}, "is of dflash"),
     ],

@@ -73,7 +73,7 @@ def tree_paths(tree) -> list[tuple[int, ...]]:
     return paths
 
 
-def test_what_two_lookups_foresee_is_one_tree():
+def test_two_lookups_merge_into_one_tree():
     tree = run(drafter_of([1, 2, 3], [1, 4]).propose(9, 10, 10))
     assert tree.token_ids[0] == 9
     assert sorted(tree_paths(tree)) == [(), (1,), (1, 2), (1, 2, 3), (1, 4)]
@@ -87,7 +87,7 @@ def test_what_two_lookups_foresee_is_one_tree():
     assert len(run(drafter_of([1, 2, 3], [1, 4]).propose(9, 10, 0))) == 1
 
 
-def test_a_token_that_two_foresee_is_as_likely_as_the_surer_says():
+def test_token_of_two_lookups_has_the_higher_score():
     """The first lookup would have cut the chain at a row that costs 0.45 tokens."""
     limits, costs = TreeLimits(4, 6, 20), Costs.of({"1": 10, "20": 105})
     said = [([1, 2], 0.3), ([1, 2, 3], 0.9)]
@@ -102,22 +102,22 @@ def test_a_token_that_two_foresee_is_as_likely_as_the_surer_says():
     assert run(drafter.propose(9, 20, 10)).token_ids.tolist() == [9, 1, 2, 3]
 
 
-def test_outcomes_are_told_to_whoever_guessed():
+def test_outcomes_update_the_source_that_proposed():
     """A token that was there already is the first one's; a child of a rejected one is nobody's."""
     drafter = drafter_of([1, 2, 3], [1, 4, 5], [6, 7])
     tree = run(drafter.propose(9, 20, 10))
     paths = tree_paths(tree)
     drafter.learn(tree, [paths.index(path) for path in [(), (1,), (1, 4)]], 3)
-    first, second, third = (source.calibration.learned for source in drafter._foresight.sources)
+    first, second, third = (source.calibration.learned for source in drafter._text_drafts.sources)
     assert first == [([0.5, 0.5], [1, 0])]
     assert [sorted(zip(*learned, strict=True)) for learned in second] == [[(0.4, 0), (0.4, 1)]]
     assert third == [([0.3], [0])]
     assert drafter.confidences(tree)[paths.index((6,))] == 0.3
 
 
-def test_lookups_hear_all_but_images():
+def test_lookups_receive_all_tokens_but_images():
     drafter = drafter_of([1], image_ids=ImageIds(100, None))
-    (source,) = drafter._foresight.sources
+    (source,) = drafter._text_drafts.sources
     drafter.remember([5, 100, 101, 6])
     assert source.lookup.told == []  # until it is asked
     run(drafter.propose(6, 10, 10))
@@ -137,7 +137,7 @@ def test_chains_are_as_long_as_they_pay(last_ms, size):
     assert len(run(drafter.propose(9, 20, 10))) == size
 
 
-def test_a_losing_lookup_is_left_alone_for_a_while():
+def test_a_losing_lookup_pauses():
     costs = Costs.of({"1": 10, "2": 11, "7": 14})
     limits, sure = TreeLimits(4, 6, 20), Calibration(prior_weight=1e6)
     lookup = LearnedLookup(lambda: Saying([1, 2, 3], 0.95), Calibration(prior_weight=1e6))
@@ -151,7 +151,7 @@ def test_a_losing_lookup_is_left_alone_for_a_while():
     assert [size > 1 for size in sizes] == [True] * 10 + [False] * 192 + [True] * 10
 
 
-def test_text_is_looked_up_while_a_network_rests():
+def test_lookups_draft_while_the_network_pauses():
     """Also what was said since it does."""
     limits, costs = TreeLimits(4, 6, 20), Costs.of({"1": 10, "7": 14})
     learned = by_cost(limits, costs, lookups=[ngram.remember()], adapts=True)
@@ -166,13 +166,13 @@ def test_text_is_looked_up_while_a_network_rests():
     assert len(run(drafter.propose(3, 20, 10))) > 1
 
 
-def test_lookups_that_rest_are_told_nothing_until_they_wake():
+def test_paused_lookups_receive_no_text():
     limits, costs = TreeLimits(4, 6, 20), Costs.of({"1": 10, "7": 14})
     learned = by_cost(limits, costs, lookups=[ngram.remember()])
     text = learned.controller.pace.text
     text.pause = 6
     drafter, no_taps = begun(TextDrafter(learned, limits)), np.zeros((1, 0), np.float32)
-    (source,) = drafter._foresight.sources
+    (source,) = drafter._text_drafts.sources
     for token_id in (1, 2, 3, 4, 9, 1):
         assert drafter.rests
         drafter.pass_by(token_id, no_taps)

@@ -235,7 +235,7 @@ def plain_answer():
 
 
 @pytest.mark.parametrize(("name", "way"), [(n, way) for n, ways in WAYS_OF.items() for way in ways])
-def test_ids_are_those_of_plain_decoding(eagle_pairs, plain_answer, name, way):
+def test_token_ids_equal_plain_decoding(eagle_pairs, plain_answer, name, way):
     llm = LLM(eagle_pairs(name).engine, verify=True, spec=WAYS[way])
     rounds = []
     for sampling in SAMPLINGS:

@@ -39,7 +39,7 @@ def models(engine, monkeypatch) -> tuple[LLM, LLM]:
     return LLM(engine, spec=WITH_TEXT, context_reuse=True), LLM(engine)
 
 
-def test_a_conversation_is_read_once(models):
+def test_a_conversation_is_prefilled_once(models):
     """And prompts that part begin at the last checkpoint before, in base and draft."""
     model, plain = models
     text, known = words(20, 21, 22), 0
@@ -62,7 +62,7 @@ def test_a_conversation_is_read_once(models):
         assert answer.timings()["reused_tokens"] == expected
 
 
-def test_saved_rows_go_on_with_any_token_behind(engine, models, tmp_path):
+def test_saved_kv_cache_continues_with_any_token(engine, models, tmp_path):
     """As behind a stop token that the next prompt is without, also behind a restart."""
     model, plain = models
     folder = SnapshotFolder(tmp_path, {"base": "hash"})
@@ -87,7 +87,7 @@ def _rows_of_draft(model: LLM):
     return model.slot.contexts()[-1].rows[1]
 
 
-def test_limits_and_answers_in_turn(models):
+def test_limits_and_consecutive_requests(models):
     model, plain = models
     full = words(*range(10, 70))  # fills the prompt; the answer ends at the cache's last row
     whole = ask(plain, full, 200).token_ids

@@ -89,7 +89,7 @@ def plain(prompt, params, count, capacity=128) -> list[int]:
     [("fixed", False), ("fixed", True), ("static", False), ("fair", True), ("dear", False)],
 )
 @pytest.mark.parametrize("draft", DRAFTS)
-def test_ids_are_those_of_plain_decoding(draft, policy, lookups):
+def test_token_ids_equal_plain_decoding(draft, policy, lookups):
     limits = SpecOptions(choices=CHOICES).limits(60) if policy == "static" else TreeLimits(4, 3, 16)
     setup = Setup(limits, policy, draft, lookups=lookups)
     for params in SAMPLINGS:
@@ -182,7 +182,7 @@ def test_an_engine_equals_torch(eagle_pairs, tmp_path, precision):
     assert np.abs(error).mean() < {"none": 1e-5, "int8": 0.06, "int4": 0.3}[precision]
 
 
-def test_answers_share_passes_of_the_heads(eagle_pairs, tmp_path):
+def test_requests_share_passes_of_the_heads(eagle_pairs, tmp_path):
     """Each has the candidates that it has alone, and the tokens of plain decoding."""
     from eagle_engines import BASE_PLAN, draft_plan
 
@@ -261,7 +261,7 @@ def test_trees_that_the_heads_cannot_fill(eagle_pairs, options, message):
         LLM(eagle_pairs("medusa").engine, spec=SpecOptions(network="medusa", **options))
 
 
-def test_the_manifest_says_which_heads(eagle_pairs):
+def test_manifest_records_the_heads(eagle_pairs):
     manifest = load_engine(eagle_pairs("medusa").engine / "draft", DRAFT_ENGINE)
     assert (manifest.draft.method, manifest.draft.num_heads) == ("medusa", 3)
     assert manifest.draft.hidden_taps == (8,)

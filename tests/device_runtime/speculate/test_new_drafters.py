@@ -39,7 +39,7 @@ def open(order):
 
 
 class Counting(TreeDrafter):
-    def _grow(self, pool, levels):
+    def _expand(self, pool, levels):
         nodes = np.zeros(1, np.int64)
         for _ in range(levels):
             ids = (pool.token_ids[nodes] + 1)[:, None] % 90

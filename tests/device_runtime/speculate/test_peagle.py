@@ -28,7 +28,7 @@ def rows(eagle_pairs) -> CommittedRows:
     return CommittedRows(open_draft(folder, load_engine(folder, DRAFT_ENGINE)), ROUND_ROWS)
 
 
-def test_rows_foresee_what_torch_does(rows, eagle_pairs):
+def test_predictions_equal_torch(rows, eagle_pairs):
     """A prompt, whose last row is a pass of its own, and rounds that overwrite the masks."""
     pair, random = eagle_pairs("peagle"), torch.Generator().manual_seed(4)
     reference = Reference(pair.draft_checkpoint, pair.base_checkpoint, PEAGLE)
@@ -55,7 +55,7 @@ def test_rows_foresee_what_torch_does(rows, eagle_pairs):
     assert sizes == [8, 5, 5, 7, 10]
 
 
-def test_at_the_end_of_the_cache_fewer_are_foreseen(rows):
+def test_fewer_tokens_are_predicted_at_the_end_of_the_cache(rows):
     capacity, own = rows.session.capacity, rows.context
     own.begin([20])
     for count, masks in ((capacity - 3, None), (1, 2), (1, 1), (1, 0)):
@@ -65,16 +65,16 @@ def test_at_the_end_of_the_cache_fewer_are_foreseen(rows):
         assert masks is None or len(found.token_ids) == 1 + masks
     own.observe(np.zeros(1, np.int64), np.ones((1, 3 * BASE_HIDDEN), np.float32))
     assert list(own.parts(6, MASKS)) == []
-    assert own.is_behind
+    assert own.has_waiting
 
 
-def test_trees_deeper_than_the_draft_foresees(eagle_pairs):
+def test_trees_deeper_than_the_draft_predicts(eagle_pairs):
     engine = eagle_pairs("peagle").engine
     for options, message in (
-        ({"steps": 6}, "--eagleDraftStep is 6 levels deep, the draft foresees 5"),
+        ({"steps": 6}, "--eagleDraftStep is 6 levels deep, the draft predicts 5"),
         (
             {"choices": tuple((0,) * n for n in range(1, 7))},
-            "the choices are 6 levels deep, the draft foresees 5",
+            "the choices are 6 levels deep, the draft predicts 5",
         ),
         ({"top_k": 41}, "exceeds the draft's vocabulary of 40"),
     ):
@@ -82,7 +82,7 @@ def test_trees_deeper_than_the_draft_foresees(eagle_pairs):
             LLM(engine, spec=SpecOptions(network="peagle", **options))
     manifest = load_engine(engine / "draft", DRAFT_ENGINE)
     small = dataclasses.replace(manifest, max_draft_tree_size=4)
-    with pytest.raises(LimitError, match="--eagleDraftStep 5 exceeds the draft engine's 4 rows"):
+    with pytest.raises(LimitError, match="--eagleDraftStep 5 exceeds the draft engine's 4 tokens"):
         mask_rows(TreeLimits(steps=5), small)
 
 
@@ -93,7 +93,7 @@ def test_the_method_is_the_manifests(eagle_pairs):
         assert f"give --spec {right}, or --eagle" in caught.value.hint
 
 
-def test_several_answers_share_the_pass_that_foresees(eagle_pairs, tmp_path):
+def test_requests_share_the_draft_pass(eagle_pairs, tmp_path):
     from eagle_engines import for_several
 
     pair, greedy = eagle_pairs("peagle"), SamplingParams(temperature=0)

@@ -148,7 +148,7 @@ def test_a_second_turn_computes_what_is_new(speculates):
     assert chat.base.passes[0] == (chat.reused, 1) == (len(turn) - 1, 1), "asked again"
 
 
-def test_the_draft_needs_the_token_behind_a_row_unless_the_row_waits():
+def test_cached_draft_position_fixes_its_next_token():
     """As where the next prompt is without the stop token of an answer."""
     chat = Chat()
     tokens = chat.ask(PROMPT, speculates=True)
@@ -195,7 +195,7 @@ def test_a_pause_of_drafting_loses_no_rows():
     assert chat.rows.context.length > chat.reused
 
 
-def test_a_retrial_reads_the_newest_rows_only():
+def test_a_retrial_prefills_only_the_newest_positions():
     """The others count as held: the base need not compute them again for a draft that left them."""
     chat, prompt = Chat(policy="free"), [at % 20 for at in range(75)]
     chat.learned[GREEDY].controller.pace.network.is_retrial = True
@@ -213,7 +213,7 @@ def test_a_retrial_reads_the_newest_rows_only():
     assert (fork.length, fork.held(prompt)) == (0, 4)
 
 
-def test_one_first_token_tells_two_prompts_apart():
+def test_different_first_tokens_distinguish_prompts():
     """No pair of a token and its follower is alike, though all followers are."""
     chat = Chat()
     chat.ask([1, 5, 6, 7, 8], speculates=True)
@@ -243,7 +243,7 @@ TURNS = st.lists(
     prefill_rows=st.integers(1, 20),
     draft_capacity=st.sampled_from([5, 30, CAPACITY]),
 )
-def test_any_answers_one_after_another(turns, draft, policy, prefill_rows, draft_capacity):
+def test_any_sequence_of_requests(turns, draft, policy, prefill_rows, draft_capacity):
     chat = Chat(draft, policy, prefill_rows, draft_capacity)
     for share, new, (speculates, params), count, stop_after, breaks in turns:
         prompt = [*chat.text[: min(round(share * len(chat.text)), 60)], *new]
@@ -279,7 +279,7 @@ def test_a_draft_that_fails_forgets_only_what_it_did_not_write(breaks, monkeypat
     assert chat.reused == written
 
 
-def test_kept_rows_come_back_in_both_caches():
+def test_prefix_cache_restores_both_caches():
     chat, kept = Chat(policy="dear"), PinnedPrefixes()
     chat.learned[GREEDY].controller.pace.network.pause = 500
     chat.ask(PROMPT, speculates=True)
@@ -298,7 +298,7 @@ def test_kept_rows_come_back_in_both_caches():
         assert chat.reused == 6
 
 
-def test_the_token_behind_kept_rows_may_be_another():
+def test_cached_prefix_continues_with_another_token():
     chat, kept = Chat(), PinnedPrefixes()
     chat.ask(PROMPT, speculates=True)
     kept.keep(PROMPT[:7], [chat.session, chat.rows])
@@ -314,7 +314,7 @@ def test_the_token_behind_kept_rows_may_be_another():
     assert chat.reused == 5
 
 
-def test_the_oldest_kept_rows_are_forgotten():
+def test_oldest_prefixes_are_evicted():
     chat = Chat()
     kept = PinnedPrefixes(limit_bytes=2 * 4 * 16)  # two of four rows, of two int64 each
     prompts = [[first, 1, 2, 3, 4] for first in (5, 6, 7)]
@@ -328,7 +328,7 @@ def test_the_oldest_kept_rows_are_forgotten():
     assert [kept.find(prompt, 1)[0] for prompt in prompts] == [4, 0, 4]
 
 
-def test_rows_that_are_gone_are_not_kept():
+def test_evicted_positions_are_not_reused():
     chat, kept = Chat(), PinnedPrefixes()
     chat.ask(PROMPT)
     chat.ask([*PROMPT[:2], 20, 21])
@@ -346,7 +346,7 @@ def test_rows_that_waited_are_gone_when_others_are_loaded():
     saved = chat.rows.read_rows(2)
     chat.ask([8, 6, 7], speculates=True)
     chat.rows.write_rows(saved, [5, 6, 7])
-    assert not chat.rows.context.is_behind
+    assert not chat.rows.context.has_waiting
     assert chat.rows.held([5, 6, 7, 6, 7]) == 2
 
 
@@ -367,7 +367,7 @@ def test_a_tree_without_a_path_is_no_text(monkeypatch):
     assert chat.reused == len(PROMPT)
 
 
-def test_rows_of_a_tree_are_known_when_a_path_is_kept():
+def test_accepted_path_is_recorded():
     session, text = recorded(StrictBase(16)), [1, 2, 3, 4, 5]
     session.run(np.array(text[:3]), 0, np.array([2]))
     session.run(
@@ -391,7 +391,7 @@ def test_the_record_follows_a_compaction():
     assert session.held([1, 3, 5]) == 3
 
 
-def test_a_record_does_not_go_on_behind_unknown_rows():
+def test_record_ends_at_unknown_positions():
     base = StrictBase(16)
     session = recorded(base)
     base.run(np.array([1, 2]), 0, np.array([1]))

@@ -40,7 +40,7 @@ def _sized(*costs: str) -> list[tuple[str, str]]:
     ],
 )
 @pytest.mark.parametrize("draft", DRAFTS)
-def test_ids_are_those_of_plain_decoding(draft, shape, policy, with_text):
+def test_token_ids_equal_plain_decoding(draft, shape, policy, with_text):
     setup = Setup(SHAPES[shape], policy, ("ngram", "suffix") * with_text, draft=draft)
     for params in (GREEDY, SAMPLED):
         for prompt in (PROMPT, [7], list(range(20)) * 2):  # answers of one drafter, one by one
@@ -51,7 +51,7 @@ def test_ids_are_those_of_plain_decoding(draft, shape, policy, with_text):
 @pytest.mark.filterwarnings("error")
 @pytest.mark.parametrize(("shape", "policy"), _sized("fair"))
 @pytest.mark.parametrize("draft", DRAFTS)
-def test_ids_are_those_of_plain_decoding_with_a_draft_model(draft, shape, policy):
+def test_token_ids_equal_plain_decoding_with_a_draft_model(draft, shape, policy):
     lookups = ("suffix",) if shape == "bushy" else ()
     setup = Setup(SHAPES[shape], policy, lookups, draft=draft, is_model=True)
     for params in (GREEDY, SAMPLED):
@@ -75,24 +75,24 @@ def test_rounds_without_the_network_are_caught_up_with(is_model):
     """The network reads in one pass what was committed while the gate was closed to it."""
     setup = Setup(TreeLimits(2, 4, 9), "free", ("suffix",), is_model=is_model, adapts=True)
     closed = [*[False] * 9, *[True] * 9] * 9
-    setup.learned.controller.opens = lambda _: closed.pop()
+    setup.learned.controller.chooses_network = lambda _: closed.pop()
     rounds = setup.rounds(max_tokens=80)
     assert [token for one in rounds for token in one.token_ids] == plain(max_tokens=80)
     assert max(len(one.tree) for one in rounds[1:]) > 1
 
 
-def test_what_waits_is_read_in_passes_that_the_engine_takes():
+def test_waiting_positions_respect_the_engines_pass_limit():
     """Of a gate that was closed for long."""
     setup = Setup(TreeLimits(2, 4, 9), "free", ("suffix",), adapts=True)
     setup.rows.max_rows = 7
     closed = [*[True] * 9, *[False] * 30]
-    setup.learned.controller.opens = lambda _: closed.pop()
+    setup.learned.controller.chooses_network = lambda _: closed.pop()
     rounds = setup.rounds(max_tokens=60)
     assert [token for one in rounds for token in one.token_ids] == plain(max_tokens=60)
     assert max(setup.session.extensions[1:]) == 7
 
 
-def test_a_chain_is_drafted_row_by_row_and_a_tree_anew_with_every_level():
+def test_chains_extend_and_trees_are_recomputed_each_level():
     for top_k, passes in ((1, [1, 1, 1]), (2, [2, 4, 6])):
         setup = Setup(TreeLimits(top_k, 4, 99), is_model=True)
         setup.rounds(max_tokens=6)
@@ -115,7 +115,7 @@ def test_a_level_costs_what_its_pass_computes(top_k, first):
         assert prices[1:] == [level * top_k + 2, level * top_k + 3]
 
 
-def test_what_a_draft_model_cannot_read_is_answered_without_it():
+def test_unknown_token_ids_disable_the_draft_model():
     setup = Setup(is_model=True, capacity=60)
     setup.options["num_readable"] = 9
     assert setup.ids() == plain()
@@ -129,7 +129,7 @@ def test_what_a_draft_model_cannot_read_is_answered_without_it():
 @pytest.mark.filterwarnings("error")
 @pytest.mark.parametrize("capacity", [41, 128])
 @pytest.mark.parametrize("draft", DRAFTS)
-def test_ids_of_static_trees_are_those_of_plain_decoding(draft, capacity):
+def test_token_ids_of_static_trees_equal_plain_decoding(draft, capacity):
     limits = SpecOptions(choices=CHOICES).limits(60)
     setup = Setup(limits, "static", capacity=capacity, draft_capacity=60, draft=draft)
     for params in (GREEDY, SAMPLED):
@@ -143,7 +143,7 @@ def test_ids_of_static_trees_are_those_of_plain_decoding(draft, capacity):
 @pytest.mark.parametrize("lookups", [("ngram",), ("suffix",), ("ngram", "suffix")], ids=str)
 @pytest.mark.parametrize("policy", ["fixed", "fair"])
 @pytest.mark.parametrize("shape", SHAPES)
-def test_ids_are_those_of_plain_decoding_without_a_network(shape, policy, lookups):
+def test_token_ids_equal_plain_decoding_without_a_network(shape, policy, lookups):
     setup = Setup(SHAPES[shape], policy, lookups, draft=None)
     for params in (GREEDY, SAMPLED):
         for prompt in (PROMPT, [7], list(range(20)) * 2):
@@ -167,7 +167,7 @@ def test_the_oracle_is_always_right_and_the_adversary_never():
     assert [found.path for found in rounds[1:]] == [(0,)] * 19
 
 
-def test_rounds_tell_what_was_accepted():
+def test_rounds_report_accepted_nodes():
     for found in Setup(TreeLimits(3, 4, 20), draft="half_right").rounds()[1:]:
         assert found.tree is not None
         drafted = found.tree.token_ids[list(found.path[1:])].tolist()
@@ -209,7 +209,7 @@ def test_a_draft_cache_smaller_than_the_bases(draft_capacity, prefill_rows):
 
 @pytest.mark.parametrize("draft", ["oracle", "half_right"])
 @pytest.mark.parametrize("rows", [1, 2, 3, 4, 8, 9])
-def test_prompts_of_several_pieces(rows, draft):
+def test_prompts_of_several_chunks(rows, draft):
     setup = Setup(prefill_rows=rows, draft=draft)
     assert setup.ids() == plain()
     assert setup.session.extensions[0] in (rows, len(PROMPT))
@@ -274,7 +274,7 @@ def _plain_of(count: int) -> list[int]:
     return list(generate(base, [5], Sampler(GREEDY), count, Profile(), prefill_rows=64))
 
 
-def test_repetitive_text_is_looked_up():
+def test_lookups_accept_in_repetitive_text():
     """With a draft that never helps, what is accepted was looked up."""
 
     def loop(context):
@@ -298,7 +298,7 @@ def test_repetitive_text_is_looked_up():
         assert longest == {(): 1, ("ngram",): 7, ("suffix",): 10}[lookups]
 
 
-def test_an_answer_is_remembered_for_the_next_one():
+def test_later_requests_find_an_earlier_output():
     setup = Setup(TreeLimits(2, 8, 16), lookups=("suffix",), draft=None)
     first, again = (setup.rounds(max_tokens=40) for _ in range(2))
     assert len(first) > 30

@@ -56,7 +56,7 @@ def _facts(trees):
 @pytest.mark.parametrize(
     ("max_batch_size", "sizes"), [(4, [4] * 4), (3, [3, 1] * 4), (1, [1] * 16)]
 )
-def test_trees_are_those_of_each_alone(max_batch_size, sizes):
+def test_batched_trees_equal_single_ones(max_batch_size, sizes):
     """An extension, and a pass for each of three levels behind the first."""
     alone = Answers(1)
     for passes in alone.catch_up():
@@ -72,7 +72,7 @@ def test_trees_are_those_of_each_alone(max_batch_size, sizes):
         )
 
 
-def test_rows_pay_for_what_they_add_and_a_share_of_the_rest():
+def test_sequences_are_charged_a_share_of_batched_passes():
     table = COSTS.step  # a row is a millisecond
     assert shared(table, 1) is table
     assert shared(table, 4)[1:4] == pytest.approx([1.0, 2.0, 3.0])
@@ -93,9 +93,7 @@ def _drive(passes, answers: int) -> None:
 
 @pytest.mark.parametrize("is_model", [False, True])
 @pytest.mark.parametrize(("levels", "row_ms"), [(None, 1.0), (LEVELS, 3.0)])
-def test_a_level_of_several_costs_a_share_of_what_was_measured_of_several(
-    is_model, levels, row_ms, monkeypatch
-):
+def test_batched_levels_are_charged_by_measured_costs(is_model, levels, row_ms, monkeypatch):
     """A draft alone takes a millisecond a row; two, side by side, 6 however many they have."""
     costs, told = dataclasses.replace(COSTS, levels=levels), []
     if is_model:
@@ -130,7 +128,7 @@ class _Failing:
         return [part.upper() for part in parts]
 
 
-def test_one_that_fails_takes_nobody_with_it():
+def test_failed_drafter_does_not_affect_others():
     session, ended = _Failing(), []
 
     def work(*parts):

@@ -69,7 +69,7 @@ def test_continuations_are_what_followed(text, longest):
     assert found[0].confidences[0] >= max(one.confidences[0] for one in found)
 
 
-def test_the_latest_place_comes_first():
+def test_latest_occurrence_comes_first():
     lookup = SuffixMemory(longest=2, branches=2).begin()
     lookup.extend([1, 2, 3, 9, 1, 2, 4, 9, 1, 2, 5, 9, 1, 2])
     first, second = lookup.continuations()
@@ -80,7 +80,7 @@ def test_the_latest_place_comes_first():
     assert [one.token_ids for one in lookup.continuations()] == [[3, 7]]
 
 
-def test_a_loop_goes_on_looping():
+def test_a_loop_is_continued():
     lookup = SuffixMemory(longest=8).begin()
     lookup.extend([7, 7, 7])
     assert lookup.continuations()[0].token_ids == [7] * 8
@@ -112,7 +112,7 @@ def _joined(earlier: list[list[int]], own: list[int]) -> tuple[int, set[int]]:
 
 @settings(max_examples=150)
 @given(st.lists(st.lists(st.integers(0, 2), min_size=1, max_size=12), max_size=5), TEXTS)
-def test_earlier_requests_and_the_own_text_are_as_one(earlier, own):
+def test_earlier_requests_and_the_current_text_are_searched_alike(earlier, own):
     memory = SuffixMemory(branches=99)
     for request in earlier:
         lookup = memory.begin()
@@ -128,7 +128,7 @@ def test_earlier_requests_and_the_own_text_are_as_one(earlier, own):
             assert lookup.continuations() == []
 
 
-def test_requests_that_end_meanwhile_are_known():
+def test_requests_that_finish_meanwhile_are_found():
     memory = SuffixMemory()
     first, other = memory.begin(), memory.begin()
     first.extend([1, 2])

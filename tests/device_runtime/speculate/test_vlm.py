@@ -55,7 +55,7 @@ def mrope_draft(tmp_path_factory) -> DraftNetwork:
 
 @pytest.mark.parametrize("temperature", [0, 1])
 @pytest.mark.parametrize("tree", ["fixed", "cost"])
-def test_speculated_answers_are_the_plain_ones(engines, tmp_path, temperature, tree):
+def test_speculative_outputs_equal_plain_decoding(engines, tmp_path, temperature, tree):
     for name, size in (("a", (33, 21)), ("b", (16, 60))):
         picture(*size, seed=ord(name)).save(tmp_path / f"{name}.png")
     llm = LLM(
@@ -88,7 +88,7 @@ def test_speculated_answers_are_the_plain_ones(engines, tmp_path, temperature, t
 
 
 @pytest.mark.parametrize("reuses", [False, True], ids=["", "reuse"])
-def test_questions_about_pictures_in_turns(engines, tmp_path, reuses):
+def test_conversation_about_images(engines, tmp_path, reuses):
     """Each sees its own: `a` and `b` have the same ids, and stand where the other's stood."""
     for name, size in (("a", (33, 21)), ("b", (33, 21))):
         picture(*size, seed=ord(name)).save(tmp_path / name, "png")
@@ -214,7 +214,7 @@ def test_a_draft_reads_rows_of_images(mrope_draft):
     assert np.abs(first[2:] - second[2:]).max(axis=1).min() > 1e-3
 
 
-def test_a_draft_turns_by_three_positions(mrope_draft):
+def test_draft_applies_mrope(mrope_draft):
     """Positions as in text change nothing, those of an image do; all moved alike do not."""
     ids = np.arange(70, 78)
     rows = np.zeros((1, BASE_HIDDEN), np.float32)
@@ -236,7 +236,7 @@ def test_a_draft_turns_by_three_positions(mrope_draft):
     assert np.abs(found["image"] - found["none"]).max() > 1e-3
 
 
-def test_a_narrow_draft_reads_placeholders(tmp_path: Path):
+def test_narrow_draft_takes_placeholder_tokens(tmp_path: Path):
     engines = build_vlm(tmp_path, "smolvlm", NARROW)
     manifest = load_engine(engines.engine / DRAFT_FOLDER, DRAFT_ENGINE)
     assert manifest.draft.decoder.images is None

@@ -1,10 +1,10 @@
-"""A round of EAGLE on one stream: grown, verified and accepted without the host, which waits once.
+"""A round of EAGLE on one stream: draft, verify and accept on the device, with one host wait.
 
-Passes over levels and over trees have fixed shapes and lie in CUDA graphs, which are recorded when
-the engine is loaded. Small kernels between them make a pass's inputs of the outputs before.
+Passes over levels and trees have fixed shapes. Their CUDA graphs are recorded when the engine is
+loaded. Small kernels convert the outputs of a pass to the inputs of the next.
 
-Sequences of a round share all its passes: rows of each stand side by side, as many for each. There
-are passes for some numbers of sequences; what is left of the next larger one is nobody's.
+The sequences of a round are one batch with equally many tokens each. Passes exist for some batch
+sizes; smaller batches are padded.
 """
 
 from __future__ import annotations
@@ -38,13 +38,13 @@ from edgellm.device_runtime.runners.tensorrt.device_tensors import WORD_BYTES
 from edgellm.device_runtime.runners.tensorrt.ragged_batch import Share
 
 _log = logging.getLogger(__name__)
-_SETTLED = 0  # the status of an acceptance that needs no host
+_ACCEPTED = 0  # the status of an acceptance that needs no host
 
 
 def open_rounds(
     base: Network, draft: Network, growth: Growth, device: Device
 ) -> TensorRtRounds | None:
-    """See `runners.device_speculation.GrowsTrees`; a warning says what a GPU lacks."""
+    """See `runners.device_speculation.GrowsTrees`; logs a warning if the GPU cannot run rounds."""
     try:
         return TensorRtRounds(base, draft, growth, device)
     except EdgeLLMError as error:
@@ -56,17 +56,17 @@ class TensorRtRounds:
     """See `device_runtime.runners.device_speculation.Rounds`."""
 
     def __init__(self, base: Network, draft: Network, growth: Growth, device: Device) -> None:
-        """Allocate, run everything once and record it; caches hold nothing yet.
+        """Allocate, and run and record all passes; the caches must be empty.
 
         Raises:
-            LimitError: the device is too small, or an engine for such trees.
-            EdgeLLMError: there are no kernels for such trees, or for this GPU.
+            LimitError: the device has too little memory, or an engine is too small for the trees.
+            EdgeLLMError: there are no kernels for these trees, or for this GPU.
         """
         self._base, self._draft, self._growth, self._device = base, draft, growth, device
         hidden = draft.tensor(graph_io.DRAFT_HIDDEN)
         self._row_bytes = hidden.shape[-1] * hidden.dtype.itemsize
         if self._row_bytes % WORD_BYTES:
-            raise EdgeLLMError(f"rows of {self._row_bytes} bytes are not gathered on a GPU")
+            raise EdgeLLMError(f"hidden states of {self._row_bytes} bytes are not supported")
         self._vocab_size = base.tensor(graph_io.LOGITS).shape[-1]
         self._axes = [each.tensor(graph_io.POSITION_IDS).shape[0] for each in (base, draft)]
         self._variants = _Variants(growth)
@@ -89,11 +89,13 @@ class TensorRtRounds:
         )
         self._at, self._host = self._memory.tensors, self._memory.arguments.addresses
         levels = range(len(growth.widths))
-        self._level_pieces = {
-            count: [_Piece(partial(self._grow, at, count), self._place(at, count)) for at in levels]
+        self._level_steps = {
+            count: [
+                _Step(partial(self._expand, at, count), self._place(at, count)) for at in levels
+            ]
             for count in self._counts
         }
-        self._verifications = {each: _Piece(_nothing, self._verify(each)) for each in trees}
+        self._verifications = {each: _Step(_nothing, self._verify(each)) for each in trees}
         self._asked: tuple[Sequence[RoundOrder], Shape] | None = None
         self._prepare()
 
@@ -107,16 +109,16 @@ class TensorRtRounds:
                     self.ask([order] * count)
                     found = self.finish()
         taps = found[0].outputs[graph_io.HIDDEN_TAPS][0]
-        # What outlives a round, and the round before's: their memory is kept to be used again.
+        # Fill the pool with buffers for the hidden states of two rounds.
         copies = 2 * self._maximum
         _ = [taps[:count].copy() for count in range(1, 2 + levels) for _ in range(copies)]
-        for pieces in (*self._level_pieces.values(), self._verifications.values()):
-            for piece in pieces:
-                piece.record(self._device)
+        for steps in (*self._level_steps.values(), self._verifications.values()):
+            for step in steps:
+                step.record(self._device)
 
     @property
     def _draws_here(self) -> bool:
-        """Whether requests that are not greedy can be accepted on the device."""
+        """Whether sampled requests can be accepted on the device."""
         return self._vocab_size <= catalog.SHARES * catalog.SHARE
 
     def _accepts(self, order: RoundOrder) -> bool:
@@ -127,7 +129,7 @@ class TensorRtRounds:
         return max(min(self._maximum, self._base.tree_rows // nodes), 1)
 
     def _tree_counts(self, nodes: int) -> list[int]:
-        """Numbers of sequences that there are passes over such trees for."""
+        """Batch sizes of the passes over trees of `nodes`."""
         return bucket_sizes(self.maximum(nodes))
 
     def ask(self, orders: Sequence[RoundOrder]) -> None:
@@ -140,8 +142,8 @@ class TensorRtRounds:
         with self._device.current():
             self._memory.upload()
             self._bring_roots([order.root_row for order in orders])
-            for piece in self._level_pieces[count][: levels - 1]:
-                piece()
+            for step in self._level_steps[count][: levels - 1]:
+                step()
             self._add(levels - 1, count)
             self._select(levels, shape)
             self._verifications[shape]()
@@ -173,7 +175,7 @@ class TensorRtRounds:
         accepted = None
         if self._accepts(order):
             length, token, status = report[f"{order.accepts}_outcome"].tolist()
-            if status == _SETTLED:
+            if status == _ACCEPTED:
                 accepted = report[f"{order.accepts}_path"][:length].tolist(), token
         there = 1 + int(np.count_nonzero(report["parents"] >= 0))
         ids, parents, own = (report[each][:there] for each in ("token_ids", "parents", "log_probs"))
@@ -181,7 +183,7 @@ class TensorRtRounds:
 
     def _write(self, orders: Sequence[RoundOrder], nodes: int) -> None:
         host = self._memory.arguments.arrays
-        host["base_start"][:], host["draft_start"][:] = 0, 0  # nobody's
+        host["base_start"][:], host["draft_start"][:] = 0, 0  # padding
         host["rules"][:], host["uniforms"][:] = (1, 0, 1, 0), 0
         for at, order in enumerate(orders):
             bases = (
@@ -198,7 +200,7 @@ class TensorRtRounds:
                 host["uniforms"][at * nodes : at * nodes + len(drawn)] = drawn
 
     def _bring_roots(self, rows: Sequence[int]) -> None:
-        """What the draft gave for the roots' children, to where rounds find it."""
+        """Copy the draft's candidates of the roots to the inputs of the round."""
         at, picks = self._at, self._draft.pick_addresses()
         moved = (
             (at["root_ids"], picks[graph_io.CANDIDATE_IDS], 8 * self._stride),
@@ -218,7 +220,7 @@ class TensorRtRounds:
         self._device.launch(kernel, grid, arguments)
 
     def _add(self, level: int, count: int) -> None:
-        """The candidates of a level join the pools; those that get children are a pass's rows."""
+        """Add the candidates of a level to the pools, and select the nodes to expand."""
         at, growth = self._at, self._growth
         widths, is_last = growth.widths, level == len(growth.widths)
         rows = (1, *widths)[level]
@@ -236,8 +238,8 @@ class TensorRtRounds:
             grid=(count, 1, 1),
         )  # fmt: skip
 
-    def _grow(self, level: int, count: int) -> None:
-        """What comes before the draft's pass over the chosen nodes of a level."""
+    def _expand(self, level: int, count: int) -> None:
+        """Prepare the draft's pass over the selected nodes of a level."""
         self._add(level, count)
         self._device.gather_rows_at(
             self._at["level_hidden"],
@@ -248,7 +250,7 @@ class TensorRtRounds:
         )
 
     def _place(self, level: int, count: int) -> PlacedPass:
-        """The draft's pass; its rows' hidden numbers go to the store."""
+        """The draft's pass over a level; its hidden states go to the store."""
         at, widths = self._at, self._growth.widths
         used, rows = sum(widths[:level]), count * widths[level]
         found = self._draft.place(
@@ -264,7 +266,7 @@ class TensorRtRounds:
             {
                 graph_io.CANDIDATE_IDS: at["candidate_ids"],
                 graph_io.CANDIDATE_LOG_PROBS: at["candidate_log_probs"],
-                graph_io.RECYCLED_HIDDEN: at["level_recycled"],  # others may still want the roots'
+                graph_io.RECYCLED_HIDDEN: at["level_recycled"],  # keeps the roots' hidden states
             },
         )
 
@@ -280,7 +282,7 @@ class TensorRtRounds:
         return graph_io.SEQUENCES if self._many else graph_io.WRITE_INDEX
 
     def _select(self, levels: int, trees: Shape) -> None:
-        """The trees of the pools and what the base's pass over them is told."""
+        """Select the trees from the pools, and write the inputs of the base's pass."""
         at, report, (nodes, count) = self._at, self._memory.reports[trees].addresses, trees
         start = self._host["base_start"]
         self._launch(
@@ -309,7 +311,7 @@ class TensorRtRounds:
         )
 
     def _accept(self, kinds: Collection[str], trees: Shape) -> None:
-        """All trees in each of the ways that are asked for."""
+        """Accept all trees by each of the requested rules."""
         at, (nodes, count) = self._at, trees
         report = self._memory.reports[trees].addresses
         tree = report["token_ids"], report["parents"]
@@ -336,19 +338,19 @@ class TensorRtRounds:
         )  # fmt: skip
 
 
-class _Piece:
-    """Work that recurs with the same sizes and addresses."""
+class _Step:
+    """A recurring step with constant sizes and addresses."""
 
     def __init__(self, before: Callable[[], None], found: PlacedPass) -> None:
         self._before, self._pass = before, found
         self._replay: Callable[[], None] | None = None
 
     def __call__(self) -> None:
-        """Ask for it."""
+        """Enqueue the step."""
         (self._replay or self._enqueue)()
 
     def record(self, device: Device) -> None:
-        """As a CUDA graph, behind its first run."""
+        """Record the step as a CUDA graph, after its first run."""
         if self._pass.may_capture:
             self._replay = device.capture(self._enqueue)
 
@@ -358,10 +360,10 @@ class _Piece:
 
 
 class _Variants:
-    """The kernels for trees of some sizes."""
+    """The kernels for the sizes of the trees."""
 
     def __init__(self, growth: Growth) -> None:
-        """Raises `EdgeLLMError` where trees are too large for all of them."""
+        """Raises `EdgeLLMError` if trees are too large for all kernels."""
         nodes = _least(catalog.NODES, growth.nodes[-1], "nodes")
         candidates = growth.top_k * max(growth.widths, default=1)
         self.grow = catalog.grow_level(
@@ -381,4 +383,4 @@ def _least(sizes: Sequence[int], needed: int, what: str) -> int:
 
 
 def _nothing() -> None:
-    """What comes before a verification lies outside of its graph: it depends on the levels."""
+    """The step before a verification is outside of its graph, since it depends on the levels."""

@@ -60,7 +60,7 @@ def test_stores_and_joins(matrix):
     np.testing.assert_array_equal(mixed, np.concatenate([expected, host]))
 
 
-def test_memory_is_used_again(matrix):
+def test_buffers_are_reused(matrix):
     rows, *_, device = matrix
     rows[0].copy()
     free, waits = device.free_bytes(), device.waits
@@ -74,11 +74,11 @@ def test_a_prompts_rows_go_to_the_host_where_the_device_is_full(matrix, monkeypa
     monkeypatch.setattr(device, "_free", 100)
     found = rows[0].copy()
     assert isinstance(found, np.ndarray)
-    assert "features go to the host" in caplog.text
+    assert "hidden states go to the host" in caplog.text
     np.testing.assert_array_equal(found, host)
 
 
-def test_large_memory_is_not_kept(matrix, monkeypatch):
+def test_large_buffers_are_freed(matrix, monkeypatch):
     rows, *_, device = matrix
     monkeypatch.setattr(device_tensors, "_LARGEST_KEPT_BYTES", 100)
     free = device.free_bytes()
@@ -88,7 +88,7 @@ def test_large_memory_is_not_kept(matrix, monkeypatch):
     assert device.free_bytes() == free
 
 
-def test_rows_of_a_pass_that_is_over(matrix):
+def test_rows_of_an_earlier_pass_are_rejected(matrix):
     rows, _, buffer, _ = matrix
 
     def gone() -> None:

@@ -64,7 +64,7 @@ def _answers(llm: LLM, *, speculative: bool = True) -> tuple[list[list[int]], in
 
 
 @pytest.mark.parametrize("options", OPTIONS, ids=["fixed", "choices", "costs"])
-def test_answers_are_those_of_plain_decoding(pair, lowered, device, monkeypatch, options):
+def test_outputs_equal_plain_decoding(pair, lowered, device, monkeypatch, options):
     expected, _ = _answers(LLM(pair.engine))
     assert sum(map(len, expected)) > 60
     lowered.replace_engines(monkeypatch, device)

@@ -75,7 +75,7 @@ def answer(llm: LLM, sampling: SamplingParams, *, speculative: bool) -> list[int
 
 
 @pytest.mark.parametrize("codes", ["fp16", "fp8"])
-def test_drafted_answers_are_the_plain_ones(pair, lowered, monkeypatch, codes):
+def test_speculative_outputs_equal_plain_decoding(pair, lowered, monkeypatch, codes):
     device = FakeDevice()
     lowered[codes].replace_engines(monkeypatch, device)
     llm = LLM(pair.engine, spec=SpecOptions(top_k=5, steps=3, verify_size=20, tree="fixed"))
@@ -88,7 +88,7 @@ def test_drafted_answers_are_the_plain_ones(pair, lowered, monkeypatch, codes):
 
 # Of the mean error of logits, up to 6.5, of eight random layers; the CPU's cache is not rounded.
 @pytest.mark.parametrize(("codes", "tolerance"), [("fp16", 0.01), ("int8", 0.1), ("fp8", 0.3)])
-def test_logits_are_those_of_the_cpu(pair, lowered, codes, tolerance):
+def test_logits_equal_the_cpu(pair, lowered, codes, tolerance):
     reference = open_decoder(pair.engine, load_engine(pair.engine, LLM_ENGINE))
     session = lowered[codes].open(FakeDevice())
     write = 0
@@ -100,7 +100,7 @@ def test_logits_are_those_of_the_cpu(pair, lowered, codes, tolerance):
 
 
 @pytest.mark.parametrize("codes", ["fp16", "int8"])
-def test_kept_rows_are_those_of_a_fresh_prompt(lowered, codes):
+def test_reused_kv_cache_equals_a_fresh_prompt(lowered, codes):
     device = FakeDevice()
     session, fresh = lowered[codes].open(device), lowered[codes].open(device)
     prompt, ids = np.arange(10, 20), np.array([30, 31, 32, 33, 34, 35])
@@ -124,7 +124,7 @@ def test_kept_rows_are_those_of_a_fresh_prompt(lowered, codes):
     np.testing.assert_array_equal(fresh.run(*next_one).logits, session.run(*next_one).logits)
 
 
-def test_the_capacity_is_none_of_the_engine_s(lowered):
+def test_capacity_is_independent_of_the_engine(lowered):
     """A shorter cache than the engine was built for, and less memory."""
     one = lowered["fp16"]
     devices = FakeDevice(), FakeDevice()
@@ -137,7 +137,7 @@ def test_the_capacity_is_none_of_the_engine_s(lowered):
     assert whole.capacity == CAPACITY
 
 
-def test_an_engine_of_another_cache_is_refused(lowered):
+def test_an_engine_of_another_cache_is_rejected(lowered):
     manifest = lowered["fp16"].manifest
     for kv in (
         dataclasses.replace(manifest.decoder.kv, num_layers=3),
@@ -161,7 +161,7 @@ def test_bytes_of_a_token(lowered, codes):
 ASKS = [f"w{20 + at} w21 w22 w23 w{40 - at} w21 w22" for at in range(ANSWERS + 1)]
 
 
-def test_tokens_of_all_answers_are_one_pass_and_one_wait(pair, together, monkeypatch):
+def test_batched_tokens_are_one_pass_and_one_wait(pair, together, monkeypatch):
     """Recorded when the engine is loaded: nothing is made in an answer."""
     llm = LLM(pair.engine)
     ask = {"sampling": GREEDY, "max_generate_length": 9}
@@ -213,7 +213,7 @@ def steps(together, monkeypatch) -> list[tuple[int, Counter[str]]]:
     ],
     ids=["by cost", "too large"],
 )
-def test_rounds_of_all_answers_wait_once(pair, steps, options, waits):
+def test_batched_round_waits_once(pair, steps, options, waits):
     llm = LLM(pair.engine, spec=options)
     each = {"max_generate_length": 9}
     asked = [(ASKS[at], (GREEDY, SAMPLED)[at % 2]) for at in range(ANSWERS)]
@@ -268,9 +268,7 @@ def test_one_that_fails_in_a_round_of_the_device_fails_alone(pair, monkeypatch, 
 
 
 @pytest.mark.usefixtures("steps")
-def test_answers_that_ask_for_different_things_share_rounds(
-    pair, of_several, monkeypatch, tmp_path
-):
+def test_requests_with_different_sampling_share_rounds(pair, of_several, monkeypatch, tmp_path):
     """Some of them need the host in every round, some at its end; others come and go meanwhile."""
     engine = shutil.copytree(pair.engine, tmp_path / "engine")
     for path in engine.rglob("manifest.json"):
@@ -324,7 +322,7 @@ def test_rounds_take_as_many_as_share_the_passes_of_the_largest_tree():
     assert [rounds.maximum(sizes[at:]) for at in range(5)] == [3, 2, 2, 2, 1]
 
 
-def test_a_base_of_one_answer_with_a_draft_of_several(lowered, of_several):
+def test_base_with_batch_size_one_and_batched_draft(lowered, of_several):
     device = FakeDevice()
     base = lowered["int8"].runners(lowered["int8"].manifest, device)[DECODER]
     draft = of_several.runners(of_several.draft_manifest, device)[DRAFT]

@@ -197,7 +197,7 @@ def test_the_driver_launches(pretend):
 
 
 @pytest.mark.parametrize("name", ["cuModuleLoadData", "cuLaunchKernel"])
-def test_a_driver_that_refuses(pretend, name):
+def test_driver_errors_are_reported(pretend, name):
     pretend(name)
     compiled = prebuilt.find(catalog.keep_rows(SIZE, "int8"), 87)
     with pytest.raises(EdgeLLMError, match=f"refuses the kernel keep_rows: {name} gives 222"):

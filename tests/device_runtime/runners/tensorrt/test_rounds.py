@@ -141,7 +141,7 @@ FALLING_BACK = {
 
 
 @pytest.mark.parametrize("sampling", FALLING_BACK.values(), ids=FALLING_BACK)
-def test_the_host_accepts_what_needs_all_logits(load, device, expected, sampling):
+def test_the_host_accepts_requests_that_need_all_logits(load, device, expected, sampling):
     """The tree still grows on the device."""
     llm = load(spec=SHAPES["large"])
     costs = _costs(llm, device, sampling, speculative=True)
@@ -169,7 +169,7 @@ def test_logprobs_are_recorded(load, expected):
     assert sum(len(step.logprobs) for step in steps) == 12
 
 
-def test_a_gpu_without_kernels_rounds_with_the_host(
+def test_a_gpu_without_kernels_runs_rounds_with_the_host(
     eagle_pair, lowered, monkeypatch, caplog, expected
 ):
     device = FakeDevice(sm=86)
@@ -201,7 +201,7 @@ def test_a_draft_on_another_gpu(eagle_pair, lowered, device, monkeypatch, expect
     assert _answer(llm, GREEDY) == expected(GREEDY)
 
 
-def test_what_is_no_number_ends_the_answer(load, device, monkeypatch):
+def test_nan_logits_fail_the_request(load, device, monkeypatch):
     """The device stops there; the host says it, as it does without a draft."""
     answer = load(spec=SHAPES["large"]).generate(PROMPT, sampling=GREEDY, max_generate_length=40)
     steps, compute = iter(answer), FakeContext._compute
@@ -217,7 +217,7 @@ def test_what_is_no_number_ends_the_answer(load, device, monkeypatch):
         list(steps)
 
 
-def test_answers_in_turn(load, expected):
+def test_consecutive_requests(load, expected):
     """Two answers share both caches; each round behind a change is the answer's own."""
     llm = load(spec=SHAPES["large"])
     answers = [
@@ -231,7 +231,9 @@ def test_answers_in_turn(load, expected):
 
 
 @pytest.mark.parametrize("version", [(10, 3), (10, 16)])
-def test_engines_that_hand_rows_out(eagle_pair, device, tmp_path, monkeypatch, expected, version):
+def test_engines_that_output_new_keys_and_values(
+    eagle_pair, device, tmp_path, monkeypatch, expected, version
+):
     Lowered(eagle_pair, tmp_path, version).replace_engines(monkeypatch, device)
     llm = LLM(eagle_pair.engine, spec=SHAPES["large"])
     for sampling in (GREEDY, SAMPLED):

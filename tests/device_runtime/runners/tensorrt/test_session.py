@@ -82,7 +82,7 @@ def cpu_answers(eagle_pair) -> dict[SamplingParams, list[int]]:
 
 
 @pytest.mark.parametrize("sampling", [GREEDY, SAMPLED])
-def test_answers_are_those_of_the_cpu(cpu_answers, fake_llm, device, sampling):
+def test_outputs_equal_the_cpu(cpu_answers, fake_llm, device, sampling):
     llm = fake_llm()
     assert _answer(llm, sampling, speculative=False) == cpu_answers[sampling]
     assert _answer(llm, sampling) == cpu_answers[sampling]
@@ -91,7 +91,7 @@ def test_answers_are_those_of_the_cpu(cpu_answers, fake_llm, device, sampling):
 
 
 @pytest.mark.parametrize("version", [(10, 3), (10, 16)])
-def test_answers_of_engines_for_older_versions(
+def test_outputs_of_engines_for_older_versions(
     cpu_answers, eagle_pair, device, tmp_path, monkeypatch, version
 ):
     """10.3 hands new rows out, which are appended; 10.16 updates caches in place."""
@@ -142,7 +142,7 @@ def test_trees_of_all_sizes(reference, session, nodes):
         np.testing.assert_allclose(found.logits, expected.logits, atol=1e-4)
 
 
-def test_kept_rows_are_those_of_a_fresh_prompt(session, lowered, device):
+def test_reused_kv_cache_equals_a_fresh_prompt(session, lowered, device):
     """A path of a tree is compacted; the cache then is that of a prompt without the tree."""
     prompt, ids = np.arange(10, 20), np.array([30, 31, 32, 33, 34, 35])
     parents = (0, 0, 1, 1, 3)
@@ -165,7 +165,7 @@ def test_kept_rows_are_those_of_a_fresh_prompt(session, lowered, device):
     )
 
 
-def test_costs_are_measured_where_nobody_has(fake_llm):
+def test_missing_costs_are_measured(fake_llm):
     """Engines that were compiled ahead of time have no times; a tree is sized by them."""
     llm = fake_llm("cost")
     assert _answer(llm, GREEDY) == _answer(llm, GREEDY, speculative=False)
@@ -204,7 +204,7 @@ def test_prompts_and_the_cache_s_end(session, reference):
     """Where a bucket would reach beyond the cache, a pass has its own size."""
     with pytest.raises(LimitError, match="exceed the KV capacity"):
         session.run(np.arange(10), CAPACITY - 9, np.zeros(1, np.int64))
-    with pytest.raises(LimitError, match="takes no pass of"):
+    with pytest.raises(LimitError, match="supports no pass of"):
         session.run(np.arange(INPUT + 1) % 96, 0, np.zeros(1, np.int64))
     for one in (session, reference):
         for begin in (0, 64):
@@ -253,7 +253,7 @@ def test_buckets():
     assert [bucket_of(size, bucket_sizes(60)) for size in (1, 3, 9, 57, 61)] == [1, 4, 16, 60, 61]
 
 
-def test_masks_are_widened_by_rows_that_all_see():
+def test_masks_are_padded_with_visible_columns():
     out, mask = np.zeros((4, 7), np.bool_), np.array([[1, 0, 1, 0], [0, 1, 0, 1]], np.bool_)
     fill_mask(out, mask, 2)
     assert out.astype(int).tolist() == [

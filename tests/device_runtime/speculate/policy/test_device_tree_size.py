@@ -51,7 +51,7 @@ def _settled(step_ms: float, row_ms: float, chance: float) -> list[Size]:
         (0.01, 0.5, 0.1, Size(2, 8)),  # nor do rows, and what is likely stands near the root
     ],
 )
-def test_a_tree_is_as_large_as_it_is_worth(step_ms, row_ms, chance, expected):
+def test_tree_size_follows_its_gain(step_ms, row_ms, chance, expected):
     plans = _settled(step_ms, row_ms, chance)
     largest = [plan for plan in plans if plan == Size(4, 40)]
     assert {plan for plan in plans if plan not in largest} <= {expected}
@@ -79,7 +79,7 @@ def test_sizes_of_what_a_device_prepares():
     assert growth_of(SpecOptions(lookups=("ngram",)), LIMITS) is None
 
 
-def test_a_static_tree_by_place():
+def test_static_tree_scores_by_place():
     options = SpecOptions(choices=((0,), (2,), (0, 1), (2, 0), (2, 0, 0)))
     growth = growth_of(options, options.limits(60))
     assert growth is not None

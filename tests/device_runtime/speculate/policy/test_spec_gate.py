@@ -73,7 +73,7 @@ def test_the_better_side_is_taken_and_the_other_tried(network, text, seed):
 
 
 @pytest.mark.parametrize("seed", range(5))
-def test_rounds_in_which_the_text_foresees_much_are_judged_apart(seed):
+def test_rounds_with_many_expected_tokens_are_compared_separately(seed):
     controller, random = SpecGate(COSTS, adapts=True), np.random.default_rng(seed)
     sides = {0.0: [], 4.0: []}
     chain = Rounds(4.5, 0, 8)
@@ -100,7 +100,7 @@ def test_both_sides_are_tried_on_the_clock_of_this_machine(pace):
     assert sides == [True] * 10 + [False] * 30
 
 
-def test_a_pause_of_the_machine_is_no_judgement():
+def test_slow_outlier_rounds_do_not_change_the_choice():
     controller, random = SpecGate(COSTS, adapts=True), np.random.default_rng(0)
     run(controller, random, 0.0, GOOD, PLAIN, 50)
     assert controller.choose(0.0)
@@ -108,7 +108,7 @@ def test_a_pause_of_the_machine_is_no_judgement():
     assert controller.choose(0.0)
 
 
-def test_losing_pauses_longer_and_longer_and_wakes_again():
+def test_pauses_get_longer_while_drafting_loses():
     costs = Costs.of({"1": 10, "2": 12}, {"1": 1}, {"1": 1})
     controller = SpecGate(costs, pauses=True)
     pauses = []
@@ -178,7 +178,7 @@ def test_the_host_decides_where_passes_alone_would_pay():
     assert pausing == [False, True]
 
 
-def test_what_a_network_drafted_in_vain_is_paid_for_like_a_tree():
+def test_unused_drafts_of_a_network_are_charged():
     """At T = 1 half of all rounds ended with the root alone: 7 % of HumanEval's time."""
     controller = SpecGate(TIGHT, pauses=True)
     before = controller.pace.network.ms
@@ -186,7 +186,7 @@ def test_what_a_network_drafted_in_vain_is_paid_for_like_a_tree():
     assert before - controller.pace.network.ms == pytest.approx(0.31 + TIGHT.host_ms)
 
 
-def test_a_tree_of_text_alone_pays_for_the_hosts_work():
+def test_lookup_trees_pay_for_host_time():
     """Eight answers took 4 % longer than plainly where it was free."""
     controller = SpecGate(TIGHT, pauses=True, adapts=True)
     before = controller.pace.text.ms
@@ -195,7 +195,7 @@ def test_a_tree_of_text_alone_pays_for_the_hosts_work():
     assert controller.pace.text.ms - before == pytest.approx(won_ms)
 
 
-def test_rounds_of_text_alone_are_no_judgement_of_a_network():
+def test_rounds_of_lookups_do_not_affect_the_networks_credit():
     controller = SpecGate(TIGHT, pauses=True, adapts=True)
     for _ in range(100):
         controller.end_round(1, 0, 4, networked=False)
@@ -204,12 +204,12 @@ def test_rounds_of_text_alone_are_no_judgement_of_a_network():
 
 def looked(controller, ms=0.06) -> None:
     """A plain token whose text was looked up in vain."""
-    foresight = TextDrafts()
-    foresight.looked_s = ms / 1e3
-    controller.pass_by(foresight)
+    text_drafts = TextDrafts()
+    text_drafts.looked_s = ms / 1e3
+    controller.pass_by(text_drafts)
 
 
-def test_looking_text_up_in_vain_ends_and_is_tried_again():
+def test_useless_lookups_pause_and_are_retried():
     """1024 plain tokens lose 1.5 % at most, though each look takes 2.5 % of one."""
     controller, looks = SpecGate(TIGHT, pauses=True, adapts=True), 0
     network, text = controller.pace.network, controller.pace.text
@@ -232,7 +232,7 @@ def test_looking_text_up_in_vain_ends_and_is_tried_again():
     assert not text.is_retrial
 
 
-def test_what_text_adds_to_a_networks_tree_is_its_own():
+def test_lookups_are_credited_for_their_nodes_in_a_networks_tree():
     """Rows that it alone foresaw, and tokens that it won; the network has the rest."""
     controller = SpecGate(TIGHT, pauses=True, adapts=True)
     network, text = controller.pace.network, controller.pace.text

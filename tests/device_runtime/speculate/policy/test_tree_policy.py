@@ -155,7 +155,7 @@ def pool_of(confidences, policy) -> CandidatePool:
     return pool
 
 
-def test_nothing_is_drafted_when_verification_is_too_dear():
+def test_expensive_verification_disables_drafting():
     limits = TreeLimits()
     learned = by_cost(limits, DEAR)
     assert len(proposed(learned, limits, half_right)) == 1
@@ -166,12 +166,12 @@ def test_nothing_is_drafted_when_verification_is_too_dear():
     assert len(policy.select(pool, 50)) == 0
 
 
-def test_trees_grow_when_rows_are_free():
+def test_free_verification_gives_large_trees():
     limits = TreeLimits(10, 6, 60)
     assert len(proposed(by_cost(limits, FREE), limits, half_right)) == 60
 
 
-def test_the_price_decides_where_the_tree_is_cut():
+def test_tree_size_follows_the_price():
     """A row more costs 2 ms of a pass of 10 ms: a node pays at a chance of 0.2 tokens."""
     costs = Costs.of({"1": 10, "11": 30}, {"1": 1, "11": 1}, {"1": 1, "11": 1})
     learned = by_cost(TreeLimits(), costs)
@@ -197,42 +197,42 @@ def test_a_share_of_a_pass_by_hand():
     assert ALONE.share(verify) is verify
 
 
-def test_trees_shrink_in_company_down_to_none():
+def test_trees_shrink_with_batch_size():
     costs = Costs.of({"1": 20, "2": 20.5, "64": 51.5}, {"1": 0.1, "64": 0.2}, {"1": 0.1})
     sizes = []
     for answers in (1, 2, 4, 8, 16, 32):
         learned = by_cost(TreeLimits(), costs)
-        learned.controller.turn_to(BatchLoad(answers, answers - 1))
+        learned.controller.set_batch_load(BatchLoad(answers, answers - 1))
         pool = pool_of([0.9, 0.7, 0.5, 0.34, 0.12, 0.05, 0.03, 0.01], learned.policy)
         sizes.append(len(learned.policy.select(pool, 50)))
     assert sizes == sorted(sizes, reverse=True)
     assert sizes[0] > 5
-    learned.controller.turn_to(BatchLoad(60, 300))
+    learned.controller.set_batch_load(BatchLoad(60, 300))
     assert len(learned.policy.select(pool_of([0.5, 0.3], learned.policy), 50)) == 0
 
 
-def test_what_text_foresees_must_pay_for_the_hosts_work_which_company_makes_dear():
+def test_lookups_must_pay_for_host_time_in_batches():
     """A chain of two is worth 1.2 tokens; asking for it takes half a pass of four rows."""
     costs = Costs.of({"1": 10, "64": 10.1}, host_ms=5.0)
     learned, chain = by_cost(TreeLimits(), costs), (0.8, 0.4)
     assert learned.policy.pays(chain)
-    learned.controller.turn_to(BatchLoad(4, 3))
+    learned.controller.set_batch_load(BatchLoad(4, 3))
     assert not learned.policy.pays(chain)
 
 
-def test_a_company_has_a_pace_of_its_own():
+def test_each_batch_size_has_its_own_throughput():
     """What loses beside fifteen others does not stop drafting alone."""
     costs = Costs.of({"1": 10, "64": 73}, {"1": 0, "64": 0}, {"1": 0})
     controller = by_cost(TreeLimits(), costs).controller
-    controller.turn_to(BatchLoad(16, 15))
+    controller.set_batch_load(BatchLoad(16, 15))
     for _ in range(100):
         controller.end_round(1, 0.0, 8, networked=True)
     assert controller.is_pausing
     rate = controller.rate
     assert rate == pytest.approx(16 / 25)  # of all together, a token each
-    controller.turn_to(BatchLoad(17, 16))
+    controller.set_batch_load(BatchLoad(17, 16))
     assert controller.is_pausing  # nor is it tried beside more
-    controller.turn_to(ALONE)
+    controller.set_batch_load(ALONE)
     assert not controller.is_pausing
     assert controller.rate < rate
 
@@ -245,7 +245,7 @@ def test_no_tree_has_more_rows_than_were_measured():
     assert len(policy.frontier(pool, np.arange(1, 11), np.zeros(4))) == 4
 
 
-def test_calibration_takes_the_draft_at_its_word_at_first():
+def test_calibration_starts_with_the_drafts_probabilities():
     confidences = np.array([0.02, 0.2, 0.5, 0.62, 0.9])
     rates = np.exp(Calibration().log_rates(confidences))
     np.testing.assert_allclose(rates, confidences, atol=0.03)
@@ -283,7 +283,7 @@ def test_calibration_of_nothing():
     np.testing.assert_allclose(calibration.log_rates(np.array([0.1, 0.9])), before, rtol=1e-9)
 
 
-def test_costs_are_interpolated_and_a_disturbed_one_is_not_believed():
+def test_costs_are_interpolated_and_monotone():
     costs = Costs.of({"1": 10, "4": 16, "8": 12}, {"2": 3, "1": 2}, {"1": 1})
     np.testing.assert_allclose(costs.verify, [10, 10, 10 + 2 / 3, 10 + 4 / 3, 12, 12, 12, 12, 12])
     np.testing.assert_allclose(costs.step, [2, 2, 3])
