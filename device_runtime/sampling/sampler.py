@@ -96,7 +96,7 @@ class SamplingParams:
                 )
         if self.min_tokens > max_tokens:
             raise RequestError(
-                f"min_tokens {self.min_tokens} exceeds the maximum output length {max_tokens}"
+                f"min_tokens {self.min_tokens} is more than the output limit {max_tokens}"
             )
 
     def ends(self, eos_token_ids: Iterable[int]) -> frozenset[int]:

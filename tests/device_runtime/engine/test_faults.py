@@ -179,7 +179,7 @@ HOOKS = {
     "before_pass": _in_callback,
     "admission": _in_slot("admit"),
     "admission in the middle": _in_slot("admit", 3),
-    "waiting for others": _in_slot("waits"),
+    "waiting for others": _in_slot("should_wait"),
     "end of the prompt": _in_slot("end_prompt"),
     "end in the caches": _in_slot("end"),
     "begin of its rows": _in_slot("_restored"),
