@@ -103,6 +103,6 @@ def test_an_engine_with_too_few_candidates_is_refused_when_it_is_loaded(
     monkeypatch.setattr(
         "edgellm.core.manifest.load_manifest", load_manifest
     )  # it is found by measuring
-    with pytest.raises(LimitError, match="exceeds the 40 candidates") as caught:
+    with pytest.raises(LimitError, match="exceeds the draft engine's 40 candidates") as caught:
         LLM(engine, spec=SpecOptions(top_k=41))
     assert "--maxDraftTreeSize" in caught.value.hint
