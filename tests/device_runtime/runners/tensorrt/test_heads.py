@@ -87,7 +87,7 @@ def test_candidates_are_those_of_onnxruntime(pair, lowered, device):
             assert found.shape == (3, top_k)
             np.testing.assert_allclose(found, expected, atol=1e-4)
     assert (device.captures, device.launches) == (1, 3)  # recorded in its second run
-    with pytest.raises(LimitError, match=r"--eagleDraftTopK 41 exceeds the draft engine's 40 candidates"):
+    with pytest.raises(LimitError, match=r"TopK 41 exceeds the draft engine's 40 candidates"):
         heads.candidates(feature, CANDIDATES + 1)
 
 

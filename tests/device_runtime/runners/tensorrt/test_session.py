@@ -233,7 +233,7 @@ def test_more_candidates_than_an_engine_gives(lowered, device):
     hidden = np.zeros((1, lowered.draft_manifest.draft.decoder.hidden_size), np.float32)
     row = np.zeros(1, np.int64)
     assert draft.run(row, hidden, 0, row, top_k=CANDIDATES).token_ids.shape == (1, CANDIDATES)
-    with pytest.raises(LimitError, match="--eagleDraftTopK 41 exceeds the draft engine's 40 candidates"):
+    with pytest.raises(LimitError, match="TopK 41 exceeds the draft engine's 40 candidates"):
         draft.run(row, hidden, 0, row, top_k=CANDIDATES + 1)
 
 
