@@ -105,7 +105,8 @@ void run_tiles(const Product& p, int64_t group, int64_t num_rows, const int64_t 
     }
   }
   for (int tile = 0; tile < 3 - T; tile++)
-    for (int64_t r = 0; r < num_rows; r++) write_group(p, group, first[tile] + r, totals[tile][r][0], totals[tile][r][1]);
+    for (int64_t r = 0; r < num_rows; r++)
+      write_group(p, group, first[tile] + r, totals[tile][r][0], totals[tile][r][1]);
 }
 
 // Tiles of one height, the last of which overlap: what is computed twice has the same bits.
@@ -132,8 +133,10 @@ void product(const Product& p, int64_t first, int64_t last) {
   const Weight& w = *p.weight;
   if (p.num_rows < kRowsFrom || !takes_codes(w.form)) return k_avx512_vnni.product(p, first, last);
   if (w.form == Form::kFp4) return run_groups<Form::kFp4, false>(p, first, last);
-  if (w.form == Form::kInt4) return (w.has_zero_points ? run_groups<Form::kInt4, true> : run_groups<Form::kInt4, false>)(p, first, last);
-  if (w.input_terms == 2) return (w.has_zero_points ? run_groups<Form::kInt8, true, 2> : run_groups<Form::kInt8, false, 2>)(p, first, last);
+  if (w.form == Form::kInt4)
+    return (w.has_zero_points ? run_groups<Form::kInt4, true> : run_groups<Form::kInt4, false>)(p, first, last);
+  if (w.input_terms == 2)
+    return (w.has_zero_points ? run_groups<Form::kInt8, true, 2> : run_groups<Form::kInt8, false, 2>)(p, first, last);
   return (w.has_zero_points ? run_groups<Form::kInt8, true> : run_groups<Form::kInt8, false>)(p, first, last);
 }
 

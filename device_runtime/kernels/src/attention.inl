@@ -20,7 +20,8 @@ void weigh(Query& query, int64_t base) {
   for (int64_t i = end; i < stop; i++) s[i] = kNothing;
   for (int64_t i = begin; i < stop; i += kStrip) largest = Set::max(largest, Set::load(s + i));
   query.top = Set::largest(largest);
-  for (int64_t i = begin; i < stop; i += kStrip) Set::store(s + i, exp(Set::sub(Set::load(s + i), Set::set(query.top))));
+  for (int64_t i = begin; i < stop; i += kStrip)
+    Set::store(s + i, exp(Set::sub(Set::load(s + i), Set::set(query.top))));
   for (int64_t i = begin; i < first; i++) s[i] = 0;
   for (int64_t i = end; i < stop; i++) s[i] = 0;
   for (int64_t i = begin; i < stop; i += kStrip) total = Set::add(total, Set::load(s + i));
@@ -52,10 +53,12 @@ void add_tile(const Query* queries, const E* rows, int64_t dim, int64_t at, int6
 }
 
 template <int Q, class E>
-void add_some(const Query* queries, int num_queries, const E* rows, int64_t at, int64_t count, int64_t dim, const E* ahead) {
+void add_some(const Query* queries, int num_queries, const E* rows, int64_t at, int64_t count, int64_t dim,
+              const E* ahead) {
   if (num_queries == Q) {
     int64_t d = 0;
-    for (; d + Set::kWide * kStrip <= dim; d += Set::kWide * kStrip) add_tile<Q, Set::kWide>(queries, rows, dim, at, count, d, ahead);
+    for (; d + Set::kWide * kStrip <= dim; d += Set::kWide * kStrip)
+      add_tile<Q, Set::kWide>(queries, rows, dim, at, count, d, ahead);
     for (; d < dim; d += kStrip) add_tile<Q, 1>(queries, rows, dim, at, count, d, ahead);
   } else if constexpr (Q > 1) {
     add_some<Q - 1>(queries, num_queries, rows, at, count, dim, ahead);
@@ -64,7 +67,8 @@ void add_some(const Query* queries, int num_queries, const E* rows, int64_t at, 
 
 // Adds the values of up to 32 keys, one after the other; their scores stand from `at` on.
 template <class E>
-void add_values(const Query* queries, int all, const E* rows, int64_t at, int64_t count, int64_t dim, const E* ahead = nullptr) {
+void add_values(const Query* queries, int all, const E* rows, int64_t at, int64_t count, int64_t dim,
+                const E* ahead = nullptr) {
   const int tiles = (all + Set::kQueries - 1) / Set::kQueries;
   for (int tile = 0; tile < tiles; tile++) {
     const int first = all * tile / tiles, some = all * (tile + 1) / tiles - first;
@@ -141,12 +145,14 @@ struct Tile {
     const float* const no_rows = nullptr;
     for (int64_t key = most(own->first, own->straight); key < own->end; key += kStrip) {
       const int64_t count = least(kStrip, own->end - key);
-      score_rows(a, own, group, read_seen(a, a.keys, kv_head, own->row, key, count, memory), count, no_rows, key - base);
+      score_rows(a, own, group, read_seen(a, a.keys, kv_head, own->row, key, count, memory), count, no_rows,
+                 key - base);
     }
   }
 
   template <class E>
-  void add_own(const Attention& a, int64_t kv_head, const Chunk<E>& chunk, const Query* own, int64_t from, int64_t to) const {
+  void add_own(const Attention& a, int64_t kv_head, const Chunk<E>& chunk, const Query* own, int64_t from,
+               int64_t to) const {
     alignas(64) float memory[kStrip * kMostDim];
     const int64_t base = chunk.base, dim = a.padded_dim(), straight = least(to, own->straight);
     add_slots(own, group, chunk.values, from - base, straight - base);
@@ -207,7 +213,8 @@ struct Span {
 template <class E>
 void attend_chunk_of(const Attention& a, int64_t kv_head, int64_t at, float* work) {
   const Span span(a, 0, a.rows);
-  const Chunk<E> chunk(a, kv_head, a.first_chunk() + at, span.first, span.straight, a.rows * a.heads / a.kv_heads, work);
+  const Chunk<E> chunk(a, kv_head, a.first_chunk() + at, span.first, span.straight, a.rows * a.heads / a.kv_heads,
+                       work);
   each_tile(a, kv_head, 0, a.rows, [&](int64_t row, int rows, int64_t head, int heads) {
     Tile tile(a, row, rows, head, heads);
     float* places[kMostQueries];
@@ -232,7 +239,8 @@ void merge(const Attention& a, int64_t row) {
   for (int64_t head = 0; head < a.heads; head++) {
     begin_sum(a, head, sum);
     for (int64_t chunk = first_key(a, row) / kChunk; chunk * kChunk < a.seen[2 * row]; chunk++) {
-      const float* part = a.partials + (((chunk - a.first_chunk()) * a.rows + row) * a.heads + head) * a.partial_floats();
+      const float* part =
+          a.partials + (((chunk - a.first_chunk()) * a.rows + row) * a.heads + head) * a.partial_floats();
       add_chunk(a.padded_dim(), sum, part[0], part[1], part + kStrip);
     }
     finish_sum(a, row, head, sum);
@@ -261,7 +269,8 @@ void attend_rows_of(const Attention& a, int64_t kv_head, int64_t first_row, int6
       for (int i = 0; i < rows * heads; i++) tile.queries[i].values = parts[i];
       tile.run(a, kv_head, chunk);
       for (int i = 0; i < rows * heads; i++)
-        add_chunk(a.padded_dim(), sum_of(row + i / heads, head + i % heads), tile.queries[i].top, tile.queries[i].total, parts[i]);
+        add_chunk(a.padded_dim(), sum_of(row + i / heads, head + i % heads), tile.queries[i].top, tile.queries[i].total,
+                  parts[i]);
     });
   }
   each([&](int64_t row, int64_t head) { finish_sum(a, row, head, sum_of(row, head)); });

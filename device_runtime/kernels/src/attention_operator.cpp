@@ -52,7 +52,8 @@ struct Pass {
     for (const Part& part : parts) {
       const Attention& a = part.a;
       starts.push_back(size);
-      size += aligned(a.rows * a.heads * a.padded_dim() * 4) + aligned(a.rows * 8) + aligned(a.rows * a.mask_columns * 4);
+      size +=
+          aligned(a.rows * a.heads * a.padded_dim() * 4) + aligned(a.rows * 8) + aligned(a.rows * a.mask_columns * 4);
       if (part.splits()) size += a.chunks() * a.rows * a.heads * a.partial_floats() * 4;
     }
     char* const memory = static_cast<char*>(ort::scratch(size));
@@ -70,14 +71,18 @@ struct Pass {
   template <class Function>
   void each_row(ort::Context* context, Function function) const {
     edgellm::each_row(context, rows, [&](int64_t row) {
-      const Part& part = *(std::upper_bound(parts.begin(), parts.end(), row, [](int64_t r, const Part& p) { return r < p.first_row; }) - 1);
+      const Part& part = *(
+          std::upper_bound(parts.begin(), parts.end(), row, [](int64_t r, const Part& p) { return r < p.first_row; }) -
+          1);
       function(part, row - part.first_row);
     });
   }
 
   void attend(ort::Context* context) const {
     ort::parallel(context, tasks, [&](int64_t task) {
-      const Part& part = *(std::upper_bound(parts.begin(), parts.end(), task, [](int64_t t, const Part& p) { return t < p.first_task; }) - 1);
+      const Part& part = *(std::upper_bound(parts.begin(), parts.end(), task,
+                                            [](int64_t t, const Part& p) { return t < p.first_task; }) -
+                           1);
       const Attention& a = part.a;
       const int64_t kv_head = (task - part.first_task) % a.kv_heads, at = (task - part.first_task) / a.kv_heads;
       float* work = static_cast<float*>(ort::scratch<1>(a.work_floats(part.step) * 4));
@@ -87,7 +92,25 @@ struct Pass {
   }
 };
 
-enum { kQ, kK, kV, kPastKey, kPastValue, kSequences, kPages, kCos, kSin, kPositions, kMasks, kQNorm, kKNorm, kSinks, kKScale, kVScale, kCount };
+enum {
+  kQ,
+  kK,
+  kV,
+  kPastKey,
+  kPastValue,
+  kSequences,
+  kPages,
+  kCos,
+  kSin,
+  kPositions,
+  kMasks,
+  kQNorm,
+  kKNorm,
+  kSinks,
+  kKScale,
+  kVScale,
+  kCount
+};
 
 // Inputs: q [1, S, heads * D], or q, k and v side by side with k and v left out; k, v [1, S, kv_heads * D];
 // past key and value [pages, kv_heads, page rows, D] of float, half or int8; sequences int64 [B, 3], in the
@@ -98,9 +121,9 @@ enum { kQ, kK, kV, kPastKey, kPastValue, kSequences, kPages, kCos, kSin, kPositi
 template <ort::Type kCache>
 struct CachedAttention {
   static constexpr const char* kName = "CachedAttention";
-  static constexpr ort::Type kInputs[] = {
-      ort::kFloat, ort::kFloat, ort::kFloat, kCache, kCache, ort::kInt64, ort::kInt64, ort::kFloat, ort::kFloat,
-      ort::kInt64, ort::kBool, ort::kFloat, ort::kFloat, ort::kFloat, ort::kFloat, ort::kFloat};
+  static constexpr ort::Type kInputs[] = {ort::kFloat, ort::kFloat, ort::kFloat, kCache,      kCache,     ort::kInt64,
+                                          ort::kInt64, ort::kFloat, ort::kFloat, ort::kInt64, ort::kBool, ort::kFloat,
+                                          ort::kFloat, ort::kFloat, ort::kFloat, ort::kFloat};
   static constexpr ort::Type kOutputs[] = {ort::kFloat, kCache, kCache};
   static constexpr unsigned kNeeded = 0b1111001, kNeededOutputs = 3;
 
@@ -115,7 +138,8 @@ struct CachedAttention {
         scale(ort::float_attribute(info, "scale", 0)),
         softcap(ort::float_attribute(info, "softcap", 0)),
         epsilon(ort::float_attribute(info, "epsilon", 1e-6f)) {
-    require(heads > 0 && kv_heads > 0 && heads % kv_heads == 0, "CachedAttention: num_heads is no multiple of kv_num_heads");
+    require(heads > 0 && kv_heads > 0 && heads % kv_heads == 0,
+            "CachedAttention: num_heads is no multiple of kv_num_heads");
     require(window >= 0, "CachedAttention: local_window_size is negative");
   }
 
@@ -145,13 +169,15 @@ struct CachedAttention {
  private:
   void read_rows(const Tensor* in, Attention& a) const {
     const std::vector<int64_t>& cache = in[kPastKey].dims;
-    require(cache.size() == 4 && cache[1] == kv_heads, "CachedAttention: the cache is not [pages, kv_num_heads, page rows, D]");
+    require(cache.size() == 4 && cache[1] == kv_heads,
+            "CachedAttention: the cache is not [pages, kv_num_heads, page rows, D]");
     require(in[kPastValue].dims == cache, "CachedAttention: the caches of keys and values differ in shape");
     a.heads = heads;
     a.kv_heads = kv_heads;
     a.page_rows = cache[2];
     a.head_dim = cache[3];
-    require(a.page_rows > 0 && a.page_rows % kStrip == 0 && kChunk % a.page_rows == 0, "CachedAttention: pages of this size are not known");
+    require(a.page_rows > 0 && a.page_rows % kStrip == 0 && kChunk % a.page_rows == 0,
+            "CachedAttention: pages of this size are not known");
     require(a.head_dim > 0 && a.head_dim <= 256, "CachedAttention: heads of more than 256 values are not known");
     const int64_t width = heads * a.head_dim, kv_width = kv_heads * a.head_dim;
     require(in[kQ].dims.size() == 3 && in[kQ].dims[0] == 1, "CachedAttention: q is not [1, S, width]");
@@ -166,18 +192,22 @@ struct CachedAttention {
       a.k_stride = a.v_stride = kv_width;
       return;
     }
-    require(!in[kK] && !in[kV] && a.q_stride == width + 2 * kv_width, "CachedAttention: q, k and v do not fit the heads");
+    require(!in[kK] && !in[kV] && a.q_stride == width + 2 * kv_width,
+            "CachedAttention: q, k and v do not fit the heads");
     a.k = a.q + width;
     a.v = a.k + kv_width;
     a.k_stride = a.v_stride = a.q_stride;
   }
 
   void read_scales(const Tensor* in, Attention& a) const {
-    a.cache_type = kCache == ort::kFloat ? CacheType::kFloat32 : kCache == ort::kHalf ? CacheType::kFloat16 : CacheType::kInt8;
+    a.cache_type = kCache == ort::kFloat  ? CacheType::kFloat32
+                   : kCache == ort::kHalf ? CacheType::kFloat16
+                                          : CacheType::kInt8;
     a.k_scale = a.v_scale = 1;
     if (a.cache_type != CacheType::kInt8) return;
     const Tensor &k = in[kKScale], &v = in[kVScale];
-    require(k.count() == 1 && k.data && v.count() == 1 && v.data, "CachedAttention: a cache of int8 needs k_scale and v_scale");
+    require(k.count() == 1 && k.data && v.count() == 1 && v.data,
+            "CachedAttention: a cache of int8 needs k_scale and v_scale");
     a.k_scale = *k.as<float>();
     a.v_scale = *v.as<float>();
     require(a.k_scale > 0 && a.v_scale > 0, "CachedAttention: scales of the cache must be positive");
@@ -191,15 +221,18 @@ struct CachedAttention {
     a.is_interleaved = is_interleaved;
     const Tensor &cos = in[kCos], &sin = in[kSin], &positions = in[kPositions];
     if (cos || sin) {
-      require(cos.dims.size() == 2 && cos.dims == sin.dims && 2 * cos.last() <= a.head_dim, "CachedAttention: cos and sin do not fit the heads");
+      require(cos.dims.size() == 2 && cos.dims == sin.dims && 2 * cos.last() <= a.head_dim,
+              "CachedAttention: cos and sin do not fit the heads");
       a.cos = cos.as<float>();
       a.sin = sin.as<float>();
       a.rotary_dim = 2 * cos.last();
       a.table_rows = cos.dims[0];
       a.positions = positions.as<int64_t>();
-      require(positions ? positions.count() == a.rows : a.table_rows >= a.rows, "CachedAttention: rows and positions differ in number");
+      require(positions ? positions.count() == a.rows : a.table_rows >= a.rows,
+              "CachedAttention: rows and positions differ in number");
       for (int64_t row = 0; a.positions && row < a.rows; row++)
-        require(a.positions[row] >= 0 && a.positions[row] < a.table_rows, "CachedAttention: a position is outside of the rope tables");
+        require(a.positions[row] >= 0 && a.positions[row] < a.table_rows,
+                "CachedAttention: a position is outside of the rope tables");
     }
     a.mask = in[kMasks].as<uint8_t>();
     require((!in[kQNorm] || in[kQNorm].count() == a.head_dim) && (!in[kKNorm] || in[kKNorm].count() == a.head_dim),
@@ -214,7 +247,8 @@ struct CachedAttention {
   Pass cut(const Tensor* in, const Attention& all) const {
     const Tensor &facts = in[kSequences], &tables = in[kPages];
     require(facts.dims.size() == 2 && facts.last() == kFacts, "CachedAttention: sequences are not [B, 3]");
-    require(tables.dims.size() == 2 && tables.dims[0] == facts.dims[0], "CachedAttention: there is not one page table for each sequence");
+    require(tables.dims.size() == 2 && tables.dims[0] == facts.dims[0],
+            "CachedAttention: there is not one page table for each sequence");
     Pass pass;
     int64_t masked = 0;
     for (int64_t i = 0; i < facts.dims[0]; i++) {
@@ -225,12 +259,14 @@ struct CachedAttention {
       a.mask_columns = fact[2];
       a.pages = tables.as<int64_t>() + i * tables.last();
       require(a.rows >= 0 && a.rows <= all.rows - pass.rows, "CachedAttention: sequences and rows differ in number");
-      require(a.write_index >= 0 && a.write_index <= tables.last() * a.page_rows - a.rows, "CachedAttention: the new rows do not fit into the pages");
+      require(a.write_index >= 0 && a.write_index <= tables.last() * a.page_rows - a.rows,
+              "CachedAttention: the new rows do not fit into the pages");
       const bool is_causal = a.mask_columns == 0;
       require(is_causal || (a.mask_columns >= a.rows && a.mask_columns <= a.write_index + a.rows),
               "CachedAttention: a mask is not of the last slots of its sequence");
       const int64_t size = a.rows * a.mask_columns;
-      require(size <= in[kMasks].count() * bool(in[kMasks]) - masked, "CachedAttention: sequences have more masks than are given");
+      require(size <= in[kMasks].count() * bool(in[kMasks]) - masked,
+              "CachedAttention: sequences have more masks than are given");
       if (!a.rows) continue;
       a.mask = is_causal ? nullptr : all.mask + masked;
       masked += size;
@@ -272,7 +308,8 @@ struct CachedAttention {
 }  // namespace
 
 Operators attention_operators() {
-  return {ort::describe<CachedAttention<ort::kFloat>>(), ort::describe<CachedAttention<ort::kHalf>>(), ort::describe<CachedAttention<ort::kInt8>>()};
+  return {ort::describe<CachedAttention<ort::kFloat>>(), ort::describe<CachedAttention<ort::kHalf>>(),
+          ort::describe<CachedAttention<ort::kInt8>>()};
 }
 
 }  // namespace edgellm

@@ -32,11 +32,14 @@ struct Set : Vector<Pairs> {
  private:
   static EDGELLM_INLINE __m256i codes_at(const uint8_t* w, int c) { return _mm256_loadu_si256((const __m256i*)w + c); }
   static EDGELLM_INLINE __m256i four_of(const int8_t* x) { return __m256i(broadcast(x)); }
-  static EDGELLM_INLINE __m256i add_pairs(__m256i sum, __m256i words) { return _mm256_add_epi32(sum, _mm256_madd_epi16(words, _mm256_set1_epi16(1))); }
+  static EDGELLM_INLINE __m256i add_pairs(__m256i sum, __m256i words) {
+    return _mm256_add_epi32(sum, _mm256_madd_epi16(words, _mm256_set1_epi16(1)));
+  }
 
   // As many steps as fit 16 bits: 16 products of at most 15 * 127 are 30,480, 8 of FP4's 24 * 127 are 24,384.
   template <Form kForm, int kSteps, int R>
-  static EDGELLM_INLINE void add_nibbles(__m256i (&sums)[R][2], const uint8_t* w, const int8_t* x, int64_t stride, int64_t block) {
+  static EDGELLM_INLINE void add_nibbles(__m256i (&sums)[R][2], const uint8_t* w, const int8_t* x, int64_t stride,
+                                         int64_t block) {
     for (int64_t k = 0; k < block; k += 8 * kSteps) {
       __m256i words[R][2];
 #pragma GCC unroll 8
@@ -65,7 +68,8 @@ struct Set : Vector<Pairs> {
 
   // |code - 128| <= 128 and the row with the code's sign, |x| <= 127: 32,512 at most.
   template <int R>
-  static EDGELLM_INLINE void add_bytes(__m256i (&sums)[R][2], const uint8_t* w, const int8_t* x, int64_t stride, int64_t block) {
+  static EDGELLM_INLINE void add_bytes(__m256i (&sums)[R][2], const uint8_t* w, const int8_t* x, int64_t stride,
+                                       int64_t block) {
     for (int64_t k = 0; k < block; k += 16)
 #pragma GCC unroll 4
       for (int64_t at = k; at < k + 16; at += 4) {
@@ -77,7 +81,8 @@ struct Set : Vector<Pairs> {
 #pragma GCC unroll 8
         for (int r = 0; r < R; r++) {
           const __m256i four = four_of(x + r * stride + at);
-          for (int c = 0; c < 2; c++) sums[r][c] = add_pairs(sums[r][c], _mm256_maddubs_epi16(sizes[c], _mm256_sign_epi8(four, codes[c])));
+          for (int c = 0; c < 2; c++)
+            sums[r][c] = add_pairs(sums[r][c], _mm256_maddubs_epi16(sizes[c], _mm256_sign_epi8(four, codes[c])));
           if (R > 1) asm("" : "+x"(sums[r][0]), "+x"(sums[r][1]));
         }
       }

@@ -17,7 +17,8 @@ struct Avx2 : Registers<32> {
   template <bool kFp4>
   static Bytes decode(Bytes codes) {
     if (!kFp4) return codes;
-    return Bytes(_mm256_shuffle_epi8(_mm256_broadcastsi128_si256(_mm_loadu_si128((const __m128i*)kFp4Codes)), __m256i(codes)));
+    return Bytes(
+        _mm256_shuffle_epi8(_mm256_broadcastsi128_si256(_mm_loadu_si128((const __m128i*)kFp4Codes)), __m256i(codes)));
   }
   static Ints widen(Halves h) { return Ints(_mm256_cvtepu16_epi32(__m128i(h))); }
   static void load_fp8(const void* p, Halves* x) {
@@ -27,7 +28,8 @@ struct Avx2 : Registers<32> {
     x[1] = Halves(_mm256_extracti128_si256(wide, 1));
   }
   static void load_codes(const void* p, Ints* x) {
-    for (int i = 0; i < 2; i++) x[i] = Ints(_mm256_cvtepi8_epi32(_mm_loadl_epi64((const __m128i_u*)((const char*)p + 8 * i))));
+    for (int i = 0; i < 2; i++)
+      x[i] = Ints(_mm256_cvtepi8_epi32(_mm_loadl_epi64((const __m128i_u*)((const char*)p + 8 * i))));
   }
   static void store_codes(int8_t* p, const Ints* x) {
     const __m256i words = _mm256_permute4x64_epi64(_mm256_packs_epi32(__m256i(x[0]), __m256i(x[1])), 0xd8);

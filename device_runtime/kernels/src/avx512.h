@@ -18,14 +18,23 @@ struct Avx512 : Registers<64> {
   template <bool kFp4>
   static Bytes decode(Bytes codes) {
     if (!kFp4) return codes;
-    return Bytes(_mm512_shuffle_epi8(_mm512_broadcast_i32x4(_mm_loadu_si128((const __m128i*)kFp4Codes)), __m512i(codes)));
+    return Bytes(
+        _mm512_shuffle_epi8(_mm512_broadcast_i32x4(_mm_loadu_si128((const __m128i*)kFp4Codes)), __m512i(codes)));
   }
-  static Ints add4(Ints sum, Bytes codes, Bytes x) { return Ints(_mm512_dpbusd_epi32(__m512i(sum), __m512i(codes), __m512i(x))); }
+  static Ints add4(Ints sum, Bytes codes, Bytes x) {
+    return Ints(_mm512_dpbusd_epi32(__m512i(sum), __m512i(codes), __m512i(x)));
+  }
   static Ints add8(Ints sum, Bytes codes, Bytes x) { return add4(sum, codes, x); }
   static Ints widen(Halves h) { return Ints(_mm512_cvtepu16_epi32(__m256i(h))); }
-  static void load_fp8(const void* p, Halves* x) { x[0] = Halves(_mm256_cvtepi8_epi16(_mm_loadu_si128((const __m128i*)p))) << 7 & 0xbfff; }
-  static void load_codes(const void* p, Ints* x) { x[0] = Ints(_mm512_cvtepi8_epi32(_mm_loadu_si128((const __m128i*)p))); }
-  static void store_codes(int8_t* p, const Ints* x) { _mm_storeu_si128((__m128i*)p, _mm512_cvtsepi32_epi8(__m512i(x[0]))); }
+  static void load_fp8(const void* p, Halves* x) {
+    x[0] = Halves(_mm256_cvtepi8_epi16(_mm_loadu_si128((const __m128i*)p))) << 7 & 0xbfff;
+  }
+  static void load_codes(const void* p, Ints* x) {
+    x[0] = Ints(_mm512_cvtepi8_epi32(_mm_loadu_si128((const __m128i*)p)));
+  }
+  static void store_codes(int8_t* p, const Ints* x) {
+    _mm_storeu_si128((__m128i*)p, _mm512_cvtsepi32_epi8(__m512i(x[0])));
+  }
 };
 
 struct Set : Vector<Avx512> {

@@ -7,7 +7,9 @@ namespace {
 struct Quads : Avx2 {
   static constexpr int kMiddle8 = 128;
 
-  static Ints add4(Ints sum, Bytes codes, Bytes x) { return Ints(_mm256_dpbusd_avx_epi32(__m256i(sum), __m256i(codes), __m256i(x))); }
+  static Ints add4(Ints sum, Bytes codes, Bytes x) {
+    return Ints(_mm256_dpbusd_avx_epi32(__m256i(sum), __m256i(codes), __m256i(x)));
+  }
   static Ints add8(Ints sum, Bytes codes, Bytes x) { return add4(sum, codes, x); }
 };
 

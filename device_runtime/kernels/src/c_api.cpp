@@ -15,7 +15,8 @@ using namespace edgellm;
 template <class Function>
 void in_parts(int64_t count, int threads, Function function) {
   std::vector<std::thread> others;
-  for (int t = 1; t < threads; t++) others.emplace_back([=] { function(count * t / threads, count * (t + 1) / threads); });
+  for (int t = 1; t < threads; t++)
+    others.emplace_back([=] { function(count * t / threads, count * (t + 1) / threads); });
   function(0, count / threads);
   for (std::thread& other : others) other.join();
 }
@@ -45,7 +46,8 @@ EDGELLM_EXPORT const char* edgellm_product(const ProductArguments* a) {
   if (!set) return "this processor lacks the instruction set";
   Weight weight;
   if (const char* fault = read_weight(a->packed, a->bytes, &weight)) return fault;
-  const std::unique_ptr<void, decltype(&std::free)> memory(std::aligned_alloc(64, rows_bytes(weight, a->rows)), &std::free);
+  const std::unique_ptr<void, decltype(&std::free)> memory(std::aligned_alloc(64, rows_bytes(weight, a->rows)),
+                                                           &std::free);
   if (!memory) return "out of memory";
   const Rows rows = place_rows(weight, a->rows, memory.get());
   const Prologue before{&weight, a->x, a->skip, a->gamma, a->epsilon, a->sum, rows};
@@ -65,7 +67,8 @@ EDGELLM_EXPORT const char* edgellm_channel(const void* packed, uint64_t bytes, i
 EDGELLM_EXPORT const char* edgellm_attention(const char* instruction_set, Attention* a, int is_split) {
   const Kernels* set = find_kernels(instruction_set);
   if (!set) return "this processor lacks the instruction set";
-  std::vector<float> queries(a->rows * a->heads * a->padded_dim()), partials, work(a->work_floats(is_split ? 0 : a->rows));
+  std::vector<float> queries(a->rows * a->heads * a->padded_dim()), partials,
+      work(a->work_floats(is_split ? 0 : a->rows));
   std::vector<int32_t> seen(2 * a->rows), slots(a->rows * a->mask_columns);
   a->queries = queries.data();
   a->seen = seen.data();
@@ -83,7 +86,8 @@ EDGELLM_EXPORT const char* edgellm_attention(const char* instruction_set, Attent
   return nullptr;
 }
 
-EDGELLM_EXPORT const char* edgellm_low_rank(const char* instruction_set, const LowRank* layer, const float* x, float* inner, const float* base, float* y) {
+EDGELLM_EXPORT const char* edgellm_low_rank(const char* instruction_set, const LowRank* layer, const float* x,
+                                            float* inner, const float* base, float* y) {
   const Kernels* set = find_kernels(instruction_set);
   if (!set) return "this processor lacks the instruction set";
   set->shrink(*layer, x, 0, layer->rank, inner);

@@ -7,8 +7,8 @@ namespace edgellm {
 namespace {
 
 constexpr int kMostQueries = 32;  // heads of rows that share what is read of the cache
-constexpr int kMostDim = 256;     // head_dim
-constexpr int kMostGroup = 16;    // heads of one key head that are taken at once
+constexpr int kMostDim = 256;  // head_dim
+constexpr int kMostGroup = 16;  // heads of one key head that are taken at once
 constexpr float kNothing = -1e30f;
 constexpr float kMostHalf = 65504;  // stands first in `min` and `max`: what is no number stays so
 
@@ -151,7 +151,8 @@ struct Slots {
     if constexpr (sizeof(E) == sizeof(float))
       if (a.cache_type != CacheType::kFloat32 || dim != a.head_dim) {
         for (int64_t slot = 0; slot < kChunk; slot += page_rows) pages[slot / page_rows] = memory + slot * dim;
-        for (int64_t slot = first; slot < end; slot++) read_row(a, cache, a.place(kv_head, base + slot), memory + slot * dim);
+        for (int64_t slot = first; slot < end; slot++)
+          read_row(a, cache, a.place(kv_head, base + slot), memory + slot * dim);
         return;
       }
     const int64_t last = least(kChunk + page_rows, a.write_index + a.rows - base);
@@ -169,7 +170,8 @@ struct Slots {
 };
 
 // Up to 16 keys of one row behind those that lie straight.
-const float* read_seen(const Attention& a, const void* cache, int64_t kv_head, int64_t row, int64_t key, int64_t count, float* memory) {
+const float* read_seen(const Attention& a, const void* cache, int64_t kv_head, int64_t row, int64_t key, int64_t count,
+                       float* memory) {
   const int64_t ruled = a.write_index + a.rows - a.mask_columns;
   for (int64_t i = 0; i < count; i++) {
     const int64_t slot = a.slots[row * a.mask_columns + key + i - ruled];

@@ -17,13 +17,16 @@ using ort::Tensor;
 const int64_t* read_parents(const Tensor& given, int64_t rows, int64_t states) {
   require(given.count() == rows, "not a parent for each row");
   const int64_t* parents = given.as<int64_t>();
-  for (int64_t row = 0; row < rows; row++) require(parents[row] >= -states && parents[row] < row, "a parent is not before its row");
+  for (int64_t row = 0; row < rows; row++)
+    require(parents[row] >= -states && parents[row] < row, "a parent is not before its row");
   return parents;
 }
 
 // Where the matrices of rows go, and whose they were: `from` of -1 - n is state n.
 struct Places {
-  struct Row { int64_t from, to; };
+  struct Row {
+    int64_t from, to;
+  };
   std::vector<Row> rows;
   int64_t count = 0;
 
@@ -51,10 +54,12 @@ struct Heads {
   const float *k, *g;
 
   Heads(const Tensor& k, const Tensor& g, const Tensor& state) : k(k.as<float>()), g(g.as<float>()) {
-    require(state.dims.size() == 4 && k.dims.size() == 3, "GatedDelta: the states are not [B, H, dk, dv], or k not [1, S, J * dk]");
+    require(state.dims.size() == 4 && k.dims.size() == 3,
+            "GatedDelta: the states are not [B, H, dk, dv], or k not [1, S, J * dk]");
     rows = k.dims[1], heads = state.dims[1], keys = state.dims[2], values = state.dims[3];
     key_heads = keys ? k.dims[2] / keys : 0;
-    require(key_heads && heads % key_heads == 0 && key_heads * keys == k.dims[2], "GatedDelta: heads do not share keys evenly");
+    require(key_heads && heads % key_heads == 0 && key_heads * keys == k.dims[2],
+            "GatedDelta: heads do not share keys evenly");
     require(g.count() == rows * heads, "GatedDelta: g is not [1, S, H]");
   }
 
@@ -76,15 +81,17 @@ struct Heads {
 // Outputs: y and d [1, S, H * dv]; without b there is no d, but v takes its place.
 struct GatedDelta {
   static constexpr const char* kName = "GatedDelta";
-  static constexpr ort::Type kInputs[] = {ort::kFloat, ort::kFloat, ort::kFloat, ort::kFloat, ort::kFloat, ort::kFloat, ort::kInt64};
+  static constexpr ort::Type kInputs[] = {ort::kFloat, ort::kFloat, ort::kFloat, ort::kFloat,
+                                          ort::kFloat, ort::kFloat, ort::kInt64};
   static constexpr ort::Type kOutputs[] = {ort::kFloat, ort::kFloat};
   static constexpr unsigned kNeeded = 0b1101111, kNeededOutputs = 1;
 
   explicit GatedDelta(const ort::Info*) {}
 
   void run(ort::Context* context) const {
-    const Tensor q = ort::input(context, 0), k = ort::input(context, 1), v = ort::input(context, 2), g = ort::input(context, 3),
-                 b = ort::input(context, 4), state = ort::input(context, 5), parents = ort::input(context, 6);
+    const Tensor q = ort::input(context, 0), k = ort::input(context, 1), v = ort::input(context, 2),
+                 g = ort::input(context, 3), b = ort::input(context, 4), state = ort::input(context, 5),
+                 parents = ort::input(context, 6);
     const Heads heads(k, g, state);
     require(q.dims == k.dims && (!b || b.dims == g.dims), "GatedDelta: q is not shaped like k, or b like g");
     require(v.count() == heads.rows * heads.heads * heads.values, "GatedDelta: v is not [1, S, H * dv]");
@@ -126,7 +133,8 @@ struct GatedDeltaUpdate {
   explicit GatedDeltaUpdate(const ort::Info*) {}
 
   void run(ort::Context* context) const {
-    const Tensor state = ort::input(context, 0), k = ort::input(context, 1), d = ort::input(context, 2), g = ort::input(context, 3);
+    const Tensor state = ort::input(context, 0), k = ort::input(context, 1), d = ort::input(context, 2),
+                 g = ort::input(context, 3);
     const Heads heads(k, g, state);
     require(state.dims[0] == 1, "GatedDeltaUpdate: not the state of one sequence");
     require(d.count() == heads.rows * heads.heads * heads.values, "GatedDeltaUpdate: d is not [1, M, H * dv]");
@@ -159,9 +167,11 @@ struct Convolution {
   void run(ort::Context* context) const {
     const Tensor x = ort::input(context, 0), windows = ort::input(context, 1), weight = ort::input(context, 2),
                  given = ort::input(context, 3);
-    require(x.dims.size() == 3 && windows.dims.size() == 3 && weight.count(), "Convolution: x is not [1, S, W], or windows not [B, K - 1, W]");
+    require(x.dims.size() == 3 && windows.dims.size() == 3 && weight.count(),
+            "Convolution: x is not [1, S, W], or windows not [B, K - 1, W]");
     const int64_t rows = x.dims[1], width = x.dims[2], states = windows.dims[0], kept = windows.dims[1];
-    require(windows.dims[2] == width && weight.count() == (kept + 1) * width, "Convolution: windows or weight are not as wide as x");
+    require(windows.dims[2] == width && weight.count() == (kept + 1) * width,
+            "Convolution: windows or weight are not as wide as x");
     const int64_t* parents = read_parents(given, rows, states);
     const Tensor y = ort::output(context, 0, x.dims);
     each_row(context, rows, [&](int64_t row) {

@@ -25,7 +25,9 @@ const Kernels& amx_kernels();
 
 namespace {
 
-struct Registers { unsigned a, b, c, d; };
+struct Registers {
+  unsigned a, b, c, d;
+};
 
 Registers ask(unsigned leaf, unsigned part) {
   Registers r{};

@@ -15,7 +15,7 @@ using ort::require;
 using ort::Tensor;
 
 constexpr int64_t kPartBytes = 128 << 10;  // of weights, below which threads are not worth their call
-constexpr int64_t kMostTaken = 4096;       // rows times experts taken that are held at once
+constexpr int64_t kMostTaken = 4096;  // rows times experts taken that are held at once
 
 // Packed weights of one form: the records of each, then the headers of all.
 std::vector<Weight> read_stack(const ort::Info* info, size_t index, int64_t experts) {
@@ -51,7 +51,8 @@ Rows from_row(const Weight& w, const Rows& rows, int64_t first) {
 // Without gates, act is the square of what is positive of the ups.
 struct Experts {
   static constexpr const char* kName = "Experts";
-  static constexpr ort::Type kInputs[] = {ort::kFloat, ort::kInt64, ort::kFloat, ort::kUInt8, ort::kUInt8, ort::kFloat, ort::kFloat};
+  static constexpr ort::Type kInputs[] = {ort::kFloat, ort::kInt64, ort::kFloat, ort::kUInt8,
+                                          ort::kUInt8, ort::kFloat, ort::kFloat};
   static constexpr ort::Type kOutputs[] = {ort::kFloat};
   static constexpr unsigned kNeeded = 0b11111, kNeededOutputs = 1;
 
@@ -80,7 +81,9 @@ struct Experts {
   float alpha, limit, offset;
 
   explicit Experts(const ort::Info* info)
-      : alpha(ort::float_attribute(info, "alpha", 1)), limit(ort::float_attribute(info, "limit", 0)), offset(ort::float_attribute(info, "offset", 0)) {
+      : alpha(ort::float_attribute(info, "alpha", 1)),
+        limit(ort::float_attribute(info, "limit", 0)),
+        offset(ort::float_attribute(info, "offset", 0)) {
     const int64_t experts = ort::int_attribute(info, "experts", 0);
     gates = read_stack(info, 3, experts);
     downs = read_stack(info, 4, experts);
@@ -101,8 +104,17 @@ struct Experts {
     const Tensor y = ort::output(context, 0, x.dims);
     const int64_t step = std::max<int64_t>(1, kMostTaken / std::max<int64_t>(1, top_k));
     for (int64_t first = 0; first < rows; first += step) {
-      Pass pass{x.as<float>() + first * H, ids.as<int64_t>() + first * top_k, shares.as<float>() + first * top_k,
-                y.as<float>() + first * H, std::min(step, rows - first), top_k, inner_bias.as<float>(), bias.as<float>(), {}, {}, {}};
+      Pass pass{x.as<float>() + first * H,
+                ids.as<int64_t>() + first * top_k,
+                shares.as<float>() + first * top_k,
+                y.as<float>() + first * H,
+                std::min(step, rows - first),
+                top_k,
+                inner_bias.as<float>(),
+                bias.as<float>(),
+                {},
+                {},
+                {}};
       sort(pass);
       compute(context, pass);
     }
@@ -130,7 +142,8 @@ struct Experts {
   void compute(ort::Context* context, const Pass& pass) const {
     const int64_t taken = pass.taken(), I = downs[0].in_features, H = downs[0].out_features;
     const size_t own = aligned(rows_bytes(gates[0], pass.rows)), outer = aligned(rows_bytes(gates[0], taken)),
-                 inner = aligned(rows_bytes(downs[0], taken)), middle = aligned(taken * I * 4), last = aligned(taken * H * 4);
+                 inner = aligned(rows_bytes(downs[0], taken)), middle = aligned(taken * I * 4),
+                 last = aligned(taken * H * 4);
     char* memory = static_cast<char*>(ort::scratch(own + outer + inner + middle + last));
     const Rows prepared = place_rows(gates[0], pass.rows, memory), gathered = place_rows(gates[0], taken, memory + own),
                inner_rows = place_rows(downs[0], taken, memory + own + outer);
@@ -168,18 +181,22 @@ struct Experts {
     }
   }
 
-  void multiply(ort::Context* context, const Pass& pass, const std::vector<Weight>& weights, const Rows& rows, const float* bias, float* y) const {
+  void multiply(ort::Context* context, const Pass& pass, const std::vector<Weight>& weights, const Rows& rows,
+                const float* bias, float* y) const {
     std::vector<Task> tasks;
     const int64_t groups = weights[0].groups(), bytes = groups * weights[0].group_bytes();
     for (const Group& group : pass.groups) {
       const int64_t parts = parts_of(groups, bytes * group.count, kPartBytes, groups);
-      for (int64_t part = 0; part < parts; part++) tasks.push_back({&group, groups * part / parts, groups * (part + 1) / parts});
+      for (int64_t part = 0; part < parts; part++)
+        tasks.push_back({&group, groups * part / parts, groups * (part + 1) / parts});
     }
     ort::parallel(context, int64_t(tasks.size()), [&](int64_t i) {
       const Group& group = *tasks[i].group;
       const Weight& w = weights[group.expert];
-      const Product product{&w, from_row(w, rows, group.first), group.count, bias ? bias + group.expert * w.out_features : nullptr,
-                            nullptr, y + group.first * w.outputs(), alpha, limit, offset};
+      const Product product{
+          &w,      from_row(w, rows, group.first), group.count, bias ? bias + group.expert * w.out_features : nullptr,
+          nullptr, y + group.first * w.outputs(),  alpha,       limit,
+          offset};
       kernels().product(product, tasks[i].first, tasks[i].last);
     });
   }

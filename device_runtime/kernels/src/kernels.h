@@ -9,8 +9,8 @@
 
 namespace edgellm {
 
-constexpr int kGroup = 32;   // output channels of a record
-constexpr int kStrip = 16;   // channels, or floats, that a vector stands for on every processor
+constexpr int kGroup = 32;  // output channels of a record
+constexpr int kStrip = 16;  // channels, or floats, that a vector stands for on every processor
 constexpr int kChunk = 256;  // keys whose softmax is summed apart from the others'; of whole pages
 constexpr int kSegment = 1024;  // logits whose exponentials are summed apart from the others'
 
@@ -32,8 +32,8 @@ struct Header {
   uint32_t in_features, out_features;
   uint32_t block, has_zero_points;
   uint32_t is_gated;  // 16 gate channels and their 16 up channels take turns
-  float multiplier;   // of all scales; a power of two
-  uint64_t bytes;     // header and records
+  float multiplier;  // of all scales; a power of two
+  uint64_t bytes;  // header and records
   uint32_t input_terms;  // codes of 8 bits that stand for an input: 1, or 2 of which the second is 1/128
   uint8_t reserved[12];
 };
@@ -51,7 +51,10 @@ struct Weight {
   int64_t groups() const { return (out_features + kGroup - 1) / kGroup; }
   int64_t outputs() const { return is_gated ? out_features / 2 : out_features; }
   int64_t code_bytes() const {
-    const int bits = form == Form::kFloat32 ? 32 : form == Form::kInt8 || form == Form::kFp8 ? 8 : takes_codes(form) ? 4 : 16;
+    const int bits = form == Form::kFloat32                      ? 32
+                     : form == Form::kInt8 || form == Form::kFp8 ? 8
+                     : takes_codes(form)                         ? 4
+                                                                 : 16;
     return block * kGroup * bits / 8;
   }
   int64_t record_bytes() const {
@@ -66,12 +69,12 @@ const char* read_weight(const void* data, size_t size, Weight* weight);
 
 // Rows as the products take them: int8 per block of what takes codes, else float.
 struct Rows {
-  int64_t stride;   // from row to row of `floats`, and from term to term of `codes`, in elements
-  int64_t blocks;   // from row to row of the others
+  int64_t stride;  // from row to row of `floats`, and from term to term of `codes`, in elements
+  int64_t blocks;  // from row to row of the others
   int8_t* codes;
-  float* scales;    // of a block, times the weight's multiplier
+  float* scales;  // of a block, times the weight's multiplier
   int32_t* starts;  // of a block's sums: what brings codes around their middle
-  float* offsets;   // of a block: - scale * (sum of its codes), the factor of zero points
+  float* offsets;  // of a block: - scale * (sum of its codes), the factor of zero points
   float* floats;
 };
 // What the weights of one output channel stand for, [in_features]; not of gated weights.
@@ -82,11 +85,11 @@ Rows place_rows(const Weight& weight, int64_t rows, void* memory);  // aligned t
 
 struct Prologue {
   const Weight* weight;
-  const float* x;         // [M, K]
-  const float* skip;      // [M, K] added to x, or nullptr
-  const float* gamma;     // [K] of an RMSNorm, or nullptr
+  const float* x;  // [M, K]
+  const float* skip;  // [M, K] added to x, or nullptr
+  const float* gamma;  // [K] of an RMSNorm, or nullptr
   float epsilon;
-  float* sum;             // [M, K] x + skip, or nullptr
+  float* sum;  // [M, K] x + skip, or nullptr
   Rows rows;
 };
 
@@ -94,9 +97,9 @@ struct Product {
   const Weight* weight;
   Rows rows;
   int64_t num_rows;
-  const float* bias;      // [N] or nullptr
+  const float* bias;  // [N] or nullptr
   const float* residual;  // [M, N] or nullptr
-  float* y;               // [M, outputs]
+  float* y;  // [M, outputs]
   // Of gated weights: swish(gate) * up, or within a limit > 0 gate * sigmoid(alpha * gate) * (up + offset).
   float alpha = 1, limit = 0, offset = 0;
   const float* delta = nullptr;  // [M, N] that is added first
@@ -116,22 +119,22 @@ enum class CacheType : uint32_t { kFloat32, kFloat16, kInt8 };
 struct Attention {
   int64_t rows, heads, kv_heads, head_dim, rotary_dim, table_rows;
   int64_t page_rows, write_index, mask_columns, window;  // window 0: all
-  int64_t q_stride, k_stride, v_stride;                 // from row to row
+  int64_t q_stride, k_stride, v_stride;  // from row to row
   const float *q, *k, *v;
-  const float *cos, *sin;    // [table_rows, rotary_dim / 2], or nullptr
+  const float *cos, *sin;  // [table_rows, rotary_dim / 2], or nullptr
   const int64_t* positions;  // [rows], or nullptr: tables have one row for each
-  const uint8_t* mask;       // [rows, mask_columns] of the last slots, or nullptr: causal
+  const uint8_t* mask;  // [rows, mask_columns] of the last slots, or nullptr: causal
   const float *q_norm, *k_norm, *sinks;  // [head_dim], [head_dim], [heads], or nullptr
   float scale, softcap, epsilon, k_scale, v_scale;
   bool is_interleaved;
   CacheType cache_type;
-  const int64_t* pages;      // as many as the slots up to the last new row take
-  void *keys, *values;       // [pages, kv_heads, page_rows, head_dim]
-  float* y;                  // [rows, heads * head_dim]
-  float* queries;            // work: [rows, heads, padded_dim]
-  float* partials;           // work: [chunks, rows, heads, padded_dim + 16]; nullptr if not split
-  int32_t* slots;            // work: [rows, mask_columns], the last slots that each row attends to
-  int32_t* seen;             // work: [rows, 2], keys that a row attends to, and how many are contiguous
+  const int64_t* pages;  // as many as the slots up to the last new row take
+  void *keys, *values;  // [pages, kv_heads, page_rows, head_dim]
+  float* y;  // [rows, heads * head_dim]
+  float* queries;  // work: [rows, heads, padded_dim]
+  float* partials;  // work: [chunks, rows, heads, padded_dim + 16]; nullptr if not split
+  int32_t* slots;  // work: [rows, mask_columns], the last slots that each row attends to
+  int32_t* seen;  // work: [rows, 2], keys that a row attends to, and how many are contiguous
 
   int64_t padded_dim() const { return (head_dim + kStrip - 1) / kStrip * kStrip; }
   int64_t partial_floats() const { return padded_dim() + kStrip; }
@@ -159,12 +162,12 @@ struct Best {
 // A row of a head of linear attention, whose matrices are [keys, values]; see `recurrent.inl`.
 struct DeltaRow {
   int64_t keys, values;
-  const float* from;   // N, of the row before
-  float* to;           // M
+  const float* from;  // N, of the row before
+  float* to;  // M
   const float *q, *k;  // [keys]; without q nothing is read
-  const float* v;      // [values]
+  const float* v;  // [values]
   float decay, rate;
-  float *delta, *y;    // [values]
+  float *delta, *y;  // [values]
 };
 
 struct Kernels {
@@ -180,7 +183,8 @@ struct Kernels {
   void (*advance)(const DeltaRow&);
   void (*shrink)(const LowRank&, const float* x, int64_t first, int64_t last, float* inner);  // of [rank]
   // Strips of 16 outputs, `step` floats from one to the next in base (or nullptr) and y.
-  void (*widen)(const LowRank&, const float* inner, int64_t first, int64_t last, int64_t step, const float* base, float* y);
+  void (*widen)(const LowRank&, const float* inner, int64_t first, int64_t last, int64_t step, const float* base,
+                float* y);
 };
 
 // Best first; the last is the scalar reference. Those that this processor lacks are left out.

@@ -67,13 +67,20 @@ const char* read_weight(const void* data, size_t size, Weight* weight) {
   const bool is_known = h.block == 16 || h.block == 32 || (form != Form::kFp4 && (h.block == 64 || h.block == 128));
   if (form == Form::kFp8 ? !h.block || h.block > h.in_features : takes_codes(form) ? !is_known : h.block != 1)
     return "the packed weight has blocks that this version does not know";
-  if (h.has_zero_points > (form == Form::kInt4 || form == Form::kInt8 ? 1u : 0u) || h.is_gated > 1 || h.input_terms < 1 ||
-      h.input_terms > (form == Form::kInt8 ? 2u : 1u))
+  if (h.has_zero_points > (form == Form::kInt4 || form == Form::kInt8 ? 1u : 0u) || h.is_gated > 1 ||
+      h.input_terms < 1 || h.input_terms > (form == Form::kInt8 ? 2u : 1u))
     return "the packed weight has flags that this version does not know";
   if (h.is_gated && h.out_features % kGroup) return "gated channels do not come in groups of 32";
   if (!std::isfinite(h.multiplier) || h.multiplier <= 0) return "the packed weight has no sound multiplier";
-  *weight = {form, h.has_zero_points == 1, h.is_gated == 1, int(h.input_terms), h.in_features, h.out_features, h.block,
-             h.multiplier, static_cast<const uint8_t*>(data) + sizeof h};
+  *weight = {form,
+             h.has_zero_points == 1,
+             h.is_gated == 1,
+             int(h.input_terms),
+             h.in_features,
+             h.out_features,
+             h.block,
+             h.multiplier,
+             static_cast<const uint8_t*>(data) + sizeof h};
   const uint64_t expected = sizeof h + uint64_t(weight->groups()) * weight->group_bytes();
   if (h.bytes != expected || size != expected) return "the packed weight is cut off or too long";
   return nullptr;
@@ -98,8 +105,13 @@ size_t rows_bytes(const Weight& weight, int64_t rows) { return places(weight, ro
 Rows place_rows(const Weight& weight, int64_t rows, void* memory) {
   const Places p = places(weight, rows);
   char* base = static_cast<char*>(memory);
-  return {p.stride, weight.blocks(), reinterpret_cast<int8_t*>(base + p.codes), reinterpret_cast<float*>(base + p.scales),
-          reinterpret_cast<int32_t*>(base + p.starts), reinterpret_cast<float*>(base + p.offsets), reinterpret_cast<float*>(base + p.floats)};
+  return {p.stride,
+          weight.blocks(),
+          reinterpret_cast<int8_t*>(base + p.codes),
+          reinterpret_cast<float*>(base + p.scales),
+          reinterpret_cast<int32_t*>(base + p.starts),
+          reinterpret_cast<float*>(base + p.offsets),
+          reinterpret_cast<float*>(base + p.floats)};
 }
 
 }  // namespace edgellm

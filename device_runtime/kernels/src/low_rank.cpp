@@ -30,8 +30,9 @@ std::vector<Task> find(const Adapted& a, int64_t K) {
       const int64_t* entry = a.table.as<int64_t>() + (slot * layers + place[0]) * 3;
       if (!entry[0]) continue;
       const auto holds = [&](int64_t at, int64_t size) { return at >= 0 && size >= 0 && at <= floats - size; };
-      require(entry[0] > 0 && entry[0] <= floats && holds(entry[1], entry[0] * K) && holds(entry[2], entry[0] * place[1]),
-              "adapters: the weights of an adapter are cut off");
+      require(
+          entry[0] > 0 && entry[0] <= floats && holds(entry[1], entry[0] * K) && holds(entry[2], entry[0] * place[1]),
+          "adapters: the weights of an adapter are cut off");
       const float* w = a.weights.as<float>();
       tasks.push_back({{K, entry[0], place[1], w + entry[1], w + entry[2]}, row, place[2], nullptr});
     }
@@ -60,7 +61,8 @@ void parts(ort::Context* context, int64_t count, int64_t floats, const Function&
 
 // function(task, first, last) for all pieces of all tasks, of which each reads about `floats`.
 template <class Size, class Function>
-void each(ort::Context* context, const std::vector<Task>& tasks, const Size& size, int64_t floats, const Function& function) {
+void each(ort::Context* context, const std::vector<Task>& tasks, const Size& size, int64_t floats,
+          const Function& function) {
   std::vector<int64_t> ends;
   int64_t total = 0;
   for (const Task& task : tasks) ends.push_back(total += size(task));
@@ -89,8 +91,9 @@ struct LowRankSum {
     require(!base.dims.empty() && base.count() == rows * width, "LowRank: the base has other rows than x");
     const Tensor y = ort::output(context, 0, base.dims);
     if (!y.count()) return;
-    if (!is_adapted(slots) ||
-        !add_low_rank({context, x, nullptr, 0, slots, ort::input(context, 3), ort::input(context, 4), ort::input(context, 5), width, kStrip}, base.as<float>(), y.as<float>()))
+    if (!is_adapted(slots) || !add_low_rank({context, x, nullptr, 0, slots, ort::input(context, 3),
+                                             ort::input(context, 4), ort::input(context, 5), width, kStrip},
+                                            base.as<float>(), y.as<float>()))
       std::memcpy(y.data, base.data, y.count() * sizeof(float));
   }
 };
@@ -129,14 +132,17 @@ bool add_low_rank(const Adapted& a, const float* base, float* y) {
     task.inner = inner;
     inner += task.layer.rank;
   }
-  each(a.context, tasks, [](const Task& task) { return task.layer.rank; }, K, [&](const Task& task, int64_t first, int64_t last) {
-    kernels().shrink(task.layer, read + task.row * stride, first, last, task.inner);
-  });
+  each(
+      a.context, tasks, [](const Task& task) { return task.layer.rank; }, K,
+      [&](const Task& task, int64_t first, int64_t last) {
+        kernels().shrink(task.layer, read + task.row * stride, first, last, task.inner);
+      });
   const auto strips = [](const Task& task) { return (task.layer.outputs + kStrip - 1) / kStrip; };
-  each(a.context, tasks, strips, kStrip * ranks / int64_t(tasks.size()), [&](const Task& task, int64_t first, int64_t last) {
-    const int64_t at = task.row * a.width + task.column;
-    kernels().widen(task.layer, task.inner, first, last, a.step, base ? base + at : nullptr, y + at);
-  });
+  each(a.context, tasks, strips, kStrip * ranks / int64_t(tasks.size()),
+       [&](const Task& task, int64_t first, int64_t last) {
+         const int64_t at = task.row * a.width + task.column;
+         kernels().widen(task.layer, task.inner, first, last, a.step, base ? base + at : nullptr, y + at);
+       });
   return true;
 }
 

@@ -10,10 +10,11 @@ struct Adapted {
   ort::Tensor x;  // [..., K]
   const float* gamma;  // [K] with which x is normalized, or nullptr
   float epsilon;
-  ort::Tensor slots;    // int64: the adapter of each row; 0 is none
-  ort::Tensor places;   // int64 [L, 3]: of each layer its place in the table, its outputs N and where they begin in y
+  ort::Tensor slots;  // int64: the adapter of each row; 0 is none
+  ort::Tensor places;  // int64 [L, 3]: of each layer its place in the table, its outputs N and where they begin in y
   ort::Tensor weights;  // float [W]
-  ort::Tensor table;    // int64 [slots, layers, 3]: rank (0: the adapter leaves the layer alone), where A [rank, K] and B [rank, N] begin
+  ort::Tensor
+      table;  // int64 [slots, layers, 3]: rank (0: the adapter leaves the layer alone), where A [rank, K] and B [rank, N] begin
   int64_t width, step;  // of y; from strip to strip of a layer's outputs
 };
 

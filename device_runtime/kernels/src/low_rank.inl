@@ -27,12 +27,14 @@ void shrink(const LowRank& layer, const float* x, int64_t first, int64_t last, f
   for (; r < last; r++) shrink_some<1>(layer, x, r, inner);
 }
 
-void widen(const LowRank& layer, const float* inner, int64_t first, int64_t last, int64_t step, const float* base, float* y) {
+void widen(const LowRank& layer, const float* inner, int64_t first, int64_t last, int64_t step, const float* base,
+           float* y) {
   const int64_t N = layer.outputs;
   for (int64_t strip = first; strip < last; strip++) {
     const int64_t at = strip * kStrip, rest = N - at;
     F sum = Set::set(0);
-    for (int64_t r = 0; r < layer.rank; r++) sum = Set::fma(load_up_to(layer.b + r * N + at, rest), Set::set(inner[r]), sum);
+    for (int64_t r = 0; r < layer.rank; r++)
+      sum = Set::fma(load_up_to(layer.b + r * N + at, rest), Set::set(inner[r]), sum);
     if (base) sum = Set::add(load_up_to(base + strip * step, rest), sum);
     store_up_to(y + strip * step, sum, rest);
   }

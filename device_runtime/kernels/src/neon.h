@@ -12,11 +12,15 @@ struct Neon : Registers<16> {
   static constexpr int kMiddle8 = 0;  // int8 codes are made signed by one exclusive or
   static constexpr int kRows = 4, kStrips = 1, kAtOnce = 8, kQueries = 2, kWide = 2, kTurnFrom = 0;
 
-  static Floats fma(Floats a, Floats b, Floats c) { return Floats(vfmaq_f32(float32x4_t(c), float32x4_t(a), float32x4_t(b))); }
+  static Floats fma(Floats a, Floats b, Floats c) {
+    return Floats(vfmaq_f32(float32x4_t(c), float32x4_t(a), float32x4_t(b)));
+  }
   static Floats from_half(Halves h) { return Floats(vcvt_f32_f16(float16x4_t(h))); }
   static Halves to_half(Floats x) { return Halves(vcvt_f16_f32(float32x4_t(x))); }
   template <bool kFp4>
-  static Bytes decode(Bytes codes) { return kFp4 ? Bytes(vqtbl1q_u8(vld1q_u8(kFp4Codes), uint8x16_t(codes))) : codes; }
+  static Bytes decode(Bytes codes) {
+    return kFp4 ? Bytes(vqtbl1q_u8(vld1q_u8(kFp4Codes), uint8x16_t(codes))) : codes;
+  }
   static Ints widen(Halves h) { return Ints(vmovl_u16(uint16x4_t(h))); }
   static void load_bytes(const void* p, Halves* x) {
     const int8x16_t bytes = vld1q_s8(static_cast<const int8_t*>(p));

@@ -12,7 +12,8 @@ struct Set : Vector<Neon> {
 
   // 4 channels: codes of inputs k to k + 3 and of k + 4 to k + 7; `sums` are [row pair][channel pair].
   template <int R>
-  static EDGELLM_INLINE void add_pairs(int32x4_t (&sums)[(R + 1) / 2][2], Bytes first, Bytes second, const int8_t* x, int64_t stride) {
+  static EDGELLM_INLINE void add_pairs(int32x4_t (&sums)[(R + 1) / 2][2], Bytes first, Bytes second, const int8_t* x,
+                                       int64_t stride) {
     const int32x4_t a = int32x4_t(first), b = int32x4_t(second);
     const int8x16_t low = vreinterpretq_s8_s32(vzip1q_s32(a, b)), high = vreinterpretq_s8_s32(vzip2q_s32(a, b));
 #pragma GCC unroll 4

@@ -50,7 +50,8 @@ struct QuantLinear {
     require(!skip || skip.dims == x.dims, "QuantLinear: skip is not shaped like x");
     require(!bias || bias.count() == N, "QuantLinear: the bias is not as wide as the weight");
     const int64_t rows = x.count(0, 1);
-    require(!residual || (!weight.is_gated && residual.count() == rows * N), "QuantLinear: the residual is not shaped like y");
+    require(!residual || (!weight.is_gated && residual.count() == rows * N),
+            "QuantLinear: the residual is not shaped like y");
     std::vector<int64_t> dims = x.dims;
     const Tensor sum = ort::output(context, 1, dims);
     require(!sum || skip, "QuantLinear: a sum needs a skip");
@@ -59,7 +60,8 @@ struct QuantLinear {
     if (!rows) return;
     const float* delta = slots && is_adapted(slots) ? added(context, x, gamma, slots) : nullptr;
     const Rows prepared = place_rows(weight, rows, ort::scratch(rows_bytes(weight, rows)));
-    const Prologue before{&weight, x.as<float>(), skip.as<float>(), gamma.as<float>(), epsilon, sum.as<float>(), prepared};
+    const Prologue before{&weight, x.as<float>(),   skip.as<float>(), gamma.as<float>(),
+                          epsilon, sum.as<float>(), prepared};
     if (rows < kRowsApart)
       kernels().prepare(before, 0, rows);
     else
@@ -79,8 +81,16 @@ struct QuantLinear {
     const int64_t N = weight.out_features, step = weight.is_gated ? 2 * kStrip : kStrip;
     require(!own || own.dims == x.dims, "QuantLinear: what adapters read is not shaped like x");
     float* delta = static_cast<float*>(ort::scratch<2>(x.count(0, 1) * N * sizeof(float)));
-    const Adapted adapted{context, own ? own : x, own ? nullptr : gamma.as<float>(), epsilon, slots,
-                          ort::input(context, 7), ort::input(context, 8), ort::input(context, 9), N, step};
+    const Adapted adapted{context,
+                          own ? own : x,
+                          own ? nullptr : gamma.as<float>(),
+                          epsilon,
+                          slots,
+                          ort::input(context, 7),
+                          ort::input(context, 8),
+                          ort::input(context, 9),
+                          N,
+                          step};
     return add_low_rank(adapted, nullptr, delta) ? delta : nullptr;
   }
 };
@@ -106,9 +116,12 @@ struct LookUp {
     const Tensor y = ort::output(context, 0, dims);
     const int64_t rows = ids.count();
     for (int64_t row = 0; row < rows; row++)
-      require(ids.as<int64_t>()[row] >= 0 && ids.as<int64_t>()[row] < weight.out_features, "LookUp: an id is outside of the embedding");
+      require(ids.as<int64_t>()[row] >= 0 && ids.as<int64_t>()[row] < weight.out_features,
+              "LookUp: an id is outside of the embedding");
     if (rows)
-      ort::parallel(context, rows, [&](int64_t row) { decode_channel(weight, ids.as<int64_t>()[row], y.as<float>() + row * weight.in_features); });
+      ort::parallel(context, rows, [&](int64_t row) {
+        decode_channel(weight, ids.as<int64_t>()[row], y.as<float>() + row * weight.in_features);
+      });
   }
 };
 
@@ -128,7 +141,8 @@ struct Picks {
     require(!logits.dims.empty() && k > 0 && k <= width, "Picks: k is not between 1 and the number of logits");
     std::vector<int64_t> dims = logits.dims;
     dims.back() = k;
-    const Tensor ids = ort::output(context, 0, dims), tops = ort::output(context, 1, dims), probs = ort::output(context, 2, dims);
+    const Tensor ids = ort::output(context, 0, dims), tops = ort::output(context, 1, dims),
+                 probs = ort::output(context, 2, dims);
     if (!rows) return;
     const int64_t segments = (width + kSegment - 1) / kSegment;
     Best* found = static_cast<Best*>(ort::scratch(rows * segments * sizeof(Best)));
@@ -199,7 +213,8 @@ extern "C" __attribute__((visibility("default"))) edgellm::ort::Status* Register
       ort::Domain* made = nullptr;
       ort::call(ort::kCreateDomain, "edgellm.kernels", &made);
       const Operators own{ort::describe<QuantLinear>(), ort::describe<LookUp>(), ort::describe<Picks>()};
-      for (const Operators& some : {own, attention_operators(), delta_operators(), experts_operators(), low_rank_operators()})
+      for (const Operators& some :
+           {own, attention_operators(), delta_operators(), experts_operators(), low_rank_operators()})
         for (const ort::Operator* one : some) ort::call(ort::kAddOperator, made, one);
       return made;
     }();

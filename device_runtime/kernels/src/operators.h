@@ -12,7 +12,7 @@ namespace edgellm {
 
 using Operators = std::vector<const ort::Operator*>;
 Operators attention_operators();  // of each type of cache
-Operators delta_operators();      // of linear attention
+Operators delta_operators();  // of linear attention
 Operators experts_operators();
 Operators low_rank_operators();
 

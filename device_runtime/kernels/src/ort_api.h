@@ -25,10 +25,26 @@ struct Options;
 
 enum Type { kUndefined = 0, kFloat = 1, kUInt8 = 2, kInt8 = 3, kInt64 = 7, kBool = 9, kHalf = 10 };
 enum Slot {
-  kCreateStatus = 0, kGetErrorMessage = 2, kCreateDomain = 26, kAddOperator = 27, kAddDomain = 28, kGetData = 51,
-  kGetElementType = 60, kGetRank = 61, kGetDimensions = 62, kGetShape = 65, kGetFloat = 85, kGetInt = 86,
-  kGetInputCount = 88, kGetOutputCount = 89, kGetInput = 90, kGetOutput = 91, kReleaseStatus = 93,
-  kReleaseShape = 99, kGetConstant = 249, kParallelFor = 274,
+  kCreateStatus = 0,
+  kGetErrorMessage = 2,
+  kCreateDomain = 26,
+  kAddOperator = 27,
+  kAddDomain = 28,
+  kGetData = 51,
+  kGetElementType = 60,
+  kGetRank = 61,
+  kGetDimensions = 62,
+  kGetShape = 65,
+  kGetFloat = 85,
+  kGetInt = 86,
+  kGetInputCount = 88,
+  kGetOutputCount = 89,
+  kGetInput = 90,
+  kGetOutput = 91,
+  kReleaseStatus = 93,
+  kReleaseShape = 99,
+  kGetConstant = 249,
+  kParallelFor = 274,
 };
 
 struct ApiBase {
@@ -83,8 +99,12 @@ T attribute(const Info* info, Slot slot, const char* name, T missing) {
   raw<void>(kReleaseStatus, status);
   return missing;
 }
-inline int64_t int_attribute(const Info* info, const char* name, int64_t missing) { return attribute(info, kGetInt, name, missing); }
-inline float float_attribute(const Info* info, const char* name, float missing) { return attribute(info, kGetFloat, name, missing); }
+inline int64_t int_attribute(const Info* info, const char* name, int64_t missing) {
+  return attribute(info, kGetInt, name, missing);
+}
+inline float float_attribute(const Info* info, const char* name, float missing) {
+  return attribute(info, kGetFloat, name, missing);
+}
 
 struct Tensor {
   void* data = nullptr;
@@ -99,7 +119,9 @@ struct Tensor {
   }
   int64_t last() const { return dims.empty() ? 1 : dims.back(); }
   template <class T>
-  T* as() const { return static_cast<T*>(data); }
+  T* as() const {
+    return static_cast<T*>(data);
+  }
 };
 
 inline Tensor read(const Value* value) {
@@ -144,7 +166,8 @@ void parallel(const Context* context, int64_t count, const Function& function) {
 }
 
 // Memory of a thread for the length of one call; `kUse`: of calls within calls.
-template <int kUse = 0> void* scratch(size_t bytes) {
+template <int kUse = 0>
+void* scratch(size_t bytes) {
   thread_local std::unique_ptr<void, decltype(&std::free)> memory(nullptr, &std::free);
   thread_local size_t size = 0;
   if (bytes > size) {

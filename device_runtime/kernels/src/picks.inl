@@ -14,7 +14,8 @@ Best survey(const float* logits, int64_t count, bool with_exponentials) {
   float top = Set::largest(largest), sum = 0;
   for (int64_t i = whole; i < count; i++) top = logits[i] > top ? logits[i] : top;
   if (!with_exponentials) return {top, 0};
-  for (int64_t i = 0; i < whole; i += kStrip) total = Set::add(total, exp(Set::sub(Set::load(logits + i), Set::set(top))));
+  for (int64_t i = 0; i < whole; i += kStrip)
+    total = Set::add(total, exp(Set::sub(Set::load(logits + i), Set::set(top))));
   sum = Set::sum(total);
   for (int64_t i = whole; i < count; i++) sum += exp(logits[i] - top);
   return {top, sum};

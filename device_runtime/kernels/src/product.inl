@@ -46,7 +46,9 @@ void quantized_tile(const Product& p, const uint8_t* record, int strip, int64_t 
 template <Form kForm>
 F load_weights(const uint8_t* p) {
   if constexpr (kForm == Form::kFloat32) return Set::load(reinterpret_cast<const float*>(p));
-  return kForm == Form::kFloat16 ? Set::load_half(p) : kForm == Form::kBFloat16 ? Set::load_bfloat(p) : Set::load_fp8(p);
+  return kForm == Form::kFloat16    ? Set::load_half(p)
+         : kForm == Form::kBFloat16 ? Set::load_bfloat(p)
+                                    : Set::load_fp8(p);
 }
 
 // Weights that are decoded to floats: one product after the other along a block, or all of K.
@@ -100,7 +102,8 @@ void run_tile(const Product& p, int64_t group, int64_t row, Share share) {
 template <int R, Form kForm, bool kZero, int T>
 void run_rows(const Product& p, int64_t group, int64_t row, int64_t count, Share share) {
   if (count == R)
-    run_tile<R, R == 1 || (takes_codes(kForm) && Set::kWholeGroups) ? 2 : Set::kStrips, kForm, kZero, T>(p, group, row, share);
+    run_tile<R, R == 1 || (takes_codes(kForm) && Set::kWholeGroups) ? 2 : Set::kStrips, kForm, kZero, T>(p, group, row,
+                                                                                                         share);
   else if constexpr (R > 1)
     run_rows<R - 1, kForm, kZero, T>(p, group, row, count, share);
 }
@@ -130,15 +133,23 @@ void run_groups(const Product& p, int64_t first, int64_t last) {
 void product(const Product& p, int64_t first, int64_t last) {
   const bool zero = p.weight->has_zero_points;
   switch (p.weight->form) {
-    case Form::kInt4: return zero ? run_groups<Form::kInt4, true>(p, first, last) : run_groups<Form::kInt4, false>(p, first, last);
+    case Form::kInt4:
+      return zero ? run_groups<Form::kInt4, true>(p, first, last) : run_groups<Form::kInt4, false>(p, first, last);
     case Form::kInt8:
-      if (p.weight->input_terms == 2) return zero ? run_groups<Form::kInt8, true, 2>(p, first, last) : run_groups<Form::kInt8, false, 2>(p, first, last);
+      if (p.weight->input_terms == 2)
+        return zero ? run_groups<Form::kInt8, true, 2>(p, first, last)
+                    : run_groups<Form::kInt8, false, 2>(p, first, last);
       return zero ? run_groups<Form::kInt8, true>(p, first, last) : run_groups<Form::kInt8, false>(p, first, last);
-    case Form::kFp4: return run_groups<Form::kFp4, false>(p, first, last);
-    case Form::kFloat16: return run_groups<Form::kFloat16, false>(p, first, last);
-    case Form::kBFloat16: return run_groups<Form::kBFloat16, false>(p, first, last);
-    case Form::kFloat32: return run_groups<Form::kFloat32, false>(p, first, last);
-    case Form::kFp8: return run_groups<Form::kFp8, false>(p, first, last);
+    case Form::kFp4:
+      return run_groups<Form::kFp4, false>(p, first, last);
+    case Form::kFloat16:
+      return run_groups<Form::kFloat16, false>(p, first, last);
+    case Form::kBFloat16:
+      return run_groups<Form::kBFloat16, false>(p, first, last);
+    case Form::kFloat32:
+      return run_groups<Form::kFloat32, false>(p, first, last);
+    case Form::kFp8:
+      return run_groups<Form::kFp8, false>(p, first, last);
   }
 }
 

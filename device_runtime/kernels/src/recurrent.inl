@@ -11,7 +11,8 @@ void recall(const DeltaRow& r) {
   int64_t j = 0;
   for (; j + kStrip <= r.values; j += kStrip) {
     F known = Set::set(0);
-    for (int64_t i = 0; i < r.keys; i++) known = Set::fma(Set::set(r.k[i]), Set::load(r.from + i * r.values + j), known);
+    for (int64_t i = 0; i < r.keys; i++)
+      known = Set::fma(Set::set(r.k[i]), Set::load(r.from + i * r.values + j), known);
     const F missing = Set::sub(Set::load(r.v + j), Set::mul(Set::set(r.decay), known));
     Set::store(r.delta + j, Set::mul(Set::set(r.rate), missing));
   }

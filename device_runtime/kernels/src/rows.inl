@@ -8,7 +8,8 @@ namespace {
 
 // Codes of one block, and with two terms those of what is left, `stride` on; the sum of all, and the scale.
 template <int T>
-int32_t quantize_block(const float* x, int64_t count, int64_t block, float multiplier, int8_t* codes, int64_t stride, float* scale) {
+int32_t quantize_block(const float* x, int64_t count, int64_t block, float multiplier, int8_t* codes, int64_t stride,
+                       float* scale) {
   F largest = Set::set(0);
   for (int64_t k = 0; k < count; k += kStrip) largest = Set::max(largest, Set::abs(load_up_to(x + k, count - k)));
   const float top = Set::largest(largest);

@@ -40,9 +40,15 @@ struct Scalar : Registers<16> {
     for (int i = 0; i < kLanes; i++) out[i] = function(i);
     return out;
   }
-  static Floats fma(Floats a, Floats b, Floats c) { return lanes<Floats>([&](int i) { return __builtin_fmaf(a[i], b[i], c[i]); }); }
-  static Floats from_half(Halves h) { return lanes<Floats>([&](int i) { return half_value(h[i]); }); }
-  static Halves to_half(Floats x) { return lanes<Halves>([&](int i) { return half_bits(x[i]); }); }
+  static Floats fma(Floats a, Floats b, Floats c) {
+    return lanes<Floats>([&](int i) { return __builtin_fmaf(a[i], b[i], c[i]); });
+  }
+  static Floats from_half(Halves h) {
+    return lanes<Floats>([&](int i) { return half_value(h[i]); });
+  }
+  static Halves to_half(Floats x) {
+    return lanes<Halves>([&](int i) { return half_bits(x[i]); });
+  }
   template <bool kFp4>
   static Bytes decode(Bytes codes) {
     for (int i = 0; kFp4 && i < kBytes; i++) codes[i] = kFp4Codes[codes[i]];
@@ -55,7 +61,9 @@ struct Scalar : Registers<16> {
     return sum;
   }
   static Ints add8(Ints sum, Bytes codes, Bytes x) { return add4<128>(sum, codes, x); }
-  static Ints widen(Halves h) { return lanes<Ints>([&](int i) { return h[i]; }); }
+  static Ints widen(Halves h) {
+    return lanes<Ints>([&](int i) { return h[i]; });
+  }
   template <class V>
   static void load_codes(const void* p, V* x) {
     for (int i = 0; i < kStrip; i++) x[i / kLanes][i % kLanes] = static_cast<const int8_t*>(p)[i];

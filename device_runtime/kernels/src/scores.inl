@@ -9,9 +9,9 @@ namespace {
 struct Query {
   int64_t row, first, end, straight;  // the keys [first, end) of a chunk; slots are keys below `straight`
   const float* q;
-  float* values;                      // [padded_dim]
+  float* values;  // [padded_dim]
   float top, total;
-  float* scores;                      // [kChunk], of the chunk's keys
+  float* scores;  // [kChunk], of the chunk's keys
 };
 
 F capped(const Attention& a, F scores) {
@@ -41,7 +41,8 @@ F score(const float* q, const E* const* rows, int64_t dim, const E* ahead, Share
 
 // Scores from `at` on of up to 16 keys in `rows`; writes a whole strip.
 template <class E>
-void score_rows(const Attention& a, const Query* queries, int count, const E* rows, int64_t num_rows, const E* ahead, int64_t at) {
+void score_rows(const Attention& a, const Query* queries, int count, const E* rows, int64_t num_rows, const E* ahead,
+                int64_t at) {
   const int64_t dim = a.padded_dim();
   const E* places[kStrip];
   for (int i = 0; i < kStrip; i++) places[i] = rows + least(i, num_rows - 1) * dim;
@@ -73,7 +74,8 @@ void turn(const E* rows, int64_t count, int64_t dim, float* turned) {
 // The sums of `score` for S strips of turned keys. `kStep`: sums[q][s] is that of lanes `lane`,
 // `lane` + kStep, ... in the order of `Set::sum`.
 template <int Q, int S, int kParts, int kStep>
-inline __attribute__((always_inline)) void sum_lanes(const Query* queries, const float* turned, int64_t dim, int lane, F (&sums)[Q][S]) {
+inline __attribute__((always_inline)) void sum_lanes(const Query* queries, const float* turned, int64_t dim, int lane,
+                                                     F (&sums)[Q][S]) {
   if constexpr (kStep < kStrip) {
     F others[Q][S];
     sum_lanes<Q, S, kParts, 2 * kStep>(queries, turned, dim, lane, sums);
@@ -108,11 +110,13 @@ void score_turned(const Attention& a, const Query* queries, const float* turned,
 
 template <int Q, int S>
 void score_some(const Attention& a, const Query* queries, int count, const float* turned, int64_t at) {
-  if (count == Q)
-    switch (a.padded_dim()) {
-      case 64: return score_turned<Q, S, 4>(a, queries, turned, at);
-      case 128: return score_turned<Q, S, 8>(a, queries, turned, at);
-      default: return score_turned<Q, S, 0>(a, queries, turned, at);
+  if (count == Q) switch (a.padded_dim()) {
+      case 64:
+        return score_turned<Q, S, 4>(a, queries, turned, at);
+      case 128:
+        return score_turned<Q, S, 8>(a, queries, turned, at);
+      default:
+        return score_turned<Q, S, 0>(a, queries, turned, at);
     }
   else if constexpr (Q > 1)
     score_some<Q - 1, S>(a, queries, count, turned, at);
@@ -123,7 +127,7 @@ template <class E>
 struct Chunk {
   int64_t base, first, count;  // slots [first, count) of the chunk are read; `first` begins a strip
   Slots<E> keys, values;
-  float* turned;               // [strips, padded_dim, 16], or nullptr
+  float* turned;  // [strips, padded_dim, 16], or nullptr
 
   // Slots of [begin, end). `work`: [3, kChunk, padded_dim].
   Chunk(const Attention& a, int64_t kv_head, int64_t index, int64_t begin, int64_t end, int64_t queries, float* work)
@@ -135,7 +139,8 @@ struct Chunk {
     const int64_t dim = a.padded_dim();
     turned = Set::kTurnFrom > 0 && queries >= Set::kTurnFrom ? work + 2 * kChunk * dim : nullptr;
     if constexpr (Set::kTurnFrom > 0)
-      for (int64_t key = first; turned && key < count; key += kStrip) turn(keys.row(key), count - key, dim, turned + key * dim);
+      for (int64_t key = first; turned && key < count; key += kStrip)
+        turn(keys.row(key), count - key, dim, turned + key * dim);
   }
 
   // Of keys [from, to), and of those beside them in their strips.

@@ -39,7 +39,9 @@ struct Registers {
     return out;
   }
   template <class V>
-  static EDGELLM_INLINE void write(void* p, V x) { __builtin_memcpy(p, &x, sizeof x); }
+  static EDGELLM_INLINE void write(void* p, V x) {
+    __builtin_memcpy(p, &x, sizeof x);
+  }
   template <int... kLane, class V>
   static EDGELLM_INLINE V shuffle(V a, V b) {
 #if __has_builtin(__builtin_shufflevector)
@@ -62,28 +64,43 @@ struct Registers {
 
 template <class Native>
 struct Vector : Native {
-  using typename Native::Floats, typename Native::Ints, typename Native::Bytes, typename Native::Halves;
   using Native::kBytes, Native::kLanes;
+  using typename Native::Floats, typename Native::Ints, typename Native::Bytes, typename Native::Halves;
   static constexpr int kParts = kStrip / kLanes;
-  template <class V> struct Several { V part[kParts]; };
+  template <class V>
+  struct Several {
+    V part[kParts];
+  };
   using F = std::conditional_t<kParts == 1, Floats, Several<Floats>>;
   using I = std::conditional_t<kParts == 1, Ints, Several<Ints>>;
 
   // Written out, never a loop: what compilers index they keep in memory.
   template <class X>
   static EDGELLM_INLINE auto& part(X& x, int i) {
-    if constexpr (kParts == 1) return x; else return x.part[i];
+    if constexpr (kParts == 1)
+      return x;
+    else
+      return x.part[i];
   }
   template <class Out = F, class Function, size_t... i>
-  static EDGELLM_INLINE Out each(Function function, std::index_sequence<i...>) { return {function(int(i))...}; }
+  static EDGELLM_INLINE Out each(Function function, std::index_sequence<i...>) {
+    return {function(int(i))...};
+  }
   template <class Out = F, class Function>
   static EDGELLM_INLINE Out each(Function function) {
-    if constexpr (kParts == 1) return function(0); else return each<Out>(function, std::make_index_sequence<kParts>{});
+    if constexpr (kParts == 1)
+      return function(0);
+    else
+      return each<Out>(function, std::make_index_sequence<kParts>{});
   }
   template <class Function, size_t... i>
-  static EDGELLM_INLINE void for_each(Function function, std::index_sequence<i...>) { (function(int(i)), ...); }
+  static EDGELLM_INLINE void for_each(Function function, std::index_sequence<i...>) {
+    (function(int(i)), ...);
+  }
   template <class Function>
-  static EDGELLM_INLINE void for_each(Function function) { for_each(function, std::make_index_sequence<kParts>{}); }
+  static EDGELLM_INLINE void for_each(Function function) {
+    for_each(function, std::make_index_sequence<kParts>{});
+  }
   template <class Out = F, class Function, class... In>
   static EDGELLM_INLINE Out map(Function function, In... in) {
     if constexpr (kParts == 1)
@@ -98,36 +115,64 @@ struct Vector : Native {
   static EDGELLM_INLINE void store(float* p, F x) {
     for_each([&](int i) { Native::write(p + i * kLanes, part(x, i)); });
   }
-  static EDGELLM_INLINE F set(float x) { return each([=](int) { return x - Floats{}; }); }
+  static EDGELLM_INLINE F set(float x) {
+    return each([=](int) { return x - Floats{}; });
+  }
   static constexpr auto plus = [](auto a, auto b) { return a + b; };
   // The second of two is taken where one is no number.
   static constexpr auto larger = [](Floats a, Floats b) { return a > b ? a : b; };
   static EDGELLM_INLINE F add(F a, F b) { return map(plus, a, b); }
-  static EDGELLM_INLINE F sub(F a, F b) { return map([](Floats x, Floats y) { return x - y; }, a, b); }
-  static EDGELLM_INLINE F mul(F a, F b) { return map([](Floats x, Floats y) { return x * y; }, a, b); }
-  static EDGELLM_INLINE F div(F a, F b) { return map([](Floats x, Floats y) { return x / y; }, a, b); }
+  static EDGELLM_INLINE F sub(F a, F b) {
+    return map([](Floats x, Floats y) { return x - y; }, a, b);
+  }
+  static EDGELLM_INLINE F mul(F a, F b) {
+    return map([](Floats x, Floats y) { return x * y; }, a, b);
+  }
+  static EDGELLM_INLINE F div(F a, F b) {
+    return map([](Floats x, Floats y) { return x / y; }, a, b);
+  }
   static EDGELLM_INLINE F max(F a, F b) { return map(larger, a, b); }
-  static EDGELLM_INLINE F min(F a, F b) { return map([](Floats x, Floats y) { return x < y ? x : y; }, a, b); }
-  static EDGELLM_INLINE F abs(F a) { return map([](Floats x) { return Floats(Ints(x) & 0x7fffffff); }, a); }
-  static EDGELLM_INLINE F fma(F a, F b, F c) { return map([](Floats x, Floats y, Floats z) { return Native::fma(x, y, z); }, a, b, c); }
+  static EDGELLM_INLINE F min(F a, F b) {
+    return map([](Floats x, Floats y) { return x < y ? x : y; }, a, b);
+  }
+  static EDGELLM_INLINE F abs(F a) {
+    return map([](Floats x) { return Floats(Ints(x) & 0x7fffffff); }, a);
+  }
+  static EDGELLM_INLINE F fma(F a, F b, F c) {
+    return map([](Floats x, Floats y, Floats z) { return Native::fma(x, y, z); }, a, b, c);
+  }
   // To nearest, ties to even, of |a| < 2^22: what is added leaves no digits behind the point.
   static constexpr float kPoint = 0x1.8p23f;
   static constexpr int32_t kPointBits = 0x4b400000;
-  static EDGELLM_INLINE I to_int(F a) { return map<I>([](Floats x) { return Ints(x + kPoint) - kPointBits; }, a); }
+  static EDGELLM_INLINE I to_int(F a) {
+    return map<I>([](Floats x) { return Ints(x + kPoint) - kPointBits; }, a);
+  }
   // 2^n of the whole number n nearest to a; n is at least -126 and at most 127.
   static EDGELLM_INLINE F pow2(F a, F& n) {
     const F whole = add(a, set(kPoint));
     n = sub(whole, set(kPoint));
     return map([](Floats x) { return Floats((Ints(x) + 127) << 23); }, whole);
   }
-  static EDGELLM_INLINE F to_float(I a) { return map([](Ints x) { return __builtin_convertvector(x, Floats); }, a); }
-  static EDGELLM_INLINE I set_int(int32_t x) { return each<I>([=](int) { return x + Ints{}; }); }
-  static EDGELLM_INLINE I times128(I a) { return map<I>([](Ints x) { return x << 7; }, a); }
+  static EDGELLM_INLINE F to_float(I a) {
+    return map([](Ints x) { return __builtin_convertvector(x, Floats); }, a);
+  }
+  static EDGELLM_INLINE I set_int(int32_t x) {
+    return each<I>([=](int) { return x + Ints{}; });
+  }
+  static EDGELLM_INLINE I times128(I a) {
+    return map<I>([](Ints x) { return x << 7; }, a);
+  }
   static EDGELLM_INLINE I add_int(I a, I b) { return map<I>(plus, a, b); }
 
-  static EDGELLM_INLINE Halves halves_at(const void* p, int i) { return Native::template read<Halves>(static_cast<const uint16_t*>(p) + i * kLanes); }
-  static EDGELLM_INLINE F load_half(const void* p) { return each([=](int i) { return Native::from_half(halves_at(p, i)); }); }
-  static EDGELLM_INLINE F load_bfloat(const void* p) { return each([=](int i) { return Floats(Native::widen(halves_at(p, i)) << 16); }); }
+  static EDGELLM_INLINE Halves halves_at(const void* p, int i) {
+    return Native::template read<Halves>(static_cast<const uint16_t*>(p) + i * kLanes);
+  }
+  static EDGELLM_INLINE F load_half(const void* p) {
+    return each([=](int i) { return Native::from_half(halves_at(p, i)); });
+  }
+  static EDGELLM_INLINE F load_bfloat(const void* p) {
+    return each([=](int i) { return Floats(Native::widen(halves_at(p, i)) << 16); });
+  }
   // E4M3's exponent and digits stand in a half as 1/256 of what they stand for.
   static EDGELLM_INLINE F load_fp8(const void* p) {
     Halves halves[kParts];
@@ -214,7 +259,8 @@ struct Vector : Native {
  private:
   template <Form kForm, int kSteps, int R, int S>
   static EDGELLM_INLINE void dot_by(I (&acc)[R][S], const uint8_t* w, const int8_t* x, int64_t stride, int64_t block) {
-    constexpr int kInputs = kForm == Form::kInt8 ? 4 : 8, C = Native::kAtOnce < S * kParts ? Native::kAtOnce : S * kParts;
+    constexpr int kInputs = kForm == Form::kInt8 ? 4 : 8,
+                  C = Native::kAtOnce < S * kParts ? Native::kAtOnce : S * kParts;
 #pragma GCC unroll 8
     for (int first = 0; first < S * kParts; first += C) {
       Ints sums[R][C];
@@ -232,10 +278,13 @@ struct Vector : Native {
             high[c] = Native::template decode<kForm == Form::kFp4>(codes[c] >> 4);
           }
           if constexpr (kForm == Form::kInt8) {
-            each_sum<R, C>([&](int r, int c) { sums[r][c] = Native::add8(sums[r][c], codes[c], broadcast(row + r * stride)); });
+            each_sum<R, C>(
+                [&](int r, int c) { sums[r][c] = Native::add8(sums[r][c], codes[c], broadcast(row + r * stride)); });
           } else {
-            each_sum<R, C>([&](int r, int c) { some[r][c] = Native::add4(some[r][c], low[c], broadcast(row + r * stride)); });
-            each_sum<R, C>([&](int r, int c) { some[r][c] = Native::add4(some[r][c], high[c], broadcast(row + r * stride + 4)); });
+            each_sum<R, C>(
+                [&](int r, int c) { some[r][c] = Native::add4(some[r][c], low[c], broadcast(row + r * stride)); });
+            each_sum<R, C>(
+                [&](int r, int c) { some[r][c] = Native::add4(some[r][c], high[c], broadcast(row + r * stride + 4)); });
           }
         }
         if constexpr (kForm != Form::kInt8) each_sum<R, C>([&](int r, int c) { sums[r][c] = some[r][c]; });
