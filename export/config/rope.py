@@ -88,6 +88,7 @@ def read_ropes(
     if nested is not None and (theta is not None or scaling is not None):
         raise UnsupportedModelError("config.json has rope_parameters and what it was called before")
     if nested is None:
+        _reject_old_type(scaling or {})
         nested = {first: {**(scaling or {}), "rope_theta": theta}}
     if unknown := nested.keys() - thetas.keys():
         raise UnsupportedModelError(
@@ -98,8 +99,24 @@ def read_ropes(
     for kind, default in thetas.items():
         parameters = dict(ConfigReader(nested).optional(kind, dict) or {})
         parameters["rope_theta"] = parameters.get("rope_theta") or default
-        found[kind] = rope_of(reader, parameters, head_dim, max_positions)
+        if not parameters.get("truncate", True):
+            raise UnsupportedModelError(
+                f"config.json: the rope of {kind} has truncate = {parameters['truncate']!r}, "
+                "which transformers ignores there",
+                hint="leave truncate out",
+            )
+        # Transformers reads the original length of these ropes inside them alone.
+        found[kind] = rope_of(reader, parameters, head_dim, max_positions, has_outer=False)
     return found
+
+
+def _reject_old_type(scaling: Parameters) -> None:
+    """Transformers takes a scaling without `rope_type` for the default one in such models."""
+    if scaling.get("type") not in (None, "default") and scaling.get("rope_type") is None:
+        raise UnsupportedModelError(
+            "config.json: rope_scaling has type without rope_type, which transformers ignores here",
+            hint='name it "rope_type", or leave rope_scaling out',
+        )
 
 
 def read_parameters(reader: ConfigReader) -> Parameters:
@@ -116,8 +133,13 @@ def rope_of(
     head_dim: int,
     max_positions: int,
     traits: RopeTraits = PLAIN_ROPE,
+    *,
+    has_outer: bool = True,
 ) -> Rope:
-    """A rope by its parameters, which are used up; see `read_rope`."""
+    """A rope by its parameters, which are used up; see `read_rope`.
+
+    `has_outer`: the config's own `original_max_position_embeddings` comes first.
+    """
     reader.expect("rope_interleaved", False)
     theta = _number(parameters, "rope_theta")
     kind = parameters.pop("rope_type", None) or parameters.pop("type", None) or "default"
@@ -131,7 +153,7 @@ def rope_of(
             f"config.json: rope type {kind!r} is not supported",
             hint=f"supported: {', '.join(rules)}",
         )
-    outer = reader.optional("original_max_position_embeddings", int)
+    outer = reader.optional("original_max_position_embeddings", int) if has_outer else None
     inner = parameters.get("original_max_position_embeddings")
     original = next(each for each in (outer, inner, max_positions) if each is not None)
     parameters["original_max_position_embeddings"] = original

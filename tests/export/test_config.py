@@ -78,6 +78,9 @@ def test_every_architecture_is_documented():
     assert [name for name in models.supported() if f"`{name}`" not in table] == []
 
 
+_YARN = {"rope_type": "yarn", "factor": 4.0, "original_max_position_embeddings": 32}
+
+
 @pytest.mark.parametrize(
     ("model_type", "changes", "message"),
     [
@@ -98,6 +101,16 @@ def test_every_architecture_is_documented():
         ("phi3", {"rope_parameters": {"rope_type": "yarn"}}, "rope type 'yarn' is not supported"),
         ("olmo3", {"rope_parameters": None, "rope_theta": 1e6}, "for which layers it is"),
         ("gemma3_text", {"rope_parameters": {"full_attention": [1]}}, "full_attention should be d"),
+        (
+            "gemma3_text",
+            {"rope_parameters": None, "rope_scaling": {"type": "linear", "factor": 8}},
+            "rope_scaling has type without rope_type",
+        ),
+        (
+            "olmo3",
+            {"rope_parameters": {"full_attention": {**_YARN, "truncate": False}}},
+            "rope of full_attention has truncate = False",
+        ),
         ("llama", {"rope_parameters": {"rope_type": ["yarn"]}}, r"rope type \['yarn'\] is not"),
         ("llama", {"rope_parameters": {"rope_theta": 10**400}}, "rope_theta is no finite number"),
         ("nemotron_h", {"layers_block_type": [["mamba"]] * 4}, r"names \['mamba'\], which is not"),
@@ -107,6 +120,20 @@ def test_wrong_keys_of_other_families_stop_the_export(model_type, changes, messa
     architecture = models.find(model_type)
     with pytest.raises(UnsupportedModelError, match=message):
         architecture.Config.from_hf(ConfigReader({**architecture.TINY, **changes}))
+
+
+def test_an_original_length_outside_does_not_reach_ropes_by_layer_type():
+    """Transformers takes the one inside, or max_position_embeddings."""
+    architecture = models.find("gemma3_text")
+    config = {**architecture.TINY, "rope_parameters": {"full_attention": _YARN}}
+    reader = ConfigReader({**config, "original_max_position_embeddings": 16})
+    found, expected = (
+        [kind.rope.inv_freq for kind in architecture.Config.from_hf(each).layer_kinds]
+        for each in (reader, ConfigReader(config))
+    )
+    np.testing.assert_array_equal(found, expected)
+    with pytest.raises(UnsupportedModelError, match="original_max_position_embeddings"):
+        reader.finish()
 
 
 def test_longrope_has_the_frequencies_of_both_lengths():
