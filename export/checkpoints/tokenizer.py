@@ -20,7 +20,8 @@ TOKENIZER = "tokenizer.json"
 TOKENIZER_CONFIG = "tokenizer_config.json"
 CHAT_TEMPLATE = "chat_template.jinja"
 _SPECIAL_TOKENS = "special_tokens_map.json"
-_ROLES = ("bos_token", "eos_token")
+_ADDED_TOKENS = "added_tokens.json"
+_ROLES = tuple(f"{role}_token" for role in ("bos", "eos", "unk", "sep", "pad", "cls", "mask"))
 _REMEDY = "copy or download the file again"
 
 
@@ -52,9 +53,11 @@ def read_tokenizer(folder: Path) -> TokenizerFiles:
     try:
         tokenizer = Tokenizer.from_buffer(files[TOKENIZER])
         config = _read_config(folder, files)
-        if _add_named(tokenizer, config):
+        if _add_listed(tokenizer, folder, config) | _add_named(tokenizer, config):
             files[TOKENIZER] = tokenizer.to_str().encode("utf-8")
         end = tokenizer.token_to_id(_special_tokens(config).get("eos_token", ""))
+    except EdgeLLMError:
+        raise
     except Exception as error:  # noqa: BLE001 - the library raises bare Exception
         raise BrokenArtifactError(
             f"the tokenizer of {folder} is damaged: {error}", hint=_REMEDY
@@ -86,24 +89,74 @@ def _read_config(folder: Path, files: dict[str, bytes]) -> dict[str, Any]:
     return config
 
 
+def _add_listed(tokenizer: Tokenizer, folder: Path, config: dict[str, Any]) -> bool:
+    """Add tokens that other files list, as transformers does; whether there were any.
+
+    Raises:
+        BrokenArtifactError: a token that tokenizer.json lacks would have another id than listed.
+    """
+    has = {repr(token) for token in tokenizer.get_added_tokens_decoder().values()}
+    listed = sorted(_listed(folder, config).items())
+    others = {at: token for at, token in listed if repr(token) not in has}
+    missing = [at for at, token in others.items() if tokenizer.token_to_id(token.content) is None]
+    tokenizer.add_tokens([*others.values()])
+    for at in missing:
+        token_id = tokenizer.token_to_id(others[at].content)
+        if token_id != at:
+            raise BrokenArtifactError(
+                f"the tokenizer of {folder} lists {others[at].content!r} with id {at}; after the "
+                f"tokens of {TOKENIZER} it would be {token_id}",
+                hint=f"{TOKENIZER} is of another save, or lacks tokens; {_REMEDY}",
+            )
+    return bool(others)
+
+
+def _listed(folder: Path, config: dict[str, Any]) -> dict[int, AddedToken]:
+    """Added tokens by id as tokenizer_config.json lists them, or else the file of older folders."""
+    if (found := config.get("added_tokens_decoder")) is not None:
+        return {int(at): _added(token) for at, token in found.items()}
+    if not (folder / _ADDED_TOKENS).exists():
+        return {}
+    ids = _object((folder / _ADDED_TOKENS).read_bytes(), _ADDED_TOKENS)
+    special = {*_special_tokens(config).values(), *_additional(config)}
+    return {
+        int(at): AddedToken(text, normalized=text not in special, special=text in special)
+        for text, at in ids.items()
+    }
+
+
+def _added(token: dict[str, Any]) -> AddedToken:
+    return AddedToken(**{name: value for name, value in token.items() if name != "__type"})
+
+
 def _add_named(tokenizer: Tokenizer, config: dict[str, Any]) -> bool:
-    """Make first and last token special, as transformers does; whether one of them was not.
+    """Make tokens of a role special, as transformers does; whether one of them was not.
 
     What the vocabulary does not have stays unknown.
     """
-    added = tokenizer.get_added_tokens_decoder().values()
-    special = {token.content for token in added if token.special}
+    added = {token.content: token for token in tokenizer.get_added_tokens_decoder().values()}
     missing = [
-        content
-        for content in _special_tokens(config).values()
-        if content not in special and tokenizer.token_to_id(content) is not None
+        added.get(content, AddedToken(content, special=True))
+        for content in dict.fromkeys(_special_tokens(config).values())
+        if not (content in added and added[content].special)
+        and tokenizer.token_to_id(content) is not None
     ]
-    tokenizer.add_special_tokens([AddedToken(content, special=True) for content in missing])
+    tokenizer.add_special_tokens(missing)
     return bool(missing)
 
 
+def _additional(config: dict[str, Any]) -> list[str]:
+    """Texts of special tokens without a role, or with one that only this model has."""
+    found: list[Any] = []
+    for key in ("additional_special_tokens", "extra_special_tokens"):
+        value = config.get(key) or []
+        found += value.values() if isinstance(value, dict) else value
+    texts = [value.get("content") if isinstance(value, dict) else value for value in found]
+    return [text for text in texts if text and isinstance(text, str)]
+
+
 def _special_tokens(config: dict[str, Any]) -> dict[str, str]:
-    """Texts of the first and the last token, as far as the config names them."""
+    """Texts of the tokens that have a role, as far as the config names them."""
     found = {name: config.get(name) for name in _ROLES}
     texts = {
         name: value.get("content") if isinstance(value, dict) else value

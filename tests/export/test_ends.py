@@ -12,7 +12,7 @@ import pytest
 from conftest import WORDS, make_checkpoint
 from gguf_files import write_gguf
 
-from edgellm.core.errors import UnsupportedModelError
+from edgellm.core.errors import BrokenArtifactError, UnsupportedModelError
 from edgellm.core.manifest import LLM_BUNDLE, load_bundle
 from edgellm.export import models
 from edgellm.export.graph.architecture import (
@@ -218,3 +218,53 @@ def test_the_user_may_say_otherwise(write, tmp_path):
 def test_other_embeddings_are_refused(write, extra, said):
     with pytest.raises(UnsupportedModelError, match=said):
         open_checkpoint(str(write({}, {}, **extra)))
+
+
+def _token(content: str, **flags: bool) -> dict[str, Any]:
+    usual = ("lstrip", "rstrip", "normalized", "single_word", "special")
+    return {"content": content, **dict.fromkeys(usual, False), **flags}
+
+
+def _with_rows(folder: Path) -> int:
+    """How many tokens tokenizer.json has."""
+    tokenizer = json.loads((folder / "tokenizer.json").read_text())
+    return 1 + max(tokenizer["model"]["vocab"].values())
+
+
+@pytest.mark.parametrize(
+    ("name", "changes"),
+    [
+        ("tokenizer_config.json", lambda at: {"added_tokens_decoder": {at: _token("<x>")}}),
+        (
+            "tokenizer_config.json",
+            lambda at: {
+                "added_tokens_decoder": {
+                    at + 1: _token("<y>", special=True),
+                    at: _token("<x>", lstrip=True, rstrip=True),
+                }
+            },
+        ),
+        ("tokenizer_config.json", lambda _: {"added_tokens_decoder": {30: _token("w30")}}),
+        ("tokenizer_config.json", lambda _: {"pad_token": "w33"}),
+        ("added_tokens.json", lambda at: {"<x>": at, "<y>": at + 1}),
+    ],
+)
+def test_added_tokens_that_other_files_list(folder, name, changes):
+    from tokenizers import Tokenizer
+    from transformers import AutoTokenizer
+
+    _edit(folder, name, **{str(at): value for at, value in changes(_with_rows(folder)).items()})
+    files = open_checkpoint(str(folder)).tokenizer_files
+    ours = Tokenizer.from_str(files["tokenizer.json"].decode())
+    theirs = AutoTokenizer.from_pretrained(folder)
+    for text in ("w31<x>w32", "w31 <x> w32 <y>", "w30 w33", "w29w30w33"):
+        expected = theirs.encode(text, add_special_tokens=False)
+        assert ours.encode(text, add_special_tokens=False).ids == expected
+        assert ours.decode(expected) == theirs.decode(expected, skip_special_tokens=True)
+
+
+def test_a_listed_token_that_would_get_another_id(folder):
+    at = _with_rows(folder) + 1
+    _edit(folder, "tokenizer_config.json", added_tokens_decoder={str(at): _token("<x>")})
+    with pytest.raises(BrokenArtifactError, match=rf"lists '<x>' with id {at}; .* be {at - 1}"):
+        open_checkpoint(str(folder))
