@@ -13,8 +13,8 @@ struct Adapted {
   ort::Tensor slots;  // int64: the adapter of each row; 0 is none
   ort::Tensor places;  // int64 [L, 3]: of each layer its place in the table, its outputs N and where they begin in y
   ort::Tensor weights;  // float [W]
-  ort::Tensor
-      table;  // int64 [slots, layers, 3]: rank (0: the adapter leaves the layer alone), where A [rank, K] and B [rank, N] begin
+  // int64 [slots, layers, 3]: rank (0: the adapter leaves the layer alone), offsets of A [rank, K] and B [rank, N]
+  ort::Tensor table;
   int64_t width, step;  // of y; from strip to strip of a layer's outputs
 };
 
