@@ -4,7 +4,7 @@
     python benchmarks/gpu.py --all [ENGINE] [--dry]
 
 ENGINE is a folder of `llm_build`, with a draft if there is one. Every figure stands beside its
-goal. An oracle in the draft's place foresees as many tokens as it is told to, while the draft's
+goal. An oracle in the draft's place predicts as many tokens as it is told to, while the draft's
 passes are paid for: a speed-up of `a / (1 + draft / step)` is what acceptance length `a` is worth.
 `--all` is the whole proof of `gpu_proof.py`.
 Nothing here has run on a GPU yet.

@@ -9,7 +9,7 @@ from dataclasses import asdict, dataclass
 from typing import Any
 
 from gpu_clock import Clocks
-from oracle_draft import foreseeing
+from oracle_draft import predicting
 
 from edgellm.core.errors import EdgeLLMError
 from edgellm.device_runtime.api.llm import LLM
@@ -115,7 +115,7 @@ def check_oracle(
     """
     checks = []
     for length in lengths:
-        with foreseeing(llm, (*plain.prompt_ids, *plain.token_ids), length):
+        with predicting(llm, (*plain.prompt_ids, *plain.token_ids), length):
             found = run(
                 llm, clocks, len(plain.token_ids), speculative=True, prompt=prompt, repeats=repeats
             )

@@ -1,4 +1,4 @@
-"""A drafter that foresees what the base will say as far as it is told to, at a real draft's cost.
+"""A drafter that predicts what the base will say as far as it is told to, at a real draft's cost.
 
 It runs through the ordinary loop: the drafter within reads every committed token and grows its
 tree, which is then exchanged for one of as many nodes that holds a recorded answer's next tokens.
@@ -44,7 +44,7 @@ class OracleDrafter:
             text: prompt and greedy answer.
             acceptance_length: tokens of a round in the mean, the base's own among them. Some
                 rounds err one token earlier than others, so that the mean is exact.
-            max_levels: tokens that are foreseen at most.
+            max_levels: tokens that are predicted at most.
             vocab_size: more than a tree's nodes.
         """
         self._within, self._text = within, list(text)
@@ -134,7 +134,7 @@ class _Oracles:
 
 
 @contextmanager
-def foreseeing(llm: LLM, text: Sequence[int], acceptance_length: float) -> Iterator[None]:
+def predicting(llm: LLM, text: Sequence[int], acceptance_length: float) -> Iterator[None]:
     """Let an oracle draft for `llm`, whose options say steps and fixed trees.
 
     Args:

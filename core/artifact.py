@@ -202,7 +202,7 @@ def replace_file(path: Path, text: str) -> None:
 
 
 def check_output(output: Path, kind: str, names: list[str]) -> None:
-    """Refuse an output folder where the files `names` would replace somebody else's.
+    """Reject an output folder in which `names` would replace foreign files.
 
     Raises:
         EdgeLLMError: `output` is a file, holds another kind of artifact, or has a file of one of

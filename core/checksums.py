@@ -2,7 +2,7 @@
 
 A full check is remembered beside the files, or in the user's cache where their folder cannot be
 written, with what the file system says of each. While that stays the same, a file is not read
-again. It guards against damage, not against somebody who means harm: he can change the manifest.
+again. It guards against damage, not against an attacker, who can change the manifest.
 """
 
 from __future__ import annotations

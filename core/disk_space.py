@@ -65,7 +65,7 @@ def explain_full_disk(
 
     Args:
         folder: where the block writes.
-        num_bytes: how much in all; 0 where nobody knows, then what is there counts.
+        num_bytes: size in all; 0: unknown, then the size of the written files counts.
         shown: the folder that the user knows, where it is another one.
         hint: the remedy.
 

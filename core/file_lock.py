@@ -21,7 +21,7 @@ from pathlib import Path
 from edgellm.core.errors import EdgeLLMError
 
 _LOCK, _FILES = "lock", "files"
-_MARK = b"a run of edgellm\n"  # in locks, so that nothing of somebody else's is taken for ours
+_MARK = b"a run of edgellm\n"  # in locks, to tell them from foreign files
 
 
 @contextlib.contextmanager
@@ -111,7 +111,7 @@ def _make(home: Path, prefix: str) -> Unfinished:
 
 
 def _sweep(home: Path, prefix: str, output: Path) -> None:
-    """Remove what killed runs left; what has no lock of ours is somebody else's."""
+    """Remove what killed runs left; folders without our lock are foreign."""
     for folder in home.iterdir():
         if not folder.name.startswith(prefix):
             continue

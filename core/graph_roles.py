@@ -20,8 +20,8 @@ DECODER = "decoder"  # a language model
 DRAFT = "draft"  # a draft network with a cache of its own
 COMMIT = "commit"  # moves the states of a decoder's recurrent layers on; reads no weights
 FUSE = "fuse"  # makes a draft's hidden rows of a base's features
-BLOCK = "block"  # a draft network with a cache, of which one pass foresees a block of tokens
-HEADS = "heads"  # foresee tokens from the feature of the newest committed row: a row for each head
+BLOCK = "block"  # a draft network with a KV cache; one forward pass predicts a block of tokens
+HEADS = "heads"  # predict tokens from the newest committed hidden state, one for each head
 ENCODER = "encoder"  # a visual encoder
 
 # Kinds of passes that are measured
@@ -30,7 +30,7 @@ HOST = "host"  # no pass: what the host does for a round of a decoder that verif
 STEP = "step"  # of a draft: rows of one growth
 EXTEND = "extend"  # of a draft: rows fused and committed
 ALL_HEADS = "heads"  # of all of them
-PREDICT = "foresee"  # of a draft of blocks: rows fused and committed, and a block behind them
+PREDICT = "foresee"  # of a block drafter: tokens fused and committed, then a block
 _SHARED_BY = " x "  # behind a kind: sequences that share such a pass
 
 

@@ -33,7 +33,7 @@ class KVCacheSpec:
     num_kv_heads: int
     head_dim: int
     dtype: str
-    ranges: CacheRanges | None = None  # None: nobody calibrated a cache of bytes
+    ranges: CacheRanges | None = None  # None: the KV cache has no calibrated ranges
     pages: PageSpec | None = None  # None: one sequence, whose rows lie in one piece
 
     @property
@@ -82,11 +82,11 @@ class DecoderSpec:
 
 @dataclass(frozen=True, slots=True)
 class BlockSpec:
-    """The block of which a pass foresees all tokens: the newest token, then mask tokens."""
+    """A block that one forward pass predicts: the newest token, then mask tokens."""
 
     size: int  # rows
     mask_token_id: int
-    from_newest: bool  # row i foresees the token behind it; if not, its own, and row 0 none
+    from_newest: bool  # position i predicts the next token; else its own, and position 0 none
     is_causal: bool  # rows see those before them; if not, all of the block
     links: int  # likeliest candidates of a row with scores by the candidate before; 0: none
     window: int | None = None  # tokens of the text that the draft was trained to see; None: all

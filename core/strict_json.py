@@ -1,6 +1,6 @@
 """JSON as files of people are read: a key that is given twice in an object is a fault.
 
-Python takes the last of them without a word; whoever wrote the file meant one of both. Standard
+Python silently takes the last of them, which may be the wrong one. Standard
 library only.
 """
 

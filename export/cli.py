@@ -128,7 +128,7 @@ def draft(
     ignore_config_keys: IgnoredKeys = "",
     draft_vocab_size: Annotated[
         int | None,
-        typer.Option("--draft_vocab_size", help="mtp.*: foresee the commonest N tokens only."),
+        typer.Option("--draft_vocab_size", help="mtp.*: predict the commonest N tokens only."),
     ] = None,
 ) -> None:
     """Export a draft, heads or a layer (mtp.*) for a base exported with --draft_model_dir."""
@@ -146,7 +146,7 @@ def draft(
     spec = manifest.draft
     typer.echo(
         f"{output_dir}: {spec.method} draft ({manifest.provenance['exporter']}), "
-        f"{spec.decoder.num_parameters / 1e6:.1f} M parameters, {_foresees(spec)}, {dtype}, "
+        f"{spec.decoder.num_parameters / 1e6:.1f} M parameters, {_predicts(spec)}, {dtype}, "
         f"{_cost(manifest, start)}"
     )
     _say_contradiction(manifest)
@@ -205,7 +205,7 @@ def visual(
     )
 
 
-def _foresees(spec: DraftSpec) -> str:
+def _predicts(spec: DraftSpec) -> str:
     if spec.num_heads and spec.mask_token_id is None:
         return f"{spec.num_heads} heads"
     if spec.num_heads:

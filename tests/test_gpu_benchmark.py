@@ -27,7 +27,7 @@ from gpu_clock import (
 from gpu_rounds import GOALS, CountedDevice, steps_of
 from gpu_runs import Run, check_oracle, run
 from lowered_engines import Lowered
-from oracle_draft import foreseeing
+from oracle_draft import predicting
 
 from edgellm.build.resource_estimate import predict
 from edgellm.core.errors import EdgeLLMError
@@ -70,7 +70,7 @@ def test_the_oracle_is_accepted_as_often_as_it_is_told(eagle_pairs, monkeypatch,
     )
     clocks.reset()
     before, text = llm._drafters, [*plain.prompt.token_ids, *plain.token_ids]
-    with foreseeing(llm, text, wanted):
+    with predicting(llm, text, wanted):
         found, rounds = _answer(llm, speculative=True)
     assert llm._drafters is before
     assert found.token_ids == plain.token_ids
@@ -89,7 +89,7 @@ def test_an_oracle_whose_answer_is_another_is_not_believed(eagle_pair):
     llm = LLM(eagle_pair.engine, spec=SpecOptions(**SIZES))
     plain, _ = _answer(llm, speculative=False)
     wrong = [*plain.prompt.token_ids, *((token + 1) % 96 for token in plain.token_ids)]
-    with foreseeing(llm, wrong, 4.0):
+    with predicting(llm, wrong, 4.0):
         found, rounds = _answer(llm, speculative=True)
     assert found.token_ids == plain.token_ids
     assert np.mean([len(each.token_ids) for each in rounds[1:]]) < 2
@@ -126,7 +126,7 @@ def test_a_round_on_the_fake_gpu(eagle_pairs, tmp_path, monkeypatch, draft):
     assert 0 < plain.kernels_ms["base"] <= plain.base_ms < plain.wall_ms
     assert plain.kernels_ms["draft"] == plain.kernels_ms[COMPACTION] == 0
     text = [*plain.prompt_ids, *plain.token_ids]
-    with foreseeing(llm, text, 2.5):
+    with predicting(llm, text, 2.5):
         found = run(llm, clocks, TOKENS, speculative=True, prompt=PROMPT, repeats=1)
     assert found.token_ids == plain.token_ids
     assert 0 < found.kernels_ms["draft"] <= found.draft_ms

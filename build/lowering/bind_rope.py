@@ -1,4 +1,4 @@
-"""Frequencies that depend on the capacity of the cache, settled as soon as that is known."""
+"""RoPE frequencies that depend on the KV cache capacity, bound when it is known."""
 
 from __future__ import annotations
 
@@ -8,7 +8,7 @@ from edgellm.build.lowering.function_calls import find_calls
 from edgellm.core.onnx_functions import ROTARY_TABLES
 
 
-def settle_frequencies(graph: ir.Graph, capacity: int) -> None:
+def bind_frequencies(graph: ir.Graph, capacity: int) -> None:
     """Give each table the factors of short or of long texts (longrope) instead of a choice."""
     for call in find_calls(graph, ROTARY_TABLES):
         frequencies = call.inputs[1]

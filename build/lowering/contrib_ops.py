@@ -6,7 +6,7 @@ import numpy as np
 import onnx_ir as ir
 from onnx_ir.passes.common import unused_removal
 
-from edgellm.build.lowering.bind_rope import settle_frequencies
+from edgellm.build.lowering.bind_rope import bind_frequencies
 from edgellm.build.lowering.function_calls import inline
 from edgellm.build.lowering.graph import GraphEditor
 from edgellm.core import graph_io
@@ -25,7 +25,7 @@ def bind_capacity(graph: ir.Graph, capacity: int, spare_rows: int = 0) -> None:
 
     `spare_rows`: behind them, for padding.
     """
-    settle_frequencies(graph, capacity)
+    bind_frequencies(graph, capacity)
     for value in (*graph.inputs, *graph.outputs):
         if value.name and value.name.startswith(CACHE_NAMES):
             shape = list(value.shape or ())

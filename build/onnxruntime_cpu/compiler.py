@@ -151,7 +151,7 @@ def _require_head_dim(size: int, *, is_own: bool) -> None:
 def _rows_type(spec: KVCacheSpec, wanted: str, is_own: bool, has_halves: bool) -> str:
     """The CPU computes in float32, and may keep rows in less; it does where it rounds inputs, too.
 
-    `wanted`: by `--kvCache`. `has_halves`: what "auto" means where nobody measured ranges.
+    `wanted`: by `--kvCache`. `has_halves`: what "auto" means without measured ranges.
     """
     if wanted == "fp8":
         raise EdgeLLMError("--kvCache fp8 is for --backend tensorrt", hint="leave it out")

@@ -41,7 +41,7 @@ def kernels_of(plan: Plan) -> str:
 
 
 def notes_of(plan: Plan) -> tuple[str, ...]:
-    """Why "auto" does without edgellm's kernels, where nobody chose to."""
+    """Reason why "auto" does not use edgellm's kernels."""
     wanted = plan.options.kernels if isinstance(plan.options, CpuOptions) else AUTO
     if wanted != AUTO or plan.prefill == "int8" or not (missing := _what_is_missing()):
         return ()

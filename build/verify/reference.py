@@ -19,7 +19,7 @@ import numpy as np
 import onnx_ir as ir
 from numpy.typing import NDArray
 
-from edgellm.build.lowering.bind_rope import settle_frequencies
+from edgellm.build.lowering.bind_rope import bind_frequencies
 from edgellm.build.lowering.experts import PARTS, ExpertLayer, all_weights
 from edgellm.build.lowering.function_calls import ROWS, is_call
 from edgellm.build.lowering.linears.groups import Rounding
@@ -68,7 +68,7 @@ class Source:
         """The same of the graph that was loaded."""
         if self.rounded is not None:
             round_to_int4(model, self.rounded)
-        settle_frequencies(model.graph, self.capacity)
+        bind_frequencies(model.graph, self.capacity)
         return model, _show_layers(model, self.bundle)
 
 

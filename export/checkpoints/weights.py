@@ -184,7 +184,7 @@ class Weights:
             self._taken.names.add(self._prefix + name)
 
     def unused(self) -> list[str]:
-        """Names of all tensors of the checkpoint that nobody took."""
+        """Names of the checkpoint's unused tensors."""
         return sorted(set(self._source.infos()) - self._taken.names)
 
     @property

@@ -145,7 +145,7 @@ class ConfigReader:
             )
 
     def finish(self, ignored: tuple[str, ...] = ()) -> None:
-        """Stop at keys that nobody asked for and that are switched on."""
+        """Reject unread keys that are switched on."""
         left = set(self._config) - self._used - _HARMLESS - set(ignored)
         unknown = sorted(
             key

@@ -1,4 +1,4 @@
-"""The facts of a draft that foresees whole blocks, from the config of whichever trainer wrote it.
+"""The facts of a draft that predicts whole blocks, from the config of whichever trainer wrote it.
 
 Public layouts: DFlash (arXiv 2602.06036) and DFlash2 as z-lab write them, JetSpec (2606.18394),
 DSpark (2607.05147) as DeepSpec and SpecForge write it, and all of them as speculators does. What a
@@ -246,7 +246,7 @@ def _additions(own: _Own, kind: str, infos: Infos) -> tuple[int, int, Convolutio
 
 
 def _from_newest(own: _Own, exporter: str, kind: str) -> bool:
-    """Whether the row of the newest token foresees one, too.
+    """Whether the row of the newest token predicts one, too.
 
     Raises:
         UnsupportedModelError: the config does not say, and readers of such files differ.
@@ -257,7 +257,7 @@ def _from_newest(own: _Own, exporter: str, kind: str) -> bool:
         return said or False
     if exporter != "DeepSpec":
         raise UnsupportedModelError(
-            "config.json does not say whether the row of the newest token foresees the next one",
+            "config.json does not say whether the row of the newest token predicts the next one",
             hint='add "sample_from_anchor": true, or false where the mask tokens alone do',
         )
     return True
@@ -306,7 +306,7 @@ def _spread(num_layers: int, count: int) -> tuple[int, ...]:
 
 def _check_block(block: BlockSpec, base: DecoderConfig) -> None:
     if block.levels < 1:
-        raise UnsupportedModelError(f"config.json: block_size = {block.size} foresees no token")
+        raise UnsupportedModelError(f"config.json: block_size = {block.size} predicts no token")
     if not 0 <= block.mask_token_id < base.vocab_size:
         raise UnsupportedModelError(
             f"config.json: mask_token_id {block.mask_token_id} is not one of the base's "

@@ -85,7 +85,7 @@ class Kind(Protocol):
         ...
 
     # One that has its base's head may have `with_vocabulary(config, base, size)`: the facts of the
-    # same network when it foresees only so many tokens.
+    # same network when it predicts only so many tokens.
 
 
 def find(method: str) -> ModuleType:

@@ -1,4 +1,4 @@
-"""Some rows of a head: a draft may foresee fewer tokens than its base knows (arXiv 2502.14856)."""
+"""Some rows of a head: a draft may predict fewer tokens than its base knows (arXiv 2502.14856)."""
 
 from __future__ import annotations
 

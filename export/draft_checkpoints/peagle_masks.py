@@ -1,7 +1,7 @@
-"""Rows by which a draft foresees several tokens in one pass (P-EAGLE, arXiv 2602.01469).
+"""Rows by which a draft predicts several tokens in one pass (P-EAGLE, arXiv 2602.01469).
 
 Behind the newest row of the text stand rows of a mask token, whose feature is learned as well; row
-d foresees the token d + 1 further on. vLLM 0.32 and speculators read the same keys.
+d predicts the token d + 1 further on. vLLM 0.32 and speculators read the same keys.
 """
 
 from __future__ import annotations
@@ -29,7 +29,7 @@ class MaskRows:
     """Those of a draft."""
 
     token_id: int
-    depth: int  # tokens that a pass foresees; one row less is a mask's
+    depth: int  # tokens that a pass predicts; one row less is a mask's
 
     @classmethod
     def read(

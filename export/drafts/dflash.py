@@ -1,4 +1,4 @@
-"""Drafts that foresee a whole block of tokens in one pass: DFlash, JetSpec, DSpark, DFlash2.
+"""Drafts that predict a whole block of tokens in one pass: DFlash, JetSpec, DSpark, DFlash2.
 
 The block is the newest token and mask tokens behind it. Its rows pass through transformer layers;
 what they attend to besides each other is the text, whose keys and values every layer makes of the

@@ -90,7 +90,7 @@ class MtpConfig:
     decoder: DecoderConfig  # the layer alone
     base_num_layers: int
     names: Names = _QWEN
-    target_ids: tuple[int, ...] | None = None  # that it foresees, ascending; None: all
+    target_ids: tuple[int, ...] | None = None  # that it predicts, ascending; None: all
     method: str = "mtp"
     taps_meaning: str = "multi-token prediction: output of the final norm"
 
@@ -154,7 +154,7 @@ def read(checkpoint: Checkpoint, base: DecoderConfig, ignored: tuple[str, ...] =
 
 
 def with_vocabulary(config: MtpConfig, base: Checkpoint, size: int) -> MtpConfig:
-    """The same that foresees only `size` of the base's tokens; raises `UnsupportedModelError`."""
+    """The same that predicts only `size` of the base's tokens; raises `UnsupportedModelError`."""
     ids = commonest(size, config.decoder.vocab_size, end_ids(base))
     return replace(config, target_ids=tuple(ids.tolist()))
 

@@ -1,4 +1,4 @@
-"""P-EAGLE (arXiv 2602.01469): EAGLE-3 that foresees several tokens in one pass.
+"""P-EAGLE (arXiv 2602.01469): EAGLE-3 that predicts several tokens in one pass.
 
 The network is EAGLE-3's; see `export.draft_checkpoints.peagle_masks` for the rows that it was
 trained with. Taps that are all zero, as no base's are, ask for the learned feature of such a row.

@@ -56,7 +56,7 @@ def build_visual(
 
 
 def own_leftovers(weights: Weights, encoder: ModuleType) -> list[str]:
-    """Tensors of the encoder that nobody took; those of the language model are not ours."""
+    """Unused tensors of the encoder; those of the language model do not count."""
     ours = tuple(
         f"{root}.{part}.".removeprefix(".") for root in _ROOTS for part in encoder.Model.parts
     )

@@ -1,4 +1,4 @@
-"""Rows of a block that a draft foresees in one pass, and DFlash2's convolution over them.
+"""Rows of a block that a draft predicts in one pass, and DFlash2's convolution over them.
 
 S rows of a pass, R rows of its block, D hidden size.
 """

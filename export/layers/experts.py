@@ -63,7 +63,7 @@ class Routing:
         return found
 
 
-NO_ROUTING = Routing(1, 1, 1)  # of a config that nobody has read
+NO_ROUTING = Routing(1, 1, 1)  # of an unread config
 
 
 @dataclass(frozen=True, slots=True)

@@ -50,7 +50,7 @@ TINY = {
     "moe_intermediate_size": 48,
     "moe_shared_expert_intermediate_size": 64,
 }
-# Of training, of other tools, and of layers that foresee tokens, which are beside the model.
+# Of training, of other tools, and of layers that predict tokens, which are beside the model.
 _UNREAD = (
     "chunk_size",
     "expand",

@@ -33,7 +33,7 @@ TINY = {
     "linear_key_head_dim": 16,
     "linear_value_head_dim": 24,
 }
-_NO_SIZES = DeltaSizes(1, 1, 1, 1, 2)  # of a config that nobody has read
+_NO_SIZES = DeltaSizes(1, 1, 1, 1, 2)  # of an unread config
 
 
 @dataclass(frozen=True, slots=True)

@@ -50,7 +50,7 @@ class DraftOptions:
 
     dtype: str = "fp16"
     ignore_config_keys: tuple[str, ...] = ()
-    draft_vocab_size: int | None = None  # tokens that a draft with its base's head foresees
+    draft_vocab_size: int | None = None  # tokens that a draft with its base's head predicts
 
 
 def export_draft(
@@ -162,7 +162,7 @@ def _with_vocabulary(
     kind = kinds.find(config.method)
     if not hasattr(kind, "with_vocabulary"):
         raise UnsupportedModelError(
-            f"--draft_vocab_size: what a draft of {config.method} foresees was settled in training",
+            f"--draft_vocab_size: what a draft of {config.method} predicts was settled in training",
             hint="leave it out; it is for multi-token prediction, which has its base's head",
         )
     return kind.with_vocabulary(config, base, size)

@@ -191,7 +191,7 @@ def _choose_taps(
 
 
 def _refuse_unused(weights: Weights, config: DecoderConfig) -> None:
-    """Refuse what nobody took, but for cut layers, a tied head's second copy, drafts beside it."""
+    """Reject unused tensors, except of cut layers, a tied head's copy, and drafts."""
     layers = len(config.layer_kinds)
     cut = tuple(f"model.layers.{index}." for index in range(config.num_hidden_layers, layers))
     unused = weights.unused()

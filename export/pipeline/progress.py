@@ -1,4 +1,4 @@
-"""Progress on stderr; silent where nobody watches."""
+"""Progress on stderr, if it is a terminal."""
 
 from __future__ import annotations
 

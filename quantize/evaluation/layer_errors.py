@@ -35,7 +35,7 @@ class LayerReport:
     bits: dict[str, float]  # of a stored weight, scales included
     seconds: float
     few: dict[str, int] = field(default_factory=dict)  # experts that saw few tokens, and how many
-    divergence: float = 0.0  # that it alone adds, nats a token; 0 where nobody asked
+    divergence: float = 0.0  # that it alone adds, nats a token; 0: not measured
 
 
 class QuantizedLayer:

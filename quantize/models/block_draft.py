@@ -1,4 +1,4 @@
-"""A draft of blocks as a subject: layers that foresee tokens at mask tokens behind a text.
+"""A draft of blocks as a subject: layers that predict tokens at mask tokens behind a text.
 
 Every row of the calibration text gives the states of `block_layer`: the base's fused features and
 blocks behind each other, whose first token is the text's. What is measured are the draft's own
@@ -42,7 +42,7 @@ class BlockDraft(Draft):
 
     @property
     def family(self) -> Family:
-        """Its first norm is read by nobody alone, nor is the second where rows are convolved."""
+        """Its first norm has several readers; so has the second, with convolutions."""
         family = super().family
         norms = () if self.blocks.convolution else ("post_attention_layernorm",)
         floats = tuple(f"{name}.kernel_projection" for name in CONVOLUTIONS)
@@ -70,7 +70,7 @@ class BlockDraft(Draft):
         return block_layer_model(self.layer_config, self.blocks, tensors, device)
 
     def norm_model(self, head: F32 | None, device: torch.device) -> PreTrainedModel:
-        """The final norm, and the head, of rows that foresee a token."""
+        """The final norm, and the head, of rows that predict a token."""
         norm = {"weight": read_tensor(self.tensors, NORM).floats()}
         return block_head_model(self.layer_config, self.blocks, norm, head, device)
 
@@ -109,7 +109,7 @@ class BlockDraft(Draft):
         norm = self.base.norm_model(None, task.device)
         places = self._places(last.shape[1])
         skipped = int(not self.blocks.block.from_newest)
-        # A row foresees its own token or, where the newest one's does so, too, the next.
+        # A row predicts its own token or, where the newest one's does so, too, the next.
         before = places.tokens.reshape(-1, places.size)[:, skipped:].reshape(-1) - skipped
         found = [
             self.draft_ids[greedy(run_layer(norm, batch), head)][:, before]

@@ -58,7 +58,7 @@ class Places:
         return (self.firsts[:, None] + np.arange(self.size)).reshape(-1)
 
     def seen(self, *, is_causal: bool) -> NDArray[np.bool_]:
-        """What every row sees, [T, T]; a row of the text sees itself, which nobody reads."""
+        """What every row sees, [T, T]; a token of the text attends to itself, which is not used."""
         own = np.ones((self.size, self.size), np.bool_)
         blocks = np.kron(np.eye(self.count, dtype=np.bool_), np.tril(own) if is_causal else own)
         before = np.arange(self.text) < np.repeat(self.firsts, self.size)[:, None]
@@ -94,11 +94,11 @@ def block_head_model(
     head: F32 | None,
     device: torch.device,
 ) -> PreTrainedModel:
-    """As `head_model`; of the states [B, T, D] it takes the rows that foresee a token."""
+    """As `head_model`; of the states [B, T, D] it takes the rows that predict a token."""
     model, size = head_model(config, norm, head, device), blocks.block.size
     skipped = int(not blocks.block.from_newest)
 
-    def foreseeing(_: nn.Module, args: tuple, kwargs: dict[str, Any]) -> tuple[tuple, dict]:
+    def predicting(_: nn.Module, args: tuple, kwargs: dict[str, Any]) -> tuple[tuple, dict]:
         states = kwargs.get("inputs_embeds")
         if states is None:
             return args, kwargs
@@ -106,7 +106,7 @@ def block_head_model(
         rows = rows.unflatten(1, (-1, size))[:, :, skipped:].flatten(1, 2)
         return args, {**kwargs, "inputs_embeds": rows}
 
-    model.model.register_forward_pre_hook(foreseeing, with_kwargs=True)
+    model.model.register_forward_pre_hook(predicting, with_kwargs=True)
     return model
 
 
@@ -203,7 +203,7 @@ def _places_of(size: int) -> Any:
 
     def tell(_: nn.Module, args: tuple, kwargs: dict[str, Any]) -> tuple[tuple, dict[str, Any]]:
         states = kwargs.get("inputs_embeds")
-        if states is None:  # ModelOpt's export runs ids, whose states nobody reads
+        if states is None:  # ModelOpt's export runs ids, whose states are not used
             return args, kwargs
         places = Places.of_rows(states.shape[1], size)
         rows = np.concatenate([np.arange(places.text), places.tokens])

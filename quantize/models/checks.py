@@ -133,7 +133,7 @@ def needed_bytes(
 
 
 def check_memory(needed: int, available: int | None) -> None:
-    """Raise `LimitError` when memory will not suffice; None: nobody knows what there is."""
+    """Raise `LimitError` if memory will not suffice; None: unknown."""
     if available is not None and needed > available:
         raise LimitError(
             f"quantizing this model needs about {needed / 1e9:.1f} GB of memory, "

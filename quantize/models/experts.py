@@ -42,12 +42,12 @@ class ExpertInputs:
 
 
 class ObservedExperts(nn.Module):
-    """In the place of transformers' experts; its weights are no parameters, so nobody rounds them.
+    """In the place of transformers' experts; its weights are no parameters, so ModelOpt keeps them.
 
     Attributes:
         parts: of an expert; without a gate what `up` makes is bent itself.
         networks: weights [out, in] of each expert.
-        seen: what each saw; None: nobody looks.
+        seen: inputs of each; None: not recorded.
         shown_all: experts whose inputs are all tokens; empty: those that the router sends them.
     """
 
@@ -114,7 +114,7 @@ def load_experts(
         return left
     for parts in found.values():
         if parts.keys() != {*place.parts}:
-            return left  # whoever loads the others will name them
+            return left  # the loader reports the others
     for parts in found.values():
         own = (torch.from_numpy(left.pop(parts[part])).to(device) for part in place.parts)
         place.networks.append(tuple(own))

@@ -199,7 +199,7 @@ def _empty(config: Mapping[str, Any], layers: range, device: torch.device) -> Pr
 
 
 class _FloatLinear(nn.Module):
-    """A linear layer that nobody takes for one."""
+    """A linear layer that ModelOpt does not quantize."""
 
     def __init__(self, linear: nn.Linear) -> None:
         super().__init__()

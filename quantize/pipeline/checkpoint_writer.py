@@ -32,7 +32,7 @@ _EVERY_FORMAT = ("quant_algo", "kv_cache_quant_algo", "exclude_modules")
 
 
 def check_output(output: Path) -> None:
-    """Refuse a folder where files would replace somebody else's.
+    """Reject a folder in which files would replace foreign files.
 
     Raises:
         EdgeLLMError: `output` is a file, or a folder that this command did not make.

@@ -176,7 +176,7 @@ def _layer(facts: dict[str, Any]) -> LayerReport:
 
 
 def _peak_memory() -> int:
-    """Of this process so far; 0 where nobody counts."""
+    """Of this process so far; 0 where the system does not count."""
     try:
         import resource
     except ImportError:  # not on Windows

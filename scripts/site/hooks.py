@@ -1,4 +1,4 @@
-"""What mkdocs calls: pages that nobody writes are added when the site is built."""
+"""Hooks of mkdocs: generated pages are added when the site is built."""
 
 from __future__ import annotations
 

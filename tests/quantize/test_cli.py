@@ -283,14 +283,14 @@ def test_shapes_that_will_not_do(place, tmp_path):
         run_job(job, _quiet)
 
 
-def test_too_little_memory_is_foreseen(job, monkeypatch):
+def test_too_little_memory_is_predicted(job, monkeypatch):
     monkeypatch.setattr(checks, "available_bytes", lambda: 300 << 20)
     with pytest.raises(LimitError, match=r"needs about .* GB of memory"):
         run_job(job, _quiet)
     assert not job.work_dir.exists()
 
 
-def test_too_little_disk_is_foreseen(job, monkeypatch):
+def test_too_little_disk_is_predicted(job, monkeypatch):
     usage = shutil.disk_usage(job.output_dir.parent)._replace(free=1000)
     monkeypatch.setattr(checks.shutil, "disk_usage", lambda _: usage)
     with pytest.raises(LimitError, match="GB of disk"):

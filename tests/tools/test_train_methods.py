@@ -245,7 +245,7 @@ def test_a_draft_of_blocks_goes_on_from_another(job, base, tmp_path):
     for wrong, message in (
         ({"draft_vocab_size": 80}, "holds no draft of these sizes"),
         ({"init_from": base}, "holds no draft of these sizes"),
-        ({"block_size": 5}, "foresees blocks of 4"),
+        ({"block_size": 5}, "predicts blocks of 4"),
         ({"num_layers": 3}, "--num_layers 3 exceeds the base's 2 layers"),
     ):
         with pytest.raises(EdgeLLMError, match=message):

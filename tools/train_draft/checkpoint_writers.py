@@ -142,7 +142,7 @@ def write_checkpoint(
     require_space(folder, sum(value.nbytes for value in stored.values()))
     save_file(stored, folder / weights, metadata={"format": "pt"})
     (folder / "config.json").write_text(json.dumps(config, indent=2) + "\n")
-    # safetensors makes files that nobody but their owner may read.
+    # safetensors makes files that only their owner may read.
     shutil.copymode(folder / "config.json", folder / weights)
     (folder / TRAINING).write_text(json.dumps(training, indent=2) + "\n")
 

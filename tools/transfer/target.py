@@ -24,7 +24,7 @@ _HINT = "give a folder for the bundle: user@host:models/bundle, or a local one"
 
 
 class Commands:
-    """What runs for one target or several; whoever is interrupted ends all of it."""
+    """Running commands of one or several targets; an interrupt ends them all."""
 
     def __init__(self) -> None:
         self._lock = threading.Lock()
@@ -69,7 +69,7 @@ class Target:
     host: str  # user@host, "" for this machine
     folder: str
     ssh: tuple[str, ...] = field(default=(), compare=False)  # the command that reaches the host
-    is_one_of_many: bool = False  # nobody is asked for a password, no progress is shown
+    is_one_of_many: bool = False  # no password prompt, no progress
     commands: Commands = field(default_factory=Commands, compare=False, repr=False)
 
     @property

@@ -1,4 +1,4 @@
-"""Recurrences by edgellm's own kernels: rows one by one, with the same bits in any company."""
+"""Recurrences by edgellm's kernels: token by token, batch-invariant."""
 
 from __future__ import annotations
 

@@ -29,7 +29,7 @@ class CachePlan:
 
     dtype: str  # of the cache, as a manifest says it
     kernels: Kernels | None = None  # edgellm's own; None: TensorRT's operators
-    why_not: str = ""  # edgellm's, where nobody chose TensorRT's
+    why_not: str = ""  # edgellm's, unless the user chose TensorRT's
 
     @property
     def way(self) -> str:

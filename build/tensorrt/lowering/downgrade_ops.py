@@ -28,7 +28,7 @@ def adapt(model: ir.Model, version: Version) -> None:
     For 11.x there is nothing to do. 10.16 gets 4-D attention and older forms of Swish and of
     integer Clip; 10.13 and 10.3 also get normalization, rotary embeddings, cache updates and
     attention in primitives. Such an engine copies caches within, and hands out the new rows
-    instead, [1, heads, rows, D] under the name of the updated cache: whoever runs it appends them.
+    instead, [1, heads, rows, D] under the name of the updated cache; the runner appends them.
 
     Args:
         model: as the lowering leaves it, before it is saved; weights are not touched.

@@ -10,7 +10,7 @@ import numpy as np
 import onnx_ir as ir
 from onnx_ir.passes import common
 
-from edgellm.build.lowering.bind_rope import settle_frequencies
+from edgellm.build.lowering.bind_rope import bind_frequencies
 from edgellm.build.lowering.embeddings import widen_tables
 from edgellm.build.lowering.function_calls import inline
 from edgellm.build.lowering.graph import GraphEditor
@@ -52,7 +52,7 @@ def lower(
     """
     if capacity:
         _bind(model.graph, CAPACITY, capacity)
-        settle_frequencies(model.graph, capacity)
+        bind_frequencies(model.graph, capacity)
     graph = GraphEditor(model.graph, weights)
     if kernels is not None:
         lower_attention(graph, kernels, capacity)

@@ -45,7 +45,7 @@ def groups(
         parts: in their order, which passes keep.
         max_rows: of a pass.
         max_requested: of its rows.
-        costs: of passes; None: nobody measured them, and they are as few as there can be.
+        costs: of forward passes; None: not measured, then as few passes as possible.
     """
     sizes = tuple((rows_of(part), len(part[graph_io.LOGITS_INDEX])) for part in parts)
     return _cheapest(sizes, max_rows, max_requested, costs)

@@ -37,7 +37,7 @@ _REFUSED_POOLINGS = {2: "the first position", 4: "a classifier, which ranks"}
 _JOINED = ".ffn_gate_up_exps"
 _RATES, _KEPT_NORM = "ssm_a", "ssm_norm"  # -exp(A_log); to whose weights nothing was added
 # Of a layer of multi-token prediction.
-_FORESEES = {
+_PREDICTS = {
     "nextn.eh_proj": "fc",
     "nextn.enorm": "pre_fc_norm_embedding",
     "nextn.hnorm": "pre_fc_norm_hidden",
@@ -231,6 +231,6 @@ def _hf_name(name: str, family: Family, layers: int) -> str:
     layer, own = int(match[1]), match[2]
     if layer < layers:
         return f"model.layers.{layer}.{family.name_of(own)}"
-    if (module := _FORESEES.get(own.removesuffix(".weight"))) is not None:
+    if (module := _PREDICTS.get(own.removesuffix(".weight"))) is not None:
         return f"mtp.{module}.weight"
     return f"mtp.layers.{layer - layers}.{family.name_of(own)}"

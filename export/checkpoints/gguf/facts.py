@@ -116,7 +116,7 @@ class Facts:
         self._used.update(f"{self.architecture}.{key}" for key in keys)
 
     def left(self) -> Config:
-        """Keys of the architecture that nobody read."""
+        """Unread keys of the architecture."""
         used = self._used | {f"{self.architecture}.{key}" for key in _UNREAD}
         return {
             key: value

@@ -1,7 +1,7 @@
 """What a GGUF file says of its architecture, as config.json; what llama.cpp's converters changed.
 
 Sources: the GGUF specification and llama.cpp's converters and loaders. A family is llama.cpp's
-name of an architecture; keys of it that nobody reads become keys of the config, which refuses them.
+name of an architecture; unread keys become keys of the config, which rejects them.
 """
 
 from __future__ import annotations

@@ -20,7 +20,7 @@ _ROWS = 4  # of held-out text
 
 
 def measures_layers(plan: Plan) -> bool:
-    """Whether somebody wants to know; one more pass forwards and backwards."""
+    """Whether layer costs are needed; they take one more forward and backward pass."""
     return plan.job.keep_budget is not None
 
 

@@ -74,7 +74,7 @@ class Trials:
 
 @contextlib.contextmanager
 def trials(job: Job) -> Iterator[Trials]:
-    """Nobody else works for the same result meanwhile.
+    """Locks the result against other runs.
 
     Raises:
         EdgeLLMError: the output folder holds something else, or somebody else's runs are under way.

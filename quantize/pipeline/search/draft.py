@@ -38,7 +38,7 @@ def run_recipes(job: Job, points: float, progress: Progress) -> Report:
 
     Args:
         job: of a draft; a head that it asks for is every recipe's.
-        points: per cent of the base's tokens that the draft may foresee less often than in floats.
+        points: per cent of the base's tokens that the draft may predict less often than in floats.
         progress: told of each recipe's parts.
 
     Raises:
@@ -60,5 +60,5 @@ def run_recipes(job: Job, points: float, progress: Progress) -> Report:
 
 
 def lost(report: Report) -> float:
-    """Share of the base's tokens that the rounded draft foresees less often."""
+    """Share of the base's tokens that the rounded draft predicts less often."""
     return report.quality.accuracy_float - report.quality.accuracy_quantized

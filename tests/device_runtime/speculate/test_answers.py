@@ -48,7 +48,7 @@ def llm(tiny_engine) -> LLM:
 
 @pytest.fixture(params=["fixed", "cost"])
 def scripted(request, llm, monkeypatch):
-    """Make the next answers a list of words that the draft foresees."""
+    """Make the next answers a list of words that the draft predicts."""
 
     def script(*words, capacity=64):
         ids = [llm.tokenizer.encode(word, add_special_tokens=False)[0] for word in words]

@@ -209,7 +209,7 @@ def test_blocks_of_several_requests_share_a_pass(engines, name, tmp_path):
     for found, expected in zip(session.run_many(wanted), alone, strict=True):
         np.testing.assert_array_equal(found.token_ids, expected.token_ids)
         np.testing.assert_allclose(found.log_probs, expected.log_probs, atol=1e-5)
-        rows = slice(0 if layout.from_newest else 1, None)  # what is foreseen
+        rows = slice(0 if layout.from_newest else 1, None)  # what is predicted
         np.testing.assert_allclose(found.links[rows], expected.links[rows], atol=1e-5)
 
 

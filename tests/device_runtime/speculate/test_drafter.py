@@ -21,7 +21,7 @@ from edgellm.device_runtime.speculate.text_lookup import Continuation, LearnedLo
 
 @dataclass
 class Saying:
-    """A lookup that always foresees the same, and notes what it is told."""
+    """A lookup that always predicts the same, and notes what it is told."""
 
     tokens: list[int]
     confidence: float = 0.5

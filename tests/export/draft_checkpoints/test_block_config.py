@@ -81,7 +81,7 @@ def test_taps_are_spread_where_none_are_named(base, tmp_path):
     [
         ("dflash", {"without": ["block_size"]}, "config.json has no block_size"),
         ("dflash", {"without": ["mask_token_id"]}, "no mask_token_id"),
-        ("dflash", {"block_size": 1}, "block_size = 1 foresees no token"),
+        ("dflash", {"block_size": 1}, "block_size = 1 predicts no token"),
         ("dflash", {"own": {"mask_token_id": VOCAB}}, "mask_token_id 96 is not one of"),
         ("dflash", {"num_target_layers": 9}, "num_target_layers = 9 is not supported"),
         ("dflash", {"own": {"target_layer_ids": [1, 3, 7]}}, "the last layer's output"),

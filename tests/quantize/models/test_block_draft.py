@@ -75,7 +75,7 @@ def _job(pair: EaglePair, name: str, output: Path, **changes: object) -> Job:
 
 
 def _answers(job: Job, name: str, rows: np.ndarray):
-    """Log-probabilities of every row that foresees a token, and what the base takes there."""
+    """Log-probabilities of every row that predicts a token, and what the base takes there."""
     layout = LAYOUTS[name]
     reference = BlockReference(Path(job.base_model_dir), layout)
     for row in torch.from_numpy(rows):

@@ -36,7 +36,7 @@ def shut_off(libc: ctypes.CDLL, folder: str, max_bytes: int) -> None:
 
 
 def drop_privileges(libc: ctypes.CDLL, *, is_root: bool) -> None:
-    """Be nobody if this was root, who may only still read; keep no other capability."""
+    """Drop root to the user `nobody`, with the capability to read alone."""
     kept = 0
     libc.prctl(_NO_NEW_PRIVILEGES, 1, 0, 0, 0)
     if is_root:

@@ -71,7 +71,7 @@ def draft_facts(spec: DraftSpec) -> dict[str, str]:
         own["tokens of a pass"] = str(spec.num_heads)
     if spec.block is not None:
         rule = "causal" if spec.block.is_causal else "sees itself whole"
-        own["block"] = f"{spec.block.size} rows, {spec.block.levels} foreseen, {rule}"
+        own["block"] = f"{spec.block.size} rows, {spec.block.levels} predicted, {rule}"
     return {
         "method": spec.method,
         **own,

@@ -26,11 +26,11 @@ class EventQueue:
         self._held.append((queue, event))
         if not self._is_woken:
             self._is_woken = True
-            with contextlib.suppress(RuntimeError):  # the loop is closed: nobody listens
+            with contextlib.suppress(RuntimeError):  # the loop is closed
                 self._wake(self._deliver)
 
     def _deliver(self) -> None:
-        self._is_woken = False  # before the rest: whoever posts from now on wakes the loop again
+        self._is_woken = False  # first: a later post wakes the loop again
         while self._held:
             queue, event = self._held.popleft()
             queue.put_nowait(event)

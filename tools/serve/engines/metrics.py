@@ -80,7 +80,7 @@ class Metrics:
         )
 
     def watch(self, running: Callable[[], int], waiting: Callable[[], int], llm: LLM) -> None:
-        """Count jobs and rows of the cache whenever somebody asks, and the answers of passes."""
+        """Gauges of jobs and KV cache at each scrape; batch sizes of forward passes."""
         self._running.set_function(running)
         self._waiting.set_function(waiting)
         self._rows.set_function(lambda: llm.slot.usage)

@@ -20,7 +20,7 @@ _LAST_PASS_S = 10.0  # for the pass that runs when the time is over
 
 
 class DisconnectedError(Exception):
-    """The client has gone; there is nobody to answer."""
+    """The client has disconnected."""
 
 
 class Connection(Protocol):

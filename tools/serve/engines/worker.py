@@ -28,7 +28,7 @@ _log = logging.getLogger(__name__)
 
 
 class AbandonedError(Exception):
-    """Nobody waits for the answer any more."""
+    """The client no longer waits for the output."""
 
 
 @dataclass(slots=True, eq=False)
@@ -134,7 +134,7 @@ class Worker:
         for thread in self._threads:
             if thread.is_alive():
                 thread.join(timeout=30)
-        self._driver.end()  # nobody asks any more
+        self._driver.end()  # no requests remain
         self._driver.join(30)
 
     def _check(self, job: Job, answers: Sequence[RequestOutput] = ()) -> None:

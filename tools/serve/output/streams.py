@@ -94,7 +94,7 @@ async def answer(
         return await _whole(call, writer, first, headers)
     except DisconnectedError:
         call.close()
-        return Response(status_code=499)  # nobody reads it
+        return Response(status_code=499)  # the client has disconnected
     except BaseException:
         call.close()
         raise

@@ -208,7 +208,7 @@ class EnginePool:
         await self._make_room(place.model)
         if self._is_draining:
             raise stopping()
-        with anyio.CancelScope(shield=True):  # what is loaded is somebody's
+        with anyio.CancelScope(shield=True):  # a loaded engine needs its owner
             llm = await anyio.to_thread.run_sync(self._load, place)
             self._take_up(place, llm)
 
@@ -237,7 +237,7 @@ class EnginePool:
         return sum(place.model.num_bytes for place in self.places if place.worker is not None)
 
     async def _unload(self, place: Place) -> None:
-        """Give an engine's memory back when nobody uses it."""
+        """Free an unused engine's memory."""
         place.is_leaving = True
         try:
             while place.num_users:

@@ -73,7 +73,9 @@ class Sampled(Formed):
     min_tokens: Annotated[int, Field(ge=0)] | None = None
     ignore_eos: bool | None = None
     stop_token_ids: Annotated[list[TokenId], Field(max_length=MAX_STOPS)] | None = None
-    priority: Annotated[int, Field(ge=0, le=100)] | None = None  # nobody gets before the others
+    priority: Annotated[int, Field(ge=0, le=100)] | None = (
+        None  # smaller goes first; none is before 0
+    )
     # These say who asks, and change no answer.
     user: str | None = None
     metadata: dict[str, Any] | None = None

@@ -1,4 +1,4 @@
-"""Training a draft that foresees blocks: DFlash (arXiv 2602.06036) or DSpark (2607.05147).
+"""Training a draft that predicts blocks: DFlash (arXiv 2602.06036) or DSpark (2607.05147).
 
 Blocks begin at random tokens of the answers. A block's rows learn what the base says at their
 places, having seen the features of the text before it, its first token, and nothing of the others.
@@ -71,7 +71,7 @@ class Blocks:
         """
         self.tapped, self._decay, self._is_dspark = TappedBase(base, taps), decay, method == DSPARK
         self._size, vocab_size = block_size, base.config.vocab_size
-        # DSpark's first row, that of the newest token, foresees one, too.
+        # DSpark's first row, that of the newest token, predicts one, too.
         self._first = 0 if self._is_dspark else 1
         self.steps = block_size - self._first
         self._has_norms = hasattr(base.layers[-1].get_submodule("self_attn"), "q_norm")
@@ -122,7 +122,7 @@ class Blocks:
             ) from None
         if theirs != list(self.tapped.taps) or config["block_size"] != self._size:
             raise EdgeLLMError(
-                f"{folder} reads the taps {theirs} and foresees blocks of {config['block_size']}",
+                f"{folder} reads the taps {theirs} and predicts blocks of {config['block_size']}",
                 hint=f"give --hidden_taps {','.join(map(str, theirs))} and that --block_size",
             )
         self._know(ids.numpy())
@@ -180,7 +180,7 @@ class Blocks:
             hidden = self.module(taps, functional.embedding(blocks, base.embedding), anchors)
         found = []
         for step in range(self.steps):
-            places = anchors + 1 + step  # of the tokens that are foreseen
+            places = anchors + 1 + step  # of the tokens that are predicted
             there = places.clamp(max=ids.shape[1] - 1)
             taken = is_one & (places < ids.shape[1]) & learned.gather(1, there)
             row, column = taken.nonzero(as_tuple=True)
@@ -233,7 +233,7 @@ def _choose(learned: Tensor, random: torch.Generator, share: float) -> tuple[Ten
 
 
 def _unsaid(samples: Sequence[Sample], vocab_size: int) -> int:
-    """The last token that the corpus does not have: it stands for what is to be foreseen."""
+    """The last token that the corpus does not have: it stands for what is to be predicted."""
     said = np.zeros(vocab_size, np.bool_)
     for sample in samples:
         said[list(sample.ids)] = True

@@ -1,4 +1,4 @@
-"""Drafts that foresee blocks as torch modules: DFlash (arXiv 2602.06036), DSpark (2607.05147).
+"""Drafts that predict blocks as torch modules: DFlash (arXiv 2602.06036), DSpark (2607.05147).
 
 Layout and names are the public ones: `fc`, `hidden_norm`, `layers.N.*`, `norm`, of DSpark
 `markov_head.*`; `lm_head` where the head is not the base's. Shapes: B texts, S tokens, A anchors of

@@ -49,7 +49,7 @@ class Eagle1:
         """See `Learner`: the draft begins by repeating the feature.
 
         The layer is the base's last one, but adds nothing yet: it was made to add to residuals,
-        which are larger than the normed features that the draft reads and foresees.
+        which are larger than the normed features that the draft reads and predicts.
         """
         del samples
         fc, size = self.module.fc, self.module.shape.hidden_size
@@ -83,7 +83,7 @@ class Eagle1:
     def _predictions(
         self, batch: Batch, features: Tensor, taps: Tensor, unrolls: int
     ) -> tuple[Tensor, Tensor]:
-        """Features that the draft foresees [unrolls, R, H], and the base's [R, H]."""
+        """Features that the draft predicts [unrolls, R, H], and the base's [R, H]."""
         known = batch.learned[:, 1:].to(features.device).clone()
         known[:, :unrolls] = False
         return unrolled(

@@ -32,7 +32,7 @@ class ResBlock(nn.Module):
 
 
 class Medusa:
-    """See `Learner`; head d reads token t's feature and foresees token t + 2 + d."""
+    """See `Learner`; head d reads token t's feature and predicts token t + 2 + d."""
 
     def __init__(self, base: Base, base_name: str, num_heads: int, decay: float) -> None:
         """Make the heads, of one block each.

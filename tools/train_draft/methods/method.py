@@ -16,7 +16,7 @@ from edgellm.tools.train_draft.methods.eagle_network import Unrolled
 
 
 class Learner(Protocol):
-    """A draft in training, by one method; steps are tokens that it foresees in a row."""
+    """A draft in training, by one method; steps are tokens that it predicts in a row."""
 
     tapped: TappedBase
     steps: int
@@ -44,7 +44,7 @@ class Learner(Protocol):
         ...
 
     def hits(self, batch: Batch, features: Tensor) -> tuple[Tensor, Tensor]:
-        """Of every step, how often the draft foresees what the base says, and out of how many."""
+        """Of every step, how often the draft predicts what the base says, and out of how many."""
         ...
 
     def write(self, folder: Path, training: dict[str, Any]) -> None:

@@ -63,7 +63,7 @@ DONE:
 
 
 class Indices:
-    """Which rows the kernels to come gather; memory is free again when somebody has waited."""
+    """Rows that the next kernels gather; the memory is reused after a synchronization."""
 
     def __init__(self, device: Device) -> None:
         self._device, self._used = device, 0

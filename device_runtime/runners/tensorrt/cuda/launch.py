@@ -1,4 +1,4 @@
-"""Kernels of edgellm's own, launched by the NVIDIA driver on a stream that somebody else made."""
+"""Kernels of edgellm's own, launched by the NVIDIA driver on a given stream."""
 
 from __future__ import annotations
 

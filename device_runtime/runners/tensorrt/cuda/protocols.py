@@ -79,7 +79,7 @@ class Device(Protocol):
         ...
 
     def free_bytes(self) -> int:
-        """Device memory that nobody uses."""
+        """Unused device memory."""
         ...
 
     def pinned(self, num_bytes: int) -> NDArray[np.uint8]:

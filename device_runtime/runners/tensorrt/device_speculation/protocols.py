@@ -34,7 +34,7 @@ class Network(Protocol):
         ...
 
     def settled(self) -> None:
-        """Somebody waited for the device."""
+        """Called after a synchronization with the device."""
         ...
 
     def tensor(self, name: str) -> TensorInfo:

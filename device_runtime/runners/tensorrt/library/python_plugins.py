@@ -1,6 +1,6 @@
 """Edgellm's kernels as plugins in Python, for a TensorRT before 10.9: it takes none that bring one.
 
-A plan then names its plugins, and whoever loads it must have registered them: `llm_build` and the
+A plan then names its plugins, which must be registered before it is loaded: `llm_build` and the
 runtime do. When a pass runs, TensorRT calls `enqueue`, which launches the kernel's PTX; a pass that
 is recorded as a CUDA graph does so once. Interfaces as the docstrings of the bindings of 10.3 say.
 """

@@ -224,7 +224,7 @@ def test_useless_lookups_pause_and_are_retried():
     assert network.pause == 10_000 - 1024
     while text.pause:
         controller.pass_by(SILENT)
-    for _ in range(40):  # what is foreseen now comes true, but for every second look
+    for _ in range(40):  # what is predicted now comes true, but for every second look
         looked(controller)
         found = TextLookupShare(0.06, rows=2, tokens=2)
         controller.end_round(3, 0.0, 3, networked=False, text=found)

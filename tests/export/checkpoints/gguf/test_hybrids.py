@@ -136,7 +136,7 @@ def test_such_a_draft_keeps_its_codes(tmp_path):
     assert (found.quantization, found.draft.draft_vocab_size) == ("gguf", 40)
 
 
-def test_a_layer_that_foresees_is_left_out_where_it_is_no_draft(tmp_path):
+def test_a_layer_that_predicts_is_left_out_where_it_is_no_draft(tmp_path):
     """Nemotron's is the last block, too."""
     arch, config = HYBRIDS["nemotron_h"]
     folder = make_checkpoint(tmp_path / "hf", **config)

@@ -76,5 +76,5 @@ async def _infer(served: EngineHandler, request: Request) -> Response:
     try:
         content, headers = infer.answer(found, await collect(call, writer))
     except DisconnectedError:
-        return Response(status_code=499)  # nobody reads it
+        return Response(status_code=499)  # the client has disconnected
     return Response(content, headers=headers)

@@ -2,7 +2,7 @@
 
 `<|channel|>analysis<|message|>...<|end|><|start|>assistant<|channel|>final<|message|>...`, and
 calls as `<|channel|>commentary to=functions.NAME <|constrain|>json<|message|>{...}<|call|>`.
-Commentary to nobody is for the user. The source is OpenAI's description of its format Harmony.
+Commentary without a recipient is for the user. Source: OpenAI's description of its format Harmony.
 """
 
 from __future__ import annotations
