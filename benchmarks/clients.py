@@ -103,7 +103,7 @@ async def _ask(port: int, text: str, tokens: int) -> Seen:
     body = {
         "messages": [{"role": "user", "content": text}], "temperature": 0, "max_tokens": tokens,
         "ignore_eos": True, "stream": True,
-        # An answer that goes on behind its end has tokens without a text.
+        # An answer that goes on after its end has tokens without a text.
         "stream_options": {"include_usage": True, "include_tokens": True},
     }  # fmt: skip
     content = json.dumps(body).encode()

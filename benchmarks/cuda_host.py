@@ -154,7 +154,7 @@ def count(engine: Path, stub: Path) -> None:
 
 
 def _count_image(session: DecoderNetwork, spec: DecoderSpec, counter: Counter) -> None:
-    """A prompt with image rows, and a token behind it."""
+    """A prompt with image rows, and a token after it."""
     from edgellm.device_runtime.arrays import ImageRows
 
     assert spec.images is not None

@@ -1,4 +1,4 @@
-"""Engines under test behind one small interface, each in a process of its own.
+"""Engines under test after one small interface, each in a process of its own.
 
 `python benchmarks/engines.py KIND PATH THREADS` reads commands from stdin ("prefill 512",
 "decode 64") and answers with one JSON list of milliseconds each. The caller lets the processes

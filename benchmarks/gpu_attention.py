@@ -186,7 +186,7 @@ class _Layer:
         REFERENCES[name](*flat[:count], *launch.sizes, *flat[count:], constants=facts)
 
     def _keep(self, arrays: dict[str, np.ndarray]) -> float:
-        """The last row moves behind the first, which gives the same however often it runs."""
+        """The last row moves after the first, which gives the same however often it runs."""
         variant = catalog.keep_rows(self._sizes.head_dim, self._codes)
         grid, names = (1, self._sizes.kv_heads, 2), ("path", "outcome", "write_index", "table")
         facts = {**variant.constants, "grid": grid, "memory": self._memory(arrays)}

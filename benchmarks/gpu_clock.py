@@ -27,7 +27,7 @@ class Events(Protocol):
     """Marks in a GPU's stream."""
 
     def record(self, event: Any) -> Any:
-        """Put a mark behind all work that was asked for; `event` is one to use again, or None."""
+        """Put a mark after all work that was asked for; `event` is one to use again, or None."""
         ...
 
     def between_ms(self, first: Any, last: Any) -> float:

@@ -76,7 +76,7 @@ TODAY = replace(_FLOATS, name="as built today", head="")
 WAYS = (replace(_NATIVE, name="and the host between levels", waits=5), _NATIVE, _FLOATS, TODAY)
 
 # Of edgellm's own beside the networks' in a round that is the device's: of one block each, a level
-# and the one behind the last, the tree, its layout and its acceptance; and those that copy rows.
+# and the one after the last, the tree, its layout and its acceptance; and those that copy rows.
 ROUND_KERNELS, ROUND_COPIES = 1 + 3, 4  # and one, or two, more for each level but the last
 HOST_TREE_MS = 0.13  # of a round, measured: trees of 60 nodes and four levels on an x86 core
 LAYERS, HIDDEN, KV_WIDTH, INNER, VOCAB = 32, 4096, 1024, 14336, 128256
@@ -101,7 +101,7 @@ class Pass:
 
 
 def base_pass(way: Way, precision: str, rows: int, context: int, capacity: int) -> Pass:
-    """Of the base, over `rows` rows behind `context` others."""
+    """Of the base, over `rows` rows after `context` others."""
     few_and_many, outside = LAUNCHES[precision]
     kv_row = 2 * LAYERS * KV_WIDTH * 2
     # Without kernels of our own the cache's copy is written and read beside it; they write and

@@ -43,7 +43,7 @@ class CountedDevice:
 
     `counts` has waits, bytes_up, bytes_down, graphs, kernels and copies that the host asked for by
     themselves, captures and allocations; `gpu_ms` the time from the first thing that was asked for
-    behind a wait to the last before the next, where there are events.
+    after a wait to the last before the next, where there are events.
     """
 
     def __init__(self, device: Device, events: Events | None = None) -> None:
@@ -141,7 +141,7 @@ class CountedDevice:
 
 @dataclass(frozen=True, slots=True)
 class Steps:
-    """Those of an answer behind the uncounted ones."""
+    """Those of an answer after the uncounted ones."""
 
     count: int
     tokens: int

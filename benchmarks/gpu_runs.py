@@ -21,7 +21,7 @@ _UNCOUNTED = 2  # steps: the prompt's, and that in which a draft reads the promp
 
 @dataclass(frozen=True, slots=True)
 class Run:
-    """The steps of an answer behind the uncounted ones; times are sums in milliseconds."""
+    """The steps of an answer after the uncounted ones; times are sums in milliseconds."""
 
     token_ids: tuple[int, ...]  # of the whole answer
     prompt_ids: tuple[int, ...]

@@ -192,7 +192,7 @@ def memory_kb(field: str) -> int:
 
 
 def llama_cpp_ms(layers: int, work: Path, threads: int, python: str) -> float:
-    """Milliseconds of a token of the mixture in llama.cpp, behind `CONTEXT` tokens."""
+    """Milliseconds of a token of the mixture in llama.cpp, after `CONTEXT` tokens."""
     path = work / f"mixture-{layers}.gguf"
     if not path.exists():
         partial = path.with_suffix(".partial")

@@ -112,7 +112,7 @@ class OracleDrafter:
 
 
 def _tree(root: int, wrong: I64, right: I64) -> Tree:
-    """Wrong children of the root, and behind them the right path, so that its rows must move."""
+    """Wrong children of the root, and after them the right path, so that its rows must move."""
     first = 1 + len(wrong)
     above = np.arange(first - 1, first - 1 + len(right))
     above[:1] = 0

@@ -27,7 +27,7 @@ ROWS, CONTEXT, REPEATS = (1, 2, 4, 8, 16, 32, 64), 512, 8
 
 
 def pass_ms(session: DecoderNetwork, rows: int) -> float:
-    """Median of some passes behind the context, whose rows are not kept."""
+    """Median of some passes after the context, whose rows are not kept."""
     ids, logits = np.arange(rows) + 100, np.arange(rows)
     times = []
     for _ in range(REPEATS):

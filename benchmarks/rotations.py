@@ -117,7 +117,7 @@ def measure(
 def _advance(
     layer: PreTrainedModel, form: Form, family: Family, states: tuple[Tensor, Tensor]
 ) -> tuple[Tensor, Tensor]:
-    """Held-out and calibration states behind the rounded layer."""
+    """Held-out and calibration states after the rounded layer."""
     moments: dict[Group, Tensor] = {}
     for row in each_input(layer, [states[1]], family):
         for names, x in row.items():

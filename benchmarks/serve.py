@@ -9,7 +9,7 @@ one of three adapters.
 
 Load: so many streaming clients ask the server, wait as long as Retry-After says when they are
 refused, and compare every answer with the one that the engine gave offline; some leave amid an
-answer. Behind them no answer may be in the works and no row in use. The server's memory is
+answer. After them no answer may be in the works and no row in use. The server's memory is
 read every half second; its slope is that of the second half, by least squares.
 
 Cost: one client and `llm_inference`'s loop answer the same requests in turn, so that both see the
@@ -64,7 +64,7 @@ class Report:
     """What clients and the watcher of the server saw."""
 
     seen: Counter = field(default_factory=Counter)  # answered, refused, wrong, broken, left
-    in_works: dict[str, float] = field(default_factory=dict)  # gauges behind all clients
+    in_works: dict[str, float] = field(default_factory=dict)  # gauges after all clients
     tokens: int = 0
     rss: list[tuple[float, int]] = field(default_factory=list)  # seconds, bytes
     open_before: tuple[int, int] = (0, 0)  # files and threads

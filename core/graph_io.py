@@ -38,11 +38,11 @@ CANDIDATE_LINKS = "candidate_links"
 LINKED, MAX_LINKED = "linked", 64  # L as a symbol in shapes of outputs
 RECYCLED_HIDDEN = "recycled_hidden"  # activations [1, R, D]; `draft_hidden` of a row's children
 
-# Engines with edgellm's kernels take several sequences in a pass, whose rows stand one behind the
+# Engines with edgellm's kernels take several sequences in a pass, whose rows stand one after the
 # other, and their caches in pages [pages, num_kv_heads, page rows, head_dim]. These stand in the
 # place of WRITE_INDEX and TREE_MASK; B sequences, M columns of a sequence's mask, 0: causal.
 SEQUENCES = "sequences"  # int64 [B, 3]; rows already in the cache, rows of the pass, M
-TREE_MASKS = "tree_masks"  # bool [N]; [S, M] of one sequence behind the other, then padding
+TREE_MASKS = "tree_masks"  # bool [N]; [S, M] of one sequence after the other, then padding
 # Of engines that take adapters. A sequence's own is ADAPTER, int64 [1]; 0 is none.
 ADAPTER = "adapter"
 ADAPTER_ROWS = "adapter_rows"  # int64 [S]; the adapter of each row of a pass
@@ -50,7 +50,7 @@ ADAPTER_WEIGHTS = "adapter_weights"  # float32; A [rank, in] and B [rank, out] o
 ADAPTER_TABLE = "adapter_table"  # int64 [adapters, layers, 3]; rank, where A and where B begin
 
 # Engines for GPUs hold adapters in places, which do not move; adapter n is in place n - 1. Products
-# of weights of G layers side by side have N columns for all places, one place behind the other; a
+# of weights of G layers side by side have N columns for all places, one place after the other; a
 # TensorRT engine also takes passes that are given one, for rows without adapters.
 ADAPTER_COLUMNS = "adapter_columns."  # N as a symbol, before G
 ADAPTER_MASK = "adapter_mask."  # before G: bool [1, S, N]; whether a row has what is in a column
@@ -60,7 +60,7 @@ ADAPTER_DOWN, ADAPTER_UP = "adapter_down.", "adapter_up."  # how names of `adapt
 def adapter_matrix(part: str, layers: Sequence[tuple[int, int]]) -> str:
     """Name of what adapters are to a product of the weights of layers side by side.
 
-    `ADAPTER_DOWN`: activations [N, in]; of a place A of one layer behind that of the other.
+    `ADAPTER_DOWN`: activations [N, in]; of a place A of one layer after that of the other.
     `ADAPTER_UP`: activations [N, out]; B of each layer at its outputs, between zeros.
 
     Args:

@@ -31,7 +31,7 @@ STEP = "step"  # of a draft: rows of one growth
 EXTEND = "extend"  # of a draft: rows fused and committed
 ALL_HEADS = "heads"  # of all of them
 PREDICT = "foresee"  # of a block drafter: tokens fused and committed, then a block
-_SHARED_BY = " x "  # behind a kind: sequences that share such a pass
+_SHARED_BY = " x "  # after a kind: sequences that share such a pass
 
 
 class Rows(Enum):

@@ -22,7 +22,7 @@ from edgellm.core.strict_json import parse
 CONTRACT_VERSION = 2
 ENGINE_VERSION = 3  # of engines, whose form changes oftener than that of bundles
 MANIFEST_NAME = "manifest.json"
-LAYER_REPORT = ".layers.json"  # behind the name of a compiled graph: what it was fused to
+LAYER_REPORT = ".layers.json"  # after the name of a compiled graph: what it was fused to
 ESTIMATED = "estimated_cost"  # option of engines, see `Engine.estimated`
 DRAFT_FOLDER = "draft"  # of an engine: where its draft's engine lies
 

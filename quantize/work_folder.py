@@ -20,7 +20,7 @@ from edgellm.quantize.formats.tensors import InMemory, Tensor
 
 _JOB, LOCK = "job.json", "lock"
 CALIBRATION, FLOAT, QUANTIZED = "calibration", "float", "quantized"
-ROUNDED = "rounded"  # the calibration text behind layers that are quantized
+ROUNDED = "rounded"  # the calibration text after layers that are quantized
 ANSWERS = "answers"  # prompts with the float model's answers, as the quantized model reads them
 HEAD_PART = "head"
 

@@ -85,7 +85,7 @@ def test_hooks_and_quick_checks_have_one_ruff():
 
 
 def _loaded(modules: list[str], unwanted: list[str]) -> str:
-    """The first of `modules` behind whose import an unwanted one is there, and which."""
+    """The first of `modules` after whose import an unwanted one is there, and which."""
     code = (
         "import importlib, sys\n"
         f"for name in {modules}:\n"

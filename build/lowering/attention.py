@@ -42,7 +42,7 @@ class CachedAttention:
     kv_num_heads: int
     scale: float | None  # of the scores; None: 1 / sqrt(D)
     softcap: float | None  # what bounds them; None: nothing
-    interleaved: int = 0  # 1: a number turns with its neighbour, 0: with the one R / 2 behind
+    interleaved: int = 0  # 1: a number turns with its neighbour, 0: with the one R / 2 after
     rotary_embedding_dim: int = 0  # R; 0: all of D
 
     @classmethod

@@ -23,7 +23,7 @@ LOWERED_OPSET = 21
 def bind_capacity(graph: ir.Graph, capacity: int, spare_rows: int = 0) -> None:
     """Give the caches their number of rows, and ropes what follows from it.
 
-    `spare_rows`: behind them, for padding.
+    `spare_rows`: after them, for padding.
     """
     bind_frequencies(graph, capacity)
     for value in (*graph.inputs, *graph.outputs):
@@ -47,7 +47,7 @@ def _drop_unused_inputs(graph: ir.Graph) -> None:
 
 
 def lower_norms(graph: GraphEditor) -> None:
-    """Fold residual additions into the norms behind them; a bias is none."""
+    """Fold residual additions into the norms after them; a bias is none."""
     for node in graph.find("RMSNormalization"):
         graph.cursor = node
         x, weight = node.inputs
@@ -83,7 +83,7 @@ def lower_activations(graph: GraphEditor) -> None:
 
 
 def lower_rotations(graph: GraphEditor, numbers: ir.Value | None = None) -> None:
-    """Rewrite RotaryEmbedding nodes: those of encoders, and of rows that are normed behind them.
+    """Rewrite RotaryEmbedding nodes: those of encoders, and of rows that are normed after them.
 
     `numbers`: see `row_tables`.
     """

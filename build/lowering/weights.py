@@ -15,7 +15,7 @@ _ALIGNMENT_BYTES = 64
 
 
 def constant_array(value: ir.Value) -> np.ndarray | None:
-    """The data behind an initializer, through Cast and Transpose; None if it is computed."""
+    """The data after an initializer, through Cast and Transpose; None if it is computed."""
     if value.const_value is not None:
         return value.const_value.numpy()
     node = value.producer()
@@ -80,7 +80,7 @@ def _unpacked(pairs: U8, dtype: ir.DataType) -> np.ndarray:
 
 
 def parameter_name(value: ir.Value) -> str:
-    """The name of the initializer behind Casts and Transposes."""
+    """The name of the initializer after Casts and Transposes."""
     node = value.producer()
     if node is not None and node.inputs[0] is not None:
         return parameter_name(node.inputs[0])

@@ -13,7 +13,7 @@ from edgellm.core import graph_io
 from edgellm.device_runtime.kernels.library import DOMAIN
 from edgellm.device_runtime.kernels.pack import STRIP
 
-_LOW_RANK = "LowRank"  # behind products that are ONNX Runtime's
+_LOW_RANK = "LowRank"  # after products that are ONNX Runtime's
 _ROWS, _OWN = 6, 10  # places of QuantLinear's inputs: the first of adapters', and what these read
 
 

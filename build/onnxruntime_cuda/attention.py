@@ -46,7 +46,7 @@ def forms_of(
 ) -> tuple[tuple[Form, ...], str]:
     """The graphs of a network, and why they are not fused ("" if they are).
 
-    GroupQueryAttention takes several rows behind others of one sequence only.
+    GroupQueryAttention takes several rows after others of one sequence only.
     """
     against = why_not_fused(CachedAttention.all_of(graph, takes_sinks=True), dtype)
     if against:

@@ -17,14 +17,14 @@ _BY_SEQUENCE = (graph_io.INPUT_IDS, graph_io.DRAFT_HIDDEN)
 
 
 def spare_rows(plan: Plan) -> int:
-    """Behind the capacity of a sequence's cache, where sequences share passes: for padding."""
+    """After the capacity of a sequence's cache, where sequences share passes: for padding."""
     return MAX_JOINED if plan.max_batch_size > 1 else 0
 
 
 def lower_batches(graph: GraphEditor) -> ir.Value:
     """Let rows of several sequences in, and name the wanted ones in all of them.
 
-    `logits_index` counts the rows of all sequences, one behind the other, so that each has as
+    `logits_index` counts the rows of all sequences, one after the other, so that each has as
     many wanted rows as it likes.
 
     Returns:

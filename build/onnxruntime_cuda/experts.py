@@ -2,7 +2,7 @@
 
 The operator chooses experts itself: the K largest of a row's logits, with shares that are their
 softmax. Given the logarithms of the shares that a router gave, it takes the same experts, with the
-same shares but for their sum, which is multiplied in behind it. Experts have the activations'
+same shares but for their sum, which is multiplied in after it. Experts have the activations'
 type, or are integers (`integer_experts`).
 
 Source: the operator's schema in ONNX Runtime 1.32. Its CUDA kernel reads alpha, offset and limit

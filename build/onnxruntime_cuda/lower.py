@@ -52,7 +52,7 @@ def lower_for_cuda(
         capacity: rows of the KV cache; 0 for graphs without one.
         form: of attention.
         expert_bits: of what float experts become; 0: they stay floats.
-        spare_rows: of the cache, behind the capacity, where passes serve several sequences.
+        spare_rows: of the cache, after the capacity, where passes serve several sequences.
         places: of LoRA adapters that linear layers take; None: they take none.
 
     Raises:
@@ -81,7 +81,7 @@ def lower_for_cuda(
     lower_norms(graph)
     lower_activations(graph)
     finish(model)
-    model.graph.sort()  # a norm that took over an addition may stand behind its readers
+    model.graph.sort()  # a norm that took over an addition may stand after its readers
     keep_apart(model.graph, weights)
     check_kernels(model)
 

@@ -36,7 +36,7 @@ class Verdict:
 
 
 def run_passes(runner: Runner, source: Source, passes: Sequence[Inputs]) -> Numbers:
-    """What a runner gives for passes one behind the other, with all their rows."""
+    """What a runner gives for passes one after the other, with all their rows."""
     runner.hold(held_inputs(source.role, source.bundle))
     found: list[Numbers] = []
     states = _Moved(source) if source.commit is not None else None

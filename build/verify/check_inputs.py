@@ -22,7 +22,7 @@ _PARENTS = (-1, 0, 0, 1, 2)
 
 
 def sample_passes(role: str, bundle: Bundle, capacity: int, max_rows: int) -> list[Inputs]:
-    """Inputs of passes one behind the other, by contract name.
+    """Inputs of passes one after the other, by contract name.
 
     Args:
         role: of the graph.
@@ -48,7 +48,7 @@ def sample_passes(role: str, bundle: Bundle, capacity: int, max_rows: int) -> li
 
 
 def _with_block(inputs: Inputs, block: BlockSpec) -> Inputs:
-    """The second half of the rows as a block behind the first, which is text."""
+    """The second half of the rows as a block after the first, which is text."""
     ids = np.array(inputs[graph_io.INPUT_IDS])
     rows = ids.shape[1]
     own = np.arange(rows // 2, rows)

@@ -14,7 +14,7 @@ _PRODUCTS = ("MatMul", "FusedMatMul")
 
 @dataclass(slots=True)
 class _Stretch:
-    """Nodes up to a product by a stored weight, and that product; behind the last one none."""
+    """Nodes up to a product by a stored weight, and that product; after the last one none."""
 
     nodes: list[onnx.NodeProto] = field(default_factory=list)
     product: onnx.NodeProto | None = None
@@ -140,7 +140,7 @@ def _decoding(node: onnx.NodeProto, keys: Mapping[str, Any]) -> Any:
 
 
 def _product(first: onnx.NodeProto, second: onnx.NodeProto) -> list[onnx.NodeProto]:
-    """Both products as one, rows one behind the other."""
+    """Both products as one, rows one after the other."""
     make, name = onnx.helper.make_node, f"{first.output[0]}.both"
     product = onnx.NodeProto()
     product.CopyFrom(first)

@@ -74,7 +74,7 @@ class Source:
 
 @dataclass(frozen=True, slots=True)
 class Reference:
-    """What a portable graph computes of some passes, rows one behind the other."""
+    """What a portable graph computes of some passes, rows one after the other."""
 
     source: Source
     passes: list[Inputs]
@@ -135,7 +135,7 @@ def make_reference(
 
 
 def float_error(widths: Iterable[int]) -> float:
-    """How far rows may be off, relative to their size, behind sums of so many products."""
+    """How far rows may be off, relative to their size, after sums of so many products."""
     return _UNIT * sum(widths)
 
 
@@ -167,7 +167,7 @@ def _rows(inputs: Inputs) -> int:
 
 
 def joined(passes: Sequence[Inputs]) -> dict[str, NDArray[Any]]:
-    """Passes one behind the other as a single one, whose tree mask says what rows see."""
+    """Passes one after the other as a single one, whose tree mask says what rows see."""
     if len(passes) == 1 and graph_io.INPUT_IDS not in passes[0]:
         return dict(passes[0])
     ids = [each[graph_io.INPUT_IDS] for each in passes]

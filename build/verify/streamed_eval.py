@@ -277,7 +277,7 @@ def _read_of(
 def _pieces(
     nodes: Sequence[onnx.NodeProto], sizes: Mapping[str, int]
 ) -> Iterator[list[onnx.NodeProto]]:
-    """Nodes one behind the other; a piece begins where a weight is read that would be too much."""
+    """Nodes one after the other; a piece begins where a weight is read that would be too much."""
     piece: list[onnx.NodeProto] = []
     held: set[str] = set()
     for node in nodes:

@@ -32,7 +32,7 @@ class Rope:
     inv_freq: F32  # [R / 2], R numbers of a head turn
     scale: float = 1.0
     axes: tuple[int, ...] = ()  # of M-RoPE: which position each pair turns by, 0, 1 or 2
-    interleaved: bool = False  # a number turns with its neighbour, not with the one R / 2 behind
+    interleaved: bool = False  # a number turns with its neighbour, not with the one R / 2 after
     # What turns instead when the cache has room for more positions than `original`.
     long_inv_freq: F32 | None = None
     original: int = 0

@@ -1,6 +1,6 @@
 """Rows by which a draft predicts several tokens in one pass (P-EAGLE, arXiv 2602.01469).
 
-Behind the newest row of the text stand rows of a mask token, whose feature is learned as well; row
+After the newest row of the text stand rows of a mask token, whose feature is learned as well; row
 d predicts the token d + 1 further on. vLLM 0.32 and speculators read the same keys.
 """
 

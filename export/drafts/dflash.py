@@ -1,6 +1,6 @@
 """Drafts that predict a whole block of tokens in one pass: DFlash, JetSpec, DSpark, DFlash2.
 
-The block is the newest token and mask tokens behind it. Its rows pass through transformer layers;
+The block is the newest token and mask tokens after it. Its rows pass through transformer layers;
 what they attend to besides each other is the text, whose keys and values every layer makes of the
 base's fused features. So a row of the text costs no more than these, and its features are all that
 the draft reads of it. DSpark adds to a token's logit what the token before makes of it, a product
@@ -278,7 +278,7 @@ def _normalized(op: Op, scores: ir.Value, likely: ir.Value) -> ir.Value:
 
 
 def build_fuse(config: BlockConfig, weights: Weights, dtype: ir.DataType) -> tuple[ir.Model, Op]:
-    """The graph of `Fuse`; behind it nothing of the checkpoint may be left.
+    """The graph of `Fuse`; after it nothing of the checkpoint may be left.
 
     Confidence is learned while running, for every draft alike: heads for it are not needed.
     """

@@ -4,7 +4,7 @@
 that the base gives to its head, the next one from a token's embedding and the feature before it.
 Both are normed before they are joined; the layer is one of the base's that attend, with experts
 where they have some; what it gives is normed once more, for the head, which is the base's, and for
-the step behind. vLLM 0.32 (`qwen3_5_mtp.py`) reads Qwen's so.
+the step after. vLLM 0.32 (`qwen3_5_mtp.py`) reads Qwen's so.
 
 ERNIE's was trained (PaddleFormers 0.4, `ernie4_5_moe/modeling.py`) with the stream before the
 base's final norm, and that norm stands before the head here, too. Servers read it in other ways

@@ -53,7 +53,7 @@ class Block:
 class Convolve:
     """DFlash2's convolution: a kernel for every channel, and what a row adds to those of groups.
 
-    It is done twice, before what lies between and behind it, with the kernels of one row.
+    It is done twice, before what lies between and after it, with the kernels of one row.
     """
 
     def __init__(self, config: Convolution, weights: Weights, size: int) -> None:

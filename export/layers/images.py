@@ -38,7 +38,7 @@ class ImageRows:
         return op.Where(self._is_image, found, table(op, text))
 
     def add_deepstack(self, op: Op, x: ir.Value, layer: int) -> ir.Value:
-        """X [1, S, H] behind a layer -> with that layer's features at image rows."""
+        """X [1, S, H] after a layer -> with that layer's features at image rows."""
         if self.deepstack is None or layer >= self.num_deepstack:
             return x
         features = op.Gather(self.deepstack, op.constant(np.int64(layer)), axis=0)  # [N, H]

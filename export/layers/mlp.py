@@ -14,7 +14,7 @@ from edgellm.export.onnx.builder import Op
 
 
 class MLP(Protocol):
-    """What stands behind attention in a layer."""
+    """What stands after attention in a layer."""
 
     def __call__(self, op: Op, x: ir.Value) -> ir.Value:
         """Append the network; x [1, S, H] -> [1, S, H]."""

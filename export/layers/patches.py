@@ -129,6 +129,6 @@ def interpolate(op: Op, table: ir.Value, index: ir.Value, weight: ir.Value) -> i
     """Rows of `table` [positions, d] mixed by index and weight [4, P] -> [1, P, d]."""
     shares = op.Unsqueeze(op.cast(weight, op.dtype), op.constant([2]))  # [4, P, 1]
     neighbours = op.Gather(table, index, axis=0)  # [4, P, d]
-    if table.dtype != op.dtype:  # behind the look-up, as in `Embedding`
+    if table.dtype != op.dtype:  # after the look-up, as in `Embedding`
         neighbours = op.Cast(neighbours, to=int(op.dtype))
     return op.ReduceSum(op.Mul(neighbours, shares), op.constant([0]), keepdims=1)

@@ -29,7 +29,7 @@ class Recurrence:
     layer: int
     states: dict[str, ir.Value]  # by part, inputs of the decoder
     rows: dict[str, ir.Value]  # by part, outputs of the decoder, [1, S, numbers]
-    advance: Callable[[Op, Parts, Parts], Parts]  # records the states behind accepted rows
+    advance: Callable[[Op, Parts, Parts], Parts]  # records the states after accepted rows
 
 
 @dataclass(slots=True)

@@ -1,4 +1,4 @@
-"""ERNIE 4.5 21B-A3B: ERNIE with experts behind the first layers, chosen by corrected shares."""
+"""ERNIE 4.5 21B-A3B: ERNIE with experts after the first layers, chosen by corrected shares."""
 
 from __future__ import annotations
 

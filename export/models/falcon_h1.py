@@ -90,7 +90,7 @@ class Config(DecoderConfig):
     multipliers: Multipliers = Multipliers(1, 1, 1, 1, 1, 1, 1, (1,) * 5)
     logits_multiplier: float = 1.0
     is_normed: bool = False  # what leaves the states of Mamba
-    gates_last: bool = True  # behind that norm, not before
+    gates_last: bool = True  # after that norm, not before
 
     @classmethod
     def from_hf(cls, reader: ConfigReader) -> DecoderConfig:

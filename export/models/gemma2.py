@@ -1,4 +1,4 @@
-"""Gemma 2: scaled embeddings, norms before and behind, windows in turn, soft caps."""
+"""Gemma 2: scaled embeddings, norms before and after, windows in turn, soft caps."""
 
 from __future__ import annotations
 
@@ -82,7 +82,7 @@ def read_cap(reader: ConfigReader, key: str) -> float | None:
 
 
 class DecoderLayer(llama.DecoderLayer):
-    """Transformer block whose branches are normalized before and behind."""
+    """Transformer block whose branches are normalized before and after."""
 
     norm = ShiftedRMSNorm
 

@@ -1,4 +1,4 @@
-"""GLM-4 (0414): norms before and behind, half of each head turns, neighbours together."""
+"""GLM-4 (0414): norms before and after, half of each head turns, neighbours together."""
 
 from __future__ import annotations
 
@@ -35,7 +35,7 @@ class Config(DecoderConfig):
 
 
 class DecoderLayer(llama.DecoderLayer):
-    """Transformer block whose branches are normalized before and behind."""
+    """Transformer block whose branches are normalized before and after."""
 
     def __init__(self, config: DecoderConfig, weights: Weights) -> None:
         super().__init__(config, weights)

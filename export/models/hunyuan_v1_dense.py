@@ -1,4 +1,4 @@
-"""Hunyuan, dense: Llama with queries and keys that are normalized behind rope."""
+"""Hunyuan, dense: Llama with queries and keys that are normalized after rope."""
 
 from __future__ import annotations
 

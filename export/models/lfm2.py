@@ -173,7 +173,7 @@ class DecoderLayer:
         self.feed_forward = self.network(config, weights / "feed_forward", index)
 
     def network(self, config: DecoderConfig, weights: Weights, index: int) -> MLP:
-        """The one behind."""
+        """The one after."""
         del index
         names = "w1", "w3", "w2"
         return GatedMLP(

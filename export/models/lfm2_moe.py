@@ -1,4 +1,4 @@
-"""LFM2 8B-A1B: LFM2 with experts behind the first layers, chosen by corrected shares."""
+"""LFM2 8B-A1B: LFM2 with experts after the first layers, chosen by corrected shares."""
 
 from __future__ import annotations
 
@@ -59,7 +59,7 @@ class Config(lfm2.Config):
 
 
 class DecoderLayer(lfm2.DecoderLayer):
-    """LFM2's block, with experts behind the first layers."""
+    """LFM2's block, with experts after the first layers."""
 
     def network(self, config: DecoderConfig, weights: Weights, index: int) -> MLP:
         """The dense one or experts."""

@@ -103,7 +103,7 @@ class DecoderLayer:
         self.mlp = self.feed_forward(config, weights / self.mlp_name)
 
     def feed_forward(self, config: DecoderConfig, weights: Weights) -> MLP:
-        """The network behind attention."""
+        """The network after attention."""
         return GatedMLP(
             weights,
             config.hidden_size,

@@ -1,7 +1,7 @@
 """MiniCPM 3: keys and values out of a latent row, of which a part of each key turns.
 
 Multi-head latent attention (arXiv 2405.04434). The cache holds what the latent expands to: keys of
-a head and, with zeros behind them, its values, so that every backend's attention computes it.
+a head and, with zeros after them, its values, so that every backend's attention computes it.
 """
 
 from __future__ import annotations
@@ -137,7 +137,7 @@ def _split(op: Op, x: ir.Value, first: int, second: int) -> tuple[ir.Value, ...]
 
 
 def _padded(op: Op, x: ir.Value, count: int) -> ir.Value:
-    """X [1, S, heads, n] with zeros behind it, whatever x holds; not every backend has Pad."""
+    """X [1, S, heads, n] with zeros after it, whatever x holds; not every backend has Pad."""
     if not count:
         return x
     first = op.Slice(x, *(op.constant([at]) for at in (0, 1, -1)))

@@ -182,7 +182,7 @@ def _mamba_sizes(reader: ConfigReader) -> MambaSizes:
 def _expect_small_steps(reader: ConfigReader) -> None:
     """`time_step_min` is where training began.
 
-    Transformers bounds the steps of a prompt by it, but not those behind; the models were trained
+    Transformers bounds the steps of a prompt by it, but not those after; the models were trained
     without a bound.
     """
     for key in ("time_step_min", "mamba_dt_min"):

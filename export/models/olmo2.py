@@ -1,4 +1,4 @@
-"""OLMo 2: norms behind attention and network, not before, and over all queries and all keys."""
+"""OLMo 2: norms after attention and network, not before, and over all queries and all keys."""
 
 from __future__ import annotations
 

@@ -1,4 +1,4 @@
-"""Qwen1.5-MoE and Qwen2-57B-A14B: Qwen2 with experts, and one for all rows behind a gate."""
+"""Qwen1.5-MoE and Qwen2-57B-A14B: Qwen2 with experts, and one for all rows after a gate."""
 
 from __future__ import annotations
 

@@ -66,7 +66,7 @@ class GatedDeltaNet(qwen3_5_text.GatedDeltaNet):
         return op.Concat(*qkv, axis=-1), z, a, b
 
     def _parts(self, op: Op, x: ir.Value, widths: tuple[int, ...]) -> list[ir.Value]:
-        """What every key head has one behind the other, each part of all heads together."""
+        """What every key head has one after the other, each part of all heads together."""
         apart = op.Reshape(x, op.constant([0, 0, self.sizes.key_heads, sum(widths)]))
         found = op.outputs(len(widths), "Split", apart, op.constant(np.array(widths)), axis=-1)
         return [op.Reshape(part, op.constant([0, 0, -1])) for part in found]

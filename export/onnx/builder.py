@@ -88,7 +88,7 @@ class Op:
         return self.parameters[stored.name][0]
 
     def define(self, function: ir.Function) -> None:
-        """A function that nodes of this graph call, behind those that its own nodes call.
+        """A function that nodes of this graph call, after those that its own nodes call.
 
         The same one may come several times.
         """

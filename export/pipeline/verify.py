@@ -349,7 +349,7 @@ class _States:
         return {**self._arrays, graph_io.PARENT_ROWS: np.arange(-1, rows - 1)}
 
     def advance(self, found: list[NDArray[Any]], rows: int) -> None:
-        """Go on behind what a pass gave of all of its rows."""
+        """Go on after what a pass gave of all of its rows."""
         if not self._arrays:
             return
         given = dict(zip(self.rows, found, strict=True))

@@ -1,7 +1,7 @@
 """InternVL3's encoder in transformers' layout (arXiv 2504.10479): an InternViT of tiles, projector.
 
 Shapes: N tiles of E pixels a side, side = E / patch size, d width, H hidden size of the language
-model. A class token stands before the patches of a tile and is dropped behind the last layer.
+model. A class token stands before the patches of a tile and is dropped after the last layer.
 """
 
 from __future__ import annotations

@@ -3,7 +3,7 @@
 An error of a layer's output costs what the gradient of the model's answer makes of it (arXiv
 2505.07004 weighs so by groups of outputs). Places differ in that by magnitudes: the first of a
 context, on which attention rests, has the largest inputs of all, a gradient that counts for keys
-and values, and hardly one elsewhere. Behind it tokens differ little, so that some rows tell of all.
+and values, and hardly one elsewhere. After it tokens differ little, so that some rows tell of all.
 """
 
 from __future__ import annotations

@@ -42,7 +42,7 @@ def evened(plan: Plan, index: int, source: dict[str, F32], states: States | None
         plan: of the run.
         index: of the layer.
         source: named from "self_attn.q_proj.weight" on.
-        states: that enter the layer behind rounded ones; None where the scheme has none.
+        states: that enter the layer after rounded ones; None where the scheme has none.
     """
     subject, scheme, device = plan.subject, plan.recipe.scheme, plan.task.device
     if scheme.form not in _EVENED:

@@ -71,7 +71,7 @@ def rounded_cache(kind: str | None, tensors: Mapping[str, Tensor]) -> Iterator[N
 
 @contextlib.contextmanager
 def _changed_rows(change: Change) -> Iterator[None]:
-    """Change what transformers' attention gets, keys [B, heads, S, D] behind their rotation."""
+    """Change what transformers' attention gets, keys [B, heads, S, D] after their rotation."""
     before = {kind: ALL_ATTENTION_FUNCTIONS.get(kind) for kind in _IMPLEMENTATIONS}
 
     def changing(kind: str) -> Callable[..., Any]:

@@ -17,7 +17,7 @@ from edgellm.quantize.formats.modelopt import F32, SMOOTHING, pack_int4
 from edgellm.quantize.formats.tensors import Tensor
 from edgellm.quantize.models.families import Family
 
-# What makes a gated product's inputs: the rows behind the gate's in fused weights.
+# What makes a gated product's inputs: the rows after the gate's in fused weights.
 _UP = {
     "mlp.down_proj": ("mlp.up_proj", "mlp.gate_up_proj"),
     "shared_mlp.output_linear": ("shared_mlp.input_linear",),

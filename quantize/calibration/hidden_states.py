@@ -44,7 +44,7 @@ class States:
     def advance(
         self, after: States, step: Callable[[torch.Tensor], torch.Tensor], device: torch.device
     ) -> States:
-        """Write `after`: these states behind one more layer."""
+        """Write `after`: these states after one more layer."""
         return after.write(step(batch) for batch in self.batches(device))
 
 

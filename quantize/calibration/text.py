@@ -120,7 +120,7 @@ def text_file(name: str) -> Path:
 def _distinct(
     path: Path, tokenizer: PreTrainedTokenizerBase
 ) -> tuple[list[tuple[str, int]], tuple[str, ...]]:
-    """Texts, each once with the place of its kind among the names behind them."""
+    """Texts, each once with the place of its kind among the names after them."""
     found: dict[str, str] = {}
     for text, kind in read_lines(path, lambda each: (_shown(each, tokenizer), kind_of(each))):
         found.setdefault(text, kind)

@@ -42,7 +42,7 @@ def open_draft_of(plan: Plan) -> Draft | None:
 
 
 def keep_taps(plan: Plan, draft: Draft | None, layer: int, streams: Mapping[str, States]) -> None:
-    """Copy what enters `layer` if the draft reads that, since states are dropped behind a layer."""
+    """Copy what enters `layer` if the draft reads that, since states are dropped after a layer."""
     if draft is None or layer not in draft.taps:
         return
     for name in (FLOAT, QUANTIZED):
@@ -62,12 +62,12 @@ def _tap(plan: Plan, name: str, layer: int, streams: Mapping[str, States]) -> St
 def drafted(
     plan: Plan, draft: Draft, streams: Mapping[str, States], heads: tuple[Head, Head]
 ) -> Drafted:
-    """Run the draft behind both models.
+    """Run the draft after both models.
 
     Args:
         plan: of the run.
         draft: in floats.
-        streams: behind the last layer.
+        streams: after the last layer.
         heads: of the float and of the rounded model.
     """
     rates = []

@@ -39,7 +39,7 @@ def find_answers(plan: Plan, questions: Questions) -> None:
 def _next_tokens(
     plan: Plan, unread: dict[int, tuple[int, ...]], caches: dict[tuple[int, int], Any] | None
 ) -> dict[int, int]:
-    """The likeliest token behind each text, whose last part is `unread`, the rest in `caches`.
+    """The likeliest token after each text, whose last part is `unread`, the rest in `caches`.
 
     Without caches the texts are read whole.
     """
@@ -69,7 +69,7 @@ def _next_tokens(
 
 
 def changes(plan: Plan, questions: Questions, states: States, head: Head) -> Changes:
-    """Of the rounded model: `states` are those of the answers behind its last layer."""
+    """Of the rounded model: `states` are those of the answers after its last layer."""
     asked = read_asked(questions, plan.task.work.path)
     device = plan.task.device
     norm = plan.subject.norm_model(None, device)

@@ -1,4 +1,4 @@
-"""Behind the last layer: the head, and how the quantized model's answers differ."""
+"""After the last layer: the head, and how the quantized model's answers differ."""
 
 from __future__ import annotations
 

@@ -30,7 +30,7 @@ class LayerReport:
 
     index: int
     output_error: float  # of what the layer adds, given the float model's input
-    stream_error: float  # of the residual stream behind it, with all layers so far quantized
+    stream_error: float  # of the residual stream after it, with all layers so far quantized
     weight_errors: dict[str, float]  # by linear layer; of a layer that stays as it is empty
     bits: dict[str, float]  # of a stored weight, scales included
     seconds: float
@@ -143,7 +143,7 @@ def compare(
     Args:
         quantized: the layer, states [B, S, H] in and out.
         before: states of the float model that enter the layer.
-        after: those of the float and the quantized model behind it, already computed.
+        after: those of the float and the quantized model after it, already computed.
         device: where to compute.
     """
     local, stream = _Ratio(), _Ratio()

@@ -19,7 +19,7 @@ Ids = NDArray[np.int64]
 
 @dataclass(frozen=True, slots=True)
 class Targets:
-    """What a model should say behind each token of some rows of text."""
+    """What a model should say after each token of some rows of text."""
 
     ids: Ids  # [rows, T]; -1: there is nothing right
     kinds: Ids  # [rows, T], places in `names`
@@ -135,7 +135,7 @@ class Questioned:
 
     @property
     def start(self) -> int:
-        """The place in `said` behind which the answer begins."""
+        """The place in `said` after which the answer begins."""
         return len(self.prompt) - 1
 
 
@@ -158,7 +158,7 @@ def count_changes(asked: Sequence[Questioned], found: Sequence[Ids]) -> Changes:
 
     Args:
         asked: the answers of the float model.
-        found: for each, the likeliest tokens of the rounded model behind `said`, from `start` on.
+        found: for each, the likeliest tokens of the rounded model after `said`, from `start` on.
     """
     equal = [
         int(np.cumprod(np.equal(each.answer, ids)).sum())

@@ -118,7 +118,7 @@ def read_asked(questions: Questions, folder: Path) -> list[Questioned]:
 
 
 def rows_of(asked: Sequence[Questioned]) -> Ids:
-    """What is read to say the answers [questions, S]; zeros behind the shorter ones."""
+    """What is read to say the answers [questions, S]; zeros after the shorter ones."""
     found = np.zeros((len(asked), max(len(each.said) for each in asked)), np.int64)
     for row, each in zip(found, asked, strict=True):
         row[: len(each.said)] = each.said

@@ -1,7 +1,7 @@
-"""A draft of blocks as a subject: layers that predict tokens at mask tokens behind a text.
+"""A draft of blocks as a subject: layers that predict tokens at mask tokens after a text.
 
 Every row of the calibration text gives the states of `block_layer`: the base's fused features and
-blocks behind each other, whose first token is the text's. What is measured are the draft's own
+blocks after each other, whose first token is the text's. What is measured are the draft's own
 scores; what a token before adds to them (DSpark, DFlash2) is in tables, which stay as they are.
 """
 

@@ -1,7 +1,7 @@
 """A layer of a draft of blocks as a model: rows of the text pass, rows of blocks are computed.
 
-The states of a text hold its S fused features and, behind them, the rows of N blocks of R tokens,
-each of which begins R tokens behind the one before. A block sees the features of the tokens before
+The states of a text hold its S fused features and, after them, the rows of N blocks of R tokens,
+each of which begins R tokens after the one before. A block sees the features of the tokens before
 its first one, and itself. Keys and values are made of what it sees; all else of its rows alone, so
 that inputs are calibrated with what the engine's graph reads. T = S + N * R rows.
 """
@@ -36,7 +36,7 @@ class Places:
 
     @classmethod
     def of_text(cls, tokens: int, size: int) -> Places:
-        """As many blocks as a text has room for, behind one token at least."""
+        """As many blocks as a text has room for, after one token at least."""
         return cls(tokens, (tokens - 1) // size, size)
 
     @classmethod
@@ -183,7 +183,7 @@ class _Convolve(nn.Module):
             place.register_parameter(own.rpartition(".")[2], nn.Parameter(empty))
 
     def kernels(self, x: torch.Tensor) -> torch.Tensor:
-        """The one before and the one behind, [2, B, N * R, taps, D], of rows [B, N * R, D]."""
+        """The one before and the one after, [2, B, N * R, taps, D], of rows [B, N * R, D]."""
         added = x @ self.kernel_projection.get_parameter("weight").T
         added = added.unflatten(-1, (2, self.config.taps, -1))
         added = added.repeat_interleave(self.config.group_size, -1)

@@ -50,7 +50,7 @@ class DraftInputs:
         return self._fc(self.normed(x, "input_norm") if facts.norms.before_fc else x)
 
     def join(self, tokens: torch.Tensor, hidden: torch.Tensor) -> torch.Tensor:
-        """The residual and, behind it, what attention reads: [B, S, D + W]."""
+        """The residual and, after it, what attention reads: [B, S, D + W]."""
         facts = self._facts
         if not facts.fuses:
             x = self._fc(torch.cat([tokens, hidden], -1))
@@ -65,7 +65,7 @@ class DraftInputs:
         return torch.nn.functional.linear(x, self._tensor("fc.weight"), bias)
 
     def normed(self, x: torch.Tensor, name: str) -> torch.Tensor:
-        """X [..., W] behind the norm of this name."""
+        """X [..., W] after the norm of this name."""
         epsilon = self._facts.decoder.rms_norm_eps
         return torch.nn.functional.rms_norm(
             x, x.shape[-1:], self._tensor(f"{name}.weight"), epsilon

@@ -176,7 +176,7 @@ class Draft:
     def _run_base(
         self, task: Task, rows: Mapping[str, Ids], tell: Notify
     ) -> dict[str, list[States]]:
-        """The base's states that enter each layer, and those behind the last.
+        """The base's states that enter each layer, and those after the last.
 
         Only the tapped ones and the last remain on disk. Goes on where an interrupt stopped it.
         """
@@ -219,7 +219,7 @@ class Draft:
         """What a base predicts for both steps, as ids of the draft's vocabulary or -1.
 
         Args:
-            last: of the base, behind its last layer.
+            last: of the base, after its last layer.
             head: of the base.
             task: of the run.
 
@@ -306,7 +306,7 @@ class Draft:
         return max(own, self.base.needed_bytes(batch_tokens, 2, with_head=False))
 
     def states_bytes(self, calibration: Calibration) -> int:
-        """The base's tapped states and two more of its streams, the draft's before and behind."""
+        """The base's tapped states and two more of its streams, the draft's before and after."""
         tokens = calibration.rows.size + 2 * calibration.held_out.size
         base = (len(self.taps) + 2) * self.base.config.hidden_size
         width = self.states_shape(calibration.rows, 0)[2] + self.config.hidden_size

@@ -73,7 +73,7 @@ class Family:
     # Values of config.json with which a model of one layer does nothing before that layer.
     neutral: Mapping[str, Any] = field(default_factory=dict)
     experts: Experts | None = None
-    norm: str = "norm"  # the one behind the layers
+    norm: str = "norm"  # the one after the layers
     embedding: str = "embed_tokens"
     attends: str = "self_attn"  # the part of a layer that has keys and values
     # Through which a layer reads the residual stream: what mixes rows, and the network, if apart.
@@ -185,7 +185,7 @@ FAMILIES = {
     ),
     "nemotron_h": Family(
         {"norm": tuple(f"mixer.{part}_proj" for part in "qkv")},
-        # Transformers bounds the steps of a prompt from below, but not those behind it.
+        # Transformers bounds the steps of a prompt from below, but not those after it.
         neutral={"mamba_dt_min": 0.0, **_UNBOUNDED},
         experts=Experts("mixer"), norm="norm_f", norms=("norm",), embedding="embeddings",
         attends="mixer",

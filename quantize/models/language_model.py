@@ -126,7 +126,7 @@ class QuantizedNetwork(Protocol):
         ...
 
     def norm_model(self, head: F32 | None, device: torch.device) -> PreTrainedModel:
-        """What comes behind the layers, with a head [V, H] or without."""
+        """What comes after the layers, with a head [V, H] or without."""
         ...
 
     def finish(self, logits: torch.Tensor) -> torch.Tensor:
@@ -292,7 +292,7 @@ class LanguageModel:
         )
 
     def states_bytes(self, calibration: Calibration) -> int:
-        """Those before and those behind a layer."""
+        """Those before and those after a layer."""
         tokens = calibration.rows.size + 2 * calibration.held_out.size
         return 2 * 4 * self.config.hidden_size * tokens
 

@@ -1,4 +1,4 @@
-"""Behind the last layer: norm and head, in floats and as they are exported."""
+"""After the last layer: norm and head, in floats and as they are exported."""
 
 from __future__ import annotations
 
@@ -67,7 +67,7 @@ def measure(
 
     Args:
         targets: of the first T states of each row.
-        states: of the float and the quantized model behind the last layer.
+        states: of the float and the quantized model after the last layer.
         norm: a model without layers, for its final norm.
         heads: the float one and that of the quantized model.
         device: where to compute.

@@ -107,7 +107,7 @@ class MtpDraft(Draft):
         return {**config, "mlp_only_layers": dense, "decoder_sparse_step": 1}
 
     def norm_model(self, head: F32 | None, device: torch.device) -> PreTrainedModel:
-        """The norm behind the layer, and the base's head."""
+        """The norm after the layer, and the base's head."""
         norm = {"weight": read_tensor(self.tensors, f"{self.mtp.names.norm}.weight").floats()}
         return head_model(self.base.checkpoint.config, norm, head, device)
 

@@ -55,7 +55,7 @@ def draft_layer_model(
     """A layer of a draft, whose linear layers have the sizes and biases of its tensors.
 
     Without input_layernorm it is a first layer, whose attention reads other rows than its residual
-    stream has: hidden states [B, S, D + W] are the residual and, behind it, what q, k and v read.
+    stream has: hidden states [B, S, D + W] are the residual and, after it, what q, k and v read.
     The layer's own output is [B, S, D].
 
     Args:

@@ -169,7 +169,7 @@ def _streams(plan: Plan, layer: int) -> dict[str, States]:
 
 
 def _quantize_layer(plan: Plan, index: int) -> None:
-    """One layer from the source to a finished part, and all streams behind it."""
+    """One layer from the source to a finished part, and all streams after it."""
     if index in plan.job.keep_layers:
         _keep_layer(plan, index)
         return

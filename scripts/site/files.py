@@ -94,7 +94,7 @@ def _default(field: dict[str, Any]) -> str:
 
 
 def comments(kind: type) -> dict[str, str]:
-    """What the comments behind the fields of a class say, by field."""
+    """What the comments after the fields of a class say, by field."""
     found: dict[str, str] = {}
     line: list[str] = []
     for token in tokenize.generate_tokens(io.StringIO(inspect.getsource(kind)).readline):

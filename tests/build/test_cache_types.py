@@ -52,7 +52,7 @@ def _export(checkpoint, bundle) -> Bundle:
 
 
 def _reference(checkpoint, ids, monkeypatch) -> np.ndarray:
-    """Logits of transformers whose attention sees int8 keys and values, these behind the rope."""
+    """Logits of transformers whose attention sees int8 keys and values, these after the rope."""
     plain = ALL_ATTENTION_FUNCTIONS["sdpa"]
 
     def rounded(module, query, key, value, *args, **kwargs):

@@ -206,7 +206,7 @@ class BlockReference:
         self.inv_freq = 1e4 ** -(torch.arange(0, HEAD_DIM, 2) / HEAD_DIM)
 
     def predicted(self, taps: torch.Tensor, newest: int, rows: int) -> torch.Tensor:
-        """Normed rows [rows, H] of a block behind a text with these features [S, T*H]."""
+        """Normed rows [rows, H] of a block after a text with these features [S, T*H]."""
         w, layout = self.tensors, self.layout
         text = rms_norm(taps @ w["fc.weight"].T, w["hidden_norm.weight"])
         x = self.embedding[torch.tensor([newest, *[MASK] * (rows - 1)])]

@@ -178,7 +178,7 @@ class FakeDevice(FakePlanes):
         self._ask_kernel(lambda: run(*given, constants=constants))
 
     def _from(self, address: int) -> NDArray[np.uint8]:
-        """All memory of an allocation behind an address, in whole words."""
+        """All memory of an allocation after an address, in whole words."""
         for start, block in self._blocks.items():
             if start <= address < start + len(block):
                 return block[address - start :]

@@ -51,7 +51,7 @@ def beside_model(folder: Path, tensors: Tensors, **config: object) -> Path:
 
 
 def log_probs(tensors: Tensors, feature: torch.Tensor, heads: int, blocks: int) -> torch.Tensor:
-    """What the heads say behind a feature [H]: [heads, V]."""
+    """What the heads say after a feature [H]: [heads, V]."""
     rows = []
     for head in range(heads):
         x = feature

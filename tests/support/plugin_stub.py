@@ -103,7 +103,7 @@ class _Registry:
 
 
 def library() -> ModuleType:
-    """What bindings have, without the library behind them."""
+    """What bindings have, without the library after them."""
     trt: Any = ModuleType("tensorrt")
     for name in _BASES:
         setattr(trt, name, _base(name))

@@ -27,7 +27,7 @@ class Person:
         os.write(self._side, text.encode())
 
     def wait_for(self, pattern: str, seconds: float = 120) -> str:
-        """What came up to a match; later waits look behind it."""
+        """What came up to a match; later waits look after it."""
         deadline = time.monotonic() + seconds
         while not (match := re.search(pattern, self.seen)):
             assert time.monotonic() < deadline, self.seen

@@ -224,7 +224,7 @@ DRAFTS: dict[str, Draft] = {
 
 @dataclass
 class _Slot:
-    """A row of the draft's cache that stands behind the committed ones."""
+    """A row of the draft's cache that stands after the committed ones."""
 
     path: Context  # tokens after the root
     seen: set[int] = field(default_factory=set)  # slots of its ancestors and its own

@@ -20,7 +20,7 @@ from edgellm.device_runtime.speculate.text_lookup import LearnedLookup
 
 
 class FixedSlot(KVCacheManager):
-    """A slot that begins behind so many rows of a prompt."""
+    """A slot that begins after so many rows of a prompt."""
 
     def __init__(self, session, prefill_rows, reused=0) -> None:
         super().__init__(session if hasattr(session, "use") else recorded(session), prefill_rows)

@@ -28,7 +28,7 @@ from edgellm.export.pipeline.resolve import open_checkpoint, open_draft
 from edgellm.export.pipeline.visual import VisualOptions, export_visual
 
 LAYERS, HEADS, TREE, INPUT, CAPACITY = 4, 6, 12, 48, 72  # no other size is 72
-TOWER = "-text"  # behind a family: the decoder that reads its images
+TOWER = "-text"  # after a family: the decoder that reads its images
 TEXT = {"hidden_size": 96, "intermediate_size": 64, "num_attention_heads": 6,
         "num_key_value_heads": 2, "head_dim": 16, "num_hidden_layers": 1}  # fmt: skip
 INNER = {"intermediate_size": 128}  # in blocks of 64; the other widths, 96, have 32 at most

@@ -27,7 +27,7 @@ class Texts:
 
     @classmethod
     def at(cls, llm: LLM, options: Options, requests: list[Any], depths: Sequence[int]) -> Texts:
-        """Every request behind every number of tokens.
+        """Every request after every number of tokens.
 
         Raises:
             RequestError: one is malformed, or does not fit.

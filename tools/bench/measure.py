@@ -65,7 +65,7 @@ def prefill_rate(llm: LLM, tokens: int) -> float:
 
 
 def decode_rate(llm: LLM, depth: int, tokens: int) -> float:
-    """Tokens per second of plain decoding behind `depth` random tokens (at least one)."""
+    """Tokens per second of plain decoding after `depth` random tokens (at least one)."""
     profile = _run(llm, max(depth, 1), tokens + 1)  # the prefill gives the first
     return tokens / profile.total_ms(GENERATION) * 1e3
 

@@ -24,7 +24,7 @@ class Command:
 
     @property
     def takes_path(self) -> bool:
-        """Whether a file is named behind it."""
+        """Whether a file is named after it."""
         return self.value == "FILE"
 
 

@@ -47,7 +47,7 @@ class Conversation:
         """Start the answer to a message; `keep` it when it has ended, or forget it.
 
         Raises:
-            RequestError: the message does not fit, or not behind this conversation.
+            RequestError: the message does not fit, or not after this conversation.
         """
         message = self._message(text)
         try:

@@ -26,7 +26,7 @@ class Pipe:
 
     @contextlib.contextmanager
     def answering(self, answer: RequestOutput) -> Iterator[Callable[[str], None]]:
-        """Text as it comes, and a line's end behind it."""
+        """Text as it comes, and a line's end after it."""
         del answer  # nothing is said about it
         yield lambda piece: print(piece, end="", flush=True)
         print(flush=True)

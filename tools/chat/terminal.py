@@ -132,7 +132,7 @@ class _Flow:
 
 
 class CommandCompleter(Completer):
-    """Names of commands behind a slash, and files behind those that take one."""
+    """Names of commands after a slash, and files after those that take one."""
 
     def __init__(self) -> None:
         self._paths = PathCompleter(expanduser=True)

@@ -112,7 +112,7 @@ def start(
     mode: str,
     sampling: SamplingParams,
 ) -> RequestOutput:
-    """Begin the turn behind those that are answered; raises `RequestError` if it does not fit."""
+    """Begin the turn after those that are answered; raises `RequestError` if it does not fit."""
     return llm.generate(
         conversation(question, answered),
         sampling=sampling,

@@ -18,7 +18,7 @@ class Choice(msgspec.Struct, kw_only=True, omit_defaults=True):
 
     index: int  # which repeat
     turns: list[str]
-    idxs: list[int]  # passes of the base behind the prompt
+    idxs: list[int]  # passes of the base after the prompt
     new_tokens: list[int]
     wall_time: list[float]
     token_ids: list[list[int]]

@@ -61,7 +61,7 @@ class Prediction:
 
 
 def predict(report: Report, context: int) -> tuple[Prediction, ...]:
-    """Predictions for a language model behind `context` tokens; none where weights are unknown."""
+    """Predictions for a language model after `context` tokens; none where weights are unknown."""
     if not report.is_decoder or report.kv is None or not report.read_bytes:
         return ()
     read = report.read_bytes + seen_bytes(report.kv, context)

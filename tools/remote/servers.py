@@ -47,7 +47,7 @@ class Servers:
         return cls(urls)
 
     def ask(self, path: str, body: dict[str, Any], first: int) -> dict[str, Any]:
-        """The answer of the server at the place `first`, or of one behind it that is there.
+        """The answer of the server at the place `first`, or of one after it that is there.
 
         Raises:
             RefusedError: the request is wrong for a server.

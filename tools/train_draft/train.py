@@ -87,7 +87,7 @@ class Trainer:
         with partial.open("wb") as stream:
             try:
                 torch.save(state, stream)
-            except RuntimeError as error:  # torch's own fault, behind the disk's
+            except RuntimeError as error:  # torch's own fault, after the disk's
                 if isinstance(error.__context__, OSError):
                     raise error.__context__ from None
                 raise

@@ -38,7 +38,7 @@ def tools(*wanted: str) -> str:
 
 
 def prepare(folder: str, stage: str, manifests: Iterable[str]) -> str:
-    """Makes the stage; prints the free kilobytes, and behind marks the manifests that are there.
+    """Makes the stage; prints the free kilobytes, and after marks the manifests that are there.
 
     Fails where nothing can be written.
     """
@@ -136,7 +136,7 @@ def drop(kept: str) -> str:
 
 
 def versions(folder: str, kept: str) -> str:
-    """Prints `kept` if an earlier version is, and behind marks path, hash and text of manifests."""
+    """Prints `kept` if an earlier version is, and after marks path, hash and text of manifests."""
     return f"""
 folder={shlex.quote(folder)}; kept={shlex.quote(kept)}
 if [ -f "$kept/for" ]; then printf 'kept\\n'; fi

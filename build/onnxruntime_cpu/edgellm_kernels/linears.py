@@ -24,7 +24,7 @@ from edgellm.device_runtime.kernels.library import DOMAIN
 from edgellm.device_runtime.kernels.pack import STRIP, PackedForm, gated_order
 
 _OPERATOR = "QuantLinear"
-_GAMMA, _BIAS, _RESIDUAL, _INPUTS = 2, 4, 5, 6  # places of its inputs, and their number; behind
+_GAMMA, _BIAS, _RESIDUAL, _INPUTS = 2, 4, 5, 6  # places of its inputs, and their number; after
 # them stand those of adapters
 
 

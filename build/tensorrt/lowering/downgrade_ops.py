@@ -242,7 +242,7 @@ def _turned(
 
 
 def _scatter(op: _Editor, node: ir.Node, known: Known) -> ir.Value | None:
-    """Rows [1, heads, S, D] behind each other from `write_index` on in a cache.
+    """Rows [1, heads, S, D] after each other from `write_index` on in a cache.
 
     A graph gives the rows, for the runtime to append: a TensorRT without the operator knows no
     output that lies where an input lies.

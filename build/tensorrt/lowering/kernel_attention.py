@@ -60,7 +60,7 @@ class Kernels:
         return self.sequences > 1
 
     def variants(self, layer: CachedAttention) -> tuple[Variant, ...]:
-        """Those of a layer, and of the rows that are moved behind a tree."""
+        """Those of a layer, and of the rows that are moved after a tree."""
         size, codes = layer.head_dim, self.codes
         windowed, capped = bool(_window(layer)), bool(layer.softcap)
         return (

@@ -50,7 +50,7 @@ def is_widened(weight: LinearWeight) -> bool:
 
 
 def split_rows(graph: GraphEditor, y: ir.Value, widths: list[int], name: str) -> Sequence[ir.Value]:
-    """Take y [1, S, sum of widths] apart behind a Reshape.
+    """Take y [1, S, sum of widths] apart after a Reshape.
 
     A Split of the product itself is taken for as many products, which are merged anew.
     """

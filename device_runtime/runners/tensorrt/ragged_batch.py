@@ -1,4 +1,4 @@
-"""Passes of several sequences over one cache: their rows stand one behind the other.
+"""Passes of several sequences over one cache: their rows stand one after the other.
 
 Kernels are told where the rows of each are, in the pass and in the cache; see
 `kernels/triton/cache.py`.

@@ -1,6 +1,6 @@
 """Experts as GGUF files have them: a tensor [E, out, in] for gates, one for ups, one for downs.
 
-Floats, the blocks of `export.checkpoints.quantized.gguf`, or MXFP4: blocks of 32 codes behind the
+Floats, the blocks of `export.checkpoints.quantized.gguf`, or MXFP4: blocks of 32 codes after the
 exponent of their scale, the first sixteen in the low halves of the bytes.
 """
 

@@ -181,7 +181,7 @@ def _spread(scales: StoredTensor, shape: tuple[int, int]) -> StoredTensor:
 
 
 def stacked(name: str, tensors: Sequence[StoredTensor]) -> StoredTensor:
-    """Tensors of one type and shape, one behind the other along a new first axis.
+    """Tensors of one type and shape, one after the other along a new first axis.
 
     Raises:
         UnsupportedModelError: they are stored in several types.

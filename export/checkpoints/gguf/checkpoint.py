@@ -223,7 +223,7 @@ def _rope_tensors(file: GGUFFile) -> dict[str, list[float]]:
 def _hf_name(name: str, family: Family, layers: int) -> str:
     """`blk.3.attn_q.weight` -> `model.layers.3.self_attn.q_proj.weight`.
 
-    Layers behind the last are those of multi-token prediction.
+    Layers after the last are those of multi-token prediction.
     """
     match = _LAYER.fullmatch(name)
     if match is None:

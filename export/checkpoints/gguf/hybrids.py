@@ -8,7 +8,7 @@ bias of `ssm_dt`; Mamba 2 has A and D as columns and its norm as [groups, size].
 
 * Qwen3-Next: queries, keys and values of all heads are one tensor, gates another (older files: one
   tensor `ssm_in`, as Hugging Face); norms but `ssm_norm` plus 1.
-* Qwen3.5: the same norms; value heads in another order (`gguf_orders.tiled`); layers behind the
+* Qwen3.5: the same norms; value heads in another order (`gguf_orders.tiled`); layers after the
   last are those of multi-token prediction.
 * Granite 4: pairs of queries and keys side by side as in Granite 3, gates and ups apart. One
   without Mamba is a file of Granite 3.

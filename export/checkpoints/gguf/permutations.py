@@ -56,7 +56,7 @@ def tiled(config: Mapping[str, Any]) -> Orders:
 
 
 def _value_heads(keys: int, values: int, size: int = 1, before: int = 0) -> NDArray[np.int64]:
-    """Of `size` numbers each, behind what comes `before` them."""
+    """Of `size` numbers each, after what comes `before` them."""
     heads = _swapped(1, values // keys, keys)
     numbers = (heads[:, None] * size + np.arange(size)).reshape(-1)
     return np.concatenate([np.arange(before), before + numbers])

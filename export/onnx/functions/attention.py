@@ -211,7 +211,7 @@ def _attend(
 
 
 def _with_zeros(op: Op, rows: ir.Value, zero: ir.Value) -> ir.Value:
-    """Rows [1, C, n] and one of zeros behind them."""
+    """Rows [1, C, n] and one of zeros after them."""
     shape = op.Concat(integers(op, 1, 1), op.Shape(rows, start=2, end=3), axis=0)
     return op.Concat(rows, op.Expand(zero, shape), axis=1)
 

@@ -73,7 +73,7 @@ def decaying_rule() -> ir.Function:
 
 
 def delta_update() -> ir.Function:
-    """The state [1, H, dk, dv] behind a chain of rows: k [1, M, J * dk], d, and g [1, M, H]."""
+    """The state [1, H, dk, dv] after a chain of rows: k [1, M, J * dk], d, and g [1, M, H]."""
 
     def body(op: Op, state: ir.Value, k: ir.Value, d: ir.Value, g: ir.Value) -> ir.Value:
         k, d = _key_heads(op, k, state), _value_heads(op, d, state)

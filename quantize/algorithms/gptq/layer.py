@@ -1,6 +1,6 @@
 """Error feedback: the recipe of a layer.
 
-Linear layers are fitted to what they read behind rounded layers. They do not try to make up for
+Linear layers are fitted to what they read after rounded layers. They do not try to make up for
 what those lost: a stream's error is seldom a function of the stream, and a layer that is bent to
 undo it over some text ruins others (SmolLM2 in four bits: KL 2.1 instead of 0.12).
 """

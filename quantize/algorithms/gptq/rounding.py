@@ -1,4 +1,4 @@
-"""Rounding with error feedback: what a column loses, the columns behind it make up for.
+"""Rounding with error feedback: what a column loses, the columns after it make up for.
 
 The procedure is GPTQ's (arXiv 2210.17323): columns in descending order of what they weigh, each
 rounded, its error spread over those not yet rounded by the inverse of the inputs' second moments.
@@ -121,7 +121,7 @@ class Feedback:
     moments: torch.Tensor  # damped [in, in]
     importance: torch.Tensor  # of each input [in]
     order: torch.Tensor  # of rounding [in]
-    shares: torch.Tensor  # from a column to those behind it, in that order: upper [in, in]
+    shares: torch.Tensor  # from a column to those after it, in that order: upper [in, in]
 
     @classmethod
     def of(cls, moments: torch.Tensor) -> Feedback:

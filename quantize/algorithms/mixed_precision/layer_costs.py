@@ -51,7 +51,7 @@ def divergence(
         index: of the layer.
         quantized: the layer, states [B, S, H] in and out.
         before: states of the float model that enter it, over the held-out text.
-        after: those behind it.
+        after: those after it.
     """
     device = plan.task.device
     stored = read_tensor(plan.task.work.tensors(PART), str(index)).floats()

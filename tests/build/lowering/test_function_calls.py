@@ -58,7 +58,7 @@ def _lowered(model: ir.Model, folder: Path, lower) -> Path:
 
 
 def _logits(path: Path, bundle: Path) -> np.ndarray:
-    """Of a prompt, of one more row, and of a tree behind it."""
+    """Of a prompt, of one more row, and of a tree after it."""
     session = open_portable(bundle, CAPACITY, path)
     ids = np.random.default_rng(3).integers(9, 96, ROWS + 4)
     mask = np.array([[1, 0, 0], [1, 1, 0], [1, 0, 1]], np.bool_)

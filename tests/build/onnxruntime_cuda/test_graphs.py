@@ -56,7 +56,7 @@ def bundles(tmp_path_factory) -> Bundles:
 
 
 def _logits(session) -> np.ndarray:
-    """Of a prompt and of a tree behind it."""
+    """Of a prompt and of a tree after it."""
     ids, mask = np.random.default_rng(3).integers(9, 96, 29), np.tri(9, dtype=np.bool_)
     mask[5:, 3] = False
     prompt = session.run(ids[:20], 0, np.arange(20)).logits.copy()

@@ -53,7 +53,7 @@ def _lowered(portable: Path, folder: Path, candidates: int = 0) -> Path:
 
 
 def _run(path: Path) -> dict[str, np.ndarray]:
-    """Outputs of a pass of `ROWS` rows behind `WRITTEN` random ones; the graph is not optimized."""
+    """Outputs of a pass of `ROWS` rows after `WRITTEN` random ones; the graph is not optimized."""
     options = onnxruntime.SessionOptions()
     options.graph_optimization_level = onnxruntime.GraphOptimizationLevel.ORT_DISABLE_ALL
     session = onnxruntime.InferenceSession(path, options, providers=["CPUExecutionProvider"])

@@ -212,7 +212,7 @@ def run(model: ir.Model, folder, feeds: dict[str, np.ndarray]) -> dict[str, np.n
 
 
 def decoder_feeds(model: ir.Model) -> dict[str, np.ndarray]:
-    """Rows of a tree behind `WRITTEN` random ones."""
+    """Rows of a tree after `WRITTEN` random ones."""
     random = np.random.default_rng(0)
     tree = np.tril(np.ones((ROWS, ROWS), np.bool_))
     tree[3, 2] = False

@@ -232,7 +232,7 @@ def test_scores_of_any_size_neither_overflow_nor_vanish(name, rng):
     given.q *= 300
     rows = given.copy()
     y = attention(name, rows)
-    assert close(y, exact(rows), 1e-4)  # scores of thousands have 4 digits behind the point
+    assert close(y, exact(rows), 1e-4)  # scores of thousands have 4 digits after the point
 
 
 @pytest.mark.parametrize("count", [1, 15, 16, 17, 1000, 1024])

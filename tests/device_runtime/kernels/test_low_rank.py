@@ -122,7 +122,7 @@ def test_a_packed_product_adds_what_adapters_do_first(threads, rng):
 
 
 def test_adapters_apply_to_their_own_tokens(rng):
-    """Where a product's are smoothed; and gates come behind what is added."""
+    """Where a product's are smoothed; and gates come after what is added."""
     case, session = _linear(rng, own=("own",), gated=True, terms=2)
     gamma = np.ones(K, np.float32)
     _, given = _given(rng, [1, 0], gamma=gamma)

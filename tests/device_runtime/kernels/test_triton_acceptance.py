@@ -148,7 +148,7 @@ def test_sampled_acceptance_of_many_trees():
 
 
 def test_picks_that_are_fewer_than_the_vocabulary():
-    """Where a token behind the picks might be drawn, the kernel says so instead of drawing."""
+    """Where a token after the picks might be drawn, the kernel says so instead of drawing."""
     trees = random_trees(600, 4)
     logits = random_logits(trees, 5)
     params = [SamplingParams(0.9, 0.9, index % 5, seed=index) for index in range(600)]

@@ -238,7 +238,7 @@ class Company(Pass):
     many = 8
 
     def __init__(self, passes: list[Pass], causal: int) -> None:
-        """The pass `causal` has no mask; behind all rows there is one of padding."""
+        """The pass `causal` has no mask; after all rows there is one of padding."""
         first, columns = passes[0], max(one.tree.shape[1] for one in passes)
         rows = [one.case.rows for one in passes]
         self.passes, self.rows = passes, rows

@@ -85,7 +85,7 @@ class DevicePools:
     [(10, 6, 59, 3), (4, 3, 59, 3), (1, 4, 3, 1), (8, 2, 1, 2)],
 )
 def test_trees_equal_the_host(top_k, steps, room, several):
-    """Of sequences side by side, each with a tree of its own size, and of nobody behind them."""
+    """Of sequences side by side, each with a tree of its own size, and of nobody after them."""
     limits = TreeLimits(top_k, steps, room + 1)
     policy = FixedTree(limits)
     nobody_s, numbers = several == 3, np.arange(several)

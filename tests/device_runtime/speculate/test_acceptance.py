@@ -49,7 +49,7 @@ def base_logits(seed: int, context: tuple[int, ...]) -> np.ndarray:
 
 
 def naive_logits(logits, params, said) -> list[float]:
-    """What biases and penalties make of a row behind `PROMPT` and the answer so far."""
+    """What biases and penalties make of a row after `PROMPT` and the answer so far."""
     found, single = [], np.float32
     for token, logit in enumerate(logits):
         logit += single(params.logit_bias.get(token, 0))
@@ -241,7 +241,7 @@ def typical(tree, result, sampler):
 
 
 def without_ancestors(tree, result, sampler):
-    """Biased under penalties: all nodes are judged behind the text before the tree."""
+    """Biased under penalties: all nodes are judged after the text before the tree."""
     params, text = sampler.params, sampler._said
     outcome = accept_exactly(tree, result, sampler)
     shares = naive_distribution(result.logits[outcome.path[-1]], params, text)

@@ -80,7 +80,7 @@ def test_token_ids_equal_plain_decoding(draft, policy, links):
 
 
 def test_a_full_cache_ends_in_plain_decoding():
-    """The whole block has room behind every row that is committed."""
+    """The whole block has room after every row that is committed."""
     base = StrictBase(128)
     start, session = drafting(capacity=30)
     assert ids_of(base, start(), PROMPTS[0], GREEDY, 60) == plain(PROMPTS[0], GREEDY, 60)
@@ -89,7 +89,7 @@ def test_a_full_cache_ends_in_plain_decoding():
 
 
 def test_a_full_cache_begins_anew():
-    """Behind a window, say: with the newest 64 rows, as soon as so many wait."""
+    """After a window, say: with the newest 64 rows, as soon as so many wait."""
     base = StrictBase(400)
     start, session = drafting(capacity=106)
     ids = ids_of(base, start(), PROMPTS[0], GREEDY, 300)
@@ -126,7 +126,7 @@ def engines(tmp_path_factory):
 
 
 def parts(session, ids, taps, sizes, rows, top_k):
-    """The result behind pieces of these sizes."""
+    """The result after pieces of these sizes."""
     at = 0
     for size in sizes:
         own = slice(at, at + size)
@@ -231,7 +231,7 @@ SPECS = {
     ],
 )
 def test_outputs_equal_plain_decoding(engines, name, way):
-    """Stop tokens, limits within a block, texts that go on behind others, a full cache."""
+    """Stop tokens, limits within a block, texts that go on after others, a full cache."""
     llm = LLM(engines(name).engine, verify=True, spec=SPECS[way])
     rounds = []
     for prompt in ("w20", "w9 w10 w9 w10 w9", " ".join(f"w{i}" for i in range(10, 70))):

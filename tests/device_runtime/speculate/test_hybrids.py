@@ -63,7 +63,7 @@ def test_a_conversation_is_prefilled_once(models):
 
 
 def test_saved_kv_cache_continues_with_any_token(engine, models, tmp_path):
-    """As behind a stop token that the next prompt is without, also behind a restart."""
+    """As after a stop token that the next prompt is without, also after a restart."""
     model, plain = models
     folder = SnapshotFolder(tmp_path, {"base": "hash"})
     text = words(*range(20, 32))

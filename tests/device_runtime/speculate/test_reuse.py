@@ -165,7 +165,7 @@ def test_cached_draft_position_fixes_its_next_token():
 
 
 def test_what_the_draft_missed_is_computed_again():
-    """Behind a plain answer the draft holds the answer before."""
+    """After a plain answer the draft holds the answer before."""
     chat = Chat()
     tokens = chat.ask(PROMPT, speculates=True)
     first = [*PROMPT, *tokens, 7]

@@ -25,7 +25,7 @@ TEXTS = [(3, 1, 4), (1, 5, 9, 2, 6), (5, 3), (5, 8, 9, 7)]
 
 
 class Answers:
-    """Drafters of one draft, each behind a text of its own."""
+    """Drafters of one draft, each after a text of its own."""
 
     def __init__(self, max_batch_size: int, costs: Costs = COSTS) -> None:
         self.session = StrictDraft(96, DRAFTS["half_right"], max_batch_size)

@@ -110,7 +110,7 @@ def test_codes_suit_the_scales_of_the_graph(tmp_path, precision, stored, dtype):
     assert (codes.shape, scales.shape, scales.dtype) == ((24, 40), (40,), FLOATS[dtype].numpy())
     floats, scales = weight.astype(np.float32), scales.astype(np.float32)[:, None]
     errors, step = np.abs(codes.astype(np.float32).T * scales - floats), scales / 2
-    if precision == "fp8":  # three bits behind the first
+    if precision == "fp8":  # three bits after the first
         step = np.maximum(np.abs(floats) / 16, step * 2**-8)
     tiny = slice(7, 10)
     assert np.all(errors[tiny] <= 0.3 * np.abs(floats[tiny]).max(1, keepdims=True) + 2**-25)

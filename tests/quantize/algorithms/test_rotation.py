@@ -112,7 +112,7 @@ def test_what_would_not_compute_the_same_is_refused(tmp_path, kind):
 
 @dataclass
 class TurnedRun(DraftRun):
-    """A draft behind a base whose features are turned."""
+    """A draft after a base whose features are turned."""
 
     rotation: Rotation | None = None
 

@@ -86,7 +86,7 @@ def _answers(job: Job, name: str, rows: np.ndarray):
 
 
 def _features(job: Job, name: str, row: torch.Tensor):
-    """Of a text the base's features, and what it takes behind each token."""
+    """Of a text the base's features, and what it takes after each token."""
     base = AutoModelForCausalLM.from_pretrained(job.base_model_dir, dtype=torch.float32)
     with torch.no_grad():
         output = base(row[None], output_hidden_states=True)

@@ -50,7 +50,7 @@ def _floats(base: Path, kind: type[Reference], rows: np.ndarray):
         with torch.no_grad():
             output = model(row[None], output_hidden_states=True)
         count, greedy = len(row) - 2, output.logits[0].argmax(-1)
-        hidden = output.hidden_states[-1][0][:count]  # behind the final norm
+        hidden = output.hidden_states[-1][0][:count]  # after the final norm
         mask = torch.ones(count, count, dtype=torch.bool).tril()
         for step in (1, 2):
             logs, hidden = kind(base).forward(
@@ -67,7 +67,7 @@ def _floats(base: Path, kind: type[Reference], rows: np.ndarray):
     ],
 )
 def test_the_layer_is_measured_and_exported(name, more, text, tmp_path):
-    """Against the reference: in floats while it is quantized, with rounded weights behind it."""
+    """Against the reference: in floats while it is quantized, with rounded weights after it."""
     sizes = {key: size for key, size in SIZES.items() if key in models.find(name).TINY}
     is_ernie = name == "ernie4_5_moe"
     make, kind = (make_ernie, ErnieReference) if is_ernie else (make_base, Reference)

@@ -1,4 +1,4 @@
-"""A hybrid base for several answers at a time, behind HTTP: each is as it is alone."""
+"""A hybrid base for several answers at a time, after HTTP: each is as it is alone."""
 
 from __future__ import annotations
 

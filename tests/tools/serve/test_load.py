@@ -25,7 +25,7 @@ def test_every_answer_is_right_or_refused(roomy_engine, offline):
 
 
 def test_answers_that_share_passes_while_clients_leave(shared_engine):
-    """With kept rows and drafts; behind all of them nothing is in the works and no row in use."""
+    """With kept rows and drafts; after all of them nothing is in the works and no row in use."""
     pool = serve.questions(LLM(shared_engine), serve.requests(8, 12))
     with serve.serving(shared_engine, "--queueSize", "64", "--spec", "auto") as (port, pid):
         report = asyncio.run(serve.load(port, pid, pool, clients=24, seconds=3, leaves=0.3))

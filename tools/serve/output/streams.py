@@ -174,7 +174,7 @@ class EventStream(Response):
                     yield self._framed(contents)
         except DisconnectedError:
             return
-        except Exception as error:  # noqa: BLE001 - the status was sent, the reason goes behind it
+        except Exception as error:  # noqa: BLE001 - the status was sent, the reason goes after it
             yield self._framed([streamed_body_for(self._path, as_api_error(error))])
 
     def _framed(self, contents: Sequence[dict[str, Any]]) -> bytes:

@@ -108,7 +108,7 @@ class EnginePool:
             worker.end()
 
     def close(self) -> None:
-        """Behind the loop: wait for the ends, and unload all; raises as `Loading.unload`."""
+        """After the loop: wait for the ends, and unload all; raises as `Loading.unload`."""
         self.end()
         for place in self.places:
             if place.worker is not None:

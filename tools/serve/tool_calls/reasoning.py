@@ -99,7 +99,7 @@ class ThinkReader:
         return []
 
     def _inside(self) -> list[Item]:
-        """The answer, up to the mark behind it."""
+        """The answer, up to the mark after it."""
         if not self._is_begun:
             self._held = self._held.lstrip()
             self._is_begun = bool(self._held)

@@ -17,7 +17,7 @@ from edgellm.tools.serve.tool_calls.parser import (
 
 
 class TaggedParser:
-    """See `CallReader`; white space behind a call is no text. Subclasses read the blocks."""
+    """See `CallReader`; white space after a call is no text. Subclasses read the blocks."""
 
     openings: ClassVar[tuple[str, ...]]
     closing: ClassVar[str] = ""  # empty: a block ends where the next begins, or with the answer
@@ -52,7 +52,7 @@ class TaggedParser:
         return [held] if held and not (self._is_behind_call and held.isspace()) else []
 
     def _calls(self, text: str) -> tuple[list[Call], str]:
-        """The calls of a block and what is behind them; raises one of `NoCall`."""
+        """The calls of a block and what is after them; raises one of `NoCall`."""
         raise NotImplementedError
 
     def _whole(self, text: str) -> list[Item]:
@@ -98,7 +98,7 @@ class TaggedParser:
 def json_calls(
     text: str, tools: Tools, name: str = "name", arguments: str = "arguments"
 ) -> tuple[list[Call], str]:
-    """The calls of a JSON object or list, by the names of their parts, and what is behind it.
+    """The calls of a JSON object or list, by the names of their parts, and what is after it.
 
     Raises one of `NoCall`.
     """

@@ -107,7 +107,7 @@ def _complete(
             if not answer or answer[-1] not in stop_ids:
                 answer.append(token)
             finished.append(answer[-1] in stop_ids)
-        # What follows a picture stands behind its longer side, on all axes.
+        # What follows a picture stands after its longer side, on all axes.
         positions = positions[..., -1:].amax(0, keepdim=True).expand_as(positions[..., -1:]) + 1
         attends = torch.cat([attends, attends.new_ones(len(alive), 1)], dim=1)
         if sum(finished) * 5 >= len(alive):

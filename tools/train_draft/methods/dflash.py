@@ -76,7 +76,7 @@ class Blocks:
         self.steps = block_size - self._first
         self._has_norms = hasattr(base.layers[-1].get_submodule("self_attn"), "q_norm")
         self.module = BlockDraft(
-            # Rows stand where the text has them, also behind pictures.
+            # Rows stand where the text has them, also after pictures.
             replace(draft_shape(base.config, draft_vocab_size, len(taps)), mrope_section=()),
             num_layers,
             has_norms=self._has_norms,

@@ -66,7 +66,7 @@ class Eagle1:
         read_weights(self.module, folder / _WEIGHTS, besides=(EAGLE1_EMBEDDING,))
 
     def loss(self, batch: Batch, features: Tensor, step: int) -> Tensor:
-        """See `Learner`: smooth L1 to the feature, and cross entropy behind the base's head."""
+        """See `Learner`: smooth L1 to the feature, and cross entropy after the base's head."""
         random = torch.Generator(features.device).manual_seed(step)
         noise = torch.rand(features.shape, generator=random, device=features.device) - 0.5
         hidden, states = self._predictions(batch, features, features + self._noise * noise, 1)

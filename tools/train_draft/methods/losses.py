@@ -29,7 +29,7 @@ def cut_head(head: Tensor, vocabulary: np.ndarray) -> tuple[Tensor, Tensor]:
 
 
 def head_loss(hidden: Tensor, weight: Tensor, targets: Tensor, importance: Tensor) -> Tensor:
-    """Soft cross entropy behind the draft's head, for all unrolls at once: the weighted mean.
+    """Soft cross entropy after the draft's head, for all unrolls at once: the weighted mean.
 
     Args:
         hidden: normed hidden states [unrolls, rows, H].
@@ -80,7 +80,7 @@ class _HeadLoss(torch.autograd.Function):
 
 
 def token_loss(hidden: Tensor, weight: Tensor, tokens: Tensor) -> Tensor:
-    """Mean cross entropy of tokens, int64 [R], behind a head [V, H] over hidden states [R, H].
+    """Mean cross entropy of tokens, int64 [R], after a head [V, H] over hidden states [R, H].
 
     The backward pass computes the logits again.
     """

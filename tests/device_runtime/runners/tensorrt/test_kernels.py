@@ -18,7 +18,7 @@ TENSORS, HEADS, ROWS, WORDS = 4, 3, 11, 2
 
 
 def _memory(*arrays: np.ndarray) -> tuple[np.ndarray, list[int]]:
-    """Arrays behind each other at multiples of 256, and where each begins."""
+    """Arrays after each other at multiples of 256, and where each begins."""
     starts, end = [], 0
     for array in arrays:
         starts.append(end)

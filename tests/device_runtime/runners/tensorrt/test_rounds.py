@@ -86,7 +86,7 @@ COUNTED = (
 def _costs(
     llm: LLM, device: FakeDevice, sampling: SamplingParams = GREEDY, *, speculative: bool
 ) -> list[dict[str, int]]:
-    """What each step behind the prompt costs, of a second answer."""
+    """What each step after the prompt costs, of a second answer."""
     _answer(llm, sampling, speculative=speculative)
     found, before = [], None
     answer = llm.generate(
@@ -122,7 +122,7 @@ def test_a_round_waits_once(load, device, monkeypatch, expected, options, sampli
     rounds = [step for step in costs if step["passes"] > 1]  # not while drafting pauses
     assert len(rounds) > 5
     if options.tree == "cost" and not options.choices:
-        # Behind a pause, of 32 tokens and more, the draft reads the prompt and the rest apart.
+        # After a pause, of 32 tokens and more, the draft reads the prompt and the rest apart.
         rounds.remove(max(rounds, key=lambda step: step["waits"]))
     for step in rounds:
         assert step["waits"] == 1
@@ -218,7 +218,7 @@ def test_nan_logits_fail_the_request(load, device, monkeypatch):
 
 
 def test_consecutive_requests(load, expected):
-    """Two answers share both caches; each round behind a change is the answer's own."""
+    """Two answers share both caches; each round after a change is the answer's own."""
     llm = load(spec=SHAPES["large"])
     answers = [
         llm.generate(PROMPT, sampling=sampling, max_generate_length=40)

@@ -1,4 +1,4 @@
-"""`/v2/models/{name}/infer`: tensors in JSON, or behind it as bytes."""
+"""`/v2/models/{name}/infer`: tensors in JSON, or after it as bytes."""
 
 from __future__ import annotations
 
@@ -85,14 +85,14 @@ class Infer:
 
     body: GenerateRequest
     outputs: tuple[str, ...]  # in this order
-    as_bytes: frozenset[str] = field(default_factory=frozenset)  # behind the JSON
+    as_bytes: frozenset[str] = field(default_factory=frozenset)  # after the JSON
 
 
 def parse(content: bytes, header_length: str | None) -> Infer:
     """The request that a body is.
 
     Args:
-        content: JSON, and behind it the bytes of tensors.
+        content: JSON, and after it the bytes of tensors.
         header_length: bytes of the JSON, as the header has them; None: all of it.
 
     Raises:

@@ -59,7 +59,7 @@ def read(name: str, datatype: str, shape: Sequence[int], values: Iterable[Any]) 
 
 
 def read_bytes(name: str, datatype: str, shape: Sequence[int], raw: bytes) -> Tensor:
-    """A tensor of bytes: numbers little-endian, texts behind their length in 4 bytes.
+    """A tensor of bytes: numbers little-endian, texts after their length in 4 bytes.
 
     Raises:
         ApiError: they do not fit the datatype or the shape.

@@ -38,7 +38,7 @@ from edgellm.tools.serve.settings import ImageRules
 from edgellm.tools.serve.tool_calls.parser import Call, Item, ReasoningText
 
 _Event = dict[str, Any]
-_END_CHARACTERS = 100  # of a prompt: more than any mark and the white space behind it
+_END_CHARACTERS = 100  # of a prompt: more than any mark and the white space after it
 
 
 async def ask_of(

@@ -10,7 +10,7 @@ Card = dict[str, Any]
 
 
 def all_cards(engines: EnginePool) -> list[Card]:
-    """Every engine, with its adapters behind it."""
+    """Every engine, with its adapters after it."""
     cards: list[Card] = []
     for place in engines.places:
         cards.append(card(engines, place))

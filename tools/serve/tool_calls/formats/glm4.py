@@ -13,7 +13,7 @@ from edgellm.tools.serve.tool_calls.parser import Call, Item, NoCall, Tools
 
 
 class Glm4Parser:
-    """See `ToolParser`; white space behind a call is no text."""
+    """See `ToolParser`; white space after a call is no text."""
 
     shown: ClassVar[tuple[str, ...]] = ()
     form: ClassVar = CallForm("NAME\n", "", between="\n")

@@ -1,4 +1,4 @@
-"""A JSON list of calls behind a mark, as Granite 3 writes it; Granite 4 writes Hermes' form.
+"""A JSON list of calls after a mark, as Granite 3 writes it; Granite 4 writes Hermes' form.
 
 `<|tool_call|>[{"name": ..., "arguments": {...}}, ...]`; the mark is a special token.
 """

@@ -15,7 +15,7 @@ _OPEN, _CLOSE = "<tool_call>", "</tool_call>"
 
 
 class HermesParser:
-    """See `ToolParser`; newlines behind a call are no text."""
+    """See `ToolParser`; newlines after a call are no text."""
 
     shown: ClassVar[tuple[str, ...]] = (_OPEN, _CLOSE)
     form: ClassVar = CallForm(

@@ -1,6 +1,6 @@
 """One call as the whole answer, as Llama 3.1 and 3.2 write it.
 
-`{"name": ..., "parameters": {...}}`, sometimes behind `<|python_tag|>`, which is a special token
+`{"name": ..., "parameters": {...}}`, sometimes after `<|python_tag|>`, which is a special token
 and not a part of the text.
 """
 

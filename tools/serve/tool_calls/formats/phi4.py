@@ -1,6 +1,6 @@
 """A JSON list of calls between marks, as Phi-4-mini writes it.
 
-`<|tool_call|>[{"name": ..., "arguments": {...}}, ...]<|/tool_call|>`, or behind the word
+`<|tool_call|>[{"name": ..., "arguments": {...}}, ...]<|/tool_call|>`, or after the word
 `functools`. Its own template knows tools of the system message alone, as JSON, and no calls:
 `placed` puts both where it reads them.
 """
