@@ -19,10 +19,10 @@ EVERY_S = 5.0  # between lines of one phase
 def part_of(report: Report, phase: str, total: int) -> Callable[[int], None]:
     """Tells how much of a phase is done; `total` may be an estimate."""
 
-    def told(done: int) -> None:
+    def on_progress(done: int) -> None:
         report(f"{phase}: {min(done / max(total, 1), 1):.0%}")
 
-    return told
+    return on_progress
 
 
 class Lines:

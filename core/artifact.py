@@ -49,16 +49,18 @@ def verify_sizes(folder: Path, files: dict[str, FileRecord]) -> None:
 
 
 def verify_files(
-    folder: Path, files: dict[str, FileRecord], told: Callable[[int], None] = lambda _: None
+    folder: Path, files: dict[str, FileRecord], on_progress: Callable[[int], None] = lambda _: None
 ) -> None:
     """Check size and hash of every listed file; raises `BrokenArtifactError` at the first fault.
 
-    `told`: how many bytes of all were read, while they are.
+    `on_progress`: how many bytes of all were read, while they are.
     """
     verify_sizes(folder, files)
     before = 0
     for name, record in files.items():
-        found = hash_file(folder / name, told=lambda size, before=before: told(before + size))
+        found = hash_file(
+            folder / name, on_progress=lambda size, before=before: on_progress(before + size)
+        )
         before += record.num_bytes
         if found.sha256 != record.sha256:
             raise BrokenArtifactError(
@@ -70,18 +72,18 @@ def verify_files(
 def hash_file(
     path: Path,
     is_stopped: Callable[[], bool] = lambda: False,
-    told: Callable[[int], None] = lambda _: None,
+    on_progress: Callable[[int], None] = lambda _: None,
 ) -> FileRecord:
     """Size and sha256 of a file, read in pieces; of no use if `is_stopped` ended it early.
 
-    `told`: how many bytes were read, while they are.
+    `on_progress`: how many bytes were read, while they are.
     """
     digest, size = hashlib.sha256(), 0
     with path.open("rb") as stream:
         while not is_stopped() and (piece := stream.read(1 << 22)):
             digest.update(piece)
             size += len(piece)
-            told(size)
+            on_progress(size)
     return FileRecord(size, digest.hexdigest())
 
 
@@ -98,12 +100,12 @@ def publish(
     temporary: Path,
     output: Path,
     manifest: Manifest,
-    told: Callable[[int, int], None] = lambda *_: None,
+    on_progress: Callable[[int, int], None] = lambda *_: None,
 ) -> Manifest:
     """Write the manifest and move a finished temporary folder to `output`.
 
-    Files of an earlier artifact there are replaced, foreign files stay. Files that the
-    manifest already lists (hashed while they were written) are not hashed again. `told`: how many
+    Files of an earlier artifact there are replaced, foreign files stay. Files that the manifest
+    already lists (hashed while they were written) are not hashed again. `on_progress`: how many
     bytes of how many were hashed, while they are.
 
     Returns:
@@ -118,7 +120,8 @@ def publish(
     before, total = 0, sum(left.values())
     for name, size in left.items():
         files[name] = hash_file(
-            temporary / name, told=lambda done, before=before: told(before + done, total)
+            temporary / name,
+            on_progress=lambda done, before=before: on_progress(before + done, total),
         )
         before += size
     complete = dataclasses.replace(manifest, files=files)

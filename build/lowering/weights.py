@@ -90,9 +90,9 @@ def parameter_name(value: ir.Value) -> str:
 class WeightFile:
     """One external data file; what is added twice under a name is stored once."""
 
-    def __init__(self, path: Path, told: Callable[[int], None] = lambda _: None) -> None:
-        """`told`: how many bytes were written, while they are."""
-        self.path, self._told = path, told
+    def __init__(self, path: Path, on_progress: Callable[[int], None] = lambda _: None) -> None:
+        """`on_progress`: how many bytes were written, while they are."""
+        self.path, self._on_progress = path, on_progress
         self._stream = path.open("wb")
         self._stored: dict[str, ir.ExternalTensor] = {}
 
@@ -141,7 +141,7 @@ class WeightFile:
         offset = self._stream.tell()
         for piece in pieces:
             self._stream.write(piece)
-            self._told(self._stream.tell())
+            self._on_progress(self._stream.tell())
         self._stream.flush()  # later steps of the lowering read it back
         self._stored[name] = ir.ExternalTensor(
             self.path.name, offset, self._stream.tell() - offset, dtype, shape=ir.Shape(shape),

@@ -176,7 +176,7 @@ class _Compiler:
     def __init__(
         self, source: Source, plan: Plan, folder: Path, report: Report, expected_bytes: int
     ) -> None:
-        """`expected_bytes`: of the engine, for what is told of the progress."""
+        """`expected_bytes`: of the engine, for the progress lines."""
         self._source, self._plan, self._folder, self._report = source, plan, folder, report
         self._variants = variants_of(source.role, ir.load(source.path), source.bundle, plan)
         self._takes_adapters = bool(plan.max_lora_rank) and source.role == DECODER
@@ -190,7 +190,9 @@ class _Compiler:
             plan.kv_capacity,
             self._engine,
             wanted=plan.checks,
-            told=lambda done, total: report(f"{phase}: part {done} of {total}, {done / total:.0%}"),
+            on_progress=lambda done, total: report(
+                f"{phase}: part {done} of {total}, {done / total:.0%}"
+            ),
         )
 
     def compile(self) -> tuple[OnnxRuntimeRunner, tuple[GraphSpec, ...]]:
@@ -257,11 +259,11 @@ class _Compiler:
         return run_passes(self._runner([LoadedGraph(session)]), self._source, passes)
 
     def _lower(
-        self, model: ir.Model, variant: Variant, told: Callable[[int], None] = lambda _: None
+        self, model: ir.Model, variant: Variant, on_progress: Callable[[int], None] = lambda _: None
     ) -> Path:
         """Write the lowered graph and its weights; the graph's path."""
         path = self._folder / f"{variant.name}.lowered.onnx"
-        weights = WeightFile(path.with_suffix(".data"), told)
+        weights = WeightFile(path.with_suffix(".data"), on_progress)
         lower(
             model, variant.kernel, weights, self._source.cache, self._plan.kv_capacity,
             needs_mask=variant.needs_mask, takes_adapters=self._takes_adapters,

@@ -93,7 +93,7 @@ def make_reference(
     engine: Rounds,
     *,
     wanted: bool = True,
-    told: Callable[[int, int], None] = lambda *_: None,
+    on_progress: Callable[[int, int], None] = lambda *_: None,
 ) -> Reference:
     """Compute it, where this machine can.
 
@@ -102,7 +102,7 @@ def make_reference(
         capacity: rows of the engine's cache.
         engine: what it rounds.
         wanted: False: people do not want it.
-        told: how many parts of the graph of how many were computed.
+        on_progress: how many parts of the graph of how many were computed.
     """
     rows = min(capacity or _ROWS, _ROWS)
     passes = sample_passes(source.role, source.bundle, rows, rows)
@@ -123,7 +123,7 @@ def make_reference(
     rounds = engine.halves or narrows(source.cache, engine) or bool(roundings - {Rounding()})
     versions = plain_versions(model, source.bundle, source.cache, engine, rows, rounds=rounds)
     try:
-        found = run_in_pieces(versions, _inputs(source, passes, versions[0]), told)
+        found = run_in_pieces(versions, _inputs(source, passes, versions[0]), on_progress)
     except EdgeLLMError as error:
         return Reference(source, passes, why_not=str(error))
     exact, *rounded = map(as_floats, found)

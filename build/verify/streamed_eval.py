@@ -202,12 +202,12 @@ def _is_decoded(value: ir.Value) -> bool:
 def run_in_pieces(
     models: Sequence[ir.Model],
     inputs: Mapping[str, NDArray[Any]],
-    told: Callable[[int, int], None] = lambda *_: None,
+    on_progress: Callable[[int, int], None] = lambda *_: None,
 ) -> list[dict[str, NDArray[Any]]]:
     """What inlined graphs give for `inputs`; their weights are read from their files in order.
 
-    Two versions of a graph are computed side by side, where that reads weights once. `told`: how
-    many pieces of how many were computed.
+    Two versions of a graph are computed side by side, where that reads weights once. `on_progress`:
+    how many pieces of how many were computed.
 
     Raises:
         BrokenArtifactError: ONNX Runtime does not take one.
@@ -227,8 +227,8 @@ def run_in_pieces(
     both = together(*protos) if len(protos) == 2 else None
     with _Mapped(paths) as files:
         if both is None:
-            return [_run_all(each, inputs, sizes, files, told) for each in protos]
-        found = _run_all(both, inputs, sizes, files, told)
+            return [_run_all(each, inputs, sizes, files, on_progress) for each in protos]
+        found = _run_all(both, inputs, sizes, files, on_progress)
     names = [value.name for value in protos[0].graph.output]
     return [{name: found[name + end] for name in names} for end in ("", SECOND)]
 
@@ -238,7 +238,7 @@ def _run_all(
     inputs: Mapping[str, NDArray[Any]],
     sizes: Mapping[str, int],
     files: Mapping[str, mmap.mmap],
-    told: Callable[[int, int], None],
+    on_progress: Callable[[int, int], None],
 ) -> dict[str, NDArray[Any]]:
     types = {value.name: value.type.tensor_type.elem_type for value in proto.graph.input}
     known = {
@@ -263,7 +263,7 @@ def _run_all(
         for each in files.values():
             each.madvise(mmap.MADV_DONTNEED)
         trim()
-        told(at + 1, len(pieces))
+        on_progress(at + 1, len(pieces))
     return {name: known[name] for name in wanted}
 
 

@@ -43,16 +43,16 @@ def check_quantize(kinds: set[str], quantize: str, *, takes_fp8: bool = False) -
 
 @contextlib.contextmanager
 def rounded_weights(
-    folder: Path, quantize: str, told: Callable[[int], None] = lambda _: None
+    folder: Path, quantize: str, on_progress: Callable[[int], None] = lambda _: None
 ) -> Iterator[WeightFile | None]:
     """Where weights that this build rounds to INT4 are kept until it is over; None: it does not.
 
-    `told`: how many bytes were written, while they are.
+    `on_progress`: how many bytes were written, while they are.
     """
     if quantize != "int4":
         yield None
         return
-    rounded = WeightFile(folder / "rounded.data", told)
+    rounded = WeightFile(folder / "rounded.data", on_progress)
     yield rounded
     rounded.close()
     rounded.path.unlink()
