@@ -11,7 +11,8 @@ from typing import Any
 
 import numpy as np
 
-from edgellm.core.errors import UnsupportedModelError
+from edgellm.core.errors import BrokenArtifactError, UnsupportedModelError
+from edgellm.export.checkpoints.hf import TensorInfo
 from edgellm.export.checkpoints.weights import Weights
 
 # What GPTQ's words hold: zero points less one (v1), or zero points (v2).
@@ -78,12 +79,21 @@ def check_zero_points(weights: Weights, zeros: np.ndarray, bits: int, hint: str 
     )
 
 
-def check_groups(weights: Weights, width: int, groups: int) -> None:
-    """Reject a last group that is smaller than the others, which shapes alone do not tell.
+def num_groups(weights: Weights, width: int, scales: TensorInfo, axis: int) -> int:
+    """The groups of a row of `width` inputs, by the shape of its scales.
+
+    A last group that is smaller than the others is rejected, which shapes alone do not tell.
 
     Raises:
+        BrokenArtifactError: the scales are no matrix, or their groups do not divide `width`.
         UnsupportedModelError: the stated group size does not divide `width`.
     """
+    groups = scales.shape[axis] if len(scales.shape) == 2 else 0
+    if groups < 1:
+        raise BrokenArtifactError(
+            f"{weights.prefix.rstrip('.')}: scales of shape {list(scales.shape)} are no matrix of "
+            "groups and outputs"
+        )
     for size in {args.get("group_size") for args in _statements(weights.quantization)}:
         if not isinstance(size, int) or not 0 < size < width:
             continue
@@ -92,6 +102,11 @@ def check_groups(weights: Weights, width: int, groups: int) -> None:
                 f"{weights.prefix.rstrip('.')}: groups of {size} do not divide {width} inputs",
                 hint="quantize with a group size that divides all widths, such as 32",
             )
+    if width % groups:
+        raise BrokenArtifactError(
+            f"{weights.prefix.rstrip('.')}: {groups} groups do not divide {width} inputs"
+        )
+    return groups
 
 
 def _is_auto_round(config: Mapping[str, Any]) -> bool:

@@ -2,12 +2,15 @@
 
 from __future__ import annotations
 
+import json
 from collections.abc import Iterable
 
 from edgellm.core.errors import UnsupportedModelError
 from edgellm.export.checkpoints.hf import Checkpoint
 
 KEY = "quantization_config"
+# The locations of compressed-tensors 0.20 whose transforms are not stored in the weights.
+_ONLINE = "input", "output", "k_cache", "q_attn"
 # The layouts (`export.checkpoints.quantized`) that each maker writes, by `quant_method`.
 _LAYOUTS = {
     "auto-round": {"awq", "compressed_tensors", "gptq", "modelopt"},
@@ -39,6 +42,7 @@ def judge(
     found, said = sorted(layouts), checkpoint.quantization
     if said == "none" or KEY in ignored:
         return ", ".join(found) or "none", {}
+    _reject_transforms(checkpoint)
     if not found:
         return "none", {KEY: f"{said}, but all exported weights are floats"}
     config = checkpoint.quant_config
@@ -51,6 +55,18 @@ def judge(
             f"look like: --ignore_config_keys {KEY}",
         )
     return said, {}
+
+
+def _reject_transforms(checkpoint: Checkpoint) -> None:
+    """Transforms of weights are stored in them; those of activations are left to the runtime."""
+    config = checkpoint.quant_config.get("transform_config") or {}
+    text = json.dumps(config)
+    if any(f'"location": "{place}"' in text for place in _ONLINE):
+        raise UnsupportedModelError(
+            f"{checkpoint.label}: transform_config rotates activations at run time, which is not "
+            "supported",
+            hint="quantize it without online rotations (SpinQuant R3, R4; QuIP)",
+        )
 
 
 def contradiction(provenance: dict[str, str]) -> str:

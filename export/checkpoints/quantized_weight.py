@@ -12,7 +12,7 @@ from dataclasses import dataclass
 import numpy as np
 import onnx_ir as ir
 
-from edgellm.core.errors import BrokenArtifactError
+from edgellm.core.errors import BrokenArtifactError, UnsupportedModelError
 from edgellm.export.checkpoints.weights import StoredTensor, as_bytes
 
 Load = Callable[[], np.ndarray]
@@ -76,6 +76,7 @@ def scale_tensor(
     Raises (when the tensor is written):
         BrokenArtifactError: a scale is not a positive number (with signs: zero), or none in
             `dtype`.
+        UnsupportedModelError: scales that are integers.
     """
     wanted = "number other than zero" if has_signs else "positive number"
 
@@ -84,7 +85,12 @@ def scale_tensor(
         return bool(np.isfinite(scales).all() and (sizes > 0).all())
 
     def checked() -> np.ndarray:
-        scales = load().astype(np.float32)
+        found = load()
+        if found.dtype.kind in "iu":  # exponents (E8M0), or damaged
+            raise UnsupportedModelError(
+                f"{name} is stored as {found.dtype}", hint="scales that are floats are supported"
+            )
+        scales = found.astype(np.float32)
         if not are_sound(scales):
             raise BrokenArtifactError(
                 f"{name} has a value that is not a {wanted}",

@@ -157,6 +157,10 @@ class Weights:
         info = self._checked(name, shape)
         if info.dtype != dtype:
             raise UnsupportedModelError(f"{self._prefix}{name} has type {info.dtype}, not {dtype}")
+        if dtype not in ONNX_TYPES:
+            raise UnsupportedModelError(
+                f"{self._prefix}{name} has type {dtype}", hint=f"supported: {', '.join(ONNX_TYPES)}"
+            )
         full, numpy_type = self._prefix + name, ONNX_TYPES[dtype].numpy()
         return lambda: np.frombuffer(read_whole(self._source, full), numpy_type).reshape(shape)
 

@@ -11,7 +11,7 @@ import onnx_ir as ir
 from numpy.typing import NDArray
 
 from edgellm.core.errors import UnsupportedModelError
-from edgellm.export.checkpoints.gptq_conventions import check_groups, check_zero_points
+from edgellm.export.checkpoints.gptq_conventions import check_zero_points, num_groups
 from edgellm.export.checkpoints.int_packing import unpack
 from edgellm.export.checkpoints.quantized_weight import QuantizedLinear, integer_blocks
 from edgellm.export.checkpoints.weights import Weights
@@ -30,8 +30,7 @@ def read(weights: Weights, shape: tuple[int, int], dtype: ir.DataType) -> Quanti
         raise UnsupportedModelError(
             f"AWQ version {version!r} packs in another order", hint='"gemm" is supported'
         )
-    blocks = scale_info.shape[0]
-    check_groups(weights, width, blocks)
+    blocks = num_groups(weights, width, scale_info, 0)
     words = weights.array("qweight", (width, out // 8), "I32")
     scale = weights.array("scales", (blocks, out), scale_info.dtype)
     zeros = _in_order(weights.array("qzeros", (blocks, out // 8), "I32")())

@@ -9,7 +9,7 @@ from __future__ import annotations
 import numpy as np
 import onnx_ir as ir
 
-from edgellm.core.errors import UnsupportedModelError
+from edgellm.core.errors import BrokenArtifactError, UnsupportedModelError
 from edgellm.export.checkpoints.quantized_weight import (
     QuantizedLinear,
     finite_fp8,
@@ -27,8 +27,7 @@ def read(weights: Weights, shape: tuple[int, int], dtype: ir.DataType) -> Quanti
     info = weights.info("weight_scale_inv")
     if info is None:
         return None
-    size = weights.quantization.get("weight_block_size") or [_BLOCK, _BLOCK]
-    rows, columns = (int(extent) for extent in size)
+    rows, columns = _block_size(weights)
     if width % columns:
         raise UnsupportedModelError(
             f"{weights.prefix}weight: {width} inputs are not a multiple of the block's {columns}"
@@ -48,7 +47,18 @@ def read(weights: Weights, shape: tuple[int, int], dtype: ir.DataType) -> Quanti
             f"{name}weight_scale_inv",
             (blocks[1], out),
             dtype,
-            lambda: np.repeat(scale().astype(np.float32), rows, axis=0)[:out].T,
+            lambda: np.repeat(scale(), rows, axis=0)[:out].T,
         ),
         block_size=columns,
     )
+
+
+def _block_size(weights: Weights) -> tuple[int, int]:
+    """Outputs and inputs of a block."""
+    size = weights.quantization.get("weight_block_size") or [_BLOCK, _BLOCK]
+    is_pair = isinstance(size, list) and len(size) == 2
+    if not is_pair or not all(type(extent) is int and extent > 0 for extent in size):
+        raise BrokenArtifactError(
+            f"the quantization config says weight_block_size {size!r}, not two positive integers"
+        )
+    return size[0], size[1]

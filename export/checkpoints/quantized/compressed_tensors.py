@@ -14,7 +14,7 @@ from edgellm.core.errors import (
     BrokenArtifactError,
     UnsupportedModelError,
 )
-from edgellm.export.checkpoints.gptq_conventions import check_groups, check_zero_points
+from edgellm.export.checkpoints.gptq_conventions import check_zero_points, num_groups
 from edgellm.export.checkpoints.int_packing import unpack
 from edgellm.export.checkpoints.quantized.modelopt import scalar
 from edgellm.export.checkpoints.quantized_weight import (
@@ -49,8 +49,7 @@ def _integers(weights: Weights, shape: tuple[int, int], dtype: ir.DataType) -> Q
             f"{name}weight_packed holds {bits}-bit weights", hint="4 and 8 bits are supported"
         )
     _check_shape(weights, shape)
-    blocks = scale_info.shape[1]
-    check_groups(weights, width, blocks)
+    blocks = num_groups(weights, width, scale_info, 1)
     _refuse_reordered(weights, width, width // blocks)
     words = weights.array("weight_packed", (out, width * bits // 32), "I32")
     scale = weights.array("weight_scale", (out, blocks), scale_info.dtype)

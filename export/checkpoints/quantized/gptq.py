@@ -15,8 +15,8 @@ from edgellm.core.errors import (
     UnsupportedModelError,
 )
 from edgellm.export.checkpoints.gptq_conventions import (
-    check_groups,
     check_zero_points,
+    num_groups,
     remedy,
     stores_less_one,
 )
@@ -36,8 +36,7 @@ def read(weights: Weights, shape: tuple[int, int], dtype: ir.DataType) -> Quanti
         raise UnsupportedModelError(
             f"{weights.prefix}qweight holds {bits}-bit weights", hint="4 and 8 bits are supported"
         )
-    blocks = scale_info.shape[0]
-    check_groups(weights, width, blocks)
+    blocks = num_groups(weights, width, scale_info, 0)
     words = weights.array("qweight", info.shape, "I32")
     scale = weights.array("scales", (blocks, out), scale_info.dtype)
     order = _order(weights, width, blocks)
@@ -77,6 +76,7 @@ def _order(weights: Weights, width: int, blocks: int) -> np.ndarray | None:
     groups = weights.array("g_idx", (width,), info.dtype)().astype(np.int64)
     if np.array_equal(groups, np.arange(width) // (width // blocks)):
         return None
-    if not np.array_equal(np.bincount(groups, minlength=blocks), [width // blocks] * blocks):
+    is_inside = bool(((groups >= 0) & (groups < blocks)).all())
+    if not is_inside or not (np.bincount(groups, minlength=blocks) == width // blocks).all():
         raise BrokenArtifactError(f"{weights.prefix}g_idx: the groups are of different sizes")
     return np.argsort(groups, kind="stable")

@@ -260,9 +260,50 @@ def _with_zero_point(tensors, config):
     return tensors
 
 
+def _as(last: str, to):
+    """A tensor of a layer, changed by `to`."""
+
+    def change(tensors, config):
+        del config
+        name = f"model.layers.1.mlp.up_proj.{last}"
+        tensors[name] = to(tensors[name]).contiguous()
+        return tensors
+
+    return change
+
+
+def _says(key: str, value: object):
+    def change(tensors, config):
+        config["quantization_config"][key] = value
+        return tensors
+
+    return change
+
+
+_ONLINE = {"config_groups": {"u": {"type": "hadamard", "apply": [{"location": "input"}]}}}
+
+
 @pytest.mark.parametrize(
     ("layout", "change", "error", "message"),
     [
+        ("gptq", _as("g_idx", lambda t: t - 1), BrokenArtifactError, "groups are of different"),
+        ("gptq", _as("g_idx", lambda t: t + 2**30), BrokenArtifactError, "groups are of different"),
+        ("gptq", _as("g_idx", lambda t: t.short()), UnsupportedModelError, "has type I16"),
+        ("gptq", _as("scales", lambda t: t[:0]), BrokenArtifactError, "no matrix of groups"),
+        ("awq", _as("scales", lambda t: t[0, 0]), BrokenArtifactError, "no matrix of groups"),
+        ("awq", _as("scales", lambda t: t.double()), UnsupportedModelError, "has type F64"),
+        ("ct-int4", _as("weight_scale", lambda t: t[:, :0]), BrokenArtifactError, "no matrix of"),
+        ("ct-int4", _says("transform_config", _ONLINE), UnsupportedModelError, "transform_config"),
+        ("gptq", _as("scales", lambda t: t.int() + 1), UnsupportedModelError, "stored as int32"),
+        (
+            "fp8-blocks",
+            _as("weight_scale_inv", lambda t: (t * 0 + 127).to(torch.uint8)),
+            UnsupportedModelError,
+            "is stored as uint8",
+        ),
+        ("fp8-blocks", _says("weight_block_size", [16]), BrokenArtifactError, "not two positive"),
+        ("fp8-blocks", _says("weight_block_size", "128"), BrokenArtifactError, "not two positive"),
+        ("fp8-blocks", _says("weight_block_size", [-1, 0]), BrokenArtifactError, "not two positiv"),
         ("fp8", _drop("input_scale"), BrokenArtifactError, "quantized without calibration data"),
         ("nvfp4", _drop("input_scale"), BrokenArtifactError, "input_scale is missing"),
         ("fp8", _set("weight", 0x7F), BrokenArtifactError, "up_proj.weight holds values that"),
