@@ -31,7 +31,7 @@ def build_engine(
         engine: folder of the engine.
         plan: what it is built for.
         backend_name: see `backends.find`.
-        report: told what is being done.
+        report: called with the phase.
 
     Raises:
         BrokenArtifactError: the bundle is damaged, or base and draft are no pair.

@@ -156,7 +156,7 @@ class ExpertLayer:
         return next(self.inner())
 
     def inner(self) -> Iterator[LinearWeight]:
-        """Gate and up of each expert, side by side; where there are no gates, its up."""
+        """Gate and up of each expert, concatenated; where there are no gates, its up."""
         stacks = (self.gate, self.up) if self.is_gated else (self.up,)
         for index in range(self.count):
             yield LinearWeight(tuple(stack.expert(index) for stack in stacks))

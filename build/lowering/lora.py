@@ -1,6 +1,6 @@
 """Linear layers that LoRA adapters change while an engine runs: where they read, what they add.
 
-On GPUs a product of weights, of layers side by side, adds one pair of products: A and B of its
+On GPUs a product of weights, of concatenated layers, adds one pair of products: A and B of its
 layers and of all adapters are one matrix each, and of what A gives rows keep what is theirs. For
 one row a launch takes longer than the zeros that stand in B between layers.
 """

@@ -62,7 +62,7 @@ def _attach(
 
 
 def _names(product: ir.Node) -> list[str]:
-    """The layers whose weights, side by side, a product has."""
+    """The layers whose concatenated weights a product has."""
     weight = product.inputs[1]
     return str(weight.name).rpartition(".")[0].split("+") if weight is not None else []
 

@@ -61,7 +61,7 @@ def build(
         engine: is written.
         target: library and GPU.
         options: of the compiler.
-        report: told the compiler's phases.
+        report: called with the compiler's phases.
         threads: 0 leaves their number to the library.
 
     Raises:

@@ -70,7 +70,7 @@ def base_passes(plan: Plan) -> list[Pass]:
 
 
 def _shared_passes(plan: Plan, tree: int) -> list[Pass]:
-    """Those of several sequences: a token, tokens or trees side by side, prompts beside them.
+    """Those of several sequences: a token, tokens or trees, with prompts.
 
     Of a mask as many columns are there as the largest tree has rows; pieces of prompts have image
     rows wherever tokens stand.

@@ -206,7 +206,7 @@ def run_in_pieces(
 ) -> list[dict[str, NDArray[Any]]]:
     """What inlined graphs give for `inputs`; their weights are read from their files in order.
 
-    Two versions of a graph are computed side by side, where that reads weights once. `on_progress`:
+    Two versions of a graph are computed together if that reads weights once. `on_progress`:
     how many pieces of how many were computed.
 
     Raises:

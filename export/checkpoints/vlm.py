@@ -19,7 +19,7 @@ from edgellm.export.config.reader import ConfigReader
 @dataclass(frozen=True, slots=True)
 class _Family:
     text_type: str = ""  # the architecture of the text tower; "": its config says it
-    # Of configs that hold the text tower's keys and these side by side.
+    # Of configs that hold the text tower's keys as well as these.
     other_keys: tuple[str, ...] = ()
     interleaves_axes: bool = False  # of M-RoPE, also where its config does not say so
 

@@ -242,7 +242,7 @@ def write_weights(
     Args:
         path: the file to make, beside the graph.
         parameters: graph values with their recipes.
-        advance: told the number of bytes after each piece.
+        advance: called with the number of bytes after each piece.
 
     Returns:
         Size and sha256 of the file.

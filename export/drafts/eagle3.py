@@ -1,6 +1,6 @@
 """EAGLE-3 (arXiv 2503.01840) and EAGLE-3.1 (2605.09992): one layer over fused features.
 
-The first layer attends over the token's embedding and the hidden row side by side; what it gives
+The first layer attends over the token's embedding and the hidden row, concatenated; what it gives
 to the next step is its output before the final norm (EAGLE-3.1 with `norm_output`: after it).
 S rows of a pass, R rows of its head, H hidden size of the base, T taps, D hidden size of the draft.
 """
@@ -55,7 +55,7 @@ class Fuse:
 
 
 class FirstLayer:
-    """The layer that reads embeddings and hidden rows side by side."""
+    """The layer that reads embeddings and hidden rows, concatenated."""
 
     def __init__(self, config: DraftConfig, weights: Weights) -> None:
         decoder = config.decoder

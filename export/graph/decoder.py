@@ -111,7 +111,7 @@ def _copied(value: ir.Value) -> ir.Value:
 def _taps(
     op: Op, model: Any, hidden: ir.Value, state: PassState, taps: tuple[int, ...], hidden_size: int
 ) -> ir.Value:
-    """The tapped streams side by side, [1, S, T*H]; `hidden` leaves the last layer."""
+    """The tapped streams, concatenated, [1, S, T*H]; `hidden` leaves the last layer."""
     with op.scope("taps"):
         streams = [
             state.residuals[tap] if tap < len(state.residuals) else model.norm(op, hidden)

@@ -118,7 +118,7 @@ class Mamba2:
         return self.out_proj(op, self.gated(op, y, gate))
 
     def project(self, op: Op, x: ir.Value) -> ir.Value:
-        """Gates, what is convolved and steps side by side."""
+        """Gates, what is convolved and steps, concatenated."""
         return self.in_proj(op, x)
 
     def gated(self, op: Op, y: ir.Value, gate: ir.Value) -> ir.Value:

@@ -59,7 +59,7 @@ class TileAttention:
 
 
 def pixel_shuffle(op: Op, x: ir.Value, side: int, factor: int, size: int) -> ir.Value:
-    """Blocks of factor * factor patches side by side in one row each (arXiv 1609.05158, inverted).
+    """Blocks of factor * factor patches concatenated in one row each (arXiv 1609.05158, inverted).
 
     x [N, side * side, size] -> [N, (side / factor) ** 2, factor * factor * size].
     """

@@ -1,4 +1,4 @@
-"""Cohere 2 (Command R7B, Aya): attention and network side by side, layer norms, scaled logits.
+"""Cohere 2 (Command R7B, Aya): attention and MLP in parallel, layer norms, scaled logits.
 
 Layers that see all do not turn.
 """

@@ -1,4 +1,4 @@
-"""Falcon-H1: attention and Mamba 2 side by side in every layer, and factors on all branches."""
+"""Falcon-H1: attention and Mamba 2 in parallel in every layer, and factors on all branches."""
 
 from __future__ import annotations
 
@@ -142,7 +142,7 @@ class Mamba(Mamba2):
         self.config = config
 
     def project(self, op: Op, x: ir.Value) -> ir.Value:
-        """Gates, what is convolved and steps side by side."""
+        """Gates, what is convolved and steps, concatenated."""
         sizes, factors = self.sizes, self.config.multipliers
         y = super().project(op, _scaled(op, x, factors.ssm_in))
         if set(factors.ssm) == {1.0}:

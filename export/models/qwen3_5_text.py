@@ -146,7 +146,7 @@ class GatedDeltaNet:
             setattr(self, f"in_proj_{name}", layer)
 
     def projected(self, op: Op, x: ir.Value) -> tuple[ir.Value, ir.Value, ir.Value, ir.Value]:
-        """Queries, keys and values side by side; gates z, a and b."""
+        """Queries, keys and values, concatenated; gates z, a and b."""
         return tuple(getattr(self, f"in_proj_{name}")(op, x) for name in ("qkv", "z", "a", "b"))  # type: ignore[return-value]
 
     def forward(self, op: Op, x: ir.Value, state: PassState, layer: int) -> ir.Value:

@@ -1,4 +1,4 @@
-"""Qwen3-Next: Qwen3.5's layers with experts, and the projections of a key head side by side."""
+"""Qwen3-Next: Qwen3.5's layers with experts, and the projections of a key head, concatenated."""
 
 from __future__ import annotations
 
@@ -53,7 +53,7 @@ class GatedDeltaNet(qwen3_5_text.GatedDeltaNet):
         self.in_proj_ba = Linear(weights / "in_proj_ba", hidden, rates, bias=False)
 
     def projected(self, op: Op, x: ir.Value) -> tuple[ir.Value, ir.Value, ir.Value, ir.Value]:
-        """Queries, keys and values side by side; gates z, a and b."""
+        """Queries, keys and values, concatenated; gates z, a and b."""
         sizes = self.sizes
         shared = sizes.value_heads // sizes.key_heads
         rows = [layer(op, x) for layer in self.rows]

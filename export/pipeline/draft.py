@@ -67,7 +67,7 @@ def export_draft(
         base: the model that it drafts for; gives its sizes, the embedding, perhaps the head.
         output: the bundle's folder.
         options: what the user chose.
-        progress: told the bytes written and the bytes in all.
+        progress: called with the bytes written and the bytes in all.
 
     Raises:
         UnsupportedModelError: a layout that is not understood, or a draft for another base.

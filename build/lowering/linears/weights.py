@@ -212,7 +212,7 @@ class WeightPart:
 
 @dataclass(frozen=True, slots=True)
 class LinearWeight:
-    """One or several weights with the same input, side by side along the output axis."""
+    """One or several weights with the same input concatenated along the output axis."""
 
     parts: tuple[WeightPart, ...]
 

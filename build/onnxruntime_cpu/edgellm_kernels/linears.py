@@ -55,7 +55,7 @@ class OwnLinears:
     def emit_gated(
         self, graph: GraphEditor, x: ir.Value, weight: LinearWeight, name: str
     ) -> ir.Value:
-        """Swish(gate) * up of a weight that is both, side by side."""
+        """Swish(gate) * up of a weight that is both, concatenated."""
         form, width = self.form(weight, name, is_gated=True), weight.widths[0]
         assert form is not None
         return _product(

@@ -14,7 +14,7 @@ bias of `ssm_dt`; Mamba 2 has A and D as columns and its norm as [groups, size].
   without Mamba is a file of Granite 3.
 * Falcon-H1: all factors are part of the weights. Where the head is the embedding, that of the
   logits is lost.
-* Nemotron-H: pairs side by side, too, although nothing turns.
+* Nemotron-H: adjacent pairs too, without RoPE.
 """
 
 from __future__ import annotations

@@ -48,7 +48,7 @@ def run_contest(job: Job, minutes: float | None, progress: Progress) -> Report:
     Args:
         job: whose algorithm is open.
         minutes: after which no further way is waited for; the first is finished in any case.
-        progress: told of each way's parts.
+        progress: called with each way's parts.
 
     Raises:
         EdgeLLMError: as `run_job`.

@@ -39,7 +39,7 @@ def run_recipes(job: Job, points: float, progress: Progress) -> Report:
     Args:
         job: of a draft; a head that it asks for is every recipe's.
         points: per cent of the base's tokens that the draft may predict less often than in floats.
-        progress: told of each recipe's parts.
+        progress: called with each recipe's parts.
 
     Raises:
         EdgeLLMError: as `run_job`.

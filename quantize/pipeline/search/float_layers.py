@@ -25,7 +25,7 @@ def run_keeping(job: Job, progress: Progress) -> Report:
 
     Args:
         job: with `keep_budget`.
-        progress: told of the parts of both runs.
+        progress: called with the parts of both runs.
 
     Raises:
         EdgeLLMError: as `run_job`.
