@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import json
+from dataclasses import fields
 from pathlib import Path
 from typing import Annotated, Any, Literal, get_args
 
@@ -149,23 +150,19 @@ class Request(msgspec.Struct, forbid_unknown_fields=True):
         return msgspec.structs.replace(options, **own)
 
 
+# The options that `SamplingParams` has by the same name: a new one needs no further line here.
+_SAMPLING = {each.name for each in fields(SamplingParams)}.intersection(Options.__struct_fields__)
+
+
 def sampling_of(options: Options, *, greedy: bool = False) -> SamplingParams:
     """Sampling parameters; `greedy` overrides the temperature."""
-    return SamplingParams(
-        0.0 if greedy else options.temperature,
-        options.top_p,
-        options.top_k,
-        options.seed,
-        options.min_p,
-        options.repetition_penalty,
-        options.presence_penalty,
-        options.frequency_penalty,
-        options.logit_bias,
-        None if options.guided_decoding is None else options.guided_decoding.guide(),
-        min_tokens=options.min_tokens,
-        ignore_eos=options.ignore_eos,
-        stop_token_ids=tuple(options.stop_token_ids),
-    )
+    values = {name: getattr(options, name) for name in _SAMPLING}
+    values["stop_token_ids"] = tuple(options.stop_token_ids)
+    if options.guided_decoding is not None:
+        values["guide"] = options.guided_decoding.guide()
+    if greedy:
+        values["temperature"] = 0.0
+    return SamplingParams(**values)
 
 
 def read_file(path: Path) -> tuple[Options, list[Any]]:

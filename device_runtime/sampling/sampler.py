@@ -5,7 +5,7 @@ from __future__ import annotations
 import copy
 import math
 from collections.abc import Iterable, Mapping, Sequence
-from dataclasses import dataclass, field
+from dataclasses import KW_ONLY, dataclass, field
 
 import numpy as np
 from numpy.typing import NDArray
@@ -41,6 +41,7 @@ class SamplingParams:
     top_p: float = 0.8
     top_k: int = 50  # 0 keeps all
     seed: int = 42
+    _: KW_ONLY
     min_p: float = 0.0  # relative to the likeliest token; 0 keeps all
     repetition_penalty: float = 1.0  # see `PenaltyRules`
     presence_penalty: float = 0.0

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 from collections.abc import Iterable, Sequence
+from dataclasses import fields
 from typing import Annotated, Any, Literal
 
 from pydantic import Field
@@ -96,22 +97,14 @@ class Sampled(Formed):
 
     def sampling(self, num_logprobs: int | None, guide: Guide | None) -> SamplingParams:
         """OpenAI's defaults: temperature 1 and the whole vocabulary."""
-        return SamplingParams(
-            temperature=1.0 if self.temperature is None else self.temperature,
-            top_p=1.0 if self.top_p is None else self.top_p,
-            top_k=max(self.top_k or 0, 0),
-            seed=seed_or_any(self.seed),
-            min_p=self.min_p or 0.0,
-            repetition_penalty=self.repetition_penalty or 1.0,
-            presence_penalty=self.presence_penalty or 0.0,
-            frequency_penalty=self.frequency_penalty or 0.0,
-            logit_bias={int(token): bias for token, bias in (self.logit_bias or {}).items()},
-            guide=guide,
-            num_logprobs=num_logprobs,
-            min_tokens=self.min_tokens or 0,
-            ignore_eos=bool(self.ignore_eos),
-            stop_token_ids=tuple(self.stop_token_ids or ()),
-        )
+        given = {name: getattr(self, name) for name in _SAMPLING}
+        values: dict[str, Any] = {"temperature": 1.0, "top_p": 1.0}
+        values |= {name: value for name, value in given.items() if value is not None}
+        values["top_k"] = max(self.top_k or 0, 0)
+        values["seed"] = seed_or_any(self.seed)
+        values["logit_bias"] = {int(token): bias for token, bias in (self.logit_bias or {}).items()}
+        values["stop_token_ids"] = tuple(self.stop_token_ids or ())
+        return SamplingParams(**values, guide=guide, num_logprobs=num_logprobs)
 
     def ends(self, eos_token_ids: Iterable[int]) -> frozenset[int]:
         """The tokens that end the answer, and are not in it."""
@@ -125,6 +118,10 @@ class Sampled(Formed):
     def streams(self) -> bool:
         """Whether the answer shall come as server-sent events."""
         return bool(self.stream)
+
+
+# The options that `SamplingParams` has by the same name: a new one needs no further line here.
+_SAMPLING = {each.name for each in fields(SamplingParams)} & Sampled.model_fields.keys()
 
 
 class CompletionRequest(Sampled):

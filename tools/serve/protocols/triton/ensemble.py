@@ -60,9 +60,13 @@ class EnsembleParameters(Body):
             temperature = 1.0 if self.top_p or (self.top_k or 0) > 1 else 0.0
         seed = self.random_seed if self.random_seed is not None else self.seed
         return SamplingParams(
-            temperature, self.top_p or 1.0, self.top_k or 0,
-            seed_or_any(None if seed is None else seed % 2**63), 0.0,
-            self.repetition_penalty or 1.0, self.presence_penalty or 0.0,
-            self.frequency_penalty or 0.0, min_tokens=self.min_length or 0,
+            temperature=temperature,
+            top_p=self.top_p or 1.0,
+            top_k=self.top_k or 0,
+            seed=seed_or_any(None if seed is None else seed % 2**63),
+            repetition_penalty=self.repetition_penalty or 1.0,
+            presence_penalty=self.presence_penalty or 0.0,
+            frequency_penalty=self.frequency_penalty or 0.0,
+            min_tokens=self.min_length or 0,
             stop_token_ids=() if self.end_id is None else (self.end_id,),
-        )  # fmt: skip
+        )

@@ -6,6 +6,7 @@ temperature, top-p or top-k, vLLM samples. An answer begins with its prompt, but
 
 from __future__ import annotations
 
+from dataclasses import fields
 from typing import Annotated, Any, Literal
 
 from pydantic import Field
@@ -50,12 +51,15 @@ class VllmParameters(Body):
 
     def sampling(self) -> SamplingParams:
         """How tokens are chosen."""
-        return SamplingParams(
-            self.temperature, self.top_p, max(self.top_k, 0), seed_or_any(self.seed), self.min_p,
-            self.repetition_penalty, self.presence_penalty, self.frequency_penalty,
-            min_tokens=self.min_tokens, ignore_eos=self.ignore_eos,
-            stop_token_ids=tuple(self.stop_token_ids or ()),
-        )  # fmt: skip
+        values = {name: getattr(self, name) for name in _SAMPLING}
+        values["top_k"] = max(self.top_k, 0)
+        values["seed"] = seed_or_any(self.seed)
+        values["stop_token_ids"] = tuple(self.stop_token_ids or ())
+        return SamplingParams(**values)
+
+
+# The parameters that `SamplingParams` has by the same name.
+_SAMPLING = {each.name for each in fields(SamplingParams)} & VllmParameters.model_fields.keys()
 
 
 class GenerateRequest(EnsembleParameters):
@@ -123,11 +127,12 @@ class GenerateRequest(EnsembleParameters):
         shape = (temperature, self.sampling_param_top_p, self.sampling_param_top_k)
         if temperature is None:
             temperature = 0.0 if shape == (None, None, None) else 1.0
+        top_p = self.sampling_param_top_p
         return SamplingParams(
-            temperature,
-            1.0 if self.sampling_param_top_p is None else self.sampling_param_top_p,
-            self.sampling_param_top_k or 0,
-            seed_or_any(self.sampling_param_seed),
+            temperature=temperature,
+            top_p=1.0 if top_p is None else top_p,
+            top_k=self.sampling_param_top_k or 0,
+            seed=seed_or_any(self.sampling_param_seed),
             presence_penalty=self.sampling_param_presence_penalty or 0.0,
             frequency_penalty=self.sampling_param_frequency_penalty or 0.0,
         )
