@@ -94,7 +94,8 @@ def num_groups(weights: Weights, width: int, scales: TensorInfo, axis: int) -> i
             f"{weights.prefix.rstrip('.')}: scales of shape {list(scales.shape)} are no matrix of "
             "groups and outputs"
         )
-    for size in {args.get("group_size") for args in _statements(weights.quantization)}:
+    for args in _statements(weights.quantization):
+        size = args.get("group_size")
         if not isinstance(size, int) or not 0 < size < width:
             continue
         if width % size and -(-width // size) == groups:

@@ -159,10 +159,17 @@ def _processor_files(folder: Path) -> dict[str, bytes]:
     return {name: (folder / name).read_bytes() for name in names}
 
 
+# Where AutoGPTQ, GPTQModel and AutoAWQ say how weights are stored if config.json does not.
+_OWN_FILES = {"quantize_config.json": "gptq", "quant_config.json": "awq"}
+
+
 def _quantization(folder: Path, config: dict[str, Any]) -> dict[str, Any]:
     """How the weights are stored; ModelOpt's own file knows more than its config.json."""
     found = read_json(folder / "hf_quant_config.json").get("quantization")
     found = config.get("quantization_config") if found is None else found
+    for name, maker in _OWN_FILES.items():
+        if found is None and (said := read_json(folder / name)):
+            found = {"quant_method": maker, **said}
     if found is not None and not isinstance(found, dict):
         raise BrokenArtifactError(f"{folder}: the quantization config is not a JSON object")
     return found or {}

@@ -197,5 +197,10 @@ def algorithm(weights: Weights) -> str:
     """ModelOpt's name of a layer's format, "" where the checkpoint does not say."""
     config = weights.quantization
     layers = config.get("quantized_layers") or {}
-    layer = layers.get(weights.prefix.rstrip(".")) or {}
+    layer = layers.get(weights.prefix.rstrip(".")) or {} if isinstance(layers, dict) else layers
+    if not isinstance(layer, dict):
+        raise BrokenArtifactError(
+            f"{weights.prefix.rstrip('.')}: quantized_layers of the quantization config is no JSON "
+            "object of objects"
+        )
     return str(layer.get("quant_algo") or config.get("quant_algo") or "")

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import json
+import shutil
 
 import numpy as np
 import onnx
@@ -293,6 +294,18 @@ _ONLINE = {"config_groups": {"u": {"type": "hadamard", "apply": [{"location": "i
         ("awq", _as("scales", lambda t: t[0, 0]), BrokenArtifactError, "no matrix of groups"),
         ("awq", _as("scales", lambda t: t.double()), UnsupportedModelError, "has type F64"),
         ("ct-int4", _as("weight_scale", lambda t: t[:, :0]), BrokenArtifactError, "no matrix of"),
+        (
+            "ct-fp8",
+            _says("quantized_layers", ["up_proj"]),
+            BrokenArtifactError,
+            "quantized_layers of the quantization",
+        ),
+        (
+            "ct-fp8",
+            _says("quantized_layers", {"model.layers.0.self_attn.q_proj": "FP8"}),
+            BrokenArtifactError,
+            "q_proj: quantized_layers",
+        ),
         ("ct-int4", _says("transform_config", _ONLINE), UnsupportedModelError, "transform_config"),
         ("gptq", _as("scales", lambda t: t.int() + 1), UnsupportedModelError, "stored as int32"),
         (
@@ -334,6 +347,33 @@ def test_damaged_and_unknown_layouts_are_refused(
     with pytest.raises(error, match=message.replace("(", r"\(")):
         export_llm(open_checkpoint(str(folder)), tmp_path / "bundle", ExportOptions("fp32"))
     assert not (tmp_path / "bundle").exists()
+
+
+@pytest.mark.parametrize("size", [[16], {"all": 16}])
+def test_group_sizes_that_are_no_numbers_leave_it_to_the_tensors(quantized, tmp_path, size):
+    source = tmp_path / "checkpoint"
+    shutil.copytree(quantized("gptq")[0] / "checkpoint", source)
+    config = json.loads((source / "config.json").read_text())
+    config["quantization_config"]["group_size"] = size
+    (source / "config.json").write_text(json.dumps(config))
+    export_llm(open_checkpoint(str(source)), tmp_path / "bundle", ExportOptions("fp32"))
+    expected = graph_weights(quantized("gptq")[0] / "bundle")
+    for name, weight in graph_weights(tmp_path / "bundle").items():
+        np.testing.assert_array_equal(weight, expected[name])
+
+
+def test_a_file_of_its_own_says_how_zero_points_are_stored(tiny_checkpoint, tmp_path):
+    """As AutoGPTQ and GPTQModel write it; config.json alone names no quantization here."""
+    layout = Layout(gptq(4, symmetric=False, version=2))
+    meant = write_checkpoint(tiny_checkpoint, tmp_path / "checkpoint", layout)
+    said = {"bits": 4, "group_size": 16, "sym": False, "checkpoint_format": "gptq_v2"}
+    (tmp_path / "checkpoint/quantize_config.json").write_text(json.dumps(said))
+    checkpoint = open_checkpoint(str(tmp_path / "checkpoint"))
+    manifest = export_llm(checkpoint, tmp_path / "bundle", ExportOptions("fp32"))
+    assert manifest.quantization == "gptq"
+    found = graph_weights(tmp_path / "bundle")
+    for name, expected in meant.items():
+        np.testing.assert_allclose(found[name], expected, rtol=3e-7, atol=0)
 
 
 def test_scales_that_half_precision_cannot_hold(quantized, tmp_path):
