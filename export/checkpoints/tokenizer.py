@@ -194,7 +194,15 @@ def _convert_slow(folder: Path) -> TokenizerFiles:
             hint="in edgellm's folder: pip install '.[host]'",
         ) from None
     with tempfile.TemporaryDirectory() as converted:
-        AutoTokenizer.from_pretrained(folder, local_files_only=True).save_pretrained(converted)
+        try:
+            tokenizer = AutoTokenizer.from_pretrained(folder, local_files_only=True)
+        except Exception as error:  # noqa: BLE001 - of a damaged file it raises anything
+            reason = str(error).strip().partition("\n")[0] or type(error).__name__
+            raise BrokenArtifactError(
+                f"transformers cannot read the tokenizer of {folder}: {reason}",
+                hint=f"{_REMEDY}, or save the tokenizer as {TOKENIZER} elsewhere",
+            ) from None
+        tokenizer.save_pretrained(converted)
         if not (Path(converted) / TOKENIZER).exists():
             raise EdgeLLMError(f"transformers cannot convert the tokenizer of {folder}")
         return read_tokenizer(Path(converted))

@@ -65,7 +65,8 @@ def read_rope(
     """
     parameters = read_parameters(reader)
     theta = reader.read("rope_theta", float, traits.theta)
-    parameters["rope_theta"] = parameters.get("rope_theta") or theta
+    if parameters.get("rope_theta") is None:
+        parameters["rope_theta"] = theta
     return rope_of(reader, parameters, head_dim, max_positions, traits)
 
 
@@ -98,7 +99,8 @@ def read_ropes(
     found = {}
     for kind, default in thetas.items():
         parameters = dict(ConfigReader(nested).optional(kind, dict) or {})
-        parameters["rope_theta"] = parameters.get("rope_theta") or default
+        if parameters.get("rope_theta") is None:
+            parameters["rope_theta"] = default
         if not parameters.get("truncate", True):
             raise UnsupportedModelError(
                 f"config.json: the rope of {kind} has truncate = {parameters['truncate']!r}, "

@@ -54,10 +54,20 @@ def read_architecture(
 
 
 def end_ids(checkpoint: Checkpoint) -> set[Any]:
-    """All ids that end an answer: of the generation config, the model's configs, the tokenizer."""
+    """All ids that end an answer: of the generation config, the model's configs, the tokenizer.
+
+    Raises:
+        UnsupportedModelError: an id that is no whole number.
+    """
     tower = text_tower(checkpoint).checkpoint
     found: set[Any] = {checkpoint.eos_token_id} - {None}
     for source in (checkpoint.generation_config, checkpoint.config, tower.config):
         value = source.get("eos_token_id")
-        found.update(value if isinstance(value, list) else [value] if value is not None else [])
+        ids = value if isinstance(value, list) else [] if value is None else [value]
+        if wrong := [each for each in ids if type(each) is not int]:
+            raise UnsupportedModelError(
+                f"eos_token_id {wrong[0]!r} is not a token of the model",
+                hint="correct it in generation_config.json or config.json (and its text_config)",
+            )
+        found.update(ids)
     return found

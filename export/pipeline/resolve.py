@@ -109,6 +109,10 @@ def _open_folder(folder: Path, *, tokenizer: bool, is_draft: bool = False) -> Ch
             f"{folder} is not a checkpoint: it has no config.json",
             hint="give the folder that holds config.json and *.safetensors",
         )
+    if not isinstance(config.get("model_type", ""), str):
+        raise BrokenArtifactError(
+            f"{folder}: the model_type of config.json is not a text", hint=_REMEDY
+        )
     found = read_tokenizer(folder) if tokenizer else TokenizerFiles({})
     return Checkpoint(
         label=str(folder),
@@ -220,7 +224,16 @@ def _shards(index: Path) -> list[str]:
     named = read_json(index).get("weight_map")
     if not isinstance(named, dict) or not all(isinstance(name, str) for name in named.values()):
         raise BrokenArtifactError(f"{index} has no weight_map, or one that names no files")
+    if outside := [name for name in named.values() if not _is_inside(name)]:
+        raise BrokenArtifactError(
+            f"{index} names {outside[0]!r}, which is no file of its folder", hint=_REMEDY
+        )
     return sorted(set(named.values()))
+
+
+def _is_inside(name: str) -> bool:
+    path = Path(name)
+    return bool(path.name) and not path.is_absolute() and ".." not in path.parts
 
 
 def _refuse_other_save(folder: Path, index: Path, shards: list[str]) -> None:

@@ -11,10 +11,12 @@ from pathlib import Path
 
 import pytest
 
-from edgellm.core.errors import BrokenArtifactError
+from edgellm.core.errors import BrokenArtifactError, EdgeLLMError
 from edgellm.core.manifest import LLM_BUNDLE, load_bundle
 from edgellm.core.peft_adapter import read_adapter
 from edgellm.core.safetensors_io import Safetensors
+from edgellm.export.graph.architecture import ExportOptions
+from edgellm.export.pipeline.llm import export_llm
 from edgellm.export.pipeline.resolve import open_checkpoint
 
 
@@ -111,3 +113,53 @@ def test_the_place_of_a_tensor_is_a_whole_number(tmp_path, begin):
     path.write_bytes(struct.pack("<Q", len(header)) + header + bytes(8))
     with pytest.raises(BrokenArtifactError, match="not a safetensors file"):
         Safetensors([path])
+
+
+def _changed(folder: Path, name: str, **changes: object) -> None:
+    path = folder / name
+    path.write_text(json.dumps({**json.loads(path.read_text()), **changes}))
+
+
+@pytest.mark.parametrize(
+    "shard", ["", ".", "..", "../model.safetensors", "/etc/passwd", "a/../../b"]
+)
+def test_an_index_that_names_no_file_of_its_folder(folder, shard):
+    (folder / "model.safetensors").rename(folder / "model-00001-of-00001.safetensors")
+    index = {"weight_map": {"a": "model-00001-of-00001.safetensors", "b": shard}}
+    (folder / "model.safetensors.index.json").write_text(json.dumps(index))
+    rejected(folder, "which is no file of its folder")
+
+
+@pytest.mark.parametrize("name", ["tokenizer.model", "vocab.json"])
+@pytest.mark.parametrize("content", [b"", b"garbage", b"{", b'{"a": 0}'])
+def test_a_slow_tokenizer_that_transformers_cannot_read(folder, name, content):
+    (folder / "tokenizer.json").unlink()
+    (folder / name).write_bytes(content)
+    rejected(folder, "transformers cannot read the tokenizer of")
+
+
+@pytest.mark.parametrize("name", ["config.json", "generation_config.json"])
+@pytest.mark.parametrize("value", [[[2]], {"a": 1}, [True], [2.5], [2.0], "</s>", [{}], False])
+def test_ends_that_are_no_tokens(folder, tmp_path, name, value):
+    _changed(folder, name, eos_token_id=value)
+    with pytest.raises(EdgeLLMError, match="is not a token of the model") as caught:
+        export_llm(open_checkpoint(str(folder)), tmp_path / "bundle", ExportOptions("fp32"))
+    assert caught.value.hint
+
+
+@pytest.mark.parametrize("value", [[], {}, 5, True, ["llama"]])
+def test_a_model_type_that_is_no_text(folder, value):
+    _changed(folder, "config.json", model_type=value)
+    rejected(folder, "the model_type of config.json is not a text")
+
+
+@pytest.mark.parametrize("key", ["rope_parameters", "rope_theta"])
+def test_a_rope_of_base_zero(folder, tmp_path, key):
+    """0 is not the same as no number, which stands for the family's own."""
+    path = folder / "config.json"
+    config = json.loads(path.read_text())
+    config.pop("rope_parameters", None)
+    config[key] = 0.0 if key == "rope_theta" else {"rope_type": "default", "rope_theta": 0.0}
+    path.write_text(json.dumps(config))
+    with pytest.raises(EdgeLLMError, match="rope"):
+        export_llm(open_checkpoint(str(folder)), tmp_path / "bundle", ExportOptions("fp32"))

@@ -159,7 +159,13 @@ def _decoded(rows: np.ndarray, kind: str) -> np.ndarray:
     """Blocks as float32."""
     from gguf import GGMLQuantizationType, dequantize
 
-    return dequantize(rows, GGMLQuantizationType[kind])
+    try:
+        return dequantize(rows, GGMLQuantizationType[kind])
+    except NotImplementedError:
+        raise UnsupportedModelError(
+            f"the GGUF file has tensors of type {kind}, which the package gguf does not decode",
+            hint="quantize the model again to another type, as Q8_0 or Q4_K_M",
+        ) from None
 
 
 def open_gguf(path: Path) -> Checkpoint:

@@ -69,9 +69,9 @@ def read_gguf(path: Path) -> GGUFFile:
     tensor_count, pair_count = header.number("<u8"), header.number("<u8")
     metadata = _metadata(header, pair_count)
     facts = [_tensor_facts(header) for _ in range(tensor_count)]
-    alignment = int(metadata.get("general.alignment", _ALIGNMENT_BYTES))
-    if alignment < 1:
-        raise ValueError(f"an alignment of {alignment}")
+    alignment = metadata.get("general.alignment", _ALIGNMENT_BYTES)
+    if type(alignment) is not int or alignment < 1:
+        raise ValueError(f"an alignment of {alignment!r}")
     begin = -(-header.place // alignment) * alignment
     return GGUFFile(metadata, tuple(_mapped(header.data, begin, *each) for each in facts))
 

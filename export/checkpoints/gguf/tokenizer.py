@@ -83,12 +83,27 @@ def end_ids(get: Get) -> set[int]:
         get: look-up of a metadata key, with an optional default.
     """
     tokens: list[str] = get("tokenizer.ggml.tokens")
-    eos, *others = (get(f"tokenizer.ggml.{name}_token_id") for name in ("eos", "eot", "eom"))
+    eos, *others = (_special_id(get, tokens, name) for name in ("eos", "eot", "eom"))
     found = {tokens[index]: index for index in others if index is not None}
     found |= _ends_by_text(get, tokens)
     if _CALLS & found.keys() and _LAST & found.keys():
         found.pop("<|end|>", None)  # there it ends a message, after which others follow
-    return {*found.values()} | ({eos} - {None})
+    return {*found.values()} | (set() if eos is None else {eos})
+
+
+def _special_id(get: Get, tokens: list[str], name: str) -> int | None:
+    """The id of a token with a role, None where the file names none."""
+    token_id = get(f"tokenizer.ggml.{name}_token_id")
+    if token_id is None or (type(token_id) is int and 0 <= token_id < len(tokens)):
+        return token_id
+    raise ValueError(f"tokenizer.ggml.{name}_token_id {token_id!r} is none of its tokens")
+
+
+def _switch(get: Get, name: str, default: bool) -> bool:
+    value = get(f"tokenizer.ggml.{name}", default)
+    if not isinstance(value, bool):
+        raise TypeError(f"tokenizer.ggml.{name} is {value!r}, not true or false")
+    return value
 
 
 def _ends_by_text(get: Get, tokens: list[str]) -> dict[str, int]:
@@ -143,14 +158,14 @@ def convert_tokenizer(get: Get) -> dict[str, bytes]:
 
 def _frame(tokenizer: Tokenizer, get: Get, tokens: list[str], *, begins: bool) -> None:
     """Add the tokens around each text; with `begins` the first one unless the file denies it."""
-    first = get("tokenizer.ggml.bos_token_id")
-    last = get("tokenizer.ggml.eos_token_id")
-    if not get("tokenizer.ggml.add_bos_token", begins):
+    first = _special_id(get, tokens, "bos")
+    last = _special_id(get, tokens, "eos")
+    if not _switch(get, "add_bos_token", begins):
         first = None
-    if not get("tokenizer.ggml.add_eos_token", False):
-        adds_separator = get("tokenizer.ggml.add_sep_token", False)
+    if not _switch(get, "add_eos_token", False):
+        adds_separator = _switch(get, "add_sep_token", False)
         # The specification's spelling.
-        last = get("tokenizer.ggml.seperator_token_id") if adds_separator else None
+        last = _special_id(get, tokens, "seperator") if adds_separator else None
     around = {tokens[index]: index for index in (first, last) if index is not None}
     if around:
         text = [*_token(tokens, first), "$A", *_token(tokens, last)]
@@ -163,7 +178,7 @@ def _token(tokens: list[str], index: int | None) -> list[str]:
 
 def _special_tokens(get: Get, tokens: list[str]) -> dict[str, str]:
     names = {"bos_token": "bos", "eos_token": "eos", "unk_token": "unknown", "pad_token": "padding"}
-    ids = {name: get(f"tokenizer.ggml.{key}_token_id") for name, key in names.items()}
+    ids = {name: _special_id(get, tokens, key) for name, key in names.items()}
     return {name: tokens[token_id] for name, token_id in ids.items() if token_id is not None}
 
 
@@ -220,7 +235,7 @@ def _sentencepiece(get: Get, tokens: list[str], types: list[int]) -> Tokenizer:
         pairs.sort(key=lambda pair: (vocabulary[pair[0]], vocabulary[pair[1]]))
         merges += [(scores[vocabulary[token]], pair) for pair in pairs]
     merges.sort(key=lambda merge: merge[0], reverse=True)
-    unknown = tokens[get("tokenizer.ggml.unknown_token_id", 0)]
+    unknown = tokens[_special_id(get, tokens, "unknown") or 0]
     tokenizer = Tokenizer(
         BPE(
             vocabulary,
@@ -232,7 +247,7 @@ def _sentencepiece(get: Get, tokens: list[str], types: list[int]) -> Tokenizer:
     )
     steps: list[Any] = [normalizers.Replace(" ", "▁")]
     strip: list[Any] = []
-    if get("tokenizer.ggml.add_space_prefix", True):
+    if _switch(get, "add_space_prefix", True):
         steps.insert(0, normalizers.Prepend("▁"))
         strip = [decoders.Strip(" ", 1, 0)]
     tokenizer.normalizer = normalizers.Sequence(steps)

@@ -289,3 +289,54 @@ def test_sentencepiece_ids_are_those_of_llama_cpp(has_prefix, expected):
     texts = ("ab aba", "a  b\n\nab", "bab é<turn>ab", " ab")
     assert [tokenizer.encode(text).ids for text in texts] == [[1, *ids] for ids in expected]
     assert len(SCORED) == tokenizer.get_vocab_size()
+
+
+_IDS = ("bos", "eos", "eot", "eom", "unknown", "padding")
+
+
+@pytest.mark.parametrize(
+    ("key", "value"),
+    [
+        *[(f"tokenizer.ggml.{name}_token_id", -1) for name in _IDS],
+        ("tokenizer.ggml.bos_token_id", True),
+        ("tokenizer.ggml.eos_token_id", 10**6),
+        ("tokenizer.ggml.add_bos_token", "false"),
+        ("tokenizer.ggml.add_eos_token", 1),
+        ("general.alignment", [32, 32]),
+        ("general.alignment", 32.5),
+        ("general.alignment", "32"),
+    ],
+)
+def test_values_of_wrong_types_or_bounds(tmp_path, tiny, monkeypatch, key, value):
+    """An id of -1 is not the last token, and the text "false" is not true."""
+    import gguf
+
+    write_header = gguf.GGUFWriter.write_header_to_file
+
+    def with_value(writer, *arguments):
+        kind = gguf.GGUFValueType.get_type(value)
+        item = gguf.GGUFValueType.INT32 if isinstance(value, list) else None
+        writer.kv_data[0][key] = gguf.gguf_writer.GGUFValue(value, kind, item)
+        write_header(writer, *arguments)
+
+    monkeypatch.setattr(gguf.GGUFWriter, "write_header_to_file", with_value)
+    write_gguf(tmp_path / "model.gguf", "llama", tiny("llama"))
+    with pytest.raises(BrokenArtifactError, match=key.rpartition(".")[2]):
+        open_checkpoint(str(tmp_path / "model.gguf"))
+
+
+@pytest.mark.parametrize("kind", ["F64", "I8", "I32", "Q8_1"])
+def test_types_that_the_package_does_not_decode(tmp_path, tiny, kind):
+    import gguf
+
+    number = gguf.GGMLQuantizationType[kind]
+    values, size = gguf.GGML_QUANT_SIZES[number]
+
+    def zeros(_name: str, array: np.ndarray) -> tuple[np.ndarray, Any]:
+        return np.zeros((len(array), array.shape[-1] // values * size), np.uint8), number
+
+    write_gguf(tmp_path / "model.gguf", "llama", tiny("llama"), zeros)
+    checkpoint = open_checkpoint(str(tmp_path / "model.gguf"))
+    with pytest.raises(UnsupportedModelError, match=f"tensors of type {kind}"):
+        export_llm(checkpoint, tmp_path / "bundle", ExportOptions("fp32"))
+    assert not (tmp_path / "bundle").exists()
