@@ -20,6 +20,7 @@ TOKENIZER = "tokenizer.json"
 TOKENIZER_CONFIG = "tokenizer_config.json"
 CHAT_TEMPLATE = "chat_template.jinja"
 _SPECIAL_TOKENS = "special_tokens_map.json"
+_DEFAULT_TEMPLATE = "additional_chat_templates/default.jinja"  # of several, each in a file
 _ADDED_TOKENS = "added_tokens.json"
 _ROLES = tuple(f"{role}_token" for role in ("bos", "eos", "unk", "sep", "pad", "cls", "mask"))
 _REMEDY = "copy or download the file again"
@@ -174,8 +175,9 @@ def _object(text: bytes, name: str) -> dict[str, Any]:
 
 def _chat_template(folder: Path, tokenizer_config: dict[str, Any]) -> str | None:
     """The model's default template; separate files win over the entry in the config."""
-    if (folder / CHAT_TEMPLATE).exists():
-        return (folder / CHAT_TEMPLATE).read_text("utf-8")
+    for name in (CHAT_TEMPLATE, _DEFAULT_TEMPLATE):
+        if (folder / name).exists():
+            return (folder / name).read_text("utf-8")
     if (folder / "chat_template.json").exists():
         return parse((folder / "chat_template.json").read_text("utf-8"))["chat_template"]
     template = tokenizer_config.get("chat_template")

@@ -268,3 +268,18 @@ def test_a_listed_token_that_would_get_another_id(folder):
     _edit(folder, "tokenizer_config.json", added_tokens_decoder={str(at): _token("<x>")})
     with pytest.raises(BrokenArtifactError, match=rf"lists '<x>' with id {at}; .* be {at - 1}"):
         open_checkpoint(str(folder))
+
+
+@pytest.mark.parametrize(
+    "names", [["default"], ["default", "tool_use"], ["tool_use", "../chat_template"]]
+)
+def test_the_default_of_several_chat_templates(folder, names):
+    from transformers import AutoTokenizer
+
+    _edit(folder, "tokenizer_config.json", chat_template=None)
+    (folder / "chat_template.jinja").unlink(missing_ok=True)
+    (folder / "additional_chat_templates").mkdir()
+    for name in names:
+        (folder / "additional_chat_templates" / f"{name}.jinja").write_text(f"by {name}")
+    theirs = AutoTokenizer.from_pretrained(folder).get_chat_template()
+    assert open_checkpoint(str(folder)).tokenizer_files["chat_template.jinja"].decode() == theirs
