@@ -1,8 +1,8 @@
 """Random configs of every exportable model type against transformers.
 
 Verdict: the logits and greedy tokens are those of transformers, speculation gives the tokens of
-plain decoding, or the export stops. The configs are those of `test_config_properties.py`, which
-draws a share of them in each test run, with sizes that are odd on purpose.
+plain decoding, or the export stops. `tests/export/config/test_properties.py` draws the configs.
+A share of them runs in each test run, with sizes that are odd on purpose.
 """
 
 from __future__ import annotations
@@ -47,7 +47,7 @@ def attack(workshop: Workshop, number: int, rng: random.Random, folder: Path) ->
 @functools.cache
 def _properties() -> Any:
     """The test of configs, whose folder is no package."""
-    path = Path(__file__).parent.parent / "export" / "test_config_properties.py"
+    path = Path(__file__).parent.parent / "export" / "config" / "test_properties.py"
     spec = importlib.util.spec_from_file_location("config_properties", path)
     assert spec is not None
     assert spec.loader is not None

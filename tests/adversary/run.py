@@ -16,7 +16,8 @@ from pathlib import Path
 
 # This folder has a module of the name of a package that others import.
 sys.path = [place for place in sys.path if place != str(Path(__file__).parent)]
-sys.path += [str(Path(__file__).parents[1]), str(Path(__file__).parents[2] / "benchmarks")]
+_TESTS = Path(__file__).parents[1]
+sys.path += [str(_TESTS), str(_TESTS / "support"), str(_TESTS.parent / "benchmarks")]
 
 from adversary.attack import NAMES, Result, try_case  # noqa: E402 - the path comes first
 from adversary.workshop import Workshop  # noqa: E402 - the path comes first

@@ -69,7 +69,7 @@ with ThreadPoolExecutor(3) as threads:
 def test_memory_stops_growing(tmp_path):
     result = subprocess.run(
         [sys.executable, "-c", LOOP, tmp_path],
-        env={"PYTHONPATH": str(TESTS), "PATH": ""},
+        env={"PYTHONPATH": str(TESTS / "support"), "PATH": ""},
         capture_output=True,
         text=True,
         timeout=120,
