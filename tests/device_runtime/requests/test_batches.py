@@ -23,7 +23,7 @@ REQUESTS[2] = {"messages": []}
 
 def _answers(llm, options, has_trees, capsys):
     outputs, run = SimpleNamespace(trees=has_trees or None), SimpleNamespace(answered=[])
-    for answered in _run_all(llm, options, REQUESTS, run, outputs, stream=True):
+    for answered in _run_all(llm, options, REQUESTS, run, outputs, None, stream=True):
         run.answered.append(answered)
         answered.response.pop("timings", None)
     found = sorted(run.answered, key=lambda one: one.index)  # they come as they finish

@@ -33,10 +33,10 @@ IN_TEMPLATE = {
     "type": "the chat template refuses the messages: ",
     "huge": "out of memory",
 }
-IN_GRAMMAR = {
-    "choice": ["<s>"],
-    "regex": "<s>",
-    "json_schema": {"const": "<s>"},
+IN_GRAMMAR = {  # that no text satisfies
+    "regex": r"ab[^\s\S]",
+    "json_schema": {"$ref": "#"},
+    "ebnf": 'root ::= "a" rest\nrest ::= rest',
 }
 
 
@@ -82,7 +82,7 @@ def test_a_file_continues_after_failed_requests(lettered, infer_here, batch_size
         assert reason in one["error"]["message"]
         assert f"request {one['request_idx']} failed: {one['error']['message']}" in result.stderr
     for one in failed[len(IN_TEMPLATE) :]:
-        assert "guiding the answer failed" in one["error"]["message"]
+        assert "no text of this form" in one["error"]["message"]
 
 
 class _Interrupted:
@@ -145,7 +145,7 @@ def test_what_an_interrupted_pass_finishes_is_kept(
     assert ended
     assert len(found) == len(ended) < len(words)
     assert all(one["finish_reason"] == "length" for one in found)
-    assert f"{len(ended)} of {len(words)} answers are kept in {tmp_path}" in result.stderr
+    assert f"{len(ended)} of {len(words)} outputs are saved in {tmp_path}" in result.stderr
 
 
 # ------------------------------------------------------------------ a process that is killed
