@@ -15,6 +15,7 @@ from numpy.typing import NDArray
 from edgellm.core.checksums import FileCheck
 from edgellm.core.errors import RequestError
 from edgellm.core.manifest import LLM_ENGINE, load_engine
+from edgellm.core.model_spec import DecoderSpec
 from edgellm.device_runtime import validation
 from edgellm.device_runtime.api.scoring import Reader
 from edgellm.device_runtime.arrays import ImageRows
@@ -75,8 +76,7 @@ class LLM:
                 of files that changed since the last check.
             spec: decode speculatively; None decodes plainly.
             multimodal_engine_dir: a folder made by visual_build, for prompts with images.
-            context_reuse: reuse the KV cache of shared prefixes. This may change last bits, as
-                other prefill chunks do.
+            context_reuse: reuse the KV cache of shared prefixes; last bits may change.
             allow_special_tokens: parse special tokens that are spelled out in messages.
             max_stall_ms: limit of a pass with a prefill chunk while other requests decode.
 
@@ -98,11 +98,10 @@ class LLM:
         self._drafters: Drafters | None = None
         if spec is not None and (how := resolve_auto(spec, folder, self.manifest)) is not None:
             self._drafters = Drafters(folder, self.manifest, session, how, verify=verify)
-        decoder, no_images = self.manifest.decoder, None
-        if decoder.images is not None:
-            no_images = ImageRows.none(decoder.hidden_size, decoder.images.num_deepstack)
+        decoder = self.manifest.decoder
         caches = self._drafters.caches if self._drafters else ()
         rows = self.manifest.prefill_rows
+        no_images = _no_images(decoder)
         slot = KVCacheManager(
             session, rows, caches, no_images=no_images, reuses_context=context_reuse
         )
@@ -421,6 +420,13 @@ class LLM:
         guide = sampling.guide
         constraint = self._guidance.start(guide) if guide is not None else None
         return Sampler(sampling, prompt.token_ids, constraint, self.manifest.eos_token_ids)
+
+
+def _no_images(decoder: DecoderSpec) -> ImageRows | None:
+    """Image embeddings [0, H] of a text prompt; None for a decoder without images."""
+    if decoder.images is None:
+        return None
+    return ImageRows.none(decoder.hidden_size, decoder.images.num_deepstack)
 
 
 def _check_loading(

@@ -108,8 +108,7 @@ def edgellm_serve(
     several, flags = len(given) > 1, (context_reuse, allow_special_tokens, verify, max_stall)
     loading = Loading(how, *flags, slot_save_path, has_own_folders=several)
     heap.manage()
-    # What stands in the way is told before an engine is loaded.
-    loading.prepare(given)
+    loading.prepare(given)  # fails before an engine is loaded
     listeners = _listeners(host, port, metrics_port, grpc_port)
     engines = EnginePool(given, loading, wanted)
     lora.load_given(engines.begin(), lora_modules or (), [model.name for model in given])
