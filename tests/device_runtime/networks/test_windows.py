@@ -145,7 +145,7 @@ def test_window_blocks_are_bounded(engine):
     pages = TOGETHER * (3 * min(2 * held, CAPACITY // PAGE) + CAPACITY // PAGE)  # of three, and one
     assert cache_bytes(kv, CAPACITY, TOGETHER) == row * PAGE * pages
     assert load_engine(engine, LLM_ENGINE).prefill_rows <= PASS
-    with pytest.raises(LimitError, match="a pass of 257 rows"):
+    with pytest.raises(LimitError, match="a pass of 257 tokens"):
         session.run(IDS[: PASS + 1], 0, np.array([0]))
 
 
