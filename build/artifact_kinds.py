@@ -1,4 +1,4 @@
-"""What bundles are built into: what a plan must suit, and what goes along."""
+"""Kinds of bundles and the engines built from them: checks of plans, limits, copied files."""
 
 from __future__ import annotations
 
@@ -36,25 +36,25 @@ LLM, DRAFT, VISUAL = "llm", "draft", "visual"
 
 @dataclass(frozen=True, slots=True)
 class Product:
-    """A kind of bundle and the engine that is built of it."""
+    """A kind of bundle and the engine that is built from it."""
 
     bundle: str  # kinds
     engine: str
-    require: Callable[[Path, Bundle, Plan], None]  # that the plan suits; raises `EdgeLLMError`
-    suits: Callable[[Path, Path, Bundle], None]  # what is in the engine's folder already
+    require: Callable[[Path, Bundle, Plan], None]  # checks the plan; raises `EdgeLLMError`
+    suits: Callable[[Path, Path, Bundle], None]  # checks the contents of the engine's folder
     limits: Callable[[Bundle, Plan], dict[str, int]]  # fields of an engine
-    files: tuple[str, ...] = ()  # of the bundle that go along
+    files: tuple[str, ...] = ()  # of the bundle, copied to the engine
     folder: str = ""  # within the engine's
-    options: tuple[str, ...] = ("threads", "quantize")  # of the plan that the engine remembers
+    options: tuple[str, ...] = ("threads", "quantize")  # of the plan, in the engine's manifest
 
 
 def read_bundle(product: str, source: Path, plan: Plan) -> Bundle:
-    """Look at a bundle in no time: is all there, and does the plan suit it?
+    """Read a bundle's manifest; check its files quickly and the plan's limits.
 
     Raises:
-        BrokenArtifactError: incomplete, of another contract, or without hidden taps for a draft.
-        UnsupportedModelError: settings of an image processor that are not understood.
-        LimitError: limits that contradict each other or the model.
+        BrokenArtifactError: incomplete, another contract version, or no hidden taps for a draft.
+        UnsupportedModelError: unsupported settings of an image processor.
+        LimitError: limits contradict each other or the model.
     """
     kind = PRODUCTS[product]
     bundle = load_bundle(source, kind.bundle)
@@ -68,10 +68,10 @@ def read_bundle(product: str, source: Path, plan: Plan) -> Bundle:
 
 
 def look_at(source: Path, files: dict[str, FileRecord]) -> None:
-    """Is all there, and are the graphs, which are small and will be read at once, unharmed?
+    """Check that all files exist, and the hashes of the graphs, which are small.
 
     Raises:
-        BrokenArtifactError: no.
+        BrokenArtifactError: a file is missing or was changed.
     """
     verify_sizes(source, files)
     graphs = {name: record for name, record in files.items() if name.endswith(".onnx")}
@@ -83,19 +83,19 @@ def _require_base(source: Path, bundle: Bundle, plan: Plan) -> None:
     _require_lengths(bundle.decoder.max_positions, plan)
     if plan.is_eagle_base and not bundle.hidden_taps:
         raise BrokenArtifactError(
-            f"{source} gives no features to a draft",
+            f"{source} has no hidden taps for a draft",
             hint="export it again with edgellm-export llm --is_eagle_base",
         )
     if not plan.max_lora_rank and "--maxLoras" in plan.options.given():
-        raise EdgeLLMError("--maxLoras says how many adapters", hint="give --maxLoraRank, too")
+        raise EdgeLLMError("--maxLoras needs --maxLoraRank", hint="give --maxLoraRank, too")
     if plan.max_lora_rank and bundle.decoder.recurrent is not None:
         raise EdgeLLMError(
-            "--maxLoraRank: adapters of models with recurrent layers are merged, not taken up",
+            "--maxLoraRank: models with recurrent layers take merged adapters only",
             hint="edgellm-export llm --lora_dir, and leave --maxLoraRank out",
         )
     if plan.max_lora_rank and bundle.decoder.rotation:
         raise EdgeLLMError(
-            f"--maxLoraRank: the residual stream of {source} was rotated, adapters know another",
+            f"--maxLoraRank: the residual stream of {source} was rotated, that of adapters was not",
             hint="quantize the base without --rotate residual",
         )
 
@@ -104,7 +104,7 @@ def _require_lengths(longest: int, plan: Plan) -> None:
     if plan.max_input_len > plan.kv_capacity:
         raise LimitError(
             f"--maxInputLen {plan.max_input_len} exceeds --maxKVCacheCapacity {plan.kv_capacity}",
-            hint="the cache must hold the prompt and the answer",
+            hint="the cache must hold the prompt and the output",
         )
     if plan.kv_capacity > longest:
         raise LimitError(
@@ -120,9 +120,9 @@ def _require_lengths(longest: int, plan: Plan) -> None:
 
 
 def _suits_its_draft(source: Path, engine: Path, bundle: Bundle) -> None:
-    """A draft that was built into the folder before must be this base's.
+    """Check that an earlier draft engine in the folder belongs to this base.
 
-    One that this edgellm does not read is to be built again, which is said when it is loaded.
+    A draft of another engine version is reported when it is loaded.
     """
     del source
     folder = engine / DRAFT_FOLDER
@@ -150,19 +150,19 @@ def _require_draft(source: Path, bundle: Bundle, plan: Plan) -> None:
     del source
     if plan.max_lora_rank:
         raise EdgeLLMError(
-            "--maxLoraRank is for the base: its draft stays as it is, whatever the adapter",
+            "--maxLoraRank is for the base: adapters do not change its draft",
             hint="leave it out",
         )
     if bundle.cache is not None and plan.max_draft_tree_size >= plan.kv_capacity:
         raise LimitError(
             f"--maxDraftTreeSize {plan.max_draft_tree_size} does not fit into "
             f"--maxKVCacheCapacity {plan.kv_capacity}",
-            hint="a round's drafted rows stand behind the committed ones",
+            hint="the cache must hold the committed tokens and those of a round",
         )
 
 
 def _suits_its_base(source: Path, engine: Path, bundle: Bundle) -> None:
-    """A base that is there must be the draft's; it may be built afterwards."""
+    """Check that a base engine in the folder belongs to the draft; it may be built later."""
     if (engine / MANIFEST_NAME).exists():
         require_pair(bundle.draft, load_engine(engine, LLM_ENGINE), str(source))
 
@@ -211,7 +211,7 @@ def _image_limits(bundle: Bundle, plan: Plan) -> dict[str, int]:
 
 
 def remembered(product: str, plan: Plan) -> dict[str, Any]:
-    """The plan's options as an engine of the product keeps them."""
+    """The plan's options for the manifest of an engine of the product."""
     return {name: getattr(plan, name) for name in PRODUCTS[product].options}
 
 

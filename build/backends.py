@@ -1,6 +1,6 @@
-"""What compiles engines, one package each; the half that runs them is in `device_runtime.runners`.
+"""Backends that compile engines, one package each; `device_runtime.runners` runs the engines.
 
-A package of this name beside this module is a backend when it has what `Backend` says.
+A package in `build` is a backend if it implements `Backend`.
 """
 
 from __future__ import annotations
@@ -18,37 +18,37 @@ from edgellm.device_runtime import runners
 
 
 class Backend(Protocol):
-    """What a backend's package has."""
+    """Interface of a backend's package."""
 
-    LABEL: str  # the library's name, for people
+    LABEL: str  # the library's name, for users
     DEVICE: str  # that engines run on
-    TAKES_STATES: bool  # whether it computes recurrent layers
+    TAKES_STATES: bool  # whether it supports recurrent layers
     Options: type[Options]  # its own flags
 
     def origin(self, options: Options) -> Origin:
-        """What graphs that are compiled so depend on; raises `EdgeLLMError` if it cannot work."""
+        """Dependencies of compiled graphs; raises `EdgeLLMError` if the backend cannot work."""
         ...
 
     def takes_batches(self, plan: Plan) -> bool:
-        """Whether a pass may serve several sequences; asked for `max_batch_size` above 1."""
+        """Whether a pass may have several sequences; called for `max_batch_size` above 1."""
         ...
 
     def takes_adapters(self, plan: Plan) -> bool:
-        """Whether rows have adapters of their own; asked for `max_lora_rank` above 0."""
+        """Whether sequences may have different adapters; called for `max_lora_rank` above 0."""
         ...
 
     def mixes_rows(self, plan: Plan) -> bool:
-        """Whether rows of a block see each other."""
+        """Whether tokens of a block attend to each other."""
         ...
 
     def estimate(self, source: Path, bundle: Bundle, plan: Plan) -> Estimate:
-        """Predict sizes without building; raises `EdgeLLMError` for what it cannot build."""
+        """Predict sizes without building; raises `EdgeLLMError` for unsupported bundles."""
         ...
 
     def compile(
         self, source: Path, bundle: Bundle, plan: Plan, folder: Path, report: Report
     ) -> Compiled:
-        """Build the engine's graphs of all roles into `folder`, measure them where they run."""
+        """Build the engine's graphs of all roles into `folder`; time them if they run here."""
         ...
 
 
@@ -58,10 +58,10 @@ def find(name: str) -> Backend:
 
 
 def choose(library: str, device: str) -> str:
-    """The name of a library's backend for a device, "" for the library's usual one.
+    """The name of a library's backend for a device, "" for the library's default.
 
     Raises:
-        EdgeLLMError: unknown, or (none) available on this machine, or not for the device.
+        EdgeLLMError: unknown, unavailable on this machine, or not for the device.
     """
     name = runners.resolve(library, device)
     backend = find(name)
@@ -74,10 +74,10 @@ def choose(library: str, device: str) -> str:
 
 
 def options_of(name: str, flags: Mapping[str, Any]) -> Options:
-    """A backend's options from the flags of all backends; those that are None were not given.
+    """A backend's options from the flags of all backends; None: not given.
 
     Raises:
-        EdgeLLMError: one is another backend's.
+        EdgeLLMError: a flag belongs to another backend.
     """
     fields = _fields(name)
     given = {flag: value for flag, value in flags.items() if value is not None}
@@ -88,7 +88,7 @@ def options_of(name: str, flags: Mapping[str, Any]) -> Options:
 
 
 def _refusal(flag: str, name: str) -> EdgeLLMError:
-    """Of a flag that is for other backends: says which."""
+    """The error for a flag of other backends, with their names."""
     owners = [each for each in runners.names() if flag in _fields(each)]
     here = [each for each in owners if library_of(each) == library_of(name)]
     ways = [f"--device {find(each).DEVICE}" for each in here]

@@ -143,7 +143,7 @@ def own_flags(
 
 
 def announce(backend: str, device: str) -> None:
-    """Say what "auto" took, and why nothing faster; nothing where the user named a backend."""
+    """Print the backend chosen by "auto" and why faster ones are unavailable; else nothing."""
     from edgellm.device_runtime import runners
 
     if backend != "auto":
@@ -157,7 +157,7 @@ def announce(backend: str, device: str) -> None:
 
 
 def check_device(device: str) -> None:
-    """Refuse what is no device; "" is the backend's own. Raises `EdgeLLMError`."""
+    """Reject unknown devices; "" is the backend's default. Raises `EdgeLLMError`."""
     if device:
         _check_choice("--device", device, "cpu", "cuda")
 
@@ -186,7 +186,7 @@ def _run(
 
 
 def show_prediction(prediction: Prediction, speed_lines: Sequence[str] = ()) -> None:
-    """What a dry run says; raises `LimitError` where the machine does not suffice."""
+    """Print the prediction of a dry run; raises `LimitError` if the machine is too small."""
     from edgellm.build.resource_estimate import require_fit
 
     for line in (*prediction.size_lines(), *speed_lines, *prediction.need_lines()):
@@ -205,7 +205,7 @@ def _check_words(prefill: str, kernels: str, quantize: str, kv_cache: str) -> No
 
 
 def _check_kernels(kernels: str, library: str) -> None:
-    """Refuse the operators of another library."""
+    """Reject the operators of another library."""
     if kernels in ("onnxruntime", "tensorrt") and kernels != library:
         raise EdgeLLMError(
             f"--kernels {kernels} is not for {library}", hint=f"it goes with --backend {kernels}"
@@ -231,11 +231,11 @@ def _show(built: Engine, engine_dir: Path, seconds: float) -> None:
 
 
 def show_notes(options: Mapping[str, Any], seconds: float) -> None:
-    """What a backend wants people to know of an engine, and how it was checked.
+    """Print a backend's notes on an engine, and how it was checked.
 
     Args:
         options: of the engine.
-        seconds: that its build took.
+        seconds: duration of its build.
     """
     for check in options.get("checks", ()):
         typer.echo(f"check: {check}")
@@ -246,7 +246,7 @@ def show_notes(options: Mapping[str, Any], seconds: float) -> None:
 
 
 def show_size(files: Mapping[str, FileRecord], seconds: float) -> str:
-    """What a build wrote, took and needed."""
+    """Size, duration and peak memory of a build, as text."""
     size = sum(record.num_bytes for record in files.values())
     peak = resource.getrusage(resource.RUSAGE_SELF).ru_maxrss * 1024
     return f"{size / 1e6:.1f} MB in {seconds:.1f} s, peak memory {peak / 1e6:.0f} MB"

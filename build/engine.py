@@ -1,4 +1,4 @@
-"""Building an engine, of any product; all or nothing."""
+"""Atomic build of an engine of any product."""
 
 from __future__ import annotations
 
@@ -23,20 +23,20 @@ from edgellm.device_runtime.runners.pass_timing import estimated_sizes
 def build_engine(
     product: str, source: Path, engine: Path, plan: Plan, backend_name: str, report: Report
 ) -> Engine:
-    """Build `engine`, which afterwards holds a whole engine or what it held before.
+    """Build `engine` atomically: after an error it is unchanged.
 
     Args:
-        product: "llm", "draft", whose engine goes into the folder of its base's, or "visual".
+        product: "llm", "visual", or "draft", whose engine goes into the folder of its base's.
         source: the bundle.
         engine: folder of the engine.
-        plan: what it is built for.
+        plan: limits and options.
         backend_name: see `backends.find`.
         report: called with the phase.
 
     Raises:
-        BrokenArtifactError: the bundle is damaged, or base and draft are no pair.
-        LimitError: memory or disk would not suffice.
-        EdgeLLMError: anything that `read_bundle` or the backend finds.
+        BrokenArtifactError: the bundle is damaged, or base and draft do not match.
+        LimitError: memory or disk is too small.
+        EdgeLLMError: an error of `read_bundle` or the backend.
     """
     kind, name = PRODUCTS[product], runners.resolve(backend_name)
     target = engine / kind.folder if kind.folder else engine
@@ -102,7 +102,7 @@ def _manifest(
 
 
 def _provenance(source: Path, of_bundle: dict[str, Any]) -> dict[str, Any]:
-    """Where an engine comes from."""
+    """Provenance of an engine: its bundle and versions."""
     return {
         "bundle": str(source),
         "bundle_manifest_sha256": hash_file(source / MANIFEST_NAME).sha256,

@@ -17,7 +17,7 @@ KvCapacity = Annotated[
         "--maxKVCacheCapacity",
         "--maxKvCacheCapacity",
         min=2,
-        help="Prompt plus answer, tokens.",
+        help="Prompt plus output, tokens.",
     ),
 ]
 MaxBatchSize = Annotated[
@@ -26,7 +26,7 @@ MaxBatchSize = Annotated[
         "--maxBatchSize",
         min=1,
         max=256,
-        help="Requests that share a pass, and that the KV cache has room for; with edgellm's "
+        help="Maximum batch size, which also sizes the KV cache; with edgellm's "
         "kernels, or ONNX Runtime on CUDA.",
     ),
 ]
@@ -46,8 +46,8 @@ MaxLoras = Annotated[
         "--maxLoras",
         min=1,
         max=64,
-        help="With --maxLoraRank, on a GPU: adapters that there is room for at a time, 4 if not "
-        "given; a CPU holds any number.",
+        help="With --maxLoraRank, on a GPU: maximum number of loaded adapters, 4 if not "
+        "given; a CPU has no limit.",
         show_default=False,
     ),
 ]
@@ -56,7 +56,7 @@ Device = Annotated[
     str,
     typer.Option(
         "--device",
-        help="cpu or cuda: what computes with onnxruntime, by default the CPU; tensorrt has cuda.",
+        help="cpu or cuda: device of onnxruntime, by default the CPU; tensorrt has cuda only.",
         show_default=False,
     ),
 ]
@@ -75,18 +75,18 @@ Kernels = Annotated[
     str,
     typer.Option(
         "--kernels",
-        help="What computes: edgellm (kernels of its own; on the CPU one copy of the weights, and "
-        "bits that do not depend on speculation; in TensorRT attention, with a cache that is not "
-        "copied), onnxruntime or tensorrt (the library's operators), or auto, which takes "
-        "edgellm's where they can be had.",
+        help="Operators: edgellm (its own kernels; on the CPU one copy of the weights, and "
+        "bits that do not depend on speculation; in TensorRT attention without copies of the "
+        "cache), onnxruntime or tensorrt (the library's operators), or auto, which uses "
+        "edgellm's where they are available.",
     ),
 ]
 KvCache = Annotated[
     str,
     typer.Option(
         "--kvCache",
-        help="float (as attention computes), float16 (CPU), int8, fp8 (tensorrt), or auto: what "
-        "the checkpoint was calibrated for, else float16 on a CPU beside weights of integers.",
+        help="float (as attention computes), float16 (CPU), int8, fp8 (tensorrt), or auto: the "
+        "checkpoint's calibrated type, else float16 on a CPU with integer weights.",
     ),
 ]
 Quantize = Annotated[
@@ -112,12 +112,12 @@ MaxVerifyTreeSize = Annotated[
     typer.Option(
         "--maxVerifyTreeSize",
         min=1,
-        help="Nodes of a tree, root included: 60 with --eagleBase; without it the engine verifies "
-        "trees that need no EAGLE draft.",
+        help="Maximum nodes of a tree, root included: 60 with --eagleBase; without it the engine "
+        "verifies trees of drafters without hidden taps.",
     ),
 ]
 MaxDraftTreeSize = Annotated[
-    int, typer.Option("--maxDraftTreeSize", min=1, help="Rows drafted in a round (draft).")
+    int, typer.Option("--maxDraftTreeSize", min=1, help="Maximum nodes drafted in a round (draft).")
 ]
 TargetSm = Annotated[
     str,
@@ -149,31 +149,33 @@ IntGemm = Annotated[
     str,
     typer.Option(
         "--intGemm",
-        help="onnxruntime on cuda: tensor cores on int4 and int8 weights that are not decoded, in "
-        "blocks of 32: on, off, or auto, on where trees of more than 16 rows are verified.",
+        help="onnxruntime on cuda: integer tensor-core GEMMs for int4 and int8 weights, in "
+        "blocks of 32: on, off, or auto, on if trees of more than 16 nodes are verified.",
     ),
 ]
 OptLevel = Annotated[
     int | None,
-    typer.Option("--optLevel", min=0, max=5, help="tensorrt: how long it may search; 3 is usual."),
+    typer.Option(
+        "--optLevel", min=0, max=5, help="tensorrt: builder optimization level, usually 3."
+    ),
 ]
 TimingCache = Annotated[
     Path | None,
-    typer.Option("--timingCache", help="tensorrt: file that remembers measured kernels."),
+    typer.Option("--timingCache", help="tensorrt: timing cache file."),
 ]
 LayerReport = Annotated[
     bool,
     typer.Option(
         "--layerReport",
         "--profilingDetailed",
-        help="tensorrt: write every kernel, and what was fused, to <graph>.layers.json.",
+        help="tensorrt: write all kernels and fusions to <graph>.layers.json.",
     ),
 ]
 NoCheck = Annotated[
     bool,
     typer.Option(
         "--noCheck",
-        help="Do not compare a few rows of the engine with the bundle's own graph.",
+        help="Do not compare logits of a few tokens with the bundle's graph.",
     ),
 ]
 DryRun = Annotated[
@@ -181,6 +183,6 @@ DryRun = Annotated[
     typer.Option(
         "--dryRun",
         "--dry-run",
-        help="Predict sizes and speed, say what does not fit, build nothing.",
+        help="Predict sizes and speed, report exceeded limits, build nothing.",
     ),
 ]

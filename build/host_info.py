@@ -12,7 +12,7 @@ import numpy as np
 
 
 def trim() -> None:
-    """Give what malloc keeps for later back to the system, where it is glibc's."""
+    """Return malloc's free memory to the system (glibc only)."""
     if (function := getattr(ctypes.CDLL(None), "malloc_trim", None)) is not None:
         function(0)
 

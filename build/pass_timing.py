@@ -1,4 +1,4 @@
-"""What the passes of an engine cost on this machine, measured with its own runners."""
+"""Timing of an engine's passes on this machine, with its own runners."""
 
 from __future__ import annotations
 
@@ -19,13 +19,13 @@ from edgellm.device_runtime.runners.pass_timing import CONTEXT_ROWS, Budget, fas
 
 Costs = dict[str, dict[str, float]]
 _PREFILL_ROWS = (64, 128, 256)
-_PASSES, _HOST = 0.7, 0.4  # shares of what is left of the budget: of passes, of the host's part
+_PASSES, _HOST = 0.7, 0.4  # shares of the remaining budget: passes, the host's part
 
 
 def measure(opened: Mapping[str, Runner], spec: Spec, plan: Plan) -> tuple[Costs, int]:
-    """Costs by kind of pass, and rows per pass at which a prompt is read fastest; {} and 0 if none.
+    """Milliseconds by kind of pass, and the fastest chunk size of prefill; {} and 0 if none.
 
-    All of it takes `BUDGET_S` seconds at most, or a single pass of one token where that is longer.
+    This takes `BUDGET_S` seconds at most, or one pass of one token if that is longer.
 
     Args:
         opened: runners of an engine by role, its main role first; their caches are overwritten.
@@ -52,12 +52,11 @@ def _best_prefill_rows(
     costs: Mapping[str, float],
     budget: Budget,
 ) -> int:
-    """Rows per pass at which a long prompt is fastest, of those that the budget allows to measure.
+    """Chunk size at which a long prompt is fastest, among those that fit the time budget.
 
-    Large passes make better use of the GEMM kernels; small ones save attention, which computes
-    the whole square of a pass, also what the causal mask then hides. One pass is measured of each
-    size, in the middle of a prompt; at its beginning where the engine can go back to no other
-    place: it keeps windows or states.
+    Large chunks use GEMM kernels better. Small chunks save attention, which computes the whole
+    square of a pass, masked scores included. One pass of each size is timed, in the middle of a
+    prompt; at its start if the cache cannot be truncated there (windows, recurrent states).
     """
     longest = min(CONTEXT_ROWS, plan.max_input_len)
     maximum = min(session.pass_rows or longest, longest)

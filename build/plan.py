@@ -1,4 +1,4 @@
-"""What an engine is built for, what a build predicts, and what it gives."""
+"""Plan of a build, its estimate, and its result."""
 
 from __future__ import annotations
 
@@ -13,12 +13,12 @@ from edgellm.core.manifest import GraphSpec
 from edgellm.core.model_spec import PageSpec
 
 RUNTIME_BYTES = 150 << 20  # interpreter, ONNX Runtime's libraries, activations of a pass
-FLAG = "flag"  # metadata of the fields of `Options`: how users write them
+FLAG = "flag"  # metadata of the fields of `Options`: their flags
 
 
 @dataclass(frozen=True, slots=True)
 class Options:
-    """A backend's own flags; one that has some derives its own class from this."""
+    """Base class of a backend's own flags."""
 
     def given(self) -> dict[str, str | int]:
         """The flags that were given, with their values."""
@@ -34,25 +34,25 @@ class Options:
 
 @dataclass(frozen=True, slots=True)
 class GpuOptions(Options):
-    """The flags that engines for GPUs have in common."""
+    """Flags that all engines for GPUs share."""
 
-    # LoRA adapters that an engine has places for; with `Plan.max_lora_rank`
+    # Maximum loaded LoRA adapters; with `Plan.max_lora_rank`
     max_loras: int = field(default=4, metadata={FLAG: "--maxLoras"}, kw_only=True)
 
 
 @dataclass(frozen=True, slots=True)
 class Plan:
-    """What an engine is built for; a limit is 0 where the product has none of the kind."""
+    """Limits and options of an engine; a limit is 0 if the product does not have it."""
 
     max_input_len: int = 0
     kv_capacity: int = 0
     threads: int = 0  # 0 takes all cores
-    prefill: str = "auto"  # "same" or "int8": how quantized engines read prompts and trees
+    prefill: str = "auto"  # "same" or "int8": precision of quantized engines for prompts and trees
     quantize: str = "auto"  # of float weights: "none", "int8", "int4"; "auto": integers for drafts
     kv_cache: str = "auto"  # "float", "float16", "int8", "fp8"; "auto": by the bundle
-    is_eagle_base: bool = False  # the bundle must give features to a draft
-    max_verify_tree_size: int = 0  # rows of a token tree; 0: for plain decoding
-    max_draft_tree_size: int = 0  # rows drafted in a round; of draft engines
+    is_eagle_base: bool = False  # the bundle must output hidden taps for a draft
+    max_verify_tree_size: int = 0  # nodes of a token tree; 0: plain decoding
+    max_draft_tree_size: int = 0  # nodes drafted in a round; of draft engines
     min_image_tokens: int = 0  # of an image
     max_image_tokens: int = 0  # of a request
     max_image_tokens_per_image: int = 0
@@ -63,7 +63,7 @@ class Plan:
 
 
 def max_rows(role: str, plan: Plan) -> int:
-    """Rows of the longest pass of a role; 0 where a pass has none."""
+    """Maximum rows of a pass of a role; 0 if its passes have no rows."""
     return {
         Rows.TEXT: max(plan.max_input_len, plan.max_verify_tree_size),
         Rows.DRAFTED: plan.max_input_len,
@@ -92,40 +92,40 @@ def image_plan(
 
 @dataclass(frozen=True, slots=True)
 class Estimate:
-    """Predicted before anything is built; bytes."""
+    """Predicted sizes before a build, in bytes."""
 
     engine_bytes: int
     kv_bytes: int
     peak_build_bytes: int
     decode_bytes: int  # read from memory for one token, without the KV cache
-    runs_on_cpu: bool = True  # this machine's memory is what it is read from
-    scratch_bytes: int = 0  # of the largest pass, where it is not part of the libraries
-    device_bytes: int = 0  # memory of the GPU that runs it; 0: the CPU does, or it is not here
-    notes: tuple[str, ...] = ()  # what costs more than the bundle's precision says
-    adapter_bytes: int = 0  # places for adapters on the GPU
+    runs_on_cpu: bool = True  # weights are read from this machine's memory
+    scratch_bytes: int = 0  # of the largest pass, if not part of the libraries
+    device_bytes: int = 0  # memory of the GPU that runs it; 0: on a CPU, or no GPU here
+    notes: tuple[str, ...] = ()  # layers that cost more than the bundle's precision implies
+    adapter_bytes: int = 0  # LoRA slots on the GPU
 
 
 @dataclass(frozen=True, slots=True)
 class Origin:
-    """What compiled graphs depend on; an engine of another origin is refused."""
+    """Dependencies of compiled graphs; an engine of another origin is rejected."""
 
-    version: str  # of the library, with its name where a backend has several
+    version: str  # of the library, with its name if a backend has several
     machine: str
 
 
 @dataclass(frozen=True, slots=True)
 class Compiled:
-    """What a backend made in the engine folder; see `manifest.Engine`."""
+    """Result of a backend in the engine folder; see `manifest.Engine`."""
 
     graphs: dict[str, tuple[GraphSpec, ...]]  # by role
     kv_dtype: str = ""  # "" without a cache
     cost_ms: dict[str, dict[str, float]] = field(default_factory=dict)
     prefill_rows: int = 0
-    notes: tuple[str, ...] = ()  # what people should know of the engine
-    options: dict[str, Any] = field(default_factory=dict)  # what the runner must know besides
-    checks: tuple[str, ...] = ()  # how its graphs were compared with the bundle's
-    check_s: float = 0.0  # what that took
+    notes: tuple[str, ...] = ()  # notes on the engine for users
+    options: dict[str, Any] = field(default_factory=dict)  # further options for the runner
+    checks: tuple[str, ...] = ()  # results of the comparison with the bundle's graphs
+    check_s: float = 0.0  # duration of the comparison
     pages: PageSpec | None = None  # of the cache
 
 
-Report = Callable[[str], None]  # told what is being done
+Report = Callable[[str], None]  # called with the current step

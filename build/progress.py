@@ -1,6 +1,6 @@
-"""What a build is doing, for people: a spinner on a terminal, else plain lines.
+"""Progress of a build for users: a spinner on a terminal, else plain lines.
 
-A step is a text, "lowering the decode graph: 37 %"; what stands before the colon is its phase.
+A step is a text, "lowering the decode graph: 37 %"; the part before the colon is its phase.
 """
 
 from __future__ import annotations
@@ -17,7 +17,7 @@ EVERY_S = 5.0  # between lines of one phase
 
 
 def part_of(report: Report, phase: str, total: int) -> Callable[[int], None]:
-    """Tells how much of a phase is done; `total` may be an estimate."""
+    """A callback that reports the finished share of a phase; `total` may be an estimate."""
 
     def on_progress(done: int) -> None:
         report(f"{phase}: {min(done / max(total, 1), 1):.0%}")
@@ -36,7 +36,7 @@ class Lines:
         self._begun_s = self._written_s = clock()
 
     def report(self, step: str) -> None:
-        """The newest step, see `Report`."""
+        """Show the newest step, see `Report`."""
         with self._lock:
             phase, now = step.partition(":")[0], self._clock()
             self._step = step
@@ -45,7 +45,7 @@ class Lines:
                 self._line(step, now)
 
     def tick(self) -> None:
-        """Some time has passed."""
+        """Print the step again if `EVERY_S` has passed."""
         with self._lock:
             now = self._clock()
             if self._phase and now - self._written_s >= EVERY_S:

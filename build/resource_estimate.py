@@ -1,7 +1,7 @@
-"""Whether this machine can build an engine and hold it; asked before any long work.
+"""Memory and disk that an engine and its build need, checked before any long work.
 
-Packages, the driver, and precisions that a GPU lacks are the backend's own questions; what is
-counted in bytes is compared here. `edgellm-doctor --onnxDir` asks the same.
+Backends check packages, the driver and precisions of a GPU; this module compares bytes.
+`edgellm-doctor --onnxDir` makes the same checks.
 """
 
 from __future__ import annotations
@@ -24,27 +24,27 @@ from edgellm.core.system_memory import available_memory_bytes, physical_memory_b
 
 @dataclass(frozen=True, slots=True)
 class Need:
-    """Something that a build or its engine needs."""
+    """A resource that a build or its engine needs."""
 
     what: str
     found: str
-    remedy: str = ""  # where it does not suffice
+    remedy: str = ""  # if it is too small
 
 
 @dataclass(frozen=True, slots=True)
 class Prediction:
-    """What a build would cost and give on this machine."""
+    """Predicted cost and speed of a build on this machine."""
 
     origin: Origin
     estimate: Estimate
     needs: tuple[Need, ...]
 
     def tokens_per_s(self, bandwidth_bytes_per_s: float) -> float:
-        """Upper bound of plain decoding: one token reads all weights once."""
+        """Upper bound of plain decoding: a token reads all weights once."""
         return bandwidth_bytes_per_s / self.estimate.decode_bytes
 
     def size_lines(self) -> list[str]:
-        """For people."""
+        """Sizes for users."""
         sizes = (
             ("engine", self.estimate.engine_bytes),
             ("KV cache", self.estimate.kv_bytes),
@@ -55,7 +55,7 @@ class Prediction:
         return [f"{name:17} {size / 1e6:10.1f} MB" for name, size in sizes if size]
 
     def speed_lines(self) -> list[str]:
-        """For people: of a decoder; measures this machine's memory if the engine runs there."""
+        """Decoding speed for users; measures this machine's memory if the engine runs there."""
         read, adapters = self.estimate.decode_bytes, self.estimate.adapter_bytes
         lines = [f"read for a token  {read / 1e6:10.1f} MB"]
         if adapters:
@@ -70,7 +70,7 @@ class Prediction:
         ]
 
     def need_lines(self) -> list[str]:
-        """For people: what fits, and what to do about the rest."""
+        """Resources for users: which suffice, and hints for the others."""
         lines = [f"ok     compiler: {self.origin.version}, for {self.origin.machine}"]
         for need in self.needs:
             lines.append(f"{'fault' if need.remedy else 'ok':5}  {need.what}: {need.found}")
@@ -82,7 +82,7 @@ class Prediction:
 def predict(
     source: Path, bundle: Bundle, plan: Plan, backend_name: str, engine: Path
 ) -> Prediction:
-    """Sizes, and what they need of this machine, from the bundle's graphs alone.
+    """Sizes and required resources, from the bundle's graphs alone.
 
     Raises:
         EdgeLLMError: no such backend, it cannot work here, or the GPU lacks the precision.
@@ -103,7 +103,7 @@ def predict(
         )
     if bundle.main_role == BLOCK and not backend.mixes_rows(plan):
         raise EdgeLLMError(
-            f"a {bundle.draft.method} draft: only edgellm's kernels let rows of a block see each "
+            f"a {bundle.draft.method} draft: only edgellm's kernels let tokens of a block see each "
             "other",
             hint="give --backend onnxruntime --kernels edgellm",
         )
@@ -142,7 +142,7 @@ def _needs(estimate: Estimate, engine: Path) -> list[Need]:
             "free some space, or give an --engineDir on another disk" if files > disk else "",
         ),
     ]
-    if estimate.runs_on_cpu and estimate.kv_bytes:  # of all else it maps what it uses
+    if estimate.runs_on_cpu and estimate.kv_bytes:  # all else is memory-mapped
         return [*needs, _room_for_cache(estimate.kv_bytes)]
     if not device:  # compiled for another machine
         return needs
@@ -166,7 +166,7 @@ def _size(num_bytes: int) -> str:
 
 
 def require_fit(needs: Sequence[Need]) -> None:
-    """Refuse a build that memory or disk cannot hold; raises `LimitError` with all remedies."""
+    """Reject a build that exceeds memory or disk; raises `LimitError` with all hints."""
     lacking = [need for need in needs if need.remedy]
     if lacking:
         raise LimitError(

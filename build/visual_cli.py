@@ -36,16 +36,14 @@ from edgellm.core.errors import EdgeLLMError
 
 app = App(CAMEL_CASE)
 MinImageTokens = Annotated[
-    int, typer.Option("--minImageTokens", min=1, help="Fewest tokens of an image.")
+    int, typer.Option("--minImageTokens", min=1, help="Minimum tokens of an image.")
 ]
 MaxImageTokens = Annotated[
-    int, typer.Option("--maxImageTokens", min=1, help="Tokens of all images of a request.")
+    int, typer.Option("--maxImageTokens", min=1, help="Maximum tokens of all images of a request.")
 ]
 MaxPerImage = Annotated[
     int,
-    typer.Option(
-        "--maxImageTokensPerImage", min=1, help="Larger images are made smaller to fit this."
-    ),
+    typer.Option("--maxImageTokensPerImage", min=1, help="Larger images are scaled down to this."),
 ]
 Quantize = Annotated[
     str,

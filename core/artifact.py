@@ -1,6 +1,6 @@
-"""Folders with a manifest: written whole or not at all, checked by size, hash and counterpart.
+"""Artifact folders with a manifest: atomic publication; checks of sizes, hashes and counterparts.
 
-Standard library and edgellm's own modules beside this one only: host and device both use it.
+Standard library and modules of `edgellm.core` only: host and device both use it.
 """
 
 from __future__ import annotations
@@ -88,7 +88,7 @@ def hash_file(
 
 
 def hash_engines(engine: Path, visual: Path | None, draft_model: Path | None) -> dict[str, str]:
-    """Manifests of all engines that take part, by role; one that is missing is left out."""
+    """Hashes of the manifests of all engines, by role; missing ones are left out."""
     folders = {"base": engine, "draft": engine / DRAFT_FOLDER}
     folders |= {"visual": visual} if visual is not None else {}
     folders |= {"draft model": draft_model} if draft_model is not None else {}
@@ -134,7 +134,7 @@ def publish(
 
 
 def move_files(temporary: Path, output: Path, names: list[str], old: set[str]) -> None:
-    """Move finished files to `output`, not to be cut by Ctrl-C; `old` ones of ours go."""
+    """Move finished files to `output` with Ctrl-C deferred; remove files of the `old` artifact."""
     with defer_interrupt():
         output.mkdir(parents=True, exist_ok=True)
         for name in names:
@@ -147,9 +147,9 @@ def move_files(temporary: Path, output: Path, names: list[str], old: set[str]) -
 
 @contextlib.contextmanager
 def temporary_folder(output: Path) -> Iterator[Path]:
-    """A folder on the file system of `output` that is gone when the block ends.
+    """A folder on the file system of `output`, removed when the block ends.
 
-    What killed runs left is removed first.
+    Leftovers of killed runs are removed first.
 
     Raises:
         EdgeLLMError: another run writes `output`, it cannot be written, or the disk is full.
@@ -167,10 +167,10 @@ def temporary_folder(output: Path) -> Iterator[Path]:
 
 
 def check_output_file(path: Path, *inputs: Path) -> None:
-    """Find out before the work whether a file can be written that is none of the `inputs`.
+    """Check that a file can be written and is none of the `inputs`, before any work.
 
     Raises:
-        EdgeLLMError: says what stands in the way.
+        EdgeLLMError: it cannot be written, or it is an input.
     """
     if path.is_dir():
         raise EdgeLLMError(f"{path} is a folder", hint="give the name of a file")
@@ -188,12 +188,12 @@ def check_output_file(path: Path, *inputs: Path) -> None:
 
 
 def replace_file(path: Path, text: str) -> None:
-    """Write the file (that a link points to) in one step; half surrogates become marks.
+    """Replace the file (or the target of a link) atomically; lone surrogates become "?".
 
     Raises:
-        LimitError: the disk is full; what was there is still there.
+        LimitError: the disk is full; the old file is unchanged.
     """
-    path = Path(os.path.realpath(path))  # of a link to itself, the link
+    path = Path(os.path.realpath(path))  # a link to itself stays the link
     temporary = path.with_name(f".{path.name}.{time.time_ns()}")
     content = text.encode("utf-8", errors="replace")
     with explain_full_disk(path.parent, num_bytes=len(content)):
@@ -217,13 +217,13 @@ def check_output(output: Path, kind: str, names: list[str]) -> None:
     for name in (MANIFEST_NAME, *names):
         if name not in ours and (output / name).exists():
             raise EdgeLLMError(
-                f"{output / name} exists and is not of an earlier {kind}",
+                f"{output / name} exists and is not part of an earlier {kind}",
                 hint="give another output folder, or move that file away",
             )
 
 
 def _listed_files(folder: Path, kind: str) -> set[str]:
-    """The files of an artifact of this kind that `folder` holds."""
+    """Files in the manifest of `folder`, if it is an artifact of this kind."""
     try:
         raw = parse((folder / MANIFEST_NAME).read_text("utf-8"))
         return {*raw["files"], MANIFEST_NAME} if raw["kind"] == kind else set()
@@ -233,10 +233,10 @@ def _listed_files(folder: Path, kind: str) -> set[str]:
 
 @contextlib.contextmanager
 def defer_interrupt() -> Iterator[list[int]]:
-    """Let Ctrl-C and its kin wait for the end of the block, so that it is not cut in the middle.
+    """Defer SIGINT and similar signals to the end of the block.
 
     Yields:
-        The signals that wait; it grows.
+        The deferred signals, appended as they arrive.
     """
     pending: list[int] = []
     if threading.current_thread() is not threading.main_thread():
@@ -263,7 +263,7 @@ _PAIR_HINTS = {
 
 
 def require_pair(draft: DraftSpec, base: Bundle | Engine, where: str) -> None:
-    """Refuse a draft that was trained for another base.
+    """Reject a draft that was trained for another base.
 
     Raises:
         BrokenArtifactError: sizes or taps differ.
@@ -279,5 +279,5 @@ def require_pair(draft: DraftSpec, base: Bundle | Engine, where: str) -> None:
         if wanted != found:
             raise BrokenArtifactError(
                 f"{where}: the draft is for a base with {what} {wanted}, this one has {found}",
-                hint=_PAIR_HINTS.get(what, "take the draft that was trained for this base"),
+                hint=_PAIR_HINTS.get(what, "use the draft that was trained for this base"),
             )

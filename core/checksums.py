@@ -1,6 +1,6 @@
-"""Whether an engine's files are what its manifest lists: checked at every load, at little cost.
+"""Checksums of an engine's files against its manifest, with a cache of earlier checks.
 
-A full check is remembered beside the files, or in the user's cache where their folder cannot be
+A full check is recorded next to the files, or in the user's cache where their folder cannot be
 written, with what the file system says of each. While that stays the same, a file is not read
 again. It guards against damage, not against an attacker, who can change the manifest.
 """
@@ -23,9 +23,9 @@ _Entry = list[int | str]  # size, times of the last change in ns, inode, sha256
 
 
 class FileCheck:
-    """Checks files in other threads while the block, which loads them, runs.
+    """Checks files in other threads while the block loads them.
 
-    A fault goes before whatever the block runs into. A block that is interrupted does not wait.
+    A failed check takes precedence over errors of the block. An interrupted block does not wait.
     """
 
     def __init__(self, folder: Path, files: dict[str, FileRecord], verify: bool | None) -> None:
@@ -37,7 +37,7 @@ class FileCheck:
         self._pool: ThreadPoolExecutor | None = None
 
     def __enter__(self) -> None:
-        """Begin; raises `BrokenArtifactError` if a file is missing or has another size."""
+        """Start; raises `BrokenArtifactError` if a file is missing or has another size."""
         verify_sizes(self._folder, self._files)
         if self._verify is False:
             return
@@ -72,29 +72,29 @@ class FileCheck:
 
 
 def remember(folder: Path, files: dict[str, FileRecord]) -> None:
-    """Note that these files, just written, are what their manifest lists."""
+    """Record that these files, just written, match their manifest."""
     _remember(folder, _entries(folder, files))
 
 
 def _entries(folder: Path, files: dict[str, FileRecord]) -> dict[str, _Entry]:
-    """What identifies the files as they are now, with what they should hold."""
+    """File system metadata of the files, with their expected hashes."""
     found: dict[str, _Entry] = {}
     for name, record in files.items():
         stat = (folder / name).stat()
-        # A copy keeps the first time and perhaps the inode's number, never the second time.
+        # A copy keeps mtime and perhaps the inode number, never ctime.
         times = stat.st_mtime_ns, stat.st_ctime_ns
         found[name] = [stat.st_size, *times, stat.st_ino, record.sha256]
     return found
 
 
 def _stale(folder: Path, entries: dict[str, _Entry]) -> list[str]:
-    """The files that are not as they were at a full check."""
+    """Files that changed since the last full check."""
     known = [_read(path) for path in _places(folder)]
     return [name for name, entry in entries.items() if all(k.get(name) != entry for k in known)]
 
 
 def _places(folder: Path) -> tuple[Path, Path]:
-    """Where a check may be remembered."""
+    """Paths of the two possible records of a check."""
     name = hashlib.sha256(str(folder.resolve()).encode("utf-8", "surrogateescape")).hexdigest()
     return folder / RECORD_NAME, cache_folder() / "checked" / f"{name[:32]}.json"
 

@@ -1,4 +1,4 @@
-"""What all commands have in common: `--debug`, one line and its remedy on stderr, an exit code."""
+"""Command line basics: `--debug`, errors as one line with a hint on stderr, exit codes."""
 
 from __future__ import annotations
 
@@ -17,7 +17,7 @@ import typer
 
 from edgellm.core.errors import EdgeLLMError
 
-# How flags are spelled: --engine-dir is --engineDir, --model-dir is --model_dir.
+# Accepted spellings of flags: --engine-dir is --engineDir, --model-dir is --model_dir.
 CAMEL_CASE = {"token_normalize_func": lambda name: re.sub("-(.)", lambda m: m[1].upper(), name)}
 SNAKE_CASE = {"token_normalize_func": lambda name: name.replace("-", "_")}
 _MAX_MESSAGE = 2000  # characters
@@ -31,7 +31,7 @@ _DEBUG = inspect.Parameter(
 
 
 class App(typer.Typer):
-    """A command line. Each of its commands takes `--debug`, which `run_command` obeys."""
+    """A command line; each command takes `--debug`, which `run_command` handles."""
 
     def __init__(self, flag_case: dict[str, Any], *, no_args_is_help: bool = False) -> None:
         super().__init__(
@@ -46,7 +46,7 @@ class App(typer.Typer):
     def command(
         self, name: str | None = None, **settings: Any
     ) -> Callable[[Callable[..., None]], Callable[..., None]]:
-        """A decorator that adds a command and gives the function back, as typer's does."""
+        """A decorator that adds a command and returns the function, as typer's does."""
         add = super().command(name, **settings)
 
         def register(function: Callable[..., None]) -> Callable[..., None]:
@@ -72,7 +72,7 @@ def numbers(flag: str, text: str) -> tuple[int, ...]:
     """The value of a flag that takes whole numbers; () for "".
 
     Raises:
-        EdgeLLMError: it is something else.
+        EdgeLLMError: the text is not a list of whole numbers.
     """
     try:
         return tuple(int(part) for part in text.split(",")) if text else ()
@@ -81,10 +81,10 @@ def numbers(flag: str, text: str) -> tuple[int, ...]:
 
 
 def run_command(app: App, *, second_ends: bool = True) -> None:
-    """Run a command line; a failure becomes one line and its remedy on stderr, exit code not 0.
+    """Run a command line; an error prints one line and its hint on stderr, exit code not 0.
 
-    With `--debug` it keeps its traceback. The second Ctrl-C ends the process at once, whatever it
-    is at, unless `second_ends` is false: for a command that goes on.
+    With `--debug` it prints the traceback. The second Ctrl-C kills the process at once, unless
+    `second_ends` is false.
     """
     interrupts: list[int] = []
 
@@ -105,7 +105,7 @@ def run_command(app: App, *, second_ends: bool = True) -> None:
             stream.reconfigure(errors="backslashreplace")
     try:
         app()
-    except BaseException as error:  # the last resort of a command, not of a library
+    except BaseException as error:  # only at the top level of a command
         # Extension modules turn an interrupt during their import into an ImportError.
         if interrupts or isinstance(error, KeyboardInterrupt):
             _fail("interrupted; nothing half-written was left", "", 130)

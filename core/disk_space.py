@@ -1,6 +1,6 @@
-"""Disks that are full, told with the folder and the bytes.
+"""Errors for full disks, with the folder and the bytes.
 
-Standard library and `edgellm.core.contract` only.
+Standard library and `edgellm.core.errors` only.
 """
 
 from __future__ import annotations
@@ -23,18 +23,18 @@ _HINT = "free some space, or give a folder on another disk"
 
 
 class NoSpaceError(OSError):
-    """A disk will be full before the work is done."""
+    """The disk has too little free space for the work."""
 
     def __init__(self, folder: Path, num_bytes: int) -> None:
         super().__init__(errno.ENOSPC, os.strerror(errno.ENOSPC), str(folder))
-        self.num_bytes = num_bytes  # that are needed
+        self.num_bytes = num_bytes  # required
 
 
 def require_space(folder: Path, num_bytes: int) -> None:
-    """Find out before the work whether a folder takes so much.
+    """Check that a folder's disk has `num_bytes` free, before any work.
 
     Raises:
-        NoSpaceError: no; `explain_full_disk` tells it as a disk that is full already.
+        NoSpaceError: it has not; `explain_full_disk` reports it like a disk that is full already.
     """
     if num_bytes > shutil.disk_usage(folder).free:
         raise NoSpaceError(folder, num_bytes)
@@ -61,13 +61,13 @@ def require_room(path: Path, num_bytes: int) -> None:
 def explain_full_disk(
     folder: Path, *, num_bytes: int = 0, shown: Path | None = None, hint: str = _HINT
 ) -> Iterator[None]:
-    """Say where it was and what was needed, when what the block writes does not fit.
+    """Report folder and required bytes if the block fills the disk.
 
     Args:
         folder: where the block writes.
         num_bytes: size in all; 0: unknown, then the size of the written files counts.
         shown: the folder that the user knows, where it is another one.
-        hint: the remedy.
+        hint: for the error.
 
     Raises:
         LimitError: the disk is full.
@@ -77,7 +77,7 @@ def explain_full_disk(
     except Exception as error:
         if os_error(error) not in _FULL:
             raise
-        # Before the folder is emptied: what it holds was free for it.
+        # Before the folder is emptied: its files count as free.
         free = shutil.disk_usage(folder).free
         known = error.num_bytes if isinstance(error, NoSpaceError) else num_bytes
         needed = known or f"more than {_used_bytes(folder) + free}"
@@ -100,7 +100,7 @@ def require_regular_files(folder: Path) -> None:
     """Find out before files are opened whether one is a pipe or a device, which may have no end.
 
     Raises:
-        BrokenArtifactError: one is; directories, and links to nothing, are none.
+        BrokenArtifactError: one is; directories and dangling links are accepted.
     """
     for path in folder.iterdir():
         if path.exists() and not path.is_file() and not path.is_dir():
@@ -110,10 +110,9 @@ def require_regular_files(folder: Path) -> None:
 
 
 def forget(path: Path) -> None:
-    """Have the system read a file from its disk again: in large pages, if a reader asks for them.
+    """Drop a file from the page cache, so that the next reader can get large pages.
 
-    What was written stays in memory in pages as small as the writes were, until something else
-    takes their place.
+    The page cache otherwise keeps written data in pages as small as the writes were.
     """
     if hasattr(os, "posix_fadvise"):
         with path.open("rb") as stream:

@@ -1,10 +1,10 @@
-"""Errors that a user can mend; all of them are an `EdgeLLMError`."""
+"""Errors that a user can fix; all of them are an `EdgeLLMError`."""
 
 from __future__ import annotations
 
 
 class EdgeLLMError(Exception):
-    """A failure that the user can mend: one line that says what, one that says how."""
+    """An error that the user can fix: a one-line message and a one-line hint."""
 
     def __init__(self, message: str, *, hint: str = "") -> None:
         super().__init__(message)
@@ -12,7 +12,7 @@ class EdgeLLMError(Exception):
 
 
 class UnsupportedModelError(EdgeLLMError):
-    """The checkpoint is sound, but edgellm does not know how to compute it."""
+    """The checkpoint is valid, but edgellm does not support it."""
 
 
 class BrokenArtifactError(EdgeLLMError):
@@ -20,12 +20,12 @@ class BrokenArtifactError(EdgeLLMError):
 
 
 class LimitError(EdgeLLMError):
-    """Something does not fit: memory, prompt length, KV capacity."""
+    """A limit is exceeded: memory, prompt length, KV cache capacity."""
 
 
 class RequestError(EdgeLLMError):
-    """One request is malformed; the others of the file still run."""
+    """A request is malformed; other requests of the file still run."""
 
 
 class UnexpectedError(EdgeLLMError):
-    """One request met a fault of the program or of a library, which is its `__cause__`."""
+    """A request failed by a bug of edgellm or a library, which is its `__cause__`."""

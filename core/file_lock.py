@@ -1,7 +1,7 @@
-"""One run at a time: locked files, and folders of unfinished work that say whose they are.
+"""File locks, and temporary folders that are locked by the run that writes them.
 
-A lock ends with its process, however that ends, so that what a killed run left can be told from
-what a living one writes. Standard library and `edgellm.core.contract` only.
+A lock ends with its process, so leftovers of a killed run differ from the folder of a live one.
+Standard library and `edgellm.core.errors` only.
 """
 
 from __future__ import annotations
@@ -26,10 +26,11 @@ _MARK = b"a run of edgellm\n"  # in locks, to tell them from foreign files
 
 @contextlib.contextmanager
 def hold(path: Path, fault: str, hint: str) -> Iterator[None]:
-    """Lock a file (made where it is missing) while the block runs.
+    """Lock a file while the block runs; a missing file is created.
 
     Raises:
-        EdgeLLMError: `fault`, with `hint`: another process holds it; or it cannot be opened.
+        EdgeLLMError: another process holds it (message `fault`, with `hint`), or it cannot be
+            opened.
     """
     try:
         descriptor = os.open(path, os.O_RDWR | os.O_CREAT, 0o644)
@@ -45,19 +46,19 @@ def hold(path: Path, fault: str, hint: str) -> Iterator[None]:
 
 @dataclass(frozen=True, slots=True)
 class Unfinished:
-    """A folder of work that is going on, marked by a lock."""
+    """A folder of unfinished work, marked by a lock."""
 
     folder: Path
     lock: int | None  # descriptor; None where the file system has no locks
-    made: tuple[Path, ...] = ()  # folders above that it made, innermost first; empty ones go
+    made: tuple[Path, ...] = ()  # created parents, innermost first; empty ones are removed
 
     @property
     def files(self) -> Path:
-        """Where the work goes."""
+        """The folder of its files."""
         return self.folder / _FILES
 
     def remove(self) -> None:
-        """The work is finished, or given up."""
+        """Remove the folder, after the work is finished or abandoned."""
         _remove(self.folder)
         if self.lock is not None:
             os.close(self.lock)
@@ -67,10 +68,10 @@ class Unfinished:
 
 
 def begin(output: Path) -> Unfinished:
-    """Make a folder of unfinished work for `output`, on its file system; dead ones go.
+    """Create a folder of unfinished work on the file system of `output`; remove dead ones.
 
     Raises:
-        EdgeLLMError: another run writes `output`, or its place cannot be written.
+        EdgeLLMError: another run writes `output`, or its parent cannot be written.
     """
     home = _home(output.absolute())
     prefix = f".{output.absolute().name}.partial-"
@@ -87,7 +88,7 @@ def begin(output: Path) -> Unfinished:
 
 
 def _home(output: Path) -> Path:
-    """Beside the output; in it where that is another disk, which nothing can be renamed to."""
+    """The output's parent, or the output itself if that is a mount point."""
     if output.is_dir() and (
         output.stat().st_dev != output.parent.stat().st_dev or not os.access(output.parent, os.W_OK)
     ):
@@ -106,7 +107,7 @@ def _make(home: Path, prefix: str) -> Unfinished:
         os.write(lock, _MARK)
         return Unfinished(folder, lock)
     os.close(lock)
-    (folder / _LOCK).unlink()  # what has none is never taken for dead
+    (folder / _LOCK).unlink()  # a folder without a lock never counts as dead
     return Unfinished(folder, None)
 
 
@@ -133,7 +134,7 @@ def _sweep(home: Path, prefix: str, output: Path) -> None:
 
 
 def _remove(folder: Path) -> None:
-    """The lock goes last, so that a removal that is killed can be finished."""
+    """Remove the lock last, so that a later run can finish a killed removal."""
     shutil.rmtree(folder / _FILES, ignore_errors=True)
     with contextlib.suppress(OSError):
         (folder / _LOCK).unlink(missing_ok=True)
@@ -142,7 +143,7 @@ def _remove(folder: Path) -> None:
 
 @contextlib.contextmanager
 def _alone(folder: Path) -> Iterator[None]:
-    """Let the runs that write into a folder begin one after the other."""
+    """Let runs that write into a folder start one at a time."""
     descriptor = os.open(folder, os.O_RDONLY)
     try:
         with contextlib.suppress(OSError):  # some file systems lock no folders

@@ -17,26 +17,26 @@ ROWS, CAPACITY, HEAD_ROWS, IMAGE_ROWS = "rows", "kv_capacity", "head_rows", "ima
 INPUT_IDS = "input_ids"  # int64 [1, S]
 POSITION_IDS = "position_ids"  # int64 [A, S], A axes; depth positions for tree nodes
 WRITE_INDEX = "write_index"  # int64 [1]; rows already in the KV cache
-TREE_MASK = "tree_mask"  # bool [S, S]; row i may see new row j; a draft's is [S, M], M >= S,
-# and rules the last M slots: the tree grows by passes whose rows see some of the rows before
+TREE_MASK = "tree_mask"  # bool [S, S]; new token i attends to new token j; a draft's is [S, M],
+# M >= S, for the last M positions: each pass adds tokens that attend to some of the earlier ones
 LOGITS_INDEX = "logits_index"  # int64 [R]; the rows that get logits
 LOGITS = "logits"  # float32 [1, R, V]
 TOKEN_IDS = "token_ids"  # int64 [1, R]; argmax of the logits
-TOP_LOGITS = "top_logits"  # float32 [1, R]; the logits of `token_ids`; of engines on a GPU only
-HIDDEN_TAPS = "hidden_taps"  # activations [1, S, T*H]; features that the base gives to a draft
+TOP_LOGITS = "top_logits"  # float32 [1, R]; the logits of `token_ids`; engines on a GPU only
+HIDDEN_TAPS = "hidden_taps"  # activations [1, S, T*H]; auxiliary hidden states for a draft
 
-# A draft has the decoder's inputs and these; its rows of logits stay inside the graph.
-DRAFT_HIDDEN = "draft_hidden"  # activations [1, S, D]; fused features, or recycled rows
+# A draft has the decoder's inputs and these; its logits stay inside the graph.
+DRAFT_HIDDEN = "draft_hidden"  # activations [1, S, D]; fused or recycled hidden states
 TOP_K = "top_k"  # int64 [1]; K, candidates wanted for each row
 CANDIDATES = "candidates"  # K as a symbol in shapes of outputs
-ANSWERS = "answers"  # that share a pass, as a symbol in shapes of heads
+ANSWERS = "answers"  # batch size, as a symbol in shapes of heads
 CANDIDATE_IDS = "candidate_ids"  # int64 [1, R, K]; of the base's vocabulary, best first
 CANDIDATE_LOG_PROBS = "candidate_log_probs"  # float32 [1, R, K]; log-softmax, draft vocabulary
-# Of a draft of blocks: log-probabilities of the likeliest L candidates of a row, given each of the
-# L of the row before it (or the token that stands there): float32 [1, R, L, L], L <= MOST_LINKED.
+# Block drafters: log-probabilities of the likeliest L candidates of a position, given each of the
+# L of the position before it (or its token): float32 [1, R, L, L], L <= MAX_LINKED.
 CANDIDATE_LINKS = "candidate_links"
 LINKED, MAX_LINKED = "linked", 64  # L as a symbol in shapes of outputs
-RECYCLED_HIDDEN = "recycled_hidden"  # activations [1, R, D]; `draft_hidden` of a row's children
+RECYCLED_HIDDEN = "recycled_hidden"  # activations [1, R, D]; `draft_hidden` of a node's children
 
 # Engines with edgellm's kernels take several sequences in a pass, whose rows stand one after the
 # other, and their caches in pages [pages, num_kv_heads, page rows, head_dim]. These stand in the
@@ -47,14 +47,14 @@ TREE_MASKS = "tree_masks"  # bool [N]; [S, M] of one sequence after the other, t
 ADAPTER = "adapter"
 ADAPTER_ROWS = "adapter_rows"  # int64 [S]; the adapter of each row of a pass
 ADAPTER_WEIGHTS = "adapter_weights"  # float32; A [rank, in] and B [rank, out] of all layers of all
-ADAPTER_TABLE = "adapter_table"  # int64 [adapters, layers, 3]; rank, where A and where B begin
+ADAPTER_TABLE = "adapter_table"  # int64 [adapters, layers, 3]; rank, offsets of A and of B
 
 # Engines for GPUs hold adapters in places, which do not move; adapter n is in place n - 1. Products
 # of weights of G layers side by side have N columns for all places, one place after the other; a
 # TensorRT engine also takes passes that are given one, for rows without adapters.
 ADAPTER_COLUMNS = "adapter_columns."  # N as a symbol, before G
-ADAPTER_MASK = "adapter_mask."  # before G: bool [1, S, N]; whether a row has what is in a column
-ADAPTER_DOWN, ADAPTER_UP = "adapter_down.", "adapter_up."  # how names of `adapter_matrix` begin
+ADAPTER_MASK = "adapter_mask."  # before G: bool [1, S, N]; whether a token uses a column
+ADAPTER_DOWN, ADAPTER_UP = "adapter_down.", "adapter_up."  # prefixes of `adapter_matrix`
 
 
 def adapter_matrix(part: str, layers: Sequence[tuple[int, int]]) -> str:
@@ -65,67 +65,68 @@ def adapter_matrix(part: str, layers: Sequence[tuple[int, int]]) -> str:
 
     Args:
         part: one of these two.
-        layers: places in `ADAPTER_TABLE`, and widths.
+        layers: indices in `ADAPTER_TABLE`, and widths.
     """
     return part + "+".join(f"{place}x{width}" for place, width in layers)
 
 
-# TensorRT engines with edgellm's kernels have no caches among their inputs, but where they lie:
+# TensorRT engines with edgellm's kernels have no caches among their inputs, but their addresses:
 # int64 [2 + 4 * layers], see `device_runtime/kernels/triton/cache.py`.
 CACHE_TABLE = "cache_table"
 
 
 def page_table_name(window: int) -> str:
-    """Name of the page tables of layers that see `window` rows, 0: all; int64 [B, P].
+    """Name of the page tables of layers that attend to `window` tokens, 0: all; int64 [B, P].
 
-    Page p of a sequence holds its rows from p * page rows on; what no row sees may be anywhere.
+    Page p of a sequence holds its positions from p * page rows on. Entries of pages that no token
+    attends to are arbitrary.
     """
     return f"page_table.{window}"
 
 
-# Of a decoder with recurrent layers. What such layers keep of a sequence stands for all committed
-# rows; a pass reads it and leaves it as it was. It also gives what the recurrence takes of each
-# row, and the graph of the role "commit" takes that of accepted rows to make the next states.
-# int64 [S]; the new row before each row, ascending; -1 - n: none is new, it follows state n, of
-# which an engine for several sequences is given more than one.
+# Decoders with recurrent layers. The state of a sequence covers all committed tokens; a pass reads
+# it without changing it. The pass also returns the recurrence's inputs of each token; the graph of
+# the role "commit" computes the next states from those of accepted tokens.
+# int64 [S]; the parent of each new token, ascending; -1 - n: it follows state n. An engine with
+# batches has several states.
 PARENT_ROWS = "parent_rows"
-COMMIT_ROWS = "commit_rows"  # int64 [M]; the accepted rows of a pass, each the next one's parent
-STATE, STATE_ROWS, NEXT_STATE = STATES = "state.", "state_rows.", "next_state."  # how names begin
+COMMIT_ROWS = "commit_rows"  # int64 [M]; the accepted tokens of a pass, each the parent of the next
+STATE, STATE_ROWS, NEXT_STATE = STATES = "state.", "state_rows.", "next_state."  # prefixes
 
 
 def state_name(layer: int, part: str) -> str:
     """Name of the input that holds a part of a layer's state, in both graphs: [1, ...].
 
-    An engine's decoder takes those of several sequences, [B, ...].
+    An engine's decoder takes states of several sequences, [B, ...].
     """
     return f"{STATE}{layer}.{part}"
 
 
 def state_rows_name(layer: int, part: str) -> str:
-    """Name of what a pass gives of its rows, and a commit takes: [1, S, numbers]."""
+    """Name of a pass's output by token that a commit takes: [1, S, numbers]."""
     return f"{STATE_ROWS}{layer}.{part}"
 
 
 def next_state_name(state: str) -> str:
-    """Name of a commit's output that takes the place of the state of this name."""
+    """Name of a commit's output that replaces the state of this name."""
     return NEXT_STATE + state.removeprefix(STATE)
 
 
-# A visual encoder. One image is one run; its patches come in merge-block order: the M * M patches
-# of a block one after another, row by row, then the next block of the row of blocks.
+# Visual encoders. One image is one run; its patches are in merge-block order: the M * M patches of
+# a block row by row, then the next block of the row of blocks.
 PIXEL_VALUES = "pixel_values"  # activations [P, patch_values], or of tiles [N, 3, E, E]
 PATCH_POSITIONS = "patch_positions"  # int64 [P, 2]; row and column of each patch
 WINDOW_SLOTS = "window_slots"  # int64 [W * Z]; the patch in each slot of the padded windows
-WINDOW_MASK = "window_mask"  # bool [W, Z]; false: padding, whose slot may name any patch
+WINDOW_MASK = "window_mask"  # bool [W, Z]; false: padding, whose slot may hold any patch
 WINDOW_ROWS = "window_rows"  # int64 [P]; the slot of each patch
 POS_EMBED_INDEX = "pos_embed_index"  # int64 [4, P]; neighbours in the table of positions
-POS_EMBED_WEIGHT = "pos_embed_weight"  # float32 [4, P]; how much of each neighbour
+POS_EMBED_WEIGHT = "pos_embed_weight"  # float32 [4, P]; weight of each neighbour
 IMAGE_EMBEDS = "image_embeds"  # activations [P / M^2, H], or of tiles [N * tokens_per_tile, H]
-DEEPSTACK_EMBEDS = "deepstack_embeds"  # activations [L, P / M^2, H]; level i goes behind layer i
-# A decoder takes both of all images of a prompt as inputs: its token id V + n stands for row n.
+DEEPSTACK_EMBEDS = "deepstack_embeds"  # activations [L, P / M^2, H]; level i is added after layer i
+# A decoder takes both for all images of a prompt as inputs: token id V + n is row n.
 
 
-PAST, PRESENT = "past_key_values.", "present."  # how names of caches begin
+PAST, PRESENT = "past_key_values.", "present."  # prefixes of caches
 
 
 def past_name(layer: int, part: str) -> str:

@@ -1,7 +1,7 @@
-"""What graphs are for: the facts by which builders and the runtime handle a role alike.
+"""Roles of graphs: facts that builders and the runtime share.
 
-A graph of a new shape is an entry of `ROLES`. If an engine is for it, `device_runtime.networks` has
-a module of its name, which runs and measures it. Standard library only.
+A new kind of graph is an entry of `ROLES`. If it is an engine's main graph, a module of its name
+in `device_runtime.networks` runs and measures it. Standard library only.
 """
 
 from __future__ import annotations
@@ -18,7 +18,7 @@ from edgellm.core.graph_io import (
 
 DECODER = "decoder"  # a language model
 DRAFT = "draft"  # a draft network with a cache of its own
-COMMIT = "commit"  # moves the states of a decoder's recurrent layers on; reads no weights
+COMMIT = "commit"  # updates the states of a decoder's recurrent layers; reads no weights
 FUSE = "fuse"  # makes a draft's hidden rows of a base's features
 BLOCK = "block"  # a draft network with a KV cache; one forward pass predicts a block of tokens
 HEADS = "heads"  # predict tokens from the newest committed hidden state, one for each head
@@ -26,21 +26,21 @@ ENCODER = "encoder"  # a visual encoder
 
 # Kinds of passes that are measured
 PASS = "pass"  # of a decoder
-HOST = "host"  # no pass: what the host does for a round of a decoder that verifies trees
-STEP = "step"  # of a draft: rows of one growth
-EXTEND = "extend"  # of a draft: rows fused and committed
+HOST = "host"  # no pass: work of the host for a round of a decoder that verifies trees
+STEP = "step"  # of a draft: nodes of one level
+EXTEND = "extend"  # of a draft: tokens fused and committed
 ALL_HEADS = "heads"  # of all of them
 PREDICT = "foresee"  # of a block drafter: tokens fused and committed, then a block
 _SHARED_BY = " x "  # after a kind: sequences that share such a pass
 
 
 class Rows(Enum):
-    """What the rows of a pass are."""
+    """Meaning of the rows of a pass."""
 
     TEXT = "a prompt, the newest token, or a tree to verify"
     DRAFTED = "a prompt, what a round committed, or a level of a drafted tree"
     ONE = "one"
-    ACCEPTED = "of a decoder's pass, which its text goes on with"
+    ACCEPTED = "accepted tokens of a decoder's pass"
     IMAGE = "the patches or tiles of an image, of any size"
 
 
@@ -49,8 +49,8 @@ class Role:
     """The facts of a role."""
 
     rows: Rows
-    has_cache: bool = False  # of keys and values; rows are tokens, and images among them
-    inputs: tuple[str, ...] = ()  # besides those of what has a cache, or reads an image
+    has_cache: bool = False  # of keys and values; rows are tokens, some of them of images
+    inputs: tuple[str, ...] = ()  # besides those of graphs with a cache or an image
     measured: Mapping[str, str] = field(default_factory=dict)  # kinds of passes, and their names
 
 
@@ -80,18 +80,18 @@ ROLES = {
 
 
 def measured_name(kind: str) -> str:
-    """What people call a kind of pass."""
+    """Name of a kind of pass for users."""
     alone, _, sequences = kind.partition(_SHARED_BY)
     name = next(role.measured[alone] for role in ROLES.values() if alone in role.measured)
     return f"{name} of {sequences} answers with as many rows each" if sequences else name
 
 
 def shared_kind(kind: str, sequences: int) -> str:
-    """The kind of pass that so many sequences share; it is measured by the rows of each."""
+    """The kind of pass with this batch size; it is measured by the rows of each sequence."""
     return f"{kind}{_SHARED_BY}{sequences}"
 
 
 def shared_kinds(kind: str, measured: Iterable[str]) -> dict[int, str]:
-    """Those among kinds that were measured, by their sequences."""
+    """The measured kinds of batched passes, by batch size."""
     parts = [(each, *each.partition(_SHARED_BY)) for each in measured]
     return {int(count): each for each, alone, _, count in parts if alone == kind and count}

@@ -1,46 +1,45 @@
-"""How many pages and bytes the KV caches of an engine take. Standard library only."""
+"""Pages and bytes of an engine's KV caches. Standard library only."""
 
 from __future__ import annotations
 
 from edgellm.core.model_spec import KVCacheSpec, PageSpec
 
-# Before the window, which stay: so far back a later prompt may part from the one before it.
+# Tokens before the window that stay cached: a later prompt may diverge this far back.
 SPARE_ROWS = 64
 
 
 def table_pages(pages: PageSpec, window: int, capacity: int) -> int:
-    """Pages that a sequence holds at most, of layers with a window, 0: without.
+    """Maximum pages of a sequence in layers with a window, 0: without.
 
     Args:
         pages: of the cache.
-        window: rows that a row sees, its own included.
-        capacity: rows of a sequence.
+        window: tokens that a token attends to, itself included.
+        capacity: tokens of a sequence.
     """
     whole = -(-capacity // pages.rows)
     if not (window and pages.pass_rows):
         return whole
     rows = window + SPARE_ROWS + pages.pass_rows
-    return min(whole, -(-rows // pages.rows) + 1)  # they begin anywhere in a page
+    return min(whole, -(-rows // pages.rows) + 1)  # the first may start anywhere in a page
 
 
 def is_bounded(pages: PageSpec, capacity: int) -> bool:
-    """Whether layers give pages back that are before their windows."""
+    """Whether layers free the pages before their windows."""
     whole = table_pages(pages, 0, capacity)
     return any(table_pages(pages, window, capacity) < whole for window in pages.windows)
 
 
 def pool_pages(pages: PageSpec, window: int, capacity: int, num_sequences: int) -> int:
-    """Pages of all sequences together, of layers with a window, 0: without.
+    """Pages of all sequences together in layers with a window, 0: without.
 
-    Where windows bound them there is room for as many once more: where a prompt ended, or an
-    answer that is over.
+    Bounded windows get the same number once more: for the end of a prompt, or a finished request.
     """
     held, whole = table_pages(pages, window, capacity), table_pages(pages, 0, capacity)
     return num_sequences * min(2 * held, whole)
 
 
 def cache_bytes(cache: KVCacheSpec, capacity: int, num_sequences: int = 1) -> int:
-    """Of the caches of some sequences, in whole pages if it has pages."""
+    """Bytes of the caches of `num_sequences`, in whole pages if it has pages."""
     if cache.pages is None:
         return cache.bytes_per_token * capacity * num_sequences
     pages = cache.pages
@@ -49,7 +48,7 @@ def cache_bytes(cache: KVCacheSpec, capacity: int, num_sequences: int = 1) -> in
 
 
 def held_bytes(cache: KVCacheSpec, length: int) -> int:
-    """Of the rows of a sequence of this length; windows hold some more than they see."""
+    """Bytes that a sequence of this length holds; windows hold more than is attended to."""
     if cache.pages is None:
         return cache.bytes_per_token * length
     pages = cache.pages
@@ -64,5 +63,5 @@ def seen_bytes(cache: KVCacheSpec, length: int) -> int:
 
 
 def _row_bytes(cache: KVCacheSpec) -> int:
-    """Of a row in one layer."""
+    """Bytes of a token in one layer."""
     return cache.bytes_per_token // max(cache.num_layers, 1)

@@ -1,7 +1,7 @@
-"""What artifacts say of themselves: the facts of a network, bundles and engines.
+"""Manifests of bundles and engines, with the facts of their networks.
 
-An artifact is of a product: a language model (llm), a draft, a visual encoder. Its graphs have
-roles (`edgellm.core.graph_roles`). Standard library only.
+An artifact is a language model (llm), a draft or a visual encoder. Its graphs have roles
+(`edgellm.core.graph_roles`). Standard library only.
 """
 
 from __future__ import annotations
@@ -20,13 +20,13 @@ from edgellm.core.model_spec import DecoderSpec, DraftSpec, KVCacheSpec, PageSpe
 from edgellm.core.strict_json import parse
 
 CONTRACT_VERSION = 2
-ENGINE_VERSION = 3  # of engines, whose form changes oftener than that of bundles
+ENGINE_VERSION = 3  # of engines, whose format changes more often than that of bundles
 MANIFEST_NAME = "manifest.json"
 LAYER_REPORT = ".layers.json"  # after the name of a compiled graph: what it was fused to
 ESTIMATED = "estimated_cost"  # option of engines, see `Engine.estimated`
-DRAFT_FOLDER = "draft"  # of an engine: where its draft's engine lies
+DRAFT_FOLDER = "draft"  # folder of a draft's engine in that of its base
 
-DEVICES = ("cpu", "cuda")  # of libraries that have a backend for each, the usual one first
+DEVICES = ("cpu", "cuda")  # of libraries that have a backend for each, the default first
 
 LLM_BUNDLE, LLM_ENGINE = "llm_bundle", "llm_engine"
 DRAFT_BUNDLE, DRAFT_ENGINE = "draft_bundle", "draft_engine"
@@ -61,12 +61,12 @@ class GraphSpec:
     """One graph."""
 
     path: str
-    max_rows: int = 0  # query rows of a pass that it is meant for; 0: any
+    max_rows: int = 0  # maximum query tokens of a pass; 0: any
     precision: str = ""  # of an engine's linear layers
 
 
 class _OfANetwork:
-    """What bundles and engines have in common: a network's facts, by product."""
+    """Facts of a network that bundles and engines share, by product."""
 
     __slots__ = ()
     kind: str
@@ -75,39 +75,39 @@ class _OfANetwork:
 
     @property
     def main_role(self) -> str:
-        """What it is for, which comes first."""
+        """The role of the main graph, which comes first."""
         return next(iter(self.graphs))
 
     @property
     def decoder(self) -> DecoderSpec:
-        """Of a language model, or a draft's own."""
+        """The decoder of a language model or draft."""
         return self.draft.decoder if isinstance(self.spec, DraftSpec) else _as(DecoderSpec, self)
 
     @property
     def draft(self) -> DraftSpec:
-        """Of a draft."""
+        """Facts of a draft."""
         return _as(DraftSpec, self)
 
     @property
     def cache(self) -> KVCacheSpec | None:
-        """Of the network; None without one: encoders and heads."""
+        """KV cache of the network; None for encoders and heads."""
         if isinstance(self.spec, VisionSpec) or not self.decoder.kv.num_layers:
             return None
         return self.decoder.kv
 
     def cache_of(self, role: str) -> KVCacheSpec | None:
-        """Of the graphs of a role; None where they have no cache."""
+        """KV cache of the graphs of a role; None if they have none."""
         return self.cache if ROLES[role].has_cache else None
 
     @property
     def vision(self) -> VisionSpec:
-        """Of a visual encoder."""
+        """Facts of a visual encoder."""
         return _as(VisionSpec, self)
 
 
 @dataclass(frozen=True, slots=True)
 class Bundle(_OfANetwork):
-    """What `edgellm-export` wrote: portable ONNX graphs, their weights, a model's other files."""
+    """Output of `edgellm-export`: portable ONNX graphs, weights, a model's other files."""
 
     kind: str
     spec: Spec
@@ -119,16 +119,16 @@ class Bundle(_OfANetwork):
     provenance: dict[str, Any]
     eos_token_ids: tuple[int, ...] = ()
     hidden_taps: tuple[int, ...] = ()  # see DraftSpec; empty: no draft can be attached
-    pooling: str = ""  # "last" or "mean": rows of the tap that stand for a text; "": none do
+    pooling: str = ""  # "last" or "mean": pooling of the tap to an embedding; "": none
     files: dict[str, FileRecord] = field(default_factory=dict)
     contract_version: int = CONTRACT_VERSION
 
 
 @dataclass(frozen=True, slots=True)
 class Engine(_OfANetwork):
-    """What `llm_build` and `visual_build` wrote: graphs compiled for a backend and a machine.
+    """Output of `llm_build` and `visual_build`: graphs compiled for a backend and a machine.
 
-    A limit is 0 where the product has none of the kind.
+    A limit is 0 where the product does not have it.
     """
 
     kind: str
@@ -136,7 +136,7 @@ class Engine(_OfANetwork):
     graphs: dict[str, tuple[GraphSpec, ...]]  # by role, each in ascending order of `max_rows`
     backend: str
     backend_version: str
-    machine: str  # what the compiled graphs depend on, e.g. the CPU's instruction sets
+    machine: str  # dependencies of the compiled graphs, e.g. the CPU's instruction sets
     quantization: str
     options: dict[str, Any]
     provenance: dict[str, Any]
@@ -145,14 +145,14 @@ class Engine(_OfANetwork):
     pooling: str = ""  # see Bundle
     max_input_len: int = 0  # tokens of a prompt
     max_kv_cache_capacity: int = 0
-    max_batch_size: int = 1  # sequences of a pass; the cache has room for all rows of as many
-    max_verify_tree_size: int = 0  # rows of a token tree, root included; 0: plain decoding only
-    max_draft_tree_size: int = 0  # rows that may be drafted in one round
+    max_batch_size: int = 1  # sequences of a pass; the cache holds all tokens of as many
+    max_verify_tree_size: int = 0  # nodes of a token tree, root included; 0: plain decoding only
+    max_draft_tree_size: int = 0  # maximum nodes drafted in one round
     min_image_tokens: int = 0  # of an image
     max_image_tokens: int = 0  # of all images of a request together
     max_image_tokens_per_image: int = 0
-    prefill_rows: int = 0  # rows per pass at which a long prompt is fastest
-    # By kind of pass: its rows -> milliseconds; {} where nothing was measured; see `estimated`
+    prefill_rows: int = 0  # chunk size at which a long prompt is fastest
+    # By kind of pass: its rows -> milliseconds; {} if nothing was measured; see `estimated`
     cost_ms: dict[str, dict[str, float]] = field(default_factory=dict)
     files: dict[str, FileRecord] = field(default_factory=dict)
     contract_version: int = ENGINE_VERSION
@@ -164,7 +164,7 @@ class Engine(_OfANetwork):
 
     @property
     def main_graphs(self) -> tuple[GraphSpec, ...]:
-        """Those of its main role."""
+        """Graphs of its main role."""
         return self.graphs[self.main_role]
 
     @property
@@ -174,7 +174,7 @@ class Engine(_OfANetwork):
 
     @property
     def library(self) -> str:
-        """The backend's, as users name it."""
+        """The backend's library, as users name it."""
         return library_of(self.backend)
 
 
@@ -185,7 +185,7 @@ def library_of(backend: str) -> str:
 
 
 def with_kv_dtype(spec: Spec, dtype: str, pages: PageSpec | None = None) -> Spec:
-    """The facts of a network whose cache has another type, and pages; "" leaves it."""
+    """The facts of a network with another type and pages of its cache; "" keeps them."""
     if not dtype or isinstance(spec, VisionSpec):
         return spec
     if isinstance(spec, DraftSpec):
@@ -215,7 +215,7 @@ def load_engine(folder: Path, kind: str) -> Engine:
 
 
 def load_manifest(folder: Path, expected: str, form: type[Manifest]) -> Manifest:
-    """Read `folder/manifest.json`, of an artifact of the kind `expected`.
+    """Read `folder/manifest.json` of an artifact of the kind `expected`.
 
     Raises:
         BrokenArtifactError: no such folder or manifest, another kind of artifact, a newer

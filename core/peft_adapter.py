@@ -1,4 +1,4 @@
-"""LoRA adapters in the folders of PEFT: which linear layers they change, and how.
+"""LoRA adapters in PEFT's format: linear layers that they change, ranks and scales.
 
 A layer that computes x W^T becomes x W^T + scale * (x A^T) B^T, A [rank, in], B [out, rank].
 Standard library only.
@@ -27,7 +27,7 @@ CONFIG, WEIGHTS = "adapter_config.json", "adapter_model.safetensors"
 _TENSOR = re.compile(r"base_model\.model\.(.+)\.lora_([AB])\.weight")
 _TOWERS = re.compile(r"\b(?:language_model|text_model)\.")
 _FLOATS = "F32", "F16", "BF16"
-# What an adapter's tensors say as well, or what concerns its training only.
+# Keys that the tensors imply as well, or that concern training only.
 _NOT_NEEDED = frozenset(
     [
         "task_type",
@@ -58,7 +58,7 @@ _READ = frozenset(
         "init_lora_weights",
     ]
 )
-# Of what begins otherwise, the base is no longer the one that the config names.
+# Other initializations change the base, so it is not the one that the config names.
 _BEGINNINGS = (True, False, None, "gaussian", "eva", "orthogonal")
 _MERGE = (
     "merge it with PEFT, model.merge_and_unload().save_pretrained(...), and export the result as "
@@ -68,7 +68,7 @@ _MERGE = (
 
 @dataclass(frozen=True, slots=True)
 class LowRank:
-    """What an adapter adds to a linear layer."""
+    """The low-rank update of a linear layer."""
 
     a: str  # the tensor [rank, in]
     b: str  # the tensor [out, rank]
@@ -80,28 +80,28 @@ class LowRank:
 
 @dataclass(frozen=True, slots=True)
 class Adapter:
-    """A folder of PEFT."""
+    """A folder with an adapter of PEFT."""
 
     folder: Path
-    layers: Mapping[str, LowRank]  # by what `plain_name` makes of PEFT's names
+    layers: Mapping[str, LowRank]  # by `plain_name` of PEFT's names
     tensors: Safetensors
 
 
 def plain_name(name: str) -> str:
-    """A layer's name as that of a language model without encoder: "model.layers.0.mlp.up_proj"."""
+    """A layer's name in a language model without encoder: "model.layers.0.mlp.up_proj"."""
     return _TOWERS.sub("", name).replace("model.model.", "model.")
 
 
 def read_adapter(folder: Path) -> Adapter:
-    """Read config and headers of an adapter; no weight.
+    """Read config and tensor headers of an adapter, without weights.
 
     Raises:
-        EdgeLLMError: there is none.
+        EdgeLLMError: the folder has no adapter.
         UnsupportedModelError: it does more than add products to linear layers.
-        BrokenArtifactError: damaged files, or a config that does not suit the tensors.
+        BrokenArtifactError: damaged files, or a config that contradicts the tensors.
     """
     config = _read_config(folder)
-    _refuse_others(folder, config)
+    _require_plain_lora(folder, config)
     if not (folder / WEIGHTS).exists():
         raise EdgeLLMError(
             f"{folder} has no {WEIGHTS}",
@@ -112,7 +112,7 @@ def read_adapter(folder: Path) -> Adapter:
 
 
 def hash_adapters(folders: Mapping[str, str]) -> dict[str, str]:
-    """Hashes of the files of adapters by name; those that are missing are left out."""
+    """Hashes of the files of adapters by name; missing files are left out."""
     paths = {
         f"adapter {name}, {file}": Path(folder).expanduser() / file
         for name, folder in folders.items()
@@ -139,17 +139,17 @@ def _read_config(folder: Path) -> dict[str, Any]:
     return config
 
 
-def _refuse_others(folder: Path, config: Mapping[str, Any]) -> None:
-    """Refuse what is not the sum that the module describes."""
+def _require_plain_lora(folder: Path, config: Mapping[str, Any]) -> None:
+    """Reject adapters that are not the sum in this module's docstring."""
     kind = config.get("peft_type")
     if kind != "LORA":
         raise UnsupportedModelError(f"{folder} is an adapter of the kind {kind!r}, not LORA")
     more = {name: value for name, value in config.items() if name not in _READ | _NOT_NEEDED}
-    said = next((f"{name}: {value!r}" for name, value in more.items() if value), "")
+    stated = next((f"{name}: {value!r}" for name, value in more.items() if value), "")
     if config.get("bias", "none") != "none":
-        said = f"bias: {config['bias']!r}"
-    if said:
-        raise UnsupportedModelError(f"{folder / CONFIG} has {said[:80]}", hint=_MERGE)
+        stated = f"bias: {config['bias']!r}"
+    if stated:
+        raise UnsupportedModelError(f"{folder / CONFIG} has {stated[:80]}", hint=_MERGE)
     begun = config.get("init_lora_weights")
     if not any(begun is one or (isinstance(one, str) and begun == one) for one in _BEGINNINGS):
         raise UnsupportedModelError(
@@ -206,7 +206,7 @@ def _layer(
 def _of_pattern(
     folder: Path, config: Mapping[str, Any], patterns: str, module: str, default: str
 ) -> Any:
-    """The value of the first pattern that a module's name ends as, as PEFT takes it."""
+    """The value of the first pattern that matches the end of a module's name, as in PEFT."""
     found = config.get(patterns) or {}
     try:
         for pattern, value in found.items():

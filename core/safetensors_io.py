@@ -1,4 +1,4 @@
-"""Tensors in safetensors files, read without holding a whole one. Standard library only."""
+"""Reader of safetensors files that streams tensors. Standard library only."""
 
 from __future__ import annotations
 
@@ -39,7 +39,7 @@ class Safetensors:
         """Read and check all headers.
 
         Raises:
-            BrokenArtifactError: a damaged file, or two files that hold different tensors of a name.
+            BrokenArtifactError: a damaged file, or different tensors of one name in two files.
         """
         self._infos: dict[str, TensorInfo] = {}
         self._places: dict[str, tuple[Path, int]] = {}
@@ -96,14 +96,14 @@ class Safetensors:
             )
 
     def _add(self, name: str, info: TensorInfo, path: Path, offset: int) -> None:
-        """Add a tensor; one that another file holds, too, must be the same there."""
+        """Add a tensor; a duplicate in another file must be equal."""
         earlier = self._places.get(name)
         if earlier is not None:
             known = self._infos[name]
             if known != info or self._differs(info, earlier, (path, offset)):
                 raise BrokenArtifactError(
                     f"{earlier[0]} and {path} hold different tensors {name}",
-                    hint="one of these files is of another save; copy the checkpoint again",
+                    hint="one of these files is from another save; copy the checkpoint again",
                 )
         self._infos[name], self._places[name] = info, (path, offset)
 

@@ -1,4 +1,4 @@
-"""JSON as files of people are read: a key that is given twice in an object is a fault.
+"""Strict JSON parser for files of users: a duplicate key in an object is an error.
 
 Python silently takes the last of them, which may be the wrong one. Standard
 library only.
@@ -18,8 +18,8 @@ def parse(text: str | bytes) -> Any:
     """The value of a JSON text.
 
     Raises:
-        DuplicateKeyError: it names the key by its path from the top, $.
-        ValueError: as `json.loads`, and where objects and lists are nested too deeply to be read.
+        DuplicateKeyError: with the key's path from the top, $.
+        ValueError: as `json.loads`, or objects and lists are nested too deeply.
     """
     twice: dict[int, str] = {}  # by the identity of the object; all of them live until the end
     kept: list[dict[str, Any]] = []
@@ -42,7 +42,7 @@ def parse(text: str | bytes) -> Any:
 
 
 def _find(value: Any, twice: dict[int, str]) -> str:
-    """The path of the first key; one in a value that a second one displaced is found above it."""
+    """The path of the first key; for one in a replaced value, the path of the key above it."""
     left: list[tuple[str, Any]] = [("$", value)]
     while left:
         path, found = left.pop()

@@ -22,18 +22,18 @@ app = App(SNAKE_CASE, no_args_is_help=True)
 
 DType = Annotated[str, typer.Option("--dtype", help="Activations: fp16 or fp32.")]
 Pooling = Annotated[
-    str, typer.Option("--pooling", help="The model embeds texts: by its last row, or the mean.")
+    str, typer.Option("--pooling", help="Embedding model: pooling by the last token, or mean.")
 ]
 _POOLED = {"last": "the last row", "mean": "the mean of all rows"}
 Quantization = Annotated[
     str, typer.Option("--quantization", help="Rounds weights of linear layers: fp8, int8 or none.")
 ]
 IgnoredKeys = Annotated[
-    str, typer.Option("--ignore_config_keys", help="Config keys known not to matter, a,b,c.")
+    str, typer.Option("--ignore_config_keys", help="Config keys to ignore, a,b,c.")
 ]
 
 LoraDir = Annotated[
-    str | None, typer.Option("--lora_dir", help="A PEFT folder: adds its LoRA to the weights.")
+    str | None, typer.Option("--lora_dir", help="PEFT folder: merges its LoRA into the weights.")
 ]
 
 
@@ -50,17 +50,17 @@ def llm(
     output_dir: Annotated[Path, typer.Option("--output_dir", help="Folder for the bundle.")],
     dtype: DType = "fp16",
     num_layers: Annotated[
-        int | None, typer.Option("--num_layers", help="Keep the first N layers (debugging).")
+        int | None, typer.Option("--num_layers", help="Export the first N layers (debugging).")
     ] = None,
     ignore_config_keys: IgnoredKeys = "",
     is_eagle_base: Annotated[
-        bool, typer.Option("--is_eagle_base", help="Give hidden taps to an EAGLE-3 draft.")
+        bool, typer.Option("--is_eagle_base", help="Output hidden taps for an EAGLE-3 draft.")
     ] = False,
     hidden_taps: Annotated[
-        str, typer.Option("--hidden_taps", help="Which: i enters layer i; default 2,n/2,n-3.")
+        str, typer.Option("--hidden_taps", help="Inputs of layers; default 2,n/2,n-3.")
     ] = "",
     draft_model_dir: Annotated[
-        str | None, typer.Option("--draft_model_dir", help="Take the taps that this draft wants.")
+        str | None, typer.Option("--draft_model_dir", help="Use the taps of this draft.")
     ] = None,
     lora_dir: LoraDir = None,
     pooling: Pooling = "",
@@ -103,7 +103,7 @@ def llm(
 
 
 def _compare(checkpoint: Checkpoint, verdict: list[str], folder: Path, manifest: Bundle) -> None:
-    """Append what `--verify` found of a bundle that is not published yet."""
+    """Append the result of `--verify` for an unpublished bundle."""
     from edgellm.export.pipeline.verify import verify_bundle
 
     if sys.stderr.isatty():
@@ -166,7 +166,7 @@ def checkpoint(
     engine: Annotated[str, typer.Option("--for", help="vllm, sglang or tensorrt-llm.")],
     ignore_config_keys: IgnoredKeys = "",
 ) -> None:
-    """Write an EAGLE-3 draft of any layout as another engine reads it."""
+    """Convert an EAGLE-3 draft of any layout for another engine."""
     from edgellm.export.pipeline.eagle3_checkpoint import hand_over
     from edgellm.export.pipeline.resolve import open_draft
 
@@ -230,7 +230,7 @@ def _say_endless(manifest: Bundle) -> None:
     if not manifest.eos_token_ids and not manifest.pooling:
         typer.echo(
             "warning: the checkpoint names no end token: only a stop string or the longest length "
-            "will end an answer; name it as eos_token_id in its generation_config.json",
+            "ends the output; set eos_token_id in its generation_config.json",
             err=True,
         )
 
@@ -238,8 +238,8 @@ def _say_endless(manifest: Bundle) -> None:
 def _say_contradiction(manifest: Bundle) -> None:
     from edgellm.export.checkpoints.quantization_config import contradiction
 
-    if said := contradiction(manifest.provenance):
-        typer.echo(f"warning: {said}: exported as floats", err=True)
+    if stated := contradiction(manifest.provenance):
+        typer.echo(f"warning: {stated}: exported as floats", err=True)
 
 
 def _expect_dtype(dtype: str) -> None:

@@ -1,1 +1,1 @@
-"""Float checkpoints to quantized ones, with nvidia-modelopt; the layout of the result."""
+"""Quantizes float checkpoints with nvidia-modelopt."""

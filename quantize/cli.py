@@ -17,41 +17,47 @@ from edgellm.quantize.pipeline.deploy_target import FLOAT, form_of_draft, form_o
 app = App(SNAKE_CASE, no_args_is_help=True)
 
 Format = Annotated[
-    str, typer.Option("--format", help="modelopt, or compressed-tensors, which vLLM reads.")
+    str, typer.Option("--format", help="Output layout: modelopt, or compressed-tensors for vLLM.")
 ]
 Head = Annotated[
     str | None,
-    typer.Option("--lm_head_quantization", help="fp8, nvfp4, int8, int4, int8_tied, or float."),
+    typer.Option(
+        "--lm_head_quantization", help="Head: fp8, nvfp4, int8, int4, int8_tied or float."
+    ),
 ]
 Cache = Annotated[
     str | None,
-    typer.Option("--kv_cache_quantization", help="Scales of the cache: fp8 or int8."),
+    typer.Option("--kv_cache_quantization", help="Calibrate KV cache scales: fp8 or int8."),
 ]
 Dataset = Annotated[
-    str, typer.Option("--calib_dataset", help="default, or FILE.jsonl, or FILE.txt.")
+    str, typer.Option("--calib_dataset", help="Calibration text: default, FILE.jsonl or FILE.txt.")
 ]
 NumSamples = Annotated[
     int | None,
-    typer.Option("--num_samples", min=1, help="Rows; 512 (AWQ 128), on a CPU 32 (AWQ 8, gptq 48)."),
+    typer.Option("--num_samples", min=1, help="Samples; 512 (AWQ 128); CPU: 32 (AWQ 8, gptq 48)."),
 ]
 SeqLen = Annotated[
-    int | None, typer.Option("--seq_len", min=8, help="Tokens of a row; 512, on a CPU 256.")
+    int | None,
+    typer.Option("--seq_len", min=8, help="Tokens of a sample. Default: 512, on a CPU 256."),
 ]
 HeldOut = Annotated[
-    int | None, typer.Option("--held_out", min=1, help="Rows to measure with; 32, on a CPU 8.")
+    int | None, typer.Option("--held_out", min=1, help="Held-out samples. Default: 32, on a CPU 8.")
 ]
 AlphaStep = Annotated[
     float | None,
-    typer.Option("--alpha_step", min=0.01, max=1, help="Of AWQ's search; 0.1, on a CPU 0.2."),
+    typer.Option(
+        "--alpha_step", min=0.01, max=1, help="Step of AWQ's search. Default: 0.1, on a CPU 0.2."
+    ),
 ]
 BlockSize = Annotated[
     int | None,
-    typer.Option("--block_size", help="Of INT4: 128, 64 or 32; default: what fits all layers."),
+    typer.Option("--block_size", help="INT4 group size: 128, 64 or 32. Default: fits all layers."),
 ]
 BatchTokens = Annotated[
-    int | None, typer.Option("--batch_tokens", min=8, help="At a time; 8192, on a CPU 2048.")
+    int | None,
+    typer.Option("--batch_tokens", min=8, help="Tokens in a batch. Default: 8192, on a CPU 2048."),
 ]
-Output = Annotated[Path, typer.Option("--output_dir", help="Folder for the result.")]
+Output = Annotated[Path, typer.Option("--output_dir", help="Folder of the result.")]
 Body = Annotated[
     str, typer.Option("--quantization", help="fp8, int8_sq, int4_awq, nvfp4, nvfp4_awq or mixed.")
 ]
@@ -59,46 +65,46 @@ DraftBody = Annotated[
     str | None,
     typer.Option(
         "--quantization",
-        help="fp8, int8_sq, int4_awq, nvfp4, nvfp4_awq, or auto: the smallest that drafts as well; "
+        help="fp8, int8_sq, int4_awq, nvfp4, nvfp4_awq, or auto: smallest of equal acceptance; "
         "default: fp8, or what --target computes.",
     ),
 ]
 KeepLayers = Annotated[
     str,
-    typer.Option("--keep_layers", help="Decoder layers that stay floats, such as 0,29, or auto."),
+    typer.Option("--keep_layers", help="Decoder layers that stay float, such as 0,29, or auto."),
 ]
 KeepBudget = Annotated[
     float | None,
-    typer.Option("--keep_budget", min=0, help="Of --keep_layers auto: percent more bytes; 10."),
+    typer.Option("--keep_budget", min=0, help="With --keep_layers auto: percent more bytes (10)."),
 ]
 MaxLoss = Annotated[
     float | None,
-    typer.Option("--max_loss", min=0, help="Of auto: points of acceptance that may go; 0.5."),
+    typer.Option("--max_loss", min=0, help="With auto: allowed drop in acceptance, points (0.5)."),
 ]
 Device = Annotated[str, typer.Option("--device", help="cpu, cuda, or auto.")]
 MaxKl = Annotated[
     float | None,
-    typer.Option("--max_kl", min=0, help="Largest KL, nats a token; nothing is written above it."),
+    typer.Option("--max_kl", min=0, help="Maximum KL divergence, nats a token; fails above it."),
 ]
 TimeBudget = Annotated[
     float | None,
-    typer.Option("--time_budget", min=0, help="Of --algo auto: minutes for trying further ways."),
+    typer.Option("--time_budget", min=0, help="With --algo auto: minutes for more algorithms."),
 ]
 Rotate = Annotated[
     str | None,
     typer.Option("--rotate", help="residual, values or all: exact; residual unties the head."),
 ]
 TargetBits = Annotated[
-    float | None, typer.Option("--target_bits", min=4, max=16, help="Of mixed: bits of a weight.")
+    float | None, typer.Option("--target_bits", min=4, max=16, help="With mixed: bits a weight.")
 ]
 TargetKl = Annotated[
-    float | None, typer.Option("--target_kl", min=0, help="Of mixed: nats a token, estimated.")
+    float | None, typer.Option("--target_kl", min=0, help="With mixed: estimated nats a token.")
 ]
 Target = Annotated[
     str,
     typer.Option(
         "--target",
-        help="What will run it: cpu (int8_sq: scales of inputs at run time), gpu (calibrated; the "
+        help="Target device: cpu (int8_sq: scales of inputs at run time), gpu (calibrated; the "
         "head takes the form of the layers) or its compute capability (for a draft's form, too).",
     ),
 ]
@@ -106,21 +112,21 @@ Seed = Annotated[int, typer.Option("--seed", min=0)]
 Answers = Annotated[
     str | None,
     typer.Option(
-        "--answers", help="Prompts whose greedy answers are compared: default, or FILE.jsonl."
+        "--answers", help="Prompts whose greedy outputs are compared: default, or FILE.jsonl."
     ),
 ]
 FollowingDraft = Annotated[
     str | None,
-    typer.Option(
-        "--draft_model_dir", help="A float draft: how often is its first candidate taken?"
-    ),
+    typer.Option("--draft_model_dir", help="Float draft whose acceptance is measured."),
 ]
 ReportPage = Annotated[
     Path | None,
-    typer.Option("--report", help="FILE.html: the report there, too, also when --max_kl refuses."),
+    typer.Option(
+        "--report", help="FILE.html: also write the report there, even if --max_kl fails."
+    ),
 ]
 IgnoredKeys = Annotated[
-    str, typer.Option("--ignore_config_keys", help="Config keys known not to matter, a,b,c.")
+    str, typer.Option("--ignore_config_keys", help="Config keys to ignore: a,b,c.")
 ]
 
 
@@ -165,7 +171,7 @@ def llm(
     report: ReportPage = None,
     ignore_config_keys: IgnoredKeys = "",
 ) -> None:
-    """Quantize a language model; run the same command again after an interrupt to go on."""
+    """Quantize a language model; the same command resumes an interrupted run."""
     from edgellm.quantize.pipeline.flag_checks import kept_layers
 
     _run(
@@ -182,9 +188,7 @@ def llm(
 
 @app.command()
 def draft(
-    base_model_dir: Annotated[
-        str, typer.Option("--base_model_dir", help="The float model that it drafts for.")
-    ],
+    base_model_dir: Annotated[str, typer.Option("--base_model_dir", help="The float base model.")],
     draft_model_dir: Annotated[
         str, typer.Option("--draft_model_dir", help="A float draft, or a model with mtp.*.")
     ],
@@ -207,7 +211,7 @@ def draft(
     report: ReportPage = None,
     ignore_config_keys: IgnoredKeys = "",
 ) -> None:
-    """Quantize a draft or a layer of multi-token prediction with its base's features."""
+    """Quantize a draft or MTP layer with its base's hidden states."""
     body = quantization or form_of_draft(target)
     _run(
         draft_model_dir, output_dir, body, lm_head_quantization, ignore_config_keys,
@@ -263,7 +267,7 @@ def _head(body: str, given: str | None, options: dict[str, Any]) -> str | None:
 
 @contextlib.contextmanager
 def _progress() -> Iterator[Callable[[str, int, int], None]]:
-    """A bar on a terminal, lines elsewhere; both on stderr."""
+    """Progress on stderr: a bar on a terminal, lines elsewhere."""
     if not sys.stderr.isatty():
         yield lambda what, done, total: print(f"{what} ({done}/{total})", file=sys.stderr)
         return
@@ -279,7 +283,7 @@ def _progress() -> Iterator[Callable[[str, int, int], None]]:
 
     columns = (TextColumn("{task.description}"), BarColumn(), MofNCompleteColumn(),
                TimeElapsedColumn(), TimeRemainingColumn())  # fmt: skip
-    # The stream of now: ModelOpt's prints are sent elsewhere while the bar goes on.
+    # The current stderr: ModelOpt's prints are redirected while the bar runs.
     with Progress(*columns, console=Console(file=sys.stderr), transient=True) as bar:
         task = bar.add_task("quantizing", total=None)
 

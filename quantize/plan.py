@@ -1,4 +1,4 @@
-"""The plan of a run: what the user chose, and what it means for the model."""
+"""The plan of a run: the user's options, resolved for the model."""
 
 from __future__ import annotations
 
@@ -12,14 +12,14 @@ from edgellm.quantize.models.language_model import QuantizedNetwork, Task
 
 @dataclass(frozen=True, slots=True)
 class Job:
-    """Everything the user chose; None: a default that depends on device and scheme."""
+    """The user's options; None: a default that depends on device and scheme."""
 
     model_dir: str
     output_dir: Path
     quantization: str
     base_model_dir: str | None = None  # of a draft; None: `model_dir` is a language model
-    algo: str | None = None  # None: AWQ where there is a choice
-    rotate: str | None = None  # see `ROTATIONS`; changes nothing in floats
+    algo: str | None = None  # None: AWQ if several are possible
+    rotate: str | None = None  # see `ROTATIONS`; exact in float
     format: str = "modelopt"
     lm_head_quantization: str | None = None
     kv_cache_quantization: str | None = None
@@ -28,36 +28,34 @@ class Job:
     seq_len: int | None = None
     held_out: int | None = None
     alpha_step: float | None = None
-    block_size: int | None = None  # of INT4
-    keep_layers: tuple[int, ...] = ()  # that stay floats
-    keep_budget: float | None = None  # percent of the result's bytes, for layers yet to be found
-    target_bits: float | None = None  # a weight, of mixed precision
-    target_kl: float | None = None  # nats a token, an estimate
-    target: str = "cpu"  # whose rounding of INT8 inputs is reckoned with
+    block_size: int | None = None  # INT4 group size
+    keep_layers: tuple[int, ...] = ()  # layers that stay float
+    keep_budget: float | None = None  # percent of the result's bytes for float layers of the search
+    target_bits: float | None = None  # bits a weight of mixed precision
+    target_kl: float | None = None  # estimated nats a token
+    target: str = "cpu"  # device whose rounding of INT8 inputs is simulated
     batch_tokens: int | None = None
     device: str = "auto"
     seed: int = 0
-    max_kl: float | None = (
-        None  # nats a token over the held-out text, above which nothing is written
-    )
-    answers: str | None = None  # prompts whose answers are compared: "default", or a file
-    draft_model_dir: str | None = None  # of a float draft that is to follow the result
-    report: Path | None = None  # a further page, also of what is refused
+    max_kl: float | None = None  # maximum nats a token over the held-out text
+    answers: str | None = None  # prompts of greedy agreement: "default", or a file
+    draft_model_dir: str | None = None  # a float draft whose acceptance is measured
+    report: Path | None = None  # extra HTML report, also of failed runs
     ignore_config_keys: tuple[str, ...] = ()
 
     @property
     def work_dir(self) -> Path:
-        """Where the state of the run is until it is finished."""
+        """The folder of the run's state until it is finished."""
         return self.output_dir.parent / f"{self.output_dir.resolve().name}.quantizing"
 
 
 @dataclass(frozen=True, slots=True)
 class Plan:
-    """A job whose every check is passed."""
+    """A checked job."""
 
     job: Job
     subject: QuantizedNetwork
     recipe: Recipe
     head: Recipe | None
     task: Task
-    settings: dict[str, Any]  # what makes the result what it is
+    settings: dict[str, Any]  # all settings that affect the result

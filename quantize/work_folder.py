@@ -1,4 +1,4 @@
-"""The work folder: what an interrupted run goes on with."""
+"""The work folder: the state that resumes an interrupted run."""
 
 from __future__ import annotations
 
@@ -20,37 +20,37 @@ from edgellm.quantize.formats.tensors import InMemory, Tensor
 
 _JOB, LOCK = "job.json", "lock"
 CALIBRATION, FLOAT, QUANTIZED = "calibration", "float", "quantized"
-ROUNDED = "rounded"  # the calibration text after layers that are quantized
-ANSWERS = "answers"  # prompts with the float model's answers, as the quantized model reads them
+ROUNDED = "rounded"  # calibration hidden states after quantized layers
+ANSWERS = "answers"  # quantized model's hidden states of prompts and float outputs
 HEAD_PART = "head"
 
 
 @dataclass(frozen=True, slots=True)
 class WorkFolder:
-    """Finished parts and the hidden states at the place where the work stopped."""
+    """Finished parts, and the hidden states that enter the next layer."""
 
     path: Path
 
     @property
     def log(self) -> Path:
-        """What ModelOpt printed."""
+        """The log of ModelOpt's output."""
         return self.path / "modelopt.log"
 
     @property
     def is_there(self) -> bool:
-        """Whether a run began here."""
+        """Whether a run was started in this folder."""
         return (self.path / _JOB).exists()
 
     @property
     def has_begun(self) -> bool:
-        """Whether anything was done there."""
+        """Whether the folder holds more than the job and the lock."""
         return {path.name for path in self.path.iterdir()} > {_JOB, LOCK}
 
     def claim(self, settings: Mapping[str, Any]) -> None:
-        """Make the folder, or go on with it.
+        """Creates the folder, or resumes from it.
 
         Raises:
-            EdgeLLMError: it is of a run with other settings, of something else, or not writable.
+            EdgeLLMError: the folder has other settings or other contents, or is not writable.
         """
         job = self.path / _JOB
         text = json.dumps(settings, indent=2)
@@ -73,11 +73,11 @@ class WorkFolder:
             raise EdgeLLMError(f"cannot write {self.path}: {error.strerror}") from None
 
     def states(self, stream: str, layer: int) -> Path:
-        """The file of the states of `stream` that enter `layer`."""
+        """The file of hidden states of `stream` that enter `layer`."""
         return self.path / f"{stream}.{layer:05d}.states"
 
     def drop_states(self, before: int) -> None:
-        """Remove the states that enter layers below `before`."""
+        """Removes the hidden states that enter layers below `before`."""
         for path in self.path.glob("*.states"):
             if int(path.name.split(".")[1]) < before:
                 path.unlink()
@@ -87,7 +87,7 @@ class WorkFolder:
         return (self.path / f"{part}.json").exists()
 
     def store(self, part: str, tensors: Mapping[str, Tensor], facts: Any) -> None:
-        """Keep a finished part; its facts are written last and make it finished."""
+        """Stores a finished part; its facts are written last and mark it finished."""
         partial = self.path / f"{part}.partial"
         write_safetensors(partial, InMemory(tensors), sorted(tensors))
         partial.replace(self.path / f"{part}.safetensors")
@@ -98,7 +98,7 @@ class WorkFolder:
         return Safetensors([self.path / f"{part}.safetensors"])
 
     def facts(self, part: str) -> Any:
-        """What `store` was told."""
+        """The facts of `store`."""
         try:
             return parse((self.path / f"{part}.json").read_text("utf-8"))
         except (OSError, ValueError) as error:
@@ -107,7 +107,7 @@ class WorkFolder:
             ) from None
 
     def remove(self) -> None:
-        """The run is finished."""
+        """Removes the folder after the run."""
         shutil.rmtree(self.path, ignore_errors=True)
 
 
@@ -117,5 +117,5 @@ def layer_part(index: int) -> str:
 
 
 def as_facts(report: Any, **more: Any) -> dict[str, Any]:
-    """A dataclass and more, as JSON holds it."""
+    """Fields of a dataclass, and `more`, as a dict for JSON."""
     return {**asdict(report), **more}

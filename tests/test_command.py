@@ -1,4 +1,4 @@
-"""What all commands share: how they end, and `--debug`."""
+"""Command line basics: exit codes, errors and `--debug`."""
 
 from __future__ import annotations
 
@@ -88,7 +88,7 @@ def test_every_command_offers_it(run, capsys):
 
 
 def test_an_interrupt_of_a_finalizer_is_not_lost():
-    """Python ignores exceptions of `__del__`; the work would go on to its end."""
+    """Python ignores exceptions of `__del__`; the work would continue to its end."""
     code = (
         "import time; from edgellm.core.cli import run_command\n"
         "class Part:\n"

@@ -1,4 +1,4 @@
-"""Shell completion of every command, in the shells themselves where they are."""
+"""Shell completion of all commands, in real shells if installed."""
 
 from __future__ import annotations
 
@@ -36,7 +36,7 @@ def commands(tmp_path_factory) -> dict[str, str]:
 
 @pytest.fixture
 def shell(commands, tmp_path) -> dict[str, str]:
-    """Environment of a person who completes; at home there is a folder `engines`."""
+    """Environment of a user; the home has a folder `engines`."""
     (tmp_path / "engines").mkdir()
     return {**commands, "HOME": str(tmp_path)}
 
@@ -58,7 +58,7 @@ def _run(command: list[str], shell: dict[str, str]) -> str:
 
 
 def _completed(shell: dict[str, str], line: str) -> list[str]:
-    """What a command says to the function that bash, fish and zsh call."""
+    """Output of a command for the completion function of bash, fish and zsh."""
     name, *words = line.split()
     asked = {"COMP_WORDS": line, "COMP_CWORD": str(len(words))}
     asked[f"_{name.replace('-', '_').upper()}_COMPLETE"] = "complete_bash"
@@ -66,7 +66,7 @@ def _completed(shell: dict[str, str], line: str) -> list[str]:
 
 
 def _complete_in_bash(shell: dict[str, str], line: str) -> list[str]:
-    """What the function that bash calls puts into COMPREPLY."""
+    """COMPREPLY of the completion function in bash."""
     name, *words = line.split()
     script = (
         f"{_script(shell, name, 'bash')}\n"
@@ -90,7 +90,7 @@ def test_subcommands_in_bash(shell):
 
 @pytest.mark.parametrize("line", ["llm_inference --engineDir eng", "edgellm-inspect eng"])
 def test_folders_in_bash(shell, line):
-    """The function has nothing to say, so that bash completes files."""
+    """The function returns nothing, so that bash completes files."""
     assert _complete_in_bash(shell, line) == []
     with person("bash", "--norc", "-i", **shell, PS1="$ ") as someone:
         someone.type(f"cd; complete -r; {_one_line(shell, line)}\r")
@@ -100,7 +100,7 @@ def test_folders_in_bash(shell, line):
 
 
 def _one_line(shell: dict[str, str], line: str) -> str:
-    """A command that loads the completion of a line's command, and says so."""
+    """A command that loads the completion of a line's command, and prints it."""
     script = Path(shell["HOME"], "completion")
     script.write_text(_script(shell, line.split()[0], "bash"))
     return 'source ./completion; echo "ready"-now'

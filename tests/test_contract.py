@@ -73,7 +73,7 @@ def test_a_foreign_file_is_never_overwritten(tmp_path, name):
     output = tmp_path / "out"
     output.mkdir()
     (output / name).write_text("{}")
-    with pytest.raises(EdgeLLMError, match="exists and is not of an earlier llm_bundle"):
+    with pytest.raises(EdgeLLMError, match="exists and is not part of an earlier llm_bundle"):
         _publish(output)
     assert (output / name).read_text() == "{}"
     assert not _leftovers(tmp_path)
@@ -182,7 +182,7 @@ def test_a_manifest_with_an_unknown_value_is_damaged(tmp_path, key, value):
 
 
 def test_a_deferred_interrupt_reaches_its_handler():
-    """Which notes it, so that a command ends as interrupted."""
+    """The interrupt is recorded, so that the command exits as interrupted."""
     seen: list[object] = []
 
     def handle(number: int, _frame: object) -> None:
@@ -204,7 +204,7 @@ def test_a_deferred_interrupt_reaches_its_handler():
 
 
 def _killed_in_the_middle(output):
-    """What a run leaves that is killed while it writes."""
+    """Leftovers of a run that is killed while it writes."""
     before = set(_leftovers(output.parent))
     code = (
         "import os, pathlib, sys; from edgellm.core.artifact import temporary_folder\n"
@@ -218,8 +218,8 @@ def _killed_in_the_middle(output):
     return left
 
 
-def test_the_next_run_removes_what_a_killed_one_left(tmp_path):
-    """Nothing of somebody else's, and nothing of another output."""
+def test_the_next_run_removes_leftovers_of_a_killed_one(tmp_path):
+    """Foreign files and those of other outputs stay."""
     output = tmp_path / "out"
     other = _killed_in_the_middle(tmp_path / "out2")
     left = _killed_in_the_middle(output)
@@ -234,7 +234,7 @@ def test_the_next_run_removes_what_a_killed_one_left(tmp_path):
 
 
 def test_two_runs_into_one_folder(tmp_path):
-    """The second is refused, whatever the first has written; another folder is free."""
+    """The second run of one output is rejected; another folder is free."""
     output = tmp_path / "out"
     with temporary_folder(output) as first:
         (first / "model.onnx").write_text("first")
@@ -250,7 +250,7 @@ def test_two_runs_into_one_folder(tmp_path):
 
 
 def test_an_output_on_another_disk_than_the_folder_above(tmp_path, monkeypatch):
-    """As a volume that a container mounts: nothing can be renamed into it from outside."""
+    """A container's volume: files cannot be renamed into it from outside."""
     output = tmp_path / "out"
     output.mkdir()
     devices = {output: 1, tmp_path: 2}

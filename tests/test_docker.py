@@ -1,4 +1,4 @@
-"""What of the Dockerfiles can be checked where no daemon runs: nothing is built here."""
+"""Checks of the Dockerfiles without a daemon; nothing is built."""
 
 from __future__ import annotations
 
@@ -45,7 +45,7 @@ def test_instructions_are_known(instructions):
     assert instructions[0][0] == "ARG"  # the base, before the first FROM
 
 
-def test_what_is_copied_is_there_and_is_what_a_wheel_needs(instructions):
+def test_copied_files_exist_and_suffice_for_a_wheel(instructions):
     copied = _copied(instructions)
     assert [path for path in copied if not (ROOT / path).exists()] == []
     wheel = PROJECT["tool"]["hatch"]["build"]["targets"]["wheel"]["only-include"]
@@ -88,7 +88,7 @@ def test_comments_name_commands_that_exist():
 
 
 def test_a_wheel_of_the_copied_files_alone_installs(tmp_path):
-    """What the first stage does, and the start of the second."""
+    """The first stage, and the start of the second."""
     source = tmp_path / "source"
     source.mkdir()
     for path in _copied(_instructions(FILES[0])):

@@ -75,7 +75,7 @@ def test_every_command_is_in_the_reference(apps):
     assert "\\" not in page
 
 
-def test_fields_and_what_stands_behind_them():
+def test_fields_and_their_descriptions():
     page = manifest_page()
     assert "| machine | `str` | what the compiled graphs depend on, e.g. the CPU's" in page
     assert "What `llm_build` and `visual_build` wrote" in page
@@ -122,7 +122,7 @@ def test_extras_that_pages_name_exist():
 
 @pytest.fixture(scope="module")
 def followed(eagle_pair, tmp_path_factory) -> tuple[Path, dict[str, str], str]:
-    """A folder in which the tutorial was followed with tiny models, and what was printed."""
+    """A folder of a tutorial run with tiny models, and its output."""
     folder = tmp_path_factory.mktemp("tutorial")
     shell = {
         **os.environ,
@@ -172,7 +172,7 @@ def test_python_runs(path, followed):
 
 @pytest.fixture(scope="module")
 def four_commands(eagle_pair, tmp_path_factory) -> list[str]:
-    """What the README's four commands print, with a tiny model and a folder as the robot."""
+    """Output of the README's four commands, with a tiny model and a folder as the robot."""
     folder = tmp_path_factory.mktemp("readme")
     device, here = make_device(folder)
     shell = {**os.environ, **device.environment(here), "MODEL": str(eagle_pair.base_checkpoint)}
@@ -196,7 +196,7 @@ def _form(line: str) -> str:
     return re.sub(r"[\d.]+|(?<=: )(llama|qwen\d)", "N", line)
 
 
-def test_the_commands_of_the_readme_print_what_it_shows(four_commands):
+def test_the_readmes_commands_print_its_output(four_commands):
     shown = [one["text"] for one in _blocks(ROOT / "README.md") if one["kind"] == "text"][-1]
     printed = {_form(line) for line in four_commands}
     said = [line for line in shown.splitlines() if not line.startswith("[")]
@@ -255,7 +255,7 @@ def test_a_flag_that_does_not_exist_is_found(apps):
         apps["llm_inference"].make_context(words[0], words[1:])
 
 
-def test_the_reference_of_answers_is_complete(followed):
+def test_the_reference_of_outputs_is_complete(followed):
     folder, _, _ = followed
     (response,) = json.loads((folder / "answers.json").read_text("utf-8"))["responses"]
     page = (DOCS / "reference/answers.md").read_text("utf-8")

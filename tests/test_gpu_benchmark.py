@@ -1,4 +1,4 @@
-"""`benchmarks/gpu.py` where there is no GPU: the oracle, the clocks and the report."""
+"""`benchmarks/gpu.py` without a GPU: the oracle, the clocks and the report."""
 
 from __future__ import annotations
 
@@ -56,7 +56,7 @@ def _answer(llm: LLM, *, speculative: bool):
 
 @pytest.mark.parametrize("wanted", [1.0, 1.4, 2.5, 3.0, 4.0])
 @pytest.mark.parametrize("draft", ["eagle3", "medusa"])
-def test_the_oracle_is_accepted_as_often_as_it_is_told(eagle_pairs, monkeypatch, draft, wanted):
+def test_the_oracle_has_the_requested_acceptance_rate(eagle_pairs, monkeypatch, draft, wanted):
     with timed_engines(onnxruntime_cpu) as clocks:
         llm = LLM(eagle_pairs(draft).engine, spec=SpecOptions(**SIZES))
     plain, _ = _answer(llm, speculative=False)
@@ -84,8 +84,8 @@ def test_the_oracle_is_accepted_as_often_as_it_is_told(eagle_pairs, monkeypatch,
     assert all(path != list(range(len(path))) for path in paths)  # rows that must move
 
 
-def test_an_oracle_whose_answer_is_another_is_not_believed(eagle_pair):
-    """Control: what is right is up to the base."""
+def test_an_oracle_with_another_output_is_rejected(eagle_pair):
+    """Control: the base decides which tokens are right."""
     llm = LLM(eagle_pair.engine, spec=SpecOptions(**SIZES))
     plain, _ = _answer(llm, speculative=False)
     wrong = [*plain.prompt.token_ids, *((token + 1) % 96 for token in plain.token_ids)]
@@ -96,7 +96,7 @@ def test_an_oracle_whose_answer_is_another_is_not_believed(eagle_pair):
 
 
 class HostEvents:
-    """Events of the fake GPU: when its stream came to them."""
+    """Events of the fake GPU, with the time when its stream reached them."""
 
     def __init__(self, device: FakeDevice) -> None:
         self._device = device
@@ -113,7 +113,7 @@ class HostEvents:
 
 @pytest.mark.parametrize("draft", ["eagle3", "medusa"])
 def test_a_round_on_the_fake_gpu(eagle_pairs, tmp_path, monkeypatch, draft):
-    """Base, draft and compaction have times, which are less than the round's; so has the check."""
+    """Base, draft, compaction and check have times below the round's."""
     pair = eagle_pairs(draft)
     lowered, gpus = Lowered(pair, tmp_path), [FakeDevice(), FakeDevice()]
     devices = [TimedDevice(device, HostEvents(device)) for device in gpus]
@@ -143,8 +143,8 @@ def test_a_round_on_the_fake_gpu(eagle_pairs, tmp_path, monkeypatch, draft):
 
 
 @pytest.mark.parametrize("speculative", [False, True])
-def test_what_users_get_is_counted(eagle_pair, tmp_path, monkeypatch, speculative):
-    """As the fake GPU itself counts it; a round is the device's own, which no clock is between."""
+def test_output_tokens_are_counted(eagle_pair, tmp_path, monkeypatch, speculative):
+    """As the fake GPU counts; a round runs on the device without clocks in between."""
     fake, lowered = FakeDevice(), Lowered(eagle_pair, tmp_path)
     device = CountedDevice(fake, CountingEvents())
     lowered.replace_engines(monkeypatch, device)
@@ -196,7 +196,7 @@ def test_events_are_asked_for_in_the_gpus_context():
     assert not driver.stack
 
 
-def test_what_a_stream_is_asked_for_is_told_apart():
+def test_calls_on_a_stream_are_distinguished():
     fake = FakeDevice()
     device = TimedDevice(fake, events := CountingEvents())
     memory, host = device.allocate(1024), device.pinned(32)
@@ -223,7 +223,7 @@ def test_what_a_stream_is_asked_for_is_told_apart():
 
 
 def test_the_report(eagle_pair, tmp_path, monkeypatch, capsys):
-    """As on a machine with a GPU, but for the events."""
+    """As on a machine with a GPU, except for events."""
     monkeypatch.setattr(gpu, "compute_capability", lambda: 89)
     monkeypatch.setattr(gpu, "measured_bandwidths", lambda: {"attributes": 20.0, "copy": 10.0})
     written = tmp_path / "figures.json"
@@ -268,7 +268,7 @@ def test_an_engine_that_is_not_there(tmp_path, monkeypatch):
     assert "hint: " in str(caught.value)
 
 
-def test_what_a_token_reads(eagle_pair):
+def test_bytes_read_for_a_token(eagle_pair):
     manifest = load_engine(eagle_pair.engine, LLM_ENGINE)
     read, how = gpu.bytes_per_token(eagle_pair.engine, manifest, 10)
     kv = 10 * manifest.decoder.kv.bytes_per_token
@@ -291,7 +291,7 @@ def test_verdicts_and_rates():
     assert found.as_json()["cpu_ms_per_step"] == 2.0
 
 
-def test_an_answer_that_ends_at_once(eagle_pair):
+def test_an_output_that_ends_at_once(eagle_pair):
     with timed_engines(runners.find("onnxruntime")) as clocks:
         llm = LLM(eagle_pair.engine)
     with pytest.raises(EdgeLLMError, match="the answer has 2 tokens"):
@@ -299,7 +299,7 @@ def test_an_answer_that_ends_at_once(eagle_pair):
 
 
 @pytest.mark.skipif(compute_capability() is not None, reason="there is a GPU here")
-def test_without_a_gpu_it_says_so(tmp_path):
+def test_a_missing_gpu_is_reported(tmp_path):
     script = Path(gpu.__file__)
     result = subprocess.run(
         [sys.executable, script, tmp_path], capture_output=True, text=True, check=False

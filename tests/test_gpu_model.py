@@ -1,4 +1,4 @@
-"""The model of time on GPUs that are not here: what it sums, what it promises, what it reads."""
+"""The time model of absent GPUs: sums, predictions and bytes read."""
 
 from __future__ import annotations
 
@@ -15,7 +15,7 @@ SIZES = (1024, 4096)
 THOR = BOARDS[0]
 
 
-def test_what_nvfp4_promises_on_thor():
+def test_predicted_speed_of_nvfp4_on_thor():
     assert form_of_head("11.0", "nvfp4", is_modelopt=True) == form_of_draft("11.0") == "nvfp4"
     plain = plain_parts_ms(THOR, TODAY, "nvfp4", *SIZES)
     drafted = round_parts_ms(THOR, TODAY, "nvfp4", *SIZES)

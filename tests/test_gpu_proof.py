@@ -1,4 +1,4 @@
-"""The stages of `benchmarks/gpu.py --all`, on fakes; what a stage measures is tested elsewhere."""
+"""The stages of `benchmarks/gpu.py --all`, on fakes; their measurements are tested elsewhere."""
 
 from __future__ import annotations
 
@@ -51,7 +51,7 @@ def test_a_kernel_that_serves_one_sequence_alone_is_found(monkeypatch, name):
         check_kernels(FakeDevice(), 5000)
 
 
-def test_what_is_asked_of_the_kernels_suits_them(monkeypatch):
+def test_requested_kernels_are_supported(monkeypatch):
     """In Triton's interpreter they pass."""
     import interpreted  # skips the test where there is no Triton
 
@@ -101,7 +101,7 @@ def test_a_kernel_that_does_nothing_is_found(monkeypatch, broken):
 
 
 def _prove(monkeypatch, folder, *, says: dict[str, bool], dry: bool = True):
-    """The stages where programs end as `says` tells, by a word of theirs; and the exit status."""
+    """Stages and exit status; `says`: whether programs pass, by a word of their command."""
     asked = []
 
     def command(*words, codes=(0,)):
@@ -161,14 +161,14 @@ def test_without_an_engine_nothing_is_decoded(tmp_path, monkeypatch):
     assert (status, stages["engine"]["passed"], "decoding" in stages) == (1, False, False)
 
 
-def test_flags_that_say_nothing(monkeypatch, capsys):
+def test_flags_without_effect(monkeypatch, capsys):
     monkeypatch.setattr(sys, "argv", ["gpu.py"])
     with pytest.raises(SystemExit):
         gpu.main()
     assert "give an engine, or --all" in capsys.readouterr().err
 
 
-def test_what_the_tests_need_is_named(monkeypatch):
+def test_missing_packages_of_the_tests_are_named(monkeypatch):
     monkeypatch.setattr(gpu_proof, "_TESTS_NEED", ("pytest", "no_such_package"))
     found = gpu_proof._tests(dry=False)
     assert found == (False, "missing: no_such_package; pip install '.[proof]' torch", {})

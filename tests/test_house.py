@@ -1,4 +1,4 @@
-"""The house style that no linter measures, and what a wheel must hold."""
+"""Style rules beyond the linter's, and contents of the wheel."""
 
 from __future__ import annotations
 
@@ -29,7 +29,7 @@ MAX_FILE_LINES, MAX_FUNCTION_LINES, MAX_FORMATTED_BY_HAND = 800, 60, 430
 
 
 def _faults(path: Path) -> list[str]:
-    """What is too large in a file, or named after nothing."""
+    """Files and functions that are too long, and meaningless file names."""
     source, name = path.read_text("utf-8"), path.relative_to(ROOT).as_posix()
     lines = len(source.splitlines())
     found = [f"{name} has {lines} lines"] if lines > MAX_FILE_LINES else []
@@ -47,7 +47,7 @@ def test_sizes_and_names():
 
 
 def test_lines_that_the_formatter_may_not_touch():
-    """They become fewer, never more."""
+    """Their number must not increase."""
     marks = sum(path.read_text("utf-8").count(f"# fmt: {'skip'}") for path in (*FILES, *TESTS))
     assert marks <= MAX_FORMATTED_BY_HAND
 
@@ -106,7 +106,7 @@ def test_the_device_side_imports_no_training_framework():
 
 
 def test_help_loads_nothing_heavy():
-    """What keeps `--help` below a third of a second."""
+    """Keeps `--help` below a third of a second."""
     modules = [place.partition(":")[0] for place in SCRIPTS.values()]
     heavy = ["onnx", "onnx_ir", "onnxruntime", "numpy", "rich", "tokenizers", "jinja2", "torch"]
     heavy += ["fastapi", "prompt_toolkit"]

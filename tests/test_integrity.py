@@ -1,4 +1,4 @@
-"""Engines are checked at every load: damage is found, what was found right is not read again."""
+"""Engines are checked at each load: damage is found, verified files are not read again."""
 
 from __future__ import annotations
 
@@ -35,7 +35,7 @@ def folder(tmp_path):
 
 @pytest.fixture
 def reads(monkeypatch):
-    """The names of the files that are read, as they are."""
+    """Names of files, recorded when they are read."""
     found: list[str] = []
 
     def read(path: Path, *arguments):
@@ -79,7 +79,7 @@ def test_files_are_read_once(folder, reads):
     assert reads[4:] == ["a.onnx"]
 
 
-def test_what_the_build_wrote_is_not_read(folder, reads):
+def test_files_of_the_build_are_not_read_again(folder, reads):
     remember(folder, files := _files(folder))
     _check(folder, files)
     assert reads == []
@@ -143,7 +143,7 @@ def test_a_record_that_is_a_link_to_itself_is_replaced(folder, reads):
     assert len(reads) == len(NAMES)
 
 
-def test_damage_goes_before_what_it_leads_to(folder):
+def test_damage_is_reported_before_its_consequences(folder):
     files = _files(folder)
     _flip(folder / "a.onnx")
     with (
@@ -153,7 +153,7 @@ def test_damage_goes_before_what_it_leads_to(folder):
         raise ValueError("no graph")
 
 
-def test_other_faults_stay_what_they_are(folder):
+def test_other_errors_are_unchanged(folder):
     with (
         pytest.raises(ValueError, match="for another machine"),
         FileCheck(folder, _files(folder), None),
@@ -177,7 +177,7 @@ def test_an_interrupt_does_not_wait_for_the_hashes(folder, monkeypatch):
 
 @pytest.mark.parametrize("part", ["", "draft"])
 def test_engines(eagle_pair, tmp_path, reads, part):
-    """Base and draft: the build leaves nothing to read, and damage is found without a flag."""
+    """Base and draft: a load after a build reads nothing, and damage is found without a flag."""
     LLM(eagle_pair.engine, spec=SpecOptions())
     assert reads == []
     engine = Path(shutil.copytree(eagle_pair.engine, tmp_path / "engine"))

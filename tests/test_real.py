@@ -35,13 +35,13 @@ def bundle(bundles) -> Path:
 
 @pytest.fixture(scope="module")
 def engine(bundles) -> Path:
-    """Its products are ONNX Runtime's, whose last bits depend on the number of rows."""
+    """ONNX Runtime's GEMM, whose last bits depend on the number of rows."""
     return build(bundles, bundles / "engine", "none", "auto")
 
 
 @pytest.fixture(scope="module")
 def int4_engine(bundles) -> Path:
-    """By ONNX Runtime's products: prompts and trees in int8, single rows in INT4."""
+    """ONNX Runtime's GEMM: prompts and trees in int8, single tokens in INT4."""
     return build(bundles, bundles / "int4", "int4", "onnxruntime")
 
 
@@ -110,7 +110,7 @@ def test_tokenizer_equals_transformers(bundle, smollm2_gguf):
         assert ours.encode(text).ids == theirs(text)["input_ids"]
 
 
-def test_chat_answers_through_the_commands(command, engine, tmp_path):
+def test_chat_through_the_commands(command, engine, tmp_path):
     requests = [
         {"messages": [{"role": "user", "content": "What is the capital of France?"}]},
         {"messages": [{"role": "user", "content": "Write one sentence about the sea."}]},
@@ -153,7 +153,8 @@ def test_python_interface(engine, transformers_model):
 def test_int4_engine_keeps_its_precision_switch_honest(int4_engine, reference):
     """Prompts as int8 move the logits of an INT4 engine less than INT4 itself does.
 
-    By ONNX Runtime's kernels; single rows are INT4 in the same engine. Our own have no switch.
+    With ONNX Runtime's kernels; single tokens are INT4 in the same engine. edgellm's kernels have
+    no such option.
     """
     ids, expected = reference
     ids, expected = ids[:128], expected[:128]
@@ -175,13 +176,13 @@ def _requests(count: int) -> list[dict]:
     return [{"messages": [{"role": "user", "content": prompt}]} for prompt in PROMPTS[:count]]
 
 
-def test_speculated_answers_of_own_kernels_are_identical_to_the_bit(bundles, tmp_path):
+def test_speculative_outputs_of_edgellms_kernels_are_bit_identical(bundles, tmp_path):
     llm = LLM(build(bundles, tmp_path / "own", "int4", "edgellm"), spec=SpecOptions(tree="cost"))
     for comparison in prove(llm, Options(max_generate_length=64), _requests(12)):
         assert comparison.line().endswith("tokens, identical, equal bits")
 
 
-def test_speculated_fp32_answers_are_identical(engine):
+def test_speculative_fp32_outputs_are_identical(engine):
     llm = LLM(engine, spec=SpecOptions(tree="cost"))
     accepted = verified = 0
     for request in _requests(5):

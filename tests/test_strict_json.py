@@ -9,7 +9,7 @@ from edgellm.core.strict_json import DuplicateKeyError, parse
 from edgellm.export.pipeline.resolve import open_checkpoint
 
 
-def test_what_is_sound_is_what_json_says():
+def test_valid_json_equals_the_standard_library():
     assert parse('{"a": [1, {"b": null, "a": 2.5}], "c": "x"}') == {
         "a": [1, {"b": None, "a": 2.5}],
         "c": "x",
@@ -45,7 +45,7 @@ def test_a_key_twice_is_named_by_its_path(text, path):
         ("preprocessor_config.json", '{"size": {"a": 1, "a": 2}}', "size.a"),
     ],
 )
-def test_checkpoints_with_a_key_twice_are_refused(tiny_checkpoint, tmp_path, name, text, path):
+def test_checkpoints_with_a_duplicate_key_are_rejected(tiny_checkpoint, tmp_path, name, text, path):
     folder = shutil.copytree(tiny_checkpoint, tmp_path / "checkpoint")
     (folder / name).write_text(text)
     with pytest.raises(BrokenArtifactError) as caught:
@@ -56,6 +56,6 @@ def test_checkpoints_with_a_key_twice_are_refused(tiny_checkpoint, tmp_path, nam
 
 @pytest.mark.parametrize("text", ["[" * 100_000, '{"a":' * 100_000, "[" * 5000 + "]" * 5000])
 def test_deep_nesting_is_an_error_of_the_value(text):
-    """No RecursionError, which those who read files do not catch."""
+    """No RecursionError, which readers of files do not catch."""
     with pytest.raises(ValueError, match=r"nested too deeply|Expecting"):
         parse(text)

@@ -1,1 +1,1 @@
-"""What backends share when they turn portable graphs into their own."""
+"""Lowering passes of portable graphs that backends share."""

@@ -34,10 +34,10 @@ class CachedAttention:
     past_value: ir.Value
     write_index: ir.Value  # int64 [1]
     visible: ir.Value  # bool [S, C]
-    cos: ir.Value | None  # of positions [C, R / 2], or of the rows themselves [1, S, R / 2]
-    sin: ir.Value | None  # None: nothing is rotated
-    positions: ir.Value | None  # int64 [1, S]; None where the tables are of the rows
-    sinks: ir.Value | None  # [num_heads], scores that take weight and give nothing
+    cos: ir.Value | None  # by position [C, R / 2], or by token [1, S, R / 2]
+    sin: ir.Value | None  # None: no RoPE
+    positions: ir.Value | None  # int64 [1, S]; None if the tables are by token
+    sinks: ir.Value | None  # [num_heads], scores in the softmax without a value
     num_heads: int
     kv_num_heads: int
     scale: float | None  # of the scores; None: 1 / sqrt(D)
@@ -47,11 +47,11 @@ class CachedAttention:
 
     @classmethod
     def all_of(cls, graph: ir.Graph, *, takes_sinks: bool = False) -> list[CachedAttention]:
-        """Those of a portable graph, in order.
+        """Attention calls of a portable graph, in order.
 
         Raises:
-            UnsupportedModelError: a call has an attribute that is not one of these, or sinks that
-                the backend does not take.
+            UnsupportedModelError: a call has an unknown attribute, or sinks that the backend does
+                not support.
         """
         calls = find_calls(
             graph,
@@ -98,18 +98,18 @@ class CachedAttention:
 
     @property
     def turns_inside(self) -> bool:
-        """Whether GroupQueryAttention turns heads and tables of these sizes."""
+        """Whether GroupQueryAttention can apply RoPE for these sizes of heads and tables."""
         pairs = (self.rotary_embedding_dim or self.head_dim) // 2
         return self.head_dim % 16 == 0 and pairs % 8 == 0
 
     @property
     def outputs(self) -> tuple[ir.Value, ...]:
-        """Y [1, S, num_heads * D], then the caches with the new rows."""
+        """Y [1, S, num_heads * D], then the caches with the new tokens."""
         return tuple(self.call.outputs)
 
 
 def packed_rows(*qkv: ir.Value | None) -> ir.Value | None:
-    """The merged projection that q, k and v were split from, if nothing lies between."""
+    """The merged projection that q, k and v are direct splits of, else None."""
     nodes = {value.producer() if value is not None else None for value in qkv}
     node = nodes.pop()
     if nodes or node is None or node.op_type != "Split" or tuple(node.outputs) != qkv:

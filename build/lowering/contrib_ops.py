@@ -1,4 +1,4 @@
-"""Operators of ONNX Runtime's own, which its CPU and its CUDA provider both have kernels for."""
+"""Contrib operators of ONNX Runtime with kernels for both CPU and CUDA."""
 
 from __future__ import annotations
 
@@ -14,8 +14,8 @@ from edgellm.core import graph_io
 CACHE_NAMES = (graph_io.PAST, graph_io.PRESENT)
 CONTRIB = "com.microsoft"
 MASKED = {ir.DataType.FLOAT: -1e30, ir.DataType.FLOAT16: -3e4}
-# Of scores that are replaced, or added to in float32: finite, for a row that saw nothing would be
-# no number, and so low that no score of a key that is not seen comes near those that are.
+# Masked scores, or what is added to them in float32: finite, since a fully masked row would be NaN,
+# and far below all scores that are not masked.
 LOWEST = {ir.DataType.FLOAT: -1e30, ir.DataType.FLOAT16: -65504.0}
 LOWERED_OPSET = 21
 
@@ -33,7 +33,7 @@ def bind_capacity(graph: ir.Graph, capacity: int, spare_rows: int = 0) -> None:
 
 
 def finish(model: ir.Model) -> None:
-    """Inline what no kernel replaced, drop what nothing reads, say which operators are left."""
+    """Inline the remaining calls, drop unused values, and set the imported opsets."""
     inline(model)
     unused_removal.RemoveUnusedNodesPass()(model)
     _drop_unused_inputs(model.graph)
@@ -107,7 +107,7 @@ def lower_rotations(graph: GraphEditor, numbers: ir.Value | None = None) -> None
 
 
 def lower_encoder_attention(graph: GraphEditor) -> None:
-    """Rewrite the Attention nodes of an encoder, which has no cache."""
+    """Rewrite the Attention nodes of an encoder (without cache)."""
     for node in graph.find("Attention"):
         graph.cursor = node
         q, k, v, *mask = node.inputs
@@ -124,9 +124,9 @@ def lower_encoder_attention(graph: GraphEditor) -> None:
 def row_tables(
     graph: GraphEditor, cos: ir.Value, sin: ir.Value, numbers: ir.Value | None = None
 ) -> tuple[ir.Value, ...]:
-    """Of tables that belong to the rows of a pass: their first row, cos and sin [S, D/2].
+    """RoPE tables by token of a pass: index of the first, cos and sin [S, D/2].
 
-    `numbers`: int64 [B, S], those of all rows, where passes are of several sequences.
+    `numbers`: int64 [B, S], indices of all tokens, if passes have several sequences.
     """
     if numbers is not None:
         return numbers, *(graph.node("Flatten", [table], axis=2) for table in (cos, sin))
@@ -142,9 +142,9 @@ def rotate(
     interleaved: int = 0,
     rotary_dim: int = 0,
 ) -> ir.Value:
-    """X [1, S, heads * D] turned by tables with the positions before them.
+    """Apply RoPE to x [1, S, heads * D]; `tables` are positions, cos and sin.
 
-    `rotary_dim`: numbers of a head that turn, 0 is all of them.
+    `rotary_dim`: rotated dimensions of a head, 0: all.
     """
     partial = {"num_heads": num_heads, "rotary_embedding_dim": rotary_dim} if rotary_dim else {}
     flags = {"interleaved": 1} if interleaved else {}

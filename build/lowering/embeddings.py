@@ -1,4 +1,4 @@
-"""Embeddings that are kept in blocks: rows are looked up and decoded, or the table is widened."""
+"""Block-quantized embeddings: rows are dequantized after the lookup, or the whole table is."""
 
 from __future__ import annotations
 
@@ -13,14 +13,14 @@ _WIDENED_AT_ONCE = 1 << 22  # values
 
 
 def table_of(node: ir.Node) -> ir.Value | None:
-    """The table that a node looks rows up in, or the codes of one in blocks; None: it does not."""
+    """The table of a lookup, or its codes if block-quantized; None for other nodes."""
     if node.op_type == "Gather":
         return node.inputs[0]
     return node.inputs[1] if is_call(node, *ROWS) else None
 
 
 def look_up_blocks(graph: GraphEditor) -> None:
-    """Codes and factors are looked up, and decoded to float32: one pass has few rows."""
+    """Look up codes and scales, then dequantize to float32: a pass has few tokens."""
     for call in find_calls(graph.graph, *ROWS):
         require_known(call, "block_size")
         graph.cursor = call
@@ -35,7 +35,7 @@ def look_up_blocks(graph: GraphEditor) -> None:
 
 
 def widen_tables(graph: GraphEditor, dtype: ir.DataType) -> None:
-    """Tables become floats of that type, which a head may share; no cast follows the look-up."""
+    """Dequantize tables to floats of this type; a tied head may share them."""
     for call in find_calls(graph.graph, *ROWS):
         require_known(call, "block_size")
         graph.cursor = call
@@ -66,7 +66,7 @@ def _table(graph: GraphEditor, value: ir.Value | None, call: ir.Node) -> ir.Valu
 def _looked_up(
     graph: GraphEditor, value: ir.Value | None, ids: ir.Value | None, call: ir.Node
 ) -> ir.Value:
-    """Factors of some rows, float32 [..., blocks]."""
+    """Scales or minima of some rows, float32 [..., blocks]."""
     rows = graph.node("Gather", [_table(graph, value, call), ids], axis=0)
     if _tensor(value, call).dtype == ir.DataType.FLOAT:
         return rows
@@ -86,7 +86,7 @@ def _with_minima(
 
 
 def _dense(call: ir.Node, dtype: ir.DataType) -> np.ndarray:
-    """The whole table in floats, some rows at a time."""
+    """The whole table as floats, computed some rows at a time."""
     codes, *factors = (_tensor(value, call).numpy() for value in call.inputs[1:])
     block = call.attributes["block_size"].as_int()
     table = np.empty(codes.shape, dtype.numpy())

@@ -1,4 +1,4 @@
-"""A graph of some experts of one layer, taken out of a portable graph."""
+"""Extracts some experts of a layer from a portable graph."""
 
 from __future__ import annotations
 
@@ -12,9 +12,9 @@ _BIASES = 3  # the last inputs of a call
 
 
 def slice_experts(model: ir.Model, layer: ExpertLayer, part: slice) -> ir.Model:
-    """One call: x [1, S, H], ids and shares [1, S, K] in, y [1, S, H] out.
+    """A graph of one call: inputs x [1, S, H], ids and shares [1, S, K]; output y [1, S, H].
 
-    Its weights are parts of the files that the model's are in.
+    Its weights are slices of the model's weight files.
     """
     call, dtype = layer.call, layer.x.dtype or ir.DataType.FLOAT
     types = (dtype, ir.DataType.INT64, dtype)
@@ -36,7 +36,7 @@ def slice_experts(model: ir.Model, layer: ExpertLayer, part: slice) -> ir.Model:
 
 
 def _some(graph: ir.Graph, value: ir.Value | None, part: slice) -> ir.Value:
-    """An operand of these experts; factors that are codes stay codes."""
+    """An operand of these experts; quantized scales stay quantized."""
     assert value is not None
     if value.const_value is not None:
         return _initializer(graph, str(value.name), slice_first(value.const_value, part))

@@ -1,6 +1,6 @@
-"""What the call of a mixture of experts has, see `edgellm.export.onnx.functions.experts`.
+"""Calls of mixtures of experts, see `edgellm.export.onnx.functions.experts`.
 
-Shapes: S rows, H hidden size, E experts, K that a row takes, I width between gate and down.
+Shapes: S tokens, H hidden size, E experts, K experts per token, I intermediate size.
 """
 
 from __future__ import annotations
@@ -39,7 +39,7 @@ from edgellm.core.onnx_functions import (
 
 _OF_ALL = ("alpha", "limit", "offset", "top_k")
 _ATTRIBUTES = (*_OF_ALL, "block_size", "down_block_size")
-_UNLIMITED = 65504.0  # what a portable graph in float16 says for infinity
+_UNLIMITED = 65504.0  # stands for infinity in a float16 portable graph
 _KINDS = {EXPERTS: "dense", FP4_EXPERTS: "fp4", NVFP4_EXPERTS: "fp4"}
 _OPERATIONS = {SHIFTED_EXPERTS: SHIFTED_LINEAR, BLOCK_EXPERTS: OFFSET_LINEAR}
 _FP4_BLOCKS = {FP4_EXPERTS: 32, NVFP4_EXPERTS: 16}
@@ -48,7 +48,7 @@ PARTS = ("gate_proj", "up_proj", "down_proj")
 
 @dataclass(frozen=True, slots=True)
 class Stack:
-    """One weight of every expert: gates, ups or downs."""
+    """Weights of all experts for one projection: gate, up or down."""
 
     kind: str  # as `WeightPart.kind`
     name: str  # gate_proj, up_proj or down_proj
@@ -59,7 +59,7 @@ class Stack:
     values: tuple[ir.Value, ...]  # its operands
 
     def expert(self, index: int) -> WeightPart:
-        """That of one expert, of which no more is read."""
+        """The weight of one expert; only this is read from its file."""
         part = slice(index, index + 1)
         tensors = [
             slice_first(stored_tensor(value, self.call), part, drops_axis=True)
@@ -80,7 +80,7 @@ class Stack:
 
     @property
     def first(self) -> LinearWeight:
-        """The weight of the first expert, which stands for all."""
+        """The weight of the first expert, representative of all."""
         return LinearWeight((self.expert(0),))
 
 
@@ -98,20 +98,20 @@ class ExpertLayer:
     biases: tuple[np.ndarray | None, ...]  # [E, out] of gate, up and down
     top_k: int
     alpha: float
-    limit: float | None  # None: gates and ups are not limited
+    limit: float | None  # None: gates and ups are not clamped
     offset: float
 
     @property
     def is_gated(self) -> bool:
-        """Whether gates and ups are two weights; else the ups go through a squared ReLU."""
+        """Whether gate and up exist; else up is followed by a squared ReLU."""
         return self.alpha < _UNLIMITED
 
     @classmethod
     def all_of(cls, graph: ir.Graph) -> list[ExpertLayer]:
-        """Those of a portable graph, in order.
+        """Expert layers of a portable graph, in order.
 
         Raises:
-            UnsupportedModelError: a call has an attribute that is not one of these.
+            UnsupportedModelError: a call has an unknown attribute.
         """
         return [cls._of(call) for call in find_calls(graph, *EXPERT_CALLS)]
 
@@ -152,7 +152,7 @@ class ExpertLayer:
 
     @property
     def first_inner(self) -> LinearWeight:
-        """That of `inner` of the first expert, which stands for all."""
+        """`inner` of the first expert, representative of all."""
         return next(self.inner())
 
     def inner(self) -> Iterator[LinearWeight]:
@@ -177,12 +177,12 @@ def all_weights(graph: ir.Graph) -> Iterator[tuple[str, LinearWeight]]:
 
 
 def touched(experts: int, top_k: int, rows: int) -> float:
-    """How many different experts some rows take, where each is as likely as any other."""
+    """Expected number of different experts for `rows` tokens, with uniform routing."""
     return experts * (1 - (1 - top_k / experts) ** rows)
 
 
 def expand_rounded(graph: GraphEditor) -> None:
-    """Let experts that a build rounded be floats again, whose function the graph defines."""
+    """Dequantize experts that the build rounded, since the graph defines no function for them."""
     for call in find_calls(graph.graph, QUANTIZED_EXPERTS):
         graph.cursor = call
         weights = []
@@ -199,7 +199,7 @@ def expand_rounded(graph: GraphEditor) -> None:
 
 
 def refuse_experts(graph: ir.Graph, label: str, hint: str) -> None:
-    """Raise `UnsupportedModelError` for a backend that does not compute mixtures of experts."""
+    """Raise `UnsupportedModelError` for a backend without mixtures of experts."""
     if find_calls(graph, *EXPERT_CALLS):
         raise UnsupportedModelError(f"{label} does not compute mixtures of experts", hint=hint)
 
@@ -219,13 +219,13 @@ def _stack(call: ir.Node, name: str, values: list[ir.Value | None], size_name: s
 
 
 def _bias(value: ir.Value | None) -> np.ndarray | None:
-    """[E, out]; None where it is one zero."""
+    """[E, out]; None if it is a single zero."""
     array = constant_array(value) if value is not None else None
     return None if array is None or array.size == 1 else array.astype(np.float32)
 
 
 def _pairs(tensor: ir.TensorProtocol, shape: tuple[int, ...]) -> ir.TensorProtocol:
-    """Bytes [out, in / 2] as the FP4 codes [out, in] that they are."""
+    """Bytes [out, in / 2] as FP4 codes [out, in]."""
     dtype = ir.DataType.FLOAT4E2M1
     if not isinstance(tensor, ir.ExternalTensor):
         return ir.PackedTensor(tensor.numpy().reshape(-1), dtype, shape=shape)

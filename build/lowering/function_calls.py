@@ -1,4 +1,4 @@
-"""Calls of edgellm's own functions in a portable graph: finding, checking and inlining them."""
+"""Finds, checks and inlines calls of edgellm's functions in a portable graph."""
 
 from __future__ import annotations
 
@@ -59,10 +59,10 @@ def is_call(node: ir.Node | None, *names: str) -> bool:
 
 
 def require_known(call: ir.Node, *attributes: str) -> None:
-    """Stop at an attribute of a call that the lowering does not compute.
+    """Reject calls with attributes that the lowering does not support.
 
     Raises:
-        UnsupportedModelError: names it.
+        UnsupportedModelError: an attribute is unknown.
     """
     if unknown := call.attributes.keys() - {*attributes}:
         raise UnsupportedModelError(
@@ -73,11 +73,11 @@ def require_known(call: ir.Node, *attributes: str) -> None:
 
 
 def inline(model: ir.Model, *, keep: tuple[str, ...] = ()) -> None:
-    """Put the bodies of functions in the place of their calls, but for those of `keep`.
+    """Inline all calls of functions, except those in `keep`.
 
     Raises:
-        BrokenArtifactError: a function is called that the model does not have.
-        UnsupportedModelError: a call has an attribute that the body does not know.
+        BrokenArtifactError: the model lacks a called function.
+        UnsupportedModelError: a call has an attribute that the body does not have.
     """
     RemoveUnusedNodesPass()(model)
     bodies = {name: function for (_, name, _), function in model.functions.items()}

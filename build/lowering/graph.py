@@ -1,4 +1,4 @@
-"""Small edits on an onnx_ir graph: insert nodes at a place, add constants and weights."""
+"""Editor of onnx_ir graphs: inserts nodes, constants and weights."""
 
 from __future__ import annotations
 
@@ -15,7 +15,7 @@ class GraphEditor:
     """Inserts nodes before a cursor node, which keeps the order topological."""
 
     def __init__(self, graph: ir.Graph, weights: WeightFile | None = None) -> None:
-        """`weights`: None where none are added."""
+        """`weights`: None if none are added."""
         self.graph = graph
         self._weights = weights
         self._constants: dict[str, ir.Value] = {}
@@ -23,7 +23,7 @@ class GraphEditor:
         self.cursor: ir.Node | None = None
 
     def copy_of(self, model: ir.Model) -> tuple[ir.Model, GraphEditor]:
-        """A copy of the model whose graph this edits, and what goes on with it."""
+        """A copy of the model that this edits, and an editor of the copy."""
         copy = model.clone()
         editor = GraphEditor(copy.graph, self._weights)
         editor._count = self._count
@@ -83,7 +83,7 @@ class GraphEditor:
         return value
 
     def constant(self, name: str, array: np.ndarray | np.generic) -> ir.Value:
-        """A small initializer; the same name gives the same value."""
+        """A small initializer; the same name returns the same value."""
         if name not in self._constants:
             self._constants[name] = self._initializer(
                 f"lowered.{name}", ir.tensor(np.asarray(array))
@@ -128,7 +128,7 @@ class GraphEditor:
         return value
 
     def replace(self, old: ir.Value, new: ir.Value) -> None:
-        """Let everything that reads `old` read `new`; a graph output keeps its name and place."""
+        """Replace all uses of `old` by `new`; a graph output keeps its name and index."""
         for position, output in enumerate(self.graph.outputs):
             if output is old:
                 new.name, old.name = old.name, f"{old.name}.replaced"

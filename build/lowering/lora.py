@@ -1,4 +1,4 @@
-"""Linear layers that LoRA adapters change while an engine runs: where they read, what they add.
+"""Linear layers with LoRA adapters at run time: their inputs and added products.
 
 On GPUs a product of weights, of concatenated layers, adds one pair of products: A and B of its
 layers and of all adapters are one matrix each, and of what A gives rows keep what is theirs. For
@@ -33,18 +33,18 @@ from edgellm.device_runtime.adapted_layers import (
     write_layers,
 )
 
-_MARK = "AdaptedInput"  # stands where a layer's own input is read, until the layer is lowered
-_MAX_MERGED = 8  # layers that read the same: no network has so many
+_MARK = "AdaptedInput"  # placeholder at the layer's own input until the layer is lowered
+_MAX_MERGED = 8  # layers with the same input: no network has more
 _IN_A_LAYER = re.compile(r"layers\.\d+\.(?=model\.layers\.\d+\.)")
 
 
 def write_adapted_layers(portable: Path, engine: Path) -> None:
-    """Write what adapters of an engine of this decoder may change into its folder."""
+    """Write the list of layers that adapters may change into the engine's folder."""
     write_layers(engine, [layer for _, layer in adapted_layers(ir.load(portable).graph)])
 
 
 def adapted_layers(graph: ir.Graph) -> Iterator[tuple[ir.Node, AdaptedLayer]]:
-    """The linear layers whose rows are those of a pass: not the head."""
+    """The linear layers that compute all tokens of a pass: not the head."""
     for node, weight in linear_layers(graph):
         name, count = _IN_A_LAYER.subn("", layer_name(node))
         if count == 1:
@@ -61,14 +61,14 @@ class Mark:
 
     @property
     def own_input(self) -> ir.Value:
-        """What the layer reads before it is smoothed, rounded or put in another order."""
+        """The layer's input before smoothing, rounding or reordering."""
         value = self.node.inputs[0]
         assert value is not None
         return value
 
 
 class Marks:
-    """Where the layers of a graph read what their adapters read, too."""
+    """Inputs of a graph's layers that their adapters read, too."""
 
     def __init__(self, graph: GraphEditor) -> None:
         """Mark them, before inputs are smoothed or rounded."""
@@ -129,17 +129,17 @@ class Places:
         return cls(options.max_loras, plan.max_lora_rank) if plan.max_lora_rank else None
 
     def columns(self, layers: int) -> int:
-        """Of a product of so many layers."""
+        """Number of columns of a product of `layers` layers."""
         return self.count * self.rank * layers
 
     def ranges(self) -> tuple[dict[str, tuple[int, int]], dict[str, tuple[int, int]]]:
-        """Of columns that vary, in passes without adapters and in those with some."""
+        """Ranges of varying column counts, in passes without and with adapters."""
         symbols = {at: f"{graph_io.ADAPTER_COLUMNS}{at}" for at in range(1, _MAX_MERGED + 1)}
         all_of_them = {name: (self.columns(at), self.columns(at)) for at, name in symbols.items()}
         return dict.fromkeys(symbols.values(), (1, 1)), all_of_them
 
     def num_bytes(self, graph: ir.Graph, dtype: ir.DataType) -> int:
-        """What adapters take of a portable graph's engine, about: products may be merged less."""
+        """Approximate bytes of adapters in an engine; fewer products may be merged."""
         nodes = [node for node, _ in adapted_layers(graph)]
         weights = (LinearWeight.of(*nodes) for nodes in group_nodes(nodes, _own_input))
         numbers = sum(
@@ -151,7 +151,7 @@ class Places:
 
 
 def engine_options(plan: Plan) -> dict[str, int]:
-    """Of an engine for a GPU, see `device_runtime.adapted_layers`."""
+    """Options of an engine for a GPU, see `device_runtime.adapted_layers`."""
     places = Places.of(plan)
     return {} if places is None else {MAX_LORA_RANK: places.rank, MAX_LORAS: places.count}
 
@@ -161,7 +161,7 @@ Multiply = Callable[[GraphEditor, ir.Value, ir.Value], ir.Value]
 
 
 class AdapterSums:
-    """Lets products of weights add what adapters do, see `graph_io.adapter_matrix`."""
+    """Adds the products of adapters to those of weights, see `graph_io.adapter_matrix`."""
 
     def __init__(
         self,
@@ -173,25 +173,25 @@ class AdapterSums:
         *,
         varies: bool = False,
     ) -> None:
-        """Begin.
+        """See the class.
 
         Args:
-            graph: of a decoder, whose shapes are those of the engine.
-            marks: of it.
+            graph: of a decoder, with the engine's shapes.
+            marks: of the graph.
             places: of the engine.
             dtype: of activations.
-            multiply: by rows of a matrix.
-            varies: how many columns a pass is given.
+            multiply: by the transpose of a matrix.
+            varies: whether the number of columns varies by pass.
         """
         self._graph, self._marks, self._places = graph, marks, places
         self._dtype, self._multiply, self._varies = dtype, multiply, varies
         self._masks: dict[int, ir.Value] = {}
 
     def __call__(self, nodes: Sequence[ir.Node], y: ir.Value) -> ir.Value:
-        """Y [B, S, out] of these layers with what adapters add, see `lower_linears`.
+        """Y [B, S, out] of these layers plus the products of adapters, see `lower_linears`.
 
-        What other rows' adapters made of a row is replaced by zeros and not multiplied by them: it
-        may be no number.
+        Products with other tokens' adapters are replaced by zeros, not multiplied by them: they may
+        be NaN.
         """
         marks = self._marks.take([layer_name(node) for node in nodes])
         if not marks:
@@ -214,7 +214,7 @@ class AdapterSums:
         return graph.node("Add", [y, graph.node("MatMul", [kept, up])])
 
     def _mask(self, layers: int) -> ir.Value:
-        """Of the columns of a product of so many layers."""
+        """Mask of the columns of a product of `layers` layers."""
         if layers not in self._masks:
             inputs = self._graph.graph.inputs
             ids = next(value for value in inputs if value.name == graph_io.INPUT_IDS)

@@ -1,4 +1,4 @@
-"""The logits of the picks, beside their ids."""
+"""Adds the logits of the argmax tokens to the outputs, with their ids."""
 
 from __future__ import annotations
 
@@ -10,7 +10,7 @@ from edgellm.core import graph_io
 
 
 def add_top_logits(graph: GraphEditor) -> None:
-    """The host reads the logits of the picks, a few bytes, to see that they are numbers."""
+    """Add the top logits, a few bytes, from which the host detects NaN."""
     for node in graph.find("ArgMax"):
         graph.cursor = node
         axes = graph.constant("last_axis", np.array([-1], np.int64))

@@ -1,4 +1,4 @@
-"""Constants of a portable graph, and the file that an engine's weights go to."""
+"""Constants of a portable graph, and the weight file of an engine."""
 
 from __future__ import annotations
 
@@ -30,14 +30,14 @@ def constant_array(value: ir.Value) -> np.ndarray | None:
 
 
 def stored_bytes(tensor: ir.TensorProtocol) -> U8:
-    """What a constant is stored as; onnx_ir would unpack 4-bit numbers first, and keep them."""
+    """Stored bytes of a constant; onnx_ir would unpack 4-bit numbers and cache them."""
     if isinstance(tensor, ir.ExternalTensor):
         return np.fromfile(tensor.path, np.uint8, tensor.nbytes, offset=tensor.offset or 0)
     return np.frombuffer(tensor.tobytes(), np.uint8)
 
 
 def stored_array(tensor: ir.TensorProtocol) -> np.ndarray:
-    """A constant's numbers, read from its file and not kept; those of 4 bits are unpacked."""
+    """A constant's numbers, read from its file without caching; 4-bit numbers are unpacked."""
     dims, bits = tuple(tensor.shape.numpy()), tensor.dtype.bitwidth
     if not isinstance(tensor, ir.ExternalTensor) or bits % 8:
         return nibbles(tensor).reshape(dims) if bits == 4 else tensor.numpy()
@@ -45,7 +45,7 @@ def stored_array(tensor: ir.TensorProtocol) -> np.ndarray:
 
 
 def stored_columns(tensor: ir.TensorProtocol, part: slice) -> np.ndarray:
-    """Columns of a matrix, or entries of a vector; no others are read of a file."""
+    """Columns of a matrix, or entries of a vector; only these are read from a file."""
     dims, bits = tuple(map(int, tensor.shape.numpy())), tensor.dtype.bitwidth
     if not isinstance(tensor, ir.ExternalTensor) or (bits == 4 and dims[-1] % 2):
         return stored_array(tensor)[..., part]
@@ -62,7 +62,7 @@ def stored_columns(tensor: ir.TensorProtocol, part: slice) -> np.ndarray:
 
 
 def nibbles(tensor: ir.TensorProtocol) -> np.ndarray:
-    """Numbers of 4 bits as bytes, flat: int8 of INT4; uint8 of UINT4, and of FP4's codes."""
+    """4-bit numbers as bytes, flat: int8 for INT4; uint8 for UINT4 and FP4 codes."""
     return _unpacked(stored_bytes(tensor), tensor.dtype)[: math.prod(tensor.shape.numpy())]
 
 
@@ -88,7 +88,7 @@ def parameter_name(value: ir.Value) -> str:
 
 
 class WeightFile:
-    """One external data file; what is added twice under a name is stored once."""
+    """One external data file; each name is stored once."""
 
     def __init__(self, path: Path, on_progress: Callable[[int], None] = lambda _: None) -> None:
         """`on_progress`: how many bytes were written, while they are."""
@@ -105,7 +105,7 @@ class WeightFile:
     ) -> ir.ExternalTensor:
         """Append the array under `name`, unless it is there already.
 
-        `dtype` and `shape` are those of the tensor where the array holds its packed bytes.
+        `dtype` and `shape` are those of the tensor if the array holds its packed bytes.
         """
         if name not in self._stored:
             array = np.ascontiguousarray(make())
@@ -154,7 +154,7 @@ class WeightFile:
 
 
 def keep_apart(graph: ir.Graph, weights: WeightFile) -> None:
-    """What is left of the bundle's weight file goes to the engine's own."""
+    """Move weights that are still in the bundle's file to the engine's."""
     for value in graph.initializers.values():
         tensor = value.const_value
         if isinstance(tensor, ir.ExternalTensor) and Path(tensor.path) != weights.path:

@@ -1,4 +1,4 @@
-"""Engines for ONNX Runtime on the CPU; what imports onnx_ir is loaded when it is used."""
+"""Engines for ONNX Runtime on the CPU; modules that import onnx_ir are loaded lazily."""
 
 from __future__ import annotations
 
@@ -31,8 +31,8 @@ TAKES_STATES = True
 
 
 def origin(options: AnyOptions) -> Origin:
-    """This version, and the instruction sets that it chooses kernels by; see `Backend`."""
-    del options  # origin is the same with all
+    """ONNX Runtime's version, and instruction sets that select its kernels; see `Backend`."""
+    del options  # the origin does not depend on them
     return Origin(onnxruntime_cpu.available(), instruction_sets())
 
 

@@ -1,4 +1,4 @@
-"""The graph that moves the states of recurrent layers on: small, and without weights."""
+"""The graph that updates the states of recurrent layers: small, without weights."""
 
 from __future__ import annotations
 
@@ -22,7 +22,7 @@ from edgellm.device_runtime.runners.onnxruntime_cpu.runner import (
 def compile_commit(
     portable: Path, folder: Path, threads: int, *, own_kernels: bool
 ) -> tuple[OnnxRuntimeRunner, GraphSpec]:
-    """Make the graph in `folder`; the check of the decoder is its check, too."""
+    """Compile the graph into `folder`; the decoder's check covers it, too."""
     path = folder / f"{COMMIT}.lowered.onnx"
     weights = WeightFile(path.with_suffix(".data"), lambda _: None)
     model = ir.load(portable)

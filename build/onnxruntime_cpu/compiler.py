@@ -50,8 +50,8 @@ from edgellm.device_runtime.runners.onnxruntime_cpu.runner import (
 )
 from edgellm.device_runtime.runners.onnxruntime_graphs import load_graph
 
-_HEAD_STEP, _LARGEST_HEAD = 8, 256  # head_dim: of ONNX Runtime's attention; of edgellm's kernels
-_EXACT = {"fp32", "fp16", "bf16", "fp8"}  # products of floats, whose inputs are not rounded
+_HEAD_STEP, _LARGEST_HEAD = 8, 256  # head_dim: ONNX Runtime's attention; edgellm's kernels
+_EXACT = {"fp32", "fp16", "bf16", "fp8"}  # float products with unrounded inputs
 
 
 def estimate(source: Path, bundle: Bundle, plan: Plan) -> Estimate:
@@ -97,7 +97,7 @@ def compile_bundle(
     own = ENCODER not in bundle.graphs  # whose layers stay with ONNX Runtime
     return Compiled(
         {**graphs, **moving}, dtype, costs, prefill_rows, notes_of(plan) if own else (),
-        _what_runs(plan) if own else {}, tuple(each.said for each in verdicts),
+        _what_runs(plan) if own else {}, tuple(each.text for each in verdicts),
         sum(each.seconds for each in verdicts), pages,
     )  # fmt: skip
 
@@ -111,11 +111,11 @@ def _what_runs(plan: Plan) -> dict[str, Any]:
 
 
 def _cache(source: Path, bundle: Bundle, plan: Plan) -> KVCacheSpec | None:
-    """The engine's KV cache, of pages with edgellm's kernels.
+    """The engine's KV cache, in pages with edgellm's kernels.
 
     Raises:
-        UnsupportedModelError: heads that the attention kernel cannot compute.
-        EdgeLLMError: a type of its rows that the engine cannot have.
+        UnsupportedModelError: head sizes that the attention kernel does not support.
+        EdgeLLMError: a cache type that the engine does not support.
     """
     spec = bundle.cache
     if spec is None:
@@ -133,7 +133,7 @@ def _cache(source: Path, bundle: Bundle, plan: Plan) -> KVCacheSpec | None:
 
 
 def _require_head_dim(size: int, *, is_own: bool) -> None:
-    """Raises `UnsupportedModelError`: heads that no kernel of this choice computes."""
+    """Raises `UnsupportedModelError` for head sizes that the chosen kernels do not support."""
     if is_own and size > _LARGEST_HEAD:
         raise UnsupportedModelError(
             f"head_dim {size}: edgellm's kernels compute heads of at most {_LARGEST_HEAD} numbers",
@@ -171,7 +171,7 @@ def _rows_type(spec: KVCacheSpec, wanted: str, is_own: bool, has_halves: bool) -
 
 
 class _Compiler:
-    """Makes the graphs of a role."""
+    """Compiles the graphs of a role."""
 
     def __init__(
         self, source: Source, plan: Plan, folder: Path, report: Report, expected_bytes: int
@@ -204,7 +204,7 @@ class _Compiler:
         return self._runner(loaded), tuple(specs)
 
     def check(self, runner: OnnxRuntimeRunner) -> Verdict:
-        """See `require_alike`; each expert is compared alone, too."""
+        """See `require_alike`; each expert is also compared alone."""
         self._report(f"comparing the {self._source.role} graph with the portable one")
         verdict = require_alike(self._reference, runner, self._open)
         if self._reference.why_not:
@@ -214,11 +214,11 @@ class _Compiler:
             if _is_own(variant):
                 graph = self._folder / f"{variant.name}.onnx"
                 experts.append(check_experts(self._source, graph, self._engine))
-        said = "; ".join(each for each in (verdict.said, *experts) if each)
-        return Verdict(said, verdict.seconds + time.perf_counter() - start)
+        text = "; ".join(each for each in (verdict.text, *experts) if each)
+        return Verdict(text, verdict.seconds + time.perf_counter() - start)
 
     def _open(self, load: Callable[[], ir.Model]) -> OnnxRuntimeRunner:
-        """Models that are lowered, but neither optimized nor kept."""
+        """A runner of lowered models that are neither optimized nor saved."""
         loaded = []
         for variant in self._variants:
             path = self._lower(load(), dataclasses.replace(variant, name=f"search.{variant.name}"))
@@ -234,14 +234,14 @@ class _Compiler:
         step, is_own = f"packing weights of the {variant.name} graph", _is_own(variant)
         self._report(step)
         packed = part_of(self._report, step, self._expected_bytes)
-        # Own kernels round what they pack, unless a check has rounded it already.
+        # edgellm's kernels round weights when packing, unless a check has rounded them already.
         rounds = is_own and self._reference.why_not
         model = load_portable(self._source.path, None if rounds else self._source.rounded)
         lowered = self._lower(model, variant, lambda size: packed(self._written_bytes + size))
         self._written_bytes += lowered.with_suffix(".data").stat().st_size
-        trim()  # of what was decoded
+        trim()  # frees decoded weights
         self._report(f"optimizing and prepacking the {variant.name} graph")
-        # What is saved will be compared with the portable graph, where that can be.
+        # The saved graph will be compared with the portable one, if that is possible.
         probe = partial(self._probe, variant) if self._reference.why_not else None
         saved = optimize(
             lowered, self._folder / f"{variant.name}.onnx", self._plan.threads,
@@ -250,7 +250,7 @@ class _Compiler:
         return LoadedGraph(saved, variant.max_rows)
 
     def _probe(self, variant: Variant, session: ort.InferenceSession) -> Numbers:
-        """What a graph gives for the passes that it is meant for."""
+        """Outputs of a graph for its passes."""
         passes = [
             each for each in self._reference.passes
             if graph_io.INPUT_IDS not in each

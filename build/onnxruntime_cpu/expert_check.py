@@ -1,7 +1,7 @@
-"""Whether each expert of an engine computes what it does in the portable graph.
+"""Compares each expert of an engine with that of the portable graph.
 
-Rounding may send rows to other experts, so that a whole pass shows less: here every expert gets a
-row of its own, in the engine's operator and in a few experts at a time of the portable graph.
+Rounding may route tokens to other experts, so a whole pass shows less. Here each expert gets one
+row, in the engine's operator and in the portable graph a few experts at a time.
 """
 
 from __future__ import annotations
@@ -26,7 +26,7 @@ from edgellm.core.errors import EdgeLLMError
 from edgellm.device_runtime.kernels.library import DOMAIN
 from edgellm.device_runtime.runners.onnxruntime_graphs import load_graph
 
-_AT_ONCE = 8  # experts of the portable graph, each of which computes the rows of all of these
+_AT_ONCE = 8  # experts of the portable graph; each computes the rows of all of them
 _INPUTS = ("x", "ids", "shares")
 _TYPES = (onnx.TensorProto.FLOAT, onnx.TensorProto.INT64, onnx.TensorProto.FLOAT)
 
@@ -34,15 +34,15 @@ Rows = NDArray[np.float32]
 
 
 def check_experts(source: Source, graph: Path, engine: Rounds) -> str:
-    """What people should know; "" where there are no experts.
+    """The result for users; "" without experts.
 
     Args:
         source: the portable graph.
-        graph: of the engine, with its weights beside it.
-        engine: what it rounds.
+        graph: of the engine, with its weights in the same folder.
+        engine: its rounding.
 
     Raises:
-        EdgeLLMError: names an expert that computes something else.
+        EdgeLLMError: an expert differs.
     """
     model = source.load()[0]
     layers, random = ExpertLayer.all_of(model.graph), np.random.default_rng(11)
@@ -80,7 +80,7 @@ def _other(layer: ExpertLayer, index: int, off: float, allowed: float) -> EdgeLL
 
 
 def _passes(indices: Sequence[int], top_k: int, x: Rows) -> dict[str, NDArray[Any]]:
-    """A row for each expert, which takes it with the share of one."""
+    """One row for each expert, with weight 1."""
     shares = np.zeros((1, len(indices), top_k), np.float32)
     shares[..., 0] = 1
     ids = np.repeat(np.array(indices, np.int64)[None, :, None], top_k, 2)
@@ -118,7 +118,7 @@ def _of_engine(path: Path, layer: ExpertLayer, x: Rows) -> Rows:
 def _of_portable(
     model: ir.Model, layer: ExpertLayer, source: Source, engine: Rounds, part: slice, x: Rows
 ) -> Iterator[Rows]:
-    """Rows [n, H] of some experts, exactly and as the engine rounds, where it does."""
+    """Rows [n, H] of some experts, exact and with the engine's rounding, if any."""
     few, rounds = slice_experts(model, layer, part), bool(engine.kernels)
     versions = plain_versions(few, source.bundle, None, engine, len(x), rounds=rounds)
     for found in run_in_pieces(versions, _passes(range(len(x)), layer.top_k, x)):

@@ -1,4 +1,4 @@
-"""Which graphs an engine for the CPU has, by the role of a portable graph and its weights."""
+"""Graphs of an engine for the CPU, by the role of a portable graph and its weights."""
 
 from __future__ import annotations
 
@@ -29,7 +29,7 @@ from edgellm.device_runtime.runners.onnxruntime_cpu import EDGELLM
 from edgellm.device_runtime.runners.onnxruntime_cpu.processor import has_fast_int8
 from edgellm.device_runtime.runners.pass_timing import MEASURED_ROWS
 
-_BYTES = {"int4": 0.5, "int8": 1.0}  # of a weight, by what it is rounded to
+_BYTES = {"int4": 0.5, "int8": 1.0}  # of a weight, by rounded type
 _ALONE_BYTES = 12 << 20  # drafts of 5 and of 10 MB were no faster on two threads
 _HALVES = {ir.DataType.FLOAT16: "fp16", ir.DataType.BFLOAT16: "bf16"}
 
@@ -47,11 +47,11 @@ class Variant:
 
 
 def resolve_auto(source: Path, bundle: Bundle, plan: Plan) -> Plan:
-    """The plan with what suits an EAGLE draft of floats on our kernels.
+    """The plan with "auto" resolved for a float EAGLE draft on edgellm's kernels.
 
-    A pass of the base takes the caches, so that a round reads the draft from memory anew. Four bits
-    halve that, and cost 1 to 2 % of the accepted tokens: "auto" is INT4. (Medusa's heads were not
-    measured.) What a core has read before others are awake, it computes alone.
+    A pass of the base evicts the draft from CPU caches, so each round reads it from memory. INT4
+    halves that and costs 1 to 2 % of the accepted tokens, so "auto" is INT4. (Medusa heads were not
+    measured.) Small drafts run on one core, before other threads wake up.
     """
     if DRAFT not in bundle.graphs or kernels_of(plan) != EDGELLM:
         return plan
@@ -71,14 +71,14 @@ def variants_of(role: str, model: ir.Model, bundle: Bundle, plan: Plan) -> list[
     """The graphs of a role, in ascending order of `max_rows`.
 
     Raises:
-        EdgeLLMError: flags that do not suit the bundle's weights.
+        EdgeLLMError: flags contradict the bundle's weights.
     """
     choose = {DECODER: _decoder_variants, ENCODER: _encoder_variants}.get(role, _draft_variants)
     return choose(role, model, bundle, plan)
 
 
 def _decoder_variants(role: str, model: ir.Model, bundle: Bundle, plan: Plan) -> list[Variant]:
-    """The graphs that a bundle's precision asks for on this processor."""
+    """Graphs for a bundle's precision on this processor."""
     largest = max(max_rows(role, plan), *MEASURED_ROWS)
     kinds = weight_kinds(model)
     is_own = kernels_of(plan) == EDGELLM
@@ -116,7 +116,7 @@ def _decoder_variants(role: str, model: ir.Model, bundle: Bundle, plan: Plan) ->
 
 
 def _own_variant(role: str, model: ir.Model, quantize: str, max_rows: int) -> Variant:
-    """One graph for all numbers of rows."""
+    """One graph for any number of tokens."""
     kinds = weight_kinds(model) | {each.gate.kind for each in ExpertLayer.all_of(model.graph)}
     if quantize in ("int8", "int4"):
         kinds = {quantize if kind in ("dense", "fp8") else kind for kind in kinds}
@@ -128,22 +128,21 @@ def _own_variant(role: str, model: ir.Model, quantize: str, max_rows: int) -> Va
 
 
 def _float_types(model: ir.Model) -> str:
-    """Of dense weights, as edgellm's kernels keep them."""
+    """Types of dense weights in edgellm's kernels."""
     types = {weight.parts[0].stored[0].dtype for _, weight in linear_layers(model.graph)}
     return "+".join(sorted(_HALVES.get(dtype, "fp32") for dtype in types))
 
 
 def _rounds_inputs_to_int8(model: ir.Model) -> bool:
-    """Whether the checkpoint was made for products of int8 with int8 (SmoothQuant)."""
+    """Whether the checkpoint was quantized for int8 x int8 products (SmoothQuant)."""
     zero_points = [call.inputs[2] for call in find_calls(model.graph, ROUND_INPUT)]
     return any(zero is not None and zero.dtype == ir.DataType.INT8 for zero in zero_points)
 
 
 def _draft_variants(role: str, model: ir.Model, bundle: Bundle, plan: Plan) -> list[Variant]:
-    """A draft's precision changes how many tokens are accepted, never which.
+    """A draft's precision changes the acceptance length, never the output.
 
-    So int8 is the default where the processor has int8 dot products, if `resolve_auto` did not
-    choose INT4.
+    So int8 is the default if the processor has int8 dot products, unless `resolve_auto` chose INT4.
     """
     del bundle
     kinds = weight_kinds(model)
@@ -154,7 +153,7 @@ def _draft_variants(role: str, model: ir.Model, bundle: Bundle, plan: Plan) -> l
         rounds = plan.quantize == "auto" and has_fast_int8()
         return [_own_variant(role, model, "int8" if rounds else plan.quantize, rows)]
     if plan.quantize == "int8" or (plan.quantize == "auto" and has_fast_int8()):
-        # A draft's last bits decide nothing, its steps are many.
+        # A draft needs no exact bits, and has many steps.
         kernel = RowInt8Kernel(ALL_INPUTS)
         return [Variant(role, "int8", kernel, prepacks=True, max_rows=rows)]
     if plan.quantize == "int4":
@@ -165,10 +164,10 @@ def _draft_variants(role: str, model: ir.Model, bundle: Bundle, plan: Plan) -> l
 
 
 def _encoder_variants(role: str, model: ir.Model, bundle: Bundle, plan: Plan) -> list[Variant]:
-    """An image has many rows.
+    """Graphs of an encoder: an image has many rows.
 
-    What is stored as int8 with a scale for each column is multiplied as such, other quantized
-    weights in the blocks that a language model's single tokens take.
+    Weights in int8 with one scale per column use int8 GEMM; other quantized weights use the block
+    kernel, as for single tokens of a language model.
     """
     del bundle
     keys = weight_keys(model)

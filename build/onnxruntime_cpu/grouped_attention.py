@@ -16,7 +16,7 @@ _FIRST_SCALE = 12  # inputs of GroupQueryAttention: k_scale, v_scale
 
 
 def lower_attention(graph: GraphEditor, *, needs_mask: bool) -> None:
-    """Rewrite all cached attention; `needs_mask` False for graphs of one row, which sees all."""
+    """Rewrite all cached attention; `needs_mask` is False for graphs of one token."""
     graph.cursor = graph.graph[0]
     lengths = _sequence_lengths(graph)
     if needs_mask:
@@ -49,7 +49,7 @@ def _sequence_lengths(graph: GraphEditor) -> tuple[ir.Value, ir.Value, ir.Value]
 
 
 def _see_live_slots(graph: GraphEditor, total: ir.Value) -> None:
-    """Let masks be of the T live slots instead of all C."""
+    """Cut masks to the T used positions instead of all C."""
     bounds = (
         graph.constant(name, np.array(number, np.int64))
         for name, number in (("first_slot", 0), ("next_slot", 1))
@@ -108,7 +108,7 @@ def _emit_gqa(
 
 
 def narrow_cache(graph: GraphEditor, ranges: CacheRanges) -> None:
-    """Let attention write int8 rows and read them back through one scale of each tensor."""
+    """Store keys and values as int8 with one scale for each tensor."""
     for value in (*graph.graph.inputs, *graph.graph.outputs):
         if str(value.name).startswith(CACHE_NAMES):
             value.type = ir.TensorType(ir.DataType.INT8)

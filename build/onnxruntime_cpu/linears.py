@@ -1,4 +1,4 @@
-"""How a linear layer is computed on the CPU: one class per kernel family.
+"""Linear kernels of ONNX Runtime on the CPU, one class per family.
 
 Each `emit` appends nodes for `y = x W` and names its weights so that graphs can share them.
 """
@@ -15,14 +15,14 @@ from edgellm.device_runtime.runners.onnxruntime_cpu.processor import has_fast_in
 
 
 class StoredKernel:
-    """Weights that were left dense as float32, quantized ones by a kernel of their own."""
+    """Dense weights as float32, quantized ones by their own kernel."""
 
     def __init__(self, quantized: RoundingKernel | None = None) -> None:
-        """`quantized`: None takes blocks of 4 or 8 bits."""
+        """`quantized`: None uses blocks of 4 or 8 bits."""
         self._quantized = quantized or BlockKernel()
 
     def emit(self, graph: GraphEditor, x: ir.Value, weight: LinearWeight, name: str) -> ir.Value:
-        """What the weight's own type asks for."""
+        """Nodes for the weight's type."""
         return self._kernel(weight).emit(graph, x, weight, name)
 
     def rounding(self, weight: LinearWeight, name: str) -> Rounding:
@@ -41,7 +41,7 @@ class DenseKernel:
         return graph.node("MatMul", [x, graph.weight(f"{name}.fp32", weight.dense)])
 
     def rounding(self, weight: LinearWeight, name: str) -> Rounding:
-        """None."""
+        """No rounding."""
         del weight, name
         return Rounding()
 
@@ -94,26 +94,25 @@ def _points(blocks: Blocks) -> np.ndarray:
     return blocks.zero_points
 
 
-# Over weights of fewer bits, where these inputs matter less than what they multiply.
+# For weights of fewer bits, whose error exceeds that of these inputs.
 COARSE_INPUTS = ("gate_proj", "up_proj", "o_proj")
-ALL_INPUTS = ("",)  # every name ends so
+ALL_INPUTS = ("",)  # matches all names
 
 
 class RowInt8Kernel:
     """Integer GEMM: one scale per activation row, one per weight column, both symmetric.
 
-    A scale per row keeps an outlier in one token from costing the others their precision, which
-    is what the per-tensor scale of DynamicQuantizeMatMul does. Outlier channels cost the other
-    channels theirs all the same, so inputs become the sum of two int8 terms, the second 1/254 of
-    the first: 16 bits from one product with twice the rows. Layers that lose little by a single
-    term may be named to save that.
+    With a scale per row, an outlier token does not reduce the precision of other tokens, as it does
+    with the per-tensor scale of DynamicQuantizeMatMul. Outlier channels still reduce that of other
+    channels, so inputs become the sum of two int8 terms, the second 1/254 of the first: 16 bits
+    from one product with twice the rows. Layers with small errors may be named to use one term.
 
     Without int8 dot products weights are uint8 around 128: AVX2 adds pairs of products of uint8
     with int8 in 16 bits, which overflow; for uint8 with uint8 ONNX Runtime widens them first.
     """
 
     def __init__(self, one_term: tuple[str, ...] = ()) -> None:
-        """`one_term`: how the names of layers end whose inputs keep 8 bits."""
+        """`one_term`: suffixes of names of layers whose inputs keep 8 bits."""
         self._one_term_names = one_term
         self._rows: dict[tuple[ir.Value, bool], tuple[ir.Value, ir.Value]] = {}
 
@@ -141,7 +140,7 @@ class RowInt8Kernel:
         return graph.node("Mul", [product, scale])
 
     def rounding(self, weight: LinearWeight, name: str) -> Rounding:
-        """Rows of one term and columns; those of two terms keep 16 bits."""
+        """Rows of one term, and columns; rows of two terms keep 16 bits."""
         one_term = name.endswith(self._one_term_names)
         return Rounding(weight.in_features if one_term else 0, not weight.has_columns)
 

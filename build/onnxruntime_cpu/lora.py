@@ -1,4 +1,4 @@
-"""Linear layers that LoRA adapters change while an engine runs: what they add is an input."""
+"""Linear layers with LoRA adapters at run time: adapters are inputs of the kernels."""
 
 from __future__ import annotations
 
@@ -20,7 +20,7 @@ _ROWS, _OWN = 6, 10  # places of QuantLinear's inputs: the first of adapters', a
 def attach(
     graph: GraphEditor, marks: Marks, products: Sequence[ir.Node], gated: Sequence[ir.Node]
 ) -> None:
-    """Let products of weights add what adapters do; `gated` are those of gates and ups."""
+    """Add adapters to products of weights; `gated` are products of gate and up."""
     inputs = _inputs(graph.graph, len(marks))
     for node in products:
         if found := marks.take(_names(node)):
@@ -50,7 +50,7 @@ def _attach(
     if product.op_type == "MatMul":
         y = product.outputs[0]
         users = tuple(y.uses())
-        graph.cursor = _behind(graph.graph, product)
+        graph.cursor = _node_after(graph.graph, product)
         found = graph.node(_LOW_RANK, [own, y, *given], domain=DOMAIN)
         for user, index in users:
             user.replace_input_with(index, found)
@@ -67,7 +67,7 @@ def _names(product: ir.Node) -> list[str]:
     return str(weight.name).rpartition(".")[0].split("+") if weight is not None else []
 
 
-def _behind(graph: ir.Graph, node: ir.Node) -> ir.Node:
+def _node_after(graph: ir.Graph, node: ir.Node) -> ir.Node:
     nodes = list(graph)
     return nodes[nodes.index(node) + 1]
 

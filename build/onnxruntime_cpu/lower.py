@@ -1,9 +1,9 @@
-"""The portable decoder graph in the operators that ONNX Runtime's CPU kernels are fast at.
+"""Lowers a portable decoder graph to operators with fast CPU kernels in ONNX Runtime.
 
 Portable graphs attend over the whole capacity of the cache. Here that becomes
-GroupQueryAttention on shared past/present buffers (cost follows the live length), linear
-layers that read one input become one GEMM, and residual additions fold into the norms. Only
-operators up to opset 21 remain, so that older ONNX Runtimes on boards load the engine too.
+GroupQueryAttention on shared past/present buffers, whose cost depends on the used length. Linear
+layers with the same input become one GEMM, and residual additions are fused into norms. Only
+operators up to opset 21 remain, so that older ONNX Runtimes on boards load the engine, too.
 """
 
 from __future__ import annotations
@@ -57,17 +57,17 @@ def lower(
     takes_adapters: bool = False,
     own_kernels: bool = False,
 ) -> None:
-    """Rewrite `model` in place for one way to compute linear layers.
+    """Rewrite `model` in place for one kernel of linear layers.
 
     Args:
-        model: any graph that `edgellm-export` writes.
-        kernel: computes the linear layers; with edgellm's own comes its attention.
+        model: any graph of `edgellm-export`.
+        kernel: computes the linear layers; edgellm's own includes its attention.
         weights: receives every weight.
-        cache: of a graph that has one; int8 takes one scale for each tensor.
-        capacity: rows of the cache.
-        needs_mask: False for a graph that only ever computes one row, which sees all before it.
-        takes_adapters: linear layers add what LoRA adapters do; with edgellm's own kernels.
-        own_kernels: edgellm's compute what is recurrent, as with its linear layers.
+        cache: of a graph that has one; int8 has one scale for each tensor.
+        capacity: tokens of the cache.
+        needs_mask: False for a graph of one token, which attends to all earlier ones.
+        takes_adapters: linear layers add LoRA adapters; with edgellm's own kernels.
+        own_kernels: edgellm's kernels compute recurrent layers, as with its linear layers.
     """
     own_kernels = own_kernels or isinstance(kernel, OwnLinears)
     graph = GraphEditor(model.graph, weights)
@@ -105,11 +105,11 @@ def lower(
 
 
 def take_answers(graph: ir.Graph) -> None:
-    """Let the first axis be the answers that share a pass, of heads, which keep nothing."""
+    """Make the first axis of heads the batch; heads have no state."""
     for node in graph:
         for value in node.outputs:
             if not value.is_graph_output():
-                value.shape = None  # that of one answer
+                value.shape = None  # it was for batch size 1
     for value in (*graph.inputs, *graph.outputs):
         if value.name != graph_io.TOP_K and value.shape is not None:
             value.shape = ir.Shape([graph_io.ANSWERS, *value.shape.dims[1:]])
@@ -129,12 +129,12 @@ def _lower_signature(graph: ir.Graph) -> None:
 
 
 def _drop_argmax(graph: ir.Graph) -> None:
-    """Numpy finds the largest logit of a row in a fifth of the time that the operator takes."""
+    """Drop ArgMax: NumPy needs a fifth of the operator's time."""
     graph.outputs[:] = [value for value in graph.outputs if value.name != graph_io.TOKEN_IDS]
 
 
 def _lower_candidates(graph: GraphEditor) -> None:
-    """A draft's candidates and their log-softmax in one sweep over its logits."""
+    """Compute a draft's candidates and their log-softmax in one pass over its logits."""
     for top in graph.find("TopK"):
         scores, count = top.inputs
         if scores is None or len(tuple(scores.uses())) != 1:
@@ -174,7 +174,7 @@ def _lower_floats(graph: GraphEditor) -> None:
 
 
 def _before_halves(value: ir.Value) -> np.ndarray | None:
-    """The data of a constant that becomes float16, before it does: norms are stored in float32."""
+    """The data of a constant before its cast to float16: norms are stored in float32."""
     node = value.producer()
     source = node.inputs[0] if node is not None and node.op_type == "Cast" else value
     return None if source is None else constant_array(source)
@@ -189,7 +189,7 @@ def _is_external(value: ir.Value | None) -> bool:
 
 
 def _lower_embedding(graph: GraphEditor, node: ir.Node) -> None:
-    """Keep the table in its stored type (rows are few) and cast what was looked up."""
+    """Keep the table in its stored type and cast the looked-up rows, which are few."""
     table = node.inputs[0]
     assert table is not None and table.const_value is not None  # noqa: PT018
     tensor = table.const_value

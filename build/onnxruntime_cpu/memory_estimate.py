@@ -1,4 +1,4 @@
-"""What an engine for the CPU will weigh, and what building it takes."""
+"""Estimated sizes of an engine for the CPU, and memory of its build."""
 
 from __future__ import annotations
 
@@ -32,11 +32,11 @@ _SESSION_BYTES = 55 << 20  # sessions, kernels, activations of a pass
 
 @dataclass(frozen=True, slots=True)
 class _Held:
-    """Anonymous memory that a role's graphs take, beyond the same of all builds."""
+    """Anonymous memory of a role's graphs, beyond that of any build."""
 
     checked: int  # while the portable graph is computed
     saved: int  # while ONNX Runtime packs and writes
-    loaded: int  # from then on
+    loaded: int  # after loading
 
 
 def estimate_graphs(
@@ -62,12 +62,12 @@ def estimate_graphs(
         saved = loaded = 0
         for variant in variants:
             weights = linears["int8" if variant.precision == "int8" else "decode"]
-            # A prepacked file holds them twice: as they were, and as the kernels read them.
+            # A prepacked file holds them twice: original, and packed.
             packed = sum(weights.values())
             sizes.append(table + (2 if variant.prepacks else 1) * packed)
             saved = max(saved, loaded + max(packed, table))
             loaded += 0 if variant.prepacks else packed
-        if not read:  # the role that the engine is for comes first
+        if not read:  # the main role comes first
             kind = "decode" if role == DECODER or variants[0].precision != "int8" else "int8"
             read = sum(linears[kind].values())
         whole = max(linears["dense"].values(), default=0)  # of a layer, while it is written
@@ -83,7 +83,7 @@ def estimate_graphs(
 
 
 def _peak_bytes(held: Sequence[_Held], kv_bytes: int) -> int:
-    """Of roles one after another; graphs that are done stay loaded."""
+    """Peak memory of building roles in order; finished graphs stay loaded."""
     peak = before = 0
     for each in held:
         peak = max(peak, before + each.checked, before + _SESSION_BYTES + each.saved)
@@ -93,7 +93,7 @@ def _peak_bytes(held: Sequence[_Held], kv_bytes: int) -> int:
 
 # ------------------------------------------------------------------------------------ checks
 def _checked_bytes(model: ir.Model, plan: Plan) -> int:
-    """Bytes of decoded weights: those of a part of the graph, and one copy; see `verify`."""
+    """Bytes of decoded weights of a piece of the graph, and one copy; see `verify`."""
     maximum = copies = piece = decoded = 0
     for numbers, steps in _read(model, is_rounded=plan.quantize == "int4"):
         if piece + numbers > PIECE:
@@ -104,7 +104,7 @@ def _checked_bytes(model: ir.Model, plan: Plan) -> int:
 
 
 def _read(model: ir.Model, *, is_rounded: bool) -> Iterator[tuple[int, int]]:
-    """Numbers that a check reads at once, in order, and the steps to float32; 0: they stay."""
+    """Weight sizes that a check reads at once, in order, and copies to float32; 0: none."""
     layers = {layer.call: layer for layer in ExpertLayer.all_of(model.graph)}
     for node in model.graph:
         table = table_of(node)
@@ -148,8 +148,8 @@ class _OwnSizes:
 
     engine: int
     read: int  # for a token
-    floats: int  # of 32 bits, which ONNX Runtime packs
-    largest: int  # of all weights, which is copied when it is written
+    floats: int  # float32, which ONNX Runtime packs
+    largest: int  # largest weight, which is copied when it is written
 
 
 def _own_sizes(model: ir.Model, kernel: OwnLinears) -> _OwnSizes:
@@ -165,7 +165,7 @@ def _own_sizes(model: ir.Model, kernel: OwnLinears) -> _OwnSizes:
 
 
 def _cached_bytes(bundle: Bundle, cache: KVCacheSpec | None, plan: Plan) -> int:
-    """Of keys and values, and of states, of which one is what the next commit writes."""
+    """Bytes of keys and values, and of states; one state is the output of the next commit."""
     if cache is None:
         return 0
     recurrent = bundle.decoder.recurrent
@@ -177,7 +177,7 @@ def _cached_bytes(bundle: Bundle, cache: KVCacheSpec | None, plan: Plan) -> int:
 
 
 def _packed_sizes(model: ir.Model, kernel: OwnLinears) -> tuple[int, int, int]:
-    """Bytes of weights for edgellm's kernels, of those that stay floats, and the largest's."""
+    """Bytes of weights for edgellm's kernels, of float ones, and of the largest."""
     packed = floats = largest = 0
     for node, weight in linear_layers(model.graph):
         form = kernel.form(weight, layer_name(node))
@@ -188,7 +188,7 @@ def _packed_sizes(model: ir.Model, kernel: OwnLinears) -> tuple[int, int, int]:
 
 
 def _expert_sizes(model: ir.Model, kernel: OwnLinears) -> tuple[int, int, int]:
-    """Bytes of all experts with their routers, of what a token takes, and of the largest stack."""
+    """Bytes of all experts with routers, of those for a token, and of the largest stack."""
     experts = taken = largest = 0
     for layer in ExpertLayer.all_of(model.graph):
         forms = [form.num_bytes for form in forms_of(layer, kernel)]
@@ -203,7 +203,7 @@ def _expert_sizes(model: ir.Model, kernel: OwnLinears) -> tuple[int, int, int]:
 
 
 def _table_bytes(model: ir.Model, kernel: OwnLinears | None) -> int:
-    """The embedding in every graph, unless it is looked up in the packed head."""
+    """Bytes of the embedding in all graphs, unless it shares the packed head."""
     heads = {layer_name(node) for node, _ in linear_layers(model.graph)}
     sizes = [0]
     for node in model.graph:
@@ -220,7 +220,7 @@ def _table_bytes(model: ir.Model, kernel: OwnLinears | None) -> int:
 
 
 def _linear_sizes(model: ir.Model, quantize: str) -> dict[str, dict[str, int]]:
-    """Bytes of each linear weight by node name: as decoded, as int8, and as a float32 copy."""
+    """Bytes of each linear weight by node name: decoded, int8, and a float32 copy."""
     sizes: dict[str, dict[str, int]] = {"decode": {}, "int8": {}, "dense": {}}
     for node, weight in linear_layers(model.graph):
         name = str(node.name)

@@ -1,4 +1,4 @@
-"""What ONNX Runtime makes of a lowered graph, once."""
+"""Offline optimization of a lowered graph by ONNX Runtime."""
 
 from __future__ import annotations
 
@@ -45,20 +45,20 @@ def optimize(
     probe: Callable[[ort.InferenceSession], Numbers] | None = None,
     own_kernels: bool = False,
 ) -> ort.InferenceSession:
-    """Let ONNX Runtime fold, fuse and prepack once, keep what it made, and load that.
+    """Let ONNX Runtime fold, fuse and prepack once; save the result and load it.
 
     Prepacked weights are mapped from the file when the engine is loaded, not copied.
 
     Args:
-        lowered: a graph with its weights in `.data`; both are used up.
+        lowered: a graph with its weights in `.data`; both are removed.
         output: the saved graph.
-        threads: 0 takes all cores.
-        prepacks: keep the weights as the kernels read them, too.
-        probe: numbers that show what a graph computes, where nothing else will.
+        threads: 0: all cores.
+        prepacks: save prepacked weights, too.
+        probe: outputs that show what a graph computes, if no other check will.
         own_kernels: it has operators of `device_runtime.kernels`.
 
     Raises:
-        EdgeLLMError: the saved graph does not compute what the lowered one does.
+        EdgeLLMError: the saved graph differs from the lowered one.
     """
     options = ort.SessionOptions()
     set_threads(options, threads)

@@ -1,4 +1,4 @@
-"""The flag that only engines for the CPU have, and what it comes to on this machine."""
+"""The CPU backend's `--kernels`, and its resolution on this machine."""
 
 from __future__ import annotations
 
@@ -14,24 +14,24 @@ AUTO = "auto"
 
 @dataclass(frozen=True, slots=True)
 class CpuOptions(Options):
-    """What computes on the CPU."""
+    """Kernels of the CPU backend."""
 
     kernels: str = field(default=AUTO, metadata={FLAG: "--kernels"})
 
 
 def kernels_of(plan: Plan) -> str:
-    """`EDGELLM` or `ONNXRUNTIME`; "auto" takes edgellm's where they suit and can be had.
+    """`EDGELLM` or `ONNXRUNTIME`; "auto" is edgellm's if supported and available.
 
     Raises:
-        EdgeLLMError: edgellm's are asked for and not available, or with an int8 copy for prompts.
+        EdgeLLMError: edgellm's are requested but unavailable, or with an int8 copy for prompts.
     """
     wanted = plan.options.kernels if isinstance(plan.options, CpuOptions) else AUTO
     if wanted == ONNXRUNTIME or (wanted == AUTO and plan.prefill == "int8"):
         return ONNXRUNTIME
     if wanted == EDGELLM and plan.prefill == "int8":
         raise EdgeLLMError(
-            "--prefill int8 is made of ONNX Runtime's operators; edgellm's kernels read prompts "
-            "with the one copy of the weights",
+            "--prefill int8 needs ONNX Runtime's operators; edgellm's kernels have one copy of "
+            "the weights",
             hint="leave out --prefill, or give --kernels onnxruntime",
         )
     if wanted == EDGELLM:
@@ -51,7 +51,7 @@ def notes_of(plan: Plan) -> tuple[str, ...]:
 
 
 def _what_is_missing() -> str:
-    """Why edgellm's kernels cannot be had, with the remedy; "": they can."""
+    """Why edgellm's kernels are unavailable, with a hint; "": they are available."""
     try:
         instruction_sets()
     except EdgeLLMError as error:

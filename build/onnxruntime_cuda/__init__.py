@@ -1,6 +1,6 @@
-"""Engines for ONNX Runtime's CUDA provider, also built where no GPU is.
+"""Engines for ONNX Runtime's CUDA provider; building needs no GPU.
 
-What imports onnx_ir and onnxruntime is loaded when it is used.
+Modules that import onnx_ir and onnxruntime are loaded lazily.
 """
 
 from __future__ import annotations
@@ -31,7 +31,7 @@ TAKES_STATES = False
 
 
 def origin(options: plans.Options) -> Origin:
-    """This version; graphs depend on no GPU. See `Backend.origin`."""
+    """ONNX Runtime's version; graphs depend on no GPU. See `Backend.origin`."""
     del options  # graphs depend on none
     return Origin(onnxruntime_cuda.available(), DEVICE)
 

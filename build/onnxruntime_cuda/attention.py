@@ -1,8 +1,7 @@
-"""Attention on a linear cache for CUDA: fused where there is a kernel, plain products elsewhere.
+"""Attention on a linear cache for CUDA: fused if there is a kernel, else plain products.
 
-What depends on the length of the context comes from the host: which slots are visible, where the
-new rows go, how many rows are there. So no node computes sizes, which ONNX Runtime would place on
-the CPU.
+Inputs that depend on the context length come from the host: visible positions, write positions,
+lengths. So no node computes sizes, which ONNX Runtime would place on the CPU.
 """
 
 from __future__ import annotations
@@ -34,11 +33,11 @@ _NAMES = {
 
 
 class Form(Enum):
-    """What passes a graph is for, and what computes its attention."""
+    """Passes that a graph supports, and the operators of its attention."""
 
     PLAIN = "all, by products"
     MASKED = "all, by GroupQueryAttention with a bias"
-    CAUSAL = "rows that see all before them, by GroupQueryAttention without one"
+    CAUSAL = "causal ones, by GroupQueryAttention without a bias"
 
 
 def forms_of(
@@ -61,7 +60,7 @@ def lower_cached_attention(
     form: Form = Form.PLAIN,
     numbers: ir.Value | None = None,
 ) -> None:
-    """Rewrite all cached attention of a decoder or draft, and what its layers share.
+    """Rewrite all cached attention of a decoder or draft, and the shared masks and tables.
 
     Args:
         graph: of the network.
@@ -83,15 +82,15 @@ def lower_cached_attention(
     tables: dict[ir.Value, tuple[ir.Value, ...]] = {}
     for layer in layers:
         graph.cursor = layer.call
-        turned = _tables_of_rows(graph, layer, tables, numbers)
+        rope_tables = _tables_of_rows(graph, layer, tables, numbers)
         takes = form == Form.CAUSAL or (form == Form.MASKED and layer.sinks is None)
-        outputs = (fused if takes else plain).emit(layer, turned)
+        outputs = (fused if takes else plain).emit(layer, rope_tables)
         for old, new in zip(layer.outputs, outputs, strict=True):
             graph.replace(old, new)
 
 
 def _windows(graph: ir.Graph) -> dict[ir.Value, int | None]:
-    """How many positions the rows of each mask see; None: all."""
+    """Window of each mask; None: all positions."""
     found: dict[ir.Value, int | None] = {}
     for call in find_calls(graph, *_NAMES):
         require_known(call, "window")
@@ -103,7 +102,7 @@ def _windows(graph: ir.Graph) -> dict[ir.Value, int | None]:
 def _visible_inputs(
     graph: GraphEditor, windows: Mapping[ir.Value, int | None], batch: int | str
 ) -> dict[ir.Value, ir.Value]:
-    """What the host says instead of each mask: one of all positions, one of a window."""
+    """Host inputs that replace the masks: one for all positions, one for a window."""
     if len({window for window in windows.values() if window is not None}) > 1:
         raise UnsupportedModelError(
             "sliding windows of several widths are not computed on CUDA",
@@ -125,7 +124,7 @@ def _tables_of_rows(
     tables: dict[ir.Value, tuple[ir.Value, ...]],
     numbers: ir.Value | None,
 ) -> tuple[ir.Value, ...]:
-    """Positions, cos and sin by which a layer's rows turn; () where none does."""
+    """Positions, cos and sin of a layer's RoPE; () without RoPE."""
     if layer.cos is None or layer.sin is None:
         return ()
     if layer.cos not in tables:
@@ -137,7 +136,7 @@ def _tables_of_rows(
 
 
 def _lower_tables(graph: GraphEditor, dtype: ir.DataType, capacity: int) -> None:
-    """Tables of all positions as weights, in float32 as the function's body computes them."""
+    """Store RoPE tables of all positions as weights, in float32 as the function's body."""
     for call in find_calls(graph.graph, onnx_functions.ROTARY_TABLES):
         require_known(call, "scale")
         frequencies = call.inputs[1]

@@ -1,4 +1,4 @@
-"""Graphs whose passes serve several sequences, which have as many rows each."""
+"""Graphs for batches of sequences with equal numbers of tokens."""
 
 from __future__ import annotations
 
@@ -22,7 +22,7 @@ def spare_rows(plan: Plan) -> int:
 
 
 def lower_batches(graph: GraphEditor) -> ir.Value:
-    """Let rows of several sequences in, and name the wanted ones in all of them.
+    """Add a batch axis to the inputs, and index the tokens of all sequences.
 
     `logits_index` counts the rows of all sequences, one after the other, so that each has as
     many wanted rows as it likes.

@@ -1,4 +1,4 @@
-"""Bundle to graphs for ONNX Runtime's CUDA provider; measured where there is a GPU.
+"""Bundle to graphs for ONNX Runtime's CUDA provider; timed if there is a GPU.
 
 Nothing is folded or prepacked, so engines can be built on a machine without a GPU.
 """
@@ -51,11 +51,11 @@ from edgellm.device_runtime.runners.onnxruntime_cuda.attention_inputs import (
 )
 
 _INT8_BLOCK = 32
-PREFILL_ROWS = 256  # where nothing is measured: scores of a pass are a matrix
+PREFILL_ROWS = 256  # without timing: attention scores of a pass are a matrix
 _NOT_MEASURED = "there is no CUDA here: the engine was not run and nothing was measured"
 _NOT_COMPARED = "not compared with the portable graph: there is no CUDA here"
 _NO_FP8 = "FP8 weights became int8 in blocks of 32: ONNX Runtime's CUDA products do not take FP8"
-_NAMES = {DECODER: "llm"}  # of files, where they are not the role's
+_NAMES = {DECODER: "llm"}  # of files, if not the role's name
 
 
 def compile_bundle(
@@ -99,13 +99,13 @@ def compile_bundle(
             *notes,
         ),
         options=options,
-        checks=tuple(each.said for each in verdicts),
+        checks=tuple(each.text for each in verdicts),
         check_s=sum(each.seconds for each in verdicts),
     )
 
 
 def _device() -> tuple[str, list[str]]:
-    """What engines run on here; "" where there is none, and a note."""
+    """The GPU that engines run on here, or "" and a note."""
     try:
         return provider.require_cuda(), []
     except EdgeLLMError as error:
@@ -150,7 +150,7 @@ class _Compiler:
     def _lower(
         self, role: str, load: Callable[[], ir.Model], name: str, precision: str = ""
     ) -> tuple[GraphSpec, ...]:
-        """A graph for each of `_kinds`, over one file of weights."""
+        """A graph for each of `_kinds`, sharing one file of weights."""
         weights = WeightFile(self._folder / f"{name}.data")
         has_cache = ROLES[role].has_cache
         capacity, maximum = self._plan.kv_capacity if has_cache else 0, max_rows(role, self._plan)
@@ -179,8 +179,8 @@ class _Compiler:
     def _kinds(self, role: str) -> list[tuple[Form, Places | None]]:
         """Form of attention, and places of adapters.
 
-        Passes whose rows have none of these run on a graph that takes none, unless another graph
-        would hold experts once more.
+        Passes without adapters run on a graph without them, unless a second graph would duplicate
+        experts.
         """
         forms = self._choices.forms if ROLES[role].has_cache else (Form.PLAIN,)
         places = Places.of(self._plan) if role == DECODER else None
@@ -206,7 +206,7 @@ class _Compiler:
 
 
 def _quantize(bundle: Bundle, plan: Plan) -> str:
-    """What "auto" means here: there are no products of int8 for CUDA that a draft would gain by."""
+    """Resolve "auto": there is no int8 GEMM for CUDA that would speed up a draft."""
     return "none" if plan.quantize == "auto" and DECODER not in bundle.graphs else plan.quantize
 
 
@@ -219,7 +219,7 @@ def _short(dtype: ir.DataType) -> str:
 
 
 def _cache(bundle: Bundle, plan: Plan) -> KVCacheSpec | None:
-    """In the activations' type; raises `EdgeLLMError` for what CUDA has not."""
+    """The cache in the activations' type; raises `EdgeLLMError` for other types."""
     if plan.kv_cache in ("float16", "int8", "fp8"):
         raise EdgeLLMError(
             f"--kvCache {plan.kv_cache} is not for ONNX Runtime on CUDA: its cache has the "

@@ -1,4 +1,4 @@
-"""Mixtures of experts by ONNX Runtime's operator MoE, which reads those that a row takes.
+"""Mixtures of experts by ONNX Runtime's operator MoE, which reads only chosen experts.
 
 The operator chooses experts itself: the K largest of a row's logits, with shares that are their
 softmax. Given the logarithms of the shares that a router gave, it takes the same experts, with the
@@ -57,7 +57,7 @@ def lower_experts(graph: GraphEditor, dtype: ir.DataType, bits: int = 0) -> None
 
 
 def expert_bytes(layer: ExpertLayer, dtype: ir.DataType, bits: int = 0) -> int:
-    """Of all experts of a layer in the engine, see `integer_form`."""
+    """Bytes of all experts of a layer in the engine, see `integer_form`."""
     form = integer_form(layer, dtype, bits)
     if form is not None:
         return sum(form.num_bytes(*stack.shape) for stack in layer.stacks)
@@ -65,7 +65,7 @@ def expert_bytes(layer: ExpertLayer, dtype: ir.DataType, bits: int = 0) -> int:
 
 
 def _route(graph: GraphEditor, call: ir.Node, dtype: ir.DataType) -> ir.Value:
-    """In float32: rounding would choose other experts."""
+    """Compute the router in float32: rounding would choose other experts."""
     require_known(call)
     x, weight = call.inputs
     array = constant_array(weight) if weight is not None else None
@@ -107,7 +107,7 @@ def _emit(
 
 
 def _floats(graph: GraphEditor, layer: ExpertLayer, dtype: ir.DataType) -> list[ir.Value]:
-    """Gates and ups by turns [E, 2 I, H], and downs [E, H, I]."""
+    """Interleaved gates and ups [E, 2 I, H], and downs [E, H, I]."""
     count, hidden, inner = layer.gate.shape
     return [
         graph.streamed_weight(
@@ -125,7 +125,7 @@ def _floats(graph: GraphEditor, layer: ExpertLayer, dtype: ir.DataType) -> list[
 
 
 def _logits(graph: GraphEditor, layer: ExpertLayer, shares: ir.Value) -> ir.Value:
-    """[S, E] float32: logarithms of the shares, far less for experts that a row does not take."""
+    """[S, E] float32: logarithms of the shares; very small for experts that are not chosen."""
     depth = graph.constant(f"experts_{layer.count}", np.array(layer.count))
     values = graph.constant("absent_present", np.array([0, 1], np.float32))
     present = graph.node("OneHot", [layer.ids, depth, values], axis=-1)
@@ -161,7 +161,7 @@ def _downs(layer: ExpertLayer, dtype: ir.DataType) -> Iterator[bytes]:
 def _biases(
     graph: GraphEditor, layer: ExpertLayer, dtype: ir.DataType
 ) -> tuple[ir.Value | None, ir.Value | None]:
-    """[E, 2 I] of gates and ups by turns, and [E, H]."""
+    """Biases: interleaved gates and ups [E, 2 I], and downs [E, H]."""
     gate, up, down = layer.biases
     if gate is None or up is None or down is None:
         return None, None

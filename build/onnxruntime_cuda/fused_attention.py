@@ -1,11 +1,11 @@
-"""Attention as GroupQueryAttention, which writes its rows into the cache where it lies.
+"""Attention as GroupQueryAttention, which updates the cache in place.
 
-Without a bias ONNX Runtime takes XQA, cuDNN's or Flash attention, whose time follows the live rows.
-A bias, which trees need, sends it to products with scores in float32: they read the keys of a group
-once, while the Attention of opset 24 with a mask writes them once more for every query head.
+Without a bias ONNX Runtime uses XQA, cuDNN's or Flash attention, whose time depends on the used
+length. With a bias, which trees need, it uses products with float32 scores. These read the keys of
+a group once; opset 24's Attention with a mask copies them for each query head.
 
-Source: contrib_ops/cuda/bert/group_query_attention.cc. A bias is taken since
-microsoft/onnxruntime#29525, not beside sinks.
+Source: contrib_ops/cuda/bert/group_query_attention.cc. A bias is supported since
+microsoft/onnxruntime#29525, but not with sinks.
 """
 
 from __future__ import annotations
@@ -21,7 +21,7 @@ from edgellm.build.lowering.graph import GraphEditor
 from edgellm.build.onnxruntime_cuda.plain_attention import stored_sinks
 from edgellm.device_runtime.runners.onnxruntime_cuda.attention_inputs import LAST_ROW, LIVE_ROWS
 
-_HEAD_MULTIPLE = 8  # of numbers of a head
+_HEAD_MULTIPLE = 8  # of head_dim
 
 
 def why_not_fused(layers: Sequence[CachedAttention], dtype: ir.DataType) -> str:
@@ -44,7 +44,7 @@ class FusedLayers:
         windows: Mapping[ir.Value, int | None],
         batch: int | str = 1,
     ) -> None:
-        """Without `seen` rows see all before them, in windows where layers have one."""
+        """Without `seen`, attention is causal, in windows if layers have one."""
         self._graph, self._dtype, self._batch = graph, dtype, batch
         self._seen, self._windows = seen, windows
         self._lengths: tuple[ir.Value, ir.Value] | None = None
@@ -54,8 +54,8 @@ class FusedLayers:
         """Rows [B, S, num_heads * D] and the caches.
 
         Args:
-            layer: at which the graph's cursor stands.
-            tables: positions, cos and sin; () where rows do not turn.
+            layer: at the graph's cursor.
+            tables: positions, cos and sin; () without RoPE.
         """
         graph, window = self._graph, self._windows[layer.visible]
         turns_inside = bool(tables) and layer.positions is not None and layer.turns_inside
@@ -64,16 +64,16 @@ class FusedLayers:
             flags = layer.interleaved, layer.rotary_embedding_dim
             q = rotate(graph, q, tables, layer.num_heads, *flags)
             k = rotate(graph, k, tables, layer.kv_num_heads, *flags)
-        # Without a bias positions are those of the slots, which Flash's decoding knows alone
+        # Without a bias, positions equal slots, the only case that Flash decoding supports
         positions = tables[0] if turns_inside and self._seen else None
         bias, sinks = self._bias(layer.visible), None
         if layer.sinks is not None:
             sinks = stored_sinks(graph, layer, self._dtype, (layer.num_heads,))
         packed = packed_rows(q, k, layer.v)
         rows = (packed, None, None) if packed is not None else (q, k, layer.v)
-        turning = tables[1:] if turns_inside else (None, None)
+        rotary_dim = tables[1:] if turns_inside else (None, None)
         pasts = layer.past_key, layer.past_value
-        inputs = [*rows, *pasts, *self._of_lengths(), *turning, positions, bias, sinks]
+        inputs = [*rows, *pasts, *self._of_lengths(), *rotary_dim, positions, bias, sinks]
         given = {"scale": layer.scale, "softcap": layer.softcap}
         given |= {"local_window_size": window if bias is None else None}
         given |= {"rotary_interleaved": layer.interleaved if turns_inside else None}
@@ -95,7 +95,7 @@ class FusedLayers:
         return self._lengths
 
     def _bias(self, visible: ir.Value) -> ir.Value | None:
-        """[B, 1, S, T]; the lowest number, for a row that saw nothing would be none of -inf."""
+        """[B, 1, S, T]; the lowest finite number, since -inf in a fully masked row gives NaN."""
         if not self._seen:
             return None
         graph, dtype = self._graph, self._dtype.numpy()

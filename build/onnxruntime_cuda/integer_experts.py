@@ -1,13 +1,13 @@
-"""Experts of 4 or 8 bits by ONNX Runtime's operator QMoE.
+"""4-bit and 8-bit experts by ONNX Runtime's operator QMoE.
 
-Its weights are raw codes [E, out, in * bits / 8], low nibble first, that count from the middle,
-with a scale for each block; the library lays them out for its kernels when it loads them. So each
-session has its own, and an engine with such experts is one graph.
+Its weights are raw codes [E, out, in * bits / 8], low nibble first, relative to the middle, with a
+scale for each block. The library repacks them at load time, so sessions cannot share them, and an
+engine with such experts has one graph.
 
 Source: the operator's schema in ONNX Runtime 1.32, docs/contrib_ops/cuda/moe_qmoe.md (blocks of 32,
 64 or 128 from compute capability 7.5 on, halves); `weights_prepacked=0` is
-microsoft/onnxruntime#28749. `INTEGER_EXPERTS_VERSION` is the first release whose library was seen
-to take such a graph.
+microsoft/onnxruntime#28749. `INTEGER_EXPERTS_VERSION` is the first release whose library loaded
+such a graph.
 """
 
 from __future__ import annotations
@@ -24,32 +24,32 @@ from edgellm.build.lowering.linears.weights import Blocks, LinearWeight
 from edgellm.build.onnxruntime_cuda.linears import split_blocks
 
 INTEGER_EXPERTS_VERSION = "1.31"  # of ONNX Runtime
-_BLOCK_SIZES = (128, 64, 32)  # that there are kernels for, largest first
-_ROUNDED_BLOCK = 32  # of floats that a build rounds
+_BLOCK_SIZES = (128, 64, 32)  # with kernels, largest first
+_ROUNDED_BLOCK = 32  # of rounded floats
 _MULTIPLE = 64  # of inputs and outputs, as the kernels' layout interleaves them
 
 
 @dataclass(frozen=True, slots=True)
 class IntegerForm:
-    """How the codes of a layer's experts are stored."""
+    """Stored form of the codes of a layer's experts."""
 
     bits: int
     block_size: int
 
     def num_bytes(self, count: int, rows: int, columns: int) -> int:
-        """Of codes and scales of `count` matrices [rows, columns]."""
+        """Bytes of codes and scales of `count` matrices [rows, columns]."""
         return (
             count * rows * columns * self.bits // 8 + 2 * count * rows * columns // self.block_size
         )
 
 
 def integer_form(layer: ExpertLayer, dtype: ir.DataType, bits: int = 0) -> IntegerForm | None:
-    """How QMoE takes a layer's experts; None where they are floats, or it does not.
+    """QMoE's form of a layer's experts; None if they are floats or unsupported.
 
     Args:
         layer: of experts.
         dtype: of activations.
-        bits: of what floats become; 0: they stay floats.
+        bits: of rounded floats; 0: they stay floats.
     """
     firsts = [stack.first for stack in layer.stacks]
     if dtype != ir.DataType.FLOAT16 or any(first.has_zero_points for first in firsts):
@@ -99,7 +99,7 @@ def _stored(
     shape: tuple[int, int, int],
     experts: Callable[[], Iterator[tuple[LinearWeight, ...]]],
 ) -> tuple[ir.Value, ir.Value]:
-    """Codes and scales of all experts, whose parts stand by turns in the rows."""
+    """Codes and scales of all experts, with the rows of their parts interleaved."""
     count, rows, columns = shape
     bits, size = form.bits, form.block_size
 
@@ -140,5 +140,5 @@ def _downs(layer: ExpertLayer) -> Iterator[tuple[LinearWeight, ...]]:
 
 
 def _by_turns(parts: list[np.ndarray]) -> np.ndarray:
-    """Rows of several matrices [n, columns] by turns."""
+    """Interleave the rows of several matrices [n, columns]."""
     return np.stack(parts, 1).reshape(-1, parts[0].shape[1])

@@ -1,4 +1,4 @@
-"""What computes an engine where ONNX Runtime has several kernels for CUDA, and what that needs."""
+"""Choice among ONNX Runtime's CUDA kernels for an engine, and its requirements."""
 
 from __future__ import annotations
 
@@ -21,8 +21,8 @@ from edgellm.device_runtime.runners.onnxruntime_cuda.engine_options import (
     MINIMUM_VERSION,
 )
 
-GEMV_ROWS = 16  # that MatMulNBits multiplies without decoding the weights; more, and it does
-ROUNDED_BITS = {"int4": 4, "int8": 8}  # of what a build rounds floats to
+GEMV_ROWS = 16  # maximum that MatMulNBits multiplies without dequantizing the weights
+ROUNDED_BITS = {"int4": 4, "int8": 8}  # of rounded floats
 _FLOAT_EXPERTS = "experts have the activations' type, also where the checkpoint has fewer bits"
 _INTEGER_EXPERTS = (
     "experts are integers in ONNX Runtime's operator QMoE; one graph is for prompts, tokens and "
@@ -32,11 +32,11 @@ _INTEGER_EXPERTS = (
 
 @dataclass(frozen=True, slots=True)
 class Choices:
-    """Those of a build."""
+    """Choices of a build."""
 
     forms: tuple[Form, ...] = (Form.PLAIN,)  # a graph each
     int_gemm: bool = False  # see `CudaKernel`
-    is_one_graph: bool = False  # for another would hold experts once more
+    is_one_graph: bool = False  # a second graph would duplicate experts
     options: dict[str, str] = field(default_factory=dict)  # of the engine
     notes: tuple[str, ...] = ()
 
@@ -44,17 +44,17 @@ class Choices:
 def choose(
     graph: ir.Graph, dtype: ir.DataType, plan: Plan, quantize: str, *, has_cache: bool
 ) -> Choices:
-    """For the main graph of a bundle.
+    """Choose kernels for the main graph of a bundle.
 
     Args:
         graph: portable.
         dtype: of activations.
         plan: of the engine.
-        quantize: what the build rounds float weights to, if anything.
+        quantize: type of rounded float weights, if any.
         has_cache: of keys and values.
 
     Raises:
-        EdgeLLMError: a flag asks for what ONNX Runtime has not.
+        EdgeLLMError: ONNX Runtime does not support a flag.
     """
     forms, said = _forms(graph, dtype, plan) if has_cache else ((Form.PLAIN,), "")
     gemms, gemm_said = _int_gemm(graph, dtype, plan, quantize)
@@ -77,7 +77,7 @@ def choose(
 
 
 def _forms(graph: ir.Graph, dtype: ir.DataType, plan: Plan) -> tuple[tuple[Form, ...], str]:
-    """The graphs, and what people should know of them."""
+    """The graphs, and notes on them for users."""
     wanted = options_of(plan).attention
     if wanted == PLAIN:
         return (Form.PLAIN,), ""
@@ -88,7 +88,7 @@ def _forms(graph: ir.Graph, dtype: ir.DataType, plan: Plan) -> tuple[tuple[Form,
 
 
 def _int_gemm(graph: ir.Graph, dtype: ir.DataType, plan: Plan, quantize: str) -> tuple[bool, str]:
-    """Whether tensor cores take integer weights, and what people should know of it."""
+    """Whether integer tensor-core GEMMs are used, and a note for users."""
     wanted = options_of(plan).int_gemm
     layers = [weight for _, weight in linear_layers(graph)]
     some = [weight for weight in layers if weight.kind != "dense" or quantize in ("int4", "int8")]

@@ -1,7 +1,7 @@
-"""The CUDA kernels that lowered graphs may use, and whether a graph uses no others.
+"""Table of the CUDA kernels that lowered graphs may use, and a check of graphs.
 
-A node without a CUDA kernel would be computed on the CPU, between copies of its inputs and
-outputs; a session on CUDA refuses such a graph, and a build says so before.
+A node without a CUDA kernel would run on the CPU, between copies of its inputs and outputs. A
+session on CUDA rejects such a graph; a build rejects it earlier.
 
 Source: docs/OperatorKernels.md of ONNX Runtime, section CUDAExecutionProvider, at commit
 001d12d2623f (2026, opset 25), for the opsets that `lowering.finish` declares; which inputs lie in
@@ -30,7 +30,7 @@ _INTEGERS = frozenset({_T.INT64})
 
 @dataclass(frozen=True, slots=True)
 class Kernel:
-    """What is registered for an operator."""
+    """Registered types of an operator."""
 
     types: frozenset[ir.DataType]  # of the input that decides
     decides: int = 0
@@ -91,7 +91,7 @@ KERNELS: Mapping[tuple[str, str], Kernel] = {
 
 
 def check_kernels(model: ir.Model) -> None:
-    """Make sure that CUDA computes every node, and that no node waits for the host.
+    """Check that CUDA computes every node, and that no node waits for the host.
 
     Raises:
         UnsupportedModelError: a node without a kernel for its type, or sizes that are computed.

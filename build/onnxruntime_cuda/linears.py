@@ -1,4 +1,4 @@
-"""How a linear layer is computed by ONNX Runtime's CUDA kernels.
+"""Linear layers by ONNX Runtime's CUDA kernels.
 
 Dense weights stay [out, in] as checkpoints store them, so that a head shares the table of an
 embedding. There is no product of int8 with int8 for CUDA: int8, FP8 and NVFP4 become 8-bit blocks
@@ -16,9 +16,9 @@ from edgellm.build.lowering.graph import GraphEditor
 from edgellm.build.lowering.linears.groups import Rounding
 from edgellm.build.lowering.linears.weights import Blocks, LinearWeight
 
-LARGEST_BLOCK = 128  # for which MatMulNBits has kernels of its own
-# Its products on tensor cores (fpA_intB, microsoft/onnxruntime#32324: what public builds have) take
-# blocks of 32 without zero points, and outputs in multiples by bits.
+LARGEST_BLOCK = 128  # with dedicated kernels in MatMulNBits
+# Its tensor-core GEMMs (fpA_intB, microsoft/onnxruntime#32324, for public builds) support blocks of
+# 32 without zero points, and outputs in multiples by bits.
 _GEMM_BLOCK = 32
 _GEMM_OUTPUTS = {4: 64, 8: 32}
 
@@ -29,7 +29,7 @@ class CudaKernel:
 
     dtype: ir.DataType  # of activations
     rounds: bool = False  # dense weights become int8 in blocks
-    int_gemm: bool = False  # blocks are such that tensor cores take them, where they can be
+    int_gemm: bool = False  # use blocks for tensor cores, if possible
 
     def emit(self, graph: GraphEditor, x: ir.Value, weight: LinearWeight, name: str) -> ir.Value:
         """One FusedMatMul or MatMulNBits."""
@@ -38,7 +38,7 @@ class CudaKernel:
         return self._blocks(graph, x, weight, name)
 
     def rounding(self, weight: LinearWeight, name: str) -> Rounding:
-        """Weights that become int8 here."""
+        """Rounding of weights that become int8 here."""
         del name
         is_dense = weight.kind == "dense"
         return Rounding(weights=self.rounds if is_dense else weight.is_rerounded)
@@ -83,13 +83,13 @@ class CudaKernel:
 
 
 def dense_name(weight: LinearWeight, dtype: ir.DataType) -> str:
-    """Of the parameters, so that what reads the same ones shares them."""
+    """Name of the weight by its parameters, so that equal ones are shared."""
     names = [part.parameter for part in weight.parts]
     return f"{'+'.join(names)}.{dtype.name.lower()}"
 
 
 def takes_int_gemm(weight: LinearWeight) -> bool:
-    """Whether tensor cores take a weight's blocks as they are, or split into smaller ones."""
+    """Whether tensor cores support a weight's blocks, unchanged or split into smaller ones."""
     bits, block_size = weight.packing
     fits = block_size % _GEMM_BLOCK == 0 and weight.in_features % _GEMM_BLOCK == 0
     return fits and not weight.has_zero_points and sum(weight.widths) % _GEMM_OUTPUTS[bits] == 0

@@ -1,7 +1,7 @@
-"""The portable graphs in operators that ONNX Runtime has CUDA kernels for.
+"""Lowers portable graphs to operators with CUDA kernels in ONNX Runtime.
 
-Activations keep the bundle's type, float16 or float32, weights follow it. Nothing is left to fold:
-what is saved here is what a session runs, so `cuda_kernels` can say before whether it will.
+Activations and weights have the bundle's type, float16 or float32. Nothing is left to fold: a
+session runs the saved graph, so `kernel_table` can check it before.
 """
 
 from __future__ import annotations
@@ -45,7 +45,7 @@ def lower_for_cuda(
     """Rewrite `model` in place.
 
     Args:
-        model: any graph that `edgellm-export` writes.
+        model: any graph of `edgellm-export`.
         kernel: computes the linear layers.
         weights: receives every weight.
         dtype: of activations.
@@ -56,7 +56,7 @@ def lower_for_cuda(
         places: of LoRA adapters that linear layers take; None: they take none.
 
     Raises:
-        UnsupportedModelError: an operator is left that has no CUDA kernel.
+        UnsupportedModelError: an operator has no CUDA kernel.
     """
     graph = GraphEditor(model.graph, weights)
     marks = None if places is None else Marks(graph)
@@ -91,7 +91,7 @@ def _by_rows(graph: GraphEditor, x: ir.Value, matrix: ir.Value) -> ir.Value:
 
 
 def _lower_repeated_rows(graph: GraphEditor) -> None:
-    """A row for each tile of an encoder, without a shape that has to be computed."""
+    """Repeat a row for each tile of an encoder without computed shapes."""
     for node in graph.find("Expand"):
         joined = node.inputs[1].producer() if node.inputs[1] is not None else None
         count = joined.inputs[0] if joined is not None and joined.op_type == "Concat" else None
@@ -99,16 +99,16 @@ def _lower_repeated_rows(graph: GraphEditor) -> None:
         if shape is None or shape.op_type != "Shape" or len(node.outputs[0].uses()) != 1:
             continue
         ((user, index),) = node.outputs[0].uses()
-        beside = user.inputs[1 - index]  # [N, rows, d]: Concat puts the row before them
+        other = user.inputs[1 - index]  # [N, rows, d]: Concat puts the row before them
         graph.cursor = user
         first, one = (graph.constant(f"row_{at}", np.array([at], np.int64)) for at in (0, 1))
-        like = graph.node("Slice", [beside, first, one, one])
+        like = graph.node("Slice", [other, first, one, one])
         zeros = graph.node("Sub", [like, like])
         graph.replace(node.outputs[0], graph.node("Add", [zeros, node.inputs[0]]))
 
 
 def _lower_constants(graph: GraphEditor, dtype: ir.DataType) -> None:
-    """Constants as their readers see them: no Cast of a parameter is left for a pass."""
+    """Fold casts of constants: no Cast of a parameter is left for a pass."""
     for node in tuple(graph.graph):
         graph.cursor = node
         if node.op_type == "Gather" and _is_table(node.inputs[0]):
@@ -131,7 +131,7 @@ def _is_table(value: ir.Value | None) -> bool:
 
 
 def _lower_table(graph: GraphEditor, node: ir.Node, dtype: ir.DataType) -> None:
-    """An embedding in the activations' type, which a head may share; no cast follows."""
+    """Store an embedding in the activations' type; a tied head may share it."""
     table = node.inputs[0]
     assert table is not None
     tensor = table.const_value

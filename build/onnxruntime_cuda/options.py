@@ -13,11 +13,11 @@ ON, OFF = "on", "off"  # of --intGemm, beside "auto"
 
 @dataclass(frozen=True, slots=True)
 class CudaOptions(GpuOptions):
-    """What computes where ONNX Runtime has several kernels."""
+    """Choices among several CUDA kernels."""
 
-    # GroupQueryAttention or products; "auto" takes the first where there is a kernel
+    # GroupQueryAttention or products; "auto": the first, if there is a kernel
     attention: str = field(default=AUTO, metadata={FLAG: "--attention"})
-    # Tensor cores on int4 and int8 weights that are not decoded; "auto": where trees gain by it
+    # Integer tensor-core GEMMs for int4 and int8 weights; "auto": if trees are faster with them
     int_gemm: str = field(default=AUTO, metadata={FLAG: "--intGemm"})
 
     def __post_init__(self) -> None:
@@ -31,5 +31,5 @@ class CudaOptions(GpuOptions):
 
 
 def options_of(plan: Plan) -> CudaOptions:
-    """The plan's, or the usual ones."""
+    """The plan's options, or the defaults."""
     return plan.options if isinstance(plan.options, CudaOptions) else CudaOptions()

@@ -1,7 +1,7 @@
-"""Attention on a linear cache in plain products, for CUDA: float32, sinks with trees, odd heads.
+"""Attention on a linear cache as plain products, for CUDA: float32, sinks with trees, odd heads.
 
-Keys and values are scattered into the cache and the live part of it is multiplied head by head:
-all query heads of a key head are rows of one product, so that no key is written twice.
+Keys and values are scattered into the cache, and its used part is multiplied by key head: all query
+heads of a key head are rows of one product, so that no key is copied.
 """
 
 from __future__ import annotations
@@ -34,7 +34,7 @@ class PlainLayers:
         seen: Mapping[ir.Value, ir.Value],
         batch: int | str = 1,
     ) -> None:
-        """`seen`: inputs bool [B, 1, S, T] in the place of the portable masks."""
+        """`seen`: inputs bool [B, 1, S, T] that replace the portable masks."""
         self._graph, self._dtype, self._seen, self._batch = graph, dtype, seen, batch
         self._kv_num_heads = 0
         self._slots: ir.Value | None = None
@@ -45,11 +45,11 @@ class PlainLayers:
         """Rows [B, S, num_heads * D] and the caches.
 
         Args:
-            layer: at which the graph's cursor stands.
-            tables: positions, cos and sin; () where rows do not turn.
+            layer: at the graph's cursor.
+            tables: positions, cos and sin; () without RoPE.
 
         Raises:
-            UnsupportedModelError: its key heads are not as many as another layer's.
+            UnsupportedModelError: the number of key heads differs from another layer's.
         """
         graph, heads = self._graph, layer.kv_num_heads
         if self._slots is None:
@@ -130,7 +130,7 @@ def _attend(
     if layer.softcap:
         bound = graph.constant(f"softcap_{cap}", np.array(cap, dtype.numpy()))
         scores = graph.node("Mul", [graph.node("Tanh", [scores]), bound])
-    # Replaced, not added to: a high score with a mask may still be above scores that are seen
+    # Replaced, not added to: a high score plus a mask may still exceed unmasked scores
     lowest = graph.constant("lowest", np.array(LOWEST[dtype], dtype.numpy()))
     masked = graph.node("Where", [mask, scores, lowest])
     weights = _shares(graph, masked, live, layer, dtype)
@@ -147,7 +147,7 @@ def _shares(
     layer: CachedAttention,
     dtype: ir.DataType,
 ) -> ir.Value:
-    """Softmax over the slots, [B, K, G * S, T]; a sink is a further slot that gives nothing."""
+    """Softmax over the slots, [B, K, G * S, T]; a sink is a further slot without a value."""
     if layer.sinks is None:
         return graph.node("Softmax", [scores], axis=-1)
 
@@ -168,7 +168,7 @@ def _shares(
 
 
 def rows_graph(spec: KVCacheSpec, capacity: int) -> ir.Model:
-    """The graph that moves rows of all caches in place: those of KEPT go to SLOTS."""
+    """The graph that moves rows of all caches in place, from KEPT to SLOTS."""
     dtype = ir.DataType[{"float16": "FLOAT16", "float32": "FLOAT"}[spec.dtype]]
     shape = [1, spec.num_kv_heads, capacity, spec.head_dim]
     kept = ir.Value(name=KEPT, shape=ir.Shape(["kept"]), type=ir.TensorType(ir.DataType.INT64))

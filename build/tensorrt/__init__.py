@@ -1,4 +1,4 @@
-"""TensorRT and TensorRT-RTX engines; what imports onnx_ir is loaded when it is used."""
+"""TensorRT and TensorRT-RTX engines; modules that import onnx_ir are loaded lazily."""
 
 from __future__ import annotations
 
@@ -46,7 +46,7 @@ def origin(options: plans.Options) -> Origin:
 
 
 def takes_batches(plan: Plan) -> bool:
-    """See `Backend.takes_batches`; `cache_plan.py` says where its kernels are not to be had."""
+    """See `Backend.takes_batches`; `cache_plan.py` reports unavailable kernels."""
     return options_of(plan).kernels != TENSORRT
 
 

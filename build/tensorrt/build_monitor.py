@@ -1,7 +1,7 @@
-"""What the compiler tells while it works, and how it is stopped.
+"""Progress and cancellation of TensorRT's compiler, and the stream of its engine.
 
-TensorRT calls back into objects of its own classes, from which nothing may be raised: what goes
-wrong is kept, and raised when the call is over.
+TensorRT calls objects of its own classes, which must not raise: errors are stored, and raised after
+the call.
 """
 
 from __future__ import annotations
@@ -15,7 +15,7 @@ from edgellm.build.tensorrt.memory_trim import trim
 
 
 def progress_monitor(trt: Any, report: Report, pending: list[int]) -> Any:
-    """Tells the compiler's own phases, and cancels the build when a signal is `pending`."""
+    """Reports the compiler's phases, and cancels the build when a signal is `pending`."""
 
     class Monitor(trt.IProgressMonitor):
         def __init__(self) -> None:
@@ -34,7 +34,7 @@ def progress_monitor(trt: Any, report: Report, pending: list[int]) -> Any:
 
 
 class EngineFile:
-    """Receives the engine in pieces while it is made; whole, where TensorRT has no streams."""
+    """Receives the engine in pieces while it is compiled, or whole if TensorRT has no streams."""
 
     def __init__(self, trt: Any, path: Path) -> None:
         self._stream = path.open("wb")
@@ -52,7 +52,7 @@ class EngineFile:
         return plan is not None
 
     def _write(self, data: bytes) -> int:
-        trim()  # the pieces come when the compiler holds most
+        trim()  # the compiler's memory peaks while it writes
         try:
             return self._stream.write(data)
         except OSError as error:
@@ -67,7 +67,7 @@ class EngineFile:
 
 
 def _writer(trt: Any, write: Callable[[bytes], int]) -> Any:
-    """An object of TensorRT's own class that passes on what it is given."""
+    """An object of TensorRT's class that forwards data to `write`."""
 
     class Writer(trt.IStreamWriter):
         def __init__(self) -> None:

@@ -1,7 +1,7 @@
 """A lowered graph to an engine file: parse, profile, compile, write.
 
-Weights stay in the graph's weight file, which is mapped, and the engine is written as it is made,
-so that memory holds one copy of them, the compiler's.
+Weights stay in the graph's weight file, which is memory-mapped, and the engine is streamed to its
+file, so memory holds one copy of the weights, the compiler's.
 """
 
 from __future__ import annotations
@@ -18,7 +18,7 @@ from edgellm.build.plan import Report
 from edgellm.build.tensorrt.build_monitor import EngineFile, progress_monitor
 from edgellm.build.tensorrt.engine_layers import inspect_engine
 from edgellm.build.tensorrt.kernel_log import Kernel, read_kernels
-from edgellm.build.tensorrt.known_faults import has_fp4, known_refusal, switches, told
+from edgellm.build.tensorrt.known_faults import compiler_switches, has_fp4, known_refusal, switches
 from edgellm.build.tensorrt.memory_trim import MappedFile, memory_returned
 from edgellm.build.tensorrt.options import TensorRtOptions
 from edgellm.build.tensorrt.plugins import register
@@ -34,9 +34,9 @@ from edgellm.device_runtime.runners.tensorrt.library.trt_import import Library
 
 @dataclass(frozen=True, slots=True)
 class Built:
-    """What the compiler said of an engine."""
+    """Facts of a compiled engine."""
 
-    kernels: tuple[Kernel, ...]  # empty where the library does not print them and was not asked
+    kernels: tuple[Kernel, ...]  # empty if the library does not print them and was not asked
     caches: dict[str, str]  # outputs that are inputs updated in place, by the output's name
     attentions: int  # of the library's operators
     own_attentions: int  # of edgellm's kernels
@@ -56,16 +56,16 @@ def build(
     """Compile `graph`, a lowered ONNX file, into the file `engine`.
 
     Args:
-        graph: its weights lie beside it.
+        graph: with its weights in the same folder.
         passes: each becomes a profile, in this order.
-        engine: is written.
+        engine: the output file.
         target: library and GPU.
         options: of the compiler.
         report: called with the compiler's phases.
         threads: 0 leaves their number to the library.
 
     Raises:
-        EdgeLLMError: the parser or the compiler refused, with its own words; or an input would be
+        EdgeLLMError: the parser or the compiler failed, with its message; or an input would be
             ignored.
         OSError: the engine cannot be written.
     """
@@ -76,7 +76,7 @@ def build(
     own = [node.op_type for node in model.graph if node.op_type in NODES]
     if own:
         register_plugins(target.library)
-    with told(_switches(target, model, report)), defer_interrupt() as pending:
+    with compiler_switches(_switches(target, model, report)), defer_interrupt() as pending:
         builder = trt.Builder(log.logger)
         builder.max_threads = threads or builder.max_threads
         strongly_typed = 1 << int(trt.NetworkDefinitionCreationFlag.STRONGLY_TYPED)
@@ -104,7 +104,7 @@ def build(
 
 
 def _switches(target: Target, model: ir.Model, report: Report) -> str:
-    """What full TensorRT is told, which TensorRT-RTX was never seen to need."""
+    """Compiler switches for full TensorRT; TensorRT-RTX never needed them."""
     library = target.library
     if library.is_ahead_of_time:
         return ""
@@ -123,7 +123,7 @@ def _not_compiled(target: Target, model: ir.Model, log: LibraryLog) -> EdgeLLMEr
 def _kernels(
     log: LibraryLog, target: Target, options: TensorRtOptions, engine: Path, report: Report
 ) -> tuple[tuple[Kernel, ...], str]:
-    """Those of the engine, and who tells; TensorRT does when it has loaded the engine again."""
+    """Kernels of the engine, and their source; TensorRT must load the engine again."""
     if target.library.is_ahead_of_time or not options.layer_report:
         return tuple(read_kernels(log.layers)), "the compiler's log"
     report("asking the engine for its layers")
@@ -131,7 +131,7 @@ def _kernels(
 
 
 def register_plugins(library: Library) -> None:
-    """Let TensorRT know edgellm's kernels."""
+    """Register edgellm's kernels with TensorRT."""
     trt = library.trt
     if library.runs_python_plugins:
         python_plugins.register(trt)
@@ -140,7 +140,7 @@ def register_plugins(library: Library) -> None:
 
 
 def _external(model: ir.Model) -> dict[str, ir.ExternalTensor]:
-    """Weights that lie beside the graph, by name."""
+    """External weights, by name."""
     tensors = {name: value.const_value for name, value in model.graph.initializers.items()}
     return {name: each for name, each in tensors.items() if isinstance(each, ir.ExternalTensor)}
 
@@ -158,7 +158,7 @@ def _parse(
     target: Target,
     log: LibraryLog,
 ) -> None:
-    """Weights are given by their address, which the network keeps, or read from their file."""
+    """Parse the graph; weights are passed by address, which the network keeps, or by file."""
     if not hasattr(parser, "load_initializer"):  # TensorRT 10.3
         if not parser.parse_from_file(str(graph)):
             raise _refusal(parser, target, log)
@@ -173,7 +173,7 @@ def _parse(
 
 
 def _refusal(parser: Any, target: Target, log: LibraryLog) -> EdgeLLMError:
-    """In the parser's own words."""
+    """An error with the parser's message."""
     refusal = f"{target.library.label} does not take the graph"
     if not parser.num_errors:
         return log.failure(refusal)
@@ -190,7 +190,7 @@ def _layers(network: Any) -> Iterator[Any]:
 
 
 def _allow_unfused(trt: Any, network: Any) -> int:
-    """Let attentions that no fused kernel is for, as in float32, become several; their number."""
+    """Allow attentions without a fused kernel, as in float32, to be split; returns their number."""
     kind = getattr(trt.LayerType, "ATTENTION_INPUT", None)  # of 10.14
     inputs = [layer for layer in _layers(network) if kind is not None and layer.type == kind]
     for layer in inputs:
@@ -200,7 +200,7 @@ def _allow_unfused(trt: Any, network: Any) -> int:
 
 
 def _caches_in_place(trt: Any, network: Any) -> dict[str, str]:
-    """Outputs that TensorRT writes into the buffer of an input, and that input."""
+    """Outputs that TensorRT writes into the buffer of an input, with these inputs."""
     kind = getattr(trt.LayerType, "KV_CACHE_UPDATE", None)  # of 10.15
     return {
         layer.get_output(0).name: layer.get_input(0).name
@@ -237,7 +237,7 @@ def _save_timing_cache(config: Any, options: TensorRtOptions) -> None:
 
 
 def _profile(builder: Any, inputs: list[ir.Value], each: Pass) -> Any:
-    """The pass's sizes of all inputs that have symbols."""
+    """The pass's ranges of all inputs with symbolic shapes."""
     profile = builder.create_optimization_profile()
     for value in inputs:
         dims = list(value.shape or ())

@@ -23,7 +23,7 @@ from edgellm.build.tensorrt.lowering.precision_fallback import (
     check_types,
     fall_back,
     lacking_kinds,
-    weights_beside,
+    temporary_weights,
 )
 from edgellm.build.tensorrt.memory_estimate import Sizes, estimate_graphs
 from edgellm.build.tensorrt.memory_trim import memory_returned
@@ -43,7 +43,7 @@ from edgellm.device_runtime.gpu import memory_bytes
 from edgellm.device_runtime.runners.tensorrt import KERNELS
 from edgellm.device_runtime.runners.tensorrt.cache import aligned_capacity
 
-_NAMES = {DECODER: "llm", ENCODER: "visual"}  # of files, where they are not the role's
+_NAMES = {DECODER: "llm", ENCODER: "visual"}  # of files, if not the role's name
 _NOT_RUN = "not compared with the portable graph: a build does not run TensorRT engines"
 _PRECISIONS = {ir.DataType.FLOAT16: "fp16", ir.DataType.FLOAT: "fp32"}
 
@@ -51,7 +51,7 @@ _PRECISIONS = {ir.DataType.FLOAT16: "fp16", ir.DataType.FLOAT: "fp32"}
 def compile_bundle(
     source: Path, bundle: Bundle, plan: Plan, folder: Path, report: Report
 ) -> Compiled:
-    """See `edgellm.build.backends.Backend.compile`; nothing is measured."""
+    """See `edgellm.build.backends.Backend.compile`; nothing is timed."""
     graphs: dict[str, tuple[GraphSpec, ...]] = {}
     notes: tuple[str, ...] = ()
     library = find_target(options_of(plan).target_sm).library
@@ -143,16 +143,16 @@ def _refuse(model: ir.Model) -> None:
 
 
 def _device_bytes(options: TensorRtOptions) -> int:
-    """Memory of the GPU, if an engine is compiled for the one that is here."""
+    """Memory of this machine's GPU, if the engine is compiled for it."""
     return 0 if options.target_sm else memory_bytes()
 
 
 def _check_plan(plan: Plan) -> None:
-    """Refuse what only the CPU's engines can do; raises `EdgeLLMError`."""
+    """Reject options for CPU engines; raises `EdgeLLMError`."""
     _refuse_rounding(plan.quantize)
     if plan.prefill == "int8":
         raise EdgeLLMError(
-            "--prefill int8 is for the CPU", hint="a TensorRT engine reads prompts as it decodes"
+            "--prefill int8 is for the CPU", hint="leave --prefill out: TensorRT has one precision"
         )
 
 
@@ -192,11 +192,11 @@ class _Compiler:
                 self._capacity = aligned_capacity(cache, plan.kv_capacity)
         self._candidates = 0
         if isinstance(bundle.spec, DraftSpec):
-            # What a round drafts, its top-k times its steps, fits into the tree; so does its top-k.
+            # A round's drafts, top-k times steps, fit into the tree; so does top-k.
             self._candidates = min(plan.max_draft_tree_size, bundle.spec.draft_vocab_size)
         self._places = Places.of(plan) if role == DECODER else None
         self.precision = ""
-        self.fallen: set[str] = set()  # kinds of weights that became others
+        self.fallen: set[str] = set()  # kinds of weights in fallback precision
         self.notes: tuple[str, ...] = ()
 
     def compile(self, portable: Path, passes: Sequence[Pass]) -> Built:
@@ -206,7 +206,7 @@ class _Compiler:
         weights = WeightFile(lowered.with_suffix(".data"))
         model = ir.load(portable)
         _refuse(model)
-        with memory_returned(), weights_beside(self._folder) as rounded:
+        with memory_returned(), temporary_weights(self._folder) as rounded:
             self._fall_back(model, rounded)
             self.notes = tuple(notes_of_blocks(model))
             kinds = weight_kinds(model) - {"dense"}
@@ -243,10 +243,10 @@ class _Compiler:
 
 
 def _require_caches_in_place(built: Built, cache: KVCacheSpec) -> None:
-    """A cache that is not updated where it lies would be copied in every pass.
+    """Check that caches are updated in place; else each pass would copy them.
 
     Raises:
-        EdgeLLMError: the library made something else of a layer's cache.
+        EdgeLLMError: the library does not update a layer's cache in place.
     """
     for layer in range(cache.num_layers):
         for part in ("key", "value"):

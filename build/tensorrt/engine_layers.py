@@ -1,7 +1,7 @@
-"""What TensorRT made of a graph, asked of the engine itself, where a GPU can load it.
+"""Kernels of a TensorRT engine from its inspector; needs a GPU that can load it.
 
-Its inspector tells each layer as JSON: in newer versions with `Datatype` and `Format` of each
-tensor and with `Constants`, in older ones with `Format/Datatype`, a sentence, and with `Weights`.
+The inspector prints layers as JSON: in newer versions with `Datatype` and `Format` of each tensor
+and `Constants`, in older ones with `Format/Datatype`, a sentence, and `Weights`.
 """
 
 from __future__ import annotations
@@ -25,7 +25,7 @@ from edgellm.build.tensorrt.kernel_log import (
 from edgellm.core.errors import EdgeLLMError
 from edgellm.device_runtime.runners.tensorrt.library.log import LibraryLog
 
-_TYPES = {  # words of sentences, in the order in which they are looked for
+_TYPES = {  # words of the sentences, in search order
     "FP4": "FP4E2M1",
     "FP8": "FP8",
     "BF16": "BFloat16",
@@ -43,14 +43,14 @@ _TYPES = {  # words of sentences, in the order in which they are looked for
 
 
 def inspect_engine(trt: Any, path: Path) -> tuple[Kernel, ...]:
-    """Load a plan onto this machine's GPU, and read what its inspector says.
+    """Load a plan onto this machine's GPU, and read its inspector's output.
 
     Args:
         trt: the module that compiled it, with detailed verbosity.
         path: the plan.
 
     Raises:
-        EdgeLLMError: it cannot be loaded, or the inspector tells no more than names.
+        EdgeLLMError: it cannot be loaded, or the inspector prints names only.
     """
     log = LibraryLog(trt)
     with (
@@ -62,20 +62,20 @@ def inspect_engine(trt: Any, path: Path) -> tuple[Kernel, ...]:
     if engine is None:
         words = " ".join(log.errors[0].split()) if log.errors else "it does not say why"
         raise EdgeLLMError(
-            f"TensorRT {trt.__version__} cannot load the engine to tell its layers: {words}",
+            f"TensorRT {trt.__version__} cannot load the engine to list its layers: {words}",
             hint="close other programs that use the GPU, or leave out --layerReport",
         )
     inspector = engine.create_engine_inspector()
-    told = inspector.get_engine_information(trt.LayerInformationFormat.JSON)
+    kernels = inspector.get_engine_information(trt.LayerInformationFormat.JSON)
     del inspector, engine  # before the runtime, which they belong to
-    return read_layers(told)
+    return read_layers(kernels)
 
 
 def read_layers(text: str) -> tuple[Kernel, ...]:
-    """The kernels in an inspector's JSON; what only computes shapes is left away.
+    """The kernels in an inspector's JSON, without those that compute shapes.
 
     Raises:
-        EdgeLLMError: it is something else, or has no more than names.
+        EdgeLLMError: it has another form, or names only.
     """
     try:
         layers = json.loads(text)["Layers"]
@@ -84,7 +84,7 @@ def read_layers(text: str) -> tuple[Kernel, ...]:
         found = [_kernel(*each, passes) for each in zip(layers, lines, strict=True)]
     except (ValueError, KeyError, TypeError, AttributeError) as error:
         raise EdgeLLMError(
-            f"TensorRT's inspector does not tell the layers of the engine: {error!r}"[:300],
+            f"TensorRT's inspector does not list the layers of the engine: {error!r}"[:300],
             hint="leave out --layerReport, and report it with edgellm-doctor's output",
         ) from None
     return tuple(each for each in found if each.kind not in NOT_KERNELS)
@@ -113,7 +113,7 @@ def _tensors(listed: Sequence[Mapping[str, Any]]) -> tuple[Tensor, ...]:
 
 
 def _dtype(tensor: Mapping[str, Any]) -> str:
-    """In the words of the newer versions."""
+    """The type in the notation of newer versions."""
     said = tensor.get("Datatype") or tensor["Format/Datatype"]
     return next((_TYPES[word] for word in _TYPES if re.search(word, said, re.IGNORECASE)), said)
 
@@ -121,7 +121,7 @@ def _dtype(tensor: Mapping[str, Any]) -> str:
 def _weights(
     weights: Mapping[str, Any], outputs: Sequence[Mapping[str, Any]]
 ) -> tuple[Tensor, ...]:
-    """Of a layer that tells their type and number: columns are the output's."""
+    """Weights of a layer with known type and count; columns are those of the output."""
     columns = max(int(outputs[0]["Dimensions"][-1]), 1)
     count = int(weights["Count"])
     return (Tensor("weights", (count // columns, columns), _dtype({"Datatype": weights["Type"]})),)

@@ -1,8 +1,8 @@
-"""What the compiler made of a graph: the kernels of each pass, read from its log.
+"""Kernels of each pass, parsed from the compiler's log.
 
-With detailed verbosity TensorRT-RTX prints a line for each kernel; no GPU and no engine object is
-needed to learn which attentions were fused and which weights are decoded. TensorRT tells the same
-of a loaded engine, see `engine_layers.py`.
+With detailed verbosity TensorRT-RTX prints a line for each kernel, which shows fused attentions and
+decoded weights without a GPU or an engine object. TensorRT reports the same for a loaded engine,
+see `engine_layers.py`.
 """
 
 from __future__ import annotations
@@ -25,7 +25,7 @@ _FLOATS = ("Half", "Float", "BFloat16")
 _LOW_BIT = ("Int4", "Int8", "FP8", "FP4E2M1")
 NOT_KERNELS = ("shape_call", "ShapeHostToDevice", "Constant", "NoOp", "signal", "wait")
 _PRODUCT = re.compile(r"MatMul|Gemm|Conv(?!ert)", re.IGNORECASE)
-_ONLY_MOVES = re.compile(r"__myl_(?!.*(Sum|Fc|Mma|Gemm|Dot))")  # by what the library calls fusions
+_ONLY_MOVES = re.compile(r"__myl_(?!.*(Sum|Fc|Mma|Gemm|Dot))")  # by the library's names of fusions
 
 
 @dataclass(frozen=True, slots=True)
@@ -33,12 +33,12 @@ class Tensor:
     """An operand of a kernel."""
 
     name: str
-    dims: tuple[int, ...]  # -1: known when the engine runs
-    dtype: str  # in the library's words, e.g. "Half", "FP8"
+    dims: tuple[int, ...]  # -1: known at run time
+    dtype: str  # in the library's notation, e.g. "Half", "FP8"
 
     @property
     def count(self) -> int:
-        """Numbers in it; 0 when that is not known."""
+        """Number of elements; 0 if unknown."""
         return 0 if -1 in self.dims else math.prod(self.dims)
 
 
@@ -53,7 +53,7 @@ class Kernel:
     constants: tuple[Tensor, ...]
     outputs: tuple[Tensor, ...]
     nodes: tuple[str, ...]  # of the lowered graph
-    tactic: str = ""  # the library's name of what computes it, where it tells
+    tactic: str = ""  # the library's name of the tactic, if printed
 
     @property
     def is_fused_attention(self) -> bool:
@@ -62,19 +62,19 @@ class Kernel:
 
     @property
     def is_reformat(self) -> bool:
-        """Whether it does nothing but copy a tensor into another layout or type."""
+        """Whether it only copies a tensor into another layout or type."""
         return self.kind == "Reformat" or self.name.startswith("Reformatting CopyNode")
 
     @property
     def is_plugin(self) -> bool:
-        """Whether it is a kernel that the graph brought along."""
+        """Whether it is a plugin's kernel."""
         return self.kind.startswith("Plugin")
 
     @property
     def products(self) -> tuple[str, ...]:
-        """Each weight that it multiplies by: its type, after that of rounded inputs.
+        """Types of its weights, each after the type of rounded inputs.
 
-        A weight is what has two sizes or more; scales of its blocks are fewer numbers than it has.
+        A weight has two dimensions or more; scales of its blocks have fewer elements.
         """
         is_product = any(_PRODUCT.search(node) for node in (self.name, *self.nodes))
         if not is_product or self.decodes_weight or _ONLY_MOVES.match(self.name):
@@ -89,7 +89,7 @@ class Kernel:
 
     @property
     def decodes_weight(self) -> bool:
-        """Whether it writes a low-bit weight to memory as floats, in every pass anew."""
+        """Whether it dequantizes a weight to memory in every pass."""
         weights = [each.count for each in self.constants if each.dtype in _LOW_BIT]
         return bool(weights) and any(
             each.count >= max(weights) and each.dtype in _FLOATS for each in self.outputs
@@ -97,7 +97,7 @@ class Kernel:
 
 
 def read_kernels(text: str) -> list[Kernel]:
-    """The kernels in a printed list of layers; what only computes shapes is left away."""
+    """The kernels in a printed list of layers, without those that compute shapes."""
     lines = [line for line in text.splitlines() if _KERNEL.match(line)]
     passes = passes_of_parts(lines)
     return list(_kernels(lines, passes))
@@ -114,7 +114,7 @@ def copied_caches(kernels: Sequence[Kernel], pass_index: int, capacity: int, hea
 
 
 def passes_of_parts(lines: Sequence[str]) -> dict[str, int]:
-    """The pass of each compiled part; only some of its lines name it."""
+    """The pass of each compiled part; only some of its lines have it."""
     found: dict[str, int] = {}
     for line in lines:
         if part := PART.search(line):

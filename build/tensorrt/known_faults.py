@@ -1,7 +1,7 @@
-"""Fusions of TensorRT's compiler that are known to go wrong, by version, and how they are left out.
+"""Wrong fusions of TensorRT's compiler, by version, and switches that disable them.
 
 Its compiler reads switches from an environment variable that NVIDIA does not document; its own
-TensorRT Edge-LLM (0.11, `cpp/builder/llmBuilder.cpp`) sets it for engines of one answer at a time,
+TensorRT Edge-LLM (0.11, `cpp/builder/llmBuilder.cpp`) sets it for engines of batch size 1,
 by version. Two switches for 10.13 are a user's findings on a Jetson Thor, which wrote rubbish
 without them: https://github.com/NVIDIA/TensorRT-Edge-LLM/issues/151 (and 105) for products of one
 input, and for NVFP4 the branch fixes/garbled-output of hungho77/TensorRT-Edge-LLM.
@@ -30,7 +30,7 @@ _ORIN = 87
 
 @dataclass(frozen=True, slots=True)
 class Switch:
-    """A word for the compiler."""
+    """A switch of the compiler."""
 
     word: str
     since: Version
@@ -49,7 +49,7 @@ _SWITCHES = (
 
 
 def switches(version: Version, *, has_fp4: bool) -> str:
-    """What a TensorRT should be told; nothing for those before 10.13.
+    """Switches for a TensorRT version; "" before 10.13.
 
     Args:
         version: major and minor.
@@ -69,28 +69,28 @@ def has_fp4(model: ir.Model) -> bool:
 
 
 def known_refusal(target: Target, model: ir.Model, words: str) -> str:
-    """A remedy for a lowered graph that was not compiled; nothing if none is known.
+    """A hint for a graph that was not compiled; "" if none is known.
 
     Args:
         target: library and GPU.
         model: the graph.
-        words: the library's.
+        words: the library's messages.
     """
     if "PLUGIN_V3" in words:
-        return "NVIDIA/TensorRT-Edge-LLM#192 tells of such plugins: --kernels tensorrt needs none"
+        return "NVIDIA/TensorRT-Edge-LLM#192 reports such plugins: --kernels tensorrt needs none"
     types = {node.inputs[0].dtype for node in model.graph if node.inputs and node.inputs[0]}
     is_new = target.library.version >= (10, 16)
     if target.sm == _ORIN and is_new and ir.DataType.INT8 in types:
         return (
-            "it may be what NVIDIA/TensorRT#4832 tells of INT8 on this GPU: quantize with int4_awq "
+            "it may be NVIDIA/TensorRT#4832, about INT8 on this GPU: quantize with int4_awq "
             "instead of int8_sq, or export in fp16"
         )
     return ""
 
 
 @contextmanager
-def told(words: str) -> Iterator[str]:
-    """Tell the compiler while it works; a user's own words, even none, stay as they are."""
+def compiler_switches(words: str) -> Iterator[str]:
+    """Set the compiler's switches in the block; a user's own setting, even "", takes precedence."""
     if not words or SWITCHES in os.environ:
         yield os.environ.get(SWITCHES, "")
         return

@@ -1,4 +1,4 @@
-"""What an engine's kernels come to: a file of all of them, notes on what they are slowed by."""
+"""Report of an engine's kernels: a file of all of them, notes on slow ones."""
 
 from __future__ import annotations
 
@@ -45,12 +45,12 @@ def _summary(kernels: Sequence[Kernel]) -> dict[str, Any]:
 
 
 def _plugin(kernel: Kernel) -> str:
-    said = " ".join((kernel.name, *kernel.nodes))
-    return next((name for name in NODES if name in said), "others")
+    summary = " ".join((kernel.name, *kernel.nodes))
+    return next((name for name in NODES if name in summary), "others")
 
 
 def notes_of(built: Built, passes: Sequence[Pass]) -> tuple[str, ...]:
-    """What makes passes slower than the precision promises; nothing where kernels are unknown."""
+    """Notes on kernels that are slower than the precision implies; () if kernels are unknown."""
     notes = []
     for index, each in enumerate(passes if built.kernels else ()):
         found = _summary(_of(built.kernels, index))

@@ -1,7 +1,7 @@
-"""What an engine will weigh, before anything is compiled.
+"""Estimated sizes of an engine before compilation.
 
-Weights keep the type that they are stored in, floats get the activations' type. The constants are
-measured with TensorRT-RTX 1.7 (`python benchmarks/tensorrt_engines.py`).
+Weights keep their stored type, floats get the activations' type. The constants were measured with
+TensorRT-RTX 1.7 (`python benchmarks/tensorrt_engines.py`).
 """
 
 from __future__ import annotations
@@ -20,21 +20,21 @@ from edgellm.build.tensorrt.lowering.linears import is_widened
 from edgellm.build.tensorrt.lowering.precision_fallback import BLOCK_SIZE, INT4, is_lacking
 
 _BITS = {"int4": 4, "int8": 8, "fp8": 8, "fp4": 4}
-_COMPILER_BYTES = 330 << 20  # interpreter, kernels in the making, 200 MB to write the engine
+_COMPILER_BYTES = 330 << 20  # interpreter, compilation of kernels, 200 MB to write the engine
 _LAYER_BYTES = 2 << 20  # of the compiler's own graphs, for each attention
-_COPIES_OF_4_BITS = 1.3  # more than the one: these are laid out anew
+_COPIES_OF_4_BITS = 1.3  # more than one: these are repacked
 _KERNEL_BYTES = 3 << 20  # kernels of a pass, alike in all layers
 
 
 @dataclass(frozen=True, slots=True)
 class Sizes:
-    """Of the passes that an engine is compiled for."""
+    """Sizes of the passes that an engine is compiled for."""
 
     passes: int
     rows: int  # of the longest
     kv_bytes: int = 0
     capacity: int = 0  # rows of the cache
-    device_bytes: int = 0  # memory of the GPU, 0 where it is not here
+    device_bytes: int = 0  # memory of the GPU, 0 if it is not here
     fallback: str = ""  # precision of weights whose kind is `lacking`
     lacking: frozenset[str] = frozenset()
 
@@ -59,9 +59,9 @@ def estimate_graphs(models: list[ir.Model], dtype: ir.DataType, sizes: Sizes) ->
 
 
 def _scratch_bytes(model: ir.Model, dtype: ir.DataType, sizes: Sizes) -> int:
-    """Of the longest pass: the mask, three tensors of the widest layer, four of the narrowest.
+    """Bytes of the longest pass: mask, three tensors of the widest layer, four of the narrowest.
 
-    The head, which is the last one, reads few of its rows.
+    The head, the last layer, computes few rows.
     """
     weights = [weight for _, weight in linear_layers(model.graph)]
     shapes = [part.shape for weight in weights[:-1] for part in weight.parts]
@@ -88,7 +88,7 @@ def _linear_bytes(model: ir.Model, dtype: ir.DataType, sizes: Sizes) -> dict[str
 
 
 def _stored_bytes(weight: LinearWeight, float_bytes: int) -> int:
-    """Of codes, scales and the factors of sums that stand for zero points."""
+    """Bytes of codes, scales, and the factors of sums for zero points."""
     part, layout = weight.parts[0], layout_of(weight)
     blocks = weight.count // (part.block_size or part.shape[0])
     sums = blocks * float_bytes if part.is_unsigned or (layout and layout.splits) else 0

@@ -1,8 +1,8 @@
-"""Memory that is handed back while an engine is made.
+"""Returns memory to the system while an engine is compiled.
 
-TensorRT copies all weights into one block of its own. The pages of the weight file that it has read
-stay mapped meanwhile, and what lowering and compiling freed stays with malloc: at 1 GB of weights
-another 1 GB and 350 MB.
+TensorRT copies all weights into one block. Pages of the weight file that it has read stay mapped,
+and malloc keeps memory that lowering and compiling freed: at 1 GB of weights another 1 GB and
+350 MB.
 """
 
 from __future__ import annotations
@@ -22,7 +22,7 @@ _ROUNDS_A_TRIM = 10  # malloc's locks are held for some milliseconds
 
 
 class MappedFile:
-    """A file of weights, read where it lies."""
+    """A memory-mapped file of weights."""
 
     def __init__(self, path: Path) -> None:
         """Map it; raises `OSError` if it cannot be read."""
@@ -31,13 +31,13 @@ class MappedFile:
         self.address = np.frombuffer(self._pages, np.uint8).ctypes.data
 
     def release_pages(self) -> None:
-        """Give the pages back to the file; the next reader gets them again."""
+        """Drop the mapped pages; later reads map them again."""
         self._pages.madvise(mmap.MADV_DONTNEED)
 
 
 @contextmanager
 def memory_returned(weights: MappedFile | None = None) -> Iterator[None]:
-    """Hand back what malloc does not need, and pages of `weights`, as long as the block runs."""
+    """Return malloc's free memory and pages of `weights` periodically during the block."""
     done = threading.Event()
 
     def work() -> None:

@@ -1,9 +1,8 @@
-"""Edgellm's kernels as quickly deployable plugins: what TensorRT asks of one while it builds.
+"""Edgellm's kernels as quickly deployable plugins of TensorRT, for the build.
 
-A plugin says what it gives and how its kernel is launched (`attention_nodes.py`); the PTX goes
-into the plan, so that who runs an engine needs neither this module nor Python. A plugin of
-`tensorrt.plugin` is two functions that are known by their signatures; here they are made of a
-table.
+A plugin describes its outputs and the launch of its kernel (`attention_nodes.py`). The PTX goes
+into the plan, so running an engine needs neither this module nor Python. A plugin of
+`tensorrt.plugin` is two functions with given signatures; here they are generated from a table.
 """
 
 from __future__ import annotations
@@ -26,7 +25,7 @@ from edgellm.device_runtime.runners.tensorrt.library.attention_nodes import (
 
 
 def register(trt: Any, op: Any) -> None:
-    """Make the plugins known to TensorRT, once.
+    """Register the plugins with TensorRT, once.
 
     Args:
         trt: the module `tensorrt`.
@@ -67,7 +66,7 @@ def _register(trt: Any, op: Any, plugin: Plugin) -> None:
 
 
 def _sign(function: Any, parameters: Mapping[str, Any], returned: Any) -> None:
-    """Give a function the signature by which `tensorrt.plugin` knows it."""
+    """Set the signature of a function, which `tensorrt.plugin` inspects."""
     kind = inspect.Parameter.POSITIONAL_OR_KEYWORD
     function.__signature__ = inspect.Signature(
         [inspect.Parameter(name, kind, annotation=each) for name, each in parameters.items()],

@@ -1,7 +1,7 @@
-"""Which passes an engine is compiled for: ranges of the graph's symbolic sizes.
+"""Passes that an engine is compiled for: ranges of the graph's symbolic sizes.
 
-Each pass is an optimization profile; the profiles of an engine are in ascending order of rows, as
-its graphs are in the manifest, so that a pass runs on the first that takes its rows.
+Each pass is an optimization profile. Profiles are in ascending order of rows, like the graphs in
+the manifest; a pass runs on the first that supports its rows.
 """
 
 from __future__ import annotations
@@ -16,7 +16,7 @@ from edgellm.core.manifest import Bundle
 from edgellm.core.model_spec import VisionSpec
 from edgellm.device_runtime.runners.tensorrt.ragged_batch import shared_rows
 
-Range = tuple[int, int]  # least and most; kernels are chosen for the most
+Range = tuple[int, int]  # minimum and maximum; kernels are optimized for the maximum
 _ONE: Range = (1, 1)
 
 
@@ -30,7 +30,7 @@ class Pass:
 
 
 def passes_of(role: str, bundle: Bundle, plan: Plan) -> list[Pass]:
-    """Those of a role's engine; what fuses a draft's features has the draft's."""
+    """Passes of a role's engine; the fuse graph has the draft's."""
     rows = ROLES[role].rows
     if rows is Rows.IMAGE:
         return [image_pass(plan, bundle.vision)]
@@ -43,9 +43,9 @@ def passes_of(role: str, bundle: Bundle, plan: Plan) -> list[Pass]:
 
 
 def _with_adapters(passes: Sequence[Pass], places: Places) -> Iterator[Pass]:
-    """Each twice: for rows without adapters, which is given next to nothing, and for others.
+    """Each pass twice: without adapters, with minimal columns, and with adapters.
 
-    With sizes that are known what adapters add is fused with the products; else it is five kernels.
+    With fixed sizes the adapters' products are fused with the weights'; else they are five kernels.
     """
     for one in passes:
         for suffix, columns in zip(("", "_adapted"), places.ranges(), strict=True):
@@ -53,9 +53,9 @@ def _with_adapters(passes: Sequence[Pass], places: Places) -> Iterator[Pass]:
 
 
 def base_passes(plan: Plan) -> list[Pass]:
-    """Decoding a token, verifying a tree, reading a prompt.
+    """Passes for decoding a token, verifying a tree, prefill.
 
-    A single row is a pass of its own, since attention then reads the cache where it lies.
+    A single token has its own profile, since attention then reads the cache in place.
     """
     prompt, tree = plan.max_input_len, plan.max_verify_tree_size
     if plan.max_batch_size > 1:
@@ -102,7 +102,7 @@ def _base_pass(name: str, rows: Range, head_rows: Range, image_rows: Range) -> P
 
 
 def draft_passes(plan: Plan) -> list[Pass]:
-    """Growing a tree, which also takes the rows that a round accepted, and reading a prompt."""
+    """Passes for growing a tree, which also commits accepted tokens, and prefill."""
     prompt, tree = plan.max_input_len, plan.max_draft_tree_size
     if plan.max_batch_size > 1:
         return _shared_passes(plan, tree)
@@ -132,5 +132,5 @@ def image_pass(plan: Plan, spec: VisionSpec) -> Pass:
 
 
 def _max_windows(tokens: int, spec: VisionSpec) -> int:
-    """Of an image of so many tokens: most has a strip that is one token high."""
+    """Maximum windows of an image of `tokens` tokens: that of a strip one token high."""
     return -(-tokens * spec.merge_size // spec.window_size)

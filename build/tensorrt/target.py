@@ -1,4 +1,4 @@
-"""The library that compiles, and the GPU that it compiles for."""
+"""Target of a build: the compiling library and the GPU."""
 
 from __future__ import annotations
 
@@ -20,26 +20,26 @@ _OLDEST_CUDA = (12, 0)
 
 @dataclass(frozen=True, slots=True)
 class Target:
-    """What is compiled with, and for which GPU."""
+    """The compiling library and the GPU."""
 
     library: Library
     sm: int  # compute capability, 89 for 8.9
 
     @property
     def origin(self) -> Origin:
-        """What engines depend on."""
+        """Dependencies of engines."""
         return Origin(self.library.label, f"sm{self.sm}")
 
 
 def find_target(wanted: str) -> Target:
-    """The library and the GPU that are compiled with and for.
+    """Find the compiling library and the GPU.
 
     Args:
-        wanted: compute capability of a GPU, "8.9", "89" or "sm89"; "" is this machine's.
+        wanted: compute capability of a GPU, "8.9", "89" or "sm89"; "": this machine's.
 
     Raises:
-        EdgeLLMError: no library, no GPU here while none is named, one that the library does not
-            compile for, or a driver that is too old for it.
+        EdgeLLMError: no library, no GPU here and none given, a GPU that the library does not
+            support, or a driver that is too old.
     """
     library = find_library(ahead_of_time=bool(wanted))
     sm = parse_sm(wanted) if wanted else compute_capability()
@@ -60,7 +60,7 @@ def find_target(wanted: str) -> Target:
 
 
 def _require_driver(library: Library) -> None:
-    """Refuse a driver that is older than the CUDA which TensorRT was made for."""
+    """Reject a driver that is too old for TensorRT's CUDA version."""
     found, needed = driver_cuda(), _needed_cuda()
     if found is not None and found < needed:
         raise EdgeLLMError(
@@ -71,7 +71,7 @@ def _require_driver(library: Library) -> None:
 
 
 def _needed_cuda() -> tuple[int, int]:
-    """13 where pip installed tensorrt-cu13, else the oldest of TensorRT 10.15."""
+    """13 if pip installed tensorrt-cu13, else the oldest of TensorRT 10.15."""
     try:
         importlib.metadata.distribution("tensorrt-cu13")
     except importlib.metadata.PackageNotFoundError:
@@ -80,7 +80,7 @@ def _needed_cuda() -> tuple[int, int]:
 
 
 def parse_sm(wanted: str) -> int:
-    """The compute capability that a user writes as 89, 8.9 or sm89; raises `EdgeLLMError`."""
+    """Parse a compute capability, 89, 8.9 or sm89; raises `EdgeLLMError`."""
     match = re.fullmatch(r"(?:sm_?)?(\d{1,2})\.?(\d)", wanted.lower())
     if match is None:
         raise EdgeLLMError(

@@ -1,7 +1,7 @@
-"""Whether a lowered graph computes what the portable one does, on a few random passes.
+"""Compares a lowered graph with the portable one on a few random passes.
 
-How far rows may be apart is taken from the model itself, see `build.verify.reference`: as far as
-the engine's rounding takes them in the portable graph, times three.
+The limit comes from the model itself, see `build.verify.reference`: three times the error that the
+engine's rounding causes in the portable graph.
 """
 
 from __future__ import annotations
@@ -22,16 +22,16 @@ from edgellm.device_runtime.networks.decoder_io import parent_rows
 from edgellm.device_runtime.networks.recurrent_state import States
 from edgellm.device_runtime.runners import Outputs, Runner
 
-# Errors of rounding are sums of many small ones with random signs: two roundings of one model
-# leave errors of one size, but not the same. A normal error exceeds three deviations in 0.3 %.
+# Rounding errors are sums of many small ones with random signs: two roundings of a model give
+# errors of similar size. A normal error exceeds three deviations in 0.3 %.
 DEVIATIONS = 3
 
 
 @dataclass(frozen=True, slots=True)
 class Verdict:
-    """What a check found."""
+    """Result of a check."""
 
-    said: str
+    text: str
     seconds: float = 0.0
 
 
@@ -51,7 +51,7 @@ def run_passes(runner: Runner, source: Source, passes: Sequence[Inputs]) -> Numb
 
 
 class _Moved:
-    """The states of a decoder over several passes."""
+    """Recurrent states of a decoder over several passes."""
 
     def __init__(self, source: Source) -> None:
         spec = source.bundle.decoder.recurrent
@@ -73,9 +73,9 @@ class _Moved:
 def row_errors(
     found: NDArray[np.float32], expected: NDArray[np.float32], *, of_middle: bool = False
 ) -> float:
-    """The largest relative error of a row; what all numbers of a row have in common is left out.
+    """The largest relative error of a row, without the mean of the row.
 
-    `of_middle`: that of the middle row, where rounding may send some rows to other experts.
+    `of_middle`: the median error, for rounding that may route some rows to other experts.
     """
     if not np.isfinite(found).all():
         return float("inf")
@@ -87,12 +87,12 @@ def row_errors(
 
 
 def largest_error(found: Numbers, expected: Numbers) -> float:
-    """Of all outputs that both have."""
+    """The largest error of all outputs that both have."""
     return max(row_errors(found[name], expected[name]) for name in found.keys() & expected.keys())
 
 
 def bound_of(reference: Reference, name: str) -> float:
-    """How far rows of an output may be off, relative to their size."""
+    """Limit of the relative error of an output's rows."""
     bound = reference.float_error
     if name in reference.rounded:
         bound += row_errors(
@@ -104,18 +104,18 @@ def bound_of(reference: Reference, name: str) -> float:
 def require_alike(
     reference: Reference, runner: Runner, open_lowered: Callable[[Callable[[], ir.Model]], Runner]
 ) -> Verdict:
-    """Stop a build whose graph computes something else.
+    """Reject a lowered graph that differs from the portable one.
 
     Args:
         reference: of the role.
-        runner: of what was built.
-        open_lowered: lowers models like the one that a function loads, for the search.
+        runner: of the built graph.
+        open_lowered: lowers a model given by its loader, to locate the error.
 
     Returns:
-        What people should know of the check.
+        The result for users.
 
     Raises:
-        EdgeLLMError: says how far it is off, and where that begins.
+        EdgeLLMError: with the error and the first layer that has it.
     """
     role = reference.source.role
     if reference.why_not:
@@ -146,7 +146,7 @@ def _off(reference: Reference, name: str, found: NDArray[np.float32]) -> float:
 
 
 def _place(reference: Reference, open_lowered: Callable[[Callable[[], ir.Model]], Runner]) -> str:
-    """Between which norms rows begin to differ; the graph is lowered anew with what norms read."""
+    """Norms between which rows begin to differ, from a lowered graph that outputs norm inputs."""
     runner = open_lowered(lambda: reference.source.load()[0])
     found = run_passes(runner, reference.source, reference.passes)
     before = "the inputs"

@@ -1,4 +1,4 @@
-"""A few random passes over a graph of each role: a prompt, one row, a tree, an image."""
+"""Random inputs for a graph of each role: a prompt, one token, a tree, an image."""
 
 from __future__ import annotations
 
@@ -17,7 +17,7 @@ from edgellm.multimodal.patch_grid import grid_inputs
 
 Inputs = Mapping[str, NDArray[Any]]
 _PROMPT = 6  # rows
-# A root, two children, a child of each; so siblings and cousins must not see each other.
+# A root, two children, a child of each: siblings and cousins must not attend to each other.
 _PARENTS = (-1, 0, 0, 1, 2)
 
 
@@ -92,7 +92,7 @@ def _rows(
 
 
 def _tree() -> tuple[NDArray[np.int64], NDArray[np.bool_]]:
-    """Depths, and what the nodes see."""
+    """Depths and attention mask of the nodes."""
     mask = np.eye(len(_PARENTS), dtype=np.bool_)
     for node, parent in enumerate(_PARENTS[1:], 1):
         mask[node] |= mask[parent]
@@ -102,7 +102,7 @@ def _tree() -> tuple[NDArray[np.int64], NDArray[np.bool_]]:
 def _of_a_draft(name: str, spec: DraftSpec, rows: int, random: np.random.Generator) -> NDArray[Any]:
     """An input of a draft's graphs."""
     if name == graph_io.TOP_K:
-        return np.array([spec.draft_vocab_size])  # all: an order may change
+        return np.array([spec.draft_vocab_size])  # all, since the order may change
     width = {
         graph_io.HIDDEN_TAPS: spec.taps_width,
         graph_io.DRAFT_HIDDEN: spec.decoder.hidden_size,
@@ -122,7 +122,7 @@ def _image(spec: VisionSpec, random: np.random.Generator) -> Inputs:
 
 
 def held_inputs(role: str, bundle: Bundle) -> Inputs:
-    """Image rows that no token of the samples stands for, where the graph takes some."""
+    """Image rows that no token of the samples uses, if the graph takes some."""
     images = bundle.decoder.images if ROLES[role].has_cache else None
     if images is None:
         return {}

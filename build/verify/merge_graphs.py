@@ -1,4 +1,4 @@
-"""Two versions of a graph as one that reads each weight once, for the rows of both."""
+"""Merges two versions of a graph into one that reads each weight once, for the rows of both."""
 
 from __future__ import annotations
 
@@ -8,7 +8,7 @@ from typing import Any
 
 import onnx
 
-SECOND = ".second"  # how names of the second's own values end
+SECOND = ".second"  # suffix of the second graph's own values
 _PRODUCTS = ("MatMul", "FusedMatMul")
 
 
@@ -18,11 +18,11 @@ class _Stretch:
 
     nodes: list[onnx.NodeProto] = field(default_factory=list)
     product: onnx.NodeProto | None = None
-    weight: Any = None  # what the product reads, and how
+    weight: Any = None  # the product's weight and layout
 
 
 def together(first: onnx.ModelProto, second: onnx.ModelProto) -> onnx.ModelProto | None:
-    """Both graphs in one; None where they do not have the same inputs and products.
+    """Both graphs in one; None if their inputs or products differ.
 
     Args:
         first: inlined.
@@ -38,7 +38,7 @@ def together(first: onnx.ModelProto, second: onnx.ModelProto) -> onnx.ModelProto
     keys: dict[str, Any] = {**_keys(first), **_keys(theirs)}
     same: dict[str, str] = {}
     for ours, others in zip(*parts, strict=True):
-        decoded: dict[Any, str] = {}  # what holds a weight, by what it is made of
+        decoded: dict[Any, str] = {}  # names of decoded weights, by their sources
         for node in ours.nodes:
             if (key := _decoding(node, keys)) is not None:
                 keys[node.output[0]] = decoded.setdefault(key, node.output[0])
@@ -77,7 +77,7 @@ def _typed(value: onnx.ValueInfoProto) -> tuple[str, int]:
 
 
 def _stored(model: onnx.ModelProto) -> dict[str, bytes]:
-    """Weights in files by name, and where they lie."""
+    """Locations of external weights, by name."""
     return {
         each.name: b"".join(entry.SerializeToString() for entry in each.external_data)
         for each in model.graph.initializer
@@ -85,9 +85,9 @@ def _stored(model: onnx.ModelProto) -> dict[str, bytes]:
     }
 
 
-def _renamed(model: onnx.ModelProto, beside: onnx.ModelProto) -> onnx.ModelProto:
-    """A copy whose values have names of their own, but for inputs and weights that both have."""
-    ours = _stored(beside)
+def _renamed(model: onnx.ModelProto, other: onnx.ModelProto) -> onnx.ModelProto:
+    """A copy with renamed values, except for shared inputs and weights."""
+    ours = _stored(other)
     shared = {value.name for value in model.graph.input}
     shared |= {name for name, place in _stored(model).items() if ours.get(name) == place}
     copy = onnx.ModelProto()
@@ -105,7 +105,7 @@ def _renamed(model: onnx.ModelProto, beside: onnx.ModelProto) -> onnx.ModelProto
 
 
 def _keys(model: onnx.ModelProto) -> dict[str, Any]:
-    """What initializers are: of those in files their names, of others what they hold."""
+    """Keys of initializers: names of external ones, contents of the others."""
     found: dict[str, Any] = {}
     for each in model.graph.initializer:
         content = onnx.TensorProto()
@@ -132,7 +132,7 @@ def _stretches(model: onnx.ModelProto) -> list[_Stretch]:
 
 
 def _decoding(node: onnx.NodeProto, keys: Mapping[str, Any]) -> Any:
-    """What a node makes of initializers alone; None: it is another one."""
+    """Key of a node that computes from initializers alone; None for other nodes."""
     if len(node.output) != 1 or not all(name in keys for name in node.input):
         return None
     how = tuple(each.SerializeToString() for each in node.attribute)

@@ -1,9 +1,9 @@
-"""What a portable graph computes of a few rows, exactly and with an engine's rounding.
+"""Reference outputs of a portable graph for a few tokens, exact and with an engine's rounding.
 
-The graph runs in ONNX Runtime, node by node, in float32 and without the rounding of layers'
-inputs, since engines round these in their own way. All sample passes are one pass here, whose tree
-mask says what their rows see: weights are decoded once. A second run rounds as the engine does, or
-coarser: what then differs is what rounding does to this model.
+The graph runs in ONNX Runtime, node by node, in float32 and without rounding of layers' inputs,
+since engines round these differently. All sample passes are one pass here with a tree mask, so
+weights are decoded once. A second run rounds as the engine does, or coarser: the difference is the
+effect of rounding on this model.
 """
 
 from __future__ import annotations
@@ -40,32 +40,32 @@ from edgellm.device_runtime.networks.decoder_io import parent_rows
 from edgellm.device_runtime.runners import Runner
 
 Numbers = dict[str, NDArray[Any]]
-_ROWS = 32  # of the cache that passes may take
-_LAYER = "layer_input."  # outputs of graphs that show what norms read
+_ROWS = 32  # of the cache that passes may use
+_LAYER = "layer_input."  # prefix of outputs that show the inputs of norms
 _NORMS = ("RMSNormalization", "LayerNormalization")
 _CASTS = ("Cast", "CastLike")
-_COPIES = 5  # of the largest weight as float32, held at once while it is decoded and rounded
+_COPIES = 5  # of the largest weight as float32, in memory while it is decoded and rounded
 _UNIT = 2.0**-24  # half a step of float32
 
 
 @dataclass(frozen=True, slots=True)
 class Source:
-    """A graph of a bundle, as a build reads it."""
+    """A graph of a bundle, as input of a build."""
 
     role: str
     bundle: Bundle
     path: Path
-    rounded: WeightFile | None  # where the build keeps weights that it rounds
-    cache: KVCacheSpec | None  # of the engine's graph, where it has one
-    capacity: int  # rows of that cache, which may decide how ropes turn
-    commit: Runner | None = None  # of the engine, where its layers keep states
+    rounded: WeightFile | None  # file of weights that the build rounds
+    cache: KVCacheSpec | None  # of the engine's graph, if it has one
+    capacity: int  # tokens of that cache, which RoPE may depend on
+    commit: Runner | None = None  # of the engine, if its layers have states
 
     def load(self) -> tuple[ir.Model, dict[str, str]]:
-        """The graph with what its norms read as outputs; the norms' names by these."""
+        """The graph with the inputs of its norms as outputs; names of norms by output."""
         return self.prepared(load_portable(self.path, None))
 
     def prepared(self, model: ir.Model) -> tuple[ir.Model, dict[str, str]]:
-        """The same of the graph that was loaded."""
+        """The same for a loaded graph."""
         if self.rounded is not None:
             round_to_int4(model, self.rounded)
         bind_frequencies(model.graph, self.capacity)
@@ -78,13 +78,13 @@ class Reference:
 
     source: Source
     passes: list[Inputs]
-    why_not: str = ""  # why there are no numbers
+    why_not: str = ""  # why outputs are missing
     exact: Numbers = field(default_factory=dict)  # outputs and layers' inputs, float32 [..., n]
     rounded: Numbers = field(default_factory=dict)  # the same with the engine's rounding, if any
-    layers: dict[str, str] = field(default_factory=dict)  # norms by the layers' inputs
+    layers: dict[str, str] = field(default_factory=dict)  # names of norms by outputs
     float_error: float = 0.0  # relative, of sums in another order
     seconds: float = 0.0
-    may_reroute: bool = False  # the engine's rounding may send rows to other experts
+    may_reroute: bool = False  # the engine's rounding may route rows to other experts
 
 
 def make_reference(
@@ -95,12 +95,12 @@ def make_reference(
     wanted: bool = True,
     on_progress: Callable[[int, int], None] = lambda *_: None,
 ) -> Reference:
-    """Compute it, where this machine can.
+    """Compute the reference, if this machine's memory suffices.
 
     Args:
         source: the graph.
         capacity: rows of the engine's cache.
-        engine: what it rounds.
+        engine: its rounding.
         wanted: False: people do not want it.
         on_progress: how many parts of the graph of how many were computed.
     """
@@ -113,12 +113,12 @@ def make_reference(
     if need > (available := available_memory_bytes()):
         lacking = f"that needs about {need >> 20} MiB of memory, {available >> 20} are available"
         return Reference(source, passes, why_not=lacking)
-    model, shown = source.prepared(portable)  # weights that are rounded are so now
+    model, shown = source.prepared(portable)  # weights are rounded before this
     start = time.perf_counter()
     layers = list(all_weights(model.graph))
     roundings = {engine.of(weight, name) for name, weight in layers}
     sums = float_error(weight.in_features for _, weight in layers)
-    # Layers of a draft of blocks read rows of the block, or those of the text, too.
+    # Layers of a block drafter read tokens of the block, or those of the text, too.
     rows = 1 if source.role == BLOCK else sum(map(_rows, passes)) or 1
     rounds = engine.halves or narrows(source.cache, engine) or bool(roundings - {Rounding()})
     versions = plain_versions(model, source.bundle, source.cache, engine, rows, rounds=rounds)
@@ -140,14 +140,14 @@ def float_error(widths: Iterable[int]) -> float:
 
 
 def _held_at_once(graph: ir.Graph) -> int:
-    """Numbers of the largest weight, or of a slice of it."""
+    """Number of values of the largest weight, or of a slice of it."""
     experts = [math.prod(layer.gate.shape[1:]) for layer in ExpertLayer.all_of(graph)]
     largest = max((weight.count for _, weight in linear_layers(graph)), default=0)
     return max([min(largest, SLICE), *experts])
 
 
 def _inputs(source: Source, passes: Sequence[Inputs], model: ir.Model) -> dict[str, NDArray[Any]]:
-    """Of all passes as one."""
+    """Inputs of all passes as one."""
     inputs, rows = joined(passes), sum(map(_rows, passes))
     for value in model.graph.inputs:
         if str(value.name).startswith(graph_io.STATE):
@@ -177,19 +177,19 @@ def joined(passes: Sequence[Inputs]) -> dict[str, NDArray[Any]]:
         wanted.append(inputs[graph_io.LOGITS_INDEX] + end - count)
         if graph_io.TREE_MASK in inputs:
             mask[end - count : end, end - count : end] = inputs[graph_io.TREE_MASK]
-    beside = {
+    merged = {
         name: np.concatenate([each[name] for each in passes], axis=1)
         for name in (graph_io.INPUT_IDS, graph_io.POSITION_IDS, graph_io.DRAFT_HIDDEN)
         if name in passes[0]
     }
     return {
-        **passes[0], **beside, graph_io.WRITE_INDEX: np.array([0]),
+        **passes[0], **merged, graph_io.WRITE_INDEX: np.array([0]),
         graph_io.LOGITS_INDEX: np.concatenate(wanted), graph_io.TREE_MASK: mask,
     }  # fmt: skip
 
 
 def as_floats(outputs: Mapping[str, NDArray[Any]]) -> Numbers:
-    """Floats of the outputs, candidates in the order of their ids, which small errors keep."""
+    """Floats of the outputs; candidates in the order of their ids, so small errors keep it."""
     found = {
         name: np.asarray(array, np.float32)
         for name, array in outputs.items()
@@ -200,14 +200,14 @@ def as_floats(outputs: Mapping[str, NDArray[Any]]) -> Numbers:
         order = np.argsort(ids, axis=-1, kind="stable")
         scores = found[graph_io.CANDIDATE_LOG_PROBS]
         found[graph_io.CANDIDATE_LOG_PROBS] = np.take_along_axis(scores, order, -1)
-    # What later rows make of caches and states is looked at; links change places with candidates.
+    # Caches and states are compared through later tokens; links are reordered with candidates.
     inner = graph_io.PRESENT, graph_io.STATE_ROWS, graph_io.CANDIDATE_LINKS
     return {name: each for name, each in found.items() if not name.startswith(inner)}
 
 
 # -------------------------------------------------------------------------------------- graphs
 def _is_looked_up(node: ir.Node | None) -> bool:
-    """Whether a node looks up in a table, or casts what was looked up."""
+    """Whether a node looks up a table, or casts such a result."""
     if node is not None and node.op_type in _CASTS and node.inputs[0] is not None:
         node = node.inputs[0].producer()
     return node is not None and (node.op_type == "Gather" or is_call(node, *ROWS))
@@ -220,7 +220,7 @@ def _show_layers(model: ir.Model, bundle: Bundle) -> dict[str, str]:
         made_by = value.producer() if value is not None else None
         if value is None or made_by is None or value in model.graph.outputs:
             continue
-        if _is_looked_up(made_by):  # in a table whose type lowerings choose
+        if _is_looked_up(made_by):  # lowerings choose the type of this table
             continue
         value.name, value.type = f"{_LAYER}{len(shown)}", ir.TensorType(dtype)
         model.graph.outputs.append(value)

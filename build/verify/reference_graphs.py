@@ -1,4 +1,4 @@
-"""A portable graph as plain ONNX that runs anywhere: exact, and with an engine's rounding."""
+"""Converts a portable graph to plain ONNX: exact, and with an engine's rounding."""
 
 from __future__ import annotations
 
@@ -35,15 +35,15 @@ def plain_versions(
     *,
     rounds: bool,
 ) -> list[ir.Model]:
-    """The graph in float32, and a second time with what the engine rounds.
+    """The graph in float32, and a second version with the engine's rounding.
 
     Args:
-        model: a portable graph; is used up.
+        model: a portable graph; modified in place.
         bundle: that it is of.
-        cache: of the engine's graph, where it has one.
-        engine: what it rounds; with halves the second version computes in float16.
+        cache: of the engine's graph, if it has one.
+        engine: its rounding; with halves the second version computes in float16.
         rows: of all passes together.
-        rounds: False: only the first one is wanted.
+        rounds: False: only the first version is made.
     """
     rounds_cache = narrows(cache, engine)
     tables = {
@@ -74,7 +74,7 @@ def plain_versions(
 def _opened(
     model: ir.Model, engine: Rounds, closed: tuple[str, ...]
 ) -> tuple[GraphEditor, dict[str, tuple[int, Rounding]]]:
-    """Opens all calls but those of `closed`; gives outputs and rounding by names of weights."""
+    """Inline all calls but those of `closed`; returns outputs and rounding by names of weights."""
     graph = GraphEditor(model.graph)
     lower_inputs(graph)
     layers = {
@@ -95,7 +95,7 @@ def _opened(
 
 
 def _closed(model: ir.Model) -> tuple[str, ...]:
-    """Attention that calls no other function: ONNX Runtime opens its bodies faster."""
+    """Attention functions without nested calls: ONNX Runtime inlines these faster."""
     names = (
         onnx_functions.ATTENTION,
         onnx_functions.UNROTATED_ATTENTION,
@@ -124,7 +124,7 @@ def _expand_rounded(graph: GraphEditor, call: ir.Node) -> None:
 
 
 def _in_float32(graph: GraphEditor, model: ir.Model) -> None:
-    """Every float16 of the model becomes float32; tables stay, and what is looked up is cast."""
+    """Convert float16 to float32 in place; tables stay, and values looked up in them are cast."""
     half, float32 = ir.DataType.FLOAT16, ir.TensorType(ir.DataType.FLOAT)
     for value in (*graph.graph.inputs, *graph.graph.outputs):
         if value.dtype == half:
@@ -153,14 +153,14 @@ def _in_float32(graph: GraphEditor, model: ir.Model) -> None:
                 node.replace_input_with(index, as_float32(value))
                 continue
             uses = tuple(node.outputs[0].uses())
-            graph.cursor = following or node  # before all uses, of which the first may be any
+            graph.cursor = following or node  # before all uses, in any order
             looked_up = as_float32(node.outputs[0])
             for user, place in uses:
                 user.replace_input_with(place, looked_up)
 
 
 def _widen(node: ir.Node) -> None:
-    """Float32 from a node that gives float16 of its own accord."""
+    """Make a node with a float16 output attribute output float32."""
     constant = node.attributes.get("value")
     if node.op_type == "Cast" and node.attributes["to"].as_int() == int(ir.DataType.FLOAT16):
         node.attributes["to"] = ir.AttrInt64("to", int(ir.DataType.FLOAT))

@@ -1,4 +1,4 @@
-"""What an engine's rounding does to a portable graph: the same, or coarser, in plain ONNX."""
+"""Simulates an engine's rounding, or a coarser one, in a portable graph with plain ONNX."""
 
 from __future__ import annotations
 
@@ -18,18 +18,18 @@ from edgellm.build.verify.streamed_eval import CUT
 from edgellm.core import graph_io
 from edgellm.core.model_spec import KVCacheSpec
 
-# On the way from codes to a weight; what they index is a table of values.
+# Nodes that decode a weight; Gather looks up codes in a table of values.
 _DECODING = (
     "Cast", "CastLike", "Transpose", "DequantizeLinear", "Reshape", "Mul", "Add", "Concat",
     "Unsqueeze", "Gather", "BitwiseAnd",
 )  # fmt: skip
-_CODES = {"Gather": 1}  # the place of its input where it is not the first
-_SHIFTS = 1024  # a layer's errors are one table's, moved by up to so many columns
+_CODES = {"Gather": 1}  # index of the codes' input if it is not the first
+_SHIFTS = 1024  # layers share one error table, shifted by up to this many columns
 
 
 @dataclass(frozen=True, slots=True)
 class Rounds:
-    """What an engine rounds beyond float32."""
+    """Rounding of an engine, compared with float32."""
 
     kernels: tuple[RoundingKernel, ...] = ()  # of its graphs' linear layers
     halves: bool = False  # activations are float16
@@ -37,7 +37,7 @@ class Rounds:
     table_block: Callable[[ir.Node], int] = lambda _: 0
 
     def of(self, weight: LinearWeight, name: str) -> Rounding:
-        """The coarsest of all its graphs; blocks that do not fit into a row become the row."""
+        """The coarsest rounding of all its graphs; blocks longer than a row become the row."""
         found = [kernel.rounding(weight, name) for kernel in self.kernels]
         block = max((each.input_block for each in found), default=0)
         fits = not block or weight.in_features % block == 0
@@ -47,12 +47,12 @@ class Rounds:
 def round_layers(
     graph: GraphEditor, layers: Mapping[str, tuple[int, Rounding]], rows: int, *, halves: bool
 ) -> None:
-    """Let int8 do to the linear layers of an inlined graph what it does in an engine.
+    """Simulate an engine's int8 linear layers in an inlined graph.
 
     Args:
-        graph: is changed.
+        graph: modified in place.
         layers: output features and rounding by the names of weights or codes.
-        rows: of a pass; 1 where that varies.
+        rows: of a pass; 1 if that varies.
         halves: activations are float16, else float32.
     """
     maximum = max((each[0] for each in layers.values()), default=0)
@@ -102,7 +102,7 @@ def _rounded_once(
     *,
     halves: bool,
 ) -> ir.Value:
-    """Inputs that were rounded before are `known`; of a part the whole is rounded."""
+    """Round an input once: `known` has rounded inputs; for a slice, the whole is rounded."""
     if (x, block) in known:
         return known[x, block]
     cut = x.producer()
@@ -115,7 +115,7 @@ def _rounded_once(
 
 
 def _parameter(value: ir.Value | None) -> str | None:
-    """The name of the weight, or of its codes, that a product multiplies with."""
+    """The name of a product's weight, or of its codes."""
     node = value.producer() if value is not None else None
     if value is None or node is None:
         return str(value.name) if value is not None and value.const_value is not None else None
@@ -125,7 +125,7 @@ def _parameter(value: ir.Value | None) -> str | None:
 
 
 def _rounded(graph: GraphEditor, x: ir.Value, block: int, *, halves: bool) -> ir.Value:
-    """X [..., in] as symmetric int8 with a scale for each block of a row, back in floats."""
+    """X [..., in] rounded to symmetric int8 with a scale for each block of a row, as floats."""
     floats = graph.node("Cast", [x], to=int(ir.DataType.FLOAT)) if halves else x
     folded = graph.node("Reshape", [floats, _integers(graph, -1, block)])
     largest = graph.node(
@@ -141,10 +141,10 @@ def _rounded(graph: GraphEditor, x: ir.Value, block: int, *, halves: bool) -> ir
 
 
 class _Errors:
-    """What weights that are rounded to int8, with a scale for each output, add to x W.
+    """Random errors of x W from rounding weights to int8, with a scale for each output.
 
-    Errors of rounding are even over a step and independent; their sum over a row is normal with the
-    variance |x|^2 step^2 / 12. To know the steps takes two looks at a weight, to round it five.
+    Rounding errors are uniform over a step and independent; their sum over a row is normal with
+    variance |x|^2 step^2 / 12. Finding the steps takes two passes over a weight, rounding five.
     """
 
     def __init__(self, graph: GraphEditor, max_outputs: int, rows: int, *, halves: bool) -> None:
@@ -169,9 +169,9 @@ class _Errors:
         return graph.node("CastLike", [errors, x]) if self._halves else errors
 
     def _largest(self, weight: ir.Value, *, by_output: bool) -> ir.Value:
-        """Magnitude of an output's weights [..., 1, outputs] or [outputs].
+        """Maximum magnitude of an output's weights [..., 1, outputs] or [outputs].
 
-        Of INT4 codes it is what their scales allow.
+        For INT4 codes it is the maximum that their scales allow.
         """
         graph, first, stored = self._graph, _integers(self._graph, -2), weight.producer()
         if stored is not None and stored.op_type == "CastLike" and stored.inputs[0] is not None:
@@ -192,7 +192,7 @@ class _Errors:
         return graph.node("Max", [maximum, graph.node("Neg", [least])])
 
     def _normal(self, outputs: int) -> ir.Value:
-        """Another part of one table for each layer, [rows, outputs]."""
+        """Another slice of one table of normal numbers for each layer, [rows, outputs]."""
         if self._table is None:
             of_a_step = np.float32(1 / (127 * math.sqrt(12)))
             self._table = self._random.standard_normal(self._shape, np.float32) * of_a_step
@@ -210,14 +210,14 @@ def _integers(graph: GraphEditor, *numbers: int) -> ir.Value:
 
 
 def narrows(cache: KVCacheSpec | None, engine: Rounds) -> bool:
-    """Whether cached rows are rounded to less than what the engine computes in."""
+    """Whether the KV cache has a lower precision than the engine computes in."""
     if cache is None:
         return False
     return cache.dtype == "int8" or (cache.dtype == "float16" and not engine.halves)
 
 
 def round_cached_rows(graph: GraphEditor, cache: KVCacheSpec) -> None:
-    """To halves or int8 and back, before they are written; in int8 one scale for each tensor."""
+    """Round keys and values to float16 or int8 before they are cached; int8 with a scale each."""
     for node in graph.find("TensorScatter"):
         if node.inputs[0] is None:
             continue

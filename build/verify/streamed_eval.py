@@ -1,4 +1,4 @@
-"""Running a large graph a few nodes at a time, so that few of its weights are in memory at once."""
+"""Runs a large graph a few nodes at a time, so that few of its weights are in memory at once."""
 
 from __future__ import annotations
 
@@ -24,24 +24,24 @@ from edgellm.build.verify.merge_graphs import SECOND, together
 from edgellm.device_runtime.runners.onnxruntime_graphs import load_in_memory
 
 SLICE = 16 << 20  # numbers of a weight that one product decodes at once
-# Numbers of the weights that a piece reads, unless one node reads more: ONNX Runtime may decode all
-# of them before its first product.
+# Maximum values of a piece's weights, unless one node reads more: ONNX Runtime may decode all of
+# them before its first product.
 PIECE = 2 * SLICE
 CONTRIB = "com.microsoft"
-CUT = "cut."  # how names of inputs begin that are a part of a layer's
+CUT = "cut."  # prefix of inputs that are a slice of a layer's
 
 
 # ------------------------------------------------------------------------------------ slices
-Slices = dict[str, tuple[str, int]]  # by names: the whole weights, and outputs; 0: as many as these
+Slices = dict[str, tuple[str, int]]  # by name: the whole weight and its outputs; 0: unchanged
 
 
 def slice_layers(graph: GraphEditor) -> Slices:
-    """Let large layers decode their weights some outputs, inputs or experts at a time.
+    """Split large layers by outputs, inputs or experts, so that each part decodes few weights.
 
-    A layer becomes several calls, each with a part of the first axis of what is stored.
+    A layer becomes several calls, each with a slice of the first axis of the stored tensors.
 
     Args:
-        graph: a portable one, whose calls stand.
+        graph: portable, with its function calls.
     """
     whole: Slices = {}
     for call in find_calls(graph.graph, *LINEARS):
@@ -90,14 +90,14 @@ def _slice_experts(graph: GraphEditor, layer: ExpertLayer, whole: Slices) -> Non
     (x, ids, shares, *stored), found = layer.call.inputs, []
     for part in _parts(stored_tensor(layer.gate.values[0], layer.call), count, width * inner):
         first = graph.constant(f"expert.{part.start}", np.array(part.start, np.int64))
-        own = graph.node("Sub", [ids, first])  # those of others are none of these
+        own = graph.node("Sub", [ids, first])  # ids of other experts are out of range
         some = [_operand(graph, value, part, whole, 0) for value in stored]
         found.append(_call_again(graph, layer.call, [x, own, shares, *some]))
     _replace_by_sum(graph, layer.call, found)
 
 
 def _parts(codes: ir.TensorProtocol, entries: int, each: int, steps: int = 1) -> list[slice]:
-    """Of the first axis, by whole steps of entries with numbers `each`; none: it stays whole."""
+    """Slices of the first axis in whole steps of entries with `each` values; []: not sliced."""
     step = max(1, SLICE // (each * steps)) * steps
     bits = codes.dtype.bitwidth * math.prod(codes.shape.numpy()[1:])
     if step >= entries or bits % 8 or not isinstance(codes, ir.ExternalTensor):
@@ -108,7 +108,7 @@ def _parts(codes: ir.TensorProtocol, entries: int, each: int, steps: int = 1) ->
 def _operand(
     graph: GraphEditor, value: ir.Value | None, part: slice, whole: Slices, outputs: int
 ) -> ir.Value | None:
-    """A part of what a layer reads; factors that are codes stay codes."""
+    """A slice of a layer's operand; quantized scales stay quantized."""
     if value is None:
         return None
     if value.const_value is None:
@@ -146,14 +146,14 @@ def _replace(graph: GraphEditor, call: ir.Node, value: ir.Value) -> None:
 
 
 def read_as_stored(graph: GraphEditor) -> None:
-    """Let products of a graph in float32 transpose and cast no weight that need not be.
+    """Remove transposes and casts of stored weights from products of a float32 graph.
 
-    Nothing but what is stored then decides what a weight is, see `together`.
+    Stored tensors alone then identify a weight, see `together`.
     """
     for node in graph.find("MatMul"):
         x, weight = node.inputs
-        turned = _made_by(weight, "Transpose")
-        inner = turned.inputs[0] if turned is not None else weight
+        transposed = _made_by(weight, "Transpose")
+        inner = transposed.inputs[0] if transposed is not None else weight
         cast = _made_by(inner, "Cast", "CastLike")
         stored = cast.inputs[0] if cast is not None else inner
         if stored is None or not (_is_matrix(stored) or _is_decoded(stored) or _is_like(cast)):
@@ -161,12 +161,12 @@ def read_as_stored(graph: GraphEditor) -> None:
         graph.cursor = node
         if not _is_decoded(stored) and stored.dtype != ir.DataType.FLOAT:
             stored = graph.node("Cast", [stored], to=int(ir.DataType.FLOAT))
-        perm = turned.attributes["perm"].as_ints() if turned is not None else ()
+        perm = transposed.attributes["perm"].as_ints() if transposed is not None else ()
         if len(perm) == 2:
             y = graph.node("FusedMatMul", [x, stored], domain=CONTRIB, transB=1)
-        else:  # as it is, or that of each expert
-            turned = graph.node("Transpose", [stored], perm=perm) if perm else stored
-            y = graph.node("MatMul", [x, turned])
+        else:  # unchanged, or for each expert
+            transposed = graph.node("Transpose", [stored], perm=perm) if perm else stored
+            y = graph.node("MatMul", [x, transposed])
         _replace(graph, node, y)
 
 
@@ -176,19 +176,19 @@ def _made_by(value: ir.Value | None, *op_types: str) -> ir.Node | None:
 
 
 def _is_matrix(value: ir.Value) -> bool:
-    """Whether a value is a stored weight of floats."""
+    """Whether a value is a stored float weight."""
     kinds = (ir.DataType.FLOAT, ir.DataType.FLOAT16, ir.DataType.BFLOAT16)
     stored = value.const_value
     return stored is not None and stored.dtype in kinds and len(stored.shape) == 2
 
 
 def _is_like(cast: ir.Node | None) -> bool:
-    """Whether a weight is cast to the type of what it is multiplied with."""
+    """Whether a weight is cast to the type of the other operand."""
     return cast is not None and cast.op_type == "CastLike"
 
 
 def _is_decoded(value: ir.Value) -> bool:
-    """Whether a value is a matrix that codes and scales become in float32."""
+    """Whether a value is a matrix dequantized to float32."""
     decoding = _made_by(value, "DequantizeLinear")
     codes, scales = decoding.inputs[:2] if decoding is not None else (None, None)
     if codes is None or scales is None or codes.const_value is None:
@@ -204,13 +204,13 @@ def run_in_pieces(
     inputs: Mapping[str, NDArray[Any]],
     on_progress: Callable[[int, int], None] = lambda *_: None,
 ) -> list[dict[str, NDArray[Any]]]:
-    """What inlined graphs give for `inputs`; their weights are read from their files in order.
+    """Outputs of inlined graphs for `inputs`; weights are read from their files in order.
 
     Two versions of a graph are computed together if that reads weights once. `on_progress`:
     how many pieces of how many were computed.
 
     Raises:
-        BrokenArtifactError: ONNX Runtime does not take one.
+        BrokenArtifactError: ONNX Runtime rejects a graph.
     """
     stored = {
         name: value.const_value
@@ -333,7 +333,7 @@ def _run(
 
 
 class _Mapped:
-    """Weight files of a graph, mapped by the names that the graph has for them."""
+    """Memory-mapped weight files of a graph, by their names in the graph."""
 
     def __init__(self, paths: Mapping[str, Path]) -> None:
         self._paths = paths

@@ -1,7 +1,7 @@
-"""Hash of a checkpoint's visual encoder, by which a language model and an encoder are matched.
+"""Hash of a checkpoint's visual encoder, which matches a language model and an encoder.
 
-Names and the language model's weights are left out: a re-saved or quantized checkpoint, or a
-fine-tune that froze its encoder, has the hash of its source.
+It ignores names and the language model's weights: a re-saved or quantized checkpoint, or a
+fine-tune with a frozen encoder, has the hash of its source.
 """
 
 from __future__ import annotations
@@ -15,7 +15,7 @@ _SAMPLE_BYTES = 1 << 12  # of each tensor; training changes every part of one
 
 
 def encoder_hash(checkpoint: Checkpoint) -> dict[str, str]:
-    """The hash as an entry of a bundle's provenance; {} where there is no encoder."""
+    """The hash as an entry of a bundle's provenance; {} without an encoder."""
     if not is_vlm(checkpoint):
         return {}
     tower = text_tower(checkpoint)

@@ -1,4 +1,4 @@
-"""What a checkpoint's config says of its integer weights, where tensors alone cannot tell.
+"""Conventions of integer weights that a checkpoint's config states, and tensors do not show.
 
 Sources: GPTQModel 7.7 (`checkpoint_format`), transformers 5.24 (`format`), auto-round 0.16
 (`packing_format`), AutoAWQ 0.2.9 (`zero_point`), compressed-tensors 0.20 (`config_groups`).
@@ -15,13 +15,13 @@ from edgellm.core.errors import BrokenArtifactError, UnsupportedModelError
 from edgellm.export.checkpoints.hf import TensorInfo
 from edgellm.export.checkpoints.weights import Weights
 
-# What GPTQ's words hold: zero points less one (v1), or zero points (v2).
+# GPTQ's `qzeros` are zero points minus one (v1), or zero points (v2).
 _LESS_ONE = ("gptq", "auto", "auto_round:auto_gptq", "auto_round:gptq")
 _AS_THEY_ARE = ("gptq_v2", "auto_round", "auto_round:gptqmodel")
 
 
 def stores_less_one(weights: Weights) -> bool:
-    """Whether zero points in GPTQ's layout are stored less one.
+    """Whether zero points in GPTQ's layout are stored minus one.
 
     Raises:
         UnsupportedModelError: the config names another packing.
@@ -40,7 +40,7 @@ def stores_less_one(weights: Weights) -> bool:
 
 
 def remedy(weights: Weights, *, less_one: bool) -> str:
-    """How to say that zero points are stored by the other convention."""
+    """A hint how to declare the other convention of zero points."""
     if _is_auto_round(weights.quantization):
         key, other = "packing_format", f"auto_round:{'gptqmodel' if less_one else 'gptq'}"
     else:
@@ -51,20 +51,20 @@ def remedy(weights: Weights, *, less_one: bool) -> str:
 def check_zero_points(weights: Weights, zeros: np.ndarray, bits: int, hint: str = "") -> None:
     """Check the zero points of a layer against the symmetry that the config states.
 
-    Without such a statement, a zero point that is one step off the middle everywhere is rejected:
-    it tells a file whose convention is not the one that its config names.
+    Without such a statement, zero points that are all one off the middle are rejected: they show
+    that the file uses another convention than its config states.
 
     Args:
         weights: of the layer.
         zeros: decoded zero points, unsigned.
         bits: of a weight.
-        hint: the remedy where zero points are one step off.
+        hint: for zero points that are one off.
 
     Raises:
-        UnsupportedModelError: they contradict each other.
+        UnsupportedModelError: zero points contradict the config.
     """
     middle, first = 1 << (bits - 1), int(zeros.flat[0])
-    said = _says_symmetric(weights.quantization)
+    said = _stated_symmetry(weights.quantization)
     if said is False or bool((zeros == middle).all()):
         return
     is_shifted = abs(first - middle) == 1 and bool((zeros == first).all())
@@ -115,7 +115,7 @@ def _is_auto_round(config: Mapping[str, Any]) -> bool:
 
 
 def _statements(config: Mapping[str, Any]) -> Iterable[Mapping[str, Any]]:
-    """What the config says of all weights, and of some by their names."""
+    """Statements of the config for all weights, and for some by name."""
     found: list[Any] = [config]
     for key in ("extra_config", "dynamic"):
         found += _values(config.get(key))
@@ -128,8 +128,8 @@ def _values(found: Any) -> list[Any]:
     return list(found.values()) if isinstance(found, Mapping) else []
 
 
-def _says_symmetric(config: Mapping[str, Any]) -> bool | None:
-    """None where the config says nothing, or not the same of all layers."""
+def _stated_symmetry(config: Mapping[str, Any]) -> bool | None:
+    """Stated symmetry; None without a statement, or if layers differ."""
     found = {
         bool(each[key])
         for each in _statements(config)

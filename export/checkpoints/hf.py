@@ -1,4 +1,4 @@
-"""A checkpoint on disk: config, tensors as byte streams, tokenizer files; its files, written."""
+"""Checkpoints: config, tensors as byte streams, tokenizer files; writer of safetensors files."""
 
 from __future__ import annotations
 
@@ -37,7 +37,7 @@ class TensorSource(Protocol):
 
 
 def read_whole(source: TensorSource, name: str) -> bytearray:
-    """All data of one tensor (pieces share a buffer, so they must be copied one by one)."""
+    """All data of one tensor, copied piece by piece, since pieces share a buffer."""
     data = bytearray()
     for piece in source.stream(name):
         data += piece
@@ -46,23 +46,23 @@ def read_whole(source: TensorSource, name: str) -> bytearray:
 
 @dataclass(frozen=True, slots=True)
 class Checkpoint:
-    """Everything `edgellm-export` reads of a model."""
+    """A model's files as input of `edgellm-export`."""
 
-    label: str  # where it came from, for messages and provenance
+    label: str  # its source, for messages and provenance
     config: dict[str, Any]
     generation_config: dict[str, Any]
     tensors: TensorSource
     tokenizer_files: dict[str, bytes] = field(repr=False)
     quant_config: dict[str, Any] = field(default_factory=dict)
     processor_files: dict[str, bytes] = field(default_factory=dict, repr=False)
-    last_token: tuple[str, int] = ("", -1)  # of the tokenizer, with its id, the highest
-    blocks: TensorSource | None = None  # the tensors before they were decoded, of a GGUF file
-    eos_token_id: int | None = None  # that the tokenizer names
-    pooling: str = ""  # "last" or "mean": how the model embeds texts, if its file says so
+    last_token: tuple[str, int] = ("", -1)  # of the tokenizer, with its id, which is the highest
+    blocks: TensorSource | None = None  # stored tensors of a GGUF file
+    eos_token_id: int | None = None  # from the tokenizer
+    pooling: str = ""  # "last" or "mean": pooling of an embedding model, if its files state it
 
     @property
     def quantization(self) -> str:
-        """The checkpoint's own name for how its weights are stored, "none" for floats."""
+        """The checkpoint's quantization method, "none" for floats."""
         config = self.quant_config
         return str(config.get("quant_algo") or config.get("quant_method") or "none")
 
@@ -85,7 +85,7 @@ class Renamed:
 
 
 def write_safetensors(path: Path, source: TensorSource, names: list[str]) -> None:
-    """Write the tensors `names` of `source` in this order, without holding one of them."""
+    """Write the tensors `names` of `source` in this order, as streams."""
     infos, position = source.infos(), 0
     header: dict[str, object] = {"__metadata__": {"format": "pt"}}
     for name in names:

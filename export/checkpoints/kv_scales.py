@@ -1,4 +1,4 @@
-"""What a checkpoint says of a KV cache that holds bytes: the range of keys and values."""
+"""Calibrated ranges of keys and values from a checkpoint's KV cache scales."""
 
 from __future__ import annotations
 
@@ -10,19 +10,19 @@ from edgellm.core.errors import BrokenArtifactError
 from edgellm.core.model_spec import CacheRanges
 from edgellm.export.checkpoints.weights import Weights
 
-# The largest code of each type, which stands for the end of the range.
+# The largest code of each type, for the end of the range.
 _LARGEST = {"fp8": 448.0, "int8": 127.0}
-_BLOCKS = ("self_attn", "mixer")  # what layers call their attention
+_BLOCKS = ("self_attn", "mixer")  # names of attention in layers
 # nvidia-modelopt's names, then those of compressed-tensors.
 _NAMES = {"key": ("k_proj.k_scale", "k_scale"), "value": ("v_proj.v_scale", "v_scale")}
 
 
 def read_ranges(weights: Weights, layers: Sequence[int]) -> CacheRanges | None:
-    """The ranges that the checkpoint has scales for, None when it has no scales.
+    """Ranges from the checkpoint's scales; None without scales.
 
     Args:
         weights: of the whole checkpoint; the scales count as taken.
-        layers: that are exported and attend.
+        layers: exported attention layers.
 
     Raises:
         BrokenArtifactError: scales for some layers only, or that are not positive numbers.
@@ -50,7 +50,7 @@ def read_ranges(weights: Weights, layers: Sequence[int]) -> CacheRanges | None:
 
 
 def _kind(quantization: Mapping[str, Any]) -> str:
-    """Of the cache; FP8 where the config does not tell, as readers of scales take it."""
+    """Type of the cache; FP8 if the config does not state it, as in other readers."""
     scheme = quantization.get("kv_cache_scheme")
     named = str(quantization.get("kv_cache_quant_algo") or "").lower()
     if named == "int8" or (isinstance(scheme, dict) and scheme.get("type") == "int"):
@@ -66,6 +66,6 @@ def _scale(layer: Weights, name: str) -> float:
     if not 0 < value < math.inf:
         raise BrokenArtifactError(
             f"{layer.prefix}{name} is not a positive number",
-            hint="one scale of a layer's keys and one of its values are wanted",
+            hint="each layer needs one scale of its keys and one of its values",
         )
     return value

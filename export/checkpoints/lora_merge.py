@@ -1,4 +1,4 @@
-"""A checkpoint whose linear layers have taken up a LoRA adapter, layer by layer as it is read."""
+"""Merges a LoRA adapter into a checkpoint's linear layers while they are read."""
 
 from __future__ import annotations
 
@@ -21,16 +21,16 @@ _FLOATS = "F32", "F16", "BF16"
 
 
 def merged(tower: Checkpoint, lora_dir: str) -> Checkpoint:
-    """A language model with W + scale * B A in the place of W, in the type that W is stored in.
+    """A language model with W + scale * B A instead of W, in the stored type of W.
 
     Args:
         tower: a language model alone.
         lora_dir: a folder of PEFT.
 
     Raises:
-        UnsupportedModelError: the weights are quantized, or layers that the model lacks.
-        BrokenArtifactError: a damaged adapter, or one of other sizes.
-        EdgeLLMError: no adapter.
+        UnsupportedModelError: the weights are quantized, or the model lacks layers.
+        BrokenArtifactError: a damaged adapter, or wrong sizes.
+        EdgeLLMError: the folder has no adapter.
     """
     adapter = read_adapter(Path(lora_dir).expanduser())
     if tower.quantization != "none" or tower.blocks is not None:
@@ -65,14 +65,14 @@ def _check(adapter: Adapter, name: str, change: LowRank, infos: Mapping[str, Ten
 
 
 def floats(tensors: TensorSource, name: str) -> NDArray[np.float32]:
-    """A tensor of floats."""
+    """A float tensor as float32."""
     info = tensors.infos()[name]
     values = np.frombuffer(read_whole(tensors, name), ONNX_TYPES[info.dtype].numpy())
     return values.astype(np.float32).reshape(info.shape)
 
 
 class _Merged:
-    """See `TensorSource`; the weights of changed layers are added to some rows at a time."""
+    """See `TensorSource`; merges changed weights some rows at a time."""
 
     def __init__(
         self, source: TensorSource, adapter: Adapter, changes: Mapping[str, LowRank]

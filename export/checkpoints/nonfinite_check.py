@@ -1,8 +1,8 @@
-"""Float weights while they stream into a bundle: refused where they are not numbers.
+"""Rejects NaN and infinite weights while they stream into a bundle.
 
-The bits of a float ascend with its magnitude, and a set sign makes them larger still. The largest
-of a piece, once with and once without the sign bit, hence tell the extreme values of both signs,
-at two reductions without a copy: about a twentieth of what hashing the piece costs.
+The bits of a float ascend with its magnitude, and a set sign bit makes them larger. So two maxima
+of a piece, as signed and unsigned integers, give the extreme values of both signs without a copy:
+about a twentieth of the cost of hashing the piece.
 """
 
 from __future__ import annotations
@@ -18,19 +18,19 @@ from edgellm.core.errors import (
 
 _BITS = {"F32": (np.uint32, np.int32), "F16": (np.uint16, np.int16), "BF16": (np.uint16, np.int16)}
 _INFINITY = {"F32": 0x7F800000, "F16": 0x7C00, "BF16": 0x7F80}
-# The smallest that float16 rounds to infinity: 65520, and the bfloat16 next above 65504.
+# The smallest values that float16 rounds to infinity: 65520, and the next bfloat16 above 65504.
 _BEYOND_HALF = {"F32": 0x477FF000, "F16": 0x7C00, "BF16": 0x4780}
 
 
 def checked(
     name: str, stored: str, pieces: Iterable[memoryview], *, half: bool
 ) -> Iterator[memoryview]:
-    """The pieces of a tensor, each looked at before it goes on.
+    """The pieces of a tensor, each checked before it is passed on.
 
     Args:
         name: of the tensor, for messages.
         stored: "F32", "F16" or "BF16".
-        pieces: of its data, each of whole values.
+        pieces: of its data, with whole values.
         half: the graph computes in float16.
 
     Raises (while the tensor is written):
@@ -44,7 +44,7 @@ def checked(
     for piece in pieces:
         bits = np.frombuffer(piece, unsigned)
         if bits.size:
-            positive = int(bits.view(signed).max())  # below 0: there is none
+            positive = int(bits.view(signed).max())  # below 0: none
             negative = int(bits.max()) - sign
             if (largest := max(positive, negative)) >= limit:
                 _refuse(name, is_number=largest < infinity)

@@ -1,4 +1,4 @@
-"""What a checkpoint says of its quantization, beside what its tensors are: the tensors decide."""
+"""Check of a checkpoint's quantization config against its tensors, which take precedence."""
 
 from __future__ import annotations
 
@@ -28,16 +28,16 @@ _LAYOUTS = {
 def judge(
     checkpoint: Checkpoint, layouts: Iterable[str], ignored: tuple[str, ...] = ()
 ) -> tuple[str, dict[str, str]]:
-    """How the exported weights are quantized, and for the provenance what contradicts it.
+    """Quantization of the exported weights, and contradictions for the provenance.
 
     Args:
-        checkpoint: whose words these are.
+        checkpoint: with the config.
         layouts: of its exported layers that are quantized.
-        ignored: config keys that the user knows not to matter; `KEY` leaves it to the tensors.
+        ignored: config keys that the user ignores; `KEY` relies on the tensors.
 
     Raises:
-        UnsupportedModelError: quantized otherwise than the checkpoint says, or by a method whose
-            files were never checked.
+        UnsupportedModelError: the tensors contradict the config, or an untested quantization
+            method.
     """
     found, said = sorted(layouts), checkpoint.quantization
     if said == "none" or KEY in ignored:

@@ -1,7 +1,7 @@
-"""A quantized linear layer as a graph needs it: codes, scales, and what happens to its input.
+"""Quantized linear layers in the form of graphs: codes, scales, and rounding of inputs.
 
-Arrays are those of DequantizeLinear-24 and already in its order: codes [in, out] with blocks along
-axis 0, but FLOAT4E2M1 [out, in] with blocks along axis 1, which TensorRT wants and ModelOpt stores.
+Arrays are in the order of DequantizeLinear-24: codes [in, out] with blocks along axis 0, but
+FLOAT4E2M1 [out, in] with blocks along axis 1, as TensorRT needs and ModelOpt stores them.
 """
 
 from __future__ import annotations
@@ -20,10 +20,10 @@ Load = Callable[[], np.ndarray]
 
 @dataclass(frozen=True, slots=True)
 class InputRounding:
-    """What a layer does to its input before it multiplies."""
+    """Rounding of a layer's input."""
 
     dtype: ir.DataType  # INT8, FLOAT8E4M3FN or FLOAT4E2M1
-    scale: float  # of the whole tensor; of FLOAT4E2M1: of its block scales, found at run time
+    scale: float  # of the tensor; for FLOAT4E2M1 of its block scales (computed at run time)
 
 
 @dataclass(frozen=True, slots=True)
@@ -32,7 +32,7 @@ class QuantizedLinear:
 
     codes: StoredTensor
     scales: StoredTensor
-    block_size: int  # inputs that share a scale; 0: a scale per output channel, or one in all
+    block_size: int  # inputs that share a scale; 0: one scale per output channel, or one in total
     zero_points: StoredTensor | None = None
     global_scale: float | None = None  # of NVFP4's block scales, which are FLOAT8E4M3FN
     input: InputRounding | None = None  # None: weight-only
@@ -41,7 +41,7 @@ class QuantizedLinear:
 
 @dataclass(frozen=True, slots=True)
 class BlockFactors:
-    """A number for each block of a weight, [out, in / block]: float16, or codes of such numbers."""
+    """A number for each block of a weight, [out, in / block]: float16, or quantized."""
 
     values: StoredTensor  # float16, or INT8
     scales: StoredTensor | None = None  # of codes, float16 [out, blocks / shared]
@@ -50,7 +50,7 @@ class BlockFactors:
 
 @dataclass(frozen=True, slots=True)
 class BlockWeight:
-    """A weight [out, in] as `codes * scales + minima`, blocks along the input."""
+    """A weight [out, in] as `codes * scales + minima`, with blocks along the input."""
 
     codes: StoredTensor
     block_size: int
@@ -71,7 +71,7 @@ def stored(name: str, dtype: ir.DataType, shape: tuple[int, ...], load: Load) ->
 def scale_tensor(
     name: str, shape: tuple[int, ...], dtype: ir.DataType, load: Load, *, has_signs: bool = False
 ) -> StoredTensor:
-    """Scales in the activation type; refused where they leave it.
+    """Scales in the activation type; rejected if out of its range.
 
     Raises (when the tensor is written):
         BrokenArtifactError: a scale is not a positive number (with signs: zero), or none in
@@ -107,7 +107,7 @@ def scale_tensor(
 
 
 def pair_nibbles(codes: np.ndarray) -> np.ndarray:
-    """4-bit codes [rows, columns] to ONNX's bytes: two neighbours in a row, the first low."""
+    """Pack 4-bit codes [rows, columns] as in ONNX: two neighbours per byte, the first low."""
     nibbles = codes.astype(np.uint8) & np.uint8(15)
     flat = nibbles.reshape(-1)
     if len(flat) % 2:
@@ -116,10 +116,10 @@ def pair_nibbles(codes: np.ndarray) -> np.ndarray:
 
 
 def finite_fp8(name: str, codes: np.ndarray) -> np.ndarray:
-    """`codes`, float8_e4m3fn or another type; refused when a float8 is not a number.
+    """`codes`, float8_e4m3fn or another type; NaN in float8 is rejected.
 
     Raises:
-        BrokenArtifactError: it is.
+        BrokenArtifactError: a float8 is NaN.
     """
     if codes.dtype.itemsize == 1 and codes.dtype.kind not in "iu":
         bits = codes.view(np.uint8)

@@ -1,8 +1,8 @@
-"""A residual stream that was turned by an orthogonal matrix: R1 of QuaRot (arXiv 2404.00456).
+"""Rotation of the residual stream by an orthogonal matrix: R1 of QuaRot (arXiv 2404.00456).
 
-Every state x [H] of the stream has become x Q; the weights that read and write it were turned with
-it, and norms folded into what reads them (`edgellm-quantize --rotate residual`). config.json says
-by which Q, so that a draft, which reads the stream as it was, can be fitted to it.
+Each hidden state x [H] of the stream becomes x Q. The weights that read and write it are rotated,
+and norms are folded into the layers that read them (`edgellm-quantize --rotate residual`).
+config.json has Q, so that a draft for the original stream can be adapted.
 """
 
 from __future__ import annotations
@@ -30,28 +30,28 @@ F32 = NDArray[np.float32]
 
 @dataclass(frozen=True, slots=True)
 class Rotation:
-    """Q [H, H]: signs that a seed draws, then `mixed`."""
+    """Q [H, H]: random signs by seed, then `mixed`."""
 
     size: int
     seed: int
 
     @classmethod
     def of(cls, config: Mapping[str, Any]) -> Rotation | None:
-        """What config.json says; None: the stream is as it was trained.
+        """The rotation from config.json; None: not rotated.
 
         Raises:
             UnsupportedModelError: another kind of rotation.
         """
-        said = config.get(KEY)
-        if said is None:
+        stated = config.get(KEY)
+        if stated is None:
             return None
-        if not isinstance(said, dict) or said.get("kind") != _KIND:
-            raise UnsupportedModelError(f"config.json: {KEY} = {said!r} is not understood")
-        return cls(int(config["hidden_size"]), int(said["seed"]))
+        if not isinstance(stated, dict) or stated.get("kind") != _KIND:
+            raise UnsupportedModelError(f"config.json: {KEY} = {stated!r} is not understood")
+        return cls(int(config["hidden_size"]), int(stated["seed"]))
 
     @property
     def described(self) -> dict[str, Any]:
-        """For config.json."""
+        """The rotation as an entry of config.json."""
         return {"kind": _KIND, "seed": self.seed}
 
     def turn(self, x: F32) -> F32:
@@ -64,16 +64,16 @@ class Rotation:
 
     @property
     def _signs(self) -> F32:
-        """Of a hash, which is the same in every version of every library."""
+        """Signs from a hash, which does not depend on library versions."""
         digest = hashlib.shake_256(f"{KEY} {self.seed}".encode()).digest(-(-self.size // 8))
         bits = np.unpackbits(np.frombuffer(digest, np.uint8))[: self.size]
         return 1 - 2 * bits.astype(np.float32)
 
 
 def mixed(x: F32) -> F32:
-    """Rows x [..., n] by a symmetric orthogonal matrix [n, n]; twice gives x again.
+    """Multiply rows x [..., n] by a symmetric orthogonal matrix [n, n], its own inverse.
 
-    The matrix is Hadamard's for the power of two in n, by Hartley's for the odd rest.
+    The matrix is Hadamard's for the power of two in n, times Hartley's for the odd rest.
     """
     width = x.shape[-1]
     found = np.ascontiguousarray(x, np.float32).reshape(-1, width)
@@ -93,7 +93,7 @@ def _factors(width: int) -> list[int]:
 
 
 def _factor(size: int) -> F32:
-    """Symmetric and orthogonal [size, size]."""
+    """A symmetric orthogonal matrix [size, size]."""
     if size % 2:
         angles = 2 * np.pi / size * np.outer(np.arange(size), np.arange(size))
         return ((np.cos(angles) + np.sin(angles)) / np.sqrt(size)).astype(np.float32)
@@ -104,7 +104,7 @@ def _factor(size: int) -> F32:
 
 
 def rotation_name(config: Mapping[str, Any]) -> str:
-    """What a manifest says, so that only a draft of the same stream is attached; "": no rotation.
+    """The rotation's name for manifests, which must match between base and draft; "": none.
 
     Raises:
         UnsupportedModelError: as `Rotation.of`.
@@ -114,7 +114,7 @@ def rotation_name(config: Mapping[str, Any]) -> str:
 
 
 def refuse_rotated(checkpoint: Checkpoint, wish: str) -> None:
-    """Raise `UnsupportedModelError` if something is wanted that reads the stream as it was."""
+    """Raise `UnsupportedModelError` for features that need the original stream."""
     if KEY in checkpoint.config:
         raise UnsupportedModelError(
             f"{wish}: the residual stream of {checkpoint.label} was rotated",
@@ -124,14 +124,14 @@ def refuse_rotated(checkpoint: Checkpoint, wish: str) -> None:
 
 @dataclass(frozen=True, slots=True)
 class Recipe:
-    """A tensor that is computed whenever it is read."""
+    """A tensor that is computed at each read."""
 
     info: TensorInfo  # F32 or F16
     pieces: Callable[[], Iterable[F32]]  # of rows, in order
 
 
 class Computed:
-    """See `TensorSource`: a source, of which some tensors are computed."""
+    """See `TensorSource`: a source with some computed tensors."""
 
     def __init__(self, source: TensorSource, recipes: Mapping[str, Recipe]) -> None:
         """`recipes`: by names of the source or new ones."""
@@ -147,7 +147,7 @@ class Computed:
         """Data in pieces.
 
         Raises:
-            UnsupportedModelError: values that its type cannot hold.
+            UnsupportedModelError: values out of the type's range.
         """
         recipe = self._recipes.get(name)
         if recipe is None:
@@ -164,12 +164,12 @@ class Computed:
 
 
 def turned_dtype(dtype: str) -> str:
-    """What holds turned values: float16 for those of 16 bits, whose outliers are gone."""
+    """Type of rotated values: float16 for 16-bit types, since rotation removes outliers."""
     return "F32" if dtype == "F32" else "F16"
 
 
 def row_pieces(rows: F32, turn: Callable[[F32], F32]) -> Iterator[F32]:
-    """`turn` of [..., n], some rows at a time."""
+    """`turn` applied to [..., n], some rows at a time."""
     flat = rows.reshape(-1, rows.shape[-1])
     for begin in range(0, len(flat), _PIECE):
         yield turn(flat[begin : begin + _PIECE])

@@ -1,7 +1,7 @@
-"""Float weights that are rounded to 8 bits on their way into a bundle.
+"""Rounds float weights to 8 bits during the export.
 
-Every output channel has a scale of its own, that of its largest weight. Nothing is calibrated, so
-that inputs stay floats in the graph.
+Each output channel has a scale from its largest weight. There is no calibration, so inputs stay
+floats in the graph.
 """
 
 from __future__ import annotations
@@ -17,7 +17,7 @@ from edgellm.export.checkpoints.quantized_weight import QuantizedLinear, scale_t
 from edgellm.export.checkpoints.weights import Weights
 
 F32 = NDArray[np.float32]
-# What codes are stored as, and the largest of them.
+# Types of codes, and their maximum.
 _PRECISIONS = {"int8": (ir.DataType.INT8, 127), "fp8": (ir.DataType.FLOAT8E4M3FN, 448)}
 _BLOCK_VALUES = 1 << 18  # in float32 at a time
 
@@ -25,10 +25,10 @@ _BLOCK_VALUES = 1 << 18  # in float32 at a time
 def round_linear(weights: Weights, shape: tuple[int, int], dtype: ir.DataType) -> QuantizedLinear:
     """The float linear layer [out, in] at `weights` in the precision `weights.rounding`.
 
-    Codes suit the scales as the graph has them, in its `dtype`.
+    Codes are rounded with the scales in the graph's `dtype`.
 
     Raises (when the tensors are written):
-        BrokenArtifactError: weights that are not numbers, or too large for `dtype`.
+        BrokenArtifactError: weights that are NaN, or too large for `dtype`.
     """
     name, info = f"{weights.prefix}weight", weights.info("weight")
     assert info is not None
@@ -63,7 +63,7 @@ def _largest(name: str, weight: np.ndarray) -> F32:
 
 
 def _codes(weight: np.ndarray, scales: F32, kind: ir.DataType, largest: int) -> np.ndarray:
-    """A weight [out, in] over its scales [out], as codes [in, out]."""
+    """Quantize a weight [out, in] with scales [out] to codes [in, out]."""
     codes = np.empty(weight.shape[::-1], kind.numpy())
     for part, rows in _blocks(weight):
         steps = np.clip(rows / scales[part, None], -largest, largest)
@@ -72,7 +72,7 @@ def _codes(weight: np.ndarray, scales: F32, kind: ir.DataType, largest: int) -> 
 
 
 def _blocks(weight: np.ndarray) -> Iterator[tuple[slice, F32]]:
-    """Rows of a weight as floats, a few at a time, and where they stand."""
+    """Rows of a weight as floats, a few at a time, with their slices."""
     step = max(1, _BLOCK_VALUES // weight.shape[1])
     for begin in range(0, len(weight), step):
         part = slice(begin, begin + step)

@@ -1,4 +1,4 @@
-"""The tokenizer of a Hugging Face folder as the files a bundle carries."""
+"""Tokenizer files of a bundle, from a Hugging Face folder."""
 
 from __future__ import annotations
 
@@ -28,11 +28,11 @@ _REMEDY = "copy or download the file again"
 
 @dataclass(frozen=True, slots=True)
 class TokenizerFiles:
-    """What a bundle carries of a tokenizer."""
+    """A bundle's tokenizer files."""
 
     files: dict[str, bytes]
     last_token: tuple[str, int] = ("", -1)  # of the highest id, with that id
-    eos_token_id: int | None = None  # of the token that it calls the end
+    eos_token_id: int | None = None  # of its eos_token
 
 
 def read_tokenizer(folder: Path) -> TokenizerFiles:
@@ -41,7 +41,7 @@ def read_tokenizer(folder: Path) -> TokenizerFiles:
     A folder without tokenizer.json but with a SentencePiece model is converted by transformers.
 
     Raises:
-        EdgeLLMError: there is no tokenizer, or converting needs transformers.
+        EdgeLLMError: no tokenizer, or converting needs transformers.
         BrokenArtifactError: a file does not parse.
     """
     if not (folder / TOKENIZER).exists():
@@ -76,12 +76,12 @@ def read_tokenizer(folder: Path) -> TokenizerFiles:
 
 
 def _read_config(folder: Path, files: dict[str, bytes]) -> dict[str, Any]:
-    """tokenizer_config.json, which goes to `files`; older folders name tokens in a file apart."""
+    """Read tokenizer_config.json into `files`; older folders have tokens in a separate file."""
     config: dict[str, Any] = {}
     if (folder / TOKENIZER_CONFIG).exists():
         files[TOKENIZER_CONFIG] = (folder / TOKENIZER_CONFIG).read_bytes()
         config = _object(files[TOKENIZER_CONFIG], TOKENIZER_CONFIG)
-    # transformers reads the second file where the first does not list the added tokens.
+    # transformers reads the second file if the first does not list the added tokens.
     if "added_tokens_decoder" not in config and (folder / _SPECIAL_TOKENS).exists():
         named = _object((folder / _SPECIAL_TOKENS).read_bytes(), _SPECIAL_TOKENS)
         if not named.items() <= config.items():

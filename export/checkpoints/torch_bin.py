@@ -1,4 +1,4 @@
-"""Checkpoints in torch's own format, `pytorch_model.bin`; the only reader here that needs torch."""
+"""Reader of torch checkpoints, `pytorch_model.bin`; the only reader here that needs torch."""
 
 from __future__ import annotations
 
@@ -27,12 +27,12 @@ class TorchFiles:
     """The tensors of one or several files that `torch.save` wrote, mapped into memory."""
 
     def __init__(self, paths: list[Path]) -> None:
-        """Open all files, executing nothing of what they hold.
+        """Open all files without executing their code.
 
         Raises:
             EdgeLLMError: torch is not installed.
-            BrokenArtifactError: a file is missing, damaged, holds more than tensors, or another
-                tensor of a name than an earlier file.
+            BrokenArtifactError: a file is missing, damaged, has more than tensors, or a tensor that
+                differs from that of an earlier file.
         """
         self._tensors: dict[str, Any] = {}
         places: dict[str, Path] = {}
@@ -41,7 +41,7 @@ class TorchFiles:
                 if name in places and not _are_equal(self._tensors[name], tensor):
                     raise BrokenArtifactError(
                         f"{places[name]} and {path} hold different tensors {name}",
-                        hint="one of these files is of another save; copy the checkpoint again",
+                        hint="one of these files is from another save; copy the checkpoint again",
                     )
                 self._tensors[name], places[name] = tensor, path
         self._infos = {name: _info(name, tensor) for name, tensor in self._tensors.items()}

@@ -1,4 +1,4 @@
-"""The language model inside a vision-language checkpoint, as a checkpoint of its own.
+"""Extracts the language model of a vision-language checkpoint as a checkpoint.
 
 Transformers 5 nests its config in `text_config` and names its tensors `model.language_model.*`;
 older checkpoints of the hub have flat configs and other prefixes.
@@ -21,7 +21,7 @@ class _Family:
     text_type: str = ""  # the architecture of the text tower; "": its config says it
     # Of configs that hold the text tower's keys as well as these.
     other_keys: tuple[str, ...] = ()
-    interleaves_axes: bool = False  # of M-RoPE, also where its config does not say so
+    interleaves_axes: bool = False  # of M-RoPE, even if its config does not state it
 
 
 _QWEN_KEYS = (
@@ -51,12 +51,12 @@ _NOT_TEXT_PREFIXES = (
     "model.connector.",
     "model.multi_modal_projector.",
 )
-# What Idefics3's text configs say of its connector and of training.
+# Keys of Idefics3's text configs for its connector and training.
 _NOT_TEXT = ("neftune_noise_alpha", "perceiver_config", "pixel_shuffle_factor", "use_resampler")
 
 
 def is_vlm(checkpoint: Checkpoint) -> bool:
-    """Whether the checkpoint holds a visual encoder beside its language model."""
+    """Whether the checkpoint has a visual encoder."""
     return checkpoint.config.get("model_type") in _FAMILIES
 
 
@@ -70,12 +70,12 @@ class TextTower:
     """The language model of a checkpoint."""
 
     checkpoint: Checkpoint
-    images: ImageSpec | None = None  # None: the checkpoint holds nothing else
-    prefix: str = "model."  # what its tensors' names begin with in the whole checkpoint
+    images: ImageSpec | None = None  # None: text only
+    prefix: str = "model."  # of its tensors in the whole checkpoint
     head_prefix: str = "lm_head."
 
     def stored_name(self, name: str) -> str:
-        """What a tensor or a module of the language model is called in the whole checkpoint."""
+        """Name of the language model's tensor or module in the whole checkpoint."""
         for own, stored in (("lm_head", self.head_prefix), ("model.", self.prefix)):
             if name.startswith(own):
                 found = stored.removesuffix(".") + name.removeprefix(own.removesuffix("."))
@@ -84,10 +84,10 @@ class TextTower:
 
 
 def text_tower(checkpoint: Checkpoint) -> TextTower:
-    """The language model of a checkpoint, and how it takes images.
+    """The language model of a checkpoint, with facts of its images.
 
     Raises:
-        UnsupportedModelError: the config of the whole does not say what is needed.
+        UnsupportedModelError: the whole checkpoint's config lacks keys.
     """
     if not is_vlm(checkpoint) and checkpoint.config.get("model_type") not in _TEXT_ONLY:
         return _plain(checkpoint)
@@ -115,13 +115,13 @@ def text_tower(checkpoint: Checkpoint) -> TextTower:
 
 
 def _plain(checkpoint: Checkpoint) -> TextTower:
-    """A checkpoint without anything else, whose tensors may have other prefixes."""
+    """A text-only checkpoint, whose tensors may have other prefixes."""
     infos = checkpoint.tensors.infos()
     if any(name.startswith(_BACKBONE) for name in infos):
         prefix = _BACKBONE
         names = {own_name(name): name for name in infos}
     elif "embed_tokens.weight" in infos and "model.embed_tokens.weight" not in infos:
-        prefix = ""  # saved without its head, as models that embed texts are
+        prefix = ""  # saved without its head, as embedding models are
         names = {f"model.{name}": name for name in infos}
     else:
         return TextTower(checkpoint)
@@ -136,12 +136,12 @@ def _plain(checkpoint: Checkpoint) -> TextTower:
 
 
 def own_name(name: str) -> str:
-    """What a tensor of Nemotron-H is called here."""
+    """Name of a Nemotron-H tensor in edgellm."""
     return name.replace(_BACKBONE, "model.", 1) if name.startswith(_BACKBONE) else name
 
 
 def _present(names: Iterable[str], choices: list[tuple[str, str]]) -> str:
-    """The first choice with a name that begins as its second half says; else the first of all."""
+    """The first choice whose second item is a prefix of a name; else the first choice."""
     return next(
         (choice for choice, begin in choices if any(name.startswith(begin) for name in names)),
         choices[0][0],
@@ -149,7 +149,7 @@ def _present(names: Iterable[str], choices: list[tuple[str, str]]) -> str:
 
 
 def _renamed_layers(config: dict[str, Any], prefix: str, head: str) -> dict[str, Any]:
-    """What a checkpoint says of each layer, under the names that layers have here."""
+    """Config entries by layer, with edgellm's names of layers."""
     layers = config.get("quantized_layers")
     if not isinstance(layers, dict):
         return config
@@ -169,10 +169,10 @@ def _text_config(config: Mapping[str, Any]) -> dict[str, Any]:
         text = {key: value for key, value in config.items() if key not in family.other_keys}
     if not isinstance(text, dict):
         raise UnsupportedModelError("config.json has no text_config")
-    # Either place may say so; transformers 5 reads the outer one. Gemma's text says it by silence.
-    said = [each.get("tie_word_embeddings") for each in (config, text)]
-    tied = {"tie_word_embeddings": any(said)}
-    if config["model_type"] in _TEXT_ONLY and said == [None, None]:
+    # Either config may state it; transformers 5 reads the outer one. Gemma's text config omits it.
+    stated = [each.get("tie_word_embeddings") for each in (config, text)]
+    tied = {"tie_word_embeddings": any(stated)}
+    if config["model_type"] in _TEXT_ONLY and stated == [None, None]:
         tied = {}
     text = {key: value for key, value in text.items() if key not in _NOT_TEXT}
     model_type = family.text_type or text.get("model_type")

@@ -1,6 +1,6 @@
-"""Weights on their way from a checkpoint to the external data file of a graph.
+"""Streams weights from a checkpoint to the external data file of a graph.
 
-Nothing here holds a whole tensor: a weight is a recipe that yields its bytes in pieces.
+No whole tensor is in memory: a weight is a recipe that yields its bytes in pieces.
 """
 
 from __future__ import annotations
@@ -63,7 +63,7 @@ class StoredTensor:
 
 @dataclass(frozen=True, slots=True)
 class Taken:
-    """What all parts of a model took of their checkpoint."""
+    """Tensors that all parts of a model took from their checkpoint."""
 
     names: set[str] = field(default_factory=set)  # of tensors
     layouts: set[str] = field(
@@ -73,7 +73,7 @@ class Taken:
 
 
 class Weights:
-    """The tensors below one dotted name of a checkpoint; remembers which were taken."""
+    """The tensors below one dotted name of a checkpoint; records which were taken."""
 
     def __init__(
         self,
@@ -88,7 +88,7 @@ class Weights:
 
         Args:
             source: all tensors of the checkpoint.
-            quantization: the checkpoint's own words on how its weights are stored.
+            quantization: the checkpoint's quantization config.
             rounding: "int8" or "fp8" for linear layers whose weights are floats.
             prefix: dotted name with its final dot.
             taken: shared by all parts of one checkpoint.
@@ -110,21 +110,21 @@ class Weights:
         )
 
     def info(self, name: str) -> TensorInfo | None:
-        """Type and shape of a tensor, None when the checkpoint lacks it."""
+        """Type and shape of a tensor; None if the checkpoint lacks it."""
         return self._source.infos().get(self._prefix + name)
 
     def take(self, name: str, shape: tuple[int, ...], dtype: ir.DataType) -> StoredTensor:
         """A float tensor for a graph of activation type `dtype`.
 
-        Bytes are stored as they are and cast inside the graph, except float32 for a float16
-        graph, which would double the bundle.
+        Bytes are stored unchanged and cast inside the graph, except float32 for a float16 graph,
+        which would double the bundle.
 
         Raises:
             BrokenArtifactError: absent, or not of this shape.
-            UnsupportedModelError: stored in a type that is not a float.
+            UnsupportedModelError: not stored as floats.
 
         Raises (when the tensor is written):
-            EdgeLLMError: see `finite.checked`.
+            EdgeLLMError: see `nonfinite_check.checked`.
         """
         info = self._checked(name, shape)
         if info.dtype not in ("F32", "F16", "BF16"):
@@ -142,7 +142,7 @@ class Weights:
     def take_shifted(
         self, name: str, shape: tuple[int, ...], dtype: ir.DataType, shift: float
     ) -> StoredTensor:
-        """A small tensor plus `shift`, in float32: half types would lose what is stored."""
+        """A small tensor plus `shift`, in float32: half types would lose precision."""
         stored = self.take(name, shape, dtype)
 
         def stream() -> Pieces:
@@ -153,7 +153,7 @@ class Weights:
         return replace(stored, dtype=ir.DataType.FLOAT, stream=stream)
 
     def array(self, name: str, shape: tuple[int, ...], dtype: str) -> Callable[[], np.ndarray]:
-        """A loader of a whole tensor (for quantized weights, which must be re-packed)."""
+        """A loader of a whole tensor (for quantized weights, which must be repacked)."""
         info = self._checked(name, shape)
         if info.dtype != dtype:
             raise UnsupportedModelError(f"{self._prefix}{name} has type {info.dtype}, not {dtype}")
@@ -178,7 +178,7 @@ class Weights:
         return load
 
     def drop_zeros(self, name: str) -> None:
-        """Count a float tensor as taken if it adds nothing; any other is left for `unused`."""
+        """Count a float tensor as taken if it is all zeros; else it stays in `unused`."""
         info = self.info(name)
         if info is None or info.dtype not in _BITS_BUT_SIGN:
             return
@@ -193,17 +193,17 @@ class Weights:
 
     @property
     def layouts(self) -> set[str]:
-        """The layouts of all quantized layers that the model has so far; readers add theirs."""
+        """Layouts of all quantized layers so far; readers add theirs."""
         return self._taken.layouts
 
     @property
     def quantized(self) -> dict[str, tuple[int, int]]:
-        """[out, in] of all quantized layers that the model has so far, by name; readers add."""
+        """[out, in] of all quantized layers so far, by name; readers add theirs."""
         return self._taken.quantized
 
     @property
     def prefix(self) -> str:
-        """Dotted name that all tensors here begin with, with its final dot."""
+        """Prefix of all tensors here, with its final dot."""
         return self._prefix
 
     def _checked(self, name: str, shape: tuple[int, ...]) -> TensorInfo:
@@ -240,7 +240,7 @@ def write_weights(
     The hash is computed in a second thread while the next piece is read and written.
 
     Args:
-        path: the file to make, beside the graph.
+        path: the output file, in the graph's folder.
         parameters: graph values with their recipes.
         advance: called with the number of bytes after each piece.
 
@@ -268,12 +268,12 @@ def write_weights(
 def _write(stream: BinaryIO, hasher: _HashThread, piece: memoryview) -> int:
     hasher.update(piece)
     stream.write(piece)
-    hasher.wait()  # the piece's buffer is used again for the next one
+    hasher.wait()  # the next piece reuses the buffer
     return len(piece)
 
 
 class _HashThread:
-    """sha256 in a thread of its own (hashlib and file writes both release the GIL)."""
+    """sha256 in its own thread (hashlib and file writes both release the GIL)."""
 
     def __init__(self) -> None:
         self._digest = hashlib.sha256()

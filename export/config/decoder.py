@@ -1,4 +1,4 @@
-"""The facts that a decoder of the Llama family takes from its config."""
+"""Config of decoders of the Llama family."""
 
 from __future__ import annotations
 
@@ -15,7 +15,7 @@ from edgellm.export.config.rope import PLAIN_ROPE, RopeTraits, read_rope
 
 @dataclass(frozen=True, slots=True)
 class DecoderConfig:
-    """What decoders that compute as Llama does, or nearly so, need to know of themselves."""
+    """Typed facts of decoders like Llama."""
 
     vocab_size: int
     hidden_size: int
@@ -24,28 +24,28 @@ class DecoderConfig:
     num_attention_heads: int
     num_key_value_heads: int
     head_dim: int
-    rms_norm_eps: float  # or that of layer norms
+    rms_norm_eps: float  # or epsilon of layer norms
     max_position_embeddings: int
     tie_word_embeddings: bool
     activation: str
-    layer_kinds: tuple[AttentionKind | None, ...]  # None: a layer that does not attend
+    layer_kinds: tuple[AttentionKind | None, ...]  # None: not an attention layer
     qkv_bias: bool = False
     o_proj_bias: bool = False
     mlp_bias: bool = False
-    embedding_scale: float | None = None  # of what enters the first layer
+    embedding_scale: float | None = None  # factor of the first layer's input
     attention_scale: float | None = None  # of the scores; None: 1 / sqrt(head_dim)
-    attention_softcap: float | None = None  # what bounds them
+    attention_softcap: float | None = None  # of the scores; None: none
     images: ImageSpec | None = None  # of the text tower of a vision-language model
-    is_recurrent: bool = False  # layers keep states
+    is_recurrent: bool = False  # some layers have states
 
     @property
     def kinds(self) -> tuple[AttentionKind | None, ...]:
-        """How each layer attends; `layer_kinds` less those of layers that were cut."""
+        """Attention kind of each exported layer."""
         return self.layer_kinds[: self.num_hidden_layers]
 
     @property
     def attending_layers(self) -> tuple[int, ...]:
-        """Those that have a cache."""
+        """Indices of layers with a KV cache."""
         return tuple(layer for layer, kind in enumerate(self.kinds) if kind is not None)
 
     @property
@@ -70,16 +70,16 @@ class DecoderConfig:
         epsilon_key: str = "rms_norm_eps",
         **traits: Any,
     ) -> DecoderConfig:
-        """Read the keys that all share.
+        """Read the keys that all decoders share.
 
         Args:
             reader: of config.json.
-            rope: what the architecture knows of it; None: layers have several, see `attending`.
+            rope: traits of the architecture; None: layers have several, see `attending`.
             window: of all layers.
-            activation_key: what the config calls it.
-            inner_key: the same of the network's width.
-            epsilon_key: the same of norms.
-            traits: the architecture's own facts.
+            activation_key: config key of the activation.
+            inner_key: config key of the intermediate size.
+            epsilon_key: config key of the norms' epsilon.
+            traits: facts of the architecture.
         """
         heads = reader.positive("num_attention_heads")
         hidden = reader.positive("hidden_size")

@@ -8,12 +8,12 @@ _BY_FLAG = "name the streams: --hidden_taps a,b,c (i enters layer i)"
 
 
 def default_taps(num_layers: int, remedy: str = _BY_FLAG) -> tuple[int, int, int]:
-    """The streams entering layers 2, n/2 and n-3, as EAGLE-3 (arXiv 2503.01840) takes them.
+    """The inputs of layers 2, n/2 and n-3, as in EAGLE-3 (arXiv 2503.01840).
 
-    `remedy` tells how else the caller takes them.
+    `remedy`: hint how to choose taps explicitly.
 
     Raises:
-        UnsupportedModelError: the base has so few layers that these are not three streams.
+        UnsupportedModelError: the base has too few layers for three different taps.
     """
     taps = (2, num_layers // 2, num_layers - 3)
     if not taps[0] < taps[1] < taps[2]:
@@ -26,10 +26,10 @@ def default_taps(num_layers: int, remedy: str = _BY_FLAG) -> tuple[int, int, int
 
 
 def check_taps(taps: tuple[int, ...], num_layers: int, source: str) -> tuple[int, ...]:
-    """`taps` when all of them exist and none goes back; `source` says who asked for them.
+    """`taps`, if all exist in ascending order; `source` is their origin for messages.
 
     Raises:
-        UnsupportedModelError: out of range, or not in the order in which a base computes them.
+        UnsupportedModelError: out of range, or not ascending.
     """
     shown = ", ".join(map(str, taps))
     if not all(0 <= tap <= num_layers for tap in taps):

@@ -1,4 +1,4 @@
-"""How a layer attends, and what a config says of each layer."""
+"""Attention kinds of layers: full or sliding window, by config."""
 
 from __future__ import annotations
 
@@ -16,17 +16,17 @@ EXPERTS, NETWORK = "moe", "mlp"
 
 @dataclass(frozen=True, slots=True, eq=False)
 class AttentionKind:
-    """Layers of one kind share their mask and their rope tables."""
+    """Attention kind; layers of one kind share mask and RoPE tables."""
 
-    rope: Rope | None  # None: nothing turns
-    window: int | None = None  # positions that a row sees, its own included; None: all
+    rope: Rope | None  # None: NoPE
+    window: int | None = None  # tokens that a token attends to, itself included; None: all
 
 
 def read_layer_types(reader: ConfigReader, default: Sequence[str]) -> tuple[str, ...]:
-    """FULL or SLIDING for each layer; `default` where the config does not say.
+    """FULL or SLIDING for each layer; `default` if the config has no layer_types.
 
     Raises:
-        UnsupportedModelError: other words, or not one for each layer.
+        UnsupportedModelError: unknown types, or not one for each layer.
     """
     found = reader.read("layer_types", list, list(default))
     if unknown := [kind for kind in found if kind not in (FULL, SLIDING)]:
@@ -49,12 +49,12 @@ def check_length(reader: ConfigReader, key: str, found: Sequence[object]) -> Non
 
 
 def every(interval: int, layers: int) -> list[str]:
-    """Layer `interval`, 2 * `interval`, ... sees all, those between see their window."""
+    """Full attention in layers `interval`, 2 * `interval`, ..., windows in the others."""
     return [FULL if index % interval == 0 else SLIDING for index in range(1, layers + 1)]
 
 
 def read_window(reader: ConfigReader, types: Sequence[str]) -> int | None:
-    """`sliding_window`; raises `UnsupportedModelError` where layers want one and there is none."""
+    """`sliding_window`; raises `UnsupportedModelError` if layers need one and it is missing."""
     window = reader.optional("sliding_window", int)
     if window is None and SLIDING in types:
         raise UnsupportedModelError(f"config.json: {SLIDING} in layer_types, but no sliding_window")
@@ -62,5 +62,5 @@ def read_window(reader: ConfigReader, types: Sequence[str]) -> int | None:
 
 
 def window_of(kind: str, window: int | None) -> int | None:
-    """`window` for a layer of this type, None if it sees all."""
+    """`window` for a sliding layer, None for full attention."""
     return window if kind == SLIDING else None

@@ -1,4 +1,4 @@
-"""Typed reading of a Hugging Face config: every key is understood, or the export stops."""
+"""Typed reader of a Hugging Face config that rejects unknown keys."""
 
 from __future__ import annotations
 
@@ -10,7 +10,7 @@ from edgellm.core.errors import UnsupportedModelError
 T = TypeVar("T")
 _REQUIRED: Any = object()
 
-# Keys that describe training, storage or defaults of other tools, never the forward computation.
+# Keys for training, storage or defaults of other tools, not for the forward pass.
 _HARMLESS = frozenset(
     [
         "architectures",
@@ -64,12 +64,12 @@ _HARMLESS = frozenset(
 
 
 def is_beyond(value: object) -> bool:
-    """Whether it is infinite, not a number, or an integer that graphs do not have."""
+    """Whether it is infinite, NaN, or an integer beyond 64 bits."""
     return isinstance(value, (int, float)) and not -(2**63) <= value < 2**63
 
 
 class ConfigReader:
-    """Hands out config values by key and type, and remembers which keys were asked for."""
+    """Reads config values by key and type, and records the keys."""
 
     def __init__(self, config: Mapping[str, Any]) -> None:
         self._config = dict(config)
@@ -113,29 +113,29 @@ class ConfigReader:
         return value
 
     def optional(self, key: str, kind: type[T]) -> T | None:
-        """The value of `key`, None when absent or null."""
+        """The value of `key`, None if absent or null."""
         return self.read(key, kind, None)
 
     def assume(self, **values: Any) -> None:
-        """What the architecture takes for granted of keys that the config lacks."""
+        """Set the architecture's defaults of missing keys."""
         for key, value in values.items():
             self._config.setdefault(key, value)
 
     def replace(self, **values: Any) -> None:
-        """What keys come to that others explain."""
+        """Replace values of keys that other keys determine."""
         self._config.update(values)
 
     def skip(self, *keys: str) -> None:
-        """Keys of these names change nothing, whatever they say."""
+        """Ignore these keys: they do not affect the computation."""
         self._used.update(keys)
 
     def choice(self, key: str, *allowed: str) -> str:
-        """The value of `key`, one of `allowed`; the first of them where the config is silent."""
+        """The value of `key`, one of `allowed`; default: the first."""
         self.expect(key, *allowed)
         return str(self._config.get(key) or allowed[0])
 
     def expect(self, key: str, *allowed: object) -> None:
-        """Accept `key` only when it is absent, null or one of `allowed`."""
+        """Accept `key` only if absent, null or one of `allowed`."""
         self._used.add(key)
         value = self._config.get(key)
         if value is not None and value not in allowed:

@@ -1,9 +1,9 @@
-"""Rotary position embeddings: the inverse frequencies that a config asks for.
+"""Rotary position embeddings: inverse frequencies by config.
 
 Sources: RoFormer (arXiv 2104.09864), linear interpolation (2306.15595), YaRN (2309.00071), the
-frequency rule of Llama 3.1, M-RoPE (2409.12191), whose pairs turn by the time, row or column of a
-token, and its interleaved form in Qwen3-VL. Computed in float32 as transformers does, so that
-angles agree.
+frequency rule of Llama 3.1, M-RoPE (2409.12191), whose pairs use the time, row or column of a
+token, and its interleaved form in Qwen3-VL. Computed in float32 as in transformers, for equal
+angles.
 """
 
 from __future__ import annotations
@@ -29,7 +29,7 @@ Parameters = dict[str, Any]
 class Rope:
     """Angle of pair i at position p is `p * inv_freq[i]`; cos and sin are multiplied by `scale`."""
 
-    inv_freq: F32  # [R / 2], R numbers of a head turn
+    inv_freq: F32  # [R / 2], R rotary dimensions of a head
     scale: float = 1.0
     axes: tuple[int, ...] = ()  # of M-RoPE: which position each pair turns by, 0, 1 or 2
     interleaved: bool = False  # a number turns with its neighbour, not with the one R / 2 after
@@ -43,10 +43,10 @@ Rule = Callable[[F32, float, Parameters], Rope]
 
 @dataclass(frozen=True, slots=True)
 class RopeTraits:
-    """What an architecture knows of its rope, whatever its config says."""
+    """RoPE facts of an architecture, independent of its config."""
 
-    theta: float = 1e4  # where the config is silent
-    partial: float | None = None  # part of a head that turns, if the config may say so; its default
+    theta: float = 1e4  # default
+    partial: float | None = None  # default of partial_rotary_factor, if the config may have it
     interleaved: bool = False
     others: tuple[str, ...] = ()  # parameters that the architecture reads itself
     rules: Mapping[str, Rule] | None = None  # by type; None: `RULES`
@@ -61,7 +61,7 @@ def read_rope(
     """The rope of a config, in the layout of transformers 4 or 5.
 
     Raises:
-        UnsupportedModelError: a scaling that is unknown or depends on the prompt's length.
+        UnsupportedModelError: the scaling is unknown or depends on the prompt's length.
     """
     parameters = read_parameters(reader)
     theta = reader.read("rope_theta", float, traits.theta)
@@ -75,13 +75,13 @@ def read_ropes(
 ) -> dict[str, Rope]:
     """A rope for each type of layer, in the layout of transformers 4 or 5.
 
-    Before, `rope_scaling` and `rope_theta` were those of the first type.
+    In version 4, `rope_scaling` and `rope_theta` are those of the first type.
 
     Args:
         reader: of config.json.
-        thetas: of each type where the config is silent.
+        thetas: defaults by type.
         head_dim: D.
-        max_positions: that the config names.
+        max_positions: of the config.
     """
     first = next(iter(thetas))
     nested = reader.optional("rope_parameters", dict)
@@ -146,7 +146,7 @@ def rope_of(
     theta = _number(parameters, "rope_theta")
     kind = parameters.pop("rope_type", None) or parameters.pop("type", None) or "default"
     parameters.pop("type", None)
-    pairs = _turning_pairs(reader, parameters, head_dim, traits)
+    pairs = _num_rotary_pairs(reader, parameters, head_dim, traits)
     axes = _axes(parameters, head_dim)
     kind = "default" if axes and kind == "mrope" else kind
     rules = RULES if traits.rules is None else traits.rules
@@ -172,8 +172,8 @@ def rope_of(
         raise UnsupportedModelError(
             f"config.json: rope parameters not understood: {', '.join(sorted(left))}"
         )
-    turning = [each for each in (rope.inv_freq, rope.long_inv_freq) if each is not None]
-    if not all(np.isfinite(each).all() for each in turning) or not 0 < rope.scale < math.inf:
+    frequencies = [each for each in (rope.inv_freq, rope.long_inv_freq) if each is not None]
+    if not all(np.isfinite(each).all() for each in frequencies) or not 0 < rope.scale < math.inf:
         raise _no_angles()
     return replace(rope, axes=axes, interleaved=traits.interleaved)
 
@@ -183,10 +183,10 @@ def _no_angles() -> UnsupportedModelError:
 
 
 def _number(parameters: Parameters, key: str, default: float | None = None) -> float:
-    """A positive number that is taken out of the parameters.
+    """Pop a positive number from the parameters.
 
     Raises:
-        KeyError: it is missing and there is no default.
+        KeyError: missing without a default.
     """
     value = parameters.pop(key) if default is None else parameters.pop(key, None)
     value = default if value is None else value
@@ -199,10 +199,10 @@ def _number(parameters: Parameters, key: str, default: float | None = None) -> f
     return float(value)
 
 
-def _turning_pairs(
+def _num_rotary_pairs(
     reader: ConfigReader, parameters: Parameters, head_dim: int, traits: RopeTraits
 ) -> int:
-    """Of the first numbers of a head; the others stay as they are."""
+    """Number of RoPE pairs, in the first dimensions of a head."""
     outer = reader.optional("partial_rotary_factor", float)
     inner = parameters.pop("partial_rotary_factor", None)
     given = next((part for part in (inner, outer, traits.partial) if part is not None), 1.0)
@@ -212,17 +212,17 @@ def _turning_pairs(
         )
     if isinstance(given, bool) or not isinstance(given, (int, float)) or not 0 < given <= 1:
         raise UnsupportedModelError(f"config.json: partial_rotary_factor = {given!r}")
-    turning = int(head_dim * given)
-    if turning < 2 or turning % 2:
+    rotary_dim = int(head_dim * given)
+    if rotary_dim < 2 or rotary_dim % 2:
         raise UnsupportedModelError(
-            f"config.json: {turning} of the {head_dim} numbers of a head would turn",
+            f"config.json: {rotary_dim} of the {head_dim} numbers of a head would turn",
             hint="an even number of them, at least 2, can",
         )
-    return turning // 2
+    return rotary_dim // 2
 
 
 def _axes(parameters: Parameters, head_dim: int) -> tuple[int, ...]:
-    """The axis of each pair, () for plain positions; takes M-RoPE's keys out."""
+    """The axis of each pair, () for plain positions; pops M-RoPE's keys."""
     sections = parameters.pop("mrope_section", None)
     interleaved = parameters.pop("mrope_interleaved", False)
     if sections is None:
@@ -256,16 +256,16 @@ def _linear(plain: F32, theta: float, parameters: Parameters) -> Rope:
 
 
 def _factors(plain: F32, theta: float, parameters: Parameters) -> Rope:
-    """Explicit divisors per frequency, as GGUF files carry them (`rope_freqs.weight`).
+    """Explicit divisors per frequency, as in GGUF files (`rope_freqs.weight`).
 
-    `scaling` names the rule for the divided frequencies, whose parameters are given with it.
+    `scaling` names the rule for the divided frequencies, with its parameters.
     """
     divided = (plain / _divisors(parameters, "factors", len(plain))).astype(np.float32)
     return RULES[parameters.pop("scaling", "default")](divided, theta, parameters)
 
 
 def _divisors(parameters: Parameters, key: str, pairs: int) -> F32:
-    """A list of a positive number for each pair."""
+    """A list with a positive number for each pair."""
     found = parameters.pop(key)
     is_list = isinstance(found, list) and len(found) == pairs
     if not is_list or not all(isinstance(each, (int, float)) and each > 0 for each in found):
@@ -276,10 +276,10 @@ def _divisors(parameters: Parameters, key: str, pairs: int) -> F32:
 
 
 def _longrope(plain: F32, theta: float, parameters: Parameters) -> Rope:
-    """The short factors where the cache ends with the original length, the long ones else.
+    """Short factors if the cache's capacity is the original length at most, else long ones.
 
-    Transformers turns every position otherwise as soon as a text is longer, also those that are
-    cached; llama.cpp and vLLM decide it by capacity.
+    Transformers switches all positions when a text becomes longer, cached ones included; llama.cpp
+    and vLLM decide by capacity.
     """
     del theta
     original = int(_number(parameters, "original_max_position_embeddings"))
@@ -295,7 +295,7 @@ def _longrope(plain: F32, theta: float, parameters: Parameters) -> Rope:
 
 
 def ntk_alpha(plain: F32, theta: float, parameters: Parameters) -> Rope:
-    """A base that `alpha` stretches, as Hunyuan's configs call "dynamic" what does not change."""
+    """A base scaled by `alpha`: Hunyuan's "dynamic" type, which is constant."""
     for unread in ("factor", "beta_fast", "beta_slow", "mscale", "mscale_all_dim"):
         parameters.pop(unread, None)
     dim = 2 * len(plain)

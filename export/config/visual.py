@@ -1,4 +1,4 @@
-"""What the configs of all visual encoders have in common."""
+"""Config readers that all visual encoders share."""
 
 from __future__ import annotations
 
@@ -10,13 +10,13 @@ _TRAINING = ("dropout", "hidden_dropout_prob", "projection_dropout", "initialize
 
 
 def skip_training(vision: ConfigReader) -> None:
-    """Mark keys that say how an encoder was trained."""
+    """Ignore keys of an encoder's training."""
     for key in _TRAINING:
         vision.optional(key, object)
 
 
 def read_square(vision: ConfigReader, key: str, default: int) -> int:
-    """A side in pixels, which some configs write once for each axis.
+    """A side in pixels, which some configs repeat for each axis.
 
     Raises:
         UnsupportedModelError: not positive, or not square.
@@ -39,10 +39,10 @@ def read_activation(reader: ConfigReader, key: str, default: str) -> str:
 
 
 def read_indices(vision: ConfigReader, key: str, default: tuple[int, ...]) -> tuple[int, ...]:
-    """Numbers of layers.
+    """Indices of layers.
 
     Raises:
-        UnsupportedModelError: something else in the list.
+        UnsupportedModelError: not a list of integers.
     """
     indices = vision.read(key, list, list(default))
     if not all(isinstance(index, int) and index >= 0 for index in indices):
@@ -51,10 +51,10 @@ def read_indices(vision: ConfigReader, key: str, default: tuple[int, ...]) -> tu
 
 
 def read_theta(vision: ConfigReader) -> float:
-    """The base of a two-dimensional rope; only configs of transformers 5 name it.
+    """The base of a 2-D RoPE; only configs of transformers 5 have it.
 
     Raises:
-        UnsupportedModelError: another kind of rope.
+        UnsupportedModelError: another kind of RoPE.
     """
     rope = ConfigReader(vision.read("rope_parameters", dict, {}))
     rope.expect("rope_type", "axial")
@@ -77,13 +77,13 @@ def check_heads(size: int, num_heads: int, *, multiple: int = 1) -> int:
 
 
 def language_size(model: ConfigReader) -> int:
-    """Hidden size of the language model, in `text_config` or, in older files, at the top."""
+    """Hidden size of the language model, in `text_config` or, in older files, at the top level."""
     text = model.optional("text_config", dict)
     return (model if text is None else ConfigReader(text)).positive("hidden_size")
 
 
 def expect_language_size(model: ConfigReader, size: int) -> None:
-    """Refuse an encoder whose outputs do not fit the language model.
+    """Reject an encoder whose output width differs from the language model's.
 
     Raises:
         UnsupportedModelError: its hidden size is not `size`.

@@ -1,8 +1,8 @@
 """The facts of a draft that predicts whole blocks, from the config of whichever trainer wrote it.
 
 Public layouts: DFlash (arXiv 2602.06036) and DFlash2 as z-lab write them, JetSpec (2606.18394),
-DSpark (2607.05147) as DeepSpec and SpecForge write it, and all of them as speculators does. What a
-method adds stands in `dflash_config` or at the top, and below it wins.
+DSpark (2607.05147) as DeepSpec and SpecForge write it, and all of them in speculators' layout. A
+method's own keys are in `dflash_config`, which takes precedence, or at the top level.
 """
 
 from __future__ import annotations
@@ -50,14 +50,14 @@ T = TypeVar("T")
 
 @dataclass(frozen=True, slots=True)
 class BlockConfig:
-    """What such a draft computes and which base it was trained for."""
+    """Facts of a block drafter, and of the base that it was trained for."""
 
     draft: DraftConfig  # its layers, taps and vocabulary
     block: BlockSpec
     kind: str  # "dflash", "jetspec", "dspark" or "dflash2"
-    rank: int  # of the scores by the candidate before; 0: there are none
+    rank: int  # of the scores by the previous candidate; 0: none
     convolution: Convolution | None
-    method: str = "dflash"  # the module that has the network
+    method: str = "dflash"  # the network's module
 
     @property
     def exporter(self) -> str:
@@ -76,7 +76,7 @@ class BlockConfig:
 
 
 class _Own:
-    """Reads the keys of the method, wherever they stand."""
+    """Reads the method's keys, in `dflash_config` or at the top level."""
 
     def __init__(self, outer: ConfigReader, nested: ConfigReader) -> None:
         self.outer, self.nested = outer, nested
@@ -106,10 +106,10 @@ class _Own:
 def read_block(
     checkpoint: Checkpoint, base: DecoderConfig, ignored: tuple[str, ...] = ()
 ) -> BlockConfig:
-    """Read a draft's config, with its tensors' names as witnesses, and check it against the base.
+    """Read a draft's config and tensor names, and check them against the base.
 
     Raises:
-        UnsupportedModelError: a layout that is not understood, or a draft for another base.
+        UnsupportedModelError: an unsupported layout, or a draft for another base.
     """
     infos = checkpoint.tensors.infos()
     outer = ConfigReader(checkpoint.config)
@@ -160,14 +160,14 @@ def read_block(
 
 
 def _decoder(reader: ConfigReader, infos: Infos) -> tuple[DecoderConfig, int | None, list[bool]]:
-    """Layers without their windows, the window, and which layers have it."""
+    """The decoder without windows, the window, and the layers that have it."""
     reader.expect("model_type", "qwen3", "llama", "qwen2")
     reader.expect("hidden_act", "silu", "swish")
     biased = reader.read("attention_bias", bool, False)
     slides = reader.read("use_sliding_window", bool, True)
     window = reader.optional("sliding_window", int)
     types = reader.read("layer_types", list, [])
-    reader.optional("max_window_layers", int)  # which `layer_types` names
+    reader.optional("max_window_layers", int)  # implied by `layer_types`
     first = "layers.0.self_attn"
     decoder = DecoderConfig.read(
         reader,
@@ -187,12 +187,12 @@ def _decoder(reader: ConfigReader, infos: Infos) -> tuple[DecoderConfig, int | N
 
 
 def _is_causal(own: _Own, sliding: list[bool], *, is_speculators: bool) -> bool:
-    """Whether rows of a block see those before them only.
+    """Whether attention in a block is causal.
 
-    Where the config does not say so, layers with a window do.
+    Without a key in the config, layers with a window are causal.
 
     Raises:
-        UnsupportedModelError: some layers do and others do not.
+        UnsupportedModelError: some layers are causal and others are not.
     """
     said = [own.read(key, bool) for key in ("causal_head", "causal", "is_causal")]
     opened = own.read("sliding_window_non_causal", bool)
@@ -211,7 +211,7 @@ def _is_causal(own: _Own, sliding: list[bool], *, is_speculators: bool) -> bool:
 
 
 def _kind(config: Mapping[str, Any], infos: Infos, *, is_causal: bool) -> str:
-    """The method by the tensors, which must be what the config names."""
+    """The method by the tensors, which must match the config."""
     found = "jetspec" if is_causal else "dflash"
     if any(name.startswith(f"{MARKOV}.") for name in infos):
         found = "dspark"
@@ -228,9 +228,9 @@ def _kind(config: Mapping[str, Any], infos: Infos, *, is_causal: bool) -> str:
 
 
 def _additions(own: _Own, kind: str, infos: Infos) -> tuple[int, int, Convolution | None]:
-    """Rank of the scores by the candidate before, how many have some, DFlash2's convolution."""
+    """Rank of the scores by previous candidate, number of candidates, DFlash2's convolution."""
     own.expect("final_logit_softcapping")
-    own.read("enable_confidence_head", bool)  # what it says is learned while running instead
+    own.read("enable_confidence_head", bool)  # replaced by acceptance measured at run time
     own.read("confidence_head_with_markov", bool)
     if kind == "dspark":
         own.expect("markov_head_type", "vanilla")
@@ -264,7 +264,7 @@ def _from_newest(own: _Own, exporter: str, kind: str) -> bool:
 
 
 def _exporter(config: Mapping[str, Any]) -> str:
-    """Who writes such files."""
+    """The exporter of the checkpoint."""
     names = config.get("architectures")
     names = names if isinstance(names, list) else []
     if "Qwen3DSparkModel" in names:
@@ -275,7 +275,7 @@ def _exporter(config: Mapping[str, Any]) -> str:
 
 
 def _taps(own: _Own, num_layers: int, draft_layers: int) -> tuple[tuple[int, ...], str]:
-    """The residual streams of the base that feed the draft, and how they were found."""
+    """The base's hidden taps for the draft, and their origin."""
     inputs, outputs = own.outer.optional(_SPECULATORS_IDS, list), own.read(_IDS, list)
     ids = inputs or outputs
     if ids is None:
@@ -296,7 +296,7 @@ def _taps(own: _Own, num_layers: int, draft_layers: int) -> tuple[tuple[int, ...
 
 
 def _spread(num_layers: int, count: int) -> tuple[int, ...]:
-    """As DFlash does it: outputs of the middle layer, or from layer 1 to n - 3."""
+    """DFlash's default: the middle layer's output, or outputs spread from layer 1 to n - 3."""
     if count == 1:
         return (num_layers // 2 + 1,)
     step = (num_layers - 4) / (count - 1)

@@ -1,8 +1,7 @@
-"""The facts of a draft from the config of whichever trainer wrote it.
+"""Config of EAGLE drafts in the layouts of all trainers.
 
-Public layouts: SafeAILab/EAGLE, SpecForge, AngelSlim, NVIDIA Model-Optimizer, speculators. Where a
-file's tensors and its config can both tell something, a contradiction stops the export later: the
-tensor is then missing, or left over.
+Public layouts: SafeAILab/EAGLE, SpecForge, AngelSlim, NVIDIA Model-Optimizer, speculators. If
+tensors and config contradict each other, the export fails later: a tensor is missing or unused.
 """
 
 from __future__ import annotations
@@ -38,16 +37,16 @@ Infos = Mapping[str, TensorInfo]
 
 @dataclass(frozen=True, slots=True)
 class Norms:
-    """Where an EAGLE-3 draft normalizes besides the places that all of them share."""
+    """Optional norms of an EAGLE-3 draft."""
 
-    before_residual: bool  # the first residual is the normalized hidden row
+    before_residual: bool  # the first residual is the normalized hidden state
     before_fc: bool  # one norm over all taps (`input_norm`)
     fc_norm: bool  # one norm for each tap
-    output: bool  # recycled rows leave the final norm
+    output: bool  # recycled hidden states are outputs of the final norm
 
     @classmethod
     def read(cls, outer: ConfigReader, eagle: ConfigReader, exporter: str, infos: Infos) -> Norms:
-        """Read the switches; a tensor speaks where the config is silent."""
+        """Read the switches from the config, or else from tensor names."""
         before_fc = eagle.read("norm_before_fc", bool, "input_norm.weight" in infos)
         output = eagle.read("return_hidden_post_norm", bool, False)
         norms = cls(
@@ -65,7 +64,7 @@ class Norms:
 
 @dataclass(frozen=True, slots=True)
 class DraftConfig:
-    """What an EAGLE draft computes and which base it was trained for."""
+    """Facts of an EAGLE draft, and of the base that it was trained for."""
 
     method: str  # "eagle3", "peagle" or "eagle"; within `BlockConfig` "dflash"
     exporter: str
@@ -83,23 +82,23 @@ class DraftConfig:
 
     @property
     def fuses(self) -> bool:
-        """Whether the base's features pass through a graph of their own."""
+        """Whether a fuse graph computes the draft's input from hidden taps."""
         return self.method != "eagle"
 
 
 def read_draft(
     checkpoint: Checkpoint, base: DecoderConfig, ignored: tuple[str, ...] = ()
 ) -> DraftConfig | OwnConfig:
-    """Read a draft's config, with its tensors' names as witnesses, and check it against the base.
+    """Read a draft's config and tensor names, and check them against the base.
 
     Args:
         checkpoint: the draft.
-        base: the model that it drafts for, cut to the layers that are exported.
-        ignored: config keys that the user knows not to matter.
+        base: the model that it drafts for, with the exported layers.
+        ignored: config keys that the user ignores.
 
     Raises:
-        EdgeLLMError: the folder holds something else than a draft.
-        UnsupportedModelError: a layout that is not understood, or a draft for another base.
+        EdgeLLMError: the folder has no draft.
+        UnsupportedModelError: an unsupported layout, or a draft for another base.
     """
     if (kind := kinds.kind_of(checkpoint.tensors.infos())) is not None:
         return kind.read(checkpoint, base, ignored)
@@ -170,7 +169,7 @@ def _refuse_other_models(checkpoint: Checkpoint, infos: Infos) -> None:
 
 
 def _exporter(config: Mapping[str, Any], infos: Infos) -> str:
-    """Whose conventions the checkpoint follows."""
+    """The exporter whose conventions the checkpoint follows."""
     if any(key in config for key in _SPECULATORS):
         return "speculators"
     eagle = config.get("eagle_config")
@@ -187,7 +186,7 @@ def _exporter(config: Mapping[str, Any], infos: Infos) -> str:
 
 
 def _method(config: Mapping[str, Any], infos: Infos, exporter: str) -> str:
-    """Only EAGLE-3 normalizes the hidden half, names a draft vocabulary or has other trainers."""
+    """EAGLE-3 if there is a hidden norm, a draft vocabulary or another trainer, else EAGLE-1."""
     third = (
         exporter != "SafeAILab"
         or config.get("draft_vocab_size") is not None
@@ -236,7 +235,7 @@ def _expect_plain_eagle(eagle: ConfigReader) -> None:
 def _taps(
     method: str, exporter: str, outer: ConfigReader, eagle: ConfigReader, num_layers: int
 ) -> tuple[tuple[int, ...], str]:
-    """The residual streams of the base that feed the draft, and how they were found."""
+    """The base's hidden taps for the draft, and their origin."""
     above, below = outer.optional(TAP_IDS, list), eagle.optional(TAP_IDS, list)
     if method == "eagle":
         return (num_layers,), "EAGLE-1: output of the final norm"
@@ -277,7 +276,7 @@ def _taps(
 
 
 def check_against(base: DecoderConfig, config: DraftConfig, fc: TensorInfo) -> None:
-    """Refuse a draft that was trained for another base."""
+    """Reject a draft that was trained for another base."""
     hint = "give the base that the draft was trained for"
     size = config.base_hidden_size if config.fuses else config.decoder.hidden_size
     if size != base.hidden_size:

@@ -22,19 +22,19 @@ _PACKAGE = "edgellm.export.drafts"
 
 
 class Network(Protocol):
-    """A `Model`: continues hidden rows [1, S, D] by tokens."""
+    """A `Model` of hidden states [1, S, D] and tokens."""
 
     def forward(self, op: Op, input_ids: ir.Value, hidden: ir.Value, state: PassState) -> ir.Value:
         """input_ids int64 [1, S] and hidden [1, S, D] -> [1, S, D]."""
         ...
 
     def head(self, op: Op, x: ir.Value) -> tuple[ir.Value, ir.Value]:
-        """X [1, R, D] -> logits [1, R, draft vocabulary] and recycled rows [1, R, D]."""
+        """X [1, R, D] -> logits [1, R, draft vocabulary], recycled hidden states [1, R, D]."""
         ...
 
 
 class OwnConfig(Protocol):
-    """The facts of such a network that every export needs."""
+    """Config of a kind, with the facts that every export needs."""
 
     @property
     def method(self) -> str:
@@ -43,45 +43,45 @@ class OwnConfig(Protocol):
 
     @property
     def exporter(self) -> str:
-        """Whose conventions the checkpoint follows."""
+        """The exporter whose conventions the checkpoint follows."""
         ...
 
     @property
     def hidden_taps(self) -> tuple[int, ...]:
-        """What of the base it reads, see `specs.DraftSpec`."""
+        """Hidden taps of the base, see `model_spec.DraftSpec`."""
         ...
 
     @property
     def taps_meaning(self) -> str:
-        """What the base's features are, in words."""
+        """Description of the taps."""
         ...
 
 
 class Kind(Protocol):
-    """A module of `export.drafts` whose network has a shape of its own."""
+    """Interface of a module of `export.drafts` with its own config and graph."""
 
     TITLE: str  # in messages
     ROLE: str  # of its graph
-    FILES: tuple[str, ...]  # of its weights, where they stand beside a model's
+    FILES: tuple[str, ...]  # of its weights, if in a model's folder
 
     def own_names(self, names: Iterable[str]) -> list[str]:
-        """Those of its tensors."""
+        """Names of its tensors."""
         ...
 
     def read(
         self, checkpoint: Checkpoint, base: DecoderConfig, ignored: tuple[str, ...] = ()
     ) -> OwnConfig:
-        """Its facts, checked against the base's."""
+        """Its config, checked against the base's."""
         ...
 
     def build(
         self, draft: Checkpoint, base: Checkpoint, config: Any, dtype: ir.DataType
     ) -> tuple[ir.Model, Op, Weights]:
-        """Its graph, recorded without touching weight data."""
+        """Its graph, recorded without reading weight data."""
         ...
 
     def spec(self, draft: Checkpoint, config: Any, op: Op) -> DraftSpec:
-        """What the manifest says of it."""
+        """Its spec for the manifest."""
         ...
 
     # One that has its base's head may have `with_vocabulary(config, base, size)`: the facts of the
@@ -89,29 +89,29 @@ class Kind(Protocol):
 
 
 def find(method: str) -> ModuleType:
-    """The module of a method that `draft_config` recognized."""
+    """The module of a method that `config` detected."""
     return importlib.import_module(f"{_PACKAGE}.{method}")
 
 
 def kind(method: str) -> Kind:
-    """The module of a method whose network has a shape of its own."""
+    """The module of a method that implements `Kind`."""
     return cast("Kind", find(method))
 
 
 def kinds() -> Iterator[Kind]:
-    """All networks of shapes of their own."""
+    """All modules that implement `Kind`."""
     for found in pkgutil.iter_modules(importlib.import_module(_PACKAGE).__path__):
         if hasattr(find(found.name), "own_names"):
             yield kind(found.name)
 
 
 def kind_of(names: Iterable[str]) -> Kind | None:
-    """The network whose tensors stand among `names`, alone or beside a model's."""
+    """The kind whose tensors are among `names`, possibly with a model's."""
     names = list(names)
     return next((each for each in kinds() if each.own_names(names)), None)
 
 
 def own_names(names: Iterable[str]) -> list[str]:
-    """Names of tensors of such networks, which a model's export leaves alone."""
+    """Names of draft tensors, which a model's export ignores."""
     names = list(names)
     return [name for each in kinds() for name in each.own_names(names)]

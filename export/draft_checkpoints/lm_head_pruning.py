@@ -15,10 +15,10 @@ _FLOATS = ("F32", "F16", "BF16")
 
 
 class HeadRows:
-    """A source with a tensor `head`: some rows of its tensor `name`, in ascending order."""
+    """A source with a tensor `head`: some rows of the tensor `name`, in ascending order."""
 
     def __init__(self, source: TensorSource, name: str, rows: NDArray[np.int64], head: str) -> None:
-        """Nothing is read yet; raises `UnsupportedModelError` if the rows are not stored as floats.
+        """Raises `UnsupportedModelError` if the rows are not floats; reads no data.
 
         Args:
             source: of the whole head.
@@ -62,10 +62,10 @@ class HeadRows:
 
 
 def commonest(size: int, vocab_size: int, ends: Iterable[object]) -> NDArray[np.int64]:
-    """Int64 [size], ascending: the tokens that end an answer, and those of the lowest ids.
+    """Int64 [size], ascending: end-of-sequence tokens, and those of the lowest ids.
 
-    Vocabularies of byte pairs count up as pairs became rarer. Raises `UnsupportedModelError` if
-    there are not so many tokens.
+    BPE vocabularies are in order of frequency. Raises `UnsupportedModelError` if there are fewer
+    tokens.
     """
     kept = sorted({end for end in ends if isinstance(end, int) and 0 <= end < vocab_size})
     if not len(kept) < size <= vocab_size:

@@ -26,7 +26,7 @@ _TRAINING = ("down_sample_ratio", "down_sample_ratio_min", "max_seq_len")
 
 @dataclass(frozen=True, slots=True)
 class MaskRows:
-    """Those of a draft."""
+    """Mask token of a P-EAGLE draft, and its hidden state."""
 
     token_id: int
     depth: int  # tokens that a pass predicts; one row less is a mask's
@@ -38,12 +38,12 @@ class MaskRows:
         """Read config.json; None: the draft has none.
 
         Raises:
-            UnsupportedModelError: no mask token, several, or one that is not a token.
-            BrokenArtifactError: the rows' feature is missing.
+            UnsupportedModelError: no mask token, several, or an invalid one.
+            BrokenArtifactError: the mask's hidden state is missing.
         """
         read = {key: reader.optional(key, int) for key in _TOKEN_KEYS}
-        said = {key: value for key, value in read.items() if value is not None}
-        tokens = {*said.values()}
+        stated = {key: value for key, value in read.items() if value is not None}
+        tokens = {*stated.values()}
         is_parallel = reader.optional("parallel_drafting", bool)
         depths = [found for key in _DEPTH_KEYS if (found := reader.optional(key, int))]
         depths += _proposed(reader.optional("speculators_config", dict) or {})
@@ -56,7 +56,7 @@ class MaskRows:
             return None
         reader.skip(*_TRAINING)
         if len(tokens) != 1 or not 0 <= (token_id := tokens.pop()) < vocab_size:
-            shown = ", ".join(f"{key} = {value}" for key, value in said.items())
+            shown = ", ".join(f"{key} = {value}" for key, value in stated.items())
             raise UnsupportedModelError(
                 f"config.json does not say which token {FEATURE} belongs to: {shown or 'no key'}",
                 hint=f"one of {', '.join(_TOKEN_KEYS)} names it",
@@ -65,7 +65,7 @@ class MaskRows:
 
 
 def _proposed(config: Mapping[str, Any]) -> list[int]:
-    """The tokens of a pass that speculators' config proposes."""
+    """Numbers of tokens in speculators' proposal methods."""
     methods = config.get("proposal_methods")
     found = (
         method.get("speculative_tokens")

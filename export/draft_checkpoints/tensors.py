@@ -1,4 +1,4 @@
-"""A draft's tensors, completed by those that it shares with its base, and its vocabulary."""
+"""A draft's tensors with those that it shares with its base, and its vocabulary."""
 
 from __future__ import annotations
 
@@ -22,12 +22,12 @@ _HEAD = "lm_head."
 
 
 class DraftTensors:
-    """The draft's own tensors and borrowed ones, all under names of the draft."""
+    """The draft's own and shared tensors, under the draft's names."""
 
     def __init__(
         self, draft: TensorSource, borrowed: Mapping[str, tuple[TensorSource, str]]
     ) -> None:
-        """`borrowed`: source and name there, by name here."""
+        """`borrowed`: source and its name of each shared tensor, by the draft's name."""
         self._places = {name: (draft, name) for name in draft.infos()} | dict(borrowed)
         self._infos = {
             name: source.infos()[there] for name, (source, there) in self._places.items()
@@ -44,11 +44,11 @@ class DraftTensors:
 
 
 def complete(draft: TensorSource, base: TensorSource, config: DraftConfig) -> DraftTensors:
-    """Add the embedding and the head that a draft leaves to its base.
+    """Add the embedding and the head that a draft shares with its base.
 
     Raises:
-        UnsupportedModelError: the base's tensors do not fit the draft's sizes or vocabulary.
-        BrokenArtifactError: the base lacks them too.
+        UnsupportedModelError: the base's tensors differ from the draft's sizes or vocabulary.
+        BrokenArtifactError: the base lacks them, too.
     """
     own, there = draft.infos(), base.infos()
     borrowed: dict[str, tuple[TensorSource, str]] = {}
@@ -75,7 +75,7 @@ def complete(draft: TensorSource, base: TensorSource, config: DraftConfig) -> Dr
 def read_target_ids(
     weights: Weights, config: DraftConfig, base: DecoderConfig
 ) -> NDArray[np.int64] | None:
-    """The base's id of each id of the draft, int64 [draft vocabulary]; None when they are equal.
+    """The base's id of each id of the draft, int64 [draft vocabulary]; None if they are equal.
 
     `d2t` holds differences (target = id + d2t[id]); `t2d` marks the targets and must agree.
 

@@ -1,7 +1,7 @@
-"""A draft for a base whose residual stream was rotated: its weights turn back what it reads.
+"""Adapts a draft to a base with a rotated residual stream, by rotating its weights.
 
-Exact and free: the features x Q of a base go through fc, which takes up Q. T taps, H hidden size of
-the base, D of the draft.
+This is exact and costs nothing: hidden states x Q of a base are inputs of fc, which absorbs Q. T
+taps, H hidden size of the base, D of the draft.
 """
 
 from __future__ import annotations
@@ -32,10 +32,10 @@ _HINT = "quantize the base without --rotate residual"
 
 
 def missing_rotation(base: Checkpoint, draft: Checkpoint) -> Rotation | None:
-    """What the base's stream was rotated by since the draft was trained.
+    """The base's rotation since the draft was trained.
 
     Raises:
-        UnsupportedModelError: the draft was trained with a stream that the base does not have.
+        UnsupportedModelError: the draft was trained with another rotation.
     """
     found, known = Rotation.of(base.config), draft.config.get(KEY)
     if known is not None and found != Rotation.of({**base.config, KEY: known}):
@@ -49,16 +49,16 @@ def missing_rotation(base: Checkpoint, draft: Checkpoint) -> Rotation | None:
 def facing(
     tensors: TensorSource, draft: Checkpoint, config: DraftConfig, rotation: Rotation
 ) -> TensorSource:
-    """A draft's tensors, fitted to a rotated base.
+    """A draft's tensors, adapted to a rotated base.
 
     Args:
-        tensors: of the draft, borrowed ones among them.
+        tensors: of the draft, shared ones included.
         draft: its checkpoint.
         config: its facts.
         rotation: of the base since the draft was trained.
 
     Raises:
-        UnsupportedModelError: no matrix of floats takes up the rotation.
+        UnsupportedModelError: no float matrix can absorb the rotation.
     """
     own, infos = draft.tensors.infos(), tensors.infos()
     if not config.fuses:
@@ -78,7 +78,7 @@ def facing(
         )
     if config.mask_rows is not None:
         info = replace(infos[FEATURE], dtype="F32")
-        recipes[FEATURE] = Recipe(info, lambda: _turned_taps(floats(tensors, FEATURE), rotation))
+        recipes[FEATURE] = Recipe(info, lambda: _rotated_taps(floats(tensors, FEATURE), rotation))
     for name in _norms_before_fc(config):
         ones = np.ones(infos[name].shape, np.float32)
         recipes[name] = Recipe(replace(infos[name], dtype="F32"), lambda ones=ones: [ones])
@@ -86,14 +86,14 @@ def facing(
 
 
 def _fc(tensors: TensorSource, config: DraftConfig, rotation: Rotation) -> Iterator[F32]:
-    """[D, T*H] for features that were not turned back; the norm before it lies in it."""
+    """The fc [D, T*H] for rotated hidden states, with the norm before it folded in."""
     weight = floats(tensors, _FC)
     norms = [floats(tensors, name) for name in _norms_before_fc(config)]
-    yield from _turned_taps(weight * np.concatenate(norms) if norms else weight, rotation)
+    yield from _rotated_taps(weight * np.concatenate(norms) if norms else weight, rotation)
 
 
-def _turned_taps(rows: F32, rotation: Rotation) -> Iterator[F32]:
-    """Every tap of [..., T*H]."""
+def _rotated_taps(rows: F32, rotation: Rotation) -> Iterator[F32]:
+    """Rotate each tap of [..., T*H]."""
     taps = rows.reshape(*rows.shape[:-1], -1, rotation.size)
     yield rotation.turn(taps).reshape(rows.shape)
 

@@ -65,7 +65,7 @@ _WITNESSES = {"fc.weight", "hidden_norm.weight", "layers.0.self_attn.q_proj.weig
 
 
 def own_names(names: Iterable[str]) -> list[str]:
-    """All of them, where they are such a draft's; it never stands beside a model."""
+    """All names, if they are a block drafter's, which is never in a model's folder."""
     names = list(names)
     return names if {*names} >= _WITNESSES else []
 
@@ -76,7 +76,7 @@ def read(checkpoint: Checkpoint, base: DecoderConfig, ignored: tuple[str, ...] =
 
 
 class Fuse:
-    """The base's tapped streams [1, S, T*H] to what layers make keys and values of [1, S, D]."""
+    """Hidden taps [1, S, T*H] to the context [1, S, D], the layers' source of keys and values."""
 
     def __init__(self, config: DraftConfig, weights: Weights) -> None:
         size = config.decoder.hidden_size
@@ -90,7 +90,7 @@ class Fuse:
 
 
 class Layer:
-    """A transformer layer over the block, whose attention sees the text, too."""
+    """A transformer layer over the block, which also attends to the text."""
 
     def __init__(self, config: BlockConfig, weights: Weights) -> None:
         decoder = config.draft.decoder
@@ -109,7 +109,7 @@ class Layer:
     def forward(
         self, op: Op, x: ir.Value, context: ir.Value, block: Block, state: PassState, layer: int
     ) -> ir.Value:
-        """X [1, R, D] and the text's rows, `context` [1, S, D] -> [1, R, D]."""
+        """X [1, R, D] and the text's context [1, S, D] -> [1, R, D]."""
 
         def attend(rows: ir.Value) -> ir.Value:
             return self._attend(op, block.among(context, rows), block, state, layer)
@@ -131,7 +131,7 @@ class Layer:
     def _around(
         self, op: Op, index: int, x: ir.Value, part: Callable[[ir.Value], ir.Value], block: Block
     ) -> ir.Value:
-        """`part` of x, between the convolutions if there are some."""
+        """`part` of x, between the convolutions if any."""
         if not self.convolutions:
             return part(x)
         convolve = self.convolutions[index]
@@ -140,7 +140,7 @@ class Layer:
 
 
 class Model:
-    """Embedding, layers, norm and head, and the tables of the scores by the candidate before."""
+    """Embedding, layers, norm and head, and tables of scores by previous candidate."""
 
     def __init__(self, config: BlockConfig, weights: Weights) -> None:
         draft, decoder = config.draft, config.draft.decoder
@@ -154,7 +154,7 @@ class Model:
         self.lm_head = Linear(weights / "lm_head", size, draft.draft_vocab_size, bias=False)
 
     def forward(self, op: Op, context: ir.Value, block: Block, state: PassState) -> ir.Value:
-        """The text's rows [1, S, D] -> those of the block, normed [1, R, D]."""
+        """The text's context [1, S, D] -> normalized hidden states of the block [1, R, D]."""
         x = self.embed_tokens(op, block.ids)
         for index, layer in enumerate(self.layers):
             with op.scope(f"layers.{index}"):
@@ -162,13 +162,13 @@ class Model:
         return self.norm(op, x)
 
     def scores(self, op: Op, x: ir.Value, before: ir.Value, indices: ir.Value) -> ir.Value:
-        """What the token before adds to candidates, float32 [1, R, L, L].
+        """Scores of candidates by previous token, float32 [1, R, L, L].
 
         Args:
             op: the recorder.
-            x: normed rows [1, R, D].
-            before: tokens of the base that may stand before each row, int64 [1, R, L].
-            indices: candidates of the row, as the draft counts tokens, int64 [1, R, L].
+            x: normalized hidden states [1, R, D].
+            before: possible previous tokens of each position, ids of the base, int64 [1, R, L].
+            indices: candidates of the position, ids of the draft, int64 [1, R, L].
         """
         draft, is_markov = self.config.draft, self.config.kind == "dspark"
         sizes = draft.decoder.vocab_size, draft.draft_vocab_size
@@ -198,10 +198,10 @@ class Model:
 def build(
     draft: Checkpoint, base: Checkpoint, config: BlockConfig, dtype: ir.DataType
 ) -> tuple[ir.Model, Op, Weights]:
-    """The graph of a pass, recorded without touching weight data.
+    """The graph of a pass, recorded without reading weight data.
 
-    The rows that LOGITS_INDEX names are the block; of the others DRAFT_HIDDEN is read, and all
-    that becomes of them is in the caches.
+    Tokens at LOGITS_INDEX are the block. Others are text: their DRAFT_HIDDEN only updates the
+    caches.
     """
     tensors = complete(draft.tensors, text_tower(base).checkpoint.tensors, config.draft)
     weights = Weights(tensors, draft.quant_config or base.quant_config)
@@ -239,7 +239,7 @@ def _candidates(
     top_k: ir.Value,
     target_ids: NDArray[np.int64] | None,
 ) -> list[ir.Value]:
-    """Ids and log-probabilities [1, R, K], and the links [1, R, L, L] if there are some."""
+    """Ids and log-probabilities [1, R, K], and the links [1, R, L, L] if any."""
     log_probs, indices = likeliest(op, model.lm_head(op, x), top_k)
     ids = target_names(op, indices, target_ids)
     shape = [1, HEAD_ROWS, graph_io.CANDIDATES]
@@ -254,7 +254,7 @@ def _candidates(
     chosen, places, likely = (
         op.Slice(each, zero, maximum, axis) for each in (ids, indices, log_probs)
     )
-    # The token before is given where it is the newest; else it is one of the candidates there.
+    # The previous token is known if it is the newest; else it is one of the candidates there.
     given, known = block.ids, op.Not(block.is_mask)
     if not model.config.block.from_newest:
         given, known = block.before(given), block.before(op.Cast(known, to=int(ir.DataType.INT64)))
@@ -267,7 +267,7 @@ def _candidates(
 
 
 def _normalized(op: Op, scores: ir.Value, likely: ir.Value) -> ir.Value:
-    """Scores [1, R, L, L] as log-probabilities; all other tokens keep what they had."""
+    """Scores [1, R, L, L] as log-probabilities; other tokens keep their probability mass."""
     chances = op.ReduceSum(op.Exp(likely), op.constant([2]), keepdims=1)  # [1, R, 1]
     rest = op.Max(op.Sub(op.constant(np.float32(1)), chances), op.constant(np.float32(1e-9)))
     column = op.Unsqueeze(op.Log(rest), op.constant([3]))  # [1, R, 1, 1]
@@ -280,7 +280,7 @@ def _normalized(op: Op, scores: ir.Value, likely: ir.Value) -> ir.Value:
 def build_fuse(config: BlockConfig, weights: Weights, dtype: ir.DataType) -> tuple[ir.Model, Op]:
     """The graph of `Fuse`; after it nothing of the checkpoint may be left.
 
-    Confidence is learned while running, for every draft alike: heads for it are not needed.
+    Confidence heads are not needed: the runtime measures acceptance for all drafts.
     """
     built = build_fuse_graph(config.draft, weights, dtype)
     left = [name for name in weights.unused() if not name.startswith(f"{CONFIDENCE}.")]
@@ -289,7 +289,7 @@ def build_fuse(config: BlockConfig, weights: Weights, dtype: ir.DataType) -> tup
 
 
 def spec(draft: Checkpoint, config: BlockConfig, op: Op) -> DraftSpec:
-    """What the manifest says of the draft."""
+    """The draft's spec for the manifest."""
     facts, size = config.draft, config.draft.decoder.hidden_size
     decoder = decoder_spec(facts.decoder, config.kind, [op], draft.tensors)
     fused = size * (len(facts.hidden_taps) * facts.base_hidden_size + 1)

@@ -1,8 +1,8 @@
 """EAGLE-1 and EAGLE-2 (arXiv 2401.15077, 2406.16858; the weights are the same).
 
-The network continues the features that the base gives to its lm_head: the next one from a token's
-embedding and the feature before it. There is no norm before the first attention and none before
-the head. S rows of a pass, R rows of its head, D hidden size.
+The network predicts the next input of the base's lm_head from a token's embedding and the previous
+hidden state. There is no norm before the first attention, and none before the head. S tokens of a
+pass, R tokens with logits, D hidden size.
 """
 
 from __future__ import annotations
@@ -56,7 +56,7 @@ class Model:
         self.lm_head = Linear(weights / "lm_head", size, config.draft_vocab_size, bias=False)
 
     def forward(self, op: Op, input_ids: ir.Value, hidden: ir.Value, state: PassState) -> ir.Value:
-        """input_ids int64 [1, S] and features [1, S, D] -> the next features [1, S, D]."""
+        """input_ids int64 [1, S], hidden states [1, S, D] -> the next hidden states [1, S, D]."""
         both = op.Concat(state.embed(self.embed_tokens, input_ids), hidden, axis=-1)  # [1, S, 2D]
         x = self.fc(op, both)
         with op.scope("layers.0"):
@@ -67,5 +67,5 @@ class Model:
         return x
 
     def head(self, op: Op, x: ir.Value) -> tuple[ir.Value, ir.Value]:
-        """X [1, R, D] -> logits [1, R, V] and recycled rows, which are x."""
+        """X [1, R, D] -> logits [1, R, V] and recycled hidden states, which are x."""
         return self.lm_head(op, x), x

@@ -21,7 +21,7 @@ from edgellm.export.onnx.builder import Op
 
 
 class Fuse:
-    """The base's tapped streams [1, S, T*H] to hidden rows of the draft [1, S, D]."""
+    """Hidden taps of the base [1, S, T*H] to hidden states of the draft [1, S, D]."""
 
     def __init__(self, config: DraftConfig, weights: Weights) -> None:
         size, taps = config.base_hidden_size, len(config.hidden_taps)
@@ -104,6 +104,6 @@ class Model:
         return x
 
     def head(self, op: Op, x: ir.Value) -> tuple[ir.Value, ir.Value]:
-        """X [1, R, D] -> logits [1, R, draft vocabulary] and recycled rows [1, R, D]."""
+        """X [1, R, D] -> logits [1, R, draft vocabulary], recycled hidden states [1, R, D]."""
         normed = self.norm(op, x)
         return self.lm_head(op, normed), normed if self.norm_output else x

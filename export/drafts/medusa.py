@@ -1,10 +1,10 @@
-"""Medusa (arXiv 2401.10774): heads over the base's own feature, the d-th d tokens further ahead.
+"""Medusa (arXiv 2401.10774): heads over the base's hidden state; head d predicts d tokens further.
 
 A head is residual blocks, `x + swish(linear(x))`, and a linear layer over the vocabulary:
 `{head}.{block}.linear.weight`, `{head}.{block}.linear.bias`, then `{head}.{blocks}.weight`. Names
-and shapes tell all facts. The Medusa project stores heads so, or under `medusa_head.` beside the
-whole model; NVIDIA Model-Optimizer under `medusa_heads.`. H hidden size of the base, V vocabulary,
-N heads.
+and shapes determine all sizes. The Medusa project uses these names, or the prefix `medusa_head.`
+in a whole model; NVIDIA Model-Optimizer uses `medusa_heads.`. H hidden size of the base, V
+vocabulary, N heads.
 """
 
 from __future__ import annotations
@@ -33,14 +33,14 @@ from edgellm.export.layers.linear import Linear
 from edgellm.export.onnx.builder import Op
 
 TITLE, ROLE = "Medusa heads", HEADS
-FILES = "medusa_lm_head.safetensors", "medusa_lm_head.pt"  # perhaps beside a model
+FILES = "medusa_lm_head.safetensors", "medusa_lm_head.pt"  # possibly in a model's folder
 _NAME = re.compile(r"(medusa_heads?\.|)(\d+)\.(\d+)\.(weight|linear\.weight|linear\.bias)")
 _PROJECTS = {"": "FasterDecoding", "medusa_head.": "FasterDecoding", "medusa_heads.": "ModelOpt"}
 
 
 @dataclass(frozen=True, slots=True)
 class MedusaConfig:
-    """What Medusa heads compute and which base they were trained for."""
+    """Facts of Medusa heads, and of the base that they were trained for."""
 
     exporter: str
     prefix: str  # of all tensors, with its dot
@@ -55,44 +55,44 @@ class MedusaConfig:
 
     @property
     def hidden_taps(self) -> tuple[int, ...]:
-        """The output of the base's final norm, see `specs.DraftSpec`."""
+        """The output of the base's final norm, see `model_spec.DraftSpec`."""
         return (self.base_num_layers,)
 
 
 def own_names(names: Iterable[str]) -> list[str]:
-    """Those of tensors of the heads, which may stand beside a model's."""
+    """Names of the heads' tensors, possibly among a model's."""
     return [name for name in names if _NAME.fullmatch(name)]
 
 
 def read(
     checkpoint: Checkpoint, base: DecoderConfig, ignored: tuple[str, ...] = ()
 ) -> MedusaConfig:
-    """Read the heads' facts and check them against the base.
+    """Read the heads' config and check it against the base.
 
     Raises:
-        UnsupportedModelError: config and tensors contradict each other, or another base's heads.
-        BrokenArtifactError: heads or blocks between others are missing.
+        UnsupportedModelError: config and tensors contradict each other, or another base.
+        BrokenArtifactError: heads or blocks are missing.
     """
     infos = checkpoint.tensors.infos()
     prefix, num_heads, num_blocks = _sizes(own_names(infos))
     reader = ConfigReader(checkpoint.config)
-    said = reader.optional("medusa_num_heads", int)
+    stated = reader.optional("medusa_num_heads", int)
     reader.expect("medusa_num_layers", num_blocks)
     reader.expect("version", "1", "2")
     reader.expect("hidden_size", base.hidden_size)
     reader.expect("vocab_size", base.vocab_size)
-    if "num_hidden_layers" not in checkpoint.config:  # a whole model's is read with the base
+    if "num_hidden_layers" not in checkpoint.config:  # a whole model's config is read with the base
         reader.finish(ignored)
-    # Public configs name fewer heads than their files hold; more would be missing.
-    if said is not None and said > num_heads:
+    # Public configs state fewer heads than their files have; more would be missing.
+    if stated is not None and stated > num_heads:
         raise UnsupportedModelError(
-            f"config.json: medusa_num_heads = {said}, but the weights hold {num_heads} heads",
+            f"config.json: medusa_num_heads = {stated}, but the weights hold {num_heads} heads",
             hint="the download is incomplete, or the config is of other weights",
         )
     _check_against(base, infos[f"{prefix}0.{num_blocks}.weight"].shape)
     meaning = "Medusa: output of the final norm"
-    if said is not None and said < num_heads:
-        meaning += f"; all {num_heads} heads that the weights hold, config.json says {said}"
+    if stated is not None and stated < num_heads:
+        meaning += f"; all {num_heads} heads that the weights hold, config.json says {stated}"
     return MedusaConfig(
         exporter=_PROJECTS[prefix],
         prefix=prefix,
@@ -112,7 +112,7 @@ def _sizes(names: list[str]) -> tuple[str, int, int]:
     prefixes = {match[1] for match in matches}
     if len(prefixes) > 1:
         raise UnsupportedModelError(
-            f"Medusa heads stand under several names: {', '.join(sorted(map(repr, prefixes)))}"
+            f"Medusa heads have several prefixes: {', '.join(sorted(map(repr, prefixes)))}"
         )
     outputs = {int(match[2]): int(match[3]) for match in matches if match[4] == "weight"}
     heads = {int(match[2]) for match in matches}
@@ -127,7 +127,7 @@ def _sizes(names: list[str]) -> tuple[str, int, int]:
 
 
 def _check_against(base: DecoderConfig, shape: tuple[int, ...]) -> None:
-    """Refuse heads that were trained for another base."""
+    """Reject heads that were trained for another base."""
     hint = "give the base that the heads were trained for"
     for what, found, wanted in (
         ("vocabulary", shape[0], base.vocab_size),
@@ -141,7 +141,7 @@ def _check_against(base: DecoderConfig, shape: tuple[int, ...]) -> None:
 
 
 class Head:
-    """One head."""
+    """A Medusa head."""
 
     def __init__(self, config: MedusaConfig, weights: Weights) -> None:
         size, blocks = config.hidden_size, range(config.num_blocks)
@@ -159,7 +159,7 @@ class Head:
 
 
 class Model:
-    """All heads, which read the same feature."""
+    """All heads, with the same input."""
 
     def __init__(self, config: MedusaConfig, weights: Weights) -> None:
         name = config.prefix
@@ -173,7 +173,7 @@ class Model:
 def build(
     draft: Checkpoint, base: Checkpoint, config: MedusaConfig, dtype: ir.DataType
 ) -> tuple[ir.Model, Op, Weights]:
-    """The graph: HIDDEN_TAPS [1, 1, H] to candidates [1, N, K], a row a head."""
+    """The graph from HIDDEN_TAPS [1, 1, H] to candidates [1, N, K], a row for each head."""
     op, weights = Op(dtype), Weights(draft.tensors, draft.quant_config)
     feature = declare(graph_io.HIDDEN_TAPS, dtype, [1, 1, config.hidden_size])
     top_k = declare(graph_io.TOP_K, ir.DataType.INT64, [1])
@@ -182,7 +182,7 @@ def build(
     model = finish(op, "heads", [feature, top_k], outputs)
     left = weights.unused()
     if len(own_names(draft.tensors.infos())) < len(draft.tensors.infos()):
-        # Beside a model. Heads are trained with its weights, which may differ from the base's.
+        # In a model's folder. Heads are trained with its weights, which may differ from the base's.
         if draft.label != base.label:
             raise UnsupportedModelError(
                 f"{draft.label} holds more than {TITLE}: {left[0]}",
@@ -195,7 +195,7 @@ def build(
 
 
 def spec(draft: Checkpoint, config: MedusaConfig, op: Op) -> DraftSpec:
-    """What the manifest says of the heads."""
+    """The heads' spec for the manifest."""
     decoder = DecoderSpec(
         model_type=config.method,
         vocab_size=config.vocab_size,

@@ -1,4 +1,4 @@
-"""The layer of multi-token prediction that a base brings along.
+"""Multi-token prediction (MTP) layer of a base.
 
 `mtp.*` of Qwen3-Next and Qwen3.5, `model.mtp_*` of ERNIE 4.5. As EAGLE-1, it continues the feature
 that the base gives to its head, the next one from a token's embedding and the feature before it.
@@ -51,15 +51,15 @@ from edgellm.export.models import ernie4_5_moe, qwen2_moe, qwen3_5_text
 from edgellm.export.onnx.builder import Op
 
 TITLE, ROLE = "multi-token prediction", DRAFT
-FILES = ()  # it stands among the weights of its model
+FILES = ()  # its tensors are in the model's files
 _TABLE, _HEAD = "model.embed_tokens", "lm_head"
 
 
 @dataclass(frozen=True, slots=True)
 class Names:
-    """Where the parts stand."""
+    """Tensor names of the parts."""
 
-    prefix: str  # of all that is no model's
+    prefix: str  # of all tensors that are not the model's
     embedding_norm: str
     hidden_norm: str
     fc: str
@@ -68,7 +68,7 @@ class Names:
 
     @property
     def shares_norm(self) -> bool:
-        """Whether the last norm is the base's, before which the features were taken."""
+        """Whether the last norm is the base's; hidden states are then from before this norm."""
         return not self.norm.startswith(self.prefix)
 
 
@@ -84,9 +84,9 @@ _ERNIE = Names(
 
 @dataclass(frozen=True, slots=True)
 class MtpConfig:
-    """What the layer computes; all of it is in the config of the model that it came with."""
+    """Facts of the layer, from the config of its model."""
 
-    architecture: ModuleType  # of that model
+    architecture: ModuleType  # of the model
     decoder: DecoderConfig  # the layer alone
     base_num_layers: int
     names: Names = _QWEN
@@ -101,7 +101,7 @@ class MtpConfig:
 
     @property
     def hidden_taps(self) -> tuple[int, ...]:
-        """The output of the base's final norm, see `specs.DraftSpec`."""
+        """The output of the base's final norm, see `model_spec.DraftSpec`."""
         return (self.base_num_layers,)
 
     @property
@@ -111,16 +111,16 @@ class MtpConfig:
 
 
 def own_names(names: Iterable[str]) -> list[str]:
-    """Those of its tensors, which stand beside a model's."""
+    """Names of its tensors, among a model's."""
     return [name for name in names if name.startswith((_QWEN.prefix, _ERNIE.prefix))]
 
 
 def read(checkpoint: Checkpoint, base: DecoderConfig, ignored: tuple[str, ...] = ()) -> MtpConfig:
-    """Read the facts from the config of the model that the layer came with.
+    """Read the facts from the config of the layer's model.
 
     Raises:
-        UnsupportedModelError: a layer of another architecture, several, one with an embedding of
-            its own, or one for a base of other sizes.
+        UnsupportedModelError: an unsupported architecture, several layers, an own embedding, or
+            other sizes than the base's.
     """
     refuse_rotated(checkpoint, TITLE)
     options = ExportOptions(ignore_config_keys=ignored)
@@ -182,7 +182,7 @@ class Model:
         self.embed_tokens = Embedding(weights / _TABLE, decoder.vocab_size, size)
         self.divisor = _divisor(weights, names.norm, size) if names.shares_norm else None
         self.embedding_norm, self.hidden_norm, self.norm = (
-            model.norm_behind(weights / name, size, epsilon)
+            model.final_norm(weights / name, size, epsilon)
             for name in (names.embedding_norm, names.hidden_norm, names.norm)
         )
         self.fc = Linear(weights / names.fc, 2 * size, size, bias=False)
@@ -194,7 +194,7 @@ class Model:
         )
 
     def forward(self, op: Op, input_ids: ir.Value, hidden: ir.Value, state: PassState) -> ir.Value:
-        """input_ids int64 [1, S] and features [1, S, H] -> [1, S, H] before the norm."""
+        """input_ids int64 [1, S] and hidden states [1, S, H] -> [1, S, H] before the norm."""
         embedded = self.embedding_norm(op, state.embed(self.embed_tokens, input_ids))
         if self.divisor is not None:
             hidden = op.Div(hidden, op.constant(self.divisor.astype(op.dtype.numpy())))
@@ -204,7 +204,7 @@ class Model:
             return self.layer.forward(op, x, state, 0)
 
     def head(self, op: Op, x: ir.Value) -> tuple[ir.Value, ir.Value]:
-        """X [1, R, H] -> logits [1, R, V] and the next features [1, R, H]."""
+        """X [1, R, H] -> logits [1, R, V] and the next hidden states [1, R, H]."""
         normed = self.norm(op, x)
         return self.lm_head(op, normed), normed
 
@@ -224,7 +224,7 @@ def _divisor(weights: Weights, name: str, size: int) -> NDArray[Any]:
 def build(
     draft: Checkpoint, base: Checkpoint, config: MtpConfig, dtype: ir.DataType
 ) -> tuple[ir.Model, Op, Weights]:
-    """The graph, as that of an EAGLE draft."""
+    """The graph, with an EAGLE draft's inputs and outputs."""
     tensors = all_tensors(draft, base, config, dtype)
     weights = Weights(tensors, draft.quant_config or base.quant_config)
     ids = None if config.target_ids is None else np.array(config.target_ids)
@@ -236,7 +236,7 @@ def build(
 def all_tensors(
     draft: Checkpoint, base: Checkpoint, config: MtpConfig, dtype: ir.DataType = ir.DataType.FLOAT
 ) -> DraftTensors:
-    """The layer's, and the base's embedding and head."""
+    """Tensors of the layer, and the base's embedding and head."""
     tower = text_tower(base).checkpoint
     there = _stored(tower, dtype)
     parts = (_TABLE, _HEAD, *([config.names.norm] if config.names.shares_norm else ()))
@@ -251,18 +251,18 @@ def all_tensors(
 
 
 def _stored(checkpoint: Checkpoint, dtype: ir.DataType) -> TensorSource:
-    """A GGUF file's blocks stay so, unless float32 is wanted, as those of a base."""
+    """Keep a GGUF file's blocks, unless float32 is requested, as for a base."""
     blocks = checkpoint.blocks if dtype == ir.DataType.FLOAT16 else None
     return checkpoint.tensors if blocks is None else blocks
 
 
 def own_tensors(tensors: TensorSource) -> Renamed:
-    """The layer's alone."""
+    """Tensors of the layer only."""
     return Renamed(tensors, {name: name for name in own_names(tensors.infos())})
 
 
 def spec(draft: Checkpoint, config: MtpConfig, op: Op) -> DraftSpec:
-    """What the manifest says of it; parameters are its own, without the base's."""
+    """The layer's spec for the manifest; parameters without the base's."""
     decoder = config.decoder
     return DraftSpec(
         method=config.method,

@@ -1,7 +1,7 @@
 """P-EAGLE (arXiv 2602.01469): EAGLE-3 that predicts several tokens in one pass.
 
-The network is EAGLE-3's; see `export.draft_checkpoints.peagle_masks` for the rows that it was
-trained with. Taps that are all zero, as no base's are, ask for the learned feature of such a row.
+The network is EAGLE-3's; see `export.draft_checkpoints.peagle_masks` for its mask tokens. Taps that
+are all zero, which a base never outputs, stand for the learned hidden state of a mask token.
 """
 
 from __future__ import annotations
@@ -18,7 +18,7 @@ Model = eagle3.Model
 
 
 class Fuse(eagle3.Fuse):
-    """EAGLE-3's, of taps or of the learned feature."""
+    """EAGLE-3's `Fuse`, of taps or of the learned hidden state."""
 
     def __init__(self, config: DraftConfig, weights: Weights) -> None:
         super().__init__(config, weights)
@@ -33,6 +33,6 @@ class Fuse(eagle3.Fuse):
         learned = op.cast(op.parameter(stored), op.dtype)
         row = op.Reshape(learned, op.constant([1, 1, self.width]))
         zero = op.constant(0, op.dtype)
-        magnitudes = op.Max(x, op.Sub(zero, x))  # every device has these
+        magnitudes = op.Max(x, op.Sub(zero, x))  # all devices support these
         is_mask = op.GreaterOrEqual(zero, op.ReduceMax(magnitudes, op.constant([2]), keepdims=1))
         return super().__call__(op, op.Where(is_mask, row, x))

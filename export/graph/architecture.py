@@ -1,4 +1,4 @@
-"""Language model of a checkpoint: its architecture and config, checked key by key."""
+"""Architecture and config of a checkpoint's language model, with unknown keys rejected."""
 
 from __future__ import annotations
 
@@ -15,22 +15,22 @@ from edgellm.export.config.reader import ConfigReader
 
 @dataclass(frozen=True, slots=True)
 class ExportOptions:
-    """What the user chose."""
+    """Options of a language model's export."""
 
     dtype: str = "fp16"
     num_layers: int | None = None
     ignore_config_keys: tuple[str, ...] = ()
-    is_eagle_base: bool = False  # give hidden taps to a draft, as the next two imply
+    is_eagle_base: bool = False  # output hidden taps for a draft, as the next two imply
     hidden_taps: tuple[int, ...] = ()
-    draft_model_dir: str | None = None  # the draft whose config names the taps
-    lora_dir: str | None = None  # an adapter that the weights take up
-    pooling: str = ""  # "last" or "mean": the model embeds texts
+    draft_model_dir: str | None = None  # the draft whose config has the taps
+    lora_dir: str | None = None  # an adapter to merge
+    pooling: str = ""  # "last" or "mean": an embedding model
 
 
 def read_architecture(
     checkpoint: Checkpoint, options: ExportOptions
 ) -> tuple[Checkpoint, Any, DecoderConfig]:
-    """The language model, its architecture's module and facts; every config key is understood."""
+    """The language model, its architecture's module and config; unknown keys are rejected."""
     found = text_tower(checkpoint)
     tower, images = found.checkpoint, found.images
     model_type = tower.config.get("model_type")

@@ -1,4 +1,4 @@
-"""Graphs and their weights as files of a bundle, and what every bundle's manifest says."""
+"""Writes graphs and weights of a bundle, and facts of its manifest."""
 
 from __future__ import annotations
 
@@ -25,19 +25,19 @@ _NOT_COUNTED = ("_scale", "_scales", "_scale_inv", "_zero_point")
 _PAIRS = "_blocks"  # of MXFP4: two codes in a byte
 
 Progress = Callable[[int, int], None]  # bytes written, bytes in all
-Graphs = Mapping[str, tuple[ir.Model, Op]]  # by file name without its ending
+Graphs = Mapping[str, tuple[ir.Model, Op]]  # by file name without suffix
 
 
 def file_names(graphs: Graphs | tuple[str, ...]) -> list[str]:
-    """The files that graphs of these names become."""
+    """File names of graphs with these names."""
     return [f"{name}.{ending}" for name in graphs for ending in ("onnx", "weights")]
 
 
 def write_graphs(folder: Path, graphs: Graphs, progress: Progress | None) -> dict[str, FileRecord]:
-    """Write `name.onnx` and `name.weights`, where it has some, of every graph into `folder`.
+    """Write `name.onnx` and `name.weights` (if it has weights) of all graphs into `folder`.
 
     Returns:
-        The records of the weight files, hashed while they were written.
+        Records of the weight files, hashed during the write.
 
     Raises:
         NoSpaceError: the disk is too small.
@@ -64,7 +64,7 @@ def write_graphs(folder: Path, graphs: Graphs, progress: Progress | None) -> dic
 
 
 def versions() -> dict[str, str]:
-    """What wrote the bundle."""
+    """Versions of the exporter's packages."""
     return {
         "edgellm": version("edgellm"),
         "onnx_ir": version("onnx-ir"),
@@ -80,7 +80,7 @@ def decoder_spec(
     *,
     recurrent: RecurrentSpec | None = None,
 ) -> DecoderSpec:
-    """The facts of a decoder; parameters are those of all its graphs that a checkpoint holds."""
+    """The spec of a decoder; parameters are those of all its graphs in the checkpoint."""
     return DecoderSpec(
         model_type=model_type,
         vocab_size=config.vocab_size,
@@ -102,7 +102,7 @@ def decoder_spec(
 
 
 def count_parameters(ops: list[Op], tensors: TensorSource) -> int:
-    """Numbers of all graphs together that the checkpoint holds, packed or not, scales left out."""
+    """Parameters of all graphs in the checkpoint, packed or not, without scales."""
     infos = tensors.infos()
     stored = {name: stored for op in ops for name, (_, stored) in op.parameters.items()}
     held = ((_one_expert(name), tensor) for name, tensor in stored.items())
@@ -114,12 +114,12 @@ def count_parameters(ops: list[Op], tensors: TensorSource) -> int:
 
 
 def _one_expert(name: str) -> str:
-    """What a checkpoint may call the first of the weights that a graph holds of all experts."""
+    """Checkpoint name of the first expert's weight, for a graph's tensor of all experts."""
     return name.replace("*", "0").removesuffix(".gate").removesuffix(".up")
 
 
 def _held_names(name: str) -> Iterator[str]:
-    """What a checkpoint may call a graph's parameter: GPTQ and AWQ, compressed-tensors pack it."""
+    """Possible checkpoint names of a graph's parameter, packed ones included."""
     yield name
     if name.endswith("weight"):
         stem = name.removesuffix("weight")
@@ -127,12 +127,12 @@ def _held_names(name: str) -> Iterator[str]:
 
 
 def refuse_leftovers(left: list[str], owner: str, hint: str = "") -> None:
-    """A tensor that no graph uses means that the model is not the one we computed.
+    """Reject unused tensors: the model would differ from the exported one.
 
     Args:
         left: their names.
-        owner: what they belong to.
-        hint: the remedy, where more is known than that config and weights differ.
+        owner: of the tensors.
+        hint: for the error, if the cause is known.
 
     Raises:
         BrokenArtifactError: `left` is not empty.

@@ -1,8 +1,8 @@
 """The decoder graph: one graph serves prefill, decode and tree verification.
 
-Inputs and outputs are those of `edgellm.core.graph_io`; opset 24. Rows are gathered before the
-head, so that a long prefill computes one row of logits. A decoder with recurrent layers has a
-second graph, which moves their states on.
+Inputs and outputs are those of `edgellm.core.graph_io`; opset 24. Tokens are gathered before the
+head, so that a long prefill computes logits of one token. A decoder with recurrent layers has a
+second graph, which updates their states.
 """
 
 from __future__ import annotations
@@ -37,7 +37,7 @@ class Decoder(NamedTuple):
     """A recorded decoder."""
 
     model: ir.Model
-    op: Op  # knows which weights the graph needs
+    op: Op  # with the graph's weights
     recurrences: Recurrences | None = None
 
 
@@ -48,14 +48,14 @@ def build_decoder(
     dtype: ir.DataType,
     hidden_taps: tuple[int, ...] = (),
 ) -> Decoder:
-    """Record the whole graph without touching weight data.
+    """Record the whole graph without reading weight data.
 
     Args:
         architecture: a module of `edgellm.export.models`.
-        config: its facts, `num_hidden_layers` already cut if wanted.
+        config: of the model, with `num_hidden_layers` exported layers.
         weights: the checkpoint's tensors.
         dtype: activation type, FLOAT or FLOAT16.
-        hidden_taps: residual streams that leave the graph for a draft, see `specs.DraftSpec`.
+        hidden_taps: hidden states to output for a draft, see `model_spec.DraftSpec`.
     """
     op = Op(dtype)
     inputs = PassInputs.declare(config, dtype)
@@ -85,7 +85,7 @@ def build_decoder(
 
 
 def build_commit(recurrences: Recurrences) -> tuple[ir.Model, Op]:
-    """The graph that moves states on by accepted rows, and its recorder, which has no weights."""
+    """The graph that updates states by accepted tokens, and its recorder, without weights."""
     op = Op(recurrences.op.dtype)
     chosen = declare(graph_io.COMMIT_ROWS, ir.DataType.INT64, [_ACCEPTED])
     inputs, outputs = [chosen], []
@@ -104,7 +104,7 @@ def build_commit(recurrences: Recurrences) -> tuple[ir.Model, Op]:
 
 
 def _copied(value: ir.Value) -> ir.Value:
-    """An input of the same name."""
+    """A new input with the same name."""
     return ir.Value(name=value.name, shape=value.shape, type=value.type)
 
 

@@ -1,4 +1,4 @@
-"""What every graph with a KV cache shares: inputs by contract name, shapes, the finished model."""
+"""Inputs, shapes and outputs of graphs with a KV cache."""
 
 from __future__ import annotations
 
@@ -18,7 +18,7 @@ from edgellm.export.onnx.builder import IR_VERSION, OPSET, Op
 
 @dataclass(frozen=True, slots=True)
 class PassInputs:
-    """The inputs that base and draft have in common."""
+    """Inputs that base and draft share."""
 
     input_ids: ir.Value  # int64 [1, S]
     position_ids: ir.Value  # int64 [A, S]
@@ -33,7 +33,7 @@ class PassInputs:
     def declare(
         cls, config: DecoderConfig, dtype: ir.DataType, *, mask_columns: str = ROWS
     ) -> PassInputs:
-        """The inputs of a decoder with the sizes of `config`."""
+        """Declare the inputs of a decoder with the sizes of `config`."""
         integer, boolean = ir.DataType.INT64, ir.DataType.BOOL
         return cls(
             declare(graph_io.INPUT_IDS, integer, [1, ROWS]),
@@ -51,7 +51,7 @@ class PassInputs:
         )
 
     def begin(self, op: Op, config: DecoderConfig) -> PassState:
-        """Append what all layers share: rope tables and the mask."""
+        """Append nodes that all layers share: RoPE tables and masks."""
         state = PassState(
             op,
             config.head_dim,
@@ -90,14 +90,14 @@ def cache_shape(config: DecoderConfig) -> list[int | str]:
 
 
 def declare(name: str, dtype: ir.DataType, shape: Sequence[int | str]) -> ir.Value:
-    """An input of a graph."""
+    """A new input of a graph."""
     return typed(ir.Value(name=name), dtype, shape)
 
 
 def typed(
     value: ir.Value, dtype: ir.DataType, shape: Sequence[int | str], name: str | None = None
 ) -> ir.Value:
-    """`value` with type and shape, and the name of an output if it is one."""
+    """Set type and shape of `value`, and its name if it is an output."""
     value.type = ir.TensorType(dtype)
     value.shape = ir.Shape(shape)
     value.name = name or value.name
@@ -105,7 +105,7 @@ def typed(
 
 
 def finish(op: Op, name: str, inputs: list[ir.Value], outputs: list[ir.Value]) -> ir.Model:
-    """All that `op` recorded as a model."""
+    """The recorded nodes as a model."""
     graph = ir.Graph(
         inputs,
         outputs,

@@ -1,7 +1,7 @@
-"""The graphs of a draft: `fuse` turns the base's features into hidden rows, `model` drafts.
+"""Graphs of a draft: `fuse` maps hidden taps to the draft's hidden states, `model` drafts.
 
-Inputs and outputs are those of `edgellm.core.graph_io`; opset 24. The candidates of a row are
-picked inside the graph and already named by the base's token ids, so that no logits leave it.
+Inputs and outputs are those of `edgellm.core.graph_io`; opset 24. The graph outputs the top
+candidates of each token, with the base's token ids, not logits.
 """
 
 from __future__ import annotations
@@ -30,7 +30,7 @@ from edgellm.export.graph.decoder_io import (
 )
 from edgellm.export.onnx.builder import Op
 
-TARGET_IDS = "target_ids"  # a constant of ours, not a checkpoint's: d2t holds differences
+TARGET_IDS = "target_ids"  # computed from d2t, which has differences
 
 
 def build_fuse(config: DraftConfig, weights: Weights, dtype: ir.DataType) -> tuple[ir.Model, Op]:
@@ -46,16 +46,16 @@ def build_fuse(config: DraftConfig, weights: Weights, dtype: ir.DataType) -> tup
 def build_draft(
     config: DraftConfig, weights: Weights, target_ids: NDArray[np.int64] | None, dtype: ir.DataType
 ) -> tuple[ir.Model, Op]:
-    """Record the draft's decoder without touching weight data.
+    """Record the draft's decoder without reading weight data.
 
     Args:
-        config: the draft's facts.
-        weights: its tensors, those that it borrows from the base among them.
-        target_ids: the base's id of each id of the draft; None when they are the same.
+        config: of the draft.
+        weights: its tensors, including those shared with the base.
+        target_ids: the base's id of each id of the draft; None if they are equal.
         dtype: activation type, FLOAT or FLOAT16.
 
     Returns:
-        The model, and the recorder that knows which weights the graph needs.
+        The model, and the recorder with the graph's weights.
     """
     model = kinds.find(config.method).Model(config, weights)
     return record(model, config.decoder, target_ids, dtype)
@@ -67,7 +67,7 @@ def record(
     target_ids: NDArray[np.int64] | None,
     dtype: ir.DataType,
 ) -> tuple[ir.Model, Op]:
-    """The same of any network that continues hidden rows; `decoder` has its sizes."""
+    """As `build_draft`, for any `Network`; `decoder` has its sizes."""
     op = Op(dtype)
     size = decoder.hidden_size
     inputs = PassInputs.declare(decoder, dtype, mask_columns="mask_columns")
@@ -91,7 +91,7 @@ def record(
 def candidate_outputs(
     op: Op, logits: ir.Value, top_k: ir.Value, target_ids: NDArray[np.int64] | None, rows: int | str
 ) -> list[ir.Value]:
-    """Ids of the base's vocabulary and log-probabilities, both [1, R, K], best first."""
+    """Candidates as ids of the base and log-probabilities, both [1, R, K], best first."""
     log_probs, indices = likeliest(op, logits, top_k)
     ids = target_names(op, indices, target_ids)
     shape = [1, rows, graph_io.CANDIDATES]
@@ -102,14 +102,14 @@ def candidate_outputs(
 
 
 def likeliest(op: Op, logits: ir.Value, top_k: ir.Value) -> tuple[ir.Value, ir.Value]:
-    """Log-probabilities float32 [1, R, K], best first, and where they stand in the logits."""
+    """Top log-probabilities float32 [1, R, K], best first, and their indices in the logits."""
     scores = op.LogSoftmax(op.Cast(logits, to=int(ir.DataType.FLOAT)), axis=-1)
     log_probs, indices = op.outputs(2, "TopK", scores, top_k, axis=-1, largest=1, sorted=1)
     return log_probs, indices
 
 
 def target_names(op: Op, indices: ir.Value, target_ids: NDArray[np.int64] | None) -> ir.Value:
-    """The base's ids of those of the draft, int64 of any shape."""
+    """Map the draft's ids to the base's, int64 of any shape."""
     if target_ids is None:
         return indices
     table = op.parameter(

@@ -1,7 +1,7 @@
-"""The graph of a visual encoder: an image (or its tiles) to rows of the language model's embedding.
+"""Graph of a visual encoder: an image (or its tiles) to the language model's embeddings.
 
-Inputs and outputs are those of `edgellm.core.graph_io`; opset 24. Images never meet in a run, so
-that no mask between them is needed.
+Inputs and outputs are those of `edgellm.core.graph_io`; opset 24. A run has one image, so no mask
+between images is needed.
 """
 
 from __future__ import annotations
@@ -20,25 +20,25 @@ from edgellm.export.onnx.builder import Op
 
 _PATCHES, _TOKENS, _TILES = "patches", "image_tokens", "tiles"
 _WINDOWS, _SLOTS = "windows", "window_slots"
-_ROOTS = ("model", "")  # where transformers 5 and older versions put the parts of a model
+_ROOTS = ("model", "")  # prefixes of parts in transformers 5 and older versions
 
 
 def build_visual(
     encoder: ModuleType, config: Any, weights: Weights, dtype: ir.DataType
 ) -> tuple[ir.Model, Op]:
-    """Record the whole graph without touching weight data.
+    """Record the whole graph without reading weight data.
 
     Args:
         encoder: a module of `edgellm.export.visual`.
-        config: its facts, the `Config` of that module.
+        config: the `Config` of that module.
         weights: the checkpoint's tensors.
         dtype: activation type, FLOAT or FLOAT16.
 
     Returns:
-        The model, and the recorder that knows which weights the graph needs.
+        The model, and the recorder with the graph's weights.
 
     Raises:
-        BrokenArtifactError: the checkpoint has no encoder, or one of other shapes.
+        BrokenArtifactError: the checkpoint has no encoder, or one with wrong shapes.
     """
     op = Op(dtype)
     spec = config.spec("", 0)
@@ -64,7 +64,7 @@ def own_leftovers(weights: Weights, encoder: ModuleType) -> list[str]:
 
 
 def _root(weights: Weights, parts: tuple[str, ...]) -> Weights:
-    """The weights below which the encoder's parts lie."""
+    """The weights that contain the encoder's parts."""
     names = weights.unused()
     for root in _ROOTS:
         found = weights / root if root else weights
@@ -77,7 +77,7 @@ def _root(weights: Weights, parts: tuple[str, ...]) -> Weights:
 
 
 def _declare_inputs(spec: VisionSpec, dtype: ir.DataType) -> dict[str, ir.Value]:
-    """The inputs of a graph by contract name."""
+    """Inputs of a graph by contract name."""
     if spec.image_size:
         shape = [_TILES, 3, spec.image_size, spec.image_size]
         return {graph_io.PIXEL_VALUES: declare(graph_io.PIXEL_VALUES, dtype, shape)}

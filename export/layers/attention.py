@@ -1,7 +1,7 @@
-"""Attention over a linear KV cache, and what all layers of one pass share.
+"""Attention over a linear KV cache, with the masks and tables that all layers share.
 
-Shapes: S query rows, C cache capacity, D head_dim. One mask holds both the committed rows and the
-tree among the new ones.
+Shapes: S query tokens, C cache capacity, D head_dim. One mask has both the committed tokens and the
+tree of new ones.
 """
 
 from __future__ import annotations
@@ -34,12 +34,12 @@ from edgellm.export.onnx.functions.attention import (
 
 @dataclass(slots=True)
 class PassState:
-    """Inputs that every layer of one pass sees, and the caches that they write."""
+    """Inputs that all layers of a pass share, and the caches that they write."""
 
     op: Op
     head_dim: int
     num_kv_heads: int
-    kinds: tuple[AttentionKind | None, ...]  # of each layer; None: it does not attend
+    kinds: tuple[AttentionKind | None, ...]  # of each layer; None: not an attention layer
     position_ids: ir.Value  # int64 [1, S]; [3, S] for M-RoPE
     write_index: ir.Value  # int64 [1]
     tree_mask: ir.Value  # bool [S, M]
@@ -51,10 +51,10 @@ class PassState:
     tables: dict[int, tuple[ir.Value, ir.Value]] = field(default_factory=dict)
     shared: dict[str, ir.Value] = field(default_factory=dict)  # see `once`
     present: dict[str, ir.Value] = field(default_factory=dict)
-    residuals: list[ir.Value] = field(default_factory=list)  # [1, S, H], entering each layer
+    residuals: list[ir.Value] = field(default_factory=list)  # [1, S, H], inputs of the layers
 
     def prepare(self) -> None:
-        """Append the nodes that layers share: rope tables and masks."""
+        """Append nodes that layers share: RoPE tables and masks."""
         op, tree_mask = self.op, self.tree_mask
         with op.scope("shared"):
             capacity = op.Shape(self.past[past_name(0, "key")], start=2, end=3)
@@ -72,19 +72,19 @@ class PassState:
                     )  # fmt: skip
 
     def once(self, name: str, make: Callable[[], ir.Value]) -> ir.Value:
-        """What an architecture computes for all of its layers."""
+        """A value that an architecture computes once for all layers."""
         if name not in self.shared:
             self.shared[name] = make()
         return self.shared[name]
 
     def embed(self, table: Embedding, token_ids: ir.Value) -> ir.Value:
-        """token_ids int64 [1, S] -> [1, S, H]: rows of the table, and of images if there are."""
+        """token_ids int64 [1, S] -> [1, S, H]: embeddings of tokens and images."""
         if self.images is None:
             return table(self.op, token_ids)
         return self.images.embed(self.op, table, token_ids)
 
     def behind(self, layer: int, x: ir.Value) -> ir.Value:
-        """The residual stream [1, S, H] that the next layer sees."""
+        """The residual stream [1, S, H] after a layer."""
         return x if self.images is None else self.images.add_deepstack(self.op, x, layer)
 
     def attend(
@@ -100,11 +100,11 @@ class PassState:
         is_rotated: bool = False,
         sinks: ir.Value | None = None,
     ) -> ir.Value:
-        """Rotate, write the cache, attend; q [1, S, num_heads*D], k and v [1, S, kv_heads*D].
+        """Apply RoPE, update the cache, attend; q [1, S, num_heads*D], k, v [1, S, kv_heads*D].
 
-        `scale` multiplies the scores, None is 1 / sqrt(D); `softcap` bounds them by its tanh;
-        `is_rotated`: queries and keys come from `rotate`; `sinks` [num_heads]: scores that take
-        weight and give nothing, of layers that turn.
+        `scale` multiplies the scores, None is 1 / sqrt(D); `softcap` caps them by tanh;
+        `is_rotated`: queries and keys are outputs of `rotate`; `sinks` [num_heads]: scores in the
+        softmax without a value, for layers with RoPE.
         """
         kind, op, cache = self._kind(layer), self.op, self._cache(layer)
         past = [self.past[past_name(cache, part)] for part in ("key", "value")]
@@ -116,20 +116,22 @@ class PassState:
             "softcap": softcap,
         }
         if rope is None or is_rotated:
-            function, turned = unrotated_attention(op.dtype), ()
+            function, rope_inputs = unrotated_attention(op.dtype), ()
         else:
-            function, turned = cached_attention(op.dtype), self._rotation(rope)
+            function, rope_inputs = cached_attention(op.dtype), self._rotation(rope)
             if sinks is not None:
-                function, turned = sink_attention(op.dtype), (*turned, sinks)
+                function, rope_inputs = sink_attention(op.dtype), (*rope_inputs, sinks)
             given |= self._rotation_flags(rope)
-        y, *present = call(op, function, q, k, v, *past, self.write_index, seen, *turned, **given)
+        y, *present = call(
+            op, function, q, k, v, *past, self.write_index, seen, *rope_inputs, **given
+        )
         for part, value in zip(("key", "value"), present, strict=True):
             value.name = present_name(cache, part)
             self.present[value.name] = value
         return y
 
     def rotate(self, layer: int, x: ir.Value, num_heads: int) -> ir.Value:
-        """X [1, S, num_heads*D] turned, for layers that do something before they `attend`."""
+        """Apply RoPE to x [1, S, num_heads*D], for layers with nodes between RoPE and `attend`."""
         rope = self._kind(layer).rope
         if rope is None:
             return x
@@ -142,7 +144,7 @@ class PassState:
         return kind
 
     def _cache(self, layer: int) -> int:
-        """Caches are counted without the layers that have none."""
+        """Index of a layer's cache; layers without a cache do not count."""
         return layer - self.kinds[:layer].count(None)
 
     def _rotation(self, rope: Rope) -> tuple[ir.Value | None, ...]:
@@ -160,7 +162,7 @@ class PassState:
     ) -> tuple[ir.Value, ir.Value]:
         """Cos and sin of all positions [C, R/2].
 
-        With M-RoPE a pair's angle follows one of three positions: tables of the rows themselves.
+        With M-RoPE a pair uses one of three positions, so tables are by token.
         """
         op, inv_freq = self.op, self.op.constant(rope.inv_freq)
         if rope.long_inv_freq is not None:

@@ -17,22 +17,22 @@ from edgellm.export.onnx.builder import Op
 
 @dataclass(frozen=True, slots=True)
 class Convolution:
-    """Over a row and those before it in its block."""
+    """Sizes of a convolution over a token and those before it in its block."""
 
     taps: int
-    group_size: int  # channels that share what the row itself adds to the kernel
+    group_size: int  # channels that share the token's own part of the kernel
 
 
 class Block:
-    """The rows of a pass that are its block, and what all layers know of them."""
+    """The block's tokens in a pass, with values that all layers share."""
 
     def __init__(self, op: Op, ids: ir.Value, rows: ir.Value, mask_id: int) -> None:
-        """`ids` int64 [1, R] of the tokens that stand at `rows` int64 [R]."""
+        """`ids` int64 [1, R] of the tokens at indices `rows` int64 [R]."""
         self.op, self.ids, self.rows = op, ids, rows
         self.is_mask = op.Equal(ids, op.constant(np.int64(mask_id)))  # bool [1, R]
 
     def among(self, context: ir.Value, x: ir.Value) -> ir.Value:
-        """`context` [1, S, D] with rows of the block in their places, x [1, R, D]."""
+        """`context` [1, S, D] with the block's rows replaced by x [1, R, D]."""
         op, first = self.op, self.op.constant([0])
         index = op.Unsqueeze(self.rows, op.constant([1]))
         rows = op.ScatterND(op.Squeeze(context, first), index, op.Squeeze(x, first))
@@ -43,7 +43,7 @@ class Block:
         return self.op.Gather(x, self.rows, axis=1)
 
     def before(self, x: ir.Value) -> ir.Value:
-        """Of every row of x [1, R, ...] the one before it; of the first row itself."""
+        """The previous row of each row of x [1, R, ...]; the first row for itself."""
         op, axis = self.op, self.op.constant([1])
         zero = op.constant([0])
         first = op.Slice(x, zero, op.constant([1]), axis)
@@ -64,7 +64,7 @@ class Convolve:
         )
 
     def kernels(self, op: Op, x: ir.Value) -> list[ir.Value]:
-        """The two, [1, R, taps, groups, group size] each, of rows x [1, R, D]."""
+        """Both kernels, [1, R, taps, groups, group size] each, of tokens x [1, R, D]."""
         taps, group = self.config.taps, self.config.group_size
         shape = op.constant([2, 1, 1, taps, self.groups, group])
         stored = self.weights.take("base_kernel", (2, taps, self.size), op.dtype)
@@ -80,7 +80,7 @@ class Convolve:
 
     def __call__(self, op: Op, x: ir.Value, kernel: ir.Value, block: Block) -> ir.Value:
         """X [1, R, D] -> [1, R, D]."""
-        # 0 at a block's first row: a pass may have those of several answers
+        # 0 at a block's first token: a pass may have blocks of several sequences
         within = op.Unsqueeze(op.Cast(block.is_mask, to=int(op.dtype)), op.constant([2]))
         grouped = op.constant([0, 0, self.groups, self.config.group_size])
         parts = op.outputs(self.config.taps, "Split", kernel, axis=2, num_outputs=self.config.taps)

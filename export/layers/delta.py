@@ -1,6 +1,6 @@
-"""Gated delta net (arXiv 2412.06464): linear attention whose states forget, and take back.
+"""Gated delta net (arXiv 2412.06464): linear attention with decay and the delta rule.
 
-S rows, H value heads, J key heads, H / J of which share a key; dk and dv numbers of a head.
+S tokens, H value heads, J key heads, each shared by H / J value heads; dk and dv are head sizes.
 """
 
 from __future__ import annotations
@@ -25,17 +25,17 @@ _EPSILON = 1e-6  # of a key's and a query's length
 
 @dataclass(frozen=True, slots=True)
 class DeltaSizes:
-    """Of a layer."""
+    """Sizes of a layer."""
 
     key_heads: int  # J
     value_heads: int  # H
     key_dim: int  # dk
     value_dim: int  # dv
-    window: int  # rows of the convolution before
+    window: int  # kernel size of the convolution
 
     @classmethod
     def read(cls, reader: ConfigReader) -> DeltaSizes:
-        """Those of Qwen's configs; raises `UnsupportedModelError` where heads do not fit."""
+        """Sizes from Qwen's configs; raises `UnsupportedModelError` for wrong heads."""
         found = cls(
             reader.positive("linear_num_key_heads", 16),
             reader.positive("linear_num_value_heads", 32),
@@ -59,12 +59,12 @@ class DeltaSizes:
 
     @property
     def convolved(self) -> int:
-        """Queries, keys and values of a row."""
+        """Width of queries, keys and values."""
         return 2 * self.keys + self.values
 
 
 class DeltaRule:
-    """What stands between the projections: convolution, rule and states."""
+    """The part between the projections: convolution, delta rule and states."""
 
     def __init__(self, sizes: DeltaSizes, weights: Weights, rows: str) -> None:
         """`rows`: the symbol of S."""
@@ -116,7 +116,7 @@ class DeltaRule:
 
 
 def _unit(op: Op, x: ir.Value, head_dim: int) -> ir.Value:
-    """[1, S, J * dk], each head of length 1."""
+    """L2-normalize the heads of [1, S, J * dk]."""
     apart = split_heads(op, x, head_dim)
     squares = op.ReduceSum(op.Mul(apart, apart), op.constant([-1]), keepdims=1)
     length = op.Sqrt(op.Add(squares, op.constant(np.float32(_EPSILON))))

@@ -1,4 +1,4 @@
-"""Token embedding and the output head that may share its table."""
+"""Token embedding."""
 
 from __future__ import annotations
 
@@ -13,7 +13,7 @@ from edgellm.export.onnx.functions.attention import call
 
 
 class Embedding:
-    """Rows of a table [vocab_size, size] by token id, times `scale`."""
+    """Lookup in a table [vocab_size, size] by token id, times `scale`."""
 
     def __init__(
         self, weights: Weights, vocab_size: int, size: int, scale: float | None = None
@@ -23,13 +23,13 @@ class Embedding:
         self.scale = scale
 
     def __call__(self, op: Op, token_ids: ir.Value) -> ir.Value:
-        """Append the look-up; token_ids int64 [...] -> [..., size]."""
+        """Append the lookup; token_ids int64 [...] -> [..., size]."""
         with op.scope(self.weights.prefix.rstrip(".")):
             rows = self._rows(op, token_ids)
             return rows if self.scale is None else op.Mul(rows, op.constant(self.scale, op.dtype))
 
     def _rows(self, op: Op, token_ids: ir.Value) -> ir.Value:
-        """Cast after the look-up: a cast table would be folded into a second, larger copy."""
+        """Cast after the lookup: a cast table would be folded into a second, larger copy."""
         blocks = quantized.find_table(self.weights, self.shape, op.dtype)
         if blocks is None:
             table = op.parameter(self.weights.take("weight", self.shape, op.dtype))

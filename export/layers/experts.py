@@ -1,6 +1,6 @@
-"""Mixtures of experts: a router, and feed-forward networks of which each row takes a few.
+"""Mixtures of experts: a router, and feed-forward networks, a few of them for each token.
 
-Shapes: S rows, H hidden size, E experts, K chosen of them, I width between gate and down.
+Shapes: S tokens, H hidden size, E experts, K chosen experts, I intermediate size.
 """
 
 from __future__ import annotations
@@ -25,15 +25,15 @@ from edgellm.export.onnx.functions.experts import LARGEST, experts, router
 
 @dataclass(frozen=True, slots=True)
 class Routing:
-    """How many experts there are, and what those that a row takes add to it."""
+    """Number of experts, and weights of the chosen ones."""
 
     experts: int
     top_k: int
     size: int  # I
-    normalizes: bool = True  # the shares of those taken are divided by their sum
-    smallest_sum: float = 0.0  # that shares are divided by
-    added: float = 0.0  # to that sum
-    scale: float = 1.0  # of the shares, in the end
+    normalizes: bool = True  # the shares of chosen experts are divided by their sum
+    smallest_sum: float = 0.0  # minimum of the divisor
+    added: float = 0.0  # to the sum
+    scale: float = 1.0  # of the final shares
 
     @classmethod
     def read(
@@ -45,13 +45,12 @@ class Routing:
         size: str = "intermediate_size",
         **traits: Any,
     ) -> Routing:
-        """Read the keys of these names; `traits` are the other facts.
+        """Read the keys with these names; `traits` are the other facts.
 
         Raises:
-            UnsupportedModelError: a row would take more experts than there are, or the networks
-                have another activation than Swish.
+            UnsupportedModelError: K exceeds E, or another activation than Swish.
         """
-        reader.skip("router_aux_loss_coef", "output_router_logits")  # of training
+        reader.skip("router_aux_loss_coef", "output_router_logits")  # for training
         reader.expect("hidden_act", "silu", "swish")
         found = cls(
             reader.positive(experts), reader.positive(top_k), reader.positive(size), **traits
@@ -68,10 +67,10 @@ NO_ROUTING = Routing(1, 1, 1)  # of an unread config
 
 @dataclass(frozen=True, slots=True)
 class Gating:
-    """What an expert does to its gates g and ups u: swish(g, alpha) * (u + offset)."""
+    """Activation of an expert with gates g and ups u: swish(g, alpha) * (u + offset)."""
 
-    alpha: float | None = 1.0  # None: the largest number there is, which makes a ReLU of the gates
-    limit: float | None = None  # of gates from above, of ups on both sides
+    alpha: float | None = 1.0  # None: the largest float, which makes Swish a ReLU
+    limit: float | None = None  # upper bound of gates, bound of |ups|
     offset: float = 0.0
 
 
@@ -80,7 +79,7 @@ SQUARED_RELU = Gating(None)  # where the ups are the gates
 
 
 class Router:
-    """Softmax of a row's logits, and the experts with the largest of it."""
+    """Softmax of a token's logits, and the top K experts."""
 
     def __init__(self, weights: Weights, hidden: int, routing: Routing) -> None:
         self.weights, self.hidden, self.routing = weights, hidden, routing
@@ -113,13 +112,13 @@ class Router:
         return op.Softmax(logits, axis=-1)
 
     def rank(self, op: Op, shares: ir.Value) -> ir.Value:
-        """Hook for routers that choose by something else than the shares [1, S, E]."""
+        """Hook for routers that do not choose by the shares [1, S, E]."""
         del op
         return shares
 
 
 class BiasedRouter(Router):
-    """The same with a bias of the logits."""
+    """A router with a bias of the logits."""
 
     def logits(self, op: Op, x: ir.Value) -> ir.Value:
         """X [1, S, H] -> float32 [1, S, E]."""
@@ -129,7 +128,7 @@ class BiasedRouter(Router):
 
 
 class SigmoidRouter(Router):
-    """Shares are sigmoids; a bias may help to choose, which is no part of a share."""
+    """A router with sigmoid shares; an optional bias affects the choice only."""
 
     def __init__(
         self,
@@ -138,7 +137,7 @@ class SigmoidRouter(Router):
         routing: Routing,
         bias: tuple[Weights, str] | None = None,
     ) -> None:
-        """`bias`: where the tensor [E] is, and its name."""
+        """`bias`: weights and name of the tensor [E]."""
         super().__init__(weights, hidden, routing)
         self.bias = bias
 
@@ -147,7 +146,7 @@ class SigmoidRouter(Router):
         return op.Sigmoid(logits)
 
     def rank(self, op: Op, shares: ir.Value) -> ir.Value:
-        """Shares [1, S, E] and the bias."""
+        """Shares [1, S, E] plus the bias."""
         if self.bias is None:
             return shares
         place, name = self.bias
@@ -164,7 +163,7 @@ class Chooses(Protocol):
 
 
 class Mixture:
-    """`sum of share * expert(x)` over those that a router chose, and an expert that all rows take.
+    """`sum of share * expert(x)` over the chosen experts, and an optional shared expert.
 
     The weights of all experts of a layer are one operand each: gates, ups and downs.
     """
@@ -179,7 +178,7 @@ class Mixture:
         shared: MLP | None = None,
         latent: tuple[MLP, MLP] | None = None,
     ) -> None:
-        """`latent`: what makes the rows that experts take, and brings what they give back."""
+        """`latent`: projections to and from the experts' input width."""
         self.route, self.stack, self.routing = route, stack, routing
         self.gating, self.shared, self.latent = gating, shared, latent
 

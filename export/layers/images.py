@@ -1,7 +1,7 @@
-"""Image features in place of token embeddings.
+"""Image embeddings in place of token embeddings.
 
-Token ids from the vocabulary's size V on name rows of the encoder's output: id V + n is row n. S is
-the number of rows of a pass, N that of all image rows at hand, H the hidden size.
+Token ids from the vocabulary's size V on are rows of the encoder's output: id V + n is row n. S
+tokens of a pass, N image rows, H hidden size.
 """
 
 from __future__ import annotations
@@ -23,7 +23,7 @@ class ImageRows:
     embeds: ir.Value  # [N, H], at least one row
     deepstack: ir.Value | None  # [L, N, H]
     num_deepstack: int  # L
-    _rows: ir.Value = field(init=False)  # int64 [1, S]; 0 where there is no image
+    _rows: ir.Value = field(init=False)  # int64 [1, S]; 0 for text tokens
     _is_image: ir.Value = field(init=False)  # bool [1, S, 1]
 
     def embed(self, op: Op, table: Embedding, token_ids: ir.Value) -> ir.Value:

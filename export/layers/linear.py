@@ -1,4 +1,4 @@
-"""Linear layers. This file alone knows how quantized weights become ONNX nodes."""
+"""Linear layers, float or quantized, as ONNX nodes."""
 
 from __future__ import annotations
 
@@ -46,13 +46,13 @@ class Linear:
 
 
 def block_operands(op: Op, weight: BlockWeight) -> list[ir.Value]:
-    """Codes, scales, and minima where there are any, as `block_linear` takes them."""
+    """Operands of `block_linear`: codes, scales, and minima if any."""
     factors = [weight.scales, *([] if weight.minima is None else [weight.minima])]
     return [op.parameter(weight.codes), *(stored_factors(op, each) for each in factors)]
 
 
 def stored_factors(op: Op, factors: BlockFactors) -> ir.Value:
-    """Factors as functions of blocks take them."""
+    """Scales or minima as operands of block functions."""
     values = op.parameter(factors.values)
     if factors.scales is None:
         return values
@@ -83,7 +83,7 @@ def _quantized(op: Op, x: ir.Value, layer: QuantizedLinear) -> ir.Value:
 
 
 def _rounded(op: Op, x: ir.Value, how: InputRounding) -> ir.Value:
-    """X as the layer sees it, back in floats."""
+    """X rounded as the layer does it, as floats."""
     if how.dtype == ir.DataType.FLOAT4E2M1:
         global_scale = op.constant(how.scale, ir.DataType.FLOAT)
         return call(op, attention.round_input_fp4(), x, global_scale)

@@ -1,6 +1,6 @@
-"""Mamba 2 (arXiv 2405.21060): states that forget, read and written by what rows say.
+"""Mamba 2 (arXiv 2405.21060): selective SSM, decaying state with input-dependent B, C and dt.
 
-S rows, H heads of P numbers, G groups of heads that share what is read and written, N numbers each.
+S tokens, H heads of size P, G groups of heads that share B and C of size N.
 """
 
 from __future__ import annotations
@@ -22,33 +22,33 @@ from edgellm.export.onnx.functions.attention import call
 from edgellm.export.onnx.functions.delta_rule import decaying_rule
 
 _FLOAT = ir.DataType.FLOAT
-_UNBOUNDED = (math.inf, {"__float__": "Infinity"})  # as JSON has it, and transformers writes it
+_UNBOUNDED = (math.inf, {"__float__": "Infinity"})  # in JSON, and as transformers writes it
 
 
 @dataclass(frozen=True, slots=True)
 class MambaSizes:
-    """Of a layer."""
+    """Sizes of a layer."""
 
     heads: int  # H
     head_dim: int  # P
     groups: int  # G
     state: int  # N
-    window: int  # rows of the convolution before
+    window: int  # kernel size of the convolution
     conv_bias: bool = True
     in_bias: bool = False  # of the first projection
     out_bias: bool = False  # of the last
 
     @classmethod
     def read(cls, reader: ConfigReader, inner: int, out_bias: str) -> MambaSizes:
-        """Those of Granite's configs and Falcon's.
+        """Sizes from Granite's and Falcon's configs.
 
         Args:
             reader: of config.json.
             inner: H * P.
-            out_bias: the key that says whether the last projection has one.
+            out_bias: config key of the last projection's bias.
 
         Raises:
-            UnsupportedModelError: heads do not fit.
+            UnsupportedModelError: heads do not match the width.
         """
         reader.skip("mamba_chunk_size", "mamba_expand")
         expect_unbounded(reader)
@@ -69,7 +69,7 @@ class MambaSizes:
         return found
 
     def __post_init__(self) -> None:
-        """Raise `UnsupportedModelError` where groups do not fit."""
+        """Raise `UnsupportedModelError` if groups do not divide heads."""
         if self.heads % self.groups or self.window < 2:
             raise UnsupportedModelError(f"config.json: a Mamba layer of {self}")
 
@@ -85,15 +85,15 @@ class MambaSizes:
 
 
 def expect_unbounded(reader: ConfigReader) -> None:
-    """Steps may be of any size."""
+    """Reject configs with limits of the time step."""
     reader.expect("time_step_limit", *([0.0, maximum] for maximum in _UNBOUNDED))
 
 
-NO_MAMBA = MambaSizes(1, 1, 1, 1, 2)  # of a config without
+NO_MAMBA = MambaSizes(1, 1, 1, 1, 2)  # of configs without Mamba
 
 
 class Mamba2:
-    """Projection, convolution, rule, gated norm, projection."""
+    """Projection, convolution, scan, gated norm, projection."""
 
     def __init__(
         self, sizes: MambaSizes, weights: Weights, hidden: int, epsilon: float, rows: str
@@ -122,7 +122,7 @@ class Mamba2:
         return self.in_proj(op, x)
 
     def gated(self, op: Op, y: ir.Value, gate: ir.Value) -> ir.Value:
-        """What the last projection reads, [1, S, H * P] like both."""
+        """Gated norm before the last projection, [1, S, H * P]."""
         return self.normed(op, op.Mul(y, op.Swish(gate)))
 
     def _convolved(self, op: Op, mixed: ir.Value, state: PassState, layer: int) -> ir.Value:
@@ -143,7 +143,7 @@ class Mamba2:
         state: PassState,
         layer: int,
     ) -> ir.Value:
-        """Values [1, S, H * P], what writes and what reads [1, S, G * N] -> [1, S, H * P]."""
+        """Values [1, S, H * P], B and C [1, S, G * N] -> [1, S, H * P]."""
         sizes, recurrences = self.sizes, state.recurrences
         assert recurrences is not None
         values, k, q = rows
@@ -162,7 +162,7 @@ class Mamba2:
         return op.Add(y, merge_heads(op, op.Mul(apart, op.Unsqueeze(skip, last))))
 
     def normed(self, op: Op, y: ir.Value) -> ir.Value:
-        """Each group of heads by itself."""
+        """Normalize each group of heads."""
         size = self.sizes.inner // self.sizes.groups
         ones = op.constant(np.ones(size), op.dtype)
         groups = split_heads(op, y, size)

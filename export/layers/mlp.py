@@ -1,4 +1,4 @@
-"""Feed-forward networks: the gated one of Llama (SwiGLU, arXiv 2002.05202) and the plain one."""
+"""Feed-forward networks: gated as in Llama (SwiGLU, arXiv 2002.05202), and plain."""
 
 from __future__ import annotations
 
@@ -47,7 +47,7 @@ class GatedMLP:
 
 
 class FusedGatedMLP:
-    """The same with gate and up as one layer."""
+    """`GatedMLP` with gate and up as one layer."""
 
     def __init__(
         self,
@@ -82,7 +82,7 @@ class FeedForward:
         *,
         bias: bool = True,
     ) -> None:
-        """`sizes`: of the input, between the layers, of the output."""
+        """`sizes`: input, intermediate, output."""
         self.first = Linear(first, sizes[0], sizes[1], bias=bias)
         self.second = Linear(second, sizes[1], sizes[2], bias=bias)
         self.activation = activation

@@ -54,6 +54,6 @@ class LayerNorm:
 
 
 class UnbiasedLayerNorm(LayerNorm):
-    """The same without a bias."""
+    """Layer norm without a bias."""
 
     parameters = ("weight",)

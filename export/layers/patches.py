@@ -1,7 +1,7 @@
 """Encoders of whole images: a stream of patches [1, P, d] with 2-D rotary positions.
 
-Shapes: P patches of one image, d width, D head_dim, W windows of Z slots. A stream keeps the order
-of the input throughout; windows are gathered for their attention only.
+Shapes: P patches of one image, d width, D head_dim, W windows of Z slots. The stream keeps the
+input's order; windows are gathered for attention only.
 """
 
 from __future__ import annotations
@@ -22,7 +22,7 @@ _MASKED = {ir.DataType.FLOAT: -1e30, ir.DataType.FLOAT16: -3e4}
 
 @dataclass(frozen=True, slots=True)
 class Windows:
-    """Where patches stand when they attend inside windows only."""
+    """Indices of patches for attention in windows."""
 
     slots: ir.Value  # int64 [W * Z]
     rows: ir.Value  # int64 [P]
@@ -31,7 +31,7 @@ class Windows:
 
     @classmethod
     def prepare(cls, op: Op, slots: ir.Value, mask: ir.Value, rows: ir.Value, size: int) -> Windows:
-        """Append what all windowed layers share; `mask` is bool [W, Z], true for real patches."""
+        """Append nodes that windowed layers share; `mask` bool [W, Z] is true for real patches."""
         with op.scope("windows"):
             shut = op.constant(_MASKED[op.dtype], op.dtype)
             additive = op.Where(mask, op.constant(0, op.dtype), shut)
@@ -43,7 +43,7 @@ class Windows:
 
 @dataclass(frozen=True, slots=True)
 class PatchState:
-    """What all layers of one run share."""
+    """Values that all layers of a run share."""
 
     op: Op
     num_heads: int
@@ -53,7 +53,7 @@ class PatchState:
     windows: Windows | None
 
     def attend(self, q: ir.Value, k: ir.Value, v: ir.Value, *, windowed: bool) -> ir.Value:
-        """Rotate, then attend to all patches or to those of the window; all [1, P, d]."""
+        """Apply RoPE, then attend to all patches or to those of the window; all [1, P, d]."""
         q, k = (
             self.op.RotaryEmbedding(x, self.cos, self.sin, num_heads=self.num_heads) for x in (q, k)
         )
@@ -72,7 +72,7 @@ class PatchState:
 
 
 class PatchEmbedding:
-    """The convolution whose kernel covers a patch: a linear layer over the flattened patch."""
+    """Patch convolution as a linear layer over the flattened patch."""
 
     def __init__(self, weights: Weights, kernel: tuple[int, ...], size: int, *, bias: bool) -> None:
         """`kernel`: channels, frames, rows and columns of a patch."""
@@ -97,7 +97,7 @@ class PatchEmbedding:
 def attend(
     op: Op, q: ir.Value, k: ir.Value, v: ir.Value, num_heads: int, mask: ir.Value | None = None
 ) -> ir.Value:
-    """Attention without a causal order; all [batch, rows, d], `mask` additive."""
+    """Bidirectional attention; all [batch, rows, d], `mask` additive."""
     inputs = (q, k, v) if mask is None else (q, k, v, mask)
     return op.Attention(*inputs, q_num_heads=num_heads, kv_num_heads=num_heads)
 
@@ -110,7 +110,7 @@ def rotary_tables(
     Args:
         op: the recorder.
         positions: int64 [P, 2].
-        head_dim: a multiple of 4; pair i of an axis turns by `theta ** (-4 * i / head_dim)`.
+        head_dim: a multiple of 4; pair i of an axis has frequency `theta ** (-4 * i / head_dim)`.
         theta: the base.
     """
     with op.scope("rotary"):
@@ -126,7 +126,7 @@ def rotary_tables(
 
 
 def interpolate(op: Op, table: ir.Value, index: ir.Value, weight: ir.Value) -> ir.Value:
-    """Rows of `table` [positions, d] mixed by index and weight [4, P] -> [1, P, d]."""
+    """Rows of `table` [positions, d] interpolated by index and weight [4, P] -> [1, P, d]."""
     shares = op.Unsqueeze(op.cast(weight, op.dtype), op.constant([2]))  # [4, P, 1]
     neighbours = op.Gather(table, index, axis=0)  # [4, P, d]
     if table.dtype != op.dtype:  # after the look-up, as in `Embedding`

@@ -1,8 +1,8 @@
-"""Recurrent layers: what they keep of a sequence, and how a commit moves it on.
+"""Recurrent layers: their states, and the updates by accepted tokens.
 
-A pass leaves the states as they were and gives what the recurrence takes of its rows; a second
-graph, which has no weights, makes the next states of the rows that were accepted. So rows of a
-prompt, single tokens and trees are one form: what a row sees is told by its parents.
+A pass does not change the states; it outputs the recurrence's inputs of its tokens. A second graph,
+without weights, computes the next states from those of accepted tokens. So prompts, single tokens
+and trees have one form: parents define the ancestors of a token.
 """
 
 from __future__ import annotations
@@ -24,7 +24,7 @@ _END = 1 << 62
 
 @dataclass(frozen=True, slots=True)
 class Recurrence:
-    """What one layer keeps."""
+    """States of a layer."""
 
     layer: int
     states: dict[str, ir.Value]  # by part, inputs of the decoder
@@ -34,7 +34,7 @@ class Recurrence:
 
 @dataclass(slots=True)
 class Recurrences:
-    """Those of a pass."""
+    """Recurrent states of a pass."""
 
     op: Op
     parents: ir.Value  # int64 [S], see `graph_io.PARENT_ROWS`
@@ -43,7 +43,7 @@ class Recurrences:
     def state(
         self, layer: int, part: str, shape: tuple[int, ...], dtype: ir.DataType | None = None
     ) -> ir.Value:
-        """The state of a layer; of activations' type where none is given."""
+        """The state of a layer; default type: activations."""
         return ir.Value(
             name=graph_io.state_name(layer, part),
             shape=ir.Shape(shape),
@@ -51,9 +51,9 @@ class Recurrences:
         )
 
     def keep(self, recurrence: Recurrence, widths: Mapping[str, int], rows: str) -> None:
-        """Note a layer's; `rows` is the symbol of their number.
+        """Add a layer's recurrence; `rows` is the symbol of the number of tokens.
 
-        Each of its rows becomes an output and is of the type that its value has, or activations.
+        Its values by token become outputs, with their own type or that of activations.
         """
         for part, value in recurrence.rows.items():
             value.name = graph_io.state_rows_name(recurrence.layer, part)
@@ -63,17 +63,17 @@ class Recurrences:
 
     @property
     def inputs(self) -> list[ir.Value]:
-        """Of the decoder, besides `parents`."""
+        """Inputs of the decoder, besides `parents`."""
         return [value for layer in self.layers for value in layer.states.values()]
 
     @property
     def outputs(self) -> list[ir.Value]:
-        """Of the decoder."""
+        """Outputs of the decoder."""
         return [value for layer in self.layers for value in layer.rows.values()]
 
     @property
     def spec(self) -> RecurrentSpec:
-        """For the manifest."""
+        """The spec for the manifest."""
         return RecurrentSpec(
             {str(value.name): tuple(value.shape.numpy()) for value in self.inputs},  # type: ignore[union-attr]
             {str(value.name): int(value.shape[2]) for value in self.outputs},  # type: ignore[index, arg-type]
@@ -83,14 +83,14 @@ class Recurrences:
 def convolve(
     recurrences: Recurrences, layer: int, x: ir.Value, weight: ir.Value, size: int, rows: str
 ) -> ir.Value:
-    """A causal convolution of each channel over a row and its ancestors.
+    """A causal depthwise convolution over a token and its ancestors.
 
     Args:
         recurrences: of the pass.
-        layer: whose window it keeps.
+        layer: of the window.
         x: [1, S, W].
-        weight: [W, 1, `size`], the last is the row's own.
-        size: rows that a row sees, its own included.
+        weight: [W, 1, `size`], the last for the token itself.
+        size: kernel size.
         rows: the symbol of S.
 
     Returns:
@@ -113,11 +113,11 @@ def keep_matrix(
     key_heads: int,
     rows: str,
 ) -> None:
-    """Note the matrices [1, H, dk, dv] of a layer's heads, see `delta_functions.delta_update`.
+    """Add the matrices [1, H, dk, dv] of a layer's heads, see `delta_rule.delta_update`.
 
     Args:
         recurrences: of the pass.
-        layer: whose they are.
+        layer: of the matrices.
         matrix: the state.
         given: keys [1, S, J * dk], deltas [1, S, H * dv], logarithms of decays [1, S, H]; float32.
         key_heads: J.
@@ -139,7 +139,7 @@ def _advance(op: Op, states: Parts, rows: Parts) -> Parts:
 
 
 def floats(op: Op, x: ir.Value) -> ir.Value:
-    """X in float32, which recurrences are computed in."""
+    """X in float32, the type of recurrences."""
     return x if op.dtype == ir.DataType.FLOAT else op.Cast(x, to=int(ir.DataType.FLOAT))
 
 
@@ -149,7 +149,7 @@ def _width(weight: ir.Value) -> int:
 
 
 def _shift(op: Op, states: Parts, rows: Parts) -> Parts:
-    """The newest rows stay in the window."""
+    """Keep the newest tokens in the window."""
     window = states["window"]
     assert window.shape is not None
     size = int(window.shape[1])  # type: ignore[arg-type]
@@ -161,21 +161,21 @@ def _shift(op: Op, states: Parts, rows: Parts) -> Parts:
 def convolution(size: int) -> ir.Function:
     """Y of `convolve` from x [1, S, W], window [1, size - 1, W], weight [W, 1, size], parents [S].
 
-    Sums run from the newest row to the oldest, whatever rows are beside it.
+    Sums run from the newest token to the oldest, independent of other tokens in the pass.
     """
 
     def body(
         op: Op, x: ir.Value, window: ir.Value, weight: ir.Value, parents: ir.Value
     ) -> ir.Value:
-        kept = op.Constant(value_int=size - 1)
+        window_size = op.Constant(value_int=size - 1)
         rows = op.Concat(window, x, axis=1)  # the window's rows are their next one's parents
         before = op.Constant(value_ints=[max(at - 1, 0) for at in range(size - 1)])
-        behind = op.Add(parents, kept)
-        parent_of = op.Concat(before, behind, axis=0)
+        shifted = op.Add(parents, window_size)
+        parent_of = op.Concat(before, shifted, axis=0)
         taps = op.outputs(
             size, "Split", op.Transpose(weight, perm=[2, 1, 0]), axis=0, num_outputs=size
         )
-        y, places = op.Mul(x, taps[-1]), behind
+        y, places = op.Mul(x, taps[-1]), shifted
         for tap in taps[-2::-1]:
             y = op.Add(y, op.Mul(op.Gather(rows, places, axis=1), tap))
             places = op.Gather(parent_of, places)

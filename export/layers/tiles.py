@@ -14,7 +14,7 @@ from edgellm.export.onnx.builder import Op
 
 
 class TilePatches:
-    """A convolution that steps from patch to patch; pixels after the last whole one are unused."""
+    """Patch convolution; pixels after the last whole patch are unused."""
 
     def __init__(self, weights: Weights, patch_size: int, size: int) -> None:
         self.weights = weights
@@ -40,7 +40,7 @@ class TileAttention:
     def __init__(
         self, weights: Weights, size: int, num_heads: int, *, bias: bool, output: str
     ) -> None:
-        """`bias`: of q, k and v; `output`: what the checkpoint calls the last layer."""
+        """`bias`: of q, k and v; `output`: name of the last layer in the checkpoint."""
         self.num_heads = num_heads
         self.q_proj = Linear(weights / "q_proj", size, size, bias=bias)
         self.k_proj = Linear(weights / "k_proj", size, size, bias=bias)

@@ -1,8 +1,8 @@
 """Architectures, one file each, found by the `model_type` of config.json.
 
-A file exports `Model` (how the architecture computes; attributes carry the checkpoint's own
-parameter names), `Config` (`read` turns a config into facts) and `TINY` (a small config, with
-which the tests compare the architecture with transformers).
+A file exports `Model` (the architecture; attributes have the checkpoint's parameter names),
+`Config` (reads config.json into typed facts) and `TINY` (a small config for tests against
+transformers).
 """
 
 from __future__ import annotations
@@ -13,7 +13,7 @@ from types import ModuleType
 
 from edgellm.core.errors import UnsupportedModelError
 
-# Architectures that compute as a supported one does, but for what is named.
+# Architectures that are like a supported one, except for the named difference.
 _RELATIVES = {
     "apertus": ("olmo2", "activation"),
     "cohere": ("cohere2", "norms of queries and keys"),
@@ -23,7 +23,7 @@ _LIST = "docs/reference/models.md"
 
 
 def supported() -> list[str]:
-    """The model types that have a file."""
+    """All model types with a file."""
     return sorted(module.name for module in pkgutil.iter_modules(__path__))
 
 
@@ -31,7 +31,7 @@ def find(model_type: str) -> ModuleType:
     """The architecture's module.
 
     Raises:
-        UnsupportedModelError: there is none; the hint names a relative, if any, and all others.
+        UnsupportedModelError: there is none; the hint has a similar architecture, if any, and all.
     """
     known = supported()
     if model_type not in known:

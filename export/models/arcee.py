@@ -34,7 +34,7 @@ class DecoderLayer(llama.DecoderLayer):
     feed_forward_names: ClassVar = ("up_proj", "down_proj")
 
     def feed_forward(self, config: DecoderConfig, weights: Weights) -> MLP:
-        """Into the width between, activation, back."""
+        """Up projection, activation, down projection."""
         hidden, inner = config.hidden_size, config.intermediate_size
         first, second = (weights / name for name in self.feed_forward_names)
         sizes = (hidden, inner, hidden)

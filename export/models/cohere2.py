@@ -1,6 +1,6 @@
 """Cohere 2 (Command R7B, Aya): attention and MLP in parallel, layer norms, scaled logits.
 
-Layers that see all do not turn.
+Layers with full attention have no RoPE (NoPE).
 """
 
 from __future__ import annotations
@@ -58,7 +58,7 @@ class Config(DecoderConfig):
         reader.assume(tie_word_embeddings=True, sliding_window=4096, sliding_window_pattern=4)
         for key, allowed in _ONLY.items():
             reader.expect(key, *allowed)
-        reader.skip("use_embedding_sharing", "use_parallel_embedding")  # tie_word_embeddings rules
+        reader.skip("use_embedding_sharing", "use_parallel_embedding")  # see tie_word_embeddings
         bias = reader.read("attention_bias", bool, False)
         scale = reader.nonzero("logit_scale", 0.0625)
         config = cls.read(
@@ -83,7 +83,7 @@ class Config(DecoderConfig):
 
 
 class DecoderLayer(llama.DecoderLayer):
-    """Transformer block whose branches read the same norm."""
+    """Transformer block with parallel branches after one norm."""
 
     norm = UnbiasedLayerNorm
 
@@ -98,7 +98,7 @@ class Model(llama.Model):
     """Llama's model with Cohere's blocks and scaled logits."""
 
     layer = DecoderLayer
-    norm_behind = UnbiasedLayerNorm
+    final_norm = UnbiasedLayerNorm
 
     def __init__(self, config: Config, weights: Weights) -> None:
         super().__init__(config, weights)

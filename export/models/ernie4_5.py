@@ -1,4 +1,4 @@
-"""ERNIE 4.5, dense: Llama whose rope turns neighbours."""
+"""ERNIE 4.5, dense: Llama with interleaved RoPE."""
 
 from __future__ import annotations
 

@@ -29,10 +29,10 @@ class Config(DecoderConfig):
     """ERNIE's config with experts."""
 
     routing: Routing = NO_ROUTING
-    shared: int = 0  # experts that all rows take, as one of their width
-    first: int = 0  # the layers that have experts: of this index or more,
-    last: int = 0  # of this or less,
-    every: int = 1  # and each so many
+    shared: int = 0  # shared experts, as one of their total width
+    first: int = 0  # layers with experts: from this index,
+    last: int = 0  # up to this one,
+    every: int = 1  # with this interval
 
     @classmethod
     def from_hf(cls, reader: ConfigReader) -> DecoderConfig:
@@ -45,9 +45,9 @@ class Config(DecoderConfig):
             moe_layer_interval=1,
             moe_norm_min=1e-12,
         )
-        reader.expect("use_bias", False)  # which would be that of the head, too
-        reader.skip("moe_capacity", "moe_use_aux_free")  # of training; tensors tell
-        reader.skip("num_nextn_predict_layers")  # which are beside the model
+        reader.expect("use_bias", False)  # it would include the head's
+        reader.skip("moe_capacity", "moe_use_aux_free")  # for training
+        reader.skip("num_nextn_predict_layers")  # MTP layers are exported as drafts
         reader.expect("moe_gate", "topk")
         shared, first, last = (
             reader.read(f"moe_{key}", int)
@@ -69,19 +69,19 @@ class Config(DecoderConfig):
         )  # fmt: skip
 
     def has_experts(self, layer: int) -> bool:
-        """Whether a layer has experts, not one network for all rows."""
+        """Whether a layer has experts."""
         return self.first <= layer <= self.last and (layer + 1) % self.every == 0
 
 
 class CorrectedRouter(Router):
-    """Experts are chosen by their shares and a bias, which is no part of the share."""
+    """Router that chooses by shares plus a bias, which is not part of the shares."""
 
     def __init__(self, weights: Weights, hidden: int, routing: Routing) -> None:
         super().__init__(weights / "gate", hidden, routing)
         self.statics = weights / "moe_statics"
 
     def rank(self, op: Op, shares: ir.Value) -> ir.Value:
-        """Shares [1, S, E] and the bias."""
+        """Shares [1, S, E] plus the bias."""
         shape = (1, self.routing.experts)
         stored = op.parameter(self.statics.take("e_score_correction_bias", shape, op.dtype))
         return op.Add(shares, op.Cast(stored, to=int(ir.DataType.FLOAT)))

@@ -1,4 +1,4 @@
-"""EXAONE 4: OLMo's blocks with norms of each head; beside windows, other layers have no rope."""
+"""EXAONE 4: OLMo's blocks with norms per head; with windows, full attention layers have no RoPE."""
 
 from __future__ import annotations
 
@@ -46,7 +46,7 @@ class Config(DecoderConfig):
 
 
 def _default_types(reader: ConfigReader, layers: int) -> list[str]:
-    """By the pattern, which is a number or letters; what it means has no layer_types beside it."""
+    """Layer types by the pattern, a number or letters, for configs without layer_types."""
     reader.skip("sliding_window_pattern")
     if reader.optional("layer_types", list) is not None:
         return []

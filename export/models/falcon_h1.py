@@ -38,7 +38,7 @@ TINY = {
     "ssm_out_multiplier": 0.4,
     "ssm_multipliers": [0.9, 0.8, 1.1, 1.2, 0.7],
 }
-# Of training, and of the tool that trained the models.
+# Keys for training, and of the training tool.
 _UNREAD = (
     "mlp_expansion_factor",
     "num_logits_to_keep",
@@ -50,7 +50,7 @@ _UNREAD = (
 
 @dataclass(frozen=True, slots=True)
 class Multipliers:
-    """Factors of what enters and leaves parts of a layer."""
+    """Factors of inputs and outputs of a layer's parts."""
 
     attention_in: float
     attention_out: float
@@ -59,12 +59,12 @@ class Multipliers:
     ssm_out: float
     gate: float  # before the activation
     down: float
-    # Of the gates of Mamba, of what it convolves (values, writes, reads), and of steps.
+    # Of Mamba's gates, its convolved x, B and C, and dt.
     ssm: tuple[float, ...]
 
     @classmethod
     def read(cls, reader: ConfigReader) -> Multipliers:
-        """Raises `UnsupportedModelError` for what is no number, or not as many."""
+        """Read the factors; raises `UnsupportedModelError` unless they are numbers."""
         names = "attention_in", "attention_out", "key", "ssm_in", "ssm_out"
         single = (reader.nonzero(f"{name}_multiplier", 1.0) for name in names)
         gate, down = _numbers(reader, "mlp", 2)
@@ -97,7 +97,7 @@ class Config(DecoderConfig):
         """Read config.json."""
         reader.skip(*_UNREAD)
         reader.assume(mamba_d_ssm=1024)
-        reader.expect("hidden_act", "silu", "swish")  # also of what Mamba convolves
+        reader.expect("hidden_act", "silu", "swish")  # also of Mamba's convolution
         reader.expect("mamba_use_mlp", True)
         reader.expect("attn_layer_indices")
         bias = reader.read("attention_bias", bool, False)
@@ -126,7 +126,7 @@ def _scaled(op: Op, x: ir.Value, factor: float) -> ir.Value:
 
 
 class Attention(llama.Attention):
-    """Llama's, whose keys are scaled."""
+    """Llama's attention with scaled keys."""
 
     def normalize(self, op: Op, q: ir.Value, k: ir.Value) -> tuple[ir.Value, ir.Value]:
         """Q and k [1, S, heads*D]."""
@@ -151,7 +151,7 @@ class Mamba(Mamba2):
         return op.Mul(y, op.constant(np.repeat(factors.ssm, widths), op.dtype))
 
     def gated(self, op: Op, y: ir.Value, gate: ir.Value) -> ir.Value:
-        """What the last projection reads, [1, S, H * P] like both."""
+        """Gated norm before the last projection, [1, S, H * P]."""
         if not self.config.is_normed:
             return op.Mul(y, op.Swish(gate))
         if self.config.gates_last:
@@ -160,7 +160,7 @@ class Mamba(Mamba2):
 
 
 class FeedForward(GatedMLP):
-    """Llama's, with factors on gates and on what leaves it."""
+    """Llama's MLP, with factors on gates and outputs."""
 
     def __init__(self, config: Config, weights: Weights) -> None:
         super().__init__(
@@ -177,7 +177,7 @@ class FeedForward(GatedMLP):
 
 
 class DecoderLayer:
-    """Attention and Mamba 2 of the same rows, then a network."""
+    """Block of attention and Mamba 2 in parallel, then an MLP."""
 
     def __init__(self, config: Config, weights: Weights) -> None:
         hidden, epsilon = config.hidden_size, config.rms_norm_eps
@@ -210,7 +210,7 @@ class Model(llama.Model):
         self.logits_multiplier = config.logits_multiplier
 
     def make_layer(self, config: DecoderConfig, weights: Weights, index: int) -> DecoderLayer:
-        """One of those that are all alike."""
+        """A block; all layers are alike."""
         del index
         assert isinstance(config, Config)
         return DecoderLayer(config, weights)

@@ -35,7 +35,7 @@ TINY = {
 class Config(DecoderConfig):
     """Gemma's config."""
 
-    logits_softcap: float | None = None  # what bounds logits
+    logits_softcap: float | None = None  # soft cap of logits
 
     @classmethod
     def from_hf(cls, reader: ConfigReader) -> DecoderConfig:
@@ -57,7 +57,7 @@ class Config(DecoderConfig):
 
     @classmethod
     def gemma(cls, reader: ConfigReader, softcap: float | None) -> DecoderConfig:
-        """What Gemma 2 and 3 have in common, without kinds of layers."""
+        """Facts that Gemma 2 and 3 share, without layer types."""
         reader.assume(tie_word_embeddings=True, query_pre_attn_scalar=256)
         reader.expect("use_bidirectional_attention", False)
         bias = reader.read("attention_bias", bool, False)
@@ -69,12 +69,12 @@ class Config(DecoderConfig):
             embedding_scale=reader.positive("hidden_size") ** 0.5, attention_scale=scalar**-0.5,
             logits_softcap=read_cap(reader, "final_logit_softcapping"), attention_softcap=softcap,
         )  # fmt: skip
-        reader.expect("hidden_act", config.activation)  # what it was called at first
+        reader.expect("hidden_act", config.activation)  # its first name
         return config
 
 
 def read_cap(reader: ConfigReader, key: str) -> float | None:
-    """A positive number, None where nothing is bounded."""
+    """A soft cap, a positive number; None without a cap."""
     cap = reader.optional(key, float)
     if cap is not None and cap <= 0:
         raise UnsupportedModelError(f"config.json: {key} = {cap} is not positive")
@@ -102,10 +102,10 @@ class DecoderLayer(llama.DecoderLayer):
 
 
 class Model(llama.Model):
-    """Llama's model with Gemma's blocks and bounded logits."""
+    """Llama's model with Gemma's blocks and soft-capped logits."""
 
     layer = DecoderLayer
-    norm_behind = ShiftedRMSNorm
+    final_norm = ShiftedRMSNorm
 
     def __init__(self, config: Config, weights: Weights) -> None:
         super().__init__(config, weights)

@@ -1,4 +1,4 @@
-"""Gemma 3, the language model: Gemma 2 with norms of each head, and a rope for windows."""
+"""Gemma 3, the language model: Gemma 2 with norms per head, and a separate RoPE for windows."""
 
 from __future__ import annotations
 
@@ -31,7 +31,7 @@ class Config(gemma2.Config):
 
     @classmethod
     def from_hf(cls, reader: ConfigReader) -> DecoderConfig:
-        """Read config.json; those of vision-language models say little."""
+        """Read config.json; those of vision-language models have few keys."""
         reader.assume(
             vocab_size=262208, hidden_size=2304, intermediate_size=9216, num_hidden_layers=26,
             num_attention_heads=8, num_key_value_heads=4, head_dim=256, rms_norm_eps=1e-6,
@@ -51,7 +51,7 @@ class Config(gemma2.Config):
 
 
 class Attention(qwen3.Attention):
-    """Self-attention with a norm of each head."""
+    """Self-attention with norms per head."""
 
     norm = ShiftedRMSNorm
 

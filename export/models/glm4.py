@@ -45,7 +45,7 @@ class DecoderLayer(llama.DecoderLayer):
         )
 
     def feed_forward(self, config: DecoderConfig, weights: Weights) -> MLP:
-        """Gate and up are one layer."""
+        """MLP with gate and up as one layer."""
         return FusedGatedMLP(
             weights, config.hidden_size, config.intermediate_size, activation=config.activation
         )

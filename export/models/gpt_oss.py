@@ -1,4 +1,4 @@
-"""gpt-oss 20B and 120B: experts with limited gates, sinks in attention, windows by turns."""
+"""gpt-oss 20B and 120B: experts with clamped gates, attention sinks, alternating windows."""
 
 from __future__ import annotations
 
@@ -54,7 +54,7 @@ class Config(DecoderConfig):
             sliding_window=128, head_dim=64, num_key_value_heads=8, attention_bias=True,
             swiglu_alpha=1.702, swiglu_limit=7.0,
         )  # fmt: skip
-        reader.skip("initial_context_length")  # what the rope's parameters say
+        reader.skip("initial_context_length")  # in rope_parameters, too
         bias = reader.read("attention_bias", bool, False)
         routing = Routing.read(reader)
         reader.expect("experts_per_token", routing.top_k)
@@ -83,7 +83,7 @@ def _read_rope(reader: ConfigReader, config: DecoderConfig) -> Rope:
 
 
 class Attention(llama.Attention):
-    """Self-attention in which each head has a score that takes weight and gives nothing."""
+    """Self-attention with a sink per head: a score in the softmax without a value."""
 
     def __init__(
         self, config: DecoderConfig, weights: Weights, input_size: int | None = None

@@ -29,7 +29,7 @@ TINY = {
 class Config(DecoderConfig):
     """Granite's config."""
 
-    residual_multiplier: float = 1.0  # of what each branch adds
+    residual_multiplier: float = 1.0  # of each branch's output
     logits_scaling: float = 1.0  # divides logits
 
     @classmethod
@@ -47,7 +47,7 @@ class Config(DecoderConfig):
         rope: RopeTraits | None = None,
         **traits: Any,
     ) -> DecoderConfig:
-        """What Granite 3 and 4 have in common; see `DecoderConfig.read`."""
+        """Facts that Granite 3 and 4 share; see `DecoderConfig.read`."""
         bias = reader.read("attention_bias", bool, False)
         embedding, attention, residual, logits = (
             reader.nonzero(key, 1.0)
@@ -67,7 +67,7 @@ class Config(DecoderConfig):
 
 
 class DecoderLayer(llama.DecoderLayer):
-    """Llama's block, whose branches are scaled."""
+    """Llama's block with scaled branches."""
 
     def __init__(self, config: Config, weights: Weights) -> None:
         super().__init__(config, weights)

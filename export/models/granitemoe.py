@@ -44,7 +44,7 @@ class DecoderLayer(granite.DecoderLayer):
 
 
 def stack_of(mlp: Weights, hidden: int, routing: Routing) -> Stack:
-    """Experts of one tensor; where they are quantized, each has its own, or each part of all."""
+    """Experts in one tensor; quantized ones are separate, or have one tensor per projection."""
     count, sizes, apart = routing.experts, (hidden, routing.size), mlp / "experts"
     if is_stacked(apart) or (apart / "0.gate_proj").info("weight") is not None:
         return experts_of(apart, count, sizes)

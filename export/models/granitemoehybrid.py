@@ -1,4 +1,4 @@
-"""Granite 4: Granite 3 with a network for all rows beside experts, and layers of Mamba 2."""
+"""Granite 4: Granite 3 with a shared MLP next to experts, and Mamba 2 layers."""
 
 from __future__ import annotations
 
@@ -31,7 +31,7 @@ TINY = {
 }
 _ATTENTION = ("attention", "full_attention")
 _RECURRENT = ("mamba", "linear_attention")
-_UNREAD = ("init_method", "output_router_logits", "router_aux_loss_coef")  # of training
+_UNREAD = ("init_method", "output_router_logits", "router_aux_loss_coef")  # for training
 
 
 @dataclass(frozen=True, slots=True)
@@ -94,7 +94,7 @@ def _layer_types(reader: ConfigReader) -> list[str]:
 
 
 class DecoderLayer(granite.DecoderLayer):
-    """Granite's block with a network of another name, and experts beside it."""
+    """Granite's block with a shared MLP and experts."""
 
     mlp_name = "shared_mlp"
 
@@ -107,7 +107,7 @@ class DecoderLayer(granite.DecoderLayer):
             self.mlp = Mixture(router, stack, routing, shared=self.mlp)
 
     def feed_forward(self, config: DecoderConfig, weights: Weights) -> MLP:
-        """Gate and up are one layer, but in GGUF files."""
+        """MLP with gate and up as one layer, except in GGUF files."""
         sizes, activation = (config.hidden_size, config.intermediate_size), config.activation
         if (weights / "gate_proj").info("weight") is not None:
             names = "gate_proj", "up_proj", "output_linear"
@@ -117,14 +117,14 @@ class DecoderLayer(granite.DecoderLayer):
 
 
 class Mamba(Mamba2):
-    """Granite's."""
+    """Granite's Mamba 2."""
 
     def __init__(self, config: Config, weights: Weights) -> None:
         super().__init__(config.mamba, weights, config.hidden_size, config.rms_norm_eps, ROWS)
 
 
 class MambaLayer(DecoderLayer):
-    """The same block of Mamba 2."""
+    """The block with Mamba 2."""
 
     attention = Mamba  # type: ignore[assignment]
     attention_name = "mamba"
@@ -134,7 +134,7 @@ class Model(granite.Model):
     """Granite's model with such blocks."""
 
     def make_layer(self, config: DecoderConfig, weights: Weights, index: int) -> llama.Layer:
-        """A block of the kind that the config names."""
+        """A block of the layer's type."""
         assert isinstance(config, Config)
         kind = MambaLayer if config.kinds[index] is None else DecoderLayer
         return kind(config, weights)

@@ -17,7 +17,7 @@ TINY = {
                         "beta_fast": 32, "beta_slow": 1, "mscale": 1.0, "mscale_all_dim": 0.0},
 }  # fmt: skip
 _ROPE = RopeTraits(rules={**RULES, "dynamic": ntk_alpha})
-# What public configs say of images, of experts and of a cache that layers share, all without use.
+# Unused keys of public configs for images, experts and a cache shared by layers.
 _UNREAD = (
     "anyres_pooling_size", "anyres_vit_max_image_size", "cla_share_factor", "class_num",
     "dense_list", "eod_token_id", "im_end_id", "im_newline_id", "im_start_id", "image_token_id",
@@ -45,7 +45,7 @@ class Config(DecoderConfig):
 
 
 class Attention(qwen3.Attention):
-    """Self-attention that rotates first and normalizes then."""
+    """Self-attention that normalizes after RoPE."""
 
     names = "query_layernorm", "key_layernorm"
 

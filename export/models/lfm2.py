@@ -1,4 +1,4 @@
-"""LFM2: gated short convolutions, and attention with normed queries and keys in some layers."""
+"""LFM2: gated short convolutions, and attention with normalized queries and keys in some layers."""
 
 from __future__ import annotations
 
@@ -31,7 +31,7 @@ TINY = {
     "full_attn_idxs": [1],
     "block_auto_adjust_ff_dim": False,
 }
-# Of the tool that trained the models, and how it began.
+# Keys of the training tool, and initialization.
 _UNREAD = (
     "block_mlp_init_scale",
     "block_out_init_scale",
@@ -45,12 +45,12 @@ _UNREAD = (
 class Config(DecoderConfig):
     """LFM2's config."""
 
-    conv_size: int = 3  # rows that a convolution sees
+    conv_size: int = 3  # kernel size of a convolution
     conv_bias: bool = False
 
     @classmethod
     def from_hf(cls, reader: ConfigReader) -> DecoderConfig:
-        """Read config.json, in the words of transformers or of those who trained the model."""
+        """Read config.json, with keys of transformers or of the original release."""
         reader.skip(*_UNREAD)
         reader.assume(
             tie_word_embeddings=reader.read("tie_embedding", bool, True),
@@ -71,7 +71,7 @@ class Config(DecoderConfig):
 
     @classmethod
     def convolving(cls, reader: ConfigReader, **traits: Any) -> DecoderConfig:
-        """What all of them share; `traits` are their own."""
+        """Facts that all LFM2 models share; `traits` are their own."""
         config = cls.read(
             reader,
             rope=None,
@@ -97,7 +97,7 @@ def _conv_size(reader: ConfigReader) -> int:
 
 
 def _inner_size(reader: ConfigReader) -> int:
-    """The width of the network, which may be two thirds of what the config says, rounded up."""
+    """The intermediate size, which may be two thirds of the config's value, rounded up."""
     size = reader.positive("intermediate_size", 12288)
     adjusts = reader.read("block_auto_adjust_ff_dim", bool, True)
     multiplier = reader.read("block_ffn_dim_multiplier", float, 1.0)
@@ -124,7 +124,7 @@ def _layer_types(reader: ConfigReader, layers: int) -> list[str]:
 
 
 class Attention(qwen3.Attention):
-    """Qwen3's under other names."""
+    """Qwen3's attention with other names."""
 
     names = "q_layernorm", "k_layernorm"
     output_name = "out_proj"
@@ -159,7 +159,7 @@ class ShortConvolution:
 
 
 class DecoderLayer:
-    """Pre-norm block that attends or convolves."""
+    """Pre-norm block of attention or convolution."""
 
     def __init__(self, config: DecoderConfig, weights: Weights, index: int) -> None:
         hidden, epsilon = config.hidden_size, config.rms_norm_eps
@@ -193,5 +193,5 @@ class Model(llama.Model):
     block = DecoderLayer
 
     def make_layer(self, config: DecoderConfig, weights: Weights, index: int) -> DecoderLayer:
-        """A block of the kind that the config names."""
+        """A block of the layer's type."""
         return self.block(config, weights, index)

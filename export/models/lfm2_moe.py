@@ -29,7 +29,7 @@ class Config(lfm2.Config):
 
     routing: Routing = NO_ROUTING
     dense: int = 0  # layers without experts, the first ones
-    has_bias: bool = True  # by which experts are chosen
+    has_bias: bool = True  # for the choice of experts
 
     @classmethod
     def from_hf(cls, reader: ConfigReader) -> DecoderConfig:
@@ -62,7 +62,7 @@ class DecoderLayer(lfm2.DecoderLayer):
     """LFM2's block, with experts after the first layers."""
 
     def network(self, config: DecoderConfig, weights: Weights, index: int) -> MLP:
-        """The dense one or experts."""
+        """A dense MLP or experts."""
         assert isinstance(config, Config)
         if index < config.dense:
             return super().network(config, weights, index)

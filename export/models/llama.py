@@ -1,6 +1,6 @@
 """Llama 2, 3, 3.1, 3.2, SmolLM2 and DeepSeek-R1-Distill-Llama.
 
-Parameter names are those of transformers' LlamaForCausalLM; S is the number of rows of a pass.
+Parameter names are those of transformers' LlamaForCausalLM; S is the number of tokens of a pass.
 """
 
 from __future__ import annotations
@@ -52,7 +52,7 @@ class Attention:
     def __init__(
         self, config: DecoderConfig, weights: Weights, input_size: int | None = None
     ) -> None:
-        """`input_size`: width of the rows when it is not the hidden size."""
+        """`input_size`: width of the input if it is not the hidden size."""
         self.config = config
         hidden, head_dim = config.hidden_size, config.head_dim
         width = input_size or hidden
@@ -119,7 +119,7 @@ class DecoderLayer:
 
 
 class Layer(Protocol):
-    """What a model is made of."""
+    """Interface of a layer."""
 
     def forward(self, op: Op, x: ir.Value, state: PassState, layer: int) -> ir.Value:
         """X [1, S, H] -> [1, S, H]."""
@@ -130,7 +130,7 @@ class Model:
     """Embedding, decoder layers, final norm and lm_head."""
 
     layer: type[DecoderLayer] = DecoderLayer
-    norm_behind: type[RMSNorm | LayerNorm] = RMSNorm
+    final_norm: type[RMSNorm | LayerNorm] = RMSNorm
     embedding_name, norm_name = "embed_tokens", "norm"
 
     def __init__(self, config: DecoderConfig, weights: Weights) -> None:
@@ -143,16 +143,14 @@ class Model:
             self.make_layer(config, model / f"layers.{index}", index)
             for index in range(config.num_hidden_layers)
         ]
-        self.norm = self.norm_behind(
-            model / self.norm_name, config.hidden_size, config.rms_norm_eps
-        )
-        # A quantized head is written beside the float table even where the config says "tied".
+        self.norm = self.final_norm(model / self.norm_name, config.hidden_size, config.rms_norm_eps)
+        # A quantized head is written next to the float table, even with tied embeddings.
         tied = config.tie_word_embeddings and (weights / "lm_head").info("weight") is None
         head = table if tied else weights / "lm_head"
         self.lm_head = Linear(head, config.hidden_size, config.vocab_size, bias=False)
 
     def make_layer(self, config: DecoderConfig, weights: Weights, index: int) -> Layer:
-        """Hook for architectures whose layers are of several kinds."""
+        """Hook for architectures with several kinds of layers."""
         del index
         return self.layer(config, weights)
 

@@ -1,4 +1,4 @@
-"""MiniCPM 3: keys and values out of a latent row, of which a part of each key turns.
+"""MiniCPM 3: keys and values from a latent vector; RoPE applies to a part of each key.
 
 Multi-head latent attention (arXiv 2405.04434). The cache holds what the latent expands to: keys of
 a head and, with zeros after them, its values, so that every backend's attention computes it.
@@ -28,19 +28,19 @@ TINY = {
     "kv_lora_rank": 32, "qk_nope_head_dim": 16, "qk_rope_head_dim": 16, "v_head_dim": 16,
     "scale_emb": 3.0, "scale_depth": 1.2, "dim_model_base": 48,
 }  # fmt: skip
-# With YaRN its factor would be that of the scores, too.
+# YaRN's factor would apply to the scores, too.
 _ROPE = RopeTraits(rules={kind: RULES[kind] for kind in ("default", "linear", "longrope")})
-_NORM_EPSILON = 1e-6  # of latent rows, whatever the config says of the others
+_NORM_EPSILON = 1e-6  # of latent vectors, independent of the config
 
 
 @dataclass(frozen=True, slots=True)
 class Config(granite.Config):
     """MiniCPM 3's config; `head_dim` is that of a key."""
 
-    turning: int = 0  # numbers of a key that turn
+    rotary_dim: int = 0  # rotary dimensions of a key
     value_dim: int = 0  # of a head
-    query_rank: int | None = None  # of the latent row of queries; None: they have none
-    rank: int = 0  # of the latent row of keys and values
+    query_rank: int | None = None  # of the latent vector of queries; None: none
+    rank: int = 0  # of the latent vector of keys and values
 
     @classmethod
     def from_hf(cls, reader: ConfigReader) -> DecoderConfig:
@@ -52,10 +52,10 @@ class Config(granite.Config):
         )  # fmt: skip
         bias = reader.read("attention_bias", bool, False)
         mlp_bias = reader.read("mlp_bias", bool, False)
-        turning = reader.positive("qk_rope_head_dim")
+        rotary_dim = reader.positive("qk_rope_head_dim")
         found = cls.read(
             reader, rope=None, qkv_bias=bias, o_proj_bias=bias, mlp_bias=mlp_bias,
-            turning=turning, rank=reader.positive("kv_lora_rank"),
+            rotary_dim=rotary_dim, rank=reader.positive("kv_lora_rank"),
             query_rank=reader.optional("q_lora_rank", int),
             embedding_scale=reader.nonzero("scale_emb", 1.0),
         )  # fmt: skip
@@ -63,13 +63,13 @@ class Config(granite.Config):
         return found._scaled(reader)
 
     def _scaled(self, reader: ConfigReader) -> DecoderConfig:
-        """With what follows from several keys."""
+        """The config with values that depend on several keys."""
         layers, heads = self.num_hidden_layers, self.num_attention_heads
         reader.expect("num_key_value_heads", heads)
-        reader.skip("qk_head_dim", "head_dim")  # transformers derives them anew
+        reader.skip("qk_head_dim", "head_dim")  # transformers derives them
         depth = reader.optional("scale_depth", float)
         base = reader.optional("dim_model_base", int) or self.hidden_size
-        head_dim = reader.positive("qk_nope_head_dim") + self.turning
+        head_dim = reader.positive("qk_nope_head_dim") + self.rotary_dim
         value_dim = reader.optional("v_head_dim", int) or self.hidden_size // heads
         if not 0 < value_dim <= head_dim:
             raise UnsupportedModelError(
@@ -77,7 +77,7 @@ class Config(granite.Config):
             )
         if self.query_rank is not None and self.query_rank < 1:
             raise UnsupportedModelError(f"config.json: q_lora_rank = {self.query_rank}")
-        rope = read_rope(reader, self.turning, self.max_position_embeddings, _ROPE)
+        rope = read_rope(reader, self.rotary_dim, self.max_position_embeddings, _ROPE)
         config = replace(
             self, head_dim=head_dim, value_dim=value_dim,
             residual_multiplier=1.0 if depth is None else depth / layers**0.5,
@@ -87,7 +87,7 @@ class Config(granite.Config):
 
 
 class Attention(llama.Attention):
-    """Attention whose queries, keys and values come out of latent rows."""
+    """Attention with queries, keys and values from latent vectors."""
 
     def __init__(self, config: Config, weights: Weights) -> None:
         hidden, heads = config.hidden_size, config.num_attention_heads
@@ -100,10 +100,10 @@ class Attention(llama.Attention):
             self.q_a_proj = Linear(weights / "q_a_proj", hidden, rank, bias=bias)
             self.q_norm = RMSNorm(weights / "q_a_layernorm", rank, _NORM_EPSILON)
             self.q_proj = Linear(weights / "q_b_proj", rank, query, bias=False)
-        both = config.rank + config.turning
+        both = config.rank + config.rotary_dim
         self.kv_a_proj = Linear(weights / "kv_a_proj_with_mqa", hidden, both, bias=bias)
         self.kv_norm = RMSNorm(weights / "kv_a_layernorm", config.rank, _NORM_EPSILON)
-        expanded = heads * (config.head_dim - config.turning + config.value_dim)
+        expanded = heads * (config.head_dim - config.rotary_dim + config.value_dim)
         self.kv_b_proj = Linear(weights / "kv_b_proj", config.rank, expanded, bias=False)
         value = heads * config.value_dim
         self.o_proj = Linear(weights / "o_proj", value, hidden, bias=config.o_proj_bias)
@@ -111,20 +111,20 @@ class Attention(llama.Attention):
     def forward(self, op: Op, x: ir.Value, state: PassState, layer: int) -> ir.Value:
         """X [1, S, H] -> [1, S, H]."""
         config = self.latent
-        heads, fixed = config.num_attention_heads, config.head_dim - config.turning
+        heads, fixed = config.num_attention_heads, config.head_dim - config.rotary_dim
         rows = x if self.q_norm is None else self.q_norm(op, self.q_a_proj(op, x))
         q = split_heads(op, self.q_proj(op, rows), config.head_dim)
-        q_fixed, q_turning = _split(op, q, fixed, config.turning)
-        latent, turning = _split(op, self.kv_a_proj(op, x), config.rank, config.turning)
+        q_fixed, q_rotary = _split(op, q, fixed, config.rotary_dim)
+        latent, rotary = _split(op, self.kv_a_proj(op, x), config.rank, config.rotary_dim)
         both = self.kv_b_proj(op, self.kv_norm(op, latent))
         k_fixed, v = _split(
             op, split_heads(op, both, fixed + config.value_dim), fixed, config.value_dim
         )
-        shared = split_heads(op, turning, config.turning)  # by all heads
-        k_turning = op.Expand(shared, op.constant([1, 1, heads, 1]))
-        queries, keys = (  # what turns comes first, as everywhere else
+        shared = split_heads(op, rotary, config.rotary_dim)  # among all heads
+        k_rotary = op.Expand(shared, op.constant([1, 1, heads, 1]))
+        queries, keys = (  # rotary dimensions first, as in other models
             merge_heads(op, op.Concat(first, second, axis=-1))
-            for first, second in ((q_turning, q_fixed), (k_turning, k_fixed))
+            for first, second in ((q_rotary, q_fixed), (k_rotary, k_fixed))
         )
         values = merge_heads(op, _padded(op, v, config.head_dim - config.value_dim))
         y = split_heads(op, state.attend(layer, queries, keys, values, heads), config.head_dim)

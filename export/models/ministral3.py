@@ -1,4 +1,4 @@
-"""Ministral 3: Mistral with YaRN and queries that grow with their position, as in Llama 4."""
+"""Ministral 3: Mistral with YaRN and queries scaled by position, as in Llama 4."""
 
 from __future__ import annotations
 
@@ -31,7 +31,7 @@ _ROPE = RopeTraits(others=(_BETA,))
 class Config(DecoderConfig):
     """Ministral 3's config."""
 
-    beta: float = 0.0  # queries at position p grow by beta * log(1 + floor(p / stretch))
+    beta: float = 0.0  # factor of queries at position p: 1 + beta * log(1 + floor(p / stretch))
     stretch: int = 1
 
     @classmethod
@@ -42,7 +42,7 @@ class Config(DecoderConfig):
             if parameters.optional(key, float) is None:
                 raise UnsupportedModelError(f"config.json: rope_parameters without {key}")
         stretch = parameters.positive(_ORIGINAL)
-        reader.expect(_ORIGINAL, stretch)  # outside of the rope it would rule
+        reader.expect(_ORIGINAL, stretch)  # outside of rope_parameters it would take precedence
         return cls.read(
             reader,
             rope=_ROPE,
@@ -60,12 +60,12 @@ class Attention(llama.Attention):
     def attend(
         self, op: Op, state: PassState, layer: int, q: ir.Value, k: ir.Value, v: ir.Value
     ) -> ir.Value:
-        """See `llama.Attention`; a factor commutes with rope."""
+        """See `llama.Attention`; a factor commutes with RoPE."""
         factors = state.once("query_scale", lambda: self._factors(op, state))
         return super().attend(op, state, layer, op.Mul(q, factors), k, v)
 
     def _factors(self, op: Op, state: PassState) -> ir.Value:
-        """[1, S, 1], in float32 until the last."""
+        """Factors of queries [1, S, 1], computed in float32."""
         config = self.config
 
         def number(value: float) -> ir.Value:

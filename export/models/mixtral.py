@@ -33,7 +33,7 @@ class Config(DecoderConfig):
     @classmethod
     def from_hf(cls, reader: ConfigReader) -> DecoderConfig:
         """Read config.json."""
-        reader.skip("router_jitter_noise")  # of training
+        reader.skip("router_jitter_noise")  # for training
         window = reader.optional("sliding_window", int)
         return cls.read(
             reader, rope=RopeTraits(theta=1e6), window=window, routing=Routing.read(reader)

@@ -1,4 +1,4 @@
-"""Nemotron-H and Nemotron 3: layers of Mamba 2, of attention, of a network or of experts."""
+"""Nemotron-H and Nemotron 3: layers of Mamba 2, attention, MLP or experts."""
 
 from __future__ import annotations
 
@@ -71,7 +71,7 @@ _UNREAD = (
     "time_step_max",
     "use_mamba_kernels",
 )
-# Of the routing of experts.
+# Keys of expert routing.
 _OF_EXPERTS = (
     "moe_intermediate_size",
     "moe_latent_size",
@@ -85,7 +85,7 @@ _OF_EXPERTS = (
     "routed_scaling_factor",
     "topk_group",
 )
-_LEAST_STEP = 0.01  # of steps that a bound would change
+_LEAST_STEP = 0.01  # time steps that a lower bound would change
 
 
 @dataclass(frozen=True, slots=True)
@@ -95,8 +95,8 @@ class Config(DecoderConfig):
     types: tuple[str, ...] = ()  # of the layers
     mamba: MambaSizes = NO_MAMBA
     routing: Routing = NO_ROUTING
-    shared_size: int = 0  # width of the expert that all rows take
-    latent_size: int | None = None  # of rows that experts take; None: the hidden size
+    shared_size: int = 0  # width of the shared expert
+    latent_size: int | None = None  # of the experts' input; None: the hidden size
 
     @classmethod
     def from_hf(cls, reader: ConfigReader) -> DecoderConfig:
@@ -132,7 +132,7 @@ class Config(DecoderConfig):
 
 
 def _layer_types(reader: ConfigReader) -> list[str]:
-    """By one of three keys."""
+    """Layer types, from one of three keys."""
     found: list[list[str] | None] = [
         reader.optional(key, list) for key in ("layers_block_type", "layer_types")
     ]
@@ -214,7 +214,7 @@ def _experts(reader: ConfigReader) -> dict[str, Any]:
 
 
 class Mamba(Mamba2):
-    """Nemotron's."""
+    """Nemotron's Mamba 2."""
 
     def __init__(self, config: Config, weights: Weights) -> None:
         super().__init__(config.mamba, weights, config.hidden_size, config.rms_norm_eps, ROWS)
@@ -249,7 +249,7 @@ def _mixture(config: Config, weights: Weights) -> Mixture:
 
 
 class DecoderLayer:
-    """Norm and mixer, of whatever kind."""
+    """Norm and mixer of any type."""
 
     def __init__(self, config: Config, weights: Weights, kind: str) -> None:
         mixer = weights / "mixer"
@@ -280,6 +280,6 @@ class Model(llama.Model):
     embedding_name, norm_name = "embeddings", "norm_f"
 
     def make_layer(self, config: DecoderConfig, weights: Weights, index: int) -> DecoderLayer:
-        """A block of the kind that the config names."""
+        """A block of the layer's type."""
         assert isinstance(config, Config)
         return DecoderLayer(config, weights, config.types[index])

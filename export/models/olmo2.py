@@ -26,7 +26,7 @@ class Config(DecoderConfig):
 
 
 class Attention(llama.Attention):
-    """Self-attention with one RMS norm of all queries, and one of all keys."""
+    """Self-attention with an RMS norm over all queries, and one over all keys."""
 
     def __init__(
         self, config: DecoderConfig, weights: Weights, input_size: int | None = None

@@ -1,4 +1,4 @@
-"""OLMo 3: OLMo 2, three of whose four layers see a window, with a rope of their own."""
+"""OLMo 3: OLMo 2 with windows in three of four layers, which have a separate RoPE."""
 
 from __future__ import annotations
 
@@ -40,7 +40,7 @@ class Config(DecoderConfig):
         """Read config.json."""
         reader.assume(sliding_window=4096)
         if reader.optional("rope_theta", float) not in (None, _THETA):
-            raise UnsupportedModelError(  # transformers gives it to layers that see all, alone
+            raise UnsupportedModelError(  # transformers applies it to full attention layers only
                 "config.json: rope_theta does not say for which layers it is",
                 hint="name it in rope_parameters, for each type of layer",
             )

@@ -31,7 +31,7 @@ class Config(DecoderConfig):
     """OLMoE's config."""
 
     routing: Routing = NO_ROUTING
-    clip: float | None = None  # what queries, keys and values stay within
+    clip: float | None = None  # bound of queries, keys and values
 
     @classmethod
     def from_hf(cls, reader: ConfigReader) -> DecoderConfig:
@@ -52,7 +52,7 @@ class Config(DecoderConfig):
 
 
 class Attention(olmo2.Attention):
-    """OLMo's attention, whose inputs may be clipped."""
+    """OLMo's attention with clipped queries, keys and values in some models."""
 
     def attend(
         self, op: Op, state: PassState, layer: int, q: ir.Value, k: ir.Value, v: ir.Value

@@ -42,7 +42,7 @@ class Config(DecoderConfig):
 
 
 class Attention(llama.Attention):
-    """Self-attention whose queries, keys and values come of one layer."""
+    """Self-attention with one layer for queries, keys and values."""
 
     def __init__(self, config: DecoderConfig, weights: Weights) -> None:
         heads, shared = config.num_attention_heads, config.num_key_value_heads
@@ -65,7 +65,7 @@ class DecoderLayer(llama.DecoderLayer):
     attention = Attention
 
     def feed_forward(self, config: DecoderConfig, weights: Weights) -> MLP:
-        """Gate and up are one layer."""
+        """MLP with gate and up as one layer."""
         return FusedGatedMLP(
             weights, config.hidden_size, config.intermediate_size, activation=config.activation
         )

@@ -14,7 +14,7 @@ TINY = {**llama.TINY, "model_type": "qwen2", "tie_word_embeddings": False}
 
 
 def expect_full_attention(reader: ConfigReader) -> None:
-    """Accept Qwen's window keys only while the window is off, in every layer."""
+    """Accept Qwen's window keys only if the window is off in all layers."""
     reader.expect("use_sliding_window", False)
     for key in ("sliding_window", "max_window_layers"):
         reader.optional(key, int)

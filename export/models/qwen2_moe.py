@@ -32,9 +32,9 @@ class Config(DecoderConfig):
     """The config of a Qwen with experts in some layers."""
 
     routing: Routing = NO_ROUTING
-    shared_size: int = 0  # inner width of the expert that all rows take
+    shared_size: int = 0  # intermediate size of the shared expert
     every: int = 1  # layer `every`, 2 * `every`, ... has experts
-    dense_layers: tuple[int, ...] = ()  # which have none all the same
+    dense_layers: tuple[int, ...] = ()  # exceptions without experts
 
     @classmethod
     def from_hf(cls, reader: ConfigReader) -> DecoderConfig:
@@ -47,14 +47,14 @@ class Config(DecoderConfig):
         )  # fmt: skip
 
     def has_experts(self, layer: int) -> bool:
-        """Whether a layer has experts, not one network for all rows."""
+        """Whether a layer has experts."""
         return layer not in self.dense_layers and (layer + 1) % self.every == 0
 
 
 def read_mixture(reader: ConfigReader) -> dict[str, Any]:
-    """The facts of `Config` that both Qwens with experts have."""
+    """Facts of `Config` that all Qwens with experts share."""
     count = "num_local_experts" if reader.optional("num_local_experts", int) else "num_experts"
-    if count == "num_local_experts":  # what newer files call it
+    if count == "num_local_experts":  # its name in newer files
         reader.expect("num_experts", reader.read(count, int))
     dense = reader.read("mlp_only_layers", list, [])
     if not all(isinstance(layer, int) for layer in dense):
@@ -70,7 +70,7 @@ def read_mixture(reader: ConfigReader) -> dict[str, Any]:
 
 
 class SharedExpert:
-    """A network for all rows, times the sigmoid of a number that each row has of its own."""
+    """Shared expert, times the sigmoid of a gate per token."""
 
     def __init__(self, config: Config, weights: Weights) -> None:
         self.gate = Linear(weights / "shared_expert_gate", config.hidden_size, 1, bias=False)
@@ -99,7 +99,7 @@ class DecoderLayer(llama.DecoderLayer):
         self.experts = mixture(config, weights / "mlp", self.shared(config, weights / "mlp"))
 
     def shared(self, config: Config, weights: Weights) -> MLP | None:
-        """The expert that all rows take."""
+        """The shared expert."""
         return SharedExpert(config, weights)
 
     def forward(self, op: Op, x: ir.Value, state: PassState, layer: int) -> ir.Value:

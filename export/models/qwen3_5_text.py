@@ -38,7 +38,7 @@ _NO_SIZES = DeltaSizes(1, 1, 1, 1, 2)  # of an unread config
 
 @dataclass(frozen=True, slots=True)
 class Config(qwen2_moe.Config):
-    """The config of a Qwen with linear attention, and perhaps with experts."""
+    """The config of a Qwen with linear attention, with or without experts."""
 
     delta: DeltaSizes = _NO_SIZES
 
@@ -49,8 +49,8 @@ class Config(qwen2_moe.Config):
 
     @classmethod
     def hybrid(cls, reader: ConfigReader, **traits: Any) -> DecoderConfig:
-        """What all of them share; `traits` are their own."""
-        # Of the layer of multi-token prediction, which is beside the model.
+        """Facts that all hybrid Qwens share; `traits` are their own."""
+        # Keys of the MTP layer, which is exported as a draft.
         mtp = "mtp_num_hidden_layers", "mtp_use_dedicated_embeddings", "num_nextn_predict_layers"
         reader.skip(*mtp)
         reader.expect("attn_output_gate", True)
@@ -99,7 +99,7 @@ def _layer_types(reader: ConfigReader, layers: int) -> list[str]:
 
 
 class Attention(qwen3.Attention):
-    """Self-attention times the sigmoid of a gate, which comes with the queries."""
+    """Self-attention times the sigmoid of a gate, from the queries' projection."""
 
     norm = ShiftedRMSNorm
 
@@ -123,7 +123,7 @@ class Attention(qwen3.Attention):
 
 
 class GatedDeltaNet:
-    """The delta rule between projections, normed and gated."""
+    """Gated delta net with projections, norm and output gate."""
 
     def __init__(self, config: DecoderConfig, weights: Weights) -> None:
         assert isinstance(config, Config)
@@ -135,7 +135,7 @@ class GatedDeltaNet:
         self.out_proj = Linear(weights / "out_proj", sizes.values, hidden, bias=False)
 
     def project(self, config: DecoderConfig, weights: Weights) -> None:
-        """Make the layers that read the rows."""
+        """Make the input projections."""
         for name, size in (
             ("qkv", self.sizes.convolved),
             ("z", self.sizes.values),
@@ -165,7 +165,7 @@ class DecoderLayer(llama.DecoderLayer):
 
 
 class LinearLayer(DecoderLayer):
-    """The same of a gated delta net."""
+    """Pre-norm block of a gated delta net."""
 
     attention = GatedDeltaNet  # type: ignore[assignment]
     attention_name = "linear_attn"
@@ -174,9 +174,9 @@ class LinearLayer(DecoderLayer):
 class Model(llama.Model):
     """Llama's model with such blocks."""
 
-    norm_behind = ShiftedRMSNorm
+    final_norm = ShiftedRMSNorm
     layers_of: tuple[type[llama.DecoderLayer], type[llama.DecoderLayer]] = LinearLayer, DecoderLayer
 
     def make_layer(self, config: DecoderConfig, weights: Weights, index: int) -> llama.Layer:
-        """A block of the kind that the config names."""
+        """A block of the layer's type."""
         return self.layers_of[config.kinds[index] is not None](config, weights)

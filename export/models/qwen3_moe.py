@@ -34,7 +34,7 @@ class DecoderLayer(qwen2_moe.DecoderLayer):
     attention = qwen3.Attention
 
     def shared(self, config: qwen2_moe.Config, weights: Weights) -> MLP | None:
-        """None."""
+        """No shared expert."""
         del config, weights
         return None
 

@@ -37,10 +37,10 @@ class Config(qwen3_5_text.Config):
 
 
 class GatedDeltaNet(qwen3_5_text.GatedDeltaNet):
-    """A gated delta net of two projections."""
+    """A gated delta net with two input projections."""
 
     def project(self, config: DecoderConfig, weights: Weights) -> None:
-        """Make the layers that read the rows."""
+        """Make the input projections."""
         sizes, hidden = self.sizes, config.hidden_size
         widths = {"qkvz": sizes.convolved + sizes.values}
         if weights.info("in_proj_qkv.weight") is not None:  # GGUF files have two
@@ -80,7 +80,7 @@ class DecoderLayer(qwen2_moe.DecoderLayer):
 
 
 class LinearLayer(DecoderLayer):
-    """The same of a gated delta net."""
+    """Block of a gated delta net with experts."""
 
     attention = GatedDeltaNet  # type: ignore[assignment]
     attention_name = "linear_attn"

@@ -1,4 +1,4 @@
-"""Seed-OSS: Llama with biases of its own choice."""
+"""Seed-OSS: Llama with configurable biases."""
 
 from __future__ import annotations
 

@@ -1,4 +1,4 @@
-"""SmolLM3: Llama, some of whose layers have no rope."""
+"""SmolLM3: Llama with some layers without RoPE (NoPE)."""
 
 from __future__ import annotations
 
@@ -41,18 +41,18 @@ class Config(DecoderConfig):
         config = cls.read(reader, rope=None, qkv_bias=bias, o_proj_bias=bias, mlp_bias=mlp_bias)
         interval = reader.positive("no_rope_layer_interval", 4)
         default = [index % interval != 0 for index in range(1, config.num_hidden_layers + 1)]
-        turning = reader.read("no_rope_layers", list, default)
-        check_length(reader, "no_rope_layers", turning)
+        has_rope = reader.read("no_rope_layers", list, default)
+        check_length(reader, "no_rope_layers", has_rope)
         slides = reader.read("use_sliding_window", bool, False)
         slides = slides and reader.optional("sliding_window", int) is not None
         types = read_layer_types(
-            reader, [SLIDING if slides and not turns else FULL for turns in turning]
+            reader, [SLIDING if slides and not turns else FULL for turns in has_rope]
         )
         window, longest = read_window(reader, types), config.max_position_embeddings
         rope = read_rope(reader, config.head_dim, longest, RopeTraits(theta=2e6))
         return config.attending(
             tuple(
                 AttentionKind(rope if turns else None, window_of(kind, window))
-                for turns, kind in zip(turning, types, strict=True)
+                for turns, kind in zip(has_rope, types, strict=True)
             )
         )

@@ -17,7 +17,7 @@ TINY = {
     "hidden_act": _ACTIVATION,
     "sliding_window": 12,
 }
-# What configs kept of an older model type; `hidden_act` and `norm_epsilon` rule.
+# Keys left from an older model type; `hidden_act` and `norm_epsilon` take precedence.
 _UNREAD = (
     "activation_function",
     "attention_softmax_in_fp32",
@@ -60,4 +60,4 @@ class Model(llama.Model):
     """Llama's model with StarCoder's blocks."""
 
     layer = DecoderLayer
-    norm_behind = LayerNorm
+    final_norm = LayerNorm

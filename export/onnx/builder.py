@@ -13,11 +13,11 @@ from edgellm.export.checkpoints.weights import StoredTensor
 
 OPSET = 24
 IR_VERSION = 11
-CALLED = "called"  # what a function's `meta` calls the functions of its body
+CALLED = "called"  # key in a function's `meta` for functions that its body calls
 
 
 class Op:
-    """Records nodes in order under dotted scope names, and the weights that they use."""
+    """Records nodes in order under dotted scope names, with their weights."""
 
     def __init__(self, dtype: ir.DataType) -> None:
         """`dtype` is the activation type of the graph: FLOAT or FLOAT16."""
@@ -58,7 +58,7 @@ class Op:
         **attributes: Any,
     ) -> tuple[ir.Value, ...]:
         """Append a node of several outputs; `name` is that of the first."""
-        while inputs and inputs[-1] is None:  # TensorRT's parser stumbles over one that is named ""
+        while inputs and inputs[-1] is None:  # TensorRT's parser fails for inputs named ""
             inputs = inputs[:-1]
         node = ir.Node(
             domain,
@@ -90,7 +90,7 @@ class Op:
     def define(self, function: ir.Function) -> None:
         """A function that nodes of this graph call, after those that its own nodes call.
 
-        The same one may come several times.
+        A function may be defined several times.
         """
         if function.identifier() not in self.functions:
             for called in function.meta.get(CALLED, ()):
@@ -98,7 +98,7 @@ class Op:
             self.functions[function.identifier()] = function
 
     def cast(self, x: ir.Value, dtype: ir.DataType) -> ir.Value:
-        """`x` as `dtype`; no node when a parameter has that type already."""
+        """`x` as `dtype`; no node if a parameter has this type already."""
         return x if x.dtype == dtype else self.Cast(x, to=int(dtype))
 
     def _initializer(self, name: str, tensor: ir.TensorProtocol) -> ir.Value:

@@ -1,7 +1,7 @@
-"""A quantized checkpoint as floats, for `--verify`: what its codes stand for, as files.
+"""Dequantizes a checkpoint to float files, for `--verify`.
 
-`reference_weights` decodes, which knows nothing of the exporter's reader. Inputs that a layer
-rounds are rounded by hooks of transformers' modules of that name.
+`reference_weights` dequantizes, independently of the exporter's reader. Inputs that a layer rounds
+are rounded by hooks on transformers' modules of that name.
 """
 
 from __future__ import annotations
@@ -27,18 +27,18 @@ from edgellm.export.pipeline.reference_weights import (
 )
 
 _FP4_BLOCK = 16
-_COMPANIONS = ("bias",)  # of a layer's tensors, what its codes are not
+_COMPANIONS = ("bias",)  # float tensors of a quantized layer
 
 
 def write_floats(checkpoint: Checkpoint, options: ExportOptions, folder: Path) -> dict[str, Input]:
     """Write config.json and weights of the same model in floats.
 
     Returns:
-        What layers do to their inputs, by their names.
+        Input smoothing and rounding of layers, by name.
     """
     tower, shapes = quantized_layers(checkpoint, options)
     tensors, infos = tower.tensors, tower.tensors.infos()
-    for name in quantized_names(tensors) - shapes.keys():  # embeddings, layers that were cut
+    for name in quantized_names(tensors) - shapes.keys():  # embeddings, layers that were left out
         info = infos.get(f"{name}.weight")
         if info is not None and len(info.shape) == 2:
             shapes[name] = (info.shape[0], info.shape[1])
@@ -66,7 +66,7 @@ def write_floats(checkpoint: Checkpoint, options: ExportOptions, folder: Path) -
 
 
 def round_inputs(model: Any, inputs: Mapping[str, Input]) -> None:
-    """Let modules of transformers do to their inputs what the layers of these names do."""
+    """Add hooks to transformers' modules that smooth and round inputs as these layers do."""
     modules = dict(model.named_modules())
     for name, facts in inputs.items():
         if name in modules:  # experts take floats
@@ -89,7 +89,7 @@ def _hook(facts: Input) -> Callable[[Any, tuple[Any, ...]], tuple[Any]]:
 
 
 def _through_fp4(x: Any, scale: float) -> Any:
-    """A tensor of torch as NVFP4 holds it: the nearest value of sixteen, times a block's scale."""
+    """Round a torch tensor to NVFP4: the nearest of sixteen values, times a block's scale."""
     import torch
 
     table = torch.tensor(E2M1)
@@ -98,7 +98,7 @@ def _through_fp4(x: Any, scale: float) -> Any:
     steps = wanted.to(torch.float8_e4m3fn).float() * scale
     above = torch.bucketize(blocks.abs() / steps, (table[1:] + table[:-1]) / 2, right=True)
     below = torch.bucketize(blocks.abs() / steps, (table[1:] + table[:-1]) / 2)
-    nearest = torch.where(above % 2 == 0, above, below)  # in the middle the even code
+    nearest = torch.where(above % 2 == 0, above, below)  # ties to even
     return (table[nearest] * blocks.sign() * steps).flatten(-2).to(x.dtype)
 
 
@@ -108,7 +108,7 @@ def _write(
     dense: Mapping[str, Dense],
     path: Path,
 ) -> None:
-    """Safetensors: floats as they are, and decoded weights, one at a time."""
+    """Write safetensors: unchanged floats, and dequantized weights one at a time."""
     decoded = {name: TensorInfo("F32", each.shape) for name, each in dense.items()}
     header, position = {}, 0
     for name, info in (infos := {**own, **decoded}).items():

@@ -1,4 +1,4 @@
-"""Quantized experts as floats, under the names and in the shapes that transformers has."""
+"""Dequantizes experts to floats, with transformers' names and shapes."""
 
 from __future__ import annotations
 
@@ -13,14 +13,14 @@ from edgellm.export.checkpoints.weights import Weights
 from edgellm.export.pipeline.reference_weights import E2M1
 
 F32 = np.ndarray  # float32
-BLOCKS, _SCALES = "_blocks", "_scales"  # how MXFP4's tensors end
+BLOCKS, _SCALES = "_blocks", "_scales"  # suffixes of MXFP4's tensors
 _BIAS = 127  # of MXFP4's exponents
 _GRANITE = re.compile(r"(.+\.block_sparse_moe)\.experts\.(\d+)\.(gate|up|down)_proj\.weight")
 
 
 @dataclass(frozen=True, slots=True)
 class Dense:
-    """A tensor of floats that is decoded when it is written."""
+    """A float tensor that is dequantized when it is written."""
 
     shape: tuple[int, ...]
     load: Callable[[], F32]
@@ -28,7 +28,7 @@ class Dense:
 
 @dataclass(frozen=True, slots=True)
 class Fp4Stack:
-    """A tensor of experts [E, in, out]."""
+    """An MXFP4 tensor of experts [E, in, out]."""
 
     name: str
     scales: str  # the name of its scales
@@ -61,7 +61,7 @@ def fp4_stack(weights: Weights, blocks: str, shape: tuple[int, ...]) -> Fp4Stack
 
 
 def joined(dense: Mapping[str, Dense]) -> dict[str, Dense]:
-    """Granite's experts, which are quantized apart, in one tensor; all others as they are."""
+    """Join Granite's experts, which are quantized separately, into one tensor; others unchanged."""
     found: dict[str, Dense] = {}
     apart: dict[str, dict[tuple[str, int], Dense]] = {}
     for name, each in dense.items():

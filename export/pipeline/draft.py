@@ -1,4 +1,4 @@
-"""Writing the bundle of a draft: its graphs, weights and manifest; all or nothing."""
+"""Atomic export of a draft's bundle: graphs, weights and manifest."""
 
 from __future__ import annotations
 
@@ -46,7 +46,7 @@ _MODEL, _FUSE = "model", "fuse"
 
 @dataclass(frozen=True, slots=True)
 class DraftOptions:
-    """What the user chose."""
+    """Options of a draft's export."""
 
     dtype: str = "fp16"
     ignore_config_keys: tuple[str, ...] = ()
@@ -60,19 +60,19 @@ def export_draft(
     options: DraftOptions,
     progress: Progress | None = None,
 ) -> Bundle:
-    """Export a draft to `output`, which afterwards holds a whole bundle or what it held before.
+    """Export a draft to `output` atomically: after an error `output` is unchanged.
 
     Args:
         draft: checkpoint of an EAGLE-1, 2 or 3 draft in any public layout, or of another kind.
-        base: the model that it drafts for; gives its sizes, the embedding, perhaps the head.
+        base: the model that it drafts for; has its sizes, the embedding, perhaps the head.
         output: the bundle's folder.
         options: what the user chose.
         progress: called with the bytes written and the bytes in all.
 
     Raises:
-        UnsupportedModelError: a layout that is not understood, or a draft for another base.
-        BrokenArtifactError: missing, superfluous, damaged or contradicting tensors.
-        EdgeLLMError: one of the folders holds something else, or `output` cannot be written.
+        UnsupportedModelError: an unsupported layout, or a draft for another base.
+        BrokenArtifactError: missing, unexpected, damaged or contradicting tensors.
+        EdgeLLMError: a folder has other contents, or `output` cannot be written.
     """
     check_output(output, DRAFT_BUNDLE, file_names((_MODEL, _FUSE)))
     recorded = _record(draft, base, options)
@@ -96,7 +96,7 @@ def export_draft(
 
 @dataclass(frozen=True, slots=True)
 class _Recorded:
-    """A draft before anything of it is written."""
+    """A recorded draft, before it is written."""
 
     config: DraftConfig | OwnConfig
     role: str  # of its main graph
@@ -108,7 +108,7 @@ class _Recorded:
 def understand_draft(
     draft: Checkpoint, base: Checkpoint, options: DraftOptions
 ) -> DraftConfig | OwnConfig:
-    """The facts of a draft that `export_draft` takes; stops where it would, reads no weights.
+    """Facts of a draft, with all checks of `export_draft` that need no weights.
 
     Raises:
         EdgeLLMError: as `export_draft`.
@@ -186,9 +186,9 @@ def _spec(
 
 
 def _seeing(config: DraftConfig, base: DecoderConfig) -> DraftConfig:
-    """The draft of a vision-language base reads image features where its embedding is as wide.
+    """Let the draft of a vision-language base use image embeddings, if its embedding is as wide.
 
-    One of another width reads the placeholder's embedding, as in text.
+    With another width it uses the placeholder's embedding, as in text.
     """
     decoder = config.decoder
     if base.images is None or decoder.hidden_size != base.hidden_size:

@@ -1,10 +1,10 @@
-"""An EAGLE-3 draft of any public layout, written as other engines read one.
+"""Converts an EAGLE-3 draft of any public layout to the format of other engines.
 
-What they read was looked up in vLLM 0.32 (`llama_eagle3.py`, `gpu_model_runner.py`), which was run,
-too (docs/how-to/hand-over.md), in SGLang (`models/llama_eagle3.py`) and in TensorRT-LLM
-(`_torch/models/modeling_speculative.py`, `llmapi/llm_args.py`). All three take tensors by
-SpecForge's names and `d2t` as differences. They differ in what of a draft they compute, and in
-where they look for the taps.
+Sources: vLLM 0.32 (`llama_eagle3.py`, `gpu_model_runner.py`), which was also run
+(docs/how-to/hand-over.md), SGLang (`models/llama_eagle3.py`) and TensorRT-LLM
+(`_torch/models/modeling_speculative.py`, `llmapi/llm_args.py`). All three use SpecForge's tensor
+names and `d2t` as differences. They differ in the supported parts of a draft, and in the config
+keys of the taps.
 """
 
 from __future__ import annotations
@@ -51,9 +51,9 @@ _KEPT = ("hidden_size", "intermediate_size", "num_attention_heads", "num_key_val
 
 @dataclass(frozen=True, slots=True)
 class Engine:
-    """What of a draft an engine computes, and how it is told of the draft."""
+    """Draft features that an engine supports, and its command."""
 
-    command: str  # with {base}, {draft} and {outputs}: the layers whose outputs are tapped
+    command: str  # with {base}, {draft} and {outputs}: the tapped layers
     more_layers: bool = False
     any_taps: bool = False  # not just three
     norms: frozenset[str] = frozenset()  # of `Norms`
@@ -88,14 +88,14 @@ ENGINES = {
 def hand_over(
     draft: Checkpoint, base_dir: str, name: str, output: Path, ignored: tuple[str, ...] = ()
 ) -> str:
-    """Write a draft to `output` as the engine `name` reads it.
+    """Write a draft to `output` in the format of the engine `name`.
 
     Returns:
-        How that engine is told of it.
+        The engine's command with the draft.
 
     Raises:
-        EdgeLLMError: `output` holds something, no such engine, or what `export_draft` refuses.
-        UnsupportedModelError: a draft that the engine would not compute, or would otherwise.
+        EdgeLLMError: `output` is not empty, an unknown engine, or an error of `export_draft`.
+        UnsupportedModelError: a draft that the engine does not support or computes differently.
     """
     engine = ENGINES.get(name)
     if engine is None:
@@ -122,7 +122,7 @@ def hand_over(
     targets = read_target_ids(Weights(draft.tensors), config, facts)
     with temporary_folder(output) as folder:
         whole = complete(draft.tensors, base.tensors, config)
-        dropped = () if own else (_EMBEDDING,)  # they take the base's
+        dropped = () if own else (_EMBEDDING,)  # engines use the base's
         tensors = _HandedTensors(whole, config, targets, dropped)
         require_space(folder, sum(info.num_bytes for info in tensors.infos().values()))
         write_safetensors(folder / "model.safetensors", tensors, sorted(tensors.infos()))
@@ -153,7 +153,7 @@ def _check(draft: Checkpoint, config: DraftConfig, name: str, engine: Engine) ->
 
 
 def _config(stored: Mapping[str, Any], draft: DraftConfig) -> dict[str, Any]:
-    """config.json; the taps are there as inputs of layers at the top, as outputs below."""
+    """config.json; taps are layer inputs at the top level, layer outputs below it."""
     inner = stored.get("transformer_layer_config") or stored
     norms = draft.norms
     flags = {
@@ -190,7 +190,7 @@ def _own_embedding(draft: TensorSource, base: TensorSource) -> bool:
 
 
 class _HandedTensors:
-    """A draft's tensors by SpecForge's names, with tables of its vocabulary where it is smaller."""
+    """A draft's tensors by SpecForge's names, with vocabulary tables if it is smaller."""
 
     def __init__(
         self, draft: TensorSource, config: DraftConfig, targets: Any, dropped: tuple[str, ...]

@@ -1,4 +1,4 @@
-"""Writing a bundle: graph, weights, tokenizer, manifest; all or nothing."""
+"""Atomic export of a language model's bundle: graph, weights, tokenizer, manifest."""
 
 from __future__ import annotations
 
@@ -53,12 +53,12 @@ def export_llm(
     progress: Progress | None = None,
     check: Check | None = None,
 ) -> Bundle:
-    """Export a decoder to `output`, which afterwards holds a whole bundle or what it held before.
+    """Export a decoder to `output` atomically: after an error `output` is unchanged.
 
-    `check` raises an error for a bundle that is not to be published.
+    `check` raises an error for a bundle that must not be published.
 
     Raises:
-        EdgeLLMError: an unknown architecture, config key or quantization; missing, superfluous or
+        EdgeLLMError: an unknown architecture, config key or quantization; missing, unexpected or
             damaged tensors; `output` cannot be written.
     """
     names = [*file_names((_GRAPH, COMMIT)), *_JSON_FILES, *checkpoint.tokenizer_files]
@@ -78,7 +78,7 @@ def export_llm(
     _refuse_unused(weights, config)
     quantization, contradiction = judge(checkpoint, weights.layouts, options.ignore_config_keys)
     if ranges is not None:
-        contradiction = {}  # it speaks of the cache
+        contradiction = {}  # the quantization config is about the cache
     _check_tokens(checkpoint, config.vocab_size)
     eos_token_ids = _eos_token_ids(end_ids(checkpoint), config.vocab_size)
     spec = _spec(checkpoint, tower, config, op)
@@ -109,13 +109,13 @@ def _provenance(checkpoint: Checkpoint) -> dict[str, str]:
 
 
 def _spec(checkpoint: Checkpoint, tower: Checkpoint, config: DecoderConfig, op: Op) -> DecoderSpec:
-    """The facts of the decoder that a checkpoint's config and tensors tell."""
+    """Facts of the decoder from a checkpoint's config and tensors."""
     spec = decoder_spec(config, tower.config["model_type"], [op], tower.tensors)
     return replace(spec, rotation=rotation_name(checkpoint.config))
 
 
 def _with_pooling(options: ExportOptions, checkpoint: Checkpoint) -> ExportOptions:
-    """A file that says how its model embeds texts decides, unless the user did."""
+    """Use the pooling from the checkpoint's files, unless the user chose one."""
     is_base = options.hidden_taps or options.draft_model_dir or options.is_eagle_base
     if options.pooling or is_base:
         return options
@@ -131,11 +131,11 @@ def _write_texts(folder: Path, checkpoint: Checkpoint) -> None:
 
 
 def understand(checkpoint: Checkpoint, options: ExportOptions) -> DecoderConfig:
-    """The facts of a checkpoint that `export_llm` takes; stops where it would, reads no weights.
+    """Facts of a checkpoint, with all checks of `export_llm` that need no weights.
 
     Raises:
-        UnsupportedModelError: an architecture, config key or quantization that is not understood.
-        BrokenArtifactError: missing or superfluous tensors, or of other shapes.
+        UnsupportedModelError: an unknown architecture, config key or quantization.
+        BrokenArtifactError: missing or unexpected tensors, or wrong shapes.
     """
     tower, architecture, config = read_architecture(checkpoint, options)
     weights = _weights(tower, options)
@@ -157,7 +157,7 @@ def quantized_layers(
 
 
 def _weights(tower: Checkpoint, options: ExportOptions) -> Weights:
-    """What is stored in blocks stays so, unless float32 is wanted."""
+    """Keep block-quantized weights, unless float32 is requested."""
     blocks = tower.blocks if options.dtype == "fp16" else None
     return Weights(tower.tensors if blocks is None else blocks, tower.quant_config)
 
@@ -165,7 +165,7 @@ def _weights(tower: Checkpoint, options: ExportOptions) -> Weights:
 def _choose_taps(
     checkpoint: Checkpoint, config: DecoderConfig, options: ExportOptions
 ) -> tuple[tuple[int, ...], dict[str, str]]:
-    """The taps that the options ask for, and for the provenance who chose them."""
+    """The taps of the options, and their source for the provenance."""
     num_layers = config.num_hidden_layers
     if options.pooling:
         refuse_rotated(checkpoint, "--pooling")
@@ -213,7 +213,7 @@ def _refuse_unused(weights: Weights, config: DecoderConfig) -> None:
 
 
 def _check_tokens(checkpoint: Checkpoint, vocab_size: int) -> None:
-    """Refuse a tokenizer with ids that the embedding, of `vocab_size` rows, does not have."""
+    """Reject a tokenizer with ids beyond the embedding's `vocab_size` rows."""
     token, token_id = checkpoint.last_token
     if token_id >= vocab_size:
         raise BrokenArtifactError(
@@ -225,7 +225,7 @@ def _check_tokens(checkpoint: Checkpoint, vocab_size: int) -> None:
 
 
 def _eos_token_ids(found: set[Any], vocab_size: int) -> tuple[int, ...]:
-    """All ids that end an answer, each a token of the model."""
+    """All end-of-sequence ids, each a token of the model."""
     for token_id in found:
         if not isinstance(token_id, int) or not 0 <= token_id < vocab_size:
             raise UnsupportedModelError(

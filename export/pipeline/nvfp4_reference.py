@@ -1,7 +1,6 @@
-"""A portable graph with NVFP4 as ONNX Runtime can run it on CPUs, which know no FLOAT4E2M1.
+"""Rewrites a portable graph with NVFP4 for ONNX Runtime on CPUs, which lacks FLOAT4E2M1.
 
-Weights stay the bytes that they are, pairs of codes, and are looked up in a table; inputs are
-rounded by arithmetic.
+Weights stay bytes, pairs of codes, and are looked up in a table. Inputs are rounded by arithmetic.
 """
 
 from __future__ import annotations
@@ -29,7 +28,7 @@ def has_fp4(path: Path) -> bool:
 
 
 def open_fp4(path: Path) -> bytes:
-    """The graph at `path` as ONNX Runtime takes it from memory, beside its external weights."""
+    """The rewritten graph at `path` as bytes; it uses the same external weights."""
     model = ir.load(path)
     for value in model.graph.initializers.values():
         if value.dtype == ir.DataType.FLOAT4E2M1:
@@ -41,7 +40,7 @@ def open_fp4(path: Path) -> bytes:
 
 
 def _as_pairs(value: ir.Value) -> None:
-    """Codes [out, in] become bytes [out, in / 2], where they lie."""
+    """Change the type of codes [out, in] to bytes [out, in / 2] in the same file."""
     codes = value.const_value
     assert codes is not None
     *leading, width = codes.shape.numpy()

@@ -1,7 +1,7 @@
-"""Quantized layers as floats by the definitions of their formats: the oracle of `--verify`.
+"""Dequantizes layers by the definitions of their formats: the oracle of `--verify`.
 
-It shares nothing with `export.checkpoints.quantized`, whose mistakes it is to find. Packed integers
-are streams of bits, the lowest first. Sources: GPTQModel 7.7, AutoAWQ 0.2.9, auto-round 0.16,
+It shares no code with `export.checkpoints.quantized`, which it verifies. Packed integers are
+streams of bits, the lowest first. Sources: GPTQModel 7.7, AutoAWQ 0.2.9, auto-round 0.16,
 compressed-tensors 0.20, nvidia-modelopt 0.47, DeepSeek-V3's FP8 blocks.
 """
 
@@ -32,13 +32,13 @@ _PARTS = (
     "input_global_scale",
     "pre_quant_scale",
 )
-_AS_THEY_ARE = ("gptq_v2", "auto_round", "auto_round:gptqmodel")  # zero points, not less one
-_AWQ_ORDER = (0, 2, 4, 6, 1, 3, 5, 7)  # which neighbour lies in each place of a word
+_AS_THEY_ARE = ("gptq_v2", "auto_round", "auto_round:gptqmodel")  # zero points, not minus one
+_AWQ_ORDER = (0, 2, 4, 6, 1, 3, 5, 7)  # order of neighbours in a word
 
 
 @dataclass(frozen=True, slots=True)
 class Input:
-    """What a layer does to its input before it multiplies: `round(x * smooth)`."""
+    """Smoothing and rounding of a layer's input: `round(x * smooth)`."""
 
     smooth: F32 | None = None  # [in]
     rounds: str = ""  # to "int8", "fp8" or "fp4", with `scale`
@@ -46,7 +46,7 @@ class Input:
 
     @property
     def changes(self) -> bool:
-        """Whether it does anything."""
+        """Whether it changes the input."""
         return self.smooth is not None or bool(self.rounds)
 
 
@@ -82,7 +82,7 @@ def read_weight(
 
 
 def read_input(tensors: TensorSource, name: str) -> Input:
-    """What the layer of this name does to its input."""
+    """Smoothing and rounding of the input of the layer `name`."""
     own, smooth = _parts(tensors, name), None
     if "pre_quant_scale" in own:
         smooth = _read(tensors, f"{name}.pre_quant_scale")
@@ -135,13 +135,13 @@ def _gptq(found: Mapping[str, Any], config: Mapping[str, Any], shape: tuple[int,
     if not any(str(config.get(key)).lower() in _AS_THEY_ARE for key in keys):
         zeros = zeros + 1
     if config.get("sym") and not (config.get("extra_config") or config.get("dynamic")):
-        zeros = np.full_like(zeros, 1 << (bits - 1))  # what kernels for symmetric weights assume
+        zeros = np.full_like(zeros, 1 << (bits - 1))  # kernels for symmetric weights assume this
     groups = found.get("g_idx", np.arange(shape[1]) // (shape[1] // len(scales)))
     return ((codes - zeros.T[:, groups]) * scales.T[:, groups]).astype(np.float32)
 
 
 def _awq(found: Mapping[str, Any]) -> F32:
-    """`qweight` [in, out / 8] and `qzeros` [groups, out / 8] in an order of their own."""
+    """`qweight` [in, out / 8] and `qzeros` [groups, out / 8] in AWQ's order."""
     place = np.argsort(_AWQ_ORDER)
     codes, zeros = (
         _fields(found[name], 4)
@@ -173,7 +173,7 @@ def _nibbles(pairs: np.ndarray) -> np.ndarray:
 
 
 def _fp4(pairs: np.ndarray, scales: F32, largest: float) -> F32:
-    """NVFP4: two inputs a byte, a scale for 16 of them, one more for all."""
+    """NVFP4: two inputs per byte, a scale for 16 of them, a global scale."""
     steps = np.repeat(scales * np.float32(largest), 16, axis=1)
     return _FP4[_nibbles(pairs)] * steps
 
@@ -186,7 +186,7 @@ def _int4(found: Mapping[str, Any]) -> F32:
 
 
 def _scaled(found: Mapping[str, Any], config: Mapping[str, Any]) -> F32:
-    """8 bits times a scale: of all, of each output, of inputs in blocks, or of squares."""
+    """8-bit codes times scales: per tensor, per output, per block of inputs, or per 2-D block."""
     codes = found["weight"].astype(np.float32)
     if "weight_scale_inv" in found:
         rows, columns = config.get("weight_block_size") or (128, 128)

@@ -1,4 +1,4 @@
-"""Finding a checkpoint: a local folder, a GGUF file, or a model in the hub's cache."""
+"""Opens checkpoints: a local folder, a GGUF file, or a model in the hub's cache."""
 
 from __future__ import annotations
 
@@ -23,14 +23,14 @@ PROCESSOR_FILES = (
     "video_preprocessor_config.json",
 )
 _TOKENS = "tokenizer_config.json"
-_WHOLE = "model.safetensors", "pytorch_model.bin"  # safetensors win over torch's own format
+_WHOLE = "model.safetensors", "pytorch_model.bin"  # safetensors take precedence over torch's format
 _SHARD = re.compile(r"(.+)-\d+-of-(\d+\.\w+)")
 _ADAPTER = "adapter_config.json"  # of PEFT
 _REMEDY = "copy or download the file again"
 
 
 def open_draft(model_dir: str) -> Checkpoint:
-    """Open a draft's checkpoint, which may stand beside its model.
+    """Open a draft's checkpoint, which may be in the folder of its base model.
 
     Raises:
         EdgeLLMError: as `open_checkpoint`.
@@ -50,7 +50,7 @@ def open_checkpoint(model_dir: str, *, tokenizer: bool = True) -> Checkpoint:
         tokenizer: false for a checkpoint that needs none.
 
     Raises:
-        EdgeLLMError: nothing there, not a checkpoint, or a damaged one.
+        EdgeLLMError: missing, not a checkpoint, or damaged.
     """
     path = Path(model_dir).expanduser()
     if path.is_file() and path.suffix == ".gguf":
@@ -98,7 +98,7 @@ def read_json(path: Path) -> dict[str, Any]:
 
 
 def _open_folder(folder: Path, *, tokenizer: bool, is_draft: bool = False) -> Checkpoint:
-    """A draft's own weights win over those of the model that they may stand beside."""
+    """Open a folder; a draft's weights take precedence over its base's in the same folder."""
     require_regular_files(folder)
     refuse_adapter(folder)
     own = tuple(name for kind in kinds.kinds() for name in kind.FILES)
@@ -128,10 +128,10 @@ def _open_folder(folder: Path, *, tokenizer: bool, is_draft: bool = False) -> Ch
 
 
 def refuse_adapter(folder: Path) -> None:
-    """Refuse what PEFT wrote: changes to a model, which must first become one with it.
+    """Reject adapters of PEFT, which must be merged into a model first.
 
     Raises:
-        UnsupportedModelError: the folder holds an adapter, alone or beside weights.
+        UnsupportedModelError: the folder has an adapter, alone or with weights.
     """
     adapter = read_json(folder / _ADAPTER)
     if not adapter:
@@ -140,7 +140,7 @@ def refuse_adapter(folder: Path) -> None:
     kind = {"LORA": "a LoRA"}.get(kind.upper(), f"a {kind}")
     if any(_weight_files(folder, name) for name in _WHOLE):
         raise UnsupportedModelError(
-            f"{folder} holds {kind} adapter beside a model: it does not say which is meant",
+            f"{folder} has both {kind} adapter and a model: it is ambiguous",
             hint=f"move {_ADAPTER} away if the weights are merged already; else {_merging(kind)}",
         )
     base = adapter.get("base_model_name_or_path") or "an unnamed base"
@@ -157,7 +157,7 @@ def _merging(kind: str) -> str:
 
 
 def _processor_files(folder: Path) -> dict[str, bytes]:
-    """How images become pixel values and which tokens stand for them, where a model takes any."""
+    """Processor configs of images, for models that take images."""
     found = [name for name in PROCESSOR_FILES if read_json(folder / name)]
     names = [*found, _TOKENS] if found and (folder / _TOKENS).exists() else found
     return {name: (folder / name).read_bytes() for name in names}
@@ -180,7 +180,7 @@ def _quantization(folder: Path, config: dict[str, Any]) -> dict[str, Any]:
 
 
 def _open_tensors(folder: Path, names: tuple[str, ...]) -> TensorSource:
-    """The first of these weights that the folder has."""
+    """Open the first of these weight files that the folder has."""
     for name in names:
         if paths := _weight_files(folder, name):
             if name.endswith(".safetensors"):
@@ -195,12 +195,12 @@ def _open_tensors(folder: Path, names: tuple[str, ...]) -> TensorSource:
 
 
 def _weight_files(folder: Path, name: str) -> list[Path]:
-    """The files that hold `name`, several when an index says so, none when it is not there.
+    """The files of the weights `name`: one, all shards of an index, or none.
 
-    A whole file wins over an index whose shards are gone, as in transformers.
+    A whole file takes precedence over an index without shards, as in transformers.
 
     Raises:
-        BrokenArtifactError: a damaged index, or files of two saves of which each may be meant.
+        BrokenArtifactError: a damaged index, or ambiguous files of two saves.
     """
     index, whole = folder / f"{name}.index.json", folder / name
     if not index.exists():
@@ -212,7 +212,7 @@ def _weight_files(folder: Path, name: str) -> list[Path]:
         return [folder / shard for shard in shards]
     if others:
         raise BrokenArtifactError(
-            f"{whole} and {folder / others[0]}, which {index.name} names, are of different saves",
+            f"{whole} and {folder / others[0]}, which {index.name} names, are from different saves",
             hint=f"move {name} away if the shards are meant, or {index.name} if it is; "
             "transformers takes the whole file",
         )
@@ -243,6 +243,6 @@ def _refuse_other_save(folder: Path, index: Path, shards: list[str]) -> None:
         match = _SHARD.fullmatch(path.name)
         if match and path.name not in shards and counts.get(match[1], match[2]) != match[2]:
             raise BrokenArtifactError(
-                f"{path} is of another save than {folder / shards[0]}, which {index.name} names",
-                hint="move the files away that are not meant",
+                f"{path} is from another save than {folder / shards[0]}, which {index.name} names",
+                hint="move the wrong files away",
             )

@@ -29,16 +29,16 @@ PROMPT = (
     "all of them in a single pass. Why does the answer not change?"
 )
 _DECODED_TOKENS = 8
-_SPREAD_TOKENS = 32  # of the vocabulary, where a tokenizer makes next to none of the prompt
+_SPREAD_TOKENS = 32  # of the vocabulary, if the tokenizer makes too few of the prompt
 _FIRST_WITH_OPSET_24 = (1, 24)
 _WEIGHTS_OF_BYTES = "session.model_external_initializers_file_folder_path"
 
 
-# Largest relative errors, by the bundle's type. They were measured on tiny random models of all
-# families and on SmolLM2, whose float32 errors reach 1.4e-5 and float16 errors 1.7e-2. Weights are
-# what the codes stand for on both sides, so that their rounding plays no role. A last bit decides
-# what layers that round their inputs do (errors up to 0.012 in float32, 0.24 in float16), and in
-# float16 which experts a router takes (0.17). Logits of another model differ by 1 and more.
+# Limits of relative errors, by the bundle's type, from tiny random models of all families and
+# SmolLM2, whose errors reach 1.4e-5 in float32 and 1.7e-2 in float16. Both sides use dequantized
+# weights, so weight rounding cancels. Layers that round their inputs amplify last bits (errors up
+# to 0.012 in float32, 0.24 in float16), as do routers in float16 (0.17). Logits of another model
+# differ by 1 and more.
 _LIMITS = {"float32": 1e-3, "float16": 0.05}
 _LIMITS_OF_CHOICES = {"float32": 0.1, "float16": 0.5}
 _LEAST_AGREEMENT = 0.5
@@ -46,7 +46,7 @@ _LEAST_AGREEMENT = 0.5
 
 @dataclass(frozen=True, slots=True)
 class Outputs:
-    """What a base computed for every token of a prompt."""
+    """Outputs of a base for all tokens of a prompt."""
 
     logits: NDArray[np.float32]  # [S, V]
     taps: NDArray[np.floating] | None  # [S, T*H]
@@ -54,7 +54,7 @@ class Outputs:
 
 @dataclass(frozen=True, slots=True)
 class Reference:
-    """What transformers computes, whose decoding of weights it took, and whether bits decide."""
+    """Outputs of transformers, the source of its weights, and whether last bits matter."""
 
     outputs: Outputs
     decoded_by: str
@@ -66,12 +66,12 @@ def verify_bundle(checkpoint: Checkpoint, bundle: Path, manifest: Bundle) -> str
 
     Returns:
         One line with the oracle, the largest absolute logit difference, the relative error and the
-        top-1 agreement, for a base with hidden taps also their largest absolute difference. It says
-        where the tokens are not those of the prompt, of which the tokenizer makes too few.
+        top-1 agreement, for a base with hidden taps also their largest absolute difference. It
+        states if other tokens replace the prompt, since the tokenizer makes too few.
 
     Raises:
-        EdgeLLMError: the bundle computes something else; torch, transformers or onnxruntime is
-            missing, or one of these two cannot compute the checkpoint.
+        EdgeLLMError: outputs differ; torch, transformers or onnxruntime is missing, or transformers
+            or onnxruntime cannot compute the checkpoint.
     """
     token_ids, what = _compared_ids(bundle, manifest)
     reference = _expected(checkpoint, bundle, manifest, token_ids)
@@ -101,7 +101,7 @@ def verify_bundle(checkpoint: Checkpoint, bundle: Path, manifest: Bundle) -> str
 
 
 def _relative_error(found: NDArray[np.floating], expected: NDArray[np.floating]) -> float:
-    """Root mean square of the difference, over that of the expected values around their mean."""
+    """RMS of the difference, relative to the standard deviation of the expected values."""
     wide = expected.astype(np.float64)
     spread = np.sqrt(np.mean((wide - wide.mean(-1, keepdims=True)) ** 2))
     if not np.isfinite(spread) or spread == 0:
@@ -120,7 +120,7 @@ def _limit(reference: Reference, manifest: Bundle) -> float:
 
 
 def require_host() -> None:
-    """Raise `EdgeLLMError` when what `--verify` needs is not installed."""
+    """Raise `EdgeLLMError` if a package that `--verify` needs is not installed."""
     for name in ("torch", "transformers", "onnxruntime"):
         if importlib.util.find_spec(name) is None:
             raise EdgeLLMError(
@@ -137,12 +137,12 @@ def require_host() -> None:
 
 
 def _compared_ids(bundle: Path, manifest: Bundle) -> tuple[NDArray[np.int64], str]:
-    """Token ids [S], and what they are: the prompt's, or some that the vocabulary has anyway."""
+    """Token ids [S] and their description: of the prompt, or else of the vocabulary."""
     from tokenizers import Tokenizer
 
     ids = Tokenizer.from_file(str(bundle / "tokenizer.json")).encode(PROMPT).ids
     what, spec = "tokens", manifest.decoder
-    if (made := len(set(ids))) <= _DECODED_TOKENS:  # equal ones would tell nothing of attention
+    if (made := len(set(ids))) <= _DECODED_TOKENS:  # equal ones would not test attention
         what = f"tokens of the vocabulary (the tokenizer makes {made} different ones of the prompt)"
         ids = np.linspace(0, spec.vocab_size - 1, _SPREAD_TOKENS)
     return np.asarray(ids, np.int64)[: spec.max_positions], what
@@ -151,7 +151,7 @@ def _compared_ids(bundle: Path, manifest: Bundle) -> tuple[NDArray[np.int64], st
 def _expected(
     checkpoint: Checkpoint, bundle: Path, manifest: Bundle, token_ids: NDArray[np.int64]
 ) -> Reference:
-    """What transformers computes; of a quantized checkpoint with what its codes stand for."""
+    """Outputs of transformers; quantized checkpoints are dequantized first."""
     source, options = Path(checkpoint.label), ExportOptions(**manifest.options)
     if manifest.quantization == "none" or source.suffix == ".gguf":
         model = load_reference(source, manifest.decoder, options.num_layers)
@@ -171,19 +171,19 @@ def _expected(
 
 
 def _routes_halves(model: Any, manifest: Bundle) -> bool:
-    """Whether experts are chosen by float16 numbers."""
+    """Whether experts are routed by float16 logits."""
     has_experts = any("experts" in name for name, _ in model.named_modules())
     return has_experts and manifest.dtype == "float16"
 
 
 def _add_adapter(model: Any, folder: Path) -> None:
-    """Let the layers that a LoRA adapter changes compute its part beside their own."""
+    """Add a LoRA adapter's product to the outputs of the layers that it changes."""
     import torch
 
     adapter = read_adapter(folder)
     modules = {plain_name(name): module for name, module in model.named_modules()}
     for name, change in adapter.layers.items():
-        if name not in modules:  # of layers that were cut
+        if name not in modules:  # of layers that were left out
             continue
         a, b = (torch.from_numpy(floats(adapter.tensors, each)) for each in (change.a, change.b))
 
@@ -195,7 +195,7 @@ def _addition(a: Any, b: Any, scale: float) -> Callable[[Any, Any, Any], Any]:
 
 
 def _transformers_outputs(model: Any, manifest: Bundle, token_ids: NDArray[np.int64]) -> Outputs:
-    """Those of the float32 reference, cut to the exported number of layers."""
+    """Outputs of the float32 reference, with the exported number of layers."""
     import torch
 
     with torch.no_grad():
@@ -205,10 +205,10 @@ def _transformers_outputs(model: Any, manifest: Bundle, token_ids: NDArray[np.in
 
 
 def load_reference(source: Path, spec: DecoderSpec, num_layers: int | None) -> Any:
-    """The checkpoint in transformers, float32, cut to the exported number of layers.
+    """The checkpoint in transformers, float32, with the exported number of layers.
 
     Raises:
-        EdgeLLMError: transformers refuses it.
+        EdgeLLMError: transformers rejects it.
     """
     import torch
     import transformers
@@ -258,7 +258,7 @@ def run_portable(
 
 
 def _no_images(spec: DecoderSpec) -> dict[str, NDArray[np.floating]]:
-    """Image rows that no token of a text stands for."""
+    """Image embeddings that no token of a text uses."""
     if spec.images is None:
         return {}
     row = np.zeros((1, spec.hidden_size), spec.kv.dtype)
@@ -317,7 +317,7 @@ def _opened(graph: Path, manifest: Bundle) -> Any:
 
     options = ort.SessionOptions()
     options.log_severity_level = 3
-    if manifest.quantization != "none":  # fused, products would round their inputs
+    if manifest.quantization != "none":  # fused products would round their inputs
         options.graph_optimization_level = ort.GraphOptimizationLevel.ORT_DISABLE_ALL
     opened: str | bytes = str(graph)
     if has_fp4(graph):
@@ -327,11 +327,11 @@ def _opened(graph: Path, manifest: Bundle) -> Any:
 
 
 class _States:
-    """Those of recurrent layers over several passes, if there are any."""
+    """States of recurrent layers over several passes, if any."""
 
     def __init__(self, bundle: Path, manifest: Bundle) -> None:
         spec = manifest.decoder.recurrent
-        self.rows = [*spec.rows] if spec is not None else []  # outputs that a pass must give
+        self.rows = [*spec.rows] if spec is not None else []  # outputs of a pass
         self._arrays: dict[str, NDArray[np.floating]] = {}
         if spec is not None:
             self._commit = _opened(bundle / manifest.graphs[COMMIT].path, manifest)
@@ -343,7 +343,7 @@ class _States:
             }
 
     def inputs(self, rows: int) -> dict[str, NDArray[Any]]:
-        """Of a pass of so many rows."""
+        """Inputs of a pass of `rows` tokens."""
         if not self._arrays:
             return {}
         return {**self._arrays, graph_io.PARENT_ROWS: np.arange(-1, rows - 1)}

@@ -1,4 +1,4 @@
-"""Writing the bundle of a visual encoder: graph, weights, configs, manifest; all or nothing."""
+"""Atomic export of a visual encoder's bundle: graph, weights, configs, manifest."""
 
 from __future__ import annotations
 
@@ -40,7 +40,7 @@ _PROCESSORS = {"preprocessor_config.json", "processor_config.json"}  # of images
 
 @dataclass(frozen=True, slots=True)
 class VisualOptions:
-    """What the user chose."""
+    """Options of an encoder's export."""
 
     dtype: str = "fp16"
     ignore_config_keys: tuple[str, ...] = ()
@@ -50,12 +50,11 @@ class VisualOptions:
 def export_visual(
     checkpoint: Checkpoint, output: Path, options: VisualOptions, progress: Progress | None = None
 ) -> Bundle:
-    """Export an encoder to `output`, which afterwards holds a whole bundle or what it held before.
+    """Export an encoder to `output` atomically: after an error `output` is unchanged.
 
     Raises:
-        UnsupportedModelError: no vision-language model, or an encoder or config key that is not
-            understood.
-        BrokenArtifactError: missing, superfluous or damaged tensors of the encoder.
+        UnsupportedModelError: not a vision-language model, or an unknown encoder or config key.
+        BrokenArtifactError: missing, unexpected or damaged tensors of the encoder.
         EdgeLLMError: the processor's config is missing, or `output` cannot be written.
     """
     names = [*file_names((_GRAPH,)), _CONFIG, *checkpoint.processor_files]
@@ -64,7 +63,7 @@ def export_visual(
     if _PROCESSORS.isdisjoint(checkpoint.processor_files):
         raise EdgeLLMError(
             f"{checkpoint.label} has no preprocessor_config.json",
-            hint="copy preprocessor_config.json or processor_config.json beside the weights",
+            hint="copy preprocessor_config.json or processor_config.json to the weights' folder",
         )
     weights = Weights(checkpoint.tensors, checkpoint.quant_config, rounding=options.quantization)
     dtype = DTYPES[options.dtype]
@@ -95,10 +94,10 @@ def export_visual(
 
 
 def read_encoder(checkpoint: Checkpoint, options: VisualOptions) -> tuple[ModuleType, Any]:
-    """The encoder's module and its facts; every key of `vision_config` is understood or refused.
+    """The encoder's module and its facts; unknown keys of `vision_config` are rejected.
 
     Raises:
-        UnsupportedModelError: no vision-language model, or one that is not understood.
+        UnsupportedModelError: not a vision-language model, or an unsupported one.
     """
     model = ConfigReader(checkpoint.config)
     model_type = model.read("model_type", str)
@@ -116,7 +115,7 @@ def read_encoder(checkpoint: Checkpoint, options: VisualOptions) -> tuple[Module
 
 
 def _quantization(checkpoint: Checkpoint, options: VisualOptions, layouts: set[str]) -> str:
-    """How the graph's linear layers are stored; most quantized checkpoints spare the encoder."""
+    """Quantization of the graph's linear layers; most quantized checkpoints have float encoders."""
     if options.quantization != "none":
         return options.quantization
     return judge(checkpoint, layouts, options.ignore_config_keys)[0]

@@ -1,8 +1,8 @@
 """Visual encoders, one file for each `model_type` of config.json.
 
-A file exports `Model` (from pixel values to rows of the language model's embedding; attributes
-carry the checkpoint's own parameter names), `Config` (what it reads of a config) and `TINY` (a
-small config of the whole model, with which the tests compare the encoder with transformers).
+A file exports `Model` (from pixel values to the language model's embeddings; attributes have the
+checkpoint's parameter names), `Config` (typed facts of the config) and `TINY` (a small config of
+the whole model for tests against transformers).
 """
 
 from __future__ import annotations
@@ -15,12 +15,12 @@ from edgellm.core.errors import UnsupportedModelError
 
 
 def supported() -> list[str]:
-    """The model types that have a file."""
+    """All model types with a file."""
     return sorted(module.name for module in pkgutil.iter_modules(__path__))
 
 
 def find(model_type: str) -> ModuleType:
-    """The encoder's module; raises `UnsupportedModelError` naming those that there are."""
+    """The encoder's module; raises `UnsupportedModelError` with all supported ones."""
     known = supported()
     if model_type not in known:
         raise UnsupportedModelError(

@@ -1,8 +1,8 @@
 """Idefics3's encoder (arXiv 2408.12637): a SigLIP of tiles (2303.15343), pixel shuffle, projection.
 
 Shapes: N tiles of E pixels a side, side = E / patch size, d width, H hidden size of the language
-model. Every tile is full, so that patch i stands at position i: transformers gives the same
-positions for all sides in use (16, 26, 27, 32), and for some others loses one to rounding.
+model. All tiles are full, so that patch i is at position i. In transformers this holds for all used
+sides (16, 26, 27, 32); for some others rounding shifts a position.
 """
 
 from __future__ import annotations
@@ -72,9 +72,9 @@ class Config:
 
     @classmethod
     def from_hf(cls, vision: ConfigReader, model: ConfigReader) -> Config:
-        """Read `vision_config`, and of the rest of config.json what concerns the encoder."""
+        """Read `vision_config`, and the encoder's keys in the rest of config.json."""
         skip_training(vision)
-        # What the processor does is in its own file; base SigLIP differs in its sizes only.
+        # The processor has its own file; base SigLIP differs in sizes only.
         for key in ("size", "max_image_size", "use_base_siglip", "tie_word_embeddings"):
             vision.optional(key, object)
         vision.expect("num_channels", 3)
@@ -107,7 +107,7 @@ class Config:
         return self.image_size // self.patch_size
 
     def spec(self, model_type: str, num_parameters: int) -> VisionSpec:
-        """What a runtime needs to know."""
+        """The spec for the manifest."""
         return VisionSpec(
             model_type=model_type,
             hidden_size=self.out_size,

@@ -61,13 +61,13 @@ class Config(idefics3.Config):
     qkv_bias: bool
     qk_norm: bool
     rms_norm: bool
-    positions: bool  # learned ones are added to the patches
+    positions: bool  # learned positions are added to the patches
     final_norm: bool
     projector_activation: str
 
     @classmethod
     def from_hf(cls, vision: ConfigReader, model: ConfigReader) -> Config:
-        """Read `vision_config`, and of the rest of config.json what concerns the encoder."""
+        """Read `vision_config`, and the encoder's keys in the rest of config.json."""
         skip_training(vision)
         vision.optional("layer_scale_init_value", float)  # the scales are in the checkpoint
         vision.expect("num_channels", 3)
@@ -120,14 +120,14 @@ class Attention(TileAttention):
         )
 
     def normalize(self, op: Op, q: ir.Value, k: ir.Value) -> tuple[ir.Value, ir.Value]:
-        """Normalize over all heads together."""
+        """Normalize queries and keys over all heads."""
         if not self.norms:
             return q, k
         return self.norms[0](op, q), self.norms[1](op, k)
 
 
 class Layer:
-    """Pre-norm transformer block whose branches are scaled value by value."""
+    """Pre-norm transformer block with scaled branches (layer scale)."""
 
     def __init__(self, config: Config, weights: Weights) -> None:
         size, norm = config.size, RMSNorm if config.rms_norm else LayerNorm

@@ -35,7 +35,7 @@ class Config(qwen2_vl.Config):
 
     @classmethod
     def from_hf(cls, vision: ConfigReader, model: ConfigReader) -> qwen2_vl.Config:
-        """Read `vision_config`, and of the rest of config.json what concerns the encoder."""
+        """Read `vision_config`, and the encoder's keys in the rest of config.json."""
         size = vision.positive("hidden_size", 3584)
         out_size = vision.positive("out_hidden_size", 3584)
         expect_language_size(model, out_size)

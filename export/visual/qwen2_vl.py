@@ -1,4 +1,4 @@
-"""Qwen2-VL's encoder (arXiv 2409.12191): images of any size, every patch sees all others.
+"""Qwen2-VL's encoder (arXiv 2409.12191): images of any size, full attention among patches.
 
 Shapes: P patches, d width, M merge size, H hidden size of the language model.
 """
@@ -76,11 +76,11 @@ class Config:
     window_size: int = 0  # side in patches
     full_attention: tuple[int, ...] = ()  # blocks without windows
     position_grid: int = 0
-    deepstack: tuple[int, ...] = ()  # blocks whose outputs leave the graph, too
+    deepstack: tuple[int, ...] = ()  # blocks whose outputs are DeepStack levels
 
     @classmethod
     def from_hf(cls, vision: ConfigReader, model: ConfigReader) -> Config:
-        """Read `vision_config`, and of the rest of config.json what concerns the encoder."""
+        """Read `vision_config`, and the encoder's keys in the rest of config.json."""
         size = vision.positive("embed_dim", 1280)
         out_size = vision.positive("hidden_size", 3584)
         expect_language_size(model, out_size)
@@ -94,7 +94,7 @@ class Config:
 
     @staticmethod
     def shared(vision: ConfigReader, size: int) -> dict[str, Any]:
-        """What the configs of all Qwen encoders say alike, by field."""
+        """Facts that the configs of all Qwen encoders share, by field."""
         vision.expect("in_channels", 3)
         vision.expect("in_chans", 3)
         patch_size = read_square(vision, "patch_size", 14)
@@ -111,7 +111,7 @@ class Config:
         }
 
     def spec(self, model_type: str, num_parameters: int) -> VisionSpec:
-        """What a runtime needs to know."""
+        """The spec for the manifest."""
         return VisionSpec(
             model_type=model_type,
             hidden_size=self.out_size,
@@ -212,11 +212,11 @@ class Model:
         return [self.merger(op, x), *levels]
 
     def embed(self, op: Op, inputs: Mapping[str, ir.Value]) -> ir.Value:
-        """The stream [1, P, d] that enters the first block."""
+        """The input [1, P, d] of the first block."""
         return self.patch_embed(op, inputs[graph_io.PIXEL_VALUES])
 
     def begin(self, op: Op, inputs: Mapping[str, ir.Value]) -> PatchState:
-        """Append what all blocks share."""
+        """Append nodes that all blocks share."""
         config = self.config
         cos, sin = rotary_tables(
             op, inputs[graph_io.PATCH_POSITIONS], config.head_dim, config.theta
@@ -233,6 +233,6 @@ class Model:
         return PatchState(op, config.num_heads, config.size, cos, sin, windows)
 
     def tap(self, op: Op, x: ir.Value, index: int) -> list[ir.Value]:
-        """Hook for encoders that give outputs of inner blocks to the language model."""
+        """Hook for encoders with DeepStack levels."""
         del op, x, index
         return []

@@ -1,6 +1,6 @@
-"""Qwen3-VL's encoder (arXiv 2511.21631): learned positions beside the rotary ones, and deepstack.
+"""Qwen3-VL's encoder (arXiv 2511.21631): learned and rotary positions, and DeepStack.
 
-Outputs of inner blocks are merged, too, and added to the first layers of the language model
+Outputs of inner blocks are also merged, and added after the first layers of the language model
 (DeepStack, arXiv 2406.04334).
 """
 
@@ -46,7 +46,7 @@ class Config(qwen2_vl.Config):
 
     @classmethod
     def from_hf(cls, vision: ConfigReader, model: ConfigReader) -> qwen2_vl.Config:
-        """Read `vision_config`, and of the rest of config.json what concerns the encoder."""
+        """Read `vision_config`, and the encoder's keys in the rest of config.json."""
         size = vision.positive("hidden_size", 1152)
         out_size = vision.positive("out_hidden_size", 3584)
         expect_language_size(model, out_size)
@@ -74,7 +74,7 @@ class Config(qwen2_vl.Config):
 
 
 class Block(qwen2_vl.Block):
-    """Block whose network has other parameter names."""
+    """Block with other parameter names of the MLP."""
 
     def network(self, config: qwen2_vl.Config, weights: Weights) -> FeedForward:
         """The feed-forward network."""
@@ -84,7 +84,7 @@ class Block(qwen2_vl.Block):
 
 
 class Merger:
-    """Blocks of M * M patches to tokens; the norm comes before or after they are joined."""
+    """Blocks of M * M patches to tokens; the norm is before or after the merge."""
 
     def __init__(
         self, config: qwen2_vl.Config, weights: Weights, *, join_first: bool = False
@@ -122,7 +122,7 @@ class Model(qwen2_vl.Model):
         ]
 
     def embed(self, op: Op, inputs: Mapping[str, ir.Value]) -> ir.Value:
-        """The stream [1, P, d] that enters the first block."""
+        """The input [1, P, d] of the first block."""
         x = super().embed(op, inputs)
         with op.scope("pos_embed"):
             shape = self.config.position_grid**2, self.config.size
@@ -133,7 +133,7 @@ class Model(qwen2_vl.Model):
             return op.Add(x, interpolate(op, table, index, weight))
 
     def tap(self, op: Op, x: ir.Value, index: int) -> list[ir.Value]:
-        """The deepstack level of a block, if it has one."""
+        """The DeepStack level of a block, if it has one."""
         deepstack = self.config.deepstack
         if index not in deepstack:
             return []

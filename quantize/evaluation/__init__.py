@@ -1,1 +1,1 @@
-"""Evaluation of a quantized model: held-out text, layers, answers, acceptance of drafts."""
+"""Evaluation of a quantized model: held-out text, layers, greedy agreement, acceptance."""

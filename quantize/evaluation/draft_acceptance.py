@@ -1,4 +1,4 @@
-"""How a float draft follows its base: with the features of the float base, and of the rounded one.
+"""Acceptance of a float draft with hidden states of the float and the quantized base.
 
 Measured as `edgellm-quantize draft` measures a draft: over the held-out text, first candidates of
 the first two steps that the base itself takes.
@@ -25,10 +25,10 @@ from edgellm.quantize.work_folder import FLOAT, QUANTIZED
 
 
 def open_draft_of(plan: Plan) -> Draft | None:
-    """The draft that the user named, if any.
+    """Loads the draft of `--draft_model_dir`, if given.
 
     Raises:
-        EdgeLLMError: it is none of this base, or reads another stream.
+        EdgeLLMError: the draft does not belong to this base, or reads rotated hidden states.
     """
     job = plan.job
     if job.draft_model_dir is None:
@@ -42,7 +42,7 @@ def open_draft_of(plan: Plan) -> Draft | None:
 
 
 def keep_taps(plan: Plan, draft: Draft | None, layer: int, streams: Mapping[str, States]) -> None:
-    """Copy what enters `layer` if the draft reads that, since states are dropped after a layer."""
+    """Copies the hidden states that enter `layer` if the draft reads them; others are dropped."""
     if draft is None or layer not in draft.taps:
         return
     for name in (FLOAT, QUANTIZED):
@@ -62,13 +62,13 @@ def _tap(plan: Plan, name: str, layer: int, streams: Mapping[str, States]) -> St
 def drafted(
     plan: Plan, draft: Draft, streams: Mapping[str, States], heads: tuple[Head, Head]
 ) -> Drafted:
-    """Run the draft after both models.
+    """Runs the draft after both models.
 
     Args:
         plan: of the run.
-        draft: in floats.
-        streams: after the last layer.
-        heads: of the float and of the rounded model.
+        draft: the float draft.
+        streams: hidden states after the last layer.
+        heads: of the float and the quantized model.
     """
     rates = []
     for name, head in zip((FLOAT, QUANTIZED), heads, strict=True):

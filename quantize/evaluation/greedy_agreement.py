@@ -1,4 +1,4 @@
-"""Greedy answers: those of the float model, and how many of them the rounded one changes.
+"""Greedy agreement: outputs of the float model, and how many the quantized one changes.
 
 The float model answers layer by layer, as all is computed here: memory stays that of a layer and of
 the answers' caches, and each token reads the whole model once.
@@ -21,10 +21,10 @@ from edgellm.quantize.plan import Plan
 
 
 def find_answers(plan: Plan, questions: Questions) -> None:
-    """Let the float model answer, one token of each answer at a time, as far as it has not."""
+    """Generates the float model's missing outputs, one token of each sequence at a time."""
     folder = plan.task.work.path
     answers = stored_answers(questions, folder)
-    # A recurrent layer alone does not tell transformers how long its text was.
+    # Recurrent layers alone do not give transformers the length of their text.
     config = plan.subject.config
     attends = len(config.attending_layers) == config.num_hidden_layers
     caches: dict[tuple[int, int], Any] = {}
@@ -39,9 +39,9 @@ def find_answers(plan: Plan, questions: Questions) -> None:
 def _next_tokens(
     plan: Plan, unread: dict[int, tuple[int, ...]], caches: dict[tuple[int, int], Any] | None
 ) -> dict[int, int]:
-    """The likeliest token after each text, whose last part is `unread`, the rest in `caches`.
+    """The most likely next token of each text; `unread` are the tokens not yet in `caches`.
 
-    Without caches the texts are read whole.
+    Without caches the whole texts are computed.
     """
     subject, device = plan.subject, plan.task.device
     reader = subject.reader
@@ -69,7 +69,7 @@ def _next_tokens(
 
 
 def changes(plan: Plan, questions: Questions, states: States, head: Head) -> Changes:
-    """Of the rounded model: `states` are those of the answers after its last layer."""
+    """Agreement of the quantized model; `states` are hidden states after its last layer."""
     asked = read_asked(questions, plan.task.work.path)
     device = plan.task.device
     norm = plan.subject.norm_model(None, device)

@@ -1,4 +1,4 @@
-"""After the last layer: the head, and how the quantized model's answers differ."""
+"""Quantizes the head, and compares the models on held-out text."""
 
 from __future__ import annotations
 
@@ -21,16 +21,16 @@ from edgellm.quantize.models.lm_head import Head, float_head, measure, quantized
 from edgellm.quantize.plan import Plan
 from edgellm.quantize.work_folder import ANSWERS, CALIBRATION, FLOAT, HEAD_PART, QUANTIZED, ROUNDED
 
-_HEAD_TOKENS = 1024  # with which a head is calibrated whose smoothing is searched
+_HEAD_TOKENS = 1024  # calibration tokens of a head with a smoothing search
 
 
 def evaluate(plan: Plan, streams: Mapping[str, States], draft: Draft | None = None) -> Quality:
-    """Quantize the head if wanted, and compare the two models' answers.
+    """Quantizes the head if requested, and compares the outputs of the two models.
 
     Args:
         plan: of the run.
-        streams: hidden states behind the last layer, by the names of `checkpointing`.
-        draft: a float one that is to follow the quantized model.
+        streams: hidden states after the last layer, by stream name.
+        draft: a float draft whose acceptance is measured.
     """
     subject, task = plan.subject, plan.task
     if plan.head is not None and not task.work.has(HEAD_PART):
@@ -84,7 +84,7 @@ def _quantize_head(plan: Plan, states: States) -> None:
     def loop(spoiled: Any) -> None:
         count = 0
         for batch in states.batches(task.device):
-            for row in batch[:, None]:  # the logits of a row are many
+            for row in batch[:, None]:  # the logits of one sequence are large
                 if limit is None or count < limit:
                     spoiled(inputs_embeds=row, use_cache=False)
                 count += row.shape[1]

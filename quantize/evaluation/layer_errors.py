@@ -1,4 +1,4 @@
-"""What quantization did to a layer, computed from the exported tensors alone."""
+"""Errors of a quantized layer, computed from the exported tensors."""
 
 from __future__ import annotations
 
@@ -29,17 +29,17 @@ class LayerReport:
     """One layer; errors are root mean squares relative to the float value's."""
 
     index: int
-    output_error: float  # of what the layer adds, given the float model's input
-    stream_error: float  # of the residual stream after it, with all layers so far quantized
-    weight_errors: dict[str, float]  # by linear layer; of a layer that stays as it is empty
+    output_error: float  # of the layer's contribution, with the float model's input
+    stream_error: float  # of the hidden states after it, with all layers up to it quantized
+    weight_errors: dict[str, float]  # by linear layer; empty for a float layer
     bits: dict[str, float]  # of a stored weight, scales included
     seconds: float
-    few: dict[str, int] = field(default_factory=dict)  # experts that saw few tokens, and how many
-    divergence: float = 0.0  # that it alone adds, nats a token; 0: not measured
+    few: dict[str, int] = field(default_factory=dict)  # experts with few tokens, and their number
+    divergence: float = 0.0  # that it alone adds, nats a token; 0 if not measured
 
 
 class QuantizedLayer:
-    """An exported layer that computes as an engine does, in float32 with rounded inputs."""
+    """An exported layer in float32 with an engine's rounding of inputs."""
 
     def __init__(
         self,
@@ -52,7 +52,7 @@ class QuantizedLayer:
         family: Family,
         head_dim: int,
     ) -> None:
-        """Decode and check all tensors.
+        """Dequantizes and checks all tensors.
 
         Args:
             name: where the names of the layer's tensors begin in the checkpoint.
@@ -65,7 +65,7 @@ class QuantizedLayer:
             head_dim: of its attention.
 
         Raises:
-            BrokenArtifactError: a linear layer is not or not soundly quantized.
+            BrokenArtifactError: a linear layer is not quantized, or wrongly.
         """
         matrices = {
             key.removesuffix(".weight"): (value.shape[0], value.shape[1])
@@ -97,12 +97,12 @@ class QuantizedLayer:
         self._exported, self._kv_cache = exported, recipe.kv_cache
 
     def __call__(self, states: torch.Tensor) -> torch.Tensor:
-        """Hidden states [B, S, H] behind the layer."""
+        """Hidden states [B, S, H] after the layer."""
         with rounded_cache(self._kv_cache, self._exported):
             return run_layer(self._model, states)
 
     def weight_errors(self, source: Mapping[str, F32]) -> dict[str, float]:
-        """How far each linear layer is from the float one, smoothing undone where it was folded."""
+        """Relative error of each linear layer, with folded smoothing undone."""
         found = {name: self._unsmoothed(name, source) for name in self.decoded}
         for into, out_of in self._folds:
             pair = found.get(into), found.get(out_of)
@@ -143,7 +143,7 @@ def compare(
     Args:
         quantized: the layer, states [B, S, H] in and out.
         before: states of the float model that enter the layer.
-        after: those of the float and the quantized model after it, already computed.
+        after: states of the float and the quantized model after it.
         device: where to compute.
     """
     local, stream = _Ratio(), _Ratio()
@@ -157,7 +157,7 @@ def compare(
 
 
 def refuse_broken(layer: str, errors: Mapping[str, float]) -> None:
-    """Raise `BrokenArtifactError` when a weight is no longer the one it was."""
+    """Raises `BrokenArtifactError` if a weight's error is implausible."""
     for name, error in errors.items():
         if not error < _BROKEN_ERROR:
             raise BrokenArtifactError(
@@ -195,7 +195,7 @@ def _checked(tensors: Mapping[str, Tensor], name: str) -> F32:
 
 
 def _row_ratio(found: F32, wanted: F32) -> F32:
-    """The factor of each row that explains `found` best; 1 for empty rows."""
+    """The least-squares factor of each row of `found`; 1 for empty rows."""
     size = np.einsum("oi,oi->o", wanted, wanted)
     product = np.einsum("oi,oi->o", found, wanted)
     usable = (size > 0) & (product > 0)

@@ -1,4 +1,4 @@
-"""The finished checkpoint: a folder in ModelOpt's unified layout, whole or not at all."""
+"""Writes the checkpoint in ModelOpt's unified layout, atomically."""
 
 from __future__ import annotations
 
@@ -32,7 +32,7 @@ _EVERY_FORMAT = ("quant_algo", "kv_cache_quant_algo", "exclude_modules")
 
 
 def check_output(output: Path) -> None:
-    """Reject a folder in which files would replace foreign files.
+    """Rejects a folder whose files this command did not write.
 
     Raises:
         EdgeLLMError: `output` is a file, or a folder that this command did not make.
@@ -50,10 +50,10 @@ def check_output(output: Path) -> None:
 
 
 def write_folder(plan: Plan, report: Report) -> None:
-    """Put all parts together, let the exporter look at them, move them to the output folder.
+    """Joins all parts, checks them with the exporter, and moves them to the output folder.
 
     Raises:
-        EdgeLLMError: the exporter would refuse the folder, or it cannot be written.
+        EdgeLLMError: the exporter rejects the folder, or it cannot be written.
     """
     output = plan.job.output_dir
     with temporary_folder(output) as folder:
@@ -80,7 +80,7 @@ def write_folder(plan: Plan, report: Report) -> None:
 
 
 def publish(folder: Path, output: Path) -> None:
-    """Move a finished folder, with its list of files in `SIDE_FILE`, to `output`.
+    """Moves a finished folder, with its list of files in `SIDE_FILE`, to `output`.
 
     A run that is killed in the middle leaves files that the next one knows as its own.
     """
@@ -94,7 +94,7 @@ def publish(folder: Path, output: Path) -> None:
 
 
 def _own_files(output: Path) -> set[str]:
-    """The files that an earlier run wrote there."""
+    """The files of an earlier run."""
     try:
         files = parse((output / SIDE_FILE).read_text("utf-8"))["files"]
         return {name for name in files if Path(name).name == name}
@@ -114,7 +114,7 @@ def _write_tensors(plan: Plan, folder: Path) -> None:
     parts += [] if plan.head is None else [plan.task.work.tensors(HEAD_PART)]
     source = Joined([plan.subject.checkpoint.tensors, *parts])
     named = [sorted(part.infos()) for part in parts]
-    # A layer that is packed has its weight under another name.
+    # A packed layer stores its weight under another name.
     new = {name.removesuffix("_packed") for names in named for name in names} | _replaced(plan)
     kept = [
         name
@@ -207,7 +207,7 @@ def _head_module(plan: Plan) -> str:
 
 
 def _compressed(plan: Plan) -> dict[str, Any]:
-    """What config.json says of the format compressed-tensors."""
+    """The quantization config of compressed-tensors in config.json."""
     recipe = plan.recipe
     return compressed_tensors.describe(
         recipe.scheme, recipe.block_size, _excluded(plan), recipe.kv_cache
@@ -215,7 +215,7 @@ def _compressed(plan: Plan) -> dict[str, Any]:
 
 
 def _excluded(plan: Plan) -> list[str]:
-    """Modules that stay floats."""
+    """Names of float modules."""
     subject = plan.subject
     head = None if plan.head is None else subject.stored_name(_head_module(plan))
     around = [name for name in subject.float_modules if name != head]
@@ -224,27 +224,27 @@ def _excluded(plan: Plan) -> list[str]:
 
 
 def _kept_modules(plan: Plan) -> list[str]:
-    """Linear layers within decoder layers that stay floats."""
+    """Names of float linear layers within decoder layers."""
     kept = tuple(plan.subject.layers[index] for index in plan.job.keep_layers)
     subject = plan.subject
     return sorted(linear_shapes(subject.tensors.infos(), kept, subject.family)) if kept else []
 
 
 def _quantized_layers(plan: Plan) -> list[str]:
-    """Where their names begin."""
+    """Name prefixes of the quantized decoder layers."""
     kept = plan.job.keep_layers
     return [name for index, name in enumerate(plan.subject.layers) if index not in kept]
 
 
 def _replaced(plan: Plan) -> set[str]:
-    """Tensors of all experts of a layer, in whose place each has its own."""
+    """Fused expert tensors, which are replaced by tensors of each expert."""
     experts = plan.subject.family.experts
     joined = () if experts is None else experts.joined
     return {layer + name for layer in _quantized_layers(plan) for name in joined}
 
 
 def _choosing(plan: Plan) -> list[str]:
-    """Matrices of quantized layers that stay floats: routers, and what weighs a shared expert."""
+    """Float matrices of quantized layers: routers, and gates of shared experts."""
     family, infos = plan.subject.family, plan.subject.tensors.infos()
     layers = tuple(_quantized_layers(plan))
     matrices = {name.removesuffix(".weight") for name, info in infos.items()
@@ -253,6 +253,6 @@ def _choosing(plan: Plan) -> list[str]:
 
 
 def _format(quantization: Mapping[str, Any]) -> dict[str, Any]:
-    """What is said of one layer."""
+    """The format fields of one layer."""
     own = {key: value for key, value in quantization.items() if key not in _EVERY_FORMAT}
     return {"quant_algo": quantization["quant_algo"], **own}

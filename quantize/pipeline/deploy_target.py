@@ -1,8 +1,8 @@
-"""What the machine that will run a model asks of it: how inputs are rounded, and in what a head is.
+"""Defaults for the target device: rounding of inputs, and the schemes of heads and drafts.
 
-On a GPU a token waits for the bytes that it reads: all of the head, and all of a draft in every
-level of a tree. So both take the form of the layers there, unless they are told otherwise.
-`benchmarks/gpu_model.py` says what that is worth.
+On a GPU, decoding is bound by the bytes that it loads: the whole head, and the whole draft at each
+level of a tree. So both default to the scheme of the layers there. `benchmarks/gpu_model.py`
+estimates the gain.
 """
 
 from __future__ import annotations
@@ -12,15 +12,15 @@ import re
 from edgellm.core.errors import EdgeLLMError
 
 CPU, GPU = "cpu", "gpu"
-FLOAT = "float"  # of --lm_head_quantization: as the checkpoint has it
-# Forms by the first compute capability whose tensor cores compute in them
+FLOAT = "float"  # value of --lm_head_quantization: as in the checkpoint
+# Schemes by the first compute capability whose tensor cores support them
 _FORMS = ((100, "nvfp4"), (89, "fp8"), (0, "int4_awq"))
 _AS_LAYERS = {name: name for name in ("fp8", "nvfp4")}
 _HEADS = {**_AS_LAYERS, "int8_sq": "int8", "int4_awq": "int4", "nvfp4_awq": "nvfp4"}
 
 
 def capability(target: str) -> int:
-    """As 110 for "11.0"; 0 for "cpu" and "gpu".
+    """Compute capability as a number, 110 for "11.0"; 0 for "cpu" and "gpu".
 
     Raises:
         EdgeLLMError: it is none of these.
@@ -36,22 +36,22 @@ def capability(target: str) -> int:
 
 
 def rounds_as(target: str) -> str:
-    """Who rounds inputs, "cpu" or "gpu"; raises as `capability`."""
+    """The device that rounds inputs, "cpu" or "gpu"; raises as `capability`."""
     return GPU if capability(target) or target == GPU else CPU
 
 
 def form_of_draft(target: str) -> str:
-    """What a draft becomes by default; raises as `capability`."""
+    """The default scheme of a draft; raises as `capability`."""
     sm = capability(target)
     return next(form for least, form in _FORMS if sm >= least) if sm else "fp8"
 
 
 def form_of_head(target: str, body: str, *, is_modelopt: bool) -> str | None:
-    """What a head becomes by default, None: it stays floats; raises as `capability`.
+    """The default scheme of a head; None: float; raises as `capability`.
 
     Args:
-        target: of `--target`.
-        body: what the layers become.
-        is_modelopt: the format holds heads that are rounded.
+        target: value of `--target`.
+        body: scheme of the layers.
+        is_modelopt: whether the layout supports quantized heads.
     """
     return _HEADS.get(body) if rounds_as(target) == GPU and is_modelopt else None

@@ -1,4 +1,4 @@
-"""Flags of `edgellm-quantize` that must go together, checked before imports that take seconds."""
+"""Checks combinations of flags of `edgellm-quantize` before slow imports."""
 
 from __future__ import annotations
 
@@ -20,7 +20,7 @@ KEEP_BUDGET = 10.0  # percent, unless the user says otherwise
 
 
 def kept_layers(layers: str, budget: float | None) -> dict[str, Any]:
-    """Options of a job; raises `EdgeLLMError` for what is no list of numbers."""
+    """Options of float layers; raises `EdgeLLMError` for an invalid list of numbers."""
     if layers == "auto":
         return {"keep_budget": KEEP_BUDGET if budget is None else budget}
     if budget is not None:
@@ -38,7 +38,7 @@ def check_names(
     rotate: str | None = None,
     **_: Any,
 ) -> None:
-    """Raise `EdgeLLMError` for names that are not on offer, or not together."""
+    """Raises `EdgeLLMError` for unknown names, or unsupported combinations."""
     scheme = choose_scheme(body, algo)
     if head is not None:
         choose("--lm_head_quantization", head, HEAD_SCHEMES)
@@ -60,7 +60,7 @@ def check_together(
     base_model_dir: str | None = None,
     **_: Any,
 ) -> None:
-    """Raise `EdgeLLMError` for options that only others would give a meaning."""
+    """Raises `EdgeLLMError` for options whose main option is missing."""
     if minutes is not None and algo != "auto":
         raise EdgeLLMError(
             "--time_budget is for --algo auto, which tries several ways", hint="leave it out"

@@ -1,4 +1,4 @@
-"""What the user chose, checked against the model: the plan of a run."""
+"""Makes the plan of a run: checks the options against the model."""
 
 from __future__ import annotations
 
@@ -48,7 +48,7 @@ from edgellm.quantize.work_folder import WorkFolder
 
 @dataclass(frozen=True, slots=True)
 class _Amounts:
-    """How much text; CPUs get through less in the same time."""
+    """Default amounts of text; smaller on CPUs, which are slower."""
 
     num_samples: int
     seq_len: int
@@ -58,7 +58,7 @@ class _Amounts:
 
 
 def _amounts(scheme: Scheme, device: torch.device) -> _Amounts:
-    """AWQ's search costs a dozen passes, AutoRound learns from rows again and again."""
+    """Default amounts; fewer samples for AWQ's search and AutoRound, which repeat their passes."""
     searches = scheme.is_awq or scheme.is_autoround
     if device.type == "cpu":
         rows = 48 if scheme.form else 8 if scheme.is_awq else 16 if searches else 32
@@ -67,10 +67,10 @@ def _amounts(scheme: Scheme, device: torch.device) -> _Amounts:
 
 
 def make_plan(job: Job) -> Plan:
-    """Everything that can be found out before the work.
+    """Makes the plan, with all checks that need no computation.
 
     Raises:
-        EdgeLLMError: something of it will not do; names it and the remedy.
+        EdgeLLMError: an option is invalid for the model.
     """
     scheme = choose_scheme(job.quantization, job.algo)
     head, cache = job.lm_head_quantization, job.kv_cache_quantization
@@ -129,7 +129,7 @@ def make_plan(job: Job) -> Plan:
 
 
 def _questions(job: Job, reader: LanguageModel) -> Questions | None:
-    """What the model is asked, if the user wants that."""
+    """The prompts of greedy agreement, if requested."""
     if job.answers is None:
         return None
     tokenizer = load_tokenizer(reader.checkpoint.tokenizer_files)
@@ -145,7 +145,7 @@ def _language_model(job: Job) -> LanguageModel:
 
 
 def _check_layers(job: Job, subject: QuantizedNetwork) -> None:
-    """Raise `EdgeLLMError` for layers that are not there, cannot be turned, or if none is left."""
+    """Raises `EdgeLLMError` for unknown layers, impossible rotations, or if no layer is left."""
     if job.rotate in VALUES:
         check_values(subject.tensors.infos(), subject.layers, subject.family)
     kept, count = {*job.keep_layers}, len(subject.layers)
@@ -174,7 +174,7 @@ def _check_layers(job: Job, subject: QuantizedNetwork) -> None:
 
 
 def _check_bits(job: Job, block_size: int) -> None:
-    """Raise `EdgeLLMError` for a size below that of the smallest form."""
+    """Raises `EdgeLLMError` for a target size below the minimum."""
     if job.target_bits is None:
         return
     smallest = smallest_bits(block_size)
@@ -187,7 +187,7 @@ def _check_bits(job: Job, block_size: int) -> None:
 
 
 def _check_autoround(job: Job) -> None:
-    """Raise `EdgeLLMError` for what the package cannot do, or if it is not there."""
+    """Raises `EdgeLLMError` if AutoRound is unsupported here or not installed."""
     if job.base_model_dir is not None:
         raise EdgeLLMError("--algo autoround does not do drafts", hint="leave out --algo")
     if not is_there():
@@ -229,7 +229,7 @@ def _recipes(
 
 
 def _check_table(subject: QuantizedNetwork, width: int) -> None:
-    """Raise `EdgeLLMError` unless the embedding is the head, in rows of whole blocks."""
+    """Raises `EdgeLLMError` unless the head is tied and its rows have whole groups."""
     if subject.head_name != checks.EMBEDDING or subject is not subject.reader:
         raise EdgeLLMError(
             "--lm_head_quantization int8_tied: head and embedding are two matrices here",
@@ -264,7 +264,7 @@ def _settings(
     task: Task,
     batch_tokens: int,
 ) -> dict[str, Any]:
-    """What a run that goes on must have in common with the one that began."""
+    """The settings that a resumed run must share with the interrupted one."""
     facts = asdict(job)
     for name in ("output_dir", "device", "max_kl", "report"):
         del facts[name]

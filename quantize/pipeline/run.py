@@ -1,4 +1,4 @@
-"""One run of `edgellm-quantize`: layer by layer, each finished one kept on disk."""
+"""One run of `edgellm-quantize`, layer by layer; finished layers are stored on disk."""
 
 from __future__ import annotations
 
@@ -71,17 +71,17 @@ from edgellm.quantize.work_folder import (
     layer_part,
 )
 
-Progress = Callable[[str, int, int], None]  # what was finished, parts done, parts in all
+Progress = Callable[[str, int, int], None]  # finished part, number of finished parts, total
 _FULL_HINT = "free some space and run it again: finished layers are kept"
 
 
 def run_job(job: Job, progress: Progress) -> Report:
-    """Quantize a language model or a draft into `job.output_dir`.
+    """Quantizes a language model or a draft into `job.output_dir`.
 
-    An interrupted run goes on where it stopped. The output folder appears when all is done.
+    The same job resumes an interrupted run. The output folder appears at the end.
 
     Raises:
-        EdgeLLMError: model, text, folders or the result are not what they should be.
+        EdgeLLMError: the model, text, folders or result are invalid.
     """
     quiet_transformers()
     start = time.perf_counter()
@@ -106,7 +106,7 @@ def run_job(job: Job, progress: Progress) -> Report:
 
 
 def refuse_far(job: Job, quality: Quality) -> None:
-    """Raise `EdgeLLMError` when the result differs more than the user allows; its parts stay."""
+    """Raises `EdgeLLMError` if the result exceeds `--max_kl`; its parts stay."""
     largest = job.max_kl
     if largest is not None and not quality.kl_divergence <= largest:
         raise EdgeLLMError(
@@ -118,7 +118,7 @@ def refuse_far(job: Job, quality: Quality) -> None:
 
 
 def _quantize(plan: Plan, draft: Draft | None, progress: Progress) -> Quality:
-    """All layers that are not finished yet, and the comparison of the two models."""
+    """Quantizes the unfinished layers, and compares the two models."""
     work, subject = plan.task.work, plan.subject
     weighs, questions = weighs_tokens(plan), plan.task.questions
     prepared = subject.num_preparations + weighs + (questions is not None)
@@ -169,7 +169,7 @@ def _streams(plan: Plan, layer: int) -> dict[str, States]:
 
 
 def _quantize_layer(plan: Plan, index: int) -> None:
-    """One layer from the source to a finished part, and all streams after it."""
+    """Quantizes one layer, and computes all streams after it."""
     if index in plan.job.keep_layers:
         _keep_layer(plan, index)
         return
@@ -224,7 +224,7 @@ def _computing(
 
 
 def _keep_layer(plan: Plan, index: int) -> None:
-    """A layer that stays as it is: all streams behind it, and a part without tensors."""
+    """Skips a float layer: computes all streams after it, and stores a part without tensors."""
     start = time.perf_counter()
     subject, task = plan.subject, plan.task
     task.work.drop_states(before=index)
@@ -246,7 +246,7 @@ def _exported(
     before: dict[str, States],
     after: dict[str, States],
 ) -> tuple[Exported, _Own]:
-    """The float streams moved on, then the layer quantized."""
+    """Computes the float streams after the layer, then quantizes it."""
     device = plan.task.device
     model = plan.subject.layer_model(index, source, device)
     names = [FLOAT]
@@ -307,7 +307,7 @@ def _round_experts(plan: Plan, model: PreTrainedModel, states: States, own: _Own
 
 
 def _kept(exported: Exported, raw: dict[str, Tensor], family: Family) -> dict[str, Tensor]:
-    """The layer's tensors; what ModelOpt left as it was keeps the source's type."""
+    """The layer's tensors; unchanged ones keep the source's dtype."""
     found: dict[str, Tensor] = {}
     for name, tensor in exported.tensors.items():
         if not name.startswith(LAYER.format(0)):

@@ -1,4 +1,4 @@
-"""What `edgellm-quantize` says at the end."""
+"""The summary that `edgellm-quantize` prints."""
 
 from __future__ import annotations
 
@@ -14,7 +14,7 @@ from edgellm.quantize.report.report import Report
 
 
 def print_summary(report: Report, output: Path) -> None:
-    """What became of the model in `output`, on stdout."""
+    """Prints the summary of the model in `output` to stdout."""
     console, quality = Console(), report.quality
     table = Table("layer", "output error", "stream error", "worst weight", title="worst layers")
     for layer in report.worst_layers:

@@ -20,7 +20,7 @@ _WIDTH, _HEIGHT, _LEFT, _BOTTOM = 900, 240, 52, 24
 
 
 def render(report: Report) -> str:
-    """The page of a report."""
+    """The HTML page of a report."""
     text = _PAGE.read_text("utf-8")
     for place, content in {
         "@TITLE@": html.escape(_title(report)),
@@ -36,7 +36,7 @@ def render(report: Report) -> str:
 
 
 def check_page(job: Job) -> None:
-    """Raise `EdgeLLMError` unless the page that the user asked for can be written."""
+    """Raises `EdgeLLMError` unless the page of `--report` can be written."""
     path = job.report
     if path is None:
         return
@@ -58,7 +58,7 @@ def check_page(job: Job) -> None:
 
 
 def write_page(job: Job, report: Report) -> None:
-    """The page that the user asked for, if any, whole or not at all."""
+    """Writes the page of `--report`, if given, atomically."""
     if job.report is not None:
         write_text(job.report, render(report))
 
@@ -128,7 +128,7 @@ def _plot(report: Report) -> str:
 
 
 def _curve(report: Report) -> str:
-    """Of mixed precision, estimated divergence (up) by bits a weight, and what was chosen."""
+    """Mixed precision: estimated divergence (up) by bits a weight, and the choice."""
     mixture = report.mixture
     if mixture is None:
         return ""

@@ -1,4 +1,4 @@
-"""What a user should know of a result beside its figures, in sentences."""
+"""Notes and warnings on a result, in sentences."""
 
 from __future__ import annotations
 
@@ -34,7 +34,7 @@ def notes(report: Report) -> list[str]:
 
 
 def _measured(quality: Quality) -> Iterator[str]:
-    """What the figures of the whole text leave out."""
+    """Notes on what averages over the whole text hide."""
     if quality.kinds:
         parts = ", ".join(
             f"{name} {each.kl_divergence:.4f} ({each.perplexity_float:.2f} -> "
@@ -59,7 +59,7 @@ def _measured(quality: Quality) -> Iterator[str]:
 
 
 def _head(report: Report) -> str:
-    """What the rounding of the head costs."""
+    """Notes on the error of the quantized head."""
     kl, without = report.quality.kl_divergence, report.quality.kl_float_head
     return (
         f"lm_head {report.lm_head}: KL {kl:.4f} nats, with a float head {without:.4f} "

@@ -1,4 +1,4 @@
-"""What a run amounts to: sizes, errors, the difference in answers."""
+"""The figures of a run: sizes, errors, divergence."""
 
 from __future__ import annotations
 
@@ -26,7 +26,7 @@ _FAR, _FEW = 2, 6  # errors of outliers over the median one; layers for each out
 
 @dataclass(frozen=True, slots=True)
 class Tried:
-    """One of several ways."""
+    """A candidate of a search."""
 
     kl_divergence: float
     accuracy: float  # see `Quality`
@@ -35,12 +35,12 @@ class Tried:
 
 @dataclass(frozen=True, slots=True)
 class Kept:
-    """A layer that stays in floats, or could."""
+    """A float layer, or a candidate for one."""
 
     layer: int
-    divergence: float  # that rounding it alone adds, nats a token
-    share: float  # of what all layers add
-    num_bytes: int  # that rounding it spares
+    divergence: float  # that quantizing it alone adds, nats a token
+    share: float  # of the divergence of all layers
+    num_bytes: int  # that quantizing it saves
 
 
 @dataclass(frozen=True, slots=True)
@@ -63,14 +63,14 @@ class Report:
     peak_memory_bytes: int
     device: str
     versions: dict[str, str]
-    untied_bytes: int = 0  # of the head that a rotation parted from the embedding
+    untied_bytes: int = 0  # of the head that a rotation untied
     mixture: Mixture | None = None  # of mixed precision
-    tried: dict[str, Tried] | None = None  # where there were several ways
+    tried: dict[str, Tried] | None = None  # candidates of a search
     kept: tuple[Kept, ...] | None = None  # of `--keep_layers auto`
 
     @property
     def accuracy_means(self) -> str:
-        """What the accuracies of `quality` count."""
+        """What the accuracies of `quality` measure."""
         if self.subject == "draft":
             return "first candidates that the base takes"
         return "next tokens that are the likeliest"
@@ -83,7 +83,7 @@ class Report:
 
     @property
     def few(self) -> dict[str, int]:
-        """Experts that saw few tokens of the calibration text, and how many."""
+        """Experts with few tokens of the calibration text, and their number."""
         return {
             f"model.layers.{layer.index}.{name}": tokens
             for layer in self.layers
@@ -92,7 +92,7 @@ class Report:
 
     @property
     def outliers(self) -> list[int]:
-        """Layers that should stay floats: their errors are far above those of the others."""
+        """Layers that should stay float: their errors are far above the median."""
         errors = [layer.output_error for layer in self.layers if layer.bits]
         limit = _FAR * statistics.median(errors)
         found = [layer.index for layer in self.worst_layers if layer.output_error > limit]
@@ -100,7 +100,7 @@ class Report:
 
 
 def make_report(plan: Plan, quality: Quality, seconds: float) -> Report:
-    """Collect what the parts in the work folder say."""
+    """Collects the report from the parts in the work folder."""
     work, subject, calibration = plan.task.work, plan.subject, plan.task.calibration
     layers = [layer_part(index) for index in range(len(subject.layers))]
     sources = [work.tensors(name) for name in layers]
@@ -153,7 +153,7 @@ def make_report(plan: Plan, quality: Quality, seconds: float) -> Report:
 
 
 def _is_untied(config: Mapping[str, Any]) -> bool:
-    """Whether a rotation parted the head from the embedding."""
+    """Whether a rotation untied the head from the embedding."""
     return bool(config.get(ROTATION, {}).get("untied"))
 
 
@@ -163,7 +163,7 @@ def as_json(report: Report) -> dict[str, Any]:
 
 
 def read_report(facts: Mapping[str, Any]) -> Report:
-    """What `as_json` gave of one run, without a mixture."""
+    """Parses the result of `as_json`, without mixed precision."""
     own = {name: facts[name] for name in Report.__dataclass_fields__ if name != "mixture"}
     own["quality"] = read_quality(facts["quality"])
     own["layers"] = tuple(LayerReport(**layer) for layer in facts["layers"])

@@ -1,4 +1,4 @@
-"""What a build holds: no more than its largest weight allows, and what was predicted."""
+"""Peak memory of builds: bounded by the largest weight, and as predicted."""
 
 from __future__ import annotations
 
@@ -127,7 +127,7 @@ def test_a_prediction_is_near_the_measured_peak(make, tmp_path, monkeypatch, cap
 
 
 def test_a_build_holds_a_multiple_of_its_largest_weight(tmp_path):
-    """One huge weight: at most two of it beyond what a model without it takes."""
+    """One huge weight adds at most two copies of it."""
     huge = {**build_memory.SHAPES["tiny"], "num_hidden_layers": 1, "vocab_size": 160_000}
     source = tmp_path / "model.gguf"
     build_memory.write_gguf(huge, "Q4_0", source)
@@ -140,7 +140,7 @@ def test_a_build_holds_a_multiple_of_its_largest_weight(tmp_path):
 
 
 def test_every_part_of_a_weight_is_packed_alike(tmp_path):
-    """Columns of codes of 4 bits that begin and end within a byte, as the whole has them."""
+    """Columns of 4-bit codes that begin and end within a byte equal those of the whole."""
     import onnx_ir as ir
 
     from edgellm.build.lowering.weights import stored_array, stored_columns

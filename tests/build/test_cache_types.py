@@ -1,4 +1,4 @@
-"""What a KV cache holds; int8 against transformers with a cache that is rounded alike."""
+"""Types of KV caches; int8 against transformers with an equally rounded cache."""
 
 from __future__ import annotations
 
@@ -70,7 +70,7 @@ def _reference(checkpoint, ids, monkeypatch) -> np.ndarray:
 
 @pytest.mark.parametrize("kind", ["llama", "qwen3"])
 def test_logits_and_compaction(kind, tmp_path, monkeypatch):
-    """Prefill, single rows, and a tree whose second branch is kept."""
+    """Prefill, single tokens, and a tree whose second branch is accepted."""
     checkpoint = _checkpoint(tmp_path / "checkpoint", kind)
     manifest = _export(checkpoint, tmp_path / "bundle")
     ranges = manifest.decoder.kv.ranges
@@ -133,7 +133,7 @@ def test_it_is_a_choice(tmp_path):
     assert 2 * halves == floats
 
 
-def test_nobody_measured_the_ranges(command_here, tiny_bundle, tmp_path):
+def test_int8_needs_calibrated_ranges(command_here, tiny_bundle, tmp_path):
     result = command_here(
         "llm_build", "--onnxDir", tiny_bundle, "--engineDir", tmp_path / "engine",
         "--maxInputLen", 32, "--maxKVCacheCapacity", 48, "--kvCache", "int8",

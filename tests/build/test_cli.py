@@ -1,4 +1,4 @@
-"""`llm_build` as a user meets it."""
+"""Tests of the command `llm_build`."""
 
 from __future__ import annotations
 
@@ -134,7 +134,7 @@ def test_newer_contracts_and_other_artifacts(command_here, bundle, tiny_engine, 
 
 def test_a_bundle_is_no_engine_folder(command_here, bundle):
     result = _build(command_here, bundle, bundle)
-    assert_one_line_error(result, "is not of an earlier llm_engine")
+    assert_one_line_error(result, "is not part of an earlier llm_engine")
     verify_files(bundle, load_bundle(bundle, LLM_BUNDLE).files)
 
 
@@ -158,7 +158,7 @@ FULL = {
         (tuple(FULL), "are missing; .* of disk .*, ", "free some space"),
     ],
 )
-def test_what_does_not_fit_is_said_before_the_work(
+def test_exceeded_limits_are_reported_before_the_work(
     tiny_bundle, tmp_path, monkeypatch, short, said, remedy
 ):
     """Before the bundle is read, too, which takes its time: its damage is not even seen."""

@@ -1,4 +1,4 @@
-"""`llm_build` of EAGLE bases and drafts as a user meets it."""
+"""Tests of the command `llm_build` for EAGLE bases and drafts."""
 
 from __future__ import annotations
 
@@ -80,8 +80,8 @@ def test_precisions(command_here, eagle_pair, tmp_path, flags, precision):
     assert load_engine(engine, LLM_ENGINE).main_graphs[0].precision == precision
 
 
-def test_small_drafts_are_int4_and_wake_nobody(eagle_pair, tmp_path):
-    """As "auto" settles it, with our kernels on a processor with products of int8."""
+def test_small_drafts_are_int4_on_one_thread(eagle_pair, tmp_path):
+    """As "auto" resolves, with edgellm's kernels on a processor with int8 dot products."""
     plan = dataclasses.replace(draft_plan("auto"), threads=2)
     if kernels_of(plan) != EDGELLM:
         pytest.skip("no compiler for the kernels")
@@ -120,7 +120,7 @@ def test_bad_input(command_here, eagle_pair, tmp_path, which, flags, messages):
 
 
 @pytest.mark.parametrize("flag", ["--maxVerifyTreeSize", "--maxDraftTreeSize"])
-def test_trees_of_no_rows_are_usage_errors(command_here, eagle_pair, tmp_path, flag):
+def test_empty_trees_are_usage_errors(command_here, eagle_pair, tmp_path, flag):
     result = _build(command_here, eagle_pair.bundle, tmp_path / "engine", "--eagleBase", flag, 0)
     assert result.returncode == 2
     assert flag.removeprefix("--") in result.stderr
@@ -128,7 +128,7 @@ def test_trees_of_no_rows_are_usage_errors(command_here, eagle_pair, tmp_path, f
 
 def test_a_bundle_without_taps_is_no_base(command_here, tiny_bundle, tmp_path):
     result = _build(command_here, tiny_bundle, tmp_path / "engine", "--eagleBase")
-    assert_one_line_error(result, "gives no features to a draft", "--is_eagle_base")
+    assert_one_line_error(result, "has no hidden taps for a draft", "--is_eagle_base")
 
 
 def test_dry_run_of_a_draft(command_here, eagle_pair, tmp_path):
@@ -165,7 +165,7 @@ def other_pair(tmp_path_factory):
     return export_pair(tmp_path_factory.mktemp("other"), EAGLE1)
 
 
-def test_drafts_of_another_base_are_refused_in_both_orders(
+def test_drafts_of_another_base_are_rejected_in_both_orders(
     command_here, eagle_pair, other_pair, tmp_path
 ):
     engine = Path(shutil.copytree(eagle_pair.engine, tmp_path / "engine"))
@@ -199,13 +199,13 @@ def _changed(bundle: Path, folder: Path, section: str, change: dict[str, object]
         ("spec", {"hidden_taps": [1, 4, 5]}, r"hidden taps \(1, 4, 5\), this one has \(2, 4, 5\)"),
     ],
 )
-def test_what_must_agree(eagle_pair, tmp_path, section, change, message):
+def test_bases_and_drafts_must_match(eagle_pair, tmp_path, section, change, message):
     draft = _changed(eagle_pair.draft_bundle, tmp_path / "draft", section, change)
     with pytest.raises(BrokenArtifactError, match=message):
         build_engine("draft", draft, eagle_pair.engine, draft_plan(), "onnxruntime", lambda _: None)
 
 
-def test_a_base_for_another_draft_is_refused(eagle_pair, tmp_path):
+def test_a_base_for_another_draft_is_rejected(eagle_pair, tmp_path):
     engine = Path(shutil.copytree(eagle_pair.engine, tmp_path / "engine"))
     facts = load_bundle(eagle_pair.bundle, LLM_BUNDLE).decoder
     assert dataclasses.replace(facts, vocab_size=99).vocab_size == 99

@@ -1,4 +1,4 @@
-"""Engines of mixtures of experts on the CPU, and backends that have none."""
+"""Engines of mixtures of experts on the CPU, and backends without experts."""
 
 from __future__ import annotations
 
@@ -66,7 +66,7 @@ def logits(session, sizes) -> np.ndarray:
 
 
 @pytest.mark.parametrize("quantize", ["none", "int8", "int4"])
-def test_a_rows_bits_do_not_depend_on_its_company(quantize, bundle, tmp_path):
+def test_experts_are_batch_invariant(quantize, bundle, tmp_path):
     """The build compares the engine with the portable graph."""
     manifest = build(bundle, tmp_path / "engine", quantize=quantize)
     assert manifest.main_graphs[0].precision == {"none": "fp32"}.get(quantize, quantize)
@@ -110,7 +110,7 @@ def test_a_prediction_counts_the_experts_that_a_token_takes(bundle):
     assert touched(128, 8, 16) == pytest.approx(128 * (1 - (120 / 128) ** 16))
 
 
-def test_what_has_no_experts_says_so(bundle, tmp_path):
+def test_backends_without_experts_reject_them(bundle, tmp_path):
     with pytest.raises(UnsupportedModelError, match="--kernels onnxruntime does not compute mix"):
         build(bundle, tmp_path / "engine", options=CpuOptions("onnxruntime"))
     assert not (tmp_path / "engine").exists()
@@ -173,7 +173,7 @@ def test_cuda_takes_integer_experts(tmp_path, monkeypatch):
     assert np.linalg.norm(found[4] - floats) < 0.01 * size < np.linalg.norm(found[8] - floats)
 
 
-def test_tensorrt_says_so_before_it_begins(bundle, tmp_path):
+def test_tensorrt_rejects_experts_before_the_build(bundle, tmp_path):
     pytest.importorskip("tensorrt_rtx", reason="engines are compiled with tensorrt_rtx")
     from edgellm.build.tensorrt.options import TensorRtOptions
 
@@ -184,7 +184,7 @@ def test_tensorrt_says_so_before_it_begins(bundle, tmp_path):
 
 @pytest.mark.parametrize("quantize", ["none", "int4"])
 def test_a_fault_in_experts_stops_the_build(quantize, bundle, tmp_path, monkeypatch):
-    """Also where rounding may send single rows to other experts."""
+    """Also if rounding may route single tokens to other experts."""
     monkeypatch.setattr(experts, "gated_order", lambda width: np.arange(2 * width))
     with pytest.raises(EdgeLLMError, match="computes something else than the portable one"):
         build(bundle, tmp_path / "engine", quantize=quantize)

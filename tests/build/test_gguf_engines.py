@@ -1,4 +1,4 @@
-"""Engines of a GGUF file with formats of all kinds, against its decoded floats."""
+"""Engines of a GGUF file with all formats, against its dequantized floats."""
 
 from __future__ import annotations
 
@@ -68,7 +68,7 @@ def test_the_portable_graph_computes_the_decoded_floats(bundles, expected):
 
 
 def test_a_bundle_has_the_codes_of_the_file(bundles, gguf_file, expected):
-    """fp16 is the default, and keeps them; its graph rounds activations only."""
+    """fp16 is the default, and keeps blocks; its graph rounds activations only."""
     checkpoint = open_checkpoint(str(gguf_file))
     graph = ir.load(bundles["halves"] / "model.onnx").graph
     kinds = {layer_name(node).split(".")[-1]: weight for node, weight in linear_layers(graph)}
@@ -115,7 +115,7 @@ def test_tensorrt_is_given_its_values(bundles, expected, tmp_path):
     assert distance(logits(session), expected) < 2e-6
 
 
-def test_what_the_command_says(gguf_file, tmp_path):
+def test_the_commands_output(gguf_file, tmp_path):
     arguments = ["llm", "--model_dir", str(gguf_file), "--output_dir"]
     found = CliRunner().invoke(app, [*arguments, str(tmp_path / "kept")])
     assert "fp16, quantization gguf" in found.output

@@ -1,4 +1,4 @@
-"""GGUF files of every family whose blocks are kept: logits are those of the decoded floats."""
+"""GGUF files of all families with stored blocks: logits equal those of dequantized floats."""
 
 from __future__ import annotations
 
@@ -99,7 +99,7 @@ def distances(found, expected):
 
 
 @pytest.mark.parametrize("name", FILES)
-def test_kept_blocks_compute_the_decoded_floats(name, tmp_path):
+def test_stored_blocks_equal_the_decoded_floats(name, tmp_path):
     checkpoint = open_checkpoint(str(write(tmp_path, name)))
     kept = dataclasses.replace(checkpoint, tensors=checkpoint.blocks)
     for folder, source in (("kept", kept), ("floats", checkpoint)):
@@ -119,7 +119,7 @@ def test_kept_blocks_compute_the_decoded_floats(name, tmp_path):
     assert np.quantile(errors, 0.25) < 0.05  # rounded inputs send rows to other experts
 
 
-def test_experts_that_a_file_mixes_are_refused(tmp_path, monkeypatch):
+def test_mixed_formats_of_experts_are_rejected(tmp_path, monkeypatch):
     monkeypatch.setitem(FILES, "mixed", ("qwen3moe", {}, {**KINDS, "ffn_gate_exps": "Q8_0"}))
     checkpoint = open_checkpoint(str(write(tmp_path, "mixed")))
     with pytest.raises(
@@ -130,7 +130,7 @@ def test_experts_that_a_file_mixes_are_refused(tmp_path, monkeypatch):
     export_llm(checkpoint, tmp_path / "bundle", ExportOptions("fp32"))
 
 
-def test_a_damaged_scale_of_mxfp4_is_refused(tmp_path):
+def test_a_damaged_scale_of_mxfp4_is_rejected(tmp_path):
     path = write(tmp_path, "gpt-oss")
     reader = gguf.GGUFReader(path, "r+")
     tensor = next(each for each in reader.tensors if each.name == "blk.1.ffn_down_exps.weight")

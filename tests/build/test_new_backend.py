@@ -1,4 +1,4 @@
-"""A backend is two packages of one name: found by it, and both commands run with it."""
+"""A new backend is two packages of one name, and both commands run with it."""
 
 from __future__ import annotations
 
@@ -116,7 +116,7 @@ PROMPT = "w20 w30 w40 w50 w60 w70"
 
 @pytest.fixture
 def engine(tmp_path, tiny_bundle, monkeypatch, capsys):
-    """Built by the command, while the backend is there."""
+    """An engine built by the command with the new backend."""
     with (
         added(edgellm.build, tmp_path / "build", copying__init__=BUILD),
         added(runners, tmp_path / "runners", copying__init__=RUN),
@@ -156,7 +156,7 @@ def test_two_packages_are_a_backend(engine, tiny_engine, tmp_path, monkeypatch):
 
 
 @pytest.mark.usefixtures("engine")
-def test_flags_of_others_are_refused(tmp_path, tiny_bundle, monkeypatch, capsys):
+def test_flags_of_other_backends_are_rejected(tmp_path, tiny_bundle, monkeypatch, capsys):
     folders = "--onnxDir", tiny_bundle, "--engineDir", tmp_path / "other"
     more = "--backend", "copying", "--kernels", "edgellm"
     monkeypatch.setattr(sys, "argv", list(map(str, ("llm_build", *folders, *more))))

@@ -1,4 +1,4 @@
-"""What a build says of its progress: phases, percentages, a line every few seconds."""
+"""Progress of a build: phases, percentages, a line every few seconds."""
 
 from __future__ import annotations
 
@@ -21,7 +21,7 @@ class Clock:
 
 
 def test_lines_where_no_terminal_is():
-    """A phase is told at once, more of it every few seconds, with what is newest then."""
+    """A phase is printed at once, then its newest step every few seconds."""
     clock, written = Clock(), []
     lines = Lines(written.append, clock)
     lines.tick()
@@ -74,7 +74,7 @@ def test_percentages_of_all_phases_rise_to_the_end(tiny_bundle, tmp_path, quanti
     )  # of an estimate with what ONNX Runtime packs
 
 
-def test_the_command_tells_without_a_terminal(tiny_bundle, tmp_path, capsys):
+def test_the_command_prints_lines_without_a_terminal(tiny_bundle, tmp_path, capsys):
     llm_build(Path(tiny_bundle), tmp_path / "engine", max_input_len=48, kv_capacity=64)
     said = capsys.readouterr()
     assert "checking the bundle" in said.err

@@ -160,7 +160,7 @@ EXPERTS = {
 
 @pytest.mark.parametrize("name", EXPERTS)
 def test_experts_of_any_width(tmp_path, name):
-    """The build compares each expert alone, however its weights are rounded."""
+    """The build compares each expert alone, for all kinds of rounding."""
     kind, changes = EXPERTS[name]
     bundle, (ids, tree) = _export(tmp_path, kind, **changes), _text()
     expected = _reference(tmp_path / "checkpoint", ids, tree)
@@ -188,7 +188,7 @@ def test_layers_and_vocabularies_of_any_size(tmp_path, kernels):
     ],
 )
 def test_heads_that_no_kernel_computes(tmp_path, kernels, head_dim, said, instead):
-    """Is said in the words of the config, before anything is computed."""
+    """The error names config keys, before any computation."""
     bundle = _export(tmp_path, "llama", head_dim=head_dim)
     plan = Plan(48, 64, 1, options=CpuOptions(kernels))
     steps = []

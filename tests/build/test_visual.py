@@ -1,4 +1,4 @@
-"""Visual engines: the CPU graph against the portable one, and what `visual_build` refuses."""
+"""Visual engines: the CPU graph against the portable one, and errors of `visual_build`."""
 
 from __future__ import annotations
 
@@ -102,7 +102,7 @@ def test_features_equal_transformers(model, engine, grid):
 
 
 def test_int8(model, tmp_path):
-    """Rounded weights change the features a little, and only then."""
+    """Embeddings change a little with rounded weights, and only then."""
     _build(model.bundle, tmp_path / "engine", "int8")
     grid = (6, 8)
     pixels = random_pixels(model.spec, grid, 6)
@@ -121,7 +121,7 @@ def _operators(engine: Path) -> Counter[str]:
     [("int8", "MatMulIntegerToFloat", 0, 1e-3), ("fp8", "MatMulNBits", 1e-4, 0.02)],
 )
 def test_rounded_bundles(model, tmp_path, precision, operator, least, maximum):
-    """Int8 keeps its codes, and two terms of inputs lose nothing; FP8 becomes int8 in blocks."""
+    """Int8 keeps its codes, and two terms of inputs are exact; FP8 becomes int8 in blocks."""
     checkpoint, bundle = model.bundle.parent / "checkpoint", tmp_path / "bundle"
     portable = VisualModel(checkpoint, bundle, quantization=precision)
     built = _build(bundle, tmp_path / "engine")

@@ -119,7 +119,7 @@ CASES = [
 
 
 def found_weights(folder):
-    """Every quantized layer as a bundle's graph computes it."""
+    """All quantized layers, computed by a bundle's graph."""
     export_llm(open_checkpoint(str(folder)), folder.parent / "bundle", ExportOptions("fp32"))
     return graph_weights(folder.parent / "bundle")
 
@@ -187,7 +187,7 @@ def test_contradictions_are_rejected(floats, tmp_path, version, symmetric, confi
     assert not (tmp_path / "bundle").exists()
 
 
-def test_layers_may_differ_from_what_the_config_says_of_all(floats, tmp_path):
+def test_layers_may_differ_from_the_configs_default(floats, tmp_path):
     config = {"sym": True, "extra_config": {"model.layers.0.mlp.up_proj": {"sym": False}}}
     layout = Layout(gptq(4, symmetric=False), {"quant_method": "auto-round", **config})
     meant = write_checkpoint(floats, tmp_path / "checkpoint", layout)
@@ -207,7 +207,7 @@ def test_a_last_group_that_is_smaller(floats, tmp_path):
 
 
 def test_symmetric_groups_of_compressed_tensors(tmp_path, floats):
-    """Zero points that a config calls absent are a contradiction there, too."""
+    """Zero points contradict a config without them, too."""
     from quantized_layouts import ct_int
 
     weights = {"num_bits": 4, "symmetric": True, "group_size": 16}
@@ -226,7 +226,7 @@ def test_symmetric_groups_of_compressed_tensors(tmp_path, floats):
 
 @pytest.mark.parametrize("key", ["extra_config", "dynamic", "config_groups"])
 @pytest.mark.parametrize("value", [None, True, [1], {"a": None}, {"a": 3}])
-def test_statements_of_other_kinds_say_nothing(floats, tmp_path, key, value):
+def test_other_statements_are_ignored(floats, tmp_path, key, value):
     layout = Layout(gptq(4, symmetric=True), {"quant_method": "gptq", "sym": True, key: value})
     meant = write_checkpoint(floats, tmp_path / "checkpoint", layout)
     assert found_weights(tmp_path / "checkpoint").keys() == meant.keys()

@@ -1,4 +1,4 @@
-"""`edgellm-export` as a user meets it, bad input first."""
+"""Tests of the command `edgellm-export`, bad input first."""
 
 from __future__ import annotations
 
@@ -23,7 +23,7 @@ def _export(command, model, output, *more, **options):
 
 @pytest.fixture
 def checkpoint(tiny_checkpoint, tmp_path) -> Path:
-    """A copy that a test may damage."""
+    """A copy for damage by a test."""
     return Path(shutil.copytree(tiny_checkpoint, tmp_path / "checkpoint"))
 
 
@@ -192,7 +192,7 @@ def test_foreign_files_stay(command_here, tiny_checkpoint, tmp_path):
     assert (out / "thesis.txt").read_text() == "years of work"
     (out / "manifest.json").write_text('{"mine": true}')
     assert_one_line_error(
-        _export(command_here, tiny_checkpoint, out), "is not of an earlier llm_bundle"
+        _export(command_here, tiny_checkpoint, out), "is not part of an earlier llm_bundle"
     )
     (tmp_path / "file").write_text("x")
     assert_one_line_error(_export(command_here, tiny_checkpoint, tmp_path / "file"), "is a file")
@@ -200,12 +200,12 @@ def test_foreign_files_stay(command_here, tiny_checkpoint, tmp_path):
 
 def test_the_checkpoint_itself_is_no_output_folder(command_here, checkpoint):
     before = {path.name: path.read_bytes() for path in checkpoint.iterdir()}
-    assert_one_line_error(_export(command_here, checkpoint, checkpoint), "is not of an earlier")
+    assert_one_line_error(_export(command_here, checkpoint, checkpoint), "not part of an earlier")
     assert {path.name: path.read_bytes() for path in checkpoint.iterdir()} == before
 
 
 def _sparse_checkpoint(folder: Path) -> Path:
-    """A gigabyte of zeros that takes no disk: exporting it takes long enough to be interrupted."""
+    """A sparse gigabyte of zeros, whose export is long enough for an interrupt."""
     folder.mkdir()
     hidden, inner, layers = 2048, 8192, 8
     config = {**models.find("llama").TINY, "hidden_size": hidden, "intermediate_size": inner,

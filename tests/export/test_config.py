@@ -55,7 +55,7 @@ def test_switched_off_and_private_keys_do_no_harm():
     ("model_type", "key"),
     [("ernie4_5_moe", "num_nextn_predict_layers"), ("starcoder2", "layer_norm_epsilon")],
 )
-def test_public_configs_say_things_without_effect(model_type, key):
+def test_public_configs_have_keys_without_effect(model_type, key):
     architecture = models.find(model_type)
     reader = ConfigReader({**architecture.TINY, key: 1})
     architecture.Config.from_hf(reader)

@@ -1,4 +1,4 @@
-"""Files that a checkpoint should not have: one line with a remedy, and no hang."""
+"""Damaged files of checkpoints: errors of one line with a hint, and no hang."""
 
 from __future__ import annotations
 
@@ -61,7 +61,7 @@ def test_a_tokenizer_config_that_is_no_object(folder, content):
 
 @pytest.mark.parametrize("name", ["config.json", "model.safetensors", "tokenizer.json"])
 @pytest.mark.parametrize("kind", ["pipe", "device"])
-def test_what_has_no_end_is_not_read(folder, name, kind):
+def test_endless_files_are_not_read(folder, name, kind):
     path = folder / name
     path.unlink()
     os.mkfifo(path) if kind == "pipe" else path.symlink_to("/dev/zero")
@@ -86,7 +86,7 @@ def test_a_pickle_of_something_else(folder, content):
 
 
 def test_a_pickle_with_a_flipped_bit(folder):
-    """Of torch's own file: whatever it raises is one error, or the tensors are read."""
+    """Damaged torch files raise one error type, or their tensors are read."""
     import torch
     from safetensors.torch import load_file
 

@@ -1,4 +1,4 @@
-"""Tokens that end an answer, and those around a text, of folders and GGUF files."""
+"""End-of-sequence tokens, and tokens around a text, of folders and GGUF files."""
 
 from __future__ import annotations
 
@@ -69,7 +69,7 @@ def write(tmp_path, tiny) -> Write:
 
 
 @pytest.mark.parametrize("text", [*_ENDS, "<EOT>", "[EOS]"])
-def test_ends_of_turns_by_their_texts(write, text):
+def test_end_of_turn_tokens_by_their_texts(write, text):
     checkpoint = open_checkpoint(str(write({text: _CONTROL}, {"eos_token_id": 2})))
     assert end_ids(checkpoint) == {2, 20}
 
@@ -125,7 +125,7 @@ def test_the_tokenizers_own_end_counts(folder, tmp_path, eos):
     assert manifest.eos_token_ids == (2, 60)
 
 
-def test_a_model_without_any_end_says_so(command_here, folder, tmp_path):
+def test_a_model_without_end_tokens_is_reported(command_here, folder, tmp_path):
     for name in ("config.json", "generation_config.json", "tokenizer_config.json"):
         _edit(folder, name, eos_token_id=None, eos_token=None)
     arguments = ("--model_dir", folder, "--output_dir", tmp_path / "out", "--dtype", "fp32")
@@ -193,13 +193,13 @@ def test_tokens_around_a_text(write, switches, template):
 
 
 @pytest.mark.parametrize(("kind", "pooling"), [(0, ""), (1, "mean"), (3, "last")])
-def test_the_file_says_how_texts_are_embedded(write, tmp_path, kind, pooling):
+def test_pooling_is_read_from_the_file(write, tmp_path, kind, pooling):
     path = write({}, {}, pooling_type=kind, attention__causal=True)
     manifest = export_llm(open_checkpoint(str(path)), tmp_path / "out", ExportOptions("fp32"))
     assert manifest.pooling == pooling
 
 
-def test_the_user_may_say_otherwise(write, tmp_path):
+def test_the_user_may_override_pooling(write, tmp_path):
     checkpoint = open_checkpoint(str(write({}, {}, pooling_type=3)))
     options = ExportOptions("fp32", pooling="mean")
     assert export_llm(checkpoint, tmp_path / "mean", options).pooling == "mean"
@@ -215,7 +215,7 @@ def test_the_user_may_say_otherwise(write, tmp_path):
         ({"attention__causal": False}, "attention.causal = False"),
     ],
 )
-def test_other_embeddings_are_refused(write, extra, said):
+def test_other_poolings_are_rejected(write, extra, said):
     with pytest.raises(UnsupportedModelError, match=said):
         open_checkpoint(str(write({}, {}, **extra)))
 

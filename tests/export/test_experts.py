@@ -1,4 +1,4 @@
-"""Mixtures of experts: MXFP4 as it is stored, and checkpoints that are not what they say."""
+"""Mixtures of experts: stored MXFP4, and checkpoints that contradict their config."""
 
 from __future__ import annotations
 
@@ -35,7 +35,7 @@ GPT_OSS = {**models.find("gpt_oss").TINY, "intermediate_size": 64}
 
 
 def mxfp4(weight):
-    """Blocks and scales of floats [E, out, in], and what they stand for."""
+    """Blocks and scales of floats [E, out, in], and their dequantized values."""
     folded = np.ascontiguousarray(weight).reshape(*weight.shape[:2], -1, 32)
     exponents = np.ceil(np.log2(np.abs(folded).max(-1) / 6)) + 127
     exponents[0, 0, 0] = 0  # 2 ** -127, where bfloat16 has no normal number
@@ -49,7 +49,7 @@ def mxfp4(weight):
 
 @pytest.fixture(scope="module")
 def gpt_oss(tmp_path_factory):
-    """A checkpoint in MXFP4, and one of the floats that it stands for."""
+    """A checkpoint in MXFP4, and one of its dequantized floats."""
     folder = tmp_path_factory.mktemp("gpt_oss")
     dense = make_checkpoint(folder / "dense", **GPT_OSS)
     tensors = load_file(dense / "model.safetensors")
@@ -82,7 +82,7 @@ def logits(session):
     return np.concatenate(pieces)
 
 
-def test_mxfp4_computes_what_it_stands_for(gpt_oss, tmp_path):
+def test_mxfp4_equals_the_dequantized_weights(gpt_oss, tmp_path):
     import torch
     from transformers import AutoModelForCausalLM
 
@@ -140,7 +140,7 @@ def _cut_blocks(tensors):
     ],
     ids=["infinite", "half", "shape"],
 )
-def test_damaged_mxfp4_is_refused(change, dtype, words, gpt_oss, command_here, tmp_path):
+def test_damaged_mxfp4_is_rejected(change, dtype, words, gpt_oss, command_here, tmp_path):
     checkpoint = changed(gpt_oss[0], tmp_path / "checkpoint", change)
     result = command_here("edgellm-export", "llm", "--model_dir", checkpoint, "--output_dir",
                      tmp_path / "new" / "bundle", "--dtype", dtype)  # fmt: skip
@@ -180,7 +180,7 @@ def _with(name, shape, dtype=np.float32):
     ],
     ids=["missing", "shape", "type", "router", "fewer", "more", "top_k", "activation", "two"],
 )
-def test_checkpoints_that_are_not_what_they_say(change, config, message, qwen, tmp_path):
+def test_checkpoints_that_contradict_their_config(change, config, message, qwen, tmp_path):
     checkpoint = changed(qwen, tmp_path / "checkpoint", change, **config)
     with pytest.raises(EdgeLLMError, match=message):
         export(checkpoint, tmp_path / "bundle")
@@ -192,7 +192,7 @@ def test_checkpoints_that_are_not_what_they_say(change, config, message, qwen, t
     [("w8a16", "int8"), ("awq", "int4"), ("gptq-8", "int8"), ("ct-int4", "int4"),
      ("ct-fp8", "fp8"), ("fp8-blocks", "fp8"), ("ct-nvfp4", "fp4")],
 )  # fmt: skip
-def test_quantized_experts_compute_what_they_stand_for(layout, precision, qwen, tmp_path):
+def test_quantized_experts_equal_the_dequantized_weights(layout, precision, qwen, tmp_path):
     import torch
     from transformers import AutoModelForCausalLM
 
@@ -224,7 +224,7 @@ def test_quantized_experts_compute_what_they_stand_for(layout, precision, qwen, 
         ("gptq-order", "experts.0.gate_proj has inputs in another order"),
     ],
 )
-def test_experts_that_are_quantized_otherwise_are_refused(layout, message, qwen, tmp_path):
+def test_experts_with_different_quantization_are_rejected(layout, message, qwen, tmp_path):
     write_checkpoint(qwen, tmp_path / "checkpoint", LAYOUTS[layout])
     with pytest.raises(UnsupportedModelError, match=message):
         export(tmp_path / "checkpoint", tmp_path / "bundle")

@@ -1,8 +1,8 @@
 """Ropes of GGUF files as llama.cpp computes them, and its default splitting of text.
 
-llama.cpp takes a factor without a type as linear, multiplies `rope_freqs` with what scales, and
-reads `rope.scale_linear` where there is no `rope.scaling.factor`. Ropes that transformers has are
-held against it, the others against that arithmetic.
+llama.cpp treats a factor without a type as linear, combines `rope_freqs` with scaling, and reads
+`rope.scale_linear` if there is no `rope.scaling.factor`. RoPE types of transformers are compared
+with it, the others with this arithmetic.
 """
 
 from __future__ import annotations
@@ -123,7 +123,7 @@ def test_frequencies(tmp_path, tiny, monkeypatch, extra, has_factors):
     "extra", [{"rope__scaling__factor": 4.0}, {"rope__scale_linear": 4.0}], ids=["factor", "older"]
 )
 def test_a_factor_without_a_type(tmp_path, tiny, case, extra):
-    """The logits of transformers with a linear rope, in every kind of family."""
+    """Logits equal those of transformers with linear RoPE scaling, for all kinds of families."""
     model = tiny(case, rope_type="linear", factor=4.0)
     kept, model.config.rope_parameters = model.config.rope_parameters, {"rope_theta": 1e4}
     try:
@@ -168,7 +168,7 @@ def pieces(text: str) -> list[str]:
 
 @pytest.mark.parametrize("pre", [None, "", "default"])
 def test_the_default_splitting(tmp_path, tiny, caplog, pre):
-    """A file that names none is told; llama.cpp warns, too."""
+    """A file without a pre-tokenizer is reported; llama.cpp warns, too."""
 
     class Words:
         def __init__(self, writer):

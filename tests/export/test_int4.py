@@ -1,4 +1,4 @@
-"""INT4 checkpoints: the portable graph, and what the CPU engine makes of it."""
+"""INT4 checkpoints: the portable graph and the CPU engine."""
 
 from __future__ import annotations
 
@@ -48,7 +48,7 @@ def test_packing_rounds_to_the_nearest_code(half_rows, blocks, block_size, seed)
 
 @pytest.fixture(scope="module")
 def reference(tiny_int4_bundle):
-    """Logits of transformers with the rounded weights put back as floats."""
+    """Logits of transformers with dequantized weights."""
     import torch
     from transformers import AutoConfig, AutoModelForCausalLM
 
@@ -74,7 +74,7 @@ def reference(tiny_int4_bundle):
 
 
 def test_portable_graph_is_exact(tiny_int4_bundle, reference, monkeypatch):
-    """Without optimizations ONNX Runtime does what the graph says: dequantize, then multiply."""
+    """Without optimizations ONNX Runtime runs the graph's nodes: dequantize, then multiply."""
     import onnxruntime as ort
 
     ids, expected = reference
@@ -105,7 +105,7 @@ def test_engine(tiny_int4_bundle, reference, tmp_path, prefill):
 
 
 def test_sliding_windows_hold_in_both_graphs(tmp_path):
-    """The one-row graph of an INT4 engine needs no mask, except for a window."""
+    """The one-token graph of an INT4 engine needs no mask, except for a window."""
     checkpoint = make_checkpoint(tmp_path / "float", **models.find("mistral").TINY)
     round_checkpoint(str(checkpoint), tmp_path / "int4", 16)
     bundle = tmp_path / "bundle"
@@ -124,7 +124,7 @@ def test_sliding_windows_hold_in_both_graphs(tmp_path):
     np.testing.assert_allclose(logits["int8"], logits["same"], atol=1e-4)
 
 
-def test_a_quantization_that_is_not_known_is_refused(tiny_int4_bundle, tmp_path):
+def test_an_unknown_quantization_is_rejected(tiny_int4_bundle, tmp_path):
     from safetensors.numpy import load_file, save_file
 
     source = tiny_int4_bundle.parent / "checkpoint"

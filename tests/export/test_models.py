@@ -1,4 +1,4 @@
-"""Every architecture at tiny random size against transformers: portable graph and engines."""
+"""All architectures at tiny random size against transformers: portable graph and engines."""
 
 from __future__ import annotations
 
@@ -150,7 +150,7 @@ def test_logits_equal_transformers(session, exported, reference, chunks):
     assert (found.argmax(-1) == expected.argmax(-1)).all()
 
 
-def test_tree_nodes_see_their_ancestors_only(session, exported, reference):
+def test_tree_nodes_attend_to_their_ancestors_only(session, exported, reference):
     logits, ids = reference
     prompt, tree_ids = ids[:20], np.array([30, 31, 32, 33, 34])
     parents = [-1, 0, 0, 1, 2]  # two branches below the root
@@ -181,7 +181,7 @@ def test_portable_graph_runs_without_the_runtime(exported, reference):
 @pytest.mark.parametrize("stored", ["float32", "float16", "bfloat16"])
 @pytest.mark.parametrize("graph", ["fp32", "fp16"])
 def test_stored_and_computed_types(tmp_path, stored, graph):
-    """All six pairs agree with transformers on the stored weights, within the types' precision."""
+    """All six pairs of types agree with transformers, within their precision."""
     import torch
     from transformers import AutoModelForCausalLM
 
@@ -208,7 +208,7 @@ def test_stored_and_computed_types(tmp_path, stored, graph):
 
 @pytest.mark.parametrize("model_type", ["llama", "falcon_h1", "nemotron_h"])
 def test_cut_models_keep_their_first_layers(tmp_path, model_type):
-    """As `--verify` cuts them in transformers."""
+    """Exported layers equal the first layers of transformers, as in `--verify`."""
     import torch
 
     checkpoint = make_checkpoint(tmp_path / "checkpoint", **_tiny(model_type))

@@ -1,4 +1,4 @@
-"""An architecture is one file: found by its name, exported, built and run."""
+"""A new architecture is one file: found by its name, exported, built and run."""
 
 from __future__ import annotations
 
@@ -46,7 +46,7 @@ class Model(llama.Model):
 
 @pytest.fixture
 def checkpoints(tiny_checkpoint, tmp_path):
-    """The tiny model under the new name, and one of Llama's that computes as it should."""
+    """The tiny model under the new name, and a Llama with equal outputs."""
     from safetensors.numpy import load_file, save_file
 
     for name in ("doubled", "llama"):

@@ -1,4 +1,4 @@
-"""Folders with files of several saves: what transformers takes, or an error that names both."""
+"""Folders with files of several saves: the choice of transformers, or an error with both names."""
 
 from __future__ import annotations
 
@@ -24,7 +24,7 @@ def folder(tiny_checkpoint, tmp_path) -> Path:
 
 
 def sharded(folder: Path, count: int = 2, factor: float = 1.0) -> list[str]:
-    """Write the tensors times `factor` as so many shards with their index; the whole file goes."""
+    """Replace the whole file by shards with their index, with tensors times `factor`."""
     tensors = load_file(folder / WHOLE)
     (folder / WHOLE).unlink()
     names = [f"model-{at + 1:05}-of-{count:05}.safetensors" for at in range(count)]
@@ -56,7 +56,7 @@ def theirs(folder: Path, name: str = NORM) -> torch.Tensor:
 
 
 def holder(folder: Path, name: str = NORM) -> tuple[str, str]:
-    """The shard that the index assigns a tensor to, and another."""
+    """The shard with a tensor by the index, and another."""
     weight_map = json.loads((folder / INDEX).read_text())["weight_map"]
     return weight_map[name], next(each for each in weight_map.values() if each != weight_map[name])
 
@@ -71,7 +71,7 @@ def refused(folder: Path, *names: str) -> BrokenArtifactError:
 
 @pytest.mark.parametrize("is_later", [False, True])
 def test_a_stale_tensor_in_another_shard(folder, is_later):
-    """Whichever of the shards is read last."""
+    """For any order of shards."""
     sharded(folder)
     own, other = holder(folder)
     stale = sorted([own, other])[is_later]
@@ -102,7 +102,7 @@ def test_the_same_tensor_twice(folder):
 
 
 def test_an_old_index_whose_shards_are_gone(folder):
-    """Transformers takes the whole file."""
+    """Transformers reads the whole file."""
     whole = (folder / WHOLE).read_bytes()
     for shard in sharded(folder, factor=2):
         (folder / shard).unlink()

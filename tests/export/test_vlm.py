@@ -1,4 +1,4 @@
-"""Text towers of vision-language models against transformers: image rows, M-RoPE, deepstack."""
+"""Text towers of vision-language models against transformers: images, M-RoPE, DeepStack."""
 
 from __future__ import annotations
 
@@ -77,7 +77,7 @@ CONFIGS: dict[str, dict[str, Any]] = {
 
 @dataclass(frozen=True)
 class Prompt:
-    """Text, an image of 3 x 4 rows, text, an image of 2 x 2, text; ids as a session wants them."""
+    """Text, an image of 3 x 4 tokens, text, an image of 2 x 2, text; ids as in requests."""
 
     ids: np.ndarray  # [S]
     positions: np.ndarray  # [3, S]
@@ -148,7 +148,7 @@ def session(request, exported) -> DecoderNetwork:
 
 
 def _expected(model: Any, prompt: Prompt, axes: int) -> tuple[np.ndarray, np.ndarray]:
-    """Logits [S, V] and the hidden states that the taps 1, 2 and 4 name, [S, 3H]."""
+    """Logits [S, V] and the hidden states of taps 1, 2 and 4, [S, 3H]."""
     ids = torch.from_numpy(prompt.ids)
     is_image = ids >= VOCABULARY
     tower = model.model.text_model if hasattr(model.model, "text_model") else None
@@ -186,7 +186,7 @@ def _spec(exported: tuple[Any, Path]):
     "chunks", [[40], [30, *[1] * 10], [10, 1, 14, 15]], ids=["prefill", "decode", "pieces"]
 )
 def test_logits_and_taps_equal_transformers(exported, session, chunks):
-    """Pieces end inside of images, too."""
+    """Chunks may end inside images."""
     spec = _spec(exported)
     assert spec.images is not None
     prompt = Prompt.make(spec.images.num_deepstack)
@@ -206,7 +206,7 @@ def test_logits_and_taps_equal_transformers(exported, session, chunks):
     np.testing.assert_allclose(np.concatenate(taps), expected_taps, atol=5e-4)
 
 
-def test_other_images_give_other_answers(exported, session):
+def test_other_images_give_other_outputs(exported, session):
     """Rows that are shown later count, also for passes that ran before."""
     spec = _spec(exported)
     assert spec.images is not None
@@ -256,7 +256,7 @@ def test_facts(exported):
 
 @pytest.mark.parametrize("family", ["qwen2_5_vl", "qwen3_vl", "smolvlm"])
 def test_verify(family, tmp_path):
-    """--verify reads text alone, with transformers' whole model as the reference."""
+    """--verify uses text only, with transformers' whole model as the reference."""
     _save(family, tmp_path / "checkpoint")
     checkpoint = open_checkpoint(str(tmp_path / "checkpoint"))
     options = ExportOptions("fp32", num_layers=3, hidden_taps=(1, 2))

@@ -1,1 +1,1 @@
-"""`edgellm-serve`: one engine behind the OpenAI and Triton interfaces."""
+"""`edgellm-serve`: engines over HTTP and gRPC, with OpenAI's and Triton's protocols."""

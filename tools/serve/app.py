@@ -1,4 +1,4 @@
-"""The paths of the server."""
+"""The HTTP application: its routes and middleware."""
 
 from __future__ import annotations
 
@@ -28,20 +28,20 @@ from edgellm.tools.serve.protocols.openai.tokenize import (
     detokenized,
     tokenized,
 )
-from edgellm.tools.serve.protocols.routes import add_dialects
+from edgellm.tools.serve.protocols.routes import add_protocols
 from edgellm.tools.serve.protocols.triton.generate import GenerateRequest, GenerateWriter
 from edgellm.tools.serve.routing.engine_pool import EnginePool
 from edgellm.tools.serve.schemas.openai import ChatRequest, CompletionRequest
 
 
 def create_app(engines: EnginePool) -> FastAPI:
-    """The application; its engines are begun and closed by the caller."""
+    """Creates the application; the caller starts and closes its engines."""
     version = importlib.metadata.version("edgellm")
     # No documentation pages: they would load scripts from other hosts.
     app = FastAPI(title="edgellm-serve", version=version, docs_url=None, redoc_url=None)
     _add_openai(app, engines)
     add_adapters(app, engines)
-    add_dialects(app, engines, version)
+    add_protocols(app, engines, version)
     _add_triton(app, engines)
     add_kserve(app, engines, version)
     _add_tokens(app, engines, version)
@@ -50,12 +50,12 @@ def create_app(engines: EnginePool) -> FastAPI:
     errors.install(app)
     app.openapi = document(app)  # type: ignore[method-assign]
     app.add_middleware(Auth, engines=engines)
-    share(app, engines.settings.origins)  # outside the guard: a page may read its refusals
+    share(app, engines.settings.origins)  # outermost, so that web pages can read errors of `Auth`
     return app
 
 
 def create_metrics_app(engines: EnginePool) -> FastAPI:
-    """An application with the figures alone, for a port of their own."""
+    """Creates an application with metrics only, for a separate port."""
     app = FastAPI(title="edgellm-serve", docs_url=None, redoc_url=None, openapi_url=None)
     _add_metrics(app, engines)
     errors.install(app)
@@ -66,7 +66,7 @@ def create_metrics_app(engines: EnginePool) -> FastAPI:
 def _add_openai(app: FastAPI, engines: EnginePool) -> None:
     @app.post("/v1/chat/completions")
     async def chat_completions(body: ChatRequest, request: Request) -> Response:
-        """Answer a conversation."""
+        """Respond to a conversation."""
         served = await engines.of(body.model, request)
         ask = await chat.ask_of(body, served.llm, engines.settings.images, served.lora)
         end = await chat.prompt_end(ask, body, served.llm)
@@ -75,7 +75,7 @@ def _add_openai(app: FastAPI, engines: EnginePool) -> None:
 
     @app.post("/v1/completions")
     async def text_completions(body: CompletionRequest, request: Request) -> Response:
-        """Continue a text, or several."""
+        """Complete one prompt or several."""
         served = await engines.of(body.model, request)
         asks = completions.asks_of(body, served.lora)
         writer = completions.CompletionWriter(body, served.llm, served.name)
@@ -83,7 +83,7 @@ def _add_openai(app: FastAPI, engines: EnginePool) -> None:
 
     @app.post("/v1/embeddings")
     async def embed(body: EmbeddingRequest, request: Request) -> Response:
-        """Vectors of texts."""
+        """Embed texts."""
         served = await engines.of(body.model, request)
         writer = EmbeddingWriter(body, served.name)
         asks = body.asks(served.llm, served.lora)
@@ -92,19 +92,19 @@ def _add_openai(app: FastAPI, engines: EnginePool) -> None:
     @app.post("/v1/rerank")
     @app.post("/rerank")
     async def rerank(body: RerankRequest, request: Request) -> Response:
-        """Documents in the order of their nearness to a query."""
+        """Rank documents by similarity to a query."""
         served = await engines.of(body.model, request)
         writer = RerankWriter(body, served.name)
         return await served.respond(request, body.asks(served.lora), writer, streams=False)
 
     @app.get("/v1/models")
     async def models() -> JSONResponse:
-        """The engines, and their adapters."""
+        """List the engines and their LoRA adapters."""
         return JSONResponse({"object": "list", "data": model_cards.all_cards(engines)})
 
     @app.get("/v1/models/{name:path}")
     async def model(name: str) -> JSONResponse:
-        """One of them, by its name."""
+        """Describe one engine or adapter."""
         return JSONResponse(model_cards.card(engines, *engines.find(name)))
 
 
@@ -119,17 +119,17 @@ def _add_triton(app: FastAPI, engines: EnginePool) -> None:
 
     @app.post("/v2/models/{name}/generate")
     async def generate(name: str, body: GenerateRequest, request: Request) -> Response:
-        """Continue a text."""
+        """Complete a prompt."""
         return await generated(name, body, request, streams=False)
 
     @app.post("/v2/models/{name}/generate_stream")
     async def generate_stream(name: str, body: GenerateRequest, request: Request) -> Response:
-        """Continue a text, in server-sent events."""
+        """Complete a prompt, streamed as server-sent events."""
         return await generated(name, body, request, streams=True)
 
     @app.get("/v2/health/ready")
     async def triton_ready() -> Response:
-        """Whether requests are taken."""
+        """Whether requests are accepted."""
         return Response(status_code=200 if engines.is_ready else 503)
 
     @app.get("/v2/health/live")
@@ -141,13 +141,13 @@ def _add_triton(app: FastAPI, engines: EnginePool) -> None:
 def _add_tokens(app: FastAPI, engines: EnginePool, version: str) -> None:
     @app.post("/tokenize")
     async def tokenize(body: TokenizeRequest, request: Request) -> JSONResponse:
-        """The tokens of a text or of messages."""
+        """Tokenize a text or messages."""
         served = await engines.of(body.model, request)
         return JSONResponse(await tokenized(body, served.llm))
 
     @app.post("/detokenize")
     async def detokenize(body: DetokenizeRequest, request: Request) -> JSONResponse:
-        """The text of tokens."""
+        """Decode token ids."""
         served = await engines.of(body.model, request)
         return JSONResponse(await detokenized(body, served.llm))
 
@@ -168,7 +168,7 @@ def _add_states(app: FastAPI, engines: EnginePool) -> None:
 
     @app.get("/ready")
     async def ready() -> JSONResponse:
-        """Whether requests are taken; not while the server waits for its last answers."""
+        """Whether requests are accepted; not while the server drains."""
         return state("ready", good=engines.is_ready)
 
     _add_metrics(app, engines)
@@ -177,5 +177,5 @@ def _add_states(app: FastAPI, engines: EnginePool) -> None:
 def _add_metrics(app: FastAPI, engines: EnginePool) -> None:
     @app.get("/metrics")
     async def metrics() -> Response:
-        """Figures for Prometheus."""
+        """Metrics for Prometheus."""
         return Response(engines.registry.page(), media_type="text/plain; version=0.0.4")

@@ -1,4 +1,4 @@
-"""What stands before the application: who may ask, and how much they may send."""
+"""Access control before the application: API keys, host names, body sizes."""
 
 from __future__ import annotations
 
@@ -25,13 +25,13 @@ _DISCARD_S, _DISCARD_BYTES = 2.0, 256 << 20
 
 
 class Auth:
-    """ASGI middleware that reads the body of a request before anything else sees it."""
+    """ASGI middleware that checks a request and reads its whole body."""
 
     def __init__(self, app: ASGIApp, engines: EnginePool) -> None:
         self._app, self._settings, self._engines = app, engines.settings, engines
 
     async def __call__(self, scope: Scope, receive: Receive, send: Send) -> None:
-        """Pass a request on, or refuse it; see ASGI."""
+        """Forwards or rejects a request; see ASGI."""
         if scope["type"] != "http":
             await self._app(scope, receive, send)
             return
@@ -66,10 +66,10 @@ class Auth:
         except asyncio.CancelledError:
             if self._engines.is_ready:
                 raise
-            # The server ends, and this client did not read its answer up to now.
+            # The server stops before this client has read its whole output.
 
     def _require_host(self, headers: Headers) -> None:
-        """A web page must not reach a local server through a name that it made up."""
+        """Raises 403 for foreign host names on a local server (DNS rebinding)."""
         if not self._settings.local_only:
             return
         host = headers.get("host", "")
@@ -83,15 +83,15 @@ class Auth:
         is_open = path == "/" or path in OPEN_PATHS or path.startswith(OPEN_FOLDER)
         if is_open:
             return
-        own = headers.get("x-api-key")  # where Anthropic's clients have it
+        own = headers.get("x-api-key")  # header of Anthropic's clients
         given = headers.get("authorization", "") if own is None else f"Bearer {own}"
         require_key(self._settings, given)
 
     async def _with_body(self, scope: Scope, headers: Headers, receive: Receive) -> Receive:
-        """`receive` for an application that gets the whole body at once.
+        """Reads the body; returns a `receive` that gives it at once.
 
         Raises:
-            ApiError: 413 for too large a body, 408 for one that does not come.
+            ApiError: 413 if the body is too large, 408 if it does not arrive in time.
         """
         limit = self._settings.max_body_bytes
         length = headers.get("content-length", "0")
@@ -116,20 +116,20 @@ def _too_large(limit: int) -> ApiError:
 
 
 def require_key(settings: Settings, authorization: str) -> None:
-    """Raises `ApiError` 401 where a header has none of the keys that are asked for."""
+    """Raises `ApiError` 401 if keys are required and the header has none of them."""
     if not settings.key_hashes:
         return
     scheme, _, key = authorization.partition(" ")
     if scheme.lower() != "bearer" or not key:
         raise ApiError(401, "an API key is needed: authorization: Bearer KEY")
     given = key_hash(key.strip())
-    # No early end: the time must not tell which keys there are.
+    # No early exit: the time must not reveal a key.
     if not sum(hmac.compare_digest(given, known) for known in settings.key_hashes):
         raise ApiError(401, "this API key is not known", code="invalid_api_key")
 
 
 def _take_as_json(scope: Scope) -> None:
-    """Clients of Triton and Ollama say nothing true of the type: curl says, a form's."""
+    """Sets the content type to JSON: clients of Triton and Ollama often send a wrong one."""
     others = [header for header in scope["headers"] if header[0] != b"content-type"]
     scope["headers"] = [*others, (b"content-type", b"application/json")]
 
@@ -146,7 +146,7 @@ def _replay(body: bytes, last: Message, receive: Receive) -> Receive:
 
 
 async def _discard(headers: Headers, receive: Receive) -> None:
-    """Read what a client is sending, up to a limit: it looks for the answer only afterwards."""
+    """Reads the rest of a rejected body, up to a limit; clients read the error only afterwards."""
     if "content-length" not in headers and "transfer-encoding" not in headers:
         return
     if headers.get("expect", "").lower() == "100-continue":

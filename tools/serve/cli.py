@@ -1,4 +1,4 @@
-"""`edgellm-serve`: answer requests over HTTP."""
+"""`edgellm-serve`: serve engines over HTTP."""
 
 from __future__ import annotations
 
@@ -81,7 +81,7 @@ def edgellm_serve(
     allow_special_tokens: AllowSpecialTokens = False,
     verify: Verify = None,
 ) -> None:
-    """Answer OpenAI's and Triton's requests over HTTP."""
+    """Serve engines over HTTP with OpenAI's and Triton's protocols."""
     how = spec_flags.read()
     from edgellm.tools.serve import heap, settings
     from edgellm.tools.serve.engines import models
@@ -125,7 +125,7 @@ def _image_rules(folders: list[Path] | None, hosts: list[str] | None) -> setting
 def _listeners(
     host: str, port: int, metrics_port: int | None, grpc_port: int | None
 ) -> tuple[socket, socket | None]:
-    """For requests and for figures; whether gRPC can be had is found out, too."""
+    """Sockets of requests and metrics; also checks that gRPC is available."""
     from edgellm.tools.serve import server
 
     listener, figures = server.listen(host, port), None
@@ -152,21 +152,21 @@ def _run(
     shown = f"[{host}]" if ":" in host else host
     url = f"http://{shown}:{listener.getsockname()[1]}"
     app = create_app(engines)
-    beside: list[CompanionServer] = []
+    companions: list[CompanionServer] = []
     if grpc_port is not None:
         from edgellm.tools.serve.protocols.kserve.rpc import GrpcServer
 
-        beside.append(GrpcServer(engines, host, grpc_port, app.version))
+        companions.append(GrpcServer(engines, host, grpc_port, app.version))
     if figures is not None:
-        beside.append(MetricsServer(create_metrics_app(engines), figures))
+        companions.append(MetricsServer(create_metrics_app(engines), figures))
     names = [place.model.name for place in engines.places]
     verb = "answers" if len(names) == 1 else "answer"
 
     def greet(others: Sequence[str]) -> None:
-        told = [f"{', '.join(names)} {verb} at {url}/v1", *others]
-        typer.echo(", ".join(told) + "; Ctrl-C ends it")
+        parts = [f"{', '.join(names)} {verb} at {url}/v1", *others]
+        typer.echo(", ".join(parts) + "; Ctrl-C ends it")
 
-    serve(app, engines, listener, greet, drain_timeout_s=drain_timeout_s, beside=beside)
+    serve(app, engines, listener, greet, drain_timeout_s=drain_timeout_s, companions=companions)
     typer.echo("stopped")
 
 

@@ -1,7 +1,7 @@
-"""The heap of the server's process: memory of large requests goes back to the system.
+"""Returns the memory of large requests to the system.
 
-A request of 1 MB takes up to 150 MB while it is answered: its JSON, its tokens, the parser of its
-grammar. glibc keeps what is freed, in a heap for each thread, and new holes between what is left.
+Grammars are not cached, but one of 1 MB takes up to 40 MB while its request runs. With glibc
+each thread has its own heap, which keeps freed memory: 300 MB with 3 concurrent requests.
 """
 
 from __future__ import annotations
@@ -68,7 +68,7 @@ def after_request(num_bytes: int) -> None:
 
 
 def return_memory() -> None:
-    """Give memory that nothing uses back to the system."""
+    """Returns unused memory to the system."""
     gc.collect()  # errors and their frames refer to each other, and to the request
     if (libc := _glibc()) is not None:
         libc.malloc_trim(0)

@@ -1,4 +1,4 @@
-"""Running the application: the socket, signals, the end."""
+"""Runs the application: sockets, signals, draining, shutdown."""
 
 from __future__ import annotations
 
@@ -19,11 +19,11 @@ from edgellm.tools.serve.routing.engine_pool import EnginePool
 
 _SIGNALS = (signal.SIGINT, signal.SIGTERM)
 _LAST_EVENTS_S = 3  # for clients to read what was sent before the end
-_UNREAD_S = 60  # a peer that takes nothing for so long is gone
+_UNREAD_S = 60  # a peer that acknowledges nothing for this time is gone
 
 
 def listen(host: str, port: int, *, flag: str = "--port") -> socket.socket:
-    """A socket that listens; port 0 takes a free one, `flag` is where the user gave it.
+    """A listening socket; port 0 takes a free one, `flag` names the option in errors.
 
     Raises:
         EdgeLLMError: the address is taken, or is not this machine's.
@@ -45,16 +45,16 @@ class CompanionServer(Protocol):
     """Another server in the same loop, with the same engines."""
 
     async def start(self) -> str:
-        """Begin to listen; what is said of it."""
+        """Starts to listen; returns a line for the log."""
         ...
 
     async def stop(self, max_seconds: float) -> None:
-        """End, once answers in work have gone, or after so long."""
+        """Ends when running requests have finished, or after `max_seconds`."""
         ...
 
 
 class DrainingServer(uvicorn.Server):
-    """Ends on a signal when all accepted requests are answered, on a second one without them."""
+    """Drains on a signal: accepted requests finish. Stops at once on a second one."""
 
     def __init__(
         self,
@@ -62,25 +62,25 @@ class DrainingServer(uvicorn.Server):
         engines: EnginePool,
         on_ready: Callable[[Sequence[str]], None],
         drain_timeout_s: int,
-        beside: Sequence[CompanionServer] = (),
+        companions: Sequence[CompanionServer] = (),
     ) -> None:
         super().__init__(config)
         self._engines, self._on_ready, self._drain_timeout_s = engines, on_ready, drain_timeout_s
-        self._beside = beside
+        self._companions = companions
 
     async def startup(self, sockets: list[socket.socket] | None = None) -> None:
-        """See uvicorn; tells when connections are taken."""
+        """See uvicorn; calls `on_ready` when connections are accepted."""
         await super().startup(sockets)
-        self._on_ready([await one.start() for one in self._beside])
+        self._on_ready([await one.start() for one in self._companions])
 
     async def shutdown(self, sockets: list[socket.socket] | None = None) -> None:
         """See uvicorn."""
-        others = [one.stop(self._drain_timeout_s + _LAST_EVENTS_S) for one in self._beside]
+        others = [one.stop(self._drain_timeout_s + _LAST_EVENTS_S) for one in self._companions]
         await asyncio.gather(super().shutdown(sockets), *others)
 
     @contextlib.contextmanager
     def capture_signals(self) -> Generator[None, None, None]:
-        """See uvicorn, which would end the process by the signal again."""
+        """See uvicorn, which would raise the signal again."""
         loop = asyncio.get_running_loop()
         before = {number: signal.getsignal(number) for number in _SIGNALS}
         for number in _SIGNALS:
@@ -102,7 +102,7 @@ class DrainingServer(uvicorn.Server):
 
 
 def configured(app: ASGIApp, drain_timeout_s: int) -> uvicorn.Config:
-    """How uvicorn runs an application here."""
+    """Options of uvicorn for an application."""
     return uvicorn.Config(
         app, http=TimedConnection, ws="none", lifespan="off", loop="asyncio", log_config=None,
         access_log=False, server_header=False, timeout_keep_alive=20,
@@ -120,7 +120,7 @@ class _QuietServer(uvicorn.Server):
 
 
 class MetricsServer:
-    """The figures at a port of their own, as Triton has them."""
+    """Server of the metrics at a separate port, like Triton's."""
 
     def __init__(self, app: ASGIApp, listener: socket.socket) -> None:
         self._listener = listener
@@ -128,12 +128,12 @@ class MetricsServer:
         self._task: asyncio.Task[None] | None = None
 
     async def start(self) -> str:
-        """Begin to answer."""
+        """Starts to serve; returns a line for the log."""
         self._task = asyncio.create_task(self._server.serve([self._listener]))
         return f"metrics at port {self._listener.getsockname()[1]}"
 
     async def stop(self, max_seconds: float) -> None:
-        """End; figures are asked for again."""
+        """Ends at once: clients of metrics retry."""
         del max_seconds
         self._server.should_exit = True
         if self._task is not None:
@@ -147,20 +147,21 @@ def serve(
     on_ready: Callable[[Sequence[str]], None],
     *,
     drain_timeout_s: int,
-    beside: Sequence[CompanionServer] = (),
+    companions: Sequence[CompanionServer] = (),
 ) -> None:
-    """Answer requests until a signal comes.
+    """Serves requests until a signal.
 
     Args:
         app: the application.
-        engines: whom it asks; one is loaded, all are closed here.
+        engines: of the application; closed at the end.
         listener: where it listens.
-        on_ready: told what `beside` says of itself, once connections are taken.
-        drain_timeout_s: for accepted requests, when the signal comes.
-        beside: what runs as long.
+        on_ready: called with the companions' log lines when connections are accepted.
+        drain_timeout_s: time for accepted requests after the signal.
+        companions: servers that start and stop with it.
     """
     config = configured(app, drain_timeout_s)
     try:
-        DrainingServer(config, engines, on_ready, drain_timeout_s, beside).run(sockets=[listener])
+        server = DrainingServer(config, engines, on_ready, drain_timeout_s, companions)
+        server.run(sockets=[listener])
     finally:
         engines.close()

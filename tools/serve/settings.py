@@ -1,4 +1,4 @@
-"""What a server allows and how long it waits."""
+"""Settings of a server: access, limits, timeouts."""
 
 from __future__ import annotations
 
@@ -16,7 +16,7 @@ TEXT_BODY_BYTES, IMAGE_BODY_BYTES = 1 << 20, 32 << 20
 
 @dataclass(frozen=True, slots=True)
 class ImageRules:
-    """Where pictures may come from besides `data:` URIs."""
+    """Allowed sources of images besides `data:` URIs."""
 
     folders: tuple[Path, ...] = ()  # resolved; `file://` URIs into them
     hosts: frozenset[str] = frozenset()  # host or host:port of http and https URLs
@@ -24,26 +24,26 @@ class ImageRules:
 
 @dataclass(frozen=True, slots=True)
 class Settings:
-    """Everything about a server but its engines."""
+    """Settings of a server, apart from its engines."""
 
-    key_hashes: frozenset[bytes] = frozenset()  # SHA-256 of the keys; empty: none is asked for
-    local_only: bool = True  # answer only requests that were addressed to this machine by name
-    queue_size: int = 32  # requests that wait for an engine, besides those that run
+    key_hashes: frozenset[bytes] = frozenset()  # SHA-256 of the keys; empty: no key is needed
+    local_only: bool = True  # reject host names other than this machine's
+    queue_size: int = 32  # maximum of waiting requests
     request_timeout_s: float = 300.0  # the engine's time for one request
     total_timeout_s: float = 900.0  # from arrival to the last byte
     body_timeout_s: float = 30.0
     max_body_bytes: int = TEXT_BODY_BYTES
-    origins: frozenset[str] = frozenset()  # whose pages may use the server; "*": all
+    origins: frozenset[str] = frozenset()  # origins of allowed web pages; "*": all
     images: ImageRules = field(default_factory=ImageRules)
-    memory_bytes: float = math.inf  # that loaded engines may need together
+    memory_bytes: float = math.inf  # budget of all loaded engines
     lora_folders: tuple[Path, ...] = ()  # resolved; clients may load adapters from within
 
 
 def read_keys(path: Path) -> frozenset[bytes]:
-    """SHA-256 of the keys in a file: one in a line; empty lines and those with # are left out.
+    """SHA-256 of the keys in a file, one a line; skips empty lines and lines with #.
 
     Raises:
-        EdgeLLMError: no key in it, or one that is too short to be a secret.
+        EdgeLLMError: the file has no key, or a key is too short or not ASCII.
     """
     try:
         lines = [line.strip() for line in path.read_text("utf-8").splitlines()]
@@ -69,7 +69,7 @@ def read_keys(path: Path) -> frozenset[bytes]:
 
 
 def key_hash(key: str) -> bytes:
-    """What is kept of a key, and compared."""
+    """SHA-256 of a key; keys are stored and compared by it."""
     return hashlib.sha256(key.encode()).digest()
 
 
@@ -82,9 +82,9 @@ def is_loopback(host: str) -> bool:
 
 
 def require_safe(host: str, *, has_keys: bool, allow_no_key: bool) -> None:
-    """Raises `EdgeLLMError` where strangers could use the engine without anybody's consent."""
+    """Raises `EdgeLLMError` if other machines could use the server without a key."""
     if not (is_loopback(host) or has_keys or allow_no_key):
         raise EdgeLLMError(
-            f"--host {host} lets other machines in, and no key is asked for",
-            hint="give --apiKeyFile, or --allowNoKey where everybody may use it",
+            f"--host {host} lets other machines in without a key",
+            hint="give --apiKeyFile, or --allowNoKey to accept all clients",
         )

@@ -1,6 +1,6 @@
-"""Operands of a linear layer or an embedding: stored, or factors that are codes of their own.
+"""Operands of a linear layer or an embedding: stored, or quantized scales and minima.
 
-`slice_first` and `slice_last` take parts of both, and read no more of a file.
+`slice_first` and `slice_last` take slices of both, and read only these from a file.
 """
 
 from __future__ import annotations
@@ -18,7 +18,7 @@ from edgellm.core.onnx_functions import BLOCK_FACTORS
 
 
 class _Made(ir.LazyTensor):
-    """What is made whenever it is read, and not kept."""
+    """A tensor that is computed at each read, without caching."""
 
     def __init__(
         self, make: Callable[[], np.ndarray], dtype: ir.DataType, dims: Sequence[int], name: str
@@ -27,12 +27,12 @@ class _Made(ir.LazyTensor):
         super().__init__(lambda: ir.tensor(make(), dtype=dtype), dtype, ir.Shape(dims), name=name)
 
     def numpy(self) -> np.ndarray:
-        """Without a tensor around it, which takes as long as to make a small one."""
+        """The array without a tensor around it, which would cost as much as a small array."""
         return self._make()
 
 
 class Factors(_Made):
-    """Codes times the scales that `shared` of them have: float32."""
+    """Codes times scales, one for `shared` codes: float32."""
 
     def __init__(
         self, codes: ir.TensorProtocol, scales: ir.TensorProtocol, shared: int, name: str
@@ -67,9 +67,9 @@ def stored_tensor(value: ir.Value, call: ir.Node) -> ir.TensorProtocol:
 def slice_first(
     tensor: ir.TensorProtocol, part: slice, *, drops_axis: bool = False
 ) -> ir.TensorProtocol:
-    """Entries of the first axis, or what all entries share.
+    """Entries of the first axis, or the whole tensor if all entries share it.
 
-    `drops_axis`: of a single entry, without that axis.
+    `drops_axis`: drop the axis of a single entry.
     """
     if isinstance(tensor, Factors):
         codes, scales = (
@@ -92,7 +92,7 @@ def slice_first(
 
 
 def slice_last(tensor: ir.TensorProtocol, part: slice) -> ir.TensorProtocol:
-    """Entries of the last axis, or what all entries share; integers of 4 bits become bytes."""
+    """Entries of the last axis, or the whole tensor if shared; 4-bit integers become bytes."""
     dims = [int(dim) for dim in tensor.shape.numpy()]
     if not dims or dims[-1] == 1:
         return tensor

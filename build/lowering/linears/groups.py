@@ -1,4 +1,4 @@
-"""Linear layers that read the same input become one."""
+"""Merges linear layers with the same input."""
 
 from __future__ import annotations
 
@@ -24,21 +24,21 @@ class LinearKernel(Protocol):
 
 @dataclass(frozen=True, slots=True)
 class Rounding:
-    """What a kernel rounds to int8."""
+    """Rounding of a kernel to int8."""
 
-    input_block: int = 0  # inputs of a row that share a scale; 0: they are not rounded
-    weights: bool = False  # as far as a scale for each output takes them, or less
+    input_block: int = 0  # inputs of a row that share a scale; 0: not rounded
+    weights: bool = False  # error at most that of one scale for each output
 
 
 class RoundingKernel(LinearKernel, Protocol):
-    """One that says what it rounds."""
+    """A kernel with known rounding."""
 
     def rounding(self, weight: LinearWeight, name: str) -> Rounding:
-        """Of a layer of this name."""
+        """Rounding of a layer of this name."""
         ...
 
 
-# Takes y [..., sum of widths] apart; the name is that of the layer.
+# Splits y [..., sum of widths]; the name is that of the layer.
 Split = Callable[[GraphEditor, ir.Value, list[int], str], Sequence[ir.Value]]
 
 
@@ -54,7 +54,7 @@ def _stored_alike(weight: LinearWeight) -> Hashable:
     return weight.key, weight.packing
 
 
-# Gives what is added to y [1, S, sum of widths] of these layers, before their biases, and y
+# Returns y [1, S, sum of widths] of these layers plus an addition, before their biases
 Adapt = Callable[[Sequence[ir.Node], ir.Value], ir.Value]
 
 
@@ -73,7 +73,7 @@ def group_nodes(
     read_by: Callable[[ir.Node], ir.Value] = _read_by,
     key: Callable[[LinearWeight], Hashable] = _stored_alike,
 ) -> list[list[ir.Node]]:
-    """Linear layers that can be merged: they read the same, with weights of equal keys."""
+    """Linear layers that can be merged: the same input, weights with equal keys."""
     groups: dict[tuple[ir.Value, Hashable], list[ir.Node]] = {}
     for node in layers:
         weight = LinearWeight.of(node)
@@ -90,14 +90,14 @@ def lower_linears(
     split: Split = split_columns,
     adapt: Adapt = _as_it_is,
 ) -> None:
-    """Let `kernel` compute every linear layer, together with those that read the same.
+    """Lower all linear layers to `kernel`; layers with the same input are merged.
 
     Args:
-        graph: is rewritten in place.
+        graph: rewritten in place.
         kernel: computes them.
         key: of weights that can be merged.
-        split: takes merged rows apart.
-        adapt: adds what adapters do.
+        split: splits merged outputs.
+        adapt: adds the products of adapters.
     """
     layers = [node for node, _ in linear_layers(graph.graph)]
     for nodes in group_nodes(layers, key=key):
@@ -107,8 +107,8 @@ def lower_linears(
 def _emit_group(
     graph: GraphEditor, kernel: LinearKernel, split: Split, adapt: Adapt, nodes: list[ir.Node]
 ) -> None:
-    """Replace layers (and their biases) that read the same input by one."""
-    x = nodes[0].inputs[0]  # now: it was replaced if another linear layer gave it
+    """Replace layers with the same input (and their biases) by one."""
+    x = nodes[0].inputs[0]  # read now: lowering of another linear layer may have replaced it
     assert x is not None
     weight = LinearWeight.of(*nodes)
     assert weight is not None

@@ -21,14 +21,14 @@ from edgellm.core import onnx_functions
 from edgellm.core.errors import EdgeLLMError
 
 BLOCK_SIZE = 32
-ROUNDED_SCALE = ".int4_scale"  # how names of the scales end
-_BLOCKS_AT_ONCE = 2048  # that stay in a cache
+ROUNDED_SCALE = ".int4_scale"  # suffix of the scales' names
+_BLOCKS_AT_ONCE = 2048  # fit a CPU cache
 _OUTPUTS_AT_ONCE = 512
 _CLIPPING = np.linspace(1, 0.7, 7, dtype=np.float32)  # of a block's largest weight
 
 
 def check_quantize(kinds: set[str], quantize: str, *, takes_fp8: bool = False) -> None:
-    """Refuse to round what is rounded already; raises `EdgeLLMError`.
+    """Reject rounding of quantized weights; raises `EdgeLLMError`.
 
     `takes_fp8`: FP8 may become int8, whose products are faster.
     """
@@ -45,7 +45,7 @@ def check_quantize(kinds: set[str], quantize: str, *, takes_fp8: bool = False) -
 def rounded_weights(
     folder: Path, quantize: str, on_progress: Callable[[int], None] = lambda _: None
 ) -> Iterator[WeightFile | None]:
-    """Where weights that this build rounds to INT4 are kept until it is over; None: it does not.
+    """A temporary file of weights that the build rounds to INT4; None without rounding.
 
     `on_progress`: how many bytes were written, while they are.
     """
@@ -59,7 +59,7 @@ def rounded_weights(
 
 
 def load_portable(path: Path, rounded: WeightFile | None) -> ir.Model:
-    """A portable graph, whose dense linear weights go to `rounded` as INT4."""
+    """A portable graph; its dense linear weights are written to `rounded` as INT4."""
     model = ir.load(path)
     if rounded is not None:
         round_to_int4(model, rounded)
@@ -67,9 +67,9 @@ def load_portable(path: Path, rounded: WeightFile | None) -> ir.Model:
 
 
 def round_to_int4(model: ir.Model, weights: WeightFile) -> None:
-    """Put layers of INT4 codes, in blocks of 32 inputs, in the place of dense ones.
+    """Replace dense layers by INT4 layers with blocks of 32 inputs.
 
-    Weights whose inputs are not a multiple of 32 stay as they are.
+    Weights whose inputs are not a multiple of 32 stay float.
     """
     graph = GraphEditor(model.graph, weights)
     for node, weight in list(linear_layers(model.graph)):
@@ -110,7 +110,7 @@ def _round_experts(graph: GraphEditor) -> None:
         if layer.gate.kind != "dense" or not block or not down_block:
             continue
         graph.cursor = layer.call
-        stacks = {stack.parameter: stack for stack in layer.stacks}  # one may be two of them
+        stacks = {stack.parameter: stack for stack in layer.stacks}  # gate and up may be one
         codes = {name: _rounded_stack(graph, stack) for name, stack in stacks.items()}
         weights = [each for stack in layer.stacks for each in codes[stack.parameter]]
         given = {name: attribute.value for name, attribute in layer.call.attributes.items()}
@@ -130,7 +130,7 @@ def _round_experts(graph: GraphEditor) -> None:
 
 
 def expert_block(width: int) -> int:
-    """Inputs of an expert that share a scale; 0: they are not rounded."""
+    """Inputs of an expert that share a scale; 0: not rounded."""
     return next((size for size in (BLOCK_SIZE, BLOCK_SIZE // 2) if width % size == 0), 0)
 
 
@@ -160,8 +160,8 @@ def nearest_int4(dense: F32, block_size: int, *, has_signs: bool = True) -> tupl
     Args:
         dense: float32 [in, out].
         block_size: inputs that share a scale; divides `in`.
-        has_signs: whether scales may be negative: a block's largest value then is below zero, where
-            there is a code more.
+        has_signs: whether scales may be negative: a block's largest value then becomes negative,
+            where there is one more code.
 
     Returns:
         ONNX's INT4 bytes of [in, out], and the scales, float32 [in / block_size, out].
@@ -176,7 +176,7 @@ def nearest_int4(dense: F32, block_size: int, *, has_signs: bool = True) -> tupl
 def round_stored(stored: ir.TensorProtocol, block_size: int) -> tuple[np.ndarray, F32]:
     """As `nearest_int4`, of a stored [out, in], some outputs at a time on all cores."""
     out, rows = map(int, stored.shape.numpy())
-    if out % 2:  # its rows share bytes
+    if out % 2:  # rows share bytes
         return nearest_int4(stored_array(stored).astype(np.float32).T, block_size)
     pairs = np.empty((rows, out // 2), np.uint8)
     scales = np.empty((rows // block_size, out), np.float32)
@@ -211,12 +211,12 @@ def nearest_int4_rows(
 
 
 def _signs(blocks: F32) -> F32:
-    """Of blocks [block, n]: what turns the largest value of each below zero [n]."""
+    """Signs [n] of blocks [block, n] that make the largest value of each negative."""
     return np.where(blocks.max(0) > -blocks.min(0), np.float32(-1), np.float32(1))
 
 
 def _nearest(blocks: F32) -> tuple[NDArray[np.int8], F32]:
-    """Of blocks [block, n]: codes [block, n] and scales [n]."""
+    """Codes [block, n] and scales [n] of blocks [block, n]."""
     largest = np.maximum(np.abs(blocks).max(0), np.float32(1e-20)) / np.float32(7)
     best = np.full(largest.shape, np.inf, np.float32)
     scales = largest.copy()

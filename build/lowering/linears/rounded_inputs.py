@@ -1,7 +1,7 @@
-"""What portable graphs do to the inputs of quantized linear layers, and ONNX Runtime need not.
+"""Removes the rounding of quantized layers' inputs from portable graphs for ONNX Runtime.
 
-The kernels here round activations themselves, with a scale for every row or block: finer than the
-calibrated scale of a whole tensor that the graph asks for, so its rounding is left out.
+The kernels here round activations themselves, with a scale for each row or block. That is finer
+than the calibrated scale of a whole tensor in the graph.
 """
 
 from __future__ import annotations
@@ -18,9 +18,9 @@ from edgellm.core.onnx_functions import (
 
 
 def lower_inputs(graph: GraphEditor) -> None:
-    """No rounding of inputs, and one product for inputs that are smoothed alike.
+    """Remove the rounding of inputs, and merge equal smoothing of one input.
 
-    So layers that read one input with one smoothing can be merged.
+    Layers with the same input and smoothing can then be merged.
     """
     for call in find_calls(graph.graph, ROUND_INPUT, ROUND_INPUT_FP4):
         require_known(call)

@@ -1,8 +1,8 @@
-"""Linear weights of a portable graph, as kernels want them.
+"""Linear weights of a portable graph, in the layouts of kernels.
 
-`LinearWeight` reads what the call of a linear layer has: a dense weight, or codes with scales.
-Several that read the same input can be merged. `WeightPart.outputs` takes some output channels of
-one, so that no weight must be decoded whole.
+`LinearWeight` reads the weight of a linear layer's call: dense, or codes with scales. Weights with
+the same input can be merged. `WeightPart.outputs` slices output channels, so that no weight must be
+decoded whole.
 """
 
 from __future__ import annotations
@@ -37,16 +37,16 @@ KINDS = {
 }
 _FP4_BLOCK = 16
 _BY_INPUT = QUANTIZED_LINEAR, SHIFTED_LINEAR  # whose codes are [in, out]
-_BY_OUTPUT = BLOCK_LINEAR, OFFSET_LINEAR  # whose codes and factors are [out, ...]
+_BY_OUTPUT = BLOCK_LINEAR, OFFSET_LINEAR  # whose codes and scales are [out, ...]
 _BLOCK_SIZES = (256, 128, 64, 32, 16)  # of MatMulNBits, largest first
-_REROUNDED_BLOCK = 32  # of weights that become int8 only here
-_NUMBERS_AT_ONCE = 1 << 20  # of a weight, where it is decoded
+_REROUNDED_BLOCK = 32  # of weights that are requantized to int8 here
+_NUMBERS_AT_ONCE = 1 << 20  # of a weight, when it is decoded
 _E2M1_DOUBLED = np.array([0, 1, 2, 3, 4, 6, 8, 12], np.int16)
 
 
 @dataclass(frozen=True, slots=True)
 class Blocks:
-    """A weight as com.microsoft.MatMulNBits wants it."""
+    """A weight in the layout of com.microsoft.MatMulNBits."""
 
     bits: int  # 4 or 8
     block_size: int
@@ -57,18 +57,18 @@ class Blocks:
 
 @dataclass(frozen=True, slots=True)
 class WeightPart:
-    """One weight [in, out], as the call of a linear layer has it."""
+    """One weight [in, out] of a linear layer's call."""
 
     kind: str  # "dense", or one of KINDS
     shape: tuple[int, int]
     block_size: int  # 0: one scale, or one of each output channel
     parameter: str  # the name of the weight, or of its codes
-    stored: tuple[ir.TensorProtocol, ...]  # the weight; or codes, scales and what follows these
+    stored: tuple[ir.TensorProtocol, ...]  # the weight; or codes, scales and further operands
     operation: str = QUANTIZED_LINEAR
 
     @classmethod
     def of(cls, call: ir.Node) -> WeightPart | None:
-        """The weight of a linear layer, None if the node is none."""
+        """The weight of a linear layer; None for other nodes."""
         if not is_call(call, *LINEARS):
             return None
         require_known(call, "axis", "block_size")
@@ -88,7 +88,7 @@ class WeightPart:
         )
 
     def outputs(self, part: slice) -> WeightPart:
-        """Some output channels; what is stored of them is read when it is asked for.
+        """Some output channels; their stored data is read on access.
 
         4-bit codes of a weight [in, out] become bytes, of the same `kind`.
         """
@@ -104,7 +104,7 @@ class WeightPart:
             yield self.outputs(slice(first, min(first + step, out)))
 
     def codes(self) -> np.ndarray:
-        """Less their zero points: int16 [in, out]; FP8 as float32, FP4 doubled to integers."""
+        """Codes minus zero points: int16 [in, out]; FP8 as float32, FP4 doubled to integers."""
         tensor = self.stored[0]
         if self.kind == "fp4":
             nibbles = self.nibbles().T
@@ -132,7 +132,7 @@ class WeightPart:
         return np.float32(stored_array(self.stored[2]))
 
     def dense(self) -> np.ndarray:
-        """[in, out], float32 where it is decoded."""
+        """[in, out], float32 if it is decoded."""
         if self.kind == "dense":
             return stored_array(self.stored[0]).T
         values = self.codes().astype(np.float32) * self.repeated(self.scales())
@@ -149,22 +149,22 @@ class WeightPart:
         return stored_array(self.stored[2]).astype(np.int16)
 
     def offsets(self, middle: int) -> F32:
-        """What is too much where codes count from `middle`: [in / block, out], or as `scales`."""
+        """Offset for codes counted from `middle`: [in / block, out], or as `scales`."""
         found = (self.zero_points() - np.int16(middle)) * self.scales()
         return found - self.minima() if self.has_minima else found
 
     @property
     def is_by_output(self) -> bool:
-        """Whether weights, or codes and factors, are stored [out, ...]."""
+        """Whether weights, or codes and scales, are stored [out, ...]."""
         return self.kind in ("dense", "fp4") or self.operation in _BY_OUTPUT
 
     @property
     def has_minima(self) -> bool:
-        """Whether blocks have a minimum beside their scale."""
+        """Whether blocks have a minimum and a scale."""
         return self.operation == OFFSET_LINEAR
 
     def repeated(self, per_block: np.ndarray) -> np.ndarray:
-        """One row for each input, or one in all."""
+        """`per_block` with one row for each input, or one in total."""
         return np.repeat(per_block, self.block_size, 0) if len(per_block) > 1 else per_block
 
     @property
@@ -174,7 +174,7 @@ class WeightPart:
 
     @property
     def is_rerounded(self) -> bool:
-        """Whether `blocks` has other codes than the checkpoint: floats, minima, unusual blocks."""
+        """Whether `blocks` is requantized: for floats, minima, unusual block sizes."""
         is_float = self.kind in ("fp8", "dense")
         return is_float or self.has_minima or self._shared % _BLOCK_SIZES[-1] != 0
 
@@ -218,19 +218,19 @@ class LinearWeight:
 
     @classmethod
     def of(cls, *calls: ir.Node) -> LinearWeight | None:
-        """The weights of linear layers, None if one of the nodes is none."""
+        """The weights of linear layers; None if a node is not a linear layer."""
         parts = [WeightPart.of(call) for call in calls]
         found = tuple(part for part in parts if part is not None)
         return cls(found) if len(found) == len(parts) else None
 
     @property
     def kind(self) -> str:
-        """How the weight is stored: dense, int4, int8, fp8 or fp4."""
+        """Stored type of the weight: dense, int4, int8, fp8 or fp4."""
         return self.parts[0].kind
 
     @property
     def key(self) -> tuple[str, int]:
-        """Kind and block size; weights are alike when their keys are equal."""
+        """Kind and block size; weights with equal keys can be merged."""
         return self.kind, self.parts[0].block_size
 
     @property
@@ -270,7 +270,7 @@ class LinearWeight:
 
     @property
     def decode_bytes(self) -> int:
-        """Bytes that one token reads of the weight as `StoredKernel` keeps it."""
+        """Bytes of the weight that a token reads, as stored by `StoredKernel`."""
         if self.kind == "dense":
             return 4 * self.count
         bits, size = self.packing
@@ -294,7 +294,7 @@ class LinearWeight:
     def columns(self) -> tuple[NDArray[np.int8], F32]:
         """int8 [in, out] with one scale of each column [out].
 
-        Exactly the stored codes where they are such; everything else is rounded.
+        The stored codes if they have this form; else the weight is rounded.
         """
         codes = np.empty((self.in_features, sum(self.widths)), np.int8)
         scales = np.empty(codes.shape[1], np.float32)
@@ -324,12 +324,12 @@ class LinearWeight:
 
 
 def weight_kinds(model: ir.Model) -> set[str]:
-    """How the linear weights of a portable graph are stored, see `LinearWeight.kind`."""
+    """Stored types of the linear weights of a portable graph, see `LinearWeight.kind`."""
     return {kind for kind, _ in weight_keys(model)}
 
 
 def weight_keys(model: ir.Model) -> set[tuple[str, int]]:
-    """As `weight_kinds`, with the sizes of blocks, see `LinearWeight.key`."""
+    """As `weight_kinds`, with block sizes, see `LinearWeight.key`."""
     return {weight.key for _, weight in linear_layers(model.graph)}
 
 
@@ -346,7 +346,7 @@ def layer_name(call: ir.Node) -> str:
 
 
 def _zero_points(blocks: Blocks) -> U8:
-    """Those of blocks, also where they are left out."""
+    """Zero points of blocks, with the default if absent."""
     if blocks.zero_points is not None:
         return blocks.zero_points
     middle = np.full(blocks.scales.shape, 1 << (blocks.bits - 1), np.uint8)
@@ -354,7 +354,7 @@ def _zero_points(blocks: Blocks) -> U8:
 
 
 def _column_int8(dense: F32) -> tuple[NDArray[np.int8], F32]:
-    """Round float32 [in, out] to int8 with one scale per column; `dense` is used up."""
+    """Round float32 [in, out] to int8 with one scale per column; overwrites `dense`."""
     amax = np.maximum(dense.max(axis=0), -dense.min(axis=0))
     scale = (np.maximum(amax, np.float32(1e-20)) / np.float32(127)).astype(np.float32)
     dense /= scale
@@ -372,7 +372,7 @@ def blocks_of_int8(dense: F32, size: int) -> tuple[NDArray[np.int16], F32]:
 
 
 def rows_of_int8(rows: F32, size: int) -> tuple[NDArray[np.int16], F32]:
-    """As `blocks_of_int8`, of [out, in]: codes [out, whole blocks], scales [out, blocks]."""
+    """As `blocks_of_int8`, for [out, in]: codes [out, whole blocks], scales [out, blocks]."""
     width = -(-rows.shape[1] // size) * size
     padded = np.zeros((len(rows), width), np.float32)
     padded[:, : rows.shape[1]] = rows

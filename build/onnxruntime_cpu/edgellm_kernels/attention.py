@@ -1,4 +1,4 @@
-"""Cached attention by edgellm's own kernel: rope, append and tree mask in one operator."""
+"""Cached attention by edgellm's kernel: RoPE, KV cache append and tree mask in one operator."""
 
 from __future__ import annotations
 
@@ -38,13 +38,13 @@ from edgellm.device_runtime.runners.onnxruntime_cpu.batch_packing import (
     TABLE_PAGES,
 )
 
-# Of a page: small ones waste less on short sequences, and make a pass of one 4 % slower.
+# Tokens of a page: small pages waste less on short sequences; one sequence alone is 4 % slower.
 _SHARED_ROWS, _ALONE_ROWS = 64, (256, 128)
-_PASS_ROWS = 256  # for which windows have room; longer passes read prompts no faster
+_PASS_ROWS = 256  # that windows have space for; longer chunks are no faster
 
 
 def page_spec(graph: ir.Graph, plan: Plan) -> PageSpec:
-    """The pages that the caches of a portable graph are cut into; raises as `lower_attention`."""
+    """Pages of the caches of a portable graph; raises as `lower_attention`."""
     layers = CachedAttention.all_of(graph, takes_sinks=True)
     rows = _SHARED_ROWS
     if plan.max_batch_size == 1:
@@ -55,15 +55,15 @@ def page_spec(graph: ir.Graph, plan: Plan) -> PageSpec:
 
 
 def lower_attention(graph: GraphEditor, cache: KVCacheSpec, capacity: int) -> None:
-    """Rewrite all cached attention; a cache of int8 takes one scale for each tensor.
+    """Rewrite all cached attention; an int8 cache has one scale for each tensor.
 
     Args:
-        graph: a portable one.
+        graph: portable.
         cache: of the engine.
-        capacity: rows of a sequence.
+        capacity: tokens of a sequence.
 
     Raises:
-        UnsupportedModelError: a mask that is not made of the tree's.
+        UnsupportedModelError: a mask that is not derived from the tree's.
     """
     assert cache.pages is not None
     tables: dict[ir.Value, tuple[ir.Value, ...]] = {}
@@ -76,20 +76,20 @@ def lower_attention(graph: GraphEditor, cache: KVCacheSpec, capacity: int) -> No
                 tables[layer.cos] = row_tables(graph, layer.cos, layer.sin)[1:]
             rotation = tables[layer.cos]
         _emit(graph, layer, passes, rotation, _scales(graph, cache, index))
-    _settle_capacity(graph, capacity)
+    _bind_rope_tables(graph, capacity)
     values = {str(value.name): value for value in (*graph.graph.inputs, *graph.graph.outputs)}
     for layer, window in enumerate(cache.pages.windows):
         for name, part in itertools.product((past_name, present_name), ("key", "value")):
             value = values[name(layer, part)]
             assert value.shape is not None
-            # Windows have pages of their own, whose number is another.
+            # Layers with windows have their own number of pages.
             pages = [f"pages{window or ''}", value.shape[1], cache.pages.rows, value.shape[3]]
             value.shape = ir.Shape(pages)
             value.type = ir.TensorType(ir.DataType.from_numpy(np.dtype(cache.dtype)))
 
 
-def _settle_capacity(graph: GraphEditor, capacity: int) -> None:
-    """Ropes have a table for all positions, whose number pages do not tell."""
+def _bind_rope_tables(graph: GraphEditor, capacity: int) -> None:
+    """Bind the length of RoPE tables, which the pages do not determine."""
     for node in graph.find("Shape"):
         if node.inputs[0] is not None and str(node.inputs[0].name).startswith(CACHE_NAMES):
             graph.cursor = node
@@ -97,7 +97,7 @@ def _settle_capacity(graph: GraphEditor, capacity: int) -> None:
 
 
 class _PassInputs:
-    """Inputs of the graph that say which sequences a pass has, and where their rows lie."""
+    """Inputs of the graph for the sequences of a pass and their page tables."""
 
     def __init__(self, graph: ir.Graph) -> None:
         self._graph = graph
@@ -106,7 +106,7 @@ class _PassInputs:
         self._tables: dict[int, ir.Value] = {}
 
     def table(self, window: int) -> ir.Value:
-        """Of layers with a window, 0: without."""
+        """Page table of layers with this window, 0: without."""
         if window not in self._tables:
             name, shape = page_table_name(window), [NUM_SEQUENCES, TABLE_PAGES]
             self._tables[window] = self._add(name, ir.DataType.INT64, shape)
@@ -161,7 +161,7 @@ def _sinks(graph: GraphEditor, layer: CachedAttention) -> ir.Value | None:
 
 
 def _window(layer: CachedAttention) -> int | None:
-    """Positions that a row sees besides what the mask rules; None: all."""
+    """Window of a layer, besides the tree mask; None: all positions."""
     call = layer.visible.producer()
     if call is None or not is_call(call, VISIBLE_SLOTS, VISIBLE_IN_WINDOW):
         raise UnsupportedModelError(
@@ -174,7 +174,7 @@ def _window(layer: CachedAttention) -> int | None:
 
 
 def _scales(graph: GraphEditor, cache: KVCacheSpec, index: int) -> list[ir.Value]:
-    """Of the keys and values of a layer in int8, float32 [1] each."""
+    """Scales of a layer's int8 keys and values, float32 [1] each."""
     if cache.dtype != "int8":
         return []
     assert cache.ranges is not None

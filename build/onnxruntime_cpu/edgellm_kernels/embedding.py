@@ -1,4 +1,4 @@
-"""Embeddings whose rows are looked up in packed weights."""
+"""Embeddings with lookups in packed weights."""
 
 from __future__ import annotations
 
@@ -16,7 +16,7 @@ from edgellm.device_runtime.kernels.pack import PackedForm
 
 
 def lower_embeddings(graph: GraphEditor, kernel: OwnLinears) -> None:
-    """Rewrite every lookup in a table that is packed, see `packed_table`."""
+    """Rewrite all lookups in packed tables, see `packed_table`."""
     for gather in graph.find("Gather"):
         if (found := packed_table(gather, kernel)) is None:
             continue
@@ -32,11 +32,11 @@ def lower_embeddings(graph: GraphEditor, kernel: OwnLinears) -> None:
 def packed_table(
     gather: ir.Node, kernel: OwnLinears
 ) -> tuple[PackedForm, str, LinearWeight] | None:
-    """How the table of a lookup is packed, and by which name; None: it stays as it is.
+    """Packed form and name of a lookup's table; None: not packed.
 
-    That of a tied head is the head's own weight, but in INT4: four bits cost a model more as an
-    embedding than as a head. Such tables become int8 in blocks of 32, and so do all others where
-    layers of their width are rounded.
+    A tied head shares its weight, except in INT4, which costs more accuracy as an embedding than as
+    a head. Such tables become int8 in blocks of 32, as do all others if layers of their width are
+    rounded.
     """
     value = gather.inputs[0]
     tensor = None if value is None else value.const_value

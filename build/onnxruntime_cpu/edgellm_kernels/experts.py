@@ -1,4 +1,4 @@
-"""Mixtures of experts by edgellm's own kernel, which reads those that a row takes."""
+"""Mixtures of experts by edgellm's kernel, which reads only the chosen experts."""
 
 from __future__ import annotations
 
@@ -34,7 +34,7 @@ def lower_experts(graph: GraphEditor, kernel: OwnLinears) -> None:
 
 
 def _route(graph: GraphEditor, call: ir.Node) -> ir.Value:
-    """Float weights as they are stored: rounding would choose other experts."""
+    """A router with float weights as stored: rounding would choose other experts."""
     require_known(call)
     x, weight = call.inputs
     tensor = weight.const_value if weight is not None else None
@@ -56,7 +56,7 @@ def _route(graph: GraphEditor, call: ir.Node) -> ir.Value:
 
 
 def forms_of(layer: ExpertLayer, kernel: OwnLinears) -> tuple[PackedForm, PackedForm]:
-    """How gate and up of an expert are packed, or its up alone, and its down."""
+    """Packed forms of an expert's gate and up (or up alone), and of its down."""
     _, hidden, width = layer.gate.shape
     kernel = kernel.of_widths(hidden, width)
     first = next(_inner(layer)), next(_downs(layer))
@@ -67,24 +67,24 @@ def forms_of(layer: ExpertLayer, kernel: OwnLinears) -> tuple[PackedForm, Packed
 
 
 def _padded_width(layer: ExpertLayer) -> int:
-    """Of the networks between gate and down: the kernel takes gate and up in strips."""
+    """Padded intermediate size: the kernel takes gate and up in strips."""
     return -(-layer.gate.shape[2] // STRIP) * STRIP
 
 
 def _inner(layer: ExpertLayer) -> Iterator[LinearWeight]:
-    """See `ExpertLayer.inner`; padded channels give zero, whatever the activation."""
+    """See `ExpertLayer.inner`; padded channels give zero for all activations."""
     shape = layer.gate.shape[1], _padded_width(layer)
     return (_padded(weight, shape) for weight in layer.inner())
 
 
 def _downs(layer: ExpertLayer) -> Iterator[LinearWeight]:
-    """See `ExpertLayer.downs`; padded inputs give nothing."""
+    """See `ExpertLayer.downs`; padded inputs have zero weights."""
     shape = _padded_width(layer), layer.down.shape[2]
     return (_padded(weight, shape) for weight in layer.downs())
 
 
 def _padded(weight: LinearWeight, shape: tuple[int, int]) -> LinearWeight:
-    """Pads parts [in, out] of another shape with zeros to this one, as floats."""
+    """Pads parts [in, out] with zeros to this shape, as floats."""
     return LinearWeight(tuple(_padded_part(part, shape) for part in weight.parts))
 
 
@@ -100,7 +100,7 @@ def _padded_part(part: WeightPart, shape: tuple[int, int]) -> WeightPart:
 
 
 def _padded_bias(bias: np.ndarray, layer: ExpertLayer) -> np.ndarray:
-    """Of gates or ups, [E, width]."""
+    """Padded biases of gates or ups, [E, width]."""
     return np.pad(bias, ((0, 0), (0, _padded_width(layer) - bias.shape[1])))
 
 
@@ -144,7 +144,7 @@ def _emit(graph: GraphEditor, layer: ExpertLayer, kernel: OwnLinears) -> ir.Valu
 def _stacked(
     form: PackedForm, weights: Iterable[LinearWeight], order: np.ndarray | None = None
 ) -> Iterator[bytes]:
-    """Records of every expert, then the headers of all, which a session reads first."""
+    """Records of all experts, then their headers, which a session reads first."""
     headers = []
     for weight in weights:
         pieces = packed_bytes(form, weight, order)

@@ -1,4 +1,4 @@
-"""Linear layers by edgellm's own kernels: packed weights, with what stands around the product."""
+"""Linear layers by edgellm's kernels: packed weights, fused with biases, gates and norms."""
 
 from __future__ import annotations
 
@@ -29,20 +29,20 @@ _GAMMA, _BIAS, _RESIDUAL, _INPUTS = 2, 4, 5, 6  # places of its inputs, and thei
 
 
 class OwnLinears:
-    """A RoundingKernel: one QuantLinear; floats of 32 bits stay with ONNX Runtime."""
+    """A RoundingKernel that emits QuantLinear; float32 weights stay with ONNX Runtime."""
 
     def __init__(self, *, rounds: str = "", one_term: tuple[str, ...] = ALL_INPUTS) -> None:
         """Args as follows.
 
         Args:
             rounds: floats to "int8" or "int4", FP8 to "int8", in blocks of 32.
-            one_term: how the names of these layers end whose inputs keep 8 bits; see `linears`.
+            one_term: suffixes of names of layers whose inputs keep 8 bits; see `linears`.
         """
         self._rounds, self._one_term = rounds, one_term
 
     @property
     def rounds_floats(self) -> bool:
-        """Whether floats become integers."""
+        """Whether float weights are quantized."""
         return self._rounds in ("int4", "int8")
 
     def emit(self, graph: GraphEditor, x: ir.Value, weight: LinearWeight, name: str) -> ir.Value:
@@ -74,7 +74,7 @@ class OwnLinears:
         return Rounding(block, not keeps_codes(weight, kernel._rounds))
 
     def form(self, weight: LinearWeight, name: str, *, is_gated: bool = False) -> PackedForm | None:
-        """How the weight of a layer is packed; None: it is not."""
+        """Packed form of a layer's weight; None: not packed."""
         return form_of(
             weight,
             rounds=self._rounds,
@@ -83,13 +83,13 @@ class OwnLinears:
         )
 
     def of_widths(self, hidden: int, width: int) -> OwnLinears:
-        """Of experts with these inputs: int8 where blocks of INT4 do not divide both."""
+        """The kernel for experts of these widths: int8 if blocks of INT4 do not divide both."""
         if self._rounds == "int4" and not (expert_block(hidden) and expert_block(width)):
             return OwnLinears(rounds="int8", one_term=self._one_term)
         return self
 
     def expert_form(self, weight: LinearWeight, name: str, *, is_gated: bool = False) -> PackedForm:
-        """How an expert of a mixture is packed: always, so that only what is taken is read."""
+        """Packed form of an expert: always packed, so that only chosen experts are read."""
         form = form_of(
             weight,
             rounds=self._rounds,
@@ -108,7 +108,7 @@ def packed_weight(
     weight: LinearWeight,
     order: np.ndarray | None = None,
 ) -> ir.Value:
-    """The weight in the engine's file, where each name is once; see `packed_bytes`."""
+    """The weight in the engine's file, stored once by name; see `packed_bytes`."""
     return graph.streamed_weight(
         f"{name}.{form.kind}_packed", form.num_bytes, lambda: packed_bytes(form, weight, order)
     )
@@ -126,7 +126,7 @@ def _product(graph: GraphEditor, x: ir.Value, form: PackedForm, packed: ir.Value
 
 
 def lower_own_linears(graph: GraphEditor, kernel: OwnLinears, marks: Marks | None = None) -> None:
-    """Rewrite every linear layer, with biases, gates, residuals and norms around it.
+    """Rewrite all linear layers, fused with biases, gates, residuals and norms.
 
     `marks`: of layers that adapters change.
     """
@@ -148,7 +148,7 @@ def lower_own_linears(graph: GraphEditor, kernel: OwnLinears, marks: Marks | Non
 
 
 def _drop_lowered(graph: GraphEditor) -> None:
-    """Remove the layers that products replaced, which would still read their norms."""
+    """Remove replaced layers, which would still use their norms."""
     for node, _ in list(linear_layers(graph.graph)):
         biases = [use.node for use in node.outputs[0].uses()]
         graph.graph.remove([*biases, node], safe=True)
@@ -160,7 +160,7 @@ def _stored_alike(weight: LinearWeight) -> Hashable:
 
 # ------------------------------------------------------------------------------------ gates
 def _lower_gate(graph: GraphEditor, kernel: OwnLinears, mul: ir.Node) -> None:
-    """`Mul(Swish(gate), up)` of two linear layers that read the same."""
+    """Fuse `Mul(Swish(gate), up)` of two linear layers with the same input."""
     for value, other in (mul.inputs, mul.inputs[::-1]):
         swish, up = _only_producer(value), _only_producer(other)
         if swish is None or up is None or swish.op_type != "Swish" or swish.attributes:
@@ -191,17 +191,17 @@ def _can_be_gated(kernel: OwnLinears, weight: LinearWeight) -> bool:
 
 
 def _only_producer(value: ir.Value | None) -> ir.Node | None:
-    """What makes a value that is read once, within the graph."""
+    """The producer of a value with a single use within the graph."""
     if value is None or value.is_graph_output() or len(tuple(value.uses())) != 1:
         return None
     return value.producer()
 
 
-# ----------------------------------------------------------------- what stands around products
+# -------------------------------------------------------------------------- fused operations
 def _take_sum(
     graph: GraphEditor, node: ir.Node, place: int, suits: Callable[[ir.Node, ir.Value], bool]
 ) -> None:
-    """Let a product add what only it is added to."""
+    """Fuse an addition into a product that has no other use."""
     y = node.outputs[0]
     uses = tuple(y.uses())
     if y.is_graph_output() or len(uses) != 1 or uses[0].node.op_type != "Add":
@@ -211,7 +211,7 @@ def _take_sum(
     if other is None or other is y or not suits(node, other):
         return
     graph.graph.remove(node)
-    graph.graph.insert_before(add, node)  # where the other is known
+    graph.graph.insert_before(add, node)  # where the other operand is computed
     node.replace_input_with(place, other)
     graph.replace(add.outputs[0], y)
     graph.graph.remove(add, safe=True)
@@ -223,13 +223,13 @@ def _is_bias(node: ir.Node, other: ir.Value) -> bool:
 
 
 def _is_residual(node: ir.Node, other: ir.Value) -> bool:
-    """What is computed; layers add nothing that is narrower than their products."""
+    """Whether the operand is computed; residuals are as wide as the product."""
     del node
     return other.const_value is None
 
 
 def _take_norm(norm: ir.Node) -> None:
-    """Let products normalize their rows, where nothing else reads the norm."""
+    """Fuse a norm into its products, if it has no other uses."""
     x, gamma = norm.inputs
     uses = tuple(norm.outputs[0].uses())
     is_last = "axis" not in norm.attributes or norm.attributes["axis"].as_int() == -1

@@ -1,4 +1,4 @@
-"""Weights of a portable graph as edgellm's kernels read them, see `device_runtime.kernels.pack`."""
+"""Packs weights of a portable graph for edgellm's kernels, see `device_runtime.kernels.pack`."""
 
 from __future__ import annotations
 
@@ -29,7 +29,7 @@ from edgellm.device_runtime.kernels.pack import (
 )
 
 _HALVES = {ir.DataType.FLOAT16: "float16", ir.DataType.BFLOAT16: "bfloat16"}
-_ROUNDED_BLOCK = 32  # of weights that become int8 only here
+_ROUNDED_BLOCK = 32  # of weights that are requantized to int8 here
 _Order = NDArray[np.int64]
 
 
@@ -41,12 +41,12 @@ def form_of(
     input_terms: int = 1,
     of_expert: bool = False,
 ) -> PackedForm | None:
-    """How the kernels keep a weight; None: floats of 32 bits, which they do not.
+    """Packed form of a weight; None: float32, which is not packed.
 
-    FP8, NVFP4, and integers whose blocks are multiples of 16, keep their codes; other blocks become
-    int8 in blocks of 32. `rounds`: what floats become, "int8" or "int4", whose inputs then have
-    `input_terms`; FP8 follows to "int8", with one. `of_expert`: of a mixture, whose floats of 32
-    bits are packed, too.
+    FP8, NVFP4, and integers with blocks in multiples of 16, keep their codes; other blocks become
+    int8 in blocks of 32. `rounds`: type of rounded floats, "int8" or "int4", with `input_terms` for
+    inputs; FP8 becomes "int8", too, with one term. `of_expert`: a mixture's weight, packed even as
+    float32.
     """
     shape = weight.in_features, sum(weight.widths)
     block = _int4_block(shape[0], of_expert=of_expert)
@@ -69,7 +69,7 @@ def _int4_block(width: int, *, of_expert: bool) -> int:
 
 
 def float_kind(dtype: ir.DataType) -> str:
-    """The kind of a packed weight of floats."""
+    """The kind of a packed float weight."""
     return _HALVES.get(dtype, "float32")
 
 
@@ -81,7 +81,7 @@ def keeps_codes(weight: LinearWeight, rounds: str = "") -> bool:
 
 
 def _block(part: WeightPart) -> int:
-    """Inputs that share a packed scale; 0: the codes cannot stay."""
+    """Inputs that share a packed scale; 0: the weight must be requantized."""
     if part.kind == "fp8":
         return part.block_size or part.shape[0]
     if part.kind not in ("int4", "int8", "fp4"):
@@ -94,9 +94,9 @@ def _block(part: WeightPart) -> int:
 def packed_bytes(
     form: PackedForm, weight: LinearWeight, order: _Order | None = None
 ) -> Iterator[bytes]:
-    """The packed weight, piece by piece: all cores decode a few of its channels at a time.
+    """The packed weight in pieces: all cores decode a few of its channels at a time.
 
-    `order` of the output channels, None: as they are.
+    `order` of the output channels, None: unchanged.
     """
     order = np.arange(form.out_features) if order is None else order
     slices = [order[part] for part in channel_slices(form)]
@@ -106,13 +106,13 @@ def packed_bytes(
         yield from _in_turn(threads, pack, slices)
 
 
-_Pack = Callable[[_Order], bytes]  # gives the records of some channels
+_Pack = Callable[[_Order], bytes]  # returns the records of some channels
 
 
 def _packer(
     form: PackedForm, weight: LinearWeight, slices: list[_Order], threads: ThreadPoolExecutor
 ) -> tuple[float, _Pack]:
-    """The multiplier of scales, for which all channels are looked at, and what packs some."""
+    """The multiplier of scales, from all channels, and a function that packs some channels."""
     if not form.is_quantized:
         return 1.0, lambda order: float_records(form, *_some(weight, order, _bits))
     if form.kind == "fp8":
@@ -128,7 +128,7 @@ def _packer(
 
 
 def _in_turn(threads: ThreadPoolExecutor, pack: _Pack, slices: Iterable[_Order]) -> Iterator[bytes]:
-    """Records in order; few of them wait for a slow disk."""
+    """Records in order, with a short queue for slow disks."""
     waiting: deque[Future[bytes]] = deque()
     for each in slices:
         waiting.append(threads.submit(pack, each))
@@ -139,7 +139,7 @@ def _in_turn(threads: ThreadPoolExecutor, pack: _Pack, slices: Iterable[_Order])
 
 
 def _rounded(form: PackedForm, weight: LinearWeight, multiplier: float, order: _Order) -> bytes:
-    """Of floats, and of codes that cannot stay."""
+    """Records of floats, and of codes that are requantized."""
     (rows,) = _some(weight, order, _rows)
     if form.kind == "int8":
         codes, scales = rows_of_int8(rows, form.block)
@@ -151,14 +151,14 @@ def _rounded(form: PackedForm, weight: LinearWeight, multiplier: float, order: _
 
 
 class _Stored:
-    """A weight whose codes stay what they are."""
+    """Packs a weight that keeps its codes."""
 
     def __init__(self, form: PackedForm, weight: LinearWeight) -> None:
         self._form, self._weight = form, weight
         self._middles = {part.parameter: _middle(part, form) for part in weight.parts}
 
     def largest_factor(self, order: _Order) -> float:
-        """Of scales and offsets of some channels."""
+        """The largest scale or offset of some channels."""
         return largest_factor(*self._factors(order))
 
     def pack(self, multiplier: float, order: _Order) -> bytes:
@@ -171,7 +171,7 @@ class _Stored:
         return scales, offsets[0] if offsets else None
 
     def _codes(self, part: WeightPart) -> tuple[U8, ...]:
-        """uint8 [out, in] that count from the middle of the form's range."""
+        """uint8 [out, in], relative to the middle of the form's range."""
         codes = stored_array(part.stored[0])
         rows = (codes if part.is_by_output else codes.T).view(np.uint8)
         if self._form.kind == "fp4":
@@ -180,7 +180,7 @@ class _Stored:
         return (rows + np.uint8(MIDDLES[self._form.kind] - own),)
 
     def _both(self, part: WeightPart) -> tuple[np.ndarray, ...]:
-        """Scales [out, blocks]; and offsets, where the form has such."""
+        """Scales [out, blocks]; and offsets, if the form has them."""
         scales = _spread(part.scales(), part, self._form).T
         if not self._form.has_zero_points:
             return (scales,)
@@ -191,9 +191,9 @@ class _Stored:
 
 
 def _middle(part: WeightPart, form: PackedForm) -> int:
-    """What unsigned codes count from.
+    """The zero point of unsigned codes.
 
-    Those of fewer bits than they are kept in have a middle of their own: offsets stay small.
+    Codes with fewer bits than their packed form use their own middle, so offsets stay small.
     """
     middle = MIDDLES.get(form.kind, 0)
     if not (part.is_unsigned and part.has_minima):
@@ -210,7 +210,7 @@ _Read = Callable[[WeightPart], tuple[np.ndarray, ...]]  # arrays [out, ...] of a
 
 
 def _some(weight: LinearWeight, order: _Order, read: _Read) -> tuple[np.ndarray, ...]:
-    """What `read` gives of output channels, in that order: [len(order), ...]."""
+    """Output channels of `read`, in this order: [len(order), ...]."""
     found: list[tuple[NDArray[np.int64], list[np.ndarray]]] = []
     begin = 0
     for part, width in zip(weight.parts, weight.widths, strict=True):
@@ -238,13 +238,13 @@ def _rows(part: WeightPart) -> tuple[NDArray[np.float32], ...]:
 
 
 def _bits(part: WeightPart) -> tuple[np.ndarray, ...]:
-    """Floats [out, in] in their bits, as they are stored."""
+    """Bits of floats [out, in], as stored."""
     rows = stored_array(part.stored[0])
     return (rows.view(np.dtype(f"u{rows.itemsize}")),)
 
 
 def _fp8_of(form: PackedForm) -> _Read:
-    """Codes [out, in] in their bits, and scales [out, blocks]."""
+    """A reader of code bits [out, in] and scales [out, blocks]."""
 
     def read(part: WeightPart) -> tuple[np.ndarray, ...]:
         codes = stored_array(part.stored[0]).view(np.uint8)

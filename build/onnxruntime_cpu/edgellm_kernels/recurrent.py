@@ -23,13 +23,13 @@ _STATES = "states"  # symbol of their number
 
 
 def recurrences(model: ir.Model) -> tuple[str, ...]:
-    """The functions of a model that kernels compute."""
+    """Functions of a model that have kernels."""
     names = (name for _, name, _ in model.functions)
     return tuple(name for name in names if name in _RULES or name.startswith(CONVOLUTION))
 
 
 def lower_recurrences(graph: GraphEditor, functions: tuple[str, ...]) -> None:
-    """Rewrite all calls of `recurrences`; a pass reads the states of any number of sequences."""
+    """Rewrite all calls of `recurrences`, for batches of any size."""
     for call in find_calls(graph.graph, *functions):
         require_known(call)
         graph.cursor, inputs = call, list(call.inputs)
@@ -40,13 +40,13 @@ def lower_recurrences(graph: GraphEditor, functions: tuple[str, ...]) -> None:
         name = "GatedDeltaUpdate"
         if call.op_type != DELTA_UPDATE:
             name = "GatedDelta"
-            del inputs[-2]  # the tree mask, which says the same as the parents
+            del inputs[-2]  # the tree mask, implied by the parents
         if call.op_type == DECAYING_RULE:
             inputs.insert(4, None)  # rates
         outputs = graph.nodes(name, inputs, len(call.outputs), domain=DOMAIN)
         for old, new in zip(call.outputs, outputs, strict=True):
             graph.replace(old, new)
-    if {*functions} - {DELTA_UPDATE}:  # a commit is of one
+    if {*functions} - {DELTA_UPDATE}:  # a commit has batch size 1
         for value in graph.graph.inputs:
             if str(value.name).startswith(STATE) and value.shape is not None:
                 value.shape = ir.Shape([_STATES, *value.shape[1:]])

@@ -1,1 +1,1 @@
-"""Portable graphs as TensorRT's parser and compiler take them."""
+"""Lowering of portable graphs for TensorRT's parser and compiler."""

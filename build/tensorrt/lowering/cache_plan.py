@@ -1,4 +1,4 @@
-"""What computes attention in an engine, and how its cache is kept."""
+"""Choice of attention kernels and KV cache type for an engine."""
 
 from __future__ import annotations
 
@@ -25,31 +25,31 @@ _PRECISIONS = {"float16": ir.DataType.FLOAT16, "float32": ir.DataType.FLOAT}
 
 @dataclass(frozen=True, slots=True)
 class CachePlan:
-    """Of an engine with a cache."""
+    """Attention and KV cache of an engine."""
 
-    dtype: str  # of the cache, as a manifest says it
+    dtype: str  # of the cache, as in manifests
     kernels: Kernels | None = None  # edgellm's own; None: TensorRT's operators
     why_not: str = ""  # edgellm's, unless the user chose TensorRT's
 
     @property
     def way(self) -> str:
-        """As `--kernels` is given."""
+        """The choice as a value of `--kernels`."""
         return EDGELLM if self.kernels is not None else TENSORRT
 
 
 def plan_cache(
     models: Mapping[str, ir.Model], bundle: Bundle, plan: Plan, target: Target
 ) -> CachePlan:
-    """What a bundle with a cache gets.
+    """Plan attention and KV cache of a bundle.
 
     Args:
         models: portable graphs by role.
         bundle: of them.
-        plan: says what is wanted.
+        plan: with the flags.
         target: library and GPU.
 
     Raises:
-        EdgeLLMError: what is wanted cannot be had; says why.
+        EdgeLLMError: a flag is not supported, with the reason.
     """
     if plan.kv_cache == "float16":
         raise EdgeLLMError(
@@ -85,7 +85,7 @@ def plan_cache(
 
 
 def _require_one(plan: Plan, fault: str) -> None:
-    """TensorRT's operators know one sequence; raises `EdgeLLMError` with what stops edgellm's."""
+    """Reject batches with TensorRT's operators; raises `EdgeLLMError` with the `fault`."""
     if plan.max_batch_size > 1:
         raise EdgeLLMError(
             f"--maxBatchSize {plan.max_batch_size} needs edgellm's kernels: {fault}",
@@ -94,7 +94,7 @@ def _require_one(plan: Plan, fault: str) -> None:
 
 
 def _require_few(plan: Plan) -> None:
-    """Refuse more sequences than kernels take; raises `EdgeLLMError`."""
+    """Reject batches larger than the kernels support; raises `EdgeLLMError`."""
     if plan.max_batch_size > SEQUENCES:
         raise EdgeLLMError(
             f"--maxBatchSize {plan.max_batch_size} exceeds the {SEQUENCES} sequences that "
@@ -104,7 +104,7 @@ def _require_few(plan: Plan) -> None:
 
 
 def library_fault(library: Library) -> str:
-    """Why a library takes no plugins that launch edgellm's kernels; "" if it does."""
+    """Why a library does not support plugins with edgellm's kernels; "" if it does."""
     if library.is_ahead_of_time:
         return f"{library.label} takes no plugins"
     if takes_plugins(library.version):
@@ -113,7 +113,7 @@ def library_fault(library: Library) -> str:
 
 
 def machine_fault(library: Library) -> str:
-    """Why no network gets edgellm's kernels here: library, GPU or driver; "" if some do."""
+    """Why edgellm's kernels are unavailable here (library, GPU, driver); "" if they are."""
     sm = compute_capability()
     if (fault := library_fault(library)) or sm is None:
         return fault
@@ -121,10 +121,10 @@ def machine_fault(library: Library) -> str:
 
 
 def _codes(bundle: Bundle, plan: Plan, target: Target) -> str:
-    """Of the cache: "auto" is what the checkpoint was calibrated for, where the GPU has it.
+    """Type of the cache; "auto" is the calibrated type, if the GPU supports it.
 
     Raises:
-        EdgeLLMError: the GPU does not have it.
+        EdgeLLMError: the GPU does not support it.
     """
     has_fp8 = target.sm >= FIRST_FP8
     if plan.kv_cache == "fp8" and not has_fp8:

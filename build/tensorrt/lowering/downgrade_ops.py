@@ -25,17 +25,17 @@ Types = dict[str, tuple[ir.DataType | None, int | None]]
 def adapt(model: ir.Model, version: Version) -> None:
     """Rewrite a lowered graph in place, so that a TensorRT of `version` takes it.
 
-    For 11.x there is nothing to do. 10.16 gets 4-D attention and older forms of Swish and of
+    11.x needs no changes. 10.16 gets 4-D attention and older forms of Swish and of
     integer Clip; 10.13 and 10.3 also get normalization, rotary embeddings, cache updates and
     attention in primitives. Such an engine copies caches within, and hands out the new rows
     instead, [1, heads, rows, D] under the name of the updated cache; the runner appends them.
 
     Args:
-        model: as the lowering leaves it, before it is saved; weights are not touched.
+        model: lowered, not saved yet; weights are not changed.
         version: major and minor of the TensorRT that will parse the graph.
 
     Raises:
-        EdgeLLMError: the version cannot take the graph in any form; says what, and the remedy.
+        EdgeLLMError: the version supports no form of the graph, with a hint.
     """
     rewrite(model, version)
     if faults := check_graph(model, version):
@@ -47,7 +47,7 @@ def adapt(model: ir.Model, version: Version) -> None:
 
 
 def rewrite(model: ir.Model, version: Version) -> None:
-    """Replace in place what a TensorRT lacks, as far as there is another form of it."""
+    """Replace unsupported operators in place, if they have another form."""
     _rewrite(model, rules(version), _REWRITES)
     common.CommonSubexpressionEliminationPass()(model)
     common.RemoveUnusedNodesPass()(model)
@@ -55,7 +55,7 @@ def rewrite(model: ir.Model, version: Version) -> None:
 
 
 def uncap_attention(model: ir.Model) -> None:
-    """Attention with a soft cap, which no TensorRT takes, in primitives."""
+    """Rewrite attention with a soft cap, which TensorRT does not support, as primitives."""
     if any(_softcap(node) for node in model.graph):
         _rewrite(model, rules(CHECKED[-1]), {"Attention": _attention})
 
@@ -71,7 +71,7 @@ def _rewrite(model: ir.Model, known: Known, forms: Mapping[str, Form]) -> None:
 
 
 def _softcap(node: ir.Node) -> float:
-    """What bounds scores; 0: nothing, or no attention."""
+    """The soft cap of scores; 0: none, or not attention."""
     return node.attributes.get_float("softcap", 0.0) if node.op_type == "Attention" else 0.0
 
 
@@ -89,7 +89,7 @@ def _types(model: ir.Model) -> Types:
 
 
 class _Editor:
-    """Appends nodes before one that is to be replaced."""
+    """Inserts nodes before the node that they replace."""
 
     def __init__(self, graph: ir.Graph, node: ir.Node, types: Types) -> None:
         self._graph, self._node, self._types, self._count = graph, node, types, 0
@@ -124,7 +124,7 @@ class _Editor:
         return node.outputs
 
     def constant(self, array: np.ndarray | np.generic | Sequence[int]) -> ir.Value:
-        """A small initializer; equal ones are one."""
+        """A small initializer; equal ones are shared."""
         data = np.asarray(array)
         digest = "_".join(map(str, data.reshape(-1).tolist()))
         name = f"adapted.{data.dtype}.{'x'.join(map(str, data.shape))}.{digest}"
@@ -141,7 +141,7 @@ class _Editor:
         return self._graph.initializers[name]
 
     def hand_out(self, output: ir.Value, instead: ir.Value | None) -> None:
-        """Let the graph give [1, heads, rows, D] under the name of an output like a cache."""
+        """Make the graph output [1, heads, rows, D] under the name of a cache output."""
         assert output.shape is not None
         places = [at for at, given in enumerate(self._graph.outputs) if given is output]
         for place in places:
@@ -158,7 +158,7 @@ class _Editor:
 
 
 def _replace(graph: ir.Graph, node: ir.Node, new: ir.Value) -> None:
-    """Let everything that reads a node's output read `new`; a graph output keeps its name."""
+    """Replace all uses of a node's output by `new`; a graph output keeps its name."""
     old = node.outputs[0]
     new.type, new.shape = old.type, old.shape
     for position, output in enumerate(graph.outputs):
@@ -178,7 +178,7 @@ def _swish(op: _Editor, node: ir.Node, known: Known) -> ir.Value | None:
 
 
 def _clip(op: _Editor, node: ir.Node, known: Known) -> ir.Value | None:
-    """Of integers, where it is listed for floats alone."""
+    """Clip of integers, for versions with floats only."""
     value, least, maximum = node.inputs
     if op.dtype(value) in known["Clip"].dtypes:
         return None
@@ -200,7 +200,7 @@ def _rms_norm(op: _Editor, node: ir.Node, known: Known) -> ir.Value | None:
 
 
 def _rotary(op: _Editor, node: ir.Node, known: Known) -> ir.Value | None:
-    """Numbers of a head against each other; x [B, S, heads*D], tables [positions or B, S, R/2]."""
+    """RoPE of x [B, S, heads*D], tables [positions or B, S, R/2]."""
     if "RotaryEmbedding" in known:
         return None
     x, cos, sin, *rest = node.inputs
@@ -210,20 +210,20 @@ def _rotary(op: _Editor, node: ir.Node, known: Known) -> ir.Value | None:
         cos, sin = (op("Gather", table, rest[0], axis=0) for table in (cos, sin))
     apart = op("Reshape", x, op.constant(np.array([0, 0, heads, -1])))
     if not rotary_dim:
-        turned = _turned(op, node, apart, (cos, sin))
+        rotated = _apply_rope(op, node, apart, (cos, sin))
     else:
         axes, end = op.constant(np.array([3])), op.constant(np.array([rotary_dim]))
         far = op.constant(np.array([np.iinfo(np.int32).max]))
         head = op("Slice", apart, op.constant(np.array([0])), end, axes)
         rest_of_head = op("Slice", apart, end, far, axes)
-        turned = op("Concat", _turned(op, node, head, (cos, sin)), rest_of_head, axis=3)
-    return op("Reshape", turned, op.constant(np.array([0, 0, -1])))
+        rotated = op("Concat", _apply_rope(op, node, head, (cos, sin)), rest_of_head, axis=3)
+    return op("Reshape", rotated, op.constant(np.array([0, 0, -1])))
 
 
-def _turned(
+def _apply_rope(
     op: _Editor, node: ir.Node, x: ir.Value, tables: tuple[ir.Value | None, ...]
 ) -> ir.Value:
-    """X [B, S, heads, R] by tables [B, S, R/2]; neighbours, or halves of R, turn together."""
+    """Apply RoPE to x [B, S, heads, R] by tables [B, S, R/2]; pairs are neighbours or halves."""
     is_interleaved = node.attributes.get_int("interleaved", 0)
     if is_interleaved:
         x = op("Reshape", x, op.constant(np.array([0, 0, 0, -1, 2])))
@@ -231,21 +231,21 @@ def _turned(
     cos, sin = (op("Unsqueeze", table, op.constant(axes)) for table in tables)
     axis = 4 if is_interleaved else 3
     low, high = op.several("Split", [x], 2, axis=axis, num_outputs=2)
-    turned = op(
+    rotated = op(
         "Concat",
         op("Sub", op("Mul", low, cos), op("Mul", high, sin)),
         op("Add", op("Mul", high, cos), op("Mul", low, sin)),
         axis=axis,
     )
     flat = op.constant(np.array([0, 0, 0, -1]))
-    return op("Reshape", turned, flat) if is_interleaved else turned
+    return op("Reshape", rotated, flat) if is_interleaved else rotated
 
 
 def _scatter(op: _Editor, node: ir.Node, known: Known) -> ir.Value | None:
     """Rows [1, heads, S, D] after each other from `write_index` on in a cache.
 
-    A graph gives the rows, for the runtime to append: a TensorRT without the operator knows no
-    output that lies where an input lies.
+    The graph outputs the rows, and the runtime appends them: a TensorRT without the operator cannot
+    share a buffer of input and output.
     """
     if "TensorScatter" in known:
         return None
@@ -306,7 +306,7 @@ def _by_primitives(
 ) -> ir.Value:
     """[B, S, kv_heads, group, D]; keys and values are broadcast to a group, not copied.
 
-    Scores are those of scaled queries, so that fp16 holds them; their softmax is float32.
+    Queries are scaled before the product, so that scores fit fp16; their softmax is float32.
     """
     (q, k, v), (count, kv_heads) = inputs, heads
     kind = op.dtype(q)
@@ -327,7 +327,7 @@ def _by_primitives(
         bound = op.number(softcap, q)
         scores = op("Mul", op("Tanh", op("Div", scores, bound)), bound)
     if mask is not None:
-        if op.rank(mask) == 4:  # [B, heads or 1, S, C]; of several heads no graph of ours is
+        if op.rank(mask) == 4:  # [B, heads or 1, S, C]; edgellm's graphs have 1
             mask = op("Unsqueeze", mask, op.constant(np.array([2])))
         scores = op("Add", scores, mask)
     if kind != ir.DataType.FLOAT:

@@ -1,11 +1,11 @@
-"""Weights of 4 and 8 bits as INT4 in the blocks that NVIDIA documents, with equal products.
+"""Repacks 4-bit and 8-bit weights as INT4 in the documented blocks of TensorRT, with equal results.
 
-Its guide names blocks of 64 and 128 inputs for INT4, and scales must be positive; headers of 10.13
-to 11.1 name INT4, FP4 and FP8 for blocks, not INT8. Two codes for each input, on inputs that stand
-twice, say the rest:
+The guide documents INT4 blocks of 64 and 128 inputs, with positive scales. Headers of 10.13 to 11.1
+have blocks for INT4, FP4 and FP8, not INT8. Other weights become two codes for each input, which is
+repeated:
 
 * blocks of 32: the second code is 0, so that 64 codes share a scale,
-* a negative scale: its codes are turned around, and 8, which INT4 lacks, is 7 and 1,
+* a negative scale: its codes are negated, and 8, which INT4 lacks, is 7 and 1,
 * INT8: a code is 16 a + b + 8, and 8 is a factor of the sum of a block's inputs.
 
 https://docs.nvidia.com/deeplearning/tensorrt/latest/inference-library/quantized-types-schemes.html
@@ -24,12 +24,12 @@ from edgellm.build.lowering.linears.weights import LinearWeight, WeightPart, lin
 from edgellm.core.errors import UnsupportedModelError
 
 TAKEN = (64, 128)
-HALF_CODES = 8  # what an INT8 code is more than its two of INT4 say
+HALF_CODES = 8  # difference of an INT8 code and its two INT4 codes
 
 
 @dataclass(frozen=True, slots=True)
 class Layout:
-    """How a weight's codes lie."""
+    """Layout of a weight's codes."""
 
     run: int  # neighbouring inputs that are repeated together; they share a stored scale
     codes_each: int  # codes of an input
@@ -37,12 +37,12 @@ class Layout:
 
     @property
     def splits(self) -> bool:
-        """Whether the two codes have scales of their own: those of INT8."""
+        """Whether the two codes have different scales (INT8)."""
         return self.codes_each == 2 and self.block_size == self.run
 
 
 def layout_of(weight: LinearWeight) -> Layout | None:
-    """None for weights that have no such form: other kinds, and blocks too small for it."""
+    """The layout of a weight; None for other kinds, and for blocks that are too small."""
     part = weight.parts[0]
     shared = part.block_size or part.shape[0]
     if part.kind == "int4" and not has_signs(weight):
@@ -58,29 +58,29 @@ def layout_of(weight: LinearWeight) -> Layout | None:
 
 
 def is_too_small(part: WeightPart) -> bool:
-    """Whether blocks of 4 or 8 bits have no such form; floats have as many bits as it would."""
+    """Whether 4-bit or 8-bit blocks are too small for a layout; they become floats."""
     if part.kind == "int8":
         return bool(part.block_size) and not _largest(part.block_size, TAKEN)
     return part.kind == "int4" and bool((part.block_size or part.shape[0]) % (TAKEN[0] // 2))
 
 
 def has_signs(weight: LinearWeight) -> bool:
-    """Whether one of the scales is negative."""
+    """Whether a scale is negative."""
     return any(bool((part.scales() < 0).any()) for part in weight.parts)
 
 
 def refuse_signs(weight: LinearWeight) -> None:
-    """Raise `UnsupportedModelError` for negative scales that no layout makes positive."""
+    """Raise `UnsupportedModelError` for negative scales that no layout supports."""
     has_8_bits = weight.kind in ("int8", "fp8") and not is_too_small(weight.parts[0])
     if has_8_bits and has_signs(weight):
         raise UnsupportedModelError(
-            f"TensorRT takes no negative scales, which this {weight.kind.upper()} has",
+            f"TensorRT does not support the negative scales of this {weight.kind.upper()}",
             hint="quantize it with edgellm-quantize, or build it with --backend onnxruntime",
         )
 
 
 def notes_of_blocks(model: ir.Model) -> Iterator[str]:
-    """What layers of a portable graph cost more than their precision says."""
+    """Notes on layers that cost more than their precision implies."""
     layers = [weight for _, weight in linear_layers(model.graph) if weight.kind in ("int4", "int8")]
     layouts = [layout for weight in layers if (layout := layout_of(weight)) is not None]
     if twice := sum(layout.codes_each == 2 and not layout.splits for layout in layouts):
@@ -94,7 +94,7 @@ def notes_of_blocks(model: ir.Model) -> Iterator[str]:
 
 
 def _largest(shared: int, sizes: Sequence[int]) -> int:
-    """The largest of these sizes that blocks of `shared` inputs are a multiple of; 0: none."""
+    """The largest of these sizes that divides `shared`; 0: none."""
     return max((size for size in sizes if shared % size == 0), default=0)
 
 
@@ -107,20 +107,20 @@ def lay_out(layout: Layout, codes: np.ndarray, factors: np.ndarray) -> np.ndarra
         factors: [out, in / run]; those of INT8 are positive.
     """
     runs = codes.reshape(len(codes), -1, layout.run)
-    turned = np.where(factors[..., None] < 0, -runs, runs)
+    negated = np.where(factors[..., None] < 0, -runs, runs)
     if layout.codes_each == 1:
-        return turned.reshape(len(codes), -1).astype(np.int8)
+        return negated.reshape(len(codes), -1).astype(np.int8)
     if layout.splits:
-        low = (turned + 8) % 16 - 8
-        pairs = (turned - low) // 16, low
+        low = (negated + 8) % 16 - 8
+        pairs = (negated - low) // 16, low
     else:
-        low = np.minimum(turned, 7)
-        pairs = low, turned - low
+        low = np.minimum(negated, 7)
+        pairs = low, negated - low
     return np.stack(pairs, 2).reshape(len(codes), -1).astype(np.int8)
 
 
 def scales_of(layout: Layout, factors: np.ndarray) -> np.ndarray:
-    """Positive ones, [out, blocks], of factors [out, in / run]."""
+    """Positive scales [out, blocks] of factors [out, in / run]."""
     magnitudes = np.abs(factors)
     if not layout.splits:
         return magnitudes
@@ -129,7 +129,7 @@ def scales_of(layout: Layout, factors: np.ndarray) -> np.ndarray:
 
 
 def spread(graph: GraphEditor, x: ir.Value, layout: Layout, in_features: int) -> ir.Value:
-    """Inputs [..., in] as the codes lie, [..., in * codes_each]."""
+    """Inputs [..., in] in the order of the codes, [..., in * codes_each]."""
     if layout.codes_each == 1:
         return x
     leading = [0] * ((x.shape.rank() if x.shape is not None else 3) - 1)

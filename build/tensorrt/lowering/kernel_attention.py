@@ -1,4 +1,4 @@
-"""Cached attention as three nodes that TensorRT runs edgellm's own kernels for.
+"""Cached attention as three plugin nodes with edgellm's kernels in TensorRT.
 
 `store_rows` rotates and appends, `attend` computes shares of the live context, `combine` joins
 them (`kernels/triton/attention.py`). A graph then has no cache: it takes a table of addresses
@@ -48,15 +48,15 @@ _F16, _F32 = ir.DataType.FLOAT16, ir.DataType.FLOAT
 
 @dataclass(frozen=True, slots=True)
 class Kernels:
-    """Which of the kernels' variants a graph gets."""
+    """Parameters that select the kernels' variants for a graph."""
 
     sm: int  # compute capability of the GPU, 110 for 11.0
     codes: str  # of the cache: fp16, int8 or fp8
-    sequences: int = 1  # that share a pass
+    sequences: int = 1  # maximum batch size
 
     @property
     def many(self) -> bool:
-        """Whether passes are told of several sequences."""
+        """Whether passes may have several sequences."""
         return self.sequences > 1
 
     def variants(self, layer: CachedAttention) -> tuple[Variant, ...]:
@@ -72,12 +72,12 @@ class Kernels:
 
 
 def why_not(graph: ir.Graph, dtype: ir.DataType, kernels: Kernels, driver_ptx: int | None) -> str:
-    """Why a portable graph cannot have the kernels; "" if it can.
+    """Why the kernels do not support a portable graph; "" if they do.
 
     Args:
         graph: with cached attention.
         dtype: of activations.
-        kernels: that are wanted.
+        kernels: requested.
         driver_ptx: see `prebuilt.find`.
     """
     if dtype != _F16:
@@ -97,7 +97,7 @@ def why_not(graph: ir.Graph, dtype: ir.DataType, kernels: Kernels, driver_ptx: i
 
 
 def missing(variants: Iterable[Variant], sm: int, driver_ptx: int | None) -> str:
-    """Why a GPU or its driver takes no PTX of some kernels, and the remedy; "" if it does."""
+    """Why a GPU or its driver has no PTX of some kernels, with a hint; "" if it has."""
     try:
         for variant in variants:
             prebuilt.find(variant, sm, driver_ptx)
@@ -107,14 +107,14 @@ def missing(variants: Iterable[Variant], sm: int, driver_ptx: int | None) -> str
 
 
 def lower_attention(graph: GraphEditor, kernels: Kernels, capacity: int) -> None:
-    """Rewrite all cached attention of a graph that `why_not` has nothing against.
+    """Rewrite all cached attention of a graph that `why_not` accepts.
 
     Args:
         graph: before functions are inlined.
         kernels: for its layers.
-        capacity: rows of the longest cache; tables of positions are as long.
+        capacity: tokens of the longest cache, and length of RoPE tables.
     """
-    _settle_capacity(graph, capacity)
+    _bind_rope_tables(graph, capacity)
     layers = CachedAttention.all_of(graph.graph, takes_sinks=True)
     entries = table_entries(len(layers))
     table = ir.val(graph_io.CACHE_TABLE, ir.DataType.INT64, [entries])
@@ -131,7 +131,7 @@ def lower_attention(graph: GraphEditor, kernels: Kernels, capacity: int) -> None
 
 
 def _take_sequences(graph: ir.Graph) -> ir.Value:
-    """The input that says whose rows are where, in the place of the first one's row.
+    """Replace WRITE_INDEX by the input with the sequences of the pass.
 
     Columns of the mask are each sequence's own.
     """
@@ -151,7 +151,7 @@ def _drop_caches(values: MutableSequence[ir.Value]) -> None:
         values.remove(value)
 
 
-def _settle_capacity(graph: GraphEditor, capacity: int) -> None:
+def _bind_rope_tables(graph: GraphEditor, capacity: int) -> None:
     for node in graph.find("Shape"):
         value = node.inputs[0]
         if value is not None and str(value.name).startswith(CACHE_NAMES):
@@ -166,7 +166,7 @@ def _emit(
     told: tuple[ir.Value, ir.Value],
     kernels: Kernels,
 ) -> ir.Value:
-    """The nodes of a layer; y [1, S, num_heads * D]. `told`: where rows go, and the table."""
+    """The nodes of a layer; y [1, S, num_heads * D]. `told`: write positions, and the table."""
     seen = layer.visible.producer()
     assert seen is not None
     tree, places = seen.inputs[:2]
@@ -176,14 +176,14 @@ def _emit(
     if kernels.many:
         given["sequences"] = kernels.sequences
     rows = [(_F16, [1, "rows", heads * size])]
-    turned = _rotation(graph, layer, places)
+    rotated = _rotation(graph, layer, places)
     (q,) = _node(
         graph,
         STORE_ROWS,
-        [turned.q, turned.k, layer.v, *turned.tables, *told],
+        [rotated.q, rotated.k, layer.v, *rotated.tables, *told],
         rows,
         **given,
-        own_tables=turned.own_tables,
+        own_tables=rotated.own_tables,
     )
     parts, stats = _node(
         graph,
@@ -194,7 +194,7 @@ def _emit(
         window=_window(layer),
         cap_bits=_bits(layer.softcap),
     )
-    sinks = stats  # nothing reads them as such
+    sinks = stats  # placeholder, not read
     if layer.sinks is not None:
         sinks = graph.node("Cast", [layer.sinks], to=int(_F32))
     sunk = {"sunk": int(layer.sinks is not None)}
@@ -203,16 +203,16 @@ def _emit(
 
 
 @dataclass(frozen=True, slots=True)
-class _Turned:
-    """Queries and keys, and by what `store_rows` turns them yet."""
+class _Rotated:
+    """Queries and keys, and the RoPE tables that `store_rows` still applies."""
 
     q: ir.Value
     k: ir.Value
     tables: tuple[ir.Value | None, ...]  # cos, sin, positions
-    own_tables: int = 0  # 1: they are of the rows
+    own_tables: int = 0  # 1: they are by token
 
 
-def _rotation(graph: GraphEditor, layer: CachedAttention, places: ir.Value | None) -> _Turned:
+def _rotation(graph: GraphEditor, layer: CachedAttention, places: ir.Value | None) -> _Rotated:
     q, k, cos, sin, positions = layer.q, layer.k, layer.cos, layer.sin, layer.positions
     size = layer.head_dim
     if layer.scale is not None and not np.isclose(layer.scale, size**-0.5, rtol=1e-4):
@@ -221,7 +221,7 @@ def _rotation(graph: GraphEditor, layer: CachedAttention, places: ir.Value | Non
     is_whole = not layer.interleaved and layer.rotary_embedding_dim in (0, size)
     if cos is not None and is_whole:
         own = positions is None
-        return _Turned(q, k, (cos, sin, places if own else positions), int(own))
+        return _Rotated(q, k, (cos, sin, places if own else positions), int(own))
     if cos is not None:
         tables = [cos, sin] if positions is None else [cos, sin, positions]
         q, k = (
@@ -236,8 +236,8 @@ def _rotation(graph: GraphEditor, layer: CachedAttention, places: ir.Value | Non
         )
     one = graph.constant(f"cos_{size}", np.ones((1, size // 2), np.float16))
     none = graph.constant(f"sin_{size}", np.zeros((1, size // 2), np.float16))
-    first = graph.node("Sub", [places, places])  # of which there is one for all layers
-    return _Turned(q, k, (one, none, first))
+    first = graph.node("Sub", [places, places])  # shared by all layers
+    return _Rotated(q, k, (one, none, first))
 
 
 def _node(
@@ -247,7 +247,7 @@ def _node(
     outputs: Sequence[tuple[ir.DataType, list[int | str | None]]],
     **given: int | str,
 ) -> Sequence[ir.Value]:
-    """As TensorRT's parser finds a plugin whose kernel lies in the plan: `aot`."""
+    """A plugin node in the parser's form, with `aot`: the kernel is in the plan."""
     found = graph.nodes(
         name,
         inputs,
@@ -264,7 +264,7 @@ def _node(
 
 
 def _window(layer: CachedAttention) -> int:
-    """Positions that a row sees, its own included; 0: all."""
+    """Tokens that a token attends to, itself included; 0: all."""
     seen = layer.visible.producer()
     assert seen is not None
     require_known(seen, "window")
@@ -273,5 +273,5 @@ def _window(layer: CachedAttention) -> int:
 
 
 def _bits(number: float | None) -> int:
-    """Of a float32, as an integer."""
+    """The bits of a float32, as an integer."""
     return int(np.float32(number or 0).view(np.int32))

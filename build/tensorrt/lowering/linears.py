@@ -1,8 +1,8 @@
-"""Linear layers as TensorRT keeps them once for all passes.
+"""Linear layers in a form that TensorRT stores once for all passes.
 
-Its kernels for a single row want a weight [out, in], those for many rows take what they get, and
-layers that read the same input are merged into [in, out], whatever they were. So weights are
-written [out, in] and merged here, and the rows are taken apart in a way that keeps them merged.
+Its kernels for a single row need [out, in] weights; those for many rows support both. TensorRT
+merges layers with the same input into [in, out]. So weights are written [out, in] and merged here,
+and outputs are split in a way that keeps them merged.
 """
 
 from __future__ import annotations
@@ -37,14 +37,14 @@ _STORED = {"int8": ir.DataType.INT8, "fp8": ir.DataType.FLOAT8E4M3FN}
 
 
 def merge_key(weight: LinearWeight) -> tuple[str, int, float]:
-    """Weights with equal keys become one; NVFP4's share a global scale."""
+    """Weights with equal keys are merged; those of NVFP4 share a global scale."""
     part = weight.parts[0]
     global_scale = float(part.global_scale) if part.kind == "fp4" else 0.0
     return part.kind, part.block_size, global_scale
 
 
 def is_widened(weight: LinearWeight) -> bool:
-    """Whether a weight is multiplied as floats: TensorRT knows no blocks as small as its."""
+    """Whether a weight is dequantized, since its blocks are too small for TensorRT."""
     part = weight.parts[0]
     return part.kind == "dense" or is_too_small(part)
 
@@ -52,7 +52,7 @@ def is_widened(weight: LinearWeight) -> bool:
 def split_rows(graph: GraphEditor, y: ir.Value, widths: list[int], name: str) -> Sequence[ir.Value]:
     """Take y [1, S, sum of widths] apart after a Reshape.
 
-    A Split of the product itself is taken for as many products, which are merged anew.
+    TensorRT would split the product itself at a Split, and merge the parts again.
     """
     unit = int(np.gcd.reduce(widths))
     units = np.array([width // unit for width in widths], np.int64)
@@ -69,12 +69,12 @@ def split_rows(graph: GraphEditor, y: ir.Value, widths: list[int], name: str) ->
 
 @dataclass(frozen=True, slots=True)
 class StoredKernel:
-    """Every weight in the type that it is stored in; sums have the activations' type."""
+    """Keeps each weight in its stored type; outputs have the activations' type."""
 
     dtype: ir.DataType  # of activations
 
     def emit(self, graph: GraphEditor, x: ir.Value, weight: LinearWeight, name: str) -> ir.Value:
-        """One MatMul, with a second, small one where codes have zero points."""
+        """One MatMul, and a second, small one for zero points."""
         factors, read = None, x
         is_dense, layout = is_widened(weight), layout_of(weight)
         if is_dense:
@@ -87,7 +87,7 @@ class StoredKernel:
         elif weight.parts[0].block_size or _is_rounded(x):
             operand = self._dequantized(graph, weight, name)
         else:
-            operand, factors = self._scaled_behind(graph, weight, name)
+            operand, factors = self._split_scales(graph, weight, name)
         y = graph.node("MatMul", [read, graph.node("Transpose", [operand], perm=[1, 0])])
         if factors is not None:
             y = graph.node("Mul", [y, factors])
@@ -96,7 +96,7 @@ class StoredKernel:
         return y
 
     def _dense(self, graph: GraphEditor, weight: LinearWeight) -> ir.Value:
-        """Named after the parameters, so that a head shares the table of an embedding."""
+        """A dense weight named by its parameters, so that a tied head shares the embedding."""
         names = [part.parameter for part in weight.parts]
         kind = self.dtype.name.lower()
         return graph.weight(
@@ -104,12 +104,12 @@ class StoredKernel:
             lambda: _side_by_side([p.dense() for p in weight.parts]).astype(self.dtype.numpy()),
         )
 
-    def _scaled_behind(
+    def _split_scales(
         self, graph: GraphEditor, weight: LinearWeight, name: str
     ) -> tuple[ir.Value, ir.Value]:
-        """The largest scale for all of the weight, and what is left of each column's, [out].
+        """The largest scale, for the whole weight, and the remaining factor of each column [out].
 
-        With a scale for each column TensorRT writes the weight as floats in every pass of one row.
+        With a scale for each column TensorRT dequantizes the weight in each pass of one token.
         """
         scales = self._scales(weight).reshape(-1)
         largest = graph.constant(f"{name}.scale", scales.max())
@@ -132,7 +132,7 @@ class StoredKernel:
 
         def codes() -> np.ndarray:
             factors = self._factors(weight, blocks)
-            signed = _signed_codes(weight).astype(np.int16) - np.int16(_beside(layout))
+            signed = _signed_codes(weight).astype(np.int16) - np.int16(_code_offset(layout))
             pairs = lay_out(layout, _zeroed(signed, factors), factors).reshape(-1, 2).view(
                 np.uint8
             ) & np.uint8(15)
@@ -149,7 +149,7 @@ class StoredKernel:
         return graph.node("DequantizeLinear", stored, axis=1, block_size=layout.block_size)
 
     def _codes(self, graph: GraphEditor, weight: LinearWeight, name: str) -> ir.Value:
-        """Of 8 bits [out, in]."""
+        """8-bit codes [out, in]."""
         shape = (sum(weight.widths), weight.in_features)
 
         def codes() -> np.ndarray:
@@ -162,7 +162,7 @@ class StoredKernel:
         return _not_zero(self._factors(weight, _blocks(weight)))
 
     def _factors(self, weight: LinearWeight, blocks: int) -> np.ndarray:
-        """What codes are multiplied by, as activations are: [out, blocks]."""
+        """Scales of codes in the activations' type: [out, blocks]."""
         columns = []
         for part in weight.parts:
             scales = part.scales()
@@ -171,7 +171,7 @@ class StoredKernel:
         return _side_by_side(columns).astype(self.dtype.numpy())
 
     def _fp4(self, graph: GraphEditor, weight: LinearWeight, name: str) -> ir.Value:
-        """Two steps: the blocks' FP8 scales, then the codes; both [out, ...] as they are stored."""
+        """Dequantize the blocks' FP8 scales, then the codes; both [out, ...] as stored."""
         block = weight.parts[0].block_size
         shape = (sum(weight.widths), weight.in_features)
         codes = graph.weight(
@@ -194,9 +194,9 @@ class StoredKernel:
     def _zero_points(
         self, graph: GraphEditor, x: ir.Value, weight: LinearWeight, name: str, middles: list[int]
     ) -> ir.Value:
-        """What codes that count from the middles give too much, [..., out].
+        """Correction for codes relative to the middle of their range, [..., out].
 
-        TensorRT knows no zero points. Those of a block are a factor of the sum of its inputs.
+        TensorRT has no zero points. That of a block is a factor of the sum of its inputs.
         """
         block = weight.parts[0].block_size or weight.in_features
         blocks = weight.in_features // block
@@ -215,18 +215,18 @@ def _is_rounded(x: ir.Value) -> bool:
 
 
 def _blocks(weight: LinearWeight) -> int:
-    """Scales of an output."""
+    """Number of scales of an output."""
     block = weight.parts[0].block_size
     return weight.in_features // block if block else 1
 
 
 def _not_zero(factors: np.ndarray) -> np.ndarray:
-    """TensorRT wants scales above zero; where they are zero, so are all codes (`_zeroed`)."""
+    """Replace zero scales, which TensorRT rejects; their codes are zero, too (`_zeroed`)."""
     return np.where(factors == 0, factors.dtype.type(_SOME_SCALE), factors)
 
 
 def _fp4_codes(part: WeightPart) -> np.ndarray:
-    """Pairs of codes [out, in / 2]; 0 where the scale of their block is."""
+    """Pairs of codes [out, in / 2]; 0 if the scale of their block is 0."""
     scales = part.stored[1].numpy()
     pairs = stored_bytes(part.stored[0]).reshape(len(scales), -1)
     is_zero = np.repeat(scales == 0, pairs.shape[1] // scales.shape[1], 1)
@@ -239,7 +239,7 @@ def _signed_codes(weight: LinearWeight) -> np.ndarray:
 
 
 def _zeroed(codes: np.ndarray, factors: np.ndarray) -> np.ndarray:
-    """Codes [out, in] with 0 where the factor [out, blocks] is."""
+    """Codes [out, in], with 0 for factors [out, blocks] that are 0."""
     is_zero = factors == 0
     if not is_zero.any():
         return codes
@@ -248,7 +248,7 @@ def _zeroed(codes: np.ndarray, factors: np.ndarray) -> np.ndarray:
 
 
 def _signed(part: WeightPart) -> np.ndarray:
-    """[in, out]; codes with zero points count from the middle of their range."""
+    """[in, out]; codes with zero points are relative to the middle of their range."""
     if part.kind == "fp8":
         return part.stored[0].numpy()
     codes = part.codes()
@@ -257,14 +257,14 @@ def _signed(part: WeightPart) -> np.ndarray:
     return codes.astype(np.int8)
 
 
-def _beside(layout: Layout | None) -> int:
-    """What a code is more than its codes of INT4 say."""
+def _code_offset(layout: Layout | None) -> int:
+    """Difference of a code and its INT4 codes."""
     return HALF_CODES if layout is not None and layout.splits else 0
 
 
 def _middles(weight: LinearWeight, layout: Layout | None) -> list[int]:
-    """What the codes of each part count from; nothing if that is all."""
-    more = _beside(layout)
+    """Zero points of the codes of each part; [] without zero points."""
+    more = _code_offset(layout)
     middles = [(_MIDDLE[part.kind] if part.is_unsigned else 0) + more for part in weight.parts]
     return middles if any(middles) or any(part.has_minima for part in weight.parts) else []
 

@@ -1,7 +1,7 @@
-"""The portable graph as TensorRT's parser and compiler want it; still ONNX, with equal outputs.
+"""Lowers a portable graph for TensorRT's parser and compiler, as ONNX with equal outputs.
 
-The dialect was chosen for TensorRT, so little is left to do: sizes become constants, inputs that
-are rounded or smoothed alike are so once, and weights are laid out for all passes.
+Portable graphs are close to TensorRT's form, so little is left: sizes become constants, equal
+rounding or smoothing of inputs is merged, and weights are laid out for all passes.
 """
 
 from __future__ import annotations
@@ -41,14 +41,14 @@ def lower(
     """Rewrite `model` in place.
 
     Args:
-        model: any graph that `edgellm-export` writes.
+        model: any graph of `edgellm-export`.
         weights: receives every weight.
         dtype: of activations.
-        capacity: rows of the KV cache, which TensorRT wants to know; 0 for graphs without one.
-        candidates: of a draft, how many each row gives. A K that is known when the engine
-            runs would be a shape, and a pass whose shapes vary cannot be captured as a CUDA graph.
-        kernels: edgellm's own compute attention; None: TensorRT's operators do.
-        places: of LoRA adapters that linear layers take; None: they take none.
+        capacity: tokens of the KV cache, a constant in TensorRT; 0 for graphs without one.
+        candidates: of a draft, for each token. A K at run time would be a shape, and a pass with
+            varying shapes cannot be captured as a CUDA graph.
+        kernels: edgellm's kernels of attention; None: TensorRT's operators.
+        places: of LoRA adapters; None: linear layers take none.
     """
     if capacity:
         _bind(model.graph, CAPACITY, capacity)
@@ -70,7 +70,7 @@ def lower(
         sums = AdapterSums(graph, Marks(graph), places, dtype, _by_rows, varies=True)
         lower_linears(graph, kernel, key=merge_key, split=split_rows, adapt=sums)
     inline(model, keep=(FP4_QUANTIZE, *NODES))
-    # The parser of 10.3 wants axes and the like as initializers.
+    # The parser of 10.3 needs axes and similar inputs as initializers.
     common.LiftConstantsToInitializersPass(lift_all_constants=True, size_limit=0)(model)
     common.DeduplicateInitializersPass(size_limit=_LARGEST_VECTOR)(model)
     common.CommonSubexpressionEliminationPass()(model)
@@ -84,7 +84,7 @@ def _by_rows(graph: GraphEditor, x: ir.Value, matrix: ir.Value) -> ir.Value:
 
 
 def _bind(graph: ir.Graph, symbol: str, size: int) -> None:
-    """Give a symbolic dimension of inputs and outputs its size."""
+    """Set the size of a symbolic dimension of inputs and outputs."""
     for value in (*graph.inputs, *graph.outputs):
         dims = [size if str(dim) == symbol else dim for dim in value.shape or ()]
         value.shape = ir.Shape(dims)
@@ -92,7 +92,7 @@ def _bind(graph: ir.Graph, symbol: str, size: int) -> None:
 
 def _fix_top_k(graph: ir.Graph, candidates: int) -> None:
     top_k = next((value for value in graph.inputs if value.name == graph_io.TOP_K), None)
-    if top_k is None:  # what fuses features gives no candidates
+    if top_k is None:  # the fuse graph has no candidates
         return
     fixed = ir.Value(
         name="lowered.top_k",
@@ -107,7 +107,7 @@ def _fix_top_k(graph: ir.Graph, candidates: int) -> None:
 
 
 def _lower_tables(graph: GraphEditor, dtype: ir.DataType) -> None:
-    """Embeddings in the activations' type, which a head may share; a cast follows the look-up."""
+    """Store embeddings in the activations' type; a tied head may share them."""
     for node in graph.find("Gather"):
         table = node.inputs[0]
         tensor = table.const_value if table is not None else None

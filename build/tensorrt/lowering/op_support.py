@@ -1,4 +1,4 @@
-"""Holds every node of a graph against the table of what a TensorRT takes."""
+"""Checks the nodes of a graph against the operator table of a TensorRT version."""
 
 from __future__ import annotations
 
@@ -16,18 +16,18 @@ from edgellm.build.tensorrt.lowering.op_table import (
 )
 
 _INFERENCE_OPSET = 24
-_LARGEST_KEPT_BYTES = 4096  # of whole numbers that shapes may follow from
+_LARGEST_KEPT_BYTES = 4096  # of integers that shapes may depend on
 
 
 def check_graph(model: ir.Model, version: Version) -> list[str]:
-    """Why a TensorRT would refuse a graph; nothing if it takes it.
+    """Reasons why a TensorRT version rejects a graph; [] if it does not.
 
     Args:
         model: lowered. Types and ranks of values are inferred, where they are missing, in a copy.
         version: major and minor.
 
     Returns:
-        One line for each node that is not taken, and for the opset.
+        One line for each unsupported node, and for the opset.
     """
     found = []
     opset, highest = model.opset_imports[""], highest_opset(version)
@@ -52,14 +52,14 @@ def infer_types(model: ir.Model) -> ir.Model:
             value.const_value = None
             copy.graph.inputs.append(value)
             del copy.graph.initializers[name]
-    # An older opset, which an older TensorRT is told, may not know types that the graph has.
+    # An older opset, declared for an older TensorRT, may lack types of the graph.
     copy.opset_imports[""] = max(copy.opset_imports[""], _INFERENCE_OPSET)
     common.ShapeInferencePass()(copy)
     return copy
 
 
 def name_of(node: ir.Node) -> str:
-    """As the table calls it."""
+    """Name of a node's operator in the table."""
     return f"{node.domain}::{node.op_type}" if node.domain else node.op_type
 
 

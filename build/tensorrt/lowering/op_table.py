@@ -1,4 +1,4 @@
-"""Which ONNX operators the parser of each TensorRT takes, and for which types and ranks.
+"""ONNX operators that the parser of each TensorRT supports, with types and ranks.
 
 Sources. TensorRT 10.3: `docs/operators.md` and `onnxOpImporters.cpp` of onnx/onnx-tensorrt at
 96e7811 (10.1; release notes of 10.2 and 10.3 name no operator that our graphs have). What came
@@ -42,16 +42,16 @@ _ALL_RANKS = frozenset(range(9))
 
 @dataclass(frozen=True, slots=True)
 class Rule:
-    """What the parser takes of an operator."""
+    """Supported forms of an operator."""
 
     dtypes: frozenset[ir.DataType]  # of the inputs that `checked` names
     checked: tuple[int, ...] = (0,)
     ranks: frozenset[int] = _ALL_RANKS  # of the first input
-    initializers: tuple[int, ...] = ()  # inputs that must be constants, if they are there
+    initializers: tuple[int, ...] = ()  # inputs that must be constants, if present
     attributes: Mapping[str, frozenset[object]] = field(default_factory=dict, hash=False)
     max_candidates: int = 0  # of TopK; 0: no limit
     blocked: Mapping[ir.DataType, frozenset[int]] = field(default_factory=dict, hash=False)
-    """Sizes of blocks by the type of codes whose scales may be of blocks; none: any."""
+    """Supported block sizes by type of codes; empty: any."""
 
 
 _ELEMENTWISE = Rule(NUMBERS, (0, 1))
@@ -140,11 +140,11 @@ _ADDED: tuple[tuple[Version, Mapping[str, Rule]], ...] = (
 # codes of 4 bits. 10.8 documents 22, and takes FP4, which is of 23.
 _OPSETS: tuple[tuple[Version, int], ...] = (((10, 3), 21), ((10, 8), 23), ((10, 14), 24))
 
-CHECKED: tuple[Version, ...] = ((10, 3), (10, 13), (10, 16), (11, 4))  # what CI holds graphs to
+CHECKED: tuple[Version, ...] = ((10, 3), (10, 13), (10, 16), (11, 4))  # checked in CI
 
 
 def rules(version: Version) -> dict[str, Rule]:
-    """What a TensorRT takes by operator; those of other domains are `domain::name`.
+    """Rules of a TensorRT version by operator; those of other domains are `domain::name`.
 
     Raises:
         ValueError: it is older than the table.
@@ -159,32 +159,32 @@ def rules(version: Version) -> dict[str, Rule]:
 
 
 def takes_plugins(version: Version) -> bool:
-    """Whether a TensorRT takes plugins that launch edgellm's kernels."""
+    """Whether a TensorRT version supports plugins with edgellm's kernels."""
     return version not in BROKEN_PLUGINS
 
 
 def highest_opset(version: Version) -> int:
-    """The newest ONNX opset that a TensorRT takes."""
+    """The newest ONNX opset that a TensorRT version supports."""
     return max(opset for since, opset in _OPSETS if since <= version)
 
 
 def first_version(operator: str) -> Version | None:
-    """The first TensorRT of the table that takes an operator in some form; None: none does."""
+    """The first TensorRT of the table that supports an operator; None: none does."""
     return next((since for since, added in _ADDED if operator in added), None)
 
 
 def first_with_weights(dtype: ir.DataType) -> Version:
-    """The first TensorRT that reads weights of a type; raises `StopIteration` for no such."""
+    """The first TensorRT with weights of a type; raises `StopIteration` if there is none."""
     name = "DequantizeLinear"
     return next(s for s, added in _ADDED if name in added and dtype in added[name].dtypes)
 
 
 def first_with_blocks(dtype: ir.DataType) -> Version:
-    """As `first_with_weights`, where scales are of blocks."""
+    """As `first_with_weights`, for scales of blocks."""
     name = "DequantizeLinear"
     return next(s for s, added in _ADDED if name in added and dtype in added[name].blocked)
 
 
 def lacking(version: Version) -> list[str]:
-    """Operators of the newest TensorRT that this one does not know: they are written in others."""
+    """Operators of the newest TensorRT that this version lacks; they are rewritten."""
     return sorted(set(rules(_ADDED[-1][0])) - set(rules(version)) - set(_KERNELS))

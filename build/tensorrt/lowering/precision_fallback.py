@@ -1,4 +1,4 @@
-"""`--fallbackPrecision`: weights that a GPU has no arithmetic for become INT4 or float16."""
+"""`--fallbackPrecision`: weight types that a GPU does not support become INT4 or float16."""
 
 from __future__ import annotations
 
@@ -24,22 +24,22 @@ from edgellm.device_runtime.runners.tensorrt.library.trt_import import Library
 INT4, FP16 = "int4", "fp16"
 BLOCK_SIZE = min(TAKEN)  # the smaller, the closer
 _FIRST_FP8, _FIRST_FP4 = 89, 100  # Ada and Hopper, Blackwell
-_NEEDS = (  # type, first GPU, name, what may be quantized instead
+_NEEDS = (  # type, first GPU, name, alternative quantizations
     (ir.DataType.FLOAT4E2M1, _FIRST_FP4, "NVFP4", "fp8, int4_awq or int8_sq"),
     (ir.DataType.FLOAT8E4M3FN, _FIRST_FP8, "FP8", "int4_awq or int8_sq"),
 )
-FP8_BLOCKS = "fp8 blocks"  # beside the kinds of `LinearWeight`: with scales of blocks
+FP8_BLOCKS = "fp8 blocks"  # in addition to the kinds of `LinearWeight`
 _FIRST_FP8_BLOCKS = first_with_blocks(ir.DataType.FLOAT8E4M3FN)
 _AGAIN = "or round again: --fallbackPrecision int4 or fp16"
 _JETPACK = "on a Jetson flash JetPack 7.2"
 
 
 def check_types(models: Collection[ir.Model], target: Target, fallback: str) -> None:
-    """Refuse weights that GPU or library have no arithmetic for; int4 and int8 run everywhere.
+    """Reject weight types that GPU or library do not support; int4 and int8 run everywhere.
 
     Raises:
-        EdgeLLMError: says which have it; or `fallback` is no precision.
-        UnsupportedModelError: scales are negative that no library takes.
+        EdgeLLMError: an unsupported type, with those that support it; or an unknown `fallback`.
+        UnsupportedModelError: negative scales that no library supports.
     """
     if fallback not in ("", INT4, FP16):
         raise EdgeLLMError(f"--fallbackPrecision {fallback}: give int4 or fp16")
@@ -81,7 +81,7 @@ def is_lacking(weight: LinearWeight, lacking: Collection[str]) -> bool:
 
 
 def lacking_kinds(target: Target) -> set[str]:
-    """What GPU or library have no arithmetic for: kinds of `LinearWeight`, and `FP8_BLOCKS`."""
+    """Unsupported types of GPU or library: kinds of `LinearWeight`, and `FP8_BLOCKS`."""
     blocks = {FP8_BLOCKS} if target.library.version < _FIRST_FP8_BLOCKS else set[str]()
     return blocks | {
         KINDS[needed]
@@ -91,8 +91,8 @@ def lacking_kinds(target: Target) -> set[str]:
 
 
 @contextmanager
-def weights_beside(folder: Path) -> Iterator[WeightFile]:
-    """Where weights that are rounded again lie until they are lowered."""
+def temporary_weights(folder: Path) -> Iterator[WeightFile]:
+    """A temporary file of requantized weights until they are lowered."""
     weights = WeightFile(folder / "fallback.data")
     try:
         yield weights
@@ -107,13 +107,13 @@ def fall_back(
     """Replace the layers of some kinds in a portable graph; their inputs are not rounded.
 
     Args:
-        model: is rewritten in place.
+        model: rewritten in place.
         weights: receives the new weights.
         kinds: of the layers, see `lacking_kinds`.
-        precision: `INT4`, in blocks of 64 inputs where these divide them, or `FP16`.
+        precision: `INT4`, in blocks of 64 inputs if the width is a multiple, or `FP16`.
 
     Returns:
-        The kinds that there were.
+        The kinds that were replaced.
     """
     graph, found = GraphEditor(model.graph, weights), set()
     for node, weight in list(linear_layers(model.graph)):
@@ -154,7 +154,7 @@ def _replacement(
 
 
 def _unrounded(x: ir.Value | None) -> ir.Value | None:
-    """What a layer's input is before it is rounded."""
+    """A layer's input before rounding."""
     call = x.producer() if x is not None else None
     if is_call(call, onnx_functions.ROUND_INPUT, onnx_functions.ROUND_INPUT_FP4):
         assert call is not None

@@ -1,7 +1,7 @@
-"""The experts of gpt-oss: all of a layer in one tensor, gates and ups by turns, floats or MXFP4.
+"""Experts of gpt-oss: one tensor for a layer, gates and ups interleaved, floats or MXFP4.
 
-MXFP4 (OCP Microscaling Formats 1.0): FP4 codes, 32 inputs with one power of two, whose exponent is
-a byte. Shapes: E experts, H hidden size, I width between gate and down.
+MXFP4 (OCP Microscaling Formats 1.0): FP4 codes, with one power of two for 32 inputs, whose exponent
+is a byte. Shapes: E experts, H hidden size, I intermediate size.
 """
 
 from __future__ import annotations
@@ -62,7 +62,7 @@ class InterleavedExperts:
         return self._weights.take(name, (self._experts, width), dtype)
 
     def _floats(self, dtype: ir.DataType) -> tuple[StoredTensor, ...]:
-        """As calls take them: [E, out, in]."""
+        """Floats in the order of calls: [E, out, in]."""
         hidden, inner = self._sizes
         both = self._weights.take("gate_up_proj", (self._experts, hidden, 2 * inner), dtype)
         down = self._weights.take("down_proj", (self._experts, inner, hidden), dtype)
@@ -100,11 +100,11 @@ class InterleavedExperts:
 
 
 def powers(name: str, exponents: np.ndarray, dtype: ir.DataType) -> np.ndarray:
-    """2 ** (exponent - 127) in the bits of bfloat16, whose exponents are the same.
+    """2 ** (exponent - 127) as bits of bfloat16, which has the same exponents.
 
     Raises:
-        BrokenArtifactError: no number, or one with which weights would be infinite.
-        UnsupportedModelError: weights would be beyond what activations of type `dtype` can hold.
+        BrokenArtifactError: NaN, or weights would be infinite.
+        UnsupportedModelError: weights would exceed the range of activations of type `dtype`.
     """
     found = exponents.astype(np.uint16)
     largest = int(found.max())

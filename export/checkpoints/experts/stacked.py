@@ -1,4 +1,4 @@
-"""Experts as GGUF files have them: a tensor [E, out, in] for gates, one for ups, one for downs.
+"""Experts as in GGUF files: one tensor [E, out, in] each for gates, ups and downs.
 
 Floats, the blocks of `export.checkpoints.quantized.gguf`, or MXFP4: blocks of 32 codes after the
 exponent of their scale, the first sixteen in the low halves of the bytes.
@@ -36,14 +36,14 @@ def experts_of(
     *,
     is_gated: bool = True,
 ) -> Stack:
-    """Those below `weights`, all of a layer in a tensor or each apart.
+    """Experts below `weights`, all of a layer in one tensor, or separate.
 
     Args:
         weights: of the experts.
-        experts: how many there are.
+        experts: their number.
         sizes: H and I.
-        names: of gate, up and down where each is apart.
-        is_gated: whether there are gates; the ups are them where there are none.
+        names: of gate, up and down if experts are separate.
+        is_gated: whether there are gates; else the ups stand in for them.
     """
     if is_stacked(weights):
         return StackedExperts(weights, experts, sizes, is_gated=is_gated)
@@ -51,7 +51,7 @@ def experts_of(
 
 
 def is_stacked(weights: Weights) -> bool:
-    """Whether a tensor has all ups."""
+    """Whether one tensor has the ups of all experts."""
     return (weights / _PARTS[1]).info("weight") is not None
 
 
@@ -63,14 +63,14 @@ class _Part:
 
     @property
     def form(self) -> tuple[object, ...]:
-        """Gates and ups must have one."""
+        """Form of the tensor, which gates and ups must share."""
         codes = self.operands[0]
         assert isinstance(codes, StoredTensor)
         return codes.dtype, self.block, len(self.operands) > 2 and self.operands[2] is None
 
 
 class StackedExperts:
-    """A tensor for each part of all experts of a layer."""
+    """One tensor for each projection of all experts of a layer."""
 
     def __init__(
         self,

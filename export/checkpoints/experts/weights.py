@@ -1,7 +1,7 @@
-"""The weights of all experts of a layer, one tensor for each part: gates, ups and downs.
+"""Weights of all experts of a layer, one tensor for each projection: gates, ups and downs.
 
-Checkpoints hold the experts apart, each with its linear layers, or all in one tensor. Shapes: E
-experts, H hidden size, I width between gate and down.
+Checkpoints have separate experts with linear layers, or all experts in one tensor. Shapes: E
+experts, H hidden size, I intermediate size.
 """
 
 from __future__ import annotations
@@ -28,35 +28,35 @@ from edgellm.export.checkpoints.quantized_weight import (
 from edgellm.export.checkpoints.weights import Pieces, StoredTensor, Weights, as_bytes
 
 Bias = StoredTensor | None
-Operand = StoredTensor | BlockFactors | None  # None: minima that there are not
+Operand = StoredTensor | BlockFactors | None  # None: no minima
 
 
 @dataclass(frozen=True, slots=True)
 class Stored:
-    """What a call of the experts takes."""
+    """Operands of a call of experts."""
 
     function: str  # of `edgellm.core.onnx_functions`
-    operands: tuple[Operand, ...]  # gates with what belongs to them, ups, downs
+    operands: tuple[Operand, ...]  # gates with their scales, ups, downs
     blocks: dict[str, int] = field(default_factory=dict)
     biases: tuple[Bias, Bias, Bias] = (None, None, None)
 
 
 class Stack(Protocol):
-    """A layout of the experts of a layer."""
+    """A layout of a layer's experts."""
 
-    prefix: str  # dotted name that their tensors begin with
+    prefix: str  # dotted prefix of their tensors
 
     def read(self, dtype: ir.DataType) -> Stored:
         """The weights for a graph of activation type `dtype`.
 
         Raises:
-            EdgeLLMError: missing, of another shape, or stored in a way that a graph cannot express.
+            EdgeLLMError: missing, of another shape, or stored in an unsupported form.
         """
         ...
 
 
 class SeparateExperts:
-    """Each expert with three linear layers, dense or quantized in a layout of one's own."""
+    """Separate experts with three linear layers each, dense or quantized."""
 
     def __init__(
         self,
@@ -65,7 +65,7 @@ class SeparateExperts:
         sizes: tuple[int, int],
         names: tuple[str, str, str] = ("gate_proj", "up_proj", "down_proj"),
     ) -> None:
-        """`sizes`: H and I; `names`: of gate, up and down; the up may be the gate."""
+        """`sizes`: H and I; `names`: of gate, up and down; gate and up may be the same."""
         hidden, inner = sizes
         self.prefix = weights.prefix
         self._weights, self._experts, self._names = weights, experts, names
@@ -104,9 +104,9 @@ _Found = QuantizedLinear | BlockWeight | None
 
 
 def _plain(layer: Weights, found: _Found, first: _Found) -> QuantizedLinear:
-    """An expert's weight, if it is stored as the first is; its inputs stay floats.
+    """An expert's weight, if stored as the first one; its inputs stay floats.
 
-    Where a checkpoint has a scale for rounded inputs, what is computed is only more exact.
+    If the checkpoint has a scale for rounded inputs, float inputs are more exact.
     """
     name = layer.prefix.rstrip(".")
     if not isinstance(found, QuantizedLinear) or _form(found) != _form(first):
@@ -169,7 +169,7 @@ def _stack_nvfp4(title: str, linears: Sequence[QuantizedLinear], shape: tuple[in
 
 
 def _spread(scales: StoredTensor, shape: tuple[int, int]) -> StoredTensor:
-    """Scales [blocks, out] of a weight that may have one in all, or one of each output."""
+    """Broadcast scales to [blocks, out], from one in total or one per output."""
     if np.prod(scales.shape, dtype=int) == np.prod(shape):
         return StoredTensor(scales.name, scales.dtype, shape, scales.stream)
 
@@ -207,7 +207,7 @@ class JoinedExperts:
         self, gate_up: tuple[Weights, str], down: tuple[Weights, str], experts: int,
         sizes: tuple[int, int],
     ) -> None:  # fmt: skip
-        """`gate_up` and `down`: where the tensors are, and their names; `sizes`: H and I."""
+        """`gate_up` and `down`: weights and names of the tensors; `sizes`: H and I."""
         self.prefix = gate_up[0].prefix
         self._gate_up, self._down, self._experts, self._sizes = gate_up, down, experts, sizes
 
@@ -229,7 +229,7 @@ def each_expert(
     shape: tuple[int, ...],
     part: Callable[[np.ndarray], np.ndarray],
 ) -> StoredTensor:
-    """What `part` takes of each expert of a tensor [E, ...]; one expert is held at a time."""
+    """`part` of each expert of a tensor [E, ...], with one expert in memory at a time."""
     own = stored.shape[1:]
 
     def stream() -> Pieces:

@@ -1,7 +1,7 @@
 """GGUF files as checkpoints.
 
-Source: the GGUF specification (version 3) and llama.cpp's naming of tensors. A checkpoint has
-their tensors twice: as floats, decoded while they are read, and as the blocks that they are.
+Source: the GGUF specification (version 3) and llama.cpp's tensor names. A checkpoint has the
+tensors twice: dequantized to floats while they are read, and as stored blocks.
 """
 
 from __future__ import annotations
@@ -32,10 +32,10 @@ _ROPES = ("rope_freqs", "rope_factors_")
 _PLAIN = {"F32": "F32", "F16": "F16", "BF16": "BF16"}
 _DAMAGED = (ValueError, IndexError, KeyError, TypeError, AttributeError, ZeroDivisionError)
 _LAYER, _FILE_NAME = re.compile(r"blk\.(\d+)\.(.+)"), re.compile(r"^blk\.\d+\.|\.(weight|bias)$")
-_POOLINGS = {0: "", 1: "mean", 3: "last"}  # llama.cpp's numbers
+_POOLINGS = {0: "", 1: "mean", 3: "last"}  # by llama.cpp's enum
 _REFUSED_POOLINGS = {2: "the first position", 4: "a classifier, which ranks"}
 _JOINED = ".ffn_gate_up_exps"
-_RATES, _KEPT_NORM = "ssm_a", "ssm_norm"  # -exp(A_log); to whose weights nothing was added
+_RATES, _UNSHIFTED_NORM = "ssm_a", "ssm_norm"  # -exp(A_log); the norm without a shift of 1
 # Of a layer of multi-token prediction.
 _PREDICTS = {
     "nextn.eh_proj": "fc",
@@ -54,12 +54,12 @@ class GGUFTensors:
         """Args as follows.
 
         Args:
-            file: holds them.
-            family: names them, and says what converters changed.
+            file: with the tensors.
+            family: maps names, and has the changes of converters.
             config: of the model, as config.json.
-            keeps_blocks: blocks that a bundle can hold (`export.checkpoints.quantized.gguf`) stay
-                as they are, their types spelled as llama.cpp does; all others are decoded. One
-                whose columns are in another order has that beside it, as `input_order`.
+            keeps_blocks: keep blocks that a bundle supports (`export.checkpoints.quantized.gguf`),
+                with llama.cpp's names of types; others are dequantized. A permutation of columns is
+                a further tensor, `input_order`.
         """
         layers = config["num_hidden_layers"]
         self._tensors = {
@@ -88,7 +88,7 @@ class GGUFTensors:
         return self._infos
 
     def stream(self, name: str) -> Iterator[memoryview]:
-        """Data, row-major, some whole rows at a time."""
+        """Row-major data, some whole rows at a time."""
         if name in self._input_orders:
             yield as_bytes(np.argsort(self._input_orders[name]()))
             return
@@ -108,12 +108,14 @@ class GGUFTensors:
         return tensor.kind if tensor.kind in kept else _PLAIN.get(tensor.kind, "F32")
 
     def _is_changed(self, tensor: GGUFTensor) -> bool:
-        """Whether a converter computed other values."""
+        """Whether a converter changed the values."""
         stem = _stem(tensor)
-        return stem == _RATES or bool(self._shift and stem.endswith("norm") and stem != _KEPT_NORM)
+        return stem == _RATES or bool(
+            self._shift and stem.endswith("norm") and stem != _UNSHIFTED_NORM
+        )
 
     def _values(self, tensor: GGUFTensor, dtype: str, rows: NDArray[np.uint8]) -> NDArray[Any]:
-        """Rows of floats as they were before the converter."""
+        """Rows of floats with the converter's changes reverted."""
         values: NDArray[Any] = rows
         if dtype != tensor.kind:
             values = _decoded(rows, tensor.kind)
@@ -122,12 +124,12 @@ class GGUFTensors:
         if not self._is_changed(tensor):
             return values
         floats = values.view(np.float32)
-        with np.errstate(invalid="ignore", divide="ignore"):  # refused when they are written
+        with np.errstate(invalid="ignore", divide="ignore"):  # rejected when they are written
             return np.log(-floats) if _stem(tensor) == _RATES else floats - np.float32(self._shift)
 
 
 def _apart(tensor: GGUFTensor) -> Iterator[GGUFTensor]:
-    """Gates and ups of experts, which newer files may have in one tensor, the gates first."""
+    """Split gates and ups of experts, which newer files may join in one tensor, gates first."""
     if _JOINED not in tensor.name:
         yield tensor
         return
@@ -146,7 +148,7 @@ def _stem(tensor: GGUFTensor) -> str:
 
 
 def _own_shape(name: str, shape: tuple[int, ...]) -> tuple[int, ...]:
-    """Hugging Face's, which differs for what is one number wide."""
+    """Hugging Face's shape, which differs for tensors of width 1."""
     if name.endswith(("conv.conv.weight", "conv1d.weight")) and len(shape) == 2:
         return (shape[0], 1, shape[1])
     if name.endswith("shared_expert_gate.weight") and len(shape) == 1:
@@ -172,7 +174,7 @@ def open_gguf(path: Path) -> Checkpoint:
     """Read a GGUF file.
 
     Raises:
-        BrokenArtifactError: not a GGUF file, cut short, or without required metadata.
+        BrokenArtifactError: not a GGUF file, truncated, or without required metadata.
         UnsupportedModelError: another architecture or tokenizer.
     """
     try:
@@ -206,7 +208,7 @@ def open_gguf(path: Path) -> Checkpoint:
 
 
 def _pooling(facts: Facts) -> str:
-    """How the model embeds texts; "": not at all, as far as the file says."""
+    """Pooling of an embedding model; "": the file has none."""
     kind = facts.get("pooling_type", 0)
     if kind not in _POOLINGS:
         name = _REFUSED_POOLINGS.get(kind, "an unknown rule")
@@ -218,7 +220,7 @@ def _pooling(facts: Facts) -> str:
 
 
 def _rope_tensors(file: GGUFFile) -> dict[str, list[float]]:
-    """`rope_freqs`, `rope_factors_long` and their kin by these names."""
+    """`rope_freqs`, `rope_factors_long` and similar tensors by name."""
     return {
         tensor.name.removesuffix(".weight"): tensor.data.view(np.float32).reshape(-1).tolist()
         for tensor in file.tensors

@@ -1,4 +1,4 @@
-"""What a GGUF file says of its architecture, and what llama.cpp calls the tensors of a family.
+"""Metadata of a GGUF file's architecture, and tensor names of its family in llama.cpp.
 
 Source: the GGUF specification and llama.cpp's naming of tensors.
 """
@@ -39,7 +39,7 @@ _NAMES = {
     "ffn_up_exps": "mlp.experts.up_proj",
     "ffn_down_exps": "mlp.experts.down_proj",
 }
-# Keys that say what tensors say as well, what a loader may assume, or how a file was made.
+# Keys that tensors imply, that a loader may assume, or that describe the file's conversion.
 _UNREAD = (
     "vocab_size",
     "rope.scaling.finetuned",
@@ -51,7 +51,7 @@ Config = dict[str, Any]
 
 
 class Facts:
-    """The metadata of a file's architecture; remembers which keys were read."""
+    """The metadata of a file's architecture; records which keys were read."""
 
     def __init__(
         self,
@@ -69,8 +69,8 @@ class Facts:
             families: by llama.cpp's names of architectures.
 
         Raises:
-            BrokenArtifactError: it does not name its architecture.
-            UnsupportedModelError: an architecture that has no family.
+            BrokenArtifactError: the architecture is missing.
+            UnsupportedModelError: an architecture without a family.
         """
         if (architecture := metadata.get("general.architecture")) is None:
             raise BrokenArtifactError("the GGUF file has no general.architecture")
@@ -88,7 +88,7 @@ class Facts:
         """The value of `<architecture>.<key>`.
 
         Raises:
-            BrokenArtifactError: it is not there and has no default.
+            BrokenArtifactError: missing without a default.
         """
         name = f"{self.architecture}.{key}"
         self._used.add(name)
@@ -98,21 +98,21 @@ class Facts:
         return default if value is None else value
 
     def number(self, key: str, default: Any = _REQUIRED) -> Any:
-        """A number that was stored as float32, as it was before that."""
+        """A number stored as float32, rounded to its shortest decimal form."""
         value = self.get(key, default)
         return value if value is None else float(f"{value:.7g}")
 
     def expect(self, key: str, *allowed: object) -> None:
-        """Accept a key only where it is absent or one of `allowed`.
+        """Accept a key only if absent or one of `allowed`.
 
         Raises:
-            UnsupportedModelError: it is another.
+            UnsupportedModelError: another value.
         """
         if (found := self.get(key, allowed[0])) not in allowed:
             raise UnsupportedModelError(f"GGUF {self.architecture}.{key} = {found} is unsupported")
 
     def skip(self, *keys: str) -> None:
-        """Keys of these names change nothing, whatever they say."""
+        """Ignore these keys: they do not affect the computation."""
         self._used.update(f"{self.architecture}.{key}" for key in keys)
 
     def left(self) -> Config:
@@ -129,16 +129,16 @@ class Facts:
 class Family:
     """An architecture of llama.cpp."""
 
-    read: Callable[[Facts], Config]  # what is its own in config.json
-    names: Mapping[str, str] = field(default_factory=dict)  # of modules, where others than `_NAMES`
-    tensors: Mapping[str, str] = field(default_factory=dict)  # whole names, where no module's
+    read: Callable[[Facts], Config]  # its own keys of config.json
+    names: Mapping[str, str] = field(default_factory=dict)  # of modules, if not in `_NAMES`
+    tensors: Mapping[str, str] = field(default_factory=dict)  # whole names, if not of modules
     orders: Callable[[Mapping[str, Any]], Orders] = as_stored
-    norm_shift: float = 0.0  # what was added to the weights of norms
+    norm_shift: float = 0.0  # added to the weights of norms
     turns_in_part: bool = False
     has_experts: bool = False
 
     def name_of(self, own: str) -> str:
-        """Hugging Face's name of a tensor, as it is where there is none.
+        """Hugging Face's name of a tensor; unchanged if there is none.
 
         Args:
             own: without a layer, `attn_q.weight`.
@@ -151,12 +151,12 @@ class Family:
 
 
 def experts(facts: Facts, count: str, size: str) -> Config:
-    """Keys of config.json for the number of experts, how many a token takes, and their width."""
+    """Keys of config.json for the number of experts, experts per token, and their width."""
     width = facts.get("expert_feed_forward_length", 0) or facts.get("feed_forward_length")
     taken = facts.get("expert_used_count")
     return {count: facts.get("expert_count"), "num_experts_per_tok": taken, size: width}
 
 
 def of_type(model_type: str) -> Callable[[Facts], Config]:
-    """The reader of a family that says nothing else."""
+    """The reader of a family without further keys."""
     return lambda _: {"model_type": model_type}

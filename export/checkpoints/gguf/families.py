@@ -1,4 +1,4 @@
-"""What a GGUF file says of its architecture, as config.json; what llama.cpp's converters changed.
+"""Converts GGUF metadata to config.json, by family, and reverts changes of llama.cpp's converters.
 
 Sources: the GGUF specification and llama.cpp's converters and loaders. A family is llama.cpp's
 name of an architecture; unread keys become keys of the config, which rejects them.
@@ -18,8 +18,8 @@ from edgellm.export.checkpoints.gguf.hybrids import HYBRIDS, granite_factors, sk
 from edgellm.export.checkpoints.gguf.permutations import interleaved
 from edgellm.export.config.layer_types import FULL, SLIDING
 
-_LOCAL = "local rope"  # of layers that see a window, on its way into rope_parameters
-# Models of Gemma that scale scores by hidden_size / heads: told by their layers, as in llama.cpp.
+_LOCAL = "local rope"  # of layers with a window, moved into rope_parameters later
+# Gemma models that scale scores by hidden_size / heads: known by their layers, as in llama.cpp.
 _WIDE_GEMMAS = {"gemma2": 46, "gemma3": 62}
 
 
@@ -28,7 +28,7 @@ def read_config(facts: Facts) -> Config:
 
     Raises:
         BrokenArtifactError: a required key is missing.
-        UnsupportedModelError: what llama.cpp's models do not say, or do otherwise.
+        UnsupportedModelError: values that llama.cpp's models do not have.
     """
     heads, hidden = facts.get("attention.head_count"), facts.get("embedding_length")
     head_dim = facts.get("attention.key_length", hidden // heads)
@@ -66,11 +66,11 @@ def read_config(facts: Facts) -> Config:
 
 
 def _rope(facts: Facts, head_dim: int) -> Config:
-    """What all families have in common of their ropes."""
-    turning = facts.get("rope.dimension_count", head_dim)
-    if turning != head_dim and not facts.family.turns_in_part:
+    """RoPE keys that all families share."""
+    rotary_dim = facts.get("rope.dimension_count", head_dim)
+    if rotary_dim != head_dim and not facts.family.turns_in_part:
         raise UnsupportedModelError(
-            f"GGUF {facts.architecture}.rope.dimension_count = {turning}, heads have {head_dim}"
+            f"GGUF {facts.architecture}.rope.dimension_count = {rotary_dim}, heads have {head_dim}"
         )
     rope: Config = {"rope_theta": facts.number("rope.freq_base", 10000.0)}
     scaling, factors = _scaling(facts), facts.vectors.get("rope_freqs")
@@ -81,10 +81,10 @@ def _rope(facts: Facts, head_dim: int) -> Config:
 
 
 def _scaling(facts: Facts) -> Config:
-    """How frequencies are scaled: linearly where a file has a factor and no type, as in llama.cpp.
+    """Scaling of frequencies: linear if a file has a factor without a type, as in llama.cpp.
 
     Raises:
-        UnsupportedModelError: an unknown type, or what no rule here computes.
+        UnsupportedModelError: an unknown type or combination.
     """
     name = f"GGUF {facts.architecture}.rope.scaling"
     kind = facts.get("rope.scaling.type", "linear")
@@ -106,9 +106,9 @@ def _scaling(facts: Facts) -> Config:
 
 
 def _yarn(facts: Facts, factor: float) -> Config:
-    """Details that a file may tell, None where it is silent."""
+    """YaRN parameters of a file; None if absent."""
     scale = facts.number("rope.scaling.attn_factor", None)
-    if scale is not None:  # llama.cpp multiplies it by the factor that others write as a whole
+    if scale is not None:  # llama.cpp multiplies it by the factor that others store as a product
         scale *= 1 + 0.1 * math.log(factor)
     if facts.number("rope.scaling.yarn_ext_factor", 1.0) != 1:
         raise UnsupportedModelError("GGUF rope.scaling.yarn_ext_factor other than 1")
@@ -124,12 +124,12 @@ def _llama(facts: Facts) -> Config:
 
 
 def _windows(facts: Facts, period: int, default: int = 0) -> tuple[int | None, list[str]]:
-    """The window, None where all layers see all, and the type of each layer.
+    """The window, None if all layers have full attention, and the type of each layer.
 
     Args:
         facts: of the file.
-        period: that llama.cpp assumes; the last layer of each sees all.
-        default: of the window; 0 is none.
+        period: assumed by llama.cpp; the last layer of each has full attention.
+        default: of the window; 0: none.
     """
     layers, window = facts.get("block_count"), facts.get("attention.sliding_window", default)
     pattern = facts.get("attention.sliding_window_pattern", period)
@@ -140,7 +140,7 @@ def _windows(facts: Facts, period: int, default: int = 0) -> tuple[int | None, l
 
 
 def _gemma(facts: Facts) -> Config:
-    """What Gemma 2 and 3 have in common."""
+    """Keys that Gemma 2 and 3 share."""
     heads, hidden = facts.get("attention.head_count"), facts.get("embedding_length")
     is_wide = facts.get("block_count") == _WIDE_GEMMAS[facts.architecture]
     width = hidden // heads if is_wide else facts.get("attention.key_length", hidden // heads)
@@ -171,7 +171,7 @@ def _gemma3(facts: Facts) -> Config:
 
 
 def _granite(facts: Facts) -> Config:
-    """Granite 3, or Granite 4 without Mamba, whose network is that of all rows."""
+    """Granite 3, or Granite 4 without Mamba, whose MLP is the shared one."""
     if facts.get("rope.scaling.finetuned", True) is False:
         raise UnsupportedModelError("GGUF granite.rope.scaling.finetuned = false: without rope")
     skip_states(facts)
@@ -222,7 +222,7 @@ def _phi3(facts: Facts) -> Config:
         "original_max_position_embeddings": original,
         "sliding_window": facts.get("attention.sliding_window", 0) or None,
         "rope_parameters": rope,
-        "pad_token_id": 0,  # transformers' default may be beyond the vocabulary
+        "pad_token_id": 0,  # transformers' default may exceed the vocabulary
     }
 
 

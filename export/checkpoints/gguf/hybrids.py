@@ -1,4 +1,4 @@
-"""GGUF files of models whose layers keep states: what they say, and what converters changed.
+"""GGUF files of models with recurrent layers: config keys, and reverted changes of converters.
 
 Sources: llama.cpp's `conversion/*.py` (qwen, mamba, granite, falcon_h1, nemotron, lfm2) and
 `src/models/*.cpp` (qwen35, qwen3next, granite-hybrid, falcon-h1, nemotron-h, lfm2moe).
@@ -27,13 +27,13 @@ from edgellm.export.checkpoints.gguf.permutations import interleaved, tiled
 from edgellm.export.config.layer_types import CONV, EXPERTS, FULL, LINEAR, NETWORK
 from edgellm.export.config.layer_types import LINEAR as MAMBA
 
-_SIGMOID = 2  # llama.cpp's number of the function that gates experts
-_INTERVAL = 4  # of layers that attend, where a file is silent
+_SIGMOID = 2  # llama.cpp's enum of the function that gates experts
+_INTERVAL = 4  # of attention layers, if the file has no key
 _SSM = ("conv_kernel", "group_count", "inner_size", "state_size", "time_step_rank")
 
 
 def granite_factors(facts: Facts) -> Config:
-    """What Granite 3 and 4 have in common."""
+    """Factors that Granite 3 and 4 share."""
     heads, hidden = facts.get("attention.head_count"), facts.get("embedding_length")
     head_dim = facts.get("attention.key_length", hidden // heads)
     return {
@@ -47,10 +47,10 @@ def granite_factors(facts: Facts) -> Config:
 
 
 def skip_states(facts: Facts) -> None:
-    """Sizes of layers that a file does not have, which Granite 4's converter writes all the same.
+    """Ignore sizes of Mamba layers, which Granite 4's converter writes for files without them.
 
     Raises:
-        UnsupportedModelError: it has such layers.
+        UnsupportedModelError: the file has such layers.
     """
     if any(".ssm_" in name for name in facts.names):
         raise UnsupportedModelError(f"GGUF {facts.architecture} with layers of Mamba")
@@ -58,7 +58,7 @@ def skip_states(facts: Facts) -> None:
 
 
 def _kv_heads(facts: Facts) -> list[int]:
-    """Of each layer; none where one does not attend."""
+    """Key/value heads of each layer; 0 without attention."""
     found = facts.get("attention.head_count_kv", facts.get("attention.head_count"))
     return found if isinstance(found, list) else [found] * facts.get("block_count")
 
@@ -68,7 +68,7 @@ def _has(facts: Facts, ending: str) -> bool:
 
 
 def _delta_net(facts: Facts) -> Config:
-    """What Qwen3-Next and Qwen3.5 have in common."""
+    """Keys that Qwen3-Next and Qwen3.5 share."""
     heads, hidden = facts.get("attention.head_count"), facts.get("embedding_length")
     head_dim = facts.get("attention.key_length", hidden // heads)
     predicted = facts.get("nextn_predict_layers", 0)
@@ -77,7 +77,7 @@ def _delta_net(facts: Facts) -> Config:
     usual = [bool((at + 1) % interval) for at in range(layers)]
     recurs = facts.get("attention.recurrent_layers", usual)
     facts.skip("rope.dimension_sections")  # a text's positions are the same on all axes
-    turning = facts.get("rope.dimension_count", head_dim)
+    rotary_dim = facts.get("rope.dimension_count", head_dim)
     return {
         "num_hidden_layers": layers,
         "mtp_num_hidden_layers": predicted,
@@ -87,7 +87,7 @@ def _delta_net(facts: Facts) -> Config:
         "linear_key_head_dim": facts.get("ssm.state_size"),
         "linear_value_head_dim": facts.get("ssm.inner_size") // values,
         "linear_conv_kernel_dim": facts.get("ssm.conv_kernel"),
-        "rope_parameters": {"partial_rotary_factor": turning / head_dim},
+        "rope_parameters": {"partial_rotary_factor": rotary_dim / head_dim},
     }
 
 
@@ -166,7 +166,7 @@ def _nemotron_h(facts: Facts) -> Config:
     heads, inner = facts.get("ssm.time_step_rank"), facts.get("ssm.inner_size")
     predicted, widths = facts.get("nextn_predict_layers", 0), facts.get("feed_forward_length")
     layers = facts.get("block_count") - predicted
-    facts.skip("attention.layer_norm_epsilon")  # the same as that which is read
+    facts.skip("attention.layer_norm_epsilon")  # equal to the key that is read
     found = {
         "model_type": "nemotron_h",
         "num_hidden_layers": layers,
@@ -190,7 +190,7 @@ def _nemotron_h(facts: Facts) -> Config:
 
 
 def _kind(facts: Facts, layer: int) -> str:
-    """A layer's, by its tensors: lists of heads and widths do not tell networks from experts."""
+    """Kind of a layer, by its tensors: lists of heads and widths do not show experts."""
     for name, kind in {"ssm_in": MAMBA, "attn_q": FULL, "ffn_gate_inp": EXPERTS}.items():
         if f"blk.{layer}.{name}.weight" in facts.names:
             return kind
@@ -211,7 +211,7 @@ def _nemotron_experts(facts: Facts) -> Config:
 
 
 def _lfm2(facts: Facts) -> Config:
-    """Layers without keys convolve; what this family calls its norms' epsilon is another key."""
+    """LFM2: layers without keys are convolutions; the norms' epsilon has another key."""
     counts = _kv_heads(facts)
     return {
         "model_type": "lfm2",
@@ -239,13 +239,13 @@ def _lfm2moe(facts: Facts) -> Config:
 
 
 def _states(prefix: str) -> dict[str, str]:
-    """Tensors of a layer that keeps a state which are no module's."""
+    """Tensors of a recurrent layer that belong to no module."""
     own = {"ssm_a": "A_log", "ssm_d": "D", "ssm_dt.bias": "dt_bias"}
     return {name: f"{prefix}.{theirs}" for name, theirs in own.items()}
 
 
 def _modules(prefix: str) -> dict[str, str]:
-    """Modules of such a layer."""
+    """Modules of a recurrent layer."""
     own = {"ssm_in": "in_proj", "ssm_conv1d": "conv1d", "ssm_norm": "norm", "ssm_out": "out_proj"}
     return {name: f"{prefix}.{theirs}" for name, theirs in own.items()}
 

@@ -1,4 +1,4 @@
-"""Where rows and columns of a weight are in a GGUF file: llama.cpp's converters put them elsewhere.
+"""Permutations of rows and columns of weights by llama.cpp's converters.
 
 Source: llama.cpp's `conversion/llama.py` (`permute`) and `conversion/qwen.py`
 (`_reorder_v_heads`).
@@ -14,25 +14,25 @@ from typing import Any
 import numpy as np
 from numpy.typing import NDArray
 
-Order = Callable[[], NDArray[np.int64]]  # the file's place of each row or column
+Order = Callable[[], NDArray[np.int64]]  # index of each row or column in the file
 
 
 @dataclass(frozen=True, slots=True)
 class Orders:
-    """What is elsewhere, by llama.cpp's names of modules."""
+    """Permutations by llama.cpp's names of modules."""
 
     rows: Mapping[str, Order] = field(default_factory=dict)
     columns: Mapping[str, Order] = field(default_factory=dict)
 
 
 def as_stored(config: Mapping[str, Any]) -> Orders:
-    """Those of a family whose converter moves nothing."""
+    """Orders of a family without permutations."""
     del config
     return Orders()
 
 
 def interleaved(config: Mapping[str, Any]) -> Orders:
-    """Queries and keys whose pairs of one frequency are side by side within each head."""
+    """Queries and keys with interleaved RoPE pairs in each head."""
     heads = {"attn_q": "num_attention_heads", "attn_k": "num_key_value_heads"}
     half = config["head_dim"] // 2
     return Orders({name: partial(_swapped, config[key], half, 2) for name, key in heads.items()})
@@ -63,7 +63,7 @@ def _value_heads(keys: int, values: int, size: int = 1, before: int = 0) -> NDAr
 
 
 def _swapped(groups: int, outer: int, inner: int) -> NDArray[np.int64]:
-    """Places of items [groups, inner, outer] that a file has as [groups, outer, inner]."""
+    """Indices of items [groups, inner, outer] that a file stores as [groups, outer, inner]."""
     return (
         np.arange(groups * outer * inner).reshape(groups, outer, inner).swapaxes(1, 2).reshape(-1)
     )

@@ -1,4 +1,4 @@
-"""What a GGUF file holds: its metadata as plain Python, its tensors as rows of bytes.
+"""GGUF reader: metadata as plain Python, tensors as rows of bytes.
 
 Source: the GGUF specification, versions 2 and 3. The reader of the package gguf makes an array of
 every string of the vocabulary, which takes seconds.
@@ -23,8 +23,8 @@ _SCALARS = {
 }  # fmt: skip
 _STRING, _ARRAY = 8, 9
 _VERSIONS = (2, 3)
-_ALIGNMENT_BYTES = 32  # unless the file says another
-# Number in the file -> name, values of a block, bytes of a block. Others are asked of the package.
+_ALIGNMENT_BYTES = 32  # default
+# Number in the file -> name, values of a block, bytes of a block. Others are from the package.
 _KINDS = {
     0: ("F32", 1, 4), 1: ("F16", 1, 2), 2: ("Q4_0", 32, 18), 3: ("Q4_1", 32, 20),
     6: ("Q5_0", 32, 22), 7: ("Q5_1", 32, 24), 8: ("Q8_0", 32, 34), 10: ("Q2_K", 256, 84),
@@ -36,18 +36,18 @@ _KINDS = {
 
 @dataclass(frozen=True, slots=True)
 class GGUFTensor:
-    """A tensor as it is stored."""
+    """A stored tensor."""
 
     name: str
     kind: str  # llama.cpp's name of the type, "Q4_K"
     shape: tuple[int, ...]  # row-major, [out, in]
-    # [rows, bytes of a row], of a vector its numbers, or some of them together.
+    # [rows, bytes of a row]; for a vector, single numbers or groups of them.
     data: NDArray[np.uint8] = field(repr=False)
 
 
 @dataclass(frozen=True, slots=True)
 class GGUFFile:
-    """A whole file; tensors are mapped."""
+    """A GGUF file with memory-mapped tensors."""
 
     metadata: dict[str, Any] = field(repr=False)
     tensors: tuple[GGUFTensor, ...] = field(repr=False)
@@ -57,7 +57,7 @@ def read_gguf(path: Path) -> GGUFFile:
     """Read the header and map the tensors.
 
     Raises:
-        ValueError: not a GGUF file of a known version, damaged, or cut short.
+        ValueError: not a GGUF file of a known version, damaged, or truncated.
     """
     with path.open("rb") as stream:
         header = _Header(mmap.mmap(stream.fileno(), 0, access=mmap.ACCESS_READ))
@@ -98,7 +98,7 @@ class _Header:
         return self.take(self.number("<u8")).decode()
 
     def texts(self, count: int) -> Iterator[str]:
-        """Strings of a list, without a call for each number."""
+        """Strings of a list, without a call for each length."""
         data, place, length = self.data, self.place, struct.Struct("<Q")
         for _ in range(count):
             if place + length.size > len(data):
@@ -140,7 +140,7 @@ def _metadata(header: _Header, count: int) -> dict[str, Any]:
 
 
 def _tensor_facts(header: _Header) -> tuple[str, tuple[int, ...], int, int]:
-    """Name, shape (row-major), type and place of a tensor."""
+    """Name, shape (row-major), type and offset of a tensor."""
     name, rank = header.text(), header.number("<u4")
     shape = tuple(header.number("<u8") for _ in range(rank))[::-1]
     return name, shape, header.number("<u4"), header.number("<u8")

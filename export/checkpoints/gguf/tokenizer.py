@@ -1,4 +1,4 @@
-"""The tokenizer inside a GGUF file as tokenizer.json, tokenizer_config.json and chat template.
+"""Converts a GGUF file's tokenizer to tokenizer.json, tokenizer_config.json and chat template.
 
 Sources: the GGUF specification's `tokenizer.ggml.*` keys and the pre-tokenizer patterns that the
 original models publish. Byte-level BPE ("gpt2") and SentencePiece BPE ("llama") are covered.
@@ -29,7 +29,7 @@ _QWEN2 = rf"{_CONTRACTIONS}|{_WORDS}|\p{{N}}|{_REST}"
 _MARKED = r"[^\r\n\p{L}\p{N}]?[\p{L}\p{M}]+"
 _NOT_MARKED = _REST.replace(r"\p{L}", r"\p{L}\p{M}")
 _QWEN35 = rf"{_CONTRACTIONS}|{_MARKED}|\p{{N}}|{_NOT_MARKED}"
-# Words that change from capitals to small letters once.
+# Words that change from upper case to lower case once.
 _UPPER, _LOWER = r"\p{Lu}\p{Lt}\p{Lm}\p{Lo}\p{M}", r"\p{Ll}\p{Lm}\p{Lo}\p{M}"
 _CASED = rf"[^\r\n\p{{L}}\p{{N}}]?[{_UPPER}]*[{_LOWER}]+"
 _CAPITALS = rf"[^\r\n\p{{L}}\p{{N}}]?[{_UPPER}]+[{_LOWER}]*"
@@ -62,14 +62,14 @@ _NO_SPLITTING = (
     "warning: the GGUF file has no tokenizer.ggml.pre: text is split by llama.cpp's default, which "
     "may not be the model's own; convert the model again to have it"
 )
-# Texts by which llama.cpp knows the ends of turns and texts, whatever the ids in the metadata say.
+# Texts of end-of-turn and end-of-text tokens in llama.cpp, independent of the metadata's ids.
 _ENDS = {
     *("<|eot_id|>", "<|eom_id|>", "<|im_end|>", "<|end|>", "<|endoftext|>", "<|end_of_text|>"),
     *("<|return|>", "<|call|>", "<|calls|>", "<|flush|>", "<end_of_turn>", "<turn|>"),
     *("<|tool_response>", "<end_of_utterance>", "[e~[", "_<EOT>"),
     "<\uff5cend▁of▁sentence\uff5c>",
 }
-# The same, but of control tokens alone: Gemma's </s> strikes text out.
+# The same for control tokens only: Gemma's </s> is strikethrough in text.
 _CONTROL_ENDS = {"</s>", "<eos>", "<EOT>", "[EOT]", "[EOS]"}
 _CALLS, _LAST = {"<|call|>", "<|calls|>"}, {"<|return|>", "<|flush|>"}
 
@@ -77,7 +77,7 @@ Get = Callable[..., Any]
 
 
 def end_ids(get: Get) -> set[int]:
-    """Tokens that end an answer: by the ids of end of text, turn and message, and by their texts.
+    """End-of-sequence tokens: by the ids of end of text, turn and message, and by their texts.
 
     Args:
         get: look-up of a metadata key, with an optional default.
@@ -122,7 +122,7 @@ def convert_tokenizer(get: Get) -> dict[str, bytes]:
         get: look-up of a metadata key, with an optional default.
 
     Raises:
-        UnsupportedModelError: a tokenizer model or pre-tokenizer that is not known.
+        UnsupportedModelError: an unknown tokenizer model or pre-tokenizer.
     """
     model = get("tokenizer.ggml.model")
     makers = {"gpt2": _byte_level, "llama": _sentencepiece}
@@ -130,7 +130,7 @@ def convert_tokenizer(get: Get) -> dict[str, bytes]:
         raise UnsupportedModelError(f"GGUF tokenizer {model!r} is not supported")
     tokens: list[str] = get("tokenizer.ggml.tokens")
     types: list[int] = get("tokenizer.ggml.token_type", [1] * len(tokens))
-    ends = _ends_by_text(get, tokens).values()  # control tokens, whatever a converter made of them
+    ends = _ends_by_text(get, tokens).values()  # control tokens, whatever their type in the file
     types = [_CONTROL if index in ends else kind for index, kind in enumerate(types)]
     tokenizer = makers[model](get, tokens, types)
     for kind, special in ((_USER_DEFINED, False), (_CONTROL, True)):

@@ -1,7 +1,7 @@
 """Quantized linear weights of a checkpoint, one module per layout.
 
-A module of this package is a layout when it has the function of `Layout`. Tensors are trusted more
-than flags: a linear layer is what its tensors say, config files only tell what tensors cannot.
+A module of this package is a layout if it has the function of `Layout`. Tensors take precedence
+over flags: tensors define a linear layer, and config files add only what tensors do not show.
 """
 
 from __future__ import annotations
@@ -24,17 +24,17 @@ _OWN = ("conventions", "operand", "packed", "rounded")  # modules of this packag
 
 
 class Layout(Protocol):
-    """The function that a layout's module has."""
+    """Interface of a layout's module."""
 
     def read(
         self, weights: Weights, shape: tuple[int, int], dtype: ir.DataType
     ) -> QuantizedLinear | BlockWeight | None:
         """The linear layer [out, in] at `weights`, its scales in the graph's `dtype`.
 
-        None when it is not stored in this layout.
+        None if it is not stored in this layout.
 
         Raises:
-            EdgeLLMError: stored in this layout, but not in a way that a graph can express.
+            EdgeLLMError: stored in this layout, but in an unsupported form.
         """
         ...
 
@@ -42,10 +42,10 @@ class Layout(Protocol):
 def find(
     weights: Weights, shape: tuple[int, int], dtype: ir.DataType
 ) -> QuantizedLinear | BlockWeight | None:
-    """How the linear layer [out, in] at `weights` is quantized; None where it stays float.
+    """The quantized linear layer [out, in] at `weights`; None if it is float.
 
     Raises:
-        UnsupportedModelError: quantized in no known layout, or already where it is to be rounded.
+        UnsupportedModelError: an unknown layout, or quantized although it should be rounded.
     """
     info = weights.info("weight")
     if info is not None and info.dtype in _FLOATS:
@@ -67,7 +67,7 @@ def find(
 
 
 def find_table(weights: Weights, shape: tuple[int, int], dtype: ir.DataType) -> BlockWeight | None:
-    """How an embedding [rows, in] at `weights` is stored in blocks; None where it is not."""
+    """The block-quantized embedding [rows, in] at `weights`; None if it is not."""
     if (found := gguf.read(weights, shape, dtype)) is not None:
         weights.layouts.add("gguf")
         return found

@@ -1,4 +1,4 @@
-"""AutoAWQ (version "gemm"): asymmetric INT4 whose smoothing is folded already.
+"""AutoAWQ (version "gemm"): asymmetric INT4 with folded smoothing.
 
 Source: AutoAWQ 0.2.9. `qweight` int32 [in, out / 8] and `qzeros` int32 [in / g, out / 8] hold eight
 neighbours of `out` in the nibble order 0 2 4 6 1 3 5 7; `scales` float16 [in / g, out].
@@ -16,7 +16,7 @@ from edgellm.export.checkpoints.int_packing import unpack
 from edgellm.export.checkpoints.quantized_weight import QuantizedLinear, integer_blocks
 from edgellm.export.checkpoints.weights import Weights
 
-_PLACE = (0, 4, 1, 5, 2, 6, 3, 7)  # in a word, of each of eight neighbours
+_PLACE = (0, 4, 1, 5, 2, 6, 3, 7)  # nibble of each of eight neighbours in a word
 
 
 def read(weights: Weights, shape: tuple[int, int], dtype: ir.DataType) -> QuantizedLinear | None:

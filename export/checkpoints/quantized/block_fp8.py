@@ -1,7 +1,7 @@
 """FP8 in square blocks (DeepSeek-V3, Qwen3-FP8): `weight` and `weight_scale_inv`.
 
-`W = e4m3 * weight_scale_inv` [out / 128, in / 128]; the last blocks may be cut. Their inputs are
-rounded at run time in groups of 128; here they stay floats, which is more exact.
+`W = e4m3 * weight_scale_inv` [out / 128, in / 128]; the last blocks may be smaller. Other engines
+round inputs at run time in groups of 128; here they stay floats, which is more exact.
 """
 
 from __future__ import annotations

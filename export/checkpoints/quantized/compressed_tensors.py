@@ -74,10 +74,10 @@ def _check_shape(weights: Weights, shape: tuple[int, int]) -> None:
     info = weights.info("weight_shape")
     if info is None:
         return
-    said = weights.array("weight_shape", (2,), info.dtype)()
-    if tuple(said.tolist()) != shape:
+    stated = weights.array("weight_shape", (2,), info.dtype)()
+    if tuple(stated.tolist()) != shape:
         raise BrokenArtifactError(
-            f"{weights.prefix}weight_shape says {said.tolist()}, config.json implies {list(shape)}"
+            f"{weights.prefix}weight_shape is {stated.tolist()}, config.json implies {list(shape)}"
         )
 
 

@@ -1,8 +1,8 @@
-"""GGUF: blocks of codes with a scale, some with a minimum; factors may be codes themselves.
+"""GGUF: blocks of codes with a scale, some with a minimum; both may be quantized.
 
-Source: the formats as the package gguf decodes them. A weight is `code * scale + minimum` in
-float32, as there, so that decoded values are equal in every bit. What has more bits than four, and
-embeddings, of which rows are looked up, have codes of eight.
+Source: the package gguf. A weight is `code * scale + minimum` in float32, as there, so dequantized
+values are bit-identical. Formats with more than four bits, and embeddings (for lookups), have 8-bit
+codes.
 """
 
 from __future__ import annotations
@@ -20,9 +20,9 @@ from edgellm.export.checkpoints.weights import StoredTensor, Weights, as_bytes
 
 U8 = np.ndarray  # uint8; numpy's stubs make signed numbers of shifted ones
 _SHIFTS = np.array([0, 2, 4, 6], np.uint8)[:, None]
-MXFP4 = "MXFP4"  # of experts alone, see `stacked_experts`
-_TABLE = "embed_tokens."  # how names of embeddings end
-# What the sixteen codes of IQ4 stand for.
+MXFP4 = "MXFP4"  # experts only, see `export.checkpoints.experts.stacked`
+_TABLE = "embed_tokens."  # suffix of embeddings
+# Values of the sixteen codes of IQ4.
 _IQ4 = np.array([-127, -104, -83, -65, -49, -35, -22, -10, 1, 13, 25, 38, 53, 69, 89, 113], np.int8)
 
 
@@ -35,10 +35,10 @@ class Form:
         values: of a whole block.
         shared: inputs that share a scale.
         bits: of a code, 4 or 8.
-        codes: gives them, [n, values].
-        scale: place of the float16 scale.
-        minimum: place of the float16 minimum or its factor, -1 for none.
-        factors: gives the codes of scales and minima, int8 [2 or 1, n, values / shared].
+        codes: returns the codes, [n, values].
+        scale: offset of the float16 scale.
+        minimum: offset of the float16 minimum or its factor, -1: none.
+        factors: returns the codes of scales and minima, int8 [2 or 1, n, values / shared].
     """
 
     num_bytes: int
@@ -53,12 +53,12 @@ class Form:
 
 
 def read(weights: Weights, shape: tuple[int, ...], dtype: ir.DataType) -> BlockWeight | None:
-    """See `edgellm.export.checkpoints.quantized.Layout`; the factors keep the file's float16.
+    """See `edgellm.export.checkpoints.quantized.Layout`; scales keep the file's float16.
 
-    Also of several weights in one tensor [..., out, in].
+    Also for several weights in one tensor [..., out, in].
 
     Raises (when the tensors are written):
-        BrokenArtifactError: a scale or minimum is not a number.
+        BrokenArtifactError: a scale or minimum is NaN.
     """
     del dtype
     info = weights.info("weight")
@@ -102,14 +102,14 @@ def read(weights: Weights, shape: tuple[int, ...], dtype: ir.DataType) -> BlockW
 
 
 def _input_order(weights: Weights, width: int) -> np.ndarray | None:
-    """Where a converter put the columns elsewhere, see `export.checkpoints.gguf.permutations`."""
+    """Permutation of the columns by a converter, see `export.checkpoints.gguf.permutations`."""
     if weights.info("input_order") is None:
         return None
     return weights.array("input_order", (width,), "I64")()
 
 
 def _code_type(form: Form, *, is_table: bool) -> ir.DataType:
-    if form.bits == 4 and not is_table:  # ONNX looks up nothing of four bits
+    if form.bits == 4 and not is_table:  # ONNX has no lookup of 4-bit types
         return ir.DataType.INT4 if form.is_signed else ir.DataType.UINT4
     return ir.DataType.INT8 if form.is_signed else ir.DataType.UINT8
 
@@ -131,7 +131,7 @@ def _finite(name: str, halves: np.ndarray) -> np.ndarray:
 
 
 def _nibbles(rows: U8, begin: int, group: int) -> U8:
-    """Bytes from `begin` on, `group` at a time: their low halves, then their high ones."""
+    """Nibbles of bytes from `begin`, `group` at a time: the low halves, then the high ones."""
     packed = rows[:, begin:].reshape(len(rows), -1, 1, group)
     return np.concatenate([packed & 15, packed >> 4], 2).reshape(len(rows), -1)
 
@@ -143,13 +143,13 @@ def _pairs_of_bits(rows: U8, begin: int, end: int) -> U8:
 
 
 def _bits(rows: U8, begin: int) -> U8:
-    """Bit i of 32 bytes is that of value 32 i + byte, [n, 256]."""
+    """Bit i of byte b, of 32 bytes, belongs to value 32 i + b: [n, 256]."""
     shifts = np.arange(8, dtype=np.uint8)[:, None]
     return (rows[:, None, begin : begin + 32] >> shifts & 1).reshape(len(rows), 256)
 
 
 def _q5(rows: U8, begin: int) -> U8:
-    """The highest bits of 32 values, that of the first lowest in four bytes, then the others."""
+    """Q5: highest bits of 32 values in four bytes, lowest bit first, then the nibbles."""
     high = np.unpackbits(rows[:, begin : begin + 4], axis=1, bitorder="little")
     return _nibbles(rows, begin + 4, 16) | high << np.uint8(4)
 
@@ -181,7 +181,7 @@ def _q3_factors(rows: U8) -> np.ndarray:
 
 
 def _k_factors(rows: U8) -> np.ndarray:
-    """Of Q4_K and Q5_K: six bits each, those of the last four blocks in two places."""
+    """Scales and minima of Q4_K and Q5_K: six bits each, split for the last four blocks."""
     scales, minima, last = (rows[:, begin : begin + 4] for begin in (4, 8, 12))
     scales = np.concatenate([scales & 63, last & 15 | scales >> 6 << 4], 1)
     minima = np.concatenate([minima & 63, last >> 4 | minima >> 6 << 4], 1)

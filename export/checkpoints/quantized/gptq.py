@@ -2,7 +2,7 @@
 
 Source: GPTQModel 7.7. `qweight` int32 [in * bits / 32, out] packed along the input, `qzeros` int32
 [in / g, out * bits / 32], `scales` float16 [in / g, out], `g_idx` int32 [in]: the group of each
-input. Format v1 stores zero points less one, v2 and auto-round's own packing as they are.
+input. Format v1 stores zero points minus one; v2 and auto-round's packing store them unchanged.
 """
 
 from __future__ import annotations
@@ -40,7 +40,7 @@ def read(weights: Weights, shape: tuple[int, int], dtype: ir.DataType) -> Quanti
     words = weights.array("qweight", info.shape, "I32")
     scale = weights.array("scales", (blocks, out), scale_info.dtype)
     order = _order(weights, width, blocks)
-    weights.drop_zeros("bias")  # AutoGPTQ gave one to every layer, needed or not
+    weights.drop_zeros("bias")  # AutoGPTQ writes one for every layer
 
     def codes() -> np.ndarray:
         values = unpack(np.ascontiguousarray(words().T), bits).T  # [in, out]
@@ -69,7 +69,7 @@ def _zeros(weights: Weights, blocks: int, out: int, bits: int) -> np.ndarray:
 
 
 def _order(weights: Weights, width: int, blocks: int) -> np.ndarray | None:
-    """The inputs sorted by group; None when they are in order."""
+    """The inputs sorted by group; None if they are in order."""
     info = weights.info("g_idx")
     if info is None:
         return None

@@ -1,10 +1,9 @@
 """nvidia-modelopt's unified layout, and 8-bit layouts that equal it.
 
 Source: nvidia-modelopt 0.47, `export_hf_checkpoint`; compressed-tensors 0.20, `float-quantized` and
-`int-quantized`; transformers 5, `FbgemmFp8Linear`, whose `input_scale_ub` bounds input scales that
-are found at run time: here such inputs stay floats. A layer's tensors are `weight`, `weight_scale`
-and, by format, `weight_scale_2`, `input_scale`, `pre_quant_scale` (the last is the linear layer's
-business).
+`int-quantized`; transformers 5, `FbgemmFp8Linear`, whose `input_scale_ub` bounds input scales at
+run time: here such inputs stay floats. A layer's tensors are `weight`, `weight_scale` and, by
+format, `weight_scale_2`, `input_scale`, `pre_quant_scale` (which the linear layer reads).
 """
 
 from __future__ import annotations
@@ -27,7 +26,7 @@ from edgellm.export.checkpoints.quantized_weight import (
 )
 from edgellm.export.checkpoints.weights import Weights
 
-# Formats whose matrix products take rounded inputs with scales found by calibration.
+# Formats with inputs rounded by calibrated scales.
 _STATIC_INPUTS = ("FP8", "NVFP4", "NVFP4_AWQ", "W8A8_SQ_PER_CHANNEL", "W4A8_AWQ")
 _BLOCK_NVFP4 = 16
 _EIGHT_BITS = {"F8_E4M3": ir.DataType.FLOAT8E4M3FN, "I8": ir.DataType.INT8}
@@ -58,7 +57,7 @@ def read(
 
 
 def read_table(weights: Weights, shape: tuple[int, int]) -> BlockWeight | None:
-    """INT8 [out, in] with float16 scales [out, blocks], whose rows may be looked up."""
+    """INT8 [out, in] with float16 scales [out, blocks], for lookups of rows."""
     info, scale = weights.info("weight"), weights.info("weight_scale")
     if info is None or scale is None or (info.dtype, scale.dtype) != ("I8", "F16"):
         return None
@@ -77,7 +76,7 @@ def read_table(weights: Weights, shape: tuple[int, int]) -> BlockWeight | None:
 
 
 def _refuse_zero_points(weights: Weights) -> None:
-    """Refuse zero points of 8-bit weights, but for zeros, which llm-compressor wrote for long."""
+    """Reject zero points of 8-bit weights, except zeros, which llm-compressor used to write."""
     info = weights.info("weight_zero_point")
     if info is None:
         return
@@ -146,8 +145,8 @@ def _nvfp4(weights: Weights, shape: tuple[int, int]) -> QuantizedLinear:
 def _int4(weights: Weights, shape: tuple[int, int], dtype: ir.DataType) -> QuantizedLinear:
     """INT4 in blocks along the input.
 
-    ModelOpt's bytes (`quantize.formats.modelopt.pack_int4`) hold two neighbours of `out`, as ONNX's
-    do, so that re-packing is a transposition.
+    ModelOpt's bytes (`quantize.formats.modelopt.pack_int4`) have two neighbours of `out`, as in
+    ONNX, so that repacking is a transposition.
     """
     out, width = shape
     name, info = weights.prefix, weights.info("weight_scale")
@@ -167,7 +166,7 @@ def _int4(weights: Weights, shape: tuple[int, int], dtype: ir.DataType) -> Quant
 
 
 def scalar(weights: Weights, name: str) -> float:
-    """A tensor of one number; raises `BrokenArtifactError` when that is not positive."""
+    """A tensor of one number; raises `BrokenArtifactError` unless it is positive."""
     info = weights.info(name)
     value = weights.array(name, info.shape if info else (), info.dtype if info else "F32")()
     number = float(value.astype(np.float32).reshape(-1)[0])
@@ -179,8 +178,8 @@ def scalar(weights: Weights, name: str) -> float:
 def _static_input(weights: Weights, dtype: ir.DataType) -> InputRounding | None:
     """The rounding of inputs by a calibrated scale.
 
-    Where the checkpoint finds scales at run time (FP8 per token), inputs stay floats: a graph for
-    TensorRT cannot do that, and what is computed is only more exact.
+    With scales computed at run time (FP8 per token), inputs stay floats: TensorRT does not support
+    these, and float inputs are more exact.
     """
     if weights.info("input_scale") is not None:
         return InputRounding(dtype, scalar(weights, "input_scale"))
@@ -194,7 +193,7 @@ def _static_input(weights: Weights, dtype: ir.DataType) -> InputRounding | None:
 
 
 def algorithm(weights: Weights) -> str:
-    """ModelOpt's name of a layer's format, "" where the checkpoint does not say."""
+    """ModelOpt's name of a layer's format, "" if the checkpoint has none."""
     config = weights.quantization
     layers = config.get("quantized_layers") or {}
     layer = layers.get(weights.prefix.rstrip(".")) or {} if isinstance(layers, dict) else layers

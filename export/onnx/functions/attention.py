@@ -1,8 +1,8 @@
-"""Model-local functions: what a part of a graph means, kept until a backend has read it.
+"""Model-local functions of attention, linear layers and rounding of inputs.
 
-A call names the whole operation, with the attributes of that layer; its body is plain ONNX, so that
-any runtime computes the graph. What each computes is also its definition for backends. Shapes: S
-query rows, C cache capacity, D head_dim.
+A call is a whole operation with the attributes of its layer. Its body is plain ONNX, so any runtime
+can compute the graph; it is also the operation's definition for backends. Shapes: S query tokens, C
+cache capacity, D head_dim.
 """
 
 from __future__ import annotations
@@ -25,7 +25,7 @@ _NONE: Mapping[str, ir.AttributeType] = {}
 
 
 def call(op: Op, function: ir.Function, *inputs: ir.Value | None, **attributes: Any) -> Any:
-    """Append a call; its output, or the tuple of its outputs. None attributes are left out."""
+    """Append a call; returns its output, or a tuple of outputs. None attributes are omitted."""
     op.define(function)
     given = {name: value for name, value in attributes.items() if value is not None}
     count = len(function.outputs)
@@ -41,7 +41,7 @@ def local_function(
     *,
     domain: str = onnx_functions.FUNCTIONS,
 ) -> ir.Function:
-    """A function whose `body(op, *inputs)` records the nodes and gives the outputs."""
+    """A function; `body(op, *inputs)` records its nodes and returns the outputs."""
     op = Op(ir.DataType.FLOAT)
     values = [ir.Value(name=each) for each in inputs.split()]
     outputs = body(op, *values)
@@ -59,24 +59,24 @@ def local_function(
 
 
 def of_call(**kinds: ir.AttributeType) -> dict[str, ir.Attr]:
-    """Attributes of a node in a body that are those of the call, `node_name=kind`."""
+    """Attributes of a node in a body that refer to those of the call, `node_name=kind`."""
     return {name: ir.RefAttr(name, name, kind) for name, kind in kinds.items()}
 
 
 def integers(op: Op, *values: int) -> ir.Value:
-    """int64 of one axis, as a node of a body."""
+    """A 1-D int64 constant, as a node of a body."""
     return op.Constant(value_ints=list(values))
 
 
 # ------------------------------------------------------------------------------- attention
 def cached_attention(dtype: ir.DataType) -> ir.Function:
-    """Rotate queries and keys, write the cache at `write_index`, attend to the visible slots.
+    """Apply RoPE to queries and keys, write the cache at `write_index`, attend to visible slots.
 
     q [1, S, num_heads * D], k and v [1, S, kv_num_heads * D], the caches [1, kv_num_heads, C, D],
     visible bool [S, C]; cos and sin are tables of all positions [C, R / 2], or, without
-    `positions`, of the rows themselves [1, S, R / 2]. The first R = `rotary_embedding_dim` numbers
-    of a head turn (all D without it): number i with number i + R / 2, or if `interleaved` with its
-    neighbour. Gives y [1, S, num_heads * D] and the caches.
+    `positions`, by token [1, S, R / 2]. RoPE applies to the first R = `rotary_embedding_dim`
+    dimensions of a head (default: all D): pairs are i and i + R / 2, or neighbours if
+    `interleaved`. Outputs y [1, S, num_heads * D] and the caches.
     """
 
     def body(
@@ -106,7 +106,7 @@ def cached_attention(dtype: ir.DataType) -> ir.Function:
 def sink_attention(dtype: ir.DataType) -> ir.Function:
     """`cached_attention` with sinks [num_heads].
 
-    A sink is the score of a key that every row sees, and whose values are zeros.
+    A sink is the score of a key that all tokens attend to, with a value of zeros.
     """
 
     def body(op: Op, *inputs: ir.Value) -> tuple[ir.Value, ...]:
@@ -123,7 +123,7 @@ def sink_attention(dtype: ir.DataType) -> ir.Function:
 
 
 def _rotated(op: Op, q: ir.Value, k: ir.Value, *tables: ir.Value) -> tuple[ir.Value, ir.Value]:
-    """Queries and keys, turned by cos, sin and positions."""
+    """Apply RoPE to queries and keys, by cos, sin and positions."""
     q, k = (
         op.RotaryEmbedding(
             x,
@@ -137,7 +137,7 @@ def _rotated(op: Op, q: ir.Value, k: ir.Value, *tables: ir.Value) -> tuple[ir.Va
 
 
 def unrotated_attention(dtype: ir.DataType) -> ir.Function:
-    """`cached_attention` of queries and keys as they come."""
+    """`cached_attention` without RoPE."""
 
     def body(
         op: Op,
@@ -176,13 +176,13 @@ def _attend(
     visible: ir.Value,
     sinks: ir.Value | None = None,
 ) -> tuple[ir.Value, ...]:
-    """Write `rows` of keys and values, attend; y and the caches."""
+    """Write `rows` of keys and values, attend; returns y and the caches."""
     kv_heads = op.Shape(pasts[0], start=1, end=2)
     apart = op.Concat(integers(op, 0, 0), kv_heads, integers(op, -1), axis=0)
     merged = integers(op, 0, 0, -1)
 
     def store(new: ir.Value, past: ir.Value) -> tuple[ir.Value, ir.Value]:
-        """The cache, and as Attention's 3-D form takes it: [1, C, kv_num_heads * D]."""
+        """The cache, and its form for 3-D Attention: [1, C, kv_num_heads * D]."""
         heads = op.Transpose(op.Reshape(new, apart), perm=[0, 2, 1, 3])
         cache = op.TensorScatter(past, heads, write_index, axis=-2)
         return cache, op.Reshape(op.Transpose(cache, perm=[0, 2, 1, 3]), merged)
@@ -193,8 +193,8 @@ def _attend(
         op.Constant(value=ir.tensor(np.array(number, dtype.numpy())))
         for number in (_MASKED[dtype], 0)
     )
-    # The 3-D form, because with the 4-D one TensorRT writes K and V once per query head; one
-    # additive mask, which all layers share as soon as equal nodes are merged.
+    # The 3-D form, since with the 4-D one TensorRT copies K and V for each query head; one additive
+    # mask, which all layers share once equal nodes are merged.
     mask = op.Where(visible, seen, shut)
     if sinks is not None:
         keys, values = (_with_zeros(op, each, seen) for each in (keys, values))
@@ -227,11 +227,11 @@ def _with_sinks(op: Op, mask: ir.Value, sinks: ir.Value) -> ir.Value:
 
 
 def visible_slots(*, windowed: bool) -> ir.Function:
-    """Which slots of the cache rows see, bool [S, C]: committed ones, and new ones by the tree.
+    """Attention mask of cache slots, bool [S, C]: committed ones, and new ones by the tree.
 
     tree_mask bool [S, M], position_ids int64 [A, S], write_index int64 [1], slots int64 [C], which
-    are 0, 1, ... A tree mask wider than the pass rules the M - S slots before the new rows, too.
-    In a window, a row sees `window` positions, its own included.
+    are 0, 1, ... A tree mask wider than the pass covers the M - S slots before the new tokens, too.
+    In a window, a token attends to `window` positions, its own included.
     """
 
     def body(
@@ -249,7 +249,7 @@ def visible_slots(*, windowed: bool) -> ir.Function:
         visible = op.Or(op.Unsqueeze(is_committed, integers(op, 0)), op.And(is_new, in_tree))
         if not windowed:
             return visible
-        # Committed rows stand at their own position, tree nodes at that of their depth.
+        # Committed tokens are at their own position, tree nodes at that of their depth.
         own = op.Gather(op.Squeeze(positions, integers(op, 0)), clipped)
         stands = op.Where(is_committed, slots, own)  # [C]
         width = op.Constant(value_int=ir.RefAttr("value_int", "window", _INT))
@@ -265,7 +265,7 @@ def visible_slots(*, windowed: bool) -> ir.Function:
 def rotary_tables(dtype: ir.DataType) -> ir.Function:
     """Cos and sin [C, R / 2] of all positions, slots int64 [C], times `scale`; inv_freq [R / 2].
 
-    Constants as soon as the capacity is bound.
+    Constant once the capacity is bound.
     """
 
     def body(op: Op, slots: ir.Value, inv_freq: ir.Value) -> list[ir.Value]:
@@ -293,7 +293,7 @@ def linear() -> ir.Function:
 
 
 def quantized_linear(*, has_zero_points: bool) -> ir.Function:
-    """Y = x ((codes - zero points) * scales), codes [in, out] as DequantizeLinear takes them."""
+    """Y = x ((codes - zero points) * scales), codes [in, out] as in DequantizeLinear."""
 
     def body(op: Op, x: ir.Value, *stored: ir.Value) -> ir.Value:
         place = of_call(axis=_INT, block_size=_INT)
@@ -319,7 +319,7 @@ def fp4_linear() -> ir.Function:
 def _fp4_values(
     op: Op, like: ir.Value, codes: ir.Value, scales: ir.Value, global_scale: ir.Value
 ) -> ir.Value:
-    """Two steps: the blocks' FP8 scales, then the codes; [..., K] in the type of `like`."""
+    """Dequantize the blocks' FP8 scales, then the codes; [..., K] in the type of `like`."""
     floats = op.DequantizeLinear(scales, global_scale)
     values = op.DequantizeLinear(codes, floats, axis=-1, block_size=FP4_BLOCK)
     return op.CastLike(values, like)
@@ -327,7 +327,7 @@ def _fp4_values(
 
 # --------------------------------------------------------------- inputs of quantized layers
 def smooth_input() -> ir.Function:
-    """X * factors, [..., in]: smoothing that no layer before could take over."""
+    """X * factors, [..., in]: smoothing that could not be folded into the previous layer."""
 
     def body(op: Op, x: ir.Value, factors: ir.Value) -> ir.Value:
         return op.Mul(x, op.CastLike(factors, x))
@@ -336,7 +336,7 @@ def smooth_input() -> ir.Function:
 
 
 def round_input() -> ir.Function:
-    """X as a layer sees it that rounds it with one scale, back in floats."""
+    """X rounded with one scale, as floats."""
 
     def body(op: Op, x: ir.Value, scale: ir.Value, zero_point: ir.Value) -> ir.Value:
         codes = op.QuantizeLinear(x, scale, zero_point)
@@ -346,7 +346,7 @@ def round_input() -> ir.Function:
 
 
 def round_input_fp4() -> ir.Function:
-    """X [..., K] as a layer sees it that rounds it to NVFP4, back in floats."""
+    """X [..., K] rounded to NVFP4, as floats."""
 
     def body(op: Op, x: ir.Value, global_scale: ir.Value) -> ir.Value:
         codes, scales = call(
@@ -380,7 +380,7 @@ def block_scales(
 def dynamic_quantize() -> ir.Function:
     """X [..., K] to FLOAT4E2M1 codes [..., K] and FLOAT8E4M3FN scales [..., K / 16].
 
-    TensorRT (10.8 and newer) has an importer for the operator; other runtimes take its body.
+    TensorRT (10.8 and newer) has an importer for the operator; other runtimes use its body.
     """
 
     def body(op: Op, x: ir.Value, global_scale: ir.Value) -> tuple[ir.Value, ir.Value]:

@@ -1,4 +1,4 @@
-"""Model-local functions of weights in blocks as GGUF files have them, see `functions`."""
+"""Model-local functions of block-quantized weights as in GGUF files, see `attention`."""
 
 from __future__ import annotations
 
@@ -27,7 +27,7 @@ def block_linear(*, has_minima: bool) -> ir.Function:
 
 
 def block_rows(*, has_minima: bool) -> ir.Function:
-    """Rows float32 [..., in] of a weight as `block_linear` has it, by their numbers [...]."""
+    """Rows float32 [..., in] of a weight of `block_linear`, by their indices [...]."""
 
     def body(op: Op, row_ids: ir.Value, *stored: ir.Value) -> ir.Value:
         return block_values(op, *(op.Gather(each, row_ids, axis=0) for each in stored))
@@ -38,7 +38,7 @@ def block_rows(*, has_minima: bool) -> ir.Function:
 
 
 def block_factors() -> ir.Function:
-    """Factors float32 [out, n] of blocks: codes times a scale for `block_size` of them."""
+    """Scales or minima float32 [out, n] of blocks: codes times a scale for `block_size` of them."""
     return local_function(
         onnx_functions.BLOCK_FACTORS, "codes scales", block_values, {"block_size": _INT}
     )  # fmt: skip
@@ -49,7 +49,7 @@ def block_values(
 ) -> ir.Value:
     """Codes [..., n] times their blocks' scales, plus their minima: float32, rounded twice.
 
-    `attribute`: of the function's call, the size of blocks.
+    `attribute`: the call's attribute of the block size.
     """
     to = int(ir.DataType.FLOAT)
     block = ir.RefAttr("block_size", attribute, _INT)

@@ -1,8 +1,8 @@
-"""The gated delta rule (arXiv 2412.06464) as functions of plain ONNX, for rows that may be a tree.
+"""The gated delta rule (arXiv 2412.06464) as functions of plain ONNX, also for token trees.
 
-A head keeps a matrix M [dk, dv]. A row with key k, value v, log decay g and rate b takes the matrix
-of the row before it, N, to M = exp(g) N + k d^T, where d = b (v - exp(g) N^T k), and reads M^T q.
-Shapes: S rows, H value heads, J key heads, H / J of which share a key.
+The state of a head is a matrix M [dk, dv]. A token with key k, value v, log decay g and rate b
+updates the previous matrix N to M = exp(g) N + k d^T, with d = b (v - exp(g) N^T k), and outputs
+M^T q. Shapes: S tokens, H value heads, J key heads, each shared by H / J value heads.
 """
 
 from __future__ import annotations
@@ -14,17 +14,17 @@ from edgellm.core import onnx_functions
 from edgellm.export.onnx.builder import Op
 from edgellm.export.onnx.functions.attention import integers, local_function
 
-_LEVELS = 16  # a pass has fewer than 2 ** 16 rows
+_LEVELS = 16  # a pass has fewer than 2 ** 16 tokens
 _LOOP = "doubling"
-_NEVER = -1e30  # the logarithm of a decay between rows that do not see each other
+_NEVER = -1e30  # log decay between tokens that do not attend to each other
 
 
 def gated_delta_rule() -> ir.Function:
-    """Outputs y and deltas d [1, S, H * dv] of rows that see the state and their ancestors.
+    """Outputs y and deltas d [1, S, H * dv] of tokens, from the state and their ancestors.
 
     q and k [1, S, J * dk], v [1, S, H * dv], g and b [1, S, H], state [1, H, dk, dv], tree_mask
-    bool [S, S], parents int64 [S]; floats have 32 bits. The deltas of a row depend on those of its
-    ancestors: a triangular system (the WY form), which is inverted in log2(S) steps.
+    bool [S, S], parents int64 [S]; all float32. The deltas of a token depend on those of its
+    ancestors: a triangular system (the WY form), inverted in log2(S) steps.
     """
 
     def body(
@@ -38,12 +38,12 @@ def gated_delta_rule() -> ir.Function:
         tree_mask: ir.Value,
         parents: ir.Value,
     ) -> tuple[ir.Value, ir.Value]:
-        del parents  # which kernels go by; the mask says the same
+        del parents  # for kernels; the mask is equivalent
         q, k = (_key_heads(op, each, state) for each in (q, k))  # [1, H, S, dk]
         v = _value_heads(op, v, state)
         rates = op.Transpose(op.Unsqueeze(b, integers(op, 3)), perm=[0, 2, 1, 3])  # [1, H, S, 1]
         from_state, between = _decays(op, g, tree_mask)
-        alike = op.Mul(op.MatMul(k, _turned(op, k)), between)
+        alike = op.Mul(op.MatMul(k, _transposed(op, k)), between)
         known = op.Mul(op.MatMul(k, state), from_state)
         inverse = _inverse(op, op.Mul(alike, rates))
         deltas = op.MatMul(inverse, op.Mul(op.Sub(v, known), rates))
@@ -53,7 +53,7 @@ def gated_delta_rule() -> ir.Function:
 
 
 def decaying_rule() -> ir.Function:
-    """The same where nothing is taken back, d = v (Mamba 2, arXiv 2405.21060); output y."""
+    """The rule without the delta term, d = v (Mamba 2, arXiv 2405.21060); output y."""
 
     def body(
         op: Op,
@@ -87,24 +87,24 @@ def delta_update() -> ir.Function:
 
 
 def _decays(op: Op, g: ir.Value, tree_mask: ir.Value) -> tuple[ir.Value, ir.Value]:
-    """Of each row from the state on [1, H, S, 1], and from each of its ancestors [1, H, S, S]."""
+    """Decay of each token since the state [1, H, S, 1], and since its ancestors [1, H, S, S]."""
     summed = op.MatMul(op.Cast(tree_mask, to=int(ir.DataType.FLOAT)), g)
-    behind = op.Transpose(op.Unsqueeze(summed, integers(op, 3)), perm=[0, 2, 1, 3])
-    between = op.Sub(behind, _turned(op, behind))
-    return op.Exp(behind), op.Exp(op.Where(tree_mask, between, op.Constant(value_float=_NEVER)))
+    log_decay = op.Transpose(op.Unsqueeze(summed, integers(op, 3)), perm=[0, 2, 1, 3])
+    between = op.Sub(log_decay, _transposed(op, log_decay))
+    return op.Exp(log_decay), op.Exp(op.Where(tree_mask, between, op.Constant(value_float=_NEVER)))
 
 
 def _read(
     op: Op, q: ir.Value, k: ir.Value, d: ir.Value, state: ir.Value, decays: tuple[ir.Value, ...]
 ) -> ir.Value:
-    """What rows read of the state and of what their ancestors and they added to it."""
+    """Outputs of tokens, from the state and the updates of their ancestors and themselves."""
     from_state, between = decays
-    seen = op.Mul(op.MatMul(q, _turned(op, k)), between)
-    kept = op.Mul(op.MatMul(q, state), from_state)
-    return _rows(op, op.Add(kept, op.MatMul(seen, d)))
+    scores = op.Mul(op.MatMul(q, _transposed(op, k)), between)
+    past = op.Mul(op.MatMul(q, state), from_state)
+    return _rows(op, op.Add(past, op.MatMul(scores, d)))
 
 
-def _turned(op: Op, x: ir.Value) -> ir.Value:
+def _transposed(op: Op, x: ir.Value) -> ir.Value:
     return op.Transpose(x, perm=[0, 1, 3, 2])
 
 
@@ -112,11 +112,11 @@ def _key_heads(op: Op, x: ir.Value, state: ir.Value) -> ir.Value:
     """[1, S, J * dk] -> [1, H, S, dk], each key for its value heads."""
     width = op.Shape(state, start=2, end=3)
     apart = op.Reshape(x, op.Concat(integers(op, 0, 0, -1), width, axis=0))
-    turned = op.Unsqueeze(op.Transpose(apart, perm=[0, 2, 1, 3]), integers(op, 2))
+    by_head = op.Unsqueeze(op.Transpose(apart, perm=[0, 2, 1, 3]), integers(op, 2))
     heads = op.Shape(apart, start=2, end=3)
     sharing = op.Div(op.Shape(state, start=1, end=2), heads)
     one = integers(op, 1)
-    shared = op.Expand(turned, op.Concat(one, one, sharing, one, one, axis=0))
+    shared = op.Expand(by_head, op.Concat(one, one, sharing, one, one, axis=0))
     merged = op.Concat(integers(op, 0, -1), op.Shape(x, start=1, end=2), width, axis=0)
     return op.Reshape(shared, merged)
 
@@ -134,10 +134,10 @@ def _rows(op: Op, x: ir.Value) -> ir.Value:
 
 
 def _inverse(op: Op, below: ir.Value) -> ir.Value:
-    """(I + L)^-1 of L, what is below the diagonal of `below` [1, H, S, S].
+    """(I + L)^-1, with L the strictly lower triangle of `below` [1, H, S, S].
 
-    Two inverted blocks on the diagonal give that of twice the size: powers of L, whose sum is the
-    inverse, too, may be larger than both by many orders.
+    Two inverted diagonal blocks give the block of twice the size. The inverse is also a sum of
+    powers of L, but these may be larger by many orders.
     """
     count = op.Shape(below, start=2, end=3)
     zero, one = op.Constant(value_int=0), op.Constant(value_int=1)
@@ -154,7 +154,7 @@ def _inverse(op: Op, below: ir.Value) -> ir.Value:
 
 
 def _doubling() -> ir.Graph:
-    """Blocks of twice the size; everything is carried along, so that nothing outer is read."""
+    """Loop body that doubles the block size; all values are loop-carried, without outer reads."""
     carried = (
         ("step", ir.DataType.INT64, 0),
         ("going", ir.DataType.BOOL, 0),
@@ -168,7 +168,7 @@ def _doubling() -> ir.Graph:
         for name, kind, axes in carried
     ]
     op = Op(ir.DataType.FLOAT)
-    with op.scope(_LOOP):  # names of a function's body and of its loop are one space
+    with op.scope(_LOOP):  # a function's body and its loop share one name space
         outputs = _doubled(op, *inputs[1:])
     for value, like in zip(outputs, inputs[1:], strict=True):
         value.type, value.shape = like.type, like.shape

@@ -1,8 +1,8 @@
 """Model-local functions of mixtures of experts, see `edgellm.export.onnx.functions.attention`.
 
-Bodies compute every expert for every row and take the shares of those that were chosen; backends
-read the chosen ones only. Shapes: S rows, H hidden size, E experts, K chosen of them, I width
-between gate and down.
+Bodies compute all experts for all tokens, weighted by the shares of the chosen ones; backends read
+the chosen ones only. Shapes: S tokens, H hidden size, E experts, K chosen experts, I intermediate
+size.
 """
 
 from __future__ import annotations
@@ -20,7 +20,7 @@ from edgellm.export.onnx.functions.blocks import block_values
 _E2M1 = (0.0, 0.5, 1.0, 1.5, 2.0, 3.0, 4.0, 6.0)
 _INT, _FLOAT = ir.AttributeType.INT, ir.AttributeType.FLOAT
 _PARTS = ("gate", "up", "down")
-# What one weight of a kind consists of, by the names that its inputs begin with.
+# Operands of a weight of each kind, by the prefixes of their names.
 _OPERANDS = {
     onnx_functions.EXPERTS: ("",),
     onnx_functions.QUANTIZED_EXPERTS: ("", "_scales"),
@@ -48,10 +48,10 @@ def router() -> ir.Function:
 
 
 def experts(name: str) -> ir.Function:
-    """Rows x [1, S, H] through the experts `ids` int64 [1, S, K], added up by `shares` [1, S, K].
+    """Sum of experts `ids` int64 [1, S, K] of x [1, S, H], weighted by `shares` [1, S, K].
 
-    An expert gives down(min(g, limit) * sigmoid(alpha * min(g, limit)) * (u + offset)), g its gates
-    and u its ups within +-limit: Swish with a limit of infinity. Weights by the kinds of linear
+    An expert is down(min(g, limit) * sigmoid(alpha * min(g, limit)) * (u + offset)), with gates g
+    and ups u within +-limit: Swish with a limit of infinity. Weights by the kinds of linear
     layers: [E, out, in]; codes [E, in, out] with scales [E, blocks, out]; codes [E, out, in] with
     scales and minima [E, out, blocks], or one minimum of zero; FP4 in pairs [E, out, in / 2] with
     scales [E, out, in / 32], or with FP8 scales [E, out, in / 16] and those of the experts [E].
@@ -75,7 +75,7 @@ def experts(name: str) -> ir.Function:
         y = op.Add(op.MatMul(inner, down), biases[2])  # [E, S, H]
         share = _share_of_each(op, ids, shares, stored[min(1, count - 1)])
         zero = op.CastLike(op.Constant(value_float=0.0), y)
-        # An expert that a row did not choose may have overflowed for it.
+        # An expert that a token did not choose may have overflowed.
         chosen = op.Where(op.Equal(share, zero), zero, op.Mul(y, share))
         return op.ReduceSum(chosen, integers(op, 0), keepdims=1)
 
@@ -100,7 +100,7 @@ def _gated(op: Op, gate: ir.Value, up: ir.Value) -> ir.Value:
 
 
 def _share_of_each(op: Op, ids: ir.Value, shares: ir.Value, stored: ir.Value) -> ir.Value:
-    """[E, S, 1]; 0 for experts that a row did not choose. `stored` is any tensor [E, ...]."""
+    """[E, S, 1]; 0 for experts that a token did not choose. `stored` is any tensor [E, ...]."""
     count = op.Squeeze(op.Shape(stored, start=0, end=1))
     every = op.Range(op.Constant(value_int=0), count, op.Constant(value_int=1))
     is_chosen = op.Equal(op.Unsqueeze(ids, integers(op, 3)), every)  # [1, S, K, E]

@@ -1,4 +1,4 @@
-"""`--algo auto`: several ways to four bits, of which the one with the least divergence stays."""
+"""`--algo auto`: tries several INT4 algorithms; the lowest KL divergence wins."""
 
 from __future__ import annotations
 
@@ -19,14 +19,14 @@ from edgellm.quantize.report.report import Report
 
 @dataclass(frozen=True, slots=True)
 class _Entry:
-    """One way."""
+    """One candidate algorithm."""
 
     name: str
     algo: str
     rotate: str | None = None
 
 
-# The likeliest to win stand first: a budget of time ends the row.
+# The most promising candidates come first, since the time budget ends the search.
 _ENTRIES = (
     _Entry("gptq", "gptq"),
     _Entry("autoround", "autoround"),
@@ -37,18 +37,18 @@ _ENTRIES = (
 
 
 class _OutOfTimeError(Exception):
-    """The budget is spent, and something is finished."""
+    """The time budget is exhausted, and a candidate is finished."""
 
 
 def run_contest(job: Job, minutes: float | None, progress: Progress) -> Report:
-    """Quantize a language model into `job.output_dir` by whichever way suits it best.
+    """Quantizes a language model into `job.output_dir` with the best algorithm.
 
-    Interrupted, it goes on where it stopped; what is finished counts with the time that it took.
+    An interrupted search resumes; finished candidates count with their times.
 
     Args:
         job: whose algorithm is open.
-        minutes: after which no further way is waited for; the first is finished in any case.
-        progress: called with each way's parts.
+        minutes: time budget; the first candidate is always finished.
+        progress: called for each candidate's parts.
 
     Raises:
         EdgeLLMError: as `run_job`.
@@ -60,7 +60,7 @@ def run_contest(job: Job, minutes: float | None, progress: Progress) -> Report:
 
 
 def ways(job: Job) -> list[str]:
-    """The ways that the model can go, the likeliest to win first."""
+    """The candidates for the model, the most promising first."""
     model = LanguageModel.open(job.model_dir, job.ignore_config_keys)
     has_draft = job.draft_model_dir is not None
     return [entry.name for entry in _ENTRIES if _suits(entry, model, has_draft=has_draft)]
@@ -72,8 +72,8 @@ def _suits(entry: _Entry, model: LanguageModel, *, has_draft: bool) -> bool:
     takes = rotates_values(model.tensors.infos(), model.layers, model.family)
     if entry.rotate in VALUES and not takes:
         return False
-    # A tied head would become a matrix of its own, which is no fair comparison.
-    if entry.rotate in RESIDUAL and has_draft:  # which would read another stream
+    # A tied head would become a separate matrix, which is no fair comparison.
+    if entry.rotate in RESIDUAL and has_draft:  # whose hidden states would be rotated
         return False
     return entry.rotate not in RESIDUAL or (model.head_name == HEAD and rotates(model))
 
@@ -93,12 +93,12 @@ def _try_all(found: Trials, minutes: float | None, progress: Progress) -> None:
 
 
 def _until(seconds: float | None, progress: Progress) -> Progress:
-    """Progress that ends a run when its time is spent."""
+    """Progress callback that ends a run when its time is exhausted."""
     start = time.perf_counter()
 
-    def told(what: str, done: int, total: int) -> None:
+    def report(what: str, done: int, total: int) -> None:
         progress(what, done, total)
         if seconds is not None and done < total and time.perf_counter() - start > seconds:
             raise _OutOfTimeError
 
-    return told
+    return report

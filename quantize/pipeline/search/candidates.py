@@ -1,4 +1,4 @@
-"""Several runs for one result, of which one stays; what is finished survives an interrupt."""
+"""Candidate runs of a search; finished ones survive an interrupt, one becomes the result."""
 
 from __future__ import annotations
 
@@ -21,21 +21,21 @@ from edgellm.quantize.work_folder import LOCK, WorkFolder
 
 @dataclass(slots=True)
 class Trials:
-    """The runs of a job so far, by name."""
+    """The candidate runs of a job by name."""
 
     job: Job
     work: WorkFolder
     reports: dict[str, Report] = field(default_factory=dict)
 
     def folder(self, name: str) -> Path:
-        """Where a run's result is."""
+        """The folder of a run's result."""
         return self.work.path / re.sub(r"\W+", "-", name)
 
     def run(self, name: str, progress: Progress, **changes: Any) -> Report:
-        """Run the job with changes, unless that was finished before an interrupt.
+        """Runs the job with changes, unless the run is already finished.
 
         Raises:
-            EdgeLLMError: as `run_job`; whatever `progress` raises ends the run as well.
+            EdgeLLMError: as `run_job`; exceptions of `progress` also end the run.
         """
         own = replace(self.job, output_dir=self.folder(name), max_kl=None, report=None, **changes)
         side = own.output_dir / SIDE_FILE
@@ -47,10 +47,10 @@ class Trials:
         return found
 
     def publish(self, name: str, **more: Any) -> Report:
-        """Make one the result; `more` are further fields of its report.
+        """Makes one run the result; `more` are extra fields of its report.
 
         Raises:
-            EdgeLLMError: it differs more than the user allows; all runs stay.
+            EdgeLLMError: the run exceeds `--max_kl`; all runs stay.
         """
         tried = {
             each: Tried(
@@ -74,10 +74,10 @@ class Trials:
 
 @contextlib.contextmanager
 def trials(job: Job) -> Iterator[Trials]:
-    """Locks the result against other runs.
+    """Locks the result against other processes.
 
     Raises:
-        EdgeLLMError: the output folder holds something else, or somebody else's runs are under way.
+        EdgeLLMError: the output folder has other contents, or another process runs.
     """
     check_output(job.output_dir)
     check_page(job)
@@ -92,4 +92,4 @@ def trials(job: Job) -> Iterator[Trials]:
             yield Trials(job, work)
         finally:
             if work.is_there and not work.has_begun:
-                work.remove()  # refused before anything was done
+                work.remove()  # failed before any work

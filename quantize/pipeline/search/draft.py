@@ -34,12 +34,12 @@ _RECIPES = (
 
 
 def run_recipes(job: Job, points: float, progress: Progress) -> Report:
-    """Quantize a draft into `job.output_dir`; interrupted, it goes on where it stopped.
+    """Quantizes a draft into `job.output_dir`; resumes an interrupted search.
 
     Args:
-        job: of a draft; a head that it asks for is every recipe's.
-        points: per cent of the base's tokens that the draft may predict less often than in floats.
-        progress: called with each recipe's parts.
+        job: of a draft; a head scheme given in it applies to all recipes.
+        points: allowed drop in predicted base tokens against the float draft, percentage points.
+        progress: called for each recipe's parts.
 
     Raises:
         EdgeLLMError: as `run_job`.
@@ -60,5 +60,5 @@ def run_recipes(job: Job, points: float, progress: Progress) -> Report:
 
 
 def lost(report: Report) -> float:
-    """Share of the base's tokens that the rounded draft predicts less often."""
+    """Drop in the share of base tokens that the quantized draft predicts."""
     return report.quality.accuracy_float - report.quality.accuracy_quantized

@@ -1,8 +1,8 @@
-"""`--keep_layers auto`: the layers that lose most by rounding stay floats, within a size budget.
+"""`--keep_layers auto`: the layers most sensitive to quantization stay float, within a budget.
 
-All layers are rounded first, and what each alone adds to the divergence is measured on what it
-became. Then those stay floats that spare the most divergence for their bytes, and the others are
-rounded again, as they depend on what stands before them.
+First all layers are quantized, and the divergence that each adds alone is measured. The layers
+that save the most divergence a byte stay float. The others are quantized again, since their
+inputs change.
 """
 
 from __future__ import annotations
@@ -21,11 +21,11 @@ _ALL = "all layers rounded"
 
 
 def run_keeping(job: Job, progress: Progress) -> Report:
-    """Quantize a language model into `job.output_dir`; interrupted, it goes on where it stopped.
+    """Quantizes a language model into `job.output_dir`; resumes an interrupted search.
 
     Args:
         job: with `keep_budget`.
-        progress: called with the parts of both runs.
+        progress: called for the parts of both runs.
 
     Raises:
         EdgeLLMError: as `run_job`.
@@ -46,7 +46,7 @@ def run_keeping(job: Job, progress: Progress) -> Report:
 
 
 def choose(costs: Sequence[Kept], budget_bytes: float) -> tuple[Kept, ...]:
-    """Those that fit together, the one that spares the most divergence for its bytes first."""
+    """The layers that fit the budget, by saved divergence a byte, best first."""
     found: list[Kept] = []
     for each in sorted(costs, key=lambda cost: cost.divergence / cost.num_bytes, reverse=True):
         if len(found) + 1 == len(costs):
@@ -57,7 +57,7 @@ def choose(costs: Sequence[Kept], budget_bytes: float) -> tuple[Kept, ...]:
 
 
 def _costs(job: Job, report: Report, result: Path) -> list[Kept]:
-    """What each layer would cost in bytes, and spare."""
+    """Extra bytes and saved divergence of each layer in float."""
     model = LanguageModel.open(job.model_dir, job.ignore_config_keys)
     before = model.whole.tensors.infos()
     after = open_checkpoint(str(result)).tensors.infos()

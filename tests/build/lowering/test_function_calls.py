@@ -1,4 +1,4 @@
-"""Lowerings read every call of a function for itself, and stop at what they do not compute."""
+"""Lowerings read each call of a function separately, and reject unsupported attributes."""
 
 from __future__ import annotations
 
@@ -43,7 +43,7 @@ LOWERINGS = {"cpu": _lower_cpu, "cuda": _lower_cuda, "tensorrt": _lower_tensorrt
 
 @pytest.fixture
 def model(tiny_bundle: Path, tmp_path: Path) -> ir.Model:
-    """The tiny model, whose weights lie in `tmp_path` as well."""
+    """The tiny model, with its weights in `tmp_path`."""
     for path in tiny_bundle.glob("model.*"):
         shutil.copyfile(path, tmp_path / path.name)
     return ir.load(tmp_path / "model.onnx")
@@ -127,8 +127,8 @@ def test_every_layer_keeps_its_own_attention(model, tiny_bundle, tmp_path):
 
 @pytest.mark.parametrize("lower", LOWERINGS.values(), ids=LOWERINGS)
 @pytest.mark.parametrize("original", [CAPACITY - 1, CAPACITY])
-def test_the_capacity_settles_which_frequencies_turn(model, tmp_path, lower, original):
-    """Nothing is left of the choice between two, nor of the frequencies that were not chosen."""
+def test_the_capacity_resolves_rope_frequencies(model, tmp_path, lower, original):
+    """Neither the choice nor the unused frequencies are left."""
     (tables,) = find_calls(model.graph, onnx_functions.ROTARY_TABLES)
     short = tables.inputs[1]
     arrays = {"long": short.const_value.numpy() / np.float32(3), "limit": np.array([original])}
@@ -166,7 +166,7 @@ def test_unknown_attributes_stop_the_build(model, tmp_path, lower, function):
         _lowered(model, tmp_path, lower)
 
 
-def test_cuda_refuses_what_it_has_not(model, tmp_path):
+def test_cuda_rejects_unsupported_calls(model, tmp_path):
     _change_every_other_layer(model)
     (near,) = find_calls(model.graph, onnx_functions.VISIBLE_IN_WINDOW)
     wider = ir.node(

@@ -56,7 +56,7 @@ def _engine_logits(bundle: Path, engine: Path, quantize: str) -> np.ndarray:
 
 
 def _reference(source: Path, weights: Callable, inputs: Callable | None = None) -> np.ndarray:
-    """Logits of transformers with every linear layer's weight, and its input, put through these."""
+    """Logits of transformers, with these functions applied to weights and inputs of layers."""
     from transformers import AutoModelForCausalLM
 
     model = AutoModelForCausalLM.from_pretrained(source, dtype=torch.float32)
@@ -72,12 +72,12 @@ def _reference(source: Path, weights: Callable, inputs: Callable | None = None) 
 
 
 def _distances(found: np.ndarray, expected: np.ndarray) -> np.ndarray:
-    """Of each row [S]; the later rows see what became of the earlier ones."""
+    """Relative error of each token [S]; later tokens attend to the earlier ones."""
     return np.linalg.norm(found - expected, axis=-1) / np.linalg.norm(expected, axis=-1)
 
 
 def test_int4(float_model, tmp_path):
-    """The engine of a model whose weights were rounded before; its kernel rounds inputs, too."""
+    """The engine of a model with rounded weights; its kernel rounds inputs, too."""
     source, bundle = float_model
     found = _engine_logits(bundle, tmp_path / "engine", "int4")
     assert not list((tmp_path / "engine").glob("*rounded*"))
@@ -85,7 +85,7 @@ def test_int4(float_model, tmp_path):
 
 
 def test_int8(float_model, tmp_path):
-    """Weights have a scale for each column; inputs lose next to nothing as two int8 terms."""
+    """Weights have a scale for each column; inputs as two int8 terms are nearly exact."""
     source, bundle = float_model
     found = _engine_logits(bundle, tmp_path / "engine", "int8")
     assert _distances(found, _reference(source, _int8_rows)).max() < 1e-3
@@ -95,7 +95,7 @@ def test_int8(float_model, tmp_path):
 
 @pytest.mark.parametrize("name", ["mlp.gate_proj+mlp.up_proj", "self_attn.q_proj", "lm_head"])
 def test_inputs_of_one_term(name, tmp_path):
-    """The layers that are named keep 8 bits; all when every name ends so."""
+    """Inputs of named layers keep 8 bits; a suffix may match all names."""
     import onnxruntime
 
     x = np.random.default_rng(1).normal(size=(2, 5, 96)).astype(np.float32)

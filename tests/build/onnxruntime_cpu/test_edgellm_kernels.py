@@ -1,4 +1,4 @@
-"""Engines with edgellm's own kernels: near the portable graph, and bits that know no company."""
+"""Engines with edgellm's own kernels: close to the portable graph, and batch-invariant."""
 
 from __future__ import annotations
 
@@ -78,7 +78,7 @@ def built(request, tmp_path_factory):
 
 
 def logits(session, sizes) -> np.ndarray:
-    """Of `IDS`, read in pieces."""
+    """Logits of `IDS`, with prefill in chunks."""
     found, begin = [], 0
     for size in sizes:
         rows = IDS[begin : begin + size]
@@ -137,7 +137,7 @@ def test_nodes_of_random_trees_have_the_bits_of_plain_decoding(built):
 def test_a_tied_embedding_is_looked_up_in_packed_weights(
     tiny_checkpoint, tmp_path, dtype, quantize, copies
 ):
-    """In the head itself; four bits are too few for an embedding, which has eight beside them."""
+    """A tied embedding shares the head; for INT4 heads it has its own 8-bit table."""
     bundle, engine = tmp_path / "bundle", tmp_path / "engine"
     export_llm(open_checkpoint(str(tiny_checkpoint)), bundle, ExportOptions(dtype))
     plan = dataclasses.replace(PLAN, quantize=quantize)
@@ -155,7 +155,7 @@ def test_a_tied_embedding_is_looked_up_in_packed_weights(
 
 
 @pytest.mark.parametrize("quantize", ["int4", "int8"])
-def test_speculation_changes_no_answer(quantize, tmp_path):
+def test_speculation_changes_no_output(quantize, tmp_path):
     pair = export_pair(tmp_path, LAYOUT)
     base = dataclasses.replace(BASE_PLAN, prefill="auto", quantize=quantize, options=OWN)
     build_engine("llm", pair.bundle, pair.engine, base, "onnxruntime", lambda _: None)
@@ -172,7 +172,7 @@ def test_speculation_changes_no_answer(quantize, tmp_path):
 @pytest.mark.parametrize("rounds", ["int4", "int8"])
 @pytest.mark.parametrize("dtype", [ir.DataType.FLOAT, ir.DataType.FLOAT16, ir.DataType.BFLOAT16])
 def test_weights_are_rounded_some_channels_at_a_time(rounds, dtype, tmp_path, monkeypatch):
-    """Gate and up: the same bytes as at once, in a fraction of their memory."""
+    """Gate and up in pieces: the same bytes as at once, in a fraction of their memory."""
     floats = np.random.default_rng(0).standard_normal((2, 1024, 512), np.float32)
     floats.astype(dtype.numpy()).tofile(tmp_path / "weights")
     floats = floats.astype(dtype.numpy()).astype(np.float32)
@@ -246,7 +246,7 @@ def test_flags(command_here, tiny_bundle, tmp_path):
     result = command_here(*build, "--kernels", "ours")
     assert_one_line_error(result, "--kernels ours: give auto, edgellm, onnxruntime or tensorrt")
     result = command_here(*build, "--kernels", "edgellm", "--prefill", "int8")
-    assert_one_line_error(result, "--prefill int8 is made of ONNX Runtime's operators")
+    assert_one_line_error(result, "--prefill int8 needs ONNX Runtime's operators")
     result = command_here(*build, "--kernels", "edgellm", "--device", "cuda")
     assert_one_line_error(result, "--kernels is not for cuda", "it goes with --device cpu")
     assert not (tmp_path / "e").exists()

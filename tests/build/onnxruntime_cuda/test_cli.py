@@ -1,4 +1,4 @@
-"""`llm_build --device cuda` as a user meets it."""
+"""Tests of the command `llm_build --device cuda`."""
 
 from __future__ import annotations
 
@@ -36,7 +36,7 @@ def test_build(command, tiny_bundle, tmp_path):
     assert "a pass takes" not in result.stdout
 
 
-def test_the_cpu_is_what_onnxruntime_takes(command_here, tiny_bundle, tmp_path):
+def test_the_cpu_is_the_default_device_of_onnxruntime(command_here, tiny_bundle, tmp_path):
     result = _build(command_here, tiny_bundle, tmp_path / "engine", "--device", "cpu")
     assert result.returncode == 0, result.stderr
     manifest = load_engine(tmp_path / "engine", LLM_ENGINE)

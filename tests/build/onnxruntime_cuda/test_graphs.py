@@ -198,7 +198,7 @@ def test_nodes_that_would_run_on_the_cpu(bundles, tmp_path, operator, dtype, mes
         check_kernels(model)
 
 
-def test_what_the_cpu_is_fast_at_is_not_in_the_table():
+def test_the_table_has_no_cpu_operators():
     for operator in ("MatMulIntegerToFloat", "DynamicQuantizeMatMul"):
         assert ("com.microsoft", operator) not in KERNELS
 
@@ -239,8 +239,8 @@ def test_float32_has_no_fused_kernel(bundles, tmp_path):
 
 
 @pytest.mark.parametrize("family", ["gemma2", "gpt_oss"])
-def test_products_give_what_fused_attention_gives(tmp_path, family):
-    """In halves: windows and capped scores; sinks, which no kernel takes beside a mask."""
+def test_plain_products_equal_fused_attention(tmp_path, family):
+    """In float16: windows and soft-capped scores; sinks, which no kernel supports with a mask."""
     checkpoint = make_checkpoint(tmp_path / "checkpoint", **models.find(family).TINY)
     export_llm(open_checkpoint(str(checkpoint)), tmp_path / "bundle", ExportOptions("fp16"))
     found = []
@@ -255,10 +255,10 @@ def test_products_give_what_fused_attention_gives(tmp_path, family):
 
 
 @pytest.mark.parametrize("form", [Form.PLAIN, Form.MASKED])
-def test_scores_of_what_is_not_seen_never_count(form, tmp_path):
-    """In halves a hidden key's score may be above all that are seen by more than any mask takes.
+def test_masked_scores_never_count(form, tmp_path):
+    """In float16 a masked score may exceed all others by more than an additive mask.
 
-    A row of padding, which sees nothing but itself, and one that sees nothing are numbers, too.
+    Padding that attends to itself only, and rows without visible keys, are not NaN.
     """
     width, heads, size = 64, 2, 16
     q = np.full((1, 4, heads * size), 60, np.float16)
@@ -278,7 +278,7 @@ def test_scores_of_what_is_not_seen_never_count(form, tmp_path):
 
 @pytest.mark.parametrize("quantize", ["int4", "int8"])
 def test_tensor_cores_take_blocks_of_32(tmp_path, quantize):
-    """What is said of a layer is what is emitted; the numbers are the same."""
+    """Reported choices of layers match the emitted nodes; outputs are equal."""
     sizes = {"hidden_size": 128, "intermediate_size": 192, "num_attention_heads": 8}
     config = {**models.find("llama").TINY, **sizes, "num_key_value_heads": 2}
     checkpoint = make_checkpoint(tmp_path / "checkpoint", **config)
@@ -324,7 +324,7 @@ def test_blocks_are_split_without_a_change(bits, has_zeros):
 
 @pytest.mark.parametrize("window", [None, 1, 4, 100])
 @pytest.mark.parametrize("rows", [1, 5])
-def test_what_rows_see(window, rows):
+def test_attention_masks(window, rows):
     write_index, width = 7, 20
     random = np.random.default_rng(rows)
     mask = random.random((rows, rows)) < 0.5
@@ -340,7 +340,7 @@ def test_what_rows_see(window, rows):
             assert found[row, slot] == expected
 
 
-def test_masks_of_drafts_rule_rows_before():
+def test_masks_of_drafts_cover_earlier_tokens():
     found = np.ones((2, 8), np.bool_)
     mask = np.array([[1, 0, 1, 0], [0, 1, 0, 1]], np.bool_)
     fill_visible(found, 4, np.array([4, 4]), mask, None)

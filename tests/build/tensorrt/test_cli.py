@@ -1,4 +1,4 @@
-"""`llm_build --backend tensorrt` and `visual_build --backend tensorrt` as a user meets them."""
+"""Tests of the commands `llm_build` and `visual_build` with `--backend tensorrt`."""
 
 from __future__ import annotations
 
@@ -94,7 +94,7 @@ def test_dry_run_predicts_the_engine(command_here, int4_bundle, tmp_path):
     assert not (tmp_path / "engine").exists()
 
 
-def test_dry_runs_say_what_fits_and_what_the_gpu_lacks(command_here, half_bundle, tmp_path):
+def test_dry_runs_report_sizes_and_unsupported_precisions(command_here, half_bundle, tmp_path):
     fits = _build(command_here, half_bundle, tmp_path / "engine", *ADA, "--dryRun")
     assert fits.returncode == 0, fits.stderr
     assert "ok     compiler: TensorRT-RTX 1.7.1" in fits.stdout
@@ -118,7 +118,7 @@ def test_the_memory_of_this_gpu(half_bundle, tmp_path, monkeypatch, size, fits):
 
 
 @has_no_gpu
-def test_engines_of_another_machine_are_told_before_they_are_read(command, half_bundle, tmp_path):
+def test_engines_of_another_machine_are_rejected_before_loading(command, half_bundle, tmp_path):
     engine = tmp_path / "engine"
     assert _build(command, half_bundle, engine, *ADA).returncode == 0
     plan = engine / "llm.engine"

@@ -110,8 +110,8 @@ def test_decoders(bundles, tmp_path, kind, precision, sm):
         assert len(kernels) <= (DRAFT_KERNELS[precision] if kind == "draft" else allowed)
 
 
-def test_what_adapters_add_is_fused(bundles, tmp_path):
-    """One kernel more for each product of weights decodes a token, with adapters and without."""
+def test_products_of_adapters_are_fused(bundles, tmp_path):
+    """Decoding needs one more kernel for each product, with adapters and without."""
     bundle, precision = bundles.make("wide", "int4_awq"), "int4_awq"
     engine = compile_bundle(bundle, "wide", tmp_path / "engine", 120, lora_rank=16)
     assert engine.passes == ("decode", "decode_adapted", "prefill", "prefill_adapted")
@@ -126,8 +126,8 @@ def test_what_adapters_add_is_fused(bundles, tmp_path):
 
 
 @pytest.mark.parametrize("model_type", ["gemma2", "glm4", "hunyuan_v1_dense", "cohere2"])
-def test_what_other_architectures_do_compiles(tmp_path, model_type):
-    """Soft caps, partial and interleaved rope, norms behind rope, layers without rope."""
+def test_features_of_other_architectures_compile(tmp_path, model_type):
+    """Soft caps, partial and interleaved RoPE, norms after RoPE, layers without RoPE."""
     config = {**models.find(model_type).TINY, "hidden_size": 128, "num_attention_heads": 8}
     make_checkpoint(tmp_path / "checkpoint", **config)
     source = open_checkpoint(str(tmp_path / "checkpoint"))
@@ -140,7 +140,7 @@ def test_what_other_architectures_do_compiles(tmp_path, model_type):
 
 @pytest.mark.parametrize("sm", [120, 89])
 def test_medusa_heads(bundles, tmp_path, sm):
-    """One pass of known sizes; the heads' first layers, which read the same feature, are one."""
+    """One pass of fixed sizes; the heads' first layers, with the same input, are merged."""
     engine = compile_bundle(bundles.make("heads", "fp16"), "heads", tmp_path / "engine", sm)
     assert (engine.passes, engine.notes) == (("heads",), ())
     assert {kernel.pass_index for kernel in engine.kernels} == {0}
@@ -153,7 +153,7 @@ def test_medusa_heads(bundles, tmp_path, sm):
 
 
 def _stored_values(bundle) -> int:
-    """Codes of the bundle's linear layers, as the engine has them."""
+    """Codes of the bundle's linear layers in the engine's layout."""
     layers = [weight for _, weight in linear_layers(ir.load(bundle / "model.onnx").graph)]
     layouts = (layout_of(weight) for weight in layers)
     return sum(
@@ -164,7 +164,7 @@ def _stored_values(bundle) -> int:
 
 
 def _read_as_stored(kernels: list[Kernel], dtype: str) -> int:
-    """Numbers of a type that a pass reads as constants."""
+    """Number of constants of a type in a pass."""
     constants = [each for kernel in kernels for each in kernel.constants]
     return sum(each.count for each in constants if each.dtype == dtype)
 
@@ -179,7 +179,7 @@ def _read_as_stored(kernels: list[Kernel], dtype: str) -> int:
     ],
 )
 def test_encoders(bundles, tmp_path, family, precision):
-    """Each on one of the GPUs; a family meets both, and so does a precision."""
+    """Each on one of the GPUs; each family and each precision runs on both."""
     bundle = bundles.make(family, precision)
     sm = GPUS[(visual.supported().index(family) + (precision == "int8")) % 2]
     _check_encoder(compile_bundle(bundle, family, tmp_path / "engine", sm), bundle)
@@ -209,7 +209,7 @@ OLDER = [
 def test_graphs_of_older_versions_compile(
     bundles, tmp_path, monkeypatch, version, kind, precision, sm
 ):
-    """TensorRT-RTX takes what the builder would hand to an older TensorRT."""
+    """TensorRT-RTX compiles the graphs for older TensorRT versions."""
     monkeypatch.setattr(trt_import, "RTX_TAKES", version)
     caches, build = [], compiler.build
 

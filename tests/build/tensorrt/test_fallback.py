@@ -13,7 +13,7 @@ from edgellm.build.lowering.linears.weights import linear_layers
 from edgellm.build.tensorrt.lowering.precision_fallback import (
     fall_back,
     lacking_kinds,
-    weights_beside,
+    temporary_weights,
 )
 from edgellm.build.tensorrt.target import Target
 from edgellm.core.manifest import LLM_ENGINE, load_engine
@@ -32,13 +32,13 @@ def bundles(tmp_path_factory) -> Bundles:
 
 
 @pytest.mark.parametrize("precision", LACKING)
-def test_weights_stay_what_they_were_as_far_as_the_new_precision_goes(bundles, tmp_path, precision):
+def test_weights_stay_within_the_fallback_precision(bundles, tmp_path, precision):
     model = ir.load(bundles.make("base", precision) / "model.onnx")
     before = {node.name: weight.dense() for node, weight in linear_layers(model.graph)}
     kinds = {weight.kind for _, weight in linear_layers(model.graph)}
     for fallback, share in (("fp16", 1e-3), ("int4", 0.105)):
         copy = model.clone()
-        with weights_beside(tmp_path) as weights:
+        with temporary_weights(tmp_path) as weights:
             assert fall_back(copy, weights, {"fp4", "fp8"}, fallback) == {LACKING[precision]}
             found = {node.name: weight for node, weight in linear_layers(copy.graph)}
             assert found.keys() == before.keys()
@@ -56,7 +56,7 @@ def test_weights_stay_what_they_were_as_far_as_the_new_precision_goes(bundles, t
         assert not (tmp_path / "fallback.data").exists()
 
 
-def test_what_a_gpu_or_library_lacks():
+def test_unsupported_types_of_gpus_and_libraries():
     def of(version: str, sm: int) -> set[str]:
         trt = type("tensorrt", (), {"__name__": "tensorrt", "__version__": version})
         return lacking_kinds(Target(Library(trt, False), sm))

@@ -21,7 +21,7 @@ from edgellm.build.tensorrt.lowering.precision_fallback import (
     check_types,
     fall_back,
     lacking_kinds,
-    weights_beside,
+    temporary_weights,
 )
 from edgellm.build.tensorrt.memory_estimate import Sizes, estimate_graphs
 from edgellm.build.tensorrt.target import Target
@@ -156,7 +156,7 @@ def test_fp8_in_blocks_needs_a_newer_library(tmp_path):
 
 
 def test_fp8_in_blocks_falls_back(tmp_path):
-    """Only what the library lacks does so; what is rounded again may have had any signs."""
+    """Only unsupported weights are replaced; requantized ones may have had any signs."""
     model, whole = _in_blocks_and_without(tmp_path, (-1, 1))
     lacking = lacking_kinds(_target("10.12.0"))
     check_types([model, whole], _target("10.12.0"), "int4")
@@ -165,14 +165,16 @@ def test_fp8_in_blocks_falls_back(tmp_path):
         sizes = Sizes(passes=1, rows=3, fallback="fp16", lacking=frozenset(lacking))
         after = estimate_graphs([graph], ir.DataType.FLOAT16, sizes)
         assert (after.decode_bytes > before.decode_bytes) == bool(kinds)
-        with weights_beside(tmp_path) as weights:
+        with temporary_weights(tmp_path) as weights:
             assert fall_back(graph, weights, lacking, "int4") == kinds
 
 
 @pytest.mark.parametrize("block", [0, 128])
-def test_negative_scales_of_8_bits_are_refused(tmp_path, block):
+def test_negative_scales_of_8_bits_are_rejected(tmp_path, block):
     model, _ = portable(tmp_path, "INT8", block, (-1, 1))
-    with pytest.raises(UnsupportedModelError, match="no negative scales, which this INT8 has"):
+    with pytest.raises(
+        UnsupportedModelError, match="does not support the negative scales of this INT8"
+    ):
         check_types([model], _target("11.4.0"), "")
 
 

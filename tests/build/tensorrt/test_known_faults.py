@@ -1,4 +1,4 @@
-"""What TensorRT's compiler is told not to do, and what is said of refusals that are known."""
+"""Switches of TensorRT's compiler against known faults, and hints for known failures."""
 
 from __future__ import annotations
 
@@ -13,7 +13,7 @@ import onnx_ir as ir
 import pytest
 
 from edgellm.build.tensorrt import builder
-from edgellm.build.tensorrt.known_faults import SWITCHES, switches, told
+from edgellm.build.tensorrt.known_faults import SWITCHES, compiler_switches, switches
 from edgellm.build.tensorrt.options import TensorRtOptions
 from edgellm.build.tensorrt.target import Target
 from edgellm.core.errors import EdgeLLMError
@@ -42,32 +42,32 @@ def test_each_version_has_its_own(version, has_fp4, words):
 
 
 def test_the_library_reads_them_while_it_works(monkeypatch):
-    """As C does, which the interpreter's own dictionary would not show."""
+    """Read the environment as C does, since the interpreter's dictionary may differ."""
     monkeypatch.delenv(SWITCHES, raising=False)
     shown = [sys.executable, "-c", f"import os; print(os.environ.get({SWITCHES!r}))"]
 
     def seen() -> str:
         return subprocess.run(shown, capture_output=True, text=True, check=True).stdout.strip()
 
-    with told("-a=off"):
+    with compiler_switches("-a=off"):
         assert seen() == "-a=off"
     assert SWITCHES not in os.environ
     monkeypatch.setenv(SWITCHES, "")
-    with told("-a=off"):
+    with compiler_switches("-a=off"):
         assert seen() == ""
 
 
 class Compiler:
-    """As much of full TensorRT as a build of nothing asks for; it compiles none."""
+    """A minimal fake of full TensorRT, which compiles nothing."""
 
     def __init__(self, version: str) -> None:
         self.__name__, self.__version__ = "tensorrt", version
-        self.told: str | None = None
+        self.compiler_switches: str | None = None
         self.NetworkDefinitionCreationFlag = SimpleNamespace(STRONGLY_TYPED=0)
         self.LayerType = SimpleNamespace()
 
     def Builder(self, _: object) -> Any:  # noqa: N802 - TensorRT's name
-        self.told = os.environ.get(SWITCHES)
+        self.compiler_switches = os.environ.get(SWITCHES)
         network = SimpleNamespace(num_layers=0)
         return SimpleNamespace(max_threads=1, create_network=lambda _: network)
 
@@ -107,5 +107,5 @@ def test_a_build(monkeypatch, tmp_path: Path, version, sm, dtype, words, hint):
         builder.build(graph, [], engine, target, TensorRtOptions(), said.append)
     assert hint in caught.value.hint
     wanted = switches(target.library.version, has_fp4=False)
-    assert (trt.told or "") == wanted
+    assert (trt.compiler_switches or "") == wanted
     assert bool(said) == bool(wanted)

@@ -1,4 +1,4 @@
-"""What the inspector of an engine says, where a GPU would load it, and what is made of it."""
+"""Layer reports from the output of an engine's inspector."""
 
 from __future__ import annotations
 
@@ -142,8 +142,8 @@ def test_older_versions(tmp_path):
 
 
 @pytest.mark.parametrize("text", ["", "[]", '{"Layers": ["names", "only"]}', '{"Layers": [{}]}'])
-def test_an_inspector_that_tells_no_layers(text):
-    with pytest.raises(EdgeLLMError, match="inspector does not tell the layers") as caught:
+def test_an_inspector_without_layers(text):
+    with pytest.raises(EdgeLLMError, match="inspector does not list the layers") as caught:
         read_layers(text)
     assert "--layerReport" in caught.value.hint
 
@@ -157,7 +157,7 @@ def test_a_report_that_is_broken(tmp_path, text):
 
 
 def _library(text: str | None, said: list) -> SimpleNamespace:
-    """TensorRT, with a GPU that loads what it is given where there is a `text` to be told."""
+    """A fake TensorRT with a GPU; the inspector of a loaded engine returns `text`."""
 
     class Logger:
         def __init__(self) -> None:
@@ -195,12 +195,12 @@ def test_the_inspector_is_asked(tmp_path):
     text = json.dumps({"Layers": NEWER})
     assert len(inspect_engine(_library(text, said), tmp_path / "llm.engine")) == 9
     assert said == [b"plan", "json"]
-    with pytest.raises(EdgeLLMError, match="cannot load the engine to tell its layers: out of mem"):
+    with pytest.raises(EdgeLLMError, match="cannot load the engine to list its layers: out of mem"):
         inspect_engine(_library(None, said), tmp_path / "llm.engine")
 
 
 def test_who_is_asked(monkeypatch):
-    """TensorRT's engines tell when a report is wanted; TensorRT-RTX's cannot be loaded here."""
+    """TensorRT's engines are inspected for a report; TensorRT-RTX's cannot be loaded here."""
     asked = []
     monkeypatch.setattr(builder, "inspect_engine", lambda _, path: asked.append(path) or ())
     log = SimpleNamespace(layers="")

@@ -1,4 +1,4 @@
-"""Which library is found and what is said where none will do; what the parser must not ignore."""
+"""Search for the library, errors without one, and inputs that the parser must not ignore."""
 
 from __future__ import annotations
 
@@ -26,7 +26,7 @@ FEATURES = dict.fromkeys(trt_import.FEATURES, object)
 
 @pytest.fixture
 def pretend(monkeypatch):
-    """Modules and a GPU of a machine: None is not there."""
+    """Fake modules and GPU of a machine; None: missing."""
 
     def machine(rtx: object = None, full: object = None, sm: int | None = None) -> None:
         monkeypatch.setitem(sys.modules, "tensorrt_rtx", rtx)
@@ -167,7 +167,7 @@ def test_operators_that_the_parser_does_not_know(tmp_path):
 
 
 def test_inputs_that_the_parser_would_ignore(tmp_path):
-    """It drops an attention's number of valid keys, and attends to rubbish."""
+    """The parser drops an attention's number of valid keys, and attends to garbage."""
     cache = [_half(name, 1, 2, 16, 16) for name in "kv"]
     lengths = helper.make_tensor_value_info("lengths", TensorProto.INT64, [1])
     inputs = ["q", "k", "v", "", "", "", "lengths"]

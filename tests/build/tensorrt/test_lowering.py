@@ -1,4 +1,4 @@
-"""What TensorRT is given computes what the bundle says; needs no TensorRT."""
+"""Graphs for TensorRT equal the bundle's; needs no TensorRT."""
 
 from __future__ import annotations
 
@@ -32,7 +32,7 @@ CAPACITY, ROWS, WRITTEN = 32, 5, 3
 
 @pytest.fixture(scope="module")
 def tiny_source(tmp_path_factory) -> Path:
-    """Untied, so that every linear layer is one of its own."""
+    """Untied, so that all linear layers are separate."""
     config = {**models.find("llama").TINY, "num_hidden_layers": 1, "tie_word_embeddings": False}
     return make_checkpoint(tmp_path_factory.mktemp("untied") / "checkpoint", **config)
 
@@ -123,7 +123,7 @@ def test_nvfp4_weights_are_merged_with_their_scales(tiny_source, tmp_path):
 
 
 def _weights(path: Path) -> list[np.ndarray]:
-    """What the lowered graph's own nodes make of the operand of every linear layer, [in, out]."""
+    """The dequantized weight [in, out] of each linear layer in the lowered graph."""
     model = onnx.load(path)
     names = {output: node for node in model.graph.node for output in node.output}
     constants = {tensor.name: tensor for tensor in model.graph.initializer}
@@ -175,7 +175,7 @@ def test_a_tied_head_shares_the_table(tiny_bundle, tmp_path):
 
 
 def test_equal_smoothing_and_rounding_happen_once(tiny_source, tmp_path):
-    """ModelOpt gives q, k and v one scale of their input; so does the layout of these tests."""
+    """ModelOpt writes one input scale for q, k and v, and so does the layout of these tests."""
     write_checkpoint(tiny_source, tmp_path / "checkpoint", LAYOUTS["fp8"])
     portable = _bundle(tmp_path / "checkpoint", tmp_path)
     before = [node.op_type for node in ir.load(portable).graph].count("RoundInput")

@@ -1,4 +1,4 @@
-"""What a build holds of memory, as Linux counts it."""
+"""Memory of a build, as Linux counts it."""
 
 from __future__ import annotations
 
@@ -28,8 +28,8 @@ def _resident(kind: str) -> int:
     return next(int(line.split()[1]) * 1024 for line in lines if line.startswith(f"Rss{kind}"))
 
 
-def _settles(kind: str, maximum: int) -> bool:
-    """Whether so little of a kind of memory is left after a while."""
+def _reaches(kind: str, maximum: int) -> bool:
+    """Whether a kind of memory falls to this size after a while."""
     deadline = time.monotonic() + 20
     while _resident(kind) > maximum and time.monotonic() < deadline:
         time.sleep(0.05)
@@ -45,12 +45,12 @@ def test_pages_that_were_read_are_given_back(tmp_path):
     total = int(array.sum(dtype=np.int64))
     assert _resident("File") > before + 60 * MEGABYTE
     with memory_returned(weights):
-        assert _settles("File", before + 8 * MEGABYTE)
+        assert _reaches("File", before + 8 * MEGABYTE)
         assert int(array.sum(dtype=np.int64)) == total  # they come back when they are read
     del array, content
 
 
-def test_what_malloc_kept_is_given_back():
+def test_malloc_returns_free_memory():
     before = _resident("Anon")
     blocks = [np.ones(2000, np.uint8) for _ in range(40_000)]
     kept = blocks[::500]  # keeps the heap from shrinking
@@ -59,7 +59,7 @@ def test_what_malloc_kept_is_given_back():
     if _resident("Anon") < before + 40 * MEGABYTE:
         pytest.skip("this malloc gives memory back by itself")
     with memory_returned():
-        assert _settles("Anon", before + 24 * MEGABYTE)
+        assert _reaches("Anon", before + 24 * MEGABYTE)
     assert len(kept) == 80
 
 
@@ -74,10 +74,10 @@ def watched(tmp_path_factory) -> tuple[Path, Peak]:
 
 
 def test_a_build_holds_one_copy_of_the_weights(watched):
-    """The rest is the same for all models: libraries, interpreter, buffers; see the benchmark.
+    """Beyond the weights, memory is the same for all models: libraries, interpreter, buffers.
 
-    Resident memory is the benchmark's alone: how soon pages of mapped files go depends on what else
-    the machine does.
+    Only the benchmark measures resident memory: the eviction of mapped pages depends on other
+    processes.
     """
     _, peak = watched
     assert 230e6 < peak.weights_bytes < 300e6

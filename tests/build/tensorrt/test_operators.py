@@ -1,4 +1,4 @@
-"""Every graph that we make, in every precision, for every TensorRT: each node against the table."""
+"""All graphs in all precisions, for all TensorRT versions: each node against the table."""
 
 from __future__ import annotations
 
@@ -75,7 +75,7 @@ def lowered(
     dtype: ir.DataType = ir.DataType.FLOAT16,
     kernels: Kernels | None = None,
 ) -> ir.Model:
-    """As `llm_build` and `visual_build` hand it to the parser."""
+    """The graph that `llm_build` and `visual_build` pass to the parser."""
     model, weights = ir.load(bundle / f"{name}.onnx"), WeightFile(folder / f"{name}.data")
     if any(value.name == graph_io.LOGITS_INDEX for value in model.graph.inputs) or is_draft:
         candidates = TREE if is_draft and name == "model" else 0
@@ -109,7 +109,7 @@ def test_every_version_takes_the_adapted_graph(bundles, tmp_path, kind, precisio
 
 @pytest.mark.parametrize(("family", "precision"), TEXTS)
 def test_every_version_takes_decoders_of_images(bundles, tmp_path, family, precision):
-    """Rows of images, M-RoPE, deepstack; in halves by edgellm's kernels, too."""
+    """Image rows, M-RoPE, DeepStack; in float16 also with edgellm's kernels."""
     bundle = bundles.make(f"{family}{TOWER}", precision)
     for kernels in (None, Kernels(110, "fp8"))[: 1 + (precision == "fp16")]:
         model = lowered(bundle, "model", tmp_path, is_draft=False, kernels=kernels)
@@ -135,19 +135,19 @@ def test_every_version_takes_other_drafts(eagle_pairs, tmp_path, name):
         adapt(model.clone(), version)
 
 
-def test_drafts_of_blocks_are_refused(eagle_pairs, tmp_path):
+def test_block_drafters_are_rejected(eagle_pairs, tmp_path):
     """Hybrids are in `test_recurrent.py`, experts in `test_experts.py`."""
     base = open_checkpoint(str(eagle_pairs("peagle").base_checkpoint))
     draft = open_draft(str(make_blocks(tmp_path / "draft", LAYOUTS["dflash"])))
     export_draft(draft, base, tmp_path / "bundle", DraftOptions("fp16"))
     plan, bundle = Plan(ROWS, CAPACITY, max_draft_tree_size=4), tmp_path / "bundle"
-    with pytest.raises(EdgeLLMError, match="dflash draft: only edgellm's kernels let rows of a"):
+    with pytest.raises(EdgeLLMError, match="dflash draft: only edgellm's kernels let tokens of a"):
         predict(bundle, load_bundle(bundle, DRAFT_BUNDLE), plan, "tensorrt", tmp_path)
 
 
 @pytest.mark.parametrize("form", ["gptq-order", "ct-w8a8", "ct-int8", "fp8-blocks"])
 def test_other_forms_of_weights(bundles, tmp_path, form):
-    """Zero points and columns in any order, scales of columns; FP8 in blocks from 10.13 on."""
+    """Zero points and permuted columns, scales of columns; FP8 in blocks from 10.13 on."""
     model = lowered(bundles.make("base", form), "model", tmp_path, is_draft=False)
     for version in CHECKED:
         if form == "fp8-blocks" and version < (10, 13):
@@ -183,11 +183,11 @@ def small(node: str, opset: int = 24) -> ir.Model:
 
 
 @pytest.mark.parametrize("node", FAULTS)
-def test_the_gate_sees_what_is_not_taken(node):
+def test_the_check_finds_unsupported_operators(node):
     assert check_graph(small(node), (10, 16)) == [FAULTS[node]]
 
 
-def test_the_gate_sees_the_opset():
+def test_the_check_finds_the_opset():
     assert check_graph(small("Sin(x)", 25), (10, 16)) == ["opset 25, 24 is the highest"]
     assert check_graph(small("Sin(x)"), (10, 16)) == []
 
@@ -261,7 +261,7 @@ def _has_experts(model_type: str) -> bool:
 
 @pytest.mark.parametrize("model_type", [each for each in attending() if not _has_experts(each)])
 def test_decoders_compute_the_same(tmp_path, model_type):
-    """And every version takes what the lowering makes of them."""
+    """All versions support the lowered graphs."""
     make_checkpoint(tmp_path / "checkpoint", **models.find(model_type).TINY)
     source = open_checkpoint(str(tmp_path / "checkpoint"))
     export_llm(source, tmp_path / "bundle", ExportOptions("fp32", num_layers=2))

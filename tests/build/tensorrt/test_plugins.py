@@ -1,4 +1,4 @@
-"""Edgellm's kernels in TensorRT: what nodes say, what plugins answer, what is refused."""
+"""Edgellm's kernels in TensorRT: nodes, plugins, and rejected graphs."""
 
 from __future__ import annotations
 
@@ -81,7 +81,7 @@ def lowered(bundle: Path, folder: Path, codes: str = "fp16", answers: int = 1) -
 
 # -------------------------------------------------------------- numbers, versions
 def add_sinks(monkeypatch) -> None:
-    """To every attention that is exported: TensorRT takes none of the networks that have them."""
+    """For all exported attentions: TensorRT supports none of the networks with sinks."""
     attend = PassState.attend
 
     def with_sinks(state: PassState, *arguments, **options):
@@ -95,10 +95,8 @@ def add_sinks(monkeypatch) -> None:
     ("model_type", "size"),
     [("glm4", 96), ("gemma3_text", 48), ("gemma2", 256), ("smollm3", 128), ("sinks", 80)],
 )
-def test_architectures_compute_what_the_portable_graph_does(
-    tmp_path, monkeypatch, model_type, size
-):
-    """Partial and interleaved rope, windows, caps, scales, sinks, layers without rope."""
+def test_architectures_equal_the_portable_graph(tmp_path, monkeypatch, model_type, size):
+    """Partial and interleaved RoPE, windows, caps, scales, sinks, layers without RoPE."""
     if model_type == "sinks":
         add_sinks(monkeypatch)
         model_type = "llama"
@@ -144,7 +142,7 @@ def test_every_version_with_plugins_takes_the_graph(bundle, tmp_path):
     assert any("edgellm::attend" in fault for fault in check_graph(model, (10, 14)))
 
 
-def test_every_version_with_plugins_takes_the_graph_of_several_answers(bundle, tmp_path):
+def test_every_version_with_plugins_supports_batches(bundle, tmp_path):
     alone, model = (lowered(bundle, tmp_path, answers=answers) for answers in (1, 4))
     for version in CHECKED[:2]:
         adapt(model.clone(), version)  # which holds it against the table
@@ -159,7 +157,7 @@ def test_every_version_with_plugins_takes_the_graph_of_several_answers(bundle, t
 
 # ------------------------------------------------------ what NVIDIA's own package says
 def bindings() -> list[Path]:
-    """Folders of bindings: what is installed, and what the environment names."""
+    """Folders of bindings: installed ones, and that of the environment variable."""
     found = importlib.util.find_spec("tensorrt_bindings")
     named = [Path(each) for each in os.environ.get("TENSORRT_BINDINGS", "").split(":") if each]
     here = [Path(str(found.origin)).parent] if found is not None else []
@@ -175,7 +173,7 @@ def sizes(*dims: int | str) -> list[Dim]:
 )
 @pytest.mark.parametrize("folder", bindings(), ids=str)
 @pytest.mark.parametrize(("rows", "shares"), [(1, 16), (8, 16), (60, 2), (1024, 1)])
-def test_plugins_answer_tensorrt(folder, rows, shares):
+def test_plugins_implement_tensorrts_interface(folder, rows, shares):
     """Shapes, grids, int32 arguments and PTX of Llama-3.1-8B's attention."""
     with plugin_package(folder) as (trt, op):
         register(trt, op)
@@ -247,7 +245,7 @@ def planned(
     return plan_cache(models_of, manifest, plan, Target(library(version), sm))
 
 
-def test_what_an_engine_gets(bundle):
+def test_the_cache_plan_of_an_engine(bundle):
     for version in ("10.3.0", "10.13.3.9", "10.16.2", "11.4.1"):
         found = planned(bundle, version)
         assert (found.way, found.dtype, found.why_not) == ("edgellm", "float16", "")
@@ -293,7 +291,7 @@ def test_networks_and_gpus_without(bundle, tmp_path, monkeypatch):
         planned(bundle, "10.16.2", kernels="tensorrt", kv_cache="int8")
 
 
-def test_who_answers_several_at_a_time(bundle):
+def test_which_kernels_support_batches(bundle):
     for version in ("10.3.0", "11.4.1"):
         assert planned(bundle, version, answers=4).kernels == Kernels(110, "fp16", 4)
     said = "--maxBatchSize 4 needs edgellm's kernels: "
@@ -309,7 +307,7 @@ def test_who_answers_several_at_a_time(bundle):
 
 # ------------------------------------------------ a build, with functions in the kernels' place
 def stand_ins(heads: int, size: int) -> list[ir.Function]:
-    """Of the nodes' shapes and types; TensorRT-RTX, which takes no plugins, compiles these."""
+    """Stand-ins with the nodes' shapes and types, since TensorRT-RTX supports no plugins."""
     text = f"""<ir_version: 10, opset_import: ["" : 24, "{NAMESPACE}" : 1]>
     g (float16[1, n, {heads * size}] q) => (float16[1, n, {heads * size}] y) {{ y = Identity(q) }}
     <domain: "{NAMESPACE}", opset_import: ["" : 24]>
@@ -366,9 +364,9 @@ def stand_ins(heads: int, size: int) -> list[ir.Function]:
 
 @pytest.mark.parametrize("family", ["llama", "qwen3_vl"])
 def test_a_build_of_the_graph_around_the_kernels(bundle, tmp_path, monkeypatch, family):
-    """What stands around the nodes has their types and shapes, in every profile.
+    """Values around the plugin nodes have matching types and shapes, in all profiles.
 
-    Image rows, those of further layers, and M-RoPE's tables are of as many rows as a pass has.
+    Image rows, those of DeepStack, and M-RoPE's tables have one row for each token of a pass.
     """
     pytest.importorskip("tensorrt_rtx", reason="compiled with it: pip install '.[tensorrt-rtx]'")
     registered, build, size = [], builder.build, 128

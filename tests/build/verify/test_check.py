@@ -75,7 +75,7 @@ def _of_attention(monkeypatch, change) -> None:
 
 
 def wrong_mask(monkeypatch) -> None:
-    """Rows of a tree see their siblings."""
+    """Tree nodes attend to their siblings."""
 
     def change(graph, node) -> None:
         graph.cursor = node
@@ -92,7 +92,7 @@ def wrong_mask(monkeypatch) -> None:
 
 
 def wrong_rope(monkeypatch) -> None:
-    """Cosine and sine change places."""
+    """Swap cosine and sine."""
 
     def change(graph, node) -> None:
         del graph
@@ -104,7 +104,7 @@ def wrong_rope(monkeypatch) -> None:
 
 
 def swapped_weight(monkeypatch) -> None:
-    """The gate's for that of up, which has the same shape."""
+    """Swap gate and up, which have the same shape."""
     whole = LinearWeight.of.__func__
 
     def of(cls, *calls):
@@ -118,7 +118,7 @@ def swapped_weight(monkeypatch) -> None:
 
 
 def dropped_scale(monkeypatch) -> None:
-    """Codes for values, but for one factor."""
+    """Omit one factor of dequantization."""
     whole = WeightPart.scales
 
     def scales(part):
@@ -129,7 +129,7 @@ def dropped_scale(monkeypatch) -> None:
 
 
 def another_epsilon(monkeypatch) -> None:
-    """Norms forget theirs, all of them."""
+    """Omit the weights of all norms."""
     whole = contrib_ops.lower_norms
 
     def forget(graph) -> None:
@@ -219,7 +219,7 @@ def test_honest_lowerings_stay_below_half_of_the_bound(bundles, tmp_path, precis
 
 
 def test_layers_that_read_the_embedding_as_it_is(tmp_path):
-    """OLMo 2 has no norm before its first layer; rows are cast to float32 before all uses."""
+    """OLMo 2 has no norm before its first layer; values are cast to float32 before all uses."""
     checkpoint = make_checkpoint(tmp_path / "checkpoint", **models.find("olmo2").TINY)
     export_llm(open_checkpoint(str(checkpoint)), tmp_path / "bundle", ExportOptions("fp16"))
     plan = dataclasses.replace(PLANS["own floats"], quantize="int8")
@@ -293,7 +293,7 @@ def test_a_fault_in_the_embedding_stops_the_build(outliers, tmp_path, monkeypatc
 
 
 def test_a_check_that_nobody_wants(bundles, tmp_path):
-    """What was saved is then compared with what it was made from."""
+    """The saved graph is then compared with the lowered one."""
     bundle = bundles.make("eagle_base", "fp16", "fp32")
     plan = dataclasses.replace(PLAN, checks=False)
     built = build_engine("llm", bundle, tmp_path / "e", plan, "onnxruntime", _silent)
@@ -310,7 +310,7 @@ def test_a_machine_without_the_memory(bundles, tmp_path, monkeypatch):
 
 
 def test_where_the_portable_graph_does_not_run(bundles, tmp_path, monkeypatch):
-    """An older ONNX Runtime; what it saved is then compared with what it was made from."""
+    """With an older ONNX Runtime, the saved graph is compared with the lowered one."""
     bundle = bundles.make("eagle_base", "fp16", "fp32")
 
     def refuse(*_: object, **__: object):
@@ -334,7 +334,7 @@ def test_passes_are_one_for_the_reference(bundles):
     assert seen.tolist() == [1, 2, 3, 4, 5, 6, 7, 8, 9, 9, 10, 10]
 
 
-def test_what_rows_have_in_common_is_no_error():
+def test_the_mean_of_a_row_is_no_error():
     rows = np.array([[1.0, 2, 3], [3, 1, 2]], np.float32)
     assert check.row_errors(rows + 5, rows) == pytest.approx(0, abs=1e-6)
     assert check.row_errors(2 * rows, rows) == pytest.approx(1)

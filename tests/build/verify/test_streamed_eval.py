@@ -1,4 +1,4 @@
-"""The reference of a check reads weights piece by piece, once for both of its versions."""
+"""The reference of a check reads weights in pieces, once for both of its versions."""
 
 from __future__ import annotations
 
@@ -75,7 +75,7 @@ def test_pieces_and_slices_change_no_number(bundles, tmp_path, monkeypatch, quan
 
 
 def test_weights_of_a_gguf_file_are_decoded_once(tmp_path, monkeypatch):
-    """In several steps each, of all formats; both versions are what they are apart."""
+    """All formats, in several pieces; merged versions equal separate ones."""
     checkpoint = open_checkpoint(str(write_mixed(tmp_path)))
     export_llm(checkpoint, tmp_path / "bundle", ExportOptions("fp16"))  # fp32 makes floats
     graphs, together = [], streamed_eval.together
@@ -122,7 +122,7 @@ def test_rounding_by_slices_is_rounding_whole(shape):
 
 
 def test_an_engine_that_was_checked_is_the_same(bundles, tmp_path, monkeypatch):
-    """Bit for bit: what the check rounded is packed some channels at a time, as without it."""
+    """Weights rounded by the check are packed to the same bits as without the check."""
     monkeypatch.setattr(pack, "_WEIGHTS_AT_ONCE", 1 << 11)
     folder = bundles.make("eagle_base", "fp16", "fp32")
     logits = []

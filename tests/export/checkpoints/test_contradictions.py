@@ -1,4 +1,4 @@
-"""Checkpoints whose parts contradict each other: refused with a name, or said."""
+"""Checkpoints with contradicting parts: rejected with a name, or reported."""
 
 from __future__ import annotations
 
@@ -33,7 +33,7 @@ WEIGHTS, UP = "model.safetensors", "model.layers.1.mlp.up_proj.weight"
 
 @pytest.fixture
 def checkpoint(tiny_checkpoint, tmp_path) -> Path:
-    """A copy that a test may damage."""
+    """A copy for damage by a test."""
     return Path(shutil.copytree(tiny_checkpoint, tmp_path / "checkpoint"))
 
 
@@ -94,7 +94,7 @@ def test_weights_that_half_precision_cannot_hold(checkpoint, dtype, value):
 
 @pytest.mark.parametrize("stored", ["F32", "F16", "BF16"])
 def test_every_bit_pattern_near_the_limits(stored):
-    """Bit tricks against numpy's own judgement: all 16-bit floats, float32 around the edges."""
+    """Bit tricks against numpy: all 16-bit floats, float32 around the edges."""
     bits = np.arange(1 << 16, dtype=np.uint16)
     kind = {"F16": np.float16, "BF16": ml_dtypes.bfloat16}.get(stored)
     if kind is None:
@@ -166,13 +166,13 @@ def test_makers_that_write_layouts_of_others(tiny_checkpoint, tmp_path, layout, 
     assert _export(folder).quantization == method
 
 
-def test_tensors_without_a_config_tell_their_layout(tiny_checkpoint, tmp_path):
+def test_tensors_without_a_config_have_a_layout(tiny_checkpoint, tmp_path):
     folder = _quantized(tiny_checkpoint, tmp_path / "checkpoint", "gptq", None)
     assert _export(folder).quantization == "gptq"
 
 
 def test_fbgemm_fp8(tiny_checkpoint, tmp_path):
-    """A scale of each output; the bound of the inputs' scales, found at run time, is left away."""
+    """One scale for each output; the bound of the inputs' scales at run time is ignored."""
 
     def write(weight, random):
         tensors, value = fp8_channels(weight, random)
@@ -186,7 +186,7 @@ def test_fbgemm_fp8(tiny_checkpoint, tmp_path):
 
 @pytest.mark.parametrize("value", [0.0, 0.5])
 def test_biases_that_early_gptq_writers_added(tiny_checkpoint, tmp_path, value):
-    """AutoGPTQ gave every layer a bias; zeros change nothing, anything else is refused."""
+    """AutoGPTQ writes a bias for each layer; zeros are ignored, other values are rejected."""
     folder = tmp_path / "checkpoint"
     write_checkpoint(tiny_checkpoint, folder, LAYOUTS["gptq"])
     tensors = load_file(folder / WEIGHTS)
@@ -218,8 +218,8 @@ def test_tokens_beyond_the_embedding(checkpoint):
     assert not (checkpoint.parent / "bundle").exists()
 
 
-def test_verify_of_a_config_that_transformers_refuses(checkpoint):
-    """A key that no computation reads, of a type that transformers does not take."""
+def test_verify_of_a_config_that_transformers_rejects(checkpoint):
+    """An unused key of a type that transformers rejects."""
     _edit_config(checkpoint, attention_dropout="none")
     manifest = _export(checkpoint)
     with pytest.raises(EdgeLLMError, match=r"cannot load .*attention_dropout") as caught:
@@ -236,7 +236,7 @@ def test_verify_of_floats_with_a_quantization_config(checkpoint):
 
 @pytest.mark.parametrize(("letters", "made"), [({}, 0), ({"o": 9}, 1)])
 def test_verify_with_a_tokenizer_that_makes_nearly_nothing_of_the_prompt(checkpoint, letters, made):
-    """It knows none of the letters, or one, and has no token for the rest."""
+    """Its vocabulary has no letters, or one, and no unknown token."""
     path = checkpoint / "tokenizer.json"
     tokenizer = json.loads(path.read_text())
     vocabulary = {"<unk>": 0, "<s>": 1, "</s>": 2, **letters}
@@ -261,7 +261,7 @@ def test_verify_of_a_model_of_few_positions(checkpoint):
 def test_a_lora_adapter(checkpoint):
     adapter = {"peft_type": "LORA", "base_model_name_or_path": "someone/base"}
     (checkpoint / "adapter_config.json").write_text(json.dumps(adapter))
-    with pytest.raises(UnsupportedModelError, match="holds a LoRA adapter beside a m") as caught:
+    with pytest.raises(UnsupportedModelError, match="both a LoRA adapter and a model") as caught:
         open_checkpoint(str(checkpoint))
     assert "move adapter_config.json away" in caught.value.hint
     (checkpoint / WEIGHTS).rename(checkpoint / "adapter_model.safetensors")

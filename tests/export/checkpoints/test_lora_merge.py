@@ -1,4 +1,4 @@
-"""`edgellm-export llm --lora_dir`: adapters of PEFT merged into the weights, or refused."""
+"""`edgellm-export llm --lora_dir`: adapters of PEFT merged into the weights, or rejected."""
 
 from __future__ import annotations
 
@@ -68,8 +68,8 @@ def test_ranks_and_scales_of_single_layers(tiny_checkpoint, tmp_path):
     np.testing.assert_allclose(run_portable(bundle, manifest, TOKENS, 8), expected, atol=2e-4)
 
 
-def test_bfloat16_stays_what_it_is(tmp_path):
-    """And pieces of the file end within rows: 96 inputs are no divisor of what is read at once."""
+def test_bfloat16_keeps_its_type(tmp_path):
+    """Pieces of the file end within rows: 96 inputs do not divide the size of a piece."""
     checkpoint = make_checkpoint(tmp_path / "c", dtype="bfloat16", **models.find("llama").TINY)
     wide = write_adapter(tmp_path / "wide" / "adapter", checkpoint, targets=("q_proj",))
     manifest = _merge(checkpoint, wide, "fp16")[1]
@@ -80,7 +80,7 @@ def test_bfloat16_stays_what_it_is(tmp_path):
     assert hashes[0] != hashes[1]
 
 
-def test_rows_of_several_pieces(tiny_checkpoint, adapter, monkeypatch):
+def test_rows_across_several_pieces(tiny_checkpoint, adapter, monkeypatch):
     whole = _merge(tiny_checkpoint, adapter)[1].files["model.weights"]
     monkeypatch.setattr("edgellm.core.safetensors_io.CHUNK_BYTES", 1000)
     assert _merge(tiny_checkpoint, adapter)[1].files["model.weights"] == whole
@@ -102,7 +102,7 @@ def test_rows_of_several_pieces(tiny_checkpoint, adapter, monkeypatch):
         ({"alpha_pattern": {"(": 3}}, "alpha_pattern is damaged"),
     ],
 )
-def test_configs_that_are_refused(tiny_checkpoint, adapter, config, words):
+def test_rejected_configs(tiny_checkpoint, adapter, config, words):
     edit_config(adapter, **config)
     with pytest.raises(EdgeLLMError, match=words):
         _merge(tiny_checkpoint, adapter)
@@ -124,7 +124,7 @@ def _renamed(tensors, old, new):
         (lambda _: {}, "has no tensors"),
     ],
 )
-def test_tensors_that_are_refused(tiny_checkpoint, adapter, change, words):
+def test_rejected_tensors(tiny_checkpoint, adapter, change, words):
     path = adapter / "adapter_model.safetensors"
     changed = change(load_file(path))
     save_file({name: np.ascontiguousarray(value) for name, value in changed.items()}, path)
@@ -156,14 +156,14 @@ def test_files_that_are_not_there(command_here, tiny_checkpoint, adapter, tmp_pa
     faults(adapter, "has no adapter_model.safetensors")
 
 
-def test_a_quantized_base_is_refused(tiny_checkpoint, adapter, tmp_path):
+def test_a_quantized_base_is_rejected(tiny_checkpoint, adapter, tmp_path):
     write_checkpoint(tiny_checkpoint, tmp_path / "int4", LAYOUTS["int4"])
     with pytest.raises(EdgeLLMError, match="are quantized") as caught:
         _merge(tmp_path / "int4", adapter)
     assert "--maxLoraRank" in caught.value.hint
 
 
-def test_verify_sees_an_adapter_that_is_left_out(tiny_checkpoint, adapter):
+def test_verify_finds_a_missing_adapter(tiny_checkpoint, adapter):
     bundle, manifest = _merge(tiny_checkpoint, adapter)
     edit_config(adapter, lora_alpha=80)
     with pytest.raises(EdgeLLMError, match="computes something else"):

@@ -39,7 +39,7 @@ IDS = np.random.default_rng(4).integers(9, 96, 24)
 
 @pytest.fixture(scope="session")
 def quantized(tiny_checkpoint, tmp_path_factory):
-    """Checkpoint folder, bundle and meant weights of a layout, made once."""
+    """Checkpoint folder, bundle and dequantized weights of a layout, made once."""
     made = {}
 
     def get(name: str):
@@ -65,7 +65,7 @@ def test_weights_are_exactly_those_of_the_checkpoint(quantized, name):
 
 @pytest.fixture(scope="session")
 def expected_logits(tiny_checkpoint):
-    """Logits of transformers with the meant weights, and the layers' inputs rounded or not."""
+    """Logits of transformers with dequantized weights, with or without rounding of inputs."""
     from transformers import AutoConfig, AutoModelForCausalLM
 
     def compute(meant, rounds: str = "", smoothing: dict | None = None) -> np.ndarray:
@@ -103,10 +103,10 @@ RUNS_ON_ORT = [name for name in LAYOUTS if "nvfp4" not in name]
 
 
 @pytest.mark.parametrize("name", RUNS_ON_ORT)
-def test_portable_graphs_compute_what_the_checkpoint_means(
+def test_portable_graphs_equal_the_dequantized_checkpoint(
     quantized, expected_logits, monkeypatch, name
 ):
-    """Without optimizations ONNX Runtime does what the graph says, input rounding included."""
+    """Without optimizations ONNX Runtime runs the graph's nodes, input rounding included."""
     import onnxruntime as ort
 
     folder, meant = quantized(name)
@@ -126,7 +126,7 @@ def test_portable_graphs_compute_what_the_checkpoint_means(
 @pytest.mark.parametrize("name", LAYOUTS)
 @pytest.mark.parametrize("prefill", ["same", "int8"])
 def test_engines_are_close(quantized, expected_logits, tmp_path, name, prefill):
-    """Kernels round activations to int8, finer than any layout asks for: close, not equal."""
+    """Kernels round activations to int8, finer than any layout: close, not equal."""
     folder, meant = quantized(name)
     plan = Plan(48, 64, 1, prefill)
     build_engine("llm", folder / "bundle", tmp_path / "engine", plan, "onnxruntime", lambda _: None)
@@ -152,7 +152,7 @@ def relative_error(engine, expected):
     return np.sqrt(np.mean((found - expected) ** 2) / np.mean(expected**2))
 
 
-def test_fp8_becomes_int8_where_that_is_wanted(quantized, expected_logits, tmp_path):
+def test_fp8_becomes_int8_on_request(quantized, expected_logits, tmp_path):
     folder, meant = quantized("ct-fp8")
     plan = Plan(48, 64, 1, quantize="int8", options=CpuOptions("edgellm"))
     bundle, engine = folder / "bundle", tmp_path / "engine"
@@ -329,10 +329,10 @@ _ONLINE = {"config_groups": {"u": {"type": "hadamard", "apply": [{"location": "i
         ("gptq", _set("qzeros", -1), UnsupportedModelError, "a zero point of 16"),
         ("awq", _gemv, UnsupportedModelError, "AWQ version 'gemv'"),
         ("ct-int4", _reordered, UnsupportedModelError, "reorders the inputs"),
-        ("ct-int4", _set("weight_shape", 81), BrokenArtifactError, "weight_shape says"),
+        ("ct-int4", _set("weight_shape", 81), BrokenArtifactError, "weight_shape is"),
     ],
 )
-def test_damaged_and_unknown_layouts_are_refused(
+def test_damaged_and_unknown_layouts_are_rejected(
     quantized, tmp_path, layout, change, error, message
 ):
     source = quantized(layout)[0] / "checkpoint"
@@ -392,7 +392,7 @@ def test_scales_that_half_precision_cannot_hold(quantized, tmp_path):
 
 @pytest.mark.parametrize("name", LAYOUTS)
 def test_half_precision_bundles(quantized, tmp_path, name):
-    """What runs on a GPU: the same weights, but for scales and products in float16."""
+    """Graphs for GPUs: the same weights, with scales and products in float16."""
     folder, meant = quantized(name)
     bundle = tmp_path / "bundle"
     export_llm(open_checkpoint(str(folder / "checkpoint")), bundle, ExportOptions("fp16"))

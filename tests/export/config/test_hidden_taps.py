@@ -1,4 +1,4 @@
-"""Hidden taps of a base: which, and that they are transformers' `hidden_states`."""
+"""Hidden taps of a base equal transformers' `hidden_states`."""
 
 from __future__ import annotations
 
@@ -56,7 +56,7 @@ def test_taps_equal_hidden_states(tmp_path, model_type, taps, cut):
 
 @pytest.mark.parametrize("model_type", models.supported())
 def test_taps_of_every_architecture(tmp_path, model_type):
-    """From scaled embeddings to what the final norm gives."""
+    """Taps from the scaled embeddings to the final norm's output."""
     config = models.find(model_type).TINY
     layers = config.get("num_hidden_layers") or len(config["layers_block_type"])
     _compare(tmp_path, config, (0, 1, layers), None)
@@ -89,7 +89,7 @@ def _compare(tmp_path, config, taps, cut):
 
 
 def test_no_taps_leave_the_graph_as_it_was(deep_checkpoint, tmp_path):
-    """The taps add one output and what feeds it, nothing else."""
+    """The taps add one output and its nodes, nothing else."""
     import onnx_ir as ir
 
     graphs = {}

@@ -1,4 +1,4 @@
-"""Whatever a config says: the exported logits are those of transformers, or the export stops."""
+"""Any config: the exported logits equal those of transformers, or the export fails."""
 
 from __future__ import annotations
 
@@ -38,7 +38,7 @@ pytestmark = pytest.mark.usefixtures("one_thread")
 
 
 class Tensors:
-    """See `TensorSource`: a model in memory, as it would be saved."""
+    """See `TensorSource`: a model in memory, in its saved form."""
 
     def __init__(self, model: PreTrainedModel) -> None:
         tied = model.config.tie_word_embeddings
@@ -57,7 +57,7 @@ class Tensors:
 
 
 def reference(config: dict[str, Any]) -> PreTrainedModel | None:
-    """Transformers' model; None if transformers does not take the config."""
+    """Transformers' model; None if transformers rejects the config."""
     torch.manual_seed(0)
     with contextlib.suppress(Exception):
         hf_config = AutoConfig.for_model(**copy.deepcopy(config), initializer_range=0.2)
@@ -101,7 +101,7 @@ def read(config: dict[str, Any]) -> tuple[DecoderConfig, Any]:
 
 
 def compare(session: DecoderNetwork, model: PreTrainedModel, positions: int = CAPACITY) -> None:
-    """As many tokens as the exported model has positions for."""
+    """Tokens up to the exported model's number of positions."""
     ids = np.random.default_rng(1).integers(4, 64, sum(CHUNKS))[:positions]
     with torch.no_grad():
         expected = model(torch.from_numpy(ids)[None]).logits[0].numpy()
@@ -145,8 +145,8 @@ def test_exported_as_transformers_has_it_or_not_at_all(model_type, tmp_path_fact
     assert "equal" in outcomes, {each: outcomes.count(each) for each in set(outcomes)}
 
 
-def test_a_key_that_is_ignored_would_be_seen(tmp_path):
-    """The comparison finds what it is for."""
+def test_the_comparison_finds_an_ignored_key(tmp_path):
+    """The comparison finds the errors that it is for."""
     config = {**models.find("gemma2").TINY, "vocab_size": 64, "num_hidden_layers": 2}
     model = reference(config)
     assert model is not None

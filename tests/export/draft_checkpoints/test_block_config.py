@@ -1,4 +1,4 @@
-"""Configs of drafts of blocks: what each says, and what is refused."""
+"""Configs of block drafters: facts, and rejected configs."""
 
 from __future__ import annotations
 
@@ -27,7 +27,7 @@ def base(tmp_path_factory) -> Path:
 
 
 def understood(base, folder, layout="dflash", *, own=None, without=(), **config):
-    """What is read of a draft whose config has other keys."""
+    """Facts of a draft with other config keys."""
     make_blocks(folder, LAYOUTS[layout], **config)
     path = folder / "config.json"
     found = json.loads(path.read_text())
@@ -64,7 +64,7 @@ def understood(base, folder, layout="dflash", *, own=None, without=(), **config)
         ),
     ],
 )
-def test_what_a_config_says(base, tmp_path, layout, changes, expected):
+def test_facts_of_configs(base, tmp_path, layout, changes, expected):
     found = understood(base, tmp_path, layout, **changes)
     assert (found.kind, found.block.is_causal, found.block.window) == expected
     assert found.block.mask_token_id == 95
@@ -101,7 +101,7 @@ def test_taps_are_spread_where_none_are_named(base, tmp_path):
         ("dflash2", {"own": {"input_embedding_scale": 2.0}}, "input_embedding_scale = 2.0"),
     ],
 )
-def test_what_is_refused(base, tmp_path, layout, changes, message):
+def test_rejected_configs(base, tmp_path, layout, changes, message):
     with pytest.raises(EdgeLLMError, match=message):
         understood(base, tmp_path, layout, **changes)
 

@@ -1,4 +1,4 @@
-"""Medusa heads: every public layout against torch, and what is refused."""
+"""Medusa heads: all public layouts against torch, and rejected ones."""
 
 from __future__ import annotations
 
@@ -142,7 +142,7 @@ FAULTS = {
 
 
 @pytest.mark.parametrize("name", FAULTS)
-def test_what_is_not_understood_stops_the_export(base, tmp_path, name):
+def test_unknown_layouts_are_rejected(base, tmp_path, name):
     tensors, config, fragments = FAULTS[name]
     draft = make_heads(tmp_path / "draft", tensors, **config)
     with pytest.raises(EdgeLLMError) as caught:

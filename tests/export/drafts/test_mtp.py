@@ -1,4 +1,4 @@
-"""Layers of multi-token prediction: hybrids against torch, and what is refused."""
+"""Layers of multi-token prediction: hybrids against torch, and rejected layers."""
 
 from __future__ import annotations
 
@@ -83,7 +83,7 @@ def test_that_of_ernie_continues_the_stream_before_the_norm(tmp_path, dtype):
     )
 
 
-def test_ernies_layers_that_are_refused(tmp_path):
+def test_rejected_layers_of_ernie(tmp_path):
     base = make_ernie(tmp_path / "base")
     path = base / "config.json"
     config, tensors = json.loads(path.read_text()), load_file(base / "model.safetensors")
@@ -98,7 +98,7 @@ def test_ernies_layers_that_are_refused(tmp_path):
 
 
 def test_an_engine_of_a_half_bundle_has_the_norms_as_they_are_stored(tmp_path):
-    """One more than a half is no half; the build compares itself with the portable graph."""
+    """1 + weight is not exact in float16; the build compares itself with the portable graph."""
     base = make_base(tmp_path / "base", dtype="bfloat16")
     exported(base, base, tmp_path / "bundle", "fp16")
     plan = Plan(16, 24, 1, "same", quantize="none", max_draft_tree_size=8)
@@ -118,7 +118,7 @@ def test_a_tied_head_is_stored_once(tmp_path):
 
 @pytest.mark.parametrize("is_tied", [True, False])
 def test_the_commonest_tokens_alone(tmp_path, monkeypatch, is_tied):
-    """In pieces of any size; those that end an answer are kept."""
+    """Pruned heads in pieces of any size; end-of-sequence tokens are included."""
     monkeypatch.setattr(safetensors_io, "CHUNK_BYTES", 1000)
     base = make_base(tmp_path / "base", tie_word_embeddings=is_tied, vocab_size=VOCAB)
     (base / "generation_config.json").write_text('{"eos_token_id": [60, 93, "</s>"]}')
@@ -135,7 +135,7 @@ def test_the_commonest_tokens_alone(tmp_path, monkeypatch, is_tied):
 
 
 def test_in_the_folder_of_a_model_with_images(bases, tmp_path):
-    """Qwen3.5 is published so: `mtp.*` beside `model.language_model.*`."""
+    """Qwen3.5's published layout: `mtp.*` with `model.language_model.*`."""
     from edgellm.export.checkpoints.vlm import text_tower
 
     plain, whole = bases["qwen3_5_text"], tmp_path / "whole"

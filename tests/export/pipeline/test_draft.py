@@ -1,4 +1,4 @@
-"""Every public layout of a draft: the graphs on ONNX Runtime against a reference in torch."""
+"""All public layouts of a draft: the graphs on ONNX Runtime against a reference in torch."""
 
 from __future__ import annotations
 
@@ -41,7 +41,7 @@ EXPORTERS = {
 
 @pytest.fixture(scope="session")
 def draft_bases(tmp_path_factory) -> dict[bool, Path]:
-    """Bases of eight layers, by whether their head is tied to the embedding."""
+    """Bases of eight layers, with tied and untied heads."""
     folder = tmp_path_factory.mktemp("draft_bases")
     return {
         tied: make_checkpoint(folder / str(tied), **{**BASE, "tie_word_embeddings": tied})
@@ -104,7 +104,7 @@ FAULTS = {
 
 
 @pytest.mark.parametrize("name", FAULTS)
-def test_what_is_not_understood_of_newer_drafts(name, draft_bases, tmp_path):
+def test_unsupported_features_of_newer_drafts(name, draft_bases, tmp_path):
     config, tensors, message = FAULTS[name]
     draft = make_draft(tmp_path / "draft", replace(_PEAGLE, config={**_PEAGLE.config, **config}))
     found = {**load_file(draft / "model.safetensors"), **tensors}
@@ -116,7 +116,7 @@ def test_what_is_not_understood_of_newer_drafts(name, draft_bases, tmp_path):
 
 
 class EngineRun(DraftRun):
-    """The graphs as the CPU backend lowers them, in float32."""
+    """The graphs lowered by the CPU backend, in float32."""
 
     def __post_init__(self) -> None:
         plan = Plan(16, CAPACITY, 1, "same", quantize="none", max_draft_tree_size=8)
@@ -136,7 +136,7 @@ class EngineRun(DraftRun):
 
 
 class CudaRun(EngineRun):
-    """The graphs as they are lowered for CUDA, in the bundle's own type."""
+    """The graphs lowered for CUDA, in the bundle's type."""
 
     def __post_init__(self) -> None:
         plan = Plan(16, CAPACITY, 1, "same", max_draft_tree_size=8)

@@ -1,4 +1,4 @@
-"""`edgellm-export draft` as a user meets it: good and bad checkpoints of every kind."""
+"""Tests of the command `edgellm-export draft`: good and bad checkpoints of all kinds."""
 
 from __future__ import annotations
 
@@ -40,7 +40,7 @@ def draft(tmp_path) -> Path:
 def export(command, command_here, draft_base, tmp_path):
     """Run the command on a draft; the base and more flags may be given.
 
-    With an environment, or where it is said, it is a process of its own.
+    With an environment, or on request, it runs in a separate process.
     """
 
     def run(draft, *more, base=draft_base, alone=False, **options):
@@ -103,7 +103,7 @@ def test_flag_faults_and_foreign_files(export, draft, tmp_path):
     assert_one_line_error(export(draft, "--dtype", "fp8"), "fp16 or fp32")
     (tmp_path / "out").mkdir()
     (tmp_path / "out" / "fuse.onnx").write_text("mine")
-    assert_one_line_error(export(draft), "fuse.onnx exists and is not of an earlier draft_bundle")
+    assert_one_line_error(export(draft), "is not part of an earlier draft_bundle")
     assert (tmp_path / "out" / "fuse.onnx").read_text() == "mine"
 
 

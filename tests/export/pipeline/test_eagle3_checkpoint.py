@@ -1,4 +1,4 @@
-"""`edgellm-export checkpoint`: drafts of every public layout, as other engines read them."""
+"""`edgellm-export checkpoint`: drafts of all public layouts, converted for other engines."""
 
 from __future__ import annotations
 
@@ -18,7 +18,7 @@ from edgellm.export.pipeline.eagle3_checkpoint import ENGINES, hand_over
 from edgellm.export.pipeline.resolve import open_checkpoint, open_draft
 
 AUX = "eagle_aux_hidden_state_layer_ids"
-# What no engine computes, or what another than vLLM would compute otherwise.
+# Features that no engine supports, or that only vLLM computes correctly.
 REFUSED = {
     "speculators_qwen3": ENGINES,
     "eagle1": ENGINES,
@@ -37,7 +37,7 @@ REFUSED = {
 
 @pytest.fixture(scope="module")
 def bases(tmp_path_factory):
-    """The base of a layout, with a head of its own or without."""
+    """The base of a layout, with an untied or a tied head."""
     made: dict[bool, Path] = {}
 
     def get(tied: bool) -> Path:
@@ -51,7 +51,7 @@ def bases(tmp_path_factory):
 
 @pytest.mark.parametrize("name", LAYOUTS)
 def test_a_handed_draft_is_the_draft(tmp_path, bases, name):
-    """Our reader takes the same weights from it, in the same places."""
+    """Edgellm's reader reads equal weights from the converted checkpoint."""
     layout = LAYOUTS[name]
     base, draft = bases(layout.tied_base), make_draft(tmp_path / "draft", layout)
     for engine in ENGINES:

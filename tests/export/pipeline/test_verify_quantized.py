@@ -1,4 +1,4 @@
-"""`--verify` of quantized checkpoints: transformers with what the codes stand for."""
+"""`--verify` of quantized checkpoints: transformers with dequantized weights."""
 
 from __future__ import annotations
 
@@ -68,14 +68,14 @@ def difference(verdict):
     [("qwen3", name) for name in ("int4", "fp8", "awq", "gptq-order", "ct-int4", "w8a16", "nvfp4")]
     + [("qwen3_moe", "awq"), ("qwen3_moe", "ct-nvfp4"), ("granitemoe", "ct-fp8")],
 )
-def test_the_graph_computes_what_the_codes_stand_for(kind, layout, floats, tmp_path):
+def test_the_graph_equals_the_dequantized_weights(kind, layout, floats, tmp_path):
     checkpoint, manifest = exported(floats[kind], tmp_path, layout)
     verdict = verify_bundle(checkpoint, tmp_path / "bundle", manifest)
     assert LAYOUTS[layout].rounds or difference(verdict) < 2e-3  # or within the bound
     assert {path.name for path in tmp_path.iterdir()} - {"apart"} == {"checkpoint", "bundle"}
 
 
-def test_other_scales_are_seen(floats, tmp_path):
+def test_wrong_scales_are_found(floats, tmp_path):
     _, manifest = exported(floats["qwen3"], tmp_path, "w8a16")
     path = tmp_path / "checkpoint" / "model.safetensors"
     tensors = load_file(path)
@@ -89,7 +89,7 @@ def test_other_scales_are_seen(floats, tmp_path):
 
 @pytest.mark.parametrize("name", LAYOUTS)
 def test_the_oracle_decodes_every_layout(tmp_path, tiny_checkpoint, name):
-    """It is held against the writers of the tests, as the exporter's reader is."""
+    """The oracle agrees with the writers of the tests, as does the exporter's reader."""
     meant = write_checkpoint(tiny_checkpoint, tmp_path / "checkpoint", LAYOUTS[name])
     checkpoint = open_checkpoint(str(tmp_path / "checkpoint"))
     tensors, config = checkpoint.tensors, checkpoint.quant_config
@@ -106,7 +106,7 @@ def _transposed(words, bits):
     return unpack(words, bits).reshape(len(words), -1, 2)[..., ::-1].reshape(len(words), -1)
 
 
-# What a reader of the exporter may get wrong.
+# Possible errors of the exporter's reader.
 MISTAKES = {
     "gptq-asym": ("gptq.stores_less_one", lambda _: False),
     "gptq-v2": ("gptq.stores_less_one", lambda _: True),
@@ -119,7 +119,7 @@ MISTAKES = {
 
 @pytest.mark.parametrize("layout", MISTAKES)
 def test_a_mistake_of_the_reader_fails(command_here, floats, tmp_path, monkeypatch, layout):
-    """The command ends with 2, and what the folder held before is still there."""
+    """The command exits with 2, and the folder is unchanged."""
     bundle, checkpoint = tmp_path / "bundle", tmp_path / "checkpoint"
     write_checkpoint(floats["qwen3"], checkpoint, LAYOUTS[layout])
     arguments = ("llm", "--model_dir", checkpoint, "--output_dir", bundle, "--dtype", "fp32")
@@ -138,8 +138,8 @@ def test_a_mistake_of_the_reader_fails(command_here, floats, tmp_path, monkeypat
 
 
 @pytest.mark.parametrize("value", [0.0, float("nan")])
-def test_weights_that_tell_nothing(command_here, tiny_checkpoint, tmp_path, value):
-    """Equal logits everywhere agree by 100 % with anything."""
+def test_weights_that_test_nothing(command_here, tiny_checkpoint, tmp_path, value):
+    """Equal logits for all tokens agree by 100 % with any others."""
     checkpoint = Path(shutil.copytree(tiny_checkpoint, tmp_path / "checkpoint"))
     tensors = load_file(checkpoint / "model.safetensors")
     tensors["model.embed_tokens.weight"][:] = value
@@ -154,7 +154,7 @@ def test_weights_that_tell_nothing(command_here, tiny_checkpoint, tmp_path, valu
 @pytest.mark.parametrize("dtype", ["fp32", "fp16"])
 @pytest.mark.parametrize("layout", ["", "auto-round", "fp8", "int8_sq"])
 def test_bounds_leave_room_for_rounding(floats, tmp_path, dtype, layout):
-    """Ten times what is measured, but for float16 that decides how inputs are rounded."""
+    """Limits are ten times the measured errors, except for float16 before rounded inputs."""
     checkpoint = floats["qwen3"]
     if layout:
         write_checkpoint(checkpoint, tmp_path / "checkpoint", LAYOUTS[layout])

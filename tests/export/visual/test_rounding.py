@@ -55,7 +55,7 @@ def model(request, checkpoint, tmp_path_factory) -> VisualModel:
 
 
 def test_features_are_those_of_rounded_weights(model):
-    """Of every linear layer of the encoder, and of nothing else."""
+    """Shapes of all linear layers of the encoder."""
     pixels = random_pixels(model.spec, GRID, 0)
     (exact,) = model.features([pixels], [GRID])
     model.round_reference(model.manifest.quantization)
@@ -66,7 +66,7 @@ def test_features_are_those_of_rounded_weights(model):
 
 
 def test_the_bundle_shrinks(model, checkpoint, tmp_path):
-    """By three of four bytes of every weight, but for the scales."""
+    """The file shrinks by three of four bytes of all weights, except for scales."""
     floats = _export(checkpoint, tmp_path / "float")
     assert floats.vision == model.spec  # the same number of parameters
     before, after = (m.files["model.weights"].num_bytes for m in (floats, model.manifest))
@@ -78,7 +78,7 @@ def test_the_bundle_shrinks(model, checkpoint, tmp_path):
 
 @pytest.mark.parametrize("precision", PRECISIONS)
 def test_half_precision_graphs(checkpoint, tmp_path, precision):
-    """What goes to a GPU: valid, and run by ONNX Runtime as it comes."""
+    """Graphs for GPUs are valid, and run in ONNX Runtime."""
     manifest = _export(checkpoint, tmp_path / "bundle", "fp16", precision)
     assert (manifest.dtype, manifest.quantization) == ("float16", precision)
     onnx.checker.check_model(str(tmp_path / "bundle/model.onnx"))
@@ -98,7 +98,7 @@ def test_half_precision_graphs(checkpoint, tmp_path, precision):
 @pytest.mark.parametrize("stored", [np.float32, np.float16, ml_dtypes.bfloat16])
 @pytest.mark.parametrize("precision", PRECISIONS)
 def test_codes_suit_the_scales_of_the_graph(tmp_path, precision, stored, dtype):
-    """The nearest code of every weight; where a scale is next to nothing, the nearest there is."""
+    """The nearest code of each weight, even with tiny scales."""
     largest = {"int8": 127, "fp8": 448}[precision]
     weight = np.random.default_rng(0).normal(size=(40, 24)).astype(np.float32)
     weight *= np.geomspace(1e-3, 10, 40, dtype=np.float32)[:, None]
@@ -119,7 +119,7 @@ def test_codes_suit_the_scales_of_the_graph(tmp_path, precision, stored, dtype):
 
 
 def test_one_weight_is_in_memory_at_a_time(tmp_path):
-    """And that as it is stored, with its codes: not as a float32 copy."""
+    """The estimate counts stored codes, not a float32 copy."""
     weight = np.random.default_rng(0).standard_normal((2048, 2048), np.float32).astype(np.float16)
     layer = _round(tmp_path, weight, "int8", "fp16")
     tracemalloc.start()
@@ -163,7 +163,7 @@ def test_weights_that_are_no_numbers(tiny, tmp_path, value):
 
 
 def test_an_encoder_that_is_quantized_already(tiny, tmp_path):
-    """It exports as it is, and is not rounded twice."""
+    """A quantized encoder is exported unchanged, and not rounded twice."""
 
     def change(tensors):
         weight = tensors[f"{_PROJECTION}.weight"]

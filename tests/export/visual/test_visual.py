@@ -1,4 +1,4 @@
-"""Every visual encoder at tiny random size: its graph on ONNX Runtime against transformers."""
+"""All visual encoders at tiny random size: graphs on ONNX Runtime against transformers."""
 
 from __future__ import annotations
 
@@ -71,7 +71,7 @@ def test_features_equal_transformers(model):
             np.testing.assert_allclose(output, reference, atol=TOLERANCE)
 
 
-def test_the_manifest_says_what_comes_out(model):
+def test_the_manifest_has_the_output_shapes(model):
     spec, grid = model.spec, (4, 10)
     pixels = random_pixels(spec, grid, 0)
     embeds, *levels = model.run(pixels, grid)
@@ -87,7 +87,7 @@ def test_the_manifest_says_what_comes_out(model):
 
 
 def test_no_value_of_a_graph_grows_with_the_square_of_the_patches(model):
-    """Attention's scores are the operator's own affair."""
+    """Scores inside Attention operators do not count."""
     import onnx
 
     graph = onnx.load(model.bundle / "model.onnx", load_external_data=False)
@@ -127,7 +127,7 @@ def test_half_precision_graphs(tmp_path, model_type, stored):
     ],
 )
 def test_both_prefixes_of_tensors(tmp_path, model_type, old, new):
-    """Whichever transformers writes; the other is what files of another version have."""
+    """Both names: transformers writes one, and files of other versions have the other."""
     checkpoint = make_visual_checkpoint(tmp_path / "c", _tiny(model_type))
     VisualModel(checkpoint, tmp_path / "one")
     rename_tensors(checkpoint, old, new)
@@ -143,7 +143,7 @@ def test_both_prefixes_of_tensors(tmp_path, model_type, old, new):
 
 
 def test_weights_are_the_stored_bytes(tmp_path):
-    """Even of the patch embedding, whose kernel is read as a matrix."""
+    """Also for the patch embedding, whose kernel is read as a matrix."""
     from safetensors.numpy import load_file
 
     checkpoint = make_visual_checkpoint(tmp_path / "c", _tiny("qwen3_vl"))
@@ -156,7 +156,7 @@ def test_weights_are_the_stored_bytes(tmp_path):
 
 
 def test_keys_and_names_of_older_files(tmp_path):
-    """The Hub's Qwen2-VL: language keys at the top, other words for channels and patches."""
+    """The Hub's Qwen2-VL: language keys at the top level, other keys for channels and patches."""
     checkpoint = make_visual_checkpoint(tmp_path / "c", _tiny("qwen2_vl"))
     config = json.loads((checkpoint / "config.json").read_text())
     config |= config.pop("text_config")
@@ -249,7 +249,7 @@ def qwen3_checkpoint(tmp_path_factory) -> Path:
 
 
 @pytest.mark.parametrize("name", _REFUSED)
-def test_what_is_not_understood_stops_the_export(qwen3_checkpoint, tmp_path, name):
+def test_unknown_config_keys_are_rejected(qwen3_checkpoint, tmp_path, name):
     changes, fragment, hint = _REFUSED[name]
     checkpoint = open_checkpoint(str(qwen3_checkpoint), tokenizer=False)
     checkpoint.config["vision_config"].update(changes)
@@ -271,8 +271,8 @@ def test_a_key_that_does_not_matter_may_be_ignored(qwen3_checkpoint, tmp_path):
     }
 
 
-def test_tensors_of_the_encoder_that_nobody_takes(qwen3_checkpoint, tmp_path):
-    """Under either prefix; the language model's are not looked at."""
+def test_unused_tensors_of_the_encoder_are_rejected(qwen3_checkpoint, tmp_path):
+    """With both prefixes; the language model's tensors are ignored."""
     import shutil
 
     checkpoint = shutil.copytree(qwen3_checkpoint, tmp_path / "c")
@@ -285,7 +285,7 @@ def test_tensors_of_the_encoder_that_nobody_takes(qwen3_checkpoint, tmp_path):
         _export(checkpoint, tmp_path / "bundle")
 
 
-def test_text_models_and_unknown_encoders_are_refused(tiny_checkpoint, qwen3_checkpoint, tmp_path):
+def test_text_models_and_unknown_encoders_are_rejected(tiny_checkpoint, qwen3_checkpoint, tmp_path):
     with pytest.raises(UnsupportedModelError, match=r"text-only model \(llama\)") as caught:
         _export(tiny_checkpoint, tmp_path / "bundle")
     assert "edgellm-export llm" in caught.value.hint
@@ -331,7 +331,7 @@ def test_command(command, qwen3_checkpoint, tmp_path):
     assert manifest.provenance["checkpoint"] == str(qwen3_checkpoint)
 
 
-def test_command_refuses_text_models_in_one_line(command_here, tmp_path):
+def test_command_rejects_text_models_in_one_line(command_here, tmp_path):
     checkpoint = make_checkpoint(tmp_path / "c", **models.find("llama").TINY)
     result = command_here(
         "edgellm-export", "visual", "--model_dir", checkpoint, "--output_dir", tmp_path / "bundle"

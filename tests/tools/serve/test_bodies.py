@@ -1,4 +1,4 @@
-"""Bodies, keys and names that no honest client sends; the next request is always served."""
+"""Invalid bodies, keys and host names; the next request is always served."""
 
 from __future__ import annotations
 
@@ -85,7 +85,7 @@ def test_a_hundred_megabytes_are_refused_without_being_kept(server, chunked):
     assert _is_served(server)
 
 
-def test_a_client_that_says_a_false_length_harms_nobody(server):
+def test_a_false_content_length_affects_no_other_client(server):
     for head in (
         b"content-length: -5",
         b"content-length: 99999999999999999999",
@@ -117,8 +117,8 @@ def test_unknown_paths_and_methods(server):
     assert server.send("/docs")[0] == 404  # it would load scripts from other hosts
 
 
-def test_a_foreign_name_is_not_answered(server):
-    """Web pages can give a local server a name of their own (DNS rebinding)."""
+def test_a_foreign_host_name_is_rejected(server):
+    """Web pages can reach a local server through their own host name (DNS rebinding)."""
     assert server.send("/v1/models", host="evil.example:80")[0] == 403
     assert server.send(CHAT, GOOD, host="127.0.0.1.evil.example")[0] == 403
     for name in ("localhost", "LOCALHOST:8000", "127.0.0.1:1", "[::1]:8000", "[::1]"):

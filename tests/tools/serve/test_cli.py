@@ -1,4 +1,4 @@
-"""The command's flags, and what it says of mistakes."""
+"""Flags of `edgellm-serve`, and its error messages."""
 
 from __future__ import annotations
 
@@ -53,7 +53,7 @@ def test_bad_key_files(roomy_engine, tmp_path, content, fragment):
 
 
 @pytest.mark.parametrize("flag", ["--port", "--grpcPort", "--metricsPort"])
-def test_a_taken_port_is_told_at_once(roomy_engine, flag):
+def test_a_taken_port_fails_at_start(roomy_engine, flag):
     with socket.create_server(("127.0.0.1", 0)) as taken:
         port = taken.getsockname()[1]
         free = () if flag == "--port" else ("--port", 0)
@@ -68,7 +68,7 @@ def test_the_greeting_names_model_and_address(roomy_engine):
 
 
 def test_end_tokens_end_an_answer(tiny_engine):
-    """An answer that ends by itself: the end token is counted, and is not text."""
+    """The end token is counted, and is not part of the text."""
     with serving(tiny_engine) as server:
         for seed in range(40):
             body = {"prompt": "w20", "max_tokens": 60, "temperature": 2, "seed": seed}

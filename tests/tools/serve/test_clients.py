@@ -1,4 +1,4 @@
-"""Many clients, clients that leave, die or do not read, and the end of the server."""
+"""Many clients, disconnects, killed clients, slow readers, and shutdown."""
 
 from __future__ import annotations
 
@@ -36,7 +36,7 @@ def small(roomy_engine):
 
 
 def _begin(server: ServerProcess, body: dict) -> http.client.HTTPConnection:
-    """Send a request without reading the answer."""
+    """Sends a request without reading the response."""
     connection = server.connect()
     content = json.dumps(body).encode()
     connection.request("POST", PATH, content, {"content-type": "application/json"})
@@ -48,7 +48,7 @@ def _is_idle(server: ServerProcess) -> None:
     server.wait_until(RUNNING, 0)
 
 
-def test_a_full_queue_refuses_and_says_when_to_come_back(small):
+def test_a_full_queue_rejects_with_retry_after(small):
     running = _begin(small, LONG)
     assert running.getresponse().status == 200  # headers come with the first token
     waiting = [_begin(small, {**LONG, "max_tokens": 4}) for _ in range(2)]
@@ -81,7 +81,7 @@ def test_a_client_that_leaves_stops_the_engine_and_one_in_the_queue_is_forgotten
     assert small.json(PATH, {**LONG, "stream": False, "max_tokens": 3})[0] == 200
 
 
-def test_whoever_does_not_stream_can_leave_as_well(small):
+def test_a_client_without_streaming_can_disconnect(small):
     connection = _begin(small, {**LONG, "stream": False})
     small.wait_until(RUNNING, 1)
     generated = small.metric("vllm:generation_tokens_total")
@@ -111,8 +111,8 @@ def test_clients_that_are_killed(small):
     assert small.json(PATH, {**LONG, "stream": False, "max_tokens": 3})[0] == 200
 
 
-def test_a_slow_reader_keeps_nobody_waiting(small):
-    """The engine goes on; what is not read waits in the socket and in the server."""
+def test_a_slow_reader_delays_no_other_client(small):
+    """The engine continues; unread output waits in the socket and the server."""
     with socket.socket() as slow:
         slow.setsockopt(socket.SOL_SOCKET, socket.SO_RCVBUF, 4096)
         slow.connect(("127.0.0.1", small.port))
@@ -138,7 +138,7 @@ def test_a_slow_reader_is_cut_off_when_its_time_is_over(roomy_engine):
             slow.sendall(f"{head}content-length: {len(body)}\r\n\r\n".encode() + body)
             time.sleep(3.5)
             assert server.json("/health")[0] == 200
-        server.expects("WARNING: a client did not read its answer in time")
+        server.expects("WARNING: a client did not read its output in time")
 
 
 # What each protocol says of an output that was cut: path, body, place of reason and text.
@@ -179,7 +179,7 @@ CUT = {
 
 @pytest.fixture(scope="module")
 def hurried(roomy_engine):
-    """A server whose answers take longer than they may."""
+    """A server whose requests exceed their time limit."""
     flags = "--requestTimeout", 0.3, "--modelName", "tiny"
     with serving(roomy_engine, *flags) as process:
         yield process
@@ -192,7 +192,7 @@ def _at(found: object, path: str) -> object:
 
 
 @pytest.mark.parametrize("protocol", CUT)
-def test_an_output_whose_time_is_over_is_cut(hurried, protocol):
+def test_an_output_that_times_out_is_truncated(hurried, protocol):
     path, body, reason, text = CUT[protocol]
     if protocol != "triton":  # which names the model in its path
         body = {"model": "tiny", "stream": False, **body}
@@ -214,7 +214,7 @@ def test_an_output_whose_time_is_over_is_cut(hurried, protocol):
 
 
 def test_a_client_that_tries_again_is_answered_once(hurried):
-    """OpenAI's sends a request again after 408, 409, 429 and 5xx, twice by default."""
+    """OpenAI's client retries twice by default after 408, 409, 429 and 5xx."""
     hurried.wait_until(RUNNING, 0)
     before = hurried.metric("vllm:request_success_total")
     client = openai.OpenAI(base_url=f"{hurried.url}/v1", api_key="none")
@@ -261,7 +261,7 @@ def test_many_at_once_get_their_own_answers_or_429(small, offline):
 
 
 @pytest.mark.parametrize("stop", [signal.SIGTERM, signal.SIGINT])
-def test_sigterm_lets_everybody_finish(roomy_engine, stop):
+def test_sigterm_lets_all_requests_finish(roomy_engine, stop):
     server = ServerProcess(roomy_engine)
     body = {**LONG, "max_tokens": 400}
     connections = [_begin(server, body) for _ in range(3)]
@@ -342,7 +342,7 @@ def test_two_threads_share_one_connection_each(small):
 
 
 def _assert_prompts_grow_together(server):
-    """The texts of one request, streamed and whole: those of a request each."""
+    """The texts of one request with several choices equal those of single requests."""
     prompts = [f"w{20 + at} w33" for at in range(4)]
     common = {"max_tokens": 30, "temperature": 0, "ignore_eos": True}
     alone = [server.json(PATH, {"prompt": one, **common})[1] for one in prompts]
@@ -363,8 +363,8 @@ def _assert_prompts_grow_together(server):
     assert sum(a != b for a, b in itertools.pairwise(order)) > 30  # they take turns
 
 
-def test_an_engine_for_three_answers_clients_side_by_side(shared_engine):
-    """Each gets the answer that it gets alone, drafted for, sampled, or guided by stops."""
+def test_a_batch_of_three_serves_clients_concurrently(shared_engine):
+    """Each output equals the output alone: with drafts, sampling, or stop strings."""
     bodies = [
         {
             "prompt": f"w{20 + at} w30 w{40 + at}", "max_tokens": 20 + at, "seed": at,

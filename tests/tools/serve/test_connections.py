@@ -1,4 +1,4 @@
-"""A server inside the test: connections on which nothing is asked end, and so does every task."""
+"""An in-process server: idle connections are closed, and all tasks end."""
 
 from __future__ import annotations
 
@@ -30,7 +30,7 @@ def _connect(server):
     return socket.create_connection(("127.0.0.1", server.port), timeout=30)
 
 
-def test_whoever_asks_nothing_is_cut_off(inside, monkeypatch):
+def test_idle_connections_are_closed(inside, monkeypatch):
     monkeypatch.setattr(connection, "HEAD_S", 1.0)
     with _connect(inside) as silent, _connect(inside) as half, _connect(inside) as second:
         half.sendall(HEAD[:20])
@@ -45,7 +45,7 @@ def test_whoever_asks_nothing_is_cut_off(inside, monkeypatch):
         assert [client.recv(1) for client in (silent, half, second)] == [b""] * 3
 
 
-def test_an_answer_may_take_longer_than_its_question(inside, monkeypatch):
+def test_a_response_may_take_longer_than_the_head_limit(inside, monkeypatch):
     monkeypatch.setattr(connection, "HEAD_S", 0.05)
     client = http.client.HTTPConnection("127.0.0.1", inside.port, timeout=60)
     body = json.dumps({**LONG, "max_tokens": 3000})

@@ -170,7 +170,7 @@ def test_variables_that_the_template_does_not_read(server):
         "is not True or False" in server.json("/v1/chat/completions", body)[1]["error"]["message"]
     )
     for name in ("enable_thinking", "thinking"):
-        server.expects(f"WARNING: requests have {name}, which is ignored; said once")
+        server.expects(f"WARNING: requests have {name}, which is ignored; logged once")
     for thinks, ignored in ((True, "enable_thinking, thinking"), (False, None), (None, None)):
         flags = {"enable_thinking": thinks, "thinking": thinks}
         body = {**asked, "chat_template_kwargs": flags}

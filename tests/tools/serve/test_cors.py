@@ -44,7 +44,7 @@ def test_pages_of_other_sites_are_kept_out(server, path):
         assert _post(server, path, **headers) == 200, headers
 
 
-def test_nobody_is_told_to_share_without_the_flag(server):
+def test_no_cors_headers_without_the_flag(server):
     ask = {"access_control_request_method": "POST", "origin": FRIEND}
     status, response, _ = server.send(CHAT, method="OPTIONS", **ask)
     assert status == 405

@@ -61,7 +61,7 @@ def test_an_adapter_embeds(embedder):
         llm.embed(ask.token_ids(llm), lora=ask.lora)
 
 
-def test_documents_come_by_their_nearness(embedder):
+def test_documents_are_ranked_by_similarity(embedder):
     server, _, (query, *documents) = embedder
     body = {"query": TEXTS[0], "documents": [{"text": TEXTS[1]}, TEXTS[2]], "top_n": 1}
     status, found = server.json("/v1/rerank", body)

@@ -25,7 +25,7 @@ from edgellm.tools.serve.settings import Settings
 
 
 class Loading:
-    """Loads nothing, and notes what it was asked to."""
+    """Fake loader that records its calls."""
 
     def __init__(self) -> None:
         self.log: list[str] = []
@@ -46,7 +46,7 @@ class Loading:
 
 @pytest.fixture
 def made():
-    """Three engines of which two are loaded at a time."""
+    """A pool of three engines with memory for two."""
     models = [Model(name, Path(name), None, num_bytes=4) for name in "abc"]
     engines = EnginePool(
         models, Loading(), Settings(queue_size=3, total_timeout_s=60, memory_bytes=10)
@@ -57,7 +57,7 @@ def made():
 
 
 class Request:
-    """Of a client that asks for an engine and has it until it ends."""
+    """A request that leases an engine until it ends."""
 
     def __init__(self, **scope):
         self.leases = ExitStack()
@@ -74,12 +74,12 @@ class Request:
 
 
 async def _settled():
-    """Until every task has gone as far as it can."""
+    """Runs the loop until no task can continue."""
     for _ in range(20):
         await asyncio.sleep(0.005)
 
 
-def test_engines_come_when_they_are_asked_for_and_the_idle_make_way(made):
+def test_engines_load_on_demand_and_the_least_recently_used_is_unloaded(made):
     async def use(name):
         request = await Request.of(made, name)
         request.end()
@@ -97,8 +97,8 @@ def test_engines_come_when_they_are_asked_for_and_the_idle_make_way(made):
     assert 'edgellm:engine_loads_total{model_name="b"} 2.0' in page
 
 
-def test_no_engine_goes_while_it_is_used_and_nobody_waits_for_ever(made):
-    """Who asks for an engine that must make way stands in the same line."""
+def test_an_engine_in_use_is_not_unloaded_and_no_request_starves(made):
+    """Requests for an engine that is about to be unloaded join the same queue."""
 
     async def run():
         first, second = await Request.of(made, "a"), await Request.of(made, "b")
@@ -141,7 +141,7 @@ def test_a_broken_engine_is_its_requests_fault_alone(made):
     assert caught.value.status == 404
 
 
-def test_who_finds_no_room_in_time_and_whoever_comes_too_much(made):
+def test_requests_fail_when_loading_times_out_or_the_queue_is_full(made):
     async def run():
         await Request.of(made, "a")
         await Request.of(made, "b")
@@ -226,7 +226,7 @@ def _text(engine, prompt, tokens):
 
 
 def test_a_server_of_two_engines_with_room_for_one(roomy_engine, tiny_engine, tmp_path):
-    """Answers of both at a time: each engine makes way when its own have ended."""
+    """Concurrent requests to both: each engine is unloaded when its requests have ended."""
     broken = tmp_path / "broken"
     shutil.copytree(tiny_engine, broken)
     with (broken / "decode.onnx").open("ab") as stream:

@@ -1,4 +1,4 @@
-"""A request that fails in a server says why, and the others of its passes go on."""
+"""A failed request reports its error, and other requests of the batch continue."""
 
 from __future__ import annotations
 

@@ -1,4 +1,4 @@
-"""A hybrid base for several answers at a time, after HTTP: each is as it is alone."""
+"""A hybrid base with a batch over HTTP: each output equals the output alone."""
 
 from __future__ import annotations
 
@@ -64,7 +64,7 @@ def _all_at_once(server: Inside, prompts: list[str]) -> list[tuple[str, int, int
 
 @pytest.mark.parametrize("spec", SPECS)
 def test_clients_at_once_get_the_answers_alone(hybrid, alone, tmp_path, spec):
-    """In two turns, beside clients that leave, and behind the server's next start."""
+    """In two turns, with clients that disconnect, and after a restart of the server."""
     models = read_models([f"tiny={hybrid}"])
     loading = Loading(SPECS[spec], contexts=tmp_path / "contexts")
     settings = Settings(queue_size=9, request_timeout_s=60)
@@ -96,10 +96,10 @@ def _turn(
 
 @pytest.mark.parametrize("together", [True, False], ids=["together", "alone"])
 @pytest.mark.parametrize("spec", SPECS)
-def test_a_turn_behind_a_stop_token_computes_what_is_new(
+def test_a_message_after_a_stop_token_prefills_only_new_tokens(
     eagle_pairs, hybrid, alone, spec, together
 ):
-    """Whether or not the next prompt has that token, and wherever in a tree it was."""
+    """With and without that token in the next prompt, at any place in a draft tree."""
     engine = hybrid if together else eagle_pairs("mtp").engine
     starts = ([20, 21, 20, 21, 20], [20, 21, 33])[: 1 + together]  # as many as there is room for
     with LLM(engine, spec=SPECS[spec], context_reuse=True) as model:

@@ -52,7 +52,7 @@ def test_tensors_in_json(server, expected):
     assert (reason["data"], text["data"]) == (["length"], [f"{PROMPT}{expected}"])
 
 
-def test_the_words_of_an_ensemble_in_generate(server, expected):
+def test_ensemble_parameters_in_generate(server, expected):
     """As the tutorials on TensorRT-LLM's backend write them."""
     body = {"text_input": PROMPT, "max_tokens": TOKENS, "bad_words": "", "stop_words": ""}
     status, found = server.json("/v2/models/tiny/generate", body)
@@ -118,7 +118,7 @@ def test_faulty_requests(server, body, fragment):
     assert fragment in found["error"]
 
 
-def test_bytes_behind_the_json():
+def test_bytes_after_the_json():
     text = struct.pack("<I", 3) + b"w20"
     head = {
         "inputs": [
@@ -316,7 +316,7 @@ def test_a_client_that_leaves_frees_the_engine(triton):
         process.send = plain
 
 
-def test_figures_at_a_port_of_their_own(triton):
+def test_metrics_at_a_separate_port(triton):
     process, _, port = triton
     from http.client import HTTPConnection
 

@@ -100,7 +100,7 @@ def test_a_server_starts_where_it_ended(roomy_engine, tmp_path):
 @pytest.mark.parametrize(
     ("flags", "reason"),
     [
-        (("--noContextReuse",), "--slotSavePath keeps contexts, which --noContextReuse"),
+        (("--noContextReuse",), "--slotSavePath saves contexts, which --noContextReuse"),
         ((), "--slotSavePath /dev/null/contexts: Not a directory"),
     ],
 )

@@ -143,7 +143,7 @@ def test_folders_that_hold_no_adapter(adapted, adapters):
     assert "another adapter" in adapted.json("/v1/load_lora_adapter", body)[1]["error"]["message"]
 
 
-def test_nobody_loads_adapters_where_the_owner_does_not_say_so(server, adapters):
+def test_adapters_cannot_be_loaded_without_an_allowed_folder(server, adapters):
     body = {"lora_name": "a", "lora_path": str(adapters["one"])}
     assert server.json("/v1/load_lora_adapter", body)[0] == 403
     assert server.json("/v1/unload_lora_adapter", {"lora_name": "a"})[0] == 403

@@ -1,4 +1,4 @@
-"""What /metrics counts, compared with what the answers say."""
+"""Figures of /metrics, compared with the responses."""
 
 from __future__ import annotations
 
@@ -21,7 +21,7 @@ def _samples(server):
     }
 
 
-def test_counters_are_the_sums_of_what_answers_said(roomy_engine):
+def test_counters_are_the_sums_of_the_responses(roomy_engine):
     flags = ["--eagle", "--eagleTree", "fixed", "--eagleDraftTopK", 4, "--eagleDraftStep", 3]
     with serving(roomy_engine, *flags, "--eagleVerifyTreeSize", 12) as server:
         found = []

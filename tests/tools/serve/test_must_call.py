@@ -1,4 +1,4 @@
-"""Answers that must be calls: guided by a grammar of the family, read by its parser."""
+"""Forced tool calls: guided by the family's grammar, parsed by its parser."""
 
 from __future__ import annotations
 
@@ -149,13 +149,13 @@ def test_strict_is_a_promise_that_is_kept_where_calls_are_guided(client):
         ({"tool_choice": {"type": "allowed_tools"}, "tools": TOOLS}, "tool_choice"),
         (
             {"tool_choice": ONE, "tools": TOOLS, "response_format": {"type": "json_object"}},
-            "has no other form",
+            "allows no other output format",
         ),
         ({"tool_choice": ONE, "tools": [_tool("eaten", {"type": "fruit"})]}, "an object"),
         ({"tool_choice": ONE, "tools": TOOLS, "extra_body": {"ignore_eos": True}}, "ignore_eos"),
     ],
 )
-def test_choices_that_cannot_be_made(client, changed, fragment):
+def test_invalid_tool_choices_are_rejected(client, changed, fragment):
     with pytest.raises(openai.BadRequestError, match=fragment):
         client.chat.completions.create(**ASK, **changed)
 

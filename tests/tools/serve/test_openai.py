@@ -1,4 +1,4 @@
-"""The `openai` client against a server process: the answers are those of the engine offline."""
+"""The `openai` client with a server process: outputs equal those of the engine offline."""
 
 from __future__ import annotations
 
@@ -59,7 +59,7 @@ def test_a_stream_has_the_same_text_in_pieces(client, offline):
     assert len({chunk.id for chunk in chunks}) == 1
 
 
-def test_a_stream_says_nothing_of_usage_unless_asked(client):
+def test_a_stream_has_usage_only_if_requested(client):
     stream = client.chat.completions.create(
         model="tiny", messages=MESSAGES, max_tokens=3, stream=True
     )
@@ -155,7 +155,7 @@ def test_completions_plain_and_streamed(client, offline):
     assert client.completions.create(model="tiny", prompt=["w20"]).usage.completion_tokens <= 16
 
 
-def test_usage_tells_how_well_was_drafted_and_what_was_there(client, server):
+def test_usage_has_acceptance_and_cached_tokens(client, server):
     client.chat.completions.create(model="tiny", messages=MESSAGES, max_tokens=40, temperature=0)
     found = client.chat.completions.create(
         model="tiny", messages=MESSAGES, max_tokens=40, temperature=0
@@ -251,7 +251,7 @@ def test_other_models_are_not_found(client):
         client.models.retrieve("gpt-9")
 
 
-def test_turns_of_a_conversation_reuse_what_is_there(client):
+def test_later_messages_reuse_the_prefix_cache(client):
     turns = list(MESSAGES)
     first = client.chat.completions.create(
         model="tiny", messages=turns, max_tokens=6, temperature=0

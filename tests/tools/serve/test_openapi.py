@@ -40,7 +40,7 @@ OF_OTHERS = ("keep_alive", "store", "strict", *LOADING)
 def test_every_answer_is_documented(lettered_server, mode):
     server, statuses = lettered_server, set()
     for name in (*WITHOUT_EFFECT, *OF_OTHERS, *THINKING):
-        server.expects(f"WARNING: requests have {name}, which is ignored; said once")
+        server.expects(f"WARNING: requests have {name}, which is ignored; logged once")
 
     def check(case):
         for name in LENGTHS if isinstance(case.body, dict) else ():

@@ -264,7 +264,7 @@ def test_a_message_that_is_continued_may_be_inside_its_reasoning(
     assert (message.get("reasoning_content"), message["content"]) == (reasoning, content)
 
 
-def test_special_tokens_are_shown_where_they_are_asked_for(model):
+def test_required_special_tokens_stay_in_the_text(model):
     tokenizer = model("{{ messages }}").tokenizer
     special = ["<s>", "</s>"]
     ids = tokenizer.added_ids(special)
@@ -276,7 +276,7 @@ def test_special_tokens_are_shown_where_they_are_asked_for(model):
         assert [token for token in special if token in text] == list(shown)
 
 
-def test_a_server_gives_reasoning_apart(roomy_engine, tmp_path):
+def test_a_server_separates_reasoning(roomy_engine, tmp_path):
     template = (
         "{%- for m in messages %}{{ m.content }}{%- endfor %}"
         "{%- if enable_thinking %}<think>{%- endif %}"

@@ -1,4 +1,4 @@
-"""What a client's task is told of its job, in which order."""
+"""Events of a request and their order."""
 
 from __future__ import annotations
 
@@ -15,7 +15,7 @@ from edgellm.tools.serve.http.errors import ApiError
 
 
 class Gone:
-    """A request whose client left at once."""
+    """A connection whose client disconnected at once."""
 
     def __init__(self) -> None:
         self.scope: dict[str, float] = {}
@@ -32,7 +32,7 @@ class LateWorker:
         job.post(Started(1))
 
 
-def test_a_step_behind_the_clients_leaving_does_not_hide_it():
+def test_a_step_after_a_disconnect_does_not_hide_it():
     async def serve() -> None:
         worker = LateWorker()
         call = Call(worker, [SimpleNamespace(priority=0)], Gone(), 60)
@@ -48,7 +48,7 @@ def test_a_step_behind_the_clients_leaving_does_not_hide_it():
 
 
 class TimedWorker(LateWorker):
-    """One whose job waits, or is begun."""
+    """A worker whose job waits, or has started."""
 
     def __init__(self, *, waits: bool) -> None:
         self.waits = waits
@@ -64,13 +64,13 @@ class TimedWorker(LateWorker):
 
 
 class Staying(Gone):
-    """A request whose client waits."""
+    """A connection whose client waits."""
 
     async def receive(self) -> dict[str, str]:
         return await asyncio.Event().wait()
 
 
-def test_a_request_whose_time_ends_in_the_queue_is_not_worth_another_try():
+def test_a_request_that_times_out_in_the_queue_is_not_retried():
     async def serve() -> None:
         call = Call(TimedWorker(waits=True), [SimpleNamespace(priority=0)], Staying(), 0.01)
         with pytest.raises(ApiError, match="come back when") as caught:
@@ -82,7 +82,7 @@ def test_a_request_whose_time_ends_in_the_queue_is_not_worth_another_try():
     asyncio.run(serve())
 
 
-def test_a_request_whose_time_ends_in_the_engine_gets_what_the_worker_tells():
+def test_a_request_that_times_out_in_the_engine_gets_the_workers_events():
     async def serve() -> None:
         worker = TimedWorker(waits=False)
         call = Call(worker, [SimpleNamespace(priority=0)], Staying(), 0.01)

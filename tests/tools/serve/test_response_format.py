@@ -1,4 +1,4 @@
-"""Answers of a given form over HTTP, with trees: the engine's model would never keep to one."""
+"""Structured output over HTTP with draft trees; the model alone would never match it."""
 
 from __future__ import annotations
 
@@ -45,7 +45,7 @@ def test_a_schema_and_an_expression(client, seed):
 
 
 def test_biases_and_penalties(client):
-    """A token that is biased by 100 comes, unless it was said too often."""
+    """A token with bias 100 is sampled, unless a penalty prevents it."""
     letter = 4 + ord("k") - 34
     form = {"type": "regex", "regex": "[k-z]{4}"}
     assert _ask(client, response_format=form, logit_bias={str(letter): 100}) == "kkkk"
@@ -69,6 +69,6 @@ def test_biases_and_penalties(client):
         ({"type": "json_schema"}, "json_schema"),
     ],
 )
-def test_faulty_forms_are_refused(client, form, fragment):
+def test_invalid_response_formats_are_rejected(client, form, fragment):
     with pytest.raises(openai.BadRequestError, match=fragment):
         _ask(client, response_format=form)

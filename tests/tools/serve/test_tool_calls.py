@@ -319,7 +319,7 @@ def test_calls_of_a_stream_and_of_a_whole_answer(model):
     assert "index" not in whole["message"]["tool_calls"][0]
 
 
-def test_an_answer_without_calls_ends_as_ever(model):
+def test_an_output_without_calls_has_the_usual_finish_reason(model):
     writer = ChatWriter(_body(), model, "m")
     writer.step(Step((9,), "no <tool"))
     whole = writer.whole(FIGURES)["choices"][0]

@@ -105,7 +105,7 @@ def test_the_prompt_is_a_part_of_the_answer(server, expected):
     assert said["finish_reason"] == expected.finish_reason
 
 
-def test_figures_are_only_told_when_asked(server):
+def test_acceptance_figures_only_if_requested(server):
     assert "acceptance_rate" not in server.json(PATH, BODY)[1]
 
 

@@ -66,7 +66,7 @@ def test_a_stream_of_several_prompts(client, texts):
     assert [chunk.usage.completion_tokens for chunk in chunks if chunk.usage] == [24]
 
 
-def test_a_faulty_prompt_of_a_list_is_told_before_the_work(client):
+def test_an_invalid_prompt_of_a_list_fails_before_generation(client):
     for prompts in ([*PROMPTS, "w20 " * 2000], [[5], [96]]):
         for stream in (False, True):
             with pytest.raises(openai.BadRequestError, match=r"tokens, the engine|no token 96"):
@@ -139,7 +139,7 @@ FORMS = [
 ]
 
 
-def test_forms_in_vllms_words(lettered_server):
+def test_vllms_structured_outputs(lettered_server):
     chat = {"messages": [{"role": "user", "content": "Hi"}], "max_tokens": 40, "seed": 3}
     for form, expected in FORMS:
         for path, prompt in (("/v1/chat/completions", {}), ("/v1/completions", {"prompt": "Hi"})):
@@ -151,7 +151,7 @@ def test_forms_in_vllms_words(lettered_server):
             assert re.fullmatch(expected, text), (form, text)
 
 
-def test_a_faulty_form_is_told(lettered_server):
+def test_an_invalid_guide_is_reported(lettered_server):
     status, found = lettered_server.json("/v1/completions", {"prompt": "a", "guided_json": "{no"})
     assert status == 400
     assert "the schema of the answer is not JSON" in found["error"]["message"]
@@ -205,11 +205,11 @@ HARMLESS = {
 }  # fmt: skip
 
 
-def test_what_changes_no_answer_is_taken_and_said_once(roomy_engine):
+def test_ignored_fields_are_accepted_and_logged_once(roomy_engine):
     body = {"messages": [{"role": "user", "content": "w20"}], "max_tokens": 3}
     with serving(roomy_engine) as server:
         for name in HARMLESS:
-            server.expects(f"WARNING: requests have {name}, which is ignored; said once")
+            server.expects(f"WARNING: requests have {name}, which is ignored; logged once")
         for stream in (False, True, False):
             given = {**body, **HARMLESS, "stream": stream}
             status, response, _ = server.send("/v1/chat/completions", given)

@@ -1,4 +1,4 @@
-"""The thread that owns the engine: how soon it stops, and what it survives."""
+"""The worker of an engine: cancellation, failures, priorities."""
 
 from __future__ import annotations
 
@@ -25,7 +25,7 @@ GREEDY = SamplingParams(temperature=0)
 
 
 class _Passes:
-    """A session in which something may happen at a pass."""
+    """A session with a hook for each forward pass."""
 
     def __init__(self, session):
         self.session, self.capacity, self.count = session, session.capacity, 0
@@ -110,7 +110,7 @@ def _raising(error):
     [RuntimeError("the kernel broke"), MemoryError(), EdgeLLMError("not a number"),
      RequestError("odd")],
 )  # fmt: skip
-def test_whatever_fails_the_next_answer_is_right(worker, error, caplog):
+def test_requests_after_a_failure_are_correct(worker, error, caplog):
     _, before = _submit(worker)
     expected = [step.text for step in _all(before)[1:-1]]
     worker.passes.at, worker.passes.happens = worker.passes.count + 4, _raising(error)
@@ -157,7 +157,7 @@ def test_a_job_whose_time_is_over_has_what_was_generated(worker):
 
 
 def test_a_job_without_a_token_says_that_its_time_was_over(worker):
-    """By a status after which OpenAI's clients do not send it again."""
+    """The status is one after which OpenAI's clients do not retry."""
     worker._request_timeout_s = 0.0
     before = worker.passes.count
     _, events = _submit(worker)
@@ -170,7 +170,7 @@ def test_a_job_without_a_token_says_that_its_time_was_over(worker):
 # ------------------------------------------------------------------ several at a time
 @pytest.fixture
 def shared_worker(roomy_engine, monkeypatch):
-    """Of an engine as if it was built for three at a time."""
+    """The worker of an engine with batch size 3."""
     monkeypatch.setattr(LLM, "batch_size", 3)
     yield from _working(LLM(roomy_engine), 20)
 
@@ -179,7 +179,7 @@ def _texts(events):
     return "".join(step.text for step in _all(events)[1:-1])
 
 
-def test_jobs_side_by_side_are_the_jobs_alone(worker, shared_worker):
+def test_concurrent_jobs_equal_the_jobs_alone(worker, shared_worker):
     asks = [(f"w{20 + at} w30", 10 + 5 * at) for at in range(8)]
     alone = [_texts(_submit(worker, *ask)[1]) for ask in asks]
     with shared_worker.llm._turns.visiting():  # no pass before all are there
@@ -192,8 +192,8 @@ def test_jobs_side_by_side_are_the_jobs_alone(worker, shared_worker):
     assert float(passes) < float(answers)
 
 
-def test_one_that_leaves_holds_nobody_up(shared_worker):
-    """Of three that run, one is abandoned in a pass; a fourth has its place at once."""
+def test_an_abandoned_job_delays_no_other_job(shared_worker):
+    """One of three running jobs is abandoned; a fourth takes its place at once."""
     with shared_worker.llm._turns.visiting():
         submitted = [_submit(shared_worker, tokens=500) for _ in range(3)]
         while len(shared_worker.running) < 3:
@@ -207,7 +207,7 @@ def test_one_that_leaves_holds_nobody_up(shared_worker):
     assert gone.qsize() < 20  # what came of it before
 
 
-def test_smaller_priority_goes_first_and_waiting_makes_up_for_it(worker):
+def test_lower_priority_values_run_first_and_waiting_raises_them(worker):
     ended, worker._size = [], 9
     with worker.llm._turns.visiting():
         _submit(worker, tokens=2)

@@ -1,4 +1,4 @@
-"""What the engine is asked, and the beginning of the answer."""
+"""Requests to the engine, and the start of their outputs."""
 
 from __future__ import annotations
 
@@ -14,44 +14,45 @@ from edgellm.multimodal.media import Source
 
 @dataclass(frozen=True, slots=True)
 class EngineRequest:
-    """What one request wants from the engine."""
+    """One generation request to the engine."""
 
     prompt: str | tuple[int, ...] | list[dict[str, Any]]  # raw text, token ids, or messages
     sampling: SamplingParams
-    max_tokens: int | None = None  # None: as many as the cache has room for
+    max_tokens: int | None = None  # None: up to the KV cache's capacity
     stop: tuple[str, ...] = ()
-    images: tuple[Source, ...] = ()  # paths or data: URIs, films, as the messages have placeholders
+    images: tuple[Source, ...] = ()  # paths, data: URIs or videos, one a placeholder
     template_flags: Mapping[str, Any] = field(default_factory=dict)
-    shown_tokens: tuple[str, ...] = ()  # special tokens that are to be read in the answer
-    priority: int = 0  # smaller goes first
-    lora: str | None = None  # the adapter that answers
-    prompt_logprobs: int | None = None  # of the prompt, with so many of the likeliest tokens
+    shown_tokens: tuple[str, ...] = ()  # special tokens that stay in the output
+    priority: int = 0  # lower values run first
+    lora: str | None = None  # name of the LoRA adapter
+    prompt_logprobs: int | None = None  # number of top tokens with log-probabilities
 
     def times(self, count: int | None) -> list[EngineRequest]:
-        """Asked so many times, each with the next seed."""
+        """`count` copies of this request with consecutive seeds; None: one."""
         seeds = (self.sampling.seed + at for at in range(count or 1))
         return [replace(self, sampling=replace(self.sampling, seed=seed % 2**63)) for seed in seeds]
 
 
 @dataclass(frozen=True, slots=True)
 class EmbeddingJob:
-    """A text that is to be embedded."""
+    """A text to embed."""
 
     text: str | tuple[int, ...]
-    lora: str | None = None  # the adapter that reads it
+    lora: str | None = None  # name of the LoRA adapter
 
     def token_ids(self, llm: LLM) -> list[int]:
-        """Of the text, special tokens as the tokenizer has them."""
+        """Token ids of the text, with the tokenizer's special tokens."""
         if isinstance(self.text, str):
             return llm.tokenizer.encode(self.text, add_special_tokens=True)
         return [*self.text]
 
 
 def start(llm: LLM, ask: EngineRequest) -> RequestOutput:
-    """An answer that is not iterated over yet; images are encoded.
+    """Creates the output of a request; images are encoded, no token is generated yet.
 
     Raises:
-        RequestError: the template refuses the messages, an image cannot be read, nothing fits.
+        RequestError: the template rejects the messages, an image cannot be read, or the request
+            does not fit.
     """
     prompt, continues = ask.prompt, False
     if isinstance(prompt, list):

@@ -1,7 +1,7 @@
-"""From the threads of an engine to the event loop, which is woken once for many events.
+"""Events from engine threads to the event loop, which wakes once for many events.
 
-A pass gives an event to each of its answers. To wake the loop for every one takes a system call
-each, and lets the loop's work in before the next pass has begun.
+A forward pass makes an event for each of its requests. Waking the loop for every event would
+take a system call each, and delay the next forward pass.
 """
 
 from __future__ import annotations
@@ -14,7 +14,7 @@ from weakref import WeakKeyDictionary
 
 
 class EventQueue:
-    """Of one loop."""
+    """Thread-safe queue of events for one event loop."""
 
     def __init__(self, loop: asyncio.AbstractEventLoop) -> None:
         self._wake = loop.call_soon_threadsafe
@@ -22,7 +22,7 @@ class EventQueue:
         self._is_woken = False
 
     def post(self, queue: asyncio.Queue[Any], event: Any) -> None:
-        """Put an event into a queue of the loop; from any thread."""
+        """Puts an event into a queue of the loop; callable from any thread."""
         self._held.append((queue, event))
         if not self._is_woken:
             self._is_woken = True
@@ -30,18 +30,18 @@ class EventQueue:
                 self._wake(self._deliver)
 
     def _deliver(self) -> None:
-        self._is_woken = False  # first: a later post wakes the loop again
+        self._is_woken = False  # first, so that later posts wake the loop again
         while self._held:
             queue, event = self._held.popleft()
             queue.put_nowait(event)
 
 
-_mailboxes: WeakKeyDictionary[asyncio.AbstractEventLoop, EventQueue] = WeakKeyDictionary()
+_event_queues: WeakKeyDictionary[asyncio.AbstractEventLoop, EventQueue] = WeakKeyDictionary()
 
 
-def mailbox() -> EventQueue:
-    """Of the running loop."""
+def loop_event_queue() -> EventQueue:
+    """The event queue of the running loop."""
     loop = asyncio.get_running_loop()
-    if loop not in _mailboxes:
-        _mailboxes[loop] = EventQueue(loop)
-    return _mailboxes[loop]
+    if loop not in _event_queues:
+        _event_queues[loop] = EventQueue(loop)
+    return _event_queues[loop]

@@ -1,4 +1,4 @@
-"""What the worker tells of a request."""
+"""Events of a request that the worker posts."""
 
 from __future__ import annotations
 
@@ -14,26 +14,26 @@ from edgellm.device_runtime.sampling.logprobs import TokenLogprobs
 
 @dataclass(frozen=True, slots=True)
 class Started:
-    """The prompt was accepted, and read if its log-probabilities are wanted."""
+    """The prompt was accepted, and prefilled if its log-probabilities are wanted."""
 
     prompt_tokens: int
     prompt_ids: tuple[int, ...] = ()
-    prompt_logprobs: tuple[TokenLogprobs, ...] = ()  # of all of them but the first
+    prompt_logprobs: tuple[TokenLogprobs, ...] = ()  # of all prompt tokens except the first
 
 
 @dataclass(frozen=True, slots=True)
 class Finished:
-    """The figures of a complete answer, or of a text that was embedded."""
+    """Statistics of a finished sequence, or of an embedded text."""
 
     finish_reason: str  # "stop" or "length"
     prompt_tokens: int
-    cached_tokens: int  # of the prompt: not computed again
+    cached_tokens: int  # prompt tokens from the prefix cache
     completion_tokens: int
-    rounds: tuple[RoundCounts, ...]  # those in which something was drafted
+    rounds: tuple[RoundCounts, ...]  # rounds with drafted tokens
     queue_ms: float
     first_token_ms: float  # from the arrival of the request
     generation_ms: float  # from the first token to the last
-    stop_string: str | None = None  # that ended it
+    stop_string: str | None = None  # the matched stop string
     embedding: NDArray[np.float32] | None = None  # [H], of a text
 
     @property
@@ -44,14 +44,14 @@ class Finished:
 
 @dataclass(frozen=True, slots=True)
 class OutputSwitch:
-    """What follows is of this text of a request that has several, grown side by side."""
+    """The next events belong to sequence `at` of a request with several sequences."""
 
     at: int
 
 
 @dataclass(frozen=True, slots=True)
 class Failed:
-    """The request ends here, answered or not."""
+    """The request failed; no more events follow."""
 
     error: Exception
 

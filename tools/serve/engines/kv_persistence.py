@@ -1,4 +1,4 @@
-"""`--slotSavePath`: what the engine's caches hold outlasts the server."""
+"""`--slotSavePath`: saves KV caches when an engine is unloaded, and restores them later."""
 
 from __future__ import annotations
 
@@ -15,26 +15,26 @@ from edgellm.device_runtime.engine.kv_snapshot import SnapshotFolder
 def folder_of(
     folder: Path, engine: Path, visual: Path | None, draft_model: Path | None
 ) -> SnapshotFolder:
-    """Where the contexts of an engine are."""
+    """Snapshot folder of an engine."""
     return SnapshotFolder(folder, hash_engines(engine, visual, draft_model))
 
 
 def prepare(folder: SnapshotFolder, *, reuses: bool) -> None:
-    """Make a folder, before the engine is loaded.
+    """Creates a folder before the engine is loaded.
 
     Raises:
-        EdgeLLMError: it cannot be written, or nobody would read what is there.
+        EdgeLLMError: the folder is not writable, or context reuse is off.
     """
     if not reuses:
         raise EdgeLLMError(
-            "--slotSavePath keeps contexts, which --noContextReuse does not read",
-            hint="give one of them",
+            "--slotSavePath saves contexts, which --noContextReuse does not load",
+            hint="give only one of the two flags",
         )
     folder.prepare()
 
 
-def give_back(folder: SnapshotFolder, llm: LLM) -> None:
-    """Give an engine the contexts of its folder."""
+def restore(folder: SnapshotFolder, llm: LLM) -> None:
+    """Restores an engine's contexts from its folder."""
     found = folder.load(llm.slot.num_caches)
     for line in found.ignored:
         typer.echo(f"warning: {line}", err=True)
@@ -42,7 +42,7 @@ def give_back(folder: SnapshotFolder, llm: LLM) -> None:
         llm.slot.kept.add(context)
 
 
-def keep(folder: SnapshotFolder, llm: LLM) -> None:
-    """Write what an engine's caches hold; raises `LimitError` if the disk is full."""
+def save(folder: SnapshotFolder, llm: LLM) -> None:
+    """Saves an engine's KV caches; raises `LimitError` if the disk is full."""
     count = folder.save(llm.slot.contexts())
     typer.echo(f"contexts kept in {folder.folder}: {count}")

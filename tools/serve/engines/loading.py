@@ -1,4 +1,4 @@
-"""Loading the engines of a server, and letting go of them."""
+"""Loads and unloads the engines of a server."""
 
 from __future__ import annotations
 
@@ -16,7 +16,7 @@ from edgellm.tools.serve.engines.models import Model
 
 @dataclass(frozen=True, slots=True)
 class Loading:
-    """How a server's engines are loaded, all alike."""
+    """Load options that all engines of a server share."""
 
     spec: SpecOptions | None = None
     context_reuse: bool = True
@@ -24,10 +24,10 @@ class Loading:
     verify: bool | None = None
     max_stall_ms: float = MAX_STALL_MS
     contexts: Path | None = None  # folder of `--slotSavePath`
-    has_own_folders: bool = False  # each engine below `contexts`, by its name
+    has_own_folders: bool = False  # one subfolder of `contexts` for each engine
 
     def load(self, model: Model) -> LLM:
-        """An engine with the contexts that it had; raises what `LLM` raises."""
+        """Loads an engine and restores its contexts; raises as `LLM`."""
         llm = LLM(
             model.folder,
             verify=self.verify,
@@ -38,26 +38,26 @@ class Loading:
             max_stall_ms=self.max_stall_ms,
         )
         if self.contexts is not None:
-            kv_persistence.give_back(self._contexts_of(model), llm)
+            kv_persistence.restore(self._contexts_of(model), llm)
         return llm
 
     def unload(self, model: Model, llm: LLM) -> None:
-        """Keep its contexts and give its memory back.
+        """Saves an engine's contexts and frees its memory.
 
         Raises:
-            LimitError: the disk is full; the memory is given back nevertheless.
+            LimitError: the disk is full; the memory is freed nevertheless.
         """
         try:
             if self.contexts is not None:
-                kv_persistence.keep(self._contexts_of(model), llm)
+                kv_persistence.save(self._contexts_of(model), llm)
         finally:
             llm.close()
 
     def prepare(self, models: Sequence[Model]) -> None:
-        """Make the folders of engines' contexts, if they are wanted.
+        """Creates the folders of the engines' contexts with `--slotSavePath`.
 
         Raises:
-            EdgeLLMError: one cannot be written, or nobody would read what is there.
+            EdgeLLMError: a folder is not writable, or context reuse is off.
         """
         for model in models if self.contexts is not None else ():
             kv_persistence.prepare(self._contexts_of(model), reuses=self.context_reuse)

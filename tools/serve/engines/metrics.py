@@ -1,4 +1,4 @@
-"""Prometheus figures: vLLM's names where the quantity is the same, so that its dashboards fit."""
+"""Prometheus metrics; equal quantities have vLLM's names, so that its dashboards work."""
 
 from __future__ import annotations
 
@@ -15,104 +15,102 @@ _STEP_SECONDS = (0.001, 0.002, 0.005, 0.01, 0.02, 0.05, 0.1, 0.2, 0.5, 1, 2, 5)
 
 
 class Registry:
-    """All figures of a server: each is there once, with a label for each engine."""
+    """All metrics of a server, each with a label for the engine."""
 
     def __init__(self) -> None:
         self._collectors = CollectorRegistry()
         self._families: dict[str, Any] = {}
 
     def family(self, kind: Callable[..., Any], name: str, text: str, **more: Any) -> Any:
-        """A figure of every engine, made when the first asks for it."""
+        """A metric family of all engines, created at its first use."""
         if name not in self._families:
             more = {"labelnames": ["model_name"], **more}
             self._families[name] = kind(name, text, registry=self._collectors, **more)
         return self._families[name]
 
     def page(self) -> bytes:
-        """Everything, as Prometheus reads it."""
+        """All metrics in Prometheus' text format."""
         return generate_latest(self._collectors)
 
 
 class Metrics:
-    """The figures of one engine."""
+    """The metrics of one engine."""
 
     def __init__(self, model: str, registry: Registry | None = None) -> None:
         self._registry = registry or Registry()
         self._model = model
-        self._loaded = self._gauge("edgellm:engine_loaded", "1: it is in memory.")
-        self._loads = self._counter("edgellm:engine_loads", "How often it was loaded.")
-        self.refused = self._counter("edgellm:request_refused", "Requests that found a full queue.")
+        self._loaded = self._gauge("edgellm:engine_loaded", "1 if the engine is loaded.")
+        self._loads = self._counter("edgellm:engine_loads", "Number of loads.")
+        self.rejected = self._counter("edgellm:request_refused", "Rejected: full queue.")
         self._running = self._gauge("vllm:num_requests_running", "Requests in the engine.")
         self._waiting = self._gauge("vllm:num_requests_waiting", "Requests in the queue.")
-        self._rows = self._gauge("vllm:kv_cache_usage_perc", "Rows in use; 1 is the whole cache.")
+        self._cache_usage = self._gauge("vllm:kv_cache_usage_perc", "KV cache usage; 1 is full.")
         self._first = self._histogram(
-            "vllm:time_to_first_token_seconds", "From arrival to the first token.", _SECONDS
+            "vllm:time_to_first_token_seconds", "Time from arrival to the first token.", _SECONDS
         )
         self._between = self._histogram(
             "vllm:inter_token_latency_seconds",
-            "From one step's tokens to the next's.",
+            "Time between the tokens of two steps.",
             _STEP_SECONDS,
         )
         self._whole = self._histogram(
-            "vllm:e2e_request_latency_seconds", "From arrival to the last token.", _SECONDS
+            "vllm:e2e_request_latency_seconds", "Time from arrival to the last token.", _SECONDS
         )
         self._queued = self._histogram(
-            "vllm:request_queue_time_seconds", "From arrival to the engine.", _SECONDS
+            "vllm:request_queue_time_seconds", "Time from arrival to the engine.", _SECONDS
         )
-        self._answers = self._histogram(
-            "edgellm:batch_size", "Answers that share a pass.", (1, 2, 4, 8, 16, 32)
+        self._batch_size = self._histogram(
+            "edgellm:batch_size", "Sequences in a forward pass.", (1, 2, 4, 8, 16, 32)
         )
-        self._preempted = self._counter(
-            "vllm:num_preemptions", "Answers that gave their rows back for a while."
-        )
-        self._prompt = self._counter("vllm:prompt_tokens", "Tokens of prompts.")
-        self.generated = self._counter("vllm:generation_tokens", "Tokens of answers.")
-        self._looked_up = self._counter("vllm:prefix_cache_queries", "Tokens that were looked up.")
-        self._found = self._counter("vllm:prefix_cache_hits", "Those that the cache had.")
-        self._drafts = self._counter("vllm:spec_decode_num_drafts", "Verified trees.")
+        self._preempted = self._counter("vllm:num_preemptions", "Preemptions of sequences.")
+        self._prompt = self._counter("vllm:prompt_tokens", "Prompt tokens.")
+        self.generated = self._counter("vllm:generation_tokens", "Generated tokens.")
+        self._looked_up = self._counter("vllm:prefix_cache_queries", "Looked-up tokens.")
+        self._found = self._counter("vllm:prefix_cache_hits", "Tokens in the prefix cache.")
+        self._drafts = self._counter("vllm:spec_decode_num_drafts", "Verified draft trees.")
         self._drafted = self._counter("vllm:spec_decode_num_draft_tokens", "Drafted tokens.")
-        self._accepted = self._counter("vllm:spec_decode_num_accepted_tokens", "Accepted ones.")
+        self._accepted = self._counter("vllm:spec_decode_num_accepted_tokens", "Accepted tokens.")
         self._ended = self._registry.family(
             Counter,
             "vllm:request_success",
-            "Requests by their end; abort: the client left.",
+            "Requests by finish reason; abort: the client disconnected.",
             labelnames=["model_name", "finished_reason"],
         )
 
     def watch(self, running: Callable[[], int], waiting: Callable[[], int], llm: LLM) -> None:
-        """Gauges of jobs and KV cache at each scrape; batch sizes of forward passes."""
+        """Connects the gauges and the batch size to a loaded engine."""
         self._running.set_function(running)
         self._waiting.set_function(waiting)
-        self._rows.set_function(lambda: llm.slot.usage)
+        self._cache_usage.set_function(lambda: llm.slot.usage)
         llm.on_pass(self._observe_pass)
         self._loads.inc()
         self._loaded.set(1)
 
     def unwatch(self) -> None:
-        """The engine goes: hold nothing of it."""
-        for gauge in (self._running, self._waiting, self._rows):
+        """Drops all references to an engine that is unloaded."""
+        for gauge in (self._running, self._waiting, self._cache_usage):
             gauge.set_function(lambda: 0.0)
         self._loaded.set(0)
 
-    def _observe_pass(self, answers: int, preempted: int) -> None:
-        self._answers.observe(answers)
+    def _observe_pass(self, batch_size: int, preempted: int) -> None:
+        self._batch_size.observe(batch_size)
         self._preempted.inc(preempted)
 
     def first_token(self, seconds: float, prompt_tokens: int) -> None:
-        """A prompt was read, and the first token of its answer came."""
+        """Records a prefill and the first token after it."""
         self._first.observe(seconds)
         self._prompt.inc(prompt_tokens)
 
     def next_tokens(self, seconds: float) -> None:
-        """A further step of an answer came."""
+        """Records a further step of a sequence."""
         self._between.observe(seconds)
 
     def ended(self, reason: str) -> None:
-        """A request is over."""
+        """Records the end of a request."""
         self._ended.labels(self._model, reason).inc()
 
     def finished(self, figures: Finished, seconds: float) -> None:
-        """An answer is complete."""
+        """Records the statistics of a finished sequence."""
         self.ended(figures.finish_reason)
         self._whole.observe(seconds)
         self._queued.observe(figures.queue_ms / 1e3)
@@ -123,7 +121,7 @@ class Metrics:
         self._accepted.inc(sum(counts.accepted for counts in figures.rounds))
 
     def page(self) -> bytes:
-        """Everything, as Prometheus reads it."""
+        """All metrics in Prometheus' text format."""
         return self._registry.page()
 
     def _counter(self, name: str, text: str) -> Counter:

@@ -1,4 +1,4 @@
-"""The engines that a server is given: their names, what they are, and what they need."""
+"""The engines of `--engineDir`: names, manifests, memory."""
 
 from __future__ import annotations
 
@@ -24,13 +24,13 @@ BYTES_PER_GB = 10**9
 
 @dataclass(frozen=True, slots=True)
 class Model:
-    """An engine that a server loads when it is asked for."""
+    """An engine that a server loads on demand."""
 
     name: str  # in requests
     folder: Path
     manifest: Engine
-    visual: Path | None = None  # of its visual engine
-    num_bytes: int = 0  # of memory: its files and its caches
+    visual: Path | None = None  # folder of its visual engine
+    num_bytes: int = 0  # of memory: files and KV caches
 
 
 def read_models(
@@ -40,17 +40,17 @@ def read_models(
     draft_model: Path | None = None,
     budget_bytes: float = math.inf,
 ) -> list[Model]:
-    """The engines of `--engineDir [NAME=]DIR`, in their order; nothing is loaded.
+    """Reads the manifests of `--engineDir [NAME=]DIR` in their order; loads no engine.
 
     Args:
-        given: as the user wrote them.
+        given: values of `--engineDir`.
         visual: `--multimodalEngineDir [NAME=]DIR`; without a name it is the first engine's.
-        first_name: `--modelName`, of the only one.
-        draft_model: the engine of `--draftEngineDir`, which each has a copy of.
-        budget_bytes: of memory, that all of them share.
+        first_name: `--modelName`, the name of the only engine.
+        draft_model: the engine of `--draftEngineDir`; each engine loads a copy.
+        budget_bytes: memory for all loaded engines.
 
     Raises:
-        EdgeLLMError: a name twice or of no engine, a folder without an engine, one that alone
+        EdgeLLMError: a name is duplicate or unknown, a folder has no engine, or one engine
             exceeds the budget.
     """
     folders = [_named(text) for text in given]
@@ -62,9 +62,9 @@ def read_models(
             raise EdgeLLMError(
                 f"two engines are named {name}", hint="give each its own: --engineDir NAME=DIR"
             )
-    seeing = _visual(visual, names)
+    visual_folders = _visual(visual, names)
     found = [
-        _model(name, folder, seeing.get(name), draft_model)
+        _model(name, folder, visual_folders.get(name), draft_model)
         for name, (_, folder) in zip(names, folders, strict=True)
     ]
     for model in found:
@@ -78,7 +78,7 @@ def read_models(
 
 
 def _named(text: str) -> tuple[str, Path]:
-    """A name, "" without one, and a folder, in whose path there may be an equals sign, too."""
+    """Splits `[NAME=]DIR`; the name is "" if absent, and DIR may contain an equals sign."""
     name, equals, folder = text.partition("=")
     if not equals or "/" in name:
         return "", Path(text)
@@ -88,7 +88,7 @@ def _named(text: str) -> tuple[str, Path]:
 
 
 def _visual(given: Sequence[str], names: Sequence[str]) -> dict[str, Path]:
-    """Visual engines by the names of those that they see for."""
+    """Folders of visual engines by the name of their language engine."""
     found: dict[str, Path] = {}
     for text in given:
         name, folder = _named(text)

@@ -1,4 +1,4 @@
-"""One request on its way through the worker, as the task that serves its client sees it."""
+"""The event stream of one request, for the task that serves its client."""
 
 from __future__ import annotations
 
@@ -10,7 +10,7 @@ from typing import Any, Protocol
 from starlette.types import Receive
 
 from edgellm.tools.serve.engines.ask import EmbeddingJob, EngineRequest
-from edgellm.tools.serve.engines.event_queue import mailbox
+from edgellm.tools.serve.engines.event_queue import loop_event_queue
 from edgellm.tools.serve.engines.events import Event, Failed, Finished
 from edgellm.tools.serve.engines.worker import Job, Worker, too_late
 from edgellm.tools.serve.http.errors import ApiError
@@ -24,21 +24,21 @@ class DisconnectedError(Exception):
 
 
 class Connection(Protocol):
-    """What is asked of a client's connection: Starlette's `Request` has it."""
+    """A client's connection, such as Starlette's `Request`."""
 
     @property
     def scope(self) -> MutableMapping[str, Any]:
-        """Of ASGI; `arrived` in it is when the request began, `BODY_BYTES` how large it is."""
+        """ASGI scope; `arrived` is the request's start by the loop's clock."""
         ...
 
     @property
     def receive(self) -> Receive:
-        """Of ASGI; it gives `http.disconnect` when the client has gone."""
+        """ASGI receive; returns `http.disconnect` when the client has disconnected."""
         ...
 
 
 class Call:
-    """A job with what comes back from it; closing it ends the job before its next pass."""
+    """A job and its events; closing it ends the job before the next forward pass."""
 
     def __init__(
         self,
@@ -47,14 +47,14 @@ class Call:
         request: Connection,
         total_timeout_s: float,
     ) -> None:
-        """Put the job into the queue; its answers come one after the other.
+        """Puts the job into the queue.
 
         Raises:
             ApiError: 429 or 503.
         """
         self._loop = asyncio.get_running_loop()
         self._events: asyncio.Queue[Event] = asyncio.Queue()
-        post = partial(mailbox().post, self._events)
+        post = partial(loop_event_queue().post, self._events)
         deadline = request.scope.get("arrived", self._loop.time()) + total_timeout_s
         priority = min((ask.priority for ask in asks if isinstance(ask, EngineRequest)), default=0)
         num_bytes = request.scope.get(BODY_BYTES, 0)
@@ -69,37 +69,37 @@ class Call:
 
     @property
     def deadline(self) -> float:
-        """When the last byte must have gone; of the loop's clock."""
+        """Deadline of the last byte, by the loop's clock."""
         return self._deadline
 
     async def arrived(self) -> list[Event]:
         """All events since the last call, at least one.
 
         Raises:
-            DisconnectedError: the client has gone.
+            DisconnectedError: the client has disconnected.
             Exception: the request failed, for this reason.
         """
         events = [await self._events.get()]
         while not self._events.empty():
             events.append(self._events.get_nowait())
-        for at, event in enumerate(events):  # a client's leaving may overtake a pass's last step
+        for at, event in enumerate(events):  # a disconnect may overtake the last step
             if isinstance(event, Failed):
                 if not at:
                     events.clear()  # the error's frames refer to them
                     raise event.error
-                self._events.put_nowait(event)  # what came before is delivered first
+                self._events.put_nowait(event)  # earlier events are delivered first
                 events = events[:at]
                 break
         self._left -= sum(isinstance(event, Finished) for event in events)
         return events
 
     async def __aiter__(self) -> AsyncIterator[list[Event]]:
-        """Yield events until all answers are complete; raises as `arrived`."""
+        """Yields events until all sequences are finished; raises as `arrived`."""
         while self._left:
             yield await self.arrived()
 
     def close(self) -> None:
-        """Let the worker stop, whatever it is at."""
+        """Stops the job, whatever its state."""
         self._timer.cancel()
         if self._watch is not None:
             self._watch.cancel()
@@ -107,7 +107,7 @@ class Call:
         self._worker.abandon(self._job)
 
     def _expire(self) -> None:
-        """Fail while it waits; else the worker ends it before the next pass, with its text."""
+        """Fails a waiting job; the worker ends a running one before its next forward pass."""
         if self._worker.is_waiting(self._job):
             self._fail(_too_late())
         else:

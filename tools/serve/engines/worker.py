@@ -1,4 +1,4 @@
-"""The threads that begin answers, as many as the engine computes at a time, and their queue."""
+"""The queue of an engine, and one thread for each sequence of its batch."""
 
 from __future__ import annotations
 
@@ -28,37 +28,37 @@ _log = logging.getLogger(__name__)
 
 
 class AbandonedError(Exception):
-    """The client no longer waits for the output."""
+    """The client has disconnected; the request is dropped."""
 
 
 @dataclass(slots=True, eq=False)
 class Job:
-    """One request between the task that serves a client and the worker."""
+    """One request in the queue or the batch of a worker."""
 
     asks: tuple[EngineRequest | EmbeddingJob, ...]
-    post: Callable[[Event], object]  # hands an event to the client's task; from any thread
+    post: Callable[[Event], object]  # sends an event to the client's task; thread-safe
     deadline: float  # of time.monotonic()
     priority: int = 0  # smaller goes first
     num_bytes: int = 0  # of the request's body
     arrived: float = field(default_factory=time.monotonic)
-    until: float = math.inf  # of its answers; known when they begin
+    until: float = math.inf  # deadline of the engine's work; set at its start
     abandoned: bool = False
-    told_of: int = 0  # the text of which something was told last
+    notified_of: int = 0  # sequence of the last event
 
-    def tell(self, at: int, event: Event) -> None:
-        """Post an event of one of its texts."""
-        if at != self.told_of:
-            self.told_of = at
+    def notify(self, at: int, event: Event) -> None:
+        """Posts an event of sequence `at`."""
+        if at != self.notified_of:
+            self.notified_of = at
             self.post(OutputSwitch(at))
         self.post(event)
 
-    def rank(self, now: float) -> float:
+    def priority_key(self, now: float) -> float:
         """Smaller goes first; waiting makes up for priority."""
         return self.priority - (now - self.arrived) // AGING_S
 
 
 class Worker:
-    """Runs jobs side by side, each begun in a thread; one thread computes all of them."""
+    """Runs jobs concurrently: one thread starts each job, one thread computes the batch."""
 
     def __init__(
         self, llm: LLM, metrics: Metrics, queue_size: int, request_timeout_s: float
@@ -69,7 +69,7 @@ class Worker:
         self._changed = threading.Condition()
         self.running: list[Job] = []
         self._draining = self._stopping = False
-        self._mean_s = 1.0  # of a request, lately
+        self._mean_s = 1.0  # moving average of a request's time
         self._threads = [
             threading.Thread(target=self._work, name=f"answer-{number}", daemon=True)
             for number in range(llm.batch_size)
@@ -84,11 +84,11 @@ class Worker:
 
     @property
     def is_ready(self) -> bool:
-        """Whether jobs are taken, if there is room for them."""
+        """Whether the worker accepts jobs while the queue has room."""
         return self.is_alive and not self._draining
 
     def start(self) -> None:
-        """Begin to work."""
+        """Starts the threads."""
         self._driver.start()
         for thread in self._threads:
             thread.start()
@@ -98,52 +98,52 @@ class Worker:
         if not self.is_ready:
             raise stopping()
         if len(self._waiting) >= self._size:
-            self._metrics.refused.inc()
+            self._metrics.rejected.inc()
             raise full(self._size, round(self._mean_s / len(self._threads)))
 
     def submit(self, job: Job) -> None:
-        """Put a job into the queue; raises as `require_room`."""
+        """Puts a job into the queue; raises as `require_room`."""
         with self._changed:
             self.require_room()
             self._waiting.append(job)
             self._changed.notify()
 
     def abandon(self, job: Job) -> None:
-        """Take a job out of the queue, or end it before its next pass."""
+        """Removes a job from the queue, or ends it before its next forward pass."""
         job.abandoned = True
         with self._changed:
             if job in self._waiting:
                 self._waiting.remove(job)
 
     def is_waiting(self, job: Job) -> bool:
-        """Whether a job is in the queue; from any thread."""
+        """Whether a job is in the queue; thread-safe."""
         return job in self._waiting
 
     def drain(self) -> None:
-        """Take no more jobs; those that are there are finished."""
+        """Accepts no more jobs; accepted jobs finish."""
         self._draining = True
 
     def end(self) -> None:
-        """Let the threads end before the next pass; jobs that are left fail with 503."""
+        """Ends the threads before the next forward pass; remaining jobs fail with 503."""
         with self._changed:
             self._draining = self._stopping = True
             self._changed.notify_all()
 
     def join(self) -> None:
-        """Wait for the threads, which `end` stops."""
+        """Waits for the threads, which `end` stops."""
         for thread in self._threads:
             if thread.is_alive():
                 thread.join(timeout=30)
-        self._driver.end()  # no requests remain
+        self._driver.end()
         self._driver.join(30)
 
     def _check(self, job: Job, answers: Sequence[RequestOutput] = ()) -> None:
-        """Ask before a pass whether a job may go on.
+        """Checks before a forward pass that a job may continue.
 
         Raises:
-            AbandonedError: its client has left.
-            OutOfTimeError: its time is over; what was generated is its output.
-            ApiError: its time is over before the first token, or the server stops.
+            AbandonedError: its client has disconnected.
+            OutOfTimeError: it timed out; the generated text is its output.
+            ApiError: it timed out before the first token, or the server stops.
         """
         if job.abandoned:
             raise AbandonedError
@@ -166,7 +166,7 @@ class Worker:
                     job.post(Failed(_stopped()))
                 return None
             now = time.monotonic()
-            job = min(self._waiting, key=lambda one: one.rank(now))
+            job = min(self._waiting, key=lambda one: one.priority_key(now))
             self._waiting.remove(job)
             self.running.append(job)
             return job
@@ -189,7 +189,7 @@ class Worker:
             self._metrics.ended("abort")
         except BaseException as error:  # noqa: BLE001 - the engine outlives every request
             self._metrics.ended("error")
-            failure = _told(error)
+            failure = _reported(error)
             if not isinstance(failure, (ApiError, EdgeLLMError)):
                 _log.exception("a request failed")
         with self._changed:
@@ -201,14 +201,14 @@ class Worker:
 
     def _run(self, job: Job, began: float) -> None:
         self._check(job)
-        # A faulty prompt is told of before the work on the others begins.
+        # A faulty prompt fails before the first sequence is computed.
         asks = [ask for ask in job.asks if isinstance(ask, EngineRequest)]
         answers = [start(self.llm, ask) for ask in asks]
         for at, answer in enumerate(answers):
             answer.before_pass = functools.partial(self._check, job, answers)
-            job.tell(at, self._started(asks[at], answer))
+            job.notify(at, self._started(asks[at], answer))
         if answers:
-            self._answer(job, answers, began)
+            self._generate(job, answers, began)
         texts = [
             (ask.token_ids(self.llm), ask.lora) for ask in job.asks if isinstance(ask, EmbeddingJob)
         ]
@@ -219,8 +219,8 @@ class Worker:
         if ask.prompt_logprobs is None:
             return Started(answer.prompt_token_count)
         ids = answer.prompt.token_ids
-        goes_on = answer.before_pass or _goes_on
-        found = self.llm.read_logprobs(ids, ask.prompt_logprobs, goes_on, ask.lora)
+        before_pass = answer.before_pass or _no_check
+        found = self.llm.read_logprobs(ids, ask.prompt_logprobs, before_pass, ask.lora)
         return Started(len(ids), tuple(ids), tuple(found))
 
     def _embed(self, job: Job, token_ids: list[int], lora: str | None, began: float) -> None:
@@ -231,26 +231,26 @@ class Worker:
         self._metrics.finished(found, now - job.arrived)
         job.post(found)
 
-    def _answer(self, job: Job, answers: list[RequestOutput], began: float) -> None:
-        """Tell of answers while they grow, side by side as far as the engine takes several."""
-        grown = {answer: _Grown(at) for at, answer in enumerate(answers)}
+    def _generate(self, job: Job, answers: list[RequestOutput], began: float) -> None:
+        """Generates the sequences of a job concurrently, and posts their events."""
+        times = {answer: _StepTimes(at) for at, answer in enumerate(answers)}
 
-        def told(answer: RequestOutput, steps: tuple[Step, ...]) -> None:
-            one = grown[answer]
+        def on_steps(answer: RequestOutput, steps: tuple[Step, ...]) -> None:
+            one = times[answer]
             for step in steps:
-                self._book(job, one, answer)
-                job.tell(one.at, step)
+                self._record_step(job, one, answer)
+                job.notify(one.at, step)
             if answer.is_complete:
                 finished = _figures(answer, job, began, one.first or time.monotonic())
                 self._metrics.finished(finished, time.monotonic() - job.arrived)
-                job.tell(one.at, finished)
+                job.notify(one.at, finished)
 
         try:
-            self._driver.grow(answers, self.llm.batch_size, told)
+            self._driver.grow(answers, self.llm.batch_size, on_steps)
         finally:
             self._metrics.generated.inc(sum(len(answer.token_ids) for answer in answers))
 
-    def _book(self, job: Job, one: _Grown, answer: RequestOutput) -> None:
+    def _record_step(self, job: Job, one: _StepTimes, answer: RequestOutput) -> None:
         now = time.monotonic()
         if not one.first:
             one.first = now
@@ -261,43 +261,43 @@ class Worker:
 
 
 @dataclass(slots=True)
-class _Grown:
-    """When steps of an answer came."""
+class _StepTimes:
+    """Times of the first and the latest step of a sequence."""
 
-    at: int  # among those of its request
+    at: int  # index among the sequences of its request
     first: float = 0.0  # 0: none yet
     latest: float = 0.0
 
 
-def _goes_on() -> None:
-    """Nothing ends it."""
+def _no_check() -> None:
+    """Never raises."""
 
 
 def _stopped() -> ApiError:
     return ApiError(503, "the server was stopped", retry_after_s=10)
 
 
-def _told(error: BaseException) -> Exception:
-    """What a client's task is told: of an unexpected failure its cause."""
+def _reported(error: BaseException) -> Exception:
+    """The error that the client's task gets: the cause of an unexpected one."""
     cause = error.__cause__ if isinstance(error, UnexpectedError) else error
     return cause if isinstance(cause, Exception) else as_failure(error)
 
 
 def too_late(reason: str) -> ApiError:
-    """Told to a client whose time is over before its first token.
+    """Error of a request that timed out before its first token.
 
-    Clients send a request again after 408 and 504, and have it computed once more in vain.
+    The status is 422: clients retry after 408 and 504, and would compute the request in vain.
     """
     return ApiError(422, f"{reason}, or start the server with a longer time", code="timeout")
 
 
 def stopping() -> ApiError:
-    """Told to those who come too late."""
+    """Error of a request that arrives while the server stops."""
     return ApiError(503, "the server is about to stop", retry_after_s=10)
 
 
 def full(size: int, wait_s: int) -> ApiError:
-    """Told to those for whom there is no room in a queue."""
+    """Error of a request that finds a full queue."""
     return ApiError(
         429,
         f"{size} requests are waiting already",

@@ -1,4 +1,4 @@
-"""A connection whose client must ask for something."""
+"""HTTP connections with a time limit for the head of a request."""
 
 from __future__ import annotations
 
@@ -10,9 +10,9 @@ HEAD_S = 30.0  # to send the head of a request; uvicorn's own limit ends with it
 
 
 class TimedConnection(H11Protocol):
-    """Closes a connection on which nothing is asked, or which dribbles what it asks."""
+    """Closes connections that are idle or send their head too slowly."""
 
-    _given_up: asyncio.TimerHandle | None = None
+    _timer: asyncio.TimerHandle | None = None
 
     # As uvicorn narrows it, too.
     def connection_made(self, transport: asyncio.Transport) -> None:  # type: ignore[override]
@@ -31,19 +31,19 @@ class TimedConnection(H11Protocol):
         self._stop_watching()
 
     def _watch(self) -> None:
-        """Let the time run unless a request is being answered; what comes does not prolong it."""
+        """Starts the timer unless a request is served; received data does not extend it."""
         if self._is_answering():
             self._stop_watching()
-        elif self._given_up is None:
-            self._given_up = self.loop.call_later(HEAD_S, self._give_up)
+        elif self._timer is None:
+            self._timer = self.loop.call_later(HEAD_S, self._give_up)
 
     def _stop_watching(self) -> None:
-        if self._given_up is not None:
-            self._given_up.cancel()
-            self._given_up = None
+        if self._timer is not None:
+            self._timer.cancel()
+            self._timer = None
 
     def _give_up(self) -> None:
-        self._given_up = None
+        self._timer = None
         if not self._is_answering():
             self.transport.close()
 

@@ -1,7 +1,7 @@
-"""Which web pages may use the server: its own, and those of the origins that were allowed.
+"""Web pages that can use the server: its own, and those of allowed origins.
 
-A page of another site can send a form's POST without asking, and would make the engine work. The
-browser says where a request comes from; what is no browser says nothing and is no page.
+A page of another site can send a form's POST without a preflight, and would make the engine work.
+Browsers send the origin of a request; clients without this header are not web pages.
 """
 
 from __future__ import annotations
@@ -17,11 +17,11 @@ from edgellm.core.errors import EdgeLLMError
 from edgellm.tools.serve.http.errors import ApiError
 
 ANY = "*"
-_TOLD = ("retry-after", "www-authenticate", "x-edgellm-ignored")
+_EXPOSED_HEADERS = ("retry-after", "www-authenticate", "x-edgellm-ignored")
 
 
 def read_origins(given: Sequence[str]) -> frozenset[str]:
-    """The origins of `--allowOrigin` as browsers write them.
+    """Normalizes the origins of `--allowOrigin`.
 
     Raises:
         EdgeLLMError: one is not an origin.
@@ -50,7 +50,7 @@ def _origin(text: str) -> str:
 
 
 def require_known_site(headers: Headers, allowed: frozenset[str]) -> None:
-    """Raises `ApiError` 403 for a request that a page of another site makes."""
+    """Raises `ApiError` 403 for a request of a web page of another site."""
     origin = headers.get("origin")
     if ANY in allowed or origin in allowed:
         return
@@ -68,7 +68,7 @@ def require_known_site(headers: Headers, allowed: frozenset[str]) -> None:
 
 
 def share(app: Starlette, allowed: frozenset[str]) -> None:
-    """Tell browsers that pages of the allowed origins may read answers."""
+    """Adds CORS headers for the allowed origins."""
     if allowed:
         app.add_middleware(
             CORSMiddleware,
@@ -76,5 +76,5 @@ def share(app: Starlette, allowed: frozenset[str]) -> None:
             allow_methods=("GET", "POST"),
             allow_headers=("*",),
             allow_private_network=True,
-            expose_headers=_TOLD,
+            expose_headers=_EXPOSED_HEADERS,
         )

@@ -1,4 +1,4 @@
-"""Failed requests, in the form of each interface."""
+"""Errors of requests in the form of each protocol."""
 
 from __future__ import annotations
 
@@ -29,20 +29,20 @@ _TYPES = {
 }  # fmt: skip
 
 _ANTHROPIC_TYPES = {413: "request_too_large", 500: "api_error", 503: "overloaded_error"}
-MESSAGES, RESPONSES = "/v1/messages", "/v1/responses"  # paths of other forms than /v1's
+MESSAGES, RESPONSES = "/v1/messages", "/v1/responses"  # with their own error bodies
 
-# Where only one value of a field can be served: why, or what to do instead.
+# Hints for fields with limited support.
 _REMEDIES = {
     "n": "send several requests with different seeds",
-    "best_of": "one answer at a time",
+    "best_of": "only 1 is supported",
     "tool_choice": 'give "auto", "none", "required" or a function\'s name',
     "prompt": "give a text, its token ids, or a list of either",
 }
-_SUFFIX = "suffix: the model writes behind a text; it cannot fill a gap before a suffix"
+_SUFFIX = "suffix: the model continues a text; it cannot fill a gap before a suffix"
 
 
 class ApiError(Exception):
-    """A request that ends with an HTTP status and a reason."""
+    """An error with an HTTP status and a reason."""
 
     def __init__(
         self,
@@ -66,7 +66,7 @@ class ApiError(Exception):
 
 
 def as_api_error(error: Exception) -> ApiError:
-    """What a client is told of a failure; nothing of the server's inside."""
+    """The error that a client gets; reveals no internals of the server."""
     if isinstance(error, ApiError):
         return error
     if isinstance(error, (RequestError, LimitError)):
@@ -78,18 +78,18 @@ def as_api_error(error: Exception) -> ApiError:
 
 
 def _text(error: Exception) -> str:
-    """The message; half of a surrogate pair, which a client may have sent, cannot be written."""
+    """The message, with escaped lone surrogates, which UTF-8 cannot encode."""
     return str(error).encode("utf-8", "backslashreplace").decode()
 
 
 def openai_body(error: ApiError) -> dict[str, Any]:
-    """`{"error": ...}` as OpenAI's clients read it."""
+    """OpenAI's error body: `{"error": ...}`."""
     detail = {"message": _text(error), "type": error.kind, "param": error.param, "code": error.code}
     return {"error": detail}
 
 
 def body_for(path: str, error: ApiError) -> dict[str, Any]:
-    """The error's JSON in the form of the interface that a path belongs to."""
+    """The error body in the form of the path's protocol."""
     if path.startswith(("/v2/", "/api/")):
         return {"error": _text(error)}
     if path.startswith(MESSAGES):
@@ -99,7 +99,7 @@ def body_for(path: str, error: ApiError) -> dict[str, Any]:
 
 
 def streamed_body_for(path: str, error: ApiError) -> dict[str, Any]:
-    """The same, where a stream has begun."""
+    """The error event of a stream that has started."""
     if path == RESPONSES:
         detail = openai_body(error)["error"]
         return {**detail, "type": "error", "code": error.code or error.kind}
@@ -107,12 +107,12 @@ def streamed_body_for(path: str, error: ApiError) -> dict[str, Any]:
 
 
 def response_for(path: str, error: ApiError) -> JSONResponse:
-    """The whole answer to a failed request."""
+    """The response to a failed request."""
     return JSONResponse(body_for(path, error), error.status, error.headers)
 
 
 def install(app: FastAPI) -> None:
-    """Give every failure of an application its form."""
+    """Adds error handlers for all protocols to an application."""
 
     async def known(request: Request, error: Exception) -> JSONResponse:
         return response_for(request.url.path, as_api_error(error))
@@ -130,19 +130,19 @@ def install(app: FastAPI) -> None:
         assert isinstance(error, RequestValidationError)
         return response_for(request.url.path, _invalid(request, error))
 
-    async def said_elsewhere(request: Request, error: Exception) -> JSONResponse:
-        assert isinstance(error, ValidationError)  # of the words that a body was put into
+    async def converted(request: Request, error: Exception) -> JSONResponse:
+        assert isinstance(error, ValidationError)  # of a body converted to another protocol's
         return response_for(request.url.path, fault_of(error.errors()))
 
     app.add_exception_handler(ApiError, known)
-    app.add_exception_handler(ValidationError, said_elsewhere)
+    app.add_exception_handler(ValidationError, converted)
     app.add_exception_handler(EdgeLLMError, known)
     app.add_exception_handler(HTTPException, http_error)
     app.add_exception_handler(RequestValidationError, invalid)
 
 
 def _paths(app: FastAPI) -> str:
-    """What can be asked for."""
+    """The paths of an application, for a 404."""
     found = [
         f"{method} {route.path}"
         for route in app.routes
@@ -153,7 +153,7 @@ def _paths(app: FastAPI) -> str:
 
 
 def _fault(errors: Sequence[Any]) -> Any:
-    """The first; of what may be a text or parts, and is parts, the fault inside of them."""
+    """The first error; for a union of text and parts, the deepest error within the parts."""
     first = errors[0]
     stem = first["loc"][:-1]
     if first["loc"][-1:] != ("str",):
@@ -163,7 +163,7 @@ def _fault(errors: Sequence[Any]) -> Any:
 
 
 def _invalid(request: Request, error: RequestValidationError) -> ApiError:
-    """The first fault of a body, with its place."""
+    """The error of an invalid body, with the field's path."""
     if "json" not in request.headers.get("content-type", "json"):
         return ApiError(415, "the body must be JSON: send content-type: application/json")
     first = error.errors()[0]
@@ -176,7 +176,7 @@ def _invalid(request: Request, error: RequestValidationError) -> ApiError:
 
 
 def fault_of(errors: Sequence[Any]) -> ApiError:
-    """What a client is told of a body whose fields are faulty, as pydantic tells of them."""
+    """The error of invalid fields, from pydantic's list of errors."""
     first = _fault(errors)
     place = [str(part) for part in first["loc"] if part != "body" and "[" not in str(part)]
     reason = first["msg"][:1].lower() + first["msg"][1:]
@@ -186,6 +186,6 @@ def fault_of(errors: Sequence[Any]) -> ApiError:
         reason += f" ({remedy})"
     if not place:
         return ApiError(400, f"the body: {reason}")
-    # Names of unknown fields are the client's: they stand in the message alone.
+    # Names of unknown fields come from the client: only the message has them.
     param = place[0] if place[0].isidentifier() and place[0].isascii() else None
     return ApiError(400, f"{'.'.join(place)}: {reason}", param=param)

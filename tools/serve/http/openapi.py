@@ -1,4 +1,4 @@
-"""The OpenAPI document: what FastAPI cannot know of the answers."""
+"""The OpenAPI document: adds the responses, which FastAPI cannot derive."""
 
 from __future__ import annotations
 
@@ -44,17 +44,17 @@ _ANTHROPIC_ERROR = {
     },
 }
 _REFUSALS = {
-    "400": "The request is faulty, or what it asks for cannot be done.",
+    "400": "The request is invalid or unsupported.",
     "401": "No API key, or an unknown one.",
-    "403": "The server was addressed by a foreign name, or by a page of another site.",
+    "403": "The host name is foreign, or a page of another site sent the request.",
     "404": "There is no such model.",
 }
 _POST_REFUSALS = {
     "408": "The body did not come in time.",
     "413": "The body is too large.",
     "415": "The body is not JSON.",
-    "422": "The time of the request was over before its first token.",
-    "429": "Too many requests are waiting; Retry-After says when to come back.",
+    "422": "The request timed out before its first token.",
+    "429": "Too many requests are waiting; Retry-After is the time to wait in seconds.",
     "500": "The engine failed.",
     "503": "The server is about to stop.",
     "504": "The engine was not loaded in time.",
@@ -65,7 +65,7 @@ _STREAM: dict[str, Any] = {}  # OpenAPI 3.1 cannot say what the events of a stre
 
 
 def document(app: FastAPI) -> Callable[[], dict[str, Any]]:
-    """What makes the document of an application, once."""
+    """A function that builds the document of an application once."""
 
     def made() -> dict[str, Any]:
         if app.openapi_schema is None:
@@ -86,11 +86,11 @@ def _responses(path: str, method: str) -> dict[str, Any]:
         status: {"description": text, "content": {"application/json": {"schema": error}}}
         for status, text in refusals.items()
     }
-    answers["200"] = {"description": "The answer."} | _content(path, method)
+    answers["200"] = {"description": "The output."} | _content(path, method)
     if path in ("/health", "/ready"):
-        answers["503"] = {"description": "Not now.", "content": {"application/json": _OBJECT}}
+        answers["503"] = {"description": "Not ready.", "content": {"application/json": _OBJECT}}
     elif path.endswith("/ready"):
-        answers["503"] = {"description": "Not now."}
+        answers["503"] = {"description": "Not ready."}
     return answers
 
 

@@ -1,4 +1,4 @@
-"""The chat page: three files, read once."""
+"""The chat page: three static files."""
 
 from __future__ import annotations
 
@@ -12,7 +12,7 @@ _FILES = {
     "/page/app.js": ("app.js", "text/javascript; charset=utf-8"),
     "/page/style.css": ("style.css", "text/css; charset=utf-8"),
 }
-# Whatever a model says, the page loads and runs nothing but its own files.
+# The page loads and runs only its own files, whatever the model outputs.
 _HEADERS = {
     "content-security-policy": "default-src 'none'; script-src 'self'; style-src 'self'; "
     "img-src data:; connect-src 'self'; base-uri 'none'; form-action 'none'; "

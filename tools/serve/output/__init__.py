@@ -1,1 +1,1 @@
-"""Model output as protocols show it: reasoning, tool calls, streams, usage."""
+"""Model output in the protocols' terms: reasoning, tool calls, streams, usage."""

@@ -1,4 +1,4 @@
-"""What the answer to a conversation is made of, whatever interface it goes out by."""
+"""Parsed output of a chat request, the same for all protocols."""
 
 from __future__ import annotations
 
@@ -11,15 +11,15 @@ from edgellm.tools.serve.tool_calls.parser import Call, Item, ReasoningText
 
 
 def call_id() -> str:
-    """A new name for a call; templates of Mistral take back nine letters and digits alone."""
+    """A new id of a tool call; Mistral's templates accept exactly nine letters and digits."""
     return uuid.uuid4().hex[:9]
 
 
 class ChatOutput:
-    """Reasoning, text and calls, while the answer grows."""
+    """Reasoning, text and tool calls of an output, parsed while it is generated."""
 
     def __init__(self, body: ChatRequest, llm: LLM, *, prompt_end: str = "") -> None:
-        """Begin an answer; `prompt_end` is the last of the formatted messages."""
+        """Creates the parser; `prompt_end` is the end of the formatted messages."""
         is_guided = body.form() is not None or bool(body.must_call())
         self._reader = body.answer_form(llm).reader(body.schemas(), prompt_end, is_guided=is_guided)
         self._max_calls = 1 if body.parallel_tool_calls is False else None
@@ -27,11 +27,11 @@ class ChatOutput:
         self.calls: list[Call] = []
 
     def push(self, text: str) -> list[Item]:
-        """What text of the model adds."""
+        """Parses more text of the model; returns the new items."""
         return self._added([text] if self._reader is None else self._reader.push(text))
 
     def finish(self, *, is_cut: bool = False) -> list[Item]:
-        """What was held back, when the output ends; with `is_cut` by its maximum length."""
+        """Returns the held-back items at the end; `is_cut`: `max_tokens` ended the output."""
         return self._added(self._reader.finish(is_cut=is_cut) if self._reader is not None else [])
 
     def _added(self, found: Sequence[Item]) -> list[Item]:

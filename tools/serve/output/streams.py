@@ -1,4 +1,4 @@
-"""Answers on the wire: whole, or as server-sent events."""
+"""HTTP responses: one JSON body, or server-sent events."""
 
 from __future__ import annotations
 
@@ -22,13 +22,13 @@ _log = logging.getLogger(__name__)
 _encode = msgspec.json.Encoder().encode
 _HEADERS = [
     (b"cache-control", b"no-store"),
-    (b"x-accel-buffering", b"no"),  # proxies shall pass events on at once
+    (b"x-accel-buffering", b"no"),  # proxies must not buffer events
 ]
 
 
 @dataclass(frozen=True, slots=True)
 class Framing:
-    """How the events of a stream are told from one another."""
+    """Encoding of one event in a stream."""
 
     media_type: bytes
     frame: Callable[[dict[str, Any]], bytes]
@@ -37,7 +37,7 @@ class Framing:
 EVENTS = Framing(
     b"text/event-stream; charset=utf-8", lambda content: b"data: " + _encode(content) + b"\n\n"
 )
-NAMED_EVENTS = Framing(  # by their types
+NAMED_EVENTS = Framing(  # the type is the event's name
     EVENTS.media_type,
     lambda content: b"event: " + content["type"].encode() + b"\n" + EVENTS.frame(content),
 )
@@ -45,17 +45,17 @@ LINES = Framing(b"application/x-ndjson", lambda content: _encode(content) + b"\n
 
 
 class Writer(Protocol):
-    """An interface's form of one answer, told step by step."""
+    """Converts the events of one request to a protocol's JSON."""
 
     framing: Framing
-    last: bytes  # what follows the last event of a stream
+    last: bytes  # end of a stream, after the last event
 
-    def turn(self, at: int) -> None:
-        """What is told next is of this text; of the first where nothing is said."""
+    def switch(self, at: int) -> None:
+        """The next events belong to sequence `at`; without a call, to sequence 0."""
         ...
 
     def begin(self, started: Started) -> list[dict[str, Any]]:
-        """Events before the first token of a text."""
+        """Events before the first token of a sequence."""
         ...
 
     def step(self, step: Step) -> list[dict[str, Any]]:
@@ -63,26 +63,26 @@ class Writer(Protocol):
         ...
 
     def end(self, figures: Finished) -> list[dict[str, Any]]:
-        """Events after the last token of a text."""
+        """Events after the last token of a sequence."""
         ...
 
     def whole(self, figures: Finished) -> dict[str, Any]:
-        """The answer in one piece, after the last step of each of its texts."""
+        """The whole body, after the last step of each sequence."""
         ...
 
 
 class OneText:
-    """Of writers that are never told of another."""
+    """Base of writers of requests with one sequence."""
 
-    def turn(self, at: int) -> None:
-        """See `Writer.turn`."""
+    def switch(self, at: int) -> None:
+        """See `Writer.switch`."""
         assert at == 0
 
 
 async def answer(
     call: Call, writer: Writer, request: Request, headers: dict[str, str], *, streams: bool
 ) -> Response:
-    """The response to a request, with these headers, once it is known that there is one.
+    """The response to a request with these headers; waits for the first events.
 
     Raises:
         Exception: the request failed before its first token.
@@ -107,15 +107,15 @@ async def _whole(
 
 
 async def collect(call: Call, writer: Writer, first: Sequence[Event] = ()) -> dict[str, Any]:
-    """The whole answer, after which the call is closed.
+    """Collects the whole body, then closes the call.
 
     Args:
-        call: of the request.
-        writer: its form.
-        first: events that came already.
+        call: the request.
+        writer: converts its events.
+        first: events that have already arrived.
 
     Raises:
-        Exception: the request failed, or its client left.
+        Exception: the request failed, or its client disconnected.
     """
     content: dict[str, Any] = {}
     try:
@@ -124,7 +124,7 @@ async def collect(call: Call, writer: Writer, first: Sequence[Event] = ()) -> di
                 if isinstance(event, Started):
                     writer.begin(event)
                 elif isinstance(event, OutputSwitch):
-                    writer.turn(event.at)
+                    writer.switch(event.at)
                 elif isinstance(event, Step):
                     writer.step(event)
                 elif isinstance(event, Finished):
@@ -141,7 +141,7 @@ async def _all(call: Call, first: Sequence[Event]) -> AsyncIterator[list[Event]]
 
 
 class EventStream(Response):
-    """An answer as it grows; a client that does not read it is cut off at the call's deadline."""
+    """A streamed output; it is aborted at the call's deadline if the client does not read it."""
 
     def __init__(
         self, call: Call, writer: Writer, first: list[Event], path: str, headers: dict[str, str]
@@ -151,7 +151,7 @@ class EventStream(Response):
         self._call, self._writer, self._first, self._path = call, writer, first, path
 
     async def __call__(self, scope: Scope, receive: Receive, send: Send) -> None:
-        """Send the events; see ASGI."""
+        """Sends the events; see ASGI."""
         del scope, receive
         try:
             with anyio.CancelScope(deadline=self._call.deadline + 1) as time_left:
@@ -162,7 +162,7 @@ class EventStream(Response):
                     await send({"type": "http.response.body", "body": chunk, "more_body": True})
                 await send({"type": "http.response.body", "body": self._writer.last})
             if time_left.cancelled_caught:
-                _log.warning("a client did not read its answer in time")
+                _log.warning("a client did not read its output in time")
         finally:
             self._call.close()
 
@@ -174,7 +174,7 @@ class EventStream(Response):
                     yield self._framed(contents)
         except DisconnectedError:
             return
-        except Exception as error:  # noqa: BLE001 - the status was sent, the reason goes after it
+        except Exception as error:  # noqa: BLE001 - the status was sent, the error follows
             yield self._framed([streamed_body_for(self._path, as_api_error(error))])
 
     def _framed(self, contents: Sequence[dict[str, Any]]) -> bytes:
@@ -186,5 +186,5 @@ class EventStream(Response):
         if isinstance(event, Started):
             return self._writer.begin(event)
         if isinstance(event, OutputSwitch):
-            self._writer.turn(event.at)
+            self._writer.switch(event.at)
         return self._writer.end(event) if isinstance(event, Finished) else []

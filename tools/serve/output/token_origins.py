@@ -1,4 +1,4 @@
-"""Where each token of a step comes from, for those who draw it."""
+"""Origin of each token of a step, for displays."""
 
 from __future__ import annotations
 
@@ -8,10 +8,10 @@ from edgellm.device_runtime.api.llm import Step
 
 
 def origins(step: Step) -> dict[str, Any]:
-    """The tokens' texts and origins, and the size of the tree that gave them.
+    """Texts and origins of a step's tokens, and the size of its draft tree.
 
-    "drafted": the draft proposed it and the base accepted it; "bonus": the base's own token at
-    the end of a verified tree; "plain": a pass of its own, nothing was drafted.
+    "drafted": proposed by the draft and accepted by the base; "bonus": the base's own token after
+    the accepted path; "plain": decoded in a forward pass without drafted tokens.
     """
     found = step.round
     is_drafted = found is not None and found.tree is not None and len(found.tree) > 1
@@ -21,6 +21,6 @@ def origins(step: Step) -> dict[str, Any]:
         [piece, "drafted" if index < accepted else own] for index, piece in enumerate(step.pieces)
     ]
     if not step.token_ids and step.text:
-        tokens = [[step.text, own]]  # what was held back as a possible stop string
+        tokens = [[step.text, own]]  # held back as a possible stop string
     size = len(found.tree) - 1 if found is not None and found.tree is not None else 0
     return {"tokens": tokens, "drafted": size, "accepted": accepted}

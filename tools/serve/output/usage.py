@@ -1,4 +1,4 @@
-"""What an answer cost, and how well it was drafted."""
+"""Usage, acceptance of drafted tokens and timing of a request."""
 
 from __future__ import annotations
 
@@ -11,11 +11,11 @@ from edgellm.tools.serve.engines.events import Finished
 
 
 def together(figures: Sequence[Finished], *, of_one: int = 1) -> Finished:
-    """The figures of several answers to one request, as if they were one.
+    """Merges the statistics of a request's sequences into one.
 
     Args:
-        figures: in their order.
-        of_one: as many answer one prompt, which counts once.
+        figures: statistics of each sequence, in order.
+        of_one: number of sequences for each prompt, whose tokens count once.
     """
     first_ms = min(one.first_token_ms for one in figures)
     last_ms = max(one.first_token_ms + one.generation_ms for one in figures)
@@ -32,7 +32,7 @@ def together(figures: Sequence[Finished], *, of_one: int = 1) -> Finished:
 
 
 def usage(figures: Finished) -> dict[str, Any]:
-    """OpenAI's usage, with the acceptance of drafted tokens where some were drafted."""
+    """OpenAI's usage, with acceptance figures if tokens were drafted."""
     counts: dict[str, Any] = {
         "prompt_tokens": figures.prompt_tokens,
         "completion_tokens": figures.completion_tokens,
@@ -45,7 +45,7 @@ def usage(figures: Finished) -> dict[str, Any]:
 
 
 def acceptance(figures: Finished) -> dict[str, Any]:
-    """Drafted and accepted tokens; a tree's root was not drafted."""
+    """Drafted and accepted tokens; the root of a tree is not a drafted token."""
     drafted = sum(counts.tree_size - 1 for counts in figures.rounds)
     accepted = sum(counts.accepted for counts in figures.rounds)
     return {
@@ -57,7 +57,7 @@ def acceptance(figures: Finished) -> dict[str, Any]:
 
 
 def timing(figures: Finished) -> dict[str, Any]:
-    """Milliseconds, and vLLM's per-request record of speculation, which AIPerf reads."""
+    """Times in ms, and vLLM's per-request record of speculation, which AIPerf reads."""
     decoded = figures.completion_tokens - 1
     seconds = figures.generation_ms / 1e3
     times: dict[str, Any] = {

@@ -1,1 +1,1 @@
-"""Other interfaces to the same conversations: each is read as a `ChatRequest`, and answered."""
+"""Protocols: each converts its bodies to a `ChatRequest`, and outputs back."""

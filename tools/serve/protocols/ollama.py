@@ -1,4 +1,4 @@
-"""`/api/chat` and `/api/generate`: Ollama's interface."""
+"""`/api/chat` and `/api/generate`: Ollama's protocol."""
 
 from __future__ import annotations
 
@@ -21,15 +21,15 @@ from edgellm.tools.serve.tool_calls.parser import Call, Item, ReasoningText
 
 _Fields = dict[str, Any]
 _PER_MS = 1_000_000
-# About loading a model, which the server has done.
+# Options of loading a model, which is loaded already.
 LOADING = ("num_ctx", "num_batch", "num_gpu", "main_gpu", "num_thread", "num_keep", "use_mmap")
-LATEST = ":latest"  # what Ollama's clients add to a name
+LATEST = ":latest"  # suffix that Ollama's clients add to a name
 
 
 class Options(Body):
-    """How tokens are chosen; what is about loading a model has no effect."""
+    """Sampling options; options of loading have no effect."""
 
-    num_predict: int | None = None  # none, or below 0: as many as there is room for
+    num_predict: int | None = None  # None or below 0: up to the KV cache's capacity
     temperature: Annotated[float, Field(ge=0, le=2, allow_inf_nan=False)] = 0.8
     top_p: Annotated[float, Field(gt=0, le=1)] = 0.9
     top_k: Annotated[int, Field(ge=0)] = 40
@@ -48,7 +48,7 @@ class Options(Body):
     use_mmap: bool | None = None
 
     def sampled(self) -> _Fields:
-        """Fields of `Sampled`."""
+        """The fields of `Sampled`."""
         maximum = self.num_predict
         return {
             "max_tokens": maximum if maximum is not None and maximum > 0 else None,
@@ -85,7 +85,7 @@ class OllamaToolCall(Body):
 
 
 class OllamaMessage(Body):
-    """One turn."""
+    """One message of a conversation."""
 
     role: Literal["system", "user", "assistant", "tool"]
     content: str = ""
@@ -120,14 +120,14 @@ def _called(call: OllamaToolCall) -> _Fields:
     return {"id": call.id or call_id(), "function": function}
 
 
-class _Asked(Body):
-    """What both paths have."""
+class _OllamaBody(Body):
+    """Common fields of chat and generate."""
 
     model: str
     stream: bool = True
     format: Literal["", "json"] | _Fields | None = None
     options: Options | None = None
-    keep_alive: str | float | None = None  # the model stays
+    keep_alive: str | float | None = None  # ignored: the model stays loaded
     think: bool | str | None = None
     logprobs: Literal[False] | None = None
     top_logprobs: Literal[0] | None = None
@@ -156,7 +156,7 @@ class _Asked(Body):
         return effort | {"chat_template_kwargs": flags}
 
 
-class OllamaChat(_Asked):
+class OllamaChat(_OllamaBody):
     """`/api/chat`."""
 
     messages: Annotated[list[OllamaMessage], Field(min_length=1)]
@@ -171,8 +171,8 @@ class OllamaChat(_Asked):
         return ChatRequest.model_validate(found)
 
 
-class OllamaGenerate(_Asked):
-    """`/api/generate`: one turn, or with `raw` a text without a template."""
+class OllamaGenerate(_OllamaBody):
+    """`/api/generate`: one message, or with `raw` a prompt without a chat template."""
 
     prompt: str
     system: str | None = None
@@ -180,7 +180,7 @@ class OllamaGenerate(_Asked):
     raw: bool = False
     suffix: Literal[""] | None = None
     template: Literal[""] | None = None  # the model's own is used
-    context: None = None  # of an earlier answer; /api/chat has turns
+    context: None = None  # of an earlier output; use /api/chat
 
     def as_chat(self) -> ChatRequest:
         """The same in OpenAI's words."""
@@ -191,10 +191,10 @@ class OllamaGenerate(_Asked):
         return ChatRequest.model_validate(self._fields() | self._thinks() | {"messages": found})
 
     def as_completion(self) -> CompletionRequest:
-        """Without a template.
+        """Converts a raw prompt to a completion request.
 
         Raises:
-            ApiError: what needs one.
+            ApiError: images or a system message need a template.
         """
         if self.images or self.system:
             name = "images" if self.images else "system"
@@ -203,35 +203,35 @@ class OllamaGenerate(_Asked):
 
 
 class OllamaWriter(OneText):
-    """An answer as it grows, a line of JSON for every step."""
+    """Writes an output, one line of JSON for each step."""
 
     framing, last = LINES, b""
 
     def __init__(self, answer: ChatOutput | None, model: str, *, chats: bool) -> None:
-        """Begin an answer; None: all that the model writes is text."""
+        """Creates the writer; `answer` None: all output is text."""
         self._answer, self._model, self._chats = answer, model, chats
         self._text = self._thinking = ""
         self._calls: list[_Fields] = []
 
     def begin(self, started: Started) -> list[_Fields]:
-        """Nothing comes before the first token."""
+        """No event before the first token."""
         del started
         return []
 
     def step(self, step: Step) -> list[_Fields]:
-        """What a step adds."""
+        """The line of a step."""
         items = [step.text] if self._answer is None else self._answer.push(step.text)
         found = self._added(items)
         return [self._line(found, done=False)] if any(found.values()) else []
 
     def end(self, figures: Finished) -> list[_Fields]:
-        """What was held back, and the figures."""
+        """The held-back items, and the statistics."""
         found = self._added(self._rest(figures))
         lines = [self._line(found, done=False)] if any(found.values()) else []
         return [*lines, self._line({}, done=True) | _figures(figures)]
 
     def whole(self, figures: Finished) -> _Fields:
-        """The answer in one piece."""
+        """The whole body."""
         self._added(self._rest(figures))
         found: _Fields = {"content": self._text}
         if self._thinking:

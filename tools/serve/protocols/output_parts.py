@@ -1,4 +1,4 @@
-"""Answers that have parts of their own for reasoning, text and calls."""
+"""Writers of outputs with separate parts for reasoning, text and tool calls."""
 
 from __future__ import annotations
 
@@ -11,9 +11,9 @@ from edgellm.tools.serve.tool_calls.parser import Call, Item, ReasoningText
 
 
 class PartWriter(OneText, ABC):
-    """Sorts what is found in an answer into the parts of an interface."""
+    """Sorts parsed items into the parts of a protocol."""
 
-    thought_kind: ClassVar[str]  # of a part with reasoning
+    thought_kind: ClassVar[str]  # kind of a reasoning part
     text_kind: ClassVar[str]
 
     def _added(self, items: Sequence[Item]) -> list[dict[str, Any]]:

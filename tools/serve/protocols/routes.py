@@ -1,4 +1,4 @@
-"""The paths of the other interfaces."""
+"""Routes of the Anthropic, Responses and Ollama protocols."""
 
 from __future__ import annotations
 
@@ -25,28 +25,28 @@ from edgellm.tools.serve.routing.handler import EngineHandler
 from edgellm.tools.serve.schemas.openai import ChatRequest
 
 
-def add_dialects(app: FastAPI, engines: EnginePool, version: str) -> None:
-    """Anthropic's interface, OpenAI's Responses, and Ollama's."""
+def add_protocols(app: FastAPI, engines: EnginePool, version: str) -> None:
+    """Adds Anthropic's, OpenAI's Responses and Ollama's routes."""
     _add_messages(app, engines)
     _add_responses(app, engines)
     _add_ollama(app, engines)
     _add_ollama_models(app, engines, version)
 
 
-class _Asked:
-    """A conversation that goes its way through the server."""
+class _Conversation:
+    """A chat request of another protocol, and its engine."""
 
     def __init__(self, served: EngineHandler, body: ChatRequest) -> None:
         self._served, self._body = served, body
         self.llm, self.model = served.llm, served.name
 
     @classmethod
-    async def of(cls, engines: EnginePool, body: ChatRequest, request: Request) -> _Asked:
-        """Of the engine that it names; raises as `EnginePool.of`."""
+    async def of(cls, engines: EnginePool, body: ChatRequest, request: Request) -> _Conversation:
+        """Leases the engine that the request names; raises as `EnginePool.of`."""
         return cls(await engines.of(body.model, request), body)
 
-    async def answer(self) -> ChatOutput:
-        """What reads it; raises as `chat.ask_of`."""
+    async def output(self) -> ChatOutput:
+        """Creates the engine request and its output parser; raises as `chat.ask_of`."""
         served, body = self._served, self._body
         self._ask = await chat.ask_of(body, served.llm, served.settings.images, served.lora)
         end = await chat.prompt_end(self._ask, body, served.llm)
@@ -55,7 +55,7 @@ class _Asked:
     async def respond(
         self, request: Request, writer: Writer, ignored: Sequence[str] = ()
     ) -> Response:
-        """Queue it and answer it."""
+        """Queues the request and responds."""
         names = [*self._body.ignored(self._served.llm.tokenizer), *ignored]
         streams = self._body.streams()
         return await self._served.respond(
@@ -66,14 +66,14 @@ class _Asked:
 def _add_messages(app: FastAPI, engines: EnginePool) -> None:
     @app.post(MESSAGES)
     async def messages(body: MessagesRequest, request: Request) -> Response:
-        """Answer a conversation, in Anthropic's form."""
-        asked = await _Asked.of(engines, body.as_chat(), request)
-        writer = MessagesWriter(await asked.answer(), asked.model)
+        """Respond to a conversation, in Anthropic's form."""
+        asked = await _Conversation.of(engines, body.as_chat(), request)
+        writer = MessagesWriter(await asked.output(), asked.model)
         return await asked.respond(request, writer)
 
     @app.post(f"{MESSAGES}/count_tokens")
     async def count_tokens(body: CountRequest, request: Request) -> JSONResponse:
-        """The tokens of a conversation."""
+        """Count the tokens of a conversation."""
         given = ChatRequest.model_validate(body.conversation())
         served = await engines.of(given.model, request)
         ask = await chat.ask_of(given, served.llm, engines.settings.images)
@@ -83,9 +83,9 @@ def _add_messages(app: FastAPI, engines: EnginePool) -> None:
 def _add_responses(app: FastAPI, engines: EnginePool) -> None:
     @app.post(RESPONSES)
     async def responses(body: ResponsesRequest, request: Request) -> Response:
-        """Answer a conversation, in the form of OpenAI's Responses."""
-        asked = await _Asked.of(engines, body.as_chat(), request)
-        answer = await asked.answer()
+        """Respond to a conversation, in the form of OpenAI's Responses."""
+        asked = await _Conversation.of(engines, body.as_chat(), request)
+        answer = await asked.output()
         writer = ResponsesWriter(body, answer, asked.llm, asked.model)
         return await asked.respond(request, writer, body.ignored())
 
@@ -93,17 +93,17 @@ def _add_responses(app: FastAPI, engines: EnginePool) -> None:
 def _add_ollama(app: FastAPI, engines: EnginePool) -> None:
     @app.post("/api/chat")
     async def ollama_chat(body: OllamaChat, request: Request) -> Response:
-        """Answer a conversation, in Ollama's form."""
-        asked = await _Asked.of(engines, body.as_chat(), request)
-        writer = OllamaWriter(await asked.answer(), asked.model, chats=True)
+        """Respond to a conversation, in Ollama's form."""
+        asked = await _Conversation.of(engines, body.as_chat(), request)
+        writer = OllamaWriter(await asked.output(), asked.model, chats=True)
         return await asked.respond(request, writer, body.ignored())
 
     @app.post("/api/generate")
     async def ollama_generate(body: OllamaGenerate, request: Request) -> Response:
-        """Answer one turn, or continue a text, in Ollama's form."""
+        """Respond to one message, or complete a raw prompt, in Ollama's form."""
         if not body.raw:
-            asked = await _Asked.of(engines, body.as_chat(), request)
-            writer = OllamaWriter(await asked.answer(), asked.model, chats=False)
+            asked = await _Conversation.of(engines, body.as_chat(), request)
+            writer = OllamaWriter(await asked.output(), asked.model, chats=False)
             return await asked.respond(request, writer, body.ignored())
         given = body.as_completion()
         served = await engines.of(given.model, request)
@@ -120,23 +120,23 @@ def _add_ollama_models(app: FastAPI, engines: EnginePool, version: str) -> None:
 
     def card(place: Place) -> dict[str, Any]:
         name = place.model.name + LATEST
-        told = {"name": name, "model": name, "modified_at": since, "details": _details(place)}
-        return {**told, "size": place.model.num_bytes}
+        head = {"name": name, "model": name, "modified_at": since, "details": _details(place)}
+        return {**head, "size": place.model.num_bytes}
 
     @app.get("/api/tags")
     async def ollama_tags() -> JSONResponse:
-        """The engines."""
+        """List the engines."""
         return JSONResponse({"models": [card(place) for place in engines.places]})
 
     @app.get("/api/ps")
     async def ollama_ps() -> JSONResponse:
-        """Those that are loaded."""
+        """List the loaded engines."""
         loaded = [place for place in engines.places if place.worker is not None]
         return JSONResponse({"models": [card(place) for place in loaded]})
 
     @app.post("/api/show")
     async def ollama_show(body: dict[str, Any], request: Request) -> JSONResponse:
-        """What a model can do."""
+        """Describe a model and its capabilities."""
         name = str(body.get("model", body.get("name", ""))).removesuffix(LATEST)
         served = await engines.of(name, request)
         place, _ = engines.find(name)

@@ -1,4 +1,4 @@
-"""Where the pictures of a request may come from: inside it, or what the server's owner allows."""
+"""Images of requests: `data:` URIs, and allowed files and hosts."""
 
 from __future__ import annotations
 
@@ -18,10 +18,10 @@ _FETCH_TIMEOUT_S = 20
 
 
 async def image_source(url: str, rules: ImageRules) -> str:
-    """What the engine reads a picture from: a `data:` URI as it is, or an allowed file's path.
+    """The image source for the engine: a `data:` URI, or the path of an allowed file.
 
     Raises:
-        ApiError: 400 for everything that is not allowed, whether it exists or not.
+        ApiError: 400 for a source that is not allowed, whether it exists or not.
     """
     scheme = url.partition(":")[0].lower()
     if scheme == "data":
@@ -48,7 +48,7 @@ def _allowed_file(url: str, folders: tuple[Path, ...]) -> Path:
 
 
 def _fetch(url: str, hosts: frozenset[str]) -> str:
-    """The picture as a `data:` URI; runs in a thread of its own."""
+    """Fetches an image as a `data:` URI; blocking, runs in a thread."""
     if not hosts:
         raise _refusal("image_url: http URLs are not allowed here; send a data: URI")
     try:
@@ -74,12 +74,12 @@ def _fetch(url: str, hosts: frozenset[str]) -> str:
 
 
 class _NoRedirects(urllib.request.HTTPRedirectHandler):
-    """A redirect would lead out of the allowed hosts."""
+    """Follows no redirects, which could leave the allowed hosts."""
 
     def redirect_request(
         self, req: object, fp: object, code: object, msg: object, headers: object, newurl: object
     ) -> None:
-        """Follow none."""
+        """Returns None: the redirect fails."""
         del req, fp, code, msg, headers, newurl
 
 

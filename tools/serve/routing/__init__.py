@@ -1,1 +1,1 @@
-"""Engines by name, and which engine answers a request."""
+"""Engines by name, and the routing of requests to them."""

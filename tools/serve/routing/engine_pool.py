@@ -1,8 +1,8 @@
-"""The engines of a server by name: which are loaded, who uses them, and which makes way.
+"""The engines of a server by name: loading on demand, leases, LRU eviction.
 
-An engine is loaded when it is first asked for, in a thread, while the others' answers go on. If
-there is no room for it in the budget the one that was used least recently goes, as soon as nobody
-uses it: from then on who asks for it stands in the same line, so that nobody waits for ever.
+An engine is loaded in a thread at its first request, while other engines generate. If the budget
+is exhausted, the least recently used engine is unloaded once it has no requests. Requests for an
+engine that is about to be unloaded join the same queue, so that no request starves.
 """
 
 from __future__ import annotations
@@ -36,25 +36,25 @@ _log = logging.getLogger(__name__)
 
 @dataclass(slots=True, eq=False)
 class Place:
-    """Of one engine."""
+    """One engine of the pool, loaded or not."""
 
     model: Model
     metrics: Metrics
     worker: Worker | None = None  # while it is loaded
-    adapters: dict[str, Path] = field(default_factory=dict)  # while it is not
+    adapters: dict[str, Path] = field(default_factory=dict)  # while it is not loaded
     num_users: int = 0  # requests
-    used: int = 0  # a clock's reading
-    is_leaving: bool = False  # another waits for its memory
+    used: int = 0  # logical time of the last use
+    is_leaving: bool = False  # another engine waits for its memory
     unused: asyncio.Event = field(default_factory=asyncio.Event)
 
     @property
     def adapter_names(self) -> list[str]:
-        """LoRA adapters, by which the engine can be asked for, too."""
+        """Names of LoRA adapters, which also name the engine."""
         return sorted(self.adapters if self.worker is None else self.worker.llm.adapters)
 
 
 class EnginePool:
-    """See the module. Its state is the event loop's, but for the beginning and the end."""
+    """See the module. Only the event loop changes its state, except at start and end."""
 
     def __init__(
         self,
@@ -62,25 +62,25 @@ class EnginePool:
         loading: Loading,
         settings: Settings,
     ) -> None:
-        """Nothing is loaded yet.
+        """Creates the pool; loads no engine.
 
         Args:
-            models: the first answers requests that name none.
-            loading: how they are loaded.
-            settings: of the server; any one engine needs less than its memory.
+            models: the first serves requests without a model name.
+            loading: load options.
+            settings: of the server; each engine alone fits in its memory budget.
         """
         self.settings, self.created = settings, int(time.time())
         self.registry = Registry()
         self._loading = loading
         self._places = {one.name: Place(one, Metrics(one.name, self.registry)) for one in models}
-        self._line, self._num_waiting = asyncio.Lock(), 0
+        self._load_lock, self._num_waiting = asyncio.Lock(), 0
         self._clock = itertools.count(1)
         self._is_draining = False
-        self._told: set[str] = set()
+        self._warned: set[str] = set()
 
     @property
     def places(self) -> list[Place]:
-        """Of all engines, the first first."""
+        """The places of all engines in their order."""
         return [*self._places.values()]
 
     @property
@@ -89,26 +89,29 @@ class EnginePool:
 
     # ------------------------------------------------------------------ beginning and end
     def begin(self) -> LLM:
-        """Load the first engine; raises what `LLM` raises."""
+        """Loads the first engine; raises as `LLM`."""
         place = self.places[0]
-        self._take_up(place, self._loading.load(place.model))
+        self._start_worker(place, self._loading.load(place.model))
         assert place.worker is not None
         return place.worker.llm
 
     def drain(self) -> None:
-        """Take no more requests; those that are there are answered."""
+        """Accepts no more requests; accepted ones finish."""
         self._is_draining = True
         for worker in self._workers:
             worker.drain()
 
     def end(self) -> None:
-        """Let all answers end before their next pass."""
+        """Ends all requests before their next forward pass."""
         self._is_draining = True
         for worker in self._workers:
             worker.end()
 
     def close(self) -> None:
-        """After the loop: wait for the ends, and unload all; raises as `Loading.unload`."""
+        """Waits for all workers and unloads all engines, after the loop has ended.
+
+        Raises as `Loading.unload`.
+        """
         self.end()
         for place in self.places:
             if place.worker is not None:
@@ -123,11 +126,11 @@ class EnginePool:
 
     @property
     def is_ready(self) -> bool:
-        """Whether requests are taken, if there is room for them."""
+        """Whether the pool accepts requests while there is room."""
         return self.is_alive and not self._is_draining
 
     def require_room(self) -> None:
-        """Refuse before a body is read what no engine can take; raises as `Worker.submit`."""
+        """Rejects a request before its body is read; raises as `Worker.submit`."""
         if self._is_draining:
             raise stopping()
         if len(self._places) == 1:
@@ -136,10 +139,10 @@ class EnginePool:
 
     # -------------------------------------------------------------------------- by name
     def find(self, name: str | None) -> tuple[Place, str | None]:
-        """The engine that a request names, and the adapter if it names one of those.
+        """The engine of a model name, and the adapter if the name is an adapter's.
 
         Raises:
-            ApiError: 404 for neither.
+            ApiError: 404 if the name is unknown.
         """
         if name is None:
             return self.places[0], None
@@ -158,19 +161,19 @@ class EnginePool:
         )
 
     async def of(self, name: str | None, connection: Connection) -> EngineHandler:
-        """The engine that a request names, loaded, until the request has ended.
+        """The engine of a model name, loaded and leased until the request ends.
 
         Raises:
-            ApiError: 404 for an unknown name, 429 or 503 where there is no room for it.
-            EdgeLLMError: it cannot be loaded.
+            ApiError: 404 for an unknown name, 429 or 503 if there is no room.
+            EdgeLLMError: the engine cannot be loaded.
         """
         place, lora = self.find(name)
         if place.worker is None or place.is_leaving:
-            await self._wait_in_line(place, connection)
+            await self._lease_when_loaded(place, connection)
         else:
             self._lease(place, connection)
         assert place.worker is not None
-        return EngineHandler(place.worker, place.model, lora, self.settings, self._told)
+        return EngineHandler(place.worker, place.model, lora, self.settings, self._warned)
 
     def _lease(self, place: Place, connection: Connection) -> None:
         place.num_users += 1
@@ -184,17 +187,17 @@ class EnginePool:
             place.unused.set()
 
     # ------------------------------------------------------------------ loading on demand
-    async def _wait_in_line(self, place: Place, connection: Connection) -> None:
-        """Have an engine loaded and leased; one is loaded at a time."""
+    async def _lease_when_loaded(self, place: Place, connection: Connection) -> None:
+        """Loads and leases an engine; engines are loaded one at a time."""
         if self._num_waiting >= self.settings.queue_size:
-            place.metrics.refused.inc()
+            place.metrics.rejected.inc()
             raise full(self._num_waiting, 10)
         now = asyncio.get_running_loop().time()
         left_s = connection.scope.get("arrived", now) + self.settings.total_timeout_s - now
         self._num_waiting += 1
         try:
             with anyio.move_on_after(left_s):
-                async with self._line:
+                async with self._load_lock:
                     await self._require_loaded(place)
                     self._lease(place, connection)
                     return
@@ -208,18 +211,18 @@ class EnginePool:
         await self._make_room(place.model)
         if self._is_draining:
             raise stopping()
-        with anyio.CancelScope(shield=True):  # a loaded engine needs its owner
+        with anyio.CancelScope(shield=True):  # a cancelled load would leak its engine
             llm = await anyio.to_thread.run_sync(self._load, place)
-            self._take_up(place, llm)
+            self._start_worker(place, llm)
 
     def _load(self, place: Place) -> LLM:
-        """An engine with the adapters that it had; those that cannot be loaded are told of."""
+        """Loads an engine and its former adapters; logs adapters that fail."""
         llm = self._loading.load(place.model)
         for name, folder in place.adapters.items():
             _load_again(llm, name, folder)
         return llm
 
-    def _take_up(self, place: Place, llm: LLM) -> None:
+    def _start_worker(self, place: Place, llm: LLM) -> None:
         settings = self.settings
         worker = Worker(llm, place.metrics, settings.queue_size, settings.request_timeout_s)
         worker.start()
@@ -237,7 +240,7 @@ class EnginePool:
         return sum(place.model.num_bytes for place in self.places if place.worker is not None)
 
     async def _unload(self, place: Place) -> None:
-        """Free an unused engine's memory."""
+        """Unloads an engine once it has no requests."""
         place.is_leaving = True
         try:
             while place.num_users:
@@ -257,7 +260,7 @@ class EnginePool:
         worker.join()
         try:
             self._loading.unload(model, worker.llm)
-        except EdgeLLMError as error:  # the request that this makes room for goes on
+        except EdgeLLMError as error:  # the request that needs the memory continues
             _log.warning("%s: %s", model.name, error)
 
 

@@ -1,4 +1,4 @@
-"""How a request is answered by the engine that it names."""
+"""Handles a request with the engine that it names."""
 
 from __future__ import annotations
 
@@ -23,13 +23,13 @@ _log = logging.getLogger(__name__)
 
 @dataclass(frozen=True, slots=True)
 class EngineHandler:
-    """The engine that a request has until it ends."""
+    """The engine that a request leases until it ends."""
 
     worker: Worker
     model: Model
-    lora: str | None  # the adapter that it names
+    lora: str | None  # name of the requested adapter
     settings: Settings
-    told: set[str]  # fields that the log named as ignored; of all requests
+    warned: set[str]  # ignored fields that were logged, of all requests
 
     @property
     def llm(self) -> LLM:
@@ -38,13 +38,13 @@ class EngineHandler:
 
     @property
     def name(self) -> str:
-        """What the request calls it."""
+        """Name of the model in the request."""
         return self.lora or self.model.name
 
     def call(
         self, asks: Sequence[EngineRequest] | Sequence[EmbeddingJob], connection: Connection
     ) -> Call:
-        """Queue a request; raises as `Call`."""
+        """Queues a request; raises as `Call`."""
         return Call(self.worker, asks, connection, self.settings.total_timeout_s)
 
     async def respond(
@@ -56,18 +56,18 @@ class EngineHandler:
         streams: bool,
         ignored: Sequence[str] = (),
     ) -> Response:
-        """Queue a request and answer it; say which of its fields were ignored."""
+        """Queues a request and responds; a header lists the ignored fields."""
         call = self.call(asks, request)
         for name in ignored:
-            if name not in self.told:
-                self.told.add(name)
-                _log.warning("requests have %s, which is ignored; said once", name)
+            if name not in self.warned:
+                self.warned.add(name)
+                _log.warning("requests have %s, which is ignored; logged once", name)
         headers = {"x-edgellm-ignored": ", ".join(ignored)} if ignored else {}
         return await answer(call, writer, request, headers, streams=streams)
 
     async def respond_openai(
         self, request: Request, body: Sampled, asks: Sequence[EngineRequest], writer: Writer
     ) -> Response:
-        """As `respond`."""
+        """Responds to an OpenAI request; see `respond`."""
         ignored = body.ignored(self.llm.tokenizer)
         return await self.respond(request, asks, writer, streams=body.streams(), ignored=ignored)

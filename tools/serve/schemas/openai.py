@@ -1,4 +1,4 @@
-"""The bodies of OpenAI requests; what cannot be served is refused, never ignored."""
+"""Bodies of OpenAI requests; unsupported values are rejected, never ignored."""
 
 from __future__ import annotations
 
@@ -32,7 +32,7 @@ WITHOUT_EFFECT = (
     "guided_decoding_backend",
 )  # fmt: skip
 
-# Clients give an unused option its neutral value: that one is taken.
+# Clients send unused options with their neutral value, which is accepted.
 _One = Annotated[int, Field(ge=1, le=1)] | None
 Penalty = Annotated[float, Field(ge=-2, le=2)]
 Repetition = Annotated[float, Field(ge=1 / LARGEST_REPETITION, le=LARGEST_REPETITION)]
@@ -45,7 +45,7 @@ Stop = str | Annotated[list[str], Field(max_length=16)]
 
 
 class StreamOptions(Body):
-    """What a stream holds besides the text."""
+    """Extra contents of a stream."""
 
     include_usage: bool = False
     # An extension: each token with its origin, "drafted", "bonus" or "prompt" (see docs).
@@ -53,7 +53,7 @@ class StreamOptions(Body):
 
 
 class Sampled(Formed):
-    """What chat and completions have in common."""
+    """Common fields of chat and completion requests."""
 
     model: str | None = None
     stream: bool | None = None
@@ -61,7 +61,7 @@ class Sampled(Formed):
     max_tokens: Annotated[int, Field(ge=1)] | None = None
     temperature: Annotated[float, Field(ge=0, le=2, allow_inf_nan=False)] | None = None
     top_p: Annotated[float, Field(gt=0, le=1)] | None = None
-    top_k: Annotated[int, Field(ge=-1)] | None = None  # an extension, as vLLM has it
+    top_k: Annotated[int, Field(ge=-1)] | None = None  # vLLM's extension
     seed: Annotated[int, Field(ge=-(2**63), lt=2**63)] | None = None
     stop: Stop | None = None
     n: Annotated[int, Field(ge=1, le=MAX_CHOICES)] | None = None
@@ -70,7 +70,7 @@ class Sampled(Formed):
     repetition_penalty: Repetition | None = None  # vLLM's
     min_p: Annotated[float, Field(ge=0, le=1)] | None = None  # vLLM's
     logit_bias: dict[_IdName, _Bias] | None = None
-    # vLLM's, too.
+    # vLLM's extensions.
     min_tokens: Annotated[int, Field(ge=0)] | None = None
     ignore_eos: bool | None = None
     stop_token_ids: Annotated[list[TokenId], Field(max_length=MAX_STOPS)] | None = None
@@ -82,7 +82,7 @@ class Sampled(Formed):
     metadata: dict[str, Any] | None = None
     safety_identifier: str | None = None
     prompt_cache_key: str | None = None
-    # These ask for something that there is not here; the answer says that they had no effect.
+    # These are unsupported; the response lists them as ignored.
     service_tier: str | None = None
     reasoning_effort: str | None = None
     verbosity: str | None = None
@@ -96,7 +96,7 @@ class Sampled(Formed):
         return [name for name in WITHOUT_EFFECT if getattr(self, name) is not None]
 
     def sampling(self, num_logprobs: int | None, guide: Guide | None) -> SamplingParams:
-        """OpenAI's defaults: temperature 1 and the whole vocabulary."""
+        """Sampling options with OpenAI's defaults: temperature 1, the whole vocabulary."""
         given = {name: getattr(self, name) for name in _SAMPLING}
         values: dict[str, Any] = {"temperature": 1.0, "top_p": 1.0}
         values |= {name: value for name, value in given.items() if value is not None}
@@ -107,7 +107,7 @@ class Sampled(Formed):
         return SamplingParams(**values, guide=guide, num_logprobs=num_logprobs)
 
     def ends(self, eos_token_ids: Iterable[int]) -> frozenset[int]:
-        """The tokens that end the answer, and are not in it."""
+        """The tokens that end the output and are not part of it."""
         own = () if self.ignore_eos else eos_token_ids
         return frozenset(self.stop_token_ids or ()).union(own)
 
@@ -116,7 +116,7 @@ class Sampled(Formed):
         return (self.stop,) if isinstance(self.stop, str) else tuple(self.stop or ())
 
     def streams(self) -> bool:
-        """Whether the answer shall come as server-sent events."""
+        """Whether the output is streamed as server-sent events."""
         return bool(self.stream)
 
 
@@ -125,7 +125,7 @@ _SAMPLING = {each.name for each in fields(SamplingParams)} & Sampled.model_field
 
 
 class CompletionRequest(Sampled):
-    """`/v1/completions`: a text without a template."""
+    """`/v1/completions`: prompts without a chat template."""
 
     prompt: (
         str
@@ -137,10 +137,10 @@ class CompletionRequest(Sampled):
     best_of: _One = None
     echo: bool | None = None
     suffix: Annotated[str, Field(max_length=0)] | None = None
-    return_token_ids: bool | None = None  # vLLM's; of answers that do not stream
+    return_token_ids: bool | None = None  # vLLM's; without streaming only
 
     def prompts(self) -> list[str | list[int]]:
-        """Texts and token ids, each to be continued for itself."""
+        """The prompts: texts or token ids."""
         if isinstance(self.prompt, str):
             return [self.prompt]
         if isinstance(self.prompt[0], int):
@@ -156,14 +156,14 @@ class TextPart(Body):
 
 
 class ImageUrl(Body):
-    """Where a picture is."""
+    """URL of an image."""
 
     url: str
     detail: Literal["auto", "low", "high"] | None = None  # the engine's limits decide
 
 
 class ImagePart(Body):
-    """A picture in a message."""
+    """An image in a message."""
 
     type: Literal["image_url"]
     image_url: ImageUrl
@@ -185,14 +185,14 @@ class ToolCall(Body):
 
 
 class VideoUrlPart(Body):
-    """A film in a message, as vLLM has it."""
+    """A video in a message, in vLLM's form."""
 
     type: Literal["video_url"]
     video_url: ImageUrl
 
 
 class VideoPart(Body):
-    """A film in a message: a URL, or those of its frames."""
+    """A video in a message: its URL, or the URLs of its frames."""
 
     type: Literal["video"]
     video: str | Annotated[list[str], Field(min_length=1, max_length=MAX_FRAMES)]
@@ -202,27 +202,27 @@ Part = Annotated[TextPart | ImagePart | VideoUrlPart | VideoPart, Field(discrimi
 
 
 class Message(Body):
-    """One turn."""
+    """One message of a conversation."""
 
     role: Literal["system", "developer", "user", "assistant", "tool"]
     content: str | list[Part] | None = None
     name: str | None = None
     tool_calls: list[ToolCall] | None = None
     tool_call_id: str | None = None
-    refusal: None = None  # as answers have it
-    reasoning_content: str | None = None  # of an earlier answer; `reasoning` in vLLM
+    refusal: None = None  # as in responses
+    reasoning_content: str | None = None  # of an earlier output; `reasoning` in vLLM
     reasoning: str | None = None
 
 
 class Templated(Body):
-    """A conversation that goes through the model's chat template; these fields are vLLM's, too."""
+    """Options of the chat template, with vLLM's names."""
 
     add_generation_prompt: bool | None = None
-    continue_final_message: bool | None = None  # None: if it is the assistant's
+    continue_final_message: bool | None = None  # None: true for the assistant's
     chat_template_kwargs: dict[str, Any] | None = None
 
     def variables(self, tools: Sequence[Tool], tokenizer: ChatTokenizer) -> dict[str, Any]:
-        """Variables for the chat template; raises `RequestError` for one that it does not read."""
+        """Variables for the chat template; raises `RequestError` for an unknown one."""
         unused = self.unused_switches(tokenizer)
         given = (self.chat_template_kwargs or {}).items()
         flags = {name: value for name, value in given if value is not None and name not in unused}
@@ -237,7 +237,7 @@ class Templated(Body):
         return flags
 
     def unused_switches(self, tokenizer: ChatTokenizer) -> list[str]:
-        """Switches for thinking that a model without them ignores: clients set them for all."""
+        """Thinking switches that the template does not have; clients send them to all models."""
         if can_think(tokenizer):
             return []
         given = self.chat_template_kwargs or {}
@@ -245,7 +245,7 @@ class Templated(Body):
 
 
 class ChatRequest(Templated, Tooled, Sampled):
-    """`/v1/chat/completions`: a conversation for the model's chat template."""
+    """`/v1/chat/completions`: messages for the model's chat template."""
 
     messages: Annotated[list[Message], Field(min_length=1)]
     max_completion_tokens: Annotated[int, Field(ge=1)] | None = None
@@ -254,12 +254,12 @@ class ChatRequest(Templated, Tooled, Sampled):
     store: Literal[False] | None = None
 
     def ignored(self, tokenizer: ChatTokenizer) -> list[str]:
-        """As `Sampled.ignored`; some templates ask for an effort of reasoning."""
+        """As `Sampled.ignored`, without `reasoning_effort` if the template uses it."""
         names, read = super().ignored(tokenizer), self.template_flags(tokenizer)
         return [name for name in names if name not in read] + self.unused_switches(tokenizer)
 
     def template_flags(self, tokenizer: ChatTokenizer) -> dict[str, Any]:
-        """Variables for the chat template; raises `RequestError` for one that it does not read."""
+        """Variables for the chat template; raises `RequestError` for an unknown one."""
         flags: dict[str, Any] = {}
         reads_effort = "reasoning_effort" in tokenizer.template_variables()
         if self.reasoning_effort is not None and reads_effort:

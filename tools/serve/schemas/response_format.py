@@ -1,4 +1,4 @@
-"""The form that a request wants of its answer, in OpenAI's words and in vLLM's."""
+"""Structured output: OpenAI's and vLLM's fields."""
 
 from __future__ import annotations
 
@@ -12,7 +12,7 @@ from edgellm.tools.serve.http.errors import ApiError
 
 
 class Body(BaseModel):
-    """JSON with known fields of the right types only."""
+    """Strict JSON schema: unknown fields and wrong types are rejected."""
 
     model_config = ConfigDict(strict=True, extra="forbid")
 
@@ -23,7 +23,7 @@ class FreeText(Body):
     type: Literal["text"]
 
     def guide(self) -> Guide | None:
-        """Nothing guides."""
+        """None: the output is free."""
         return None
 
 
@@ -33,17 +33,17 @@ class AnyJson(Body):
     type: Literal["json_object"]
 
     def guide(self) -> Guide:
-        """What guides."""
+        """The guide of the output."""
         return Guide("json_object")
 
 
 class NamedSchema(Body):
-    """A JSON schema with the name that OpenAI asks for."""
+    """A JSON schema with OpenAI's name and description."""
 
     name: str | None = None
     description: str | None = None
     schema_: Annotated[dict[str, Any], Field(alias="schema")]
-    strict: bool | None = None  # the schema is always kept
+    strict: bool | None = None  # the schema is always enforced
 
 
 class JsonBySchema(Body):
@@ -53,18 +53,18 @@ class JsonBySchema(Body):
     json_schema: NamedSchema
 
     def guide(self) -> Guide:
-        """What guides."""
+        """The guide of the output."""
         return Guide.of_schema(self.json_schema.schema_)
 
 
 class ByRegex(Body):
-    """A text that a regular expression matches, an extension."""
+    """A text that matches a regular expression; an extension."""
 
     type: Literal["regex"]
     regex: str
 
     def guide(self) -> Guide:
-        """What guides."""
+        """The guide of the output."""
         return Guide("regex", self.regex)
 
 
@@ -74,31 +74,31 @@ _Choices = Annotated[list[str], Field(min_length=1)]
 
 
 class StructuredOutputs(Body):
-    """vLLM's form of an answer, one of the first five."""
+    """vLLM's structured output: one of the first five fields."""
 
     json_: Annotated[_Schema | None, Field(alias="json")] = None
     regex: str | None = None
     choice: _Choices | None = None
     grammar: str | None = None  # Lark or GBNF
     json_object: Literal[True] | None = None
-    # Without effect here: white space is fixed, and there is one backend.
+    # Without effect: white space is fixed, and there is one backend.
     disable_fallback: bool | None = None
     disable_any_whitespace: bool | None = None
-    disable_additional_properties: bool | None = None  # declared properties are all there are
+    disable_additional_properties: bool | None = None  # undeclared properties are never generated
     whitespace_pattern: None = None
     structural_tag: None = None
 
     def guides(self) -> list[Guide]:
-        """What is given."""
+        """The guides of all fields that are set."""
         found = _guides(self.json_, self.regex, self.choice, self.grammar)
         return [*found, Guide("json_object")] if self.json_object else found
 
 
 class Formed(Body):
-    """A request whose answer may have a form."""
+    """Base of requests with structured output."""
 
     response_format: ResponseFormat | None = None
-    # vLLM's, until version 0.12 and since.
+    # vLLM's fields, up to version 0.12 and later.
     guided_json: _Schema | None = None
     guided_regex: str | None = None
     guided_choice: _Choices | None = None
@@ -106,11 +106,11 @@ class Formed(Body):
     structured_outputs: StructuredOutputs | None = None
 
     def form(self) -> Guide | None:
-        """The one form that is asked for.
+        """The requested guide, or None.
 
         Raises:
-            ApiError: there are several, or `structured_outputs` names none.
-            RequestError: a form is too long.
+            ApiError: several are given, or `structured_outputs` is empty.
+            RequestError: a schema or grammar is too long.
         """
         found = _guides(
             self.guided_json, self.guided_regex, self.guided_choice, self.guided_grammar

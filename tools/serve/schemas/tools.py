@@ -1,4 +1,4 @@
-"""What a model may call, and what it must."""
+"""Tools and `tool_choice` of chat requests."""
 
 from __future__ import annotations
 
@@ -19,7 +19,7 @@ TOOL_NAME = r"^[A-Za-z0-9_.-]{1,64}$"
 
 
 class Function(Body):
-    """What a model may call."""
+    """A function that the model can call."""
 
     name: Annotated[str, Field(pattern=TOOL_NAME)]
     description: str | None = None
@@ -28,7 +28,7 @@ class Function(Body):
 
 
 class Tool(Body):
-    """What a model may call."""
+    """A tool; only functions are supported."""
 
     type: Literal["function"]
     function: Function
@@ -55,14 +55,14 @@ class Tooled(Body):
     parallel_tool_calls: bool | None = None
 
     def usable_tools(self) -> list[Tool]:
-        """The tools that the model is told of."""
+        """The tools in the model's prompt."""
         return [] if self.tool_choice == "none" else self.tools or []
 
     def must_call(self) -> list[Function]:
-        """The functions of which one must be called; none: the model decides.
+        """The functions to choose from in a forced call; empty: the model decides.
 
         Raises:
-            ApiError: the choice needs tools that are not given, or a promise cannot be kept.
+            ApiError: `tool_choice` needs tools that are missing, or `strict` cannot be enforced.
         """
         functions = [tool.function for tool in self.tools or ()]
         choice = self.tool_choice
@@ -85,10 +85,10 @@ class Tooled(Body):
         return functions
 
     def calls_form(self, llm: LLM) -> Guide | None:
-        """The form of an answer that must be a call, in the way of the model's chat template.
+        """The guide of a forced call, in the format of the model's chat template.
 
         Raises:
-            ApiError: see `must_call`; the template has no tools of a known kind.
+            ApiError: see `must_call`; the template has no known tool format.
         """
         functions = self.must_call()
         if not functions:
@@ -100,14 +100,14 @@ class Tooled(Body):
         return Guide("lark", forced_calls(form, schemas, marks=marks, several=several))
 
     def schemas(self) -> Tools:
-        """Schemas of the usable tools' arguments by their names."""
+        """Argument schemas of the usable tools by name."""
         return {one.function.name: one.function.parameters for one in self.usable_tools()}
 
     def answer_form(self, llm: LLM) -> OutputFormat:
-        """How the model answers.
+        """The format of the model's output.
 
         Raises:
-            ApiError: there are tools, and its chat template has none of a known kind.
+            ApiError: there are tools, and the chat template has no known tool format.
         """
         if has_tools := bool(self.usable_tools()):
             _parser(llm)

@@ -1,4 +1,4 @@
-"""Tool calls in answers: one module for each way in which models write them."""
+"""Tool calls in model output; `formats` has one module for each format."""
 
 from __future__ import annotations
 
@@ -22,7 +22,7 @@ from edgellm.tools.serve.tool_calls.formats.phi4 import Phi4Parser
 from edgellm.tools.serve.tool_calls.json_fallback import JsonFallbackParser
 from edgellm.tools.serve.tool_calls.parser import CallReader, ToolParser, Tools
 
-# The first that recognises a template reads its answers: what many templates hold comes last.
+# The first parser that recognises a template is used; the least specific ones come last.
 PARSERS: tuple[type[ToolParser], ...] = (
     HarmonyParser, CommandParser, GraniteParser, Phi4Parser, HunyuanParser, Glm45Parser,
     HermesParser, Llama3Parser, MistralParser, MinistralParser, Olmo3Parser, Glm4Parser,
@@ -31,13 +31,13 @@ PARSERS: tuple[type[ToolParser], ...] = (
 
 
 def find(template: str) -> type[ToolParser] | None:
-    """The parser for a model's chat template; None if it knows no tools, or others."""
-    shown = template.replace('\\"', '"')  # forms stand in strings of the template's language
+    """The parser for a chat template; None if its tool format is missing or unknown."""
+    shown = template.replace('\\"', '"')  # templates quote the formats in strings
     return next((parser for parser in PARSERS if parser.recognises(shown)), None)
 
 
 def reader(parser: type[ToolParser], tools: Tools) -> CallReader:
-    """What reads a model's answers; plain JSON counts as well, but where channels part it."""
+    """A parser of one output; it also accepts plain JSON, except with Harmony's channels."""
     inner = parser(tools)
     return inner if isinstance(inner, HarmonyParser) else JsonFallbackParser(inner, tools)
 
@@ -45,7 +45,7 @@ def reader(parser: type[ToolParser], tools: Tools) -> CallReader:
 def placed(
     template: str, messages: Sequence[dict[str, Any]], tools: Sequence[dict[str, Any]]
 ) -> list[dict[str, Any]]:
-    """Messages for templates that look for no `tools`, or elsewhere; as they are for others."""
+    """Moves tools and calls into the messages for templates that do not take `tools`."""
     if not tools and not any(m["role"] == "tool" or m.get("tool_calls") for m in messages):
         return [*messages]
     if "message['tools']" in template and Phi4Parser.recognises(template):

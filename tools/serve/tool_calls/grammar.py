@@ -1,4 +1,4 @@
-"""The grammar of an answer that must be a call, for llguidance."""
+"""Grammars of forced tool calls, for llguidance."""
 
 from __future__ import annotations
 
@@ -15,18 +15,18 @@ from edgellm.device_runtime.sampling.guidance import JSON_FORM
 
 @dataclass(frozen=True, slots=True)
 class CallForm:
-    """How a family of models writes calls; NAME stands for the function's name."""
+    """Format of a model family's calls; NAME is replaced by the function's name."""
 
-    before: str  # a call's arguments
-    behind: str
-    between: str | None  # two calls; None: an answer has one
-    opening: str = ""  # of an answer
-    closing: str = ""
-    marks: tuple[str, ...] = ()  # parts of these texts that may be tokens of their own
+    before: str  # text before the arguments
+    after: str  # text after the arguments
+    between: str | None  # text between two calls; None: one call only
+    opening: str = ""  # start of the output
+    closing: str = ""  # end of the output
+    marks: tuple[str, ...] = ()  # parts of these texts that may be special tokens
 
     @classmethod
     def json_list(cls, opening: str, closing: str) -> CallForm:
-        """A JSON list of objects of name and arguments between two marks."""
+        """A JSON list of objects with name and arguments between two tags."""
         before = '{"name": "NAME", "arguments": '
         marks = (opening, closing)
         return cls(before, "}", ", ", f"{opening}[", f"]{closing}", marks)
@@ -39,16 +39,16 @@ def forced_calls(
     marks: Mapping[str, int],
     several: bool,
 ) -> str:
-    """A Lark grammar of one call, or of several.
+    """Creates a Lark grammar of one call or several.
 
     Args:
-        form: of the model's family.
-        schemas: the schemas of the arguments by the functions' names.
-        marks: the token ids of those of `form.marks` that are tokens.
-        several: whether more than one call may be made.
+        form: format of the model family.
+        schemas: argument schemas by function name.
+        marks: token ids of the `form.marks` that are special tokens.
+        several: whether more than one call is allowed.
 
     Raises:
-        RequestError: the arguments of a function are no object.
+        RequestError: the arguments of a function are not an object.
     """
     more = ""
     if several and form.between is not None:
@@ -58,22 +58,22 @@ def forced_calls(
         f"start: {opening} call{more} {closing}",
         "call: " + " | ".join(f"call_{index}" for index in range(len(schemas))),
     ]
-    behind = _expression(form.behind, marks)
+    after = _expression(form.after, marks)
     for index, (name, schema) in enumerate(schemas.items()):
         before = _expression(form.before.replace("NAME", name), marks)
-        lines.append(f"call_{index}: {before} arguments_{index} {behind}")
+        lines.append(f"call_{index}: {before} arguments_{index} {after}")
         lines.append(f"arguments_{index}: %json {json.dumps(_arguments(name, schema))}")
     return "\n".join(lines)
 
 
 def _expression(text: str, marks: Mapping[str, int]) -> str:
-    """A text in Lark's syntax; llguidance takes a token of its own for no text."""
+    """A text in Lark's syntax; llguidance needs special tokens as ids."""
     parts = re.split("(" + "|".join(map(re.escape, marks)) + ")", text) if marks else [text]
     return " ".join(f"<[{marks[part]}]>" if part in marks else json.dumps(part) for part in parts)
 
 
 def _arguments(name: str, schema: dict[str, Any] | None) -> dict[str, Any]:
-    """A schema of an object that has no more than its named properties, unless it says so."""
+    """The schema of the arguments, closed: no additional properties by default."""
     if not schema:
         schema = {"properties": {}}
     if schema.get("type", "object") != "object":

@@ -1,7 +1,7 @@
-"""Calls that a model writes as plain JSON, whatever its chat template asks for.
+"""Tool calls as plain JSON, which models write whatever their chat template says.
 
-The whole answer may be JSON, or a block of it between fences; anything else goes to the parser of
-the model's family.
+The JSON is the whole output, or a fenced block in it; other text goes to the parser of the model
+family.
 """
 
 from __future__ import annotations
@@ -21,14 +21,14 @@ _BARE = re.compile(r'\{\s*("|$)|\[\s*(\{|$)')
 
 
 class JsonFallbackParser:
-    """See `CallReader`; `inner` reads what is neither bare nor fenced."""
+    """See `CallReader`; `inner` parses text that is neither bare nor fenced JSON."""
 
     def __init__(self, inner: CallReader, tools: Tools) -> None:
         self._inner, self._tools = inner, tools
         self._held = ""
-        self._is_bare: bool | None = None  # whether the answer begins as JSON; None: unknown
-        self._is_in_code = False  # between fences of something else
-        self._is_behind_call = False
+        self._is_bare: bool | None = None  # whether the output starts as JSON; None: unknown
+        self._is_in_code = False  # in a fenced block of another language
+        self._follows_call = False
 
     def push(self, text: str) -> list[Item]:
         """See `CallReader.push`."""
@@ -54,7 +54,7 @@ class JsonFallbackParser:
         return [*self._passed(held), *self._inner.finish(is_cut=is_cut)]
 
     def _scan(self) -> list[Item]:
-        """Pass text on up to a block that is not complete yet."""
+        """Forwards text up to an incomplete block."""
         found: list[Item] = []
         while (begin := self._held.find(_FENCE)) >= 0:
             found += self._cut(begin)
@@ -83,11 +83,11 @@ class JsonFallbackParser:
         )
 
     def _block(self, end: int) -> list[Item]:
-        """A complete block at the front: its calls, or its text."""
+        """Takes a complete block from the front: its calls, or its text."""
         calls = loose_calls(_inside(self._held[:end]), self._tools)
         if not calls:
             return self._cut(end)
-        self._held, self._is_behind_call = self._held[end:], True
+        self._held, self._follows_call = self._held[end:], True
         return [*calls]
 
     def _cut(self, size: int) -> list[Item]:
@@ -95,14 +95,14 @@ class JsonFallbackParser:
         return self._passed(text)
 
     def _passed(self, text: str) -> list[Item]:
-        if self._is_behind_call:
+        if self._follows_call:
             text = text.lstrip()
-            self._is_behind_call = not text
+            self._follows_call = not text
         return self._inner.push(text) if text else []
 
 
 def loose_calls(text: str, tools: Tools) -> list[Call]:
-    """The calls of a JSON text; none if anything in it is no call."""
+    """The calls of a JSON text; empty if any value is not a call."""
     try:
         found = [_call(value) for value in _values(text)]
     except NoCall:
@@ -111,12 +111,12 @@ def loose_calls(text: str, tools: Tools) -> list[Call]:
 
 
 def _inside(block: str) -> str:
-    """What stands between fences."""
+    """The content of a fenced block."""
     return block.partition("\n")[2].removesuffix(_FENCE)
 
 
 def _values(text: str) -> Iterator[Any]:
-    """JSON values side by side, those of lists one by one."""
+    """Successive JSON values; lists are flattened."""
     decoder, at = json.JSONDecoder(), 0
     while at < len(text):
         if text[at] in " \n\r\t;,":
@@ -127,7 +127,7 @@ def _values(text: str) -> Iterator[Any]:
 
 
 def _call(value: Any) -> Call:
-    """A call; raises what a value of another kind raises."""
+    """A call; raises one of `NoCall` for another value."""
     value = value.get("function", value) if value.get("type") == "function" else value
     arguments = value["arguments"] if "arguments" in value else value["parameters"]
     if isinstance(arguments, str):

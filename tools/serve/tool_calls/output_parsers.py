@@ -1,4 +1,4 @@
-"""What parts an answer into reasoning, calls and text, by the model's chat template."""
+"""Chooses the parser of reasoning, tool calls and text by the chat template."""
 
 from __future__ import annotations
 
@@ -14,14 +14,14 @@ from edgellm.tools.serve.tool_calls.reasoning import ThinkReader
 
 @dataclass(frozen=True, slots=True)
 class OutputFormat:
-    """How a model writes answers."""
+    """Output format of a model."""
 
-    parser: type[ToolParser] | None  # of calls, where there are tools; of channels
+    parser: type[ToolParser] | None  # for tool calls or Harmony's channels
     thinking: ThinkForm | None
 
     @classmethod
     def of(cls, template: str, *, has_tools: bool) -> OutputFormat:
-        """The form of a chat template's answers; its calls are read where there are tools."""
+        """The output format of a chat template; calls are parsed only with tools."""
         parser = tool_calls.find(template)
         if parser is HarmonyParser:
             return cls(parser, None)
@@ -29,18 +29,18 @@ class OutputFormat:
 
     @property
     def shown_tokens(self) -> tuple[str, ...]:
-        """Special tokens that must be seen in an answer's text."""
+        """Special tokens that must stay in the decoded text."""
         forms = (self.parser, self.thinking)
         return tuple(mark for form in forms if form is not None for mark in form.shown)
 
     def reader(self, tools: Tools, prompt_end: str, *, is_guided: bool) -> CallReader | None:
-        """A reader of one answer; None: all of it is text.
+        """A parser of one output; None: all of it is text.
 
         Args:
-            tools: that may be called.
-            prompt_end: the last of the formatted messages, where reasoning may have begun; of a
-                message that is continued in its reasoning what is there from the mark on.
-            is_guided: the answer has a wanted form from its first token on: it does not reason.
+            tools: the callable functions.
+            prompt_end: end of the formatted messages, which may open the reasoning; of a message
+                continued in its reasoning, the text from the opening tag on.
+            is_guided: whether a guide constrains the output from its first token: no reasoning.
         """
         calls = tool_calls.reader(self.parser, tools) if self.parser is not None else None
         if self.thinking is None or is_guided:

@@ -1,4 +1,4 @@
-"""What a parser of answers is, and what it finds."""
+"""Protocols of output parsers, and the items that they return."""
 
 from __future__ import annotations
 
@@ -10,8 +10,8 @@ from typing import Any, ClassVar, Protocol
 
 from edgellm.tools.serve.tool_calls.grammar import CallForm
 
-Tools = Mapping[str, Mapping[str, Any] | None]  # schemas of arguments by the functions' names
-# What reading a call raises where there is none.
+Tools = Mapping[str, Mapping[str, Any] | None]  # argument schemas by function name
+# Exceptions of parsing text that is not a call.
 NoCall = (ValueError, KeyError, TypeError, AttributeError, SyntaxError, RecursionError, MemoryError)
 
 _BETWEEN = " \n\r\t;,[]"  # what stands around calls
@@ -20,14 +20,14 @@ _NAMES = ("name", "tool_name")
 
 @dataclass(frozen=True, slots=True)
 class Call:
-    """A function that the model wants to be called."""
+    """A tool call of the model."""
 
     name: str
     arguments: str  # a JSON object
 
     @classmethod
     def to(cls, tools: Tools, name: Any, arguments: Any) -> Call:
-        """A call of a function that there is; raises one of `NoCall`."""
+        """A call of a known function; raises one of `NoCall`."""
         if not isinstance(name, str) or name not in tools or not isinstance(arguments, dict):
             raise ValueError("no call")
         return cls(name, json.dumps(arguments, ensure_ascii=False))
@@ -35,7 +35,7 @@ class Call:
 
 @dataclass(frozen=True, slots=True)
 class ReasoningText:
-    """A piece of the model's reasoning, which is no part of the answer."""
+    """A part of the model's reasoning."""
 
     text: str
 
@@ -44,7 +44,7 @@ Item = str | Call | ReasoningText
 
 
 def longest_begun(text: str, marks: Iterable[str]) -> int:
-    """How many characters at a text's end may be the beginning of a mark, which is not whole."""
+    """Length of the longest suffix of a text that is a proper prefix of a mark."""
     return max(n for mark in marks for n in range(len(mark)) if text.endswith(mark[:n]))
 
 
@@ -84,31 +84,31 @@ def _is_call_begun(text: str, tools: Tools) -> bool:
 
 
 class CallReader(Protocol):
-    """Separates an answer's text from the calls in it, while it grows."""
+    """Incremental parser that separates text and tool calls."""
 
     def push(self, text: str) -> list[Item]:
-        """Add text; what is certainly text, and the calls that are complete."""
+        """Adds text; returns certain text and complete calls."""
         ...
 
     def finish(self, *, is_cut: bool = False) -> list[Item]:
-        """The rest, when the output ends: what became no call is text.
+        """Returns the rest at the end of the output; incomplete calls are text.
 
-        With `is_cut`, its maximum length ended it: half a call is neither a call nor text.
+        With `is_cut`, `max_tokens` ended the output, and an incomplete call is dropped.
         """
         ...
 
 
 class ToolParser(CallReader, Protocol):
-    """The reader of a family of models, and how the family writes calls."""
+    """Parser of a model family, and the format of its calls."""
 
-    form: ClassVar[CallForm]  # what `push` reads, for answers that must be calls
-    shown: ClassVar[tuple[str, ...]]  # special tokens that it must see in the text
+    form: ClassVar[CallForm]  # format of forced calls
+    shown: ClassVar[tuple[str, ...]]  # special tokens that the text must keep
 
     def __init__(self, tools: Tools) -> None:
-        """With the functions that there are."""
+        """Creates a parser for the functions of `tools`."""
         ...
 
     @staticmethod
     def recognises(template: str) -> bool:
-        """Whether a chat template asks for calls of this form."""
+        """Whether a chat template uses this format."""
         ...

@@ -1,4 +1,4 @@
-"""Calls that are written as Python's, which is read and never run."""
+"""Tool calls in Python syntax, which is parsed and never executed."""
 
 from __future__ import annotations
 
@@ -13,7 +13,7 @@ _JSON_NAMES = {"true": True, "false": False, "null": None}
 
 
 def python_calls(text: str, tools: Tools) -> list[Call]:
-    """The calls of a text: one in a line, or a list of them, in `print(...)` or not.
+    """The calls of a text: one a line or a list, with or without `print(...)`.
 
     Raises one of `NoCall`.
     """
@@ -51,7 +51,7 @@ def _call(node: ast.Call, tools: Tools) -> Call:
 
 
 def _value(node: ast.expr) -> Any:
-    """A literal, in Python's words or in JSON's."""
+    """A literal, with Python's or JSON's constants."""
     if isinstance(node, ast.Name):
         return _JSON_NAMES[node.id]
     if isinstance(node, (ast.List, ast.Tuple)):

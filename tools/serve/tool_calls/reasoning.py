@@ -1,4 +1,4 @@
-"""Reasoning in answers, between marks at their beginning: apart from the text and its calls."""
+"""Separates reasoning, between tags at the start of the output, from text and calls."""
 
 from __future__ import annotations
 
@@ -8,11 +8,11 @@ from typing import Literal
 from edgellm.device_runtime.text.reasoning_marks import ThinkForm
 from edgellm.tools.serve.tool_calls.parser import CallReader, Item, ReasoningText, longest_begun
 
-_State = Literal["begin", "thought", "behind", "wrapped", "after", "text"]
+_State = Literal["begin", "thought", "after_thought", "wrapped", "after", "text"]
 
 
 class ThinkReader:
-    """See `CallReader`; what is no reasoning goes to `inner`, or is text."""
+    """See `CallReader`; other text goes to `inner`, or is text if that is None."""
 
     def __init__(
         self,
@@ -22,11 +22,18 @@ class ThinkReader:
         is_inside: bool,
         is_begun: bool = False,
     ) -> None:
-        """With `is_inside`, the prompt has the opening mark; with `is_begun` text after it, too."""
+        """Creates a parser of one output.
+
+        Args:
+            form: the tags of reasoning.
+            inner: parser of the rest.
+            is_inside: whether the prompt contains the opening tag.
+            is_begun: whether the prompt also contains reasoning after it.
+        """
         self._form, self._inner, self._held = form, inner, ""
         self._state: _State = "thought" if is_inside else "begin"
-        self._is_begun = is_begun  # whether anything of the reasoning, or of a wrapped answer, came
-        self._end = ""  # of what stands around the answer
+        self._is_begun = is_begun  # whether reasoning or wrapped text has started
+        self._end = ""  # closing tag of the wrapped text
 
     def push(self, text: str) -> list[Item]:
         """See `CallReader.push`."""
@@ -39,11 +46,11 @@ class ThinkReader:
         return found
 
     def finish(self, *, is_cut: bool = False) -> list[Item]:
-        """See `CallReader.finish`; reasoning that did not end is reasoning."""
+        """See `CallReader.finish`; unfinished reasoning is reasoning."""
         held, self._held = self._held, ""
         if self._state == "thought":
             found = self._thought(held.rstrip())
-        elif self._state in ("behind", "after") and not held.strip():
+        elif self._state in ("after_thought", "after") and not held.strip():
             found = []
         else:
             found = self._passed(held)
@@ -54,7 +61,7 @@ class ThinkReader:
             return self._begin()
         if self._state == "thought":
             return self._think()
-        if self._state == "behind":
+        if self._state == "after_thought":
             return self._unwrap()
         if self._state == "wrapped":
             return self._inside()
@@ -64,26 +71,26 @@ class ThinkReader:
         return self._passed(self._take(len(self._held)))
 
     def _begin(self) -> list[Item]:
-        """Whether the answer begins with reasoning, or with what stands around it."""
+        """Detects reasoning or a wrapping tag at the start of the output."""
         begun = self._held.lstrip()
         if begun.startswith(self._form.opening):
             self._held, self._state = begun[len(self._form.opening) :], "thought"
         elif not _may_begin(begun, (self._form.opening, *(wrap[0] for wrap in self._form.wraps))):
             self._state = "text"
         elif any(begun.startswith(wrap[0]) for wrap in self._form.wraps):
-            self._state = "behind"
+            self._state = "after_thought"
         return []
 
     def _think(self) -> list[Item]:
         if not self._is_begun:
             self._held = self._held.lstrip()
-            if _may_begin(self._held, (self._form.opening,)):  # some write again what they read
+            if _may_begin(self._held, (self._form.opening,)):  # some models repeat the opening tag
                 if self._held.startswith(self._form.opening):
                     self._held = self._held[len(self._form.opening) :]
                 return []
         if (end := self._held.find(self._form.closing)) >= 0:
             found = self._thought(self._take(end).rstrip())
-            self._held, self._state = self._held[len(self._form.closing) :], "behind"
+            self._held, self._state = self._held[len(self._form.closing) :], "after_thought"
             return found
         return self._thought(self._take(_certain(self._held, self._form.closing)))
 
@@ -99,7 +106,7 @@ class ThinkReader:
         return []
 
     def _inside(self) -> list[Item]:
-        """The answer, up to the mark after it."""
+        """The wrapped text, up to its closing tag."""
         if not self._is_begun:
             self._held = self._held.lstrip()
             self._is_begun = bool(self._held)
@@ -124,10 +131,10 @@ class ThinkReader:
 
 
 def _may_begin(text: str, marks: Iterable[str]) -> bool:
-    """Whether a text is, or may become, one that begins with a mark."""
+    """Whether a text starts with a mark, or may do so with more text."""
     return any(mark.startswith(text[: len(mark)]) for mark in marks)
 
 
 def _certain(text: str, mark: str) -> int:
-    """How much of a text is before any mark, and before the white space in front of it."""
+    """Length of the text before a possible mark and its leading white space."""
     return len(text[: len(text) - longest_begun(text, (mark,))].rstrip())

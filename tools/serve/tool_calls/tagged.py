@@ -1,4 +1,4 @@
-"""What families share that write calls between marks, anywhere in an answer."""
+"""Base of parsers of calls between tags, anywhere in the output."""
 
 from __future__ import annotations
 
@@ -17,13 +17,13 @@ from edgellm.tools.serve.tool_calls.parser import (
 
 
 class TaggedParser:
-    """See `CallReader`; white space after a call is no text. Subclasses read the blocks."""
+    """See `CallReader`; drops white space after a call. Subclasses parse the blocks."""
 
     openings: ClassVar[tuple[str, ...]]
-    closing: ClassVar[str] = ""  # empty: a block ends where the next begins, or with the answer
+    closing: ClassVar[str] = ""  # empty: a block ends at the next one or at the end
 
     def __init__(self, tools: Tools) -> None:
-        self._tools, self._held, self._is_behind_call = tools, "", False
+        self._tools, self._held, self._follows_call = tools, "", False
 
     def push(self, text: str) -> list[Item]:
         """See `CallReader.push`."""
@@ -40,7 +40,7 @@ class TaggedParser:
         return found + self._text(len(self._held) - longest_begun(self._held, self.openings))
 
     def finish(self, *, is_cut: bool = False) -> list[Item]:
-        """See `CallReader.finish`; a block without its end counts if it is complete."""
+        """See `CallReader.finish`; a block without its closing tag counts if its calls parse."""
         held = self._held
         block = self._begin()
         self._held = ""
@@ -49,10 +49,10 @@ class TaggedParser:
             return self._whole(held[block[1] :]) if is_cut and items in ([], [held]) else items
         if is_cut and is_begun(held, self.openings):
             return []
-        return [held] if held and not (self._is_behind_call and held.isspace()) else []
+        return [held] if held and not (self._follows_call and held.isspace()) else []
 
     def _calls(self, text: str) -> tuple[list[Call], str]:
-        """The calls of a block and what is after them; raises one of `NoCall`."""
+        """The calls of a block and the text after them; raises one of `NoCall`."""
         raise NotImplementedError
 
     def _whole(self, text: str) -> list[Item]:
@@ -61,12 +61,12 @@ class TaggedParser:
         return [*(cut_calls(text, self._tools) or ())]
 
     def _begin(self) -> tuple[int, int] | None:
-        """Where the first block begins, and its inside."""
+        """Offsets of the first block and of its content."""
         found = ((self._held.find(mark), mark) for mark in self.openings)
         return min(((at, at + len(mark)) for at, mark in found if at >= 0), default=None)
 
     def _end(self, inside: int) -> int:
-        """Where the block at the front ends; below 0: unknown."""
+        """End of the block at the front; below 0: incomplete."""
         if self.closing:
             at = self._held.find(self.closing, inside)
             return at + len(self.closing) if at >= 0 else at
@@ -75,30 +75,36 @@ class TaggedParser:
 
     def _text(self, size: int) -> list[Item]:
         text, self._held = self._held[:size], self._held[size:]
-        if self._is_behind_call:
+        if self._follows_call:
             text = text.lstrip()
-            self._is_behind_call = not text
+            self._follows_call = not text
         return [text] if text else []
 
     def _block(self, block: str, inside: int) -> list[Item]:
-        """The calls of a block, or its text if anything in it is no call."""
+        """The calls of a block, or its text if it does not parse."""
         text = block[inside:].removesuffix(self.closing)
         try:
             calls, rest = self._calls(text)
             if not calls:
                 raise ValueError("no call")
         except NoCall:
-            self._is_behind_call = False
+            self._follows_call = False
             return [block]
         rest = rest.lstrip()
-        self._is_behind_call = not rest
+        self._follows_call = not rest
         return [*calls, *([rest] if rest else [])]
 
 
 def json_calls(
     text: str, tools: Tools, name: str = "name", arguments: str = "arguments"
 ) -> tuple[list[Call], str]:
-    """The calls of a JSON object or list, by the names of their parts, and what is after it.
+    """The calls of a JSON object or list, and the text after it.
+
+    Args:
+        text: starts with JSON.
+        tools: the callable functions.
+        name: key of the function's name.
+        arguments: key of the arguments.
 
     Raises one of `NoCall`.
     """

@@ -1,4 +1,4 @@
-"""GGUF's blocks that are kept: decoded values are those of the package gguf in every bit."""
+"""Stored GGUF blocks: dequantized values are bit-identical to those of the package gguf."""
 
 from __future__ import annotations
 
@@ -38,7 +38,7 @@ class Held:
 
 
 def computed(op: Op, output: ir.Value, folder) -> np.ndarray:
-    """What a graph without inputs gives."""
+    """Output of a graph without inputs."""
     graph = ir.Graph([], [output], nodes=op.nodes, opset_imports={"": OPSET, "edgellm": 1})
     write_weights(folder / "weights", op.parameters.values(), lambda _: None)
     for value in (*op.constants, *(value for value, _ in op.parameters.values())):
@@ -66,7 +66,7 @@ def test_decoded_values_are_those_of_the_package(kind, tmp_path):
 
 
 @pytest.mark.parametrize("kind", ["Q4_1", "Q6_K", "Q4_K"])
-def test_rows_are_looked_up_in_eight_bits(kind, tmp_path):
+def test_lookups_use_eight_bits(kind, tmp_path):
     width = FORMS[kind].values
     rows = random_blocks(kind, _ROWS)
     expected = gguf.dequantize(rows, gguf.GGMLQuantizationType[kind])

@@ -82,7 +82,7 @@ def tiny(tmp_path_factory) -> Callable[[str], Any]:
                    "rope__scaling__yarn_ext_factor": 0.5}, "yarn_ext_factor"),
     ],
 )  # fmt: skip
-def test_what_would_compute_otherwise_is_refused(tmp_path, tiny, case, extra, message):
+def test_unsupported_metadata_is_rejected(tmp_path, tiny, case, extra, message):
     path = tmp_path / "model.gguf"
     write_gguf(path, CASES[case][0], tiny(case), **extra)
     with pytest.raises(UnsupportedModelError, match=message):
@@ -100,7 +100,7 @@ def test_an_architecture_without_a_family(tmp_path, tiny):
 
 
 def test_yarn_has_the_factor_of_both(tmp_path, tiny):
-    """llama.cpp multiplies what the file says by what others write as a whole."""
+    """llama.cpp multiplies the file's value by a factor that others include in it."""
     yarn = {"rope__scaling__type": "yarn", "rope__scaling__factor": 4.0,
             "rope__scaling__original_context_length": 32}  # fmt: skip
     write_gguf(tmp_path / "a.gguf", "qwen2", tiny("qwen2"), **yarn, rope__scaling__attn_factor=0.5)
@@ -142,7 +142,7 @@ def test_headers_cut_anywhere(tiny_file, tmp_path):
             open_checkpoint(str(path))
 
 
-def test_headers_with_any_byte_changed_are_read_or_refused_in_one_line(tiny_file, tmp_path):
+def test_headers_with_any_byte_changed_are_read_or_rejected_in_one_line(tiny_file, tmp_path):
     path, random = tmp_path / "changed.gguf", np.random.default_rng(11)
     refused = 0
     for place in random.integers(0, 3000, 150):
@@ -176,7 +176,7 @@ def test_a_file_cut_inside_its_tensors(tmp_path, smollm2_gguf):
         open_checkpoint(str(path))
 
 
-def test_unknown_tokenizers_are_refused():
+def test_unknown_tokenizers_are_rejected():
     metadata = {
         "tokenizer.ggml.model": "gpt2",
         "tokenizer.ggml.pre": "qwen3",
@@ -208,7 +208,7 @@ def test_sentencepiece_merges_follow_the_scores():
 
 
 class _Kept(dict):
-    """Stands for a writer: keeps the keys of a tokenizer."""
+    """A fake writer that records the keys of a tokenizer."""
 
     def __getattr__(self, name: str) -> Callable[[Any], None]:
         place = _PLACES.get(name, name.removeprefix("add_"))
@@ -219,7 +219,7 @@ _PLACES = {"add_tokenizer_model": "model", "add_tokenizer_pre": "pre", "add_toke
            "add_token_scores": "scores", "add_token_types": "token_type",
            "add_token_merges": "merges", "add_unk_token_id": "unknown_token_id",
            "add_add_space_prefix": "add_space_prefix"}  # fmt: skip
-# Parts of TEXTS as llama.cpp cuts them (its library of October 2026), at "|".
+# Parts of TEXTS as llama.cpp splits them (its library of October 2026), at "|".
 _DIGITS, _LINES, _SLASHES = (
     " |1|2|3|4|5| x|2",
     " | two|\n\n\n|new|\to|ne|  ",

@@ -56,7 +56,7 @@ def test_logits_are_those_of_the_checkpoint(tmp_path, case):
         ("qwen35", {}, {"ssm__group_count": 4}, "linear attention of"),
     ],
 )
-def test_what_is_not_understood_is_refused(tmp_path, case, changes, extra, message):
+def test_unsupported_metadata_is_rejected(tmp_path, case, changes, extra, message):
     arch, config = HYBRIDS[case]
     folder = make_checkpoint(tmp_path / "hf", **{**config, **changes})
     write_hybrid(tmp_path / "model.gguf", arch, folder, **extra)

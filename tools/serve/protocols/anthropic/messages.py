@@ -1,4 +1,4 @@
-"""`/v1/messages`: Anthropic's interface."""
+"""`/v1/messages`: bodies of Anthropic's protocol."""
 
 from __future__ import annotations
 
@@ -14,7 +14,7 @@ from edgellm.tools.serve.schemas.response_format import Body
 from edgellm.tools.serve.schemas.tools import TOOL_NAME
 
 _Message = dict[str, Any]
-_Cache = dict[str, Any] | None  # where a prefix ends that is to be kept: all are
+_Cache = dict[str, Any] | None  # a cache breakpoint; all prefixes are cached
 
 
 class TextBlock(Body):
@@ -23,34 +23,34 @@ class TextBlock(Body):
     type: Literal["text"]
     text: str
     cache_control: _Cache = None
-    citations: list[Any] | None = None  # of earlier answers
+    citations: list[Any] | None = None  # of earlier outputs
 
 
 class Base64Source(Body):
-    """A picture in the request."""
+    """An image in the request."""
 
     type: Literal["base64"]
     media_type: Literal["image/jpeg", "image/png", "image/gif", "image/webp"]
     data: str
 
     def url(self) -> str:
-        """As a `data:` URI."""
+        """The image as a `data:` URI."""
         return f"data:{self.media_type};base64,{self.data}"
 
 
 class UrlSource(Body):
-    """A picture elsewhere."""
+    """An image by its URL."""
 
     type: Literal["url"]
     url_: Annotated[str, Field(alias="url")]
 
     def url(self) -> str:
-        """Where it is."""
+        """The URL."""
         return self.url_
 
 
 class ImageBlock(Body):
-    """A picture."""
+    """An image."""
 
     type: Literal["image"]
     source: Annotated[Base64Source | UrlSource, Field(discriminator="type")]
@@ -58,7 +58,7 @@ class ImageBlock(Body):
 
 
 class ThinkingBlock(Body):
-    """Reasoning of an earlier answer."""
+    """Reasoning of an earlier output."""
 
     type: Literal["thinking"]
     thinking: str
@@ -78,7 +78,7 @@ class ToolUseBlock(Body):
 
 
 class ToolResultBlock(Body):
-    """What came of a call."""
+    """The result of a tool call."""
 
     type: Literal["tool_result"]
     tool_use_id: str
@@ -94,13 +94,13 @@ _Block = Annotated[
 
 
 class Turn(Body):
-    """One turn."""
+    """One message of a conversation."""
 
     role: Literal["user", "assistant", "system"]
     content: str | list[_Block]
 
     def messages(self) -> Iterator[_Message]:
-        """As OpenAI has them: results of calls are messages of their own, before the rest."""
+        """OpenAI's messages: results of calls are separate messages before the rest."""
         if isinstance(self.content, str):
             yield {"role": self.role, "content": self.content}
             return
@@ -134,7 +134,7 @@ def _joined(content: str | Sequence[TextBlock]) -> str:
 
 
 class MessagesTool(Body):
-    """A function of the client's."""
+    """A tool of the client."""
 
     type: Literal["custom"] | None = None
     name: Annotated[str, Field(pattern=TOOL_NAME)]
@@ -142,10 +142,10 @@ class MessagesTool(Body):
     input_schema: dict[str, Any]
     strict: bool | None = None
     cache_control: _Cache = None
-    eager_input_streaming: bool | None = None  # a call comes when it is whole
+    eager_input_streaming: bool | None = None  # calls are sent whole
 
     def as_openai(self) -> dict[str, Any]:
-        """In OpenAI's form."""
+        """Converts to OpenAI's form."""
         facts = self.model_dump(include={"name", "description", "strict"}, exclude_none=True)
         return {"type": "function", "function": facts | {"parameters": self.input_schema}}
 
@@ -158,7 +158,7 @@ class ToolChoice(Body):
     disable_parallel_tool_use: bool = False
 
     def as_openai(self) -> str | dict[str, Any]:
-        """In OpenAI's form.
+        """Converts to OpenAI's form.
 
         Raises:
             ApiError: a tool without a name.

@@ -1,4 +1,4 @@
-"""Answers in the form of Anthropic's interface."""
+"""Outputs in the form of Anthropic's protocol."""
 
 from __future__ import annotations
 
@@ -20,7 +20,7 @@ _TEXTS = {"thinking": ("thinking", "thinking_delta"), "text": ("text", "text_del
 
 
 class MessagesWriter(PartWriter):
-    """A message as it grows: blocks of reasoning, of text, and of calls."""
+    """Writes a message: blocks of reasoning, text and tool calls."""
 
     framing, last = NAMED_EVENTS, b""
     thought_kind, text_kind = "thinking", "text"
@@ -28,29 +28,29 @@ class MessagesWriter(PartWriter):
     def __init__(self, answer: ChatOutput, model: str) -> None:
         self._answer, self._model = answer, model
         self._blocks: list[_Event] = []
-        self._is_open = False  # whether text may be added to the last of them
-        self._space = ""  # before text, if any follows: a block of space alone is none
+        self._is_open = False  # whether the last block accepts more text
+        self._space = ""  # leading space of the next text block
         self._id = f"msg_{uuid.uuid4().hex[:24]}"
 
     def begin(self, started: Started) -> list[_Event]:
-        """The message without contents."""
+        """The event of an empty message."""
         counts = {"input_tokens": started.prompt_tokens, "output_tokens": 0}
         message = self._message([], None, None, counts)
         return [{"type": "message_start", "message": message}]
 
     def step(self, step: Step) -> list[_Event]:
-        """What a step adds."""
+        """The events of a step."""
         return self._added(self._answer.push(step.text))
 
     def end(self, figures: Finished) -> list[_Event]:
-        """What was held back, the reason of the end, and the counts."""
+        """The events of held-back items, the stop reason and the usage."""
         found = self._added(self._answer.finish(is_cut=figures.is_cut)) + self._closed()
         delta = {"stop_reason": self._reason(figures), "stop_sequence": figures.stop_string}
         found.append({"type": "message_delta", "delta": delta, "usage": _usage(figures)})
         return [*found, {"type": "message_stop"}]
 
     def whole(self, figures: Finished) -> _Event:
-        """The message in one piece."""
+        """The whole message."""
         self._added(self._answer.finish(is_cut=figures.is_cut))
         reason = self._reason(figures)
         message = self._message(self._blocks, reason, figures.stop_string, _usage(figures))
@@ -115,7 +115,7 @@ class MessagesWriter(PartWriter):
 
 
 def _usage(figures: Finished) -> _Event:
-    """Tokens; those of the prompt that were there before are counted apart."""
+    """Token counts; cached prompt tokens are counted separately."""
     return {
         "input_tokens": figures.prompt_tokens - figures.cached_tokens,
         "cache_read_input_tokens": figures.cached_tokens,

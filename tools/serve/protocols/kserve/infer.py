@@ -1,4 +1,4 @@
-"""`/v2/models/{name}/infer`: tensors in JSON, or after it as bytes."""
+"""`/v2/models/{name}/infer`: tensors in JSON, or as bytes after it."""
 
 from __future__ import annotations
 
@@ -54,7 +54,7 @@ class RequestParameters(Body):
 
 
 class Input(Body):
-    """A tensor of a request."""
+    """An input tensor."""
 
     name: str
     datatype: str
@@ -64,14 +64,14 @@ class Input(Body):
 
 
 class Output(Body):
-    """A tensor that is asked for."""
+    """A requested output tensor."""
 
     name: str
     parameters: OutputParameters = Field(default_factory=OutputParameters)
 
 
 class InferBody(Body):
-    """The JSON of a request."""
+    """The JSON part of a request."""
 
     id: str = ""
     inputs: list[Input]
@@ -81,22 +81,22 @@ class InferBody(Body):
 
 @dataclass(frozen=True, slots=True)
 class Infer:
-    """A request, and how its answer is to look."""
+    """A request, and the form of its response."""
 
     body: GenerateRequest
     outputs: tuple[str, ...]  # in this order
-    as_bytes: frozenset[str] = field(default_factory=frozenset)  # after the JSON
+    as_bytes: frozenset[str] = field(default_factory=frozenset)  # sent as bytes after the JSON
 
 
 def parse(content: bytes, header_length: str | None) -> Infer:
-    """The request that a body is.
+    """Parses the body of a request.
 
     Args:
-        content: JSON, and after it the bytes of tensors.
-        header_length: bytes of the JSON, as the header has them; None: all of it.
+        content: JSON, followed by the bytes of tensors.
+        header_length: size of the JSON in bytes, from the header; None: the whole body.
 
     Raises:
-        ApiError: it cannot be answered; the message says why.
+        ApiError: the body is invalid.
     """
     length = len(content) if header_length is None else _length(header_length, len(content))
     try:
@@ -130,7 +130,7 @@ def require_parameters(names: Iterable[str], known: type[Body]) -> None:
 
 
 def require_outputs(asked: Sequence[str]) -> tuple[str, ...]:
-    """The outputs of an answer; raises `ApiError` for one that there is not."""
+    """The requested outputs, or the default; raises `ApiError` for an unknown one."""
     for name in asked:
         if name not in OUTPUTS:
             raise ApiError(
@@ -140,26 +140,26 @@ def require_outputs(asked: Sequence[str]) -> tuple[str, ...]:
 
 
 def with_reason(body: GenerateRequest, outputs: Sequence[str]) -> GenerateRequest:
-    """The request, which says why the text ended if that is one of the outputs."""
+    """The request, with the finish reason if it is a requested output."""
     wants = body.return_finish_reason or "finish_reason" in outputs
     return body.model_copy(update={"return_finish_reason": wants})
 
 
 def answer(infer: Infer, found: dict[str, Any]) -> tuple[bytes, dict[str, str]]:
-    """Body and headers of an answer.
+    """Body and headers of a response.
 
     Args:
-        infer: what was asked.
-        found: what `GenerateWriter.whole` says.
+        infer: the request.
+        found: the result of `GenerateWriter.whole`.
     """
     outputs: list[dict[str, Any]] = []
-    behind = b""
+    binary = b""
     for name in infer.outputs:
         tensor: dict[str, Any] = {"name": name, "datatype": OUTPUTS[name], "shape": [1]}
         text = str(found[name])
         if name in infer.as_bytes:
             raw = text_bytes(text)
-            behind += raw
+            binary += raw
             tensor["parameters"] = {"binary_data_size": len(raw)}
         else:
             tensor["data"] = [text]
@@ -168,9 +168,9 @@ def answer(infer: Infer, found: dict[str, Any]) -> tuple[bytes, dict[str, str]]:
     if infer.body.id:
         head["id"] = infer.body.id
     content = json.dumps({**head, "outputs": outputs}).encode()
-    if not behind:
+    if not binary:
         return content, {"content-type": "application/json"}
-    return content + behind, {
+    return content + binary, {
         "content-type": "application/octet-stream",
         HEADER_LENGTH: str(len(content)),
     }
@@ -182,7 +182,7 @@ def _length(header: str, size: int) -> int:
     return int(header)
 
 
-def _tensors(inputs: Sequence[Input], behind: bytes) -> list[Tensor]:
+def _tensors(inputs: Sequence[Input], binary: bytes) -> list[Tensor]:
     found: list[Tensor] = []
     at = 0
     for one in inputs:
@@ -192,10 +192,10 @@ def _tensors(inputs: Sequence[Input], behind: bytes) -> list[Tensor]:
                 raise ApiError(400, f"{one.name}: no data", param=one.name)
             found.append(read(one.name, one.datatype, one.shape, one.data))
             continue
-        if size < 0 or at + size > len(behind) or one.data is not None:
+        if size < 0 or at + size > len(binary) or one.data is not None:
             raise ApiError(400, f"{one.name}: binary_data_size {size!r} is not right")
-        found.append(read_bytes(one.name, one.datatype, one.shape, behind[at : at + size]))
+        found.append(read_bytes(one.name, one.datatype, one.shape, binary[at : at + size]))
         at += size
-    if at != len(behind):
-        raise ApiError(400, f"{len(behind) - at} bytes are of no tensor")
+    if at != len(binary):
+        raise ApiError(400, f"{len(binary) - at} bytes are of no tensor")
     return found

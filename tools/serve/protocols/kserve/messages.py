@@ -1,8 +1,8 @@
-"""The messages of KServe's gRPC interface, built from a table: no compiler of .proto files.
+"""Messages of KServe's gRPC protocol, built from a table without a .proto compiler.
 
 Names, numbers and types are those of the Open Inference Protocol's `inference` package and of
-Triton's additions to it; what nobody here reads or writes is left out, and skipped when it comes.
-The messages are in a pool of their own, so that a client's may be in the same process.
+Triton's additions to it. Unused fields are left out, and skipped on input.
+The messages have a separate descriptor pool, so that a client can run in the same process.
 """
 
 from __future__ import annotations
@@ -15,7 +15,7 @@ PACKAGE = "inference"
 SERVICE = f"{PACKAGE}.GRPCInferenceService"
 _Field = descriptor_pb2.FieldDescriptorProto
 
-# A field: number, type, name; * is repeated, % a map from names, ? the one choice of a message.
+# A field: number, type, name; * is repeated, % a map from names, ? a oneof.
 _MESSAGES = {
     "ServerLiveRequest": "", "ServerLiveResponse": "1 bool live",
     "ServerReadyRequest": "", "ServerReadyResponse": "1 bool ready",
@@ -61,7 +61,7 @@ _MESSAGES = {
 
 
 def _entry(message: descriptor_pb2.DescriptorProto, name: str, kind: str) -> str:
-    """The hidden message of a map's pairs."""
+    """Adds the nested message of a map's entries; returns its type name."""
     entry = message.nested_type.add(name=f"{name.capitalize()}Entry")
     entry.options.map_entry = True
     _add(entry, "1 string key")
@@ -105,4 +105,4 @@ def _classes() -> dict[str, Any]:
     }
 
 
-MESSAGES: dict[str, Any] = _classes()  # their classes, by name
+MESSAGES: dict[str, Any] = _classes()  # message classes by name

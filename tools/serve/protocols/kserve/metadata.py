@@ -1,4 +1,4 @@
-"""What a server and its model say of themselves, as KServe and Triton form it."""
+"""Metadata of the server and its models, in KServe's and Triton's form."""
 
 from __future__ import annotations
 
@@ -12,12 +12,12 @@ EXTENSIONS = ("binary_tensor_data", "generate", "model_configuration")
 
 
 def server(version: str) -> dict[str, Any]:
-    """Of the server."""
+    """Metadata of the server."""
     return {"name": PLATFORM, "version": version, "extensions": list(EXTENSIONS)}
 
 
 def model(name: str) -> dict[str, Any]:
-    """Of the model: its tensors."""
+    """Metadata of a model: its tensors."""
     return {
         "name": name,
         "versions": [VERSION],
@@ -32,7 +32,7 @@ def _tensor(name: str, datatype: str) -> dict[str, Any]:
 
 
 def config(name: str) -> dict[str, Any]:
-    """Triton's configuration of the model; the types are numbers of its enumeration."""
+    """Triton's configuration of a model; data types are enum numbers."""
     return {
         "name": name, "platform": PLATFORM, "backend": PLATFORM, "max_batch_size": 0,
         "input": [
@@ -49,7 +49,7 @@ def config(name: str) -> dict[str, Any]:
 
 
 def config_in_words(name: str) -> dict[str, Any]:
-    """The same with the types' names, as HTTP has it."""
+    """Triton's configuration with names of data types, for HTTP."""
     found = config(name)
     names = {
         number: "TYPE_STRING" if word == "BYTES" else f"TYPE_{word}"

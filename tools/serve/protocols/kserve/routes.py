@@ -1,4 +1,4 @@
-"""KServe's paths of HTTP: metadata and `infer`."""
+"""KServe's HTTP routes: metadata and `infer`."""
 
 from __future__ import annotations
 
@@ -26,7 +26,7 @@ _BODY: dict[str, Any] = {
 
 
 def add_kserve(app: FastAPI, engines: EnginePool, version: str) -> None:
-    """Add the paths; those with a model's version are the same as those without."""
+    """Adds the routes, each with and without a model version."""
 
     def require(name: str, model_version: str) -> None:
         engines.find(name)
@@ -35,34 +35,34 @@ def add_kserve(app: FastAPI, engines: EnginePool, version: str) -> None:
 
     @app.get("/v2")
     async def server_metadata() -> JSONResponse:
-        """What the server is."""
+        """Describe the server."""
         return JSONResponse(metadata.server(version))
 
     @app.get(_VERSION, include_in_schema=False)
     @app.get(_MODEL)
     async def model_metadata(name: str, version: str = metadata.VERSION) -> JSONResponse:
-        """The model's tensors."""
+        """Describe the model's tensors."""
         require(name, version)
         return JSONResponse(metadata.model(name))
 
     @app.get(f"{_VERSION}/config", include_in_schema=False)
     @app.get(f"{_MODEL}/config")
     async def model_config(name: str, version: str = metadata.VERSION) -> JSONResponse:
-        """The model's tensors, as Triton's configurations have them."""
+        """Describe the model's tensors in the form of Triton's configuration."""
         require(name, version)
         return JSONResponse(metadata.config_in_words(name))
 
     @app.get(f"{_VERSION}/ready", include_in_schema=False)
     @app.get(f"{_MODEL}/ready")
     async def model_ready(name: str, version: str = metadata.VERSION) -> Response:
-        """Whether requests for the model are taken."""
+        """Whether requests for the model are accepted."""
         require(name, version)
         return Response(status_code=200 if engines.is_ready else 503)
 
     @app.post(f"{_VERSION}/infer", include_in_schema=False)
     @app.post(f"{_MODEL}/infer", openapi_extra=_BODY)
     async def infer_text(name: str, request: Request, version: str = metadata.VERSION) -> Response:
-        """Continue a text, in tensors."""
+        """Complete a prompt, given as tensors."""
         require(name, version)
         return await _infer(await engines.of(name, request), request)
 

@@ -1,4 +1,4 @@
-"""KServe's gRPC service over the engines that answer HTTP, too."""
+"""KServe's gRPC service, with the same engines as HTTP."""
 
 from __future__ import annotations
 
@@ -44,7 +44,7 @@ _CODES = {
     504: grpc.StatusCode.DEADLINE_EXCEEDED,
 }
 _FINAL, _WANTS_FINAL = "triton_final_response", "triton_enable_empty_final_response"
-# Of the datatypes, the field of `InferTensorContents` that has them.
+# Datatype -> field of `InferTensorContents`
 _CONTENTS = {
     "BOOL": "bool_contents", "INT8": "int_contents", "INT16": "int_contents",
     "INT32": "int_contents", "INT64": "int64_contents", "UINT8": "uint_contents",
@@ -54,7 +54,7 @@ _CONTENTS = {
 
 
 class _Connection:
-    """What `Call` asks of a client's connection: gRPC cancels the task when the client leaves."""
+    """`Connection` of a gRPC client: gRPC cancels the task when the client disconnects."""
 
     scope: dict[str, Any]
 
@@ -63,20 +63,20 @@ class _Connection:
         self.scope = {LEASES: leases, BODY_BYTES: num_bytes}
 
     async def receive(self) -> Message:
-        """Nothing ever comes."""
+        """Never returns."""
         await asyncio.Event().wait()
         raise AssertionError
 
 
 class Service:
-    """The calls; each is a coroutine of request and context."""
+    """The methods of the service; each is a coroutine of a request."""
 
     def __init__(self, engines: EnginePool, version: str) -> None:
         self._engines, self._version = engines, version
-        self.ending = asyncio.Event()  # streams take no further request
+        self.ending = asyncio.Event()  # streams accept no further request
 
     def handler(self) -> grpc.GenericRpcHandler:
-        """For a gRPC server."""
+        """The handler for a gRPC server."""
         unary: dict[str, Callable[[Any], Awaitable[Any]]] = {
             "ServerLive": self._live,
             "ServerReady": self._ready,
@@ -153,13 +153,13 @@ class Service:
         body, names = self._read(request)
         body.require_path(streams=False)
         with ExitStack() as leases:
-            call, writer = await self._asked(request, body, leases, streams=False)
+            call, writer = await self._submit(request, body, leases, streams=False)
             return _response(request, names, await collect(call, writer))
 
     async def _stream(
         self, requests: AsyncIterator[Any], context: grpc.aio.ServicerContext
     ) -> AsyncIterator[Any]:
-        """Answers one request after the other; a fault ends the request, not the stream."""
+        """Serves requests one by one; an error ends the request, not the stream."""
         made = MESSAGES["ModelStreamInferResponse"]
         try:
             self._require_key(context)
@@ -178,11 +178,11 @@ class Service:
                 heap.after_request(request.ByteSize())
 
     async def _answers(self, request: Any) -> AsyncIterator[Any]:
-        """One response for each step of a stream, or one with all of the text."""
+        """Yields one response for each step of a stream, or one with the whole text."""
         body, names = self._read(request)
         with ExitStack() as leases:
             streams = bool(body.stream or body.streaming)
-            call, writer = await self._asked(request, body, leases, streams=streams)
+            call, writer = await self._submit(request, body, leases, streams=streams)
             answers = self._steps if streams else self._whole
             async for response in answers(request, names, body, call, writer):
                 yield response
@@ -209,7 +209,7 @@ class Service:
         writer: GenerateWriter,
     ) -> AsyncIterator[Any]:
         wants_final = request.parameters[_WANTS_FINAL].bool_param
-        told = False if wants_final else None
+        is_final = False if wants_final else None
         try:
             pieces = writer.begin()
             async for events in call:
@@ -219,7 +219,7 @@ class Service:
                     elif isinstance(event, Finished) and body.return_finish_reason:
                         pieces += writer.end(event)
                 for piece in pieces:
-                    yield _response(request, names, piece, is_final=told)
+                    yield _response(request, names, piece, is_final=is_final)
                 pieces = []
         finally:
             call.close()
@@ -227,10 +227,10 @@ class Service:
             yield _response(request, (), {}, is_final=True)
 
     def _read(self, request: Any) -> tuple[GenerateRequest, tuple[str, ...]]:
-        """What is asked, and the outputs that are wanted.
+        """Parses a request: its body and the requested outputs.
 
         Raises:
-            ApiError: it cannot be answered.
+            ApiError: the request is invalid.
         """
         self._engines.find(request.model_name)
         infer.require_parameters(request.parameters, infer.RequestParameters)
@@ -245,10 +245,10 @@ class Service:
             raise fault_of(error.errors()) from None
         return infer.with_reason(body, names), names
 
-    async def _asked(
+    async def _submit(
         self, request: Any, body: GenerateRequest, leases: ExitStack, *, streams: bool
     ) -> tuple[Call, GenerateWriter]:
-        """A request on its way, and the form of its answer; raises as `Call`."""
+        """Queues a request; returns it and its writer; raises as `Call`."""
         self._engines.require_room()
         connection = _Connection(leases, request.ByteSize())
         served = await self._engines.of(request.model_name, connection)
@@ -257,7 +257,7 @@ class Service:
 
 
 class GrpcServer:
-    """The service at a port, beside the HTTP server."""
+    """gRPC server at its own port, in the loop of the HTTP server."""
 
     def __init__(self, engines: EnginePool, host: str, port: int, version: str) -> None:
         self._max_bytes = engines.settings.max_body_bytes
@@ -266,7 +266,7 @@ class GrpcServer:
         self._grpc: grpc.aio.Server | None = None
 
     async def start(self) -> str:
-        """Begin to listen; what is said of it.
+        """Starts to listen; returns a line for the log.
 
         Raises:
             EdgeLLMError: the port is taken.
@@ -284,14 +284,14 @@ class GrpcServer:
         return f"gRPC at {self._address.rpartition(':')[0]}:{port}"
 
     async def stop(self, max_seconds: float) -> None:
-        """Let the last answers go, and end."""
+        """Ends when running requests have finished, or after `max_seconds`."""
         self._service.ending.set()
         if self._grpc is not None:
             await self._grpc.stop(max_seconds)
 
 
 async def _until(ending: asyncio.Event, requests: AsyncIterator[Any]) -> AsyncIterator[Any]:
-    """Requests of a stream, until it or the server ends."""
+    """Yields requests of a stream until it or the server ends."""
     end = asyncio.create_task(ending.wait())
     try:
         while True:
@@ -330,14 +330,14 @@ def _tensors(request: Any) -> list[Tensor]:
 def _response(
     request: Any, names: Sequence[str], found: dict[str, Any], *, is_final: bool | None = None
 ) -> Any:
-    """A response with the outputs that `found` has, as bytes."""
-    there = [name for name in names if name in found]
+    """A response with those outputs `names` that are in `found`, as bytes."""
+    present = [name for name in names if name in found]
     response = MESSAGES["ModelInferResponse"](
         model_name=request.model_name,
         model_version=metadata.VERSION,
         id=request.id,
-        outputs=[{"name": name, "datatype": OUTPUTS[name], "shape": [1]} for name in there],
-        raw_output_contents=[text_bytes(str(found[name])) for name in there],
+        outputs=[{"name": name, "datatype": OUTPUTS[name], "shape": [1]} for name in present],
+        raw_output_contents=[text_bytes(str(found[name])) for name in present],
     )
     if is_final is not None:
         response.parameters[_FINAL].bool_param = is_final
@@ -345,7 +345,7 @@ def _response(
 
 
 def _failed(request: Any, error: ApiError) -> Any:
-    """An error of one request in a stream; its id says of which."""
+    """The error of one request in a stream, with the request's id."""
     response = MESSAGES["ModelInferResponse"](id=request.id)
     response.parameters[_FINAL].bool_param = True
     return MESSAGES["ModelStreamInferResponse"](error_message=_line(error), infer_response=response)

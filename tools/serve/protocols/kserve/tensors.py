@@ -1,4 +1,4 @@
-"""Tensors of the KServe protocol: what a model takes and gives, and how values lie in bytes.
+"""Tensors of the KServe protocol: inputs, outputs, binary encoding.
 
 Sources: the KServe Open Inference Protocol (REST and gRPC), and its extension for binary data.
 """
@@ -25,7 +25,7 @@ DATATYPES = {
 _INTEGERS = {name for name, (_, form) in DATATYPES.items() if form and form in "BHIQbhiq"}
 _FLOATS = {"FP32", "FP64"}
 
-# As TensorRT-LLM's ensemble and vLLM's backend name them; all but the first may be left out.
+# Names of TensorRT-LLM's ensemble and vLLM's backend; only the first is required.
 INPUTS = {
     "text_input": "BYTES", "max_tokens": "INT32", "stream": "BOOL", "temperature": "FP32",
     "top_k": "INT32", "top_p": "FP32", "random_seed": "UINT64", "min_length": "INT32",
@@ -40,7 +40,7 @@ _LISTS = ("stop_words", "bad_words")
 
 @dataclass(frozen=True, slots=True)
 class Tensor:
-    """A named array, flat."""
+    """A named tensor with flat values."""
 
     name: str
     datatype: str
@@ -49,7 +49,7 @@ class Tensor:
 
 
 def read(name: str, datatype: str, shape: Sequence[int], values: Iterable[Any]) -> Tensor:
-    """A tensor of values that came one by one, perhaps in lists of lists.
+    """A tensor from JSON values, flat or nested.
 
     Raises:
         ApiError: they do not fit the datatype or the shape.
@@ -59,7 +59,7 @@ def read(name: str, datatype: str, shape: Sequence[int], values: Iterable[Any]) 
 
 
 def read_bytes(name: str, datatype: str, shape: Sequence[int], raw: bytes) -> Tensor:
-    """A tensor of bytes: numbers little-endian, texts after their length in 4 bytes.
+    """A tensor from bytes: little-endian numbers, or texts with a 4-byte length prefix.
 
     Raises:
         ApiError: they do not fit the datatype or the shape.
@@ -74,16 +74,16 @@ def read_bytes(name: str, datatype: str, shape: Sequence[int], raw: bytes) -> Te
 
 
 def text_bytes(text: str) -> bytes:
-    """One element of BYTES, as it lies in a tensor."""
+    """Encodes one element of a BYTES tensor."""
     raw = text.encode("utf-8", "replace")
     return struct.pack("<I", len(raw)) + raw
 
 
 def request_of(tensors: Iterable[Tensor], request_id: str) -> GenerateRequest:
-    """The request that tensors are.
+    """Converts input tensors to a request.
 
     Raises:
-        ApiError: one that is unknown or there twice, or not one value where one is meant.
+        ApiError: a tensor is unknown, duplicate, or has more than its one value.
         ValidationError: a value is out of its range, or `text_input` is missing.
     """
     body: dict[str, Any] = {"id": request_id} if request_id else {}
@@ -113,7 +113,7 @@ def _plain(tensor: Tensor) -> Any:
 
 
 def _parameters(text: Any) -> dict[str, Any]:
-    """The parameters of vLLM out of a text of JSON; clients write numbers as texts, too."""
+    """Parameters of vLLM from a JSON string; numbers may be strings."""
     try:
         found = json.loads(text)
     except (ValueError, TypeError, RecursionError) as error:
@@ -176,7 +176,7 @@ def _texts(name: str, raw: bytes) -> tuple[str, ...]:
     while at < len(raw):
         size = int.from_bytes(raw[at : at + 4], "little")
         if at + 4 + size > len(raw):
-            raise ApiError(400, f"{name}: a text ends behind its tensor", param=name)
+            raise ApiError(400, f"{name}: a text ends after its tensor", param=name)
         found.append(_text(name, raw[at + 4 : at + 4 + size]))
         at += 4 + size
     return tuple(found)

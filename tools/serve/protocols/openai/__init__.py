@@ -1,1 +1,1 @@
-"""OpenAI's interfaces: chat, completions, responses, embeddings."""
+"""OpenAI's protocols: chat, completions, responses, embeddings."""

@@ -1,4 +1,4 @@
-"""`/v1/chat/completions`: from its messages to the chat template's, and the answer's form."""
+"""`/v1/chat/completions`: messages for the chat template, and the response."""
 
 from __future__ import annotations
 
@@ -38,16 +38,16 @@ from edgellm.tools.serve.settings import ImageRules
 from edgellm.tools.serve.tool_calls.parser import Call, Item, ReasoningText
 
 _Event = dict[str, Any]
-_END_CHARACTERS = 100  # of a prompt: more than any mark and the white space after it
+_END_CHARACTERS = 100  # of a prompt; longer than any tag and its white space
 
 
 async def ask_of(
     body: ChatRequest, llm: LLM, rules: ImageRules, lora: str | None = None
 ) -> EngineRequest:
-    """What the engine is asked.
+    """The engine request of a chat request.
 
     Raises:
-        ApiError: pictures that are not allowed, tools for a model that has no template for them.
+        ApiError: an image is not allowed, or the chat template has no tools.
     """
     messages, images = await messages_of(body.messages, rules)
     if images and llm.images is None:
@@ -66,10 +66,10 @@ async def ask_of(
 
 
 async def prompt_end(ask: EngineRequest, body: ChatRequest, llm: LLM) -> str:
-    """The last of the formatted messages, as far as it matters to the reader of the answer.
+    """The end of the formatted messages, which the reasoning parser needs.
 
     Raises:
-        RequestError: the template refuses the messages.
+        RequestError: the template rejects the messages.
     """
     thinking = body.answer_form(llm).thinking
     if thinking is None or not isinstance(ask.prompt, list):
@@ -85,11 +85,11 @@ async def prompt_end(ask: EngineRequest, body: ChatRequest, llm: LLM) -> str:
 
 
 def _form(body: ChatRequest, llm: LLM) -> Guide | None:
-    """The form of the answer: what was asked for, or a call that must be made."""
+    """The guide of the output: the requested format, or a forced call."""
     form, calls = body.form(), body.calls_form(llm)
     if form is not None and calls is not None:
         raise ApiError(
-            400, "tool_choice: an answer that must be a call has no other form", param="tool_choice"
+            400, "tool_choice: a forced call allows no other output format", param="tool_choice"
         )
     return form or calls
 
@@ -97,10 +97,10 @@ def _form(body: ChatRequest, llm: LLM) -> Guide | None:
 async def messages_of(
     given: Sequence[Message], rules: ImageRules
 ) -> tuple[list[dict[str, Any]], tuple[Source, ...]]:
-    """Messages as chat templates want them, and the sources of their pictures.
+    """Messages for chat templates, and the sources of their images.
 
     Raises:
-        ApiError: pictures that are not allowed, messages without content.
+        ApiError: an image is not allowed, or a message has no content.
     """
     messages, images = [], []
     for index, message in enumerate(given):
@@ -117,7 +117,7 @@ def _num_logprobs(body: ChatRequest) -> int | None:
 
 
 def _template_message(message: Message, place: str) -> dict[str, Any]:
-    """A message as the formatter takes it."""
+    """A message for the formatter."""
     reasoning = message.reasoning_content or message.reasoning
     if message.content is None and not message.tool_calls and not reasoning:
         raise ApiError(400, f"{place}.content: a message needs content", param=place)
@@ -153,7 +153,7 @@ def _template_part(part: Any) -> dict[str, str]:
 
 
 async def _shown(part: ImagePart | VideoUrlPart | VideoPart, rules: ImageRules) -> Source:
-    """Where a picture or film is; raises `ApiError` when that is not allowed."""
+    """The source of an image or video; raises `ApiError` if it is not allowed."""
     if isinstance(part, ImagePart):
         return await image_source(part.image_url.url, rules)
     given = part.video_url.url if isinstance(part, VideoUrlPart) else part.video
@@ -163,7 +163,7 @@ async def _shown(part: ImagePart | VideoUrlPart | VideoPart, rules: ImageRules) 
 
 
 def _arguments(text: str, place: str) -> Any:
-    """Arguments of a call as an object, which templates expect."""
+    """Arguments of a call as an object, for templates."""
     try:
         return json.loads(text or "{}")
     except (ValueError, RecursionError):
@@ -173,13 +173,13 @@ def _arguments(text: str, place: str) -> Any:
 
 
 def _reasoned(text: str) -> _Event:
-    """Reasoning under the name that most clients know, and under vLLM's newer one."""
+    """Reasoning under its usual name, and under vLLM's newer one."""
     return {"reasoning_content": text, "reasoning": text}
 
 
 @dataclass(slots=True)
 class _Choice:
-    """An answer that grows."""
+    """One choice of a chat completion."""
 
     index: int
     answer: ChatOutput
@@ -190,12 +190,12 @@ class _Choice:
 
 
 class ChatWriter:
-    """A chat completion as it grows, its choices side by side."""
+    """Writes a chat completion whose choices are generated concurrently."""
 
     framing, last = EVENTS, b"data: [DONE]\n\n"
 
     def __init__(self, body: ChatRequest, llm: LLM, model: str, *, prompt_end: str = "") -> None:
-        """Begin an answer; `prompt_end` is the last of the formatted messages."""
+        """Creates the writer; `prompt_end` is the end of the formatted messages."""
         self._end_ids = body.ends(llm.manifest.eos_token_ids)
         hidden = llm.tokenizer.hidden_ids(body.answer_form(llm).shown_tokens)
         self._choices = [
@@ -216,17 +216,17 @@ class ChatWriter:
             "model": model,
         }
 
-    def turn(self, at: int) -> None:
-        """What is told next is of this choice."""
+    def switch(self, at: int) -> None:
+        """See `Writer.switch`: the next events belong to choice `at`."""
         self._now = self._choices[at]
 
     def begin(self, started: Started) -> list[_Event]:
-        """The role."""
+        """The event of the role."""
         del started
         return [self._chunk({"role": "assistant", "content": ""})]
 
     def step(self, step: Step) -> list[_Event]:
-        """One event with what a step adds: text, calls, log-probabilities."""
+        """The event of a step: text, tool calls, log-probabilities."""
         delta = self._delta(self._now.answer.push(step.text))
         entries: list[_Event] = []
         if self._wants_logprobs:
@@ -242,7 +242,7 @@ class ChatWriter:
         return [found]
 
     def end(self, figures: Finished) -> list[_Event]:
-        """What was held back, the reason why the answer ends, and the usage if asked for."""
+        """The held-back items, the finish reason, and the usage if requested."""
         rest = self._delta(self._now.answer.finish(is_cut=figures.is_cut))
         found = [self._chunk(rest)] if rest else []
         found.append(self._chunk({}, reason=self._reason(figures)))
@@ -252,7 +252,7 @@ class ChatWriter:
         return found
 
     def whole(self, figures: Finished) -> _Event:
-        """The choices in one piece."""
+        """The whole body."""
         self._delta(self._now.answer.finish(is_cut=figures.is_cut))
         self._now.figures = figures
         if not all(one.figures for one in self._choices):

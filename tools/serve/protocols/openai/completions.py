@@ -1,4 +1,4 @@
-"""`/v1/completions`: one text or several, each continued for itself."""
+"""`/v1/completions`: one prompt or several, each completed separately."""
 
 from __future__ import annotations
 
@@ -20,7 +20,7 @@ DEFAULT_TOKENS = 16  # OpenAI's
 
 
 def asks_of(body: CompletionRequest, lora: str | None = None) -> list[EngineRequest]:
-    """What the engine is asked, prompt by prompt; raises `ApiError` for several forms."""
+    """The engine requests of all prompts; raises as `CompletionRequest.form`."""
     sampling = body.sampling(body.logprobs, body.form())
     maximum = body.max_tokens or DEFAULT_TOKENS
     of_prompt = body.logprobs if body.echo else None
@@ -42,27 +42,27 @@ def asks_of(body: CompletionRequest, lora: str | None = None) -> list[EngineRequ
 
 @dataclass(slots=True)
 class _Choice:
-    """A text that grows."""
+    """One choice of a completion."""
 
     index: int
-    places: TokenPlaces  # of its tokens, as far as they were told
-    prompt: str = ""  # that the text begins with
+    places: TokenPlaces  # of the tokens that were sent
+    prompt: str = ""  # at the start of the text
     text: str = ""
-    begins: bool = False  # its first token is the first of a text
-    told: int = 0  # characters of it
+    begins: bool = False  # whether its first token starts a text
+    num_sent: int = 0  # characters
     entries: tuple[TokenLogprobs, ...] = ()
     ids: tuple[int, ...] = ()
     started: Started | None = None
     figures: Finished | None = None  # when it is complete
 
     def new(self) -> str:
-        """What was not told of it yet."""
-        text, self.told = self.text[self.told :], len(self.text)
+        """Text that was not sent yet."""
+        text, self.num_sent = self.text[self.num_sent :], len(self.text)
         return text
 
 
 class CompletionWriter:
-    """Text completions as they grow, side by side."""
+    """Writes text completions whose choices are generated concurrently."""
 
     framing, last = EVENTS, b"data: [DONE]\n\n"
 
@@ -87,12 +87,12 @@ class CompletionWriter:
             choice.prompt = choice.text = text
         self._now = self._choices[0]
 
-    def turn(self, at: int) -> None:
-        """What is told next is of this choice."""
+    def switch(self, at: int) -> None:
+        """See `Writer.switch`: the next events belong to choice `at`."""
         self._now = self._choices[at]
 
     def begin(self, started: Started) -> list[dict[str, Any]]:
-        """The prompt with its log-probabilities, if they are wanted."""
+        """The event of the prompt with its log-probabilities, if requested."""
         now = self._now
         now.started = started
         if not started.prompt_ids:
@@ -101,7 +101,7 @@ class CompletionWriter:
         return [self._event([self._shown(now.new(), (), now.places, None, started)])]
 
     def step(self, step: Step) -> list[dict[str, Any]]:
-        """One event with the text of a step."""
+        """The event with the text of a step."""
         now = self._now
         entries = tuple(e for e in step.logprobs if e.token_id not in self._end_ids)
         if not now.ids:
@@ -115,7 +115,7 @@ class CompletionWriter:
         return [self._event([self._shown(now.new(), entries, now.places, None)])]
 
     def end(self, figures: Finished) -> list[dict[str, Any]]:
-        """The reason why a text ends, and after the last one the usage if it was asked for."""
+        """The finish reason of a choice, and after the last choice the usage if requested."""
         now = self._now
         found = [self._event([self._shown(now.new(), (), now.places, figures.finish_reason)])]
         now.figures = figures
@@ -124,7 +124,7 @@ class CompletionWriter:
         return found
 
     def whole(self, figures: Finished) -> dict[str, Any]:
-        """The completions in one piece."""
+        """The whole body."""
         self._now.figures = figures
         if not all(one.figures for one in self._choices):
             return {}
@@ -133,7 +133,7 @@ class CompletionWriter:
     def _completed(self, choice: _Choice) -> dict[str, Any]:
         assert choice.figures is not None
         self._now, reason = choice, choice.figures.finish_reason
-        places = self._places()  # all of them anew
+        places = self._places()  # from the first token
         places.begins = choice.begins or bool(choice.prompt)
         found = self._shown(choice.text, choice.entries, places, reason, choice.started)
         return {**found, **({"token_ids": choice.ids} if self._wants_ids else {})}

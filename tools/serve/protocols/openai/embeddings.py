@@ -1,4 +1,4 @@
-"""`/v1/embeddings`, and `/rerank` by the vectors that it gives."""
+"""`/v1/embeddings`, and `/rerank` by cosine similarity of embeddings."""
 
 from __future__ import annotations
 
@@ -37,7 +37,7 @@ class EmbeddingRequest(Body):
     user: str | None = None
 
     def asks(self, llm: LLM, lora: str | None) -> list[EmbeddingJob]:
-        """What the engine is asked.
+        """The embedding jobs.
 
         Raises:
             ApiError: more dimensions than the model has.
@@ -59,7 +59,7 @@ class RerankText(Body):
 
 
 class RerankRequest(Body):
-    """A query, and documents to be ordered by it, as Jina and Cohere have it."""
+    """A query and documents to rank, in Jina's and Cohere's form."""
 
     model: str | None = None
     query: Annotated[str, Field(min_length=1)]
@@ -68,16 +68,16 @@ class RerankRequest(Body):
     return_documents: bool = True
 
     def texts(self) -> list[str]:
-        """Of the documents."""
+        """The texts of the documents."""
         return [one if isinstance(one, str) else one.text for one in self.documents]
 
     def asks(self, lora: str | None) -> list[EmbeddingJob]:
-        """What the engine is asked: the query first."""
+        """The embedding jobs, the query first."""
         return [EmbeddingJob(text, lora) for text in (self.query, *self.texts())]
 
 
 class _VectorWriter(OneText):
-    """Gathers vectors; nothing streams."""
+    """Collects embeddings; never streams."""
 
     framing, last = EVENTS, b""
 
@@ -116,7 +116,7 @@ class EmbeddingWriter(_VectorWriter):
         self._body = body
 
     def whole(self, figures: Finished) -> _Event:
-        """All of them so far."""
+        """The body with all embeddings so far."""
         data = [
             {"object": "embedding", "index": index, "embedding": self._encoded(vector)}
             for index, vector in enumerate(self._add(figures))
@@ -133,14 +133,14 @@ class EmbeddingWriter(_VectorWriter):
 
 
 class RerankWriter(_VectorWriter):
-    """Documents by the cosine of their vectors and the query's, best first."""
+    """Writes documents by cosine similarity to the query, best first."""
 
     def __init__(self, body: RerankRequest, model: str) -> None:
         super().__init__(model)
         self._body = body
 
     def whole(self, figures: Finished) -> _Event:
-        """Those so far."""
+        """The body with all documents so far."""
         query, *documents = self._add(figures)
         scores = [float(vector @ query) for vector in documents]
         order = sorted(range(len(scores)), key=lambda index: -scores[index])

@@ -1,4 +1,4 @@
-"""Log-probabilities in the two forms that OpenAI has for them."""
+"""Log-probabilities in the forms of OpenAI's chat and completions."""
 
 from __future__ import annotations
 
@@ -13,27 +13,26 @@ _LEAST = -9999.0  # JSON has no infinities
 
 
 class TokenPlaces:
-    """Bytes of tokens, and where they stand in a text that grows.
+    """Bytes of tokens, and their offsets in the generated text.
 
-    A token that the text hides has no bytes. Bytes that are a part of a character stand where it
-    begins.
+    Hidden tokens have no bytes. Bytes of a partial character have the character's offset.
     """
 
     def __init__(self, tokenizer: ChatTokenizer, hidden: Collection[int]) -> None:
-        """Begin a text, which holds no `hidden` tokens."""
+        """Starts at offset 0; the text does not contain `hidden` tokens."""
         self.offset = 0  # of the next token, in characters
         self._tokenizer, self._hidden = tokenizer, hidden
         self._characters = codecs.getincrementaldecoder("utf-8")("replace")
-        self.begins = False  # whether the next token is the first of a text
+        self.begins = False  # whether the next token starts a text
 
     def bytes_of(self, token_id: int) -> bytes:
-        """What a token adds in this place."""
+        """The bytes of a token at the current offset."""
         if token_id in self._hidden:
             return b""
         return self._tokenizer.token_bytes(token_id, begins=self.begins)
 
-    def pass_by(self, token_id: int, text: str = "") -> None:
-        """Go on after a token; `text`, a prompt, may spell a hidden one out."""
+    def advance(self, token_id: int, text: str = "") -> None:
+        """Moves past a token; the prompt `text` may contain hidden tokens as text."""
         added = self.bytes_of(token_id)
         if token_id in self._hidden and text:
             word = self._tokenizer.token_text(token_id)
@@ -42,12 +41,12 @@ class TokenPlaces:
         self.begins = self.begins and token_id in self._hidden
 
     def name_of(self, token_id: int) -> str:
-        """A token's text; U+FFFD in place of a part of a character."""
+        """A token's text; U+FFFD replaces a partial character."""
         found = self.bytes_of(token_id)
         return found.decode(errors="replace") if found else self._tokenizer.token_text(token_id)
 
     def spelling_of(self, token_id: int) -> str:
-        """The same, but bytes as OpenAI's completions spell a part of a character."""
+        """A token's text; a partial character as hexadecimal bytes, as in OpenAI completions."""
         found = self.bytes_of(token_id)
         try:
             return found.decode() if found else self._tokenizer.token_text(token_id)
@@ -56,7 +55,7 @@ class TokenPlaces:
 
 
 def chat_logprobs(entries: Iterable[TokenLogprobs], places: TokenPlaces) -> list[dict[str, Any]]:
-    """`logprobs.content` of chat completions; the places go on."""
+    """`logprobs.content` of chat completions; advances `places`."""
 
     def one(token_id: int, logprob: float) -> dict[str, Any]:
         name, own = places.name_of(token_id), list(places.bytes_of(token_id))
@@ -66,7 +65,7 @@ def chat_logprobs(entries: Iterable[TokenLogprobs], places: TokenPlaces) -> list
     for entry in entries:
         top = [one(*each) for each in entry.top]
         found.append(one(entry.token_id, entry.logprob) | {"top_logprobs": top})
-        places.pass_by(entry.token_id)
+        places.advance(entry.token_id)
     return found
 
 
@@ -76,13 +75,13 @@ def completion_logprobs(
     first_id: int | None = None,
     prompt: str = "",
 ) -> dict[str, Any]:
-    """`logprobs` of completions; the places go on.
+    """`logprobs` of completions; advances `places`.
 
     Args:
         entries: tokens and their log-probabilities.
-        places: of the tokens, in the text.
-        first_id: of a token before them that has no log-probability: nothing was before it.
-        prompt: that the text begins with, which may spell special tokens out.
+        places: offsets of the tokens.
+        first_id: the first token of the prompt, which has no log-probability.
+        prompt: start of the text, which may contain special tokens as text.
     """
     found: dict[str, list[Any]] = {
         name: [] for name in ("tokens", "token_logprobs", "top_logprobs", "text_offset")
@@ -92,7 +91,7 @@ def completion_logprobs(
         values = (places.spelling_of(token_id), logprob, top, places.offset)
         for each, value in zip(found.values(), values, strict=True):
             each.append(value)
-        places.pass_by(token_id, prompt)
+        places.advance(token_id, prompt)
 
     if first_id is not None:
         add(first_id, None, None)
@@ -103,6 +102,6 @@ def completion_logprobs(
 
 def _likeliest(entry: TokenLogprobs, places: TokenPlaces) -> dict[str, float]:
     found: dict[str, float] = {}
-    for token_id, logprob in entry.top:  # of two that are spelled alike the likelier one is first
+    for token_id, logprob in entry.top:  # the likelier of equal spellings is first
         found.setdefault(places.spelling_of(token_id), max(logprob, _LEAST))
     return found

@@ -1,4 +1,4 @@
-"""LoRA adapters of a server: those that it begins with, and `/v1/load_lora_adapter` as vLLM's."""
+"""LoRA adapters of a server: `--loraModule`, and vLLM's `/v1/load_lora_adapter`."""
 
 from __future__ import annotations
 
@@ -31,19 +31,19 @@ class LoadRequest(UnloadRequest):
     """`/v1/load_lora_adapter`."""
 
     lora_path: str
-    model: str | None = None  # whose adapter; of the first engine without it
+    model: str | None = None  # the adapter's engine; default: the first
 
 
 def load_given(llm: LLM, given: Sequence[str], models: Collection[str]) -> None:
-    """Load the adapters of `--loraModule NAME=FOLDER`.
+    """Loads the adapters of `--loraModule NAME=FOLDER`.
 
     Args:
         llm: the engine.
-        given: as the user wrote them.
+        given: values of the flag.
         models: names of engines in requests.
 
     Raises:
-        EdgeLLMError: another form, a name twice, or as `LLM.load_adapter`.
+        EdgeLLMError: the form is invalid, a name is taken, or as `LLM.load_adapter`.
     """
     for text in given:
         name, equals, folder = text.partition("=")
@@ -55,11 +55,11 @@ def load_given(llm: LLM, given: Sequence[str], models: Collection[str]) -> None:
 
 
 def add_adapters(app: FastAPI, engines: EnginePool) -> None:
-    """The paths that load adapters and drop them."""
+    """Adds the routes that load and unload adapters."""
 
     @app.post("/v1/load_lora_adapter")
     async def load_lora_adapter(body: LoadRequest, request: Request) -> JSONResponse:
-        """Take up a LoRA adapter; requests name it as their model."""
+        """Load a LoRA adapter; requests name it as their model."""
         _require_changes(engines)
         place, _ = engines.find(body.model)
         _require_new(engines, body.lora_name, place.model.name)
@@ -74,7 +74,7 @@ def add_adapters(app: FastAPI, engines: EnginePool) -> None:
 
     @app.post("/v1/unload_lora_adapter")
     async def unload_lora_adapter(body: UnloadRequest, request: Request) -> JSONResponse:
-        """Forget a LoRA adapter that no answer is computed with."""
+        """Unload a LoRA adapter that no request uses."""
         _require_changes(engines)
         place, lora = engines.find(body.lora_name)
         if lora is None:
@@ -88,7 +88,7 @@ def add_adapters(app: FastAPI, engines: EnginePool) -> None:
 
 
 def _require_new(engines: EnginePool, name: str, model: str) -> None:
-    """Raises `ApiError` where a name stands for an engine, or for an adapter of another one."""
+    """Raises `ApiError` if the name is an engine's, or an adapter's of another engine."""
     for place in engines.places:
         if name == place.model.name:
             raise ApiError(400, "lora_name: the base has this name", param="lora_name")
@@ -99,13 +99,13 @@ def _require_new(engines: EnginePool, name: str, model: str) -> None:
 
 
 def _require_changes(engines: EnginePool) -> None:
-    """Raises `ApiError` where the server's owner did not say that adapters come and go."""
+    """Raises `ApiError` without `--allowLoraFolder`."""
     if not engines.settings.lora_folders:
-        raise ApiError(403, "adapters do not come and go here: the server has no --allowLoraFolder")
+        raise ApiError(403, "adapters cannot be changed: the server has no --allowLoraFolder")
 
 
 def _allowed(text: str, folders: tuple[Path, ...]) -> Path:
-    """The folder of an adapter; raises `ApiError` for what the server's owner does not allow."""
+    """The folder of an adapter; raises `ApiError` if it is outside the allowed folders."""
     outside = ApiError(400, "lora_path: outside the folders that are allowed", param="lora_path")
     try:
         path = Path(text).resolve()  # links and .. are followed first

@@ -1,4 +1,4 @@
-"""What the server says of its engines, in OpenAI's form."""
+"""Model cards of the engines, in OpenAI's form."""
 
 from __future__ import annotations
 
@@ -10,7 +10,7 @@ Card = dict[str, Any]
 
 
 def all_cards(engines: EnginePool) -> list[Card]:
-    """Every engine, with its adapters after it."""
+    """Cards of all engines, each followed by its adapters."""
     cards: list[Card] = []
     for place in engines.places:
         cards.append(card(engines, place))
@@ -19,7 +19,7 @@ def all_cards(engines: EnginePool) -> list[Card]:
 
 
 def card(engines: EnginePool, place: Place, adapter: str | None = None) -> Card:
-    """An engine, or one of its adapters."""
+    """The card of an engine, or of one of its adapters."""
     name = place.model.name
     return {
         "id": adapter or name,

@@ -1,4 +1,4 @@
-"""`/v1/responses`: OpenAI's newer interface; nothing is stored between requests."""
+"""`/v1/responses`: bodies of OpenAI's Responses; nothing is stored between requests."""
 
 from __future__ import annotations
 
@@ -28,7 +28,7 @@ class InputText(Body):
 
 
 class InputImage(Body):
-    """A picture in a message."""
+    """An image in a message."""
 
     type: Literal["input_image"]
     image_url: str
@@ -43,7 +43,7 @@ _Part = Annotated[InputText | InputImage, Field(discriminator="type")]
 
 
 class InputMessage(Body):
-    """One turn."""
+    """One message of a conversation."""
 
     type: Literal["message"] = "message"
     role: Literal["system", "developer", "user", "assistant"]
@@ -53,12 +53,12 @@ class InputMessage(Body):
     phase: str | None = None
 
     def add_to(self, messages: list[_Fields]) -> None:
-        """As a message of chat completions; reasoning before it is its own."""
+        """Appends a chat message; joins it with reasoning before it."""
         content: Any = self.content
         if isinstance(content, list):
             content = [part.part() for part in content]
         if self.role == "assistant":
-            _answering(messages)["content"] = content
+            _assistant_message(messages)["content"] = content
         else:
             messages.append({"role": self.role, "content": content})
 
@@ -74,14 +74,14 @@ class FunctionCall(Body):
     status: _Status = None
 
     def add_to(self, messages: list[_Fields]) -> None:
-        """As a call of the answer that it is a part of."""
+        """Appends the call to its assistant message."""
         function = {"name": self.name, "arguments": self.arguments}
         call = {"id": self.call_id, "function": function}
-        _answering(messages, continues=True).setdefault("tool_calls", []).append(call)
+        _assistant_message(messages, continues=True).setdefault("tool_calls", []).append(call)
 
 
 class FunctionCallOutput(Body):
-    """What came of a call."""
+    """The result of a tool call."""
 
     type: Literal["function_call_output"]
     call_id: str
@@ -90,20 +90,20 @@ class FunctionCallOutput(Body):
     status: _Status = None
 
     def add_to(self, messages: list[_Fields]) -> None:
-        """As a message of its own."""
+        """Appends a separate message."""
         parts = [self.output] if isinstance(self.output, str) else [p.text for p in self.output]
         messages.append({"role": "tool", "tool_call_id": self.call_id, "content": "\n".join(parts)})
 
 
 class ReasoningText(Body):
-    """A piece of reasoning."""
+    """A part of reasoning."""
 
     type: Literal["reasoning_text", "summary_text"]
     text: str
 
 
 class Reasoned(Body):
-    """Reasoning of an earlier answer."""
+    """Reasoning of an earlier output."""
 
     type: Literal["reasoning"]
     id: str | None = None
@@ -113,17 +113,17 @@ class Reasoned(Body):
     status: _Status = None
 
     def add_to(self, messages: list[_Fields]) -> None:
-        """As reasoning of the answer that begins with it."""
+        """Appends an assistant message that starts with the reasoning."""
         if text := "\n".join(part.text for part in self.content or self.summary):
             messages.append({"role": "assistant", "content": None, "reasoning_content": text})
 
 
-def _answering(messages: list[_Fields], *, continues: bool = False) -> _Fields:
-    """The answer that an item belongs to: one that has only begun, or a new one.
+def _assistant_message(messages: list[_Fields], *, continues: bool = False) -> _Fields:
+    """The assistant message of an item: an unfinished one, or a new one.
 
     Args:
-        messages: so far.
-        continues: an answer's text may stand before the item.
+        messages: the messages so far.
+        continues: whether text may precede the item in its message.
     """
     last = messages[-1] if messages else {}
     if last.get("role") != "assistant" or (not continues and last["content"] is not None):
@@ -138,7 +138,7 @@ Item = Annotated[
 
 
 class FlatTool(Body):
-    """A function of the client's."""
+    """A function of the client."""
 
     type: Literal["function"]
     name: Annotated[str, Field(pattern=TOOL_NAME)]
@@ -155,7 +155,7 @@ class FlatChoice(Body):
 
 
 class FlatSchema(Body):
-    """A form of the answer."""
+    """A JSON schema of the output."""
 
     type: Literal["json_schema"]
     name: str | None = None
@@ -165,7 +165,7 @@ class FlatSchema(Body):
 
 
 class TextOptions(Body):
-    """The answer's form."""
+    """The format of the output."""
 
     format: Annotated[FreeText | AnyJson | FlatSchema, Field(discriminator="type")] | None = None
     verbosity: str | None = None
@@ -179,7 +179,7 @@ class TextOptions(Body):
 
 
 class ReasoningOptions(Body):
-    """How much the model shall think; summaries of it there are none."""
+    """Reasoning effort; summaries are unsupported."""
 
     effort: str | None = None
     summary: str | None = None
@@ -202,13 +202,13 @@ class ResponsesRequest(Body):
     parallel_tool_calls: bool | None = None
     text: TextOptions | None = None
     reasoning: ReasoningOptions | None = None
-    include: list[Literal["reasoning.encrypted_content"]] | None = None  # none is encrypted
+    include: list[Literal["reasoning.encrypted_content"]] | None = None  # ignored
     truncation: Literal["disabled"] | None = None
     background: Literal[False] | None = None
     previous_response_id: None = None
     conversation: None = None
-    store: bool | None = None  # nothing is
-    # These say who asks, and change no answer.
+    store: bool | None = None  # ignored
+    # These identify the user, and do not change the output.
     metadata: _Fields | None = None
     user: str | None = None
     safety_identifier: str | None = None
@@ -218,7 +218,7 @@ class ResponsesRequest(Body):
     stream_options: _Fields | None = None
 
     def as_chat(self) -> ChatRequest:
-        """The same in the words of chat completions."""
+        """Converts to a chat request; raises `ValidationError` for unsupported values."""
         found: _Fields = {
             "model": self.model,
             "messages": self._messages(),
@@ -242,7 +242,7 @@ class ResponsesRequest(Body):
         return ChatRequest.model_validate(found)
 
     def ignored(self) -> list[str]:
-        """What was asked for and cannot be had; tools are strict here unless they say otherwise."""
+        """Requested fields that are ignored; OpenAI's tools are strict by default."""
         is_forced = self.tool_choice == "required" or isinstance(self.tool_choice, FlatChoice)
         is_strict = any(tool.strict for tool in self.tools or ()) and not is_forced
         return ["store"] * bool(self.store) + ["strict"] * is_strict
@@ -263,7 +263,7 @@ class ResponsesRequest(Body):
         return self.tool_choice
 
     def echoed(self) -> _Fields:
-        """What an answer repeats of the request."""
+        """Fields of the request that the response repeats."""
         return {
             "instructions": self.instructions,
             "max_output_tokens": self.max_output_tokens,

@@ -1,4 +1,4 @@
-"""Answers in the form of OpenAI's Responses interface."""
+"""Outputs in the form of OpenAI's Responses."""
 
 from __future__ import annotations
 
@@ -21,11 +21,11 @@ _Event = dict[str, Any]
 
 @dataclass(slots=True)
 class _Text:
-    """An item of the output that holds text: reasoning, or the message."""
+    """An output item with text: reasoning or the message."""
 
-    head: _Event  # of the item
-    part: _Event  # without its text
-    name: str  # of its events
+    head: _Event  # fields of the item
+    part: _Event  # content part without its text
+    name: str  # prefix of its events
     text: str = ""
 
     def item(self, status: str) -> _Event:
@@ -49,14 +49,14 @@ def _reasoning() -> _Text:
 
 @dataclass(slots=True)
 class _Output:
-    """Items that are complete, and the one that grows."""
+    """Complete items, and the open one."""
 
     done: list[_Event] = field(default_factory=list)
-    grows: _Text | None = None
+    open: _Text | None = None
 
 
 class ResponsesWriter(PartWriter):
-    """A response as it grows."""
+    """Writes a response."""
 
     framing, last = NAMED_EVENTS, b""
     thought_kind, text_kind = "reasoning", "message"
@@ -78,25 +78,25 @@ class ResponsesWriter(PartWriter):
         }
 
     def begin(self, started: Started) -> list[_Event]:
-        """That it is at work."""
+        """The events of a new response."""
         del started
         response = self._response("in_progress", None)
         kinds = ("response.created", "response.in_progress")
         return [self._event(kind, response=response) for kind in kinds]
 
     def step(self, step: Step) -> list[_Event]:
-        """What a step adds."""
+        """The events of a step."""
         return self._added(self._answer.push(step.text))
 
     def end(self, figures: Finished) -> list[_Event]:
-        """What was held back, and the whole of it."""
+        """The events of held-back items, and the whole response."""
         status = self._status(figures)
         found = self._added(self._answer.finish(is_cut=figures.is_cut)) + self._closed(status)
         response = self._response(status, figures)
         return [*found, self._event(f"response.{status}", response=response)]
 
     def whole(self, figures: Finished) -> _Event:
-        """The response in one piece."""
+        """The whole response."""
         status = self._status(figures)
         self._added(self._answer.finish(is_cut=figures.is_cut))
         self._closed(status)
@@ -116,7 +116,7 @@ class ResponsesWriter(PartWriter):
         }
 
     def _usage(self, figures: Finished) -> _Event:
-        """Tokens; those of reasoning are counted by its text."""
+        """Token counts; reasoning tokens are counted by encoding its text."""
         found = usage(figures)
         thought = self._llm.tokenizer.encode(self._answer.reasoning, add_special_tokens=False)
         speculation = {key: found[key] for key in ("speculation",) if key in found}
@@ -130,15 +130,15 @@ class ResponsesWriter(PartWriter):
 
     def _text(self, kind: str, text: str) -> list[_Event]:
         found: list[_Event] = []
-        grows = self._output.grows
-        if grows is None or grows.head["type"] != kind:
+        current = self._output.open
+        if current is None or current.head["type"] != kind:
             found = self._closed("completed")
-            grows = self._output.grows = _message() if kind == "message" else _reasoning()
-            found.append(self._item_event("added", grows.item("in_progress")))
-            found.append(self._part_event("content_part.added", part=grows.whole()))
-        grows.text += text
+            current = self._output.open = _message() if kind == "message" else _reasoning()
+            found.append(self._item_event("added", current.item("in_progress")))
+            found.append(self._part_event("content_part.added", part=current.whole()))
+        current.text += text
         logprobs = {"logprobs": []} if kind == "message" else {}
-        return [*found, self._part_event(f"{grows.name}.delta", delta=text, **logprobs)]
+        return [*found, self._part_event(f"{current.name}.delta", delta=text, **logprobs)]
 
     def _call(self, call: Call) -> list[_Event]:
         found = self._closed("completed")
@@ -154,25 +154,25 @@ class ResponsesWriter(PartWriter):
         found.append(self._item_event("added", item))
         name = "response.function_call_arguments"
         found.append(self._event(f"{name}.delta", **place, delta=call.arguments))
-        told = {"name": call.name, "arguments": call.arguments}
-        found.append(self._event(f"{name}.done", **place, **told))
+        done = {"name": call.name, "arguments": call.arguments}
+        found.append(self._event(f"{name}.done", **place, **done))
         item = {**item, "arguments": call.arguments, "status": "completed"}
         found.append(self._item_event("done", item))
         self._output.done.append(item)
         return found
 
     def _closed(self, status: str) -> list[_Event]:
-        grows = self._output.grows
-        if grows is None:
+        current = self._output.open
+        if current is None:
             return []
-        logprobs = {"logprobs": []} if grows.name == "output_text" else {}
+        logprobs = {"logprobs": []} if current.name == "output_text" else {}
         found = [
-            self._part_event(f"{grows.name}.done", text=grows.text, **logprobs),
-            self._part_event("content_part.done", part=grows.whole()),
-            self._item_event("done", grows.item(status)),
+            self._part_event(f"{current.name}.done", text=current.text, **logprobs),
+            self._part_event("content_part.done", part=current.whole()),
+            self._item_event("done", current.item(status)),
         ]
-        self._output.done.append(grows.item(status))
-        self._output.grows = None
+        self._output.done.append(current.item(status))
+        self._output.open = None
         return found
 
     def _item_event(self, what: str, item: _Event) -> _Event:
@@ -180,9 +180,9 @@ class ResponsesWriter(PartWriter):
         return self._event(f"response.output_item.{what}", output_index=index, item=item)
 
     def _part_event(self, what: str, **contents: Any) -> _Event:
-        assert self._output.grows is not None
+        assert self._output.open is not None
         place = {
-            "item_id": self._output.grows.head["id"],
+            "item_id": self._output.open.head["id"],
             "output_index": len(self._output.done),
             "content_index": 0,
         }

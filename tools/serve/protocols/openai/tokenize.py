@@ -1,4 +1,4 @@
-"""`/tokenize` and `/detokenize`, as vLLM has them."""
+"""`/tokenize` and `/detokenize`, in vLLM's form."""
 
 from __future__ import annotations
 
@@ -20,22 +20,22 @@ from edgellm.tools.serve.settings import ImageRules
 
 
 class TokenizeRequest(Templated):
-    """A text without a template, or messages in it."""
+    """A plain text, or messages for the chat template."""
 
     model: str | None = None
     prompt: str | None = None
     messages: Annotated[list[Message], Field(min_length=1)] | None = None
-    add_special_tokens: bool | None = None  # vLLM's default: to texts alone
+    add_special_tokens: bool | None = None  # vLLM's default: for plain texts only
     return_token_strs: bool | None = None
-    # Of messages alone.
+    # For messages only.
     tools: list[Tool] | None = None
 
     async def token_ids(self, llm: LLM) -> list[int]:
         """The tokens of the text or of the rendered messages.
 
         Raises:
-            ApiError: neither is given, or both; pictures, whose tokens need the engine.
-            RequestError: the template refuses the messages.
+            ApiError: neither or both are given, or there are images, whose tokens need the engine.
+            RequestError: the template rejects the messages.
         """
         if (self.prompt is None) == (self.messages is None):
             raise ApiError(400, "give prompt or messages", param="prompt")
@@ -61,7 +61,7 @@ class DetokenizeRequest(Body):
 
 
 async def tokenized(body: TokenizeRequest, llm: LLM) -> dict[str, Any]:
-    """As vLLM answers: tokens, their count, and their names if asked for."""
+    """The response in vLLM's form: tokens, their count, and their names if requested."""
     found = await body.token_ids(llm)
     names = [llm.tokenizer.token_name(token_id) for token_id in found]
     return {
@@ -73,7 +73,7 @@ async def tokenized(body: TokenizeRequest, llm: LLM) -> dict[str, Any]:
 
 
 async def detokenized(body: DetokenizeRequest, llm: LLM) -> dict[str, Any]:
-    """As vLLM answers: the text, with that of special tokens."""
+    """The response in vLLM's form: the text, including special tokens."""
     size = llm.manifest.decoder.vocab_size
     if unknown := [token_id for token_id in body.tokens if token_id >= size]:
         raise ApiError(400, f"tokens: the model has no token {unknown[0]}", param="tokens")
@@ -85,11 +85,11 @@ async def detokenized(body: DetokenizeRequest, llm: LLM) -> dict[str, Any]:
 
 
 async def count_of(ask: EngineRequest, llm: LLM) -> int:
-    """Tokens of a conversation, in its template.
+    """Number of tokens of a conversation in the chat template.
 
     Raises:
-        ApiError: it has pictures, whose tokens need the engine.
-        RequestError: the template refuses the messages.
+        ApiError: it has images, whose tokens need the engine.
+        RequestError: the template rejects the messages.
     """
     if ask.images:
         raise ApiError(400, "messages: only text is counted here", param="messages")
@@ -99,7 +99,7 @@ async def count_of(ask: EngineRequest, llm: LLM) -> int:
 
 
 async def _encoded(llm: LLM, text: str, *, add_special_tokens: bool) -> list[int]:
-    """Token ids; a long text must not keep the other clients waiting."""
+    """Token ids, encoded in a thread, since a long text would block other clients."""
     return await anyio.to_thread.run_sync(
         lambda: llm.tokenizer.encode(text, add_special_tokens=add_special_tokens)
     )

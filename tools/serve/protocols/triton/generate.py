@@ -1,7 +1,7 @@
-"""Triton's generate extension: the inputs and outputs of TensorRT-LLM's models and of vLLM's.
+"""Triton's generate extension: inputs and outputs of TensorRT-LLM's and vLLM's backends.
 
-The defaults are those of the two backends: TensorRT-LLM's LLM API is greedy until it is told of a
-temperature, top-p or top-k, vLLM samples. An answer begins with its prompt, but for vLLM's streams.
+The defaults are the backends': TensorRT-LLM is greedy unless temperature, top-p or top-k is given,
+vLLM samples. An output starts with its prompt, except in vLLM's streams.
 """
 
 from __future__ import annotations
@@ -31,7 +31,7 @@ _Seed = Annotated[int, Field(ge=0, lt=2**63)]
 
 
 class VllmParameters(Body):
-    """`parameters`, as Triton's backend for vLLM takes them."""
+    """`parameters` of Triton's vLLM backend."""
 
     stream: bool | None = None
     exclude_input_in_output: bool | None = None
@@ -50,7 +50,7 @@ class VllmParameters(Body):
     repetition_penalty: Repetition = 1.0
 
     def sampling(self) -> SamplingParams:
-        """How tokens are chosen."""
+        """The sampling options."""
         values = {name: getattr(self, name) for name in _SAMPLING}
         values["top_k"] = max(self.top_k, 0)
         values["seed"] = seed_or_any(self.seed)
@@ -63,11 +63,11 @@ _SAMPLING = {each.name for each in fields(SamplingParams)} & VllmParameters.mode
 
 
 class GenerateRequest(EnsembleParameters):
-    """`/v2/models/{name}/generate` and `generate_stream`: a text without a template."""
+    """`/v2/models/{name}/generate` and `generate_stream`: a prompt without a chat template."""
 
     text_input: str
     id: Annotated[str, Field(pattern="^[ -~]*$", max_length=256)] | None = None
-    # The path decides; a value that contradicts it is refused.
+    # The path decides; a contradicting value is rejected.
     streaming: bool | None = None
     return_finish_reason: bool = False
     parameters: VllmParameters | None = None
@@ -85,15 +85,15 @@ class GenerateRequest(EnsembleParameters):
 
     @property
     def is_vllms(self) -> bool:
-        """Whether the request speaks to vLLM's backend."""
+        """Whether the request uses fields of vLLM's backend."""
         given = {"stream", "parameters", "exclude_input_in_output"} & self.model_fields_set
         return bool(given) and not self.of_ensemble()
 
     def ask(self, lora: str | None = None) -> EngineRequest:
-        """What the engine is asked, or an adapter of it.
+        """The engine request, with the LoRA adapter `lora`.
 
         Raises:
-            ApiError: parameters of both backends.
+            ApiError: parameters of several backends are mixed.
         """
         of_tensorrt = [name for name in self.model_fields_set if name.startswith("sampling_param")]
         of_ensemble = self.of_ensemble()
@@ -103,7 +103,7 @@ class GenerateRequest(EnsembleParameters):
             raise ApiError(
                 400,
                 f"{min(forms[0])}, {min(forms[1])}: give parameters, sampling_param_... or "
-                "max_tokens and its kin, not both",
+                "max_tokens and the like, not both",
                 param=min(forms[0]),
             )
         if of_ensemble:
@@ -138,7 +138,7 @@ class GenerateRequest(EnsembleParameters):
         )
 
     def require_path(self, *, streams: bool) -> None:
-        """Raises `ApiError` where the body asks for what the other path is for."""
+        """Raises `ApiError` if the body's stream fields contradict the path."""
         own = self.parameters.stream if self.parameters is not None else None
         for name, value in (
             ("streaming", self.streaming),
@@ -150,11 +150,11 @@ class GenerateRequest(EnsembleParameters):
                 raise ApiError(400, f"{name}: this is what {path} is for", param=name)
 
     def prefix(self, *, streams: bool) -> str:
-        """What stands before the answer: the prompt, unless it is excluded."""
+        """Text before the output: the prompt, unless it is excluded."""
         own = self.parameters.exclude_input_in_output if self.parameters is not None else None
-        told = (self.sampling_param_exclude_input_from_output, self.exclude_input_in_output, own)
+        given = (self.sampling_param_exclude_input_from_output, self.exclude_input_in_output, own)
         default = streams and (self.is_vllms or bool(self.of_ensemble()))
-        excluded = next((value for value in told if value is not None), default)
+        excluded = next((value for value in given if value is not None), default)
         return "" if excluded else self.text_input
 
 
@@ -163,7 +163,7 @@ def _stops(stop: Stop | None) -> tuple[str, ...]:
 
 
 class GenerateWriter(OneText):
-    """A generated text as it grows."""
+    """Writes a generated text."""
 
     framing, last = EVENTS, b""
 
@@ -175,21 +175,21 @@ class GenerateWriter(OneText):
         self._text = body.prefix(streams=streams)
 
     def begin(self, started: Started | None = None) -> list[dict[str, Any]]:
-        """The prompt, if it is a part of the answer."""
+        """The event of the prompt, if the output includes it."""
         del started
         return [{**self._head, "text_output": self._text}] if self._text else []
 
     def step(self, step: Step) -> list[dict[str, Any]]:
-        """One event with the text of a step."""
+        """The event with the text of a step."""
         self._text += step.text
         return [{**self._head, "text_output": step.text}] if step.text else []
 
     def end(self, figures: Finished) -> list[dict[str, Any]]:
-        """An empty text with the figures."""
+        """The last event: an empty text with the statistics."""
         return [{**self._head, "text_output": "", **self._figures(figures)}]
 
     def whole(self, figures: Finished) -> dict[str, Any]:
-        """The text in one piece."""
+        """The whole body."""
         return {**self._head, "text_output": self._text, **self._figures(figures)}
 
     def _figures(self, figures: Finished) -> dict[str, Any]:

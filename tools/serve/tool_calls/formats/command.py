@@ -1,7 +1,7 @@
-"""A JSON list of actions between marks, as Command R7B and Command A write it.
+"""Tool calls of Command R7B and Command A: a JSON list of actions between tags.
 
 `<|START_ACTION|>[{"tool_call_id": "0", "tool_name": ..., "parameters": {...}}]<|END_ACTION|>`; the
-marks are special tokens.
+tags are special tokens.
 """
 
 from __future__ import annotations
@@ -31,7 +31,7 @@ class CommandParser(TaggedParser):
 
     @staticmethod
     def recognises(template: str) -> bool:
-        """The template explains the marks."""
+        """Whether the template explains the marks."""
         return _OPEN in template and "tools" in template
 
     def _calls(self, text: str) -> tuple[list[Call], str]:

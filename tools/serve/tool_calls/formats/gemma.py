@@ -1,8 +1,8 @@
-r"""Calls as Python's in a block, as Gemma 2 and 3 write them.
+r"""Tool calls of Gemma 2 and 3: Python calls in a code block.
 
-A block of code whose language is tool_code, with `name(key="value")` or `print(name(...))`, or a
-list `[name(...), ...]` as the whole answer. Their own templates know no tools: `placed` tells of
-them in the first question, and gives results in blocks of tool_output.
+A block of code in the language tool_code, with `name(key="value")` or `print(name(...))`, or a
+list `[name(...), ...]` as the whole output. Their templates support no tools: `placed` describes
+them in the first user message, and puts results into blocks of tool_output.
 """
 
 from __future__ import annotations
@@ -35,11 +35,11 @@ class GemmaParser(TaggedParser):
 
     def __init__(self, tools: Tools) -> None:
         super().__init__(tools)
-        self._is_bare: bool | None = None  # whether the answer begins as a list; None: unknown
+        self._is_bare: bool | None = None  # whether the output starts as a list; None: unknown
 
     @staticmethod
     def recognises(template: str) -> bool:
-        """The template has Gemma's turns, and no marks of calls."""
+        """Whether the template has Gemma's turns, and no marks of calls."""
         return "<start_of_turn>" in template and "<start_function_call>" not in template
 
     def push(self, text: str) -> list[Item]:
@@ -73,7 +73,7 @@ class GemmaParser(TaggedParser):
 def placed(
     messages: Sequence[dict[str, Any]], tools: Sequence[dict[str, Any]]
 ) -> list[dict[str, Any]]:
-    """Messages with the tools in the first question, and calls and results in blocks."""
+    """Messages with the tools in the first user message, calls and results in blocks."""
     found: list[dict[str, Any]] = []
     for message in map(_turn, messages):
         if found and found[-1]["role"] == message["role"] == "user":  # turns must alternate
@@ -89,7 +89,7 @@ def placed(
 
 
 def _after(message: dict[str, Any], content: Any) -> dict[str, Any]:
-    """A message with more content, texts or lists of parts."""
+    """A message with appended content, a text or a list of parts."""
     if isinstance(message["content"], str) and isinstance(content, str):
         return {**message, "content": message["content"] + content}
     return {**message, "content": [*_parts(message["content"]), *_parts(content)]}
@@ -112,7 +112,7 @@ def _turn(message: dict[str, Any]) -> dict[str, Any]:
 
 
 def _written(function: dict[str, Any]) -> str:
-    """A call as Python's, or as JSON where Python has no such names."""
+    """A call in Python syntax, or as JSON if a name is not valid in Python."""
     name, arguments = function["name"], function["arguments"]
     if isinstance(arguments, dict) and all(map(str.isidentifier, [name, *arguments])):
         return f"{name}({', '.join(f'{key}={value!r}' for key, value in arguments.items())})"

@@ -1,6 +1,6 @@
-r"""A name in a line of its own and arguments below it, as GLM-4 writes calls.
+r"""Tool calls of GLM-4: a line with the name, then the arguments.
 
-`name\n{...}`, behind text or alone.
+`name\n{...}`, after text or alone.
 """
 
 from __future__ import annotations
@@ -13,18 +13,18 @@ from edgellm.tools.serve.tool_calls.parser import Call, Item, NoCall, Tools
 
 
 class Glm4Parser:
-    """See `ToolParser`; white space after a call is no text."""
+    """See `ToolParser`; drops white space after a call."""
 
     shown: ClassVar[tuple[str, ...]] = ()
     form: ClassVar = CallForm("NAME\n", "", between="\n")
 
     def __init__(self, tools: Tools) -> None:
-        self._tools, self._held, self._is_behind_call = tools, "", False
-        self._is_line_begun = False  # what is held goes on with a line that was passed
+        self._tools, self._held, self._follows_call = tools, "", False
+        self._is_line_begun = False  # whether the held text continues a forwarded line
 
     @staticmethod
     def recognises(template: str) -> bool:
-        """The template has the role of results, and no tags."""
+        """Whether the template has the role of results, and no tags."""
         return all(part in template for part in ("<|observation|>", "[gMASK]", "tools"))
 
     def push(self, text: str) -> list[Item]:
@@ -77,12 +77,12 @@ class Glm4Parser:
         except NoCall:
             return None
         self._held = begun[end:].lstrip()
-        self._is_behind_call = True
+        self._follows_call = True
         return call
 
     def _text(self, size: int) -> list[Item]:
         text, self._held = self._held[:size], self._held[size:]
-        if self._is_behind_call:
+        if self._follows_call:
             text = text.lstrip()
-            self._is_behind_call = not text
+            self._follows_call = not text
         return [text] if text else []

@@ -1,7 +1,7 @@
-r"""Names, keys and values between tags, as GLM-4.5 and later write calls.
+r"""Tool calls of GLM-4.5 and later: names, keys and values between tags.
 
 `<tool_call>name\n<arg_key>key</arg_key>\n<arg_value>value</arg_value>\n</tool_call>`: values are
-JSON, but for strings, which stand as they are.
+JSON, except for strings, which are verbatim.
 """
 
 from __future__ import annotations
@@ -34,7 +34,7 @@ class Glm45Parser(TaggedParser):
 
     @staticmethod
     def recognises(template: str) -> bool:
-        """The template explains the tags of keys."""
+        """Whether the template explains the tags of keys."""
         return all(part in template for part in (_OPEN, "<arg_key>", "tools"))
 
     def _calls(self, text: str) -> tuple[list[Call], str]:
@@ -53,7 +53,7 @@ class Glm45Parser(TaggedParser):
 
 
 def _value(text: str, schema: Any) -> Any:
-    """A value by its schema; without one it is JSON if it can be read so."""
+    """A value by its schema; without one it is JSON if it parses."""
     if isinstance(schema, dict) and schema.get("type") == "string":
         return text
     try:

@@ -1,6 +1,6 @@
-"""A JSON list of calls after a mark, as Granite 3 writes it; Granite 4 writes Hermes' form.
+"""Tool calls of Granite 3: a JSON list after a tag; Granite 4 uses Hermes' format.
 
-`<|tool_call|>[{"name": ..., "arguments": {...}}, ...]`; the mark is a special token.
+`<|tool_call|>[{"name": ..., "arguments": {...}}, ...]`; the tag is a special token.
 """
 
 from __future__ import annotations
@@ -30,7 +30,7 @@ class GraniteParser(TaggedParser):
 
     @staticmethod
     def recognises(template: str) -> bool:
-        """The template has Granite's roles, and the mark."""
+        """Whether the template has Granite's roles, and the mark."""
         return all(part in template for part in (_MARK, "<|start_of_role|>", "tools"))
 
     def _calls(self, text: str) -> tuple[list[Call], str]:

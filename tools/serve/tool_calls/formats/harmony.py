@@ -1,8 +1,8 @@
-"""Messages in channels, as gpt-oss writes them: reasoning, calls and the answer.
+"""Output of gpt-oss in channels: reasoning, tool calls and the final text.
 
 `<|channel|>analysis<|message|>...<|end|><|start|>assistant<|channel|>final<|message|>...`, and
 calls as `<|channel|>commentary to=functions.NAME <|constrain|>json<|message|>{...}<|call|>`.
-Commentary without a recipient is for the user. Source: OpenAI's description of its format Harmony.
+Commentary without a recipient is for the user. Source: OpenAI's description of Harmony.
 """
 
 from __future__ import annotations
@@ -30,11 +30,11 @@ from edgellm.tools.serve.tool_calls.parser import (
 _END = re.compile("|".join(map(re.escape, MESSAGE_ENDS)))
 _CHANNEL = re.compile(r"<\|channel\|>\s*(\w+)")
 _RECIPIENT = re.compile(r"to=([^\s<]+)")
-_PREFIXES = ("<|", "to=")  # with what the first header begins
+_PREFIXES = ("<|", "to=")  # starts of the first header
 
 
 class HarmonyParser:
-    """See `ToolParser`; without tools it parts reasoning from text."""
+    """See `ToolParser`; without tools it separates reasoning from text."""
 
     shown: ClassVar[tuple[str, ...]] = CHANNEL_MARKS
     form: ClassVar = CallForm(
@@ -49,12 +49,12 @@ class HarmonyParser:
         self._is_header, self._is_first = True, True
         self._kind: type[str] | type[ReasoningText] = str
         self._recipient = ""
-        self._shown: set[type] = set()  # kinds of which something was passed on
-        self._gap = ""  # before the next piece: messages of a kind are parted by a line's end
+        self._shown: set[type] = set()  # kinds of items that were returned
+        self._gap = ""  # newline before the next message of a kind
 
     @staticmethod
     def recognises(template: str) -> bool:
-        """The template has the marks of channels and messages."""
+        """Whether the template has the marks of channels and messages."""
         return has_channels(template)
 
     def push(self, text: str) -> list[Item]:
@@ -73,7 +73,7 @@ class HarmonyParser:
                 return found if self._recipient else found + self._pass_on()
 
     def finish(self, *, is_cut: bool = False) -> list[Item]:
-        """See `CallReader.finish`; a header without a message is no text."""
+        """See `CallReader.finish`; drops a header without a message."""
         held, self._held = self._held, ""
         if self._is_header:
             return [held] if self._is_first and "<|" not in held and held else []
@@ -86,10 +86,10 @@ class HarmonyParser:
         )
 
     def _open(self) -> bool:
-        """Read a header; False where it is not complete."""
+        """Parses a header; returns False if it is incomplete."""
         header, mark, rest = self._held.partition(MESSAGE)
         if self._is_first and not _may_be_header(header):
-            self._is_header = self._is_first = False  # a text in no channel
+            self._is_header = self._is_first = False  # text without a channel
             return True
         if not mark:
             return False
@@ -101,13 +101,13 @@ class HarmonyParser:
         return True
 
     def _pass_on(self) -> list[Item]:
-        """What is held, but for what may begin a mark."""
+        """Takes the held text, except a possible start of a mark."""
         cut = len(self._held) - longest_begun(self._held, MESSAGE_ENDS)
         text, self._held = self._held[:cut], self._held[cut:]
         return self._piece(text)
 
     def _close(self, text: str) -> list[Item]:
-        """The last of a message."""
+        """The end of a message."""
         recipient, self._recipient, self._is_header = self._recipient, "", True
         if recipient:
             try:
@@ -126,6 +126,6 @@ class HarmonyParser:
 
 
 def _may_be_header(text: str) -> bool:
-    """Whether the beginning of an answer is, or may become, a header."""
+    """Whether the start of the output is a header, or may become one."""
     begun = text.lstrip()
     return any(begun.startswith(prefix) or prefix.startswith(begun) for prefix in _PREFIXES)

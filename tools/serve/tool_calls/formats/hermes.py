@@ -15,7 +15,7 @@ _OPEN, _CLOSE = "<tool_call>", "</tool_call>"
 
 
 class HermesParser:
-    """See `ToolParser`; newlines after a call are no text."""
+    """See `ToolParser`; drops newlines after a call."""
 
     shown: ClassVar[tuple[str, ...]] = (_OPEN, _CLOSE)
     form: ClassVar = CallForm(
@@ -26,11 +26,11 @@ class HermesParser:
     )
 
     def __init__(self, tools: Tools) -> None:
-        self._tools, self._held, self._is_behind_call = tools, "", False
+        self._tools, self._held, self._follows_call = tools, "", False
 
     @staticmethod
     def recognises(template: str) -> bool:
-        """The template explains the tags, and JSON between them."""
+        """Whether the template explains the tags, and JSON between them."""
         return all(part in template for part in (_OPEN, '"arguments"', "tools"))
 
     def push(self, text: str) -> list[Item]:
@@ -47,7 +47,7 @@ class HermesParser:
             whole = self._held[: end - begin + len(_CLOSE)]
             self._held = self._held[len(whole) :]
             found.append(self._read(whole))
-            self._is_behind_call = isinstance(found[-1], Call)
+            self._follows_call = isinstance(found[-1], Call)
             self._skip_newlines()
         keep = next(
             (size for size in range(len(_OPEN) - 1, 0, -1) if self._held.endswith(_OPEN[:size])), 0
@@ -58,7 +58,7 @@ class HermesParser:
         return [item for item in found if item]
 
     def finish(self, *, is_cut: bool = False) -> list[Item]:
-        """See `ToolParser.finish`; a call without its closing tag counts if it is complete."""
+        """See `ToolParser.finish`; a call without its closing tag counts if it parses."""
         held, self._held = self._held, ""
         if not held:
             return []
@@ -66,12 +66,12 @@ class HermesParser:
         return [] if is_cut and not isinstance(item, Call) and is_begun(held, (_OPEN,)) else [item]
 
     def _skip_newlines(self) -> None:
-        if self._is_behind_call:
+        if self._follows_call:
             self._held = self._held.lstrip("\n")
-            self._is_behind_call = not self._held
+            self._follows_call = not self._held
 
     def _read(self, text: str) -> Item:
-        """The call of a tagged text, or the text if it holds none."""
+        """The call of a tagged text, or the text if it does not parse."""
         try:
             found = json.loads(text.removeprefix(_OPEN).removesuffix(_CLOSE))
             name, arguments = found["name"], found.get("arguments", {})

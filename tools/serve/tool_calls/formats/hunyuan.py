@@ -1,4 +1,4 @@
-"""A JSON list of calls between tags, as Hunyuan writes it.
+"""Tool calls of Hunyuan: a JSON list between tags.
 
 `<tool_calls>[{"name": ..., "arguments": {...}}, ...]</tool_calls>`
 """
@@ -23,7 +23,7 @@ class HunyuanParser(TaggedParser):
 
     @staticmethod
     def recognises(template: str) -> bool:
-        """The template explains the tags."""
+        """Whether the template explains the tags."""
         return _OPEN in template and "tools" in template
 
     def _calls(self, text: str) -> tuple[list[Call], str]:

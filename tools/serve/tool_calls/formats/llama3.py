@@ -1,7 +1,7 @@
-"""One call as the whole answer, as Llama 3.1 and 3.2 write it.
+"""Tool calls of Llama 3.1 and 3.2: one call as the whole output.
 
-`{"name": ..., "parameters": {...}}`, sometimes after `<|python_tag|>`, which is a special token
-and not a part of the text.
+`{"name": ..., "parameters": {...}}`, sometimes after `<|python_tag|>`, a special token that is
+not part of the text.
 """
 
 from __future__ import annotations
@@ -24,7 +24,7 @@ class Llama3Parser:
 
     @staticmethod
     def recognises(template: str) -> bool:
-        """The template explains calls with parameters, and has the role of their results."""
+        """Whether the template explains parameters, and has the role of results."""
         return all(part in template for part in ('"parameters"', "ipython", "tools"))
 
     def push(self, text: str) -> list[Item]:
@@ -47,7 +47,7 @@ class Llama3Parser:
         return [self._held] if whole is None else [*whole]
 
     def _read(self, text: str) -> list[Call]:
-        """The calls of an answer; several are parted by semicolons."""
+        """The calls of an output, separated by semicolons."""
         calls: list[Call] = []
         decoder, at = json.JSONDecoder(), 0
         while at < len(text):

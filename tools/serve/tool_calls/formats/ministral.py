@@ -1,6 +1,6 @@
-"""A mark, a name and arguments for each call, as Mistral Small 3.1 and Ministral 3 write it.
+"""Tool calls of Mistral Small 3.1 and Ministral 3: tag, name and arguments.
 
-`[TOOL_CALLS]name[ARGS]{...}`, between them `[CALL_ID]id` in some; the marks are special tokens.
+`[TOOL_CALLS]name[ARGS]{...}`, in some models with `[CALL_ID]id`; the tags are special tokens.
 """
 
 from __future__ import annotations
@@ -24,7 +24,7 @@ class MinistralParser(TaggedParser):
 
     @staticmethod
     def recognises(template: str) -> bool:
-        """The template has the marks of calls and of arguments."""
+        """Whether the template has the marks of calls and of arguments."""
         return all(part in template for part in (_MARK, _ARGUMENTS, "tools"))
 
     def _calls(self, text: str) -> tuple[list[Call], str]:

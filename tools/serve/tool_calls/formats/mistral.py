@@ -1,7 +1,7 @@
-"""A JSON list of calls as the whole answer, as Mistral 7B v0.3, Nemo and Small 3 write it.
+"""Tool calls of Mistral 7B v0.3, Nemo and Small 3: a JSON list as the whole output.
 
-`[TOOL_CALLS] [{"name": ..., "arguments": {...}}, ...]`; the mark is a special token in their
-tokenizers, and then no part of the text. Later models write names between marks: `[ARGS]`.
+`[TOOL_CALLS] [{"name": ..., "arguments": {...}}, ...]`; in their tokenizers the tag is a special
+token, which is not part of the text. Later models write names between tags: `[ARGS]`.
 """
 
 from __future__ import annotations
@@ -20,7 +20,7 @@ _LIST = re.compile(r"\[\s*(\{|$)")
 class MistralParser:
     """See `ToolParser`."""
 
-    shown: ClassVar[tuple[str, ...]] = ()  # an answer begins with the mark, or with its list
+    shown: ClassVar[tuple[str, ...]] = ()  # an output starts with the tag or the list
     form: ClassVar = CallForm(
         '{"name": "NAME", "arguments": ',
         "}",
@@ -35,7 +35,7 @@ class MistralParser:
 
     @staticmethod
     def recognises(template: str) -> bool:
-        """The template has the marks for tools and calls, and none before arguments."""
+        """Whether the template has the marks for tools and calls, and none before arguments."""
         return all(part in template for part in (_MARK, "[AVAILABLE_TOOLS]", "tools")) and (
             "[ARGS]" not in template
         )
@@ -64,7 +64,7 @@ class MistralParser:
         return [*(whole or ())]
 
     def _read(self, text: str) -> list[Item]:
-        """The calls of an answer; none if one of them is faulty."""
+        """The calls of an output; empty if one does not parse."""
         calls: list[Item] = []
         try:
             for found in json.loads(text.strip().removeprefix(_MARK)):

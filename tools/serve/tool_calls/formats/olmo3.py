@@ -1,6 +1,6 @@
-r"""Calls as Python's between tags, as OLMo 3 writes them.
+r"""Tool calls of OLMo 3: Python calls between tags.
 
-`<function_calls>\nname(key='value')\n</function_calls>`, one call in a line.
+`<function_calls>\nname(key='value')\n</function_calls>`, one call a line.
 """
 
 from __future__ import annotations
@@ -24,7 +24,7 @@ class Olmo3Parser(TaggedParser):
 
     @staticmethod
     def recognises(template: str) -> bool:
-        """The template has the tags."""
+        """Whether the template has the tags."""
         return _OPEN in template and "functions" in template
 
     def _calls(self, text: str) -> tuple[list[Call], str]:

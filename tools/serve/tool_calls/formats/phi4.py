@@ -1,8 +1,8 @@
-"""A JSON list of calls between marks, as Phi-4-mini writes it.
+"""Tool calls of Phi-4-mini: a JSON list between tags.
 
-`<|tool_call|>[{"name": ..., "arguments": {...}}, ...]<|/tool_call|>`, or after the word
-`functools`. Its own template knows tools of the system message alone, as JSON, and no calls:
-`placed` puts both where it reads them.
+`<|tool_call|>[{"name": ..., "arguments": {...}}, ...]<|/tool_call|>`, or a list after the word
+`functools`. Its template supports tools only as JSON in the system message, and no calls:
+`placed` moves both there.
 """
 
 from __future__ import annotations
@@ -27,7 +27,7 @@ class Phi4Parser(TaggedParser):
 
     @staticmethod
     def recognises(template: str) -> bool:
-        """The template has the mark for tools, or asks for the word."""
+        """Whether the template has the mark for tools, or asks for the word."""
         return "<|tool|>" in template or ("functools" in template and "tools" in template)
 
     def _calls(self, text: str) -> tuple[list[Call], str]:
