@@ -140,7 +140,7 @@ def _open_streams() -> None:
 
 
 def _interrupt_again(ignored: sys.UnraisableHookArgs) -> None:
-    """Raises an interrupt once more that came where Python ignores exceptions, as in `__del__`."""
+    """Raise an interrupt once more that came where Python ignores exceptions, as in `__del__`."""
     if not isinstance(ignored.exc_value, KeyboardInterrupt):
         sys.__unraisablehook__(ignored)
         return

@@ -47,7 +47,7 @@ class WorkFolder:
         return {path.name for path in self.path.iterdir()} > {_JOB, LOCK}
 
     def claim(self, settings: Mapping[str, Any]) -> None:
-        """Creates the folder, or resumes from it.
+        """Create the folder, or resume from it.
 
         Raises:
             EdgeLLMError: the folder has other settings or other contents, or is not writable.
@@ -77,7 +77,7 @@ class WorkFolder:
         return self.path / f"{stream}.{layer:05d}.states"
 
     def drop_states(self, before: int) -> None:
-        """Removes the hidden states that enter layers below `before`."""
+        """Remove the hidden states that enter layers below `before`."""
         for path in self.path.glob("*.states"):
             if int(path.name.split(".")[1]) < before:
                 path.unlink()
@@ -87,7 +87,7 @@ class WorkFolder:
         return (self.path / f"{part}.json").exists()
 
     def store(self, part: str, tensors: Mapping[str, Tensor], facts: Any) -> None:
-        """Stores a finished part; its facts are written last and mark it finished."""
+        """Store a finished part; its facts are written last and mark it finished."""
         partial = self.path / f"{part}.partial"
         write_safetensors(partial, InMemory(tensors), sorted(tensors))
         partial.replace(self.path / f"{part}.safetensors")
@@ -107,7 +107,7 @@ class WorkFolder:
             ) from None
 
     def remove(self) -> None:
-        """Removes the folder after the run."""
+        """Remove the folder after the run."""
         shutil.rmtree(self.path, ignore_errors=True)
 
 

@@ -106,7 +106,7 @@ def test_the_device_side_imports_no_training_framework():
 
 
 def test_help_loads_nothing_heavy():
-    """Keeps `--help` below a third of a second."""
+    """Keep `--help` below a third of a second."""
     modules = [place.partition(":")[0] for place in SCRIPTS.values()]
     heavy = ["onnx", "onnx_ir", "onnxruntime", "numpy", "rich", "tokenizers", "jinja2", "torch"]
     heavy += ["fastapi", "prompt_toolkit"]

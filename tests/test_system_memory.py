@@ -58,7 +58,7 @@ class Container:
 
 @pytest.fixture
 def make(tmp_path, monkeypatch):
-    """Makes a container; this process is then in it."""
+    """Make a container; this process is then in it."""
     whole = system_memory.system_memory
     within = functools.partial(whole, tmp_path)
     monkeypatch.setattr(system_memory, "system_memory", within)

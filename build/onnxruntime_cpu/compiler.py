@@ -133,7 +133,7 @@ def _cache(source: Path, bundle: Bundle, plan: Plan) -> KVCacheSpec | None:
 
 
 def _require_head_dim(size: int, *, is_own: bool) -> None:
-    """Raises `UnsupportedModelError` for head sizes that the chosen kernels do not support."""
+    """Raise `UnsupportedModelError` for head sizes that the chosen kernels do not support."""
     if is_own and size > _LARGEST_HEAD:
         raise UnsupportedModelError(
             f"head_dim {size}: edgellm's kernels compute heads of at most {_LARGEST_HEAD} numbers",

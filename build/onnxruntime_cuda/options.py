@@ -21,7 +21,7 @@ class CudaOptions(GpuOptions):
     int_gemm: str = field(default=AUTO, metadata={FLAG: "--intGemm"})
 
     def __post_init__(self) -> None:
-        """Raises `EdgeLLMError` for other words."""
+        """Raise `EdgeLLMError` for other words."""
         for flag, word, allowed in (
             ("--attention", self.attention, (AUTO, FUSED, PLAIN)),
             ("--intGemm", self.int_gemm, (AUTO, ON, OFF)),

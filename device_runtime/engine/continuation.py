@@ -84,7 +84,7 @@ def cut(rendered: str, turn: Mapping[str, Any]) -> str:
 
 
 def _require_text(message: Mapping[str, Any]) -> None:
-    """Raises `RequestError` if the last message does not end with text."""
+    """Raise `RequestError` if the last message does not end with text."""
     content = message.get("content")
     fault = None
     if message.get("tool_calls"):

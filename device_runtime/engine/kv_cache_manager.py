@@ -339,6 +339,6 @@ def _max_finished(session: DecoderNetwork) -> int:
 
 
 def require_loaded(adapter: LoadedAdapter | None) -> None:
-    """Raises `RequestError` for an adapter that was unloaded after the request arrived."""
+    """Raise `RequestError` for an adapter that was unloaded after the request arrived."""
     if adapter is not None and not adapter.is_loaded:
         raise RequestError(f"the adapter {adapter.name!r} was unloaded")

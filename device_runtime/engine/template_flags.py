@@ -86,7 +86,7 @@ def can_think(tokenizer: ChatTokenizer) -> bool:
 
 
 def refuse_flags(flags: Mapping[str, object]) -> None:
-    """Raises `RequestError`, since raw text does not use a template."""
+    """Raise `RequestError`, since raw text does not use a template."""
     for name in flags:
         hint = _suggestion(name, (), PYTHON)
         raise RequestError(

@@ -181,7 +181,7 @@ class Backend(Protocol):
         ...
 
     def require_device(self) -> None:
-        """Raises `EdgeLLMError` with the reason if this machine cannot run its own engines."""
+        """Raise `EdgeLLMError` with the reason if this machine cannot run its own engines."""
         ...
 
     def open_engine(self, folder: Path, engine: Engine) -> Mapping[str, Runner]:
@@ -220,7 +220,7 @@ class FetchedOutputs(Mapping[str, NDArray[Any]]):
         return len(self._names)
 
     def require_latest(self, name: str) -> None:
-        """Raises `ValueError` if the next pass has overwritten the memory of `name`."""
+        """Raise `ValueError` if the next pass has overwritten the memory of `name`."""
         if not self._is_latest:
             raise ValueError(f"{name} of a pass is read after the next one")
 

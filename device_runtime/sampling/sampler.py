@@ -86,7 +86,7 @@ class SamplingParams:
             raise RequestError("ignore_eos: guided decoding ends where its form ends")
 
     def require_fit(self, vocab_size: int, max_tokens: int) -> None:
-        """Raises `RequestError` for unknown token ids, or more tokens than are allowed."""
+        """Raise `RequestError` for unknown token ids, or more tokens than are allowed."""
         for name, token_ids in (
             ("logit_bias", self.logit_bias),
             ("stop_token_ids", self.stop_token_ids),

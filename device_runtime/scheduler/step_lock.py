@@ -149,7 +149,7 @@ class StepLock:
             self._changed.notify_all()
 
     def require_open(self) -> None:
-        """Raises `EdgeLLMError` after `close`."""
+        """Raise `EdgeLLMError` after `close`."""
         if self._closed:
             raise EdgeLLMError("the LLM was closed", hint="load the engine again")
 

@@ -162,7 +162,7 @@ class TreeDrafter:
     def __init__(
         self, learned: SpecState, limits: TreeLimits, *, image_ids: ImageIds | None = None
     ) -> None:
-        """Computes nothing.
+        """Compute nothing.
 
         Args:
             learned: state shared with other requests.

@@ -24,7 +24,7 @@ class KVDrafter(TreeDrafter):
     """Adds committed positions to the draft's KV cache; a subclass computes them."""
 
     def __init__(self, rows: CommittedRows, learned: SpecState, limits: TreeLimits) -> None:
-        """Computes nothing; `rows` is the draft's cache, for the others see `TreeDrafter`."""
+        """Compute nothing; `rows` is the draft's cache, for the others see `TreeDrafter`."""
         super().__init__(learned, limits, image_ids=rows.image_ids)
         self._rows, self._own = rows, rows.context  # this sequence's; `rows.context` may change
         self._adapter: LoadedAdapter | None = None

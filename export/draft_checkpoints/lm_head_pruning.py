@@ -18,7 +18,7 @@ class HeadRows:
     """A source with a tensor `head`: some rows of the tensor `name`, in ascending order."""
 
     def __init__(self, source: TensorSource, name: str, rows: NDArray[np.int64], head: str) -> None:
-        """Raises `UnsupportedModelError` if the rows are not floats; reads no data.
+        """Raise `UnsupportedModelError` if the rows are not floats; read no data.
 
         Args:
             source: of the whole head.

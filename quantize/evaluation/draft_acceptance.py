@@ -25,7 +25,7 @@ from edgellm.quantize.work_folder import FLOAT, QUANTIZED
 
 
 def open_draft_of(plan: Plan) -> Draft | None:
-    """Loads the draft of `--draft_model_dir`, if given.
+    """Load the draft of `--draft_model_dir`, if given.
 
     Raises:
         EdgeLLMError: the draft does not belong to this base, or reads rotated hidden states.
@@ -42,7 +42,7 @@ def open_draft_of(plan: Plan) -> Draft | None:
 
 
 def keep_taps(plan: Plan, draft: Draft | None, layer: int, streams: Mapping[str, States]) -> None:
-    """Copies the hidden states that enter `layer` if the draft reads them; others are dropped."""
+    """Copy the hidden states that enter `layer` if the draft reads them; others are dropped."""
     if draft is None or layer not in draft.taps:
         return
     for name in (FLOAT, QUANTIZED):
@@ -62,7 +62,7 @@ def _tap(plan: Plan, name: str, layer: int, streams: Mapping[str, States]) -> St
 def drafted(
     plan: Plan, draft: Draft, streams: Mapping[str, States], heads: tuple[Head, Head]
 ) -> Drafted:
-    """Runs the draft after both models.
+    """Run the draft after both models.
 
     Args:
         plan: of the run.

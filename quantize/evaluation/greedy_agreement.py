@@ -21,7 +21,7 @@ from edgellm.quantize.plan import Plan
 
 
 def find_answers(plan: Plan, questions: Questions) -> None:
-    """Generates the float model's missing outputs, one token of each sequence at a time."""
+    """Generate the float model's missing outputs, one token of each sequence at a time."""
     folder = plan.task.work.path
     answers = stored_answers(questions, folder)
     # Recurrent layers alone do not give transformers the length of their text.

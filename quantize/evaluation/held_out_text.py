@@ -25,7 +25,7 @@ _HEAD_TOKENS = 1024  # calibration tokens of a head with a smoothing search
 
 
 def evaluate(plan: Plan, streams: Mapping[str, States], draft: Draft | None = None) -> Quality:
-    """Quantizes the head if requested, and compares the outputs of the two models.
+    """Quantize the head if requested, and compare the outputs of the two models.
 
     Args:
         plan: of the run.

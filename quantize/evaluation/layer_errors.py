@@ -52,7 +52,7 @@ class QuantizedLayer:
         family: Family,
         head_dim: int,
     ) -> None:
-        """Dequantizes and checks all tensors.
+        """Dequantize and check all tensors.
 
         Args:
             name: where the names of the layer's tensors begin in the checkpoint.
@@ -157,7 +157,7 @@ def compare(
 
 
 def refuse_broken(layer: str, errors: Mapping[str, float]) -> None:
-    """Raises `BrokenArtifactError` if a weight's error is implausible."""
+    """Raise `BrokenArtifactError` if a weight's error is implausible."""
     for name, error in errors.items():
         if not error < _BROKEN_ERROR:
             raise BrokenArtifactError(

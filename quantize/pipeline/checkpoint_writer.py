@@ -32,7 +32,7 @@ _EVERY_FORMAT = ("quant_algo", "kv_cache_quant_algo", "exclude_modules")
 
 
 def check_output(output: Path) -> None:
-    """Rejects a folder whose files this command did not write.
+    """Reject a folder whose files this command did not write.
 
     Raises:
         EdgeLLMError: `output` is a file, or a folder that this command did not make.
@@ -50,7 +50,7 @@ def check_output(output: Path) -> None:
 
 
 def write_folder(plan: Plan, report: Report) -> None:
-    """Joins all parts, checks them with the exporter, and moves them to the output folder.
+    """Join all parts, check them with the exporter, and move them to the output folder.
 
     Raises:
         EdgeLLMError: the exporter rejects the folder, or it cannot be written.
@@ -80,7 +80,7 @@ def write_folder(plan: Plan, report: Report) -> None:
 
 
 def publish(folder: Path, output: Path) -> None:
-    """Moves a finished folder, with its list of files in `SIDE_FILE`, to `output`.
+    """Move a finished folder, with its list of files in `SIDE_FILE`, to `output`.
 
     A run that is killed in the middle leaves files that the next one knows as its own.
     """

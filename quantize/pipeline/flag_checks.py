@@ -38,7 +38,7 @@ def check_names(
     rotate: str | None = None,
     **_: Any,
 ) -> None:
-    """Raises `EdgeLLMError` for unknown names, or unsupported combinations."""
+    """Raise `EdgeLLMError` for unknown names, or unsupported combinations."""
     scheme = choose_scheme(body, algo)
     if head is not None:
         choose("--lm_head_quantization", head, HEAD_SCHEMES)
@@ -60,7 +60,7 @@ def check_together(
     base_model_dir: str | None = None,
     **_: Any,
 ) -> None:
-    """Raises `EdgeLLMError` for options whose main option is missing."""
+    """Raise `EdgeLLMError` for options whose main option is missing."""
     if minutes is not None and algo != "auto":
         raise EdgeLLMError(
             "--time_budget is for --algo auto, which tries several ways", hint="leave it out"

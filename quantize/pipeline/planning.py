@@ -67,7 +67,7 @@ def _amounts(scheme: Scheme, device: torch.device) -> _Amounts:
 
 
 def make_plan(job: Job) -> Plan:
-    """Makes the plan, with all checks that need no computation.
+    """Make the plan, with all checks that need no computation.
 
     Raises:
         EdgeLLMError: an option is invalid for the model.
@@ -145,7 +145,7 @@ def _language_model(job: Job) -> LanguageModel:
 
 
 def _check_layers(job: Job, subject: QuantizedNetwork) -> None:
-    """Raises `EdgeLLMError` for unknown layers, impossible rotations, or if no layer is left."""
+    """Raise `EdgeLLMError` for unknown layers, impossible rotations, or if no layer is left."""
     if job.rotate in VALUES:
         check_values(subject.tensors.infos(), subject.layers, subject.family)
     kept, count = {*job.keep_layers}, len(subject.layers)
@@ -174,7 +174,7 @@ def _check_layers(job: Job, subject: QuantizedNetwork) -> None:
 
 
 def _check_bits(job: Job, block_size: int) -> None:
-    """Raises `EdgeLLMError` for a target size below the minimum."""
+    """Raise `EdgeLLMError` for a target size below the minimum."""
     if job.target_bits is None:
         return
     smallest = smallest_bits(block_size)
@@ -187,7 +187,7 @@ def _check_bits(job: Job, block_size: int) -> None:
 
 
 def _check_autoround(job: Job) -> None:
-    """Raises `EdgeLLMError` if AutoRound is unsupported here or not installed."""
+    """Raise `EdgeLLMError` if AutoRound is unsupported here or not installed."""
     if job.base_model_dir is not None:
         raise EdgeLLMError("--algo autoround does not do drafts", hint="leave out --algo")
     if not is_there():
@@ -229,7 +229,7 @@ def _recipes(
 
 
 def _check_table(subject: QuantizedNetwork, width: int) -> None:
-    """Raises `EdgeLLMError` unless the head is tied and its rows have whole groups."""
+    """Raise `EdgeLLMError` unless the head is tied and its rows have whole groups."""
     if subject.head_name != checks.EMBEDDING or subject is not subject.reader:
         raise EdgeLLMError(
             "--lm_head_quantization int8_tied: head and embedding are two matrices here",

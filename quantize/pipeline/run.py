@@ -76,7 +76,7 @@ _FULL_HINT = "free some space and run it again: finished layers are kept"
 
 
 def run_job(job: Job, progress: Progress) -> Report:
-    """Quantizes a language model or a draft into `job.output_dir`.
+    """Quantize a language model or a draft into `job.output_dir`.
 
     The same job resumes an interrupted run. The output folder appears at the end.
 
@@ -106,7 +106,7 @@ def run_job(job: Job, progress: Progress) -> Report:
 
 
 def refuse_far(job: Job, quality: Quality) -> None:
-    """Raises `EdgeLLMError` if the result exceeds `--max_kl`; its parts stay."""
+    """Raise `EdgeLLMError` if the result exceeds `--max_kl`; its parts stay."""
     largest = job.max_kl
     if largest is not None and not quality.kl_divergence <= largest:
         raise EdgeLLMError(
@@ -118,7 +118,7 @@ def refuse_far(job: Job, quality: Quality) -> None:
 
 
 def _quantize(plan: Plan, draft: Draft | None, progress: Progress) -> Quality:
-    """Quantizes the unfinished layers, and compares the two models."""
+    """Quantize the unfinished layers, and compare the two models."""
     work, subject = plan.task.work, plan.subject
     weighs, questions = weighs_tokens(plan), plan.task.questions
     prepared = subject.num_preparations + weighs + (questions is not None)
@@ -169,7 +169,7 @@ def _streams(plan: Plan, layer: int) -> dict[str, States]:
 
 
 def _quantize_layer(plan: Plan, index: int) -> None:
-    """Quantizes one layer, and computes all streams after it."""
+    """Quantize one layer, and compute all streams after it."""
     if index in plan.job.keep_layers:
         _keep_layer(plan, index)
         return
@@ -224,7 +224,7 @@ def _computing(
 
 
 def _keep_layer(plan: Plan, index: int) -> None:
-    """Skips a float layer: computes all streams after it, and stores a part without tensors."""
+    """Skip a float layer: compute all streams after it, and store a part without tensors."""
     start = time.perf_counter()
     subject, task = plan.subject, plan.task
     task.work.drop_states(before=index)
@@ -246,7 +246,7 @@ def _exported(
     before: dict[str, States],
     after: dict[str, States],
 ) -> tuple[Exported, _Own]:
-    """Computes the float streams after the layer, then quantizes it."""
+    """Compute the float streams after the layer, then quantize it."""
     device = plan.task.device
     model = plan.subject.layer_model(index, source, device)
     names = [FLOAT]

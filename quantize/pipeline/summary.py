@@ -14,7 +14,7 @@ from edgellm.quantize.report.report import Report
 
 
 def print_summary(report: Report, output: Path) -> None:
-    """Prints the summary of the model in `output` to stdout."""
+    """Print the summary of the model in `output` to stdout."""
     console, quality = Console(), report.quality
     table = Table("layer", "output error", "stream error", "worst weight", title="worst layers")
     for layer in report.worst_layers:

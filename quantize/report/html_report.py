@@ -36,7 +36,7 @@ def render(report: Report) -> str:
 
 
 def check_page(job: Job) -> None:
-    """Raises `EdgeLLMError` unless the page of `--report` can be written."""
+    """Raise `EdgeLLMError` unless the page of `--report` can be written."""
     path = job.report
     if path is None:
         return
@@ -58,7 +58,7 @@ def check_page(job: Job) -> None:
 
 
 def write_page(job: Job, report: Report) -> None:
-    """Writes the page of `--report`, if given, atomically."""
+    """Write the page of `--report`, if given, atomically."""
     if job.report is not None:
         write_text(job.report, render(report))
 

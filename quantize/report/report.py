@@ -100,7 +100,7 @@ class Report:
 
 
 def make_report(plan: Plan, quality: Quality, seconds: float) -> Report:
-    """Collects the report from the parts in the work folder."""
+    """Collect the report from the parts in the work folder."""
     work, subject, calibration = plan.task.work, plan.subject, plan.task.calibration
     layers = [layer_part(index) for index in range(len(subject.layers))]
     sources = [work.tensors(name) for name in layers]
@@ -163,7 +163,7 @@ def as_json(report: Report) -> dict[str, Any]:
 
 
 def read_report(facts: Mapping[str, Any]) -> Report:
-    """Parses the result of `as_json`, without mixed precision."""
+    """Parse the result of `as_json`, without mixed precision."""
     own = {name: facts[name] for name in Report.__dataclass_fields__ if name != "mixture"}
     own["quality"] = read_quality(facts["quality"])
     own["layers"] = tuple(LayerReport(**layer) for layer in facts["layers"])

@@ -29,7 +29,7 @@ class Attack(Protocol):
     SHARE: int
 
     def attack(self, workshop: Workshop, number: int, rng: random.Random, folder: Path) -> str:
-        """Tries one case in an empty folder; returns what was tried and what came of it.
+        """Try one case in an empty folder; return what was tried and what came of it.
 
         Args:
             workshop: engines and files that all cases share.
@@ -65,7 +65,7 @@ def find(name: str) -> Attack:
 
 
 def try_case(workshop: Workshop, name: str, seed: int, number: int, folder: Path) -> Result:
-    """Runs one case; its folder is kept only if it fails."""
+    """Run one case; its folder is kept only if it fails."""
     rng = random.Random(f"{name}/{seed}/{number}")
     shutil.rmtree(folder, ignore_errors=True)
     folder.mkdir(parents=True)
@@ -81,6 +81,6 @@ def try_case(workshop: Workshop, name: str, seed: int, number: int, folder: Path
 
 
 def require(holds: object, finding: str) -> None:
-    """Raises the finding unless the verdict holds."""
+    """Raise the finding unless the verdict holds."""
     if not holds:
         raise Finding(finding)

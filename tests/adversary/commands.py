@@ -84,7 +84,7 @@ class Commands:
         strike: Callable[[Send], object] | None = None,
         seconds: float = MAX_SECONDS,
     ) -> Ended:
-        """Runs a command to its end.
+        """Run a command to its end.
 
         Args:
             folder: where it runs, and its stdout and stderr are kept.

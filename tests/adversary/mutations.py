@@ -230,7 +230,7 @@ PLACES: dict[str, Callable[[Path], None]] = {
 
 
 def break_file(path: Path, rng: random.Random) -> str:
-    """Breaks a file in place; returns how."""
+    """Break a file in place; return how."""
     ways = ["bytes", "bytes", "bytes", "place"]
     if path.suffix == ".json":
         ways += ["json"] * 4

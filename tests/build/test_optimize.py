@@ -42,7 +42,7 @@ def lowered(tmp_path) -> Path:
 
 @pytest.fixture
 def small_disk(tmp_path) -> Iterator[Small]:
-    """Mounts a file system of so many bytes."""
+    """Mount a file system of so many bytes."""
     place = tmp_path / "small"
     place.mkdir()
 

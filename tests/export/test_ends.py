@@ -44,7 +44,7 @@ def tiny(tmp_path_factory):
 
 @pytest.fixture
 def write(tmp_path, tiny) -> Write:
-    """Writes a file by the reference library."""
+    """Write a file by the reference library."""
 
     def one(texts: dict[str, int], ids: dict[str, int], **extra: Any) -> Path:
         """`texts` are tokens with their types, from id 20 on; `ids` those that the file names."""

@@ -86,7 +86,7 @@ def levels(film: Film) -> list[int]:
 
 
 def turned(path: Path, matrix: Sequence[float]) -> None:
-    """Writes a display matrix into the track header of an MP4."""
+    """Write a display matrix into the track header of an MP4."""
     data = path.read_bytes()
     at = data.index(b"tkhd") + 44
     a, b, c, d = (round(value * 65536) for value in matrix)
@@ -96,7 +96,7 @@ def turned(path: Path, matrix: Sequence[float]) -> None:
 
 
 def edited(path: Path, *edits: tuple[float, float]) -> None:
-    """Shows parts of an MP4's track: the seconds of each, and where it begins (-1: nothing)."""
+    """Show parts of an MP4's track: the seconds of each, and where it begins (-1: nothing)."""
     data = path.read_bytes()
     header = data.index(b"mvhd")
     movie = struct.unpack(">I", data[header + 16 : header + 20])[0]

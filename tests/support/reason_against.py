@@ -9,7 +9,7 @@ from edgellm.device_runtime import runners
 
 
 def needs(name: str) -> pytest.MarkDecorator:
-    """Skips where a backend's engines do not run."""
+    """Skip where a backend's engines do not run."""
     return pytest.mark.skipif(bool(why := _reason(name)), reason=f"{name}: {why}")
 
 

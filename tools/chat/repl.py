@@ -30,7 +30,7 @@ class Screen(Protocol):
         ...
 
     def answering(self, answer: RequestOutput) -> AbstractContextManager[Callable[[str], None]]:
-        """Takes the text of an answer, piece by piece."""
+        """Take the text of an answer, piece by piece."""
         ...
 
     def say(self, line: str) -> None:

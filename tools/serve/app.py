@@ -35,7 +35,7 @@ from edgellm.tools.serve.schemas.openai import ChatRequest, CompletionRequest
 
 
 def create_app(engines: EnginePool) -> FastAPI:
-    """Creates the application; the caller starts and closes its engines."""
+    """Create the application; the caller starts and closes its engines."""
     version = importlib.metadata.version("edgellm")
     # No documentation pages: they would load scripts from other hosts.
     app = FastAPI(title="edgellm-serve", version=version, docs_url=None, redoc_url=None)
@@ -55,7 +55,7 @@ def create_app(engines: EnginePool) -> FastAPI:
 
 
 def create_metrics_app(engines: EnginePool) -> FastAPI:
-    """Creates an application with metrics only, for a separate port."""
+    """Create an application with metrics only, for a separate port."""
     app = FastAPI(title="edgellm-serve", docs_url=None, redoc_url=None, openapi_url=None)
     _add_metrics(app, engines)
     errors.install(app)

@@ -31,7 +31,7 @@ class Auth:
         self._app, self._settings, self._engines = app, engines.settings, engines
 
     async def __call__(self, scope: Scope, receive: Receive, send: Send) -> None:
-        """Forwards or rejects a request; see ASGI."""
+        """Forward or reject a request; see ASGI."""
         if scope["type"] != "http":
             await self._app(scope, receive, send)
             return
@@ -69,7 +69,7 @@ class Auth:
             # The server stops before this client has read its whole output.
 
     def _require_host(self, headers: Headers) -> None:
-        """Raises 403 for foreign host names on a local server (DNS rebinding)."""
+        """Raise 403 for foreign host names on a local server (DNS rebinding)."""
         if not self._settings.local_only:
             return
         host = headers.get("host", "")
@@ -88,7 +88,7 @@ class Auth:
         require_key(self._settings, given)
 
     async def _with_body(self, scope: Scope, headers: Headers, receive: Receive) -> Receive:
-        """Reads the body; returns a `receive` that gives it at once.
+        """Read the body; return a `receive` that gives it at once.
 
         Raises:
             ApiError: 413 if the body is too large, 408 if it does not arrive in time.
@@ -116,7 +116,7 @@ def _too_large(limit: int) -> ApiError:
 
 
 def require_key(settings: Settings, authorization: str) -> None:
-    """Raises `ApiError` 401 if keys are required and the header has none of them."""
+    """Raise `ApiError` 401 if keys are required and the header has none of them."""
     if not settings.key_hashes:
         return
     scheme, _, key = authorization.partition(" ")
@@ -129,7 +129,7 @@ def require_key(settings: Settings, authorization: str) -> None:
 
 
 def _take_as_json(scope: Scope) -> None:
-    """Sets the content type to JSON: clients of Triton and Ollama often send a wrong one."""
+    """Set the content type to JSON: clients of Triton and Ollama often send a wrong one."""
     others = [header for header in scope["headers"] if header[0] != b"content-type"]
     scope["headers"] = [*others, (b"content-type", b"application/json")]
 
@@ -146,7 +146,7 @@ def _replay(body: bytes, last: Message, receive: Receive) -> Receive:
 
 
 async def _discard(headers: Headers, receive: Receive) -> None:
-    """Reads the rest of a rejected body, up to a limit; clients read the error only afterwards."""
+    """Read the rest of a rejected body, up to a limit; clients read the error only afterwards."""
     if "content-length" not in headers and "transfer-encoding" not in headers:
         return
     if headers.get("expect", "").lower() == "100-continue":

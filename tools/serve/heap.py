@@ -68,7 +68,7 @@ def after_request(num_bytes: int) -> None:
 
 
 def return_memory() -> None:
-    """Returns unused memory to the system."""
+    """Return unused memory to the system."""
     gc.collect()  # errors and their frames refer to each other, and to the request
     if (libc := _glibc()) is not None:
         libc.malloc_trim(0)

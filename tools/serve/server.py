@@ -45,11 +45,11 @@ class CompanionServer(Protocol):
     """Another server in the same loop, with the same engines."""
 
     async def start(self) -> str:
-        """Starts to listen; returns a line for the log."""
+        """Start to listen; return a line for the log."""
         ...
 
     async def stop(self, max_seconds: float) -> None:
-        """Ends when running requests have finished, or after `max_seconds`."""
+        """End when running requests have finished, or after `max_seconds`."""
         ...
 
 
@@ -128,7 +128,7 @@ class MetricsServer:
         self._task: asyncio.Task[None] | None = None
 
     async def start(self) -> str:
-        """Starts to serve; returns a line for the log."""
+        """Start to serve; return a line for the log."""
         self._task = asyncio.create_task(self._server.serve([self._listener]))
         return f"metrics at port {self._listener.getsockname()[1]}"
 
@@ -149,7 +149,7 @@ def serve(
     drain_timeout_s: int,
     companions: Sequence[CompanionServer] = (),
 ) -> None:
-    """Serves requests until a signal.
+    """Serve requests until a signal.
 
     Args:
         app: the application.

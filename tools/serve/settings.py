@@ -82,7 +82,7 @@ def is_loopback(host: str) -> bool:
 
 
 def require_safe(host: str, *, has_keys: bool, allow_no_key: bool) -> None:
-    """Raises `EdgeLLMError` if other machines could use the server without a key."""
+    """Raise `EdgeLLMError` if other machines could use the server without a key."""
     if not (is_loopback(host) or has_keys or allow_no_key):
         raise EdgeLLMError(
             f"--host {host} lets other machines in without a key",

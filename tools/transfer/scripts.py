@@ -16,7 +16,7 @@ MANIFEST_MARK = "edgellm manifest"
 
 
 def check(folder: str, files: Mapping[str, FileRecord]) -> str:
-    """Prints `there NAME` for files that are there, `NAME: OK` for those with the right hash."""
+    """Print `there NAME` for files that are there, `NAME: OK` for those with the right hash."""
     sums = "".join(f"{record.sha256}  {name}\n" for name, record in files.items())
     names = _lines(files)
     return f"""
@@ -31,14 +31,14 @@ exit 0
 
 
 def tools(*wanted: str) -> str:
-    """Prints the commands of `wanted` that are missing."""
+    """Print the commands of `wanted` that are missing."""
     return "".join(
         f"command -v {name} >/dev/null 2>&1 || printf '%s\\n' {name}\n" for name in wanted
     )
 
 
 def prepare(folder: str, stage: str, manifests: Iterable[str]) -> str:
-    """Makes the stage; prints the free kilobytes, and after marks the manifests that are there.
+    """Make the stage; print the free kilobytes, and after marks the manifests that are there.
 
     Fails where nothing can be written.
     """
@@ -58,7 +58,7 @@ df -Pk -- "$stage" | tail -n 1
 
 
 def publish(folder: str, stage: str, names: Iterable[str], old: Iterable[str]) -> str:
-    """Moves files from the stage to their places, removes `old` ones, and then the stage.
+    """Move files from the stage to their places, remove `old` ones, and then the stage.
 
     Signals do not stop it, so that a folder is never left with files of two versions.
     """
@@ -79,7 +79,7 @@ rm -rf -- "$stage"
 
 
 def keep(folder: str, kept: str, version: str, names: Iterable[str]) -> str:
-    """Keeps what publishing `version` will replace or remove, as hard links where there are any.
+    """Keep what publishing `version` will replace or remove, as hard links where there are any.
 
     `kept` then has the folder `files`, a list `added` of names that were not there, and `for`, the
     version. Run again after an interrupt, it leaves what it has kept for the same version.
@@ -111,7 +111,7 @@ done <<'{_END}'
 
 
 def put_back(folder: str, kept: str) -> str:
-    """Makes the folder what it was before `keep`; fails with 22 where nothing was kept."""
+    """Make the folder what it was before `keep`; fail with 22 where nothing was kept."""
     return f"""
 folder={shlex.quote(folder)}; kept={shlex.quote(kept)}
 if [ ! -f "$kept/for" ]; then printf 'nothing earlier is kept\n' >&2; exit 22; fi
@@ -131,12 +131,12 @@ rmdir -- "$folder" 2>/dev/null || :
 
 
 def drop(kept: str) -> str:
-    """Removes what was kept: it is of an earlier version than the last."""
+    """Remove what was kept: it is of an earlier version than the last."""
     return f"rm -rf -- {shlex.quote(kept)}\n"
 
 
 def versions(folder: str, kept: str) -> str:
-    """Prints `kept` if an earlier version is, and after marks path, hash and text of manifests."""
+    """Print `kept` if an earlier version is, and after marks path, hash and text of manifests."""
     return f"""
 folder={shlex.quote(folder)}; kept={shlex.quote(kept)}
 if [ -f "$kept/for" ]; then printf 'kept\\n'; fi
@@ -151,12 +151,12 @@ done
 
 
 def test(folder: str, command: str) -> str:
-    """Runs a command of the user in the folder; the rest of the script is not its input."""
+    """Run a command of the user in the folder; the rest of the script is not its input."""
     return f"cd -- {shlex.quote(folder)} || exit 23\n(\n{command}\n) </dev/null\n"
 
 
 def forget(stage: str, names: Iterable[str]) -> str:
-    """Removes files from the stage."""
+    """Remove files from the stage."""
     return "".join(f"rm -f -- {shlex.quote(f'{stage}/{name}')}\n" for name in names)
 
 

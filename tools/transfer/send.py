@@ -52,7 +52,7 @@ def send(source: Path, names: Sequence[str], target: Target, *, has_others: bool
 
 
 def require_tools(target: Target) -> None:
-    """Raises `EdgeLLMError` when this machine lacks what `send` needs."""
+    """Raise `EdgeLLMError` when this machine lacks what `send` needs."""
     if target.host and shutil.which("rsync") is None:
         raise EdgeLLMError(
             "rsync is not installed here",

@@ -84,7 +84,7 @@ def _downs(layer: ExpertLayer) -> Iterator[LinearWeight]:
 
 
 def _padded(weight: LinearWeight, shape: tuple[int, int]) -> LinearWeight:
-    """Pads parts [in, out] with zeros to this shape, as floats."""
+    """Pad parts [in, out] with zeros to this shape, as floats."""
     return LinearWeight(tuple(_padded_part(part, shape) for part in weight.parts))
 
 

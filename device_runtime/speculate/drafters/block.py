@@ -103,7 +103,7 @@ class BlockDrafter(KVDrafter):
         *,
         num_candidates: int,
     ) -> None:
-        """Computes nothing.
+        """Compute nothing.
 
         Args:
             rows: the draft's cache.

@@ -112,7 +112,7 @@ class ModelDrafter(TreeDrafter):
         prefill_rows: int,
         image_ids: ImageIds | None = None,
     ) -> None:
-        """Computes nothing.
+        """Compute nothing.
 
         Args:
             session: the draft model.

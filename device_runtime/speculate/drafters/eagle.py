@@ -109,7 +109,7 @@ class EagleDrafter(KVDrafter):
         max_tree_rows: int,
         rounds: DeviceRounds | None = None,
     ) -> None:
-        """Computes nothing.
+        """Compute nothing.
 
         Args:
             rows: the draft's cache.

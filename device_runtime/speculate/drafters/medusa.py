@@ -87,7 +87,7 @@ class MedusaDrafter(TreeDrafter):
         *,
         image_ids: ImageIds | None = None,
     ) -> None:
-        """Computes nothing.
+        """Compute nothing.
 
         Args:
             session: the heads, at least one for each level of `limits`.

@@ -71,7 +71,7 @@ class PEagleDrafter(EagleDrafter):
         costs: Costs,
         masks: MaskRows,
     ) -> None:
-        """Computes nothing.
+        """Compute nothing.
 
         Args:
             rows: the draft's cache.

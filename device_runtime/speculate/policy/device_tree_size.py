@@ -78,7 +78,7 @@ class FixedSize:
         return Size(min(levels, self._growth.levels), self._growth.nodes[-1])
 
     def learn(self, tree: Tree, size: Size) -> None:
-        """Learns nothing."""
+        """Learn nothing."""
 
 
 class WorthwhileSize:

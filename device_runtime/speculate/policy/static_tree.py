@@ -123,4 +123,4 @@ class StaticTree:
         return False
 
     def learn(self, confidences: Sequence[float], accepted: Sequence[bool]) -> None:
-        """Learns nothing."""
+        """Learn nothing."""

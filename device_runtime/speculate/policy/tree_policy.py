@@ -113,7 +113,7 @@ class FixedTree:
         return True
 
     def learn(self, confidences: Sequence[float], accepted: Sequence[bool]) -> None:
-        """Learns nothing."""
+        """Learn nothing."""
 
 
 class CostAwareTree:

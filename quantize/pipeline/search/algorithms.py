@@ -41,7 +41,7 @@ class _OutOfTimeError(Exception):
 
 
 def run_contest(job: Job, minutes: float | None, progress: Progress) -> Report:
-    """Quantizes a language model into `job.output_dir` with the best algorithm.
+    """Quantize a language model into `job.output_dir` with the best algorithm.
 
     An interrupted search resumes; finished candidates count with their times.
 

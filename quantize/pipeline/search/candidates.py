@@ -32,7 +32,7 @@ class Trials:
         return self.work.path / re.sub(r"\W+", "-", name)
 
     def run(self, name: str, progress: Progress, **changes: Any) -> Report:
-        """Runs the job with changes, unless the run is already finished.
+        """Run the job with changes, unless the run is already finished.
 
         Raises:
             EdgeLLMError: as `run_job`; exceptions of `progress` also end the run.
@@ -47,7 +47,7 @@ class Trials:
         return found
 
     def publish(self, name: str, **more: Any) -> Report:
-        """Makes one run the result; `more` are extra fields of its report.
+        """Make one run the result; `more` are extra fields of its report.
 
         Raises:
             EdgeLLMError: the run exceeds `--max_kl`; all runs stay.
@@ -74,7 +74,7 @@ class Trials:
 
 @contextlib.contextmanager
 def trials(job: Job) -> Iterator[Trials]:
-    """Locks the result against other processes.
+    """Lock the result against other processes.
 
     Raises:
         EdgeLLMError: the output folder has other contents, or another process runs.

@@ -34,7 +34,7 @@ _RECIPES = (
 
 
 def run_recipes(job: Job, points: float, progress: Progress) -> Report:
-    """Quantizes a draft into `job.output_dir`; resumes an interrupted search.
+    """Quantize a draft into `job.output_dir`; resume an interrupted search.
 
     Args:
         job: of a draft; a head scheme given in it applies to all recipes.

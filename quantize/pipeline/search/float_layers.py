@@ -21,7 +21,7 @@ _ALL = "all layers rounded"
 
 
 def run_keeping(job: Job, progress: Progress) -> Report:
-    """Quantizes a language model into `job.output_dir`; resumes an interrupted search.
+    """Quantize a language model into `job.output_dir`; resume an interrupted search.
 
     Args:
         job: with `keep_budget`.

@@ -36,7 +36,7 @@ def small(roomy_engine):
 
 
 def _begin(server: ServerProcess, body: dict) -> http.client.HTTPConnection:
-    """Sends a request without reading the response."""
+    """Send a request without reading the response."""
     connection = server.connect()
     content = json.dumps(body).encode()
     connection.request("POST", PATH, content, {"content-type": "application/json"})

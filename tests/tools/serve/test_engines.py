@@ -74,7 +74,7 @@ class Request:
 
 
 async def _settled():
-    """Runs the loop until no task can continue."""
+    """Run the loop until no task can continue."""
     for _ in range(20):
         await asyncio.sleep(0.005)
 

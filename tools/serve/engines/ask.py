@@ -48,7 +48,7 @@ class EmbeddingJob:
 
 
 def start(llm: LLM, ask: EngineRequest) -> RequestOutput:
-    """Creates the output of a request; images are encoded, no token is generated yet.
+    """Create the output of a request; images are encoded, no token is generated yet.
 
     Raises:
         RequestError: the template rejects the messages, an image cannot be read, or the request

@@ -22,7 +22,7 @@ class EventQueue:
         self._is_woken = False
 
     def post(self, queue: asyncio.Queue[Any], event: Any) -> None:
-        """Puts an event into a queue of the loop; callable from any thread."""
+        """Put an event into a queue of the loop; callable from any thread."""
         self._held.append((queue, event))
         if not self._is_woken:
             self._is_woken = True

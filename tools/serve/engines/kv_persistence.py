@@ -20,7 +20,7 @@ def folder_of(
 
 
 def prepare(folder: SnapshotFolder, *, reuses: bool) -> None:
-    """Creates a folder before the engine is loaded.
+    """Create a folder before the engine is loaded.
 
     Raises:
         EdgeLLMError: the folder is not writable, or context reuse is off.
@@ -34,7 +34,7 @@ def prepare(folder: SnapshotFolder, *, reuses: bool) -> None:
 
 
 def restore(folder: SnapshotFolder, llm: LLM) -> None:
-    """Restores an engine's contexts from its folder."""
+    """Restore an engine's contexts from its folder."""
     found = folder.load(llm.slot.num_caches)
     for line in found.ignored:
         typer.echo(f"warning: {line}", err=True)
@@ -43,6 +43,6 @@ def restore(folder: SnapshotFolder, llm: LLM) -> None:
 
 
 def save(folder: SnapshotFolder, llm: LLM) -> None:
-    """Saves an engine's KV caches; raises `LimitError` if the disk is full."""
+    """Save an engine's KV caches; raises `LimitError` if the disk is full."""
     count = folder.save(llm.slot.contexts())
     typer.echo(f"contexts kept in {folder.folder}: {count}")

@@ -27,7 +27,7 @@ class Loading:
     has_own_folders: bool = False  # one subfolder of `contexts` for each engine
 
     def load(self, model: Model) -> LLM:
-        """Loads an engine and restores its contexts; raises as `LLM`."""
+        """Load an engine and restore its contexts; raises as `LLM`."""
         llm = LLM(
             model.folder,
             verify=self.verify,
@@ -42,7 +42,7 @@ class Loading:
         return llm
 
     def unload(self, model: Model, llm: LLM) -> None:
-        """Saves an engine's contexts and frees its memory.
+        """Save an engine's contexts and free its memory.
 
         Raises:
             LimitError: the disk is full; the memory is freed nevertheless.
@@ -54,7 +54,7 @@ class Loading:
             llm.close()
 
     def prepare(self, models: Sequence[Model]) -> None:
-        """Creates the folders of the engines' contexts with `--slotSavePath`.
+        """Create the folders of the engines' contexts with `--slotSavePath`.
 
         Raises:
             EdgeLLMError: a folder is not writable, or context reuse is off.

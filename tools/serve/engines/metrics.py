@@ -78,7 +78,7 @@ class Metrics:
         )
 
     def watch(self, running: Callable[[], int], waiting: Callable[[], int], llm: LLM) -> None:
-        """Connects the gauges and the batch size to a loaded engine."""
+        """Connect the gauges and the batch size to a loaded engine."""
         self._running.set_function(running)
         self._waiting.set_function(waiting)
         self._cache_usage.set_function(lambda: llm.slot.usage)
@@ -87,7 +87,7 @@ class Metrics:
         self._loaded.set(1)
 
     def unwatch(self) -> None:
-        """Drops all references to an engine that is unloaded."""
+        """Drop all references to an engine that is unloaded."""
         for gauge in (self._running, self._waiting, self._cache_usage):
             gauge.set_function(lambda: 0.0)
         self._loaded.set(0)
@@ -97,20 +97,20 @@ class Metrics:
         self._preempted.inc(preempted)
 
     def first_token(self, seconds: float, prompt_tokens: int) -> None:
-        """Records a prefill and the first token after it."""
+        """Record a prefill and the first token after it."""
         self._first.observe(seconds)
         self._prompt.inc(prompt_tokens)
 
     def next_tokens(self, seconds: float) -> None:
-        """Records a further step of a sequence."""
+        """Record a further step of a sequence."""
         self._between.observe(seconds)
 
     def ended(self, reason: str) -> None:
-        """Records the end of a request."""
+        """Record the end of a request."""
         self._ended.labels(self._model, reason).inc()
 
     def finished(self, figures: Finished, seconds: float) -> None:
-        """Records the statistics of a finished sequence."""
+        """Record the statistics of a finished sequence."""
         self.ended(figures.finish_reason)
         self._whole.observe(seconds)
         self._queued.observe(figures.queue_ms / 1e3)

@@ -40,7 +40,7 @@ def read_models(
     draft_model: Path | None = None,
     budget_bytes: float = math.inf,
 ) -> list[Model]:
-    """Reads the manifests of `--engineDir [NAME=]DIR` in their order; loads no engine.
+    """Read the manifests of `--engineDir [NAME=]DIR` in their order; load no engine.
 
     Args:
         given: values of `--engineDir`.
@@ -78,7 +78,7 @@ def read_models(
 
 
 def _named(text: str) -> tuple[str, Path]:
-    """Splits `[NAME=]DIR`; the name is "" if absent, and DIR may contain an equals sign."""
+    """Split `[NAME=]DIR`; the name is "" if absent, and DIR may contain an equals sign."""
     name, equals, folder = text.partition("=")
     if not equals or "/" in name:
         return "", Path(text)

@@ -47,7 +47,7 @@ class Call:
         request: Connection,
         total_timeout_s: float,
     ) -> None:
-        """Puts the job into the queue.
+        """Put the job into the queue.
 
         Raises:
             ApiError: 429 or 503.
@@ -94,12 +94,12 @@ class Call:
         return events
 
     async def __aiter__(self) -> AsyncIterator[list[Event]]:
-        """Yields events until all sequences are finished; raises as `arrived`."""
+        """Yield events until all sequences are finished; raises as `arrived`."""
         while self._left:
             yield await self.arrived()
 
     def close(self) -> None:
-        """Stops the job, whatever its state."""
+        """Stop the job, whatever its state."""
         self._timer.cancel()
         if self._watch is not None:
             self._watch.cancel()
@@ -107,7 +107,7 @@ class Call:
         self._worker.abandon(self._job)
 
     def _expire(self) -> None:
-        """Fails a waiting job; the worker ends a running one before its next forward pass."""
+        """Fail a waiting job; the worker ends a running one before its next forward pass."""
         if self._worker.is_waiting(self._job):
             self._fail(_too_late())
         else:

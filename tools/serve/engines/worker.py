@@ -46,7 +46,7 @@ class Job:
     notified_of: int = 0  # sequence of the last event
 
     def notify(self, at: int, event: Event) -> None:
-        """Posts an event of sequence `at`."""
+        """Post an event of sequence `at`."""
         if at != self.notified_of:
             self.notified_of = at
             self.post(OutputSwitch(at))
@@ -88,13 +88,13 @@ class Worker:
         return self.is_alive and not self._draining
 
     def start(self) -> None:
-        """Starts the threads."""
+        """Start the threads."""
         self._driver.start()
         for thread in self._threads:
             thread.start()
 
     def require_room(self) -> None:
-        """Raises `ApiError` 503 after `drain`, 429 while the queue is full."""
+        """Raise `ApiError` 503 after `drain`, 429 while the queue is full."""
         if not self.is_ready:
             raise stopping()
         if len(self._waiting) >= self._size:
@@ -102,14 +102,14 @@ class Worker:
             raise full(self._size, round(self._mean_s / len(self._threads)))
 
     def submit(self, job: Job) -> None:
-        """Puts a job into the queue; raises as `require_room`."""
+        """Put a job into the queue; raises as `require_room`."""
         with self._changed:
             self.require_room()
             self._waiting.append(job)
             self._changed.notify()
 
     def abandon(self, job: Job) -> None:
-        """Removes a job from the queue, or ends it before its next forward pass."""
+        """Remove a job from the queue, or end it before its next forward pass."""
         job.abandoned = True
         with self._changed:
             if job in self._waiting:
@@ -120,17 +120,17 @@ class Worker:
         return job in self._waiting
 
     def drain(self) -> None:
-        """Accepts no more jobs; accepted jobs finish."""
+        """Accept no more jobs; accepted jobs finish."""
         self._draining = True
 
     def end(self) -> None:
-        """Ends the threads before the next forward pass; remaining jobs fail with 503."""
+        """End the threads before the next forward pass; remaining jobs fail with 503."""
         with self._changed:
             self._draining = self._stopping = True
             self._changed.notify_all()
 
     def join(self) -> None:
-        """Waits for the threads, which `end` stops."""
+        """Wait for the threads, which `end` stops."""
         for thread in self._threads:
             if thread.is_alive():
                 thread.join(timeout=30)
@@ -138,7 +138,7 @@ class Worker:
         self._driver.join(30)
 
     def _check(self, job: Job, answers: Sequence[RequestOutput] = ()) -> None:
-        """Checks before a forward pass that a job may continue.
+        """Check before a forward pass that a job may continue.
 
         Raises:
             AbandonedError: its client has disconnected.
@@ -232,7 +232,7 @@ class Worker:
         job.post(found)
 
     def _generate(self, job: Job, answers: list[RequestOutput], began: float) -> None:
-        """Generates the sequences of a job concurrently, and posts their events."""
+        """Generate the sequences of a job concurrently, and post their events."""
         times = {answer: _StepTimes(at) for at, answer in enumerate(answers)}
 
         def on_steps(answer: RequestOutput, steps: tuple[Step, ...]) -> None:

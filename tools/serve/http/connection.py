@@ -31,7 +31,7 @@ class TimedConnection(H11Protocol):
         self._stop_watching()
 
     def _watch(self) -> None:
-        """Starts the timer unless a request is served; received data does not extend it."""
+        """Start the timer unless a request is served; received data does not extend it."""
         if self._is_answering():
             self._stop_watching()
         elif self._timer is None:

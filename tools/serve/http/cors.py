@@ -21,7 +21,7 @@ _EXPOSED_HEADERS = ("retry-after", "www-authenticate", "x-edgellm-ignored")
 
 
 def read_origins(given: Sequence[str]) -> frozenset[str]:
-    """Normalizes the origins of `--allowOrigin`.
+    """Normalize the origins of `--allowOrigin`.
 
     Raises:
         EdgeLLMError: one is not an origin.
@@ -50,7 +50,7 @@ def _origin(text: str) -> str:
 
 
 def require_known_site(headers: Headers, allowed: frozenset[str]) -> None:
-    """Raises `ApiError` 403 for a request of a web page of another site."""
+    """Raise `ApiError` 403 for a request of a web page of another site."""
     origin = headers.get("origin")
     if ANY in allowed or origin in allowed:
         return
@@ -68,7 +68,7 @@ def require_known_site(headers: Headers, allowed: frozenset[str]) -> None:
 
 
 def share(app: Starlette, allowed: frozenset[str]) -> None:
-    """Adds CORS headers for the allowed origins."""
+    """Add CORS headers for the allowed origins."""
     if allowed:
         app.add_middleware(
             CORSMiddleware,

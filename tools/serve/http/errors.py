@@ -112,7 +112,7 @@ def response_for(path: str, error: ApiError) -> JSONResponse:
 
 
 def install(app: FastAPI) -> None:
-    """Adds error handlers for all protocols to an application."""
+    """Add error handlers for all protocols to an application."""
 
     async def known(request: Request, error: Exception) -> JSONResponse:
         return response_for(request.url.path, as_api_error(error))

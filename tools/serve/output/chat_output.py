@@ -19,7 +19,7 @@ class ChatOutput:
     """Reasoning, text and tool calls of an output, parsed while it is generated."""
 
     def __init__(self, body: ChatRequest, llm: LLM, *, prompt_end: str = "") -> None:
-        """Creates the parser; `prompt_end` is the end of the formatted messages."""
+        """Create the parser; `prompt_end` is the end of the formatted messages."""
         is_guided = body.form() is not None or bool(body.must_call())
         self._reader = body.answer_form(llm).reader(body.schemas(), prompt_end, is_guided=is_guided)
         self._max_calls = 1 if body.parallel_tool_calls is False else None
@@ -27,11 +27,11 @@ class ChatOutput:
         self.calls: list[Call] = []
 
     def push(self, text: str) -> list[Item]:
-        """Parses more text of the model; returns the new items."""
+        """Parse more text of the model; return the new items."""
         return self._added([text] if self._reader is None else self._reader.push(text))
 
     def finish(self, *, is_cut: bool = False) -> list[Item]:
-        """Returns the held-back items at the end; `is_cut`: `max_tokens` ended the output."""
+        """Return the held-back items at the end; `is_cut`: `max_tokens` ended the output."""
         return self._added(self._reader.finish(is_cut=is_cut) if self._reader is not None else [])
 
     def _added(self, found: Sequence[Item]) -> list[Item]:

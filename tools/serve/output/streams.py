@@ -107,7 +107,7 @@ async def _whole(
 
 
 async def collect(call: Call, writer: Writer, first: Sequence[Event] = ()) -> dict[str, Any]:
-    """Collects the whole body, then closes the call.
+    """Collect the whole body, then close the call.
 
     Args:
         call: the request.
@@ -151,7 +151,7 @@ class EventStream(Response):
         self._call, self._writer, self._first, self._path = call, writer, first, path
 
     async def __call__(self, scope: Scope, receive: Receive, send: Send) -> None:
-        """Sends the events; see ASGI."""
+        """Send the events; see ASGI."""
         del scope, receive
         try:
             with anyio.CancelScope(deadline=self._call.deadline + 1) as time_left:

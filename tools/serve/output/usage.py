@@ -11,7 +11,7 @@ from edgellm.tools.serve.engines.events import Finished
 
 
 def together(figures: Sequence[Finished], *, of_one: int = 1) -> Finished:
-    """Merges the statistics of a request's sequences into one.
+    """Merge the statistics of a request's sequences into one.
 
     Args:
         figures: statistics of each sequence, in order.

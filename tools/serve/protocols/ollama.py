@@ -191,7 +191,7 @@ class OllamaGenerate(_OllamaBody):
         return ChatRequest.model_validate(self._fields() | self._thinks() | {"messages": found})
 
     def as_completion(self) -> CompletionRequest:
-        """Converts a raw prompt to a completion request.
+        """Convert a raw prompt to a completion request.
 
         Raises:
             ApiError: images or a system message need a template.
@@ -208,7 +208,7 @@ class OllamaWriter(OneText):
     framing, last = LINES, b""
 
     def __init__(self, answer: ChatOutput | None, model: str, *, chats: bool) -> None:
-        """Creates the writer; `answer` None: all output is text."""
+        """Create the writer; `answer` None: all output is text."""
         self._answer, self._model, self._chats = answer, model, chats
         self._text = self._thinking = ""
         self._calls: list[_Fields] = []

@@ -26,7 +26,7 @@ from edgellm.tools.serve.schemas.openai import ChatRequest
 
 
 def add_protocols(app: FastAPI, engines: EnginePool, version: str) -> None:
-    """Adds Anthropic's, OpenAI's Responses and Ollama's routes."""
+    """Add Anthropic's, OpenAI's Responses and Ollama's routes."""
     _add_messages(app, engines)
     _add_responses(app, engines)
     _add_ollama(app, engines)
@@ -46,7 +46,7 @@ class _Conversation:
         return cls(await engines.of(body.model, request), body)
 
     async def output(self) -> ChatOutput:
-        """Creates the engine request and its output parser; raises as `chat.ask_of`."""
+        """Create the engine request and its output parser; raises as `chat.ask_of`."""
         served, body = self._served, self._body
         self._ask = await chat.ask_of(body, served.llm, served.settings.images, served.lora)
         end = await chat.prompt_end(self._ask, body, served.llm)

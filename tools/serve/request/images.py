@@ -48,7 +48,7 @@ def _allowed_file(url: str, folders: tuple[Path, ...]) -> Path:
 
 
 def _fetch(url: str, hosts: frozenset[str]) -> str:
-    """Fetches an image as a `data:` URI; blocking, runs in a thread."""
+    """Fetch an image as a `data:` URI; blocking, runs in a thread."""
     if not hosts:
         raise _refusal("image_url: http URLs are not allowed here; send a data: URI")
     try:
@@ -79,7 +79,7 @@ class _NoRedirects(urllib.request.HTTPRedirectHandler):
     def redirect_request(
         self, req: object, fp: object, code: object, msg: object, headers: object, newurl: object
     ) -> None:
-        """Returns None: the redirect fails."""
+        """Return None: the redirect fails."""
         del req, fp, code, msg, headers, newurl
 
 

@@ -62,7 +62,7 @@ class EnginePool:
         loading: Loading,
         settings: Settings,
     ) -> None:
-        """Creates the pool; loads no engine.
+        """Create the pool; load no engine.
 
         Args:
             models: the first serves requests without a model name.
@@ -89,26 +89,26 @@ class EnginePool:
 
     # ------------------------------------------------------------------ beginning and end
     def begin(self) -> LLM:
-        """Loads the first engine; raises as `LLM`."""
+        """Load the first engine; raises as `LLM`."""
         place = self.places[0]
         self._start_worker(place, self._loading.load(place.model))
         assert place.worker is not None
         return place.worker.llm
 
     def drain(self) -> None:
-        """Accepts no more requests; accepted ones finish."""
+        """Accept no more requests; accepted ones finish."""
         self._is_draining = True
         for worker in self._workers:
             worker.drain()
 
     def end(self) -> None:
-        """Ends all requests before their next forward pass."""
+        """End all requests before their next forward pass."""
         self._is_draining = True
         for worker in self._workers:
             worker.end()
 
     def close(self) -> None:
-        """Waits for all workers and unloads all engines, after the loop has ended.
+        """Wait for all workers and unload all engines, after the loop has ended.
 
         Raises as `Loading.unload`.
         """
@@ -130,7 +130,7 @@ class EnginePool:
         return self.is_alive and not self._is_draining
 
     def require_room(self) -> None:
-        """Rejects a request before its body is read; raises as `Worker.submit`."""
+        """Reject a request before its body is read; raises as `Worker.submit`."""
         if self._is_draining:
             raise stopping()
         if len(self._places) == 1:
@@ -188,7 +188,7 @@ class EnginePool:
 
     # ------------------------------------------------------------------ loading on demand
     async def _lease_when_loaded(self, place: Place, connection: Connection) -> None:
-        """Loads and leases an engine; engines are loaded one at a time."""
+        """Load and lease an engine; engines are loaded one at a time."""
         if self._num_waiting >= self.settings.queue_size:
             place.metrics.rejected.inc()
             raise full(self._num_waiting, 10)
@@ -216,7 +216,7 @@ class EnginePool:
             self._start_worker(place, llm)
 
     def _load(self, place: Place) -> LLM:
-        """Loads an engine and its former adapters; logs adapters that fail."""
+        """Load an engine and its former adapters; log adapters that fail."""
         llm = self._loading.load(place.model)
         for name, folder in place.adapters.items():
             _load_again(llm, name, folder)
@@ -240,7 +240,7 @@ class EnginePool:
         return sum(place.model.num_bytes for place in self.places if place.worker is not None)
 
     async def _unload(self, place: Place) -> None:
-        """Unloads an engine once it has no requests."""
+        """Unload an engine once it has no requests."""
         place.is_leaving = True
         try:
             while place.num_users:

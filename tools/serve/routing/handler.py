@@ -68,6 +68,6 @@ class EngineHandler:
     async def respond_openai(
         self, request: Request, body: Sampled, asks: Sequence[EngineRequest], writer: Writer
     ) -> Response:
-        """Responds to an OpenAI request; see `respond`."""
+        """Respond to an OpenAI request; see `respond`."""
         ignored = body.ignored(self.llm.tokenizer)
         return await self.respond(request, asks, writer, streams=body.streams(), ignored=ignored)

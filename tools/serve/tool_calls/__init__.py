@@ -45,7 +45,7 @@ def reader(parser: type[ToolParser], tools: Tools) -> CallReader:
 def placed(
     template: str, messages: Sequence[dict[str, Any]], tools: Sequence[dict[str, Any]]
 ) -> list[dict[str, Any]]:
-    """Moves tools and calls into the messages for templates that do not take `tools`."""
+    """Move tools and calls into the messages for templates that do not take `tools`."""
     if not tools and not any(m["role"] == "tool" or m.get("tool_calls") for m in messages):
         return [*messages]
     if "message['tools']" in template and Phi4Parser.recognises(template):

@@ -39,7 +39,7 @@ def forced_calls(
     marks: Mapping[str, int],
     several: bool,
 ) -> str:
-    """Creates a Lark grammar of one call or several.
+    """Create a Lark grammar of one call or several.
 
     Args:
         form: format of the model family.

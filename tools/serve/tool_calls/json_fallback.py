@@ -54,7 +54,7 @@ class JsonFallbackParser:
         return [*self._passed(held), *self._inner.finish(is_cut=is_cut)]
 
     def _scan(self) -> list[Item]:
-        """Forwards text up to an incomplete block."""
+        """Forward text up to an incomplete block."""
         found: list[Item] = []
         while (begin := self._held.find(_FENCE)) >= 0:
             found += self._cut(begin)
@@ -83,7 +83,7 @@ class JsonFallbackParser:
         )
 
     def _block(self, end: int) -> list[Item]:
-        """Takes a complete block from the front: its calls, or its text."""
+        """Take a complete block from the front: its calls, or its text."""
         calls = loose_calls(_inside(self._held[:end]), self._tools)
         if not calls:
             return self._cut(end)

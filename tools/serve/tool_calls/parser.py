@@ -87,11 +87,11 @@ class CallReader(Protocol):
     """Incremental parser that separates text and tool calls."""
 
     def push(self, text: str) -> list[Item]:
-        """Adds text; returns certain text and complete calls."""
+        """Add text; return certain text and complete calls."""
         ...
 
     def finish(self, *, is_cut: bool = False) -> list[Item]:
-        """Returns the rest at the end of the output; incomplete calls are text.
+        """Return the rest at the end of the output; incomplete calls are text.
 
         With `is_cut`, `max_tokens` ended the output, and an incomplete call is dropped.
         """
@@ -105,7 +105,7 @@ class ToolParser(CallReader, Protocol):
     shown: ClassVar[tuple[str, ...]]  # special tokens that the text must keep
 
     def __init__(self, tools: Tools) -> None:
-        """Creates a parser for the functions of `tools`."""
+        """Create a parser for the functions of `tools`."""
         ...
 
     @staticmethod

@@ -22,7 +22,7 @@ class ThinkReader:
         is_inside: bool,
         is_begun: bool = False,
     ) -> None:
-        """Creates a parser of one output.
+        """Create a parser of one output.
 
         Args:
             form: the tags of reasoning.
@@ -71,7 +71,7 @@ class ThinkReader:
         return self._passed(self._take(len(self._held)))
 
     def _begin(self) -> list[Item]:
-        """Detects reasoning or a wrapping tag at the start of the output."""
+        """Detect reasoning or a wrapping tag at the start of the output."""
         begun = self._held.lstrip()
         if begun.startswith(self._form.opening):
             self._held, self._state = begun[len(self._form.opening) :], "thought"

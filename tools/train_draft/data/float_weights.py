@@ -17,7 +17,7 @@ _HEAD, _SCALE = "lm_head.weight", "_scale"
 
 
 def require_known(checkpoint: Checkpoint) -> None:
-    """Raises `UnsupportedModelError` for weights that `float_weights` cannot decode."""
+    """Raise `UnsupportedModelError` for weights that `float_weights` cannot decode."""
     if checkpoint.quant_config and "quant_algo" not in checkpoint.quant_config:
         raise UnsupportedModelError(
             f"{checkpoint.label} is quantized by {checkpoint.quantization}",

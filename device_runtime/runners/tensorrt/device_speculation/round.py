@@ -363,7 +363,7 @@ class _Variants:
     """The kernels for the sizes of the trees."""
 
     def __init__(self, growth: Growth) -> None:
-        """Raises `EdgeLLMError` if trees are too large for all kernels."""
+        """Raise `EdgeLLMError` if trees are too large for all kernels."""
         nodes = _least(catalog.NODES, growth.nodes[-1], "nodes")
         candidates = growth.top_k * max(growth.widths, default=1)
         self.grow = catalog.grow_level(

@@ -145,7 +145,7 @@ class MessagesTool(Body):
     eager_input_streaming: bool | None = None  # calls are sent whole
 
     def as_openai(self) -> dict[str, Any]:
-        """Converts to OpenAI's form."""
+        """Convert to OpenAI's form."""
         facts = self.model_dump(include={"name", "description", "strict"}, exclude_none=True)
         return {"type": "function", "function": facts | {"parameters": self.input_schema}}
 
@@ -158,7 +158,7 @@ class ToolChoice(Body):
     disable_parallel_tool_use: bool = False
 
     def as_openai(self) -> str | dict[str, Any]:
-        """Converts to OpenAI's form.
+        """Convert to OpenAI's form.
 
         Raises:
             ApiError: a tool without a name.

@@ -89,7 +89,7 @@ class Infer:
 
 
 def parse(content: bytes, header_length: str | None) -> Infer:
-    """Parses the body of a request.
+    """Parse the body of a request.
 
     Args:
         content: JSON, followed by the bytes of tensors.
@@ -122,7 +122,7 @@ def parse(content: bytes, header_length: str | None) -> Infer:
 
 
 def require_parameters(names: Iterable[str], known: type[Body]) -> None:
-    """Rejects names that a message of gRPC may not have; raises `ApiError`."""
+    """Reject names that a message of gRPC may not have; raises `ApiError`."""
     for name in names:
         if name not in known.model_fields:
             all_of_them = ", ".join(known.model_fields) or "none"

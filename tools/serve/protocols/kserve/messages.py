@@ -61,7 +61,7 @@ _MESSAGES = {
 
 
 def _entry(message: descriptor_pb2.DescriptorProto, name: str, kind: str) -> str:
-    """Adds the nested message of a map's entries; returns its type name."""
+    """Add the nested message of a map's entries; return its type name."""
     entry = message.nested_type.add(name=f"{name.capitalize()}Entry")
     entry.options.map_entry = True
     _add(entry, "1 string key")

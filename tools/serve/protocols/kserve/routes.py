@@ -26,7 +26,7 @@ _BODY: dict[str, Any] = {
 
 
 def add_kserve(app: FastAPI, engines: EnginePool, version: str) -> None:
-    """Adds the routes, each with and without a model version."""
+    """Add the routes, each with and without a model version."""
 
     def require(name: str, model_version: str) -> None:
         engines.find(name)

@@ -159,7 +159,7 @@ class Service:
     async def _stream(
         self, requests: AsyncIterator[Any], context: grpc.aio.ServicerContext
     ) -> AsyncIterator[Any]:
-        """Serves requests one by one; an error ends the request, not the stream."""
+        """Serve requests one by one; an error ends the request, not the stream."""
         made = MESSAGES["ModelStreamInferResponse"]
         try:
             self._require_key(context)
@@ -178,7 +178,7 @@ class Service:
                 heap.after_request(request.ByteSize())
 
     async def _answers(self, request: Any) -> AsyncIterator[Any]:
-        """Yields one response for each step of a stream, or one with the whole text."""
+        """Yield one response for each step of a stream, or one with the whole text."""
         body, names = self._read(request)
         with ExitStack() as leases:
             streams = bool(body.stream or body.streaming)
@@ -227,7 +227,7 @@ class Service:
             yield _response(request, (), {}, is_final=True)
 
     def _read(self, request: Any) -> tuple[GenerateRequest, tuple[str, ...]]:
-        """Parses a request: its body and the requested outputs.
+        """Parse a request: its body and the requested outputs.
 
         Raises:
             ApiError: the request is invalid.
@@ -266,7 +266,7 @@ class GrpcServer:
         self._grpc: grpc.aio.Server | None = None
 
     async def start(self) -> str:
-        """Starts to listen; returns a line for the log.
+        """Start to listen; return a line for the log.
 
         Raises:
             EdgeLLMError: the port is taken.
@@ -284,14 +284,14 @@ class GrpcServer:
         return f"gRPC at {self._address.rpartition(':')[0]}:{port}"
 
     async def stop(self, max_seconds: float) -> None:
-        """Ends when running requests have finished, or after `max_seconds`."""
+        """End when running requests have finished, or after `max_seconds`."""
         self._service.ending.set()
         if self._grpc is not None:
             await self._grpc.stop(max_seconds)
 
 
 async def _until(ending: asyncio.Event, requests: AsyncIterator[Any]) -> AsyncIterator[Any]:
-    """Yields requests of a stream until it or the server ends."""
+    """Yield requests of a stream until it or the server ends."""
     end = asyncio.create_task(ending.wait())
     try:
         while True:

@@ -74,13 +74,13 @@ def read_bytes(name: str, datatype: str, shape: Sequence[int], raw: bytes) -> Te
 
 
 def text_bytes(text: str) -> bytes:
-    """Encodes one element of a BYTES tensor."""
+    """Encode one element of a BYTES tensor."""
     raw = text.encode("utf-8", "replace")
     return struct.pack("<I", len(raw)) + raw
 
 
 def request_of(tensors: Iterable[Tensor], request_id: str) -> GenerateRequest:
-    """Converts input tensors to a request.
+    """Convert input tensors to a request.
 
     Raises:
         ApiError: a tensor is unknown, duplicate, or has more than its one value.

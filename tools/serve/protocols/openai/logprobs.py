@@ -19,7 +19,7 @@ class TokenPlaces:
     """
 
     def __init__(self, tokenizer: ChatTokenizer, hidden: Collection[int]) -> None:
-        """Starts at offset 0; the text does not contain `hidden` tokens."""
+        """Start at offset 0; the text does not contain `hidden` tokens."""
         self.offset = 0  # of the next token, in characters
         self._tokenizer, self._hidden = tokenizer, hidden
         self._characters = codecs.getincrementaldecoder("utf-8")("replace")
@@ -32,7 +32,7 @@ class TokenPlaces:
         return self._tokenizer.token_bytes(token_id, begins=self.begins)
 
     def advance(self, token_id: int, text: str = "") -> None:
-        """Moves past a token; the prompt `text` may contain hidden tokens as text."""
+        """Move past a token; the prompt `text` may contain hidden tokens as text."""
         added = self.bytes_of(token_id)
         if token_id in self._hidden and text:
             word = self._tokenizer.token_text(token_id)

@@ -35,7 +35,7 @@ class LoadRequest(UnloadRequest):
 
 
 def load_given(llm: LLM, given: Sequence[str], models: Collection[str]) -> None:
-    """Loads the adapters of `--loraModule NAME=FOLDER`.
+    """Load the adapters of `--loraModule NAME=FOLDER`.
 
     Args:
         llm: the engine.
@@ -55,7 +55,7 @@ def load_given(llm: LLM, given: Sequence[str], models: Collection[str]) -> None:
 
 
 def add_adapters(app: FastAPI, engines: EnginePool) -> None:
-    """Adds the routes that load and unload adapters."""
+    """Add the routes that load and unload adapters."""
 
     @app.post("/v1/load_lora_adapter")
     async def load_lora_adapter(body: LoadRequest, request: Request) -> JSONResponse:
@@ -88,7 +88,7 @@ def add_adapters(app: FastAPI, engines: EnginePool) -> None:
 
 
 def _require_new(engines: EnginePool, name: str, model: str) -> None:
-    """Raises `ApiError` if the name is an engine's, or an adapter's of another engine."""
+    """Raise `ApiError` if the name is an engine's, or an adapter's of another engine."""
     for place in engines.places:
         if name == place.model.name:
             raise ApiError(400, "lora_name: the base has this name", param="lora_name")
@@ -99,7 +99,7 @@ def _require_new(engines: EnginePool, name: str, model: str) -> None:
 
 
 def _require_changes(engines: EnginePool) -> None:
-    """Raises `ApiError` without `--allowLoraFolder`."""
+    """Raise `ApiError` without `--allowLoraFolder`."""
     if not engines.settings.lora_folders:
         raise ApiError(403, "adapters cannot be changed: the server has no --allowLoraFolder")
 

@@ -53,7 +53,7 @@ class InputMessage(Body):
     phase: str | None = None
 
     def add_to(self, messages: list[_Fields]) -> None:
-        """Appends a chat message; joins it with reasoning before it."""
+        """Append a chat message; join it with reasoning before it."""
         content: Any = self.content
         if isinstance(content, list):
             content = [part.part() for part in content]
@@ -74,7 +74,7 @@ class FunctionCall(Body):
     status: _Status = None
 
     def add_to(self, messages: list[_Fields]) -> None:
-        """Appends the call to its assistant message."""
+        """Append the call to its assistant message."""
         function = {"name": self.name, "arguments": self.arguments}
         call = {"id": self.call_id, "function": function}
         _assistant_message(messages, continues=True).setdefault("tool_calls", []).append(call)
@@ -90,7 +90,7 @@ class FunctionCallOutput(Body):
     status: _Status = None
 
     def add_to(self, messages: list[_Fields]) -> None:
-        """Appends a separate message."""
+        """Append a separate message."""
         parts = [self.output] if isinstance(self.output, str) else [p.text for p in self.output]
         messages.append({"role": "tool", "tool_call_id": self.call_id, "content": "\n".join(parts)})
 
@@ -113,7 +113,7 @@ class Reasoned(Body):
     status: _Status = None
 
     def add_to(self, messages: list[_Fields]) -> None:
-        """Appends an assistant message that starts with the reasoning."""
+        """Append an assistant message that starts with the reasoning."""
         if text := "\n".join(part.text for part in self.content or self.summary):
             messages.append({"role": "assistant", "content": None, "reasoning_content": text})
 
@@ -218,7 +218,7 @@ class ResponsesRequest(Body):
     stream_options: _Fields | None = None
 
     def as_chat(self) -> ChatRequest:
-        """Converts to a chat request; raises `ValidationError` for unsupported values."""
+        """Convert to a chat request; raises `ValidationError` for unsupported values."""
         found: _Fields = {
             "model": self.model,
             "messages": self._messages(),

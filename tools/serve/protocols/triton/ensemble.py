@@ -44,7 +44,7 @@ class EnsembleParameters(Body):
     @field_validator("stop_words")
     @classmethod
     def _without_empty(cls, value: Any) -> Any:
-        """Removes empty stop words; `""` means none."""
+        """Remove empty stop words; `""` means none."""
         given = [value] if isinstance(value, str) else list(value or ())
         return [word for word in given if word] or None
 

@@ -138,7 +138,7 @@ class GenerateRequest(EnsembleParameters):
         )
 
     def require_path(self, *, streams: bool) -> None:
-        """Raises `ApiError` if the body's stream fields contradict the path."""
+        """Raise `ApiError` if the body's stream fields contradict the path."""
         own = self.parameters.stream if self.parameters is not None else None
         for name, value in (
             ("streaming", self.streaming),

@@ -86,7 +86,7 @@ class HarmonyParser:
         )
 
     def _open(self) -> bool:
-        """Parses a header; returns False if it is incomplete."""
+        """Parse a header; return False if it is incomplete."""
         header, mark, rest = self._held.partition(MESSAGE)
         if self._is_first and not _may_be_header(header):
             self._is_header = self._is_first = False  # text without a channel
@@ -101,7 +101,7 @@ class HarmonyParser:
         return True
 
     def _pass_on(self) -> list[Item]:
-        """Takes the held text, except a possible start of a mark."""
+        """Take the held text, except a possible start of a mark."""
         cut = len(self._held) - longest_begun(self._held, MESSAGE_ENDS)
         text, self._held = self._held[:cut], self._held[cut:]
         return self._piece(text)
