@@ -25,7 +25,7 @@ all-types: $(TEST_VENV)/installed
 
 most-tests: $(TEST_VENV)/installed
 	OMP_NUM_THREADS=1 $(TEST_VENV)/bin/python -m pytest --numprocesses auto --maxprocesses 8 \
-		--dist loadfile --no-loadscope-reorder --durations 25 --folders \
+		--dist loadfile --no-loadscope-reorder --max-worker-restart 0 --durations 25 --folders \
 		--ignore tests/tools/serve
 
 # Random attacks on everything that reads, writes or answers; the test suite has a share of them.
@@ -45,7 +45,7 @@ types: $(QUICK_VENV)/installed
 
 quick-tests: $(QUICK_VENV)/installed
 	OMP_NUM_THREADS=1 $(QUICK_VENV)/bin/python -m pytest --quick --quiet --numprocesses auto \
-		--maxprocesses 8 --dist loadfile --durations 5
+		--maxprocesses 8 --dist loadfile --max-worker-restart 0 --durations 5
 
 $(DEMO_VENV)/installed: pyproject.toml
 	$(PYTHON) -m venv $(DEMO_VENV)

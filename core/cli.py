@@ -6,6 +6,7 @@ import errno
 import functools
 import inspect
 import io
+import itertools
 import os
 import re
 import signal
@@ -14,6 +15,7 @@ from collections.abc import Callable
 from typing import Annotated, Any
 
 import typer
+from typer.core import TyperCommand
 
 from edgellm.core.errors import EdgeLLMError
 
@@ -47,13 +49,31 @@ class App(typer.Typer):
         self, name: str | None = None, **settings: Any
     ) -> Callable[[Callable[..., None]], Callable[..., None]]:
         """A decorator that adds a command and returns the function, as typer's does."""
-        add = super().command(name, **settings)
 
         def register(function: Callable[..., None]) -> Callable[..., None]:
-            add(self._with_debug(function))
+            self._add(function, name, settings)
             return function
 
         return register
+
+    def _add(self, function: Callable[..., None], name: str | None, settings: Any) -> None:
+        command = self._with_debug(function)
+        hints = command.__annotations__.items()
+        paths = {key for key, hint in hints if "Path" in str(hint) or "_dir" in key}
+
+        class Command(TyperCommand):
+            def parse_args(self, ctx: Any, args: list[str]) -> list[str]:
+                """Reject empty paths, which `Path` takes as the current folder."""
+                flags = {flag for one in self.params if one.name in paths for flag in one.opts}
+                normalize = ctx.token_normalize_func or str
+                for flag, value in itertools.zip_longest(args, args[1:]):
+                    name, equals, rest = flag.partition("=")
+                    known = f"--{normalize(name.lstrip('-'))}" in flags
+                    if known and (rest if equals else value) == "":
+                        raise EdgeLLMError(f"{name}: the path is empty", hint="give a path")
+                return super().parse_args(ctx, args)
+
+        super().command(name, cls=Command, **settings)(command)
 
     def _with_debug(self, function: Callable[..., None]) -> Callable[..., None]:
         @functools.wraps(function)

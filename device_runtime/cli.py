@@ -219,7 +219,7 @@ def _print_resume_command(run: UnfinishedRun, total: int) -> None:
 
 def _run_all(
     llm: LLM, options: Options, requests: list[Any], run: UnfinishedRun, outputs: Outputs,
-    held: HeldInterrupts | None, *, stream: bool,
+    held: HeldInterrupts, *, stream: bool,
 ) -> Iterator[FinishedRequest]:  # fmt: skip
     """Outputs of the requests that `run` lacks, as they finish, in batches of `batch_size`."""
     from edgellm.device_runtime.requests.responses import run_requests

@@ -13,6 +13,7 @@ from typing import Annotated
 
 import pytest
 import typer
+from conftest import assert_one_line_error
 
 from edgellm.core.cli import CAMEL_CASE, App, run_command
 from edgellm.core.errors import EdgeLLMError
@@ -27,6 +28,18 @@ def _failing(error: Exception) -> App:
         raise error
 
     return app
+
+
+@pytest.fixture(autouse=True)
+def own_handlers(monkeypatch):
+    """`run_command` is the last function of a process, and leaves its handlers and streams."""
+    for name in ("stdin", "stdout", "stderr", "unraisablehook"):
+        monkeypatch.setattr(sys, name, getattr(sys, name))
+    numbers = (signal.SIGINT, signal.SIGTERM, signal.SIGHUP)
+    handlers = {number: signal.getsignal(number) for number in numbers}
+    yield
+    for number, handler in handlers.items():
+        signal.signal(number, handler)
 
 
 @pytest.fixture
@@ -79,6 +92,24 @@ def test_debug_keeps_the_traceback(monkeypatch, arguments):
 def test_a_value_that_reads_like_debug_is_a_value(run, capsys):
     assert run(RuntimeError("deep inside"), "--some-word", "--debug") == 3
     assert "Traceback" not in capsys.readouterr().err
+
+
+@pytest.mark.parametrize(
+    "arguments",
+    [
+        ("llm_build", "--onnxDir", "{}", "--engineDir", ""),
+        ("llm_build", "--onnx-dir", "", "--engine-dir", "{}"),
+        ("llm_build", "--onnxDir", "{}", "--engineDir="),
+        ("llm_inference", "--inputFile", "{}/in.json", "--engineDir", "{}", "--outputFile", ""),
+        ("edgellm-export", "llm", "--model_dir", "", "--output_dir", "{}"),
+        ("edgellm-serve", "--engineDir", ""),
+    ],
+)
+def test_an_empty_path_is_not_the_current_folder(command_here, tmp_path, monkeypatch, arguments):
+    monkeypatch.chdir(tmp_path)
+    result = command_here(*(one.format(tmp_path) for one in arguments))
+    assert_one_line_error(result, "the path is empty")
+    assert list(tmp_path.iterdir()) == []
 
 
 def test_every_command_offers_it(run, capsys):

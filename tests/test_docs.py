@@ -77,8 +77,8 @@ def test_every_command_is_in_the_reference(apps):
 
 def test_fields_and_their_descriptions():
     page = manifest_page()
-    assert "| machine | `str` | what the compiled graphs depend on, e.g. the CPU's" in page
-    assert "What `llm_build` and `visual_build` wrote" in page
+    assert "| machine | `str` | dependencies of the compiled graphs, e.g. the CPU's" in page
+    assert "Output of `llm_build` and `visual_build`" in page
     requests = request_page()
     assert "| top_p | `number > 0, <= 1` | `0.8` |" in requests
     assert "| apply_chat_template | `boolean` | `true` |" in requests
@@ -89,7 +89,7 @@ def test_comments_of_fields():
     from edgellm.core.model_spec import KVCacheSpec
 
     assert comments(KVCacheSpec) == {
-        "ranges": "None: nobody calibrated a cache of bytes",
+        "ranges": "None: the KV cache has no calibrated ranges",
         "pages": "None: one sequence, whose rows lie in one piece",
     }
 

@@ -227,7 +227,7 @@ def test_smolvlm_videos_have_an_introduction(pairs, monkeypatch):
     for frame, tile in zip(frames, found.passes, strict=True):
         alone = theirs.image_processor(frame, do_image_splitting=False, return_tensors="np")
         assert np.array_equal(tile, alone["pixel_values"][0])
-    with pytest.raises(LimitError, match="3 frames has 12 tokens, and 11 are allowed"):
+    with pytest.raises(LimitError, match="3 frames has 12 tokens; 11 are allowed"):
         ours.prepare_film(Film(frames, seconds, 1.0, 4000.0), 11, 100)
 
 

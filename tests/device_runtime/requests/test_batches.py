@@ -8,6 +8,7 @@ import pytest
 
 from edgellm.device_runtime import LLM, SpecOptions
 from edgellm.device_runtime.cli import _run_all
+from edgellm.device_runtime.requests.held_interrupts import HeldInterrupts
 from edgellm.device_runtime.requests.request_file import Options
 
 WAYS = {"plain": {}, "eagle": {"spec": SpecOptions(tree="fixed"), "context_reuse": True}}
@@ -23,7 +24,7 @@ REQUESTS[2] = {"messages": []}
 
 def _answers(llm, options, has_trees, capsys):
     outputs, run = SimpleNamespace(trees=has_trees or None), SimpleNamespace(answered=[])
-    for answered in _run_all(llm, options, REQUESTS, run, outputs, None, stream=True):
+    for answered in _run_all(llm, options, REQUESTS, run, outputs, HeldInterrupts(), stream=True):
         run.answered.append(answered)
         answered.response.pop("timings", None)
     found = sorted(run.answered, key=lambda one: one.index)  # they come as they finish

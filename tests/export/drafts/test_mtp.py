@@ -121,7 +121,7 @@ def test_the_commonest_tokens_alone(tmp_path, monkeypatch, is_tied):
     """Pruned heads in pieces of any size; end-of-sequence tokens are included."""
     monkeypatch.setattr(safetensors_io, "CHUNK_BYTES", 1000)
     base = make_base(tmp_path / "base", tie_word_embeddings=is_tied, vocab_size=VOCAB)
-    (base / "generation_config.json").write_text('{"eos_token_id": [60, 93, "</s>"]}')
+    (base / "generation_config.json").write_text('{"eos_token_id": [60, 93]}')
     options = DraftOptions("fp32", draft_vocab_size=40)
     opened = open_draft(str(base)), open_checkpoint(str(base), tokenizer=False)
     manifest = export_draft(*opened, tmp_path / "bundle", options)
