@@ -22,7 +22,7 @@ _CAPACITY = 2048
 def edgellm(path: str, threads: int, *, speculates: bool) -> Answer:
     """`speculates`: as `llm_inference --spec auto`."""
     from edgellm.device_runtime.api.llm import LLM
-    from edgellm.device_runtime.sampling.sampler import SamplingParams
+    from edgellm.device_runtime.sampling.params import SamplingParams
     from edgellm.device_runtime.speculate.options import SpecOptions
 
     llm = LLM(path, spec=SpecOptions(network="auto") if speculates else None)

@@ -20,7 +20,7 @@ from pathlib import Path
 from edgellm.build.engine import build_engine
 from edgellm.build.plan import Plan, image_plan
 from edgellm.device_runtime.api.llm import LLM, RequestOutput
-from edgellm.device_runtime.sampling.sampler import SamplingParams
+from edgellm.device_runtime.sampling.params import SamplingParams
 from edgellm.device_runtime.speculate.options import SpecOptions
 from edgellm.export.graph.architecture import ExportOptions
 from edgellm.export.pipeline.draft import DraftOptions, export_draft

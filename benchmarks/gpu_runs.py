@@ -13,7 +13,7 @@ from oracle_draft import predicting
 
 from edgellm.core.errors import EdgeLLMError
 from edgellm.device_runtime.api.llm import LLM
-from edgellm.device_runtime.sampling.sampler import SamplingParams
+from edgellm.device_runtime.sampling.params import SamplingParams
 
 GREEDY = SamplingParams(temperature=0.0)
 _UNCOUNTED = 2  # steps: the prompt's, and that in which a draft reads the prompt

@@ -12,32 +12,32 @@ from methods import EAGLE3, METHODS
 from edgellm.build.engine import build_engine
 from edgellm.build.plan import Plan
 from edgellm.device_runtime.api.llm import LLM, RequestOutput
-from edgellm.device_runtime.sampling.sampler import SamplingParams
+from edgellm.device_runtime.sampling.params import SamplingParams
 from edgellm.export.graph.architecture import ExportOptions
 from edgellm.export.pipeline.draft import DraftOptions, export_draft
 from edgellm.export.pipeline.llm import export_llm
 from edgellm.export.pipeline.resolve import open_checkpoint, open_draft
-from edgellm.quantize.metrics.divergence import Changes, Questioned, count_changes
+from edgellm.quantize.metrics.divergence import Changes, GreedyOutput, count_changes
 
 SETS = ("humaneval", "gsm8k")
 _DRAFTED = 64  # tokens of an answer that a draft helps with
 _GREEDY = SamplingParams(0.0, top_p=1.0, top_k=0)
 
 
-def ask(engine: Path, count: int, tokens: int) -> list[Questioned]:
+def ask(engine: Path, count: int, tokens: int) -> list[GreedyOutput]:
     """The greedy answers of an engine to the first prompts of every set."""
     with LLM(engine) as model:
         return [
-            Questioned(name, tuple(answer.prompt.token_ids), tuple(answer.token_ids))
+            GreedyOutput(name, tuple(answer.prompt.token_ids), tuple(answer.token_ids))
             for name in SETS
             for question in prompts.load(name)[:count]
             for answer in [_answer(model, question, tokens)]
         ]
 
 
-def changes(logits: Callable[[np.ndarray], np.ndarray], asked: Sequence[Questioned]) -> Changes:
+def changes(logits: Callable[[np.ndarray], np.ndarray], asked: Sequence[GreedyOutput]) -> Changes:
     """How many of the answers a model changes; `logits`: of ids [S], [S, V]."""
-    found = [logits(np.array(each.said, np.int64))[each.start :].argmax(-1) for each in asked]
+    found = [logits(np.array(each.input_ids, np.int64))[each.start :].argmax(-1) for each in asked]
     return count_changes(asked, found)
 
 

@@ -32,7 +32,7 @@ from edgellm.build.engine import build_engine
 from edgellm.build.plan import Plan
 from edgellm.core.manifest import LLM_BUNDLE, load_bundle
 from edgellm.device_runtime.api.llm import LLM
-from edgellm.device_runtime.sampling.sampler import SamplingParams
+from edgellm.device_runtime.sampling.params import SamplingParams
 from edgellm.device_runtime.speculate.options import SpecOptions
 from edgellm.device_runtime.text.tokenizer import ChatTokenizer
 from edgellm.export.graph.architecture import ExportOptions

@@ -25,7 +25,7 @@ import weights
 from edgellm.build.engine import build_engine
 from edgellm.build.plan import Plan
 from edgellm.device_runtime.api.llm import LLM, RequestOutput
-from edgellm.device_runtime.sampling.sampler import SamplingParams
+from edgellm.device_runtime.sampling.params import SamplingParams
 from edgellm.device_runtime.speculate.options import SpecOptions
 from edgellm.device_runtime.speculate.policy.static_tree import NAMED
 from edgellm.export.graph.architecture import ExportOptions

@@ -24,7 +24,7 @@ from edgellm.quantize.algorithms.gptq.float_grids import Nvfp4Grid
 from edgellm.quantize.algorithms.gptq.rounding import (
     Feedback,
     Grid,
-    WholeNumbers,
+    IntegerGrid,
     round_nearest,
     round_with_feedback,
 )
@@ -58,9 +58,9 @@ def _fp4(x: Tensor) -> Tensor:
 
 
 FORMS = {
-    "int4, blocks of 32": Form(lambda _: WholeNumbers(-8, 7, 32)),
-    "int4, blocks of 32, feedback": Form(lambda _: WholeNumbers(-8, 7, 32), feeds_back=True),
-    "int8, inputs int8": Form(lambda _: WholeNumbers(-127, 127, 0), inputs=round_int8_blocks),
+    "int4, blocks of 32": Form(lambda _: IntegerGrid(-8, 7, 32)),
+    "int4, blocks of 32, feedback": Form(lambda _: IntegerGrid(-8, 7, 32), feeds_back=True),
+    "int8, inputs int8": Form(lambda _: IntegerGrid(-127, 127, 0), inputs=round_int8_blocks),
     "nvfp4": Form(Nvfp4Grid.of),
     "nvfp4, inputs fp4": Form(Nvfp4Grid.of, inputs=_fp4),
     "nvfp4, feedback": Form(Nvfp4Grid.of, feeds_back=True),

@@ -27,7 +27,7 @@ import prompts
 from edgellm.device_runtime.api.llm import LLM
 from edgellm.device_runtime.engine import profile
 from edgellm.device_runtime.engine.profile import GENERATION, SPECULATION, Profile
-from edgellm.device_runtime.sampling.sampler import SamplingParams
+from edgellm.device_runtime.sampling.params import SamplingParams
 from edgellm.device_runtime.speculate.drafters import eagle
 from edgellm.device_runtime.speculate.policy.costs import Costs
 from edgellm.device_runtime.speculate.policy.spec_budget import TextLookupShare

@@ -31,7 +31,7 @@ from edgellm.core.graph_io import PIXEL_VALUES
 from edgellm.core.manifest import VISUAL_ENGINE, load_engine
 from edgellm.device_runtime.api.llm import LLM
 from edgellm.device_runtime.networks import encoder
-from edgellm.device_runtime.sampling.sampler import SamplingParams
+from edgellm.device_runtime.sampling.params import SamplingParams
 from edgellm.export.graph.architecture import ExportOptions
 from edgellm.export.pipeline.llm import export_llm
 from edgellm.export.pipeline.resolve import open_checkpoint

@@ -88,6 +88,36 @@ class App(typer.Typer):
         return command
 
 
+def with_flags(
+    parameter: str, kind: type[Any]
+) -> Callable[[Callable[..., None]], Callable[..., None]]:
+    """A decorator of commands, which puts the fields of a dataclass in place of a parameter.
+
+    Args:
+        parameter: the command's, which receives the dataclass.
+        kind: the dataclass; its fields are annotated as typer's flags.
+    """
+
+    def decorate(command: Callable[..., None]) -> Callable[..., None]:
+        own = inspect.signature(command, eval_str=True).parameters
+        flags = inspect.signature(kind, eval_str=True).parameters
+
+        @functools.wraps(command)
+        def taking(**given: Any) -> None:
+            values = {name: given.pop(name) for name in flags if name in given}
+            command(**{parameter: kind(**values)}, **given)
+
+        merged: list[inspect.Parameter] = []
+        for name, one in own.items():
+            merged += flags.values() if name == parameter else [one]
+        merged = [one.replace(kind=inspect.Parameter.KEYWORD_ONLY) for one in merged]
+        taking.__signature__ = inspect.Signature(merged)  # type: ignore[attr-defined]  # typer reads it
+        taking.__annotations__ = {one.name: one.annotation for one in merged}
+        return taking
+
+    return decorate
+
+
 def numbers(flag: str, text: str) -> tuple[int, ...]:
     """The value of a flag that takes whole numbers; () for "".
 

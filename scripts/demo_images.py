@@ -1,6 +1,6 @@
 """The demo's last stage: a synthetic vision-language model describes drawn scenes.
 
-The model knows nothing else: it shows that the pipeline works, not what such models can do.
+The model knows only such scenes: it shows that the pipeline works, not the quality of models.
 """
 
 from __future__ import annotations
@@ -11,13 +11,13 @@ from typing import Any
 
 from edgellm.core.manifest import VISUAL_BUNDLE, VISUAL_ENGINE
 from edgellm.scripts.stages import (
+    announce,
     build_pair,
     command,
     export_pair,
     is_built,
     is_exported,
-    say,
-    unless,
+    run_unless,
 )
 from edgellm.scripts.synthetic_vlm import scenes
 
@@ -28,21 +28,21 @@ _SEED = 2026
 
 
 def describe(work: Path) -> None:
-    """Export, build, ask for the captions of some scenes, and score them."""
-    say("6/6 images", "drawn scenes, described by a synthetic model with EAGLE3")
-    bundle, drafted, seeing = (work / f"vlm_{name}_bundle" for name in ("llm", "draft", "visual"))
+    """Export, build, caption some scenes, and score the captions."""
+    announce("6/6 images", "drawn scenes, described by a synthetic model with EAGLE3")
+    bundle, drafted, visual = (work / f"vlm_{name}_bundle" for name in ("llm", "draft", "visual"))
     engine, encoder = work / "vlm_engine", work / "vlm_visual_engine"
     export_pair(MODEL, DRAFT, bundle, drafted)
-    unless(
-        is_exported(seeing, VISUAL_BUNDLE, MODEL), "edgellm-export", "visual",
-        "--model_dir", MODEL, "--output_dir", seeing, "--dtype", "fp32",
+    run_unless(
+        is_exported(visual, VISUAL_BUNDLE, MODEL), "edgellm-export", "visual",
+        "--model_dir", MODEL, "--output_dir", visual, "--dtype", "fp32",
     )  # fmt: skip
     build_pair(bundle, drafted, engine, "--maxInputLen", 256, "--maxKVCacheCapacity", 512)
-    unless(
-        is_built(encoder, seeing, VISUAL_ENGINE),
+    run_unless(
+        is_built(encoder, visual, VISUAL_ENGINE),
         "visual_build",
         "--onnxDir",
-        seeing,
+        visual,
         "--engineDir",
         encoder,
     )
@@ -75,6 +75,6 @@ def _show(responses: list[dict[str, Any]], drawn: list[scenes.Scene], work: Path
     lengths = [response["timings"]["spec_acceptance_length"] for response in responses]
     right, exact = sum(one.right_cells for one in scores), sum(one.exact for one in scores)
     print(
-        f"\n  {exact} of {len(drawn)} captions are right to the word, {right} of "
+        f"\n  {exact} of {len(drawn)} captions match exactly, {right} of "
         f"{9 * len(drawn)} cells; acceptance length {sum(lengths) / len(lengths):.2f}"
     )

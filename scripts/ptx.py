@@ -1,7 +1,7 @@
-"""Compile edgellm's Triton kernels to PTX, for GPUs that need not be here.
+"""Compile edgellm's Triton kernels to PTX, without a GPU.
 
-python -m edgellm.scripts.ptx [--sm 110]... writes device_runtime/kernels/triton/ptx; it needs
-Triton (pip install '.[kernels]'), whose wheels carry the assembler that checks what was compiled.
+python -m edgellm.scripts.ptx [--sm 110]... writes device_runtime/kernels/triton/ptx. It needs
+Triton (pip install '.[kernels]'), whose wheels include the assembler that checks the PTX.
 """
 
 from __future__ import annotations
@@ -33,7 +33,7 @@ from edgellm.device_runtime.kernels.triton.catalog import (
 )
 
 _PACKAGE = "edgellm.device_runtime.kernels.triton"
-_ALIGNED = [["tt.divisibility", 16]]  # what every pointer is given as, and the size of heads
+_ALIGNED = [["tt.divisibility", 16]]  # alignment of pointers and of the head size
 _WIDE_COPY = re.compile(r"cp\.async\.c[ag]\.shared\.global [^;]*, 0x10,")
 
 
@@ -50,24 +50,24 @@ class Ptx:
 
 @dataclass(frozen=True, slots=True)
 class Assembled:
-    """What the assembler says of a kernel."""
+    """The assembler's report on a kernel."""
 
     registers: int
     spilled_bytes: int
 
 
 def compile_variant(variant: Variant, sm: int) -> Ptx:
-    """PTX without debug lines (which hold paths) and without Triton's own arguments.
+    """Compile a kernel to PTX without debug lines (they contain paths) and Triton's own arguments.
 
     Raises:
-        EdgeLLMError: Triton is missing or is asked to interpret.
+        EdgeLLMError: Triton is missing, or set to interpret.
     """
     triton, compiler, backend = _load_triton()
     kernel = variant.kernel
     function = getattr(importlib.import_module(f"{_PACKAGE}.{kernel.module}"), kernel.name)
     names = list(function.arg_names)
     if names != [*kernel.signature, *variant.constants]:
-        raise EdgeLLMError(f"the catalog's arguments of {kernel.name} are not its own: {names}")
+        raise EdgeLLMError(f"the catalog lists other arguments of {kernel.name} than {names}")
     kinds = {**kernel.signature, **dict.fromkeys(variant.constants, "constexpr")}
     aligned = [name for name, kind in kernel.signature.items() if kind[0] == "*" or name == SIZE]
     attributes = {(names.index(name),): _ALIGNED for name in aligned}
@@ -119,13 +119,13 @@ def _strip_hidden(ptx: str, declared: int) -> str:
         name = re.search(r"\w+_param_\d+", parameter)
         assert name is not None
         if len(re.findall(rf"{name[0]}\b", ptx)) != 1:
-            raise EdgeLLMError(f"a kernel reads {name[0]}, which no launcher gives")
-    kept = ",\n".join(parameters[:declared])
-    return f"{ptx[: head.start(2)]}{kept}\n{ptx[head.start(3) :]}"
+            raise EdgeLLMError(f"a kernel reads {name[0]}, which launchers do not pass")
+    parts = ",\n".join(parameters[:declared])
+    return f"{ptx[: head.start(2)]}{parts}\n{ptx[head.start(3) :]}"
 
 
 def assemble(ptx: Ptx) -> Assembled:
-    """Let the assembler of Triton's wheel read PTX; raises `EdgeLLMError` with its words."""
+    """Assemble PTX with the assembler of Triton's wheel; raise `EdgeLLMError` with its message."""
     triton, _, _ = _load_triton()
     folder = Path(triton.__file__).parent / "backends" / "nvidia" / "bin"
     with tempfile.TemporaryDirectory() as work:
@@ -135,7 +135,7 @@ def assemble(ptx: Ptx) -> Assembled:
         command += ["-o", path.with_suffix(".cubin")]
         result = subprocess.run(command, capture_output=True, text=True, check=False)
     if result.returncode:
-        raise EdgeLLMError(f"the assembler refuses {ptx.entry}: {result.stderr[:300]}")
+        raise EdgeLLMError(f"the assembler rejects {ptx.entry}: {result.stderr[:300]}")
     registers = re.search(r"Used (\d+) registers", result.stderr)
     spilled = re.search(r"(\d+) bytes spill stores", result.stderr)
     assert registers is not None
@@ -143,7 +143,7 @@ def assemble(ptx: Ptx) -> Assembled:
 
 
 def faults(variant: Variant, ptx: Ptx, assembled: Assembled) -> list[str]:
-    """What a kernel that is to ship must not have."""
+    """Return the reasons why a kernel must not ship."""
     found = []
     if assembled.spilled_bytes:
         found.append(f"{assembled.spilled_bytes} bytes of registers are spilled")
@@ -151,19 +151,19 @@ def faults(variant: Variant, ptx: Ptx, assembled: Assembled) -> list[str]:
         found.append(f"{ptx.shared_bytes} bytes of shared memory")
     if "/" in re.sub(r"//.*", "", ptx.text):
         found.append("a path is in the text")
-    for unit in ("wgmma", "tcgen05"):  # other matrix units than mma.sync take other memory
+    for unit in ("wgmma", "tcgen05"):  # these matrix units need other memory than mma.sync
         found += [f"{unit} in the text"] * (unit in ptx.text)
     if variant.kernel.name == "attend":
         wide, wanted = 16 * len(_WIDE_COPY.findall(ptx.text)), _wide_bytes(variant)
         if wide < wanted:
-            found.append(f"a thread reads {wide} bytes 16 at a time, not {wanted}")
+            found.append(f"a thread copies {wide} bytes 16 at a time, not {wanted}")
     return found
 
 
 def _wide_bytes(variant: Variant) -> int:
-    """Bytes of the cache that the text lets a thread of `attend` copy 16 at a time.
+    """Return the bytes of the KV cache that a thread of `attend` copies 16 at a time.
 
-    A block of rows is there twice, before the loop and in it. Triton 3.9 copies the values of
+    The code has a block of positions twice, before the loop and in it. Triton 3.9 copies values of
     8-bit caches, which it converts, 8 bytes at a time.
     """
     constants = variant.constants
@@ -173,10 +173,10 @@ def _wide_bytes(variant: Variant) -> int:
 
 
 def write_target(sm: int, folder: Path) -> dict[str, Any]:
-    """Compile, gate and pack all kernels for a GPU; returns its part of the manifest.
+    """Compile, check and pack all kernels for a GPU; return its part of the manifest.
 
     Raises:
-        EdgeLLMError: a kernel fails a gate.
+        EdgeLLMError: a kernel fails a check.
         OSError: the archive cannot be written.
     """
     entries, targets = {}, set()
@@ -220,14 +220,14 @@ app = App(SNAKE_CASE)
 @app.command()
 def ptx(
     sm: Annotated[
-        list[int] | None, typer.Option(help="Compute capability, 110 for 11.0; all if left out.")
+        list[int] | None, typer.Option(help="Compute capability, 110 for 11.0. Default: all.")
     ] = None,
 ) -> None:
     """Compile edgellm's Triton kernels to the PTX that ships with it."""
     triton, _, _ = _load_triton()
     if unknown := set(sm or ()) - set(TARGETS):
         raise EdgeLLMError(
-            f"--sm {min(unknown)} is not a target", hint=f"there are {', '.join(map(str, TARGETS))}"
+            f"--sm {min(unknown)} is not a target", hint=f"targets: {', '.join(map(str, TARGETS))}"
         )
     folder = prebuilt.FOLDER
     folder.mkdir(exist_ok=True)

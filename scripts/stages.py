@@ -1,4 +1,4 @@
-"""Stages of the demo: commands as a user would type them, skipped where their result is there."""
+"""Stages of the demo: commands as a user types them, skipped if their result exists."""
 
 from __future__ import annotations
 
@@ -22,12 +22,12 @@ from edgellm.core.manifest import (
 
 
 def export_pair(model: Path, draft: Path, bundle: Path, drafted: Path) -> None:
-    """Bundles of a base and of its EAGLE3 draft, float32."""
-    unless(
+    """Export a base and its EAGLE3 draft to float32 bundles."""
+    run_unless(
         is_exported(bundle, LLM_BUNDLE, model), "edgellm-export", "llm", "--model_dir", model,
         "--output_dir", bundle, "--dtype", "fp32", "--is_eagle_base", "--draft_model_dir", draft,
     )  # fmt: skip
-    unless(
+    run_unless(
         is_exported(drafted, DRAFT_BUNDLE, draft), "edgellm-export", "draft",
         "--draft_model_dir", draft, "--base_model_dir", model, "--output_dir", drafted,
         "--dtype", "fp32",
@@ -35,19 +35,19 @@ def export_pair(model: Path, draft: Path, bundle: Path, drafted: Path) -> None:
 
 
 def build_pair(bundle: Path, drafted: Path, engine: Path, *sizes: object) -> None:
-    """Both bundles into one engine."""
-    unless(
+    """Build both bundles into one engine."""
+    run_unless(
         is_built(engine, bundle, LLM_ENGINE), "llm_build", "--onnxDir", bundle,
         "--engineDir", engine, "--eagleBase", *sizes,
     )  # fmt: skip
-    unless(
+    run_unless(
         is_built(engine / DRAFT_FOLDER, drafted, DRAFT_ENGINE), "llm_build", "--onnxDir",
         drafted, "--engineDir", engine, "--eagleDraft", *sizes,
     )  # fmt: skip
 
 
 def is_exported(bundle: Path, kind: str, checkpoint: Path) -> bool:
-    """Whether the bundle was made of this checkpoint, after it was written."""
+    """Return whether the bundle is an export of this checkpoint, and newer."""
     try:
         manifest = load_bundle(bundle, kind)
     except EdgeLLMError:
@@ -58,7 +58,7 @@ def is_exported(bundle: Path, kind: str, checkpoint: Path) -> bool:
 
 
 def is_built(engine: Path, bundle: Path, kind: str) -> bool:
-    """Whether the engine was made of this bundle, on this machine."""
+    """Return whether the engine was built of this bundle, on this machine."""
     from edgellm.build import backends
 
     try:
@@ -72,30 +72,30 @@ def is_built(engine: Path, bundle: Path, kind: str) -> bool:
     return built_here and source == hash_file(bundle / MANIFEST_NAME).sha256
 
 
-def unless(is_current: bool, name: str, *arguments: object) -> None:
-    """Run a command whose result is not there yet."""
+def run_unless(is_current: bool, name: str, *arguments: object) -> None:
+    """Run a command unless its result is current."""
     if is_current:
-        print(f"    {name} {arguments[0]}: is there already")
+        print(f"    {name} {arguments[0]}: is up to date")
     else:
         command(name, *arguments)
 
 
 def command(name: str, *arguments: object) -> None:
-    """Run one of the installed commands and show it as a user would type it."""
+    """Print and run an installed command."""
     words = [str(argument) for argument in arguments]
     print(f"    $ {name} {' '.join(words)}", flush=True)
     start = time.perf_counter()
     result = subprocess.run([Path(sys.executable).parent / name, *words], check=False)
     if result.returncode:
         raise SystemExit(result.returncode)
-    took(start)
+    print_time(start)
 
 
-def say(stage: str, what: str) -> None:
+def announce(stage: str, what: str) -> None:
     """Announce a stage."""
     print(f"\n{stage}: {what}", flush=True)
 
 
-def took(start: float) -> None:
+def print_time(start: float) -> None:
     """Print the time since `start`."""
     print(f"    {time.perf_counter() - start:.1f} s", flush=True)

@@ -22,7 +22,7 @@ import pytest
 
 os.environ.setdefault("HF_HUB_OFFLINE", "1")
 os.environ.setdefault("TRANSFORMERS_VERBOSITY", "error")
-os.environ["TRITON_INTERPRET"] = "1"  # read when Triton is first imported, whoever does so
+os.environ["TRITON_INTERPRET"] = "1"  # read when Triton is first imported
 
 import without_host
 from hypothesis import settings
@@ -81,7 +81,7 @@ WORDS = ["<unk>", "<s>", "</s>", ":", ".", "system", "user", "assistant", "tool"
 
 
 def write_tokenizer(folder: Path, vocab_size: int) -> None:
-    """A word-level tokenizer: w9, w10, ... besides `WORDS`."""
+    """Write a word-level tokenizer: w9, w10, ... and `WORDS`."""
     from tokenizers import Tokenizer, models, pre_tokenizers
 
     words = WORDS + [f"w{index}" for index in range(len(WORDS), vocab_size)]
@@ -134,7 +134,7 @@ def tiny_bundle(tiny_checkpoint: Path, tmp_path_factory: pytest.TempPathFactory)
 
 @pytest.fixture(scope="session")
 def tiny_int4_bundle(tiny_checkpoint: Path, tmp_path_factory: pytest.TempPathFactory) -> Path:
-    """The tiny model rounded to INT4 blocks of 16, as a quantized checkpoint holds it."""
+    """The tiny model quantized to INT4 in groups of 16, from a quantized checkpoint."""
     from weights import round_checkpoint
 
     from edgellm.export.graph.architecture import ExportOptions
@@ -172,7 +172,7 @@ def tiny_engine(tiny_bundle: Path, tmp_path_factory: pytest.TempPathFactory) -> 
 
 @pytest.fixture(scope="session")
 def tree_engine(tiny_bundle: Path, tmp_path_factory: pytest.TempPathFactory) -> Path:
-    """The tiny engine, built to verify trees of 12 nodes; it gives no features to a draft."""
+    """The tiny engine, built to verify trees of 12 nodes; it has no hidden states for a draft."""
     from edgellm.build.engine import build_engine
     from edgellm.build.plan import Plan
 
@@ -184,7 +184,7 @@ def tree_engine(tiny_bundle: Path, tmp_path_factory: pytest.TempPathFactory) -> 
 
 @pytest.fixture(scope="session")
 def eagle_pairs(tmp_path_factory: pytest.TempPathFactory) -> Callable[[str], EaglePair]:
-    """Tiny bases with drafts by name, each built when it is first asked for."""
+    """Tiny bases with drafts by name, each built on first use."""
     import eagle_engines
     import mtp_reference
 
@@ -217,7 +217,7 @@ def eagle_pair(eagle_pairs: Callable[[str], EaglePair]) -> EaglePair:
 
 @pytest.fixture(scope="session")
 def shared_engine(eagle_pair: EaglePair, tmp_path_factory: pytest.TempPathFactory) -> Path:
-    """The same with its draft, for three answers at a time."""
+    """The same with its draft, for batches of three."""
     import eagle_engines
 
     return eagle_engines.for_several(eagle_pair, tmp_path_factory.mktemp("shared") / "engine", 3)
@@ -261,7 +261,7 @@ def command() -> Command:
 
 @pytest.fixture
 def command_here() -> Command:
-    """As `command`, in this process: for what no process is needed to see.
+    """As `command`, in this process, for tests that need no separate one.
 
     Half of the time of a short command is the start of a process. Others of the same command start
     it as users do.
@@ -286,7 +286,7 @@ def command_here() -> Command:
 
 @pytest.fixture
 def infer_requests(command, tmp_path):
-    """Write a request file, run `llm_inference`, read its answers; None: it wrote none."""
+    """Write a request file, run `llm_inference`, read its outputs; None: it wrote none."""
     return _inference(command, tmp_path)
 
 

@@ -104,7 +104,7 @@ def test_commands_have_these_flags(path, apps):
                 name, arguments = f"{name} {arguments[0]}", arguments[1:]
             command = apps[name]
             assert not isinstance(command, TyperGroup)
-            command.make_context(name, arguments)  # raises what a user would be told
+            command.make_context(name, arguments)  # raises the error that a user would get
 
 
 @pytest.mark.parametrize("path", PAGES, ids=lambda path: path.relative_to(ROOT).as_posix())
@@ -200,7 +200,7 @@ def test_the_readmes_commands_print_its_output(four_commands):
     shown = [one["text"] for one in _blocks(ROOT / "README.md") if one["kind"] == "text"][-1]
     printed = {_form(line) for line in four_commands}
     said = [line for line in shown.splitlines() if not line.startswith("[")]
-    said.remove("The capital of France is Paris.")  # a tiny model says other words
+    said.remove("The capital of France is Paris.")  # a tiny model generates other words
     assert len(said) == 2
     assert [line for line in said if _form(line) not in printed] == []
 

@@ -40,7 +40,7 @@ from edgellm.device_runtime.runners.tensorrt.cuda import driver as cuda
 from edgellm.device_runtime.runners.tensorrt.cuda.protocols import Planes
 
 pytestmark = pytest.mark.usefixtures("one_thread")
-PROMPT = "w83 w64 w53 w32 w35 w12 w15"  # its answer is long
+PROMPT = "w83 w64 w53 w32 w35 w12 w15"  # its output is long
 GREEDY = SamplingParams(temperature=0.0)
 TOKENS, STEPS, NODES = 61, 3, 12
 SIZES = {"top_k": 4, "steps": STEPS, "verify_size": NODES, "tree": "fixed"}
@@ -74,7 +74,7 @@ def test_the_oracle_has_the_requested_acceptance_rate(eagle_pairs, monkeypatch, 
         found, rounds = _answer(llm, speculative=True)
     assert llm._drafters is before
     assert found.token_ids == plain.token_ids
-    drafted = rounds[1:-1]  # the last may be cut by the answer's end
+    drafted = rounds[1:-1]  # the last may be cut by the output's end
     length = np.mean([len(each.token_ids) for each in drafted])
     assert abs(length - wanted) <= 1 / len(drafted)
     assert {len(each.tree) for each in drafted[:-2]} == {NODES}
@@ -144,7 +144,7 @@ def test_a_round_on_the_fake_gpu(eagle_pairs, tmp_path, monkeypatch, draft):
 
 @pytest.mark.parametrize("speculative", [False, True])
 def test_output_tokens_are_counted(eagle_pair, tmp_path, monkeypatch, speculative):
-    """As the fake GPU counts; a round runs on the device without clocks in between."""
+    """By the fake GPU's counts; a round runs on the device without clocks in between."""
     fake, lowered = FakeDevice(), Lowered(eagle_pair, tmp_path)
     device = CountedDevice(fake, CountingEvents())
     lowered.replace_engines(monkeypatch, device)
@@ -156,10 +156,10 @@ def test_output_tokens_are_counted(eagle_pair, tmp_path, monkeypatch, speculativ
         "graphs": "launches",
         "captures": "captures",
     }
-    device.synchronize()  # what was asked for when the engines were loaded
+    device.synchronize()  # work from loading the engines
     before = {name: getattr(fake, name) - device.counts[own] for own, name in names.items()}
     steps = steps_of(llm, device, PROMPT, 40, speculative=speculative)
-    device.synchronize()  # what nobody waited for
+    device.synchronize()  # work that was not waited for
     after = {name: getattr(fake, name) - device.counts[own] for own, name in names.items()}
     assert before == after
     maximum = steps.largest
@@ -213,9 +213,9 @@ def test_calls_on_a_stream_are_distinguished():
     device.download(host, memory.address)
     device.upload(memory.address, host)
     device.move_rows(Planes(memory.address, 1, 8, 16), memory.address, 1, 0)
-    kept = [*[memory.address] * 4, 64]  # a table that is none
+    kept = [*[memory.address] * 4, 64]  # an invalid table
     device.launch(keep_rows(64, "fp16"), (1, 1, 2), kept)
-    device.upload(memory.address, host)  # that nothing follows
+    device.upload(memory.address, host)  # which is not followed
     assert not device.spent_ms
     device.synchronize()
     assert device.spent_ms == {PASSES: 2, COPIES: 1, COMPACTION: 2}

@@ -91,7 +91,7 @@ def test_two_flipped_bytes(folder, known, keeps_time):
     files = _files(folder)
     if known:
         _check(folder, files)
-        time.sleep(0.02)  # file systems tell times apart by some milliseconds
+        time.sleep(0.02)  # file systems resolve times to some milliseconds
     _flip(folder / "deep/b.data", keeps_time)
     for verify in (None, None, True):
         with pytest.raises(BrokenArtifactError, match=r"b\.data was changed: its sha256 differs"):

@@ -69,7 +69,7 @@ def reference(bundle, transformers_model):
         all_ids = transformers_model.generate(
             torch.tensor([ids]), max_new_tokens=DECODED, min_new_tokens=DECODED, do_sample=False
         )
-        # transformers' own `double` refuses what was read from GGUF.
+        # transformers' own `double` rejects models from GGUF.
         model = torch.nn.Module.double(copy.deepcopy(transformers_model))
         logits = model(all_ids).logits[0].float().numpy()
     return all_ids[0].numpy(), logits

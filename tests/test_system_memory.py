@@ -45,7 +45,7 @@ class Container:
         (proc / "meminfo").write_text(sizes)
 
     def limit(self, place: str, limit: str, used: int = 0, file: int = 0) -> Path:
-        """`file`: pages of files within `used`, half of which were read lately."""
+        """`file`: file cache within `used`; half of it is active."""
         folder = self._point / place
         folder.mkdir(parents=True, exist_ok=True)
         name, current, prefix = self._names
@@ -87,7 +87,7 @@ def test_pages_of_files_are_free(make, version):
 
 @pytest.mark.parametrize("version", [1, 2])
 def test_the_tightest_limit_above_counts(make, version):
-    """One for what is free, one for what there is: parents are shared."""
+    """Separately for free and total memory: parents are shared."""
     container = make(version, "/slice/pod/box")
     container.limit("slice/pod/box", NO_LIMIT[version], used=GB)
     container.limit("slice/pod", str(10 * GB), used=2 * GB)
@@ -113,7 +113,7 @@ def test_no_limit_leaves_the_machine(make, version):
 
 
 def test_a_limit_that_slows_counts_too(make):
-    """Above memory.high a process waits until its pages were taken."""
+    """Above memory.high a process waits until its pages are reclaimed."""
     folder = make(2, "/box").limit("box", str(8 * GB), used=GB)
     (folder / "memory.high").write_text(f"{6 * GB}\n")
     assert memory() == (6, 5)
@@ -141,7 +141,7 @@ def test_a_system_without_meminfo(make, tmp_path):
 
 
 def test_all_readers_see_the_limit(make, tmp_path):
-    """All that say or compare the machine's memory see the limit of the container."""
+    """All reports and checks of the machine's memory use the limit of the container."""
     make(1, "/box").limit("box", str(8 * GB), used=5 * GB)
     (found,) = doctor_checks._memory(Machine(tmp_path))
     assert found.found == "3.2 of 8.6 GB are free"

@@ -1,4 +1,4 @@
-"""Tables of words, as tools print them."""
+"""Text tables of the tools, for terminals and Markdown."""
 
 from __future__ import annotations
 
@@ -11,7 +11,7 @@ _WIDTH_OF_FILES = 120
 
 @dataclass(frozen=True, slots=True)
 class Table:
-    """Rows of words under a title; the first column names them."""
+    """Rows of text under a title; the first column holds the names."""
 
     title: str
     columns: tuple[str, ...]
@@ -21,7 +21,7 @@ class Table:
 
 
 def show(title: str, tables: Iterable[Table]) -> None:
-    """Print a heading and tables; nothing in them is taken for markup."""
+    """Print a heading and tables, without markup in cells."""
     from rich.box import SIMPLE_HEAD
     from rich.console import Console
     from rich.padding import Padding
@@ -46,7 +46,7 @@ def show(title: str, tables: Iterable[Table]) -> None:
 
 
 def markdown(table: Table) -> str:
-    """A table for a page; its note follows it."""
+    """Return a table in Markdown, its note below."""
     sides = ["---:" if table.is_numeric and place else "---" for place in range(len(table.columns))]
     rows = [table.columns, sides, *table.rows]
     lines = ["| " + " | ".join(_cell(cell) for cell in row) + " |" for row in rows]

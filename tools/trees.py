@@ -1,4 +1,4 @@
-"""`edgellm-trees`: the trees of a run as one HTML page that needs no network."""
+"""`edgellm-trees`: draft trees of a run as one self-contained HTML page."""
 
 from __future__ import annotations
 
@@ -18,34 +18,34 @@ from edgellm.core.errors import EdgeLLMError
 PAGE = Path(__file__).with_name("trees.html")
 _PLACE = "@DATA@"
 _OF_A_TREE = ("tokens", "parents", "expected", "confidence", "path", "bonus")
-_HOW = "give the file that llm_inference --eagle --treeOutputFile wrote"
+_HINT = "give the file that llm_inference --eagle --treeOutputFile wrote"
 
 app = App(SNAKE_CASE)
 
 
 @dataclass(frozen=True, slots=True)
 class Summary:
-    """What the rounds of one request, or of all, amount to."""
+    """Sums and means over the rounds of one request, or of all."""
 
-    rounds: int  # verifications; the token out of the prefill has none
-    tokens: int  # of the answer
-    acceptance_length: float  # tokens a round, bonus included
-    expected_length: float  # what the trees promised for it
-    nodes: float  # verified in a round, root included
-    histogram: tuple[int, ...]  # rounds by number of accepted drafted tokens
+    rounds: int  # rounds with a draft tree
+    tokens: int  # generated
+    acceptance_length: float  # tokens per round, bonus included
+    expected_length: float  # the drafts' own estimate of it
+    nodes: float  # verified per round, root included
+    histogram: tuple[int, ...]  # rounds by number of accepted draft tokens
 
 
 @app.command()
 def trees(
     trees_file: Annotated[
         Path,
-        typer.Argument(metavar="TREES.json", help="Written by llm_inference --treeOutputFile."),
+        typer.Argument(metavar="TREES.json", help="File of llm_inference --treeOutputFile."),
     ],
     output_file: Annotated[
-        Path | None, typer.Option("--output_file", help="The page; default TREES.html.")
+        Path | None, typer.Option("--output_file", help="HTML page to write. Default: TREES.html.")
     ] = None,
 ) -> None:
-    """Draw the trees of speculative decoding: what was drafted, accepted, rejected."""
+    """Draw draft trees with drafted, accepted and rejected tokens."""
     output = output_file or trees_file.with_suffix(".html")
     content = read_trees(trees_file)
     check_output_file(output, trees_file)
@@ -58,31 +58,31 @@ def trees(
 
 
 def read_trees(path: Path) -> dict[str, Any]:
-    """The checked content of a tree file.
+    """Read and validate a tree file.
 
     Raises:
-        EdgeLLMError: it is missing, something else, damaged, or without a round.
+        EdgeLLMError: the file is missing, invalid, or has no round with a draft tree.
     """
     try:
         content = json.loads(path.read_bytes())
     except FileNotFoundError:
-        raise EdgeLLMError(f"no such file: {path}", hint=_HOW) from None
+        raise EdgeLLMError(f"no such file: {path}", hint=_HINT) from None
     except IsADirectoryError:
-        raise EdgeLLMError(f"{path} is a folder", hint=_HOW) from None
+        raise EdgeLLMError(f"{path} is a folder", hint=_HINT) from None
     except (ValueError, RecursionError) as error:
         detail = str(error).splitlines()[0]
-        raise EdgeLLMError(f"{path} is not valid JSON: {detail}", hint=_HOW) from None
+        raise EdgeLLMError(f"{path} is not valid JSON: {detail}", hint=_HINT) from None
     requests = content.get("requests") if isinstance(content, dict) else None
     if not isinstance(requests, list):
-        raise EdgeLLMError(f"{path} holds no trees", hint=_HOW)
+        raise EdgeLLMError(f"{path} holds no trees", hint=_HINT)
     for place, request in enumerate(requests):
         rounds = request.get("rounds") if isinstance(request, dict) else None
         if not isinstance(rounds, list):
-            raise EdgeLLMError(f"{path}: request {place} has no list of rounds", hint=_HOW)
+            raise EdgeLLMError(f"{path}: request {place} has no list of rounds", hint=_HINT)
         for number, found in enumerate(rounds):
             if (fault := _fault(found)) is not None:
                 raise EdgeLLMError(
-                    f"{path}: round {number} of request {place} is not a round: {fault}", hint=_HOW
+                    f"{path}: round {number} of request {place} is not a round: {fault}", hint=_HINT
                 )
     if not any("tokens" in found for found in _all_rounds(requests)):
         raise EdgeLLMError(
@@ -93,7 +93,7 @@ def read_trees(path: Path) -> dict[str, Any]:
 
 
 def _fault(found: Any) -> str | None:
-    """What is wrong with one round of the file."""
+    """Return why one round of the file is invalid, or None."""
     if not isinstance(found, dict) or not _is_texts(found.get("emitted")):
         return "it has no list of emitted tokens"
     if "tokens" not in found:
@@ -103,7 +103,7 @@ def _fault(found: Any) -> str | None:
         return f"it has no {absent[0]}"
     tokens, parents, path = found["tokens"], found["parents"], found["path"]
     if not _is_texts(tokens) or not tokens or not isinstance(found["bonus"], str):
-        return "its tokens are no texts"
+        return "its tokens are not strings"
     size = len(tokens)
     chances = (found["expected"], found["confidence"])
     if not all(_is_list(values, size) and all(map(_is_number, values)) for values in chances):
@@ -128,7 +128,7 @@ def _is_list(value: Any, size: int | None = None) -> bool:
 
 
 def _is_number(value: Any) -> bool:
-    return isinstance(value, (int, float)) and abs(value) < 1e9  # so no NaN either
+    return isinstance(value, (int, float)) and abs(value) < 1e9  # false for NaN
 
 
 def _is_index(value: Any) -> bool:
@@ -140,7 +140,7 @@ def _all_rounds(requests: Sequence[dict[str, Any]]) -> list[dict[str, Any]]:
 
 
 def summarize(rounds: Sequence[dict[str, Any]]) -> Summary:
-    """Numbers over rounds; zero where no round has a tree."""
+    """Summarize rounds; means are zero if no round has a tree."""
     drafted = [found for found in rounds if "tokens" in found]
     count = max(len(drafted), 1)
     accepted = [len(found["path"]) - 1 for found in drafted]
@@ -155,7 +155,7 @@ def summarize(rounds: Sequence[dict[str, Any]]) -> Summary:
 
 
 def render(content: dict[str, Any]) -> str:
-    """The page; `content` as `read_trees` gives it."""
+    """Return the HTML page of a tree file's content, as returned by `read_trees`."""
     names = ("emitted", *_OF_A_TREE)
     requests = [
         {
@@ -173,7 +173,7 @@ def render(content: dict[str, Any]) -> str:
         "summary": asdict(summarize(_all_rounds(content["requests"]))),
         "requests": requests,
     }
-    # Nothing in the JSON can end the script element, whatever the tokens are.
+    # Escaped, so that no token can end the script element.
     text = json.dumps(data, separators=(",", ":"), allow_nan=False)
     for character in "<>&":
         text = text.replace(character, f"\\u{ord(character):04x}")

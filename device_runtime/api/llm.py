@@ -32,7 +32,8 @@ from edgellm.device_runtime.kv_cache.prefix_cache import count_common
 from edgellm.device_runtime.networks.decoder import DecoderNetwork, open_decoder
 from edgellm.device_runtime.sampling.guidance import Guidance
 from edgellm.device_runtime.sampling.logprobs import TokenLogprobs
-from edgellm.device_runtime.sampling.sampler import Sampler, SamplingParams
+from edgellm.device_runtime.sampling.params import SamplingParams
+from edgellm.device_runtime.sampling.sampler import Sampler
 from edgellm.device_runtime.scheduler.background_loop import BackgroundLoop
 from edgellm.device_runtime.scheduler.concurrent import BatchError, NewOutputs, together
 from edgellm.device_runtime.scheduler.request_output import RequestOutput

@@ -25,7 +25,8 @@ from edgellm.device_runtime.networks.decoder import DecoderNetwork, PassResult, 
 from edgellm.device_runtime.networks.draft import DraftNetwork, DraftPart, DraftResult
 from edgellm.device_runtime.networks.sequence_kv import Context
 from edgellm.device_runtime.runners.pass_timing import Budget
-from edgellm.device_runtime.sampling.sampler import Sampler, SamplingParams
+from edgellm.device_runtime.sampling.params import SamplingParams
+from edgellm.device_runtime.sampling.sampler import Sampler
 from edgellm.device_runtime.speculate.draft_cache import CommittedRows
 from edgellm.device_runtime.speculate.drafter import Drafter, SpecState
 from edgellm.device_runtime.speculate.drafters.eagle import EagleDrafter

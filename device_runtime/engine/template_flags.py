@@ -8,7 +8,7 @@ from dataclasses import fields
 from typing import Any
 
 from edgellm.core.errors import RequestError
-from edgellm.device_runtime.sampling.sampler import SamplingParams
+from edgellm.device_runtime.sampling.params import SamplingParams
 from edgellm.device_runtime.text.tokenizer import ChatTokenizer
 
 # Given by transformers to every template, and interpreted by the formatter itself.

@@ -18,7 +18,7 @@ from edgellm.device_runtime.faults import Confined
 from edgellm.device_runtime.networks.decoder import DecoderNetwork, PassResult, SequencePart
 from edgellm.device_runtime.requests.request_file import Options, parse_request, sampling_of
 from edgellm.device_runtime.requests.responses import start_request
-from edgellm.device_runtime.sampling.sampler import SamplingParams
+from edgellm.device_runtime.sampling.params import SamplingParams
 
 
 @dataclass(frozen=True, slots=True)

@@ -11,15 +11,19 @@ import msgspec
 
 from edgellm.core.errors import RequestError
 from edgellm.core.strict_json import parse
-from edgellm.device_runtime.sampling.guidance import Guide, Kind
-from edgellm.device_runtime.sampling.sampler import LARGEST_BIAS, MAX_BIASES, SamplingParams
+from edgellm.device_runtime.sampling.params import (
+    LARGEST_BIAS,
+    MAX_BIASES,
+    OPTIONS,
+    Guide,
+    GuideKind,
+    SamplingParams,
+)
 from edgellm.multimodal.media import Source, Video
 
 _ARTICLE = {"text": "a text", "image": "an image", "video": "a video"}
 Role = Literal["system", "user", "assistant", "tool"]
 Count = Annotated[int, msgspec.Meta(ge=0)]
-Share = Annotated[float, msgspec.Meta(ge=0, le=1)]
-Penalty = Annotated[float, msgspec.Meta(ge=-2, le=2)]
 Bias = Annotated[float, msgspec.Meta(ge=-LARGEST_BIAS, le=LARGEST_BIAS)]
 LogitBias = Annotated[  # by token id; JSON's keys are strings
     dict[Annotated[int, msgspec.Meta(ge=0)], Bias], msgspec.Meta(max_length=MAX_BIASES)
@@ -74,7 +78,7 @@ class GuidedDecoding(msgspec.Struct, forbid_unknown_fields=True):
 
     def guide(self) -> Guide:
         """The guide for the sampler; raises `RequestError` unless exactly one is given."""
-        given: dict[Kind, str | None] = {
+        given: dict[GuideKind, str | None] = {
             "json_object": "" if self.json_object else None,
             "json_schema": None if self.json_schema is None else json.dumps(self.json_schema),
             "regex": self.regex,
@@ -87,57 +91,54 @@ class GuidedDecoding(msgspec.Struct, forbid_unknown_fields=True):
         return found[0]
 
 
-class Options(msgspec.Struct, forbid_unknown_fields=True):
+def _fields(*, can_be_null: bool) -> list[tuple[str, Any, Any]]:
+    """The sampling options as fields of a struct."""
+    found: list[tuple[str, Any, Any]] = []
+    for one in OPTIONS.values():
+        bounds: dict[str, Any] = {**one.bounds}
+        kind: Any = Annotated[one.kind, msgspec.Meta(description=one.doc, **bounds)]
+        found.append(
+            (one.name, kind | None, None) if can_be_null else (one.name, kind, one.default)
+        )
+    return found
+
+
+_Sampling = msgspec.defstruct("_Sampling", _fields(can_be_null=False))
+_OwnSampling = msgspec.defstruct("_OwnSampling", _fields(can_be_null=True))
+
+
+class Options(_Sampling, kw_only=True, forbid_unknown_fields=True):
     """Top-level options of the file; a request may override most of them."""
 
     batch_size: Annotated[int, msgspec.Meta(ge=1)] = 1
-    temperature: Annotated[float, msgspec.Meta(ge=0)] = 1.0
-    top_p: Annotated[float, msgspec.Meta(gt=0, le=1)] = 0.8
-    top_k: Annotated[int, msgspec.Meta(ge=0)] = 50
     max_generate_length: Annotated[int, msgspec.Meta(ge=1)] = 256
     apply_chat_template: bool = True
     add_generation_prompt: bool | None = None  # None: unless the last message is continued
     continue_final_message: bool | None = None  # None: if it is the assistant's
     enable_thinking: bool = False
-    seed: Annotated[int, msgspec.Meta(ge=0, le=2**63 - 1)] = 42
-    min_p: Share = 0.0
-    repetition_penalty: Annotated[float, msgspec.Meta(gt=0)] = 1.0
-    presence_penalty: Penalty = 0.0
-    frequency_penalty: Penalty = 0.0
-    logit_bias: LogitBias = {}
+    logit_bias: LogitBias = msgspec.field(default_factory=dict)
     guided_decoding: GuidedDecoding | None = None
-    stop: str | list[str] = []
-    min_tokens: Count = 0
-    ignore_eos: bool = False
-    stop_token_ids: list[Count] = []
-    available_lora_weights: dict[str, str] = {}  # folders of adapters by name
+    stop: str | list[str] = msgspec.field(default_factory=list)
+    stop_token_ids: list[Count] = msgspec.field(default_factory=list)
+    # Folders of adapters by name.
+    available_lora_weights: dict[str, str] = msgspec.field(default_factory=dict)
 
 
-class Request(msgspec.Struct, forbid_unknown_fields=True):
+class Request(_OwnSampling, kw_only=True, forbid_unknown_fields=True):
     """One request; null takes the file's value."""
 
     messages: Annotated[list[Message], msgspec.Meta(min_length=1)]
     save_system_prompt_kv_cache: bool = False  # pins its prefix for all later requests
     disable_spec_decode: bool = False
     lora_name: str | None = None  # of `available_lora_weights`; None: the base alone
-    temperature: Annotated[float, msgspec.Meta(ge=0)] | None = None
-    top_p: Annotated[float, msgspec.Meta(gt=0, le=1)] | None = None
-    top_k: Annotated[int, msgspec.Meta(ge=0)] | None = None
     max_generate_length: Annotated[int, msgspec.Meta(ge=1)] | None = None
     apply_chat_template: bool | None = None
     add_generation_prompt: bool | None = None
     continue_final_message: bool | None = None
     enable_thinking: bool | None = None
-    seed: Annotated[int, msgspec.Meta(ge=0, le=2**63 - 1)] | None = None
-    min_p: Share | None = None
-    repetition_penalty: Annotated[float, msgspec.Meta(gt=0)] | None = None
-    presence_penalty: Penalty | None = None
-    frequency_penalty: Penalty | None = None
     logit_bias: LogitBias | None = None
     guided_decoding: GuidedDecoding | None = None
     stop: str | list[str] | None = None
-    min_tokens: Count | None = None
-    ignore_eos: bool | None = None
     stop_token_ids: list[Count] | None = None
 
     def merged(self, options: Options) -> Options:

@@ -2,15 +2,13 @@
 
 from __future__ import annotations
 
-import functools
-import inspect
-from collections.abc import Callable
 from dataclasses import dataclass
 from pathlib import Path
-from typing import TYPE_CHECKING, Annotated, Any
+from typing import TYPE_CHECKING, Annotated
 
 import typer
 
+from edgellm.core.cli import with_flags
 from edgellm.core.errors import EdgeLLMError
 
 if TYPE_CHECKING:
@@ -251,20 +249,4 @@ class SpecFlags:
         return self.dynamic_top_k
 
 
-def with_spec_flags(command: Callable[..., None]) -> Callable[..., None]:
-    """The command with the flags of `SpecFlags` in place of its parameter `spec_flags`."""
-    own = inspect.signature(command, eval_str=True).parameters
-    flags = inspect.signature(SpecFlags, eval_str=True).parameters
-
-    @functools.wraps(command)
-    def taking(**given: Any) -> None:
-        spec_flags = SpecFlags(**{name: given.pop(name) for name in flags if name in given})
-        command(spec_flags=spec_flags, **given)
-
-    merged: list[inspect.Parameter] = []
-    for name, parameter in own.items():
-        merged += flags.values() if name == "spec_flags" else [parameter]
-    merged = [one.replace(kind=inspect.Parameter.KEYWORD_ONLY) for one in merged]
-    taking.__signature__ = inspect.Signature(merged)  # type: ignore[attr-defined]  # typer reads it
-    taking.__annotations__ = {one.name: one.annotation for one in merged}
-    return taking
+with_spec_flags = with_flags("spec_flags", SpecFlags)

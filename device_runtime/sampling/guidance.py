@@ -7,11 +7,9 @@ chooses, and exact acceptance chooses at every node of a path. So speculation is
 from __future__ import annotations
 
 import json
-import re
 from collections.abc import Sequence
-from dataclasses import dataclass
 from pathlib import Path
-from typing import TYPE_CHECKING, Any, Literal
+from typing import TYPE_CHECKING
 
 import numpy as np
 
@@ -25,42 +23,17 @@ from edgellm.device_runtime.arrays import (
 )
 from edgellm.device_runtime.sampling.ascii_regex import with_ascii_classes, with_ascii_lark
 from edgellm.device_runtime.sampling.closed_schema import closed
+from edgellm.device_runtime.sampling.params import Guide
 
 if TYPE_CHECKING:
     from llguidance import LLMatcher, LLTokenizer
 
-Kind = Literal["json_object", "json_schema", "regex", "choice", "ebnf", "lark"]
 # As json.dumps writes. With free white space a small model might write nothing else.
 JSON_FORM = {"whitespace_flexible": False, "item_separator": ", ", "key_separator": ": "}
-_LONGEST = 1 << 20  # characters of a grammar
-_HALF = re.compile("[\ud800-\udfff]")
 _DEAD_END = "NoExtensionBias"  # what llguidance calls a place from which no text goes on
 # Forced text would be tokenized as in a prompt: text of a special token would become that token,
 # which is no text of the output.
 _NO_FORCING = '\n%llguidance {"no_forcing": true}\n'
-
-
-@dataclass(frozen=True, slots=True)
-class Guide:
-    """The constraint on an output."""
-
-    kind: Kind
-    text: str = ""  # the schema or the list of choices as JSON, the expression, the grammar
-
-    def __post_init__(self) -> None:
-        """Reject huge texts and half surrogate pairs; raises `RequestError`."""
-        if len(self.text) > _LONGEST:
-            raise RequestError(f"the guide has more than {_LONGEST} characters")
-        if half := _HALF.search(self.text):
-            raise RequestError(
-                f"the {self.kind} of the answer is faulty: character {half.start()} is half of a "
-                "surrogate pair"
-            )
-
-    @classmethod
-    def of_schema(cls, schema: Any) -> Guide:
-        """An output in JSON of a schema, which is parsed JSON."""
-        return cls("json_schema", json.dumps(schema))
 
 
 class Guidance:

@@ -9,6 +9,7 @@ from dataclasses import dataclass
 import numpy as np
 
 from edgellm.device_runtime.arrays import F32
+from edgellm.device_runtime.sampling.params import SamplingParams
 
 
 @dataclass(frozen=True, slots=True)
@@ -19,6 +20,12 @@ class PenaltyRules:
     repetition: float = 1.0  # divides logits above 0, multiplies others; of prompt and output
     presence: float = 0.0  # subtracted for tokens of the output
     frequency: float = 0.0  # subtracted for every occurrence in the output
+
+    @classmethod
+    def of(cls, params: SamplingParams) -> PenaltyRules:
+        """The rules of a request."""
+        penalties = params.repetition_penalty, params.presence_penalty, params.frequency_penalty
+        return cls(params.logit_bias, *penalties)
 
     @property
     def do_nothing(self) -> bool:

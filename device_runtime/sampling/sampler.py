@@ -4,136 +4,23 @@ from __future__ import annotations
 
 import copy
 import math
-from collections.abc import Iterable, Mapping, Sequence
-from dataclasses import KW_ONLY, dataclass, field
+from collections.abc import Iterable, Sequence
 
 import numpy as np
 from numpy.typing import NDArray
 
 from edgellm.core.errors import (
     EdgeLLMError,
-    RequestError,
 )
 from edgellm.device_runtime.arrays import (
     F32,
     I64,
 )
 from edgellm.device_runtime.networks.decoder import PassResult
-from edgellm.device_runtime.sampling.guidance import Constraint, Guide
+from edgellm.device_runtime.sampling.guidance import Constraint
 from edgellm.device_runtime.sampling.logprobs import TokenLogprobs, token_logprobs
+from edgellm.device_runtime.sampling.params import SamplingParams
 from edgellm.device_runtime.sampling.penalties import Penalties, PenaltyRules
-from edgellm.device_runtime.validation import is_number, is_whole, require_kind
-
-GREEDY_BELOW_TEMPERATURE = 1e-3
-LARGEST_BIAS, MAX_BIASES, MAX_STOPS = 100, 1024, 1024
-_WHOLE = "top_k", "seed", "num_logprobs", "min_tokens"
-_NUMBERS = (
-    "temperature", "top_p", "min_p", "repetition_penalty", "presence_penalty", "frequency_penalty"
-)  # fmt: skip
-LARGEST_REPETITION = 100.0  # the smallest is its inverse; logits stay finite
-
-
-@dataclass(frozen=True, slots=True)
-class SamplingParams:
-    """Sampling parameters; the defaults are those of request files."""
-
-    temperature: float = 1.0
-    top_p: float = 0.8
-    top_k: int = 50  # 0 keeps all
-    seed: int = 42
-    _: KW_ONLY
-    min_p: float = 0.0  # relative to the likeliest token; 0 keeps all
-    repetition_penalty: float = 1.0  # see `PenaltyRules`
-    presence_penalty: float = 0.0
-    frequency_penalty: float = 0.0
-    logit_bias: Mapping[int, float] = field(default_factory=dict, hash=False)
-    guide: Guide | None = None  # the constraint on the output; None: free text
-    num_logprobs: int | None = None  # number of likeliest tokens to record; None: no recording
-    min_tokens: int = 0  # minimum tokens before the end
-    ignore_eos: bool = False  # the model's end tokens do not end the output
-    stop_token_ids: tuple[int, ...] = ()  # further end tokens, without text
-
-    def __post_init__(self) -> None:
-        """Reject invalid values; raises `RequestError`."""
-        self._check_kinds()
-        for name, allowed in (
-            ("temperature", 0 <= self.temperature < math.inf),
-            ("top_p", 0 < self.top_p <= 1),
-            ("top_k", self.top_k >= 0),
-            ("seed", 0 <= self.seed < 2**63),
-            ("min_p", 0 <= self.min_p <= 1),
-            (
-                "repetition_penalty",
-                1 / LARGEST_REPETITION <= self.repetition_penalty <= LARGEST_REPETITION,
-            ),
-            ("presence_penalty", -2 <= self.presence_penalty <= 2),
-            ("frequency_penalty", -2 <= self.frequency_penalty <= 2),
-            ("num_logprobs", self.num_logprobs is None or self.num_logprobs >= 0),
-            ("min_tokens", self.min_tokens >= 0),
-        ):
-            if not allowed:
-                raise RequestError(f"{name} {getattr(self, name)} is out of range")
-        if len(self.logit_bias) > MAX_BIASES:
-            raise RequestError(f"logit_bias names {len(self.logit_bias)} tokens, at most 1024 may")
-        for token_id, bias in self.logit_bias.items():
-            if token_id < 0 or not -LARGEST_BIAS <= bias <= LARGEST_BIAS:
-                raise RequestError(f"logit_bias {bias} of token {token_id} is out of range")
-        if len(self.stop_token_ids) > MAX_STOPS:
-            raise RequestError(f"stop_token_ids has more than {MAX_STOPS} tokens")
-        if min(self.stop_token_ids, default=0) < 0:
-            raise RequestError(f"stop_token_ids names token {min(self.stop_token_ids)}")
-        if self.ignore_eos and self.guide is not None:
-            raise RequestError("ignore_eos: guided decoding ends where its form ends")
-
-    def require_fit(self, vocab_size: int, max_tokens: int) -> None:
-        """Raise `RequestError` for unknown token ids, or more tokens than are allowed."""
-        for name, token_ids in (
-            ("logit_bias", self.logit_bias),
-            ("stop_token_ids", self.stop_token_ids),
-        ):
-            if unknown := [token_id for token_id in token_ids if token_id >= vocab_size]:
-                raise RequestError(
-                    f"{name} names token {unknown[0]}, the model has {vocab_size} tokens"
-                )
-        if self.min_tokens > max_tokens:
-            raise RequestError(
-                f"min_tokens {self.min_tokens} is more than the output limit {max_tokens}"
-            )
-
-    def ends(self, eos_token_ids: Iterable[int]) -> frozenset[int]:
-        """The tokens that end an output, given the model's end tokens."""
-        own = () if self.ignore_eos else eos_token_ids
-        return frozenset(self.stop_token_ids).union(own)
-
-    def _check_kinds(self) -> None:
-        """Check types; raises `RequestError`."""
-        for name in _WHOLE:
-            value = getattr(self, name)
-            if not is_whole(value) and (value is not None or name != "num_logprobs"):
-                raise RequestError(f"{name} {value!r} is not a whole number")
-        for name in _NUMBERS:
-            if not is_number(getattr(self, name)):
-                raise RequestError(f"{name} {getattr(self, name)!r} is not a number")
-        require_kind("logit_bias", self.logit_bias, Mapping, "an object of biases by token id")
-        for token_id, bias in self.logit_bias.items():
-            if not is_whole(token_id) or not is_number(bias):
-                raise RequestError(f"logit_bias {token_id!r}: {bias!r} is not a bias of a token id")
-        require_kind("ignore_eos", self.ignore_eos, bool, "True or False")
-        if unknown := [each for each in self.stop_token_ids if not is_whole(each)]:
-            raise RequestError(f"stop_token_ids: {unknown[0]!r} is not a token id")
-        require_kind("guide", self.guide, (Guide, type(None)), "a Guide")
-
-    @property
-    def rules(self) -> PenaltyRules:
-        """Rules that change the logits."""
-        return PenaltyRules(
-            self.logit_bias, self.repetition_penalty, self.presence_penalty, self.frequency_penalty
-        )
-
-    @property
-    def is_greedy(self) -> bool:
-        """Whether the likeliest token is always taken."""
-        return self.temperature < GREEDY_BELOW_TEMPERATURE or self.top_k == 1
 
 
 def processed_distribution(logits: F32, params: SamplingParams) -> tuple[I64, NDArray[np.float64]]:
@@ -200,7 +87,8 @@ class Sampler:
         self.params = params
         self.ends = params.ends(eos_token_ids)
         self._constraint = constraint
-        self._penalties = None if params.rules.do_nothing else Penalties(params.rules, prompt)
+        rules = PenaltyRules.of(params)
+        self._penalties = None if rules.do_nothing else Penalties(rules, prompt)
         has_rules = self._penalties is not None or constraint is not None
         # Whether logits depend on the text so far.
         self._adjusts = has_rules or params.min_tokens > 0

@@ -1,8 +1,8 @@
-"""What each linear layer read and how the model's answer depends on what it gave.
+"""Inputs of each linear layer, and gradients of the log-likelihood by its outputs.
 
-Gradients are those of the log-likelihood of tokens that the model itself draws: their squares are
-the Fisher information. Rows of text pass a layer at a time forwards, their states kept, and a layer
-at a time backwards; memory is that of a layer and of the states of some rows.
+The log-likelihood is that of tokens sampled from the model: squared gradients are the Fisher
+information. Forward and backward run one layer at a time. Memory holds one layer, and the hidden
+states of a batch of samples.
 """
 
 from __future__ import annotations
@@ -19,33 +19,33 @@ from edgellm.quantize.models.language_model import Ids, QuantizedNetwork
 from edgellm.quantize.models.lm_head import Head, float_head
 from edgellm.quantize.models.one_layer_model import linears, run_layer
 
-_KEPT_BYTES = 1 << 29  # of states
+_STATES_BYTES = 1 << 29  # maximum bytes of hidden states
 
 
 @dataclass(frozen=True, slots=True)
 class Trace:
-    """One row of text in one layer, by the names of linear layers."""
+    """Inputs and gradients of one layer for one sample, by linear layer."""
 
     layer: int
-    row: int
-    model: PreTrainedModel  # the layer, in floats
+    row: int  # index of the sample
+    model: PreTrainedModel  # the float layer
     inputs: dict[str, torch.Tensor]  # [S, K]
-    gradients: dict[str, torch.Tensor]  # of what they gave [S, out]
-    arriving: torch.Tensor  # of what the layer gave [1, S, H]
+    gradients: dict[str, torch.Tensor]  # by outputs [S, out]
+    arriving: torch.Tensor  # gradient by the layer's output [1, S, H]
 
 
 def trace(subject: QuantizedNetwork, rows: Ids, device: torch.device) -> Iterator[Trace]:
-    """All layers from the last to the first for some rows [rows, S], then for the next ones.
+    """Yield traces of batches of samples [samples, S], each from the last layer to the first.
 
     Args:
         subject: a language model.
-        rows: token ids.
+        rows: token ids of the samples.
         device: where to compute.
     """
     states_bytes = 4 * subject.config.hidden_size * rows.shape[1] * len(subject.layers)
-    together = max(1, _KEPT_BYTES // states_bytes)
-    for begin in range(0, len(rows), together):
-        yield from _trace(subject, rows[begin : begin + together], begin, device)
+    batch_size = max(1, _STATES_BYTES // states_bytes)
+    for begin in range(0, len(rows), batch_size):
+        yield from _trace(subject, rows[begin : begin + batch_size], begin, device)
 
 
 def _trace(
@@ -72,28 +72,28 @@ def _layer(subject: QuantizedNetwork, index: int, device: torch.device) -> PreTr
 def _head_gradients(
     subject: QuantizedNetwork, states: list[torch.Tensor], first: int, device: torch.device
 ) -> list[torch.Tensor]:
-    """Of the log-likelihoods of drawn tokens, summed over each row, by the last states.
+    """Return gradients of the log-likelihood of sampled tokens by the last hidden states.
 
-    A row draws the same tokens whatever was done before: interrupted runs give the same result.
+    The seed is the index of the sample, so that resumed runs give the same result.
     """
     norm = subject.norm_model(None, device)
     head: Head = float_head(read_tensor(subject.tensors, subject.head_name), device, subject.finish)
     found = []
     for row, x in enumerate(states, first):
-        chance = torch.Generator(device).manual_seed(row)
+        generator = torch.Generator(device).manual_seed(row)
         with torch.enable_grad():
             leaf = x.detach().requires_grad_()
             normed = norm.model(inputs_embeds=leaf, use_cache=False).last_hidden_state
             logs = torch.log_softmax(head(normed[0]), -1)
-            drawn = torch.multinomial(logs.detach().exp(), 1, generator=chance)
-            found.append(torch.autograd.grad(logs.gather(-1, drawn).sum(), leaf)[0])
+            sampled = torch.multinomial(logs.detach().exp(), 1, generator=generator)
+            found.append(torch.autograd.grad(logs.gather(-1, sampled).sum(), leaf)[0])
     return found
 
 
 def _backward(
     model: PreTrainedModel, x: torch.Tensor, gradient: torch.Tensor
 ) -> tuple[dict[str, torch.Tensor], dict[str, torch.Tensor], torch.Tensor]:
-    """What linear layers read, gradients by what they gave, and by the states that enter."""
+    """Return inputs of linear layers, gradients by their outputs, and by the layer's input."""
     inputs: dict[str, torch.Tensor] = {}
     outputs: dict[str, torch.Tensor] = {}
 

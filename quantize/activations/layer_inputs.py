@@ -1,4 +1,4 @@
-"""What the linear layers of a decoder layer read, over the calibration text."""
+"""Inputs of the linear layers of a decoder layer over the calibration text."""
 
 from __future__ import annotations
 
@@ -13,38 +13,38 @@ from transformers import PreTrainedModel
 from edgellm.quantize.models.families import Family
 from edgellm.quantize.models.one_layer_model import linears, run_layer
 
-JUDGED_SHARE = 4  # one row in so many judges, the others are fitted to
+JUDGED_SHARE = 4  # every 4th sample evaluates the fit to the other samples
 
-Group = tuple[str, ...]  # names of linear layers that read the same tensor
+Group = tuple[str, ...]  # names of linear layers with the same input
 
 
 @dataclass(frozen=True, slots=True)
 class Inputs:
-    """What a group reads."""
+    """The inputs of a group."""
 
     names: Group
-    largest: torch.Tensor  # magnitude of each channel over all rows [K]
-    largest_fitted: torch.Tensor  # over the rows that do not judge [K]
-    judged: torch.Tensor  # rows that nothing was fitted to [T, K]
+    largest: torch.Tensor  # magnitude of each channel over all samples [K]
+    largest_fitted: torch.Tensor  # over the samples of the fit [K]
+    judged: torch.Tensor  # tokens of the samples that evaluate it [T, K]
 
 
 def input_groups(model: PreTrainedModel, states: torch.Tensor, family: Family) -> list[Group]:
-    """The groups of linear layers in the order of computing.
+    """Return the groups of linear layers in the order of computation.
 
     Args:
         model: of one layer.
-        states: that enter it [B, S, H]; one row suffices.
-        family: knows the matrices that are no linear layers.
+        states: that enter it [B, S, H]; one sample suffices.
+        family: of the layer; names the float matrices.
     """
     found: dict[int, list[str]] = {}
-    kept: list[torch.Tensor] = []  # alive, so that no other tensor gets their place
+    alive: list[torch.Tensor] = []  # so that no other tensor gets their id
 
-    def see(name: str, x: torch.Tensor) -> None:
-        kept.append(x)
+    def record(name: str, x: torch.Tensor) -> None:
+        alive.append(x)
         if not family.is_float(f"{name}.weight"):
             found.setdefault(id(x), []).append(name)
 
-    with _seen(model, see):
+    with _hooked(model, record):
         run_layer(model, states)
     return [tuple(names) for names in found.values()]
 
@@ -52,7 +52,7 @@ def input_groups(model: PreTrainedModel, states: torch.Tensor, family: Family) -
 def each_input(
     model: PreTrainedModel, batches: Iterable[torch.Tensor], family: Family
 ) -> Iterator[dict[Group, torch.Tensor]]:
-    """For each row of text what every group reads [S, K].
+    """Yield the inputs of all groups [S, K] for each sample.
 
     Args:
         model: of one layer.
@@ -62,7 +62,7 @@ def each_input(
     groups: dict[str, Group] = {}
     row_inputs: dict[Group, torch.Tensor] = {}
 
-    def see(name: str, x: torch.Tensor) -> None:
+    def record(name: str, x: torch.Tensor) -> None:
         if name in groups:
             row_inputs[groups[name]] = x.flatten(0, -2)
 
@@ -70,7 +70,7 @@ def each_input(
         for row in batch[:, None]:
             if not groups:
                 groups |= {names[0]: names for names in input_groups(model, row, family)}
-            with _seen(model, see):
+            with _hooked(model, record):
                 run_layer(model, row)
             yield dict(row_inputs)
 
@@ -78,12 +78,12 @@ def each_input(
 def read_inputs(
     model: PreTrainedModel, batches: Iterable[torch.Tensor], limit: int, family: Family
 ) -> list[Inputs]:
-    """Ranges and samples of what is read; some rows stand apart to judge with.
+    """Return ranges of all inputs, and tokens of the samples that evaluate a fit.
 
     Args:
         model: of one layer.
         batches: states that enter it [B, S, H].
-        limit: most tokens to keep for judging.
+        limit: maximum number of these tokens.
         family: of the layer.
     """
     judged: dict[Group, list[torch.Tensor]] = {}
@@ -103,16 +103,16 @@ def _inputs(
 ) -> Inputs:
     rows = torch.cat(judged)
     largest = rows.abs().amax(0)
-    fitted = largest if fitted is None else fitted  # a single row has to do both
+    fitted = largest if fitted is None else fitted  # a single sample does both
     return Inputs(names, torch.maximum(largest, fitted), fitted, rows[:: -(-len(rows) // limit)])
 
 
 @contextlib.contextmanager
-def _seen(model: PreTrainedModel, see: Callable[[str, torch.Tensor], None]) -> Iterator[None]:
-    """Show `see` the name of each linear layer and what it reads [B, S, K]."""
+def _hooked(model: PreTrainedModel, record: Callable[[str, torch.Tensor], None]) -> Iterator[None]:
+    """Call `record` with the name of each linear layer and its input [B, S, K]."""
 
     def hook(name: str) -> Callable[[nn.Module, tuple[torch.Tensor]], None]:
-        return lambda _, args: see(name, args[0])
+        return lambda _, args: record(name, args[0])
 
     hooks = [
         module.register_forward_pre_hook(hook(name)) for name, module in linears(model).items()

@@ -1,9 +1,9 @@
-"""How much each place of a row of the calibration text counts in each linear layer.
+"""Weights of positions of the calibration text, for each linear layer.
 
-An error of a layer's output costs what the gradient of the model's answer makes of it (arXiv
-2505.07004 weighs so by groups of outputs). Places differ in that by magnitudes: the first of a
-context, on which attention rests, has the largest inputs of all, a gradient that counts for keys
-and values, and hardly one elsewhere. After it tokens differ little, so that some rows tell of all.
+The gradient of the log-likelihood weighs the error of a layer's output (arXiv 2505.07004 weighs
+groups of outputs so). Gradients differ by magnitudes between positions. The first position, the
+attention sink, has the largest inputs, but a large gradient only for keys and values. Later
+positions differ little, so a few samples suffice.
 """
 
 from __future__ import annotations
@@ -18,24 +18,24 @@ from edgellm.quantize.formats.tensors import plain_tensor, read_tensor
 from edgellm.quantize.plan import Plan
 
 PART = "token_weights"
-_ROWS = 8  # of text, which take a sixth of the time of all
-_LARGEST = 20.0  # of the mean
+_SAMPLES = 8  # they take a sixth of the time of all
+_LARGEST = 20.0  # times the mean
 _TINY = 1e-30
 
-Weights = Mapping[str, torch.Tensor]  # by linear layer of a layer: [S], of mean one
+Weights = Mapping[str, torch.Tensor]  # by linear layer of a decoder layer: [S], mean 1
 
 
 def weighs_tokens(plan: Plan) -> bool:
-    """Whether the scheme has a use for them; a draft's answer is not the model's."""
+    """Return whether the scheme uses weights; drafts have none."""
     return bool(plan.recipe.scheme.form) and plan.job.base_model_dir is None
 
 
 def weigh_tokens(plan: Plan) -> None:
-    """Find them for all layers, unless an interrupted run has."""
+    """Compute the weights of all layers, unless an interrupted run did."""
     work, task = plan.task.work, plan.task
     if work.has(PART):
         return
-    rows = task.calibration.rows[:_ROWS]
+    rows = task.calibration.rows[:_SAMPLES]
     squares: dict[str, np.ndarray] = {}
     for traced in trace(plan.subject, rows, task.device):
         for name, gradient in traced.gradients.items():
@@ -46,7 +46,7 @@ def weigh_tokens(plan: Plan) -> None:
 
 
 def layer_weights(plan: Plan, layer: int) -> Weights:
-    """Those of one layer."""
+    """Return the weights of one layer."""
     source = plan.task.work.tensors(PART)
     prefix = _key(layer, "")
     return {
@@ -56,7 +56,7 @@ def layer_weights(plan: Plan, layer: int) -> Weights:
 
 
 def _weights(squares: np.ndarray) -> np.ndarray:
-    """[rows, S] to [S]. Roots: whole squares leave too few that count, and fit to these."""
+    """Return weights [S] of squares [samples, S]; roots, since squares overfit to few tokens."""
     roots = np.sqrt(squares)
     limited = np.minimum(roots / max(float(roots.mean()), _TINY), _LARGEST)
     return limited.mean(0).astype(np.float32)

@@ -1,7 +1,7 @@
-"""AutoRound (arXiv 2309.05516) at work on one layer, through the package auto-round.
+"""AutoRound (arXiv 2309.05516) for one layer, with the package auto-round.
 
-It learns for every weight whether to round up or down, and how far to clip each block, by signed
-gradient descent on the layer's output. Everything that depends on its interface is in this file.
+It learns the rounding direction of each weight and the clipping of each block by signed gradient
+descent on the layer's output. All uses of the package are in this file.
 """
 
 from __future__ import annotations
@@ -32,15 +32,13 @@ from edgellm.quantize.formats.tensors import Tensor
 from edgellm.quantize.models.one_layer_model import LAYER, linears, run_layer
 
 _ITERATIONS = {"cpu": 100, "cuda": 200}
-# Rows of an iteration. Two take 0.4 of the time of eight, and layers of SmolLM2 lose as much.
+# Samples of an iteration; with SmolLM2, two take 0.4 of the time of eight for equal errors
 _BATCH = {"cpu": 2, "cuda": 8}
-_POSITIVE_SCALES = (
-    "int_sym_gptq"  # the package's default uses signed ones, which not all readers take
-)
+_POSITIVE_SCALES = "int_sym_gptq"  # the default has negative scales, which some readers reject
 
 
-def is_there() -> bool:
-    """Whether the package is installed."""
+def is_installed() -> bool:
+    """Return whether the package is installed."""
     return importlib.util.find_spec("auto_round") is not None
 
 
@@ -51,14 +49,14 @@ def autoround(
     rounded: Iterable[torch.Tensor],
     log: Path,
 ) -> Exported:
-    """Round the only layer of `model`, which is spoiled, to INT4 blocks.
+    """Quantize the layer of `model` to INT4; the model is unusable afterwards.
 
     Args:
         model: of one layer.
-        recipe: gives the block size.
+        recipe: names the group size.
         states: hidden states [B, S, H] of the float model that enter the layer.
-        rounded: those of the model whose layers before this one are rounded already.
-        log: a file to which the package's prints are added.
+        rounded: those after quantized layers.
+        log: a file that receives the package's output.
     """
     layer = model.model.layers[0]
     assert isinstance(layer, nn.Module)
@@ -77,7 +75,7 @@ def autoround(
 
 @contextmanager
 def _short_collections() -> Iterator[None]:
-    """The package collects garbage at every turn; what is there already need not be looked at."""
+    """Exclude existing objects from the package's frequent garbage collections."""
     gc.freeze()
     try:
         yield
@@ -86,18 +84,18 @@ def _short_collections() -> Iterator[None]:
 
 
 def _inputs(model: PreTrainedModel, layer: nn.Module, states: Iterable[torch.Tensor]) -> list[Any]:
-    """What the layer is called with for each row, in the package's form."""
-    seen: list[Any] = []
+    """Return the layer's arguments for each sample, in the package's form."""
+    calls: list[Any] = []
 
-    def keep(_: nn.Module, args: tuple, kwargs: dict[str, Any]) -> None:
-        seen.append(((args, kwargs),))
+    def record(_: nn.Module, args: tuple, kwargs: dict[str, Any]) -> None:
+        calls.append(((args, kwargs),))
 
-    hook = layer.register_forward_pre_hook(keep, with_kwargs=True)
+    hook = layer.register_forward_pre_hook(record, with_kwargs=True)
     for batch in states:
         for row in batch:
             run_layer(model, row[None])
     hook.remove()
-    return seen
+    return calls
 
 
 def _orchestrator(
@@ -115,7 +113,7 @@ def _orchestrator(
 
 
 def _tensors(model: PreTrainedModel, layer: nn.Module) -> dict[str, Tensor]:
-    """The layer in ModelOpt's INT4 layout."""
+    """Return the layer in ModelOpt's INT4 layout."""
     prefix = LAYER.format(0)
     found = {f"{prefix}{name}": _tensor(value) for name, value in layer.state_dict().items()}
     for name, module in linears(model).items():
@@ -135,7 +133,7 @@ def _tensor(value: torch.Tensor) -> Tensor:
 
 
 def _described(recipe: Recipe) -> dict[str, Any]:
-    """As ModelOpt describes INT4 blocks; nothing is smoothed."""
+    """Return ModelOpt's description of INT4 without smoothing."""
     return {
         "quant_algo": recipe.scheme.algorithm,
         "kv_cache_quant_algo": None,

@@ -1,9 +1,9 @@
-"""Columns of a weight made more alike before it is rounded: exact in floats, and free at run time.
+"""Cross-layer equalization of weight columns: exact in float, and free at run time.
 
-A block's scale follows its largest weight, and columns that are small beside it lose most. What
-multiplies a column divides the input that it reads, in the norm that made it, or in the rows of
-v_proj or up_proj (arXiv 1906.04721 does so between any two linear layers). Inputs that are rounded
-in blocks as well lose likewise; there the factors serve both.
+A block's scale follows its largest weight, so smaller columns have larger relative errors. A factor
+of a column divides the norm before it, or the output channels of v_proj or up_proj (arXiv
+1906.04721 does so between any two linear layers). For inputs quantized in blocks, the factors
+balance columns and inputs.
 """
 
 from __future__ import annotations
@@ -25,27 +25,29 @@ from edgellm.quantize.formats.modelopt import F32
 from edgellm.quantize.models.families import Family
 from edgellm.quantize.plan import Plan
 
-_EVENED = ("int4", "nvfp4")  # forms with a scale for a block of columns
-_OF_WEIGHTS, _OF_INPUTS = 0.5, 0.25  # exponents of sizes, found with SmolLM2
-_MAKERS = {OUTPUT: VALUE, DOWN: UP}  # linear layers that take factors, not norms
-_ROWS = 8  # of text that say how large inputs are
-_WIDEST = 16.0  # a factor, and one over it
+_BLOCK_FORMS = ("int4", "nvfp4")  # with a scale for a block of columns
+_OF_WEIGHTS, _OF_INPUTS = 0.5, 0.25  # exponents of magnitudes, tuned with SmolLM2
+_PRODUCERS = {OUTPUT: VALUE, DOWN: UP}  # linear layers, instead of norms, that are divided
+_SAMPLES = 8  # that measure the inputs
+_WIDEST = 16.0  # maximum factor; its inverse is the minimum
 _TINY = 1e-12
 
-Squares = Mapping[str, torch.Tensor]  # means by linear layer, of the channels of its input [in]
+Squares = Mapping[str, torch.Tensor]  # mean squares of input channels [in], by linear layer
 
 
-def evened(plan: Plan, index: int, source: dict[str, F32], states: States | None) -> dict[str, F32]:
-    """A layer's tensors as its scheme wants them before they are rounded.
+def equalize(
+    plan: Plan, index: int, source: dict[str, F32], states: States | None
+) -> dict[str, F32]:
+    """Equalize a layer's tensors if its scheme has blocks of columns.
 
     Args:
         plan: of the run.
         index: of the layer.
-        source: named from "self_attn.q_proj.weight" on.
-        states: that enter the layer after rounded ones; None where the scheme has none.
+        source: names such as "self_attn.q_proj.weight".
+        states: that enter the layer after quantized layers; None: the scheme has none.
     """
     subject, scheme, device = plan.subject, plan.recipe.scheme, plan.task.device
-    if scheme.form not in _EVENED:
+    if scheme.form not in _BLOCK_FORMS:
         return source
     squares = None
     if scheme.is_nvfp4 and states is not None and weighs_tokens(plan):
@@ -54,24 +56,24 @@ def evened(plan: Plan, index: int, source: dict[str, F32], states: States | None
         squares = input_squares(model, states.batches(device), subject.family, weights)
     forms = mix(plan).modules[index] if scheme.is_mixed else {}
     floats = [name for name, form in forms.items() if form == FLOAT_FORM]
-    return even_columns(source, subject.family, subject.config.head_dim, squares, floats)
+    return equalize_columns(source, subject.family, subject.config.head_dim, squares, floats)
 
 
-def even_columns(
+def equalize_columns(
     source: Mapping[str, F32],
     family: Family,
     head_dim: int,
     inputs: Squares | None = None,
     floats: Collection[str] = (),
 ) -> dict[str, F32]:
-    """A layer's tensors that compute the same with columns of more equal size.
+    """Return a layer's tensors with columns of more equal size and the same output.
 
     Args:
-        source: named from "self_attn.q_proj.weight" on.
-        family: of the layer; one with experts stays as it is.
+        source: names such as "self_attn.q_proj.weight".
+        family: of the layer; layers with experts stay unchanged.
         head_dim: of the attention.
-        inputs: that are rounded in blocks, too. None: they are not.
-        floats: linear layers that are not rounded and stay as they are.
+        inputs: mean squares of inputs quantized in blocks; None: float inputs.
+        floats: linear layers that stay float, and unchanged.
     """
     if family.experts is not None:
         return dict(source)
@@ -92,23 +94,23 @@ def even_columns(
 
 
 def _is_float(names: tuple[str, ...], floats: Collection[str]) -> bool:
-    """Whether one of these linear layers stays as it is, or the one that makes what they read."""
-    return any(name in floats or _MAKERS.get(name) in floats for name in names)
+    """Return whether one of these linear layers, or the producer of its input, stays float."""
+    return any(name in floats or _PRODUCERS.get(name) in floats for name in names)
 
 
 def input_squares(
     model: PreTrainedModel, states: Iterable[torch.Tensor], family: Family, weights: Weights
 ) -> Squares:
-    """What the linear layers of a layer read.
+    """Return the mean squares of the inputs of linear layers.
 
     Args:
         model: of one layer.
-        states: that enter it [B, S, H]; some rows are taken.
+        states: that enter it [B, S, H]; the first samples are used.
         family: of the layer.
-        weights: of the tokens of a row.
+        weights: of the tokens of a sample.
     """
     sums: dict[str, torch.Tensor] = {}
-    for row in itertools.islice(each_input(model, states, family), _ROWS):
+    for row in itertools.islice(each_input(model, states, family), _SAMPLES):
         for names, x in row.items():
             for name in names:
                 squares = (x.square() * weights[name][:, None].to(x.device)).sum(0)
@@ -117,7 +119,7 @@ def input_squares(
 
 
 def _logs(squares: torch.Tensor, shared: tuple[int, int]) -> torch.Tensor:
-    """Of the roots, up to a summand; alike for heads that read the same values."""
+    """Return logarithms of the roots, up to a constant; equal for heads that share values."""
     heads, head_dim = shared
     if heads > 1:
         groups = squares.view(-1, heads, head_dim)
@@ -128,7 +130,7 @@ def _logs(squares: torch.Tensor, shared: tuple[int, int]) -> torch.Tensor:
 def _value_heads(
     names: tuple[str, ...], found: Mapping[str, torch.Tensor], width: int, head_dim: int
 ) -> tuple[int, int]:
-    """Query heads that read the same values, and their width; (1, 0) of other inputs."""
+    """Return the number of query heads that share values, and their width; else (1, 0)."""
     value = found.get(f"{VALUE}.weight")
     if names != (OUTPUT,) or value is None or width % len(value):
         return 1, 0

@@ -1,4 +1,4 @@
-"""A KV cache of bytes: ranges of keys and values, and attention that sees them rounded."""
+"""Quantized KV caches: calibration of scales, and attention over quantized keys and values."""
 
 from __future__ import annotations
 
@@ -29,21 +29,21 @@ Change = Callable[[torch.Tensor, torch.Tensor], tuple[torch.Tensor, torch.Tensor
 def cache_scales(
     model: PreTrainedModel, batches: Iterable[torch.Tensor], kind: str
 ) -> dict[str, Tensor]:
-    """Scales of a cache of the model's only layer, by their names in its attention.
+    """Calibrate KV cache scales of the model's layer; return them by name.
 
     Args:
-        model: of one layer, in floats.
+        model: a float model of one layer.
         batches: hidden states [B, S, H] that enter it.
         kind: "int8" or "fp8".
     """
     largest = [0.0, 0.0]
 
-    def look(key: torch.Tensor, value: torch.Tensor) -> tuple[torch.Tensor, torch.Tensor]:
-        for index, rows in enumerate((key, value)):
-            largest[index] = max(largest[index], float(rows.abs().max()))
+    def record(key: torch.Tensor, value: torch.Tensor) -> tuple[torch.Tensor, torch.Tensor]:
+        for index, states in enumerate((key, value)):
+            largest[index] = max(largest[index], float(states.abs().max()))
         return key, value
 
-    with _changed_rows(look):
+    with _changed_states(record):
         for batch in batches:
             run_layer(model, batch)
     found = {}
@@ -55,7 +55,7 @@ def cache_scales(
 
 @contextlib.contextmanager
 def rounded_cache(kind: str | None, tensors: Mapping[str, Tensor]) -> Iterator[None]:
-    """Let attention see keys and values as a cache of `kind` holds them; None: as they are."""
+    """Make attention use keys and values quantized as `kind`; None: float."""
     names = [
         next((name for name in tensors if name.endswith(f".{scale}")), None)
         for scale in (KEY_SCALE, VALUE_SCALE)
@@ -65,13 +65,13 @@ def rounded_cache(kind: str | None, tensors: Mapping[str, Tensor]) -> Iterator[N
         return
     scales = [float(tensors[name].floats().reshape(())) for name in names if name is not None]
     rounding = _ROUND[kind]
-    with _changed_rows(lambda key, value: (rounding(key, scales[0]), rounding(value, scales[1]))):
+    with _changed_states(lambda key, value: (rounding(key, scales[0]), rounding(value, scales[1]))):
         yield
 
 
 @contextlib.contextmanager
-def _changed_rows(change: Change) -> Iterator[None]:
-    """Change what transformers' attention gets, keys [B, heads, S, D] after their rotation."""
+def _changed_states(change: Change) -> Iterator[None]:
+    """Change the inputs of transformers' attention, keys [B, heads, S, D] after RoPE."""
     before = {kind: ALL_ATTENTION_FUNCTIONS.get(kind) for kind in _IMPLEMENTATIONS}
 
     def changing(kind: str) -> Callable[..., Any]:
@@ -79,7 +79,7 @@ def _changed_rows(change: Change) -> Iterator[None]:
             module: nn.Module, query: torch.Tensor, key: torch.Tensor, value: torch.Tensor,
             *args: Any, **kwargs: Any,
         ) -> Any:  # fmt: skip
-            # No table has "eager": it is a function beside each family's own classes.
+            # "eager" is in no table: each family's module has its own function.
             plain = before[kind] or sys.modules[type(module).__module__].eager_attention_forward
             return plain(module, query, *change(key, value), *args, **kwargs)
 

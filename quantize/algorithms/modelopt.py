@@ -1,6 +1,6 @@
-"""nvidia-modelopt at work on a small model: quantize, export, hand back the tensors.
+"""Quantizes one-layer models with nvidia-modelopt, and reads the exported tensors.
 
-Everything that depends on ModelOpt's interface is in this file.
+All uses of ModelOpt are in this file.
 """
 
 from __future__ import annotations
@@ -36,7 +36,7 @@ with warnings.catch_warnings():
     from modelopt.torch.export.convert_hf_config import convert_hf_quant_config_format
     from modelopt.torch.quantization import tensor_quant
 
-_NVFP4_RANGE = LARGEST_E2M1 * LARGEST_E4M3  # what a global scale of one can express
+_NVFP4_RANGE = LARGEST_E2M1 * LARGEST_E4M3  # largest value with a global scale of 1
 _TINY = 1e-30  # instead of the scale of a tensor of zeros
 
 Loop = Callable[[Any], None]
@@ -44,7 +44,7 @@ Loop = Callable[[Any], None]
 
 @dataclass(frozen=True, slots=True)
 class Exported:
-    """What `export_hf_checkpoint` wrote."""
+    """Tensors and configs of a quantized layer or head."""
 
     tensors: dict[str, Tensor]
     quantization: dict[str, Any]  # of hf_quant_config.json
@@ -54,17 +54,17 @@ class Exported:
 def quantize(
     model: PreTrainedModel, recipe: Recipe, loop: Loop, log: Path, *, keeps_norms: bool = False
 ) -> Exported:
-    """Quantize the model's layers, which it spoils.
+    """Quantize the model's layers; the model is unusable afterwards.
 
     Args:
-        model: of one layer, or of none and a head.
-        recipe: the scheme; of a model without layers it is the head's.
-        loop: feeds the model; AWQ calls it twice.
-        log: a file to which ModelOpt's prints are added.
-        keeps_norms: smoothing goes into no norm, which more reads than what is quantized.
+        model: of one layer, or of a head without layers.
+        recipe: the scheme; of the head for a model without layers.
+        loop: runs the calibration text through the model; AWQ calls it twice.
+        log: a file that receives ModelOpt's output.
+        keeps_norms: fold no smoothing into norms, which float layers also follow.
 
     Raises:
-        EdgeLLMError: activations that are no numbers.
+        EdgeLLMError: activations are not finite.
         LimitError: the accelerator's memory does not suffice.
     """
     is_head = len(model.model.layers) == 0
@@ -90,9 +90,9 @@ def quantize(
 
 
 def hf_config(described: Mapping[str, Any]) -> dict[str, Any]:
-    """What config.json says as `quantization_config`, made from hf_quant_config.json.
+    """Convert hf_quant_config.json to the `quantization_config` of config.json.
 
-    As ModelOpt's export does it; `quant_method` is how transformers and vLLM find a reader.
+    As in ModelOpt's export; transformers and vLLM choose a reader by `quant_method`.
     """
     return {**convert_hf_quant_config_format(dict(described)), "quant_method": "modelopt"}
 
@@ -116,7 +116,7 @@ def _read(folder: Path) -> Exported:
     source = Safetensors([folder / "model.safetensors"])
     described = json.loads((folder / "hf_quant_config.json").read_text("utf-8"))
     found = read_below(source, "")
-    # Transformers writes Qwen3.5's language model as a part of a whole, Nemotron-H as a backbone.
+    # transformers prefixes tensors: Qwen3.5 "language_model", Nemotron-H "backbone".
     named = {
         own_name(name.replace(".language_model.", ".", 1)): value for name, value in found.items()
     }
@@ -124,18 +124,18 @@ def _read(folder: Path) -> Exported:
 
 
 def _explained(error: AssertionError) -> Exception:
-    """ModelOpt says "detected nan values in amax" and does not say where."""
+    """Return an explained error for ModelOpt's "detected nan values in amax"."""
     if "nan values" in str(error) or "inf values" in str(error):
         return EdgeLLMError(
-            "the model computes values that are not numbers over the calibration text",
-            hint="check that the float checkpoint answers sensibly; try other calibration text",
+            "the model's activations are not finite over the calibration text",
+            hint="check the output of the float checkpoint; try other calibration text",
         )
     return error
 
 
 @contextlib.contextmanager
 def quiet(stream: Any) -> Iterator[None]:
-    """Send what a quantizer prints, and its warnings, elsewhere."""
+    """Redirect a quantizer's output to `stream`, and ignore its warnings."""
     with (
         contextlib.redirect_stdout(stream),
         contextlib.redirect_stderr(stream),
@@ -147,7 +147,7 @@ def quiet(stream: Any) -> Iterator[None]:
 
 @contextlib.contextmanager
 def _no_experts() -> Iterator[None]:
-    """Let the export look for no experts: it does not know those of `quantize.models`."""
+    """Disable the export's search for experts: it rejects those of `quantize.models`."""
     module = cast(Any, unified_export_hf)
     theirs, module.is_moe = module.is_moe, lambda _: False
     try:
@@ -158,7 +158,7 @@ def _no_experts() -> Iterator[None]:
 
 @contextlib.contextmanager
 def _no_norms(keeps: bool) -> Iterator[None]:
-    """Let the export find no norm."""
+    """Disable the export's search for norms if `keeps`."""
     module = cast(Any, unified_export_hf)
     theirs = module.is_layernorm
     if keeps:
@@ -171,14 +171,14 @@ def _no_norms(keeps: bool) -> Iterator[None]:
 
 @contextlib.contextmanager
 def _nvfp4_everywhere() -> Iterator[None]:
-    """Let NVFP4's fake quantization run on CPUs, where ModelOpt has no kernel for it."""
+    """Enable NVFP4's fake quantization on CPUs, for which ModelOpt has no kernel."""
     module = cast(Any, tensor_quant)
     theirs = module.dynamic_block_quantize_op
 
     def either(inputs: torch.Tensor, block_size: int, amax: torch.Tensor, *rest: Any) -> Any:
         if inputs.is_cuda:
             return theirs(inputs, block_size, amax, *rest)
-        assert block_size == NVFP4_BLOCK  # no other block is on offer
+        assert block_size == NVFP4_BLOCK
         largest = amax.float().amax()
         return round_nvfp4(inputs, torch.clamp(largest / _NVFP4_RANGE, min=_TINY))
 

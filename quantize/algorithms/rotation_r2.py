@@ -1,7 +1,7 @@
-"""A rotation of attention's values (R2 of arXiv 2405.16406): exact, and free at run time.
+"""Rotation of attention's values (R2 of arXiv 2405.16406): exact, and free at run time.
 
-What every head reads of v_proj is turned by one orthogonal matrix, which o_proj turns back. Weights
-and values with outliers in few channels become alike in all of them.
+One orthogonal matrix rotates each head's values in v_proj, and its inverse is folded into o_proj.
+The rotation spreads outliers of weights and values over all channels.
 """
 
 from __future__ import annotations
@@ -21,11 +21,11 @@ _HINT = "choose --rotate residual, or leave --rotate out"
 
 
 def check_values(infos: Mapping[str, TensorInfo], layers: tuple[str, ...], family: Family) -> None:
-    """Raise `UnsupportedModelError` unless `rotate_values` takes all layers, and turns some.
+    """Raise `UnsupportedModelError` unless `rotate_values` supports all layers.
 
     Args:
         infos: of all tensors.
-        layers: where the names of each layer's tensors begin.
+        layers: name prefix of each layer's tensors.
         family: of the model.
     """
     for layer in layers:
@@ -40,7 +40,7 @@ def check_values(infos: Mapping[str, TensorInfo], layers: tuple[str, ...], famil
 def rotates_values(
     infos: Mapping[str, TensorInfo], layers: tuple[str, ...], family: Family
 ) -> bool:
-    """Whether `check_values` is content."""
+    """Return whether `check_values` passes."""
     try:
         check_values(infos, layers, family)
     except UnsupportedModelError:
@@ -49,7 +49,7 @@ def rotates_values(
 
 
 def _value_pair(shapes: Mapping[str, tuple[int, ...]], family: Family) -> tuple[str, str] | None:
-    """What makes a layer's values and what reads them; None: the layer does not attend."""
+    """Return the names of a layer's v_proj and o_proj; None: the layer has no attention."""
     if not (attention := family.attention_of(shapes)):
         return None
     value = f"{attention}.v_proj"
@@ -57,26 +57,26 @@ def _value_pair(shapes: Mapping[str, tuple[int, ...]], family: Family) -> tuple[
         (name for each in _OUTPUTS if f"{(name := f'{attention}.{each}')}.weight" in shapes), None
     )
     if output is None or f"{value}.weight" not in shapes:
-        raise UnsupportedModelError("--rotate: the model has no v_proj of its own", hint=_HINT)
+        raise UnsupportedModelError("--rotate: the model has no separate v_proj", hint=_HINT)
     queries, read = shapes[f"{attention}.q_proj.weight"][0], shapes[f"{output}.weight"][1]
     if queries != read:
         raise UnsupportedModelError(
-            "--rotate: between the model's values and what reads them is a gate, number by number",
+            "--rotate: the model gates the output of attention before o_proj",
             hint=_HINT,
         )
     return value, output
 
 
 def rotate_values(source: Mapping[str, F32], head_dim: int, family: Family) -> dict[str, F32]:
-    """A layer's tensors that compute the same with rotated values, if it has some.
+    """Rotate the values in a layer's tensors; the layer's output stays the same.
 
     Args:
-        source: named from "self_attn.v_proj.weight" on.
+        source: names such as "self_attn.v_proj.weight".
         head_dim: of the attention.
         family: of the layer.
 
     Raises:
-        UnsupportedModelError: the layer has no projection of values of its own, or gates them.
+        UnsupportedModelError: the layer has no separate v_proj, or gates its values.
     """
     found = dict(source)
     pair = _value_pair({name: values.shape for name, values in source.items()}, family)
@@ -85,8 +85,8 @@ def rotate_values(source: Mapping[str, F32], head_dim: int, family: Family) -> d
     value_name, output_name = pair
     value, output = source[f"{value_name}.weight"], source[f"{output_name}.weight"]
     heads = value.reshape(-1, head_dim, value.shape[1])
-    turned = mixed(heads.swapaxes(-1, -2)).swapaxes(-1, -2)
-    found[f"{value_name}.weight"] = np.ascontiguousarray(turned).reshape(value.shape)
+    rotated = mixed(heads.swapaxes(-1, -2)).swapaxes(-1, -2)
+    found[f"{value_name}.weight"] = np.ascontiguousarray(rotated).reshape(value.shape)
     by_head = output.reshape(len(output), -1, head_dim)
     found[f"{output_name}.weight"] = mixed(by_head).reshape(output.shape)
     if f"{value_name}.bias" in source:

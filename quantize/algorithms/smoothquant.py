@@ -1,10 +1,10 @@
-"""INT8 weights with INT8 inputs: a smoothing of each input that is searched, not fixed.
+"""SmoothQuant for INT8 weights and inputs, with a search for alpha.
 
 SmoothQuant (arXiv 2211.10438) divides input channels by s = a^alpha / w^(1 - alpha), a and w the
-largest magnitudes of channel and weight, and multiplies the weight's columns. Too much of it moves
-all outliers into the weights, whose rows have one scale. Here each input has the alpha with the
-least error over rows that it was not fitted to, none (0) included. What multiplies a norm's output,
-or what v_proj or up_proj make, goes into these, so that nothing is left to compute.
+largest magnitudes of channel and weight, and multiplies the weight's columns. A large alpha moves
+all outliers into the weights, which have one scale for each output. Each input takes the alpha with
+the least error over samples outside the fit; 0: no smoothing. Factors are folded into the norm,
+v_proj or up_proj before the input where possible.
 """
 
 from __future__ import annotations
@@ -28,10 +28,10 @@ from edgellm.quantize.models.families import Family
 from edgellm.quantize.models.one_layer_model import LAYER
 
 _ALPHAS = (0.0, 0.3, 0.5, 0.65, 0.8, 0.9, 1.0)
-_CLIPS = (1.0, 0.8, 0.6)  # of a calibrated scale; few values may be cut off
-_TOKENS = 256  # that judge a candidate
-_WIDEST = 64.0  # a scale over the geometric mean of all, and below it
-_AS_GOOD = 1.03  # errors that are no reason to choose
+_CLIPS = (1.0, 0.8, 0.6)  # factors of a calibrated scale
+_TOKENS = 256  # that evaluate a candidate
+_WIDEST = 64.0  # maximum factor over the geometric mean; its inverse is the minimum
+_TOLERANCE = 1.03  # errors up to this factor count as equal
 _TINY = 1e-8
 VALUE, OUTPUT = "self_attn.v_proj", "self_attn.o_proj"
 UP, DOWN = "mlp.up_proj", "mlp.down_proj"
@@ -39,21 +39,21 @@ UP, DOWN = "mlp.up_proj", "mlp.down_proj"
 
 @dataclass(frozen=True, slots=True)
 class _Choice:
-    """How the input of a group is treated."""
+    """Smoothing and scale of a group's input."""
 
-    scales: torch.Tensor  # that divide it [K]
-    step: float  # of its calibrated rounding
+    scales: torch.Tensor  # divisors of its channels [K]
+    step: float  # calibrated scale
 
 
 @dataclass(frozen=True, slots=True)
 class _Candidate:
-    """A smoothing that was tried."""
+    """A candidate of the search."""
 
-    error: float  # with inputs rounded as the target does it
+    error: float  # with inputs quantized as on the target
     alpha: float
-    product: torch.Tensor  # the rounded weight [out, K]
-    smoothed: torch.Tensor  # rows [T, K]
-    step: float  # of their calibrated rounding
+    weight: torch.Tensor  # quantized [out, K]
+    smoothed: torch.Tensor  # inputs [T, K]
+    step: float  # calibrated scale of the inputs
 
 
 def smooth(
@@ -63,14 +63,14 @@ def smooth(
     family: Family,
     head_dim: int,
 ) -> Exported:
-    """The only layer of `model` in INT8.
+    """Quantize the layer of `model` to INT8.
 
     Args:
-        model: of one layer, in floats.
-        recipe: says whether the target finds scales of inputs itself, and holds its cache in bytes
-            (values then stay as they are).
+        model: a float model of one layer.
+        recipe: names the target (dynamic or calibrated input scales) and the KV cache (if
+            quantized, v_proj is not scaled).
         batches: states that enter the layer [B, S, H].
-        family: knows the norms.
+        family: of the layer; names its norms.
         head_dim: of the attention.
     """
     layer = model.model.layers[0]
@@ -103,38 +103,40 @@ def smooth(
 
 
 def _may_fold(names: tuple[str, ...], outputs: Mapping[str, Tensor], recipe: Recipe) -> bool:
-    """Whether what makes an input may be scaled.
+    """Return whether the linear layer before an input may be scaled.
 
-    A cache of bytes has scales of the values as they are; and what is smoothed itself may be
-    rounded anew, by a format that folds all that is left.
+    Scales of a quantized KV cache are those of unscaled values. A layer with its own smoothing may
+    be quantized again by a format that folds it.
     """
     if names not in ((OUTPUT,), (DOWN,)):
         return True
-    maker = VALUE if names == (OUTPUT,) else UP
-    return f"{maker}.pre_quant_scale" not in outputs and (maker != VALUE or recipe.kv_cache is None)
+    producer = VALUE if names == (OUTPUT,) else UP
+    if producer == VALUE and recipe.kv_cache is not None:
+        return False
+    return f"{producer}.pre_quant_scale" not in outputs
 
 
 def _choose(inputs: Inputs, weight: torch.Tensor, target: str, shared: tuple[int, int]) -> _Choice:
-    """The smoothing with the least output error over the rows that judge.
+    """Return the smoothing with the least output error over the evaluation tokens.
 
-    Where the target finds scales itself, the best for calibrated ones among those as good.
+    With dynamic scales, the best for calibrated scales among those of equal error.
     """
-    rows = inputs.judged
-    wanted = rows @ weight.T
+    x = inputs.judged
+    wanted = x @ weight.T
     tried: list[_Candidate] = []
     for alpha in _ALPHAS:
         scales = _scales(inputs.largest_fitted, weight, alpha, shared)
-        product, smoothed = _rounded_rows(weight * scales), rows / scales
+        product, smoothed = _rounded_rows(weight * scales), x / scales
         step = max(float((inputs.largest_fitted / scales).max()) / 127, _TINY)
         rounded = round_int8_blocks(smoothed) if target == "cpu" else round_int8(smoothed, step)
         tried.append(_Candidate(_error(rounded, product, wanted), alpha, product, smoothed, step))
-    limit = min(each.error for each in tried) * _AS_GOOD
+    limit = min(each.error for each in tried) * _TOLERANCE
     best: tuple[float, float, float] | None = None
     for each in tried:
         clips = _CLIPS if each.error <= limit else ()
         for clip in clips:
             rounded = round_int8(each.smoothed, each.step * clip)
-            error = _error(rounded, each.product, wanted)
+            error = _error(rounded, each.weight, wanted)
             best = min(best or (error, each.alpha, clip), (error, each.alpha, clip))
     assert best is not None
     _, alpha, clip = best
@@ -145,7 +147,7 @@ def _choose(inputs: Inputs, weight: torch.Tensor, target: str, shared: tuple[int
 def _scales(
     largest: torch.Tensor, weight: torch.Tensor, alpha: float, shared: tuple[int, int]
 ) -> torch.Tensor:
-    """What divides the channels [K], of geometric mean one; channels of a `shared` group alike."""
+    """Return divisors of the channels [K], geometric mean 1; equal in a `shared` group."""
     if alpha == 0:
         return torch.ones_like(largest)
     ranges = [_joined(values, shared) for values in (largest, weight.abs().amax(0))]
@@ -156,7 +158,7 @@ def _scales(
 
 
 def _joined(values: torch.Tensor, shared: tuple[int, int]) -> torch.Tensor:
-    """The largest of each group of heads, repeated."""
+    """Return the maximum over each group of heads, repeated."""
     heads, head_dim = shared
     if heads == 1:
         return values
@@ -167,7 +169,7 @@ def _joined(values: torch.Tensor, shared: tuple[int, int]) -> torch.Tensor:
 def _value_group(
     inputs: Inputs, found: Mapping[str, torch.Tensor], head_dim: int
 ) -> tuple[int, int]:
-    """Query heads that read the same values, and their width; (1, 0) of other inputs."""
+    """Return the number of query heads that share values, and their width; else (1, 0)."""
     value = found.get(f"{VALUE}.weight")
     if inputs.names != (OUTPUT,) or value is None or len(inputs.largest) % len(value):
         return 1, 0
@@ -181,14 +183,14 @@ def fold(
     family: Family,
     shared: tuple[int, int],
 ) -> bool:
-    """Divide what makes the input of `names` by `scales` [in]; False: nothing can take them.
+    """Divide the producer of an input by `scales` [in]; return False if there is none.
 
     Args:
         found: the layer's tensors, which are changed.
-        names: of linear layers that read one tensor.
+        names: linear layers that share the input.
         scales: of its channels.
-        family: knows the norms.
-        shared: query heads that read the same values, and their width; (1, 0) of other inputs.
+        family: of the layer; names its norms.
+        shared: number of query heads that share values, and their width; else (1, 0).
     """
     norm = next((norm for norm, readers in family.readers.items() if {*readers} == {*names}), None)
     if norm is not None and f"{norm}.weight" in found:
@@ -216,8 +218,8 @@ def _fold_rows(found: dict[str, torch.Tensor], name: str, scales: torch.Tensor) 
     return True
 
 
-def _error(rows: torch.Tensor, weight: torch.Tensor, wanted: torch.Tensor) -> float:
-    return float((rows @ weight.T - wanted).double().square().sum())
+def _error(x: torch.Tensor, weight: torch.Tensor, wanted: torch.Tensor) -> float:
+    return float((x @ weight.T - wanted).double().square().sum())
 
 
 def _rounded_rows(weight: torch.Tensor) -> torch.Tensor:
@@ -226,7 +228,7 @@ def _rounded_rows(weight: torch.Tensor) -> torch.Tensor:
 
 
 def int8_rows(name: str, weight: F32) -> dict[str, Tensor]:
-    """A weight [out, in] in INT8 with a scale for each output, and its scales, by their names."""
+    """Quantize a weight [out, in] to INT8 by output; return it and its scales by name."""
     step = np.maximum(np.abs(weight).max(1), np.float32(_TINY)) / np.float32(127)
     codes = np.clip(np.rint(weight / step[:, None]), -127, 127).astype(np.int8)
     coded = Tensor(TensorInfo("I8", codes.shape), codes.tobytes())
@@ -238,5 +240,5 @@ def _described(recipe: Recipe) -> dict[str, str | None]:
 
 
 def own_producer() -> dict[str, str]:
-    """Who made what ModelOpt did not."""
+    """Return the producer of layers that edgellm quantizes itself."""
     return {"name": "edgellm", "version": version("edgellm")}

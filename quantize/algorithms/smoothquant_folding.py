@@ -1,9 +1,9 @@
-"""Smoothing that leaves no trace in the graph: factors of inputs go into what makes these inputs.
+"""Folds smoothing scales into the weights before them, for formats without `pre_quant_scale`.
 
-Formats without `pre_quant_scale`, such as compressed-tensors, need it so. A factor for each input
-of a layer goes into the norm, or into the rows of the linear layer, that makes the inputs; where
-several heads read one value head they share a factor, and where nothing can take it there is none.
-Codes stay what the calibration found, except of layers whose factors had to change.
+compressed-tensors is such a format. The factors of a layer's inputs are folded into the norm, or
+into the output channels of the linear layer, before it. Query heads with one value head share a
+factor. Factors that cannot be folded are dropped. Only layers whose factors change are quantized
+again.
 """
 
 from __future__ import annotations
@@ -17,32 +17,31 @@ from edgellm.quantize.formats.modelopt import F32, SMOOTHING, pack_int4
 from edgellm.quantize.formats.tensors import Tensor
 from edgellm.quantize.models.families import Family
 
-# What makes a gated product's inputs: the rows after the gate's in fused weights.
+# Linear layers before a gated product; in fused weights, the rows after the gate's
 _UP = {
     "mlp.down_proj": ("mlp.up_proj", "mlp.gate_up_proj"),
     "shared_mlp.output_linear": ("shared_mlp.input_linear",),
 }
-_GATES = {"mlp.up_proj": "mlp.gate_proj"}  # without it a bent function is in between
+_GATES = {"mlp.up_proj": "mlp.gate_proj"}  # without a gate the activation is in between
 _O_PROJ, _V_PROJ, _QKV_PROJ = "self_attn.o_proj", "self_attn.v_proj", "self_attn.qkv_proj"
 
 
 def fold_smoothing(
     tensors: Mapping[str, Tensor], source: Mapping[str, F32], family: Family, head_dim: int
 ) -> dict[str, Tensor]:
-    """A layer of ModelOpt's layout without `pre_quant_scale`; it computes what it did, or nearly.
+    """Fold or drop all `pre_quant_scale` of a layer in ModelOpt's layout.
 
     Args:
-        tensors: of the layer, named from "self_attn.q_proj.weight" on; INT4 or INT8 where
-            something is smoothed.
-        source: the float layer, from which layers are rounded again whose factors change.
-        family: which norms the factors may go to.
+        tensors: of the layer, such as "self_attn.q_proj.weight"; smoothed ones are INT4 or INT8.
+        source: the float layer; layers whose factors change are quantized again from it.
+        family: names the norms that factors may be folded into.
         head_dim: of values.
     """
     layer = _Layer(dict(tensors), source)
     for norm, readers in family.readers.items():
         layer.fold_into_norm(norm, readers, family.norm_shift)
-    # What is rounded again takes no factor with it: makers of inputs come before their readers.
-    layer.drop_factors(kept=(*_UP, _O_PROJ))
+    # Layers quantized again lose folded factors: producers come before their consumers.
+    layer.drop_factors(except_for=(*_UP, _O_PROJ))
     for down, ups in _UP.items():
         layer.fold_into_rows(down, next((up for up in ups if layer.has(up)), None))
     layer.fold_into_values(head_dim)
@@ -51,7 +50,7 @@ def fold_smoothing(
 
 
 class _Layer:
-    """The tensors on their way."""
+    """The tensors of a layer while factors are folded."""
 
     def __init__(self, tensors: dict[str, Tensor], source: Mapping[str, F32]) -> None:
         self.tensors, self._source = tensors, source
@@ -63,20 +62,20 @@ class _Layer:
         return [name.removesuffix(SMOOTHING) for name in self.tensors if name.endswith(SMOOTHING)]
 
     def factor(self, name: str) -> F32:
-        """Of each input [in]."""
+        """Return the factor of each input [in]."""
         return self.tensors[name + SMOOTHING].floats()
 
     def set_factor(self, name: str, factor: F32) -> None:
-        """Take the factor away, which something else now applies; round again if it is another."""
+        """Remove a folded factor; quantize again if `factor` differs from it."""
         before = self.tensors.pop(name + SMOOTHING).floats()
         if not np.array_equal(before, factor):
             weight = self._source[f"{name}.weight"] / factor
             self.tensors |= _rounded(name, weight, self.tensors)
 
-    def drop_factors(self, kept: tuple[str, ...] = ()) -> None:
-        """Round again, without smoothing, what nothing takes the factors of."""
+    def drop_factors(self, except_for: tuple[str, ...] = ()) -> None:
+        """Quantize the remaining layers again, without smoothing."""
         for name in self.smoothed():
-            if name not in kept:
+            if name not in except_for:
                 self.set_factor(name, np.ones_like(self.factor(name)))
 
     def fold_into_norm(self, norm: str, readers: tuple[str, ...], shift: float) -> None:
@@ -84,9 +83,9 @@ class _Layer:
         if not found or len(found) != len(readers) or f"{norm}.weight" not in self.tensors:
             return
         factor = _geometric_mean(np.stack([self.factor(name) for name in found]), 0)
-        for part, moved in (("weight", np.float32(shift)), ("bias", np.float32(0))):
+        for part, offset in (("weight", np.float32(shift)), ("bias", np.float32(0))):
             if (value := self.tensors.get(f"{norm}.{part}")) is not None:
-                self._put(f"{norm}.{part}", (value.floats() + moved) * factor - moved)
+                self._put(f"{norm}.{part}", (value.floats() + offset) * factor - offset)
         for name in found:
             self.set_factor(name, factor)
 
@@ -105,7 +104,7 @@ class _Layer:
         factor = self.factor(_O_PROJ)
         rows = len(self._source[f"{values}.weight"])
         count = rows if values == _V_PROJ else (rows - len(factor)) // 2
-        heads = factor.reshape(count // head_dim, -1, head_dim)  # [value heads, readers, head_dim]
+        heads = factor.reshape(count // head_dim, -1, head_dim)  # [KV heads, group, head_dim]
         shared = _geometric_mean(heads, 1)
         self._scale_last_rows(values, shared.reshape(-1))
         spread = np.broadcast_to(shared[:, None], heads.shape)
@@ -125,7 +124,7 @@ class _Layer:
 
 
 def _rounded(name: str, weight: F32, like: Mapping[str, Tensor]) -> dict[str, Tensor]:
-    """A weight [out, in] to nearest, in the layout that the layer `name` has in `like`."""
+    """Round a weight [out, in] to nearest, in the layout of the layer `name` in `like`."""
     before = like[f"{name}.weight_scale"].info
     if like[f"{name}.weight"].info.dtype == "I8":
         scale = np.abs(weight).max(1) / np.float32(127)
@@ -139,7 +138,7 @@ def _rounded(name: str, weight: F32, like: Mapping[str, Tensor]) -> dict[str, Te
 
 
 def _geometric_mean(values: F32, axis: int) -> F32:
-    """Of equal values those values."""
+    """Return the geometric mean; exactly the value if all are equal."""
     first = values.take(0, axis)
     equal = (values == np.expand_dims(first, axis)).all(axis)
     mean = np.exp(np.log(values.astype(np.float64)).mean(axis)).astype(np.float32)

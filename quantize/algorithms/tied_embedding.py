@@ -1,6 +1,6 @@
-"""An embedding that is the head as well, in INT8: one table of codes in the place of two matrices.
+"""A tied embedding in INT8: one quantized table is both embedding and head.
 
-Each row has a float16 scale for some of its values, found in the row itself.
+Each row has a float16 scale for each group of values.
 """
 
 from __future__ import annotations
@@ -22,13 +22,13 @@ from edgellm.quantize.models.checks import EMBEDDING
 from edgellm.quantize.plan import Plan
 from edgellm.quantize.work_folder import ANSWERS, HEAD_PART, QUANTIZED, ROUNDED
 
-_PIECE = 4096  # rows at a time
+_CHUNK = 4096  # rows at a time
 
 
 def store_table(plan: Plan) -> None:
-    """The head's part."""
+    """Quantize the table, and store it as the head's part."""
     table = read_tensor(plan.subject.tensors, EMBEDDING)
-    codes, scales = (np.concatenate(each) for each in zip(*_pieces(table), strict=True))
+    codes, scales = (np.concatenate(each) for each in zip(*_chunks(table), strict=True))
     block = _block(table.info.shape[1])
     tensors = {
         EMBEDDING: Tensor(TensorInfo("I8", codes.shape), codes.tobytes()),
@@ -39,7 +39,7 @@ def store_table(plan: Plan) -> None:
 
 
 def decode_table(plan: Plan) -> DecodedLinear:
-    """The head that was stored."""
+    """Dequantize the stored table."""
     found = plan.task.work.tensors(HEAD_PART)
     codes, scales = (read_tensor(found, f"{EMBEDDING}{part}") for part in ("", "_scale"))
     stored = codes.info.num_bytes + scales.info.num_bytes
@@ -47,8 +47,8 @@ def decode_table(plan: Plan) -> DecodedLinear:
     return DecodedLinear(weight, None, "", 1.0, 8 * stored / weight.size)
 
 
-def enter_rounded(plan: Plan, streams: dict[str, States]) -> None:
-    """Let rounded rows enter the streams of the quantized model."""
+def write_quantized_embeddings(plan: Plan, streams: dict[str, States]) -> None:
+    """Write quantized embeddings as the input of the quantized model's streams."""
     for name in (QUANTIZED, ROUNDED, ANSWERS):
         if name in streams:
             rows = plan.task.rows(name)
@@ -57,18 +57,18 @@ def enter_rounded(plan: Plan, streams: dict[str, States]) -> None:
 
 
 def _rounded(batch: torch.Tensor) -> torch.Tensor:
-    """Rows of the table, which may be scaled as a whole."""
+    """Quantize and dequantize embeddings."""
     flat = batch.flatten(0, -2).cpu().numpy()
     return torch.from_numpy(_values(*_codes(flat))).view(batch.shape)
 
 
-def _pieces(table: Tensor) -> Iterator[tuple[NDArray[np.int8], NDArray[np.float16]]]:
-    for begin in range(0, table.info.shape[0], _PIECE):
-        yield _codes(table.rows(begin, begin + _PIECE).floats())
+def _chunks(table: Tensor) -> Iterator[tuple[NDArray[np.int8], NDArray[np.float16]]]:
+    for begin in range(0, table.info.shape[0], _CHUNK):
+        yield _codes(table.rows(begin, begin + _CHUNK).floats())
 
 
 def _codes(rows: F32) -> tuple[NDArray[np.int8], NDArray[np.float16]]:
-    """Codes [n, H] and scales [n, H / block]."""
+    """Return INT8 values [n, H] and scales [n, H / block]."""
     blocks = rows.reshape(len(rows), -1, _block(rows.shape[1]))
     scales = (np.abs(blocks).max(-1) / np.float32(127)).astype(np.float16)
     scales = np.maximum(scales, np.finfo(np.float16).smallest_subnormal)
@@ -82,5 +82,5 @@ def _values(codes: np.ndarray, scales: np.ndarray) -> F32:
 
 
 def _block(width: int) -> int:
-    """How many values share a scale; `plan` has seen to it that there is a size."""
+    """Return the group size; the plan checked that one exists."""
     return next(size for size in TABLE_BLOCKS if width % size == 0)

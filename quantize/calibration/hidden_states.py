@@ -1,4 +1,4 @@
-"""Hidden states on disk: float32 [rows, S, H], read and written in batches of rows."""
+"""Hidden states on disk: float32 [samples, S, H], read and written in batches."""
 
 from __future__ import annotations
 
@@ -13,9 +13,9 @@ import torch
 
 @dataclass(frozen=True, slots=True)
 class States:
-    """The residual stream of some rows of text at one place of the model.
+    """The hidden states of samples before one layer.
 
-    Plain reads instead of a memory map, so that memory stays that of a batch.
+    Reads instead of a memory map limit memory to a batch.
     """
 
     path: Path
@@ -23,7 +23,7 @@ class States:
     batch_rows: int
 
     def batches(self, device: torch.device) -> Iterator[torch.Tensor]:
-        """[B, S, H] in order."""
+        """Yield batches [B, S, H] in order."""
         rows, length, width = self.shape
         for begin in range(0, rows, self.batch_rows):
             count = min(self.batch_rows, rows - begin)
@@ -33,7 +33,7 @@ class States:
             yield torch.from_numpy(values.reshape(count, length, width)).to(device)
 
     def write(self, batches: Iterator[torch.Tensor]) -> States:
-        """Make the file, whole or not at all."""
+        """Write the file atomically."""
         partial = self.path.with_suffix(".partial")
         with partial.open("wb") as stream:
             for batch in batches:
@@ -49,7 +49,7 @@ class States:
 
 
 def write_text(path: Path, text: str) -> None:
-    """Write a file, whole or not at all."""
+    """Write a file atomically."""
     partial = path.with_name(f"{path.name}.partial")
     partial.write_text(text, "utf-8")
     os.replace(partial, path)

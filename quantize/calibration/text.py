@@ -1,4 +1,4 @@
-"""Calibration text as rows of token ids; other rows are held out for the evaluation."""
+"""Calibration text as samples of token ids; other samples are held out for the evaluation."""
 
 from __future__ import annotations
 
@@ -20,8 +20,8 @@ from edgellm.core.strict_json import parse
 DEFAULT = "default"
 _OWN_TEXT = Path(__file__).with_name("calibration.jsonl")
 _FORMAT = 'each line is {"messages": [{"role": "user", "content": "..."}]} or {"text": "..."}'
-_ANY_KIND = "text"  # of what names none
-_HELD_OUT_SHARE = 8  # one row in so many, at most
+_ANY_KIND = "text"  # default
+_HELD_OUT_SHARE = 8  # at most one sample in 8
 
 Rows = NDArray[np.int64]
 _T = TypeVar("_T")
@@ -29,18 +29,18 @@ _T = TypeVar("_T")
 
 @dataclass(frozen=True, slots=True)
 class Calibration:
-    """Packed rows [rows, S] without padding: documents one after another."""
+    """Packed samples [samples, S] without padding: documents one after another."""
 
     rows: Rows
     held_out: Rows
-    held_out_kinds: Rows  # of each token, places in `kinds`
+    held_out_kinds: Rows  # of each token, indices into `kinds`
     kinds: tuple[str, ...]
     name: str
     sha256: str  # of both
 
 
 def load_tokenizer(files: Mapping[str, bytes]) -> PreTrainedTokenizerBase:
-    """The tokenizer of a checkpoint's files."""
+    """Load the tokenizer of a checkpoint's files."""
     with tempfile.TemporaryDirectory() as name:
         for file, content in files.items():
             (Path(name) / file).write_bytes(content)
@@ -57,22 +57,22 @@ def read_calibration(
     vocab_size: int,
     seed: int,
 ) -> Calibration:
-    """Rows from the project's own text or from a file.
+    """Read samples from edgellm's text or from a file.
 
-    Documents are shuffled; whole documents go to either side. Less text than asked for gives fewer
-    rows.
+    Documents are shuffled; each is either calibration text or held out. Short texts give fewer
+    samples.
 
     Args:
         dataset: "default", or a .jsonl or .txt file (whose paragraphs are documents).
-        tokenizer: of the model; conversations are shown through its chat template.
-        num_samples: rows to calibrate with.
-        num_held_out: rows to evaluate with, at most an eighth of what there is.
-        seq_len: S, tokens of a row.
+        tokenizer: of the model; its chat template formats conversations.
+        num_samples: number of samples for calibration.
+        num_held_out: number of held-out samples, at most an eighth of all.
+        seq_len: S, tokens of a sample.
         vocab_size: of the model.
         seed: of the shuffle.
 
     Raises:
-        EdgeLLMError: missing, empty, not UTF-8, not in a known form, or shorter than two rows.
+        EdgeLLMError: missing, empty, not UTF-8, of unknown form, or shorter than two samples.
     """
     path = _OWN_TEXT if dataset == DEFAULT else text_file(dataset)
     documents, kinds = _distinct(path, tokenizer)
@@ -90,14 +90,14 @@ def read_calibration(
     rows = _pack(pieces[split:], length, num_samples, first)
     if not len(rows) or not len(held_out):
         raise EdgeLLMError(
-            f"{path} is too short: {sum(map(len, pieces))} tokens, a row has {length} and one "
+            f"{path} is too short: {sum(map(len, pieces))} tokens, a sample has {length} and one "
             "more is held out",
             hint="give more text, or a smaller --seq_len",
         )
     if max(rows.max(), held_out.max()) >= vocab_size:
         raise EdgeLLMError(
             f"the tokenizer gives id {max(rows.max(), held_out.max())}, the model has {vocab_size}",
-            hint="the tokenizer is of another model",
+            hint="the tokenizer belongs to another model",
         )
     digest = hashlib.sha256(rows.tobytes() + b"|" + held_out.tobytes()).hexdigest()
     name = DEFAULT if dataset == DEFAULT else path.name
@@ -105,7 +105,7 @@ def read_calibration(
 
 
 def text_file(name: str) -> Path:
-    """A .jsonl or .txt file of the user's; raises `EdgeLLMError` for what is none."""
+    """Return the path of a .jsonl or .txt file; raise `EdgeLLMError` for other files."""
     path = Path(name).expanduser()
     if not path.is_file():
         raise EdgeLLMError(
@@ -120,7 +120,7 @@ def text_file(name: str) -> Path:
 def _distinct(
     path: Path, tokenizer: PreTrainedTokenizerBase
 ) -> tuple[list[tuple[str, int]], tuple[str, ...]]:
-    """Texts, each once with the place of its kind among the names after them."""
+    """Return distinct texts with the indices of their kinds, and the names of the kinds."""
     found: dict[str, str] = {}
     for text, kind in read_lines(path, lambda each: (_shown(each, tokenizer), kind_of(each))):
         found.setdefault(text, kind)
@@ -131,10 +131,10 @@ def _distinct(
 
 
 def read_lines(path: Path, read: Callable[[dict[str, Any]], _T]) -> Iterator[_T]:
-    """What `read` makes of each line's object; paragraphs of a .txt file are {"text": ...}.
+    """Yield `read` of each line's object; paragraphs of a .txt file are {"text": ...}.
 
     Raises:
-        EdgeLLMError: not UTF-8, or a line that is no JSON object or that `read` does not take
+        EdgeLLMError: the file is not UTF-8, a line is no JSON object, or `read` rejects it
             (ValueError, KeyError, TypeError, TemplateError).
     """
     try:
@@ -147,7 +147,7 @@ def read_lines(path: Path, read: Callable[[dict[str, Any]], _T]) -> Iterator[_T]
         paragraphs = content.replace("\r\n", "\n").split("\n\n")
         yield from (read({"text": text}) for text in paragraphs if text.strip())
         return
-    # JSON strings may hold the other line ends that str.splitlines knows.
+    # JSON strings may contain the other line ends of str.splitlines.
     for number, line in enumerate(content.split("\n"), 1):
         if line.strip():
             try:
@@ -160,7 +160,7 @@ def read_lines(path: Path, read: Callable[[dict[str, Any]], _T]) -> Iterator[_T]
 
 
 def _object(entry: Any) -> dict[str, Any]:
-    """A conversation or text."""
+    """Return a conversation or text; raise an error for other entries."""
     if not isinstance(entry, dict):
         raise TypeError("not a JSON object")
     if "messages" not in entry:
@@ -183,7 +183,7 @@ def _shown(entry: dict[str, Any], tokenizer: PreTrainedTokenizerBase) -> str:
 
 
 def kind_of(entry: dict[str, Any]) -> str:
-    """Of a line; raises `TypeError` for what is no name."""
+    """Return the kind of a line; raise `TypeError` for an invalid one."""
     kind = entry.get("kind", _ANY_KIND)
     if not isinstance(kind, str) or not kind:
         raise TypeError("kind is not a name")
@@ -191,9 +191,9 @@ def kind_of(entry: dict[str, Any]) -> str:
 
 
 def _first_token(tokenizer: PreTrainedTokenizerBase) -> list[int]:
-    """The token that every context of the model begins with, if it has one.
+    """Return the BOS token that begins each sequence of the model, if any.
 
-    Models keep their largest activations there, so rows must have it too.
+    It has the largest activations, so samples begin with it too.
     """
     bos = tokenizer.bos_token_id
     found: list[Any] = list(tokenizer("a")["input_ids"])
@@ -203,9 +203,9 @@ def _first_token(tokenizer: PreTrainedTokenizerBase) -> list[int]:
 def _pieces(
     documents: list[tuple[str, int]], tokenizer: PreTrainedTokenizerBase, length: int, wanted: int
 ) -> tuple[list[list[int]], list[list[int]]]:
-    """Documents as ids, long ones cut to the length of a row, until there are `wanted` tokens.
+    """Tokenize documents, and split long ones by `length`, until there are `wanted` tokens.
 
-    The second list has each token's kind.
+    The second list contains each token's kind.
     """
     pieces: list[list[int]] = []
     kinds: list[list[int]] = []
@@ -222,13 +222,13 @@ def _pieces(
 
 
 def _split(pieces: list[list[int]], wanted: int) -> int:
-    """How many pieces have `wanted` tokens."""
+    """Return the number of pieces with `wanted` tokens."""
     sizes = np.cumsum([len(piece) for piece in pieces])
     return int(np.searchsorted(sizes, wanted)) + 1
 
 
 def _pack(pieces: list[list[int]], length: int, count: int, first: list[int]) -> Rows:
-    """At most `count` rows; what does not fill one is dropped."""
+    """Pack at most `count` samples; drop an incomplete one."""
     ids = np.array([token for piece in pieces for token in piece], np.int64)
     count = min(count, len(ids) // length)
     rows = ids[: count * length].reshape(count, length)

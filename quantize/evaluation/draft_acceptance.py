@@ -1,7 +1,7 @@
 """Acceptance of a float draft with hidden states of the float and the quantized base.
 
-Measured as `edgellm-quantize draft` measures a draft: over the held-out text, first candidates of
-the first two steps that the base itself takes.
+Measured as by `edgellm-quantize draft`: the share of first candidates in the first two draft steps
+that equal the base's greedy token, over the held-out text.
 """
 
 from __future__ import annotations
@@ -28,29 +28,29 @@ def open_draft_of(plan: Plan) -> Draft | None:
     """Load the draft of `--draft_model_dir`, if given.
 
     Raises:
-        EdgeLLMError: the draft does not belong to this base, or reads rotated hidden states.
+        EdgeLLMError: the draft does not belong to this base, or its input would be rotated.
     """
     job = plan.job
     if job.draft_model_dir is None:
         return None
     if job.rotate in RESIDUAL:
         raise EdgeLLMError(
-            f"--draft_model_dir: --rotate {job.rotate} turns the stream that the draft reads",
-            hint="leave out one of them; engines measure acceptance, too",
+            f"--draft_model_dir: --rotate {job.rotate} rotates the draft's input",
+            hint="leave out one of them; engines measure acceptance too",
         )
     return open_float_draft(job.draft_model_dir, job.model_dir, job.ignore_config_keys)
 
 
-def keep_taps(plan: Plan, draft: Draft | None, layer: int, streams: Mapping[str, States]) -> None:
+def store_taps(plan: Plan, draft: Draft | None, layer: int, streams: Mapping[str, States]) -> None:
     """Copy the hidden states that enter `layer` if the draft reads them; others are dropped."""
     if draft is None or layer not in draft.taps:
         return
     for name in (FLOAT, QUANTIZED):
-        kept = _tap(plan, name, layer, streams)
-        if not kept.path.exists():
-            partial = kept.path.with_suffix(".partial")
+        copy = _tap(plan, name, layer, streams)
+        if not copy.path.exists():
+            partial = copy.path.with_suffix(".partial")
             shutil.copyfile(streams[name].path, partial)
-            partial.replace(kept.path)
+            partial.replace(copy.path)
 
 
 def _tap(plan: Plan, name: str, layer: int, streams: Mapping[str, States]) -> States:
@@ -62,7 +62,7 @@ def _tap(plan: Plan, name: str, layer: int, streams: Mapping[str, States]) -> St
 def drafted(
     plan: Plan, draft: Draft, streams: Mapping[str, States], heads: tuple[Head, Head]
 ) -> Drafted:
-    """Run the draft after both models.
+    """Measure the draft's acceptance with both bases.
 
     Args:
         plan: of the run.

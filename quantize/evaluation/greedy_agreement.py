@@ -1,7 +1,7 @@
-"""Greedy agreement: outputs of the float model, and how many the quantized one changes.
+"""Greedy agreement: outputs of the float model that the quantized model changes.
 
-The float model answers layer by layer, as all is computed here: memory stays that of a layer and of
-the answers' caches, and each token reads the whole model once.
+The float model decodes layer by layer: memory holds one layer and the KV caches, and each token
+loads the whole model once.
 """
 
 from __future__ import annotations
@@ -14,40 +14,44 @@ import torch
 from edgellm.quantize.calibration.hidden_states import States
 from edgellm.quantize.formats.tensors import read_tensor
 from edgellm.quantize.metrics.divergence import Changes, count_changes
-from edgellm.quantize.metrics.questions import Questions, read_asked, store_answers, stored_answers
+from edgellm.quantize.metrics.questions import (
+    Questions,
+    read_outputs,
+    store_outputs,
+    stored_outputs,
+)
 from edgellm.quantize.models.lm_head import Head, float_head, greedy
 from edgellm.quantize.models.one_layer_model import run_layer
 from edgellm.quantize.plan import Plan
 
 
-def find_answers(plan: Plan, questions: Questions) -> None:
+def generate_outputs(plan: Plan, questions: Questions) -> None:
     """Generate the float model's missing outputs, one token of each sequence at a time."""
     folder = plan.task.work.path
-    answers = stored_answers(questions, folder)
-    # Recurrent layers alone do not give transformers the length of their text.
+    outputs = stored_outputs(questions, folder)
+    # transformers derives the sequence length from the caches of attention layers.
     config = plan.subject.config
     attends = len(config.attending_layers) == config.num_hidden_layers
     caches: dict[tuple[int, int], Any] = {}
-    while unfinished := [i for i, ids in enumerate(answers) if not questions.is_answered(ids)]:
-        rows = {i: (*questions.prompts[i], *answers[i]) for i in unfinished}
-        unread = {i: ids[-1:] if (0, i) in caches else ids for i, ids in rows.items()}
-        for i, token in _next_tokens(plan, unread, caches if attends else None).items():
-            answers[i].append(token)
-        store_answers(answers, folder)
+    while unfinished := [i for i, ids in enumerate(outputs) if not questions.is_finished(ids)]:
+        sequences = {i: (*questions.prompts[i], *outputs[i]) for i in unfinished}
+        new = {i: ids[-1:] if (0, i) in caches else ids for i, ids in sequences.items()}
+        for i, token in _next_tokens(plan, new, caches if attends else None).items():
+            outputs[i].append(token)
+        store_outputs(outputs, folder)
 
 
 def _next_tokens(
-    plan: Plan, unread: dict[int, tuple[int, ...]], caches: dict[tuple[int, int], Any] | None
+    plan: Plan, new: dict[int, tuple[int, ...]], caches: dict[tuple[int, int], Any] | None
 ) -> dict[int, int]:
-    """The most likely next token of each text; `unread` are the tokens not yet in `caches`.
+    """Return the greedy next token of each sequence; `new` are the tokens not yet in `caches`.
 
-    Without caches the whole texts are computed.
+    Without caches the whole sequences are computed.
     """
     subject, device = plan.subject, plan.task.device
     reader = subject.reader
     states = {
-        i: next(reader.embedded(np.array([ids], np.int64), 1)).to(device)
-        for i, ids in unread.items()
+        i: next(reader.embedded(np.array([ids], np.int64), 1)).to(device) for i, ids in new.items()
     }
     for layer in range(len(subject.layers)):
         source = {name: tensor.floats() for name, tensor in subject.layer_source(layer).items()}
@@ -65,18 +69,18 @@ def _next_tokens(
     last = torch.cat([values[:, -1:] for values in states.values()])
     head = float_head(read_tensor(subject.tensors, subject.head_name), device, subject.finish)
     tokens = greedy(run_layer(subject.norm_model(None, device), last), head)
-    return dict(zip(unread, tokens[:, 0].tolist(), strict=True))
+    return dict(zip(new, tokens[:, 0].tolist(), strict=True))
 
 
 def changes(plan: Plan, questions: Questions, states: States, head: Head) -> Changes:
-    """Agreement of the quantized model; `states` are hidden states after its last layer."""
-    asked = read_asked(questions, plan.task.work.path)
+    """Compare the quantized model's outputs; `states` are its hidden states after all layers."""
+    outputs = read_outputs(questions, plan.task.work.path)
     device = plan.task.device
     norm = plan.subject.norm_model(None, device)
     found = []
     for batch in states.batches(device):
         for row in run_layer(norm, batch):
-            own = asked[len(found)]
-            places = row[own.start : own.start + len(own.answer)]
-            found.append(greedy(places[None], head)[0])
-    return count_changes(asked, found)
+            own = outputs[len(found)]
+            decoded = row[own.start : own.start + len(own.output)]
+            found.append(greedy(decoded[None], head)[0])
+    return count_changes(outputs, found)

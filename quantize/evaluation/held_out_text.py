@@ -81,15 +81,15 @@ def _quantize_head(plan: Plan, states: States) -> None:
     model = subject.norm_model(weight, task.device)
     limit = _HEAD_TOKENS if plan.head.scheme.is_awq else None
 
-    def loop(spoiled: Any) -> None:
+    def calibrate(instrumented: Any) -> None:
         count = 0
         for batch in states.batches(task.device):
             for row in batch[:, None]:  # the logits of one sequence are large
                 if limit is None or count < limit:
-                    spoiled(inputs_embeds=row, use_cache=False)
+                    instrumented(inputs_embeds=row, use_cache=False)
                 count += row.shape[1]
 
-    exported = quantize(model, plan.head, loop, task.work.log)
+    exported = quantize(model, plan.head, calibrate, task.work.log)
     names = {f"lm_head.{part}" for part in PARTS}
     tensors = {name: value for name, value in exported.tensors.items() if name in names}
     task.work.store(

@@ -34,12 +34,12 @@ class LayerReport:
     weight_errors: dict[str, float]  # by linear layer; empty for a float layer
     bits: dict[str, float]  # of a stored weight, scales included
     seconds: float
-    few: dict[str, int] = field(default_factory=dict)  # experts with few tokens, and their number
-    divergence: float = 0.0  # that it alone adds, nats a token; 0 if not measured
+    few: dict[str, int] = field(default_factory=dict)  # experts with few tokens: their number
+    divergence: float = 0.0  # if it alone is quantized, nats a token; 0: not measured
 
 
 class QuantizedLayer:
-    """An exported layer in float32 with an engine's rounding of inputs."""
+    """An exported layer in float32 whose inputs are quantized as in an engine."""
 
     def __init__(
         self,
@@ -55,17 +55,17 @@ class QuantizedLayer:
         """Dequantize and check all tensors.
 
         Args:
-            name: where the names of the layer's tensors begin in the checkpoint.
+            name: prefix of the layer's tensors in the checkpoint.
             source: the float layer's tensors.
-            exported: what became of them, both named from "self_attn.q_proj.weight" on.
+            exported: the quantized ones; names of both begin with "self_attn.q_proj.weight".
             recipe: how they were quantized.
-            make_model: makes the layer compute with other weights.
+            make_model: makes the layer with other weights.
             device: where it computes.
             family: of the layer.
             head_dim: of its attention.
 
         Raises:
-            BrokenArtifactError: a linear layer is not quantized, or wrongly.
+            BrokenArtifactError: a linear layer is not quantized, or its tensors are invalid.
         """
         matrices = {
             key.removesuffix(".weight"): (value.shape[0], value.shape[1])
@@ -97,12 +97,12 @@ class QuantizedLayer:
         self._exported, self._kv_cache = exported, recipe.kv_cache
 
     def __call__(self, states: torch.Tensor) -> torch.Tensor:
-        """Hidden states [B, S, H] after the layer."""
+        """Return the hidden states [B, S, H] after the layer."""
         with rounded_cache(self._kv_cache, self._exported):
             return run_layer(self._model, states)
 
     def weight_errors(self, source: Mapping[str, F32]) -> dict[str, float]:
-        """Relative error of each linear layer, with folded smoothing undone."""
+        """Return the relative error of each linear layer, with folded smoothing undone."""
         found = {name: self._unsmoothed(name, source) for name in self.decoded}
         for into, out_of in self._folds:
             pair = found.get(into), found.get(out_of)
@@ -111,7 +111,7 @@ class QuantizedLayer:
             if self.decoded[out_of].pre_quant_scale is None:
                 ratio = _row_ratio(pair[0], source[f"{into}.weight"])
                 found[into] = pair[0] / ratio[:, None]
-                heads = pair[1].shape[1] // len(pair[0])  # that read the same values
+                heads = pair[1].shape[1] // len(pair[0])  # query heads of a KV head
                 if heads > 1:
                     ratio = np.repeat(ratio.reshape(-1, 1, self._head_dim), heads, 1).reshape(-1)
                 found[out_of] = pair[1] * ratio
@@ -126,9 +126,9 @@ class QuantizedLayer:
         for norm, readers in self._family.readers.items():
             key = f"{norm}.weight"
             if name in readers and key in self._rest:
-                before, behind = source[key] + shift, self._rest[key] + shift
+                before, after = source[key] + shift, self._rest[key] + shift
                 safe = np.where(before == 0, np.float32(1), before)
-                weight = weight * np.where(before == 0, np.float32(1), behind / safe)
+                weight = weight * np.where(before == 0, np.float32(1), after / safe)
         return weight
 
 
@@ -138,7 +138,7 @@ def compare(
     after: tuple[States, States],
     device: torch.device,
 ) -> tuple[float, float]:
-    """Output and stream error of a layer over held-out text.
+    """Return the output error and the stream error of a layer over held-out text.
 
     Args:
         quantized: the layer, states [B, S, H] in and out.
@@ -151,29 +151,29 @@ def compare(
     for entering, leaving, theirs in pairs:
         residual = entering[..., : leaving.shape[-1]]
         local.add(quantized(entering) - leaving, leaving - residual)
-        own = (leaving != residual).any(-1)  # a draft of blocks leaves the text's rows alone
+        own = (leaving != residual).any(-1)  # a block draft does not change the text's positions
         stream.add((theirs - leaving)[own], leaving[own])
     return local.value, stream.value
 
 
-def refuse_broken(layer: str, errors: Mapping[str, float]) -> None:
+def check_weight_errors(layer: str, errors: Mapping[str, float]) -> None:
     """Raise `BrokenArtifactError` if a weight's error is implausible."""
     for name, error in errors.items():
         if not error < _BROKEN_ERROR:
             raise BrokenArtifactError(
-                f"{layer}{name} lost its weights: relative error {error:.2f}",
+                f"{layer}{name}: implausible relative error {error:.2f} of the weights",
                 hint="report it, and try another --quantization",
             )
 
 
 def relative(wanted: F32, found: F32) -> float:
-    """|found - wanted| / |wanted| in the Frobenius norm."""
+    """Return |found - wanted| / |wanted| in the Frobenius norm."""
     size = float(np.linalg.norm(wanted))
     return float(np.linalg.norm(found - wanted)) / size if size else 0.0
 
 
 class _Ratio:
-    """Root of a sum of squares over another one."""
+    """A root mean square relative to another."""
 
     def __init__(self) -> None:
         self._error = self._size = 0.0
@@ -195,7 +195,7 @@ def _checked(tensors: Mapping[str, Tensor], name: str) -> F32:
 
 
 def _row_ratio(found: F32, wanted: F32) -> F32:
-    """The least-squares factor of each row of `found`; 1 for empty rows."""
+    """Return the least-squares factor of each row of `found`; 1 for empty rows."""
     size = np.einsum("oi,oi->o", wanted, wanted)
     product = np.einsum("oi,oi->o", found, wanted)
     usable = (size > 0) & (product > 0)

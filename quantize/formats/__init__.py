@@ -1,1 +1,1 @@
-"""Formats of quantized checkpoints, read and written."""
+"""Formats of quantized checkpoints: schemes, layouts, tensors."""

@@ -1,6 +1,6 @@
-"""Rounding of activations as engines do it, in torch.
+"""Quantization of activations as engines do it, in torch.
 
-GPUs have static FP8 and INT8 and dynamic NVFP4, edgellm's kernels for CPUs INT8 in blocks.
+GPUs use static FP8, static INT8 and dynamic NVFP4; edgellm's CPU kernels use INT8 in blocks.
 """
 
 from __future__ import annotations
@@ -16,7 +16,7 @@ _SMALLEST_AMAX = 1e-12  # of a token of zeros
 
 
 def _limits() -> Tensor:
-    """Above limit i a magnitude is code i + 1; ties go to the even code."""
+    """Return the upper limit of each E2M1 code's magnitudes; ties go to the even code."""
     values = E2M1[:8]
     middles = (values[:-1] + values[1:]) / 2
     odd = np.arange(7) % 2 == 1
@@ -28,12 +28,12 @@ E2M1_VALUES = torch.from_numpy(E2M1[:8].copy())
 
 
 def round_input(x: Tensor, kind: str, scale: float) -> Tensor:
-    """X [..., K] as a layer sees it.
+    """Quantize and dequantize the input of a linear layer [..., K].
 
     Args:
-        x: floats.
-        kind: that of `DecodedLinear.input_type`, or "int8 blocks", which need no `scale`.
-        scale: a calibrated one.
+        x: the input in float.
+        kind: `DecodedLinear.input_type`, or "int8 blocks", which needs no `scale`.
+        scale: the calibrated scale.
     """
     if kind == "int8 blocks":
         return round_int8_blocks(x)
@@ -47,13 +47,13 @@ def round_input(x: Tensor, kind: str, scale: float) -> Tensor:
 
 
 def round_fp8(x: Tensor, scale: float) -> Tensor:
-    """E4M3 with one scale, saturating."""
+    """Round to E4M3 with one scale; saturates."""
     codes = torch.clamp(x / scale, -LARGEST_E4M3, LARGEST_E4M3).to(torch.float8_e4m3fn)
     return codes.to(x.dtype) * scale
 
 
 def round_nvfp4(x: Tensor, global_scale: float | Tensor) -> Tensor:
-    """E2M1 in blocks of 16 along the last axis; E4M3 scales of blocks, `global_scale` of those."""
+    """Round to E2M1 in blocks of 16 along the last axis, with E4M3 scales times `global_scale`."""
     blocks = x.float().unflatten(-1, (-1, NVFP4_BLOCK))
     wanted = blocks.abs().amax(-1, keepdim=True) / LARGEST_E2M1 / global_scale
     limited = torch.clamp(wanted, _SMALLEST_E4M3, LARGEST_E4M3)
@@ -64,19 +64,19 @@ def round_nvfp4(x: Tensor, global_scale: float | Tensor) -> Tensor:
 
 
 def nearest_e2m1(magnitudes: Tensor) -> Tensor:
-    """The codes 0 to 7 of magnitudes."""
+    """Return the nearest E2M1 codes, 0 to 7, of magnitudes."""
     return torch.bucketize(magnitudes, _LIMITS.to(magnitudes.device))
 
 
 def round_int8(x: Tensor, scale: float | Tensor) -> Tensor:
-    """Values of int8 codes from -128 to 127."""
+    """Round to INT8 from -128 to 127, and dequantize."""
     return torch.clamp(torch.round(x / scale), -128, 127) * scale
 
 
 def round_int8_blocks(x: Tensor) -> Tensor:
-    """Values of int8 codes with a scale for some neighbours, found in each row itself.
+    """Round to INT8 with a dynamic scale for each block of a token's channels.
 
-    The blocks are those of edgellm's kernels over weights with a scale for each output.
+    The block sizes are those of edgellm's CPU kernels for weights with a scale for each output.
     """
     width = x.shape[-1]
     block = next((size for size in (128, 64) if width % size == 0), 32)

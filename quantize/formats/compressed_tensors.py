@@ -1,7 +1,7 @@
-"""Checkpoints in the format compressed-tensors, which vLLM and llm-compressor read.
+"""The compressed-tensors layout, which vLLM and llm-compressor read.
 
-Source: compressed-tensors 0.17 (`QuantizationScheme`, its presets, and `compressors`). Codes are
-those of ModelOpt's layout: only where they lie, and what the config says of them, differs.
+Source: compressed-tensors 0.17 (`QuantizationScheme`, its presets, and `compressors`). Quantized
+values equal those of ModelOpt's layout; packing, tensor names and the config differ.
 """
 
 from __future__ import annotations
@@ -30,14 +30,14 @@ _WEIGHT, _SCALE = ".weight", ".weight_scale"
 
 
 def run_scheme(scheme: Scheme) -> Scheme:
-    """`scheme` as readers of this format compute it: INT8 inputs get a scale for each token."""
+    """Return the scheme as readers of this format compute it: INT8 inputs have scales by token."""
     if scheme.name != "int8_sq":
         return scheme
     return replace(scheme, rounds_input=False, rounds_tokens=True)
 
 
 def without_input_scales(tensors: Mapping[str, Tensor]) -> dict[str, Tensor]:
-    """A layer whose INT8 inputs get their scales at run time."""
+    """Drop the input scales of INT8 layers, whose inputs get scales at run time."""
     int8 = {
         name.removesuffix(_WEIGHT) for name, tensor in tensors.items() if tensor.info.dtype == "I8"
     }
@@ -49,7 +49,7 @@ def without_input_scales(tensors: Mapping[str, Tensor]) -> dict[str, Tensor]:
 
 
 def pack(tensors: Mapping[str, Tensor]) -> dict[str, Tensor]:
-    """A layer of ModelOpt's layout, nothing smoothed, in this one; other tensors stay."""
+    """Convert a layer without smoothing from ModelOpt's layout; other tensors stay."""
     assert not any(name.endswith(SMOOTHING) for name in tensors)
     found = dict(tensors)
     for name in [name.removesuffix(_SCALE) for name in tensors if name.endswith(_SCALE)]:
@@ -103,13 +103,13 @@ def _reciprocal(tensor: Tensor) -> Tensor:
 def describe(
     scheme: Scheme, block_size: int, excluded: Iterable[str], cache: str | None
 ) -> dict[str, Any]:
-    """`quantization_config` of config.json.
+    """Return the `quantization_config` of config.json.
 
     Args:
         scheme: of the linear layers.
         block_size: of INT4.
-        excluded: modules that stay floats; a star at the end stands for all that begin so.
-        cache: "fp8" when there are scales of a cache.
+        excluded: float modules; a trailing star matches all names with that prefix.
+        cache: "fp8" if KV cache scales are stored.
     """
     kind = _FORMAT.get(scheme.name, _PACKED)
     weights, inputs = _arguments(scheme, block_size)
@@ -132,7 +132,7 @@ def describe(
 
 
 def _arguments(scheme: Scheme, block_size: int) -> tuple[dict[str, Any], dict[str, Any] | None]:
-    """Of weights, and of inputs that are rounded."""
+    """Return the arguments of weights and of quantized inputs."""
     stays = {"symmetric": True, "dynamic": False}
     if scheme.name == "fp8":
         tensor = {"num_bits": 8, "type": "float", "strategy": "tensor", **stays}

@@ -1,7 +1,7 @@
 """The unified quantized-checkpoint layout of nvidia-modelopt, read and written with numpy.
 
-Source: nvidia-modelopt 0.47, `export_hf_checkpoint`. Only weight layouts live here; how a weight
-was found (AWQ, round-to-nearest, ...) does not matter to a reader. [out, in] is torch order.
+Source: nvidia-modelopt 0.47, `export_hf_checkpoint`. The layout does not depend on the algorithm.
+[out, in] is torch's order.
 """
 
 from __future__ import annotations
@@ -22,7 +22,7 @@ E2M1 = np.array([0, 0.5, 1, 1.5, 2, 3, 4, 6, -0.0, -0.5, -1, -1.5, -2, -3, -4, -
 
 
 def _e4m3_values() -> F32:
-    """The value of every float8_e4m3fn code: 4 bits of exponent (bias 7), 3 of mantissa."""
+    """Return the value of each float8_e4m3fn code: 4 bits of exponent (bias 7), 3 of mantissa."""
     codes = np.arange(256)
     exponent, mantissa = codes >> 3 & 15, codes & 7
     normal = (8 + mantissa) * 2.0 ** (exponent - 10)
@@ -35,11 +35,11 @@ E4M3 = _e4m3_values()
 
 
 def pack_int4(weight: F32, block_size: int) -> tuple[U8, F32]:
-    """Round a weight to symmetric INT4 blocks along the input (`W4A16`, no zero points).
+    """Quantize a weight to symmetric INT4 in blocks along the input (`W4A16`, no zero points).
 
     Args:
         weight: float32 [out, in]; `out` even, `in` a multiple of `block_size`.
-        block_size: weights that share one scale.
+        block_size: number of weights that share one scale.
 
     Returns:
         uint8 [out/2, in], two output rows in one byte (low nibble = even row), and the scales,
@@ -54,18 +54,18 @@ def pack_int4(weight: F32, block_size: int) -> tuple[U8, F32]:
 
 
 def pack_int4_codes(codes: NDArray[np.int8]) -> U8:
-    """Codes int8 [out, in] from -8 to 7, as `pack_int4` packs them: uint8 [out/2, in]."""
+    """Pack int8 codes [out, in] from -8 to 7, as `pack_int4` does: uint8 [out/2, in]."""
     nibbles = (codes.view(np.uint8) & 15).astype(np.uint8, copy=False)
     return nibbles[0::2] + nibbles[1::2] * np.uint8(16)
 
 
 def unpack_int4(packed: U8, scale: F32) -> F32:
-    """What `pack_int4` packed: uint8 [out/2, in], float32 [out, in/g] -> float32 [out, in]."""
+    """Dequantize the result of `pack_int4` to float32 [out, in]."""
     return unpack_int4_codes(packed) * np.repeat(scale, packed.shape[1] // scale.shape[1], axis=1)
 
 
 def unpack_int4_codes(packed: U8) -> NDArray[np.int8]:
-    """What `pack_int4_codes` packed: uint8 [out/2, in] -> int8 [out, in]."""
+    """Unpack the result of `pack_int4_codes`: uint8 [out/2, in] to int8 [out, in]."""
     codes = np.empty((2 * len(packed), packed.shape[1]), np.int8)
     codes[0::2] = (packed << np.uint8(4)).view(np.int8) >> 4  # the shift back keeps the sign
     codes[1::2] = packed.view(np.int8) >> 4
@@ -73,7 +73,7 @@ def unpack_int4_codes(packed: U8) -> NDArray[np.int8]:
 
 
 def unpack_nvfp4(packed: U8, scale: F32, global_scale: np.float32) -> F32:
-    """NVFP4 weights: uint8 [out, in/2] (low nibble first), float32 [out, in/16] -> [out, in]."""
+    """Dequantize NVFP4: uint8 [out, in/2] (low nibble first), float32 [out, in/16] to [out, in]."""
     values = np.empty((len(packed), 2 * packed.shape[1]), np.float32)
     values[:, 0::2], values[:, 1::2] = E2M1[packed & 15], E2M1[packed >> 4]
     values *= np.repeat(scale * global_scale, NVFP4_BLOCK, axis=1)

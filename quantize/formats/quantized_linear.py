@@ -1,6 +1,6 @@
-"""A quantized linear layer of an exported checkpoint, decoded and checked.
+"""Quantized linear layers of an exported checkpoint, dequantized and checked.
 
-This is the reader that every figure of a report rests on. It shares no code with ModelOpt.
+All figures of a report are measured on these weights. The reader shares no code with ModelOpt.
 """
 
 from __future__ import annotations
@@ -14,7 +14,7 @@ from edgellm.core.errors import BrokenArtifactError
 from edgellm.quantize.formats.modelopt import F32, NVFP4_BLOCK, unpack_int4, unpack_nvfp4
 from edgellm.quantize.formats.tensors import FLOATS, Tensor
 
-_AGAIN = "this is a fault of the quantizer: report it, and try another --quantization"
+_AGAIN = "this is a bug of the quantizer: report it, and try another --quantization"
 PARTS = ("weight", "weight_scale", "weight_scale_2", "input_scale", "pre_quant_scale")
 
 
@@ -26,22 +26,22 @@ class DecodedLinear:
     pre_quant_scale: F32 | None  # [in]
     input_type: str  # "", "fp8", "int8", "int8_tokens" or "nvfp4"
     input_scale: float  # of a rounded input
-    bits: float  # of a stored weight, its scales included
+    bits: float  # of a stored weight, scales included
 
 
 def decode_linear(
     tensors: Mapping[str, Tensor], name: str, shape: tuple[int, int], rounds_input: bool
 ) -> DecodedLinear:
-    """Decode the layer `name` [out, in].
+    """Dequantize and check the layer `name` [out, in].
 
     Args:
         tensors: of the checkpoint, by name.
         name: of the layer, for example "model.layers.0.mlp.up_proj".
-        shape: what the float layer had.
-        rounds_input: whether the scheme needs a calibrated scale of the input.
+        shape: of the float layer.
+        rounds_input: whether the scheme needs a calibrated input scale.
 
     Raises:
-        BrokenArtifactError: the layer is not quantized, or would not compute what it should.
+        BrokenArtifactError: the layer is not quantized, or its tensors are invalid.
     """
     parts = {part: tensors[f"{name}.{part}"] for part in PARTS if f"{name}.{part}" in tensors}
     if "weight_scale" not in parts or parts["weight"].info.dtype in FLOATS:
@@ -69,7 +69,7 @@ def decode_linear(
 
 
 def _weight(parts: Mapping[str, Tensor], shape: tuple[int, int]) -> tuple[F32, str]:
-    """The weight, and the type of the inputs that go with it."""
+    """Return the dequantized weight, and the type of its inputs."""
     weight, scale = parts["weight"], parts["weight_scale"].floats()
     if weight.info.dtype == "F8_E4M3":
         return weight.floats() * _per_row(scale), "fp8"
@@ -86,7 +86,7 @@ def _per_row(scale: F32) -> F32:
 
 
 def _check_numbers(name: str, tensor: Tensor, *, has_signs: bool) -> None:
-    """Refuse what is no number; scales must be positive besides, or with signs not zero."""
+    """Raise `BrokenArtifactError` unless values are finite, and scales positive (signed: not 0)."""
     if tensor.info.dtype in ("U8", "I8"):
         return
     values = tensor.floats()

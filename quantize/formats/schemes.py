@@ -1,4 +1,4 @@
-"""The precisions on offer, and what each asks of a model.
+"""Quantization schemes, and their requirements.
 
 Names of configs and algorithms are those of nvidia-modelopt 0.47.
 """
@@ -16,8 +16,8 @@ from edgellm.core.errors import (
 from edgellm.quantize.formats.modelopt import NVFP4_BLOCK
 
 INT4_BLOCKS = (128, 64, 32)
-TABLE_BLOCKS = (64, 32)  # of embeddings in INT8
-MIXED_BLOCK = 32  # unless the user says otherwise
+TABLE_BLOCKS = (64, 32)  # group sizes of INT8 embeddings
+MIXED_BLOCK = 32  # default
 
 
 @dataclass(frozen=True, slots=True)
@@ -27,25 +27,25 @@ class Scheme:
     name: str
     config: str  # of ModelOpt
     algorithm: str  # ModelOpt's `quant_algo`
-    rounds_input: bool  # with a scale found by calibration
-    is_awq: bool = False  # searches a smoothing, which costs a dozen forward passes
+    rounds_input: bool  # with a calibrated scale
+    is_awq: bool = False  # searches smoothing scales: a dozen forward passes
     is_int4: bool = False
     is_nvfp4: bool = False
-    form: str = ""  # of error feedback of ours, which rounds it (see `forms`)
-    is_smoothed: bool = False  # by a search of ours
-    is_table: bool = False  # the embedding, which is the head
-    is_mixed: bool = False  # each linear layer in a form of its own
-    rounds_tokens: bool = False  # to int8, with a scale of each token found at run time
-    is_autoround: bool = False  # learns how to round, which costs a hundred passes and gradients
+    form: str = ""  # of GPTQ, see `gptq/forms.py`
+    is_smoothed: bool = False  # by edgellm's SmoothQuant
+    is_table: bool = False  # the embedding, tied to the head
+    is_mixed: bool = False  # a form for each linear layer
+    rounds_tokens: bool = False  # INT8 inputs, with a dynamic scale for each token
+    is_autoround: bool = False  # learns to round: a hundred passes with gradients
 
     @property
     def follows_rounded(self) -> bool:
-        """Whether a layer is fitted to what the rounded layers before it give."""
+        """Whether a layer is fitted to the hidden states after quantized layers."""
         return self.is_autoround or bool(self.form)
 
     @property
     def layer_copies(self) -> int:
-        """How often a layer's weights are in memory as float32 at worst."""
+        """Peak number of float32 copies of a layer's weights in memory."""
         return 8 if self.is_autoround else 4
 
 
@@ -64,7 +64,7 @@ AUTOROUND = Scheme(
     "int4_autoround", "", SCHEMES["int4_awq"].algorithm, False, is_int4=True, is_autoround=True
 )
 FEEDBACK = replace(AUTOROUND, name="int4_gptq", is_autoround=False, form="int4")
-# Beside ModelOpt's own; "auto" tries the others, so that what it asks of a model is theirs.
+# Algorithms with ModelOpt's; "auto" tries the others, and has their requirements.
 ALGORITHMS = {
     "int4_awq": {
         "awq": SCHEMES["int4_awq"], "gptq": FEEDBACK, "autoround": AUTOROUND, "auto": FEEDBACK,
@@ -80,11 +80,11 @@ HEAD_SCHEMES = {
     "int8_tied": Scheme("int8_tied", "", "W8A16", False, is_table=True),
 }
 TARGETS = ("cpu", "gpu")
-RESIDUAL, VALUES = ("residual", "all"), ("values", "all")  # what `--rotate` may turn
+RESIDUAL, VALUES = ("residual", "all"), ("values", "all")  # values of `--rotate`
 ROTATIONS = ("residual", "values", "all")
 COMPRESSED_TENSORS = "compressed-tensors"
 FORMATS = ("modelopt", COMPRESSED_TENSORS)
-KV_SCHEMES = {"fp8": "FP8_KV_CFG", "int8": ""}  # int8: ModelOpt exports no scales, ours do
+KV_SCHEMES = {"fp8": "FP8_KV_CFG", "int8": ""}  # int8: not exported by ModelOpt
 
 
 @dataclass(frozen=True, slots=True)
@@ -95,12 +95,12 @@ class Recipe:
     block_size: int  # 0 where the scheme has none
     alpha_step: float  # of AWQ's search
     kv_cache: str | None = None
-    target: str = "gpu"  # "cpu": scales of INT8 inputs are found at run time
-    has_signs: bool = False  # of INT4's scales under error feedback, which not all readers take
+    target: str = "gpu"  # "cpu": INT8 inputs have dynamic scales
+    has_signs: bool = False  # GPTQ may give negative INT4 scales; some readers reject them
 
 
 def choose(flag: str, name: str, known: Collection[str]) -> str:
-    """`name` if it is on offer; raises `EdgeLLMError` that lists the choices."""
+    """Return `name` if it is known; else raise `EdgeLLMError` that lists the choices."""
     if name in known:
         return name
     match = difflib.get_close_matches(name, known, n=1, cutoff=0.5)
@@ -111,7 +111,7 @@ def choose(flag: str, name: str, known: Collection[str]) -> str:
 
 
 def choose_scheme(quantization: str, algo: str | None) -> Scheme:
-    """The scheme of those names; raises `EdgeLLMError` where they do not go together."""
+    """Return the scheme of an algorithm; raise `EdgeLLMError` for an invalid combination."""
     known = {**SCHEMES, MIXED.name: MIXED}
     scheme = known[choose("--quantization", quantization, known)]
     if algo is None:
@@ -128,7 +128,7 @@ def choose_scheme(quantization: str, algo: str | None) -> Scheme:
 def check_targets(
     scheme: Scheme, bits: float | None, divergence: float | None, *, is_draft: bool
 ) -> None:
-    """Raise `EdgeLLMError` unless mixed precision has one target, and nothing else has any."""
+    """Raise `EdgeLLMError` unless mixed precision has one target, and other schemes none."""
     given = [value for value in (bits, divergence) if value is not None]
     if not scheme.is_mixed and given:
         raise EdgeLLMError(
@@ -142,52 +142,53 @@ def check_targets(
         )
     if scheme.is_mixed and is_draft:
         raise EdgeLLMError(
-            "--quantization mixed does not do drafts", hint="choose fp8, int8_sq or int4_awq"
+            "--quantization mixed does not support drafts", hint="choose fp8, int8_sq or int4_awq"
         )
 
 
 def smallest_bits(block: int) -> float:
-    """A weight of mixed precision has at least, the 16 bits of its block's scale included."""
+    """Return the minimum bits a weight, the 16 bits of each block's scale included."""
     return 4 + 16 / block
 
 
 def check_format(name: str, scheme: Scheme, head: str | None, cache: str | None) -> None:
-    """Raise `EdgeLLMError` for a format that is not on offer, or that cannot hold all of it."""
+    """Raise `EdgeLLMError` for an unknown format, or one that cannot store the schemes."""
     choose("--format", name, FORMATS)
     if name != COMPRESSED_TENSORS:
         return
     if scheme.is_nvfp4 and scheme.is_awq:
         raise EdgeLLMError(
-            f"--format {name} has no place for the smoothing of {scheme.name}",
+            f"--format {name} cannot store the smoothing scales of {scheme.name}",
             hint="choose --quantization nvfp4, int4_awq, int8_sq or fp8",
         )
     if scheme.is_mixed:
         raise EdgeLLMError(
-            f"--format {name} does not hold mixed precision", hint="leave out --format"
+            f"--format {name} does not support mixed precision", hint="leave out --format"
         )
     if head is not None:
         raise EdgeLLMError(
-            f"--format {name} keeps the head in floats, as the engines read it that it is for",
+            f"--format {name} requires a float head, as its engines do",
             hint="leave out --lm_head_quantization",
         )
     if cache == "int8":
         raise EdgeLLMError(
-            f"--format {name} has no int8 cache", hint="choose --kv_cache_quantization fp8"
+            f"--format {name} does not support an int8 KV cache",
+            hint="choose --kv_cache_quantization fp8",
         )
 
 
 def check_block_size(wanted: int | None, *schemes: Scheme | None) -> None:
-    """Raise `EdgeLLMError` for a size that is not on offer, or that nothing would take."""
+    """Raise `EdgeLLMError` for an unsupported group size, or if no layer becomes INT4."""
     if wanted is None:
         return
     if wanted not in INT4_BLOCKS:
         raise EdgeLLMError(
-            f"--block_size {wanted}: no such block of INT4",
+            f"--block_size {wanted}: unsupported group size of INT4",
             hint=f"choices: {', '.join(map(str, INT4_BLOCKS))}",
         )
     if not any(scheme is not None and scheme.is_int4 for scheme in schemes):
         raise EdgeLLMError(
-            f"--block_size {wanted} is for INT4, and nothing here becomes that",
+            f"--block_size {wanted} is for INT4, and no layer becomes INT4",
             hint="leave it out, or choose --quantization int4_awq or --lm_head_quantization int4",
         )
 
@@ -195,15 +196,15 @@ def check_block_size(wanted: int | None, *schemes: Scheme | None) -> None:
 def block_size(
     scheme: Scheme, shapes: Mapping[str, tuple[int, int]], wanted: int | None = None
 ) -> int:
-    """The block for these linear layers [out, in]; 0 where the scheme has none.
+    """Return the group size for linear layers [out, in]; 0 if the scheme has none.
 
     Args:
-        scheme: asks for blocks.
+        scheme: of the layers.
         shapes: by name.
-        wanted: of INT4; None takes the largest that divides all inputs.
+        wanted: group size of INT4; None: the largest that divides all inputs.
 
     Raises:
-        UnsupportedModelError: a layer has a shape that the scheme cannot store.
+        UnsupportedModelError: the scheme cannot store the shape of a layer.
     """
     if scheme.is_nvfp4:
         return _dividing(scheme, shapes, (NVFP4_BLOCK,))
@@ -217,7 +218,7 @@ def block_size(
 
 
 def _dividing(scheme: Scheme, shapes: Mapping[str, tuple[int, int]], sizes: tuple[int, ...]) -> int:
-    """The largest size that divides every layer's inputs."""
+    """Return the largest size that divides the inputs of all layers."""
     for size in sizes:
         if all(width % size == 0 for _, width in shapes.values()):
             return size

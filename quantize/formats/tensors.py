@@ -24,7 +24,7 @@ class Tensor:
     data: bytes | bytearray | memoryview
 
     def floats(self) -> F32:
-        """The values as float32; float8 by its definition."""
+        """Return the values as float32."""
         if self.info.dtype == "BF16":
             wide = np.frombuffer(self.data, np.uint16).astype(np.uint32) << np.uint32(16)
             return wide.view(np.float32).reshape(self.info.shape)
@@ -33,28 +33,28 @@ class Tensor:
         return self.array().astype(np.float32)
 
     def array(self) -> NDArray:
-        """The values in numpy's type of the same name."""
+        """Return the values in numpy's type of the same name."""
         return np.frombuffer(self.data, _PLAIN[self.info.dtype]).reshape(self.info.shape)
 
     def rows(self, begin: int, end: int) -> Tensor:
-        """A part along the first axis."""
+        """Return a part along the first axis."""
         row = self.info.num_bytes // self.info.shape[0]
         count = min(end, self.info.shape[0]) - begin
         info = TensorInfo(self.info.dtype, (count, *self.info.shape[1:]))
         return Tensor(info, memoryview(self.data)[begin * row : (begin + count) * row])
 
     def bits(self) -> NDArray[np.uint8]:
-        """The codes of a type of one byte."""
+        """Return the bytes of a type of one byte."""
         return np.frombuffer(self.data, np.uint8).reshape(self.info.shape)
 
 
 def read_tensor(source: TensorSource, name: str) -> Tensor:
-    """One tensor as a whole."""
+    """Read one tensor."""
     return Tensor(source.infos()[name], read_whole(source, name))
 
 
 def read_below(source: TensorSource, prefix: str) -> dict[str, Tensor]:
-    """All tensors whose names begin with `prefix`, without it."""
+    """Read all tensors whose names begin with `prefix`, which is removed."""
     return {
         name[len(prefix) :]: read_tensor(source, name)
         for name in source.infos()
@@ -63,7 +63,7 @@ def read_below(source: TensorSource, prefix: str) -> dict[str, Tensor]:
 
 
 class InMemory:
-    """Tensors in memory as a `TensorSource`."""
+    """A `TensorSource` of tensors in memory."""
 
     def __init__(self, tensors: Mapping[str, Tensor]) -> None:
         self._tensors = tensors
@@ -73,12 +73,12 @@ class InMemory:
         return {name: tensor.info for name, tensor in self._tensors.items()}
 
     def stream(self, name: str) -> Iterator[memoryview]:
-        """All of it in one piece."""
+        """Yield the data of a tensor, whole."""
         yield memoryview(self._tensors[name].data)
 
 
 class Joined:
-    """Several sources as one; of a name that two have the later counts."""
+    """A union of several sources; the last source with a name wins."""
 
     def __init__(self, sources: list[TensorSource]) -> None:
         self._owners: dict[str, TensorSource] = {}
@@ -93,12 +93,12 @@ class Joined:
         return self._infos
 
     def stream(self, name: str) -> Iterator[memoryview]:
-        """Data in pieces."""
+        """Yield the data of a tensor in parts."""
         yield from self._owners[name].stream(name)
 
 
 def split_shards(source: TensorSource, names: list[str], shard_bytes: int) -> list[list[str]]:
-    """The names in files of at most `shard_bytes` (or of one tensor, if that alone is larger)."""
+    """Split names into shards of at most `shard_bytes`, or of one larger tensor."""
     shards: list[list[str]] = [[]]
     size, infos = 0, source.infos()
     for name in names:
@@ -112,5 +112,5 @@ def split_shards(source: TensorSource, names: list[str], shard_bytes: int) -> li
 
 
 def plain_tensor(values: F32) -> Tensor:
-    """Floats as they are."""
+    """Return a float32 tensor."""
     return Tensor(TensorInfo("F32", values.shape), np.ascontiguousarray(values).tobytes())

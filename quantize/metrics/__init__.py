@@ -1,1 +1,1 @@
-"""Metrics: KL divergence, perplexity, agreement, and the questions that a model is asked."""
+"""Metrics: KL divergence, perplexity, greedy agreement and its prompts."""

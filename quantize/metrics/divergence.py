@@ -1,6 +1,6 @@
-"""How the answers of a rounded model differ: one measure, for reports and `benchmarks/quality.py`.
+"""KL divergence, perplexity and agreement, for reports and `benchmarks/quality.py`.
 
-T tokens of text, V tokens that a model knows.
+T tokens of text, V tokens of the vocabulary.
 """
 
 from __future__ import annotations
@@ -19,16 +19,16 @@ Ids = NDArray[np.int64]
 
 @dataclass(frozen=True, slots=True)
 class Targets:
-    """What a model should say after each token of some rows of text."""
+    """The right token after each token of the text."""
 
-    ids: Ids  # [rows, T]; -1: there is nothing right
-    kinds: Ids  # [rows, T], places in `names`
+    ids: Ids  # [samples, T]; -1: none
+    kinds: Ids  # [samples, T], indices into `names`
     names: tuple[str, ...]  # of kinds of text
 
 
 @dataclass(frozen=True, slots=True)
 class Drafted:
-    """How often a base takes the first candidate of a float draft that reads its features."""
+    """Acceptance of a float draft's first candidate, with hidden states of both bases."""
 
     by_floats: float
     by_quantized: float
@@ -36,27 +36,27 @@ class Drafted:
 
 @dataclass(frozen=True, slots=True)
 class Quality:
-    """Over held-out text: how well the right token is predicted, and how alike.
+    """Prediction of the right tokens over held-out text, and agreement of the two models.
 
-    Of a language model the right token is the next one, of a draft that which its base takes
-    (tokens that the draft does not know are missed, and are no part of its perplexity).
+    A language model's right token is the next one, a draft's the base's greedy token. Tokens
+    outside the draft's vocabulary count as misses, and not in its perplexity.
     """
 
     tokens: int
     perplexity_float: float
     perplexity_quantized: float
-    accuracy_float: float  # share of tokens whose likeliest candidate is right
+    accuracy_float: float  # share of tokens whose top-1 prediction is right
     accuracy_quantized: float
     kl_divergence: float  # of the quantized from the float distribution, nats a token
     top1_agreement: float
-    kl_float_head: float | None = None  # the same with the float head; None: the head is one
-    kinds: dict[str, Quality] = field(default_factory=dict)  # of text, where there are several
-    answers: Changes | None = None  # where there were questions
-    drafted: Drafted | None = None  # where there was a draft
+    kl_float_head: float | None = None  # with the float head; None: the head is float
+    kinds: dict[str, Quality] = field(default_factory=dict)  # of text, if several
+    answers: Changes | None = None  # with --answers
+    drafted: Drafted | None = None  # with a draft
 
 
 def read_quality(facts: Mapping[str, Any]) -> Quality:
-    """What `dataclasses.asdict` gave of one."""
+    """Parse the result of `dataclasses.asdict` of a `Quality`."""
     own: dict[str, Any] = {
         "kinds": {name: read_quality(each) for name, each in facts["kinds"].items()}
     }
@@ -68,16 +68,16 @@ def read_quality(facts: Mapping[str, Any]) -> Quality:
 
 
 def read_changes(facts: Mapping[str, Any]) -> Changes:
-    """What `dataclasses.asdict` gave of some."""
+    """Parse the result of `dataclasses.asdict` of `Changes`."""
     kinds = {name: read_changes(each) for name, each in facts["kinds"].items()}
     return Changes(**{**facts, "kinds": kinds})
 
 
 class Score:
-    """Sums over text, by its kind."""
+    """Sums over text by kind."""
 
     def __init__(self, names: Sequence[str]) -> None:
-        """`names` are those of the kinds."""
+        """Start with sums of zero; `names` are those of the kinds."""
         self._names = tuple(names)
         self._sums = np.zeros((len(self._names), _COLUMNS))
 
@@ -88,9 +88,9 @@ class Score:
 
         Args:
             floats: logits or log-probabilities of the float model [T, V].
-            rounded: those of the other model.
-            ids: the right tokens [T], -1 where there are none.
-            kinds: places in `names` [T].
+            rounded: those of the quantized model.
+            ids: the right tokens [T]; -1: none.
+            kinds: indices into `names` [T].
         """
         logs = [torch.log_softmax(each, -1) for each in (floats, rounded)]
         known = ids >= 0
@@ -104,13 +104,13 @@ class Score:
         np.add.at(self._sums, kinds, found)
 
     def quality(self) -> Quality:
-        """Of all tokens, and of each kind where there are several."""
+        """Return the quality over all tokens, and over each kind if there are several."""
         present = [index for index, sums in enumerate(self._sums) if sums[0]]
         kinds = {self._names[index]: _quality(self._sums[index]) for index in present}
         return _quality(self._sums.sum(0), kinds if len(kinds) > 1 else {})
 
 
-_COLUMNS = 8  # of the sums of a `Score`
+_COLUMNS = 8  # sums of a `Score`
 
 
 def _quality(sums: NDArray[np.float64], kinds: dict[str, Quality] | None = None) -> Quality:
@@ -121,47 +121,47 @@ def _quality(sums: NDArray[np.float64], kinds: dict[str, Quality] | None = None)
 
 
 @dataclass(frozen=True, slots=True)
-class Questioned:
-    """A prompt, and what the float model answers to it, greedily."""
+class GreedyOutput:
+    """A prompt, and the float model's greedy output."""
 
     kind: str
     prompt: tuple[int, ...]
-    answer: tuple[int, ...]
+    output: tuple[int, ...]
 
     @property
-    def said(self) -> tuple[int, ...]:
-        """What a model reads to say the answer's tokens one by one, from `start` on."""
-        return (*self.prompt, *self.answer[:-1])
+    def input_ids(self) -> tuple[int, ...]:
+        """The tokens whose next tokens are the output, from position `start` on."""
+        return (*self.prompt, *self.output[:-1])
 
     @property
     def start(self) -> int:
-        """The place in `said` after which the answer begins."""
+        """The position in `input_ids` of the prompt's last token."""
         return len(self.prompt) - 1
 
 
 @dataclass(frozen=True, slots=True)
 class Changes:
-    """Greedy answers in which the rounded model takes another token than the float model."""
+    """Greedy outputs of the float model that the quantized model changes."""
 
-    answers: int
+    answers: int  # number of outputs
     changed: int
-    tokens: float  # of an answer, mean
-    kept: float  # of these before the first other one, mean
-    kinds: dict[str, Changes] = field(default_factory=dict)  # where there are several
+    tokens: float  # of an output, mean
+    kept: float  # number of them before the first changed one, mean
+    kinds: dict[str, Changes] = field(default_factory=dict)  # if several
 
 
-def count_changes(asked: Sequence[Questioned], found: Sequence[Ids]) -> Changes:
-    """How many answers are others.
+def count_changes(asked: Sequence[GreedyOutput], found: Sequence[Ids]) -> Changes:
+    """Count the outputs that the quantized model changes.
 
-    One pass over a float model's answer tells: until the first other token, a rounded model that
-    answers by itself reads the same.
+    One forward pass over the float model's output suffices: until the first changed token, greedy
+    decoding with the quantized model has the same input.
 
     Args:
-        asked: the answers of the float model.
-        found: for each, the likeliest tokens of the rounded model after `said`, from `start` on.
+        asked: the outputs of the float model.
+        found: for each, the quantized model's top-1 tokens after `input_ids`, from `start` on.
     """
     equal = [
-        int(np.cumprod(np.equal(each.answer, ids)).sum())
+        int(np.cumprod(np.equal(each.output, ids)).sum())
         for each, ids in zip(asked, found, strict=True)
     ]
     pairs = list(zip(asked, equal, strict=True))
@@ -172,8 +172,8 @@ def count_changes(asked: Sequence[Questioned], found: Sequence[Ids]) -> Changes:
     return replace(_changes(pairs), kinds=kinds if len(kinds) > 1 else {})
 
 
-def _changes(pairs: list[tuple[Questioned, int]]) -> Changes:
-    sizes = [len(each.answer) for each, _ in pairs]
+def _changes(pairs: list[tuple[GreedyOutput, int]]) -> Changes:
+    sizes = [len(each.output) for each, _ in pairs]
     kept = [count for _, count in pairs]
     changed = sum(count < size for count, size in zip(kept, sizes, strict=True))
     return Changes(len(pairs), changed, float(np.mean(sizes)), float(np.mean(kept)))

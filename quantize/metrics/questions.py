@@ -1,4 +1,4 @@
-"""Prompts whose greedy answers are compared, and what the float model answered."""
+"""Prompts of greedy agreement, and the float model's outputs."""
 
 from __future__ import annotations
 
@@ -17,58 +17,58 @@ from edgellm.export.checkpoints.hf import Checkpoint
 from edgellm.export.graph.architecture import end_ids
 from edgellm.quantize.calibration.hidden_states import write_text
 from edgellm.quantize.calibration.text import DEFAULT, kind_of, read_lines, text_file
-from edgellm.quantize.metrics.divergence import Ids, Questioned
+from edgellm.quantize.metrics.divergence import GreedyOutput, Ids
 
 _OWN = Path(__file__).with_name("questions.jsonl")
 _STORED = "answers.json"
-_TOKENS = 32  # of an answer, at most
+_MAX_TOKENS = 32  # of an output
 
 
 @dataclass(frozen=True, slots=True)
 class Questions:
-    """Prompts as ids, with their kinds."""
+    """Tokenized prompts with their kinds."""
 
     prompts: tuple[tuple[int, ...], ...]
     kinds: tuple[str, ...]
-    ends: frozenset[int]  # tokens that end an answer
+    ends: frozenset[int]  # tokens that end an output
     name: str
 
     @property
     def sha256(self) -> str:
-        """Of all that decides what is asked."""
-        facts = json.dumps([self.prompts, self.kinds, sorted(self.ends), _TOKENS])
+        """Hash of everything that affects the outputs."""
+        facts = json.dumps([self.prompts, self.kinds, sorted(self.ends), _MAX_TOKENS])
         return hashlib.sha256(facts.encode()).hexdigest()
 
-    def is_answered(self, answer: Sequence[int]) -> bool:
-        """Whether that is a whole answer."""
-        return len(answer) == _TOKENS or (bool(answer) and answer[-1] in self.ends)
+    def is_finished(self, output: Sequence[int]) -> bool:
+        """Return whether an output is finished."""
+        return len(output) == _MAX_TOKENS or (bool(output) and output[-1] in self.ends)
 
 
 def read_questions(
     file: str, tokenizer: PreTrainedTokenizerBase, checkpoint: Checkpoint, positions: int
 ) -> Questions:
-    """Prompts of a .jsonl or .txt file, or "default": a dozen of the project's own.
+    """Read prompts of a .jsonl or .txt file, or "default": a dozen prompts of edgellm.
 
-    Of a conversation the last answer is left out, if it ends with one.
+    The last assistant message of a conversation is dropped.
 
     Args:
-        file: its name.
+        file: name of the file.
         tokenizer: of the model.
-        checkpoint: what says which tokens end an answer.
+        checkpoint: names the tokens that end an output.
         positions: of the model.
 
     Raises:
-        EdgeLLMError: missing, empty, not in a known form, or longer than the model reads.
+        EdgeLLMError: missing, empty, of unknown form, or longer than the model's positions.
     """
     path = _OWN if file == DEFAULT else text_file(file)
     found = [*read_lines(path, lambda entry: (_prompt(entry, tokenizer), kind_of(entry)))]
     if not found:
         raise EdgeLLMError(f"{path} holds no prompts", hint="give one in each line")
     longest = max(len(ids) for ids, _ in found)
-    if longest + _TOKENS > positions:
+    if longest + _MAX_TOKENS > positions:
         raise EdgeLLMError(
-            f"a prompt of {path} has {longest} tokens, an answer {_TOKENS}, the model {positions} "
-            "positions",
+            f"a prompt of {path} has {longest} tokens, an output {_MAX_TOKENS}, the model "
+            f"{positions} positions",
             hint="leave out the longest prompts",
         )
     ends = end_ids(checkpoint)
@@ -99,27 +99,27 @@ def _prompt(entry: Mapping[str, Any], tokenizer: PreTrainedTokenizerBase) -> tup
     return tuple(int(token) for token in ids)
 
 
-def stored_answers(questions: Questions, folder: Path) -> list[list[int]]:
-    """What the float model has answered so far."""
+def stored_outputs(questions: Questions, folder: Path) -> list[list[int]]:
+    """Read the float model's outputs so far."""
     path = folder / _STORED
     return json.loads(path.read_text("utf-8")) if path.exists() else [[] for _ in questions.prompts]
 
 
-def store_answers(answers: list[list[int]], folder: Path) -> None:
-    """Keep them for a run that goes on."""
-    write_text(folder / _STORED, json.dumps(answers))
+def store_outputs(outputs: list[list[int]], folder: Path) -> None:
+    """Store the outputs, so that an interrupted run resumes."""
+    write_text(folder / _STORED, json.dumps(outputs))
 
 
-def read_asked(questions: Questions, folder: Path) -> list[Questioned]:
-    """Prompts and answers."""
-    answers = stored_answers(questions, folder)
-    parts = zip(questions.kinds, questions.prompts, answers, strict=True)
-    return [Questioned(kind, prompt, tuple(answer)) for kind, prompt, answer in parts]
+def read_outputs(questions: Questions, folder: Path) -> list[GreedyOutput]:
+    """Read the prompts with their outputs."""
+    outputs = stored_outputs(questions, folder)
+    parts = zip(questions.kinds, questions.prompts, outputs, strict=True)
+    return [GreedyOutput(kind, prompt, tuple(output)) for kind, prompt, output in parts]
 
 
-def rows_of(asked: Sequence[Questioned]) -> Ids:
-    """What is read to say the answers [questions, S]; zeros after the shorter ones."""
-    found = np.zeros((len(asked), max(len(each.said) for each in asked)), np.int64)
-    for row, each in zip(found, asked, strict=True):
-        row[: len(each.said)] = each.said
+def padded_inputs(outputs: Sequence[GreedyOutput]) -> Ids:
+    """Return `input_ids` of all outputs [outputs, S], padded with zeros."""
+    found = np.zeros((len(outputs), max(len(each.input_ids) for each in outputs)), np.int64)
+    for padded, each in zip(found, outputs, strict=True):
+        padded[: len(each.input_ids)] = each.input_ids
     return found

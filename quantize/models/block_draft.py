@@ -1,8 +1,8 @@
-"""A draft of blocks as a subject: layers that predict tokens at mask tokens after a text.
+"""A block draft to quantize: its layers predict tokens at mask tokens.
 
-Every row of the calibration text gives the states of `block_layer`: the base's fused features and
-blocks after each other, whose first token is the text's. What is measured are the draft's own
-scores; what a token before adds to them (DSpark, DFlash2) is in tables, which stay as they are.
+A sample of the calibration text gives the states of `block_layer`: the base's fused hidden states,
+then blocks, each with a first token of the text. The draft's logits are measured without the tables
+of DSpark and DFlash2, which depend on the previous token and stay float.
 """
 
 from __future__ import annotations
@@ -35,14 +35,14 @@ from edgellm.quantize.models.one_layer_model import run_layer
 
 @dataclass(frozen=True)
 class BlockDraft(Draft):
-    """A float draft of blocks with the float base that it was trained for."""
+    """A float block draft with the float base that it was trained for."""
 
     blocks: BlockConfig
     float_modules = ("embed_tokens", "fc", "lm_head", MARKOV, SELECTOR, CONFIDENCE)
 
     @property
     def family(self) -> Family:
-        """Its first norm has several readers; so has the second, with convolutions."""
+        """The family, with the norms that only linear layers read."""
         family = super().family
         norms = () if self.blocks.convolution else ("post_attention_layernorm",)
         floats = tuple(f"{name}.kernel_projection" for name in CONVOLUTIONS)
@@ -66,17 +66,17 @@ class BlockDraft(Draft):
         self, index: int, tensors: Mapping[str, F32], device: torch.device
     ) -> PreTrainedModel:
         """See `QuantizedNetwork`."""
-        del index  # all are alike
+        del index  # all layers are equal
         return block_layer_model(self.layer_config, self.blocks, tensors, device)
 
     def norm_model(self, head: F32 | None, device: torch.device) -> PreTrainedModel:
-        """The final norm, and the head, of rows that predict a token."""
+        """Return the final norm and the head for positions that predict a token."""
         norm = {"weight": read_tensor(self.tensors, NORM).floats()}
         return block_head_model(self.layer_config, self.blocks, norm, head, device)
 
     def states_shape(self, rows: Ids, layer: int) -> tuple[int, int, int]:
-        """The text's features and the rows of its blocks."""
-        del layer  # all are alike
+        """Return the shape of hidden states of the text and its blocks."""
+        del layer  # all layers are equal
         places = self._places(rows.shape[1])
         width = self.config.hidden_size
         return len(rows), places.text + places.count * places.size, width
@@ -86,14 +86,14 @@ class BlockDraft(Draft):
         if tokens <= size:
             raise EdgeLLMError(
                 f"--seq_len {tokens}: the draft's blocks have {size} tokens",
-                hint=f"give {size + 1} or more, best many times as many",
+                hint=f"give {size + 1} or more, best a large multiple of {size}",
             )
         return Places.of_text(tokens, size)
 
     def first_steps(
         self, rows: Ids, base: Sequence[States] | Mapping[int, States], task: Task
     ) -> Iterator[torch.Tensor]:
-        """For each batch, states [B, T, D]; see `Draft.first_steps`."""
+        """Yield states [B, T, D] of each batch; see `Draft.first_steps`."""
         places = self._places(rows.shape[1])
         ids = np.full((len(rows), places.count, places.size), self.blocks.block.mask_token_id)
         ids[:, :, 0] = rows[:, places.firsts]
@@ -105,11 +105,11 @@ class BlockDraft(Draft):
             yield torch.cat([text, own.to(task.device)], 1)
 
     def targets_of(self, last: States, head: Head, task: Task) -> Ids:
-        """What a base predicts at the places of the blocks; see `Draft.targets_of`."""
+        """Return the base's predictions at the positions of the blocks; see `Draft.targets_of`."""
         norm = self.base.norm_model(None, task.device)
         places = self._places(last.shape[1])
         skipped = int(not self.blocks.block.from_newest)
-        # A row predicts its own token or, where the newest one's does so, too, the next.
+        # A position predicts its own token, or the next one if the newest position predicts too.
         before = places.tokens.reshape(-1, places.size)[:, skipped:].reshape(-1) - skipped
         found = [
             self.draft_ids[greedy(run_layer(norm, batch), head)][:, before]
@@ -118,5 +118,5 @@ class BlockDraft(Draft):
         return np.concatenate(found)
 
     def needed_bytes(self, batch_tokens: int, copies: int, *, with_head: bool) -> int:
-        """See `QuantizedNetwork`; a text has as many rows again in its blocks."""
+        """See `QuantizedNetwork`; the blocks have as many tokens as the text."""
         return super().needed_bytes(2 * batch_tokens, copies, with_head=with_head)

@@ -1,9 +1,9 @@
-"""A layer of a draft of blocks as a model: rows of the text pass, rows of blocks are computed.
+"""A layer of a block draft as a model: it changes the states of blocks, not of the text.
 
-The states of a text hold its S fused features and, after them, the rows of N blocks of R tokens,
-each of which begins R tokens after the one before. A block sees the features of the tokens before
-its first one, and itself. Keys and values are made of what it sees; all else of its rows alone, so
-that inputs are calibrated with what the engine's graph reads. T = S + N * R rows.
+The states of a text are S fused hidden states, then N blocks of R tokens, one every R tokens. A
+block attends to the fused hidden states before its first token, and to itself. Keys and values
+include the text; all other linear layers compute blocks only, so that they are calibrated with the
+same inputs as in the engine's graph. T = S + N * R positions.
 """
 
 from __future__ import annotations
@@ -28,20 +28,20 @@ CONVOLUTIONS = ("attention_conv", "mlp_conv")
 
 @dataclass(frozen=True, slots=True)
 class Places:
-    """Where the blocks of a text stand."""
+    """The positions of a text's blocks."""
 
-    text: int  # tokens
-    count: int  # blocks
-    size: int  # rows of each
+    text: int  # number of tokens of the text
+    count: int  # number of blocks
+    size: int  # tokens of a block
 
     @classmethod
     def of_text(cls, tokens: int, size: int) -> Places:
-        """As many blocks as a text has room for, after one token at least."""
+        """Return the maximum number of blocks of a text, after at least one token."""
         return cls(tokens, (tokens - 1) // size, size)
 
     @classmethod
     def of_rows(cls, rows: int, size: int) -> Places:
-        """Those of states of so many rows; too few for a block are one that sees no text."""
+        """Return the places of `rows` states; few states are one block without text."""
         if rows <= 2 * size:
             return cls(0, 1, rows)
         count = (rows - 1) // (2 * size)
@@ -49,16 +49,16 @@ class Places:
 
     @property
     def firsts(self) -> NDArray[np.int64]:
-        """The token that each block begins with, [N]."""
+        """The position of each block's first token, [N]."""
         return self.text - self.size * np.arange(self.count, 0, -1)
 
     @property
     def tokens(self) -> NDArray[np.int64]:
-        """Of every row of a block its place in the text, [N * R]."""
+        """The position in the text of each block token, [N * R]."""
         return (self.firsts[:, None] + np.arange(self.size)).reshape(-1)
 
-    def seen(self, *, is_causal: bool) -> NDArray[np.bool_]:
-        """What every row sees, [T, T]; a token of the text attends to itself, which is not used."""
+    def attention_mask(self, *, is_causal: bool) -> NDArray[np.bool_]:
+        """Return the attention mask [T, T]; tokens of the text attend to themselves, unused."""
         own = np.ones((self.size, self.size), np.bool_)
         blocks = np.kron(np.eye(self.count, dtype=np.bool_), np.tril(own) if is_causal else own)
         before = np.arange(self.text) < np.repeat(self.firsts, self.size)[:, None]
@@ -72,12 +72,12 @@ def block_layer_model(
     tensors: Mapping[str, F32],
     device: torch.device,
 ) -> PreTrainedModel:
-    """A float32 model whose only layer takes and gives states [B, T, D].
+    """Return a float32 model of one layer over states [B, T, D].
 
     Args:
-        config: sizes, rope and architecture, as transformers names them.
+        config: sizes, RoPE and architecture, as transformers names them.
         blocks: the draft.
-        tensors: of the layer, named from "self_attn.q_proj.weight" on.
+        tensors: of the layer, such as "self_attn.q_proj.weight".
         device: where it computes.
     """
     model = empty_draft_layer(config, tensors, device)
@@ -94,7 +94,7 @@ def block_head_model(
     head: F32 | None,
     device: torch.device,
 ) -> PreTrainedModel:
-    """As `head_model`; of the states [B, T, D] it takes the rows that predict a token."""
+    """Return `head_model` for the states of [B, T, D] that predict a token."""
     model, size = head_model(config, norm, head, device), blocks.block.size
     skipped = int(not blocks.block.from_newest)
 
@@ -111,7 +111,7 @@ def block_head_model(
 
 
 class _BlockLayer(nn.Module):
-    """Transformers' parts of a layer, put together as the draft's."""
+    """A draft's layer, built of the parts of transformers' layer."""
 
     def __init__(
         self,
@@ -130,7 +130,7 @@ class _BlockLayer(nn.Module):
         for name in CONVOLUTIONS if convolution is not None else ():
             assert convolution is not None
             setattr(self, name, _Convolve(convolution, tensors, name, device))
-        # Rows of the text are given to no layer but those of keys, values and queries.
+        # Only the projections of queries, keys and values compute the text's positions.
         self.self_attn.o_proj.register_forward_pre_hook(self._own_rows)
 
     def _own_rows(self, _: nn.Module, args: tuple[torch.Tensor]) -> tuple[torch.Tensor]:
@@ -142,10 +142,12 @@ class _BlockLayer(nn.Module):
         position_embeddings: tuple[torch.Tensor, torch.Tensor] | None = None,
         **_: Any,
     ) -> torch.Tensor:
-        """[B, T, D] -> [B, T, D]."""
+        """Compute states [B, T, D]."""
         places = Places.of_rows(hidden_states.shape[1], self.size)
         text, x = hidden_states[:, : places.text], hidden_states[:, places.text :]
-        mask = torch.from_numpy(places.seen(is_causal=self.is_causal)).to(x.device)[None, None]
+        mask = torch.from_numpy(places.attention_mask(is_causal=self.is_causal)).to(x.device)[
+            None, None
+        ]
 
         def attend(rows: torch.Tensor) -> torch.Tensor:
             found, _ = self.self_attn(
@@ -168,7 +170,7 @@ class _BlockLayer(nn.Module):
 
 
 class _Convolve(nn.Module):
-    """DFlash2's convolution over a row and those before it in its block, see `layers.blocks`."""
+    """DFlash2's causal convolution within a block, see `layers.blocks`."""
 
     def __init__(
         self, config: Convolution, tensors: Mapping[str, F32], name: str, device: torch.device
@@ -183,14 +185,14 @@ class _Convolve(nn.Module):
             place.register_parameter(own.rpartition(".")[2], nn.Parameter(empty))
 
     def kernels(self, x: torch.Tensor) -> torch.Tensor:
-        """The one before and the one after, [2, B, N * R, taps, D], of rows [B, N * R, D]."""
+        """Return the kernels before and after a part, [2, B, N * R, taps, D]."""
         added = x @ self.kernel_projection.get_parameter("weight").T
         added = added.unflatten(-1, (2, self.config.taps, -1))
         added = added.repeat_interleave(self.config.group_size, -1)
         return (added + self.get_parameter("base_kernel")).movedim(2, 0)
 
     def forward(self, x: torch.Tensor, kernel: torch.Tensor, places: Places) -> torch.Tensor:
-        """X [B, N * R, D] -> the same shape."""
+        """Convolve X [B, N * R, D]."""
         rows, total = x.unflatten(1, (-1, places.size)), torch.zeros_like(x)
         for tap in range(self.config.taps):
             total = total + rows.flatten(1, 2) * kernel[:, :, tap]
@@ -199,14 +201,16 @@ class _Convolve(nn.Module):
 
 
 def _places_of(size: int) -> Any:
-    """A hook that tells a model where rows of [B, T, D] stand in the text."""
+    """Return a hook that sets the position ids of states [B, T, D]."""
 
-    def tell(_: nn.Module, args: tuple, kwargs: dict[str, Any]) -> tuple[tuple, dict[str, Any]]:
+    def set_positions(
+        _: nn.Module, args: tuple, kwargs: dict[str, Any]
+    ) -> tuple[tuple, dict[str, Any]]:
         states = kwargs.get("inputs_embeds")
-        if states is None:  # ModelOpt's export runs ids, whose states are not used
+        if states is None:  # ModelOpt's export runs token ids; the result is unused
             return args, kwargs
         places = Places.of_rows(states.shape[1], size)
         rows = np.concatenate([np.arange(places.text), places.tokens])
         return args, {**kwargs, "position_ids": torch.from_numpy(rows).to(states.device)[None]}
 
-    return tell
+    return set_positions

@@ -1,4 +1,4 @@
-"""What is found out before hours of work: the model, its weights, memory and disk."""
+"""Checks before the computation: the model, its weights, memory and disk."""
 
 from __future__ import annotations
 
@@ -30,11 +30,11 @@ _HEAD_COPIES = 5
 
 
 def check_model(checkpoint: Checkpoint, ignored_keys: tuple[str, ...]) -> DecoderConfig:
-    """The facts of a float model that an export of the result will understand.
+    """Return the config of a float model whose result can be exported.
 
     Raises:
-        UnsupportedModelError: quantized already, or an architecture that cannot be exported.
-        BrokenArtifactError: tensors are missing, superfluous or of other shapes.
+        UnsupportedModelError: the model is quantized, or its architecture is unsupported.
+        BrokenArtifactError: tensors are missing, unknown or of other shapes.
     """
     check_floats(checkpoint)
     config = understand(checkpoint, ExportOptions(ignore_config_keys=ignored_keys))
@@ -44,7 +44,7 @@ def check_model(checkpoint: Checkpoint, ignored_keys: tuple[str, ...]) -> Decode
 
 
 def check_floats(checkpoint: Checkpoint) -> None:
-    """Raise `UnsupportedModelError` when the weights are quantized already."""
+    """Raise `UnsupportedModelError` if the weights are quantized."""
     if checkpoint.quant_config:
         raise UnsupportedModelError(
             f"{checkpoint.label} is quantized already ({checkpoint.quantization})",
@@ -53,7 +53,7 @@ def check_floats(checkpoint: Checkpoint) -> None:
     for name, info in checkpoint.tensors.infos().items():
         if info.dtype not in FLOATS and not name.endswith(_NO_WEIGHTS):
             raise UnsupportedModelError(
-                f"{name} is stored as {info.dtype}, not in floats",
+                f"{name} is stored as {info.dtype}, not as float",
                 hint="give the float checkpoint that it was made from",
             )
 
@@ -61,7 +61,7 @@ def check_floats(checkpoint: Checkpoint) -> None:
 def linear_shapes(
     infos: Mapping[str, TensorInfo], layers: tuple[str, ...], family: Family
 ) -> dict[str, tuple[int, int]]:
-    """[out, in] of the linear layers whose names begin so."""
+    """Return [out, in] of the linear layers in `layers`."""
     found = {}
     for name, info in infos.items():
         layer = next((each for each in layers if name.startswith(each)), None)
@@ -74,17 +74,17 @@ def linear_shapes(
 
 
 def check_weights(source: TensorSource) -> None:
-    """Look at every weight once, in pieces.
+    """Check the values of all tensors, in parts.
 
     Raises:
-        BrokenArtifactError: NaN, infinity, or a matrix of zeros; names the tensor.
+        BrokenArtifactError: a tensor has NaN or infinity, or a matrix is all zeros.
     """
     for name, info in source.infos().items():
         if info.dtype not in FLOATS:
             continue
         is_zero, width = len(info.shape) == 2, 4 if info.dtype == "F32" else 2
-        for piece in source.stream(name):
-            values = Tensor(TensorInfo(info.dtype, (len(piece) // width,)), piece).floats()
+        for part in source.stream(name):
+            values = Tensor(TensorInfo(info.dtype, (len(part) // width,)), part).floats()
             if not np.isfinite(values).all():
                 raise BrokenArtifactError(
                     f"tensor {name} holds values that are not numbers",
@@ -108,16 +108,16 @@ def needed_bytes(
     *,
     with_head: bool,
 ) -> int:
-    """The most memory that a run takes, an estimate from above.
+    """Return an upper estimate of a run's memory.
 
     Args:
         infos: of all tensors.
-        layers: where the names of each layer's tensors begin.
+        layers: name prefix of each layer's tensors.
         head: of the float head [V, H].
         config: sizes of the layers.
         batch_tokens: computed at a time.
-        copies: how often a layer's weights are there at worst.
-        with_head: whether the head is quantized as well.
+        copies: peak number of copies of a layer's weights.
+        with_head: whether the head is quantized.
     """
     sizes = [
         sum(math.prod(info.shape) for name, info in infos.items() if name.startswith(layer))
@@ -133,7 +133,7 @@ def needed_bytes(
 
 
 def check_memory(needed: int, available: int | None) -> None:
-    """Raise `LimitError` if memory will not suffice; None: unknown."""
+    """Raise `LimitError` if memory does not suffice; None: unknown."""
     if available is not None and needed > available:
         raise LimitError(
             f"quantizing this model needs about {needed / 1e9:.1f} GB of memory, "
@@ -144,13 +144,13 @@ def check_memory(needed: int, available: int | None) -> None:
 
 
 def available_bytes() -> int | None:
-    """Memory that Linux can give without swapping; None: the system does not say."""
+    """Return the memory available without swapping; None: unknown."""
     memory = system_memory()
     return memory.available_bytes if memory is not None else None
 
 
 def check_disk(folder: Path, needed: int) -> None:
-    """Raise `LimitError` when the states and the result will not fit."""
+    """Raise `LimitError` if the hidden states and the result do not fit on the disk."""
     place = folder.absolute()
     while not place.exists():
         place = place.parent
@@ -159,5 +159,5 @@ def check_disk(folder: Path, needed: int) -> None:
         raise LimitError(
             f"{folder} needs about {needed / 1e9:.1f} GB of disk ({needed} bytes), "
             f"{free / 1e9:.1f} GB are free in {place}",
-            hint="free some space, or give fewer --num_samples",
+            hint="free some space, or give a smaller --num_samples",
         )

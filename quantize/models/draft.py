@@ -1,4 +1,4 @@
-"""Which subject a draft is."""
+"""Opens float drafts by their method."""
 
 from __future__ import annotations
 
@@ -19,15 +19,15 @@ def open_float_draft(draft_dir: str, base_dir: str, ignored_keys: tuple[str, ...
     """Open and check a float draft and the float base that it was trained for.
 
     Raises:
-        EdgeLLMError: one is no such thing, quantized already, or they do not belong together.
+        EdgeLLMError: one is invalid or quantized, or the draft belongs to another base.
     """
     checkpoint = open_draft(draft_dir)
     whole = open_checkpoint(base_dir, tokenizer=False)
     facts = understand_draft(checkpoint, whole, DraftOptions(ignore_config_keys=ignored_keys))
     if not isinstance(facts, DraftConfig | BlockConfig | MtpConfig):
         raise UnsupportedModelError(
-            f"{checkpoint.label} holds a {facts.method} draft, which is not calibrated here",
-            hint="llm_build rounds their weights: --quantize int8 or int4",
+            f"{checkpoint.label} is a {facts.method} draft, for which calibration is unsupported",
+            hint="quantize its weights with llm_build --quantize int8 or int4",
         )
     check_floats(checkpoint)
     base = LanguageModel.open(base_dir, ignored_keys)

@@ -1,4 +1,4 @@
-"""From a base's features and token embeddings to the states that enter a draft's first layer."""
+"""Inputs of a draft's first layer, from a base's hidden states and token embeddings."""
 
 from __future__ import annotations
 
@@ -14,33 +14,33 @@ from edgellm.quantize.formats.tensors import read_tensor
 def fused_features(
     tensors: TensorSource, facts: DraftConfig, taps: tuple[torch.Tensor, ...]
 ) -> torch.Tensor:
-    """What a draft of blocks makes of tapped streams, each [B, S, H]: [B, S, D]."""
+    """Fuse auxiliary hidden states, each [B, S, H], for a block draft: [B, S, D]."""
     inputs = DraftInputs(facts, tensors, taps[0].device)
     return inputs.normed(inputs.fuse(taps), "hidden_norm")
 
 
 class Inputs(Protocol):
-    """Makes what enters a draft's first layer."""
+    """Computes the input of a draft's first layer."""
 
     def fuse(self, taps: tuple[torch.Tensor, ...]) -> torch.Tensor:
-        """Tapped streams, each [B, S, H], to hidden rows [B, S, D]."""
+        """Fuse auxiliary hidden states, each [B, S, H], to [B, S, D]."""
         ...
 
     def join(self, tokens: torch.Tensor, hidden: torch.Tensor) -> torch.Tensor:
-        """Embeddings and hidden rows to states [B, S, ...]."""
+        """Join embeddings and hidden states to [B, S, ...]."""
         ...
 
 
 class DraftInputs:
-    """What stands before a draft's first layer; none of it is quantized."""
+    """The float modules before a draft's first layer."""
 
     def __init__(self, facts: DraftConfig, tensors: TensorSource, device: torch.device) -> None:
-        """`tensors` are the draft's; each is read when it is first needed."""
+        """Open the modules; `tensors` are the draft's, loaded at first use."""
         self._facts, self._tensors, self._device = facts, tensors, device
         self._cache: dict[str, torch.Tensor] = {}
 
     def fuse(self, taps: tuple[torch.Tensor, ...]) -> torch.Tensor:
-        """Tapped streams, each [B, S, H], to hidden rows [B, S, D]."""
+        """Fuse auxiliary hidden states, each [B, S, H], to [B, S, D]."""
         facts = self._facts
         if not facts.fuses:
             return taps[0]
@@ -50,7 +50,7 @@ class DraftInputs:
         return self._fc(self.normed(x, "input_norm") if facts.norms.before_fc else x)
 
     def join(self, tokens: torch.Tensor, hidden: torch.Tensor) -> torch.Tensor:
-        """The residual and, after it, what attention reads: [B, S, D + W]."""
+        """Return the residual and, after it, the input of attention: [B, S, D + W]."""
         facts = self._facts
         if not facts.fuses:
             x = self._fc(torch.cat([tokens, hidden], -1))
@@ -65,7 +65,7 @@ class DraftInputs:
         return torch.nn.functional.linear(x, self._tensor("fc.weight"), bias)
 
     def normed(self, x: torch.Tensor, name: str) -> torch.Tensor:
-        """X [..., W] after the norm of this name."""
+        """Normalize X [..., W] with the norm `name`."""
         epsilon = self._facts.decoder.rms_norm_eps
         return torch.nn.functional.rms_norm(
             x, x.shape[-1:], self._tensor(f"{name}.weight"), epsilon

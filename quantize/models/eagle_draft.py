@@ -1,9 +1,9 @@
-"""An EAGLE draft as a subject: layers that continue the features of its base.
+"""An EAGLE draft to quantize: its layers continue the hidden states of its base.
 
-The base runs as a float model over the calibration text, a layer at a time, and is tapped where it
-will be at run time. Every row of text gives the draft two rows of states: with the base's features,
-as in a draft's first step, and with the hidden rows that the draft itself computed from them, as
-in its second. S tokens of a row, H hidden size of the base, D of the draft.
+The float base runs over the calibration text, one layer at a time; its auxiliary hidden states are
+stored. Each sample gives the draft two samples of inputs. The first has the base's hidden states,
+as in a draft's first step. The second has the draft's own hidden states, as in its second step. S
+tokens of a sample, H hidden size of the base, D of the draft.
 """
 
 from __future__ import annotations
@@ -42,8 +42,8 @@ from edgellm.quantize.work_folder import FLOAT, QUANTIZED, WorkFolder
 EMBEDDING, NORM = "embed_tokens.weight", "norm.weight"
 _TARGETS = "targets.npy"
 _INPUT_NORMS = ("input_layernorm.weight", "hidden_norm.weight")
-_STEPS = 2  # of drafting, whose inputs are calibrated with
-# Of a draft's config, what decides how one of its layers computes.
+_STEPS = 2  # draft steps of the calibration
+# Keys of a draft's config that affect the computation of a layer
 _LAYER_KEYS = ("hidden_size", "intermediate_size", "num_attention_heads", "num_key_value_heads",
                "head_dim", "hidden_act", "rms_norm_eps", "max_position_embeddings", "rope_theta",
                "rope_scaling", "rope_parameters")  # fmt: skip
@@ -61,7 +61,7 @@ class Draft:
 
     @property
     def taps(self) -> tuple[int, ...]:
-        """Of the base's streams, those that it reads, see `specs.DraftSpec`."""
+        """The base's layers whose hidden states it reads, see `DraftSpec`."""
         return self.facts.hidden_taps
 
     @property
@@ -85,12 +85,12 @@ class Draft:
 
     @property
     def family(self) -> Family:
-        """That of `layer_config`."""
+        """The family of `layer_config`."""
         return FAMILIES[self.layer_config["model_type"]]
 
     @property
     def tensors(self) -> TensorSource:
-        """The draft's, and what it has from its base."""
+        """The draft's tensors, and those shared with its base."""
         return self._tensors
 
     @cached_property
@@ -105,7 +105,7 @@ class Draft:
 
     @property
     def embedding_name(self) -> str:
-        """The tensor that ids look up."""
+        """The embedding table's name."""
         return EMBEDDING
 
     @property
@@ -115,11 +115,11 @@ class Draft:
 
     @property
     def num_preparations(self) -> int:
-        """The base's layers, and the draft's own first steps."""
+        """The base's layers, and the draft's first steps."""
         return self.base.config.num_hidden_layers + 1
 
     def layer_source(self, index: int) -> dict[str, Tensor]:
-        """See `QuantizedNetwork`; norms before the first layer's attention are no part of it."""
+        """See `QuantizedNetwork`; without the norms before the first layer's attention."""
         found = read_below(self.tensors, self.layers[index])
         return {name: value for name, value in found.items() if index or name not in _INPUT_NORMS}
 
@@ -127,7 +127,7 @@ class Draft:
         self, index: int, tensors: Mapping[str, F32], device: torch.device
     ) -> PreTrainedModel:
         """See `QuantizedNetwork`."""
-        del index  # the first one is told by what it lacks
+        del index  # the first layer has no input norm
         return draft_layer_model(self.layer_config, tensors, device)
 
     @cached_property
@@ -142,7 +142,7 @@ class Draft:
         }
 
     def norm_model(self, head: F32 | None, device: torch.device) -> PreTrainedModel:
-        """The final norm, which EAGLE-1 lacks, and the head."""
+        """Return the final norm, which EAGLE-1 lacks, and the head."""
         norm = {"weight": read_tensor(self.tensors, NORM).floats()} if self.facts.fuses else {}
         return head_model(self.layer_config, norm, head, device)
 
@@ -151,7 +151,7 @@ class Draft:
         return logits
 
     def states_shape(self, rows: Ids, layer: int) -> tuple[int, int, int]:
-        """Rows of both steps; the last two tokens are only predicted."""
+        """Return the shape of both steps; the last two tokens are only predicted."""
         count, length = rows.shape
         width = self.config.hidden_size
         if not layer:
@@ -159,26 +159,26 @@ class Draft:
             width += self.tensors.infos()[name].shape[1]
         return _STEPS * count, length - _STEPS, width
 
-    def enter(self, task: Task, streams: Mapping[str, States], tell: Notify) -> None:
-        """Tap the base, and let the float draft take its first step."""
+    def prepare(self, task: Task, streams: Mapping[str, States], notify: Notify) -> None:
+        """Run the base, and the float draft's first step."""
         if (task.work.path / _TARGETS).exists() and streams[QUANTIZED].path.exists():
             return
         rows = {name: task.rows(name) for name in streams if name != QUANTIZED}
-        base = self._run_base(task, rows, tell)
+        base = self._run_base(task, rows, notify)
         for name, ids in rows.items():
             streams[name].write(self.first_steps(ids, base[name], task))
         streams[QUANTIZED].write(streams[FLOAT].batches(torch.device("cpu")))
         weight = read_tensor(self.base.tensors, self.base.head_name)
         head = float_head(weight, task.device, self.base.finish)
         _store_targets(task.work, self.targets_of(base[FLOAT][-1], head, task))
-        tell("the draft's first step", self.num_preparations)
+        notify("the draft's first step", self.num_preparations)
 
     def _run_base(
-        self, task: Task, rows: Mapping[str, Ids], tell: Notify
+        self, task: Task, rows: Mapping[str, Ids], notify: Notify
     ) -> dict[str, list[States]]:
-        """The base's states that enter each layer, and those after the last.
+        """Return the base's hidden states before each layer, and after the last.
 
-        Only the tapped ones and the last remain on disk. Goes on where an interrupt stopped it.
+        Only those that the draft reads and the last stay on disk. Resumes after an interrupt.
         """
         base, count = self.base, self.base.config.num_hidden_layers
         found = {
@@ -208,7 +208,7 @@ class Draft:
             for states in found.values():
                 if index not in self.taps:
                     states[index].path.unlink()
-            tell(f"base layer {index}", index + 1)
+            notify(f"base layer {index}", index + 1)
         return found
 
     def _base_layer(self, index: int, device: torch.device) -> PreTrainedModel:
@@ -216,14 +216,15 @@ class Draft:
         return self.base.layer_model(index, source, device)
 
     def targets_of(self, last: States, head: Head, task: Task) -> Ids:
-        """What a base predicts for both steps, as ids of the draft's vocabulary or -1.
+        """Return a base's predictions for both steps, as ids of the draft's vocabulary or -1.
+
+        Position j of the first step has token j + 1 as input. It predicts token j + 2, as position
+        j + 1 of the base does.
 
         Args:
-            last: of the base, after its last layer.
+            last: hidden states of the base after its last layer.
             head: of the base.
             task: of the run.
-
-        Row j of the first step reads token j + 1 and predicts j + 2, as row j + 1 of the base does.
         """
         norm = self.base.norm_model(None, task.device)
         chosen = []
@@ -235,7 +236,7 @@ class Draft:
 
     @cached_property
     def draft_ids(self) -> Ids:
-        """The draft's id of each token of the base, -1 where it has none."""
+        """The draft's id of each token of the base; -1: none."""
         targets = read_target_ids(Weights(self.tensors), self.facts, self.base.config)
         found = np.full(self.base.config.vocab_size, -1, np.int64)
         targets = np.arange(self.facts.draft_vocab_size) if targets is None else targets
@@ -243,7 +244,7 @@ class Draft:
         return found
 
     def layer_models(self, device: torch.device) -> list[PreTrainedModel]:
-        """All layers in floats."""
+        """Return all float layers."""
         return [
             self.layer_model(
                 index, {n: v.floats() for n, v in self.layer_source(index).items()}, device
@@ -252,17 +253,17 @@ class Draft:
         ]
 
     def inputs(self, device: torch.device) -> Inputs:
-        """What stands before the first layer."""
+        """Return the modules before the first layer."""
         return DraftInputs(self.facts, self.tensors, device)
 
     def first_steps(
         self, rows: Ids, base: Sequence[States] | Mapping[int, States], task: Task
     ) -> Iterator[torch.Tensor]:
-        """For each batch, states [B, S - 2, D + W] of the first step and of the second.
+        """Yield states [B, S - 2, D + W] of the first and of the second step for each batch.
 
         Args:
-            rows: the text.
-            base: the base's states that enter its layers, at least the tapped ones.
+            rows: token ids of the samples.
+            base: the base's hidden states by layer, at least those that the draft reads.
             task: of the run.
         """
         inputs = self.inputs(task.device)
@@ -287,7 +288,7 @@ class Draft:
                 hidden = run_layer(norm, states) if self.facts.norms.output else states
 
     def targets(self, task: Task) -> Targets:
-        """The tokens that the base itself takes."""
+        """Return the base's greedy tokens."""
         ids = np.load(task.work.path / _TARGETS)
         return Targets(ids, np.zeros_like(ids), (task.calibration.name,))
 
@@ -306,7 +307,7 @@ class Draft:
         return max(own, self.base.needed_bytes(batch_tokens, 2, with_head=False))
 
     def states_bytes(self, calibration: Calibration) -> int:
-        """The base's tapped states and two more of its streams, the draft's before and after."""
+        """Return the bytes of the base's and the draft's hidden states."""
         tokens = calibration.rows.size + 2 * calibration.held_out.size
         base = (len(self.taps) + 2) * self.base.config.hidden_size
         width = self.states_shape(calibration.rows, 0)[2] + self.config.hidden_size
@@ -314,7 +315,7 @@ class Draft:
 
     def new_config(self, quantization: Mapping[str, Any], *, own_head: bool) -> dict[str, Any]:
         """See `QuantizedNetwork`."""
-        del own_head  # which it then has among its tensors, the first place to look
+        del own_head  # a draft's own head comes first anyway
         return {**self.checkpoint.config, "quantization_config": quantization}
 
     def check_result(self, folder: Path, ignored_keys: tuple[str, ...]) -> None:

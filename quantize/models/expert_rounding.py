@@ -1,7 +1,7 @@
-"""One expert's weight rounded by what its inputs were, in ModelOpt's unified layout.
+"""Quantizes an expert's weight by its inputs, in ModelOpt's unified layout.
 
-The error of a product is, in the mean, that of each weight squared, times the mean square of its
-input: the diagonal of what GPTQ and llama.cpp's importance matrices look at.
+The expected squared error of an output is the sum of squared weight errors, times the mean squares
+of their inputs: the diagonal of GPTQ's Hessian, as in llama.cpp's importance matrices.
 """
 
 from __future__ import annotations
@@ -24,7 +24,7 @@ from edgellm.quantize.formats.schemes import Recipe
 from edgellm.quantize.formats.tensors import Tensor
 
 _CLIPPING = (1.0, 0.95, 0.9, 0.85, 0.8, 0.75, 0.7)  # of a block's largest weight
-_UNSEEN = 1e-3  # of the mean: what an input counts that was always zero
+_MIN_WEIGHT = 1e-3  # of the mean: weight of an input that was always zero
 _SMALLEST_E4M3 = 2.0**-9
 _TINY = 1e-20
 _INT8, _INT4 = 127.0, 7.0
@@ -33,42 +33,42 @@ _MAGNITUDES = torch.from_numpy(E2M1[:8].copy())
 
 @dataclass(slots=True)
 class Products:
-    """What is known of a layer's inputs."""
+    """Statistics of a layer's inputs."""
 
-    squares: torch.Tensor  # float64 [in]: their sum
-    rows: int = 0
+    squares: torch.Tensor  # sums of squares, float64 [in]
+    rows: int = 0  # number of tokens
     largest: float = 0.0
 
     @classmethod
     def none(cls, width: int, device: torch.device) -> Products:
-        """Before the first row."""
+        """Return the statistics of no token."""
         return cls(torch.zeros(width, dtype=torch.float64, device=device))
 
     def add(self, x: torch.Tensor) -> None:
-        """Rows [n, in]."""
+        """Add inputs [n, in]."""
         self.squares += x.double().square().sum(0)
         self.rows += len(x)
         self.largest = max(self.largest, float(x.abs().max()) if len(x) else 0.0)
 
     def weights(self) -> torch.Tensor:
-        """How much an error of each input counts, float32 [in]; positive."""
+        """Return the weight of each input's error, float32 [in]; positive."""
         mean = self.squares.mean()
         if not mean > 0:
             return torch.ones_like(self.squares, dtype=torch.float32)
-        return (self.squares / mean + _UNSEEN).float()
+        return (self.squares / mean + _MIN_WEIGHT).float()
 
 
 def round_weight(
     weight: torch.Tensor, inputs: Products, recipe: Recipe, largest: float, largest_input: float
 ) -> dict[str, Tensor]:
-    """`weight`, `weight_scale` and what else the scheme has, by these names.
+    """Quantize a weight; return `weight`, `weight_scale` and the scheme's other tensors by name.
 
     Args:
         weight: float32 [out, in].
         inputs: of this layer.
-        recipe: the scheme, and the size of INT4's blocks.
-        largest: weight of what shares a scale of scales, or a scale, with this one.
-        largest_input: of what shares a scale of inputs with it.
+        recipe: the scheme, and INT4's group size.
+        largest: magnitude of the weights that share a global scale with this one.
+        largest_input: magnitude of the inputs that share an input scale.
     """
     scheme = recipe.scheme
     if scheme.is_int4:
@@ -83,7 +83,7 @@ def round_weight(
 
 
 def _int4(weight: torch.Tensor, counts: torch.Tensor, block: int) -> dict[str, Tensor]:
-    """Codes of the scale that leaves least; then the scale that fits these codes best."""
+    """Choose the clipping with the least error, then fit the scale by least squares."""
     blocks, counted = weight.unflatten(-1, (-1, block)), counts.unflatten(-1, (-1, block))
     amax = blocks.abs().amax(-1, keepdim=True)
     top = torch.where(amax > 0, amax, torch.ones_like(amax)) / _INT4

@@ -1,8 +1,8 @@
-"""Mixtures of experts in a layer that is quantized: watched while they compute, then rounded.
+"""Experts of a layer: their inputs are recorded, then each expert is quantized alone.
 
-ModelOpt is not shown them: it would give all experts of a layer one range of inputs, and AWQ would
-smooth what the router reads. Every expert is rounded alone, by the inputs that it saw: of the
-scales that are tried, a block takes the one with the least error of its products.
+They are hidden from ModelOpt, which would give all experts of a layer one input range; AWQ would
+smooth the router's input. Each block takes the scale with the least output error over the expert's
+inputs.
 """
 
 from __future__ import annotations
@@ -21,7 +21,7 @@ from edgellm.quantize.formats.tensors import Tensor
 from edgellm.quantize.models.expert_rounding import Products, round_weight
 from edgellm.quantize.models.families import Experts
 
-FEW = 32  # tokens, below which an expert is shown all of them
+FEW = 32  # tokens; an expert with fewer is calibrated with all tokens
 _PARTS = ("gate_proj", "up_proj", "down_proj")
 _NAME = re.compile(r"(.*\.experts)\.(\d+)\.(?:gate|up|down)_proj\.weight")
 
@@ -30,25 +30,25 @@ Networks = list[tuple[torch.Tensor, ...]]  # the `parts` of each
 
 @dataclass(slots=True)
 class ExpertInputs:
-    """What the inputs of one expert's layers were: of gate and up, or up alone, and of down."""
+    """Inputs of one expert: of gate and up, or up alone (`outer`), and of down (`inner`)."""
 
     outer: Products
     inner: Products
 
     @property
     def tokens(self) -> int:
-        """How many rows it took."""
+        """The number of tokens routed to it."""
         return self.outer.rows
 
 
 class ObservedExperts(nn.Module):
-    """In the place of transformers' experts; its weights are no parameters, so ModelOpt keeps them.
+    """Replaces transformers' experts; its weights are no parameters, so ModelOpt ignores them.
 
     Attributes:
-        parts: of an expert; without a gate what `up` makes is bent itself.
+        parts: of an expert; without a gate the activation applies to `up`.
         networks: weights [out, in] of each expert.
-        seen: inputs of each; None: not recorded.
-        shown_all: experts whose inputs are all tokens; empty: those that the router sends them.
+        seen: recorded inputs of each expert; None: not recorded.
+        unrouted: experts to record with all tokens; empty: record routed tokens.
     """
 
     def __init__(
@@ -60,41 +60,41 @@ class ObservedExperts(nn.Module):
         self.activation, self.parts = activation, parts
         self.networks: Networks = []
         self.seen: list[ExpertInputs] | None = None
-        self.shown_all: frozenset[int] = frozenset()
+        self.unrouted: frozenset[int] = frozenset()
 
     def forward(self, x: torch.Tensor, ids: torch.Tensor, shares: torch.Tensor) -> torch.Tensor:
-        """X [T, H], ids and shares [T, K] -> [T, H]."""
+        """Compute [T, H] from X [T, H], expert ids and shares [T, K]."""
         y, seen = torch.zeros_like(x), self.seen
         for index in ids.unique().tolist():
             rows, places = torch.where(ids == index)
             inner = self._inner(index, x[rows])
-            if seen is not None and not self.shown_all:
-                self._look(seen[index], x[rows], inner)
+            if seen is not None and not self.unrouted:
+                self._record(seen[index], x[rows], inner)
             added = nn.functional.linear(inner, self.networks[index][-1])
             y.index_add_(0, rows, added * shares[rows, places, None].to(x.dtype))
         if seen is not None:
-            for index in self.shown_all:
-                self._look(seen[index], x, self._inner(index, x))
+            for index in self.unrouted:
+                self._record(seen[index], x, self._inner(index, x))
         return y
 
     def _inner(self, index: int, x: torch.Tensor) -> torch.Tensor:
         first, *others = (nn.functional.linear(x, each) for each in self.networks[index][:-1])
-        bent = self.activation(first)
-        return bent * others[0] if others else bent
+        activated = self.activation(first)
+        return activated * others[0] if others else activated
 
     @staticmethod
-    def _look(seen: ExpertInputs, x: torch.Tensor, inner: torch.Tensor) -> None:
+    def _record(seen: ExpertInputs, x: torch.Tensor, inner: torch.Tensor) -> None:
         seen.outer.add(x)
         seen.inner.add(inner)
 
 
 def find_experts(layer: nn.Module) -> ObservedExperts | None:
-    """Those of a layer; None where it has none."""
+    """Return the experts of a layer, if any."""
     return next((each for each in layer.modules() if isinstance(each, ObservedExperts)), None)
 
 
 def hide_experts(layer: nn.Module, experts: Experts | None) -> None:
-    """Put `ObservedExperts` in the place of those that transformers made, if it did."""
+    """Replace transformers' experts, if any, by `ObservedExperts`."""
     block = None if experts is None else getattr(layer, experts.block, None)
     if isinstance(theirs := getattr(block, "experts", None), nn.Module):
         assert isinstance(block, nn.Module)
@@ -107,7 +107,7 @@ def hide_experts(layer: nn.Module, experts: Experts | None) -> None:
 def load_experts(
     layer: nn.Module, tensors: Mapping[str, F32], device: torch.device
 ) -> dict[str, F32]:
-    """Give a layer's experts their weights; the tensors that are left."""
+    """Load the weights of a layer's experts; return the other tensors."""
     found, left = _by_expert(tensors), dict(tensors)
     place = find_experts(layer)
     if place is None:
@@ -124,14 +124,15 @@ def load_experts(
 def watch(
     experts: ObservedExperts, run: Callable[[], None]
 ) -> tuple[list[ExpertInputs], dict[int, int]]:
-    """Let the calibration text pass.
+    """Record the inputs of experts over the calibration text.
 
     Args:
-        experts: of the layer that computes.
-        run: makes it compute all of the text.
+        experts: of the layer.
+        run: runs the layer over the whole text.
 
     Returns:
-        What each expert saw, and the tokens of those that saw few: these were shown all.
+        The inputs of each expert, and the number of tokens of those with few, which were recorded
+        with all tokens.
     """
     first, down = experts.networks[0][0], experts.networks[0][-1]
     sizes, device = (first.shape[1], down.shape[1]), first.device
@@ -146,19 +147,19 @@ def watch(
     if few:
         for index in few:
             seen[index] = nothing()
-        experts.shown_all = frozenset(few)
+        experts.unrouted = frozenset(few)
         run()
-    experts.seen, experts.shown_all = None, frozenset()
+    experts.seen, experts.unrouted = None, frozenset()
     return seen, few
 
 
 def round_experts(
     experts: ObservedExperts, seen: list[ExpertInputs], recipe: Recipe, prefix: str
 ) -> dict[str, Tensor]:
-    """The layer's experts in ModelOpt's unified layout, named from `prefix` on.
+    """Quantize the layer's experts in ModelOpt's unified layout; names begin with `prefix`.
 
-    As engines of other makers want them, all experts of a layer have one scale of inputs, and gate
-    and up of an NVFP4 expert have one scale of scales.
+    Other engines require one input scale for all experts of a layer, and one global scale for gate
+    and up of an NVFP4 expert.
     """
     largest = [max(each.outer.largest for each in seen), max(each.inner.largest for each in seen)]
     found: dict[str, Tensor] = {}
@@ -173,22 +174,21 @@ def round_experts(
     return found
 
 
-# --------------------------------------------------------------------------- names of tensors
 def read_canonical(tensors: Mapping[str, Tensor], experts: Experts | None) -> dict[str, Tensor]:
-    """A layer's tensors by transformers' names, those of each expert as `experts.3.up_proj`."""
+    """Return a layer's tensors by transformers' names, each expert's as `experts.3.up_proj`."""
     if experts is None:
         return dict(tensors)
     found: dict[str, Tensor] = {}
     for name, tensor in tensors.items():
         if name in experts.joined:
-            found |= dict(_apart(f"{experts.block}.experts", tensor, experts.joined.index(name)))
+            found |= dict(_split(f"{experts.block}.experts", tensor, experts.joined.index(name)))
         else:
             found[experts.canonical(name)] = tensor
     return found
 
 
-def _apart(prefix: str, tensor: Tensor, which: int) -> Iterator[tuple[str, Tensor]]:
-    """Matrices of each expert: gate and up of [E, 2 I, H], or down of [E, H, I]."""
+def _split(prefix: str, tensor: Tensor, which: int) -> Iterator[tuple[str, Tensor]]:
+    """Yield the matrices of each expert: gate and up of [E, 2 I, H], or down of [E, H, I]."""
     count, rows, width = tensor.info.shape
     for index in range(count):
         own = Tensor(
@@ -202,7 +202,7 @@ def _apart(prefix: str, tensor: Tensor, which: int) -> Iterator[tuple[str, Tenso
 
 
 def _by_expert(names: Iterable[str]) -> dict[int, dict[str, str]]:
-    """Names of the experts' weights by index and part, in order."""
+    """Return the names of the experts' weights by index and part, in order."""
     found: dict[int, dict[str, str]] = {}
     for name in names:
         if match := _NAME.fullmatch(name):

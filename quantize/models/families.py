@@ -1,7 +1,7 @@
-"""What quantizing must know of each family's layers and of what stands around them.
+"""Structure of each family's layers, as quantization needs it.
 
-ModelOpt finds out by itself which layers read the same tensor, and folds their smoothing into the
-norm that made it; its result is checked against what is written here.
+ModelOpt detects itself which layers share an input, and folds their smoothing into the norm before
+them. Its result is checked against these tables.
 """
 
 from __future__ import annotations
@@ -19,22 +19,22 @@ from edgellm.export.models import cohere2, falcon_h1, gemma2, granite
 
 _QKV = ("self_attn.q_proj", "self_attn.k_proj", "self_attn.v_proj")
 _GATED = ("mlp.gate_proj", "mlp.up_proj")
-# Of configs, what has an entry for each layer.
+# Config keys with an entry for each layer
 _OF_LAYERS = ("layer_types", "layers_block_type", "no_rope_layers")
 
 
 @dataclass(frozen=True, slots=True)
 class Experts:
-    """Where the layers of a family have experts, and what a checkpoint calls them."""
+    """Names of the experts in a family's layers, and in its checkpoints."""
 
-    block: str = "mlp"  # of transformers' layer
-    # How transformers' names begin, and the checkpoint's; parts of experts by transformers' names.
+    block: str = "mlp"  # module of transformers' layer
+    # Name prefixes, and parts of experts, of checkpoints by those of transformers
     stored: Mapping[str, str] = field(default_factory=dict)
     parts: Mapping[str, str] = field(default_factory=dict)
-    joined: tuple[str, ...] = ()  # tensors of all experts of a layer: gate and up, down
+    joined: tuple[str, ...] = ()  # fused tensors of all experts: gate and up, down
 
     def canonical(self, name: str) -> str:
-        """Transformers' name of a layer's tensor, that of an expert as if it were apart."""
+        """Return transformers' name of a layer's tensor, with unfused experts."""
         for ours, theirs in self.stored.items():
             if name.startswith(theirs):
                 name = ours + name.removeprefix(theirs)
@@ -42,7 +42,7 @@ class Experts:
         return self._renamed(name, {theirs: ours for ours, theirs in self.parts.items()})
 
     def stored_name(self, name: str) -> str:
-        """What a checkpoint calls it."""
+        """Return the checkpoint's name of a tensor."""
         name = self._renamed(name, self.parts)
         for ours, theirs in self.stored.items():
             if name.startswith(ours):
@@ -50,9 +50,9 @@ class Experts:
         return name
 
     def is_float(self, name: str) -> bool:
-        """Whether a matrix stays as it is: those that choose experts, or the share of one."""
+        """Return whether a matrix stays float: routers, and gates of shared experts."""
         own = name.removeprefix(f"{self.block}.")
-        return own != name and own.startswith(_CHOOSING)
+        return own != name and own.startswith(_ROUTERS)
 
     def _renamed(self, name: str, parts: Mapping[str, str]) -> str:
         if not parts or ".experts." not in name:
@@ -60,49 +60,49 @@ class Experts:
         return ".".join(parts.get(part, part) for part in name.split("."))
 
 
-_CHOOSING = ("gate.", "router.", "shared_expert_gate.")
+_ROUTERS = ("gate.", "router.", "shared_expert_gate.")
 
 
 @dataclass(frozen=True, slots=True)
 class Family:
-    """How layers of one `model_type` are put together, by transformers' names."""
+    """The structure of one `model_type`'s layers, by transformers' names."""
 
-    readers: Mapping[str, tuple[str, ...]]  # of each norm's output; smoothing may be folded there
-    norm_shift: float = 0.0  # what is added to a norm's stored weight
-    attention: str = "sdpa"  # of transformers' implementations, one that computes all of it
-    # Values of config.json with which a model of one layer does nothing before that layer.
+    readers: Mapping[str, tuple[str, ...]]  # linear layers after each norm; for folded smoothing
+    norm_shift: float = 0.0  # added to a norm's stored weight
+    attention: str = "sdpa"  # implementation of transformers that supports all its features
+    # Config values with which a one-layer model does not scale the layer's input
     neutral: Mapping[str, Any] = field(default_factory=dict)
     experts: Experts | None = None
-    norm: str = "norm"  # the one after the layers
+    norm: str = "norm"  # final norm
     embedding: str = "embed_tokens"
-    attends: str = "self_attn"  # the part of a layer that has keys and values
-    # Through which a layer reads the residual stream: what mixes rows, and the network, if apart.
+    attends: str = "self_attn"  # attention module of a layer
+    # Norms before the token mixer and, if separate, before the MLP
     norms: tuple[str, ...] = ("input_layernorm", "post_attention_layernorm")
-    floats: tuple[str, ...] = ()  # matrices that stay as they are: rates of states
+    floats: tuple[str, ...] = ()  # float matrices: decay of states
 
     def attention_of(self, names: Iterable[str]) -> str:
-        """The part of a layer with these tensors that has a cache; "": there is none."""
+        """Return the attention module of a layer with these tensors; "": none."""
         queries = f"{self.attends}.q"
         return self.attends if any(name.startswith(queries) for name in names) else ""
 
     def canonical(self, name: str) -> str:
-        """Transformers' name of a layer's tensor, from a checkpoint's or its own."""
+        """Return transformers' name of a layer's tensor."""
         return name if self.experts is None else self.experts.canonical(name)
 
     def stored_name(self, name: str) -> str:
-        """What a checkpoint calls a layer's tensor."""
+        """Return the checkpoint's name of a layer's tensor."""
         return name if self.experts is None else self.experts.stored_name(name)
 
     def is_float(self, name: str) -> bool:
-        """Whether a matrix of a layer is no linear layer; `name` is transformers'."""
+        """Return whether a matrix of a layer stays float; `name` is transformers'."""
         if name.removesuffix(".weight") in self.floats:
             return True
         return self.experts is not None and self.experts.is_float(name)
 
     def linear_shape(self, name: str, shape: tuple[int, ...]) -> tuple[int, int] | None:
-        """[out, in] of a tensor by the checkpoint's name, None where it is no linear layer.
+        """Return [out, in] of a linear layer by the checkpoint's name; None: not a linear layer.
 
-        Of experts in one tensor, those of each.
+        For fused experts, [out, in] of each.
         """
         if len(shape) == 2:
             return None if self.is_float(self.canonical(name)) else (shape[0], shape[1])
@@ -112,7 +112,7 @@ class Family:
 
 _BEFORE = Family({"input_layernorm": _QKV, "post_attention_layernorm": _GATED})
 _MIXED = replace(_BEFORE, experts=Experts())
-_BEHIND = Family({})  # only norms of what a layer adds
+_POST_NORM = Family({})  # norms only after attention and MLP
 _SANDWICH = Family(
     {"input_layernorm": _QKV, "pre_feedforward_layernorm": _GATED}, norm_shift=1.0
 )  # fmt: skip
@@ -121,14 +121,14 @@ _GRANITE_EXPERTS = Experts(
     {"block_sparse_moe.router.": "block_sparse_moe.router.layer."},
     joined=tuple(f"block_sparse_moe.{way}put_linear.weight" for way in ("in", "out")),
 )
-# Infinity is written in a way that only transformers' own reader of files understands.
+# JSON has no infinity; only transformers' file reader parses its form.
 _UNBOUNDED = {"time_step_limit": (0.0, math.inf)}
 _LFM2 = Family(
     {"operator_norm": _QKV, "ffn_norm": ("feed_forward.w1", "feed_forward.w3")},
     norm="embedding_norm",
     norms=("operator_norm", "ffn_norm"),
 )
-# What reads the norms of delta nets says how fast states fade, too, and stays as it is.
+# The projections of decay and beta also follow the input norm, and stay float.
 _DELTA = Family(
     {"post_attention_layernorm": _GATED},
     norm_shift=1.0,
@@ -141,8 +141,8 @@ FAMILIES = {
     "ernie4_5_moe": replace(
         _BEFORE, experts=Experts(stored={"mlp.gate.moe_statics.": "mlp.moe_statics."})
     ),
-    "exaone4": _BEHIND,
-    "gemma2": replace(_SANDWICH, attention="eager"),  # sdpa knows no soft-cap
+    "exaone4": _POST_NORM,
+    "gemma2": replace(_SANDWICH, attention="eager"),  # sdpa lacks soft-capping
     "gemma3_text": _SANDWICH,
     "glm4": Family({"input_layernorm": _QKV, "post_attention_layernorm": ("mlp.gate_up_proj",)}),
     "granite": replace(_BEFORE, neutral={"embedding_multiplier": 1.0}),
@@ -185,13 +185,13 @@ FAMILIES = {
     ),
     "nemotron_h": Family(
         {"norm": tuple(f"mixer.{part}_proj" for part in "qkv")},
-        # Transformers bounds the steps of a prompt from below, but not those after it.
+        # Transformers limits time steps from below in prefill, but not in decoding.
         neutral={"mamba_dt_min": 0.0, **_UNBOUNDED},
         experts=Experts("mixer"), norm="norm_f", norms=("norm",), embedding="embeddings",
         attends="mixer",
     ),
-    "olmo2": _BEHIND,
-    "olmo3": _BEHIND,
+    "olmo2": _POST_NORM,
+    "olmo3": _POST_NORM,
     "olmoe": _MIXED,
     "phi3": Family({"input_layernorm": ("self_attn.qkv_proj",),
                     "post_attention_layernorm": ("mlp.gate_up_proj",)}),
@@ -206,15 +206,15 @@ FAMILIES = {
     "smollm3": _BEFORE,
     "starcoder2": Family({"input_layernorm": _QKV, "post_attention_layernorm": ("mlp.c_fc",)}),
 }  # fmt: skip
-# ModelOpt may fold AWQ's smoothing of the second into the rows of the first.
+# ModelOpt may fold AWQ's smoothing of the second into the first's output channels.
 FOLDS = (("self_attn.v_proj", "self_attn.o_proj"), ("mlp.up_proj", "mlp.down_proj"))
 
 
 def family_of(config: Mapping[str, Any]) -> Family:
-    """The family of a config.json."""
+    """Return the family of a config.json."""
     family = FAMILIES[config["model_type"]]
     if config["model_type"] == "granitemoehybrid" and config.get("num_local_experts", 8):
-        # Routers read the second norm, too.
+        # Routers read the second norm too.
         readers = {"input_layernorm": family.readers["input_layernorm"]}
         return replace(family, readers=readers, experts=_GRANITE_EXPERTS)
     if config["model_type"] == "nemotron_h" and not _has_mixtures(config):
@@ -223,35 +223,35 @@ def family_of(config: Mapping[str, Any]) -> Family:
 
 
 def _has_mixtures(config: Mapping[str, Any]) -> bool:
-    """Whether a layer of Nemotron-H is one, by any of the keys that say so."""
+    """Return whether a layer of Nemotron-H has experts, by any of its keys."""
     keys = ("layers_block_type", "layer_types", "hybrid_override_pattern")
     types = next((config[key] for key in keys if config.get(key)), "E")
     return "moe" in types or "E" in types
 
 
 def check_family(label: str, model_type: str) -> None:
-    """Raise `UnsupportedModelError` for a family of which nothing is written here."""
+    """Raise `UnsupportedModelError` for an unknown family."""
     if model_type not in FAMILIES:
         raise UnsupportedModelError(
-            f"{label}: layers of {model_type!r} cannot be quantized one by one yet",
-            hint=f"those of {', '.join(FAMILIES)} can; llm_build --quantize int8 or int4 rounds "
+            f"{label}: calibration of {model_type!r} is unsupported",
+            hint=f"supported: {', '.join(FAMILIES)}; llm_build --quantize int8 or int4 quantizes "
             "the weights of any model without calibration",
         )
 
 
 def keep_layers(config: Any, layers: range) -> None:
-    """Cut transformers' config, complete and of all layers, to some of them."""
+    """Reduce transformers' complete config to some layers."""
     for key in _OF_LAYERS:
         if values := vars(config).get(key):
             setattr(config, key, [values[index] for index in layers])
     _keep_experts(config, layers)
-    if depth := getattr(config, "scale_depth", None):  # over the root of the number of layers
+    if depth := getattr(config, "scale_depth", None):  # divided by the root of the number of layers
         config.scale_depth = depth * (len(layers) / config.num_hidden_layers) ** 0.5
     config.num_hidden_layers = len(layers)
 
 
 def _keep_experts(config: Any, layers: range) -> None:
-    """Let the first of some layers have experts, or none, as it does where it is."""
+    """Give the first layer experts if it has some at its original index."""
     first = layers.start
     if (dense := getattr(config, "mlp_only_layers", None)) is not None:
         has = first not in dense and (first + 1) % config.decoder_sparse_step == 0
@@ -266,7 +266,7 @@ def _keep_experts(config: Any, layers: range) -> None:
 
 
 def finish_logits(config: DecoderConfig, logits: torch.Tensor) -> torch.Tensor:
-    """What the family does with the head's products."""
+    """Apply the family's scaling or soft-capping to the head's output."""
     if isinstance(config, gemma2.Config) and config.logits_softcap is not None:
         return torch.tanh(logits / config.logits_softcap) * config.logits_softcap
     if isinstance(config, granite.Config):

@@ -1,4 +1,4 @@
-"""What is quantized: a language model here, a draft in `draft`."""
+"""The protocol of quantized networks, and language models."""
 
 from __future__ import annotations
 
@@ -23,7 +23,7 @@ from edgellm.quantize.calibration.text import Calibration
 from edgellm.quantize.formats.modelopt import F32
 from edgellm.quantize.formats.tensors import Tensor, read_below, read_tensor
 from edgellm.quantize.metrics.divergence import Targets
-from edgellm.quantize.metrics.questions import Questions, read_asked, rows_of
+from edgellm.quantize.metrics.questions import Questions, padded_inputs, read_outputs
 from edgellm.quantize.models.checks import HEAD, check_model, needed_bytes
 from edgellm.quantize.models.experts import read_canonical
 from edgellm.quantize.models.families import Family, family_of, finish_logits
@@ -31,12 +31,12 @@ from edgellm.quantize.models.one_layer_model import LAYER, head_model, layer_mod
 from edgellm.quantize.work_folder import ANSWERS, FLOAT, QUANTIZED, WorkFolder
 
 Ids = NDArray[np.int64]
-Notify = Callable[[str, int], None]  # what was prepared, preparations done
+Notify = Callable[[str, int], None]  # finished part, number of finished parts
 
 
 @dataclass(frozen=True, slots=True)
 class Task:
-    """With what a run works, whatever it quantizes."""
+    """Text, work folder and device of a run."""
 
     calibration: Calibration
     work: WorkFolder
@@ -45,10 +45,10 @@ class Task:
     questions: Questions | None = None
 
     def rows(self, stream: str) -> Ids:
-        """The text of a stream of states, token ids [rows, S]."""
+        """Return the text of a stream of hidden states, token ids [samples, S]."""
         if stream == ANSWERS:
             assert self.questions is not None
-            return rows_of(read_asked(self.questions, self.work.path))
+            return padded_inputs(read_outputs(self.questions, self.work.path))
         is_held_out = stream in (FLOAT, QUANTIZED)
         return self.calibration.held_out if is_held_out else self.calibration.rows
 
@@ -58,17 +58,17 @@ class QuantizedNetwork(Protocol):
 
     @property
     def checkpoint(self) -> Checkpoint:
-        """What is replaced."""
+        """The checkpoint whose tensors are replaced."""
         ...
 
     @property
     def whole(self) -> Checkpoint:
-        """What the result is written in the place of: more than `checkpoint` if that is a part."""
+        """The whole checkpoint that the result replaces; `checkpoint` may be a part."""
         ...
 
     @property
     def kind(self) -> str:
-        """What it is called."""
+        """The name of its kind in reports."""
         ...
 
     @property
@@ -78,87 +78,87 @@ class QuantizedNetwork(Protocol):
 
     @property
     def reader(self) -> LanguageModel:
-        """The model that reads the text."""
+        """The language model that computes the text."""
         ...
 
     @property
     def family(self) -> Family:
-        """What its layers are made of."""
+        """The structure of its layers."""
         ...
 
     @property
     def tensors(self) -> TensorSource:
-        """All tensors, also borrowed ones."""
+        """All tensors, shared ones included."""
         ...
 
     @property
     def layers(self) -> tuple[str, ...]:
-        """Where the names of each layer's tensors begin."""
+        """The name prefix of each layer's tensors."""
         ...
 
     @property
     def head_name(self) -> str:
-        """The tensor that is the float head."""
+        """The name of the float head's tensor."""
         ...
 
     @property
     def float_modules(self) -> tuple[str, ...]:
-        """What stays as it is; of these the head may be quantized as well."""
+        """The modules that stay float, except a quantized head."""
         ...
 
     @property
     def num_preparations(self) -> int:
-        """Into how many parts `enter` divides its work."""
+        """The number of parts of `prepare`."""
         ...
 
     def stored_name(self, name: str) -> str:
-        """What a tensor or module is called in `whole`."""
+        """Return the name of a tensor or module in `whole`."""
         ...
 
     def layer_source(self, index: int) -> dict[str, Tensor]:
-        """A layer's tensors by transformers' names."""
+        """Read a layer's tensors by transformers' names."""
         ...
 
     def layer_model(
         self, index: int, tensors: Mapping[str, F32], device: torch.device
     ) -> PreTrainedModel:
-        """A layer as a model."""
+        """Return a model of one layer."""
         ...
 
     def norm_model(self, head: F32 | None, device: torch.device) -> PreTrainedModel:
-        """What comes after the layers, with a head [V, H] or without."""
+        """Return a model of the final norm, and of a head [V, H] if given."""
         ...
 
     def finish(self, logits: torch.Tensor) -> torch.Tensor:
-        """Logits [T, V] of the head's products."""
+        """Return the logits [T, V] for the head's output."""
         ...
 
     def states_shape(self, rows: Ids, layer: int) -> tuple[int, int, int]:
-        """Of the states that enter `layer` when token ids [rows, S] were read."""
+        """Return the shape of hidden states before `layer` for token ids [samples, S]."""
         ...
 
-    def enter(self, task: Task, streams: Mapping[str, States], tell: Notify) -> None:
-        """Make the states that enter the first layer; what is there already stays."""
+    def prepare(self, task: Task, streams: Mapping[str, States], notify: Notify) -> None:
+        """Write the hidden states before the first layer, unless they exist."""
         ...
 
     def targets(self, task: Task) -> Targets:
-        """What the held-out states predict, [rows, T]; -1 where no id is right."""
+        """Return the right tokens of the held-out text, [samples, T]; -1: none."""
         ...
 
     def needed_bytes(self, batch_tokens: int, copies: int, *, with_head: bool) -> int:
-        """The most memory that a run takes, an estimate from above."""
+        """Return an upper estimate of a run's memory."""
         ...
 
     def states_bytes(self, calibration: Calibration) -> int:
-        """The most disk that states take."""
+        """Return the maximum disk space of hidden states."""
         ...
 
     def new_config(self, quantization: Mapping[str, Any], *, own_head: bool) -> dict[str, Any]:
-        """config.json of the result."""
+        """Return the config.json of the result."""
         ...
 
     def check_result(self, folder: Path, ignored_keys: tuple[str, ...]) -> None:
-        """Raise what the exporter would."""
+        """Raise the exporter's error if it rejects the result."""
         ...
 
 
@@ -174,12 +174,12 @@ class LanguageModel:
 
     @classmethod
     def open(cls, model_dir: str, ignored_keys: tuple[str, ...]) -> LanguageModel:
-        """Open and check it; raises what `check_model` does."""
+        """Open and check a checkpoint; raise as `check_model`."""
         return cls.of(open_checkpoint(model_dir), ignored_keys)
 
     @classmethod
     def of(cls, whole: Checkpoint, ignored_keys: tuple[str, ...]) -> LanguageModel:
-        """Check one that is open; raises what `check_model` does."""
+        """Check an open checkpoint; raise as `check_model`."""
         config = check_model(whole, ignored_keys)
         tower = text_tower(whole)
         own = replace(tower.checkpoint, config=_plain_positions(tower.checkpoint.config))
@@ -192,7 +192,7 @@ class LanguageModel:
 
     @property
     def float_modules(self) -> tuple[str, ...]:
-        """Head and embedding, and all that sees."""
+        """Head and embedding, and the visual encoder."""
         names = self.whole.tensors.infos()
         text = {self.stored_name(name) for name in self.tensors.infos()}
         others = {_module_of(name) for name in names if name not in text}
@@ -205,7 +205,7 @@ class LanguageModel:
 
     @property
     def reader(self) -> LanguageModel:
-        """Itself."""
+        """The model itself."""
         return self
 
     @property
@@ -215,7 +215,7 @@ class LanguageModel:
 
     @property
     def tensors(self) -> TensorSource:
-        """The checkpoint's."""
+        """The checkpoint's tensors."""
         return self.checkpoint.tensors
 
     @property
@@ -225,12 +225,12 @@ class LanguageModel:
 
     @property
     def embedding_name(self) -> str:
-        """The tensor that ids look up."""
+        """The embedding table's name."""
         return f"model.{self.family.embedding}.weight"
 
     @property
     def head_name(self) -> str:
-        """The embedding, where it is the head as well."""
+        """The head's name; the embedding's, if tied."""
         tied = self.config.tie_word_embeddings or HEAD not in self.tensors.infos()
         return self.embedding_name if tied else HEAD
 
@@ -247,24 +247,24 @@ class LanguageModel:
         return layer_model(self.checkpoint.config, index, tensors, device)
 
     def norm_model(self, head: F32 | None, device: torch.device) -> PreTrainedModel:
-        """The final norm, and the head."""
+        """Return the final norm and the head."""
         found = read_below(self.tensors, f"model.{self.family.norm}.")
         norm = {name: value.floats() for name, value in found.items()}
         return head_model(self.checkpoint.config, norm, head, device)
 
     def states_shape(self, rows: Ids, layer: int) -> tuple[int, int, int]:
-        """One state for each token."""
-        del layer  # all are alike
+        """Return the shape of one hidden state for each token."""
+        del layer  # all layers are equal
         return (*rows.shape, self.config.hidden_size)
 
-    def enter(self, task: Task, streams: Mapping[str, States], tell: Notify) -> None:
-        """Look the embeddings up."""
-        del tell
+    def prepare(self, task: Task, streams: Mapping[str, States], notify: Notify) -> None:
+        """Write the token embeddings."""
+        del notify
         for name, states in streams.items():
             states.write(self.embedded(task.rows(name), task.batch_rows))
 
     def embedded(self, rows: Ids, batch_rows: int) -> Iterator[torch.Tensor]:
-        """What enters the first layer [B, S, H] for token ids [rows, S], in batches."""
+        """Yield the first layer's input [B, S, H] for token ids [samples, S], in batches."""
         found = embedded(read_tensor(self.tensors, self.embedding_name), rows, batch_rows)
         scale = self.config.embedding_scale
         return found if scale is None else (batch * scale for batch in found)
@@ -274,7 +274,7 @@ class LanguageModel:
         return finish_logits(self.config, logits)
 
     def targets(self, task: Task) -> Targets:
-        """The tokens that follow."""
+        """Return the next tokens."""
         text = task.calibration
         return Targets(text.held_out[:, 1:], text.held_out_kinds[:, 1:], text.kinds)
 
@@ -292,12 +292,12 @@ class LanguageModel:
         )
 
     def states_bytes(self, calibration: Calibration) -> int:
-        """Those before and those after a layer."""
+        """Return the bytes of hidden states before and after a layer."""
         tokens = calibration.rows.size + 2 * calibration.held_out.size
         return 2 * 4 * self.config.hidden_size * tokens
 
     def new_config(self, quantization: Mapping[str, Any], *, own_head: bool) -> dict[str, Any]:
-        """See `QuantizedNetwork`; a quantized head is no longer the embedding."""
+        """See `QuantizedNetwork`; a quantized head is untied."""
         config = {**self.whole.config, "quantization_config": quantization}
         return untied(config) if own_head else config
 
@@ -307,7 +307,7 @@ class LanguageModel:
 
 
 def untied(config: Mapping[str, Any]) -> dict[str, Any]:
-    """A config.json whose embedding is not the head."""
+    """Return a config.json with an untied head."""
     found = {**config, "tie_word_embeddings": False}
     if "tie_embedding" in config:  # LFM2's
         found["tie_embedding"] = False
@@ -317,25 +317,25 @@ def untied(config: Mapping[str, Any]) -> dict[str, Any]:
 
 
 def _plain_positions(config: dict[str, Any]) -> dict[str, Any]:
-    """The config for text alone, whose three positions (M-RoPE) are one."""
+    """Return the config for text, where M-RoPE's three positions are equal."""
     plain = dict(config)
     for key in ("rope_parameters", "rope_scaling"):
         if isinstance(rope := config.get(key), dict) and "mrope_section" in rope:
-            kept = {name: value for name, value in rope.items() if not name.startswith("mrope_")}
+            others = {name: value for name, value in rope.items() if not name.startswith("mrope_")}
             plain[key] = {
-                name: "default" if value == "mrope" else value for name, value in kept.items()
+                name: "default" if value == "mrope" else value for name, value in others.items()
             }
     return plain
 
 
 def _module_of(name: str) -> str:
-    """A pattern for the part of a model that a tensor belongs to, as ModelOpt writes them."""
+    """Return ModelOpt's pattern for the module of a tensor."""
     first, second, *_ = name.split(".")
     return f"{first}.{second}*" if first == "model" else f"{first}*"
 
 
 def embedded(table: Tensor, rows: Ids, batch_rows: int) -> Iterator[torch.Tensor]:
-    """Rows of `table` [V, H] for token ids [rows, S]: [B, S, H], in batches."""
+    """Yield rows of `table` [V, H] for token ids [samples, S]: [B, S, H], in batches."""
     for begin in range(0, len(rows), batch_rows):
         batch = rows[begin : begin + batch_rows]
         known, places = np.unique(batch, return_inverse=True)

@@ -1,4 +1,4 @@
-"""After the last layer: norm and head, in floats and as they are exported."""
+"""Float and quantized heads, and the comparison of their logits."""
 
 from __future__ import annotations
 
@@ -16,14 +16,14 @@ from edgellm.quantize.formats.tensors import Tensor
 from edgellm.quantize.metrics.divergence import Quality, Score, Targets
 from edgellm.quantize.models.one_layer_model import run_layer
 
-_TOKENS, _VOCABULARY = 256, 8192  # of a product of states and head
+_TOKENS, _VOCABULARY = 256, 8192  # chunk of tokens, and of the head's outputs
 
 Head = Callable[[torch.Tensor], torch.Tensor]  # [T, H] -> [T, V]
 Finish = Callable[[torch.Tensor], torch.Tensor]  # [T, V] -> [T, V]
 
 
 def float_head(weight: Tensor, device: torch.device, finish: Finish) -> Head:
-    """The head [V, H] as it is stored, made float32 in parts; `finish` makes logits of products."""
+    """Return the stored head [V, H], cast to float32 in parts; `finish` computes its logits."""
 
     def head(states: torch.Tensor) -> torch.Tensor:
         parts = [
@@ -37,7 +37,7 @@ def float_head(weight: Tensor, device: torch.device, finish: Finish) -> Head:
 
 
 def quantized_head(linear: DecodedLinear, device: torch.device, finish: Finish) -> Head:
-    """The exported head, its input rounded; `finish` makes logits of products."""
+    """Return the exported head with quantized input; `finish` computes its logits."""
     weight = torch.from_numpy(linear.weight).to(device)
     smooth = linear.pre_quant_scale
     scale = 1.0 if smooth is None else torch.from_numpy(smooth.copy()).to(device)
@@ -50,7 +50,7 @@ def quantized_head(linear: DecodedLinear, device: torch.device, finish: Finish) 
 
 
 def greedy(states: torch.Tensor, head: Head) -> NDArray[np.int64]:
-    """The likeliest ids [B, S] for normed states [B, S, H]."""
+    """Return the greedy ids [B, S] for normed states [B, S, H]."""
     flat = states.flatten(0, 1)
     parts = [head(flat[at : at + _TOKENS]).argmax(-1) for at in range(0, len(flat), _TOKENS)]
     return torch.cat(parts).view(states.shape[:2]).cpu().numpy()
@@ -66,10 +66,10 @@ def measure(
     """Compare the float with the quantized model.
 
     Args:
-        targets: of the first T states of each row.
+        targets: of the first T states of each sample.
         states: of the float and the quantized model after the last layer.
-        norm: a model without layers, for its final norm.
-        heads: the float one and that of the quantized model.
+        norm: a model of the final norm.
+        heads: of the float and the quantized model.
         device: where to compute.
     """
     score, at = Score(targets.names), 0
@@ -87,7 +87,7 @@ def _chunks(
     norm: PreTrainedModel,
     device: torch.device,
 ) -> Iterator[tuple[list[torch.Tensor], torch.Tensor]]:
-    """Normed states [T, H] of both models, and the right ids [T]."""
+    """Yield normed states [T, H] of both models, and the right ids [T]."""
     width, length = states[0].shape[-1], targets.shape[1]
     row = 0
     for pair in zip(*(one.batches(device) for one in states), strict=True):

@@ -1,7 +1,7 @@
-"""A layer of multi-token prediction as a subject: it continues what the base gives to its head.
+"""An MTP layer to quantize: it reads the final hidden states of its base.
 
-It is calibrated as an EAGLE-1 draft is, with the inputs of its first two steps; the layer is one of
-the base's that attend. Embedding and head are the base's and stay as they are.
+It is calibrated as an EAGLE-1 draft, with the inputs of its first two steps. The layer has the
+structure of the base's attention layers. Embedding and head are the base's, and stay float.
 """
 
 from __future__ import annotations
@@ -30,7 +30,7 @@ from edgellm.quantize.models.one_layer_model import head_model, layer_model
 
 @dataclass(frozen=True)
 class MtpDraft(Draft):
-    """A float layer with the float base that it came with."""
+    """A float MTP layer with its float base."""
 
     mtp: MtpConfig
 
@@ -41,7 +41,7 @@ class MtpDraft(Draft):
 
     @classmethod
     def of(cls, checkpoint: Checkpoint, mtp: MtpConfig, base: LanguageModel) -> MtpDraft:
-        """`checkpoint` may hold the whole model; the layer's tensors are taken."""
+        """Return the draft; `checkpoint` may contain the whole model."""
         decoder = mtp.decoder
         facts = DraftConfig(
             method="eagle",
@@ -63,7 +63,7 @@ class MtpDraft(Draft):
 
     @property
     def family(self) -> Family:
-        """The base's."""
+        """The base's family."""
         return self.base.family
 
     @cached_property
@@ -82,7 +82,7 @@ class MtpDraft(Draft):
 
     @property
     def head_name(self) -> str:
-        """The embedding, where it is the base's head as well."""
+        """The head's name; the embedding's, if tied."""
         return HEAD if HEAD in self.tensors.infos() else EMBEDDING
 
     def layer_source(self, index: int) -> dict[str, Tensor]:
@@ -92,14 +92,14 @@ class MtpDraft(Draft):
     def layer_model(
         self, index: int, tensors: Mapping[str, F32], device: torch.device
     ) -> PreTrainedModel:
-        """See `QuantizedNetwork`; as the first of the base's layers that attend."""
+        """See `QuantizedNetwork`; as the base's first attention layer."""
         del index
         kinds = self.base.config.layer_kinds
         attends = next(at for at, kind in enumerate(kinds) if kind is not None)
         return layer_model(self._config(attends), attends, tensors, device)
 
     def _config(self, attends: int) -> dict[str, Any]:
-        """The base's, with experts in a layer if Qwen's has some; ERNIE's is its first layer."""
+        """Return the base's config; a Qwen layer gets experts if its tensors have some."""
         config = self.base.checkpoint.config
         if self.family.experts is None or self.mtp.names.shares_norm:
             return config
@@ -107,7 +107,7 @@ class MtpDraft(Draft):
         return {**config, "mlp_only_layers": dense, "decoder_sparse_step": 1}
 
     def norm_model(self, head: F32 | None, device: torch.device) -> PreTrainedModel:
-        """The norm after the layer, and the base's head."""
+        """Return the norm after the layer, and the base's head."""
         norm = {"weight": read_tensor(self.tensors, f"{self.mtp.names.norm}.weight").floats()}
         return head_model(self.base.checkpoint.config, norm, head, device)
 
@@ -116,8 +116,8 @@ class MtpDraft(Draft):
         return self.base.finish(logits)
 
     def states_shape(self, rows: Ids, layer: int) -> tuple[int, int, int]:
-        """Of both steps."""
-        return super().states_shape(rows, layer + 1)  # none takes more than a stream
+        """Return the shape of both steps."""
+        return super().states_shape(rows, layer + 1)  # the input has no attention part
 
     def inputs(self, device: torch.device) -> Inputs:
         """See `Draft`."""
@@ -125,7 +125,7 @@ class MtpDraft(Draft):
 
 
 class _MtpInputs:
-    """Both halves of what fc reads are normed."""
+    """The modules before an MTP layer; both halves of fc's input are normed."""
 
     def __init__(self, draft: MtpDraft, device: torch.device) -> None:
         def read(name: str) -> torch.Tensor:
@@ -139,11 +139,11 @@ class _MtpInputs:
         self._divisor = read(names.norm) if names.shares_norm else 1.0
 
     def fuse(self, taps: tuple[torch.Tensor, ...]) -> torch.Tensor:
-        """The base's normed stream as it is."""
+        """Return the base's normed hidden states."""
         return taps[0]
 
     def join(self, tokens: torch.Tensor, hidden: torch.Tensor) -> torch.Tensor:
-        """Embeddings and features [B, S, H] -> [B, S, H]."""
+        """Join embeddings and hidden states, each [B, S, H], to [B, S, H]."""
         both = (
             self._normed(tokens, self._tokens),
             self._normed(hidden / self._divisor, self._hidden),

@@ -1,6 +1,6 @@
-"""One decoder layer as a whole Hugging Face model with a tiny vocabulary.
+"""Hugging Face models of one decoder layer and a tiny vocabulary.
 
-ModelOpt quantizes and exports models, not layers. A model of one layer costs the memory of one.
+ModelOpt quantizes and exports models, not layers. A one-layer model needs the memory of one layer.
 """
 
 from __future__ import annotations
@@ -24,7 +24,7 @@ LAYER = "model.layers.{}."
 
 
 def quiet_transformers() -> None:
-    """Errors only: what it says about one-layer models would confuse."""
+    """Log errors only: warnings on one-layer models would confuse."""
     transformers.logging.set_verbosity_error()
     transformers.logging.disable_progress_bar()
 
@@ -32,12 +32,12 @@ def quiet_transformers() -> None:
 def layer_model(
     config: Mapping[str, Any], index: int, tensors: Mapping[str, F32], device: torch.device
 ) -> PreTrainedModel:
-    """A float32 model whose only layer is the layer `index`; its final norm does nothing.
+    """Return a float32 model of the layer `index`; its final norm is the identity.
 
     Args:
         config: config.json of the checkpoint.
-        index: of the layer, which may have a type of its own.
-        tensors: of that layer, named from "self_attn.q_proj.weight" on.
+        index: of the layer, which decides its type.
+        tensors: of that layer, such as "self_attn.q_proj.weight".
         device: where it computes.
 
     Raises:
@@ -52,15 +52,14 @@ def layer_model(
 def draft_layer_model(
     config: Mapping[str, Any], tensors: Mapping[str, F32], device: torch.device
 ) -> PreTrainedModel:
-    """A layer of a draft, whose linear layers have the sizes and biases of its tensors.
+    """Return a draft's layer; its linear layers have the sizes and biases of `tensors`.
 
-    Without input_layernorm it is a first layer, whose attention reads other rows than its residual
-    stream has: hidden states [B, S, D + W] are the residual and, after it, what q, k and v read.
-    The layer's own output is [B, S, D].
+    Without input_layernorm it is a first layer. Its hidden states [B, S, D + W] are the residual
+    and, after it, the input of q, k and v. Its output is [B, S, D].
 
     Args:
-        config: sizes, rope and architecture.
-        tensors: as `layer_model` takes them.
+        config: sizes, RoPE and architecture.
+        tensors: as in `layer_model`.
         device: where it computes.
     """
     model = empty_draft_layer(config, tensors, device)
@@ -76,7 +75,7 @@ def draft_layer_model(
 def empty_draft_layer(
     config: Mapping[str, Any], tensors: Mapping[str, F32], device: torch.device
 ) -> PreTrainedModel:
-    """A model of one layer, transformers' linear layers of which have the sizes of `tensors`."""
+    """Return a one-layer model whose linear layers have the sizes of `tensors`."""
     model = _empty(config, range(1), device)
     model.model.norm = nn.Identity()
     layer = model.model.layers[0]
@@ -92,7 +91,7 @@ def empty_draft_layer(
 
 
 class _Attended(nn.Module):
-    """In the place of a norm: gives what came with the states."""
+    """Replaces a norm: returns the input of attention that the states include."""
 
     def __init__(self, width: int) -> None:
         super().__init__()
@@ -100,7 +99,7 @@ class _Attended(nn.Module):
         self.value: torch.Tensor | None = None
 
     def forward(self, x: torch.Tensor) -> torch.Tensor:
-        """[B, S, W]; zeros in a pass that was given ids, as ModelOpt's export makes one."""
+        """Return [B, S, W]; zeros for token ids, which ModelOpt's export runs."""
         value, self.value = self.value, None
         return x.new_zeros(*x.shape[:2], self.width) if value is None else value
 
@@ -118,7 +117,7 @@ def _split_states(
 
 
 def load_layer(model: PreTrainedModel, tensors: Mapping[str, F32], prefix: str) -> None:
-    """Fill the model's only layer; raises `UnsupportedModelError` with names after `prefix`."""
+    """Load the model's layer; raise `UnsupportedModelError` with names after `prefix`."""
     layer = model.model.layers[0]
     assert isinstance(layer, nn.Module)
     own = load_experts(layer, tensors, next(layer.parameters()).device)
@@ -127,18 +126,18 @@ def load_layer(model: PreTrainedModel, tensors: Mapping[str, F32], prefix: str) 
     unexpected = [name for name in unexpected if not name.endswith("rotary_emb.inv_freq")]
     if missing or unexpected:
         names = ", ".join(prefix + name for name in [*missing, *unexpected][:4])
-        raise UnsupportedModelError(f"transformers does not take these tensors: {names}")
+        raise UnsupportedModelError(f"transformers rejects these tensors: {names}")
 
 
 def head_model(
     config: Mapping[str, Any], norm: Mapping[str, F32], head: F32 | None, device: torch.device
 ) -> PreTrainedModel:
-    """A float32 model without layers: final norm and head [V, H], if there are such.
+    """Return a float32 model without layers: final norm and head [V, H], if any.
 
     Args:
         config: config.json of the checkpoint.
-        norm: its tensors [H], "weight" and maybe "bias"; empty: there is none.
-        head: the head's weight.
+        norm: its tensors [H], "weight" and maybe "bias"; empty: no norm.
+        head: weight of the head; None: no head.
         device: where it computes.
     """
     model, name = _empty(config, range(0), device), family_of(config).norm
@@ -156,19 +155,19 @@ def head_model(
 
 
 def linears(model: PreTrainedModel) -> dict[str, nn.Linear]:
-    """The linear layers of a one-layer model by their names in the layer."""
+    """Return the linear layers of a one-layer model by their names in the layer."""
     found = model.model.layers[0].named_modules()
     return {name: module for name, module in found if isinstance(module, nn.Linear)}
 
 
 def run_layer(model: PreTrainedModel, states: torch.Tensor) -> torch.Tensor:
-    """Hidden states [B, S, H] through the model, causally; every row is a context of its own."""
+    """Run the model over hidden states [B, S, H], causally; each sample is a sequence."""
     with torch.no_grad():
         return model.model(inputs_embeds=states, use_cache=False).last_hidden_state
 
 
 def _empty(config: Mapping[str, Any], layers: range, device: torch.device) -> PreTrainedModel:
-    """A model of these layers whose weights are zero."""
+    """Return a model of these layers with zero weights."""
     family = family_of(config)
     facts = {key: value for key, value in config.items() if key != "quantization_config"}
     facts |= {
@@ -206,12 +205,12 @@ class _FloatLinear(nn.Module):
         self.weight, self.bias = linear.weight, linear.bias
 
     def forward(self, x: torch.Tensor) -> torch.Tensor:
-        """[..., in] -> [..., out]."""
+        """Compute [..., out] of x [..., in]."""
         return nn.functional.linear(x, self.weight, self.bias)
 
 
 def _hide_floats(layer: nn.Module, family: Family) -> None:
-    """Matrices that stay as they are."""
+    """Replace the linear layers that stay float by `_FloatLinear`."""
     for name, module in [*layer.named_modules()]:
         if name in family.floats and isinstance(module, nn.Linear):
             parent, _, own = name.rpartition(".")
@@ -219,7 +218,7 @@ def _hide_floats(layer: nn.Module, family: Family) -> None:
 
 
 def _set_buffers(model: PreTrainedModel, config: Any, device: torch.device) -> None:
-    """What is neither a parameter nor stored: `to_empty` left it unset."""
+    """Set the buffers that are not stored: `to_empty` left them unset."""
     for name in ("rotary_emb", "pos_emb"):
         rotary = getattr(model.model, name, None)
         if isinstance(rotary, nn.Module):

@@ -82,7 +82,7 @@ def write_folder(plan: Plan, report: Report) -> None:
 def publish(folder: Path, output: Path) -> None:
     """Move a finished folder, with its list of files in `SIDE_FILE`, to `output`.
 
-    A run that is killed in the middle leaves files that the next one knows as its own.
+    If a run is killed here, the next run recognizes its files.
     """
     names, old = _own_files(folder), _own_files(output)
     if not output.is_symlink() and not (output.exists() and any(output.iterdir())):
@@ -94,7 +94,7 @@ def publish(folder: Path, output: Path) -> None:
 
 
 def _own_files(output: Path) -> set[str]:
-    """The files of an earlier run."""
+    """Return the names of an earlier run's files."""
     try:
         files = parse((output / SIDE_FILE).read_text("utf-8"))["files"]
         return {name for name in files if Path(name).name == name}
@@ -107,7 +107,7 @@ def _write_json(path: Path, content: Mapping[str, Any]) -> None:
 
 
 def _write_tensors(plan: Plan, folder: Path) -> None:
-    """All tensors, in one file or in shards with an index."""
+    """Write all tensors, in one file or in shards with an index."""
     parts: list[TensorSource] = [
         plan.task.work.tensors(layer_part(index)) for index in range(len(plan.subject.layers))
     ]
@@ -144,7 +144,7 @@ def _write_tensors(plan: Plan, folder: Path) -> None:
 
 
 def _described(plan: Plan) -> dict[str, Any]:
-    """The content of hf_quant_config.json.
+    """Return the content of hf_quant_config.json.
 
     Raises:
         BrokenArtifactError: the layers' exports contradict each other.
@@ -157,7 +157,7 @@ def _described(plan: Plan) -> dict[str, Any]:
     for index, fact in zip(indices, facts, strict=True):
         if _format(fact["quantization"]) != _format(facts[0]["quantization"]):
             raise BrokenArtifactError(
-                f"layer {index} was quantized otherwise than layer {indices[0]}",
+                f"layers {index} and {indices[0]} were quantized with different formats",
                 hint=f"remove {work.path} and run it again",
             )
     body = dict(facts[0]["quantization"])
@@ -188,7 +188,7 @@ def _described(plan: Plan) -> dict[str, Any]:
 
 
 def _described_mixture(plan: Plan, producer: Mapping[str, Any]) -> dict[str, Any]:
-    """The same, where each linear layer has a form of its own."""
+    """Return the content of hf_quant_config.json for mixed precision."""
     layers = quantized_modules(plan)
     if plan.head is not None:
         layers[_head_module(plan)] = _format(plan.task.work.facts(HEAD_PART)["quantization"])
@@ -207,7 +207,7 @@ def _head_module(plan: Plan) -> str:
 
 
 def _compressed(plan: Plan) -> dict[str, Any]:
-    """The quantization config of compressed-tensors in config.json."""
+    """Return the quantization config of compressed-tensors in config.json."""
     recipe = plan.recipe
     return compressed_tensors.describe(
         recipe.scheme, recipe.block_size, _excluded(plan), recipe.kv_cache
@@ -215,36 +215,36 @@ def _compressed(plan: Plan) -> dict[str, Any]:
 
 
 def _excluded(plan: Plan) -> list[str]:
-    """Names of float modules."""
+    """Return the names of float modules."""
     subject = plan.subject
     head = None if plan.head is None else subject.stored_name(_head_module(plan))
     around = [name for name in subject.float_modules if name != head]
-    own = [*_kept_modules(plan), *_choosing(plan)]
+    own = [*_float_modules(plan), *_router_modules(plan)]
     return [*around, *(subject.stored_name(name) for name in own)]
 
 
-def _kept_modules(plan: Plan) -> list[str]:
-    """Names of float linear layers within decoder layers."""
+def _float_modules(plan: Plan) -> list[str]:
+    """Return the names of float linear layers within decoder layers."""
     kept = tuple(plan.subject.layers[index] for index in plan.job.keep_layers)
     subject = plan.subject
     return sorted(linear_shapes(subject.tensors.infos(), kept, subject.family)) if kept else []
 
 
 def _quantized_layers(plan: Plan) -> list[str]:
-    """Name prefixes of the quantized decoder layers."""
+    """Return the name prefixes of the quantized decoder layers."""
     kept = plan.job.keep_layers
     return [name for index, name in enumerate(plan.subject.layers) if index not in kept]
 
 
 def _replaced(plan: Plan) -> set[str]:
-    """Fused expert tensors, which are replaced by tensors of each expert."""
+    """Return names of fused expert tensors, which tensors of each expert replace."""
     experts = plan.subject.family.experts
     joined = () if experts is None else experts.joined
     return {layer + name for layer in _quantized_layers(plan) for name in joined}
 
 
-def _choosing(plan: Plan) -> list[str]:
-    """Float matrices of quantized layers: routers, and gates of shared experts."""
+def _router_modules(plan: Plan) -> list[str]:
+    """Return the float matrices of quantized layers: routers, and gates of shared experts."""
     family, infos = plan.subject.family, plan.subject.tensors.infos()
     layers = tuple(_quantized_layers(plan))
     matrices = {name.removesuffix(".weight") for name, info in infos.items()
@@ -253,6 +253,6 @@ def _choosing(plan: Plan) -> list[str]:
 
 
 def _format(quantization: Mapping[str, Any]) -> dict[str, Any]:
-    """The format fields of one layer."""
+    """Return the format fields of one layer."""
     own = {key: value for key, value in quantization.items() if key not in _EVERY_FORMAT}
     return {"quant_algo": quantization["quant_algo"], **own}

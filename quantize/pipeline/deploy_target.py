@@ -20,34 +20,34 @@ _HEADS = {**_AS_LAYERS, "int8_sq": "int8", "int4_awq": "int4", "nvfp4_awq": "nvf
 
 
 def capability(target: str) -> int:
-    """Compute capability as a number, 110 for "11.0"; 0 for "cpu" and "gpu".
+    """Return the compute capability as a number, 110 for "11.0"; 0 for "cpu" and "gpu".
 
     Raises:
-        EdgeLLMError: it is none of these.
+        EdgeLLMError: `target` is none of these.
     """
     if target in (CPU, GPU):
         return 0
     if re.fullmatch(r"\d{1,2}\.\d", target) is None:
         raise EdgeLLMError(
-            f"--target {target}: no such choice",
+            f"--target {target}: unknown",
             hint="give cpu, gpu, or a GPU's compute capability: 8.7 (Orin), 8.9, 11.0 (Thor), 12.0",
         )
     return int(target.replace(".", ""))
 
 
 def rounds_as(target: str) -> str:
-    """The device that rounds inputs, "cpu" or "gpu"; raises as `capability`."""
+    """Return the device that quantizes inputs, "cpu" or "gpu"; raise as `capability`."""
     return GPU if capability(target) or target == GPU else CPU
 
 
 def form_of_draft(target: str) -> str:
-    """The default scheme of a draft; raises as `capability`."""
+    """Return the default scheme of a draft; raise as `capability`."""
     sm = capability(target)
     return next(form for least, form in _FORMS if sm >= least) if sm else "fp8"
 
 
 def form_of_head(target: str, body: str, *, is_modelopt: bool) -> str | None:
-    """The default scheme of a head; None: float; raises as `capability`.
+    """Return the default scheme of a head; None: float; raise as `capability`.
 
     Args:
         target: value of `--target`.

@@ -16,11 +16,11 @@ from edgellm.quantize.formats.schemes import (
     choose_scheme,
 )
 
-KEEP_BUDGET = 10.0  # percent, unless the user says otherwise
+KEEP_BUDGET = 10.0  # default, percent
 
 
-def kept_layers(layers: str, budget: float | None) -> dict[str, Any]:
-    """Options of float layers; raises `EdgeLLMError` for an invalid list of numbers."""
+def float_layer_options(layers: str, budget: float | None) -> dict[str, Any]:
+    """Return the options of float layers; raise `EdgeLLMError` for an invalid list."""
     if layers == "auto":
         return {"keep_budget": KEEP_BUDGET if budget is None else budget}
     if budget is not None:
@@ -63,13 +63,13 @@ def check_together(
     """Raise `EdgeLLMError` for options whose main option is missing."""
     if minutes is not None and algo != "auto":
         raise EdgeLLMError(
-            "--time_budget is for --algo auto, which tries several ways", hint="leave it out"
+            "--time_budget is for --algo auto, which tries several algorithms", hint="leave it out"
         )
     if points is not None and not is_open:
         raise EdgeLLMError("--max_loss is for --quantization auto", hint="leave it out")
     if base_model_dir is not None and algo == "auto":
         raise EdgeLLMError(
-            "--algo auto does not do drafts", hint="choose --quantization auto, or --algo gptq"
+            "--algo auto does not support drafts", hint="choose --quantization auto, or --algo gptq"
         )
     if is_open and (algo is not None or block_size is not None):
         raise EdgeLLMError(
@@ -77,6 +77,6 @@ def check_together(
         )
     if keep_budget is not None and algo == "auto":
         raise EdgeLLMError(
-            "--keep_layers auto is for one --algo, and auto tries several",
+            "--keep_layers auto needs one --algo, and auto tries several",
             hint="find the best --algo first, then its layers",
         )

@@ -14,7 +14,7 @@ from edgellm.core.errors import (
     EdgeLLMError,
     UnsupportedModelError,
 )
-from edgellm.quantize.algorithms.autoround import is_there
+from edgellm.quantize.algorithms.autoround import is_installed
 from edgellm.quantize.algorithms.rotation_r1 import rotated
 from edgellm.quantize.algorithms.rotation_r2 import check_values
 from edgellm.quantize.calibration.text import load_tokenizer, read_calibration
@@ -58,7 +58,7 @@ class _Amounts:
 
 
 def _amounts(scheme: Scheme, device: torch.device) -> _Amounts:
-    """Default amounts; fewer samples for AWQ's search and AutoRound, which repeat their passes."""
+    """Return default amounts; fewer for AWQ and AutoRound, which repeat forward passes."""
     searches = scheme.is_awq or scheme.is_autoround
     if device.type == "cpu":
         rows = 48 if scheme.form else 8 if scheme.is_awq else 16 if searches else 32
@@ -94,8 +94,8 @@ def make_plan(job: Job) -> Plan:
         subject = open_float_draft(job.model_dir, job.base_model_dir, job.ignore_config_keys)
     if subject.family.experts is not None and (scheme.is_autoround or scheme.is_mixed):
         raise EdgeLLMError(
-            f"{'--quantization mixed' if scheme.is_mixed else '--algo autoround'} does not do "
-            "mixtures of experts",
+            f"{'--quantization mixed' if scheme.is_mixed else '--algo autoround'} does not support "
+            "mixture-of-experts models",
             hint="choose int4_awq without --algo, or int8_sq",
         )
     _check_layers(job, subject)
@@ -129,7 +129,7 @@ def make_plan(job: Job) -> Plan:
 
 
 def _questions(job: Job, reader: LanguageModel) -> Questions | None:
-    """The prompts of greedy agreement, if requested."""
+    """Read the prompts of greedy agreement, if requested."""
     if job.answers is None:
         return None
     tokenizer = load_tokenizer(reader.checkpoint.tokenizer_files)
@@ -151,12 +151,12 @@ def _check_layers(job: Job, subject: QuantizedNetwork) -> None:
     kept, count = {*job.keep_layers}, len(subject.layers)
     if job.keep_budget is not None and job.kv_cache_quantization is not None:
         raise EdgeLLMError(
-            "--keep_layers auto: scales of the cache are found in layers that are quantized",
+            "--keep_layers auto: KV cache scales are calibrated in quantized layers",
             hint="leave out --keep_layers or --kv_cache_quantization",
         )
     if job.keep_budget is not None and job.quantization == "mixed":
         raise EdgeLLMError(
-            "--quantization mixed decides itself what stays in 16 bits",
+            "--quantization mixed chooses the float layers itself",
             hint="leave out --keep_layers",
         )
     if not kept:
@@ -165,10 +165,10 @@ def _check_layers(job: Job, subject: QuantizedNetwork) -> None:
     if not kept <= {*range(count)}:
         raise EdgeLLMError(f"{flag}: the model has layers 0 to {count - 1}")
     if len(kept) == count:
-        raise EdgeLLMError(f"{flag} leaves nothing to quantize", hint="keep fewer layers")
+        raise EdgeLLMError(f"{flag} leaves no layer to quantize", hint="name fewer layers")
     if job.kv_cache_quantization is not None:
         raise EdgeLLMError(
-            f"{flag}: scales of the cache are found in layers that are quantized, all of them",
+            f"{flag}: KV cache scales are calibrated in quantized layers, and need all of them",
             hint="leave out --keep_layers or --kv_cache_quantization",
         )
 
@@ -189,8 +189,8 @@ def _check_bits(job: Job, block_size: int) -> None:
 def _check_autoround(job: Job) -> None:
     """Raise `EdgeLLMError` if AutoRound is unsupported here or not installed."""
     if job.base_model_dir is not None:
-        raise EdgeLLMError("--algo autoround does not do drafts", hint="leave out --algo")
-    if not is_there():
+        raise EdgeLLMError("--algo autoround does not support drafts", hint="leave out --algo")
+    if not is_installed():
         raise EdgeLLMError(
             "--algo autoround needs the package auto-round",
             hint="in edgellm's folder: pip install '.[autoround]'",
@@ -208,7 +208,7 @@ def _recipes(
     body = checks.linear_shapes(infos, subject.layers, subject.family)
     out, width = infos[subject.head_name].shape
     alpha_step = job.alpha_step or _amounts(scheme, device).alpha_step
-    # Negative scales take TensorRT twice the bytes.
+    # TensorRT needs twice the bytes for negative scales.
     has_signs = job.target == "cpu" and job.format != COMPRESSED_TENSORS
     own = Recipe(scheme, 0, alpha_step, job.kv_cache_quantization, job.target, has_signs)
     if head_scheme is None:
@@ -217,8 +217,8 @@ def _recipes(
     shared = scheme.is_int4 and head_scheme.is_int4
     if isinstance(subject, MtpDraft):
         raise EdgeLLMError(
-            f"{subject.checkpoint.label}: the head of its multi-token prediction is the base's",
-            hint="leave out --lm_head_quantization; of --quantization, auto rounds heads, too",
+            f"{subject.checkpoint.label}: its MTP layer uses the base's head",
+            hint="leave out --lm_head_quantization and --quantization auto, which quantizes heads",
         )
     if head_scheme.is_table:
         _check_table(subject, width)
@@ -229,15 +229,15 @@ def _recipes(
 
 
 def _check_table(subject: QuantizedNetwork, width: int) -> None:
-    """Raise `EdgeLLMError` unless the head is tied and its rows have whole groups."""
+    """Raise `EdgeLLMError` unless the head is tied, and groups divide its inputs."""
     if subject.head_name != checks.EMBEDDING or subject is not subject.reader:
         raise EdgeLLMError(
             "--lm_head_quantization int8_tied: head and embedding are two matrices here",
-            hint="choose int8, which rounds the head alone",
+            hint="choose int8, which quantizes only the head",
         )
     if width % TABLE_BLOCKS[-1]:
         raise UnsupportedModelError(
-            f"--lm_head_quantization int8_tied: rows of {width} are no multiple of "
+            f"--lm_head_quantization int8_tied: the hidden size {width} is not a multiple of "
             f"{TABLE_BLOCKS[-1]}",
             hint="leave it out",
         )
@@ -249,7 +249,7 @@ def _check_resources(plan: Plan, batch_tokens: int) -> None:
         needed = subject.needed_bytes(
             batch_tokens, scheme.layer_copies, with_head=plan.head is not None
         )
-        if scheme.follows_rounded:  # inputs, outputs and rounded inputs of a layer
+        if scheme.follows_rounded:  # a layer's inputs, outputs and inputs after quantized layers
             needed += 3 * 4 * math.prod(subject.states_shape(task.calibration.rows, 0))
         checks.check_memory(needed, checks.available_bytes())
     result = sum(info.num_bytes for info in subject.checkpoint.tensors.infos().values())
@@ -264,7 +264,7 @@ def _settings(
     task: Task,
     batch_tokens: int,
 ) -> dict[str, Any]:
-    """The settings that a resumed run must share with the interrupted one."""
+    """Return the settings that a resumed run must share with the interrupted one."""
     facts = asdict(job)
     for name in ("output_dir", "device", "max_kl", "report"):
         del facts[name]

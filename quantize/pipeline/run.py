@@ -16,7 +16,7 @@ from edgellm.core.errors import EdgeLLMError
 from edgellm.core.file_lock import hold
 from edgellm.quantize.activations.token_weights import layer_weights, weigh_tokens, weighs_tokens
 from edgellm.quantize.algorithms.autoround import autoround
-from edgellm.quantize.algorithms.cross_layer_equalization import evened
+from edgellm.quantize.algorithms.cross_layer_equalization import equalize
 from edgellm.quantize.algorithms.gptq.layer import round_layer
 from edgellm.quantize.algorithms.kv_cache import cache_scales
 from edgellm.quantize.algorithms.mixed_precision.layer_costs import (
@@ -32,16 +32,16 @@ from edgellm.quantize.algorithms.modelopt import (
 from edgellm.quantize.algorithms.rotation_r2 import rotate_values
 from edgellm.quantize.algorithms.smoothquant import smooth
 from edgellm.quantize.algorithms.smoothquant_folding import fold_smoothing
-from edgellm.quantize.algorithms.tied_embedding import enter_rounded
+from edgellm.quantize.algorithms.tied_embedding import write_quantized_embeddings
 from edgellm.quantize.calibration.hidden_states import States
-from edgellm.quantize.evaluation.draft_acceptance import keep_taps, open_draft_of
-from edgellm.quantize.evaluation.greedy_agreement import find_answers
+from edgellm.quantize.evaluation.draft_acceptance import open_draft_of, store_taps
+from edgellm.quantize.evaluation.greedy_agreement import generate_outputs
 from edgellm.quantize.evaluation.held_out_text import evaluate
 from edgellm.quantize.evaluation.layer_errors import (
     LayerReport,
     QuantizedLayer,
+    check_weight_errors,
     compare,
-    refuse_broken,
 )
 from edgellm.quantize.formats import compressed_tensors
 from edgellm.quantize.formats.modelopt import F32
@@ -72,7 +72,7 @@ from edgellm.quantize.work_folder import (
 )
 
 Progress = Callable[[str, int, int], None]  # finished part, number of finished parts, total
-_FULL_HINT = "free some space and run it again: finished layers are kept"
+_FULL_HINT = "free some space and run the command again: finished layers are stored"
 
 
 def run_job(job: Job, progress: Progress) -> Report:
@@ -99,21 +99,21 @@ def run_job(job: Job, progress: Progress) -> Report:
         quality = _quantize(plan, draft, progress)
         report = make_report(plan, quality, time.perf_counter() - start)
         write_page(job, report)
-        refuse_far(job, quality)
+        check_divergence(job, quality)
         write_folder(plan, report)
         work.remove()
     return report
 
 
-def refuse_far(job: Job, quality: Quality) -> None:
+def check_divergence(job: Job, quality: Quality) -> None:
     """Raise `EdgeLLMError` if the result exceeds `--max_kl`; its parts stay."""
     largest = job.max_kl
     if largest is not None and not quality.kl_divergence <= largest:
         raise EdgeLLMError(
             f"a KL divergence of {quality.kl_divergence:.4f} nats is above --max_kl {largest}: "
             f"{job.output_dir} was not written",
-            hint="try another --quantization; the same command with a larger --max_kl writes it at "
-            f"once, from {job.work_dir}",
+            hint="try another --quantization; the same command with a larger --max_kl writes it "
+            f"from {job.work_dir}",
         )
 
 
@@ -128,33 +128,33 @@ def _quantize(plan: Plan, draft: Draft | None, progress: Progress) -> Quality:
         torch.manual_seed(plan.job.seed)
         if weighs:
             weigh_tokens(plan)
-            progress("weights of tokens", 1, parts)
+            progress("token weights", 1, parts)
         if questions is not None:
-            find_answers(plan, questions)
-            progress("answers of the float model", weighs + 1, parts)
+            generate_outputs(plan, questions)
+            progress("outputs of the float model", weighs + 1, parts)
         if measures_layers(plan):
             find_gradients(plan)
         for index in range(layers):
             if not work.has(layer_part(index)):
                 if index == 0:
                     streams = _streams(plan, 0)
-                    subject.enter(
+                    subject.prepare(
                         plan.task, streams, lambda what, done: progress(what, done, parts)
                     )
                     if plan.head is not None and plan.head.scheme.is_table:
-                        enter_rounded(plan, streams)
-                keep_taps(plan, draft, index, _streams(plan, index))
+                        write_quantized_embeddings(plan, streams)
+                store_taps(plan, draft, index, _streams(plan, index))
                 _quantize_layer(plan, index)
             progress(f"layer {index}", prepared + index + 1, parts)
         last = _streams(plan, layers)
-        keep_taps(plan, draft, layers, last)
+        store_taps(plan, draft, layers, last)
         quality = evaluate(plan, last, draft)
     progress("evaluation", parts, parts)
     return quality
 
 
 def _streams(plan: Plan, layer: int) -> dict[str, States]:
-    """The streams of hidden states that enter `layer`."""
+    """Return the streams of hidden states that enter `layer`."""
     task = plan.task
     batch_tokens = task.batch_rows * plan.subject.states_shape(task.rows(FLOAT), layer)[1]
     names = [FLOAT, QUANTIZED]
@@ -181,13 +181,13 @@ def _quantize_layer(plan: Plan, index: int) -> None:
     source = {name: tensor.floats() for name, tensor in raw.items()}
     if plan.job.rotate in VALUES:
         source = rotate_values(source, subject.config.head_dim, subject.family)
-    source = evened(plan, index, source, before.get(ROUNDED))
+    source = equalize(plan, index, source, before.get(ROUNDED))
     exported, own = _exported(plan, index, source, before, after)
     tensors = {**_kept(exported, raw, subject.family), **own.tensors}
     layer = subject.layers[index]
     quantized = _computing(plan, index, source, tensors, plan.recipe)
     errors = quantized.weight_errors(source)
-    refuse_broken(layer, errors)
+    check_weight_errors(layer, errors)
     if plan.job.format == compressed_tensors.NAME:
         tensors = fold_smoothing(tensors, source, subject.family, subject.config.head_dim)
         tensors = compressed_tensors.without_input_scales(tensors)
@@ -214,7 +214,7 @@ def _quantize_layer(plan: Plan, index: int) -> None:
 def _computing(
     plan: Plan, index: int, source: dict[str, F32], tensors: dict[str, Tensor], recipe: Recipe
 ) -> QuantizedLayer:
-    """The layer as an engine computes it."""
+    """Return the layer as an engine computes it."""
     subject, device = plan.subject, plan.task.device
     return QuantizedLayer(
         subject.layers[index], source, tensors, recipe,
@@ -274,23 +274,23 @@ def _exported(
         forms = mix(plan).modules[index] if scheme.is_mixed else None
         return round_layer(model, plan.recipe, rounded, family, weights, forms), own
 
-    def loop(spoiled: Any) -> None:
+    def calibrate(instrumented: Any) -> None:
         for batch in states.batches(device):
-            run_layer(spoiled, batch)
+            run_layer(instrumented, batch)
 
-    return quantize(model, plan.recipe, loop, log, keeps_norms=bool(family.floats)), own
+    return quantize(model, plan.recipe, calibrate, log, keeps_norms=bool(family.floats)), own
 
 
 @dataclass(frozen=True, slots=True)
 class _Own:
-    """What we find ourselves: scales of a cache, experts, and which of these saw few tokens."""
+    """Tensors that edgellm computes: KV cache scales and experts."""
 
     tensors: dict[str, Tensor]
-    few: dict[str, int]
+    few: dict[str, int]  # experts with few tokens: their number
 
 
 def _round_experts(plan: Plan, model: PreTrainedModel, states: States, own: _Own) -> None:
-    """Those of the layer, if it has some."""
+    """Quantize the experts of the layer, if any."""
     layer, family = model.model.layers[0], plan.subject.family
     experts = find_experts(layer)
     if experts is None or family.experts is None:
@@ -307,7 +307,7 @@ def _round_experts(plan: Plan, model: PreTrainedModel, states: States, own: _Own
 
 
 def _kept(exported: Exported, raw: dict[str, Tensor], family: Family) -> dict[str, Tensor]:
-    """The layer's tensors; unchanged ones keep the source's dtype."""
+    """Return the layer's tensors; unchanged ones have the source's dtype."""
     found: dict[str, Tensor] = {}
     for name, tensor in exported.tensors.items():
         if not name.startswith(LAYER.format(0)):

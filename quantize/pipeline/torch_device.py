@@ -8,7 +8,7 @@ from edgellm.core.errors import EdgeLLMError
 
 
 def choose_device(name: str) -> torch.device:
-    """The torch device of that name; "auto" prefers a GPU."""
+    """Return the torch device of that name; "auto" prefers a GPU."""
     if name == "auto":
         return torch.device("cuda" if torch.cuda.is_available() else "cpu")
     try:

@@ -15,7 +15,7 @@ from edgellm.quantize.report.notes import notes
 from edgellm.quantize.report.report import Report
 
 _PAGE = Path(__file__).with_name("report.html")
-_HEADING = b"<h1>Quantization: "  # of every page
+_HEADING = b"<h1>Quantization: "  # of each page
 _WIDTH, _HEIGHT, _LEFT, _BOTTOM = 900, 240, 52, 24
 
 
@@ -41,19 +41,22 @@ def check_page(job: Job) -> None:
     if path is None:
         return
     if path.suffix != ".html" or path.is_dir():
-        raise EdgeLLMError(f"--report {path} is no name of a page", hint="give FILE.html")
+        raise EdgeLLMError(f"--report {path} is not an .html file", hint="give FILE.html")
     if not path.parent.is_dir():
-        raise EdgeLLMError(f"--report {path}: no such folder: {path.parent}", hint="make it first")
+        raise EdgeLLMError(
+            f"--report {path}: no such folder: {path.parent}", hint="create it first"
+        )
     try:
         tempfile.TemporaryFile(dir=path.parent).close()
     except OSError as error:
         raise EdgeLLMError(
-            f"--report {path}: {path.parent} takes no file: {error.strerror}",
+            f"--report {path}: {path.parent} is not writable: {error.strerror}",
             hint="give another folder",
         ) from None
     if path.exists() and _HEADING not in path.read_bytes():
         raise EdgeLLMError(
-            f"--report {path} exists and is no page of edgellm-quantize", hint="give another name"
+            f"--report {path} exists and is not a report of edgellm-quantize",
+            hint="give another name",
         )
 
 
@@ -152,8 +155,8 @@ def _curve(report: Report) -> str:
         f'<svg viewBox="0 0 {_WIDTH} {_HEIGHT}" role="img" aria-label="{words}">'
         f'<polyline points="{line}"/><circle class="worst" cx="{x:.1f}" cy="{y:.1f}" r="5">'
         f"<title>{words}</title></circle>{ends}</svg>"
-        f'<p class="soft">Chosen: {words}. Each step takes the linear layers whose next form '
-        "buys the most for its bits.</p></section>"
+        f'<p class="soft">Chosen: {words}. Each step gives more bits to the linear layers that '
+        "reduce the divergence most for each bit.</p></section>"
     )
 
 
@@ -163,7 +166,7 @@ def _hint(layer: LayerReport) -> str:
 
 def _row(layer: LayerReport) -> str:
     if not layer.bits:
-        worst = "", "stays as it is", ""
+        worst = "", "float", ""
     else:
         name, error = max(layer.weight_errors.items(), key=lambda item: item[1])
         bits = sum(layer.bits.values()) / len(layer.bits)
@@ -178,7 +181,7 @@ def _foot(report: Report) -> str:
     calibration = report.calibration
     versions = ", ".join(f"{name} {number}" for name, number in report.versions.items())
     return (
-        f"Calibrated with {calibration['rows']} rows of {calibration['tokens_per_row']} tokens of "
-        f"{calibration['name']} (sha256 {calibration['sha256'][:16]}…), measured on "
-        f"{calibration['held_out_rows']} other rows. {versions}."
+        f"Calibrated with {calibration['rows']} samples of {calibration['tokens_per_row']} tokens "
+        f"of {calibration['name']} (sha256 {calibration['sha256'][:16]}…), measured on "
+        f"{calibration['held_out_rows']} held-out samples. {versions}."
     )

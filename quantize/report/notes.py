@@ -11,7 +11,7 @@ _NAMED = 4  # experts in one line
 
 
 def notes(report: Report) -> list[str]:
-    """The sentences."""
+    """Return the sentences."""
     found = [*_measured(report.quality)]
     found += [] if report.quality.kl_float_head is None else [_head(report)]
     if report.tried:
@@ -23,7 +23,8 @@ def notes(report: Report) -> list[str]:
     elif report.outliers:
         kept = ",".join(map(str, report.outliers))
         found.append(
-            f"layers {kept} lose far more than the others: --keep_layers {kept} keeps them"
+            f"layers {kept} have far larger errors than the others: --keep_layers {kept} leaves "
+            "them float"
         )
     if report.untied_bytes:
         found.append(
@@ -34,7 +35,7 @@ def notes(report: Report) -> list[str]:
 
 
 def _measured(quality: Quality) -> Iterator[str]:
-    """Notes on what averages over the whole text hide."""
+    """Yield notes on kinds of text, greedy outputs and a draft's acceptance."""
     if quality.kinds:
         parts = ", ".join(
             f"{name} {each.kl_divergence:.4f} ({each.perplexity_float:.2f} -> "
@@ -47,19 +48,19 @@ def _measured(quality: Quality) -> Iterator[str]:
             f"{name} {each.changed} of {each.answers}" for name, each in asked.kinds.items()
         )
         yield (
-            f"greedy answers changed: {asked.changed} of {asked.answers}"
-            f"{f' ({parts})' if parts else ''}; the first other token comes after "
+            f"greedy outputs changed: {asked.changed} of {asked.answers}"
+            f"{f' ({parts})' if parts else ''}; the first changed token comes after "
             f"{asked.kept:.1f} of {asked.tokens:.1f} on average"
         )
     if (rates := quality.drafted) is not None:
         yield (
-            f"first candidates of the float draft that the base takes: {rates.by_floats:.1%} in "
-            f"floats, {rates.by_quantized:.1%} quantized"
+            f"first candidates of the float draft that the base accepts: {rates.by_floats:.1%} "
+            f"float, {rates.by_quantized:.1%} quantized"
         )
 
 
 def _head(report: Report) -> str:
-    """Notes on the error of the quantized head."""
+    """Return a note on the error of the quantized head."""
     kl, without = report.quality.kl_divergence, report.quality.kl_float_head
     return (
         f"lm_head {report.lm_head}: KL {kl:.4f} nats, with a float head {without:.4f} "
@@ -68,13 +69,13 @@ def _head(report: Report) -> str:
 
 
 def few_line(few: dict[str, int]) -> str:
-    """Experts that saw few tokens, some of them by name."""
+    """Return a note on experts with few calibration tokens, and name some."""
     named = sorted(few.items(), key=lambda item: item[1])[:_NAMED]
     listed = ", ".join(f"{name} ({tokens})" for name, tokens in named)
     more = f" and {left} more (edgellm_quant.json)" if (left := len(few) - len(named)) else ""
     return (
-        f"experts that saw few tokens, rounded by what all tokens give them: {listed}{more}; "
-        "--num_samples shows them more"
+        f"experts with few tokens, calibrated with all tokens instead: {listed}{more}; "
+        "a larger --num_samples gives them more"
     )
 
 
@@ -85,16 +86,16 @@ def _tried(report: Report) -> str:
             f"{name} {one.accuracy:.1%} ({one.num_bytes / 1e6:.1f} MB)"
             for name, one in report.tried.items()
         )
-        return f"first candidates that the base takes, of what was tried: {ways}"
+        return f"first candidates that the base accepts, by candidate: {ways}"
     ways = ", ".join(f"{name} {one.kl_divergence:.4f}" for name, one in report.tried.items())
-    return f"KL of what was tried: {ways}"
+    return f"KL by candidate: {ways}"
 
 
 def _kept(report: Report) -> list[str]:
     if not report.kept:
-        return ["no layer that stays in floats is worth its bytes within --keep_budget"]
+        return ["no float layer is worth its bytes within --keep_budget"]
     return [
-        f"layer {one.layer} stays in floats: rounding it alone adds a KL of {one.divergence:.4f}, "
-        f"{one.share:.0%} of what all layers add, and spares {one.num_bytes / 1e6:.1f} MB"
+        f"layer {one.layer} stays float: quantizing it alone adds a KL of {one.divergence:.4f}, "
+        f"{one.share:.0%} of the KL of all layers, and saves {one.num_bytes / 1e6:.1f} MB"
         for one in report.kept
     ]

@@ -20,13 +20,13 @@ from edgellm.quantize.work_folder import HEAD_PART, layer_part
 
 _PACKAGES = ("edgellm", "nvidia-modelopt", "torch", "transformers", "numpy")
 _WORST = 5
-_CODES = {"U8": 2, "I32": 8}  # in one number, where it is packed
-_FAR, _FEW = 2, 6  # errors of outliers over the median one; layers for each outlier
+_PACKED = {"U8": 2, "I32": 8}  # quantized values in one element
+_FAR, _FEW = 2, 6  # minimum error of outliers over the median; layers for each outlier
 
 
 @dataclass(frozen=True, slots=True)
 class Tried:
-    """A candidate of a search."""
+    """Figures of a candidate of a search."""
 
     kl_divergence: float
     accuracy: float  # see `Quality`
@@ -38,9 +38,9 @@ class Kept:
     """A float layer, or a candidate for one."""
 
     layer: int
-    divergence: float  # that quantizing it alone adds, nats a token
+    divergence: float  # if it alone is quantized, nats a token
     share: float  # of the divergence of all layers
-    num_bytes: int  # that quantizing it saves
+    num_bytes: int  # saved by quantizing it
 
 
 @dataclass(frozen=True, slots=True)
@@ -70,10 +70,10 @@ class Report:
 
     @property
     def accuracy_means(self) -> str:
-        """What the accuracies of `quality` measure."""
+        """The quantity that the accuracies of `quality` measure."""
         if self.subject == "draft":
-            return "first candidates that the base takes"
-        return "next tokens that are the likeliest"
+            return "first candidates that the base accepts"
+        return "top-1 accuracy of the next token"
 
     @property
     def worst_layers(self) -> list[LayerReport]:
@@ -111,7 +111,7 @@ def make_report(plan: Plan, quality: Quality, seconds: float) -> Report:
     weights = stored = 0
     for module in modules:
         codes = parts.get(module) or parts[f"{module}_packed"]
-        weights += math.prod(codes.shape) * _CODES.get(codes.dtype, 1)
+        weights += math.prod(codes.shape) * _PACKED.get(codes.dtype, 1)
         stored += sum(
             info.num_bytes
             for name, info in parts.items()
@@ -176,7 +176,7 @@ def _layer(facts: dict[str, Any]) -> LayerReport:
 
 
 def _peak_memory() -> int:
-    """Of this process so far; 0 where the system does not count."""
+    """Return the peak memory of this process; 0: unknown."""
     try:
         import resource
     except ImportError:  # not on Windows

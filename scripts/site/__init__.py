@@ -1,1 +1,1 @@
-"""The pages of the docs site that are made of the code: flags, manifests, request files."""
+"""Generated pages of the docs site: flags, manifests, request files."""

@@ -13,6 +13,7 @@ import msgspec
 
 from edgellm.core import manifest, model_spec
 from edgellm.device_runtime.requests.request_file import ContentItem, Message, Options, Request
+from edgellm.device_runtime.sampling.params import OPTIONS
 from edgellm.tools.tables import Table, markdown
 
 _MANIFESTS = (manifest.Bundle, manifest.Engine)
@@ -36,21 +37,21 @@ _PARTS = (
 
 
 def manifest_page() -> str:
-    """Markdown of every `manifest.json`, and of what is inside."""
+    """Return Markdown of the fields of `manifest.json`."""
     head = (
-        "# Manifests\n\n`manifest.json` of a bundle or engine lists all of its files. This is "
-        f"contract version {manifest.CONTRACT_VERSION}, of engines {manifest.ENGINE_VERSION}; what "
-        "has another is refused.\n"
+        "# Manifests\n\n`manifest.json` of a bundle or engine lists all of its files. The "
+        f"contract version is {manifest.CONTRACT_VERSION}, {manifest.ENGINE_VERSION} for engines; "
+        "other versions are rejected.\n"
     )
     return "\n".join([head, *(_dataclass(one) for one in (*_MANIFESTS, *_PARTS))])
 
 
 def request_page() -> str:
-    """Markdown of the request file."""
+    """Return Markdown of the fields of request files."""
     head = (
-        "# Request files\n\nWhat `llm_inference --inputFile` reads: the fields of `Options`, and "
-        "`requests`, a list of `Request`. Unknown fields are refused; "
-        "[answers](answers.md) says what comes back.\n"
+        "# Request files\n\n`llm_inference --inputFile` reads the fields of `Options`, and "
+        "`requests`, a list of `Request`. Unknown fields are rejected; "
+        "[answers](answers.md) describes the output.\n"
     )
     kinds = (Options, Request, Message, ContentItem)
     return "\n".join([head, *map(_struct, kinds)])
@@ -65,7 +66,8 @@ def _dataclass(kind: type) -> str:
 
 
 def _struct(kind: type[msgspec.Struct]) -> str:
-    notes, declared = comments(kind), msgspec.json.schema(kind)["$defs"][kind.__name__]
+    notes = {one.name: one.doc for one in OPTIONS.values()} | comments(kind)
+    declared = msgspec.json.schema(kind)["$defs"][kind.__name__]
     rows = tuple(
         (name, f"`{_schema(field)}`", _default(field), notes.get(name, ""))
         for name, field in declared["properties"].items()
@@ -74,7 +76,7 @@ def _struct(kind: type[msgspec.Struct]) -> str:
 
 
 def _schema(field: dict[str, Any]) -> str:
-    """A field of a JSON schema in a few words."""
+    """Describe a field of a JSON schema."""
     if "anyOf" in field:
         return " or ".join(_schema(one) for one in field["anyOf"])
     if "enum" in field:
@@ -94,7 +96,7 @@ def _default(field: dict[str, Any]) -> str:
 
 
 def comments(kind: type) -> dict[str, str]:
-    """What the comments after the fields of a class say, by field."""
+    """Return the comments after the fields of a class, by field."""
     found: dict[str, str] = {}
     line: list[str] = []
     for token in tokenize.generate_tokens(io.StringIO(inspect.getsource(kind)).readline):

@@ -1,4 +1,4 @@
-"""The flags of all commands, as they say them themselves."""
+"""The flags of all commands, from their help texts."""
 
 from __future__ import annotations
 
@@ -13,20 +13,20 @@ from typer.core import TyperCommand, TyperGroup
 from edgellm.tools.tables import Table, markdown
 
 _SCRIPT = re.compile(r'^([\w-]+) = "([\w.]+):main"$', re.MULTILINE)
-# The same for every command.
+# Flags of every command
 _COMMON = {"debug", "install_completion", "show_completion", "help"}
 
 _HEAD = """# Commands
 
 Kebab-case works as well: `--max-input-len` for `--maxInputLen`. Every command has `--help`,
 `--debug` (tracebacks instead of one line), `--install-completion` and `--show-completion`. Exit
-codes: 0; 1 where a part failed; 2 for what the user can mend; 3 for a defect; 130 after an
+codes: 0; 1 if a part failed; 2 for errors that the user can correct; 3 for bugs; 130 after an
 interrupt.
 """
 
 
 def command_page(project: str) -> str:
-    """Markdown of every command of a pyproject.toml's text, with a table of its flags."""
+    """Return Markdown of all commands of a pyproject.toml's text, with tables of flags."""
     parts = [_HEAD]
     for name, command in commands(project):
         parts += [f"## {name}\n", _about(command), _flags(name, command)]
@@ -34,7 +34,7 @@ def command_page(project: str) -> str:
 
 
 def commands(project: str) -> Iterator[tuple[str, TyperCommand]]:
-    """Name and command of every script; those with subcommands once for each."""
+    """Yield name and command of every script, and of every subcommand."""
     section = project.partition("[project.scripts]")[2].partition("\n[")[0]
     for name, module in _SCRIPT.findall(section):
         command = typer.main.get_command(importlib.import_module(module).app)
@@ -63,5 +63,5 @@ def _flags(name: str, command: TyperCommand) -> str:
 
 
 def _plain(text: str) -> str:
-    """One line that is no markup."""
+    """Escape markup, and join lines."""
     return html.escape(" ".join(text.split()), quote=False).replace("*", "&#42;")

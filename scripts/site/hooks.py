@@ -20,7 +20,7 @@ _AT_THE_ROOT = {
 
 
 def on_files(files: Files, config: MkDocsConfig) -> Files:
-    """Add the front page, which is the README, and the reference."""
+    """Add the README as front page, and the reference."""
     pages = {name: _of_the_site(_read(source)) for name, source in _AT_THE_ROOT.items()}
     pages |= {
         "reference/commands.md": command_page(_read("pyproject.toml")),
@@ -37,7 +37,7 @@ def _read(name: str) -> str:
 
 
 def _of_the_site(text: str) -> str:
-    """Links to files of the repository as the site has them."""
+    """Convert links to files of the repository to those of the site."""
     for name, source in _AT_THE_ROOT.items():
         text = text.replace(f"({source})", f"({name})")
     return re.sub(r"\(docs/", "(", text)

@@ -1,1 +1,1 @@
-"""A small vision-language model of drawn scenes, whose answers can be checked."""
+"""A small vision-language model of drawn scenes with verifiable captions."""

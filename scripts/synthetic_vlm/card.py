@@ -69,7 +69,7 @@ weights are in it.
 
 
 def model_card(facts: Mapping[str, Any], config: Mapping[str, Any], name: str) -> str:
-    """README.md of a folder `name`, from the contents of its training.json and config.json."""
+    """Return README.md of a folder `name`, from its training.json and config.json."""
     text, vision = config["text_config"], config["vision_config"]
     threads = facts["threads"]
     names = ("steps", "batch_size", "learning_rate", "seed")

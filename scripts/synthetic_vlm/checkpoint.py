@@ -1,4 +1,4 @@
-"""The files of a synthetic checkpoint: Qwen2.5-VL's classes, small enough to learn in minutes."""
+"""The files of a synthetic checkpoint: Qwen2.5-VL's classes, small enough to train in minutes."""
 
 from __future__ import annotations
 
@@ -27,14 +27,14 @@ _PHRASES = (
     *itertools.chain(*CHOICES, *GREETINGS),
     *NEXT,
 )
-# What the model says and was asked, and some words more that a user may write.
+# Words of prompts and captions, and others that a user may write
 _WORDS = (
     UNKNOWN, "\n", *".,:;!?'\"()-", *"0123456789", *COLOURS, *SHAPES, *" ".join(_PHRASES).split(),
     "an", "and", "of", "to", "on", "there", "here", "how", "many", "which", "colour", "colours",
     "shape", "shapes", "cell", "cells", "rows", "column", "columns", "image", "images", "picture",
     "pictures", "show", "look", "at", "thanks", "yes", "no",
 )  # fmt: skip
-# A Qwen2_5_VLForConditionalGeneration: what the library says of its own types misleads checkers.
+# A Qwen2_5_VLForConditionalGeneration, whose type hints mislead checkers
 Model = Any
 _PATCH, _MERGE = 14, 2
 _MIN_TOKENS, _MAX_TOKENS = 4, 64  # of one picture; a scene has 36
@@ -67,23 +67,23 @@ _CHAT_TEMPLATE = """\
 
 
 def vocabulary() -> dict[str, int]:
-    """Ids of the words and special tokens."""
+    """Return the ids of words and special tokens."""
     words = dict.fromkeys((*SPECIAL, *(word.strip(".,!?") or word for word in _WORDS)))
     return {word: at for at, word in enumerate(words)}
 
 
 def tokenizer() -> Tokenizer:
-    """Words, digits, punctuation and line breaks; other spaces are lost."""
+    """Return a tokenizer of words, digits, punctuation and line breaks, without other spaces."""
     made = Tokenizer(models.WordLevel(vocabulary(), UNKNOWN))
     made.normalizer = normalizers.Replace(Regex(r"[ \t\r]+"), " ")
-    pieces = Regex(r"\n|[A-Za-z]+|[^ A-Za-z]")
-    made.pre_tokenizer = pre_tokenizers.Split(pieces, "removed", invert=True)
+    tokens = Regex(r"\n|[A-Za-z]+|[^ A-Za-z]")
+    made.pre_tokenizer = pre_tokenizers.Split(tokens, "removed", invert=True)
     made.add_special_tokens(list(SPECIAL))
     return made
 
 
 def make_config(**sizes: dict[str, Any]) -> Qwen2_5_VLConfig:
-    """The model's config; `text_config` and `vision_config` change sizes."""
+    """Return the model's config; `text_config` and `vision_config` change sizes."""
     ids = vocabulary()
     vision = {
         "depth": 4, "hidden_size": 128, "intermediate_size": 256, "num_heads": 2,
@@ -114,19 +114,19 @@ def make_config(**sizes: dict[str, Any]) -> Qwen2_5_VLConfig:
 
 
 def make_model(config: Qwen2_5_VLConfig) -> Model:
-    """A model with random weights, float32."""
+    """Return a float32 model with random weights."""
     return Qwen2_5_VLForConditionalGeneration(config)
 
 
 def read_model(folder: Path) -> Model:
-    """A written model in float32, for answers."""
+    """Load a stored model in float32, for inference."""
     return Qwen2_5_VLForConditionalGeneration.from_pretrained(folder, dtype="float32").eval()
 
 
 def write_processor(folder: Path, made: Qwen2_5_VLConfig) -> None:
-    """config.json and the files of tokenizer and image processor."""
+    """Write config.json, and the files of tokenizer and image processor."""
     side = (_PATCH * _MERGE) ** 2
-    assert SIDE % (_PATCH * _MERGE) == 0  # a scene keeps its pixels
+    assert SIDE % (_PATCH * _MERGE) == 0  # scenes are not resized
     made.save_pretrained(folder)
     tokenizer().save(str(folder / "tokenizer.json"))
     (folder / "chat_template.jinja").write_text(_CHAT_TEMPLATE, "utf-8")
@@ -149,7 +149,7 @@ def write_processor(folder: Path, made: Qwen2_5_VLConfig) -> None:
 
 
 def write_model(folder: Path, model: Model) -> None:
-    """model.safetensors in the model's dtype, config.json and generation_config.json."""
+    """Write model.safetensors in the model's dtype, config.json and generation_config.json."""
     model.save_pretrained(folder)
     ids = vocabulary()
     _write(

@@ -16,10 +16,8 @@ Output = Annotated[Path, typer.Option("--output_dir", help="Folder for the check
 Steps = Annotated[int, typer.Option("--steps", min=1, help="Training steps.")]
 BatchSize = Annotated[int, typer.Option("--batch_size", min=1, help="Conversations of a step.")]
 LearningRate = Annotated[float, typer.Option("--learning_rate", min=0)]
-Threads = Annotated[
-    int, typer.Option("--threads", min=0, help="Of the processor; 0: all. Fewer on a busy machine.")
-]
-SaveEvery = Annotated[int, typer.Option("--save_every", min=1, help="Steps.")]
+Threads = Annotated[int, typer.Option("--threads", min=0, help="CPU threads; 0: all.")]
+SaveEvery = Annotated[int, typer.Option("--save_every", min=1, help="Steps between saved states.")]
 
 
 @app.command()
@@ -32,7 +30,7 @@ def synthetic_vlm(
     save_every: SaveEvery = 25,
     seed: Annotated[int, typer.Option("--seed", min=0)] = 0,
 ) -> None:
-    """Train a synthetic model of Qwen2.5-VL's classes; the same command again goes on."""
+    """Train a synthetic model of Qwen2.5-VL's classes; the same command resumes."""
     _require_host()
     from edgellm.scripts.synthetic_vlm.train import Recipe
     from edgellm.scripts.synthetic_vlm.training_run import Job, run

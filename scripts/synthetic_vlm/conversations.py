@@ -1,4 +1,4 @@
-"""Conversations about drawn scenes: the requests vary, the answers are the scenes' captions."""
+"""Conversations about drawn scenes: requests vary, replies are the scenes' captions."""
 
 from __future__ import annotations
 
@@ -41,27 +41,27 @@ class Conversation:
 
     messages: list[Message]
     scenes: tuple[Scene, ...]
-    asked: Scene  # that of the last answer
+    asked: Scene  # of the last reply
 
 
 @dataclass(frozen=True, slots=True)
 class Encoded:
-    """A conversation as the model reads it."""
+    """A conversation as model input."""
 
     token_ids: NDArray[np.int64]  # [S]
-    learned: NDArray[np.bool_]  # [S]: answers, with what ends them
+    learned: NDArray[np.bool_]  # [S]: tokens with a loss: replies with their end tokens
     positions: NDArray[np.int64]  # [3, S]
     pixels: NDArray[np.float32]  # [P, 3*T*p*p], image after image
-    grids: tuple[tuple[int, int], ...]  # rows and columns of patches
+    grids: tuple[tuple[int, int], ...]  # height and width in patches
 
 
 def converse(kind: str, *seed: int) -> Conversation:
-    """The conversation of a seed.
+    """Return the conversation of a seed.
 
     Args:
         kind: `one` picture; `later`: in the second turn; `two` in one message, with a question
             about one of them; `turns`: two turns with a picture each.
-        seed: also that of the scenes.
+        seed: also of the scenes.
     """
     seed = (*seed, KINDS.index(kind))
     random = np.random.default_rng(seed)
@@ -98,7 +98,7 @@ def _say(text: str) -> Message:
 
 
 class Encoder:
-    """From a conversation to tokens and pixels, with what prepares them on a device."""
+    """Encodes conversations with the device's tokenizer and image processor."""
 
     def __init__(self, tokenizer: ChatTokenizer, processor: Processor) -> None:
         self.tokenizer, self.processor = tokenizer, processor
@@ -109,13 +109,13 @@ class Encoder:
 
     @classmethod
     def read(cls, folder: Path) -> Encoder:
-        """Build it from a checkpoint's files."""
+        """Build the encoder from a checkpoint's files."""
         processor = processors.load(folder)
         assert isinstance(processor, Processor)
         return cls(ChatTokenizer(folder), processor)
 
     def __call__(self, conversation: Conversation, *, prompt: bool = False) -> Encoded:
-        """Encode all messages, or with `prompt` what comes before the last answer."""
+        """Encode all messages, or with `prompt` those before the last reply."""
         messages = conversation.messages[:-1] if prompt else conversation.messages
         text = self.tokenizer.render(messages, add_generation_prompt=prompt)
         prepared = [self.processor.prepare(scene.image) for scene in conversation.scenes]

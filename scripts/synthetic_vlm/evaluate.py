@@ -1,4 +1,4 @@
-"""How many captions of fresh scenes are right, through transformers' `generate`, greedily."""
+"""Accuracy of captions of fresh scenes, with greedy `generate` of transformers."""
 
 from __future__ import annotations
 
@@ -18,7 +18,7 @@ _MAX_NEW_TOKENS = 64  # the longest caption has 43
 
 @dataclass(frozen=True, slots=True)
 class Exactness:
-    """What came of a number of scenes."""
+    """Correct captions and cells over some scenes."""
 
     exact: int  # captions
     right_cells: int  # of nine a scene
@@ -26,7 +26,7 @@ class Exactness:
 
 
 def measure(model: Model, encoder: Encoder, kind: str, count: int) -> Exactness:
-    """Ask `count` fresh conversations of a kind for their last answer."""
+    """Generate and score the last reply of `count` fresh conversations of a kind."""
     found: list[Score] = []
     for begin in range(0, count, _BATCH):
         numbers = range(begin, min(begin + _BATCH, count))
@@ -39,13 +39,13 @@ def measure(model: Model, encoder: Encoder, kind: str, count: int) -> Exactness:
 
 
 def fresh(kind: str, number: int) -> Conversation:
-    """A conversation that no run is trained on: the first number of those seeds is 0."""
+    """Return a conversation outside the training data, whose seeds begin with 0."""
     return converse(kind, 1, 0, number, 0)
 
 
 @torch.no_grad()
 def answers(model: Model, encoder: Encoder, conversations: Sequence[Conversation]) -> list[str]:
-    """What the model says instead of each conversation's last answer."""
+    """Generate the last reply of each conversation."""
     encoded = [encoder(conversation, prompt=True) for conversation in conversations]
     longest = max(len(item.token_ids) for item in encoded)
     padding = [longest - len(item.token_ids) for item in encoded]

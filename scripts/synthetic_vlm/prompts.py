@@ -1,7 +1,7 @@
-"""`python -m edgellm.scripts.synthetic_vlm.prompts`: conversations for a draft to learn from.
+"""`python -m edgellm.scripts.synthetic_vlm.prompts`: conversations for the training of a draft.
 
-Every one is a line of `prompts.jsonl` whose last answer the base is to give, with its pictures in
-files beside it: what `edgellm-train-draft --data` takes.
+Each is a line of `prompts.jsonl`, without the last reply, which the base generates. Its pictures
+are files in the same folder, as `edgellm-train-draft --data` reads them.
 """
 
 from __future__ import annotations
@@ -18,7 +18,7 @@ from edgellm.core.errors import EdgeLLMError
 from edgellm.scripts.synthetic_vlm.conversations import KINDS, Conversation, converse
 
 PROMPTS = "prompts.jsonl"
-_DRAFT = 2  # first number of these scenes' seeds; no training of the base and no test has it
+_DRAFT = 2  # first number of the scenes' seeds; unused in the base's training and in tests
 
 app = App(SNAKE_CASE)
 
@@ -26,7 +26,7 @@ app = App(SNAKE_CASE)
 @app.command()
 def prompts(
     output_dir: Annotated[Path, typer.Option("--output_dir", help="A new folder.")],
-    count: Annotated[int, typer.Option("--count", min=1, help="Conversations.")] = 4000,
+    count: Annotated[int, typer.Option("--count", min=1, help="Number of conversations.")] = 4000,
     seed: Annotated[int, typer.Option("--seed", min=0)] = 0,
 ) -> None:
     """Write conversations about drawn scenes, half of them about one picture."""
@@ -44,7 +44,7 @@ def prompts(
 
 
 def _saved(conversation: Conversation, folder: Path, number: int) -> list[dict[str, Any]]:
-    """The messages before the last answer; their pictures are written to `folder`."""
+    """Return the messages before the last reply, and write their pictures to `folder`."""
     names = iter(
         [(f"{number:05}-{at}.png", scene.image) for at, scene in enumerate(conversation.scenes)]
     )

@@ -1,4 +1,4 @@
-"""Drawn scenes, three rows of three cells with coloured shapes, and the right caption of each."""
+"""Drawn scenes of three rows of three cells with coloured shapes, and their captions."""
 
 from __future__ import annotations
 
@@ -27,7 +27,7 @@ _EMPTY_SHARE = 0.25
 
 @dataclass(frozen=True, slots=True)
 class Scene:
-    """A picture and what it shows."""
+    """A picture and its cells."""
 
     cells: tuple[str, ...]  # nine of `CELLS`, row by row
     image: Image.Image  # RGB, 168 x 168 pixels
@@ -41,14 +41,14 @@ class Scene:
 
 @dataclass(frozen=True, slots=True)
 class Score:
-    """How right a caption is."""
+    """The accuracy of a caption."""
 
     exact: bool  # word by word
     right_cells: int  # of 9
 
 
 def draw(*seed: int) -> Scene:
-    """The scene of a seed: what stands where, its places, sizes, tints and the background vary."""
+    """Draw the scene of a seed; shapes, positions, sizes, tints and background vary."""
     random = np.random.default_rng(seed)
     background = random.integers(224, 256, 3)
     pixels = np.broadcast_to(background, (SIDE, SIDE, 3)) + random.normal(0, 3, (SIDE, SIDE, 1))
@@ -76,7 +76,7 @@ def _draw_shape(
     if shape == "circle":
         pen.ellipse((x - radius, y - radius, x + radius, y + radius), fill)
     elif shape == "square":
-        half = radius * math.sqrt(math.pi) / 2  # the circle's area: size tells nothing
+        half = radius * math.sqrt(math.pi) / 2  # the circle's area: size reveals nothing
         pen.rectangle((x - half, y - half, x + half, y + half), fill)
     elif shape == "triangle":
         corners = [(x, y - radius), (x + radius, y + radius), (x - radius, y + radius)]
@@ -89,8 +89,7 @@ def _draw_shape(
 def score(caption: str, scene: Scene) -> Score:
     """Compare a caption with a scene; spaces and line breaks do not count.
 
-    A cell is right when it is what stands there: missing rows and cells are wrong, and what is too
-    much is not counted, except that the caption is no longer exact.
+    Missing rows and cells are wrong. Superfluous ones do not count, but the caption is not exact.
     """
     words = " ".join(re.sub(r"([:,.])", r" \1 ", caption).split())
     right = 0

@@ -1,4 +1,4 @@
-"""The training loop: scenes drawn on the way in, a captioning model out; stops and goes on."""
+"""The training loop of a captioning model over drawn scenes; resumes after an interrupt."""
 
 from __future__ import annotations
 
@@ -29,7 +29,7 @@ _CELL_WEIGHT = 0.5
 
 @dataclass(frozen=True, slots=True)
 class Recipe:
-    """What the user chose."""
+    """The user's options of the training."""
 
     steps: int
     batch_size: int  # conversations of a step
@@ -45,7 +45,7 @@ class Progress:
     step: int
     steps: int
     loss: float  # of the answers' tokens
-    right_cells: float  # share of cells that the classifier beside the encoder names
+    right_cells: float  # share that the classifier of cells names
     seconds: float  # of a step
 
 
@@ -87,20 +87,20 @@ def make_batch(conversations: Sequence[Conversation], encoded: Sequence[Encoded]
 
 
 class Trainer:
-    """A model in training; `folder` keeps its state."""
+    """A model in training; `folder` stores its state."""
 
     def __init__(self, model: Model, encoder: Encoder, recipe: Recipe, folder: Path) -> None:
         self.model, self.encoder, self.recipe, self.folder = model, encoder, recipe, folder
-        # Names cells from the encoder's rows. Without it the encoder would hear of shapes only
-        # through the decoder, which in turn would have nothing to look at.
+        # Classifies cells from the encoder's output. Without it the encoder's gradient would come
+        # only through the decoder, whose input would be uninformative.
         width = 4 * model.config.text_config.hidden_size
         self.cell_head = nn.Linear(width, len(CELLS))
         self.optimizers = _optimizers(nn.ModuleList([model, self.cell_head]), recipe.learning_rate)
         self.step = 0
-        self.seconds = 0.0  # of training, all runs together
+        self.seconds = 0.0  # of training, over all runs
 
     def resume(self) -> bool:
-        """Continue from the folder's state if there is one."""
+        """Resume from the folder's state; return whether there is one."""
         path = self.folder / _STATE
         if not path.exists():
             return False
@@ -113,7 +113,7 @@ class Trainer:
         return True
 
     def save(self) -> None:
-        """Write the state; a crash leaves the old one."""
+        """Write the state atomically."""
         state = {
             "model": self.model.state_dict(),
             "cell_head": self.cell_head.state_dict(),
@@ -166,7 +166,7 @@ class Trainer:
         return total / tokens, right / cells
 
     def _batches(self) -> Iterator[Batch]:
-        """The conversations of a step, those of one kind together: they are about as long."""
+        """Yield the conversations of a step, batched by kind, since lengths are similar."""
         usual, *others = KINDS
         count = self.recipe.batch_size // 2
         for kind, size in (
@@ -180,7 +180,7 @@ class Trainer:
                 yield make_batch(conversations, [self.encoder(item) for item in conversations])
 
     def _forward(self, batch: Batch) -> tuple[Tensor, Tensor]:
-        """Logits of the learned tokens [L, V], and of cells [images, 9, kinds of cells]."""
+        """Return logits of learned tokens [L, V], and of cells [images, 9, kinds of cells]."""
         model = self.model.model
         features = torch.cat(model.get_image_features(batch.pixels, batch.grids).pooler_output)
         is_image = batch.token_ids == self.model.config.image_token_id
@@ -192,7 +192,7 @@ class Trainer:
             attention_mask=batch.attends,
             use_cache=False,
         ).last_hidden_state
-        before = batch.learned.roll(-1, 1)  # the rows that predict learned tokens
+        before = batch.learned.roll(-1, 1)  # the positions that predict learned tokens
         # [images, rows, 2, columns, 2, H] to [images, 9, 4H]: a cell is 2 x 2 features
         cells = features.reshape(-1, ROWS, 2, ROWS, 2, features.shape[-1])
         cells = cells.transpose(2, 3).reshape(-1, ROWS**2, 4 * features.shape[-1])
@@ -200,7 +200,7 @@ class Trainer:
 
 
 def _optimizers(network: nn.Module, learning_rate: float) -> list[torch.optim.Optimizer]:
-    """Muon (arXiv 2502.16982) for the matrices of layers and blocks, AdamW for all else."""
+    """Return Muon (arXiv 2502.16982) for matrices of layers and blocks, AdamW for the rest."""
     matrices, others = [], []
     for name, value in network.named_parameters():
         is_inner = value.ndim == 2 and ("layers." in name or "blocks." in name or "merger." in name)
@@ -214,7 +214,7 @@ def _optimizers(network: nn.Module, learning_rate: float) -> list[torch.optim.Op
 
 
 def _schedule(step: int, warmup: int, steps: int) -> float:
-    """Linear warm-up, then a cosine to a fiftieth."""
+    """Return the factor of the learning rate: linear warm-up, then a cosine to 0.02."""
     if step < warmup:
         return (step + 1) / warmup
     done = (step - warmup) / max(steps - warmup, 1)

@@ -1,4 +1,4 @@
-"""One run: a random model, its training, what it learned, the checkpoint's folder."""
+"""One run: training from random weights, evaluation, and the checkpoint's folder."""
 
 from __future__ import annotations
 
@@ -33,22 +33,22 @@ _FRESH_SCENES = 100
 
 @dataclass(frozen=True, slots=True)
 class Job:
-    """Everything the user chose."""
+    """The user's options."""
 
     output_dir: Path
     recipe: Recipe
-    threads: int  # 0: as torch likes
+    threads: int  # 0: torch's default
     save_every: int
     fresh_scenes: int = _FRESH_SCENES  # of each kind, for the model card
-    # Of the model, see `make_config`; tests take smaller ones.
+    # Of the model, see `make_config`; tests use smaller ones.
     sizes: dict[str, dict[str, Any]] = dataclasses.field(default_factory=dict)
 
 
 def run(job: Job) -> None:
-    """Train, or go on with what an interrupted run left, measure, write the checkpoint.
+    """Train or resume an interrupted run, evaluate, and write the checkpoint.
 
     Raises:
-        EdgeLLMError: the folders hold other things.
+        EdgeLLMError: the folders hold other files.
     """
     transformers.logging.set_verbosity_error()
     transformers.logging.disable_progress_bar()
@@ -65,7 +65,7 @@ def run(job: Job) -> None:
         encoder = Encoder.read(Path(name))
     trainer = Trainer(model, encoder, job.recipe, work)
     if trainer.resume():
-        _say(f"going on at step {trainer.step}")
+        _log(f"resuming at step {trainer.step}")
     trainer.run(save_every=job.save_every, report=lambda progress: _report(job, progress))
     with temporary_folder(job.output_dir) as folder:
         write_model(folder, model.to(torch.bfloat16))
@@ -76,11 +76,11 @@ def run(job: Job) -> None:
         for path in sorted(folder.iterdir()):
             path.replace(job.output_dir / path.name)
     one = exactness["one"]
-    _say(f"{job.output_dir}: {one.exact} of {one.scenes} captions of fresh scenes are exact")
+    _log(f"{job.output_dir}: {one.exact} of {one.scenes} captions of fresh scenes are exact")
 
 
 def _check_output(job: Job) -> None:
-    """Refuse to overwrite anything but a checkpoint of the same settings."""
+    """Raise `EdgeLLMError` unless the folder is empty, or a checkpoint of the same settings."""
     output, settings = job.output_dir, json.loads(json.dumps(_facts(job)))
     if output.exists() and not output.is_dir():
         raise EdgeLLMError(f"{output} is a file", hint="give another --output_dir")
@@ -99,7 +99,7 @@ def _check_output(job: Job) -> None:
 
 
 def _facts_of(path: Path) -> dict[str, Any]:
-    """What an earlier run wrote of itself; nothing if it is no such file."""
+    """Read an earlier run's training.json; return an empty dict if it is invalid."""
     try:
         facts = json.loads(path.read_text("utf-8"))
     except (OSError, ValueError):
@@ -108,13 +108,13 @@ def _facts_of(path: Path) -> dict[str, Any]:
 
 
 def _claim(job: Job, work: Path) -> None:
-    """Make the work folder, or go on in it; refuse that of a run with other settings."""
+    """Create or reuse the work folder; raise `EdgeLLMError` if its settings differ."""
     path, text = work / "job.json", json.dumps(_facts(job), indent=2)
     try:
         if path.exists() and path.read_text("utf-8") != text:
             raise EdgeLLMError(
                 f"{work} holds a run with other settings",
-                hint="repeat its settings to go on, or remove the folder",
+                hint="give the same settings to resume, or remove the folder",
             )
         work.mkdir(parents=True, exist_ok=True)
         path.write_text(text, "utf-8")
@@ -123,26 +123,26 @@ def _claim(job: Job, work: Path) -> None:
 
 
 def _facts(job: Job) -> dict[str, Any]:
-    """The settings that make a run what it is."""
+    """Return the settings that affect the result."""
     return {**dataclasses.asdict(job.recipe), **job.sizes}
 
 
 def _report(job: Job, progress: Progress) -> None:
     if progress.step % job.save_every == 0 or progress.step == progress.steps:
-        _say(
+        _log(
             f"step {progress.step} of {progress.steps}: loss {progress.loss:.3f}, "
-            f"{progress.right_cells:.0%} of cells seen, {progress.seconds:.1f} s a step"
+            f"{progress.right_cells:.0%} of cells right, {progress.seconds:.1f} s a step"
         )
 
 
 def _measured(job: Job, folder: Path, encoder: Encoder) -> dict[str, Exactness]:
-    """Exactness by kind of conversation, of what was written: the weights are rounded."""
+    """Evaluate the written model, in bfloat16 precision, by kind of conversation."""
     model = read_model(folder)
     return {kind: measure(model, encoder, kind, job.fresh_scenes) for kind in KINDS}
 
 
 def _write_facts(folder: Path, job: Job, trainer: Trainer, exactness: dict[str, Exactness]) -> None:
-    """training.json and the model card."""
+    """Write training.json and the model card."""
     facts = {
         **_facts(job),
         "parameters": sum(value.numel() for value in trainer.model.parameters()),
@@ -156,5 +156,5 @@ def _write_facts(folder: Path, job: Job, trainer: Trainer, exactness: dict[str, 
     (folder / "README.md").write_text(card, "utf-8")
 
 
-def _say(line: str) -> None:
+def _log(line: str) -> None:
     print(line, file=sys.stderr, flush=True)

@@ -29,11 +29,11 @@ class Attack(Protocol):
     SHARE: int
 
     def attack(self, workshop: Workshop, number: int, rng: random.Random, folder: Path) -> str:
-        """Try one case in an empty folder; return what was tried and what came of it.
+        """Try one case in an empty folder; return what was tried and the outcome.
 
         Args:
             workshop: engines and files that all cases share.
-            number: of the case, by which kinds take turns.
+            number: of the case, which selects its kind.
             rng: gives everything that is random.
             folder: keeps the input of a case that fails.
 
@@ -45,7 +45,7 @@ class Attack(Protocol):
 
 @dataclass(frozen=True, slots=True)
 class Result:
-    """The end of one case; `finding` is empty where the product did right."""
+    """The outcome of one case; `finding` is empty if the product was correct."""
 
     attack: str
     seed: int
@@ -55,7 +55,7 @@ class Result:
 
     @property
     def command(self) -> str:
-        """Tries the case again."""
+        """The command that repeats the case."""
         again = f"--only {self.attack} --seed {self.seed} --case {self.number}"
         return f"python tests/adversary/run.py {again}"
 

@@ -35,7 +35,7 @@ class Subject:
     """Inputs of a format, and the command that reads them."""
 
     inputs: Callable[[Workshop], Path]  # a folder, which is copied
-    breaks: tuple[str, ...]  # patterns of files, of which one breaks
+    breaks: tuple[str, ...]  # patterns of files; one of them breaks
     run: Callable[[Workshop, Path, Path], Ended]  # with the broken folder, in an empty one
     is_hashed: bool = False  # its manifest has the hashes of its files
 
@@ -107,7 +107,7 @@ SUBJECTS = {
     "engine": Subject(lambda shop: shop.pair.engine, ("*", "*/*"), _infer, is_hashed=True),
 }
 KINDS = (*SUBJECTS, "requests", "picture", "film")
-HEAVY_EVERY = 40  # cases, of which the last imports torch
+HEAVY_EVERY = 40  # cases; the last one imports torch
 
 
 def attack(workshop: Workshop, number: int, rng: random.Random, folder: Path) -> str:
@@ -154,7 +154,7 @@ def _judged(ended: Ended, folder: Path, said: str) -> str:
 
 
 def require_whole(folder: Path, said: str) -> None:
-    """Every file of the manifest has its hash."""
+    """Require that every file of the manifest has its hash."""
     try:
         files = json.loads((folder / MANIFEST_NAME).read_text("utf-8"))["files"]
         verify_files(folder, {name: FileRecord(**record) for name, record in files.items()})
@@ -163,7 +163,7 @@ def require_whole(folder: Path, said: str) -> None:
 
 
 def _break_requests(workshop: Workshop, rng: random.Random, folder: Path) -> str:
-    """A request file: every answer is one, or has its reason."""
+    """A request file: every response is an output or an error with its reason."""
     content = {**workshop.requests, "max_generate_length": 3, "top_k": 4, "seed": 1}
     if rng.random() < 0.7:
         how, text = break_json(content, rng)

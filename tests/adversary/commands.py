@@ -1,4 +1,4 @@
-"""Commands as users run them, and what may be said of their end."""
+"""Commands as users run them, and the allowed ways to end."""
 
 from __future__ import annotations
 
@@ -21,7 +21,7 @@ from adversary import forker
 from adversary.attack import require
 
 MAX_SECONDS = 60
-MAX_BYTES = 6 << 30  # of memory that a command may ask for
+MAX_BYTES = 6 << 30  # memory that a command may allocate
 TESTS = Path(__file__).parent.parent
 Send = Callable[[int], None]  # a signal
 
@@ -93,7 +93,7 @@ class Commands:
             limits: of resources, by the name of the constant.
             environment: further variables.
             strike: is called in a thread, with what sends a signal while the command runs.
-            seconds: after which the command is killed.
+            seconds: until the command is killed.
         """
         (entry,) = metadata.entry_points(group="console_scripts", name=command)
         job = {

@@ -44,7 +44,7 @@ def _run(job: dict[str, Any]) -> int:
     for name, maximum in job["limits"].items():
         resource.setrlimit(getattr(resource, name), (maximum, maximum))
     for number in (signal.SIGINT, signal.SIGTERM, signal.SIGHUP):
-        signal.signal(number, signal.SIG_DFL)  # an end without a word while modules are imported
+        signal.signal(number, signal.SIG_DFL)  # no message from an end while modules are imported
     sys.argv = [job["command"], *job["arguments"]]
     module = importlib.import_module(job["module"])
     try:

@@ -20,7 +20,7 @@ from adversary.kills import LIGHT, WORKS
 from adversary.workshop import Workshop
 
 SHARE = 10
-STAGE = ".out.transfer"  # from which a transfer goes on
+STAGE = ".out.transfer"  # from which a transfer resumes
 
 
 def attack(workshop: Workshop, number: int, rng: random.Random, folder: Path) -> str:
@@ -65,7 +65,7 @@ def _can_mount(folder: str) -> bool:
 
 @contextlib.contextmanager
 def _small(place: Path, num_bytes: int) -> Iterator[Path]:
-    """A file system of so many bytes."""
+    """A file system of this size in bytes."""
     place.mkdir(parents=True, exist_ok=True)
     mount = ["mount", "-t", "tmpfs", "-o", f"size={max(num_bytes, 8192)}", "tmpfs", str(place)]
     try:

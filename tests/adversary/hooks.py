@@ -42,7 +42,7 @@ HOOKS = {
     "accept": ("__call__",),
     "entry": ("before_pass",),
 }
-PLAIN = ("endings", "entry", "sampler")  # where nothing drafts
+PLAIN = ("endings", "entry", "sampler")  # without a draft
 CLASSES: tuple[type[BaseException], ...] = (
     EdgeLLMError,
     RequestError,
@@ -61,7 +61,7 @@ CLASSES: tuple[type[BaseException], ...] = (
 
 
 class Raiser:
-    """Stands for a part of a sequence; one of its methods fails at some call."""
+    """A proxy of a part of a sequence; one of its methods fails at some call."""
 
     def __init__(self, real: Any, hook: str, call: int, error: BaseException) -> None:
         self._real, self._hook, self._left, self._error = real, hook, call, error
@@ -133,7 +133,7 @@ def _begun(llm: LLM, prompt: str, sampling: SamplingParams) -> RequestOutput:
 
 
 def _tokens(answer: RequestOutput) -> list[int] | str:
-    """Of a whole answer, or why it failed."""
+    """Tokens of a whole output, or the error."""
     try:
         for _ in answer:
             pass
@@ -151,7 +151,7 @@ def _arm(answer: RequestOutput, part: str, hook: str, call: int, error: BaseExce
 
 
 def _together(answers: list[RequestOutput]) -> list[list[int] | str | None]:
-    """Each in a thread of its own, as a server has them."""
+    """Run each sequence in its own thread, as a server does."""
     found: list[list[int] | str | None] = [None] * len(answers)
 
     def read(at: int) -> None:

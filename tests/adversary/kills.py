@@ -31,8 +31,8 @@ Files = dict[str, str]
 class Work:
     """A command that writes a folder or a file."""
 
-    run: Callable[..., Ended]  # with the workshop, an empty folder and what `Commands.run` takes
-    target: str  # what it writes there
+    run: Callable[..., Ended]  # with the workshop, an empty folder and arguments of `Commands.run`
+    target: str  # its output there
     is_artifact: bool = True  # it has a manifest with hashes
     is_heavy: bool = False  # imports torch
 
@@ -84,8 +84,8 @@ WORKS = {
     "train": Work(_train, "out", is_artifact=False, is_heavy=True),
 }
 LIGHT = [name for name, work in WORKS.items() if not work.is_heavy]
-_SECONDS: dict[str, float] = {}  # that a whole run takes
-_WHOLE: dict[str, Files] = {}  # what it writes
+_SECONDS: dict[str, float] = {}  # time of a whole run
+_WHOLE: dict[str, Files] = {}  # its output
 
 
 def attack(workshop: Workshop, number: int, rng: random.Random, folder: Path) -> str:
@@ -114,7 +114,7 @@ def attack(workshop: Workshop, number: int, rng: random.Random, folder: Path) ->
 
 
 def _learn(workshop: Workshop, name: str, folder: Path) -> None:
-    """What a whole run takes and writes; its first run also fills caches."""
+    """Measure time and output of a whole run; its first run also fills caches."""
     for _ in range(2):
         begin = time.monotonic()
         _require_done(WORKS[name].run(workshop, folder))
@@ -146,7 +146,7 @@ def _require_whole_or_before(
 
 
 def files(folder: Path) -> Files:
-    """Hashes by name, without what holds times."""
+    """Hashes by name, without files that hold times."""
     found = {}
     for path in sorted(folder.rglob("*")):
         if not path.is_file() or path.name in ("in.json", ".checked.json"):

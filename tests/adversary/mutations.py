@@ -70,7 +70,7 @@ def _remove(data: bytearray, rng: random.Random) -> None:
 
 
 def _number(data: bytearray, rng: random.Random) -> None:
-    """A length or an offset that is none."""
+    """An invalid length or offset."""
     value, form = rng.choice([0, 1, 2**31 - 1, 2**32 - 1, 2**63, 2**64 - 1]), rng.choice("IQ")
     size = struct.calcsize(form)
     at = min(_place(data, rng), max(len(data) - size, 0))
@@ -101,7 +101,7 @@ def _append(data: bytearray, rng: random.Random) -> None:
 
 
 def _place(data: bytearray, rng: random.Random) -> int:
-    """Anywhere, but in every second case where headers are."""
+    """A random position; in every second case one in the header."""
     maximum = len(data) if rng.random() < 0.5 else min(len(data), 1500)
     return rng.randrange(maximum) if maximum else 0
 
@@ -120,7 +120,7 @@ BYTES = {
 
 
 def break_bytes(data: bytes, rng: random.Random) -> tuple[str, bytes]:
-    """The name of a way, and the bytes that it makes."""
+    """Break bytes; return the name of the mutation, and the bytes."""
     name = rng.choice(sorted(BYTES))
     changed = bytearray(data)
     if changed:

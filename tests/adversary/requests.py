@@ -1,7 +1,7 @@
 """Hostile requests to every endpoint of a running server, over plain sockets.
 
-Verdict: a right answer or a status from 400 to 499 with a JSON error, never 500. The server lives,
-its next answer is the reference, and its memory is bounded.
+Verdict: a correct response or a status 4xx with a JSON error, never 500. The server survives,
+its next response is the reference, and its memory is bounded.
 """
 
 from __future__ import annotations
@@ -141,7 +141,7 @@ _PATHS = (
 
 
 class Victim:
-    """A server, its reference answer and the memory that it had."""
+    """A server, its reference response and its initial memory."""
 
     def __init__(self, engine: Path) -> None:
         self.server = ServerProcess(engine, "--modelName", MODEL, "--queueSize", 8)
@@ -238,7 +238,7 @@ def _hostile_head(victim: Victim, rng: random.Random, sent: list[bytes]) -> str:
 
 
 def _hang_up(victim: Victim, rng: random.Random, sent: list[bytes]) -> str:
-    """In the middle of a request or of a stream."""
+    """Close the connection in the middle of a request or of a stream."""
     path = rng.choice(sorted(BODIES))
     content = {**BODIES[path], "stream": True, "max_tokens": 200}
     whole = _request(path, "POST", json.dumps(content).encode())
@@ -253,7 +253,7 @@ def _hang_up(victim: Victim, rng: random.Random, sent: list[bytes]) -> str:
 
 
 def _half_open(victim: Victim, rng: random.Random, sent: list[bytes]) -> str:
-    """Many connections that say little, and stay while an honest client asks."""
+    """Many idle connections, which stay open during a valid request."""
     with contextlib.ExitStack() as stack:
         for _ in range(rng.choice([5, 40, 150])):
             connection = stack.enter_context(victim.connect())
@@ -261,12 +261,12 @@ def _half_open(victim: Victim, rng: random.Random, sent: list[bytes]) -> str:
             sent.append(whole[: rng.randrange(len(whole))])
             connection.sendall(sent[-1])
         found = victim.answer()
-        require(found == victim.reference, f"beside half-open connections: {found!r}")
+        require(found == victim.reference, f"with half-open connections: {found!r}")
     return "served"
 
 
 def _many(victim: Victim, rng: random.Random, sent: list[bytes]) -> str:
-    """Several at once, some of them hostile; then their answers."""
+    """Several concurrent requests, some of them hostile; then their responses."""
     with contextlib.ExitStack() as stack:
         waiting = []
         for _ in range(rng.randrange(2, 12)):
@@ -283,7 +283,7 @@ def _many(victim: Victim, rng: random.Random, sent: list[bytes]) -> str:
 
 
 def _pipelined(victim: Victim, rng: random.Random, sent: list[bytes]) -> str:
-    """Requests in one piece; the first answer counts."""
+    """Several requests in one packet; the first response counts."""
     for _ in range(rng.randrange(2, 6)):
         path, method, content = _operation(victim, rng)
         sent.append(_request(path, method, _body(content, rng)))
@@ -291,7 +291,7 @@ def _pipelined(victim: Victim, rng: random.Random, sent: list[bytes]) -> str:
 
 
 def _junk(victim: Victim, rng: random.Random, sent: list[bytes]) -> str:
-    """No HTTP at all."""
+    """Bytes that are not HTTP."""
     data = rng.choice(
         [
             rng.randbytes(200),
@@ -329,7 +329,7 @@ def _judged(victim: Victim, data: bytes, *, is_http: bool = True) -> str:
 
 
 def _require_answer(connection: socket.socket, request: bytes, *, is_http: bool = True) -> str:
-    """The status; of what is no HTTP also silence or an end."""
+    """The status; for bytes that are not HTTP also silence or a closed connection."""
     found = _received(connection)
     if not found and not is_http:
         return "closed"
@@ -345,14 +345,14 @@ def _require_answer(connection: socket.socket, request: bytes, *, is_http: bool 
 
 
 def _received(connection: socket.socket) -> bytes:
-    """Until the answer of the head's length is there, the server closes, or it is silent."""
+    """Receive until the response is complete, the server closes, or it is silent."""
     found = bytearray()
     connection.settimeout(PATIENCE_S)
     with contextlib.suppress(TimeoutError, ConnectionError):
         while piece := connection.recv(1 << 16):
             found += piece
-            head, behind, body = found.partition(b"\r\n\r\n")
-            if behind and _is_whole(head.lower(), body):
+            head, separator, body = found.partition(b"\r\n\r\n")
+            if separator and _is_whole(head.lower(), body):
                 break
     return bytes(found)
 

@@ -1,4 +1,4 @@
-"""Attacks the product with random seeds for as long as asked, and writes one report.
+"""Attack the product with random seeds for a given time, and write one report.
 
 python tests/adversary/run.py --minutes 60
 python tests/adversary/run.py --only broken_files --seed 7 --case 12
@@ -14,7 +14,7 @@ import sys
 import time
 from pathlib import Path
 
-# This folder has a module of the name of a package that others import.
+# This folder has a module with the name of a package that others import.
 sys.path = [place for place in sys.path if place != str(Path(__file__).parent)]
 _TESTS = Path(__file__).parents[1]
 sys.path += [str(_TESTS), str(_TESTS / "support"), str(_TESTS.parent / "benchmarks")]
@@ -81,7 +81,7 @@ def summary(name: str, results: list[Result]) -> str:
 
 
 def outcomes(results: list[Result]) -> dict[str, int]:
-    """How often each outcome came, without findings."""
+    """Counts of each outcome, without findings."""
     tried = collections.Counter(result.tried for result in results if not result.finding)
     return dict(sorted(tried.items()))
 

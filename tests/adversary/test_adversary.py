@@ -1,4 +1,4 @@
-"""A share of every attack, with fixed seeds; `run.py` goes on for as long as asked."""
+"""A share of every attack, with fixed seeds; `run.py` runs for a given time."""
 
 from __future__ import annotations
 
@@ -48,13 +48,13 @@ def test_a_share(workshop, name, tmp_path):
     ],
 )
 def test_verdicts(code, stderr, timed_out, finding):
-    """They find what they are for."""
+    """They detect the faults that they are for."""
     ended = Ended("a command", code, "", stderr, 1.0, 0, timed_out)
     with pytest.raises(Finding, match=finding):
         ended.require_clear()
 
 
-def test_a_finding_is_kept_and_said(tmp_path, monkeypatch):
+def test_a_finding_is_saved_and_reported(tmp_path, monkeypatch):
     """With its input, in both forms of the report."""
 
     def attack(_: object, number: int, __: object, folder: Path) -> str:

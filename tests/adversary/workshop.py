@@ -1,4 +1,4 @@
-"""What the attacks work with: tiny checkpoints, bundles, engines and other inputs, made once."""
+"""Inputs of the attacks: tiny checkpoints, bundles, engines and other files, made once."""
 
 from __future__ import annotations
 
@@ -27,7 +27,7 @@ REQUESTS = 6
 
 
 class Workshop:
-    """Everything is made when it is first asked for, in `folder`."""
+    """Inputs in `folder`, each made on first use."""
 
     def __init__(self, folder: Path) -> None:
         self.folder = folder
@@ -36,7 +36,7 @@ class Workshop:
         self._at_end: list[Callable[[], object]] = [self.commands.close, self.heavy_commands.close]
 
     def on_close(self, end: Callable[[], object]) -> None:
-        """Registers what ends a process."""
+        """Register a function that ends a process."""
         self._at_end.append(end)
 
     def close(self) -> None:
@@ -59,7 +59,7 @@ class Workshop:
 
     @functools.cached_property
     def lettered_engine(self) -> Path:
-        """The engine of a batch, whose tokens are characters: grammars guide it."""
+        """The batch engine with characters as tokens, for grammars."""
         return with_letters(self.batch_engine, self._new("letters") / "engine")
 
     @functools.cached_property
@@ -131,7 +131,7 @@ class Workshop:
 
     @functools.cached_property
     def texts(self) -> list[str]:
-        """The answers of the request file."""
+        """The outputs of the request file."""
         folder = self._new("texts")
         ended = self.infer(folder, self.pair.engine, self.requests)
         require(ended.code == 0, f"the reference failed: {ended}")
@@ -148,7 +148,7 @@ class Workshop:
 
     @functools.cached_property
     def conversations(self) -> Path:
-        """Answered conversations for the training of a draft."""
+        """Conversations with replies, for the training of a draft."""
         path = self._new("data") / "data.jsonl"
         lines = []
         for begin in range(10, 22):

@@ -25,10 +25,10 @@ def test_lines_where_no_terminal_is():
     clock, written = Clock(), []
     lines = Lines(written.append, clock)
     lines.tick()
-    told = part_of(lines.report, "packing", 200)
+    notify = part_of(lines.report, "packing", 200)
     for step in range(1, 121):
         clock.now_s = 100 + step / 10
-        told(step)
+        notify(step)
         lines.tick()
     lines.report("timing")
     clock.now_s += EVERY_S / 2
@@ -38,9 +38,9 @@ def test_lines_where_no_terminal_is():
 
 def test_more_than_was_expected_is_all_of_it():
     written = []
-    told = part_of(written.append, "packing", 10)
+    notify = part_of(written.append, "packing", 10)
     for done in (0, 5, 11):
-        told(done)
+        notify(done)
     part_of(written.append, "hashing", 0)(0)
     assert written == ["packing: 0%", "packing: 50%", "packing: 100%", "hashing: 0%"]
 

@@ -129,7 +129,7 @@ def test_a_special_token_of_one_character(tmp_path, family):
     ours, dollar = ChatTokenizer(tmp_path), tokenizer.token_to_id("$")
     found = _prompt(ours, "a$b$$")
     assert ours.decode(found, skip_special_tokens=False) == "$a$b$$$"
-    if family != "byte_level":  # whose byte is the token
+    if family != "byte_level":  # its byte is the token
         assert [at for at, index in enumerate(found) if index == dollar] == [0, len(found) - 1]
 
 

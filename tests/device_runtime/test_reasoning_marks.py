@@ -127,7 +127,7 @@ def test_channels_of_gpt_oss(tmp_path, is_special):
         "<|start|>user<|message|>x<|end|>"
         "<|start|>assistant<|channel|>final<|message|>the answer<|end|><|start|>assistant"
     )
-    for cut in range(len(answer)):  # of an answer that was stopped
+    for cut in range(len(answer)):  # of an output that was stopped
         turns[1] = {"role": "assistant", "content": answer[:cut]}
         try:
             assert "thought" not in Formatter(ours).format(turns, NEW_TURN)

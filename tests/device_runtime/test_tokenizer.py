@@ -278,7 +278,7 @@ def test_marked_words_are_text_and_not_special_tokens(tiny_engine):
     assert ids[-1] == end[0]
     word = tokenizer.encode("w30", add_special_tokens=False)[0]
     assert word in ids
-    assert tokenizer.encode("</s>", add_special_tokens=False) == end  # nothing stays switched
+    assert tokenizer.encode("</s>", add_special_tokens=False) == end  # settings are restored
 
 
 def test_text_without_special_tokens_is_unchanged(tiny_engine):

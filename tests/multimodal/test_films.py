@@ -1,4 +1,4 @@
-"""Files of films: what a player shows of them, upright and at its time."""
+"""Video files: frames as a player shows them, with orientation and times."""
 
 from __future__ import annotations
 
@@ -151,7 +151,7 @@ def test_a_constant_rate_is_exact(tmp_path, ending):
 @pytest.mark.parametrize("ending", ["mp4", "mkv"])
 @pytest.mark.parametrize("start", [0, 700])
 def test_a_variable_rate_has_the_times_of_its_frames(tmp_path, ending, start):
-    """Of a film that begins later, the first frame is at zero."""
+    """If a video starts later, its first frame is at zero."""
     times = [0, 10, 20, 500, 510, 900]
     path = tmp_path / f"a.{ending}"
     write(path, [gray(20 * place) for place in range(6)], [start + time for time in times])
@@ -168,11 +168,11 @@ def test_a_variable_rate_has_the_times_of_its_frames(tmp_path, ending, start):
         ([(0.5, 0.3)], [3, 4, 5, 6, 7]),
         ([(1.0, 0.2)], [2, 3, 4, 5, 6, 7, 8, 9, 10, 11]),
         ([(0.4, 0.0)], [0, 1, 2, 3]),
-        ([(0.5, -1), (0.3, 0.4)], [4, 5, 6]),  # half a second of nothing comes first
+        ([(0.5, -1), (0.3, 0.4)], [4, 5, 6]),  # an empty edit of half a second
     ],
 )
 def test_an_edit_list_hides_frames(tmp_path, edits, shown):
-    """As a film is trimmed without being encoded anew."""
+    """Videos are trimmed like this without encoding them again."""
     path = write(tmp_path / "a.mp4", [gray(20 * place) for place in range(12)])
     edited(path, *edits)
     film = read(path)
@@ -206,7 +206,7 @@ def test_hidden_and_truncated_videos_are_rejected(tmp_path):
 
 
 def test_packets_without_frames_are_not_counted(tmp_path):
-    """Matroska counts no frames: where its packets are too many, the decoder does."""
+    """Matroska counts no frames: if it has more packets than frames, the decoder counts."""
     path = write(tmp_path / "a.mkv", [gray(20 * place) for place in range(12)])
     with av.open(str(path)) as source, av.open(str(tmp_path / "b.mkv"), "w") as container:
         stream = container.add_stream_from_template(source.streams.video[0])

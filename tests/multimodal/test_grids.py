@@ -1,4 +1,4 @@
-"""Arrays about grids of patches against transformers' own, and how they grow."""
+"""Arrays of patch grids equal transformers', and their sizes are linear in the patches."""
 
 from __future__ import annotations
 
@@ -60,7 +60,7 @@ def test_windows_equal_transformers(grid, window):
     patches = (blocks[:, None] * 4 + torch.arange(4)).flatten().numpy()
     expected = [set(patches[begin:end]) for begin, end in itertools.pairwise(ends)]
     assert found == expected
-    # There and back again: every patch is found in its slot.
+    # Round trip: every patch is in its slot.
     np.testing.assert_array_equal(slots[inputs[graph_io.WINDOW_ROWS]], np.arange(np.prod(grid)))
     assert mask.ravel()[inputs[graph_io.WINDOW_ROWS]].all()
     assert ((slots >= 0) & (slots < np.prod(grid))).all()
@@ -103,7 +103,7 @@ def test_types_are_those_of_the_contract():
     assert inputs[graph_io.POS_EMBED_WEIGHT].dtype == np.float32
 
 
-def test_only_what_the_encoder_takes():
+def test_only_inputs_of_the_encoder_are_computed():
     assert set(grid_inputs(4, 4, _spec(window_size=0, position_grid=0))) == {
         graph_io.PATCH_POSITIONS
     }

@@ -212,7 +212,7 @@ def tiff(width, bits, photometric, row, *, samples=1, order="<", tags=()):
 @pytest.mark.parametrize("bits", [1, 2, 4, 8, 10, 12, 14, 16])
 @pytest.mark.parametrize("is_inverted", [False, True])
 def test_gray_tiffs_are_scaled_by_their_bits(tmp_path, order, bits, is_inverted):
-    """From black to white, or refused: never scaled by another depth."""
+    """From black to white, or rejected: never scaled by another depth."""
     top = 2**bits - 1
     values = [0, top // 3, top // 2, top]
     stored = 16 if bits in (10, 14) else bits
@@ -327,7 +327,7 @@ def test_thirty_two_bits_are_rejected(tmp_path, mode):
     refused("a.tif", tmp_path, "32 bits per pixel")
 
 
-# ----------------------------------------------------------------------------------- refusals
+# ----------------------------------------------------------------------------------- errors
 def test_sources_without_an_image(tmp_path):
     (tmp_path / "empty.png").touch()
     (tmp_path / "text.png").write_text("no picture")
@@ -375,7 +375,7 @@ def test_truncated_files(tmp_path, form):
 
 
 def test_damaged_files_are_rejected_or_decoded(tmp_path, recwarn):
-    """Whatever a flipped byte does to a decoder, it is no other exception and no warning."""
+    """A flipped byte causes no other exception and no warning."""
     generator = np.random.default_rng(0)
     image = Image.fromarray(noise(16, 16))
     for form in ("JPEG", "PNG", "GIF", "BMP", "WEBP", "TIFF"):

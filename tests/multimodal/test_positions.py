@@ -24,7 +24,7 @@ GRID = st.tuples(st.integers(1, 6), st.integers(1, 6))
 
 @pytest.fixture(scope="module", params=MODELS)
 def reference(request):
-    """The rule of transformers, from a model that has a config and no weights."""
+    """The rule of transformers, by a model with a config and no weights."""
     model_class, config_class = MODELS[request.param]
     model = model_class.__new__(model_class)
     torch.nn.Module.__init__(model)
@@ -96,6 +96,6 @@ def test_consecutive_images():
         ([1, 2], [(2, 2)]),
     ],
 )
-def test_image_tokens_that_no_grid_explains(token_ids, grids):
+def test_image_tokens_without_a_grid_are_rejected(token_ids, grids):
     with pytest.raises(RequestError, match="image tokens"):
         rotary_positions(token_ids, IMAGE, grids)

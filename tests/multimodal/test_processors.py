@@ -180,7 +180,7 @@ def test_idefics_limit_is_a_shorter_edge(pairs):
     assert (single.grid, single.num_tokens, len(single.pixels)) == ((1, 1), 4, 1)
 
 
-def test_shapes_that_qwen_cannot_take(pairs):
+def test_shapes_that_qwen_does_not_support(pairs):
     with pytest.raises(RequestError, match="201 x 1 pixels is longer than 200 times") as caught:
         pairs("qwen2_vl")[0].prepare(picture(201, 1))
     assert caught.value.hint
@@ -211,7 +211,7 @@ def test_prompts_by_hand(pairs):
 
 
 def test_smolvlm_videos_have_an_introduction(pairs, monkeypatch):
-    """The text about a film, and its frames as pictures that are not split."""
+    """The text about a video, and its frames as images that are not split."""
     from transformers.models.smolvlm import processing_smolvlm
     from transformers.video_utils import VideoMetadata
 
@@ -247,7 +247,7 @@ def test_numbers_of_frames_are_words():
     ],
 )
 def test_settings_of_smolvlm_videos(tmp_path, changes, message):
-    """A file of their own says all; without sampling there are no films."""
+    """A separate file has all settings; without sampling, videos are unsupported."""
     folder = write_processor(tmp_path, "smolvlm", video_sampling=None)
     assert processors.load(folder).film is None
     own = {"max_image_size": {"longest_edge": 32}, **changes}

@@ -1,4 +1,4 @@
-"""What a checkpoint says about pictures: understood, or refused with the place."""
+"""Image settings of a checkpoint: supported, or rejected with file and key."""
 
 from __future__ import annotations
 
@@ -124,7 +124,7 @@ def assert_same(found, expected):
     assert (found.rules.table == expected.rules.table).all()
     assert found.rules.resample == expected.rules.resample
     for name in type(found).__slots__:
-        if name not in ("rules", "film"):  # films have rules of their own, and a file
+        if name not in ("rules", "film"):  # videos have their own rules and file
             assert getattr(found, name) == getattr(expected, name)
 
 
@@ -171,7 +171,7 @@ def test_unsupported_settings_are_rejected(tmp_path, model_type, changes, match)
     )
 
 
-def test_processor_config_is_understood_as_well(tmp_path):
+def test_processor_config_is_supported(tmp_path):
     folder = write_processor(tmp_path, "idefics3")
     edit(folder, "processor_config", image_break_token="x")
     with pytest.raises(UnsupportedModelError, match="does not understand: image_break_token"):

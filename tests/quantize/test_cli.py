@@ -1,4 +1,4 @@
-"""`edgellm-quantize` as a user meets it: interrupts, bad input, foreign files."""
+"""The `edgellm-quantize` command: interrupts, invalid input, foreign files."""
 
 from __future__ import annotations
 
@@ -66,7 +66,7 @@ def _change(job, name, change) -> None:
 
 
 def _files(folder: Path) -> dict[str, bytes]:
-    """What must be the same after an interrupt: all but the timings."""
+    """Return the files that an interrupt must not change: all without timings."""
     return {
         path.name: path.read_bytes()
         for path in folder.iterdir()
@@ -74,7 +74,7 @@ def _files(folder: Path) -> dict[str, bytes]:
     }
 
 
-def test_the_command(command, place, tmp_path):
+def test_the_command_prints_progress_and_a_summary(command, place, tmp_path):
     arguments = ["--calib_dataset", place / "text.jsonl", "--num_samples", 8, "--seq_len", 32]
     result = command(
         "edgellm-quantize", "llm", "--model_dir", place / "model", "--output_dir",
@@ -90,7 +90,7 @@ def test_the_command(command, place, tmp_path):
     assert "Inserted" not in result.stdout + result.stderr  # ModelOpt's prints
 
 
-def test_ctrl_c_and_on(command_here, place, tmp_path, monkeypatch):
+def test_a_run_resumes_after_ctrl_c(command_here, place, tmp_path, monkeypatch):
     monkeypatch.setenv("OMP_NUM_THREADS", "1")
     model = make_model(tmp_path / "deep", "llama", num_hidden_layers=8)
     first = [
@@ -110,8 +110,8 @@ def test_ctrl_c_and_on(command_here, place, tmp_path, monkeypatch):
 
 
 @pytest.mark.parametrize("scheme", ["fp8", "int4_awq"])
-def test_every_step_may_be_the_last_before_an_interrupt(place, tmp_path, monkeypatch, scheme):
-    """Cut at the first, second, ... file that becomes whole, and gone on with: the same result."""
+def test_an_interrupt_at_any_file_does_not_change_the_result(place, tmp_path, monkeypatch, scheme):
+    """Interrupt when the first, second, ... file is finished, and resume."""
     options = {"lm_head_quantization": "fp8"}
     text = place / "text.jsonl"
     whole = make_job(place / "model", text, tmp_path / "whole", scheme, **options)
@@ -138,8 +138,8 @@ def test_every_step_may_be_the_last_before_an_interrupt(place, tmp_path, monkeyp
 
 
 @pytest.mark.parametrize("replaces", [False, True])
-def test_a_run_killed_while_its_files_move_can_go_on(tmp_path, monkeypatch, replaces):
-    """The folder is there at once, or all that will be in it is known as this command's."""
+def test_a_run_killed_while_its_files_move_can_be_repeated(tmp_path, monkeypatch, replaces):
+    """The folder appears at once, or its files are recorded as this command's."""
     output, replace, moves = tmp_path / "out", Path.replace, 0
 
     def write(name: str, files: list[str]) -> Path:
@@ -179,7 +179,7 @@ def test_a_run_killed_while_its_files_move_can_go_on(tmp_path, monkeypatch, repl
     assert json.loads((output / folder_module.SIDE_FILE).read_text())["of"] == f"second{attempt}"
 
 
-def test_a_run_with_other_settings_is_refused(job, place):
+def test_a_run_with_other_settings_is_rejected(job, place):
     def stop(*_: object) -> None:
         raise KeyboardInterrupt
 
@@ -191,7 +191,7 @@ def test_a_run_with_other_settings_is_refused(job, place):
     run_job(job, _quiet)
 
 
-def test_a_result_that_differs_too_much_is_not_written(job):
+def test_a_result_above_max_kl_is_not_written(job):
     page = job.output_dir.with_name("page.html")
     strict = dataclasses.replace(job, max_kl=1e-9, report=page)
     with pytest.raises(EdgeLLMError, match=r"is above --max_kl 1e-09") as caught:
@@ -216,7 +216,7 @@ def test_a_result_that_differs_too_much_is_not_written(job):
         (["--quantization", "fp8", "--block_size", "32"], ["is for INT4", "leave it out"]),
     ],
 )
-def test_flags_that_will_not_do(command_here, place, tmp_path, flags, words):
+def test_invalid_flags_are_rejected(command_here, place, tmp_path, flags, words):
     arguments = ["--model_dir", place / "model", "--output_dir", tmp_path / "out"]
     result = command_here("edgellm-quantize", "llm", *arguments, *flags)
     assert_one_line_error(result, *words)
@@ -224,32 +224,32 @@ def test_flags_that_will_not_do(command_here, place, tmp_path, flags, words):
     assert list(tmp_path.iterdir()) == []
 
 
-def test_pages_that_will_not_do(job, tmp_path):
+def test_invalid_report_pages_are_rejected(job, tmp_path):
     (tmp_path / "own.html").write_text("<h1>Mine</h1>")
     for name, words in {
-        "page.txt": "no name of a page",
-        ".": "no name of a page",
+        "page.txt": "is not an .html file",
+        ".": "is not an .html file",
         "none/page.html": "no such folder",
-        "/proc/page.html": "/proc takes no file",
-        "own.html": "is no page of edgellm-quantize",
+        "/proc/page.html": "/proc is not writable",
+        "own.html": "is not a report of edgellm-quantize",
     }.items():
         with pytest.raises(EdgeLLMError, match=words):
             run_job(dataclasses.replace(job, report=tmp_path / name), _quiet)
     assert [path.name for path in tmp_path.iterdir()] == ["own.html"]
 
 
-def test_a_device_that_is_not_there(place, tmp_path):
+def test_an_unknown_device_is_rejected(place, tmp_path):
     text = place / "text.jsonl"
     job = make_job(place / "model", text, tmp_path / "out", "fp8", device="tpu")
     with pytest.raises(EdgeLLMError, match="--device tpu"):
         run_job(job, _quiet)
 
 
-def test_models_that_will_not_do(damaged):
-    """Found before the work: nothing is written, the fault is named."""
+def test_invalid_models_fail_before_any_output(damaged):
+    """The error names the fault."""
     name = "model.layers.1.mlp.up_proj.weight"
 
-    def refused(error, words):
+    def assert_rejected(error, words):
         with pytest.raises(error, match=words):
             run_job(damaged, _quiet)
         assert not damaged.output_dir.exists()
@@ -264,41 +264,41 @@ def test_models_that_will_not_do(damaged):
         ({"max_position_embeddings": 16}, "--seq_len 32: the model has 16 positions"),
     ):
         config.write_text(json.dumps({**good, **change}))
-        refused(EdgeLLMError, words)
+        assert_rejected(EdgeLLMError, words)
     config.write_text(json.dumps(good))
 
     def spoil(weight):
         weight[3, 5] = np.nan
 
     _change(damaged, name, spoil)
-    refused(BrokenArtifactError, f"tensor {name} holds values that are not numbers")
+    assert_rejected(BrokenArtifactError, f"tensor {name} holds values that are not numbers")
     _change(damaged, name, lambda weight: weight.fill(ml_dtypes.bfloat16(0)))
-    refused(BrokenArtifactError, f"tensor {name} is all zeros")
+    assert_rejected(BrokenArtifactError, f"tensor {name} is all zeros")
 
 
-def test_shapes_that_will_not_do(place, tmp_path):
+def test_shapes_that_the_scheme_cannot_store_are_rejected(place, tmp_path):
     make_model(tmp_path / "odd", "llama", intermediate_size=80)
     job = make_job(tmp_path / "odd", place / "text.jsonl", tmp_path / "out", "int4_awq")
     with pytest.raises(UnsupportedModelError, match="down_proj has 80 inputs"):
         run_job(job, _quiet)
 
 
-def test_too_little_memory_is_predicted(job, monkeypatch):
+def test_too_little_memory_fails_before_the_run(job, monkeypatch):
     monkeypatch.setattr(checks, "available_bytes", lambda: 300 << 20)
     with pytest.raises(LimitError, match=r"needs about .* GB of memory"):
         run_job(job, _quiet)
     assert not job.work_dir.exists()
 
 
-def test_too_little_disk_is_predicted(job, monkeypatch):
+def test_too_little_disk_fails_before_the_run(job, monkeypatch):
     usage = shutil.disk_usage(job.output_dir.parent)._replace(free=1000)
     monkeypatch.setattr(checks.shutil, "disk_usage", lambda _: usage)
     with pytest.raises(LimitError, match="GB of disk"):
         run_job(job, _quiet)
 
 
-def test_a_disk_that_fills_up_and_a_second_run(job, monkeypatch):
-    """Folder and bytes are named; what is finished is kept; nobody else works there meanwhile."""
+def test_a_full_disk_and_a_concurrent_run(job, monkeypatch):
+    """The error names folder and bytes; finished layers are stored; a second run is locked out."""
 
     def full(*_: object) -> None:
         raise OSError(errno.ENOSPC, "No space left on device")
@@ -311,7 +311,7 @@ def test_a_disk_that_fills_up_and_a_second_run(job, monkeypatch):
         patch.setattr(work_module, "write_safetensors", full)
         with pytest.raises(LimitError, match=rf"in {job.work_dir}: more than \d+ bytes") as caught:
             run_job(job, _quiet)
-    assert "finished layers are kept" in caught.value.hint
+    assert "finished layers are stored" in caught.value.hint
     with monkeypatch.context() as patch:
         patch.setattr(folder_module, "write_safetensors", full)
         with pytest.raises(LimitError, match=rf"in {job.output_dir.parent}: more than \d+ bytes"):
@@ -321,7 +321,7 @@ def test_a_disk_that_fills_up_and_a_second_run(job, monkeypatch):
     assert [path.name for path in job.output_dir.parent.iterdir()] == ["out"]
 
 
-def test_foreign_files_are_kept(job):
+def test_foreign_files_are_not_overwritten(job):
     job.output_dir.mkdir()
     foreign = job.output_dir / "model.safetensors"
     foreign.write_bytes(b"mine")
@@ -339,8 +339,8 @@ def test_foreign_files_are_kept(job):
         run_job(job, _quiet)
 
 
-def test_an_export_that_is_not_sound_stops_the_run(job, monkeypatch):
-    """ModelOpt without calibration writes FP8 without scales of the inputs, and says nothing."""
+def test_an_uncalibrated_export_fails_the_run(job, monkeypatch):
+    """Without calibration ModelOpt silently writes FP8 without input scales."""
     real = modelopt.quantize
 
     def uncalibrated(model, recipe, loop, log, **options):
@@ -355,8 +355,8 @@ def test_an_export_that_is_not_sound_stops_the_run(job, monkeypatch):
     assert not job.output_dir.exists()
 
 
-def test_another_weight_than_the_sources_stops_the_run(job, monkeypatch):
-    """As where a norm was folded and one of its readers was not."""
+def test_a_weight_far_from_the_source_fails_the_run(job, monkeypatch):
+    """As if smoothing was folded into a norm, but not into a linear layer after it."""
     real = modelopt.quantize
 
     def broken(model, recipe, loop, log, **options):
@@ -369,12 +369,12 @@ def test_another_weight_than_the_sources_stops_the_run(job, monkeypatch):
         return exported
 
     monkeypatch.setattr(run_module, "quantize", broken)
-    with pytest.raises(BrokenArtifactError, match=r"layers\.0\.self_attn\.k_proj lost its"):
+    with pytest.raises(BrokenArtifactError, match=r"layers\.0\.self_attn\.k_proj: implausible"):
         run_job(job, _quiet)
 
 
 def test_memory_does_not_grow_with_layers(place, tmp_path):
-    """A deep model after a shallow one in the same process: 3 and 15 layers of 5 MB in float32."""
+    """Quantize 3 and then 15 layers of 5 MB in float32 in one process."""
     sizes = {"hidden_size": 384, "intermediate_size": 768}
     lines = [
         "import resource; from pathlib import Path; from edgellm.quantize.plan import Job",

@@ -1,4 +1,4 @@
-"""`edgellm-quantize llm`: every precision and family, to a bundle that computes the same."""
+"""`edgellm-quantize llm`: schemes and families up to the exported bundle."""
 
 from __future__ import annotations
 
@@ -31,7 +31,7 @@ from edgellm.quantize.plan import Job
 pytestmark = pytest.mark.usefixtures("one_thread")
 
 FAMILIES = ("llama", "qwen2", "qwen3")
-# Relative errors of a weight that was rounded to nearest; normal values, blocks of 16 and 32.
+# Relative errors of a weight rounded to nearest; normal values, blocks of 16 and 32
 WORST = {"fp8": 0.03, "int8_sq": 0.02, "int4_awq": 0.14, "nvfp4": 0.11, "nvfp4_awq": 0.12}
 # ONNX Runtime has no FP4 on the CPU.
 RUNS_ON_ORT = ("fp8", "int8_sq", "int4_awq", "int8", "int4", "int8_tied")
@@ -50,7 +50,7 @@ def text(place) -> Path:
 
 @pytest.fixture(scope="module")
 def run(place, text):
-    """Quantize once what several tests look at."""
+    """Quantize once for several tests."""
     reports = {}
 
     def get(kind: str, scheme: str, **changes: object):
@@ -68,7 +68,7 @@ def run(place, text):
 
 @pytest.mark.parametrize("scheme", SCHEMES)
 @pytest.mark.parametrize("kind", FAMILIES)
-def test_weights_are_those_of_the_source(run, kind, scheme):
+def test_weights_are_near_the_source(run, kind, scheme):
     job, report = run(kind, scheme)
     found, source = load(job.output_dir), load(Path(job.model_dir))
     for name, norm in FOLDED.items():
@@ -94,15 +94,15 @@ def test_weights_are_those_of_the_source(run, kind, scheme):
 
 @pytest.fixture
 def perplexity(tmp_path, monkeypatch):
-    """Of the exported bundle, on ONNX Runtime."""
+    """Return the perplexity of the exported bundle, with ONNX Runtime."""
     plain_sessions(monkeypatch)
     return lambda job: _portable_perplexity(job, tmp_path / "bundle")
 
 
 @pytest.mark.parametrize("scheme", RUNS_ON_ORT[:3])
 @pytest.mark.parametrize("kind", FAMILIES)
-def test_the_bundle_computes_what_was_measured(run, kind, scheme, perplexity):
-    """ONNX Runtime on the exported graph against the report, which is another implementation."""
+def test_the_bundles_perplexity_is_the_reports(run, kind, scheme, perplexity):
+    """ONNX Runtime on the exported graph, against the report's torch implementation."""
     job, report = run(kind, scheme)
     found = perplexity(job)
     assert found == pytest.approx(report.quality.perplexity_quantized, rel=0.03)
@@ -110,7 +110,7 @@ def test_the_bundle_computes_what_was_measured(run, kind, scheme, perplexity):
     assert 0 < report.quality.kl_divergence < 2
 
 
-def test_layers_that_stay(run, perplexity):
+def test_float_layers_are_unchanged(run, perplexity):
     job, report = run("llama", "int8_sq", keep_layers=(1,))
     found, source = load(job.output_dir), load(Path(job.model_dir))
     names = [name for name in source if name.startswith("model.layers.1.")]
@@ -122,7 +122,7 @@ def test_layers_that_stay(run, perplexity):
     assert report.quantized_modules == 14
     assert report.layers[1].output_error == 0
     assert report.layers[1].stream_error > 0
-    assert "stays as it is" in (job.output_dir / "edgellm_quant.html").read_text()
+    assert ">float<" in (job.output_dir / "edgellm_quant.html").read_text()
     assert perplexity(job) == pytest.approx(report.quality.perplexity_quantized, rel=0.03)
 
 
@@ -130,11 +130,11 @@ def test_layers_that_stay(run, perplexity):
     ("changes", "words"),
     [
         ({"keep_layers": (0, 3)}, "--keep_layers 0,3: the model has layers 0 to 2"),
-        ({"keep_layers": (0, 1, 2)}, "leaves nothing to quantize"),
-        ({"keep_layers": (0,), "kv_cache_quantization": "fp8"}, "scales of the cache"),
+        ({"keep_layers": (0, 1, 2)}, "leaves no layer to quantize"),
+        ({"keep_layers": (0,), "kv_cache_quantization": "fp8"}, "KV cache scales are calibrated"),
     ],
 )
-def test_layers_that_cannot_stay(run, place, text, changes, words):
+def test_invalid_float_layers_are_rejected(run, place, text, changes, words):
     run("llama", "fp8")
     job = make_job(place / "llama", text, place / "refused", "fp8", **changes)
     with pytest.raises(EdgeLLMError, match=words):
@@ -142,7 +142,7 @@ def test_layers_that_cannot_stay(run, place, text, changes, words):
     assert not job.output_dir.exists()
 
 
-def test_layers_that_lose_far_more_are_named(run):
+def test_the_report_names_outlier_layers(run):
     _, report = run("llama", "fp8")
     layers = [
         dataclasses.replace(report.layers[0], index=index, output_error=0.3 if index == 4 else 0.1)
@@ -154,8 +154,8 @@ def test_layers_that_lose_far_more_are_named(run):
 
 @pytest.mark.parametrize("head", HEAD_SCHEMES)
 @pytest.mark.parametrize("scheme", ["fp8", "int4_awq"])
-def test_heads(run, scheme, head, perplexity):
-    """Of a tied model: the head becomes a tensor of its own."""
+def test_a_quantized_head_is_untied(run, scheme, head, perplexity):
+    """The head of a tied model becomes a separate tensor."""
     job, report = run("llama", scheme, lm_head_quantization=head)
     if head in RUNS_ON_ORT:
         assert perplexity(job) == pytest.approx(report.quality.perplexity_quantized, rel=0.03)
@@ -171,7 +171,7 @@ def test_heads(run, scheme, head, perplexity):
 
 
 @pytest.mark.parametrize("changes", [{"tie_word_embeddings": False}, {"hidden_size": 48}])
-def test_tables_that_are_no_head_or_of_no_whole_blocks(tmp_path, text, changes):
+def test_int8_tied_needs_a_tied_head_and_whole_groups(tmp_path, text, changes):
     model = make_model(tmp_path / "model", "llama", **changes)
     job = make_job(model, text, tmp_path / "out", "fp8", lm_head_quantization="int8_tied")
     with pytest.raises(EdgeLLMError, match="--lm_head_quantization int8_tied"):
@@ -192,7 +192,7 @@ def _portable_perplexity(job: Job, bundle: Path) -> float:
 
 
 @pytest.mark.parametrize("scheme", SCHEMES)
-def test_the_graph_has_the_readers_weights_bit_for_bit(run, scheme):
+def test_the_graph_dequantizes_bit_for_bit_as_the_reader(run, scheme):
     job, _ = run("llama", scheme)
     checkpoint = open_checkpoint(str(job.output_dir))
     tensors = read_below(checkpoint.tensors, "")
@@ -209,7 +209,7 @@ def test_the_graph_has_the_readers_weights_bit_for_bit(run, scheme):
 
 
 def _operand(linear) -> np.ndarray:
-    """What DequantizeLinear makes of an operand, as [out, in]."""
+    """Return the dequantized operand of DequantizeLinear as [out, in]."""
     data = [b"".join(map(bytes, part.stream())) for part in (linear.codes, linear.scales)]
     dtype = linear.codes.dtype
     raw = np.frombuffer(data[0], np.uint8)
@@ -233,24 +233,24 @@ def _operand(linear) -> np.ndarray:
 
 
 @pytest.mark.parametrize("kind", ["fp8", "int8"])
-def test_a_cache_of_bytes_has_its_scales_and_exports(run, perplexity, kind, tmp_path):
+def test_a_quantized_kv_cache_has_scales_and_exports(run, perplexity, kind, tmp_path):
     job, report = run("qwen3", "fp8", kv_cache_quantization=kind)
     found = load(job.output_dir)
     _, plain = run("qwen3", "fp8")
     assert report.quality.perplexity_quantized != plain.quality.perplexity_quantized
     assert json.loads((job.output_dir / "hf_quant_config.json").read_text())["quantization"][
         "kv_cache_quant_algo"] == kind.upper()  # fmt: skip
-    perplexity(job)  # whose cache holds floats
+    perplexity(job)  # with a float KV cache
     ranges = load_bundle(tmp_path / "bundle", LLM_BUNDLE).decoder.kv.ranges
     assert ranges.calibrated_for == kind
     scale = found["model.layers.1.self_attn.k_proj.k_scale"]
     assert ranges.keys[1] == pytest.approx({"fp8": 448, "int8": 127}[kind] * scale)
-    # Keys of this family are normed, so that no range can be far from another.
+    # Keys of this family are normed, so all ranges are close.
     assert 0.5 < ranges.keys[0] / ranges.keys[1] < 2
 
 
-def test_the_ranges_of_both_caches_agree(run):
-    """ModelOpt's calibration against ours, which see the same text."""
+def test_fp8_and_int8_kv_cache_ranges_agree(run):
+    """ModelOpt's and edgellm's calibration over the same text."""
     scales = [load(run("qwen3", "fp8", kv_cache_quantization=kind)[0].output_dir)
               for kind in ("fp8", "int8")]  # fmt: skip
     for name in ("k_proj.k_scale", "v_proj.v_scale"):
@@ -283,7 +283,7 @@ def test_the_folder_is_complete(run):
     assert "<script" not in page
     assert not job.work_dir.exists()
     assert len(report.worst_layers) == 3
-    run_job(job, lambda *_: None)  # an own folder may be replaced
+    run_job(job, lambda *_: None)  # replaces its own folder
     assert {path.name for path in job.output_dir.iterdir()} == names
 
 

@@ -1,4 +1,4 @@
-"""What drafts of the synthetic model learn from, and the shipped draft."""
+"""Training conversations of drafts of the synthetic model, and the shipped draft."""
 
 from __future__ import annotations
 
@@ -62,8 +62,8 @@ def test_conversations_for_a_draft(tmp_path):
     assert (tmp_path / "b/00000-0.png").read_bytes() != (tmp_path / "a/00000-0.png").read_bytes()
 
 
-def test_the_shipped_draft_is_accepted_and_changes_nothing(tmp_path):
-    """Answers to fresh scenes: as without it, right, and more than three tokens a round."""
+def test_the_shipped_draft_is_lossless_with_high_acceptance(tmp_path):
+    """Captions of fresh scenes are right, as without it, with more than 3 tokens a round."""
     source, network = open_checkpoint(str(MODEL)), open_checkpoint(str(DRAFT), tokenizer=False)
     options = ExportOptions("fp32", draft_model_dir=str(DRAFT))
     export_llm(source, tmp_path / "bundle", options)

@@ -1,4 +1,4 @@
-"""The synthetic vision-language model: scenes, training through interrupts, the shipped one."""
+"""The synthetic vision-language model: scenes, resumed training, the shipped checkpoint."""
 
 from __future__ import annotations
 
@@ -54,7 +54,7 @@ def job(tmp_path) -> Job:
 
 @pytest.fixture(scope="module")
 def written(tmp_path_factory) -> Path:
-    """The folder of an untrained model."""
+    """Return the folder of an untrained model."""
     folder = tmp_path_factory.mktemp("untrained")
     torch.manual_seed(0)
     config = checkpoint.make_config(**SIZES)
@@ -72,13 +72,13 @@ def test_scenes_are_reproducible():
     assert other.cells != one.cells
 
 
-def test_captions_are_what_is_drawn():
+def test_captions_match_the_drawing():
     seen = set()
     for number in range(40):
         scene = draw(9, number)
         pixels = np.asarray(scene.image).astype(int)
         cells = [
-            _look(pixels[row * CELL :, column * CELL :][:CELL, :CELL])
+            _recognize(pixels[row * CELL :, column * CELL :][:CELL, :CELL])
             for row in range(ROWS)
             for column in range(ROWS)
         ]
@@ -87,8 +87,8 @@ def test_captions_are_what_is_drawn():
     assert seen == set(CELLS)
 
 
-def _look(pixels: np.ndarray) -> str:
-    """Name a cell by its colour and by how its shape fills the box around it."""
+def _recognize(pixels: np.ndarray) -> str:
+    """Name a cell by its colour, and by the share of the bounding box that its shape fills."""
     filled = pixels.min(-1) < 150  # backgrounds are light, every colour lacks a channel
     if not filled.any():
         return "empty"
@@ -103,7 +103,7 @@ def _look(pixels: np.ndarray) -> str:
 
 
 def test_every_picture_differs_in_more_than_its_cells():
-    """Two cells with the same thing: other places, sizes, tints."""
+    """Two cells with the same shape differ in position, size and tint."""
     circles = {}
     for number in range(60):
         scene = draw(5, number)
@@ -140,7 +140,7 @@ def test_scores():
 # -------------------------------------------------------------------------------- conversations
 @pytest.mark.parametrize("kind", KINDS)
 def test_prompts_are_those_of_transformers(written, kind):
-    """Template, ids, pixels and positions; learned are the answers with their ends."""
+    """Template, ids, pixels and positions; replies with their end tokens have a loss."""
     from transformers import AutoImageProcessor, AutoModelForImageTextToText, AutoTokenizer
 
     conversation = converse(kind, 7, 7)
@@ -175,14 +175,14 @@ def test_prompts_are_those_of_transformers(written, kind):
     assert encoded.learned[len(prompt) - 1 : len(prompt) + 1].tolist() == [False, True]
 
 
-def test_scenes_keep_their_pixels(written):
+def test_scenes_are_not_resized(written):
     processor = processors.load(written)
     assert processor.count((168, 168)) == 36
     prepared = processor.prepare(draw(1).image)
     assert (prepared.num_tokens, prepared.grid) == (36, (12, 12))
 
 
-def test_no_word_is_unknown():
+def test_all_words_are_in_the_vocabulary():
     tokenizer = checkpoint.tokenizer()
     for kind in KINDS:
         for number in range(40):
@@ -193,7 +193,7 @@ def test_no_word_is_unknown():
                 assert message["role"] in checkpoint.vocabulary()
 
 
-def test_answers_do_not_depend_on_the_company(written):
+def test_outputs_do_not_depend_on_the_batch(written):
     """Conversations of different lengths are padded on the left."""
     model, encoder = checkpoint.read_model(written), Encoder.read(written)
     asked = [fresh("one", 0), fresh("later", 1), fresh("turns", 2)]
@@ -227,9 +227,9 @@ def test_an_interrupted_run_ends_as_an_uninterrupted_one(job, tmp_path, monkeypa
         torch.load(tmp_path / f"{name}.training/training.pt") for name in ("vlm", "whole")
     )
     assert all(torch.equal(first["model"][name], other["model"][name]) for name in first["model"])
-    run(job)  # nothing is left to train
+    run(job)  # training is finished
     assert len(calls) == 7
-    shutil.rmtree(job.output_dir)  # the state alone is left
+    shutil.rmtree(job.output_dir)  # only the state is left
     with pytest.raises(EdgeLLMError, match="a run with other settings"):
         run(replace(job, recipe=replace(job.recipe, seed=4)))
 
@@ -262,7 +262,7 @@ def test_the_loss_goes_down(job, tmp_path):
     assert losses[-1] < 2.5
 
 
-def test_foreign_folders_are_left_alone(job):
+def test_foreign_folders_are_rejected(job):
     job.output_dir.mkdir()
     (job.output_dir / "config.json").write_text("{}")
     command = [
@@ -283,13 +283,13 @@ def test_foreign_folders_are_left_alone(job):
     assert {path.name for path in job.output_dir.iterdir()} == {"config.json", "training.json"}
 
 
-def test_a_model_of_other_settings_is_left_alone(job):
+def test_a_model_of_other_settings_is_rejected(job):
     run(job)
     before = (job.output_dir / "model.safetensors").read_bytes()
     with pytest.raises(EdgeLLMError, match="trained with other settings"):
         run(replace(job, recipe=replace(job.recipe, steps=1)))
     assert (job.output_dir / "model.safetensors").read_bytes() == before
-    run(job)  # the same again is no harm
+    run(job)  # the same run again succeeds
 
 
 # ------------------------------------------------------------------------------ the shipped one

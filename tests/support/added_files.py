@@ -1,4 +1,4 @@
-"""Files more in packages of the house, found as those that are there."""
+"""Extra modules in edgellm's packages, found like the existing ones."""
 
 from __future__ import annotations
 
@@ -13,7 +13,7 @@ import pytest
 
 @contextmanager
 def added(package: ModuleType, folder: Path, **modules: str) -> Iterator[None]:
-    """Let a package span `folder`, where modules of these names and texts are written.
+    """Extend a package with `folder`, and write modules of these names and texts there.
 
     A text of several lines is `<name>.py`; for a package of its own give `<name>__init__`.
     """

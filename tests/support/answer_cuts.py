@@ -1,4 +1,4 @@
-"""Answers that come in pieces, to whatever reads them."""
+"""Outputs cut into pieces, for parsers of streams."""
 
 from __future__ import annotations
 
@@ -7,11 +7,11 @@ from itertools import pairwise
 
 from edgellm.tools.serve.tool_calls.parser import CallReader, Item, ReasoningText
 
-_LONG = 1000  # characters: such a text is cut in two alone
+_LONG = 1000  # characters: longer texts are only cut in two
 
 
 def require_read(reader: Callable[[], CallReader], text: str, expected: Sequence[Item]) -> None:
-    """Fail if a text gives anything else, whole, letter by letter, or cut in two anywhere."""
+    """Fail unless a text parses the same whole, letter by letter, and cut in two anywhere."""
     cuts = [(text[:at], text[at:]) for at in range(min(len(text), 250))]
     letters = [] if len(text) > _LONG else [tuple(text)]
     for pieces in [(text,), *letters, *cuts]:
@@ -21,7 +21,7 @@ def require_read(reader: Callable[[], CallReader], text: str, expected: Sequence
 
 
 def joined(found: Sequence[Item]) -> list[Item]:
-    """Pieces of a kind side by side are one."""
+    """Adjacent pieces of one kind, merged."""
     together: list[Item] = []
     for item in found:
         last = together[-1] if together else None
@@ -35,7 +35,7 @@ def joined(found: Sequence[Item]) -> list[Item]:
 
 
 def read_cut(reader: CallReader, text: str, cuts: Iterable[int]) -> list[Item]:
-    """What a reader gives for a text that comes in pieces."""
+    """Results of a parser for a text in pieces."""
     places = [0, *sorted(cut for cut in cuts if cut < len(text)), len(text)]
     found = [item for begin, end in pairwise(places) for item in reader.push(text[begin:end])]
     return joined([*found, *reader.finish()])

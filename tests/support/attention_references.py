@@ -18,7 +18,7 @@ _NOTHING = np.float32(-1e30)
 
 
 def host_memory(address, count, dtype):
-    """Of this process."""
+    """Memory of this process by address."""
     size = int(count) * np.dtype(dtype).itemsize
     return np.frombuffer((ctypes.c_char * size).from_address(int(address)), dtype)
 
@@ -43,7 +43,7 @@ class _Cache:
                 self.scales.append(found.reshape(shape[:2]))
 
     def store(self, part, slot, rows) -> None:
-        """Rows float32 [kv_heads, D]."""
+        """Write keys or values, float32 [kv_heads, D]."""
         if self._code == "fp16":
             self.codes[part][:, slot] = rows
             return
@@ -68,7 +68,7 @@ class _Cache:
 
 
 class _Sequence(NamedTuple):
-    """Of a pass; see `kernels/triton/cache.py`."""
+    """A sequence of a forward pass; see `kernels/triton/cache.py`."""
 
     first: int
     rows: int
@@ -204,7 +204,7 @@ def _seen(square, positions, live, window):
     seen[:, max(live - columns, 0) :] = square[:, max(columns - live, 0) :]
     if window:
         places = np.arange(live)
-        places[live - columns : live - rows] = 1 << 29  # older nodes: the tree rules them alone
+        places[live - columns : live - rows] = 1 << 29  # older nodes: only the tree mask decides
         places[live - rows :] = positions[:rows]
         seen &= places[None] > positions[:rows, None] - window
     return seen

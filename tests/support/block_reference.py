@@ -1,7 +1,7 @@
-"""Drafts of blocks as their papers and public files describe them, in plain torch.
+"""Block drafts as their papers and public files describe them, in plain torch.
 
-`Blocks` is one layout, `make_blocks` writes a random checkpoint in it, `predicted` computes what
-the draft says of a block. Nothing here comes from edgellm.
+`Blocks` is one layout, `make_blocks` writes a random checkpoint in it, `predicted` computes the
+log-probabilities of a block. Nothing here comes from edgellm.
 """
 
 from __future__ import annotations

@@ -43,7 +43,7 @@ CUDA = "onnxruntime_cuda"
 
 @contextmanager
 def cuda_is_the_cpu() -> Iterator[None]:
-    """Sessions of engines for CUDA open on the CPU, as nobody but a test may ask for."""
+    """Open sessions of CUDA engines on the CPU, which only tests may do."""
     with pytest.MonkeyPatch.context() as patch:
         patch.setattr(cuda, "require_cuda", lambda: "cpu")
         script_costs(patch)
@@ -52,7 +52,7 @@ def cuda_is_the_cpu() -> Iterator[None]:
 
 @contextmanager
 def fused_in_float32() -> Iterator[None]:
-    """Attention is lowered for GroupQueryAttention in a type that only its CPU kernel takes."""
+    """Lower attention to GroupQueryAttention in a type that only its CPU kernel supports."""
     name = ("com.microsoft", "GroupQueryAttention")
     both = dataclasses.replace(
         kernel_table.KERNELS[name], types=frozenset({ir.DataType.FLOAT, ir.DataType.FLOAT16})

@@ -1,4 +1,4 @@
-"""A device that is a folder: executables `ssh` and `rsync` that write down what they are told.
+"""A device that is a folder: executables `ssh` and `rsync` that record their arguments.
 
 `ssh` runs the command in the device's home with the device's own PATH, `rsync` copies there. What
 goes wrong is said in environment variables.
@@ -88,7 +88,7 @@ PLACE = "robot@device:models/bundle"
 
 @dataclass(frozen=True)
 class Device:
-    """What a test sees of it."""
+    """The fake device of a test."""
 
     home: Path
     commands: Path  # that the device has
@@ -103,7 +103,7 @@ class Device:
         return [json.loads(line) for line in path.read_text().splitlines()] if path.exists() else []
 
     def environment(self, here: Path) -> dict[str, str]:
-        """What the fakes need; `here` has them."""
+        """Environment variables of the fakes, which are in `here`."""
         return {
             "PATH": f"{here}{os.pathsep}{os.environ['PATH']}",
             "DEVICE_HOME": str(self.home),

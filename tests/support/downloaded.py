@@ -14,7 +14,7 @@ from edgellm.core.artifact import cache_folder
 
 
 def packages(requirements: Path) -> Path:
-    """A folder for PYTHONPATH with what a file lists, without dependencies.
+    """A folder for PYTHONPATH with the packages that a file lists, without dependencies.
 
     Skips the test where the packages cannot be installed.
     """

@@ -1,4 +1,4 @@
-"""The public layouts of a draft, each as its project writes it, and the base that they are for."""
+"""Public layouts of drafts, each as its project writes it, and their base."""
 
 from __future__ import annotations
 

@@ -1,4 +1,4 @@
-"""A draft's exported graphs at work, and what a reference says to it."""
+"""Runs of a draft's exported graphs, compared with a reference."""
 
 from __future__ import annotations
 

@@ -41,7 +41,7 @@ BASE_PLAN = Plan(INPUT, CAPACITY, 1, "same", "none", max_verify_tree_size=TREE)
 
 @dataclass(frozen=True)
 class EaglePair:
-    """Everything of one base with its draft."""
+    """Checkpoints, bundles and engines of one base with its draft."""
 
     layout: Layout
     base_checkpoint: Path
@@ -91,7 +91,7 @@ def build_pair(
 
 
 def for_several(pair: EaglePair, engine: Path, batch_size: int) -> Path:
-    """The same networks for several answers at a time, whose caches share pages."""
+    """The same networks for several sequences in a batch, with a shared pool of KV blocks."""
     for product, bundle, plan in (
         ("llm", pair.bundle, BASE_PLAN), ("draft", pair.draft_bundle, draft_plan()),
     ):  # fmt: skip
@@ -101,7 +101,7 @@ def for_several(pair: EaglePair, engine: Path, batch_size: int) -> Path:
 
 
 def build_mtp(folder: Path, make: Callable[[Path], Path] = make_base) -> EaglePair:
-    """A base, a hybrid one if none is given, with its own layer of multi-token prediction."""
+    """A base with its own MTP layer (default: a hybrid base)."""
     base = make(folder / "base")
     source, options = open_checkpoint(str(base)), DraftOptions("fp32")
     export_llm(source, folder / "bundle", ExportOptions("fp32", draft_model_dir=str(base)))
@@ -133,7 +133,7 @@ def build_medusa(folder: Path, precision: str = "none") -> EaglePair:
 
 
 def build_blocks(folder: Path, layout: Blocks) -> EaglePair:
-    """A base of eight layers with a draft of blocks."""
+    """A base of eight layers with a block draft."""
     sizes = {**models.find("llama").TINY, "num_hidden_layers": 8}
     base, draft = make_checkpoint(folder / "base", **sizes), make_blocks(folder / "draft", layout)
     options = ExportOptions("fp32", draft_model_dir=str(draft))
@@ -144,7 +144,7 @@ def build_blocks(folder: Path, layout: Blocks) -> EaglePair:
 
 
 def with_blocks(pair: EaglePair, folder: Path, layout: Blocks) -> EaglePair:
-    """The same base with another draft of blocks, which has the same taps."""
+    """The same base with another block draft, which reads the same hidden states."""
     draft, engine = make_blocks(folder / "draft", layout), folder / "engine"
     source = open_checkpoint(str(pair.base_checkpoint))
     export_draft(open_draft(str(draft)), source, folder / "draft_bundle", DraftOptions("fp32"))
@@ -158,7 +158,7 @@ def with_blocks(pair: EaglePair, folder: Path, layout: Blocks) -> EaglePair:
 
 
 def with_int8_draft(pair: EaglePair, engine: Path) -> EaglePair:
-    """The same base with its draft rounded."""
+    """The same base with its draft quantized."""
     shutil.copytree(pair.engine, engine)
     build_engine("draft", pair.draft_bundle, engine, draft_plan("int8"), "onnxruntime", _silent)
     return EaglePair(

@@ -1,7 +1,7 @@
 """EAGLE drafts as the papers and the trainers' documents describe them, in plain torch.
 
 `Layout` is one public way of storing a draft, `make_draft` writes a random checkpoint in it,
-`Reference` computes what the draft should answer. Nothing here comes from edgellm.
+`Reference` computes the draft's expected outputs. Nothing here comes from edgellm.
 """
 
 from __future__ import annotations
@@ -21,7 +21,7 @@ Tensors = dict[str, torch.Tensor]
 
 @dataclass(frozen=True)
 class Layout:
-    """What a checkpoint holds, and its config beside the sizes of the layer."""
+    """Contents of a checkpoint, and its config without the sizes of the layer."""
 
     config: dict[str, object] = field(default_factory=dict)
     inner_config: dict[str, object] | None = None  # nested as speculators does
@@ -147,7 +147,7 @@ def rms_norm(x: torch.Tensor, weight: torch.Tensor) -> torch.Tensor:
 
 
 def rotate(x: torch.Tensor, positions: torch.Tensor, inv_freq: torch.Tensor) -> torch.Tensor:
-    """X [S, heads, D]: pairs (i, i + D/2) turned by position * inv_freq[i]."""
+    """X [S, heads, D]: pairs (i, i + D/2) rotated by position * inv_freq[i]."""
     angles = positions[:, None, None] * inv_freq
     first, second = x.chunk(2, dim=-1)
     cos, sin = angles.cos(), angles.sin()
@@ -155,7 +155,7 @@ def rotate(x: torch.Tensor, positions: torch.Tensor, inv_freq: torch.Tensor) -> 
 
 
 class Reference:
-    """A draft with a growing cache; rows of the cache may be dropped again."""
+    """A draft with a KV cache that can be truncated."""
 
     def __init__(self, draft: Path, base: Path, layout: Layout, **scale: float) -> None:
         self.layout = layout
@@ -217,7 +217,7 @@ class Reference:
         return log_probs, normed if layout.norm_output else x
 
     def drop_to(self, rows: int) -> None:
-        """Forget all rows of the cache but the first."""
+        """Truncate the cache to its first."""
         self.cache = [(keys[:rows], values[:rows]) for keys, values in self.cache]
 
     def _attention(
@@ -247,7 +247,7 @@ class Reference:
 
 
 def tree_mask(parents: list[int]) -> np.ndarray:
-    """Bool [nodes, nodes]: every node sees itself and its ancestors."""
+    """Bool [nodes, nodes]: every node attends to itself and its ancestors."""
     mask = np.eye(len(parents), dtype=np.bool_)
     for node, parent in enumerate(parents):
         if parent >= 0:

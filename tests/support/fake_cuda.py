@@ -1,6 +1,6 @@
 """pycuda and cuda-python as `cuda.py` knows them, without a GPU: they watch contexts and threads.
 
-Each call needs a context that is current in its thread, as the driver does; what leaves one behind
+Each call needs a context that is current in its thread, as the driver does; a context left
 on a thread's stack would have ended the process.
 """
 
@@ -38,7 +38,7 @@ class FakeDriver:
         return self._here.stack
 
     def use(self, name: str) -> None:
-        """A call into the driver."""
+        """Record a call into the driver."""
         assert self.stack, f"{name} without a context in {threading.current_thread().name}"
         self.calls.append((name, threading.current_thread().name))
 
@@ -113,7 +113,7 @@ class FakeDriver:
 
 
 class _PlaneCopy:
-    """`pycuda.driver.Memcpy2D`, for which the driver notes what it is asked."""
+    """`pycuda.driver.Memcpy2D`; the driver records its arguments."""
 
     def __init__(self, driver: FakeDriver) -> None:
         self._driver = driver

@@ -1,7 +1,7 @@
-"""A GPU that computes with ONNX Runtime on the CPU, and fails on whatever a real one would.
+"""A fake GPU: computes with ONNX Runtime on the CPU, and fails where a real one would.
 
-Work waits in the stream until somebody waits for it, as on a GPU: what is read too early is stale,
-and what is freed too early is found out. Engines are lowered ONNX graphs with the profiles that
+Work stays in the stream until a caller synchronizes, as on a GPU: early reads are stale,
+and early frees are errors. Engines are lowered ONNX graphs with the profiles that
 they would be compiled for.
 """
 
@@ -82,14 +82,14 @@ class FakeDevice(FakePlanes):
         return self._free
 
     def at(self, address: int, num_bytes: int) -> NDArray[np.uint8]:
-        """Device memory that somebody has."""
+        """Allocated device memory at an address."""
         for start, block in self._blocks.items():
             if start <= address and address + num_bytes <= start + len(block):
                 return block[address - start : address - start + num_bytes]
-        raise GpuMisuseError(f"{num_bytes} bytes at {address} are nobody's: freed, or too short")
+        raise GpuMisuseError(f"{num_bytes} bytes at {address} are not allocated")
 
     def memory(self, address: int, count: int, dtype: Any) -> NDArray[Any]:
-        """What lies at an address, as numbers."""
+        """Numbers at an address."""
         return self.at(int(address), int(count) * np.dtype(dtype).itemsize).view(dtype)
 
     def pinned(self, num_bytes: int) -> NDArray[np.uint8]:
@@ -135,7 +135,7 @@ class FakeDevice(FakePlanes):
         if row_bytes % 16 or target % 16 or source % 16 or (rows < 0).any():
             raise GpuMisuseError("the kernel moves words of 16 bytes")
         kept, end = rows.copy(), int(rows.max()) + 1
-        # Found at once: an answer that nobody goes on with leaves copies behind, for which the
+        # Raised at once: an abandoned output leaves copies in the stream, for which the
         # driver waits before it frees.
         matrix = self.at(source, end * row_bytes).reshape(end, row_bytes)
         out = self.at(target, len(rows) * row_bytes)
@@ -182,7 +182,7 @@ class FakeDevice(FakePlanes):
         for start, block in self._blocks.items():
             if start <= address < start + len(block):
                 return block[address - start :]
-        raise GpuMisuseError(f"{address} is nobody's")
+        raise GpuMisuseError(f"{address} is not allocated")
 
     def _ask_kernel(self, work: Callable[[], None]) -> None:
         self.kernels += not self.is_capturing
@@ -321,7 +321,7 @@ class FakeContext:
     def enqueue(self) -> None:
         missing = [name for name in self._engine.tensors if name not in self._addresses]
         if missing:
-            raise GpuMisuseError(f"nobody said where {missing[0]} lies")
+            raise GpuMisuseError(f"no address was set for {missing[0]}")
         shapes = {name: self._shape(name) for name, _ in self._tensors(is_input=True)}
         addresses = dict(self._addresses)
         if self._device.is_capturing:
@@ -340,7 +340,7 @@ class FakeContext:
         if -1 not in shape:
             return shape
         if name not in self._shapes:
-            raise GpuMisuseError(f"nobody said what shape {name} has")
+            raise GpuMisuseError(f"no shape was set for {name}")
         return self._shapes[name]
 
     def _compute(self, shapes: Mapping[str, tuple[int, ...]], addresses: Mapping[str, int]) -> None:

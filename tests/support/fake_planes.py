@@ -1,4 +1,4 @@
-"""Rows of a KV cache on the GPU that is not there, see `fake_gpu.py`."""
+"""KV cache memory on the fake GPU, see `fake_gpu.py`."""
 
 from __future__ import annotations
 
@@ -12,11 +12,11 @@ from edgellm.device_runtime.runners.tensorrt.cuda.protocols import NewRows, Plan
 
 
 class GpuMisuseError(AssertionError):
-    """What a real GPU punishes by a crash, by rubbish, or by nothing at all."""
+    """An error that on a real GPU crashes, gives wrong numbers, or goes unnoticed."""
 
 
 class FakePlanes(ABC):
-    """What a device does with planes."""
+    """A device's operations on KV cache memory."""
 
     @abstractmethod
     def at(self, address: int, num_bytes: int) -> NDArray[np.uint8]: ...
@@ -49,7 +49,7 @@ class FakePlanes(ABC):
         def append() -> None:
             (first,) = self.at(rows.write_index_address, 8).view(np.int64).tolist()
             if first + count > planes.rows:
-                raise GpuMisuseError(f"{count} rows behind {first} are too many")
+                raise GpuMisuseError(f"{count} rows after {first} are too many")
             memory, size = self._rows(planes), rows.planes * count * planes.row_bytes
             for at in range(planes.count // rows.planes):
                 new = self.at(rows.address + at * rows.stride, size)

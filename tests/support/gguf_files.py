@@ -23,7 +23,7 @@ def _tiny(kind: str, **changes: object) -> dict[str, Any]:
     return {**models.find(kind).TINY, "intermediate_size": 96, **changes}
 
 
-# What a file can say of each family: llama.cpp's loaders assume the rest.
+# Keys that a file has for each family: llama.cpp's loaders assume the rest.
 CASES: dict[str, tuple[str, dict[str, Any]]] = {
     "llama": ("llama", _tiny("llama")),
     "qwen2": ("qwen2", _tiny("qwen2")),
@@ -70,8 +70,8 @@ def write_gguf(
         path: of the file.
         arch: llama.cpp's name of the architecture.
         model: in float32.
-        quantization: type of matrices, or what gives rows and type of each; None is F32.
-        words: writes a tokenizer of so many tokens; None: `write_words`.
+        quantization: type of matrices, or a function that gives rows and type of each; None is F32.
+        words: writes a tokenizer of that size; None: `write_words`.
         extra: keys of the architecture, dots as two underscores.
     """
     import gguf
@@ -104,7 +104,7 @@ def _in_one_format(quantization: str) -> Encode:
 
 
 def write_words(writer: Any, vocab_size: int) -> None:
-    """Words without merges but one."""
+    """Write a tokenizer of words, with a single merge."""
     writer.add_tokenizer_model("gpt2")
     writer.add_tokenizer_pre("smollm")
     words = WORDS + [f"w{i}" for i in range(len(WORDS), vocab_size - 2)]
@@ -176,7 +176,7 @@ def _rope_tensors(config: Any) -> dict[str, np.ndarray]:
 
 
 def _interleave(array: np.ndarray, heads: int) -> np.ndarray:
-    """llama.cpp's order of rows: pairs of one frequency side by side."""
+    """llama.cpp's order of rows: pairs of one frequency are adjacent."""
     half = len(array) // heads // 2
     return array.reshape(heads, 2, half, -1).swapaxes(1, 2).reshape(array.shape)
 
@@ -266,7 +266,7 @@ _OWN: dict[str, Callable[[Any, Any], None]] = {
 }
 
 
-# What patterns cut differently: contractions, digits, spaces and lines, capitals, other letters.
+# Patterns cut differently: contractions, digits, spaces and lines, capitals, other letters.
 TEXTS = ("it's I'LL 12345 x2", "  two\n\n\nnew\tone  ", "camelCase //a/b=1", "naïve É 日本!?")
 
 

@@ -119,7 +119,7 @@ def tensors(arch: str, folder: Path, config: Facts) -> Tensors:
 
 
 def _stacked(found: dict[str, np.ndarray]) -> Tensors:
-    """Experts that are apart as one tensor [E, out, in]."""
+    """Separate experts as one tensor [E, out, in]."""
     experts: dict[str, list[tuple[int, np.ndarray]]] = {}
     for name, array in found.items():
         if (match := re.fullmatch(r"(.+\.experts)\.(\d+)\.(\w+)\.weight", name)) is None:
@@ -132,7 +132,7 @@ def _stacked(found: dict[str, np.ndarray]) -> Tensors:
 
 
 def _facts(config: Facts, layers: int) -> Facts:
-    """What the base of all converters writes."""
+    """Keys that the base class of all converters writes."""
     keys = {
         "context_length": "max_position_embeddings",
         "embedding_length": "hidden_size",

@@ -1,4 +1,4 @@
-"""What llama.cpp's converters make of tiny models with Mamba 2 or convolutions: facts and tensors.
+"""Keys and tensors that llama.cpp's converters write for tiny models with Mamba 2 or convolutions.
 
 Sources: llama.cpp's `conversion/*.py` (llama, mamba, granite, falcon_h1, nemotron, lfm2).
 """

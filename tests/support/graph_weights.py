@@ -11,7 +11,7 @@ from onnx.reference import ReferenceEvaluator
 
 
 def graph_weights(bundle: Path) -> dict[str, np.ndarray]:
-    """Every layer's weight as the graph's functions compute it, [out, in] with its smoothing."""
+    """Weights [out, in] of all layers as the graph's functions compute them, with smoothing."""
     model = onnx.load(bundle / "model.onnx")
     producers = {output: node for node in model.graph.node for output in node.output}
     constants = {tensor.name: tensor for tensor in model.graph.initializer}

@@ -1,4 +1,4 @@
-"""What llguidance allows by a guide, with a token for each byte: texts, and random answers."""
+"""Texts that llguidance allows by a guide, with a token for each byte."""
 
 from __future__ import annotations
 
@@ -13,7 +13,7 @@ END = 256
 
 
 class Guided:
-    """Guides over bytes; token 256 ends an answer."""
+    """Guides over bytes; token 256 ends an output."""
 
     def __init__(self, folder: Path) -> None:
         letters = sorted(pre_tokenizers.ByteLevel.alphabet())
@@ -26,7 +26,7 @@ class Guided:
         self.guidance = Guidance(folder, END + 1, [END])
 
     def takes(self, guide: Guide, text: str) -> bool:
-        """Whether a text may be the whole answer."""
+        """Whether a text may be the whole output."""
         constraint = self.guidance.start(guide)
         ids = self._tokenizer.encode(text, add_special_tokens=False).ids
         return all(self._may(constraint, token) for token in [*ids, END])
@@ -39,7 +39,7 @@ class Guided:
         return is_allowed
 
     def answer(self, guide: Guide, seed: int, longest: int = 400) -> str | None:
-        """A random answer that ends as soon as it may; None: it has no end before `longest`."""
+        """A random output that ends as soon as it may; None: it has no end before `longest`."""
         constraint, draw, ids = self.guidance.start(guide), random.Random(seed), []
         while len(ids) < longest:
             allowed = constraint._allowed(()).nonzero()[0].tolist()

@@ -1,4 +1,4 @@
-"""Pages that tools write, as a browser takes them apart."""
+"""HTML pages that tools write, parsed as a browser does."""
 
 from __future__ import annotations
 

@@ -141,7 +141,7 @@ def write_processor(folder: Path, model_type: str, **changes: Any) -> Path:
 
 
 def byte_tokenizer(special: list[str]) -> Any:
-    """A tokenizer of single bytes, which loses nothing of a prompt's text."""
+    """A byte-level tokenizer, which is lossless."""
     from tokenizers import Tokenizer, decoders, models, pre_tokenizers
 
     letters = sorted(pre_tokenizers.ByteLevel.alphabet())
@@ -175,7 +175,7 @@ def reference(folder: Path, model_type: str) -> Any:
     }[model_type]
     if model_type != "idefics3":
         arguments["video_processor"] = None
-    # transformers wants to see a video processor, which would need torchvision
+    # transformers requires a video processor, which would need torchvision
     kind = type(kind.__name__, (kind,), {"check_argument_for_proper_class": lambda *_: None})
     return kind(image_processor=pictures, tokenizer=tokenizer, **arguments)
 

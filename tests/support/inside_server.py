@@ -1,4 +1,4 @@
-"""A server inside the test, whose loop can be looked at."""
+"""A server in the test's own process, with access to its event loop."""
 
 from __future__ import annotations
 
@@ -19,7 +19,7 @@ from edgellm.tools.serve.settings import Settings
 
 
 class Inside(uvicorn.Server):
-    """On `port` of this machine."""
+    """A server on `port` of this machine."""
 
     port: int
     loop: asyncio.AbstractEventLoop
@@ -36,7 +36,7 @@ class Inside(uvicorn.Server):
 def serving_inside(
     models: Sequence[Model], loading: Loading, settings: Settings
 ) -> Iterator[Inside]:
-    """A server from its first engine's beginning until all are unloaded."""
+    """Run a server until all of its engines are unloaded."""
     loading.prepare(models)
     engines = EnginePool(models, loading, settings)
     server = Inside(configured(create_app(engines), 5))

@@ -18,7 +18,7 @@ SCRIPTS: dict[str, str] = PROJECT["project"]["scripts"]
 
 
 def install(folder: Path) -> dict[str, str]:
-    """Write all commands into a folder; the environment in which they are found."""
+    """Write all commands into a folder; return the environment in which they are found."""
     for name, place in SCRIPTS.items():
         module, function = place.split(":")
         path = folder / name

@@ -11,13 +11,13 @@ torch = pytest.importorskip("torch")
 
 
 def launch(kernel, grid: tuple[int, ...], *arguments, **constants) -> None:
-    """Run a kernel; arrays are read and written where they lie."""
+    """Run a kernel; arrays are read and written in place."""
     given = [torch.from_numpy(each) if isinstance(each, np.ndarray) else each for each in arguments]
     kernel[grid](*given, **constants)
 
 
 def run_both(kernel, *arguments, grid: tuple[int, ...] = (1,), **constants) -> None:
-    """Run a kernel, and its reference on copies: what they leave must be the same."""
+    """Run a kernel, and its reference on copies: the results must be equal."""
     copies = [each.copy() if isinstance(each, np.ndarray) else each for each in arguments]
     launch(kernel, grid, *arguments, **constants)
     flat = [each.reshape(-1) if isinstance(each, np.ndarray) else each for each in copies]

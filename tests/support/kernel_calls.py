@@ -1,4 +1,4 @@
-"""Calls of the compiled kernels past ONNX Runtime: the structures of c_api.cpp and kernels.h."""
+"""Calls of the compiled kernels without ONNX Runtime: the structures of c_api.cpp and kernels.h."""
 
 from __future__ import annotations
 
@@ -56,7 +56,7 @@ def _call(name: str, *arguments) -> None:
 
 @dataclass(frozen=True)
 class Case:
-    """A packed weight and what it stands for, float64 [N, K]."""
+    """A packed weight and its values, float64 [N, K]."""
 
     form: PackedForm
     packed: np.ndarray
@@ -95,7 +95,7 @@ def fp8_case(rng, in_features, out_features, block, gated=False):
 
 
 def channel(case, index):
-    """What the weights of an output channel stand for, float32 [K]."""
+    """Weights of an output channel, float32 [K]."""
     out = np.full(case.form.in_features, np.nan, np.float32)
     _call(
         "edgellm_channel",
@@ -125,7 +125,7 @@ def product(
     instruction_set, case, x, *, skip=None, gamma=None, bias=None, residual=None, epsilon=1e-5,
     threads=1, packed=None, alpha=1.0, limit=0.0, offset=0.0,
 ):  # fmt: skip
-    """Of M rows: y [M, N], and x + skip [M, K] where there is a skip."""
+    """Product of M rows: y [M, N], and x + skip [M, K] if there is a skip."""
     packed = case.packed if packed is None else packed
     width = case.form.out_features // (2 if case.form.is_gated else 1)
     y = np.full((len(x), width), np.nan, np.float32)
@@ -159,10 +159,10 @@ class Rows:
 
 
 class BlockPool:
-    """The slots of caches [kv_heads, C, D] in pages, strewn among others that nobody may read."""
+    """Caches [kv_heads, C, D] in blocks, scattered among blocks that must not be read."""
 
     def __init__(self, caches, page_rows, first_slot=0) -> None:
-        """Pages that lie wholly before `first_slot` are none's."""
+        """Allocate the blocks; those wholly before `first_slot` are freed."""
         kv_heads, self.capacity, dim = caches[0].shape
         count = -(-self.capacity // page_rows)
         taken = _ORDER.permutation(count + 3)[:count]
@@ -179,7 +179,7 @@ class BlockPool:
         self.table[: first_slot // page_rows] = -(2**40)
 
     def slots(self, index):
-        """Of a cache, [kv_heads, C, D]."""
+        """Positions of a cache, [kv_heads, C, D]."""
         pool = self.pools[index]
         rows = pool[self.taken].swapaxes(0, 1).reshape(pool.shape[1], -1, pool.shape[3])
         return rows[:, : self.capacity]
@@ -193,7 +193,7 @@ def attention(
     rope=None, positions=None, interleaved=False, q_norm=None, k_norm=None,
     sinks=None, scales=(1.0, 1.0), page_rows=0,
 ):  # fmt: skip
-    """Of S rows: y [S, heads * D]; the rows are appended to the cache. `rope`: cos and sin."""
+    """Output [S, heads * D] of S tokens, which are appended to the cache. `rope`: cos and sin."""
     kv_heads, _, dim = rows.keys.shape
     page_rows = page_rows or int(_ORDER.choice([16, 32, 64, 128, 256]))
     least = rows.write_index + (1 if mask is None else len(rows.q) - mask.shape[1])

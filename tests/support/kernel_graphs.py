@@ -1,6 +1,6 @@
-"""Lowered graphs with edgellm's plugin nodes on the CPU: ONNX Runtime computes what is between.
+"""Lowered graphs with edgellm's plugin nodes on the CPU: ONNX Runtime computes the rest.
 
-What a node launches is what its plugin would tell TensorRT (`build/tensorrt/plugins.py`), and the
+A node launches what its plugin would give TensorRT (`build/tensorrt/plugins.py`), and the
 kernel's reference in numpy computes it.
 """
 
@@ -50,10 +50,10 @@ class _Node:
 
 
 class KernelGraph:
-    """A graph whose attention is plugin nodes; answers as an ONNX Runtime session."""
+    """A graph whose attention is plugin nodes, with the interface of an ONNX Runtime session."""
 
     def __init__(self, path: Path, options: Any, memory: Any, sm: int) -> None:
-        """`memory`: gives what lies at an address, see `attention_references`."""
+        """Open the graph; `memory` gives the array at an address, see `attention_references`."""
         self._memory, self._compiled = memory, {each.name for each in variants(sm)}
         model = ir.load(path)
         graph = model.graph
@@ -126,9 +126,9 @@ class KernelGraph:
 
 
 def _double_rows(graph: ir.Graph) -> None:
-    """Let a row's product be the same in every pass.
+    """Make the product of a row batch-invariant.
 
-    Of one row ONNX Runtime has another kernel, and last bits decide which code is the nearer.
+    ONNX Runtime has another kernel for one row, and last bits decide the nearest code.
     """
     for product in [node for node in graph if node.op_type == "MatMul"]:
         x, y = product.inputs[0], product.outputs[0]
@@ -146,7 +146,7 @@ def _double_rows(graph: ir.Graph) -> None:
 
 
 def open_graph(path: Path, options: Any, device: Any) -> Any:
-    """What answers for a lowered graph on the fake GPU."""
+    """Session of a lowered graph on the fake GPU."""
     if any(node.domain == NAMESPACE for node in ir.load(path).graph):
         return KernelGraph(path, options, device.memory, device.sm)
     return onnxruntime.InferenceSession(path, options, providers=["CPUExecutionProvider"])

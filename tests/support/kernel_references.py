@@ -1,4 +1,4 @@
-"""What edgellm's kernels compute, in numpy: the fake GPU runs it where a GPU runs the kernels.
+"""NumPy references of edgellm's kernels; the fake GPU runs them in place of the kernels.
 
 Arguments are the kernels' own, in their order; pointers are flat arrays that begin where they point
 to. `tests/device_runtime/kernels/test_references.py` holds them against the kernels.
@@ -43,7 +43,7 @@ def grow_level(
 
 
 def _grow_one(given, start, table, pool, sizes, mask, constants):
-    """One sequence's pool, `seen` and mask; the nodes that get children, and slots above them."""
+    """Pool, `seen` and mask of one sequence; the nodes to expand, and slots above them."""
     (candidates, log_probs, nodes), (tokens, parents, scores, own, seen) = given, pool
     stride, begin, rows, top_k, used, width, slots, level = sizes
     count = rows * top_k
@@ -72,7 +72,7 @@ def _grow_one(given, start, table, pool, sizes, mask, constants):
 
 
 def _seat(slot, start, one, rows, used, many):
-    """Rows of a sequence, and of its place in the pass."""
+    """Positions of a sequence, and its place in the forward pass."""
     there, (own, width) = start[one * START] + used, rows
     if many:
         entries = one * width, own, start[one * START + 2], there, used + own if own else 0
@@ -156,13 +156,13 @@ def _drawing(values, ids, rules, uniforms, vocab):
         if not np.isfinite(x[0]):
             return int(token[0]), NOT_A_NUMBER
         cuts = 0 < top_k < vocab
-        is_settled = vocab <= PICKS or (cuts and top_k <= PICKS and x[-1] < x[int(top_k) - 1])
+        is_decided = vocab <= PICKS or (cuts and top_k <= PICKS and x[-1] < x[int(top_k) - 1])
         order = np.argsort(token[: min(vocab, PICKS)])
         kept, chances = processed_distribution(x[order], params)
         edges = np.cumsum(chances)
         drawn = np.searchsorted(edges, uniforms[place] * edges[-1], side="right")
         found = token[order][kept][min(drawn, len(kept) - 1)]
-        return int(found), SETTLED if is_settled else UNSETTLED
+        return int(found), SETTLED if is_decided else UNSETTLED
 
     return draw
 

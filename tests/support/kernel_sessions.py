@@ -1,4 +1,4 @@
-"""One operator of the kernels' in a session of ONNX Runtime."""
+"""Sessions of ONNX Runtime with one operator of edgellm's."""
 
 from __future__ import annotations
 

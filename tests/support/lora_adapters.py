@@ -1,4 +1,4 @@
-"""LoRA adapters as PEFT saves them, and what transformers computes with them."""
+"""LoRA adapters as PEFT saves them, and transformers' logits with them."""
 
 from __future__ import annotations
 
@@ -12,7 +12,7 @@ from safetensors.numpy import load_file, save_file
 
 ATTENTION = "q_proj", "k_proj", "v_proj", "o_proj"
 ALL = (*ATTENTION, "gate_proj", "up_proj", "down_proj")
-# By name: seed, rank and the layers that it changes; and what their products are scaled by.
+# By name: seed, rank, changed layers, and the scale of the products.
 ADAPTERS = {
     "all": {"seed": 1, "rank": 4},
     "wide": {"seed": 2, "rank": 8, "lora_alpha": 12},

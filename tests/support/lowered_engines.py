@@ -1,4 +1,4 @@
-"""Graphs of a base and its draft as TensorRT gets them, opened on the GPU that is not there."""
+"""Graphs of a base and its draft as TensorRT gets them, opened on the fake GPU."""
 
 from __future__ import annotations
 
@@ -111,7 +111,7 @@ class Lowered:
         }
 
     def runners(self, engine: Engine, device: FakeDevice) -> dict[str, Runner]:
-        """Those of one of the manifests."""
+        """Runners of one of the manifests."""
         return {
             role: tensorrt.runner_of(
                 role, engine, FakeEngine(self.path(role), self._passes[role], device), device

@@ -41,7 +41,7 @@ def make_heads(
     return folder
 
 
-def beside_model(folder: Path, tensors: Tensors, **config: object) -> Path:
+def add_to_model(folder: Path, tensors: Tensors, **config: object) -> Path:
     """Add heads to the checkpoint of their model."""
     whole = load_file(folder / "model.safetensors")
     save_file({**whole, **tensors}, folder / "model.safetensors", metadata={"format": "pt"})
@@ -51,7 +51,7 @@ def beside_model(folder: Path, tensors: Tensors, **config: object) -> Path:
 
 
 def log_probs(tensors: Tensors, feature: torch.Tensor, heads: int, blocks: int) -> torch.Tensor:
-    """What the heads say after a feature [H]: [heads, V]."""
+    """Log-probabilities [heads, V] of the heads after a hidden state [H]."""
     rows = []
     for head in range(heads):
         x = feature

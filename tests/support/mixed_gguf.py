@@ -13,7 +13,7 @@ from transformers import AutoModelForCausalLM
 from edgellm.export import models
 from edgellm.export.checkpoints.quantized.gguf import FORMS
 
-# Of a file with formats of all kinds, by the ends of names.
+# Formats by the ends of tensor names.
 KINDS = {
     "q_proj": "Q4_K", "k_proj": "Q4_0", "v_proj": "Q6_K", "o_proj": "Q5_1", "gate_proj": "Q4_1",
     "up_proj": "Q4_1", "down_proj": "Q3_K", "embed_tokens": "Q5_0", "lm_head": "Q5_K",
@@ -49,7 +49,7 @@ def write_mixed(folder):
 
 
 def random_blocks(kind: str, count: int, seed: int = 7) -> np.ndarray:
-    """Any bytes, but halves that are numbers where a format has halves: uint8 [count, bytes]."""
+    """Random bytes, with finite numbers in fields of halves: uint8 [count, bytes]."""
     form, random = FORMS[kind], np.random.default_rng(seed)
     blocks = random.integers(0, 256, (count, form.num_bytes), np.uint8)
     for place in (form.scale, form.minimum):
@@ -59,7 +59,7 @@ def random_blocks(kind: str, count: int, seed: int = 7) -> np.ndarray:
 
 
 def scaled_blocks(kind: str, count: int, deviation: float, seed: int) -> np.ndarray:
-    """As `random_blocks`, values that deviate so much from nothing."""
+    """As `random_blocks`, with this mean absolute value."""
     form, blocks = FORMS[kind], random_blocks(kind, count, seed)
     factor = deviation / np.abs(gguf.dequantize(blocks, gguf.GGMLQuantizationType[kind])).mean()
     for place in (form.scale, form.minimum):

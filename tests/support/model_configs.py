@@ -47,7 +47,7 @@ _OF_SOME = frozenset(key for key in _SIZES if "expert" in key or key.startswith(
 _FLOATS = st.sampled_from([0.25, 1.0, 3, 0.0, -1.5, None])
 _TYPES = ("full_attention", "sliding_attention", "chunked_attention")
 _WINDOWS = st.sampled_from([4, 7, 64, 1, 0, None])
-_SCALED: dict[str, tuple[str, ...]] = {  # what each type of rope wants
+_SCALED: dict[str, tuple[str, ...]] = {  # keys that each type of RoPE requires
     "default": (),
     "linear": ("factor",),
     "dynamic": ("factor",),
@@ -174,7 +174,7 @@ def configs(model_type: str, config_class: type) -> st.SearchStrategy[dict[str, 
 
 
 def _layer_types(tiny: dict[str, Any]) -> list[str]:
-    """What families say of layers, of which the last is nobody's."""
+    """A family's own values of `layer_types`, then foreign ones."""
     own = {each for key in _OF_LAYERS for each in tiny.get(key, ())} | set(_TYPES[:1])
     others = own - {*_TYPES}
     return [*sorted(own), *(["mamba"] if others else _TYPES[1:])]
@@ -202,7 +202,7 @@ def _merged(
 
 
 def _fit_factors(rope: dict[str, Any], config: dict[str, Any]) -> None:
-    """A factor for each pair that turns."""
+    """A factor for each pair that RoPE rotates."""
     width = config["hidden_size"] // config["num_attention_heads"]
     turning = int((config.get("head_dim") or width) * rope.get("partial_rotary_factor", 1.0))
     for key in rope.keys() & {"short_factor", "long_factor"}:

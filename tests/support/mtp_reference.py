@@ -1,4 +1,4 @@
-"""The layer of multi-token prediction beside a tiny Qwen3.5 or ERNIE, and the same in torch.
+"""MTP layers of a tiny Qwen3.5 or ERNIE, and the same in torch.
 
 `make_base` and `make_ernie` write a random model with a layer in its folder. The references are
 written from the published descriptions; nothing here comes from edgellm but the sizes of the tiny
@@ -22,12 +22,12 @@ Tensors = dict[str, torch.Tensor]
 
 
 def make_base(folder: Path, model_type: str = "qwen3_5_text", **config: object) -> Path:
-    """A hybrid base with `mtp.*`; one that attends in layer 1 at least."""
+    """A hybrid base with `mtp.*`; its layer 1 must be an attention layer."""
     base = make_checkpoint(folder, **{**models.find(model_type).TINY, **config})
     whole, path = load_file(base / "model.safetensors"), base / "config.json"
     save_file({**whole, **make_layer(whole)}, base / "model.safetensors", {"format": "pt"})
-    said = {"mtp_num_hidden_layers": 1, "mtp_use_dedicated_embeddings": False}
-    path.write_text(json.dumps({**json.loads(path.read_text()), **said}))
+    settings = {"mtp_num_hidden_layers": 1, "mtp_use_dedicated_embeddings": False}
+    path.write_text(json.dumps({**json.loads(path.read_text()), **settings}))
     return base
 
 
@@ -78,7 +78,7 @@ def make_ernie(folder: Path, **config: object) -> Path:
 
 
 class Reference:
-    """The layer with a growing cache; rows of the cache may be dropped again."""
+    """The MTP layer with a KV cache that can be truncated."""
 
     layout = Layout(eagle1=True)  # features are hidden rows
     targets = torch.arange(VOCAB)
@@ -86,7 +86,7 @@ class Reference:
     def __init__(self, base: Path) -> None:
         self.tensors = load_file(base / "model.safetensors")
         self.config = json.loads((base / "config.json").read_text())
-        size = self.config["head_dim"] // 4  # what of a head turns
+        size = self.config["head_dim"] // 4  # share of a head to which RoPE applies
         self.inv_freq = 1e4 ** -(torch.arange(0, size, 2) / size)
         self.cache = [(torch.zeros(0),) * 2]
 
@@ -109,7 +109,7 @@ class Reference:
         return (normed @ head[self.targets].T).log_softmax(-1), normed
 
     def drop_to(self, rows: int) -> None:
-        """Forget all rows of the cache but the first."""
+        """Truncate the cache to its first."""
         self.cache = [tuple(part[:rows] for part in self.cache[0])]
 
     def _norm(self, name: str, x: torch.Tensor) -> torch.Tensor:
@@ -147,7 +147,7 @@ class Reference:
     def _attention(
         self, x: torch.Tensor, positions: torch.Tensor, mask: torch.Tensor
     ) -> torch.Tensor:
-        """A head's queries and gates stand side by side; only the first numbers of a head turn."""
+        """Queries and gates of a head are adjacent; RoPE applies to the first numbers of a head."""
         rows, size, turned = len(x), self.config["head_dim"], 2 * len(self.inv_freq)
         q, gate = self._linear("self_attn.q_proj", x).reshape(rows, -1, 2 * size).chunk(2, -1)
         k, v = (self._linear(f"self_attn.{p}_proj", x).reshape(rows, -1, size) for p in "kv")
@@ -177,7 +177,7 @@ class Reference:
 
 
 class ErnieReference(Reference):
-    """ERNIE's; features are the base's stream, which its final norm has normed."""
+    """ERNIE's; features are the base's hidden states after its final norm."""
 
     def __init__(self, base: Path) -> None:
         self.tensors = load_file(base / "model.safetensors")
@@ -199,7 +199,7 @@ class ErnieReference(Reference):
     def continued(
         self, ids: torch.Tensor, stream: torch.Tensor, positions: torch.Tensor, mask: torch.Tensor
     ) -> tuple[torch.Tensor, torch.Tensor]:
-        """As it is trained: of the stream [S, H] before the base's final norm."""
+        """As it is trained: of hidden states [S, H] before the base's final norm."""
         embedding = self.tensors["model.embed_tokens.weight"]
         both = self._norm("mtp_emb_norm.0", embedding[ids]), self._norm("mtp_hidden_norm.0", stream)
         x = torch.cat(both, -1) @ self.tensors["model.mtp_linear_proj.0.weight"].T
@@ -219,7 +219,7 @@ class ErnieReference(Reference):
     def _attention(
         self, x: torch.Tensor, positions: torch.Tensor, mask: torch.Tensor
     ) -> torch.Tensor:
-        """Neighbours turn together."""
+        """RoPE rotates adjacent pairs."""
         rows, size = len(x), self.config["head_dim"]
         q, k, v = (self._linear(f"self_attn.{p}_proj", x).reshape(rows, -1, size) for p in "qkv")
         q, k = (

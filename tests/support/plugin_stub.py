@@ -1,7 +1,7 @@
 """NVIDIA's own `tensorrt.plugin`, as its wheels of bindings have it, without the library.
 
-The library is not to be had here; what it does with plugins is told in Python files beside the
-bindings. They run on a module that knows types, dimensions and a registry, no more.
+The library is not available here; Python files next to the bindings define how it calls
+plugins. They run on a module that knows types, dimensions and a registry, no more.
 """
 
 from __future__ import annotations
@@ -75,7 +75,7 @@ class Dim:
 
 
 def dim(value: int | str) -> Dim:
-    """A number, or a symbol."""
+    """Return a size: a number, or a symbol."""
     if isinstance(value, str):
         return Dim(lambda sizes: sizes[value])
     return Dim(lambda _: value, is_known=True)

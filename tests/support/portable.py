@@ -18,7 +18,7 @@ _OF_LARGEST = dict.fromkeys(("qwen3_5_text", "qwen3_5_moe_text", "qwen3_next"), 
 
 
 def allowed(checkpoint: Path, expected: np.ndarray) -> float:
-    """How far numbers may be from transformers'."""
+    """Largest allowed difference from transformers' numbers."""
     model_type = json.loads((checkpoint / "config.json").read_text())["model_type"]
     return max(TOLERANCE, _OF_LARGEST.get(model_type, 0) * np.abs(expected).max())
 
@@ -32,6 +32,6 @@ def open_portable(bundle: Path, capacity: int, graph: Path | None = None) -> Dec
 
 
 def open_commit(folder: Path) -> OnnxRuntimeRunner | None:
-    """What moves the states of a bundle's recurrent layers on, if it has some."""
+    """Session that advances the states of a bundle's recurrent layers, if it has some."""
     path = folder / "commit.onnx"
     return OnnxRuntimeRunner([LoadedGraph(load_graph(path, threads=1))]) if path.exists() else None

@@ -1,4 +1,4 @@
-"""A person before a pseudo-terminal: types, and waits for what the program shows."""
+"""A user at a pseudo-terminal: types, and waits for output of the program."""
 
 from __future__ import annotations
 
@@ -27,7 +27,7 @@ class Person:
         os.write(self._side, text.encode())
 
     def wait_for(self, pattern: str, seconds: float = 120) -> str:
-        """What came up to a match; later waits look after it."""
+        """Return the output up to a match; later waits search after it."""
         deadline = time.monotonic() + seconds
         while not (match := re.search(pattern, self.seen)):
             assert time.monotonic() < deadline, self.seen
@@ -43,7 +43,7 @@ class Person:
 
 @contextlib.contextmanager
 def person(*command: object, **environment: str) -> Iterator[Person]:
-    """Somebody who has started a command; it is gone when the block ends."""
+    """Start a command as a user; it ends with the block."""
     side, inner = pty.openpty()
     known = {"TERM": "xterm", "COLUMNS": "100", "LINES": "30", "PROMPT_TOOLKIT_NO_CPR": "1"}
     process = subprocess.Popen(

@@ -1,4 +1,4 @@
-"""Synthetic checkpoints in every quantized layout, written from the layouts' definitions.
+"""Synthetic checkpoints in every quantized layout, by the layouts' definitions.
 
 Each writer rounds a weight [out, in] somehow and returns its tensors by their last name, together
 with the float32 weight that they stand for. Nothing here uses edgellm's own packing.
@@ -281,7 +281,7 @@ class Layout:
     writer: Writer
     config: dict = field(default_factory=dict)  # quantization_config of config.json
     modelopt: dict = field(default_factory=dict)  # of hf_quant_config.json
-    rounds: str = ""  # what happens to inputs: "", "fp8", "int8", "fp4"
+    rounds: str = ""  # quantization of inputs: "", "fp8", "int8", "fp4"
     kind: str = ""  # the CPU engine's name of it
 
 
@@ -386,7 +386,7 @@ def _torch(array: np.ndarray) -> torch.Tensor:
 
 
 def rounded_input(kind: str, x: torch.Tensor) -> torch.Tensor:
-    """What a layer of `Layout.rounds` sees of its input."""
+    """Input of a layer of `Layout.rounds` after rounding."""
     array = x.numpy()
     if kind == "fp8":
         limited = np.clip(array / np.float32(INPUT_SCALE_FP8), -448, 448)

@@ -69,7 +69,7 @@ PROMPTS = [
 
 
 def make_bundles(smollm2_gguf: Path, folder: Path) -> Path:
-    """Those of base and draft, and the draft's engine."""
+    """Bundles of base and draft, and the draft's engine."""
     assert (DRAFT / "model.safetensors").exists(), f"the draft is missing: {DRAFT}"
     options = ExportOptions("fp32", draft_model_dir=str(DRAFT))
     export_llm(open_checkpoint(str(smollm2_gguf)), folder / "base", options)

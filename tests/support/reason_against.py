@@ -1,4 +1,4 @@
-"""Whether engines of a backend run on this machine: its own words are the reason of a skip."""
+"""Whether engines of a backend run on this machine; the backend's error is the reason to skip."""
 
 from __future__ import annotations
 
@@ -9,7 +9,7 @@ from edgellm.device_runtime import runners
 
 
 def needs(name: str) -> pytest.MarkDecorator:
-    """Skip where a backend's engines do not run."""
+    """Skip the test if a backend's engines do not run."""
     return pytest.mark.skipif(bool(why := _reason(name)), reason=f"{name}: {why}")
 
 

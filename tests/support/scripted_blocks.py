@@ -1,4 +1,4 @@
-"""A draft of blocks over a scripted base, see `scripted_sessions`."""
+"""A block draft over a scripted base, see `scripted_sessions`."""
 
 from __future__ import annotations
 
@@ -13,8 +13,8 @@ from edgellm.device_runtime.networks.draft import DraftResult
 class StrictBlocks(StrictDraft):
     """See `edgellm.device_runtime.networks.block.BlockNetwork`.
 
-    Features must be those of the text. A place of the block believes that the base takes the
-    likeliest tokens up to it; with links it knows what follows each candidate of the place before.
+    Features must be those of the text. A position of the block assumes that the base takes the
+    likeliest tokens up to it; with links it predicts a token for each candidate before it.
     """
 
     def __init__(

@@ -1,4 +1,4 @@
-"""Passes take scripted times where a GPU is not there: those of the host would be noise.
+"""Scripted times of forward passes without a GPU: times of the host would be noise.
 
 They decide which sequences share a pass, and how much is drafted.
 """
@@ -18,9 +18,9 @@ _BASE_MS, _DRAFT_MS = {"1": 5.0, "64": 8.0}, {"1": 0.5, "64": 0.8}
 
 
 def script_costs(patch: pytest.MonkeyPatch, answers: int = 0) -> None:
-    """Engines that are loaded from now on know what all their passes cost: nobody measures.
+    """Give engines that are loaded from now on scripted costs, so that none are measured.
 
-    Those that stand for others are of so many `answers`; 0: of their own.
+    `answers`: the batch size of these engines; 0: their own.
     """
     load = manifest.load_manifest
 
@@ -35,7 +35,7 @@ def script_costs(patch: pytest.MonkeyPatch, answers: int = 0) -> None:
 
 
 def _costs(engine: Engine, answers: int) -> dict[str, dict[str, float]]:
-    """Of passes alone and, where several answers have room, of those that they share."""
+    """Costs of single sequences and, for engines with a larger batch size, of batches."""
     kinds = {kind for role in engine.graphs for kind in ROLES[role].measured} - {HOST}
     costs = {kind: _BASE_MS if kind == PASS else _DRAFT_MS for kind in kinds}
     counts = (1, answers) if answers > 1 else ()

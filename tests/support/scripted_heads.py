@@ -9,8 +9,8 @@ from scripted_sessions import FEATURES, Draft, StrictBase
 class StrictHeads:
     """See `edgellm.device_runtime.networks.heads.HeadsNetwork`.
 
-    The feature must be of the newest row of the base's cache. A head believes that the base will
-    take its likeliest tokens up to the head's own place.
+    The feature must be of the newest row of the base's cache. A head assumes that the base
+    takes its likeliest tokens up to the head's own position.
     """
 
     def __init__(self, base: StrictBase, draft: Draft, num_heads: int) -> None:

@@ -1,4 +1,4 @@
-"""Rounds of a drafter over scripted sessions, and what plain decoding says."""
+"""Rounds of a drafter over scripted sessions, and the tokens of plain decoding."""
 
 from __future__ import annotations
 
@@ -44,7 +44,7 @@ COSTS = {
 
 @dataclass
 class Setup:
-    """What a run is made of."""
+    """Parameters of a run."""
 
     limits: TreeLimits = SHAPES["default"]
     policy: str = "fixed"
@@ -52,7 +52,7 @@ class Setup:
     capacity: int = 128
     draft_capacity: int = 128
     prefill_rows: int = 64
-    draft: str | None = "oracle"  # None: the text alone drafts
+    draft: str | None = "oracle"  # None: lookups in the text draft
     is_model: bool = False  # an ordinary model drafts, not EAGLE's
     adapts: bool = False  # some rounds go without the network
 
@@ -99,7 +99,7 @@ def plain(prompt=PROMPT, params=GREEDY, max_tokens=40) -> list[int]:
     return list(_plain(tuple(prompt), params, max_tokens))
 
 
-@functools.cache  # hundreds of cases ask for the same few answers
+@functools.cache  # hundreds of cases need the same few outputs
 def _plain(prompt, params, max_tokens) -> tuple[int, ...]:
     base = StrictBase(128)
     tokens = generate(base, list(prompt), Sampler(params), max_tokens, Profile(), prefill_rows=64)

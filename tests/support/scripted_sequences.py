@@ -1,4 +1,4 @@
-"""Sequences that draw their pieces of prompts, tokens and trees, alone and in company."""
+"""Sequences of random chunks, tokens and trees, alone and in batches."""
 
 from __future__ import annotations
 
@@ -15,18 +15,18 @@ VOCABULARY, IMAGE_ROWS, PROMPT = 96, 40, 90
 
 
 class Scripted:
-    """A sequence of pieces, tokens and trees, and the logits of every row that stayed."""
+    """A sequence of chunks, tokens and trees, and the logits of every position that stayed."""
 
     def __init__(self, seed: int, capacity: int, spec: DecoderSpec | None = None) -> None:
         """`spec`: of a model whose images stand in pieces."""
         self.rng, self.context, self.length = np.random.default_rng(seed), Context(), 0
         self.capacity, self.seen = capacity, list[bytes]()
-        self.shown = 0 if spec is not None else IMAGE_ROWS  # image rows that were read
+        self.shown = 0 if spec is not None else IMAGE_ROWS  # image embeddings that were prefilled
         if spec is not None:
             self.context.images = random_images(spec, seed)
 
     def part(self) -> SequencePart:
-        """What it asks for next."""
+        """Return the next part to compute."""
         rng, maximum = self.rng, self.capacity - self.length
         kind = rng.choice(["piece", "token", "token", "tree"])
         size = {"piece": rng.integers(2, 40), "token": 1, "tree": rng.integers(2, 13)}[kind]
@@ -58,7 +58,7 @@ class Scripted:
 
 
 def random_images(spec: DecoderSpec, seed: int) -> ImageRows:
-    """Image rows, and positions of a prompt that differ on all axes."""
+    """Image embeddings, and positions of a prompt that differ on all axes."""
     rng = np.random.default_rng(seed)
     assert spec.images is not None
     positions = None
@@ -77,18 +77,18 @@ def random_images(spec: DecoderSpec, seed: int) -> ImageRows:
 def run_together(
     session: DecoderNetwork, make: Callable[[int], Scripted], count: int, rng: np.random.Generator
 ) -> None:
-    """Run `count` sequences in a random order, and each alone: the bits are the same.
+    """Run `count` sequences in a random order, and each alone: the bits must be equal.
 
-    More sequences than share a pass, or than the pages can hold.
+    More sequences than the batch size, or than the KV blocks can hold.
     """
     everyone = [make(at) for at in range(count)]
-    going = list(everyone)
-    while going:
-        some = list(rng.permutation(going))[: int(rng.integers(1, session.max_batch_size + 1))]
+    running = list(everyone)
+    while running:
+        some = list(rng.permutation(running))[: int(rng.integers(1, session.max_batch_size + 1))]
         parts = [one.part() for one in some]
         for one, part, result in zip(some, parts, session.run_many(parts), strict=True):
             one.take(session, part, result)
-        going = [one for one in going if not one.is_over]
+        running = [one for one in running if not one.is_over]
     for one in everyone:
         session.close(one.context)
     for at, one in enumerate(everyone):

@@ -1,8 +1,8 @@
-"""A base and a draft that are functions of what their rows can see, and that watch every pass.
+"""A base and a draft that are functions of the attended tokens, and that check every pass.
 
-`StrictBase` and `StrictDraft` keep the rows of their caches as tokens and positions, work out
-from mask and positions what each new row sees, and fail unless that is one path from the first
-token to the row. What they answer depends on that path alone.
+`StrictBase` and `StrictDraft` cache tokens and positions, derive from mask and positions what
+each new token attends to, and fail unless that is one path from the first token to the new one.
+Their outputs depend on that path alone.
 """
 
 from __future__ import annotations
@@ -86,7 +86,7 @@ class StrictBase:
         return PassResult({graph_io.LOGITS: logits[None], graph_io.HIDDEN_TAPS: taps[None]}, count)
 
     def _contexts(self, write_index: int, mask: np.ndarray) -> list[Context]:
-        """The path that each new row sees."""
+        """Paths that the new tokens attend to."""
         committed = self.rows[:write_index]
         assert [position for _, position in committed] == list(range(write_index))
         above = tuple(token for token, _ in committed)
@@ -193,7 +193,7 @@ def oracle(context: Context, logits_of=random_logits) -> tuple[list[int], list[f
 
 @_remembered
 def adversary(context: Context) -> tuple[list[int], list[float]]:
-    """Sure of what the base likes least; the base's choice is never among the candidates."""
+    """The base's unlikeliest tokens with high confidence; its choice is never a candidate."""
     order = np.argsort(random_logits(context), kind="stable")[:-1]
     return order.tolist(), (0.95 * 0.1 ** np.arange(len(order))).tolist()
 
@@ -207,12 +207,12 @@ def guesser(context: Context) -> tuple[list[int], list[float]]:
 
 
 def half_right(context: Context) -> tuple[list[int], list[float]]:
-    """The oracle or the guesser, by the context."""
+    """The oracle or the guesser, depending on the context."""
     return (oracle if _hash(context, 3) % 4 else guesser)(context)
 
 
 def broken(context: Context) -> tuple[list[int], list[float]]:
-    """Numbers that are none."""
+    """NaN for all candidates."""
     order, chances = guesser(context)
     return order, [float("nan")] * len(chances)
 
@@ -224,7 +224,7 @@ DRAFTS: dict[str, Draft] = {
 
 @dataclass
 class _Slot:
-    """A row of the draft's cache that stands after the committed ones."""
+    """A position of the draft's cache after the committed ones."""
 
     path: Context  # tokens after the root
     seen: set[int] = field(default_factory=set)  # slots of its ancestors and its own
@@ -232,10 +232,10 @@ class _Slot:
 
 @dataclass
 class _Text:
-    """What the rows of one answer stand for."""
+    """Tokens of the cached positions of one request."""
 
     text: list[int] = field(default_factory=list)  # token 0, and the token of every committed row
-    skipped: int = 0  # of these rows, the first, which a retrial did not read
+    skipped: int = 0  # number of first positions that a retrial did not prefill
     is_closed: bool = False
     slots: list[_Slot] = field(default_factory=list)
     recycled: dict[int, Context] = field(default_factory=dict)  # serial number -> its path
@@ -251,7 +251,7 @@ class StrictDraft:
     def __init__(self, capacity: int, draft: Draft, max_batch_size: int = 1) -> None:
         self.capacity, self.draft, self.max_batch_size = capacity, draft, max_batch_size
         self.context = _Text()
-        self.sizes: list[int] = []  # answers of every pass
+        self.sizes: list[int] = []  # requests of every pass
         self.growth: list[int] = []  # rows of every growth pass of this round
         self.extensions: list[int] = []
 

@@ -30,7 +30,7 @@ class ServerProcess:
             stderr=subprocess.PIPE,
             text=True,
         )
-        # What clients do wrong is their affair.
+        # An error of the client, not of the server.
         self.expected = {"WARNING: Invalid HTTP request received."}
         watchdog = threading.Timer(START_S, self.process.kill)
         watchdog.start()
@@ -70,14 +70,14 @@ class ServerProcess:
         return sum(float(line.split()[-1]) for line in lines if re.match(rf"{name}[ {{]", line))
 
     def wait_until(self, name: str, value: float, *, seconds: float = 60) -> None:
-        """Until a metric has a value."""
+        """Wait until a metric has a value."""
         end = time.monotonic() + seconds
         while self.metric(name) != value:
             assert time.monotonic() < end, f"{name} is {self.metric(name)}, not {value}"
             time.sleep(0.02)
 
     def expects(self, line: str) -> None:
-        """A line on stderr that is no surprise."""
+        """Allow a line on stderr."""
         self.expected.add(line)
 
     def rss_bytes(self) -> int:
@@ -85,7 +85,7 @@ class ServerProcess:
         return int(re.search(r"VmRSS:\s+(\d+)", status)[1]) * 1024
 
     def end(self) -> tuple[int, str]:
-        """SIGTERM; the exit code and what stood on stderr."""
+        """Send SIGTERM; return the exit code and the text of stderr."""
         self.process.send_signal(signal.SIGTERM)
         try:
             _, errors = self.process.communicate(timeout=90)

@@ -1,4 +1,4 @@
-"""Sequences over scripted sessions: the steps of an answer, one by one."""
+"""Sequences over scripted sessions, one step at a time."""
 
 from __future__ import annotations
 
@@ -20,7 +20,7 @@ from edgellm.device_runtime.speculate.text_lookup import LearnedLookup
 
 
 class FixedSlot(KVCacheManager):
-    """A slot that begins after so many rows of a prompt."""
+    """A slot that begins after some positions of a prompt."""
 
     def __init__(self, session, prefill_rows, reused=0) -> None:
         super().__init__(session if hasattr(session, "use") else recorded(session), prefill_rows)
@@ -46,7 +46,7 @@ def speculate(
     session, drafter, prompt, sampler, max_tokens, profile, *, prefill_rows, accept=accept_exactly,
     reused=0,
 ) -> Iterator[Round]:  # fmt: skip
-    """The rounds of an answer."""
+    """Run the rounds of a request."""
     sequence = Sequence(Prompt(list(prompt)), sampler, max_tokens, profile, drafter, accept)
     slot = FixedSlot(session, prefill_rows, reused)
     while not sequence.is_over:

@@ -43,7 +43,7 @@ DRAFT = Layout(
 
 @dataclass(frozen=True)
 class Engine:
-    """What a build left: kernels of every pass, its notes and sizes."""
+    """Results of a build: kernels of every pass, notes and sizes."""
 
     passes: tuple[str, ...]
     kernels: tuple[Kernel, ...]

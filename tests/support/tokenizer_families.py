@@ -1,4 +1,4 @@
-"""A tiny tokenizer of each family that language models have."""
+"""A tiny tokenizer of each family."""
 
 from __future__ import annotations
 
@@ -58,7 +58,7 @@ def _byte_level(names: tuple[str, ...]) -> Tokenizer:
 
 
 def _whole_words(names: tuple[str, ...]) -> Tokenizer:
-    """As Llama 3's: what is a token as a whole is not merged."""
+    """As Llama 3's: a word that is a whole token is not merged."""
     merges = [("t", "h"), ("th", "e")]
     words = [*names, *sorted(pre_tokenizers.ByteLevel.alphabet()), *map("".join, merges)]
     vocabulary = {word: index for index, word in enumerate(words)}

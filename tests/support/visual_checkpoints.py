@@ -57,7 +57,7 @@ def rename_tensors(folder: Path, old: str, new: str) -> None:
 
 
 class VisualModel:
-    """A checkpoint in transformers beside its bundle in ONNX Runtime."""
+    """A checkpoint in transformers, and its bundle in ONNX Runtime."""
 
     def __init__(
         self, checkpoint: Path, bundle: Path, dtype: str = "fp32", quantization: str = "none"
@@ -117,7 +117,7 @@ class VisualModel:
     def features(
         self, pixels: list[np.ndarray], grids: list[tuple[int, int]]
     ) -> list[list[np.ndarray]]:
-        """What transformers computes for all images together, image by image."""
+        """Features of all images by transformers, image by image."""
         import torch
 
         if self.spec.image_size:

@@ -1,4 +1,4 @@
-"""Tiny random vision-language models with their engines, and transformers' answers."""
+"""Tiny random vision-language models with their engines, and transformers' outputs."""
 
 from __future__ import annotations
 
@@ -51,7 +51,7 @@ MROPE = replace(
         "rope_scaling": {"type": "mrope", "rope_type": "default", "mrope_section": [2, 3, 3]},
     },
 )
-# What a draft of `eagle_reference` is for.
+# Base of a draft of `eagle_reference`.
 _UNDER_DRAFT = {
     "hidden_size": BASE_HIDDEN,
     "num_hidden_layers": BASE_LAYERS,
@@ -62,7 +62,7 @@ _UNDER_DRAFT = {
 
 
 def image_token(model_type: str) -> str:
-    """What stands for one row of an image."""
+    """Token of one image embedding."""
     return _placeholder(model_type).replace(QWEN[0], "").replace(QWEN[1], "")
 
 
@@ -113,7 +113,7 @@ def make_vlm(folder: Path, model_type: str, **text: Any) -> Path:
 
 @dataclass(frozen=True)
 class Engines:
-    """One checkpoint and what was built of it."""
+    """One checkpoint with its bundles and engines."""
 
     model_type: str
     checkpoint: Path

@@ -1,7 +1,7 @@
-"""With `pytest --quick`: what needs torch and its kin, real weights or a GPU is left out.
+"""With `pytest --quick`, leaves out tests that need torch, real weights or a GPU.
 
 Nothing is marked by hand. A module that cannot be imported without one of the packages is not
-collected, a test whose fixture or body asks for one is skipped and says for which.
+collected, a test whose fixture or body asks for one is skipped, with its name as the reason.
 """
 
 from __future__ import annotations

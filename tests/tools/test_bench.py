@@ -1,4 +1,4 @@
-"""`edgellm-bench`: what is counted, in which order, and how it is told."""
+"""`edgellm-bench`: what is measured, in which order, and the formats of results."""
 
 from __future__ import annotations
 
@@ -25,7 +25,7 @@ from edgellm.device_runtime.speculate.options import SpecOptions
 from edgellm.tools.bench import cli, machine, measure, result_formats
 from edgellm.tools.bench import interleaved_run as loops
 from edgellm.tools.bench.interleaved_run import Texts, Work
-from edgellm.tools.bench.measure import answer_both_ways, check_sizes, decode_rate, prefill_rate
+from edgellm.tools.bench.measure import check_sizes, decode_rate, prefill_rate, run_both_modes
 from edgellm.tools.bench.results import EAGLE, PLAIN, TEXT, Pair, Results, Series
 
 USER = {"role": "user", "content": "w20 w21"}
@@ -43,7 +43,7 @@ def eagle_llm(eagle_pair) -> LLM:
 
 @pytest.fixture
 def passes(llm, monkeypatch):
-    """Place and rows of every pass, which lasts half a millisecond, as what becomes of it."""
+    """Position and tokens of each forward pass; the clock advances 0.5 ms at each reading."""
     found = []
     run_many = llm.session.run_many
 
@@ -84,13 +84,13 @@ def test_statistics_by_hand():
     assert (pair.acceptance_length, pair.tree_size) == (2.5, 4.5)
 
 
-def test_a_prefill_is_the_prompt_alone(llm, passes):
+def test_a_prefill_sample_is_one_pass_over_the_prompt(llm, passes):
     assert prefill_rate(llm, 20) == pytest.approx(20_000)  # all of it in one millisecond
     assert passes == [(0, 20)]
 
 
 @pytest.mark.parametrize(("depth", "prompt"), [(0, 1), (1, 1), (12, 12)])
-def test_decoding_counts_passes_behind_the_depth(llm, passes, depth, prompt):
+def test_a_decode_sample_counts_passes_after_the_prefill(llm, passes, depth, prompt):
     assert decode_rate(llm, depth, 5) == pytest.approx(1000)  # a pass, a millisecond
     assert passes == [(0, prompt), *((prompt + step, 1) for step in range(5))]
 
@@ -103,7 +103,7 @@ def test_an_end_token_does_not_end_a_measurement(llm, passes, monkeypatch):
     assert len(passes) == 10
 
 
-def test_tests_take_turns_and_the_first_round_does_not_count(monkeypatch):
+def test_tests_are_interleaved_after_a_warm_up(monkeypatch):
     order = []
     clock = itertools.count()
 
@@ -114,7 +114,7 @@ def test_tests_take_turns_and_the_first_round_does_not_count(monkeypatch):
 
     monkeypatch.setattr(loops, "prefill_rate", lambda _llm, n: order.append(n) or next(clock))
     monkeypatch.setattr(loops, "decode_rate", lambda _llm, d, n: order.append((d, n)) or 7.0)
-    monkeypatch.setattr(loops, "answer_both_ways", answer)
+    monkeypatch.setattr(loops, "run_both_modes", answer)
     texts = Texts(Options(), [{"messages": [USER]}, "no object"], ["w20 w21", "request"])
     results = Results({}, {}, {})
     steps = []
@@ -130,7 +130,7 @@ def test_tests_take_turns_and_the_first_round_does_not_count(monkeypatch):
     assert steps[-1] == "2 of 2: request"
 
 
-def test_a_text_is_answered_both_ways(eagle_llm, monkeypatch):
+def test_a_text_runs_with_and_without_speculation(eagle_llm, monkeypatch):
     start, order = measure.start_request, []
 
     def recorded(*arguments, speculative):
@@ -141,7 +141,7 @@ def test_a_text_is_answered_both_ways(eagle_llm, monkeypatch):
     options = Options(temperature=0, max_generate_length=12)
     pair = _pair()
     for eagle_first in (False, True):
-        answer_both_ways(eagle_llm, options, {"messages": [USER]}, 0, pair, eagle_first=eagle_first)
+        run_both_modes(eagle_llm, options, {"messages": [USER]}, 0, pair, eagle_first=eagle_first)
     assert order == [False, True, True, False]
     assert len(pair.plain.samples) == len(pair.eagle.samples) == len(pair.ratios) == 2
     assert pair.same_answers == 2  # float32, greedy
@@ -150,10 +150,10 @@ def test_a_text_is_answered_both_ways(eagle_llm, monkeypatch):
     assert pair.plain.depth == eagle_llm.generate([USER]).prompt_token_count
 
 
-def test_answers_of_one_token_cannot_be_timed(eagle_llm):
+def test_outputs_of_one_token_are_rejected(eagle_llm):
     options = Options(temperature=0, max_generate_length=1)
-    with pytest.raises(RequestError, match="an answer of one token"):
-        answer_both_ways(eagle_llm, options, {"messages": [USER]}, 0, _pair(), eagle_first=False)
+    with pytest.raises(RequestError, match="an output of one token"):
+        run_both_modes(eagle_llm, options, {"messages": [USER]}, 0, _pair(), eagle_first=False)
 
 
 @pytest.mark.parametrize(
@@ -166,7 +166,9 @@ def test_answers_of_one_token_cannot_be_timed(eagle_llm):
         ((), (-3,), 4, "--depth -3", ""),
     ],
 )
-def test_limits(llm, prompts, depths, generated, message, hint):
+def test_lengths_beyond_the_engines_limits_are_rejected(
+    llm, prompts, depths, generated, message, hint
+):
     with pytest.raises(LimitError, match=message) as found:
         check_sizes(llm.manifest, prompts, depths, generated)
     assert hint in found.value.hint
@@ -186,7 +188,7 @@ def results() -> Results:
     return found
 
 
-def test_tables(results):
+def test_tables_show_medians_and_ratios(results):
     speeds, texts, facts = result_formats.tables(results)
     assert speeds.rows == (("prefill 16", "200.0", "200.0 ± 141.4", "5.00", "2"),)
     assert texts.rows == (("a | b", "0", "7", "15.0", "27.5", "1.75", "2.50", "4.5", "1 of 2"),)
@@ -195,7 +197,7 @@ def test_tables(results):
     assert ("peak memory", "123 MB") in facts.rows
 
 
-def test_markdown(results):
+def test_markdown_escapes_cells(results):
     lines = result_formats.as_markdown(results).splitlines()
     assert "| prefill 16 | 200.0 | 200.0 ± 141.4 | 5.00 | 2 |" in lines
     assert any(line.startswith("| a \\| b | 0 | 7 |") for line in lines)
@@ -203,7 +205,7 @@ def test_markdown(results):
     assert lines[header + 1] == "| --- | ---: | ---: | ---: | ---: |"
 
 
-def test_csv_and_json(results):
+def test_csv_and_json_have_all_series(results):
     rows = list(csv.DictReader(io.StringIO(result_formats.as_csv(results))))
     assert [(row["name"], row["mode"]) for row in rows] == [
         ("prefill 16", "plain"),
@@ -218,7 +220,7 @@ def test_csv_and_json(results):
     assert content["median_ratio"] == statistics.median([1.5, 2.0])
 
 
-def test_the_command(run_bench, eagle_pair, tmp_path):
+def test_the_command_measures_every_depth_and_text(run_bench, eagle_pair, tmp_path):
     source = tmp_path / "in.json"
     request = {"messages": [USER], "max_generate_length": 8}
     source.write_text(json.dumps({"temperature": 0, "requests": [request, request]}))
@@ -249,14 +251,14 @@ def test_defaults_fit_the_engine(run_bench, tiny_engine):
     assert "decode 2 behind 0" in result.stdout
 
 
-def test_the_built_in_requests():
+def test_the_built_in_requests_are_valid_and_greedy():
     options, requests = read_file(cli.REQUESTS)
     assert options.temperature == 0
     assert len(requests) >= 5
     assert len({json.dumps(request) for request in requests}) == len(requests)
 
 
-def test_texts_behind_a_depth(eagle_llm):
+def test_a_depth_adds_an_earlier_turn(eagle_llm):
     system = {"role": "system", "content": "w30"}
     options, raw = Options(max_generate_length=4), {"messages": [system, USER], "seed": 3}
     texts = Texts.at(eagle_llm, options, [raw], [0, 30])
@@ -275,7 +277,7 @@ def test_texts_behind_a_depth(eagle_llm):
         Texts.at(eagle_llm, options, ["no object"], [8])
 
 
-def test_bad_commands(command_here, tiny_engine, tiny_bundle, tmp_path):
+def test_invalid_flags_are_rejected(command_here, tiny_engine, tiny_bundle, tmp_path):
     for arguments, fragments in (
         ((tiny_engine, "--output", "xml"), ("--output xml: give text, markdown, csv or json",)),
         ((tiny_engine, "--depth", "x"), ("--depth x: give whole numbers",)),
@@ -288,7 +290,7 @@ def test_bad_commands(command_here, tiny_engine, tiny_bundle, tmp_path):
         assert result.stdout == ""
 
 
-def test_an_interrupt_keeps_what_was_measured(monkeypatch, tiny_engine, capsys):
+def test_an_interrupt_prints_complete_repetitions(monkeypatch, tiny_engine, capsys):
     calls = itertools.count()
 
     def interrupted(_llm, _tokens):
@@ -304,7 +306,7 @@ def test_an_interrupt_keeps_what_was_measured(monkeypatch, tiny_engine, capsys):
     assert content["series"][0]["samples"] == [5.0, 5.0]
 
 
-def test_machine_facts(monkeypatch, tmp_path):
+def test_machine_facts_omit_what_is_unavailable(monkeypatch, tmp_path):
     found = machine.facts()
     assert found["CPU"]
     assert found["python"]
@@ -318,7 +320,7 @@ def test_machine_facts(monkeypatch, tmp_path):
     assert "power mode" not in machine.facts()
 
 
-def test_a_busy_machine_is_said(monkeypatch):
+def test_a_busy_machine_gives_a_warning(monkeypatch):
     monkeypatch.setattr(machine.os, "cpu_count", lambda: 4)
     monkeypatch.setattr(machine.os, "getloadavg", lambda: (1.9, 0, 0))
     assert machine.busy_warning() == ""
@@ -326,7 +328,7 @@ def test_a_busy_machine_is_said(monkeypatch):
     assert "2.5 on 4 cores" in machine.busy_warning()
 
 
-def test_sizes_are_checked_before_anything_is_measured(monkeypatch, tiny_engine):
+def test_lengths_are_checked_before_measuring(monkeypatch, tiny_engine):
     monkeypatch.setattr(measure, "prefill_rate", None)
     with pytest.raises(LimitError):
         cli.bench(engine_dir=tiny_engine, prompt="49")

@@ -1,4 +1,4 @@
-"""`edgellm-chat`: turns, commands, the context's end; through a pipe."""
+"""`edgellm-chat`: turns, commands, a full context; through a pipe."""
 
 from __future__ import annotations
 
@@ -52,9 +52,9 @@ def chat(tiny_engine):
 
 
 class Script:
-    """A screen that reads prepared lines and keeps what it is shown."""
+    """A screen that reads prepared lines and records its output."""
 
-    stops_answers = True
+    stops_replies = True
 
     def __init__(self, *lines: str) -> None:
         self.lines, self.shown, self.on_piece = list(lines), [], lambda: None
@@ -68,12 +68,12 @@ class Script:
         self.shown.append("interrupt")
 
     @contextlib.contextmanager
-    def answering(self, answer):
-        del answer
+    def streaming(self, output):
+        del output
         yield lambda piece: (self.shown.append(piece), self.on_piece())
 
-    def say(self, line: str) -> None:
-        self.shown.append(f"say {line}")
+    def show(self, line: str) -> None:
+        self.shown.append(f"show {line}")
 
     def note(self, line: str) -> None:
         self.shown.append(f"note {line}")
@@ -83,14 +83,14 @@ class Script:
 
 
 def _talk(conversation: Conversation, text: str) -> str:
-    answer = conversation.ask(text)
-    for _ in answer:
+    output = conversation.ask(text)
+    for _ in output:
         pass
-    conversation.keep(text, answer)
-    return answer.text
+    conversation.keep(text, output)
+    return output.text
 
 
-def test_turns_are_read_once(conversation):
+def test_earlier_turns_reuse_the_kv_cache(conversation):
     first = _talk(conversation, "w20 w21")
     assert conversation.messages == [
         {"role": "user", "content": "w20 w21"},
@@ -105,8 +105,7 @@ def test_turns_are_read_once(conversation):
     assert (conversation.messages, conversation.context_tokens) == ([], 0)
 
 
-def test_the_last_answer_goes_on(conversation):
-    """As one message of the assistant, which is read up to its end and no further."""
+def test_continue_extends_the_last_message(conversation):
     screen = Script("/continue", "w20 w21", "/continue", "/continue x")
     assert repl.run(conversation, screen) == 2
     assert screen.shown[0] == "fail there is no answer yet (type a message first)"
@@ -123,7 +122,7 @@ def test_the_last_answer_goes_on(conversation):
     assert conversation.totals.answers == 2
 
 
-def test_the_system_prompt(conversation):
+def test_reset_keeps_the_system_prompt(conversation):
     assert commands.run(conversation, "system", "") == ["no system prompt"]
     assert commands.run(conversation, "system", "w30 w31") == ["system: w30 w31"]
     _talk(conversation, "w20")
@@ -131,7 +130,7 @@ def test_the_system_prompt(conversation):
     assert conversation.messages == [{"role": "system", "content": "w30 w31"}]
 
 
-def test_the_end_of_the_context_is_said_and_the_conversation_stays(conversation):
+def test_a_message_beyond_the_context_fails_and_changes_nothing(conversation):
     _talk(conversation, "w20 " * 20)
     before = list(conversation.turns)
     with pytest.raises(RequestError, match=r"conversation is too long: .* takes 48") as found:
@@ -144,21 +143,21 @@ def test_the_end_of_the_context_is_said_and_the_conversation_stays(conversation)
     assert _talk(conversation, "w21 " * 20)
 
 
-def test_an_answer_that_fills_the_context(llm):
+def test_an_output_is_truncated_when_the_context_is_full(llm):
     settings = Settings(SamplingParams(temperature=0), 500, enable_thinking=False)
     screen = Script("w20 " * 40, "w20")
     assert repl.run(Conversation(llm, settings), screen) == 1
-    assert "note cut: the context of 64 tokens is full; /reset begins anew" in screen.shown
+    assert "note truncated: the context of 64 tokens is full; /reset clears it" in screen.shown
     assert "/reset" in screen.shown[-1]
 
 
-def test_stopping_keeps_what_came(conversation, tiny_engine):
+def test_ctrl_c_keeps_the_partial_output(conversation, tiny_engine):
     screen = Script("w20 w21")
     screen.on_piece = lambda: os.kill(os.getpid(), signal.SIGINT)
     before = signal.getsignal(signal.SIGINT)
     assert repl.run(conversation, screen) == 0
     assert signal.getsignal(signal.SIGINT) is before
-    assert screen.shown[-1] == "note stopped; what came of the answer is kept"
+    assert screen.shown[-1] == "note stopped; the partial answer is kept"
     assert conversation.totals.generated_tokens == 1
     assert len(conversation.turns) == 2
     whole = _talk(conversation, "w22")  # the cache is sound
@@ -166,7 +165,7 @@ def test_stopping_keeps_what_came(conversation, tiny_engine):
     assert whole == _talk(fresh, "w22")
 
 
-def test_stopping_while_the_prompt_is_read_takes_it_back(conversation, monkeypatch):
+def test_ctrl_c_during_prefill_discards_the_message(conversation, monkeypatch):
     run_many = conversation.llm.session.run_many
 
     def interrupted(parts):
@@ -176,14 +175,14 @@ def test_stopping_while_the_prompt_is_read_takes_it_back(conversation, monkeypat
     monkeypatch.setattr(conversation.llm.session, "run_many", interrupted)
     screen = Script("w20 w21")
     repl.run(conversation, screen)
-    assert screen.shown == ["note stopped; the message was taken back"]
+    assert screen.shown == ["note stopped; the message was discarded"]
     assert conversation.turns == []
     monkeypatch.undo()
     assert _talk(conversation, "w20 w21")
 
 
-def test_an_interrupt_behind_an_answer_is_the_prompts(conversation, monkeypatch):
-    """The person was late; the program must not end for it."""
+def test_ctrl_c_after_a_reply_goes_to_the_prompt(conversation, monkeypatch):
+    """A late Ctrl-C must not end the program."""
     screen = Script("w20", "w21")
     keep = Conversation.keep
 
@@ -197,9 +196,9 @@ def test_an_interrupt_behind_an_answer_is_the_prompts(conversation, monkeypatch)
     assert len(conversation.turns) == 4
 
 
-def test_an_interrupt_that_nobody_stops(conversation, monkeypatch):
+def test_ctrl_c_ends_the_program_without_a_terminal(conversation, monkeypatch):
     screen = Script("w20")
-    screen.stops_answers = False
+    screen.stops_replies = False
 
     def interrupted(*_arguments, **_options):
         raise KeyboardInterrupt
@@ -209,15 +208,15 @@ def test_an_interrupt_that_nobody_stops(conversation, monkeypatch):
         repl.run(conversation, screen)
 
 
-def test_speculation_is_described(eagle_pair):
+def test_statistics_include_the_acceptance_length(eagle_pair):
     llm = LLM(eagle_pair.engine, spec=SpecOptions(), context_reuse=True)
     conversation = Conversation(llm, GREEDY)
-    answer = conversation.ask("w20 w21")
-    assert describe(answer) == f"reading {answer.prompt_token_count} tokens"
-    for _ in answer:
+    output = conversation.ask("w20 w21")
+    assert describe(output) == f"prefill of {output.prompt_token_count} tokens"
+    for _ in output:
         pass
-    conversation.keep("w20 w21", answer)
-    assert "tokens/s, acceptance" in describe(answer)
+    conversation.keep("w20 w21", output)
+    assert "tokens/s, acceptance" in describe(output)
     lines = commands.run(conversation, "stats", "")
     assert any(line.startswith("acceptance length: ") for line in lines)
     assert lines[-1] == f"context {conversation.context_tokens} of 128 tokens"
@@ -233,11 +232,11 @@ def test_speculation_is_described(eagle_pair):
         ("/", None),
     ],
 )
-def test_what_is_a_command(line, expected):
+def test_commands_are_a_slash_and_one_word(line, expected):
     assert commands.parse(line) == expected
 
 
-def test_commands_that_fail(conversation, tmp_path):
+def test_invalid_commands_raise(conversation, tmp_path):
     for name, value, message in (
         ("foo", "", "no such command: /foo"),
         ("save", "", "/save needs a file"),
@@ -280,10 +279,10 @@ def test_images_go_with_the_next_message(tmp_path):
     assert conversation.images == []
     _talk(conversation, "w21")
     assert conversation.turns[2]["content"] == "w21"
-    assert conversation.totals.reused_tokens > 20  # the image's rows among them
+    assert conversation.totals.reused_tokens > 20  # with the image's tokens
 
 
-def test_through_a_pipe(chat, llm):
+def test_a_pipe_prints_replies_and_notes(chat, llm):
     result = chat("w20 w21\n\n/stats\n/bad\nw22\n/quit\nw23\n", "--maxGenerateLength", 5)
     assert result.returncode == 1
     lines = result.stdout.splitlines()
@@ -295,7 +294,7 @@ def test_through_a_pipe(chat, llm):
     assert "\x1b" not in result.stdout + result.stderr
     assert_one_line_error(result, "no such command: /bad", "/help lists them")
     assert (
-        "note: cut after 5 tokens; /continue goes on, --maxGenerateLength allows more"
+        "note: truncated after 5 tokens; /continue continues, --maxGenerateLength sets the limit"
         in result.stderr
     )
     assert lines[4] == "context 12 of 64 tokens"
@@ -303,19 +302,19 @@ def test_through_a_pipe(chat, llm):
     assert chat("w20").returncode == 0  # no newline at the end
 
 
-def test_seeds(chat):
+def test_equal_seeds_give_equal_outputs(chat):
     arguments = ("--temperature", 5, "--topK", 0, "--topP", 1)
     found = [chat("w20\n", *arguments, *more).stdout for more in (["--seed", 1], ["--seed", 1], [])]
     assert found[0] == found[1] != found[2]
 
 
-def test_bad_commands(command_here, tiny_engine, tiny_bundle, tmp_path):
+def test_invalid_flags_are_rejected(command_here, tiny_engine, tiny_bundle, tmp_path):
     for arguments, engine, message in (
         ((), tiny_bundle, "is of kind llm_bundle, not llm_engine"),
         ((), tmp_path / "none", "none"),
         (("--eagle",), tiny_engine, "is not an EAGLE base"),
         (("--eagleTree", "x"), tiny_engine, "--eagleTree needs speculation"),
-        (("--topP", 7), tiny_engine, "top_p 7.0 is out of range"),
+        (("--topP", 0), tiny_engine, "top_p 0.0 is out of range"),
         (("--multimodalEngineDir", tmp_path), tiny_engine, "manifest.json"),
     ):
         result = command_here("edgellm-chat", "--engineDir", engine, *arguments)

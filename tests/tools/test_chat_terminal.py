@@ -1,4 +1,4 @@
-"""`edgellm-chat` before a person: keys, completion, rows; Ctrl-C in a pseudo-terminal."""
+"""`edgellm-chat` in a terminal: keys, completion, wrapping; Ctrl-C in a pseudo-terminal."""
 
 from __future__ import annotations
 
@@ -21,7 +21,7 @@ from edgellm.tools.chat import cli
 from edgellm.tools.chat.terminal import CommandCompleter, Terminal, _Flow
 
 CTRL_C, CTRL_D, UP, ALT_ENTER = "\x03", "\x04", "\x1b[A", "\x1b\r"
-# The command, whose passes take their time.
+# The command with slow forward passes.
 _SLOWLY = """
 import time
 from edgellm.device_runtime.networks.decoder import DecoderNetwork
@@ -52,7 +52,7 @@ def _shown(terminal: Terminal) -> str:
     return terminal._console.file.getvalue()
 
 
-def test_lines(terminal, keys):
+def test_lines_with_history_and_line_breaks(terminal, keys):
     keys.send_text("hello\r")
     assert terminal.read() == "hello"
     keys.send_text(f"one{ALT_ENTER}two\r")
@@ -63,7 +63,7 @@ def test_lines(terminal, keys):
     assert terminal.read() == "pasted\nlines"
 
 
-def test_ways_to_leave(terminal, keys):
+def test_ctrl_d_and_two_ctrl_c_leave(terminal, keys):
     keys.send_text(CTRL_D)
     with pytest.raises(EOFError):
         terminal.read()
@@ -79,14 +79,14 @@ def test_ctrl_c_clears_a_line_before_it_leaves(terminal, keys):
     assert _shown(terminal) == ""
 
 
-def test_a_line_between_two_ctrl_c(terminal, keys):
+def test_a_line_between_two_ctrl_c_keeps_the_chat(terminal, keys):
     keys.send_text(f"{CTRL_C}x\r")
     assert terminal.read() == "x"
     keys.send_text(f"{CTRL_C}y\r")
     assert terminal.read() == "y"
 
 
-def test_ctrl_c_between_two_prompts(terminal, keys):
+def test_ctrl_c_between_prompts_counts_at_the_next_prompt(terminal, keys):
     terminal.interrupt()
     keys.send_text("x\r")
     assert terminal.read() == "x"
@@ -97,7 +97,7 @@ def test_ctrl_c_between_two_prompts(terminal, keys):
         terminal.read()
 
 
-def test_completion(tmp_path):
+def test_commands_and_files_are_completed(tmp_path):
     (tmp_path / "kitchen.jpg").touch()
 
     def complete(text: str) -> list[str]:
@@ -109,7 +109,7 @@ def test_completion(tmp_path):
     assert complete("/reset x") == complete("/x") == complete("hello") == []
 
 
-def test_rows_are_cut_between_words():
+def test_lines_wrap_between_words():
     console = Console(file=io.StringIO(), width=20)
     flow = _Flow(console)
     text = (
@@ -126,7 +126,7 @@ def test_rows_are_cut_between_words():
     )
 
 
-def test_text_of_the_model_cannot_move_the_cursor(terminal):
+def test_output_text_cannot_move_the_cursor(terminal):
     flow = _Flow(terminal._console)
     flow.push("a\x1b[2Jb\x07\r\x9b1m\tc\n")
     flow.finish()
@@ -147,7 +147,7 @@ def test_the_history_is_private(tmp_path, monkeypatch):
         cli._history(tmp_path / "none" / "history")
 
 
-def test_ctrl_c_in_the_middle_of_an_answer(tiny_engine, tmp_path):
+def test_ctrl_c_stops_a_reply_and_not_the_program(tiny_engine, tmp_path):
     command = (
         sys.executable, "-c", _SLOWLY, "--engineDir", tiny_engine, "--temperature", 0,
         "--historyFile", tmp_path / "history",
@@ -157,7 +157,7 @@ def test_ctrl_c_in_the_middle_of_an_answer(tiny_engine, tmp_path):
         someone.type("w20 w21\r")
         someone.wait_for(r"\b[3-9] tokens, [\d.]+ tokens/s · Ctrl-C stops")
         someone.type(CTRL_C)
-        someone.wait_for("stopped; what came of the answer is kept")
+        someone.wait_for("stopped; the partial answer is kept")
         someone.type("/stats\r")
         shown = someone.wait_for(r"answers: 1, \d+ tokens")
         assert 3 <= int(shown.rpartition("answers: 1, ")[2].split()[0]) < 40

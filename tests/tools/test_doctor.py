@@ -1,4 +1,4 @@
-"""`edgellm-doctor` on machines that are not here."""
+"""`edgellm-doctor` on simulated machines."""
 
 from __future__ import annotations
 
@@ -48,7 +48,7 @@ def _found(machine: Machine, what: str) -> list[Finding]:
     return [finding for finding in examine(machine) if finding.what == what]
 
 
-def test_a_workstation(machine):
+def test_a_workstation_has_no_faults(machine):
     row = "NVIDIA RTX 4090, 570.86.10, 24564, 310, 8.9"
     here = machine(
         {"proc/meminfo": MEMORY, "usr/local/cuda/version.json": CUDA}, nvidia_smi=f"echo '{row}'"
@@ -65,7 +65,7 @@ def test_a_workstation(machine):
 CUDA = '{"cuda": {"name": "CUDA SDK", "version": "13.2.0"}}'
 
 
-def test_drivers_that_are_old_or_broken(machine):
+def test_old_and_broken_drivers_are_faults(machine):
     old = machine({}, nvidia_smi="echo 'Tesla T4, 470.1, 15000, 0, 7.5'")
     (driver,) = _found(old, "driver")
     assert (driver.status, driver.found) == (FAULT, "470.1 is older than 525")
@@ -76,13 +76,13 @@ def test_drivers_that_are_old_or_broken(machine):
     assert driver.remedy
 
 
-def test_no_gpu(machine):
+def test_a_machine_without_gpu_gets_a_note(machine):
     (gpu,) = _found(machine({}), "GPU")
     assert gpu.status == NOTE
     assert "run on the CPU" in gpu.found
 
 
-def test_an_orin_with_an_old_jetpack(machine):
+def test_an_orin_with_jetpack_6_is_supported(machine):
     files = {"etc/nv_tegra_release": ORIN_6, "proc/device-tree/model": "NVIDIA Jetson Orin NX\0"}
     here = machine(files, nvpmodel="echo 'NV Power Mode: 15W\n2'")
     (pack,), (power,) = _found(here, "JetPack"), _found(here, "power mode")
@@ -92,10 +92,10 @@ def test_an_orin_with_an_old_jetpack(machine):
         in pack.found
     )
     assert (power.status, power.remedy) == (NOTE, "sudo nvpmodel -m 0 && sudo jetson_clocks")
-    assert not _found(here, "GPU")  # nothing to say of a GPU that the board has
+    assert not _found(here, "GPU")  # Jetson boards get no GPU finding
 
 
-def test_a_thor(machine):
+def test_a_thor_with_little_memory_is_a_fault(machine):
     files = {"etc/nv_tegra_release": THOR_7_2, "proc/meminfo": MEMORY.replace("12000", "1200")}
     here = machine(files, nvpmodel="echo 'NV Power Mode: MAXN'")
     (pack,), (power,), (memory,) = (
@@ -106,14 +106,14 @@ def test_a_thor(machine):
     assert not pack.remedy
 
 
-def test_a_xavier(machine):
+def test_a_xavier_runs_cpu_engines_only(machine):
     release = ORIN_6.replace("R36", "R35").replace("4.3", "6.0")
     (pack,) = _found(machine({"etc/nv_tegra_release": release}), "JetPack")
     assert (pack.status, "JetPack 5 (L4T 35.6), TensorRT 8.4 to 8.5" in pack.found) == (FAULT, True)
     assert "a Xavier gets no newer one: build with --backend onnxruntime" in pack.remedy
 
 
-def test_the_documentation_has_the_same_facts():
+def test_the_documentation_lists_the_same_releases():
     page = Path(__file__).parents[2] / "docs" / "tensorrt.md"
     lines = page.read_text("utf-8").split("| JetPack |")[1].splitlines()[2:]
     rows = [
@@ -127,7 +127,7 @@ def test_the_documentation_has_the_same_facts():
     ]  # fmt: skip
 
 
-def test_files_that_read_otherwise(machine):
+def test_unknown_file_contents_are_faults(machine):
     here = machine(
         {"etc/nv_tegra_release": "?", "usr/local/cuda/version.json": "{}", "proc/meminfo": "?"}
     )
@@ -136,7 +136,7 @@ def test_files_that_read_otherwise(machine):
     assert jetpack.find((21, 1)) is None
 
 
-def test_a_tensorrt_that_lacks_operators(monkeypatch):
+def test_replaced_operators_of_an_older_tensorrt_are_listed(monkeypatch):
     trt = types.SimpleNamespace(__name__="tensorrt", __version__="10.13.3.9")
     monkeypatch.setattr(trt_import, "find_library", lambda: trt_import.Library(trt, False))
     found = checks._backend("tensorrt").found
@@ -145,22 +145,22 @@ def test_a_tensorrt_that_lacks_operators(monkeypatch):
 
 
 @pytest.mark.parametrize(
-    ("sm", "cuda_version", "said"),
+    ("sm", "cuda_version", "reason"),
     [
         (75, (13, 0), "no kernels were compiled for compute capability 7.5"),
         (110, (12, 6), "the kernels for compute capability 11.0 are PTX 9.0"),
     ],
 )
-def test_a_gpu_without_edgellm_s_kernels(monkeypatch, sm, cuda_version, said):
+def test_a_gpu_without_edgellm_s_kernels_gives_the_reason(monkeypatch, sm, cuda_version, reason):
     trt = types.SimpleNamespace(__name__="tensorrt", __version__="11.4.1")
     monkeypatch.setattr(trt_import, "find_library", lambda: trt_import.Library(trt, False))
     monkeypatch.setattr(cache_plan, "compute_capability", lambda: sm)
     monkeypatch.setattr(cache_plan, "driver_cuda", lambda: cuda_version)
     found = checks._backend("tensorrt").found
-    assert found.startswith(f"TensorRT 11.4.1; attention by TensorRT's operators, since {said}")
+    assert found.startswith(f"TensorRT 11.4.1; attention by TensorRT's operators, since {reason}")
 
 
-def test_packages_and_backends(machine, monkeypatch):
+def test_packages_and_backends_are_checked(machine, monkeypatch):
     here = machine({})
     assert [each.status for each in _found(here, "--backend onnxruntime")] == [OK]
     (tensorrt,) = _found(here, "--backend tensorrt")
@@ -181,7 +181,7 @@ def test_packages_and_backends(machine, monkeypatch):
     assert (packages.status, packages.remedy[-9:]) == (FAULT, "[device]'")
 
 
-def test_the_command():
+def test_the_command_prints_one_line_per_finding():
     command = [sys.executable, "-m", "edgellm.tools.doctor"]
     result = subprocess.run(command, capture_output=True, text=True, check=False)
     assert result.returncode in (0, 1), result.stderr
@@ -191,8 +191,8 @@ def test_the_command():
     assert Path("/proc/meminfo").exists() == any(": " in x and "GB are free" in x for x in lines)
 
 
-def test_a_bundle_that_fits_and_one_that_does_not(tiny_bundle, tmp_path, monkeypatch):
-    """The same questions as those of llm_build; a draft's and an encoder's go the same way."""
+def test_a_bundle_is_checked_for_memory_and_disk(tiny_bundle, tmp_path, monkeypatch):
+    """The checks are those of llm_build."""
     found = list(examine_bundle(tiny_bundle, "onnxruntime", ""))
     whats = ["compiler", "build memory", "disk", "cache memory"]
     assert [(each.what, each.status) for each in found] == [(what, OK) for what in whats]

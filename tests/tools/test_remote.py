@@ -1,4 +1,4 @@
-"""Questions and prompts to servers of one model: retries, resuming, what is lost with a server."""
+"""Questions and prompts sent to several servers: retries, resuming, lost servers."""
 
 from __future__ import annotations
 
@@ -15,16 +15,16 @@ from edgellm.tools.evaluate.remote import answer_remotely
 from edgellm.tools.evaluate.scoring.scores import score
 from edgellm.tools.evaluate.settings import Settings
 from edgellm.tools.remote.ray_map import require_ray
-from edgellm.tools.remote.servers import RefusedError, Servers
+from edgellm.tools.remote.servers import RejectedError, Servers
 
-GONE = "http://127.0.0.1:1"  # nobody listens there
+GONE = "http://127.0.0.1:1"  # no server listens there
 
 
 class Stub:
-    """A server that answers with what it was asked; `faults`: status codes that come first."""
+    """A server that echoes its requests; `faults` are the status codes of its first replies."""
 
     def __init__(self, model: str = "m", faults: tuple[int, ...] = ()) -> None:
-        stub, self.asked, self.faults, self.model = self, [], list(faults), model
+        stub, self.received, self.faults, self.model = self, [], list(faults), model
 
         class Handler(BaseHTTPRequestHandler):
             def do_GET(self) -> None:
@@ -32,7 +32,7 @@ class Stub:
 
             def do_POST(self) -> None:
                 body = json.loads(self.rfile.read(int(self.headers["Content-Length"])))
-                stub.asked.append(body)
+                stub.received.append(body)
                 if stub.faults:
                     self._reply(stub.faults.pop(0), {"error": {"message": "no"}})
                 elif "prompt" in body:
@@ -83,7 +83,7 @@ def stub():
 
 
 def at_once(rows, work, num_servers):
-    """In the place of Ray, in this process."""
+    """Replacement of Ray: runs the work in this process."""
     del num_servers
     yield from (json.loads(json.dumps(work(json.loads(json.dumps(row))))) for row in rows)
 
@@ -104,7 +104,7 @@ QUESTIONS = [
 ]
 
 
-def test_what_a_lost_server_had_goes_to_another(tmp_path, stub):
+def test_requests_of_a_lost_server_go_to_another(tmp_path, stub):
     one = stub()
     servers = Servers((GONE, one.url))
     assert servers.model() == "m"
@@ -116,7 +116,7 @@ def test_what_a_lost_server_had_goes_to_another(tmp_path, stub):
     assert len(answered) == len(QUESTIONS) == len(log.records)
     first = log.records[1].choices[0]
     assert first.turns == ["the answer to 1", "the answer to 2"]
-    assert one.asked[1]["messages"][1]["content"] == "the answer to 1"
+    assert one.received[1]["messages"][1]["content"] == "the answer to 1"
     assert (first.rounds, first.emitted_tokens) == ([2, 2], [5, 5])
     scores = score(QUESTIONS, {"plain": log.records}, None, None)
     assert [one.modes["plain"].scores.get("number exact") for one in scores.questions] == [
@@ -125,7 +125,7 @@ def test_what_a_lost_server_had_goes_to_another(tmp_path, stub):
     log.close()
 
 
-def test_a_run_goes_on_and_takes_no_answer_twice(tmp_path, stub):
+def test_an_interrupted_run_resumes_without_duplicates(tmp_path, stub):
     one = stub()
     path, run = tmp_path / "plain.jsonl", settings(QUESTIONS)
 
@@ -139,58 +139,58 @@ def test_a_run_goes_on_and_takes_no_answer_twice(tmp_path, stub):
     log.close()
     with path.open("ab") as stream:
         stream.write(b'{"question_id": 3, "ans')  # of a driver that was killed
-    before, asked = path.read_bytes().rpartition(b"\n")[0], len(one.asked)
+    before, received = path.read_bytes().rpartition(b"\n")[0], len(one.received)
 
     def twice(rows, work, num_servers):
         for row in at_once(rows, work, num_servers):
-            yield from (row, row)  # a task whose result was lost is done again
+            yield from (row, row)  # a task whose result was lost runs again
 
     log = OutputLog(path)
     answer_remotely(Servers((one.url,)), QUESTIONS, run, log, lambda: None, twice)
     assert path.read_bytes().startswith(before)
     assert sorted(map(str, log.records)) == ["1", "3", "b"]
     assert path.read_bytes().count(b"\n") == 3
-    assert len(one.asked) == asked + 2
+    assert len(one.received) == received + 2
     answer_remotely(Servers((one.url,)), QUESTIONS, run, log, lambda: None, cut)  # nothing to do
     log.close()
 
 
-def test_servers_that_are_busy_or_refuse(tmp_path, stub):
+def test_busy_servers_are_retried_and_rejections_recorded(tmp_path, stub):
     pauses: list[float] = []
     busy = stub(faults=(503, 429))
     servers = Servers((busy.url,), sleep=pauses.append)
-    assert servers.ask("/v1/completions", {"prompt": [4]}, 0)["choices"][0]["token_ids"] == [4, 7]
+    assert servers.post("/v1/completions", {"prompt": [4]}, 0)["choices"][0]["token_ids"] == [4, 7]
     assert pauses == [1.0, 2.0]
-    refusing = stub(faults=(400,))
-    with pytest.raises(RefusedError, match="no"):
-        Servers((refusing.url,)).ask("/v1/completions", {"prompt": [4]}, 0)
+    rejecting = stub(faults=(400,))
+    with pytest.raises(RejectedError, match="no"):
+        Servers((rejecting.url,)).post("/v1/completions", {"prompt": [4]}, 0)
     log = OutputLog(tmp_path / "plain.jsonl")
-    refusing.faults = [400]
+    rejecting.faults = [400]
     answer_remotely(
-        Servers((refusing.url,)), QUESTIONS[:1], settings(QUESTIONS), log, lambda: None, at_once
+        Servers((rejecting.url,)), QUESTIONS[:1], settings(QUESTIONS), log, lambda: None, at_once
     )
     assert log.records[1].choices[0].error == "no"
     log.close()
 
 
-def test_when_no_server_answers(stub):
-    nobody = Servers((GONE,), patience_s=0.5)
-    with pytest.raises(EdgeLLMError, match=r"no server answers; the last said http://127"):
-        nobody.ask("/v1/completions", {}, 0)
-    with pytest.raises(EdgeLLMError, match="none of these servers answers"):
-        nobody.model()
+def test_servers_that_do_not_respond_or_differ_fail(stub):
+    gone = Servers((GONE,), patience_s=0.5)
+    with pytest.raises(EdgeLLMError, match=r"no server responds; the last error: http://127"):
+        gone.post("/v1/completions", {}, 0)
+    with pytest.raises(EdgeLLMError, match="none of these servers responds"):
+        gone.model()
     with pytest.raises(EdgeLLMError, match="different models"):
         Servers((stub("m").url, stub("other").url)).model()
 
 
 @pytest.mark.parametrize("text", ["", "localhost:8000", "http://a:1,http://a:1", "file:///x"])
-def test_addresses_that_are_none(text):
+def test_invalid_addresses_are_rejected(text):
     with pytest.raises(EdgeLLMError, match="--ray"):
         Servers.read(text)
     assert Servers.read("http://a:1/, http://b:2").urls == ("http://a:1", "http://b:2")
 
 
-def test_prompts_of_a_draft(tmp_path, stub):
+def test_training_prompts_resume_after_an_interrupt(tmp_path, stub):
     from edgellm.tools.train_draft.base import Prompt
     from edgellm.tools.train_draft.data.corpus import Generation, stored_answers
     from edgellm.tools.train_draft.data.remote import answer_prompts_remotely
@@ -208,11 +208,11 @@ def test_prompts_of_a_draft(tmp_path, stub):
     assert [(one.prompt.ids, one.answer) for one in stored_answers(store)] == [
         ((1, 2), (2, 7)), ((3, 4), (4, 7)), ((5, 6), (6, 7)),
     ]  # fmt: skip
-    assert [body["temperature"] for body in one.asked] == [0.0, 0.8, 0.0]
-    assert all(body["stop_token_ids"] == [7] for body in one.asked)
+    assert [body["temperature"] for body in one.received] == [0.0, 0.8, 0.0]
+    assert all(body["stop_token_ids"] == [7] for body in one.received)
 
 
-def test_without_ray(monkeypatch):
+def test_ray_must_be_installed(monkeypatch):
     monkeypatch.setattr("importlib.util.find_spec", lambda _: None)
     with pytest.raises(EdgeLLMError, match="--ray needs Ray"):
         require_ray()

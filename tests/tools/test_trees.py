@@ -1,4 +1,4 @@
-"""`edgellm-trees`: what the page says, that no token can break it, and bad input."""
+"""`edgellm-trees`: the page's content, escaping of tokens, invalid input."""
 
 from __future__ import annotations
 
@@ -51,7 +51,7 @@ def run_trees(command, tmp_path):
 
 
 @pytest.fixture
-def refuse(command_here, tmp_path):
+def run_trees_here(command_here, tmp_path):
     """The same in this process."""
     return _over_a_file(command_here, tmp_path)
 
@@ -69,7 +69,7 @@ def _over_a_file(command, tmp_path):
     return run
 
 
-def test_the_page(run_trees, tmp_path):
+def test_the_page_has_all_rounds(run_trees, tmp_path):
     result = run_trees(RUN, "--output-file", tmp_path / "page.html")
     assert result.returncode == 0, result.stderr
     assert "2 requests, 2 rounds, acceptance length 2.00" in result.stdout
@@ -82,7 +82,7 @@ def test_the_page(run_trees, tmp_path):
     assert sorted(path.name for path in tmp_path.iterdir()) == ["page.html", "trees.json"]
 
 
-def test_summary():
+def test_summary_counts_rounds_with_a_tree():
     found = summarize(RUN["requests"][0]["rounds"])
     assert (found.rounds, found.tokens, found.nodes) == (2, 5, 4.0)
     assert found.acceptance_length == 2.0  # 3 tokens, then 1
@@ -133,7 +133,7 @@ def test_the_script_is_valid(tmp_path):
     assert (checked.returncode, checked.stderr) == (0, b"")
 
 
-def test_what_the_runtime_logs_can_be_read(tmp_path):
+def test_tree_files_of_the_runtime_are_valid(tmp_path):
     class Tokenizer:
         def decode(self, token_ids):
             return f"<{token_ids[0]}>"
@@ -167,8 +167,8 @@ def test_what_the_runtime_logs_can_be_read(tmp_path):
         ({"requests": [{"rounds": [7]}]}, "round 0 of request 0 is not a round"),
     ],
 )
-def test_bad_input(refuse, tmp_path, content, fragment):
-    result = refuse(content)
+def test_invalid_files_are_rejected(run_trees_here, tmp_path, content, fragment):
+    result = run_trees_here(content)
     assert_one_line_error(result, fragment, "hint: ")
     assert result.returncode == 2
     assert not (tmp_path / "trees.html").exists()
@@ -178,9 +178,9 @@ def test_bad_input(refuse, tmp_path, content, fragment):
     ("changes", "fragment"),
     [
         ({"emitted": None}, "emitted"),
-        ({"tokens": []}, "no texts"),
-        ({"tokens": ["a", 1, "c", "d"]}, "no texts"),
-        ({"bonus": None}, "no texts"),
+        ({"tokens": []}, "not strings"),
+        ({"tokens": ["a", 1, "c", "d"]}, "not strings"),
+        ({"bonus": None}, "not strings"),
         ({"expected": [1, 2]}, "not 4 numbers"),
         ({"confidence": [1, 1, 1, float("nan")]}, "not 4 numbers"),
         ({"parents": [-1, 0, 0]}, "do not make a tree"),
@@ -201,13 +201,13 @@ def test_a_damaged_round_is_named(tmp_path, changes, fragment):
     assert fragment in str(found.value)
 
 
-def test_the_input_is_never_overwritten(refuse, tmp_path):
+def test_the_input_is_never_overwritten(run_trees_here, tmp_path):
     os.symlink(tmp_path / "trees.json", tmp_path / "link.html")
     for output in ("trees.json", "link.html"):
-        result = refuse(RUN, "--output_file", tmp_path / output)
+        result = run_trees_here(RUN, "--output_file", tmp_path / output)
         assert_one_line_error(result, "is the input file", "another output file")
-    assert_one_line_error(refuse(RUN, "--output_file", tmp_path), "is a folder")
-    assert_one_line_error(refuse(RUN, "--output_file", tmp_path / "x/y"), "no such folder")
+    assert_one_line_error(run_trees_here(RUN, "--output_file", tmp_path), "is a folder")
+    assert_one_line_error(run_trees_here(RUN, "--output_file", tmp_path / "x/y"), "no such folder")
     missing = subprocess.run(
         [sys.executable, "-m", "edgellm.tools.trees", tmp_path / "absent.json"],
         capture_output=True,

@@ -1,1 +1,1 @@
-"""`edgellm-bench`: how fast an engine reads prompts, decodes, and speculates, on this machine."""
+"""`edgellm-bench`: prefill, decode and speculation speed of an engine on this machine."""

@@ -1,4 +1,4 @@
-"""`edgellm-bench`: prompts, decoding and speculation of an engine, measured in turns."""
+"""`edgellm-bench`: prefill, decode and speculation speed of an engine, interleaved."""
 
 from __future__ import annotations
 
@@ -38,7 +38,7 @@ def bench(
     output: Output = "text",
     verify: Verify = None,
 ) -> None:
-    """Measure an engine in turns; --eagle or --spec compares with plain decoding."""
+    """Measure the speed of an engine; --eagle or --spec compares with plain decoding."""
     from edgellm.device_runtime.api.llm import LLM
     from edgellm.device_runtime.requests.request_file import read_file
     from edgellm.tools.bench.interleaved_run import Texts, Work, run
@@ -66,13 +66,13 @@ def bench(
     try:
         with shown(lines=False) as report:
             run(llm, work, results, repetitions, report)
-    finally:  # an interrupt keeps what was measured
+    finally:  # after an interrupt, prints the complete repetitions
         if results.repetitions:
             _print(results, output)
 
 
 def _prompts(text: str, manifest: Engine) -> tuple[int, ...]:
-    """The lengths that were asked for, or those of the default that the engine takes."""
+    """Return the requested lengths, or the default lengths that the engine supports."""
     if text:
         return tuple(length for length in numbers("--prompt", text) if length)
     fitting = tuple(length for length in _DEFAULT_PROMPTS if length <= manifest.max_input_len)
@@ -90,7 +90,7 @@ def _described(how: SpecOptions | None) -> str:
 
 
 def _engine(folder: Path, manifest: Engine) -> dict[str, str]:
-    """What was measured; a manifest has the hashes of all files of an engine."""
+    """Describe the engine; the manifest's hash covers all of its files."""
     from edgellm.core.artifact import hash_file
     from edgellm.core.manifest import DRAFT_FOLDER, MANIFEST_NAME
 

@@ -1,4 +1,4 @@
-"""The flags of `edgellm-bench` that no other command has."""
+"""Flags of `edgellm-bench` only."""
 
 from __future__ import annotations
 
@@ -10,19 +10,26 @@ import typer
 Prompt = Annotated[
     str,
     typer.Option(
-        "--prompt", help="Prompt lengths, 0 for none; default 128,512 as far as they fit."
+        "--prompt", help="Prompt lengths in tokens; 0 skips prefill. Default: 128,512 if they fit."
     ),
 ]
-Generate = Annotated[int, typer.Option("--generate", min=0, help="Tokens to decode, 0 for none.")]
+Generate = Annotated[
+    int, typer.Option("--generate", min=0, help="Number of tokens to decode; 0 skips decoding.")
+]
 Depth = Annotated[
     str,
-    typer.Option("--depth", help="Tokens in the cache before decoding begins, or before a text."),
+    typer.Option("--depth", help="Tokens in the KV cache before decoding; a comma-separated list."),
 ]
-Repetitions = Annotated[int, typer.Option("--repetitions", min=1, help="Samples of every test.")]
+Repetitions = Annotated[
+    int, typer.Option("--repetitions", min=1, help="Number of samples of each test.")
+]
 InputFile = Annotated[
     Path | None,
     typer.Option(
-        "--inputFile", help="Requests to speculate on, as for llm_inference; default: a few."
+        "--inputFile",
+        help="Request file of llm_inference, for --eagle or --spec. Default: built-in requests.",
     ),
 ]
-Output = Annotated[str, typer.Option("--output", help="Printed as text, markdown, csv or json.")]
+Output = Annotated[
+    str, typer.Option("--output", help="Format of the results: text, markdown, csv or json.")
+]

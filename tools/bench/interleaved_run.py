@@ -1,4 +1,4 @@
-"""All tests in turns, so that what slows the machine down meets all of them."""
+"""Runs all tests interleaved, so that a slower machine affects all of them."""
 
 from __future__ import annotations
 
@@ -10,16 +10,16 @@ from typing import Any
 from edgellm.device_runtime.api.llm import LLM
 from edgellm.device_runtime.requests.request_file import Options
 from edgellm.device_runtime.requests.responses import start_request
-from edgellm.tools.bench.measure import answer_both_ways, behind, decode_rate, prefill_rate
+from edgellm.tools.bench.measure import decode_rate, prefill_rate, run_both_modes, with_depth
 from edgellm.tools.bench.results import DECODE, EAGLE, PLAIN, PREFILL, TEXT, Pair, Results, Series
 
 _SHOWN_CHARACTERS = 24  # of a prompt
-Report = Callable[[str], None]  # told what is being measured
+Report = Callable[[str], None]  # gets the name of each test
 
 
 @dataclass(frozen=True, slots=True)
 class Texts:
-    """Requests to answer plainly and with the draft."""
+    """Requests to run with and without speculation."""
 
     options: Options
     requests: list[Any]
@@ -27,13 +27,13 @@ class Texts:
 
     @classmethod
     def at(cls, llm: LLM, options: Options, requests: list[Any], depths: Sequence[int]) -> Texts:
-        """Every request after every number of tokens.
+        """Return each request after each number of tokens.
 
         Raises:
-            RequestError: one is malformed, or does not fit.
+            RequestError: a request is malformed or too long.
         """
         names = [_name(raw) + (f" behind {n}" if n else "") for n in depths for raw in requests]
-        placed = [behind(llm, raw, depth) for depth in depths for raw in requests]
+        placed = [with_depth(llm, raw, depth) for depth in depths for raw in requests]
         for index, raw in enumerate(placed):
             start_request(llm, options, raw, index)  # computes nothing
         return cls(options, placed, names)
@@ -41,15 +41,15 @@ class Texts:
 
 @dataclass(frozen=True, slots=True)
 class Work:
-    """What is to be measured."""
+    """The tests of a run."""
 
-    prompts: Sequence[int]  # lengths to read
-    depths: Sequence[int]  # tokens in the cache before decoding begins
+    prompts: Sequence[int]  # lengths to prefill
+    depths: Sequence[int]  # tokens in the KV cache before decoding
     generated: int  # tokens to decode
     texts: Texts | None
 
     def series(self) -> list[Series]:
-        """Empty series of the tests of random tokens."""
+        """Return empty series of the tests with random tokens."""
         return [
             *(Series(PREFILL, f"prefill {n}", PLAIN, n, 0) for n in self.prompts),
             *(
@@ -59,23 +59,23 @@ class Work:
         ]
 
     def pairs(self) -> list[Pair]:
-        """Empty pairs of the texts."""
+        """Return empty pairs of the texts."""
         names = [] if self.texts is None else self.texts.names
         return [Pair(_text(name, PLAIN), _text(name, EAGLE)) for name in names]
 
 
 def run(llm: LLM, work: Work, results: Results, repetitions: int, report: Report) -> None:
-    """Measure everything once without counting it, then `repetitions` times.
+    """Run all tests once to warm up, then `repetitions` times.
 
     Args:
         llm: the engine, with its draft if there are texts.
-        work: what is to be measured.
-        results: grows with every sample.
-        repetitions: samples of every test.
-        report: told what is being measured.
+        work: the tests.
+        results: gets every sample.
+        repetitions: samples of each test.
+        report: gets the name of each test.
 
     Raises:
-        RequestError: one of the texts cannot be answered.
+        RequestError: a text fails.
     """
     _once(llm, work, work.series(), work.pairs(), 0, lambda what: report(f"warming up: {what}"))
     results.series, results.pairs = work.series(), work.pairs()
@@ -95,7 +95,7 @@ def run(llm: LLM, work: Work, results: Results, repetitions: int, report: Report
 def _once(
     llm: LLM, work: Work, series: list[Series], pairs: list[Pair], repetition: int, report: Report
 ) -> None:
-    """A sample of everything; of the two ways to answer a text, each is first in turn."""
+    """Take a sample of each test; plain and speculative runs alternate in being first."""
     for one in series:
         report(one.name)
         rate = (
@@ -107,7 +107,7 @@ def _once(
     for index, pair in enumerate(pairs):
         assert work.texts is not None
         report(pair.plain.name)
-        answer_both_ways(
+        run_both_modes(
             llm,
             work.texts.options,
             work.texts.requests[index],
@@ -122,7 +122,7 @@ def _text(name: str, mode: str) -> Series:
 
 
 def _name(raw: Any) -> str:
-    """The beginning of the last message; the request itself is checked where it runs."""
+    """Return the beginning of the last message; the request is validated when it runs."""
     try:
         content = raw["messages"][-1]["content"]
         pieces = [content] if isinstance(content, str) else [item["text"] for item in content]

@@ -1,4 +1,4 @@
-"""What a benchmark ran on; what cannot be read is left out."""
+"""Facts about the machine of a benchmark; unavailable ones are omitted."""
 
 from __future__ import annotations
 
@@ -14,11 +14,11 @@ from edgellm.core.system_memory import physical_memory_bytes
 _PACKAGES = ("edgellm", "onnxruntime", "onnxruntime-gpu", "tensorrt", "tensorrt-rtx", "numpy")
 _CPU = Path("/sys/devices/system/cpu")
 _COMMAND_S = 10.0
-_BUSY = 0.5  # load of a core above which others disturb the figures
+_BUSY = 0.5  # load per core above which other programs disturb the results
 
 
 def facts() -> dict[str, str]:
-    """Processor, memory, clocks, power mode, load and versions."""
+    """Return processor, memory, clocks, power mode, load and versions."""
     found = {
         "board": _read(Path("/proc/device-tree/model")),
         "CPU": _cpu_name(),
@@ -39,15 +39,15 @@ def facts() -> dict[str, str]:
 
 
 def busy_warning() -> str:
-    """What to say when others use the processor, else ""."""
+    """Return a warning if other programs use the processor, else ""."""
     load, cores = os.getloadavg()[0], os.cpu_count() or 1
     if load < _BUSY * cores:
         return ""
-    return f"the load is {load:.1f} on {cores} cores: other programs disturb the figures"
+    return f"the load is {load:.1f} on {cores} cores: other programs disturb the results"
 
 
 def _cpu_name() -> str:
-    """The model name, or on ARM, where there is none, what names the core."""
+    """Return the model name; on ARM, which has none, the core's part number."""
     lines = _read(Path("/proc/cpuinfo")).splitlines()
     fields = {
         key.strip(): value.strip() for key, _, value in (line.partition(":") for line in lines)
@@ -70,7 +70,7 @@ def _megahertz(kilohertz: str) -> str:
 
 
 def _first_line(*command: str) -> str:
-    """What a tool of the board says, "" where there is no such tool."""
+    """Return the first line that a command prints, "" if it is missing or fails."""
     if shutil.which(command[0]) is None:
         return ""
     try:

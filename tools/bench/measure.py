@@ -1,4 +1,4 @@
-"""One sample of each test, by the runtime's own loops."""
+"""Takes one sample of a test with the runtime's own loops."""
 
 from __future__ import annotations
 
@@ -19,11 +19,12 @@ from edgellm.device_runtime.engine.sequence import Sequence as Request
 from edgellm.device_runtime.engine.step import step
 from edgellm.device_runtime.requests.request_file import Options
 from edgellm.device_runtime.requests.responses import start_request
-from edgellm.device_runtime.sampling.sampler import Sampler, SamplingParams
+from edgellm.device_runtime.sampling.params import SamplingParams
+from edgellm.device_runtime.sampling.sampler import Sampler
 from edgellm.tools.bench.results import Pair
 
 _GREEDY = SamplingParams(temperature=0)
-# What an earlier turn is made of.
+# Text of earlier turns.
 _FILLER = (
     "The harbour lies between two hills, and the boats come home with the evening wind. Nets dry "
     "on the wall while the cook counts plates, cups and guests. A letter has come from the north; "
@@ -34,14 +35,14 @@ _FILLER = (
 def check_sizes(
     manifest: Engine, prompts: Sequence[int], depths: Sequence[int], generated: int
 ) -> None:
-    """Refuse what the engine was not built for.
+    """Check lengths against the engine's limits.
 
     Raises:
-        LimitError: says which length, and what the engine takes.
+        LimitError: names the length and the limit.
     """
     for flag, lengths in (("--prompt", prompts), ("--depth", depths)):
         if min(lengths, default=0) < 0:
-            raise LimitError(f"{flag} {min(lengths)}: a cache holds no negative number of tokens")
+            raise LimitError(f"{flag} {min(lengths)}: a number of tokens cannot be negative")
     for length in prompts:
         if length > manifest.max_input_len:
             raise LimitError(
@@ -59,19 +60,19 @@ def check_sizes(
 
 
 def prefill_rate(llm: LLM, tokens: int) -> float:
-    """Tokens per second of reading a prompt of random tokens."""
+    """Return the prefill speed of random tokens, tokens/s."""
     profile = _run(llm, tokens, 1)
     return tokens / profile.total_ms(PREFILL) * 1e3
 
 
 def decode_rate(llm: LLM, depth: int, tokens: int) -> float:
-    """Tokens per second of plain decoding after `depth` random tokens (at least one)."""
-    profile = _run(llm, max(depth, 1), tokens + 1)  # the prefill gives the first
+    """Return the speed of plain decoding after `depth` random tokens (at least one), tokens/s."""
+    profile = _run(llm, max(depth, 1), tokens + 1)  # the first comes from the prefill
     return tokens / profile.total_ms(GENERATION) * 1e3
 
 
 def _run(llm: LLM, prompt_tokens: int, tokens: int) -> Profile:
-    """Read random tokens and go on for so many; an end token does not end it."""
+    """Prefill random tokens, then decode `tokens` tokens, also after an end token."""
     random = np.random.default_rng(0)
     ids = random.integers(llm.manifest.decoder.vocab_size, size=prompt_tokens).tolist()
     request = Request(Prompt(ids), Sampler(_GREEDY), tokens)
@@ -80,10 +81,10 @@ def _run(llm: LLM, prompt_tokens: int, tokens: int) -> Profile:
     return request.profile
 
 
-def behind(llm: LLM, raw: Any, depth: int) -> Any:
-    """A request with an earlier turn of about `depth` tokens before its last message."""
+def with_depth(llm: LLM, raw: Any, depth: int) -> Any:
+    """Return a request with an earlier turn of about `depth` tokens before its last message."""
     if not depth or not isinstance(raw, dict) or not isinstance(raw.get("messages"), list):
-        return raw  # what is malformed is refused where it runs
+        return raw  # malformed requests are rejected when they run
     length = len(llm.tokenizer.encode(_FILLER, add_special_tokens=False))
     text = _FILLER * (depth // length + 1)
     turn = [
@@ -93,31 +94,31 @@ def behind(llm: LLM, raw: Any, depth: int) -> Any:
     return {**raw, "messages": [*raw["messages"][:-1], *turn, *raw["messages"][-1:]]}
 
 
-def answer_both_ways(
+def run_both_modes(
     llm: LLM, options: Options, raw: Any, index: int, pair: Pair, *, eagle_first: bool
 ) -> None:
-    """Answer a request plainly and with the draft, and add a sample to each of a pair.
+    """Run a request with and without speculation, and add a sample to each series of a pair.
 
     Raises:
-        RequestError: the request is malformed, does not fit, or has an answer of one token.
+        RequestError: the request is malformed, too long, or its output has one token only.
     """
-    answers: dict[bool, RequestOutput] = {}
+    outputs: dict[bool, RequestOutput] = {}
     for speculative in (eagle_first, not eagle_first):
-        answer = start_request(llm, options, raw, index, speculative=speculative).answer
-        for _ in answer:
+        output = start_request(llm, options, raw, index, speculative=speculative).answer
+        for _ in output:
             pass
-        if len(answer.token_ids) < 2:
+        if len(output.token_ids) < 2:
             raise RequestError(
-                f"$.requests[{index}] has an answer of one token, out of the prefill",
-                hint="give a request with a longer answer, or a larger --maxGenerateLength",
+                f"$.requests[{index}] has an output of one token, from the prefill",
+                hint="give a request with a longer output, or a larger --maxGenerateLength",
             )
-        answers[speculative] = answer
-    for series, answer in ((pair.plain, answers[False]), (pair.eagle, answers[True])):
-        decoded = len(answer.token_ids) - 1
-        series.tokens, series.depth = decoded, answer.prompt_token_count
-        series.samples.append(decoded / answer.profile.decode_ms() * 1e3)
-    rounds = answers[True].profile.rounds
+        outputs[speculative] = output
+    for series, output in ((pair.plain, outputs[False]), (pair.eagle, outputs[True])):
+        decoded = len(output.token_ids) - 1
+        series.tokens, series.depth = decoded, output.prompt_token_count
+        series.samples.append(decoded / output.profile.decode_ms() * 1e3)
+    rounds = outputs[True].profile.rounds
     pair.rounds += len(rounds)
     pair.emitted += sum(counts.emitted for counts in rounds)
     pair.nodes += sum(counts.tree_size for counts in rounds)
-    pair.same_answers += answers[True].token_ids == answers[False].token_ids
+    pair.same_answers += outputs[True].token_ids == outputs[False].token_ids

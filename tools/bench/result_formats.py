@@ -1,4 +1,4 @@
-"""Results as tables, Markdown, CSV and JSON."""
+"""Formats of results: tables, Markdown, CSV and JSON."""
 
 from __future__ import annotations
 
@@ -16,7 +16,7 @@ NAMES = ("text", "markdown", "csv", "json")
 
 
 def tables(results: Results) -> list[Table]:
-    """For people."""
+    """Return the results as tables."""
     found = [_speeds(results)] if results.series else []
     found += [_texts(results)] if results.pairs else []
     facts = {**results.facts, "peak memory": f"{results.peak_memory_bytes / 1e6:.0f} MB"}
@@ -24,12 +24,12 @@ def tables(results: Results) -> list[Table]:
 
 
 def as_markdown(results: Results) -> str:
-    """Tables for a page."""
+    """Return the tables in Markdown."""
     return "\n".join(markdown(table) for table in tables(results))
 
 
 def as_csv(results: Results) -> str:
-    """A line for each series, with what it was taken on."""
+    """Return CSV: one line per series, with engine, settings and machine."""
     rows = [{**_series_row(one), **results.facts} for one in _all(results)]
     text = io.StringIO()
     writer = csv.DictWriter(text, list(rows[0]) if rows else [], lineterminator="\n")
@@ -39,7 +39,7 @@ def as_csv(results: Results) -> str:
 
 
 def as_json(results: Results) -> str:
-    """Everything, every sample included."""
+    """Return JSON with all samples."""
     content = {
         "engine": results.engine,
         "machine": results.machine,
@@ -68,7 +68,7 @@ def _all(results: Results) -> list[Series]:
 
 
 def _series_row(series: Series) -> dict[str, Any]:
-    """One series, without its samples."""
+    """Return the fields of a series without its samples."""
     row = dataclasses.asdict(series)
     del row["samples"]
     return {
@@ -89,12 +89,12 @@ def _speeds(results: Results) -> Table:
         "Random tokens, plain",
         ("", "tokens/s, median", "mean ± sd", "ms a token", "samples"),
         rows,
-        "samples taken in turns; decoding behind N: with N tokens in the cache, at least one",
+        "samples are interleaved; decode T behind N: T tokens after N in the KV cache (minimum 1)",
     )
 
 
 def _texts(results: Results) -> Table:
-    """Every prompt, and all of them."""
+    """Return the table of prompts; its note sums them up."""
     rows = [
         (
             pair.plain.name,

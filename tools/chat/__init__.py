@@ -1,1 +1,1 @@
-"""`edgellm-chat`: a conversation with an engine, in a terminal or through a pipe."""
+"""`edgellm-chat`: chat with an engine in a terminal or through a pipe."""

@@ -1,11 +1,12 @@
-"""`edgellm-chat`: a conversation with an engine."""
+"""`edgellm-chat`: chat with an engine."""
 
 from __future__ import annotations
 
 import os
 import sys
+from dataclasses import asdict
 from pathlib import Path
-from typing import TYPE_CHECKING
+from typing import TYPE_CHECKING, Any
 
 import typer
 
@@ -22,11 +23,8 @@ from edgellm.tools.chat.flags import (
     EnableThinking,
     HistoryFile,
     MaxGenerateLength,
-    Seed,
     System,
-    Temperature,
-    TopK,
-    TopP,
+    with_sampling_flags,
 )
 
 if TYPE_CHECKING:
@@ -42,32 +40,32 @@ app = App(CAMEL_CASE)
 
 @app.command()
 @with_spec_flags
+@with_sampling_flags
 def chat(
     engine_dir: EngineDir,
     spec_flags: SpecFlags,
+    sampling_flags: Any,
     multimodal_engine_dir: MultimodalEngineDir = None,
     system: System = "",
-    temperature: Temperature = 1.0,
-    top_p: TopP = 0.8,
-    top_k: TopK = 50,
-    seed: Seed = None,
     max_generate_length: MaxGenerateLength = 512,
     enable_thinking: EnableThinking = False,
     allow_special_tokens: AllowSpecialTokens = False,
     history_file: HistoryFile = None,
     verify: Verify = None,
 ) -> None:
-    """Talk with an engine; /help lists what else a line may say.
+    """Chat with an engine; /help lists the commands.
 
-    Without a terminal every line of standard input is a message, and its answer is printed.
+    Without a terminal, each line of standard input is a message; the reply is printed.
     """
     from edgellm.device_runtime.api.llm import LLM
-    from edgellm.device_runtime.sampling.sampler import SamplingParams
+    from edgellm.device_runtime.sampling.params import SamplingParams
     from edgellm.tools.chat.conversation import Conversation, Settings
     from edgellm.tools.chat.repl import run
 
-    seed = seed if seed is not None else int.from_bytes(os.urandom(_SEED_BYTES), "little")
-    sampling = SamplingParams(temperature, top_p, top_k, seed)
+    values = asdict(sampling_flags)
+    if values["seed"] is None:
+        values["seed"] = int.from_bytes(os.urandom(_SEED_BYTES), "little")
+    sampling = SamplingParams(**values)
     llm = LLM(
         engine_dir,
         verify=verify,
@@ -87,7 +85,7 @@ def chat(
 
 
 def _screen(conversation: Conversation, history_file: Path | None) -> Screen:
-    """A terminal where there is one at both ends, else lines."""
+    """Return a `Terminal` if standard input and output are terminals, else a `Pipe`."""
     if not (sys.stdin.isatty() and sys.stdout.isatty()):
         from edgellm.tools.chat.pipe import Pipe
 
@@ -105,7 +103,7 @@ def _screen(conversation: Conversation, history_file: Path | None) -> Screen:
     console = Console(highlight=False, markup=False)
     terminal = Terminal(_history(history_file), footer, console)
     decoder = conversation.llm.manifest.decoder
-    terminal.say(
+    terminal.show(
         f"{decoder.model_type}, {decoder.num_parameters / 1e6:.1f} M parameters; "
         "/help lists commands, Alt-Enter begins another line, Ctrl-D leaves"
     )
@@ -113,7 +111,7 @@ def _screen(conversation: Conversation, history_file: Path | None) -> Screen:
 
 
 def _history(path: Path | None) -> History:
-    """Of the file, readable by its owner alone; the default file is made where it can be."""
+    """Return the history of a file that only its owner can read; without one, of the default."""
     from prompt_toolkit.history import FileHistory, InMemoryHistory
 
     from edgellm.core.artifact import check_output_file
@@ -127,7 +125,7 @@ def _history(path: Path | None) -> History:
     except (OSError, EdgeLLMError):
         if path is not None:
             raise
-        return InMemoryHistory()  # a home that cannot be written is no reason not to talk
+        return InMemoryHistory()  # the home folder is read-only
     return FileHistory(str(place))
 
 

@@ -1,4 +1,4 @@
-"""Lines that begin with a slash."""
+"""Chat commands: lines that begin with a slash."""
 
 from __future__ import annotations
 
@@ -16,29 +16,29 @@ _COMMAND = re.compile(r"/(?P<name>\w+)(?:\s+(?P<value>.*))?", re.DOTALL)
 
 @dataclass(frozen=True, slots=True)
 class Command:
-    """One of them; `run` gives the lines to show."""
+    """A chat command; `run` returns the lines to show."""
 
-    value: str  # what follows it, "" for nothing
+    value: str  # placeholder of its argument, "" without one
     about: str
     run: Callable[[Conversation, str], list[str]]
 
     @property
     def takes_path(self) -> bool:
-        """Whether a file is named after it."""
+        """Whether the argument is a file."""
         return self.value == "FILE"
 
 
 def parse(line: str) -> tuple[str, str] | None:
-    """Name and value of a command; None for a message, such as `/etc/hosts is what?`."""
+    """Return name and argument of a command; None for a message like `/etc/hosts is what?`."""
     match = _COMMAND.fullmatch(line.strip())
     return (match["name"], (match["value"] or "").strip()) if match else None
 
 
 def run(conversation: Conversation, name: str, value: str) -> list[str]:
-    """Carry out a command other than /quit and /continue.
+    """Run a command other than /quit and /continue.
 
     Raises:
-        EdgeLLMError: there is no such command, or it fails.
+        EdgeLLMError: the command is unknown or fails.
     """
     command = COMMANDS.get(name)
     if command is None:
@@ -82,12 +82,12 @@ def _help(_: Conversation, __: str) -> list[str]:
 
 
 COMMANDS = {
-    "image": Command("FILE", "show a picture with the next message", _image),
+    "image": Command("FILE", "attach an image to the next message", _image),
     "system": Command("TEXT", "set the system prompt; alone, show it", _system),
-    "continue": Command("", "go on with the last answer", lambda *_: []),
-    "reset": Command("", "forget the conversation, keep the system prompt", _reset),
-    "stats": Command("", "speeds, tokens and context so far", _stats),
-    "save": Command("FILE", "write the conversation, as a request file of llm_inference", _save),
-    "help": Command("", "this list", _help),
+    "continue": Command("", "continue the last answer", lambda *_: []),
+    "reset": Command("", "clear the conversation, keep the system prompt", _reset),
+    "stats": Command("", "show speeds, tokens and context so far", _stats),
+    "save": Command("FILE", "write the conversation as a request file of llm_inference", _save),
+    "help": Command("", "list the commands", _help),
     "quit": Command("", "leave, as Ctrl-D does", lambda *_: []),
 }

@@ -1,4 +1,4 @@
-"""The turns of a conversation, and the answers of an engine to them."""
+"""A conversation: its messages, and the engine's outputs."""
 
 from __future__ import annotations
 
@@ -10,7 +10,7 @@ from typing import Any
 from edgellm.core.artifact import check_output_file, replace_file
 from edgellm.core.errors import RequestError
 from edgellm.device_runtime.api.llm import LLM, RequestOutput
-from edgellm.device_runtime.sampling.sampler import SamplingParams
+from edgellm.device_runtime.sampling.params import SamplingParams
 from edgellm.tools.chat.statistics import Totals
 
 Message = dict[str, Any]
@@ -18,7 +18,7 @@ Message = dict[str, Any]
 
 @dataclass(frozen=True, slots=True)
 class Settings:
-    """How answers are made."""
+    """Generation settings of all turns."""
 
     sampling: SamplingParams
     max_generate_length: int
@@ -27,7 +27,7 @@ class Settings:
 
 @dataclass(slots=True)
 class Conversation:
-    """Messages and what their answers cost; a message that fails leaves no trace."""
+    """Messages and statistics of a chat; a message that fails changes nothing."""
 
     llm: LLM
     settings: Settings
@@ -35,19 +35,19 @@ class Conversation:
     turns: list[Message] = field(default_factory=list)
     images: list[str] = field(default_factory=list)  # for the next message
     totals: Totals = field(default_factory=Totals)
-    context_tokens: int = 0  # of the latest prompt and its answer
+    context_tokens: int = 0  # of the latest prompt and its output
 
     @property
     def messages(self) -> list[Message]:
-        """What the model reads."""
+        """System prompt and turns, as the chat template gets them."""
         system = [{"role": "system", "content": self.system}] if self.system else []
         return [*system, *self.turns]
 
     def ask(self, text: str) -> RequestOutput:
-        """Start the answer to a message; `keep` it when it has ended, or forget it.
+        """Start a request for a message; `keep` adds its output to the conversation.
 
         Raises:
-            RequestError: the message does not fit, or not after this conversation.
+            RequestError: the message does not fit, alone or after this conversation.
         """
         message = self._message(text)
         try:
@@ -56,12 +56,12 @@ class Conversation:
             if self.turns and self._fits_alone(message):
                 raise RequestError(
                     f"the conversation is too long: {error}",
-                    hint="/reset begins anew; /save FILE keeps what was said",
+                    hint="/reset clears it; /save FILE writes it to a file before",
                 ) from None
             raise
 
-    def go_on(self) -> RequestOutput:
-        """Start what follows the last answer; `keep` it when it has ended, or forget it.
+    def continue_last(self) -> RequestOutput:
+        """Start a request that continues the last answer; `keep` adds its output.
 
         Raises:
             RequestError: there is no answer yet, or it cannot be continued.
@@ -70,20 +70,20 @@ class Conversation:
             raise RequestError("there is no answer yet", hint="type a message first")
         return self._start(self.messages)
 
-    def keep(self, text: str | None, answer: RequestOutput) -> None:
-        """Add a message, if there is one, and its answer, whole or as far as it came."""
+    def keep(self, text: str | None, output: RequestOutput) -> None:
+        """Add a message and its output, finished or not; without a message, extend the last one."""
         if text is None:
             last = self.turns.pop()
-            self.turns.append({**last, "content": last["content"] + answer.text})
+            self.turns.append({**last, "content": last["content"] + output.text})
         else:
-            reply = {"role": "assistant", "content": answer.text}
+            reply = {"role": "assistant", "content": output.text}
             self.turns += [self._message(text), reply]
             self.images.clear()
-        self.totals.add(answer)
-        self.context_tokens = answer.prompt_token_count + len(answer.token_ids)
+        self.totals.add(output)
+        self.context_tokens = output.prompt_token_count + len(output.token_ids)
 
     def attach(self, path: Path) -> None:
-        """Add an image to the next message; its features are computed at once.
+        """Attach an image to the next message; the visual encoder runs at once.
 
         Raises:
             RequestError: it cannot be read, or the engine takes text only.
@@ -98,16 +98,16 @@ class Conversation:
         self.images.append(found)
 
     def reset(self) -> None:
-        """Forget the turns and waiting images; the system prompt stays."""
+        """Clear the turns and attached images; keep the system prompt."""
         self.turns.clear()
         self.images.clear()
         self.context_tokens = 0
 
     def save(self, path: Path) -> None:
-        """Write a request file of llm_inference, a request whose messages are all so far.
+        """Write a request file of llm_inference: one request with all messages so far.
 
         Raises:
-            EdgeLLMError: nothing can be written there.
+            EdgeLLMError: the file cannot be written.
         """
         path = path.expanduser()
         check_output_file(path)

@@ -1,28 +1,41 @@
-"""The flags of `edgellm-chat` that no other command has."""
+"""Flags of `edgellm-chat` only."""
 
 from __future__ import annotations
 
+from dataclasses import make_dataclass
 from pathlib import Path
-from typing import Annotated
+from typing import Annotated, Any
 
 import typer
 
-System = Annotated[str, typer.Option("--system", help="The system prompt.")]
-Temperature = Annotated[
-    float, typer.Option("--temperature", min=0, help="0 takes the most likely token.")
-]
-TopP = Annotated[float, typer.Option("--topP", help="Keep tokens up to this probability.")]
-TopK = Annotated[int, typer.Option("--topK", min=0, help="Keep so many tokens, 0 for all.")]
-Seed = Annotated[
-    int | None, typer.Option("--seed", min=0, help="Makes answers repeatable; default: another.")
-]
+from edgellm.core.cli import CAMEL_CASE, with_flags
+from edgellm.device_runtime.sampling.params import OPTIONS, Option
+
+System = Annotated[str, typer.Option("--system", help="System prompt. Default: none.")]
 MaxGenerateLength = Annotated[
-    int, typer.Option("--maxGenerateLength", min=1, help="Tokens of an answer, at most.")
+    int, typer.Option("--maxGenerateLength", min=1, help="Maximum tokens of an answer.")
 ]
 EnableThinking = Annotated[
-    bool, typer.Option("--enableThinking", help="Let models think first whose template can.")
+    bool,
+    typer.Option("--enableThinking", help="Enable thinking if the chat template supports it."),
 ]
 HistoryFile = Annotated[
     Path | None,
-    typer.Option("--historyFile", help="Keeps what you type; default: in your state folder."),
+    typer.Option(
+        "--historyFile",
+        help="File of typed lines. Default: edgellm/chat_history in the XDG state folder.",
+    ),
 ]
+
+
+def _flag(option: Option) -> tuple[str, Any, Any]:
+    name = "--" + CAMEL_CASE["token_normalize_func"](option.name.replace("_", "-"))
+    bounds: dict[str, Any] = {"min": option.bounds.get("ge"), "max": option.bounds.get("le")}
+    flag = typer.Option(name, help=option.doc, **(bounds if option.kind is not bool else {}))
+    if option.name == "seed":  # without one, each run has its own
+        return option.name, Annotated[int | None, flag], None
+    return option.name, Annotated[option.kind, flag], option.default
+
+
+SamplingFlags = make_dataclass("SamplingFlags", map(_flag, OPTIONS.values()), frozen=True)
+with_sampling_flags = with_flags("sampling_flags", SamplingFlags)

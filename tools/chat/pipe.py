@@ -1,4 +1,4 @@
-"""Lines from a pipe or a file: plain text, failures on standard error."""
+"""Chat through a pipe or file: plain text, errors on standard error."""
 
 from __future__ import annotations
 
@@ -12,10 +12,10 @@ from edgellm.device_runtime.api.llm import RequestOutput
 class Pipe:
     """A `Screen` without a terminal; Ctrl-C ends the program."""
 
-    stops_answers = False
+    stops_replies = False
 
     def read(self) -> str:
-        """The next line of standard input."""
+        """Return the next line of standard input; raise `EOFError` at its end."""
         if not (line := sys.stdin.readline()):
             raise EOFError
         return line
@@ -25,22 +25,22 @@ class Pipe:
         raise KeyboardInterrupt
 
     @contextlib.contextmanager
-    def answering(self, answer: RequestOutput) -> Iterator[Callable[[str], None]]:
-        """Text as it comes, and a line's end after it."""
-        del answer  # nothing is said about it
+    def streaming(self, output: RequestOutput) -> Iterator[Callable[[str], None]]:
+        """Print text as it comes, then a newline."""
+        del output
         yield lambda piece: print(piece, end="", flush=True)
         print(flush=True)
 
-    def say(self, line: str) -> None:
-        """On standard output."""
+    def show(self, line: str) -> None:
+        """Print to standard output."""
         print(line, flush=True)
 
     def note(self, line: str) -> None:
-        """Beside the answers, not among them."""
+        """Print to standard error, so that standard output has only replies."""
         print(f"note: {line}", file=sys.stderr, flush=True)
 
     def fail(self, message: str, hint: str) -> None:
-        """As commands end."""
+        """Print to standard error in the format of all commands."""
         print(f"error: {message}", file=sys.stderr, flush=True)
         if hint:
             print(f"hint: {hint}", file=sys.stderr, flush=True)

@@ -1,4 +1,4 @@
-"""Read a line, answer it, again; Ctrl-C stops an answer."""
+"""The chat loop: read a line, stream the reply; Ctrl-C stops a reply."""
 
 from __future__ import annotations
 
@@ -17,71 +17,71 @@ from edgellm.tools.chat.conversation import Conversation
 
 
 class Screen(Protocol):
-    """Where lines come from and answers go to."""
+    """Input of lines and output of replies."""
 
-    stops_answers: bool  # whether Ctrl-C ends an answer, and not the program
+    stops_replies: bool  # whether Ctrl-C ends the reply instead of the program
 
     def read(self) -> str:
-        """The next line; raises `EOFError` where there is none."""
+        """Return the next line; raise `EOFError` at the end."""
         ...
 
     def interrupt(self) -> None:
-        """Ctrl-C while neither a line was read nor an answer came; called by a signal handler."""
+        """Handle Ctrl-C between reading and replies; called by a signal handler."""
         ...
 
-    def answering(self, answer: RequestOutput) -> AbstractContextManager[Callable[[str], None]]:
-        """Take the text of an answer, piece by piece."""
+    def streaming(self, output: RequestOutput) -> AbstractContextManager[Callable[[str], None]]:
+        """Return a context whose function takes the text of a reply piece by piece."""
         ...
 
-    def say(self, line: str) -> None:
-        """Show what a command found."""
+    def show(self, line: str) -> None:
+        """Show a line of a command's output."""
         ...
 
     def note(self, line: str) -> None:
-        """Remark on an answer."""
+        """Show a remark about a reply."""
         ...
 
     def fail(self, message: str, hint: str) -> None:
-        """Show a failure and its remedy."""
+        """Show an error and its remedy."""
         ...
 
 
 @dataclass(slots=True)
 class _Stop:
-    """What Ctrl-C does; while a prompt is read, which may be long, it interrupts at once."""
+    """Signal handler of Ctrl-C; interrupts a prefill at once, decoding after the next step."""
 
     screen: Screen
-    is_answering: bool = False
-    is_reading: bool = False
-    is_asked: bool = False
+    is_running: bool = False
+    is_prefill: bool = False
+    is_requested: bool = False
 
     def __call__(self, _number: int, _frame: FrameType | None) -> None:
-        if not self.is_answering:
+        if not self.is_running:
             self.screen.interrupt()
             return
-        was_asked, self.is_asked = self.is_asked, True
-        if self.is_reading and not was_asked:
+        was_requested, self.is_requested = self.is_requested, True
+        if self.is_prefill and not was_requested:
             raise KeyboardInterrupt
 
     def begin(self) -> None:
-        self.is_asked, self.is_reading, self.is_answering = False, True, True
+        self.is_requested, self.is_prefill, self.is_running = False, True, True
 
 
 def run(conversation: Conversation, screen: Screen) -> int:
-    """Go on until the lines end, or /quit.
+    """Process lines until the input ends or /quit.
 
     Returns:
-        How many lines failed.
+        Number of lines that failed.
     """
     failures = 0
     with _stoppable(screen) as stop:
         while (line := _line(screen)) is not None:
-            failures += bool(line) and not _obey(conversation, line, screen, stop)
+            failures += bool(line) and not _process(conversation, line, screen, stop)
     return failures
 
 
 def _line(screen: Screen) -> str | None:
-    """The next line; None at the end, or for /quit."""
+    """Return the next line; None at the end or for /quit."""
     try:
         line = screen.read().strip()
     except EOFError:
@@ -89,66 +89,67 @@ def _line(screen: Screen) -> str | None:
     return None if commands.parse(line) == ("quit", "") else line
 
 
-def _obey(conversation: Conversation, line: str, screen: Screen, stop: _Stop) -> bool:
-    """Whether a line could be answered or carried out."""
+def _process(conversation: Conversation, line: str, screen: Screen, stop: _Stop) -> bool:
+    """Send a message or run a command; return whether it succeeded."""
     command = commands.parse(line)
     try:
         if command is None:
-            _answer(conversation, line, screen, stop)
+            _reply(conversation, line, screen, stop)
         elif command == ("continue", ""):
-            _answer(conversation, None, screen, stop)
+            _reply(conversation, None, screen, stop)
         else:
             for shown in commands.run(conversation, *command):
-                screen.say(shown)
+                screen.show(shown)
     except EdgeLLMError as error:
         screen.fail(str(error), error.hint)
         return False
     return True
 
 
-def _answer(conversation: Conversation, text: str | None, screen: Screen, stop: _Stop) -> None:
-    """Answer a message, or go on with the last answer."""
-    answer = conversation.go_on() if text is None else conversation.ask(text)
+def _reply(conversation: Conversation, text: str | None, screen: Screen, stop: _Stop) -> None:
+    """Stream the reply to a message; without a message, continue the last reply."""
+    output = conversation.continue_last() if text is None else conversation.ask(text)
     try:
         stop.begin()
-        with screen.answering(answer) as show:
-            for step in answer:
-                stop.is_reading = False
+        with screen.streaming(output) as show:
+            for step in output:
+                stop.is_prefill = False
                 show(step.text)
-                if stop.is_asked:
+                if stop.is_requested:
                     break
     except KeyboardInterrupt:
-        if not stop.is_asked:
+        if not stop.is_requested:
             raise
     finally:
-        stop.is_answering = False
-    if not answer.token_ids:
+        stop.is_running = False
+    if not output.token_ids:
         screen.note(
-            f"stopped; {'nothing was added' if text is None else 'the message was taken back'}"
+            f"stopped; {'nothing was added' if text is None else 'the message was discarded'}"
         )
         return
-    conversation.keep(text, answer)
-    if stop.is_asked:
-        screen.note("stopped; what came of the answer is kept")
-    elif answer.finish_reason == "length":
-        screen.note(_cut(conversation, answer))
+    conversation.keep(text, output)
+    if stop.is_requested:
+        screen.note("stopped; the partial answer is kept")
+    elif output.finish_reason == "length":
+        screen.note(_truncation(conversation, output))
 
 
-def _cut(conversation: Conversation, answer: RequestOutput) -> str:
-    """Why an answer has no end."""
+def _truncation(conversation: Conversation, output: RequestOutput) -> str:
+    """Return why an output was truncated."""
     capacity = conversation.llm.manifest.max_kv_cache_capacity
     if conversation.context_tokens >= capacity:
-        return f"cut: the context of {capacity} tokens is full; /reset begins anew"
+        return f"truncated: the context of {capacity} tokens is full; /reset clears it"
     return (
-        f"cut after {answer.max_tokens} tokens; /continue goes on, --maxGenerateLength allows more"
+        f"truncated after {output.max_tokens} tokens; /continue continues, "
+        "--maxGenerateLength sets the limit"
     )
 
 
 @contextlib.contextmanager
 def _stoppable(screen: Screen) -> Iterator[_Stop]:
-    """Ctrl-C goes to the stop while the block runs, where the screen wants it."""
+    """Install the signal handler while the block runs, if the screen stops replies."""
     stop = _Stop(screen)
-    if not screen.stops_answers:
+    if not screen.stops_replies:
         yield stop
         return
     before = signal.signal(signal.SIGINT, stop)

@@ -1,4 +1,4 @@
-"""What is said about speed and sizes: of the answer that is coming, and of all of them."""
+"""Speed and size figures of one output and of a session."""
 
 from __future__ import annotations
 
@@ -11,39 +11,39 @@ from edgellm.device_runtime.engine.profile import PREFILL
 
 @dataclass(slots=True)
 class Totals:
-    """Sums over the answers of a session."""
+    """Sums over the outputs of a session."""
 
     answers: int = 0
     prompt_tokens: int = 0
     reused_tokens: int = 0
     generated_tokens: int = 0
-    decoded_tokens: int = 0  # generated, less the first of each answer
+    decoded_tokens: int = 0  # generated, without the first of each output
     prefill_ms: float = 0.0
     decode_ms: float = 0.0
     rounds: int = 0
     emitted_tokens: int = 0  # by the rounds
-    latest: str = ""  # one line about the latest answer
+    latest: str = ""  # one line about the latest output
 
-    def add(self, answer: RequestOutput) -> None:
-        """Count an answer, whole or stopped."""
-        profile = answer.profile
+    def add(self, output: RequestOutput) -> None:
+        """Count an output, finished or stopped."""
+        profile = output.profile
         self.answers += 1
-        self.prompt_tokens += answer.prompt_token_count
+        self.prompt_tokens += output.prompt_token_count
         self.reused_tokens += sum(profile.reused_tokens)
-        self.generated_tokens += len(answer.token_ids)
-        self.decoded_tokens += max(len(answer.token_ids) - 1, 0)
+        self.generated_tokens += len(output.token_ids)
+        self.decoded_tokens += max(len(output.token_ids) - 1, 0)
         self.prefill_ms += profile.total_ms(PREFILL)
         self.decode_ms += profile.decode_ms()
         self.rounds += len(profile.rounds)
         self.emitted_tokens += sum(counts.emitted for counts in profile.rounds)
-        self.latest = describe(answer)
+        self.latest = describe(output)
 
 
-def describe(answer: RequestOutput) -> str:
-    """An answer in one line, also while it is coming."""
-    timings, count = answer.timings(), len(answer.token_ids)
+def describe(output: RequestOutput) -> str:
+    """Describe an output in one line, also before it is finished."""
+    timings, count = output.timings(), len(output.token_ids)
     if not count:
-        return f"reading {answer.prompt_token_count} tokens"
+        return f"prefill of {output.prompt_token_count} tokens"
     words = [f"{count} tokens"]
     if rate := timings["generation_tokens_per_second"]:
         words.append(f"{rate:.1f} tokens/s")
@@ -53,12 +53,12 @@ def describe(answer: RequestOutput) -> str:
 
 
 def context(used_tokens: int, manifest: Engine) -> str:
-    """How full the KV cache is."""
+    """Return used and total tokens of the KV cache."""
     return f"context {used_tokens} of {manifest.max_kv_cache_capacity}"
 
 
 def statistics(totals: Totals, used_tokens: int, manifest: Engine) -> list[str]:
-    """Everything about a session, a line each."""
+    """Return the figures of a session, one a line."""
     computed = totals.prompt_tokens - totals.reused_tokens
     lines = [
         f"answers: {totals.answers}, {totals.generated_tokens} tokens",

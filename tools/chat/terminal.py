@@ -1,4 +1,4 @@
-"""A terminal: lines with history and completion, answers over a footer with live figures."""
+"""Chat in a terminal: lines with history and completion, replies over a footer with figures."""
 
 from __future__ import annotations
 
@@ -20,23 +20,23 @@ from edgellm.device_runtime.api.llm import RequestOutput
 from edgellm.tools.chat.commands import COMMANDS
 from edgellm.tools.chat.statistics import describe
 
-# What moves the cursor or changes the terminal does not come from a model's text.
+# Control characters, which could move the cursor or change the terminal's state.
 _CONTROL = re.compile(r"[\x00-\x08\x0b-\x1f\x7f-\x9f]")
 _REFRESHES_PER_S = 10
 
 
 class Terminal:
-    """A `Screen` with a person before it."""
+    """A `Screen` in a terminal."""
 
-    stops_answers = True
+    stops_replies = True
 
     def __init__(self, history: History, footer: Callable[[], str], console: Console) -> None:
-        """Take over the terminal when a line is read.
+        """Create the prompt session.
 
         Args:
-            history: earlier lines, which the arrow keys bring back.
-            footer: the line below the prompt.
-            console: where answers go.
+            history: earlier lines, for the arrow keys.
+            footer: returns the line below the prompt.
+            console: prints the replies.
         """
         self._console = console
         self._is_leaving = self._was_interrupted = False
@@ -51,13 +51,13 @@ class Terminal:
         )
 
     def read(self) -> str:
-        """A line; Ctrl-D, or Ctrl-C twice, raises `EOFError`."""
+        """Return a line; Ctrl-D, or Ctrl-C twice, raises `EOFError`."""
         while (line := self._line()) is None:
-            self.say("Ctrl-C again leaves, as Ctrl-D does")
+            self.show("Ctrl-C again leaves, as Ctrl-D does")
         return line
 
     def _line(self) -> str | None:
-        """A line; None at the first Ctrl-C."""
+        """Return a line; None at the first Ctrl-C."""
         try:
             line = self._session.prompt("> ", pre_run=self._begin)
         except KeyboardInterrupt:
@@ -69,7 +69,7 @@ class Terminal:
         return line
 
     def _begin(self) -> None:
-        """Of a prompt: Ctrl-C is its own from here on."""
+        """Handle an earlier Ctrl-C at the start of a prompt, which handles later ones itself."""
         if self._was_interrupted:
             self._session.app.exit(exception=KeyboardInterrupt)
 
@@ -78,14 +78,14 @@ class Terminal:
         self._was_interrupted = True
 
     @contextlib.contextmanager
-    def answering(self, answer: RequestOutput) -> Iterator[Callable[[str], None]]:
-        """Rows that are full are printed for good, the last one and the footer are live."""
+    def streaming(self, output: RequestOutput) -> Iterator[Callable[[str], None]]:
+        """Print full lines; redraw the last line and the footer."""
         flow = _Flow(self._console)
         live = Live(
             console=self._console,
             transient=True,
             refresh_per_second=_REFRESHES_PER_S,
-            get_renderable=lambda: Group(Text(flow.row), _footer(answer)),
+            get_renderable=lambda: Group(Text(flow.last), _footer(output)),
         )
         try:
             with live:
@@ -93,46 +93,46 @@ class Terminal:
         finally:
             flow.finish()
 
-    def say(self, line: str) -> None:
-        """In grey."""
+    def show(self, line: str) -> None:
+        """Print in grey."""
         self._console.print(Text(line, style="dim"))
 
     def note(self, line: str) -> None:
-        """In grey, too."""
-        self.say(line)
+        """Print in grey."""
+        self.show(line)
 
     def fail(self, message: str, hint: str) -> None:
-        """In red, with the remedy below."""
+        """Print in red, with the remedy below."""
         self._console.print(Text.assemble(("error: ", "red"), _clean(message)))
         if hint:
-            self.say(f"hint: {hint}")
+            self.show(f"hint: {hint}")
 
 
 class _Flow:
-    """Text that comes in pieces, cut into rows of the terminal."""
+    """Streamed text, wrapped to the terminal's width."""
 
     def __init__(self, console: Console) -> None:
-        self._console, self.row = console, ""
+        self._console, self.last = console, ""  # the line that is not full
 
     def push(self, piece: str) -> None:
-        """Print the rows that are full."""
-        *lines, self.row = (self.row + _clean(piece)).split("\n")
+        """Add text; print the lines that are full."""
+        *lines, self.last = (self.last + _clean(piece)).split("\n")
         for line in lines:
             self._console.print(Text(line))
-        if cell_len(self.row) >= self._console.width:
-            *rows, last = Text(self.row).wrap(self._console, self._console.width - 1)
-            for row in rows:
-                self._console.print(row)
-            space = " " if self.row.endswith(" ") else ""  # wrapping drops it
-            self.row = last.plain.rstrip(" ") + space
+        if cell_len(self.last) >= self._console.width:
+            *wrapped, last = Text(self.last).wrap(self._console, self._console.width - 1)
+            for line in wrapped:
+                self._console.print(line)
+            space = " " if self.last.endswith(" ") else ""  # wrapping drops it
+            self.last = last.plain.rstrip(" ") + space
 
     def finish(self) -> None:
-        """Print what is left."""
-        self._console.print(Text(self.row))
+        """Print the last line."""
+        self._console.print(Text(self.last))
 
 
 class CommandCompleter(Completer):
-    """Names of commands after a slash, and files after those that take one."""
+    """Completion of commands after a slash, and of files as their arguments."""
 
     def __init__(self) -> None:
         self._paths = PathCompleter(expanduser=True)
@@ -140,7 +140,7 @@ class CommandCompleter(Completer):
     def get_completions(
         self, document: Document, complete_event: CompleteEvent
     ) -> Iterable[Completion]:
-        """What may stand at the cursor."""
+        """See Completer."""
         before = document.text_before_cursor
         if not before.startswith("/"):
             return
@@ -154,7 +154,7 @@ class CommandCompleter(Completer):
 
 
 def _keys() -> KeyBindings:
-    """Enter sends, Alt-Enter begins another line, Ctrl-C clears a line before it leaves."""
+    """Return key bindings: Enter sends, Alt-Enter adds a line, Ctrl-C clears the line or leaves."""
     keys = KeyBindings()
 
     @keys.add("enter")
@@ -175,8 +175,8 @@ def _keys() -> KeyBindings:
     return keys
 
 
-def _footer(answer: RequestOutput) -> Text:
-    words = f" {describe(answer)} · Ctrl-C stops"
+def _footer(output: RequestOutput) -> Text:
+    words = f" {describe(output)} · Ctrl-C stops"
     return Text(words, style="dim", no_wrap=True, overflow="ellipsis")
 
 

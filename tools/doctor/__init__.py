@@ -1,1 +1,1 @@
-"""`edgellm-doctor`: what this machine can build and run, and what to do about the rest."""
+"""`edgellm-doctor`: checks what this machine can build and run, with remedies."""

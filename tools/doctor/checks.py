@@ -1,4 +1,4 @@
-"""What is looked at, a line each."""
+"""Checks of driver, JetPack, CUDA, memory, power mode, packages and backends."""
 
 from __future__ import annotations
 
@@ -28,7 +28,7 @@ _LITTLE_MEMORY_BYTES = 2 << 30
 
 @dataclass(frozen=True, slots=True)
 class Finding:
-    """One line."""
+    """Result of one check; printed as one line."""
 
     what: str
     status: str
@@ -37,7 +37,7 @@ class Finding:
 
 
 def examine(machine: Machine) -> Iterator[Finding]:
-    """All findings, in the order in which one depends on another."""
+    """Yield all findings; checks come after those that they depend on."""
     yield from _gpu(machine)
     yield from _jetpack(machine)
     yield from _cuda(machine)
@@ -121,7 +121,7 @@ def _memory(machine: Machine) -> Iterator[Finding]:
         return
     found = f"{memory.available_bytes / 1e9:.1f} of {memory.total_bytes / 1e9:.1f} GB are free"
     if memory.available_bytes < _LITTLE_MEMORY_BYTES:
-        remedy = "close other programs; llm_build --dryRun says what an engine needs"
+        remedy = "close other programs; llm_build --dryRun estimates what an engine needs"
         yield Finding("memory", FAULT, found, remedy)
     else:
         yield Finding("memory", OK, found)
@@ -131,7 +131,7 @@ def _power(machine: Machine) -> Iterator[Finding]:
     try:
         printed = machine.ask("nvpmodel", "-q")
     except ProgramError as error:
-        yield Finding("power mode", NOTE, str(error), "ask as root: sudo nvpmodel -q")
+        yield Finding("power mode", NOTE, str(error), "run it as root: sudo nvpmodel -q")
         return
     mode = re.search(r"NV Power Mode:\s*(\S+)", printed or "")
     if mode is not None and "MAXN" in mode[1].upper():
@@ -140,7 +140,7 @@ def _power(machine: Machine) -> Iterator[Finding]:
         yield Finding(
             "power mode",
             NOTE,
-            f"{mode[1]} holds the clocks down",
+            f"{mode[1]} limits the clocks",
             "sudo nvpmodel -m 0 && sudo jetson_clocks",
         )
     governor = machine.read("sys/devices/system/cpu/cpu0/cpufreq/scaling_governor")
@@ -215,7 +215,7 @@ def _backend(name: str) -> Finding:
 
 
 def _rewritten(name: str) -> str:
-    """Whose kernels compute attention, and what graphs for an older TensorRT do without."""
+    """Return whose kernels compute attention, and which operators an older TensorRT lacks."""
     if name != "tensorrt":
         return ""
     from edgellm.build.tensorrt.lowering.cache_plan import machine_fault

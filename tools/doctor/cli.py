@@ -1,4 +1,4 @@
-"""`edgellm-doctor`: a line for each thing that building and running needs."""
+"""`edgellm-doctor`: checks of all that building and running needs."""
 
 from __future__ import annotations
 
@@ -18,12 +18,14 @@ app = App(CAMEL_CASE)
 def doctor(
     onnx_dir: Annotated[
         Path | None,
-        typer.Option("--onnxDir", help="A bundle: can it be built here, with usual lengths?"),
+        typer.Option(
+            "--onnxDir", help="Bundle to check for a build here, with default lengths. Optional."
+        ),
     ] = None,
     backend: Backend = "auto",
     target_sm: TargetSm = "",
 ) -> None:
-    """Look at driver, CUDA, JetPack, memory, power mode, packages; exit code 1 for a fault."""
+    """Check driver, CUDA, JetPack, memory, power mode and packages; exit with 1 on a fault."""
     from edgellm.tools.doctor.checks import FAULT, examine
     from edgellm.tools.doctor.machine import Machine
 

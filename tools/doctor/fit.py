@@ -1,4 +1,4 @@
-"""Whether a bundle can be built here: what `llm_build` and `visual_build` ask first."""
+"""Checks whether a bundle can be built here, as `llm_build` and `visual_build` do first."""
 
 from __future__ import annotations
 
@@ -14,11 +14,11 @@ from edgellm.core.errors import EdgeLLMError
 from edgellm.core.manifest import LLM_BUNDLE, MANIFEST_NAME, load_bundle
 from edgellm.tools.doctor.checks import FAULT, NOTE, OK, Finding
 
-_INPUT, _CAPACITY, _TREE = 1024, 4096, 60  # llm_build's own
+_INPUT, _CAPACITY, _TREE = 1024, 4096, 60  # defaults of llm_build
 
 
 def examine_bundle(bundle: Path, backend: str, target_sm: str) -> Iterator[Finding]:
-    """A finding for each need of a build with usual lengths into a folder beside `bundle`."""
+    """Yield a finding per resource of a default build into a folder next to `bundle`."""
     try:
         prediction = _predict(bundle, backend, {"--gpu": target_sm or None})
     except EdgeLLMError as error:
@@ -46,7 +46,7 @@ def _predict(source: Path, backend: str, flags: dict[str, str | None]) -> Predic
         longest = load_bundle(source, PRODUCTS[product].bundle).decoder.max_positions
         capacity = min(_CAPACITY, longest)
         tree = _TREE if product == DRAFT else 0
-        rows = min(_INPUT, capacity)
-        plan = Plan(rows, capacity, 0, "auto", max_draft_tree_size=tree, options=options)
+        longest_input = min(_INPUT, capacity)
+        plan = Plan(longest_input, capacity, 0, "auto", max_draft_tree_size=tree, options=options)
     bundle = read_bundle(product, source, plan)
     return predict(source, bundle, plan, name, source.absolute().parent / "engine")

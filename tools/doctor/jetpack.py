@@ -1,6 +1,6 @@
-"""JetPack by its Linux for Tegra, and what comes with it.
+"""JetPack releases by their Linux for Tegra version.
 
-`docs/tensorrt.md` has the same facts in its table, and where they are from.
+The table of `docs/tensorrt.md` has the same facts, with their sources.
 """
 
 from __future__ import annotations
@@ -11,16 +11,16 @@ from dataclasses import dataclass
 
 @dataclass(frozen=True, slots=True)
 class JetPack:
-    """A release."""
+    """A release of JetPack."""
 
-    l4t: tuple[int, int]  # the first of its Linux for Tegra
+    l4t: tuple[int, int]  # its first version of Linux for Tegra
     name: str
     boards: str
     tensorrt: str
     cuda: str
     python: str  # the system's
-    runs: str  # what edgellm can do there with its own TensorRT
-    remedy: str  # "": there is nothing to do
+    runs: str  # what edgellm supports with its TensorRT
+    remedy: str  # "": none needed
 
 
 _CPU = "CPU engines only"
@@ -49,11 +49,11 @@ RELEASES = (
 
 
 def l4t_version(nv_tegra_release: str) -> tuple[int, int] | None:
-    """From "# R36 (release), REVISION: 4.3, ..."; None where it reads otherwise."""
+    """Parse "# R36 (release), REVISION: 4.3, ..."; None for any other text."""
     match = re.search(r"R(\d+)\b.*?REVISION:\s*(\d+)", nv_tegra_release)
     return (int(match[1]), int(match[2])) if match else None
 
 
 def find(version: tuple[int, int]) -> JetPack | None:
-    """The release of a Linux for Tegra; None before the first."""
+    """Return the release with a version of Linux for Tegra; None before the first."""
     return next((each for each in reversed(RELEASES) if each.l4t <= version), None)

@@ -15,7 +15,7 @@ from edgellm.core.errors import EdgeLLMError
 from edgellm.device_runtime.api.llm import LLM, RequestOutput
 from edgellm.device_runtime.engine.profile import GENERATION, VERIFY
 from edgellm.device_runtime.faults import Confined
-from edgellm.device_runtime.sampling.sampler import SamplingParams
+from edgellm.device_runtime.sampling.params import SamplingParams
 from edgellm.tools.evaluate.answers import Choice, OutputLog, Record
 from edgellm.tools.evaluate.datasets.questions import Question
 from edgellm.tools.evaluate.settings import Settings, sync_folder

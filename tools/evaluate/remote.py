@@ -20,7 +20,7 @@ from edgellm.tools.evaluate.answers import Choice, OutputLog, Record
 from edgellm.tools.evaluate.datasets.questions import Question
 from edgellm.tools.evaluate.settings import Settings
 from edgellm.tools.remote.ray_map import Work, spread
-from edgellm.tools.remote.servers import RefusedError, Servers, places
+from edgellm.tools.remote.servers import RejectedError, Servers, places
 
 Spread = Callable[[Sequence[dict[str, Any]], Work, int], Any]
 _MODE = "plain"  # whether a server speculates is its own affair: answers stay what they are
@@ -92,8 +92,8 @@ def _answer(
         }
         begin = time.perf_counter()
         try:
-            given = servers.ask("/v1/chat/completions", body, first)
-        except RefusedError as error:
+            given = servers.post("/v1/chat/completions", body, first)
+        except RejectedError as error:
             choice.error = str(error)
             break
         _note(choice, given, time.perf_counter() - begin)

@@ -1,1 +1,1 @@
-"""Work for several servers of one model: edgellm's on devices, or others that speak OpenAI's."""
+"""Work on several servers of one model: edgellm's, or others with OpenAI's protocol."""

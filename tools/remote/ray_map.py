@@ -1,4 +1,4 @@
-"""Rows of work over a Ray cluster, or over the cores of this machine; results as they come."""
+"""Maps work over a Ray cluster or this machine; yields results as they finish."""
 
 from __future__ import annotations
 
@@ -11,30 +11,29 @@ from typing import Any
 
 from edgellm.core.errors import EdgeLLMError
 
-_AT_A_SERVER = 2  # requests: one is answered, one waits
+_PER_SERVER = 2  # requests: one runs, one waits
 Work = Callable[[dict[str, Any]], dict[str, Any]]
 
 
 def require_ray() -> None:
-    """Raise `EdgeLLMError` where Ray is not installed."""
+    """Raise `EdgeLLMError` if Ray is not installed."""
     if importlib.util.find_spec("ray") is None:
         raise EdgeLLMError("--ray needs Ray", hint="in edgellm's folder: pip install '.[ray]'")
 
 
 def spread(rows: Sequence[dict[str, Any]], work: Work, num_servers: int) -> Iterator[dict]:
-    """`work` of each row, in the order in which they are done.
+    """Apply `work` to each row; yield results as they finish.
 
-    Ray does a row again whose process or machine was lost, and takes new rows to where there is
-    room. `RAY_ADDRESS` names a cluster; without it one is started
-    here, and ended with the work.
+    Ray repeats rows of lost processes and machines. `RAY_ADDRESS` names a cluster; without it,
+    a local one is started, and ended with the work.
 
     Args:
-        rows: of JSON.
-        work: takes a row and gives one; it, and what it needs, can be imported everywhere.
-        num_servers: that answer at the same time.
+        rows: JSON objects.
+        work: function of a row; must be importable on all machines of the cluster.
+        num_servers: number of servers that run requests concurrently.
 
     Raises:
-        EdgeLLMError: what `work` raised.
+        EdgeLLMError: raised by `work`.
     """
     # An optional package, without types.
     ray: Any = importlib.import_module("ray")
@@ -44,10 +43,10 @@ def spread(rows: Sequence[dict[str, Any]], work: Work, num_servers: int) -> Iter
     context.enable_progress_bars = False
     logging.getLogger("ray.data").setLevel(logging.ERROR)
     texts = [{"row": json.dumps(row)} for row in rows]
-    # A block for each row: a finished one need not wait for another, a lost one is one.
+    # One block per row: results do not wait for each other, and a loss repeats one row only.
     data = ray.data.from_items(texts, override_num_blocks=len(texts)).map(
-        _Done(work),
-        compute=ray.data.TaskPoolStrategy(size=_AT_A_SERVER * num_servers),
+        _OnText(work),
+        compute=ray.data.TaskPoolStrategy(size=_PER_SERVER * num_servers),
         num_cpus=0.1,  # they wait for servers
     )
     try:
@@ -60,8 +59,8 @@ def spread(rows: Sequence[dict[str, Any]], work: Work, num_servers: int) -> Iter
         ray.shutdown()
 
 
-class _Done:
-    """`work` on rows as text, since a table's columns have one type."""
+class _OnText:
+    """Applies `work` to rows as JSON text, since a column of a Ray table has one type."""
 
     def __init__(self, work: Work) -> None:
         self._work = work

@@ -1,4 +1,4 @@
-"""Requests to any of several servers that have the same model; one that is gone loses nothing."""
+"""Client of several servers with the same model; retries requests of a lost server."""
 
 from __future__ import annotations
 
@@ -14,26 +14,26 @@ from urllib.parse import urlsplit
 
 from edgellm.core.errors import EdgeLLMError
 
-_TIMEOUT_S = 600.0  # of one answer
-_LONGEST_PAUSE_S = 30.0
-_LATER = (408, 425, 429, 500, 502, 503, 504)  # busy, or about to stop
+_TIMEOUT_S = 600.0  # of one request
+_MAX_PAUSE_S = 30.0
+_RETRIED = (408, 425, 429, 500, 502, 503, 504)  # busy, or about to stop
 
 
-class RefusedError(Exception):
-    """A request that no server would answer, with the reason."""
+class RejectedError(Exception):
+    """A server rejects a request as invalid; the message is its reason."""
 
 
 @dataclass(frozen=True, slots=True)
 class Servers:
-    """Where the model is, and how long it may be away."""
+    """URLs of the servers, and the time to wait for them."""
 
     urls: tuple[str, ...]
-    patience_s: float = 600.0  # without any answer to a request
+    patience_s: float = 600.0  # limit of retries of one request
     sleep: Callable[[float], None] = time.sleep
 
     @classmethod
     def read(cls, text: str) -> Servers:
-        """URLs with commas between them; raises `EdgeLLMError` for what is none."""
+        """Parse comma-separated URLs; raise `EdgeLLMError` if one is invalid."""
         urls = tuple(url.strip().rstrip("/") for url in text.split(",") if url.strip())
         for url in urls:
             parts = urlsplit(url)
@@ -46,12 +46,12 @@ class Servers:
             raise EdgeLLMError("--ray takes different servers", hint="http://HOST:8000,...")
         return cls(urls)
 
-    def ask(self, path: str, body: dict[str, Any], first: int) -> dict[str, Any]:
-        """The answer of the server at the place `first`, or of one after it that is there.
+    def post(self, path: str, body: dict[str, Any], first: int) -> dict[str, Any]:
+        """Return the response of server number `first`, or of the next one that responds.
 
         Raises:
-            RefusedError: the request is wrong for a server.
-            EdgeLLMError: no server answered for `patience_s`.
+            RejectedError: a server rejects the request as invalid.
+            EdgeLLMError: no server responds within `patience_s`.
         """
         content = json.dumps(body).encode()
         deadline, pause, reason = time.monotonic() + self.patience_s, 1.0, ""
@@ -64,29 +64,29 @@ class Servers:
                     reason = f"{url}: {error}"
             if time.monotonic() + pause > deadline:
                 raise EdgeLLMError(
-                    f"no server answers; the last said {reason}",
-                    hint="start one of them and give the same command again: it goes on",
+                    f"no server responds; the last error: {reason}",
+                    hint="start one of them, then run the same command again to continue",
                 )
             self.sleep(pause)
-            pause = min(2 * pause, _LONGEST_PAUSE_S)
+            pause = min(2 * pause, _MAX_PAUSE_S)
 
     def model(self) -> str:
-        """The model's name, which all servers that are there give.
+        """Return the name of the model, the same on all servers that respond.
 
         Raises:
-            EdgeLLMError: none is there, or they have different models.
+            EdgeLLMError: no server responds, or they have different models.
         """
         found = {url: name for url in self.urls if (name := _model(url)) is not None}
         if not found:
             raise EdgeLLMError(
-                f"none of these servers answers: {', '.join(self.urls)}",
-                hint="start them with edgellm-serve, or see whether their ports are open",
+                f"none of these servers responds: {', '.join(self.urls)}",
+                hint="start them with edgellm-serve, or check whether their ports are open",
             )
         if len(set(found.values())) > 1:
             shown = ", ".join(f"{url} has {name}" for url, name in found.items())
             raise EdgeLLMError(
                 f"the servers have different models: {shown}",
-                hint="edgellm-serve --modelName gives one name to the same engine on all devices",
+                hint="give the engine one name on all devices: edgellm-serve --modelName",
             )
         return next(iter(found.values()))
 
@@ -97,9 +97,9 @@ def _post(url: str, content: bytes) -> dict[str, Any]:
         with urllib.request.urlopen(request, timeout=_TIMEOUT_S) as response:
             return json.loads(response.read())
     except urllib.error.HTTPError as error:
-        if error.code in _LATER:
+        if error.code in _RETRIED:
             raise
-        raise RefusedError(_reason(error)) from None
+        raise RejectedError(_reason(error)) from None
 
 
 def _reason(error: urllib.error.HTTPError) -> str:
@@ -118,5 +118,5 @@ def _model(url: str) -> str | None:
 
 
 def places(count: int, servers: Servers) -> Sequence[int]:
-    """Which server each of `count` requests goes to first: they take turns."""
+    """Return the first server of each of `count` requests, round robin."""
     return [index % len(servers.urls) for index in range(count)]

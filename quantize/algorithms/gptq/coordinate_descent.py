@@ -1,7 +1,7 @@
-"""What rounding by columns leaves is lessened: each code and scale once more, given all others.
+"""Coordinate descent after GPTQ: each quantized value and scale is optimized given all others.
 
-A sweep is coordinate descent on the error of the outputs, sum (w - q) H (w - q)^T with H the second
-moments of the inputs (arXiv 2309.01885 does so for codes): no step makes it larger.
+The objective is the output error, sum (w - q) H (w - q)^T with H the second moments of the inputs
+(arXiv 2309.01885 does so for quantized values). No step increases it.
 """
 
 from __future__ import annotations
@@ -13,34 +13,34 @@ import torch
 from edgellm.quantize.algorithms.gptq.rounding import Feedback, Grid, Rounded, spread
 
 SWEEPS = 2
-_SLICE = 128  # columns between two updates of all others
+_SLICE = 128  # columns between updates of all others
 _TINY = 1e-20
 
 
 @dataclass(slots=True)
 class _State:
-    """A weight on its way."""
+    """A weight during coordinate descent."""
 
     codes: torch.Tensor  # [out, in]
     scales: torch.Tensor  # [out, blocks]
-    pull: torch.Tensor  # error times moments [out, in]
+    gradient: torch.Tensor  # error times moments [out, in]
 
 
 def refine(
     weight: torch.Tensor, rounded: Rounded, feedback: Feedback, grid: Grid, sweeps: int = SWEEPS
 ) -> Rounded:
-    """`rounded` with a smaller error of the outputs.
+    """Reduce the output error of a quantized weight.
 
     Args:
-        weight: floats [out, in].
-        rounded: what it became.
+        weight: float [out, in].
+        rounded: the quantized weight.
         feedback: of its inputs.
-        grid: of its codes.
-        sweeps: over all scales and codes.
+        grid: of its quantized values.
+        sweeps: number of passes over all scales and values.
     """
     moments = feedback.moments
     state = _State(rounded.codes.clone(), rounded.scales.clone(), torch.empty_like(weight))
-    state.pull = (rounded.values() - weight) @ moments
+    state.gradient = (rounded.values() - weight) @ moments
     for _ in range(sweeps):
         _sweep_scales(state, moments, grid)
         _sweep_codes(state, moments, grid)
@@ -48,37 +48,37 @@ def refine(
 
 
 def _sweep_scales(state: _State, moments: torch.Tensor, grid: Grid) -> None:
-    """Each scale where its block's codes want it."""
+    """Set each scale to the optimum for its block's quantized values."""
     blocks = state.scales.shape[1]
     width = state.codes.shape[1] // blocks
     for block in range(blocks):
         own = slice(block * width, (block + 1) * width)
         codes = state.codes[:, own]
         curved = ((codes @ moments[own, own]) * codes).sum(1)
-        slope = (state.pull[:, own] * codes).sum(1)
+        slope = (state.gradient[:, own] * codes).sum(1)
         old = state.scales[:, block]
         new = grid.near(old - slope / curved.clamp(min=_TINY), old)
         gain = (new - old) * (2 * slope + (new - old) * curved)
         change = torch.where((gain < 0) & (curved > _TINY), new - old, torch.zeros_like(old))
         state.scales[:, block] += change
-        state.pull += (change[:, None] * codes) @ moments[own]
+        state.gradient += (change[:, None] * codes) @ moments[own]
 
 
 def _sweep_codes(state: _State, moments: torch.Tensor, grid: Grid) -> None:
-    """Each code to the nearest of what the others leave it to do."""
+    """Set each quantized value to the nearest of its optimum given all others."""
     width = state.codes.shape[1]
     steps = spread(state.scales, width)
     diagonal = moments.diagonal().clamp(min=_TINY)
     for begin in range(0, width, _SLICE):
         own = slice(begin, min(begin + _SLICE, width))
-        pull, step, inner = state.pull[:, own].clone(), steps[:, own], moments[own, own]
+        gradient, step, inner = state.gradient[:, own].clone(), steps[:, own], moments[own, own]
         before = state.codes[:, own] * step
         values = before.clone()
         for at in range(values.shape[1]):
-            wanted = values[:, at] - pull[:, at] / diagonal[begin + at]
+            wanted = values[:, at] - gradient[:, at] / diagonal[begin + at]
             code = grid.nearest(wanted, step[:, at])
             change = code * step[:, at] - values[:, at]
             state.codes[:, begin + at] = code
             values[:, at] += change
-            pull += change[:, None] * inner[at]
-        state.pull += (values - before) @ moments[own]
+            gradient += change[:, None] * inner[at]
+        state.gradient += (values - before) @ moments[own]

@@ -1,4 +1,4 @@
-"""What a linear layer may become under error feedback: grid, tensors, what is said of it."""
+"""Forms of linear layers that GPTQ supports: grid, stored tensors, description."""
 
 from __future__ import annotations
 
@@ -11,7 +11,7 @@ import torch
 
 from edgellm.export.checkpoints.hf import TensorInfo
 from edgellm.quantize.algorithms.gptq.float_grids import Fp8Grid, Nvfp4Grid
-from edgellm.quantize.algorithms.gptq.rounding import Grid, Rounded, WholeNumbers
+from edgellm.quantize.algorithms.gptq.rounding import Grid, IntegerGrid, Rounded
 from edgellm.quantize.formats.activation_rounding import nearest_e2m1
 from edgellm.quantize.formats.modelopt import (
     LARGEST_E2M1,
@@ -27,30 +27,30 @@ class Form(Protocol):
 
     @property
     def largest_input(self) -> float:
-        """What the largest input becomes before its calibrated scale; 0: inputs stay floats."""
+        """The quantized value of the largest input; 0: float inputs."""
         ...
 
     @property
     def input_kind(self) -> str:
-        """How inputs are rounded, see `round_input`."""
+        """The kind of quantized inputs, see `round_input`."""
         ...
 
     def grid(self, weight: torch.Tensor) -> Grid:
-        """What the codes of a weight [out, in] may be."""
+        """Return the grid of a weight [out, in]."""
         ...
 
     def tensors(self, name: str, rounded: Rounded, grid: Grid) -> dict[str, Tensor]:
-        """The weight `name` and its scales as ModelOpt's layout has them."""
+        """Return the weight `name` and its scales in ModelOpt's layout."""
         ...
 
     def described(self) -> dict[str, Any]:
-        """As hf_quant_config.json describes it; nothing is smoothed."""
+        """Return the entry of hf_quant_config.json; without smoothing."""
         ...
 
 
 @dataclass(frozen=True, slots=True)
 class Int4:
-    """Blocks of inputs with a scale each, which may be negative if `has_signs`."""
+    """INT4 with a scale for each block of inputs, which may be negative if `has_signs`."""
 
     block: int
     has_signs: bool = False
@@ -58,12 +58,12 @@ class Int4:
     input_kind: str = ""
 
     def grid(self, weight: torch.Tensor) -> Grid:
-        """Whatever the weight."""
+        """See `Form`."""
         del weight
-        return WholeNumbers(-8, 7, self.block, self.has_signs)
+        return IntegerGrid(-8, 7, self.block, self.has_signs)
 
     def tensors(self, name: str, rounded: Rounded, grid: Grid) -> dict[str, Tensor]:
-        """Pairs of codes."""
+        """See `Form`; two values a byte."""
         del grid
         packed = pack_int4_codes(rounded.codes.cpu().numpy().astype(np.int8))
         return {name: _stored("U8", packed), f"{name}_scale": _floats(rounded.scales)}
@@ -80,18 +80,18 @@ class Int4:
 
 @dataclass(frozen=True, slots=True)
 class Int8:
-    """A scale for each output."""
+    """INT8 with a scale for each output."""
 
     largest_input: float = 0.0
     input_kind: str = ""
 
     def grid(self, weight: torch.Tensor) -> Grid:
-        """Whatever the weight."""
+        """See `Form`."""
         del weight
-        return WholeNumbers(-127, 127, 0)
+        return IntegerGrid(-127, 127, 0)
 
     def tensors(self, name: str, rounded: Rounded, grid: Grid) -> dict[str, Tensor]:
-        """Codes of a byte."""
+        """See `Form`; one value a byte."""
         del grid
         codes = rounded.codes.cpu().numpy().astype(np.int8)
         return {name: _stored("I8", codes), f"{name}_scale": _floats(rounded.scales[:, 0])}
@@ -103,17 +103,17 @@ class Int8:
 
 @dataclass(frozen=True, slots=True)
 class Fp8:
-    """E4M3 with one scale, as readers of ModelOpt's FP8 expect it; inputs likewise."""
+    """E4M3 with one scale, for weight and inputs, as ModelOpt's FP8."""
 
     largest_input: float = LARGEST_E4M3
     input_kind: str = "fp8"
 
     def grid(self, weight: torch.Tensor) -> Grid:
-        """That of the weight's largest."""
+        """See `Form`; it fits the largest weight."""
         return Fp8Grid.of(weight)
 
     def tensors(self, name: str, rounded: Rounded, grid: Grid) -> dict[str, Tensor]:
-        """Codes of a byte."""
+        """See `Form`; one value a byte."""
         del grid
         codes = rounded.codes.to(torch.float8_e4m3fn).view(torch.uint8).cpu().numpy()
         scale = np.array(float(rounded.scales[0, 0]), np.float32)
@@ -126,17 +126,17 @@ class Fp8:
 
 @dataclass(frozen=True, slots=True)
 class Nvfp4:
-    """E2M1 in blocks of 16 inputs, with E4M3 scales; inputs likewise."""
+    """E2M1 in blocks of 16 with E4M3 scales, for weight and inputs."""
 
     largest_input: float = LARGEST_E2M1 * LARGEST_E4M3
     input_kind: str = "nvfp4"
 
     def grid(self, weight: torch.Tensor) -> Grid:
-        """That of the weight's largest."""
+        """See `Form`; it fits the largest weight."""
         return Nvfp4Grid.of(weight)
 
     def tensors(self, name: str, rounded: Rounded, grid: Grid) -> dict[str, Tensor]:
-        """Pairs of codes."""
+        """See `Form`; two values a byte."""
         assert isinstance(grid, Nvfp4Grid)
         signs = 8 * torch.signbit(rounded.codes)
         codes = (nearest_e2m1(rounded.codes.abs()) + signs).to(torch.uint8)
@@ -153,8 +153,7 @@ class Nvfp4:
         return {"quant_algo": "NVFP4", "group_size": NVFP4_BLOCK}
 
 
-# By the name of a scheme or of a form of mixed precision; they are given the size of INT4's blocks,
-# and whether its scales have signs.
+# By name; arguments are the group size of INT4, and whether its scales may be negative
 FORMS: dict[str, Callable[[int, bool], Form]] = {
     "int4": Int4,
     "int8": lambda *_: Int8(),

@@ -1,8 +1,8 @@
-"""Error feedback: the recipe of a layer.
+"""GPTQ of a layer.
 
-Linear layers are fitted to what they read after rounded layers. They do not try to make up for
-what those lost: a stream's error is seldom a function of the stream, and a layer that is bent to
-undo it over some text ruins others (SmolLM2 in four bits: KL 2.1 instead of 0.12).
+Linear layers are fitted to their inputs after quantized layers, but do not compensate the errors of
+those layers. Such errors are seldom a function of the hidden states, and a fit to them overfits the
+calibration text (SmolLM2 in 4 bits: KL 2.1 instead of 0.12).
 """
 
 from __future__ import annotations
@@ -33,15 +33,15 @@ _TINY = 1e-20
 
 
 @dataclass(slots=True)
-class _Seen:
-    """What a linear layer reads."""
+class _InputStats:
+    """Statistics of a linear layer's inputs."""
 
-    moments: torch.Tensor  # sum of x x^T, tokens weighed, x as the layer rounds it [K, K]
+    moments: torch.Tensor  # weighted sum of x x^T over quantized inputs x [K, K]
     tokens: int = 0
     largest: float = 0.0
 
     def add(self, x: torch.Tensor, form: Form, weights: torch.Tensor | None) -> None:
-        """One row of text [S, K], and how much its tokens count [S]."""
+        """Add inputs of a sample [S, K] with the weights of its tokens [S]."""
         largest = float(x.abs().max())
         if form.input_kind:
             x = round_input(x, form.input_kind, max(largest, _TINY) / form.largest_input)
@@ -59,28 +59,28 @@ def round_layer(
     weights: Weights | None = None,
     forms: Mapping[str, str] | None = None,
 ) -> Exported:
-    """The only layer of `model` in the recipe's form, or each linear layer in one of its own.
+    """Quantize the layer of `model` in the recipe's form, or each linear layer in its own.
 
     Args:
-        model: of one layer, in floats.
-        recipe: the scheme, and the size of INT4's blocks.
-        states: hidden states [B, S, H] behind layers that are rounded already.
+        model: a float model of one layer.
+        recipe: the scheme, and the group size of INT4.
+        states: hidden states [B, S, H] after quantized layers.
         family: of the layer.
-        weights: of the tokens of a row. None: all count alike.
-        forms: names in `FORMS`, by linear layer; others stay floats. None: all are the recipe's.
+        weights: of the tokens of a sample; None: equal weights.
+        forms: names in `FORMS` by linear layer, others stay float; None: the recipe's form.
     """
     layer = model.model.layers[0]
     assert isinstance(layer, nn.Module)
     values = dict(layer.state_dict())
     found: dict[str, Tensor] = {}
     described: dict[str, dict[str, Any]] = {}
-    for names, seen in _look(model, states, family, _whole(recipe), weights).items():
+    for names, stats in _input_stats(model, states, family, _whole(recipe), weights).items():
         for kind, own in _by_form(names, forms, recipe).items():
             form = FORMS[kind](recipe.block_size, recipe.has_signs)
             matrices = {name: values.pop(f"{name}.weight") for name in own}
             grid = form.grid(torch.cat([*matrices.values()]))
             for name, weight in matrices.items():
-                found |= _rounded(name, weight, seen[name], form, grid)
+                found |= _rounded(name, weight, stats[name], form, grid)
                 described[name] = form.described()
     found |= {name: plain_tensor(value.float().cpu().numpy()) for name, value in values.items()}
     prefix = LAYER.format(0)
@@ -91,12 +91,12 @@ def round_layer(
 
 
 def _whole(recipe: Recipe) -> Form:
-    """The recipe's form; of mixed precision it says that inputs stay floats."""
+    """Return the recipe's form; of mixed precision, one with float inputs."""
     return FORMS[recipe.scheme.form](recipe.block_size, recipe.has_signs)
 
 
 def _by_form(names: Group, forms: Mapping[str, str] | None, recipe: Recipe) -> dict[str, list[str]]:
-    """The linear layers of a group that are rounded, by their form."""
+    """Return the quantized linear layers of a group by form."""
     found: dict[str, list[str]] = {}
     for name in names:
         kind = recipe.scheme.form if forms is None else forms[name]
@@ -106,31 +106,31 @@ def _by_form(names: Group, forms: Mapping[str, str] | None, recipe: Recipe) -> d
 
 
 def _rounded(
-    name: str, weight: torch.Tensor, seen: _Seen, form: Form, grid: Grid
+    name: str, weight: torch.Tensor, stats: _InputStats, form: Form, grid: Grid
 ) -> dict[str, Tensor]:
-    """What is stored of a linear layer."""
-    feedback = Feedback.of(seen.moments / seen.tokens)
+    """Quantize a linear layer; return its stored tensors."""
+    feedback = Feedback.of(stats.moments / stats.tokens)
     rounded = refine(weight, round_with_feedback(weight, feedback, grid), feedback, grid)
     found = form.tensors(f"{name}.weight", rounded, grid)
     if form.input_kind:
-        scale = max(seen.largest, _TINY) / form.largest_input
+        scale = max(stats.largest, _TINY) / form.largest_input
         found[f"{name}.input_scale"] = plain_tensor(np.array(scale, np.float32))
     return found
 
 
-def _look(
+def _input_stats(
     model: PreTrainedModel,
     states: Iterable[torch.Tensor],
     family: Family,
     form: Form,
     weights: Weights | None,
-) -> dict[Group, dict[str, _Seen]]:
-    found: dict[Group, dict[str, _Seen]] = {}
+) -> dict[Group, dict[str, _InputStats]]:
+    found: dict[Group, dict[str, _InputStats]] = {}
     for row in each_input(model, states, family):
         for names, x in row.items():
-            seen = found.setdefault(names, {})
+            stats = found.setdefault(names, {})
             for name in names:
-                if name not in seen:
-                    seen[name] = _Seen(torch.zeros(x.shape[1], x.shape[1], device=x.device))
-                seen[name].add(x, form, None if weights is None else weights[name])
+                if name not in stats:
+                    stats[name] = _InputStats(torch.zeros(x.shape[1], x.shape[1], device=x.device))
+                stats[name].add(x, form, None if weights is None else weights[name])
     return found

@@ -1,7 +1,7 @@
-"""Rounding with error feedback: what a column loses, the columns after it make up for.
+"""Rounding with error feedback: later columns compensate the error of each rounded column.
 
-The procedure is GPTQ's (arXiv 2210.17323): columns in descending order of what they weigh, each
-rounded, its error spread over those not yet rounded by the inverse of the inputs' second moments.
+The algorithm is GPTQ (arXiv 2210.17323). Columns are rounded in descending order of importance. The
+inverse of the inputs' second moments spreads each error over the remaining columns.
 """
 
 from __future__ import annotations
@@ -12,42 +12,42 @@ from typing import Protocol
 
 import torch
 
-_DAMPING = 0.01  # of the mean second moment, onto the diagonal
-_SLICE = 128  # columns between two updates of all that follow
-_RATIOS = (1.05, 1.0, 0.95, 0.9, 0.85, 0.8, 0.75, 0.7)  # of the largest weight, as scales
-_SMALLER = 0.3  # of a scale, at most at once
+_DAMPING = 0.01  # of the mean second moment, added to the diagonal
+_SLICE = 128  # columns between updates of all later ones
+_RATIOS = (1.05, 1.0, 0.95, 0.9, 0.85, 0.8, 0.75, 0.7)  # of the scale of the largest weight
+_SMALLEST_STEP = 0.3  # of the old scale
 _TINY = 1e-8
 
 
 class Grid(Protocol):
-    """Codes times a scale for each block of inputs of each output."""
+    """Representable values: a grid times a scale for each block of inputs of each output."""
 
     def scales(self, weight: torch.Tensor, importance: torch.Tensor) -> torch.Tensor:
-        """The scales [out, blocks] with the least error of `weight` [out, in].
+        """Return the scales [out, blocks] with the least error of `weight` [out, in].
 
         Args:
-            weight: floats.
-            importance: of each input [in], a factor of its squared error.
+            weight: float.
+            importance: weight of each input's squared error [in].
         """
         ...
 
     def nearest(self, weight: torch.Tensor, scale: torch.Tensor) -> torch.Tensor:
-        """What the codes of weights stand for before their scales."""
+        """Return the nearest grid values of weights, before scaling."""
         ...
 
     def near(self, scale: torch.Tensor, old: torch.Tensor) -> torch.Tensor:
-        """What can be stored next to the scales that one wants in the place of `old`."""
+        """Return representable scales near `scale`, to replace `old`."""
         ...
 
 
 @dataclass(frozen=True, slots=True)
-class WholeNumbers:
-    """Codes of integer types."""
+class IntegerGrid:
+    """Integers from `lowest` to `highest`."""
 
     lowest: int
     highest: int
     block: int  # 0: one scale for all inputs
-    has_signs: bool = False  # of scales: a block's largest weight then takes the lowest code
+    has_signs: bool = False  # scales may be negative: a block's largest weight may become `lowest`
 
     def scales(self, weight: torch.Tensor, importance: torch.Tensor) -> torch.Tensor:
         """See `Grid`."""
@@ -63,26 +63,26 @@ class WholeNumbers:
         return torch.clamp(torch.round(weight / scale), self.lowest, self.highest)
 
     def near(self, scale: torch.Tensor, old: torch.Tensor) -> torch.Tensor:
-        """See `Grid`: any number of the same sign."""
+        """See `Grid`; any number of the same sign."""
         sign = old.sign()
-        return sign * torch.maximum(sign * scale, old.abs() * _SMALLER)
+        return sign * torch.maximum(sign * scale, old.abs() * _SMALLEST_STEP)
 
 
 def search_scales(
     blocks: torch.Tensor, tried: Iterable[torch.Tensor], factors: torch.Tensor, grid: Grid
 ) -> torch.Tensor:
-    """Of each block the scale with the least error, [out, blocks].
+    """Return each block's scale with the least error, [out, blocks].
 
     Args:
         blocks: of a weight [out, blocks, n].
-        tried: scales [out, blocks, 1], one after another.
-        factors: of squared errors [blocks, n].
-        grid: what they scale.
+        tried: candidate scales [out, blocks, 1].
+        factors: weights of squared errors [blocks, n].
+        grid: of the values.
     """
     best = least = None
     for scale in tried:
-        lost = grid.nearest(blocks, scale) * scale - blocks
-        error = (lost.square() * factors).sum(-1, keepdim=True)
+        errors = grid.nearest(blocks, scale) * scale - blocks
+        error = (errors.square() * factors).sum(-1, keepdim=True)
         if best is None or least is None:
             best, least = scale, error
             continue
@@ -92,40 +92,40 @@ def search_scales(
 
 
 def spread(scales: torch.Tensor, width: int) -> torch.Tensor:
-    """A scale for each weight [out, in] of scales [out, blocks]."""
+    """Repeat scales [out, blocks] for each weight [out, in]."""
     return scales.repeat_interleave(width // scales.shape[1], 1)
 
 
 @dataclass(frozen=True, slots=True)
 class Rounded:
-    """Codes and scales of a weight."""
+    """A quantized weight."""
 
-    codes: torch.Tensor  # what they stand for, as floats [out, in]
+    codes: torch.Tensor  # grid values, float [out, in]
     scales: torch.Tensor  # [out, blocks]
 
     def values(self) -> torch.Tensor:
-        """The weight that they stand for [out, in]."""
+        """Dequantize to [out, in]."""
         return self.codes * spread(self.scales, self.codes.shape[1])
 
 
 def round_nearest(weight: torch.Tensor, importance: torch.Tensor, grid: Grid) -> Rounded:
-    """Every weight for itself, with scales that weigh errors by `importance` [in]."""
+    """Round to nearest, with scales that weight errors by `importance` [in]."""
     scales = grid.scales(weight, importance)
     return Rounded(grid.nearest(weight, spread(scales, weight.shape[1])), scales)
 
 
 @dataclass(frozen=True, slots=True)
 class Feedback:
-    """How errors spread over columns, whatever the weight."""
+    """Shares of error feedback between columns, independent of the weight."""
 
     moments: torch.Tensor  # damped [in, in]
     importance: torch.Tensor  # of each input [in]
-    order: torch.Tensor  # of rounding [in]
-    shares: torch.Tensor  # from a column to those after it, in that order: upper [in, in]
+    order: torch.Tensor  # of columns [in]
+    shares: torch.Tensor  # of a column's error for later columns, in `order`: upper [in, in]
 
     @classmethod
     def of(cls, moments: torch.Tensor) -> Feedback:
-        """For inputs with these second moments, the mean of x x^T [in, in]."""
+        """Compute the shares of second moments, the mean of x x^T [in, in]."""
         importance = moments.diagonal().clone()
         order = torch.argsort(importance, descending=True)
         damping = _DAMPING * float(importance.mean()) + _TINY
@@ -134,7 +134,7 @@ class Feedback:
 
 
 def round_with_feedback(weight: torch.Tensor, feedback: Feedback, grid: Grid) -> Rounded:
-    """Columns of `weight` [out, in] one by one."""
+    """Round the columns of `weight` [out, in] with error feedback."""
     scales = grid.scales(weight, feedback.importance)
     steps = spread(scales, weight.shape[1])
     order, shares = feedback.order, feedback.shares
@@ -146,15 +146,15 @@ def round_with_feedback(weight: torch.Tensor, feedback: Feedback, grid: Grid) ->
         for at in range(end - begin):
             column = begin + at
             codes[:, column] = grid.nearest(own[:, at], steps[:, column])
-            lost = own[:, at] - codes[:, column] * steps[:, column]
-            errors[:, at] = lost / shares[column, column]
+            error = own[:, at] - codes[:, column] * steps[:, column]
+            errors[:, at] = error / shares[column, column]
             own[:, at:] -= errors[:, at, None] * shares[column, column:end]
         left[:, end:] -= errors @ shares[begin:end, end:]
     return Rounded(codes[:, torch.argsort(order)], scales)
 
 
 def _upper_inverse(moments: torch.Tensor, damping: float) -> torch.Tensor:
-    """The upper Cholesky factor of the inverse; damped more until there is one."""
+    """Return the upper Cholesky factor of the inverse; increase damping until it exists."""
     while True:
         factor, failed = torch.linalg.cholesky_ex(moments)
         if not failed:

@@ -1,7 +1,7 @@
-"""Which linear layers get how many bits: the least divergence that a size can have.
+"""Allocates bits to linear layers: the least KL divergence for a size.
 
-Each unit (linear layers that read the same tensor) takes one of several forms. What a form costs in
-KL divergence was estimated beforehand, and the costs of all units are taken to add up.
+Each unit (linear layers with one form) takes one of several forms. The sum of their estimated KL
+divergences is minimized.
 """
 
 from __future__ import annotations
@@ -17,12 +17,12 @@ class Form:
 
     name: str
     bits: float  # of the whole unit
-    divergence: float  # nats a token that it adds
+    divergence: float  # added by it, nats a token
 
 
 @dataclass(frozen=True, slots=True)
 class Unit:
-    """What takes one form as a whole."""
+    """Linear layers that share a form."""
 
     layer: int
     names: tuple[str, ...]  # of its linear layers
@@ -32,7 +32,7 @@ class Unit:
 
 @dataclass(frozen=True, slots=True)
 class Point:
-    """All units with a form each."""
+    """An allocation: a form for each unit."""
 
     bits_per_weight: float
     divergence: float  # as estimated
@@ -40,7 +40,7 @@ class Point:
 
 
 def curve(units: Sequence[Unit]) -> list[Point]:
-    """From the smallest to the best: each step buys the most divergence for its bits."""
+    """Return allocations from the smallest on: each step reduces divergence most for its bits."""
     ladders = [_ladder(unit.forms) for unit in units]
     steps = [
         ((low.divergence - high.divergence) / (high.bits - low.bits), index, place)
@@ -50,7 +50,7 @@ def curve(units: Sequence[Unit]) -> list[Point]:
     total = sum(unit.weights for unit in units)
     places = [0] * len(units)
     points = [_point(ladders, places, total)]
-    # Gains fall along a ladder: its steps come in order.
+    # Gains decrease along a ladder, so its steps come in order.
     for _, index, place in sorted(steps, key=lambda step: (-step[0], step[1], step[2])):
         places[index] = place + 1
         points.append(_point(ladders, places, total))
@@ -58,7 +58,7 @@ def curve(units: Sequence[Unit]) -> list[Point]:
 
 
 def choose_point(points: Sequence[Point], bits: float | None, divergence: float | None) -> Point:
-    """The best point of at most so many bits a weight, or the smallest within a divergence."""
+    """Return the best point of at most `bits` a weight, or the smallest within `divergence`."""
     if bits is not None:
         fitting = [point for point in points if point.bits_per_weight <= bits]
         return fitting[-1] if fitting else points[0]
@@ -67,7 +67,7 @@ def choose_point(points: Sequence[Point], bits: float | None, divergence: float 
 
 
 def _ladder(forms: Sequence[Form]) -> list[Form]:
-    """The lower convex hull: forms that no mixture of two others beats, from small to large."""
+    """Return the lower convex hull of forms, from small to large."""
     found: list[Form] = []
     for form in sorted(forms, key=lambda each: (each.bits, each.divergence)):
         if found and form.divergence >= found[-1].divergence:

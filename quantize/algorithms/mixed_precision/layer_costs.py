@@ -1,7 +1,7 @@
-"""What rounding one decoder layer alone adds to the KL divergence, measured on what it became.
+"""KL divergence that quantizing one decoder layer alone adds, measured on the quantized layer.
 
-To second order (see `sensitivity`) it is half the mean square of (gradient of the log-likelihood of
-a token that the model itself draws) times (change of what the layer gives), token by token.
+To second order (see `sensitivity`) it is half the mean square, over tokens, of the gradient of a
+sampled token's log-likelihood times the change of the layer's output.
 """
 
 from __future__ import annotations
@@ -16,20 +16,20 @@ from edgellm.quantize.formats.tensors import plain_tensor, read_tensor
 from edgellm.quantize.plan import Plan
 
 PART = "layer_gradients"
-_ROWS = 4  # of held-out text
+_SAMPLES = 4  # held-out samples
 
 
 def measures_layers(plan: Plan) -> bool:
-    """Whether layer costs are needed; they take one more forward and backward pass."""
+    """Return whether layer costs are needed: one more forward and backward pass."""
     return plan.job.keep_budget is not None
 
 
 def find_gradients(plan: Plan) -> None:
-    """Those by what each layer gives, unless an interrupted run has found them."""
+    """Compute gradients by the outputs of all layers, unless an interrupted run did."""
     work, task = plan.task.work, plan.task
     if work.has(PART):
         return
-    rows = task.calibration.held_out[:_ROWS]
+    rows = task.calibration.held_out[:_SAMPLES]
     found: dict[int, list[torch.Tensor]] = {}
     for traced in trace(plan.subject, rows, task.device):
         found.setdefault(traced.layer, []).append(traced.arriving.cpu())
@@ -44,14 +44,14 @@ def divergence(
     before: States,
     after: States,
 ) -> float:
-    """Nats a token that the layer alone adds.
+    """Return the KL divergence that the layer alone adds, nats a token.
 
     Args:
         plan: of the run.
         index: of the layer.
         quantized: the layer, states [B, S, H] in and out.
         before: states of the float model that enter it, over the held-out text.
-        after: those after it.
+        after: states after it.
     """
     device = plan.task.device
     stored = read_tensor(plan.task.work.tensors(PART), str(index)).floats()

@@ -1,4 +1,4 @@
-"""`--quantization mixed`: the forms of all linear layers, found before the first is rounded."""
+"""`--quantization mixed`: chooses the forms of all linear layers before quantization."""
 
 from __future__ import annotations
 
@@ -7,7 +7,7 @@ from collections.abc import Mapping
 from dataclasses import asdict, dataclass, replace
 from typing import Any
 
-from edgellm.quantize.algorithms.gptq.rounding import WholeNumbers
+from edgellm.quantize.algorithms.gptq.rounding import IntegerGrid
 from edgellm.quantize.algorithms.mixed_precision.allocation import Point, Unit, choose_point, curve
 from edgellm.quantize.algorithms.mixed_precision.sensitivity import estimate
 from edgellm.quantize.plan import Plan
@@ -15,27 +15,27 @@ from edgellm.quantize.work_folder import layer_part
 
 PART = "forms"
 _SHOWN = 24  # points of the table
-_LEFT = 0.35  # of what rounding to the nearest costs, by error feedback in 4 or 8 bits (SmolLM2)
+_GPTQ_SHARE = 0.35  # of the divergence of rounding to nearest, in 4 or 8 bits (SmolLM2)
 
 
 @dataclass(frozen=True, slots=True)
 class Mixture:
-    """What was chosen, and what else there was."""
+    """The chosen allocation, and the alternatives."""
 
     chosen: Point
-    points: tuple[Point, ...]  # some of the curve, without their forms
+    points: tuple[Point, ...]  # part of the curve, without forms
     modules: tuple[dict[str, str], ...]  # of each layer: the form of each linear layer
 
 
 def mix(plan: Plan) -> Mixture:
-    """The forms for the target of the job; an interrupted run keeps those that it began with."""
+    """Choose the forms for the job's target; a resumed run uses the stored ones."""
     work = plan.task.work
     if not work.has(PART):
         grids = {
-            "int4": WholeNumbers(-8, 7, plan.recipe.block_size, plan.recipe.has_signs),
-            "int8": WholeNumbers(-127, 127, 0),
+            "int4": IntegerGrid(-8, 7, plan.recipe.block_size, plan.recipe.has_signs),
+            "int8": IntegerGrid(-127, 127, 0),
         }
-        units = [_fed_back(unit) for unit in estimate(plan.subject, plan.task, grids)]
+        units = [_with_gptq(unit) for unit in estimate(plan.subject, plan.task, grids)]
         points = curve(units)
         chosen = choose_point(points, plan.job.target_bits, plan.job.target_kl)
         modules: list[dict[str, str]] = [{} for _ in plan.subject.layers]
@@ -52,9 +52,9 @@ def mix(plan: Plan) -> Mixture:
     return Mixture(_point(facts["chosen"]), points, tuple(facts["modules"]))
 
 
-def _fed_back(unit: Unit) -> Unit:
-    """With what its forms cost when they are rounded as they will be."""
-    forms = (replace(form, divergence=_LEFT * form.divergence) for form in unit.forms)
+def _with_gptq(unit: Unit) -> Unit:
+    """Scale the divergences of rounding to nearest to those of GPTQ."""
+    forms = (replace(form, divergence=_GPTQ_SHARE * form.divergence) for form in unit.forms)
     return replace(unit, forms=tuple(forms))
 
 
@@ -63,7 +63,7 @@ def _point(facts: Mapping[str, Any]) -> Point:
 
 
 def quantized_modules(plan: Plan) -> dict[str, dict[str, Any]]:
-    """How hf_quant_config.json describes each linear layer, by its name in the source."""
+    """Return each linear layer's entry of hf_quant_config.json, by its name in the source."""
     found: dict[str, dict[str, Any]] = {}
     for index, layer in enumerate(plan.subject.layers):
         if index not in plan.job.keep_layers:

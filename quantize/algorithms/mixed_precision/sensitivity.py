@@ -1,7 +1,7 @@
-"""What rounding one linear layer alone would cost in KL divergence, for all of them at once.
+"""Estimates the KL divergence of quantizing one linear layer alone, for all of them at once.
 
-To second order the divergence of a model from itself with changed outputs is half the mean square
-of (gradient of the log-likelihood of a token that the model itself draws) times (change).
+To second order it is half the mean square, over tokens, of the gradient of a sampled token's
+log-likelihood times the change of the layer's output.
 """
 
 from __future__ import annotations
@@ -12,7 +12,7 @@ from collections.abc import Mapping
 import torch
 
 from edgellm.quantize.activations.gradients import Trace, trace
-from edgellm.quantize.algorithms.gptq.rounding import WholeNumbers, round_nearest
+from edgellm.quantize.algorithms.gptq.rounding import IntegerGrid, round_nearest
 from edgellm.quantize.algorithms.mixed_precision.allocation import Form, Unit
 from edgellm.quantize.models.families import Family
 from edgellm.quantize.models.language_model import QuantizedNetwork, Task
@@ -20,28 +20,28 @@ from edgellm.quantize.models.one_layer_model import linears
 
 FLOAT_FORM = "16"
 FLOAT_BITS = 16
-_SCALE_BITS = 16  # of a scale where it is read
-_ROWS = 4  # of text
+_SCALE_BITS = 16  # of a scale in an engine
+_SAMPLES = 4
 
-Grids = Mapping[str, WholeNumbers]  # by the name of a form
+Grids = Mapping[str, IntegerGrid]  # by the name of a form
 _Place = tuple[int, str]  # a layer, and a linear layer in it
 
 
 def estimate(subject: QuantizedNetwork, task: Task, grids: Grids) -> list[Unit]:
-    """The forms of every linear layer with their divergences.
+    """Return the forms of all linear layers with their divergences.
 
     Args:
         subject: a language model.
-        task: gives text and device.
-        grids: the forms that are not floats, by name.
+        task: text and device.
+        grids: of the quantized forms, by name.
     """
-    rows = task.calibration.rows[:_ROWS]
+    rows = task.calibration.rows[:_SAMPLES]
     sizes: dict[_Place, tuple[int, int]] = {}
     sums: dict[tuple[_Place, str], float] = {}
     for layer, traces in itertools.groupby(
         trace(subject, rows, task.device), lambda each: each.layer
     ):
-        changes: dict[str, dict[str, torch.Tensor]] = {}  # of this layer alone: they are large
+        changes: dict[str, dict[str, torch.Tensor]] = {}  # of one layer: they are large
         for traced in traces:
             for name in _rounded(traced, subject.family):
                 if name not in changes:
@@ -60,7 +60,7 @@ def _rounded(traced: Trace, family: Family) -> list[str]:
 
 
 def _changes(traced: Trace, name: str, grids: Grids) -> dict[str, torch.Tensor]:
-    """What each form changes in a weight [out, in]."""
+    """Return the change of a weight [out, in] by each form."""
     weight = linears(traced.model)[name].weight.detach()
     importance = traced.inputs[name].square().mean(0)
     return {
@@ -82,7 +82,7 @@ def _layer_of(item: tuple[_Place, tuple[int, int]]) -> int:
     return item[0][0]
 
 
-def _bits(grid: WholeNumbers, out: int, width: int) -> float:
-    """Codes and scales."""
+def _bits(grid: IntegerGrid, out: int, width: int) -> float:
+    """Return the bits of quantized values and scales."""
     code = (grid.highest - grid.lowest).bit_length()
     return out * (width * code + width // (grid.block or width) * _SCALE_BITS)

@@ -5,7 +5,7 @@ from __future__ import annotations
 import time
 from dataclasses import dataclass
 
-from edgellm.quantize.algorithms.autoround import is_there
+from edgellm.quantize.algorithms.autoround import is_installed
 from edgellm.quantize.algorithms.rotation_r1 import rotates
 from edgellm.quantize.algorithms.rotation_r2 import rotates_values
 from edgellm.quantize.formats.schemes import RESIDUAL, VALUES
@@ -40,7 +40,7 @@ class _OutOfTimeError(Exception):
     """The time budget is exhausted, and a candidate is finished."""
 
 
-def run_contest(job: Job, minutes: float | None, progress: Progress) -> Report:
+def search_algorithms(job: Job, minutes: float | None, progress: Progress) -> Report:
     """Quantize a language model into `job.output_dir` with the best algorithm.
 
     An interrupted search resumes; finished candidates count with their times.
@@ -60,7 +60,7 @@ def run_contest(job: Job, minutes: float | None, progress: Progress) -> Report:
 
 
 def ways(job: Job) -> list[str]:
-    """The candidates for the model, the most promising first."""
+    """Return the candidates for the model, the most promising first."""
     model = LanguageModel.open(job.model_dir, job.ignore_config_keys)
     has_draft = job.draft_model_dir is not None
     return [entry.name for entry in _ENTRIES if _suits(entry, model, has_draft=has_draft)]
@@ -68,12 +68,12 @@ def ways(job: Job) -> list[str]:
 
 def _suits(entry: _Entry, model: LanguageModel, *, has_draft: bool) -> bool:
     if entry.algo == "autoround":
-        return is_there() and model.family.experts is None
+        return is_installed() and model.family.experts is None
     takes = rotates_values(model.tensors.infos(), model.layers, model.family)
     if entry.rotate in VALUES and not takes:
         return False
-    # A tied head would become a separate matrix, which is no fair comparison.
-    if entry.rotate in RESIDUAL and has_draft:  # whose hidden states would be rotated
+    # A rotation would untie a tied head, which is no fair comparison.
+    if entry.rotate in RESIDUAL and has_draft:  # its input would be rotated
         return False
     return entry.rotate not in RESIDUAL or (model.head_name == HEAD and rotates(model))
 
@@ -93,7 +93,7 @@ def _try_all(found: Trials, minutes: float | None, progress: Progress) -> None:
 
 
 def _until(seconds: float | None, progress: Progress) -> Progress:
-    """Progress callback that ends a run when its time is exhausted."""
+    """Return a progress callback that ends a run when its time is exhausted."""
     start = time.perf_counter()
 
     def report(what: str, done: int, total: int) -> None:

@@ -12,7 +12,7 @@ from typing import Any
 
 from edgellm.core.file_lock import hold
 from edgellm.quantize.pipeline.checkpoint_writer import PAGE, SIDE_FILE, check_output, publish
-from edgellm.quantize.pipeline.run import Progress, refuse_far, run_job
+from edgellm.quantize.pipeline.run import Progress, check_divergence, run_job
 from edgellm.quantize.plan import Job
 from edgellm.quantize.report.html_report import check_page, render, write_page
 from edgellm.quantize.report.report import Report, Tried, read_report
@@ -28,7 +28,7 @@ class Trials:
     reports: dict[str, Report] = field(default_factory=dict)
 
     def folder(self, name: str) -> Path:
-        """The folder of a run's result."""
+        """Return the folder of a run's result."""
         return self.work.path / re.sub(r"\W+", "-", name)
 
     def run(self, name: str, progress: Progress, **changes: Any) -> Report:
@@ -60,7 +60,7 @@ class Trials:
         }
         report = replace(self.reports[name], tried=tried, **more)
         write_page(self.job, report)
-        refuse_far(self.job, report.quality)
+        check_divergence(self.job, report.quality)
         folder = self.folder(name)
         side = json.loads((folder / SIDE_FILE).read_text("utf-8"))
         own = asdict(report)

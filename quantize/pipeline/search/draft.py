@@ -1,7 +1,7 @@
-"""`edgellm-quantize draft --quantization auto`: the smallest draft that still drafts as well.
+"""`edgellm-quantize draft --quantization auto`: the smallest draft with equal acceptance.
 
-What a rounded draft is worth is how often the base takes what it proposes, not how near its weights
-are. Each recipe is measured by that, over held-out features of the base, from the smallest on.
+A draft is judged by the acceptance of its tokens, not by the error of its weights. Recipes are
+measured over held-out hidden states of the base, the smallest first.
 """
 
 from __future__ import annotations
@@ -33,7 +33,7 @@ _RECIPES = (
 )
 
 
-def run_recipes(job: Job, points: float, progress: Progress) -> Report:
+def search_precisions(job: Job, points: float, progress: Progress) -> Report:
     """Quantize a draft into `job.output_dir`; resume an interrupted search.
 
     Args:
@@ -60,5 +60,5 @@ def run_recipes(job: Job, points: float, progress: Progress) -> Report:
 
 
 def lost(report: Report) -> float:
-    """Drop in the share of base tokens that the quantized draft predicts."""
+    """Return the drop in the share of base tokens that the quantized draft predicts."""
     return report.quality.accuracy_float - report.quality.accuracy_quantized

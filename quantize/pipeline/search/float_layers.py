@@ -20,7 +20,7 @@ from edgellm.quantize.report.report import Kept, Report
 _ALL = "all layers rounded"
 
 
-def run_keeping(job: Job, progress: Progress) -> Report:
+def search_float_layers(job: Job, progress: Progress) -> Report:
     """Quantize a language model into `job.output_dir`; resume an interrupted search.
 
     Args:
@@ -46,7 +46,7 @@ def run_keeping(job: Job, progress: Progress) -> Report:
 
 
 def choose(costs: Sequence[Kept], budget_bytes: float) -> tuple[Kept, ...]:
-    """The layers that fit the budget, by saved divergence a byte, best first."""
+    """Return the layers that fit the budget, by saved divergence a byte, best first."""
     found: list[Kept] = []
     for each in sorted(costs, key=lambda cost: cost.divergence / cost.num_bytes, reverse=True):
         if len(found) + 1 == len(costs):
@@ -57,7 +57,7 @@ def choose(costs: Sequence[Kept], budget_bytes: float) -> tuple[Kept, ...]:
 
 
 def _costs(job: Job, report: Report, result: Path) -> list[Kept]:
-    """Extra bytes and saved divergence of each layer in float."""
+    """Return the extra bytes and the saved divergence of each layer in float."""
     model = LanguageModel.open(job.model_dir, job.ignore_config_keys)
     before = model.whole.tensors.infos()
     after = open_checkpoint(str(result)).tensors.infos()

@@ -88,7 +88,7 @@ def old_tensor(name: str, dims: list[int], said: str) -> dict:
     return {"Name": name, "Location": "Device", "Dimensions": dims, "Format/Datatype": said}
 
 
-OLDER = [  # as 10.3 tells
+OLDER = [  # as 10.3 reports
     {
         "Name": "lowered.MatMul_2",
         "LayerType": "CaskGemmMatrixMultiply",

@@ -292,7 +292,7 @@ def test_a_fault_in_the_embedding_stops_the_build(outliers, tmp_path, monkeypatc
         build_engine("llm", outliers, tmp_path / "engine", plan, "onnxruntime", _silent)
 
 
-def test_a_check_that_nobody_wants(bundles, tmp_path):
+def test_the_check_can_be_disabled(bundles, tmp_path):
     """The saved graph is then compared with the lowered one."""
     bundle = bundles.make("eagle_base", "fp16", "fp32")
     plan = dataclasses.replace(PLAN, checks=False)

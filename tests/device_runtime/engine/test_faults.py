@@ -52,7 +52,7 @@ class Hook:
 
 
 class HookedDrafter:
-    """The victim's drafter, one of whose methods or properties raises."""
+    """The victim's drafter; one of its methods or properties raises."""
 
     def __init__(self, drafter: Any, name: str, hook: Hook) -> None:
         self.__dict__.update(_drafter=drafter, _name=name, _hook=hook)
@@ -280,7 +280,7 @@ def _require_cause(failure: BaseException | None, error: BaseException) -> None:
     assert failure is not None
     assert "boom" in str(failure)
     assert "second line" not in str(failure) or failure is error
-    if failure is not error:  # what a caller's own callback raises comes back as it is
+    if failure is not error:  # exceptions of a caller's own callback are not wrapped
         assert isinstance(failure, UnexpectedError)
         assert failure.__cause__ is error
         assert str(failure) == f"{type(error).__name__}: boom"
@@ -312,7 +312,7 @@ def test_errors_after_the_output_become_warnings(llm, expected, name, error):
     WARNED[name](llm, answers[VICTIM], hook)
     for _ in llm.together(answers):
         pass
-    assert llm.slot.free_rows  # those that are over are retired
+    assert llm.slot.free_rows  # finished sequences are retired
     assert hook.is_hit
     assert [_facts(one) for one in answers] == expected
     assert any("boom" in line for line in answers[VICTIM].warnings)
@@ -470,7 +470,7 @@ def test_a_cancelled_task_frees_its_place_at_once(llm, expected, how):
 
 @pytest.mark.usefixtures("free")
 def test_outputs_of_a_closed_event_loop_hold_up_no_other(llm, expected):
-    """Its tasks neither go on nor end; the places in the batch are free at once."""
+    """Its tasks neither continue nor end; their places in the batch are free at once."""
     answers, loop = _asked(llm), asyncio.new_event_loop()
 
     async def read(answer):

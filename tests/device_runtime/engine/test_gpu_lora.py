@@ -69,7 +69,7 @@ def folders(tiny_checkpoint, tmp_path_factory):
 
 @pytest.fixture(scope="module")
 def engines(tiny_bundle, tmp_path_factory):
-    """By batch size."""
+    """Engines by batch size."""
     folder, built = tmp_path_factory.mktemp("places"), {}
     for answers in (1, 5):
         plan = dataclasses.replace(PLAN, max_batch_size=answers)
@@ -79,7 +79,7 @@ def engines(tiny_bundle, tmp_path_factory):
 
 
 def _edit_options(engine, **options):
-    """The engine of a CPU, as if it were one of a GPU."""
+    """Turn the manifest of a CPU engine into one of a GPU engine."""
     path = engine / "manifest.json"
     found = json.loads(path.read_text())
     found["options"] |= options
@@ -122,7 +122,7 @@ def on_tensorrt(tiny_bundle, tmp_path_factory):
 
 
 def _logits(llm, lora=None):
-    """In two chunks."""
+    """Logits of a prompt in two chunks."""
     llm.session.use(context := Context())
     context.adapter = None if lora is None else llm._adapters.find(lora)
     pieces = (0, 7), (7, len(TOKENS))
@@ -171,7 +171,7 @@ def test_logits_equal_those_of_the_merged_weights(
             llm = LLM(engines[1], spec=TREES)
     else:
         llm = on_tensorrt.open(monkeypatch, FakeDevice(), spec=TREES)
-    with llm:  # trees have the adapter of their answer
+    with llm:  # trees use the adapter of their request
         llm.load_adapter("all", folders["all"])
         assert [_ids(llm, name) for name in (None, "all")] == expected
 

@@ -80,7 +80,7 @@ def llm(engines, folders):
 
 
 def _logits(llm, lora=None, tokens=TOKENS):
-    """In two chunks."""
+    """Logits of a prompt in two chunks."""
     llm.session.use(context := Context())
     context.adapter = None if lora is None else llm._adapters.find(lora)
     pieces = (0, 7), (7, len(tokens))
@@ -154,7 +154,7 @@ def test_prefixes_are_reused_only_for_the_same_adapter(engines, folders, tmp_pat
 
     with _open(engines["none"], folders, context_reuse=True) as llm:
         found = [reused(llm, name) for name in ("all", "all", None, None, "qv", "all")]
-        # The finished answer with "all" is still there for the last.
+        # The finished sequence of "all" is still cached for the last.
         assert [bool(rows) for rows in found] == [False, True, False, True, False, True]
     with _open(engines["none"], folders, context_reuse=True) as llm:
         reused(llm, "all")
@@ -259,11 +259,11 @@ def test_unsuitable_adapters_are_rejected(llm, tiny_checkpoint, folders, tiny_en
     _refuses(llm, path.parent, "not numbers")
     path.write_bytes(path.read_bytes()[:-9])
     _refuses(llm, path.parent, "truncated")
-    with pytest.raises(EdgeLLMError, match="no adapter 'nobody'") as caught:
-        llm.generate(PROMPT, lora="nobody")
+    with pytest.raises(EdgeLLMError, match="no adapter 'unknown'") as caught:
+        llm.generate(PROMPT, lora="unknown")
     assert caught.value.hint == "loaded: all, mlp, qv, wide"
-    with pytest.raises(EdgeLLMError, match="no adapter 'nobody'"):
-        llm.unload_adapter("nobody")
+    with pytest.raises(EdgeLLMError, match="no adapter 'unknown'"):
+        llm.unload_adapter("unknown")
     llm.load_adapter("all", folders["all"])  # the same again
     with LLM(tiny_engine) as plain:
         with pytest.raises(EdgeLLMError, match="takes no adapters") as caught:

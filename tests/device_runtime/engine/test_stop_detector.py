@@ -22,7 +22,7 @@ def llm(eagle_pair) -> LLM:
 
 
 def _answer(llm, sampling, length=12, **options):
-    """The same with trees and without."""
+    """Output of a request, equal with trees and without."""
     both = []
     for speculative in (True, False):
         answer = llm.generate(
@@ -43,7 +43,7 @@ def _with(sampling=EAGER, **changed):
 def test_min_tokens_is_kept(llm):
     assert _answer(llm, EAGER).token_ids == [END]
     longer = _answer(llm, _with(min_tokens=5))
-    assert len(longer.token_ids) == 6  # five others, then the end that was wanted all the time
+    assert len(longer.token_ids) == 6  # five others, then the end token
     assert END not in longer.token_ids[:5]
     assert (longer.token_ids[5], longer.finish_reason) == (END, "stop")
 

@@ -1,4 +1,4 @@
-"""Attention over a cache: against float64, and the same bits in any company."""
+"""Attention over a cache: close to float64, and batch-invariant."""
 
 from __future__ import annotations
 
@@ -30,7 +30,7 @@ def new_rows(rng, count, heads, kv_heads, dim, write_index, dtype=np.float32, sp
 
 
 def random_tree(rng, count, columns):
-    """Rows that see themselves and some of those before."""
+    """Mask of rows that attend to themselves and to some rows before."""
     mask = np.tri(count, columns, columns - count, dtype=np.bool_)
     mask &= rng.random(mask.shape) < 0.6
     mask[np.arange(count), np.arange(count) + columns - count] = True
@@ -157,8 +157,8 @@ def test_rope_and_norms_of_heads(interleaved, rotary, rng):
         assert same_bits(attention(name, given.copy(), **options), reference)
 
 
-def read_in_pieces(name, given, sizes, **options):
-    """The outputs of rows that are read some at a time."""
+def prefill_in_chunks(name, given, sizes, **options):
+    """Outputs of chunked prefill."""
     rows, out, first = given.copy(), [], 0
     for size in sizes:
         part = np.s_[first : first + size]
@@ -174,17 +174,17 @@ def read_in_pieces(name, given, sizes, **options):
 def test_results_do_not_depend_on_the_prefill_chunk(name, window, rng):
     count = 600 if name != "scalar" else 300
     given = new_rows(rng, count, 3, 1, 32, 0)
-    one_by_one = read_in_pieces(name, given, [1] * count, window=window)
+    one_by_one = prefill_in_chunks(name, given, [1] * count, window=window)
     for _ in range(6):
         sizes: list[int] = []
         while sum(sizes) < count:
             sizes.append(min(int(rng.integers(1, 100)), count - sum(sizes)))
-        assert same_bits(read_in_pieces(name, given, sizes, window=window), one_by_one)
+        assert same_bits(prefill_in_chunks(name, given, sizes, window=window), one_by_one)
 
 
 @pytest.mark.parametrize("name", SETS)
 def test_tree_node_has_the_bits_of_its_path_alone(name, rng):
-    """Also across the border of two chunks, where siblings push a row's slot beyond it."""
+    """Also across the border of two chunks, where siblings move a row's slot beyond it."""
     for trial in range(60):
         write_index = int(rng.integers(235, 262))
         count = int(rng.integers(2, 40))

@@ -1,4 +1,4 @@
-"""Mixtures of experts: right, and a row's bits the same in any company."""
+"""Mixtures of experts: correct and batch-invariant."""
 
 from __future__ import annotations
 
@@ -14,7 +14,7 @@ from edgellm.device_runtime.kernels.library import DOMAIN, instruction_sets
 
 E, K, HIDDEN, INNER = 7, 3, 96, 48
 LIMITED = {"alpha": 1.7, "limit": 0.3, "offset": 1.0}
-# Kind, block of gates and ups, block of downs, what rounding of inputs may cost.
+# Kind, block of gates and ups, block of downs, largest error of rounded inputs.
 KINDS = (
     ("int4", 32, 16, 0.02),
     ("int8", 32, 16, 0.02),
@@ -31,7 +31,7 @@ def rng():
 
 
 def cases(rng, kind, block, down_block):
-    """Of each expert: gates and ups by turns, and downs."""
+    """Weights of each expert: gates and ups interleaved, and downs."""
     if kind == "fp8":
         gates = [fp8_case(rng, HIDDEN, 2 * INNER, block, gated=True) for _ in range(E)]
         return gates, [fp8_case(rng, INNER, HIDDEN, down_block) for _ in range(E)]

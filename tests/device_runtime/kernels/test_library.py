@@ -1,4 +1,4 @@
-"""Compiling and finding the kernels, and their self-test where Python cannot go."""
+"""Compiling and finding the kernels, and their self-test in C++."""
 
 from __future__ import annotations
 
@@ -22,7 +22,7 @@ CACHE = library.library_path().parents[1]
 
 @pytest.fixture
 def fresh(monkeypatch, tmp_path):
-    """Nothing was compiled before."""
+    """An empty cache of compiled kernels."""
     monkeypatch.setenv("XDG_CACHE_HOME", str(tmp_path))
     library.library_path.cache_clear()
     yield tmp_path

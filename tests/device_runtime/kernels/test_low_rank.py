@@ -1,4 +1,4 @@
-"""What adapters add to linear layers: the kernels, and their operator."""
+"""LoRA in linear layers: the kernels, and their operator."""
 
 from __future__ import annotations
 
@@ -11,7 +11,7 @@ from onnx import helper
 from edgellm.device_runtime.kernels.library import DOMAIN, instruction_sets
 
 BEST = instruction_sets()[0]
-K, WIDTHS = 70, (40, 24)  # what two layers read and give
+K, WIDTHS = 70, (40, 24)  # input and output sizes of two layers
 ADAPTED = ("rows", "places", "weights", "table")
 
 
@@ -32,7 +32,7 @@ def test_all_instruction_sets_give_the_same_bits(rank, count, outputs, rng):
 
 
 def _adapters(rng):
-    """Two, of which the second leaves the second layer alone: their A, B, weights and table."""
+    """A, B, weights and table of two adapters; the second one does not change the second layer."""
     pairs = {}
     values, table = [np.zeros(3, np.float32)], np.zeros((3, 4, 3), np.int64)
     for slot, layer, rank in ((1, 0, 3), (1, 1, 5), (2, 0, 9)):
@@ -56,7 +56,7 @@ def _inputs(names):
 
 
 def _linear(rng, own=(), threads=2, **how):
-    """A packed product of both layers side by side, and its session."""
+    """A packed product of both layers, concatenated, and its session."""
     case = quantized_case(rng, "int8", K, sum(WIDTHS), 32, **how)
     names = ("x", "w", "gamma", "", "", "", *ADAPTED, *own)
     node = helper.make_node("QuantLinear", names, ("y",), domain=DOMAIN, epsilon=1e-6)
@@ -109,8 +109,8 @@ def test_a_packed_product_adds_what_adapters_do_first(threads, rng):
     normal = x / np.sqrt((x**2).mean(-1, keepdims=True) + 1e-6) * gamma
     none = session.run(None, {**given, "rows": np.zeros(60, np.int64)})[0][0]
     assert none.tobytes() == plain.tobytes()
-    assert y[::3].tobytes() == plain[::3].tobytes()  # rows beside those that have some
-    assert y[1::3, 40:].tobytes() == plain[1::3, 40:].tobytes()  # a layer that is left alone
+    assert y[::3].tobytes() == plain[::3].tobytes()  # rows without an adapter
+    assert y[1::3, 40:].tobytes() == plain[1::3, 40:].tobytes()  # a layer without an adapter
     for row, slot in enumerate(given["rows"]):
         for layer, part in enumerate((slice(0, 40), slice(40, 64))):
             if (slot, layer) in pairs:
@@ -122,7 +122,7 @@ def test_a_packed_product_adds_what_adapters_do_first(threads, rng):
 
 
 def test_adapters_apply_to_their_own_tokens(rng):
-    """Where a product's are smoothed; and gates come after what is added."""
+    """With smoothed inputs, and with gates, which apply after the adapter."""
     case, session = _linear(rng, own=("own",), gated=True, terms=2)
     gamma = np.ones(K, np.float32)
     _, given = _given(rng, [1, 0], gamma=gamma)

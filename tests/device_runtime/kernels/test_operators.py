@@ -1,4 +1,4 @@
-"""The kernels as operators of ONNX Runtime."""
+"""edgellm's kernels as operators of ONNX Runtime."""
 
 from __future__ import annotations
 
@@ -121,7 +121,7 @@ def rows_of(qkv, keys, values, write_index):
 
 
 def run_in_place(session, given, keys, values, rows):
-    """With past and present in one place, as the sessions of engines bind them."""
+    """Run with past and present in one buffer, as the sessions of engines bind them."""
     binding = session.io_binding()
     held = [ort.OrtValue.ortvalue_from_numpy(a) for a in (keys, values)]
     for name, array in given.items():
@@ -137,7 +137,7 @@ def run_in_place(session, given, keys, values, rows):
 
 
 class Strewn:
-    """Sequences whose caches share pages in any order, and what each computes alone."""
+    """Sequences with KV blocks in any order in one pool, and the outputs of each alone."""
 
     def __init__(self, rng, dtype, page_rows, lengths):
         self.rng, self.page_rows = rng, page_rows
@@ -150,12 +150,12 @@ class Strewn:
             table[:count], order = order[:count], order[count:]
 
     def slots(self, pools, at):
-        """Of sequence `at`: keys and values [kv_heads, C, D]."""
+        """Keys and values [kv_heads, C, D] of sequence `at`."""
         pages = self.tables[at][self.tables[at] >= 0]
         return [pool[pages].swapaxes(0, 1).reshape(KV_HEADS, -1, DIM) for pool in pools]
 
     def draw(self, begins, counts, columns):
-        """A pass: its inputs, and of each sequence the mask, None if it is causal."""
+        """Draw the inputs of a pass, and the mask of each sequence; None if it is causal."""
         masks = []
         for begin, rows, more in zip(begins, counts, columns, strict=True):
             width = min(rows + max(more, 0), begin + rows)
@@ -178,7 +178,7 @@ class Strewn:
         }, masks
 
     def alone(self, given, masks, pools, **options):
-        """Rows y, and what the caches hold then, of one sequence after the other."""
+        """Outputs y, and the caches after them, of one sequence after the other."""
         found, first = [], 0
         for at, mask in enumerate(masks):
             begin, rows, _ = given["sequences"][at]
@@ -199,7 +199,7 @@ KINDS = [(np.float32, F32), (np.float16, HALF), (np.int8, INT8)]
 @pytest.mark.parametrize("window", [0, 90])
 @pytest.mark.parametrize(("dtype", "cache"), KINDS)
 def test_batched_sequences_have_the_bits_of_each_alone(threads, window, dtype, cache, rng):
-    """Pieces of prompts, single rows and trees; pages strewn; the caches written in place."""
+    """Chunks, single tokens and trees; scattered blocks; caches written in place."""
     scales = {"k_scale": np.float32([0.02]), "v_scale": np.float32([0.03])}
     scales = scales if dtype == np.int8 else {}
     tables = {n: rng.standard_normal((400, DIM // 2)).astype(np.float32) for n in ("cos", "sin")}

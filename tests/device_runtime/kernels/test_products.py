@@ -1,4 +1,4 @@
-"""Products of rows with packed weights: right, and the same bits in any company."""
+"""Products of rows with packed weights: correct and batch-invariant."""
 
 from __future__ import annotations
 
@@ -58,8 +58,8 @@ def test_every_instruction_set_has_the_bits_of_the_reference(shape, rng):
 
 
 @pytest.mark.parametrize("shape", [SHAPES[1], SHAPES[5], SHAPES[7]], ids=str)
-def test_the_products_of_codes_are_exact(shape, rng):
-    """Rows of whole numbers up to 127 lose nothing to rounding: what is left are float sums."""
+def test_integer_products_are_exact(shape, rng):
+    """Integers up to 127 have no rounding error; only the float sums have one."""
     case = quantized_case(rng, *shape)
     x = rng.integers(-127, 128, (6, shape[1])).astype(np.float32)
     x[:, :: shape[3]] = 127  # every block's scale is 1
@@ -69,7 +69,7 @@ def test_the_products_of_codes_are_exact(shape, rng):
 
 
 @pytest.mark.parametrize(("kind", "block"), [("int4", 128), ("int8", 128), ("fp4", 16)])
-def test_the_largest_codes_do_not_overflow(kind, block, rng):
+def test_the_largest_integers_do_not_overflow(kind, block, rng):
     """Sums of pairs of products have 16 bits on AVX2."""
     case = quantized_case(rng, kind, 256, 32, block)
     packed = case.packed.copy()

@@ -1,4 +1,4 @@
-"""Acceptance on the device gives what acceptance on the host gives, tree by tree."""
+"""Acceptance on the device equals acceptance on the host, tree by tree."""
 
 from __future__ import annotations
 
@@ -17,7 +17,7 @@ from edgellm.device_runtime.sampling.sampler import Sampler, SamplingParams
 from edgellm.device_runtime.speculate.acceptance import accept_exactly
 from edgellm.device_runtime.speculate.tree import Tree
 
-# The interpreter computes with numpy, which warns of what is no number.
+# The interpreter computes with NumPy, which warns of NaN.
 pytestmark = pytest.mark.filterwarnings("ignore::RuntimeWarning:triton")
 
 GREEDY_SAFE = SamplingParams(0.9, 0.9, 2)
@@ -66,7 +66,7 @@ def stacked(trees: list[Tree]) -> tuple[np.ndarray, np.ndarray]:
 
 
 def picked(logits: np.ndarray, count: int) -> tuple[np.ndarray, np.ndarray]:
-    """What the kernels of `picks` give, [T, NODES, count] (`test_triton_picks`)."""
+    """Outputs of the kernels of `picks`, [T, NODES, count] (`test_triton_picks`)."""
     order = np.argsort(-logits, axis=-1, kind="stable")[..., :count]
     values = np.full((*logits.shape[:2], count), -np.inf, np.float32)
     ids = np.full(values.shape, acceptance.NO_TOKEN.value, np.int32)
@@ -144,7 +144,7 @@ def test_sampled_acceptance_of_many_trees():
         assert (path, token) == on_host(tree, logits[index], params[index]), index
         assert status == acceptance.SETTLED.value
         drawn += token != logits[index, path[-1]].argmax()
-    assert drawn > TREES / 5  # it is no greedy acceptance
+    assert drawn > TREES / 5  # this acceptance is not greedy
 
 
 def test_picks_that_are_fewer_than_the_vocabulary():
@@ -157,14 +157,14 @@ def test_picks_that_are_fewer_than_the_vocabulary():
         [np.random.Generator(np.random.Philox(p.seed)).random(NODES) for p in params]
     )
     found = sampled(trees, logits, params, uniforms, 256, maximum=4)
-    settled = found.outcome[:, 2] == acceptance.SETTLED.value
-    assert set(found.outcome[~settled, 2]) == {acceptance.UNSETTLED.value}
-    for index in np.flatnonzero(settled):
+    decided = found.outcome[:, 2] == acceptance.SETTLED.value
+    assert set(found.outcome[~decided, 2]) == {acceptance.UNSETTLED.value}
+    for index in np.flatnonzero(decided):
         path, token, _ = found.of(index)
         assert (path, token) == on_host(trees[index], logits[index], params[index])
     top_k = np.array([p.top_k for p in params])
-    assert not settled[(top_k == 0) | (top_k == 4)].any()  # a fifth might equal the fourth
-    assert 0.7 < settled[(top_k == 2) | (top_k == 3)].mean() < 1  # some are equal to the last pick
+    assert not decided[(top_k == 0) | (top_k == 4)].any()  # a fifth might equal the fourth
+    assert 0.7 < decided[(top_k == 2) | (top_k == 3)].mean() < 1  # some are equal to the last pick
 
 
 def test_nan_ends_the_path_and_leaves_the_error_to_the_host():
@@ -184,7 +184,7 @@ def test_nan_ends_the_path_and_leaves_the_error_to_the_host():
 
 @pytest.mark.parametrize(("vocab", "share"), [(5, 1), (64, 1), (600, 3)])
 def test_picks_and_sums_of_logits(vocab, share):
-    """Of equal numbers the earlier comes first; -0 equals 0; a row may hold what is no number."""
+    """Of equal numbers the earlier comes first; -0 equals 0; a row may hold NaN."""
     random, block = np.random.default_rng(vocab), 256
     logits = np.round(random.normal(size=(5, vocab)) * 3, 1).astype(np.float32)
     logits[1] = np.where(random.random(vocab) < 0.5, np.float32(-0.0), np.float32(0.0))

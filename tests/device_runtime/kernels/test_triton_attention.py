@@ -1,4 +1,4 @@
-"""Rotation, the cache's codes, attention over live rows and compaction against float64."""
+"""RoPE, the quantized cache, attention and compaction against float64."""
 
 from __future__ import annotations
 
@@ -25,7 +25,7 @@ TOLERANCE = {"fp16": 4e-3, "int8": 3e-2, "fp8": 1.2e-1}
 
 @dataclass
 class Case:
-    """Sizes of a pass, and what the model asks for."""
+    """Sizes of a forward pass, and options of the model."""
 
     rows: int
     index: int
@@ -43,13 +43,13 @@ class Case:
     seed: int = 0
 
     def attend(self, *, many: bool = False) -> catalog.Variant:
-        """The kernel that an engine gets."""
+        """Run the kernel that an engine gets."""
         windowed, capped = bool(self.window), bool(self.cap)
         return catalog.attend(self.dim, self.codes, windowed=windowed, capped=capped, many=many)
 
 
 class Cache:
-    """K and V of `LAYERS` layers full of earlier rows, and the table that says where they are."""
+    """K and V of `LAYERS` layers full of earlier positions, and their block table."""
 
     def __init__(self, case: Case, random: np.random.Generator) -> None:
         shape = LAYERS, 2, case.kv_heads, case.capacity, case.dim
@@ -92,7 +92,7 @@ class Cache:
 class Pass:
     """Inputs of one pass."""
 
-    many = 0  # sequences that it has room for; 0: it is of one
+    many = 0  # batch size of the engine; 0: a single sequence
 
     def __init__(self, case: Case) -> None:
         random = np.random.default_rng(case.seed)
@@ -114,7 +114,7 @@ class Pass:
         self.cache = Cache(case, random)
 
     def run(self, launch: Callable[..., None] = launch) -> np.ndarray:
-        """The kernels' output [S, H, D], or that of what takes their place."""
+        """Output [S, H, D] of the kernels or of their reference."""
         case, rows = self.case, self.case.rows
         queries = rows * case.heads // case.kv_heads
         rotated, y = np.zeros_like(self.q), np.zeros_like(self.q)
@@ -143,14 +143,14 @@ class Pass:
         return y
 
     def rotated(self, x: np.ndarray) -> np.ndarray:
-        """By the definition, float64."""
+        """RoPE by its definition, float64."""
         rows = np.arange(self.case.rows) if self.case.own_tables else self.positions
         c, s = (table[rows][:, None].astype(np.float64) for table in (self.cos, self.sin))
         a, b = np.split(x.astype(np.float64), 2, -1)
         return np.concatenate([a * c - b * s, b * c + a * s], -1)
 
     def visible(self) -> np.ndarray:
-        """Which live slots each row sees, bool [S, live]."""
+        """Live slots to which each row attends, bool [S, live]."""
         case, (rows, columns) = self.case, self.tree.shape
         live = case.index + rows
         seen = np.ones((rows, live), bool)
@@ -208,7 +208,7 @@ def test_the_cases_have_every_kernel():
 
 
 def by_reference(kernel, grid, *arguments, **constants) -> None:
-    """What the fake GPU computes instead."""
+    """Run the reference that the fake GPU runs."""
     flat = [each.reshape(-1) if isinstance(each, np.ndarray) else each for each in arguments]
     facts = {**constants, "grid": (*grid, 1)[:3], "memory": host_memory}
     REFERENCES[kernel.__name__](*flat, constants=facts)
@@ -232,13 +232,13 @@ def test_attention_equals_float64(name, codes):
     assert not changed.any()  # other slots and layers
 
 
-class Company(Pass):
-    """Some passes as one: the first rows of a cache are the first's, and so on."""
+class SharedPass(Pass):
+    """Passes of several sequences in one batch, with one cache for all, in their order."""
 
     many = 8
 
     def __init__(self, passes: list[Pass], causal: int) -> None:
-        """The pass `causal` has no mask; after all rows there is one of padding."""
+        """Join the passes; `causal` has no mask, and one row of padding is last."""
         first, columns = passes[0], max(one.tree.shape[1] for one in passes)
         rows = [one.case.rows for one in passes]
         self.passes, self.rows = passes, rows
@@ -279,7 +279,7 @@ MIXED = (2, 30, 3), (1, 9, 0), (9, 3, 0)
     [("fp16", {}), ("int8", {"window": 20, "dim": 128}), ("fp8", {"dim": 96, "cap": 2.0})],
 )
 def test_attention_is_batch_invariant(codes, kind):
-    """And the cache's rows, too."""
+    """So are the cached positions."""
     cases = [
         Case(rows, at, 2, 1, columns=columns, codes=codes, seed=seed, capacity=64, shares=2, **kind)
         for seed, (rows, at, columns) in enumerate(MIXED)
@@ -289,7 +289,7 @@ def test_attention_is_batch_invariant(codes, kind):
     alone[causal].tree[:] = np.tri(rows, dtype=np.int8)
     for one in alone:
         one.sinks = alone[0].sinks
-    together, other = Company(alone, causal), Company(alone, causal)
+    together, other = SharedPass(alone, causal), SharedPass(alone, causal)
     y, expected = together.run(), [one.run() for one in alone]
     np.testing.assert_array_equal(y[:-1], np.concatenate(expected))
     for name in ("codes", "scales"):

@@ -1,4 +1,4 @@
-"""Trees grown on the device equal those of the host (`CandidatePool`, `FixedTree`, `Tree`)."""
+"""Trees expanded on the device equal those of the host (`CandidatePool`, `FixedTree`, `Tree`)."""
 
 from __future__ import annotations
 
@@ -27,7 +27,7 @@ class Scripted:
 
 
 class DevicePools:
-    """Buffers of a round; `scored` and `table` as the kernel takes them, `start` of sequences."""
+    """Buffers of a round; `scored` and `table` as the kernel takes them, `start` by sequence."""
 
     def __init__(self, limits: TreeLimits, start=START, scored: str = "draft", table=None) -> None:
         self.start, self.scored = start, scored
@@ -43,7 +43,7 @@ class DevicePools:
         self.count, self.used, self.nodes = 1, 0, np.zeros((several, 1), np.int32)
 
     def grow(self, level: int, candidates, log_probs, width: int):
-        """Candidates [B, R, K] stand among others, which are none."""
+        """Run the kernel; candidates [B, R, K] lie among values that it must ignore."""
         several, rows, top_k = candidates.shape
         spread = np.full((several, rows, top_k + 3), -9), np.full((several, rows, top_k + 3), 9.0)
         spread = spread[0], spread[1].astype(np.float32)
@@ -85,18 +85,18 @@ class DevicePools:
     [(10, 6, 59, 3), (4, 3, 59, 3), (1, 4, 3, 1), (8, 2, 1, 2)],
 )
 def test_trees_equal_the_host(top_k, steps, room, several):
-    """Of sequences side by side, each with a tree of its own size, and of nobody after them."""
+    """A batch of sequences with trees of different sizes; empty places follow them."""
     limits = TreeLimits(top_k, steps, room + 1)
     policy = FixedTree(limits)
-    nobody_s, numbers = several == 3, np.arange(several)
+    has_empty, numbers = several == 3, np.arange(several)
     starts = 40 + 9 * numbers, 43 + 7 * numbers, 100 * numbers
     start = np.stack([*starts, np.maximum(steps - numbers, 1), ROOT + numbers], axis=1)
-    start = np.concatenate([start, np.zeros((int(nobody_s), 5), np.int64)])
+    start = np.concatenate([start, np.zeros((int(has_empty), 5), np.int64)])
     device, hosts = DevicePools(limits, start), [Host(limits, policy, at) for at in range(several)]
     for level in range(steps):
         added = [host.candidates(level) for host in hosts]
-        nobody = [tuple(np.zeros_like(each) for each in added[0])] * (len(start) - several)
-        candidates, log_probs = (np.stack(each) for each in zip(*added, *nobody, strict=True))
+        empty = [tuple(np.zeros_like(each) for each in added[0])] * (len(start) - several)
+        candidates, log_probs = (np.stack(each) for each in zip(*added, *empty, strict=True))
         width = top_k
         tokens, above, mask = device.grow(level, candidates, log_probs, width)
         for at, host in enumerate(hosts):
@@ -107,7 +107,7 @@ def test_trees_equal_the_host(top_k, steps, room, several):
                 np.testing.assert_array_equal(mask[at], host.mask)
                 np.testing.assert_array_equal(device.nodes[at], nodes)
     sizes = start.copy()
-    sizes[:, 3] = [max(room + 1 - 20 * at, 2) for at in range(several)] + [0] * nobody_s
+    sizes[:, 3] = [max(room + 1 - 20 * at, 2) for at in range(several)] + [0] * has_empty
     _check_selection(hosts, policy, device, sizes, room)
 
 
@@ -127,7 +127,7 @@ class Host:
         return self.script.candidates(1 if not level else len(self.newest))
 
     def take(self, candidates, *, is_own: bool):
-        """The nodes that get children; those below the tree's levels are none of its own."""
+        """Return the nodes to expand, without those below the tree's levels."""
         if not is_own:
             return self.newest
         ids, log_probs = candidates

@@ -1,4 +1,4 @@
-"""The PTX that ships: it belongs to its sources, passes its gates, and is found or refused."""
+"""The PTX that ships matches its sources, passes its gates, and is found or rejected."""
 
 from __future__ import annotations
 
@@ -103,7 +103,7 @@ WIDE = "cp.async.cg.shared.global [ %r1 + 0 ], [ %rd1 + 0 ], 0x10, %r2;\n"
         ("49153 bytes of shared memory", WIDE * 64, 49153, 0),
         ("a path is in the text", WIDE * 64 + '.file 1 "/home/a.py"\n', 0, 0),
         ("wgmma in the text", WIDE * 64 + "wgmma.mma_async;\n", 0, 0),
-        ("a thread reads 496 bytes 16 at a time, not 512", WIDE * 31, 0, 0),
+        ("a thread copies 496 bytes 16 at a time, not 512", WIDE * 31, 0, 0),
     ],
 )
 def test_the_gates_can_fail(said, text, shared, spilled):
@@ -114,7 +114,7 @@ def test_the_gates_can_fail(said, text, shared, spilled):
 
 
 def test_a_kernel_compiles_to_the_ptx_that_ships(tmp_path):
-    """Elsewhere than in this process, whose kernels are interpreted."""
+    """In another process, since the kernels of this one are interpreted."""
     pytest.importorskip("triton", reason="kernels are compiled by triton: pip install '.[kernels]'")
     code = (
         "import hashlib\n"

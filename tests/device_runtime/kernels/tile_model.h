@@ -42,7 +42,7 @@ inline void load_configuration(const void* memory) {
     tile.row_bytes = c[16 + 2 * i] | c[17 + 2 * i] << 8;
     must(tile.rows <= 16 && tile.row_bytes <= 64, "at most 16 rows of 64 bytes");
     must(!tile.rows == !tile.row_bytes, "rows and their bytes are 0 together");
-    std::memset(tile.data, 0xa5, sizeof tile.data);  // a processor has zeros; nobody may count on it
+    std::memset(tile.data, 0xa5, sizeof tile.data);  // a CPU writes zeros; do not rely on it
   }
   is_configured = true;
 }

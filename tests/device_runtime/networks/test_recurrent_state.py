@@ -76,7 +76,7 @@ def test_unsupported_backends_reject_it(bundle, tmp_path):
 
 
 # ---------------------------------------------------------------------------------- trees
-def _behind(session: DecoderNetwork, prompt: np.ndarray, tokens: list[int]) -> np.ndarray:
+def _logits_after(session: DecoderNetwork, prompt: np.ndarray, tokens: list[int]) -> np.ndarray:
     """Logits [V] after a prompt and tokens, each computed alone."""
     result = session.run(prompt, 0, np.array([len(prompt) - 1]))
     for at, token in enumerate(tokens):
@@ -113,9 +113,9 @@ def test_tree_logits_equal_single_token_logits(engine, seed):
     other = open_decoder(engine, load_engine(engine, LLM_ENGINE))
     for node, path in enumerate(paths):
         np.testing.assert_array_equal(
-            found[node], _behind(other, prompt, tokens[path].tolist()), f"node {node}"
+            found[node], _logits_after(other, prompt, tokens[path].tolist()), f"node {node}"
         )
-    expected = _behind(other, prompt, [*tokens[deepest].tolist(), 50])
+    expected = _logits_after(other, prompt, [*tokens[deepest].tolist(), 50])
     np.testing.assert_array_equal(after, expected)
 
 
@@ -134,7 +134,7 @@ def test_speculative_outputs_equal_plain_ones(engine, plain):
         assert comparison.has_equal_bits, comparison.line()
 
 
-# ---------------------------------------------------------------------------------- side by side
+# ---------------------------------------------------------------------------------- batches
 @pytest.fixture(scope="module")
 def several(bundle) -> Path:
     """For a batch of three."""

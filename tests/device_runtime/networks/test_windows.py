@@ -26,7 +26,7 @@ OWN = CpuOptions("edgellm")
 PLAN = Plan(900, CAPACITY, 2, max_verify_tree_size=12, max_batch_size=TOGETHER, options=OWN)
 
 
-# Of a base with four layers, of which it reads what leaves the first three.
+# Draft of a base with four layers, which reads the hidden states of the first three.
 DRAFT = Layout(
     {
         "architectures": ["LlamaForCausalLMEagle3"],
@@ -63,7 +63,7 @@ def single(pair):
 
 @pytest.fixture(scope="module")
 def whole(engine):
-    """The same, with a full cache in all layers."""
+    """The same engine with a full cache in all layers."""
     folder = shutil.copytree(engine, engine.with_name("whole"))
     manifest = json.loads((folder / "manifest.json").read_text())
     del manifest["spec"]["kv"]["pages"]["pass_rows"]
@@ -161,7 +161,7 @@ def test_a_fork_continues_if_its_window_is_cached(engine, whole):
     session = open_session(engine)
     read(session, 0, 700)
     least = session.least_rows
-    assert 512 - PAGE - 64 <= least <= 512  # where the last piece began
+    assert 512 - PAGE - 64 <= least <= 512  # where the last chunk began
     expected = {length: read(open_session(whole), 0, length) for length in (least + 1, 701, 740)}
     saved, fork = session.read_rows(700), session.fork(session.context)
     session.use(fork)
@@ -201,11 +201,11 @@ def test_a_second_turn_computes_only_new_tokens(engine, whole, spec):
         assert two.token_ids == answer(other, second).token_ids
         (reused,) = two.profile.reused_tokens
         assert len(second) - reused <= 1 + len(more)
-        changed = [*first[:200], 9, *second[201:]]  # parts from it before the window's rows
+        changed = [*first[:200], 9, *second[201:]]  # diverges from it before the window
         three = answer(llm, changed)
         assert three.token_ids == answer(other, changed).token_ids
         assert three.profile.reused_tokens == [0]
-        four = answer(llm, changed)  # but for its last row it is there
+        four = answer(llm, changed)  # all but its last position is cached
         assert four.token_ids == three.token_ids
         assert four.profile.reused_tokens == [len(changed) - 1]
 
@@ -236,7 +236,7 @@ def test_a_prompt_that_diverges_from_the_output(request, whole, kind):
             assert found.profile.reused_tokens == [known]
             known = len(prompt)
             prompt = [*prompt, *IDS[500 : 520 + turn].tolist()]
-        other_text = IDS[100:1000].tolist()  # which needs their pages
+        other_text = IDS[100:1000].tolist()  # which needs their blocks
         assert answer(llm, other_text).token_ids == answer(other, other_text).token_ids
 
 

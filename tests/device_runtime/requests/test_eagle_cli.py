@@ -83,7 +83,7 @@ def _check_profile(report, answers) -> None:
     assert eagle["total_iterations"] == sum(
         answer["timings"]["spec_verify_count"] for answer in answers
     )
-    emitted = generated - 3  # the first of an answer comes out of the prefill
+    emitted = generated - 3  # the prefill gives the first token of an output
     assert eagle["average_acceptance_rate"] == pytest.approx(emitted / eagle["total_iterations"])
     assert eagle["overall_tokens_per_second_excluding_base_prefill"] > 0
     assert 2 <= eagle["average_tree_size"] <= 60
@@ -104,7 +104,7 @@ def _check_profile(report, answers) -> None:
 def _check_trees(trees, report) -> None:
     assert [request["request_idx"] for request in trees["requests"]] == [0, 1, 2]
     drafted = [r for request in trees["requests"] for r in request["rounds"] if "parents" in r]
-    # A round that gives nothing but the end token is no step.
+    # A round that gives only the end token is no step.
     missing = report["eagle_generation"]["total_iterations"] - len(drafted)
     assert 0 <= missing <= 3
     for found in drafted:
@@ -337,7 +337,7 @@ def test_ctrl_c_writes_finished_outputs(eagle_pair, tmp_path):
         list(map(str, words)), stdout=subprocess.PIPE, stderr=subprocess.PIPE, text=True
     )
     assert process.stdout is not None
-    for _ in range(3):  # answers, one a line
+    for _ in range(3):  # outputs, one a line
         assert process.stdout.readline()
     time.sleep(0.05)
     process.send_signal(signal.SIGINT)

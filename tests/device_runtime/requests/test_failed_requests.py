@@ -16,7 +16,7 @@ from edgellm.device_runtime import LLM
 from edgellm.device_runtime.engine.sequence import Sequence, Step
 from edgellm.device_runtime.requests.resume import UnfinishedRun
 
-# A word of the message says what the template does.
+# A word of the message selects what the template does.
 TEMPLATE = (
     "{%- set word = messages[0].content -%}"
     "{%- if word == 'zero' -%}{{ 1 // 0 }}"
@@ -193,7 +193,7 @@ def test_outputs_after_a_long_one_survive_a_kill(inference, tmp_path):
     _stopped(inference("out"), journal, 4, signal.SIGKILL)
     kept = _indices(journal)
     assert len(kept) >= 3
-    assert 0 not in kept  # it was begun first, and goes on
+    assert 0 not in kept  # it started first, and continues
     printed = _stopped(inference("out", "--resume"), journal, len(kept) + 4, signal.SIGINT)
     assert f"resuming with request 0 of {COUNT}; {len(kept)} are finished" in printed
     kept = _indices(journal)

@@ -59,7 +59,7 @@ def _run(command, tmp_path, engine, adapters, names, *flags):
 
 def test_requests_name_adapters(command, built, tmp_path):
     engine, adapters = built
-    names = [None, "one", "two", "one", "nobody"]
+    names = [None, "one", "two", "one", "unknown"]
     result, responses = _run(command, tmp_path, engine, adapters, names)
     assert result.returncode == 1  # one has failed
     with LLM(engine) as llm:
@@ -70,7 +70,7 @@ def test_requests_name_adapters(command, built, tmp_path):
             answer = llm.generate(PROMPT, lora=name, sampling=sampling, max_generate_length=12)
             assert response["output_text"] == "".join(step.text for step in answer)
     assert len({response["output_text"] for response in responses[:3]}) == 3
-    assert responses[4]["error"]["message"] == "there is no adapter 'nobody'"
+    assert responses[4]["error"]["message"] == "there is no adapter 'unknown'"
 
 
 def test_adapters_that_cannot_be_loaded(command_here, built, tiny_engine, tmp_path):

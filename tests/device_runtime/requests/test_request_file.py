@@ -96,7 +96,7 @@ def test_missing_and_undecodable_files_are_rejected(tmp_path):
         ({"messages": [USER], "num_logprobs": 2}, "log-probabilities are not supported"),
         ({"messages": [USER], "temperature": True}, "temperature: expected `float"),
         ({"messages": [USER], "min_p": 1.5}, "min_p: expected `float` <= 1"),
-        ({"messages": [USER], "repetition_penalty": 0}, "repetition_penalty: expected `float` > 0"),
+        ({"messages": [USER], "repetition_penalty": 0}, "expected `float` >= 0.01"),
         ({"messages": [USER], "presence_penalty": 3}, "presence_penalty: expected `float` <= 2"),
         ({"messages": [USER], "logit_bias": {"w9": 1}}, "expected `int`, got `str`.*logit_bias"),
         ({"messages": [USER], "logit_bias": {"9": 200}}, "expected `float` <= 100"),

@@ -228,7 +228,7 @@ def test_a_resumed_run_equals_an_uninterrupted_one(inference, tmp_path):
     assert result.returncode == 1, result.stderr  # of the bad request
     assert f"resuming with request {kept + 2} of" in result.stderr
     assert not journal.exists()
-    whole = run(inference("whole", "--resume"))  # nothing to go on with: from the beginning
+    whole = run(inference("whole", "--resume"))  # nothing to resume: from the beginning
     assert whole.returncode == 1, whole.stderr
     assert without_times(tmp_path / "out.json") == without_times(tmp_path / "whole.json")
     for name in ("trees", "profile"):

@@ -250,7 +250,7 @@ def test_bounds_default_to_those_of_the_method():
         16,
         12,
     )
-    assert SpecOptions(verify_size=61).limits(60).verify_size == 61  # refused later, by name
+    assert SpecOptions(verify_size=61).limits(60).verify_size == 61  # rejected later, by name
 
 
 @pytest.mark.parametrize(

@@ -1,4 +1,4 @@
-"""What passes of several sequences cost: measured, and by what is measured how they are shared."""
+"""Costs of batches: how they are measured, and how sequences share them."""
 
 from __future__ import annotations
 
@@ -19,7 +19,7 @@ TIMES = {
     shared_kind(PASS, count): {str(rows): 9 + count + 0.1 * count * rows for rows in (1, 8, 64)}
     for count in (1, 2, 8)
 }
-# Passes of several take longer than one for each.
+# A batch takes longer than one pass for each.
 DEAR = {
     shared_kind(PASS, count): {"1": 2 * count**1.5, "8": 9 * count**1.5} for count in (1, 2, 4, 8)
 }
@@ -60,7 +60,7 @@ def test_costs_are_monotone_in_tokens():
 
 
 def test_tokens_and_trees_of_all_are_measured(monkeypatch):
-    """Of as many rows as a pass takes; tokens always."""
+    """Trees of at most as many tokens as a pass takes; single tokens always."""
     asked = []
 
     def scripted(runs, budget, tokens):
@@ -78,7 +78,7 @@ def test_tokens_and_trees_of_all_are_measured(monkeypatch):
 
 
 class Arranging:
-    """A runner that asks what passes cost."""
+    """A runner that requests the costs of passes."""
 
     shared_rows = 8, 32
     learned: SharedCosts | None = None

@@ -1,4 +1,4 @@
-"""Sessions of engines for CUDA, on the CPU: answers, caches, and when they must not open."""
+"""Sessions of engines for CUDA on the CPU: outputs, caches, and errors at load."""
 
 from __future__ import annotations
 
@@ -31,7 +31,7 @@ from edgellm.device_runtime.speculate.options import SpecOptions
 pytestmark = pytest.mark.usefixtures("one_thread")
 GREEDY = SamplingParams(temperature=0.0)
 PROMPTS = ("w83 w64 w53 w32", "w10 w24 w79 w65 w88", "w56 w15 w35")
-LENGTH = 40  # of answers
+LENGTH = 40  # of outputs, in tokens
 TREES = SpecOptions(top_k=5, steps=4, verify_size=20, tree="fixed")
 
 
@@ -76,7 +76,7 @@ def _for_three(pair, folder: Path) -> Path:
 
 
 def test_outputs_equal_the_cpu(eagle_pair, engine, tmp_path):
-    """Plain ones and drafted ones, alone and three side by side: a fourth waits for a place."""
+    """Plain and speculative, alone and in batches of three: a fourth request waits."""
     here, llm = LLM(eagle_pair.engine), _llm(engine, TREES)
     asks = [*((prompt, GREEDY) for prompt in PROMPTS)]
     asks += [(f"{PROMPTS[0]} w40", SamplingParams(1.0, 1.0, 0, 5)), asks[0]]
@@ -118,7 +118,7 @@ def halves(tmp_path_factory) -> Path:
 
 
 def test_half_precision_is_lossless_too(halves):
-    """float16 caches and activations; a tree's rows are rounded as single rows are."""
+    """float16 caches and activations; tokens of a tree are rounded like single tokens."""
     built = load_engine(halves, LLM_ENGINE)
     assert (built.decoder.kv.dtype, built.main_graphs[0].precision) == ("float16", "fp16")
     llm = _llm(halves, TREES)
@@ -149,7 +149,7 @@ def test_passes_that_recur_are_padded_and_recorded(halves, monkeypatch):
 
 
 def test_recordings_are_bounded(halves, monkeypatch):
-    """Each takes memory of the device: what comes later is asked for kernel by kernel."""
+    """Each takes device memory: later passes launch kernel by kernel."""
     runs = cuda_on_cpu.Runs(monkeypatch)
     monkeypatch.setattr(runner, "_MAX_RECORDED", 2)
     with cuda_on_cpu.recording():
@@ -275,7 +275,7 @@ def test_a_device_that_is_too_small(engine, monkeypatch):
     assert "--maxKVCacheCapacity" in caught.value.hint
 
 
-# ----------------------------------------------------------------------------------- refusals
+# ----------------------------------------------------------------------------------- errors
 _HAS_CUDA = "CUDAExecutionProvider" in ort.get_available_providers()
 without_cuda = pytest.mark.skipif(_HAS_CUDA, reason="onnxruntime-gpu is installed")
 
@@ -312,7 +312,7 @@ def test_what_cuda_needs(monkeypatch, version, capability, message, hint):
 @without_cuda
 @pytest.mark.filterwarnings("ignore:Specified provider")
 def test_a_library_that_loads_may_have_no_kernel_for_the_gpu(monkeypatch):
-    """As that for aarch64 on an Orin: what counts is whether one runs."""
+    """As that for aarch64 on an Orin: the check is whether a kernel runs."""
     monkeypatch.setattr(ort, "get_available_providers", lambda: [cuda.PROVIDER])
     monkeypatch.setattr(cuda, "compute_capability", lambda: 87)
     monkeypatch.setattr(cuda, "_missing_library", lambda: "")
@@ -331,7 +331,7 @@ def test_a_library_that_loads_may_have_no_kernel_for_the_gpu(monkeypatch):
 @without_cuda
 @pytest.mark.filterwarnings("ignore:Specified provider")
 def test_graphs_are_never_put_on_the_cpu_instead(engine):
-    """ONNX Runtime itself would warn and go on."""
+    """ONNX Runtime itself would only warn."""
     with pytest.raises(BrokenArtifactError, match="cannot load"):
         graphs.load_graph(engine / "llm.onnx", optimize=False, device=graphs.CUDA)
 

@@ -1,4 +1,4 @@
-"""How an engine's weights come into memory."""
+"""An engine's weights are mapped from their file."""
 
 from __future__ import annotations
 
@@ -52,7 +52,7 @@ def test_weights_are_mapped_once_for_the_sessions_lifetime(case, path):
 
 
 def test_weights_that_are_packed_in_the_file_are_not_packed_in_memory_again(tiny_engine):
-    """ONNX Runtime does that with those it is lent."""
+    """ONNX Runtime would pack weights that it gets as external memory."""
     graph = tiny_engine / "decode.onnx"
     assert b"prepacked" in graph.read_bytes()
     session = graphs.load_graph(graph, optimize=False, own_kernels=True)
@@ -61,7 +61,7 @@ def test_weights_that_are_packed_in_the_file_are_not_packed_in_memory_again(tiny
 
 
 def test_an_older_runtime_maps_them_itself(case, path, monkeypatch):
-    """It would copy what it is lent."""
+    """It would copy external memory."""
     monkeypatch.setattr(graphs.ort, "__version__", "1.30.2")
     monkeypatch.setattr(graphs, "_lend", None)
     session = graphs.load_graph(path, optimize=False, own_kernels=True)

@@ -1,4 +1,4 @@
-"""Several sequences in one pass of an engine: every row has the bits that it has alone."""
+"""Batches of sequences in an engine are batch-invariant."""
 
 from __future__ import annotations
 
@@ -76,7 +76,7 @@ def engine(request, tmp_path_factory):
 
 
 def open_on_gpu(folder, engine):
-    """The runner of a lowered graph, on a GPU that is not there."""
+    """The runner of a lowered graph on a fake GPU."""
     passes, device = base_passes(PLAN), FakeDevice()
     graphs = tuple(GraphSpec("", each.max_rows, "fp16") for each in passes)
     engine = dataclasses.replace(engine, graphs={DECODER: graphs})
@@ -86,7 +86,7 @@ def open_on_gpu(folder, engine):
 
 
 def opened(engine, open_it):
-    """What opens an engine, here also one for a GPU; for CUDA passes are numbered for recording."""
+    """Functions that open engines, GPU engines included; CUDA passes are numbered for capture."""
     with ExitStack() as stack:
         if (engine / LOWERED).exists():
             patch = stack.enter_context(pytest.MonkeyPatch.context())
@@ -128,7 +128,7 @@ def test_forks_share_rows_until_one_of_them_writes(engine):
     session.use(second)
     assert session.held(ids.tolist()) == 100
     found = session.run(np.array([8]), 100, np.array([0])).logits.copy()
-    assert session.free_rows == free - session.page_rows  # another page may be shared
+    assert session.free_rows == free - session.page_rows  # another block may be shared
     assert found.tobytes() == expected[1].tobytes()
     session.use(first)
     again = session.run(np.array([7]), 100, np.array([0])).logits
@@ -175,7 +175,7 @@ def test_batched_requests(engine, spec):
 
 
 def _asks(rows: dict[int, int]) -> dict[int, dict[str, np.ndarray]]:
-    """Of slots, by their rows."""
+    """Parts of a pass, by slots and their tokens."""
     return {
         slot: {
             graph_io.INPUT_IDS: np.zeros((1, count), np.int64),

@@ -1,4 +1,4 @@
-"""What a build measures, and within which time; a draft's passes as rounds run them."""
+"""Timing in a build: what is measured, its time budget, and passes of drafts."""
 
 from __future__ import annotations
 
@@ -32,7 +32,7 @@ from edgellm.device_runtime.speculate.tree import CandidatePool
 
 
 class Clock:
-    """Stands still but for what `took` says."""
+    """A clock that only advances by `took`."""
 
     def __init__(self) -> None:
         self.now_s = 0.0
@@ -50,7 +50,7 @@ def clock(monkeypatch) -> Clock:
 
 
 def test_measurements_are_interleaved(clock):
-    """The smallest first; the fastest call of each counts, and what goes before it does not."""
+    """The smallest pass first; the fastest call of each counts, earlier ones do not."""
     calls = []
 
     def take(name: str, *seconds: float) -> None:
@@ -84,7 +84,7 @@ def linear(fixed: float, token: float):
 
 
 def reading_bound(fixed: float, token: float):
-    """Weights are read while others are computed with."""
+    """Time of a pass that is bound by reading weights."""
     return lambda rows: max(fixed, token * rows)
 
 
@@ -96,7 +96,7 @@ SECONDS = [1e-5, 1e-3, 0.02, 0.1, 0.3, 0.8, 2, 4.9, 5.1, 60, 3600]
 @pytest.mark.parametrize("per_token", [0.0, 0.01, 0.1, 1.0])
 @pytest.mark.parametrize("seconds", SECONDS)
 def test_timing_keeps_its_budget_on_any_machine(clock, shape, per_token, seconds):
-    """A single pass may be longer than all of it: then that one is all."""
+    """A single pass may exceed the budget: then it is the only one."""
     takes, rows_seen = SHAPES[shape](seconds, seconds * per_token), []
 
     def run(rows: int) -> None:
@@ -117,7 +117,7 @@ def test_timing_keeps_its_budget_on_any_machine(clock, shape, per_token, seconds
 
 @pytest.mark.parametrize("takes", [linear(10, 1), reading_bound(10, 1), linear(0, 1)])
 def test_estimates_extrapolate_measured_times(takes):
-    """Where three sizes show it; the most that they can be where they do not."""
+    """By three sizes if they suffice, else by the upper bound."""
     measured = {str(rows): takes(rows) for rows in (1, 2, 4, 8, 16)}
     found = with_estimates(measured, MEASURED_ROWS)
     assert [found[str(rows)] for rows in (32, 64)] == [takes(32), takes(64)]
@@ -179,7 +179,7 @@ def test_a_draft_shares_it_too(clock, seconds):
 
 
 def _tree_size(verify: dict[str, float]) -> int:
-    """Nodes that pay below the root, of a chain whose tokens are accepted with a chance of 0.9."""
+    """Number of paying nodes after the root, of a chain with acceptance rate 0.9."""
     limits, costs = TreeLimits(top_k=4, steps=5, verify_size=32), Costs.of(verify)
     policy = CostAwareTree(limits, costs, Calibration(), SpecGate(costs))
     pool, rates = CandidatePool(0, 33), np.full(32, np.log(0.9))
@@ -189,7 +189,7 @@ def _tree_size(verify: dict[str, float]) -> int:
 
 @pytest.mark.parametrize("known", [1, 2, 3, 4, 5, 6])
 def test_trees_by_estimates_are_no_larger_than_those_by_measurements(known):
-    """And not much smaller, where the measured sizes show what tokens cost."""
+    """And not much smaller, if the measured sizes show the cost of a token."""
     for takes in (linear(100, 0.1), linear(100, 1), linear(100, 10), reading_bound(100, 20)):
         truth = {str(rows): float(takes(rows)) for rows in MEASURED_ROWS}
         measured = dict(list(truth.items())[:known])
@@ -199,7 +199,7 @@ def test_trees_by_estimates_are_no_larger_than_those_by_measurements(known):
 
 
 class WatchedDraft:
-    """Notes its passes."""
+    """A draft that records its passes."""
 
     capacity, shared_rows = 32, (0, 0)
 

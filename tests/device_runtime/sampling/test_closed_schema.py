@@ -30,7 +30,7 @@ def guided(tmp_path_factory) -> Guided:
     return Guided(tmp_path_factory.mktemp("bytes"))
 
 
-# Schemas; answers that must be possible; answers with invented keys, which are valid by the schema.
+# Schemas; outputs that must be possible; outputs with invented keys, which the schema allows.
 CASES: dict[str, tuple[Any, list[Any], list[Any]]] = {
     "top": (A, [{"a": 1}], [{"a": 1, "x": 1}]),
     "no type": ({"properties": {"a": WHOLE}}, [{"a": 1}, {}, 5], [{"x": 1}]),
@@ -155,7 +155,7 @@ CASES: dict[str, tuple[Any, list[Any], list[Any]]] = {
         [{"z": 1, "x": 1}],
     ),
 }
-# What stays as it is given.
+# Unchanged schemas.
 OPEN: dict[str, tuple[Any, list[Any]]] = {
     "any JSON": (True, [1, {"x": 1}]),
     "any object": (EMPTY, [{}, {"x": {"y": 1}}]),
@@ -216,7 +216,7 @@ def test_the_schema_itself_is_not_changed():
     assert closed(schema) != schema
     assert json.dumps(schema) == before
     for value in (True, None, 5, [], "x", {"properties": 5, "allOf": 7, "$ref": 5, "required": 3}):
-        closed(value)  # faulty schemas are llguidance's to refuse
+        closed(value)  # llguidance rejects faulty schemas
 
 
 class Colour(Enum):
@@ -287,7 +287,7 @@ def test_disjoint_union_parts_are_allowed(guided):
         with pytest.raises(RequestError, match="oneOf constraints are not supported"):
             guided.guidance.start(Guide.of_schema({"oneOf": parts}))
     for parts in ([], [5], [{"required": 5}], [{"required": [[]], "properties": 3}], [{"$ref": 5}]):
-        closed({"oneOf": parts, "discriminator": 5})  # faulty ones are llguidance's to refuse
+        closed({"oneOf": parts, "discriminator": 5})  # llguidance rejects faulty ones
 
 
 NAMES = st.sampled_from("abc")

@@ -107,7 +107,7 @@ def test_choices_with_a_common_prefix(llm):
 def test_typical_acceptance_keeps_the_guide(lettered):
     options = SpecOptions(
         top_k=4, steps=4, verify_size=16, tree="fixed", typical=Typical(0.0)
-    )  # all that may come
+    )  # all allowed tokens
     llm, accepted = LLM(lettered, spec=options), 0
     for seed in range(4):
         sampling = SamplingParams(1.0, 1.0, 0, seed, guide=GUIDES["json_schema"])
@@ -165,9 +165,9 @@ def test_invalid_guides_are_rejected_before_the_run(llm, guide, message):
         (Guide("ebnf", 'root ::= "ab" rest\nrest ::= rest'), "ab"),
         (Guide("lark", 'start: "ab" T\nT: /c/ & /d/'), "ab"),
     ],
-    ids=["schema", "regex", "rule", "rule behind a text", "terminals that exclude each other"],
+    ids=["schema", "regex", "rule", "rule after a text", "terminals that exclude each other"],
 )
-def test_a_form_that_no_text_has_is_said(llm, guide, before, speculative):
+def test_an_unsatisfiable_guide_is_reported(llm, guide, before, speculative):
     """An end token was taken for the end of the form: an empty JSON text, reason `stop`."""
     options = {"sampling": SamplingParams(temperature=0, guide=guide), "speculative": speculative}
     answer = llm.generate("Hi", max_generate_length=8, **options)
@@ -203,7 +203,7 @@ def test_disallowed_tokens_are_never_drawn(lettered):
         assert sampler.choose(logits, 40) == 2
 
 
-SPECIAL = "<s> ends </s>"  # as text: no special token comes
+SPECIAL = "<s> ends </s>"  # as text: no special token is drawn
 SPELLED = {
     "regex": Guide("regex", re.escape(SPECIAL)),
     "choice": Guide("choice", json.dumps([SPECIAL])),

@@ -53,7 +53,7 @@ def test_speculative_outputs_have_logprobs_of_every_token(eagle_pair, temperatur
     assert [entry.token_id for entry in entries] == answer.token_ids
     assert any(len(step.token_ids) > 1 for step in steps) or typical is None
     assert all("".join(step.pieces) == step.text for step in steps if step.token_ids)
-    # A pass over the answer's tokens gives the same figures.
+    # A pass over the output's tokens gives the same log-probabilities.
     ids = [*answer.prompt.token_ids, *answer.token_ids[:-1]]
     rows = np.arange(len(answer.prompt.token_ids) - 1, len(ids))
     result = llm.session.run(np.asarray(ids), 0, rows)

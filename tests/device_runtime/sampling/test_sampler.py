@@ -81,7 +81,7 @@ def test_penalties_count_prompt_and_output():
     params = SamplingParams(
         0, repetition_penalty=2.0, presence_penalty=0.5, frequency_penalty=0.25, logit_bias={2: 3.0}
     )
-    sampler = Sampler(params, [4, 999])  # an image row is no token
+    sampler = Sampler(params, [4, 999])  # an image embedding is no token
     np.testing.assert_allclose(sampler.adjusted(LOGITS), [1, 4, 5, 3, -10])
     assert sampler.choose(LOGITS, 1) == 2  # biased
     np.testing.assert_allclose(sampler.adjusted(LOGITS), [1, 4, 2.5 - 0.75, 3, -10])

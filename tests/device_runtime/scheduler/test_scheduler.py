@@ -57,7 +57,7 @@ class Arrival:
     tokens: int
     at: int  # the step before which it comes
     priority: int
-    leaves: int | None  # the step before which its reader goes
+    leaves: int | None  # the step before which its reader leaves
     drafts: bool
     entry: RunningRequest = field(init=False)
 
@@ -269,10 +269,10 @@ def test_batches_use_batch_costs():
     measured = {n: {"1": 4.0 * n, "2": 4.0 * n, "64": 4.0 * n + 0.1 * 62 * n} for n in (1, 2, 4)}
     bounds = dataclasses.replace(WIDE, together=SharedCosts(measured), max_stall_ms=14.0)
     reading, active = RequestState(3, prefill_rows_left=400), [_running(1), _running(2)]
-    # A third answer takes 4 ms of the 6 that are left; of its own a row takes 0.1 ms.
+    # A third sequence takes 4 ms of the 6 that are left; each of its tokens takes 0.1 ms.
     assert plan([*active, reading], 10**6, bounds).rows == {1: 1, 2: 1, 3: 24}
     tight = dataclasses.replace(bounds, max_stall_ms=12.5)
     assert plan([*active, reading], 10**6, tight).rows[3] == 9
-    # A fourth would make it 16 ms, with however few rows: it waits.
+    # A fourth would make it 16 ms even with few tokens: it waits.
     short = [RequestState(at, prefill_rows_left=20) for at in (3, 4)]
     assert plan([*active, *short], 10**6, bounds).rows == {1: 1, 2: 1, 3: 20}

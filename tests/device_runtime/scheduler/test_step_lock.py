@@ -98,7 +98,7 @@ def _rest(steps) -> list[int]:
 
 
 def test_requests_wait_for_a_streaming_one(tiny_engine):
-    """The next request starts after the last pass of the first, which may not be read yet."""
+    """The next request starts after the last pass of the first, even if its output is unread."""
     llm, first_was_done = LLM(tiny_engine), []
     steps = _begun(llm)
 
@@ -153,7 +153,7 @@ def test_a_closed_llm_raises(tiny_engine):
     with LLM(tiny_engine) as llm:
         steps = _begun(llm)
         unread, session = llm.generate("w20"), weakref.ref(llm.session)
-    assert session() is None  # its memory is given back at once
+    assert session() is None  # its memory is freed at once
     for use in (lambda: next(steps), lambda: _ids(unread), lambda: llm.generate("w20"),
                 lambda: llm.session, lambda: llm.__enter__()):  # fmt: skip
         with pytest.raises(EdgeLLMError, match="the LLM was closed"):

@@ -49,7 +49,7 @@ def base_logits(seed: int, context: tuple[int, ...]) -> np.ndarray:
 
 
 def naive_logits(logits, params, said) -> list[float]:
-    """What biases and penalties make of a row after `PROMPT` and the answer so far."""
+    """Logits after biases and penalties, for `PROMPT` and the output so far."""
     found, single = [], np.float32
     for token, logit in enumerate(logits):
         logit += single(params.logit_bias.get(token, 0))
@@ -63,7 +63,7 @@ def naive_logits(logits, params, said) -> list[float]:
 
 
 def naive_distribution(logits, params, said=()) -> dict[int, float]:
-    """Penalties, temperature, top-k, top-p, min-p as their definitions say; by token id."""
+    """Probabilities by token id, from the definitions of penalties and sampling parameters."""
     logits = naive_logits(logits, params, said)
     order = sorted(range(VOCAB), key=lambda token: -logits[token])
     if params.is_greedy:
@@ -152,7 +152,7 @@ def tree_of(seed: int, context: tuple[int, ...], depth: int) -> Tree:
 
 
 def verify(seed: int, context: tuple[int, ...], tree: Tree) -> PassResult:
-    """What the base computes for every node."""
+    """Logits of the base for every node."""
     rows = []
     for node in range(len(tree)):
         path = []
@@ -195,7 +195,7 @@ def total_variation(one, other) -> float:
 
 
 def distance(seed: int, params, accept) -> float:
-    """Of speculation to ancestral sampling."""
+    """Distance of speculation from ancestral sampling."""
     found = enumerate_all(params, lambda sampler: emitted(seed, accept, sampler))
     assert sum(found.values()) == pytest.approx(1, abs=1e-12)
     return total_variation(found, ancestral(seed, params))
@@ -241,7 +241,7 @@ def typical(tree, result, sampler):
 
 
 def without_ancestors(tree, result, sampler):
-    """Biased under penalties: all nodes are judged after the text before the tree."""
+    """Biased under penalties: penalties of all nodes ignore their ancestors."""
     params, text = sampler.params, sampler._said
     outcome = accept_exactly(tree, result, sampler)
     shares = naive_distribution(result.logits[outcome.path[-1]], params, text)

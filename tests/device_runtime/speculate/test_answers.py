@@ -1,4 +1,4 @@
-"""Answers of an LLM that speculates: ends inside an accepted path, pauses of the caller, text."""
+"""Outputs of an LLM that speculates: ends inside an accepted path, pauses of the caller, text."""
 
 from __future__ import annotations
 
@@ -48,7 +48,7 @@ def llm(tiny_engine) -> LLM:
 
 @pytest.fixture(params=["fixed", "cost"])
 def scripted(request, llm, monkeypatch):
-    """Make the next answers a list of words that the draft predicts."""
+    """Script the next outputs as a list of words that the draft predicts."""
 
     def script(*words, capacity=64):
         ids = [llm.tokenizer.encode(word, add_special_tokens=False)[0] for word in words]

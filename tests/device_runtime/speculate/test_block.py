@@ -1,4 +1,4 @@
-"""Drafts of blocks: lossless over scripted sessions, equal to torch in engines, refused."""
+"""Block drafts: lossless over scripted sessions, equal to torch in engines; rejected drafts."""
 
 from __future__ import annotations
 
@@ -37,7 +37,7 @@ COSTS = Costs.of({"1": 10, "8": 14, "64": 60}, None, {"1": 1, "64": 9})
 
 
 def drafting(policy="fixed", draft="oracle", capacity=128, **block):
-    """What starts drafters, and the session that they share."""
+    """Factory of drafters, and their shared session."""
     session = StrictBlocks(capacity, DRAFTS[draft], **block)
     limits = SpecOptions(choices=CHOICES).limits(60) if policy == "static" else LIMITS
     rows = CommittedRows(session, limits.round_rows)
@@ -80,7 +80,7 @@ def test_token_ids_equal_plain_decoding(draft, policy, links):
 
 
 def test_a_full_cache_ends_in_plain_decoding():
-    """The whole block has room after every row that is committed."""
+    """The whole block fits after every committed position."""
     base = StrictBase(128)
     start, session = drafting(capacity=30)
     assert ids_of(base, start(), PROMPTS[0], GREEDY, 60) == plain(PROMPTS[0], GREEDY, 60)
@@ -89,7 +89,7 @@ def test_a_full_cache_ends_in_plain_decoding():
 
 
 def test_a_full_cache_begins_anew():
-    """After a window, say: with the newest 64 rows, as soon as so many wait."""
+    """As after a window: with the newest 64 positions, once 64 are waiting."""
     base = StrictBase(400)
     start, session = drafting(capacity=106)
     ids = ids_of(base, start(), PROMPTS[0], GREEDY, 300)
@@ -103,7 +103,7 @@ def test_a_full_cache_begins_anew():
 
 @pytest.mark.parametrize("has_links", [False, True])
 def test_right_blocks_are_always_accepted(has_links):
-    """With links also along paths that no place of the block believed in."""
+    """With links also along paths that no position of the block predicted."""
     base = StrictBase(128)
     start, session = drafting(links=16 * has_links)
     assert ids_of(base, start(), PROMPTS[0], GREEDY, 61) == plain(PROMPTS[0], GREEDY, 61)
@@ -126,7 +126,7 @@ def engines(tmp_path_factory):
 
 
 def parts(session, ids, taps, sizes, rows, top_k):
-    """The result after pieces of these sizes."""
+    """Output of chunks of these sizes."""
     at = 0
     for size in sizes:
         own = slice(at, at + size)
@@ -139,7 +139,7 @@ def parts(session, ids, taps, sizes, rows, top_k):
 
 @pytest.mark.parametrize("name", LAYOUTS)
 def test_an_engine_equals_torch(engines, name):
-    """In one piece and in several, which overwrite the block before."""
+    """In one chunk and in several, which overwrite the block before."""
     layout, pair = LAYOUTS[name], engines(name)
     manifest = load_engine(pair.engine / "draft", DRAFT_ENGINE)
     assert (manifest.draft.method, manifest.draft.hidden_taps) == (layout.kind, layout.taps)
@@ -192,7 +192,7 @@ def test_quantized_engines_are_close(engines, name, precision, tmp_path):
 
 @pytest.mark.parametrize("name", ["dflash2", "speculators"])
 def test_blocks_of_several_requests_share_a_pass(engines, name, tmp_path):
-    """Neither sees the other, nor is a candidate linked to one of the other."""
+    """Neither attends to the other, and no candidate is linked to one of the other."""
     plan = replace(draft_plan(), max_batch_size=2, options=CpuOptions("edgellm"))
     bundle, layout = engines(name).draft_bundle, LAYOUTS[name]
     built = build_engine("draft", bundle, tmp_path / "e", plan, "onnxruntime", print)
@@ -231,7 +231,7 @@ SPECS = {
     ],
 )
 def test_outputs_equal_plain_decoding(engines, name, way):
-    """Stop tokens, limits within a block, texts that go on after others, a full cache."""
+    """Stop tokens, limits within a block, continued texts, a full cache."""
     llm = LLM(engines(name).engine, verify=True, spec=SPECS[way])
     rounds = []
     for prompt in ("w20", "w9 w10 w9 w10 w9", " ".join(f"w{i}" for i in range(10, 70))):
@@ -254,7 +254,7 @@ def test_outputs_equal_plain_decoding(engines, name, way):
         ({"network": "eagle"}, "is of dflash"),
     ],
 )
-def test_what_the_draft_cannot_do(engines, options, message):
+def test_unsupported_options_are_rejected(engines, options, message):
     with pytest.raises(EdgeLLMError, match=message):
         LLM(engines("dflash").engine, spec=SpecOptions(**options))
 

@@ -1,4 +1,4 @@
-"""What all drafters of trees share: lookups merged in, outcomes told to whoever guessed."""
+"""Parts of all tree drafters: merged lookups, and outcomes by source."""
 
 from __future__ import annotations
 
@@ -21,26 +21,26 @@ from edgellm.device_runtime.speculate.text_lookup import Continuation, LearnedLo
 
 @dataclass
 class Saying:
-    """A lookup that always predicts the same, and notes what it is told."""
+    """A lookup with a fixed prediction, which records its input."""
 
     tokens: list[int]
     confidence: float = 0.5
     maximum: int = 8
-    told: list[int] = field(default_factory=list)
+    received: list[int] = field(default_factory=list)
     ended: list[int] = field(default_factory=list)
 
     def end(self, token_ids) -> None:
-        self.ended = [*self.told, *token_ids]
+        self.ended = [*self.received, *token_ids]
 
     def extend(self, token_ids) -> None:
-        self.told += token_ids
+        self.received += token_ids
 
     def continuations(self) -> list[Continuation]:
         return [Continuation(self.tokens, [self.confidence] * len(self.tokens))]
 
 
 class Noting(Calibration):
-    """Notes what it learns."""
+    """Records the outcomes that it gets."""
 
     def __init__(self) -> None:
         super().__init__()
@@ -88,7 +88,7 @@ def test_two_lookups_merge_into_one_tree():
 
 
 def test_token_of_two_lookups_has_the_higher_score():
-    """The first lookup would have cut the chain at a row that costs 0.45 tokens."""
+    """The first lookup would have cut the chain at a position that costs 0.45 tokens."""
     limits, costs = TreeLimits(4, 6, 20), Costs.of({"1": 10, "20": 105})
     said = [([1, 2], 0.3), ([1, 2, 3], 0.9)]
     lookups = tuple(
@@ -103,7 +103,7 @@ def test_token_of_two_lookups_has_the_higher_score():
 
 
 def test_outcomes_update_the_source_that_proposed():
-    """A token that was there already is the first one's; a child of a rejected one is nobody's."""
+    """A duplicate counts for its first source; a child of a rejected node counts for none."""
     drafter = drafter_of([1, 2, 3], [1, 4, 5], [6, 7])
     tree = run(drafter.propose(9, 20, 10))
     paths = tree_paths(tree)
@@ -119,17 +119,17 @@ def test_lookups_receive_all_tokens_but_images():
     drafter = drafter_of([1], image_ids=ImageIds(100, None))
     (source,) = drafter._text_drafts.sources
     drafter.remember([5, 100, 101, 6])
-    assert source.lookup.told == []  # until it is asked
+    assert source.lookup.received == []  # until it is called
     run(drafter.propose(6, 10, 10))
-    assert source.lookup.told == [5, 6]
+    assert source.lookup.received == [5, 6]
     drafter.remember([100, 7])
     drafter.end()
-    assert (source.lookup.told, source.lookup.ended) == ([5, 6], [5, 6, 7])
+    assert (source.lookup.received, source.lookup.ended) == ([5, 6], [5, 6, 7])
 
 
 @pytest.mark.parametrize(("last_ms", "size"), [(10.5, 7), (44.5, 4), (58, 1)])
 def test_chains_are_as_long_as_they_pay(last_ms, size):
-    """A token is worth 8.3 ms: 0.12 for each millisecond, a fifth more than plain decoding's."""
+    """A token is worth 8.3 ms: 0.12 tokens a millisecond, a fifth more than plain decoding."""
     costs = Costs.of({"1": 10, "7": last_ms, "20": 99})
     limits = TreeLimits(4, 6, 20)
     learned = by_cost(limits, costs, lookups=[lambda: Saying([1, 2, 3, 4, 5, 6], 0.9)])
@@ -144,7 +144,7 @@ def test_a_losing_lookup_pauses():
     learned = dataclasses.replace(by_cost(limits, costs, sure), lookups=(lookup,))
     drafter = begun(TextDrafter(learned, limits))
     sizes = []
-    for _ in range(212):  # rounds lose 2.2 ms and a look, of a trial 20 ms may be lost
+    for _ in range(212):  # rounds lose 2.2 ms and a lookup; a trial may lose 20 ms
         tree = run(drafter.propose(9, 20, 10))
         sizes.append(len(tree))
         drafter.learn(tree, [0], 1)
@@ -152,7 +152,7 @@ def test_a_losing_lookup_pauses():
 
 
 def test_lookups_draft_while_the_network_pauses():
-    """Also what was said since it does."""
+    """They also use the text since the pause began."""
     limits, costs = TreeLimits(4, 6, 20), Costs.of({"1": 10, "7": 14})
     learned = by_cost(limits, costs, lookups=[ngram.remember()], adapts=True)
     learned.controller.pace.network.pause = 100

@@ -62,7 +62,7 @@ def verified(session):
 def close(pair, found, expected, *, rounding: float = 0.05) -> None:
     """INT4 kernels round activations to int8; the portable graph does not.
 
-    The streams of the hybrid are forty times as large as those of the others.
+    The hidden states of the hybrid are forty times as large as those of the others.
     """
     if is_int4(pair):
         assert np.linalg.norm(found - expected) < rounding * np.linalg.norm(expected)
@@ -115,7 +115,7 @@ def test_a_compacted_cache_equals_a_fresh_one(pair, end):
         close(pair, *steps)
 
 
-def test_taps_equal_the_portable_graph_and_transformers(pair):
+def test_auxiliary_hidden_states_equal_the_portable_graph_and_transformers(pair):
     from transformers import AutoModelForCausalLM
 
     from edgellm.export.pipeline.verify import run_outputs
@@ -135,7 +135,7 @@ def test_taps_equal_the_portable_graph_and_transformers(pair):
 
 
 def test_the_draft_equals_torch(pair):
-    """An extension in two passes, then two levels, the second of which sees its ancestors."""
+    """An extension in two passes, then two levels, the second of them attends to its ancestors."""
     if is_int4(pair):
         pytest.skip("the reference reads float bases")
     reference = Reference(pair.draft_checkpoint, pair.base_checkpoint, pair.layout)
@@ -222,7 +222,7 @@ WAYS_OF = {
 
 @pytest.fixture(scope="module")
 def plain_answer():
-    """Of a base, each computed once."""
+    """Plain outputs of a base, each computed once."""
     known = {}
 
     def ask(name, llm, sampling, prompt):
@@ -257,7 +257,7 @@ class Knowing:
     rests = False
 
     def __init__(self, answer: list[int]) -> None:
-        self.answer, self.at = answer, -1  # the prompt is remembered first
+        self.answer, self.at = answer, -1  # the prompt is recorded first
         self.random = np.random.default_rng(2)
 
     def begin(self, *_) -> None: ...

@@ -1,4 +1,4 @@
-"""Drafts of bases with recurrent layers: turns, prompts that part, limits, answers in turn."""
+"""Drafts of bases with recurrent layers: turns, diverging prompts, limits, several requests."""
 
 from __future__ import annotations
 
@@ -34,13 +34,13 @@ def engine(request, eagle_pairs) -> Path:
 
 @pytest.fixture
 def models(engine, monkeypatch) -> tuple[LLM, LLM]:
-    """One that drafts and keeps what it read, and a plain one."""
+    """An LLM with a draft and a prefix cache, and a plain one."""
     monkeypatch.setattr(decoder, "CHECKPOINT_ROWS", 16)
     return LLM(engine, spec=WITH_TEXT, context_reuse=True), LLM(engine)
 
 
 def test_a_conversation_is_prefilled_once(models):
-    """And prompts that part begin at the last checkpoint before, in base and draft."""
+    """Diverging prompts start at the last shared checkpoint, in base and draft."""
     model, plain = models
     text, known = words(20, 21, 22), 0
     for turn in range(3):
@@ -63,7 +63,7 @@ def test_a_conversation_is_prefilled_once(models):
 
 
 def test_saved_kv_cache_continues_with_any_token(engine, models, tmp_path):
-    """As after a stop token that the next prompt is without, also after a restart."""
+    """As if the next prompt lacks the stop token, also after a restart."""
     model, plain = models
     folder = SnapshotFolder(tmp_path, {"base": "hash"})
     text = words(*range(20, 32))
@@ -89,7 +89,7 @@ def _rows_of_draft(model: LLM):
 
 def test_limits_and_consecutive_requests(models):
     model, plain = models
-    full = words(*range(10, 70))  # fills the prompt; the answer ends at the cache's last row
+    full = words(*range(10, 70))  # fills the prompt; the output ends at the cache's last position
     whole = ask(plain, full, 200).token_ids
     for length in (1, 2, 5, 200):
         assert ask(model, full, length).token_ids == whole[:length]

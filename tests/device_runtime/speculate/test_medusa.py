@@ -1,4 +1,4 @@
-"""Medusa heads: lossless over scripted sessions, equal to torch in engines, refused where wrong."""
+"""Medusa heads: lossless over scripted sessions, equal to torch in engines; rejected heads."""
 
 from __future__ import annotations
 
@@ -48,7 +48,7 @@ COSTS = {
 
 
 class Setup:
-    """What a run is made of."""
+    """Parameters of a run."""
 
     def __init__(
         self, limits: TreeLimits, policy: str = "fixed", draft: str = "oracle", *,
@@ -183,7 +183,7 @@ def test_an_engine_equals_torch(eagle_pairs, tmp_path, precision):
 
 
 def test_requests_share_passes_of_the_heads(eagle_pairs, tmp_path):
-    """Each has the candidates that it has alone, and the tokens of plain decoding."""
+    """Candidates equal those of a single request, tokens those of plain decoding."""
     from eagle_engines import BASE_PLAN, draft_plan
 
     from edgellm.build.engine import build_engine

@@ -71,7 +71,7 @@ class Echo:
         pass
 '''
 
-# What Medusa heads are, under another name: a role, a session over its graph, and a drafter.
+# Medusa heads under another name: a role, a session over its graph, and a drafter.
 SESSION = '''
 """All that follows, seen at once."""
 from edgellm.device_runtime.networks import heads
@@ -110,7 +110,7 @@ def open(order):
 
 @pytest.fixture
 def drafters_more(tmp_path):
-    """Two files more among the drafters."""
+    """Two additional drafter files."""
     with added(drafters, tmp_path, counting=NETWORK, echo=LOOKUP):
         yield
 

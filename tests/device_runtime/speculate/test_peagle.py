@@ -1,4 +1,4 @@
-"""P-EAGLE: mask rows against torch, in one pass with what a round committed; limits."""
+"""P-EAGLE: mask tokens against torch, in one pass with a round's committed tokens; limits."""
 
 from __future__ import annotations
 
@@ -29,7 +29,7 @@ def rows(eagle_pairs) -> CommittedRows:
 
 
 def test_predictions_equal_torch(rows, eagle_pairs):
-    """A prompt, whose last row is a pass of its own, and rounds that overwrite the masks."""
+    """A prompt, whose last token is a separate pass, and rounds that overwrite the masks."""
     pair, random = eagle_pairs("peagle"), torch.Generator().manual_seed(4)
     reference = Reference(pair.draft_checkpoint, pair.base_checkpoint, PEAGLE)
     own, length, sizes = rows.context, 0, []

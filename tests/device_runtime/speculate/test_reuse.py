@@ -1,4 +1,4 @@
-"""Rows that outlast an answer: any sequence of answers, over sessions that watch every pass."""
+"""Reuse of cached positions between requests, over sessions that check every pass."""
 
 from __future__ import annotations
 
@@ -34,15 +34,15 @@ class BrokenPassError(Exception):
 
 @dataclass
 class Chat:
-    """A base and a draft that answer one prompt after another, and what they must then hold."""
+    """A base and a draft that run one prompt after another, and their expected caches."""
 
     draft: str = "half_right"
     policy: str = "fixed"
     prefill_rows: int = 64
     draft_capacity: int = CAPACITY
-    text: list[int] = field(default_factory=list)  # of the last prompt and its answer
-    in_base: list[int] = field(default_factory=list)  # tokens whose rows are there
-    in_draft: list[int] = field(default_factory=list)  # tokens that its rows pair up to
+    text: list[int] = field(default_factory=list)  # of the last prompt and its output
+    in_base: list[int] = field(default_factory=list)  # tokens with cached positions
+    in_draft: list[int] = field(default_factory=list)  # tokens up to its last position
 
     def __post_init__(self) -> None:
         self.base = StrictBase(CAPACITY)
@@ -59,9 +59,9 @@ class Chat:
     def ask(
         self, prompt, *, speculates=False, params=GREEDY, count=12, stop_after=None, breaks=None
     ):
-        """One answer: its tokens, and the rows that were not computed.
+        """Run one request and return its tokens; set `reused`, the positions not computed.
 
-        `stop_after` so many rounds nobody asks on; pass `breaks` of the base fails.
+        The caller stops after `stop_after` rounds; pass `breaks` of the base fails.
         """
         caches = [self.session, self.rows] if speculates else [self.session]
         held = min(cache.held(prompt) for cache in caches)
@@ -107,14 +107,14 @@ class Chat:
         self.text = [*prompt, *tokens]
         if tokens:
             self.in_base = self.text[:-1]
-        else:  # it broke in the prompt
+        else:  # it failed in the prompt
             pieces = len(self.base.passes)
             self.in_base = prompt[: self.reused + pieces * self.prefill_rows]
         if speculates:
             self.in_draft = self.text if tokens else prompt[: len(self.in_base) + 1]
 
     def expected(self, prompt, *, speculates) -> int:
-        """Rows that must not be computed for a prompt."""
+        """Number of positions that must be reused for a prompt."""
         common = count_common(self.in_base, prompt)
         if speculates:
             common = min(common, self._expected_of_draft(prompt))
@@ -136,20 +136,20 @@ PROMPT = [3, 1, 4, 1, 5, 9, 2, 6, 5]
 
 
 @pytest.mark.parametrize("speculates", [False, True], ids=["plain", "eagle"])
-def test_a_second_turn_computes_what_is_new(speculates):
+def test_a_second_turn_computes_only_new_tokens(speculates):
     chat = Chat()
     tokens = chat.ask(PROMPT, speculates=speculates)
     assert chat.reused == 0
     turn = [*PROMPT, *tokens, 7, 8]
     assert chat.ask(turn, speculates=speculates) == alone(turn)
     assert chat.reused == len(PROMPT) + len(tokens) - 1
-    assert chat.base.passes[0] == (chat.reused, 3)  # the answer's last token and the question
+    assert chat.base.passes[0] == (chat.reused, 3)  # the output's last token and the question
     assert chat.ask(turn, speculates=speculates) == alone(turn)
     assert chat.base.passes[0] == (chat.reused, 1) == (len(turn) - 1, 1), "asked again"
 
 
 def test_cached_draft_position_fixes_its_next_token():
-    """As where the next prompt is without the stop token of an answer."""
+    """As if the next prompt lacks the stop token of an output."""
     chat = Chat()
     tokens = chat.ask(PROMPT, speculates=True)
     fork, turn = chat.rows.fork(chat.rows.context), [*PROMPT, *tokens[:-1], 21, 22]
@@ -164,8 +164,8 @@ def test_cached_draft_position_fixes_its_next_token():
     assert chat.reused == 6
 
 
-def test_what_the_draft_missed_is_computed_again():
-    """After a plain answer the draft holds the answer before."""
+def test_hidden_states_that_the_draft_missed_are_computed_again():
+    """After a plain request the draft's cache still holds the request before."""
     chat = Chat()
     tokens = chat.ask(PROMPT, speculates=True)
     first = [*PROMPT, *tokens, 7]
@@ -173,13 +173,13 @@ def test_what_the_draft_missed_is_computed_again():
     assert chat.reused == len(first) - 2
     second = [*first, *tokens, 8]
     assert chat.ask(second, speculates=True) == alone(second)
-    assert chat.reused == len(first) - 2  # up to the token that the draft saw last
+    assert chat.reused == len(first) - 2  # up to the draft's last token
     assert chat.draft_session.extensions[-1] <= LIMITS.steps + 1
     assert chat.rows.held(chat.text) == len(chat.text) - 1
 
 
-def test_a_pause_of_drafting_loses_no_rows():
-    """Features wait over answers; the draft is given them when it wakes."""
+def test_a_pause_of_drafting_loses_no_hidden_states():
+    """Hidden states are stored across requests, until the draft resumes."""
     chat = Chat(policy="dear")
     network = chat.learned[GREEDY].controller.pace.network
     network.pause, prompt = 500, PROMPT
@@ -196,7 +196,7 @@ def test_a_pause_of_drafting_loses_no_rows():
 
 
 def test_a_retrial_prefills_only_the_newest_positions():
-    """The others count as held: the base need not compute them again for a draft that left them."""
+    """The others count as cached: the base need not compute them again for the draft."""
     chat, prompt = Chat(policy="free"), [at % 20 for at in range(75)]
     chat.learned[GREEDY].controller.pace.network.is_retrial = True
     tokens = chat.ask(prompt, speculates=True, count=6)
@@ -214,7 +214,7 @@ def test_a_retrial_prefills_only_the_newest_positions():
 
 
 def test_different_first_tokens_distinguish_prompts():
-    """No pair of a token and its follower is alike, though all followers are."""
+    """All next tokens are equal, but no pair of a token and its next token is."""
     chat = Chat()
     chat.ask([1, 5, 6, 7, 8], speculates=True)
     assert chat.rows.held([2, 5, 6, 7, 8]) == 0
@@ -223,11 +223,11 @@ def test_different_first_tokens_distinguish_prompts():
 
 TURNS = st.lists(
     st.tuples(
-        st.floats(0, 1),  # how much of the text before goes on
+        st.floats(0, 1),  # how much of the previous text is continued
         st.lists(st.integers(0, VOCAB - 1), min_size=1, max_size=8),
         st.sampled_from([(False, GREEDY), (True, GREEDY), (True, SAMPLED)]),
         st.integers(1, 14),  # tokens
-        st.sampled_from([None, None, 0, 1, 2]),  # rounds that are asked for
+        st.sampled_from([None, None, 0, 1, 2]),  # requested rounds
         st.sampled_from([None, None, None, 0, 1, 2, 5]),  # the pass that fails
     ),
     min_size=2,
@@ -259,7 +259,7 @@ def test_any_sequence_of_requests(turns, draft, policy, prefill_rows, draft_capa
 
 
 @pytest.mark.parametrize("breaks", range(4))
-def test_a_draft_that_fails_forgets_only_what_it_did_not_write(breaks, monkeypatch):
+def test_a_failed_draft_pass_drops_only_unwritten_positions(breaks, monkeypatch):
     chat = Chat(prefill_rows=6)
     run, passes = chat.draft_session.run, []
 
@@ -272,7 +272,7 @@ def test_a_draft_that_fails_forgets_only_what_it_did_not_write(breaks, monkeypat
     monkeypatch.setattr(chat.draft_session, "run", broken)
     tokens = chat.ask(PROMPT, speculates=True)
     monkeypatch.setattr(chat.draft_session, "run", run)
-    written = [0, 6, 9, 9][breaks]  # two pieces of the prompt, then rows of a tree
+    written = [0, 6, 9, 9][breaks]  # two chunks of the prompt, then a tree
     assert chat.rows.context.length == written
     turn = [*PROMPT, *tokens, 7]
     assert chat.ask(turn, speculates=True) == alone(turn)
@@ -339,7 +339,7 @@ def test_evicted_positions_are_not_reused():
     assert kept.find(PROMPT, 1)[0] == 6
 
 
-def test_rows_that_waited_are_gone_when_others_are_loaded():
+def test_waiting_hidden_states_are_dropped_when_a_prefix_is_loaded():
     chat = Chat(policy="dear")
     chat.learned[GREEDY].controller.pace.network.pause = 500
     chat.ask([5, 6, 7], speculates=True)
@@ -351,7 +351,7 @@ def test_rows_that_waited_are_gone_when_others_are_loaded():
 
 
 def test_a_tree_without_a_path_is_no_text(monkeypatch):
-    """What fails between verification and compaction leaves the rows before."""
+    """A failure between verification and compaction leaves the earlier positions."""
     chat = Chat()
 
     def broken(*_):

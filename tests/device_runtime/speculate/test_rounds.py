@@ -26,7 +26,7 @@ from edgellm.device_runtime.speculate.policy.tree_policy import TreeLimits
 
 
 def _sized(*costs: str) -> list[tuple[str, str]]:
-    """Shapes with policies: costs only say how much of a shape grows, so three shapes do."""
+    """Shapes with policies: costs only limit how much of a shape is expanded, so three suffice."""
     fixed = [(shape, "fixed") for shape in SHAPES]
     return [*fixed, *((shape, cost) for shape in ("chain", "bushy", "default") for cost in costs)]
 
@@ -43,7 +43,7 @@ def _sized(*costs: str) -> list[tuple[str, str]]:
 def test_token_ids_equal_plain_decoding(draft, shape, policy, with_text):
     setup = Setup(SHAPES[shape], policy, ("ngram", "suffix") * with_text, draft=draft)
     for params in (GREEDY, SAMPLED):
-        for prompt in (PROMPT, [7], list(range(20)) * 2):  # answers of one drafter, one by one
+        for prompt in (PROMPT, [7], list(range(20)) * 2):  # outputs of one drafter, one by one
             assert setup.ids(prompt, params, 30) == plain(prompt, params, 30)
     assert max(setup.base.tree_sizes) <= SHAPES[shape].verify_size
 
@@ -62,7 +62,7 @@ def test_token_ids_equal_plain_decoding_with_a_draft_model(draft, shape, policy)
 
 @pytest.mark.parametrize("top_k", [1, 2, 4])
 def test_a_draft_model_that_is_the_base_is_always_right(top_k):
-    """Which it could not be if its cache did not follow the accepted path."""
+    """This requires that its cache follows the accepted path."""
     setup = Setup(TreeLimits(top_k, 5, 1 + 5 * top_k), is_model=True)
     rounds = setup.rounds(max_tokens=61)
     assert [len(found.token_ids) for found in rounds] == [1, *[6] * 10]
@@ -72,7 +72,7 @@ def test_a_draft_model_that_is_the_base_is_always_right(top_k):
 
 @pytest.mark.parametrize("is_model", [False, True])
 def test_rounds_without_the_network_are_caught_up_with(is_model):
-    """The network reads in one pass what was committed while the gate was closed to it."""
+    """The network prefills in one pass what was committed while it was paused."""
     setup = Setup(TreeLimits(2, 4, 9), "free", ("suffix",), is_model=is_model, adapts=True)
     closed = [*[False] * 9, *[True] * 9] * 9
     setup.learned.controller.chooses_network = lambda _: closed.pop()
@@ -82,7 +82,7 @@ def test_rounds_without_the_network_are_caught_up_with(is_model):
 
 
 def test_waiting_positions_respect_the_engines_pass_limit():
-    """Of a gate that was closed for long."""
+    """After a long pause."""
     setup = Setup(TreeLimits(2, 4, 9), "free", ("suffix",), adapts=True)
     setup.rows.max_rows = 7
     closed = [*[True] * 9, *[False] * 30]
@@ -101,17 +101,17 @@ def test_chains_extend_and_trees_are_recomputed_each_level():
 
 @pytest.mark.parametrize(("top_k", "first"), [(1, [1, 1, 1]), (2, [1, 3, 5])])
 def test_a_level_costs_what_its_pass_computes(top_k, first):
-    """One row of a chain, whatever stands before; of a tree all rows so far."""
+    """One token for a chain; for a tree all tokens so far."""
     table = {str(rows): float(rows) for rows in range(1, 65)}
-    setup, told = Setup(TreeLimits(top_k, 4, 99), is_model=True), []
+    setup, charged = Setup(TreeLimits(top_k, 4, 99), is_model=True), []
     setup.costs = Costs.of({"1": 1}, table, table)
     frontier = setup.learned.policy.frontier
     setup.learned.policy.frontier = lambda pool, newest, prices: (
-        told.append(prices[:3].tolist()) or frontier(pool, newest, prices)
+        charged.append(prices[:3].tolist()) or frontier(pool, newest, prices)
     )
     setup.rounds(max_tokens=6)
-    assert [prices[0] for prices in told] == first
-    for level, prices in enumerate(told):
+    assert [prices[0] for prices in charged] == first
+    for level, prices in enumerate(charged):
         assert prices[1:] == [level * top_k + 2, level * top_k + 3]
 
 
@@ -186,8 +186,8 @@ def test_max_tokens_is_never_exceeded(max_tokens, policy):
 
 @pytest.mark.parametrize("policy", ["fixed", "free"])
 @pytest.mark.parametrize("capacity", [10, 11, 12, 20, 37, 66])
-def test_the_cache_is_filled_to_its_last_row(capacity, policy):
-    """Trees are clamped to what is left, down to one row."""
+def test_the_cache_is_filled_to_its_last_position(capacity, policy):
+    """Trees are clamped to the free positions, down to one."""
     setup = Setup(policy=policy, capacity=capacity, draft="half_right")
     maximum = capacity - len(PROMPT) + 1  # the last token is not written
     assert setup.ids(max_tokens=maximum) == plain(max_tokens=maximum)
@@ -195,7 +195,7 @@ def test_the_cache_is_filled_to_its_last_row(capacity, policy):
     assert setup.ids(max_tokens=maximum) == plain(max_tokens=maximum)
     sizes = setup.base.tree_sizes
     assert maximum < 4 or sizes[-3] <= 3
-    assert maximum < 3 or sizes[-2] <= 2  # one row beside the root was left
+    assert maximum < 3 or sizes[-2] <= 2  # one position besides the root was free
     assert maximum < 2 or sizes[-1] == 1
 
 
@@ -247,7 +247,7 @@ def test_any_combination(
 
 
 def test_pauses_end_and_the_draft_catches_up():
-    """A losing draft is left alone; what was committed meanwhile is written in one pass."""
+    """A losing draft pauses; tokens committed meanwhile are prefilled in one pass."""
     setup = Setup(policy="dear", draft="adversary", capacity=400, draft_capacity=400)
     assert setup.ids([5], max_tokens=300) == _plain_of(300)
     assert len(setup.session.extensions) < 100
@@ -275,7 +275,7 @@ def _plain_of(count: int) -> list[int]:
 
 
 def test_lookups_accept_in_repetitive_text():
-    """With a draft that never helps, what is accepted was looked up."""
+    """With a draft that is always wrong, all accepted tokens come from lookups."""
 
     def loop(context):
         logits = np.zeros(VOCAB, np.float32)
@@ -294,7 +294,7 @@ def test_lookups_accept_in_repetitive_text():
             at % 6 for at in range(50)
         ]  # PROMPT ends with 5
         longest = max(len(found.path) for found in rounds)
-        # Of the loop's last turn there are six tokens; the automaton goes on to its ninth level.
+        # The loop's last repetition has six tokens; the automaton continues to its ninth level.
         assert longest == {(): 1, ("ngram",): 7, ("suffix",): 10}[lookups]
 
 
@@ -306,8 +306,8 @@ def test_later_requests_find_an_earlier_output():
     assert [t for one in first for t in one.token_ids] == plain()
 
 
-def test_the_strict_sessions_find_what_is_wrong():
-    """A mask, a position, a feature or a compaction that is off by one does not pass."""
+def test_the_strict_sessions_detect_errors():
+    """A mask, position, hidden state or compaction that is off by one fails."""
     base = StrictBase(16)
     base.run(np.array([1, 2, 3]), 0, np.array([2]))
     rows, ids = np.arange(3), np.array([4, 5, 6])

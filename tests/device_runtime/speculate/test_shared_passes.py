@@ -1,4 +1,4 @@
-"""Drafts of several answers: their passes are shared, their trees are those of each alone."""
+"""Drafts of several requests share forward passes; their trees equal those of each alone."""
 
 from __future__ import annotations
 
@@ -25,7 +25,7 @@ TEXTS = [(3, 1, 4), (1, 5, 9, 2, 6), (5, 3), (5, 8, 9, 7)]
 
 
 class Answers:
-    """Drafters of one draft, each after a text of its own."""
+    """Drafters of one draft network, each with its own text."""
 
     def __init__(self, max_batch_size: int, costs: Costs = COSTS) -> None:
         self.session = StrictDraft(96, DRAFTS["half_right"], max_batch_size)
@@ -57,7 +57,7 @@ def _facts(trees):
     ("max_batch_size", "sizes"), [(4, [4] * 4), (3, [3, 1] * 4), (1, [1] * 16)]
 )
 def test_batched_trees_equal_single_ones(max_batch_size, sizes):
-    """An extension, and a pass for each of three levels behind the first."""
+    """An extension, and a pass for each of three levels after the first."""
     alone = Answers(1)
     for passes in alone.catch_up():
         run(passes)
@@ -81,7 +81,7 @@ def test_sequences_are_charged_a_share_of_batched_passes():
 
 
 def _drive(passes, answers: int) -> None:
-    """As where so many answers share every pass."""
+    """Draft as if this many sequences shared every pass."""
     try:
         wanted = next(passes)
         while True:
@@ -94,8 +94,8 @@ def _drive(passes, answers: int) -> None:
 @pytest.mark.parametrize("is_model", [False, True])
 @pytest.mark.parametrize(("levels", "row_ms"), [(None, 1.0), (LEVELS, 3.0)])
 def test_batched_levels_are_charged_by_measured_costs(is_model, levels, row_ms, monkeypatch):
-    """A draft alone takes a millisecond a row; two, side by side, 6 however many they have."""
-    costs, told = dataclasses.replace(COSTS, levels=levels), []
+    """A single draft takes a millisecond a token; two in a batch take 6 ms in any case."""
+    costs, charged = dataclasses.replace(COSTS, levels=levels), []
     if is_model:
         setup = Setup(LIMITS, is_model=True)
         setup.costs = costs
@@ -108,17 +108,17 @@ def test_batched_levels_are_charged_by_measured_costs(is_model, levels, row_ms, 
     monkeypatch.setattr(
         policy,
         "frontier",
-        lambda pool, newest, prices: told.append(prices) or frontier(pool, newest, prices),
+        lambda pool, newest, prices: charged.append(prices) or frontier(pool, newest, prices),
     )
     _drive(drafter.catch_up(), 2)
     _drive(drafter.propose(TEXTS[0][-1], 99, 99), 2)
-    assert len(told) == LIMITS.steps - 1
-    assert told[0][0] == row_ms
-    assert all((prices == row_ms).all() == (levels is LEVELS) for prices in told)
+    assert len(charged) == LIMITS.steps - 1
+    assert charged[0][0] == row_ms
+    assert all((prices == row_ms).all() == (levels is LEVELS) for prices in charged)
 
 
 class _Failing:
-    """A session that refuses one of the parts."""
+    """A session that fails for one of the parts."""
 
     max_batch_size = 9
 

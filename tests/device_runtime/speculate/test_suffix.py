@@ -28,7 +28,7 @@ def longest_match(tokens: list[int]) -> int:
 
 
 def continued(tokens: list[int], end: int, maximum: int) -> list[int]:
-    """What follows a place, as if the text went on as it does there."""
+    """Continuation after a position of the text, repeated where it ends."""
     longer = list(tokens)
     for at in range(end, end + maximum):
         longer.append(longer[at])
@@ -45,14 +45,14 @@ def test_the_match_is_the_longest_at_every_token(text):
         length = automaton.length[automaton.match]
         assert length == longest_match(tokens)
         assert length == 0 or automaton.end[automaton.match] in earlier_places(tokens, length)
-    # What bounds the work: every step but a few for each token makes a state or a transition.
+    # Bound of the work: all but a few steps for each token make a state or a transition.
     assert len(automaton.next) <= max(2 * len(text), 2)
     assert sum(map(len, automaton.next)) <= 3 * len(text)
 
 
 @settings(max_examples=150)
 @given(TEXTS, st.integers(1, 9))
-def test_continuations_are_what_followed(text, longest):
+def test_continuations_follow_the_match(text, longest):
     lookup = SuffixMemory(longest=longest, branches=99).begin()
     lookup.extend(text)
     found, length = lookup.continuations(), longest_match(text)
@@ -88,7 +88,7 @@ def test_a_loop_is_continued():
     assert lookup.continuations()[0].token_ids == [2, 3, 1, 2, 3, 1, 2, 3]
 
 
-def test_earlier_requests_are_remembered_but_not_beyond_their_ends():
+def test_matches_in_earlier_requests_end_with_them():
     memory = SuffixMemory()
     lookup = memory.begin()
     lookup.extend([1, 2, 3, 4, 5])
@@ -103,7 +103,7 @@ def test_earlier_requests_are_remembered_but_not_beyond_their_ends():
 
 
 def _joined(earlier: list[list[int]], own: list[int]) -> tuple[int, set[int]]:
-    """The longest match of the own text in one text of all, and what followed it."""
+    """The longest match of the current text in all texts joined, and its continuation."""
     tokens = [token for request in earlier for token in (*request, -1)] + own
     sizes = range(1, len(own) + bool(earlier) + 1)
     length = max((size for size in sizes if earlier_places(tokens, size)), default=0)

@@ -1,4 +1,4 @@
-"""Drafts of vision-language bases: lossless; EAGLE's see images and their positions."""
+"""Drafts of vision-language bases: lossless; EAGLE drafts attend to images at their positions."""
 
 from __future__ import annotations
 
@@ -89,7 +89,7 @@ def test_speculative_outputs_equal_plain_decoding(engines, tmp_path, temperature
 
 @pytest.mark.parametrize("reuses", [False, True], ids=["", "reuse"])
 def test_conversation_about_images(engines, tmp_path, reuses):
-    """Each sees its own: `a` and `b` have the same ids, and stand where the other's stood."""
+    """Each attends to its own image; `a` and `b` have the same ids and positions."""
     for name, size in (("a", (33, 21)), ("b", (33, 21))):
         picture(*size, seed=ord(name)).save(tmp_path / name, "png")
     llm = LLM(
@@ -126,8 +126,8 @@ def _common(ones: list, others: list) -> int:
     return next((at for at, (one, other) in enumerate(pairs) if one != other), len(others))
 
 
-def test_rows_of_images_are_reused_and_never_confused(engines, tmp_path):
-    """Questions in turn, plain and speculated; `b` has the size of `a`, hence the same ids."""
+def test_cached_images_are_reused_and_never_confused(engines, tmp_path):
+    """Several questions, plain and speculative; `b` has the size of `a`, hence the same ids."""
     for name, size in (("a", (33, 21)), ("b", (33, 21)), ("c", (16, 60))):
         picture(*size, seed=ord(name)).save(tmp_path / name, "png")
     options = {"multimodal_engine_dir": engines.visual_engine}
@@ -140,7 +140,7 @@ def test_rows_of_images_are_reused_and_never_confused(engines, tmp_path):
     user = functools.partial(_question, tmp_path)
 
     def ask(images: str, messages: list, *, speculative: bool) -> int:
-        """Rows that were reused: all that the caches had, by the pictures' names."""
+        """Number of reused positions, which must be all cached ones, by the pictures' names."""
         nonlocal base, draft
         answers = [
             model.generate(
@@ -187,7 +187,7 @@ def test_rows_of_images_are_reused_and_never_confused(engines, tmp_path):
 
 
 def _question(folder: Path, *items: str) -> dict:
-    """Of pictures, whose names are one letter, and words."""
+    """A question of pictures, whose names are one letter, and words."""
     content = [
         {"type": "image", "image": str(folder / item)}
         if item in "abc"
@@ -203,8 +203,8 @@ def _candidates(draft: DraftNetwork, ids: np.ndarray, shown: ImageRows) -> np.nd
     return draft.run(ids, hidden, 0, np.arange(len(ids)), top_k=8).log_probs.copy()
 
 
-def test_a_draft_reads_rows_of_images(mrope_draft):
-    """Other rows, other candidates, from the image on; the text before does not see them."""
+def test_a_draft_attends_to_image_tokens(mrope_draft):
+    """Other images change the candidates from the image on, not those of the text before."""
     ids = np.array([70, 71, VOCAB, VOCAB + 1, 72])
     rows = np.random.default_rng(2).standard_normal((2, BASE_HIDDEN), np.float32)
     none = np.zeros((0, 2, BASE_HIDDEN), np.float32)
@@ -215,7 +215,7 @@ def test_a_draft_reads_rows_of_images(mrope_draft):
 
 
 def test_draft_applies_mrope(mrope_draft):
-    """Positions as in text change nothing, those of an image do; all moved alike do not."""
+    """Image positions change the output; text positions and a common offset do not."""
     ids = np.arange(70, 78)
     rows = np.zeros((1, BASE_HIDDEN), np.float32)
     none = np.zeros((0, 1, BASE_HIDDEN), np.float32)

@@ -192,7 +192,7 @@ def test_nvfp4_rounds_its_inputs_in_the_graph(quantized):
 
 @pytest.mark.parametrize("family", ["qwen2", "qwen3"])
 def test_other_families(tmp_path, monkeypatch, family):
-    """Biases stay beside quantized weights; norms of queries and keys after them."""
+    """Biases stay with quantized weights; norms of queries and keys after them."""
     import onnxruntime as ort
     from transformers import AutoConfig, AutoModelForCausalLM
 

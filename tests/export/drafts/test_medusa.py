@@ -10,7 +10,7 @@ import pytest
 import torch
 from conftest import assert_one_line_error, make_checkpoint
 from eagle_reference import BASE_HIDDEN, BASE_LAYERS, VOCAB
-from medusa_heads import beside_model, log_probs, make_heads, make_tensors
+from medusa_heads import add_to_model, log_probs, make_heads, make_tensors
 
 from edgellm.core import graph_io
 from edgellm.core.artifact import verify_files
@@ -99,7 +99,7 @@ def test_heads_in_the_folder_of_their_model(base, tmp_path, command_here):
     """Medusa-2 trains the model, too: base and heads come from one folder."""
     whole = shutil.copytree(base, tmp_path / "whole")
     tensors = make_tensors(prefix="medusa_head.")
-    beside_model(whole, tensors, medusa_num_heads=3, medusa_num_layers=1)
+    add_to_model(whole, tensors, medusa_num_heads=3, medusa_num_layers=1)
     assert _exported(whole, whole, tmp_path / "draft").draft.num_heads == 3
     with pytest.raises(EdgeLLMError, match="holds more than Medusa heads"):
         _exported(whole, base, tmp_path / "other")
@@ -127,7 +127,7 @@ FAULTS = {
     "uneven": ({**make_tensors(2), **{f"2.{name[2:]}": tensor for name, tensor in
                 make_tensors(1, 2).items()}}, {}, ("different numbers of blocks",)),
     "two prefixes": ({**make_tensors(), **make_tensors(prefix="medusa_head.")}, {},
-                     ("under several names",)),
+                     ("have several prefixes",)),
     "unknown tensor": ({**make_tensors(), "sequential_head.weight": torch.ones(2, 2)}, {},
                        ("holds more than Medusa heads: sequential_head.weight",)),
     "a shape": ({**make_tensors(), "1.0.linear.weight": torch.ones(96, 95)}, {},

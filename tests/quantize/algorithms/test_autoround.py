@@ -43,7 +43,7 @@ def _quiet(*_: object) -> None:
 
 
 def test_it_learns_from_the_layers_output(rounding, tmp_path, monkeypatch):
-    """Fewer steps leave a larger difference; the codes are others than the nearest."""
+    """Fewer steps leave a larger error; values differ from rounding to nearest."""
     monkeypatch.setitem(autoround._ITERATIONS, "cpu", 40)
     learned = run_job(rounding, _quiet)
     monkeypatch.setitem(autoround._ITERATIONS, "cpu", 1)
@@ -61,7 +61,7 @@ def test_it_learns_from_the_layers_output(rounding, tmp_path, monkeypatch):
     export_llm(open_checkpoint(str(rounding.output_dir)), bundle, ExportOptions("fp32"))
 
 
-def test_an_interrupt_changes_nothing(rounding, tmp_path, monkeypatch):
+def test_an_interrupt_does_not_change_the_result(rounding, tmp_path, monkeypatch):
     monkeypatch.setitem(autoround._ITERATIONS, "cpu", 4)
     whole = replace(rounding, output_dir=tmp_path / "whole", lm_head_quantization="int4")
     run_job(whole, _quiet)
@@ -85,17 +85,17 @@ def test_an_interrupt_changes_nothing(rounding, tmp_path, monkeypatch):
     [
         ({"quantization": "fp8"}, "--algo autoround: no such choice"),
         ({"algo": "autorounds"}, "did you mean autoround"),
-        ({"base_model_dir": "base"}, "does not do drafts"),
+        ({"base_model_dir": "base"}, "does not support drafts"),
     ],
 )
-def test_what_will_not_do(rounding, change, words):
+def test_unsupported_jobs_are_rejected(rounding, change, words):
     with pytest.raises(EdgeLLMError) as caught:
         run_job(replace(rounding, **change), _quiet)
     assert words in f"{caught.value} {caught.value.hint}"
     assert not rounding.work_dir.exists()
 
 
-def test_without_the_package(rounding, monkeypatch):
+def test_a_missing_package_is_reported(rounding, monkeypatch):
     monkeypatch.setattr(autoround.importlib.util, "find_spec", lambda _: None)
     with pytest.raises(EdgeLLMError, match="needs the package auto-round"):
         run_job(rounding, _quiet)

@@ -1,4 +1,4 @@
-"""`edgellm-quantize llm --algo gptq`: error feedback, and what it is fitted to."""
+"""`edgellm-quantize llm --algo gptq`: error feedback and its calibration."""
 
 from __future__ import annotations
 
@@ -20,7 +20,7 @@ from edgellm.quantize.algorithms.gptq.float_grids import Fp8Grid, Nvfp4Grid
 from edgellm.quantize.algorithms.gptq.layer import round_layer
 from edgellm.quantize.algorithms.gptq.rounding import (
     Feedback,
-    WholeNumbers,
+    IntegerGrid,
     round_nearest,
     round_with_feedback,
     spread,
@@ -30,13 +30,13 @@ from edgellm.quantize.pipeline.run import run_job
 
 pytestmark = pytest.mark.usefixtures("one_thread")
 
-GRID = WholeNumbers(-8, 7, 32)
+GRID = IntegerGrid(-8, 7, 32)
 SIGNED = replace(GRID, has_signs=True)
 
 
 @pytest.fixture
 def inputs() -> torch.Tensor:
-    """Correlated ones [T, K] with outlying channels."""
+    """Return correlated inputs [T, K] with outlier channels."""
     chance = torch.Generator().manual_seed(0)
     mixing = torch.randn(96, 96, generator=chance) / 10 + torch.eye(96)
     scale = torch.exp(torch.randn(96, generator=chance))
@@ -52,7 +52,7 @@ def _error(x: torch.Tensor, found: torch.Tensor, wanted: torch.Tensor) -> float:
     return float((x @ found.T - wanted).norm() / wanted.norm())
 
 
-def test_feedback_loses_less_than_the_nearest(inputs, weight):
+def test_error_feedback_beats_rounding_to_nearest(inputs, weight):
     moments, wanted = inputs.T @ inputs / len(inputs), inputs @ weight.T
     nearest = round_nearest(weight, moments.diagonal(), GRID)
     feedback = Feedback.of(moments)
@@ -70,10 +70,10 @@ def test_feedback_loses_less_than_the_nearest(inputs, weight):
 
 
 @pytest.mark.parametrize(
-    "grid", [GRID, SIGNED, WholeNumbers(-127, 127, 0), Nvfp4Grid(1e-3), Fp8Grid(0.01)]
+    "grid", [GRID, SIGNED, IntegerGrid(-127, 127, 0), Nvfp4Grid(1e-3), Fp8Grid(0.01)]
 )
-def test_each_sweep_lessens_the_error(inputs, weight, grid):
-    """Of the outputs, without a scale or a code that could not be stored."""
+def test_each_sweep_reduces_the_output_error(inputs, weight, grid):
+    """All scales and values stay representable."""
     feedback = Feedback.of(inputs.T @ inputs / len(inputs))
     found = [round_nearest(weight, feedback.importance, grid)]
     for _ in range(3):
@@ -91,8 +91,8 @@ def test_each_sweep_lessens_the_error(inputs, weight, grid):
     torch.testing.assert_close(again, last.codes)
 
 
-def test_signs_of_scales_use_the_sixteenth_code(weight):
-    """A block's largest weight takes the code that the other side lacks."""
+def test_negative_scales_use_the_value_minus_eight(weight):
+    """The largest weight of a block may become -8."""
     plain, signed = (round_nearest(weight, torch.ones(96), grid) for grid in (GRID, SIGNED))
     errors = [float((each.values() - weight).norm()) for each in (plain, signed)]
     assert errors[1] < 0.97 * errors[0]
@@ -102,8 +102,8 @@ def test_signs_of_scales_use_the_sixteenth_code(weight):
     assert (signed.scales.sign()[used] == -largest.sign()[used]).float().mean() > 0.9
 
 
-def test_scales_weigh_what_matters(weight):
-    """A block whose largest weight meets no input is scaled for the others."""
+def test_scales_ignore_weights_of_unused_inputs(weight):
+    """A block whose largest weight has no input is scaled for the other weights."""
     weight[:, 5] = 30
     importance = torch.ones(96)
     importance[5] = 0
@@ -113,7 +113,7 @@ def test_scales_weigh_what_matters(weight):
 
 
 @pytest.mark.parametrize("dead", [slice(0, 3), slice(0, 96)])
-def test_channels_that_are_never_used(inputs, weight, dead):
+def test_unused_channels_are_rounded(inputs, weight, dead):
     inputs[:, dead] = 0
     feedback = Feedback.of(inputs.T @ inputs / len(inputs))
     found = round_with_feedback(weight, feedback, GRID).values()
@@ -129,8 +129,8 @@ def place(tmp_path_factory) -> Path:
     return folder
 
 
-def test_a_model_and_an_interrupt(place, tmp_path):
-    """Less is lost than by AWQ; an interrupted run gives the same bytes, and the result exports."""
+def test_gptq_beats_awq_and_resumes(place, tmp_path):
+    """An interrupted run gives the same bytes, and the result exports."""
     job = make_job(
         place / "model", place / "text.jsonl", tmp_path / "out", "int4_awq", algo="gptq",
         kv_cache_quantization="fp8", num_samples=64,
@@ -158,8 +158,8 @@ def test_a_model_and_an_interrupt(place, tmp_path):
 
 
 @pytest.mark.parametrize("scheme", ["fp8", "nvfp4"])
-def test_floats_of_eight_and_four_bits(place, tmp_path, scheme):
-    """Less is lost than by rounding to the nearest; codes and scales are those of the layout."""
+def test_gptq_of_fp8_and_nvfp4_beats_rounding_to_nearest(place, tmp_path, scheme):
+    """Values and scales have the layout's types."""
     job = make_job(
         place / "model", place / "text.jsonl", tmp_path / "out", scheme, num_samples=64,
         kv_cache_quantization="fp8",
@@ -184,13 +184,13 @@ def test_floats_of_eight_and_four_bits(place, tmp_path, scheme):
     export_llm(open_checkpoint(str(job.output_dir)), tmp_path / "bundle", ExportOptions("fp32"))
 
 
-def test_rows_pass_some_at_a_time(place, monkeypatch):
-    """Gradients of a row are the same whichever rows are with it."""
+def test_gradients_do_not_depend_on_the_batch_size(place, monkeypatch):
+    """Gradients of a sample are the same in any batch."""
     job = make_job(place / "model", place / "text.jsonl", place / "none", "fp8", num_samples=5)
     plan = make_plan(job)
     rows, found = plan.task.calibration.rows, []
     for kept in (1 << 29, 1):
-        monkeypatch.setattr(gradients, "_KEPT_BYTES", kept)
+        monkeypatch.setattr(gradients, "_STATES_BYTES", kept)
         traced = gradients.trace(plan.subject, rows, plan.task.device)
         found.append({(each.layer, each.row): each.gradients["mlp.up_proj"] for each in traced})
     assert found[0].keys() == found[1].keys()
@@ -199,15 +199,15 @@ def test_rows_pass_some_at_a_time(place, monkeypatch):
         torch.testing.assert_close(gradient, found[1][key])
 
 
-def test_tokens_that_do_not_count_are_not_fitted_to(place):
-    """A layer is rounded alike whatever stands in tokens of no weight."""
+def test_tokens_of_weight_zero_do_not_affect_the_result(place):
+    """A layer is quantized alike for any inputs of such tokens."""
     plan = make_plan(
         make_job(place / "model", place / "text.jsonl", place / "none", "int4_awq", algo="gptq")
     )
     source = {name: each.floats() for name, each in plan.subject.layer_source(0).items()}
     states = next(plan.subject.reader.embedded(plan.task.calibration.rows[:4], 4))
     changed = states.clone()
-    changed[:, -9:] *= 30  # nothing before them reads them
+    changed[:, -9:] *= 30  # no earlier token attends to them
     results = []
     for each, count in ((states, 0.0), (changed, 0.0), (changed, 1.0)):
         weights = torch.ones(states.shape[1])

@@ -1,4 +1,4 @@
-"""`edgellm-quantize llm --quantization mixed`: the most exact forms that a size can have."""
+"""`edgellm-quantize llm --quantization mixed`: the least divergence for a size."""
 
 from __future__ import annotations
 
@@ -17,7 +17,7 @@ from edgellm.core.errors import EdgeLLMError
 from edgellm.export.graph.architecture import ExportOptions
 from edgellm.export.pipeline.llm import export_llm
 from edgellm.export.pipeline.resolve import open_checkpoint
-from edgellm.quantize.algorithms.gptq.rounding import WholeNumbers, round_nearest
+from edgellm.quantize.algorithms.gptq.rounding import IntegerGrid, round_nearest
 from edgellm.quantize.algorithms.mixed_precision import search
 from edgellm.quantize.algorithms.mixed_precision.allocation import Form, Unit, choose_point, curve
 from edgellm.quantize.algorithms.mixed_precision.sensitivity import estimate
@@ -43,8 +43,8 @@ def mixed(place, tmp_path):
     )
 
 
-def test_the_curve_is_the_best_of_all_choices():
-    """Every point against all combinations of the same size."""
+def test_the_curve_is_optimal():
+    """No combination of the same size beats a point."""
     chance = np.random.default_rng(0)
     units = []
     for layer in range(5):
@@ -67,11 +67,11 @@ def test_the_curve_is_the_best_of_all_choices():
     assert choose_point(points, None, points[3].divergence) == points[3]
 
 
-def test_the_estimate_is_the_divergence(mixed):
-    """Rounding one unit alone, measured with the whole model, against what was foretold."""
+def test_the_estimate_is_near_the_divergence(mixed):
+    """Quantizing one unit alone, measured with the whole model, against the estimate."""
     plan = make_plan(replace(mixed, target_bits=4.5, num_samples=4))
     torch.manual_seed(0)
-    grid = WholeNumbers(-8, 7, 32)
+    grid = IntegerGrid(-8, 7, 32)
     units = estimate(plan.subject, plan.task, {"int4": grid})
     foretold = [unit.forms[1].divergence for unit in units]
     measured = [_divergence(plan, unit, grid) for unit in units]
@@ -80,9 +80,9 @@ def test_the_estimate_is_the_divergence(mixed):
     assert 0.4 < sum(foretold) / sum(measured) < 2.5
 
 
-def _divergence(plan, unit: Unit, grid: WholeNumbers) -> float:
+def _divergence(plan, unit: Unit, grid: IntegerGrid) -> float:
     subject, task = plan.subject, plan.task
-    weight = load(Path(plan.job.model_dir))["model.embed_tokens.weight"]  # which is the head
+    weight = load(Path(plan.job.model_dir))["model.embed_tokens.weight"]  # tied to the head
     head = torch.from_numpy(weight.astype(np.float32))
     logs = []
     for is_rounded in (False, True):
@@ -100,7 +100,7 @@ def _divergence(plan, unit: Unit, grid: WholeNumbers) -> float:
     return float((logs[0].exp() * (logs[0] - logs[1])).sum(-1).mean())
 
 
-def test_a_model_of_several_forms(mixed, tmp_path):
+def test_a_mixed_precision_model_exports(mixed, tmp_path):
     report = run_job(mixed, lambda *_: None)
     found = load(mixed.output_dir)
     described = json.loads((mixed.output_dir / "hf_quant_config.json").read_text())["quantization"]
@@ -127,7 +127,7 @@ def test_a_model_of_several_forms(mixed, tmp_path):
     export_llm(open_checkpoint(str(mixed.output_dir)), tmp_path / "bundle", ExportOptions("fp32"))
 
 
-def test_an_interrupt_keeps_the_forms(mixed, tmp_path, monkeypatch):
+def test_a_resumed_run_uses_the_stored_forms(mixed, tmp_path, monkeypatch):
     whole = replace(mixed, output_dir=tmp_path / "whole", target_kl=0.1, target_bits=None)
     run_job(whole, lambda *_: None)
 
@@ -138,7 +138,7 @@ def test_an_interrupt_keeps_the_forms(mixed, tmp_path, monkeypatch):
     cut = replace(whole, output_dir=tmp_path / "cut")
     with pytest.raises(KeyboardInterrupt):
         run_job(cut, stop)
-    monkeypatch.setattr(search, "estimate", None)  # not asked again
+    monkeypatch.setattr(search, "estimate", None)  # not called again
     run_job(cut, lambda *_: None)
     name = "model.safetensors"
     assert (cut.output_dir / name).read_bytes() == (whole.output_dir / name).read_bytes()
@@ -151,11 +151,11 @@ def test_an_interrupt_keeps_the_forms(mixed, tmp_path, monkeypatch):
         ({"target_kl": 0.1}, "needs one target"),
         ({"quantization": "fp8"}, "are for mixed precision"),
         ({"algo": "awq"}, "has no choice of algorithms"),
-        ({"base_model_dir": "base"}, "does not do drafts"),
+        ({"base_model_dir": "base"}, "does not support drafts"),
         ({"target_bits": 4.2}, "has 4.5 bits a weight"),
     ],
 )
-def test_what_will_not_do(mixed, change, words):
+def test_invalid_options_are_rejected(mixed, change, words):
     with pytest.raises(EdgeLLMError) as caught:
         run_job(replace(mixed, **change), lambda *_: None)
     assert words in f"{caught.value} {caught.value.hint}"

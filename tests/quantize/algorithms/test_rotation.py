@@ -1,4 +1,4 @@
-"""`--rotate residual`: another residual stream, the same model; drafts that follow it."""
+"""`--rotate residual`: a rotated residual stream, the same model, and its drafts."""
 
 from __future__ import annotations
 
@@ -39,16 +39,20 @@ from edgellm.tools.train_draft.checkpoint_writers import draft_config, draft_sha
 
 pytestmark = pytest.mark.usefixtures("one_thread")
 
-# Biases, experts apart and together, latent attention, fused projections, scaled streams.
+# Biases, fused and unfused experts, latent attention, fused projections, scaled residuals
 TAKEN = ("seed_oss", "qwen2_moe", "mixtral", "granitemoe", "minicpm3", "phi3")
 HYBRIDS = ("lfm2_moe", "granitemoehybrid", "falcon_h1", "nemotron_h", "qwen3_next")
-NO_VALUES = {"minicpm3": "no v_proj of its own", "phi3": "no v_proj", "qwen3_next": "is a gate"}
+NO_VALUES = {
+    "minicpm3": "no separate v_proj",
+    "phi3": "no separate v_proj",
+    "qwen3_next": "gates the output of attention",
+}
 REFUSED = {
     "olmo2": "lacks input_layernorm",
     "gemma3_text": "has post_feedforward_layernorm|has pre_feedforward",
     "glm4": "has post_mlp_layernorm",
     "cohere2": "lacks post_attention_layernorm",
-    "starcoder2": "nothing is known of model.norm.bias",
+    "starcoder2": "unknown tensor model.norm.bias",
 }
 
 
@@ -67,7 +71,7 @@ def test_the_rotation_is_orthogonal_and_its_own_inverse(width):
 
 @pytest.mark.parametrize("kind", TAKEN + HYBRIDS)
 def test_a_rotated_model_computes_the_same(tmp_path, kind):
-    """Its stream turned, and its values where nothing stands between them and their readers."""
+    """The residual stream is rotated, and values if no gate follows them."""
     tiny = models.find(kind).TINY
     tiny = {**tiny, "moe_latent_size": 48} if kind == "nemotron_h" else tiny
     sizes = {key: size for key, size in SIZES.items() if key in tiny}
@@ -88,12 +92,12 @@ def test_a_rotated_model_computes_the_same(tmp_path, kind):
         assert after.whole.config[KEY]["untied"]
     ids = torch.arange(40).reshape(2, 20) % 90 + 3
     logits = [_logits(folder, ids), _logits(_write(after, folder, tmp_path / "turned"), ids)]
-    # Delta nets compute in float32 whatever the type; their two forms are as far apart, too.
+    # Delta nets always compute in float32; their two forms differ as much.
     allowed = 1e-4 * np.abs(logits[0]).max() if kind == "qwen3_next" else 1e-4
     np.testing.assert_allclose(logits[1], logits[0], atol=allowed, rtol=1e-4)
 
 
-def test_every_key_says_that_the_head_is_no_longer_the_embedding():
+def test_all_config_keys_untie_the_head():
     text, tied = {"tie_word_embeddings": True}, {"tie_embedding": True, "vocab_size": 9}
     assert untied({**tied, "text_config": text}) == {
         "tie_embedding": False,
@@ -104,7 +108,7 @@ def test_every_key_says_that_the_head_is_no_longer_the_embedding():
 
 
 @pytest.mark.parametrize("kind", REFUSED)
-def test_what_would_not_compute_the_same_is_refused(tmp_path, kind):
+def test_structures_that_do_not_commute_are_rejected(tmp_path, kind):
     model = LanguageModel.open(str(make_model(tmp_path / "model", kind)), ())
     with pytest.raises(UnsupportedModelError, match=REFUSED[kind]):
         rotated(model, 0, ())
@@ -112,7 +116,7 @@ def test_what_would_not_compute_the_same_is_refused(tmp_path, kind):
 
 @dataclass
 class TurnedRun(DraftRun):
-    """A draft after a base whose features are turned."""
+    """A draft of a base with rotated hidden states."""
 
     rotation: Rotation | None = None
 
@@ -124,7 +128,7 @@ class TurnedRun(DraftRun):
 
 @pytest.fixture(scope="module")
 def bases(tmp_path_factory) -> tuple[Path, Path]:
-    """A base and the same one, rotated."""
+    """Return a base and its rotated copy."""
     folder = tmp_path_factory.mktemp("bases")
     sizes = {"num_hidden_layers": 8, "intermediate_size": 96, "tie_word_embeddings": True}
     base = make_checkpoint(folder / "base", **{**models.find("llama").TINY, **sizes})
@@ -145,7 +149,7 @@ def test_a_draft_follows_its_rotated_base(tmp_path, bases, layout):
     run = TurnedRun(tmp_path / "bundle", manifest, rotation=rotation)
     reference = Reference(draft, bases[0], layout)
     drive(run, reference)
-    zeros = torch.zeros(2, manifest.draft.taps_width)  # the learned feature of rows of a mask
+    zeros = torch.zeros(2, manifest.draft.taps_width)  # the learned hidden state of mask tokens
     np.testing.assert_allclose(run.fuse(zeros), reference.fuse(zeros), atol=2e-4, rtol=2e-4)
     options = ExportOptions("fp32", hidden_taps=manifest.draft.hidden_taps)
     plain, turned = (
@@ -157,8 +161,8 @@ def test_a_draft_follows_its_rotated_base(tmp_path, bases, layout):
         require_pair(manifest.draft, plain, "here")
 
 
-def test_a_draft_that_was_trained_with_the_rotated_base(tmp_path, bases):
-    """It reads the stream as it is, and no other base will do."""
+def test_a_draft_trained_with_the_rotated_base_needs_that_base(tmp_path, bases):
+    """It reads the rotated hidden states unchanged."""
     folder = make_draft(tmp_path / "draft", EAGLE3)
     config = AutoConfig.from_pretrained(bases[1])
     trained = draft_config(draft_shape(config, 40, 3), config, "LlamaForCausalLMEagle3")
@@ -173,7 +177,7 @@ def test_a_draft_that_was_trained_with_the_rotated_base(tmp_path, bases):
         export_draft(draft, plain, tmp_path / "other", DraftOptions())
 
 
-def test_drafts_that_cannot_follow(tmp_path, bases):
+def test_unsupported_drafts_are_rejected(tmp_path, bases):
     base = open_checkpoint(str(bases[1]), tokenizer=False)
     for layout, reason in (
         (EAGLE1, "final norm"),
@@ -197,8 +201,8 @@ def test_drafts_that_cannot_follow(tmp_path, bases):
     assert not (tmp_path / "bundle").exists()
 
 
-def test_a_run_says_what_it_costs(tmp_path, capsys):
-    """A tied head becomes a matrix of its own, which int8_tied cannot hold."""
+def test_a_run_reports_the_bytes_of_an_untied_head(tmp_path, capsys):
+    """A rotation unties the head, which int8_tied rejects."""
     model = make_model(tmp_path / "model", "llama", num_hidden_layers=1, tie_word_embeddings=True)
     text = write_text(tmp_path / "text.jsonl", 40)
     job = make_job(model, text, tmp_path / "out", "fp8", num_samples=2, rotate="all")
@@ -246,7 +250,7 @@ def _write(model: LanguageModel, like: Path, folder: Path) -> Path:
 
 
 def _logits(folder: Path, ids: torch.Tensor) -> np.ndarray:
-    """In doubles: a layer of delta nets multiplies what float32 rounds off by a thousand."""
+    """In float64: a layer of delta nets multiplies float32's rounding error by 1000."""
     model = AutoModelForCausalLM.from_pretrained(
         folder, dtype=torch.float64, attn_implementation="eager", experts_implementation="eager"
     )

@@ -1,4 +1,4 @@
-"""`edgellm-quantize llm --quantization int8_sq`: a smoothing that is searched."""
+"""`edgellm-quantize llm --quantization int8_sq`: SmoothQuant with a search for alpha."""
 
 from __future__ import annotations
 
@@ -23,7 +23,7 @@ _V, _O = "model.layers.1.self_attn.v_proj.weight", "model.layers.1.self_attn.o_p
 
 @pytest.fixture(scope="module")
 def place(tmp_path_factory) -> Path:
-    """A model with outliers among its values, and some text."""
+    """Return a model with outliers in its values, and text."""
     folder = tmp_path_factory.mktemp("smoothing")
     make_model(folder / "model", "llama")
     path = folder / "model" / "model.safetensors"
@@ -47,8 +47,8 @@ def _run(place: Path, output: Path, target: str, **changes: object):
 
 
 @pytest.mark.parametrize("target", ["cpu", "gpu"])
-def test_outliers_of_values_go_into_their_rows(place, tmp_path, target, monkeypatch):
-    """One factor for all heads that read a value: nothing is left to multiply with."""
+def test_smoothing_of_values_is_folded_into_v_proj(place, tmp_path, target, monkeypatch):
+    """Query heads that share values share a factor, so no `pre_quant_scale` is left."""
     job, report = _run(place, tmp_path / "out", target)
     found, source = load(job.output_dir), load(place / "model")
     assert not any(name.endswith("pre_quant_scale") for name in found)
@@ -65,7 +65,7 @@ def test_outliers_of_values_go_into_their_rows(place, tmp_path, target, monkeypa
     assert report.quality.kl_divergence <= 1.1 * plain.quality.kl_divergence
 
 
-def test_a_cache_of_bytes_keeps_its_values(place, tmp_path):
+def test_a_quantized_kv_cache_leaves_v_proj_unscaled(place, tmp_path):
     job, _ = _run(place, tmp_path / "out", "gpu", kv_cache_quantization="fp8")
     found, source = load(job.output_dir), load(place / "model")
     value = found[_V].astype(np.float32) * found[f"{_V}_scale"][:, None]
@@ -74,7 +74,7 @@ def test_a_cache_of_bytes_keeps_its_values(place, tmp_path):
     assert "model.layers.1.self_attn.v_proj.v_scale" in found
 
 
-def test_one_row_suffices(place, tmp_path):
+def test_one_sample_suffices(place, tmp_path):
     _, many = _run(place, tmp_path / "many", "cpu")
     job, one = _run(place, tmp_path / "one", "cpu", num_samples=1)
     assert one.quality.kl_divergence < 2 * many.quality.kl_divergence
@@ -83,8 +83,8 @@ def test_one_row_suffices(place, tmp_path):
 
 
 @pytest.mark.parametrize("target", ["cpu", "gpu"])
-def test_a_network_whose_width_no_head_divides(place, tmp_path, target):
-    """Nor does a block of inputs: 80 numbers, heads and blocks of 32."""
+def test_a_width_that_heads_and_blocks_do_not_divide(place, tmp_path, target):
+    """80 channels, heads and blocks of 32."""
     model = make_model(tmp_path / "model", "qwen3", intermediate_size=80, num_hidden_layers=1)
     shutil.copy(place / "text.jsonl", tmp_path)
     _, report = _run(tmp_path, tmp_path / "out", target)
@@ -94,7 +94,7 @@ def test_a_network_whose_width_no_head_divides(place, tmp_path, target):
     assert max(layer.weight_errors.values()) < 0.02
 
 
-def test_blocks_of_inputs_are_the_kernels():
+def test_input_blocks_equal_those_of_the_kernels():
     x = torch.randn(3, 200, generator=torch.Generator().manual_seed(0))
     x[1, 7] = 1000
     rounded = round_int8_blocks(x)

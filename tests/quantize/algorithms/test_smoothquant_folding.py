@@ -1,4 +1,4 @@
-"""Factors of inputs that go into what makes them."""
+"""Folding of smoothing factors into norms and linear layers."""
 
 from __future__ import annotations
 
@@ -7,7 +7,7 @@ import pytest
 import torch
 from quantize_cases import make_model
 
-from edgellm.quantize.algorithms.cross_layer_equalization import even_columns, input_squares
+from edgellm.quantize.algorithms.cross_layer_equalization import equalize_columns, input_squares
 from edgellm.quantize.algorithms.smoothquant import int8_rows
 from edgellm.quantize.algorithms.smoothquant_folding import fold_smoothing
 from edgellm.quantize.formats.tensors import plain_tensor
@@ -21,8 +21,8 @@ CHAINS = (("self_attn.v_proj", "self_attn.o_proj"), ("mlp.up_proj", "mlp.down_pr
 
 @pytest.mark.parametrize("kind", ["olmo2", "llama"])
 @pytest.mark.parametrize("chain", CHAINS)
-def test_a_maker_that_is_rounded_anew_keeps_what_its_reader_gave_it(kind, chain):
-    """The product of both, with factors of inputs of up to two."""
+def test_a_layer_quantized_again_keeps_the_factors_folded_into_it(kind, chain):
+    """The product of both layers stays, with factors of up to 2."""
     chance = np.random.default_rng(0)
     source, tensors, smooth = {}, {}, {}
     for name in ("mlp.gate_proj", *CHAINS[0], *CHAINS[1]):
@@ -41,8 +41,8 @@ def test_a_maker_that_is_rounded_anew_keeps_what_its_reader_gave_it(kind, chain)
     assert np.linalg.norm(reader @ maker - wanted) < 0.04 * np.linalg.norm(wanted)
 
 
-def test_an_output_whose_values_nothing_scales_is_rounded_anew():
-    """Latent attention expands values from what keys share with them."""
+def test_o_proj_without_v_proj_is_quantized_again():
+    """Latent attention expands keys and values from a shared latent."""
     chance = np.random.default_rng(0)
     weight = chance.standard_normal((WIDTH, WIDTH)).astype(np.float32)
     factor = np.exp(chance.uniform(-0.7, 0.7, WIDTH)).astype(np.float32)
@@ -57,7 +57,7 @@ def test_an_output_whose_values_nothing_scales_is_rounded_anew():
 
 @pytest.mark.parametrize("reads", [False, True])
 @pytest.mark.parametrize(
-    ("kind", "evened"),
+    ("kind", "equalize"),
     [
         ("llama", ("q_proj", "o_proj", "gate_proj", "down_proj")),
         ("gemma2", ("q_proj", "o_proj", "gate_proj", "down_proj")),
@@ -68,8 +68,8 @@ def test_an_output_whose_values_nothing_scales_is_rounded_anew():
         ("qwen3_moe", ()),
     ],
 )
-def test_columns_that_are_more_alike_compute_the_same(tmp_path, kind, evened, reads):
-    """Whatever makes a family's inputs; what nothing can undo stays."""
+def test_equalized_columns_compute_the_same(tmp_path, kind, equalize, reads):
+    """For every producer of inputs; columns without one stay unchanged."""
     subject = LanguageModel.open(str(make_model(tmp_path, kind)), ())
     source = {name: each.floats() for name, each in subject.layer_source(0).items()}
     chance = np.random.default_rng(0)
@@ -82,29 +82,29 @@ def test_columns_that_are_more_alike_compute_the_same(tmp_path, kind, evened, re
         model = subject.layer_model(0, source, states.device)
         weights = dict.fromkeys(linears(model), torch.ones(9))
         squares = input_squares(model, [states], subject.family, weights)
-    found = even_columns(source, subject.family, subject.config.head_dim, squares)
+    found = equalize_columns(source, subject.family, subject.config.head_dim, squares)
     wanted, got = (
         run_layer(subject.layer_model(0, values, states.device), states) - states
         for values in (source, found)
     )
     assert torch.dist(got, wanted) < 1e-4 * wanted.norm()
-    if not evened:
+    if not equalize:
         assert all((found[name] == value).all() for name, value in source.items())
-    for name in evened:
+    for name in equalize:
         key = next(key for key in source if key.endswith(f"{name}.weight"))
         assert _spread(found[key]) < 0.95 * _spread(source[key])
 
 
-def test_columns_around_what_stays_as_it_is(tmp_path):
-    """No factor goes into a linear layer that is not rounded."""
+def test_columns_around_float_layers_stay_unchanged(tmp_path):
+    """No factor is folded into a float linear layer."""
     subject = LanguageModel.open(str(make_model(tmp_path, "llama")), ())
     source = {name: each.floats() for name, each in subject.layer_source(0).items()}
     floats = ("self_attn.k_proj", "mlp.up_proj")
-    found = even_columns(source, subject.family, subject.config.head_dim, floats=floats)
+    found = equalize_columns(source, subject.family, subject.config.head_dim, floats=floats)
     changed = {name for name, value in source.items() if (found[name] != value).any()}
     assert changed == {"self_attn.v_proj.weight", "self_attn.o_proj.weight"}
 
 
 def _spread(weight: np.ndarray) -> float:
-    """Of the logarithms of columns' sizes."""
+    """Return the spread of the logarithms of column norms."""
     return float(np.log(np.linalg.norm(weight, axis=0)).std())

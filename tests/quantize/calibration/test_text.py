@@ -1,4 +1,4 @@
-"""Rows of calibration text: packed, chat-templated, disjoint from what is held out."""
+"""Calibration text: packed samples with chat templates, and disjoint held-out samples."""
 
 from __future__ import annotations
 
@@ -22,7 +22,7 @@ def tokenizer(tmp_path_factory):
     return load_tokenizer({path.name: path.read_bytes() for path in folder.iterdir()})
 
 
-def test_rows_are_full_and_disjoint(tokenizer, tmp_path):
+def test_samples_are_full_and_disjoint(tokenizer, tmp_path):
     text = write_text(tmp_path / "text.jsonl")
     found = read_calibration(str(text), tokenizer, **OPTIONS)
     assert found.rows.shape == (20, 16)
@@ -38,15 +38,15 @@ def test_rows_are_full_and_disjoint(tokenizer, tmp_path):
     assert other.sha256 != found.sha256
 
 
-def test_less_text_gives_fewer_rows(tokenizer, tmp_path):
+def test_short_texts_give_fewer_samples(tokenizer, tmp_path):
     text = write_text(tmp_path / "text.jsonl", 6)
     found = read_calibration(str(text), tokenizer, **OPTIONS)
     assert 0 < len(found.rows) < 20
     assert len(found.held_out) == 1
 
 
-def test_the_same_document_twice_is_one(tokenizer, tmp_path):
-    """A copy could be calibrated with and held out."""
+def test_duplicate_documents_are_dropped(tokenizer, tmp_path):
+    """A copy could be calibration text and held out."""
     text = write_text(tmp_path / "text.jsonl", 6)
     once = read_calibration(str(text), tokenizer, **OPTIONS)
     text.write_text(text.read_text() * 3)
@@ -62,7 +62,7 @@ def test_paragraphs_of_a_text_file(tokenizer, tmp_path):
     assert len(found.rows) == 20
 
 
-def test_the_own_text_is_sound(tokenizer):
+def test_the_default_text_is_valid(tokenizer):
     found = read_calibration("default", tokenizer, **{**OPTIONS, "num_held_out": 40})
     assert found.name == "default"
     assert len(found.rows) == 20
@@ -89,7 +89,7 @@ def test_the_own_text_is_sound(tokenizer):
         ("a.jsonl", b'{"messages": [{"role": "tool", "content": "x"}]}', "no tools here"),
     ],
 )
-def test_files_that_will_not_do(tokenizer, tmp_path, name, content, words):
+def test_invalid_files_are_rejected(tokenizer, tmp_path, name, content, words):
     path = tmp_path / name
     if content is not None:
         path.write_bytes(content)
@@ -97,13 +97,13 @@ def test_files_that_will_not_do(tokenizer, tmp_path, name, content, words):
         read_calibration(str(path), tokenizer, **OPTIONS)
 
 
-def test_a_tokenizer_of_another_model(tokenizer, tmp_path):
+def test_a_tokenizer_of_another_model_is_rejected(tokenizer, tmp_path):
     text = write_text(tmp_path / "text.jsonl")
     with pytest.raises(EdgeLLMError, match="tokenizer gives id"):
         read_calibration(str(text), tokenizer, **{**OPTIONS, "vocab_size": 20})
 
 
-def test_lines_may_hold_other_line_ends(tokenizer, tmp_path):
+def test_lines_may_contain_other_line_ends(tokenizer, tmp_path):
     path = tmp_path / "a.jsonl"
     line = {"text": " ".join(f"w{n}" for n in range(9, 90)) + " w90\u2028w91"}
     path.write_text((json.dumps(line, ensure_ascii=False) + "\n") * 1, "utf-8")

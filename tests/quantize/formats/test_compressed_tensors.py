@@ -1,4 +1,4 @@
-"""`--format compressed-tensors`: the codes of ModelOpt's format, and what they compute."""
+"""`--format compressed-tensors`: quantized values of ModelOpt's format, and the model's output."""
 
 from __future__ import annotations
 
@@ -26,8 +26,7 @@ pytestmark = pytest.mark.usefixtures("one_thread")
 
 FORMAT = "compressed-tensors"
 E2M1 = np.array([0, 0.5, 1, 1.5, 2, 3, 4, 6, 0, -0.5, -1, -1.5, -2, -3, -4, -6], np.float32)
-# Layers that others put otherwise: shared value heads, norms with a shift, fused and bent ones,
-# biases of values, no norm in front.
+# Grouped queries, norms with an offset, fused and ungated MLPs, biases of values, post-norms
 CASES = [
     ("llama", "int4_awq"), ("llama", "int8_sq"), ("llama", "fp8"), ("llama", "nvfp4"),
     ("qwen2", "int8_sq"), ("gemma2", "int8_sq"), ("phi3", "int4_awq"),
@@ -35,7 +34,7 @@ CASES = [
     ("granitemoehybrid", "int8_sq"),
 ]  # fmt: skip
 
-# Without experts: rounded inputs may send rows to others.
+# Without experts: quantized inputs may change the routing.
 DENSE = {
     "granitemoehybrid": {
         "num_local_experts": 0,
@@ -51,7 +50,7 @@ def text(tmp_path_factory) -> Path:
 
 
 def read(folder: Path) -> dict[str, np.ndarray]:
-    """Tensors in types that numpy has; float8 as ml_dtypes'."""
+    """Load tensors in numpy's types, float8 in ml_dtypes'."""
     found = {}
     for name, tensor in load_file(folder / "model.safetensors").items():
         if tensor.dtype == torch.float8_e4m3fn:
@@ -62,7 +61,7 @@ def read(folder: Path) -> dict[str, np.ndarray]:
 
 
 def codes(tensors: dict[str, np.ndarray], name: str) -> np.ndarray:
-    """The codes of a layer in either format, [out, in]; of FP4 and FP8 as bytes."""
+    """Return a layer's quantized values in either format, [out, in]; FP4 and FP8 as bytes."""
     packed = tensors.get(f"{name}.weight_packed")
     weight = tensors.get(f"{name}.weight")
     if packed is not None and packed.dtype == np.int32:  # eight in a word, the first lowest
@@ -73,13 +72,13 @@ def codes(tensors: dict[str, np.ndarray], name: str) -> np.ndarray:
     is_int4 = stored.dtype == np.uint8 and tensors[f"{name}.weight_scale"].dtype == np.float32
     if not is_int4:
         return stored.view(np.uint8) if stored.dtype != np.int8 else stored
-    low, high = (stored & 15).astype(np.int8), (stored >> 4).astype(np.int8)  # two rows in a byte
+    low, high = (stored & 15).astype(np.int8), (stored >> 4).astype(np.int8)  # two a byte
     both = np.stack([low, high], 1).reshape(-1, stored.shape[1])
     return np.where(both > 7, both - 16, both).astype(np.int8)
 
 
 def value(tensors: dict[str, np.ndarray], name: str) -> np.ndarray:
-    """The weight [out, in] that the format compressed-tensors means."""
+    """Dequantize a weight [out, in] of the compressed-tensors format."""
     found, scale = codes(tensors, name), tensors[f"{name}.weight_scale"].astype(np.float32)
     if f"{name}.weight_global_scale" in tensors:
         pairs = np.stack([found & 15, found >> 4], -1).reshape(len(found), -1)
@@ -97,7 +96,7 @@ def layers(tensors: dict[str, np.ndarray]) -> list[str]:
 
 
 @pytest.mark.parametrize(("kind", "scheme"), CASES)
-def test_codes_are_those_of_the_other_format(tmp_path, text, monkeypatch, kind, scheme):
+def test_both_formats_have_equal_values(tmp_path, text, monkeypatch, kind, scheme):
     model = make_model(tmp_path / "model", kind, **DENSE.get(kind, {}))
     jobs = [
         make_job(model, text, tmp_path / name, scheme, num_samples=4, format=name)
@@ -112,7 +111,7 @@ def test_codes_are_those_of_the_other_format(tmp_path, text, monkeypatch, kind, 
         for name in layers(ours)
         if not np.array_equal(codes(theirs, name), codes(ours, name))
     }
-    # Value heads are shared; other families have nothing that takes the factors.
+    # Factors of shared value heads change; in other families they cannot be folded.
     assert changed <= {
         "llama": {"self_attn.o_proj"}, "arcee": {"self_attn.o_proj", "mlp.down_proj"},
         "olmo2": {"self_attn.o_proj", "self_attn.q_proj", "self_attn.k_proj", "self_attn.v_proj",
@@ -123,12 +122,12 @@ def test_codes_are_those_of_the_other_format(tmp_path, text, monkeypatch, kind, 
     assert kl[1] < 1.5 * kl[0] + 0.002
     sizes = [report.bits_per_weight for report in reports]
     assert sizes[1] == pytest.approx(sizes[0], rel=0.15)
-    if scheme != "nvfp4":  # which ONNX Runtime does not run on CPUs
+    if scheme != "nvfp4":  # unsupported by ONNX Runtime on CPUs
         _expect_logits(jobs[1].output_dir, model, ours, tmp_path / "bundle", monkeypatch, scheme)
 
 
 def _expect_logits(folder, model, tensors, bundle, monkeypatch, scheme) -> None:
-    """The bundle against transformers with the values that the format means."""
+    """Compare the bundle with transformers' model of dequantized weights."""
     checkpoint = open_checkpoint(str(folder))
     manifest = export_llm(checkpoint, bundle, ExportOptions("fp32"))
     whole = AutoModelForCausalLM.from_pretrained(model, dtype=torch.float32)
@@ -161,7 +160,7 @@ def _rounding(scale: np.ndarray):
     return before
 
 
-def test_what_the_config_says(tmp_path, text):
+def test_the_config_describes_the_scheme(tmp_path, text):
     model = make_model(tmp_path / "model", "llama")
     job = make_job(model, text, tmp_path / "out", "fp8", num_samples=2, format=FORMAT,
                    keep_layers=(), kv_cache_quantization="fp8")  # fmt: skip
@@ -179,7 +178,7 @@ def test_what_the_config_says(tmp_path, text):
     assert bundle.spec.kv.ranges is not None
 
 
-def test_layers_that_stay_are_named(tmp_path, text):
+def test_the_config_lists_float_layers(tmp_path, text):
     model = make_model(tmp_path / "model", "llama")
     job = make_job(
         model, text, tmp_path / "out", "int4_awq", num_samples=2, format=FORMAT, keep_layers=(1,)
@@ -196,12 +195,12 @@ def test_layers_that_stay_are_named(tmp_path, text):
     ("arguments", "message"),
     [
         (("gguf", "fp8", None, None), "--format gguf: no such choice"),
-        ((FORMAT, "nvfp4_awq", None, None), "no place for the smoothing"),
-        ((FORMAT, "fp8", "fp8", None), "keeps the head in floats"),
-        ((FORMAT, "fp8", None, "int8"), "no int8 cache"),
+        ((FORMAT, "nvfp4_awq", None, None), "cannot store the smoothing"),
+        ((FORMAT, "fp8", "fp8", None), "requires a float head"),
+        ((FORMAT, "fp8", None, "int8"), "does not support an int8 KV cache"),
     ],
 )
-def test_what_the_format_cannot_hold(arguments, message):
+def test_unsupported_schemes_are_rejected(arguments, message):
     name, scheme, head, cache = arguments
     with pytest.raises(EdgeLLMError, match=message):
         check_format(name, SCHEMES[scheme], head, cache)

@@ -1,4 +1,4 @@
-"""The numpy reader and the rounding of activations, against definitions."""
+"""The numpy reader and the quantization of activations, against definitions."""
 
 from __future__ import annotations
 
@@ -28,7 +28,7 @@ def _tensor(array) -> Tensor:
     return Tensor(TensorInfo(_NAMES[str(array.dtype)], array.shape), array.tobytes())
 
 
-def test_tables():
+def test_tables_of_e4m3_and_e2m1():
     codes = np.arange(256, dtype=np.uint8)
     theirs = codes.view(ml_dtypes.float8_e4m3fn).astype(np.float32)
     np.testing.assert_array_equal(E4M3, theirs)
@@ -39,7 +39,7 @@ def test_tables():
 @given(st.integers(1, 3), st.integers(1, 3), st.sampled_from([16, 32]), st.integers(0, 99))
 def test_int4_unpacks_to_what_was_packed(half_rows, blocks, size, seed):
     codes = np.random.default_rng(seed).integers(-7, 8, (2 * half_rows, blocks * size))
-    codes[:, ::size] = 7  # so that the scale is one
+    codes[:, ::size] = 7  # so that the scale is 1
     packed, scale = pack_int4(codes.astype(np.float32), size)
     np.testing.assert_array_equal(unpack_int4(packed, scale), codes)
 
@@ -52,11 +52,11 @@ def test_nvfp4_unpacks_low_nibbles_first():
 
 
 @pytest.mark.parametrize("kind", ["fp8", "int8", "nvfp4"])
-def test_rounding_takes_the_nearest_value(kind):
+def test_activations_are_rounded_to_nearest(kind):
     generator = np.random.default_rng(0)
     x = generator.normal(size=(3, 32)).astype(np.float32) * 10
     x[0, :16] = 0
-    x[1, :8] = [0.25, 0.75, 1.25, 1.75, 2.5, 3.5, 5, 6]  # ties, if the scale were one
+    x[1, :8] = [0.25, 0.75, 1.25, 1.75, 2.5, 3.5, 5, 6]  # ties with a scale of 1
     scale = np.float32(0.02 if kind == "nvfp4" else 0.05)
     found = round_input(torch.from_numpy(x), kind, float(scale)).numpy()
     np.testing.assert_allclose(found, _slowly(x, kind, scale), rtol=1e-6, atol=1e-9)
@@ -78,8 +78,8 @@ def _slowly(x, kind, scale):
     return found
 
 
-def test_faults_of_a_layer_are_named():
-    """What a quantizer may leave behind without a word."""
+def test_invalid_layers_are_rejected():
+    """A quantizer may write such tensors without an error."""
     good = {
         "x.weight": np.ones((2, 4), ml_dtypes.float8_e4m3fn),
         "x.weight_scale": np.float32(1),
@@ -100,7 +100,7 @@ def test_faults_of_a_layer_are_named():
             decode_linear(_tensors({**good, **change}), "x", (2, 4), True)
 
 
-def test_scales_of_int4_may_be_negative():
+def test_int4_scales_may_be_negative_but_not_zero():
     good = {
         "x.weight": np.full((1, 4), 0x18, np.uint8),
         "x.weight_scale": np.array([[-2], [3]], np.float32),
@@ -116,7 +116,7 @@ def _tensors(arrays):
     return {name: _tensor(array) for name, array in arrays.items() if array is not None}
 
 
-def test_blocks_fit_every_layer():
+def test_the_group_size_divides_all_inputs():
     int4, nvfp4 = SCHEMES["int4_awq"], SCHEMES["nvfp4"]
     shapes = {"a": (4, 256), "b": (4, 512)}
     assert block_size(int4, shapes) == 128

@@ -1,4 +1,4 @@
-"""What a scheme asks of the shapes of a model."""
+"""Schemes: group sizes and algorithms."""
 
 from __future__ import annotations
 
@@ -17,7 +17,7 @@ INT4 = SCHEMES["int4_awq"]
     ("widths", "wanted", "expected"),
     [((256, 128), None, 128), ((256, 576), None, 64), ((96,), None, 32), ((256, 128), 32, 32)],
 )
-def test_int4_blocks(widths, wanted, expected):
+def test_the_group_size_of_int4(widths, wanted, expected):
     shapes = {f"layer{index}": (8, width) for index, width in enumerate(widths)}
     assert block_size(INT4, shapes, wanted) == expected
 
@@ -26,7 +26,7 @@ def test_int4_blocks(widths, wanted, expected):
     ("scheme", "width", "wanted", "hint"),
     [("int4_awq", 576, 128, "leave out --block_size"), ("nvfp4", 24, None, "fp8 and int8_sq")],
 )
-def test_blocks_that_do_not_fit(scheme, width, wanted, hint):
+def test_indivisible_inputs_are_rejected(scheme, width, wanted, hint):
     with pytest.raises(UnsupportedModelError, match=f"layer1 has {width} inputs") as caught:
         block_size(SCHEMES[scheme], {"layer0": (8, 1024), "layer1": (8, width)}, wanted)
     assert hint in caught.value.hint
@@ -40,7 +40,7 @@ def test_blocks_that_do_not_fit(scheme, width, wanted, hint):
         ("int4_awq", "gtpq", "did you mean gptq"),
     ],
 )
-def test_algorithms_that_do_not_go_with_it(quantization, algo, words):
+def test_invalid_algorithms_are_rejected(quantization, algo, words):
     with pytest.raises(EdgeLLMError) as caught:
         choose_scheme(quantization, algo)
     assert words in f"{caught.value} {caught.value.hint}"

@@ -1,4 +1,4 @@
-"""The measure of reports and benchmarks, beside sums written out."""
+"""KL divergence, perplexity and agreement, against explicit sums."""
 
 from __future__ import annotations
 
@@ -9,7 +9,7 @@ import numpy as np
 import pytest
 import torch
 
-from edgellm.quantize.metrics.divergence import Questioned, Score, count_changes, read_quality
+from edgellm.quantize.metrics.divergence import GreedyOutput, Score, count_changes, read_quality
 
 
 def test_quality_by_kinds():
@@ -40,13 +40,13 @@ def test_quality_by_kinds():
     assert read_quality(json.loads(json.dumps(asdict(found)))) == found
 
 
-def test_changed_answers():
+def test_changed_outputs():
     asked = [
-        Questioned("sums", (1, 2), (3, 4, 5)),
-        Questioned("sums", (1,), (6, 7)),
-        Questioned("code", (9, 9), (1, 2, 3, 4)),
+        GreedyOutput("sums", (1, 2), (3, 4, 5)),
+        GreedyOutput("sums", (1,), (6, 7)),
+        GreedyOutput("code", (9, 9), (1, 2, 3, 4)),
     ]
-    assert (asked[0].said, asked[0].start) == ((1, 2, 3, 4), 1)
+    assert (asked[0].input_ids, asked[0].start) == ((1, 2, 3, 4), 1)
     found = count_changes(asked, [np.array(ids) for ids in ([3, 4, 5], [0, 7], [1, 2, 0, 4])])
     assert (found.answers, found.changed, found.tokens, found.kept) == (3, 2, 3.0, 5 / 3)
     assert (found.kinds["sums"].changed, found.kinds["code"].kept) == (1, 2.0)

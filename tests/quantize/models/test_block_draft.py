@@ -1,4 +1,4 @@
-"""`edgellm-quantize draft` of drafts of blocks: calibrated as they run, and answering."""
+"""`edgellm-quantize draft` of block drafts: calibration, export and decoding."""
 
 from __future__ import annotations
 
@@ -38,7 +38,7 @@ SCHEMES = {
     "dflash2": "int4_awq",
 }
 WORST = {"fp8": 0.03, "int8_sq": 0.02, "int4_awq": 0.14, "nvfp4": 0.11}  # of a matrix
-# Of the log-probabilities' spread, from floats: attention of random weights is sharp.
+# Relative to the spread of log-probabilities; attention of random weights is sharp.
 FAR, INPUTS = {"fp8": 0.2, "int8_sq": 0.03, "int4_awq": 0.6, "nvfp4": 0.8}, 0.04
 SIZE, GREEDY = 6, SamplingParams(temperature=0)
 
@@ -52,7 +52,7 @@ def pair(tmp_path_factory) -> EaglePair:
 
 @pytest.fixture(scope="module")
 def finished(pair, tmp_path_factory):
-    """A job of each layout, and its report; run when it is first asked for."""
+    """Return a job and its report by layout; quantized at first use."""
     made = {}
 
     def get(name: str):
@@ -74,8 +74,8 @@ def _job(pair: EaglePair, name: str, output: Path, **changes: object) -> Job:
     )
 
 
-def _answers(job: Job, name: str, rows: np.ndarray):
-    """Log-probabilities of every row that predicts a token, and what the base takes there."""
+def _reference_outputs(job: Job, name: str, rows: np.ndarray):
+    """Return log-probabilities of all predicting positions, and the base's greedy tokens."""
     layout = LAYOUTS[name]
     reference = BlockReference(Path(job.base_model_dir), layout)
     for row in torch.from_numpy(rows):
@@ -86,7 +86,7 @@ def _answers(job: Job, name: str, rows: np.ndarray):
 
 
 def _features(job: Job, name: str, row: torch.Tensor):
-    """Of a text the base's features, and what it takes after each token."""
+    """Return the base's hidden states of a text, and its greedy tokens."""
     base = AutoModelForCausalLM.from_pretrained(job.base_model_dir, dtype=torch.float32)
     with torch.no_grad():
         output = base(row[None], output_hidden_states=True)
@@ -95,12 +95,12 @@ def _features(job: Job, name: str, row: torch.Tensor):
 
 
 @pytest.mark.parametrize("name", LAYOUTS)
-def test_blocks_are_measured_as_they_run(finished, name):
-    """Perplexity and accepted candidates of the float draft, against the reference's."""
+def test_the_report_agrees_with_the_reference(finished, name):
+    """Perplexity and accepted candidates of the float draft."""
     job, report = finished(name)
     rows = make_plan(job).task.calibration.held_out
     losses, hits = [], []
-    for logs, targets, greedy in _answers(job, name, rows):
+    for logs, targets, greedy in _reference_outputs(job, name, rows):
         known = {int(target): at for at, target in enumerate(targets)}
         for row, token in zip(logs, greedy, strict=False):
             right = known.get(int(token), -1)
@@ -116,7 +116,7 @@ def test_blocks_are_measured_as_they_run(finished, name):
 
 @pytest.mark.parametrize("name", LAYOUTS)
 def test_the_engine_computes_with_the_quantized_weights(finished, pair, name, tmp_path):
-    """With rows that it was not calibrated with; what is no layer's stays as it was."""
+    """With held-out text; tensors outside the layers are unchanged."""
     job, report = finished(name)
     layout = LAYOUTS[name]
     found, source = load(job.output_dir), load(Path(job.model_dir))
@@ -124,7 +124,7 @@ def test_the_engine_computes_with_the_quantized_weights(finished, pair, name, tm
         if not _is_rounded(key) and "layernorm" not in key:
             np.testing.assert_array_equal(found[key], value)
     assert report.quantized_modules == 7 * layout.layers
-    for part in ("self_attn.q_proj", "self_attn.k_proj"):  # whose smoothing no norm takes
+    for part in ("self_attn.q_proj", "self_attn.k_proj"):  # with unfolded smoothing
         wanted = source[f"layers.1.{part}.weight"]
         weight = _decoded(found)[f"layers.1.{part}.weight"].numpy()
         assert np.linalg.norm(weight - wanted) < WORST[SCHEMES[name]] * np.linalg.norm(wanted)
@@ -144,7 +144,7 @@ def test_the_engine_computes_with_the_quantized_weights(finished, pair, name, tm
     for expected, maximum in ((floats, FAR[SCHEMES[name]]), (rounded, INPUTS)):
         off = result.log_probs - np.take_along_axis(expected.numpy(), places, 1)
         assert np.linalg.norm(off) < maximum * spread
-    _answers_are_plain(engine)
+    _assert_lossless(engine)
 
 
 def _is_rounded(name: str) -> bool:
@@ -152,7 +152,7 @@ def _is_rounded(name: str) -> bool:
 
 
 def _decoded(tensors: dict[str, np.ndarray]) -> dict[str, torch.Tensor]:
-    """Layers in floats, smoothing moved from the inputs into the weights."""
+    """Dequantize layers, with smoothing folded into the weights."""
     found = {}
     for name, value in tensors.items():
         layer = name.removesuffix(".weight")
@@ -165,7 +165,7 @@ def _decoded(tensors: dict[str, np.ndarray]) -> dict[str, torch.Tensor]:
 
 
 def _built(job: Job, pair: EaglePair, folder: Path) -> Path:
-    """The base's engine with the quantized draft."""
+    """Build the base's engine with the quantized draft."""
     checkpoints = (open_checkpoint(str(job.output_dir), tokenizer=False),
                    open_checkpoint(job.base_model_dir, tokenizer=False))  # fmt: skip
     export_draft(*checkpoints, folder / "bundle", DraftOptions("fp32"))
@@ -176,7 +176,7 @@ def _built(job: Job, pair: EaglePair, folder: Path) -> Path:
     return folder / "engine"
 
 
-def _answers_are_plain(engine: Path) -> None:
+def _assert_lossless(engine: Path) -> None:
     spec = SpecOptions(tree="fixed", top_k=3, verify_size=12)
     llm = LLM(engine, spec=spec)
     plain, found = (
@@ -188,23 +188,23 @@ def _answers_are_plain(engine: Path) -> None:
     assert max(counts.tree_size for counts in found.profile.rounds) > 2
 
 
-def test_blocks_stand_behind_each_other():
-    """In states, whose rows tell where; of ModelOpt's own passes all rows are a block's."""
+def test_positions_of_blocks():
+    """The number of states decides; ModelOpt's own forward passes have one block."""
     for tokens in range(7, 30):
         places = Places.of_text(tokens, SIZE)
         assert Places.of_rows(tokens + places.count * SIZE, SIZE) == places
         assert places.tokens[-1] == tokens - 1
         assert places.firsts[0] in range(1, SIZE + 1)
     places = Places(3, 1, 2)
-    assert places.seen(is_causal=True)[3:].astype(int).tolist() == [
+    assert places.attention_mask(is_causal=True)[3:].astype(int).tolist() == [
         [1, 0, 0, 1, 0],
         [1, 0, 0, 1, 1],
     ]
-    assert places.seen(is_causal=False)[3:, 3:].all()
+    assert places.attention_mask(is_causal=False)[3:, 3:].all()
     assert Places.of_rows(2, SIZE) == Places(0, 1, 2)
 
 
-def test_rows_that_pass_make_no_error_smaller(tmp_path):
+def test_unchanged_positions_do_not_reduce_errors(tmp_path):
     rows = [torch.ones(1, 3, 4) * torch.tensor([1, 1, last])[:, None] for last in (1, 3, 4)]
     names = ("before", "floats", "rounded")
     entering, *behind = (States(tmp_path / name, (1, 3, 4), 1) for name in names)
@@ -214,7 +214,7 @@ def test_rows_that_pass_make_no_error_smaller(tmp_path):
     assert errors == pytest.approx((1 / 2, 1 / 3))
 
 
-def test_a_text_too_short_for_a_block(pair, tmp_path):
+def test_a_text_shorter_than_a_block_is_rejected(pair, tmp_path):
     job = _job(pair, "dflash", tmp_path / "out", seq_len=6)
     with pytest.raises(EdgeLLMError, match="--seq_len 6: the draft's blocks have 6 tokens"):
         run_job(job, lambda *_: None)

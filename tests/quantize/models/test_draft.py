@@ -1,4 +1,4 @@
-"""`edgellm-quantize draft`: every layout, calibrated with its base's features."""
+"""`edgellm-quantize draft`: every layout, calibrated with its base's hidden states."""
 
 from __future__ import annotations
 
@@ -31,7 +31,7 @@ from edgellm.quantize.formats.schemes import SCHEMES
 from edgellm.quantize.pipeline.planning import make_plan
 from edgellm.quantize.pipeline.run import run_job
 from edgellm.quantize.pipeline.search import draft as draft_recipes
-from edgellm.quantize.pipeline.search.draft import run_recipes
+from edgellm.quantize.pipeline.search.draft import search_precisions
 from edgellm.quantize.plan import Job
 from edgellm.quantize.report.notes import notes
 
@@ -85,8 +85,8 @@ def _quiet(*_: object) -> None:
     pass
 
 
-def _float_answers(job: Job, layout: Layout, rows: np.ndarray):
-    """Log-probabilities of both steps and what the base takes, by an independent reference."""
+def _float_outputs(job: Job, layout: Layout, rows: np.ndarray):
+    """Return log-probabilities of both steps and the base's tokens, by a reference."""
     base = AutoModelForCausalLM.from_pretrained(job.base_model_dir, dtype=torch.float32)
     for row in torch.from_numpy(rows):
         with torch.no_grad():
@@ -108,13 +108,13 @@ def _reference(job: Job, layout: Layout) -> Reference:
 
 
 @pytest.mark.parametrize("name", LAYOUTS)
-def test_the_draft_is_tapped_and_measured_as_it_runs(make, name):
-    """Perplexity and accepted candidates of the float draft, against the reference's."""
+def test_the_report_agrees_with_the_reference(make, name):
+    """Perplexity and accepted candidates of the float draft."""
     job, layout = make(name), LAYOUTS[name]
     report = run_job(job, _quiet)
     rows = make_plan(job).task.calibration.held_out
     losses, hits = [], []
-    for logs, targets, taken in _float_answers(job, layout, rows):
+    for logs, targets, taken in _float_outputs(job, layout, rows):
         known = {int(target): at for at, target in enumerate(targets)}
         ids = [known.get(int(token), -1) for token in taken]
         losses += [-float(logs[at, i]) for at, i in enumerate(ids) if i >= 0]
@@ -129,8 +129,8 @@ def test_the_draft_is_tapped_and_measured_as_it_runs(make, name):
 
 
 @pytest.mark.parametrize("name", ["eagle3", "eagle1"])
-def test_a_draft_behind_a_rounded_base(make, tmp_path, name):
-    """Its first candidates are counted as a draft's own run counts them, for both bases."""
+def test_acceptance_with_the_quantized_base(make, tmp_path, name):
+    """Acceptance with both bases equals that of a draft's run with each."""
     own = make(name)
     if not own.output_dir.exists():
         run_job(own, _quiet)
@@ -144,13 +144,13 @@ def test_a_draft_behind_a_rounded_base(make, tmp_path, name):
     floats = _in_floats(job.output_dir, tmp_path / "floats")
     again = replace(job, model_dir=str(floats), output_dir=tmp_path / "again", quantization="fp8")
     assert found.by_quantized == pytest.approx(run_job(again, _quiet).quality.drafted.by_floats)
-    with pytest.raises(EdgeLLMError, match="turns the stream"):
+    with pytest.raises(EdgeLLMError, match="rotates the draft's input"):
         run_job(replace(job, rotate="residual", output_dir=tmp_path / "turned"), _quiet)
     assert not (tmp_path / "turned.quantizing").exists()
 
 
 def _in_floats(source: Path, output: Path) -> Path:
-    """A quantized base in floats."""
+    """Write a dequantized base."""
     shutil.copytree(source, output, ignore=shutil.ignore_patterns("*quant*"))
     tensors = load(source)
     for name in [name.removesuffix("_scale") for name in tensors if name.endswith("weight_scale")]:
@@ -166,7 +166,7 @@ def _in_floats(source: Path, output: Path) -> Path:
 
 
 @pytest.mark.parametrize("scheme", SCHEMES)
-def test_weights_are_those_of_the_source(make, scheme):
+def test_weights_are_near_the_source(make, scheme):
     job = make("eagle3", scheme)
     report = run_job(job, _quiet)
     found, source = load(job.output_dir), load(Path(job.model_dir))
@@ -178,8 +178,8 @@ def test_weights_are_those_of_the_source(make, scheme):
             weight = weight * found[f"{prefix}.pre_quant_scale"].astype(np.float32)
         wanted = source[f"{prefix}.weight"].astype(np.float32)
         if scheme in ("nvfp4_awq", "int8_sq") and f"{prefix}.pre_quant_scale" not in found:
-            continue  # smoothing is spread over two matrices
-        if scheme == "int8_sq" and name == "self_attn.v_proj":  # holds o_proj's smoothing
+            continue  # smoothing changes two matrices
+        if scheme == "int8_sq" and name == "self_attn.v_proj":  # includes o_proj's smoothing
             weight *= (np.sum(wanted**2, 1) / np.sum(weight * wanted, 1))[:, None]
         assert np.linalg.norm(weight - wanted) < worst[scheme] * np.linalg.norm(wanted)
     for name in ("fc.weight", "lm_head.weight", "norm.weight", "d2t", "midlayer.hidden_norm.weight",
@@ -207,7 +207,7 @@ def test_the_bundle_computes_with_the_quantized_weights(make, name, head, tmp_pa
 
 
 def _decoded(tensors: dict[str, np.ndarray]) -> dict[str, torch.Tensor]:
-    """Smoothing moved from the inputs into the weights."""
+    """Dequantize weights, with smoothing folded into them."""
     found = {}
     for name, value in tensors.items():
         layer = name.removesuffix(".weight")
@@ -219,8 +219,8 @@ def _decoded(tensors: dict[str, np.ndarray]) -> dict[str, torch.Tensor]:
     return found
 
 
-def test_interrupts_change_nothing(make, tmp_path, monkeypatch):
-    """Cut at the first, second, ... file that becomes whole, and gone on with: the same result."""
+def test_interrupts_do_not_change_the_result(make, tmp_path, monkeypatch):
+    """Interrupt when the first, second, ... file is finished, and resume."""
     whole = make("everything", "int8_sq", tmp_path / "whole", lm_head_quantization="fp8")
     run_job(whole, _quiet)
     cut = replace(whole, output_dir=tmp_path / "cut")
@@ -244,24 +244,22 @@ def test_interrupts_change_nothing(make, tmp_path, monkeypatch):
         assert (cut.output_dir / file).read_bytes() == (whole.output_dir / file).read_bytes()
 
 
-def test_recipes_are_chosen_by_what_the_base_takes(make, tmp_path, monkeypatch):
-    """Not by errors of weights: the smallest that is good enough, or the one that loses least."""
+def test_recipes_are_chosen_by_acceptance(make, tmp_path, monkeypatch):
+    """The smallest within the allowed drop, or the one with the smallest drop."""
     monkeypatch.setattr(draft_recipes, "_RECIPES", draft_recipes._RECIPES[::3])
     job = make("eagle3", "auto", tmp_path / "small", num_samples=4)
-    report = run_recipes(job, 100.0, _quiet)
+    report = search_precisions(job, 100.0, _quiet)
     assert list(report.tried or ()) == ["int4, head int4"]
     assert "W4A16_AWQ" in (job.output_dir / "hf_quant_config.json").read_text()
-    best = run_recipes(replace(job, output_dir=tmp_path / "best"), -100.0, _quiet)
+    best = search_precisions(replace(job, output_dir=tmp_path / "best"), -100.0, _quiet)
     tried = best.tried or {}
     assert list(tried) == ["int4, head int4", "int8, head int8"]
     assert best.quality.accuracy_quantized == max(one.accuracy for one in tried.values())
     assert tried["int4, head int4"].num_bytes == min(one.num_bytes for one in tried.values())
-    assert any(
-        "first candidates that the base takes, of what was tried" in one for one in notes(best)
-    )
+    assert any("first candidates that the base accepts, by candidate" in one for one in notes(best))
 
 
-def test_what_will_not_do(make, place, tmp_path):
+def test_invalid_drafts_are_rejected(make, place, tmp_path):
     job = make("eagle3", output=tmp_path / "out")
     quantized = make("eagle3", "int8_sq")
     run_job(quantized, _quiet)
@@ -270,7 +268,7 @@ def test_what_will_not_do(make, place, tmp_path):
         (
             {"model_dir": str(make_heads(place / "heads"))},
             UnsupportedModelError,
-            "holds a medusa draft",
+            "is a medusa draft, for which calibration is unsupported",
         ),
         ({"base_model_dir": job.model_dir}, EdgeLLMError, "is a draft, not a base"),
         ({"model_dir": str(quantized.output_dir)}, UnsupportedModelError, "quantized already"),
@@ -283,7 +281,7 @@ def test_what_will_not_do(make, place, tmp_path):
         assert list(tmp_path.iterdir()) == []
 
 
-def test_the_command(command_here, make, tmp_path):
+def test_the_command_prints_a_summary(command_here, make, tmp_path):
     job = make("eagle3")
     result = command_here(
         "edgellm-quantize", "draft", "--draft_model_dir", job.model_dir, "--base_model_dir",
@@ -291,7 +289,7 @@ def test_the_command(command_here, make, tmp_path):
         "--calib_dataset", job.calib_dataset, "--quantization", "auto", "--max_loss", 100,
     )  # fmt: skip
     assert result.returncode == 0, result.stderr
-    assert "first candidates that the base takes" in result.stdout
+    assert "first candidates that the base accepts" in result.stdout
     assert "8 layers at " in result.stdout
     assert "int4, head int4: base layer 7 (8/11)" in result.stderr
     assert "int4, head int4: layer 0 (10/11)" in result.stderr

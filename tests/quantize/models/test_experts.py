@@ -1,4 +1,4 @@
-"""Experts of a mixture: what they saw, how they are rounded, and who is named."""
+"""Experts: recorded inputs, quantization, and experts with few tokens."""
 
 from __future__ import annotations
 
@@ -31,13 +31,13 @@ def _normal(*shape):
 
 @pytest.fixture
 def experts():
-    """Four of width 8, of which the last is never chosen."""
+    """Return four experts of width 8; the last is never chosen."""
     place = ObservedExperts(torch.nn.SiLU())
     place.networks = [(_normal(8, 16), _normal(8, 16), _normal(16, 8)) for _ in range(4)]
     return place
 
 
-def test_experts_see_what_they_are_sent_and_few_see_all(experts):
+def test_experts_record_routed_tokens_and_rare_ones_all(experts):
     x, shares = _normal(100, 16), torch.full((100, 2), 0.5)
     ids = torch.stack([torch.arange(100) % 2, torch.full((100,), 2)], 1)
     ids[:3] = torch.tensor([0, 1])
@@ -57,7 +57,7 @@ def test_experts_see_what_they_are_sent_and_few_see_all(experts):
 
 
 @pytest.mark.parametrize("name", ["int4_awq", "nvfp4", "fp8", "int8_sq"])
-def test_what_is_written_is_near(name):
+def test_quantized_weights_are_near(name):
     weight, x = _normal(32, 64), _normal(200, 64)
     recipe = Recipe(SCHEMES[name], 32, 0.1)
     inputs = Products.none(64, weight.device)
@@ -73,8 +73,8 @@ def test_what_is_written_is_near(name):
 
 
 @pytest.mark.parametrize("name", ["int4_awq", "nvfp4"])
-def test_calibration_lessens_the_error_of_products(name):
-    """Inputs of one channel in four are twenty times the others'."""
+def test_calibration_reduces_the_output_error(name):
+    """Every fourth input channel is 20 times larger."""
     weight, x = _normal(64, 128), _normal(400, 128)
     x[:, ::4] *= 20
     recipe = Recipe(SCHEMES[name], 32, 0.1)
@@ -92,11 +92,11 @@ def test_calibration_lessens_the_error_of_products(name):
 
 @pytest.fixture(scope="module")
 def model(tmp_path_factory) -> Path:
-    """Granite's, all experts of a layer in one tensor."""
+    """Return a Granite model, with fused experts."""
     return make_model(tmp_path_factory.mktemp("experts") / "model", "granitemoe")
 
 
-def test_a_run_names_experts_that_saw_few_tokens(model, tmp_path):
+def test_a_run_names_experts_with_few_tokens(model, tmp_path):
     text = write_text(tmp_path / "text.jsonl")
     options = {"num_samples": 2, "seq_len": 24, "keep_layers": (2,)}
     report = run_job(make_job(model, text, tmp_path / "out", "nvfp4", **options), lambda *_: None)
@@ -124,8 +124,8 @@ def test_a_run_names_experts_that_saw_few_tokens(model, tmp_path):
     export_llm(open_checkpoint(str(tmp_path / "out")), tmp_path / "bundle", ExportOptions("fp32"))
 
 
-def test_autoround_does_no_experts(model, tmp_path):
+def test_autoround_rejects_experts(model, tmp_path):
     pytest.importorskip("auto_round")
     text = write_text(tmp_path / "text.jsonl")
-    with pytest.raises(EdgeLLMError, match="autoround does not do mixtures of experts"):
+    with pytest.raises(EdgeLLMError, match="autoround does not support mixture-of-experts models"):
         make_plan(make_job(model, text, tmp_path / "out", "int4_awq", algo="autoround"))

@@ -1,4 +1,4 @@
-"""`edgellm-quantize llm` for every family: its layers alone are those of the whole model."""
+"""`edgellm-quantize llm` for every family: one-layer models equal the whole model."""
 
 from __future__ import annotations
 
@@ -39,20 +39,20 @@ from edgellm.quantize.plan import Job
 
 pytestmark = pytest.mark.usefixtures("one_thread")
 
-# Relative errors of a weight that was rounded to nearest; the smallest blocks have 32 values.
+# Relative errors of a weight rounded to nearest, in blocks of 32
 WORST = {"fp8": 0.03, "int8_sq": 0.02, "int4_awq": 0.14, "nvfp4": 0.11}
-# Relative to the logits; inputs that are rounded may fall to the other side of a tie.
+# Relative to the logits; near-ties of quantized inputs may round differently.
 FAR = {"int4_awq": 2e-5, "fp8": 0.06, "int8_sq": 0.06}
-# What these do.
+# Families with equal structure.
 OTHERS_SHOW = ("lfm2", "mistral", "olmoe", "qwen3_5_moe_text", "qwen3_moe", "seed_oss")
-# INT4 folds and smooths, so that every family shows it; the others where layers are put otherwise.
+# INT4 folds smoothing, so every family runs it; other schemes run where layers differ.
 CASES = [(kind, "int4_awq") for kind in FAMILIES if kind not in OTHERS_SHOW] + [
     (kind, scheme)
     for kind, scheme in product(("cohere2", "gemma2", "olmo2", "phi3", "starcoder2"), WORST)
     if scheme != "int4_awq"
 ]
 CASES += [("qwen3_moe", "nvfp4"), ("mixtral", "int8_sq"), ("qwen2_moe", "fp8")]
-ANSWERS = ("lfm2", "phi3")  # layers that need the text whole, and layers that cache it
+ANSWERS = ("lfm2", "phi3")  # layers that need the whole sequence, and layers with a KV cache
 PROMPTS, TOKENS, END = ((9, 10, 50, 11), (31, 12, 80), (40, 41, 42, 43, 9)), 6, 2
 ENGINES = ("cohere2", "gemma3_text", "phi3", "granitemoe")
 
@@ -63,13 +63,13 @@ def text(tmp_path_factory) -> Path:
 
 
 def test_every_architecture_is_a_family():
-    """But gpt-oss, whose experts have four bits when they are published."""
+    """Except gpt-oss, which is published with 4-bit experts."""
     assert {*FAMILIES} == {*models.supported()} - {"gpt_oss"}
 
 
 @pytest.mark.parametrize(("kind", "scheme"), CASES)
-def test_a_bundle_computes_what_was_measured(tmp_path, text, monkeypatch, kind, scheme):
-    """The report, transformers with the result's values, and the bundle's graph."""
+def test_the_bundle_agrees_with_the_report(tmp_path, text, monkeypatch, kind, scheme):
+    """Report, transformers with dequantized weights, and the bundle's graph agree."""
     model = make_model(tmp_path / "model", kind)
     asks = {"answers": str(_questions(tmp_path, monkeypatch))} if kind in ANSWERS else {}
     job = make_job(model, text, tmp_path / "quantized", scheme, num_samples=4, **asks)
@@ -86,7 +86,7 @@ def test_a_bundle_computes_what_was_measured(tmp_path, text, monkeypatch, kind, 
         found = quality.answers
         assert (found.changed, found.answers) == (changed, len(PROMPTS))
         assert found.tokens == np.mean([len(answer) for answer in answers])
-    if scheme == "nvfp4":  # which ONNX Runtime does not run on CPUs
+    if scheme == "nvfp4":  # unsupported by ONNX Runtime on CPUs
         return
     bundle = tmp_path / "bundle"
     export_llm(checkpoint, bundle, ExportOptions("fp32"))
@@ -100,14 +100,14 @@ def test_a_bundle_computes_what_was_measured(tmp_path, text, monkeypatch, kind, 
         build_engine("llm", bundle, tmp_path / "engine", plan, "onnxruntime", lambda _: None)
         session = open_decoder(tmp_path / "engine", load_engine(tmp_path / "engine", LLM_ENGINE))
         logits = session.run(rows[0], 0, np.arange(len(rows[0]))).logits
-        # Its cache has bytes, and inputs too, which may send some rows to other experts.
+        # Its KV cache and inputs are quantized, so some tokens may take other experts.
         errors = [relative(*each) for each in zip(expected, logits, strict=True)]
         assert np.median(errors) < 0.15
 
 
 @pytest.mark.parametrize("kind", ["gemma2", "granite", "cohere2", "starcoder2"])
-def test_heads_are_measured_as_the_family_ends(tmp_path, text, kind):
-    """Bounded or scaled logits; a norm with a bias."""
+def test_logits_have_the_familys_scaling_and_soft_cap(tmp_path, text, kind):
+    """Also a final norm with a bias."""
     model = make_model(tmp_path / "model", kind)
     job = make_job(model, text, tmp_path / "out", "fp8", lm_head_quantization="int8")
     quality, rows, whole = *_run(job), _transformers(model)
@@ -119,8 +119,8 @@ def test_heads_are_measured_as_the_family_ends(tmp_path, text, kind):
 
 
 @pytest.mark.parametrize("kind", ["gemma2", "phi3"])
-def test_ranges_of_caches_where_attention_is_eager_or_fused(tmp_path, text, kind):
-    """ModelOpt's calibration against ours, which see the same text."""
+def test_kv_cache_scales_with_eager_or_fused_attention(tmp_path, text, kind):
+    """ModelOpt's and edgellm's calibration over the same text agree."""
     model, ranges = make_model(tmp_path / "model", kind), {}
     for cache in ("fp8", "int8"):
         job = make_job(model, text, tmp_path / cache, "fp8", kv_cache_quantization=cache)
@@ -132,17 +132,17 @@ def test_ranges_of_caches_where_attention_is_eager_or_fused(tmp_path, text, kind
     assert ranges["fp8"].values == pytest.approx(ranges["int8"].values, rel=1e-3)
 
 
-def test_a_family_without_facts_is_refused(tmp_path, text, monkeypatch):
+def test_an_unknown_family_is_rejected(tmp_path, text, monkeypatch):
     job = make_job(make_model(tmp_path / "model", "phi3"), text, tmp_path / "result", "fp8")
     monkeypatch.delitem(FAMILIES, "phi3")
-    with pytest.raises(UnsupportedModelError, match="layers of 'phi3' cannot be quantized") as e:
+    with pytest.raises(UnsupportedModelError, match="calibration of 'phi3' is unsupported") as e:
         run_job(job, lambda *_: None)
     assert "llm_build --quantize int8" in e.value.hint
     assert not (tmp_path / "result").exists()
 
 
 def _run(job: Job) -> tuple[Quality, np.ndarray]:
-    """What a run measured, and the text that it measured with."""
+    """Return a run's quality and its held-out text."""
     report = run_job(job, lambda *_: None)
     errors = [error for layer in report.layers for error in layer.weight_errors.values()]
     assert max(errors) < WORST[job.quantization]
@@ -150,8 +150,8 @@ def _run(job: Job) -> tuple[Quality, np.ndarray]:
 
 
 def _questions(folder: Path, monkeypatch: pytest.MonkeyPatch) -> Path:
-    """A file of `PROMPTS`, to be answered in few words."""
-    monkeypatch.setattr(questions, "_TOKENS", TOKENS)
+    """Write a file of `PROMPTS`; limit outputs to `TOKENS`."""
+    monkeypatch.setattr(questions, "_MAX_TOKENS", TOKENS)
     lines = [{"text": " ".join(f"w{token}" for token in prompt)} for prompt in PROMPTS]
     path = folder / "questions.jsonl"
     path.write_text("".join(f"{json.dumps(line)}\n" for line in lines))
@@ -179,7 +179,7 @@ def _perplexity(model: Any, rows: np.ndarray) -> float:
 
 
 def _quantize(model: Any, checkpoint: Checkpoint, rounds_input: bool) -> None:
-    """Put a quantized checkpoint's values into a model, and let its layers round their inputs."""
+    """Load dequantized weights into a model, and quantize the inputs of its layers."""
     tensors = _tensors(checkpoint)
     for name, module in model.model.named_modules():
         if hasattr(module, "down_proj") and name.endswith(".experts"):
@@ -197,7 +197,7 @@ def _quantize(model: Any, checkpoint: Checkpoint, rounds_input: bool) -> None:
 
 
 def _quantize_experts(module: Any, name: str, checkpoint: Checkpoint, has_inputs: bool) -> None:
-    """Their inputs stay floats."""
+    """Load dequantized experts; their inputs stay float."""
     tensors, family = _tensors(checkpoint), FAMILIES[checkpoint.config["model_type"]]
     layer, local = (part for part in name.split(".", 2)[1:])
     for index, down in enumerate(module.down_proj):

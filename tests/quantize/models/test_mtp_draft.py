@@ -1,4 +1,4 @@
-"""`edgellm-quantize draft` of layers of multi-token prediction: calibrated, exported, answering."""
+"""`edgellm-quantize draft` of MTP layers: calibration, export and decoding."""
 
 from __future__ import annotations
 
@@ -44,7 +44,7 @@ def _job(base: Path, text: Path, output: Path, scheme: str, **changes: object) -
 
 
 def _floats(base: Path, kind: type[Reference], rows: np.ndarray):
-    """Log-probabilities of both steps, and what the base takes, by an independent reference."""
+    """Return log-probabilities of both steps and the base's tokens, by a reference."""
     model = AutoModelForCausalLM.from_pretrained(base, dtype=torch.float32)
     for row in torch.from_numpy(rows):
         with torch.no_grad():
@@ -67,7 +67,7 @@ def _floats(base: Path, kind: type[Reference], rows: np.ndarray):
     ],
 )
 def test_the_layer_is_measured_and_exported(name, more, text, tmp_path):
-    """Against the reference: in floats while it is quantized, with rounded weights after it."""
+    """Against the reference, with float and with dequantized weights."""
     sizes = {key: size for key, size in SIZES.items() if key in models.find(name).TINY}
     is_ernie = name == "ernie4_5_moe"
     make, kind = (make_ernie, ErnieReference) if is_ernie else (make_base, Reference)
@@ -99,7 +99,7 @@ def _exported(job: Job, bundle: Path):
 
 
 def _decoded(tensors: dict[str, np.ndarray]) -> dict[str, torch.Tensor]:
-    """Layers in floats, smoothing moved from the inputs into the weights."""
+    """Dequantize layers, with smoothing folded into the weights."""
     found = {}
     for name, value in tensors.items():
         layer = name.removesuffix(".weight")
@@ -112,7 +112,7 @@ def _decoded(tensors: dict[str, np.ndarray]) -> dict[str, torch.Tensor]:
 
 
 @pytest.mark.parametrize("name", ["mtp", "ernie"])
-def test_answers_are_the_plain_ones(eagle_pairs, text, tmp_path, name):
+def test_speculation_with_the_quantized_layer_is_lossless(eagle_pairs, text, tmp_path, name):
     pair = eagle_pairs(name)
     job = _job(pair.base_checkpoint, text, tmp_path / "out", "int8_sq")
     run_job(job, lambda *_: None)
@@ -128,14 +128,14 @@ def test_answers_are_the_plain_ones(eagle_pairs, text, tmp_path, name):
     list(plain), list(found)
     assert found.token_ids == plain.token_ids
     assert max(counts.tree_size for counts in found.profile.rounds) > 2
-    with pytest.raises(EdgeLLMError, match="the head of its multi-token prediction is the base's"):
+    with pytest.raises(EdgeLLMError, match="its MTP layer uses the base's head"):
         run_job(
             _job(pair.base_checkpoint, text, tmp_path / "o", "fp8", lm_head_quantization="int8"),
             lambda *_: None,
         )
 
 
-def test_in_the_folder_of_a_model_with_images(text, tmp_path):
+def test_the_mtp_layer_of_a_vision_language_model(text, tmp_path):
     plain, whole = make_base(tmp_path / "plain"), tmp_path / "whole"
     shutil.copytree(plain, whole)
     tensors = load_file(plain / "model.safetensors")

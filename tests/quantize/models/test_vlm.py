@@ -1,4 +1,4 @@
-"""The decoder of a vision-language checkpoint is quantized, all that sees stays as it was."""
+"""Vision-language checkpoints: only the decoder is quantized."""
 
 from __future__ import annotations
 
@@ -34,7 +34,7 @@ CASES = {
     "internvl": ("fp8", {"kv_cache_quantization": "int8"}),
     "smolvlm": ("int8_sq", {}),
 }
-# What names of the decoder and of all else begin with, as transformers writes them.
+# Name prefixes of the decoder and of all other tensors, as transformers writes them
 TEXT = {
     "qwen2_5_vl": "model.",
     "qwen3_vl": "model.language_model.",
@@ -51,7 +51,7 @@ SEEING = {
 
 @pytest.fixture(scope="module", params=sorted(CASES))
 def pair(request, tmp_path_factory) -> tuple[str, Path, Path]:
-    """A family, its float checkpoint and the quantized one."""
+    """Return a family, its float checkpoint and the quantized one."""
     folder = tmp_path_factory.mktemp(request.param)
     source = make_vlm(folder / "float", request.param, **SIZES)
     scheme, changes = CASES[request.param]
@@ -60,7 +60,7 @@ def pair(request, tmp_path_factory) -> tuple[str, Path, Path]:
     return request.param, source, folder / "out"
 
 
-def test_names_and_untouched_tensors(pair):
+def test_names_stay_and_other_tensors_are_unchanged(pair):
     family, source, output = pair
     before, after = load(source), load(output)
     parts = tuple(part.removesuffix("*") for part in SEEING[family])
@@ -75,7 +75,7 @@ def test_names_and_untouched_tensors(pair):
     assert all(name.startswith((TEXT[family], "lm_head")) for name in set(after) - set(before))
 
 
-def test_configs(pair):
+def test_configs_describe_the_quantization(pair):
     family, source, output = pair
     config = json.loads((output / "config.json").read_text())
     assert config["model_type"] == family
@@ -93,7 +93,7 @@ def test_configs(pair):
 
 
 def test_both_parts_export(pair, tmp_path):
-    """The decoder answers nearly as before, the encoder exactly."""
+    """The decoder's output is near the float one, the encoder's is equal."""
     _, source, output = pair
     ids, logits, encoders = np.arange(40, 70), [], []
     for place in (source, output):

@@ -1,4 +1,4 @@
-"""What GPUs ask of a head and of a draft."""
+"""Default schemes of heads and drafts by target."""
 
 from __future__ import annotations
 
@@ -21,14 +21,14 @@ from edgellm.quantize.plan import Job
         *((each, "nvfp4") for each in ("11.0", "12.0")),
     ],
 )
-def test_forms_by_target(target, draft):
+def test_default_schemes_by_target(target, draft):
     assert form_of_draft(target) == draft
     assert draft in SCHEMES
     heads = {body: form_of_head(target, body, is_modelopt=True) for body in (*SCHEMES, "mixed")}
     if target == "cpu":
         assert {*heads.values()} == {None}
     else:
-        assert heads.pop("mixed") is None  # which gives its head a form, too
+        assert heads.pop("mixed") is None  # mixed precision has no default head
         assert {*heads.values()} <= {*HEAD_SCHEMES}
         assert heads["nvfp4_awq"] == "nvfp4"
     assert form_of_head(target, "fp8", is_modelopt=False) is None
@@ -36,8 +36,8 @@ def test_forms_by_target(target, draft):
 
 
 @pytest.mark.parametrize("target", ["", "tpu", "110", "8", "8.7a"])
-def test_no_targets(target):
-    with pytest.raises(EdgeLLMError, match="no such choice") as caught:
+def test_invalid_targets_are_rejected(target):
+    with pytest.raises(EdgeLLMError, match=r"--target .*: unknown") as caught:
         rounds_as(target)
     assert "11.0 (Thor)" in caught.value.hint
 
@@ -46,7 +46,7 @@ def test_no_targets(target):
     ("given", "target", "head"),
     [(None, "11.0", "nvfp4"), ("float", "gpu", None), ("fp8", "gpu", "fp8"), (None, "cpu", None)],
 )
-def test_what_a_job_is_told(monkeypatch, tmp_path, given, target, head):
+def test_a_job_has_the_default_head_and_the_target(monkeypatch, tmp_path, given, target, head):
     jobs: list[Job] = []
     monkeypatch.setattr(run, "run_job", lambda job, _: jobs.append(job))
     monkeypatch.setattr(summary, "print_summary", lambda *_: None)
@@ -55,9 +55,9 @@ def test_what_a_job_is_told(monkeypatch, tmp_path, given, target, head):
     assert [(job.lm_head_quantization, job.target) for job in jobs] == [(head, rounds_as(target))]
 
 
-def test_a_target_that_is_none_is_told_before_the_work(command_here, tmp_path):
+def test_an_invalid_target_fails_before_the_run(command_here, tmp_path):
     folders = ("--model_dir", tmp_path / "model", "--output_dir", tmp_path / "out")
     result = command_here(
         "edgellm-quantize", "llm", *folders, "--quantization", "fp8", "--target", "x"
     )
-    assert_one_line_error(result, "--target x: no such choice", "compute capability")
+    assert_one_line_error(result, "--target x: unknown", "compute capability")

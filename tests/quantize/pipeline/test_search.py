@@ -15,11 +15,11 @@ from edgellm.core.errors import (
     EdgeLLMError,
     UnsupportedModelError,
 )
-from edgellm.quantize.pipeline.flag_checks import check_together, kept_layers
+from edgellm.quantize.pipeline.flag_checks import check_together, float_layer_options
 from edgellm.quantize.pipeline.run import run_job
 from edgellm.quantize.pipeline.search import algorithms
-from edgellm.quantize.pipeline.search.algorithms import run_contest, ways
-from edgellm.quantize.pipeline.search.float_layers import choose, run_keeping
+from edgellm.quantize.pipeline.search.algorithms import search_algorithms, ways
+from edgellm.quantize.pipeline.search.float_layers import choose, search_float_layers
 from edgellm.quantize.plan import Job
 from edgellm.quantize.report.report import Kept
 
@@ -36,8 +36,8 @@ def place(tmp_path_factory) -> Path:
 
 @pytest.fixture
 def job(place, tmp_path, monkeypatch) -> Job:
-    """AutoRound, which has tests of its own, is left out."""
-    monkeypatch.setattr(algorithms, "is_there", lambda: False)
+    """Return a job of `--algo auto` without AutoRound, which has its own tests."""
+    monkeypatch.setattr(algorithms, "is_installed", lambda: False)
     return make_job(
         place / "model", place / "text.jsonl", tmp_path / "out", "int4_awq", algo="auto",
         num_samples=16,
@@ -48,15 +48,15 @@ def _quiet(*_: object) -> None:
     pass
 
 
-def test_the_best_stays_and_an_interrupt_costs_only_what_is_unfinished(job, tmp_path):
-    report = run_contest(job, None, _quiet)
+def test_the_best_candidate_wins_and_finished_ones_survive_an_interrupt(job, tmp_path):
+    report = search_algorithms(job, None, _quiet)
     assert report.tried is not None
     assert set(report.tried) == {"gptq", "gptq, values rotated", "awq"}
     divergences = [one.kl_divergence for one in report.tried.values()]
     assert report.quality.kl_divergence == min(divergences)
     side = json.loads((job.output_dir / "edgellm_quant.json").read_text())
     assert side["tried"] == {name: asdict(one) for name, one in report.tried.items()}
-    assert "KL of what was tried" in (job.output_dir / "edgellm_quant.html").read_text()
+    assert "KL by candidate" in (job.output_dir / "edgellm_quant.html").read_text()
     assert not job.work_dir.exists()
 
     begun: list[str] = []
@@ -68,30 +68,30 @@ def test_the_best_stays_and_an_interrupt_costs_only_what_is_unfinished(job, tmp_
 
     cut = replace(job, output_dir=tmp_path / "cut")
     with pytest.raises(KeyboardInterrupt):
-        run_contest(cut, None, stop)
+        search_algorithms(cut, None, stop)
     assert not cut.output_dir.exists()
     begun.clear()
-    again = run_contest(cut, None, lambda what, *_: begun.append(what))
+    again = search_algorithms(cut, None, lambda what, *_: begun.append(what))
     assert {what.split(":")[0] for what in begun} == {"awq"}
     assert again.tried == report.tried
     name = "model.safetensors"
     assert (cut.output_dir / name).read_bytes() == (job.output_dir / name).read_bytes()
 
 
-def test_a_budget_of_no_time_gives_the_first(job):
-    report = run_contest(job, 0.0, _quiet)
+def test_without_time_only_the_first_candidate_runs(job):
+    report = search_algorithms(job, 0.0, _quiet)
     assert set(report.tried or ()) == {"gptq"}
 
 
-def test_too_far_is_refused_and_kept(job):
+def test_candidates_above_max_kl_stay_for_a_second_run(job):
     with pytest.raises(EdgeLLMError, match="above --max_kl"):
-        run_contest(replace(job, max_kl=1e-9), 0.0, _quiet)
+        search_algorithms(replace(job, max_kl=1e-9), 0.0, _quiet)
     assert not job.output_dir.exists()
-    assert run_contest(job, 0.0, _quiet).tried
+    assert search_algorithms(job, 0.0, _quiet).tried
 
 
 def test_rotated_values_compute_the_same(place, job):
-    """All of the float model stays, but the values and what reads them."""
+    """Only v_proj and o_proj change."""
     rotated = replace(job, algo="gptq", rotate="values")
     report = run_job(rotated, _quiet)
     found, source = load(rotated.output_dir), load(place / "model")
@@ -114,19 +114,19 @@ def test_rotated_values_compute_the_same(place, job):
     assert report.quality.kl_divergence < 2 * plain.quality.kl_divergence
 
 
-def test_a_model_without_values_of_its_own(place, job):
+def test_a_model_without_v_proj_cannot_rotate_values(place, job):
     fused = make_model(place / "fused", "phi3")
     assert ways(replace(job, model_dir=str(fused))) == ["gptq", "awq"]
     untied = make_model(place / "untied", "llama", tie_word_embeddings=False)
     assert "gptq, all rotated" in ways(replace(job, model_dir=str(untied)))
-    behind = make_model(place / "behind", "olmo2", tie_word_embeddings=False)
-    assert ways(replace(job, model_dir=str(behind))) == ["gptq", "gptq, values rotated", "awq"]
-    with pytest.raises(UnsupportedModelError, match="no v_proj of its own"):
+    post_norm = make_model(place / "post-norm", "olmo2", tie_word_embeddings=False)
+    assert ways(replace(job, model_dir=str(post_norm))) == ["gptq", "gptq, values rotated", "awq"]
+    with pytest.raises(UnsupportedModelError, match="no separate v_proj"):
         run_job(replace(job, model_dir=str(fused), algo="gptq", rotate="values"), _quiet)
 
 
-def test_layers_that_lose_most_stay_in_floats(tmp_path):
-    """All but the last one, which adds least and about what was estimated."""
+def test_the_most_sensitive_layers_stay_float(tmp_path):
+    """All except the last one, which adds the least, close to the estimate."""
     model = make_model(tmp_path / "model", "llama", num_hidden_layers=3)
     tensors = load(model)
     for name in ("self_attn.o_proj", "mlp.down_proj"):
@@ -135,7 +135,7 @@ def test_layers_that_lose_most_stay_in_floats(tmp_path):
     save_file(tensors, model / "model.safetensors", metadata={"format": "pt"})
     text = write_text(tmp_path / "text.jsonl")
     job = make_job(model, text, tmp_path / "out", "int4_awq", algo="gptq", keep_budget=1000)
-    report = run_keeping(job, _quiet)
+    report = search_float_layers(job, _quiet)
     assert report.kept is not None
     assert report.tried is not None
     whole, rest = report.tried.values()
@@ -149,10 +149,10 @@ def test_layers_that_lose_most_stay_in_floats(tmp_path):
     assert "model.layers.2.mlp.up_proj.weight_scale" in found
     assert "model.layers.1.mlp.up_proj.weight_scale" not in found
     page = (job.output_dir / "edgellm_quant.html").read_text()
-    assert "layer 1 stays in floats: rounding it alone adds a KL of" in page
+    assert "layer 1 stays float: quantizing it alone adds a KL of" in page
 
 
-def test_what_fits_into_the_budget():
+def test_float_layers_fit_the_budget():
     costs = [
         Kept(0, 0.1, 0.2, 10),
         Kept(1, 0.3, 0.6, 40),
@@ -170,33 +170,37 @@ def test_what_fits_into_the_budget():
         ({"minutes": 5.0}, "--time_budget is for --algo auto"),
         ({"points": 1.0}, "--max_loss is for --quantization auto"),
         ({"is_open": True, "algo": "gptq"}, "chooses --algo and --block_size itself"),
-        ({"algo": "auto", "keep_budget": 5.0}, "--keep_layers auto is for one --algo"),
-        ({"algo": "auto", "base_model_dir": "base"}, "--algo auto does not do drafts"),
+        ({"algo": "auto", "keep_budget": 5.0}, "--keep_layers auto needs one --algo"),
+        ({"algo": "auto", "base_model_dir": "base"}, "--algo auto does not support drafts"),
     ],
 )
-def test_flags_that_do_not_go_together(options, message):
+def test_invalid_combinations_of_flags_are_rejected(options, message):
     with pytest.raises(EdgeLLMError, match=message):
         check_together(**{"is_open": False, "minutes": None, "points": None, **options})
-    assert kept_layers("auto", None) == {"keep_budget": 10.0}
-    assert kept_layers("0,2", None) == {"keep_layers": (0, 2)}
+    assert float_layer_options("auto", None) == {"keep_budget": 10.0}
+    assert float_layer_options("0,2", None) == {"keep_layers": (0, 2)}
     with pytest.raises(EdgeLLMError, match="--keep_budget is for"):
-        kept_layers("0", 5.0)
+        float_layer_options("0", 5.0)
 
 
 @pytest.mark.parametrize(
     ("run", "changes", "message"),
     [
-        (run_contest, {"model_dir": "nowhere"}, "no such folder"),
-        (run_keeping, {"keep_budget": 5.0, "kv_cache_quantization": "fp8"}, "scales of the cache"),
+        (search_algorithms, {"model_dir": "nowhere"}, "no such folder"),
         (
-            run_keeping,
+            search_float_layers,
+            {"keep_budget": 5.0, "kv_cache_quantization": "fp8"},
+            "KV cache scales are calibrated",
+        ),
+        (
+            search_float_layers,
             {"keep_budget": 5.0, "quantization": "mixed", "target_bits": 5.0},
-            "decides itself what stays",
+            "chooses the float layers itself",
         ),
     ],
 )
-def test_what_is_refused_leaves_nothing(job, run, changes, message):
-    wrong = replace(job, algo="auto" if run is run_contest else None, **changes)
+def test_a_rejected_search_writes_nothing(job, run, changes, message):
+    wrong = replace(job, algo="auto" if run is search_algorithms else None, **changes)
     with pytest.raises(EdgeLLMError, match=message):
-        run(wrong, *((None, _quiet) if run is run_contest else (_quiet,)))
+        run(wrong, *((None, _quiet) if run is search_algorithms else (_quiet,)))
     assert not wrong.work_dir.exists()

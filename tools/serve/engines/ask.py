@@ -8,7 +8,7 @@ from typing import Any
 
 from edgellm.device_runtime.api.llm import LLM, RequestOutput
 from edgellm.device_runtime.engine import continuation
-from edgellm.device_runtime.sampling.sampler import SamplingParams
+from edgellm.device_runtime.sampling.params import SamplingParams
 from edgellm.multimodal.media import Source
 
 

@@ -16,6 +16,7 @@ from edgellm.tools.serve.output.chat_output import ChatOutput, call_id
 from edgellm.tools.serve.output.streams import LINES, OneText
 from edgellm.tools.serve.schemas.openai import ChatRequest, CompletionRequest
 from edgellm.tools.serve.schemas.response_format import Body
+from edgellm.tools.serve.schemas.sampling import AnySeed, SamplingForm, Temperature
 from edgellm.tools.serve.schemas.tools import Tool
 from edgellm.tools.serve.tool_calls.parser import Call, Item, ReasoningText
 
@@ -26,19 +27,19 @@ LOADING = ("num_ctx", "num_batch", "num_gpu", "main_gpu", "num_thread", "num_kee
 LATEST = ":latest"  # suffix that Ollama's clients add to a name
 
 
-class Options(Body):
+_FORM = SamplingForm(
+    names={"repetition_penalty": "repeat_penalty"},
+    types={"temperature": Temperature, "seed": AnySeed},
+    defaults={"temperature": 0.8, "top_p": 0.9, "top_k": 40},
+)
+_Sampling = _FORM.model(Body)
+
+
+class Options(_Sampling):
     """Sampling options; options of loading have no effect."""
 
     num_predict: int | None = None  # None or below 0: up to the KV cache's capacity
-    temperature: Annotated[float, Field(ge=0, le=2, allow_inf_nan=False)] = 0.8
-    top_p: Annotated[float, Field(gt=0, le=1)] = 0.9
-    top_k: Annotated[int, Field(ge=0)] = 40
-    min_p: Annotated[float, Field(ge=0, le=1)] = 0.0
-    seed: int | None = None
     stop: str | list[str] | None = None
-    repeat_penalty: float | None = None
-    presence_penalty: float | None = None
-    frequency_penalty: float | None = None
     num_ctx: int | None = None
     num_batch: int | None = None
     num_gpu: int | None = None
@@ -52,15 +53,9 @@ class Options(Body):
         maximum = self.num_predict
         return {
             "max_tokens": maximum if maximum is not None and maximum > 0 else None,
-            "temperature": self.temperature,
-            "top_p": self.top_p,
-            "top_k": self.top_k,
-            "min_p": self.min_p,
-            "seed": self.seed,
             "stop": self.stop,
-            "repetition_penalty": self.repeat_penalty,
-            "presence_penalty": self.presence_penalty,
-            "frequency_penalty": self.frequency_penalty,
+            **_FORM.defaults,
+            **_FORM.given(self),
         }
 
     def ignored(self) -> list[str]:

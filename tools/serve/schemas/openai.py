@@ -3,7 +3,6 @@
 from __future__ import annotations
 
 from collections.abc import Iterable, Sequence
-from dataclasses import fields
 from typing import Annotated, Any, Literal
 
 from pydantic import Field
@@ -14,16 +13,15 @@ from edgellm.device_runtime.engine.template_flags import (
     can_think,
     require_known,
 )
-from edgellm.device_runtime.sampling.guidance import Guide
-from edgellm.device_runtime.sampling.sampler import (
+from edgellm.device_runtime.sampling.params import (
     LARGEST_BIAS,
-    LARGEST_REPETITION,
     MAX_STOPS,
+    Guide,
     SamplingParams,
 )
 from edgellm.device_runtime.text.tokenizer import ChatTokenizer
 from edgellm.tools.serve.schemas.response_format import Body, Formed
-from edgellm.tools.serve.schemas.seeds import seed_or_any
+from edgellm.tools.serve.schemas.sampling import AnySeed, SamplingForm, Temperature, TopK
 from edgellm.tools.serve.schemas.tools import Tool, Tooled
 
 MAX_PROMPTS, MAX_CHOICES = 256, 16
@@ -34,8 +32,6 @@ WITHOUT_EFFECT = (
 
 # Clients send unused options with their neutral value, which is accepted.
 _One = Annotated[int, Field(ge=1, le=1)] | None
-Penalty = Annotated[float, Field(ge=-2, le=2)]
-Repetition = Annotated[float, Field(ge=1 / LARGEST_REPETITION, le=LARGEST_REPETITION)]
 _IdName = Annotated[str, Field(pattern="^[0-9]{1,9}$")]
 _Bias = Annotated[float, Field(ge=-LARGEST_BIAS, le=LARGEST_BIAS)]
 MAX_FRAMES = 768
@@ -52,32 +48,24 @@ class StreamOptions(Body):
     include_tokens: bool = False
 
 
-class Sampled(Formed):
+FORM = SamplingForm(types={"temperature": Temperature, "top_k": TopK, "seed": AnySeed})
+_Sampling = FORM.model(Formed)
+
+
+class Sampled(_Sampling):
     """Common fields of chat and completion requests."""
 
     model: str | None = None
     stream: bool | None = None
     stream_options: StreamOptions | None = None
     max_tokens: Annotated[int, Field(ge=1)] | None = None
-    temperature: Annotated[float, Field(ge=0, le=2, allow_inf_nan=False)] | None = None
-    top_p: Annotated[float, Field(gt=0, le=1)] | None = None
-    top_k: Annotated[int, Field(ge=-1)] | None = None  # vLLM's extension
-    seed: Annotated[int, Field(ge=-(2**63), lt=2**63)] | None = None
     stop: Stop | None = None
     n: Annotated[int, Field(ge=1, le=MAX_CHOICES)] | None = None
-    frequency_penalty: Penalty | None = None
-    presence_penalty: Penalty | None = None
-    repetition_penalty: Repetition | None = None  # vLLM's
-    min_p: Annotated[float, Field(ge=0, le=1)] | None = None  # vLLM's
     logit_bias: dict[_IdName, _Bias] | None = None
     # vLLM's extensions.
-    min_tokens: Annotated[int, Field(ge=0)] | None = None
-    ignore_eos: bool | None = None
     stop_token_ids: Annotated[list[TokenId], Field(max_length=MAX_STOPS)] | None = None
-    priority: Annotated[int, Field(ge=0, le=100)] | None = (
-        None  # smaller goes first; none is before 0
-    )
-    # These say who asks, and change no answer.
+    priority: Annotated[int, Field(ge=0, le=100)] | None = None  # 0, the default, is the highest
+    # These identify the user, and do not change the output.
     user: str | None = None
     metadata: dict[str, Any] | None = None
     safety_identifier: str | None = None
@@ -97,18 +85,17 @@ class Sampled(Formed):
 
     def sampling(self, num_logprobs: int | None, guide: Guide | None) -> SamplingParams:
         """Sampling options with OpenAI's defaults: temperature 1, the whole vocabulary."""
-        given = {name: getattr(self, name) for name in _SAMPLING}
-        values: dict[str, Any] = {"temperature": 1.0, "top_p": 1.0}
-        values |= {name: value for name, value in given.items() if value is not None}
-        values["top_k"] = max(self.top_k or 0, 0)
-        values["seed"] = seed_or_any(self.seed)
-        values["logit_bias"] = {int(token): bias for token, bias in (self.logit_bias or {}).items()}
-        values["stop_token_ids"] = tuple(self.stop_token_ids or ())
-        return SamplingParams(**values, guide=guide, num_logprobs=num_logprobs)
+        return FORM.params(
+            self,
+            logit_bias={int(token): bias for token, bias in (self.logit_bias or {}).items()},
+            stop_token_ids=tuple(self.stop_token_ids or ()),
+            guide=guide,
+            num_logprobs=num_logprobs,
+        )
 
     def ends(self, eos_token_ids: Iterable[int]) -> frozenset[int]:
         """The tokens that end the output and are not part of it."""
-        own = () if self.ignore_eos else eos_token_ids
+        own = () if FORM.given(self).get("ignore_eos") else eos_token_ids
         return frozenset(self.stop_token_ids or ()).union(own)
 
     def stops(self) -> tuple[str, ...]:
@@ -118,10 +105,6 @@ class Sampled(Formed):
     def streams(self) -> bool:
         """Whether the output is streamed as server-sent events."""
         return bool(self.stream)
-
-
-# The options that `SamplingParams` has by the same name: a new one needs no further line here.
-_SAMPLING = {each.name for each in fields(SamplingParams)} & Sampled.model_fields.keys()
 
 
 class CompletionRequest(Sampled):

@@ -7,7 +7,7 @@ from typing import Annotated, Any, Literal
 
 from pydantic import BaseModel, ConfigDict, Field
 
-from edgellm.device_runtime.sampling.guidance import Guide
+from edgellm.device_runtime.sampling.params import Guide
 from edgellm.tools.serve.http.errors import ApiError
 
 

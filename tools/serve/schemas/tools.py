@@ -7,7 +7,7 @@ from typing import Annotated, Any, Literal
 from pydantic import Field
 
 from edgellm.device_runtime.api.llm import LLM
-from edgellm.device_runtime.sampling.guidance import Guide
+from edgellm.device_runtime.sampling.params import Guide
 from edgellm.tools.serve import tool_calls
 from edgellm.tools.serve.http.errors import ApiError
 from edgellm.tools.serve.schemas.response_format import Body

@@ -9,7 +9,7 @@ from typing import Any
 
 from edgellm.core.errors import EdgeLLMError
 from edgellm.tools.remote.ray_map import Work, spread
-from edgellm.tools.remote.servers import RefusedError, Servers, places
+from edgellm.tools.remote.servers import RejectedError, Servers, places
 from edgellm.tools.train_draft.base import Prompt
 from edgellm.tools.train_draft.data.corpus import (
     Generation,
@@ -77,8 +77,8 @@ def answer_row(
         "return_token_ids": True,
     }  # fmt: skip
     try:
-        (choice,) = servers.ask("/v1/completions", body, row["first"])["choices"]
-    except RefusedError:  # it is longer than they take
+        (choice,) = servers.post("/v1/completions", body, row["first"])["choices"]
+    except RejectedError:  # it is longer than they take
         return {"prompt": row["prompt"], "answer": []}
     if "token_ids" not in choice:
         raise EdgeLLMError(

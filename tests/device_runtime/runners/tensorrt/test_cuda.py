@@ -190,7 +190,7 @@ def test_tensorrt_is_called_in_the_context():
 
 
 def test_a_process_ends_cleanly_with_memory_that_lives():
-    """The driver is not asked any more, and no context is left for pycuda to end the process."""
+    """The driver is not called any more, and no context remains to end the process."""
     script = (
         "import numpy, sys; from fake_cuda import FakeDriver, fake_graphs\n"
         "from edgellm.device_runtime.runners.tensorrt.cuda import driver as cuda\n"

@@ -1,4 +1,4 @@
-"""Rows that stay on the device do what arrays of numpy's do, and say when they are gone."""
+"""Arrays that stay on the device equal NumPy's, and raise after they are freed."""
 
 from __future__ import annotations
 

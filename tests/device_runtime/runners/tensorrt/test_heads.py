@@ -1,4 +1,4 @@
-"""Medusa heads on the GPU that is not there: candidates and answers are those of the CPU."""
+"""Medusa heads on the fake GPU: candidates and outputs equal the CPU's."""
 
 from __future__ import annotations
 
@@ -49,7 +49,7 @@ def device() -> FakeDevice:
 
 
 def _answers(llm: LLM, *, speculative: bool = True) -> tuple[list[list[int]], int]:
-    """Tokens of all answers, and nodes of the largest tree."""
+    """Tokens of all outputs, and nodes of the largest tree."""
     found, nodes = [], 0
     for prompt in PROMPTS:
         for sampling in (GREEDY, SAMPLED):
@@ -71,7 +71,7 @@ def test_outputs_equal_plain_decoding(pair, lowered, device, monkeypatch, option
     llm = LLM(pair.engine, spec=SpecOptions(**options))
     found, nodes = _answers(llm)
     assert found == expected
-    assert nodes > 1 or "network" in options  # by costs none may pay
+    assert nodes > 1 or "network" in options  # by costs, none may pay
     assert _answers(llm, speculative=False) == (expected, 0)
 
 

@@ -1,4 +1,4 @@
-"""Images on the GPU that is not there: encoders, and prompts with image rows."""
+"""Images on the fake GPU: encoders, and prompts with image tokens."""
 
 from __future__ import annotations
 

@@ -61,7 +61,7 @@ def of_several(pair, tmp_path_factory) -> Lowered:
 
 @pytest.fixture
 def together(of_several, monkeypatch) -> FakeDevice:
-    """Engines of several answers at a time take the pair's place, on this GPU."""
+    """Replace the pair's engines by engines with a larger batch size on this GPU."""
     device = FakeDevice()
     of_several.replace_engines(monkeypatch, device)
     return device
@@ -157,12 +157,12 @@ def test_bytes_of_a_token(lowered, codes):
     assert kv.bytes_per_token == 2 * kv.num_layers * kv.num_kv_heads * row
 
 
-# ---------------------------------------------------------------- several answers at a time
+# ---------------------------------------------------------------- batches
 ASKS = [f"w{20 + at} w21 w22 w23 w{40 - at} w21 w22" for at in range(ANSWERS + 1)]
 
 
 def test_batched_tokens_are_one_pass_and_one_wait(pair, together, monkeypatch):
-    """Recorded when the engine is loaded: nothing is made in an answer."""
+    """CUDA graphs are captured when the engine is loaded, not during a request."""
     llm = LLM(pair.engine)
     ask = {"sampling": GREEDY, "max_generate_length": 9}
     llm.generate_batch(ASKS[:ANSWERS], **ask)
@@ -187,7 +187,7 @@ def test_batched_tokens_are_one_pass_and_one_wait(pair, together, monkeypatch):
 
 @pytest.fixture
 def steps(together, monkeypatch) -> list[tuple[int, Counter[str]]]:
-    """How many answers a step has that draft, and what it costs."""
+    """Count the drafting requests of each step, and its cost."""
     found, names = [], ("waits", "launches", "passes", "captures", "contexts", "allocations")
 
     def counted(slot, sequences):
@@ -209,7 +209,7 @@ def steps(together, monkeypatch) -> list[tuple[int, Counter[str]]]:
     ("options", "waits"),
     [
         (SpecOptions(top_k=3, steps=3, verify_size=20), 1),
-        (SpecOptions(top_k=3, steps=2, verify_size=60, tree="fixed"), 2),  # 128 rows share a pass
+        (SpecOptions(top_k=3, steps=2, verify_size=60, tree="fixed"), 2),  # 128 tokens share a pass
     ],
     ids=["by cost", "too large"],
 )
@@ -223,7 +223,8 @@ def test_batched_round_waits_once(pair, steps, options, waits):
     prompts, sampling = zip(*asked, strict=True)
     found = llm.generate_batch(prompts, sampling=sampling, **each)
     assert [one.token_ids for one in found] == [one.token_ids for one in alone]
-    _, *whole = [costs for drafting, costs in steps if drafting == ANSWERS]  # reads prompts first
+    # The first step prefills prompts.
+    _, *whole = [costs for drafting, costs in steps if drafting == ANSWERS]
     assert len(whole) > 3
     for costs in whole:
         assert costs["waits"] == waits
@@ -233,8 +234,8 @@ def test_batched_round_waits_once(pair, steps, options, waits):
 
 @pytest.mark.usefixtures("steps")
 @pytest.mark.parametrize("name", ["ask", "finish", "take_round"])
-def test_one_that_fails_in_a_round_of_the_device_fails_alone(pair, monkeypatch, name):
-    """A round that fails is run for each alone."""
+def test_a_request_that_fails_in_a_device_round_fails_alone(pair, monkeypatch, name):
+    """A failed round is repeated for each request alone."""
     llm = LLM(pair.engine, spec=SpecOptions(top_k=3, steps=3, verify_size=20, tree="fixed"))
     each = {"max_generate_length": 5}
     asked = [(ASKS[at], (GREEDY, SAMPLED)[at % 2]) for at in range(ANSWERS)]
@@ -277,7 +278,7 @@ def test_requests_with_different_sampling_share_rounds(pair, of_several, monkeyp
     for name, rows in (("manifest", {"prefill_rows": 20}), ("draft_manifest", {})):
         short = dataclasses.replace(getattr(of_several, name), max_kv_cache_capacity=40, **rows)
         monkeypatch.setattr(of_several, name, short)
-    asked = [  # sampling, tokens, and how often the prompt stands there
+    asked = [  # sampling, tokens, and how often the prompt is repeated
         (GREEDY, 30, 1),  # to the end of the cache
         (dataclasses.replace(SAMPLED, seed=5), 14, 1),
         (dataclasses.replace(GREEDY, repetition_penalty=1.3), 9, 2),
@@ -313,7 +314,7 @@ def test_requests_with_different_sampling_share_rounds(pair, of_several, monkeyp
     assert {len(orders) for orders in rounds} >= {2, 3, 4}
     shapes = [{(order.levels, order.nodes) for order in orders} for orders in rounds]
     assert max(map(len, shapes)) > 1
-    assert kept  # candidates of one whose draft is done, while another's reads a long prompt
+    assert kept  # candidates of a finished draft pass, while another draft prefills a long prompt
 
 
 def test_rounds_take_as_many_as_share_the_passes_of_the_largest_tree():

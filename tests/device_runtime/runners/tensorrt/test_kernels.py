@@ -1,4 +1,4 @@
-"""The two kernels in PTX, interpreted: caches move and grow as their runners say."""
+"""The two kernels in PTX, interpreted: they move and append to KV caches."""
 
 from __future__ import annotations
 
@@ -18,7 +18,7 @@ TENSORS, HEADS, ROWS, WORDS = 4, 3, 11, 2
 
 
 def _memory(*arrays: np.ndarray) -> tuple[np.ndarray, list[int]]:
-    """Arrays after each other at multiples of 256, and where each begins."""
+    """Memory with arrays at multiples of 256 bytes, and the offset of each."""
     starts, end = [], 0
     for array in arrays:
         starts.append(end)

@@ -1,4 +1,4 @@
-"""Plugins in Python, as TensorRT 10.3 takes them through build and run; a driver that is none."""
+"""Plugins in Python, as TensorRT 10.3 builds and runs them; a fake driver."""
 
 from __future__ import annotations
 
@@ -44,7 +44,7 @@ class Machine:
         python_plugins.register(self.trt, self.compute)  # a second engine of the process
 
     def node(self, name: str) -> Any:
-        """Through a graph's attribute, a plan's, and a context."""
+        """Create a node from attributes of graph and plan, and a context."""
         trt = self.trt
         creator = trt.get_plugin_registry().get_creator(name, "1", NAMESPACE)
         assert [field.name for field in creator.field_names] == [GIVEN]
@@ -61,7 +61,7 @@ class Machine:
         return copied
 
     def run(self, name: str, *inputs: np.ndarray) -> list[np.ndarray]:
-        """What a node writes."""
+        """Run a node; return its outputs."""
         node, trt = self.node(name), self.trt
         found = node.get_output_shapes([[dim(n) for n in x.shape] for x in inputs], [], Builder())
         kinds = node.get_output_data_types([])
@@ -101,7 +101,7 @@ def test_three_nodes_compute_attention():
     cache = random.standard_normal((2, KV_HEADS, CAPACITY, SIZE)).astype(np.float16)
     places = [cache[part].ctypes.data for part in range(2)]
     table = np.array([CAPACITY, CAPACITY ^ MAGIC, *places, 0, 0])
-    one = np.ones((CAPACITY, SIZE // 2), np.float16)  # nothing turns
+    one = np.ones((CAPACITY, SIZE // 2), np.float16)  # no RoPE
     positions, at = np.arange(ROWS)[None] + LIVE, np.array([LIVE])
     tree = np.tri(ROWS, dtype=np.int8)
     (turned,) = machine.run(names[0], q, k, v, one, 0 * one, positions, at, table)
@@ -145,7 +145,7 @@ def library_of(version: str) -> Any:
 
 
 class Driver:
-    """`libcuda.so.1`; refuses what `refuses` names."""
+    """`libcuda.so.1`; the functions in `refuses` fail."""
 
     def __init__(self, refuses: str = "") -> None:
         self.refuses, self.loads = refuses, 0

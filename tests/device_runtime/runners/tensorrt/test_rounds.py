@@ -1,4 +1,4 @@
-"""What a token, and a round of a tree, asks of a GPU and of its host; answers are the CPU's."""
+"""GPU and host work of a token and of a round; outputs equal the CPU's."""
 
 from __future__ import annotations
 
@@ -21,7 +21,7 @@ from edgellm.device_runtime.speculate.options import SpecOptions
 from edgellm.device_runtime.speculate.policy.spec_budget import SpecCredit
 
 pytestmark = pytest.mark.usefixtures("one_thread")
-PROMPT = "w83 w64 w53 w32 w35 w12 w15"  # its answers are long
+PROMPT = "w83 w64 w53 w32 w35 w12 w15"  # its outputs are long
 GREEDY = SamplingParams(temperature=0.0)
 SAMPLED = SamplingParams(temperature=1.5, top_k=20, top_p=0.95, min_p=0.01)
 WHOLE = SamplingParams(temperature=1.5, top_k=0, top_p=1.0)  # more tokens than the device picks
@@ -63,7 +63,7 @@ def load(eagle_pair, lowered, device, monkeypatch):
 
 @pytest.fixture(scope="module")
 def expected(eagle_pair):
-    """Answers of the CPU, by sampling."""
+    """Outputs of the CPU, by sampling."""
     llm = LLM(eagle_pair.engine)
     return functools.cache(lambda sampling: _answer(llm, sampling))
 
@@ -86,7 +86,7 @@ COUNTED = (
 def _costs(
     llm: LLM, device: FakeDevice, sampling: SamplingParams = GREEDY, *, speculative: bool
 ) -> list[dict[str, int]]:
-    """What each step after the prompt costs, of a second answer."""
+    """Costs of the steps after the prompt, of a second request."""
     _answer(llm, sampling, speculative=speculative)
     found, before = [], None
     answer = llm.generate(
@@ -112,7 +112,7 @@ def test_a_plain_step_waits_once(load, device):
 @pytest.mark.parametrize("sampling", [GREEDY, SAMPLED], ids=["greedy", "sampled"])
 @pytest.mark.parametrize("options", SHAPES.values(), ids=SHAPES)
 def test_a_round_waits_once(load, device, monkeypatch, expected, options, sampling):
-    """Whatever the tree's shape; no feature comes to the host, nothing is made in an answer."""
+    """For all tree shapes; hidden states stay on the device, and no graph is captured meanwhile."""
     monkeypatch.setattr(RowMemory, "fetch", lambda *_: pytest.fail("features came to the host"))
     llm = load(spec=options)
     made = device.captures, device.contexts
@@ -122,7 +122,7 @@ def test_a_round_waits_once(load, device, monkeypatch, expected, options, sampli
     rounds = [step for step in costs if step["passes"] > 1]  # not while drafting pauses
     assert len(rounds) > 5
     if options.tree == "cost" and not options.choices:
-        # After a pause, of 32 tokens and more, the draft reads the prompt and the rest apart.
+        # After a pause of at least 32 tokens the draft prefills the prompt and the rest separately.
         rounds.remove(max(rounds, key=lambda step: step["waits"]))
     for step in rounds:
         assert step["waits"] == 1
@@ -142,7 +142,7 @@ FALLING_BACK = {
 
 @pytest.mark.parametrize("sampling", FALLING_BACK.values(), ids=FALLING_BACK)
 def test_the_host_accepts_requests_that_need_all_logits(load, device, expected, sampling):
-    """The tree still grows on the device."""
+    """The tree is still expanded on the device."""
     llm = load(spec=SHAPES["large"])
     costs = _costs(llm, device, sampling, speculative=True)
     assert _answer(llm, sampling) == expected(sampling)
@@ -202,7 +202,7 @@ def test_a_draft_on_another_gpu(eagle_pair, lowered, device, monkeypatch, expect
 
 
 def test_nan_logits_fail_the_request(load, device, monkeypatch):
-    """The device stops there; the host says it, as it does without a draft."""
+    """The device stops there; the host raises the error, as it does without a draft."""
     answer = load(spec=SHAPES["large"]).generate(PROMPT, sampling=GREEDY, max_generate_length=40)
     steps, compute = iter(answer), FakeContext._compute
     next(steps)
@@ -218,7 +218,7 @@ def test_nan_logits_fail_the_request(load, device, monkeypatch):
 
 
 def test_consecutive_requests(load, expected):
-    """Two answers share both caches; each round after a change is the answer's own."""
+    """Two requests share both caches; rounds after a change use the new request's positions."""
     llm = load(spec=SHAPES["large"])
     answers = [
         llm.generate(PROMPT, sampling=sampling, max_generate_length=40)

@@ -1,6 +1,6 @@
-"""The runtime's own logic, on a GPU that is not there (`fake_gpu.py`).
+"""The runtime's own logic on a fake GPU (`fake_gpu.py`).
 
-Answers are those of ONNX Runtime's sessions over the same bundles, in float32.
+Outputs equal those of ONNX Runtime's sessions over the same bundles, in float32.
 """
 
 from __future__ import annotations
@@ -27,7 +27,7 @@ from edgellm.device_runtime.sampling.sampler import SamplingParams
 from edgellm.device_runtime.speculate.options import SpecOptions
 
 pytestmark = pytest.mark.usefixtures("one_thread")
-PROMPT = "w83 w64 w53 w32 w35 w12 w15"  # its answers are long
+PROMPT = "w83 w64 w53 w32 w35 w12 w15"  # its outputs are long
 GREEDY = SamplingParams(temperature=0.0)
 SAMPLED = SamplingParams(temperature=1.5, top_k=0, top_p=1.0)
 
@@ -64,7 +64,7 @@ def _answer(llm: LLM, sampling: SamplingParams, *, speculative: bool = True) -> 
 
 @pytest.fixture
 def fake_llm(eagle_pair, lowered, device, monkeypatch):
-    """An `LLM` whose engines run on the fake GPU; the tree is sized as told, or by costs."""
+    """An `LLM` whose engines run on the fake GPU; the tree has the given size, or one by costs."""
     lowered.replace_engines(monkeypatch, device)
 
     def load(tree: str = "fixed", top_k: int = 5, steps: int = 4, verify_size: int = 20) -> LLM:
@@ -74,7 +74,7 @@ def fake_llm(eagle_pair, lowered, device, monkeypatch):
     return load
 
 
-# -------------------------------------------------------------------------------- answers
+# -------------------------------------------------------------------------------- outputs
 @pytest.fixture(scope="module")
 def cpu_answers(eagle_pair) -> dict[SamplingParams, list[int]]:
     llm = LLM(eagle_pair.engine)
@@ -94,7 +94,7 @@ def test_outputs_equal_the_cpu(cpu_answers, fake_llm, device, sampling):
 def test_outputs_of_engines_for_older_versions(
     cpu_answers, eagle_pair, device, tmp_path, monkeypatch, version
 ):
-    """10.3 hands new rows out, which are appended; 10.16 updates caches in place."""
+    """10.3 returns new keys and values, which are appended; 10.16 updates caches in place."""
     older = Lowered(eagle_pair, tmp_path, version)
     older.replace_engines(monkeypatch, device)
     appended, append = [], device.append_rows
@@ -171,7 +171,7 @@ def test_missing_costs_are_measured(fake_llm):
     assert _answer(llm, GREEDY) == _answer(llm, GREEDY, speculative=False)
 
 
-# ---------------------------------------------------------------------------- what a GPU does
+# ---------------------------------------------------------------------------- work of the GPU
 def test_each_bucket_is_recorded_once_and_replayed(session, device):
     session.run(np.arange(10, 40), 0, np.zeros(1, np.int64))
     before = device.captures, device.launches
@@ -228,7 +228,7 @@ def test_too_little_memory(lowered):
 
 
 def test_more_candidates_than_an_engine_gives(lowered, device):
-    """A static tree that is wider than the rows of a round would take other nodes than it says."""
+    """A static tree wider than the rows of a round would get other nodes than it defines."""
     draft = lowered.open_draft(device)
     hidden = np.zeros((1, lowered.draft_manifest.draft.decoder.hidden_size), np.float32)
     row = np.zeros(1, np.int64)
@@ -270,7 +270,7 @@ def test_the_fake_gpu_finds_misuse(lowered, device):
     engine = FakeEngine(lowered.path(DECODER), base_passes(PLAN), device)
     scratch = device.allocate(10_000)
     context = engine.new_context(0, scratch)
-    with pytest.raises(GpuMisuseError, match="nobody said where"):
+    with pytest.raises(GpuMisuseError, match="no address was set"):
         context.enqueue()
     with pytest.raises(GpuMisuseError, match="not in the profile"):
         context.set_shape(graph_io.INPUT_IDS, (1, 2))
@@ -279,7 +279,7 @@ def test_the_fake_gpu_finds_misuse(lowered, device):
     buffers = {name: device.allocate(1 << 20) for name in engine.tensors}
     for name, buffer in buffers.items():
         context.bind(name, buffer.address)
-    with pytest.raises(GpuMisuseError, match="nobody said what shape"):
+    with pytest.raises(GpuMisuseError, match="no shape was set"):
         context.enqueue()
     for name in (graph_io.INPUT_IDS, graph_io.POSITION_IDS, graph_io.TREE_MASK):
         context.set_shape(name, (1, 1))
@@ -297,5 +297,5 @@ def test_the_fake_gpu_finds_misuse(lowered, device):
         device.upload(scratch.address, np.zeros(4, np.uint8))
     context.enqueue()
     del buffers, buffer
-    with pytest.raises(GpuMisuseError, match="nobody's"):
+    with pytest.raises(GpuMisuseError, match="not allocated"):
         device.synchronize()

@@ -1,4 +1,4 @@
-"""Sizes of trees that a device grows alone, and static trees as scores by place."""
+"""Sizes of trees that a device expands alone, and static trees as scores by position."""
 
 from __future__ import annotations
 
@@ -30,8 +30,8 @@ def _tree(size: Size, chance: float) -> Tree:
     return pool.tree(np.arange(1, size.nodes))[0]
 
 
-def _settled(step_ms: float, row_ms: float, chance: float) -> list[Size]:
-    """The last plans of many, at one token a millisecond and so and so much for a row."""
+def _converged(step_ms: float, row_ms: float, chance: float) -> list[Size]:
+    """The last 30 of 100 plans, at a token a millisecond and these costs."""
     costs = Costs(1 + row_ms * np.arange(41.0), np.full(5, step_ms), np.full(5, step_ms))
     growth = growth_of(SpecOptions(), LIMITS)
     assert growth is not None
@@ -52,11 +52,11 @@ def _settled(step_ms: float, row_ms: float, chance: float) -> list[Size]:
     ],
 )
 def test_tree_size_follows_its_gain(step_ms, row_ms, chance, expected):
-    plans = _settled(step_ms, row_ms, chance)
+    plans = _converged(step_ms, row_ms, chance)
     largest = [plan for plan in plans if plan == Size(4, 40)]
     assert {plan for plan in plans if plan not in largest} <= {expected}
     assert plans.count(expected) > 25
-    assert largest  # now and then, to learn what it is worth
+    assert largest  # now and then, to measure its gain
 
 
 def test_a_tree_is_no_deeper_than_asked_for():

@@ -1,4 +1,4 @@
-"""Rounds with the network and without: what gives more is taken, the other tried at times."""
+"""Speculation rounds or plain decoding: the faster one runs, the other is retried at times."""
 
 from __future__ import annotations
 
@@ -19,7 +19,7 @@ COSTS = Costs.of({"1": 10, "4": 13, "12": 22}, {"1": 2}, {"1": 2})
 
 @dataclass(frozen=True)
 class Rounds:
-    """What rounds of a side give on average."""
+    """Average tokens and costs of rounds."""
 
     tokens: float
     drafted_ms: float
@@ -94,7 +94,7 @@ def test_another_workload_changes_its_mind(seed):
 
 @pytest.mark.parametrize("pace", [0.3, 1.0, 5.0])
 def test_both_sides_are_tried_on_the_clock_of_this_machine(pace):
-    """Whatever the build said that passes cost."""
+    """Whatever costs the build has measured."""
     controller, random = SpecGate(COSTS, adapts=True), np.random.default_rng(0)
     sides = run(controller, random, 4.0, BAD, Rounds(4.5, 0, 8), 40, pace)
     assert sides == [True] * 10 + [False] * 30
@@ -126,14 +126,14 @@ def test_pauses_get_longer_while_drafting_loses():
         assert not controller.is_pausing
     while not controller.is_pausing:
         controller.end_round(1, 15, 2, networked=True)
-    assert controller.pace.network.pause == 192  # what went well is not held against it
+    assert controller.pace.network.pause == 192  # past gains do not count against it
 
 
 TIGHT = Costs.of({"1": 2.4, "2": 2.6, "4": 3.0}, {"1": 0.17}, {"1": 0.31, "64": 2.0}, host_ms=0.3)
 
 
 def drafted(controller, random, chance, tokens) -> float:
-    """Milliseconds of `tokens` tokens at the prices of `TIGHT`; two are drafted, in two passes."""
+    """Milliseconds of `tokens` tokens at the costs of `TIGHT`; two are drafted, in two passes."""
     ms, drafted_ms, verify_ms = 0.0, 0.31 + 0.17, float(TIGHT.verify[3])
     while tokens > 0:
         if controller.is_pausing:
@@ -187,7 +187,7 @@ def test_unused_drafts_of_a_network_are_charged():
 
 
 def test_lookup_trees_pay_for_host_time():
-    """Eight answers took 4 % longer than plainly where it was free."""
+    """When host time was free, eight requests took 4 % longer than plain decoding."""
     controller = SpecGate(TIGHT, pauses=True, adapts=True)
     before = controller.pace.text.ms
     controller.end_round(2, 0.0, 3, networked=False, text=TextLookupShare(0.05, rows=2, tokens=1))
@@ -203,7 +203,7 @@ def test_rounds_of_lookups_do_not_affect_the_networks_credit():
 
 
 def looked(controller, ms=0.06) -> None:
-    """A plain token whose text was looked up in vain."""
+    """A plain token after a lookup without a match."""
     text_drafts = TextDrafts()
     text_drafts.looked_s = ms / 1e3
     controller.pass_by(text_drafts)
@@ -224,7 +224,7 @@ def test_useless_lookups_pause_and_are_retried():
     assert network.pause == 10_000 - 1024
     while text.pause:
         controller.pass_by(SILENT)
-    for _ in range(40):  # what is predicted now comes true, but for every second look
+    for _ in range(40):  # predictions are now right, but for every second lookup
         looked(controller)
         found = TextLookupShare(0.06, rows=2, tokens=2)
         controller.end_round(3, 0.0, 3, networked=False, text=found)
@@ -233,7 +233,7 @@ def test_useless_lookups_pause_and_are_retried():
 
 
 def test_lookups_are_credited_for_their_nodes_in_a_networks_tree():
-    """Rows that it alone foresaw, and tokens that it won; the network has the rest."""
+    """Credit for nodes and tokens that only the lookup predicted; the network gets the rest."""
     controller = SpecGate(TIGHT, pauses=True, adapts=True)
     network, text = controller.pace.network, controller.pace.text
     before = network.ms, text.ms

@@ -1,4 +1,4 @@
-"""Sizes of trees: limits, prices, learned rates; and the tree of EAGLE-2 by naive loops."""
+"""Sizes of trees: limits, costs, learned rates; and the tree of EAGLE-2 by naive loops."""
 
 from __future__ import annotations
 
@@ -28,7 +28,7 @@ NONE = np.zeros(0)
 
 
 def proposed(learned, limits, draft, context=(3, 1, 4), capacity=100, **options) -> Tree:
-    """The tree that a drafter makes of a context; `learned` may be a policy alone."""
+    """The tree that a drafter proposes for a context; `learned` may be a policy alone."""
     if not isinstance(learned, SpecState):
         learned = learned_of(learned)
     features = StrictBase(100).run(np.array(context[:-1]), 0, np.array([0])).taps
@@ -52,7 +52,7 @@ def paths(tree: Tree) -> set[tuple[int, ...]]:
 
 
 def naive_eagle2(draft, context, limits) -> set[tuple[int, ...]]:
-    """Paths of the tree: grow the best `top_k` of every level, then take the best of all."""
+    """Paths of the tree: expand the best `top_k` of every level, then take the best of all."""
     pool: list[tuple[float, tuple[int, ...]]] = []
     frontier: list[tuple[float, tuple[int, ...]]] = [(0.0, ())]
     for _ in range(limits.steps):
@@ -172,7 +172,7 @@ def test_free_verification_gives_large_trees():
 
 
 def test_tree_size_follows_the_price():
-    """A row more costs 2 ms of a pass of 10 ms: a node pays at a chance of 0.2 tokens."""
+    """One more token costs 2 ms of a pass of 10 ms: a node pays at 0.2 expected tokens."""
     costs = Costs.of({"1": 10, "11": 30}, {"1": 1, "11": 1}, {"1": 1, "11": 1})
     learned = by_cost(TreeLimits(), costs)
     learned.controller.pace.tokens, policy = 1.0, learned.policy
@@ -184,7 +184,7 @@ def test_tree_size_follows_the_price():
 
 
 def test_a_share_of_a_pass_by_hand():
-    """Four answers: all pay a quarter of the pass of four rows; further rows are paid for whole."""
+    """Four sequences: each is charged a quarter of the pass of four tokens; more tokens in full."""
     verify = np.array([10.0, 10, 11, 12, 13, 14, 15, 16, 17])
     assert BatchLoad(4, 3).share(verify)[1:6].tolist() == [
         13 / 4,
@@ -193,7 +193,7 @@ def test_a_share_of_a_pass_by_hand():
         25 / 4,
         29 / 4,
     ]
-    assert BatchLoad(2, 9).share(verify)[1:3].tolist() == [19 / 2, 19 / 2 + 1]  # nobody measured it
+    assert BatchLoad(2, 9).share(verify)[1:3].tolist() == [19 / 2, 19 / 2 + 1]  # not measured
     assert ALONE.share(verify) is verify
 
 
@@ -212,7 +212,7 @@ def test_trees_shrink_with_batch_size():
 
 
 def test_lookups_must_pay_for_host_time_in_batches():
-    """A chain of two is worth 1.2 tokens; asking for it takes half a pass of four rows."""
+    """A chain of two gives 1.2 tokens; its lookup takes half a pass of four tokens."""
     costs = Costs.of({"1": 10, "64": 10.1}, host_ms=5.0)
     learned, chain = by_cost(TreeLimits(), costs), (0.8, 0.4)
     assert learned.policy.pays(chain)
@@ -221,7 +221,7 @@ def test_lookups_must_pay_for_host_time_in_batches():
 
 
 def test_each_batch_size_has_its_own_throughput():
-    """What loses beside fifteen others does not stop drafting alone."""
+    """Losses in a batch of sixteen do not stop drafting of a single sequence."""
     costs = Costs.of({"1": 10, "64": 73}, {"1": 0, "64": 0}, {"1": 0})
     controller = by_cost(TreeLimits(), costs).controller
     controller.set_batch_load(BatchLoad(16, 15))
@@ -229,9 +229,9 @@ def test_each_batch_size_has_its_own_throughput():
         controller.end_round(1, 0.0, 8, networked=True)
     assert controller.is_pausing
     rate = controller.rate
-    assert rate == pytest.approx(16 / 25)  # of all together, a token each
+    assert rate == pytest.approx(16 / 25)  # of the whole batch, a token each
     controller.set_batch_load(BatchLoad(17, 16))
-    assert controller.is_pausing  # nor is it tried beside more
+    assert controller.is_pausing  # nor is it tried in larger batches
     controller.set_batch_load(ALONE)
     assert not controller.is_pausing
     assert controller.rate < rate

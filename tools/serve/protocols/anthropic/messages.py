@@ -11,6 +11,7 @@ from pydantic import Field
 from edgellm.tools.serve.http.errors import ApiError
 from edgellm.tools.serve.schemas.openai import ChatRequest
 from edgellm.tools.serve.schemas.response_format import Body
+from edgellm.tools.serve.schemas.sampling import SamplingForm
 from edgellm.tools.serve.schemas.tools import TOOL_NAME
 
 _Message = dict[str, Any]
@@ -238,14 +239,15 @@ class CountRequest(Body):
         return found
 
 
-class MessagesRequest(CountRequest):
+_FORM = SamplingForm(types={"temperature": Annotated[float, Field(ge=0, le=1)]})
+_Sampling = _FORM.model(CountRequest)
+
+
+class MessagesRequest(_Sampling):
     """`/v1/messages`."""
 
     max_tokens: Annotated[int, Field(ge=1)]
     stream: bool | None = None
-    temperature: Annotated[float, Field(ge=0, le=1)] | None = None
-    top_p: Annotated[float, Field(gt=0, le=1)] | None = None
-    top_k: Annotated[int, Field(ge=0)] | None = None
     stop_sequences: Annotated[list[str], Field(max_length=16)] | None = None
     metadata: MessagesMetadata | None = None
     service_tier: str | None = None
@@ -255,9 +257,7 @@ class MessagesRequest(CountRequest):
         sampled = {
             "max_tokens": self.max_tokens,
             "stream": self.stream,
-            "temperature": self.temperature,
-            "top_p": self.top_p,
-            "top_k": self.top_k,
+            **_FORM.given(self),
             "stop": self.stop_sequences,
             "service_tier": self.service_tier,
         }

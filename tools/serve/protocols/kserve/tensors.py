@@ -11,7 +11,9 @@ from collections.abc import Iterable, Sequence
 from dataclasses import dataclass
 from typing import Any
 
+from edgellm.device_runtime.sampling.params import OPTIONS
 from edgellm.tools.serve.http.errors import ApiError
+from edgellm.tools.serve.protocols.triton.ensemble import FORM
 from edgellm.tools.serve.protocols.triton.generate import GenerateRequest
 
 Value = bool | int | float | str
@@ -25,12 +27,12 @@ DATATYPES = {
 _INTEGERS = {name for name, (_, form) in DATATYPES.items() if form and form in "BHIQbhiq"}
 _FLOATS = {"FP32", "FP64"}
 
+_KINDS = {bool: "BOOL", int: "INT32", float: "FP32"}
 # Names of TensorRT-LLM's ensemble and vLLM's backend; only the first is required.
 INPUTS = {
-    "text_input": "BYTES", "max_tokens": "INT32", "stream": "BOOL", "temperature": "FP32",
-    "top_k": "INT32", "top_p": "FP32", "random_seed": "UINT64", "min_length": "INT32",
+    "text_input": "BYTES", "max_tokens": "INT32", "stream": "BOOL",
+    **{FORM.name(one.name): _KINDS[one.kind] for one in OPTIONS.values()}, "random_seed": "UINT64",
     "stop_words": "BYTES", "bad_words": "BYTES", "end_id": "INT32", "pad_id": "INT32",
-    "repetition_penalty": "FP32", "presence_penalty": "FP32", "frequency_penalty": "FP32",
     "beam_width": "INT32", "return_log_probs": "BOOL", "exclude_input_in_output": "BOOL",
     "sampling_parameters": "BYTES", "return_finish_reason": "BOOL",
 }  # fmt: skip

@@ -13,7 +13,7 @@ from anyio import to_thread
 
 from edgellm.device_runtime.api.llm import LLM, Step
 from edgellm.device_runtime.engine import continuation
-from edgellm.device_runtime.sampling.guidance import Guide
+from edgellm.device_runtime.sampling.params import Guide
 from edgellm.multimodal.media import Source, Video
 from edgellm.tools.serve import tool_calls
 from edgellm.tools.serve.engines.ask import EngineRequest

@@ -6,7 +6,7 @@ from typing import Annotated, Any, Literal
 
 from pydantic import Field
 
-from edgellm.tools.serve.schemas.openai import ChatRequest
+from edgellm.tools.serve.schemas.openai import FORM, ChatRequest
 from edgellm.tools.serve.schemas.response_format import AnyJson, Body, FreeText
 from edgellm.tools.serve.schemas.tools import TOOL_NAME
 
@@ -186,7 +186,10 @@ class ReasoningOptions(Body):
     generate_summary: str | None = None
 
 
-class ResponsesRequest(Body):
+_Sampling = FORM.model(Body)
+
+
+class ResponsesRequest(_Sampling):
     """`/v1/responses`."""
 
     model: str | None = None
@@ -194,9 +197,6 @@ class ResponsesRequest(Body):
     instructions: str | None = None
     max_output_tokens: Annotated[int, Field(ge=1)] | None = None
     stream: bool | None = None
-    temperature: Annotated[float, Field(ge=0, le=2, allow_inf_nan=False)] | None = None
-    top_p: Annotated[float, Field(gt=0, le=1)] | None = None
-    seed: int | None = None  # an extension
     tools: list[FlatTool] | None = None
     tool_choice: Literal["none", "auto", "required"] | FlatChoice | None = None
     parallel_tool_calls: bool | None = None
@@ -224,9 +224,7 @@ class ResponsesRequest(Body):
             "messages": self._messages(),
             "stream": self.stream,
             "max_tokens": self.max_output_tokens,
-            "temperature": self.temperature,
-            "top_p": self.top_p,
-            "seed": self.seed,
+            **FORM.given(self),
             "service_tier": self.service_tier,
             "parallel_tool_calls": self.parallel_tool_calls,
             "tool_choice": self._choice(),
@@ -264,17 +262,18 @@ class ResponsesRequest(Body):
 
     def echoed(self) -> _Fields:
         """Fields of the request that the response repeats."""
+        sampled = {**FORM.defaults, **FORM.given(self)}
         return {
             "instructions": self.instructions,
             "max_output_tokens": self.max_output_tokens,
             "metadata": self.metadata or {},
             "parallel_tool_calls": self.parallel_tool_calls is not False,
             "reasoning": _dumped(self.reasoning) or {"effort": None, "summary": None},
-            "temperature": 1.0 if self.temperature is None else self.temperature,
+            "temperature": sampled["temperature"],
             "text": _dumped(self.text) or {"format": {"type": "text"}},
             "tool_choice": _dumped(self.tool_choice) or "auto",
             "tools": [_dumped(tool) for tool in self.tools or ()],
-            "top_p": 1.0 if self.top_p is None else self.top_p,
+            "top_p": sampled["top_p"],
         }
 
 

@@ -6,33 +6,37 @@ from typing import Annotated, Any, Literal
 
 from pydantic import Field, field_validator
 
-from edgellm.device_runtime.sampling.sampler import SamplingParams
-from edgellm.tools.serve.schemas.openai import Penalty, Repetition, Stop, TokenId
+from edgellm.device_runtime.sampling.params import SamplingParams
+from edgellm.tools.serve.schemas.openai import Stop, TokenId
 from edgellm.tools.serve.schemas.response_format import Body
-from edgellm.tools.serve.schemas.seeds import seed_or_any
+from edgellm.tools.serve.schemas.sampling import SamplingForm, Temperature
 
 _SHARED = ("stream", "exclude_input_in_output")  # also fields of vLLM's backend
 
 
-class EnsembleParameters(Body):
+_Seed = Annotated[int, Field(ge=0, lt=2**64)]
+FORM = SamplingForm(
+    names={"seed": "random_seed", "min_tokens": "min_length"},
+    types={
+        "temperature": Temperature,
+        "top_p": Annotated[float, Field(ge=0, le=1)],  # 0: no limit
+        "seed": _Seed,
+    },
+)
+_Sampling = FORM.model(Body)
+
+
+class EnsembleParameters(_Sampling):
     """Inputs other than `text_input`; greedy unless temperature, top-p or top-k is given."""
 
     stream: bool | None = None
     exclude_input_in_output: bool | None = None
     max_tokens: Annotated[int, Field(ge=1)] | None = None
-    min_length: Annotated[int, Field(ge=0)] | None = None
-    temperature: Annotated[float, Field(ge=0, le=2, allow_inf_nan=False)] | None = None
-    top_p: Annotated[float, Field(ge=0, le=1)] | None = None  # 0: no limit
-    top_k: Annotated[int, Field(ge=0)] | None = None
-    random_seed: Annotated[int, Field(ge=0, lt=2**64)] | None = None
-    seed: Annotated[int, Field(ge=0, lt=2**64)] | None = None
+    seed: _Seed | None = None  # also `random_seed`
     stop_words: Stop | None = None
     bad_words: Literal[""] | Annotated[list[Literal[""]], Field(max_length=1)] | None = None
     end_id: TokenId | None = None
     pad_id: TokenId | None = None  # without effect: batches have no padding
-    repetition_penalty: Repetition | None = None
-    presence_penalty: Penalty | None = None
-    frequency_penalty: Penalty | None = None
     # Only the default values are supported.
     beam_width: Literal[1] | None = None
     num_return_sequences: Literal[1] | None = None
@@ -55,18 +59,12 @@ class EnsembleParameters(Body):
 
     def ensemble_sampling(self) -> SamplingParams:
         """The sampling options."""
-        temperature = self.temperature
-        if temperature is None:
-            temperature = 1.0 if self.top_p or (self.top_k or 0) > 1 else 0.0
-        seed = self.random_seed if self.random_seed is not None else self.seed
-        return SamplingParams(
-            temperature=temperature,
-            top_p=self.top_p or 1.0,
-            top_k=self.top_k or 0,
-            seed=seed_or_any(None if seed is None else seed % 2**63),
-            repetition_penalty=self.repetition_penalty or 1.0,
-            presence_penalty=self.presence_penalty or 0.0,
-            frequency_penalty=self.frequency_penalty or 0.0,
-            min_tokens=self.min_length or 0,
-            stop_token_ids=() if self.end_id is None else (self.end_id,),
-        )
+        given = FORM.given(self)
+        more: dict[str, Any] = {"top_p": given.get("top_p") or 1.0}
+        if not (given.get("top_p") or given.get("top_k", 0) > 1 or "temperature" in given):
+            more["temperature"] = 0.0
+        if "seed" not in given:
+            more["seed"] = self.seed
+        if self.end_id is not None:
+            more["stop_token_ids"] = (self.end_id,)
+        return FORM.params(self, **more)

@@ -6,63 +6,46 @@ vLLM samples. An output starts with its prompt, except in vLLM's streams.
 
 from __future__ import annotations
 
-from dataclasses import fields
 from typing import Annotated, Any, Literal
 
 from pydantic import Field
 
 from edgellm.device_runtime.api.llm import Step
-from edgellm.device_runtime.sampling.sampler import MAX_STOPS, SamplingParams
+from edgellm.device_runtime.sampling.params import MAX_STOPS, SamplingParams
 from edgellm.tools.serve.engines.ask import EngineRequest
 from edgellm.tools.serve.engines.events import Finished, Started
 from edgellm.tools.serve.http.errors import ApiError
 from edgellm.tools.serve.output.streams import EVENTS, OneText
 from edgellm.tools.serve.output.usage import acceptance
 from edgellm.tools.serve.protocols.triton.ensemble import EnsembleParameters
-from edgellm.tools.serve.schemas.openai import Penalty, Repetition, Stop, TokenId
+from edgellm.tools.serve.schemas.openai import Stop, TokenId
 from edgellm.tools.serve.schemas.response_format import Body
-from edgellm.tools.serve.schemas.seeds import seed_or_any
+from edgellm.tools.serve.schemas.sampling import SamplingForm, Temperature, TopK
 
 TENSORRT_TOKENS, VLLM_TOKENS = 32, 16
-_Temperature = Annotated[float, Field(ge=0, le=2, allow_inf_nan=False)]
-_Share = Annotated[float, Field(gt=0, le=1)]
 _Maximum = Annotated[int, Field(ge=1)]
-_Seed = Annotated[int, Field(ge=0, lt=2**63)]
 
 
-class VllmParameters(Body):
+_VLLM = SamplingForm(types={"temperature": Temperature, "top_k": TopK})
+_TENSORRT = SamplingForm(prefix="sampling_param_", types={"temperature": Temperature})
+_VllmSampling, _TensorRTSampling = _VLLM.model(Body), _TENSORRT.model(EnsembleParameters)
+
+
+class VllmParameters(_VllmSampling):
     """`parameters` of Triton's vLLM backend."""
 
     stream: bool | None = None
     exclude_input_in_output: bool | None = None
     max_tokens: _Maximum = VLLM_TOKENS
-    min_tokens: Annotated[int, Field(ge=0)] = 0
-    temperature: _Temperature = 1.0
-    top_p: _Share = 1.0
-    top_k: Annotated[int, Field(ge=-1)] = 0
-    min_p: Annotated[float, Field(ge=0, le=1)] = 0.0
-    seed: _Seed | None = None
     stop: Stop | None = None
     stop_token_ids: Annotated[list[TokenId], Field(max_length=MAX_STOPS)] | None = None
-    ignore_eos: bool = False
-    presence_penalty: Penalty = 0.0
-    frequency_penalty: Penalty = 0.0
-    repetition_penalty: Repetition = 1.0
 
     def sampling(self) -> SamplingParams:
         """The sampling options."""
-        values = {name: getattr(self, name) for name in _SAMPLING}
-        values["top_k"] = max(self.top_k, 0)
-        values["seed"] = seed_or_any(self.seed)
-        values["stop_token_ids"] = tuple(self.stop_token_ids or ())
-        return SamplingParams(**values)
+        return _VLLM.params(self, stop_token_ids=tuple(self.stop_token_ids or ()))
 
 
-# The parameters that `SamplingParams` has by the same name.
-_SAMPLING = {each.name for each in fields(SamplingParams)} & VllmParameters.model_fields.keys()
-
-
-class GenerateRequest(EnsembleParameters):
+class GenerateRequest(_TensorRTSampling):
     """`/v2/models/{name}/generate` and `generate_stream`: a prompt without a chat template."""
 
     text_input: str
@@ -73,13 +56,7 @@ class GenerateRequest(EnsembleParameters):
     parameters: VllmParameters | None = None
     sampling_param_best_of: Literal[1] | None = None
     sampling_param_max_tokens: _Maximum | None = None
-    sampling_param_temperature: _Temperature | None = None
-    sampling_param_top_p: _Share | None = None
-    sampling_param_top_k: Annotated[int, Field(ge=0)] | None = None
-    sampling_param_seed: _Seed | None = None
     sampling_param_stop: Stop | None = None
-    sampling_param_frequency_penalty: Penalty | None = None
-    sampling_param_presence_penalty: Penalty | None = None
     sampling_param_exclude_input_from_output: bool | None = None
     sampling_param_return_perf_metrics: bool = False
 
@@ -123,19 +100,8 @@ class GenerateRequest(EnsembleParameters):
         return EngineRequest(self.text_input, self._sampling(), maximum, stops, lora=lora)
 
     def _sampling(self) -> SamplingParams:
-        temperature = self.sampling_param_temperature
-        shape = (temperature, self.sampling_param_top_p, self.sampling_param_top_k)
-        if temperature is None:
-            temperature = 0.0 if shape == (None, None, None) else 1.0
-        top_p = self.sampling_param_top_p
-        return SamplingParams(
-            temperature=temperature,
-            top_p=1.0 if top_p is None else top_p,
-            top_k=self.sampling_param_top_k or 0,
-            seed=seed_or_any(self.sampling_param_seed),
-            presence_penalty=self.sampling_param_presence_penalty or 0.0,
-            frequency_penalty=self.sampling_param_frequency_penalty or 0.0,
-        )
+        is_greedy = not {"temperature", "top_p", "top_k"} & _TENSORRT.given(self).keys()
+        return _TENSORRT.params(self, **({"temperature": 0.0} if is_greedy else {}))
 
     def require_path(self, *, streams: bool) -> None:
         """Raise `ApiError` if the body's stream fields contradict the path."""

@@ -1,0 +1,61 @@
+"""Sampling options in requests: each protocol derives its fields from `OPTIONS`."""
+
+from __future__ import annotations
+
+import secrets
+from collections.abc import Mapping
+from dataclasses import dataclass, field
+from typing import Annotated, Any, TypeVar
+
+from pydantic import BaseModel, Field, create_model
+
+from edgellm.device_runtime.sampling.params import OPTIONS, SamplingParams
+
+Temperature = Annotated[float, Field(ge=0, le=2)]
+TopK = Annotated[int, Field(ge=-1)]  # vLLM's; -1 and 0 keep all tokens
+AnySeed = Annotated[int, Field(ge=-(2**63), lt=2**63)]
+ModelT = TypeVar("ModelT", bound=BaseModel)
+NEUTRAL = {"temperature": 1.0, "top_p": 1.0, "top_k": 0}  # samples from the model's distribution
+
+
+@dataclass(frozen=True, slots=True)
+class SamplingForm:
+    """How a protocol names, types and defaults the sampling options; null is the default."""
+
+    prefix: str = ""  # of all names
+    names: Mapping[str, str] = field(default_factory=dict)  # the protocol's own, by option
+    types: Mapping[str, Any] = field(default_factory=dict)  # the protocol's own, by option
+    defaults: Mapping[str, Any] = field(default_factory=lambda: NEUTRAL)
+
+    def name(self, option: str) -> str:
+        """The protocol's name of an option."""
+        return self.prefix + self.names.get(option, option)
+
+    def model(self, base: type[ModelT]) -> type[ModelT]:
+        """A subclass of a model, with a field for each option."""
+        fields: dict[str, Any] = {}
+        for one in OPTIONS.values():
+            bounds: dict[str, Any] = {**one.bounds}
+            if one.kind is float:
+                bounds["allow_inf_nan"] = False
+            kind = self.types.get(one.name, Annotated[one.kind, Field(**bounds)])
+            fields[self.name(one.name)] = (kind | None, Field(None, description=one.doc))
+        return create_model(f"{base.__name__}Sampling", __base__=base, **fields)
+
+    def given(self, body: BaseModel) -> dict[str, Any]:
+        """Options of a request that are not null, by their names in `SamplingParams`."""
+        values = {option: getattr(body, self.name(option)) for option in OPTIONS}
+        return {option: value for option, value in values.items() if value is not None}
+
+    def params(self, body: BaseModel, **more: Any) -> SamplingParams:
+        """Sampling parameters of a request; without a seed, a random one.
+
+        Args:
+            body: the request.
+            more: values that take precedence, and parameters that are not in `OPTIONS`.
+        """
+        values = {**self.defaults, **self.given(body), **more}
+        values["top_k"] = max(values["top_k"], 0)
+        seed = values.get("seed")
+        values["seed"] = secrets.randbits(63) if seed is None else seed % 2**63
+        return SamplingParams(**values)
