@@ -1,1 +1,1 @@
-"""`edgellm-eval`: an engine on datasets, plainly and speculating, and what came of it."""
+"""`edgellm-eval`: evaluates an engine on datasets, with and without speculation."""

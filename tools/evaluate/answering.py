@@ -1,4 +1,4 @@
-"""Answering the questions of a dataset, plainly and speculating in turns on one engine."""
+"""Runs the questions of a dataset on one engine, alternating plain and speculative modes."""
 
 from __future__ import annotations
 
@@ -26,7 +26,7 @@ _WARM_TOKENS = 2
 
 @contextlib.contextmanager
 def open_logs(folder: Path, settings: Settings) -> Iterator[dict[str, OutputLog]]:
-    """The files of answers by mode; raises `EdgeLLMError` for damaged ones."""
+    """Open the answer file of each mode; raise `EdgeLLMError` if one is damaged."""
     with contextlib.ExitStack() as stack:
         logs: dict[str, OutputLog] = {}
         for mode in settings.modes:
@@ -43,9 +43,9 @@ def answer_all(
     logs: Mapping[str, OutputLog],
     on_answer: OnAnswer,
 ) -> None:
-    """Give every answer that `logs` lack; each is on the disk before the next one is begun.
+    """Run all questions that `logs` lack; each answer is on disk before the next one starts.
 
-    The modes take turns in being first, so that a machine that slows down slows both.
+    The modes alternate in being first, so that a slower machine affects both.
     """
     is_warm = False
     for place, question in enumerate(questions):
@@ -66,17 +66,17 @@ def answer_all(
 
 
 def warm_up(llm: LLM, question: Question, settings: Settings) -> None:
-    """Let both ways run once: the first passes of a session take longer."""
+    """Run each mode once: the first forward passes of a session take longer."""
     short = msgspec.structs.replace(settings, max_generate_length=_WARM_TOKENS)
     for mode in settings.modes:
-        # A question that is too long, or that fails otherwise, says so in its answer.
+        # Errors are ignored here: the answer itself records them.
         with Confined(lambda _: None):
             for _ in start(llm, question, [], short, mode, SamplingParams(0)):
                 pass
 
 
 def sampling_of(settings: Settings, place: int, repeat: int) -> SamplingParams:
-    """Of a repeat of the question at that place: the same in all modes, another for every one."""
+    """Return the sampling of a repeat of question `place`: equal in all modes, else different."""
     seed = (settings.seed + place * 1_000_003 + repeat) % 2**63
     return SamplingParams(settings.temperature, top_p=1.0, top_k=0, seed=seed)
 
@@ -89,15 +89,15 @@ def answer(
     repeat: int,
     sampling: SamplingParams,
 ) -> Choice:
-    """Answer all turns of a question; a turn that fails ends it, with the reason."""
-    choice = Choice.begun(repeat)
+    """Run all turns of a question; a turn that fails ends it, with the error."""
+    choice = Choice.empty(repeat)
     for _ in question.turns:
         begin, failures = time.perf_counter(), list[EdgeLLMError]()
         with Confined(failures.append):
-            given = start(llm, question, choice.turns, settings, mode, sampling)
-            for _ in given:
+            output = start(llm, question, choice.turns, settings, mode, sampling)
+            for _ in output:
                 pass
-            _note(choice, given, time.perf_counter() - begin)
+            _record_turn(choice, output, time.perf_counter() - begin)
         if failures:
             choice.error = str(failures[0])
             break
@@ -112,7 +112,7 @@ def start(
     mode: str,
     sampling: SamplingParams,
 ) -> RequestOutput:
-    """Begin the turn after those that are answered; raises `RequestError` if it does not fit."""
+    """Start the turn after the answered ones; raise `RequestError` if it does not fit."""
     return llm.generate(
         conversation(question, answered),
         sampling=sampling,
@@ -122,7 +122,7 @@ def start(
 
 
 def conversation(question: Question, answered: Sequence[str]) -> list[dict[str, Any]]:
-    """The messages up to the turn that comes next."""
+    """Return the messages up to the next turn."""
     messages: list[dict[str, Any]] = []
     if question.system:
         messages.append({"role": "system", "content": question.system})
@@ -137,22 +137,22 @@ def conversation(question: Question, answered: Sequence[str]) -> list[dict[str, 
     return messages
 
 
-def _note(choice: Choice, given: RequestOutput, wall_s: float) -> None:
-    profile, counts = given.profile, given.profile.acceptance()
+def _record_turn(choice: Choice, output: RequestOutput, wall_s: float) -> None:
+    profile, counts = output.profile, output.profile.acceptance()
     passes = sum(len(profile.stages_ms.get(name, ())) for name in (GENERATION, VERIFY))
-    choice.turns.append(given.text)
+    choice.turns.append(output.text)
     choice.idxs.append(passes)
-    choice.new_tokens.append(len(given.token_ids))
+    choice.new_tokens.append(len(output.token_ids))
     choice.wall_time.append(wall_s)
-    choice.token_ids.append(list(given.token_ids))
-    choice.prompt_tokens.append(given.prompt_token_count)
+    choice.token_ids.append(list(output.token_ids))
+    choice.prompt_tokens.append(output.prompt_token_count)
     choice.decode_ms.append(profile.decode_ms())
     choice.emitted_tokens.append(sum(one.emitted for one in profile.rounds))
     choice.rounds.append(len(profile.rounds))
     choice.draft_tokens.append(int(counts["total_draft_tokens"]))
     choice.accepted_draft_tokens.append(int(counts["total_accepted_draft_tokens"]))
-    assert given.finish_reason is not None  # it is complete
-    choice.finish_reasons.append(given.finish_reason)
+    assert output.finish_reason is not None  # it is complete
+    choice.finish_reasons.append(output.finish_reason)
 
 
 def _record(question: Question, settings: Settings, mode: str, choices: list[Choice]) -> Record:

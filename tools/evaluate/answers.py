@@ -1,4 +1,4 @@
-"""Files of answers in the layout of the EAGLE repository, which grow by whole lines."""
+"""Answer files in the layout of the EAGLE repository, appended by whole lines."""
 
 from __future__ import annotations
 
@@ -11,14 +11,14 @@ from edgellm.device_runtime.requests.append_log import Journal
 
 
 class Choice(msgspec.Struct, kw_only=True, omit_defaults=True):
-    """One answer to all turns of a question: a list item for each turn.
+    """One answer to all turns of a question; lists have an item per turn.
 
-    The first five fields are EAGLE's. Times: `wall_time` in s with the prompt, `decode_ms` without.
+    The first five fields are EAGLE's. `wall_time`: seconds with prefill; `decode_ms`: without.
     """
 
-    index: int  # which repeat
+    index: int  # number of the repeat
     turns: list[str]
-    idxs: list[int]  # passes of the base after the prompt
+    idxs: list[int]  # forward passes of the base after the prefill
     new_tokens: list[int]
     wall_time: list[float]
     token_ids: list[list[int]]
@@ -29,11 +29,11 @@ class Choice(msgspec.Struct, kw_only=True, omit_defaults=True):
     draft_tokens: list[int]
     accepted_draft_tokens: list[int]
     finish_reasons: list[str]
-    error: str = ""  # why the turn after these was not answered
+    error: str = ""  # of the turn after these
 
     @classmethod
-    def begun(cls, index: int) -> Choice:
-        """One without turns yet."""
+    def empty(cls, index: int) -> Choice:
+        """Return a choice without turns."""
         return cls(
             index=index, turns=[], idxs=[], new_tokens=[], wall_time=[], token_ids=[],
             prompt_tokens=[], decode_ms=[], emitted_tokens=[], rounds=[], draft_tokens=[],
@@ -42,12 +42,12 @@ class Choice(msgspec.Struct, kw_only=True, omit_defaults=True):
 
     @property
     def decoded_tokens(self) -> int:
-        """Tokens that `decode_ms` were spent on: a prompt's pass gives the first of its answer."""
+        """Tokens computed in `decode_ms`: all but the first of each turn, which prefill gives."""
         return sum(max(count - 1, 0) for count in self.new_tokens)
 
 
 class Record(msgspec.Struct, kw_only=True):
-    """All answers to one question in one mode: a line."""
+    """All answers to one question in one mode; a line of the file."""
 
     question_id: int | str
     answer_id: str
@@ -57,29 +57,29 @@ class Record(msgspec.Struct, kw_only=True):
 
 
 class OutputLog:
-    """A file of answers, open for more."""
+    """An answer file, open for appending."""
 
     def __init__(self, path: Path) -> None:
-        """Read what is there; a last line that an interrupt cut is cut off.
+        """Read the file; an incomplete last line of an interrupted run is removed.
 
         Raises:
-            EdgeLLMError: a line is damaged, or a question is answered twice.
+            EdgeLLMError: a line is damaged, or a question has two lines.
         """
         self._journal = Journal(path)
         self.records = read_records(path, self._journal.content)
 
     def append(self, record: Record) -> None:
-        """Add a line; it is on the disk when this returns, or not there at all."""
+        """Append a line, whole and synced to disk, or not at all."""
         self._journal.append(msgspec.json.encode(record))
         self.records[record.question_id] = record
 
     def close(self) -> None:
-        """No more answers come."""
+        """Close the file."""
         self._journal.close()
 
 
 def read_records(path: Path, content: bytes) -> dict[int | str, Record]:
-    """The answers by question; raises `EdgeLLMError` as `OutputLog` does."""
+    """Return the records by question; raise `EdgeLLMError` as `OutputLog` does."""
     records: dict[int | str, Record] = {}
     for number, line in enumerate(content.split(b"\n")[:-1], 1):
         try:
@@ -87,7 +87,7 @@ def read_records(path: Path, content: bytes) -> dict[int | str, Record]:
         except (msgspec.MsgspecError, ValueError) as error:
             raise EdgeLLMError(
                 f"{path} line {number} is not an answer: {error}",
-                hint="delete the line, and the question is answered again",
+                hint="delete the line to run the question again",
             ) from None
         if record.question_id in records:
             raise EdgeLLMError(

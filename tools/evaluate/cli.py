@@ -1,4 +1,4 @@
-"""`edgellm-eval`: an engine on a dataset, plainly and speculating."""
+"""`edgellm-eval`: evaluates an engine on a dataset, with and without speculation."""
 
 from __future__ import annotations
 
@@ -48,10 +48,10 @@ def evaluate(
     compare: Compare = None,
     convert: Convert = None,
 ) -> None:
-    """Answer a dataset with and without speculation in turns, score both, write a report.
+    """Run a dataset with and without speculation, score the answers, write a report.
 
-    Without flags that say what drafts, there are plain answers alone. The same command again goes
-    on with an interrupted run.
+    Without --eagle or --spec, only plain decoding runs. The same command resumes an interrupted
+    run.
     """
     how = spec_flags.read()
     if compare is not None:
@@ -66,7 +66,7 @@ def evaluate(
         raise EdgeLLMError(f"{missing[0]} is missing", hint="edgellm-eval --help lists the flags")
     assert dataset is not None and output_dir is not None  # noqa: PT018
     if ray is not None:
-        _refuse_own(engine_dir, multimodal_engine_dir, how)
+        _reject_engines(engine_dir, multimodal_engine_dir, how)
     from edgellm.tools.evaluate.evaluation import Job, evaluate
     from edgellm.tools.remote.servers import Servers
 
@@ -78,17 +78,17 @@ def evaluate(
     evaluate(job)
 
 
-def _refuse_own(engine: Path | None, multimodal_engine: Path | None, how: object) -> None:
+def _reject_engines(engine: Path | None, multimodal_engine: Path | None, how: object) -> None:
     if engine or multimodal_engine or how:
         raise EdgeLLMError(
-            "--ray asks servers, which have their engines and drafts already",
-            hint="leave out --engineDir, --multimodalEngineDir, --eagle, --spec and their kin",
+            "--ray uses the engines and drafts of the servers",
+            hint="leave out --engineDir, --multimodalEngineDir, --eagle, --spec and their options",
         )
 
 
-def _compare(one: Path, other: Path, foreign: object) -> None:
-    if foreign:
-        raise EdgeLLMError("--compare A B reads two finished runs", hint="give nothing else")
+def _compare(one: Path, other: Path, excess: object) -> None:
+    if excess:
+        raise EdgeLLMError("--compare A B reads two finished runs", hint="leave out other flags")
     from edgellm.tools.evaluate.reporting.comparison import compare_runs
     from edgellm.tools.tables import show
 
@@ -96,12 +96,12 @@ def _compare(one: Path, other: Path, foreign: object) -> None:
 
 
 def _convert(
-    output: Path, dataset: str | None, data_file: Path | None, limit: int | None, foreign: object
+    output: Path, dataset: str | None, data_file: Path | None, limit: int | None, excess: object
 ) -> None:
-    if foreign or dataset is None:
+    if excess or dataset is None:
         raise EdgeLLMError(
             "--convert FILE writes the prompts of a dataset",
-            hint="give --dataset, perhaps --dataFile and --limit, and nothing else",
+            hint="give --dataset, optionally --dataFile and --limit, and no other flags",
         )
     from edgellm.tools.evaluate.datasets.prompts import write
     from edgellm.tools.evaluate.datasets.questions import load

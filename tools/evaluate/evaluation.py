@@ -1,4 +1,4 @@
-"""A whole evaluation: questions, answers, scores, report."""
+"""A whole evaluation: questions, answers, scores and report."""
 
 from __future__ import annotations
 
@@ -31,9 +31,9 @@ from edgellm.tools.tables import show
 
 @dataclass(frozen=True, slots=True)
 class Job:
-    """What the user asked for."""
+    """Options of an evaluation, as given on the command line."""
 
-    engine_dir: Path | None  # None: `servers` have it
+    engine_dir: Path | None  # None: `servers` run the engine
     multimodal_engine_dir: Path | None
     dataset: str
     data_file: Path | None
@@ -49,10 +49,10 @@ class Job:
 
 
 def evaluate(job: Job) -> None:
-    """Do what is not done yet, and print the tables.
+    """Run the remaining questions, score all answers, write the report and print its tables.
 
     Raises:
-        EdgeLLMError: wrong data, an engine that does not fit, a run with other settings.
+        EdgeLLMError: data or engine are invalid, or the folder's run has other settings.
     """
     questions = load(job.dataset, job.data_file)[: job.limit]
     _check(job, questions)
@@ -71,10 +71,10 @@ def evaluate(job: Job) -> None:
             elif job.servers is not None:
                 answer_remotely(job.servers, questions, settings, logs["plain"], advance)
         records = {mode: log.records for mode, log in logs.items()}
-        parted = None
+        divergences = None
         if llm is not None and settings.is_exact:
-            parted = divergence.compare(llm, questions, settings, records)
-        scores = score(questions, records, parted, sandbox)
+            divergences = divergence.compare(llm, questions, settings, records)
+        scores = score(questions, records, divergences, sandbox)
         _write(job.output_dir, settings, scores)
     show(
         f"{job.output_dir}: answers, {SCORES_FILE}, report.md, report.html",
@@ -83,7 +83,7 @@ def evaluate(job: Job) -> None:
 
 
 def _write(folder: Path, settings: Settings, scores: Scores) -> None:
-    """Scores and report, each whole or not at all."""
+    """Write scores and report, each whole or not at all."""
     text = json.dumps(msgspec.to_builtins(scores), indent=1, ensure_ascii=False)
     replace_file(folder / SCORES_FILE, text + "\n")
     replace_file(folder / "report.md", report_markdown(settings, scores))
@@ -91,14 +91,14 @@ def _write(folder: Path, settings: Settings, scores: Scores) -> None:
 
 
 def _check(job: Job, questions: Sequence[Question]) -> None:
-    """Refuse what would fail later."""
+    """Raise `EdgeLLMError` for jobs that would fail later."""
     if job.engine_dir is None:
         require_ray()
         return
     if job.multimodal_engine_dir is None and any(question.images for question in questions):
         raise EdgeLLMError(
-            f"{job.dataset} has images, which a text engine does not see",
-            hint="give a --multimodalEngineDir, made by visual_build",
+            f"{job.dataset} has images, which need a visual engine",
+            hint="give a folder of visual_build as --multimodalEngineDir",
         )
     output, engine = job.output_dir.resolve(), job.engine_dir.resolve()
     if engine in (output, *output.parents):
@@ -106,9 +106,9 @@ def _check(job: Job, questions: Sequence[Question]) -> None:
 
 
 def settings_of(job: Job, questions: Sequence[Question]) -> Settings:
-    """What the answers depend on."""
+    """Return all settings that the answers depend on."""
     spec = None
-    if job.spec is not None:  # as JSON has it: paths are texts, tuples are lists
+    if job.spec is not None:  # with JSON's types: paths as strings, tuples as lists
         spec = json.loads(json.dumps(dataclasses.asdict(job.spec), default=str))
     draft_model = job.spec.draft_engine_dir if job.spec is not None else None
     if job.engine_dir is not None:
@@ -117,7 +117,7 @@ def settings_of(job: Job, questions: Sequence[Question]) -> Settings:
     else:
         assert job.servers is not None
         model = job.servers.model()
-        engines = {"of servers": model}  # which of them answer may change
+        engines = {"of servers": model}  # the set of servers may change
     return Settings(
         dataset=job.dataset if job.dataset not in FILED else f"{job.dataset} of {job.data_file}",
         num_questions=len(questions),
@@ -134,7 +134,7 @@ def settings_of(job: Job, questions: Sequence[Question]) -> Settings:
 
 @contextlib.contextmanager
 def _progress(total: int, done: int) -> Iterator[Callable[[], None]]:
-    """A bar over the answers; silent when stderr is not a terminal."""
+    """Show a progress bar of the answers if stderr is a terminal."""
     if not sys.stderr.isatty():
         yield lambda: None
         return

@@ -1,4 +1,4 @@
-"""The questions of a dataset to several servers, spread by Ray; files and report are the usual."""
+"""Runs the questions of a dataset on several servers, distributed by Ray."""
 
 from __future__ import annotations
 
@@ -23,7 +23,7 @@ from edgellm.tools.remote.ray_map import Work, spread
 from edgellm.tools.remote.servers import RejectedError, Servers, places
 
 Spread = Callable[[Sequence[dict[str, Any]], Work, int], Any]
-_MODE = "plain"  # whether a server speculates is its own affair: answers stay what they are
+_MODE = "plain"  # servers may speculate, which does not change answers
 
 
 def answer_remotely(
@@ -34,10 +34,10 @@ def answer_remotely(
     on_answer: Callable[[], None],
     spread: Spread = spread,
 ) -> None:
-    """Give every answer that `log` lacks; each is on the disk as soon as it is known.
+    """Run all questions that `log` lacks; each answer is written when it arrives.
 
     Raises:
-        EdgeLLMError: no server answers any more; what was answered stays.
+        EdgeLLMError: no server responds; `log` keeps the answers so far.
     """
     missing = [
         (place, question)
@@ -53,7 +53,7 @@ def answer_remotely(
     work = functools.partial(answer_row, servers=servers, settings=msgspec.to_builtins(settings))
     for row in spread(rows, work, len(servers.urls)):
         record = msgspec.convert(row, Record)
-        if record.question_id not in log.records:  # a task may have been done twice
+        if record.question_id not in log.records:  # a task may run twice
             log.append(record)
             on_answer()
 
@@ -61,7 +61,7 @@ def answer_remotely(
 def answer_row(
     row: dict[str, Any], *, servers: Servers, settings: dict[str, Any]
 ) -> dict[str, Any]:
-    """All answers to the question of a row, as a `Record`."""
+    """Run the question of a row; return its `Record`."""
     question = msgspec.convert(row["question"], Question)
     run = msgspec.convert(settings, Settings)
     choices = [
@@ -81,7 +81,7 @@ def answer_row(
 def _answer(
     servers: Servers, question: Question, run: Settings, place: int, first: int, repeat: int
 ) -> Choice:
-    choice = Choice.begun(repeat)
+    choice = Choice.empty(repeat)
     for _ in question.turns:
         body = {
             "model": run.model,
@@ -92,18 +92,18 @@ def _answer(
         }
         begin = time.perf_counter()
         try:
-            given = servers.post("/v1/chat/completions", body, first)
+            response = servers.post("/v1/chat/completions", body, first)
         except RejectedError as error:
             choice.error = str(error)
             break
-        _note(choice, given, time.perf_counter() - begin)
+        _record_turn(choice, response, time.perf_counter() - begin)
     return choice
 
 
-def _note(choice: Choice, given: dict[str, Any], wall_s: float) -> None:
-    """What a server says of an answer; edgellm's own says more than OpenAI's form has."""
-    (found,), usage = given["choices"], given["usage"]
-    metrics = given.get("metrics") or {}
+def _record_turn(choice: Choice, response: dict[str, Any], wall_s: float) -> None:
+    """Add a server's response to a choice; `metrics` are edgellm's own field."""
+    (found,), usage = response["choices"], response["usage"]
+    metrics = response.get("metrics") or {}
     drafted = metrics.get("speculative_decoding") or {}
     rounds, accepted = (
         int(drafted.get(name, 0)) for name in ("num_spec_steps", "num_accepted_draft_tokens")
@@ -124,7 +124,7 @@ def _note(choice: Choice, given: dict[str, Any], wall_s: float) -> None:
 
 
 def _as_openai(message: dict[str, Any]) -> dict[str, Any]:
-    """A message whose images travel with it."""
+    """Return a message with its images as data URIs."""
     if isinstance(message["content"], str):
         return message
     items = [

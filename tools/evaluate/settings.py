@@ -1,4 +1,4 @@
-"""What a run was asked to do, kept in its folder so that it goes on with the same."""
+"""Settings of a run, stored in its folder; resuming requires equal settings."""
 
 from __future__ import annotations
 
@@ -20,7 +20,7 @@ _FLAGS = {
     "dataset": "--dataset",
     "data_sha256": "questions (--limit, or the data changed)",
     "engines": "engines",
-    "spec": "ways to speculate",
+    "spec": "options of speculation",
     "max_generate_length": "--maxGenerateLength",
     "temperature": "--temperature",
     "seed": "--seed",
@@ -29,14 +29,14 @@ _FLAGS = {
 
 
 class Settings(msgspec.Struct, frozen=True, kw_only=True, forbid_unknown_fields=True):
-    """A run: all that its answers depend on."""
+    """All settings that the answers of a run depend on."""
 
     dataset: str
     num_questions: int
     data_sha256: str
     model: str  # the engine folder's name
     engines: dict[str, str]  # sha256 of manifests by role
-    spec: dict[str, Any] | None  # the `SpecOptions`; None: plain answers alone
+    spec: dict[str, Any] | None  # the `SpecOptions`; None: plain mode only
     max_generate_length: int
     temperature: float
     seed: int
@@ -44,34 +44,34 @@ class Settings(msgspec.Struct, frozen=True, kw_only=True, forbid_unknown_fields=
 
     @property
     def modes(self) -> tuple[str, ...]:
-        """How every question is answered."""
+        """Decoding modes of each question."""
         return ("plain",) if self.spec is None else ("plain", "spec")
 
     @property
     def is_exact(self) -> bool:
-        """Whether speculated answers are meant to be the plain ones, token by token."""
+        """Whether speculative answers must equal the plain ones, token by token."""
         return self.temperature == 0 and self.spec is not None and not self.spec.get("typical")
 
 
 @contextlib.contextmanager
 def run_folder(folder: Path, settings: Settings) -> Iterator[None]:
-    """Begin a run in the folder, or go on with one; no other process may meanwhile.
+    """Start or resume a run in the folder, and lock it.
 
     Raises:
-        EdgeLLMError: the run was begun with other settings, somebody else is at it, or the folder
-            holds files of a run without its settings.
+        EdgeLLMError: the run has other settings, another process holds the lock, or the folder
+            has answer files without settings.
     """
     path = folder / RUN_FILE
     if not path.exists():
         _begin(folder, settings)
-    busy = f"another edgellm-eval works in {folder}"
+    busy = f"another edgellm-eval uses {folder}"
     with hold(path, busy, "wait for it, or give another --outputDir"):
-        begun = read_settings(folder)
+        stored = read_settings(folder)
         for name, flag in _FLAGS.items():
-            if getattr(begun, name) != getattr(settings, name):
+            if getattr(stored, name) != getattr(settings, name):
                 raise EdgeLLMError(
-                    f"{folder} was begun with other {flag}{_values(begun, settings, name)}",
-                    hint="give the same again to go on, or another --outputDir",
+                    f"{folder} was started with other {flag}{_values(stored, settings, name)}",
+                    hint="give the same flags to resume, or another --outputDir",
                 )
         yield
 
@@ -82,7 +82,7 @@ def _begin(folder: Path, settings: Settings) -> None:
     for name in ("plain.jsonl", "spec.jsonl"):
         if (folder / name).exists():
             raise EdgeLLMError(
-                f"{folder / name} is there, but no {RUN_FILE} says what it is of",
+                f"{folder / name} exists, but {RUN_FILE} with its settings is missing",
                 hint="give another --outputDir",
             )
     folder.mkdir(parents=True, exist_ok=True)
@@ -90,13 +90,13 @@ def _begin(folder: Path, settings: Settings) -> None:
     replace_file(folder / RUN_FILE, json.dumps(content, indent=2, ensure_ascii=False) + "\n")
 
 
-def _values(begun: Settings, settings: Settings, name: str) -> str:
-    one, other = getattr(begun, name), getattr(settings, name)
+def _values(stored: Settings, settings: Settings, name: str) -> str:
+    one, other = getattr(stored, name), getattr(settings, name)
     return f": {one}, now {other}" if isinstance(one, (int, float)) or name == "dataset" else ""
 
 
 def read_settings(folder: Path) -> Settings:
-    """The settings of a run; raises `EdgeLLMError` where there is none."""
+    """Return the settings of a run; raise `EdgeLLMError` if the folder has none."""
     path = folder / RUN_FILE
     try:
         return msgspec.json.decode(path.read_bytes(), type=Settings)
@@ -108,7 +108,7 @@ def read_settings(folder: Path) -> Settings:
 
 
 def sync_folder(folder: Path) -> None:
-    """Make the names of new files last as their contents do."""
+    """Sync the folder to disk, so that the names of new files persist."""
     descriptor = os.open(folder, os.O_RDONLY)
     try:
         os.fsync(descriptor)

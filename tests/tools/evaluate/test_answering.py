@@ -1,4 +1,4 @@
-"""Answers of `edgellm-eval`: both modes in turns, interrupts, other options, damaged files."""
+"""Answers of `edgellm-eval`: alternating modes, resuming, other options, damaged files."""
 
 from __future__ import annotations
 
@@ -41,7 +41,7 @@ def questions(tmp_path):
 
 @pytest.fixture
 def evaluation(tmp_path, eagle_pair, questions):
-    """The command line of a run, and where it writes."""
+    """Command line and output folder of a run."""
     out = tmp_path / "run"
     command = [
         sys.executable, "-m", "edgellm.tools.evaluate", "--engineDir", str(eagle_pair.engine),
@@ -59,13 +59,13 @@ def read(path):
     return [json.loads(line) for line in path.read_text().splitlines()]
 
 
-def test_a_run_in_the_layout_of_eagle(evaluation, eagle_pair):
+def test_answer_files_have_the_layout_of_eagle(evaluation, eagle_pair):
     command, out = evaluation
     result = run(command, "--repeats", "2")
     assert result.returncode == 0, result.stderr
     plain, spec = read(out / "plain.jsonl"), read(out / "spec.jsonl")
     assert [row["question_id"] for row in plain] == [81, 2, 3, 4]
-    # What is first changes from question to question.
+    # The first mode alternates by question.
     stamps = [one["tstamp"] < other["tstamp"] for one, other in zip(plain, spec, strict=True)]
     assert stamps == [False, True, False, True]  # of the second repeat
     for one, other in zip(plain, spec, strict=True):
@@ -88,7 +88,7 @@ def test_a_run_in_the_layout_of_eagle(evaluation, eagle_pair):
     assert turns["prompt_tokens"][1] == len(prompt)
 
 
-def test_turns_that_do_not_fit_say_so(evaluation, questions):
+def test_a_turn_that_is_too_long_is_reported(evaluation, questions):
     command, out = evaluation
     questions.write_text(json.dumps({"turns": ["w20", "w9 " * 70, "w21"]}) + "\n")
     result = run(command)
@@ -96,11 +96,11 @@ def test_turns_that_do_not_fit_say_so(evaluation, questions):
     (row,) = read(out / "plain.jsonl")
     assert len(row["choices"][0]["turns"]) == 1
     assert "the engine takes 64" in row["choices"][0]["error"]
-    assert re.search(r"turns not answered +2: the prompt has \d+ tokens", result.stdout)
+    assert re.search(r"failed turns +2: the prompt has \d+ tokens", result.stdout)
 
 
 def kill_after(command, path, lines):
-    """Kill -9 when the file has so many lines."""
+    """Kill the process once the file has `lines` lines."""
     process = subprocess.Popen(command, stdout=subprocess.DEVNULL, stderr=subprocess.PIPE)
     deadline = time.monotonic() + 60
     while not path.exists() or path.read_bytes().count(b"\n") < lines:
@@ -113,8 +113,8 @@ def kill_after(command, path, lines):
     assert process.returncode == -signal.SIGKILL
 
 
-def test_a_killed_run_goes_on(evaluation, questions):
-    """No answer is lost or doubled, and those that were there are not made again."""
+def test_a_killed_run_resumes(evaluation, questions):
+    """No answer is lost, duplicated or recomputed."""
     command, out = evaluation
     rows = [{"turns": [f"w{20 + index} w{30 + index}"]} for index in range(24)]
     questions.write_text("".join(json.dumps(row) + "\n" for row in rows))
@@ -137,32 +137,32 @@ OTHERS = [
     (("--maxGenerateLength", "13"), "--maxGenerateLength: 12, now 13"),
     (("--temperature", "0.5"), "--temperature: 0.0, now 0.5"),
     (("--limit", "2"), "questions (--limit, or the data changed)"),
-    (("--eagleDraftTopK", "2"), "ways to speculate"),
+    (("--eagleDraftTopK", "2"), "options of speculation"),
 ]
 
 
-def test_other_options_are_refused(evaluation):
+def test_resuming_with_other_options_is_rejected(evaluation):
     command, out = evaluation
     assert run(command).returncode == 0
     before = {path.name: path.read_bytes() for path in out.iterdir()}
     for more, named in OTHERS:
         result = run(command, *more)
-        assert_one_line_error(result, f"was begun with other {named}", "another --outputDir")
+        assert_one_line_error(result, f"was started with other {named}", "another --outputDir")
         assert result.returncode == 2
         assert before == {path.name: path.read_bytes() for path in out.iterdir()}
 
 
-def test_two_at_once_are_refused(evaluation):
+def test_a_locked_run_is_rejected(evaluation):
     command, out = evaluation
     assert run(command).returncode == 0
     import fcntl
 
     with (out / "run.json").open("rb") as stream:
         fcntl.flock(stream, fcntl.LOCK_EX)
-        assert_one_line_error(run(command), "another edgellm-eval works in")
+        assert_one_line_error(run(command), "another edgellm-eval uses")
 
 
-def test_damaged_answers_are_named_by_line(tmp_path):
+def test_damaged_answer_files_are_rejected_with_the_line(tmp_path):
     path = tmp_path / "plain.jsonl"
     record = {"question_id": 1, "answer_id": "a", "model_id": "m", "choices": [], "tstamp": 1.0}
     line = json.dumps(record) + "\n"
@@ -203,7 +203,7 @@ def test_a_full_disk_leaves_whole_lines(tmp_path, monkeypatch):
         ([[1]], [[1], [2]], (1, 0)),
     ],
 )
-def test_where_answers_part(plain, spec, place):
+def test_the_first_difference_of_answers_is_located(plain, spec, place):
     assert divergence.locate(plain, spec) == place
 
 
@@ -217,7 +217,7 @@ def test_where_answers_part(plain, spec, place):
         (("--compare", "a", "b"), ("reads two finished runs",)),
     ],
 )
-def test_wrong_arguments(evaluation, more, fragments):
+def test_invalid_arguments_are_rejected(evaluation, more, fragments):
     command, out = evaluation
     result = run(command, *more)
     assert_one_line_error(result, *fragments)
@@ -225,13 +225,13 @@ def test_wrong_arguments(evaluation, more, fragments):
     assert not out.exists()
 
 
-def test_outputs_in_the_engine_are_refused(evaluation, eagle_pair):
+def test_output_inside_the_engine_is_rejected(evaluation, eagle_pair):
     command, _ = evaluation
     inside = eagle_pair.engine / "draft" / "run"
     assert_one_line_error(run(command, "--outputDir", str(inside)), "lies in the engine's folder")
 
 
-def test_images_need_an_encoder(evaluation, tmp_path):
+def test_images_need_a_visual_engine(evaluation, tmp_path):
     command, _ = evaluation
     (tmp_path / "a.png").write_bytes(b"x")
     path = tmp_path / "pictures.jsonl"

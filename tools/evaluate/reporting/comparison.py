@@ -1,4 +1,4 @@
-"""Two runs of the same questions, question by question."""
+"""Comparison of two runs of the same questions, paired by question."""
 
 from __future__ import annotations
 
@@ -21,20 +21,20 @@ from edgellm.tools.evaluate.settings import Settings, read_settings
 from edgellm.tools.tables import Table
 
 Pair = tuple[list[Measure], list[Measure]]
-_NOTE = "in brackets 95 % of 4000 bootstraps over questions, paired"
+_NOTE = "in brackets: 95 % interval of 4000 paired bootstraps over questions"
 
 
 def compare_runs(one: Path, other: Path) -> list[Table]:
-    """Differences with intervals of two finished runs.
+    """Return tables of the differences between two finished runs, with intervals.
 
     Raises:
-        EdgeLLMError: a run is missing or not finished, or they are of different questions.
+        EdgeLLMError: a run is missing or not finished, or their questions differ.
     """
     settings = [read_settings(folder) for folder in (one, other)]
     if settings[0].data_sha256 != settings[1].data_sha256:
         sets = " and ".join(f"{run.dataset} ({run.num_questions})" for run in settings)
         raise EdgeLLMError(
-            f"the runs are of different questions: {sets}",
+            f"the runs have different questions: {sets}",
             hint="evaluate both with the same --dataset and --limit",
         )
     scores = [read_scores(folder) for folder in (one, other)]
@@ -50,7 +50,7 @@ def _measures(scores: Scores, mode: str) -> list[Measure]:
 
 
 def _tables(mode: str, runs: Pair) -> list[Table]:
-    word = "plain" if mode == "plain" else "speculated"
+    word = "plain" if mode == "plain" else "speculative"
     answered = [pair for pair in zip(*runs, strict=True) if pair[0].turns == pair[1].turns > 0]
     both = [a for a, _ in answered], [b for _, b in answered]
     rows = [
@@ -103,5 +103,5 @@ def _options(one: Settings, other: Settings) -> Table:
         for name in facts[0]
         if facts[0][name] != facts[1][name]
     )
-    note = "" if rows else "nothing: the same command"
-    return Table("What was asked for differently", ("", "A", "B"), rows, note, is_numeric=False)
+    note = "" if rows else "none"
+    return Table("Different settings", ("", "A", "B"), rows, note, is_numeric=False)

@@ -1,4 +1,4 @@
-"""Estimates with their intervals, as inline SVG."""
+"""Plots of estimates with intervals, as inline SVG."""
 
 from __future__ import annotations
 
@@ -12,7 +12,7 @@ _ROW, _NAMES, _VALUES, _AXIS = 26, 210, 170, 20
 
 
 def intervals(values: Mapping[str, Interval], neutral: float) -> str:
-    """A dot and a whisker for each name, and a line at the value that means no difference."""
+    """Plot a dot and whiskers per name, and a line at `neutral`, which means no difference."""
     ends = [
         end for one in values.values() for end in (one.value, one.low, one.high) if end is not None
     ]

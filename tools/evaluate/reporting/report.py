@@ -1,4 +1,4 @@
-"""A run as tables, Markdown and a page."""
+"""Report of a run: tables, Markdown and an HTML page."""
 
 from __future__ import annotations
 
@@ -20,18 +20,21 @@ from edgellm.tools.tables import Table, markdown
 
 ALL = "all"
 SPEED_TITLE, ACCEPTANCE_TITLE, SCORES_TITLE = "Speed", "Acceptance", "Scores"
-SAME_TITLE, RUN_TITLE = "Greedy answers, speculated against plain", "The run"
+SAME_TITLE, RUN_TITLE = "Greedy answers, speculative against plain", "The run"
 _SHOWN_DIVERGENCES = 20
-_NOTE = "in brackets 95 % of 4000 bootstraps over questions, paired; of few they say little"
+_NOTE = (
+    "in brackets: 95 % interval of 4000 paired bootstraps over questions; unreliable for few "
+    "questions"
+)
 _RULES = (
-    "pass@1: the program ends without an error in its test; number exact: the last number equals "
-    "the reference's; text exact: but for spaces; ROUGE: F1, lower case, no stemming; "
-    "intervals of right and wrong are Wilson's"
+    "pass@1: the program passes its test; number exact: the last number equals the reference's; "
+    "text exact: equal except for spaces; ROUGE: F1, lower case, no stemming; shares have "
+    "Wilson intervals"
 )
 
 
 def tables(settings: Settings, scores: Scores) -> list[Table]:
-    """All there is to say."""
+    """Return all tables of the report."""
     found = [_speed(settings, scores.questions)]
     if settings.spec is not None:
         found.append(_acceptance(scores.questions))
@@ -43,12 +46,12 @@ def tables(settings: Settings, scores: Scores) -> list[Table]:
 
 
 def report_markdown(settings: Settings, scores: Scores) -> str:
-    """The report as Markdown."""
+    """Return the report in Markdown."""
     return f"## {_heading(settings)}\n\n" + "\n".join(map(markdown, tables(settings, scores)))
 
 
 def report_page(settings: Settings, scores: Scores) -> str:
-    """The report as one page with plots, which needs no network."""
+    """Return the report as one self-contained HTML page with plots."""
     plots = dict(_plots(settings, scores.questions))
     sections = [section(table, plots.get(table.title, "")) for table in tables(settings, scores)]
     return page(_heading(settings), ", ".join(settings.modes), sections)
@@ -59,20 +62,20 @@ def _heading(settings: Settings) -> str:
 
 
 def by_category(questions: Sequence[Scored]) -> dict[str, list[Scored]]:
-    """The questions of each category; `all` comes last."""
+    """Return the questions of each category; `all` comes last."""
     names = dict.fromkeys(question.category for question in questions)
     found = {name: [one for one in questions if one.category == name] for name in names}
     return {**(found if len(found) > 1 else {}), ALL: list(questions)}
 
 
 def pairs(questions: Sequence[Scored]) -> list[tuple[Measure, Measure]]:
-    """Plain and speculated figures of questions whose same turns were answered in both modes."""
+    """Return plain and speculative figures of questions with equally many turns in both modes."""
     both = [(one.modes["plain"], one.modes["spec"]) for one in questions]
     return [(plain, spec) for plain, spec in both if plain.turns == spec.turns > 0]
 
 
 def rates(measures: Sequence[Measure]) -> tuple[list[float], list[float]]:
-    """Decoded tokens and the seconds that they took."""
+    """Return decoded tokens and decode seconds."""
     return (
         [float(one.decoded_tokens) for one in measures],
         [one.decode_ms / 1e3 for one in measures],
@@ -80,18 +83,18 @@ def rates(measures: Sequence[Measure]) -> tuple[list[float], list[float]]:
 
 
 def whole_rates(measures: Sequence[Measure]) -> tuple[list[float], list[float]]:
-    """All tokens and seconds, with prompts."""
+    """Return all tokens and seconds, prefill included."""
     return [float(one.new_tokens) for one in measures], [one.wall_s for one in measures]
 
 
 def speed_ratio(questions: Sequence[Scored]) -> Interval | None:
-    """Of decoding: speculated tokens/s over plain tokens/s."""
+    """Return speculative over plain decode speed."""
     plain, spec = _columns(questions)
     return rate_ratio(rates(plain), rates(spec))
 
 
 def acceptance_length(measures: Sequence[Measure]) -> Interval | None:
-    """Tokens of a round of speculation, its last one included."""
+    """Return tokens per round of speculation, the bonus token included."""
     return ratio_of([one.emitted_tokens for one in measures], [one.rounds for one in measures])
 
 
@@ -119,7 +122,7 @@ def _speed(settings: Settings, questions: Sequence[Scored]) -> Table:
             (name, f"{len(plain)}", rate(plain), rate(spec), shown(speed_ratio(found)),
              shown(whole))
         )  # fmt: skip
-    columns = ("", "questions", "plain tokens/s", "speculated", "ratio", "ratio with prompts")
+    columns = ("", "questions", "plain tokens/s", "speculative", "ratio", "ratio with prompts")
     return Table(SPEED_TITLE, columns, tuple(rows), _NOTE)
 
 
@@ -135,7 +138,7 @@ def _acceptance(questions: Sequence[Scored]) -> Table:
         )  # fmt: skip
     columns = ("", "acceptance length", "acceptance_rate", "total_accepted_draft_tokens",
                "total_draft_tokens")  # fmt: skip
-    note = "length: tokens of a round, its last one included; rate: accepted over drafted tokens"
+    note = "length: tokens per round, bonus included; rate: accepted over drafted tokens"
     return Table(ACCEPTANCE_TITLE, columns, tuple(rows), note)
 
 
@@ -158,21 +161,21 @@ def _scores(names: Sequence[str], settings: Settings, questions: Sequence[Scored
             cells.append(shown(mean_of(differences), "{:+.3f}"))
         rows.append((name, f"{len(values['plain'])}", *cells))
     columns = ("", "questions", "plain")
-    columns += ("speculated", "difference") if settings.spec is not None else ()
+    columns += ("speculative", "difference") if settings.spec is not None else ()
     return Table(SCORES_TITLE, columns, tuple(rows), _RULES)
 
 
 def _same(scores: Scores) -> Table:
-    parted, count = scores.divergences or [], len(scores.questions)
+    divergences, count = scores.divergences or [], len(scores.questions)
     rows = tuple(
         (str(one.question_id), f"{one.turn + 1}", f"{one.token}", _number(one.plain_token),
          _number(one.speculated_token), _number(one.margin), _number(one.spread))
-        for one in parted[:_SHOWN_DIVERGENCES]
+        for one in divergences[:_SHOWN_DIVERGENCES]
     )  # fmt: skip
-    more = len(parted) - len(rows)
-    note = f"{count - len(parted)} of {count} answers have the ids of the plain ones"
+    more = len(divergences) - len(rows)
+    note = f"{count - len(divergences)} of {count} answers have the plain answer's token ids"
     note += f"; {more} more divergences are in scores.json" if more else ""
-    columns = ("first divergence in", "turn", "token", "plain", "speculated", "logit margin",
+    columns = ("first divergence in", "turn", "token", "plain", "speculative", "logit margin",
                "deviation of the logits")  # fmt: skip
     return Table(SAME_TITLE, columns, rows, note)
 
@@ -184,11 +187,11 @@ def _run(settings: Settings, scores: Scores) -> Table:
         f"{name} {value}" for name, value in settings.spec.items() if value not in (None, [], "")
     )  # fmt: skip
     facts = {
-        "drafts": spec or "nothing: plain decoding",
-        "most tokens of a turn": f"{settings.max_generate_length}",
+        "speculation": spec or "none: plain decoding",
+        "max tokens of a turn": f"{settings.max_generate_length}",
         "temperature": f"{settings.temperature:g}",
         "repeats": f"{settings.repeats}",
-        "turns not answered": f"{len(failed)}" + (f": {failed[0]}" if failed else ""),
+        "failed turns": f"{len(failed)}" + (f": {failed[0]}" if failed else ""),
         "programs": scores.programs or "not run (--runCode)",
         "questions, sha256": settings.data_sha256,
         **{f"{role} engine, sha256": text for role, text in settings.engines.items()},
@@ -197,19 +200,21 @@ def _run(settings: Settings, scores: Scores) -> Table:
 
 
 def _plots(settings: Settings, questions: Sequence[Scored]) -> Iterator[tuple[str, str]]:
-    """Plots by the title of the table that they stand in."""
+    """Yield plots with the titles of their tables."""
     if settings.spec is None:
         return
     categories = by_category(questions)
-    if ratios := _known(categories, speed_ratio):
+    if ratios := _defined(categories, speed_ratio):
         yield SPEED_TITLE, intervals(ratios, 1.0)
-    lengths = _known(categories, lambda found: acceptance_length([q.modes["spec"] for q in found]))
+    lengths = _defined(
+        categories, lambda found: acceptance_length([q.modes["spec"] for q in found])
+    )
     if lengths:
         values = {name: length.value for name, length in lengths.items()}
         yield ACCEPTANCE_TITLE, bars(values, lambda value: f"{value:.2f}")
 
 
-def _known(
+def _defined(
     categories: dict[str, list[Scored]], estimate: Callable[[list[Scored]], Interval | None]
 ) -> dict[str, Interval]:
     found = {name: estimate(questions) for name, questions in categories.items()}
@@ -217,13 +222,13 @@ def _known(
 
 
 def rate(measures: Sequence[Measure]) -> str:
-    """Tokens per second of decoding."""
+    """Return the decode speed, tokens/s."""
     seconds = sum(one.decode_ms for one in measures) / 1e3
     return f"{sum(one.decoded_tokens for one in measures) / seconds:.1f}" if seconds else "-"
 
 
 def shown(interval: Interval | None, form: str = "{:.2f}") -> str:
-    """An estimate with its interval."""
+    """Format an estimate with its interval."""
     if interval is None:
         return "-"
     if interval.low is None or interval.high is None:

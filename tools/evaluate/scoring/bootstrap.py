@@ -1,4 +1,4 @@
-"""Confidence intervals: draws of questions with replacement (Efron 1979), paired by question."""
+"""Confidence intervals by bootstrap over questions (Efron 1979), paired by question."""
 
 from __future__ import annotations
 
@@ -15,7 +15,7 @@ RESAMPLES, LEVEL, _SEED = 4000, 0.95, 0
 
 
 class Interval(msgspec.Struct, frozen=True):
-    """An estimate and the percentile interval around it; NaN-free: None where nothing is known."""
+    """An estimate and its percentile interval; None instead of NaN."""
 
     value: float
     low: float | None = None
@@ -25,11 +25,11 @@ class Interval(msgspec.Struct, frozen=True):
 def bootstrap(
     columns: Sequence[Sequence[float]], statistic: Callable[[F64], F64]
 ) -> Interval | None:
-    """The statistic of all questions with its 95 % interval; None without a value.
+    """Return a statistic over all questions with its 95 % interval; None if it is undefined.
 
     Args:
-        columns: figures of the same questions, [C][N].
-        statistic: from sums over questions, [C, R], to values, [R].
+        columns: values per question, [C][N].
+        statistic: function of sums over questions [C, R] to values [R].
     """
     table = np.asarray(columns, np.float64)
     if not table.size:
@@ -51,14 +51,14 @@ def bootstrap(
 
 
 def mean_of(values: Sequence[float]) -> Interval | None:
-    """The mean of a figure over questions."""
+    """Return the mean over questions."""
     return bootstrap([values, [1.0] * len(values)], lambda sums: sums[0] / sums[1])
 
 
 def share_of(values: Sequence[float]) -> Interval | None:
-    """The mean of rights and wrongs, 1 and 0, with Wilson's interval (1927).
+    """Return the mean of ones and zeros with Wilson's interval (1927).
 
-    A bootstrap of nothing but wrongs would be sure of itself. Other values are as in `mean_of`.
+    The bootstrap interval of equal values would be empty. For other values, see `mean_of`.
     """
     if not values or not set(values) <= {0.0, 1.0}:
         return mean_of(values)
@@ -70,13 +70,13 @@ def share_of(values: Sequence[float]) -> Interval | None:
 
 
 def ratio_of(parts: Sequence[float], wholes: Sequence[float]) -> Interval | None:
-    """The sum of one figure over that of another, as tokens over rounds."""
+    """Return the ratio of two sums, such as tokens over rounds."""
     return bootstrap([parts, wholes], lambda sums: sums[0] / sums[1])
 
 
 def rate_ratio(
     parts: tuple[Sequence[float], Sequence[float]], wholes: tuple[Sequence[float], Sequence[float]]
 ) -> Interval | None:
-    """The second's rate over the first's, both on the same questions: tokens/s over tokens/s."""
+    """Return the ratio of the second rate to the first, both over the same questions."""
     columns = [parts[0], wholes[0], parts[1], wholes[1]]
     return bootstrap(columns, lambda sums: (sums[2] / sums[3]) / (sums[0] / sums[1]))

@@ -1,4 +1,4 @@
-"""Where greedy speculated answers leave the plain ones, and by how much."""
+"""First differences between plain and speculative greedy answers, with logit margins."""
 
 from __future__ import annotations
 
@@ -15,15 +15,15 @@ from edgellm.tools.evaluate.settings import Settings
 
 
 class Divergence(msgspec.Struct, frozen=True, kw_only=True):
-    """The first token of an answer that differs; the turns before it are the same."""
+    """The first token that differs between two answers."""
 
     question_id: int | str
     turn: int
-    token: int  # its place in the turn's answer
-    plain_token: int | None = None  # None: one answer ends where the other goes on
+    token: int  # index in the turn's answer
+    plain_token: int | None = None  # None: one answer is a prefix of the other
     speculated_token: int | None = None
-    margin: float | None = None  # of the plain token's logit over the speculated one's
-    spread: float | None = None  # standard deviation of the logits there
+    margin: float | None = None  # logit of the plain token minus the speculative one's
+    spread: float | None = None  # standard deviation of the logits at this token
 
 
 def compare(
@@ -32,7 +32,7 @@ def compare(
     settings: Settings,
     records: Mapping[str, Mapping[int | str, Record]],
 ) -> list[Divergence]:
-    """Compare the greedy answers of both modes; recomputes the logits where they part."""
+    """Compare the greedy answers of both modes; recompute the logits at first differences."""
     found: list[Divergence] = []
     for question in questions:
         plain, spec = (records[mode][question.question_id].choices[0] for mode in settings.modes)
@@ -43,7 +43,7 @@ def compare(
 
 
 def locate(plain: Sequence[Sequence[int]], spec: Sequence[Sequence[int]]) -> tuple[int, int] | None:
-    """Turn and token where the answers to a question part, None if they are the same."""
+    """Return turn and token of the first difference, None if the answers are equal."""
     for turn, (one, other) in enumerate(zip(plain, spec, strict=False)):
         if list(one) != list(other):
             place = first_difference(one, other)
@@ -62,8 +62,8 @@ def _explain(
     if token >= min(len(ids), len(others)):
         return where
     sampling = sampling_of(settings, 0, 0)
-    begun = start(llm, question, plain.turns[:turn], settings, "plain", sampling)
-    logits = logits_behind(llm, begun.prompt, ids[:token], sampling)
+    started = start(llm, question, plain.turns[:turn], settings, "plain", sampling)
+    logits = logits_behind(llm, started.prompt, ids[:token], sampling)
     one, other = ids[token], others[token]
     return msgspec.structs.replace(
         where,

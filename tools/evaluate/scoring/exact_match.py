@@ -1,30 +1,30 @@
-"""Answers that are right or wrong: numbers and captions."""
+"""Exact match of numbers and captions."""
 
 from __future__ import annotations
 
 import re
 from decimal import Decimal
 
-# A minus is a sign unless it follows a word, a number or a bracket, where it subtracts.
+# A minus is a sign unless it follows a word, a number or a closing bracket.
 _NUMBER = re.compile(r"(?:(?<![\w)\].])-)?\d[\d,]*(?:\.\d+)?")
 
 
 def last_number(text: str) -> Decimal | None:
-    """The last number in a text; commas between digits do not count."""
+    """Return the last number in a text, without commas between digits."""
     found = _NUMBER.findall(text)
     return Decimal(found[-1].replace(",", "")) if found else None
 
 
 def number_matches(answer: str, reference: str) -> bool:
-    """gsm8k's rule here: the last number of the answer equals that of the reference, 18 = 18.00."""
+    """Return whether the last numbers of answer and reference are equal (gsm8k); 18 is 18.00."""
     number = last_number(answer)
     return number is not None and number == last_number(reference)
 
 
 def text_matches(answer: str, reference: str) -> bool:
-    """Whether a caption is the expected one; spaces and line breaks do not count.
+    """Return whether a caption equals the reference, except for whitespace.
 
-    Nor do spaces before punctuation, which tokenizers of words leave.
+    Spaces before punctuation, which word tokenizers leave, are ignored, too.
     """
     return _plain(answer) == _plain(reference)
 

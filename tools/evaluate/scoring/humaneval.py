@@ -1,4 +1,4 @@
-"""Programs out of answers to HumanEval."""
+"""Test programs from answers to HumanEval."""
 
 from __future__ import annotations
 
@@ -9,12 +9,12 @@ _FENCE = re.compile(r"```[ \t]*(?:[\w+-]*)[ \t]*\n(.*?)(?:\n[ \t]*```|\Z)", re.D
 
 
 def program(prompt: str, answer: str, entry_point: str, test: str) -> str:
-    """Prompt, answer and test as one program, which ends without an error if the answer is right.
+    """Join prompt, answer and test to a program that fails if the answer is wrong.
 
-    The code is that of the first fenced block that defines the function, else of the first block,
-    else the whole answer. Code that defines the function follows the prompt, whose imports stay;
-    other code continues the prompt as the function's body: it is indented where it is not, and
-    ends before the first line that is not.
+    The code is the first fenced block that defines the function, else the first block, else the
+    whole answer. Code that defines the function is appended to the prompt, for its imports. Other
+    code becomes the function's body: it is indented if needed, and ends before the first
+    unindented line.
     """
     code = _code(answer, entry_point)
     if not _defines(code, entry_point):

@@ -1,7 +1,7 @@
 """ROUGE-1, ROUGE-2 and ROUGE-L of a summary (Lin 2004).
 
 F1 of n-grams and of the longest common subsequence. Words are runs of letters and digits in lower
-case; nothing is stemmed.
+case, without stemming.
 """
 
 from __future__ import annotations
@@ -14,7 +14,7 @@ _WORD = re.compile(r"[^\W_]+")
 
 
 def rouge(summary: str, reference: str) -> dict[str, float]:
-    """The three scores, from 0 to 1."""
+    """Return the three scores, from 0 to 1."""
     ours, theirs = (_WORD.findall(text.lower()) for text in (summary, reference))
     scores = {f"rouge{size}": _overlap(ours, theirs, size) for size in (1, 2)}
     return {**scores, "rougeL": _f1(longest_common(ours, theirs), len(ours), len(theirs))}
@@ -29,7 +29,7 @@ def _overlap(ours: Sequence[str], theirs: Sequence[str], size: int) -> float:
 
 
 def longest_common(ours: Sequence[str], theirs: Sequence[str]) -> int:
-    """Length of the longest common subsequence."""
+    """Return the length of the longest common subsequence."""
     before = [0] * (len(theirs) + 1)
     for word in ours:
         row = [0]

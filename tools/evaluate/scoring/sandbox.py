@@ -1,11 +1,11 @@
-"""Running programs that a model wrote.
+"""Sandbox for generated programs.
 
-Every program has its own process without the packages of this one, an empty folder, and limits of
-time, memory, file size and processes. Where `unshare` may make namespaces it also has no network,
-sees no other process, and finds all files but its folder read-only; what it starts dies with it.
-This is against accidents. It does not hide files that may be read, and nothing here stands against
-an attack on the kernel: programs of people you do not trust belong into a virtual machine. A
-program that sets out to find the word of the verdict in memory passes without being right.
+Each program runs in its own process without this one's packages, in an empty folder, with limits
+of time, memory, file size and processes. If `unshare` may create namespaces, the program also has
+no network, no access to other processes, and read-only files except in its folder; its child
+processes end with it. The sandbox protects against accidents, not against attacks: readable files
+stay readable, and kernel exploits are not prevented. Run untrusted programs in a virtual machine.
+A program that finds the secret word of the verdict in memory can fake a pass.
 """
 
 from __future__ import annotations
@@ -33,17 +33,17 @@ _START_SECONDS = 5.0  # of an interpreter, on a busy machine
 
 @dataclass(frozen=True, slots=True)
 class Limits:
-    """Of one program."""
+    """Resource limits of one program."""
 
     seconds: int = 5
     memory_bytes: int = 512 << 20
-    file_bytes: int = 16 << 20  # of each file, and of the folder where it is in memory
+    file_bytes: int = 16 << 20  # of each file, and of a folder in memory
     processes: int = 8
 
 
 @dataclass(frozen=True, slots=True)
 class Outcome:
-    """How a program ended."""
+    """Result of a program."""
 
     passed: bool
     reason: str  # empty if it passed
@@ -51,10 +51,10 @@ class Outcome:
 
 @dataclass(frozen=True, slots=True)
 class Sandbox:
-    """How programs can be shut in on this machine; `open_sandbox` finds out."""
+    """Runner of programs with limits; `open_sandbox` chooses the isolation."""
 
     limits: Limits
-    is_shielded: bool  # by namespaces: no network, files read-only
+    is_shielded: bool  # isolated by namespaces: no network, read-only files
 
     def run(self, source: str) -> Outcome:
         """Run a Python program; one that ends without an error passes."""
@@ -62,7 +62,7 @@ class Sandbox:
             Path(folder).chmod(0o777)
             word, (reader, writer) = secrets.token_hex(16), os.pipe()
             try:
-                said = self._launch(source, folder, word, writer)
+                fault = self._launch(source, folder, word, writer)
                 os.close(writer)
                 writer = -1
                 os.set_blocking(reader, False)
@@ -72,11 +72,11 @@ class Sandbox:
                     with contextlib.suppress(OSError):
                         os.close(descriptor)
         if verdict[:1] != [word]:
-            return Outcome(False, said or "it ended without a verdict")
+            return Outcome(False, fault or "it ended without a verdict")
         return Outcome(not verdict[1], verdict[1])
 
     def _launch(self, source: str, folder: str, word: str, writer: int) -> str:
-        """Run the interpreter until it or its time ends; what to say if it gave no verdict."""
+        """Run the interpreter to its end or time limit; return the reason for a missing verdict."""
         job = {
             "source": source, "folder": folder, "word": word, "verdict": writer,
             "shielded": self.is_shielded, "is_root": os.geteuid() == 0,
@@ -94,7 +94,7 @@ class Sandbox:
             seconds = self.limits.seconds + _START_SECONDS
             _, complaint = process.communicate(json.dumps(job).encode(), timeout=seconds)
         except subprocess.TimeoutExpired:
-            complaint = b"it took too long"
+            complaint = b"it exceeded the time limit"
         finally:
             with contextlib.suppress(ProcessLookupError):
                 os.killpg(process.pid, signal.SIGKILL)
@@ -104,7 +104,7 @@ class Sandbox:
             process.stderr.close()
             process.stdin.close()
         lines = complaint.decode("utf-8", "replace").strip().splitlines()
-        # What `unshare` says when a signal ends its child.
+        # `unshare` prints "sigprocmask" when a signal ends its child.
         is_killed = not lines or "sigprocmask" in lines[-1]
         return _ending(process.returncode) if is_killed else lines[-1][:200]
 
@@ -116,10 +116,10 @@ class Sandbox:
 
 
 def open_sandbox(limits: Limits | None = None) -> Sandbox:
-    """The best sandbox that works here, tried out.
+    """Return the sandbox with the strongest isolation that works on this machine.
 
     Raises:
-        EdgeLLMError: not even an empty program runs in one.
+        EdgeLLMError: even an empty program fails.
     """
     outcome = Outcome(False, "")
     for is_shielded in (True, False):
@@ -136,7 +136,7 @@ def open_sandbox(limits: Limits | None = None) -> Sandbox:
 
 
 def _own_processes() -> int:
-    """Processes and threads of the program's user, which the limit of processes counts as well."""
+    """Return the number of the user's threads, which count toward the limit of processes."""
     count, uid = 0, os.geteuid() or NOBODY
     for folder in Path("/proc").glob("[0-9]*/task"):
         with contextlib.suppress(OSError):
@@ -145,7 +145,7 @@ def _own_processes() -> int:
 
 
 def _read(reader: int) -> list[str]:
-    """The verdict in the pipe; whatever else a program wrote there is none."""
+    """Return the verdict in the pipe, or [] if the content is not a verdict."""
     try:
         found = json.loads(os.read(reader, _VERDICT_BYTES))
     except (BlockingIOError, ValueError):

@@ -1,7 +1,7 @@
-"""What runs inside the sandbox: shuts itself in, then runs a program. Standard library only.
+"""Child process of the sandbox: isolates itself, then runs a program. Standard library only.
 
-`sandbox.py` gives this text to a bare interpreter; one JSON object comes on stdin. The verdict goes
-to the file descriptor that it names, with a word that the program was not told.
+`sandbox.py` passes this source to a bare interpreter, and the job as JSON on stdin. The verdict is
+written to the job's file descriptor, with a secret word that the program does not know.
 """
 
 import contextlib
@@ -25,8 +25,8 @@ def _checked(result: int) -> None:
         raise OSError(ctypes.get_errno(), os.strerror(ctypes.get_errno()))
 
 
-def shut_off(libc: ctypes.CDLL, folder: str, max_bytes: int) -> None:
-    """Make all files read-only but for a small disk in memory at `folder`; needs namespaces."""
+def isolate_files(libc: ctypes.CDLL, folder: str, max_bytes: int) -> None:
+    """Make all files read-only except a small tmpfs at `folder`; needs namespaces."""
     read_only = struct.pack("QQQQ", _READ_ONLY, 0, 0, 0)
     size = ctypes.c_size_t(len(read_only))
     result = libc.syscall(_MOUNT_SETATTR, _AT_FDCWD, b"/", _AT_RECURSIVE, read_only, size)
@@ -36,7 +36,7 @@ def shut_off(libc: ctypes.CDLL, folder: str, max_bytes: int) -> None:
 
 
 def drop_privileges(libc: ctypes.CDLL, *, is_root: bool) -> None:
-    """Drop root to the user `nobody`, with the capability to read alone."""
+    """Switch from root to the user `nobody`, with only the capability to read all files."""
     kept = 0
     libc.prctl(_NO_NEW_PRIVILEGES, 1, 0, 0, 0)
     if is_root:
@@ -44,13 +44,13 @@ def drop_privileges(libc: ctypes.CDLL, *, is_root: bool) -> None:
         os.setgroups([])
         os.setresgid(NOBODY, NOBODY, NOBODY)
         os.setresuid(NOBODY, NOBODY, NOBODY)
-        kept = _READ_ALL  # the interpreter's own files may lie in root's home
+        kept = _READ_ALL  # the interpreter may be in root's home
     header = struct.pack("Ii", _CAPABILITIES_V3, 0)
     _checked(libc.capset(header, struct.pack("6I", kept, kept, 0, 0, 0, 0)))
 
 
 def limit(job: dict) -> None:
-    """Bound time, memory, files and processes."""
+    """Limit time, memory, files and processes."""
     for what, maximum in (
         (resource.RLIMIT_AS, job["memory_bytes"]),
         (resource.RLIMIT_FSIZE, job["file_bytes"]),
@@ -60,7 +60,7 @@ def limit(job: dict) -> None:
     ):
         resource.setrlimit(what, (maximum, maximum))
     seconds = job["seconds"]
-    resource.setrlimit(resource.RLIMIT_CPU, (seconds, seconds + 1))  # told first, then killed
+    resource.setrlimit(resource.RLIMIT_CPU, (seconds, seconds + 1))  # signal, then kill
 
     def stop(_number: int, _frame: object) -> None:
         raise TimeoutError(f"more than {seconds} s")
@@ -71,7 +71,7 @@ def limit(job: dict) -> None:
 
 
 def run(source: str) -> str:
-    """Run the program; what went wrong, empty if nothing did."""
+    """Run the program; return its error, empty if it passes."""
     try:
         code = compile(source, "<answer>", "exec")
         with contextlib.redirect_stdout(io.StringIO()), contextlib.redirect_stderr(io.StringIO()):
@@ -83,17 +83,17 @@ def run(source: str) -> str:
 
 
 def main() -> None:
-    """Read the job, shut in, run, report."""
+    """Read the job, isolate the process, run the program, write the verdict."""
     job = json.loads(sys.stdin.buffer.read())
     libc = ctypes.CDLL(None, use_errno=True)
     if job["shielded"]:
-        shut_off(libc, job["folder"], job["file_bytes"])
+        isolate_files(libc, job["folder"], job["file_bytes"])
     os.chdir(job["folder"])
     drop_privileges(libc, is_root=job["is_root"])
     limit(job)
     own = os.getpid()
     error = run(job["source"])
-    if os.getpid() != own:  # a child that the program forked has no say
+    if os.getpid() != own:  # a forked child gives no verdict
         os._exit(0)
     os.write(job["verdict"], json.dumps([job["word"], error]).encode())
     os._exit(0)

@@ -1,4 +1,4 @@
-"""What the answers are worth: figures for every question, kept in scores.json."""
+"""Scores and figures of each question, stored in scores.json."""
 
 from __future__ import annotations
 
@@ -22,7 +22,7 @@ PASS, NUMBER, EXACT = "pass@1", "number exact", "text exact"
 
 
 class Measure(msgspec.Struct, kw_only=True):
-    """A question in one mode, summed over turns and repeats; scores are means over repeats."""
+    """Figures of a question in one mode, summed over turns and repeats; scores are means."""
 
     turns: int
     decoded_tokens: int
@@ -34,12 +34,12 @@ class Measure(msgspec.Struct, kw_only=True):
     draft_tokens: int
     accepted_draft_tokens: int
     scores: dict[str, float] = {}
-    errors: list[str] = []  # why turns were not answered
-    failures: list[str] = []  # how programs ended that did not pass
+    errors: list[str] = []  # of failed turns
+    failures: list[str] = []  # reasons of failed programs
 
 
 class Scored(msgspec.Struct, kw_only=True):
-    """A question in all modes."""
+    """Figures of a question in all modes."""
 
     question_id: int | str
     category: str
@@ -47,11 +47,11 @@ class Scored(msgspec.Struct, kw_only=True):
 
 
 class Scores(msgspec.Struct, kw_only=True):
-    """A finished run."""
+    """Scores of a finished run."""
 
     questions: list[Scored]
-    divergences: list[Divergence] | None  # None: the answers need not be the same
-    programs: str  # how programs were run; empty if none was
+    divergences: list[Divergence] | None  # None: the modes need not give equal answers
+    programs: str  # isolation of programs; empty if none ran
 
 
 def score(
@@ -60,7 +60,7 @@ def score(
     divergences: list[Divergence] | None,
     sandbox: Sandbox | None,
 ) -> Scores:
-    """Score all answers; without a sandbox code is not scored."""
+    """Score all answers; without a sandbox, code is not scored."""
     scored = [
         Scored(
             question_id=question.question_id,
@@ -74,7 +74,7 @@ def score(
     ]
     programs = ""
     if sandbox is not None:
-        programs = "shut in" if sandbox.is_shielded else "with limits, but NOT shut in: no unshare"
+        programs = "isolated" if sandbox.is_shielded else "limited, NOT isolated: no unshare"
     return Scores(questions=scored, divergences=divergences, programs=programs)
 
 
@@ -100,7 +100,7 @@ def _measure(question: Question, choices: Sequence[Choice], sandbox: Sandbox | N
 def _scores(
     question: Question, choice: Choice, sandbox: Sandbox | None, failures: list[str]
 ) -> dict[str, float]:
-    """Of one answer; a turn that was not answered is an empty answer."""
+    """Score one answer; a failed turn counts as an empty answer."""
     answered = len(choice.turns) == len(question.turns)
     text = choice.turns[-1] if answered else ""
     if question.scoring == "number":
@@ -119,13 +119,13 @@ def _scores(
 
 
 def read_scores(folder: Path) -> Scores:
-    """The scores of a run.
+    """Return the scores of a run.
 
     Raises:
-        EdgeLLMError: there are none, or they are damaged.
+        EdgeLLMError: the run is not finished, or its scores are damaged.
     """
     path = folder / SCORES_FILE
-    hint = "give the command of this evaluation again: it goes on, and scores at its end"
+    hint = "run the command of this evaluation again: it resumes, then scores"
     try:
         return msgspec.json.decode(path.read_bytes(), type=Scores)
     except FileNotFoundError:
