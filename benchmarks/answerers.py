@@ -1,8 +1,7 @@
-"""Whole answers by the public interface of each library, each in a process of its own.
+"""Generation with the public interface of each library, each in its own process.
 
-`python benchmarks/answerers.py NAME PATH THREADS` reads lines of JSON, `[text, its token ids, most
-tokens]`, and answers each with `[milliseconds, token ids]`: greedy, batch 1, from the prompt's
-first token to the answer's last.
+`python benchmarks/answerers.py NAME PATH THREADS` reads lines of JSON, `[text, its token ids,
+maximum tokens]`. It writes `[milliseconds, token ids]` for each: greedy, batch 1, prefill included.
 """
 
 from __future__ import annotations
@@ -20,7 +19,7 @@ _CAPACITY = 2048
 
 
 def edgellm(path: str, threads: int, *, speculates: bool) -> Answer:
-    """`speculates`: as `llm_inference --spec auto`."""
+    """Return edgellm's generator; `speculates`: as `llm_inference --spec auto`."""
     from edgellm.device_runtime.api.llm import LLM
     from edgellm.device_runtime.sampling.params import SamplingParams
     from edgellm.device_runtime.speculate.options import SpecOptions
@@ -41,7 +40,7 @@ def edgellm(path: str, threads: int, *, speculates: bool) -> Answer:
 
 
 def llama_cpp(path: str, threads: int, *, lookup: int) -> Answer:
-    """`lookup`: most tokens of its prompt lookup; 0 for none."""
+    """Return llama.cpp's generator; `lookup`: maximum tokens of its prompt lookup; 0: none."""
     from llama_cpp import Llama
     from llama_cpp.llama_speculative import LlamaPromptLookupDecoding
 
@@ -64,7 +63,7 @@ def llama_cpp(path: str, threads: int, *, lookup: int) -> Answer:
 
 
 def genai(path: str, threads: int) -> Answer:
-    """onnxruntime-genai's generator; it has no speculation on the CPU."""
+    """Return onnxruntime-genai's generator, which has no speculation on the CPU."""
     import onnxruntime_genai as og
 
     config = og.Config(path)
@@ -85,7 +84,7 @@ def genai(path: str, threads: int) -> Answer:
 
 
 def transformers(path: str, threads: int, *, dtype: str, **assistance: int) -> Answer:
-    """`assistance`: of `generate`, as `prompt_lookup_num_tokens`."""
+    """Return transformers' generator; `assistance`: `prompt_lookup_num_tokens` and the like."""
     import torch
     from transformers import AutoModelForCausalLM
 
@@ -108,7 +107,7 @@ def transformers(path: str, threads: int, *, dtype: str, **assistance: int) -> A
 
 
 def openvino(path: str, threads: int, *, lookup: int) -> Answer:
-    """OpenVINO GenAI on a .gguf file or a folder of its own."""
+    """Return OpenVINO GenAI's generator for a .gguf file or its own folder."""
     import openvino
     import openvino_genai
 

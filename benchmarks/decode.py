@@ -1,12 +1,12 @@
-"""Decode and prefill: edgellm against llama.cpp and onnxruntime-genai, taking turns.
+"""Decode and prefill speed of edgellm, llama.cpp and onnxruntime-genai.
 
     pip install -e '.[dev]' -r benchmarks/requirements.txt
     python benchmarks/decode.py
 
 All engines have the same weights (SmolLM2-135M-Instruct), the same number of threads, a 512-token
-context and batch 1. Every engine runs in its own process; they take turns for several rounds.
-`--shape` takes random weights of a larger model. "of memory": the rate at which a token's weights
-are read, over that at which as many threads read a large array between the rounds.
+context and batch 1. Every engine runs in its own process; they alternate for several rounds.
+`--shape` uses random weights of a larger model. "of memory" is the rate of loading a token's
+weights, over that of loading a large array with as many threads between the rounds.
 """
 
 from __future__ import annotations
@@ -38,7 +38,7 @@ THEIRS = ", ONNX Runtime's kernels"
 
 
 def prepare(work: Path, llama_python: str, threads: int) -> dict[str, tuple[str, str, Path]]:
-    """Make all models that are not there yet: name -> (python, kind, path)."""
+    """Make all missing models: name -> (python, kind, path)."""
     source = smollm2.fetch()
     work.mkdir(parents=True, exist_ok=True)
     models: dict[str, tuple[str, str, Path]] = {}
@@ -64,7 +64,7 @@ def prepare(work: Path, llama_python: str, threads: int) -> dict[str, tuple[str,
 def prepare_shape(
     work: Path, shape: str, llama_python: str, threads: int
 ) -> dict[str, tuple[str, str, Path]]:
-    """As `prepare`, of random weights."""
+    """Make models of random weights, as `prepare`."""
     work.mkdir(parents=True, exist_ok=True)
     checkpoint = work / shape
     if not checkpoint.exists():
@@ -106,7 +106,7 @@ def _build(
 
 
 def bytes_per_s(threads: int) -> float:
-    """What threads read together of an array that no cache holds; the best of three."""
+    """Return the rate at which threads load an array larger than the caches; the best of three."""
     parts = np.array_split(np.ones(READ_BYTES // 4, np.int32), threads)
     best = float("inf")
     with ThreadPoolExecutor(threads) as pool:
@@ -118,7 +118,7 @@ def bytes_per_s(threads: int) -> float:
 
 
 def token_bytes(engine: Path) -> int:
-    """Packed weights that a token reads; 0 where the engine has none."""
+    """Return the bytes of packed weights that a token loads; 0 if the engine has none."""
     path = engine / "decode.onnx"
     if not path.exists():
         return 0
@@ -133,9 +133,11 @@ def main() -> None:
     parser.add_argument("--threads", type=int, default=os.cpu_count())
     parser.add_argument("--rounds", type=int, default=7)
     parser.add_argument(
-        "--llama_python", default=sys.executable, help="a python that has llama-cpp-python"
+        "--llama_python", default=sys.executable, help="a python with llama-cpp-python"
     )
-    parser.add_argument("--shape", choices=weights.SHAPES, help="random weights instead")
+    parser.add_argument(
+        "--shape", choices=weights.SHAPES, help="random weights of this shape; default: SmolLM2"
+    )
     arguments = parser.parse_args()
     if arguments.shape:
         models = prepare_shape(
@@ -161,9 +163,7 @@ def main() -> None:
         f"{arguments.threads} threads, {CONTEXT}-token prompt, median of {arguments.rounds} rounds"
     )
     rate = statistics.median(rates)
-    print(
-        f"they read {rate / 1e9:.1f} GB/s; ready: behind imports; anonymous memory with the cache"
-    )
+    print(f"they read {rate / 1e9:.1f} GB/s; ready: after imports; anonymous memory with KV cache")
     print(
         f"{'engine':32} {'decode tok/s':>13} {'ms':>7} {'prefill tok/s':>14} {'of memory':>9} "
         f"{'imports s':>9} {'ready s':>8} {'anon. MB':>9}"
@@ -181,7 +181,7 @@ def main() -> None:
 
 
 def pairs_of_shape() -> list[tuple[str, str]]:
-    """What is compared, of random weights."""
+    """Return the compared pairs of random weights."""
     ours = {q: f"{q}, edgellm's kernels" for q in ("int4", "int8")}
     pairs = [(name, f"{q}, onnxruntime's kernels") for q, name in ours.items()]
     pairs += [(ours["int4"], peer) for peer in ("onnxruntime-genai int4 b32", "llama.cpp Q4_0")]
@@ -189,7 +189,7 @@ def pairs_of_shape() -> list[tuple[str, str]]:
 
 
 def pairs_of_smollm2() -> list[tuple[str, str]]:
-    """What is compared, of real weights."""
+    """Return the compared pairs of SmolLM2."""
     ours = "edgellm int4 b32"
     peers = (f"{ours}{THEIRS}", "onnxruntime-genai int4 b32", "llama.cpp Q4_0")
     coarse = "edgellm int4 b128", f"edgellm int4 b128{THEIRS}"
@@ -199,7 +199,7 @@ def pairs_of_smollm2() -> list[tuple[str, str]]:
 def _ratios(
     decode: dict[str, list[float]], prefill: dict[str, list[float]], pairs: list[tuple[str, str]]
 ) -> None:
-    """Medians of the ratios round by round."""
+    """Print medians of the ratios of each round."""
     for ours, peer in pairs:
         speed = [
             statistics.median(p / o for p, o in zip(table[peer], table[ours], strict=True))

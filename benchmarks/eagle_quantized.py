@@ -4,8 +4,8 @@
     python benchmarks/eagle_quantized.py --prompts 5
 
 SmolLM2-135M-Instruct and the draft of examples/, both quantized, exported, built and run; greedy,
-fixed trees of 16 nodes. What differs between two rows is the base (and with it the answers),
-between two columns the draft alone.
+fixed trees of 16 nodes. Rows of the table differ in the base (and so in the outputs), columns only
+in the draft.
 """
 
 from __future__ import annotations
@@ -35,7 +35,7 @@ DRAFTS = ("float", "fp8", "int8_sq", "int4_awq", "nvfp4", "nvfp4_awq")
 
 
 def draft_bundle(work: Path, draft: Path, scheme: str) -> Path:
-    """The draft in that precision, exported."""
+    """Export the draft in that precision."""
     source, bundle = draft, work / f"draft-{scheme}-bundle"
     if scheme != "float" and not (source := work / f"draft-{scheme}").exists():
         command = [sys.executable, "-m", "edgellm.quantize", "draft", "--quantization", scheme]
@@ -48,7 +48,7 @@ def draft_bundle(work: Path, draft: Path, scheme: str) -> Path:
 
 
 def base_engine(work: Path, name: str, threads: int) -> Path:
-    """An engine of the base that takes drafts."""
+    """Build an engine of the base for drafts."""
     bundle, engine = work / f"eagle-{name}-bundle", work / f"eagle-{name}-all-drafts"
     options = ExportOptions("fp32", draft_model_dir=str(EAGLE3))
     export_llm(open_checkpoint(str(checkpoint(work, name))), bundle, options)

@@ -1,8 +1,8 @@
-"""Engines under test after one small interface, each in a process of its own.
+"""Engines under test with one small interface, each in its own process.
 
 `python benchmarks/engines.py KIND PATH THREADS` reads commands from stdin ("prefill 512",
-"decode 64") and answers with one JSON list of milliseconds each. The caller lets the processes
-take turns, so that a slow minute of a shared machine falls on all of them.
+"decode 64") and writes one JSON list of milliseconds each. The caller alternates between the
+processes, so that a slow minute of a shared machine affects all of them.
 """
 
 from __future__ import annotations
@@ -18,7 +18,7 @@ from typing import Protocol
 
 import numpy as np
 
-CONTEXT = 512  # rows in the cache while tokens are decoded
+CONTEXT = 512  # tokens in the KV cache during decoding
 CAPACITY = 2048
 
 
@@ -29,7 +29,7 @@ class Engine(Protocol):
 
 
 class EdgeLLM:
-    """edgellm's session, with the work of the decoding loop: argmax and its read-back included."""
+    """edgellm's session, including argmax and its copy to the host."""
 
     def __init__(self, path: str, threads: int) -> None:
         from edgellm.core.manifest import LLM_ENGINE, load_engine
@@ -142,14 +142,14 @@ class Process:
         self._process = subprocess.Popen(
             command, stdin=subprocess.PIPE, stdout=subprocess.PIPE, text=True
         )
-        self.opening = self._read()  # seconds of imports and until it was ready, anonymous bytes
+        self.opening = self._read()  # seconds of imports and until ready, anonymous bytes
 
     def measure(self, what: str, count: int) -> list[float]:
-        """Milliseconds of the passes that a command asks for."""
+        """Return milliseconds of the forward passes of a command."""
         return self.ask(f"{what} {count}")
 
     def ask(self, line: str) -> list:
-        """The reply to a line."""
+        """Return the reply to a line."""
         self._process.stdin.write(f"{line}\n")
         self._process.stdin.flush()
         return self._read()
@@ -172,7 +172,7 @@ def _timed(function: Callable[[], None]) -> float:
 
 
 def _anonymous_bytes() -> int:
-    """Of this process: what no file backs, so that it cannot be dropped."""
+    """Return the anonymous memory of this process, which no file backs."""
     lines = Path("/proc/self/status").read_text().splitlines()
     (found,) = (line.split()[1] for line in lines if line.startswith("RssAnon:"))
     return int(found) << 10

@@ -1,10 +1,10 @@
-"""What exporting costs: SmolLM2, an 8B-shaped checkpoint against `cp`, and torch.onnx.export.
+"""Cost of export: SmolLM2, an 8B-shaped checkpoint against `cp`, and torch.onnx.export.
 
     pip install -e '.[dev]'
     python benchmarks/export.py            # needs 50 GB of free disk for the 8B shape
-    python benchmarks/export.py --layers 4 # less
+    python benchmarks/export.py --layers 4 # fewer layers
 
-CPU seconds and peak memory are the operating system's own figures of the finished process.
+CPU seconds and peak memory are the operating system's figures of the finished process.
 """
 
 from __future__ import annotations
@@ -53,7 +53,7 @@ class Cost:
 
 
 def run(*command: object) -> Cost:
-    """The cost of a whole process."""
+    """Return the cost of a whole process."""
     start = time.perf_counter()
     process = subprocess.Popen(list(map(str, command)), stdout=subprocess.DEVNULL)
     _, status, usage = os.wait4(process.pid, 0)
@@ -74,7 +74,7 @@ def export(model: Path, output: Path) -> Cost:
 
 
 def make_large(folder: Path, layers: int, tokenizer_from: Path) -> Path:
-    """A sharded bfloat16 checkpoint of Llama-3-8B's shape, filled with noise."""
+    """Write a sharded bfloat16 checkpoint of Llama-3-8B's shape with random weights."""
     if folder.exists():
         return folder
     partial = folder.with_name("large.partial")
@@ -125,7 +125,7 @@ def _write_shard(path: Path, shapes: dict[str, list[int]], noise: bytes) -> None
 def main() -> None:
     parser = argparse.ArgumentParser(description=__doc__.splitlines()[0])
     parser.add_argument("--work", type=Path, default=smollm2.cache_folder() / "benchmarks")
-    parser.add_argument("--layers", type=int, default=32, help="layers of the 8B shape, 0 skips it")
+    parser.add_argument("--layers", type=int, default=32, help="layers of the 8B shape; 0: skip it")
     parser.add_argument("--rounds", type=int, default=3)
     parser.add_argument("--no_torch", action="store_true")
     arguments = parser.parse_args()

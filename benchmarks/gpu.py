@@ -1,13 +1,13 @@
-"""Decoding on an NVIDIA GPU: tokens/s, memory roofline, a round's time, what speculation is worth.
+"""Decoding on an NVIDIA GPU: tokens/s, memory roofline, time of a round, speed-up of speculation.
 
     python benchmarks/gpu.py ENGINE [--json FILE]
     python benchmarks/gpu.py --all [ENGINE] [--dry]
 
-ENGINE is a folder of `llm_build`, with a draft if there is one. Every figure stands beside its
-goal. An oracle in the draft's place predicts as many tokens as it is told to, while the draft's
-passes are paid for: a speed-up of `a / (1 + draft / step)` is what acceptance length `a` is worth.
-`--all` is the whole proof of `gpu_proof.py`.
-Nothing here has run on a GPU yet.
+ENGINE is a folder of `llm_build`, with or without a draft. Each figure is printed with its goal. An
+oracle replaces the draft and predicts a given number of tokens; the draft's forward passes still
+run. The expected speed-up of acceptance length `a` is `a / (1 + draft / step)`.
+`--all` runs all stages of `gpu_proof.py`.
+This has not run on a GPU yet.
 """
 
 from __future__ import annotations
@@ -54,7 +54,7 @@ OUTSIDE_GOAL, ORACLE_GOAL = 0.05, 0.15
 
 
 def bytes_per_token(engine: Path, manifest: Engine, rows: int) -> tuple[float, str]:
-    """What a plain step must read, with a cache of so many rows, and how the weights are known."""
+    """Return the bytes that a plain step loads with `rows` in the KV cache, and their source."""
     kv = manifest.decoder.kv.bytes_per_token * rows
     bundle, options = Path(manifest.provenance["bundle"]), manifest.options
     if (bundle / "model.onnx").exists():
@@ -76,7 +76,7 @@ def bytes_per_token(engine: Path, manifest: Engine, rows: int) -> tuple[float, s
 
 
 def measure(engine: Path, options: argparse.Namespace) -> dict[str, Any]:
-    """All figures of an engine; prints them as they come."""
+    """Measure and print all figures of an engine."""
     manifest = load_engine(engine, LLM_ENGINE)
     has_draft = (engine / DRAFT_FOLDER).is_dir()
     asked = {"prompt": options.prompt, "repeats": options.repeats}
@@ -116,7 +116,7 @@ def measure(engine: Path, options: argparse.Namespace) -> dict[str, Any]:
 
 
 def _launches(engine: Path) -> dict[str, dict[str, int]]:
-    """Kernels of each pass, by graph, of an engine that was built with --layerReport."""
+    """Return kernels of each forward pass by graph, of an engine built with --layerReport."""
     found = {}
     for path in sorted(engine.rglob(f"*{LAYER_REPORT}")):
         passes = json.loads(path.read_text("utf-8"))["passes"]
@@ -129,7 +129,7 @@ def _launches(engine: Path) -> dict[str, dict[str, int]]:
 def predict(
     engine: Path, manifest: Engine, options: argparse.Namespace, asked: dict[str, Any]
 ) -> list[dict[str, Any]]:
-    """The oracle's figures; prints them."""
+    """Measure and print the oracle's figures."""
     draft = load_engine(engine / DRAFT_FOLDER, DRAFT_ENGINE).draft
     steps = min(options.steps, draft.num_heads or options.steps)
     nodes = min(options.nodes, manifest.max_verify_tree_size)
@@ -148,7 +148,7 @@ def _verdict(is_reached: bool, goal: str) -> str:
 
 
 def _show_runs(runs: dict[str, Run]) -> None:
-    """Tables of speeds, and of where the time of a step goes."""
+    """Print tables of speeds, and of the parts of a step's time."""
     print(f"\n{'':8} {'tokens/s':>9} {'ms/step':>8} {'tokens/step':>12} {'CPU ms/step':>12}")
     for name, found in runs.items():
         step, rate = found.wall_ms / found.steps, 1e3 / found.token_ms
@@ -172,7 +172,7 @@ def _show_runs(runs: dict[str, Run]) -> None:
 
 
 def _show_checks(checks: Sequence[OracleCheck]) -> None:
-    """A line for each acceptance length; costs are in plain steps."""
+    """Print a line for each acceptance length; costs are in plain steps."""
     print(f"\n{'oracle: a':>9} {'found':>6} {'draft':>6} {'verify':>6} {'speed-up':>9} a/(1+draft)")
     for each in checks:
         verdict = _verdict(each.deviation >= -ORACLE_GOAL, f"within {ORACLE_GOAL:.0%}")
@@ -185,8 +185,8 @@ def _show_checks(checks: Sequence[OracleCheck]) -> None:
 
 
 def prove_all(options: argparse.Namespace) -> int:
-    """The whole proof; the exit status."""
-    if options.engine is None:  # of the small model in examples/, which goes on after this word
+    """Run all stages; return the exit status."""
+    if options.engine is None:  # of the small model in examples/, whose text continues this word
         options.prompt, options.tokens = "red", min(options.tokens, 48)
     if options.dry:
         options.bandwidth, options.repeats = options.bandwidth or 10.0, 1
@@ -201,17 +201,25 @@ def prove_all(options: argparse.Namespace) -> int:
 def main() -> None:
     parser = argparse.ArgumentParser(description=__doc__.split("\n\n")[0])
     parser.add_argument("engine", type=Path, nargs="?")
-    parser.add_argument("--all", action="store_true", help="every stage of the proof")
-    parser.add_argument("--dry", action="store_true", help="of --all: on fakes, without a GPU")
-    parser.add_argument("--output", type=Path, default=Path("gpu-proof"), help="of --all")
+    parser.add_argument("--all", action="store_true", help="run every stage of the proof")
+    parser.add_argument(
+        "--dry", action="store_true", help="with --all: run on fakes, without a GPU"
+    )
+    parser.add_argument(
+        "--output", type=Path, default=Path("gpu-proof"), help="folder of the results of --all"
+    )
     parser.add_argument("--tokens", type=int, default=256)
     parser.add_argument("--prompt", default=PROMPT)
-    parser.add_argument("--repeats", type=int, default=3, help="the fastest counts")
-    parser.add_argument("--bandwidth", type=float, default=0.0, help="of the memory, GB/s")
-    parser.add_argument("--top_k", type=int, default=4, help="of the oracle's trees, as the next")
+    parser.add_argument("--repeats", type=int, default=3, help="number of runs; the fastest counts")
+    parser.add_argument(
+        "--bandwidth", type=float, default=0.0, help="memory bandwidth, GB/s; default: measured"
+    )
+    parser.add_argument(
+        "--top_k", type=int, default=4, help="candidates a node of the oracle's trees"
+    )
     parser.add_argument("--steps", type=int, default=5)
     parser.add_argument("--nodes", type=int, default=16)
-    parser.add_argument("--json", type=Path, help="also write the figures there")
+    parser.add_argument("--json", type=Path, help="also write the figures to this file")
     options = parser.parse_args()
     if options.engine is None and not options.all:
         parser.error("give an engine, or --all")

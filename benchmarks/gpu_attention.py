@@ -1,4 +1,4 @@
-"""Attention by edgellm's kernels on a device, as an engine launches them, against numpy."""
+"""edgellm's attention kernels on a device, launched as by an engine, against numpy."""
 
 from __future__ import annotations
 
@@ -20,25 +20,25 @@ from edgellm.device_runtime.runners.tensorrt.packed_buffers import Block, Packed
 
 _NUMBERS = SimpleNamespace(max=max, min=min, cdiv=lambda a, b: -(-a // b))
 _REPEATS = 10
-_TOLERANCE = 4e-3  # both read the same codes
+_TOLERANCE = 4e-3  # both read the same quantized values
 
 
 @dataclass(frozen=True, slots=True)
 class Sizes:
-    """Of a layer: Llama-3.1-8B's, if nothing else is said."""
+    """Sizes of a layer; default: Llama-3.1-8B's."""
 
     heads: int = 32
     kv_heads: int = 8
     head_dim: int = 128
     capacity: int = 4096
-    live: int = 4032  # rows before those of a pass
+    live: int = 4032  # tokens before those of a forward pass
 
 
 def check_attention(device: Device, sm: int, sizes: Sizes | None = None) -> dict[str, float]:
-    """Microseconds of each kernel by codes and rows, and GB/s at which `attend` reads the cache.
+    """Return microseconds of each kernel, and GB/s at which `attend` reads the KV cache.
 
     Raises:
-        AssertionError: numbers differ.
+        AssertionError: results differ.
         EdgeLLMError: there is no kernel for the device.
     """
     found: dict[str, float] = {}
@@ -53,7 +53,7 @@ def check_attention(device: Device, sm: int, sizes: Sizes | None = None) -> dict
 
 
 class _Layer:
-    """Tensors of one layer's pass over some rows, on both sides."""
+    """Tensors of one layer's forward pass, on device and host."""
 
     def __init__(self, device: Device, sizes: Sizes, sm: int, codes: str, rows: int) -> None:
         self._device, self._sizes, self._codes, self._rows = device, sizes, codes, rows
@@ -127,7 +127,7 @@ class _Layer:
         host["outcome"][:] = min(self._rows, 2), 0, 0
 
     def run(self) -> dict[str, float]:
-        """Seconds of each kernel, whose numbers are those of its reference."""
+        """Check each kernel against its reference; return its seconds."""
         expected = {name: each.copy() for name, each in self._packed.arrays.items()}
         self._block.upload(self._packed)
         seconds = {}
@@ -203,6 +203,6 @@ class _Layer:
                 if begin <= address < begin + whole.nbytes:
                     first = (int(address) - begin) // whole.itemsize
                     return whole[first : first + int(count)].view(dtype)
-            raise AssertionError(f"{address} is no cache's")
+            raise AssertionError(f"{address} belongs to no KV cache")
 
         return read

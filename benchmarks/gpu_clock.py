@@ -1,4 +1,4 @@
-"""Where the time of a round goes: passes on the host's clock, kernels by events on the GPU's."""
+"""Time of the parts of a round: forward passes by the host's clock, kernels by GPU events."""
 
 from __future__ import annotations
 
@@ -24,14 +24,14 @@ _COPIED_BYTES, _COPIES = 256 << 20, 20
 
 
 class Events(Protocol):
-    """Marks in a GPU's stream."""
+    """Events in a GPU's stream."""
 
     def record(self, event: Any) -> Any:
-        """Put a mark after all work that was asked for; `event` is one to use again, or None."""
+        """Record an event after all queued work; `event` is one to reuse, or None."""
         ...
 
     def between_ms(self, first: Any, last: Any) -> float:
-        """Time between two marks that the GPU has passed."""
+        """Return the time between two finished events."""
         ...
 
 
@@ -53,16 +53,16 @@ class CudaEvents:
 
 
 class TimedDevice:
-    """A `Device` that knows how long its stream works for passes, for compaction and for copies.
+    """A `Device` that times forward passes, compaction and copies in its stream.
 
-    A pass is a replayed graph, or what lies between an upload and the next download. It begins
-    when the GPU is told of it, so a launch that the GPU waits for counts as a pass.
+    A forward pass is a replayed graph, or the work between an upload and the next download. It
+    begins when it is queued, so a launch that the GPU waits for counts.
     """
 
     def __init__(self, device: Device, events: Events) -> None:
         self._device, self._events = device, events
         self.spent_ms: Counter[str] = Counter()
-        self._first: Any = None  # of what is being asked for
+        self._first: Any = None  # event before the queued work
         self._waiting: list[tuple[str, Any, Any]] = []
         self._unused: list[Any] = []
         self._is_recording = False
@@ -109,7 +109,7 @@ class TimedDevice:
 
     def synchronize(self) -> None:
         self._device.synchronize()
-        if self._first is not None:  # an upload that nothing reads yet
+        if self._first is not None:  # an upload without a download yet
             self._unused.append(self._first)
             self._first = None
         for kind, first, last in self._waiting:
@@ -132,7 +132,7 @@ class TimedDevice:
 
 @dataclass
 class Spent:
-    """Time that passes of an engine took on the host's clock."""
+    """Host time of an engine's forward passes."""
 
     spent_ms: float = 0.0
 
@@ -148,7 +148,7 @@ class Spent:
 
 
 class TimedRunner:
-    """A runner whose passes and compactions are timed."""
+    """A runner that times forward passes and compactions."""
 
     def __init__(self, runner: Runner, clock: Spent) -> None:
         self.hold, self.run = runner.hold, clock.timed(runner.run)
@@ -163,10 +163,10 @@ class _TimedCache:
 
 @dataclass
 class Clocks:
-    """Those of an engine, first the base's, then the draft's."""
+    """The clocks of an engine, first the base's, then the draft's."""
 
     engines: list[Spent] = field(default_factory=list)
-    devices: list[TimedDevice] = field(default_factory=list)  # none where there are no events
+    devices: list[TimedDevice] = field(default_factory=list)  # empty without events
 
     def reset(self) -> None:
         for engine in self.engines:
@@ -176,11 +176,11 @@ class Clocks:
             device.spent_ms.clear()
 
     def passes_ms(self, which: int) -> float:
-        """On the host's clock, of the base (0) or of the draft (1)."""
+        """Return host time of the base (0) or of the draft (1)."""
         return self.engines[which].spent_ms if which < len(self.engines) else 0.0
 
     def kernels_ms(self) -> dict[str, float]:
-        """On the GPU's clock; empty without a GPU."""
+        """Return GPU time by part; empty without a GPU."""
         for device in self.devices:
             device.synchronize()
         named = zip(("base", "draft"), self.devices, strict=False)
@@ -192,7 +192,7 @@ class Clocks:
 
 @contextmanager
 def timed_engines(backend: Backend) -> Iterator[Clocks]:
-    """Time the engines of a backend that are opened meanwhile."""
+    """Time all engines of a backend that are opened in this context."""
     clocks = Clocks()
 
     def open_engine(folder: Path, engine: Engine) -> dict[str, TimedRunner]:
@@ -214,12 +214,12 @@ def timed_engines(backend: Backend) -> Iterator[Clocks]:
 
 
 def peak_bandwidth(clock_khz: int, bus_bits: int) -> float:
-    """GB/s of a memory that transfers twice a clock."""
+    """Return GB/s of a memory with two transfers a clock."""
     return 2 * clock_khz * 1e3 * bus_bits / 8 / 1e9
 
 
 def measured_bandwidths() -> dict[str, float]:
-    """GB/s of the first GPU's memory: by its attributes, and by copying within it."""
+    """Return GB/s of the first GPU's memory, by its attributes and by a copy."""
     import pycuda.driver as driver
 
     device = cuda.open_device()

@@ -1,4 +1,4 @@
-"""Edgellm's compiled kernels on a device, against what numpy makes of the same numbers."""
+"""edgellm's compiled kernels on a device, against numpy."""
 
 from __future__ import annotations
 
@@ -15,15 +15,15 @@ from edgellm.device_runtime.runners.tensorrt.cuda.protocols import ALIGNMENT, De
 
 _TOP_K, _LEVELS, _NODES = 10, 3, 60
 _POOL = 1 + _TOP_K + (_LEVELS - 1) * _TOP_K**2
-_SEVERAL = 1, 2, 4  # sequences side by side
+_SEVERAL = 1, 2, 4  # sequences of a batch
 _REPEATS = 10
 
 
 def check_kernels(device: Device, vocab_size: int = 128256) -> dict[str, float]:
-    """Those of a round of EAGLE; GB/s of the one that reads most, and microseconds of the others.
+    """Check the kernels of EAGLE rounds; return GB/s of the largest, microseconds of the others.
 
     Raises:
-        AssertionError: numbers differ.
+        AssertionError: results differ.
         EdgeLLMError: there is no kernel for the device.
     """
     random, found = np.random.default_rng(0), {}
@@ -42,7 +42,7 @@ def check_kernels(device: Device, vocab_size: int = 128256) -> dict[str, float]:
 def _check_growth(
     device: Device, random: np.random.Generator, scored: str, several: int, times: dict[str, float]
 ) -> list[np.ndarray]:
-    """Three levels of each sequence; the pools: tokens, parents, scores and logarithms."""
+    """Check three levels of each sequence; return pools: tokens, parents, scores, logarithms."""
     size, slots = _POOL, 1 + _LEVELS * _TOP_K
     pool = [np.zeros((several, size), kind) for kind in (np.int64, np.int64, float, np.float32)]
     pool[1][:, 0], seen = -1, np.zeros((several, slots, slots), np.int8)
@@ -69,7 +69,7 @@ def _check_growth(
 
 
 def _starts(several: int, largest: int) -> np.ndarray:
-    """Where rounds begin, of trees each smaller than the one before; a fourth is nobody's."""
+    """Return starts of rounds for trees of decreasing size; the fourth has no sequence."""
     at = np.arange(several)
     sizes = np.where(at < _LEVELS, np.maximum(largest - at, 1), 0)
     return np.stack([40 + 9 * at, 43 + 7 * at, 100 * at, sizes, 3 + at], axis=1)
@@ -85,7 +85,7 @@ def _seats(several: int) -> tuple[np.ndarray, int]:
 def _check_trees(
     device: Device, pool: list[np.ndarray], several: int, times: dict[str, float]
 ) -> tuple[np.ndarray, np.ndarray]:
-    """Those of pools: tokens and parents [B, N]."""
+    """Return the trees of pools: tokens and parents [B, N]."""
     start, grid = _starts(several, _NODES), (several, 1, 1)
     kinds = np.int64, np.int64, np.float32, np.int32
     tree = [np.zeros((several, _NODES), kind) for kind in kinds]
@@ -112,7 +112,7 @@ def _check_acceptance(
     several, grid = len(trees[0]), (len(trees[0]), 1, 1)
     outcome = [np.zeros((several, _NODES), np.int32), np.zeros((several, 3), np.int32)]
     likeliest = random.permuted(trees[0], axis=1)
-    np.put_along_axis(likeliest, trees[1], trees[0], axis=1)  # a child's, where there is one
+    np.put_along_axis(likeliest, trees[1], trees[0], axis=1)  # of a child, if any
     highest = random.random((several, _NODES)).astype(np.float32)
     greedy = [*trees, likeliest, highest, several, _NODES, *outcome]
     _run(device, catalog.accept_greedy(64), greedy, times, grid)
@@ -154,7 +154,7 @@ def _run(
     times: dict[str, float],
     grid: tuple[int, int, int],
 ) -> list[np.ndarray]:
-    """What a kernel leaves in its arrays, as its reference does; notes microseconds."""
+    """Compare a kernel's output with its reference's; record microseconds."""
     arrays = [each for each in arguments if isinstance(each, np.ndarray)]
     sizes = [-(-each.nbytes // ALIGNMENT) * ALIGNMENT for each in arrays]
     places = np.cumsum([0, *sizes])

@@ -1,12 +1,12 @@
-"""What a token costs on a GPU that is not here: bytes, launches, waits of a pass, their time.
+"""Estimated time of a token on a GPU: bytes, launches and waits of a forward pass.
 
     python benchmarks/gpu_model.py [--layers ENGINE/llm.layers.json] [--context 1024]
 
 The network is Llama-3.1-8B with its EAGLE3 draft. Launches are those of engines that TensorRT-RTX
-compiled (`LAUNCHES`, or an engine's own layer report), bytes follow from the weights' types and
-the cache. A figure is a sum of named parts, so that what separates it from the memory's roofline
-can be read. This is a model: nothing here has run on a GPU. Published figures are those of
-TensorRT Edge-LLM 0.4 on a Jetson AGX Thor.
+compiled (`LAUNCHES`, or an engine's layer report). Bytes follow from the weights' types and the KV
+cache. Each figure is a sum of named parts, which explain its distance from the memory roofline.
+This is a model that has not run on a GPU. Published figures are those of TensorRT Edge-LLM 0.4 on a
+Jetson AGX Thor.
 """
 
 from __future__ import annotations
@@ -37,13 +37,13 @@ ACCEPTED = 5.2  # tokens of a round, as published with these figures
 
 @dataclass(frozen=True, slots=True)
 class Board:
-    """What time is spent on; all but the bandwidth are assumptions."""
+    """Bandwidth and latencies of a GPU; all except the bandwidth are assumptions."""
 
     name: str
     gb_per_s: float  # of the memory, by its maker
-    share: float = 0.85  # of it that a kernel of many bytes reaches
+    share: float = 0.85  # of it that large kernels reach
     launch_us: float = 1.5  # between two kernels of a CUDA graph
-    wait_us: float = 40.0  # host waits, reads, asks again
+    wait_us: float = 40.0  # the host waits, reads and launches again
     small_us: float = 10.0  # a kernel of one block: a level joins the pool, a tree is chosen
     has_fp4: bool = False
     # Products of 60 rows with int4 are not bound by the memory: times what they read takes. So
@@ -60,10 +60,10 @@ BOARDS = (
 
 @dataclass(frozen=True, slots=True)
 class Way:
-    """How engine and runtime do it."""
+    """A configuration of engine and runtime."""
 
     name: str
-    attends_capacity: bool  # attention reads the whole cache, and a copy of it is written and read
+    attends_capacity: bool  # attention reads the whole KV cache, and writes and reads a copy
     head: str  # its precision, and the draft's
     waits: int  # of a round; of a plain step there is one
 
@@ -75,37 +75,37 @@ _NATIVE = replace(_FLOATS, name="with --kernels tensorrt", attends_capacity=True
 TODAY = replace(_FLOATS, name="as built today", head="")
 WAYS = (replace(_NATIVE, name="and the host between levels", waits=5), _NATIVE, _FLOATS, TODAY)
 
-# Of edgellm's own beside the networks' in a round that is the device's: of one block each, a level
+# edgellm's kernels with the networks' in a round on the device: of one block each, a level
 # and the one after the last, the tree, its layout and its acceptance; and those that copy rows.
 ROUND_KERNELS, ROUND_COPIES = 1 + 3, 4  # and one, or two, more for each level but the last
 HOST_TREE_MS = 0.13  # of a round, measured: trees of 60 nodes and four levels on an x86 core
 LAYERS, HIDDEN, KV_WIDTH, INNER, VOCAB = 32, 4096, 1024, 14336, 128256
 DRAFT_VOCAB, STEPS = 32000, 4
 _LINEAR = HIDDEN * (2 * HIDDEN + 2 * KV_WIDTH) + 3 * HIDDEN * INNER  # weights of a layer
-_DRAFT = _LINEAR + HIDDEN * (HIDDEN + 2 * KV_WIDTH)  # its attention reads two rows side by side
+_DRAFT = _LINEAR + HIDDEN * (HIDDEN + 2 * KV_WIDTH)  # attention input: two hidden states
 _FUSE = 3 * HIDDEN * HIDDEN
 
 
 @dataclass(frozen=True, slots=True)
 class Pass:
-    """What a pass asks of the GPU, in bytes by kind, and launches."""
+    """Bytes by kind, and launches, of a forward pass."""
 
     gigabytes: Mapping[str, float]
     launches: int
 
     def parts_ms(self, board: Board) -> dict[str, float]:
-        """Time by kind."""
+        """Return the time by kind."""
         rate = board.gb_per_s * board.share
         read = {kind: 1e3 * size / rate for kind, size in self.gigabytes.items()}
         return {**read, "launches": self.launches * board.launch_us / 1e3}
 
 
 def base_pass(way: Way, precision: str, rows: int, context: int, capacity: int) -> Pass:
-    """Of the base, over `rows` rows after `context` others."""
+    """Return the base's forward pass over `rows` tokens after `context` others."""
     few_and_many, outside = LAUNCHES[precision]
     kv_row = 2 * LAYERS * KV_WIDTH * 2
-    # Without kernels of our own the cache's copy is written and read beside it; they write and
-    # read sums of each share of the context.
+    # Without edgellm's kernels a copy of the KV cache is written and read; edgellm's kernels write
+    # and read partial sums of the context instead.
     shared = min(MOST_SHARES, max(rows, PARTIAL_ROWS) // rows) * rows
     sums = LAYERS * shared * HIDDEN * 4
     kv = 3 * capacity * kv_row if way.attends_capacity else context * kv_row
@@ -121,7 +121,7 @@ def base_pass(way: Way, precision: str, rows: int, context: int, capacity: int) 
 
 
 def draft_pass(way: Way, precision: str, *, fuses: bool) -> Pass:
-    """Of the draft: the rows that were accepted, or a level of the tree."""
+    """Return the draft's forward pass: over accepted tokens, or a level of the tree."""
     kind = way.head or precision
     weights = _DRAFT + HIDDEN * DRAFT_VOCAB + (_FUSE if fuses else 0)
     return Pass({"draft": weights * BITS[kind] / 8e9}, DRAFT_LAUNCHES[kind] + fuses)
@@ -130,7 +130,7 @@ def draft_pass(way: Way, precision: str, *, fuses: bool) -> Pass:
 def plain_parts_ms(
     board: Board, way: Way, precision: str, context: int, capacity: int
 ) -> dict[str, float]:
-    """Of a token, by kind."""
+    """Return the parts of a plain token's time."""
     step = base_pass(way, precision, 1, context, capacity)
     return {**step.parts_ms(board), "waits": board.wait_us / 1e3}
 
@@ -138,7 +138,7 @@ def plain_parts_ms(
 def round_parts_ms(
     board: Board, way: Way, precision: str, context: int, capacity: int
 ) -> dict[str, float]:
-    """Of a round of EAGLE3, by kind."""
+    """Return the parts of an EAGLE3 round's time."""
     passes = [base_pass(way, precision, 60, context, capacity)]
     passes += [draft_pass(way, precision, fuses=level == 0) for level in range(1 + STEPS)]
     total: dict[str, float] = {}
@@ -160,13 +160,13 @@ def tokens_per_s(parts_ms: Mapping[str, float], tokens: float = 1.0) -> float:
 
 
 def roofline(board: Board, precision: str, context: int) -> float:
-    """Tokens/s of plain decoding if nothing but weights and live rows took time."""
+    """Return tokens/s of plain decoding if only weights and the used KV cache took time."""
     step = base_pass(WAYS[-1], precision, 1, context, context)
     return board.gb_per_s / sum(step.gigabytes[kind] for kind in ("weights", "head", "cache"))
 
 
 def read_launches(path: Path, layers: int) -> tuple[tuple[int, int], int]:
-    """Launches of an engine with a layer report, `<graph>.layers.json`: as in `LAUNCHES`."""
+    """Return the launches of an engine's layer report, `<graph>.layers.json`; see `LAUNCHES`."""
     passes = json.loads(path.read_text("utf-8"))["passes"]
     few = passes["decode"]["kernels"]
     many = passes.get("verify", passes["decode"])["kernels"]
@@ -174,7 +174,7 @@ def read_launches(path: Path, layers: int) -> tuple[tuple[int, int], int]:
 
 
 def show(context: int, capacity: int) -> None:
-    """Tables for people."""
+    """Print tables."""
     for board in BOARDS:
         for precision in ("nvfp4", "int4", "fp16"):
             if precision == "nvfp4" and not board.has_fp4:
@@ -200,11 +200,13 @@ def show(context: int, capacity: int) -> None:
 
 def main() -> None:
     parser = argparse.ArgumentParser(description=__doc__.split("\n\n")[0])
-    parser.add_argument("--layers", type=Path, help="layer report of an engine: its launches")
-    parser.add_argument("--depth", type=int, default=LAYERS, help="layers of that engine")
-    parser.add_argument("--precision", choices=LAUNCHES, default="nvfp4", help="of that engine")
-    parser.add_argument("--context", type=int, default=1024, help="rows that are live")
-    parser.add_argument("--capacity", type=int, default=4096, help="rows of the cache")
+    parser.add_argument("--layers", type=Path, help="layer report of an engine, for its launches")
+    parser.add_argument("--depth", type=int, default=LAYERS, help="number of layers of that engine")
+    parser.add_argument(
+        "--precision", choices=LAUNCHES, default="nvfp4", help="precision of that engine"
+    )
+    parser.add_argument("--context", type=int, default=1024, help="tokens in the KV cache")
+    parser.add_argument("--capacity", type=int, default=4096, help="capacity of the KV cache")
     options = parser.parse_args()
     if options.layers is not None:
         LAUNCHES[options.precision] = read_launches(options.layers, options.depth)

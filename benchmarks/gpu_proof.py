@@ -1,10 +1,9 @@
-"""The whole proof on a machine with a GPU, one command: `python benchmarks/gpu.py --all`.
+"""All checks on a machine with a GPU, in one command: `python benchmarks/gpu.py --all`.
 
-Stages, each of which goes on where another fails: what the machine has, tests on the GPU, the
-runtime in a process of its own (copies, kernels, graphs, a second thread, a clean exit), engines
-that are built here, decoding against the memory's roofline and against published figures. The
-result is one JSON file and one page. With `--dry` the same script runs on the fake GPU and on
-ONNX Runtime's CPU engines, which proves the script and nothing else.
+Stages run even if an earlier one fails: the machine, tests on the GPU, the runtime in its own
+process (copies, kernels, graphs, a second thread, a clean exit), engines built here, decoding
+against the memory roofline and published figures. The result is one JSON file and one page. With
+`--dry` the script runs on the fake GPU and ONNX Runtime's CPU engines, which tests only the script.
 """
 
 from __future__ import annotations
@@ -40,17 +39,17 @@ _MATRIX = (4096, 4096)  # bytes: rows and their size, gathered for the bandwidth
 
 @dataclass(frozen=True, slots=True)
 class Stage:
-    """What came of one part of the proof."""
+    """The result of one stage."""
 
     name: str
     passed: bool
     seconds: float
-    found: str  # the last lines that it said
+    found: str  # the last lines of its output
     figures: dict[str, Any] = field(default_factory=dict)
 
 
 def command(*words: object, codes: tuple[int, ...] = (0,)) -> tuple[bool, str]:
-    """Run a program; whether it ended as it should, and what it said last."""
+    """Run a program; return whether it succeeded, and its last output."""
     folders = (ROOT / ".src", ROOT / "benchmarks", ROOT / "tests", ROOT / "tests" / "support")
     path = os.pathsep.join([*map(str, folders), os.environ.get("PYTHONPATH", "")])
     result = subprocess.run(
@@ -62,10 +61,10 @@ def command(*words: object, codes: tuple[int, ...] = (0,)) -> tuple[bool, str]:
 
 
 def check_runtime(device: Device, matrix: tuple[int, int] = _MATRIX) -> dict[str, float]:
-    """Copies, the kernels and a graph, against numpy; GB/s of the largest.
+    """Check copies, kernels and a graph against numpy; return GB/s of the largest.
 
     Raises:
-        AssertionError: something else came back.
+        AssertionError: results differ.
     """
     count, row_bytes = matrix
     random = np.random.default_rng(0)
@@ -99,7 +98,7 @@ def check_runtime(device: Device, matrix: tuple[int, int] = _MATRIX) -> dict[str
 
 
 def _check_caches(device: Device, address: int, host: np.ndarray) -> None:
-    """New rows are appended to a cache, accepted ones move together."""
+    """Check that new rows are appended to a KV cache, and accepted ones compacted."""
     planes = Planes(address, 4, 16, 64)
     cache = host[: planes.num_bytes].reshape(4, 16, 64)
     device.load_rows(planes, cache.reshape(4, -1))
@@ -120,8 +119,8 @@ def _check_caches(device: Device, address: int, host: np.ndarray) -> None:
 
 
 def _runtime(*, dry: bool) -> None:
-    """The stage's own process; its exit status is part of the proof."""
-    from gpu_attention import Sizes, check_attention  # they need what lies with the tests
+    """Run the stage's process; its exit status is part of the proof."""
+    from gpu_attention import Sizes, check_attention  # they need modules of the tests
     from gpu_kernels import check_kernels
 
     if dry:
@@ -171,11 +170,11 @@ def build_engine(folder: Path, *, dry: bool) -> tuple[bool, str]:
 def prove(
     options: argparse.Namespace, measure: Callable[[Path, argparse.Namespace], dict[str, Any]]
 ) -> list[Stage]:
-    """Run all stages; prints a line for each as it ends.
+    """Run all stages; print a line after each.
 
     Args:
-        options: of `gpu.py`; `engine` may be None: then a small one is built.
-        measure: gives the figures of an engine.
+        options: of `gpu.py`; `engine` None: a small one is built.
+        measure: returns the figures of an engine.
     """
     python, stages = sys.executable, []
 
@@ -212,7 +211,7 @@ def prove(
 
 
 def _tests(*, dry: bool) -> tuple[bool, str, dict[str, Any]]:
-    """Those of the GPU; where all of them skip, nothing was shown."""
+    """Run the tests of the GPU; fail if all are skipped."""
     if missing := [name for name in _TESTS_NEED if importlib.util.find_spec(name) is None]:
         return False, f"missing: {', '.join(missing)}; pip install '.[proof]' torch", {}
     flags = ["--collect-only", "-q"] if dry else ["-rs"]
@@ -225,7 +224,7 @@ def _tests(*, dry: bool) -> tuple[bool, str, dict[str, Any]]:
 
 
 def _fake_rounds(folder: Path) -> tuple[bool, str, dict[str, Any]]:
-    """What rounds ask of a GPU, on the fake one; `decoding` tells the same where there is a GPU."""
+    """Count the calls of rounds on the fake GPU; `decoding` does so on a real one."""
     folders = (folder / name for name in ("base", "draft", "engine"))
     passed, said = command(sys.executable, Path(__file__).with_name("gpu_rounds.py"), *folders)
     figures = json.loads(said.splitlines()[-1]) if passed else {}
@@ -233,7 +232,7 @@ def _fake_rounds(folder: Path) -> tuple[bool, str, dict[str, Any]]:
 
 
 def _decoding(figures: dict[str, Any]) -> tuple[bool, str, dict[str, Any]]:
-    """An answer that is drafted must be the plain one; a line for each speed."""
+    """Check that drafted outputs equal plain ones; return a line for each speed."""
     runs = [(name, figures[name]) for name in ("plain", "drafted") if name in figures]
     lines = [f"{name}: {each['tokens_per_s']:.1f} tokens/s" for name, each in runs]
     for name, steps in figures.get("production", {}).items():
@@ -252,7 +251,7 @@ def _decoding(figures: dict[str, Any]) -> tuple[bool, str, dict[str, Any]]:
 
 
 def _as_used(name: str, steps: dict[str, Any]) -> str:
-    """Of the production path: no clock is between engine and session."""
+    """Return lines on the production path, without clocks in it."""
     line = f"as users get it, {name}: {steps['tokens_per_s']:.1f} tokens/s"
     peak = steps["largest"]
     if not peak:
@@ -264,7 +263,7 @@ def _as_used(name: str, steps: dict[str, Any]) -> str:
 
 
 def write(stages: list[Stage], folder: Path, *, dry: bool) -> None:
-    """`gpu-proof.json` and `gpu-proof.md`."""
+    """Write `gpu-proof.json` and `gpu-proof.md`."""
     folder.mkdir(parents=True, exist_ok=True)
     date = datetime.datetime.now().astimezone().isoformat(timespec="seconds")
     content = {"date": date, "is_dry": dry, "machine": facts(), "stages": list(map(asdict, stages))}

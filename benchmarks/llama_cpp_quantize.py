@@ -1,4 +1,4 @@
-"""llama.cpp's own rounding of a GGUF file, for a python that has its package and nothing else.
+"""llama.cpp's quantization of a GGUF file, for a python with only its package.
 
 python benchmarks/llama_cpp_quantize.py SOURCE OUTPUT Q4_0 alike
 """

@@ -1,4 +1,4 @@
-"""What the clients of benchmarks/serve.py ask: texts, and in a mixture pictures and adapters."""
+"""Requests of the clients of benchmarks/serve.py: texts, and mixtures of images and adapters."""
 
 from __future__ import annotations
 
@@ -24,7 +24,7 @@ MOST, RANKS = 16, {"first": 2, "second": 4, "third": 8}
 
 @dataclass(frozen=True)
 class Mixture:
-    """An engine with a visual one, adapters by name, and pictures."""
+    """A language and a visual engine, adapters by name, and pictures."""
 
     engine: Path
     visual: Path
@@ -33,7 +33,7 @@ class Mixture:
 
     @property
     def flags(self) -> list[str]:
-        """Of `edgellm-serve`."""
+        """Flags of `edgellm-serve`."""
         given = [f"{name}={folder}" for name, folder in self.adapters.items()]
         return ["--multimodalEngineDir", str(self.visual)] + [
             flag for one in given for flag in ("--loraModule", one)
@@ -41,11 +41,11 @@ class Mixture:
 
 
 def mixture(work: Path, demo: Path, threads: int) -> Mixture:
-    """The model of `make demo` that describes drawn scenes, for `MOST` at a time.
+    """Build the demo's model of drawn scenes for a batch of `MOST`, with adapters.
 
     Args:
-        work: where engine and adapters are made if they are not there yet.
-        demo: what `make demo` left.
+        work: folder for missing engines and adapters.
+        demo: the folder of `make demo`.
         threads: of the engine.
     """
     engine = work / f"mixture-{threads}"
@@ -62,7 +62,7 @@ def mixture(work: Path, demo: Path, threads: int) -> Mixture:
 
 
 def _write_adapter(folder: Path, engine: Path, rank: int, seed: int) -> None:
-    """A random one of all layers, as PEFT writes it."""
+    """Write a random adapter of all layers, as PEFT does."""
     from safetensors.numpy import save_file
 
     rng, tensors = np.random.default_rng(seed), {}
@@ -81,7 +81,7 @@ def _write_adapter(folder: Path, engine: Path, rank: int, seed: int) -> None:
 
 
 def requests(count: int, tokens: int) -> list[dict]:
-    """Requests as the request file has them; every second one is sampled."""
+    """Return requests in the form of request files; every second one is sampled."""
     return [
         {
             "messages": [{"role": "user", "content": f"Tell me {2 + index} things about {topic}."}],
@@ -96,7 +96,7 @@ def requests(count: int, tokens: int) -> list[dict]:
 
 
 def mixed_requests(mixed: Mixture, tokens: int) -> list[dict]:
-    """Each picture, two at a time and none, by the base and by each adapter."""
+    """Return requests with one, two and no picture, for the base and each adapter."""
     found: list[dict] = []
     shown = [[], *([one] for one in mixed.pictures), mixed.pictures[:2]]
     for pictures, name in itertools.product(shown, (None, *mixed.adapters)):
@@ -110,7 +110,7 @@ def mixed_requests(mixed: Mixture, tokens: int) -> list[dict]:
 
 
 def as_chat(request: dict) -> bytes:
-    """The same request in OpenAI's form."""
+    """Convert a request to OpenAI's form."""
     body = {name: request[name] for name in ("temperature", "seed", "top_p", "top_k")}
     body["messages"] = [
         {**message, "content": _parts(message["content"])} for message in request["messages"]

@@ -3,11 +3,11 @@
     pip install -e '.[dev]'
     python benchmarks/methods.py --prompts 20            # the first 20 of every set
     python benchmarks/methods.py --eagle1 DIR --medusa DIR      # with these two drafts as well
-    python benchmarks/methods.py --dflash DIR --dspark DIR      # with drafts of blocks
+    python benchmarks/methods.py --dflash DIR --dspark DIR      # with block drafts
 
-Every prompt is answered by all methods, which take turns in starting, so that the ratios compare
-what ran side by side. The answers of one prompt must be the same in all methods of an fp32 engine.
-The draft of EAGLE3 is the one in examples/; edgellm-train-draft makes the others.
+All methods run each prompt, and alternate in starting, so that ratios compare the same minutes of
+the machine. In an fp32 engine, the outputs of all methods must be equal. EAGLE3's draft is that of
+examples/; edgellm-train-draft trains the others.
 """
 
 from __future__ import annotations
@@ -37,13 +37,13 @@ from edgellm.scripts import smollm2
 EAGLE3 = Path(__file__).parents[1] / "examples" / "smollm2-135m-instruct-eagle3"
 DRAFTS = ("eagle3", "eagle1", "medusa", "dflash", "dspark")
 ENGINES = {"fp32": ("fp32", "auto"), "int8": ("fp32", "int8"), "int4": ("int4", "auto")}
-DRAFT_MODEL = "int4"  # of the same base; there is no smaller SmolLM2
+DRAFT_MODEL = "int4"  # the same base, quantized; there is no smaller SmolLM2
 TREE_SIZE = 64  # the 63 choices and the root
 
 
 @dataclass(frozen=True, slots=True)
 class Method:
-    """What drafts, with which draft in the engine's folder."""
+    """A speculative method, and the draft in the engine's folder."""
 
     spec: SpecOptions | None
     draft: str = "eagle3"
@@ -65,7 +65,7 @@ METHODS = {
     "eagle1-static": Method(_STATIC, "eagle1"),
     "eagle2": Method(_EAGLE2, "eagle1"),
     "eagle1": Method(SpecOptions(), "eagle1"),
-    "medusa-static": Method(_THREE_LEVELS, "medusa"),  # of heads that take no hours
+    "medusa-static": Method(_THREE_LEVELS, "medusa"),  # heads with short training
     "medusa": Method(SpecOptions(), "medusa"),
     "dflash": Method(SpecOptions(), "dflash"),
     "dspark": Method(SpecOptions(), "dspark"),
@@ -95,7 +95,7 @@ class Tally:
         return self.emitted / self.rounds if self.rounds else 1.0
 
     def add(self, answer: RequestOutput, plain_ms: float) -> None:
-        """One more answer; `plain_ms`: what a token of it takes without a draft."""
+        """Add an output; `plain_ms`: time of a token without a draft."""
         decoded, ms = len(answer.token_ids) - 1, answer.profile.decode_ms()
         if decoded < 1:
             return
@@ -109,7 +109,7 @@ class Tally:
 
 
 def checkpoint(work: Path, name: str) -> Path:
-    """SmolLM2 in float32 or, rounded in blocks of 32, INT4."""
+    """Return SmolLM2 in float32, or in INT4 in blocks of 32."""
     source, folder = str(smollm2.fetch()), work / {"fp32": "fp32", "int4": "int4_b32"}[name]
     work.mkdir(parents=True, exist_ok=True)
     if not folder.exists():
@@ -121,7 +121,7 @@ def checkpoint(work: Path, name: str) -> Path:
 
 
 def base_bundle(work: Path, name: str, draft: Path) -> Path:
-    """A checkpoint, exported with the taps of a draft."""
+    """Export a checkpoint with the auxiliary hidden states of a draft."""
     bundle = work / f"{draft.name}-{name}-bundle"
     options = ExportOptions("fp32", draft_model_dir=str(draft))
     export_llm(open_checkpoint(str(checkpoint(work, name))), bundle, options)
@@ -129,7 +129,7 @@ def base_bundle(work: Path, name: str, draft: Path) -> Path:
 
 
 def engine(work: Path, name: str, draft: Path, threads: int) -> Path:
-    """An engine of `ENGINES` with a draft; what is there is kept, but the draft."""
+    """Build an engine of `ENGINES` with a draft; reuse all except the draft."""
     folder, (stored, precision) = work / f"{draft.name}-{name}-{threads}", ENGINES[name]
     if not folder.exists():
         plan = Plan(1024, 2048, threads, "auto", precision, max_verify_tree_size=TREE_SIZE)
@@ -140,7 +140,7 @@ def engine(work: Path, name: str, draft: Path, threads: int) -> Path:
 
 
 def draft_bundle(work: Path, draft: Path) -> Path:
-    """A draft of SmolLM2, exported anew."""
+    """Export a draft of SmolLM2."""
     bundle = work / f"{draft.name}-draft-bundle"
     base = open_checkpoint(str(checkpoint(work, "fp32")), tokenizer=False)
     export_draft(open_draft(str(draft)), base, bundle, DraftOptions("fp32"))
@@ -148,13 +148,13 @@ def draft_bundle(work: Path, draft: Path) -> Path:
 
 
 def _silent(_: str) -> None:
-    """Builds report nothing."""
+    """Ignore the progress of builds."""
 
 
 def measure(
     models: dict[str, LLM], questions: list[str], tokens: int, temperature: float
 ) -> tuple[dict[str, Tally], int]:
-    """Answer every question by every method; the sums, and how many answers differ from plain."""
+    """Run every prompt with every method; return sums, and the number of differing outputs."""
     tallies = {name: Tally() for name in models}
     names, differing = list(models), 0
     for index, question in enumerate(questions):
@@ -181,7 +181,7 @@ def measure(
 def opened(
     work: Path, name: str, methods: list[str], drafts: dict[str, Path], threads: int
 ) -> dict[str, LLM]:
-    """A model for each method of an engine."""
+    """Open a model for each method of an engine."""
     needed = {METHODS[method].draft for method in methods}
     folders = {draft: engine(work, name, drafts[draft], threads) for draft in sorted(needed)}
     models = {}
@@ -201,13 +201,17 @@ def main() -> None:
         default = EAGLE3 if draft == "eagle3" else None
         parser.add_argument(f"--{draft}", type=Path, default=default, help="folder of the draft")
     parser.add_argument("--threads", type=int, default=os.cpu_count())
-    parser.add_argument("--prompts", type=int, default=None, help="of each set; default all")
+    parser.add_argument(
+        "--prompts", type=int, default=None, help="prompts of each set; default: all"
+    )
     parser.add_argument("--tokens", type=int, default=128)
     parser.add_argument("--engines", nargs="+", choices=ENGINES, default=list(ENGINES))
     parser.add_argument("--sets", nargs="+", choices=prompts.NAMES, default=list(prompts.NAMES))
     parser.add_argument("--methods", nargs="+", choices=METHODS, default=list(METHODS))
     parser.add_argument("--temperatures", nargs="+", type=float, default=[0.0])
-    parser.add_argument("--json", type=Path, default=None, help="also write the figures there")
+    parser.add_argument(
+        "--json", type=Path, default=None, help="also write the figures to this file"
+    )
     arguments = parser.parse_args()
     drafts = {draft: getattr(arguments, draft) for draft in DRAFTS}
     asked = ["plain", *(method for method in arguments.methods if method != "plain")]
@@ -230,7 +234,7 @@ def main() -> None:
 
 
 def _report(where: dict[str, object], tallies: dict[str, Tally]) -> list[dict[str, object]]:
-    """Print the figures of a set, and what the best fixed choice leaves to "auto"."""
+    """Print the figures of a set, and the ratio of "auto" to the best fixed method."""
     print(
         f"{where['engine']}, {where['set']}, temperature {where['temperature']}\n"
         f"{'method':14} {'tok/s':>7} {'x plain':>8} {'median':>7} {'length':>7} {'nodes':>6}"

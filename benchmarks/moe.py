@@ -1,19 +1,19 @@
-"""A mixture of experts beside a dense model that multiplies with as many weights.
+"""A mixture-of-experts model against a dense model with as many active weights.
 
     python benchmarks/moe.py --layers 12 --work /somewhere/with/10GB
     python benchmarks/moe.py --layers 48 --threads 1 --work /dev/shm/moe --budget_s 450
     python benchmarks/moe.py --layers 12 --threads 1 --llama_python /somewhere/bin/python
     python benchmarks/moe.py --operator
 
-The shape is that of Qwen3-30B-A3B (48 layers, 128 experts of which a token takes 8), the dense
-model that of Qwen2.5-3B (36 layers); `--layers` takes a part of both. Weights are INT4 in blocks of
-32, random, and written as the kernels read them: what is measured is their size and place. Tokens
-are random, and so are the experts that they take. All 48 layers are 17 GB: on a slow disk that is
-most of the time, in memory (a tmpfs) it is a minute. Each round is printed when it is over, and
-none begins that would end beyond `--budget_s`. With `--threads 1` times are those of the CPU,
-which other programs on the machine do not change. `--operator` compares the experts of one layer
-with ONNX Runtime's QMoE. With `--llama_python`, a python that has llama-cpp-python, llama.cpp
-decodes in the same rounds with random Q4_0 blocks of that shape; its times are the clock's.
+The shapes are those of Qwen3-30B-A3B (48 layers, 8 of 128 experts a token) and Qwen2.5-3B (36
+layers, dense); `--layers` takes a part of both. Weights are random INT4 in blocks of 32, in the
+kernels' layout: only their size and place matter. Tokens are random, and so are their experts. All
+48 layers are 17 GB: on a slow disk that is most of the time, in memory (a tmpfs) it is a minute.
+Each round is printed when it is finished; no round starts that would end after `--budget_s`. With
+`--threads 1` times are CPU times, which other programs hardly change. `--operator` compares the
+experts of one layer with ONNX Runtime's QMoE. With `--llama_python`, a python with
+llama-cpp-python, llama.cpp decodes in the same rounds with random Q4_0 blocks of that shape; its
+times are wall-clock times.
 """
 
 from __future__ import annotations
@@ -76,7 +76,7 @@ SHAPES: dict[str, dict[str, Any]] = {
 
 
 class Declared:
-    """A `TensorSource` without a tensor."""
+    """A `TensorSource` without tensors."""
 
     def infos(self) -> Mapping[str, TensorInfo]:
         return {}
@@ -86,7 +86,7 @@ class Declared:
 
 
 class DeclaredWeights(Weights):
-    """All that is asked for, in bfloat16 and without contents."""
+    """All requested tensors, in bfloat16 and without contents."""
 
     def __truediv__(self, name: str) -> Weights:
         return DeclaredWeights(Declared(), prefix=f"{self.prefix}{name}.")
@@ -97,7 +97,7 @@ class DeclaredWeights(Weights):
 
 
 def config_of(name: str, layers: int) -> dict[str, Any]:
-    """A shape with `layers` of 48 layers, and as much of the vocabulary."""
+    """Return a shape with `layers` of 48 layers, and the same share of the vocabulary."""
     config = dict(SHAPES[name])
     part = layers / 48
     for key in ("num_hidden_layers", "vocab_size"):
@@ -106,7 +106,7 @@ def config_of(name: str, layers: int) -> dict[str, Any]:
 
 
 def contents(name: str, shape: tuple[int, ...]) -> np.ndarray:
-    """Of what is not packed."""
+    """Return the contents of unpacked tensors."""
     if len(shape) == 3:
         return np.zeros(shape, ir.DataType.BFLOAT16.numpy())  # of packed experts: never read
     random = np.random.default_rng(len(name))
@@ -115,7 +115,7 @@ def contents(name: str, shape: tuple[int, ...]) -> np.ndarray:
 
 
 def random_records(form: PackedForm, *_: object) -> Iterator[bytes]:
-    """Packed bytes of random codes, all with one scale."""
+    """Yield packed random values, all with one scale."""
     yield form.header(2.0**-9)
     random = np.random.default_rng(form.in_features + form.out_features)
     some = random.integers(0, 256, (4096, form.record_bytes), np.uint8)
@@ -156,7 +156,7 @@ def cache_of(facts: DecoderConfig) -> KVCacheSpec:
 
 
 def measure(name: str, layers: int, folder: Path, threads: int) -> dict[str, float]:
-    """Load and passes of one model, in a process of its own."""
+    """Measure load and forward passes of one model, in its own process."""
     config = config_of(name, layers)
     facts = models.find(config["model_type"]).Config.from_hf(ConfigReader(config))
     spec = DecoderSpec(
@@ -192,7 +192,7 @@ def memory_kb(field: str) -> int:
 
 
 def llama_cpp_ms(layers: int, work: Path, threads: int, python: str) -> float:
-    """Milliseconds of a token of the mixture in llama.cpp, after `CONTEXT` tokens."""
+    """Return llama.cpp's milliseconds a token of the MoE model, after `CONTEXT` tokens."""
     path = work / f"mixture-{layers}.gguf"
     if not path.exists():
         partial = path.with_suffix(".partial")
@@ -207,7 +207,7 @@ def llama_cpp_ms(layers: int, work: Path, threads: int, python: str) -> float:
 def compare(
     layers: int, work: Path, threads: int, rounds: int, budget_s: float, llama_python: str
 ) -> None:
-    """Both models, taking turns, each time in a new process."""
+    """Compare both models, which alternate in new processes."""
     begin = time.perf_counter()
     results: dict[str, list[dict[str, float]]] = {name: [] for name in SHAPES}
     for name in SHAPES:
@@ -246,7 +246,7 @@ def compare(
 
 
 def _say(results: Mapping[str, list[dict[str, float]]]) -> None:
-    """The best of all rounds so far."""
+    """Print the best of all rounds so far."""
     print(f"after {len(results['dense 3B'])} rounds:")
     for name, found in results.items():
         best = {key: min(each[key] for each in found) for key in found[0]}

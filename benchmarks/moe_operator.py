@@ -1,7 +1,7 @@
 """The experts of one layer of Qwen3-30B-A3B: edgellm's operator and ONNX Runtime's QMoE.
 
-INT4 in blocks of 32, random weights, rows and choices; both take turns. QMoE chooses the experts
-itself, edgellm's operator is given them.
+INT4 in blocks of 32, random weights, tokens and experts; both alternate. QMoE chooses the experts
+itself; edgellm's operator gets them as input.
 """
 
 from __future__ import annotations
@@ -44,7 +44,7 @@ def _session(
 
 
 def own(threads: int) -> ort.InferenceSession:
-    """Edgellm's operator."""
+    """Return a session of edgellm's operator."""
     held = {}
     for name, form in (
         ("gates", PackedForm("int4", HIDDEN, 2 * INNER, BLOCK, is_gated=True)),
@@ -61,7 +61,7 @@ def own(threads: int) -> ort.InferenceSession:
 
 
 def theirs(threads: int) -> ort.InferenceSession:
-    """ONNX Runtime's operator."""
+    """Return a session of ONNX Runtime's operator."""
     random = np.random.default_rng(0)
     held = {}
     for index, (rows, width) in enumerate(((2 * INNER, HIDDEN), (HIDDEN, INNER)), 1):
@@ -76,7 +76,7 @@ def theirs(threads: int) -> ort.InferenceSession:
 
 
 def compare(threads: int) -> None:
-    """Print milliseconds of a call by its rows; with one thread those of the CPU."""
+    """Print milliseconds of a call by number of tokens; with one thread, CPU time."""
     clock = time.process_time if threads == 1 else time.perf_counter
     sessions = {"edgellm": own(threads), "QMoE": theirs(threads)}
     random = np.random.default_rng(1)
@@ -93,8 +93,8 @@ def compare(threads: int) -> None:
                 wanted = {each.name: given[each.name] for each in session.get_inputs()}
                 times[name].append(_ms(clock, lambda s=session, w=wanted: s.run(None, w)))
         found = {name: (statistics.median(each), min(each)) for name, each in times.items()}
-        told = ", ".join(f"{name} {ms:.2f} (best {best:.2f})" for name, (ms, best) in found.items())
-        print(f"{rows:2} rows, ms: {told}", flush=True)
+        line = ", ".join(f"{name} {ms:.2f} (best {best:.2f})" for name, (ms, best) in found.items())
+        print(f"{rows:2} rows, ms: {line}", flush=True)
 
 
 def _ms(clock: Callable[[], float], call: Callable[[], object]) -> float:

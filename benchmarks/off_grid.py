@@ -1,10 +1,9 @@
-"""SmolLM2 with other weights and the same answers: off the 4-bit grid that its file put them on.
+"""SmolLM2 with equivalent weights off the 4-bit grid of its file.
 
-The only file of SmolLM2 that needs no model hub is Q4_1. Whoever rounds it to a minimum and a scale
-for every 32 inputs finds each weight again and loses nothing, which says nothing about rounding.
-Here what a norm or a product hands on is scaled channel by channel, and undone in the weights that
-read it; values turn a little within their heads. Nothing else changes, and every quantizer, ours
-and others', gets this file.
+The only file of SmolLM2 without a model hub is Q4_1. Quantization to a minimum and a scale for each
+32 inputs reproduces its weights exactly, which measures nothing. Here the outputs of norms and
+linear layers are scaled by channel, and the weights after them by the inverse; values are rotated
+slightly within their heads. The model's output stays the same. All quantizers get this file.
 """
 
 from __future__ import annotations
@@ -19,7 +18,7 @@ _TURN = 0.05
 
 
 def write(source: Path, output: Path) -> Path:
-    """A GGUF file of float32 weights made from `source`, of one of Llama's shapes."""
+    """Write a GGUF file of float32 weights made from `source`, of a Llama architecture."""
     import gguf
 
     reader = gguf.GGUFReader(source)

@@ -1,7 +1,7 @@
-"""A drafter that predicts what the base will say as far as it is told to, at a real draft's cost.
+"""A drafter with a chosen acceptance length, at the cost of a real draft.
 
-It runs through the ordinary loop: the drafter within reads every committed token and grows its
-tree, which is then exchanged for one of as many nodes that holds a recorded answer's next tokens.
+It runs in the ordinary loop. The inner drafter processes every committed token and proposes its
+tree, which is replaced by one of equal size with the next tokens of a recorded output.
 """
 
 from __future__ import annotations
@@ -36,16 +36,16 @@ class OracleDrafter:
         max_levels: int,
         vocab_size: int,
     ) -> None:
-        """Watch and stand in.
+        """Wrap a drafter.
 
         Args:
-            within: what drafts really; its trees must be of fixed size, since nothing that it
-                proposes is accepted.
-            text: prompt and greedy answer.
-            acceptance_length: tokens of a round in the mean, the base's own among them. Some
-                rounds err one token earlier than others, so that the mean is exact.
-            max_levels: tokens that are predicted at most.
-            vocab_size: more than a tree's nodes.
+            within: the real drafter; its trees must be of fixed size, since its proposals are
+                never accepted.
+            text: prompt and greedy output.
+            acceptance_length: mean tokens of a round, the bonus token included. Some rounds err
+                one token earlier, so that the mean is exact.
+            max_levels: maximum number of predicted tokens.
+            vocab_size: larger than a tree.
         """
         self._within, self._text = within, list(text)
         self._predicted = acceptance_length - 1
@@ -53,7 +53,7 @@ class OracleDrafter:
 
     def begin(self, token_ids: Sequence[int]) -> None:
         self._within.begin(token_ids)
-        self._length, self._due = 0, 1e-9  # not to lose a token to rounding
+        self._length, self._due = 0, 1e-9  # so that rounding errors cost no token
 
     def set_images(self, images: ImageRows) -> None:
         self._within.set_images(images)
@@ -98,7 +98,7 @@ class OracleDrafter:
 
     @property
     def rests(self) -> bool:
-        """Never: its trees are of fixed size."""
+        """Return False: trees of fixed size are never paused."""
         return False
 
     def pass_by(self, token_id: int, taps: F32) -> None:
@@ -112,7 +112,7 @@ class OracleDrafter:
 
 
 def _tree(root: int, wrong: I64, right: I64) -> Tree:
-    """Wrong children of the root, and after them the right path, so that its rows must move."""
+    """Return wrong children of the root, then the right path, so that compaction is needed."""
     first = 1 + len(wrong)
     above = np.arange(first - 1, first - 1 + len(right))
     above[:1] = 0
@@ -135,11 +135,11 @@ class _Oracles:
 
 @contextmanager
 def predicting(llm: LLM, text: Sequence[int], acceptance_length: float) -> Iterator[None]:
-    """Let an oracle draft for `llm`, whose options say steps and fixed trees.
+    """Replace the drafter of `llm` by an oracle; its options set steps and fixed trees.
 
     Args:
         llm: with a draft.
-        text: prompt and greedy answer of the request that will be made.
+        text: prompt and greedy output of the next request.
         acceptance_length: see `OracleDrafter`.
     """
     before = llm._drafters

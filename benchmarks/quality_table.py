@@ -1,4 +1,4 @@
-"""The rows of `quality.py`: kept in a file while it runs, and shown as a table of markdown."""
+"""The rows of `quality.py`: stored in a file, and printed as a Markdown table."""
 
 from __future__ import annotations
 
@@ -14,16 +14,16 @@ from edgellm.quantize.metrics.divergence import Changes, Quality, read_changes, 
 
 @dataclass(frozen=True, slots=True)
 class Row:
-    """Of the table."""
+    """A row of the table."""
 
     megabytes: float
     quality: Quality
     changes: Changes
-    acceptance: float | None = None  # length, with the draft of examples/
+    acceptance: float | None = None  # acceptance length of the draft of examples/
 
 
 def read_rows(path: Path | None, settings: Mapping[str, Any]) -> dict[str, Row]:
-    """What was measured before, with the same settings."""
+    """Read earlier rows of the same settings."""
     if path is None or not path.exists():
         return {}
     found = json.loads(path.read_text("utf-8"))
@@ -39,14 +39,14 @@ def _row(facts: Mapping[str, Any]) -> Row:
 
 
 def keep_rows(path: Path | None, settings: Mapping[str, Any], rows: Mapping[str, Row]) -> None:
-    """Write what `read_rows` reads."""
+    """Write the file of `read_rows`."""
     if path is not None:
         found = {name: asdict(row) for name, row in rows.items()}
         path.write_text(json.dumps({"settings": settings, "rows": found}, indent=2) + "\n")
 
 
 def table(rows: Mapping[str, Row]) -> list[str]:
-    """Lines of markdown, the largest first."""
+    """Return lines of Markdown, the largest model first."""
     kinds = list(next(iter(rows.values())).quality.kinds)
     has_drafts = any(row.acceptance is not None for row in rows.values())
     heads = ["", "MB", "perplexity", "KL", *(f"KL, {kind}" for kind in kinds), "top-1"]

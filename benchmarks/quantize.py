@@ -1,4 +1,4 @@
-"""Memory and time of quantizing, layer by layer from disk, on this machine's CPU.
+"""Memory and time of quantization, layer by layer from disk, on this machine's CPU.
 
     pip install -e '.[dev]'
     python benchmarks/quantize.py               # an 8B shape: 40 GB of free disk, hours
@@ -6,10 +6,9 @@
     python benchmarks/quantize.py --shape qwen2.5-0.5b  # with the default calibration
     python benchmarks/quantize.py --shape qwen2.5-0.5b --layers 3  # each layer costs the same
 
-`--interrupt` sends each run a Ctrl-C in its middle, runs it again, and compares the bytes of both
-results. The weights are noise: this is about time and memory, not about quality, which quality.py
-measures. Processor time and peak memory are the operating system's own figures of the finished
-process.
+`--interrupt` interrupts each run with Ctrl-C, resumes it, and compares the bytes of both results.
+The weights are random: this measures time and memory; quality.py measures quality. CPU time and
+peak memory are the operating system's figures of the finished process.
 """
 
 from __future__ import annotations
@@ -47,12 +46,18 @@ _PROGRESS = re.compile(r"\((\d+)/(\d+)\)$")
 def main() -> None:
     parser = argparse.ArgumentParser(description=__doc__.splitlines()[0])
     parser.add_argument("--work", type=Path, default=smollm2.cache_folder() / "benchmarks")
-    parser.add_argument("--shape", choices=weights.SHAPES, help="random weights instead of the 8B")
-    parser.add_argument("--layers", type=int, help="fewer than the shape has")
+    parser.add_argument(
+        "--shape", choices=weights.SHAPES, help="random weights of this shape; default: 8B"
+    )
+    parser.add_argument("--layers", type=int, help="number of layers; default: all")
     parser.add_argument("--schemes", nargs="+", default=list(SCHEMES), choices=SCHEMES)
-    parser.add_argument("--num_samples", type=int, default=8, help="of the 8B shape")
-    parser.add_argument("--seq_len", type=int, default=256, help="of the 8B shape")
-    parser.add_argument("--interrupt", action="store_true", help="and go on; compare the bytes")
+    parser.add_argument("--num_samples", type=int, default=8, help="samples, for the 8B shape")
+    parser.add_argument(
+        "--seq_len", type=int, default=256, help="tokens of a sample, for the 8B shape"
+    )
+    parser.add_argument(
+        "--interrupt", action="store_true", help="interrupt and resume; compare the bytes"
+    )
     arguments = parser.parse_args()
     amounts: list[object] = []
     if arguments.shape:
@@ -112,7 +117,7 @@ def _show(name: str, cost: Cost, output: Path) -> None:
 
 
 def _show_interrupted(command: list[object], output: Path) -> None:
-    """Run `command` again, with a Ctrl-C in its middle, and compare with what is in `output`."""
+    """Run `command` again with an interrupt, and compare the result with `output`."""
     whole = _digests(output)
     shutil.rmtree(output)
     process = subprocess.Popen(
@@ -129,7 +134,7 @@ def _show_interrupted(command: list[object], output: Path) -> None:
     rest = run(*command)
     equal = _digests(output) == whole
     print(
-        f"  Ctrl-C behind {at}: exit code {code}; the rest took {rest.cpu_s / 60:.1f} CPU minutes, "
+        f"  Ctrl-C after {at}: exit code {code}; the rest took {rest.cpu_s / 60:.1f} CPU minutes, "
         f"{len(whole)} files of weights {'are equal' if equal else 'DIFFER'}",
         flush=True,
     )

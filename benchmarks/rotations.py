@@ -1,11 +1,11 @@
-"""What rotations (`edgellm-quantize --rotate`) do to the divergence of each form.
+"""KL divergence of each form with rotations (`edgellm-quantize --rotate`).
 
     pip install -e '.[dev]'
     python benchmarks/rotations.py
 
-SmolLM2-135M-Instruct, all layers rounded. Its only file is on a 4-bit grid, which a rotation leaves
-and should not be blamed for: noise of the size of a step is added to the weights first. They are
-rounded to nearest (scales searched) or with error feedback, inputs as the names say.
+SmolLM2-135M-Instruct, all layers quantized. Its only file is on a 4-bit grid, which would favour
+unrotated weights, so noise of the size of a step is added first. Weights are rounded to nearest
+(with a search for scales) or with GPTQ; names list the quantization of inputs.
 """
 
 from __future__ import annotations
@@ -46,7 +46,7 @@ Tensor = torch.Tensor
 
 @dataclass(frozen=True, slots=True)
 class Form:
-    """Weights, and what becomes of inputs."""
+    """The quantization of weights and inputs."""
 
     grid: Callable[[Tensor], Grid]
     feeds_back: bool = False
@@ -69,7 +69,7 @@ FORMS = {
 
 
 def off_grid(model: LanguageModel) -> LanguageModel:
-    """The model with noise of the size of a step of Q4_1 in its linear layers."""
+    """Add noise of the size of a Q4_1 step to the linear layers of a model."""
     source, chance = model.whole.tensors, np.random.default_rng(0)
 
     def noisy(name: str) -> list[np.ndarray]:
@@ -90,24 +90,24 @@ def off_grid(model: LanguageModel) -> LanguageModel:
 def measure(
     model: LanguageModel, rotation: str, fitted: np.ndarray, held_out: np.ndarray
 ) -> dict[str, tuple[float, float]]:
-    """KL and perplexity over that of the float model, by form."""
-    turned = rotated(model, 0, ()) if rotation in RESIDUAL else model
+    """Return KL divergence, and perplexity relative to the float model's, by form."""
+    subject = rotated(model, 0, ()) if rotation in RESIDUAL else model
     floats, calibration = (
-        torch.cat([*turned.embedded(rows, len(rows))]) for rows in (held_out, fitted)
+        torch.cat([*subject.embedded(rows, len(rows))]) for rows in (held_out, fitted)
     )
     streams = dict.fromkeys(FORMS, (floats, calibration))
-    for index in range(len(turned.layers)):
-        source = {name: value.floats() for name, value in turned.layer_source(index).items()}
+    for index in range(len(subject.layers)):
+        source = {name: value.floats() for name, value in subject.layer_source(index).items()}
         if rotation in VALUES:
-            source = rotate_values(source, turned.config.head_dim, turned.family)
+            source = rotate_values(source, subject.config.head_dim, subject.family)
         for name, form in FORMS.items():
-            layer = turned.layer_model(index, source, CPU)
-            streams[name] = _advance(layer, form, turned.family, streams[name])
-        floats = run_layer(turned.layer_model(index, source, CPU), floats)
+            layer = subject.layer_model(index, source, CPU)
+            streams[name] = _advance(layer, form, subject.family, streams[name])
+        floats = run_layer(subject.layer_model(index, source, CPU), floats)
     right = torch.from_numpy(held_out[:, 1:].reshape(-1))
-    reference, found = _logs(turned, floats), {}
+    reference, found = _logs(subject, floats), {}
     for name, (states, _) in streams.items():
-        logs = _logs(turned, states)
+        logs = _logs(subject, states)
         losses = [-each.gather(-1, right[:, None]).mean() for each in (logs, reference)]
         divergence = (reference.exp() * (reference - logs)).sum(-1).mean()
         found[name] = float(divergence), float((losses[0] - losses[1]).exp())
@@ -117,7 +117,7 @@ def measure(
 def _advance(
     layer: PreTrainedModel, form: Form, family: Family, states: tuple[Tensor, Tensor]
 ) -> tuple[Tensor, Tensor]:
-    """Held-out and calibration states after the rounded layer."""
+    """Return held-out and calibration states after the quantized layer."""
     moments: dict[Group, Tensor] = {}
     for row in each_input(layer, [states[1]], family):
         for names, x in row.items():
@@ -146,9 +146,9 @@ def _logs(model: LanguageModel, states: Tensor) -> Tensor:
 
 def main() -> None:
     parser = argparse.ArgumentParser(description=__doc__.splitlines()[0])
-    parser.add_argument("--model", help="another checkpoint, whose weights are taken as they are")
+    parser.add_argument("--model", help="another checkpoint, without added noise")
     parser.add_argument("--rotations", nargs="+", default=["none", *ROTATIONS])
-    parser.add_argument("--rows", type=int, default=4, help="of 256 tokens, held out")
+    parser.add_argument("--rows", type=int, default=4, help="held-out samples of 256 tokens")
     arguments = parser.parse_args()
     quiet_transformers()
     model = LanguageModel.open(arguments.model or str(smollm2.fetch()), ())

@@ -1,13 +1,13 @@
-"""Where the time of drafted rounds goes, and what rounds could give at best.
+"""Time of drafted rounds by stage, and their limits at given prices.
 
     python benchmarks/rounds.py --prompts 5                    # milliseconds of a round by stage
-    python benchmarks/rounds.py --prompts 5 --threads 1 --cpu  # the same where other work runs
+    python benchmarks/rounds.py --prompts 5 --threads 1 --cpu  # the same on a busy machine
     python benchmarks/rounds.py --prompts 6 --priced           # real acceptance at given prices
     python benchmarks/rounds.py --prompts 6 --priced --temperature 1
 
-With `--priced` every pass counts what `PRICES` says, measured on an idle machine, so that the
-figures do not depend on what else runs: the trees are those that these prices ask for, and the
-tokens those that the base accepts.
+With `--priced` every forward pass costs its `PRICES`, measured on an idle machine, so that figures
+do not depend on other programs. Trees are chosen by these prices, and the base accepts their
+tokens.
 """
 
 from __future__ import annotations
@@ -35,12 +35,12 @@ from edgellm.device_runtime.speculate.policy.spec_gate import SpecGate
 from edgellm.device_runtime.speculate.text_lookup import TextDrafts
 from edgellm.scripts import smollm2
 
-# SmolLM2 in INT4 with its draft in INT4, two threads of an AMD EPYC (Zen 5); milliseconds by rows.
+# SmolLM2 and its draft in INT4, two threads of an AMD EPYC (Zen 5); milliseconds by tokens.
 PASSES = {"1": 2.40, "2": 2.58, "4": 2.95, "8": 4.05, "16": 6.8, "32": 12.5, "64": 25.0}
 STEPS = {"1": 0.17, "2": 0.21, "4": 0.26, "8": 0.45, "16": 0.8, "64": 3.2}
 EXTENSIONS = {"1": 0.31, "2": 0.33, "4": 0.37, "8": 0.50, "16": 0.75, "64": 2.0}
-HOST_MS = 0.25, 0.1  # of asking the network, of a tree, beyond plain decoding
-LOOKED_MS = 0.03  # of looking the text up
+HOST_MS = 0.25, 0.1  # of a network call, and of a tree, beyond plain decoding
+LOOKED_MS = 0.03  # of a lookup in the text
 FREE = {"1": 0.001, "64": 0.002}
 PRICES = {
     "as it is": Costs.of(PASSES, STEPS, EXTENSIONS, *HOST_MS),
@@ -50,7 +50,7 @@ PRICES = {
 
 
 def answered(llm: LLM, questions: list[str], tokens: int, temperature: float) -> Profile:
-    """Answers, one after the other."""
+    """Run all prompts, one after the other; return the profile."""
     total = Profile()
     for seed, question in enumerate(questions):
         answer = llm.generate(
@@ -65,7 +65,7 @@ def answered(llm: LLM, questions: list[str], tokens: int, temperature: float) ->
 
 
 def print_stages(where: str, total: Profile) -> None:
-    """Means of a round, and medians of a run of a stage."""
+    """Print means of a round, and medians of a stage's runs."""
     stages = [name for name in (GENERATION, *SPECULATION) if name in total.stages_ms]
     count = len(total.rounds) or len(total.stages_ms[GENERATION])
     tokens, ms = total.decoded_tokens(), total.decode_ms()
@@ -79,7 +79,7 @@ def print_stages(where: str, total: Profile) -> None:
 def priced(
     folder: Path, method: str, sets: Sequence[list[str]], answer: Callable[..., Profile], name: str
 ) -> str:
-    """Of each set: times plain decoding at some of `PRICES`, and tokens of a round."""
+    """Describe each set's speed-up over plain decoding at some `PRICES`, and tokens of a round."""
     prices = PRICES[name]
     booked: list[tuple[int, float]] = []
     found: list[str] = []
@@ -104,7 +104,7 @@ def priced(
     SpecGate.end_round, SpecGate.pass_by = book, book_plain
     try:
         with LLM(folder, spec=methods.METHODS[method].spec) as llm:
-            for questions in sets:  # what the first teach is known of the others
+            for questions in sets:  # acceptance rates learned on earlier sets stay
                 booked.clear()
                 answer(llm, questions)
                 emitted, ms = (sum(values) for values in zip(*booked, strict=True))
@@ -119,13 +119,15 @@ def main() -> None:
     parser = argparse.ArgumentParser(description=__doc__.splitlines()[0])
     parser.add_argument("--work", type=Path, default=smollm2.cache_folder() / "benchmarks")
     parser.add_argument("--threads", type=int, default=os.cpu_count())
-    parser.add_argument("--prompts", type=int, default=5, help="of each set")
+    parser.add_argument("--prompts", type=int, default=5, help="prompts of each set")
     parser.add_argument("--tokens", type=int, default=96)
     parser.add_argument("--temperature", type=float, default=0.0)
     parser.add_argument("--engine", choices=methods.ENGINES, default="int4")
     parser.add_argument("--methods", nargs="+", default=["plain", "eagle3", "eagle3+suffix"])
-    parser.add_argument("--cpu", action="store_true", help="CPU time of the calling thread")
-    parser.add_argument("--priced", action="store_true", help="see above")
+    parser.add_argument("--cpu", action="store_true", help="measure CPU time of the calling thread")
+    parser.add_argument(
+        "--priced", action="store_true", help="count `PRICES` instead of measured times"
+    )
     arguments = parser.parse_args()
     if arguments.cpu:
         profile.time = SimpleNamespace(perf_counter=time.thread_time)

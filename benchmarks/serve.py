@@ -1,22 +1,21 @@
-"""`edgellm-serve` under load, and what it costs beside `llm_inference`'s loop.
+"""`edgellm-serve` under load, and its overhead over `llm_inference`'s loop.
 
     python benchmarks/serve.py --minutes 5 --clients 200 --queueSize 32      # SmolLM2
     python benchmarks/serve.py --engineDir ENGINE --minutes 0.5 --server_flags=--eagle --leave 0.2
     python benchmarks/serve.py --mixed --minutes 5 --clients 200 --leave 0.2 --queueSize 200
 
-With `--mixed` clients ask the model of `make demo` about pictures, one, two or none, by the base or
+With `--mixed`, requests to the model of `make demo` have no, one or two pictures, for the base or
 one of three adapters.
 
-Load: so many streaming clients ask the server, wait as long as Retry-After says when they are
-refused, and compare every answer with the one that the engine gave offline; some leave amid an
-answer. After them no answer may be in the works and no row in use. The server's memory is
-read every half second; its slope is that of the second half, by least squares.
+Load: streaming clients send requests, wait for Retry-After if they are rejected, and compare each
+output with the engine's offline output. Some disconnect early. Afterwards no request may be running
+and no KV cache block in use. The server's memory is sampled every half second; its slope is that of
+the second half, by least squares.
 
-Cost: one client and `llm_inference`'s loop answer the same requests in turn, so that both see the
-same minute of the machine. Three figures, each the server's share of the loop's tokens per second:
-the median over the pairs, that of the best times (what else runs only adds to a time), and that of
-the processor time, which other processes hardly change. The client reads an answer when its clock
-has stopped.
+Cost: one client and `llm_inference`'s loop alternate with the same requests. Three figures give the
+server's share of the loop's tokens per second: the median over the pairs, the best times (other
+programs only add time), and CPU time, which other processes hardly change. The client parses an
+output after its clock has stopped.
 """
 
 from __future__ import annotations
@@ -53,7 +52,7 @@ GREETING = re.compile(r"http://127\.0\.0\.1:(\d+)")
 
 @dataclass(frozen=True)
 class Question:
-    """One request, and the answer that the engine gives offline."""
+    """One request, and the engine's offline output."""
 
     body: bytes
     answer: str
@@ -61,10 +60,10 @@ class Question:
 
 @dataclass
 class Report:
-    """What clients and the watcher of the server saw."""
+    """Results of the clients, and samples of the server."""
 
-    seen: Counter = field(default_factory=Counter)  # answered, refused, wrong, broken, left
-    in_works: dict[str, float] = field(default_factory=dict)  # gauges after all clients
+    seen: Counter = field(default_factory=Counter)  # counts: answered, refused, wrong, broken, left
+    remaining: dict[str, float] = field(default_factory=dict)  # gauges after all clients
     tokens: int = 0
     rss: list[tuple[float, int]] = field(default_factory=list)  # seconds, bytes
     open_before: tuple[int, int] = (0, 0)  # files and threads
@@ -72,7 +71,7 @@ class Report:
     faults: list[str] = field(default_factory=list)
 
     def slope_bytes_per_s(self) -> float:
-        """Of the second half, by least squares."""
+        """Return the slope of memory in the second half, by least squares."""
         late = self.rss[len(self.rss) // 2 :]
         if len(late) < 2:
             return 0.0
@@ -80,7 +79,7 @@ class Report:
 
 
 def questions(llm: LLM, wanted: list[dict]) -> list[Question]:
-    """Requests with their offline answers."""
+    """Return requests with their offline outputs."""
     found = [run_request(llm, Options(), raw, 0, Profile(), lambda *_: None) for raw in wanted]
     return [
         Question(as_chat(raw), answer["output_text"])
@@ -90,7 +89,7 @@ def questions(llm: LLM, wanted: list[dict]) -> list[Question]:
 
 @contextlib.contextmanager
 def serving(engine: Path, *flags: str) -> Iterator[tuple[int, int]]:
-    """A server process: its port and its process id."""
+    """Start a server process; yield its port and process id."""
     command = [sys.executable, "-m", "edgellm.tools.serve", "--engineDir", str(engine), *flags]
     process = subprocess.Popen([*command, "--port", "0"], stdout=subprocess.PIPE, text=True)
     try:
@@ -106,7 +105,7 @@ def serving(engine: Path, *flags: str) -> Iterator[tuple[int, int]]:
 
 
 def post(body: bytes) -> bytes:
-    """A request for a connection of its own."""
+    """Return an HTTP request for its own connection."""
     head = (
         "POST /v1/chat/completions HTTP/1.1\r\nhost: localhost\r\nconnection: close\r\n"
         f"content-type: application/json\r\ncontent-length: {len(body)}\r\n\r\n"
@@ -115,10 +114,10 @@ def post(body: bytes) -> bytes:
 
 
 def read(answer: bytes) -> tuple[int, dict[str, str], str, int]:
-    """Status, headers, text, events with text.
+    """Parse a response: status, headers, text, number of events with text.
 
     Raises:
-        ValueError: the answer has no end.
+        ValueError: the response has no end.
     """
     head, _, content = answer.partition(b"\r\n\r\n")
     first, *lines = head.decode().split("\r\n")
@@ -135,7 +134,7 @@ def read(answer: bytes) -> tuple[int, dict[str, str], str, int]:
 
 
 async def ask(port: int, body: bytes) -> bytes:
-    """The whole answer to one streamed chat."""
+    """Return the whole response to one streamed chat."""
     reader, writer = await asyncio.open_connection("127.0.0.1", port)
     try:
         writer.write(post(body))
@@ -145,7 +144,7 @@ async def ask(port: int, body: bytes) -> bytes:
 
 
 async def leave(port: int, body: bytes, num_bytes: int) -> None:
-    """Ask, and go when so much of the answer has come."""
+    """Send a request, and disconnect after `num_bytes` of the response."""
     reader, writer = await asyncio.open_connection("127.0.0.1", port)
     try:
         writer.write(post(body))
@@ -156,7 +155,7 @@ async def leave(port: int, body: bytes, num_bytes: int) -> None:
 
 
 def gauges(port: int) -> dict[str, float]:
-    """What the server says is in the works: requests, and the share of the cache's rows."""
+    """Return the server's gauges: requests, and usage of the KV cache."""
     with urllib.request.urlopen(f"http://127.0.0.1:{port}/metrics", timeout=60) as answer:
         page = answer.read().decode()
     found = re.findall(r"^vllm:(num_requests_\w+|kv_cache_usage_perc){.*} (.*)$", page, re.M)
@@ -164,7 +163,7 @@ def gauges(port: int) -> dict[str, float]:
 
 
 def ask_and_wait(port: int, body: bytes) -> bytes:
-    """The same without an event loop."""
+    """Return the whole response, without an event loop."""
     with socket.create_connection(("127.0.0.1", port)) as connection:
         connection.sendall(post(body))
         return b"".join(iter(lambda: connection.recv(1 << 16), b""))
@@ -178,7 +177,7 @@ async def client(
     chance: random.Random,
     leaves: float = 0.0,
 ) -> None:
-    """Ask until the time is over, and leave amid this share of the answers."""
+    """Send requests until the time is over; disconnect early from a share of them."""
     while time.monotonic() < end:
         question = chance.choice(pool)
         try:
@@ -203,20 +202,20 @@ async def client(
 
 
 def rss_bytes(pid: int) -> int:
-    """Memory of a process."""
+    """Return the memory of a process."""
     found = re.search(r"VmRSS:\s+(\d+)", Path(f"/proc/{pid}/status").read_text())
     return int(found[1]) * 1024
 
 
 def files_and_threads(pid: int) -> tuple[int, int]:
-    """How many a process has open."""
+    """Return the numbers of open files and threads of a process."""
     return len(os.listdir(f"/proc/{pid}/fd")), len(os.listdir(f"/proc/{pid}/task"))
 
 
 async def load(
     port: int, pid: int, pool: list[Question], clients: int, seconds: float, leaves: float = 0.0
 ) -> Report:
-    """So many clients for so long."""
+    """Run clients for some time."""
     report, begin = Report(open_before=files_and_threads(pid)), time.monotonic()
     end = begin + seconds
     tasks = [
@@ -227,14 +226,14 @@ async def load(
         report.rss.append((time.monotonic() - begin, rss_bytes(pid)))
         await asyncio.sleep(0.5)
     await asyncio.gather(*tasks)
-    await asyncio.sleep(1)  # for the server to close what clients have closed
+    await asyncio.sleep(1)  # the server closes disconnected clients
     report.open_after = files_and_threads(pid)
-    report.in_works = await asyncio.to_thread(gauges, port)
+    report.remaining = await asyncio.to_thread(gauges, port)
     return report
 
 
 def cpu_s(pid: int | str) -> float:
-    """Processor time that a process has used, all its threads."""
+    """Return the CPU time of a process, over all threads."""
     fields = Path(f"/proc/{pid}/stat").read_text().rpartition(")")[2].split()
     return (int(fields[11]) + int(fields[12])) / os.sysconf("SC_CLK_TCK")
 
@@ -244,18 +243,18 @@ MODES = ("server", "loop")
 
 @dataclass
 class Cost:
-    """Seconds of the answers to each question, round by round, through the server and without."""
+    """Seconds of each request by round, through the server and without."""
 
-    wall_s: dict[str, list[list[float]]]  # by mode, question and round
+    wall_s: dict[str, list[list[float]]]  # by mode, request and round
     cpu_s: dict[str, float] = field(default_factory=lambda: dict.fromkeys(MODES, 0.0))
 
     def rates(self) -> list[float]:
-        """The server's tokens/s as a share of the loop's, of each pair."""
+        """Return the server's tokens/s as a share of the loop's, for each pair."""
         server, loop = (itertools.chain(*self.wall_s[mode]) for mode in MODES)
         return [without / through for through, without in zip(server, loop, strict=True)]
 
     def best_rate(self) -> float:
-        """The same of the best times of each question."""
+        """Return the share of the best times of each request."""
         server, loop = (sum(map(min, self.wall_s[mode])) for mode in MODES)
         return loop / server
 
@@ -263,13 +262,13 @@ class Cost:
 def cost(
     llm: LLM, server: tuple[int, int], wanted: list[dict], pool: list[Question], rounds: int
 ) -> Cost:
-    """What a request costs through the server; the first round is not counted."""
+    """Measure the overhead of the server; the first round does not count."""
     port, pid = server
     found = Cost({mode: [[] for _ in wanted] for mode in MODES})
     for number in range(rounds + 1):
         for index, (raw, question) in enumerate(zip(wanted, pool, strict=True)):
             for mode in MODES if (number + index) % 2 else MODES[::-1]:
-                time.sleep(0.02)  # threads of the engine that ran before wait actively for a while
+                time.sleep(0.02)  # threads of the other engine spin for a while
                 process = pid if mode == "server" else "self"
                 begin, used = time.perf_counter(), cpu_s(process)
                 if mode == "server":
@@ -287,7 +286,7 @@ def cost(
 
 
 def smollm2_engine(work: Path, threads: int) -> Path:
-    """SmolLM2 in float32, built if it is not there yet."""
+    """Return an engine of SmolLM2 in float32; build it if missing."""
     import weights
 
     from edgellm.build.engine import build_engine
@@ -310,22 +309,30 @@ def smollm2_engine(work: Path, threads: int) -> Path:
 
 
 def main() -> None:
-    """Print the figures; exit code 1 if an answer was wrong."""
+    """Print the figures; exit with code 1 if an output was wrong."""
     from edgellm.scripts import smollm2
 
     parser = argparse.ArgumentParser(description=__doc__.splitlines()[0])
-    parser.add_argument("--engineDir", type=Path, help="SmolLM2 in float32 without it")
-    parser.add_argument("--mixed", action="store_true", help="pictures and adapters, after a demo")
+    parser.add_argument("--engineDir", type=Path, help="engine; default: SmolLM2 in float32")
+    parser.add_argument(
+        "--mixed", action="store_true", help="requests with pictures and adapters; needs make demo"
+    )
     parser.add_argument("--work", type=Path, default=smollm2.cache_folder() / "benchmarks")
-    parser.add_argument("--threads", type=int, default=os.cpu_count(), help="of SmolLM2's engine")
+    parser.add_argument(
+        "--threads", type=int, default=os.cpu_count(), help="threads of SmolLM2's engine"
+    )
     parser.add_argument("--clients", type=int, default=200)
     parser.add_argument("--minutes", type=float, default=5)
     parser.add_argument("--queueSize", type=int, default=32)
-    parser.add_argument("--tokens", type=int, default=32, help="of an answer")
-    parser.add_argument("--leave", type=float, default=0.0, help="share of answers left amid")
-    parser.add_argument("--rounds", type=int, default=12, help="of the comparison; 0 leaves it out")
+    parser.add_argument("--tokens", type=int, default=32, help="tokens of an output")
     parser.add_argument(
-        "--server_flags", default="--noContextReuse", help="the loop does not reuse rows, either"
+        "--leave", type=float, default=0.0, help="share of requests with an early disconnect"
+    )
+    parser.add_argument("--rounds", type=int, default=12, help="rounds of the comparison; 0: none")
+    parser.add_argument(
+        "--server_flags",
+        default="--noContextReuse",
+        help="flags of the server; default: no prefix cache, as in the loop",
     )
     given = parser.parse_args()
     flags = [*given.server_flags.split(), "--queueSize", str(given.queueSize)]
@@ -351,14 +358,14 @@ def main() -> None:
     )
     print(f"{len(pool)} questions with {answers} answers")
     print_load(report)
-    faults = report.seen["wrong"] + report.seen["broken"] + any(report.in_works.values())
+    faults = report.seen["wrong"] + report.seen["broken"] + any(report.remaining.values())
     raise SystemExit(1 if faults else 0)
 
 
 def print_cost(found: Cost) -> None:
-    """The server's share of the loop's tokens per second."""
+    """Print the server's share of the loop's tokens per second."""
     rates = sorted(found.rates())
-    # The interval holds the true median 95 times of 100: order statistics of a fair coin.
+    # 95 % confidence interval of the median, by order statistics.
     off = min(int(0.98 * math.sqrt(len(rates)) + 0.5), (len(rates) - 1) // 2)
     middle = (len(rates) - 1) // 2
     low, high = rates[middle - off], rates[-1 - middle + off]
@@ -370,13 +377,13 @@ def print_cost(found: Cost) -> None:
 
 
 def print_load(report: Report) -> None:
-    """What clients saw, and what the server held."""
+    """Print the clients' results, and the server's resources."""
     seen = report.seen
     print(
         f"right {seen['answered']} ({report.tokens} events), refused {seen['refused']}, "
         f"wrong {seen['wrong']}, broken {seen['broken']}, left {seen['left']}"
     )
-    print(f"in the works behind them: {report.in_works}")
+    print(f"running after them: {report.remaining}")
     half, last = report.rss[len(report.rss) // 2][1], report.rss[-1][1]
     print(
         f"memory {report.rss[0][1] / 1e6:.1f} MB, {half / 1e6:.1f} at half time, "

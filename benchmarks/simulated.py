@@ -1,7 +1,7 @@
-"""Quantized checkpoints as GPUs compute them: inputs of linear layers rounded as their scheme says.
+"""Quantized checkpoints as on GPUs: linear layers have inputs quantized by their scheme.
 
-Float8 with a calibrated scale, FP4 in blocks of 16 with the E4M3 scales that a GPU finds while it
-runs, INT8 with a calibrated scale; all else in float32, in torch.
+FP8 with a calibrated scale, FP4 in blocks of 16 with dynamic E4M3 scales, INT8 with a calibrated
+scale; all else in float32, in torch.
 """
 
 from __future__ import annotations
@@ -24,12 +24,12 @@ CPU = torch.device("cpu")
 
 
 def simulated(source: Path, folder: Path, flags: Sequence[str]) -> Callable[..., np.ndarray]:
-    """A function of token ids [S] to logits [S, V].
+    """Return a function of token ids [S] to logits [S, V].
 
     Args:
         source: the float checkpoint.
-        folder: what `edgellm-quantize` made of it.
-        flags: which it was given; the head stayed in floats.
+        folder: the result of `edgellm-quantize`, with a float head.
+        flags: of `edgellm-quantize`.
     """
     given = dict(zip(flags[::2], flags[1::2], strict=True))
     scheme = choose_scheme(given["--quantization"], given.get("--algo"))

@@ -1,4 +1,4 @@
-"""Random weights as GGUF files: a checkpoint's for llama.cpp to round, or blocks of 4 bits."""
+"""Random weights as GGUF files: float16 ones to quantize with llama.cpp, or 4-bit blocks."""
 
 from __future__ import annotations
 
@@ -26,8 +26,8 @@ def write(checkpoint: Path, tokenizer: Path, output: Path) -> None:
     """Write the float16 weights of one of `weights.SHAPES`.
 
     Args:
-        checkpoint: a folder that `weights.synthetic_checkpoint` made.
-        tokenizer: a GGUF file whose tokens name the first of the vocabulary.
+        checkpoint: a folder of `weights.synthetic_checkpoint`.
+        tokenizer: a GGUF file with the first tokens of the vocabulary.
         output: the file.
     """
     config = json.loads((checkpoint / "config.json").read_text())
@@ -73,7 +73,7 @@ def write_mixture(config: dict[str, Any], tokenizer: Path, output: Path) -> None
 
 
 def _mixture_shapes(config: dict[str, Any]) -> dict[str, tuple[int, ...]]:
-    """[out, in] of all tensors by their names."""
+    """Return [out, in] of all tensors by name."""
     hidden, inner = config["hidden_size"], config["moe_intermediate_size"]
     head, experts, vocab = config["head_dim"], config["num_experts"], config["vocab_size"]
     queries, values = config["num_attention_heads"] * head, config["num_key_value_heads"] * head
@@ -96,7 +96,7 @@ def _is_rounded(name: str) -> bool:
 
 
 def _block_shape(shape: tuple[int, ...]) -> tuple[int, ...]:
-    """In bytes: 32 values are 18."""
+    """Return the shape in bytes: 32 values are 18 bytes."""
     return (*shape[:-1], shape[-1] // 32 * 18)
 
 

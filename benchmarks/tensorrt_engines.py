@@ -1,10 +1,10 @@
-"""What building a TensorRT engine takes: time, peak memory and size; needs no GPU.
+"""Time, peak memory and size of TensorRT builds, without a GPU.
 
     python benchmarks/tensorrt_engines.py [--layers 24] [--gpu 12.0]
 
 A model of Qwen2.5-0.5B's shape with random weights is exported in float16 and compiled by
-TensorRT-RTX in a process of its own. Its memory is told twice: anonymous, which only the process
-can give back, and resident, which has the pages of files that are mapped, too.
+TensorRT-RTX in its own process. Memory is measured twice: anonymous memory, and resident memory,
+which includes pages of mapped files.
 """
 
 from __future__ import annotations
@@ -60,17 +60,17 @@ def write_checkpoint(folder: Path, layers: int, config: Mapping[str, Any] = CONF
 
 @dataclass(frozen=True)
 class Peak:
-    """Of one build."""
+    """Figures of one build."""
 
     weights_bytes: int  # of the bundle
     engine_bytes: int
-    anonymous_bytes: int  # is no copy of a file
+    anonymous_bytes: int  # without pages of files
     resident_bytes: int
     seconds: float
 
 
 def build_and_watch(bundle: Path, engine: Path, gpu: str) -> Peak:
-    """Build an engine in a process of its own, and look at its memory meanwhile."""
+    """Build an engine in its own process, and sample its memory."""
     flags = ["--onnxDir", bundle, "--engineDir", engine, "--backend", "tensorrt", "--gpu", gpu]
     code = "from edgellm.build.cli import main; main()"
     start, peak = time.perf_counter(), {"RssAnon": 0, "VmHWM": 0}
@@ -92,7 +92,7 @@ def build_and_watch(bundle: Path, engine: Path, gpu: str) -> Peak:
 
 
 def _memory(pid: int) -> dict[str, int]:
-    """Bytes of each kind; nothing of a process that has ended."""
+    """Return bytes by kind; empty after the process ended."""
     try:
         lines = Path(f"/proc/{pid}/status").read_text().splitlines()
     except OSError:

@@ -1,10 +1,10 @@
-"""Greedy answers of one library of the venv of hand_over.py, in a process of its own.
+"""Greedy outputs of one library of the venv of hand_over.py, in its own process.
 
 `python vllm_answers.py JOB RESULT` reads JSON {"library", "model", "dtype", "draft", "drafted",
 "prompts" (token ids), "tokens", "rounding", "logits"} and writes {"answers": [token ids], "rounds",
-"accepted", "versions", "read": log-probabilities of the prompts' tokens but the first, one list}.
-Of transformers: whether inputs are rounded as the checkpoint says, and where the logits of prompts
-and answers go (.npz, an array [S, V] each).
+"accepted", "versions", "read": log-probabilities of the prompts' tokens except the first, one
+list}. For transformers, "rounding" quantizes inputs as in the checkpoint, and "logits" is a file
+for the logits of prompts and outputs (.npz, an array [S, V] each).
 """
 
 from __future__ import annotations
@@ -23,7 +23,7 @@ _ROUNDS, _ACCEPTED = "vllm:spec_decode_num_drafts", "vllm:spec_decode_num_accept
 
 
 def vllm(job: dict[str, Any]) -> dict[str, Any]:
-    """One request at a time, so that rounds are those of a single answer."""
+    """Run one request at a time, so that rounds are those of a single output."""
     os.environ.setdefault("VLLM_CPU_KVCACHE_SPACE", "1")
     os.environ.setdefault("VLLM_ENABLE_V1_MULTIPROCESSING", "0")
     from vllm import LLM, SamplingParams
@@ -39,7 +39,7 @@ def vllm(job: dict[str, Any]) -> dict[str, Any]:
         job["model"], dtype=job["dtype"], max_model_len=1024, enforce_eager=True, max_num_seqs=1,
         disable_log_stats=False, **(chain if job["draft"] else {}),
     )  # fmt: skip
-    reads = None if job["draft"] else 0  # of the prompts' tokens and no others
+    reads = None if job["draft"] else 0  # only of the prompts' tokens
     sampling = SamplingParams(temperature=0.0, max_tokens=job["tokens"], prompt_logprobs=reads)
     prompts = [{"prompt_token_ids": ids} for ids in job["prompts"]]
     found = llm.generate(prompts, sampling)
@@ -63,7 +63,7 @@ def vllm(job: dict[str, Any]) -> dict[str, Any]:
 
 
 def transformers(job: dict[str, Any]) -> dict[str, Any]:
-    """The package compressed-tensors decodes weights and rounds inputs."""
+    """Run transformers; compressed-tensors dequantizes weights and quantizes inputs."""
     import torch
     from transformers import AutoModelForCausalLM
 

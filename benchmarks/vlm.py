@@ -1,11 +1,11 @@
-"""Images: encoder time, time to the first token with and without the cache of features, memory.
+"""Images: encoder time, time to the first token with and without cached embeddings, memory.
 
     pip install -e '.[dev]' -r benchmarks/requirements.txt
     python benchmarks/vlm.py
 
 The shape of Qwen2.5-VL's encoder (width 1280, 16 heads, windows of 112 pixels, full attention in
 every fourth block) with random weights and fewer blocks, over a small random decoder: times and
-memory do not depend on what the numbers are. Engines take turns; ratios are medians.
+memory do not depend on the values. Engines alternate; ratios are medians.
 """
 
 from __future__ import annotations
@@ -46,7 +46,7 @@ Encode = Callable[[np.ndarray, tuple[int, int]], object]
 
 
 def make_model(folder: Path, depth: int) -> None:
-    """A random checkpoint with a tokenizer of bytes; made unless it is there."""
+    """Write a random checkpoint with a tokenizer of bytes, unless it exists."""
     import torch
     from tokenizers import Tokenizer, models, pre_tokenizers
     from transformers import Qwen2_5_VLConfig, Qwen2_5_VLForConditionalGeneration
@@ -94,7 +94,7 @@ def make_model(folder: Path, depth: int) -> None:
 
 
 def build(work: Path, threads: int) -> dict[str, Path]:
-    """The engines: the decoder, the encoder in float32 and in int8."""
+    """Build the decoder's engine, and the encoder's in float32 and int8."""
     source, found = open_checkpoint(str(work / "model")), {"decoder": work / "engine"}
     if not found["decoder"].exists():
         export_llm(source, work / "bundle", ExportOptions("fp32"))
@@ -111,7 +111,7 @@ def build(work: Path, threads: int) -> dict[str, Path]:
 
 
 def open_encoder(engine: Path) -> Encode:
-    """An encoder of ours."""
+    """Open edgellm's encoder."""
     manifest = load_engine(engine, VISUAL_ENGINE)
     session = encoder.open_encoder(engine, manifest)
     return lambda pixels, grid: session.encode(
@@ -120,7 +120,7 @@ def open_encoder(engine: Path) -> Encode:
 
 
 def open_transformers(model: Path, threads: int) -> Encode:
-    """The same encoder in transformers, float32, PyTorch's own attention."""
+    """Open the encoder in transformers, float32, with PyTorch's attention."""
     import torch
     from transformers import Qwen2_5_VLForConditionalGeneration
 
@@ -136,7 +136,7 @@ def open_transformers(model: Path, threads: int) -> Encode:
 
 
 def open_export(model: Path, work: Path, threads: int) -> Encode:
-    """The same encoder as PyTorch exports it, for one size of images at a time, on ONNX Runtime."""
+    """Open PyTorch's exports of the encoder, one for each image size, on ONNX Runtime."""
     import onnxruntime
     import torch
     from transformers import Qwen2_5_VLForConditionalGeneration
@@ -158,7 +158,7 @@ def open_export(model: Path, work: Path, threads: int) -> Encode:
         path = work / f"exported-{grid[0]}x{grid[1]}.onnx"
         if not path.exists():
             pixels = torch.zeros(grid[0] * grid[1], 1176)
-            with warnings.catch_warnings():  # of all that a trace makes constant: it is of one size
+            with warnings.catch_warnings():  # on constants of the trace, which is for one size
                 warnings.simplefilter("ignore")
                 torch.onnx.export(
                     OfGrid(grid), (pixels,), path, dynamo=False, input_names=["pixels"]
@@ -169,7 +169,7 @@ def open_export(model: Path, work: Path, threads: int) -> Encode:
 
 
 def open_products(depth: int, threads: int) -> Encode:
-    """The products of all linear layers and nothing else, float32, in PyTorch."""
+    """Return only the products of all linear layers, float32, in PyTorch."""
     import torch
 
     torch.set_num_threads(threads)
@@ -187,7 +187,7 @@ def open_products(depth: int, threads: int) -> Encode:
 
 
 def encoder_times(encoders: dict[str, Encode], rounds: int) -> None:
-    """Seconds by image size."""
+    """Print seconds by image size."""
     print(f"{'image':>12} {'tokens':>7}" + "".join(f"{name:>22}" for name in encoders))
     for width, height in SIDES:
         grid = height // 14, width // 14
@@ -196,7 +196,7 @@ def encoder_times(encoders: dict[str, Encode], rounds: int) -> None:
         for _ in range(rounds):
             for name, encode in encoders.items():
                 if not times[name]:
-                    encode(pixels, grid)  # an export of this size is made now
+                    encode(pixels, grid)  # exports this size
                 start = time.perf_counter()
                 encode(pixels, grid)
                 times[name].append(time.perf_counter() - start)
@@ -210,7 +210,7 @@ def encoder_times(encoders: dict[str, Encode], rounds: int) -> None:
 
 
 def first_token(engines: dict[str, Path], work: Path, rounds: int) -> None:
-    """Milliseconds from the question to the first token, for a new and for a known picture."""
+    """Print milliseconds to the first token, for a new and for a cached picture."""
     from PIL import Image
 
     llm = LLM(engines["decoder"], multimodal_engine_dir=engines["none"])
@@ -236,7 +236,7 @@ def first_token(engines: dict[str, Path], work: Path, rounds: int) -> None:
 
 
 def memory(engine: Path) -> None:
-    """Peak memory of a process that encodes some images of 1920 x 1080 pixels."""
+    """Print the peak memory of a process that encodes images of 1920 x 1080 pixels."""
     peaks = []
     for count in MEMORY_COUNTS:
         command = [sys.executable, __file__, "--peak", str(engine), "--count", str(count)]
@@ -251,7 +251,7 @@ def peak(engine: Path, count: int) -> None:
     for seed in range(count):
         random = np.random.default_rng(seed)
         kept.append(encode(random.standard_normal((grid[0] * grid[1], 1176), np.float32), grid))
-    # Not ru_maxrss, which begins with the parent's.
+    # Not ru_maxrss, which starts at the parent's value.
     found = re.search(r"VmHWM:\s+(\d+) kB", Path("/proc/self/status").read_text())
     assert found is not None
     print(int(found[1]) / 1e3)

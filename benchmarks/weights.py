@@ -1,7 +1,7 @@
-"""The same SmolLM2 weights in the forms that the engines under test want.
+"""SmolLM2's weights in the formats of all engines under test.
 
 Round-to-nearest INT4 in ModelOpt's W4A16 layout for edgellm, GGUF Q4_0 and Q8_0 for llama.cpp, an
-INT4 model for onnxruntime-genai. Round-to-nearest is no quality method; these measure time.
+INT4 model for onnxruntime-genai. Round to nearest suffices, since these measure time.
 """
 
 from __future__ import annotations
@@ -20,11 +20,11 @@ from edgellm.quantize.formats.modelopt import pack_int4
 
 _QUANTIZES = Path(__file__).with_name("llama_cpp_quantize.py")
 _EMBEDDING, _HEAD = "model.embed_tokens.weight", "lm_head.weight"
-_ROUTER = "mlp.gate.weight"  # of a mixture of experts, which nobody rounds
+_ROUTER = "mlp.gate.weight"  # of a mixture-of-experts model; stays float
 
 
 def float_checkpoint(source: str, output: Path, dtype: str = "F32") -> None:
-    """A Hugging Face folder of F32 or BF16 weights (from a GGUF file, say)."""
+    """Write a Hugging Face folder of F32 or BF16 weights, for example from a GGUF file."""
     checkpoint = open_checkpoint(source)
     arrays = _arrays(checkpoint)
     if dtype == "BF16":
@@ -32,7 +32,7 @@ def float_checkpoint(source: str, output: Path, dtype: str = "F32") -> None:
     _write(checkpoint, arrays, output, quantization=None)
 
 
-# Shapes whose real weights nobody needs to measure time.
+# Shapes for random weights, which suffice to measure time
 SHAPES = {
     "qwen2.5-0.5b": {
         "model_type": "qwen2", "architectures": ["Qwen2ForCausalLM"], "vocab_size": 151936,
@@ -47,7 +47,7 @@ SHAPES = {
 def synthetic_checkpoint(
     shape: str, tokenizer: dict[str, bytes], output: Path, layers: int | None = None
 ) -> None:
-    """A Hugging Face folder of random float32 weights in one of `SHAPES`, or of fewer layers."""
+    """Write a Hugging Face folder of random float32 weights of `SHAPES`, or of fewer layers."""
     config = SHAPES[shape] | ({} if layers is None else {"num_hidden_layers": layers})
     hidden, inner = config["hidden_size"], config["intermediate_size"]
     kv_width = hidden // config["num_attention_heads"] * config["num_key_value_heads"]
@@ -78,10 +78,9 @@ def synthetic_checkpoint(
 
 
 def round_checkpoint(source: str, output: Path, block_size: int) -> None:
-    """A quantized copy: INT4 linear layers and lm_head, float16 embedding.
+    """Write a quantized copy: INT4 linear layers and lm_head, float16 embedding.
 
-    A layer whose width is no multiple of the block (576 % 128) takes the largest power of two
-    that divides it.
+    If the block does not divide a width (576 % 128), the largest power of two that does is used.
     """
     checkpoint = open_checkpoint(source)
     tensors: dict[str, np.ndarray] = {}
@@ -99,9 +98,9 @@ def round_checkpoint(source: str, output: Path, block_size: int) -> None:
 
 
 def gguf(source: Path, work: Path, kind: str, python: str, *, mixed: bool = False) -> Path:
-    """llama.cpp's own re-quantization, made by a python that has its package.
+    """Quantize with llama.cpp, in a python with its package.
 
-    `mixed`: some tensors in other formats, as llama.cpp chooses them; else all alike.
+    `mixed`: some tensors in other formats, as llama.cpp chooses; else all in one.
     """
     path = work / f"{kind}{'-mixed' if mixed else ''}.gguf"
     if not path.exists():
@@ -113,7 +112,7 @@ def gguf(source: Path, work: Path, kind: str, python: str, *, mixed: bool = Fals
 
 
 def genai(hf_folder: Path, output: Path, python: str) -> Path:
-    """onnxruntime-genai's builder: INT4, block 32, accuracy level 4, its documented form."""
+    """Run onnxruntime-genai's builder: INT4, block 32, accuracy level 4, as documented."""
     if not output.exists():
         builder = [python, "-m", "onnxruntime_genai.models.builder", "-p", "int4", "-e", "cpu"]
         paths = ["-i", str(hf_folder), "-o", str(output), "-c", str(output.parent / "genai-cache")]
@@ -124,7 +123,7 @@ def genai(hf_folder: Path, output: Path, python: str) -> Path:
 
 
 def _arrays(checkpoint: Checkpoint) -> dict[str, np.ndarray]:
-    """All tensors as float32."""
+    """Convert all tensors to float32."""
     arrays = {}
     for name, info in checkpoint.tensors.infos().items():
         raw = read_whole(checkpoint.tensors, name)

@@ -47,7 +47,7 @@ NO_VALUES = {
     "phi3": "no separate v_proj",
     "qwen3_next": "gates the output of attention",
 }
-REFUSED = {
+REJECTED = {
     "olmo2": "lacks input_layernorm",
     "gemma3_text": "has post_feedforward_layernorm|has pre_feedforward",
     "glm4": "has post_mlp_layernorm",
@@ -107,10 +107,10 @@ def test_all_config_keys_untie_the_head():
     }
 
 
-@pytest.mark.parametrize("kind", REFUSED)
+@pytest.mark.parametrize("kind", REJECTED)
 def test_structures_that_do_not_commute_are_rejected(tmp_path, kind):
     model = LanguageModel.open(str(make_model(tmp_path / "model", kind)), ())
-    with pytest.raises(UnsupportedModelError, match=REFUSED[kind]):
+    with pytest.raises(UnsupportedModelError, match=REJECTED[kind]):
         rotated(model, 0, ())
 
 

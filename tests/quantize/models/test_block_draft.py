@@ -207,10 +207,10 @@ def test_positions_of_blocks():
 def test_unchanged_positions_do_not_reduce_errors(tmp_path):
     rows = [torch.ones(1, 3, 4) * torch.tensor([1, 1, last])[:, None] for last in (1, 3, 4)]
     names = ("before", "floats", "rounded")
-    entering, *behind = (States(tmp_path / name, (1, 3, 4), 1) for name in names)
-    for states, values in zip((entering, *behind), rows, strict=True):
+    entering, *after = (States(tmp_path / name, (1, 3, 4), 1) for name in names)
+    for states, values in zip((entering, *after), rows, strict=True):
         states.write(iter([values]))
-    errors = compare(lambda _: rows[2], entering, tuple(behind), torch.device("cpu"))
+    errors = compare(lambda _: rows[2], entering, tuple(after), torch.device("cpu"))
     assert errors == pytest.approx((1 / 2, 1 / 3))
 
 

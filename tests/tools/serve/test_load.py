@@ -32,8 +32,8 @@ def test_answers_that_share_passes_while_clients_leave(shared_engine):
     assert report.seen["wrong"] == report.seen["broken"] == 0, report.faults
     assert report.seen["answered"] > 24
     assert report.seen["left"] > 12
-    assert len(report.in_works) == 3
-    assert not any(report.in_works.values()), report.in_works
+    assert len(report.remaining) == 3
+    assert not any(report.remaining.values()), report.remaining
     assert report.open_after[1] == report.open_before[1]  # threads
 
 
