@@ -97,11 +97,11 @@ class OracleDrafter:
         return self._within.confidences(self._own)
 
     @property
-    def rests(self) -> bool:
+    def is_paused(self) -> bool:
         """Return False: trees of fixed size are never paused."""
         return False
 
-    def pass_by(self, token_id: int, taps: F32) -> None:
+    def observe_plain(self, token_id: int, taps: F32) -> None:
         raise NotImplementedError
 
     def drop(self) -> None:

@@ -83,7 +83,7 @@ def priced(
     prices = PRICES[name]
     booked: list[tuple[int, float]] = []
     found: list[str] = []
-    end_round, pass_by = SpecGate.end_round, SpecGate.pass_by
+    end_round, observe_plain = SpecGate.end_round, SpecGate.observe_plain
 
     def book(
         self: SpecGate, emitted: int, drafted_ms: float, rows: int, *, networked: bool,
@@ -98,10 +98,10 @@ def priced(
     def book_plain(self: SpecGate, foresight: TextDrafts) -> None:
         looked_ms = LOOKED_MS if foresight.looked_s else 0.0
         booked.append((1, looked_ms + PASSES["1"]))
-        pass_by(self, foresight)
+        observe_plain(self, foresight)
 
     eagle.Costs = SimpleNamespace(of=lambda *_: prices)
-    SpecGate.end_round, SpecGate.pass_by = book, book_plain
+    SpecGate.end_round, SpecGate.observe_plain = book, book_plain
     try:
         with LLM(folder, spec=methods.METHODS[method].spec) as llm:
             for questions in sets:  # acceptance rates learned on earlier sets stay
@@ -111,7 +111,7 @@ def priced(
                 rate = emitted / ms * PASSES["1"]
                 found.append(f"{rate:.3f} ({emitted / len(booked):.2f})")
     finally:
-        eagle.Costs, SpecGate.end_round, SpecGate.pass_by = Costs, end_round, pass_by
+        eagle.Costs, SpecGate.end_round, SpecGate.observe_plain = Costs, end_round, observe_plain
     return "  ".join(found)
 
 

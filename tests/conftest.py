@@ -71,6 +71,16 @@ def pytest_configure(config: pytest.Config) -> None:
         settings.load_profile("quick")
 
 
+@pytest.fixture(autouse=True)
+def own_signal_handlers() -> Iterator[None]:
+    """After the first Ctrl-C commands let the second end the process: here that is the worker."""
+    numbers = (signal.SIGINT, signal.SIGTERM, signal.SIGHUP)
+    handlers = {number: signal.getsignal(number) for number in numbers}
+    yield
+    for number, handler in handlers.items():
+        signal.signal(number, handler)
+
+
 CHAT_TEMPLATE = (
     "{% for message in messages %}{% if message['role'] == 'tool' %}"
     "{{ raise_exception('no tools here') }}{% endif %}"

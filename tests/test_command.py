@@ -31,15 +31,10 @@ def _failing(error: Exception) -> App:
 
 
 @pytest.fixture(autouse=True)
-def own_handlers(monkeypatch):
-    """`run_command` is the last function of a process, and leaves its handlers and streams."""
+def own_streams(monkeypatch):
+    """`run_command` is the last function of a process, and leaves its streams."""
     for name in ("stdin", "stdout", "stderr", "unraisablehook"):
         monkeypatch.setattr(sys, name, getattr(sys, name))
-    numbers = (signal.SIGINT, signal.SIGTERM, signal.SIGHUP)
-    handlers = {number: signal.getsignal(number) for number in numbers}
-    yield
-    for number, handler in handlers.items():
-        signal.signal(number, handler)
 
 
 @pytest.fixture

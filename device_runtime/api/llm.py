@@ -103,13 +103,15 @@ class LLM:
         caches = self._drafters.caches if self._drafters else ()
         rows = self.manifest.prefill_rows
         no_images = _no_images(decoder)
-        slot = KVCacheManager(
+        kv_cache_manager = KVCacheManager(
             session, rows, caches, no_images=no_images, reuses_context=context_reuse
         )
-        self._slot: KVCacheManager | None = slot
+        self._kv_cache_manager: KVCacheManager | None = kv_cache_manager
         tree_rows = self.manifest.max_verify_tree_size if self._drafters is not None else 1
-        bounds = bounds_of(self.manifest, slot, max_stall_ms, self.batch_size, tree_rows)
-        self._turns = StepLock(Batch(slot, bounds))
+        bounds = bounds_of(
+            self.manifest, kv_cache_manager, max_stall_ms, self.batch_size, tree_rows
+        )
+        self._turns = StepLock(Batch(kv_cache_manager, bounds))
         self._adapters = open_adapters(folder, self.manifest, session, self._turns.visiting)
         self.images: ImageReader | None = None
         if multimodal_engine_dir is not None:
@@ -129,20 +131,20 @@ class LLM:
         self._turns.on_pass(callback)
 
     @property
-    def slot(self) -> KVCacheManager:
+    def kv_cache_manager(self) -> KVCacheManager:
         """The KV cache manager; raises `EdgeLLMError` after `close`."""
         self._turns.require_open()
-        assert self._slot is not None
-        return self._slot
+        assert self._kv_cache_manager is not None
+        return self._kv_cache_manager
 
     @property
     def session(self) -> DecoderNetwork:
-        """The base; raises as `slot`."""
-        return self.slot.session
+        """The base; raises as `kv_cache_manager`."""
+        return self.kv_cache_manager.session
 
     @session.setter
     def session(self, session: DecoderNetwork) -> None:
-        self.slot.session = session
+        self.kv_cache_manager.session = session
 
     def __enter__(self) -> LLM:
         """`with LLM(...) as llm:` closes it at the end."""
@@ -157,7 +159,7 @@ class LLM:
         """Free the memory after the running pass; unfinished requests fail."""
         self._turns.close()
         self._adapters.close()
-        self._slot = self._drafters = self.images = None
+        self._kv_cache_manager = self._drafters = self.images = None
 
     @property
     def adapters(self) -> dict[str, Path]:
@@ -384,7 +386,7 @@ class LLM:
         ids = self._ids(token_ids, add_special_tokens=False)
         fit(len(ids), 0, self.manifest)
         adapter = None if lora is None else self._adapters.find(lora)
-        return Reader(self.slot, self._turns, before_pass, adapter)
+        return Reader(self.kv_cache_manager, self._turns, before_pass, adapter)
 
     def _prompt(
         self,

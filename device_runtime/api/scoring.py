@@ -25,13 +25,17 @@ class Reader:
 
     def __init__(
         self,
-        slot: KVCacheManager,
+        kv_cache_manager: KVCacheManager,
         step_lock: StepLock,
         before_pass: Callable[[], object],
         adapter: LoadedAdapter | None = None,
     ) -> None:
         """`before_pass` is called before every pass; an exception ends the computation."""
-        self._slot, self._step_lock, self._before_pass = slot, step_lock, before_pass
+        self._kv_cache_manager, self._step_lock, self._before_pass = (
+            kv_cache_manager,
+            step_lock,
+            before_pass,
+        )
         self._adapter = adapter
 
     def logprobs(self, token_ids: Sequence[int], count: int) -> list[TokenLogprobs]:
@@ -59,7 +63,9 @@ class Reader:
             RequestError: the vector is not finite, or zero.
         """
         total, last = np.zeros(0), np.zeros(0)
-        for begin, result in self._chunks(token_ids, self._slot.prefill_rows, all_logits=False):
+        for begin, result in self._chunks(
+            token_ids, self._kv_cache_manager.prefill_rows, all_logits=False
+        ):
             rows = result.taps[: len(token_ids) - begin].astype(np.float64)
             total, last = rows.sum(axis=0) + (total if begin else 0), rows[-1]
         vector = last if pooling == "last" else total
@@ -72,9 +78,9 @@ class Reader:
         self, token_ids: Sequence[int], rows: int, *, all_logits: bool
     ) -> Iterator[tuple[int, PassResult]]:
         """Passes over a text, with the engine held; a result must be used before the next pass."""
-        session, own = self._slot.session, Context()
+        session, own = self._kv_cache_manager.session, Context()
         own.adapter = self._adapter
-        ids, rows = np.array(token_ids, np.int64), min(rows, self._slot.prefill_rows)
+        ids, rows = np.array(token_ids, np.int64), min(rows, self._kv_cache_manager.prefill_rows)
         try:
             for begin in range(0, len(ids), rows):
                 chunk = ids[begin : begin + rows]

@@ -137,7 +137,7 @@ class KVCacheManager:
         """
         if not self._reuses_context or sequence.context is not None:
             return False
-        reading = [one for one in others if one.is_reading]
+        reading = [one for one in others if one.is_prefilling]
         if not reading:
             return False
         keys = sequence.prompt.keys

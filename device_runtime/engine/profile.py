@@ -12,8 +12,8 @@ IMAGES = "multimodal_processing"
 PREFILL, GENERATION = "llm_prefill", "llm_generation"
 RESTORE = "context_restore"
 DRAFT_PREFILL, DRAFT_EXTEND = "eagle_draft_prefill", "eagle_draft_accept"
-GROW, VERIFY, SETTLE = "eagle_construct_draft_tree", "eagle_base_verification", "eagle_accept"
-SPECULATION = (DRAFT_PREFILL, DRAFT_EXTEND, GROW, VERIFY, SETTLE)
+DRAFT_TREE, VERIFY, ACCEPT = "eagle_construct_draft_tree", "eagle_base_verification", "eagle_accept"
+SPECULATION = (DRAFT_PREFILL, DRAFT_EXTEND, DRAFT_TREE, VERIFY, ACCEPT)
 
 
 @dataclass(frozen=True, slots=True)

@@ -57,7 +57,7 @@ class Sequence:
     failure: EdgeLLMError | None = None  # that ended it
 
     @property
-    def is_reading(self) -> bool:
+    def is_prefilling(self) -> bool:
         """Whether it is in prefill."""
         return self.num_rows < len(self.prompt.token_ids)
 

@@ -121,12 +121,12 @@ def _drafter(chance: float) -> Drafter:
 def _steps_ms(num_bytes: int, drafter: Drafter | None) -> Iterator[float]:
     """Host milliseconds of each step of an endless greedy sequence."""
     base = _ReadyBase(num_bytes)
-    slot = KVCacheManager(cast(DecoderNetwork, base), prefill_rows=16)
+    kv_cache_manager = KVCacheManager(cast(DecoderNetwork, base), prefill_rows=16)
     sampler = Sampler(SamplingParams(temperature=0.0))
     sequence = Sequence(Prompt([0, 0]), sampler, _CAPACITY // 2, drafter=drafter)
     while True:
         start, base.spent_s = time.perf_counter(), 0.0
-        step(slot, [sequence])
+        step(kv_cache_manager, [sequence])
         yield (time.perf_counter() - start - base.spent_s) * 1e3
 
 

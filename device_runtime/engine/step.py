@@ -21,12 +21,12 @@ from edgellm.device_runtime.arrays import (
 )
 from edgellm.device_runtime.engine.kv_cache_manager import KVCacheManager
 from edgellm.device_runtime.engine.profile import (
+    ACCEPT,
     DRAFT_EXTEND,
     DRAFT_PREFILL,
+    DRAFT_TREE,
     GENERATION,
-    GROW,
     PREFILL,
-    SETTLE,
     VERIFY,
 )
 from edgellm.device_runtime.engine.sequence import Sequence, Step
@@ -41,7 +41,9 @@ from edgellm.device_runtime.speculate.shared_passes import Passes, run_all
 from edgellm.device_runtime.speculate.tree import Tree
 
 T = TypeVar("T")
-_FIRST = np.zeros(1, np.int64)  # the only position; also if no logits are wanted: kernels need one
+_FIRST_POSITION = np.zeros(
+    1, np.int64
+)  # the only position; also if no logits are wanted: kernels need one
 
 
 class _PassInput(NamedTuple):
@@ -68,11 +70,11 @@ class _RoundResult(NamedTuple):
     wait_ms: float
 
 
-_Planned = tuple[Sequence, DeviceRounds, RoundPart]
-_Part = tuple[Sequence, RoundPart]
+_PlannedRound = tuple[Sequence, DeviceRounds, RoundPart]
+_RoundInput = tuple[Sequence, RoundPart]
 
 
-def step(slot: KVCacheManager, sequences: Iterable[Sequence]) -> list[tuple[Step, ...]]:
+def step(kv_cache_manager: KVCacheManager, sequences: Iterable[Sequence]) -> list[tuple[Step, ...]]:
     """Advance every unfinished sequence by one pass or round.
 
     Sequences share passes, up to the engine's maximum batch size.
@@ -82,21 +84,21 @@ def step(slot: KVCacheManager, sequences: Iterable[Sequence]) -> list[tuple[Step
         sequence is over, with its `failure`, if its own work raised an error, or if the engine
         computed a value for it that is not finite.
     """
-    active, maximum = list(sequences), slot.session.max_batch_size
+    active, maximum = list(sequences), kv_cache_manager.session.max_batch_size
     found: dict[Sequence, tuple[Step, ...]] = dict.fromkeys(active, ())
     for at in range(0, len(active), maximum):
-        inputs, drafting = _prepare_all(slot, active[at : at + maximum])
-        ready = _caught_up(drafting)
-        if planned := _planned(slot.session, ready):
-            found |= _run_rounds(slot, planned)
+        inputs, drafting = _prepare_all(kv_cache_manager, active[at : at + maximum])
+        ready = _catch_up_drafts(drafting)
+        if planned := _plan_device_rounds(kv_cache_manager.session, ready):
+            found |= _run_rounds(kv_cache_manager, planned)
             on_device = {one for one, _, _ in planned}
             ready = [one for one in ready if one not in on_device]
-        found |= _execute(slot, inputs + _draft(slot.session, ready))
+        found |= _execute(kv_cache_manager, inputs + _draft(kv_cache_manager.session, ready))
     return list(found.values())
 
 
 def _prepare_all(
-    slot: KVCacheManager, sequences: list[Sequence]
+    kv_cache_manager: KVCacheManager, sequences: list[Sequence]
 ) -> tuple[list[_PassInput], list[Sequence]]:
     """Inputs of sequences, and the sequences that draft; an error ends its sequence only."""
     found: list[_PassInput] = []
@@ -105,9 +107,9 @@ def _prepare_all(
         if sequence.is_over:
             continue
         with Confined(sequence.fail):
-            if at and slot.should_wait(sequence, sequences[:at]):
+            if at and kv_cache_manager.should_wait(sequence, sequences[:at]):
                 continue
-            entry = _prepare(slot, sequence)
+            entry = _prepare(kv_cache_manager, sequence)
             if entry is None:
                 drafting.append(sequence)
             else:
@@ -115,20 +117,24 @@ def _prepare_all(
     return found, drafting
 
 
-def _execute(slot: KVCacheManager, inputs: list[_PassInput]) -> dict[Sequence, tuple[Step, ...]]:
+def _execute(
+    kv_cache_manager: KVCacheManager, inputs: list[_PassInput]
+) -> dict[Sequence, tuple[Step, ...]]:
     """Run one pass for all inputs, and process each result."""
     found: dict[Sequence, tuple[Step, ...]] = {}
-    for entry, (result, pass_ms) in computed(inputs, partial(_run, slot.session), _fail):
+    for entry, (result, pass_ms) in computed(
+        inputs, partial(_run, kv_cache_manager.session), _fail
+    ):
         sequence, begin = entry.sequence, time.perf_counter()
         with Confined(sequence.fail):
-            slot.admit(sequence)
-            round_ = _process(slot.session, entry, result)
+            kv_cache_manager.admit(sequence)
+            round_ = _process(kv_cache_manager.session, entry, result)
             _record(entry, pass_ms, (time.perf_counter() - begin) * 1e3)
             found[sequence] = sequence.take(round_)
-            if entry.stage == PREFILL and not sequence.is_reading:
-                slot.end_prompt(sequence)
+            if entry.stage == PREFILL and not sequence.is_prefilling:
+                kv_cache_manager.end_prompt(sequence)
             if sequence.finish_reason is not None:
-                slot.end(sequence)
+                kv_cache_manager.end(sequence)
     return found
 
 
@@ -144,7 +150,7 @@ def _record(entry: _PassInput, pass_ms: float, process_ms: float) -> None:
         return
     if entry.part is not None:
         profile.book(entry.stage, pass_ms, continues=entry.continues)
-    profile.book(SETTLE, process_ms)
+    profile.book(ACCEPT, process_ms)
 
 
 def _run(session: DecoderNetwork, inputs: Sized[_PassInput]) -> list[tuple[PassResult, float]]:
@@ -160,19 +166,21 @@ def _run(session: DecoderNetwork, inputs: Sized[_PassInput]) -> list[tuple[PassR
 
 
 # ---------------------------------------------------------------------------- before the pass
-def _prepare(slot: KVCacheManager, sequence: Sequence) -> _PassInput | None:
+def _prepare(kv_cache_manager: KVCacheManager, sequence: Sequence) -> _PassInput | None:
     """The input of a sequence; None if it drafts first."""
-    slot.admit(sequence)
-    if sequence.is_reading:
-        return _prefill(sequence, min(slot.prefill_rows, sequence.max_rows))
+    kv_cache_manager.admit(sequence)
+    if sequence.is_prefilling:
+        return _prefill(sequence, min(kv_cache_manager.prefill_rows, sequence.max_rows))
     drafter = sequence.drafter
-    if drafter is None or drafter.rests:
-        part = _part(sequence, np.array([sequence.newest]), _FIRST)
+    if drafter is None or drafter.is_paused:
+        part = _sequence_part(sequence, np.array([sequence.newest]), _FIRST_POSITION)
         return _PassInput(sequence, part, GENERATION if drafter is None else VERIFY)
     return None
 
 
-def _part(sequence: Sequence, token_ids: I64, logits_index: I64, **more: Any) -> SequencePart:
+def _sequence_part(
+    sequence: Sequence, token_ids: I64, logits_index: I64, **more: Any
+) -> SequencePart:
     """Tokens after those in a sequence's KV cache."""
     assert sequence.context is not None
     return SequencePart(sequence.context, token_ids, sequence.num_rows, logits_index, **more)
@@ -186,14 +194,16 @@ def _prefill(sequence: Sequence, max_rows: int) -> _PassInput:
         drafter.begin(prompt[: begin + 1])
         drafter.remember(list(prompt))
     chunk, row = _chunk(prompt, begin, max_rows)
-    return _PassInput(sequence, _part(sequence, chunk, row), PREFILL, continues=not is_first)
+    return _PassInput(
+        sequence, _sequence_part(sequence, chunk, row), PREFILL, continues=not is_first
+    )
 
 
 def _chunk(token_ids: list[int], begin: int, max_rows: int) -> tuple[I64, I64]:
     """A chunk of a prompt, and its positions that need logits: the prompt's last."""
     chunk = np.asarray(token_ids[begin : begin + max_rows], np.int64)
     is_last = begin + len(chunk) == len(token_ids)
-    return chunk, np.array([len(chunk) - 1]) if is_last else _FIRST
+    return chunk, np.array([len(chunk) - 1]) if is_last else _FIRST_POSITION
 
 
 def prefill_chunk(
@@ -209,20 +219,20 @@ def prefill_chunk(
     return session.run(chunk, begin, row), begin + len(chunk)
 
 
-def _caught_up(sequences: list[Sequence]) -> list[Sequence]:
+def _catch_up_drafts(sequences: list[Sequence]) -> list[Sequence]:
     """Sequences whose drafts have processed the committed tokens, in shared passes."""
     extending: list[tuple[Sequence, Passes[None]]] = []
     for one in sequences:
         with Confined(one.fail):
             if one.left > 1:
                 extending.append((one, _drafter(one).catch_up()))
-    _drafted(extending, DRAFT_EXTEND)
+    _run_drafters(extending, DRAFT_EXTEND)
     return [one for one in sequences if not one.is_over]
 
 
-def _planned(session: DecoderNetwork, sequences: list[Sequence]) -> list[_Planned]:
+def _plan_device_rounds(session: DecoderNetwork, sequences: list[Sequence]) -> list[_PlannedRound]:
     """The rounds that the device can run without the host."""
-    found: list[_Planned] = []
+    found: list[_PlannedRound] = []
     for sequence in sequences:
         with Confined(sequence.fail):
             drafter, sampler = _drafter(sequence), sequence.sampler
@@ -236,32 +246,36 @@ def _planned(session: DecoderNetwork, sequences: list[Sequence]) -> list[_Planne
     return found
 
 
-def _run_rounds(slot: KVCacheManager, planned: list[_Planned]) -> dict[Sequence, tuple[Step, ...]]:
+def _run_rounds(
+    kv_cache_manager: KVCacheManager, planned: list[_PlannedRound]
+) -> dict[Sequence, tuple[Step, ...]]:
     """Run device rounds, in batches of the device's size, and process their results."""
     found: dict[Sequence, tuple[Step, ...]] = {}
     rounds = planned[0][1]
     while planned:
         count = rounds.maximum([part for _, _, part in planned])
         some, planned = planned[:count], planned[count:]
-        found |= _run_round(slot, rounds, [(sequence, part) for sequence, _, part in some])
+        found |= _run_round(
+            kv_cache_manager, rounds, [(sequence, part) for sequence, _, part in some]
+        )
     return found
 
 
 def _run_round(
-    slot: KVCacheManager, rounds: DeviceRounds, parts: list[_Part]
+    kv_cache_manager: KVCacheManager, rounds: DeviceRounds, parts: list[_RoundInput]
 ) -> dict[Sequence, tuple[Step, ...]]:
     found: dict[Sequence, tuple[Step, ...]] = {}
     for (sequence, _), done in computed(parts, partial(_compute_round, rounds), _fail_part):
         with Confined(sequence.fail):
-            sequence.profile.book(GROW, done.ask_ms)
+            sequence.profile.book(DRAFT_TREE, done.ask_ms)
             sequence.profile.book(VERIFY, done.wait_ms)
             verified = _drafter(sequence).take_round(done.outcome, done.result)
             entry = _PassInput(sequence, None, VERIFY, tree=verified.tree, verified=verified)
-            found |= _execute(slot, [entry])
+            found |= _execute(kv_cache_manager, [entry])
     return found
 
 
-def _compute_round(rounds: DeviceRounds, parts: Sized[_Part]) -> list[_RoundResult]:
+def _compute_round(rounds: DeviceRounds, parts: Sized[_RoundInput]) -> list[_RoundResult]:
     begin = time.perf_counter()
     rounds.ask([part for _, part in parts])
     asked = time.perf_counter()
@@ -270,7 +284,7 @@ def _compute_round(rounds: DeviceRounds, parts: Sized[_Part]) -> list[_RoundResu
     return [_RoundResult(*outcome, *times_ms) for outcome in outcomes]
 
 
-def _fail_part(part: _Part, error: EdgeLLMError) -> None:
+def _fail_part(part: _RoundInput, error: EdgeLLMError) -> None:
     part[0].fail(error)
 
 
@@ -283,9 +297,9 @@ def _draft(session: DecoderNetwork, sequences: list[Sequence]) -> list[_PassInpu
             tree = _drafter(sequence).propose(sequence.newest, room, sequence.left - 1)
             proposing.append((sequence, tree))
     inputs: list[_PassInput] = []
-    for sequence, tree in _drafted(proposing, GROW):
+    for sequence, tree in _run_drafters(proposing, DRAFT_TREE):
         with Confined(sequence.fail):
-            inputs.append(_verifying(sequence, tree))
+            inputs.append(_verification_input(sequence, tree))
     return inputs
 
 
@@ -294,7 +308,7 @@ def _drafter(sequence: Sequence) -> Drafter:
     return sequence.drafter
 
 
-def _drafted(work: list[tuple[Sequence, Passes[T]]], stage: str) -> list[tuple[Sequence, T]]:
+def _run_drafters(work: list[tuple[Sequence, Passes[T]]], stage: str) -> list[tuple[Sequence, T]]:
     """Results of drafters' work, in shared passes; an error ends its sequence only."""
     if not work:
         return []
@@ -312,12 +326,14 @@ def _drafted(work: list[tuple[Sequence, Passes[T]]], stage: str) -> list[tuple[S
     return found
 
 
-def _verifying(sequence: Sequence, tree: Tree) -> _PassInput:
+def _verification_input(sequence: Sequence, tree: Tree) -> _PassInput:
     if len(tree) == 1:
-        return _PassInput(sequence, _part(sequence, tree.token_ids, _FIRST), VERIFY, tree=tree)
+        return _PassInput(
+            sequence, _sequence_part(sequence, tree.token_ids, _FIRST_POSITION), VERIFY, tree=tree
+        )
     depths, mask = tree.layout()
     more = {"position_ids": sequence.num_rows + depths, "tree_mask": mask}
-    part = _part(sequence, tree.token_ids, np.arange(len(tree)), **more)
+    part = _sequence_part(sequence, tree.token_ids, np.arange(len(tree)), **more)
     return _PassInput(sequence, part, VERIFY, tree=tree)
 
 
@@ -336,7 +352,7 @@ def _process(session: DecoderNetwork, entry: _PassInput, result: PassResult) -> 
     if sequence.drafter is None:
         return Round((token_id,))
     assert entry.part is not None
-    sequence.drafter.pass_by(token_id, result.taps)
+    sequence.drafter.observe_plain(token_id, result.taps)
     return Round((token_id,), Tree.of_roots(entry.part.token_ids), (0,), (1.0,))
 
 

@@ -151,12 +151,14 @@ def logits_behind(
     llm: LLM, prompt: Prompt, taken: Sequence[int], sampling: SamplingParams
 ) -> NDArray[np.float64]:
     """Logits [V] after a prompt and the first output tokens, with penalties."""
-    slot, ids = llm.slot, [*prompt.token_ids, *taken]
-    slot.use_scratch()
-    slot.set_up(prompt)
-    result, rows = prefill_chunk(slot.session, ids, 0, slot.prefill_rows)
+    kv_cache_manager, ids = llm.kv_cache_manager, [*prompt.token_ids, *taken]
+    kv_cache_manager.use_scratch()
+    kv_cache_manager.set_up(prompt)
+    result, rows = prefill_chunk(kv_cache_manager.session, ids, 0, kv_cache_manager.prefill_rows)
     while rows < len(ids):
-        result, rows = prefill_chunk(slot.session, ids, rows, slot.prefill_rows)
+        result, rows = prefill_chunk(
+            kv_cache_manager.session, ids, rows, kv_cache_manager.prefill_rows
+        )
     sampler = llm.sampler(sampling, prompt)
     sampler.take(taken)
     return sampler.adjusted(result.logits[0]).astype(np.float64)

@@ -93,8 +93,8 @@ class RunningRequest:
 class Batch:
     """The running requests; one thread at a time runs steps, any thread may add and remove."""
 
-    def __init__(self, slot: KVCacheManager, bounds: Bounds) -> None:
-        self._slot: KVCacheManager | None = slot
+    def __init__(self, kv_cache_manager: KVCacheManager, bounds: Bounds) -> None:
+        self._kv_cache_manager: KVCacheManager | None = kv_cache_manager
         self.bounds = bounds
         self.entries: list[RunningRequest] = []
         self.stepping: frozenset[RunningRequest] = frozenset()  # in the pass that runs
@@ -104,15 +104,15 @@ class Batch:
         self._numbers = itertools.count(1)
 
     @property
-    def slot(self) -> KVCacheManager:
+    def kv_cache_manager(self) -> KVCacheManager:
         """The caches, before `close`."""
-        assert self._slot is not None
-        return self._slot
+        assert self._kv_cache_manager is not None
+        return self._kv_cache_manager
 
     def close(self) -> None:
         """Free the caches."""
-        self.slot.close()
-        self._slot, self.entries = None, []
+        self.kv_cache_manager.close()
+        self._kv_cache_manager, self.entries = None, []
 
     def add(self, entry: RunningRequest) -> None:
         """Add a request to the end of the queue."""
@@ -151,7 +151,7 @@ class Batch:
                 return []
             stepping = self._apply(found)
         self.stepping = frozenset(stepping)
-        if self.slot.steps_together:
+        if self.kv_cache_manager.steps_together:
             _set_batch_loads(stepping)
         return stepping
 
@@ -159,7 +159,7 @@ class Batch:
         now_s, rows = time.monotonic(), self.bounds.tree_rows
         unfinished = [entry for entry in self.entries if not entry.is_done]
         states = [entry.state(now_s, patience_s, rows) for entry in unfinished]
-        found = plan(states, self.slot.free_rows, self.bounds)
+        found = plan(states, self.kv_cache_manager.free_rows, self.bounds)
         is_wanted = any(entry.is_wanted and entry.number in found.rows for entry in unfinished)
         return found if is_wanted else None
 
@@ -169,7 +169,7 @@ class Batch:
             return []
         (entry,) = self.entries
         sequence = entry.sequence
-        if not (entry.is_wanted and entry.is_admitted) or entry.is_done or sequence.is_reading:
+        if not (entry.is_wanted and entry.is_admitted) or entry.is_done or sequence.is_prefilling:
             return []
         if entry.saved_rows:
             return []
@@ -194,7 +194,7 @@ class Batch:
     def _release(self, entry: RunningRequest) -> None:
         self._num_preempted += entry.is_admitted
         entry.is_admitted, entry.saved_rows = False, entry.sequence.num_rows
-        self.slot.release(entry.sequence)
+        self.kv_cache_manager.release(entry.sequence)
 
     def run(self, stepping: list[RunningRequest]) -> list[tuple[Step, ...]]:
         """Run the step; a failed request has its `failure` set."""
@@ -202,7 +202,7 @@ class Batch:
             with Confined(self._drop_on_pass):
                 self.on_pass(len(stepping), self._num_preempted)
         self._num_preempted = 0
-        if self.slot.steps_together:
+        if self.kv_cache_manager.steps_together:
             return self._step(stepping)
         found: list[tuple[Step, ...]] = []
         for entry in stepping:
@@ -217,7 +217,7 @@ class Batch:
 
     def _step(self, entries: list[RunningRequest]) -> list[tuple[Step, ...]]:
         try:
-            found = step(self.slot, [entry.sequence for entry in entries])
+            found = step(self.kv_cache_manager, [entry.sequence for entry in entries])
             for entry in entries:
                 self._keep(entry)
         except BaseException as error:  # not of one sequence, or an interrupt
@@ -235,9 +235,9 @@ class Batch:
         if entry.kept is None:
             return
         with Confined(entry.sequence.warn):  # the output is still complete
-            if self.slot.is_to_keep(entry.sequence, entry.kept):
+            if self.kv_cache_manager.is_to_keep(entry.sequence, entry.kept):
                 kept, entry.kept = entry.kept, None
-                entry.sequence.warnings += self.slot.keep(entry.sequence, kept)
+                entry.sequence.warnings += self.kv_cache_manager.keep(entry.sequence, kept)
 
     def end(self, stepping: list[RunningRequest], found: list[tuple[Step, ...]]) -> None:
         """Append the steps of a pass to their requests."""
@@ -258,7 +258,7 @@ class Batch:
 def _set_batch_loads(stepping: list[RunningRequest]) -> None:
     """Set the batch load of each drafter: the batch size, and the tokens of other sequences."""
     rows = {entry: _recent_tokens(entry.sequence) for entry in stepping}
-    num_decoding = max(sum(not entry.sequence.is_reading for entry in stepping), 1)
+    num_decoding = max(sum(not entry.sequence.is_prefilling for entry in stepping), 1)
     total, loads = sum(rows.values()), dict[int, BatchLoad]()
     for entry in stepping:
         if entry.sequence.drafter is not None:
@@ -271,7 +271,7 @@ def _set_batch_loads(stepping: list[RunningRequest]) -> None:
 
 def _recent_tokens(sequence: Sequence) -> int:
     """Tokens in a pass: the next chunk of the prompt, or the size of the latest tree."""
-    if sequence.is_reading:
+    if sequence.is_prefilling:
         return sequence.max_rows
     return sequence.profile.rounds[-1].tree_size if sequence.profile.rounds else 1
 

@@ -13,13 +13,17 @@ from edgellm.device_runtime.speculate.policy.costs import Costs
 
 
 def bounds_of(
-    engine: Engine, slot: KVCacheManager, max_stall_ms: float, answers: int, tree_rows: int
+    engine: Engine,
+    kv_cache_manager: KVCacheManager,
+    max_stall_ms: float,
+    answers: int,
+    tree_rows: int,
 ) -> Bounds:
     """The scheduler's bounds; measures passes if the engine has no stored costs and needs them.
 
     Args:
         engine: its manifest.
-        slot: its caches.
+        kv_cache_manager: its caches.
         max_stall_ms: limit of a pass that prefills a chunk while other requests decode.
         answers: batch size.
         tree_rows: maximum tokens of a draft tree.
@@ -27,10 +31,10 @@ def bounds_of(
     bounds = Bounds(answers, engine.prefill_rows, tree_rows)
     if answers == 1:
         return bounds
-    measured = slot.session.costs_of(engine)
+    measured = kv_cache_manager.session.costs_of(engine)
     return replace(
         bounds,
-        page_rows=slot.page_rows,
+        page_rows=kv_cache_manager.page_rows,
         max_stall_ms=max_stall_ms,
         pass_ms=Costs.of(measured[PASS]).verify,
         together=SharedCosts.find(PASS, measured),

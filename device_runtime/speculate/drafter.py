@@ -126,11 +126,11 @@ class Drafter(Protocol):
         ...
 
     @property
-    def rests(self) -> bool:
-        """Whether drafting pauses in the next round: `pass_by` is called, not `propose`."""
+    def is_paused(self) -> bool:
+        """Whether drafting pauses in the next round: `observe_plain` is called, not `propose`."""
         ...
 
-    def pass_by(self, token_id: int, taps: F32) -> None:
+    def observe_plain(self, token_id: int, taps: F32) -> None:
         """During a pause: a token of plain decoding, and the hidden states before it."""
         ...
 
@@ -329,18 +329,18 @@ class TreeDrafter:
         self._spent_ms = self._read_ms = 0.0
 
     @property
-    def rests(self) -> bool:
-        """See `Drafter.rests`; lookups may pay while a network pauses."""
+    def is_paused(self) -> bool:
+        """See `Drafter.is_paused`; lookups may pay while a network pauses."""
         pace = self._controller.set_batch_load(self.batch_load)
         self._use_network = not pace.network.pause and self._chooses_network()
         return not self._use_network and (pace.text.pause > 0 or not self._lookups_pay())
 
-    def pass_by(self, token_id: int, taps: F32) -> None:
-        """See `Drafter.pass_by`; the token is processed when the pause ends."""
+    def observe_plain(self, token_id: int, taps: F32) -> None:
+        """See `Drafter.observe_plain`; the token is processed when the pause ends."""
         self._passed.append((token_id, taps.copy()))
         self._text_drafts.add((token_id,))
         self._controller.set_batch_load(self.batch_load)
-        self._controller.pass_by(self._text_drafts)
+        self._controller.observe_plain(self._text_drafts)
 
     def _wake(self) -> None:
         """Process the tokens of a pause."""

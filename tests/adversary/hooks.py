@@ -36,7 +36,7 @@ HOOKS = {
         "propose",
         "learn",
         "confidences",
-        "pass_by",
+        "observe_plain",
         "drop",
     ),
     "accept": ("__call__",),

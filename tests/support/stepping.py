@@ -20,7 +20,7 @@ from edgellm.device_runtime.speculate.text_lookup import LearnedLookup
 
 
 class FixedSlot(KVCacheManager):
-    """A slot that begins after some positions of a prompt."""
+    """A kv_cache_manager that begins after some positions of a prompt."""
 
     def __init__(self, session, prefill_rows, reused=0) -> None:
         super().__init__(session if hasattr(session, "use") else recorded(session), prefill_rows)
@@ -36,9 +36,9 @@ def generate(
 ) -> Iterator[int]:
     """The tokens of plain decoding."""
     sequence = Sequence(Prompt(list(prompt)), sampler, max_tokens, profile)
-    slot = FixedSlot(session, prefill_rows, reused)
+    kv_cache_manager = FixedSlot(session, prefill_rows, reused)
     while not sequence.is_over:
-        for (one,) in filter(None, step(slot, [sequence])):
+        for (one,) in filter(None, step(kv_cache_manager, [sequence])):
             yield from one.token_ids
 
 
@@ -48,9 +48,9 @@ def speculate(
 ) -> Iterator[Round]:  # fmt: skip
     """Run the rounds of a request."""
     sequence = Sequence(Prompt(list(prompt)), sampler, max_tokens, profile, drafter, accept)
-    slot = FixedSlot(session, prefill_rows, reused)
+    kv_cache_manager = FixedSlot(session, prefill_rows, reused)
     while not sequence.is_over:
-        for (one,) in filter(None, step(slot, [sequence])):
+        for (one,) in filter(None, step(kv_cache_manager, [sequence])):
             yield one.round
 
 

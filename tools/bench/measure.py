@@ -77,7 +77,7 @@ def _run(llm: LLM, prompt_tokens: int, tokens: int) -> Profile:
     ids = random.integers(llm.manifest.decoder.vocab_size, size=prompt_tokens).tolist()
     request = Request(Prompt(ids), Sampler(_GREEDY), tokens)
     while not request.is_over:
-        step(llm.slot, [request])
+        step(llm.kv_cache_manager, [request])
     return request.profile
 
 

@@ -72,7 +72,7 @@ class SpecCredit:
         """Pause for the longest time, since drafting cannot pay."""
         self.pause = self._terms.longest * self._answers
 
-    def pass_by(self, tokens: int) -> bool:
+    def observe_plain(self, tokens: int) -> bool:
         """Count tokens of a pause; returns whether the pause ends and a trial begins."""
         self.pause = max(self.pause - tokens, 0)
         if not self.pause:
@@ -130,17 +130,17 @@ class Throughput:
         """Tokens per millisecond, at least plain decoding's."""
         return max(self.tokens / self.ms, 1 / self.plain_ms)
 
-    def pass_by(self, looked_ms: float) -> None:
+    def observe_plain(self, looked_ms: float) -> None:
         """Record a token of plain decoding, and the time of a lookup that proposed nothing."""
         network, text = self.network, self.text
         if network.pause > 1 and text.pause > 1:
             network.pause -= 1
             text.pause -= 1
             return
-        if network.pause and network.pass_by(1):
+        if network.pause and network.observe_plain(1):
             self._forget_rate()
         if text.pause:
-            text.pass_by(1)
+            text.observe_plain(1)
         elif looked_ms:
             self._learn_rate(1, self.plain_ms + looked_ms)
             text.book(-looked_ms)
@@ -169,14 +169,14 @@ class Throughput:
         if text is not None:
             cost += text.looked_ms
         self._learn_rate(emitted, cost)
-        if self.network.pause and self.network.pass_by(emitted):
+        if self.network.pause and self.network.observe_plain(emitted):
             self._forget_rate()
         won_ms = emitted * self.plain_ms - cost
         text_ms = 0.0 if text is None else self._won_by(text, rows, verify) if networked else won_ms
         if networked:
             self.network.book(won_ms - text_ms - read_ms)
         if self.text.pause:
-            self.text.pass_by(emitted)
+            self.text.observe_plain(emitted)
         elif text is not None:
             self.text.book(text_ms)
 

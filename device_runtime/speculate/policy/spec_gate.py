@@ -190,10 +190,10 @@ class SpecGate:
         self._looked_ms += _MEMORY * (min(seconds * 1e3, _OUTLIER * mean) - mean)
         return self._looked_ms
 
-    def pass_by(self, text_drafts: TextDrafts) -> None:
+    def observe_plain(self, text_drafts: TextDrafts) -> None:
         """Record a token of plain decoding, and a lookup that proposed nothing."""
         if self._pauses:
-            self.pace.pass_by(self.looked_up(text_drafts) if text_drafts.looked_s else 0.0)
+            self.pace.observe_plain(self.looked_up(text_drafts) if text_drafts.looked_s else 0.0)
         if self._opened_at is not None:
             self._record_time(networked=False, tokens=1)
 

@@ -96,7 +96,7 @@ def test_requests_continue_during_scoring(tiny_engine, reuses):
     expected = LLM(tiny_engine).read_logprobs(TEXT[:30])
     assert llm.read_logprobs(TEXT[:30]) == expected
     next(steps)
-    llm.slot.release(first._entry.sequence)  # as on preemption
+    llm.kv_cache_manager.release(first._entry.sequence)  # as on preemption
     list(other)
     list(steps)
     assert [first.token_ids, other.token_ids] == [answer.token_ids for answer in alone]

@@ -58,11 +58,11 @@ class HookedDrafter:
         self.__dict__.update(_drafter=drafter, _name=name, _hook=hook)
 
     def __getattr__(self, name: str) -> Any:
-        if name == "rests" and self._name == "pass_by":
+        if name == "is_paused" and self._name == "observe_plain":
             return True
         if name != self._name:
             return getattr(self._drafter, name)
-        return self._hook() if name == "rests" else self._hook
+        return self._hook() if name == "is_paused" else self._hook
 
     def __setattr__(self, name: str, value: Any) -> None:
         if name == self._name:
@@ -127,8 +127,8 @@ def _in_grammar(name: str) -> Callable:
 def _in_slot(name: str, after: int = 0) -> Callable:
     def place(llm: LLM, answer: RequestOutput, hook: Hook) -> None:
         victim, hook.left = answer._entry.sequence, after
-        shared = getattr(llm.slot, name)
-        setattr(llm.slot, name, hook.before(shared, lambda one, *_: one is victim))
+        shared = getattr(llm.kv_cache_manager, name)
+        setattr(llm.kv_cache_manager, name, hook.before(shared, lambda one, *_: one is victim))
 
     return place
 
@@ -138,11 +138,13 @@ def _in_pass(*, of_draft: bool, is_late: bool = False) -> Callable:
 
     def place(llm: LLM, answer: RequestOutput, hook: Hook) -> None:
         hook.is_late, hook.left = is_late, 1  # not the prompt's
-        slot, victim = llm.slot, answer._entry.sequence
-        session = slot._draft_caches[0].session if of_draft else slot.session
+        kv_cache_manager, victim = llm.kv_cache_manager, answer._entry.sequence
+        session = (
+            kv_cache_manager._draft_caches[0].session if of_draft else kv_cache_manager.session
+        )
 
         def concerns(parts: Any) -> bool:
-            own = slot._begun.get(victim)
+            own = kv_cache_manager._begun.get(victim)
             if own is None:
                 return False
             context = own[1].context if of_draft else own[0]
@@ -155,7 +157,7 @@ def _in_pass(*, of_draft: bool, is_late: bool = False) -> Callable:
 
 def _in_session(name: str) -> Callable:
     def place(llm: LLM, answer: RequestOutput, hook: Hook) -> None:
-        session, victim = llm.slot.session, answer._entry.sequence
+        session, victim = llm.kv_cache_manager.session, answer._entry.sequence
         shared = getattr(session, name)
         setattr(session, name, hook.before(shared, lambda *_: session.context is victim.context))
 
@@ -203,8 +205,8 @@ HOOKS = {
             "propose",
             "learn",
             "confidences",
-            "rests",
-            "pass_by",
+            "is_paused",
+            "observe_plain",
             "batch_load",
         )
     },
@@ -263,17 +265,23 @@ def _facts(answer: RequestOutput) -> tuple:
 @pytest.fixture
 def free(llm):
     """Check that no resources are held after a test, and that shared state is intact."""
-    slot = llm.slot
-    before = slot.free_rows, slot._draft_caches[0].session._contexts.free_rows
-    shared = [slot, slot.session, slot._draft_caches[0].session]
+    kv_cache_manager = llm.kv_cache_manager
+    before = (
+        kv_cache_manager.free_rows,
+        kv_cache_manager._draft_caches[0].session._contexts.free_rows,
+    )
+    shared = [kv_cache_manager, kv_cache_manager.session, kv_cache_manager._draft_caches[0].session]
     own = [set(vars(one)) for one in shared]
     yield
     for one, names in zip(shared, own, strict=True):
         for name in set(vars(one)) - names:
             delattr(one, name)
     assert llm._turns._batch.entries == []
-    assert (slot.free_rows, slot._draft_caches[0].session._contexts.free_rows) == before
-    assert not slot._begun
+    assert (
+        kv_cache_manager.free_rows,
+        kv_cache_manager._draft_caches[0].session._contexts.free_rows,
+    ) == before
+    assert not kv_cache_manager._begun
 
 
 def _require_cause(failure: BaseException | None, error: BaseException) -> None:
@@ -312,7 +320,7 @@ def test_errors_after_the_output_become_warnings(llm, expected, name, error):
     WARNED[name](llm, answers[VICTIM], hook)
     for _ in llm.together(answers):
         pass
-    assert llm.slot.free_rows  # finished sequences are retired
+    assert llm.kv_cache_manager.free_rows  # finished sequences are retired
     assert hook.is_hit
     assert [_facts(one) for one in answers] == expected
     assert any("boom" in line for line in answers[VICTIM].warnings)
@@ -385,7 +393,7 @@ def test_errors_reach_only_their_thread_or_task(llm, expected, name):
                 found = [one.exception(60) or one.result() for one in asked]
         _require_cause(found[VICTIM], ERRORS[0])
         assert [found[at] for at in (0, 2)] == [expected[at] for at in (0, 2)]
-        llm.slot.session.__dict__.pop("run_many", None)
+        llm.kv_cache_manager.session.__dict__.pop("run_many", None)
 
 
 @pytest.mark.usefixtures("free")

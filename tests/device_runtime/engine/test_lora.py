@@ -159,10 +159,10 @@ def test_prefixes_are_reused_only_for_the_same_adapter(engines, folders, tmp_pat
     with _open(engines["none"], folders, context_reuse=True) as llm:
         reused(llm, "all")
         contexts = SnapshotFolder(tmp_path, {})
-        contexts.save(llm.slot.contexts())
+        contexts.save(llm.kv_cache_manager.contexts())
     with _open(engines["none"], folders, context_reuse=True) as llm:
         for one in contexts.load(1).contexts:
-            llm.slot.kept.add(one)
+            llm.kv_cache_manager.kept.add(one)
         llm.unload_adapter("all")
         llm.load_adapter("all", folders["qv"])  # other weights under the name
         assert reused(llm, None) == 0

@@ -168,7 +168,7 @@ def test_prefixes_that_cannot_be_pinned_give_a_warning(tiny_engine):
     model = LLM(tiny_engine)
     answer = respond(model, request(say("user", "w20"), saves=True))
     assert answer["warnings"] == ["nothing was pinned: the prompt has no separate system prompt"]
-    model.slot.kept = PinnedPrefixes(limit_bytes=LENGTH)
+    model.kv_cache_manager.kept = PinnedPrefixes(limit_bytes=LENGTH)
     answer = respond(model, request(SYSTEM, say("user", "w20"), saves=True))
     assert answer["warnings"] == [f"the system prompt takes more than {LENGTH} bytes: not kept"]
     respond(model, request(say("user", "w60 w61")))

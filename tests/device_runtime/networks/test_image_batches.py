@@ -205,12 +205,12 @@ def test_image_positions_are_forked_and_saved(engines, tmp_path, monkeypatch):
         (found,) = llm.generate_batch([asked[1]], **ASK)
         assert found.token_ids == other
         assert found.timings()["reused_tokens"] < found.profile.image_tokens[0]
-        saved = folder.save(llm.slot.contexts())
+        saved = folder.save(llm.kv_cache_manager.contexts())
     for speculative in (True, False):
         with open_llm(context_reuse=True) as llm:
-            loaded = folder.load(llm.slot.num_caches)
+            loaded = folder.load(llm.kv_cache_manager.num_caches)
             assert (len(loaded.contexts), loaded.ignored) == (saved, [])
             for context in loaded.contexts:
-                llm.slot.kept.add(context)
+                llm.kv_cache_manager.kept.add(context)
             found = llm.generate_batch([asked[0], asked[1]], speculative=speculative, **ASK)
             require_reused(found, [alone[0], other])

@@ -265,10 +265,10 @@ def test_pinned_prefixes_have_states(engine, plain, tmp_path):
     assert turn(model, first) == (0, turn(plain, first)[1])
     turn(model, words(70, 71))
     folder.prepare()
-    folder.save(model.slot.contexts())
+    folder.save(model.kv_cache_manager.contexts())
     restarted = LLM(engine)
     for kept in folder.load(1).contexts:
-        restarted.slot.kept.add(kept)
+        restarted.kv_cache_manager.kept.add(kept)
     for llm in (model, restarted):
         for text in (f"{beginning} w40", f"{beginning} w41 w42", first):
             reused, found = turn(llm, text)

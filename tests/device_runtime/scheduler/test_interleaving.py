@@ -81,7 +81,7 @@ class Rig:
             "medusa": lambda: MedusaDrafter(heads, learned, LIMITS, FAIR),
             "block": lambda: BlockDrafter(rows, blocks, learned, LIMITS, FAIR, num_candidates=8),
         }[self.drafts]  # fmt: skip
-        self.slot = KVCacheManager(
+        self.kv_cache_manager = KVCacheManager(
             recorded(self.base), 4, self.caches, reuses_context=self.reuses_context
         )
 
@@ -91,7 +91,7 @@ class Rig:
 
     def finish(self, sequence: Sequence) -> Sequence:
         while not sequence.is_over:
-            step(self.slot, [sequence])
+            step(self.kv_cache_manager, [sequence])
         return sequence
 
 
@@ -129,7 +129,7 @@ def test_outputs_do_not_depend_on_the_order_of_steps(
     active = list(sequences)
     while active:
         some = order.sample(active, order.randint(1, len(active)))
-        step(rig.slot, some)
+        step(rig.kv_cache_manager, some)
         if drops and sequences[-1].token_ids and not sequences[-1].is_over:
             sequences[-1].close()
         active = [one for one in active if not one.is_over]

@@ -67,9 +67,13 @@ def scripted(request, llm, monkeypatch):
             return EagleDrafter(rows, learned, LIMITS, FREE, max_tree_rows=10)
 
         base = StrictBase(capacity, logits_of)
-        slot = KVCacheManager(recorded(base), llm.manifest.prefill_rows, (rows,))
-        monkeypatch.setattr(llm, "_slot", slot)
-        monkeypatch.setattr(llm, "_turns", StepLock(Batch(slot, Bounds(1, slot.prefill_rows, 10))))
+        kv_cache_manager = KVCacheManager(recorded(base), llm.manifest.prefill_rows, (rows,))
+        monkeypatch.setattr(llm, "_kv_cache_manager", kv_cache_manager)
+        monkeypatch.setattr(
+            llm,
+            "_turns",
+            StepLock(Batch(kv_cache_manager, Bounds(1, kv_cache_manager.prefill_rows, 10))),
+        )
         monkeypatch.setattr(llm, "_drafters", Drafters(make, (rows,), SpecOptions()))
         return base
 

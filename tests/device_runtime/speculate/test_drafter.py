@@ -98,7 +98,7 @@ def test_token_of_two_lookups_has_the_higher_score():
     drafter = begun(
         TextDrafter(dataclasses.replace(by_cost(limits, costs), lookups=lookups), limits)
     )
-    assert not drafter.rests
+    assert not drafter.is_paused
     assert run(drafter.propose(9, 20, 10)).token_ids.tolist() == [9, 1, 2, 3]
 
 
@@ -159,10 +159,10 @@ def test_lookups_draft_while_the_network_pauses():
     drafter, no_taps = begun(TextDrafter(learned, limits)), np.zeros((1, 0), np.float32)
     rests = []
     for token_id in (1, 2, 3, 4, 9, 1, 2, 3):
-        rests.append(drafter.rests)
-        drafter.pass_by(token_id, no_taps)
+        rests.append(drafter.is_paused)
+        drafter.observe_plain(token_id, no_taps)
     assert all(rests[:6])
-    assert not drafter.rests
+    assert not drafter.is_paused
     assert len(run(drafter.propose(3, 20, 10))) > 1
 
 
@@ -174,10 +174,10 @@ def test_paused_lookups_receive_no_text():
     drafter, no_taps = begun(TextDrafter(learned, limits)), np.zeros((1, 0), np.float32)
     (source,) = drafter._text_drafts.sources
     for token_id in (1, 2, 3, 4, 9, 1):
-        assert drafter.rests
-        drafter.pass_by(token_id, no_taps)
+        assert drafter.is_paused
+        drafter.observe_plain(token_id, no_taps)
         assert source.lookup.continuations() == []
     drafter.remember([2, 3, 4])
     assert text.pause == 0
-    assert not drafter.rests
+    assert not drafter.is_paused
     assert run(drafter.propose(4, 20, 10)).token_ids.tolist()[:4] == [4, 9, 1, 2]

@@ -254,7 +254,7 @@ def test_token_ids_equal_plain_decoding(eagle_pairs, plain_answer, name, way):
 class Knowing:
     """A drafter that hides the right continuation in a bushy tree."""
 
-    rests = False
+    is_paused = False
 
     def __init__(self, answer: list[int]) -> None:
         self.answer, self.at = answer, -1  # the prompt is recorded first

@@ -69,10 +69,10 @@ def test_saved_kv_cache_continues_with_any_token(engine, models, tmp_path):
     text = words(*range(20, 32))
     answer = ask(model, text)
     known = answer.prompt_token_count + len(answer.token_ids) - 1
-    folder.save(model.slot.contexts())
+    folder.save(model.kv_cache_manager.contexts())
     again, fresh = (LLM(engine, spec=WITH_TEXT, context_reuse=True) for _ in range(2))
-    for kept in folder.load(again.slot.num_caches).contexts:
-        again.slot.kept.add(kept)
+    for kept in folder.load(again.kv_cache_manager.num_caches).contexts:
+        again.kv_cache_manager.kept.add(kept)
     turn = " ".join([text, *answer.text.split()[: len(answer.token_ids) - 1], words(60, 61)])
     expected = ask(plain, turn).token_ids
     assert ask(fresh, turn).token_ids == expected
@@ -84,7 +84,7 @@ def test_saved_kv_cache_continues_with_any_token(engine, models, tmp_path):
 
 
 def _rows_of_draft(model: LLM):
-    return model.slot.contexts()[-1].rows[1]
+    return model.kv_cache_manager.contexts()[-1].rows[1]
 
 
 def test_limits_and_consecutive_requests(models):

@@ -37,7 +37,10 @@ class Loading:
             raise BrokenArtifactError(f"{model.name} is damaged")
         llm = SimpleNamespace(batch_size=1, adapters={}, on_pass=lambda _: None)
         llm.driver = lambda: BackgroundLoop(None)
-        llm.load_adapter, llm.slot = llm.adapters.__setitem__, SimpleNamespace(usage=0.0)
+        llm.load_adapter, llm.kv_cache_manager = (
+            llm.adapters.__setitem__,
+            SimpleNamespace(usage=0.0),
+        )
         return llm
 
     def unload(self, model, _):

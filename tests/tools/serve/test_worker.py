@@ -90,7 +90,7 @@ def test_an_abandoned_answer_costs_no_further_pass(worker):
 
 def test_a_long_prompt_is_left_between_its_pieces(worker):
     prompt = " ".join(f"w{20 + index % 60}" for index in range(1000))
-    worker.llm.slot.prefill_rows = 256  # whatever the build measured
+    worker.llm.kv_cache_manager.prefill_rows = 256  # whatever the build measured
     worker.passes.at, worker.passes.happens = 1, lambda: worker.abandon(*worker.running)
     _submit(worker, prompt)
     _, after = _submit(worker)

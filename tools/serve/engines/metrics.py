@@ -81,7 +81,7 @@ class Metrics:
         """Connect the gauges and the batch size to a loaded engine."""
         self._running.set_function(running)
         self._waiting.set_function(waiting)
-        self._cache_usage.set_function(lambda: llm.slot.usage)
+        self._cache_usage.set_function(lambda: llm.kv_cache_manager.usage)
         llm.on_pass(self._observe_pass)
         self._loads.inc()
         self._loaded.set(1)

@@ -192,7 +192,7 @@ def steps(together, monkeypatch) -> list[tuple[int, Counter[str]]]:
 
     def counted(slot, sequences):
         sequences = list(sequences)
-        drafting = sum(not one.is_reading and one.left > 1 for one in sequences)
+        drafting = sum(not one.is_prefilling and one.left > 1 for one in sequences)
         before = {name: getattr(together, name) for name in names}
         result = step(slot, sequences)
         costs = Counter({name: getattr(together, name) - before[name] for name in names})

@@ -117,7 +117,7 @@ def test_pauses_get_longer_while_drafting_loses():
             controller.end_round(1, 15, 2, networked=True)  # one token in 27 ms instead of 10
         length = 0
         while controller.is_pausing:
-            controller.pass_by(SILENT)
+            controller.observe_plain(SILENT)
             length += 1
         pauses.append(length)
     assert pauses == [192, 384, 768, 1024, 1024, 1024, 1024, 1024]
@@ -137,7 +137,7 @@ def drafted(controller, random, chance, tokens) -> float:
     ms, drafted_ms, verify_ms = 0.0, 0.31 + 0.17, float(TIGHT.verify[3])
     while tokens > 0:
         if controller.is_pausing:
-            controller.pass_by(SILENT)
+            controller.observe_plain(SILENT)
             tokens, ms = tokens - 1, ms + 2.4
             continue
         begins = controller.is_retrial and controller.pace.network.ms == pytest.approx(2 * 2.4)
@@ -206,7 +206,7 @@ def looked(controller, ms=0.06) -> None:
     """A plain token after a lookup without a match."""
     text_drafts = TextDrafts()
     text_drafts.looked_s = ms / 1e3
-    controller.pass_by(text_drafts)
+    controller.observe_plain(text_drafts)
 
 
 def test_useless_lookups_pause_and_are_retried():
@@ -216,14 +216,14 @@ def test_useless_lookups_pause_and_are_retried():
     network.pause = 10_000
     for _ in range(1024):
         if text.pause:
-            controller.pass_by(SILENT)
+            controller.observe_plain(SILENT)
         else:
             looked(controller)
             looks += 1
     assert 0.005 < looks * 0.06 / (1024 * 2.4) < 0.015
     assert network.pause == 10_000 - 1024
     while text.pause:
-        controller.pass_by(SILENT)
+        controller.observe_plain(SILENT)
     for _ in range(40):  # predictions are now right, but for every second lookup
         looked(controller)
         found = TextLookupShare(0.06, rows=2, tokens=2)
