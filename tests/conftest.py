@@ -76,6 +76,7 @@ def own_signal_handlers() -> Iterator[None]:
     """After the first Ctrl-C commands let the second end the process: here that is the worker."""
     numbers = (signal.SIGINT, signal.SIGTERM, signal.SIGHUP)
     handlers = {number: signal.getsignal(number) for number in numbers}
+    signal.signal(signal.SIGINT, signal.default_int_handler)  # background jobs ignore it
     yield
     for number, handler in handlers.items():
         signal.signal(number, handler)

@@ -103,15 +103,13 @@ class LLM:
         caches = self._drafters.caches if self._drafters else ()
         rows = self.manifest.prefill_rows
         no_images = _no_images(decoder)
-        kv_cache_manager = KVCacheManager(
+        manager = KVCacheManager(
             session, rows, caches, no_images=no_images, reuses_context=context_reuse
         )
-        self._kv_cache_manager: KVCacheManager | None = kv_cache_manager
+        self._kv_cache_manager: KVCacheManager | None = manager
         tree_rows = self.manifest.max_verify_tree_size if self._drafters is not None else 1
-        bounds = bounds_of(
-            self.manifest, kv_cache_manager, max_stall_ms, self.batch_size, tree_rows
-        )
-        self._turns = StepLock(Batch(kv_cache_manager, bounds))
+        bounds = bounds_of(self.manifest, manager, max_stall_ms, self.batch_size, tree_rows)
+        self._turns = StepLock(Batch(manager, bounds))
         self._adapters = open_adapters(folder, self.manifest, session, self._turns.visiting)
         self.images: ImageReader | None = None
         if multimodal_engine_dir is not None:
