@@ -134,7 +134,7 @@ def test_a_model_without_end_tokens_is_reported(command_here, folder, tmp_path):
     assert result.stderr.startswith("warning: the checkpoint names no end token")
     assert load_bundle(tmp_path / "out", LLM_BUNDLE).eos_token_ids == ()
     shown = command_here("edgellm-inspect", tmp_path / "out").stdout
-    assert "none: the longest length or a stop string ends answers" in " ".join(shown.split())
+    assert "none: the maximum length or a stop string ends outputs" in " ".join(shown.split())
 
 
 def test_tokens_that_an_older_file_names(folder):

@@ -1,4 +1,4 @@
-"""`edgellm-inspect`: figures against independent readers, pages, differences, broken input."""
+"""`edgellm-inspect`: figures compared with independent readers."""
 
 from __future__ import annotations
 
@@ -41,7 +41,7 @@ def visual_folders(tmp_path_factory) -> tuple[Path, Path]:
 
 
 def _shown(path: Path) -> str:
-    """All words of the tables."""
+    """Return all cells of the tables."""
     found = tables(inspect(path), 1024)
     return "\n".join(" ".join(row) for table in found for row in table.rows)
 
@@ -77,7 +77,7 @@ def _shown(path: Path) -> str:
         ("vision_tower.encoder.layer.9.attention.q_proj.weight", "vision", 9),
     ],
 )
-def test_parts_by_name(name, part, layer):
+def test_part_and_layer_follow_from_the_name(name, part, layer):
     assert (part_of(name), layer_of(name)) == (part, layer)
 
 
@@ -93,11 +93,11 @@ def test_parts_by_name(name, part, layer):
         ("model.vision_tower.encoder.layer.9.attention.q_proj.weight", "attention"),
     ],
 )
-def test_parts_of_an_encoder(name, part):
+def test_parts_of_an_encoder_follow_from_the_name(name, part):
     assert part_of(name, is_encoder=True) == part
 
 
-def test_a_checkpoint(tiny_checkpoint):
+def test_figures_of_a_checkpoint(tiny_checkpoint):
     report = inspect(tiny_checkpoint)
     arrays = load_file(tiny_checkpoint / "model.safetensors")
     assert {t.name: (t.shape, t.num_bytes) for t in report.tensors} == {
@@ -119,7 +119,7 @@ def test_a_checkpoint(tiny_checkpoint):
     assert report.capacity == 128
 
 
-def test_an_untied_head_leaves_the_table_alone(tmp_path, tiny_checkpoint):
+def test_with_an_untied_head_the_embedding_is_not_read_whole(tmp_path, tiny_checkpoint):
     arrays = load_file(tiny_checkpoint / "model.safetensors")
     table = arrays["model.embed_tokens.weight"]
     save_file({**arrays, "lm_head.weight": table.copy()}, tmp_path / "model.safetensors")
@@ -130,7 +130,7 @@ def test_an_untied_head_leaves_the_table_alone(tmp_path, tiny_checkpoint):
 
 
 def test_weights_are_not_read(tmp_path, tiny_checkpoint):
-    """A hole of 50 GB would take minutes."""
+    """Reading the sparse file of 50 GB would take minutes."""
     shutil.copy(tiny_checkpoint / "config.json", tmp_path)
     shape = [50_000, 250_000]
     end = 4 * shape[0] * shape[1]
@@ -145,7 +145,7 @@ def test_weights_are_not_read(tmp_path, tiny_checkpoint):
     assert all(one.fits for one in predict(report, 0)[2:])
 
 
-def test_a_draft_and_a_vision_language_checkpoint_are_told_apart():
+def test_drafts_and_vision_language_checkpoints_are_recognized():
     draft = inspect(EXAMPLES / "smollm2-135m-instruct-eagle3")
     assert (draft.facts["contents"], draft.is_decoder) == ("EAGLE draft", False)
     assert predict(draft, 0) == ()
@@ -158,7 +158,7 @@ def test_a_draft_and_a_vision_language_checkpoint_are_told_apart():
     assert len(bytes_by_layer(whole.tensors)) == 8
 
 
-def test_a_bundle(tiny_bundle, tiny_checkpoint):
+def test_figures_of_a_bundle(tiny_bundle, tiny_checkpoint):
     report = inspect(tiny_bundle)
     arrays = load_file(tiny_checkpoint / "model.safetensors")
     outside = {tensor.name: tensor for tensor in report.tensors if tensor.name in arrays}
@@ -178,7 +178,7 @@ def test_a_bundle(tiny_bundle, tiny_checkpoint):
     assert f"0 to 2 {size(bytes_by_layer(report.tensors)[0]['attention'])}" in text
 
 
-def test_half_precision_counts_as_it_is_computed(tmp_path, tiny_checkpoint):
+def test_loaded_bytes_are_those_of_the_compute_type(tmp_path, tiny_checkpoint):
     from edgellm.export.graph.architecture import ExportOptions
     from edgellm.export.pipeline.llm import export_llm
 
@@ -194,7 +194,7 @@ def test_half_precision_counts_as_it_is_computed(tmp_path, tiny_checkpoint):
     assert (stored, report.read_bytes // (numbers * 4)) == (numbers * 2, 1)
 
 
-def test_an_engine_with_two_graphs(tiny_int4_engine):
+def test_figures_of_an_engine_with_two_graphs(tiny_int4_engine):
     report = inspect(tiny_int4_engine)
     manifest = json.loads((tiny_int4_engine / "manifest.json").read_text())
     assert [graph.name for graph in report.graphs] == [
@@ -203,7 +203,7 @@ def test_an_engine_with_two_graphs(tiny_int4_engine):
     assert len(report.graphs) == 2
     costs = {int(rows): ms for rows, ms in manifest["cost_ms"]["pass"].items()}
     assert report.costs[0].ms_by_rows == costs
-    # A token passes through the first graph alone, and takes one row of the table.
+    # Decoding runs the first graph only, and reads one row of the table.
     table = next(t for t in report.graphs[0].tensors if t.part == "embedding")
     first = sum(tensor.num_bytes for tensor in report.graphs[0].tensors)
     rotations = sum(t.num_bytes for t in report.graphs[0].tensors if t.shape == (64, 8))
@@ -215,7 +215,7 @@ def test_an_engine_with_two_graphs(tiny_int4_engine):
     assert "KV cache 64 tokens, float32" in text
 
 
-def test_an_engine_with_a_draft(eagle_pair):
+def test_an_engine_includes_its_draft(eagle_pair):
     report = inspect(eagle_pair.engine)
     assert report.draft is not None
     assert report.facts["hidden taps"] == "2, 4, 5"
@@ -230,7 +230,7 @@ def test_an_engine_with_a_draft(eagle_pair):
     assert "from base" in _shown(eagle_pair.draft_bundle)
 
 
-def test_visual_folders(visual_folders):
+def test_figures_of_visual_bundles_and_engines(visual_folders):
     bundle, engine = visual_folders
     for folder in visual_folders:
         parts = bytes_by_part(inspect(folder).tensors)
@@ -240,8 +240,8 @@ def test_visual_folders(visual_folders):
     assert "tokens of an image 4 to 32" in _shown(engine)
 
 
-def test_a_compiled_plan_keeps_its_secrets(tmp_path, tiny_engine):
-    """Of an engine whose graphs are no ONNX files the manifest tells what it can."""
+def test_a_compiled_plan_is_described_by_its_manifest(tmp_path, tiny_engine):
+    """Its graphs are not ONNX files."""
     engine = Path(shutil.copytree(tiny_engine, tmp_path / "engine"))
     (engine / "decode.onnx").rename(engine / "decode.plan")
     path = engine / "manifest.json"
@@ -252,7 +252,7 @@ def test_a_compiled_plan_keeps_its_secrets(tmp_path, tiny_engine):
 
 
 @pytest.mark.parametrize("kind", ["F16", "Q8_0", "Q4_0"])
-def test_a_gguf_file_as_its_own_package_reads_it(tmp_path, kind):
+def test_a_gguf_file_equals_the_reading_of_package_gguf(tmp_path, kind):
     import gguf
 
     path = tmp_path / "model.gguf"
@@ -289,12 +289,12 @@ def test_a_gguf_file_as_its_own_package_reads_it(tmp_path, kind):
     assert report.description["some.flags"] == [True, False, True]
     assert report.facts["parameters"] == f"{3 * 40 * 64 + 64:,}"
     assert report.kv_bytes_per_token == 2 * 1 * 2 * 16 * 2
-    assert report.read_bytes == 2 * (3 * 40 * 64 + 64)  # the table is the head
+    assert report.read_bytes == 2 * (3 * 40 * 64 + 64)  # the table is also the head
 
 
-def test_predictions_by_hand(tiny_int4_engine):
+def test_predictions_follow_the_roofline(tiny_int4_engine):
     report = inspect(tiny_int4_engine)
-    assert report.read_bytes < report.loaded_bytes  # which has the table and the second graph
+    assert report.read_bytes < report.loaded_bytes  # with the table and the second graph
     read = report.read_bytes + 100 * report.kv_bytes_per_token
     for one, bandwidth in zip(predict(report, 100), (102e9, 102.4e9, 204.8e9, 273e9), strict=True):
         assert one.tokens_per_s == pytest.approx(bandwidth / read)
@@ -305,7 +305,7 @@ def test_predictions_by_hand(tiny_int4_engine):
     assert "data sheet" in table.note
 
 
-def test_origins(tmp_path, tiny_engine, tiny_bundle):
+def test_origins_report_changed_and_missing_artifacts(tmp_path, tiny_engine, tiny_bundle):
     engine = Path(shutil.copytree(tiny_engine, tmp_path / "engine"))
     bundle = Path(shutil.copytree(tiny_bundle, tmp_path / "bundle"))
     path = engine / "manifest.json"
@@ -317,12 +317,12 @@ def test_origins(tmp_path, tiny_engine, tiny_bundle):
     ]
     with (bundle / "manifest.json").open("a") as file:
         file.write("\n")
-    assert inspect(engine).origins[0].state == "another by now"
+    assert inspect(engine).origins[0].state == "changed"
     shutil.rmtree(bundle)
     assert inspect(engine).origins[0].state == "not here"
 
 
-def test_origins_go_through_the_quantizer(tmp_path, tiny_checkpoint):
+def test_origins_include_the_float_checkpoint(tmp_path, tiny_checkpoint):
     quantized = Path(shutil.copytree(tiny_checkpoint, tmp_path / "quantized"))
     report = {
         "quantization": "fp8",
@@ -340,7 +340,7 @@ def test_origins_go_through_the_quantizer(tmp_path, tiny_checkpoint):
     assert len(inspect(quantized).origins) == 1
 
 
-def test_json_has_no_surprises(tiny_engine, eagle_pair, visual_folders):
+def test_json_has_only_json_types(tiny_engine, eagle_pair, visual_folders):
     for folder in (tiny_engine, eagle_pair.engine, *visual_folders):
         report = report_json(inspect(folder), 10)
         assert json.loads(json.dumps(report, allow_nan=False)) == report

@@ -1,4 +1,4 @@
-"""`edgellm-inspect`: differences, the command and its pages, broken input."""
+"""`edgellm-inspect`: differences, the command and its pages, invalid input."""
 
 from __future__ import annotations
 
@@ -34,7 +34,7 @@ def run_inspect():
     return run
 
 
-def test_no_difference(tiny_bundle, tiny_checkpoint):
+def test_equal_folders_have_no_differences(tiny_bundle, tiny_checkpoint):
     for path in (tiny_bundle, tiny_checkpoint):
         for contents in (False, True):
             found = compare(inspect(path), inspect(path), contents=contents)
@@ -43,7 +43,7 @@ def test_no_difference(tiny_bundle, tiny_checkpoint):
     assert tables_of(found)[0].rows[0] == ("differences", "none")
 
 
-def test_differences_of_bundles(tiny_bundle, tiny_int4_bundle):
+def test_differences_of_bundles_are_grouped_by_layer(tiny_bundle, tiny_int4_bundle):
     found = compare(inspect(tiny_bundle), inspect(tiny_int4_bundle), contents=False)
     fields = {change.name: (change.left, change.right) for change in found.fields}
     assert "quantization" in fields
@@ -56,7 +56,7 @@ def test_differences_of_bundles(tiny_bundle, tiny_int4_bundle):
     assert any("layers.N.self_attn.q_proj" in row[0] and "(3 of them)" in row[0] for row in grouped)
 
 
-def test_contents_are_compared_when_asked(tmp_path, tiny_checkpoint):
+def test_contents_are_compared_on_demand(tmp_path, tiny_checkpoint):
     other = Path(shutil.copytree(tiny_checkpoint, tmp_path / "other"))
     arrays = load_file(other / "model.safetensors")
     arrays["model.layers.1.mlp.up_proj.weight"][3, 4] += 1
@@ -80,12 +80,12 @@ def test_engines_with_and_without_a_draft_differ(eagle_pair, tmp_path):
     assert same.equal_tensors == len(inspect(plain).tensors) + len(draft.tensors)
 
 
-def test_only_two_of_a_kind_compare(tiny_bundle, tiny_engine):
+def test_different_kinds_cannot_be_compared(tiny_bundle, tiny_engine):
     with pytest.raises(EdgeLLMError, match=r"is of kind llm_bundle, .* of kind llm_engine"):
         compare(inspect(tiny_bundle), inspect(tiny_engine), contents=False)
 
 
-def test_the_command(run_inspect, tiny_engine, tiny_bundle, tmp_path):
+def test_the_command_prints_tables_json_and_pages(run_inspect, tiny_engine, tiny_bundle, tmp_path):
     page = tmp_path / "page.html"
     result = run_inspect(tiny_engine, "--html", page, "--context", 9999)
     assert result.returncode == 0, result.stderr
@@ -101,7 +101,7 @@ def test_the_command(run_inspect, tiny_engine, tiny_bundle, tmp_path):
     assert content["memory"]["kv_cache_per_token"] == 2 * 3 * 2 * 16 * 4
     difference = run_inspect(tiny_bundle, "--diff", tiny_bundle, "--json", "--html", page)
     assert json.loads(difference.stdout)["tensors"] == []
-    assert "what differs" in page.read_text("utf-8")
+    assert ": differences" in page.read_text("utf-8")
 
 
 def test_the_page_needs_no_network(tiny_engine, eagle_pair):
@@ -158,10 +158,10 @@ def _break_graph(folder: Path) -> None:
         (_other_manifest, "is not a manifest of edgellm, or damaged", "a bundle or an engine"),
         (_cut, "has 1000 bytes instead of", "copy or make it again"),
         (_remove, "model.weights is missing", "copy or make the folder again"),
-        (_break_graph, "is not an ONNX graph", "copy or make the folder again"),
+        (_break_graph, "is not an ONNX graph", "copy the folder again"),
     ],
 )
-def test_broken_bundles(tmp_path, tiny_bundle, harm, message, hint):
+def test_broken_bundles_are_rejected(tmp_path, tiny_bundle, harm, message, hint):
     bundle = Path(shutil.copytree(tiny_bundle, tmp_path / "bundle"))
     harm(bundle)
     with pytest.raises(EdgeLLMError, match=message) as found:
@@ -179,7 +179,7 @@ def test_hashes_are_checked_on_demand(tmp_path, tiny_bundle):
         inspect(bundle, verify=True)
 
 
-def test_other_paths(tmp_path, tiny_bundle, tiny_checkpoint, command_here):
+def test_other_paths_are_rejected_with_a_hint(tmp_path, tiny_bundle, tiny_checkpoint, command_here):
     (tmp_path / "notes.txt").write_text("x")
     (tmp_path / "cut.gguf").write_bytes(b"GGUF\x03\x00\x00\x00" + b"\x05" + b"\x00" * 20)
     (tmp_path / "empty.gguf").touch()
@@ -193,9 +193,9 @@ def test_other_paths(tmp_path, tiny_bundle, tiny_checkpoint, command_here):
         with pytest.raises(EdgeLLMError, match=message) as found:
             inspect(path)
         assert hint in found.value.hint
-    held = "it holds bundle, cut.gguf, empty.gguf"
+    contained = "it contains bundle, cut.gguf, empty.gguf"
     for arguments, fragments in (
-        ((tmp_path,), ("is neither checkpoint", held)),
+        ((tmp_path,), ("is neither checkpoint", contained)),
         ((tiny_checkpoint, "--verify"), ("has no manifest", "--diff")),
         ((tiny_bundle, "--html", tmp_path), ("is a folder",)),
     ):

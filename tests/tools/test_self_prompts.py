@@ -22,7 +22,7 @@ USER, COLON, END = 6, 3, 4  # the template's "user : ... ."
 
 @pytest.fixture
 def base(tmp_path) -> Base:
-    """A tokenizer; who writes is replaced."""
+    """A base with a tokenizer; `generate` is replaced."""
     write_tokenizer(tmp_path, 96)
     model: Any = torch.nn.Identity()
     return Base(model, AutoTokenizer.from_pretrained(tmp_path), frozenset([END]))
@@ -30,7 +30,7 @@ def base(tmp_path) -> Base:
 
 @pytest.fixture
 def calls(monkeypatch):
-    """Rows of three words that a seed decides; some hold <s>, some do not end."""
+    """Outputs of three words from a seed; some contain <s>, some lack an end token."""
     seen = []
 
     def generate(_, prompts, *, stop_ids, max_new_tokens, temperature, batch, seed):
@@ -44,7 +44,7 @@ def calls(monkeypatch):
     return seen
 
 
-def test_prompts_are_whole_different_and_without_special_tokens(base, calls, tmp_path):
+def test_prompts_are_complete_distinct_and_without_special_tokens(base, calls, tmp_path):
     store = tmp_path / "prompts.jsonl"
     assert list(write_prompts(base, store, 30, HOW))[-1] == 30
     lines = [json.loads(line) for line in store.read_text().splitlines()]
@@ -56,7 +56,7 @@ def test_prompts_are_whole_different_and_without_special_tokens(base, calls, tmp
 
 
 @pytest.mark.usefixtures("calls")
-def test_interrupts_change_nothing(base, tmp_path):
+def test_interrupts_do_not_change_the_prompts(base, tmp_path):
     whole, cut = tmp_path / "whole", tmp_path / "cut"
     list(write_prompts(base, whole, 40, HOW))
     for count in write_prompts(base, cut, 40, HOW):
@@ -68,7 +68,7 @@ def test_interrupts_change_nothing(base, tmp_path):
     assert cut.read_text() == whole.read_text()
 
 
-def test_a_base_that_repeats_itself(base, monkeypatch, tmp_path):
+def test_a_base_that_repeats_itself_is_an_error(base, monkeypatch, tmp_path):
     monkeypatch.setattr(corpus, "generate", lambda *_, **__: [(0, [10, END])])
     with pytest.raises(EdgeLLMError, match="wrote only 1 different prompts") as found:
         list(write_prompts(base, tmp_path / "store", 40, HOW))
@@ -79,8 +79,8 @@ def test_a_base_that_repeats_itself(base, monkeypatch, tmp_path):
     "template",
     ["no place for a question", "{{ messages[0].content }} .", "user : {{ messages[0].content }}"],
 )
-def test_a_template_that_shows_no_user(base, calls, tmp_path, template):
+def test_a_template_without_a_user_turn_is_rejected(base, calls, tmp_path, template):
     base.tokenizer.chat_template = template
-    with pytest.raises(EdgeLLMError, match="does not show where a user's turn begins and ends"):
+    with pytest.raises(EdgeLLMError, match="does not delimit a user's turn"):
         list(write_prompts(base, tmp_path / "store", 40, HOW))
     assert not calls

@@ -1,4 +1,4 @@
-"""`edgellm-train-draft` from conversations to a draft that exports, and through interrupts."""
+"""`edgellm-train-draft`: training, resuming, export of the draft, invalid input."""
 
 from __future__ import annotations
 
@@ -46,7 +46,7 @@ def base(tmp_path_factory) -> Path:
 
 @pytest.fixture
 def data(tmp_path) -> Path:
-    """Answered conversations that count up, and prompts that the base must answer."""
+    """Conversations whose answers count up, and prompts without answers."""
     lines = []
     for begin in range(10, 34):
         user = {"role": "user", "content": f"w{begin} w{begin + 1}"}
@@ -92,12 +92,12 @@ def _command(job: Job, **changes: object) -> subprocess.CompletedProcess:
 
 
 def _run_here(job: Job) -> None:
-    """The same command line in this process; errors come as they are raised."""
+    """Run the same command line in this process; errors are raised."""
     app(_arguments(job), standalone_mode=False)
 
 
 def _network(folder: Path, vocabulary: int = HEAD) -> tuple[Draft, np.ndarray]:
-    """The network of a written folder, in float32."""
+    """Load the network of a written folder, in float32."""
     config = json.loads((folder / "config.json").read_text())
     names = ("hidden_size", "intermediate_size", "num_attention_heads", "num_key_value_heads",
              "head_dim", "draft_vocab_size", "rms_norm_eps", "rope_theta")  # fmt: skip
@@ -121,16 +121,16 @@ def test_the_command_trains_a_draft_that_loads(job):
     }
     _network(job.output_dir)
     written = _files(job.output_dir)
-    _run_here(job)  # the run is over: nothing is trained, the same draft is written
+    _run_here(job)  # the run is finished: nothing is trained, the same draft is written
     assert _files(job.output_dir) == written
-    another = f"another edgellm-train-draft works in {job.work_dir}"
+    another = f"another edgellm-train-draft uses {job.work_dir}"
     with hold(job.work_dir / "lock", "", ""), pytest.raises(EdgeLLMError, match=another):
         _run_here(job)
     other = _command(job, epochs=3)
     assert_one_line_error(other, "holds a run with other settings", "another --work_dir")
     assert other.returncode == 2
     job.data[0].write_text(job.data[0].read_text().replace("w20", "w21"))
-    with pytest.raises(EdgeLLMError, match="the conversations are others"):
+    with pytest.raises(EdgeLLMError, match="the conversations have changed"):
         _run_here(job)
     assert _files(job.output_dir) == written
 
@@ -139,7 +139,7 @@ def _files(folder: Path) -> dict[str, bytes]:
     return {path.name: path.read_bytes() for path in folder.iterdir()}
 
 
-def test_the_loss_goes_down_on_counting(job, monkeypatch):
+def test_the_loss_decreases(job, monkeypatch):
     losses = []
     train = Trainer._train
 
@@ -154,10 +154,8 @@ def test_the_loss_goes_down_on_counting(job, monkeypatch):
 
 
 @pytest.mark.parametrize("cache_features", [True, False])
-def test_an_interrupted_run_ends_as_an_uninterrupted_one(
-    job, tmp_path, monkeypatch, cache_features
-):
-    """Cut while prompts are answered, while a batch is trained, and after the last save."""
+def test_an_interrupted_run_gives_the_same_draft(job, tmp_path, monkeypatch, cache_features):
+    """Interrupts while prompts are completed, in a training step, and after the last save."""
     job = replace(job, cache_features=cache_features)
     generation = replace(job.generation, max_new_tokens=6)
     job = replace(job, generation=generation, recipe=replace(job.recipe, epochs=3))
@@ -184,7 +182,7 @@ def test_an_interrupted_run_ends_as_an_uninterrupted_one(
     stored = []
     monkeypatch.setattr(FeatureCache, "store", lambda *arguments: stored.append(arguments))
     run(job)
-    assert not stored  # all features were kept: the first epoch was over before the last save
+    assert not stored  # all hidden states are cached: the last save was after the first epoch
     assert calls[:9] == [0, 1, 0, 1, 2, 3, 4, 3, 3]  # saved at step 3 only
     assert answers.read_text() == (whole.work_dir / "answers.jsonl").read_text()
     assert (job.output_dir / "model.safetensors").read_bytes() == (
@@ -197,7 +195,7 @@ def test_an_interrupted_run_ends_as_an_uninterrupted_one(
     assert estimates[0] == estimates[1]
 
 
-def test_ctrl_c_prints_one_line_and_the_same_command_goes_on(job):
+def test_ctrl_c_prints_one_line_and_keeps_the_state(job):
     arguments = _arguments(job, epochs=400, save_every=1)
     command = [sys.executable, "-m", "edgellm.tools.train_draft", *arguments]
     environment = {**os.environ, "OMP_NUM_THREADS": "1"}
@@ -220,7 +218,7 @@ def test_ctrl_c_prints_one_line_and_the_same_command_goes_on(job):
     assert trainer.step > 0
 
 
-def test_the_reduced_vocabulary_is_that_of_the_answers(job):
+def test_the_draft_vocabulary_has_the_most_frequent_answer_tokens(job):
     run(job)
     tensors = load_file(job.output_dir / "model.safetensors")
     targets = tensors["d2t"] + torch.arange(HEAD)
@@ -233,11 +231,11 @@ def test_the_reduced_vocabulary_is_that_of_the_answers(job):
     assert (config["draft_vocab_size"], config["vocab_size"]) == (HEAD, VOCAB)
     ids = config["eagle_config"]["eagle_aux_hidden_state_layer_ids"]
     assert [tap + 1 for tap in ids] == [2, LAYERS // 2, LAYERS - 3]
-    # vLLM takes both keys as inputs of layers and prefers the one at the top.
+    # vLLM reads both keys as inputs of layers and prefers the top-level one.
     assert config["eagle_aux_hidden_state_layer_ids"] == [2, LAYERS // 2, LAYERS - 3]
 
 
-def test_a_draft_goes_on_with_another(job, tmp_path):
+def test_training_starts_from_another_draft(job, tmp_path):
     run(job)
     later = replace(
         job,
@@ -250,7 +248,7 @@ def test_a_draft_goes_on_with_another(job, tmp_path):
     first, second = (load_file(j.output_dir / "model.safetensors") for j in (job, later))
     assert all(torch.equal(first[name], second[name]) for name in first)
     other = replace(later, hidden_taps=(1, 4, 5), work_dir=tmp_path / "x")
-    with pytest.raises(EdgeLLMError, match=r"reads the taps \[2, 4, 5\]") as found:
+    with pytest.raises(EdgeLLMError, match=r"uses the hidden taps \[2, 4, 5\]") as found:
         run(other)
     assert found.value.hint == "give --hidden_taps 2,4,5"
     for wrong in (replace(later, draft_vocab_size=41), replace(later, init_from=tmp_path)):
@@ -261,10 +259,10 @@ def test_a_draft_goes_on_with_another(job, tmp_path):
     (tmp_path / "broken/model.safetensors").write_bytes(b"no")
     with pytest.raises(EdgeLLMError, match="holds no draft of these sizes"):
         run(replace(later, init_from=tmp_path / "broken", work_dir=tmp_path / "x"))
-    assert not (tmp_path / "x").exists()  # what was wrong has claimed no folder
+    assert not (tmp_path / "x").exists()  # invalid settings create no folder
 
 
-def test_a_draft_of_the_base_s_own_prompts(job, monkeypatch):
+def test_self_prompts_are_completed_and_trained_on(job, monkeypatch):
     prompts = [Prompt((7, 3, number, 4, 7, 3)) for number in range(10, 20)]
     monkeypatch.setattr(run_module, "write_prompts", lambda *_: iter([0, len(prompts)]))
     monkeypatch.setattr(
@@ -277,12 +275,12 @@ def test_a_draft_of_the_base_s_own_prompts(job, monkeypatch):
     assert json.loads((job.output_dir / "training.json").read_text())["self_prompts"] == 10
 
 
-def test_without_conversations_there_is_nothing_to_learn(job):
+def test_conversations_or_self_prompts_are_required(job):
     flags = _arguments(job)
     at = flags.index("--data")
     command = [sys.executable, "-m", "edgellm.tools.train_draft", *flags[:at], *flags[at + 2 :]]
     result = subprocess.run(command, capture_output=True, text=True, check=False)
-    assert_one_line_error(result, "no conversations to learn from", "--self_prompts N")
+    assert_one_line_error(result, "no conversations to train on", "--self_prompts N")
     assert result.returncode == 2
 
 
@@ -298,7 +296,7 @@ def test_without_conversations_there_is_nothing_to_learn(job):
         (b'{"messages": [{"role": "user", "content": "\xff"}]}', "UnicodeDecodeError"),
     ],
 )
-def test_a_bad_line_is_named(job, line, fragment):
+def test_an_invalid_line_is_rejected_with_its_number(job, line, fragment):
     text = line if isinstance(line, bytes) else line.encode()
     job.data[0].write_bytes(b'{"messages": [{"role": "user", "content": "w1"}]}\n' + text + b"\n")
     with pytest.raises(EdgeLLMError, match="line 2 is not a conversation") as found:
@@ -307,7 +305,7 @@ def test_a_bad_line_is_named(job, line, fragment):
     assert not job.work_dir.exists()
 
 
-def test_strange_line_ends_inside_of_texts_and_empty_lines_are_taken(job, base):
+def test_unicode_line_ends_in_texts_and_empty_lines_are_accepted(job, base):
     from edgellm.tools.train_draft.base import load_base
     from edgellm.tools.train_draft.data.corpus import read_conversations
 
@@ -328,13 +326,13 @@ def test_strange_line_ends_inside_of_texts_and_empty_lines_are_taken(job, base):
         ({"hidden_taps": (5, 4, 2)}, "do not ascend"),
         ({"hidden_taps": (-1, 4, 5)}, "outside of 0 to 8"),
         ({"draft_vocab_size": VOCAB + 1}, "--draft_vocab_size 97 exceeds"),
-        ({"held_out": 30}, "leave none to learn"),
+        ({"held_out": 30}, "leave none to train"),
         ({"device": "nonsense"}, "--device nonsense"),
         ({"data": (Path("absent.jsonl"),)}, "no such data file: absent.jsonl"),
         ({"base_model_dir": "/absent"}, "no such folder"),
     ],
 )
-def test_wrong_settings_are_refused_and_claim_no_folder(job, changes, fragment):
+def test_invalid_settings_are_rejected_and_create_no_folder(job, changes, fragment):
     with pytest.raises(EdgeLLMError, match=fragment):
         run(replace(job, **changes))
     assert not job.work_dir.exists()
@@ -348,21 +346,21 @@ def test_foreign_files_are_not_overwritten(job):
         foreign.write_text("mine")
         for name, text in others.items():
             (job.output_dir / name).write_text(text)
-        with pytest.raises(EdgeLLMError, match="which this command did not make"):
+        with pytest.raises(EdgeLLMError, match="which this command did not write"):
             run(job)
         assert foreign.read_text() == "mine"
     with pytest.raises(EdgeLLMError, match="is a file"):
         run(replace(job, output_dir=job.data[0]))
 
 
-def test_taps_that_are_no_numbers(job):
+def test_hidden_taps_must_be_numbers(job):
     result = _command(job, hidden_taps="a,b")
     assert_one_line_error(result, "--hidden_taps a,b: give whole numbers")
     assert result.returncode == 2
 
 
 def test_the_export_agrees_with_the_network(job, base, tmp_path):
-    """Fuse and model graph of the written folder, on ONNX Runtime, at step 0 and recycled."""
+    """Runs the exported fuse and model graphs on ONNX Runtime, for step 0 and recycled steps."""
     from edgellm.export.pipeline.draft import DraftOptions, export_draft
     from edgellm.export.pipeline.resolve import open_checkpoint
 
@@ -383,7 +381,7 @@ def test_the_export_agrees_with_the_network(job, base, tmp_path):
 
     graphs = DraftRun(tmp_path / "bundle", manifest)
     hidden = graphs.fuse(taps[0])
-    last = rows - 1  # the chain that starts at the newest true row
+    last = rows - 1  # the chain that starts at the newest token
     found = graphs.forward(
         ids[0, 1 : rows + 1], hidden, torch.arange(rows), np.tri(rows, dtype=bool), 0, [last]
     )

@@ -1,4 +1,4 @@
-"""`edgellm-train-draft` for vision-language models: pictures, M-RoPE, deepstack."""
+"""`edgellm-train-draft` for vision-language models: images, M-RoPE, deepstack."""
 
 from __future__ import annotations
 
@@ -42,7 +42,7 @@ CPU = torch.device("cpu")
 
 @pytest.fixture
 def in_float32(monkeypatch):
-    """The same on every processor, and without near ties."""
+    """Compute in float32: equal on all processors, without near ties."""
     monkeypatch.setattr(base_module, "compute_dtype", lambda _: torch.float32)
 
 
@@ -53,13 +53,13 @@ def checkpoint(request, tmp_path_factory) -> Path:
 
 @pytest.fixture(scope="module", params=["qwen2_5_vl", "qwen3_vl"])
 def deep_checkpoint(request, tmp_path_factory) -> Path:
-    """Enough layers for the taps of a draft."""
+    """A checkpoint with enough layers for the hidden taps of a draft."""
     folder = tmp_path_factory.mktemp(f"deep_{request.param}")
     return make_vlm(folder / "base", request.param, num_hidden_layers=8)
 
 
 def _user(*items: str) -> dict[str, Any]:
-    """A question; names of files are pictures."""
+    """Return a user message; names of .png files become images."""
     content = [
         {"type": "image", "image": item}
         if item.endswith(".png")
@@ -71,7 +71,7 @@ def _user(*items: str) -> dict[str, Any]:
 
 @pytest.fixture
 def data(tmp_path) -> Path:
-    """Prompts with no, one and two pictures, and one that was answered."""
+    """Prompts with zero, one and two images, and a conversation with an answer."""
     (tmp_path / "pictures").mkdir()
     for name, size in (("a", (33, 21)), ("b", (16, 60)), ("c", (33, 21))):
         picture(*size, seed=ord(name)).save(tmp_path / f"pictures/{name}.png")
@@ -79,7 +79,7 @@ def data(tmp_path) -> Path:
         [_user("pictures/a.png", "w1 w2")],
         [_user("w3 w4")],
         [_user("w3", "pictures/b.png", "w4", "pictures/a.png", "w5")],
-        [_user("pictures/c.png", "w1 w2")],  # the first one's tokens
+        [_user("pictures/c.png", "w1 w2")],  # same tokens as the first
         [_user("pictures/b.png", "w6"), {"role": "assistant", "content": "w7 w8 w9 w10 w11"}],
     ]
     path = tmp_path / "data.jsonl"
@@ -87,7 +87,7 @@ def data(tmp_path) -> Path:
     return path
 
 
-def test_answers_are_those_of_transformers(checkpoint, data):
+def test_outputs_equal_those_of_transformers(checkpoint, data):
     base = load_base(str(checkpoint), CPU)
     _, prompts = read_conversations([data], base)
     assert [len(prompt.pictures) for prompt in prompts] == [1, 0, 2, 1]
@@ -108,8 +108,7 @@ def test_answers_are_those_of_transformers(checkpoint, data):
     assert found[0] != found[3]
 
 
-def test_features_of_an_answered_conversation(checkpoint, data):
-    """The last state is that of the whole model, and pictures have their rows as embeddings."""
+def test_hidden_states_include_final_states_and_image_embeddings(checkpoint, data):
     base = load_base(str(checkpoint), CPU)
     ((sample,), prompts) = read_conversations([data], base)
     ids, attends = padded([sample.ids, prompts[1].ids], left=False)
@@ -127,7 +126,7 @@ def test_features_of_an_answered_conversation(checkpoint, data):
 
 
 def _final_state(model: Any, checkpoint: Path, sample: Sample) -> torch.Tensor:
-    """The state before the head, [S, H], when transformers takes the pixels itself."""
+    """Return the state before the head, [S, H], computed by transformers from pixels."""
     prepared = [
         processors.load(checkpoint).prepare(open_image(one.source, Path("/nowhere")))
         for one in sample.prompt.pictures
@@ -144,7 +143,7 @@ def _final_state(model: Any, checkpoint: Path, sample: Sample) -> torch.Tensor:
         return model.model(**inputs).last_hidden_state[0]
 
 
-def test_pictures_tell_stored_answers_apart(deep_checkpoint, data, tmp_path):
+def test_stored_answers_are_distinguished_by_their_images(deep_checkpoint, data, tmp_path):
     base = load_base(str(deep_checkpoint), CPU)
     _, prompts = read_conversations([data], base)
     store, how = tmp_path / "answers.jsonl", Generation(6, 0.0, 1.0, 4, 0)
@@ -166,7 +165,7 @@ def _job(checkpoint: Path, data: Path, tmp_path: Path) -> Job:
     )  # fmt: skip
 
 
-def test_a_draft_of_a_vision_language_model(deep_checkpoint, data, tmp_path):
+def test_a_draft_of_a_vision_language_model_is_exported(deep_checkpoint, data, tmp_path):
     run(_job(deep_checkpoint, data, tmp_path))
     draft = open_checkpoint(str(tmp_path / "draft"), tokenizer=False)
     base = open_checkpoint(str(deep_checkpoint))
@@ -174,12 +173,12 @@ def test_a_draft_of_a_vision_language_model(deep_checkpoint, data, tmp_path):
     assert manifest.draft.decoder.position_axes == 3
     assert manifest.draft.decoder.images is not None
     before = (tmp_path / "draft/model.safetensors").read_bytes()
-    run(_job(deep_checkpoint, data, tmp_path))  # the run is over: the same draft is written
+    run(_job(deep_checkpoint, data, tmp_path))  # the run is finished: the same draft is written
     assert (tmp_path / "draft/model.safetensors").read_bytes() == before
 
 
 @pytest.mark.parametrize("method", ["eagle", "medusa"])
-def test_the_other_methods_see_pictures_too(deep_checkpoint, data, tmp_path, method):
+def test_other_methods_train_with_images(deep_checkpoint, data, tmp_path, method):
     job = replace(_job(deep_checkpoint, data, tmp_path), method=method, num_heads=2)
     run(replace(job, draft_vocab_size=0))
     base = open_checkpoint(str(deep_checkpoint))
@@ -189,8 +188,8 @@ def test_the_other_methods_see_pictures_too(deep_checkpoint, data, tmp_path, met
     assert (manifest.draft.decoder.images is not None) is (method == "eagle")
 
 
-def test_the_export_turns_as_the_network(deep_checkpoint, tmp_path):
-    """Candidates of rows whose three positions differ, and of rows that stand for pictures."""
+def test_the_export_applies_m_rope_as_the_network(deep_checkpoint, tmp_path):
+    """Tokens have three different positions; some are image tokens."""
     from edgellm.core import graph_io
 
     base = load_base(str(deep_checkpoint), CPU)
@@ -199,7 +198,7 @@ def test_the_export_turns_as_the_network(deep_checkpoint, tmp_path):
     draft = Draft(draft_shape(base.config, len(vocabulary), 3))
     start_from_base(draft, base, vocabulary)
     torch.nn.init.normal_(draft.fc.weight, std=0.1)
-    with torch.no_grad():  # what is written is rounded
+    with torch.no_grad():  # written weights are bfloat16
         for parameter in draft.parameters():
             parameter.copy_(parameter.bfloat16())
     (tmp_path / "draft").mkdir()
@@ -253,7 +252,7 @@ def _run(folder: Path, name: str, feed: dict[str, np.ndarray]) -> list[np.ndarra
         (("<|image_pad|>",), "line 1: the prompt has 1 places for images, but 0"),
     ],
 )
-def test_bad_pictures_are_named(deep_checkpoint, tmp_path, items, fragment):
+def test_invalid_images_are_rejected_with_the_line(deep_checkpoint, tmp_path, items, fragment):
     path = tmp_path / "data.jsonl"
     path.write_text(json.dumps({"messages": [_user(*items)]}) + "\n")
     (tmp_path / "data.jsonl.png").write_text("no picture")
@@ -262,7 +261,7 @@ def test_bad_pictures_are_named(deep_checkpoint, tmp_path, items, fragment):
     assert not (tmp_path / "work").exists()
 
 
-def test_a_text_base_takes_no_pictures_and_none_takes_films(deep_checkpoint, data, tmp_path):
+def test_text_bases_reject_images_and_all_reject_videos(deep_checkpoint, data, tmp_path):
     text = make_checkpoint(tmp_path / "text", **models.find("llama").TINY)
     with pytest.raises(EdgeLLMError, match="line 1: the base takes text only"):
         read_conversations([data], load_base(str(text), CPU))

@@ -1,4 +1,4 @@
-"""The parts of draft training against naive forms: answers, attention, loss, batches, features."""
+"""Parts of draft training against naive implementations: generation, attention, loss, batches."""
 
 from __future__ import annotations
 
@@ -53,13 +53,13 @@ def base(request, tmp_path_factory) -> Path:
 
 @pytest.fixture(scope="module")
 def model(base):
-    """In float32, so that the batch does not decide near ties."""
+    """In float32, so that near ties do not depend on the batch."""
     return AutoModelForCausalLM.from_pretrained(base, dtype=torch.float32).eval()
 
 
 @pytest.fixture(scope="module")
 def loaded(model) -> Base:
-    """Whose tokenizer nobody asks."""
+    """A base without a usable tokenizer."""
     return Base(model, PreTrainedTokenizerBase(), frozenset([2]))
 
 
@@ -83,7 +83,7 @@ def _expected(model, prompt: tuple[int, ...], stop_ids: frozenset[int], limit: i
 
 
 @pytest.mark.parametrize("batch", [1, 7, 64])
-def test_greedy_answers_are_those_of_transformers(model, loaded, prompts, batch):
+def test_greedy_outputs_equal_those_of_transformers(model, loaded, prompts, batch):
     rows = dict(
         generate(
             loaded, prompts, stop_ids=STOPS, max_new_tokens=40, temperature=0.0, batch=batch, seed=0
@@ -92,12 +92,12 @@ def test_greedy_answers_are_those_of_transformers(model, loaded, prompts, batch)
     assert sorted(rows) == list(range(len(prompts)))
     for index, answer in rows.items():
         assert answer == _expected(model, prompts[index].ids, STOPS, 40)
-    assert len({len(answer) for answer in rows.values()}) > 5  # rows left at different times
+    assert len({len(answer) for answer in rows.values()}) > 5  # they finish at different steps
     assert any(answer[-1] in STOPS for answer in rows.values())
 
 
-def test_room_grows_past_its_first_size(model, loaded):
-    """More tokens than the cache makes room for at once, while rows leave."""
+def test_the_kv_cache_is_enlarged_beyond_its_first_allocation(model, loaded):
+    """One output is longer than an allocation, the other finishes earlier."""
     prompts = [Prompt((5,)), Prompt((6, 7, 8))]
     found = generate(loaded, prompts, stop_ids=frozenset([2]), max_new_tokens=150,
                      temperature=0.0, batch=2, seed=0)  # fmt: skip
@@ -105,7 +105,7 @@ def test_room_grows_past_its_first_size(model, loaded):
         assert answer == _expected(model, prompts[index].ids, frozenset([2]), 150)
 
 
-def test_sampled_answers_follow_the_distribution(model, loaded):
+def test_sampled_outputs_follow_the_distribution(model, loaded):
     def first_tokens(seed):
         rows = generate(loaded, [Prompt((5, 9))] * 4000, stop_ids=STOPS, max_new_tokens=1,
                         temperature=2.0, batch=1000, seed=seed)  # fmt: skip
@@ -138,7 +138,7 @@ def test_answers_do_not_depend_on_interrupts(loaded, prompts, tmp_path, monkeypa
     assert len(stored_answers(whole)) == len(prompts)
 
 
-def test_a_cut_line_is_not_glued_to_the_next(loaded, tmp_path):
+def test_incomplete_and_damaged_lines_are_generated_again(loaded, tmp_path):
     store, prompts = tmp_path / "answers.jsonl", [Prompt((5, 6)), Prompt((7, 8)), Prompt((9,))]
     _answer(loaded, prompts[:1], store)
     store.write_bytes(store.read_bytes() + b'{"prompt": [7, 8], "answ')
@@ -151,7 +151,7 @@ def test_a_cut_line_is_not_glued_to_the_next(loaded, tmp_path):
 
 
 @pytest.mark.parametrize("dtype", [torch.bfloat16, torch.float32])
-def test_the_base_is_that_of_transformers(base, monkeypatch, dtype):
+def test_the_base_equals_that_of_transformers(base, monkeypatch, dtype):
     monkeypatch.setattr(base_module, "compute_dtype", lambda _: dtype)
     loaded = base_module.load_base(str(base), CPU)
     theirs = AutoModelForCausalLM.from_pretrained(base, dtype=dtype).eval()
@@ -163,7 +163,7 @@ def test_the_base_is_that_of_transformers(base, monkeypatch, dtype):
     assert loaded.stop_ids == {2}
 
 
-def test_a_base_without_an_end_or_a_head_is_refused(base, tmp_path):
+def test_a_base_without_end_token_or_head_is_rejected(base, tmp_path):
     import shutil
 
     from safetensors.torch import load_file, save_file
@@ -175,9 +175,9 @@ def test_a_base_without_an_end_or_a_head_is_refused(base, tmp_path):
     path.unlink()
     config = json.loads((folder / "config.json").read_text())
     (folder / "config.json").write_text(json.dumps({**config, "eos_token_id": None}))
-    assert base_module.load_base(str(folder), CPU).stop_ids == {2}  # the tokenizer names it
+    assert base_module.load_base(str(folder), CPU).stop_ids == {2}  # from the tokenizer
     (folder / "tokenizer_config.json").write_text("{}")
-    with pytest.raises(UnsupportedModelError, match="names no eos_token_id"):
+    with pytest.raises(UnsupportedModelError, match="has no eos_token_id"):
         base_module.load_base(str(folder), CPU)
     config["tie_word_embeddings"] = False
     (folder / "config.json").write_text(json.dumps(config))
@@ -192,7 +192,7 @@ def _sample(prompt: tuple[int, ...], answer: tuple[int, ...]) -> Sample:
     return Sample(Prompt(prompt), answer)
 
 
-def test_taps_are_the_streams_that_enter_the_layers(model, loaded):
+def test_taps_are_the_inputs_of_layers(model, loaded):
     samples = [_sample((5, 6, 7), (8, 9)), _sample((10,), (11,))]
     batch = make_batch(samples, [1, 0], 16)
     found = TappedBase(loaded, (0, 3, 5))(batch.rows)
@@ -207,7 +207,7 @@ def test_taps_are_the_streams_that_enter_the_layers(model, loaded):
             )
 
 
-AXES = (0,) * 2 + (1,) * 3 + (2,)  # the position that each pair turns by
+AXES = (0,) * 2 + (1,) * 3 + (2,)  # position axis of each RoPE pair
 SHAPE = DraftShape(
     hidden_size=32, intermediate_size=48, num_attention_heads=4, num_key_value_heads=2,
     head_dim=12, draft_vocab_size=20, num_taps=2, rms_norm_eps=1e-5, rope_theta=1e4,
@@ -215,16 +215,16 @@ SHAPE = DraftShape(
 )  # fmt: skip
 
 
-def _rotated(x: torch.Tensor, position: torch.Tensor) -> torch.Tensor:
-    """[heads, D]: pairs (i, i + D/2) as complex numbers, turned."""
+def _naive_rope(x: torch.Tensor, position: torch.Tensor) -> torch.Tensor:
+    """Apply RoPE to [heads, D], with pairs (i, i + D/2) as complex numbers."""
     half = x.shape[-1] // 2
     angles = position[list(AXES)] * SHAPE.rope_theta ** (-torch.arange(half) / half)
-    turned = torch.complex(x[:, :half], x[:, half:]) * torch.polar(torch.ones(half), angles)
-    return torch.cat([turned.real, turned.imag], -1)
+    rotated = torch.complex(x[:, :half], x[:, half:]) * torch.polar(torch.ones(half), angles)
+    return torch.cat([rotated.real, rotated.imag], -1)
 
 
 def _naive_unroll(draft: Draft, taps, embeddings, positions, steps: int) -> torch.Tensor:
-    """Each chain for itself: row i's keys are the true rows 0..i and the chain's own steps."""
+    """Run each chain separately: token i attends to the base's tokens 0..i and its own steps."""
     layer, attention = draft.midlayer, draft.midlayer.self_attn
     repeat = SHAPE.num_attention_heads // SHAPE.num_key_value_heads
     found = torch.zeros(steps, len(taps), SHAPE.hidden_size)
@@ -235,17 +235,17 @@ def _naive_unroll(draft: Draft, taps, embeddings, positions, steps: int) -> torc
             p(wide).view(-1, SHAPE.head_dim)
             for p in (attention.q_proj, attention.k_proj, attention.v_proj)
         )
-        return _rotated(q, positions[:, place]), _rotated(k, positions[:, place]), v
+        return _naive_rope(q, positions[:, place]), _naive_rope(k, positions[:, place]), v
 
     fused = [draft.fc(row) for row in taps]
     true = [project(embeddings[i], fused[i], i) for i in range(len(taps))]
     for i in range(len(taps)):
-        hidden, seen = fused[i], [(k, v) for _, k, v in true[:i]]
+        hidden, past = fused[i], [(k, v) for _, k, v in true[:i]]
         for step in range(steps):
             q, k, v = project(embeddings[i + step], hidden, i + step)
-            seen.append((k, v))
+            past.append((k, v))
             keys, values = (
-                torch.stack(part).repeat_interleave(repeat, 1) for part in zip(*seen, strict=True)
+                torch.stack(part).repeat_interleave(repeat, 1) for part in zip(*past, strict=True)
             )
             scores = torch.einsum("hd,thd->ht", q, keys) * SHAPE.head_dim**-0.5
             mixed = torch.einsum("ht,thd->hd", scores.softmax(-1), values).flatten()
@@ -271,7 +271,7 @@ def test_the_training_time_test_equals_chains_with_explicit_keys(first):
             torch.testing.assert_close(found[:, row], expected[:, first:], atol=1e-5, rtol=1e-5)
 
 
-def test_padding_on_the_right_changes_nothing():
+def test_right_padding_does_not_change_hidden_states():
     torch.manual_seed(0)
     draft, steps = Draft(SHAPE), 3
     taps, embeddings = torch.randn(1, 9, 64), torch.randn(1, 9 + steps - 1, 32)
@@ -300,7 +300,7 @@ def test_the_loss_has_the_gradients_of_autograd(rows):
         torch.testing.assert_close(one, other, atol=1e-6, rtol=1e-4)
 
 
-def test_no_row_to_learn_from_is_no_loss():
+def test_the_loss_of_no_tokens_is_zero():
     hidden = torch.zeros(2, 0, 16, requires_grad=True)
     loss = head_loss(hidden, torch.randn(20, 16), torch.zeros(0, 20), torch.tensor([0.5, 0.5]))
     loss.backward()
@@ -308,7 +308,7 @@ def test_no_row_to_learn_from_is_no_loss():
     assert hidden.grad is not None
 
 
-def test_batches_hold_every_conversation_once():
+def test_batches_contain_every_conversation_once():
     random = np.random.default_rng(1)
     lengths = random.integers(2, 60, 200).tolist()
     for order in (None, np.random.default_rng([0, 1])):
@@ -319,10 +319,10 @@ def test_batches_hold_every_conversation_once():
     one, other = (plan(lengths, 256, np.random.default_rng([0, epoch])) for epoch in (1, 2))
     assert one == plan(lengths, 256, np.random.default_rng([0, 1]))
     assert one != other
-    assert plan([500], 256, None) == [[0]]  # a row that is too long goes alone
+    assert plan([500], 256, None) == [[0]]  # a conversation that is too long has its own batch
 
 
-def test_long_conversations_are_cut():
+def test_long_conversations_are_truncated():
     samples = [_sample((5, 6, 7), (8, 9, 10))]
     batch = make_batch(samples, [0], 5)
     assert row_lengths(samples, 5) == [batch.num_tokens] == [5]
@@ -330,8 +330,8 @@ def test_long_conversations_are_cut():
     assert batch.learned.tolist() == [[False, False, False, True, True]]
 
 
-def test_a_full_disk_while_the_state_is_saved(tmp_path):
-    """Torch hides the disk's fault behind one of its own."""
+def test_a_full_disk_while_saving_the_state_is_reported(tmp_path):
+    """Torch hides the disk's error in its own."""
     (tmp_path / "training.pt.partial").symlink_to("/dev/full")
     trainer = Trainer.__new__(Trainer)
     trainer.folder, trainer.optimizers, trainer.step = tmp_path, [], 1
@@ -340,8 +340,8 @@ def test_a_full_disk_while_the_state_is_saved(tmp_path):
         trainer.save()
 
 
-def test_a_full_disk_is_found_before_a_page_of_it_is_missing(tmp_path, monkeypatch):
-    """Which would end the process by a signal."""
+def test_a_full_disk_is_found_when_the_cache_is_created(tmp_path, monkeypatch):
+    """Writing to an unallocated page would end the process by SIGBUS."""
 
     def full(*_):
         raise OSError(28, "No space left on device")
@@ -354,7 +354,7 @@ def test_a_full_disk_is_found_before_a_page_of_it_is_missing(tmp_path, monkeypat
     assert not list(tmp_path.iterdir())
 
 
-def test_features_outlive_an_interrupt_only_once_saved(tmp_path):
+def test_saved_hidden_states_survive_an_interrupt(tmp_path):
     samples = [_sample((1,), (2, 3)), _sample((4,), (5,)), _sample((6,), (7,))]
     path, lengths = tmp_path / "features.bin", row_lengths(samples, 9)
     batches = [make_batch(samples, [number], 9) for number in range(3)]
@@ -371,11 +371,11 @@ def test_features_outlive_an_interrupt_only_once_saved(tmp_path):
     loaded = again.load(both)
     assert torch.equal(loaded[1, :2], values[1][0])
     assert not loaded[1, 2:].any()
-    other = FeatureCache(path, lengths, (3, 4))  # of another width: begun anew
+    other = FeatureCache(path, lengths, (3, 4))  # another width: created anew
     assert not any(other.has(batch) for batch in batches)
 
 
-def test_python_finds_the_package_in_children():
+def test_child_processes_import_this_checkout():
     """The commands of test_train_draft.py must test this checkout."""
     code = "import edgellm.tools.train_draft as m; print(m.__file__)"
     out = subprocess.run([sys.executable, "-c", code], capture_output=True, text=True, check=True)

@@ -1,4 +1,4 @@
-"""EAGLE-1 and Medusa on the pipeline of draft training: from a toy language to accepted tokens."""
+"""EAGLE-1, Medusa, DFlash and DSpark: training on a toy language, acceptance by the base."""
 
 from __future__ import annotations
 
@@ -36,7 +36,7 @@ pytestmark = pytest.mark.usefixtures("one_thread")
 
 @pytest.fixture(scope="module")
 def base(tmp_path_factory) -> Path:
-    """A base that counts: the head's row of w(i+1) is the embedding of w(i), layers add little."""
+    """A base that counts: the head's row of w(i+1) is w(i)'s embedding; layers change little."""
     folder = make_checkpoint(tmp_path_factory.mktemp("counting") / "base", **BASE)
     tensors = load_file(folder / "model.safetensors")
     for name in tensors:
@@ -120,22 +120,22 @@ def test_a_trained_draft_is_accepted(job, base, tmp_path, monkeypatch, method):
     llm = LLM(engine, spec=SpecOptions(top_k=2, steps=3, tree="fixed"))
     texts, lengths = set(), []
     for speculative in (True, False):
-        answer = llm.generate(
+        output = llm.generate(
             "w20 w21 w22",
             sampling=SamplingParams(temperature=0),
             max_generate_length=40,
             speculative=speculative,
         )
-        list(answer)
-        texts.add(answer.text)
-        lengths += [counts.emitted for counts in answer.profile.rounds]
+        list(output)
+        texts.add(output.text)
+        lengths += [counts.emitted for counts in output.profile.rounds]
     assert len(texts) == 1
     assert "w23 w24 w25" in texts.pop()
     assert np.mean(lengths) > 2.5
 
 
 @pytest.mark.parametrize("method", ["eagle", "medusa", "dspark"])
-def test_an_interrupted_run_ends_as_an_uninterrupted_one(job, tmp_path, monkeypatch, method):
+def test_an_interrupted_run_gives_the_same_draft(job, tmp_path, monkeypatch, method):
     job = _of(replace(job, recipe=replace(job.recipe, epochs=2), save_every=2), method)
     whole = replace(job, output_dir=tmp_path / "whole", work_dir=tmp_path / "whole_work")
     run(whole)
@@ -157,8 +157,8 @@ def test_an_interrupted_run_ends_as_an_uninterrupted_one(job, tmp_path, monkeypa
         assert (job.output_dir / path.name).read_bytes() == path.read_bytes()
 
 
-def test_heads_begin_as_the_bases_own_and_go_on_from_others(job, base, tmp_path):
-    """With a learning rate of 0; of another method's draft in the folder nothing stays."""
+def test_heads_start_as_the_bases_or_from_another_draft(job, base, tmp_path):
+    """The learning rate is 0. Files of another method's draft in the folder are removed."""
     idle = replace(job.recipe, epochs=1, learning_rate=0.0)
     job = _of(replace(job, recipe=idle), "medusa")
     job.output_dir.mkdir()
@@ -220,13 +220,13 @@ def test_the_loss_of_tokens_has_the_gradients_of_autograd(rows):
         ({"method": "eagle", "unroll_weight": 0.0}, "--unroll_weight is for --method eagle3, med"),
     ],
 )
-def test_flags_of_another_method_are_refused(flags, message, tmp_path):
+def test_flags_of_another_method_are_rejected(flags, message, tmp_path):
     with pytest.raises(EdgeLLMError, match=message):
         train_draft(str(tmp_path), tmp_path / "out", data=[tmp_path / "data"], **flags)
 
 
-def test_a_draft_of_blocks_goes_on_from_another(job, base, tmp_path):
-    """With a learning rate of 0; its mask token is one that no conversation has."""
+def test_a_block_drafter_starts_from_another(job, base, tmp_path):
+    """The learning rate is 0. The mask token is one that no conversation contains."""
     idle = replace(job.recipe, epochs=1, learning_rate=0.0)
     job = _of(replace(job, recipe=idle), "dspark")
     run(job)

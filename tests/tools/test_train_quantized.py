@@ -1,4 +1,4 @@
-"""A quantized base, in torch: the weights that its codes stand for."""
+"""Training with a quantized base: dequantized weights in torch."""
 
 from __future__ import annotations
 
@@ -31,38 +31,38 @@ def floats(tmp_path_factory):
 
 @pytest.fixture(autouse=True)
 def whole_floats(monkeypatch):
-    """bfloat16 would hide small faults."""
+    """Compute in float32, since bfloat16 would hide small errors."""
     monkeypatch.setattr("edgellm.tools.train_draft.base.compute_dtype", lambda _: torch.float32)
 
 
 @pytest.mark.parametrize("layout", ["int4", "fp8", "int8_sq", "nvfp4"])
-def test_codes_are_the_weights_that_they_stand_for(floats, tmp_path, layout):
-    meant = write_checkpoint(floats, tmp_path / layout, LAYOUTS[layout])
+def test_quantized_layers_are_dequantized(floats, tmp_path, layout):
+    expected = write_checkpoint(floats, tmp_path / layout, LAYOUTS[layout])
     model = load_base(str(tmp_path / layout), CPU).model
     weights = model.state_dict()
-    for name, weight in meant.items():
+    for name, weight in expected.items():
         np.testing.assert_allclose(weights[name].numpy(), weight, rtol=1e-6, atol=1e-7)
-    kept = load_file(floats / "model.safetensors")
-    for name in kept.keys() - meant.keys():
-        assert torch.equal(weights[name], kept[name].float())
+    original = load_file(floats / "model.safetensors")
+    for name in original.keys() - expected.keys():
+        assert torch.equal(weights[name], original[name].float())
     assert model.get_output_embeddings().weight is model.get_input_embeddings().weight
 
 
-def test_a_quantized_head_is_not_its_embedding(floats, tmp_path):
+def test_a_quantized_head_is_not_tied_to_the_embedding(floats, tmp_path):
     folder = shutil.copytree(floats, tmp_path / "head")
     tensors = load_file(folder / "model.safetensors")
     embedding = tensors["model.embed_tokens.weight"].float().numpy()
-    stored, meant = LAYOUTS["int4"].writer(embedding, np.random.default_rng(0))
+    stored, expected = LAYOUTS["int4"].writer(embedding, np.random.default_rng(0))
     head = {f"lm_head.{part}": torch.from_numpy(array) for part, array in stored.items()}
     save_file({**tensors, **head}, folder / "model.safetensors", metadata={"format": "pt"})
     described = {"quantization": {"quant_algo": "W4A16_AWQ"}}
     (folder / "hf_quant_config.json").write_text(json.dumps(described))
     base = load_base(str(folder), CPU)
-    np.testing.assert_allclose(base.head.numpy(), meant, rtol=1e-6, atol=1e-7)
+    np.testing.assert_allclose(base.head.numpy(), expected, rtol=1e-6, atol=1e-7)
     assert torch.equal(base.embedding, tensors["model.embed_tokens.weight"].float())
 
 
-def test_what_cannot_be_decoded_is_refused(floats, tmp_path):
+def test_unsupported_and_damaged_layouts_are_rejected(floats, tmp_path):
     write_checkpoint(floats, tmp_path / "gptq", LAYOUTS["gptq"])
     with pytest.raises(UnsupportedModelError, match="is quantized by gptq") as found:
         load_base(str(tmp_path / "gptq"), CPU)

@@ -102,7 +102,7 @@ def _engine(folder: Path, manifest: Engine) -> dict[str, str]:
         "model": f"{manifest.decoder.model_type}, {manifest.decoder.num_parameters / 1e6:.1f} M",
         "backend": f"{manifest.library} {manifest.backend_version}",
         "precision": ", ".join(
-            f"{g.precision} up to {g.max_rows} rows" for g in manifest.main_graphs
+            f"{g.precision} up to {g.max_rows} tokens" for g in manifest.main_graphs
         ),
         "threads": str(manifest.options["threads"] or "all"),
     }

@@ -1,1 +1,1 @@
-"""`edgellm-inspect`: what checkpoints, bundles and engines hold and need, where they are from."""
+"""`edgellm-inspect`: contents, memory and origin of checkpoints, bundles and engines."""

@@ -1,4 +1,4 @@
-"""`edgellm-inspect`: what lies in a checkpoint, bundle or engine."""
+"""`edgellm-inspect`: contents, memory and origin of a checkpoint, bundle or engine."""
 
 from __future__ import annotations
 
@@ -21,23 +21,30 @@ app = App(SNAKE_CASE)
 @app.command()
 def inspect(
     path: Annotated[
-        Path, typer.Argument(metavar="DIR", help="HF checkpoint, .gguf file, bundle or engine.")
+        Path,
+        typer.Argument(
+            metavar="DIR", help="Hugging Face checkpoint, .gguf file, bundle or engine to inspect."
+        ),
     ],
     diff: Annotated[
-        Path | None, typer.Option("--diff", help="Another of the same kind: what differs.")
+        Path | None,
+        typer.Option("--diff", help="Compare with this folder or file of the same kind."),
     ] = None,
     verify: Annotated[
-        bool, typer.Option("--verify", help="Read all: check hashes, with --diff compare contents.")
+        bool,
+        typer.Option("--verify", help="Check all hashes; with --diff, compare tensor contents."),
     ] = False,
     context: Annotated[
-        int, typer.Option("--context", min=0, help="Tokens in the cache, for predictions.")
+        int,
+        typer.Option("--context", min=0, help="Tokens in the KV cache, for memory and speed."),
     ] = 1024,
-    as_json: Annotated[bool, typer.Option("--json", help="Print JSON.")] = False,
+    as_json: Annotated[bool, typer.Option("--json", help="Print JSON instead of tables.")] = False,
     html: Annotated[
-        Path | None, typer.Option("--html", help="Write a page with plots, which needs no network.")
+        Path | None,
+        typer.Option("--html", help="Write a self-contained HTML page with plots. Default: none."),
     ] = None,
 ) -> None:
-    """Show what a checkpoint, bundle or engine holds and needs, and where it comes from."""
+    """Show contents, memory, speed and origin of a checkpoint, bundle or engine."""
     from edgellm.core.artifact import check_output_file
     from edgellm.tools.inspection.sources.detect import inspect as read
 
@@ -45,7 +52,7 @@ def inspect(
         check_output_file(html, path)
     report = read(path, verify=verify)
     if diff is not None:
-        _differ(report, read(diff, verify=verify), html, verify=verify, as_json=as_json)
+        _show_diff(report, read(diff, verify=verify), html, verify=verify, as_json=as_json)
         return
     if verify and not report.files:
         raise EdgeLLMError(
@@ -62,20 +69,22 @@ def inspect(
     _write(html, report_page(report, context) if html is not None else "")
 
 
-def _differ(left: Report, right: Report, html: Path | None, *, verify: bool, as_json: bool) -> None:
+def _show_diff(
+    left: Report, right: Report, html: Path | None, *, verify: bool, as_json: bool
+) -> None:
     import dataclasses
 
     from edgellm.tools.inspection.output.diff import compare, tables_of
     from edgellm.tools.inspection.output.page import tables_page
 
     found = compare(left, right, contents=verify)
-    title, paths = f"{left.kind}: what differs", f"{left.path} and {right.path}"
+    title, paths = f"{left.kind}: differences", f"{left.path} and {right.path}"
     _print(dataclasses.asdict(found) if as_json else None, title, tables_of(found))
     _write(html, tables_page(title, paths, tables_of(found)) if html is not None else "")
 
 
 def _print(content: dict[str, Any] | None, title: str, tables: list[Table]) -> None:
-    """JSON if there is any, else tables."""
+    """Print JSON if it is given, else tables."""
     if content is not None:
         typer.echo(json.dumps(content, indent=2))
         return

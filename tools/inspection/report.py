@@ -1,4 +1,4 @@
-"""What was found: one form for checkpoints, bundles and engines."""
+"""The report of an inspection, common to checkpoints, bundles and engines."""
 
 from __future__ import annotations
 
@@ -22,7 +22,7 @@ class Port:
 
 @dataclass(frozen=True, slots=True)
 class Graph:
-    """Weights that go together, and the graph that uses them; of a checkpoint they have none."""
+    """A graph and its weights; checkpoints have weights only."""
 
     name: str
     tensors: tuple[Tensor, ...]
@@ -34,50 +34,49 @@ class Graph:
 
 @dataclass(frozen=True, slots=True)
 class Costs:
-    """Measured by a build, on the machine of the build."""
+    """Times of forward passes, measured on the machine of the build."""
 
     what: str
-    ms_by_rows: dict[int, float]
-    estimated: tuple[int, ...] = ()  # rows that were extrapolated, not measured
+    ms_by_rows: dict[int, float]  # by number of tokens
+    estimated: tuple[int, ...] = ()  # numbers of tokens that were extrapolated, not measured
 
 
 @dataclass(frozen=True, slots=True)
 class Fusion:
-    """What a compiler made of one kind of pass."""
+    """Compiled kernels of one kind of forward pass."""
 
     name: str  # "decode"
     kernels: int
     attention: str
-    products: dict[str, int]  # by type of the weights, after that of rounded inputs
+    products: dict[str, int]  # matrix products by type of weights and of quantized inputs
     reformats: int  # copies of a tensor into another layout
-    decoded_weights: int  # written to memory as floats in every pass
+    decoded_weights: int  # weights dequantized to memory in every forward pass
 
 
 @dataclass(frozen=True, slots=True)
 class Fusions:
-    """Those of a compiled graph."""
+    """Compiled kernels of one graph."""
 
     graph: str
-    told_by: str
+    told_by: str  # source of the report
     passes: tuple[Fusion, ...]
 
 
 @dataclass(frozen=True, slots=True)
 class Origin:
-    """One link of the chain from an engine back to the weights it began with."""
+    """One artifact in the chain from an engine back to its original weights."""
 
     what: str  # "engine", "bundle", "checkpoint"
     path: str
-    state: str  # whether it still is what it was
+    state: str  # whether it exists and is unchanged
     details: dict[str, str]
 
 
 @dataclass(frozen=True, slots=True)
 class Report:
-    """A checkpoint, bundle or engine.
+    """Report of a checkpoint, bundle or engine.
 
-    A token of a language model costs a pass over the first graph; `None` and empty fields mean
-    that there is no such thing.
+    The first graph of a language model decodes. `None` and empty fields: not applicable.
     """
 
     path: str
@@ -87,11 +86,11 @@ class Report:
     description: dict[str, Any]  # the manifest or config itself, flat
     graphs: tuple[Graph, ...]
     origins: tuple[Origin, ...]
-    loads_as: str  # what `loaded_bytes` of the tensors assumes
+    loads_as: str  # number formats that `loaded_bytes` of the tensors assumes
     files: dict[str, FileRecord] = field(default_factory=dict)
     kv: KVCacheSpec | None = None
-    capacity: int = 0  # tokens that the cache can hold: an engine's, or the model's positions
-    num_sequences: int = 1  # for which it has room
+    capacity: int = 0  # tokens of an engine's KV cache, or positions of the model
+    num_sequences: int = 1  # of the KV cache
     is_decoder: bool = False
     costs: tuple[Costs, ...] = ()
     fusions: tuple[Fusions, ...] = ()
@@ -99,46 +98,46 @@ class Report:
 
     @property
     def is_engine(self) -> bool:
-        """Whether it runs as it is, on the machine that built it."""
+        """Whether this is an engine, which runs on the machine that built it."""
         return self.kind.endswith("_engine")
 
     @property
     def tensors(self) -> tuple[Tensor, ...]:
-        """Those of all graphs."""
+        """Tensors of all graphs."""
         return tuple(tensor for graph in self.graphs for tensor in graph.tensors)
 
     @property
     def read_bytes(self) -> int:
-        """Weights that a pass of one token reads."""
+        """Weight bytes that decoding one token reads."""
         tensors = (tensor for tensor in self.graphs[0].tensors if tensor.is_read_whole)
         return round(sum(tensor.loaded_bytes * tensor.token_share for tensor in tensors))
 
     @property
     def loaded_bytes(self) -> int:
-        """Weights of all graphs, and the draft's."""
+        """Weight bytes of all graphs, including the draft's."""
         own = sum(tensor.loaded_bytes for tensor in self.tensors)
         return own + (self.draft.loaded_bytes if self.draft is not None else 0)
 
     @property
     def kv_bytes_per_token(self) -> int:
-        """Of the cache, and of the draft's."""
+        """KV cache bytes of one token, including the draft's."""
         own = self.kv.bytes_per_token if self.kv is not None else 0
         return own + (self.draft.kv_bytes_per_token if self.draft is not None else 0)
 
     @property
     def kv_bytes(self) -> int:
-        """Of the whole cache, and of the draft's."""
+        """Bytes of the whole KV cache, including the draft's."""
         own = cache_bytes(self.kv, self.capacity, self.num_sequences) if self.kv is not None else 0
         return own + (self.draft.kv_bytes if self.draft is not None else 0)
 
     def held_kv_bytes(self, length: int) -> int:
-        """Of a sequence of this length, in both."""
+        """Return the KV cache bytes of a sequence of this length, including the draft's."""
         own = held_bytes(self.kv, length) if self.kv is not None else 0
         return own + (self.draft.held_kv_bytes(length) if self.draft is not None else 0)
 
 
 def flat(value: Any, prefix: str = "") -> dict[str, Any]:
-    """A nested JSON object as one of dotted keys; lists of anything but objects stay."""
+    """Flatten a nested JSON object to dotted keys; only lists of objects are flattened."""
     if isinstance(value, (list, tuple)) and value and all(isinstance(v, dict) for v in value):
         value = dict(enumerate(value))
     if not isinstance(value, dict):

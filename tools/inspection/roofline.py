@@ -1,11 +1,11 @@
-"""Speed and memory on boards that are not here: predictions from bytes and bandwidth alone.
+"""Roofline predictions of speed and memory on other boards, from bytes and bandwidth.
 
-One token reads every weight and the keys and values of all tokens before it once, so that
-decoding reaches at most
+Decoding a token reads every weight and the KV cache of all earlier tokens once. So the speed is
+at most
 
     tokens/s = bandwidth / (weight bytes + context * KV bytes per token)
 
-Bandwidths are the makers' peaks; what a kernel reaches is less.
+Bandwidths are the makers' peak values; kernels reach less.
 """
 
 from __future__ import annotations
@@ -20,7 +20,7 @@ FORMULA = "tokens/s <= bandwidth / (weight bytes + context x KV bytes per token)
 
 @dataclass(frozen=True, slots=True)
 class Board:
-    """A board, as its maker describes it."""
+    """A board with its maker's specification."""
 
     name: str
     memory_bytes: int
@@ -48,20 +48,20 @@ BOARDS = (
 
 @dataclass(frozen=True, slots=True)
 class Prediction:
-    """An upper bound of plain decoding on a board, and what it needs there."""
+    """Upper bound of plain decode speed on a board, and the memory it needs."""
 
     board: Board
     tokens_per_s: float
-    needed_bytes: int  # weights and cache; activations, libraries and the system come on top
+    needed_bytes: int  # weights and KV cache, without activations, libraries and system
 
     @property
     def fits(self) -> bool:
-        """Whether weights and cache alone leave any memory."""
+        """Whether weights and KV cache are smaller than the memory."""
         return self.needed_bytes < self.board.memory_bytes
 
 
 def predict(report: Report, context: int) -> tuple[Prediction, ...]:
-    """Predictions for a language model after `context` tokens; none where weights are unknown."""
+    """Return predictions for a language model after `context` tokens; () if weights are unknown."""
     if not report.is_decoder or report.kv is None or not report.read_bytes:
         return ()
     read = report.read_bytes + seen_bytes(report.kv, context)

@@ -1,1 +1,1 @@
-"""edgellm-train-draft: an EAGLE3 draft for a given base model."""
+"""`edgellm-train-draft`: trains a draft for a base model."""

@@ -1,4 +1,4 @@
-"""The base in torch: what it is asked for while a draft is trained."""
+"""The base model in torch, for generation and hidden states."""
 
 from __future__ import annotations
 
@@ -34,7 +34,7 @@ from edgellm.tools.train_draft.data.images import Picture, Pictures
 
 @dataclass(frozen=True, slots=True)
 class Prompt:
-    """What the base is asked: token ids, and the pictures that image tokens among them show."""
+    """Token ids of a prompt, and the pictures of its image tokens."""
 
     ids: tuple[int, ...]
     pictures: tuple[Picture, ...] = ()
@@ -42,25 +42,25 @@ class Prompt:
 
 @dataclass(frozen=True, slots=True)
 class Rows:
-    """Conversations of a batch: B rows of S tokens, padded on either side."""
+    """Token ids of B conversations, padded to S tokens on either side."""
 
     ids: Tensor  # int64 [B, S]
-    attends: Tensor  # bool [B, S]: no padding
+    attends: Tensor  # bool [B, S]: False for padding
     pictures: tuple[tuple[Picture, ...], ...]  # of each row, in order
 
 
 @dataclass(frozen=True, slots=True)
 class Base:
-    """A loaded language model, or a vision-language model with how it takes pictures."""
+    """A loaded language model, or a vision-language model with its image processing."""
 
     model: PreTrainedModel
     tokenizer: transformers.PreTrainedTokenizerBase
-    stop_ids: frozenset[int]  # they end an answer
+    stop_ids: frozenset[int]  # tokens that end an output
     pictures: Pictures | None = None
 
     @property
     def config(self) -> PretrainedConfig:
-        """That of the language model."""
+        """Config of the language model."""
         return self.model.config.get_text_config()
 
     @property
@@ -70,7 +70,7 @@ class Base:
 
     @property
     def layers(self) -> nn.ModuleList:
-        """The decoder's layers; raises `EdgeLLMError` where they are not one list."""
+        """The decoder's layers; raises `EdgeLLMError` if they are not one list."""
         layers = getattr(self.decoder, "layers", None)
         if not isinstance(layers, nn.ModuleList):
             raise EdgeLLMError(f"{type(self.model).__name__} has no list of decoder layers to tap")
@@ -96,7 +96,7 @@ class Base:
         return "mrope_section" in self.config.rope_parameters
 
     def positions(self, rows: Rows) -> Tensor:
-        """Where tokens stand, int64 [A, B, S] with A = 3 for M-RoPE and 1 else; 0 is padding's."""
+        """Return position ids, int64 [A, B, S]: A = 3 for M-RoPE, else 1; padding has 0."""
         if not self.has_position_axes:
             return (rows.attends.long().cumsum(-1) - 1).clamp(min=0)[None]
         assert self.pictures is not None
@@ -107,7 +107,7 @@ class Base:
         return positions
 
     def inputs(self, rows: Rows, positions: Tensor) -> dict[str, Any]:
-        """What the decoder reads: embeddings, with those of pictures, mask and positions."""
+        """Return the decoder's inputs: embeddings of tokens and pictures, mask, positions."""
         device = self.model.device
         ids, positions = rows.ids.to(device), positions.to(device)
         embeds = self.model.get_input_embeddings()(ids)
@@ -130,10 +130,10 @@ class Base:
 
 
 def load_base(base_model_dir: str, device: torch.device) -> Base:
-    """Load a checkpoint, quantized layers decoded, in the type that `device` computes fast with.
+    """Load a checkpoint, with dequantized layers, in the `compute_dtype` of a device.
 
     Raises:
-        EdgeLLMError: `base_model_dir` is no checkpoint that edgellm can read.
+        EdgeLLMError: `base_model_dir` is not a supported checkpoint.
     """
     transformers.logging.set_verbosity_error()
     transformers.logging.disable_progress_bar()
@@ -141,8 +141,8 @@ def load_base(base_model_dir: str, device: torch.device) -> Base:
     require_known(checkpoint)
     if checkpoint.quant_config and is_vlm(checkpoint):
         raise UnsupportedModelError(
-            f"{checkpoint.label} is quantized, and takes pictures",
-            hint="train with the float checkpoint it came from",
+            f"{checkpoint.label} is a quantized vision-language model",
+            hint="train with its float checkpoint",
         )
     with tempfile.TemporaryDirectory() as name:
         folder = Path(name)
@@ -157,7 +157,7 @@ def load_base(base_model_dir: str, device: torch.device) -> Base:
 
 
 def compute_dtype(device: torch.device) -> torch.dtype:
-    """bfloat16, but float32 on processors that would compute bfloat16 a number at a time."""
+    """Return bfloat16, or float32 on CPUs without bfloat16 instructions."""
     is_slow = device.type == "cpu" and not torch.ops.mkldnn._is_mkldnn_bf16_supported()
     return torch.float32 if is_slow else torch.bfloat16
 
@@ -166,21 +166,21 @@ def _stop_ids(checkpoint: Checkpoint) -> frozenset[int]:
     name = "eos_token_id"
     if not (found := end_ids(checkpoint)):
         raise UnsupportedModelError(
-            f"{checkpoint.label} names no {name}, so that no answer would end",
+            f"{checkpoint.label} has no {name}, so that no output would end",
             hint=f'add it to the base\'s generation_config.json: {{"{name}": ...}}',
         )
     return frozenset(found)
 
 
 def _whole_model(checkpoint: Checkpoint, dtype: torch.dtype) -> PreTrainedModel:
-    """A vision-language model; transformers knows the names that its versions gave tensors."""
+    """Load a vision-language model; transformers maps the tensor names of its versions."""
     try:
         return AutoModelForImageTextToText.from_pretrained(
             checkpoint.label, dtype=dtype, attn_implementation="sdpa", local_files_only=True
         )
     except (OSError, ValueError, RuntimeError) as error:
         raise UnsupportedModelError(
-            f"transformers does not load {checkpoint.label}: {str(error).splitlines()[0]}"
+            f"transformers cannot load {checkpoint.label}: {str(error).splitlines()[0]}"
         ) from None
 
 
@@ -198,16 +198,17 @@ def _text_model(checkpoint: Checkpoint, dtype: torch.dtype) -> PreTrainedModel:
     absent = [name for name in missing if name not in tied]
     if absent or unexpected:
         raise UnsupportedModelError(
-            f"transformers does not take these tensors: {', '.join([*absent, *unexpected][:4])}"
+            "tensors that transformers misses or does not expect: "
+            f"{', '.join([*absent, *unexpected][:4])}"
         )
-    # Rope frequencies are no parameters: `to_empty` left them unset.
+    # RoPE frequencies are not parameters: `to_empty` left them unset.
     decoder = model.get_decoder()
     decoder.rotary_emb = type(decoder.rotary_emb)(config=model.config)
     return model
 
 
 def padded(rows: Sequence[Sequence[int]], *, left: bool) -> tuple[Tensor, Tensor]:
-    """Token ids as one int64 [B, S], and bool [B, S] where they are no padding."""
+    """Pad token ids to int64 [B, S]; also return bool [B, S], False for padding."""
     longest = max(len(row) for row in rows)
     ids = torch.zeros(len(rows), longest, dtype=torch.int64)
     attends = torch.zeros(len(rows), longest, dtype=torch.bool)

@@ -1,4 +1,4 @@
-"""A draft on disk, in the layouts that the public runtimes read."""
+"""Draft checkpoints in the layouts of public runtimes."""
 
 from __future__ import annotations
 
@@ -25,7 +25,7 @@ from edgellm.export.checkpoints.residual_rotation import KEY as ROTATION
 from edgellm.tools.train_draft.base import Base
 from edgellm.tools.train_draft.methods.eagle_network import Draft, DraftShape, Layer
 
-TRAINING = "training.json"  # tells that the others are this command's
+TRAINING = "training.json"  # marks the folder as written by this command
 HEADS = "medusa_lm_head.safetensors"
 FILES = (TRAINING, "config.json", "model.safetensors", HEADS)  # one of the weights
 EAGLE1_EMBEDDING = "embed_tokens.weight"
@@ -33,7 +33,7 @@ _EAGLE, _TAP_IDS = "eagle_config", "eagle_aux_hidden_state_layer_ids"
 
 
 def draft_shape(config: PretrainedConfig, draft_vocab_size: int, num_taps: int) -> DraftShape:
-    """The sizes of one layer of the base, with a smaller head."""
+    """Return the sizes of a draft: one layer of the base, with a smaller head."""
     head_dim = getattr(config, "head_dim", None) or config.hidden_size // config.num_attention_heads
     return DraftShape(
         hidden_size=config.hidden_size,
@@ -52,10 +52,10 @@ def draft_shape(config: PretrainedConfig, draft_vocab_size: int, num_taps: int) 
 
 @torch.no_grad()
 def start_from_base(draft: Draft, base: Base, vocabulary: np.ndarray) -> None:
-    """Start as an early exit of the base instead of from noise.
+    """Initialize a draft as an early exit of the base.
 
-    The fused feature is the highest tap, the layer is the base's last one with nothing read from
-    the embedding, norm and head are the base's.
+    `fc` selects the last auxiliary hidden state. The layer is the base's last one and ignores the
+    embedding. Norm and head are the base's.
     """
     size = draft.shape.hidden_size
     torch.nn.init.normal_(draft.fc.weight, std=0.01)
@@ -69,7 +69,7 @@ def start_from_base(draft: Draft, base: Base, vocabulary: np.ndarray) -> None:
 
 @torch.no_grad()
 def copy_layer(layer: Layer, base: Base) -> None:
-    """Take the base's last layer; a wider attention reads it from the columns at the end."""
+    """Copy the base's last layer; in wider projections, to the last columns."""
     last = base.layers[-1]
     for name in ("q_proj", "k_proj", "v_proj"):
         weight, theirs = (one.get_parameter(f"self_attn.{name}.weight") for one in (layer, last))
@@ -96,8 +96,8 @@ def write_draft(
     config = {
         **draft_config(draft.shape, base, "LlamaForCausalLMEagle3"),
         "draft_vocab_size": draft.shape.draft_vocab_size,
-        # An id at the top names the layer whose input is read, as speculators writes and vLLM
-        # reads it; below the layer whose output is read, as SpecForge does, hence the - 1.
+        # The top-level ids name layers by their input, as in speculators and vLLM; the nested
+        # ids by their output, as in SpecForge, hence the - 1.
         _TAP_IDS: list(taps),
         _EAGLE: {_TAP_IDS: [tap - 1 for tap in taps], "use_aux_hidden_state": True},
     }
@@ -106,7 +106,7 @@ def write_draft(
 
 
 def draft_config(shape: DraftShape, base: PretrainedConfig, architecture: str) -> dict[str, Any]:
-    """What both kinds of EAGLE say of their layer and their base."""
+    """Return the config fields that all drafts share."""
     return {
         "architectures": [architecture],
         "model_type": "llama",
@@ -142,35 +142,35 @@ def write_checkpoint(
     require_space(folder, sum(value.nbytes for value in stored.values()))
     save_file(stored, folder / weights, metadata={"format": "pt"})
     (folder / "config.json").write_text(json.dumps(config, indent=2) + "\n")
-    # safetensors makes files that only their owner may read.
+    # safetensors creates files that only their owner may read.
     shutil.copymode(folder / "config.json", folder / weights)
     (folder / TRAINING).write_text(json.dumps(training, indent=2) + "\n")
 
 
-def read_weights(module: nn.Module, path: Path, besides: tuple[str, ...] = ()) -> None:
-    """Load what `write_checkpoint` wrote of a module; `besides` were not the module's.
+def read_weights(module: nn.Module, path: Path, ignored: tuple[str, ...] = ()) -> None:
+    """Load a module's weights that `write_checkpoint` wrote, without the `ignored` tensors.
 
     Raises:
-        BrokenArtifactError: no such file, or of other sizes.
+        BrokenArtifactError: the file is missing or has other sizes.
     """
     try:
         tensors = {name: value.float() for name, value in load_file(path).items()}
-        for name in besides:
+        for name in ignored:
             del tensors[name]
         module.load_state_dict(tensors)
     except (OSError, KeyError, RuntimeError, SafetensorError) as error:
         raise BrokenArtifactError(
             f"{path} holds no draft of these sizes: {str(error).splitlines()[0]}",
-            hint="give a draft that this command made for this base, with the same --method",
+            hint="give a draft of this command for this base, with the same --method",
         ) from None
 
 
 def read_draft(draft: Draft, folder: Path, taps: Sequence[int], vocab_size: int) -> np.ndarray:
-    """Load a draft of this layout and of the same sizes; its vocabulary, int64 [Vd].
+    """Load an EAGLE-3 draft of the same sizes; return its vocabulary, int64 [Vd].
 
     Raises:
-        BrokenArtifactError: it is none, or of other sizes.
-        EdgeLLMError: it reads other taps of the base.
+        BrokenArtifactError: the folder is not such a draft, or has other sizes.
+        EdgeLLMError: it uses other hidden taps of the base.
     """
     try:
         config = parse((folder / "config.json").read_text("utf-8"))
@@ -180,16 +180,16 @@ def read_draft(draft: Draft, folder: Path, taps: Sequence[int], vocab_size: int)
         tensors.pop("t2d", None)
         draft.load_state_dict({name: value.float() for name, value in tensors.items()})
         if vocabulary.max() >= vocab_size or vocabulary.min() < 0:
-            raise ValueError(f"d2t leaves the base's {vocab_size} tokens")  # noqa: TRY301
+            raise ValueError(f"d2t exceeds the base's {vocab_size} tokens")  # noqa: TRY301
     except (OSError, KeyError, TypeError, ValueError, RuntimeError, SafetensorError) as error:
         detail = (str(error) or repr(error)).splitlines()[0]
         raise BrokenArtifactError(
             f"{folder} holds no draft of these sizes: {detail}",
-            hint="give a draft that this command made for this base, and its --draft_vocab_size",
+            hint="give a draft of this command for this base, and its --draft_vocab_size",
         ) from None
     if theirs != list(taps):
         raise EdgeLLMError(
-            f"{folder} reads the taps {theirs}, not {list(taps)}",
+            f"{folder} uses the hidden taps {theirs}, not {list(taps)}",
             hint=f"give --hidden_taps {','.join(map(str, theirs))}",
         )
     return vocabulary

@@ -1,4 +1,4 @@
-"""`edgellm-train-draft`: a draft for a base, from conversations or from prompts alone."""
+"""`edgellm-train-draft`: trains a draft for a base, from conversations or from prompts only."""
 
 from __future__ import annotations
 
@@ -18,63 +18,88 @@ app = App(SNAKE_CASE)
 
 
 BaseModel = Annotated[
-    str, typer.Option("--base_model_dir", help="HF folder, .gguf file, or a cached hub id.")
+    str,
+    typer.Option(
+        "--base_model_dir", help="Base model: Hugging Face folder, .gguf file, or cached hub id."
+    ),
 ]
-Output = Annotated[Path, typer.Option("--output_dir", help="Folder for the draft.")]
+Output = Annotated[Path, typer.Option("--output_dir", help="Folder to write the draft to.")]
 Data = Annotated[
     list[Path] | None,
-    typer.Option("--data", help='JSONL of {"messages": [...]}; the base answers prompts.'),
+    typer.Option(
+        "--data", help='JSONL file of {"messages": [...]}; the base completes prompts. Repeatable.'
+    ),
 ]
 SelfPrompts = Annotated[
-    int, typer.Option("--self_prompts", min=0, help="Prompts that the base writes itself.")
+    int,
+    typer.Option("--self_prompts", min=0, help="Number of prompts that the base writes itself."),
 ]
 Work = Annotated[
-    Path | None, typer.Option("--work_dir", help="State of the run; default <output_dir>.training.")
+    Path | None,
+    typer.Option("--work_dir", help="Folder of the run's state. Default: <output_dir>.training."),
 ]
 InitFrom = Annotated[
-    Path | None, typer.Option("--init_from", help="Go on with this draft's weights.")
+    Path | None,
+    typer.Option(
+        "--init_from", help="Draft whose weights training starts from. Default: the base's layers."
+    ),
 ]
 Taps = Annotated[
     str,
     typer.Option(
-        "--hidden_taps", help="Of eagle3, dflash, dspark: layers whose input is read. [2,n/2,n-3]"
+        "--hidden_taps",
+        help="Base layers whose inputs eagle3, dflash and dspark read. Default: 2,n/2,n-3.",
     ),
 ]
 Ray = Annotated[
     str,
     typer.Option(
-        "--ray", metavar="URL,URL", help="Servers of the base answer prompts; Ray spreads them."
+        "--ray",
+        metavar="URL,URL",
+        help="Servers of the base that complete prompts; Ray distributes them. Default: none.",
     ),
 ]
 Method = Annotated[
     str,
     typer.Option(
         "--method",
-        help="eagle3; eagle (EAGLE-1, which EAGLE-2 uses, too); medusa; dflash; dspark.",
+        help="Training method: eagle3, eagle (EAGLE-1, also for EAGLE-2), medusa, dflash, dspark.",
     ),
 ]
 DraftVocabSize = Annotated[
     int | None,
     typer.Option(
-        "--draft_vocab_size", min=1, help="Of eagle3, dflash, dspark: tokens of its head. [8192]"
+        "--draft_vocab_size",
+        min=1,
+        help="Tokens of the draft's head with eagle3, dflash and dspark. Default: 8192.",
     ),
 ]
-NumHeads = Annotated[int | None, typer.Option("--num_heads", min=1, max=16, help="Of medusa. [4]")]
+NumHeads = Annotated[
+    int | None,
+    typer.Option("--num_heads", min=1, max=16, help="Number of Medusa heads. Default: 4."),
+]
 BlockSize = Annotated[
     int | None,
     typer.Option(
         "--block_size",
         min=2,
         max=64,
-        help="Of dflash, dspark: rows of a block, the newest token's among them. [8]",
+        help="Tokens of a block of dflash and dspark, with the newest token. Default: 8.",
     ),
 ]
 NumLayers = Annotated[
-    int | None, typer.Option("--num_layers", min=1, max=16, help="Of dflash, dspark. [2]")
+    int | None,
+    typer.Option(
+        "--num_layers", min=1, max=16, help="Number of layers of dflash and dspark. Default: 2."
+    ),
 ]
 FeatureNoise = Annotated[
     float | None,
-    typer.Option("--feature_noise", min=0, help="Of eagle: width of uniform noise. [0.2]"),
+    typer.Option(
+        "--feature_noise",
+        min=0,
+        help="Width of uniform noise on eagle's hidden states. Default: 0.2.",
+    ),
 ]
 Unrolls = Annotated[
     int | None,
@@ -82,7 +107,7 @@ Unrolls = Annotated[
         "--unrolls",
         min=1,
         max=16,
-        help="Draft steps in a row: of eagle3 those trained, of eagle those estimated. [5]",
+        help="Consecutive draft steps: trained with eagle3, estimated with eagle. Default: 5.",
     ),
 ]
 UnrollWeight = Annotated[
@@ -90,36 +115,67 @@ UnrollWeight = Annotated[
     typer.Option(
         "--unroll_weight",
         min=0,
-        help="Loss weight of step j, of heads head j: this to the j. [0.9, of others 0.8]",
+        help="Loss weight of step or head j is this to the power j. "
+        "Default: 0.9 with eagle3, else 0.8.",
     ),
 ]
 MaxTokens = Annotated[
-    int, typer.Option("--max_tokens", min=16, help="Longer conversations are cut.")
+    int,
+    typer.Option(
+        "--max_tokens", min=16, help="Maximum tokens of a conversation; longer ones are truncated."
+    ),
 ]
 MaxNewTokens = Annotated[
-    int, typer.Option("--max_new_tokens", min=1, help="Of an answer that the base writes.")
+    int,
+    typer.Option("--max_new_tokens", min=1, help="Maximum tokens that the base generates."),
 ]
 SampledShare = Annotated[
-    float, typer.Option("--sampled_share", min=0, max=1, help="Answers sampled, not greedy.")
+    float,
+    typer.Option(
+        "--sampled_share",
+        min=0,
+        max=1,
+        help="Share of prompts completed by sampling.",
+    ),
 ]
 Temperature = Annotated[
-    float, typer.Option("--temperature", min=0.01, help="Of the sampled answers.")
+    float, typer.Option("--temperature", min=0.01, help="Temperature of sampled completions.")
 ]
 HeldOut = Annotated[
-    int, typer.Option("--held_out", min=1, help="Conversations kept for the estimate.")
+    int,
+    typer.Option(
+        "--held_out", min=1, help="Conversations that are held out to estimate the acceptance."
+    ),
 ]
 CacheFeatures = Annotated[
     bool,
     typer.Option(
         "--cache_features/--no_cache_features",
-        help="Keep the base's features on disk: (taps + 1) * hidden * 2 bytes a token.",
+        help="Cache the base's hidden states on disk: (taps + 1) * hidden * 2 bytes a token.",
     ),
 ]
+Epochs = Annotated[
+    int, typer.Option("--epochs", min=1, help="Number of passes over the conversations.")
+]
+LearningRate = Annotated[float, typer.Option("--learning_rate", min=0, help="Peak learning rate.")]
+WarmupSteps = Annotated[int, typer.Option("--warmup_steps", min=1, help="Steps of linear warm-up.")]
+BatchTokens = Annotated[
+    int, typer.Option("--batch_tokens", min=64, help="Maximum tokens of a training batch.")
+]
+GenerationBatch = Annotated[
+    int,
+    typer.Option("--generation_batch", min=1, help="Prompts that the base completes per batch."),
+]
+SaveEvery = Annotated[
+    int, typer.Option("--save_every", min=1, help="Steps between saves of the state.")
+]
+Device = Annotated[str, typer.Option("--device", help="Device of the training: cpu, cuda or auto.")]
+Seed = Annotated[int, typer.Option("--seed", min=0, help="Seed of order, noise and sampling.")]
 
 
 @dataclass(frozen=True, slots=True)
 class MethodFlags:
-    """The flags that not all methods have; None: not given, or of other methods."""
+    """Flags of some methods only; None: not given, or not a flag of the method."""
 
     draft_vocab_size: int | None
     hidden_taps: str | None
@@ -131,7 +187,7 @@ class MethodFlags:
     num_layers: int | None = None
 
     def completed(self, method: str) -> MethodFlags:
-        """With what `method` takes by default; raises `EdgeLLMError` for flags of another one."""
+        """Fill in the defaults of `method`; raise `EdgeLLMError` for flags of another method."""
         default = _DEFAULTS.get(method)
         if default is None:
             *others, last = _DEFAULTS
@@ -140,7 +196,7 @@ class MethodFlags:
         for name in self.__slots__:
             given, usual = getattr(self, name), getattr(default, name)
             if given is not None and usual is None:
-                owners = [one for one, of in _DEFAULTS.items() if getattr(of, name) is not None]
+                owners = [key for key, one in _DEFAULTS.items() if getattr(one, name) is not None]
                 *some, last = owners
                 named = f"{', '.join(some)} and {last}" if some else last
                 raise EdgeLLMError(f"--{name} is for --method {named}, not {method}")
@@ -148,7 +204,7 @@ class MethodFlags:
         return MethodFlags(**chosen)
 
 
-_DEFAULTS = {  # of no taps: default_taps
+_DEFAULTS = {  # hidden_taps "": `default_taps`
     "eagle3": MethodFlags(8192, "", 5, 0.9, None, None),
     "eagle": MethodFlags(None, None, 5, None, None, 0.2),
     "medusa": MethodFlags(None, None, None, 0.8, 4, None),
@@ -173,24 +229,24 @@ def train_draft(
     num_layers: NumLayers = None,
     feature_noise: FeatureNoise = None,
     hidden_taps: Taps = "",
-    epochs: Annotated[int, typer.Option("--epochs", min=1)] = 6,
+    epochs: Epochs = 6,
     unrolls: Unrolls = None,
     unroll_weight: UnrollWeight = None,
-    learning_rate: Annotated[float, typer.Option("--learning_rate", min=0)] = 1e-3,
-    warmup_steps: Annotated[int, typer.Option("--warmup_steps", min=1)] = 100,
-    batch_tokens: Annotated[int, typer.Option("--batch_tokens", min=64)] = 4096,
+    learning_rate: LearningRate = 1e-3,
+    warmup_steps: WarmupSteps = 100,
+    batch_tokens: BatchTokens = 4096,
     max_tokens: MaxTokens = 512,
     max_new_tokens: MaxNewTokens = 192,
     sampled_share: SampledShare = 0.25,
     temperature: Temperature = 0.8,
-    generation_batch: Annotated[int, typer.Option("--generation_batch", min=1)] = 256,
+    generation_batch: GenerationBatch = 256,
     held_out: HeldOut = 64,
     cache_features: CacheFeatures = True,
-    save_every: Annotated[int, typer.Option("--save_every", min=1, help="Steps.")] = 100,
-    device: Annotated[str, typer.Option("--device", help="cpu, cuda, or auto.")] = "auto",
-    seed: Annotated[int, typer.Option("--seed", min=0)] = 0,
+    save_every: SaveEvery = 100,
+    device: Device = "auto",
+    seed: Seed = 0,
 ) -> None:
-    """Train a draft; run the same command again after an interrupt to go on."""
+    """Train a draft; after an interrupt, the same command resumes."""
     _require_data(data, self_prompts)
     taps, blocks = hidden_taps or None, (block_size, num_layers)
     given = MethodFlags(
@@ -223,7 +279,7 @@ def train_draft(
 def _require_data(data: list[Path] | None, self_prompts: int) -> None:
     if not data and not self_prompts:
         raise EdgeLLMError(
-            "no conversations to learn from",
+            "no conversations to train on",
             hint="give --data FILE.jsonl, or --self_prompts N to let the base write N prompts",
         )
 

@@ -1,4 +1,4 @@
-"""The training loop: features in, draft out; stops and goes on where it was."""
+"""The training loop over the base's hidden states; resumes after interrupts."""
 
 from __future__ import annotations
 
@@ -27,18 +27,18 @@ _STATE = "training.pt"
 
 @dataclass(frozen=True, slots=True)
 class Recipe:
-    """What the user chose; the defaults suit a base of some hundred million parameters."""
+    """Training options; the defaults suit a base of some hundred million parameters."""
 
     epochs: int
-    unrolls: int  # draft steps of the training-time test; of "eagle" those of the estimate
-    unroll_weight: float  # loss weight of step j is unroll_weight ** j; of heads ** (j + 1)
+    unrolls: int  # draft steps of the training-time test; with "eagle", of the estimate
+    unroll_weight: float  # loss weight of step j: unroll_weight ** j; of head j: ** (j + 1)
     learning_rate: float
     warmup_steps: int
     batch_tokens: int
     max_tokens: int
     max_gradient_norm: float
     seed: int
-    feature_noise: float = 0.0  # of "eagle"; width of uniform noise
+    feature_noise: float = 0.0  # width of uniform noise; for "eagle" only
 
 
 @dataclass(frozen=True, slots=True)
@@ -49,11 +49,11 @@ class Progress:
     steps: int
     loss: float
     tokens_per_second: float
-    acceptance_length: float | None  # estimated on held-out text, of a chain; None between
+    acceptance_length: float | None  # estimate for a chain on held-out text; None between saves
 
 
 class Trainer:
-    """A draft in training; `folder` keeps its state and the features."""
+    """Trainer of a draft; `folder` stores its state and the cached hidden states."""
 
     def __init__(
         self, learner: Learner, recipe: Recipe, folder: Path, device: torch.device
@@ -65,7 +65,7 @@ class Trainer:
         self.step = 0
 
     def resume(self) -> bool:
-        """Continue from the folder's state if there is one."""
+        """Load the folder's state; return whether there was one."""
         path = self.folder / _STATE
         if not path.exists():
             return False
@@ -77,7 +77,7 @@ class Trainer:
         return True
 
     def save(self) -> None:
-        """Write the state; a crash leaves the old one."""
+        """Write the state atomically."""
         state = {
             "draft": self._module.state_dict(),
             "optimizers": [optimizer.state_dict() for optimizer in self.optimizers],
@@ -87,7 +87,7 @@ class Trainer:
         with partial.open("wb") as stream:
             try:
                 torch.save(state, stream)
-            except RuntimeError as error:  # torch's own fault, after the disk's
+            except RuntimeError as error:  # torch's error hides the disk's
                 if isinstance(error.__context__, OSError):
                     raise error.__context__ from None
                 raise
@@ -116,7 +116,7 @@ class Trainer:
             held = None
             if self.step % save_every == 0 or self.step == len(groups):
                 if cache is not None:
-                    cache.save()  # first: what a state has read must be there when it goes on
+                    cache.save()  # first: resuming needs all hidden states that the state has used
                 self.save()
                 held = self.acceptance_length(held_out)
             rate = tokens / (time.perf_counter() - start)
@@ -145,7 +145,7 @@ class Trainer:
 
     @torch.no_grad()
     def acceptance_length(self, held_out: Sequence[Sample]) -> float:
-        """Expected tokens a round of a greedy chain of all steps (bonus token included)."""
+        """Estimate the tokens per round of a greedy chain of all steps, bonus token included."""
         totals = torch.zeros(2, self.learner.steps, device=self.device)
         lengths = row_lengths(held_out, self.recipe.max_tokens)
         for numbers in plan(lengths, self.recipe.batch_tokens, None):
@@ -156,7 +156,7 @@ class Trainer:
 
 
 def _optimizers(learner: Learner, learning_rate: float) -> list[torch.optim.Optimizer]:
-    """Muon (arXiv 2502.16982) for inner matrices, AdamW for vectors and heads over tokens."""
+    """Return Muon (arXiv 2502.16982) for inner matrices, AdamW for vectors and output heads."""
     named, outputs = list(learner.module.named_parameters()), learner.outputs
     matrices = [value for name, value in named if value.ndim == 2 and name not in outputs]
     others = [value for name, value in named if value.ndim != 2 or name in outputs]
@@ -169,7 +169,7 @@ def _optimizers(learner: Learner, learning_rate: float) -> list[torch.optim.Opti
 
 
 def _schedule(step: int, warmup: int, steps: int) -> float:
-    """Linear warm-up, then a cosine to a twentieth."""
+    """Return the factor of the learning rate: linear warm-up, then cosine decay to 0.05."""
     if step < warmup:
         return (step + 1) / warmup
     done = (step - warmup) / max(steps - warmup, 1)

@@ -1,4 +1,4 @@
-"""One run of `edgellm-train-draft`: corpus, features, training, the draft's folder."""
+"""One run of `edgellm-train-draft`: corpus, training, and the draft's folder."""
 
 from __future__ import annotations
 
@@ -50,12 +50,12 @@ _TAPPED = ("eagle3", *_BLOCKS)
 
 @dataclass(frozen=True, slots=True)
 class Job:
-    """Everything the user chose."""
+    """All options of a run."""
 
     base_model_dir: str
     output_dir: Path
     data: tuple[Path, ...]
-    self_prompts: int  # that many more, written by the base
+    self_prompts: int  # number of further prompts, written by the base
     work_dir: Path
     init_from: Path | None
     draft_vocab_size: int
@@ -67,17 +67,17 @@ class Job:
     recipe: Recipe
     generation: Generation
     method: str = "eagle3"  # "eagle3", "eagle", "medusa", "dflash" or "dspark"
-    num_heads: int = 0  # of "medusa"
-    block_size: int = 0  # of "dflash" and "dspark"
-    num_layers: int = 0  # the same
-    servers: Servers | None = None  # that answer prompts in the base's place
+    num_heads: int = 0  # for "medusa"
+    block_size: int = 0  # for "dflash" and "dspark"
+    num_layers: int = 0  # for "dflash" and "dspark"
+    servers: Servers | None = None  # complete prompts instead of the loaded base
 
 
 def run(job: Job) -> None:
-    """Answer what has no answer, train, write the draft.
+    """Complete prompts, train, and write the draft.
 
     Raises:
-        EdgeLLMError: data, base or folders are not what they should be.
+        EdgeLLMError: data, base or folders are invalid.
     """
     device = choose_device(job.device)
     _check_output(job.output_dir)
@@ -94,28 +94,28 @@ def run(job: Job) -> None:
     if job.init_from is not None:
         learner.load(job.init_from)
     _claim(job)
-    busy = f"another edgellm-train-draft works in {job.work_dir}"
+    busy = f"another edgellm-train-draft uses {job.work_dir}"
     with (
         hold(job.work_dir / "lock", busy, "wait for it, or give another --work_dir"),
-        explain_full_disk(job.work_dir, hint="free some space and run it again to go on"),
+        explain_full_disk(job.work_dir, hint="free some space and run it again to resume"),
     ):
-        _learn(job, base, learner, samples, prompts)
+        _complete_and_train(job, base, learner, samples, prompts)
 
 
-def _learn(
+def _complete_and_train(
     job: Job, base: Base, learner: Learner, samples: list[Sample], prompts: list[Prompt]
 ) -> None:
-    """The answers that are missing, the training, the draft's folder."""
+    """Complete prompts, train, and write the draft's folder."""
     if job.self_prompts:
         prompts += _self_prompts(job, base)
     if prompts:
-        samples += _answered(job, base, prompts)
+        samples += _completed(job, base, prompts)
     samples = _shuffled(job, samples)
     if job.init_from is None:
         learner.start(samples)
     trainer = Trainer(learner, job.recipe, job.work_dir, base.model.device)
     if trainer.resume():
-        _say(f"going on at step {trainer.step}")
+        _log(f"resuming at step {trainer.step}")
     estimate = _train(job, trainer, samples)
     training = {"acceptance_length_estimate": estimate, **_facts(job)}
     with temporary_folder(job.output_dir) as folder:
@@ -123,7 +123,7 @@ def _learn(
         written = {path.name for path in folder.iterdir()}
         move_files(folder, job.output_dir, sorted(written), {*FILES})
     size = _count(learner.module) / 1e6
-    _say(f"{job.output_dir}: {job.method} draft of {size:.1f} M parameters, {_show(estimate)}")
+    _log(f"{job.output_dir}: {job.method} draft of {size:.1f} M parameters, {_show(estimate)}")
 
 
 def _learner(job: Job, base: Base, taps: tuple[int, ...]) -> Learner:
@@ -146,13 +146,13 @@ def _learner(job: Job, base: Base, taps: tuple[int, ...]) -> Learner:
 
 
 def _check_output(output: Path) -> None:
-    """Refuse to overwrite files that are not a draft of this tool."""
+    """Raise `EdgeLLMError` if the folder has files that this tool did not write."""
     if output.exists() and not output.is_dir():
         raise EdgeLLMError(f"{output} is a file", hint="give another --output_dir")
     taken = [name for name in FILES if (output / name).exists()]
     if taken and not _is_ours(output / TRAINING):
         raise EdgeLLMError(
-            f"{output} already holds {taken[0]}, which this command did not make",
+            f"{output} already holds {taken[0]}, which this command did not write",
             hint="give another --output_dir",
         )
 
@@ -165,17 +165,17 @@ def _is_ours(path: Path) -> bool:
 
 
 def _check_owner(job: Job) -> None:
-    """Refuse a work folder of another run."""
+    """Raise `EdgeLLMError` if the work folder belongs to another run."""
     path = job.work_dir / "job.json"
     if path.exists() and path.read_text("utf-8") != _facts_text(job):
         raise EdgeLLMError(
             f"{job.work_dir} holds a run with other settings",
-            hint="repeat its settings to go on, or give another --work_dir",
+            hint="give its settings to resume, or another --work_dir",
         )
 
 
 def _claim(job: Job) -> None:
-    """Make the work folder; from now on it is this run's."""
+    """Create the work folder and mark it as this run's."""
     try:
         job.work_dir.mkdir(parents=True, exist_ok=True)
         _write(job.work_dir / "job.json", _facts_text(job))
@@ -194,7 +194,7 @@ def _facts_text(job: Job) -> str:
 
 
 def _facts(job: Job) -> dict[str, Any]:
-    """The settings that make a run what it is."""
+    """Return the settings that determine the resulting draft."""
     facts = dataclasses.asdict(job)
     for name in ("output_dir", "work_dir", "device", "save_every", "cache_features", "servers"):
         del facts[name]
@@ -205,17 +205,17 @@ def _taps(job: Job, layers: int) -> tuple[int, ...]:
     taps = job.hidden_taps or default_taps(layers)
     if layers in taps or len(set(taps)) < len(taps):
         raise LimitError(
-            f"hidden taps {taps} of a base with {layers} layers",
+            f"hidden taps {taps} are invalid for a base with {layers} layers",
             hint=f"give different layers below {layers} with --hidden_taps",
         )
     return check_taps(taps, layers, "--hidden_taps")
 
 
 def _check_sizes(job: Job, base: Base, conversations: int) -> None:
-    """Find out before hours of work what cannot end well."""
+    """Raise `EdgeLLMError` for sizes that cannot work, before hours of training."""
     if conversations <= job.held_out:
         raise EdgeLLMError(
-            f"{conversations} conversations, {job.held_out} of them held out, leave none to learn",
+            f"{conversations} conversations, {job.held_out} of them held out, leave none to train",
             hint="give more --data, a smaller --held_out, or a larger --max_tokens",
         )
     for flag, wanted, maximum, what in (
@@ -229,12 +229,12 @@ def _check_sizes(job: Job, base: Base, conversations: int) -> None:
 def _self_prompts(job: Job, base: Base) -> list[Prompt]:
     store = job.work_dir / "prompts.jsonl"
     for count in write_prompts(base, store, job.self_prompts, job.generation):
-        _say(f"the base has written {count} of {job.self_prompts} prompts")
+        _log(f"the base has written {count} of {job.self_prompts} prompts")
     _, prompts = read_conversations([store], base)
     return [prompt for prompt in prompts if len(prompt.ids) < job.recipe.max_tokens]
 
 
-def _answered(job: Job, base: Base, prompts: list[Prompt]) -> list[Sample]:
+def _completed(job: Job, base: Base, prompts: list[Prompt]) -> list[Sample]:
     store = job.work_dir / "answers.jsonl"
     if job.servers is None:
         answering = answer_prompts(base, prompts, store, job.generation)
@@ -243,44 +243,44 @@ def _answered(job: Job, base: Base, prompts: list[Prompt]) -> list[Sample]:
             job.servers, prompts, base.stop_ids, store, job.generation
         )
     for count in answering:
-        _say(f"the base has answered {count} of {len(prompts)} prompts")
+        _log(f"the base has answered {count} of {len(prompts)} prompts")
     wanted = set(prompts)
     image_id = base.pictures.token_id if base.pictures is not None else None
     return [
         sample
         for sample in stored_answers(store)
-        # A picture that the base says is not there.
+        # Without answers in which the base generates an image token.
         if sample.prompt in wanted and image_id not in sample.answer
     ]
 
 
 def _shuffled(job: Job, samples: list[Sample]) -> list[Sample]:
-    """The corpus in the order of this run.
+    """Return the corpus in the order of this run.
 
     Raises:
-        EdgeLLMError: it is another one than when the run began.
+        EdgeLLMError: the corpus has changed since the run started.
     """
     content = json.dumps([dataclasses.astuple(sample) for sample in samples])
     digest = hashlib.sha256(content.encode()).hexdigest()
     path = job.work_dir / "corpus.sha256"
     if path.exists() and path.read_text("utf-8") != digest:
         raise EdgeLLMError(
-            f"the conversations are others than when the run in {job.work_dir} began",
+            f"the conversations have changed since the run in {job.work_dir} started",
             hint="restore the --data files, or give another --work_dir",
         )
     _write(path, digest)
     order = np.random.default_rng(job.recipe.seed).permutation(len(samples))
     tokens = sum(len(sample.answer) for sample in samples)
-    _say(f"{len(samples)} conversations with {tokens} tokens to learn")
+    _log(f"{len(samples)} conversations with {tokens} tokens to train on")
     return [samples[index] for index in order]
 
 
 def _train(job: Job, trainer: Trainer, samples: list[Sample]) -> float:
-    """Train to the end; the last estimate on held-out text."""
-    held_out, learned = samples[: job.held_out], samples[job.held_out :]
+    """Train to the end; return the last estimate on held-out text."""
+    held_out, trained = samples[: job.held_out], samples[job.held_out :]
     cache = None
     if job.cache_features:
-        lengths = row_lengths(learned, job.recipe.max_tokens)
+        lengths = row_lengths(trained, job.recipe.max_tokens)
         tapped = trainer.learner.tapped
         width = tapped.num_streams, tapped.base.config.hidden_size
         cache = FeatureCache(job.work_dir / "features.bin", lengths, width)
@@ -290,12 +290,12 @@ def _train(job: Job, trainer: Trainer, samples: list[Sample]) -> float:
         nonlocal estimate
         if progress.acceptance_length is not None:
             estimate = progress.acceptance_length
-            _say(
+            _log(
                 f"step {progress.step} of {progress.steps}: loss {progress.loss:.3f}, "
                 f"{progress.tokens_per_second:.0f} tokens/s, {_show(estimate)}"
             )
 
-    trainer.run(learned, held_out, cache=cache, save_every=job.save_every, report=report)
+    trainer.run(trained, held_out, cache=cache, save_every=job.save_every, report=report)
     return trainer.acceptance_length(held_out) if estimate is None else estimate
 
 
@@ -307,5 +307,5 @@ def _count(module: nn.Module) -> int:
     return sum(parameter.numel() for parameter in module.parameters())
 
 
-def _say(line: str) -> None:
+def _log(line: str) -> None:
     print(line, file=sys.stderr, flush=True)

@@ -1,1 +1,1 @@
-"""`edgellm-transfer`: bundles to devices, only what differs, checked by hash on arrival."""
+"""`edgellm-transfer`: copies bundles to devices, differences only, verified by hash."""

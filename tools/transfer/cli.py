@@ -1,4 +1,4 @@
-"""`edgellm-transfer`: a bundle to a device or a fleet, only what differs, checked on arrival."""
+"""`edgellm-transfer`: copies a bundle to a device or a fleet, differences only, verified."""
 
 from __future__ import annotations
 
@@ -45,22 +45,24 @@ def transfer(
     status: Status = False,
     page: Page = None,
 ) -> None:
-    """Bring a bundle to a device or a fleet; run it again after an interrupt to go on.
+    """Copy a bundle to a device or a fleet; run it again to resume after an interrupt.
 
-    Files whose hash is right there already do not travel; of a file that differs, rsync sends the
-    parts that differ. What arrived is checked by sha256sum on the device and then moved into place.
+    Files with the right hash on the device are not sent; of other files, rsync sends the parts
+    that differ. sha256sum verifies the files on the device before they are moved into place.
     """
-    from edgellm.tools.transfer.fleet import Order, carry_out
+    from edgellm.tools.transfer.fleet import FleetJob, run
 
-    order = Order(canary, parallel, max_failed, test, check_only, rollback, status, page)
+    job = FleetJob(canary, parallel, max_failed, test, check_only, rollback, status, page)
     if fleet is not None:
         if to is not None:
-            raise EdgeLLMError(f"{to} and --fleet", hint="put the device into the fleet's file")
-        carry_out(order, bundle, fleet)
+            raise EdgeLLMError(
+                f"{to} and --fleet exclude each other", hint="put the device into the fleet's file"
+            )
+        run(job, bundle, fleet)
         return
-    if given := order.of_fleets():
+    if given := job.fleet_flag():
         raise EdgeLLMError(
-            f"{given} is for fleets", hint="give --fleet FILE, if only with one device in it"
+            f"{given} needs --fleet", hint="give --fleet FILE; a fleet may have one device only"
         )
     if bundle is None or to is None:
         raise EdgeLLMError("give BUNDLE and user@host:DIR, or BUNDLE and --fleet FILE")
@@ -84,7 +86,7 @@ def _to_one(bundle: Path, to: str, *, check_only: bool) -> None:
     size = sum(listed.files[name].num_bytes for name in delivery.changed)
     typer.echo(
         f"{target}: {len(delivery.changed)} of {len(listed.files)} files new or changed "
-        f"({size / 1e6:.1f} MB), {delivery.sent.travelled / 1e6:.1f} MB travelled; all hashes "
+        f"({size / 1e6:.1f} MB), {delivery.sent.sent_bytes / 1e6:.1f} MB travelled; all hashes "
         f"right, {time.perf_counter() - start:.1f} s"
     )
 

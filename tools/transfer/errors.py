@@ -1,4 +1,4 @@
-"""What went wrong on the way, in words that say what to do."""
+"""Errors of ssh, rsync and shell commands, with remedies."""
 
 from __future__ import annotations
 
@@ -7,24 +7,24 @@ from typing import Protocol
 from edgellm.core.errors import EdgeLLMError
 
 _NO_CONNECTION = 255  # of ssh
-# What ssh, rsync and the shell write, in the order in which they are looked for.
+# Messages of ssh, rsync and the shell: pattern, fault, remedy; the first match counts.
 _KNOWN = (
     ("could not resolve", "is not known", "check the name, or give an IP address"),
     ("no route to host", "cannot be reached", "check the network, and that the device is on"),
     ("network is unreachable", "cannot be reached", "check the network of this machine"),
     ("connection refused", "refuses connections", "start its ssh server, or check the port"),
-    ("timed out", "does not answer", "check the network, and that the device is on"),
-    ("host key verification failed", "is not the machine that it was, or is not known yet",
-     "connect once with ssh and look at its key"),
+    ("timed out", "does not respond", "check the network, and that the device is on"),
+    ("host key verification failed", "has a changed or unknown host key",
+     "connect once with ssh and check its key"),
     ("permission denied (13)", "cannot be written",
-     "give a folder that your user there may write"),
-    ("permission denied (", "refuses the login", "check user and key: ssh must work on its own"),
+     "give a folder that your user may write there"),
+    ("permission denied (", "refuses the login", "check user and key: ssh must work by itself"),
     ("no space left on device", "is full",
-     "free some space there and run it again: what has arrived is kept"),
+     "free some space there and run it again: it resumes"),
     ("disk quota exceeded", "is full",
-     "free some space there and run it again: what has arrived is kept"),
+     "free some space there and run it again: it resumes"),
     ("read-only file system", "cannot be written", "give a folder on a disk that can be written"),
-    ("permission denied", "cannot be written", "give a folder that your user there may write"),
+    ("permission denied", "cannot be written", "give a folder that your user may write there"),
     ("is a file", "is a file", "give the name of a folder"),
 )  # fmt: skip
 
@@ -35,13 +35,13 @@ class _Target(Protocol):
 
 
 def explain(target: _Target, code: int, errors: str, *, hint: str = "") -> EdgeLLMError:
-    """The error of a command that failed.
+    """Return the error of a failed command.
 
     Args:
-        target: where it ran or went to.
+        target: the target of the command.
         code: its exit code.
-        errors: what it wrote to its standard error.
-        hint: the remedy where nothing better is known.
+        errors: its standard error.
+        hint: default remedy.
     """
     lines = [line.strip() for line in errors.splitlines() if line.strip()]
     for pattern, fault, remedy in _KNOWN:
@@ -53,6 +53,6 @@ def explain(target: _Target, code: int, errors: str, *, hint: str = "") -> EdgeL
     first = lines[0] if lines else f"exit code {code}"
     if code == _NO_CONNECTION:
         return EdgeLLMError(
-            f"{target.host} cannot be reached ({first})", hint=hint or "ssh must work on its own"
+            f"{target.host} cannot be reached ({first})", hint=hint or "ssh must work by itself"
         )
     return EdgeLLMError(f"{target}: {first}", hint=hint)

@@ -1,4 +1,4 @@
-"""What is to be transferred: the files of an artifact with their hashes."""
+"""The files of an artifact with their hashes."""
 
 from __future__ import annotations
 
@@ -20,41 +20,41 @@ _MADE_BY = "give a folder that edgellm-export, llm_build or visual_build made"
 
 @dataclass(frozen=True, slots=True)
 class FileList:
-    """A bundle or engine; a manifest comes after the files that it names."""
+    """Files of a bundle or engine; each manifest comes after the files that it lists."""
 
     folder: Path
     files: dict[str, FileRecord]
-    kinds: dict[str, str]  # of the artifacts in it, by the path of their manifests
+    kinds: dict[str, str]  # kinds of its artifacts by the path of their manifest
     is_verified: bool = False
 
     @property
     def version(self) -> str:
-        """What tells it from others."""
+        """Hash that identifies the version."""
         return version_of(self.files[name].sha256 for name in self.kinds)
 
     def verify(self, names: Iterable[str]) -> None:
-        """Make sure that these files are what the manifest says.
+        """Check these files against the manifest.
 
         Raises:
-            BrokenArtifactError: one is missing or was changed.
+            BrokenArtifactError: a file is missing or was changed.
         """
         if not self.is_verified:
             verify_files(self.folder, {name: self.files[name] for name in names})
 
     def verified(self) -> FileList:
-        """The same, read once for all of its transfers; raises as `verify`."""
+        """Verify all files once; return a copy whose `verify` does nothing. Raises as `verify`."""
         self.verify(self.files)
         return replace(self, is_verified=True)
 
 
 def version_of(manifest_hashes: Iterable[str]) -> str:
-    """The sha256 of a manifest; of several, that of their hashes in ascending order."""
+    """Return the sha256 of one manifest, or of the sorted hashes of several."""
     first, *others = sorted(manifest_hashes)
     return hashlib.sha256("".join([first, *others]).encode()).hexdigest() if others else first
 
 
 def load(folder: Path) -> FileList:
-    """The files of a bundle or engine, an engine's draft included.
+    """List the files of a bundle or engine, including an engine's draft.
 
     Raises:
         BrokenArtifactError: the folder has no readable manifest of edgellm.
@@ -68,17 +68,17 @@ def load(folder: Path) -> FileList:
     inner = f"{DRAFT_FOLDER}/{MANIFEST_NAME}"
     if kind != "llm_engine" or not (folder / inner).is_file():
         return FileList(folder, {**files, MANIFEST_NAME: hash_file(path)}, {MANIFEST_NAME: kind})
-    of_draft = load(folder / DRAFT_FOLDER)
-    beside = {f"{DRAFT_FOLDER}/{name}": record for name, record in of_draft.files.items()}
+    draft = load(folder / DRAFT_FOLDER)
+    draft_files = {f"{DRAFT_FOLDER}/{name}": record for name, record in draft.files.items()}
     return FileList(
         folder,
-        {**files, **beside, MANIFEST_NAME: hash_file(path)},
-        {inner: of_draft.kinds[MANIFEST_NAME], MANIFEST_NAME: kind},
+        {**files, **draft_files, MANIFEST_NAME: hash_file(path)},
+        {inner: draft.kinds[MANIFEST_NAME], MANIFEST_NAME: kind},
     )
 
 
 def listing(manifest: str) -> tuple[str, dict[str, FileRecord]]:
-    """Kind and files of a manifest's text; ("", {}) of anything else."""
+    """Return kind and files of a manifest's text; ("", {}) if it is not a manifest."""
     try:
         raw: dict[str, Any] = json.loads(manifest)
         files = {
@@ -94,6 +94,6 @@ def listing(manifest: str) -> tuple[str, dict[str, FileRecord]]:
 
 
 def _is_inside(name: str) -> bool:
-    """Whether a name stays inside its folder, and is one line."""
+    """Return whether a name stays inside its folder and is one line."""
     path = PurePosixPath(name)
     return not path.is_absolute() and ".." not in path.parts and name.isprintable() and bool(name)

@@ -1,4 +1,4 @@
-"""What `edgellm-transfer --fleet` does, and prints of it."""
+"""`edgellm-transfer --fleet`: updates, checks and rollbacks of a fleet."""
 
 from __future__ import annotations
 
@@ -23,8 +23,8 @@ _SHOWN = 4  # devices in a message
 
 
 @dataclass(frozen=True, slots=True)
-class Order:
-    """The flags."""
+class FleetJob:
+    """Flags of a run on a fleet."""
 
     canary: str = "1"
     num_parallel: int = 8
@@ -35,8 +35,8 @@ class Order:
     status: bool = False
     page: Path | None = None
 
-    def of_fleets(self) -> str:
-        """A given flag that has no meaning for one device, "" without."""
+    def fleet_flag(self) -> str:
+        """Return the first given flag that needs --fleet, or ""."""
         given = {
             "--rollback": self.rollback,
             "--status": self.status,
@@ -46,51 +46,50 @@ class Order:
         return next((flag for flag, value in given.items() if value), "")
 
 
-def carry_out(order: Order, bundle: Path | None, fleet: Path) -> None:
-    """Update, check, roll back or look at a fleet.
+def run(job: FleetJob, bundle: Path | None, fleet: Path) -> None:
+    """Update, check or roll back a fleet, or show its versions.
 
     Raises:
-        EdgeLLMError: flags that contradict each other, a faulty inventory, and at the end:
-            devices that do not have what they should.
+        EdgeLLMError: the flags exclude each other, the inventory is invalid, or devices failed.
     """
-    targets, listed = _read(order, bundle, fleet)
-    if order.rollback:
-        _finish(order, rollout.roll_back(targets, order.num_parallel, _tell), rollout.ROLLED_BACK)
-    elif order.check and listed is not None:
-        found = rollout.compare(listed, targets, order.num_parallel, _tell)
-        _finish(order, found, rollout.CURRENT)
-    elif order.status:
-        shown = _status(order, targets, listed)
+    targets, listed = _read(job, bundle, fleet)
+    if job.rollback:
+        _finish(job, rollout.roll_back(targets, job.num_parallel, _report), rollout.ROLLED_BACK)
+    elif job.check and listed is not None:
+        found = rollout.compare(listed, targets, job.num_parallel, _report)
+        _finish(job, found, rollout.CURRENT)
+    elif job.status:
+        shown = _status(job, targets, listed)
         tables.show(f"Fleet {fleet}", [shown])
     elif listed is not None:
         plan = Plan(
-            inventory.share(order.canary, len(targets)),
-            order.num_parallel,
-            order.max_failed,
-            order.test,
+            inventory.share(job.canary, len(targets)),
+            job.num_parallel,
+            job.max_failed,
+            job.test,
         )
-        found = rollout.roll_out(listed, targets, plan, _tell)
-        _finish(order, found, rollout.UPDATED, rollout.CURRENT, listed=listed)
+        found = rollout.roll_out(listed, targets, plan, _report)
+        _finish(job, found, rollout.UPDATED, rollout.CURRENT, listed=listed)
 
 
 def _read(
-    order: Order, bundle: Path | None, fleet: Path
+    job: FleetJob, bundle: Path | None, fleet: Path
 ) -> tuple[tuple[Target, ...], FileList | None]:
-    """The devices, and what they are to have; raises `EdgeLLMError` as `carry_out`."""
-    if sum((order.check, order.rollback, order.status)) > 1:
+    """Return the devices and the files of the bundle; raise `EdgeLLMError` as `run`."""
+    if sum((job.check, job.rollback, job.status)) > 1:
         raise EdgeLLMError("--check, --rollback, --status: one of them at a time")
-    if bundle is None and not (order.rollback or order.status):
-        raise EdgeLLMError("which bundle is the fleet to have?", hint="give BUNDLE")
-    if bundle is not None and order.rollback:
+    if bundle is None and not (job.rollback or job.status):
+        raise EdgeLLMError("--fleet needs a bundle", hint="give BUNDLE")
+    if bundle is not None and job.rollback:
         raise EdgeLLMError(
-            f"{bundle} and --rollback: the devices go back to what they kept",
-            hint="leave BUNDLE out; or leave --rollback out to bring it to them",
+            f"{bundle} and --rollback exclude each other: devices restore their earlier version",
+            hint="leave BUNDLE out to roll back, or --rollback to update",
         )
     targets = inventory.read(fleet, Commands())
-    inventory.share(order.canary, len(targets))
-    if order.page is not None:
-        is_html(order.page)
-        check_output_file(order.page, fleet)
+    inventory.share(job.canary, len(targets))
+    if job.page is not None:
+        is_html(job.page)
+        check_output_file(job.page, fleet)
     if bundle is None:
         return targets, None
     for target in targets:
@@ -99,32 +98,32 @@ def _read(
     return targets, load(bundle)
 
 
-def _status(order: Order, targets: Sequence[Target], listed: FileList | None) -> tables.Table:
-    with ThreadPoolExecutor(order.num_parallel) as pool:
+def _status(job: FleetJob, targets: Sequence[Target], listed: FileList | None) -> tables.Table:
+    with ThreadPoolExecutor(job.num_parallel) as pool:
         shown = table(list(pool.map(read_versions, targets)), listed)
-    if order.page is not None:
-        write_page(order.page, shown)
+    if job.page is not None:
+        write_page(job.page, shown)
     return shown
 
 
-def _tell(outcome: Outcome) -> None:
+def _report(outcome: Outcome) -> None:
     typer.echo(f"{outcome.target}: {outcome.state}" + (outcome.detail and f": {outcome.detail}"))
 
 
 def _finish(
-    order: Order, found: Sequence[Outcome], *good: str, listed: FileList | None = None
+    job: FleetJob, found: Sequence[Outcome], *good: str, listed: FileList | None = None
 ) -> None:
-    """Write the page, and end in an error where devices are not as they should be."""
-    if order.page is not None:
-        _status(order, [outcome.target for outcome in found], listed)
+    """Write the page; raise `EdgeLLMError` if the state of a device is not `good`."""
+    if job.page is not None:
+        _status(job, [outcome.target for outcome in found], listed)
     counts = collections.Counter(outcome.state for outcome in found)
-    said = ", ".join(f"{number} {state}" for state, number in counts.items())
+    summary = ", ".join(f"{number} {state}" for state, number in counts.items())
     bad = [outcome for outcome in found if outcome.state not in good]
     if bad:
         names = ", ".join(str(outcome.target) for outcome in bad[:_SHOWN])
         more = f" and {len(bad) - _SHOWN} more" if len(bad) > _SHOWN else ""
         raise EdgeLLMError(
-            f"of {len(found)} devices {said}; look at {names}{more}",
-            hint="mend what is said above and run it again: what is right already is left alone",
+            f"of {len(found)} devices {summary}; check {names}{more}",
+            hint="fix the errors above and run it again: correct devices are skipped",
         )
-    typer.echo(f"{len(found)} devices: {said}")
+    typer.echo(f"{len(found)} devices: {summary}")

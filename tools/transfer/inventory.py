@@ -1,4 +1,4 @@
-"""The devices of a fleet, from a file of lines."""
+"""The inventory file of a fleet: one device a line."""
 
 from __future__ import annotations
 
@@ -8,20 +8,19 @@ from pathlib import Path
 from edgellm.core.errors import EdgeLLMError
 from edgellm.tools.transfer.target import Commands, Target, parse
 
-_FORM = "write one device in a line: user@host:models/bundle; # begins a comment"
+_FORM = "write one device a line: user@host:models/bundle; # begins a comment"
 
 
 def read(path: Path, commands: Commands) -> tuple[Target, ...]:
-    """The targets of an inventory, in its order.
+    """Return the targets of an inventory, in its order.
 
     Args:
-        path: a text file with one `user@host:DIR` in a line; empty lines and what follows a #
-            are left out.
-        commands: what the targets share, so that an interrupt ends all of them.
+        path: text file with one `user@host:DIR` a line; # begins a comment.
+        commands: shared by all targets, so that an interrupt ends their commands.
 
     Raises:
-        EdgeLLMError: no such file, no device in it, a line that names no folder, a device that is
-            there twice.
+        EdgeLLMError: the file is missing or has no device, a line is invalid, or a device is
+            listed twice.
     """
     try:
         lines = path.read_text("utf-8").splitlines()
@@ -37,12 +36,12 @@ def read(path: Path, commands: Commands) -> tuple[Target, ...]:
         target = _target(text, f"{path}, line {number}")
         if target in found:
             raise EdgeLLMError(
-                f"{path}, line {number}: {text} is there already, in line {found[target]}",
-                hint="one line for each device",
+                f"{path}, line {number}: {text} is listed already, in line {found[target]}",
+                hint="write one line per device",
             )
         found[target] = number
     if not found:
-        raise EdgeLLMError(f"{path} names no device", hint=_FORM)
+        raise EdgeLLMError(f"{path} lists no device", hint=_FORM)
     return tuple(
         dataclasses.replace(target, is_one_of_many=True, commands=commands) for target in found
     )
@@ -58,10 +57,10 @@ def _target(text: str, place: str) -> Target:
 
 
 def share(text: str, total: int) -> int:
-    """How many of `total` devices "3" or "10%" are: at least one, at most all.
+    """Return the number of devices for "3" or "10%" of `total`: at least one, at most all.
 
     Raises:
-        EdgeLLMError: it is neither.
+        EdgeLLMError: `text` is neither.
     """
     digits = text.removesuffix("%")
     if not (digits.isascii() and digits.isdigit() and int(digits) > 0):

@@ -1,4 +1,4 @@
-"""From a folder here to the same folder there: compare, send, check, move into place."""
+"""Transfer of a folder to a target: compare, send, verify, publish."""
 
 from __future__ import annotations
 
@@ -21,88 +21,88 @@ _SHOWN = 4  # names in a message
 
 @dataclass(frozen=True, slots=True)
 class Delivery:
-    """What a transfer did."""
+    """Result of a transfer."""
 
     changed: tuple[str, ...]  # files that were missing or differed
     sent: Sent
 
 
 @dataclass(frozen=True, slots=True)
-class Arrived:
-    """What lies on a target's stage, and the files of its folder that go when it is published."""
+class Staged:
+    """Verified files in the stage of a target, before they are published."""
 
     changed: tuple[str, ...]
-    gone: tuple[str, ...]
+    removed: tuple[str, ...]  # files of the target's folder that publishing removes
     sent: Sent
 
 
 def check(listed: FileList, target: Target) -> tuple[str, ...]:
-    """The files that the target lacks or has otherwise, found by its own sha256sum.
+    """Return the files that are missing or differ on the target, by its own sha256sum.
 
     Raises:
         EdgeLLMError: the target cannot be reached, or has no sha256sum.
     """
-    _require_there(target, "sha256sum")
+    _require_commands(target, "sha256sum")
     right, _ = _state(target, target.folder, listed)
     return tuple(name for name in listed.files if name not in right)
 
 
 def deliver(listed: FileList, target: Target) -> Delivery:
-    """Bring the target to what `listed` is; interrupted, it goes on where it was.
+    """Copy the files of `listed` to the target; resumes after an interrupt.
 
-    Files arrive in a folder beside the target's, are checked there and then moved, so that the
-    target holds what it held before until everything has arrived. Foreign files stay.
+    Files are sent to a stage next to the target's folder, verified there, then moved. Until then
+    the target keeps its earlier version. Other files in its folder stay.
 
     Raises:
-        EdgeLLMError: the target cannot be reached or written, or holds something else.
+        EdgeLLMError: the target cannot be reached or written, or holds other artifacts.
         LimitError: its disk is too small.
-        BrokenArtifactError: a file of `listed` is not what its manifest says, or did not arrive so.
+        BrokenArtifactError: a file differs from its manifest, here or after the transfer.
     """
-    arrived = bring(listed, target)
-    publish(arrived, target)
-    return Delivery(arrived.changed, arrived.sent)
+    staged = stage(listed, target)
+    publish(staged, target)
+    return Delivery(staged.changed, staged.sent)
 
 
-def bring(listed: FileList, target: Target) -> Arrived:
-    """Let everything arrive beside the target's folder; raises as `deliver`."""
+def stage(listed: FileList, target: Target) -> Staged:
+    """Send files to the target's stage and verify them; raises as `deliver`."""
     require_tools(target)
-    _require_there(target, "sha256sum", *(["rsync"] if target.host else []))
+    _require_commands(target, "sha256sum", *(["rsync"] if target.host else []))
     printed = run_script(target, scripts.prepare(target.folder, target.stage, listed.kinds))
     disk, *manifests = printed.split(f"\n{scripts.MANIFEST_MARK}\n")
-    right, there = _state(target, target.folder, listed)
+    right, existing = _state(target, target.folder, listed)
     changed = tuple(name for name in listed.files if name not in right)
     old = _own_files(manifests, listed)
-    _refuse_foreign(target, [name for name in changed if name in there and name not in old])
+    _reject_foreign(target, [name for name in changed if name in existing and name not in old])
     arrived, _ = _state(target, target.stage, listed)
     missing = [name for name in changed if name not in arrived]
     listed.verify(missing)
     _require_space(target, sum(listed.files[name].num_bytes for name in missing), disk)
     sent = Sent(0, 0)
     if missing:
-        sent = send(listed.folder, missing, target, has_others=not there.isdisjoint(missing))
-    _check_arrived(listed, target, missing)
-    return Arrived(changed, tuple(sorted(old - set(listed.files))), sent)
+        sent = send(listed.folder, missing, target, has_others=not existing.isdisjoint(missing))
+    _verify_stage(listed, target, missing)
+    return Staged(changed, tuple(sorted(old - set(listed.files))), sent)
 
 
-def publish(arrived: Arrived, target: Target, *, keep_for: str = "") -> None:
-    """Move what arrived into its place.
+def publish(staged: Staged, target: Target, *, keep_for: str = "") -> None:
+    """Move staged files into the target's folder.
 
     Args:
-        arrived: on this target.
-        target: where `bring` went to.
-        keep_for: the version that is published, if what it replaces shall be kept.
+        staged: result of `stage` for this target.
+        target: the target.
+        keep_for: the published version, if the replaced files are to be kept; else "".
 
     Raises:
         EdgeLLMError: the target cannot be reached or written.
     """
-    names = (*arrived.changed, *arrived.gone)
+    names = (*staged.changed, *staged.removed)
     if keep_for and names:
-        run_script(target, scripts.keep(target.folder, target.kept, keep_for, names))
-    moved = scripts.publish(target.folder, target.stage, arrived.changed, arrived.gone)
-    run_script(target, moved if keep_for or not names else moved + scripts.drop(target.kept))
+        run_script(target, scripts.keep(target.folder, target.previous, keep_for, names))
+    moves = scripts.publish(target.folder, target.stage, staged.changed, staged.removed)
+    run_script(target, moves if keep_for or not names else moves + scripts.drop(target.previous))
 
 
-def _require_there(target: Target, *names: str) -> None:
+def _require_commands(target: Target, *names: str) -> None:
     if lacking := run_script(target, scripts.tools(*names)).split():
         where = target.host or "this machine"
         raise EdgeLLMError(
@@ -111,14 +111,14 @@ def _require_there(target: Target, *names: str) -> None:
 
 
 def _state(target: Target, folder: str, listed: FileList) -> tuple[set[str], set[str]]:
-    """The files of `listed` that are right in a folder of the target, and those that are there."""
+    """Return the files of `listed` with the right hash in a folder, and all that exist there."""
     lines = run_script(target, scripts.check(folder, listed.files)).splitlines()
     right = {line.removesuffix(": OK") for line in lines if line.endswith(": OK")}
-    return right, {line.removeprefix("there ") for line in lines if line.startswith("there ")}
+    return right, {line.removeprefix("exists ") for line in lines if line.startswith("exists ")}
 
 
 def _own_files(manifests: list[str], listed: FileList) -> set[str]:
-    """The files that the target's manifests name, where they are of the kinds of `listed`."""
+    """Return the files in the target's manifests, if their kinds are those of `listed`."""
     own: set[str] = set()
     for text, (path, kind) in zip(manifests, listed.kinds.items(), strict=True):
         found, files = listing(text)
@@ -128,16 +128,16 @@ def _own_files(manifests: list[str], listed: FileList) -> set[str]:
     return own
 
 
-def _refuse_foreign(target: Target, names: list[str]) -> None:
+def _reject_foreign(target: Target, names: list[str]) -> None:
     if names:
         raise EdgeLLMError(
-            f"{target} has files that are not of an earlier transfer: {_listed(names)}",
+            f"{target} has files that are not from an earlier transfer: {_listed(names)}",
             hint="give another folder, or move them away",
         )
 
 
 def _require_space(target: Target, needed: int, disk: str) -> None:
-    """Compare with the available kilobytes, the fourth column of `df -Pk`."""
+    """Check the free kilobytes, the fourth column of `df -Pk`."""
     fields = disk.split()
     free = int(fields[3]) * 1024 if len(fields) > 3 and fields[3].isdigit() else needed
     if needed > free:
@@ -148,13 +148,13 @@ def _require_space(target: Target, needed: int, disk: str) -> None:
         )
 
 
-def _check_arrived(listed: FileList, target: Target, names: list[str]) -> None:
+def _verify_stage(listed: FileList, target: Target, names: list[str]) -> None:
     right, _ = _state(target, target.stage, listed)
     if broken := [name for name in names if name not in right]:
         run_script(target, scripts.forget(target.stage, broken))
         raise BrokenArtifactError(
-            f"{target}: {_listed(broken)} arrived with another sha256 than the manifest's",
-            hint="run it again; if it stays so, check the disk there",
+            f"{target}: the sha256 of {_listed(broken)} differs from the manifest after transfer",
+            hint="run it again; if it fails again, check the disk there",
         )
 
 

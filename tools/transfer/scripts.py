@@ -1,7 +1,7 @@
-"""What runs on the target: POSIX sh with coreutils, nothing of edgellm.
+"""Scripts for the target: POSIX sh with coreutils, without edgellm.
 
-Every script is given to `sh -s` on its standard input, so that neither the login shell nor the
-length of a command line matters; lists are here-documents, which nothing in a name can end.
+`sh -s` reads each script from standard input, so that neither the login shell nor the length of a
+command line matters. Lists are here-documents, which no file name can end.
 """
 
 from __future__ import annotations
@@ -16,12 +16,12 @@ MANIFEST_MARK = "edgellm manifest"
 
 
 def check(folder: str, files: Mapping[str, FileRecord]) -> str:
-    """Print `there NAME` for files that are there, `NAME: OK` for those with the right hash."""
+    """Print `exists NAME` for existing files, `NAME: OK` for those with the right hash."""
     sums = "".join(f"{record.sha256}  {name}\n" for name, record in files.items())
     names = _lines(files)
     return f"""
 if cd -- {shlex.quote(folder)} 2>/dev/null; then
-while IFS= read -r name; do [ -e "$name" ] && printf 'there %s\\n' "$name"; done <<'{_END}'
+while IFS= read -r name; do [ -e "$name" ] && printf 'exists %s\\n' "$name"; done <<'{_END}'
 {names}{_END}
 LC_ALL=C sha256sum -c - 2>/dev/null <<'{_END}'
 {sums}{_END}
@@ -38,9 +38,9 @@ def tools(*wanted: str) -> str:
 
 
 def prepare(folder: str, stage: str, manifests: Iterable[str]) -> str:
-    """Make the stage; print the free kilobytes, and after marks the manifests that are there.
+    """Create the stage; print the line of `df -Pk`, then existing manifests after marks.
 
-    Fails where nothing can be written.
+    Fails if the stage cannot be written.
     """
     printed = "".join(
         f"printf '\\n{MANIFEST_MARK}\\n'; cat -- \"$folder/{name}\" 2>/dev/null\n"
@@ -58,9 +58,9 @@ df -Pk -- "$stage" | tail -n 1
 
 
 def publish(folder: str, stage: str, names: Iterable[str], old: Iterable[str]) -> str:
-    """Move files from the stage to their places, remove `old` ones, and then the stage.
+    """Move files from the stage into the folder, remove `old` files and the stage.
 
-    Signals do not stop it, so that a folder is never left with files of two versions.
+    The script ignores signals, so that the folder never has files of two versions.
     """
     return f"""
 set -e
@@ -78,15 +78,15 @@ rm -rf -- "$stage"
 """
 
 
-def keep(folder: str, kept: str, version: str, names: Iterable[str]) -> str:
-    """Keep what publishing `version` will replace or remove, as hard links where there are any.
+def keep(folder: str, previous: str, version: str, names: Iterable[str]) -> str:
+    """Keep the files that publishing `version` replaces or removes, as hard links if possible.
 
-    `kept` then has the folder `files`, a list `added` of names that were not there, and `for`, the
-    version. Run again after an interrupt, it leaves what it has kept for the same version.
+    `previous` then has a folder `files`, a list `added` of names that are new, and `for`, the
+    version. After an interrupt, the script resumes for the same version.
     """
     return f"""
 set -e
-folder={shlex.quote(folder)}; kept={shlex.quote(kept)}
+folder={shlex.quote(folder)}; kept={shlex.quote(previous)}
 if [ "$(cat -- "$kept/for" 2>/dev/null)" != {version} ]; then
 rm -rf -- "$kept"; mkdir -p -- "$kept/files"; : > "$kept/added"
 printf '%s\\n' {version} > "$kept/for"
@@ -110,11 +110,11 @@ done <<'{_END}'
 """
 
 
-def put_back(folder: str, kept: str) -> str:
-    """Make the folder what it was before `keep`; fail with 22 where nothing was kept."""
+def restore(folder: str, previous: str) -> str:
+    """Restore the folder's files from before `keep`; fail with 22 if there are none."""
     return f"""
-folder={shlex.quote(folder)}; kept={shlex.quote(kept)}
-if [ ! -f "$kept/for" ]; then printf 'nothing earlier is kept\n' >&2; exit 22; fi
+folder={shlex.quote(folder)}; kept={shlex.quote(previous)}
+if [ ! -f "$kept/for" ]; then printf 'no earlier version is kept\n' >&2; exit 22; fi
 set -e
 while IFS= read -r name; do
 rm -f -- "$folder/$name"
@@ -130,15 +130,15 @@ rmdir -- "$folder" 2>/dev/null || :
 """
 
 
-def drop(kept: str) -> str:
-    """Remove what was kept: it is of an earlier version than the last."""
-    return f"rm -rf -- {shlex.quote(kept)}\n"
+def drop(previous: str) -> str:
+    """Remove the kept files, which are older than the last version."""
+    return f"rm -rf -- {shlex.quote(previous)}\n"
 
 
-def versions(folder: str, kept: str) -> str:
-    """Print `kept` if an earlier version is, and after marks path, hash and text of manifests."""
+def versions(folder: str, previous: str) -> str:
+    """Print `kept` if an earlier version exists, then path, hash and text of manifests."""
     return f"""
-folder={shlex.quote(folder)}; kept={shlex.quote(kept)}
+folder={shlex.quote(folder)}; kept={shlex.quote(previous)}
 if [ -f "$kept/for" ]; then printf 'kept\\n'; fi
 for name in {MANIFEST_NAME} {DRAFT_FOLDER}/{MANIFEST_NAME}; do
 if [ -f "$folder/$name" ]; then
@@ -151,7 +151,7 @@ done
 
 
 def test(folder: str, command: str) -> str:
-    """Run a command of the user in the folder; the rest of the script is not its input."""
+    """Run a user's command in the folder, without standard input."""
     return f"cd -- {shlex.quote(folder)} || exit 23\n(\n{command}\n) </dev/null\n"
 
 

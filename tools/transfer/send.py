@@ -1,4 +1,4 @@
-"""Files into the stage of a target; what is there of them already is used."""
+"""Copies files into the stage of a target; reuses data that the target has."""
 
 from __future__ import annotations
 
@@ -21,30 +21,30 @@ _PIECE_BYTES = 1 << 22
 
 @dataclass(frozen=True, slots=True)
 class Sent:
-    """How many bytes of the files travelled, and how many were found on the target."""
+    """Bytes that were sent, and bytes that the target had already."""
 
-    travelled: int
-    found: int
+    sent_bytes: int
+    reused_bytes: int
 
 
 def send(source: Path, names: Sequence[str], target: Target, *, has_others: bool) -> Sent:
     """Copy files into the target's stage.
 
-    Over ssh rsync sends what differs inside a file: from the file of the same name that the
-    target has, or from a part that arrived before an interrupt.
+    Over ssh, rsync sends the differences to the target's file of the same name, or to the part
+    that arrived before an interrupt.
 
     Args:
-        source: the folder here.
-        names: of files in it.
-        target: where they go.
-        has_others: whether the target's folder has other versions of some of them.
+        source: local folder.
+        names: files in it.
+        target: destination.
+        has_others: whether the target's folder has other versions of some files.
 
     Raises:
-        EdgeLLMError: there is no rsync, or it failed.
+        EdgeLLMError: rsync is missing or failed.
     """
     if not target.host:
         needed = sum((source / name).stat().st_size for name in names)
-        hint = "free some space and run it again: what has arrived is kept"
+        hint = "free some space and run it again: it resumes"
         with explain_full_disk(Path(target.stage), num_bytes=needed, hint=hint):
             return _locally(source, names, target)
     folder = PurePosixPath(target.folder).name if has_others else ""
@@ -52,7 +52,7 @@ def send(source: Path, names: Sequence[str], target: Target, *, has_others: bool
 
 
 def require_tools(target: Target) -> None:
-    """Raise `EdgeLLMError` when this machine lacks what `send` needs."""
+    """Raise `EdgeLLMError` if this machine lacks rsync and `send` needs it."""
     if target.host and shutil.which("rsync") is None:
         raise EdgeLLMError(
             "rsync is not installed here",
@@ -61,49 +61,49 @@ def require_tools(target: Target) -> None:
 
 
 def _with_rsync(source: Path, names: Sequence[str], target: Target, others: str) -> Sent:
-    """`others` is the folder beside the stage that has other versions of files, "" for none."""
-    is_watched = sys.stderr.isatty() and not target.is_one_of_many
-    # That size and time of two files are equal says nothing: their hashes differ.
+    """Send files with rsync; `others` is a folder with other versions of them, or ""."""
+    has_progress = sys.stderr.isatty() and not target.is_one_of_many
+    # Sizes and times may be equal although the hashes differ.
     command = [
         "rsync", "--times", "--ignore-times", "--stats", "--protect-args", "--files-from=-",
         f"--partial-dir={_PARTIAL}", *([f"--copy-dest=../{others}"] if others else []),
-        *(["--progress"] if is_watched else []),
+        *(["--progress"] if has_progress else []),
         "-e", shlex.join(target.ssh),
         f"{source}/", f"{target.host}:{target.stage}/",
     ]  # fmt: skip
     listed = "".join(f"{name}\n" for name in names)
-    code, printed, errors = run(target.commands, command, listed, _show if is_watched else None)
+    code, printed, errors = run(target.commands, command, listed, _show if has_progress else None)
     if code:
-        raise explain(target, code, errors, hint="run it again: what has arrived is kept")
-    return Sent(_figure("Literal data", printed), _figure("Matched data", printed))
+        raise explain(target, code, errors, hint="run it again: it resumes")
+    return Sent(_statistic("Literal data", printed), _statistic("Matched data", printed))
 
 
 def _show(piece: str) -> None:
     print(piece, end="", file=sys.stderr, flush=True)
 
 
-def _figure(name: str, printed: str) -> int:
-    """A number of bytes out of rsync's statistics."""
+def _statistic(name: str, printed: str) -> int:
+    """Return a number of bytes from rsync's statistics."""
     match = re.search(rf"{name}: ([\d,.]+) bytes", printed)
     return int(re.sub(r"\D", "", match[1])) if match else 0
 
 
 def _locally(source: Path, names: Sequence[str], target: Target) -> Sent:
-    stage, travelled, found = Path(target.stage), 0, 0
+    stage, sent, reused = Path(target.stage), 0, 0
     for name in names:
         partial = stage / _PARTIAL / name
         partial.parent.mkdir(parents=True, exist_ok=True)
-        kept = _go_on(source / name, partial)
+        kept = _resume(source / name, partial)
         size = partial.stat().st_size
-        travelled, found = travelled + size - kept, found + kept
+        sent, reused = sent + size - kept, reused + kept
         place = stage / name
         place.parent.mkdir(parents=True, exist_ok=True)
         partial.replace(place)
-    return Sent(travelled, found)
+    return Sent(sent, reused)
 
 
-def _go_on(source: Path, partial: Path) -> int:
-    """Make `partial` a copy of `source`; the bytes of it that were right already."""
+def _resume(source: Path, partial: Path) -> int:
+    """Make `partial` a copy of `source`; return the number of bytes that it had already."""
     kept = 0
     partial.touch()
     with source.open("rb") as origin, partial.open("r+b") as copy:

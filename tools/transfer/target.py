@@ -1,4 +1,4 @@
-"""Where a transfer goes: a folder here or on another machine, and running scripts there."""
+"""Target of a transfer: a local or remote folder, and scripts that run there."""
 
 from __future__ import annotations
 
@@ -24,7 +24,7 @@ _HINT = "give a folder for the bundle: user@host:models/bundle, or a local one"
 
 
 class Commands:
-    """Running commands of one or several targets; an interrupt ends them all."""
+    """Running commands of one or several targets; an interrupt ends all of them."""
 
     def __init__(self) -> None:
         self._lock = threading.Lock()
@@ -35,7 +35,7 @@ class Commands:
     def started(
         self, command: Sequence[str], source: IO[bytes], errors: IO[bytes]
     ) -> Iterator[subprocess.Popen[bytes]]:
-        """A process whose input and errors are files, so that no pipe can fill up.
+        """Start a process; its input and errors are files, so that no pipe can fill up.
 
         Raises:
             KeyboardInterrupt: `end` was called.
@@ -55,59 +55,59 @@ class Commands:
                 self._running.discard(process)
 
     def end(self) -> None:
-        """Let everything that runs end in order, and nothing begin."""
+        """Terminate all running commands, and start no more."""
         with self._lock:
             self._is_ended = True
             for process in self._running:
-                process.terminate()  # rsync then keeps what has arrived of a file
+                process.terminate()  # rsync then keeps partial files
 
 
 @dataclass(frozen=True, slots=True)
 class Target:
-    """A folder, which becomes the bundle."""
+    """Destination folder of a bundle."""
 
     host: str  # user@host, "" for this machine
     folder: str
-    ssh: tuple[str, ...] = field(default=(), compare=False)  # the command that reaches the host
-    is_one_of_many: bool = False  # no password prompt, no progress
+    ssh: tuple[str, ...] = field(default=(), compare=False)  # command that connects to the host
+    is_one_of_many: bool = False  # of a fleet: no password prompt, no progress
     commands: Commands = field(default_factory=Commands, compare=False, repr=False)
 
     @property
     def stage(self) -> str:
-        """Where files arrive before they are checked and moved; it lasts through interrupts."""
-        return self._beside("transfer")
+        """Folder of received files before they are verified and moved; survives interrupts."""
+        return self._sibling("transfer")
 
     @property
-    def kept(self) -> str:
-        """Where the files lie that an update of a fleet replaced."""
-        return self._beside("previous")
+    def previous(self) -> str:
+        """Folder of the files that the last update of a fleet replaced."""
+        return self._sibling("previous")
 
-    def _beside(self, suffix: str) -> str:
+    def _sibling(self, suffix: str) -> str:
         path = PurePosixPath(self.folder)
         return str(path.with_name(f".{path.name}.{suffix}"))
 
     def __str__(self) -> str:
-        """As the user wrote it."""
+        """Return the target as the user wrote it."""
         return f"{self.host}:{self.folder}" if self.host else self.folder
 
 
 def parse(text: str) -> Target:
-    """From user@host:DIR, or the path of a local folder.
+    """Parse user@host:DIR, or the path of a local folder.
 
     Raises:
-        EdgeLLMError: no folder is named.
+        EdgeLLMError: the text names no folder.
     """
     match = _REMOTE.fullmatch(text)
     host, folder = (match["host"], match["folder"]) if match else ("", text)
-    folder = folder.removeprefix("~/").rstrip("/")  # a remote path begins at home
+    folder = folder.removeprefix("~/").rstrip("/")  # remote paths are relative to the home folder
     if host.startswith("-") or PurePosixPath(folder).name in ("", ".", "..", "~"):
-        raise EdgeLLMError(f"{text} names no folder of its own", hint=_HINT)
+        raise EdgeLLMError(f"{text} names no folder for the bundle", hint=_HINT)
     return Target(host, folder)
 
 
 @contextlib.contextmanager
 def connected(target: Target) -> Iterator[Target]:
-    """The target with a command that reaches it; one login serves all of its uses.
+    """Yield the target with an ssh command that connects to it; all uses share one login.
 
     Raises:
         EdgeLLMError: this machine has no ssh.
@@ -138,7 +138,7 @@ def connected(target: Target) -> Iterator[Target]:
 
 
 def run_script(target: Target, script: str) -> str:
-    """What a script prints on the target.
+    """Run a script on the target; return its standard output.
 
     Raises:
         EdgeLLMError: the target cannot be reached, or the script failed.
@@ -150,7 +150,7 @@ def run_script(target: Target, script: str) -> str:
 
 
 def try_script(target: Target, script: str) -> tuple[int, str, str]:
-    """Exit code (255: of ssh, perhaps), standard output and errors of a script on the target."""
+    """Run a script on the target; return exit code (255 may be ssh's), output and errors."""
     command = [*target.ssh, _plain(target.host), "sh -s"] if target.host else ["sh", "-s"]
     return run(target.commands, command, script)
 
@@ -161,13 +161,13 @@ def run(
     given: str,
     show: Callable[[str], None] | None = None,
 ) -> tuple[int, str, str]:
-    """Exit code, standard output and errors of a command; an interrupt lets it end in order.
+    """Run a command; return exit code, output and errors. An interrupt terminates it.
 
     Args:
-        commands: those that it belongs to.
+        commands: registry of running commands.
         command: program and arguments.
         given: its standard input.
-        show: told its output as it comes.
+        show: gets its output as it comes.
     """
     with tempfile.TemporaryFile() as source, tempfile.TemporaryFile() as errors:
         source.write(given.encode())
@@ -188,7 +188,7 @@ def _output(process: subprocess.Popen[bytes], show: Callable[[str], None] | None
                 show(piece)
         process.wait()
     except KeyboardInterrupt:
-        process.terminate()  # rsync then keeps what has arrived of a file
+        process.terminate()  # rsync then keeps partial files
         with contextlib.suppress(subprocess.TimeoutExpired):
             process.wait(_GRACE_S)
         raise
@@ -196,11 +196,11 @@ def _output(process: subprocess.Popen[bytes], show: Callable[[str], None] | None
 
 
 def _plain(host: str) -> str:
-    """The host as ssh wants it: rsync needs brackets around an IPv6 address, ssh none."""
+    """Return the host for ssh, without the brackets that rsync needs around an IPv6 address."""
     return host.replace("[", "").replace("]", "")
 
 
 def is_within(folder: Path, target: Target) -> bool:
-    """Whether a local target is the source itself, or inside of it."""
+    """Return whether a local target is the source folder or inside it."""
     place = Path(target.folder).resolve()
     return not target.host and (place == folder.resolve() or folder.resolve() in place.parents)

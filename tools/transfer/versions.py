@@ -1,4 +1,4 @@
-"""What a device has: the versions of a fleet, as a table and as a page."""
+"""Versions of the devices of a fleet, as a table and a page."""
 
 from __future__ import annotations
 
@@ -24,23 +24,23 @@ NOTHING = "nothing"
 
 @dataclass(frozen=True, slots=True)
 class Version:
-    """What lies in a target's folder."""
+    """The artifact in a target's folder."""
 
     target: Target
     version: str = NOTHING  # see `FileList.version`
     what: str = ""  # kind, model and quantization
-    files: FileList | None = None  # its `folder` is of no use here; None without a manifest
-    has_previous: bool = False  # that a rollback brings back
+    files: FileList | None = None  # without a local `folder`; None without a manifest
+    has_previous: bool = False  # whether it can be rolled back
     fault: str = ""
 
 
 def read_version(target: Target) -> Version:
-    """What a connected target says of its folder; nothing is hashed but manifests.
+    """Read the version of a connected target; only manifests are hashed.
 
     Raises:
-        EdgeLLMError: it cannot be reached.
+        EdgeLLMError: the target cannot be reached.
     """
-    printed = run_script(target, scripts.versions(target.folder, target.kept))
+    printed = run_script(target, scripts.versions(target.folder, target.previous))
     first, *manifests = printed.split(f"\n{scripts.MANIFEST_MARK}\n")
     has_previous = first.strip() == "kept"
     files: dict[str, FileRecord] = {}
@@ -65,20 +65,20 @@ def read_version(target: Target) -> Version:
 
 
 def read_versions(target: Target) -> Version:
-    """As `read_version`, with a connection of its own; a fault is a part of the result."""
+    """Connect and read the version; a fault becomes part of the result."""
     try:
-        with connected(target) as there:
-            return read_version(there)
+        with connected(target) as remote:
+            return read_version(remote)
     except EdgeLLMError as error:
         return Version(target, "unknown", fault=str(error))
 
 
 def table(found: Sequence[Version], wanted: FileList | None) -> Table:
-    """One row for each device.
+    """Return a table with one row per device.
 
     Args:
-        found: what the devices have.
-        wanted: marked where a device has another version; None: the most frequent one is.
+        found: the devices' versions.
+        wanted: expected version; other versions are marked. None: the most frequent version.
     """
     names = [one.version for one in found]
     best = wanted.version if wanted is not None else max(names, key=names.count)
@@ -96,22 +96,22 @@ def table(found: Sequence[Version], wanted: FileList | None) -> Table:
     note = f"{num} of {len(found)} have {best[:_SHOWN]}" + (
         "" if wanted is None else f", which is {wanted.folder}"
     )
-    columns = ("device", "version", "what it is", "state", "version before")
+    columns = ("device", "version", "artifact", "state", "earlier version")
     return Table("Versions", columns, rows, note, is_numeric=False)
 
 
 def write_page(path: Path, shown: Table) -> None:
-    """The table as a page: HTML or Markdown, by the suffix.
+    """Write the table as HTML or Markdown, by the suffix.
 
     Raises:
-        EdgeLLMError: another suffix.
+        EdgeLLMError: the suffix is neither.
     """
     now = f"{datetime.now(timezone.utc):%Y-%m-%d %H:%M} UTC"
     replace_file(path, _html(shown, now) if is_html(path) else f"{markdown(shown)}\n{now}\n")
 
 
 def is_html(path: Path) -> bool:
-    """Whether a page is to be HTML, by its suffix; raises `EdgeLLMError` if it is not Markdown."""
+    """Return whether a page's suffix is HTML's; raise `EdgeLLMError` if it is not Markdown's."""
     if path.suffix not in (".html", ".md"):
         raise EdgeLLMError(f"--page {path}", hint="give the name of a .html or an .md file")
     return path.suffix == ".html"
@@ -137,7 +137,7 @@ tr {{ border-bottom: 1px solid #8884; }} :root {{ color-scheme: light dark; }}
 
 
 def _what(kind: str, manifest: str) -> str:
-    """From a manifest that `listing` could read."""
+    """Describe the artifact of a manifest that `listing` could read."""
     raw: dict[str, Any] = json.loads(manifest)
     spec = raw.get("spec")
     spec = spec if isinstance(spec, dict) else {}

@@ -1,4 +1,4 @@
-"""A bundle, and a device that is a folder behind fakes of ssh and rsync."""
+"""A bundle, and a simulated device: a folder with fakes of ssh and rsync."""
 
 from __future__ import annotations
 

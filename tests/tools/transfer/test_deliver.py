@@ -1,4 +1,4 @@
-"""`edgellm-transfer`: to a folder, to a device behind fakes, interrupted, refused."""
+"""`edgellm-transfer` to a folder and to a simulated device: differences, resuming, checks."""
 
 from __future__ import annotations
 
@@ -34,29 +34,29 @@ def _check(bundle: Path, to: str) -> tuple[str, ...]:
 
 
 def _same(one: Path, other: Path) -> bool:
-    """Whether `other` has all files of `one`, byte by byte."""
+    """Return whether `other` has all files of `one`, byte by byte."""
     names = [path.relative_to(one) for path in one.rglob("*") if path.is_file()]
     return all((other / name).read_bytes() == (one / name).read_bytes() for name in names)
 
 
 @pytest.mark.parametrize("to", ["there", PLACE])
-def test_everything_and_then_nothing(bundle, device, tmp_path, to):
+def test_a_second_transfer_sends_nothing(bundle, device, tmp_path, to):
     place = tmp_path / "there" if to == "there" else device.home / "models/bundle"
     to = str(place) if to == "there" else to
     first = deliver_to(bundle, to)
     assert first.changed == ALL
     size = sum((bundle / name).stat().st_size for name in ALL)
-    assert (first.sent.travelled, first.sent.found) == (size, 0)
+    assert (first.sent.sent_bytes, first.sent.reused_bytes) == (size, 0)
     assert _same(bundle, place)
     assert [path.name for path in place.parent.iterdir() if path.name.startswith(".")] == []
     assert _check(bundle, to) == ()
     second = deliver_to(bundle, to)
-    assert (second.changed, second.sent.travelled) == ((), 0)
+    assert (second.changed, second.sent.sent_bytes) == ((), 0)
     assert not list(tmp_path.rglob("oops"))
 
 
 @pytest.mark.parametrize("to", ["there", PLACE])
-def test_only_what_differs_travels(bundle, device, tmp_path, to):
+def test_only_changed_files_are_sent(bundle, device, tmp_path, to):
     place = tmp_path / "there" if to == "there" else device.home / "models/bundle"
     to = str(place) if to == "there" else to
     deliver_to(bundle, to)
@@ -75,12 +75,12 @@ def test_only_what_differs_travels(bundle, device, tmp_path, to):
     assert not (place / "sub/it's $(touch oops).txt").exists()  # of the earlier bundle
 
 
-def test_what_rsync_and_ssh_are_told(bundle, device):
+def test_arguments_of_rsync_and_ssh(bundle, device):
     deliver_to(bundle, PLACE)
     ((arguments, names),) = device.rsync_calls()
     assert names == list(ALL)
     assert {"--ignore-times", "--partial-dir=.partial", "--files-from=-"} <= {*arguments}
-    assert "--copy-dest=../bundle" not in arguments  # there is nothing yet to compare with
+    assert "--copy-dest=../bundle" not in arguments  # the device has no earlier version
     assert arguments[-2:] == [f"{bundle}/", "robot@device:models/.bundle.transfer/"]
     assert arguments[arguments.index("-e") + 1].startswith("ssh -o ConnectTimeout=")
     calls = device.ssh_calls()
@@ -92,8 +92,8 @@ def test_what_rsync_and_ssh_are_told(bundle, device):
     assert "--copy-dest=../bundle" in device.rsync_calls()[1][0]
 
 
-def test_a_broken_connection_goes_on_where_it_was(bundle, device, monkeypatch):
-    """The copy ends in the middle of a file; the device keeps what it had."""
+def test_a_transfer_resumes_after_a_lost_connection(bundle, device, monkeypatch):
+    """The copy ends in the middle of a file; the device keeps its earlier version."""
     place = device.home / "models/bundle"
     old = make_bundle(bundle.with_name("old"), {"model.onnx": b"old graph"})
     deliver_to(old, PLACE)
@@ -105,13 +105,13 @@ def test_a_broken_connection_goes_on_where_it_was(bundle, device, monkeypatch):
     assert not (place / "model.weights").exists()
     monkeypatch.delenv("RSYNC_FAILS")
     again = deliver_to(bundle, PLACE)
-    assert again.sent.found == len(CONTENTS["model.onnx"]) // 2
+    assert again.sent.reused_bytes == len(CONTENTS["model.onnx"]) // 2
     assert _same(bundle, place)
     assert _check(old, PLACE) == ("model.onnx", "manifest.json")
 
 
-def test_files_that_arrived_do_not_travel_again(bundle, device):
-    """Of a transfer that ended between two files."""
+def test_staged_files_are_not_sent_again(bundle, device):
+    """The earlier transfer ended between two files."""
     stage = device.home / "models/.bundle.transfer"
     stage.mkdir(parents=True)
     shutil.copy(bundle / "model.weights", stage)
@@ -121,8 +121,8 @@ def test_files_that_arrived_do_not_travel_again(bundle, device):
     assert _same(bundle, device.home / "models/bundle")
 
 
-def test_a_move_that_was_cut_short_goes_on(bundle, device):
-    """New files lie beside the old manifest, others still on the stage."""
+def test_an_interrupted_publish_resumes(bundle, device):
+    """Some new files are in the folder with the old manifest, others still in the stage."""
     old = make_bundle(bundle.with_name("old"), {"model.onnx": b"old graph"})
     deliver_to(old, PLACE)
     place, stage = device.home / "models/bundle", device.home / "models/.bundle.transfer"
@@ -148,7 +148,7 @@ def test_a_signal_does_not_stop_the_moves(tmp_path, number):
     assert not stage.exists()
 
 
-def test_a_local_copy_goes_on_where_it_was(bundle, tmp_path, monkeypatch):
+def test_a_local_copy_resumes(bundle, tmp_path, monkeypatch):
     weights = CONTENTS["model.weights"]
     stage = tmp_path / ".there.transfer"
     partial = stage / ".partial" / "model.weights"
@@ -163,21 +163,21 @@ def test_a_local_copy_goes_on_where_it_was(bundle, tmp_path, monkeypatch):
         partial.parent.mkdir(parents=True, exist_ok=True)
         partial.write_bytes(content)
         found = deliver_to(bundle, str(tmp_path / "there"))
-        assert found.sent.found == kept
+        assert found.sent.reused_bytes == kept
         assert _same(bundle, tmp_path / "there")
         shutil.rmtree(tmp_path / "there")
 
 
-def test_an_interrupt_reaches_rsync(bundle, device, monkeypatch):
+def test_an_interrupt_terminates_rsync(bundle, device, monkeypatch):
     monkeypatch.setenv("RSYNC_FAILS", "hang")
     assert terminate_transfer(device, 1, bundle, PLACE) == INTERRUPTED
     assert device.rsync_calls()[-1] == "terminated"
     assert not (device.home / "models/bundle").exists()
     monkeypatch.delenv("RSYNC_FAILS")
-    assert deliver_to(bundle, PLACE).sent.found > 0
+    assert deliver_to(bundle, PLACE).sent.reused_bytes > 0
 
 
-def test_the_check_needs_nothing_but_sha256sum(bundle, device):
+def test_the_check_needs_only_sha256sum(bundle, device):
     place = device.home / "models/bundle"
     assert _check(bundle, PLACE) == ALL
     shutil.copytree(bundle, place)
@@ -198,7 +198,7 @@ def test_the_check_needs_nothing_but_sha256sum(bundle, device):
         _check(bundle, PLACE)
 
 
-def test_an_engine_takes_its_draft_along(tmp_path):
+def test_an_engine_is_sent_with_its_draft(tmp_path):
     engine, there = tmp_path / "engine", tmp_path / "there"
     make_bundle(engine, {"decode.onnx": b"base"}, kind="llm_engine")
     make_bundle(engine / "draft", {"draft.onnx": b"draft"}, kind="draft_engine")
@@ -211,8 +211,8 @@ def test_an_engine_takes_its_draft_along(tmp_path):
 
 
 @pytest.mark.skipif(shutil.which("rsync") is None, reason="needs rsync")
-def test_rsync_itself(bundle, device, tmp_path):
-    """Bytes that the device has in another version of a file do not travel."""
+def test_rsync_reuses_data_of_the_earlier_version(bundle, device, tmp_path):
+    """The real rsync sends only the changed parts of a file."""
     real = str(shutil.which("rsync", path=os.environ["PATH"].partition(os.pathsep)[2]))
     (tmp_path / "bin/rsync").unlink()
     (device.commands / "rsync").unlink()
@@ -228,4 +228,4 @@ def test_rsync_itself(bundle, device, tmp_path):
     found = deliver_to(bundle, PLACE)
     assert found.changed == ("model.weights", "manifest.json")
     assert _same(bundle, device.home / "models/bundle")
-    assert found.sent.travelled < len(weights) // 20
+    assert found.sent.sent_bytes < len(weights) // 20

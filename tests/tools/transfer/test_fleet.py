@@ -1,4 +1,4 @@
-"""`edgellm-transfer --fleet`: staged, tested, rolled back; three devices that are folders."""
+"""`edgellm-transfer --fleet` to three simulated devices: stages, tests, rollbacks."""
 
 from __future__ import annotations
 
@@ -15,7 +15,7 @@ from edgellm.core.errors import EdgeLLMError
 from edgellm.tools.transfer import inventory, rollout
 from edgellm.tools.transfer.cli import app
 from edgellm.tools.transfer.file_list import load
-from edgellm.tools.transfer.push import bring, deliver, publish
+from edgellm.tools.transfer.push import deliver, publish, stage
 from edgellm.tools.transfer.rollout import CURRENT, FAILED, ROLLED_BACK, UNTOUCHED, UPDATED, Plan
 from edgellm.tools.transfer.target import Commands, connected, parse
 from edgellm.tools.transfer.versions import read_versions
@@ -37,7 +37,7 @@ def fleet(tmp_path) -> Path:
 
 
 def _roll_out(bundle: Path, fleet: Path, plan: Plan) -> list[str]:
-    """States, in the order of the fleet."""
+    """Return the states in the order of the fleet."""
     targets = inventory.read(fleet, Commands())
     return [one.state for one in rollout.roll_out(load(bundle), targets, plan, lambda _: None)]
 
@@ -47,7 +47,7 @@ def _files(folder: Path) -> dict[str, bytes]:
     return {path.relative_to(folder).as_posix(): path.read_bytes() for path in found}
 
 
-def test_a_fleet_is_updated_and_goes_back(bundle, new, device, fleet):
+def test_a_fleet_is_updated_and_rolled_back(bundle, new, device, fleet):
     plan = Plan(1, 2)
     assert _roll_out(bundle, fleet, plan) == [UPDATED] * 3
     first = _files(bundle)
@@ -64,11 +64,11 @@ def test_a_fleet_is_updated_and_goes_back(bundle, new, device, fleet):
         assert not (device.home / name / "bundle/more").exists()
     again = rollout.roll_back(targets, 2, lambda _: None)
     assert [outcome.state for outcome in again] == [FAILED] * 3
-    assert "nothing earlier is kept" in again[0].detail
+    assert "no earlier version is kept" in again[0].detail
 
 
-def test_a_device_that_fails_takes_all_back(bundle, new, device, fleet):
-    """The test's command fails on the last one."""
+def test_a_failed_device_rolls_back_all(bundle, new, device, fleet):
+    """The --test command fails on the last device."""
     _roll_out(bundle, fleet, Plan(1, 2))
     test = "test -f model.onnx && case $PWD in */c/bundle) echo no memory >&2; exit 3;; esac; cat"
     found = run_transfer(new, "--fleet", fleet, "--test", test, "--parallel", 1)
@@ -82,29 +82,29 @@ def test_a_device_that_fails_takes_all_back(bundle, new, device, fleet):
     assert _files(device.home / "b/bundle") == _files(new)
 
 
-def test_a_canary_that_fails_ends_it(bundle, device, fleet):
+def test_a_failed_canary_ends_the_rollout(bundle, device, fleet):
     assert _roll_out(bundle, fleet, Plan(1, 8, 5, "false")) == [ROLLED_BACK, UNTOUCHED, UNTOUCHED]
     assert os.listdir(device.home) == ["a"]
     assert os.listdir(device.home / "a") == []  # nothing was there before
     assert not device.rsync_calls()[1:]
 
 
-def test_devices_that_cannot_take_it_are_left_out(bundle, device, fleet, monkeypatch):
+def test_unreachable_devices_are_skipped(bundle, device, fleet, monkeypatch):
     monkeypatch.setenv("DEVICE_OFF", "b@robot")
     (device.home / "c").mkdir()
     (device.home / "c/bundle").write_text("of somebody else")
     found = run_transfer(bundle, "--fleet", fleet)
-    assert_one_line_error(found, "of 3 devices 1 updated, 2 not updated; look at b@robot:b/bundle")
+    assert_one_line_error(found, "of 3 devices 1 updated, 2 not updated; check b@robot:b/bundle")
     assert "b@robot:b/bundle: not updated: b@robot cannot be reached" in found.stdout
     assert _files(device.home / "a/bundle") == _files(bundle)
-    monkeypatch.setenv("DEVICE_OFF", "a@robot")  # with no canary nobody follows
+    monkeypatch.setenv("DEVICE_OFF", "a@robot")  # without a canary, the rollout ends
     (device.home / "c/bundle").unlink()
     assert _roll_out(bundle, fleet, Plan(1, 8)) == [UNTOUCHED] * 3
     assert _roll_out(bundle, fleet, Plan(2, 8)) == [UNTOUCHED, UPDATED, UPDATED]
 
 
-def test_damage_in_place_is_found_and_undone(bundle, new, device, fleet):
-    """The move itself fails on one device, whose files then are of both versions."""
+def test_a_failed_move_rolls_back(bundle, new, device, fleet):
+    """The move fails on one device, which then has files of both versions."""
     _roll_out(bundle, fleet, Plan(1, 2))
     mv = shutil.which("mv")
     (device.commands / "mv").unlink()
@@ -114,17 +114,17 @@ def test_damage_in_place_is_found_and_undone(bundle, new, device, fleet):
     assert all(_files(device.home / name / "bundle") == _files(bundle) for name in NAMES)
 
 
-def test_a_move_that_was_cut_short_can_go_back(bundle, new, device, fleet):
-    """What is kept is of before, also where a second run finished the update."""
+def test_an_interrupted_move_can_be_rolled_back(bundle, new, device, fleet):
+    """The kept files are the earlier version's, also if a second run finished the update."""
     _roll_out(bundle, fleet, Plan(1, 2))
     mv = shutil.which("mv")
     (device.commands / "mv").unlink()
     moved = f'case "$*" in *.transfer/model.weights*) kill -9 $PPID;; esac\nexec {mv} "$@"\n'
     write_command(device.commands / "mv", f"#!/bin/sh\n{moved}")
     with connected(parse("a@robot:a/bundle")) as target:
-        arrived = bring(load(new), target)
+        staged = stage(load(new), target)
         with pytest.raises(EdgeLLMError):
-            publish(arrived, target, keep_for=load(new).version)
+            publish(staged, target, keep_for=load(new).version)
     assert (device.home / "a/bundle/model.onnx").read_bytes() == NEW["model.onnx"]
     (device.commands / "mv").unlink()
     (device.commands / "mv").symlink_to(str(mv))
@@ -134,7 +134,7 @@ def test_a_move_that_was_cut_short_can_go_back(bundle, new, device, fleet):
     assert _files(device.home / "a/bundle") == _files(bundle)
 
 
-def test_a_single_transfer_forgets_what_was_kept(bundle, new, device, fleet):
+def test_a_single_transfer_removes_kept_files(bundle, new, device, fleet):
     _roll_out(bundle, fleet, Plan(3, 2))
     _roll_out(new, fleet, Plan(3, 2))
     with connected(parse("a@robot:a/bundle")) as target:
@@ -143,7 +143,7 @@ def test_a_single_transfer_forgets_what_was_kept(bundle, new, device, fleet):
     assert sorted(os.listdir(device.home / "b")) == [".bundle.previous", "bundle"]
 
 
-def test_a_disk_without_links(bundle, new, device, fleet):
+def test_a_disk_without_hard_links_keeps_copies(bundle, new, device, fleet):
     (device.commands / "ln").unlink()
     write_command(device.commands / "ln", "#!/bin/sh\nexit 1\n")
     _roll_out(bundle, fleet, Plan(1, 2))
@@ -151,7 +151,7 @@ def test_a_disk_without_links(bundle, new, device, fleet):
     assert _files(device.home / "a/bundle") == _files(bundle)
 
 
-def test_the_status_of_a_fleet(bundle, new, device, fleet, tmp_path, monkeypatch):
+def test_the_status_shows_each_version(bundle, new, device, fleet, tmp_path, monkeypatch):
     _roll_out(bundle, fleet, Plan(1, 2))
     with connected(parse("a@robot:a/bundle")) as target:
         deliver(load(new), target)
@@ -170,7 +170,7 @@ def test_the_status_of_a_fleet(bundle, new, device, fleet, tmp_path, monkeypatch
     assert_one_line_error(found, "1 up to date, 1 missing or different, 1 failed")
 
 
-def test_a_version_is_of_the_draft_too(device, tmp_path):
+def test_the_version_of_an_engine_covers_its_draft(device, tmp_path):
     engine = make_bundle(tmp_path / "engine", {"decode.onnx": b"base"}, kind="llm_engine")
     seen = set()
     for content in (b"draft", b"other"):
@@ -187,7 +187,7 @@ def test_a_version_is_of_the_draft_too(device, tmp_path):
     assert read_versions(parse("a@robot:a/engine")).fault == "manifest.json is damaged"
 
 
-def test_an_interrupt_ends_all_of_them(bundle, device, fleet, monkeypatch):
+def test_an_interrupt_ends_all_transfers(bundle, device, fleet, monkeypatch):
     monkeypatch.setenv("RSYNC_FAILS", "hang")
     found = terminate_transfer(device, 3, bundle, "--fleet", fleet, "--canary", 3)
     assert found == INTERRUPTED
@@ -197,32 +197,32 @@ def test_an_interrupt_ends_all_of_them(bundle, device, fleet, monkeypatch):
 
 
 @pytest.mark.usefixtures("device")
-def test_commands_that_are_refused(bundle, fleet, tmp_path):
+def test_invalid_inventories_and_flags_are_rejected(bundle, fleet, tmp_path):
     wrong = tmp_path / "wrong.txt"
     for text, fragments in (
-        ("", ("names no device", "user@host:models/bundle")),
+        ("", ("lists no device", "user@host:models/bundle")),
         ("a@robot:a\nb@robot:\n", ("line 2: b@robot: names no folder",)),
-        ("a@robot:a\n\na@robot:a/\n", ("line 3: a@robot:a/ is there already, in line 1",)),
+        ("a@robot:a\n\na@robot:a/\n", ("line 3: a@robot:a/ is listed already, in line 1",)),
         ("a@robot:a first floor\n", ("line 1", "more than one word")),
     ):
         wrong.write_text(text)
-        _refused((bundle, "--fleet", wrong), fragments)
+        _assert_rejected((bundle, "--fleet", wrong), fragments)
     for arguments, fragments in (
         ((bundle, "--fleet", tmp_path / "none"), ("none: No such file",)),
         ((bundle, "a@robot:a", "--fleet", fleet), ("a@robot:a and --fleet",)),
-        (("--fleet", fleet), ("which bundle",)),
+        (("--fleet", fleet), ("needs a bundle",)),
         ((bundle, "--fleet", fleet, "--rollback"), ("leave BUNDLE out",)),
         ((bundle, "--fleet", fleet, "--canary", "0"), ("--canary 0", "10%")),
         ((bundle, "--fleet", fleet, "--check", "--status"), ("one of them at a time",)),
         (("--fleet", fleet, "--status", "--page", "x.pdf"), (".html",)),
-        ((bundle, "a@robot:a", "--rollback"), ("--rollback is for fleets",)),
+        ((bundle, "a@robot:a", "--rollback"), ("--rollback needs --fleet",)),
         ((bundle,), ("give BUNDLE and user@host:DIR",)),
     ):
-        _refused(arguments, fragments)
+        _assert_rejected(arguments, fragments)
 
 
-def _refused(arguments: tuple, fragments: tuple[str, ...]) -> None:
-    """Message and hint of a command line that ends in an error."""
+def _assert_rejected(arguments: tuple, fragments: tuple[str, ...]) -> None:
+    """Check message and hint of a command line that fails."""
     with pytest.raises(EdgeLLMError) as found:
         app([*map(str, arguments)], standalone_mode=False)
     for fragment in fragments:
@@ -230,5 +230,5 @@ def _refused(arguments: tuple, fragments: tuple[str, ...]) -> None:
 
 
 @pytest.mark.parametrize(("text", "total", "number"), [("1", 5, 1), ("9", 5, 5), ("10%", 25, 3)])
-def test_shares(text, total, number):
+def test_canaries_are_a_number_or_a_share(text, total, number):
     assert inventory.share(text, total) == number

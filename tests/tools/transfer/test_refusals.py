@@ -1,4 +1,4 @@
-"""`edgellm-transfer`: what is refused, and what goes wrong on the way."""
+"""`edgellm-transfer`: rejected arguments, damaged files, errors of ssh and rsync."""
 
 from __future__ import annotations
 
@@ -17,9 +17,9 @@ from edgellm.tools.transfer.errors import explain
 from edgellm.tools.transfer.target import Target, parse
 
 
-def test_what_arrives_damaged_is_refused(bundle, device, monkeypatch):
+def test_files_damaged_in_transfer_are_rejected(bundle, device, monkeypatch):
     monkeypatch.setenv("RSYNC_FAILS", "garble")
-    with pytest.raises(BrokenArtifactError, match=r"model\.onnx, .* another sha256"):
+    with pytest.raises(BrokenArtifactError, match=r"sha256 of model\.onnx, .* differs"):
         deliver_to(bundle, PLACE)
     assert not (device.home / "models/bundle").exists()
     monkeypatch.delenv("RSYNC_FAILS")
@@ -34,17 +34,17 @@ def test_a_changed_source_is_not_sent(bundle, device):
     assert not (device.home / "models/bundle").exists()
 
 
-def test_files_of_others_are_left_alone(bundle, device):
+def test_foreign_files_are_not_overwritten(bundle, device):
     place = device.home / "models/bundle"
     place.mkdir(parents=True)
     (place / "model.onnx").write_text("of somebody else")
-    with pytest.raises(EdgeLLMError, match=r"not of an earlier transfer: model\.onnx") as found:
+    with pytest.raises(EdgeLLMError, match=r"not from an earlier transfer: model\.onnx") as found:
         deliver_to(bundle, PLACE)
     assert "another folder" in found.value.hint
     assert (place / "model.onnx").read_text() == "of somebody else"
     (place / "model.onnx").unlink()
     make_bundle(place, {"draft.bin": b"x"}, kind="draft_bundle")
-    with pytest.raises(EdgeLLMError, match=r"not of an earlier transfer: manifest\.json"):
+    with pytest.raises(EdgeLLMError, match=r"not from an earlier transfer: manifest\.json"):
         deliver_to(bundle, PLACE)
     assert (place / "draft.bin").exists()
 
@@ -56,12 +56,12 @@ def test_a_manifest_of_the_device_cannot_reach_outside(bundle, device):
     raw = json.loads((place / "manifest.json").read_text())
     raw["files"]["../../precious"] = raw["files"]["old.bin"]
     (place / "manifest.json").write_text(json.dumps(raw))
-    with pytest.raises(EdgeLLMError, match="not of an earlier transfer"):
+    with pytest.raises(EdgeLLMError, match="not from an earlier transfer"):
         deliver_to(bundle, PLACE)
     assert (device.home / "precious").exists()
 
 
-def test_a_disk_that_is_too_small(bundle, device):
+def test_a_full_disk_on_the_device_is_found_first(bundle, device):
     (device.commands / "df").unlink()
     line = "/dev/disk 100 98 2 98% /data"
     write_command(device.commands / "df", f"#!/bin/sh\necho Filesystem\necho {line}\n")
@@ -81,15 +81,15 @@ def test_a_disk_that_is_too_small(bundle, device):
         ("ssh: connect to host device port 22: Connection refused",
          "robot@device refuses connections", "start its ssh server"),
         ("ssh: connect to host device port 22: Connection timed out",
-         "robot@device does not answer", "the device is on"),
+         "robot@device does not respond", "the device is on"),
         ("robot@device: Permission denied (publickey,password).",
          "robot@device refuses the login", "check user and key"),
-        ("Host key verification failed.", "is not the machine that it was", "connect once"),
+        ("Host key verification failed.", "has a changed or unknown host key", "connect once"),
         ("something new", "cannot be reached (something new)", "ssh must work"),
     ],
 )  # fmt: skip
 @pytest.mark.usefixtures("device")
-def test_connections_that_fail(bundle, monkeypatch, errors, message, hint):
+def test_errors_of_ssh_get_a_remedy(bundle, monkeypatch, errors, message, hint):
     monkeypatch.setenv("SSH_FAILS", errors)
     with pytest.raises(EdgeLLMError) as found:
         deliver_to(bundle, PLACE)
@@ -102,14 +102,14 @@ def test_connections_that_fail(bundle, monkeypatch, errors, message, hint):
     ("errors", "message", "hint"),
     [
         ("rsync: [receiver] write failed on \"x\": No space left on device (28)", "is full",
-         "what has arrived is kept"),
+         "it resumes"),
         ("rsync: [generator] mkdir \"x\" failed: Permission denied (13)", "cannot be written",
          "your user"),
         ("rsync error: unexplained error (code 255)", "unexplained error", "run it again"),
     ],
 )  # fmt: skip
 @pytest.mark.usefixtures("device")
-def test_copies_that_fail(bundle, monkeypatch, errors, message, hint):
+def test_errors_of_rsync_get_a_remedy(bundle, monkeypatch, errors, message, hint):
     monkeypatch.setenv("RSYNC_FAILS", f"says {errors}")
     with pytest.raises(EdgeLLMError) as found:
         deliver_to(bundle, PLACE)
@@ -118,7 +118,7 @@ def test_copies_that_fail(bundle, monkeypatch, errors, message, hint):
 
 
 @pytest.mark.usefixtures("device")
-def test_places_that_cannot_be_written(bundle, tmp_path):
+def test_unwritable_folders_are_rejected(bundle, tmp_path):
     (tmp_path / "file").write_text("x")
     for to, message in (
         (f"robot@device:{tmp_path / 'file'}", "is a file"),
@@ -133,7 +133,7 @@ def test_places_that_cannot_be_written(bundle, tmp_path):
 
 @pytest.mark.parametrize("absent", ["ssh", "rsync"])
 @pytest.mark.usefixtures("device")
-def test_tools_that_are_missing_here(bundle, tmp_path, monkeypatch, absent):
+def test_missing_local_commands_are_reported(bundle, tmp_path, monkeypatch, absent):
     here = tmp_path / "bin"
     (here / absent).unlink()
     monkeypatch.setenv("PATH", str(here))
@@ -142,7 +142,7 @@ def test_tools_that_are_missing_here(bundle, tmp_path, monkeypatch, absent):
     assert "install it" in found.value.hint
 
 
-def test_an_rsync_that_is_missing_there(bundle, device):
+def test_a_missing_rsync_on_the_device_is_reported(bundle, device):
     (device.commands / "rsync").unlink()
     with pytest.raises(EdgeLLMError, match="robot@device has no rsync") as found:
         deliver_to(bundle, PLACE)
@@ -161,18 +161,18 @@ def test_an_rsync_that_is_missing_there(bundle, device):
         ("/absolute", "", "/absolute"),
     ],
 )
-def test_targets(text, host, folder):
+def test_targets_are_parsed(text, host, folder):
     assert parse(text) == Target(host, folder)
     assert str(parse("me@robot:~/b")) == "me@robot:b"
 
 
 @pytest.mark.parametrize("text", ["robot:", "robot:~", "robot:/", "-oProxyCommand=x:b", "", ".."])
-def test_targets_that_are_none(text):
-    with pytest.raises(EdgeLLMError, match="names no folder of its own"):
+def test_targets_without_a_folder_are_rejected(text):
+    with pytest.raises(EdgeLLMError, match="names no folder for the bundle"):
         parse(text)
 
 
-def test_commands_that_are_refused(bundle, tmp_path):
+def test_invalid_bundles_and_targets_are_rejected(bundle, tmp_path):
     for arguments, fragments in (
         ((tmp_path / "none", "there"), ("no such folder", "edgellm-export")),
         ((tmp_path, "there"), ("has no readable manifest.json", "edgellm-export")),
@@ -185,8 +185,8 @@ def test_commands_that_are_refused(bundle, tmp_path):
     assert (result.returncode, result.stderr) == (0, "")
 
 
-def test_a_full_disk_here(bundle, tmp_path):
-    """As a quota would end it; the next run goes on."""
+def test_a_full_local_disk_is_reported(bundle, tmp_path):
+    """A limit of the file size simulates it; the next run resumes."""
     import resource
 
     (bundle / "model.weights").unlink()

@@ -1,4 +1,4 @@
-"""A report as JSON."""
+"""JSON of a report."""
 
 from __future__ import annotations
 
@@ -17,11 +17,11 @@ from edgellm.tools.inspection.sources.tensors import (
 
 
 def report_json(report: Report, context: int) -> dict[str, Any]:
-    """Everything; sizes are bytes, times milliseconds.
+    """Return all of a report; sizes in bytes, times in milliseconds.
 
     Args:
-        report: what was found.
-        context: tokens in the cache, for the predictions.
+        report: the report.
+        context: tokens in the KV cache, for the predictions.
     """
     content = {
         "path": report.path,
@@ -62,7 +62,7 @@ def report_json(report: Report, context: int) -> dict[str, Any]:
         "files": {name: dataclasses.asdict(record) for name, record in report.files.items()},
         "draft": None if report.draft is None else report_json(report.draft, context),
     }
-    return json.loads(json.dumps(content))  # as JSON has it: lists, and keys that are text
+    return json.loads(json.dumps(content))  # with JSON's types: lists, string keys
 
 
 def _graph(graph: Graph) -> dict[str, Any]:

@@ -1,4 +1,4 @@
-"""What differs between two reports of one kind."""
+"""Differences between two reports of one kind."""
 
 from __future__ import annotations
 
@@ -18,7 +18,7 @@ _ABSENT = "absent"
 
 @dataclass(frozen=True, slots=True)
 class Change:
-    """One thing that is not the same on both sides."""
+    """A field, file or tensor that differs between both sides."""
 
     name: str
     left: str
@@ -27,37 +27,37 @@ class Change:
 
 @dataclass(frozen=True, slots=True)
 class Difference:
-    """All changes, and how far they were looked for."""
+    """All changes between two reports."""
 
     left: str  # path
     right: str
     fields: tuple[Change, ...]  # of manifest or config
-    files: tuple[Change, ...]  # that manifests list, by hash
+    files: tuple[Change, ...]  # of manifests, compared by hash
     tensors: tuple[Change, ...]
-    equal_tensors: int  # by name, type and shape; by contents as well where these were compared
+    equal_tensors: int  # by name, type and shape; if compared, also by contents
     has_compared_contents: bool
 
     @property
     def is_empty(self) -> bool:
-        """Whether nothing was found."""
+        """Whether there are no changes."""
         return not (self.fields or self.files or self.tensors)
 
 
 def compare(left: Report, right: Report, *, contents: bool) -> Difference:
-    """What differs; both drafts of two engines included.
+    """Compare two reports, including the drafts of engines.
 
     Args:
         left: one side.
         right: the other.
-        contents: read tensors that look the same, and compare them.
+        contents: also compare the contents of tensors with equal types and shapes.
 
     Raises:
-        EdgeLLMError: they are of two kinds.
+        EdgeLLMError: their kinds differ.
     """
     if left.kind != right.kind:
         raise EdgeLLMError(
             f"{left.path} is of kind {left.kind}, {right.path} of kind {right.kind}",
-            hint="two of a kind can be compared",
+            hint="compare two of the same kind",
         )
     tensors = list(_tensors(left, right, contents=contents))
     found = Difference(
@@ -115,7 +115,7 @@ def _changes(left: dict[str, str], right: dict[str, str]) -> Iterator[Change]:
 
 
 def _tensors(left: Report, right: Report, *, contents: bool) -> Iterator[Change]:
-    """Every tensor of both sides, with what it is on each."""
+    """Yield each tensor of both sides, with its type and shape on each."""
     sides = [_by_name(report) for report in (left, right)]
     for name in dict.fromkeys([*sides[0], *sides[1]]):
         pair = [side.get(name) for side in sides]
@@ -127,7 +127,7 @@ def _tensors(left: Report, right: Report, *, contents: bool) -> Iterator[Change]
 
 
 def _by_name(report: Report) -> dict[str, Tensor]:
-    """Names begin with that of the graph where there are several."""
+    """Return tensors by name; with several graphs, the graph's name comes first."""
     several = len(report.graphs) > 1
     return {
         f"{graph.name}: {tensor.name}" if several else tensor.name: tensor
@@ -148,7 +148,7 @@ def _hash(tensor: Tensor) -> bytes:
 
 
 def tables_of(found: Difference) -> list[Table]:
-    """A difference as tables of words; one that says so when there is none."""
+    """Return tables of a difference, with a summary."""
     kinds = (("Fields", found.fields), ("Files", found.files), ("Tensors", found.tensors))
     tables = [
         Table(
@@ -169,7 +169,7 @@ def tables_of(found: Difference) -> list[Table]:
 
 
 def _grouped(changes: tuple[Change, ...]) -> Iterator[tuple[str, str, str]]:
-    """Changes whose names differ in their numbers alone, as those of all layers, are one row."""
+    """Merge equal changes of several layers, whose names differ only in numbers, to one row."""
     groups: dict[tuple[str, str, str], list[str]] = {}
     for change in changes:
         key = without_numbers(change.name), change.left, change.right

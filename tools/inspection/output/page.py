@@ -1,4 +1,4 @@
-"""A report or a difference as one HTML page: no script, no network."""
+"""HTML page of a report or a difference, without scripts and network access."""
 
 from __future__ import annotations
 
@@ -25,7 +25,7 @@ _PAGE = Path(__file__).with_name("page.html")
 
 
 def report_page(report: Report, context: int) -> str:
-    """The tables of the terminal with plots above them, and every tensor."""
+    """Return a page with all tables, plots and tensors of a report."""
     plots = dict(_plots(report, context))
     sections = [section(table, plots.get(table.title, "")) for table in tables(report, context)]
     reports = [report, *([report.draft] if report.draft is not None else [])]
@@ -34,24 +34,24 @@ def report_page(report: Report, context: int) -> str:
 
 
 def tables_page(heading: str, path: str, found: Iterable[Table]) -> str:
-    """Tables alone."""
+    """Return a page with tables only."""
     return page(heading, path, [section(table) for table in found])
 
 
 def page(heading: str, path: str, sections: Iterable[str]) -> str:
-    """A whole page; `sections` are HTML, the others are not."""
+    """Return a whole page; `sections` are HTML, the other arguments plain text."""
     contents = {
         "HEADING": html.escape(heading),
         "PATH": html.escape(path),
         "SECTIONS": "\n".join(sections),
     }
-    # What is put in is not looked at again, whatever a name in it looks like.
+    # Splitting first leaves "@" in the contents alone.
     pieces = _PAGE.read_text("utf-8").split("@")
     return "".join(contents.get(piece, piece) for piece in pieces)
 
 
 def section(table: Table, plot: str = "") -> str:
-    """A table under its title, with a plot above it."""
+    """Return a section with title, plot and table."""
     note = f'<p class="soft">{html.escape(table.note)}</p>' if table.note else ""
     return f"<section><h2>{html.escape(table.title)}</h2>{plot}{_rows(table)}{note}</section>"
 
@@ -70,7 +70,7 @@ def _rows(table: Table) -> str:
 
 
 def _tensors(graph: Graph) -> str:
-    """All tensors, folded away."""
+    """Return a collapsed section of all tensors."""
     rows = tuple(
         (t.name, t.dtype, str(list(t.shape)), size(t.num_bytes), t.part) for t in graph.tensors
     )
@@ -80,7 +80,7 @@ def _tensors(graph: Graph) -> str:
 
 
 def _plots(report: Report, context: int) -> Iterator[tuple[str, str]]:
-    """Plots by the title of the table that they stand in."""
+    """Yield plots with the titles of their tables."""
     if by_part := bytes_by_part(report.tensors):
         yield PARTS_TITLE, bars(by_part, size)
     if len(layers := bytes_by_layer(report.graphs[0].tensors)) > 1:

@@ -1,4 +1,4 @@
-"""Plots as inline SVG; colours are classes of the page."""
+"""Plots as inline SVG; colours are CSS classes of the page."""
 
 from __future__ import annotations
 
@@ -12,7 +12,7 @@ _BAR, _GAP, _NAMES = 18, 8, 210  # of horizontal bars
 
 
 def bars(values: Mapping[str, float], show: Callable[[float], str]) -> str:
-    """Horizontal bars; one that is named after a part of a model has its colour."""
+    """Plot horizontal bars; parts of a model have their own colours."""
     top = max(values.values(), default=0) or 1
     room = WIDTH - _NAMES - 110
     marks = []
@@ -29,7 +29,7 @@ def bars(values: Mapping[str, float], show: Callable[[float], str]) -> str:
 
 
 def stacks(layers: Mapping[int, Mapping[str, int]], show: Callable[[float], str]) -> str:
-    """A column for every layer, of its parts one upon the other."""
+    """Plot a stacked column per layer, one block per part."""
     top = max(sum(parts.values()) for parts in layers.values()) * 1.05 or 1
     step, base = (WIDTH - _LEFT) / len(layers), _HEIGHT - _BOTTOM
     marks = [_axis(top, show)]
@@ -50,7 +50,7 @@ def stacks(layers: Mapping[int, Mapping[str, int]], show: Callable[[float], str]
 
 
 def curve(values: Mapping[int, float], show: Callable[[float], str]) -> str:
-    """A line through measured points; the points are equally far from each other."""
+    """Plot a line through measured points at equal distances."""
     top = max(values.values()) * 1.05 or 1
     step, base = (WIDTH - _LEFT) / len(values), _HEIGHT - _BOTTOM
     points = [
@@ -60,11 +60,11 @@ def curve(values: Mapping[int, float], show: Callable[[float], str]) -> str:
     line = " ".join(f"{x:.1f},{y:.1f}" for x, y, _, _ in points)
     marks = [_axis(top, show), f'<polyline points="{line}"/>']
     marks += [
-        f'<circle class="mark" cx="{x:.1f}" cy="{y:.1f}" r="4"><title>{rows} rows: {show(value)}'
+        f'<circle class="mark" cx="{x:.1f}" cy="{y:.1f}" r="4"><title>{rows} tokens: {show(value)}'
         f'</title></circle><text x="{x:.1f}" y="{_HEIGHT - 6}">{rows}</text>'
         for x, y, rows, value in points
     ]
-    return drawing("".join(marks), _HEIGHT, "cost by rows")
+    return drawing("".join(marks), _HEIGHT, "cost by tokens")
 
 
 def _axis(top: float, show: Callable[[float], str]) -> str:
@@ -83,5 +83,5 @@ def _legend(layers: Mapping[int, Mapping[str, int]]) -> str:
 
 
 def drawing(marks: str, height: int, label: str) -> str:
-    """A drawing as wide as the page; `marks` are SVG on a ground of 900 x `height`."""
+    """Return an SVG element as wide as the page; `marks` are SVG in 900 x `height` units."""
     return f'<svg viewBox="0 0 {WIDTH} {height}" role="img" aria-label="{label}">{marks}</svg>'

@@ -1,4 +1,4 @@
-"""A report as tables of words, which the terminal and the page share."""
+"""Tables of a report, for terminal and page."""
 
 from __future__ import annotations
 
@@ -13,17 +13,17 @@ from edgellm.tools.inspection.sources.tensors import PARTS, by_dtype, bytes_by_l
 from edgellm.tools.tables import Table
 
 PARTS_TITLE, LAYERS_TITLE = "Weights by part", "Layers"
-PREDICTED_TITLE = "PREDICTED, on boards that this was not run on"
+PREDICTED_TITLE = "PREDICTED, not measured, for other boards"
 DRAFT_TITLE = "Draft: "
-_FUSED_TITLE = "What was compiled"
+_FUSED_TITLE = "Compiled kernels"
 
 
 def tables(report: Report, context: int) -> list[Table]:
-    """Everything about a report and its draft.
+    """Return all tables of a report and its draft.
 
     Args:
-        report: what was found.
-        context: tokens in the cache, for memory and predictions.
+        report: the report.
+        context: tokens in the KV cache, for memory and predictions.
     """
     found = [_facts(report), *_weights(report), *_layers(report)]
     found += [_interface(graph) for graph in report.graphs if graph.inputs]
@@ -36,7 +36,7 @@ def tables(report: Report, context: int) -> list[Table]:
 
 
 def size(num_bytes: float) -> str:
-    """Bytes in the unit that suits them."""
+    """Format bytes in a fitting unit."""
     for unit, scale in (("GB", 1e9), ("MB", 1e6), ("kB", 1e3)):
         if num_bytes >= scale:
             return f"{num_bytes / scale:.{2 if unit == 'GB' else 1}f} {unit}"
@@ -52,7 +52,7 @@ def _facts(report: Report) -> Table:
 
 
 def _weights(report: Report) -> Iterator[Table]:
-    """Bytes by part and by type, with a column for every graph."""
+    """Yield tables of bytes by part and by type, with a column per graph."""
     graphs = [graph for graph in report.graphs if graph.tensors]
     names = tuple(graph.name for graph in graphs)
     if not graphs:
@@ -69,7 +69,7 @@ def _weights(report: Report) -> Iterator[Table]:
         PARTS_TITLE,
         ("part", *names),
         (*rows, ("all", *(size(sum(found.values())) for found in parts))),
-        "the head reads the embedding's table" if head is not None and report.is_decoder else "",
+        "the head shares the embedding table" if head is not None and report.is_decoder else "",
     )
     yield Table(
         "Weights by type",
@@ -90,7 +90,7 @@ def _tensors_of(count: int, num_bytes: int) -> str:
 
 
 def _layers(report: Report) -> Iterator[Table]:
-    """Neighbours that look the same are one row."""
+    """Yield the table of layers; consecutive equal layers share a row."""
     layers = bytes_by_layer(report.graphs[0].tensors)
     if not layers:
         return
@@ -130,7 +130,7 @@ def _interface(graph: Graph) -> Table:
 
 
 def _ports(ports: Iterable[Port]) -> list[tuple[str, str, str]]:
-    """Those that differ in their numbers alone, as the caches of layers do, are one row."""
+    """Merge equal ports of several layers, such as KV caches, to one row."""
     groups: dict[tuple[str, str, str], list[str]] = {}
     for port in ports:
         shape = "[" + ", ".join(map(str, port.dims)) + "]"
@@ -143,12 +143,12 @@ def _ports(ports: Iterable[Port]) -> list[tuple[str, str, str]]:
 
 
 def without_numbers(name: str) -> str:
-    """A name with N for the number of its layer, which is the same for all layers."""
+    """Replace the number of the layer in a name by N."""
     return re.sub(r"\.\d+(?=\.|$)", ".N", name)
 
 
 def counted(name: str, count: int) -> str:
-    """One name for several."""
+    """Return a name with the number of its instances."""
     return f"{name} ({count} of them)"
 
 
@@ -160,18 +160,18 @@ def _memory(report: Report, context: int) -> Iterator[Table]:
     several = f" of {report.num_sequences} sequences" if report.num_sequences > 1 else ""
     rows = [
         ("weights", size(report.loaded_bytes)),
-        ("KV cache, a token", size(per_token)),
+        ("KV cache, per token", size(per_token)),
         (f"KV cache, {context} tokens", size(report.held_kv_bytes(context))),
         (f"KV cache, {report.capacity} tokens{several} (all)", size(whole)),
-        ("weights and all of the cache", size(report.loaded_bytes + whole)),
+        ("weights and whole KV cache", size(report.loaded_bytes + whole)),
     ]
-    rows += [("weights that a token reads", size(report.read_bytes))] if report.is_decoder else []
+    rows += [("weights read per token", size(report.read_bytes))] if report.is_decoder else []
     note = f"weights: {report.loads_as}"
-    note += "; its draft counted in" if report.draft is not None else ""
+    note += "; includes the draft" if report.draft is not None else ""
     if report.is_engine:
         note += f"; available on this machine now: {size(available_memory_bytes())}"
     elif report.files and report.is_decoder:
-        note += "; what it takes on this machine: llm_build --dry-run"
+        note += "; llm_build --dry-run estimates the engine's memory on this machine"
     yield Table("Memory", ("", "bytes"), tuple(rows), note)
 
 
@@ -180,7 +180,7 @@ def _costs(report: Report) -> Iterator[Table]:
         one = costs.ms_by_rows.get(1, 0.0)
         yield Table(
             costs_title(costs),
-            ("rows", "ms", "x one row"),
+            ("tokens", "ms", "x one token"),
             tuple(
                 (
                     str(rows),
@@ -194,20 +194,20 @@ def _costs(report: Report) -> Iterator[Table]:
 
 
 def costs_title(costs: Costs) -> str:
-    """Of the table of these costs."""
-    return f"Measured when it was built: {costs.what}"
+    """Return the title of the table of these costs."""
+    return f"Measured at build time: {costs.what}"
 
 
 def _measured_speed(report: Report, costs: Costs) -> str:
-    """What the measurements mean for a user."""
+    """Return decode and prefill speed from the measurements."""
     one = costs.ms_by_rows[1]
     maximum = max(rows for rows in costs.ms_by_rows if rows not in costs.estimated)
     bandwidth = report.read_bytes / one * 1e3
     prompts = maximum / costs.ms_by_rows[maximum] * 1e3
     moved = f", {bandwidth / 1e9:.1f} GB/s of weights" if bandwidth else ""
     return (
-        f"decoding {1e3 / one:.1f} tokens/s{moved}; "
-        f"prompts in passes of {maximum} rows {prompts:.0f} tokens/s"
+        f"decode {1e3 / one:.1f} tokens/s{moved}; "
+        f"prefill in chunks of {maximum} tokens {prompts:.0f} tokens/s"
     )
 
 
@@ -215,7 +215,7 @@ def _predictions(report: Report, context: int) -> Iterator[Table]:
     found = predict(report, context)
     if not found:
         return
-    elsewhere = "; the bytes of this engine, a board's own may be fewer" if report.is_engine else ""
+    elsewhere = "; bytes of this engine, a board's own may need less" if report.is_engine else ""
     sources = "; ".join(dict.fromkeys(one.board.source for one in found))
     yield Table(
         PREDICTED_TITLE,
@@ -245,8 +245,8 @@ def _fused(found: Fusions) -> Table:
         )
         for each in found.passes
     )
-    columns = ("pass", "kernels", "attention", "products", "weights decoded", "reformats")
-    note = f"told by {found.told_by}; products by the type of their weights, and of rounded inputs"
+    columns = ("pass", "kernels", "attention", "products", "dequantized weights", "reformats")
+    note = f"from {found.told_by}; products by type of weights and of quantized inputs"
     return Table(f"{_FUSED_TITLE}: {found.graph}", columns, rows, note)
 
 
@@ -263,5 +263,5 @@ def _origins(origins: Sequence[Origin]) -> list[Table]:
 
 
 def _shortened(value: str) -> str:
-    """A hash by its beginning."""
+    """Shorten hashes."""
     return f"{value[:16]}…" if re.fullmatch("[0-9a-f]{64}", value) else value

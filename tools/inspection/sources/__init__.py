@@ -1,1 +1,1 @@
-"""Readers of what `edgellm-inspect` shows: checkpoints, bundles, engines."""
+"""Readers of checkpoints, bundles and engines for `edgellm-inspect`."""

@@ -1,4 +1,4 @@
-"""Bundles: what edgellm-export wrote."""
+"""Reports of bundles, which edgellm-export writes."""
 
 from __future__ import annotations
 
@@ -32,7 +32,7 @@ _FLOAT_BYTES = {"float16": 2, "float32": 4}
 
 
 def inspect_bundle(folder: Path, check: Check) -> Report:
-    """The bundle of a decoder."""
+    """Return the report of a decoder's bundle."""
     manifest = load_bundle(folder, LLM_BUNDLE)
     check(folder, manifest.files)
     spec = manifest.decoder
@@ -59,7 +59,7 @@ def inspect_bundle(folder: Path, check: Check) -> Report:
 
 
 def inspect_draft_bundle(folder: Path, check: Check) -> Report:
-    """The bundle of a draft."""
+    """Return the report of a draft's bundle."""
     manifest = load_bundle(folder, DRAFT_BUNDLE)
     check(folder, manifest.files)
     spec, size = manifest.draft, _FLOAT_BYTES[manifest.dtype]
@@ -79,7 +79,7 @@ def inspect_draft_bundle(folder: Path, check: Check) -> Report:
 
 
 def inspect_visual_bundle(folder: Path, check: Check) -> Report:
-    """The bundle of a visual encoder."""
+    """Return the report of a visual encoder's bundle."""
     manifest = load_bundle(folder, VISUAL_BUNDLE)
     check(folder, manifest.files)
     graph = read_graph(folder / _main(manifest), _FLOAT_BYTES[manifest.dtype], is_encoder=True)
@@ -114,4 +114,4 @@ def _graph_facts(manifest: Bundle) -> dict[str, str]:
 
 
 def _computed_in(dtype: str) -> str:
-    return f"floats in {_FLOAT_BYTES[dtype]} bytes, as the graph computes them; the rest as stored"
+    return f"floats in {_FLOAT_BYTES[dtype]} bytes, as in the graph's compute; the rest as stored"

@@ -1,4 +1,4 @@
-"""Hugging Face checkpoints: config.json and the headers of their weight files."""
+"""Reports of Hugging Face checkpoints: config.json and headers of weight files."""
 
 from __future__ import annotations
 
@@ -19,10 +19,10 @@ from edgellm.tools.inspection.sources.tensors import VISION, Contents, Tensor, l
 
 _EXPERT_COUNTS = ("num_local_experts", "num_experts", "moe_num_experts")
 _OF_EXPERTS = re.compile(r"\.experts\.|block_sparse_moe\.(?:in|out)put_linear\.")
-LOADS_AS = "floats in two bytes, as edgellm-export --dtype fp16 stores them; the rest as it is"
+LOADS_AS = "floats in two bytes, as stored by edgellm-export --dtype fp16; the rest as it is"
 FLOAT_BYTES = 2
 _FLOATS = ("F64", "F32", "F16", "BF16")
-_FUSE = "fc.weight"  # which an EAGLE draft has and no base
+_FUSE = "fc.weight"  # only in EAGLE drafts
 _SHOWN = (
     "num_hidden_layers", "hidden_size", "intermediate_size", "num_attention_heads",
     "num_key_value_heads", "head_dim", "vocab_size", "draft_vocab_size",
@@ -31,10 +31,10 @@ _SHOWN = (
 
 
 def inspect_checkpoint(folder: Path) -> Report:
-    """What a folder with config.json and weights holds.
+    """Return the report of a folder with config.json and weights.
 
     Raises:
-        EdgeLLMError: it is no checkpoint, or a damaged one.
+        EdgeLLMError: the folder is not a checkpoint, or damaged.
     """
     checkpoint = open_checkpoint(str(folder), tokenizer=False)
     config = checkpoint.config
@@ -42,10 +42,10 @@ def inspect_checkpoint(folder: Path) -> Report:
     text = {**config, **text} if isinstance(text, dict) else config
     infos = checkpoint.tensors.infos()
     tensors = tuple(_tensors(checkpoint, infos))
-    sees = any(tensor.part == VISION for tensor in tensors)
+    has_vision = any(tensor.part == VISION for tensor in tensors)
     own = kinds.kind_of(infos) if len(kinds.own_names(infos)) == len(infos) else None
     is_draft = _FUSE in infos or own is not None
-    kind = "vision-language model" if sees else "language model"
+    kind = "vision-language model" if has_vision else "language model"
     if is_draft:
         kind = own.TITLE if own is not None else "EAGLE draft"
     facts = {"architecture": str(config.get("model_type")), "contents": kind}
@@ -77,11 +77,11 @@ def inspect_checkpoint(folder: Path) -> Report:
 
 
 def _quantization(checkpoint: Checkpoint, infos: Mapping[str, TensorInfo]) -> tuple[str, str]:
-    """How the weights are stored, and what config.json says to the contrary: tensors decide."""
-    said = checkpoint.quantization
-    if said != "none" and all(info.dtype in _FLOATS for info in infos.values()):
-        return "none", f" (config.json says {said}, but all weights are floats)"
-    return said, ""
+    """Return the quantization, and a note if config.json contradicts the tensors."""
+    configured = checkpoint.quantization
+    if configured != "none" and all(info.dtype in _FLOATS for info in infos.values()):
+        return "none", f" (config.json says {configured}, but all weights are floats)"
+    return configured, ""
 
 
 def _tensors(checkpoint: Checkpoint, infos: Mapping[str, TensorInfo]) -> Iterator[Tensor]:
@@ -105,7 +105,7 @@ def _tensors(checkpoint: Checkpoint, infos: Mapping[str, TensorInfo]) -> Iterato
 
 
 def _expert_share(config: Mapping[str, Any]) -> float:
-    """Of the experts of a mixture, those that a token takes."""
+    """Return the share of experts that a token uses."""
     taken = _number(config, "num_experts_per_tok") or _number(config, "moe_k")
     counts = (_number(config, key) for key in _EXPERT_COUNTS)
     count = next((count for count in counts if count), 0)
@@ -117,7 +117,7 @@ def _contents(checkpoint: Checkpoint, name: str) -> Contents:
 
 
 def _cache(config: Mapping[str, Any]) -> KVCacheSpec | None:
-    """The cache in two bytes a number; None when the config does not say its sizes."""
+    """Return the KV cache in float16; None if the config lacks its sizes."""
     layers, heads = _number(config, "num_hidden_layers"), _number(config, "num_attention_heads")
     kv_heads = _number(config, "num_key_value_heads") or heads
     head_dim = _number(config, "head_dim")

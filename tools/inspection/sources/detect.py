@@ -1,4 +1,4 @@
-"""What a path is, and who can read it."""
+"""Detects the kind of a path and reads it."""
 
 from __future__ import annotations
 
@@ -37,14 +37,14 @@ _WANTED = "give a Hugging Face checkpoint, a .gguf file, a bundle or an engine"
 
 
 def inspect(path: Path, *, verify: bool = False) -> Report:
-    """What lies at `path`; no weight is read.
+    """Return the report of a path, without reading weights.
 
     Args:
         path: a checkpoint, bundle or engine folder, or a GGUF file.
-        verify: check the hash of every file that a manifest lists.
+        verify: check the hashes of all files in the manifest.
 
     Raises:
-        EdgeLLMError: nothing of these, or damaged.
+        EdgeLLMError: the path is none of these, or damaged.
     """
     if path.is_file():
         if path.suffix != ".gguf":
@@ -74,13 +74,13 @@ def inspect(path: Path, *, verify: bool = False) -> Report:
 
 
 def _is_checkpoint(folder: Path) -> bool:
-    """A bundle has a config.json as well, but no weights of these kinds."""
+    """Return whether a folder is a checkpoint: bundles have a config.json, but no such weights."""
     weights = any(folder.glob("*.safetensors")) or any(folder.glob("*.bin"))
     return (folder / _CONFIG).exists() and (weights or not (folder / MANIFEST_NAME).exists())
 
 
 def kind_of(folder: Path) -> str:
-    """The kind that a folder's manifest names, "" without a readable one."""
+    """Return the kind in a folder's manifest, "" without a readable one."""
     try:
         return str(json.loads((folder / MANIFEST_NAME).read_text("utf-8"))["kind"])
     except (OSError, ValueError, KeyError, TypeError, RecursionError):
@@ -88,10 +88,10 @@ def kind_of(folder: Path) -> str:
 
 
 def _inside(folder: Path) -> str:
-    """A hint that names what can be read inside a folder."""
+    """Return a hint with the readable artifacts inside a folder."""
     found = [
         child.name
         for child in sorted(folder.iterdir())
         if child.suffix == ".gguf" or (child / _CONFIG).exists() or kind_of(child) in _READERS
     ]
-    return f"it holds {', '.join(found)}: give one of these" if found else ""
+    return f"it contains {', '.join(found)}: give one of these" if found else ""

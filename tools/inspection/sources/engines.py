@@ -1,4 +1,4 @@
-"""Engines: what llm_build and visual_build wrote and measured."""
+"""Reports of engines: files and measurements of llm_build and visual_build."""
 
 from __future__ import annotations
 
@@ -31,11 +31,11 @@ from edgellm.tools.inspection.sources.specs import (
 )
 from edgellm.tools.inspection.sources.trt_layers import fusions_of
 
-_AS_STORED = "as stored; ONNX Runtime's packed copies, which take the place of these, left out"
+_AS_STORED = "as stored, without ONNX Runtime's packed copies, which replace them"
 
 
 def inspect_engine(folder: Path, check: Check) -> Report:
-    """The engine of a decoder, and of the draft beside it."""
+    """Return the report of a decoder's engine and of its draft."""
     manifest = load_engine(folder, LLM_ENGINE)
     check(folder, manifest.files)
     spec, draft = manifest.decoder, None
@@ -52,7 +52,7 @@ def inspect_engine(folder: Path, check: Check) -> Report:
             "longest prompt": f"{manifest.max_input_len} tokens",
             "KV cache": _cache_fact(manifest, spec.kv),
             "kernels": str(manifest.options.get("kernels", "")),
-            "prompts in passes of": f"{manifest.prefill_rows} rows",
+            "prompts in passes of": f"{manifest.prefill_rows} tokens",
             "end tokens": end_tokens(manifest.eos_token_ids),
             "hidden taps": listed(manifest.hidden_taps),
             "embeds texts by": manifest.pooling,
@@ -74,7 +74,7 @@ def inspect_engine(folder: Path, check: Check) -> Report:
 
 
 def inspect_draft_engine(folder: Path, check: Check) -> Report:
-    """The engine of a draft."""
+    """Return the report of a draft's engine."""
     manifest = load_engine(folder, DRAFT_ENGINE)
     check(folder, manifest.files)
     spec = manifest.draft
@@ -85,7 +85,7 @@ def inspect_draft_engine(folder: Path, check: Check) -> Report:
         facts={
             **draft_facts(spec),
             **_build_facts(manifest),
-            **(_growth_facts(manifest) if manifest.cache is not None else {}),
+            **(_tree_facts(manifest) if manifest.cache is not None else {}),
         },
         description=described(manifest),
         graphs=_graphs(folder, manifest),
@@ -105,10 +105,10 @@ def _cache_fact(manifest: Engine, kv: KVCacheSpec) -> str:
     if kv.pages is None or not kv.pages.pass_rows:
         return fact
     windows = ", ".join(str(window) for window in sorted({*kv.pages.windows} - {0}))
-    return f"{fact}; layers with a window ({windows}) keep little more than that"
+    return f"{fact}; sliding-window layers ({windows}) store little more than their window"
 
 
-def _growth_facts(manifest: Engine) -> dict[str, str]:
+def _tree_facts(manifest: Engine) -> dict[str, str]:
     return {
         "KV cache": f"{manifest.max_kv_cache_capacity} tokens, {manifest.draft.decoder.kv.dtype}",
         "largest drafted tree": _nodes(manifest.max_draft_tree_size),
@@ -116,7 +116,7 @@ def _growth_facts(manifest: Engine) -> dict[str, str]:
 
 
 def inspect_visual_engine(folder: Path, check: Check) -> Report:
-    """The engine of a visual encoder."""
+    """Return the report of a visual encoder's engine."""
     manifest = load_engine(folder, VISUAL_ENGINE)
     check(folder, manifest.files)
     (graph,), an_image = (
@@ -143,13 +143,13 @@ def inspect_visual_engine(folder: Path, check: Check) -> Report:
 
 
 def _graphs(folder: Path, manifest: Engine) -> tuple[Graph, ...]:
-    """One for each file; the kinds of passes of a compiled plan share theirs."""
+    """Read one graph per file; all kinds of passes of a compiled plan share a file."""
     paths = dict.fromkeys(one.path for graphs in manifest.graphs.values() for one in graphs)
     return tuple(read_graph(folder / path) for path in paths)
 
 
 def _costs(manifest: Engine) -> tuple[Costs, ...]:
-    """What was measured, by its name; an engine that was compiled ahead of time has nothing."""
+    """Return the measured costs; engines compiled ahead of time have none."""
     return tuple(
         Costs(
             measured_name(kind),
@@ -170,7 +170,7 @@ def _build_facts(manifest: Engine) -> dict[str, str]:
 
 
 def _precisions(manifest: Engine) -> str:
-    parts = [f"{graph.precision} up to {graph.max_rows} rows" for graph in manifest.main_graphs]
+    parts = [f"{graph.precision} up to {graph.max_rows} tokens" for graph in manifest.main_graphs]
     return f"{manifest.library}, {', '.join(parts)}"
 
 

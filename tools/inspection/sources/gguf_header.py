@@ -1,7 +1,7 @@
 """The header of a GGUF file, without its weights.
 
-Source: the GGUF specification, version 3. The reader of the package gguf makes an array of every
-string of the vocabulary, which takes seconds; here they are stepped over.
+Source: the GGUF specification, version 3. The reader of the package gguf creates an array for each
+string of the vocabulary, which takes seconds; this reader skips them.
 """
 
 from __future__ import annotations
@@ -24,24 +24,24 @@ from edgellm.tools.inspection.sources.tensors import Tensor, contents_at, layer_
 _SCALARS = {0: "B", 1: "b", 2: "H", 3: "h", 4: "I", 5: "i", 6: "f", 7: "?", 10: "Q", 11: "q",
             12: "d"}  # fmt: skip
 _STRING, _ARRAY = 8, 9
-_LONGEST_LIST = 16  # longer ones are told by their length
+_MAX_LIST = 16  # for longer lists, only the length is reported
 _VERSIONS = (2, 3)
 
 
 class _Header:
-    """Reads little-endian values one after another."""
+    """Reader of consecutive little-endian values."""
 
     def __init__(self, data: mmap.mmap) -> None:
         self._data, self.place = data, 0
 
     def number(self, code: str) -> Any:
-        """One value of a `struct` type."""
+        """Read a value of a `struct` type."""
         (value,) = struct.unpack_from(f"<{code}", self._data, self.place)
         self.place += struct.calcsize(f"<{code}")
         return value
 
     def text(self) -> str:
-        """A string with its length before it."""
+        """Read a string, which begins with its length."""
         length = self.number("Q")
         begin, self.place = self.place, self.place + length
         if self.place > len(self._data):
@@ -49,13 +49,13 @@ class _Header:
         return self._data[begin : self.place].decode("utf-8", "replace")
 
     def value(self, kind: int) -> Any:
-        """A value of a GGUF type; a long list only as what it is."""
+        """Read a value of a GGUF type; long lists are only counted."""
         if kind == _STRING:
             return self.text()
         if kind != _ARRAY:
             return self.number(_SCALARS[kind])
         item, count = self.number("I"), self.number("Q")
-        if count <= _LONGEST_LIST:
+        if count <= _MAX_LIST:
             return [self.value(item) for _ in range(count)]
         if item in _SCALARS:
             self.place += count * struct.calcsize(f"<{_SCALARS[item]}")
@@ -66,10 +66,10 @@ class _Header:
 
 
 def inspect_gguf(path: Path) -> Report:
-    """What a GGUF file holds.
+    """Return the report of a GGUF file.
 
     Raises:
-        BrokenArtifactError: not a GGUF file, or cut short.
+        BrokenArtifactError: the file is not a GGUF file, or truncated.
     """
     try:
         with path.open("rb") as file, mmap.mmap(file.fileno(), 0, access=mmap.ACCESS_READ) as data:
@@ -98,7 +98,7 @@ def inspect_gguf(path: Path) -> Report:
         description=metadata,
         graphs=(Graph("weights", tensors),),
         origins=of_checkpoint(str(path)),
-        loads_as="two bytes a number: edgellm-export --dtype fp16 turns blocks into floats",
+        loads_as="two bytes a number: edgellm-export --dtype fp16 dequantizes blocks",
         kv=kv,
         capacity=context if isinstance(context, int) else 0,
         is_decoder=kv is not None,
@@ -127,7 +127,7 @@ def _read(path: Path, header: _Header, size: int) -> tuple[dict[str, Any], tuple
 
 
 def _entry(header: _Header) -> tuple[str, tuple[int, ...], GGMLQuantizationType, int]:
-    """Name, shape (as Hugging Face writes it), type and place of one tensor."""
+    """Read name, shape (in Hugging Face's order), type and offset of one tensor."""
     name = header.text()
     dims = [header.number("Q") for _ in range(header.number("I"))]
     return name, tuple(dims[::-1]), GGMLQuantizationType(header.number("I")), header.number("Q")
@@ -160,7 +160,7 @@ def _tensor(
 
 
 def _cache(metadata: dict[str, Any], prefix: str) -> KVCacheSpec | None:
-    """The cache in two bytes a number; None where sizes are missing or differ by layer."""
+    """Return the KV cache in float16; None if sizes are missing or differ by layer."""
 
     def size(key: str, default: int = 0) -> int:
         value = metadata.get(prefix + key, default)

@@ -1,4 +1,4 @@
-"""The graphs of bundles and engines, without their weights."""
+"""Graphs of bundles and engines, read without their weights."""
 
 from __future__ import annotations
 
@@ -24,19 +24,19 @@ from edgellm.tools.inspection.sources.tensors import (
 
 _FLOATS = ("FLOAT", "FLOAT16", "BFLOAT16")
 _OWN_DOMAINS = ("edgellm", "edgellm.kernels")
-_TAKES_ROWS = ("Gather", "GroupQueryAttention")  # of the embedding, of tables of rotations
+_READS_ROWS = ("Gather", "GroupQueryAttention")  # of the embedding and RoPE tables
 
 
 def read_graph(path: Path, float_bytes: int | None = None, *, is_encoder: bool = False) -> Graph:
-    """Inputs, outputs, operators and weights of an ONNX file; weights are not read.
+    """Read inputs, outputs, operators and headers of weights of an ONNX file.
 
     Args:
-        path: the graph. One that is not ONNX, as compiled plans are, shows nothing of itself.
-        float_bytes: what a number of a float weight takes once it is loaded, None as stored.
-        is_encoder: it is a visual encoder.
+        path: the graph; other files than .onnx, such as compiled plans, give an empty one.
+        float_bytes: bytes of a float once it is loaded; None: as stored.
+        is_encoder: whether it is a visual encoder.
 
     Raises:
-        BrokenArtifactError: not an ONNX file.
+        BrokenArtifactError: the file is not an ONNX file.
     """
     if path.suffix != ".onnx":
         return Graph(path.name, ())
@@ -44,7 +44,7 @@ def read_graph(path: Path, float_bytes: int | None = None, *, is_encoder: bool =
         model = onnx.load_model(path, load_external_data=False)
     except (DecodeError, OSError, ValueError) as error:
         raise BrokenArtifactError(
-            f"{path} is not an ONNX graph ({error})", hint="copy or make the folder again"
+            f"{path} is not an ONNX graph ({error})", hint="copy the folder again, or rebuild it"
         ) from None
     whole, shares = _read_whole(model.graph), _expert_shares(model.graph)
     tensors = [
@@ -65,12 +65,12 @@ def read_graph(path: Path, float_bytes: int | None = None, *, is_encoder: bool =
 
 
 def _read_whole(graph: onnx.GraphProto) -> set[str]:
-    """The values that some node needs all of."""
-    return {name for node in graph.node if node.op_type not in _TAKES_ROWS for name in node.input}
+    """Return the values that a node reads as a whole."""
+    return {name for node in graph.node if node.op_type not in _READS_ROWS for name in node.input}
 
 
 def _expert_shares(graph: onnx.GraphProto) -> dict[str, float]:
-    """Of the weights of all experts, what one row takes."""
+    """Return the share of each expert weight that one token reads."""
     counts = {proto.name: proto.dims[0] for proto in graph.initializer if proto.dims}
     shares = {}
     for node in graph.node:

@@ -1,4 +1,4 @@
-"""The numbers that a checkpoint's tensors stand for, packed or not."""
+"""Number of parameters of a checkpoint, with packed weights unpacked."""
 
 from __future__ import annotations
 
@@ -8,21 +8,21 @@ import numpy as np
 
 from edgellm.export.checkpoints.hf import Checkpoint, TensorInfo, read_whole
 
-# What belongs to a quantized weight, and tables that are no weights.
-_BESIDE = (
+# Scales and other tensors of quantized weights, and tables that are not weights.
+_EXTRAS = (
     "_scale", "_scales", "_scale_2", "_scale_inv", "_scale_ub", "_zero_point", "_shape", "g_idx",
     ".scales", ".qzeros", ".absmax", ".quant_map", "inv_freq", "d2t", "t2d",
 )  # fmt: skip
 
 
 def count_parameters(checkpoint: Checkpoint) -> int:
-    """Numbers of all weights; a tied head's second copy is none."""
+    """Return the number of parameters; a tied head is not counted twice."""
     infos = checkpoint.tensors.infos()
     tied = bool(checkpoint.config.get("tie_word_embeddings")) and len(infos) > 1
     return sum(
         _numbers(checkpoint, name, info)
         for name, info in infos.items()
-        if not name.endswith(_BESIDE) and not (tied and name == "lm_head.weight")
+        if not name.endswith(_EXTRAS) and not (tied and name == "lm_head.weight")
     )
 
 
@@ -39,10 +39,10 @@ def _numbers(checkpoint: Checkpoint, name: str, info: TensorInfo) -> int:
 
 
 def _shape(checkpoint: Checkpoint, name: str) -> tuple[int, ...]:
-    """That of the weight in words, from the tensor beside it; 0 without one."""
-    beside = name.removesuffix("packed") + "shape"
-    info = checkpoint.tensors.infos().get(beside)
+    """Return the shape of a packed weight from its shape tensor; (0,) without one."""
+    shape_name = name.removesuffix("packed") + "shape"
+    info = checkpoint.tensors.infos().get(shape_name)
     if info is None or info.dtype not in ("I32", "I64"):
         return (0,)
     kind = np.int32 if info.dtype == "I32" else np.int64
-    return tuple(np.frombuffer(read_whole(checkpoint.tensors, beside), kind).tolist())
+    return tuple(np.frombuffer(read_whole(checkpoint.tensors, shape_name), kind).tolist())

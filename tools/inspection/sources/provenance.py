@@ -1,4 +1,4 @@
-"""Where an artifact comes from: the links that manifests and side files know."""
+"""Origin of an artifact, from manifests and reports."""
 
 from __future__ import annotations
 
@@ -11,12 +11,12 @@ from edgellm.core.artifact import hash_file
 from edgellm.core.manifest import MANIFEST_NAME
 from edgellm.tools.inspection.report import Origin
 
-_QUANTIZED = "edgellm_quant.json"  # written by edgellm-quantize beside the weights
-_OF_BUNDLE = "bundle_"  # what an engine repeats of its bundle's provenance
+_QUANTIZED = "edgellm_quant.json"  # report of edgellm-quantize
+_OF_BUNDLE = "bundle_"  # prefix of the bundle's provenance in an engine's
 
 
 def of_engine(provenance: Mapping[str, Any]) -> tuple[Origin, ...]:
-    """The bundle that an engine was built from, and what is before it."""
+    """Return the bundle of an engine, and the bundle's own origin."""
     path, sha256 = str(provenance["bundle"]), str(provenance["bundle_manifest_sha256"])
     before = {
         key.removeprefix(_OF_BUNDLE): value
@@ -27,20 +27,20 @@ def of_engine(provenance: Mapping[str, Any]) -> tuple[Origin, ...]:
     if not manifest.is_file():
         state = "not here"
     else:
-        state = "unchanged" if hash_file(manifest).sha256 == sha256 else "another by now"
+        state = "unchanged" if hash_file(manifest).sha256 == sha256 else "changed"
     own = Origin("bundle", path, state, {"manifest sha256": sha256, **_versions(before)})
     return own, *of_bundle(before)
 
 
 def of_bundle(provenance: Mapping[str, Any]) -> tuple[Origin, ...]:
-    """The checkpoint that a bundle was exported from, and what is before it."""
+    """Return the checkpoint of a bundle, and the checkpoint's own origin."""
     links = of_checkpoint(str(provenance["checkpoint"]))
-    base = provenance.get("base")  # whose embedding a draft may have taken
+    base = provenance.get("base")  # a draft may use its embedding
     return links if base is None else (*links, Origin("base", str(base), _state(str(base)), {}))
 
 
 def of_checkpoint(path: str) -> tuple[Origin, ...]:
-    """A checkpoint, and the one that edgellm-quantize made it from."""
+    """Return a checkpoint, and the one that edgellm-quantize quantized."""
     found = Origin("checkpoint", path, _state(path), {})
     try:
         report = json.loads((Path(path) / _QUANTIZED).read_text("utf-8"))

@@ -1,4 +1,4 @@
-"""What a manifest says of a model, in words."""
+"""Texts about the model of a manifest."""
 
 from __future__ import annotations
 
@@ -14,34 +14,34 @@ Manifest = Bundle | Engine
 
 
 def described(manifest: Manifest) -> dict[str, Any]:
-    """All of a manifest but its files, flat."""
+    """Return a manifest without its files, flattened."""
     fields = dataclasses.asdict(manifest)
     del fields["files"]
     return flat(fields)
 
 
 def decoder_title(spec: DecoderSpec) -> str:
-    """A decoder in a few words."""
+    """Return a short title of a decoder."""
     return (
         f"{spec.model_type}, {spec.num_parameters / 1e6:.1f} M parameters, {_layers(spec)} layers"
     )
 
 
 def _layers(spec: DecoderSpec) -> str:
-    """Those that attend, and those that keep states, which may be the same ones."""
+    """Return the numbers of attention and recurrent layers; a layer may be both."""
     if spec.recurrent is None:
         return str(spec.kv.num_layers)
     recurrent = {name.split(".")[1] for name in spec.recurrent.states}
-    return f"{spec.kv.num_layers} attending and {len(recurrent)} recurrent"
+    return f"{spec.kv.num_layers} attention and {len(recurrent)} recurrent"
 
 
 def encoder_title(spec: VisionSpec) -> str:
-    """A visual encoder in a few words."""
+    """Return a short title of a visual encoder."""
     return f"{spec.model_type}, {spec.num_parameters / 1e6:.1f} M parameters"
 
 
 def decoder_facts(spec: DecoderSpec) -> dict[str, str]:
-    """The sizes of a decoder."""
+    """Return the sizes of a decoder."""
     images = spec.images
     return {
         "architecture": spec.model_type,
@@ -53,12 +53,12 @@ def decoder_facts(spec: DecoderSpec) -> dict[str, str]:
         "positions": str(spec.max_positions),
         **({"sliding window": str(spec.sliding_window)} if spec.sliding_window else {}),
         **({"residual stream": f"rotated, {spec.rotation}"} if spec.rotation else {}),
-        **({"images": f"rows of a {images.model_type} encoder"} if images is not None else {}),
+        **({"images": f"by a {images.model_type} encoder"} if images is not None else {}),
     }
 
 
 def draft_facts(spec: DraftSpec) -> dict[str, str]:
-    """The sizes of a draft, and of its base."""
+    """Return the sizes of a draft and of its base."""
     if spec.num_heads and spec.mask_token_id is None:
         own = {
             "heads": str(spec.num_heads),
@@ -70,8 +70,8 @@ def draft_facts(spec: DraftSpec) -> dict[str, str]:
     if spec.mask_token_id is not None:
         own["tokens of a pass"] = str(spec.num_heads)
     if spec.block is not None:
-        rule = "causal" if spec.block.is_causal else "sees itself whole"
-        own["block"] = f"{spec.block.size} rows, {spec.block.levels} predicted, {rule}"
+        rule = "causal" if spec.block.is_causal else "bidirectional"
+        own["block"] = f"{spec.block.size} tokens, {spec.block.levels} predicted, {rule}"
     return {
         "method": spec.method,
         **own,
@@ -81,7 +81,7 @@ def draft_facts(spec: DraftSpec) -> dict[str, str]:
 
 
 def vision_facts(spec: VisionSpec) -> dict[str, str]:
-    """The sizes of a visual encoder."""
+    """Return the sizes of a visual encoder."""
     tiles = f"tiles of {spec.image_size} pixels, {spec.tokens_per_tile} tokens each"
     grid = f"patches of {spec.patch_size} pixels, {spec.merge_size} x {spec.merge_size} a token"
     return {
@@ -94,11 +94,11 @@ def vision_facts(spec: VisionSpec) -> dict[str, str]:
 
 
 def end_tokens(token_ids: Iterable[int]) -> str:
-    """Their ids; an answer that has none goes on until something else ends it."""
+    """Return the ids of end tokens, or how outputs end without them."""
     shown = listed(token_ids)
-    return "none: the longest length or a stop string ends answers" if shown == "none" else shown
+    return "none: the maximum length or a stop string ends outputs" if shown == "none" else shown
 
 
 def listed(numbers: Iterable[int]) -> str:
-    """Numbers one after another."""
+    """Return comma-separated numbers, or "none"."""
     return ", ".join(map(str, numbers)) or "none"

@@ -1,4 +1,4 @@
-"""Tensors of any source, and the part of a model that each belongs to."""
+"""Tensors of any source, with their part of the model."""
 
 from __future__ import annotations
 
@@ -10,7 +10,7 @@ from pathlib import Path
 from edgellm.export.checkpoints.hf import CHUNK_BYTES
 
 Contents = Callable[[], Iterator[memoryview]]
-VISION = "vision"  # the whole encoder beside a language model
+VISION = "vision"  # the whole encoder of a vision-language model
 PARTS: tuple[str, ...] = (
     "embedding",
     "attention",
@@ -24,7 +24,7 @@ PARTS: tuple[str, ...] = (
 _ENCODER = re.compile(
     r"(?:^|\.)(?:visual|vision_tower|vision_model|connector|multi_modal_projector)\."
 )
-# The first that matches; q_norm is a norm, and an engine's copy of a tied table is a head.
+# The first match counts; q_norm is a norm, and an engine's copy of a tied table is a head.
 _PATTERNS = tuple(
     (part, re.compile(pattern))
     for part, pattern in (
@@ -44,19 +44,19 @@ class Tensor:
     """A stored tensor; `contents` yields its bytes in pieces."""
 
     name: str
-    dtype: str  # as its file calls it
+    dtype: str  # as named in its file
     shape: tuple[int, ...]
     num_bytes: int
-    loaded_bytes: int  # once an engine has it in the type that it computes with
+    loaded_bytes: int  # in the compute type of an engine
     part: str  # one of PARTS
     layer: int | None
-    is_read_whole: bool  # by a pass of one token; of tables it takes rows
+    is_read_whole: bool  # by a forward pass of one token, which reads single rows of tables
     contents: Contents = field(repr=False, compare=False)
-    token_share: float = 1.0  # of all experts of a mixture, those that one token takes
+    token_share: float = 1.0  # share of experts that one token uses
 
 
 def contents_at(path: Path, offset: int, size: int) -> Contents:
-    """The bytes of a tensor that stands there in a file."""
+    """Return a function that yields the bytes of a tensor at an offset in a file."""
 
     def stream() -> Iterator[memoryview]:
         with path.open("rb") as file:
@@ -68,11 +68,11 @@ def contents_at(path: Path, offset: int, size: int) -> Contents:
 
 
 def part_of(name: str, *, is_encoder: bool = False) -> str:
-    """The part of a model that a tensor belongs to, by its name.
+    """Return the part of a model that a tensor belongs to, by its name.
 
     Args:
-        name: as Hugging Face, GGUF or a graph of edgellm calls it.
-        is_encoder: the whole model is a visual encoder, so that its parts are told apart.
+        name: in Hugging Face's, GGUF's or edgellm's naming.
+        is_encoder: whether the model is a visual encoder, whose parts are distinguished.
     """
     if not is_encoder and _ENCODER.search(name):
         return VISION
@@ -80,7 +80,7 @@ def part_of(name: str, *, is_encoder: bool = False) -> str:
 
 
 def layer_of(name: str) -> int | None:
-    """The layer that a tensor belongs to, by its name."""
+    """Return the layer that a tensor belongs to, by its name."""
     if "midlayer." in name:  # the only layer of a draft
         return 0
     match = _LAYER.search(name)
@@ -88,7 +88,7 @@ def layer_of(name: str) -> int | None:
 
 
 def bytes_by_part(tensors: Iterable[Tensor]) -> dict[str, int]:
-    """Bytes of each part that is there, in the order of `PARTS`."""
+    """Return the bytes of each existing part, in the order of `PARTS`."""
     sizes: dict[str, int] = dict.fromkeys(PARTS, 0)
     for tensor in tensors:
         sizes[tensor.part] += tensor.num_bytes
@@ -96,7 +96,7 @@ def bytes_by_part(tensors: Iterable[Tensor]) -> dict[str, int]:
 
 
 def bytes_by_layer(tensors: Iterable[Tensor]) -> dict[int, dict[str, int]]:
-    """`bytes_by_part` of every layer of the language model, draft or encoder that this is."""
+    """Return `bytes_by_part` of each layer, without those of a vision-language model's encoder."""
     layers: dict[int, list[Tensor]] = {}
     for tensor in tensors:
         if tensor.layer is not None and tensor.part != VISION:
@@ -105,7 +105,7 @@ def bytes_by_layer(tensors: Iterable[Tensor]) -> dict[int, dict[str, int]]:
 
 
 def by_dtype(tensors: Iterable[Tensor]) -> dict[str, tuple[int, int]]:
-    """Number of tensors and bytes of each type, largest first."""
+    """Return number of tensors and bytes of each type, largest first."""
     sizes: dict[str, tuple[int, int]] = {}
     for tensor in tensors:
         count, size = sizes.get(tensor.dtype, (0, 0))

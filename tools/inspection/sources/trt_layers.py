@@ -1,4 +1,4 @@
-"""What TensorRT made of an engine's graphs: the files of `llm_build --layerReport`."""
+"""Compiled kernels of TensorRT engines, from the files of `llm_build --layerReport`."""
 
 from __future__ import annotations
 
@@ -11,11 +11,11 @@ from edgellm.core.errors import BrokenArtifactError
 from edgellm.core.manifest import LAYER_REPORT, Engine
 from edgellm.tools.inspection.report import Fusion, Fusions
 
-_ATTEND = "attend"  # the plugin of edgellm's attention
+_ATTEND = "attend"  # plugin of edgellm's attention
 
 
 def fusions_of(folder: Path, manifest: Engine) -> tuple[Fusions, ...]:
-    """One for each compiled graph with a report.
+    """Read the reports of all compiled graphs.
 
     Raises:
         BrokenArtifactError: a report cannot be read.

@@ -1,4 +1,4 @@
-"""Conversations as token ids: JSONL files read, missing answers written by the base itself."""
+"""Conversations as token ids, from JSONL files; the base completes prompts."""
 
 from __future__ import annotations
 
@@ -19,41 +19,40 @@ from edgellm.tools.train_draft.base import Base, Prompt
 from edgellm.tools.train_draft.data.generate import generate
 from edgellm.tools.train_draft.data.images import Picture
 
-_CHUNK = 1024  # prompts between two reports; an interrupt loses at most the answers of one
-_PROMPT_TOKENS = 96  # of a prompt that the base writes; longer ones mostly wander
-_PATIENCE = 3  # batches of such prompts without a new one
+_CHUNK = 1024  # prompts between two reports; an interrupt loses at most one chunk
+_PROMPT_TOKENS = 96  # maximum of a prompt that the base writes; longer ones are mostly off topic
+_MAX_REPEATED_BATCHES = 3  # consecutive batches without a new prompt
 
 
 @dataclass(frozen=True, slots=True)
 class Sample:
-    """One conversation: a prompt and the ids of the answer that the draft learns from."""
+    """One conversation: a prompt and the answer's token ids, on which the draft is trained."""
 
     prompt: Prompt
     answer: tuple[int, ...]
 
     @property
     def ids(self) -> tuple[int, ...]:
-        """Of the whole conversation."""
+        """Token ids of the whole conversation."""
         return self.prompt.ids + self.answer
 
 
 @dataclass(frozen=True, slots=True)
 class Generation:
-    """How the base answers prompts that come without an answer."""
+    """Options for completing prompts with the base."""
 
     max_new_tokens: int
-    sampled_share: float  # of the prompts, answered at `temperature`; the others greedily
+    sampled_share: float  # share of prompts sampled at `temperature`; the others are greedy
     temperature: float
     batch: int
     seed: int
 
 
 def read_conversations(paths: Sequence[Path], base: Base) -> tuple[list[Sample], list[Prompt]]:
-    """The samples, and the prompts without an answer, in JSONL files of {"messages": [...]}.
+    """Read samples, and prompts without an answer, from JSONL files of {"messages": [...]}.
 
     A content may be a list of {"type": "text", "text": ...} and {"type": "image", "image": path};
-    paths are relative to the file. Empty lines are skipped. A prompt that comes twice without an
-    answer is one prompt.
+    paths are relative to the file. Empty lines and repeated prompts are skipped.
 
     Raises:
         EdgeLLMError: a file is missing or a line is not such a conversation.
@@ -63,7 +62,7 @@ def read_conversations(paths: Sequence[Path], base: Base) -> tuple[list[Sample],
     for path in paths:
         if not path.is_file():
             raise EdgeLLMError(f"no such data file: {path}")
-        # JSON strings may hold the other line ends that str.splitlines knows.
+        # Not str.splitlines: JSON strings may contain its other line ends.
         for number, line in enumerate(path.read_bytes().split(b"\n"), 1):
             if not line.strip():
                 continue
@@ -84,29 +83,29 @@ def read_conversations(paths: Sequence[Path], base: Base) -> tuple[list[Sample],
 
 
 def _sample(base: Base, line: bytes, folder: Path) -> Sample:
-    """One line; the answer is empty where the base is to give it."""
+    """Parse one line; the answer is empty if the base has to generate it."""
     messages = parse(line)["messages"]
     if not all(isinstance(m["role"], str) and m["content"] is not None for m in messages):
         raise TypeError("a message has no role or no content")
-    looked = [_look(base, source, folder) for source in _sources(messages)]
-    shown = tuple(picture for picture, _ in looked)
-    prepared = [one for _, one in looked]
-    answered = messages[-1]["role"] == "assistant"
-    asked = messages[:-1] if answered else messages
-    prompt = _ids(base, asked, prepared, answer_next=True)
-    if not answered:
-        return Sample(Prompt(tuple(prompt), shown), ())
+    opened = [_open_picture(base, source, folder) for source in _sources(messages)]
+    pictures = tuple(picture for picture, _ in opened)
+    prepared = [one for _, one in opened]
+    has_answer = messages[-1]["role"] == "assistant"
+    before = messages[:-1] if has_answer else messages
+    prompt = _ids(base, before, prepared, answer_next=True)
+    if not has_answer:
+        return Sample(Prompt(tuple(prompt), pictures), ())
     whole = _ids(base, messages, prepared, answer_next=False)
-    # Some templates open the next answer otherwise than they show a former one.
+    # Some templates render the generation prompt differently from earlier answers.
     pairs = enumerate(zip(prompt, whole, strict=False))
     begin = next((at for at, (one, other) in pairs if one != other), min(len(prompt), len(whole)))
     if begin == len(whole):
-        raise ValueError("the chat template shows nothing of the answer")
-    return Sample(Prompt(tuple(whole[:begin]), shown), tuple(whole[begin:]))
+        raise ValueError("the chat template drops the answer")
+    return Sample(Prompt(tuple(whole[:begin]), pictures), tuple(whole[begin:]))
 
 
 def _sources(messages: list[dict[str, Any]]) -> list[str]:
-    """Where the pictures of a conversation are."""
+    """Return the paths or URIs of a conversation's pictures."""
     items = [
         item
         for message in messages
@@ -117,7 +116,7 @@ def _sources(messages: list[dict[str, Any]]) -> list[str]:
     return [item["image"] for item in items if item["type"] == "image"]
 
 
-def _look(base: Base, source: str, folder: Path) -> tuple[Picture, Prepared]:
+def _open_picture(base: Base, source: str, folder: Path) -> tuple[Picture, Prepared]:
     if base.pictures is None:
         raise EdgeLLMError(
             "the base takes text only", hint="give the folder of a vision-language model"
@@ -126,26 +125,26 @@ def _look(base: Base, source: str, folder: Path) -> tuple[Picture, Prepared]:
 
 
 def _ids(
-    base: Base, messages: list[dict[str, Any]], shown: list[Prepared], *, answer_next: bool
+    base: Base, messages: list[dict[str, Any]], prepared: list[Prepared], *, answer_next: bool
 ) -> list[int]:
     text = base.tokenizer.apply_chat_template(
         messages, tokenize=False, add_generation_prompt=answer_next
     )
     assert isinstance(text, str)
     if base.pictures is not None:
-        text = base.pictures.expand(text, shown)
+        text = base.pictures.expand(text, prepared)
     return list(base.tokenizer(text, add_special_tokens=False)["input_ids"])
 
 
 def write_prompts(base: Base, store: Path, count: int, how: Generation) -> Iterator[int]:
-    """Let the base write `count` different prompts into the JSONL file `store`; yields how many.
+    """Let the base write `count` different prompts into the JSONL file `store`; yield their number.
 
-    Given its chat template up to where a user speaks, a tuned model goes on with what users ask
-    (Magpie, arXiv 2406.08464). They are sampled at temperature 1; one that does not end in
-    time is dropped. `store` grows by whole batches; interrupts do not change what it will hold.
+    After the opening of a user's turn, a chat model generates typical user prompts (Magpie, arXiv
+    2406.08464). They are sampled at temperature 1; prompts without an end token are dropped. Whole
+    batches are appended; interrupts do not change the result.
 
     Raises:
-        EdgeLLMError: the template has no such place, or the base repeats itself.
+        EdgeLLMError: the template has no user's turn, or the base repeats itself.
     """
     tokenizer = base.tokenizer
     opening, end = _user_turn(tokenizer)
@@ -154,12 +153,12 @@ def write_prompts(base: Base, store: Path, count: int, how: Generation) -> Itera
     lines = store.read_text("utf-8").splitlines() if store.exists() else []
     written = {json.loads(line)["messages"][0]["content"] for line in lines}
     yield len(written)
-    in_vain = 0
+    num_repeated = 0
     while len(written) < count:
         rows = generate(
             base, [Prompt(tuple(opening))] * _CHUNK, stop_ids=frozenset([end]),
             max_new_tokens=_PROMPT_TOKENS, temperature=1.0, batch=how.batch,
-            seed=how.seed + len(written) + in_vain,
+            seed=how.seed + len(written) + num_repeated,
         )  # fmt: skip
         whole = [ids[:-1] for _, ids in rows if ids[-1] == end]
         texts = [str(tokenizer.decode(ids)).strip() for ids in whole if special.isdisjoint(ids)]
@@ -170,8 +169,8 @@ def write_prompts(base: Base, store: Path, count: int, how: Generation) -> Itera
                 stream.write(json.dumps({"messages": [{"role": "user", "content": text}]}) + "\n")
         written.update(new)
         yield len(written)
-        in_vain = 0 if new else in_vain + 1
-        if in_vain == _PATIENCE:
+        num_repeated = 0 if new else num_repeated + 1
+        if num_repeated == _MAX_REPEATED_BATCHES:
             raise EdgeLLMError(
                 f"the base wrote only {len(written)} different prompts that end",
                 hint="give prompts with --data, and fewer --self_prompts",
@@ -179,7 +178,7 @@ def write_prompts(base: Base, store: Path, count: int, how: Generation) -> Itera
 
 
 def _user_turn(tokenizer: PreTrainedTokenizerBase) -> tuple[list[int], int]:
-    """Ids that open a user's turn, and the one that ends it."""
+    """Return the ids that open a user's turn, and the id that ends it."""
     mark = "edgellm's place for a question"
     shown = tokenizer.apply_chat_template([{"role": "user", "content": mark}], tokenize=False)
     assert isinstance(shown, str)
@@ -187,7 +186,7 @@ def _user_turn(tokenizer: PreTrainedTokenizerBase) -> tuple[list[int], int]:
     ids = tokenizer(ending, add_special_tokens=False)["input_ids"]
     if not (found and opening and ids):
         raise EdgeLLMError(
-            "the chat template does not show where a user's turn begins and ends",
+            "the chat template does not delimit a user's turn",
             hint="give prompts with --data instead of --self_prompts",
         )
     return list(tokenizer(opening, add_special_tokens=False)["input_ids"]), ids[0]
@@ -196,10 +195,10 @@ def _user_turn(tokenizer: PreTrainedTokenizerBase) -> tuple[list[int], int]:
 def answer_prompts(
     base: Base, prompts: Sequence[Prompt], store: Path, how: Generation
 ) -> Iterator[int]:
-    """Let the base answer `prompts` into the JSONL file `store`; yields how many are answered.
+    """Let the base complete `prompts` into the JSONL file `store`; yield the number of answers.
 
-    Prompts that `store` already answers are not answered again. What a prompt's answer is does
-    not depend on interrupts: the batches are always the same, and one that was cut is repeated.
+    Prompts with a stored answer are skipped. Answers do not depend on interrupts: the batches are
+    always the same, and an interrupted batch is repeated.
     """
     done = begin_answers(store)
     yield sum(prompt in done for prompt in prompts)
@@ -221,19 +220,19 @@ def answer_prompts(
 
 
 def begin_answers(store: Path) -> set[Prompt]:
-    """The prompts that the JSONL file `store` answers; a line that was cut is cut off."""
+    """Return the prompts with an answer in `store`; remove an incomplete last line."""
     _drop_cut_line(store)
     return {sample.prompt for sample in stored_answers(store)}
 
 
 def add_answers(store: Path, samples: Sequence[Sample]) -> None:
-    """Append whole lines."""
+    """Append samples as whole lines."""
     with store.open("a", encoding="utf-8") as stream:
         stream.write("".join(_line(sample) for sample in samples))
 
 
 def sampled_places(prompts: Sequence[Prompt], how: Generation) -> range:
-    """Places of the prompts whose answers are sampled, where no batches decide it."""
+    """Return the indices of sampled prompts, for servers, which have no batches."""
     return range(round(len(prompts) * how.sampled_share))
 
 
@@ -245,7 +244,7 @@ def _line(sample: Sample) -> str:
 
 
 def _drop_cut_line(store: Path) -> None:
-    """Cut off what an interrupt left of a last line, so that the next one starts a line."""
+    """Remove an incomplete last line, which an interrupt may leave."""
     if not store.exists():
         return
     with store.open("r+b") as stream:
@@ -254,7 +253,7 @@ def _drop_cut_line(store: Path) -> None:
 
 
 def stored_answers(store: Path) -> list[Sample]:
-    """The answers written so far; damaged lines are left out, so that they are made again."""
+    """Return the stored samples; damaged lines are skipped, so that they are generated again."""
     if not store.exists():
         return []
     lines = store.read_bytes().splitlines()
@@ -264,17 +263,17 @@ def stored_answers(store: Path) -> list[Sample]:
 def _stored(line: bytes) -> Sample | None:
     try:
         record = json.loads(line)
-        shown = [
+        pictures = [
             Picture(source, (rows, columns))
             for source, (rows, columns) in record.get("pictures", ())
         ]
-        return Sample(Prompt(tuple(record["prompt"]), tuple(shown)), tuple(record["answer"]))
+        return Sample(Prompt(tuple(record["prompt"]), tuple(pictures)), tuple(record["answer"]))
     except (ValueError, KeyError, TypeError):
         return None
 
 
 def draft_vocabulary(samples: Sequence[Sample], vocab_size: int, size: int) -> np.ndarray:
-    """Ids of the `size` tokens most frequent in the answers, ascending, int64 [size]."""
+    """Return the ids of the `size` most frequent answer tokens, ascending, int64 [size]."""
     counts = np.zeros(vocab_size, np.int64)
     for sample in samples:
         np.add.at(counts, np.asarray(sample.answer, np.int64), 1)

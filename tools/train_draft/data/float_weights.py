@@ -1,4 +1,4 @@
-"""A checkpoint's weights as torch takes them: of quantized layers what their codes stand for."""
+"""Float weights of a checkpoint for torch, with dequantized layers."""
 
 from __future__ import annotations
 
@@ -17,33 +17,33 @@ _HEAD, _SCALE = "lm_head.weight", "_scale"
 
 
 def require_known(checkpoint: Checkpoint) -> None:
-    """Raise `UnsupportedModelError` for weights that `float_weights` cannot decode."""
+    """Raise `UnsupportedModelError` for weights that `float_weights` cannot dequantize."""
     if checkpoint.quant_config and "quant_algo" not in checkpoint.quant_config:
         raise UnsupportedModelError(
             f"{checkpoint.label} is quantized by {checkpoint.quantization}",
-            hint="train with the float checkpoint it came from, or one of edgellm-quantize",
+            hint="train with its float checkpoint, or one of edgellm-quantize",
         )
 
 
 def has_own_head(checkpoint: Checkpoint) -> bool:
-    """Whether the head was quantized, whatever its embedding is tied to."""
+    """Return whether the checkpoint has a quantized head, which is not tied to the embedding."""
     return _HEAD + _SCALE in checkpoint.tensors.infos()
 
 
 def float_weights(
     checkpoint: Checkpoint, shapes: Mapping[str, torch.Size], dtype: torch.dtype
 ) -> dict[str, Tensor]:
-    """All weights by name.
+    """Return all weights by name.
 
-    Inputs that a quantized layer would round stay floats, smoothing becomes part of the weight.
+    Inputs of quantized layers stay floats; smoothing scales are multiplied into the weights.
 
     Args:
-        checkpoint: of floats, or in ModelOpt's layouts.
-        shapes: of the layers' weights, [out, in], as floats.
-        dtype: of the result.
+        checkpoint: float, or in ModelOpt's layouts.
+        shapes: shapes of the float weights, [out, in].
+        dtype: dtype of the result.
 
     Raises:
-        BrokenArtifactError: a quantized layer is damaged, or of another shape.
+        BrokenArtifactError: a quantized layer is damaged, or has another shape.
     """
     infos = checkpoint.tensors.infos()
     layers = [name.removesuffix(_SCALE) for name in infos if name.endswith("weight" + _SCALE)]
@@ -56,12 +56,12 @@ def float_weights(
         if info.dtype in _DTYPES and name not in stored
     }
     return weights | {
-        layer: _decoded(checkpoint, layer, shapes[layer]).to(dtype)
+        layer: _dequantize(checkpoint, layer, shapes[layer]).to(dtype)
         for layer in layers if layer in shapes
     }  # fmt: skip
 
 
-def _decoded(checkpoint: Checkpoint, layer: str, shape: torch.Size) -> Tensor:
+def _dequantize(checkpoint: Checkpoint, layer: str, shape: torch.Size) -> Tensor:
     name = layer.removesuffix(".weight")
     infos = checkpoint.tensors.infos()
     parts = {

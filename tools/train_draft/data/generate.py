@@ -1,7 +1,7 @@
-"""Text of the base model's own making, many rows at a time: what a draft learns from.
+"""Batched generation with the base, for training data.
 
-A draft must predict what its base says, so the best training text is the base's. Rows of one
-batch share every weight read; finished rows leave the batch when a fifth of it has finished.
+A draft predicts the base's outputs, so the base's own text is the best training text. Finished
+sequences leave the batch once they are a fifth of it.
 """
 
 from __future__ import annotations
@@ -15,11 +15,11 @@ from transformers.cache_utils import Cache, DynamicLayer
 
 from edgellm.tools.train_draft.base import Base, Prompt, Rows, padded
 
-Row = tuple[int, list[int]]  # index of the prompt, answer ids
+Output = tuple[int, list[int]]  # index of the prompt, generated ids
 
 
-class _Room(DynamicLayer):
-    """KV cache of one layer with room for later tokens, so that a step copies no history.
+class _PreallocatedLayer(DynamicLayer):
+    """KV cache of one layer, allocated in chunks of tokens, so that a step copies no history.
 
     Keys and values: [batch, num_kv_heads, tokens, head_dim].
     """
@@ -29,26 +29,28 @@ class _Room(DynamicLayer):
     def update(
         self, key_states: torch.Tensor, value_states: torch.Tensor, *_: Any, **__: Any
     ) -> tuple[torch.Tensor, torch.Tensor]:
-        """Append the new rows; all keys and values so far."""
+        """Append keys and values of new tokens; return all keys and values."""
         if not self.is_initialized:
             self.lazy_initialization(key_states, value_states)
-            self.used, self.room = 0, (key_states[:, :, :0], value_states[:, :, :0])
+            self.used, self.buffers = 0, (key_states[:, :, :0], value_states[:, :, :0])
         end = self.used + key_states.shape[-2]
-        if end > self.room[0].shape[-2]:
-            self.room = tuple(_grown(old, self.used, end + self.GROWTH) for old in self.room)
-        for room, new in zip(self.room, (key_states, value_states), strict=True):
-            room[:, :, self.used : end] = new
+        if end > self.buffers[0].shape[-2]:
+            self.buffers = tuple(
+                _enlarged(old, self.used, end + self.GROWTH) for old in self.buffers
+            )
+        for buffer, new in zip(self.buffers, (key_states, value_states), strict=True):
+            buffer[:, :, self.used : end] = new
         self.used = end
-        self.keys, self.values = (room[:, :, :end] for room in self.room)
+        self.keys, self.values = (buffer[:, :, :end] for buffer in self.buffers)
         return self.keys, self.values
 
     def batch_select_indices(self, indices: torch.Tensor) -> None:
-        """Keep the rows `indices` of the batch."""
-        self.room = tuple(room[indices] for room in self.room)
-        self.keys, self.values = (room[:, :, : self.used] for room in self.room)
+        """Keep only the sequences `indices` of the batch."""
+        self.buffers = tuple(buffer[indices] for buffer in self.buffers)
+        self.keys, self.values = (buffer[:, :, : self.used] for buffer in self.buffers)
 
 
-def _grown(old: torch.Tensor, used: int, tokens: int) -> torch.Tensor:
+def _enlarged(old: torch.Tensor, used: int, tokens: int) -> torch.Tensor:
     new = old.new_empty(*old.shape[:2], tokens, old.shape[3])
     new[:, :, :used] = old[:, :, :used]
     return new
@@ -64,10 +66,10 @@ def generate(
     temperature: float,
     batch: int,
     seed: int,
-) -> Iterator[Row]:
-    """Answers to `prompts`, in batches of alike length; temperature 0 takes the argmax.
+) -> Iterator[Output]:
+    """Generate outputs for `prompts`, in batches of similar length; temperature 0 is greedy.
 
-    An answer ends with its stop token, or without one at `max_new_tokens`.
+    An output ends with a stop token, or without one at `max_new_tokens`.
     """
     randomness = torch.Generator(base.model.device).manual_seed(seed)
     by_length = sorted(range(len(prompts)), key=lambda index: len(prompts[index].ids))
@@ -92,40 +94,40 @@ def _complete(
     temperature: float,
     randomness: torch.Generator,
 ) -> list[list[int]]:
-    """The answers, of rows left-padded to one length."""
+    """Generate the outputs of one batch, left-padded to one length."""
     ids, attends = padded([prompt.ids for prompt in prompts], left=True)
     rows = Rows(ids, attends, tuple(prompt.pictures for prompt in prompts))
-    positions, cache = base.positions(rows), Cache(layer_class_to_replicate=_Room)
+    positions, cache = base.positions(rows), Cache(layer_class_to_replicate=_PreallocatedLayer)
     answers: list[list[int]] = [[] for _ in prompts]
-    alive = answers
+    running = answers
     for _ in range(max_new_tokens):
         output = base.decoder(**base.inputs(rows, positions), past_key_values=cache, use_cache=True)
         logits = nn.functional.linear(output.last_hidden_state[:, -1], base.head)
         picked = _pick(logits.float(), temperature, randomness).cpu()
         finished = []
-        for answer, token in zip(alive, picked.tolist(), strict=True):
+        for answer, token in zip(running, picked.tolist(), strict=True):
             if not answer or answer[-1] not in stop_ids:
                 answer.append(token)
             finished.append(answer[-1] in stop_ids)
-        # What follows a picture stands after its longer side, on all axes.
+        # The position after a picture is that after its longer side, on all axes.
         positions = positions[..., -1:].amax(0, keepdim=True).expand_as(positions[..., -1:]) + 1
-        attends = torch.cat([attends, attends.new_ones(len(alive), 1)], dim=1)
-        if sum(finished) * 5 >= len(alive):
+        attends = torch.cat([attends, attends.new_ones(len(running), 1)], dim=1)
+        if sum(finished) * 5 >= len(running):
             keep = [index for index, done in enumerate(finished) if not done]
             if not keep:
                 break
-            alive = [alive[index] for index in keep]
+            running = [running[index] for index in keep]
             cache.batch_select_indices(torch.tensor(keep, device=base.model.device))
             picked, attends, positions = picked[keep], attends[keep], positions[:, keep]
-        rows = Rows(picked[:, None], attends, ((),) * len(alive))
+        rows = Rows(picked[:, None], attends, ((),) * len(running))
     return answers
 
 
 def _pick(logits: torch.Tensor, temperature: float, randomness: torch.Generator) -> torch.Tensor:
-    """One token id a row, [batch], from logits [batch, V]."""
+    """Sample one token id per sequence, [batch], from logits [batch, V]."""
     if temperature == 0:
         return logits.argmax(-1)
-    # Inverse transform sampling: torch.multinomial draws a number for every token instead.
+    # Inverse transform sampling: torch.multinomial would draw a number for every token.
     edges = torch.softmax(logits / temperature, -1).cumsum(-1)
     drawn = torch.rand(len(edges), 1, generator=randomness, device=edges.device) * edges[:, -1:]
     return torch.searchsorted(edges, drawn, right=True)[:, 0].clamp(max=logits.shape[-1] - 1)

@@ -1,4 +1,4 @@
-"""What the base computes over training text: the taps, and the state before its head."""
+"""Hidden states of the base over training text: auxiliary ones (taps) and the final one."""
 
 from __future__ import annotations
 
@@ -18,9 +18,9 @@ from edgellm.tools.train_draft.data.corpus import Sample
 
 
 class TappedBase:
-    """A frozen base whose residual streams can be read.
+    """A frozen base that returns auxiliary hidden states.
 
-    `taps` are ids of residual streams as in `specs.DraftSpec`: stream i enters layer i.
+    `taps` are numbers of layers whose inputs are returned, as in `DraftSpec`.
     """
 
     def __init__(self, base: Base, taps: Sequence[int]) -> None:
@@ -28,9 +28,9 @@ class TappedBase:
         self.base, self.taps = base, tuple(taps)
         self._streams: dict[int, Tensor] = {}
         for tap in self.taps:
-            base.layers[tap].register_forward_pre_hook(self._keep(tap), with_kwargs=True)
+            base.layers[tap].register_forward_pre_hook(self._record(tap), with_kwargs=True)
 
-    def _keep(self, tap: int) -> Callable[[nn.Module, tuple, dict], None]:
+    def _record(self, tap: int) -> Callable[[nn.Module, tuple, dict], None]:
         def hook(_: nn.Module, args: tuple, kwargs: dict) -> None:
             self._streams[tap] = args[0] if args else kwargs["hidden_states"]
 
@@ -38,12 +38,12 @@ class TappedBase:
 
     @property
     def num_streams(self) -> int:
-        """Of the features: the taps, the final state, and embeddings where pictures have some."""
+        """Hidden states per token: the taps, the final one, and embeddings if images are used."""
         return len(self.taps) + (1 if self.base.pictures is None else 2)
 
     @torch.inference_mode()
     def __call__(self, rows: Rows) -> Tensor:
-        """Features of right-padded rows, bfloat16 [B, S, num_streams, H]."""
+        """Return hidden states of right-padded conversations, bfloat16 [B, S, num_streams, H]."""
         inputs = self.base.inputs(rows, self.base.positions(rows))
         output = self.base.decoder(**inputs, use_cache=False)
         streams = [*(self._streams[tap] for tap in self.taps), output.last_hidden_state]
@@ -54,32 +54,32 @@ class TappedBase:
 
 @dataclass(frozen=True, slots=True)
 class Batch:
-    """Right-padded conversations: B rows of S tokens."""
+    """B conversations, right-padded to S tokens."""
 
     rows: Rows
     learned: Tensor  # bool [B, S]; tokens of the answer
-    samples: tuple[int, ...]  # their numbers in the corpus
+    samples: tuple[int, ...]  # indices in the corpus
 
     @property
     def num_tokens(self) -> int:
-        """Without padding."""
+        """Number of tokens without padding."""
         return int(self.rows.attends.sum())
 
 
 def row_lengths(samples: Sequence[Sample], max_tokens: int) -> list[int]:
-    """Tokens of each conversation, cut at `max_tokens`."""
+    """Return the tokens of each conversation, at most `max_tokens`."""
     return [min(len(sample.ids), max_tokens) for sample in samples]
 
 
 def plan(
     lengths: Sequence[int], batch_tokens: int, order: np.random.Generator | None
 ) -> list[list[int]]:
-    """Which conversations share a batch: alike lengths, about `batch_tokens` with padding.
+    """Group conversations of similar lengths to batches.
 
     Args:
         lengths: tokens of each conversation.
-        batch_tokens: B * S at most (but at least one row).
-        order: shuffles rows of alike length, and the batches; None keeps the order by length.
+        batch_tokens: maximum of B * S, unless B is 1.
+        order: shuffles conversations of similar length, and the batches; None: order by length.
     """
     noise = order.uniform(0, 8, len(lengths)) if order is not None else np.zeros(len(lengths))
     groups: list[list[int]] = []
@@ -96,7 +96,7 @@ def plan(
 
 
 def make_batch(samples: Sequence[Sample], numbers: Sequence[int], max_tokens: int) -> Batch:
-    """The conversations `numbers` of the corpus, cut at `max_tokens`."""
+    """Batch the conversations `numbers` of the corpus, truncated at `max_tokens`."""
     chosen = [samples[number] for number in numbers]
     ids, attends = padded([sample.ids[:max_tokens] for sample in chosen], left=False)
     prompts = torch.tensor([[len(sample.prompt.ids)] for sample in chosen])
@@ -106,7 +106,7 @@ def make_batch(samples: Sequence[Sample], numbers: Sequence[int], max_tokens: in
 
 
 def _reserve(path: Path, num_bytes: int) -> None:
-    """An empty file of that size, whose disk is taken: a page that finds none ends the process."""
+    """Create a file of a size, with allocated blocks: SIGBUS ends a process on a full disk."""
     require_space(path.parent, num_bytes)
     with path.open("wb") as stream:
         try:
@@ -117,15 +117,15 @@ def _reserve(path: Path, num_bytes: int) -> None:
 
 
 class FeatureCache:
-    """Features of a whole corpus in one file, so that later epochs skip the base.
+    """Hidden states of a whole corpus in one file, so that later epochs skip the base.
 
-    bfloat16 [tokens, streams, H], conversations one after another. Another file tells which are
-    there. The base rounds a conversation otherwise in another batch, so a run that goes on must
-    read what it read before: features outlive an interrupt.
+    bfloat16 [tokens, streams, H], conversations concatenated; a second file flags the stored ones.
+    The base's rounding depends on the batch, so a resumed run must read the same hidden states:
+    they survive an interrupt.
     """
 
     def __init__(self, path: Path, lengths: Sequence[int], width: tuple[int, int]) -> None:
-        """Open or make the files; `lengths` must be those of the corpus of the first time."""
+        """Open or create the files; `lengths` must be those of the corpus that created them."""
         self._starts = np.concatenate([[0], np.cumsum(lengths)])
         shape = (int(self._starts[-1]), *width)
         self._known_path = path.with_suffix(".known")
@@ -139,18 +139,18 @@ class FeatureCache:
             self._values = np.memmap(path, np.int16, "r+", shape=shape)
 
     def save(self) -> None:
-        """Make what was stored so far outlive this process."""
+        """Write all stored hidden states to disk."""
         self._values.flush()
         partial = self._known_path.with_suffix(".partial")
         partial.write_bytes(self._known.tobytes())
         partial.replace(self._known_path)
 
     def has(self, batch: Batch) -> bool:
-        """Whether every row was stored."""
+        """Return whether all conversations of a batch are stored."""
         return bool(self._known[list(batch.samples)].all())
 
     def store(self, batch: Batch, features: Tensor) -> None:
-        """Keep features, bfloat16 [B, S, streams, H]."""
+        """Store hidden states, bfloat16 [B, S, streams, H]."""
         rows = features.view(torch.int16).cpu().numpy()
         for row, number in enumerate(batch.samples):
             begin, end = self._starts[number : number + 2]
@@ -158,7 +158,7 @@ class FeatureCache:
             self._known[number] = True
 
     def load(self, batch: Batch) -> Tensor:
-        """Features, bfloat16 [B, S, streams, H], zero where a row is padded."""
+        """Return hidden states, bfloat16 [B, S, streams, H], zero for padding."""
         shape = (*batch.rows.ids.shape, *self._values.shape[1:])
         rows = np.zeros(shape, np.int16)
         for row, number in enumerate(batch.samples):
@@ -168,6 +168,6 @@ class FeatureCache:
 
 
 def _read_flags(path: Path, count: int) -> np.ndarray:
-    """Bool [count], all False when there is no such file."""
+    """Return bool [count], all False if the file is missing."""
     content = path.read_bytes() if path.exists() else b""
     return np.frombuffer(content if len(content) == count else bytes(count), np.bool_)

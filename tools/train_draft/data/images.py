@@ -1,4 +1,4 @@
-"""The pictures of training conversations, prepared as on a device and encoded by the base."""
+"""Images of training conversations, preprocessed as on a device and encoded by the base."""
 
 from __future__ import annotations
 
@@ -19,20 +19,20 @@ from edgellm.multimodal.processors import Prepared
 
 @dataclass(frozen=True, slots=True)
 class Picture:
-    """A picture of a conversation: its place in the prompt has been made."""
+    """An image of a conversation, whose placeholders in the prompt are expanded."""
 
     source: str  # an absolute path, or a URI
     grid: tuple[int, int]  # Qwen: rows and columns of patches; others: of tiles
 
 
 class Pictures:
-    """How a vision-language model takes pictures."""
+    """Image preprocessing and encoding of a vision-language model."""
 
     def __init__(self, model: Any, folder: Path) -> None:
-        """Read the processor of the checkpoint in `folder`, whose model of transformers this is.
+        """Read the image processor of the checkpoint in `folder`; `model` is its loaded model.
 
         Raises:
-            UnsupportedModelError: its pictures cannot be prepared.
+            UnsupportedModelError: the processor is unsupported.
         """
         self._model = model.model
         self._processor: Any = processors.load(folder)
@@ -40,10 +40,10 @@ class Pictures:
         self._is_patched = hasattr(self._processor, "merged")
 
     def prepare(self, source: str, folder: Path) -> tuple[Picture, Prepared]:
-        """A picture, relative to `folder` where it is a relative path.
+        """Preprocess an image; relative paths are relative to `folder`.
 
         Raises:
-            RequestError: it cannot be read.
+            RequestError: the image cannot be read.
         """
         prepared = self._processor.prepare(open_image(source, folder))
         is_uri = ":" in source.partition("/")[0]
@@ -51,7 +51,7 @@ class Pictures:
         return Picture(place, prepared.grid), prepared
 
     def expand(self, text: str, prepared: list[Prepared]) -> str:
-        """A rendered conversation with every placeholder as long as its picture."""
+        """Expand each placeholder of a rendered conversation to the length of its image."""
         return processors.expand(text, self._processor.image_token, prepared)
 
     def positions(self, token_ids: NDArray[np.int64], pictures: tuple[Picture, ...]) -> Tensor:
@@ -61,7 +61,7 @@ class Pictures:
 
     @torch.inference_mode()
     def encode(self, picture: Picture) -> tuple[Tensor, Tensor]:
-        """Rows [N, H] of the embedding, and what deepstack adds to later layers, [L, N, H]."""
+        """Return embeddings [N, H], and deepstack embeddings of later layers [L, N, H]."""
         prepared = self._processor.prepare(open_image(picture.source, Path.cwd()))
         pixels = torch.from_numpy(prepared.pixels).to(self._model.device, self._model.dtype)
         if self._is_patched:
@@ -71,6 +71,6 @@ class Pictures:
             found = self._model.get_image_features(pixels)
         else:
             found = self._model.get_image_features(pixels[None])
-        rows = torch.cat([part.flatten(0, -2) for part in found.pooler_output])
+        embeds = torch.cat([part.flatten(0, -2) for part in found.pooler_output])
         levels = [torch.cat(list(level)) for level in getattr(found, "deepstack_features", ())]
-        return rows, torch.stack(levels) if levels else rows.new_empty(0, *rows.shape)
+        return embeds, torch.stack(levels) if levels else embeds.new_empty(0, *embeds.shape)

@@ -1,4 +1,4 @@
-"""Answers to a draft's prompts by servers of its base, spread by Ray."""
+"""Completes training prompts with servers of the base, distributed by Ray."""
 
 from __future__ import annotations
 
@@ -30,16 +30,16 @@ def answer_prompts_remotely(
     how: Generation,
     spread: Spread = spread,
 ) -> Iterator[int]:
-    """As `corpus.answer_prompts`, by servers; yields how many are answered.
+    """Complete prompts as `corpus.answer_prompts` does, with servers; yield the number of answers.
 
-    Answers are stored as they come. A greedy one is what the base says; a sampled one depends on
-    its server, too, but is never made twice.
+    Answers are stored as they arrive. Sampled answers depend on the server, but are generated only
+    once.
 
     Raises:
-        EdgeLLMError: prompts with pictures, servers without token ids, or none that answers.
+        EdgeLLMError: prompts have images, servers return no token ids, or no server responds.
     """
     if any(prompt.pictures for prompt in prompts):
-        raise EdgeLLMError("--ray answers text only", hint="leave out --ray for pictures")
+        raise EdgeLLMError("--ray supports text only", hint="leave out --ray for images")
     done = begin_answers(store)
     count = sum(prompt in done for prompt in prompts)
     yield count
@@ -70,7 +70,7 @@ def answer_prompts_remotely(
 def answer_row(
     row: dict[str, Any], *, servers: Servers, model: str, stop_ids: list[int], max_new_tokens: int
 ) -> dict[str, Any]:
-    """The prompt of a row with its answer; without one where the servers refuse it."""
+    """Complete the prompt of a row; the answer is empty if the servers reject it."""
     body = {
         "model": model, "prompt": row["prompt"], "max_tokens": max_new_tokens,
         "temperature": row["temperature"], "seed": row["seed"], "stop_token_ids": stop_ids,
@@ -78,11 +78,11 @@ def answer_row(
     }  # fmt: skip
     try:
         (choice,) = servers.post("/v1/completions", body, row["first"])["choices"]
-    except RejectedError:  # it is longer than they take
+    except RejectedError:  # the prompt is too long
         return {"prompt": row["prompt"], "answer": []}
     if "token_ids" not in choice:
         raise EdgeLLMError(
-            "the servers do not give token ids",
-            hint="edgellm-serve and vLLM of 2026 give them (return_token_ids)",
+            "the servers do not return token ids",
+            hint="use edgellm-serve, or vLLM of 2026 (return_token_ids)",
         )
     return {"prompt": row["prompt"], "answer": choice["token_ids"]}

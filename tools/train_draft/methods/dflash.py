@@ -1,7 +1,8 @@
-"""Training a draft that predicts blocks: DFlash (arXiv 2602.06036) or DSpark (2607.05147).
+"""Training of block drafters: DFlash (arXiv 2602.06036) or DSpark (2607.05147).
 
-Blocks begin at random tokens of the answers. A block's rows learn what the base says at their
-places, having seen the features of the text before it, its first token, and nothing of the others.
+Blocks begin at random tokens of the answers. The mask tokens of a block learn the base's
+predictions at their positions. They attend to the hidden states of the text before the block and
+to the block itself, whose other tokens are masked.
 """
 
 from __future__ import annotations
@@ -36,12 +37,12 @@ from edgellm.tools.train_draft.methods.losses import cut_head, head_loss
 
 DSPARK = "dspark"
 _WEIGHTS, _RANK = "model.safetensors", 256
-_ANCHORS = 0.5  # of the tokens of a batch begin blocks
+_ANCHORS = 0.5  # share of the tokens of a batch that begin blocks
 _NEWEST, _OWN = "sample_from_anchor", "dflash_config"
 
 
 class Blocks:
-    """See `Learner`; its head knows the likeliest tokens of the corpus only, if it has one."""
+    """See `Learner`; a head of its own has only the most frequent tokens of the corpus."""
 
     outputs = frozenset(
         ["lm_head.weight", "markov_head.markov_w1.weight", "markov_head.markov_w2.weight"]
@@ -58,25 +59,25 @@ class Blocks:
         num_layers: int,
         decay: float,
     ) -> None:
-        """Make the network.
+        """Create the network.
 
         Args:
-            base: the model that it drafts for.
+            base: the base model.
             method: "dflash" or "dspark".
-            taps: streams that it reads.
-            draft_vocab_size: tokens of its head; as many as the base's: it is the base's.
-            block_size: rows of a block.
-            num_layers: of the draft.
-            decay: the loss of step j weighs decay ** j.
+            taps: layers whose inputs the draft reads.
+            draft_vocab_size: tokens of its head; with the base's size, it uses the base's head.
+            block_size: tokens of a block.
+            num_layers: number of layers of the draft.
+            decay: the loss weight of step j is decay ** j.
         """
         self.tapped, self._decay, self._is_dspark = TappedBase(base, taps), decay, method == DSPARK
         self._size, vocab_size = block_size, base.config.vocab_size
-        # DSpark's first row, that of the newest token, predicts one, too.
+        # In DSpark, the first token of a block also predicts.
         self._first = 0 if self._is_dspark else 1
         self.steps = block_size - self._first
         self._has_norms = hasattr(base.layers[-1].get_submodule("self_attn"), "q_norm")
         self.module = BlockDraft(
-            # Rows stand where the text has them, also after pictures.
+            # One position per token, also after images.
             replace(draft_shape(base.config, draft_vocab_size, len(taps)), mrope_section=()),
             num_layers,
             has_norms=self._has_norms,
@@ -85,11 +86,12 @@ class Blocks:
         )
 
     def start(self, samples: Sequence[Sample]) -> None:
-        """See `Learner`: features are the highest tap, layers the base's last ones."""
+        """See `Learner`: `fc` selects the last tap, layers are the base's last ones."""
         base, size = self.tapped.base, self.module.shape.hidden_size
         vocab_size = base.config.vocab_size
-        self._know(draft_vocabulary(list(samples), vocab_size, self.module.shape.draft_vocab_size))
-        self._mask_id = _unsaid(samples, vocab_size)
+        size_of_head = self.module.shape.draft_vocab_size
+        self._set_vocabulary(draft_vocabulary(list(samples), vocab_size, size_of_head))
+        self._mask_id = _unused_token(samples, vocab_size)
         module = self.module
         with torch.no_grad():
             nn.init.normal_(module.fc.weight, std=0.01)
@@ -118,27 +120,28 @@ class Blocks:
             detail = (str(error) or repr(error)).splitlines()[0]
             raise BrokenArtifactError(
                 f"{folder} holds no draft of these sizes: {detail}",
-                hint="give a draft that this command made for this base, with the same flags",
+                hint="give a draft of this command for this base, with the same flags",
             ) from None
         if theirs != list(self.tapped.taps) or config["block_size"] != self._size:
             raise EdgeLLMError(
-                f"{folder} reads the taps {theirs} and predicts blocks of {config['block_size']}",
+                f"{folder} uses the hidden taps {theirs} and predicts blocks of "
+                f"{config['block_size']}",
                 hint=f"give --hidden_taps {','.join(map(str, theirs))} and that --block_size",
             )
-        self._know(ids.numpy())
+        self._set_vocabulary(ids.numpy())
 
-    def _know(self, vocabulary: np.ndarray) -> None:
+    def _set_vocabulary(self, vocabulary: np.ndarray) -> None:
         self.vocabulary = vocabulary
         self._base_head, self._in_vocabulary = cut_head(self.tapped.base.head, vocabulary)
 
     def loss(self, batch: Batch, features: Tensor, step: int) -> Tensor:
         """See `Learner`: soft cross entropy with the base's distribution, step by step."""
         random = torch.Generator().manual_seed(step)
-        rows, head = self._rows(batch, features, random), self._head(features)
+        predicted, head = self._predict(batch, features, random), self._head(features)
         importance = self._decay ** torch.arange(self.steps, device=features.device)
         importance = importance / importance.sum()
         one, total = torch.ones(1, device=features.device), head.sum() * 0
-        for weight, (hidden, states, known) in zip(importance, rows, strict=True):
+        for weight, (hidden, states, known) in zip(importance, predicted, strict=True):
             if known.any():
                 with torch.no_grad():
                     targets = (states[known] @ self._base_head.T).softmax(-1)
@@ -146,17 +149,17 @@ class Blocks:
         return total
 
     def hits(self, batch: Batch, features: Tensor) -> tuple[Tensor, Tensor]:
-        """See `Learner`; a token that the head does not know is a miss."""
+        """See `Learner`; tokens outside of the head's vocabulary are misses."""
         random = torch.Generator().manual_seed(0)
         head, hits, counts = self._head(features), [], []
-        for hidden, states, known in self._rows(batch, features, random):
+        for hidden, states, known in self._predict(batch, features, random):
             wanted = (states[known] @ self._base_head.T).argmax(-1)
             hits.append(((hidden[known] @ head.T).argmax(-1) == wanted).sum())
             counts.append(len(hidden))
         return torch.stack(hits), torch.tensor(counts, device=features.device)
 
     def _head(self, features: Tensor) -> Tensor:
-        """What gives logits of `_rows`, [Vd, H] or, with DSpark's table beside it, [Vd, H + r]."""
+        """Return the head for states of `_predict`: [Vd, H], or with DSpark's table [Vd, H + r]."""
         dtype, module = self.tapped.base.head.dtype, self.module
         head = self._base_head if module.lm_head is None else module.lm_head.weight
         head = head.to(features.device, dtype)
@@ -164,10 +167,15 @@ class Blocks:
             return head
         return torch.cat([head, module.markov_head.markov_w2.weight.to(dtype)], 1)
 
-    def _rows(
+    def _predict(
         self, batch: Batch, features: Tensor, random: torch.Generator
     ) -> list[tuple[Tensor, Tensor, Tensor]]:
-        """Of every step: the draft's rows, the base's states [R, H], and whose token it knows."""
+        """Run the draft on random blocks.
+
+        Returns:
+            Per step: the draft's states [R, H], the base's [R, H], and bool [R], whether the
+            token is in the head's vocabulary.
+        """
         device, base = features.device, self.tapped.base
         ids, learned = batch.rows.ids.to(device), batch.learned.to(device)
         anchors, is_one = _choose(batch.learned, random, _ANCHORS)
@@ -181,8 +189,8 @@ class Blocks:
         found = []
         for step in range(self.steps):
             places = anchors + 1 + step  # of the tokens that are predicted
-            there = places.clamp(max=ids.shape[1] - 1)
-            taken = is_one & (places < ids.shape[1]) & learned.gather(1, there)
+            clamped = places.clamp(max=ids.shape[1] - 1)
+            taken = is_one & (places < ids.shape[1]) & learned.gather(1, clamped)
             row, column = taken.nonzero(as_tuple=True)
             place = places[row, column]
             own = hidden[row, column, step + self._first].to(dtype)
@@ -194,7 +202,7 @@ class Blocks:
         return found
 
     def write(self, folder: Path, training: dict[str, Any]) -> None:
-        """See `Learner`: as z-lab's drafts are, those of a smaller head as speculators' are."""
+        """See `Learner`: in z-lab's layout; with a smaller head, in speculators' layout."""
         base, module = self.tapped.base.config, self.module
         architecture = "DSparkDraftModel" if self._is_dspark else "DFlashDraftModel"
         own = {
@@ -223,25 +231,25 @@ class Blocks:
 
 
 def _choose(learned: Tensor, random: torch.Generator, share: float) -> tuple[Tensor, Tensor]:
-    """Random tokens whose follower is learned: places int64 [B, A], and which of them are some."""
-    could = functional.pad(learned[:, 1:], (0, 1))
-    could[:, 0] = False  # there is no text before it
-    maximum = max(1, int(share * int(could.sum(1).max())))
-    luck = torch.rand(could.shape, generator=random).masked_fill(~could, -1)
-    found = luck.topk(maximum, 1)
+    """Choose random anchors, whose next tokens are trained: int64 [B, A], and a validity mask."""
+    allowed = functional.pad(learned[:, 1:], (0, 1))
+    allowed[:, 0] = False  # no text before it
+    maximum = max(1, int(share * int(allowed.sum(1).max())))
+    keys = torch.rand(allowed.shape, generator=random).masked_fill(~allowed, -1)
+    found = keys.topk(maximum, 1)
     return found.indices, found.values >= 0
 
 
-def _unsaid(samples: Sequence[Sample], vocab_size: int) -> int:
-    """The last token that the corpus does not have: it stands for what is to be predicted."""
-    said = np.zeros(vocab_size, np.bool_)
+def _unused_token(samples: Sequence[Sample], vocab_size: int) -> int:
+    """Return the last token that the corpus does not contain, used as mask token."""
+    used = np.zeros(vocab_size, np.bool_)
     for sample in samples:
-        said[list(sample.ids)] = True
-    unsaid = np.flatnonzero(~said)
-    return int(unsaid[-1]) if len(unsaid) else vocab_size - 1
+        used[list(sample.ids)] = True
+    unused = np.flatnonzero(~used)
+    return int(unused[-1]) if len(unused) else vocab_size - 1
 
 
 def _copy(module: nn.Module, theirs: nn.Module, prefix: str = "") -> None:
-    """Take all parameters by their names."""
+    """Copy all parameters by name."""
     for name, own in module.named_parameters():
         own.copy_(theirs.get_parameter(prefix + name))

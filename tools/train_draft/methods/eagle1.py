@@ -1,4 +1,4 @@
-"""Training an EAGLE-1 draft (arXiv 2401.15077): it regresses the feature that follows."""
+"""Training of EAGLE-1 drafts (arXiv 2401.15077): regression of the next hidden state."""
 
 from __future__ import annotations
 
@@ -25,31 +25,31 @@ from edgellm.tools.train_draft.methods.eagle_network import Eagle1Draft
 from edgellm.tools.train_draft.methods.losses import head_loss
 from edgellm.tools.train_draft.methods.method import unrolled
 
-_TOKEN_WEIGHT = 0.1  # of the cross entropy beside the regression
+_TOKEN_WEIGHT = 0.1  # weight of the cross entropy; the regression's is 1
 _WEIGHTS = "model.safetensors"
 
 
 class Eagle1:
-    """See `Learner`; the head is the base's, and the features are what it reads."""
+    """See `Learner`; predicts the input of the base's head."""
 
     outputs: frozenset[str] = frozenset()
 
     def __init__(self, base: Base, steps: int, noise: float) -> None:
-        """Make the network.
+        """Create the network.
 
         Args:
-            base: the model that it drafts for.
+            base: the base model.
             steps: draft steps of the estimate; one is trained.
-            noise: features are trained with uniform noise of this width.
+            noise: width of uniform noise on hidden states in training.
         """
         self.tapped, self.steps, self._noise = TappedBase(base, ()), steps, noise
         self.module = Eagle1Draft(draft_shape(base.config, base.config.vocab_size, 1))
 
     def start(self, samples: Sequence[Sample]) -> None:
-        """See `Learner`: the draft begins by repeating the feature.
+        """See `Learner`: the draft starts as the identity of the hidden state.
 
-        The layer is the base's last one, but adds nothing yet: it was made to add to residuals,
-        which are larger than the normed features that the draft reads and predicts.
+        The layer is the base's last one with zero output projections: they are scaled for the
+        residual stream, which is larger than the normed hidden states of the draft.
         """
         del samples
         fc, size = self.module.fc, self.module.shape.hidden_size
@@ -63,10 +63,10 @@ class Eagle1:
 
     def load(self, folder: Path) -> None:
         """See `Learner`."""
-        read_weights(self.module, folder / _WEIGHTS, besides=(EAGLE1_EMBEDDING,))
+        read_weights(self.module, folder / _WEIGHTS, ignored=(EAGLE1_EMBEDDING,))
 
     def loss(self, batch: Batch, features: Tensor, step: int) -> Tensor:
-        """See `Learner`: smooth L1 to the feature, and cross entropy after the base's head."""
+        """See `Learner`: smooth L1 to the hidden state, and cross entropy after the base's head."""
         random = torch.Generator(features.device).manual_seed(step)
         noise = torch.rand(features.shape, generator=random, device=features.device) - 0.5
         hidden, states = self._predictions(batch, features, features + self._noise * noise, 1)
@@ -83,7 +83,7 @@ class Eagle1:
     def _predictions(
         self, batch: Batch, features: Tensor, taps: Tensor, unrolls: int
     ) -> tuple[Tensor, Tensor]:
-        """Features that the draft predicts [unrolls, R, H], and the base's [R, H]."""
+        """Return the draft's hidden states [unrolls, R, H] and the base's [R, H]."""
         known = batch.learned[:, 1:].to(features.device).clone()
         known[:, :unrolls] = False
         return unrolled(
@@ -96,12 +96,12 @@ class Eagle1:
         head = self.tapped.base.head
         hidden, states = self._predictions(batch, features, features, self.steps)
         wanted = (states @ head.T).argmax(-1)
-        rows = (x.to(head.dtype) @ head.T for x in hidden)
-        hits = torch.stack([(logits.argmax(-1) == wanted).sum() for logits in rows])
+        steps = (x.to(head.dtype) @ head.T for x in hidden)
+        hits = torch.stack([(logits.argmax(-1) == wanted).sum() for logits in steps])
         return hits, torch.full_like(hits, len(states))
 
     def write(self, folder: Path, training: dict[str, Any]) -> None:
-        """See `Learner`; the embedding goes along, as in public drafts."""
+        """See `Learner`; includes the embedding, as public drafts do."""
         base = self.tapped.base
         tensors = {**self.module.state_dict(), EAGLE1_EMBEDDING: base.embedding}
         config = draft_config(self.module.shape, base.config, "LlamaForCausalLM")

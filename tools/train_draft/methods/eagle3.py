@@ -1,4 +1,4 @@
-"""Training an EAGLE-3 draft (arXiv 2503.01840): the training-time test, no loss on features."""
+"""Training of EAGLE-3 drafts (arXiv 2503.01840): training-time test, no loss on hidden states."""
 
 from __future__ import annotations
 
@@ -25,21 +25,21 @@ from edgellm.tools.train_draft.methods.method import unrolled
 
 
 class Eagle3:
-    """See `Learner`; its head knows the likeliest tokens of the corpus only."""
+    """See `Learner`; its head has only the most frequent tokens of the corpus."""
 
     outputs = frozenset(["lm_head.weight"])
 
     def __init__(
         self, base: Base, taps: tuple[int, ...], draft_vocab_size: int, unrolls: int, decay: float
     ) -> None:
-        """Make the network.
+        """Create the network.
 
         Args:
-            base: the model that it drafts for.
-            taps: streams that it reads.
+            base: the base model.
+            taps: layers whose inputs the draft reads.
             draft_vocab_size: tokens of its head.
             unrolls: draft steps of the training-time test.
-            decay: the loss of step j weighs decay ** j.
+            decay: the loss weight of step j is decay ** j.
         """
         self.tapped, self.steps, self._decay = TappedBase(base, taps), unrolls, decay
         self.module = Draft(draft_shape(base.config, draft_vocab_size, len(taps)))
@@ -47,15 +47,15 @@ class Eagle3:
     def start(self, samples: Sequence[Sample]) -> None:
         """See `Learner`."""
         base, size = self.tapped.base, self.module.shape.draft_vocab_size
-        self._know(draft_vocabulary(list(samples), base.config.vocab_size, size))
+        self._set_vocabulary(draft_vocabulary(list(samples), base.config.vocab_size, size))
         start_from_base(self.module, base, self.vocabulary)
 
     def load(self, folder: Path) -> None:
         """See `Learner`."""
         vocab_size = self.tapped.base.config.vocab_size
-        self._know(read_draft(self.module, folder, self.tapped.taps, vocab_size))
+        self._set_vocabulary(read_draft(self.module, folder, self.tapped.taps, vocab_size))
 
-    def _know(self, vocabulary: np.ndarray) -> None:
+    def _set_vocabulary(self, vocabulary: np.ndarray) -> None:
         self.vocabulary = vocabulary
         self._base_head, self._in_vocabulary = cut_head(self.tapped.base.head, vocabulary)
 
@@ -68,7 +68,7 @@ class Eagle3:
         return head_loss(hidden, head, targets, importance / importance.sum())
 
     def _predictions(self, batch: Batch, features: Tensor) -> tuple[Tensor, Tensor]:
-        """Normed hidden states [unrolls, R, H], and what the base says there [R, Vd]."""
+        """Return normed hidden states [unrolls, R, H] and the base's probabilities [R, Vd]."""
         ids, learned = batch.rows.ids.to(features.device), batch.learned.to(features.device)
         known = learned[:, 1:] & self._in_vocabulary[ids[:, 1:]]
         known[:, : self.steps] = False
@@ -81,7 +81,7 @@ class Eagle3:
         return self.module.norm(hidden), targets
 
     def hits(self, batch: Batch, features: Tensor) -> tuple[Tensor, Tensor]:
-        """See `Learner`; a token that the head does not know is a miss."""
+        """See `Learner`; tokens outside of the head's vocabulary are misses."""
         hidden, targets = self._predictions(batch, features)
         logits = (x @ self.module.lm_head.weight.to(x.dtype).T for x in hidden)
         wanted = targets.argmax(-1)

@@ -1,8 +1,8 @@
 """EAGLE drafts as torch modules, with the training-time test of EAGLE3's paper.
 
-Layout and names are the public ones (github.com/SafeAILab/EAGLE): `fc`, `midlayer.*`, `norm`,
-`lm_head`; of EAGLE-1 `fc`, `layers.0.*`. Shapes: B rows, S tokens, H hidden size, D head size,
-V draft vocabulary.
+Layout and names are the public ones (github.com/SafeAILab/EAGLE): EAGLE-3 `fc`, `midlayer.*`,
+`norm`, `lm_head`; EAGLE-1 `fc`, `layers.0.*`. Shapes: B texts, S tokens, H hidden size, D head
+size, V draft vocabulary.
 """
 
 from __future__ import annotations
@@ -21,7 +21,7 @@ from edgellm.export.config.rope import read_rope
 
 @dataclass(frozen=True, slots=True)
 class DraftShape:
-    """The sizes of a draft; they equal its base's unless the user says otherwise."""
+    """Sizes of a draft; most are its base's."""
 
     hidden_size: int
     intermediate_size: int
@@ -37,10 +37,10 @@ class DraftShape:
 
     @property
     def rope_config(self) -> dict[str, Any]:
-        """The part of a config that tells of rotary embeddings."""
+        """Config fields of RoPE."""
         config: dict[str, Any] = {"rope_theta": self.rope_theta}
         if self.mrope_section:
-            # With both spellings of the type: readers differ.
+            # Both keys of the type, since readers differ.
             config["rope_scaling"] = {
                 "type": "mrope",
                 "rope_type": "default",
@@ -52,7 +52,7 @@ class DraftShape:
 
 
 class Norm(nn.RMSNorm):
-    """RMSNorm whose weight follows the activations' type, which the fused kernel asks for."""
+    """RMSNorm with the weight in the activations' dtype, as the fused kernel requires."""
 
     def forward(self, x: Tensor) -> Tensor:
         """X [..., H] -> [..., H]."""
@@ -60,7 +60,7 @@ class Norm(nn.RMSNorm):
 
 
 class _Attention(nn.Module):
-    """Projections of the draft's attention, whose input is `wide`."""
+    """Projections of the draft's attention; `wide` is its input size."""
 
     def __init__(self, shape: DraftShape, wide: int) -> None:
         super().__init__()
@@ -88,16 +88,16 @@ class Layer(nn.Module):
     """The layer of a draft."""
 
     def __init__(self, shape: DraftShape, wide: int) -> None:
-        """`wide`: of the input of its attention."""
+        """Create the layer; `wide` is the input size of its attention."""
         super().__init__()
         self.self_attn, self.mlp = _Attention(shape, wide), _MLP(shape)
         self.post_attention_layernorm = Norm(shape.hidden_size, shape.rms_norm_eps)
 
 
 class Unrolled(nn.Module):
-    """What the drafts share: one layer that goes on from its own hidden states.
+    """Base class of the drafts: one layer that recycles its own hidden states.
 
-    The embedding is the base's and stays frozen outside.
+    The embedding is the base's, and frozen.
     """
 
     def __init__(self, shape: DraftShape) -> None:
@@ -113,40 +113,40 @@ class Unrolled(nn.Module):
         raise NotImplementedError
 
     def first_hidden(self, taps: Tensor) -> Tensor:
-        """The base's features [B, S, num_taps * H] as hidden rows [B, S, H]."""
+        """Fuse auxiliary hidden states [B, S, num_taps * H] to hidden states [B, S, H]."""
         raise NotImplementedError
 
     def enter(self, embedding: Tensor, hidden: Tensor) -> tuple[Tensor, Tensor]:
-        """What the attention reads [B, S, wide], and what it is added to [B, S, H]."""
+        """Return the attention's input [B, S, wide] and the residual [B, S, H]."""
         raise NotImplementedError
 
     def unroll(
         self, taps: Tensor, embeddings: Tensor, positions: Tensor, steps: int, first: int = 0
     ) -> Iterator[Tensor]:
-        """The recycled hidden states of `steps` draft steps in a row, each [B, S - first, H].
+        """Yield the hidden states of `steps` consecutive draft steps, each [B, S - first, H].
 
         Args:
-            taps: base features at tokens 0..S-1, [B, S, num_taps * H].
-            embeddings: of the tokens that follow, 1..S+steps-1, [B, S + steps - 1, H].
-            positions: of the tokens 0..S+steps-2, int64 [axes, B, S + steps - 1].
-            steps: step j, row i reads the draft's own hidden of step j-1 in place of the feature
-                it could not yet have, and the embedding of token i + 1 + j. It attends to the
-                true rows 0..i and to its own earlier steps.
-            first: the rows before it are only attended to.
+            taps: auxiliary hidden states of tokens 0..S-1, [B, S, num_taps * H].
+            embeddings: embeddings of the next tokens, 1..S+steps-1, [B, S + steps - 1, H].
+            positions: positions of tokens 0..S+steps-2, int64 [axes, B, S + steps - 1].
+            steps: in step j, token i uses the draft's hidden state of step j-1 instead of the
+                base's, and the embedding of token i + 1 + j. It attends to the base's tokens 0..i
+                and to its own earlier steps.
+            first: tokens before it are only attended to.
         """
         hidden, length, skipped = self.first_hidden(taps), taps.shape[1], 0
         keys: list[Tensor] = []
         values: list[Tensor] = []
-        turns = self.turns(positions, hidden.dtype)
+        rope = self.rope(positions, hidden.dtype)
         for step in range(steps):
-            rows = slice(step + skipped, step + length)
-            turn = tuple(part[:, :, rows] for part in turns)
-            hidden = self._step(embeddings[:, rows], hidden, turn, keys, values, first - skipped)
+            tokens = slice(step + skipped, step + length)
+            own = tuple(part[:, :, tokens] for part in rope)
+            hidden = self._step(embeddings[:, tokens], hidden, own, keys, values, first - skipped)
             skipped = first
             yield hidden
 
-    def turns(self, positions: Tensor, dtype: torch.dtype) -> tuple[Tensor, Tensor]:
-        """Cosine and sine of positions [axes, B, S]: each pair's, [B, 1, S, D/2]."""
+    def rope(self, positions: Tensor, dtype: torch.dtype) -> tuple[Tensor, Tensor]:
+        """Return cosine and sine of RoPE for positions [axes, B, S], each [B, 1, S, D/2]."""
         of_pairs = positions[self._axes.to(positions.device)].float()  # [D/2, B, S]
         angles = of_pairs.permute(1, 2, 0) * self._inverse_frequencies.to(positions.device)
         return angles.cos()[:, None].to(dtype), angles.sin()[:, None].to(dtype)
@@ -155,33 +155,33 @@ class Unrolled(nn.Module):
         self,
         embedding: Tensor,
         hidden: Tensor,
-        turn: tuple[Tensor, ...],
+        rope: tuple[Tensor, ...],
         keys: list[Tensor],
         values: list[Tensor],
         skip: int,
     ) -> Tensor:
-        """One step, whose rows from `skip` on give a state."""
+        """Run one step; return the hidden states of the tokens from `skip` on."""
         layer, attention, shape = self.layer, self.layer.self_attn, self.shape
         wide, residual = self.enter(embedding, hidden)
         query, key, value = (
-            projection(rows).unflatten(2, (-1, shape.head_dim)).transpose(1, 2)
-            for projection, rows in (
+            projection(x).unflatten(2, (-1, shape.head_dim)).transpose(1, 2)
+            for projection, x in (
                 (attention.q_proj, wide[:, skip:]),
                 (attention.k_proj, wide),
                 (attention.v_proj, wide),
             )
         )
         groups = shape.num_attention_heads // shape.num_key_value_heads
-        keys.append(rotate(key, *turn).repeat_interleave(groups, 1))
+        keys.append(apply_rope(key, *rope).repeat_interleave(groups, 1))
         values.append(value.repeat_interleave(groups, 1))
-        own_turn = (part[:, :, skip:] for part in turn)
-        mixed = _attend(rotate(query, *own_turn), keys, values)
+        query_rope = (part[:, :, skip:] for part in rope)
+        mixed = _attend(apply_rope(query, *query_rope), keys, values)
         hidden = residual[:, skip:] + attention.o_proj(mixed.transpose(1, 2).flatten(2))
         return hidden + layer.mlp(layer.post_attention_layernorm(hidden))
 
 
 class _WideLayer(Layer):
-    """EAGLE3's: its attention reads the normed embedding and hidden row side by side."""
+    """EAGLE-3's layer, whose attention reads the concatenated normed embedding and hidden state."""
 
     def __init__(self, shape: DraftShape) -> None:
         super().__init__(shape, 2 * shape.hidden_size)
@@ -190,7 +190,7 @@ class _WideLayer(Layer):
 
 
 class Draft(Unrolled):
-    """The trained parameters of EAGLE3."""
+    """The network of EAGLE-3."""
 
     def __init__(self, shape: DraftShape) -> None:
         super().__init__(shape)
@@ -216,7 +216,7 @@ class Draft(Unrolled):
 
 
 class Eagle1Draft(Unrolled):
-    """The trained parameters of EAGLE-1, whose hidden rows are features of the base."""
+    """The network of EAGLE-1, which predicts the base's final hidden states."""
 
     def __init__(self, shape: DraftShape) -> None:
         super().__init__(shape)
@@ -240,25 +240,25 @@ class Eagle1Draft(Unrolled):
         return both, both
 
 
-def rotate(x: Tensor, cos: Tensor, sin: Tensor) -> Tensor:
-    """Rotary embedding in halves (Llama), x [B, heads, S, D]."""
+def apply_rope(x: Tensor, cos: Tensor, sin: Tensor) -> Tensor:
+    """Apply RoPE in halves (Llama) to x [B, heads, S, D]."""
     left, right = x.chunk(2, -1)
     return torch.cat([left * cos - right * sin, right * cos + left * sin], -1)
 
 
 def _attend(query: Tensor, keys: list[Tensor], values: list[Tensor]) -> Tensor:
-    """Causal attention to the first keys, and to one key of the own row for every later step.
+    """Attend causally to the keys of the first step, and to the token's own key of later steps.
 
-    The queries are those of the last rows.
+    The queries belong to the last tokens.
     """
-    (length, size), seen = query.shape[2:], keys[0].shape[2]
+    (length, size), num_keys = query.shape[2:], keys[0].shape[2]
     scale = size**-0.5
-    future = torch.ones(length, seen, dtype=torch.bool, device=query.device)
-    future = future.triu(1 + seen - length)
+    future = torch.ones(length, num_keys, dtype=torch.bool, device=query.device)
+    future = future.triu(1 + num_keys - length)
     scores = [(query @ keys[0].transpose(2, 3) * scale).masked_fill(future, float("-inf"))]
     scores += [(query * key).sum(-1, keepdim=True) * scale for key in keys[1:]]
     weights = torch.cat(scores, -1).float().softmax(-1).to(query.dtype)
-    mixed = weights[..., :seen] @ values[0]
+    mixed = weights[..., :num_keys] @ values[0]
     for own, value in enumerate(values[1:]):
-        mixed = mixed + weights[..., seen + own, None] * value
+        mixed = mixed + weights[..., num_keys + own, None] * value
     return mixed

@@ -1,6 +1,6 @@
-"""The losses of the methods; logits of all rows never exist together.
+"""Losses of the methods, computed in chunks of tokens to bound the memory of logits.
 
-U unrolls or heads, R rows, H hidden size, V tokens of a head.
+U unrolls or heads, R tokens, H hidden size, V tokens of a head.
 """
 
 from __future__ import annotations
@@ -13,14 +13,14 @@ from torch import Tensor
 from torch.nn import functional
 from torch.utils.checkpoint import checkpoint
 
-PIECE = 256  # rows whose logits exist at once
+PIECE = 256  # tokens per chunk
 
 
 def cut_head(head: Tensor, vocabulary: np.ndarray) -> tuple[Tensor, Tensor]:
-    """Rows of a head [V, H] for a draft's tokens, int64 [Vd], and which of all tokens they are.
+    """Select the rows of a head [V, H] for a draft's vocabulary, int64 [Vd].
 
     Returns:
-        [Vd, H], and bool [V].
+        The head [Vd, H], and bool [V], whether a token is in the vocabulary.
     """
     ids = torch.from_numpy(vocabulary).to(head.device)
     known = torch.zeros(len(head), dtype=torch.bool, device=head.device)
@@ -29,13 +29,13 @@ def cut_head(head: Tensor, vocabulary: np.ndarray) -> tuple[Tensor, Tensor]:
 
 
 def head_loss(hidden: Tensor, weight: Tensor, targets: Tensor, importance: Tensor) -> Tensor:
-    """Soft cross entropy after the draft's head, for all unrolls at once: the weighted mean.
+    """Return the soft cross entropy after the draft's head, as weighted mean over unrolls.
 
     Args:
-        hidden: normed hidden states [unrolls, rows, H].
-        weight: the head [V, H], of hidden's dtype.
-        targets: the base's probabilities over the draft vocabulary [rows, V].
-        importance: of each unroll, float32 [unrolls], of sum 1.
+        hidden: normed hidden states [U, R, H].
+        weight: the head [V, H], in hidden's dtype.
+        targets: the base's probabilities over the draft vocabulary [R, V].
+        importance: weight of each unroll, float32 [U], with sum 1.
     """
     loss = _HeadLoss.apply(hidden, weight, targets, importance)
     assert isinstance(loss, Tensor)
@@ -43,10 +43,10 @@ def head_loss(hidden: Tensor, weight: Tensor, targets: Tensor, importance: Tenso
 
 
 class _HeadLoss(torch.autograd.Function):
-    """`head_loss`, whose forward computes the gradients as well, a piece of the rows at a time.
+    """`head_loss`, whose forward also computes the gradients, chunk by chunk.
 
-    So float32 logits, log-probabilities and targets of all rows never exist together; of all rows
-    only the gradient of the logits does, in hidden's type.
+    So only one chunk of float32 logits, log-probabilities and targets exists at a time. The
+    gradient of all logits is stored, in hidden's dtype.
     """
 
     @staticmethod
@@ -73,16 +73,16 @@ class _HeadLoss(torch.autograd.Function):
 
     @staticmethod
     def backward(ctx: Any, *grad_outputs: Any) -> tuple[Tensor, Tensor | None, None, None]:
-        """Scale the gradients that forward left."""
+        """Scale the gradients that `forward` computed."""
         hidden_grad, weight_grad = ctx.saved_tensors
         scale = grad_outputs[0].to(hidden_grad.dtype)
         return hidden_grad * scale, None if weight_grad is None else weight_grad * scale, None, None
 
 
 def token_loss(hidden: Tensor, weight: Tensor, tokens: Tensor) -> Tensor:
-    """Mean cross entropy of tokens, int64 [R], after a head [V, H] over hidden states [R, H].
+    """Return the mean cross entropy of tokens, int64 [R], for hidden states [R, H], head [V, H].
 
-    The backward pass computes the logits again.
+    The backward pass recomputes the logits.
     """
     total = torch.zeros((), device=hidden.device)
     for start in range(0, len(hidden), PIECE):

@@ -1,4 +1,4 @@
-"""Training Medusa heads (arXiv 2401.10774, Medusa-1: the base stays as it is)."""
+"""Training of Medusa heads (arXiv 2401.10774, Medusa-1 with a frozen base)."""
 
 from __future__ import annotations
 
@@ -18,7 +18,7 @@ from edgellm.tools.train_draft.methods.losses import token_loss
 
 
 class ResBlock(nn.Module):
-    """`x + silu(linear(x))`; it begins as the identity."""
+    """`x + silu(linear(x))`, initialized as the identity."""
 
     def __init__(self, size: int) -> None:
         super().__init__()
@@ -27,21 +27,21 @@ class ResBlock(nn.Module):
         nn.init.zeros_(self.linear.bias)
 
     def forward(self, x: Tensor) -> Tensor:
-        """X [..., H] -> [..., H]."""
+        """Return [..., H] for x [..., H]."""
         return x + functional.silu(self.linear(x))
 
 
 class Medusa:
-    """See `Learner`; head d reads token t's feature and predicts token t + 2 + d."""
+    """See `Learner`; head d reads token t's hidden state and predicts token t + 2 + d."""
 
     def __init__(self, base: Base, base_name: str, num_heads: int, decay: float) -> None:
-        """Make the heads, of one block each.
+        """Create the heads, with one block each.
 
         Args:
-            base: the model that they draft for.
-            base_name: what the heads' config calls it.
-            num_heads: levels of a tree.
-            decay: the loss of head d weighs decay ** (d + 1).
+            base: the base model.
+            base_name: its name in the heads' config.
+            num_heads: number of heads, which are levels of a tree.
+            decay: the loss weight of head d is decay ** (d + 1).
         """
         size, vocab_size = base.config.hidden_size, len(base.head)
         self.tapped, self.steps = TappedBase(base, ()), num_heads
@@ -54,7 +54,7 @@ class Medusa:
         self.outputs = frozenset(f"{head}.1.weight" for head in range(num_heads))
 
     def start(self, samples: Sequence[Sample]) -> None:
-        """See `Learner`: every head begins as the base's."""
+        """See `Learner`: each head starts as the base's."""
         del samples
         with torch.no_grad():
             for name in self.outputs:
@@ -65,7 +65,7 @@ class Medusa:
         read_weights(self.module, folder / HEADS)
 
     def loss(self, batch: Batch, features: Tensor, step: int) -> Tensor:
-        """See `Learner`: cross entropy of the tokens that follow."""
+        """See `Learner`: cross entropy of the next tokens."""
         del step  # nothing is random
         total = torch.zeros((), device=features.device)
         for index in range(self.steps):
@@ -76,12 +76,12 @@ class Medusa:
         return total
 
     def _learned(self, batch: Batch, index: int) -> tuple[Tensor, Tensor]:
-        """Rows and places of the tokens whose follower over `index` + 1 others is learned."""
+        """Return indices [R] of conversations and tokens t; token t + 2 + `index` is trained."""
         rows, places = batch.learned[:, 2 + index :].nonzero(as_tuple=True)
         return rows, places
 
     def _predicted(self, index: int, features: Tensor) -> tuple[Tensor, Tensor]:
-        """What a head's output layer reads, [R, H], and its weight [V, H]."""
+        """Return the input of a head's output layer, [R, H], and its weight [V, H]."""
         dtype = self.tapped.base.head.dtype
         with torch.autocast(features.device.type, dtype, enabled=dtype != torch.float32):
             hidden = self.module.get_submodule(f"{index}.0")(features.to(dtype))
