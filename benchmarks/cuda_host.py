@@ -174,16 +174,15 @@ def _count_together(session: DecoderNetwork, prompt: int, counter: Counter) -> N
 
     if session.max_batch_size == 1:
         return
-    contexts = [session.new_context() for _ in range(session.max_batch_size)]
-    session.close(session.context)
+    kvs = [session.new_kv() for _ in range(session.max_batch_size)]
+    session.kv.free()
     wanted, tree = np.zeros(1, np.int64), np.arange(4)
-    for context in contexts:
-        session.use(context)
-        _ = session.run(np.arange(prompt) % 9, 0, wanted).token_ids
-    tokens = [SequencePart(context, wanted, prompt, wanted) for context in contexts]
+    for kv in kvs:
+        _ = session.run(np.arange(prompt) % 9, 0, wanted, kv=kv).token_ids
+    tokens = [SequencePart(kv, wanted, prompt, wanted) for kv in kvs]
     trees = [
-        SequencePart(context, tree, prompt + 1, tree, prompt + 1 + tree, np.tri(4, dtype=np.bool_))
-        for context in contexts
+        SequencePart(kv, tree, prompt + 1, tree, prompt + 1 + tree, np.tri(4, dtype=np.bool_))
+        for kv in kvs
     ]
     counter.show("prompts")
     for name, parts in (
@@ -192,7 +191,7 @@ def _count_together(session: DecoderNetwork, prompt: int, counter: Counter) -> N
         ("recording", trees),
         ("trees", trees),
     ):
-        for found in session.run_many(parts):
+        for found in session.run_batch(parts):
             _ = found.token_ids
         counter.show(f"{len(parts)} {name}")
 

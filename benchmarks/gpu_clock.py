@@ -15,7 +15,9 @@ from numpy.typing import NDArray
 
 from edgellm.core.manifest import Engine
 from edgellm.device_runtime.kernels.triton.catalog import Variant
-from edgellm.device_runtime.runners import Backend, Cache, Runner
+from edgellm.device_runtime.runners import Backend
+from edgellm.device_runtime.runners.kv_cache import KVCache, KVPool
+from edgellm.device_runtime.runners.runner import Runner
 from edgellm.device_runtime.runners.tensorrt.cuda import driver as cuda
 from edgellm.device_runtime.runners.tensorrt.cuda.protocols import Device, Planes
 
@@ -151,14 +153,25 @@ class TimedRunner:
     """A runner that times forward passes and compactions."""
 
     def __init__(self, runner: Runner, clock: Spent) -> None:
-        self.hold, self.run = runner.hold, clock.timed(runner.run)
-        self.cache = _TimedCache(runner.cache, clock) if runner.cache is not None else None
+        self._runner = runner
+        self.run, self.run_batch = clock.timed(runner.run), clock.timed(runner.run_batch)
+        self.kv_pool = _TimedPool(runner.kv_pool, clock) if runner.kv_pool is not None else None
+
+    def __getattr__(self, name: str) -> Any:
+        return getattr(self._runner, name)
 
 
-class _TimedCache:
-    def __init__(self, cache: Cache, clock: Spent) -> None:
-        self.compact = clock.timed(cache.compact)
-        self.read_rows, self.write_rows = cache.read_rows, cache.write_rows
+class _TimedPool:
+    def __init__(self, pool: KVPool, clock: Spent) -> None:
+        self._pool, self._clock = pool, clock
+
+    def __getattr__(self, name: str) -> Any:
+        return getattr(self._pool, name)
+
+    def new_cache(self) -> KVCache:
+        cache: Any = self._pool.new_cache()
+        cache.compact = self._clock.timed(cache.compact)
+        return cache
 
 
 @dataclass

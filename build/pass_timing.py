@@ -14,8 +14,8 @@ from edgellm.core.model_spec import DecoderSpec
 from edgellm.device_runtime import networks
 from edgellm.device_runtime.engine.spec_overhead import round_host_ms
 from edgellm.device_runtime.networks.decoder import DecoderNetwork
-from edgellm.device_runtime.runners import Runner
 from edgellm.device_runtime.runners.pass_timing import CONTEXT_ROWS, Budget, fastest_each_ms
+from edgellm.device_runtime.runners.runner import Runner
 
 Costs = dict[str, dict[str, float]]
 _PREFILL_ROWS = (64, 128, 256)
@@ -34,19 +34,19 @@ def measure(opened: Mapping[str, Runner], spec: Spec, plan: Plan) -> tuple[Costs
     """
     budget = Budget()
     module = networks.find(next(iter(opened)))
-    session = module.session(opened, spec, plan.kv_capacity)
-    costs = module.costs(session, spec, budget=budget.part(_PASSES))
+    network = module.network(opened, spec, plan.kv_capacity)
+    costs = module.costs(network, spec, budget=budget.part(_PASSES))
     if not isinstance(spec, DecoderSpec):
         return costs, 0
     if plan.max_verify_tree_size:
         # INT4 reads the least
         host = round_host_ms(spec.num_parameters // 2, budget.part(_HOST))
         costs |= {HOST: host} if host else {}
-    return costs, _best_prefill_rows(session, spec, plan, costs[PASS], budget)
+    return costs, _best_prefill_rows(network, spec, plan, costs[PASS], budget)
 
 
 def _best_prefill_rows(
-    session: DecoderNetwork,
+    network: DecoderNetwork,
     spec: DecoderSpec,
     plan: Plan,
     costs: Mapping[str, float],
@@ -59,14 +59,14 @@ def _best_prefill_rows(
     prompt; at its start if the cache cannot be truncated there (windows, recurrent states).
     """
     longest = min(CONTEXT_ROWS, plan.max_input_len)
-    maximum = min(session.pass_rows or longest, longest)
+    maximum = min(network.max_pass_tokens or longest, longest)
     sizes = [rows for rows in (*_PREFILL_ROWS, longest) if rows < maximum] + [maximum]
     ids = np.arange(maximum) % spec.vocab_size
-    restarts = spec.recurrent is not None or session.pass_rows > 0
+    restarts = spec.recurrent is not None or network.max_pass_tokens > 0
 
     def prefill(rows: int) -> None:
         begin = 0 if restarts else (longest - rows) // 2
-        session.run(ids[:rows], begin, np.array([0]))
+        network.run(ids[:rows], begin, np.array([0]))
 
     largest = max(costs, key=int)
     expected_ms = costs[largest] / int(largest) * sizes[0]

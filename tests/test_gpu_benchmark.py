@@ -62,9 +62,9 @@ def test_the_oracle_has_the_requested_acceptance_rate(eagle_pairs, monkeypatch, 
     plain, _ = _answer(llm, speculative=False)
     assert len(plain.token_ids) == TOKENS
     moved = []
-    compact = llm.session.compact
+    compact = llm.base.compact
     monkeypatch.setattr(
-        llm.session,
+        llm.base,
         "compact",
         lambda *arguments: (moved.append(arguments[1].tolist()), compact(*arguments)),
     )

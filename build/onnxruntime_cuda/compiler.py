@@ -39,7 +39,6 @@ from edgellm.core.kv_cache_size import cache_bytes
 from edgellm.core.manifest import Bundle, GraphSpec, with_kv_dtype
 from edgellm.core.model_spec import KVCacheSpec
 from edgellm.device_runtime.gpu import memory_bytes
-from edgellm.device_runtime.runners import Runner
 from edgellm.device_runtime.runners.onnxruntime_cuda import (
     open_graphs,
     provider,
@@ -49,6 +48,7 @@ from edgellm.device_runtime.runners.onnxruntime_cuda.attention_inputs import (
     CAUSAL_SUFFIX,
     ROWS_GRAPH,
 )
+from edgellm.device_runtime.runners.runner import Runner
 
 _INT8_BLOCK = 32
 PREFILL_ROWS = 256  # without timing: attention scores of a pass are a matrix

@@ -20,7 +20,9 @@ from edgellm.core import graph_io
 from edgellm.core.errors import EdgeLLMError
 from edgellm.device_runtime.networks.decoder_io import parent_rows
 from edgellm.device_runtime.networks.recurrent_state import States
-from edgellm.device_runtime.runners import Outputs, Runner
+from edgellm.device_runtime.runners.kv_cache import KVCache
+from edgellm.device_runtime.runners.outputs import Outputs
+from edgellm.device_runtime.runners.runner import Runner
 
 # Rounding errors are sums of many small ones with random signs: two roundings of a model give
 # errors of similar size. A normal error exceeds three deviations in 0.3 %.
@@ -40,14 +42,26 @@ def run_passes(runner: Runner, source: Source, passes: Sequence[Inputs]) -> Numb
     runner.hold(held_inputs(source.role, source.bundle))
     found: list[Numbers] = []
     states = _Moved(source) if source.commit is not None else None
+    cache = None if runner.kv_pool is None else runner.kv_pool.new_cache()
     for inputs in passes:
-        outputs = runner.run(inputs if states is None else states.begin(inputs))
+        outputs = _run(runner, cache, inputs if states is None else states.begin(inputs))
         found.append(as_floats({name: np.array(outputs[name]) for name in outputs}))
         if states is not None:
             states.end(inputs, outputs)
+    if cache is not None:
+        cache.free()
     if len(found) == 1:
         return found[0]
     return {name: np.concatenate([each[name] for each in found], axis=1) for name in found[0]}
+
+
+def _run(runner: Runner, cache: KVCache | None, inputs: Inputs) -> Outputs:
+    """One pass of one sequence."""
+    if cache is None:
+        return runner.run(inputs)
+    count = inputs[graph_io.INPUT_IDS].shape[1]
+    cache.allocate(int(inputs[graph_io.WRITE_INDEX][0]), count)
+    return runner.run_batch([(cache, inputs)])[0]
 
 
 class _Moved:

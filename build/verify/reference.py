@@ -37,7 +37,7 @@ from edgellm.core.manifest import Bundle
 from edgellm.core.model_spec import KVCacheSpec
 from edgellm.core.system_memory import available_memory_bytes
 from edgellm.device_runtime.networks.decoder_io import parent_rows
-from edgellm.device_runtime.runners import Runner
+from edgellm.device_runtime.runners.runner import Runner
 
 Numbers = dict[str, NDArray[Any]]
 _ROWS = 32  # of the cache that passes may use

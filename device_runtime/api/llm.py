@@ -94,23 +94,23 @@ class LLM:
         self.manifest = load_engine(folder, LLM_ENGINE)
         with FileCheck(folder, self.manifest.files, verify):
             self.tokenizer = ChatTokenizer(folder)
-            session = open_decoder(folder, self.manifest)
+            base = open_decoder(folder, self.manifest)
         self.formatter = Formatter(self.tokenizer, allow_special_tokens)
         self._drafters: Drafters | None = None
         if spec is not None and (how := resolve_auto(spec, folder, self.manifest)) is not None:
-            self._drafters = Drafters(folder, self.manifest, session, how, verify=verify)
+            self._drafters = Drafters(folder, self.manifest, base, how, verify=verify)
         decoder = self.manifest.decoder
         caches = self._drafters.caches if self._drafters else ()
         rows = self.manifest.prefill_rows
         no_images = _no_images(decoder)
         manager = KVCacheManager(
-            session, rows, caches, no_images=no_images, reuses_context=context_reuse
+            base, rows, caches, no_images=no_images, reuses_context=context_reuse
         )
         self._kv_cache_manager: KVCacheManager | None = manager
         tree_rows = self.manifest.max_verify_tree_size if self._drafters is not None else 1
         bounds = bounds_of(self.manifest, manager, max_stall_ms, self.batch_size, tree_rows)
         self._turns = StepLock(Batch(manager, bounds))
-        self._adapters = open_adapters(folder, self.manifest, session, self._turns.visiting)
+        self._adapters = open_adapters(folder, self.manifest, base, self._turns.visiting)
         self.images: ImageReader | None = None
         if multimodal_engine_dir is not None:
             from edgellm.device_runtime.engine.images import open_images  # imports Pillow
@@ -136,13 +136,13 @@ class LLM:
         return self._kv_cache_manager
 
     @property
-    def session(self) -> DecoderNetwork:
+    def base(self) -> DecoderNetwork:
         """The base; raises as `kv_cache_manager`."""
-        return self.kv_cache_manager.session
+        return self.kv_cache_manager.base
 
-    @session.setter
-    def session(self, session: DecoderNetwork) -> None:
-        self.kv_cache_manager.session = session
+    @base.setter
+    def base(self, base: DecoderNetwork) -> None:
+        self.kv_cache_manager.base = base
 
     def __enter__(self) -> LLM:
         """`with LLM(...) as llm:` closes it at the end."""

@@ -13,7 +13,6 @@ from edgellm.device_runtime.arrays import (
 )
 from edgellm.device_runtime.engine.kv_cache_manager import KVCacheManager, require_loaded
 from edgellm.device_runtime.networks.decoder import PassResult
-from edgellm.device_runtime.networks.sequence_kv import Context
 from edgellm.device_runtime.sampling.logprobs import TokenLogprobs, token_logprobs
 from edgellm.device_runtime.scheduler.step_lock import StepLock
 
@@ -78,7 +77,8 @@ class Reader:
         self, token_ids: Sequence[int], rows: int, *, all_logits: bool
     ) -> Iterator[tuple[int, PassResult]]:
         """Passes over a text, with the engine held; a result must be used before the next pass."""
-        session, own = self._kv_cache_manager.session, Context()
+        base = self._kv_cache_manager.base
+        own = base.new_kv()
         own.adapter = self._adapter
         ids, rows = np.array(token_ids, np.int64), min(rows, self._kv_cache_manager.prefill_rows)
         try:
@@ -88,12 +88,7 @@ class Reader:
                 self._before_pass()
                 with self._step_lock.visiting():
                     require_loaded(own.adapter)
-                    others = session.context
-                    session.use(own)
-                    try:
-                        yield begin, session.run(chunk, begin, wanted)
-                    finally:
-                        session.use(others)
+                    yield begin, base.run(chunk, begin, wanted, kv=own)
         finally:
             with self._step_lock.visiting():
-                session.close(own)
+                own.free()

@@ -84,7 +84,7 @@ class ImageReader:
         self.manifest = manifest
         with FileCheck(folder, manifest.files, verify):
             self.processor = processors.load(folder)
-            self._session = open_encoder(folder, manifest)
+            self._network = open_encoder(folder, manifest)
         self._decoder, self._token_id = decoder, decoder.images.token_id
         self._kept: OrderedDict[str, EncodedImages] = OrderedDict()
         self._room = cache_bytes
@@ -139,7 +139,7 @@ class ImageReader:
                 hint=f"enlarge it, or build with --minImageTokens {prepared.num_tokens}",
             )
         inputs = {PIXEL_VALUES: prepared.pixels}
-        embeds, deepstack = self._session.encode(
+        embeds, deepstack = self._network.encode(
             inputs | grid_inputs(*prepared.grid, self.manifest.vision)
         )
         small = Prepared(np.zeros(0, np.float32), prepared.grid, len(embeds), prepared.prompt)
@@ -179,7 +179,7 @@ class ImageReader:
                 hint=f"send a shorter part of it, or build with --minImageTokens {least}",
             )
         fixed = grid_inputs(*prepared.whole.grid, self.manifest.vision)
-        found = [self._session.encode({PIXEL_VALUES: one} | fixed) for one in prepared.passes]
+        found = [self._network.encode({PIXEL_VALUES: one} | fixed) for one in prepared.passes]
         embeds = np.concatenate([embeds for embeds, _ in found])
         deepstack = np.concatenate([levels for _, levels in found], axis=1)
         self._keep(EncodedImages(key, prepared.whole, prepared.runs, embeds, deepstack))
@@ -201,7 +201,7 @@ class ImageReader:
         return processors.expand(text, self.processor.image_token, [s.prepared for s in seen])
 
     def prompt(self, token_ids: list[int], seen: Sequence[EncodedImages]) -> Prompt:
-        """The prompt with token ids and images for a session.
+        """The prompt with token ids and images for a network.
 
         Raises:
             RequestError: the image tokens do not match the images.

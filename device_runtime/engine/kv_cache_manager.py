@@ -11,21 +11,21 @@ from edgellm.core.errors import RequestError
 from edgellm.device_runtime.arrays import (
     ImageRows,
     LoadedAdapter,
-    RowKey,
 )
 from edgellm.device_runtime.engine.profile import RESTORE
 from edgellm.device_runtime.engine.prompt import Prompt
 from edgellm.device_runtime.engine.sequence import Sequence
 from edgellm.device_runtime.faults import Confined
 from edgellm.device_runtime.kv_cache.prefix_cache import (
-    KEPT_BYTES,
+    PINNED_BYTES,
+    CachedNetwork,
     PinnedPrefix,
     PinnedPrefixes,
-    SequenceCache,
     count_common,
 )
 from edgellm.device_runtime.kv_cache.prefix_pool import MAX_FINISHED, Finished, FinishedSequences
 from edgellm.device_runtime.networks.decoder import DecoderNetwork
+from edgellm.device_runtime.networks.sequence_kv import SequenceKV
 
 MIN_SHARED = 16  # minimum shared positions that are worth waiting for
 
@@ -35,9 +35,9 @@ class KVCacheManager:
 
     def __init__(
         self,
-        session: DecoderNetwork,
+        base: DecoderNetwork,
         prefill_rows: int,
-        draft_caches: Sized[SequenceCache] = (),
+        drafts: Sized[CachedNetwork] = (),
         *,
         no_images: ImageRows | None = None,
         reuses_context: bool = False,
@@ -45,29 +45,26 @@ class KVCacheManager:
         """Start with empty caches.
 
         Args:
-            session: the base.
+            base: the base network.
             prefill_rows: tokens of a prefill chunk.
-            draft_caches: caches of a draft, which follow the base's.
+            drafts: networks of a draft whose KV caches follow the base's.
             no_images: the empty image input, for a base that takes images.
             reuses_context: reuse cached positions that a prompt shares with earlier texts.
         """
-        self.session, self.prefill_rows = session, prefill_rows
-        self._draft_caches, self._no_images = tuple(draft_caches), no_images
-        self._reuses_context, self.kept = reuses_context, PinnedPrefixes()
-        # Positions of a KV block
-        self.page_rows = session.page_rows if session.max_batch_size > 1 else 1
-        self.steps_together = session.max_batch_size > 1  # whether sequences share passes
-        self._current: Sequence | None = None  # whose KV cache is current
-        self._begun: dict[Sequence, tuple[Any, ...]] = {}  # contexts of sequences in all caches
-        self._finished = FinishedSequences((session, *self._draft_caches), _max_finished(session))
-        for cache in (session, *self._draft_caches):
-            cache.on_shortage(self._forget_one)
-        for cache in self._draft_caches:
-            cache.close(cache.context)  # of timing passes
-        self._spare_rows: int | None = None  # positions that eviction would free; None: unknown
+        self.base, self.prefill_rows = base, prefill_rows
+        self._networks: tuple[Any, ...] = (base, *drafts)
+        self._no_images, self._reuses_context = no_images, reuses_context
+        self.pinned = PinnedPrefixes()
+        self.steps_together = base.max_batch_size > 1  # whether sequences share passes
+        self.block_size = base.block_size if self.steps_together else 1  # positions of a KV block
+        self._begun: dict[Sequence, tuple[Any, ...]] = {}  # KV caches in all networks
+        self._finished = FinishedSequences(_max_finished(base))
+        for network in self._networks:
+            network.on_shortage(self._evict)
+        self._spare: int | None = None  # positions that eviction would free; None: unknown
 
     @property
-    def free_rows(self) -> int:
+    def num_free(self) -> int:
         """Free positions for further sequences; unlimited if the host keeps copies.
 
         Includes those of finished sequences, which can be evicted.
@@ -75,58 +72,44 @@ class KVCacheManager:
         if not self.steps_together:
             return sys.maxsize
         self._retire()
-        free = self.session.free_rows or 0
+        free = self.base.num_free
         if not self._finished.all:
             return free
-        if self._spare_rows is None:
-            contexts = [one.contexts[0] for one in self._finished.all]
-            self._spare_rows = self.session.free_rows_without(contexts) - free
-        return free + self._spare_rows
+        if self._spare is None:
+            self._spare = self.base.num_free_without([one.kvs[0] for one in self._finished.all])
+            self._spare -= free
+        return free + self._spare
 
     @property
     def usage(self) -> float:
         """Share of the KV cache used by running sequences; from any thread."""
-        session = self.session
+        base, begun = self.base, list(self._begun.items())
         if not self.steps_together:
-            return session.num_rows / session.capacity
-        over = [one.contexts[0] for one in self._finished.all]
-        over += [contexts[0] for one, contexts in list(self._begun.items()) if one.is_over]
-        page, maximum = session.page_rows, session.max_batch_size
-        rows = -(-session.capacity // page) * page * maximum
-        return 1 - session.free_rows_without(over) / rows
+            return max((len(kvs[0].keys) for _, kvs in begun), default=0) / base.capacity
+        over = [one.kvs[0] for one in self._finished.all]
+        over += [kvs[0] for one, kvs in begun if one.is_over]
+        whole = -(-base.capacity // base.block_size) * base.block_size * base.max_batch_size
+        return 1 - base.num_free_without(over) / whole
 
     def close(self) -> None:
         """Release the caches, so that their memory is freed at once."""
-        for cache in (self.session, *self._draft_caches):
-            cache.on_shortage(lambda: False)
+        for network in self._networks:
+            network.on_shortage(lambda: False)
 
-    def _forget_one(self) -> bool:
-        self._spare_rows = None
-        return self._finished.forget_one()
+    def _evict(self) -> bool:
+        self._spare = None
+        return self._finished.evict()
 
     def admit(self, sequence: Sequence) -> None:
-        """Make a sequence's KV cache current; free of cost if sequences share blocks."""
-        if self._current is sequence:
-            return
-        self._current = None  # of no sequence, if one of the following fails
-        if sequence.context is None:
+        """Give a sequence its KV caches, with the cached prefix of its prompt."""
+        if sequence.kv is None:
             self._retire()
             self._begin(sequence)
-        else:
-            self.session.use(sequence.context)
-        self._current = sequence
-
-    def use_scratch(self) -> None:
-        """Switch to a scratch KV cache, so that other computations affect no sequence."""
-        self.session.use(self.session.new_context())
-        self._current = None
 
     def release(self, sequence: Sequence) -> None:
         """Swap out the KV cache of a sequence, so that others can use its blocks."""
-        if self._current is sequence:
-            self._current = None
-        if sequence.context is not None:
-            self.session.save(sequence.context)
+        if sequence.kv is not None:
+            sequence.kv.swap_out()
 
     def should_wait(self, sequence: Sequence, others: Iterable[Sequence]) -> bool:
         """Whether to wait for the next pass, which computes a prefix that a sequence can reuse.
@@ -135,7 +118,7 @@ class KVCacheManager:
             sequence: may have started.
             others: other sequences of the pass.
         """
-        if not self._reuses_context or sequence.context is not None:
+        if not self._reuses_context or sequence.kv is not None:
             return False
         reading = [one for one in others if one.is_prefilling]
         if not reading:
@@ -147,92 +130,67 @@ class KVCacheManager:
     def _retire(self) -> None:
         """Move finished sequences to the prefix cache, or free their blocks."""
         for sequence in [one for one in self._begun if one.is_over]:
-            contexts, self._spare_rows = self._begun.pop(sequence), None
+            kvs, self._spare = self._begun.pop(sequence), None
             if sequence.drafter is not None:
                 with Confined(sequence.warn):
                     sequence.drafter.drop()
             # The KV cache of a failed sequence may hold anything, such as NaN.
             if self._reuses_context and sequence.num_rows and sequence.failure is None:
-                keys = sequence.keys[: sequence.num_rows + 1]
-                self._finished.add(Finished(keys, contexts))
+                self._finished.add(Finished(sequence.keys[: sequence.num_rows + 1], kvs))
             else:
-                self._close(contexts)
+                _free(kvs)
 
     def _begin(self, sequence: Sequence) -> None:
         drafter, no_images = sequence.drafter, self._no_images
-        held, contexts = self._contexts_for(sequence)
-        self._begun[sequence] = contexts
-        sequence.context = contexts[0]
-        for cache, context in zip(self._caches, contexts, strict=True):
-            cache.use(context)
-        self.set_up(sequence.prompt)
+        held, kvs = self._kvs_for(sequence)
+        self._begun[sequence] = kvs
+        sequence.kv = kvs[0]
+        self.set_up(kvs[0], sequence.prompt)
         if drafter is not None:
+            for kv in kvs[1:]:
+                drafter.use_kv(kv)
             drafter.set_adapter(sequence.prompt.adapter)
-        if drafter is not None and no_images is not None:
-            drafter.set_images(sequence.prompt.images or no_images)
-        sequence.reused = sequence.num_rows = self._restored(sequence, held)
+            if no_images is not None:
+                drafter.set_images(sequence.prompt.images or no_images)
+        sequence.reused = sequence.num_rows = self._restored(sequence, kvs, held)
         sequence.profile.prompt_tokens.append(len(sequence.prompt.token_ids))
         sequence.profile.reused_tokens.append(sequence.reused)
 
-    def _contexts_for(self, sequence: Sequence) -> tuple[int, tuple[Any, ...]]:
-        """The reused length of the prompt, and the contexts that the sequence continues."""
-        self._spare_rows = None
-        self._close_unknown()
+    def _kvs_for(self, sequence: Sequence) -> tuple[int, tuple[Any, ...]]:
+        """The reused length of the prompt, and the KV caches that the sequence continues."""
+        self._spare = None
         held, found = self._best(sequence)
         if isinstance(found, Finished):
             if not self.steps_together or (held and held >= len(found.keys) - 1):
                 return held, self._finished.take(found)
             if held:
                 self._finished.use(found)
-            found = found.contexts
+            found = found.kvs
         if found is not None and held:
-            return held, self._fork(found)
-        return 0, tuple(cache.new_context() for cache in self._caches)
+            return held, _fork(found)
+        return 0, tuple(network.new_kv() for network in self._networks)
 
     def _best(self, sequence: Sequence) -> tuple[int, Finished | tuple[Any, ...] | None]:
         """The longest cached prefix of a prompt, in all caches that it needs, and its owner."""
         if not self._reuses_context:
             return 0, None
         keys = sequence.prompt.keys
-        needed = len(self._caches) if sequence.drafter is not None else 1
+        needed = len(self._networks) if sequence.drafter is not None else 1
         best: tuple[int, Finished | tuple[Any, ...] | None] = (-1, None)
         for found in (*self._finished.all, *self._begun.values()):
-            contexts = found.contexts if isinstance(found, Finished) else found
-            pairs = zip(self._caches[:needed], contexts, strict=False)
-            held = min(cache.held_by(context, keys) for cache, context in pairs)
+            kvs = found.kvs if isinstance(found, Finished) else found
+            held = min(kv.num_cached(keys) for kv in kvs[:needed])
             if held > best[0] or (held == best[0] and isinstance(found, Finished)):
                 best = held, found
         return max(best[0], 0), best[1]
-
-    def _close_unknown(self) -> None:
-        """Free a current context that belongs to no sequence."""
-        known = [contexts[0] for contexts in self._begun.values()]
-        known += [one.contexts[0] for one in self._finished.all]
-        if self.session.context not in known:
-            self.session.close(self.session.context)
-
-    def _fork(self, contexts: tuple[Any, ...]) -> tuple[Any, ...]:
-        """Fork contexts, in all caches or in none."""
-        made: list[Any] = []
-        try:
-            for cache, context in zip(self._caches, contexts, strict=True):
-                made.append(cache.fork(context))
-        except BaseException:
-            for cache, context in zip(self._caches, made, strict=False):
-                cache.close(context)
-            raise
-        return tuple(made)
-
-    def _close(self, contexts: tuple[Any, ...]) -> None:
-        for cache, context in zip(self._caches, contexts, strict=True):
-            cache.close(context)
 
     def end(self, sequence: Sequence) -> None:
         """Mark the end of the output of a sequence that has just stepped.
 
         Its newest token may be a stop token, which the next prompt need not contain.
         """
-        self.session.end_text(len(sequence.keys) - 1)
+        assert sequence.kv is not None
+        sequence.kv.end(len(sequence.keys) - 1)
 
     def end_prompt(self, sequence: Sequence) -> None:
         """Cache the whole prompt when the first output token is known.
@@ -240,28 +198,28 @@ class KVCacheManager:
         A later prompt may diverge here, since templates drop the reasoning of earlier turns.
         Window layers free these positions during decoding, so they are forked.
         """
-        if not (self._reuses_context and self.session.pass_rows):
+        if not (self._reuses_context and self.base.max_pass_tokens):
             return
-        contexts, self._spare_rows = self._begun[sequence], None
-        self._finished.add(Finished(sequence.keys, self._fork(contexts)))
+        self._spare = None
+        self._finished.add(Finished(sequence.keys, _fork(self._begun[sequence])))
 
-    def set_up(self, prompt: Prompt) -> None:
-        """Set a prompt's images and adapter in the base, before prefill.
+    def set_up(self, kv: SequenceKV, prompt: Prompt) -> None:
+        """Set a prompt's images and adapter in a KV cache of the base, before prefill.
 
         Raises:
             RequestError: see `require_loaded`.
         """
         require_loaded(prompt.adapter)
-        self.session.context.adapter = prompt.adapter
+        kv.adapter = prompt.adapter
         if self._no_images is not None:
-            self.session.set_images(prompt.images or self._no_images)
+            kv.images = prompt.images or self._no_images
 
-    def is_to_keep(self, sequence: Sequence, length: int) -> bool:
-        """Whether `keep` is due: at the end, or before window layers free positions."""
-        is_last_chance = self.session.pass_rows and sequence.num_rows >= length
+    def is_pin_due(self, sequence: Sequence, length: int) -> bool:
+        """Whether `pin` is due: at the end, or before window layers free positions."""
+        is_last_chance = self.base.max_pass_tokens and sequence.num_rows >= length
         return sequence.finish_reason is not None or bool(is_last_chance)
 
-    def keep(self, sequence: Sequence, length: int) -> list[str]:
+    def pin(self, sequence: Sequence, length: int) -> list[str]:
         """Pin the first `length` positions of a sequence that has just stepped for later prompts.
 
         Returns:
@@ -269,72 +227,71 @@ class KVCacheManager:
         """
         if not length:
             return ["nothing was pinned: the prompt has no separate system prompt"]
-        contexts = self._make_current(sequence)
-        if length < self.session.least_rows and not self.kept.knows(sequence.prompt.keys[:length]):
+        kvs, keys = self._begun[sequence], sequence.prompt.keys
+        if length < kvs[0].min_length and not self.pinned.knows(keys[:length]):
             return ["the system prompt is not pinned: its window positions were already freed"]
-        if not self._copy(contexts, sequence.prompt.keys[: length + 1]):
-            return [f"the system prompt takes more than {self.kept.limit_bytes} bytes: not kept"]
+        if not self.pinned.pin(keys[: length + 1], kvs):
+            return [f"the system prompt takes more than {self.pinned.limit_bytes} bytes: not kept"]
         return []
 
-    def _make_current(self, sequence: Sequence) -> tuple[Any, ...]:
-        """Make a sequence's contexts current in all caches."""
-        self._current, contexts = sequence, self._begun[sequence]
-        for cache, context in zip(self._caches, contexts, strict=True):
-            cache.use(context)
-        return contexts
-
-    def _copy(self, contexts: tuple[Any, ...], keys: list[RowKey]) -> bool:
-        """Pin copies of positions, see `PinnedPrefixes.keep`."""
-        for cache, context in zip(self._caches, contexts, strict=True):
-            cache.use(context)
-        return self.kept.keep(keys, self._caches)
-
     @property
-    def _caches(self) -> tuple[Any, ...]:
-        return self.session, *self._draft_caches
+    def num_networks(self) -> int:
+        """Number of networks with KV caches: the base, and those of a draft."""
+        return len(self._networks)
 
-    @property
-    def num_caches(self) -> int:
-        """Number of caches: the base's, and those of a draft."""
-        return 1 + len(self._draft_caches)
-
-    def contexts(self) -> list[PinnedPrefix]:
+    def all_prefixes(self) -> list[PinnedPrefix]:
         """Pinned prefixes and the KV cache of all sequences; no pass may run meanwhile.
 
         Leaves out those that another one contains.
         """
         self._retire()
         for one in self._finished.all:
-            self._copy(one.contexts, one.keys)
-        for sequence, contexts in self._begun.items():
+            self.pinned.pin(one.keys, one.kvs)
+        for sequence, kvs in self._begun.items():
             if sequence.num_rows:
-                self._copy(contexts, sequence.keys[: sequence.num_rows + 1])
-        self._current = None
-        found = self.kept.all
+                self.pinned.pin(sequence.keys[: sequence.num_rows + 1], kvs)
+        found = self.pinned.all
         return [
             one for one in found
             if not any(other is not one and other.holds(one) for other in found)
         ]  # fmt: skip
 
-    def _restored(self, sequence: Sequence, held: int) -> int:
+    def _restored(self, sequence: Sequence, kvs: tuple[Any, ...], held: int) -> int:
         """Positions of the prompt that are cached or restored; never its last."""
-        keys = sequence.prompt.keys
-        caches = self._caches if sequence.drafter is not None else (self.session,)
-        usable, kept = self.kept.find(keys, len(caches))
-        if kept is not None and usable > held:
+        keys, base = sequence.prompt.keys, kvs[0]
+        used = kvs if sequence.drafter is not None else (base,)
+        usable, pinned = self.pinned.find(keys, len(used))
+        if pinned is not None and usable > held:
             with sequence.profile.stage(RESTORE):
-                kept.restore(usable, caches)
+                pinned.restore(usable, used)
             held = usable
-        return self.session.begin_text(len(keys), min(held, len(keys) - 1), sequence.marks)
+        return base.begin(len(keys), min(held, len(keys) - 1), sequence.marks)
 
 
-def _max_finished(session: DecoderNetwork) -> int:
+def _free(kvs: tuple[Any, ...]) -> None:
+    for kv in kvs:
+        kv.free()
+
+
+def _fork(kvs: tuple[Any, ...]) -> tuple[Any, ...]:
+    """Fork the KV caches of a sequence, in all networks or in none."""
+    made: list[Any] = []
+    try:
+        for kv in kvs:
+            made.append(kv.fork())  # noqa: PERF401 - those that were made are freed on an error
+    except BaseException:
+        _free(tuple(made))
+        raise
+    return tuple(made)
+
+
+def _max_finished(base: DecoderNetwork) -> int:
     """Maximum finished sequences to cache; states of recurrent layers use memory outside blocks."""
-    if session.max_batch_size == 1:  # the single cache holds the latest, and where its prompt ended
-        return 2 if session.pass_rows else 1
-    states = session.state_bytes
+    if base.max_batch_size == 1:  # the single cache holds the latest, and where its prompt ended
+        return 2 if base.max_pass_tokens else 1
+    states = base.state_bytes
     return min(
-        MAX_FINISHED, max(session.max_batch_size, KEPT_BYTES // states if states else sys.maxsize)
+        MAX_FINISHED, max(base.max_batch_size, PINNED_BYTES // states if states else sys.maxsize)
     )
 
 

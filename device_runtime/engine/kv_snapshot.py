@@ -19,7 +19,7 @@ import numpy as np
 
 from edgellm.core.disk_space import explain_full_disk
 from edgellm.core.errors import EdgeLLMError
-from edgellm.device_runtime.kv_cache.prefix_cache import PinnedPrefix
+from edgellm.device_runtime.kv_cache.prefix_cache import PinnedKV, PinnedPrefix
 
 _MAGIC = b"edgellm context 1 "
 _SUFFIX = ".context"
@@ -52,16 +52,16 @@ class SnapshotFolder:
                 f"--slotSavePath {self.folder}: {error.strerror}", hint="give another folder"
             ) from None
 
-    def load(self, num_caches: int) -> FoundSnapshot:
+    def load(self, num_networks: int) -> FoundSnapshot:
         """All intact snapshots of this engine.
 
         Args:
-            num_caches: caches that a snapshot must have: the base's, and a draft's if one is used.
+            num_networks: that a snapshot must have: the base, and a draft if one is used.
         """
         contexts: list[PinnedPrefix] = []
         ignored: list[str] = []
         for path in sorted(self.folder.glob(f"*{_SUFFIX}"), key=lambda one: one.stat().st_mtime_ns):
-            found = self._fitting(path, num_caches)
+            found = self._fitting(path, num_networks)
             if isinstance(found, PinnedPrefix):
                 contexts.append(found)
             else:
@@ -78,16 +78,18 @@ class SnapshotFolder:
         """
         names: set[str] = set()
         for context in contexts:
+            base, *drafts = context.parts
+            rows = [part.values for part in context.parts]
+            features = [part.feature for part in drafts]
             head = {
-                "engines": dict(self.engines), "keys": context.keys,
-                "least_rows": context.least_rows,
-                "rows": [*map(_form, context.rows)], "states": [*map(_form, context.states)],
-                "features": [*map(_form, context.features)],
+                "engines": dict(self.engines), "keys": context.keys, "least_rows": base.min_length,
+                "rows": [*map(_form, rows)], "states": [*map(_form, base.states)],
+                "features": [*map(_form, features)],
             }  # fmt: skip
             line = json.dumps(head).encode() + b"\n"
             name = hashlib.sha256(line).hexdigest()[:32] + _SUFFIX
             names.add(name)
-            arrays = (*context.rows, *context.states, *context.features)
+            arrays = (*rows, *base.states, *features)
             self._write(name, line, [np.ascontiguousarray(array) for array in arrays])
         for path in self.folder.glob(f"*{_SUFFIX}"):
             if path.name not in names and self._is_own(path):
@@ -110,14 +112,14 @@ class SnapshotFolder:
             finally:
                 temporary.unlink(missing_ok=True)
 
-    def _fitting(self, path: Path, num_caches: int) -> PinnedPrefix | str:
+    def _fitting(self, path: Path, num_networks: int) -> PinnedPrefix | str:
         """A snapshot, or the reason why it is not used."""
         try:
-            return self._read(path, num_caches)
+            return self._read(path, num_networks)
         except _UnfitError as error:
             return str(error)
 
-    def _read(self, path: Path, num_caches: int) -> PinnedPrefix:
+    def _read(self, path: Path, num_networks: int) -> PinnedPrefix:
         head, payload = self._open(path)
         arrays, begin = [], 0
         rows, states = len(head["rows"]), len(head.get("states", ()))
@@ -126,11 +128,14 @@ class SnapshotFolder:
             array = np.frombuffer(payload, dtype, math.prod(shape), begin)
             arrays.append(array.reshape(shape))
             begin += array.nbytes
-        if rows != num_caches:
+        if rows != num_networks:
             raise _UnfitError("it was saved with other flags of speculation")
-        saved, features = tuple(arrays[:rows]), tuple(arrays[rows + states :])
-        kept = tuple(arrays[rows : rows + states])
-        return PinnedPrefix(tuple(head["keys"]), saved, kept, head.get("least_rows", 0), features)
+        own = tuple(arrays[rows : rows + states])
+        parts = [PinnedKV(arrays[0], own, min_length=head.get("least_rows", 0))]
+        features = arrays[rows + states :] or [np.zeros((0, 0), np.float32)] * (rows - 1)
+        drafts = zip(arrays[1:rows], features, strict=True)
+        parts += [PinnedKV(values, feature=feature) for values, feature in drafts]
+        return PinnedPrefix(tuple(head["keys"]), tuple(parts))
 
     def _open(self, path: Path) -> tuple[dict[str, Any], bytes]:
         """Header and arrays; raises `_UnfitError`."""

@@ -210,16 +210,16 @@ class Adapters:
 def open_adapters(
     folder: Path,
     engine: Engine,
-    session: DecoderNetwork,
+    network: DecoderNetwork,
     between_passes: Callable[[], AbstractContextManager[None]],
 ) -> Adapters:
     """The adapters of an engine, none loaded; raises `BrokenArtifactError` if it is damaged."""
     max_rank = int(engine.options.get(MAX_LORA_RANK, 0))
     layers = read_layers(folder) if max_rank else []
     maximum = int(engine.options.get(MAX_LORAS, 0))
-    found = Adapters(layers, max_rank, maximum, session.hold_adapters, between_passes)
+    found = Adapters(layers, max_rank, maximum, network.hold_adapters, between_passes)
     if max_rank:
-        session.hold_adapters(np.zeros(1, np.float32), np.zeros((1, len(layers), 3), np.int64))
+        network.hold_adapters(np.zeros(1, np.float32), np.zeros((1, len(layers), 3), np.int64))
     return found
 
 

@@ -11,7 +11,7 @@ from edgellm.device_runtime.engine.profile import Profile, RoundCounts
 from edgellm.device_runtime.engine.prompt import Prompt
 from edgellm.device_runtime.engine.stop_detector import StopDetector, StopResult
 from edgellm.device_runtime.faults import Confined
-from edgellm.device_runtime.networks.sequence_kv import Context
+from edgellm.device_runtime.networks.sequence_kv import SequenceKV
 from edgellm.device_runtime.sampling.logprobs import TokenLogprobs
 from edgellm.device_runtime.sampling.sampler import Sampler
 from edgellm.device_runtime.speculate.acceptance import Accept, Round, accept_exactly
@@ -52,7 +52,7 @@ class Sequence:
     reused: int = 0  # of these, positions taken from the prefix cache
     marks: tuple[int, ...] = ()  # lengths of prefixes that later prompts may share
     is_over: bool = False  # finished, failed or dropped: its KV blocks may be freed
-    context: Context | None = None  # its KV cache in the base
+    kv: SequenceKV | None = None  # its KV cache in the base
     max_rows: int = ANY_ROWS  # maximum tokens of its next pass: a chunk or a tree
     failure: EdgeLLMError | None = None  # that ended it
 

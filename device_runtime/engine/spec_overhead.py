@@ -23,11 +23,10 @@ from edgellm.device_runtime.engine.sequence import Sequence
 from edgellm.device_runtime.engine.step import step
 from edgellm.device_runtime.networks.decoder import DecoderNetwork, PassResult, SequencePart
 from edgellm.device_runtime.networks.draft import DraftNetwork, DraftPart, DraftResult
-from edgellm.device_runtime.networks.sequence_kv import Context
 from edgellm.device_runtime.runners.pass_timing import Budget
 from edgellm.device_runtime.sampling.params import SamplingParams
 from edgellm.device_runtime.sampling.sampler import Sampler
-from edgellm.device_runtime.speculate.draft_cache import CommittedRows
+from edgellm.device_runtime.speculate.draft_cache import DraftKVCaches
 from edgellm.device_runtime.speculate.drafter import Drafter, SpecState
 from edgellm.device_runtime.speculate.drafters.eagle import EagleDrafter
 from edgellm.device_runtime.speculate.policy.acceptance_rates import Calibration
@@ -43,13 +42,29 @@ _UNTIMED, _REPEATS = 2, 15  # rounds: a prompt and a warm-up; timed ones
 _CACHES_BYTES = 64 << 20  # read by a pass, to evict the host's code from all CPU caches
 
 
+class _ReadyKV:
+    """A fake `SequenceKV`."""
+
+    def __init__(self) -> None:
+        self.adapter = self.images = None
+
+    def begin(self, prompt_tokens: int, cached: int, checkpoints: Iterable[int]) -> int:
+        del prompt_tokens, checkpoints
+        return cached
+
+    def end(self, length: int) -> None:
+        pass
+
+    def compact(self, length: int, rows: I64) -> None:
+        pass
+
+
 class _ReadyBase:
     """A fake `DecoderNetwork` that always picks the draft's first candidate; passes read memory."""
 
-    capacity, max_batch_size, least_rows, pass_rows, state_bytes = _CAPACITY, 1, 0, 0, 0
+    capacity, max_batch_size, max_pass_tokens, state_bytes = _CAPACITY, 1, 0, 0
 
     def __init__(self, num_bytes: int) -> None:
-        self.context = Context()
         size = max(min(num_bytes, _CACHES_BYTES) // 4, 1)
         self._weights, self.spent_s = np.ones(size, np.float32), 0.0
         self._taps = np.zeros((1, 16, _TAPS * _HIDDEN), np.float32)
@@ -59,7 +74,7 @@ class _ReadyBase:
             LOGITS: np.zeros((1, 16, 1), np.float32),
         }
 
-    def run_many(self, parts: Sized[SequencePart]) -> list[PassResult]:
+    def run_batch(self, parts: Sized[SequencePart]) -> list[PassResult]:
         start = time.perf_counter()
         self._weights.sum()
         self.spent_s += time.perf_counter() - start
@@ -67,26 +82,10 @@ class _ReadyBase:
         rows = len(part.token_ids)
         return [PassResult({**self._outputs, HIDDEN_TAPS: self._taps[:, :rows]}, rows)]
 
-    def use(self, context: Context) -> None:
-        self.context = context
+    def new_kv(self) -> _ReadyKV:
+        return _ReadyKV()
 
-    def new_context(self) -> Context:
-        return Context()
-
-    def close(self, context: Context) -> None:
-        pass
-
-    def on_shortage(self, forget_one: object) -> None:
-        pass
-
-    def begin_text(self, prompt_rows: int, held: int, marks: Iterable[int]) -> int:
-        del prompt_rows, marks
-        return held
-
-    def end_text(self, length: int) -> None:
-        pass
-
-    def compact(self, length: int, rows: I64) -> None:
+    def on_shortage(self, evict: object) -> None:
         pass
 
 
@@ -96,13 +95,15 @@ class _ReadyDraft:
     capacity, max_batch_size = _CAPACITY, 1
 
     def __init__(self, chance: float) -> None:
-        self.context = Context()
         self._ids = np.tile(np.arange(_LIMITS.top_k), (16, 1))
         chances = np.tile(chance * 0.5 ** np.arange(_LIMITS.top_k), (16, 1))
         self._log_probs = np.log(chances).astype(np.float32)
         self._hidden = np.zeros((16, _HIDDEN), np.float32)
 
-    def run_many(self, parts: Sized[DraftPart]) -> list[DraftResult]:
+    def new_kv(self) -> _ReadyKV:
+        return _ReadyKV()
+
+    def run_batch(self, parts: Sized[DraftPart]) -> list[DraftResult]:
         (part,) = parts
         rows = len(part.output_rows)
         return [DraftResult(self._ids[:rows], self._log_probs[:rows], self._hidden[:rows])]
@@ -113,9 +114,11 @@ def _drafter(chance: float) -> Drafter:
     cheap = Costs.of({"1": 1.0, "64": 7.3})  # a token pays at a probability of 0.1
     controller = SpecGate(cheap)
     policy = CostAwareTree(_LIMITS, cheap, Calibration(), controller)
-    rows = CommittedRows(cast(DraftNetwork, _ReadyDraft(chance)), _LIMITS.round_rows)
+    caches = DraftKVCaches(cast(DraftNetwork, _ReadyDraft(chance)), _LIMITS.round_rows)
     maximum = _LIMITS.draft_rows
-    return EagleDrafter(rows, SpecState(policy, controller), _LIMITS, cheap, max_tree_rows=maximum)
+    return EagleDrafter(
+        caches, SpecState(policy, controller), _LIMITS, cheap, max_tree_rows=maximum
+    )
 
 
 def _steps_ms(num_bytes: int, drafter: Drafter | None) -> Iterator[float]:

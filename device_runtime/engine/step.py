@@ -32,6 +32,7 @@ from edgellm.device_runtime.engine.profile import (
 from edgellm.device_runtime.engine.sequence import Sequence, Step
 from edgellm.device_runtime.faults import Confined, computed
 from edgellm.device_runtime.networks.decoder import DecoderNetwork, PassResult, SequencePart
+from edgellm.device_runtime.networks.sequence_kv import SequenceKV
 from edgellm.device_runtime.runners.device_speculation import RoundOutcome
 from edgellm.device_runtime.sampling.sampler import draw
 from edgellm.device_runtime.speculate.acceptance import Accepted, Round, accept_exactly
@@ -84,16 +85,16 @@ def step(kv_cache_manager: KVCacheManager, sequences: Iterable[Sequence]) -> lis
         sequence is over, with its `failure`, if its own work raised an error, or if the engine
         computed a value for it that is not finite.
     """
-    active, maximum = list(sequences), kv_cache_manager.session.max_batch_size
+    active, maximum = list(sequences), kv_cache_manager.base.max_batch_size
     found: dict[Sequence, tuple[Step, ...]] = dict.fromkeys(active, ())
     for at in range(0, len(active), maximum):
         inputs, drafting = _prepare_all(kv_cache_manager, active[at : at + maximum])
         ready = _catch_up_drafts(drafting)
-        if planned := _plan_device_rounds(kv_cache_manager.session, ready):
+        if planned := _plan_device_rounds(kv_cache_manager.base, ready):
             found |= _run_rounds(kv_cache_manager, planned)
             on_device = {one for one, _, _ in planned}
             ready = [one for one in ready if one not in on_device]
-        found |= _execute(kv_cache_manager, inputs + _draft(kv_cache_manager.session, ready))
+        found |= _execute(kv_cache_manager, inputs + _draft(kv_cache_manager.base, ready))
     return list(found.values())
 
 
@@ -122,13 +123,10 @@ def _execute(
 ) -> dict[Sequence, tuple[Step, ...]]:
     """Run one pass for all inputs, and process each result."""
     found: dict[Sequence, tuple[Step, ...]] = {}
-    for entry, (result, pass_ms) in computed(
-        inputs, partial(_run, kv_cache_manager.session), _fail
-    ):
+    for entry, (result, pass_ms) in computed(inputs, partial(_run, kv_cache_manager.base), _fail):
         sequence, begin = entry.sequence, time.perf_counter()
         with Confined(sequence.fail):
-            kv_cache_manager.admit(sequence)
-            round_ = _process(kv_cache_manager.session, entry, result)
+            round_ = _process(entry, result)
             _record(entry, pass_ms, (time.perf_counter() - begin) * 1e3)
             found[sequence] = sequence.take(round_)
             if entry.stage == PREFILL and not sequence.is_prefilling:
@@ -153,11 +151,11 @@ def _record(entry: _PassInput, pass_ms: float, process_ms: float) -> None:
     profile.book(ACCEPT, process_ms)
 
 
-def _run(session: DecoderNetwork, inputs: Sized[_PassInput]) -> list[tuple[PassResult, float]]:
+def _run(base: DecoderNetwork, inputs: Sized[_PassInput]) -> list[tuple[PassResult, float]]:
     """The results of all inputs, from one pass, each with its milliseconds."""
     begin = time.perf_counter()
     parts = [entry.part for entry in inputs if entry.part is not None]
-    left = iter(session.run_many(parts) if parts else ())
+    left = iter(base.run_batch(parts) if parts else ())
     ms = (time.perf_counter() - begin) * 1e3
     return [
         (entry.verified.result if entry.verified is not None else next(left), ms)
@@ -182,8 +180,8 @@ def _sequence_part(
     sequence: Sequence, token_ids: I64, logits_index: I64, **more: Any
 ) -> SequencePart:
     """Tokens after those in a sequence's KV cache."""
-    assert sequence.context is not None
-    return SequencePart(sequence.context, token_ids, sequence.num_rows, logits_index, **more)
+    assert sequence.kv is not None
+    return SequencePart(sequence.kv, token_ids, sequence.num_rows, logits_index, **more)
 
 
 def _prefill(sequence: Sequence, max_rows: int) -> _PassInput:
@@ -207,7 +205,7 @@ def _chunk(token_ids: list[int], begin: int, max_rows: int) -> tuple[I64, I64]:
 
 
 def prefill_chunk(
-    session: DecoderNetwork, token_ids: list[int], begin: int, max_rows: int
+    base: DecoderNetwork, kv: SequenceKV, token_ids: list[int], begin: int, max_rows: int
 ) -> tuple[PassResult, int]:
     """Prefill a chunk of a prompt after its first `begin` tokens.
 
@@ -216,7 +214,7 @@ def prefill_chunk(
         that; and the number of tokens in the KV cache.
     """
     chunk, row = _chunk(token_ids, begin, max_rows)
-    return session.run(chunk, begin, row), begin + len(chunk)
+    return base.run(chunk, begin, row, kv=kv), begin + len(chunk)
 
 
 def _catch_up_drafts(sequences: list[Sequence]) -> list[Sequence]:
@@ -230,17 +228,17 @@ def _catch_up_drafts(sequences: list[Sequence]) -> list[Sequence]:
     return [one for one in sequences if not one.is_over]
 
 
-def _plan_device_rounds(session: DecoderNetwork, sequences: list[Sequence]) -> list[_PlannedRound]:
+def _plan_device_rounds(base: DecoderNetwork, sequences: list[Sequence]) -> list[_PlannedRound]:
     """The rounds that the device can run without the host."""
     found: list[_PlannedRound] = []
     for sequence in sequences:
         with Confined(sequence.fail):
             drafter, sampler = _drafter(sequence), sequence.sampler
-            assert sequence.context is not None
+            assert sequence.kv is not None
             exact = sequence.accept is accept_exactly or sampler.params.is_greedy
-            newest = sequence.newest, sequence.context, sequence.num_rows
+            newest = sequence.newest, sequence.kv, sequence.num_rows
             left = sequence.left - 1
-            planned = drafter.plan_round(session, newest, left, sampler, is_exact=exact)
+            planned = drafter.plan_round(base, newest, left, sampler, is_exact=exact)
             if planned is not None:
                 found.append((sequence, *planned))
     return found
@@ -288,12 +286,12 @@ def _fail_part(part: _RoundInput, error: EdgeLLMError) -> None:
     part[0].fail(error)
 
 
-def _draft(session: DecoderNetwork, sequences: list[Sequence]) -> list[_PassInput]:
+def _draft(base: DecoderNetwork, sequences: list[Sequence]) -> list[_PassInput]:
     """Draft trees of several sequences, in shared passes."""
     proposing: list[tuple[Sequence, Passes[Tree]]] = []
     for sequence in sequences:
         with Confined(sequence.fail):
-            room = min(session.capacity - sequence.num_rows, sequence.max_rows) - 1
+            room = min(base.capacity - sequence.num_rows, sequence.max_rows) - 1
             tree = _drafter(sequence).propose(sequence.newest, room, sequence.left - 1)
             proposing.append((sequence, tree))
     inputs: list[_PassInput] = []
@@ -338,12 +336,12 @@ def _verification_input(sequence: Sequence, tree: Tree) -> _PassInput:
 
 
 # ---------------------------------------------------------------------------- after the pass
-def _process(session: DecoderNetwork, entry: _PassInput, result: PassResult) -> Round | None:
+def _process(entry: _PassInput, result: PassResult) -> Round | None:
     """New tokens of a sequence; None during prefill."""
     sequence = entry.sequence
     if entry.tree is not None:
         accepted = None if entry.verified is None else entry.verified.accepted
-        return _accept(session, sequence, entry.tree, result, accepted)
+        return _accept(sequence, entry.tree, result, accepted)
     if entry.stage == PREFILL:
         assert entry.part is not None
         return _process_chunk(sequence, entry.part.end, result)
@@ -370,23 +368,18 @@ def _process_chunk(sequence: Sequence, end: int, result: PassResult) -> Round | 
     return Round((following[-1],)) if is_last else None
 
 
-def _accept(
-    session: DecoderNetwork,
-    sequence: Sequence,
-    tree: Tree,
-    result: PassResult,
-    accepted: Accepted | None,
-) -> Round:
+def _accept(sequence: Sequence, tree: Tree, result: PassResult, accepted: Accepted | None) -> Round:
     """Accept a path of a tree, unless the device did, and commit it."""
     drafter, length = sequence.drafter, sequence.num_rows
     assert drafter is not None
+    assert sequence.kv is not None
     if len(tree) == 1 and accepted is None:
         # Any acceptance rule draws this token, and its position is already right.
         outcome, taps = Accepted([0], draw(result, 0, sequence.sampler)), result.taps
     else:
         outcome = accepted or sequence.accept(tree, result, sequence.sampler)
         path = np.asarray(outcome.path)
-        session.compact(length, path)
+        sequence.kv.compact(length, path)
         taps = result.taps[path]
     sequence.num_rows += len(outcome.path)
     token_ids = _commit(drafter, tree, taps, outcome)

@@ -7,12 +7,12 @@ of an image token is a hash of the image; which of its tokens it is follows from
 
 from __future__ import annotations
 
-import sys
 from collections import OrderedDict
 from collections.abc import Callable, Iterable, Mapping, Sequence
-from dataclasses import dataclass
-from typing import Any, Protocol, runtime_checkable
+from dataclasses import dataclass, field
+from typing import Any, Protocol
 
+import numpy as np
 from numpy.typing import NDArray
 
 from edgellm.device_runtime.arrays import (
@@ -20,7 +20,7 @@ from edgellm.device_runtime.arrays import (
     RowKey,
 )
 
-KEPT_BYTES = 256 << 20  # of pinned prefixes
+PINNED_BYTES = 256 << 20  # of pinned prefixes
 
 
 def row_keys(token_ids: Iterable[int], image_keys: Mapping[int, RowKey]) -> list[RowKey]:
@@ -44,94 +44,78 @@ def count_common(ones: Sequence[RowKey], others: Sequence[RowKey]) -> int:
     return next((at for at, (one, other) in pairs if one != other), maximum)
 
 
-class SequenceCache(Protocol):
-    """A KV cache of several sequences, with the keys of their positions.
+@dataclass(frozen=True, slots=True)
+class PinnedKV:
+    """A host copy of a sequence's first positions in one network."""
 
-    Reads, writes and comparisons apply to the current sequence.
-    """
-
-    @property
-    def context(self) -> Any:
-        """The current sequence's context."""
-        ...
-
-    def new_context(self) -> Any:
-        """The context of a new, empty sequence."""
-        ...
-
-    def use(self, context: Any, /) -> None:
-        """Make a context current."""
-        ...
-
-    def fork(self, context: Any, /) -> Any:
-        """Copy a context, sharing its positions; both may be extended."""
-        ...
-
-    def close(self, context: Any, /) -> None:
-        """Free a context; it is not extended any more."""
-        ...
-
-    def on_shortage(self, forget_one: Callable[[], bool]) -> None:
-        """Register an eviction callback; it returns True if it freed blocks."""
-        ...
-
-    def held(self, keys: Sequence[RowKey]) -> int:
-        """Positions shared with a prompt of these keys, if it can be continued from there."""
-        ...
-
-    def held_by(self, context: Any, keys: Sequence[RowKey], /) -> int:
-        """The same for any sequence; 0 if a prompt could not be continued from there."""
-        ...
-
-    def read_rows(self, length: int) -> NDArray[Any]:
-        """See `runners.Cache`."""
-        ...
+    values: NDArray[Any]  # see `KVCache.read`
+    states: tuple[NDArray[Any], ...] = ()  # of recurrent layers, after all positions
+    # Hidden states [1, T*H] for the position after the others, if it waits for the next token
+    feature: NDArray[Any] = field(default_factory=lambda: np.zeros((0, 0), np.float32))
+    min_length: int = 0  # from which a prompt can be continued
 
     @property
-    def least_rows(self) -> int:
+    def length(self) -> int:
+        """Positions, with the one that waits."""
+        return self.values.shape[-2] + len(self.feature)
+
+    @property
+    def num_bytes(self) -> int:
+        """Size of all arrays."""
+        return sum(array.nbytes for array in (self.values, *self.states, self.feature))
+
+
+class CachedSequence(Protocol):
+    """The KV cache of one sequence in a network, of the base or of a draft."""
+
+    @property
+    def min_length(self) -> int:
         """The smallest prefix length, other than 0, from which a prompt can be continued.
 
         With fewer positions, window layers would attend to positions that were freed.
         """
         ...
 
-    def write_rows(self, rows: NDArray[Any], keys: Sequence[RowKey], least_rows: int = 0) -> None:
-        """Replace the content by `rows` from `read_rows`.
+    def fork(self) -> CachedSequence:
+        """A copy that shares the positions; both may be extended."""
+        ...
+
+    def free(self) -> None:
+        """Free all memory; the sequence is not extended any more."""
+        ...
+
+    def num_cached(self, keys: Sequence[RowKey]) -> int:
+        """Positions shared with a prompt of these keys, if it can be continued from there."""
+        ...
+
+    def pin(self, keys: Sequence[RowKey]) -> PinnedKV:
+        """Copy the positions that are shared with a prompt to the host.
 
         Args:
-            rows: the first positions of what was read.
-            keys: of a prompt with this prefix.
-            least_rows: of the cache when it was read.
+            keys: of these positions and of the next token.
+        """
+        ...
+
+    def restore(self, pinned: PinnedKV, length: int, keys: Sequence[RowKey]) -> None:
+        """Replace the content by the first `length` positions of what `pin` returned.
+
+        Args:
+            pinned: of a sequence with this prefix.
+            length: at most `pinned.length`.
+            keys: as for `pin`.
         """
         ...
 
 
-@runtime_checkable
-class StatefulCache(SequenceCache, Protocol):
-    """The KV cache of a base, which may also have states of recurrent layers."""
+class CachedNetwork(Protocol):
+    """Makes the KV caches of one network's sequences."""
 
-    def read_states(self, length: int) -> tuple[NDArray[Any], ...]:
-        """Copies of the states after the first `length` positions; () without such layers."""
+    def new_kv(self) -> CachedSequence:
+        """The KV cache of a new, empty sequence."""
         ...
 
-    def write_states(self, states: tuple[NDArray[Any], ...], length: int) -> None:
-        """Restore states from `read_states`, after `length` positions, which are written."""
-        ...
-
-
-@runtime_checkable
-class DraftCache(SequenceCache, Protocol):
-    """The KV cache of a draft; its newest position may still wait for the next token."""
-
-    def read_feature(self, length: int) -> NDArray[Any]:
-        """Hidden states [1, T*H] of the last of `length` positions, else [0, T*H].
-
-        Only if `read_rows` left that position out.
-        """
-        ...
-
-    def write_feature(self, feature: NDArray[Any], key: RowKey) -> None:
-        """Restore hidden states from `read_feature`; `key` is that of the token after them."""
+    def on_shortage(self, evict: Callable[[], bool]) -> None:
+        """Register an eviction callback; it returns True if it freed blocks."""
         ...
 
 
@@ -140,118 +124,101 @@ class PinnedPrefix:
     """A pinned prefix of a prompt: copies of its KV and states."""
 
     keys: tuple[RowKey, ...]  # and the key of the token after them
-    rows: tuple[NDArray[Any], ...]  # KV of the base, and of the draft if there is one
-    states: tuple[NDArray[Any], ...] = ()  # of recurrent layers, after all positions of the base
-    least_rows: int = 0  # minimum length from which a prompt can be continued
-    features: tuple[NDArray[Any], ...] = ()  # hidden states for drafts, of zero or one position
+    parts: tuple[PinnedKV, ...]  # of the base, and of the draft if there is one
 
     @property
     def num_bytes(self) -> int:
         """Size of all arrays."""
-        return sum(array.nbytes for array in (*self.rows, *self.states, *self.features))
+        return sum(part.num_bytes for part in self.parts)
 
     @property
     def length(self) -> int:
-        """Positions that all caches have."""
-        return min(self.rows[0].shape[-2], *map(sum, self._drafted()), sys.maxsize)
-
-    def _drafted(self) -> list[tuple[int, int]]:
-        """KV positions of each draft, and positions with only hidden states."""
-        waiting = map(len, self.features or [()] * len(self.rows))
-        return [(rows.shape[-2], more) for rows, more in zip(self.rows[1:], waiting, strict=False)]
+        """Positions that all networks have."""
+        return min(part.length for part in self.parts)
 
     def holds(self, other: PinnedPrefix) -> bool:
         """Whether it can replace another, which is a prefix of it."""
-        if self.states:  # which cannot be truncated
+        if self.parts[0].states:  # which cannot be truncated
             return False
-        own = other.keys[:-1]
-        if len(self.rows) != len(other.rows) or self.least_rows > other.least_rows:
+        own, (base, its) = other.keys[:-1], (self.parts[0], other.parts[0])
+        if len(self.parts) != len(other.parts) or base.min_length > its.min_length:
             return False
         return self.keys[: len(own)] == own != self.keys[:-1]
 
-    def usable(self, keys: Sequence[RowKey], num_caches: int) -> int:
-        """Positions shared with a prompt, in the first `num_caches`."""
+    def usable(self, keys: Sequence[RowKey], num_networks: int) -> int:
+        """Positions shared with a prompt, in the first `num_networks`."""
+        base, *drafts = self.parts[:num_networks]
         common = count_common(self.keys, keys)
-        found = min(common, self.rows[0].shape[-2])
-        for rows, waiting in self._drafted()[: num_caches - 1]:
+        found = min(common, base.length)
+        for draft in drafts:
             # A draft's position also depends on the next token; hidden states do not.
-            drafted = rows + waiting if waiting and common > rows else min(common - 1, rows)
-            found = min(found, max(drafted, 0))
-        if found < self.least_rows or (self.states and found < self.rows[0].shape[-2]):
+            values = draft.values.shape[-2]
+            is_waiting = len(draft.feature) and common > values
+            found = min(found, max(draft.length if is_waiting else min(common - 1, values), 0))
+        if found < base.min_length or (base.states and found < base.length):
             return 0
         return found
 
-    def restore(self, length: int, caches: Sequence[SequenceCache]) -> None:
-        """Write the first `length` positions into the caches, the base's first."""
-        for cache, rows in zip(caches, self.rows, strict=False):
-            cache.write_rows(rows[..., :length, :], self.keys, self.least_rows)
-        for cache, rows, feature in zip(caches[1:], self.rows[1:], self.features, strict=False):
-            if len(feature) and length > rows.shape[-2] and isinstance(cache, DraftCache):
-                cache.write_feature(feature, self.keys[length])
-        if self.states and isinstance(caches[0], StatefulCache):
-            caches[0].write_states(self.states, length)
+    def restore(self, length: int, sequences: Sequence[CachedSequence]) -> None:
+        """Write the first `length` positions, the base's first."""
+        for sequence, part in zip(sequences, self.parts, strict=False):
+            sequence.restore(part, length, self.keys)
 
 
 class PinnedPrefixes:
     """Pinned prefixes of prompts, in the order of their last use (LRU)."""
 
-    def __init__(self, limit_bytes: int = KEPT_BYTES) -> None:
+    def __init__(self, limit_bytes: int = PINNED_BYTES) -> None:
         self.limit_bytes = limit_bytes
-        self._kept: OrderedDict[tuple[RowKey, ...], PinnedPrefix] = OrderedDict()
+        self._pinned: OrderedDict[tuple[RowKey, ...], PinnedPrefix] = OrderedDict()
 
-    def keep(self, keys: Sequence[RowKey], caches: Sequence[SequenceCache]) -> bool:
+    def pin(self, keys: Sequence[RowKey], sequences: Sequence[CachedSequence]) -> bool:
         """Pin the positions of all `keys` but the last; evict the least recently used.
+
+        Args:
+            keys: of a sequence.
+            sequences: its KV caches in the base and in the draft.
 
         Returns:
             False if this prefix alone exceeds the limit, or is not complete in the caches; then
             nothing is pinned or evicted.
         """
         name, length = tuple(keys[:-1]), len(keys) - 1
-        known = self._kept.get(name)
+        known = self._pinned.get(name)
         if known is not None and known.length == length:
-            self._kept.move_to_end(name)
+            self._pinned.move_to_end(name)
             return True
-        least_rows = max(cache.least_rows for cache in caches)
-        base, *drafts = caches
-        held = base.held(name)
-        if held < least_rows:
+        min_length = max(one.min_length for one in sequences)
+        if sequences[0].num_cached(name) < min_length:
             return False
-        drafted, features = [], []
-        for cache in drafts:
-            rows = min(length, cache.held(keys))
-            drafted.append(cache.read_rows(rows))
-            if isinstance(cache, DraftCache):
-                features.append(cache.read_feature(rows))
-        saved = base.read_rows(held), *drafted
-        states = base.read_states(held) if isinstance(base, StatefulCache) else ()
-        return self.add(PinnedPrefix(tuple(keys), saved, states, least_rows, tuple(features)))
+        return self.add(PinnedPrefix(tuple(keys), tuple(one.pin(keys) for one in sequences)))
 
     def knows(self, name: Sequence[RowKey]) -> bool:
         """Whether this prefix is pinned."""
-        return tuple(name) in self._kept
+        return tuple(name) in self._pinned
 
-    def add(self, kept: PinnedPrefix) -> bool:
-        """Pin a prefix that was read from caches; as `keep`."""
-        name = kept.keys[:-1]
-        if kept.num_bytes > self.limit_bytes:
+    def add(self, prefix: PinnedPrefix) -> bool:
+        """Pin a prefix that was copied before; returns as `pin`."""
+        if prefix.num_bytes > self.limit_bytes:
             return False
-        self._kept[name] = kept
-        self._kept.move_to_end(name)
-        used = sum(kept.num_bytes for kept in self._kept.values())
+        name = prefix.keys[:-1]
+        self._pinned[name] = prefix
+        self._pinned.move_to_end(name)
+        used = sum(one.num_bytes for one in self._pinned.values())
         while used > self.limit_bytes:
-            used -= self._kept.popitem(last=False)[1].num_bytes
+            used -= self._pinned.popitem(last=False)[1].num_bytes
         return True
 
     @property
     def all(self) -> list[PinnedPrefix]:
         """All pinned prefixes; the most recently used is the last."""
-        return list(self._kept.values())
+        return list(self._pinned.values())
 
-    def find(self, keys: Sequence[RowKey], num_caches: int) -> tuple[int, PinnedPrefix | None]:
+    def find(self, keys: Sequence[RowKey], num_networks: int) -> tuple[int, PinnedPrefix | None]:
         """The pinned prefix with the most usable positions for a prompt, and their number."""
-        found = [(kept.usable(keys, num_caches), name) for name, kept in self._kept.items()]
+        found = [(one.usable(keys, num_networks), name) for name, one in self._pinned.items()]
         usable, name = max(found, key=lambda pair: pair[0], default=(0, ()))
         if not usable:
             return 0, None
-        self._kept.move_to_end(name)
-        return usable, self._kept[name]
+        self._pinned.move_to_end(name)
+        return usable, self._pinned[name]

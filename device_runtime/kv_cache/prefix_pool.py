@@ -7,12 +7,10 @@ counts sequences since the last use.
 from __future__ import annotations
 
 import itertools
-from collections.abc import Sequence
 from dataclasses import dataclass, field
 from typing import Any
 
 from edgellm.device_runtime.arrays import RowKey
-from edgellm.device_runtime.kv_cache.prefix_cache import SequenceCache
 
 MAX_FINISHED = 64  # each is compared with every prompt
 
@@ -22,7 +20,7 @@ class Finished:
     """A finished sequence."""
 
     keys: list[RowKey]  # of its positions and the next token; perhaps of a prompt alone
-    contexts: tuple[Any, ...]  # in the base's cache, and in the draft's
+    kvs: tuple[Any, ...]  # its `CachedSequence`s in the base and in the draft
     used: int = 0  # clock value of its last use
 
 
@@ -30,7 +28,6 @@ class Finished:
 class FinishedSequences:
     """All finished sequences of an engine."""
 
-    caches: Sequence[SequenceCache]
     maximum: int = MAX_FINISHED
     all: list[Finished] = field(default_factory=list)  # the most recently used is the last
     _clock: itertools.count[int] = field(default_factory=lambda: itertools.count(1))
@@ -38,7 +35,7 @@ class FinishedSequences:
     def add(self, one: Finished) -> None:
         """Add a sequence; free those that it contains."""
         for other in [other for other in self.all if self._serves(one, other)]:
-            self.forget(other)
+            self.free(other)
         if longer := next((other for other in self.all if self._serves(other, one)), None):
             self._close(one)
             self.use(longer)
@@ -46,7 +43,7 @@ class FinishedSequences:
         one.used = next(self._clock)
         self.all.append(one)
         while len(self.all) > self.maximum:
-            self.forget(self.all[0])
+            self.free(self.all[0])
 
     def use(self, one: Finished) -> None:
         """Record that a prompt reuses its prefix."""
@@ -55,19 +52,19 @@ class FinishedSequences:
         self.all.append(one)
 
     def take(self, one: Finished) -> tuple[Any, ...]:
-        """Remove a sequence, and return its contexts for another to continue."""
+        """Remove a sequence, and return its KV caches for another to continue."""
         self.all.remove(one)
-        return one.contexts
+        return one.kvs
 
-    def forget_one(self) -> bool:
+    def evict(self) -> bool:
         """Free the sequence of highest cost; False if there is none."""
         if not self.all:
             return False
         now = next(self._clock)
-        self.forget(max(self.all, key=lambda one: len(one.keys) * (now - one.used)))
+        self.free(max(self.all, key=lambda one: len(one.keys) * (now - one.used)))
         return True
 
-    def forget(self, one: Finished) -> None:
+    def free(self, one: Finished) -> None:
         """Free a sequence."""
         self.all.remove(one)
         self._close(one)
@@ -77,14 +74,12 @@ class FinishedSequences:
         keys = other.keys[:-1]
         if not _begins(one.keys, keys):
             return False
-        pairs = zip(self.caches, one.contexts, other.contexts, strict=True)
-        return all(
-            cache.held_by(mine, keys) >= cache.held_by(its, keys) for cache, mine, its in pairs
-        )
+        pairs = zip(one.kvs, other.kvs, strict=True)
+        return all(mine.num_cached(keys) >= its.num_cached(keys) for mine, its in pairs)
 
     def _close(self, one: Finished) -> None:
-        for cache, context in zip(self.caches, one.contexts, strict=True):
-            cache.close(context)
+        for kv in one.kvs:
+            kv.free()
 
 
 def _begins(keys: list[RowKey], others: list[RowKey]) -> bool:

@@ -10,24 +10,24 @@ from collections.abc import Mapping
 from typing import Any, Protocol, cast
 
 from edgellm.core.manifest import Spec
-from edgellm.device_runtime.runners import Runner
 from edgellm.device_runtime.runners.pass_timing import Budget
+from edgellm.device_runtime.runners.runner import Runner
 
 
 class Module(Protocol):
     """Functions of a role's module."""
 
-    def session(self, opened: Mapping[str, Runner], spec: Spec, capacity: int) -> Any:
+    def network(self, opened: Mapping[str, Runner], spec: Spec, capacity: int) -> Any:
         """A network over the runners of an engine, with KV caches of `capacity` positions."""
         ...
 
     def costs(
-        self, session: Any, spec: Spec, max_rows: int = 0, budget: Budget | None = None
+        self, network: Any, spec: Spec, max_rows: int = 0, budget: Budget | None = None
     ) -> dict[str, dict[str, float]]:
         """Milliseconds of passes on this machine, by kind and number of tokens.
 
         Args:
-            session: its cache is overwritten.
+            network: its cache is overwritten.
             spec: of the engine.
             max_rows: maximum tokens of a pass, or candidates of a position; 0: no limit.
             budget: time limit; None: the default.

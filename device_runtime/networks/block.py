@@ -16,13 +16,14 @@ from edgellm.core.model_spec import BlockSpec, DecoderSpec, DraftSpec
 from edgellm.device_runtime import runners
 from edgellm.device_runtime.arrays import F32
 from edgellm.device_runtime.networks.draft import DraftNetwork, DraftPart, DraftResult
-from edgellm.device_runtime.runners import Outputs, Runner
+from edgellm.device_runtime.runners.outputs import Outputs
 from edgellm.device_runtime.runners.pass_timing import (
     CANDIDATES,
     Budget,
     measured_rows,
     timed_by_rows,
 )
+from edgellm.device_runtime.runners.runner import Runner
 
 
 class BlockNetwork(DraftNetwork):
@@ -41,8 +42,8 @@ class BlockNetwork(DraftNetwork):
         longest = capacity if block.window is None else min(capacity, block.window)
         self.capacity = longest - block.size
 
-    def run_many(self, parts: Sequence[DraftPart]) -> list[DraftResult]:
-        """Commit tokens of several sequences, each with its own context, and predict blocks.
+    def run_batch(self, parts: Sequence[DraftPart]) -> list[DraftResult]:
+        """Commit tokens of several sequences, and predict blocks.
 
         Args:
             parts: at most `max_batch_size`, with hidden states, without positions and masks.
@@ -55,17 +56,12 @@ class BlockNetwork(DraftNetwork):
             for part, hidden in zip(parts, self._fused(parts), strict=True)
         ]
         rows = [each[graph_io.INPUT_IDS].shape[1] for each in inputs]
-        self._contexts.reserve(
-            [
-                (part.context, part.write_index, count)
-                for part, count in zip(parts, rows, strict=True)
-            ]
+        caches = self._swapper.allocate(
+            [(part.kv, part.write_index, count) for part, count in zip(parts, rows, strict=True)]
         )
-        found = self._contexts.run(
-            [(part.context, each) for part, each in zip(parts, inputs, strict=True)]
-        )
+        found = self._runner.run_batch(list(zip(caches, inputs, strict=True)))
         for part in parts:
-            part.context.num_rows = part.write_index + len(part.token_ids)
+            part.kv.length = part.write_index + len(part.token_ids)
         return [_result(outputs) for outputs in found]
 
     def _block_inputs(self, part: DraftPart, hidden: F32) -> dict[str, NDArray[Any]]:
@@ -76,7 +72,7 @@ class BlockNetwork(DraftNetwork):
         rows[:text] = hidden
         mask = None if self.block.is_causal else np.ones((len(ids), len(ids)), np.bool_)
         own = np.arange(text, text + size)
-        inputs = self._inputs.of(part.context, ids, part.write_index, own, None, mask)
+        inputs = self._inputs.of(part.kv, ids, part.write_index, own, None, mask)
         inputs[graph_io.DRAFT_HIDDEN], inputs[graph_io.TOP_K] = rows[None], np.array([part.top_k])
         return inputs
 
@@ -91,26 +87,28 @@ def _result(found: Outputs) -> DraftResult:
 def open_block(folder: Path, engine: Engine) -> BlockNetwork:
     """Load a draft's engine; raises as `runners.Backend.open_engine`."""
     opened = runners.find(engine.backend).open_engine(folder, engine)
-    return session(opened, engine.draft, engine.max_kv_cache_capacity)
+    return network(opened, engine.draft, engine.max_kv_cache_capacity)
 
 
-def session(opened: Mapping[str, Runner], spec: DraftSpec, capacity: int) -> BlockNetwork:
+def network(opened: Mapping[str, Runner], spec: DraftSpec, capacity: int) -> BlockNetwork:
     """See `networks.Module`."""
     assert spec.block is not None
     return BlockNetwork(opened[BLOCK], opened[FUSE], spec.decoder, spec.block, capacity)
 
 
 def costs(
-    session: BlockNetwork, spec: DraftSpec, max_rows: int = 0, budget: Budget | None = None
+    network: BlockNetwork, spec: DraftSpec, max_rows: int = 0, budget: Budget | None = None
 ) -> dict[str, dict[str, float]]:
     """See `networks.Module`: by committed tokens, each followed by a whole block."""
-    context, measured = measured_rows(session.capacity, max_rows)
+    context, measured = measured_rows(network.capacity, max_rows)
     top_k = min(CANDIDATES, spec.draft_vocab_size)
     taps = np.random.default_rng(1).standard_normal((max(measured), spec.taps_width), np.float32)
 
     def run(rows: int) -> None:
         ids = np.arange(rows) % spec.decoder.vocab_size
-        block = np.arange(rows, rows + session.block.size)
-        session.run_many([DraftPart(session.context, ids, context, block, top_k, taps=taps[:rows])])
+        block = np.arange(rows, rows + network.block.size)
+        network.run_batch([DraftPart(network.kv, ids, context, block, top_k, taps=taps[:rows])])
 
-    return {PREDICT: timed_by_rows(run, measured, budget)}
+    found = {PREDICT: timed_by_rows(run, measured, budget)}
+    network.kv.free()
+    return found

@@ -15,8 +15,8 @@ from edgellm.device_runtime.arrays import (
     ImageRows,
     require_room,
 )
-from edgellm.device_runtime.networks.sequence_kv import Context
-from edgellm.device_runtime.runners import Runner, SharedRunner
+from edgellm.device_runtime.networks.sequence_kv import SequenceKV
+from edgellm.device_runtime.runners.runner import Runner, require_pool
 
 
 class PassInputs:
@@ -24,7 +24,7 @@ class PassInputs:
 
     def __init__(self, runner: Runner, spec: DecoderSpec, capacity: int) -> None:
         self._runner, self._capacity = runner, capacity
-        self._pass_rows = runner.pass_rows if isinstance(runner, SharedRunner) else 0
+        self._max_tokens = require_pool(runner).max_pass_tokens
         self._axes, self._images, self._vocab_size = (
             spec.position_axes,
             spec.images,
@@ -36,7 +36,7 @@ class PassInputs:
             count = self._images.num_deepstack
             self._give([ImageRows.none(spec.hidden_size, count)])
 
-    def hold(self, parts: Sequence[tuple[Context, I64]]) -> list[int]:
+    def hold(self, parts: Sequence[tuple[SequenceKV, I64]]) -> list[int]:
         """Set the image embeddings of a pass: those of all sequences, concatenated.
 
         A pass without images leaves the previous ones, which it does not use.
@@ -50,12 +50,12 @@ class PassInputs:
         shifts, shown, first = [0] * len(parts), list[ImageRows](), 0
         if self._images is None:
             return shifts
-        for at, (context, token_ids) in enumerate(parts):
+        for at, (kv, token_ids) in enumerate(parts):
             rows = token_ids[token_ids >= self._vocab_size] - self._vocab_size
-            if context.images is None or not len(rows):
+            if kv.images is None or not len(rows):
                 continue
             begin, end = int(rows.min()), int(rows.max()) + 1
-            shown.append(context.images.between(begin, end))
+            shown.append(kv.images.between(begin, end))
             shifts[at] = first - begin
             first += end - begin
         if shown:
@@ -72,7 +72,7 @@ class PassInputs:
 
     def of(
         self,
-        context: Context,
+        kv: SequenceKV,
         token_ids: I64,
         write_index: int,
         output_rows: I64,
@@ -84,7 +84,7 @@ class PassInputs:
         """By input name; raises `LimitError` if the cache is too small.
 
         Args:
-            context: of the sequence.
+            kv: of the sequence.
             token_ids: see `DecoderNetwork.run`, as the others.
             write_index: number of positions before.
             output_rows: positions with outputs.
@@ -96,19 +96,19 @@ class PassInputs:
         if image_shift:
             is_image = token_ids >= self._vocab_size
             token_ids = np.where(is_image, token_ids + image_shift, token_ids)
-        require_room(self._capacity, write_index, rows, self._pass_rows)
+        require_room(self._capacity, write_index, rows, self._max_tokens)
         if position_ids is None:
             position_ids = np.arange(write_index, write_index + rows)
         inputs = {
             graph_io.INPUT_IDS: token_ids[None],
             graph_io.POSITION_IDS: (
-                position_ids[None] if self._axes == 1 else self._positions(context, position_ids)
+                position_ids[None] if self._axes == 1 else self._positions(kv, position_ids)
             ),
             graph_io.WRITE_INDEX: np.array([write_index]),
             graph_io.LOGITS_INDEX: output_rows,
         }
         if self.takes_adapters:
-            slot = 0 if context.adapter is None else context.adapter.slot
+            slot = 0 if kv.adapter is None else kv.adapter.slot
             inputs[graph_io.ADAPTER] = np.array([slot])
         if tree_mask is not None:
             inputs[graph_io.TREE_MASK] = tree_mask
@@ -116,7 +116,7 @@ class PassInputs:
             inputs[graph_io.PARENT_ROWS] = parent_rows(rows, tree_mask)
         return inputs
 
-    def start(self, context: Context, row: int, rows: int) -> tuple[int, int]:
+    def start(self, kv: SequenceKV, row: int, rows: int) -> tuple[int, int]:
         """Write index of `rows` tokens after a prompt, and the first position, equal on all axes.
 
         Raises:
@@ -125,11 +125,11 @@ class PassInputs:
         require_room(self._capacity, row, rows)
         if self._axes == 1:
             return row, row
-        return row, int(self._positions(context, np.array([row])).flat[0])
+        return row, int(self._positions(kv, np.array([row])).flat[0])
 
-    def _positions(self, context: Context, rows: I64) -> I64:
+    def _positions(self, kv: SequenceKV, rows: I64) -> I64:
         """Positions [A, S] for A axes, from positions counted as in text."""
-        places = None if context.images is None else context.images.positions
+        places = None if kv.images is None else kv.images.positions
         if places is None:
             return np.broadcast_to(rows, (self._axes, len(rows)))
         prompt = places.shape[1]

@@ -21,15 +21,15 @@ from edgellm.device_runtime.arrays import (
     F32,
     I64,
     Bool,
-    ImageRows,
 )
-from edgellm.device_runtime.networks.decoder import DecoderNetwork
+from edgellm.device_runtime.networks.decoder import DecoderNetwork, RoundStart
 from edgellm.device_runtime.networks.decoder_io import PassInputs
 from edgellm.device_runtime.networks.known_costs import Measured, known_costs
-from edgellm.device_runtime.networks.sequence_kv import Begun, Context, Contexts
-from edgellm.device_runtime.runners import ArrangesPasses, Outputs, Runner
+from edgellm.device_runtime.networks.sequence_kv import KVSwapper, SequenceKV
 from edgellm.device_runtime.runners.batch_costs import measure_shared
-from edgellm.device_runtime.runners.device_speculation import Asked, Growth, Rounds
+from edgellm.device_runtime.runners.device_speculation import Growth, Rounds
+from edgellm.device_runtime.runners.kv_cache import KVCache
+from edgellm.device_runtime.runners.outputs import Outputs
 from edgellm.device_runtime.runners.pass_timing import (
     CANDIDATES,
     Budget,
@@ -37,6 +37,7 @@ from edgellm.device_runtime.runners.pass_timing import (
     measured_rows,
     timed_by_rows,
 )
+from edgellm.device_runtime.runners.runner import Inputs, Runner
 
 T = TypeVar("T")
 # Bytes read between two passes of a draft, to simulate the base: many times the draft's head,
@@ -45,7 +46,7 @@ _BASE_HEADS, _CACHES_BYTES = 64, 64 << 20
 
 
 class DraftResult(NamedTuple):
-    """Outputs of one draft pass; arrays are valid until the session runs again."""
+    """Outputs of one draft pass; arrays are valid until the network runs again."""
 
     token_ids: I64  # [R, K], of the base's vocabulary, best first
     log_probs: F32  # [R, K]
@@ -74,7 +75,7 @@ class RequestedResult:
         return self._kept or _result(self._outputs)
 
     def keep(self) -> None:
-        """Fetch a result that is still needed, before the session runs again."""
+        """Fetch a result that is still needed, before the network runs again."""
         self._kept, self.row = self().copy(), None
 
 
@@ -82,7 +83,7 @@ class RequestedResult:
 class DraftPart:
     """Input of one sequence's draft in a pass; see `DraftNetwork.run`."""
 
-    context: Context
+    kv: SequenceKV
     token_ids: I64
     write_index: int
     output_rows: I64
@@ -115,46 +116,33 @@ class DraftNetwork:
     ) -> None:
         """Without `fuse` the auxiliary hidden states are used as they are."""
         self.capacity = capacity
-        self._runner, self._fuse, self._contexts = runner, fuse, Contexts(runner)
+        self._runner, self._fuse, self._swapper = runner, fuse, KVSwapper(runner)
         self._inputs = PassInputs(runner, spec, capacity)
-        self.context = Context()  # of the current sequence
+        self.kv = self.new_kv()  # of passes that are given no other
         self._asked: WeakSet[RequestedResult] = WeakSet()  # of the latest pass, still wanted
 
     @property
     def max_batch_size(self) -> int:
         """Maximum sequences of a pass."""
-        return self._contexts.max_together
+        return self._runner.max_batch_size
 
     @property
-    def shared_rows(self) -> tuple[int, int]:
-        """See `DecoderNetwork.shared_rows`."""
-        return self._runner.shared_rows if isinstance(self._runner, ArrangesPasses) else (0, 0)
+    def batch_limits(self) -> tuple[int, int]:
+        """See `Runner`."""
+        return self._runner.batch_limits
 
     def costs_of(self, engine: Engine, max_rows: int) -> Measured:
         """See `DecoderNetwork.costs_of`; `max_rows` as for `costs`."""
         measure = partial(costs, self, engine.draft, max_rows)
         return known_costs(self._runner, _shared_kind(engine.draft), engine.cost_ms, measure)
 
-    def new_context(self) -> Context:
-        """See `DecoderNetwork.new_context`."""
-        return Context()
+    def new_kv(self) -> SequenceKV:
+        """See `DecoderNetwork.new_kv`."""
+        return SequenceKV(self._swapper)
 
-    def use(self, context: Context) -> None:
-        """See `DecoderNetwork.use`."""
-        self._contexts.admit(context)
-        self.context = context
-
-    def fork(self, context: Context) -> Context:
-        """See `DecoderNetwork.fork`."""
-        return self._contexts.fork(context)
-
-    def close(self, context: Context) -> None:
-        """See `DecoderNetwork.close`."""
-        self._contexts.close(context)
-
-    def on_shortage(self, forget_one: Callable[[], bool]) -> None:
-        """See `prefix_cache.SequenceCache`."""
-        self._contexts.forget_one = forget_one
+    def on_shortage(self, evict: Callable[[], bool]) -> None:
+        """See `prefix_cache.CachedNetwork`."""
+        self._swapper.evict = evict
 
     def fuse(self, taps: F32) -> F32:
         """Auxiliary hidden states of the base [S, T*H] as the draft's hidden states [S, D]."""
@@ -170,6 +158,7 @@ class DraftNetwork:
         output_rows: I64,
         *,
         top_k: int,
+        kv: SequenceKV | None = None,
         position_ids: I64 | None = None,
         tree_mask: Bool | None = None,
     ) -> DraftResult:
@@ -181,6 +170,7 @@ class DraftNetwork:
             write_index: where the KV goes; tokens attend to all positions before, but by the mask.
             output_rows: int64 [R], the tokens that get candidates.
             top_k: candidates of a token.
+            kv: of the sequence; None: `self.kv`.
             position_ids: int64 [S]; None counts on from `write_index`.
             tree_mask: bool [S, M], M >= S, for the last M positions with the new ones; None is
                 causal.
@@ -189,52 +179,52 @@ class DraftNetwork:
             LimitError: the cache is too small, or the engine returns fewer candidates.
         """
         part = DraftPart(
-            self.context, token_ids, write_index, output_rows, top_k,
+            kv or self.kv, token_ids, write_index, output_rows, top_k,
             hidden=hidden, position_ids=position_ids, tree_mask=tree_mask,
         )  # fmt: skip
-        return self.run_many([part])[0]
+        return self.run_batch([part])[0]
 
-    def run_many(self, parts: Sequence[DraftPart]) -> list[DraftResult]:
-        """As `run`, for several sequences with their own contexts; raises as `run`.
+    def run_batch(self, parts: Sequence[DraftPart]) -> list[DraftResult]:
+        """As `run`, for several sequences in one pass; raises as `run`.
 
         Args:
             parts: at most `max_batch_size`.
         """
-        return [_result(outputs) for outputs in self._pass(parts, self._contexts.run)]
+        return [_result(outputs) for outputs in self._pass(parts, self._runner.run_batch)]
 
-    def ask_many(self, parts: Sequence[DraftPart]) -> list[RequestedResult]:
-        """As `run_many` with one output each, without waiting for the device."""
-        given = [RequestedResult(*each) for each in self._pass(parts, self._contexts.ask)]
+    def run_async(self, parts: Sequence[DraftPart]) -> list[RequestedResult]:
+        """As `run_batch` with one output each, without waiting for the device."""
+        given = [RequestedResult(*each) for each in self._pass(parts, self._runner.run_async)]
         self._asked.update(given)
         return given
 
     def _pass(
         self,
         parts: Sequence[DraftPart],
-        compute: Callable[[list[tuple[Context, dict[str, NDArray[Any]]]]], list[T]],
+        compute: Callable[[list[tuple[KVCache, Inputs]]], list[T]],
     ) -> list[T]:
         for one in self._asked:
             one.keep()
         self._asked.clear()
-        contexts, fused = [part.context for part in parts], self._fused(parts)
-        shifts = self._inputs.hold([(part.context, part.token_ids) for part in parts])
-        inputs = [
+        fused = self._fused(parts)
+        shifts = self._inputs.hold([(part.kv, part.token_ids) for part in parts])
+        inputs: list[Inputs] = [
             self._inputs_of(part, hidden, shift)
             for part, hidden, shift in zip(parts, fused, shifts, strict=True)
         ]
-        kept = [context.num_rows for context in contexts]
-        self._contexts.reserve([(p.context, p.write_index, len(p.token_ids)) for p in parts])
-        found = compute(list(zip(contexts, inputs, strict=True)))
-        for part, rows in zip(parts, kept, strict=True):
+        lengths = [part.kv.length for part in parts]
+        caches = self._swapper.allocate([(p.kv, p.write_index, len(p.token_ids)) for p in parts])
+        found = compute(list(zip(caches, inputs, strict=True)))
+        for part, length in zip(parts, lengths, strict=True):
             # The KV of tree nodes is not kept.
             end = part.write_index + len(part.token_ids) - part.num_masks
             is_tree = part.tree_mask is not None
-            part.context.num_rows = min(rows, part.write_index) if is_tree else end
+            part.kv.length = min(length, part.write_index) if is_tree else end
         return found
 
     def _inputs_of(self, part: DraftPart, hidden: F32, image_shift: int) -> dict[str, NDArray[Any]]:
         inputs = self._inputs.of(
-            part.context, part.token_ids, part.write_index, part.output_rows,
+            part.kv, part.token_ids, part.write_index, part.output_rows,
             part.position_ids, part.tree_mask, image_shift=image_shift,
         )  # fmt: skip
         inputs[graph_io.DRAFT_HIDDEN], inputs[graph_io.TOP_K] = hidden[None], np.array([part.top_k])
@@ -258,26 +248,12 @@ class DraftNetwork:
 
     def open_rounds(self, base: DecoderNetwork, growth: Growth) -> Rounds | None:
         """Rounds of a base and this draft on the device; None: they need the host."""
-        return base.open_rounds(self._runner, growth) if isinstance(self._runner, Asked) else None
+        return base.open_rounds(self._runner, growth) if self._runner.runs_async else None
 
-    def begin_rounds(self, parts: Sequence[tuple[Context, int, int]]) -> list[Begun]:
+    def begin_rounds(self, parts: Sequence[tuple[SequenceKV, int, int]]) -> list[RoundStart]:
         """See `DecoderNetwork.begin_rounds`; the KV of these tokens is not kept."""
         starts = [self._inputs.start(*part) for part in parts]
-        self._contexts.reserve(parts)
-        caches = [self._contexts.admit(context) for context, _, _ in parts]
-        return list(map(Begun, starts, caches))
-
-    def set_images(self, images: ImageRows) -> None:
-        """See `DecoderNetwork.set_images`."""
-        self.context.images = images
-
-    def read_rows(self, length: int) -> NDArray[Any]:
-        """See `runners.Cache`."""
-        return self._contexts.admit(self.context).read_rows(length)
-
-    def write_rows(self, rows: NDArray[Any]) -> None:
-        """See `runners.Cache`."""
-        self._contexts.write_rows(self.context, rows)
+        return list(map(RoundStart, starts, self._swapper.allocate(parts)))
 
 
 def _result(found: Outputs) -> DraftResult:
@@ -288,10 +264,10 @@ def _result(found: Outputs) -> DraftResult:
 def open_draft(folder: Path, engine: Engine) -> DraftNetwork:
     """Load a draft's engine; raises as `runners.Backend.open_engine`."""
     opened = runners.find(engine.backend).open_engine(folder, engine)
-    return session(opened, engine.draft, engine.max_kv_cache_capacity)
+    return network(opened, engine.draft, engine.max_kv_cache_capacity)
 
 
-def session(opened: Mapping[str, Runner], spec: DraftSpec, capacity: int) -> DraftNetwork:
+def network(opened: Mapping[str, Runner], spec: DraftSpec, capacity: int) -> DraftNetwork:
     """See `networks.Module`."""
     return DraftNetwork(opened[DRAFT], opened.get(FUSE), spec.decoder, capacity)
 
@@ -302,7 +278,7 @@ def _shared_kind(spec: DraftSpec) -> str:
 
 
 def costs(
-    session: DraftNetwork, spec: DraftSpec, max_rows: int = 0, budget: Budget | None = None
+    network: DraftNetwork, spec: DraftSpec, max_rows: int = 0, budget: Budget | None = None
 ) -> dict[str, dict[str, float]]:
     """See `networks.Module`: passes that expand trees, and passes over fused hidden states.
 
@@ -311,7 +287,7 @@ def costs(
     follows. With the draft in the caches both take half the time.
     """
     masks = max(spec.num_heads - 1, 0)
-    context, measured = measured_rows(session.capacity - masks, max_rows)
+    context, measured = measured_rows(network.capacity - masks, max_rows)
     top_k = min(CANDIDATES, spec.draft_vocab_size, max_rows or CANDIDATES)
     random, maximum = np.random.default_rng(1), max(measured)
     taps = random.standard_normal((maximum + masks, spec.taps_width), np.float32)
@@ -321,13 +297,13 @@ def costs(
 
     def run(hidden: F32, outputs: I64) -> None:
         token_ids = np.arange(len(hidden)) % spec.decoder.vocab_size
-        session.run(token_ids, hidden, context, outputs, top_k=top_k)
+        network.run(token_ids, hidden, context, outputs, top_k=top_k)
 
     def grow(rows: int) -> None:
         run(hidden[:rows], np.arange(rows))
 
     def extend(rows: int) -> None:
-        run(session.fuse(taps[: rows + masks]), np.arange(rows - 1, rows + masks))
+        run(network.fuse(taps[: rows + masks]), np.arange(rows - 1, rows + masks))
 
     def follow_an_extension() -> None:
         others.sum()
@@ -342,28 +318,28 @@ def costs(
         else:  # a step takes no longer than an extension
             grown = {rows: EstimatedMs(ms) for rows, ms in found[EXTEND].items()}
         found = {STEP: grown, **found}
-    if not any(session.shared_rows) or not budget.left_s:
+    network.kv.free()
+    if not any(network.batch_limits) or not budget.left_s:
         return found
-    return found | _costs_together(session, spec, context, hidden, top_k, budget)
+    return found | _costs_together(network, spec, context, hidden, top_k, budget)
 
 
 def _costs_together(
-    session: DraftNetwork, spec: DraftSpec, begin: int, hidden: F32, top_k: int, budget: Budget
+    network: DraftNetwork, spec: DraftSpec, begin: int, hidden: F32, top_k: int, budget: Budget
 ) -> dict[str, dict[str, float]]:
     """Costs of batches, after `begin` positions of each sequence."""
-    session.close(session.context)
-    contexts = [session.new_context() for _ in range(session.max_batch_size)]
+    sequences = [network.new_kv() for _ in range(network.max_batch_size)]
 
     def run(count: int, rows: int) -> None:
         ids, wanted = np.arange(rows) % spec.decoder.vocab_size, np.arange(rows)
         asked = [
             DraftPart(one, ids, begin, wanted, top_k, hidden=hidden[:rows])
-            for one in contexts[:count]
+            for one in sequences[:count]
         ]
-        session.run_many(asked)
+        network.run_batch(asked)
 
-    room = min(session.shared_rows[0], len(hidden)), session.shared_rows[1]
-    found = measure_shared(_shared_kind(spec), session.max_batch_size, room, run, budget)
-    for one in contexts:
-        session.close(one)
+    room = min(network.batch_limits[0], len(hidden)), network.batch_limits[1]
+    found = measure_shared(_shared_kind(spec), network.max_batch_size, room, run, budget)
+    for one in sequences:
+        one.free()
     return found

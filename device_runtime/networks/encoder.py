@@ -14,8 +14,8 @@ from edgellm.core.manifest import Engine
 from edgellm.core.model_spec import VisionSpec
 from edgellm.device_runtime import runners
 from edgellm.device_runtime.arrays import F32
-from edgellm.device_runtime.runners import Runner
 from edgellm.device_runtime.runners.pass_timing import Budget
+from edgellm.device_runtime.runners.runner import Runner
 
 
 class EncoderNetwork:
@@ -43,18 +43,18 @@ class EncoderNetwork:
 def open_encoder(folder: Path, engine: Engine) -> EncoderNetwork:
     """Load a visual engine; raises as `runners.Backend.open_engine`."""
     opened = runners.find(engine.backend).open_engine(folder, engine)
-    return session(opened, engine.vision, engine.max_kv_cache_capacity)
+    return network(opened, engine.vision, engine.max_kv_cache_capacity)
 
 
-def session(opened: Mapping[str, Runner], spec: VisionSpec, capacity: int) -> EncoderNetwork:
+def network(opened: Mapping[str, Runner], spec: VisionSpec, capacity: int) -> EncoderNetwork:
     """See `networks.Module`."""
     del spec, capacity
     return EncoderNetwork(opened[ENCODER])
 
 
 def costs(
-    session: EncoderNetwork, spec: VisionSpec, max_rows: int = 0, budget: Budget | None = None
+    network: EncoderNetwork, spec: VisionSpec, max_rows: int = 0, budget: Budget | None = None
 ) -> dict[str, dict[str, float]]:
     """See `networks.Module`: empty, since costs of images are not used."""
-    del session, spec, max_rows, budget
+    del network, spec, max_rows, budget
     return {}

@@ -17,8 +17,8 @@ from edgellm.device_runtime.arrays import (
     F32,
     I64,
 )
-from edgellm.device_runtime.runners import LimitsBatch, Runner
 from edgellm.device_runtime.runners.pass_timing import CANDIDATES, Budget, timed_by_rows
+from edgellm.device_runtime.runners.runner import Runner
 
 
 class HeadsPart(NamedTuple):
@@ -33,9 +33,9 @@ class HeadsNetwork:
 
     def __init__(self, runner: Runner) -> None:
         self._runner = runner
-        self.max_batch_size = runner.max_sequences if isinstance(runner, LimitsBatch) else 1
+        self.max_batch_size = runner.max_batch_size
 
-    def run_many(self, parts: Sequence[HeadsPart]) -> list[tuple[I64, F32]]:
+    def run_batch(self, parts: Sequence[HeadsPart]) -> list[tuple[I64, F32]]:
         """`candidates` for several sequences in one pass, at most `max_batch_size`.
 
         All get as many candidates as the largest `top_k`.
@@ -64,29 +64,29 @@ class HeadsNetwork:
         Raises:
             LimitError: the engine returns fewer candidates.
         """
-        (found,) = self.run_many([HeadsPart(feature, top_k)])
+        (found,) = self.run_batch([HeadsPart(feature, top_k)])
         return found
 
 
 def open_heads(folder: Path, engine: Engine) -> HeadsNetwork:
     """Load an engine of Medusa heads; raises as `runners.Backend.open_engine`."""
     opened = runners.find(engine.backend).open_engine(folder, engine)
-    return session(opened, engine.draft, engine.max_kv_cache_capacity)
+    return network(opened, engine.draft, engine.max_kv_cache_capacity)
 
 
-def session(opened: Mapping[str, Runner], spec: DraftSpec, capacity: int) -> HeadsNetwork:
+def network(opened: Mapping[str, Runner], spec: DraftSpec, capacity: int) -> HeadsNetwork:
     """See `networks.Module`."""
     del spec, capacity
     return HeadsNetwork(opened[HEADS])
 
 
 def costs(
-    session: HeadsNetwork, spec: DraftSpec, max_rows: int = 0, budget: Budget | None = None
+    network: HeadsNetwork, spec: DraftSpec, max_rows: int = 0, budget: Budget | None = None
 ) -> dict[str, dict[str, float]]:
     """See `networks.Module`: passes of all heads, for one sequence and for full batches."""
     feature = np.random.default_rng(1).standard_normal(spec.taps_width, np.float32)
     part = HeadsPart(feature, min(spec.draft_vocab_size, max_rows or CANDIDATES))
-    counts = sorted({1, session.max_batch_size})
+    counts = sorted({1, network.max_batch_size})
     return {
-        ALL_HEADS: timed_by_rows(lambda count: session.run_many([part] * count), counts, budget)
+        ALL_HEADS: timed_by_rows(lambda count: network.run_batch([part] * count), counts, budget)
     }

@@ -4,8 +4,8 @@ from __future__ import annotations
 
 from collections.abc import Callable, Mapping
 
-from edgellm.device_runtime.runners import ArrangesPasses, Runner
 from edgellm.device_runtime.runners.batch_costs import SharedCosts
+from edgellm.device_runtime.runners.runner import Runner
 
 Measured = Mapping[str, Mapping[str, float]]  # milliseconds by kind of pass and tokens
 
@@ -13,7 +13,7 @@ Measured = Mapping[str, Mapping[str, float]]  # milliseconds by kind of pass and
 def known_costs(
     runner: Runner, kind: str, built: Measured, measure: Callable[[], Measured]
 ) -> Measured:
-    """All costs; a runner that arranges passes also receives those of batches.
+    """All costs; a runner with `batch_limits` also receives those of batches.
 
     Args:
         runner: of the passes.
@@ -21,11 +21,10 @@ def known_costs(
         built: measured by the build; {} if it could not.
         measure: measures on this machine.
     """
-    arranges = isinstance(runner, ArrangesPasses)
-    found = built
-    if not found or (arranges and SharedCosts.find(kind, found) is None):
+    found, needs_batches = built, any(runner.batch_limits)
+    if not found or (needs_batches and SharedCosts.find(kind, found) is None):
         found = {**measure(), **found}
     shared = SharedCosts.find(kind, found)
-    if isinstance(runner, ArrangesPasses) and shared is not None:
+    if needs_batches and shared is not None:
         runner.learn_costs(shared)
     return found

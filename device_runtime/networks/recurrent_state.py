@@ -24,7 +24,8 @@ from edgellm.device_runtime.networks.recurrent_state_pool import (
     StateSlot,
     copied,
 )
-from edgellm.device_runtime.runners import Outputs, Runner
+from edgellm.device_runtime.runners.outputs import Outputs
+from edgellm.device_runtime.runners.runner import Runner
 
 CHECKPOINT_BYTES = 256 << 20  # limit for all sequences of a pass
 CHECKPOINT_ROWS = 1024  # tokens between checkpoints of a long prompt

@@ -87,18 +87,18 @@ def _compare(llm: LLM, options: Options, raw: Any, index: int) -> Comparison:
 
 
 class _Watched:
-    """A session that keeps a hash of the logits of every position."""
+    """A network that keeps a hash of the logits of every position."""
 
-    def __init__(self, session: DecoderNetwork) -> None:
-        self._session = session
+    def __init__(self, network: DecoderNetwork) -> None:
+        self._network = network
         self.rows: dict[int, set[bytes]] = {}
 
     def __getattr__(self, name: str) -> Any:
-        return getattr(self._session, name)
+        return getattr(self._network, name)
 
-    def run_many(self, parts: Sequence[SequencePart]) -> list[PassResult]:
-        """See `DecoderNetwork.run_many`."""
-        results = self._session.run_many(parts)
+    def run_batch(self, parts: Sequence[SequencePart]) -> list[PassResult]:
+        """See `DecoderNetwork.run_batch`."""
+        results = self._network.run_batch(parts)
         for part, result in zip(parts, results, strict=True):
             positions = part.position_ids
             if positions is None:
@@ -111,13 +111,13 @@ class _Watched:
 
 def _watched(llm: LLM, decode: Callable[[], list[int]]) -> tuple[list[int], dict[int, set[bytes]]]:
     """The result of `decode`, and hashes of its logits by position."""
-    session = llm.session
-    watched = _Watched(session)
-    llm.session = cast(DecoderNetwork, watched)
+    network = llm.base
+    watched = _Watched(network)
+    llm.base = cast(DecoderNetwork, watched)
     try:
         return decode(), watched.rows
     finally:
-        llm.session = session
+        llm.base = network
 
 
 def _token_ids(llm: LLM, options: Options, raw: Any, index: int, *, speculative: bool) -> list[int]:
@@ -152,13 +152,15 @@ def logits_behind(
 ) -> NDArray[np.float64]:
     """Logits [V] after a prompt and the first output tokens, with penalties."""
     kv_cache_manager, ids = llm.kv_cache_manager, [*prompt.token_ids, *taken]
-    kv_cache_manager.use_scratch()
-    kv_cache_manager.set_up(prompt)
-    result, rows = prefill_chunk(kv_cache_manager.session, ids, 0, kv_cache_manager.prefill_rows)
-    while rows < len(ids):
-        result, rows = prefill_chunk(
-            kv_cache_manager.session, ids, rows, kv_cache_manager.prefill_rows
-        )
+    base, chunk = kv_cache_manager.base, kv_cache_manager.prefill_rows
+    kv = base.new_kv()
+    try:
+        kv_cache_manager.set_up(kv, prompt)
+        result, rows = prefill_chunk(base, kv, ids, 0, chunk)
+        while rows < len(ids):
+            result, rows = prefill_chunk(base, kv, ids, rows, chunk)
+    finally:
+        kv.free()
     sampler = llm.sampler(sampling, prompt)
     sampler.take(taken)
     return sampler.adjusted(result.logits[0]).astype(np.float64)

@@ -2,14 +2,15 @@
 
 from __future__ import annotations
 
-from collections.abc import Mapping, Sequence
+from collections.abc import Sequence
 from dataclasses import dataclass
-from typing import Any, Literal, Protocol, runtime_checkable
+from typing import Literal, Protocol
 
 import numpy as np
 from numpy.typing import NDArray
 
-from edgellm.device_runtime.runners import Cache, Outputs, Runner
+from edgellm.device_runtime.runners.kv_cache import KVCache
+from edgellm.device_runtime.runners.outputs import Outputs
 
 Scored = Literal["draft", "rates", "places"]  # see `grow_level`
 RATE_POINTS = 11  # of a curve of acceptance rates
@@ -55,7 +56,10 @@ class RoundOrder:
     rates: NDArray[np.float64] | None = None  # [2, RATE_POINTS] for "rates", see `grow_level`
     accepts: Literal["greedy", "sampled", "host"] = "greedy"
     draws: Draws | None = None  # for "sampled"
-    caches: tuple[Cache | None, Cache | None] = None, None  # base's and draft's; None: the only one
+    caches: tuple[KVCache | None, KVCache | None] = (
+        None,
+        None,
+    )  # base's and draft's; None: the first
     root_row: int = 0  # row of the draft's latest pass with the root's children
 
 
@@ -80,36 +84,10 @@ class Rounds(Protocol):
     def ask(self, orders: Sequence[RoundOrder]) -> None:
         """Enqueue a round of at most `maximum` sequences.
 
-        The draft's last pass must be an asynchronous one, see `Asked`.
+        The draft's last pass must be an asynchronous one, see `Runner.run_async`.
         """
         ...
 
     def finish(self) -> list[RoundOutcome]:
         """Wait for the round; outputs must be read before the base's next pass."""
-        ...
-
-
-@runtime_checkable
-class Asked(Runner, Protocol):
-    """A draft's runner with asynchronous passes."""
-
-    def ask_many(
-        self, parts: Sequence[tuple[Cache, Mapping[str, NDArray[Any]]]]
-    ) -> list[tuple[Outputs, int | None]]:
-        """Run a batch asynchronously; each sequence has candidates of one row.
-
-        Returns:
-            The outputs of `run` for each, fetched when read, and its row of the candidates on the
-            device. The row is None if the batch took several passes: candidates are then on the
-            host.
-        """
-        ...
-
-
-@runtime_checkable
-class GrowsTrees(Runner, Protocol):
-    """A base's runner that can run rounds on its device."""
-
-    def open_rounds(self, draft: Runner, growth: Growth) -> Rounds | None:
-        """Prepare rounds on the device; None: these runners, or this GPU, need the host."""
         ...

@@ -1,18 +1,18 @@
 """KV cache in slots: each sequence has one slot of full capacity, or none.
 
-For runners whose device memory is indexed by slot; a block of `SharedRunner` is a slot.
+For runners whose memory is indexed by slot; a block of the `KVPool` is a slot.
 """
 
 from __future__ import annotations
 
-from collections.abc import Sequence
+from collections.abc import Iterable
 from typing import Any, Protocol
 
 import numpy as np
 from numpy.typing import NDArray
 
 from edgellm.core.errors import LimitError
-from edgellm.device_runtime.runners import Cache
+from edgellm.device_runtime.runners.kv_cache import KVCache
 
 
 class SlotMemory(Protocol):
@@ -23,24 +23,44 @@ class SlotMemory(Protocol):
         ...
 
     def compact(self, slot: int, length: int, rows: NDArray[np.int64]) -> None:
-        """See `runners.Cache`."""
+        """See `KVCache.compact`."""
         ...
 
-    def read_rows(self, slot: int, length: int) -> NDArray[Any]:
-        """See `runners.Cache`."""
+    def read(self, slot: int, length: int) -> NDArray[Any]:
+        """See `KVCache.read`."""
         ...
 
-    def write_rows(self, slot: int, rows: NDArray[Any]) -> None:
-        """See `runners.Cache`."""
+    def write(self, slot: int, values: NDArray[Any]) -> None:
+        """See `KVCache.write`."""
         ...
 
 
-class Slots:
-    """Allocator of slots, with reference counts."""
+class SlotPool:
+    """See `KVPool`: allocates slots, with reference counts."""
 
-    def __init__(self, count: int) -> None:
-        self.uses = [0] * count  # sequences that share the slot
-        self.ends = [0] * count  # positions that were written
+    max_pass_tokens = 0  # sliding windows free nothing
+
+    def __init__(self, memory: SlotMemory, num_slots: int, capacity: int) -> None:
+        """Args: the memory, its slots, and positions of each."""
+        self.memory, self.block_size = memory, capacity
+        self.swaps_first = num_slots == 1
+        self.uses = [0] * num_slots  # sequences that share the slot
+        self.ends = [0] * num_slots  # positions that were written
+
+    @property
+    def num_free(self) -> int:
+        """See `KVPool`."""
+        return self.uses.count(0) * self.block_size
+
+    def num_free_without(self, caches: Iterable[KVCache]) -> int:
+        """See `KVPool`."""
+        held = [one.slot for one in map(slot_cache, caches) if one.slot is not None]
+        freed = sum(self.uses[slot] == held.count(slot) for slot in {*held})
+        return self.num_free + freed * self.block_size
+
+    def new_cache(self) -> SlotCache:
+        """See `KVPool`."""
+        return SlotCache(self)
 
     def allocate(self) -> int:
         """Allocate the lowest free slot, so passes cover few slots; raises `LimitError`."""
@@ -61,107 +81,62 @@ class Slots:
 
 
 class SlotCache:
-    """See `runners.Cache`: the cache of one sequence; it has a slot if it is not empty."""
+    """See `KVCache`: it has a slot if it is not empty."""
 
-    def __init__(self, memory: SlotMemory, slots: Slots) -> None:
-        self._memory, self._slots = memory, slots
+    min_length = 0
+
+    def __init__(self, pool: SlotPool) -> None:
+        self._pool = pool
         self.slot: int | None = None
 
     def own(self) -> int:
         """An exclusive slot, copied from a shared one if necessary; raises `LimitError`."""
-        before = self.slot
-        if before is None or self._slots.uses[before] > 1:
-            self.slot = self._slots.allocate()
+        pool, before = self._pool, self.slot
+        if before is None or pool.uses[before] > 1:
+            self.slot = pool.allocate()
             if before is not None:
-                self._memory.copy(before, self.slot, self._slots.ends[before])
-                self._slots.ends[self.slot] = self._slots.ends[before]
-                self._slots.free(before)
+                pool.memory.copy(before, self.slot, pool.ends[before])
+                pool.ends[self.slot] = pool.ends[before]
+                pool.free(before)
         assert self.slot is not None
         return self.slot
 
-    def reserve(self, end: int) -> None:
-        """Allocate an exclusive slot for `end` positions; raises `LimitError`."""
-        self._slots.ends[self.own()] = end
-
-    def share(self) -> SlotCache:
-        """A copy-on-write copy."""
-        new = SlotCache(self._memory, self._slots)
-        new.slot = self.slot
-        if self.slot is not None:
-            self._slots.uses[self.slot] += 1
-        return new
-
-    def release(self) -> None:
-        """Free the slot."""
-        if self.slot is not None:
-            self._slots.free(self.slot)
-            self.slot = None
+    def allocate(self, length: int, count: int) -> None:
+        """See `KVCache`."""
+        self._pool.ends[self.own()] = length + count
 
     def compact(self, length: int, rows: NDArray[np.int64]) -> None:
-        """See `runners.Cache`."""
-        self._memory.compact(self.own(), length, rows)
+        """See `KVCache`."""
+        self._pool.memory.compact(self.own(), length, rows)
 
-    def read_rows(self, length: int) -> NDArray[Any]:
-        """See `runners.Cache`."""
-        assert self.slot is not None
-        return self._memory.read_rows(self.slot, length)
+    def read(self, length: int) -> NDArray[Any]:
+        """See `KVCache`."""
+        assert self.slot is not None or not length
+        return self._pool.memory.read(self.slot or 0, length)
 
-    def write_rows(self, rows: NDArray[Any]) -> None:
-        """See `runners.Cache`."""
+    def write(self, values: NDArray[Any], min_length: int = 0) -> None:
+        """See `KVCache`."""
+        del min_length
         slot = self.own()
-        self._memory.write_rows(slot, rows)
-        self._slots.ends[slot] = rows.shape[-2]
+        self._pool.memory.write(slot, values)
+        self._pool.ends[slot] = values.shape[-2]
+
+    def fork(self) -> SlotCache:
+        """See `KVCache`; the copy is made in the memory."""
+        new = SlotCache(self._pool)
+        new.slot = self.slot
+        if self.slot is not None:
+            self._pool.uses[self.slot] += 1
+        return new
+
+    def free(self) -> None:
+        """See `KVCache`."""
+        if self.slot is not None:
+            self._pool.free(self.slot)
+            self.slot = None
 
 
-class SharesSlots:
-    """The cache methods of a `SharedRunner` with slots."""
-
-    pass_rows = 0
-
-    def __init__(self, memory: SlotMemory, num_sequences: int, capacity: int) -> None:
-        """Args: the device memory, the number of slots, and positions of each."""
-        self.num_sequences, self.page_rows = num_sequences, capacity
-        self._slot_memory, self.slots = memory, Slots(num_sequences)
-
-    @property
-    def free_rows(self) -> int:
-        """See `runners.SharedRunner`."""
-        return self.slots.uses.count(0) * self.page_rows
-
-    def free_rows_without(self, caches: Sequence[Cache]) -> int:
-        """See `runners.SharedRunner`."""
-        held = [one.slot for one in map(slot_cache, caches) if one.slot is not None]
-        freed = sum(self.slots.uses[slot] == held.count(slot) for slot in {*held})
-        return self.free_rows + freed * self.page_rows
-
-    def new_cache(self) -> SlotCache:
-        """See `runners.SharedRunner`."""
-        return SlotCache(self._slot_memory, self.slots)
-
-    def reserve(self, cache: Cache, write_index: int, rows: int) -> None:
-        """See `runners.SharedRunner`."""
-        slot_cache(cache).reserve(write_index + rows)
-
-    def least_rows(self, cache: Cache) -> int:
-        """See `runners.SharedRunner`: sliding windows free nothing."""
-        del cache
-        return 0
-
-    def write_rows(self, cache: Cache, rows: NDArray[Any], least_rows: int) -> None:
-        """See `runners.SharedRunner`."""
-        del least_rows
-        cache.write_rows(rows)
-
-    def fork(self, cache: Cache) -> SlotCache:
-        """See `runners.SharedRunner`; the copy is made on the device."""
-        return slot_cache(cache).share()
-
-    def release(self, cache: Cache) -> None:
-        """See `runners.SharedRunner`."""
-        slot_cache(cache).release()
-
-
-def slot_cache(cache: Cache) -> SlotCache:
+def slot_cache(cache: KVCache) -> SlotCache:
     """Cast a cache of a runner with slots."""
     assert isinstance(cache, SlotCache)
     return cache

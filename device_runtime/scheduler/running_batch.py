@@ -159,7 +159,7 @@ class Batch:
         now_s, rows = time.monotonic(), self.bounds.tree_rows
         unfinished = [entry for entry in self.entries if not entry.is_done]
         states = [entry.state(now_s, patience_s, rows) for entry in unfinished]
-        found = plan(states, self.kv_cache_manager.free_rows, self.bounds)
+        found = plan(states, self.kv_cache_manager.num_free, self.bounds)
         is_wanted = any(entry.is_wanted and entry.number in found.rows for entry in unfinished)
         return found if is_wanted else None
 
@@ -235,9 +235,9 @@ class Batch:
         if entry.kept is None:
             return
         with Confined(entry.sequence.warn):  # the output is still complete
-            if self.kv_cache_manager.is_to_keep(entry.sequence, entry.kept):
+            if self.kv_cache_manager.is_pin_due(entry.sequence, entry.kept):
                 kept, entry.kept = entry.kept, None
-                entry.sequence.warnings += self.kv_cache_manager.keep(entry.sequence, kept)
+                entry.sequence.warnings += self.kv_cache_manager.pin(entry.sequence, kept)
 
     def end(self, stepping: list[RunningRequest], found: list[tuple[Step, ...]]) -> None:
         """Append the steps of a pass to their requests."""

@@ -32,7 +32,7 @@ class Bounds:
     max_running: int  # batch size
     prefill_rows: int  # tokens of prompts in a pass
     tree_rows: int = 1  # maximum tokens of a speculative round
-    page_rows: int = 1  # positions of a KV block
+    block_size: int = 1  # positions of a KV block
     max_stall_ms: float = math.inf
     pass_ms: NDArray[np.float64] = field(default_factory=lambda: np.zeros(2))  # by tokens (index)
     together: SharedCosts | None = None  # measured costs of batches
@@ -74,15 +74,15 @@ class Plan:
     preempted: tuple[int, ...] = ()  # to be preempted
 
 
-def plan(states: Sequence[RequestState], free_rows: int, bounds: Bounds) -> Plan:
+def plan(states: Sequence[RequestState], num_free: int, bounds: Bounds) -> Plan:
     """Plan the next step of the requests that are due.
 
     Args:
         states: all running and waiting requests.
-        free_rows: free positions of the KV cache, in whole blocks.
+        num_free: free positions of the KV cache, in whole blocks.
         bounds: limits of a pass. The KV cache can hold any one request.
     """
-    planner = _Planner(sorted(states, key=lambda one: one.rank), free_rows, bounds)
+    planner = _Planner(sorted(states, key=lambda one: one.rank), num_free, bounds)
     planner.admit()
     planner.grant()
     return Plan(
@@ -93,8 +93,8 @@ def plan(states: Sequence[RequestState], free_rows: int, bounds: Bounds) -> Plan
 class _Planner:
     """A plan under construction."""
 
-    def __init__(self, ranked: list[RequestState], free_rows: int, bounds: Bounds) -> None:
-        self._ranked, self._free, self._bounds = ranked, free_rows, bounds
+    def __init__(self, ranked: list[RequestState], num_free: int, bounds: Bounds) -> None:
+        self._ranked, self._free, self._bounds = ranked, num_free, bounds
         self._running = [one for one in ranked if one.is_admitted]
         self._held = {one.number: self._pages(one.held_rows) for one in ranked}
         self.rows: dict[int, int] = {}
@@ -237,5 +237,5 @@ class _Planner:
         return one.held_rows + one.saved_rows + self.rows.get(one.number, 0)
 
     def _pages(self, rows: int) -> int:
-        size = self._bounds.page_rows
+        size = self._bounds.block_size
         return -(-rows // size) * size

@@ -31,10 +31,10 @@ def bounds_of(
     bounds = Bounds(answers, engine.prefill_rows, tree_rows)
     if answers == 1:
         return bounds
-    measured = kv_cache_manager.session.costs_of(engine)
+    measured = kv_cache_manager.base.costs_of(engine)
     return replace(
         bounds,
-        page_rows=kv_cache_manager.page_rows,
+        block_size=kv_cache_manager.block_size,
         max_stall_ms=max_stall_ms,
         pass_ms=Costs.of(measured[PASS]).verify,
         together=SharedCosts.find(PASS, measured),

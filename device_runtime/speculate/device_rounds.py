@@ -10,9 +10,9 @@ import numpy as np
 from numpy.typing import NDArray
 
 from edgellm.core.model_spec import DraftSpec
-from edgellm.device_runtime.networks.decoder import DecoderNetwork, PassResult
+from edgellm.device_runtime.networks.decoder import DecoderNetwork, PassResult, RoundStart
 from edgellm.device_runtime.networks.draft import DraftNetwork, DraftPart
-from edgellm.device_runtime.networks.sequence_kv import Begun, Context
+from edgellm.device_runtime.networks.sequence_kv import SequenceKV
 from edgellm.device_runtime.runners.device_speculation import (
     Draws,
     Growth,
@@ -38,7 +38,7 @@ class Size:
 class RoundPart:
     """One sequence's part of a round."""
 
-    contexts: tuple[Context, Context]  # base's and draft's
+    kvs: tuple[SequenceKV, SequenceKV]  # base's and draft's
     root: int  # the newest token
     root_row: int  # row in the draft's latest pass, see `RequestedResult`
     lengths: tuple[int, int]  # positions in the base's cache and in the draft's
@@ -59,7 +59,7 @@ class DeviceRounds:
     """A base and a draft on one device.
 
     Attributes:
-        base: the session of the base; rounds are its passes.
+        base: the network of the base; rounds are its passes.
         growth: limits of the trees.
     """
 
@@ -76,15 +76,14 @@ class DeviceRounds:
         for answers in sorted(
             {min(1 << bits, maximum) for bits in range(maximum.bit_length() + 1)}
         ):
-            own = [draft.context] if maximum == 1 else []
-            contexts = own or [draft.new_context() for _ in range(answers)]
+            kvs = [draft.new_kv() for _ in range(answers)]
             for each in _COMMITTED if answers == 1 else range(1, 1 + _EACH):
                 rows = min(each, max_rows)
-                parts = [_committed(context, rows, spec, self.growth) for context in contexts]
+                parts = [_committed(kv, rows, spec, self.growth) for kv in kvs]
                 for _ in range(2):
-                    draft.ask_many(parts)
-            for context in contexts[len(own) :]:
-                draft.close(context)
+                    draft.run_async(parts)
+            for kv in kvs:
+                kv.free()
 
     def maximum(self, parts: Sequence[RoundPart]) -> int:
         """How many of the first `parts` fit into one round."""
@@ -107,17 +106,16 @@ class DeviceRounds:
         """
         widths = self.growth.widths
         of_draft = [
-            (part.contexts[1], part.lengths[1], sum(widths[: part.size.levels - 1]))
-            for part in parts
+            (part.kvs[1], part.lengths[1], sum(widths[: part.size.levels - 1])) for part in parts
         ]
-        of_base = [(part.contexts[0], part.lengths[0], part.size.nodes) for part in parts]
+        of_base = [(part.kvs[0], part.lengths[0], part.size.nodes) for part in parts]
         begun = zip(
             parts, self.base.begin_rounds(of_base), self._draft.begin_rounds(of_draft), strict=True
         )
         self._rounds.ask([self._order(part, *starts) for part, *starts in begun])
         self._asked = parts
 
-    def _order(self, part: RoundPart, base: Begun, draft: Begun) -> RoundOrder:
+    def _order(self, part: RoundPart, base: RoundStart, draft: RoundStart) -> RoundOrder:
         draws, params = None, part.sampler.params
         if part.accepts == "sampled":
             rules = params.temperature, params.top_k, params.top_p, params.min_p
@@ -136,7 +134,7 @@ class DeviceRounds:
         """
         results: list[tuple[RoundOutcome, PassResult]] = []
         for part, found in zip(self._asked, self._rounds.finish(), strict=True):
-            result = self.base.end_round(part.contexts[0], found.token_ids, found.outputs)
+            result = self.base.end_round(part.kvs[0], found.token_ids, found.outputs)
             results.append((found, result))
         for part, (found, _) in zip(self._asked, results, strict=True):
             # Last, after all that may fail: a repeated round must draw the same numbers.
@@ -146,10 +144,10 @@ class DeviceRounds:
         return results
 
 
-def _committed(context: Context, rows: int, spec: DraftSpec, growth: Growth) -> DraftPart:
+def _committed(kv: SequenceKV, rows: int, spec: DraftSpec, growth: Growth) -> DraftPart:
     taps = np.zeros((rows, spec.taps_width), np.float32)
     ids, last = np.zeros(rows, np.int64), np.array([rows - 1])
-    return DraftPart(context, ids, 0, last, growth.top_k, taps=taps)
+    return DraftPart(kv, ids, 0, last, growth.top_k, taps=taps)
 
 
 def open_rounds(base: DecoderNetwork, draft: DraftNetwork, growth: Growth) -> DeviceRounds | None:

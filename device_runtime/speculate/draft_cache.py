@@ -14,10 +14,8 @@ import itertools
 import sys
 from collections.abc import Callable, Iterator, Mapping, Sequence
 from dataclasses import dataclass
-from typing import Any
 
 import numpy as np
-from numpy.typing import NDArray
 
 from edgellm.device_runtime.arrays import (
     F32,
@@ -26,9 +24,9 @@ from edgellm.device_runtime.arrays import (
     LoadedAdapter,
     RowKey,
 )
-from edgellm.device_runtime.kv_cache.prefix_cache import count_common, marked, row_keys
+from edgellm.device_runtime.kv_cache.prefix_cache import PinnedKV, count_common, marked, row_keys
 from edgellm.device_runtime.networks.draft import DraftNetwork, DraftPart
-from edgellm.device_runtime.networks.sequence_kv import Context
+from edgellm.device_runtime.networks.sequence_kv import SequenceKV
 
 
 @dataclass(frozen=True, slots=True)
@@ -89,24 +87,64 @@ class _Pairs:
         return _Pairs(self.keys[-count:], self.token_ids[-count:], self.taps[-count:])
 
 
-class DraftRows:
-    """The draft's positions of one sequence; keys are recorded only after a write."""
+class DraftKVCaches:
+    """Makes the KV caches of a draft's sequences; see `prefix_cache.CachedNetwork`."""
 
-    def __init__(self, cache: CommittedRows, context: Context) -> None:
-        """An empty sequence in an empty context."""
-        self.context = context
-        self._cache = cache
+    def __init__(
+        self,
+        network: DraftNetwork,
+        round_rows: int,
+        image_ids: ImageIds | None = None,
+        *,
+        max_rows: int = sys.maxsize,
+    ) -> None:
+        """Keep the limits of passes.
+
+        Args:
+            network: the draft.
+            round_rows: maximum positions that a round commits; more belong to a prompt.
+            image_ids: token ids of image positions, if the base takes images.
+            max_rows: maximum positions in a pass.
+        """
+        self.network, self.image_ids = network, image_ids
+        self.round_rows, self.max_rows = round_rows, max_rows
+
+    def new_kv(self) -> DraftKV:
+        """The KV cache of a new, empty sequence."""
+        return DraftKV(self, self.network.new_kv())
+
+    def on_shortage(self, evict: Callable[[], bool]) -> None:
+        """See `prefix_cache.CachedNetwork`."""
+        self.network.on_shortage(evict)
+
+
+class DraftKV:
+    """The draft's positions of one sequence; see `prefix_cache.CachedSequence`.
+
+    Keys are recorded only after a write.
+    """
+
+    min_length = 0  # drafts have no sliding windows
+
+    def __init__(self, caches: DraftKVCaches, kv: SequenceKV) -> None:
+        """An empty sequence with an empty `kv`."""
+        self.kv = kv
+        self._caches = caches
         self._image_keys: Mapping[int, RowKey] = {}
         self._keys: list[RowKey] = []  # of token 0, and of every position's next token
         self._skipped = 0  # first positions that the cache does not hold
         self._waiting: list[_Pairs] = []
 
-    def fork(self) -> DraftRows:
-        """A copy with the same positions; both can be extended."""
-        new = DraftRows(self._cache, self._cache.session.fork(self.context))
+    def fork(self) -> DraftKV:
+        """See `CachedSequence`."""
+        new = DraftKV(self._caches, self.kv.fork())
         new._keys, new._skipped = list(self._keys), self._skipped
         new._waiting = list(self._waiting)
         return new
+
+    def free(self) -> None:
+        """See `CachedSequence`."""
+        self.kv.free()
 
     @property
     def length(self) -> int:
@@ -121,10 +159,10 @@ class DraftRows:
     def set_images(self, images: ImageRows) -> None:
         """Set the images of the sequence that begins."""
         self._image_keys = images.keys
-        self.context.images = images
+        self.kv.images = images
 
-    def held(self, keys: Sequence[RowKey]) -> int:
-        """See `SequenceCache.held`; waiting positions count, the last with any next token."""
+    def num_cached(self, keys: Sequence[RowKey]) -> int:
+        """See `CachedSequence`; waiting positions count, the last with any next token."""
         waiting = itertools.chain.from_iterable(pairs.keys for pairs in self._waiting)
         known = [*self._keys, *waiting]
         common = count_common(known, keys)
@@ -136,7 +174,7 @@ class DraftRows:
         """Truncate the sequence to the positions of these tokens.
 
         Args:
-            token_ids: the prompt's prefix: the tokens of positions that are `held`, and the next.
+            token_ids: the prompt's prefix: the tokens of positions that are cached, and the next.
             adapter: the base's adapter, with which the hidden states were computed.
         """
         rows, known = len(token_ids) - 1, self._skipped + self.length
@@ -158,7 +196,7 @@ class DraftRows:
         self._waiting.append(_Pairs(keys, self._for_draft(next_token_ids), taps.copy()))
 
     def _for_draft(self, token_ids: I64) -> I64:
-        image_ids = self._cache.image_ids
+        image_ids = self._caches.image_ids
         return token_ids if image_ids is None else image_ids.for_draft(token_ids)
 
     def skip(self, maximum: int) -> None:
@@ -175,7 +213,7 @@ class DraftRows:
         At least `rows` must wait. At most half of the cache is filled. Texts with images never
         restart.
         """
-        waiting, capacity = sum(map(len, self._waiting)), self._cache.session.capacity
+        waiting, capacity = sum(map(len, self._waiting)), self._caches.network.capacity
         if waiting >= rows and self.length + waiting > capacity and not self._image_keys:
             self._begin_anew(min(waiting, max(rows, capacity // 2)))
 
@@ -197,19 +235,17 @@ class DraftRows:
             A part; it counts as computed when the next is requested.
         """
         waiting, self._waiting = self._batched(), []
-        if masks is not None and waiting and len(waiting[-1]) > self._cache.round_rows:
+        if masks is not None and waiting and len(waiting[-1]) > self._caches.round_rows:
             last = waiting.pop()  # a prompt's passes return candidates of one position
             waiting += [last.head(len(last) - 1), last.tail(1)]
         for at, pairs in enumerate(waiting):
             rows = len(pairs)
-            room = self._cache.session.capacity - self.length - rows
+            room = self._caches.network.capacity - self.length - rows
             if room < 0:
                 self._waiting = waiting[at:]  # final: this sequence continues without the draft
                 return
             last = np.array([rows - 1])
-            part = DraftPart(
-                self.context, pairs.token_ids, self.length, last, top_k, taps=pairs.taps
-            )
+            part = DraftPart(self.kv, pairs.token_ids, self.length, last, top_k, taps=pairs.taps)
             if masks is not None and at + 1 == len(waiting):
                 part = part.with_masks(masks.token_id, min(masks.count, room))
             yield part
@@ -217,35 +253,35 @@ class DraftRows:
 
     def _batched(self) -> list[_Pairs]:
         """The waiting positions in batches; those of several plain tokens share a pass."""
-        if len(self._waiting) == 1 and len(self._waiting[0]) <= self._cache.round_rows:
+        if len(self._waiting) == 1 and len(self._waiting[0]) <= self._caches.round_rows:
             return self._waiting  # one round: the common case
         batches: list[_Pairs] = []
         for is_prompt, group in itertools.groupby(
-            self._waiting, lambda pairs: len(pairs) > self._cache.round_rows
+            self._waiting, lambda pairs: len(pairs) > self._caches.round_rows
         ):
             batch = list(group)
-            batches += batch if is_prompt else _joined(batch).chunks(self._cache.max_rows)
+            batches += batch if is_prompt else _joined(batch).chunks(self._caches.max_rows)
         return batches
 
-    def read_rows(self, length: int) -> NDArray[Any]:
-        """See `runners.Cache`; computes the waiting positions first, also while drafting pauses.
+    def pin(self, keys: Sequence[RowKey]) -> PinnedKV:
+        """See `CachedSequence`; computes the waiting positions first, also while drafting pauses.
 
         The newest position keeps waiting, since any token may follow its hidden state. If first
-        positions were skipped, the result is empty.
+        positions were skipped, no values are copied.
         """
-        session = self._cache.session
+        length = min(len(keys) - 1, self.num_cached(keys))
         if length > self._skipped + self.length:
             *before, last = self._waiting
             newest = last.tail(1)
             self._waiting = [*before, last.head(len(last) - 1)] if len(last) > 1 else before
             for part in self.parts(top_k=1):
-                session.run_many([part])
+                self._caches.network.run_batch([part])
             self._waiting.append(newest)
-        session.use(self.context)
-        return session.read_rows(0 if self._skipped else min(length, self.length))
+        values = self.kv.read(0 if self._skipped else min(length, self.length))
+        return PinnedKV(values, feature=self._waiting_feature(length))
 
-    def read_feature(self, length: int) -> F32:
-        """See `DraftCache.read_feature`."""
+    def _waiting_feature(self, length: int) -> F32:
+        """Hidden states [1, T*H] of the last of `length` positions, if it waits; else [0, T*H]."""
         if not self._waiting:
             return np.zeros((0, 0), np.float32)
         first = self._waiting[0].taps
@@ -253,91 +289,14 @@ class DraftRows:
         # A host array, since it outlasts the engine.
         return np.asarray(first[: int(is_next and sum(map(len, self._waiting)) == 1)])
 
-    def write_feature(self, feature: F32, key: RowKey) -> None:
-        """See `DraftCache.write_feature`; `begin` sets the token."""
-        self._waiting = [_Pairs([key], np.zeros(1, np.int64), feature)]
-
-    def write_rows(self, rows: NDArray[Any], keys: Sequence[RowKey]) -> None:
-        """See `SequenceCache.write_rows`."""
-        session = self._cache.session
+    def restore(self, pinned: PinnedKV, length: int, keys: Sequence[RowKey]) -> None:
+        """See `CachedSequence`; `begin` sets the token after a waiting position."""
+        values = pinned.values[..., :length, :]
         self._keys, self._waiting, self._skipped = [], [], 0
-        session.use(self.context)
-        session.write_rows(rows)
-        self._keys = list(keys[: rows.shape[-2] + 1])
-
-
-class CommittedRows:
-    """The draft's cache of all sequences; `context` is the current sequence."""
-
-    def __init__(
-        self,
-        session: DraftNetwork,
-        round_rows: int,
-        image_ids: ImageIds | None = None,
-        *,
-        max_rows: int = sys.maxsize,
-    ) -> None:
-        """Start with an empty cache.
-
-        Args:
-            session: the draft.
-            round_rows: maximum positions that a round commits; more belong to a prompt.
-            image_ids: token ids of image positions, if the base takes images.
-            max_rows: maximum positions in a pass.
-        """
-        self.session, self.image_ids = session, image_ids
-        self.round_rows, self.max_rows = round_rows, max_rows
-        self.context = DraftRows(self, session.context)
-
-    def new_context(self) -> DraftRows:
-        """See `SequenceCache.new_context`."""
-        return DraftRows(self, self.session.new_context())
-
-    def use(self, context: DraftRows) -> None:
-        """See `SequenceCache.use`."""
-        self.context = context
-
-    def fork(self, context: DraftRows) -> DraftRows:
-        """See `SequenceCache.fork`."""
-        return context.fork()
-
-    def close(self, context: DraftRows) -> None:
-        """See `SequenceCache.close`."""
-        self.session.close(context.context)
-
-    def on_shortage(self, forget_one: Callable[[], bool]) -> None:
-        """See `SequenceCache.on_shortage`."""
-        self.session.on_shortage(forget_one)
-
-    def held(self, keys: Sequence[RowKey]) -> int:
-        """See `SequenceCache.held`; waiting positions count."""
-        return self.context.held(keys)
-
-    def held_by(self, context: DraftRows, keys: Sequence[RowKey]) -> int:
-        """See `SequenceCache.held_by`."""
-        return context.held(keys)
-
-    @property
-    def least_rows(self) -> int:
-        """See `SequenceCache`; drafts have no sliding windows."""
-        return 0
-
-    def read_rows(self, length: int) -> NDArray[Any]:
-        """See `SequenceCache.read_rows`."""
-        return self.context.read_rows(length)
-
-    def read_feature(self, length: int) -> F32:
-        """See `DraftCache.read_feature`."""
-        return self.context.read_feature(length)
-
-    def write_feature(self, feature: F32, key: RowKey) -> None:
-        """See `DraftCache.write_feature`."""
-        self.context.write_feature(feature, key)
-
-    def write_rows(self, rows: NDArray[Any], keys: Sequence[RowKey], least_rows: int = 0) -> None:
-        """See `SequenceCache.write_rows`."""
-        del least_rows
-        self.context.write_rows(rows, keys)
+        self.kv.write(values)
+        self._keys = list(keys[: values.shape[-2] + 1])
+        if len(pinned.feature) and length > pinned.values.shape[-2]:
+            self._waiting = [_Pairs([keys[length]], np.zeros(1, np.int64), pinned.feature)]
 
 
 def _joined(batch: list[_Pairs]) -> _Pairs:

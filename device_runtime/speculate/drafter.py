@@ -7,7 +7,7 @@ from __future__ import annotations
 
 from collections.abc import Sequence
 from dataclasses import dataclass
-from typing import Protocol
+from typing import Any, Protocol
 
 import numpy as np
 
@@ -18,7 +18,7 @@ from edgellm.device_runtime.arrays import (
     LoadedAdapter,
 )
 from edgellm.device_runtime.networks.decoder import DecoderNetwork, PassResult
-from edgellm.device_runtime.networks.sequence_kv import Context
+from edgellm.device_runtime.networks.sequence_kv import SequenceKV
 from edgellm.device_runtime.runners.device_speculation import RoundOutcome
 from edgellm.device_runtime.sampling.sampler import Sampler
 from edgellm.device_runtime.speculate.acceptance import Accepted
@@ -63,6 +63,10 @@ class Drafter(Protocol):
         """
         ...
 
+    def use_kv(self, kv: Any) -> None:
+        """Set the KV cache of the sequence that begins, from `LoadedDrafter.caches`."""
+        ...
+
     def set_images(self, images: ImageRows) -> None:
         """Set the images of the sequence that begins; only for bases that take images."""
         ...
@@ -85,8 +89,8 @@ class Drafter(Protocol):
 
     def plan_round(
         self,
-        session: DecoderNetwork,
-        newest: tuple[int, Context, int],
+        network: DecoderNetwork,
+        newest: tuple[int, SequenceKV, int],
         levels: int,
         sampler: Sampler,
         *,
@@ -95,8 +99,8 @@ class Drafter(Protocol):
         """Plan a round that the device runs without the host; `take_round` follows.
 
         Args:
-            session: the base.
-            newest: the newest committed token, its context, its position in the base's cache.
+            network: the base.
+            newest: the newest committed token, its KV cache, its position in the base's cache.
             levels: maximum depth of the tree.
             sampler: the request's sampler.
             is_exact: whether acceptance is exact.
@@ -194,6 +198,9 @@ class TreeDrafter:
         self._wake()
         self._text_drafts.end()
 
+    def use_kv(self, kv: Any) -> None:
+        """Lookups have no KV cache."""
+
     def set_images(self, images: ImageRows) -> None:
         """Lookups use no images."""
 
@@ -258,15 +265,15 @@ class TreeDrafter:
 
     def plan_round(
         self,
-        session: DecoderNetwork,
-        newest: tuple[int, Context, int],
+        network: DecoderNetwork,
+        newest: tuple[int, SequenceKV, int],
         levels: int,
         sampler: Sampler,
         *,
         is_exact: bool,
     ) -> tuple[DeviceRounds, RoundPart] | None:
         """See `Drafter.plan_round`; most drafters need the host."""
-        del session, newest, levels, sampler, is_exact
+        del network, newest, levels, sampler, is_exact
 
     def take_round(self, found: RoundOutcome, result: PassResult) -> Verified:
         """See `Drafter.take_round`; this class plans no rounds."""

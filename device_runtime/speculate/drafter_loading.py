@@ -15,7 +15,7 @@ from edgellm.core.errors import (
 from edgellm.core.graph_roles import HOST, PASS
 from edgellm.core.manifest import DRAFT_ENGINE, DRAFT_FOLDER, Engine, load_engine
 from edgellm.core.model_spec import DraftSpec
-from edgellm.device_runtime.kv_cache.prefix_cache import SequenceCache
+from edgellm.device_runtime.kv_cache.prefix_cache import CachedNetwork
 from edgellm.device_runtime.networks.decoder import DecoderNetwork
 from edgellm.device_runtime.runners.batch_costs import SharedCosts
 from edgellm.device_runtime.runners.device_speculation import Growth
@@ -33,18 +33,18 @@ class DrafterContext:
 
     engine: Path
     base: Engine
-    session: DecoderNetwork  # the base
+    network: DecoderNetwork  # the base
     options: SpecOptions
     limits: TreeLimits
     verify: bool | None  # see `FileCheck`
 
     def pass_costs(self) -> Mapping[str, float]:
         """Pass times of the base: from the build, or measured now after a cross-compiled build."""
-        return self.session.costs_of(self.base)[PASS]
+        return self.network.costs_of(self.base)[PASS]
 
     def shared_costs(self) -> SharedCosts | None:
         """Pass times of the base in batches, if the build measured them."""
-        return SharedCosts.find(PASS, self.session.costs_of(self.base))
+        return SharedCosts.find(PASS, self.network.costs_of(self.base))
 
     @property
     def host_ms(self) -> tuple[float, float]:
@@ -76,7 +76,7 @@ class LoadedDrafter:
 
     costs: Costs
     start: Callable[[SpecState], Drafter]  # the drafter of a request; computes nothing
-    caches: tuple[SequenceCache, ...] = ()  # draft caches that follow the base's prefix cache
+    caches: tuple[CachedNetwork, ...] = ()  # of drafts that follow the base's prefix cache
     growth: Growth | None = None  # shapes of trees that the device builds
 
 

@@ -10,7 +10,7 @@ from edgellm.device_runtime.arrays import (
     ImageRows,
     LoadedAdapter,
 )
-from edgellm.device_runtime.speculate.draft_cache import CommittedRows
+from edgellm.device_runtime.speculate.draft_cache import DraftKV, DraftKVCaches
 from edgellm.device_runtime.speculate.drafter import (
     LEAST_RETRIAL_ROWS,
     RETRIAL_ROWS,
@@ -23,17 +23,20 @@ from edgellm.device_runtime.speculate.policy.tree_policy import TreeLimits
 class KVDrafter(TreeDrafter):
     """Adds committed positions to the draft's KV cache; a subclass computes them."""
 
-    def __init__(self, rows: CommittedRows, learned: SpecState, limits: TreeLimits) -> None:
-        """Compute nothing; `rows` is the draft's cache, for the others see `TreeDrafter`."""
-        super().__init__(learned, limits, image_ids=rows.image_ids)
-        self._rows, self._own = rows, rows.context  # this sequence's; `rows.context` may change
+    def __init__(self, caches: DraftKVCaches, learned: SpecState, limits: TreeLimits) -> None:
+        """Compute nothing; `caches` are the draft's, for the others see `TreeDrafter`."""
+        super().__init__(learned, limits, image_ids=caches.image_ids)
+        self._network, self._kv = caches.network, caches.new_kv()
         self._adapter: LoadedAdapter | None = None
 
     def begin(self, token_ids: Sequence[int]) -> None:
-        """See `DraftRows.begin`; the current context becomes this sequence's."""
+        """See `DraftKV.begin`."""
         super().begin(token_ids)
-        self._own = self._rows.context
-        self._own.begin(token_ids, self._adapter)
+        self._kv.begin(token_ids, self._adapter)
+
+    def use_kv(self, kv: DraftKV) -> None:
+        """See `Drafter.use_kv`."""
+        self._kv = kv
 
     def set_adapter(self, adapter: LoadedAdapter | None) -> None:
         """See `Drafter.set_adapter`."""
@@ -41,13 +44,13 @@ class KVDrafter(TreeDrafter):
 
     def set_images(self, images: ImageRows) -> None:
         """Set the images of the sequence that begins."""
-        self._rows.context.set_images(images)
+        self._kv.set_images(images)
 
     def observe(self, next_token_ids: I64, taps: F32) -> None:
         """Committed positions: hidden states [M, T*H] and each one's next token, int64 [M]."""
-        self._own.observe(next_token_ids, taps)
+        self._kv.observe(next_token_ids, taps)
 
     def _skip_what_was_missed(self) -> None:
         """After a pause, prefill only the newest positions."""
         if self._controller.is_retrial:
-            self._own.skip(max(RETRIAL_ROWS // self.batch_load.answers, LEAST_RETRIAL_ROWS))
+            self._kv.skip(max(RETRIAL_ROWS // self.batch_load.answers, LEAST_RETRIAL_ROWS))

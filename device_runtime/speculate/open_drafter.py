@@ -64,21 +64,21 @@ class Drafters:
         self,
         engine: Path,
         base: Engine,
-        session: DecoderNetwork,
+        network: DecoderNetwork,
         options: SpecOptions,
         *,
         verify: bool | None,
     ) -> None:
         """Load the drafter; an engine's own draft is in `engine`/draft.
 
-        `session`, the base, measures pass times that the manifest lacks.
+        `network`, the base, measures pass times that the manifest lacks.
 
         Raises:
             BrokenArtifactError: the draft engine is missing, damaged, or for another base.
             LimitError: the options exceed the limits of the engines.
         """
         self.options, limits = options, options.limits(base.max_verify_tree_size)
-        order = DrafterContext(engine, base, session, options, limits, verify)
+        order = DrafterContext(engine, base, network, options, limits, verify)
         opened = _open(order)
         opened = replace(opened, costs=replace(opened.costs, together=order.shared_costs()))
         self._start, self.caches = opened.start, opened.caches

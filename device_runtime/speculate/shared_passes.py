@@ -16,7 +16,7 @@ from edgellm.device_runtime.faults import Confined, computed
 T = TypeVar("T")
 
 
-class Session(Protocol):
+class Network(Protocol):
     """Computes forward passes of one network."""
 
     @property
@@ -24,16 +24,16 @@ class Session(Protocol):
         """Sequences in a pass."""
         ...
 
-    def run_many(self, parts: Sequence[Any], /) -> Sequence[Any]:
-        """Results of at most `max_batch_size` parts, valid until the session runs again."""
+    def run_batch(self, parts: Sequence[Any], /) -> Sequence[Any]:
+        """Results of at most `max_batch_size` parts, valid until the network runs again."""
         ...
 
 
-class RequestedNetwork(Session, Protocol):
-    """A session that runs passes asynchronously."""
+class AsyncNetwork(Network, Protocol):
+    """A network that runs passes asynchronously."""
 
-    def ask_many(self, parts: Sequence[Any], /) -> Sequence[Any]:
-        """As `run_many`, but each result is a callable that fetches it from the device."""
+    def run_async(self, parts: Sequence[Any], /) -> Sequence[Any]:
+        """As `run_batch`, but each result is a callable that fetches it from the device."""
         ...
 
 
@@ -41,9 +41,9 @@ class RequestedNetwork(Session, Protocol):
 class Wanted:
     """One sequence's part of a forward pass."""
 
-    session: Session
+    network: Network
     part: Any
-    asks: bool = False  # asynchronous: the session is a `RequestedNetwork`
+    is_async: bool = False  # the network is an `AsyncNetwork`
     answers: int = 1  # batch size of the pass; set with the result
 
 
@@ -51,7 +51,7 @@ Passes = Generator[Wanted, Any, T]  # a result is consumed before the next part 
 
 
 def run(passes: Passes[T]) -> T:
-    """The result of one drafter's passes; raises the errors of its session."""
+    """The result of one drafter's passes; raises the errors of its network."""
     try:
         wanted = next(passes)
         while True:
@@ -68,11 +68,11 @@ def run_all(each: Sequence[Passes[T]]) -> list[T | EdgeLLMError]:
     for one in work:
         one.begin()
     while pending := [one for one in work if one.wanted is not None]:
-        first = pending[0].session
+        first = pending[0].network
         if first.max_batch_size == 1:  # sequences would evict each other from the only cache
             pending[0].finish()
             continue
-        batch = [one for one in pending if one.session is first][: first.max_batch_size]
+        batch = [one for one in pending if one.network is first][: first.max_batch_size]
         _run_batch(batch)
     return [one.outcome for one in work]
 
@@ -86,9 +86,9 @@ class _Work:
         self.outcome: Any = None
 
     @property
-    def session(self) -> Session:
+    def network(self) -> Network:
         assert self.wanted is not None
-        return self.wanted.session
+        return self.wanted.network
 
     def begin(self) -> None:
         self.send(None)
@@ -124,9 +124,11 @@ def _computed_for(work: Sequence[_Work]) -> list[tuple[Any, int]]:
 
 
 def _computed(parts: Sequence[Wanted]) -> Sequence[Any]:
-    """Results of parts of one session, all synchronous or all asynchronous."""
-    session: Any = parts[0].session
-    return (session.ask_many if parts[0].asks else session.run_many)([one.part for one in parts])
+    """Results of parts of one network, all synchronous or all asynchronous."""
+    network: Any = parts[0].network
+    return (network.run_async if parts[0].is_async else network.run_batch)(
+        [one.part for one in parts]
+    )
 
 
 def _outcome(passes: Passes[T]) -> T | EdgeLLMError:

@@ -100,13 +100,13 @@ def test_logits_and_compaction(kind, tmp_path, monkeypatch):
     found = np.concatenate([first, next_rows, tree[1:]])
     np.testing.assert_allclose(found, expected, atol=2e-2)  # a code may fall the other way
     assert np.median(np.abs(found - expected)) < 1e-4
-    session.compact(12, np.array([1, 2, 3]))
+    session.kv.compact(12, np.array([1, 2, 3]))
     again = session.run(ids[15:], 15, np.array([0])).logits[0].copy()
     np.testing.assert_allclose(again, tree[4], atol=1e-4)
-    saved = session.read_rows(15)
+    saved = session.kv.read(15)
     assert saved.dtype == np.int8
     session.run(ids[::-1], 0, np.array([0]))
-    session.write_rows(saved)
+    session.kv.write(saved)
     np.testing.assert_array_equal(session.run(ids[15:], 15, np.array([0])).logits[0], again)
 
 

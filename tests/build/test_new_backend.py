@@ -54,6 +54,7 @@ RUN = '''
 import numpy as np
 
 from edgellm.core import graph_io
+from edgellm.device_runtime.runners import runner, slot_kv_cache
 
 
 def available():
@@ -77,29 +78,27 @@ class Cache:
                 shape = 1, kv.num_kv_heads, capacity, kv.head_dim
                 self.rows[layer, part] = np.zeros(shape, kv.dtype)
 
-    def compact(self, length, rows):
+    def compact(self, slot, length, rows):
         for array in self.rows.values():
             array[:, :, length : length + len(rows)] = array[:, :, length + rows]
 
-    def read_rows(self, length):
+    def read(self, slot, length):
         return np.stack([array[:, :, :length] for array in self.rows.values()])
 
-    def write_rows(self, rows):
-        for array, own in zip(self.rows.values(), rows):
+    def write(self, slot, values):
+        for array, own in zip(self.rows.values(), values):
             array[:, :, : own.shape[-2]] = own
 
 
-class Runner:
+class Runner(runner.Runner):
     def __init__(self, path, kv, capacity):
         import onnxruntime
 
         options = onnxruntime.SessionOptions()
         options.intra_op_num_threads = 1
         self.cache = Cache(kv, capacity)
+        self.kv_pool = slot_kv_cache.SlotPool(self.cache, 1, capacity)
         self.session = onnxruntime.InferenceSession(path, options)
-
-    def hold(self, inputs):
-        raise NotImplementedError("images")
 
     def run(self, inputs):
         rows = inputs[graph_io.INPUT_IDS].shape[1]

@@ -104,9 +104,9 @@ def test_kept_rows_are_those_of_a_fresh_prompt(gpu_engine):
     depths = np.array([0, 1, 1, 2, 2, 3])
     one.run(np.arange(10, 20), 0, np.zeros(1, np.int64))
     one.run(ids, 10, np.arange(6), position_ids=10 + depths, tree_mask=mask)
-    one.compact(10, path)
+    one.kv.compact(10, path)
     fresh.run(np.concatenate([np.arange(10, 20), ids[path]]), 0, np.zeros(1, np.int64))
-    np.testing.assert_allclose(one.read_rows(13), fresh.read_rows(13), atol=1e-3)
+    np.testing.assert_allclose(one.kv.read(13), fresh.kv.read(13), atol=1e-3)
 
 
 @needs_tensorrt
@@ -151,9 +151,9 @@ def test_answers_in_one_pass_are_those_alone(tmp_path):
     asks = (np.arange(10, 30), None), (np.arange(20, 29), mask), (np.array([50]), None)
     found = []
     for together in (True, False):
-        contexts = [session.new_context() for _ in asks]
+        contexts = [session.new_kv() for _ in asks]
         for first, context in enumerate(contexts, 9):
-            session.run_many(
+            session.run_batch(
                 [SequencePart(context, np.arange(first, 40), 0, np.zeros(1, np.int64))]
             )
         parts = [
@@ -161,7 +161,7 @@ def test_answers_in_one_pass_are_those_alone(tmp_path):
             for context, (ids, tree) in zip(contexts, asks, strict=True)
         ]
         passes = [parts] if together else [[part] for part in parts]
-        found.append([each.logits.copy() for some in passes for each in session.run_many(some)])
+        found.append([each.logits.copy() for some in passes for each in session.run_batch(some)])
         for context in contexts:
             session.close(context)
     for one, other in zip(*found, strict=True):
@@ -213,12 +213,12 @@ def test_onnxruntime_serves_several_in_a_pass(tmp_path):
     sessions, wanted = (_open(tmp_path / "engine"), cuda_on_cpu.open_base(tmp_path / "engine")), []
     for session in sessions:
         given = []
-        contexts = [session.new_context() for _ in range(3)]
+        contexts = [session.new_kv() for _ in range(3)]
         parts = [
             SequencePart(one, np.arange(10, end), 0, np.arange(2))
             for one, end in zip(contexts, (20, 31, 44), strict=True)
         ]
-        given += [result.logits.copy() for result in session.run_many(parts)]
+        given += [result.logits.copy() for result in session.run_batch(parts)]
         for rows in (1, 1, 4, 4, 4):
             ids, mask = np.arange(50, 50 + rows), np.tri(rows, dtype=np.bool_)
             asks = [
@@ -229,7 +229,7 @@ def test_onnxruntime_serves_several_in_a_pass(tmp_path):
                 else SequencePart(one, ids, one.num_rows, np.arange(1))
                 for one in contexts
             ]
-            given += [result.logits.copy() for result in session.run_many(asks)]
+            given += [result.logits.copy() for result in session.run_batch(asks)]
         wanted.append(np.concatenate(given))
     assert np.linalg.norm(wanted[0] - wanted[1]) < 0.03 * np.linalg.norm(wanted[1])
 

@@ -36,7 +36,8 @@ from edgellm.core.manifest import (
 from edgellm.device_runtime.networks.decoder import DecoderNetwork
 from edgellm.device_runtime.networks.draft import DraftNetwork
 from edgellm.device_runtime.networks.heads import HeadsNetwork
-from edgellm.device_runtime.runners import Runner, onnxruntime_cpu, tensorrt
+from edgellm.device_runtime.runners import onnxruntime_cpu, tensorrt
+from edgellm.device_runtime.runners.runner import Runner
 from edgellm.device_runtime.runners.tensorrt.kernel_cache import KV_DTYPES
 
 PLAN = Plan(INPUT, CAPACITY, 1, "auto", max_verify_tree_size=TREE, max_draft_tree_size=TREE)

@@ -32,7 +32,7 @@ class StrictBlocks(StrictDraft):
         self.passes = 0
 
     def _run_part(self, part):
-        self.use(part.context)
+        self.current = part.kv
         assert part.hidden is part.position_ids is part.tree_mask is None
         if part.write_index + len(part.token_ids) > self.capacity:
             raise LimitError("rows exceed the capacity")

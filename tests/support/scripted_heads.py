@@ -17,7 +17,7 @@ class StrictHeads:
         self.base, self.draft, self.num_heads = base, draft, num_heads
         self.passes, self.max_batch_size = 0, 1
 
-    def run_many(self, parts):
+    def run_batch(self, parts):
         return [self._candidates(*part) for part in parts]
 
     def _candidates(self, feature, top_k):

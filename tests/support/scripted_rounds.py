@@ -11,10 +11,10 @@ from stepping import by_cost, generate, learned_of, speculate
 from edgellm.device_runtime.engine.profile import Profile
 from edgellm.device_runtime.sampling.sampler import Sampler, SamplingParams
 from edgellm.device_runtime.speculate.acceptance import Round
-from edgellm.device_runtime.speculate.draft_cache import CommittedRows
+from edgellm.device_runtime.speculate.draft_cache import DraftKVCaches
 from edgellm.device_runtime.speculate.drafter import TextDrafter
 from edgellm.device_runtime.speculate.drafters import ngram, suffix
-from edgellm.device_runtime.speculate.drafters.draft import ModelDrafter
+from edgellm.device_runtime.speculate.drafters.draft import LatestKV, ModelDrafter
 from edgellm.device_runtime.speculate.drafters.eagle import EagleDrafter
 from edgellm.device_runtime.speculate.policy.costs import Costs
 from edgellm.device_runtime.speculate.policy.static_tree import StaticTree
@@ -72,13 +72,13 @@ class Setup:
             self.session = StrictModel(self.draft_capacity, DRAFTS[self.draft])
             model, self.options = recorded(self.session), {"num_candidates": VOCAB}
             self.options |= {"num_readable": VOCAB, "prefill_rows": self.prefill_rows}
-            self.costs = costs
+            self.costs, latest = costs, LatestKV(model)
             self.start = lambda: ModelDrafter(
-                model, self.learned, self.limits, self.costs, **self.options
+                model, latest, self.learned, self.limits, self.costs, **self.options
             )
             return
         self.session = StrictDraft(self.draft_capacity, DRAFTS[self.draft])
-        self.rows = CommittedRows(self.session, self.limits.steps + 1)
+        self.rows = DraftKVCaches(self.session, self.limits.steps + 1)
         self.start = lambda: EagleDrafter(
             self.rows, self.learned, self.limits, costs, max_tree_rows=self.limits.draft_rows
         )

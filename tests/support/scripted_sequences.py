@@ -9,7 +9,7 @@ import numpy as np
 from edgellm.core.model_spec import DecoderSpec
 from edgellm.device_runtime.arrays import ImageRows
 from edgellm.device_runtime.networks.decoder import DecoderNetwork, PassResult, SequencePart
-from edgellm.device_runtime.networks.sequence_kv import Context
+from edgellm.device_runtime.networks.sequence_kv import SequenceKV
 
 VOCABULARY, IMAGE_ROWS, PROMPT = 96, 40, 90
 
@@ -17,13 +17,15 @@ VOCABULARY, IMAGE_ROWS, PROMPT = 96, 40, 90
 class Scripted:
     """A sequence of chunks, tokens and trees, and the logits of every position that stayed."""
 
-    def __init__(self, seed: int, capacity: int, spec: DecoderSpec | None = None) -> None:
+    def __init__(
+        self, seed: int, kv: SequenceKV, capacity: int, spec: DecoderSpec | None = None
+    ) -> None:
         """`spec`: of a model whose images stand in pieces."""
-        self.rng, self.context, self.length = np.random.default_rng(seed), Context(), 0
+        self.rng, self.kv, self.length = np.random.default_rng(seed), kv, 0
         self.capacity, self.seen = capacity, list[bytes]()
         self.shown = 0 if spec is not None else IMAGE_ROWS  # image embeddings that were prefilled
         if spec is not None:
-            self.context.images = random_images(spec, seed)
+            self.kv.images = random_images(spec, seed)
 
     def part(self) -> SequencePart:
         """Return the next part to compute."""
@@ -37,19 +39,18 @@ class Scripted:
             own = np.arange(self.shown, min(self.shown + size // 2, IMAGE_ROWS))
             ids[size // 4 : size // 4 + len(own)] = VOCABULARY + own
             self.shown += len(own)
-            return SequencePart(self.context, ids, self.length, np.arange(size))
+            return SequencePart(self.kv, ids, self.length, np.arange(size))
         mask = np.eye(size, dtype=np.bool_)
         for node in range(1, size):
             mask[node] |= mask[int(rng.integers(node))]
         self.path = np.flatnonzero(mask[int(rng.integers(size))])
         positions = self.length + mask.sum(1) - 1
-        return SequencePart(self.context, ids, self.length, np.arange(size), positions, mask)
+        return SequencePart(self.kv, ids, self.length, np.arange(size), positions, mask)
 
-    def take(self, session: DecoderNetwork, part: SequencePart, result: PassResult) -> None:
+    def take(self, part: SequencePart, result: PassResult) -> None:
         self.seen.append(result.logits.tobytes())
         if part.tree_mask is not None:
-            session.use(self.context)
-            session.compact(self.length, self.path)
+            self.kv.compact(self.length, self.path)
         self.length += len(self.path)
 
     @property
@@ -86,16 +87,16 @@ def run_together(
     while running:
         some = list(rng.permutation(running))[: int(rng.integers(1, session.max_batch_size + 1))]
         parts = [one.part() for one in some]
-        for one, part, result in zip(some, parts, session.run_many(parts), strict=True):
-            one.take(session, part, result)
+        for one, part, result in zip(some, parts, session.run_batch(parts), strict=True):
+            one.take(part, result)
         running = [one for one in running if not one.is_over]
     for one in everyone:
-        session.close(one.context)
+        one.kv.free()
     for at, one in enumerate(everyone):
         alone = make(at)
         while not alone.is_over:
             part = alone.part()
-            (result,) = session.run_many([part])
-            alone.take(session, part, result)
+            (result,) = session.run_batch([part])
+            alone.take(part, result)
         assert alone.seen == one.seen
-        session.close(alone.context)
+        alone.kv.free()

@@ -20,6 +20,8 @@ from edgellm.core.errors import LimitError
 from edgellm.core.model_spec import DecoderSpec, KVCacheSpec
 from edgellm.device_runtime.networks.decoder import DecoderNetwork, PassResult
 from edgellm.device_runtime.networks.draft import DraftResult
+from edgellm.device_runtime.runners.runner import Runner
+from edgellm.device_runtime.runners.slot_kv_cache import SlotPool
 from edgellm.device_runtime.speculate.drafter import RETRIAL_ROWS
 
 Context = tuple[int, ...]
@@ -112,23 +114,40 @@ class StrictBase:
         self.rows = [*self.rows[:length], *kept]
         self.valid = length + len(rows)
 
-    def read_rows(self, length):
+    def read(self, length):
         assert length <= self.valid
         return np.array(self.rows[:length], np.int64).reshape(length, 2)
 
-    def write_rows(self, rows, keys=()):
-        del keys
-        self.rows = [tuple(row) for row in rows.tolist()]
-        self.valid = len(rows)
+    def write(self, values):
+        self.rows = [tuple(row) for row in values.tolist()]
+        self.valid = len(values)
 
 
-class _AsRunner:
-    """A scripted base as the runner of a session."""
+class _OneSlot:
+    """The cache of a scripted base, [1, length, 2] for tokens and positions; see `SlotMemory`."""
 
     def __init__(self, base: StrictBase) -> None:
-        self.base = self.cache = base
+        self.base = base
 
-    def hold(self, inputs): ...
+    def compact(self, slot, length, rows):
+        assert slot == 0
+        self.base.compact(length, rows)
+
+    def read(self, slot, length):
+        assert slot == 0
+        return self.base.read(length)
+
+    def write(self, slot, values):
+        assert slot == 0
+        self.base.write(values)
+
+
+class _AsRunner(Runner):
+    """A scripted base as the runner of a network."""
+
+    def __init__(self, base: StrictBase) -> None:
+        self.base = base
+        self.kv_pool = SlotPool(_OneSlot(base), 1, base.capacity)
 
     def run(self, inputs):
         ids, logits_index = inputs[graph_io.INPUT_IDS][0], inputs[graph_io.LOGITS_INDEX]
@@ -143,7 +162,7 @@ class _AsRunner:
 
 
 def recorded(base: StrictBase) -> DecoderNetwork:
-    """A session that knows what the rows of a scripted base stand for."""
+    """A network over a scripted base."""
     spec = DecoderSpec("scripted", VOCAB, 3, base.capacity, 0, KVCacheSpec(1, 1, 1, "float32"))
     return DecoderNetwork(_AsRunner(base), spec, base.capacity)
 
@@ -231,7 +250,7 @@ class _Slot:
 
 
 @dataclass
-class _Text:
+class DraftText:
     """Tokens of the cached positions of one request."""
 
     text: list[int] = field(default_factory=list)  # token 0, and the token of every committed row
@@ -239,6 +258,27 @@ class _Text:
     is_closed: bool = False
     slots: list[_Slot] = field(default_factory=list)
     recycled: dict[int, Context] = field(default_factory=dict)  # serial number -> its path
+    images = None
+
+    @property
+    def committed(self) -> int:
+        """Rows of the cache."""
+        return max(len(self.text) - 1 - self.skipped, 0)
+
+    def fork(self):
+        assert not self.is_closed
+        return DraftText(list(self.text), self.skipped)
+
+    def free(self):
+        self.is_closed = True
+
+    def read(self, length):
+        assert length <= self.committed
+        pairs = list(itertools.pairwise(self.text[self.skipped :]))
+        return np.array(pairs[:length], np.int64).reshape(length, 2)
+
+    def write(self, values):
+        self.text, self.skipped = [*values[:1, 0].tolist(), *values[:, 1].tolist()], 0
 
 
 class StrictDraft:
@@ -250,65 +290,55 @@ class StrictDraft:
 
     def __init__(self, capacity: int, draft: Draft, max_batch_size: int = 1) -> None:
         self.capacity, self.draft, self.max_batch_size = capacity, draft, max_batch_size
-        self.context = _Text()
+        self.current = DraftText()  # of the latest pass
         self.sizes: list[int] = []  # requests of every pass
         self.growth: list[int] = []  # rows of every growth pass of this round
         self.extensions: list[int] = []
 
     @property
     def text(self) -> list[int]:
-        return self.context.text
+        return self.current.text
 
     @text.setter
     def text(self, text: list[int]) -> None:
-        self.context.text = text
+        self.current.text = text
 
     @property
     def skipped(self) -> int:
-        return self.context.skipped
+        return self.current.skipped
 
     @skipped.setter
     def skipped(self, skipped: int) -> None:
-        self.context.skipped = skipped
+        self.current.skipped = skipped
 
     @property
     def committed(self) -> int:
         """Rows of the cache."""
-        return max(len(self.text) - 1 - self.skipped, 0)
-
-    def fork(self, context):
-        assert not context.is_closed
-        return _Text(list(context.text), context.skipped)
+        return self.current.committed
 
     @property
     def slots(self) -> list[_Slot]:
-        return self.context.slots
+        return self.current.slots
 
-    def new_context(self):
-        return _Text()
-
-    def use(self, context):
-        assert not context.is_closed
-        self.context = context
-
-    def close(self, context):
-        context.is_closed = True
+    def new_kv(self):
+        return DraftText()
 
     def fuse(self, taps):
         hidden = np.full((len(taps), 2), _FUSED, np.float32)
         hidden[:, 1] = taps[:, 0]
         return hidden
 
-    def on_shortage(self, forget_one): ...
+    def on_shortage(self, evict): ...
 
-    def run_many(self, parts):
+    def run_batch(self, parts):
         assert 0 < len(parts) <= self.max_batch_size
         self.sizes.append(len(parts))
-        assert len({id(part.context) for part in parts}) == len(parts)
+        assert len({id(part.kv) for part in parts}) == len(parts)
         return [self._run_part(part) for part in parts]
 
     def _run_part(self, part):
-        self.use(part.context)
+        assert not part.kv.is_closed
+        self.current = part.kv
         hidden = part.hidden if part.taps is None else self.fuse(part.taps)
         return self.run(
             part.token_ids, hidden, part.write_index, part.output_rows, top_k=part.top_k,
@@ -344,7 +374,7 @@ class StrictDraft:
             assert list(FEATURES[int(feature)]) == self.text, "the feature of another token"
             self.text.append(token)
         self.slots.clear()
-        self.context.recycled.clear()
+        self.current.recycled.clear()
         self.growth = []
         self.extensions.append(len(token_ids))
 
@@ -352,7 +382,7 @@ class StrictDraft:
         committed, used, count = self.committed, len(self.slots), len(token_ids)
         assert write_index == committed + used
         assert tree_mask.shape == (count, used + count)
-        self.context.slots += [_Slot(()) for _ in range(count)]
+        self.current.slots += [_Slot(()) for _ in range(count)]
         for row, token in enumerate(token_ids.tolist()):
             own, seen = used + row, set(np.flatnonzero(tree_mask[row]).tolist())
             assert own in seen
@@ -363,20 +393,11 @@ class StrictDraft:
             path = () if parent is None else self.slots[parent].path
             kind, serial = hidden[row].tolist()
             assert kind == _RECYCLED, "a grown row takes what its parent recycled"
-            assert self.context.recycled[int(serial)] == path, "another row's recycled hidden"
+            assert self.current.recycled[int(serial)] == path, "another row's recycled hidden"
             assert position_ids[row] == committed + len(path)
             self.slots[own] = _Slot((*path, token), seen)
         self.growth.append(count)
         return [slot.path for slot in self.slots[used:]]
-
-    def read_rows(self, length):
-        assert length <= self.committed
-        text = self.text[self.skipped :]
-        pairs = list(itertools.pairwise(text))
-        return np.array(pairs[:length], np.int64).reshape(length, 2)
-
-    def write_rows(self, rows):
-        self.text, self.skipped = [*rows[:1, 0].tolist(), *rows[:, 1].tolist()], 0
 
     def _answer(self, paths: list[Context], top_k: int) -> DraftResult:
         ids = np.zeros((len(paths), top_k), np.int64)
@@ -386,6 +407,6 @@ class StrictDraft:
             candidates, chances = self.draft((*self.text, *path))
             ids[row] = candidates[:top_k]
             log_probs[row] = np.log(chances[:top_k])
-            hidden[row, 1] = serial = len(self.context.recycled)
-            self.context.recycled[serial] = path
+            hidden[row, 1] = serial = len(self.current.recycled)
+            self.current.recycled[serial] = path
         return DraftResult(ids, log_probs, hidden)

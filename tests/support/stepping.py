@@ -23,12 +23,12 @@ class FixedSlot(KVCacheManager):
     """A kv_cache_manager that begins after some positions of a prompt."""
 
     def __init__(self, session, prefill_rows, reused=0) -> None:
-        super().__init__(session if hasattr(session, "use") else recorded(session), prefill_rows)
+        super().__init__(session if hasattr(session, "new_kv") else recorded(session), prefill_rows)
         self.num_reused = reused
 
-    def _contexts_for(self, sequence):
+    def _kvs_for(self, sequence):
         del sequence
-        return self.num_reused, (self.session.context,)
+        return self.num_reused, (self.base.kv,)
 
 
 def generate(

@@ -45,14 +45,14 @@ def eagle_llm(eagle_pair) -> LLM:
 def passes(llm, monkeypatch):
     """Position and tokens of each forward pass; the clock advances 0.5 ms at each reading."""
     found = []
-    run_many = llm.session.run_many
+    run_batch = llm.base.run_batch
 
     def recorded(parts):
         found.extend((part.write_index, len(part.token_ids)) for part in parts)
-        return run_many(parts)
+        return run_batch(parts)
 
     clock = itertools.count()
-    monkeypatch.setattr(llm.session, "run_many", recorded)
+    monkeypatch.setattr(llm.base, "run_batch", recorded)
     monkeypatch.setattr(profile.time, "perf_counter", lambda: next(clock) / 2e3)
     return found
 

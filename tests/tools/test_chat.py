@@ -166,13 +166,13 @@ def test_ctrl_c_keeps_the_partial_output(conversation, tiny_engine):
 
 
 def test_ctrl_c_during_prefill_discards_the_message(conversation, monkeypatch):
-    run_many = conversation.llm.session.run_many
+    run_batch = conversation.llm.base.run_batch
 
     def interrupted(parts):
         os.kill(os.getpid(), signal.SIGINT)
-        return run_many(parts)
+        return run_batch(parts)
 
-    monkeypatch.setattr(conversation.llm.session, "run_many", interrupted)
+    monkeypatch.setattr(conversation.llm.base, "run_batch", interrupted)
     screen = Script("w20 w21")
     repl.run(conversation, screen)
     assert screen.shown == ["note stopped; the message was discarded"]
@@ -203,7 +203,7 @@ def test_ctrl_c_ends_the_program_without_a_terminal(conversation, monkeypatch):
     def interrupted(*_arguments, **_options):
         raise KeyboardInterrupt
 
-    monkeypatch.setattr(conversation.llm.session, "run_many", interrupted)
+    monkeypatch.setattr(conversation.llm.base, "run_batch", interrupted)
     with pytest.raises(KeyboardInterrupt):
         repl.run(conversation, screen)
 

@@ -25,11 +25,11 @@ CTRL_C, CTRL_D, UP, ALT_ENTER = "\x03", "\x04", "\x1b[A", "\x1b\r"
 _SLOWLY = """
 import time
 from edgellm.device_runtime.networks.decoder import DecoderNetwork
-run_many = DecoderNetwork.run_many
+run_batch = DecoderNetwork.run_batch
 def slow(self, parts):
     time.sleep(0.05)
-    return run_many(self, parts)
-DecoderNetwork.run_many = slow
+    return run_batch(self, parts)
+DecoderNetwork.run_batch = slow
 from edgellm.tools.chat.cli import main
 main()
 """

@@ -10,8 +10,8 @@ from edgellm.core.errors import (
 )
 from edgellm.core.graph_roles import ROLES, Rows
 from edgellm.core.manifest import Engine
-from edgellm.device_runtime.runners import Runner
 from edgellm.device_runtime.runners.onnxruntime_cpu.processor import instruction_sets
+from edgellm.device_runtime.runners.runner import Runner
 
 MINIMUM_VERSION = (1, 22)
 KERNELS, LAYOUT = "kernels", "weight_layout"  # options of an engine: its kernels, layout version

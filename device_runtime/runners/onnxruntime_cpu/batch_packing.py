@@ -9,10 +9,11 @@ import numpy as np
 from numpy.typing import NDArray
 
 from edgellm.core import graph_io
-from edgellm.device_runtime.runners import Cache, Outputs
-from edgellm.device_runtime.runners.onnxruntime_cpu.block_kv_cache import BlockKVCache
+from edgellm.device_runtime.runners.kv_cache import KVCache
+from edgellm.device_runtime.runners.onnxruntime_cpu.block_kv_cache import block_kv_cache
+from edgellm.device_runtime.runners.outputs import Outputs
+from edgellm.device_runtime.runners.runner import Inputs
 
-Inputs = Mapping[str, NDArray[Any]]
 # Symbols in the shapes of a graph's inputs that do not count tokens
 NUM_SEQUENCES, TABLE_PAGES, MASK_VALUES = NOT_ROWS = "sequences", "table_pages", "mask_values"
 _MIN_MASK = 64  # values; masks are padded to powers of two, so passes share bindings
@@ -24,7 +25,7 @@ _BY_TOKEN = (graph_io.INPUT_IDS, graph_io.POSITION_IDS, graph_io.DRAFT_HIDDEN)
 _AXES = {**dict.fromkeys(_BY_TOKEN, 1), graph_io.TOP_K: 0}
 
 
-def joined(parts: Sequence[tuple[Cache, Inputs]]) -> dict[str, NDArray[Any]]:
+def joined(parts: Sequence[tuple[KVCache, Inputs]]) -> dict[str, NDArray[Any]]:
     """The inputs of one pass for all parts, by the names in graphs with edgellm's kernels.
 
     Args:
@@ -35,7 +36,6 @@ def joined(parts: Sequence[tuple[Cache, Inputs]]) -> dict[str, NDArray[Any]]:
     masks: list[NDArray[np.bool_]] = []
     start = 0
     for cache, inputs in parts:
-        assert isinstance(cache, BlockKVCache)
         rows, index = inputs[graph_io.INPUT_IDS].shape[1], inputs[graph_io.LOGITS_INDEX]
         for name in _AXES:
             if name in inputs:
@@ -45,7 +45,7 @@ def joined(parts: Sequence[tuple[Cache, Inputs]]) -> dict[str, NDArray[Any]]:
             parents = inputs[graph_io.PARENT_ROWS]
             shifted = np.where(parents < 0, parents, parents + start) if start else parents
             columns.setdefault(graph_io.PARENT_ROWS, []).append(shifted)
-        for name, table in cache.tables.items():
+        for name, table in block_kv_cache(cache).tables.items():
             columns.setdefault(name, []).append(table)
         mask = inputs.get(graph_io.TREE_MASK)
         if mask is not None:

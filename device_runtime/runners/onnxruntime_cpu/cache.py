@@ -13,7 +13,10 @@ from edgellm.core.model_spec import KVCacheSpec
 
 
 class ContiguousKVCache:
-    """Keys and values of all layers in one array [2 * layers, 1, num_kv_heads, C, head_dim]."""
+    """See `SlotMemory`; has one slot.
+
+    Keys and values of all layers are one array [2 * layers, 1, num_kv_heads, C, head_dim].
+    """
 
     def __init__(self, spec: KVCacheSpec, capacity: int) -> None:
         layers = [(layer, part) for layer in range(spec.num_layers) for part in ("key", "value")]
@@ -29,16 +32,23 @@ class ContiguousKVCache:
             binding.bind_ortvalue_input(graph_io.past_name(layer, part), value)
             binding.bind_ortvalue_output(graph_io.present_name(layer, part), value)
 
-    def compact(self, length: int, rows: NDArray[np.int64]) -> None:
-        """See `runners.Cache`."""
+    def copy(self, source: int, target: int, length: int) -> None:
+        """There is no other slot."""
+        raise NotImplementedError
+
+    def compact(self, slot: int, length: int, rows: NDArray[np.int64]) -> None:
+        """See `SlotMemory`."""
+        del slot
         if rows[-1] + 1 > len(rows):  # otherwise they are in place already
             # The right side is a copy, so overlapping positions are safe.
             self._rows[..., length : length + len(rows), :] = self._rows[..., length + rows, :]
 
-    def read_rows(self, length: int) -> NDArray[Any]:
-        """See `runners.Cache`."""
+    def read(self, slot: int, length: int) -> NDArray[Any]:
+        """See `SlotMemory`."""
+        del slot
         return self._rows[..., :length, :].copy()
 
-    def write_rows(self, rows: NDArray[Any]) -> None:
-        """See `runners.Cache`."""
-        self._rows[..., : rows.shape[-2], :] = rows
+    def write(self, slot: int, values: NDArray[Any]) -> None:
+        """See `SlotMemory`."""
+        del slot
+        self._rows[..., : values.shape[-2], :] = values

@@ -12,8 +12,9 @@ from edgellm.core.manifest import Engine, GraphSpec, Spec
 from edgellm.core.model_spec import DecoderSpec, DraftSpec
 from edgellm.device_runtime.adapted_layers import MAX_LORAS
 from edgellm.device_runtime.gpu import compute_capability
-from edgellm.device_runtime.runners import Runner, onnxruntime_cpu
+from edgellm.device_runtime.runners import onnxruntime_cpu
 from edgellm.device_runtime.runners.onnxruntime_cuda.engine_options import INT_GEMM
+from edgellm.device_runtime.runners.runner import Runner
 
 # The first ONNX Runtime whose GroupQueryAttention for CUDA was tested with an attention bias
 FUSED_VERSION = "1.31"

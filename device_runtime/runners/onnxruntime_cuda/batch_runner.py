@@ -2,16 +2,14 @@
 
 from __future__ import annotations
 
-from collections.abc import Mapping, Sequence
-from typing import Any
+from collections.abc import Sequence
 
 import onnxruntime as ort
-from numpy.typing import NDArray
 
 from edgellm.core import graph_io
 from edgellm.core.model_spec import DecoderSpec
-from edgellm.device_runtime.runners import Cache, Outputs
 from edgellm.device_runtime.runners.batch_costs import SharedCosts
+from edgellm.device_runtime.runners.kv_cache import KVCache
 from edgellm.device_runtime.runners.onnxruntime_cuda.loading import Loader
 from edgellm.device_runtime.runners.onnxruntime_cuda.padded_batch import (
     MAX_JOINED,
@@ -24,11 +22,12 @@ from edgellm.device_runtime.runners.onnxruntime_cuda.padded_batch import (
     shares,
 )
 from edgellm.device_runtime.runners.onnxruntime_cuda.runner import CudaRunner
-from edgellm.device_runtime.runners.slot_kv_cache import SharesSlots, slot_cache
+from edgellm.device_runtime.runners.outputs import Outputs
+from edgellm.device_runtime.runners.slot_kv_cache import SlotPool, slot_cache
 
 
-class BatchRunner(CudaRunner, SharesSlots):
-    """See `runners.SharedRunner`: a block is a slot of full capacity."""
+class BatchRunner(CudaRunner):
+    """Runs batches; a block of the KV cache is a slot of full capacity."""
 
     def __init__(
         self,
@@ -40,41 +39,31 @@ class BatchRunner(CudaRunner, SharesSlots):
         adapters: int = 0,
     ) -> None:
         """See `CudaRunner`; each slot has extra positions for padding."""
-        rows = capacity + MAX_JOINED
-        CudaRunner.__init__(self, loader, mover, spec, rows, num_sequences, adapters)
-        SharesSlots.__init__(self, self._memory, num_sequences, capacity)
-        self._own = self.cache = self.new_cache()
+        super().__init__(loader, mover, spec, capacity + MAX_JOINED, num_sequences, adapters)
+        self.max_batch_size = num_sequences
+        self.kv_pool = self._slots = SlotPool(self._memory, num_sequences, capacity)
+        self.batch_limits = MAX_JOINED, num_sequences * MAX_JOINED
         self._cost: Cost = assumed_cost
 
     def prepare(self, tree_rows: int) -> None:
         """See `CudaRunner`; batches of trees are recorded at first use."""
         super().prepare(tree_rows)
-        maximum = self.num_sequences
+        maximum = self.max_batch_size
         for batch in sorted({batch_of(count, maximum) for count in range(2, maximum + 1)}):
             self._rehearse(1, batch)
 
-    @property
-    def shared_rows(self) -> tuple[int, int]:
-        """See `runners.ArrangesPasses`."""
-        return MAX_JOINED, self.num_sequences * MAX_JOINED
-
     def learn_costs(self, costs: SharedCosts) -> None:
-        """See `runners.ArrangesPasses`."""
+        """See `Runner`."""
         self._cost = costs.of
 
-    def run(self, inputs: Mapping[str, NDArray[Any]]) -> Outputs:
-        """See `runners.Runner`: runs the sequence of `cache`."""
-        self.reserve(self._own, int(inputs[graph_io.WRITE_INDEX][0]), rows_of(inputs))
-        return self.run_many([(self._own, inputs)])[0]
-
-    def run_many(self, parts: Sequence[tuple[Cache, Mapping[str, NDArray[Any]]]]) -> list[Outputs]:
-        """See `runners.SharedRunner`; sequences of very different sizes run in several passes."""
+    def run_batch(self, parts: Sequence[tuple[KVCache, Inputs]]) -> list[Outputs]:
+        """See `Runner`; sequences of very different sizes run in several passes."""
         self._expire()
         slots = [slot_cache(cache).own() for cache, _ in parts]
         asked = {slot: inputs for slot, (_, inputs) in zip(slots, parts, strict=True)}
         found: dict[int, Outputs] = {}
         for some in self._alike(asked):
-            for grid in arrange(some, self.slots.ends, self.num_sequences, self._cost):
+            for grid in arrange(some, self._slots.ends, self.max_batch_size, self._cost):
                 found |= shares(self._run(grid), grid)
         return [found[slot] for slot in slots]
 

@@ -60,9 +60,10 @@ def allocate(shape: Sequence[int], dtype: np.dtype, device: str) -> ort.OrtValue
 
 
 class DeviceCache:
-    """Keys and values of all layers on a device, each [N, num_kv_heads, C, head_dim].
+    """See `SlotMemory`.
 
-    Each of N sequences has a slot; a pass binds consecutive slots.
+    Keys and values of all layers are on a device, each [N, num_kv_heads, C, head_dim]. Each of
+    N sequences has a slot; a pass binds consecutive slots.
     """
 
     def __init__(
@@ -108,7 +109,7 @@ class DeviceCache:
         return self._device, 0, self._dtype.type, shape, value.data_ptr() + first * size
 
     def compact(self, slot: int, length: int, rows: NDArray[np.int64]) -> None:
-        """See `runners.Cache`."""
+        """See `SlotMemory`."""
         if rows[-1] + 1 == len(rows):
             return  # in place already
         binding = self._movement(length + rows, length + np.arange(len(rows)))
@@ -116,15 +117,15 @@ class DeviceCache:
         self._move(binding)
 
     def copy(self, source: int, target: int, length: int) -> None:
-        """See `slot_kv_cache.SlotMemory`; the whole slot is copied."""
+        """See `SlotMemory`; the whole slot is copied."""
         del length
         binding = self._movement()
         self._bind_inputs(binding, source)
         self._bind_outputs(binding, target)
         self._move(binding)
 
-    def read_rows(self, slot: int, length: int) -> np.ndarray:
-        """See `runners.Cache`; copies the whole slot, at most once a prompt."""
+    def read(self, slot: int, length: int) -> np.ndarray:
+        """See `SlotMemory`; copies the whole slot, at most once a prompt."""
         if self._num_sequences == 1:  # nothing is copied on the device
             return np.stack([value.numpy()[:, :, :length] for value in self._values.values()])
         binding = self._movement()
@@ -134,17 +135,17 @@ class DeviceCache:
         self._move(binding)
         return np.stack([value.numpy()[:, :, :length] for value in binding.get_outputs()])
 
-    def write_rows(self, slot: int, rows: np.ndarray) -> None:
-        """See `runners.Cache`."""
+    def write(self, slot: int, values: np.ndarray) -> None:
+        """See `SlotMemory`."""
         if self._num_sequences == 1:
-            for value, found in zip(self._values.values(), rows, strict=True):
+            for value, found in zip(self._values.values(), values, strict=True):
                 array = value.numpy()
                 array[:, :, : found.shape[-2]] = found
                 value.update_inplace(array)
             return
         binding = self._movement()
-        given = np.zeros((len(rows), 1, *self._slot_shape), self._dtype)
-        given[..., : rows.shape[-2], :] = rows
+        given = np.zeros((len(values), 1, *self._slot_shape), self._dtype)
+        given[..., : values.shape[-2], :] = values
         for (layer, part), array in zip(self._values, given, strict=True):
             binding.bind_cpu_input(graph_io.past_name(layer, part), array)
         self._bind_outputs(binding, slot)
@@ -166,22 +167,3 @@ class DeviceCache:
         assert self._mover is not None
         self._mover.run_with_iobinding(binding)
         binding.synchronize_outputs()
-
-
-class SlotCache:
-    """See `runners.Cache`: the cache of one sequence."""
-
-    def __init__(self, memory: DeviceCache, slot: int) -> None:
-        self._memory, self.slot = memory, slot
-
-    def compact(self, length: int, rows: NDArray[np.int64]) -> None:
-        """See `runners.Cache`."""
-        self._memory.compact(self.slot, length, rows)
-
-    def read_rows(self, length: int) -> np.ndarray:
-        """See `runners.Cache`."""
-        return self._memory.read_rows(self.slot, length)
-
-    def write_rows(self, rows: np.ndarray) -> None:
-        """See `runners.Cache`."""
-        self._memory.write_rows(self.slot, rows)

@@ -30,7 +30,7 @@ class DeviceAdapters(AdapterPlaces):
         self.hold(np.zeros(1, np.float32), np.zeros((1, 0, 3), np.int64))
 
     def hold(self, weights: NDArray[np.float32], table: NDArray[np.int64]) -> None:
-        """See `runners.TakesAdapters`; synchronous, and no pass may run."""
+        """See `Runner.hold_adapters`; synchronous, and no pass may run."""
         for name, matrix in self.matrices(weights, table):
             self._values[name].update_inplace(matrix)
 

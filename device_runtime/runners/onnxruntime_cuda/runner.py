@@ -18,7 +18,6 @@ from numpy.typing import NDArray
 
 from edgellm.core import graph_io
 from edgellm.core.model_spec import DecoderSpec
-from edgellm.device_runtime.runners import Cache, FetchedOutputs, Outputs
 from edgellm.device_runtime.runners.onnxruntime_cuda.attention_inputs import (
     HOST_INPUTS,
     LAST_ROW,
@@ -31,7 +30,7 @@ from edgellm.device_runtime.runners.onnxruntime_cuda.attention_inputs import (
     slot_indices,
 )
 from edgellm.device_runtime.runners.onnxruntime_cuda.bound_pass import BoundPass
-from edgellm.device_runtime.runners.onnxruntime_cuda.cache import DeviceCache, SlotCache
+from edgellm.device_runtime.runners.onnxruntime_cuda.cache import DeviceCache
 from edgellm.device_runtime.runners.onnxruntime_cuda.loading import Loader
 from edgellm.device_runtime.runners.onnxruntime_cuda.lora import DeviceAdapters
 from edgellm.device_runtime.runners.onnxruntime_cuda.padded_batch import Grid, flat_index, lone
@@ -43,6 +42,9 @@ from edgellm.device_runtime.runners.onnxruntime_graphs import (
     input_types,
     run_arrays,
 )
+from edgellm.device_runtime.runners.outputs import FetchedOutputs, Outputs
+from edgellm.device_runtime.runners.runner import Inputs, Runner
+from edgellm.device_runtime.runners.slot_kv_cache import SlotPool
 
 _log = logging.getLogger(__name__)
 _PLACES = (graph_io.WRITE_INDEX, graph_io.TREE_MASK)  # converted to masks and slots
@@ -52,24 +54,22 @@ _NO_ROWS = np.zeros(0, np.int64)
 _MAX_RECORDED = 256  # recorded passes; each takes device memory
 
 
-class PlainRunner:
-    """See `runners.Runner`: a graph without a cache."""
-
-    cache = None
+class PlainRunner(Runner):
+    """Runs a graph without a KV cache."""
 
     def __init__(self, graph: ort.InferenceSession) -> None:
         self._graph = graph
 
-    def hold(self, inputs: Mapping[str, NDArray[Any]]) -> None:
-        """See `runners.Runner`; has no inputs to hold."""
+    def hold(self, inputs: Inputs) -> None:
+        """See `Runner`; has no inputs to hold."""
 
-    def run(self, inputs: Mapping[str, NDArray[Any]]) -> Mapping[str, NDArray[Any]]:
-        """See `runners.Runner`."""
+    def run(self, inputs: Inputs) -> Outputs:
+        """See `Runner`."""
         return run_arrays(self._graph, inputs)
 
 
-class CudaRunner:
-    """See `runners.Runner`: a graph with a KV cache, and maybe a second one for causal passes.
+class CudaRunner(Runner):
+    """Runs a graph with a KV cache, and maybe a second one for causal passes.
 
     Engines with LoRA have each graph a second time, for passes with adapters.
     """
@@ -111,7 +111,7 @@ class CudaRunner:
         # Graphs by whether a pass has adapters, then by whether it is causal
         self._forms = plain or adapted, adapted
         self._memory = DeviceCache(spec.kv, capacity, loader.device, mover, num_sequences)
-        self.cache: Cache = SlotCache(self._memory, 0)
+        self.kv_pool = SlotPool(self._memory, num_sequences, capacity)
         self._heads, self._capacity = spec.kv.num_kv_heads, capacity
         self._axes, self._first_image = spec.position_axes, spec.vocab_size
         # Held images change address and size: passes without images bind a row of zeros
@@ -123,8 +123,8 @@ class CudaRunner:
         self._width = self._num_recorded = 0
         self._latest: list[FetchedOutputs] = []
 
-    def hold(self, inputs: Mapping[str, NDArray[Any]]) -> None:
-        """See `runners.Runner`."""
+    def hold(self, inputs: Inputs) -> None:
+        """See `Runner`."""
         types = self._types[0]
         self._held.replace(
             {
@@ -135,7 +135,7 @@ class CudaRunner:
         )
 
     def hold_adapters(self, weights: NDArray[np.float32], table: NDArray[np.int64]) -> None:
-        """See `runners.TakesAdapters`."""
+        """See `Runner`."""
         assert self._adapters is not None
         self._adapters.hold(weights, table)
 
@@ -162,8 +162,8 @@ class CudaRunner:
                 self._run(Grid(0, (inputs,) * batch, (begin,) * batch))
                 self._expire()
 
-    def run(self, inputs: Mapping[str, NDArray[Any]]) -> Outputs:
-        """See `runners.Runner`."""
+    def run(self, inputs: Inputs) -> Outputs:
+        """See `Runner`."""
         self._expire()
         return self._run(lone(inputs))
 

@@ -18,7 +18,7 @@ from edgellm.core.graph_roles import DECODER, ENCODER
 from edgellm.core.manifest import Engine
 from edgellm.device_runtime.adapted_layers import MAX_LORAS
 from edgellm.device_runtime.gpu import compute_capability
-from edgellm.device_runtime.runners import Runner
+from edgellm.device_runtime.runners.runner import Runner
 from edgellm.device_runtime.runners.tensorrt.library import trt_import
 
 if TYPE_CHECKING:

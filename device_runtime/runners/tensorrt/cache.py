@@ -23,7 +23,10 @@ _MAX_MOVED = 1024  # positions in one compaction
 
 
 class DeviceCache:
-    """Keys and values of all layers, contiguous [2 * layers, 1, num_kv_heads, C, head_dim]."""
+    """See `SlotMemory`; has one slot.
+
+    Keys and values are contiguous, [2 * layers, 1, num_kv_heads, C, head_dim].
+    """
 
     def __init__(
         self, device: Device, spec: KVCacheSpec, capacity: int, max_new_rows: int = 0
@@ -82,8 +85,13 @@ class DeviceCache:
             )
             self._device.append_rows(self._planes, rows, count)
 
-    def compact(self, length: int, rows: NDArray[np.int64]) -> None:
-        """See `runners.Cache`; asynchronous."""
+    def copy(self, source: int, target: int, length: int) -> None:
+        """There is no other slot."""
+        raise NotImplementedError
+
+    def compact(self, slot: int, length: int, rows: NDArray[np.int64]) -> None:
+        """See `SlotMemory`; asynchronous."""
+        del slot
         if not displaced(rows.tolist()):
             return
         if self._is_moving:
@@ -98,15 +106,17 @@ class DeviceCache:
         """Called after a synchronization of the device."""
         self._is_moving = False
 
-    def read_rows(self, length: int) -> NDArray:
-        """See `runners.Cache`."""
+    def read(self, slot: int, length: int) -> NDArray:
+        """See `SlotMemory`."""
+        del slot
         spec = self._spec
         rows = self._device.save_rows(self._planes, length).view(self._dtype)
         return rows.reshape(2 * spec.num_layers, 1, spec.num_kv_heads, length, spec.head_dim)
 
-    def write_rows(self, rows: NDArray) -> None:
-        """See `runners.Cache`."""
-        flat = np.ascontiguousarray(rows, self._dtype).reshape(self._planes.count, -1)
+    def write(self, slot: int, values: NDArray) -> None:
+        """See `SlotMemory`."""
+        del slot
+        flat = np.ascontiguousarray(values, self._dtype).reshape(self._planes.count, -1)
         self._device.load_rows(self._planes, flat.view(np.uint8))
 
 

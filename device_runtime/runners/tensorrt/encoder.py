@@ -2,21 +2,18 @@
 
 from __future__ import annotations
 
-from collections.abc import Mapping
 from math import prod
-from typing import Any
 
 import numpy as np
-from numpy.typing import NDArray
 
+from edgellm.device_runtime.runners.outputs import Outputs
+from edgellm.device_runtime.runners.runner import Inputs, Runner
 from edgellm.device_runtime.runners.tensorrt.cuda.protocols import CompiledEngine, Device
 from edgellm.device_runtime.runners.tensorrt.packed_buffers import Block, Packed, packed_bytes
 
 
-class TensorRtEncoder:
-    """See `runners.Runner`."""
-
-    cache = None
+class TensorRtEncoder(Runner):
+    """Runs an encoder of images."""
 
     def __init__(self, engine: CompiledEngine, device: Device) -> None:
         """Allocate for the largest image; raises `LimitError` if the device is too small."""
@@ -32,11 +29,11 @@ class TensorRtEncoder:
         self._place(self._inputs.pack(layout))
         self._outputs = Block(device, packed_bytes(self._results()))
 
-    def hold(self, inputs: Mapping[str, NDArray[Any]]) -> None:
-        """See `runners.Runner`; nothing is held."""
+    def hold(self, inputs: Inputs) -> None:
+        """See `Runner`; nothing is held."""
 
-    def run(self, inputs: Mapping[str, NDArray[Any]]) -> Mapping[str, NDArray[Any]]:
-        """See `runners.Runner`."""
+    def run(self, inputs: Inputs) -> Outputs:
+        """See `Runner`."""
         tensors = self._engine.tensors
         taken = {name: array for name, array in inputs.items() if name in tensors}
         layout = {name: (array.shape, tensors[name].dtype) for name, array in taken.items()}

@@ -37,7 +37,7 @@ def table_entries(num_layers: int) -> int:
 
 
 class KernelCache:
-    """Keys and values of all layers with their scales, and the table of their addresses."""
+    """See `SlotMemory`: keys and values with their scales, and the table of their addresses."""
 
     def __init__(
         self,
@@ -102,8 +102,12 @@ class KernelCache:
         """Does nothing: the engine's kernels append."""
         del count, write_index_address
 
-    def compact(self, length: int, rows: NDArray[np.int64]) -> None:
-        """See `runners.Cache`; asynchronous, up to one call for each sequence."""
+    def first_position(self, slot: int) -> int:
+        """The first position of a slot in the cache."""
+        return slot * self.capacity
+
+    def compact(self, slot: int, length: int, rows: NDArray[np.int64]) -> None:
+        """See `SlotMemory`; asynchronous, up to one call for each sequence."""
         if not displaced(rows.tolist()):
             return
         if self._num_moving == len(self._moved):
@@ -112,7 +116,8 @@ class KernelCache:
         block = self._moved[self._num_moving]
         packed = block.pack(_moved(len(rows)))
         packed.arrays["path"][:] = rows
-        packed.arrays["outcome"][:], packed.arrays["first"][:] = (len(rows), 0, 0), length
+        packed.arrays["outcome"][:] = len(rows), 0, 0
+        packed.arrays["first"][:] = self.first_position(slot) + length
         block.upload(packed)
         at = packed.addresses
         grid = self._spec.num_layers, self._spec.num_kv_heads, 2
@@ -124,13 +129,15 @@ class KernelCache:
         """Called after a synchronization of the device."""
         self._num_moving = 0
 
-    def copy(self, source: int, target: int, count: int) -> None:
-        """Enqueue a copy of `count` positions from `source` to `target`."""
+    def copy(self, source: int, target: int, length: int) -> None:
+        """See `SlotMemory`; asynchronous."""
+        begin, end = self.first_position(source), self.first_position(target)
         for planes in self._planes:
-            self._device.copy_rows(planes, source, target, count)
+            self._device.copy_rows(planes, begin, end, length)
 
-    def read_rows(self, length: int, first: int = 0) -> NDArray:
-        """See `runners.Cache`; the two bytes of a scale follow its quantized values."""
+    def read(self, slot: int, length: int) -> NDArray:
+        """See `SlotMemory`; the two bytes of a scale follow its quantized values."""
+        first = self.first_position(slot)
         spec = self._spec
         shape = 2 * spec.num_layers, 1, spec.num_kv_heads, length, -1
         parts = [
@@ -139,12 +146,12 @@ class KernelCache:
         ]
         return np.concatenate(parts, axis=-1)
 
-    def write_rows(self, rows: NDArray, first: int = 0) -> None:
-        """See `runners.Cache`; starts at position `first`."""
-        count, end = self._planes[0].count, 0
+    def write(self, slot: int, values: NDArray) -> None:
+        """See `SlotMemory`."""
+        first, count, end = self.first_position(slot), self._planes[0].count, 0
         for planes in self._planes:
             begin, end = end, end + planes.row_bytes // self._dtype.itemsize
-            part = np.ascontiguousarray(rows[..., begin:end], self._dtype)
+            part = np.ascontiguousarray(values[..., begin:end], self._dtype)
             self._device.load_rows(planes, part.reshape(count, -1).view(np.uint8), first)
 
 

@@ -48,7 +48,7 @@ class DeviceAdapters(AdapterPlaces):
         self._hidden = device.allocate(placed_rows)  # a mask of one column, of zeros
 
     def hold(self, weights: NDArray[np.float32], table: NDArray[np.int64]) -> None:
-        """See `runners.TakesAdapters`; synchronous, and no pass may run."""
+        """See `Runner.hold_adapters`; synchronous, and no pass may run."""
         for name, matrix in self.matrices(weights, table):
             host = self._staging[: matrix.nbytes]
             host[:] = matrix.reshape(-1).view(np.uint8)

@@ -15,8 +15,8 @@ from numpy.typing import NDArray
 
 from edgellm.core import graph_io
 from edgellm.device_runtime.kernels.triton.catalog import SEQUENCES
-from edgellm.device_runtime.runners import Outputs
 from edgellm.device_runtime.runners.batch_costs import SharedCosts
+from edgellm.device_runtime.runners.outputs import Outputs
 
 Inputs = Mapping[str, NDArray[Any]]
 FIELDS = 5  # of a sequence: first row, rows, its row 0 in the cache, rows there, mask columns

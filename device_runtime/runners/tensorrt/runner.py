@@ -16,8 +16,11 @@ from numpy.typing import NDArray
 from edgellm.core import graph_io
 from edgellm.core.errors import LimitError
 from edgellm.core.model_spec import DecoderSpec
-from edgellm.device_runtime.runners import Cache, FetchedOutputs, Outputs, Runner
 from edgellm.device_runtime.runners.device_speculation import Growth, Rounds
+from edgellm.device_runtime.runners.kv_cache import KVCache
+from edgellm.device_runtime.runners.outputs import FetchedOutputs, Outputs
+from edgellm.device_runtime.runners.runner import Inputs, Runner
+from edgellm.device_runtime.runners.slot_kv_cache import SlotPool
 from edgellm.device_runtime.runners.tensorrt.bound_pass import (
     BoundPass,
     PassRunner,
@@ -55,8 +58,10 @@ _COMMITTED = 24  # approximate maximum of a draft's tokens that a round commits
 _WIDE = (graph_io.CANDIDATE_IDS, graph_io.CANDIDATE_LOG_PROBS)  # as wide as the engine was built
 
 
-class TensorRtRunner:
+class TensorRtRunner(Runner):
     """Runs an engine with a token axis, and its KV cache if it has one."""
+
+    runs_async = True
 
     def __init__(
         self,
@@ -105,7 +110,8 @@ class TensorRtRunner:
         self._staging: dict[str, NDArray[np.uint8]] = {}
         fixed = {name: buffer.address for name, buffer in self._kept.items()}
         memory = self._rows_memory
-        self.cache: Cache | None = memory
+        if memory is not None:
+            self.kv_pool = SlotPool(memory, num_sequences, capacity)
         self._passes = PassRunner(
             engine,
             device,
@@ -130,28 +136,28 @@ class TensorRtRunner:
             name: self._device.allocate(self._shapes.num_bytes(name, maximum)) for name in names
         }
 
-    def hold(self, inputs: Mapping[str, NDArray[Any]]) -> None:
-        """See `runners.Runner`."""
+    def hold(self, inputs: Inputs) -> None:
+        """See `Runner`."""
         if self._images is not None:
             self._images.hold(inputs)
 
     def hold_adapters(self, weights: NDArray[np.float32], table: NDArray[np.int64]) -> None:
-        """See `runners.TakesAdapters`."""
+        """See `Runner`."""
         assert self._adapters is not None
         self._adapters.hold(weights, table)
 
-    def run(self, inputs: Mapping[str, NDArray[Any]]) -> Outputs:
-        """See `runners.Runner`."""
+    def run(self, inputs: Inputs) -> Outputs:
+        """See `Runner`."""
         return self._run(inputs, fetches=True)
 
-    def ask_many(
-        self, parts: Sequence[tuple[Cache, Mapping[str, NDArray[Any]]]]
+    def run_async(
+        self, parts: Sequence[tuple[KVCache, Inputs]]
     ) -> list[tuple[Outputs, int | None]]:
-        """See `device_runtime.runners.device_speculation.Asked`."""
+        """See `Runner`."""
         ((_, inputs),) = parts
         return [(self._run(inputs, fetches=False), 0)]
 
-    def _run(self, inputs: Mapping[str, NDArray[Any]], *, fetches: bool) -> FetchedOutputs:
+    def _run(self, inputs: Inputs, *, fetches: bool) -> FetchedOutputs:
         self.expire()
         self._require_candidates(inputs)
         sizes, placed, has_images = asked_sizes(inputs), {}, False
@@ -219,7 +225,7 @@ class TensorRtRunner:
             TensorRtRunner.run(self, inputs)
 
     def open_rounds(self, draft: Runner, growth: Growth) -> Rounds | None:
-        """See `device_runtime.runners.device_speculation.GrowsTrees`."""
+        """See `Runner`."""
         if not isinstance(draft, TensorRtRunner) or draft._device.stream != self._device.stream:
             return None
         if len({graph_io.SEQUENCES in each._engine.tensors for each in (self, draft)}) > 1:
@@ -243,7 +249,7 @@ class TensorRtRunner:
         """See `device_speculation.protocols.Network`."""
         return self._buckets[-1]
 
-    def first_row(self, cache: Cache | None) -> int:
+    def first_row(self, cache: KVCache | None) -> int:
         """See `device_speculation.protocols.Network`."""
         del cache
         return 0
@@ -293,7 +299,7 @@ class TensorRtRunner:
         self._device.upload(address, host[:size])
         return False
 
-    def _require_candidates(self, inputs: Mapping[str, NDArray[Any]]) -> None:
+    def _require_candidates(self, inputs: Inputs) -> None:
         """Check the number of candidates against the engine's limit."""
         if graph_io.TOP_K not in inputs:
             return
@@ -305,7 +311,7 @@ class TensorRtRunner:
                 hint="take less, or build with a larger --maxDraftTreeSize",
             )
 
-    def _padded(self, sizes: Sizes, inputs: Mapping[str, NDArray[Any]]) -> Sizes | None:
+    def _padded(self, sizes: Sizes, inputs: Inputs) -> Sizes | None:
         """Sizes padded to a bucket; None if no bucket fits.
 
         A padded mask has extra columns before the others, which all tokens attend to.
@@ -317,7 +323,7 @@ class TensorRtRunner:
             wide = bucket_of(wide, self._buckets)
         if padded > self._buckets[-1]:
             return None
-        if self.cache is not None:
+        if self.kv_pool is not None:
             end = int(inputs[graph_io.WRITE_INDEX][0]) + padded
             if end > self._capacity or wide > min(self._buckets[-1], end):
                 return None
@@ -327,9 +333,7 @@ class TensorRtRunner:
         tensors = self._engine.tensors
         return {name: (self._shapes.of(name, sizes), tensors[name].dtype) for name in self._picked}
 
-    def _outputs(
-        self, bound: BoundPass, sizes: Sizes, inputs: Mapping[str, NDArray[Any]]
-    ) -> FetchedOutputs:
+    def _outputs(self, bound: BoundPass, sizes: Sizes, inputs: Inputs) -> FetchedOutputs:
         is_here = bound.fetches
         # Keep no other inputs: device rows would live until garbage collection.
         top_k = int(inputs[graph_io.TOP_K][0]) if graph_io.TOP_K in inputs else 0

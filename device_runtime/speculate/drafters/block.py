@@ -17,9 +17,9 @@ from edgellm.core.errors import LimitError
 from edgellm.core.graph_roles import BLOCK, PREDICT
 from edgellm.core.model_spec import BlockSpec, DraftSpec
 from edgellm.device_runtime.arrays import I64
-from edgellm.device_runtime.networks.block import BlockNetwork, costs, open_block
+from edgellm.device_runtime.networks.block import costs, open_block
 from edgellm.device_runtime.networks.draft import DraftResult
-from edgellm.device_runtime.speculate.draft_cache import CommittedRows
+from edgellm.device_runtime.speculate.draft_cache import DraftKVCaches
 from edgellm.device_runtime.speculate.drafter import (
     RETRIAL_ROWS,
     SpecState,
@@ -45,21 +45,21 @@ def open(order: DrafterContext) -> LoadedDrafter:
     folder, manifest = open_own(order, "block")
     limits = block_limits(order, manifest.draft)
     with FileCheck(folder, manifest.files, order.verify):
-        session = open_block(folder, manifest)
-    measured = manifest.cost_ms or costs(session, manifest.draft, manifest.max_draft_tree_size)
+        network = open_block(folder, manifest)
+    measured = manifest.cost_ms or costs(network, manifest.draft, manifest.max_draft_tree_size)
     prices = Costs.of(order.pass_costs(), None, measured[PREDICT], *order.host_ms)
     image_ids = order.image_ids(has_embeddings=False)
     max_rows = max(manifest.main_graphs[-1].max_rows, limits.round_rows)
-    rows = CommittedRows(session, limits.round_rows, image_ids, max_rows=max_rows)
+    caches = DraftKVCaches(network, limits.round_rows, image_ids, max_rows=max_rows)
 
     draft, top_k = manifest.draft, limits.top_k
-    if links := session.block.links:  # links rank candidates better than the first scores do
+    if links := network.block.links:  # links rank candidates better than the first scores do
         top_k = min(links, draft.draft_vocab_size)
 
     def start(learned: SpecState) -> BlockDrafter:
-        return BlockDrafter(rows, session, learned, limits, prices, num_candidates=top_k)
+        return BlockDrafter(caches, network.block, learned, limits, prices, num_candidates=top_k)
 
-    return LoadedDrafter(prices, start, (rows,))
+    return LoadedDrafter(prices, start, (caches,))
 
 
 def block_limits(order: DrafterContext, draft: DraftSpec) -> TreeLimits:
@@ -95,8 +95,8 @@ class BlockDrafter(KVDrafter):
 
     def __init__(
         self,
-        rows: CommittedRows,
-        session: BlockNetwork,
+        caches: DraftKVCaches,
+        block: BlockSpec,
         learned: SpecState,
         limits: TreeLimits,
         costs: Costs,
@@ -106,27 +106,27 @@ class BlockDrafter(KVDrafter):
         """Compute nothing.
 
         Args:
-            rows: the draft's cache.
-            session: the draft.
+            caches: the draft's.
+            block: the draft's.
             learned: see `TreeDrafter`.
             limits: the user's limits, at most the block's levels.
             costs: pass times; `extend` includes the block after the committed tokens.
             num_candidates: candidates of a position, at least a node's maximum children.
         """
-        super().__init__(rows, learned, limits)
-        self._session, self._costs = session, costs
-        self._num_candidates, self._size = num_candidates, rows_of(session.block, limits.steps)
+        super().__init__(caches, learned, limits)
+        self._spec, self._costs = block, costs
+        self._num_candidates, self._size = num_candidates, rows_of(block, limits.steps)
         self._block: DraftResult | None = None  # after the newest token
         self._shares: dict[int, F64] = {}  # prices by batch size
 
     def _prefill(self) -> Passes[None]:
         """Compute the waiting positions, with a block after them."""
         self._skip_what_was_missed()
-        self._own.restart(RETRIAL_ROWS)
-        for part in self._own.parts(self._num_candidates):
+        self._kv.restart(RETRIAL_ROWS)
+        for part in self._kv.parts(self._num_candidates):
             rows = len(part.token_ids)
             block = np.arange(rows, rows + self._size)
-            wanted = Wanted(self._session, replace(part, output_rows=block))
+            wanted = Wanted(self._network, replace(part, output_rows=block))
             result = yield wanted
             self._block = result.copy()
             self._record_prefill(rows, self._prices(wanted.answers))
@@ -139,12 +139,12 @@ class BlockDrafter(KVDrafter):
 
     def _is_ready(self) -> bool:
         """False while committed positions wait: the tree is then the root."""
-        return self._block is not None and not self._own.has_waiting
+        return self._block is not None and not self._kv.has_waiting
 
     def _expand(self, pool: CandidatePool, levels: int) -> None:
         assert self._block is not None
         found, policy = self._block, self._policy
-        first = 0 if self._session.block.from_newest else 1
+        first = 0 if self._spec.from_newest else 1
         nodes, ranks = np.zeros(1, np.int64), np.zeros(1, np.int64)  # of nodes in their row
         for row in range(first, min(first + levels, len(found.token_ids))):
             ids, log_probs, places = _children(found, row, ranks, self._limits.top_k)

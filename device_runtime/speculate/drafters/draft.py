@@ -22,10 +22,9 @@ from edgellm.core.manifest import LLM_ENGINE, load_engine
 from edgellm.device_runtime.arrays import (
     F32,
     I64,
-    ImageRows,
 )
 from edgellm.device_runtime.networks.decoder import DecoderNetwork, SequencePart, open_decoder
-from edgellm.device_runtime.networks.sequence_kv import Context
+from edgellm.device_runtime.networks.sequence_kv import SequenceKV
 from edgellm.device_runtime.runners.batch_costs import SharedCosts
 from edgellm.device_runtime.speculate.draft_cache import ImageIds
 from edgellm.device_runtime.speculate.drafter import SpecState, TreeDrafter
@@ -59,16 +58,16 @@ def open(order: DrafterContext) -> LoadedDrafter:
     with FileCheck(folder, manifest.files, order.verify):
         if manifest.files.get(_TOKENIZER) != base.files.get(_TOKENIZER):
             require_same_tokens(order.engine, folder)
-        session = open_decoder(folder, manifest)
-    if (images := manifest.decoder.images) is not None:
-        session.set_images(ImageRows.none(manifest.decoder.hidden_size, images.num_deepstack))
-    measured = session.costs_of(manifest)
+        network = open_decoder(folder, manifest)
+    measured = network.costs_of(manifest)
     passes = order.pass_costs(), measured[PASS], measured[PASS]
     prices = Costs.of(*passes, *order.host_ms, levels=SharedCosts.find(PASS, measured))
 
+    latest = LatestKV(network)
+
     def start(learned: SpecState) -> ModelDrafter:
         return ModelDrafter(
-            session, learned, order.limits, prices,
+            network, latest, learned, order.limits, prices,
             num_candidates=base.decoder.vocab_size, num_readable=manifest.decoder.vocab_size,
             prefill_rows=manifest.prefill_rows, image_ids=order.image_ids(has_embeddings=False),
         )  # fmt: skip
@@ -97,12 +96,34 @@ def require_same_tokens(engine: Path, draft: Path) -> None:
     )
 
 
+class LatestKV:
+    """The KV cache of the latest sequence of a draft model, which the next sequence continues."""
+
+    def __init__(self, network: DecoderNetwork) -> None:
+        self._kv, self._is_used = network.new_kv(), False
+
+    def take(self) -> SequenceKV:
+        """The cache for a new sequence: the latest one, or a copy while it is used."""
+        if self._is_used:
+            self._kv = self._kv.fork()
+        self._is_used = True
+        return self._kv
+
+    def give_back(self, kv: SequenceKV) -> None:
+        """End the use of a cache."""
+        if kv is self._kv:
+            self._is_used = False
+        else:
+            kv.free()
+
+
 class ModelDrafter(TreeDrafter):
     """Fills the pool with a language model that has the base's vocabulary."""
 
     def __init__(
         self,
-        session: DecoderNetwork,
+        network: DecoderNetwork,
+        latest: LatestKV,
         learned: SpecState,
         limits: TreeLimits,
         costs: Costs,
@@ -115,7 +136,8 @@ class ModelDrafter(TreeDrafter):
         """Compute nothing.
 
         Args:
-            session: the draft model.
+            network: the draft model.
+            latest: its KV cache.
             learned: see `TreeDrafter`.
             limits: the user's limits.
             costs: pass times of the base and of the draft model.
@@ -126,22 +148,21 @@ class ModelDrafter(TreeDrafter):
             image_ids: token ids of image positions, if the base takes images.
         """
         super().__init__(learned, limits, image_ids=image_ids)
-        self._session, self._costs, self._prefill_rows = session, costs, prefill_rows
+        self._network, self._latest, self._costs = network, latest, costs
+        self._prefill_rows = prefill_rows
         self._num_candidates, self._num_readable = num_candidates, num_readable
         self._text: list[int] = []
         self._length = 0  # positions of the cache that hold the text
         self._expanded = _NONE  # pool nodes at the positions after the text
-        self._context: Context | None = None  # None before the first pass
+        self._kv: SequenceKV | None = None  # None before the first pass
         self._shares: dict[int, F64] = {}  # milliseconds by tokens, by batch size
         self._sharing = 1  # batch size of the latest pass
 
     def drop(self) -> None:
         """See `Drafter.drop`; the next sequence may reuse the latest sequence's cache."""
-        if self._context is not None:
-            self._context.is_spare = True
-            if self._context is not self._session.context:
-                self._session.close(self._context)
-        self._context = None
+        if self._kv is not None:
+            self._latest.give_back(self._kv)
+        self._kv = None
 
     def _append_text(self, token_ids: Sequence[int]) -> None:
         ids = np.asarray(token_ids, np.int64)
@@ -149,16 +170,16 @@ class ModelDrafter(TreeDrafter):
 
     def _prefill(self) -> Passes[None]:
         """Compute the committed text; its last position gives the root's children."""
-        if len(self._text) > self._session.capacity:
+        if len(self._text) > self._network.capacity:
             return
-        context = self._own_context()
+        kv = self._own_kv()
         waiting = np.array(self._text[self._length :])
         if (waiting >= self._num_readable).any():
             return
         for begin in range(0, len(waiting), self._prefill_rows):
             chunk = waiting[begin : begin + self._prefill_rows]
-            part = SequencePart(context, chunk, self._length, np.array([len(chunk) - 1]))
-            wanted = Wanted(self._session, part)
+            part = SequencePart(kv, chunk, self._length, np.array([len(chunk) - 1]))
+            wanted = Wanted(self._network, part)
             result = yield wanted
             self._sharing = wanted.answers
             self._length += len(chunk)
@@ -172,16 +193,12 @@ class ModelDrafter(TreeDrafter):
             self._shares[answers] = self._costs.step_share(answers)
         return self._shares[answers]
 
-    def _own_context(self) -> Context:
-        """This sequence's context; at first with the latest sequence's common prefix."""
-        session = self._session
-        if self._context is None:
-            latest = session.context
-            self._context = latest if latest.is_spare else session.fork(latest)
-            self._context.is_spare = False
-            session.use(self._context)
-            self._length = min(session.held(self._text), len(self._text) - 1)
-        return self._context
+    def _own_kv(self) -> SequenceKV:
+        """This sequence's KV cache; at first with the latest sequence's common prefix."""
+        if self._kv is None:
+            self._kv = self._latest.take()
+            self._length = min(self._kv.num_cached(self._text), len(self._text) - 1)
+        return self._kv
 
     def _candidates(self, logits: F32) -> tuple[I64, F64]:
         """The likeliest tokens of `logits` [R, V] and their log-probabilities, both [R, K]."""
@@ -206,7 +223,7 @@ class ModelDrafter(TreeDrafter):
             if not len(nodes):
                 return
             self._expanded = np.concatenate([self._expanded, nodes])
-            wanted = Wanted(self._session, self._level(pool, len(nodes)))
+            wanted = Wanted(self._network, self._level(pool, len(nodes)))
             result = yield wanted
             self._sharing = wanted.answers
             self._book_level()
@@ -219,7 +236,7 @@ class ModelDrafter(TreeDrafter):
 
     def _prices(self) -> F64:
         """Milliseconds of expanding 1, 2, ... nodes, up to the free positions of the cache."""
-        used, room = len(self._expanded), self._session.capacity - self._length
+        used, room = len(self._expanded), self._network.capacity - self._length
         rows = np.arange(used + 1, min(room, used + self._limits.verify_size) + 1)
         share = self._share()
         prices = price(share, rows)
@@ -236,16 +253,16 @@ class ModelDrafter(TreeDrafter):
         The graph's tree mask covers only one pass, so each level recomputes the whole tree. A
         chain computes only its last node.
         """
-        assert self._context is not None
+        assert self._kv is not None
         tree, _ = pool.tree(self._expanded)
         depths, mask = tree.layout()
         rows = len(self._expanded)
         self._is_chain = int(depths[-1]) == rows
         if self._is_chain:
             last = tree.token_ids[-1:]
-            return SequencePart(self._context, last, self._length + rows - 1, np.zeros(1, np.int64))
+            return SequencePart(self._kv, last, self._length + rows - 1, np.zeros(1, np.int64))
         return SequencePart(
-            self._context,
+            self._kv,
             tree.token_ids[1:],
             self._length,
             np.arange(rows - count, rows),
@@ -258,10 +275,9 @@ class ModelDrafter(TreeDrafter):
         if self._pool is not None:
             accepted = np.flatnonzero(np.isin(self._expanded, self._chosen[path]))
             if len(accepted) and not self._is_chain:
-                assert self._context is not None
-                self._session.use(self._context)
-                self._session.compact(self._length, accepted)
+                assert self._kv is not None
+                self._kv.compact(self._length, accepted)
             self._length += len(accepted)
-        if self._context is not None:
-            self._context.cut(self._length)
+        if self._kv is not None:
+            self._kv.truncate(self._length)
         super().learn(tree, path, emitted)

@@ -23,13 +23,13 @@ from edgellm.device_runtime.networks.draft import (
     RequestedResult,
     open_draft,
 )
-from edgellm.device_runtime.networks.sequence_kv import Context
+from edgellm.device_runtime.networks.sequence_kv import SequenceKV
 from edgellm.device_runtime.runners.batch_costs import SharedCosts
 from edgellm.device_runtime.runners.device_speculation import RoundOutcome
 from edgellm.device_runtime.sampling.sampler import Sampler
 from edgellm.device_runtime.speculate.acceptance import Accepted
 from edgellm.device_runtime.speculate.device_rounds import DeviceRounds, RoundPart, open_rounds
-from edgellm.device_runtime.speculate.draft_cache import CommittedRows
+from edgellm.device_runtime.speculate.draft_cache import DraftKVCaches
 from edgellm.device_runtime.speculate.drafter import (
     SpecState,
     Verified,
@@ -61,11 +61,11 @@ def open_network(order: DrafterContext, name: str) -> LoadedDrafter:
     folder, manifest = open_own(order, name)
     check_draft_rows(order.limits, manifest)
     with FileCheck(folder, manifest.files, order.verify):
-        session = open_draft(folder, manifest)
-    measured = session.costs_of(manifest, manifest.max_draft_tree_size)
+        network = open_draft(folder, manifest)
+    measured = network.costs_of(manifest, manifest.max_draft_tree_size)
     image_ids = order.image_ids(has_embeddings=manifest.draft.decoder.images is not None)
     growth = growth_of(order.options, order.limits)
-    rounds = None if growth is None else open_rounds(order.session, session, growth)
+    rounds = None if growth is None else open_rounds(order.network, network, growth)
     if rounds is not None:
         rounds.prepare(manifest.draft, manifest.max_draft_tree_size)
     host = order.host_ms if rounds is None else (0.0, 0.0)
@@ -73,15 +73,15 @@ def open_network(order: DrafterContext, name: str) -> LoadedDrafter:
     prices = Costs.of(*passes, *host, levels=SharedCosts.find(STEP, measured))
     round_rows = order.limits.round_rows
     max_rows = max(manifest.main_graphs[-1].max_rows, round_rows)
-    rows = CommittedRows(session, round_rows, image_ids, max_rows=max_rows)
+    caches = DraftKVCaches(network, round_rows, image_ids, max_rows=max_rows)
 
     def start(learned: SpecState) -> EagleDrafter:
         maximum = manifest.max_draft_tree_size
         return EagleDrafter(
-            rows, learned, order.limits, prices, max_tree_rows=maximum, rounds=rounds
+            caches, learned, order.limits, prices, max_tree_rows=maximum, rounds=rounds
         )
 
-    return LoadedDrafter(prices, start, (rows,), growth if rounds is not None else None)
+    return LoadedDrafter(prices, start, (caches,), growth if rounds is not None else None)
 
 
 def check_draft_rows(limits: TreeLimits, draft: Engine) -> None:
@@ -101,7 +101,7 @@ class EagleDrafter(KVDrafter):
 
     def __init__(
         self,
-        rows: CommittedRows,
+        caches: DraftKVCaches,
         learned: SpecState,
         limits: TreeLimits,
         costs: Costs,
@@ -112,14 +112,14 @@ class EagleDrafter(KVDrafter):
         """Compute nothing.
 
         Args:
-            rows: the draft's cache.
+            caches: the draft's.
             learned: see `TreeDrafter`.
             limits: the user's limits.
             costs: pass times of the engine.
             max_tree_rows: maximum tokens that the draft engine takes in one round.
             rounds: rounds on the device, if it can run them.
         """
-        super().__init__(rows, learned, limits)
+        super().__init__(caches, learned, limits)
         self._costs, self._max_tree_rows = costs, max_tree_rows
         self._hidden_store = np.zeros((1 + max_tree_rows, 0), np.float32)
         self._unrelated = np.eye(1 + max_tree_rows, dtype=np.bool_)
@@ -130,12 +130,11 @@ class EagleDrafter(KVDrafter):
 
     def _prefill(self) -> Passes[None]:
         """Compute the waiting positions; the last gives the root's children."""
-        session = self._rows.session
         self._skip_what_was_missed()
         for part in self._parts():
-            wanted = Wanted(session, part, asks=self._rounds is not None)
+            wanted = Wanted(self._network, part, is_async=self._rounds is not None)
             self._root = None  # the result of an earlier pass is obsolete
-            if wanted.asks:
+            if wanted.is_async:
                 self._root = yield wanted
             else:
                 result = yield wanted
@@ -145,7 +144,7 @@ class EagleDrafter(KVDrafter):
 
     def _parts(self) -> Iterator[DraftPart]:
         """The passes over the waiting positions."""
-        return self._own.parts(self._limits.top_k)
+        return self._kv.parts(self._limits.top_k)
 
     def _prices(self) -> tuple[F64, F64]:
         """Milliseconds of a level of 1, 2, ... nodes, and of extending by tokens (index)."""
@@ -158,18 +157,18 @@ class EagleDrafter(KVDrafter):
 
     def plan_round(
         self,
-        session: DecoderNetwork,
-        newest: tuple[int, Context, int],
+        network: DecoderNetwork,
+        newest: tuple[int, SequenceKV, int],
         levels: int,
         sampler: Sampler,
         *,
         is_exact: bool,
     ) -> tuple[DeviceRounds, RoundPart] | None:
         """See `Drafter.plan_round`."""
-        rounds, sizes, (root, context, length) = self._rounds, self._sizes, newest
-        if rounds is None or sizes is None or session is not rounds.base:
+        rounds, sizes, (root, kv, length) = self._rounds, self._sizes, newest
+        if rounds is None or sizes is None or network is not rounds.base:
             return None
-        if context.adapter is not None:  # recorded passes have no adapters
+        if kv.adapter is not None:  # recorded passes have no adapters
             return None
         above = self._root
         if levels < 1 or not isinstance(above, RequestedResult) or not self._is_ready():
@@ -177,12 +176,12 @@ class EagleDrafter(KVDrafter):
         self._controller.set_batch_load(self.batch_load)
         self._size = size = sizes.plan(min(levels, self._limits.steps), self._sharing)
         draft_rows = sum(rounds.growth.widths[: size.levels - 1])
-        if above.row is None or length + size.nodes > session.capacity:
+        if above.row is None or length + size.nodes > network.capacity:
             return None
-        if self._own.length + draft_rows > self._rows.session.capacity:
+        if self._kv.length + draft_rows > self._network.capacity:
             return None
         return rounds, RoundPart(
-            (context, self._own.context), root, above.row, (length, self._own.length), size,
+            (kv, self._kv.kv), root, above.row, (length, self._kv.length), size,
             sampler, self._policy.curve, is_exact,
         )  # fmt: skip
 
@@ -207,11 +206,11 @@ class EagleDrafter(KVDrafter):
 
     def _is_ready(self) -> bool:
         """False while committed positions wait: the tree is then the root."""
-        return not self._own.has_waiting
+        return not self._kv.has_waiting
 
     def _expand(self, pool: CandidatePool, levels: int) -> Passes[None]:
         assert self._root is not None
-        policy, root, committed = self._policy, self._root(), self._own.length
+        policy, root, committed = self._policy, self._root(), self._kv.length
         if self._hidden_store.shape[1] != root.hidden.shape[1]:
             shape = 1 + self._max_tree_rows, root.hidden.shape[1]
             self._hidden_store = np.zeros_like(root.hidden, shape=shape)
@@ -219,7 +218,7 @@ class EagleDrafter(KVDrafter):
         mask = self._unrelated.copy()  # attention mask of tree nodes; 0 is the root
         slots = np.zeros(len(pool.token_ids), np.int64)
         newest = self._add(pool, np.zeros(1, np.int64), root)
-        used, maximum = 0, min(self._max_tree_rows, self._rows.session.capacity - committed)
+        used, maximum = 0, min(self._max_tree_rows, self._network.capacity - committed)
         for level in range(1, levels):
             nodes = policy.frontier(pool, newest, self._prices()[0][: maximum - used])
             if not len(nodes):
@@ -228,7 +227,7 @@ class EagleDrafter(KVDrafter):
             slots[nodes] = own = np.arange(used + 1, used + 1 + len(nodes))
             mask[own] |= mask[above]
             part = DraftPart(
-                self._own.context,
+                self._kv.kv,
                 pool.token_ids[nodes],
                 committed + used,
                 own - own[0],
@@ -237,7 +236,7 @@ class EagleDrafter(KVDrafter):
                 position_ids=np.full(len(nodes), committed + level - 1),
                 tree_mask=mask[own, 1 : own[-1] + 1],
             )
-            wanted = Wanted(self._rows.session, part)
+            wanted = Wanted(self._network, part)
             result = yield wanted
             self._sharing = wanted.answers
             self._controller.set_batch_load(self.batch_load)  # other drafters may have set theirs

@@ -43,13 +43,13 @@ def open(order: DrafterContext) -> LoadedDrafter:
     folder, manifest = open_own(order, "medusa")
     limits = heads_limits(order, manifest.draft)
     with FileCheck(folder, manifest.files, order.verify):
-        session = open_heads(folder, manifest)
-    measured = manifest.cost_ms or costs(session, manifest.draft, limits.top_k)
+        network = open_heads(folder, manifest)
+    measured = manifest.cost_ms or costs(network, manifest.draft, limits.top_k)
     prices = Costs.of(order.pass_costs(), None, measured[ALL_HEADS], *order.host_ms)
     image_ids = order.image_ids(has_embeddings=True)
 
     def start(learned: SpecState) -> MedusaDrafter:
-        return MedusaDrafter(session, learned, limits, prices, image_ids=image_ids)
+        return MedusaDrafter(network, learned, limits, prices, image_ids=image_ids)
 
     return LoadedDrafter(prices, start)
 
@@ -80,7 +80,7 @@ class MedusaDrafter(TreeDrafter):
 
     def __init__(
         self,
-        session: HeadsNetwork,
+        network: HeadsNetwork,
         learned: SpecState,
         limits: TreeLimits,
         costs: Costs,
@@ -90,14 +90,14 @@ class MedusaDrafter(TreeDrafter):
         """Compute nothing.
 
         Args:
-            session: the heads, at least one for each level of `limits`.
+            network: the heads, at least one for each level of `limits`.
             learned: see `TreeDrafter`.
             limits: the user's limits.
             costs: pass times of the engine; `extend` of 1 is one pass of the heads.
             image_ids: token ids of image positions, if the base takes images.
         """
         super().__init__(learned, limits, image_ids=image_ids)
-        self._session, self._costs = session, costs
+        self._network, self._costs = network, costs
         self._has_candidates = False
         self._shares: dict[int, F64] = {}  # prices by batch size
 
@@ -110,7 +110,7 @@ class MedusaDrafter(TreeDrafter):
     def _prefill(self) -> Passes[None]:
         """Run the heads."""
         maximum = self._limits.top_k
-        wanted = Wanted(self._session, HeadsPart(self._feature, maximum))
+        wanted = Wanted(self._network, HeadsPart(self._feature, maximum))
         ids, log_probs = yield wanted
         answers = wanted.answers
         if answers not in self._shares:

@@ -15,7 +15,7 @@ from edgellm.core.errors import LimitError
 from edgellm.core.graph_roles import DRAFT, EXTEND
 from edgellm.core.manifest import Engine
 from edgellm.device_runtime.networks.draft import DraftPart, open_draft
-from edgellm.device_runtime.speculate.draft_cache import CommittedRows, MaskRows
+from edgellm.device_runtime.speculate.draft_cache import DraftKVCaches, MaskRows
 from edgellm.device_runtime.speculate.drafter import SpecState
 from edgellm.device_runtime.speculate.drafter_loading import DrafterContext, LoadedDrafter, open_own
 from edgellm.device_runtime.speculate.drafters.eagle import EagleDrafter
@@ -36,16 +36,16 @@ def open(order: DrafterContext) -> LoadedDrafter:
     limits = heads_limits(order, manifest.draft)
     masks = mask_rows(limits, manifest)
     with FileCheck(folder, manifest.files, order.verify):
-        session = open_draft(folder, manifest)
-    measured = session.costs_of(manifest, manifest.max_draft_tree_size)
+        network = open_draft(folder, manifest)
+    measured = network.costs_of(manifest, manifest.max_draft_tree_size)
     prices = Costs.of(order.pass_costs(), None, measured[EXTEND], *order.host_ms)
     image_ids = order.image_ids(has_embeddings=manifest.draft.decoder.images is not None)
-    rows = CommittedRows(session, limits.round_rows, image_ids, max_rows=limits.round_rows)
+    caches = DraftKVCaches(network, limits.round_rows, image_ids, max_rows=limits.round_rows)
 
     def start(learned: SpecState) -> PEagleDrafter:
-        return PEagleDrafter(rows, learned, limits, prices, masks)
+        return PEagleDrafter(caches, learned, limits, prices, masks)
 
-    return LoadedDrafter(prices, start, (rows,))
+    return LoadedDrafter(prices, start, (caches,))
 
 
 def mask_rows(limits: TreeLimits, draft: Engine) -> MaskRows:
@@ -65,7 +65,7 @@ class PEagleDrafter(EagleDrafter):
 
     def __init__(
         self,
-        rows: CommittedRows,
+        caches: DraftKVCaches,
         learned: SpecState,
         limits: TreeLimits,
         costs: Costs,
@@ -74,17 +74,17 @@ class PEagleDrafter(EagleDrafter):
         """Compute nothing.
 
         Args:
-            rows: the draft's cache.
+            caches: the draft's.
             learned: see `TreeDrafter`.
             limits: the user's limits, at most as deep as the draft predicts.
             costs: pass times of the engine; `extend` includes the mask tokens.
             masks: the mask tokens of a pass.
         """
-        super().__init__(rows, learned, limits, costs, max_tree_rows=1)
+        super().__init__(caches, learned, limits, costs, max_tree_rows=1)
         self._masks = masks
 
     def _parts(self) -> Iterator[DraftPart]:
-        return self._own.parts(self._limits.top_k, self._masks)
+        return self._kv.parts(self._limits.top_k, self._masks)
 
     def _expand(self, pool: CandidatePool, levels: int) -> Passes[None]:
         assert self._root is not None

@@ -16,7 +16,6 @@ from edgellm.core.graph_io import LOGITS
 from edgellm.device_runtime import LLM, SamplingParams
 from edgellm.device_runtime.engine.profile import Profile
 from edgellm.device_runtime.networks.decoder import PassResult
-from edgellm.device_runtime.networks.sequence_kv import Context
 from edgellm.device_runtime.sampling.sampler import Sampler
 
 GREEDY = SamplingParams(temperature=0)
@@ -32,23 +31,9 @@ class ScriptedSession:
 
     def __init__(self, script, capacity=64, vocab_size=96):
         self.script, self.capacity, self.vocab_size = list(script), capacity, vocab_size
-        self.length, self.max_batch_size, self.context = 0, 1, Context()
+        self.length, self.max_batch_size = 0, 1
 
-    def use(self, context):
-        self.context = context
-
-    def new_context(self):
-        return Context()
-
-    def close(self, context): ...
-
-    def begin_text(self, prompt_rows, held, marks):
-        del prompt_rows, marks
-        return held
-
-    def end_text(self, length): ...
-
-    def run_many(self, parts):
+    def run_batch(self, parts):
         (part,) = parts
         assert part.write_index == self.length
         self.length += len(part.token_ids)
@@ -64,7 +49,7 @@ def scripted(llm, monkeypatch):
 
     def script(*words):
         ids = [llm.tokenizer.encode(word, add_special_tokens=False)[0] for word in words]
-        monkeypatch.setattr(llm, "session", ScriptedSession(ids))
+        monkeypatch.setattr(llm, "base", ScriptedSession(ids))
 
     return script
 
@@ -92,7 +77,7 @@ def test_greedy_ids_equal_transformers(llm, tiny_checkpoint):
 def test_prefill_chunks_do_not_change_the_output(llm, rows):
     def ids(prefill_rows):
         prompt, sampler = list(range(20, 31)), Sampler(GREEDY)
-        return list(generate(llm.session, prompt, sampler, 8, Profile(), prefill_rows=prefill_rows))
+        return list(generate(llm.base, prompt, sampler, 8, Profile(), prefill_rows=prefill_rows))
 
     assert ids(rows) == ids(11)
 
@@ -270,7 +255,7 @@ def test_limits(llm):
 
 def test_tokens_beyond_the_capacity_are_rejected(llm):
     with pytest.raises(LimitError, match=r"60 \+ 5 tokens exceed the KV capacity of 64"):
-        llm.session.run(np.arange(5), 60, np.array([4]))
+        llm.base.run(np.arange(5), 60, np.array([4]))
 
 
 def test_first_positions_must_start_at_zero(tiny_bundle):
@@ -283,7 +268,7 @@ def test_first_positions_must_start_at_zero(tiny_bundle):
 def test_nan_logits_end_the_request(llm, monkeypatch):
     session = ScriptedSession([9])
     nan = PassResult({LOGITS: np.full((1, 1, 96), np.nan, np.float32)}, 1)
-    monkeypatch.setattr(session, "run_many", lambda _: [nan])
-    monkeypatch.setattr(llm, "session", session)
+    monkeypatch.setattr(session, "run_batch", lambda _: [nan])
+    monkeypatch.setattr(llm, "base", session)
     with pytest.raises(EdgeLLMError, match="computed nan"):
         list(llm.generate("w20"))

@@ -139,27 +139,36 @@ def _in_pass(*, of_draft: bool, is_late: bool = False) -> Callable:
     def place(llm: LLM, answer: RequestOutput, hook: Hook) -> None:
         hook.is_late, hook.left = is_late, 1  # not the prompt's
         kv_cache_manager, victim = llm.kv_cache_manager, answer._entry.sequence
-        session = (
-            kv_cache_manager._draft_caches[0].session if of_draft else kv_cache_manager.session
-        )
+        network = _draft(llm) if of_draft else kv_cache_manager.base
 
         def concerns(parts: Any) -> bool:
             own = kv_cache_manager._begun.get(victim)
             if own is None:
                 return False
-            context = own[1].context if of_draft else own[0]
-            return any(part.context is context for part in parts)
+            kv = own[1].kv if of_draft else own[0]
+            return any(part.kv is kv for part in parts)
 
-        session.run_many = hook.before(session.run_many, concerns)
+        network.run_batch = hook.before(network.run_batch, concerns)
 
     return place
 
 
-def _in_session(name: str) -> Callable:
+def _draft(llm: LLM) -> Any:
+    return llm.kv_cache_manager._networks[1].network
+
+
+def _in_kv(name: str) -> Callable:
+    """A method of the victim's KV cache in the base."""
+
     def place(llm: LLM, answer: RequestOutput, hook: Hook) -> None:
-        session, victim = llm.kv_cache_manager.session, answer._entry.sequence
-        shared = getattr(session, name)
-        setattr(session, name, hook.before(shared, lambda *_: session.context is victim.context))
+        victim, new_kv = answer._entry.sequence, llm.base.new_kv
+
+        def hooked() -> Any:
+            kv = new_kv()
+            setattr(kv, name, hook.before(getattr(kv, name), lambda *_: kv is victim.kv))
+            return kv
+
+        llm.base.new_kv = hooked
 
     return place
 
@@ -189,8 +198,8 @@ HOOKS = {
     "draft's forward pass": _in_pass(of_draft=True),
     "end of a forward pass": _in_pass(of_draft=False, is_late=True),
     "end of a draft's forward pass": _in_pass(of_draft=True, is_late=True),
-    "compaction": _in_session("compact"),
-    "text in the cache": _in_session("begin_text"),
+    "compaction": _in_kv("compact"),
+    "text in the cache": _in_kv("begin"),
     "catch_up in the middle": _in_generator("catch_up"),
     "propose in the middle": _in_generator("propose"),
     **{
@@ -215,7 +224,7 @@ HOOKS = {
 WARNED = {
     "drafter end": _in_drafter("end"),
     "drafter drop": _in_drafter("drop"),
-    "kept rows": _in_slot("is_to_keep"),
+    "kept rows": _in_slot("is_pin_due"),
 }
 
 
@@ -267,10 +276,10 @@ def free(llm):
     """Check that no resources are held after a test, and that shared state is intact."""
     kv_cache_manager = llm.kv_cache_manager
     before = (
-        kv_cache_manager.free_rows,
-        kv_cache_manager._draft_caches[0].session._contexts.free_rows,
+        kv_cache_manager.num_free,
+        _draft(llm)._swapper.pool.num_free,
     )
-    shared = [kv_cache_manager, kv_cache_manager.session, kv_cache_manager._draft_caches[0].session]
+    shared = [kv_cache_manager, kv_cache_manager.base, _draft(llm)]
     own = [set(vars(one)) for one in shared]
     yield
     for one, names in zip(shared, own, strict=True):
@@ -278,8 +287,8 @@ def free(llm):
             delattr(one, name)
     assert llm._turns._batch.entries == []
     assert (
-        kv_cache_manager.free_rows,
-        kv_cache_manager._draft_caches[0].session._contexts.free_rows,
+        kv_cache_manager.num_free,
+        _draft(llm)._swapper.pool.num_free,
     ) == before
     assert not kv_cache_manager._begun
 
@@ -320,7 +329,7 @@ def test_errors_after_the_output_become_warnings(llm, expected, name, error):
     WARNED[name](llm, answers[VICTIM], hook)
     for _ in llm.together(answers):
         pass
-    assert llm.kv_cache_manager.free_rows  # finished sequences are retired
+    assert llm.kv_cache_manager.num_free  # finished sequences are retired
     assert hook.is_hit
     assert [_facts(one) for one in answers] == expected
     assert any("boom" in line for line in answers[VICTIM].warnings)
@@ -393,7 +402,7 @@ def test_errors_reach_only_their_thread_or_task(llm, expected, name):
                 found = [one.exception(60) or one.result() for one in asked]
         _require_cause(found[VICTIM], ERRORS[0])
         assert [found[at] for at in (0, 2)] == [expected[at] for at in (0, 2)]
-        llm.kv_cache_manager.session.__dict__.pop("run_many", None)
+        llm.kv_cache_manager.base.__dict__.pop("run_batch", None)
 
 
 @pytest.mark.usefixtures("free")

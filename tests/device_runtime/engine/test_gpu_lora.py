@@ -32,7 +32,6 @@ from edgellm.core.graph_roles import DECODER
 from edgellm.core.manifest import GraphSpec, with_kv_dtype
 from edgellm.device_runtime.api.llm import LLM
 from edgellm.device_runtime.networks.decoder import SequencePart
-from edgellm.device_runtime.networks.sequence_kv import Context
 from edgellm.device_runtime.runners import tensorrt
 from edgellm.device_runtime.runners.tensorrt.kernel_cache import KV_DTYPES
 from edgellm.device_runtime.sampling.sampler import SamplingParams
@@ -123,22 +122,22 @@ def on_tensorrt(tiny_bundle, tmp_path_factory):
 
 def _logits(llm, lora=None):
     """Logits of a prompt in two chunks."""
-    llm.session.use(context := Context())
-    context.adapter = None if lora is None else llm._adapters.find(lora)
+    kv = llm.base.new_kv()
+    kv.adapter = None if lora is None else llm._adapters.find(lora)
     pieces = (0, 7), (7, len(TOKENS))
-    found = [llm.session.run(TOKENS[a:b], a, np.arange(b - a)).logits.copy() for a, b in pieces]
-    llm.session.close(context)
+    found = [llm.base.run(TOKENS[a:b], a, np.arange(b - a), kv=kv).logits.copy() for a, b in pieces]
+    kv.free()
     return np.concatenate(found)
 
 
 def _together(llm, names):
-    contexts = [Context() for _ in names]
-    for context, name in zip(contexts, names, strict=True):
-        context.adapter = None if name is None else llm._adapters.find(name)
-    parts = [SequencePart(context, TOKENS, 0, np.arange(12)) for context in contexts]
-    found = [result.logits.copy() for result in llm.session.run_many(parts)]
-    for context in contexts:
-        llm.session.close(context)
+    kvs = [llm.base.new_kv() for _ in names]
+    for kv, name in zip(kvs, names, strict=True):
+        kv.adapter = None if name is None else llm._adapters.find(name)
+    parts = [SequencePart(kv, TOKENS, 0, np.arange(12)) for kv in kvs]
+    found = [result.logits.copy() for result in llm.base.run_batch(parts)]
+    for kv in kvs:
+        kv.free()
     return found
 
 
@@ -184,7 +183,7 @@ def test_requests_with_different_adapters_share_passes(engines, folders, tiny_bu
         asked = dataclasses.replace(PLAN, max_batch_size=5)
         bundle = read_bundle("llm", tiny_bundle, asked)
         predicted = onnxruntime_cuda.estimate(tiny_bundle, bundle, asked).adapter_bytes
-        shapes = llm.session._runner._adapters.shapes.values()
+        shapes = llm.base._runner._adapters.shapes.values()
         assert predicted == 4 * sum(rows * width for rows, width in shapes)
         names = [None, *folders]
         alone = [_logits(llm, name) for name in names]

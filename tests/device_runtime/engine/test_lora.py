@@ -28,7 +28,6 @@ from edgellm.core.errors import EdgeLLMError
 from edgellm.device_runtime.api.llm import LLM
 from edgellm.device_runtime.engine.kv_snapshot import SnapshotFolder
 from edgellm.device_runtime.networks.decoder import SequencePart
-from edgellm.device_runtime.networks.sequence_kv import Context
 from edgellm.device_runtime.sampling.sampler import SamplingParams
 from edgellm.device_runtime.speculate.options import SpecOptions
 from edgellm.export import models
@@ -81,11 +80,11 @@ def llm(engines, folders):
 
 def _logits(llm, lora=None, tokens=TOKENS):
     """Logits of a prompt in two chunks."""
-    llm.session.use(context := Context())
-    context.adapter = None if lora is None else llm._adapters.find(lora)
+    kv = llm.base.new_kv()
+    kv.adapter = None if lora is None else llm._adapters.find(lora)
     pieces = (0, 7), (7, len(tokens))
-    found = [llm.session.run(tokens[a:b], a, np.arange(b - a)).logits.copy() for a, b in pieces]
-    llm.session.close(context)
+    found = [llm.base.run(tokens[a:b], a, np.arange(b - a), kv=kv).logits.copy() for a, b in pieces]
+    kv.free()
     return np.concatenate(found)
 
 
@@ -108,13 +107,13 @@ def test_adapter_batches_are_batch_invariant(kind, engines, folders, tiny_bundle
     with _open(engines[kind], folders) as llm:
         names = [None, *folders]
         alone = [_logits(llm, name) for name in names]
-        contexts = [Context() for _ in names]
-        for context, name in zip(contexts, names, strict=True):
-            context.adapter = None if name is None else llm._adapters.find(name)
-        parts = [SequencePart(context, TOKENS, 0, np.arange(12)) for context in contexts]
-        together = [result.logits.copy() for result in llm.session.run_many(parts)]
-        for context in contexts:
-            llm.session.close(context)
+        kvs = [llm.base.new_kv() for _ in names]
+        for kv, name in zip(kvs, names, strict=True):
+            kv.adapter = None if name is None else llm._adapters.find(name)
+        parts = [SequencePart(kv, TOKENS, 0, np.arange(12)) for kv in kvs]
+        together = [result.logits.copy() for result in llm.base.run_batch(parts)]
+        for kv in kvs:
+            kv.free()
         assert [each.tobytes() for each in together] == [each.tobytes() for each in alone]
         answers = [llm.generate(PROMPT, lora=name, **GREEDY) for name in names]
         for _ in llm.together(answers):
@@ -159,10 +158,10 @@ def test_prefixes_are_reused_only_for_the_same_adapter(engines, folders, tmp_pat
     with _open(engines["none"], folders, context_reuse=True) as llm:
         reused(llm, "all")
         contexts = SnapshotFolder(tmp_path, {})
-        contexts.save(llm.kv_cache_manager.contexts())
+        contexts.save(llm.kv_cache_manager.all_prefixes())
     with _open(engines["none"], folders, context_reuse=True) as llm:
         for one in contexts.load(1).contexts:
-            llm.kv_cache_manager.kept.add(one)
+            llm.kv_cache_manager.pinned.add(one)
         llm.unload_adapter("all")
         llm.load_adapter("all", folders["qv"])  # other weights under the name
         assert reused(llm, None) == 0

@@ -91,7 +91,7 @@ def test_passes_outside_of_requests_invalidate_the_cache(reusing, plain):
     from edgellm.device_runtime.engine.step import prefill_chunk
 
     ask(reusing, "w30 w31 w32 w33")
-    prefill_chunk(reusing.session, [30, 31, 50, 51], 0, 64)
+    prefill_chunk(reusing.base, [30, 31, 50, 51], 0, 64)
     answer = ask(reusing, "w30 w31 w32 w33")
     assert reused(answer) == 2
     assert answer.token_ids == ask(plain, "w30 w31 w32 w33").token_ids
@@ -168,7 +168,7 @@ def test_prefixes_that_cannot_be_pinned_give_a_warning(tiny_engine):
     model = LLM(tiny_engine)
     answer = respond(model, request(say("user", "w20"), saves=True))
     assert answer["warnings"] == ["nothing was pinned: the prompt has no separate system prompt"]
-    model.kv_cache_manager.kept = PinnedPrefixes(limit_bytes=LENGTH)
+    model.kv_cache_manager.pinned = PinnedPrefixes(limit_bytes=LENGTH)
     answer = respond(model, request(SYSTEM, say("user", "w20"), saves=True))
     assert answer["warnings"] == [f"the system prompt takes more than {LENGTH} bytes: not kept"]
     respond(model, request(say("user", "w60 w61")))

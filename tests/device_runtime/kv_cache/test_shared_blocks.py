@@ -63,26 +63,26 @@ def test_shared_prefixes_of_a_batch_are_computed_once(llm, fresh):
 
 def test_finished_sequences_are_evicted_on_demand(llm, fresh):
     """Three times the cache's size; finished sequences are not swapped out."""
-    kv_cache_manager, everything = llm.kv_cache_manager, llm.kv_cache_manager.session.free_rows
+    kv_cache_manager, everything = llm.kv_cache_manager, llm.kv_cache_manager.base.num_free
     prompts = [" ".join(f"w{(7 * at + word) % 86 + 9}" for word in range(50)) for at in range(24)]
     found = _ask(llm, *prompts, length=12)
     _same(found, _ask(fresh, *prompts, length=12))
     assert 1 <= len(kv_cache_manager._finished.all) < len(prompts)
-    assert kv_cache_manager.free_rows == everything
-    assert kv_cache_manager.session.free_rows < everything
+    assert kv_cache_manager.num_free == everything
+    assert kv_cache_manager.base.num_free < everything
     last = _ask(llm, prompts[-1])
     assert _reused(last)[0] >= 48
-    while kv_cache_manager._finished.forget_one():
+    while kv_cache_manager._finished.evict():
         pass
     kv_cache_manager._retire()
-    while kv_cache_manager._finished.forget_one():
+    while kv_cache_manager._finished.evict():
         pass
-    assert kv_cache_manager.session.free_rows == everything
+    assert kv_cache_manager.base.num_free == everything
 
 
 def test_without_the_flag_nothing_is_cached(shared_engine):
     llm = LLM(shared_engine)
-    everything = llm.session.free_rows
+    everything = llm.base.num_free
     assert _reused(_ask(llm, *[f"{SYSTEM} w80"] * 3)) == [0, 0, 0]
-    assert llm.kv_cache_manager.free_rows == everything
-    assert llm.session.free_rows == everything
+    assert llm.kv_cache_manager.num_free == everything
+    assert llm.base.num_free == everything

@@ -25,7 +25,7 @@ from edgellm.core.manifest import LLM_BUNDLE, load_bundle, with_kv_dtype
 from edgellm.device_runtime import LLM, SamplingParams, SpecOptions
 from edgellm.device_runtime.engine.kv_snapshot import SnapshotFolder
 from edgellm.device_runtime.networks.decoder import DecoderNetwork, SequencePart
-from edgellm.device_runtime.networks.sequence_kv import Context
+from edgellm.device_runtime.networks.sequence_kv import SequenceKV
 from edgellm.device_runtime.runners.tensorrt.batch_runner import BatchRunner
 from edgellm.device_runtime.runners.tensorrt.ragged_batch import shared_rows
 from edgellm.device_runtime.scheduler.request_output import RequestOutput
@@ -84,7 +84,7 @@ def test_any_schedule_is_batch_invariant(folder, backend):
     """Chunks with image tokens, with tokens and trees of others; each has its own positions."""
     session, rng = OPEN[backend](folder), np.random.default_rng(2)
     spec = load_bundle(folder / "fp16", LLM_BUNDLE).decoder
-    run_together(session, lambda at: Scripted(at, CAPACITY, spec), MOST + 1, rng)
+    run_together(session, lambda at: Scripted(at, session.new_kv(), CAPACITY, spec), MOST + 1, rng)
 
 
 @pytest.mark.parametrize("folder", ["internvl"], indirect=True)
@@ -104,14 +104,14 @@ def test_costs_of_an_engine_without_trees_are_measured(folder):
 def test_passes_without_images_are_recorded(folder, monkeypatch):
     """Also of models with images, which do not use the embeddings set for other prompts."""
     session, runs = open_cuda(folder), cuda_on_cpu.Runs(monkeypatch)
-    contexts = [Context(), Context()]
-    for seed, context in enumerate(contexts):
-        context.images = random_images(load_bundle(folder / "fp16", LLM_BUNDLE).decoder, seed)
-        session.run_many([SequencePart(context, VOCABULARY + np.arange(20), 0, np.array([19]))])
+    kvs = [session.new_kv(), session.new_kv()]
+    for seed, kv in enumerate(kvs):
+        kv.images = random_images(load_bundle(folder / "fp16", LLM_BUNDLE).decoder, seed)
+        session.run_batch([SequencePart(kv, VOCABULARY + np.arange(20), 0, np.array([19]))])
     assert runs.ids == ["-1", "-1"]
     token, row = np.array([40]), np.array([0])
-    session.run_many([SequencePart(context, token, 20, row) for context in contexts])
-    session.run_many([SequencePart(contexts[0], token, 21, row)])
+    session.run_batch([SequencePart(kv, token, 20, row) for kv in kvs])
+    session.run_batch([SequencePart(kvs[0], token, 21, row)])
     assert all(int(each) > 0 for each in runs.ids[2:])
 
 
@@ -194,10 +194,8 @@ def test_image_positions_are_forked_and_saved(engines, tmp_path, monkeypatch):
         *alone, other = answers(llm, [*repeated, asked[1]])
     folder = SnapshotFolder(tmp_path / "contexts", {"base": "1"})
     folder.prepare()
-    fork, forked = DecoderNetwork.fork, list[Context]()
-    monkeypatch.setattr(
-        DecoderNetwork, "fork", lambda self, one: forked.append(one) or fork(self, one)
-    )
+    fork, forked = SequenceKV.fork, list[SequenceKV]()
+    monkeypatch.setattr(SequenceKV, "fork", lambda self: forked.append(self) or fork(self))
     with open_llm(context_reuse=True) as llm:
         require_reused(llm.generate_batch(repeated, **ASK)[1:], alone[1:])
         assert forked
@@ -205,12 +203,12 @@ def test_image_positions_are_forked_and_saved(engines, tmp_path, monkeypatch):
         (found,) = llm.generate_batch([asked[1]], **ASK)
         assert found.token_ids == other
         assert found.timings()["reused_tokens"] < found.profile.image_tokens[0]
-        saved = folder.save(llm.kv_cache_manager.contexts())
+        saved = folder.save(llm.kv_cache_manager.all_prefixes())
     for speculative in (True, False):
         with open_llm(context_reuse=True) as llm:
-            loaded = folder.load(llm.kv_cache_manager.num_caches)
+            loaded = folder.load(llm.kv_cache_manager.num_networks)
             assert (len(loaded.contexts), loaded.ignored) == (saved, [])
             for context in loaded.contexts:
-                llm.kv_cache_manager.kept.add(context)
+                llm.kv_cache_manager.pinned.add(context)
             found = llm.generate_batch([asked[0], asked[1]], speculative=speculative, **ASK)
             require_reused(found, [alone[0], other])

@@ -15,7 +15,7 @@ from edgellm.core.errors import EdgeLLMError
 from edgellm.core.manifest import LLM_ENGINE, load_engine
 from edgellm.device_runtime import LLM, SamplingParams, SpecOptions
 from edgellm.device_runtime.engine.kv_snapshot import SnapshotFolder
-from edgellm.device_runtime.networks import decoder, recurrent_state
+from edgellm.device_runtime.networks import recurrent_state, sequence_kv
 from edgellm.device_runtime.networks.decoder import DecoderNetwork, SequencePart, open_decoder
 from edgellm.device_runtime.requests.lossless_check import prove
 from edgellm.device_runtime.requests.request_file import Options
@@ -51,7 +51,7 @@ def plain(engine) -> LLM:
 
 @pytest.fixture
 def reusing(engine, monkeypatch) -> LLM:
-    monkeypatch.setattr(decoder, "CHECKPOINT_ROWS", 16)
+    monkeypatch.setattr(sequence_kv, "CHECKPOINT_ROWS", 16)
     return LLM(engine, context_reuse=True)
 
 
@@ -107,7 +107,7 @@ def test_tree_logits_equal_single_token_logits(engine, seed):
             tree_mask=mask,
         ).logits.copy()
     deepest = max(paths, key=len)
-    session.compact(len(prompt), np.array(deepest))
+    session.kv.compact(len(prompt), np.array(deepest))
     following = len(prompt) + len(deepest)
     after = session.run(np.array([50]), following, np.zeros(1, np.int64)).logits[0].copy()
     other = open_decoder(engine, load_engine(engine, LLM_ENGINE))
@@ -148,7 +148,7 @@ def test_passes_are_batch_invariant(engine, several):
     random = np.random.default_rng(3)
     together = open_decoder(several, load_engine(several, LLM_ENGINE))
     alone = open_decoder(engine, load_engine(engine, LLM_ENGINE))
-    contexts = [(together.new_context(), alone.new_context()) for _ in range(5)]
+    kvs = [(together.new_kv(), alone.new_kv()) for _ in range(5)]
     lengths = [0] * 5
     for _ in range(12):
         chosen = random.permutation(5)[: random.integers(1, 4)]
@@ -161,21 +161,19 @@ def test_passes_are_batch_invariant(engine, several):
                     mask[node] |= mask[int(random.integers(node))]
                 positions = lengths[at] + mask.sum(1) - 1
             ids, wanted = random.integers(9, 96, rows), np.arange(rows)
-            part = SequencePart(contexts[at][0], ids, lengths[at], wanted, positions, mask)
+            part = SequencePart(kvs[at][0], ids, lengths[at], wanted, positions, mask)
             parts.append(part)
-            alone.use(contexts[at][1])
-            own = part._replace(context=contexts[at][1])
-            expected.append(alone.run_many([own])[0].logits.copy())
+            own = part._replace(kv=kvs[at][1])
+            expected.append(alone.run_batch([own])[0].logits.copy())
             if mask is not None:
-                alone.compact(lengths[at], np.flatnonzero(mask[-1]))
-        found = [result.logits.copy() for result in together.run_many(parts)]
+                own.kv.compact(lengths[at], np.flatnonzero(mask[-1]))
+        found = [result.logits.copy() for result in together.run_batch(parts)]
         for at, part, ours, theirs in zip(chosen, parts, found, expected, strict=True):
             np.testing.assert_array_equal(ours, theirs)
             path = np.arange(len(part.token_ids))
             if part.tree_mask is not None:
                 path = np.flatnonzero(part.tree_mask[-1])
-                together.use(part.context)
-                together.compact(lengths[at], path)
+                part.kv.compact(lengths[at], path)
             lengths[at] += len(path)
 
 
@@ -231,7 +229,7 @@ def test_checkpoints_stay_within_their_memory(engine, reusing, plain, monkeypatc
     monkeypatch.setattr(recurrent_state, "CHECKPOINT_BYTES", 2 * memory.num_bytes)
     prompt = [*range(20, 90)]
     ask(reusing, words(*prompt))
-    assert len(reusing.session.context.memory.checkpoints) == 2
+    assert len(reusing.kv_cache_manager._finished.all[0].kvs[0].states.checkpoints) == 2
     answer = ask(reusing, words(*prompt, 5))
     assert answer.timings()["reused_tokens"] == 69
     assert answer.token_ids == ask(plain, words(*prompt, 5)).token_ids
@@ -265,10 +263,10 @@ def test_pinned_prefixes_have_states(engine, plain, tmp_path):
     assert turn(model, first) == (0, turn(plain, first)[1])
     turn(model, words(70, 71))
     folder.prepare()
-    folder.save(model.kv_cache_manager.contexts())
+    folder.save(model.kv_cache_manager.all_prefixes())
     restarted = LLM(engine)
     for kept in folder.load(1).contexts:
-        restarted.kv_cache_manager.kept.add(kept)
+        restarted.kv_cache_manager.pinned.add(kept)
     for llm in (model, restarted):
         for text in (f"{beginning} w40", f"{beginning} w41 w42", first):
             reused, found = turn(llm, text)

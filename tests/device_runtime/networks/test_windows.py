@@ -19,7 +19,6 @@ from edgellm.core.kv_cache_size import cache_bytes
 from edgellm.core.manifest import LLM_ENGINE, load_engine
 from edgellm.device_runtime import LLM, SamplingParams, SpecOptions
 from edgellm.device_runtime.networks.decoder import SequencePart, open_decoder
-from edgellm.device_runtime.networks.sequence_kv import Context
 
 WINDOW, CAPACITY, TOGETHER, PAGE, PASS = 40, 1024, 2, 64, 256
 OWN = CpuOptions("edgellm")
@@ -76,7 +75,7 @@ def open_session(folder):
 
 
 def bounded_pool(session):
-    (pool,) = (pool for pool in session._runner._pages._pools if pool.is_bounded)
+    (pool,) = (pool for pool in session._runner.kv_pool._pools if pool.is_bounded)
     return pool
 
 
@@ -86,8 +85,8 @@ IDS = np.random.default_rng(5).integers(9, 96, CAPACITY)
 class Scripted:
     """Chunks, tokens and trees up to the cache's end, and the logits of every position."""
 
-    def __init__(self, seed):
-        self.rng, self.context, self.length = np.random.default_rng(seed), Context(), 0
+    def __init__(self, seed, kv):
+        self.rng, self.kv, self.length = np.random.default_rng(seed), kv, 0
         self.seen = []
 
     def part(self):
@@ -102,35 +101,35 @@ class Scripted:
             self.path = np.flatnonzero(self.mask[int(self.rng.integers(size))])
             positions = self.length + self.mask.sum(1) - 1
         ids = self.rng.integers(9, 96, size)
-        return SequencePart(self.context, ids, self.length, np.arange(size), positions, self.mask)
+        return SequencePart(self.kv, ids, self.length, np.arange(size), positions, self.mask)
 
-    def take(self, session, result):
+    def take(self, result):
         self.seen.append(result.logits.tobytes())
         if self.mask is not None:
-            session.use(self.context)
-            session.compact(self.length, self.path)
+            self.kv.compact(self.length, self.path)
         self.length += len(self.path)
 
 
 def run_scripts(session, maximum):
     """All logits of five sequences; some are swapped out, and all end."""
-    rng, everyone = np.random.default_rng(0), [Scripted(seed) for seed in range(5)]
+    rng = np.random.default_rng(0)
+    everyone = [Scripted(seed, session.new_kv()) for seed in range(5)]
     while active := [one for one in everyone if one.length < CAPACITY]:
         some = list(rng.permutation(active))[:maximum]
-        results = session.run_many([one.part() for one in some])
+        results = session.run_batch([one.part() for one in some])
         for one, result in zip(some, results, strict=True):
-            one.take(session, result)
-        session.save(some[0].context)
+            one.take(result)
+        some[0].kv.swap_out()
     for one in everyone:
-        session.close(one.context)
+        one.kv.free()
     return [one.seen for one in everyone]
 
 
 def test_logits_equal_those_of_a_full_cache(engine, whole):
     session = open_session(engine)
-    free = bounded_pool(session).free_rows
+    free = bounded_pool(session).num_free
     assert run_scripts(session, TOGETHER) == run_scripts(open_session(whole), 1)
-    assert bounded_pool(session).free_rows == free
+    assert bounded_pool(session).num_free == free
 
 
 def test_window_blocks_are_bounded(engine):
@@ -160,18 +159,19 @@ def read(session, begin, end):
 def test_a_fork_continues_if_its_window_is_cached(engine, whole):
     session = open_session(engine)
     read(session, 0, 700)
-    least = session.least_rows
+    kv = session.kv
+    least = kv.min_length
     assert 512 - PAGE - 64 <= least <= 512  # where the last chunk began
     expected = {length: read(open_session(whole), 0, length) for length in (least + 1, 701, 740)}
-    saved, fork = session.read_rows(700), session.fork(session.context)
-    session.use(fork)
-    assert (session.least_rows, read(session, 700, 740)) == (least, expected[740])
-    session.write_rows(saved[..., : least + 20, :], IDS.tolist(), least)
-    assert (session.least_rows, session.num_rows) == (least, least + 20)
+    saved, session.kv = kv.read(700), kv.fork()
+    kv = session.kv
+    assert (kv.min_length, read(session, 700, 740)) == (least, expected[740])
+    kv.write(saved[..., : least + 20, :], IDS.tolist(), least)
+    assert (kv.min_length, kv.length) == (least, least + 20)
     assert read(session, least, least + 1) == expected[least + 1]
-    session.save(session.context)
-    assert session.least_rows == least, "a copy of rows has no more than they had"
-    session.write_rows(saved, IDS.tolist(), least)
+    kv.swap_out()
+    assert kv.min_length == least, "a copy of rows has no more than they had"
+    kv.write(saved, IDS.tolist(), least)
     assert read(session, 700, 701) == expected[701]
     with pytest.raises(ValueError, match="were freed"):
         session.run(IDS[:1], least - 1, np.array([0]))

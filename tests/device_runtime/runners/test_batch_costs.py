@@ -11,6 +11,7 @@ from edgellm.device_runtime.networks.known_costs import known_costs
 from edgellm.device_runtime.runners import batch_costs
 from edgellm.device_runtime.runners.batch_costs import SharedCosts, measure_shared
 from edgellm.device_runtime.runners.onnxruntime_cuda import padded_batch
+from edgellm.device_runtime.runners.runner import Runner
 from edgellm.device_runtime.runners.tensorrt import ragged_batch
 from edgellm.device_runtime.speculate.policy.costs import BatchLoad, Costs
 
@@ -77,10 +78,10 @@ def test_tokens_and_trees_of_all_are_measured(monkeypatch):
     assert found[shared_kind(PASS, 6)] == {"1": 5.0, "2": 5.0, "4": 5.0}
 
 
-class Arranging:
+class Batching(Runner):
     """A runner that requests the costs of passes."""
 
-    shared_rows = 8, 32
+    batch_limits = 8, 32
     learned: SharedCosts | None = None
 
     def learn_costs(self, found):
@@ -88,7 +89,7 @@ class Arranging:
 
 
 def test_only_missing_costs_are_measured():
-    runner, measured = Arranging(), []
+    runner, measured = Batching(), []
 
     def measure():
         measured.append(0)
@@ -100,7 +101,7 @@ def test_only_missing_costs_are_measured():
     found = known_costs(runner, PASS, {PASS: {"1": 3.0}}, measure)  # of an older build
     assert (found[PASS]["1"], len(measured)) == (3.0, 1)
     assert runner.learned.of(2, 16) == pytest.approx(12.6)
-    assert known_costs(object(), PASS, {PASS: {"1": 3.0}}, measure) == {PASS: {"1": 3.0}}
+    assert known_costs(Runner(), PASS, {PASS: {"1": 3.0}}, measure) == {PASS: {"1": 3.0}}
     assert len(measured) == 1
 
 

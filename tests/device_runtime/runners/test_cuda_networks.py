@@ -220,25 +220,26 @@ def test_reused_kv_cache_equals_a_fresh_prompt(engine):
     depths = np.array([0, 1, 1, 2, 2, 3])
     one.run(np.arange(10, 20), 0, np.zeros(1, np.int64))
     one.run(ids, 10, np.arange(6), position_ids=10 + depths, tree_mask=mask)
-    one.compact(10, path)
+    one.kv.compact(10, path)
     fresh.run(np.concatenate([np.arange(10, 20), ids[path]]), 0, np.zeros(1, np.int64))
-    saved = fresh.read_rows(13)
-    np.testing.assert_allclose(one.read_rows(13), saved, atol=1e-5)
+    saved = fresh.kv.read(13)
+    np.testing.assert_allclose(one.kv.read(13), saved, atol=1e-5)
     other = cuda_on_cpu.open_base(engine)
-    other.write_rows(saved)
-    np.testing.assert_array_equal(other.read_rows(13), saved)
+    other.kv.write(saved)
+    np.testing.assert_array_equal(other.kv.read(13), saved)
     results = [s.run(np.array([50]), 13, np.zeros(1, np.int64)).logits for s in (other, fresh)]
     np.testing.assert_array_equal(*results)
 
 
 def test_compaction_with_overlapping_positions(engine):
     session = cuda_on_cpu.open_base(engine)
-    before = np.random.default_rng(0).standard_normal(session.read_rows(20).shape, np.float32)
-    session.write_rows(before)
-    session._contexts.admit(session.context).compact(4, np.array([1, 2, 3, 5, 6, 7, 12]))
+    session.run(np.arange(20), 0, np.zeros(1, np.int64))
+    before = np.random.default_rng(0).standard_normal(session.kv.read(20).shape, np.float32)
+    session.kv.write(before)
+    session._swapper.swap_in(session.kv).compact(4, np.array([1, 2, 3, 5, 6, 7, 12]))
     expected = before.copy()
     expected[..., 4:11, :] = before[..., [5, 6, 7, 9, 10, 11, 16], :]
-    np.testing.assert_array_equal(session.read_rows(20), expected)
+    np.testing.assert_array_equal(session.kv.read(20), expected)
 
 
 def test_passes_over_a_growing_cache(eagle_pair, engine):

@@ -25,7 +25,6 @@ from edgellm.core.graph_roles import DECODER
 from edgellm.core.manifest import LLM_ENGINE, GraphSpec, load_engine, with_kv_dtype
 from edgellm.device_runtime import LLM, SamplingParams, SpecOptions
 from edgellm.device_runtime.networks.decoder import SequencePart, open_decoder
-from edgellm.device_runtime.networks.sequence_kv import Context
 from edgellm.device_runtime.runners import tensorrt
 from edgellm.device_runtime.runners.onnxruntime_cuda import padded_batch
 from edgellm.export import models
@@ -102,53 +101,56 @@ def open_session(engine):
 
 
 def whole_pages(session, rows):
-    return -(-rows // session.page_rows) * session.page_rows
+    return -(-rows // session.block_size) * session.block_size
 
 
 def test_any_schedule_is_batch_invariant(engine):
     session, rng = open_session(engine), np.random.default_rng(2)
     for trial in range(1 if (engine / LOWERED).exists() else 3):  # which is slow on the fake GPU
         count = int(rng.integers(2, 7))
-        run_together(
-            session, lambda at, first=100 * trial: Scripted(first + at, CAPACITY), count, rng
-        )
-    assert session.free_rows == MOST * whole_pages(session, CAPACITY)
+        seeds = range(100 * trial, 100 * trial + count)
+
+        def make(at, seeds=seeds):
+            return Scripted(seeds[at], session.new_kv(), CAPACITY)
+
+        run_together(session, make, count, rng)
+    assert session.num_free == MOST * whole_pages(session, CAPACITY)
 
 
 def test_forks_share_rows_until_one_of_them_writes(engine):
     session = open_session(engine)
     ids = np.arange(100) % 80 + 10
     session.run(ids, 0, np.array([99]))
-    free, first = session.free_rows, session.context
-    second = session.fork(session.context)
-    assert session.free_rows == free
+    free, first = session.num_free, session.kv
+    second = first.fork()
+    assert session.num_free == free
     expected = [
         session.run(np.array([token]), 100, np.array([0])).logits.copy() for token in (7, 8)
     ]
-    session.use(second)
-    assert session.held(ids.tolist()) == 100
+    session.kv = second
+    assert second.num_cached(ids.tolist()) == 100
     found = session.run(np.array([8]), 100, np.array([0])).logits.copy()
-    assert session.free_rows == free - session.page_rows  # another block may be shared
+    assert session.num_free == free - session.block_size  # another block may be shared
     assert found.tobytes() == expected[1].tobytes()
-    session.use(first)
+    session.kv = first
     again = session.run(np.array([7]), 100, np.array([0])).logits
     assert again.tobytes() == expected[0].tobytes()
-    session.close(second)
-    assert session.free_rows == free
-    session.save(first)
-    assert session.free_rows == free + whole_pages(session, 100)
-    session.use(first)
+    second.free()
+    assert session.num_free == free
+    first.swap_out()
+    assert session.num_free == free + whole_pages(session, 100)
+    session.kv = first
     again = session.run(np.array([7]), 100, np.array([0])).logits
     assert again.tobytes() == expected[0].tobytes()
 
 
 def test_rows_beyond_the_capacity_compute_nothing(engine):
     session = open_session(engine)
-    one, other = Context(), Context()
-    session.run_many([SequencePart(one, np.arange(5), 0, np.array([4]))])
+    one, other = session.new_kv(), session.new_kv()
+    session.run_batch([SequencePart(one, np.arange(5), 0, np.array([4]))])
     beyond = SequencePart(other, np.arange(120), 100, np.array([4]))
     with pytest.raises(LimitError, match="exceed the KV capacity"):
-        session.run_many([SequencePart(one, np.arange(5), 5, np.array([4])), beyond])
+        session.run_batch([SequencePart(one, np.arange(5), 5, np.array([4])), beyond])
     assert (one.keys, other.keys) == ([0, 1, 2, 3, 4], [])
 
 
@@ -165,8 +167,8 @@ def test_batched_requests(engine, spec):
     expected = [llm.generate(prompt, sampling=kind, **ask) for prompt, kind in asks]
     for answer in expected:
         list(answer)
-    passes, run = [], llm.session.run_many
-    llm.session.run_many = lambda parts: passes.append(len(parts)) or run(parts)
+    passes, run = [], llm.base.run_batch
+    llm.base.run_batch = lambda parts: passes.append(len(parts)) or run(parts)
     found = llm.generate_batch(
         [prompt for prompt, _ in asks], sampling=[kind for _, kind in asks], max_generate_length=24
     )

@@ -134,11 +134,12 @@ def test_disturbed_times_are_monotone():
 class SlowDecoder:
     """A `DecoderNetwork` whose passes take scripted seconds."""
 
-    capacity, max_batch_size, shared_rows, pass_rows = 4096, 1, (0, 0), 0
+    capacity, max_batch_size, batch_limits, max_pass_tokens = 4096, 1, (0, 0), 0
 
     def __init__(self, clock: Clock, takes) -> None:
         self._clock, self._takes = clock, takes
         self.rows: list[int] = []
+        self.kv = SimpleNamespace(free=lambda: None)
 
     def run(self, token_ids, write_index, logits_index) -> None:
         assert 0 <= write_index <= self.capacity - len(token_ids)
@@ -155,7 +156,7 @@ def test_all_measurements_of_a_build_share_one_budget(clock, monkeypatch, shape,
     for name, value in {"vocab_size": 50, "num_parameters": 1000, "recurrent": None}.items():
         object.__setattr__(spec, name, value)
     session = SlowDecoder(clock, takes)
-    monkeypatch.setattr(decoder, "session", lambda *_: session)
+    monkeypatch.setattr(decoder, "network", lambda *_: session)
     plan = Plan(1024, 4096, max_verify_tree_size=16)
     costs, prefill_rows = measure({DECODER: None}, spec, plan)
     assert clock.now_s <= max(BUDGET_S, takes(1))
@@ -201,11 +202,12 @@ def test_trees_by_estimates_are_no_larger_than_those_by_measurements(known):
 class WatchedDraft:
     """A draft that records its passes."""
 
-    capacity, shared_rows = 32, (0, 0)
+    capacity, batch_limits = 32, (0, 0)
 
     def __init__(self, clock: Clock | None = None, seconds: float = 0.0) -> None:
         self.passes: list[tuple[str, int]] = []
         self._clock, self._seconds = clock or Clock(), seconds
+        self.kv = SimpleNamespace(free=lambda: None)
 
     def fuse(self, taps):
         self.passes.append(("fuse", len(taps)))

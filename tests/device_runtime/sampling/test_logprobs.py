@@ -56,7 +56,7 @@ def test_speculative_outputs_have_logprobs_of_every_token(eagle_pair, temperatur
     # A pass over the output's tokens gives the same log-probabilities.
     ids = [*answer.prompt.token_ids, *answer.token_ids[:-1]]
     rows = np.arange(len(answer.prompt.token_ids) - 1, len(ids))
-    result = llm.session.run(np.asarray(ids), 0, rows)
+    result = llm.base.run(np.asarray(ids), 0, rows)
     for logits, entry in zip(result.logits, entries, strict=True):
         expected = token_logprobs(logits, entry.token_id, 2)
         assert entry.logprob == pytest.approx(expected.logprob, abs=1e-4)

@@ -116,8 +116,8 @@ class _Spoiling:
     def __init__(self, session, happens):
         self.session, self.happens, self.capacity = session, happens, session.capacity
 
-    def run_many(self, parts):
-        results, (part,) = self.session.run_many(parts), parts
+    def run_batch(self, parts):
+        results, (part,) = self.session.run_batch(parts), parts
         if len(part.token_ids) == 3 and part.token_ids[0] == self.spoilt:
             return [self.happens(result) for result in results]
         return results
@@ -141,7 +141,7 @@ def _breaks(_):
 def test_a_failed_request_does_not_affect_the_batch(tiny_engine, happens, reason):
     llm = LLM(tiny_engine)
     expected = _alone(llm, max_generate_length=12)
-    llm.session = spoiling = _Spoiling(llm.session, happens)
+    llm.base = spoiling = _Spoiling(llm.base, happens)
     spoiling.spoilt = 23  # the first word of the fourth
 
     def ask(at):
@@ -189,11 +189,11 @@ def test_before_pass_can_end_a_request(tiny_engine):
 def test_an_interrupt_ends_only_its_pass(tiny_engine):
     llm = LLM(tiny_engine)
     expected = _alone(llm, max_generate_length=8)
-    session, llm.session = llm.session, _Spoiling(llm.session, _interrupted)
-    llm.session.spoilt = 23  # the first word of the fourth
+    session, llm.base = llm.base, _Spoiling(llm.base, _interrupted)
+    llm.base.spoilt = 23  # the first word of the fourth
     with pytest.raises(KeyboardInterrupt):
         llm.generate_batch(PROMPTS, sampling=SAMPLINGS, max_generate_length=8)
-    llm.session = session
+    llm.base = session
     answers = llm.generate_batch(PROMPTS, sampling=SAMPLINGS, max_generate_length=8)
     assert [_facts(answer) for answer in answers] == expected
 

@@ -13,6 +13,7 @@ from scripted_heads import StrictHeads
 from scripted_sessions import (
     DRAFTS,
     VOCAB,
+    DraftText,
     StrictBase,
     StrictDraft,
     StrictModel,
@@ -26,11 +27,11 @@ from edgellm.device_runtime.engine.prompt import Prompt
 from edgellm.device_runtime.engine.sequence import Sequence
 from edgellm.device_runtime.engine.step import step
 from edgellm.device_runtime.sampling.sampler import Sampler
-from edgellm.device_runtime.speculate.draft_cache import CommittedRows
+from edgellm.device_runtime.speculate.draft_cache import DraftKVCaches
 from edgellm.device_runtime.speculate.drafter import TextDrafter
 from edgellm.device_runtime.speculate.drafters import ngram, suffix
 from edgellm.device_runtime.speculate.drafters.block import BlockDrafter
-from edgellm.device_runtime.speculate.drafters.draft import ModelDrafter
+from edgellm.device_runtime.speculate.drafters.draft import LatestKV, ModelDrafter
 from edgellm.device_runtime.speculate.drafters.eagle import EagleDrafter
 from edgellm.device_runtime.speculate.drafters.medusa import MedusaDrafter
 from edgellm.device_runtime.speculate.policy.costs import Costs
@@ -62,24 +63,27 @@ class Rig:
         else:
             learned = learned_of(FixedTree(LIMITS), FAIR, starts)
         if self.drafts == "eagle":
-            rows = CommittedRows(StrictDraft(CAPACITY, draft), LIMITS.steps + 1)
-            self.caches = (rows,)
+            caches = DraftKVCaches(StrictDraft(CAPACITY, draft), LIMITS.steps + 1)
+            self.caches = (caches,)
         if self.drafts == "block":
             blocks = StrictBlocks(CAPACITY, draft, LIMITS.steps + 1, links=8)
-            rows = CommittedRows(blocks, LIMITS.round_rows)
-            self.caches = (rows,)
+            caches = DraftKVCaches(blocks, LIMITS.round_rows)
+            self.caches = (caches,)
         model = recorded(StrictModel(CAPACITY, draft))
+        latest = LatestKV(model)
         heads = StrictHeads(self.base, draft, LIMITS.steps)
         self.start = {
             "plain": lambda: None,
             "text": lambda: TextDrafter(learned, LIMITS),
-            "eagle": lambda: EagleDrafter(rows, learned, LIMITS, FAIR, max_tree_rows=12),
+            "eagle": lambda: EagleDrafter(caches, learned, LIMITS, FAIR, max_tree_rows=12),
             "draft": lambda: ModelDrafter(
-                model, learned, LIMITS, FAIR, num_candidates=VOCAB, num_readable=VOCAB,
+                model, latest, learned, LIMITS, FAIR, num_candidates=VOCAB, num_readable=VOCAB,
                 prefill_rows=64,
             ),
             "medusa": lambda: MedusaDrafter(heads, learned, LIMITS, FAIR),
-            "block": lambda: BlockDrafter(rows, blocks, learned, LIMITS, FAIR, num_candidates=8),
+            "block": lambda: BlockDrafter(
+                caches, blocks.block, learned, LIMITS, FAIR, num_candidates=8
+            ),
         }[self.drafts]  # fmt: skip
         self.kv_cache_manager = KVCacheManager(
             recorded(self.base), 4, self.caches, reuses_context=self.reuses_context
@@ -141,9 +145,9 @@ def test_outputs_do_not_depend_on_the_order_of_steps(
 
 def test_a_single_sequence_is_never_swapped_out(monkeypatch):
     rig = Rig("eagle")
-    for session in (StrictBase, StrictDraft):
-        monkeypatch.delattr(session, "read_rows")
-        monkeypatch.delattr(session, "write_rows")
+    for session in (StrictBase, DraftText):
+        monkeypatch.delattr(session, "read")
+        monkeypatch.delattr(session, "write")
     expected = alone([3, 1, 4], GREEDY, 12).token_ids
     for _ in range(2):
         assert rig.finish(rig.begin([3, 1, 4], GREEDY, 12)).token_ids == expected

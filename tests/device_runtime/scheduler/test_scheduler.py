@@ -34,17 +34,17 @@ LIMITS = TreeLimits(3, 4, 8)
 class Pool(KVCacheManager):
     """One shared cache that counts the blocks of all sequences."""
 
-    def __init__(self, rows: int, page_rows: int) -> None:
+    def __init__(self, rows: int, block_size: int) -> None:
         super().__init__(recorded(StrictBase(CAPACITY)), PIECE)
-        self.num_rows, self.page_rows = rows, page_rows
+        self.num_rows, self.block_size = rows, block_size
         self.entries: list[RunningRequest] = []
 
     def used(self) -> int:
         held = (e.sequence.num_rows for e in self.entries if not e.saved_rows)
-        return sum(math.ceil(rows / self.page_rows) * self.page_rows for rows in held)
+        return sum(math.ceil(rows / self.block_size) * self.block_size for rows in held)
 
     @property
-    def free_rows(self) -> int:
+    def num_free(self) -> int:
         return self.num_rows - self.used()
 
 
@@ -154,7 +154,7 @@ def test_any_schedule_gives_equal_tokens(arrivals, maximum, page, spare):
 def test_the_oldest_request_is_never_preempted():
     """Five sequences decode in a cache for one and a half: the oldest advances in every step."""
     pool = Pool(CAPACITY + 32, 4)
-    batch = Batch(pool, Bounds(5, PIECE, page_rows=4))
+    batch = Batch(pool, Bounds(5, PIECE, block_size=4))
     arrivals = [Arrival([3, 1, 4, 1], GREEDY, 40 + at, 0, 0, None, False) for at in range(5)]
     for one in arrivals:
         batch.add(one.begin([]))

@@ -152,10 +152,10 @@ def test_a_thread_that_waits_for_another_request_frees_its_place(tiny_engine):
 def test_a_closed_llm_raises(tiny_engine):
     with LLM(tiny_engine) as llm:
         steps = _begun(llm)
-        unread, session = llm.generate("w20"), weakref.ref(llm.session)
+        unread, session = llm.generate("w20"), weakref.ref(llm.base)
     assert session() is None  # its memory is freed at once
     for use in (lambda: next(steps), lambda: _ids(unread), lambda: llm.generate("w20"),
-                lambda: llm.session, lambda: llm.__enter__()):  # fmt: skip
+                lambda: llm.base, lambda: llm.__enter__()):  # fmt: skip
         with pytest.raises(EdgeLLMError, match="the LLM was closed"):
             use()
     llm.close()

@@ -16,7 +16,7 @@ from edgellm.device_runtime.engine.kv_cache_manager import KVCacheManager
 from edgellm.device_runtime.scheduler.running_batch import Batch
 from edgellm.device_runtime.scheduler.scheduler import Bounds
 from edgellm.device_runtime.scheduler.step_lock import StepLock
-from edgellm.device_runtime.speculate.draft_cache import CommittedRows
+from edgellm.device_runtime.speculate.draft_cache import DraftKVCaches
 from edgellm.device_runtime.speculate.drafters.eagle import EagleDrafter
 from edgellm.device_runtime.speculate.options import SpecOptions
 from edgellm.device_runtime.speculate.policy.costs import Costs
@@ -33,7 +33,7 @@ class Drafters:
     """As `open_drafter.Drafters`, around a scripted draft."""
 
     make: Callable[[], EagleDrafter]
-    caches: tuple[CommittedRows, ...]
+    caches: tuple[DraftKVCaches, ...]
     options: SpecOptions
 
     def start(self, *, greedy: bool) -> EagleDrafter:
@@ -61,7 +61,7 @@ def scripted(request, llm, monkeypatch):
         session = StrictDraft(capacity, lambda context: oracle(context, logits_of))
         fixed = request.param == "fixed"
         learned = learned_of(FixedTree(LIMITS)) if fixed else by_cost(LIMITS, FREE)
-        rows = CommittedRows(session, LIMITS.steps + 1)
+        rows = DraftKVCaches(session, LIMITS.steps + 1)
 
         def make():
             return EagleDrafter(rows, learned, LIMITS, FREE, max_tree_rows=10)

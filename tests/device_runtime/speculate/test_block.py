@@ -22,7 +22,7 @@ from edgellm.device_runtime.engine.profile import Profile
 from edgellm.device_runtime.networks.block import open_block
 from edgellm.device_runtime.networks.draft import DraftPart
 from edgellm.device_runtime.sampling.sampler import Sampler
-from edgellm.device_runtime.speculate.draft_cache import CommittedRows
+from edgellm.device_runtime.speculate.draft_cache import DraftKVCaches
 from edgellm.device_runtime.speculate.drafters.block import BlockDrafter
 from edgellm.device_runtime.speculate.policy.costs import Costs
 from edgellm.device_runtime.speculate.policy.static_tree import StaticTree
@@ -40,13 +40,13 @@ def drafting(policy="fixed", draft="oracle", capacity=128, **block):
     """Factory of drafters, and their shared session."""
     session = StrictBlocks(capacity, DRAFTS[draft], **block)
     limits = SpecOptions(choices=CHOICES).limits(60) if policy == "static" else LIMITS
-    rows = CommittedRows(session, limits.round_rows)
+    rows = DraftKVCaches(session, limits.round_rows)
     made = StaticTree(CHOICES) if policy == "static" else FixedTree(limits)
     learned = by_cost(limits, COSTS) if policy == "cost" else learned_of(made, COSTS)
     count = session.block.links or limits.top_k
 
     def start():
-        return BlockDrafter(rows, session, learned, limits, COSTS, num_candidates=count)
+        return BlockDrafter(rows, session.block, learned, limits, COSTS, num_candidates=count)
 
     return start, session
 
@@ -131,8 +131,8 @@ def parts(session, ids, taps, sizes, rows, top_k):
     for size in sizes:
         own = slice(at, at + size)
         block = np.arange(size, size + rows)
-        part = DraftPart(session.context, ids[own], at, block, top_k, taps=taps[own].numpy())
-        (found,) = session.run_many([part])
+        part = DraftPart(session.kv, ids[own], at, block, top_k, taps=taps[own].numpy())
+        (found,) = session.run_batch([part])
         at += size
     return found
 
@@ -198,15 +198,15 @@ def test_blocks_of_several_requests_share_a_pass(engines, name, tmp_path):
     built = build_engine("draft", bundle, tmp_path / "e", plan, "onnxruntime", print)
     session = open_block(tmp_path / "e" / "draft", built)
     taps = np.random.default_rng(2).standard_normal((9, 3 * 96), np.float32)
-    first, second = session.context, session.new_context()
+    first, second = session.kv, session.new_kv()
 
-    def part(context, rows, newest):
+    def part(kv, rows, newest):
         ids, block = np.full(rows, newest), np.arange(rows, rows + 6)
-        return DraftPart(context, ids, 0, block, layout.draft_vocab, taps=taps[:rows])
+        return DraftPart(kv, ids, 0, block, layout.draft_vocab, taps=taps[:rows])
 
     wanted = [part(first, 9, 20), part(second, 4, 30)]
-    alone = [found.copy() for one in wanted for found in session.run_many([one])]
-    for found, expected in zip(session.run_many(wanted), alone, strict=True):
+    alone = [found.copy() for one in wanted for found in session.run_batch([one])]
+    for found, expected in zip(session.run_batch(wanted), alone, strict=True):
         np.testing.assert_array_equal(found.token_ids, expected.token_ids)
         np.testing.assert_allclose(found.log_probs, expected.log_probs, atol=1e-5)
         rows = slice(0 if layout.from_newest else 1, None)  # what is predicted

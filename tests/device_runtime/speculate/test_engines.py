@@ -76,7 +76,7 @@ def is_int4(pair) -> bool:
 
 
 def cache_rows(session, length: int) -> np.ndarray:
-    return session.read_rows(length)
+    return session.kv.read(length)
 
 
 @pytest.fixture(scope="module", params=NAMES)
@@ -102,7 +102,7 @@ def test_a_compacted_cache_equals_a_fresh_one(pair, end):
     session, fresh = open_base(pair.engine), open_base(pair.engine)
     path = np.array(path_of(end))
     verified(session)
-    session.compact(len(PREFIX), path)
+    session.kv.compact(len(PREFIX), path)
     ids = np.concatenate([PREFIX, TREE.token_ids[path]])
     fresh.run(ids, 0, np.zeros(1, np.int64))
     rows = (cache_rows(one, len(ids)) for one in (session, fresh))
@@ -306,7 +306,7 @@ def test_long_accepted_paths_leave_a_sound_cache(pair):
         knowing = Knowing(plain)
         rounds = list(
             speculate(
-                llm.session, knowing, ids, Sampler(SAMPLINGS[1]), len(plain), Profile(),
+                llm.base, knowing, ids, Sampler(SAMPLINGS[1]), len(plain), Profile(),
                 prefill_rows=llm.manifest.prefill_rows,
             )
         )  # fmt: skip

@@ -9,7 +9,7 @@ import pytest
 
 from edgellm.device_runtime import LLM, SamplingParams, SpecOptions
 from edgellm.device_runtime.engine.kv_snapshot import SnapshotFolder
-from edgellm.device_runtime.networks import decoder
+from edgellm.device_runtime.networks import sequence_kv
 from edgellm.device_runtime.requests.lossless_check import prove
 from edgellm.device_runtime.requests.request_file import Options
 
@@ -35,7 +35,7 @@ def engine(request, eagle_pairs) -> Path:
 @pytest.fixture
 def models(engine, monkeypatch) -> tuple[LLM, LLM]:
     """An LLM with a draft and a prefix cache, and a plain one."""
-    monkeypatch.setattr(decoder, "CHECKPOINT_ROWS", 16)
+    monkeypatch.setattr(sequence_kv, "CHECKPOINT_ROWS", 16)
     return LLM(engine, spec=WITH_TEXT, context_reuse=True), LLM(engine)
 
 
@@ -69,10 +69,10 @@ def test_saved_kv_cache_continues_with_any_token(engine, models, tmp_path):
     text = words(*range(20, 32))
     answer = ask(model, text)
     known = answer.prompt_token_count + len(answer.token_ids) - 1
-    folder.save(model.kv_cache_manager.contexts())
+    folder.save(model.kv_cache_manager.all_prefixes())
     again, fresh = (LLM(engine, spec=WITH_TEXT, context_reuse=True) for _ in range(2))
-    for kept in folder.load(again.kv_cache_manager.num_caches).contexts:
-        again.kv_cache_manager.kept.add(kept)
+    for kept in folder.load(again.kv_cache_manager.num_networks).contexts:
+        again.kv_cache_manager.pinned.add(kept)
     turn = " ".join([text, *answer.text.split()[: len(answer.token_ids) - 1], words(60, 61)])
     expected = ask(plain, turn).token_ids
     assert ask(fresh, turn).token_ids == expected
@@ -84,7 +84,7 @@ def test_saved_kv_cache_continues_with_any_token(engine, models, tmp_path):
 
 
 def _rows_of_draft(model: LLM):
-    return model.kv_cache_manager.contexts()[-1].rows[1]
+    return model.kv_cache_manager.all_prefixes()[-1].rows[1]
 
 
 def test_limits_and_consecutive_requests(models):

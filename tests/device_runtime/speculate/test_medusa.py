@@ -199,7 +199,7 @@ def test_requests_share_passes_of_the_heads(eagle_pairs, tmp_path):
     heads = open_heads(engine / "draft", built)
     features = np.random.default_rng(3).standard_normal((3, 96), np.float32)
     alone = [[each.copy() for each in heads.candidates(one, 5)] for one in features]
-    together = heads.run_many([HeadsPart(one, 5) for one in features])
+    together = heads.run_batch([HeadsPart(one, 5) for one in features])
     for found, expected in zip(together, alone, strict=True):
         assert [each.tobytes() for each in found] == [each.tobytes() for each in expected]
     words = ["w20 w21 w22 w23", "w20 w21 w40", "w50 w51"]
@@ -207,12 +207,12 @@ def test_requests_share_passes_of_the_heads(eagle_pairs, tmp_path):
         ask = {"sampling": GREEDY, "max_generate_length": 12}
         plain = [llm.generate(text, **ask, speculative=False) for text in words]
         found = [llm.generate(text, **ask) for text in words]
-        sizes, run_many = [], HeadsNetwork.run_many
+        sizes, run_batch = [], HeadsNetwork.run_batch
         with pytest.MonkeyPatch.context() as patch:
             patch.setattr(spec_budget, "_may_pay", lambda *_: True)
             patch.setattr(
-                HeadsNetwork, "run_many",
-                lambda self, parts: (sizes.append(len(parts)), run_many(self, parts))[1],
+                HeadsNetwork, "run_batch",
+                lambda self, parts: (sizes.append(len(parts)), run_batch(self, parts))[1],
             )  # fmt: skip
             for answers in (plain, found):
                 for _ in llm.together(answers):

@@ -77,12 +77,12 @@ SESSION = '''
 from edgellm.device_runtime.networks import heads
 
 
-def session(opened, spec, capacity):
+def network(opened, spec, capacity):
     return heads.HeadsNetwork(opened["foresight"])
 
 
-def costs(session, spec, max_rows=0, budget=None):
-    (measured,) = heads.costs(session, spec, max_rows, budget).values()
+def costs(network, spec, max_rows=0, budget=None):
+    (measured,) = heads.costs(network, spec, max_rows, budget).values()
     return {"glance": measured}
 '''
 OWN = '''
@@ -101,10 +101,10 @@ DEFAULTS = TreeLimits()
 def open(order):
     folder, manifest = open_own(order, "foresight")
     opened = find_runner(manifest.backend).open_engine(folder, manifest)
-    session = find(ROLE).session(opened, manifest.spec, 0)
+    network = find(ROLE).network(opened, manifest.spec, 0)
     costs = Costs.of(order.pass_costs(), None, manifest.cost_ms["glance"])
     limits = heads_limits(order, manifest.draft)
-    return LoadedDrafter(costs, lambda learned: MedusaDrafter(session, learned, limits, costs))
+    return LoadedDrafter(costs, lambda learned: MedusaDrafter(network, learned, limits, costs))
 '''
 
 

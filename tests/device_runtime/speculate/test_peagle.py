@@ -14,7 +14,7 @@ from edgellm.core.errors import LimitError
 from edgellm.core.manifest import DRAFT_ENGINE, load_engine
 from edgellm.device_runtime import LLM, SamplingParams, SpecOptions
 from edgellm.device_runtime.networks.draft import open_draft
-from edgellm.device_runtime.speculate.draft_cache import CommittedRows, MaskRows
+from edgellm.device_runtime.speculate.draft_cache import DraftKVCaches, MaskRows
 from edgellm.device_runtime.speculate.drafters.peagle import mask_rows
 from edgellm.device_runtime.speculate.policy.tree_policy import TreeLimits
 
@@ -23,16 +23,16 @@ ROUND_ROWS = 6
 
 
 @pytest.fixture
-def rows(eagle_pairs) -> CommittedRows:
+def caches(eagle_pairs) -> DraftKVCaches:
     folder = eagle_pairs("peagle").engine / "draft"
-    return CommittedRows(open_draft(folder, load_engine(folder, DRAFT_ENGINE)), ROUND_ROWS)
+    return DraftKVCaches(open_draft(folder, load_engine(folder, DRAFT_ENGINE)), ROUND_ROWS)
 
 
-def test_predictions_equal_torch(rows, eagle_pairs):
+def test_predictions_equal_torch(caches, eagle_pairs):
     """A prompt, whose last token is a separate pass, and rounds that overwrite the masks."""
     pair, random = eagle_pairs("peagle"), torch.Generator().manual_seed(4)
     reference = Reference(pair.draft_checkpoint, pair.base_checkpoint, PEAGLE)
-    own, length, sizes = rows.context, 0, []
+    own, length, sizes = caches.new_kv(), 0, []
     own.begin([20])
     for count in (9, 1, 3, 6):
         taps = torch.randn(count, 3 * BASE_HIDDEN, generator=random) * 2
@@ -40,7 +40,7 @@ def test_predictions_equal_torch(rows, eagle_pairs):
         own.observe(ids.numpy(), taps.numpy())
         for part in own.parts(6, MASKS):
             sizes.append(len(part.token_ids))
-            (found,) = rows.session.run_many([part])
+            (found,) = caches.network.run_batch([part])
         ids = torch.cat([ids, torch.full((4,), 95)])
         hidden = reference.fuse(torch.cat([taps, torch.zeros(4, taps.shape[1])]))
         positions = length + torch.arange(count + 4)
@@ -51,17 +51,17 @@ def test_predictions_equal_torch(rows, eagle_pairs):
         best = log_probs[-5:].topk(6)
         np.testing.assert_allclose(found.log_probs, best.values, atol=2e-4)
         np.testing.assert_array_equal(found.token_ids, reference.targets[best.indices])
-        assert (own.length, own.context.num_rows) == (length, length)
+        assert (own.length, own.kv.length) == (length, length)
     assert sizes == [8, 5, 5, 7, 10]
 
 
-def test_fewer_tokens_are_predicted_at_the_end_of_the_cache(rows):
-    capacity, own = rows.session.capacity, rows.context
+def test_fewer_tokens_are_predicted_at_the_end_of_the_cache(caches):
+    capacity, own = caches.network.capacity, caches.new_kv()
     own.begin([20])
     for count, masks in ((capacity - 3, None), (1, 2), (1, 1), (1, 0)):
         own.observe(np.arange(count) % VOCAB, np.ones((count, 3 * BASE_HIDDEN), np.float32))
         for part in own.parts(6, MASKS):
-            (found,) = rows.session.run_many([part])
+            (found,) = caches.network.run_batch([part])
         assert masks is None or len(found.token_ids) == 1 + masks
     own.observe(np.zeros(1, np.int64), np.ones((1, 3 * BASE_HIDDEN), np.float32))
     assert list(own.parts(6, MASKS)) == []

@@ -14,7 +14,7 @@ from stepping import by_cost, generate, learned_of, speculate
 from edgellm.device_runtime.engine.profile import Profile
 from edgellm.device_runtime.kv_cache.prefix_cache import PinnedPrefixes, count_common
 from edgellm.device_runtime.sampling.sampler import Sampler, SamplingParams
-from edgellm.device_runtime.speculate.draft_cache import CommittedRows
+from edgellm.device_runtime.speculate.draft_cache import DraftKVCaches
 from edgellm.device_runtime.speculate.drafter import RETRIAL_ROWS
 from edgellm.device_runtime.speculate.drafters.eagle import EagleDrafter
 from edgellm.device_runtime.speculate.drafters.ngram import NgramLookup
@@ -48,8 +48,14 @@ class Chat:
         self.base = StrictBase(CAPACITY)
         self.session = recorded(self.base)
         self.draft_session = StrictDraft(self.draft_capacity, DRAFTS[self.draft])
-        self.rows = CommittedRows(self.draft_session, LIMITS.steps + 1)
+        self.caches = DraftKVCaches(self.draft_session, LIMITS.steps + 1)
+        self.draft_kv = self.caches.new_kv()
         self.learned = {params: self._nothing_learned() for params in (GREEDY, SAMPLED)}
+
+    @property
+    def kvs(self):
+        """KV caches of the base and the draft."""
+        return [self.session.kv, self.draft_kv]
 
     def _nothing_learned(self):
         if self.policy == "fixed":
@@ -63,8 +69,8 @@ class Chat:
 
         The caller stops after `stop_after` rounds; pass `breaks` of the base fails.
         """
-        caches = [self.session, self.rows] if speculates else [self.session]
-        held = min(cache.held(prompt) for cache in caches)
+        kvs = self.kvs if speculates else self.kvs[:1]
+        held = min(kv.num_cached(prompt) for kv in kvs)
         self.reused = min(held, len(prompt) - 1)
         self.base.passes.clear()
         self._break_base(breaks)
@@ -88,7 +94,8 @@ class Chat:
             yield [token]
 
     def _speculated(self, prompt, params, count):
-        drafter = EagleDrafter(self.rows, self.learned[params], LIMITS, FREE, max_tree_rows=12)
+        drafter = EagleDrafter(self.caches, self.learned[params], LIMITS, FREE, max_tree_rows=12)
+        drafter.use_kv(self.draft_kv)
         for found in speculate(
             self.session, drafter, prompt, Sampler(params), count, Profile(),
             prefill_rows=self.prefill_rows, reused=self.reused,
@@ -122,7 +129,7 @@ class Chat:
 
     def _expected_of_draft(self, prompt) -> int:
         common = count_common(self.in_draft, prompt)
-        is_waiting = len(self.rows.context._keys) <= common < min(len(self.in_draft), len(prompt))
+        is_waiting = len(self.draft_kv._keys) <= common < min(len(self.in_draft), len(prompt))
         return common if is_waiting else max(common - 1, 0)
 
 
@@ -152,9 +159,9 @@ def test_cached_draft_position_fixes_its_next_token():
     """As if the next prompt lacks the stop token of an output."""
     chat = Chat()
     tokens = chat.ask(PROMPT, speculates=True)
-    fork, turn = chat.rows.fork(chat.rows.context), [*PROMPT, *tokens[:-1], 21, 22]
+    fork, turn = chat.draft_kv.fork(), [*PROMPT, *tokens[:-1], 21, 22]
     assert chat.ask(turn, speculates=True) == alone(turn)
-    assert chat.reused == fork.held(chat.text) == len(turn) - 2
+    assert chat.reused == fork.num_cached(chat.text) == len(turn) - 2
     chat.ask(PROMPT, speculates=True)
     other = [*PROMPT[:6], 20, 21]
     assert chat.ask(other, speculates=True) == alone(other)
@@ -175,7 +182,7 @@ def test_hidden_states_that_the_draft_missed_are_computed_again():
     assert chat.ask(second, speculates=True) == alone(second)
     assert chat.reused == len(first) - 2  # up to the draft's last token
     assert chat.draft_session.extensions[-1] <= LIMITS.steps + 1
-    assert chat.rows.held(chat.text) == len(chat.text) - 1
+    assert chat.draft_kv.num_cached(chat.text) == len(chat.text) - 1
 
 
 def test_a_pause_of_drafting_loses_no_hidden_states():
@@ -187,12 +194,13 @@ def test_a_pause_of_drafting_loses_no_hidden_states():
         tokens = chat.ask(prompt, speculates=True)
         assert tokens == alone(prompt)
         assert chat.reused == (len(prompt) - 2 if turn else 0)
-        assert (chat.rows.context.length, chat.rows.held(chat.text)) == (0, len(chat.text) - 1)
+        assert chat.draft_kv.length == 0
+        assert chat.draft_kv.num_cached(chat.text) == len(chat.text) - 1
         prompt = [*prompt, *tokens, 7]
     network.pause = 0
     assert chat.ask(prompt, speculates=True) == alone(prompt)
     assert chat.reused == len(prompt) - 2
-    assert chat.rows.context.length > chat.reused
+    assert chat.draft_kv.length > chat.reused
 
 
 def test_a_retrial_prefills_only_the_newest_positions():
@@ -202,22 +210,21 @@ def test_a_retrial_prefills_only_the_newest_positions():
     tokens = chat.ask(prompt, speculates=True, count=6)
     assert tokens == alone(prompt, count=6)
     assert chat.draft_session.extensions[0] == RETRIAL_ROWS
-    assert chat.rows.held(chat.text) == len(chat.text) - 1
-    assert RETRIAL_ROWS <= chat.rows.context.length <= len(chat.text) - 1 - (75 - RETRIAL_ROWS)
-    assert len(chat.rows.read_rows(20)) == 0, "its first rows are not there"
-    rows = chat.rows.context
-    fork = chat.rows.fork(rows)
-    rows.begin([5, 6, 7])
-    assert fork.held(chat.text) == len(chat.text) - 1
+    assert chat.draft_kv.num_cached(chat.text) == len(chat.text) - 1
+    assert RETRIAL_ROWS <= chat.draft_kv.length <= len(chat.text) - 1 - (75 - RETRIAL_ROWS)
+    assert len(chat.draft_kv.pin(chat.text).values) == 0, "its first positions are not there"
+    fork = chat.draft_kv.fork()
+    chat.draft_kv.begin([5, 6, 7])
+    assert fork.num_cached(chat.text) == len(chat.text) - 1
     fork.begin(prompt[:5])
-    assert (fork.length, fork.held(prompt)) == (0, 4)
+    assert (fork.length, fork.num_cached(prompt)) == (0, 4)
 
 
 def test_different_first_tokens_distinguish_prompts():
     """All next tokens are equal, but no pair of a token and its next token is."""
     chat = Chat()
     chat.ask([1, 5, 6, 7, 8], speculates=True)
-    assert chat.rows.held([2, 5, 6, 7, 8]) == 0
+    assert chat.draft_kv.num_cached([2, 5, 6, 7, 8]) == 0
     assert chat.ask([2, 5, 6, 7, 8], speculates=True) == alone([2, 5, 6, 7, 8])
 
 
@@ -273,7 +280,7 @@ def test_a_failed_draft_pass_drops_only_unwritten_positions(breaks, monkeypatch)
     tokens = chat.ask(PROMPT, speculates=True)
     monkeypatch.setattr(chat.draft_session, "run", run)
     written = [0, 6, 9, 9][breaks]  # two chunks of the prompt, then a tree
-    assert chat.rows.context.length == written
+    assert chat.draft_kv.length == written
     turn = [*PROMPT, *tokens, 7]
     assert chat.ask(turn, speculates=True) == alone(turn)
     assert chat.reused == written
@@ -283,16 +290,15 @@ def test_prefix_cache_restores_both_caches():
     chat, kept = Chat(policy="dear"), PinnedPrefixes()
     chat.learned[GREEDY].controller.pace.network.pause = 500
     chat.ask(PROMPT, speculates=True)
-    caches = [chat.session, chat.rows]
-    assert kept.keep(PROMPT[:7], caches)
-    assert chat.rows.context.length >= 6, "what waits is written before it is kept"
+    assert kept.pin(PROMPT[:7], chat.kvs)
+    assert chat.draft_kv.length >= 6, "what waits is written before it is kept"
     for speculates in (False, True, True):
         chat.ask([20, 21, 22, 23, 20, 21, 22, 23], speculates=speculates)
         usable, found = kept.find([*PROMPT[:7], 11], 2)
         assert usable == 6
-        found.restore(usable, caches)
-        assert chat.session.held(PROMPT) == 6
-        assert chat.rows.held(PROMPT) == 6
+        found.restore(usable, chat.kvs)
+        assert chat.session.kv.num_cached(PROMPT) == 6
+        assert chat.draft_kv.num_cached(PROMPT) == 6
         turn = [*PROMPT[:7], 11]
         assert chat.ask(turn, speculates=speculates) == alone(turn)
         assert chat.reused == 6
@@ -301,15 +307,15 @@ def test_prefix_cache_restores_both_caches():
 def test_cached_prefix_continues_with_another_token():
     chat, kept = Chat(), PinnedPrefixes()
     chat.ask(PROMPT, speculates=True)
-    kept.keep(PROMPT[:7], [chat.session, chat.rows])
+    kept.pin(PROMPT[:7], chat.kvs)
     turn = [*PROMPT[:6], 21, 22]
     assert [kept.find(turn, caches)[0] for caches in (1, 2)] == [6, 5]
     assert kept.find([*PROMPT[:3], 21], 1)[0] == 3
     assert kept.find([21], 1) == (0, None)
     _, found = kept.find(turn, 2)
     chat.ask([20, 21], speculates=True)
-    found.restore(5, [chat.session, chat.rows])
-    assert (chat.session.held(PROMPT), chat.rows.held(PROMPT)) == (5, 5)
+    found.restore(5, chat.kvs)
+    assert (chat.session.kv.num_cached(PROMPT), chat.draft_kv.num_cached(PROMPT)) == (5, 5)
     assert chat.ask(turn, speculates=True) == alone(turn)
     assert chat.reused == 5
 
@@ -320,11 +326,11 @@ def test_oldest_prefixes_are_evicted():
     prompts = [[first, 1, 2, 3, 4] for first in (5, 6, 7)]
     for prompt in prompts:
         chat.ask(prompt)
-        assert kept.keep(prompt, [chat.session])
+        assert kept.pin(prompt, chat.kvs[:1])
         kept.find(prompts[0], 1)
     assert [kept.find(prompt, 1)[0] for prompt in prompts] == [4, 0, 4]
     chat.ask([*PROMPT, 1, 2])
-    assert not kept.keep([*PROMPT, 1, 2], [chat.session]), "too large: nothing is forgotten for it"
+    assert not kept.pin([*PROMPT, 1, 2], chat.kvs[:1]), "too large: nothing is forgotten for it"
     assert [kept.find(prompt, 1)[0] for prompt in prompts] == [4, 0, 4]
 
 
@@ -332,10 +338,10 @@ def test_evicted_positions_are_not_reused():
     chat, kept = Chat(), PinnedPrefixes()
     chat.ask(PROMPT)
     chat.ask([*PROMPT[:2], 20, 21])
-    kept.keep(PROMPT[:7], [chat.session])
+    kept.pin(PROMPT[:7], chat.kvs[:1])
     assert kept.find(PROMPT, 1)[0] == 2
     chat.ask(PROMPT)
-    kept.keep(PROMPT[:7], [chat.session])
+    kept.pin(PROMPT[:7], chat.kvs[:1])
     assert kept.find(PROMPT, 1)[0] == 6
 
 
@@ -343,11 +349,11 @@ def test_waiting_hidden_states_are_dropped_when_a_prefix_is_loaded():
     chat = Chat(policy="dear")
     chat.learned[GREEDY].controller.pace.network.pause = 500
     chat.ask([5, 6, 7], speculates=True)
-    saved = chat.rows.read_rows(2)
+    saved = chat.draft_kv.pin([5, 6, 7])
     chat.ask([8, 6, 7], speculates=True)
-    chat.rows.write_rows(saved, [5, 6, 7])
-    assert not chat.rows.context.has_waiting
-    assert chat.rows.held([5, 6, 7, 6, 7]) == 2
+    chat.draft_kv.restore(saved, 2, [5, 6, 7])
+    assert not chat.draft_kv.has_waiting
+    assert chat.draft_kv.num_cached([5, 6, 7, 6, 7]) == 2
 
 
 def test_a_tree_without_a_path_is_no_text(monkeypatch):
@@ -360,7 +366,7 @@ def test_a_tree_without_a_path_is_no_text(monkeypatch):
     monkeypatch.setattr(chat.base, "compact", broken)
     tokens = chat.ask(PROMPT, speculates=True)
     assert chat.base.passes[1][1] > 1
-    assert chat.session.held([*PROMPT, *tokens]) == len(PROMPT)
+    assert chat.session.kv.num_cached([*PROMPT, *tokens]) == len(PROMPT)
     monkeypatch.undo()
     turn = [*PROMPT, *tokens, 7]
     assert chat.ask(turn, speculates=True) == alone(turn)
@@ -374,9 +380,9 @@ def test_accepted_path_is_recorded():
         np.array(text[3:]), 3, np.arange(2), position_ids=np.array([3, 4]),
         tree_mask=np.tri(2, dtype=np.bool_),
     )  # fmt: skip
-    assert session.held(text) == 3
-    session.compact(3, np.arange(2))
-    assert session.held(text) == 5
+    assert session.kv.num_cached(text) == 3
+    session.kv.compact(3, np.arange(2))
+    assert session.kv.num_cached(text) == 5
 
 
 def test_the_record_follows_a_compaction():
@@ -385,10 +391,10 @@ def test_the_record_follows_a_compaction():
 
     session = recorded(Still(16))
     session.run(np.array([1, 2, 3, 4]), 0, np.array([3]))
-    session.compact(0, np.array([0, 2]))
-    assert session.held([1, 3, 4]) == session.held([1, 3]) == 2
+    session.kv.compact(0, np.array([0, 2]))
+    assert session.kv.num_cached([1, 3, 4]) == session.kv.num_cached([1, 3]) == 2
     session.run(np.array([5]), 2, np.array([0]))
-    assert session.held([1, 3, 5]) == 3
+    assert session.kv.num_cached([1, 3, 5]) == 3
 
 
 def test_record_ends_at_unknown_positions():
@@ -396,4 +402,4 @@ def test_record_ends_at_unknown_positions():
     session = recorded(base)
     base.run(np.array([1, 2]), 0, np.array([1]))
     session.run(np.array([3]), 2, np.array([0]))
-    assert session.held([1, 2, 3]) == session.held([3]) == 0
+    assert session.kv.num_cached([1, 2, 3]) == session.kv.num_cached([3]) == 0

@@ -12,7 +12,7 @@ from stepping import learned_of
 
 from edgellm.core.errors import EdgeLLMError
 from edgellm.device_runtime.runners.batch_costs import SharedCosts
-from edgellm.device_runtime.speculate.draft_cache import CommittedRows
+from edgellm.device_runtime.speculate.draft_cache import DraftKVCaches
 from edgellm.device_runtime.speculate.drafters.eagle import EagleDrafter
 from edgellm.device_runtime.speculate.policy.costs import Costs, shared
 from edgellm.device_runtime.speculate.policy.tree_policy import FixedTree, TreeLimits
@@ -29,12 +29,11 @@ class Answers:
 
     def __init__(self, max_batch_size: int, costs: Costs = COSTS) -> None:
         self.session = StrictDraft(96, DRAFTS["half_right"], max_batch_size)
-        rows = CommittedRows(self.session, LIMITS.steps + 1)
+        caches = DraftKVCaches(self.session, LIMITS.steps + 1)
         self.drafters: list[EagleDrafter] = []
         for text in TEXTS:
-            rows.use(rows.new_context())
             drafter = EagleDrafter(
-                rows, learned_of(FixedTree(LIMITS)), LIMITS, costs, max_tree_rows=12
+                caches, learned_of(FixedTree(LIMITS)), LIMITS, costs, max_tree_rows=12
             )
             features = StrictBase(96).run(np.array(text[:-1]), 0, np.array([0])).taps
             drafter.begin(text[:1])
@@ -86,7 +85,7 @@ def _drive(passes, answers: int) -> None:
         wanted = next(passes)
         while True:
             wanted.answers = answers
-            wanted = passes.send(wanted.session.run_many([wanted.part])[0])
+            wanted = passes.send(wanted.network.run_batch([wanted.part])[0])
     except StopIteration:
         return
 
@@ -122,7 +121,7 @@ class _Failing:
 
     max_batch_size = 9
 
-    def run_many(self, parts):
+    def run_batch(self, parts):
         if "bad" in parts:
             raise EdgeLLMError("refused")
         return [part.upper() for part in parts]

@@ -137,8 +137,8 @@ def test_the_engine_computes_with_the_quantized_weights(finished, pair, name, tm
     engine = _built(job, pair, tmp_path)
     session = open_block(engine / "draft", load_engine(engine / "draft", DRAFT_ENGINE))
     ids, block = row[1:10].numpy(), np.arange(9, 9 + SIZE)
-    part = DraftPart(session.context, ids, 0, block, layout.draft_vocab, taps=taps.numpy())
-    (result,) = session.run_many([part])
+    part = DraftPart(session.kv, ids, 0, block, layout.draft_vocab, taps=taps.numpy())
+    (result,) = session.run_batch([part])
     places = np.searchsorted(reference.targets.numpy(), result.token_ids)
     spread = np.linalg.norm(floats - floats.mean(1, keepdims=True))
     for expected, maximum in ((floats, FAR[SCHEMES[name]]), (rounded, INPUTS)):

@@ -119,11 +119,11 @@ def _alone(engines, adapters) -> list[str]:
 
 def _watch(monkeypatch) -> list[int]:
     """How many answers share each pass from now on."""
-    shared, run_many = list[int](), BatchRunner.run_many
+    shared, run_batch = list[int](), BatchRunner.run_batch
     monkeypatch.setattr(
         BatchRunner,
-        "run_many",
-        lambda self, parts: shared.append(len(parts)) or run_many(self, parts),
+        "run_batch",
+        lambda self, parts: shared.append(len(parts)) or run_batch(self, parts),
     )
     return shared
 

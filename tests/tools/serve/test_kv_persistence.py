@@ -31,23 +31,23 @@ def test_rows_are_read_again_by_another_process(roomy_engine, tmp_path, way):
     folder.prepare()
     expected, reused = _answer(llm)
     assert reused == 0
-    assert folder.save(llm.kv_cache_manager.contexts()) == 1
+    assert folder.save(llm.kv_cache_manager.all_prefixes()) == 1
     again = LLM(roomy_engine, context_reuse=True, **WAYS[way])
-    found = folder.load(again.kv_cache_manager.num_caches)
+    found = folder.load(again.kv_cache_manager.num_networks)
     assert found.ignored == []
     for context in found.contexts:
-        again.kv_cache_manager.kept.add(context)
+        again.kv_cache_manager.pinned.add(context)
     assert _answer(again) == (expected, 29)
     _answer(again, "w20 w21 w80")  # another, beside it
     _answer(again, "w20 w21 w80 w81 w82")  # goes on with it
-    again.kv_cache_manager.contexts()
-    assert folder.save(again.kv_cache_manager.contexts()) == len(list(tmp_path.iterdir())) == 2
+    again.kv_cache_manager.all_prefixes()
+    assert folder.save(again.kv_cache_manager.all_prefixes()) == len(list(tmp_path.iterdir())) == 2
 
 
 def test_what_does_not_fit_is_ignored_and_stays(roomy_engine, tmp_path):
     folder, llm = SnapshotFolder(tmp_path, ENGINES), LLM(roomy_engine, context_reuse=True)
     _answer(llm)
-    folder.save(llm.kv_cache_manager.contexts())
+    folder.save(llm.kv_cache_manager.all_prefixes())
     (whole,) = tmp_path.iterdir()
     content = whole.read_bytes()
     for name, bad in (
@@ -56,14 +56,15 @@ def test_what_does_not_fit_is_ignored_and_stays(roomy_engine, tmp_path):
     ):  # fmt: skip
         (tmp_path / f"{name}.context").write_bytes(bad)
     (tmp_path / "notes.txt").write_text("mine")
-    SnapshotFolder(tmp_path, {"base": "other"}).save(llm.kv_cache_manager.contexts())
+    SnapshotFolder(tmp_path, {"base": "other"}).save(llm.kv_cache_manager.all_prefixes())
     found = folder.load(1)
     assert len(found.contexts) == 1
     said = {line.split("/")[-1].split(".context is ignored: ")[-1] for line in found.ignored}
     assert said == {"it is damaged", "it is not a context", "it is of another engine"}
     assert len(found.ignored) == 6
     assert (
-        found.contexts[0].rows[0].tobytes() == llm.kv_cache_manager.contexts()[0].rows[0].tobytes()
+        found.contexts[0].rows[0].tobytes()
+        == llm.kv_cache_manager.all_prefixes()[0].rows[0].tobytes()
     )
     assert any("other flags of speculation" in line for line in folder.load(2).ignored)
     assert folder.save([]) == 0  # forgotten: this engine's own alone are removed
@@ -74,7 +75,7 @@ def test_what_does_not_fit_is_ignored_and_stays(roomy_engine, tmp_path):
 def test_a_full_disk_loses_nothing(roomy_engine, tmp_path, monkeypatch):
     folder, llm = SnapshotFolder(tmp_path, ENGINES), LLM(roomy_engine, context_reuse=True)
     _answer(llm)
-    folder.save(llm.kv_cache_manager.contexts())
+    folder.save(llm.kv_cache_manager.all_prefixes())
     before = {path: path.read_bytes() for path in tmp_path.iterdir()}
     _answer(llm, "w50 w51")
 
@@ -83,7 +84,7 @@ def test_a_full_disk_loses_nothing(roomy_engine, tmp_path, monkeypatch):
 
     monkeypatch.setattr("pathlib.Path.replace", full)
     with pytest.raises(LimitError, match="No space left"):
-        folder.save(llm.kv_cache_manager.contexts())
+        folder.save(llm.kv_cache_manager.all_prefixes())
     assert {path: path.read_bytes() for path in tmp_path.iterdir()} == before
 
 

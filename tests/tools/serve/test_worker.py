@@ -31,18 +31,18 @@ class _Passes:
         self.session, self.capacity, self.count = session, session.capacity, 0
         self.at, self.happens = None, None
 
-    def run_many(self, parts):
+    def run_batch(self, parts):
         self.count += 1
         if self.count == self.at:
             self.happens()
-        return self.session.run_many(parts)
+        return self.session.run_batch(parts)
 
     def __getattr__(self, name):
         return getattr(self.session, name)
 
 
 def _working(llm, queue_size):
-    llm.session = passes = _Passes(llm.session)
+    llm.base = passes = _Passes(llm.base)
     found = Worker(llm, Metrics("m"), queue_size=queue_size, request_timeout_s=60)
     found.passes = passes
     found.start()

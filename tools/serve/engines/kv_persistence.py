@@ -35,14 +35,14 @@ def prepare(folder: SnapshotFolder, *, reuses: bool) -> None:
 
 def restore(folder: SnapshotFolder, llm: LLM) -> None:
     """Restore an engine's contexts from its folder."""
-    found = folder.load(llm.kv_cache_manager.num_caches)
+    found = folder.load(llm.kv_cache_manager.num_networks)
     for line in found.ignored:
         typer.echo(f"warning: {line}", err=True)
     for context in found.contexts:
-        llm.kv_cache_manager.kept.add(context)
+        llm.kv_cache_manager.pinned.add(context)
 
 
 def save(folder: SnapshotFolder, llm: LLM) -> None:
     """Save an engine's KV caches; raises `LimitError` if the disk is full."""
-    count = folder.save(llm.kv_cache_manager.contexts())
+    count = folder.save(llm.kv_cache_manager.all_prefixes())
     typer.echo(f"contexts kept in {folder.folder}: {count}")

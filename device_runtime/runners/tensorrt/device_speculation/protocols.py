@@ -5,7 +5,8 @@ from __future__ import annotations
 from collections.abc import Mapping
 from typing import Protocol
 
-from edgellm.device_runtime.runners import Cache, Outputs
+from edgellm.device_runtime.runners.kv_cache import KVCache
+from edgellm.device_runtime.runners.outputs import Outputs
 from edgellm.device_runtime.runners.tensorrt.bound_pass import PlacedPass
 from edgellm.device_runtime.runners.tensorrt.cuda.protocols import TensorInfo
 from edgellm.device_runtime.runners.tensorrt.shapes import Sizes
@@ -25,7 +26,7 @@ class Network(Protocol):
         """Of a pass over trees, those of all sequences."""
         ...
 
-    def first_row(self, cache: Cache | None) -> int:
+    def first_row(self, cache: KVCache | None) -> int:
         """The row of the engine's cache that is a sequence's first, which writes there next."""
         ...
 

@@ -44,7 +44,7 @@ _ACCEPTED = 0  # the status of an acceptance that needs no host
 def open_rounds(
     base: Network, draft: Network, growth: Growth, device: Device
 ) -> TensorRtRounds | None:
-    """See `runners.device_speculation.GrowsTrees`; logs a warning if the GPU cannot run rounds."""
+    """See `Runner.open_rounds`; logs a warning if the GPU cannot run rounds."""
     try:
         return TensorRtRounds(base, draft, growth, device)
     except EdgeLLMError as error:

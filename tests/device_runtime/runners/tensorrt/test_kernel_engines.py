@@ -111,15 +111,15 @@ def test_reused_kv_cache_equals_a_fresh_prompt(lowered, codes):
     session.run(prompt, 0, np.zeros(1, np.int64))
     session.run(ids, 10, np.arange(6), position_ids=10 + depths, tree_mask=mask)
     path = np.array([0, 1, 4])
-    session.compact(10, path)
+    session.kv.compact(10, path)
     fresh.run(np.concatenate([prompt, ids[path]]), 0, np.zeros(1, np.int64))
-    rows, expected = session.read_rows(13), fresh.read_rows(13)
+    rows, expected = session.kv.read(13), fresh.kv.read(13)
     assert rows.shape[-1] == (64 if codes == "fp16" else 66)
     if codes == "fp16":
         np.testing.assert_allclose(rows, expected, atol=1e-2)
     fresh.run(np.arange(50, 60), 0, np.zeros(1, np.int64))
-    fresh.write_rows(rows)
-    np.testing.assert_array_equal(fresh.read_rows(13), rows)
+    fresh.kv.write(rows)
+    np.testing.assert_array_equal(fresh.kv.read(13), rows)
     next_one = np.array([70]), 13, np.zeros(1, np.int64)
     np.testing.assert_array_equal(fresh.run(*next_one).logits, session.run(*next_one).logits)
 
@@ -131,7 +131,7 @@ def test_capacity_is_independent_of_the_engine(lowered):
     whole = one.open(devices[0])
     one = dataclasses.replace(one.manifest, max_kv_cache_capacity=CAPACITY // 2)
     runners = lowered["fp16"].runners(one, devices[1])
-    assert runners["decoder"].cache.capacity == CAPACITY // 2
+    assert runners["decoder"].kv_pool.block_size == CAPACITY // 2
     kv = one.decoder.kv.bytes_per_token * CAPACITY // 2
     assert devices[1].free_bytes() - devices[0].free_bytes() == kv
     assert whole.capacity == CAPACITY
@@ -166,7 +166,7 @@ def test_batched_tokens_are_one_pass_and_one_wait(pair, together, monkeypatch):
     llm = LLM(pair.engine)
     ask = {"sampling": GREEDY, "max_generate_length": 9}
     llm.generate_batch(ASKS[:ANSWERS], **ask)
-    costs, run = [], llm.session.run_many
+    costs, run = [], llm.base.run_batch
     names = ("waits", "launches", "passes", "captures", "contexts", "allocations", "kernels")
 
     def counted(parts):
@@ -175,7 +175,7 @@ def test_batched_tokens_are_one_pass_and_one_wait(pair, together, monkeypatch):
         costs.append((len(parts), {key: getattr(together, key) - before[key] for key in before}))
         return found
 
-    monkeypatch.setattr(llm.session, "run_many", counted)
+    monkeypatch.setattr(llm.base, "run_batch", counted)
     llm.generate_batch(ASKS[:ANSWERS], **ask)
     whole = [cost for answers, cost in costs if answers == ANSWERS and cost["launches"]]
     assert len(whole) > 6
@@ -253,7 +253,7 @@ def test_a_request_that_fails_in_a_device_round_fails_alone(pair, monkeypatch, n
 
         def watched(self, *given):
             parts = given[0] if given else self._asked
-            if any(part.contexts[0] is victim.context for part in parts):
+            if any(part.kvs[0] is victim.kv for part in parts):
                 fails()
             return run(self, *given)
 

@@ -153,12 +153,12 @@ def test_reused_kv_cache_equals_a_fresh_prompt(session, lowered, device):
     session.run(prompt, 0, np.zeros(1, np.int64))
     session.run(ids, 10, np.arange(6), position_ids=10 + depths, tree_mask=mask)
     path = np.array([0, 1, 4])
-    session.compact(10, path)
+    session.kv.compact(10, path)
     fresh = lowered.open(device)
     fresh.run(np.concatenate([prompt, ids[path]]), 0, np.zeros(1, np.int64))
-    np.testing.assert_allclose(session.read_rows(13), fresh.read_rows(13), atol=1e-5)
+    np.testing.assert_allclose(session.kv.read(13), fresh.kv.read(13), atol=1e-5)
     fresh.run(np.arange(50, 60), 0, np.zeros(1, np.int64))
-    fresh.write_rows(session.read_rows(13))
+    fresh.kv.write(session.kv.read(13))
     next_one = (np.array([70]), 13, np.zeros(1, np.int64))
     np.testing.assert_allclose(
         fresh.run(*next_one).logits, session.run(*next_one).logits, atol=1e-5

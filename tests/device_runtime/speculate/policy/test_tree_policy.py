@@ -9,7 +9,7 @@ from hypothesis import strategies as st
 from scripted_sessions import StrictBase, StrictDraft, guesser, half_right
 from stepping import by_cost, learned_of
 
-from edgellm.device_runtime.speculate.draft_cache import CommittedRows
+from edgellm.device_runtime.speculate.draft_cache import DraftKVCaches
 from edgellm.device_runtime.speculate.drafter import SpecState
 from edgellm.device_runtime.speculate.drafters.eagle import EagleDrafter
 from edgellm.device_runtime.speculate.drafters.ngram import NgramLookup
@@ -34,7 +34,7 @@ def proposed(learned, limits, draft, context=(3, 1, 4), capacity=100, **options)
     features = StrictBase(100).run(np.array(context[:-1]), 0, np.array([0])).taps
     session = StrictDraft(capacity, draft)
     rows = options.pop("max_tree_rows", limits.top_k * limits.steps)
-    committed = CommittedRows(session, limits.steps + 1)
+    committed = DraftKVCaches(session, limits.steps + 1)
     drafter = EagleDrafter(committed, learned, limits, FREE, max_tree_rows=rows)
     drafter.begin(context[:1])
     drafter.observe(np.array(context[1:]), features)
