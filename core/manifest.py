@@ -23,6 +23,7 @@ CONTRACT_VERSION = 2
 ENGINE_VERSION = 3  # of engines, whose format changes more often than that of bundles
 MANIFEST_NAME = "manifest.json"
 LAYER_REPORT = ".layers.json"  # after the name of a compiled graph: what it was fused to
+THREADS = "threads"  # option of an engine: threads of a pass on the CPU
 ESTIMATED = "estimated_cost"  # option of engines, see `Engine.estimated`
 DRAFT_FOLDER = "draft"  # folder of a draft's engine in that of its base
 
@@ -161,6 +162,21 @@ class Engine(_OfANetwork):
     def estimated(self) -> dict[str, list[int]]:
         """Rows by kind of pass whose milliseconds in `cost_ms` were extrapolated, not measured."""
         return self.options.get(ESTIMATED, {})
+
+    @property
+    def threads(self) -> int:
+        """Threads of a pass on the CPU; 0: all cores.
+
+        Raises:
+            BrokenArtifactError: the manifest has another value.
+        """
+        found = self.options.get(THREADS, 0)
+        if type(found) is not int or found < 0:
+            raise BrokenArtifactError(
+                f"{MANIFEST_NAME}: {THREADS} is {found!r}, not a number of threads",
+                hint=f"run {self.builder} again",
+            )
+        return found
 
     @property
     def main_graphs(self) -> tuple[GraphSpec, ...]:

@@ -9,6 +9,7 @@ import io
 from collections.abc import Callable, Sequence
 from dataclasses import dataclass, replace
 from fractions import Fraction
+from itertools import pairwise
 from pathlib import Path
 from statistics import median
 from typing import Any
@@ -103,9 +104,15 @@ def _shown(av: Any, name: str, data: bytes, pick: Pick) -> Film:
         frames, seconds = _frames(av, data, places)
     if len(frames) < len(places):
         raise _ends_early(name, len(frames), len(places))
+    times = timeline.times(places, seconds)
+    if any(later < earlier for earlier, later in pairwise(times)):
+        raise RequestError(
+            f"{name} is damaged: the times of its frames do not ascend",
+            hint="copy or save the video again",
+        )
     return Film(
         tuple(frames),
-        timeline.times(places, seconds),
+        times,
         len(places) / timeline.total * timeline.rate,
         timeline.total / timeline.rate,
     )
@@ -142,7 +149,7 @@ def _timeline(av: Any, name: str, data: bytes) -> _Timeline:
     Raises:
         RequestError: no video stream, frames too large, or fewer frames than in the header.
     """
-    with av.open(io.BytesIO(data)) as container:
+    with _opened(av, data) as container:
         stream = _stream(container)
         if stream is None or stream.codec_context is None:  # unknown codec
             raise RequestError(f"{name} holds no moving picture", hint="give a video file")
@@ -185,13 +192,18 @@ def _rate(stream: Any, total: int, seconds: Fraction) -> float:
     return float(declared or 0)
 
 
+def _opened(av: Any, data: bytes) -> Any:
+    """A container; texts of the file that are not UTF-8 do not matter."""
+    return av.open(io.BytesIO(data), metadata_errors="replace")
+
+
 def _stream(container: Any) -> Any:
     """The video stream of a file, not its cover image."""
     return container.streams.best("video")
 
 
 def _count(av: Any, data: bytes) -> int:
-    with av.open(io.BytesIO(data)) as container:
+    with _opened(av, data) as container:
         return sum(1 for _ in container.decode(_stream(container)))
 
 
@@ -202,7 +214,7 @@ def _frames(
     frames: list[Image.Image] = []
     seconds: list[float | None] = []
     wanted, begin = set(places), None
-    with av.open(io.BytesIO(data)) as container:
+    with _opened(av, data) as container:
         stream = _stream(container)
         for place, frame in enumerate(container.decode(stream)):
             begin = frame.pts if begin is None else begin

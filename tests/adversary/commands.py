@@ -9,6 +9,7 @@ import re
 import signal
 import subprocess
 import sys
+import tempfile
 import threading
 import time
 from collections.abc import Callable, Mapping, Sequence
@@ -73,6 +74,10 @@ class Commands:
 
     modules: Sequence[str] = forker.DEVICE
     _process: subprocess.Popen[str] | None = field(default=None, repr=False)
+    # Not in the command's folder, whose disk may be full
+    _texts: tempfile.TemporaryDirectory[str] = field(
+        default_factory=tempfile.TemporaryDirectory, repr=False
+    )
 
     def run(
         self,
@@ -87,7 +92,7 @@ class Commands:
         """Run a command to its end.
 
         Args:
-            folder: where it runs, and its stdout and stderr are kept.
+            folder: where it runs.
             command: the name of a script.
             arguments: of the command line.
             limits: of resources, by the name of the constant.
@@ -102,15 +107,15 @@ class Commands:
             "function": entry.attr,
             "arguments": [*map(str, arguments)],
             "folder": str(folder),
-            "stdout": f"{folder}/.stdout",
-            "stderr": f"{folder}/.stderr",
+            "stdout": f"{self._texts.name}/stdout",
+            "stderr": f"{self._texts.name}/stderr",
             "environment": dict(environment or {}),
             "limits": {"RLIMIT_AS": MAX_BYTES, "RLIMIT_CORE": 0, **(limits or {})},
         }
         begin = time.monotonic()
         code, peak_bytes, is_late = self._watch(self._begin(job), strike, seconds)
         words = " ".join([command, *map(str, arguments)])
-        texts = [_taken(folder / name) for name in (".stdout", ".stderr")]
+        texts = [_taken(Path(self._texts.name, name)) for name in ("stdout", "stderr")]
         return Ended(words, code, *texts, time.monotonic() - begin, peak_bytes, is_late)
 
     def _begin(self, job: dict[str, Any]) -> int:
@@ -151,7 +156,8 @@ class Commands:
 
     def _started(self) -> subprocess.Popen[str]:
         if self._process is None or self._process.poll() is not None:
-            command = [sys.executable, str(TESTS / "adversary" / "forker.py"), *self.modules]
+            # As a module: the script's folder on the path would hide packages of equal names
+            command = [sys.executable, "-m", "adversary.forker", *self.modules]
             environment = {**os.environ, "OMP_NUM_THREADS": "1", "PYTHONPATH": str(TESTS)}
             self._process = subprocess.Popen(
                 command,
@@ -168,6 +174,7 @@ class Commands:
         if self._process is not None:
             self._process.communicate()
             self._process = None
+        self._texts.cleanup()
 
 
 def after(seconds: float, number: int) -> Callable[[Send], None]:

@@ -16,11 +16,10 @@ from pathlib import Path
 
 from adversary.attack import Finding, require
 from adversary.broken_files import require_whole
-from adversary.kills import LIGHT, WORKS
+from adversary.kills import LIGHT, STAGE, WORKS
 from adversary.workshop import Workshop
 
 SHARE = 10
-STAGE = ".out.transfer"  # from which a transfer resumes
 
 
 def attack(workshop: Workshop, number: int, rng: random.Random, folder: Path) -> str:

@@ -232,3 +232,23 @@ def test_unknown_codec_is_rejected(tmp_path):
     with pytest.raises(RequestError, match="no moving picture") as caught:
         read(path)
     assert caught.value.hint
+
+
+def test_times_that_go_back_are_rejected(tmp_path):
+    """A block of Matroska has a time relative to its cluster: two bytes after 0x81."""
+    path = write(tmp_path / "a.mkv", [gray(20 * place) for place in range(12)])
+    data = bytearray(path.read_bytes())
+    block = data.index(b"\x81" + (500).to_bytes(2, "big"))
+    data[block + 1 : block + 3] = (150).to_bytes(2, "big")
+    path.write_bytes(data)
+    with pytest.raises(RequestError, match="the times of its frames do not ascend") as caught:
+        read(path)
+    assert "copy" in caught.value.hint
+
+
+def test_texts_that_are_not_utf8_do_not_matter(tmp_path):
+    path = write(tmp_path / "a.mkv", [corner_picture()] * 3)
+    data = path.read_bytes()
+    assert data.count(b"Lavf") > 1
+    path.write_bytes(data.replace(b"Lavf", b"La\xff\xc7"))
+    assert len(read(path).frames) == 3

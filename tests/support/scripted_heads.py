@@ -9,12 +9,16 @@ from scripted_sessions import FEATURES, Draft, StrictBase
 class StrictHeads:
     """See `edgellm.device_runtime.networks.heads.HeadsNetwork`.
 
-    The feature must be of the newest row of the base's cache. A head assumes that the base
-    takes its likeliest tokens up to the head's own position.
+    The feature must be of the newest row of the base's cache, unless several sequences swap it
+    out in turn. A head assumes that the base takes its likeliest tokens up to the head's own
+    position.
     """
 
-    def __init__(self, base: StrictBase, draft: Draft, num_heads: int) -> None:
+    def __init__(
+        self, base: StrictBase, draft: Draft, num_heads: int, *, is_shared: bool = False
+    ) -> None:
         self.base, self.draft, self.num_heads = base, draft, num_heads
+        self.is_shared = is_shared
         self.passes, self.max_batch_size = 0, 1
 
     def run_batch(self, parts):
@@ -22,7 +26,8 @@ class StrictHeads:
 
     def _candidates(self, feature, top_k):
         context = FEATURES[int(feature[0])]
-        assert context == tuple(token for token, _ in self.base.rows[: self.base.valid])
+        held = tuple(token for token, _ in self.base.rows[: self.base.valid])
+        assert self.is_shared or context == held
         self.passes += 1
         ids = np.zeros((self.num_heads, top_k), np.int64)
         log_probs = np.zeros((self.num_heads, top_k), np.float32)

@@ -104,7 +104,7 @@ def _engine(folder: Path, manifest: Engine) -> dict[str, str]:
         "precision": ", ".join(
             f"{g.precision} up to {g.max_rows} tokens" for g in manifest.main_graphs
         ),
-        "threads": str(manifest.options["threads"] or "all"),
+        "threads": str(manifest.threads or "all"),
     }
 
 

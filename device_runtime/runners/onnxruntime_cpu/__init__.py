@@ -61,7 +61,7 @@ def open_engine(folder: Path, engine: Engine) -> dict[str, Runner]:
     own_kernels = engine.options.get(KERNELS) == EDGELLM
     if own_kernels:
         _check_kernels(folder, engine)
-    threads, opened = int(engine.options["threads"]), {}
+    threads, opened = engine.threads, {}
     for role, graphs in engine.graphs.items():
         options = {
             "threads": threads,

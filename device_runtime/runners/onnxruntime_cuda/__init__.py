@@ -47,7 +47,7 @@ def open_engine(folder: Path, engine: Engine) -> dict[str, Runner]:
     from edgellm.device_runtime.runners.onnxruntime_cuda import provider
     from edgellm.device_runtime.runners.onnxruntime_cuda.runner import CudaRunner
 
-    threads = int(engine.options["threads"])
+    threads = engine.threads
     room = engine.max_kv_cache_capacity, engine.max_batch_size
     device = provider.require_cuda()
     provider.require_version(engine.options)

@@ -136,8 +136,8 @@ def test_cached_images_are_not_encoded_again(qwen, pictures, monkeypatch):
     llm = LLM(qwen.engine, multimodal_engine_dir=qwen.visual_engine)
     assert llm.images is not None
     runs = []
-    encode = llm.images._session.encode
-    monkeypatch.setattr(llm.images._session, "encode", lambda x: runs.append(1) or encode(x))
+    encode = llm.images._network.encode
+    monkeypatch.setattr(llm.images._network, "encode", lambda x: runs.append(1) or encode(x))
     answers = []
     data = base64.b64encode(Path(pictures["a"]).read_bytes()).decode()
     for source in (pictures["a"], pictures["a"], f"data:image/png;base64,{data}"):

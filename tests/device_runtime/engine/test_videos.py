@@ -167,7 +167,7 @@ def test_features_are_cached_by_content(llm, frames, monkeypatch, tmp_path):
     for index, path in enumerate(frames):
         copies.append(str(tmp_path / f"copy{index}.bmp"))
         Image.open(path).save(copies[-1])
-    monkeypatch.setattr(llm.images._session, "encode", None)
+    monkeypatch.setattr(llm.images._network, "encode", None)
     assert llm.images.see([Video.of(copies)], Path())[0] is before
     monkeypatch.undo()
     other = llm.images.see([Video.of(frames[:4])], Path())[0]

@@ -10,7 +10,7 @@ import pytest
 
 from edgellm.device_runtime import LLM, SamplingParams
 from edgellm.device_runtime.engine.profile import Profile
-from edgellm.device_runtime.kv_cache.prefix_cache import PinnedPrefix, PinnedPrefixes
+from edgellm.device_runtime.kv_cache.prefix_cache import PinnedKV, PinnedPrefix, PinnedPrefixes
 from edgellm.device_runtime.requests.request_file import Options
 from edgellm.device_runtime.requests.responses import run_request
 from edgellm.device_runtime.speculate.options import SpecOptions
@@ -86,14 +86,14 @@ def test_abandoned_outputs_are_reused(reusing, plain):
     assert ask(reusing, goes_on).token_ids == ask(plain, goes_on).token_ids
 
 
-def test_passes_outside_of_requests_invalidate_the_cache(reusing, plain):
+def test_passes_outside_of_requests_leave_the_cache_intact(reusing, plain):
     """`--prove` computes prompts without a request."""
     from edgellm.device_runtime.engine.step import prefill_chunk
 
     ask(reusing, "w30 w31 w32 w33")
-    prefill_chunk(reusing.base, [30, 31, 50, 51], 0, 64)
+    prefill_chunk(reusing.base, reusing.base.new_kv(), [30, 31, 50, 51], 0, 64)
     answer = ask(reusing, "w30 w31 w32 w33")
-    assert reused(answer) == 2
+    assert reused(answer) == 3
     assert answer.token_ids == ask(plain, "w30 w31 w32 w33").token_ids
 
 
@@ -201,8 +201,9 @@ def test_the_flag_and_the_profile(command, tiny_engine, tmp_path):
 def test_a_pinned_hidden_state_fits_any_next_token():
     """Files of older versions have none, but one more KV position of the draft."""
     base, wide, narrow = (np.zeros((2, rows, 4), np.float32) for rows in (3, 3, 2))
-    older = PinnedPrefix((5, 6, 7, 8), (base, wide))
-    newer = PinnedPrefix((5, 6, 7, 8), (base, narrow), features=(np.zeros((1, 9), np.float32),))
+    feature = np.zeros((1, 9), np.float32)
+    older = PinnedPrefix((5, 6, 7, 8), (PinnedKV(base), PinnedKV(wide)))
+    newer = PinnedPrefix((5, 6, 7, 8), (PinnedKV(base), PinnedKV(narrow, feature=feature)))
     assert older.length == newer.length == 3
     for keys, with_row, with_feature in (
         ((5, 6, 7, 8, 9), 3, 3),

@@ -71,7 +71,7 @@ class Rig:
             self.caches = (caches,)
         model = recorded(StrictModel(CAPACITY, draft))
         latest = LatestKV(model)
-        heads = StrictHeads(self.base, draft, LIMITS.steps)
+        heads = StrictHeads(self.base, draft, LIMITS.steps, is_shared=True)
         self.start = {
             "plain": lambda: None,
             "text": lambda: TextDrafter(learned, LIMITS),

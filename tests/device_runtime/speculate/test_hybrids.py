@@ -84,7 +84,7 @@ def test_saved_kv_cache_continues_with_any_token(engine, models, tmp_path):
 
 
 def _rows_of_draft(model: LLM):
-    return model.kv_cache_manager.all_prefixes()[-1].rows[1]
+    return model.kv_cache_manager.all_prefixes()[-1].parts[1].values
 
 
 def test_limits_and_consecutive_requests(models):

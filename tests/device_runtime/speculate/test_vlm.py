@@ -199,7 +199,7 @@ def _question(folder: Path, *items: str) -> dict:
 
 def _candidates(draft: DraftNetwork, ids: np.ndarray, shown: ImageRows) -> np.ndarray:
     hidden = np.random.default_rng(1).standard_normal((len(ids), BASE_HIDDEN), np.float32)
-    draft.set_images(shown)
+    draft.kv.images = shown
     return draft.run(ids, hidden, 0, np.arange(len(ids)), top_k=8).log_probs.copy()
 
 

@@ -63,8 +63,8 @@ def test_what_does_not_fit_is_ignored_and_stays(roomy_engine, tmp_path):
     assert said == {"it is damaged", "it is not a context", "it is of another engine"}
     assert len(found.ignored) == 6
     assert (
-        found.contexts[0].rows[0].tobytes()
-        == llm.kv_cache_manager.all_prefixes()[0].rows[0].tobytes()
+        found.contexts[0].parts[0].values.tobytes()
+        == llm.kv_cache_manager.all_prefixes()[0].parts[0].values.tobytes()
     )
     assert any("other flags of speculation" in line for line in folder.load(2).ignored)
     assert folder.save([]) == 0  # forgotten: this engine's own alone are removed

@@ -78,7 +78,7 @@ def test_image_rows_are_read_by_the_passes_that_have_some(engines, tmp_path):
     rows = spec.vocab_size + np.arange(ROWS)
     prompt = np.concatenate([[30, 31], rows, [32, 33, 34]])
     for one in (cpu, gpu):
-        one.set_images(images)
+        one.kv.images = images
     write = 0
     for ids in (prompt, np.array([40]), np.array([41]), np.array([42])):
         arguments = ids, write, np.array([len(ids) - 1])
@@ -87,7 +87,7 @@ def test_image_rows_are_read_by_the_passes_that_have_some(engines, tmp_path):
         write += len(ids)
     answers = []
     for shown in (images, dataclasses.replace(images, embeds=-images.embeds)):
-        gpu.set_images(shown)
+        gpu.kv.images = shown
         gpu.run(prompt, 0, np.array([0]))
         answers.append(gpu.run(np.array([40]), len(prompt), np.array([0])).logits)
     assert np.abs(answers[0] - answers[1]).max() > 0.01
