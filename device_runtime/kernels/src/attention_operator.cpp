@@ -69,7 +69,7 @@ struct Pass {
   }
 
   template <class Function>
-  void each_row(ort::Context* context, Function function) const {
+  void each_row(OrtKernelContext* context, Function function) const {
     edgellm::each_row(context, rows, [&](int64_t row) {
       const Part& part = *(
           std::upper_bound(parts.begin(), parts.end(), row, [](int64_t r, const Part& p) { return r < p.first_row; }) -
@@ -78,7 +78,7 @@ struct Pass {
     });
   }
 
-  void attend(ort::Context* context) const {
+  void attend(OrtKernelContext* context) const {
     ort::parallel(context, tasks, [&](int64_t task) {
       const Part& part = *(std::upper_bound(parts.begin(), parts.end(), task,
                                             [](int64_t t, const Part& p) { return t < p.first_task; }) -
@@ -118,19 +118,19 @@ enum {
 // [B, P]; cos, sin [., R / 2]; positions int64 [1, S]; masks bool, of each sequence [rows, columns] over its
 // last slots, behind each other; q_norm, k_norm [D]; sinks [heads]; k_scale, v_scale [1].
 // Outputs: y [1, S, heads * D], and the caches, which are written in place where they are the past's.
-template <ort::Type kCache>
+template <ort::ElementType kCache>
 struct CachedAttention {
   static constexpr const char* kName = "CachedAttention";
-  static constexpr ort::Type kInputs[] = {ort::kFloat, ort::kFloat, ort::kFloat, kCache,      kCache,     ort::kInt64,
-                                          ort::kInt64, ort::kFloat, ort::kFloat, ort::kInt64, ort::kBool, ort::kFloat,
-                                          ort::kFloat, ort::kFloat, ort::kFloat, ort::kFloat};
-  static constexpr ort::Type kOutputs[] = {ort::kFloat, kCache, kCache};
+  static constexpr ort::ElementType kInputs[] = {
+      ort::kFloat, ort::kFloat, ort::kFloat, kCache,      kCache,      ort::kInt64, ort::kInt64, ort::kFloat,
+      ort::kFloat, ort::kInt64, ort::kBool,  ort::kFloat, ort::kFloat, ort::kFloat, ort::kFloat, ort::kFloat};
+  static constexpr ort::ElementType kOutputs[] = {ort::kFloat, kCache, kCache};
   static constexpr unsigned kNeeded = 0b1111001, kNeededOutputs = 3;
 
   int64_t heads, kv_heads, window, is_interleaved;
   float scale, softcap, epsilon;
 
-  explicit CachedAttention(const ort::Info* info)
+  explicit CachedAttention(const OrtKernelInfo* info)
       : heads(ort::int_attribute(info, "num_heads", 0)),
         kv_heads(ort::int_attribute(info, "kv_num_heads", 0)),
         window(ort::int_attribute(info, "local_window_size", 0)),
@@ -143,7 +143,7 @@ struct CachedAttention {
     require(window >= 0, "CachedAttention: local_window_size is negative");
   }
 
-  void run(ort::Context* context) const {
+  void run(OrtKernelContext* context) const {
     Tensor in[kCount];
     for (size_t i = 0; i < kCount; i++) in[i] = ort::input(context, i);
     Attention all{};
@@ -297,7 +297,7 @@ struct CachedAttention {
   }
 
   // The cache that is written: a copy of the past, if it is not the past itself.
-  static void* carry(ort::Context* context, size_t index, const Tensor& past, const Attention& a) {
+  static void* carry(OrtKernelContext* context, size_t index, const Tensor& past, const Attention& a) {
     const Tensor present = ort::output(context, index, past.dims);
     const int64_t size = a.cache_type == CacheType::kFloat32 ? 4 : a.cache_type == CacheType::kFloat16 ? 2 : 1;
     if (present.data != past.data) std::memcpy(present.data, past.data, past.count() * size);

@@ -81,14 +81,14 @@ struct Heads {
 // Outputs: y and d [1, S, H * dv]; without b there is no d, but v takes its place.
 struct GatedDelta {
   static constexpr const char* kName = "GatedDelta";
-  static constexpr ort::Type kInputs[] = {ort::kFloat, ort::kFloat, ort::kFloat, ort::kFloat,
-                                          ort::kFloat, ort::kFloat, ort::kInt64};
-  static constexpr ort::Type kOutputs[] = {ort::kFloat, ort::kFloat};
+  static constexpr ort::ElementType kInputs[] = {ort::kFloat, ort::kFloat, ort::kFloat, ort::kFloat,
+                                                 ort::kFloat, ort::kFloat, ort::kInt64};
+  static constexpr ort::ElementType kOutputs[] = {ort::kFloat, ort::kFloat};
   static constexpr unsigned kNeeded = 0b1101111, kNeededOutputs = 1;
 
-  explicit GatedDelta(const ort::Info*) {}
+  explicit GatedDelta(const OrtKernelInfo*) {}
 
-  void run(ort::Context* context) const {
+  void run(OrtKernelContext* context) const {
     const Tensor q = ort::input(context, 0), k = ort::input(context, 1), v = ort::input(context, 2),
                  g = ort::input(context, 3), b = ort::input(context, 4), state = ort::input(context, 5),
                  parents = ort::input(context, 6);
@@ -126,13 +126,13 @@ struct GatedDelta {
 // g [1, M, H]. Output: [1, H, dk, dv].
 struct GatedDeltaUpdate {
   static constexpr const char* kName = "GatedDeltaUpdate";
-  static constexpr ort::Type kInputs[] = {ort::kFloat, ort::kFloat, ort::kFloat, ort::kFloat};
-  static constexpr ort::Type kOutputs[] = {ort::kFloat};
+  static constexpr ort::ElementType kInputs[] = {ort::kFloat, ort::kFloat, ort::kFloat, ort::kFloat};
+  static constexpr ort::ElementType kOutputs[] = {ort::kFloat};
   static constexpr unsigned kNeeded = 0b1111, kNeededOutputs = 1;
 
-  explicit GatedDeltaUpdate(const ort::Info*) {}
+  explicit GatedDeltaUpdate(const OrtKernelInfo*) {}
 
-  void run(ort::Context* context) const {
+  void run(OrtKernelContext* context) const {
     const Tensor state = ort::input(context, 0), k = ort::input(context, 1), d = ort::input(context, 2),
                  g = ort::input(context, 3);
     const Heads heads(k, g, state);
@@ -158,13 +158,13 @@ struct GatedDeltaUpdate {
 // weight [K, 1, W], parents as above. Output like x. Sums run from the newest row to the oldest.
 struct Convolution {
   static constexpr const char* kName = "Convolution";
-  static constexpr ort::Type kInputs[] = {ort::kFloat, ort::kFloat, ort::kFloat, ort::kInt64};
-  static constexpr ort::Type kOutputs[] = {ort::kFloat};
+  static constexpr ort::ElementType kInputs[] = {ort::kFloat, ort::kFloat, ort::kFloat, ort::kInt64};
+  static constexpr ort::ElementType kOutputs[] = {ort::kFloat};
   static constexpr unsigned kNeeded = 0b1111, kNeededOutputs = 1;
 
-  explicit Convolution(const ort::Info*) {}
+  explicit Convolution(const OrtKernelInfo*) {}
 
-  void run(ort::Context* context) const {
+  void run(OrtKernelContext* context) const {
     const Tensor x = ort::input(context, 0), windows = ort::input(context, 1), weight = ort::input(context, 2),
                  given = ort::input(context, 3);
     require(x.dims.size() == 3 && windows.dims.size() == 3 && weight.count(),

@@ -18,7 +18,7 @@ constexpr int64_t kPartBytes = 128 << 10;  // of weights, below which threads ar
 constexpr int64_t kMostTaken = 4096;  // rows times experts taken that are held at once
 
 // Packed weights of one form: the records of each, then the headers of all.
-std::vector<Weight> read_stack(const ort::Info* info, size_t index, int64_t experts) {
+std::vector<Weight> read_stack(const OrtKernelInfo* info, size_t index, int64_t experts) {
   const Tensor packed = constant_input(info, index, "Experts");
   const int64_t each = experts > 0 ? packed.count() / experts : 0, records = each - int64_t(sizeof(Header));
   require(each * experts == packed.count() && records > 0, "Experts: the packed weights are not those of all experts");
@@ -51,9 +51,9 @@ Rows from_row(const Weight& w, const Rows& rows, int64_t first) {
 // Without gates, act is the square of what is positive of the ups.
 struct Experts {
   static constexpr const char* kName = "Experts";
-  static constexpr ort::Type kInputs[] = {ort::kFloat, ort::kInt64, ort::kFloat, ort::kUInt8,
-                                          ort::kUInt8, ort::kFloat, ort::kFloat};
-  static constexpr ort::Type kOutputs[] = {ort::kFloat};
+  static constexpr ort::ElementType kInputs[] = {ort::kFloat, ort::kInt64, ort::kFloat, ort::kUInt8,
+                                                 ort::kUInt8, ort::kFloat, ort::kFloat};
+  static constexpr ort::ElementType kOutputs[] = {ort::kFloat};
   static constexpr unsigned kNeeded = 0b11111, kNeededOutputs = 1;
 
   struct Group {
@@ -80,7 +80,7 @@ struct Experts {
   std::vector<Weight> gates, downs;
   float alpha, limit, offset;
 
-  explicit Experts(const ort::Info* info)
+  explicit Experts(const OrtKernelInfo* info)
       : alpha(ort::float_attribute(info, "alpha", 1)),
         limit(ort::float_attribute(info, "limit", 0)),
         offset(ort::float_attribute(info, "offset", 0)) {
@@ -92,7 +92,7 @@ struct Experts {
             "Experts: gates, ups and downs do not fit each other");
   }
 
-  void run(ort::Context* context) const {
+  void run(OrtKernelContext* context) const {
     const int64_t H = gates[0].in_features, count = int64_t(gates.size());
     const Tensor x = ort::input(context, 0), ids = ort::input(context, 1), shares = ort::input(context, 2),
                  inner_bias = ort::input(context, 5), bias = ort::input(context, 6);
@@ -139,7 +139,7 @@ struct Experts {
     }
   }
 
-  void compute(ort::Context* context, const Pass& pass) const {
+  void compute(OrtKernelContext* context, const Pass& pass) const {
     const int64_t taken = pass.taken(), I = downs[0].in_features, H = downs[0].out_features;
     const size_t own = aligned(rows_bytes(gates[0], pass.rows)), outer = aligned(rows_bytes(gates[0], taken)),
                  inner = aligned(rows_bytes(downs[0], taken)), middle = aligned(taken * I * 4),
@@ -181,7 +181,7 @@ struct Experts {
     }
   }
 
-  void multiply(ort::Context* context, const Pass& pass, const std::vector<Weight>& weights, const Rows& rows,
+  void multiply(OrtKernelContext* context, const Pass& pass, const std::vector<Weight>& weights, const Rows& rows,
                 const float* bias, float* y) const {
     std::vector<Task> tasks;
     const int64_t groups = weights[0].groups(), bytes = groups * weights[0].group_bytes();

@@ -54,14 +54,14 @@ void fill(const std::vector<Task>& tasks, int64_t rows, int64_t width, const flo
 
 // function(first, last) for all of `count` things, which have `floats` to read.
 template <class Function>
-void parts(ort::Context* context, int64_t count, int64_t floats, const Function& function) {
+void parts(OrtKernelContext* context, int64_t count, int64_t floats, const Function& function) {
   const int64_t some = parts_of(count, floats, kPartFloats);
   ort::parallel(context, some, [&](int64_t part) { function(count * part / some, count * (part + 1) / some); });
 }
 
 // function(task, first, last) for all pieces of all tasks, of which each reads about `floats`.
 template <class Size, class Function>
-void each(ort::Context* context, const std::vector<Task>& tasks, const Size& size, int64_t floats,
+void each(OrtKernelContext* context, const std::vector<Task>& tasks, const Size& size, int64_t floats,
           const Function& function) {
   std::vector<int64_t> ends;
   int64_t total = 0;
@@ -79,13 +79,14 @@ void each(ort::Context* context, const std::vector<Task>& tasks, const Size& siz
 // As LowRank: y [..., N] is base, like y, with what is added. Of ONNX Runtime's products of floats.
 struct LowRankSum {
   static constexpr const char* kName = "LowRank";
-  static constexpr ort::Type kInputs[] = {ort::kFloat, ort::kFloat, ort::kInt64, ort::kInt64, ort::kFloat, ort::kInt64};
-  static constexpr ort::Type kOutputs[] = {ort::kFloat};
+  static constexpr ort::ElementType kInputs[] = {ort::kFloat, ort::kFloat, ort::kInt64,
+                                                 ort::kInt64, ort::kFloat, ort::kInt64};
+  static constexpr ort::ElementType kOutputs[] = {ort::kFloat};
   static constexpr unsigned kNeeded = 0b111111, kNeededOutputs = 1;
 
-  explicit LowRankSum(const ort::Info*) {}
+  explicit LowRankSum(const OrtKernelInfo*) {}
 
-  void run(ort::Context* context) const {
+  void run(OrtKernelContext* context) const {
     const Tensor x = ort::input(context, 0), base = ort::input(context, 1), slots = ort::input(context, 2);
     const int64_t rows = x.count(0, 1), width = base.last();
     require(!base.dims.empty() && base.count() == rows * width, "LowRank: the base has other rows than x");

@@ -6,7 +6,7 @@
 namespace edgellm {
 
 struct Adapted {
-  ort::Context* context;
+  OrtKernelContext* context;
   ort::Tensor x;  // [..., K]
   const float* gamma;  // [K] with which x is normalized, or nullptr
   float epsilon;

@@ -6,8 +6,6 @@
 
 namespace edgellm {
 
-const void* const* ort::table;
-
 namespace {
 
 using ort::require;
@@ -15,7 +13,7 @@ using ort::Tensor;
 
 constexpr int64_t kPartBytes = 32 << 10;  // of weights, below which threads are not worth their call
 
-Weight packed_input(const ort::Info* info, const char* name) {
+Weight packed_input(const OrtKernelInfo* info, const char* name) {
   const Tensor packed = constant_input(info, 1, name);
   return packed_weight(packed.data, size_t(packed.count()), name);
 }
@@ -25,15 +23,16 @@ Weight packed_input(const ort::Info* info, const char* name) {
 // if not x itself. Outputs: y [..., N] or [..., N / 2], x + skip.
 struct QuantLinear {
   static constexpr const char* kName = "QuantLinear";
-  static constexpr ort::Type kInputs[] = {ort::kFloat, ort::kUInt8, ort::kFloat, ort::kFloat, ort::kFloat, ort::kFloat,
-                                          ort::kInt64, ort::kInt64, ort::kFloat, ort::kInt64, ort::kFloat};
-  static constexpr ort::Type kOutputs[] = {ort::kFloat, ort::kFloat};
+  static constexpr ort::ElementType kInputs[] = {ort::kFloat, ort::kUInt8, ort::kFloat, ort::kFloat,
+                                                 ort::kFloat, ort::kFloat, ort::kInt64, ort::kInt64,
+                                                 ort::kFloat, ort::kInt64, ort::kFloat};
+  static constexpr ort::ElementType kOutputs[] = {ort::kFloat, ort::kFloat};
   static constexpr unsigned kNeeded = 0b11, kNeededOutputs = 1;
 
   Weight weight;
   float epsilon;
 
-  explicit QuantLinear(const ort::Info* info) : epsilon(ort::float_attribute(info, "epsilon", 1e-5f)) {
+  explicit QuantLinear(const OrtKernelInfo* info) : epsilon(ort::float_attribute(info, "epsilon", 1e-5f)) {
     weight = packed_input(info, kName);
     const auto given = [&](const char* name, int64_t found) { return ort::int_attribute(info, name, found) == found; };
     require(given("K", weight.in_features) && given("N", weight.out_features) && given("block", weight.block) &&
@@ -41,7 +40,7 @@ struct QuantLinear {
             "QuantLinear: the packed weight is not the one that the node was made for");
   }
 
-  void run(ort::Context* context) const {
+  void run(OrtKernelContext* context) const {
     const int64_t K = weight.in_features, N = weight.out_features;
     const Tensor x = ort::input(context, 0), gamma = ort::input(context, 2), skip = ort::input(context, 3),
                  bias = ort::input(context, 4), residual = ort::input(context, 5), slots = ort::input(context, 6);
@@ -76,7 +75,7 @@ struct QuantLinear {
 
  private:
   // What adapters add, like W x; nullptr: nothing.
-  const float* added(ort::Context* context, const Tensor& x, const Tensor& gamma, const Tensor& slots) const {
+  const float* added(OrtKernelContext* context, const Tensor& x, const Tensor& gamma, const Tensor& slots) const {
     const Tensor own = ort::input(context, 10);
     const int64_t N = weight.out_features, step = weight.is_gated ? 2 * kStrip : kStrip;
     require(!own || own.dims == x.dims, "QuantLinear: what adapters read is not shaped like x");
@@ -99,17 +98,17 @@ struct QuantLinear {
 // uint8. Output: [..., K].
 struct LookUp {
   static constexpr const char* kName = "LookUp";
-  static constexpr ort::Type kInputs[] = {ort::kInt64, ort::kUInt8};
-  static constexpr ort::Type kOutputs[] = {ort::kFloat};
+  static constexpr ort::ElementType kInputs[] = {ort::kInt64, ort::kUInt8};
+  static constexpr ort::ElementType kOutputs[] = {ort::kFloat};
   static constexpr unsigned kNeeded = 0b11, kNeededOutputs = 1;
 
   Weight weight;
 
-  explicit LookUp(const ort::Info* info) : weight(packed_input(info, kName)) {
+  explicit LookUp(const OrtKernelInfo* info) : weight(packed_input(info, kName)) {
     require(!weight.is_gated, "LookUp: gated weights are no embedding");
   }
 
-  void run(ort::Context* context) const {
+  void run(OrtKernelContext* context) const {
     const Tensor ids = ort::input(context, 0);
     std::vector<int64_t> dims = ids.dims;
     dims.push_back(weight.in_features);
@@ -129,13 +128,13 @@ struct LookUp {
 // Outputs, best first and of equals the first: ids int64, logits float, log-softmax float, each [..., k].
 struct Picks {
   static constexpr const char* kName = "Picks";
-  static constexpr ort::Type kInputs[] = {ort::kFloat, ort::kInt64};
-  static constexpr ort::Type kOutputs[] = {ort::kInt64, ort::kFloat, ort::kFloat};
+  static constexpr ort::ElementType kInputs[] = {ort::kFloat, ort::kInt64};
+  static constexpr ort::ElementType kOutputs[] = {ort::kInt64, ort::kFloat, ort::kFloat};
   static constexpr unsigned kNeeded = 1, kNeededOutputs = 1;
 
-  explicit Picks(const ort::Info*) {}
+  explicit Picks(const OrtKernelInfo*) {}
 
-  void run(ort::Context* context) const {
+  void run(OrtKernelContext* context) const {
     const Tensor logits = ort::input(context, 0), wanted = ort::input(context, 1);
     const int64_t k = wanted ? *wanted.as<int64_t>() : 1, width = logits.last(), rows = logits.count(0, 1);
     require(!logits.dims.empty() && k > 0 && k <= width, "Picks: k is not between 1 and the number of logits");
@@ -200,24 +199,23 @@ struct Picks {
 }  // namespace
 }  // namespace edgellm
 
-extern "C" __attribute__((visibility("default"))) edgellm::ort::Status* RegisterCustomOps(
-    edgellm::ort::Options* options, const edgellm::ort::ApiBase* base) {
+extern "C" __attribute__((visibility("default"))) OrtStatus* ORT_API_CALL RegisterCustomOps(OrtSessionOptions* options,
+                                                                                            const OrtApiBase* base) {
   using namespace edgellm;
-  ort::table = base->get_api(ort::kVersion);
-  if (!ort::table) {  // too old a runtime: only the first version's table can say so
-    ort::table = base->get_api(1);
-    return ort::raw<ort::Status*>(ort::kCreateStatus, 1, "edgellm's kernels need ONNX Runtime 1.17 or newer");
+  ort::api = base->GetApi(ORT_API_VERSION);
+  if (!ort::api) {  // only functions of an older version can create the error
+    return base->GetApi(1)->CreateStatus(ORT_FAIL, "edgellm's kernels need ONNX Runtime 1.17 or newer");
   }
   return ort::guarded([&] {
-    static ort::Domain* const domain = [] {  // for all sessions, which may outlive any owner but the process
-      ort::Domain* made = nullptr;
-      ort::call(ort::kCreateDomain, "edgellm.kernels", &made);
+    static OrtCustomOpDomain* const domain = [] {  // of all sessions, until the process ends
+      OrtCustomOpDomain* made = nullptr;
+      ort::check(ort::api->CreateCustomOpDomain("edgellm.kernels", &made));
       const Operators own{ort::describe<QuantLinear>(), ort::describe<LookUp>(), ort::describe<Picks>()};
       for (const Operators& some :
            {own, attention_operators(), delta_operators(), experts_operators(), low_rank_operators()})
-        for (const ort::Operator* one : some) ort::call(ort::kAddOperator, made, one);
+        for (const OrtCustomOp* op : some) ort::check(ort::api->CustomOpDomain_Add(made, op));
       return made;
     }();
-    ort::call(ort::kAddDomain, options, domain);
+    ort::check(ort::api->AddCustomOpDomain(options, domain));
   });
 }

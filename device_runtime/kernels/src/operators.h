@@ -10,7 +10,7 @@
 
 namespace edgellm {
 
-using Operators = std::vector<const ort::Operator*>;
+using Operators = std::vector<const OrtCustomOp*>;
 Operators attention_operators();  // of each type of cache
 Operators delta_operators();  // of linear attention
 Operators experts_operators();
@@ -23,7 +23,7 @@ inline size_t aligned(size_t bytes) { return (bytes + 63) / 64 * 64; }
 
 // function(row) for each, on threads where there are rows enough.
 template <class Function>
-void each_row(const ort::Context* context, int64_t rows, const Function& function) {
+void each_row(const OrtKernelContext* context, int64_t rows, const Function& function) {
   if (rows >= kRowsApart) return ort::parallel(context, rows, function);
   for (int64_t row = 0; row < rows; row++) function(row);
 }
@@ -33,18 +33,16 @@ inline int64_t parts_of(int64_t count, int64_t size, int64_t least, int64_t most
   return std::max<int64_t>(1, std::min({count, size / least, most}));
 }
 
-// An input that was known when the graph was opened.
-inline ort::Tensor constant_input(const ort::Info* info, size_t index, const std::string& name) {
-  int is_constant = 0;
-  const ort::Value* value = nullptr;
-  ort::call(ort::kGetConstant, info, index, &is_constant, &value);
-  if (!is_constant || !value) throw ort::Fault(name + ": packed weights must be initializers");
-  return ort::read(value);
+// A packed weight that is an initializer of the graph.
+inline ort::Tensor constant_input(const OrtKernelInfo* info, size_t index, const std::string& name) {
+  const ort::Tensor found = ort::constant_input(info, index);
+  if (!found) throw ort::Error(name + ": packed weights must be initializers");
+  return found;
 }
 
 inline Weight packed_weight(const void* data, size_t bytes, const std::string& name) {
   Weight weight;
-  if (const char* fault = read_weight(data, bytes, &weight)) throw ort::Fault(name + ": " + fault);
+  if (const char* fault = read_weight(data, bytes, &weight)) throw ort::Error(name + ": " + fault);
   return weight;
 }
 

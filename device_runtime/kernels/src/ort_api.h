@@ -1,114 +1,83 @@
-// The part of ONNX Runtime's C interface that custom operators need, by its published layout: a
-// table of functions and a table of callbacks, both of which only ever grow at their ends.
+// A thin C++ layer over ONNX Runtime's C API for custom operators: errors are exceptions, tensors are values.
 #pragma once
 
 #include <cstddef>
 #include <cstdint>
 #include <cstdlib>
+#include <exception>
+#include <iterator>
 #include <memory>
 #include <new>
 #include <stdexcept>
 #include <string>
 #include <vector>
 
+#include "third_party/onnxruntime/onnxruntime_c_api.h"  // last: it defines macros
+
 namespace edgellm::ort {
 
-constexpr uint32_t kVersion = 17;  // of the table; 1.17 is the first that has all of it
+// The functions of version ORT_API_VERSION. ONNX Runtime only appends to the structures of its C API, so all newer
+// versions provide them.
+inline const OrtApi* api = nullptr;  // set by RegisterCustomOps
 
-struct Status;
-struct Value;
-struct Info;
-struct Context;
-struct Shape;
-struct Domain;
-struct Options;
+using ElementType = ONNXTensorElementDataType;
+constexpr ElementType kUndefined = ONNX_TENSOR_ELEMENT_DATA_TYPE_UNDEFINED;
+constexpr ElementType kFloat = ONNX_TENSOR_ELEMENT_DATA_TYPE_FLOAT;
+constexpr ElementType kUInt8 = ONNX_TENSOR_ELEMENT_DATA_TYPE_UINT8;
+constexpr ElementType kInt8 = ONNX_TENSOR_ELEMENT_DATA_TYPE_INT8;
+constexpr ElementType kInt64 = ONNX_TENSOR_ELEMENT_DATA_TYPE_INT64;
+constexpr ElementType kBool = ONNX_TENSOR_ELEMENT_DATA_TYPE_BOOL;
+constexpr ElementType kHalf = ONNX_TENSOR_ELEMENT_DATA_TYPE_FLOAT16;
 
-enum Type { kUndefined = 0, kFloat = 1, kUInt8 = 2, kInt8 = 3, kInt64 = 7, kBool = 9, kHalf = 10 };
-enum Slot {
-  kCreateStatus = 0,
-  kGetErrorMessage = 2,
-  kCreateDomain = 26,
-  kAddOperator = 27,
-  kAddDomain = 28,
-  kGetData = 51,
-  kGetElementType = 60,
-  kGetRank = 61,
-  kGetDimensions = 62,
-  kGetShape = 65,
-  kGetFloat = 85,
-  kGetInt = 86,
-  kGetInputCount = 88,
-  kGetOutputCount = 89,
-  kGetInput = 90,
-  kGetOutput = 91,
-  kReleaseStatus = 93,
-  kReleaseShape = 99,
-  kGetConstant = 249,
-  kParallelFor = 274,
-};
-
-struct ApiBase {
-  const void* const* (*get_api)(uint32_t version);
-  const char* (*get_version)();
-};
-
-extern const void* const* table;
-
-template <class Result, class... Arguments>
-Result raw(Slot slot, Arguments... arguments) {
-  return reinterpret_cast<Result (*)(Arguments...)>(const_cast<void*>(table[slot]))(arguments...);
-}
-
-// What becomes an error of the session.
-struct Fault : std::runtime_error {
+// An invalid input or a failed call; the session reports its message.
+struct Error : std::runtime_error {
   using std::runtime_error::runtime_error;
 };
 
-inline void require(bool holds, const char* fault) {
-  if (!holds) throw Fault(fault);
+inline void require(bool holds, const char* message) {
+  if (!holds) throw Error(message);
 }
 
-template <class... Arguments>
-void call(Slot slot, Arguments... arguments) {
-  Status* status = raw<Status*>(slot, arguments...);
+// Throws the error of a call.
+inline void check(OrtStatus* status) {
   if (!status) return;
-  const std::string text = raw<const char*>(kGetErrorMessage, static_cast<const Status*>(status));
-  raw<void>(kReleaseStatus, status);
-  throw Fault(text);
+  const std::string message = api->GetErrorMessage(status);
+  api->ReleaseStatus(status);
+  throw Error(message);
 }
 
-// Runs what must not throw into ONNX Runtime.
+// Runs a function for ONNX Runtime, into which exceptions must not propagate.
 template <class Function>
-Status* guarded(Function function) {
-  constexpr int kFail = 1, kInvalidArgument = 2;
+OrtStatus* guarded(Function function) {
   try {
     function();
     return nullptr;
-  } catch (const Fault& fault) {
-    return raw<Status*>(kCreateStatus, kInvalidArgument, fault.what());
+  } catch (const Error& error) {
+    return api->CreateStatus(ORT_INVALID_ARGUMENT, error.what());
   } catch (const std::exception& error) {
-    return raw<Status*>(kCreateStatus, kFail, error.what());
+    return api->CreateStatus(ORT_FAIL, error.what());
   }
 }
 
-template <class T>
-T attribute(const Info* info, Slot slot, const char* name, T missing) {
+// An attribute of a node, or its default if the node lacks it.
+template <class T, class Get>
+T attribute(Get get, const OrtKernelInfo* info, const char* name, T missing) {
   T found = missing;
-  Status* status = raw<Status*>(slot, info, name, &found);
+  OrtStatus* status = get(info, name, &found);
   if (!status) return found;
-  raw<void>(kReleaseStatus, status);
+  api->ReleaseStatus(status);
   return missing;
 }
-inline int64_t int_attribute(const Info* info, const char* name, int64_t missing) {
-  return attribute(info, kGetInt, name, missing);
+inline int64_t int_attribute(const OrtKernelInfo* info, const char* name, int64_t missing) {
+  return attribute(api->KernelInfoGetAttribute_int64, info, name, missing);
 }
-inline float float_attribute(const Info* info, const char* name, float missing) {
-  return attribute(info, kGetFloat, name, missing);
+inline float float_attribute(const OrtKernelInfo* info, const char* name, float missing) {
+  return attribute(api->KernelInfoGetAttribute_float, info, name, missing);
 }
 
 struct Tensor {
   void* data = nullptr;
-  int type = kUndefined;
+  ElementType type = kUndefined;
   std::vector<int64_t> dims;
 
   explicit operator bool() const { return data || !dims.empty(); }
@@ -124,45 +93,56 @@ struct Tensor {
   }
 };
 
-inline Tensor read(const Value* value) {
+inline Tensor read(const OrtValue* value) {
   Tensor tensor;
   if (!value) return tensor;
-  Shape* shape = nullptr;
-  call(kGetShape, value, &shape);
+  OrtTensorTypeAndShapeInfo* shape = nullptr;
+  check(api->GetTensorTypeAndShape(value, &shape));
+  const std::unique_ptr<OrtTensorTypeAndShapeInfo, decltype(api->ReleaseTensorTypeAndShapeInfo)> owner(
+      shape, api->ReleaseTensorTypeAndShapeInfo);
   size_t rank = 0;
-  call(kGetRank, static_cast<const Shape*>(shape), &rank);
+  check(api->GetDimensionsCount(shape, &rank));
   tensor.dims.resize(rank);
-  call(kGetDimensions, static_cast<const Shape*>(shape), tensor.dims.data(), rank);
-  call(kGetElementType, static_cast<const Shape*>(shape), &tensor.type);
-  raw<void>(kReleaseShape, shape);
-  call(kGetData, const_cast<Value*>(value), &tensor.data);
+  check(api->GetDimensions(shape, tensor.dims.data(), rank));
+  check(api->GetTensorElementType(shape, &tensor.type));
+  check(api->GetTensorMutableData(const_cast<OrtValue*>(value), &tensor.data));
   return tensor;
 }
 
-inline Tensor input(const Context* context, size_t index) {
+// Empty if the input is absent.
+inline Tensor input(const OrtKernelContext* context, size_t index) {
   size_t count = 0;
-  call(kGetInputCount, context, &count);
+  check(api->KernelContext_GetInputCount(context, &count));
   if (index >= count) return {};
-  const Value* value = nullptr;
-  call(kGetInput, context, index, &value);
+  const OrtValue* value = nullptr;
+  check(api->KernelContext_GetInput(context, index, &value));
   return read(value);
 }
 
 // Empty if the output is unused.
-inline Tensor output(Context* context, size_t index, const std::vector<int64_t>& dims) {
+inline Tensor output(OrtKernelContext* context, size_t index, const std::vector<int64_t>& dims) {
   size_t count = 0;
-  call(kGetOutputCount, static_cast<const Context*>(context), &count);
-  Value* value = nullptr;
-  if (index < count) call(kGetOutput, context, index, dims.data(), dims.size(), &value);
+  check(api->KernelContext_GetOutputCount(context, &count));
+  OrtValue* value = nullptr;
+  if (index < count) check(api->KernelContext_GetOutput(context, index, dims.data(), dims.size(), &value));
   return read(value);
 }
 
-// function(i) for i below `count`, on the session's threads.
+// An input that was known when the graph was opened; empty if it was not.
+inline Tensor constant_input(const OrtKernelInfo* info, size_t index) {
+  int is_constant = 0;
+  const OrtValue* value = nullptr;
+  check(api->KernelInfoGetConstantInput_tensor(info, index, &is_constant, &value));
+  return is_constant ? read(value) : Tensor{};
+}
+
+// Calls function(i) for i below `count` on the session's threads.
 template <class Function>
-void parallel(const Context* context, int64_t count, const Function& function) {
+void parallel(const OrtKernelContext* context, int64_t count, const Function& function) {
   if (count == 1) return function(0);
   void (*step)(void*, size_t) = [](void* data, size_t i) { (*static_cast<const Function*>(data))(int64_t(i)); };
-  call(kParallelFor, context, step, size_t(count), size_t(0), const_cast<void*>(static_cast<const void*>(&function)));
+  void* data = const_cast<void*>(static_cast<const void*>(&function));
+  check(api->KernelContext_ParallelFor(context, step, size_t(count), 0, data));
 }
 
 // Memory of a thread for the length of one call; `kUse`: of calls within calls.
@@ -179,56 +159,39 @@ void* scratch(size_t bytes) {
   return memory.get();
 }
 
-// Callbacks of an operator, as ONNX Runtime declares them.
-struct Operator {
-  uint32_t version;
-  void* (*create)(const Operator*, const void* const*, const Info*);
-  const char* (*name)(const Operator*);
-  const char* (*provider)(const Operator*);
-  int (*input_type)(const Operator*, size_t);
-  size_t (*input_count)(const Operator*);
-  int (*output_type)(const Operator*, size_t);
-  size_t (*output_count)(const Operator*);
-  void (*compute)(void*, Context*);
-  void (*destroy)(void*);
-  int (*input_kind)(const Operator*, size_t);
-  int (*output_kind)(const Operator*, size_t);
-  int (*input_memory)(const Operator*, size_t);
-  int (*variadic[4])(const Operator*);
-  Status* (*try_create)(const Operator*, const void* const*, const Info*, void**);
-  Status* (*try_compute)(void*, Context*);
-  Status* (*infer_shapes)(const Operator*, void*);
-  int (*first_version)(const Operator*);
-  int (*last_version)(const Operator*);
-};
-
-// `Kernel` has a name, types of inputs and outputs of which the first few must be there, a
-// constructor from Info, and `run`.
+// The operator of a class. `Kernel` has a name, element types of inputs and outputs, a bit for each required input,
+// the number of required outputs, a constructor from OrtKernelInfo, and `run`.
 template <class Kernel>
-const Operator* describe() {
-  static const Operator described = [] {
-    Operator o{};
-    o.version = kVersion;
-    o.name = [](const Operator*) { return Kernel::kName; };
-    o.provider = [](const Operator*) -> const char* { return nullptr; };
-    o.input_type = [](const Operator*, size_t i) -> int { return Kernel::kInputs[i]; };
-    o.input_count = [](const Operator*) { return sizeof Kernel::kInputs / sizeof Kernel::kInputs[0]; };
-    o.output_type = [](const Operator*, size_t i) -> int { return Kernel::kOutputs[i]; };
-    o.output_count = [](const Operator*) { return sizeof Kernel::kOutputs / sizeof Kernel::kOutputs[0]; };
-    o.destroy = [](void* kernel) { delete static_cast<Kernel*>(kernel); };
-    o.input_kind = [](const Operator*, size_t i) { return int(!(Kernel::kNeeded >> i & 1)); };
-    o.output_kind = [](const Operator*, size_t i) { return int(i >= Kernel::kNeededOutputs); };
-    o.input_memory = [](const Operator*, size_t) { return 0; };
-    for (auto& none : o.variadic) none = [](const Operator*) { return 1; };
-    o.try_create = [](const Operator*, const void* const*, const Info* info, void** kernel) {
+const OrtCustomOp* describe() {
+  static const OrtCustomOp described = [] {
+    OrtCustomOp op{};
+    op.version = ORT_API_VERSION;
+    op.GetName = [](const OrtCustomOp*) { return Kernel::kName; };
+    op.GetExecutionProviderType = [](const OrtCustomOp*) -> const char* { return nullptr; };
+    op.GetInputType = [](const OrtCustomOp*, size_t i) { return Kernel::kInputs[i]; };
+    op.GetInputTypeCount = [](const OrtCustomOp*) { return std::size(Kernel::kInputs); };
+    op.GetOutputType = [](const OrtCustomOp*, size_t i) { return Kernel::kOutputs[i]; };
+    op.GetOutputTypeCount = [](const OrtCustomOp*) { return std::size(Kernel::kOutputs); };
+    op.KernelDestroy = [](void* kernel) { delete static_cast<Kernel*>(kernel); };
+    op.GetInputCharacteristic = [](const OrtCustomOp*, size_t i) {
+      return Kernel::kNeeded >> i & 1 ? INPUT_OUTPUT_REQUIRED : INPUT_OUTPUT_OPTIONAL;
+    };
+    op.GetOutputCharacteristic = [](const OrtCustomOp*, size_t i) {
+      return i < Kernel::kNeededOutputs ? INPUT_OUTPUT_REQUIRED : INPUT_OUTPUT_OPTIONAL;
+    };
+    op.GetInputMemoryType = [](const OrtCustomOp*, size_t) { return OrtMemTypeDefault; };
+    // ONNX Runtime calls these of every operator, also of those without variadic inputs and outputs.
+    op.GetVariadicInputMinArity = op.GetVariadicInputHomogeneity = [](const OrtCustomOp*) { return 1; };
+    op.GetVariadicOutputMinArity = op.GetVariadicOutputHomogeneity = op.GetVariadicInputMinArity;
+    op.CreateKernelV2 = [](const OrtCustomOp*, const OrtApi*, const OrtKernelInfo* info, void** kernel) {
       return guarded([&] { *kernel = new Kernel(info); });
     };
-    o.try_compute = [](void* kernel, Context* context) {
+    op.KernelComputeV2 = [](void* kernel, OrtKernelContext* context) {
       return guarded([&] { static_cast<Kernel*>(kernel)->run(context); });
     };
-    o.first_version = [](const Operator*) { return 1; };
-    o.last_version = [](const Operator*) { return 1 << 30; };
-    return o;
+    op.GetStartVersion = [](const OrtCustomOp*) { return 1; };
+    op.GetEndVersion = [](const OrtCustomOp*) { return 1 << 30; };
+    return op;
   }();
   return &described;
 }

@@ -6,6 +6,7 @@ import os
 import platform
 import shutil
 import subprocess
+import tarfile
 import zipfile
 from pathlib import Path
 
@@ -64,7 +65,23 @@ def test_a_wheel_carries_the_kernels(tmp_path, monkeypatch):
         names = zipfile.ZipFile(wheel).namelist()
         folder = "edgellm/device_runtime/kernels"
         assert (f"{folder}/prebuilt/{compiling.LIBRARY}" in names) != is_pure
-        assert f"{folder}/src/kernels.h" in names
+        ort_headers = f"{folder}/src/third_party/onnxruntime"
+        assert {
+            f"{folder}/src/kernels.h",
+            f"{ort_headers}/onnxruntime_c_api.h",
+            f"{ort_headers}/LICENSE",
+        } <= set(names)
+
+
+def test_a_source_distribution_has_the_headers(tmp_path):
+    builders = pytest.importorskip("hatchling.builders.sdist")
+    builder = builders.SdistBuilder(str(Path(__file__).parents[3]))
+    path = next(builder.build(directory=str(tmp_path), versions=["standard"]))
+    with tarfile.open(path) as archive:
+        names = {name.partition("/")[2] for name in archive.getnames()}
+    sources = Path("device_runtime/kernels/src")
+    headers = "ort_api.h", "third_party/onnxruntime/onnxruntime_c_api.h"
+    assert {(sources / header).as_posix() for header in headers} <= names
 
 
 def self_test(name, cxx, machine, flags, run):
