@@ -38,12 +38,15 @@ inline void require(bool holds, const char* message) {
   if (!holds) throw Error(message);
 }
 
-// Throws the error of a call.
-inline void check(OrtStatus* status) {
-  if (!status) return;
+[[noreturn]] __attribute__((noinline, cold)) inline void fail(OrtStatus* status) {
   const std::string message = api->GetErrorMessage(status);
   api->ReleaseStatus(status);
   throw Error(message);
+}
+
+// Throws the error of a call.
+inline void check(OrtStatus* status) {
+  if (status) fail(status);
 }
 
 // Runs a function for ONNX Runtime, into which exceptions must not propagate.
