@@ -25,8 +25,8 @@ from edgellm.core.cli import SNAKE_CASE, App, run_command
 from edgellm.core.errors import EdgeLLMError
 from edgellm.device_runtime.kernels.triton import prebuilt
 from edgellm.device_runtime.kernels.triton.catalog import (
+    HEAD_DIM,
     LARGEST_SHARED_BYTES,
-    SIZE,
     TARGETS,
     Variant,
     variants,
@@ -67,9 +67,11 @@ def compile_variant(variant: Variant, sm: int) -> Ptx:
     function = getattr(importlib.import_module(f"{_PACKAGE}.{kernel.module}"), kernel.name)
     names = list(function.arg_names)
     if names != [*kernel.signature, *variant.constants]:
-        raise EdgeLLMError(f"the catalog lists other arguments of {kernel.name} than {names}")
+        raise EdgeLLMError(f"the catalog lists other constants of {kernel.name} than {names}")
     kinds = {**kernel.signature, **dict.fromkeys(variant.constants, "constexpr")}
-    aligned = [name for name, kind in kernel.signature.items() if kind[0] == "*" or name == SIZE]
+    aligned = [
+        name for name, kind in kernel.signature.items() if kind[0] == "*" or name == HEAD_DIM
+    ]
     attributes = {(names.index(name),): _ALIGNED for name in aligned}
     constants = {(names.index(key),): value for key, value in variant.constants.items()}
     source = compiler.ASTSource(
@@ -172,15 +174,15 @@ def _wide_bytes(variant: Variant) -> int:
     return 2 * rows_bytes // (32 * variant.warps)
 
 
-def write_target(sm: int, folder: Path) -> dict[str, Any]:
-    """Compile, check and pack all kernels for a GPU; return its part of the manifest.
+def write_target(sm: int, archive: Path) -> None:
+    """Compile, check and pack all kernels for a GPU, and their manifest.
 
     Raises:
         EdgeLLMError: a kernel fails a check.
         OSError: the archive cannot be written.
     """
+    triton, _, _ = _load_triton()
     entries, targets = {}, set()
-    archive = folder / f"sm_{sm}.zip"
     with zipfile.ZipFile(archive, "w", zipfile.ZIP_DEFLATED, compresslevel=9) as pack:
         for variant in variants(sm):
             ptx = compile_variant(variant, sm)
@@ -188,7 +190,7 @@ def write_target(sm: int, folder: Path) -> dict[str, Any]:
             if found := faults(variant, ptx, assembled):
                 raise EdgeLLMError(f"{variant.name} for sm_{sm}: {'; '.join(found)}")
             data = ptx.text.encode("ascii")
-            pack.writestr(zipfile.ZipInfo(f"{variant.name}.ptx"), data, zipfile.ZIP_DEFLATED, 9)
+            _pack(pack, f"{variant.name}.ptx", data)
             targets.add(ptx.target)
             entries[variant.name] = _entry(variant, ptx, assembled, data)
             print(
@@ -196,13 +198,24 @@ def write_target(sm: int, folder: Path) -> dict[str, Any]:
                 f"{ptx.shared_bytes} bytes shared",
                 flush=True,
             )
-    return {"is_portable": targets == {f"sm_{sm}"}, "kernels": entries}
+        manifest = {
+            "source_sha256": prebuilt.source_hash(),
+            "triton": triton.__version__,
+            "is_portable": targets == {f"sm_{sm}"},
+            "kernels": entries,
+        }
+        _pack(pack, prebuilt.MANIFEST, json.dumps(manifest, indent=1).encode("ascii"))
+
+
+def _pack(archive: zipfile.ZipFile, name: str, data: bytes) -> None:
+    """Add a file without a time, so equal kernels make equal archives."""
+    archive.writestr(zipfile.ZipInfo(name), data, zipfile.ZIP_DEFLATED, 9)
 
 
 def _entry(variant: Variant, ptx: Ptx, assembled: Assembled, data: bytes) -> Mapping[str, Any]:
     return {
         "entry": ptx.entry,
-        "signature": variant.kernel.arguments,
+        "signature": variant.kernel.signature,
         "grid": list(variant.kernel.grid),
         "constants": dict(variant.constants),
         "warps": variant.warps,
@@ -224,26 +237,16 @@ def ptx(
     ] = None,
 ) -> None:
     """Compile edgellm's Triton kernels to the PTX that ships with it."""
-    triton, _, _ = _load_triton()
     if unknown := set(sm or ()) - set(TARGETS):
         raise EdgeLLMError(
             f"--sm {min(unknown)} is not a target", hint=f"targets: {', '.join(map(str, TARGETS))}"
         )
-    folder = prebuilt.FOLDER
-    folder.mkdir(exist_ok=True)
-    path = folder / prebuilt.MANIFEST
-    header = {"source_sha256": prebuilt.source_hash(), "triton": triton.__version__}
-    manifest: dict[str, Any] = json.loads(path.read_text("utf-8")) if path.exists() else {}
-    is_current = all(manifest.get(key) == value for key, value in header.items())
-    known = manifest["targets"] if is_current else {}
+    prebuilt.FOLDER.mkdir(exist_ok=True)
     for each in sm or TARGETS:
-        with tempfile.TemporaryDirectory(dir=folder) as work:
-            known[str(each)] = write_target(each, Path(work))
-            targets = {key: known[key] for key in sorted(known, key=int)}
-            content = json.dumps({**header, "targets": targets}, indent=1) + "\n"
-            Path(work, path.name).write_text(content, "utf-8")
-            for made in Path(work).iterdir():
-                made.replace(folder / made.name)
+        with tempfile.TemporaryDirectory(dir=prebuilt.FOLDER) as work:
+            made = Path(work, prebuilt.archive_path(each).name)
+            write_target(each, made)
+            made.replace(prebuilt.archive_path(each))
 
 
 def main() -> None:

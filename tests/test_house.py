@@ -67,7 +67,7 @@ def test_the_wheel_holds_every_package(tmp_path):
         "edgellm/tools/bench/requests.json",
     } <= set(names)
     ptx = "edgellm/device_runtime/kernels/triton/ptx"
-    assert {f"{ptx}/manifest.json", f"{ptx}/sm_110.zip"} <= set(names)
+    assert {f"{ptx}/sm_87.zip", f"{ptx}/sm_110.zip"} <= set(names)
     assert {
         "edgellm/quantize/calibration/calibration.jsonl",
         "edgellm/quantize/report/report.html",

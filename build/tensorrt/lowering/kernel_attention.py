@@ -23,7 +23,7 @@ from edgellm.core import graph_io, onnx_functions
 from edgellm.core.errors import EdgeLLMError
 from edgellm.device_runtime.kernels.triton import prebuilt
 from edgellm.device_runtime.kernels.triton.catalog import (
-    SIZE_STEP,
+    HEAD_DIM_STEP,
     TILES,
     Variant,
     attend,
@@ -85,7 +85,7 @@ def why_not(graph: ir.Graph, dtype: ir.DataType, kernels: Kernels, driver_ptx: i
     for layer in CachedAttention.all_of(graph, takes_sinks=True):
         if not tile(layer.head_dim):
             return (
-                f"there are kernels for heads of a multiple of {SIZE_STEP} up to {TILES[-1]} "
+                f"there are kernels for heads of a multiple of {HEAD_DIM_STEP} up to {TILES[-1]} "
                 f"numbers, not of {layer.head_dim}"
             )
         seen = layer.visible.producer()

@@ -1,12 +1,12 @@
-"""Which drafted tokens become part of the answer: exact acceptance, as `speculate.accept` has it.
+"""Exact acceptance of draft trees, as `speculate.acceptance` computes it on the host.
 
-A program walks TREES trees at once from the root down: on a device one, in a test many. Trees have
-N nodes, N <= NODES; a node that is not there has the parent -1. The outcome of a tree is int32 [3]:
-how many nodes the path has, the token after them, and a status:
+A program walks TREES trees at once from the root down: on a device one, in a test many. A tree has
+num_nodes <= NODES nodes; unused ones have the parent -1. The outcome of a tree is int32 [3]: the
+number of nodes on the path, the token after them, and a status:
 
 * SETTLED,
-* NOT_A_NUMBER: the base computed something else at the path's last node,
-* UNSETTLED: more tokens than the picks may be drawn there; the host must look at all logits.
+* NOT_A_NUMBER: a logit of the path's last node is NaN or infinite,
+* UNSETTLED: tokens outside the picks may be drawn there; the host must read all logits.
 """
 
 import triton
@@ -21,26 +21,31 @@ NO_TOKEN: tl.constexpr = tl.constexpr(0x7FFFFFFF)
 
 @triton.jit
 def accept_greedy(
-    tokens, parents, argmax, highest, COUNT, N, path, outcome,
+    # inputs
+    tokens: "*i64", parents: "*i64", argmax: "*i64", highest: "*fp32",
+    # shape
+    num_trees, num_nodes,
+    # outputs
+    path: "*i32", outcome: "*i32",
     TREES: tl.constexpr, NODES: tl.constexpr,
 ):  # fmt: skip
     """Walk down while the likeliest token of a node is one of its children.
 
-    Grid [cdiv(COUNT, TREES)]. tokens, parents and argmax int64 [COUNT, N], highest fp32 [COUNT, N];
-    path int32 [COUNT, N], behind its end -1; outcome int32 [COUNT, 3].
+    Grid [cdiv(num_trees, TREES)]. tokens, parents, argmax, highest (the largest logit) and path are
+    [num_trees, num_nodes]; the path is padded with -1. outcome is [num_trees, 3].
     """
     tree = tl.program_id(0) * TREES + tl.arange(0, TREES)
-    own_tokens, own_parents = _children(tokens, parents, tree, COUNT, N, NODES)
+    own_tokens, own_parents = _children(tokens, parents, tree, num_trees, num_nodes, NODES)
     column = tl.arange(0, NODES)
     walked = tl.full([TREES, NODES], -1, tl.int32)
     node, length = tl.zeros([TREES], tl.int32), tl.zeros([TREES], tl.int32)
     last, status = tl.zeros([TREES], tl.int32), tl.zeros([TREES], tl.int32)
-    alive = tree < COUNT
+    alive = tree < num_trees
     while tl.max(alive.to(tl.int32), 0) > 0:
         at_end = alive[:, None] & (column[None, :] == length[:, None])
         walked = tl.where(at_end, node[:, None], walked)
         length += alive.to(tl.int32)
-        at = tree * N + node
+        at = tree * num_nodes + node
         drawn = tl.load(argmax + at, mask=alive, other=0).to(tl.int32)
         is_number = _is_finite(tl.load(highest + at, mask=alive, other=0.0))
         last = tl.where(alive, drawn, last)
@@ -48,51 +53,57 @@ def accept_greedy(
         child = _child(own_tokens, own_parents, node, drawn, NODES)
         alive = alive & is_number & (child > 0)
         node = tl.where(alive, child, node)
-    _write(path, outcome, tree, COUNT, N, walked, length, last, status, NODES)
+    _write(path, outcome, tree, num_trees, num_nodes, walked, length, last, status, NODES)
 
 
 @triton.jit
 def accept_sampled(
-    tokens, parents, values, ids, rules, uniforms, COUNT, N, V, path, outcome,
+    # inputs
+    tokens: "*i64", parents: "*i64", values: "*fp32", ids: "*i32", rules: "*fp64",
+    uniforms: "*fp64",
+    # shape
+    num_trees, num_nodes, vocab_size,
+    # outputs
+    path: "*i32", outcome: "*i32",
     TREES: tl.constexpr, NODES: tl.constexpr, PICKS: tl.constexpr,
 ):  # fmt: skip
     """Walk down while the token that is drawn at a node is one of its children.
 
-    As `accept_greedy`, but with the picks of each node, values fp32 and ids int32
-    [COUNT, N, PICKS]; V: size of the vocabulary. rules fp64 [COUNT, 4]: temperature, top_k, top_p,
-    min_p of a request that is not greedy. uniforms fp64 [COUNT, N]: the random numbers of the next
-    draws; as many are spent as the outcome's first number says.
+    As `accept_greedy`, but from the picks of each node: values and ids are
+    [num_trees, num_nodes, PICKS]. rules [num_trees, 4] are temperature (not 0), top_k, top_p and
+    min_p. uniforms [num_trees, num_nodes] are the random numbers of the next draws; a walk uses as
+    many as the path has nodes.
     """
     tree = tl.program_id(0) * TREES + tl.arange(0, TREES)
-    own_tokens, own_parents = _children(tokens, parents, tree, COUNT, N, NODES)
+    own_tokens, own_parents = _children(tokens, parents, tree, num_trees, num_nodes, NODES)
     column, pick = tl.arange(0, NODES), tl.arange(0, PICKS)
     walked = tl.full([TREES, NODES], -1, tl.int32)
     node, length = tl.zeros([TREES], tl.int32), tl.zeros([TREES], tl.int32)
     last, status = tl.zeros([TREES], tl.int32), tl.zeros([TREES], tl.int32)
-    alive = tree < COUNT
+    alive = tree < num_trees
     while tl.max(alive.to(tl.int32), 0) > 0:
         at_end = alive[:, None] & (column[None, :] == length[:, None])
         walked = tl.where(at_end, node[:, None], walked)
-        uniform = tl.load(uniforms + tree * N + length, mask=alive, other=0.0)
+        uniform = tl.load(uniforms + tree * num_nodes + length, mask=alive, other=0.0)
         length += alive.to(tl.int32)
-        at = (tree * N + node)[:, None] * PICKS + pick[None, :]
+        at = (tree * num_nodes + node)[:, None] * PICKS + pick[None, :]
         x = tl.load(values + at, mask=alive[:, None], other=0.0)
         token = tl.load(ids + at, mask=alive[:, None], other=NO_TOKEN)
-        drawn, found = _draw(x, token, rules, tree, alive, uniform, V, PICKS)
+        drawn, found = _draw(x, token, rules, tree, alive, uniform, vocab_size, PICKS)
         last = tl.where(alive, drawn, last)
         status = tl.where(alive, found, status)
         child = _child(own_tokens, own_parents, node, drawn, NODES)
         alive = alive & (found == SETTLED) & (child > 0)
         node = tl.where(alive, child, node)
-    _write(path, outcome, tree, COUNT, N, walked, length, last, status, NODES)
+    _write(path, outcome, tree, num_trees, num_nodes, walked, length, last, status, NODES)
 
 
 @triton.jit
-def _children(tokens, parents, tree, COUNT, N, NODES: tl.constexpr):
-    """Tokens and parents of all nodes, int32 [TREES, NODES]."""
+def _children(tokens, parents, tree, num_trees, num_nodes, NODES: tl.constexpr):
+    """Tokens and parents of all nodes, int32 [TREES, NODES] each."""
     column = tl.arange(0, NODES)
-    inside = (tree < COUNT)[:, None] & (column < N)[None, :]
-    at = tree[:, None] * N + column[None, :]
+    inside = (tree < num_trees)[:, None] & (column < num_nodes)[None, :]
+    at = tree[:, None] * num_nodes + column[None, :]
     own_tokens = tl.load(tokens + at, mask=inside, other=-1).to(tl.int32)
     return own_tokens, tl.load(parents + at, mask=inside, other=-1).to(tl.int32)
 
@@ -111,32 +122,34 @@ def _is_finite(x):
 
 
 @triton.jit
-def _write(path, outcome, tree, COUNT, N, walked, length, last, status, NODES: tl.constexpr):
+def _write(
+    path, outcome, tree, num_trees, num_nodes, walked, length, last, status, NODES: tl.constexpr
+):
     column = tl.arange(0, NODES)
-    inside = tree < COUNT
-    at = tree[:, None] * N + column[None, :]
-    tl.store(path + at, walked, mask=inside[:, None] & (column < N)[None, :])
+    inside = tree < num_trees
+    at = tree[:, None] * num_nodes + column[None, :]
+    tl.store(path + at, walked, mask=inside[:, None] & (column < num_nodes)[None, :])
     tl.store(outcome + tree * 3, length, mask=inside)
     tl.store(outcome + tree * 3 + 1, last, mask=inside)
     tl.store(outcome + tree * 3 + 2, status, mask=inside)
 
 
 @triton.jit
-def _draw(x, token, rules, tree, alive, uniform, V, PICKS: tl.constexpr):
-    """A token of the distribution that a request asks for, as `sampling` draws it, and a status.
+def _draw(x, token, rules, tree, alive, uniform, vocab_size, PICKS: tl.constexpr):
+    """A token of the request's distribution, drawn as `sampling` draws it, and a status.
 
-    x fp32 and token int32 [TREES, PICKS], best first.
+    x fp32 and token int32 are [TREES, PICKS], descending.
     """
     pick = tl.arange(0, PICKS)[None, :]
     temperature = tl.load(rules + tree * RULES, mask=alive, other=1.0)
     top_k = tl.load(rules + tree * RULES + 1, mask=alive, other=0.0).to(tl.int32)
     top_p = tl.load(rules + tree * RULES + 2, mask=alive, other=1.0)
     min_p = tl.load(rules + tree * RULES + 3, mask=alive, other=0.0)
-    cuts = (top_k > 0) & (top_k < V)
+    cuts = (top_k > 0) & (top_k < vocab_size)
     kth = tl.max(tl.where(pick == tl.minimum(top_k, PICKS)[:, None] - 1, x, -float("inf")), 1)
-    kept = (pick < V) & (x > -float("inf")) & ((x >= kth[:, None]) | (cuts == 0)[:, None])
-    least = tl.min(x, 1)  # the last pick: if it is kept, a token behind it may be as well
-    is_settled = (PICKS >= V) | (cuts & (top_k <= PICKS) & (least < kth))
+    kept = (pick < vocab_size) & (x > -float("inf")) & ((x >= kth[:, None]) | (cuts == 0)[:, None])
+    least = tl.min(x, 1)  # the last pick: if it is kept, later tokens may be kept as well
+    is_settled = (vocab_size <= PICKS) | (cuts & (top_k <= PICKS) & (least < kth))
     largest = tl.max(x, 1)
     share = tl.where(kept, x.to(tl.float64) / temperature[:, None], -float("inf"))
     share = tl.exp(share - (largest.to(tl.float64) / temperature)[:, None])
@@ -148,21 +161,21 @@ def _draw(x, token, rules, tree, alive, uniform, V, PICKS: tl.constexpr):
     kept &= share >= (min_p * tl.max(share, 1))[:, None]
     share = tl.where(kept, share, 0.0)
     share = share / tl.sum(share, 1)[:, None]
-    drawn = _by_token(share, token, kept, uniform, V)
+    drawn = _by_token(share, token, kept, uniform, vocab_size)
     status = tl.where(is_settled, SETTLED, UNSETTLED)
-    first = tl.sum(tl.where(pick == 0, x, 0.0), 1)  # max() would pass over what is no number
+    first = tl.sum(tl.where(pick == 0, x, 0.0), 1)  # max() would ignore NaN
     return drawn, tl.where(_is_finite(first), status, NOT_A_NUMBER)
 
 
 @triton.jit
-def _by_token(share, token, kept, uniform, V):
-    """The token under whose share of the line a number falls, the tokens standing by their ids.
+def _by_token(share, token, kept, uniform, vocab_size):
+    """Inverse of the cumulative distribution over token ids.
 
-    It is the first at which the sum of shares exceeds the number, found by halving the ids.
+    Bisects the ids for the first token at which the sum of shares exceeds the random number.
     """
     target = uniform * tl.sum(share, 1)
     first = tl.min(token, 1) * 0
-    last = first + V - 1
+    last = first + vocab_size - 1
     for _ in tl.range(0, 31):
         middle = first + (last - first) // 2
         edge = tl.sum(tl.where(token <= middle[:, None], share, 0.0), 1)

@@ -1,17 +1,16 @@
-"""How kernels find a KV cache, and how its rows are coded.
+"""The address table of a KV cache, the table of a pass's sequences, and the dtypes of the cache.
 
-A cache is known by address. The table, int64, says where: [0] rows C, [1] C ^ MAGIC, then for each
-layer the addresses of K and V [kv_heads, C, D] and of their scales, fp16 [kv_heads, C]. Codes are
-fp16 (which has no scales), int8, or fp8 (E4M3) with a scale for each row. Kernels do nothing under
-a wrong magic, because TensorRT times plugins on random inputs.
+The address table, int64, has the capacity C (rows), C ^ MAGIC, then for each layer the addresses of
+K and V [kv_heads, C, head_dim] and of their scales, fp16 [kv_heads, C]. CODES are fp16 (without
+scales), int8 or fp8 (E4M3), with a scale for each row. Kernels do nothing if the magic is wrong,
+because TensorRT times plugins on random inputs.
 
-Where a pass serves several sequences, each has its own rows of that cache, and `write_index` is a
-table of the sequences of the pass, int64 [MANY, FIELDS]: the first row in the pass, rows of the
-pass (0: nobody's), the cache's row that is its row 0, rows that it has already, and columns of its
-mask (0: rows see all before them). MANY is 0 where a pass serves one.
+In a pass of several sequences each has its own rows of the cache, and `write_index` is a table of
+the sequences, int64 [MANY, FIELDS]: the first row in the pass, rows of the pass (0: the entry is
+unused), the first row in the cache, cached rows, and columns of the mask (0: causal). MANY is 0 in
+a pass of one sequence.
 
-Heads have SIZE numbers, a multiple of 16; kernels compute in tiles of D, a power of two, of which
-those behind SIZE are not there.
+head_dim is a multiple of 16. Kernels compute in tiles of D, a power of two, and mask the rest.
 """
 
 import triton
@@ -21,26 +20,26 @@ MAGIC: tl.constexpr = tl.constexpr(0x656467656C6C6D)
 HEADER: tl.constexpr = tl.constexpr(2)  # entries of the table before the layers'
 PARTS: tl.constexpr = tl.constexpr(4)  # entries of a layer: K, V and their scales
 FIELDS: tl.constexpr = tl.constexpr(5)  # of a sequence
-FAR: tl.constexpr = tl.constexpr(1 << 29)  # no cache has as many rows
+FAR: tl.constexpr = tl.constexpr(1 << 29)  # more rows than any cache has
 SMALLEST_SCALE: tl.constexpr = tl.constexpr(1e-6)  # of a row of zeros; fp16 holds it
 
 
 @triton.jit
 def bound_capacity(table):
-    """Rows of the caches that `table` names; 0 if it is none."""
+    """Capacity of the caches of an address table; 0 if the table is invalid."""
     capacity = tl.load(table)
     return tl.where(tl.load(table + 1) == (capacity ^ MAGIC), capacity, 0).to(tl.int32)
 
 
 @triton.jit
 def first_slot(write_index):
-    """Where a pass writes, as int32; what is far outside stays outside."""
+    """The first slot of a pass as int32, clamped to [-FAR, FAR]."""
     return tl.minimum(tl.maximum(tl.load(write_index), -FAR), FAR).to(tl.int32)
 
 
 @triton.jit
 def own_slot(sequences, row, MANY: tl.constexpr):
-    """Where a pass writes a row, as int32; -1 for a row of no sequence."""
+    """The slot of a row as int32; -1 if the row belongs to no sequence."""
     at = sequences + tl.arange(0, MANY) * FIELDS
     step = row - tl.load(at)
     is_own = (step >= 0) & (step < tl.load(at + 1))
@@ -49,15 +48,15 @@ def own_slot(sequences, row, MANY: tl.constexpr):
 
 
 @triton.jit
-def find_sequence(sequences, table, block, G, ROWS: tl.constexpr, MANY: tl.constexpr):
-    """Whose rows are in a block, where blocks of ROWS query rows are of one sequence each.
+def find_sequence(sequences, table, block, group, ROWS: tl.constexpr, MANY: tl.constexpr):
+    """The sequence of a block of ROWS query rows; no block has rows of two sequences.
 
     Returns:
-        The sequence's first block, then its entries, with all its rows in the place of those that
-        it has already. A block of nobody's has no rows.
+        The sequence's first block, then its entries, with cached and new rows together in the place
+        of cached rows. A block without a sequence has no rows.
     """
     counts = tl.load(sequences + tl.arange(0, MANY) * FIELDS + 1).to(tl.int32)
-    ends = tl.cumsum(tl.cdiv(counts * G, ROWS), 0)
+    ends = tl.cumsum(tl.cdiv(counts * group, ROWS), 0)
     place = tl.sum((ends <= block).to(tl.int32), 0)
     capacity = bound_capacity(table)
     exists = (place < MANY) & (capacity > 0)
@@ -73,19 +72,19 @@ def find_sequence(sequences, table, block, G, ROWS: tl.constexpr, MANY: tl.const
 
 @triton.jit
 def find_rows(table, layer, part, head, base, size, CODES: tl.constexpr):
-    """Pointers to codes and scales of K (part 0) or V (1) of a layer and head, from row base on."""
+    """Pointers to row `base` of K (part 0) or V (1) of a layer and head, and to its scale."""
     at = table + HEADER + layer * PARTS + part
     first = head * tl.load(table) + base
     ELEMENT: tl.constexpr = tl.float16 if CODES == "fp16" else tl.int8
     codes = tl.load(at).to(tl.pointer_type(ELEMENT)) + first * size
     scales = tl.load(at + 2).to(tl.pointer_type(tl.float16)) + first
-    # Said of the pointer that came from a number: without it loads have 2 bytes instead of 16.
+    # The pointer was an integer: without the hint loads have 2 bytes instead of 16.
     return tl.multiple_of(codes, 16), scales
 
 
 @triton.jit
 def encode(x, CODES: tl.constexpr):
-    """Codes of float32 numbers that were divided by their scale."""
+    """Round float32 numbers, divided by their scale, to the dtype of the cache."""
     if CODES == "int8":
         y = tl.floor(x + 0.5).to(tl.int8)
     elif CODES == "fp8":
@@ -104,13 +103,13 @@ def encode(x, CODES: tl.constexpr):
 
 @triton.jit
 def decode(codes, CODES: tl.constexpr):
-    """fp16 numbers without their scale."""
+    """Cached numbers as fp16, not yet multiplied by their scale."""
     return (codes.to(tl.float8e4nv, bitcast=True) if CODES == "fp8" else codes).to(tl.float16)
 
 
 @triton.jit
 def store_row(codes, scales, slot, low, high, size, D: tl.constexpr, CODES: tl.constexpr):
-    """Write the halves of one row, float32 [D/2] each and 0 behind size / 2, to its slot."""
+    """Write the halves of one row, float32 [D/2] each and padded with 0, to its slot."""
     half = tl.arange(0, D // 2)
     inside = half < size // 2
     if CODES != "fp16":

@@ -1,116 +1,92 @@
-"""Which kernels are compiled ahead of time, for which GPUs, and how they are launched.
+"""The kernels that are compiled ahead of time, their GPUs, and how they are launched.
 
-Needs no Triton: it is what a device knows of the kernels beside their PTX.
+Needs no Triton: with the PTX it is all that a device has of the kernels.
 """
 
 from __future__ import annotations
 
-from collections.abc import Iterator, Mapping
+import ast
+import functools
+from collections.abc import Iterator, Mapping, Sequence
 from dataclasses import dataclass, field
+from pathlib import Path
 
-# PTX version by compute capability, as numbers: the newest that every driver of such boards takes.
+# PTX version by compute capability, as numbers: the newest that all drivers of such boards support.
 # 8.5: CUDA 12.6 of JetPack 6, and 12.5 elsewhere. 9.0: CUDA 13.0 of JetPack 7, the first with
 # sm_110. 8.7: CUDA 12.8, the first with sm_120.
 TARGETS = {87: 85, 89: 85, 90: 85, 110: 90, 120: 87}
 FIRST_FP8 = 89  # compute capability that converts E4M3 numbers
-LARGEST_SHARED_BYTES = 48 << 10  # what a launch may ask for without more ado
-SIZE = "SIZE"  # the argument that says how many numbers a head has
-SIZE_STEP = 16  # what it is a multiple of, so that rows of any codes are read 16 bytes at a time
-TILES = (64, 128, 256)  # numbers of a head that a program computes with
-OWN_SIZES = (64, 128)  # heads with an `attend` of their own
+LARGEST_SHARED_BYTES = 48 << 10  # the limit of a launch without an attribute
+HEAD_DIM = "head_dim"  # the argument
+HEAD_DIM_STEP = 16  # head_dim is a multiple, so rows of all dtypes are read 16 bytes at a time
+TILES = (64, 128, 256)  # values of D
+OWN_SIZES = (64, 128)  # values of head_dim with an own `attend`
 SEQUENCES = 32  # of a pass at most
-START = 5  # entries of a sequence whose tree grows, see `growth`
-ROWS = 16  # query rows of a program; at 64 sm_110 would take other units
+START = 5  # fields of a sequence's start, see `growth`
+ROWS = 16  # query rows of a program; with 64 sm_110 would use other matrix units
 PICKS, SHARE, SHARES = 64, 4096, 64  # of a row of logits; numbers of a share; shares at most
-# Sizes that there are kernels for: nodes of a tree, candidates of a level, nodes of a pool.
+# Supported sizes: nodes of a tree, candidates of a level, nodes of a pool.
 NODES, LEVELS, POOLS = (64, 128), (128, 512, 1024), (512, 2048, 4096)
 SCORES = ("draft", "rates", "places")
 
 
 @dataclass(frozen=True, slots=True)
 class Kernel:
-    """One function of a module and how it is called."""
+    """One function of a module, and its grid.
+
+    Attributes:
+        module: in this package.
+        name: of the function.
+        grid: expressions of sizes, arguments and constants; cdiv(a, b) rounds up.
+        fuses: fused multiply-add is allowed; not where results must equal the host's.
+    """
 
     module: str
     name: str
-    arguments: str  # name:type for all but constants, in order; int32 sizes have no type
-    grid: tuple[str, str, str]  # expressions of sizes and constants; cdiv(a, b) rounds up
-    # Whether products and sums may be rounded at once; not where the host's numbers are wanted.
+    grid: tuple[str, str, str]
     fuses: bool = True
 
     @property
     def signature(self) -> dict[str, str]:
-        """Triton's type of every argument."""
-        pairs = (each.partition(":") for each in self.arguments.split())
-        return {name: kind or "i32" for name, _, kind in pairs}
+        """Triton's type of every argument that is no constant, in order."""
+        return _signatures(self.module)[self.name]
+
+
+@functools.cache
+def _signatures(module: str) -> dict[str, dict[str, str]]:
+    """Signatures of a module's functions, read from its source: its import needs Triton."""
+    source = Path(__file__).with_name(f"{module}.py").read_text("utf-8")
+    functions = [node for node in ast.parse(source).body if isinstance(node, ast.FunctionDef)]
+    return {function.name: dict(_typed(function.args.args)) for function in functions}
+
+
+def _typed(arguments: Sequence[ast.arg]) -> Iterator[tuple[str, str]]:
+    """Names and types. Pointers are annotated with a string, int32 sizes are not annotated."""
+    for argument in arguments:
+        if argument.annotation is None:
+            yield argument.arg, "i32"
+        elif isinstance(argument.annotation, ast.Constant):  # else it is tl.constexpr
+            yield argument.arg, argument.annotation.value
 
 
 KERNELS = {
     kernel.name: kernel
     for kernel in (
+        Kernel("attention", "store_rows", ("num_rows", "heads + kv_heads", "1")),
         Kernel(
-            "attention", "store_rows",
-            "q:*fp16 k:*fp16 v:*fp16 cos:*fp16 sin:*fp16 positions:*i64 write_index:*i64 "
-            "table:*i64 LAYER H HKV OWN_TABLES SIZE q_out:*fp16",
-            ("S", "H + HKV", "1"),
+            "attention", "attend", ("kv_heads", "cdiv(num_rows * group, ROWS) + MANY", "shares")
         ),
-        Kernel(
-            "attention", "attend",
-            "q:*fp16 tree:*i8 positions:*i64 write_index:*i64 table:*i64 LAYER S M G WINDOW "
-            "CAP_BITS SIZE parts:*fp32 stats:*fp32",
-            ("HKV", "cdiv(S * G, ROWS) + MANY", "SHARES"),
-        ),
-        Kernel(
-            "attention", "combine",
-            "parts:*fp32 stats:*fp32 sinks:*fp32 N H SHARES SIZE y:*fp16",
-            ("N", "1", "1"),
-        ),
-        Kernel(
-            "compaction", "keep_rows",
-            "path:*i32 outcome:*i32 write_index:*i64 table:*i64 SIZE",
-            ("LAYERS", "HKV", "2"),
-        ),
-        Kernel(
-            "picks", "pick_shares", "logits:*fp32 V keys:*i64 sums:*fp32",
-            ("R", "cdiv(V, BLOCK)", "1"),
-        ),
-        Kernel(
-            "picks", "join_picks",
-            "keys:*i64 sums:*fp32 V SHARES values:*fp32 ids:*i32 argmax:*i64 log_sums:*fp32",
-            ("R", "1", "1"),
-        ),
-        Kernel(
-            "acceptance", "accept_greedy",
-            "tokens:*i64 parents:*i64 argmax:*i64 highest:*fp32 COUNT N path:*i32 outcome:*i32",
-            ("cdiv(COUNT, TREES)", "1", "1"),
-        ),
-        Kernel(
-            "acceptance", "accept_sampled",
-            "tokens:*i64 parents:*i64 values:*fp32 ids:*i32 rules:*fp64 uniforms:*fp64 COUNT N V "
-            "path:*i32 outcome:*i32",
-            ("cdiv(COUNT, TREES)", "1", "1"), fuses=False,
-        ),
-        Kernel(
-            "growth", "grow_level",
-            "candidates:*i64 log_probs:*fp32 nodes:*i32 start:*i64 table:*fp64 tokens:*i64 "
-            "parents:*i64 scores:*fp64 own:*fp32 seen:*i8 STRIDE BEGIN R K USED WIDTH SLOTS LEVEL "
-            "AXES POOL MANY new_nodes:*i32 new_tokens:*i64 above:*i32 positions:*i64 slot:*i64 "
-            "mask:*i8",
-            ("B", "1", "1"), fuses=False,
-        ),
-        Kernel(
-            "growth", "select_tree",
-            "tokens:*i64 parents:*i64 scores:*fp64 own:*fp32 start:*i64 COUNT ROOM POOL "
-            "tree_tokens:*i64 tree_parents:*i64 tree_own:*fp32 chosen_nodes:*i32",
-            ("B", "1", "1"),
-        ),
-        Kernel(
-            "growth", "lay_out",
-            "parents:*i64 start:*i64 N AXES MANY positions:*i64 slot:*i64 mask:*i8",
-            ("B", "1", "1"),
-        ),
+        Kernel("attention", "combine", ("num_queries", "1", "1")),
+        Kernel("compaction", "keep_rows", ("layers", "kv_heads", "2")),
+        Kernel("picks", "pick_shares", ("rows", "cdiv(vocab_size, BLOCK)", "1")),
+        Kernel("picks", "join_picks", ("rows", "1", "1")),
+        Kernel("acceptance", "accept_greedy", ("cdiv(num_trees, TREES)", "1", "1")),
+        Kernel("acceptance", "accept_sampled", ("cdiv(num_trees, TREES)", "1", "1"), fuses=False),
+        Kernel("growth", "grow_level", ("sequences", "1", "1"), fuses=False),
+        Kernel("growth", "select_tree", ("sequences", "1", "1")),
+        Kernel("growth", "lay_out", ("sequences", "1", "1")),
     )
-}  # fmt: skip
+}
 
 
 @dataclass(frozen=True, slots=True)
@@ -124,7 +100,7 @@ class Variant:
 
     @property
     def name(self) -> str:
-        """Of its file, by what its constants are."""
+        """The name of its file, made of its constants."""
         shown = (f"{key.lower()}{value}".lower() for key, value in self.constants.items())
         return "-".join([self.kernel.name, *shown])
 
@@ -134,7 +110,7 @@ JOIN_PICKS = Variant(KERNELS["join_picks"], {"PICKS": PICKS, "MOST": SHARES}, 8)
 
 
 def variants(sm: int) -> Iterator[Variant]:
-    """What is compiled for GPUs of a compute capability."""
+    """The variants that are compiled for GPUs of a compute capability."""
     codes = ("fp16", "int8", "fp8") if sm >= FIRST_FP8 else ("fp16", "int8")
     for size in TILES:
         for code in codes:
@@ -174,7 +150,7 @@ def accept_sampled(nodes: int) -> Variant:
 
 def grow_level(candidates: int, scored: str) -> Variant:
     """`grow_level` for at most so many candidates, one of `LEVELS`."""
-    columns = 8 if candidates <= 512 else 2  # more are spilled
+    columns = 8 if candidates <= 512 else 2  # more would spill registers
     constants = {"SIZE": candidates, "COLUMNS": columns, "BLOCK": columns, "SCORED": scored}
     return Variant(KERNELS["grow_level"], constants, 4 if candidates <= LEVELS[0] else 8)
 
@@ -191,8 +167,8 @@ def lay_out(nodes: int) -> Variant:
 
 
 def tile(size: int) -> int:
-    """The smallest of `TILES` that heads of `size` numbers fit into; 0 where there is none."""
-    fits = [each for each in TILES if each >= size > 0 and not size % SIZE_STEP]
+    """The smallest of `TILES` that heads of `size` numbers fit into; 0 if none does."""
+    fits = [each for each in TILES if each >= size > 0 and not size % HEAD_DIM_STEP]
     return min(fits, default=0)
 
 
@@ -215,16 +191,21 @@ def combine(size: int, *, sunk: bool) -> Variant:
 def attend(
     size: int, codes: str, *, windowed: bool = False, capped: bool = False, many: bool = False
 ) -> Variant:
-    """`attend` for a head size and codes of the cache: the leanest that can do it.
+    """`attend` for a head size and codes of the cache: the most specialized variant.
 
-    Heads of 64 and 128 without cap, and those of 128 in windows of one sequence, have kernels of
-    their own; a general one for each tile does the rest.
+    Heads of 64 and 128 without cap, and heads of 128 with windows in passes of one sequence, have
+    own variants; a general one for each tile serves all other cases.
     """
     general = capped or size not in OWN_SIZES or (windowed and (size != 128 or many))
     block = 64 if tile(size) <= 128 else 32
     constants = {
-        "D": tile(size), "ROWS": ROWS, "BLOCK": block, "CODES": codes,
-        "WINDOWED": windowed or general, "GENERAL": general, "MANY": SEQUENCES if many else 0,
-    }  # fmt: skip
-    warps = 8 if many and general and tile(size) == 128 else 4  # registers of 4 are too few
+        "D": tile(size),
+        "ROWS": ROWS,
+        "BLOCK": block,
+        "CODES": codes,
+        "WINDOWED": windowed or general,
+        "GENERAL": general,
+        "MANY": SEQUENCES if many else 0,
+    }
+    warps = 8 if many and general and tile(size) == 128 else 4  # 4 have too few registers
     return Variant(KERNELS["attend"], constants, warps)

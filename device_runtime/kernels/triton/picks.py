@@ -1,7 +1,7 @@
-"""The likeliest tokens of every row of logits, and what all of them sum up to.
+"""Top-k and log-sum-exp of rows of logits.
 
-Numbers and their places are compared as one int64 each: the number's bits in an order that integers
-have, then the place, so that of equal numbers the earlier comes first.
+A number and its index are compared as one int64: the number's bits, mapped to ordered integers,
+then the inverted index, so the first of equal numbers wins.
 """
 
 import triton
@@ -13,16 +13,25 @@ NO_KEY: tl.constexpr = tl.constexpr(-(1 << 63))
 
 
 @triton.jit
-def pick_shares(logits, V, keys, sums, PICKS: tl.constexpr, BLOCK: tl.constexpr):
-    """The best of one share of a row; logits fp32 [R, V], grid [R, cdiv(V, BLOCK)].
+def pick_shares(
+    # inputs
+    logits: "*fp32",
+    # shape
+    vocab_size,
+    # outputs
+    keys: "*i64", sums: "*fp32",
+    PICKS: tl.constexpr, BLOCK: tl.constexpr,
+):  # fmt: skip
+    """Find the PICKS largest logits of one share of a row.
 
-    keys int64 [R, shares, PICKS], best first; sums fp32 [R, shares, 2]: the share's largest
-    number, and the sum of exp(number - largest). What is not a number counts as the largest.
+    Grid [rows, cdiv(vocab_size, BLOCK)]. logits are [rows, vocab_size]. keys [rows, shares, PICKS]
+    are descending; sums [rows, shares, 2] are the largest logit x of the share and the sum of
+    exp(logit - x). NaN counts as the largest number.
     """
     row, share, shares = tl.program_id(0), tl.program_id(1), tl.num_programs(1)
     place = share * BLOCK + tl.arange(0, BLOCK)
-    inside = place < V
-    x = tl.load(logits + row.to(tl.int64) * V + place, mask=inside, other=-float("inf"))
+    inside = place < vocab_size
+    x = tl.load(logits + row.to(tl.int64) * vocab_size + place, mask=inside, other=-float("inf"))
     at = row * shares + share
     best = _best(tl.where(inside, _key(x, place), NO_KEY), PICKS)
     tl.store(keys + at * PICKS + tl.arange(0, PICKS), best)
@@ -34,29 +43,35 @@ def pick_shares(logits, V, keys, sums, PICKS: tl.constexpr, BLOCK: tl.constexpr)
 
 @triton.jit
 def join_picks(
-    keys, sums, V, SHARES, values, ids, argmax, log_sums,
+    # inputs
+    keys: "*i64", sums: "*fp32",
+    # shape
+    vocab_size, num_shares,
+    # outputs
+    values: "*fp32", ids: "*i32", argmax: "*i64", log_sums: "*fp32",
     PICKS: tl.constexpr, MOST: tl.constexpr,
 ):  # fmt: skip
-    """The best of a row's shares, at most MOST; grid [R].
+    """Join the shares of a row, at most MOST.
 
-    values fp32 and ids int32 [R, PICKS], best first, behind the V-th -inf and the largest int32;
-    argmax int64 [R]; log_sums fp32 [R], the logarithm of the sum of exponentials.
+    Grid [rows]. values and ids [rows, PICKS] are descending; after vocab_size entries they are -inf
+    and the largest int32. argmax and log_sums (log-sum-exp) are [rows].
     """
     row = tl.program_id(0)
     pick, place = tl.arange(0, PICKS), tl.arange(0, MOST * PICKS)
-    known = tl.load(keys + row * SHARES * PICKS + place, mask=place < SHARES * PICKS, other=NO_KEY)
+    inside = place < num_shares * PICKS
+    known = tl.load(keys + row * num_shares * PICKS + place, mask=inside, other=NO_KEY)
     best = _best(known, PICKS)
     ordered = (best >> 32).to(tl.int32)
     bits = ordered ^ ((ordered >> 31) & LOW)
     token = (best & LOW).to(tl.int32) ^ LOW
-    x = tl.where(pick < V, bits.to(tl.float32, bitcast=True), -float("inf"))
+    x = tl.where(pick < vocab_size, bits.to(tl.float32, bitcast=True), -float("inf"))
     tl.store(values + row * PICKS + pick, x)
-    tl.store(ids + row * PICKS + pick, tl.where(pick < V, token, LOW))
+    tl.store(ids + row * PICKS + pick, tl.where(pick < vocab_size, token, LOW))
     tl.store(argmax + row, tl.sum(tl.where(pick == 0, token, 0), 0).to(tl.int64))
     share = tl.arange(0, MOST)
-    at = sums + (row * SHARES + share) * 2
-    top = tl.load(at, mask=share < SHARES, other=-float("inf"))
-    total = tl.load(at + 1, mask=share < SHARES, other=0.0)
+    at = sums + (row * num_shares + share) * 2
+    top = tl.load(at, mask=share < num_shares, other=-float("inf"))
+    total = tl.load(at + 1, mask=share < num_shares, other=0.0)
     highest = tl.max(top, 0)
     total = tl.sum(tl.where(top > -float("inf"), total * tl.exp(top - highest), 0.0), 0)
     tl.store(log_sums + row, highest + tl.log(total))
@@ -64,7 +79,7 @@ def join_picks(
 
 @triton.jit
 def _best(keys, PICKS: tl.constexpr):
-    """The largest of different keys, one after another, in descending order."""
+    """The PICKS largest of distinct keys, in descending order."""
     pick = tl.arange(0, PICKS)
     best, last = tl.full([PICKS], NO_KEY, tl.int64), tl.max(keys, 0)
     for count in tl.range(0, PICKS):
@@ -75,7 +90,7 @@ def _best(keys, PICKS: tl.constexpr):
 
 @triton.jit
 def _key(x, place):
-    """int64 that are ordered as (number, -place); -0 equals 0."""
+    """int64 keys in the order of (number, -place); -0 equals 0."""
     bits = (x + 0.0).to(tl.int32, bitcast=True)
     bits = tl.where(x != x, NAN, bits)
     ordered = bits ^ ((bits >> 31) & LOW)

@@ -1,6 +1,7 @@
 """The PTX that ships with edgellm: found by kernel, constants and GPU, and checked.
 
-`python -m edgellm.scripts.ptx` makes it of the sources, on a machine that needs no GPU.
+`python -m edgellm.scripts.ptx` compiles it without a GPU: one archive for each compute capability,
+with a manifest and the kernels.
 """
 
 from __future__ import annotations
@@ -15,16 +16,16 @@ from pathlib import Path
 from typing import Any
 
 from edgellm.core.errors import EdgeLLMError
-from edgellm.device_runtime.kernels.triton.catalog import KERNELS, Kernel, Variant
+from edgellm.device_runtime.kernels.triton.catalog import KERNELS, TARGETS, Kernel, Variant
 
 FOLDER = Path(__file__).with_name("ptx")
-MANIFEST = "manifest.json"
+MANIFEST = "manifest.json"  # in each archive
 _REGENERATE = "install edgellm again; in a checkout run python -m edgellm.scripts.ptx"
 
 
 @dataclass(frozen=True, slots=True)
 class Compiled:
-    """A kernel as a driver takes it."""
+    """A kernel as a driver loads it."""
 
     kernel: Kernel
     entry: str
@@ -37,7 +38,7 @@ class Compiled:
 
 
 def source_hash() -> str:
-    """Of everything that decides what the PTX is, but for Triton's version."""
+    """The hash of all sources that determine the PTX, without Triton's version."""
     digest = hashlib.sha256()
     for module in sorted({kernel.module for kernel in KERNELS.values()} | {"cache", "catalog"}):
         digest.update(Path(__file__).with_name(f"{module}.py").read_bytes())
@@ -50,14 +51,14 @@ def find(variant: Variant, sm: int, driver_ptx: int | None = None) -> Compiled:
     Args:
         variant: kernel and constants, one of `catalog.variants`.
         sm: the GPU's compute capability, 110 for 11.0.
-        driver_ptx: the newest PTX version that its driver takes, 85 for 8.5; None: not known.
+        driver_ptx: the newest PTX version that its driver supports, 85 for 8.5; None: unknown.
 
     Raises:
-        EdgeLLMError: nothing was compiled for the GPU or of this kernel, the driver is too old
-            for it, or the files are damaged.
+        EdgeLLMError: no PTX for the GPU or of this kernel, the driver is too old for it, or the
+            files are damaged.
     """
     target = _target(sm)
-    entry = _manifest()["targets"][str(target)]["kernels"].get(variant.name)
+    entry = read_manifest(target)["kernels"].get(variant.name)
     if entry is None:
         raise EdgeLLMError(
             f"no kernel {variant.name} was compiled for compute capability "
@@ -72,25 +73,50 @@ def find(variant: Variant, sm: int, driver_ptx: int | None = None) -> Compiled:
             f"{needed / 10}, the NVIDIA driver takes {driver_ptx / 10} at most",
             hint="install a newer NVIDIA driver; on a Jetson flash a newer JetPack",
         )
-    ptx = _read(target, variant.name, entry["sha256"])
+    data = _read(target, f"{variant.name}.ptx")
+    if hashlib.sha256(data).hexdigest() != entry["sha256"]:
+        raise EdgeLLMError(f"edgellm's kernel {variant.name} is damaged", hint=_REGENERATE)
     return Compiled(
-        variant.kernel, entry["entry"], ptx, variant.constants, 32 * variant.warps,
-        int(entry["shared_bytes"]), needed, target,
-    )  # fmt: skip
+        variant.kernel,
+        entry["entry"],
+        data.decode("ascii"),
+        variant.constants,
+        threads=32 * variant.warps,
+        shared_bytes=int(entry["shared_bytes"]),
+        ptx_version=needed,
+        sm=target,
+    )
+
+
+def archive_path(target: int) -> Path:
+    """The archive of the kernels for a compute capability."""
+    return FOLDER / f"sm_{target}.zip"
+
+
+@functools.cache
+def read_manifest(target: int) -> dict[str, Any]:
+    """The manifest in the archive of a compute capability.
+
+    Raises:
+        EdgeLLMError: it cannot be read.
+    """
+    try:
+        return json.loads(_read(target, MANIFEST))
+    except ValueError as error:
+        raise EdgeLLMError(f"edgellm's kernels cannot be read: {error}", hint=_REGENERATE) from None
 
 
 def _target(sm: int) -> int:
-    """The newest target that the GPU runs: its own, or an older one that is not of one GPU alone.
+    """The newest target that the GPU runs: its own, or an older one that is portable.
 
     Raises:
         EdgeLLMError: there is none.
     """
-    targets = _manifest()["targets"]
-    if str(sm) in targets:
+    if sm in TARGETS:
         return sm
-    older = [int(t) for t, each in targets.items() if each["is_portable"] and int(t) < sm]
+    older = [target for target in TARGETS if target < sm and read_manifest(target)["is_portable"]]
     if not older:
-        shown = ", ".join(f"{int(t) // 10}.{int(t) % 10}" for t in targets)
+        shown = ", ".join(f"{target // 10}.{target % 10}" for target in TARGETS)
         raise EdgeLLMError(
             f"no kernels were compiled for compute capability {sm // 10}.{sm % 10}",
             hint=f"there are some for {shown}; build without kernels of edgellm's own",
@@ -98,20 +124,10 @@ def _target(sm: int) -> int:
     return max(older)
 
 
-@functools.cache
-def _manifest() -> dict[str, Any]:
+def _read(target: int, name: str) -> bytes:
+    """The contents of a file of an archive."""
     try:
-        return json.loads((FOLDER / MANIFEST).read_text("utf-8"))
-    except (OSError, ValueError) as error:
-        raise EdgeLLMError(f"edgellm's kernels cannot be read: {error}", hint=_REGENERATE) from None
-
-
-def _read(target: int, name: str, expected: str) -> str:
-    try:
-        with zipfile.ZipFile(FOLDER / f"sm_{target}.zip") as archive:
-            data = archive.read(f"{name}.ptx")
+        with zipfile.ZipFile(archive_path(target)) as archive:
+            return archive.read(name)
     except (OSError, KeyError, zipfile.BadZipFile) as error:
         raise EdgeLLMError(f"edgellm's kernels cannot be read: {error}", hint=_REGENERATE) from None
-    if hashlib.sha256(data).hexdigest() != expected:
-        raise EdgeLLMError(f"edgellm's kernel {name} is damaged", hint=_REGENERATE)
-    return data.decode("ascii")

@@ -2,6 +2,8 @@
 
 from __future__ import annotations
 
+import importlib
+import inspect
 import json
 import os
 import re
@@ -14,6 +16,7 @@ import pytest
 from edgellm.core.errors import EdgeLLMError
 from edgellm.device_runtime.kernels.triton import prebuilt
 from edgellm.device_runtime.kernels.triton.catalog import (
+    KERNELS,
     LARGEST_SHARED_BYTES,
     TARGETS,
     attend,
@@ -22,18 +25,41 @@ from edgellm.device_runtime.kernels.triton.catalog import (
 )
 from edgellm.scripts.ptx import Assembled, Ptx, faults
 
-MANIFEST = json.loads((prebuilt.FOLDER / prebuilt.MANIFEST).read_text("utf-8"))
 SMALLEST = keep_rows(64, "fp16")
 
 
 def test_the_ptx_is_of_these_sources():
-    assert MANIFEST["source_sha256"] == prebuilt.source_hash(), "run python -m edgellm.scripts.ptx"
-    assert set(MANIFEST["targets"]) == {str(sm) for sm in TARGETS}
+    archives = {path.name for path in prebuilt.FOLDER.iterdir()}
+    assert archives == {prebuilt.archive_path(sm).name for sm in TARGETS}
+    hashes = {prebuilt.read_manifest(sm)["source_sha256"] for sm in TARGETS}
+    assert hashes == {prebuilt.source_hash()}, "run python -m edgellm.scripts.ptx"
+    assert len({prebuilt.read_manifest(sm)["triton"] for sm in TARGETS}) == 1
+
+
+def test_an_archive_has_its_manifest_and_the_listed_kernels():
+    for sm in TARGETS:
+        listed = {f"{name}.ptx" for name in prebuilt.read_manifest(sm)["kernels"]}
+        with zipfile.ZipFile(prebuilt.archive_path(sm)) as archive:
+            assert set(archive.namelist()) == listed | {prebuilt.MANIFEST}
+
+
+@pytest.mark.parametrize("kernel", KERNELS.values(), ids=KERNELS)
+def test_signatures_are_those_of_the_functions(kernel):
+    """The catalog reads the sources; Triton reads the same annotations."""
+    language = pytest.importorskip("triton.language", reason="pip install '.[kernels]'")
+    module = importlib.import_module(f"edgellm.device_runtime.kernels.triton.{kernel.module}")
+    parameters = inspect.signature(getattr(module, kernel.name).fn).parameters
+    annotations = {name: each.annotation for name, each in parameters.items()}
+    assert kernel.signature == {
+        name: "i32" if annotation is inspect.Parameter.empty else annotation
+        for name, annotation in annotations.items()
+        if annotation is not language.constexpr
+    }
 
 
 @pytest.mark.parametrize("sm", TARGETS)
 def test_every_kernel_of_a_target_passes_its_gates(sm):
-    listed = MANIFEST["targets"][str(sm)]["kernels"]
+    listed = prebuilt.read_manifest(sm)["kernels"]
     assert set(listed) == {variant.name for variant in variants(sm)}
     for variant in variants(sm):
         found, entry = prebuilt.find(variant, sm, TARGETS[sm]), listed[variant.name]
@@ -46,6 +72,7 @@ def test_every_kernel_of_a_target_passes_its_gates(sm):
         assert len(re.findall(rf"^\s*\.param .*{found.entry}_param_", text, re.MULTILINE)) == len(
             variant.kernel.signature
         )
+        assert entry["signature"] == variant.kernel.signature
         assert found.threads == 32 * variant.warps
         assert f".reqntid {found.threads}" in text
         assert found.shared_bytes <= LARGEST_SHARED_BYTES
@@ -72,24 +99,24 @@ def test_a_kernel_that_was_not_compiled():
     assert "edgellm.scripts.ptx" in caught.value.hint
 
 
-@pytest.mark.parametrize("damage", ["folder", "manifest", "archive", "kernel"])
+@pytest.mark.parametrize("damage", ["folder", "manifest", "archive", "no kernel", "kernel"])
 def test_files_that_are_damaged(tmp_path, monkeypatch, damage):
-    prebuilt._manifest.cache_clear()
+    text = json.dumps(prebuilt.read_manifest(110)) if damage != "manifest" else "{"
+    prebuilt.read_manifest.cache_clear()
     monkeypatch.setattr(prebuilt, "FOLDER", tmp_path / "ptx")
     if damage != "folder":
         (tmp_path / "ptx").mkdir()
-        text = json.dumps(MANIFEST) if damage != "manifest" else "{"
-        (tmp_path / "ptx" / prebuilt.MANIFEST).write_text(text)
+        with zipfile.ZipFile(tmp_path / "ptx" / "sm_110.zip", "w") as archive:
+            archive.writestr(prebuilt.MANIFEST, text)
+            if damage == "kernel":
+                archive.writestr(f"{SMALLEST.name}.ptx", ".version 9.0")
         if damage == "archive":
             (tmp_path / "ptx" / "sm_110.zip").write_bytes(b"PK")
-        if damage == "kernel":
-            with zipfile.ZipFile(tmp_path / "ptx" / "sm_110.zip", "w") as archive:
-                archive.writestr(f"{SMALLEST.name}.ptx", ".version 9.0")
     try:
         with pytest.raises(EdgeLLMError, match=r"cannot be read|is damaged") as caught:
             prebuilt.find(SMALLEST, 110)
     finally:
-        prebuilt._manifest.cache_clear()
+        prebuilt.read_manifest.cache_clear()
     assert "install edgellm again" in caught.value.hint
 
 
@@ -130,5 +157,5 @@ def test_a_kernel_compiles_to_the_ptx_that_ships(tmp_path):
         [sys.executable, "-c", code], capture_output=True, text=True, env=environment, check=False
     )
     assert result.returncode == 0, result.stderr
-    expected = MANIFEST["targets"]["110"]["kernels"][SMALLEST.name]["sha256"]
+    expected = prebuilt.read_manifest(110)["kernels"][SMALLEST.name]["sha256"]
     assert result.stdout.split() == [expected, "0"]
