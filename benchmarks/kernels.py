@@ -21,6 +21,7 @@ from edgellm.device_runtime.kernels.pack import PackedForm, pack_codes
 F32, I64, I32 = TensorProto.FLOAT, TensorProto.INT64, TensorProto.INT32
 CONTRIB = "com.microsoft"
 COLD_BYTES = 120e6
+KV_BLOCK = 64  # positions, as in an engine
 PRODUCTS = (  # name, K, N
     ("SmolLM2 gate and up", 576, 3072),
     ("Qwen2.5-0.5B gate and up", 896, 9728),
@@ -141,21 +142,26 @@ def attention_pass(
     given = {"qkv": np.random.default_rng(0).standard_normal((1, rows, width), np.float32)}
     given |= {name: np.ones((capacity, dim // 2), np.float32) for name in ("cos", "sin")}
     if ours:
-        given |= {"at": np.array([context]), "positions": np.arange(context, capacity)[None]}
-        inputs |= {"at": (I64, [1]), "positions": (I64, [1, rows])}
+        blocks = -(-capacity // KV_BLOCK)
+        sequence, table = np.array([[context, rows, 0]]), np.arange(blocks)[None]
+        given |= {"sequence": sequence, "table": table}
+        given |= {"positions": np.arange(context, capacity)[None]}
+        inputs |= dict.fromkeys(("sequence", "table", "positions"), (I64, None))
+        cache = [blocks, kv_heads, KV_BLOCK, dim]
     else:
         given |= {"last": np.array([capacity - 1], np.int32), "total": np.array(capacity, np.int32)}
         inputs |= {"last": (I32, [1]), "total": (I32, [])}
-    caches = np.zeros((2 * layers, 1, kv_heads, capacity, dim), np.float32)
+        cache = [1, kv_heads, capacity, dim]
+    caches = np.zeros((2 * layers, *cache), np.float32)
     nodes, outputs = [], {}
     for i in range(layers):
         past, present = [f"k{i}", f"v{i}"], [f"pk{i}", f"pv{i}"]
-        inputs |= {name: (F32, [1, kv_heads, capacity, dim]) for name in past}
+        inputs |= dict.fromkeys(past, (F32, cache))
         outputs |= dict.fromkeys((f"y{i}", *present), (F32, None))
         sizes = {"num_heads": heads, "kv_num_heads": kv_heads}
         made = [f"y{i}", *present]
         if ours:
-            names = ["qkv", "", "", *past, "at", "cos", "sin", "positions"]
+            names = ["qkv", "", "", *past, "sequence", "table", "cos", "sin", "positions"]
             node = helper.make_node("CachedAttention", names, made, domain=DOMAIN, **sizes)
         else:
             names = ["qkv", "", "", *past, "last", "total", "cos", "sin"]
