@@ -215,17 +215,17 @@ def attention(
     return y
 
 
-def survey(instruction_set, logits):
-    """The largest of up to 1,024 logits, and the sum of exp(logit - it)."""
-    best = (ctypes.c_float * 2)()
+def max_and_logsumexp(instruction_set, logits):
+    """The largest x of up to 1,024 logits, and the sum of exp(logit - x)."""
+    found = (ctypes.c_float * 2)()
     _call(
-        "edgellm_survey",
+        "edgellm_max_and_logsumexp",
         instruction_set.encode(),
         ctypes.c_void_p(_address(logits)),
         _INT(len(logits)),
-        best,
+        found,
     )
-    return best[0], best[1]
+    return found[0], found[1]
 
 
 class _LowRank(ctypes.Structure):

@@ -1,4 +1,4 @@
-// Rope, append and attention of a pass over the pages of several sequences' caches.
+// RoPE, KV cache writes and attention of a pass over the pages of several sequences' caches.
 //
 // Each sequence is computed for itself: a row's bits know neither the others' rows nor where pages lie.
 #include <algorithm>
@@ -154,12 +154,12 @@ struct CachedAttention {
     dims.back() = heads * all.head_dim;
     all.y = ort::output(context, 0, dims).as<float>();
     Pass pass = cut(in, all);
-    void* const keys = carry(context, 1, in[kPastKey], all);
-    void* const values = carry(context, 2, in[kPastValue], all);
+    void* const keys = copy_past(context, 1, in[kPastKey], all);
+    void* const values = copy_past(context, 2, in[kPastValue], all);
     if (!all.rows) return;
     for (Pass::Part& part : pass.parts) part.a.keys = keys, part.a.values = values;
     pass.place();
-    pass.each_row(context, [](const Pass::Part& part, int64_t row) { kernels().append(part.a, row); });
+    pass.each_row(context, [](const Pass::Part& part, int64_t row) { kernels().write_kv(part.a, row); });
     pass.attend(context);
     pass.each_row(context, [](const Pass::Part& part, int64_t row) {
       if (part.splits()) kernels().merge(part.a, row);
@@ -297,7 +297,7 @@ struct CachedAttention {
   }
 
   // The cache that is written: a copy of the past, if it is not the past itself.
-  static void* carry(OrtKernelContext* context, size_t index, const Tensor& past, const Attention& a) {
+  static void* copy_past(OrtKernelContext* context, size_t index, const Tensor& past, const Attention& a) {
     const Tensor present = ort::output(context, index, past.dims);
     const int64_t size = a.cache_type == CacheType::kFloat32 ? 4 : a.cache_type == CacheType::kFloat16 ? 2 : 1;
     if (present.data != past.data) std::memcpy(present.data, past.data, past.count() * size);

@@ -20,7 +20,7 @@ struct Avx2 : Registers<32> {
     return Bytes(
         _mm256_shuffle_epi8(_mm256_broadcastsi128_si256(_mm_loadu_si128((const __m128i*)kFp4Codes)), __m256i(codes)));
   }
-  static Ints widen(Halves h) { return Ints(_mm256_cvtepu16_epi32(__m128i(h))); }
+  static Ints to_ints(Halves h) { return Ints(_mm256_cvtepu16_epi32(__m128i(h))); }
   static void load_fp8(const void* p, Halves* x) {
     __m256i wide = _mm256_slli_epi16(_mm256_cvtepi8_epi16(_mm_loadu_si128((const __m128i*)p)), 7);
     wide = _mm256_and_si256(wide, _mm256_set1_epi16(int16_t(0xbfff)));

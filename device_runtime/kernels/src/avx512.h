@@ -25,7 +25,7 @@ struct Avx512 : Registers<64> {
     return Ints(_mm512_dpbusd_epi32(__m512i(sum), __m512i(codes), __m512i(x)));
   }
   static Ints add8(Ints sum, Bytes codes, Bytes x) { return add4(sum, codes, x); }
-  static Ints widen(Halves h) { return Ints(_mm512_cvtepu16_epi32(__m256i(h))); }
+  static Ints to_ints(Halves h) { return Ints(_mm512_cvtepu16_epi32(__m256i(h))); }
   static void load_fp8(const void* p, Halves* x) {
     x[0] = Halves(_mm256_cvtepi8_epi16(_mm_loadu_si128((const __m128i*)p))) << 7 & 0xbfff;
   }

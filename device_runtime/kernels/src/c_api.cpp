@@ -73,7 +73,7 @@ EDGELLM_EXPORT const char* edgellm_attention(const char* instruction_set, Attent
   a->queries = queries.data();
   a->seen = seen.data();
   a->slots = slots.data();
-  for (int64_t row = 0; row < a->rows; row++) set->append(*a, row);
+  for (int64_t row = 0; row < a->rows; row++) set->write_kv(*a, row);
   if (is_split) {
     partials.resize(a->chunks() * a->rows * a->heads * a->partial_floats());
     a->partials = partials.data();
@@ -90,14 +90,15 @@ EDGELLM_EXPORT const char* edgellm_low_rank(const char* instruction_set, const L
                                             float* inner, const float* base, float* y) {
   const Kernels* set = find_kernels(instruction_set);
   if (!set) return "this processor lacks the instruction set";
-  set->shrink(*layer, x, 0, layer->rank, inner);
-  set->widen(*layer, inner, 0, (layer->outputs + kStrip - 1) / kStrip, kStrip, base, y);
+  set->lora_down(*layer, x, 0, layer->rank, inner);
+  set->lora_up(*layer, inner, 0, (layer->outputs + kStrip - 1) / kStrip, kStrip, base, y);
   return nullptr;
 }
 
-EDGELLM_EXPORT const char* edgellm_survey(const char* instruction_set, const float* logits, int64_t count, Best* best) {
+EDGELLM_EXPORT const char* edgellm_max_and_logsumexp(const char* instruction_set, const float* logits, int64_t count,
+                                                     SegmentMax* found) {
   const Kernels* set = find_kernels(instruction_set);
   if (!set) return "this processor lacks the instruction set";
-  *best = set->survey(logits, count, true);
+  *found = set->max_and_logsumexp(logits, count, true);
   return nullptr;
 }

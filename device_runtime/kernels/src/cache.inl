@@ -92,7 +92,7 @@ void list_seen(const Attention& a, int64_t row) {
   seen[1] = int32_t(base) + straight;
 }
 
-void append(const Attention& a, int64_t row) {
+void write_kv(const Attention& a, int64_t row) {
   float head[kMostDim];
   const float scale = a.cache_type == CacheType::kInt8 ? a.scale * a.k_scale : a.scale;
   for (int64_t h = 0; h < a.heads; h++) {

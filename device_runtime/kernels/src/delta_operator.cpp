@@ -114,9 +114,9 @@ struct GatedDelta {
         one.y = y.as<float>() + heads.value_at(row, head);
         if (b) {
           one.rate = b.as<float>()[row * heads.heads + head];
-          kernels().recall(one);
+          kernels().delta_recall(one);
         }
-        kernels().advance(one);
+        kernels().delta_update(one);
       }
     });
   }
@@ -148,7 +148,7 @@ struct GatedDeltaUpdate {
         one.from = from;
         one.to = to;
         one.delta = d.as<float>() + heads.value_at(row, head);
-        kernels().advance(one);
+        kernels().delta_update(one);
       }
     });
   }

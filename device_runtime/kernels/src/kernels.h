@@ -12,7 +12,7 @@ namespace edgellm {
 constexpr int kGroup = 32;  // output channels of a record
 constexpr int kStrip = 16;  // channels, or floats, that a vector stands for on every processor
 constexpr int kChunk = 256;  // keys whose softmax is summed apart from the others'; of whole pages
-constexpr int kSegment = 1024;  // logits whose exponentials are summed apart from the others'
+constexpr int kSegment = 1024;  // logits of one `SegmentMax`
 
 enum class Form : uint32_t { kInt4 = 1, kInt8 = 2, kFloat16 = 3, kBFloat16 = 4, kFp4 = 5, kFp8 = 6, kFloat32 = 7 };
 
@@ -155,8 +155,9 @@ struct Attention {
   }
 };
 
-struct Best {
-  float top, exponentials;  // the largest logit of a segment, and the sum of exp(logit - top)
+// Of a segment of logits: the largest, and the sum of exp(logit - max), from which log-sum-exp follows.
+struct SegmentMax {
+  float max, sum_exp;
 };
 
 // A row of a head of linear attention, whose matrices are [keys, values]; see `recurrent.inl`.
@@ -174,20 +175,20 @@ struct Kernels {
   const char* name;
   void (*prepare)(const Prologue&, int64_t first_row, int64_t last_row);
   void (*product)(const Product&, int64_t first_group, int64_t last_group);
-  void (*append)(const Attention&, int64_t row);
+  void (*write_kv)(const Attention&, int64_t row);
   void (*attend_chunk)(const Attention&, int64_t kv_head, int64_t chunk, float* work);
   void (*attend_rows)(const Attention&, int64_t kv_head, int64_t first_row, int64_t last_row, float* work);
   void (*merge)(const Attention&, int64_t row);
-  Best (*survey)(const float* logits, int64_t count, bool with_exponentials);
-  void (*recall)(const DeltaRow&);
-  void (*advance)(const DeltaRow&);
-  void (*shrink)(const LowRank&, const float* x, int64_t first, int64_t last, float* inner);  // of [rank]
+  SegmentMax (*max_and_logsumexp)(const float* logits, int64_t count, bool with_sum);
+  void (*delta_recall)(const DeltaRow&);
+  void (*delta_update)(const DeltaRow&);
+  void (*lora_down)(const LowRank&, const float* x, int64_t first, int64_t last, float* inner);  // of [rank]
   // Strips of 16 outputs, `step` floats from one to the next in base (or nullptr) and y.
-  void (*widen)(const LowRank&, const float* inner, int64_t first, int64_t last, int64_t step, const float* base,
-                float* y);
+  void (*lora_up)(const LowRank&, const float* inner, int64_t first, int64_t last, int64_t step, const float* base,
+                  float* y);
 };
 
-// Best first; the last is the scalar reference. Those that this processor lacks are left out.
+// SegmentMax first; the last is the scalar reference. Those that this processor lacks are left out.
 const Kernels* const* available_kernels(int* count);
 
 // The best of them.

@@ -136,13 +136,13 @@ bool add_low_rank(const Adapted& a, const float* base, float* y) {
   each(
       a.context, tasks, [](const Task& task) { return task.layer.rank; }, K,
       [&](const Task& task, int64_t first, int64_t last) {
-        kernels().shrink(task.layer, read + task.row * stride, first, last, task.inner);
+        kernels().lora_down(task.layer, read + task.row * stride, first, last, task.inner);
       });
   const auto strips = [](const Task& task) { return (task.layer.outputs + kStrip - 1) / kStrip; };
   each(a.context, tasks, strips, kStrip * ranks / int64_t(tasks.size()),
        [&](const Task& task, int64_t first, int64_t last) {
          const int64_t at = task.row * a.width + task.column;
-         kernels().widen(task.layer, task.inner, first, last, a.step, base ? base + at : nullptr, y + at);
+         kernels().lora_up(task.layer, task.inner, first, last, a.step, base ? base + at : nullptr, y + at);
        });
   return true;
 }

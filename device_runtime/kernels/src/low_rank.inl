@@ -8,7 +8,7 @@ namespace {
 
 // inner[r] of R rows of A: sixteen sums along x, then the sum of these, whatever R is.
 template <int R>
-void shrink_some(const LowRank& layer, const float* x, int64_t first, float* inner) {
+void lora_down_rows(const LowRank& layer, const float* x, int64_t first, float* inner) {
   const int64_t K = layer.in_features;
   const float* a = layer.a + first * K;
   F sums[R];
@@ -20,15 +20,15 @@ void shrink_some(const LowRank& layer, const float* x, int64_t first, float* inn
   for (int r = 0; r < R; r++) inner[first + r] = Set::sum(sums[r]);
 }
 
-void shrink(const LowRank& layer, const float* x, int64_t first, int64_t last, float* inner) {
+void lora_down(const LowRank& layer, const float* x, int64_t first, int64_t last, float* inner) {
   constexpr int kAtOnce = 4;
   int64_t r = first;
-  for (; r + kAtOnce <= last; r += kAtOnce) shrink_some<kAtOnce>(layer, x, r, inner);
-  for (; r < last; r++) shrink_some<1>(layer, x, r, inner);
+  for (; r + kAtOnce <= last; r += kAtOnce) lora_down_rows<kAtOnce>(layer, x, r, inner);
+  for (; r < last; r++) lora_down_rows<1>(layer, x, r, inner);
 }
 
-void widen(const LowRank& layer, const float* inner, int64_t first, int64_t last, int64_t step, const float* base,
-           float* y) {
+void lora_up(const LowRank& layer, const float* inner, int64_t first, int64_t last, int64_t step, const float* base,
+             float* y) {
   const int64_t N = layer.outputs;
   for (int64_t strip = first; strip < last; strip++) {
     const int64_t at = strip * kStrip, rest = N - at;

@@ -21,7 +21,7 @@ struct Neon : Registers<16> {
   static Bytes decode(Bytes codes) {
     return kFp4 ? Bytes(vqtbl1q_u8(vld1q_u8(kFp4Codes), uint8x16_t(codes))) : codes;
   }
-  static Ints widen(Halves h) { return Ints(vmovl_u16(uint16x4_t(h))); }
+  static Ints to_ints(Halves h) { return Ints(vmovl_u16(uint16x4_t(h))); }
   static void load_bytes(const void* p, Halves* x) {
     const int8x16_t bytes = vld1q_s8(static_cast<const int8_t*>(p));
     const int16x8_t low = vmovl_s8(vget_low_s8(bytes)), high = vmovl_s8(vget_high_s8(bytes));

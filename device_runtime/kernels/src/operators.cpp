@@ -124,15 +124,15 @@ struct LookUp {
   }
 };
 
-// The likeliest tokens of each row. Inputs: logits [..., V]; k int64 [1], 1 if left out.
-// Outputs, best first and of equals the first: ids int64, logits float, log-softmax float, each [..., k].
-struct Picks {
+// The likeliest tokens of each row; graphs call the operator Picks. Inputs: logits [..., V]; k int64 [1], 1 if left
+// out. Outputs, in descending order and of equals the first: ids int64, logits float, log-softmax float, each [..., k].
+struct TopK {
   static constexpr const char* kName = "Picks";
   static constexpr ort::ElementType kInputs[] = {ort::kFloat, ort::kInt64};
   static constexpr ort::ElementType kOutputs[] = {ort::kInt64, ort::kFloat, ort::kFloat};
   static constexpr unsigned kNeeded = 1, kNeededOutputs = 1;
 
-  explicit Picks(const OrtKernelInfo*) {}
+  explicit TopK(const OrtKernelInfo*) {}
 
   void run(OrtKernelContext* context) const {
     const Tensor logits = ort::input(context, 0), wanted = ort::input(context, 1);
@@ -144,35 +144,37 @@ struct Picks {
                  probs = ort::output(context, 2, dims);
     if (!rows) return;
     const int64_t segments = (width + kSegment - 1) / kSegment;
-    Best* found = static_cast<Best*>(ort::scratch(rows * segments * sizeof(Best)));
+    SegmentMax* found = static_cast<SegmentMax*>(ort::scratch(rows * segments * sizeof(SegmentMax)));
     constexpr int64_t kStep = 8;
     const int64_t parts = (segments + kStep - 1) / kStep;
     ort::parallel(context, rows * parts, [&](int64_t i) {
       const int64_t row = i / parts, first = i % parts * kStep;
       for (int64_t s = first; s < std::min(first + kStep, segments); s++)
-        found[row * segments + s] = kernels().survey(logits.as<float>() + row * width + s * kSegment,
-                                                     std::min<int64_t>(kSegment, width - s * kSegment), bool(probs));
+        found[row * segments + s] =
+            kernels().max_and_logsumexp(logits.as<float>() + row * width + s * kSegment,
+                                        std::min<int64_t>(kSegment, width - s * kSegment), bool(probs));
     });
     for (int64_t row = 0; row < rows; row++) {
-      const Best* best = found + row * segments;
+      const SegmentMax* maxima = found + row * segments;
       const float* x = logits.as<float>() + row * width;
-      std::vector<int64_t> order = pick(x, width, best, segments, k);
-      const float floor = probs ? log_sum(best, segments) : 0;
+      std::vector<int64_t> order = select(x, width, maxima, segments, k);
+      const float total = probs ? logsumexp(maxima, segments) : 0;
       for (int64_t i = 0; i < k; i++) {
         ids.as<int64_t>()[row * k + i] = order[i];
         if (tops) tops.as<float>()[row * k + i] = x[order[i]];
-        if (probs) probs.as<float>()[row * k + i] = x[order[i]] - floor;
+        if (probs) probs.as<float>()[row * k + i] = x[order[i]] - total;
       }
     }
   }
 
  private:
-  // The k best, looking only into segments whose largest could be among them.
-  static std::vector<int64_t> pick(const float* x, int64_t width, const Best* best, int64_t segments, int64_t k) {
+  // The k largest, read only from segments whose maximum could be among them.
+  static std::vector<int64_t> select(const float* x, int64_t width, const SegmentMax* maxima, int64_t segments,
+                                     int64_t k) {
     const auto better = [x](int64_t i, int64_t j) { return x[i] != x[j] ? x[i] > x[j] : i < j; };
     std::vector<int64_t> heap;  // its front is the worst
     for (int64_t s = 0; s < segments; s++) {
-      if (int64_t(heap.size()) == k && !(best[s].top > x[heap.front()])) continue;
+      if (int64_t(heap.size()) == k && !(maxima[s].max > x[heap.front()])) continue;
       for (int64_t i = s * kSegment; i < std::min(width, (s + 1) * kSegment); i++) {
         if (int64_t(heap.size()) == k) {
           if (!(x[i] > x[heap.front()])) continue;
@@ -187,11 +189,11 @@ struct Picks {
     return heap;
   }
 
-  static float log_sum(const Best* best, int64_t segments) {
-    float top = best[0].top;
-    for (int64_t s = 1; s < segments; s++) top = std::max(top, best[s].top);
+  static float logsumexp(const SegmentMax* maxima, int64_t segments) {
+    float top = maxima[0].max;
+    for (int64_t s = 1; s < segments; s++) top = std::max(top, maxima[s].max);
     double total = 0;
-    for (int64_t s = 0; s < segments; s++) total += double(best[s].exponentials) * std::exp(double(best[s].top) - top);
+    for (int64_t s = 0; s < segments; s++) total += double(maxima[s].sum_exp) * std::exp(double(maxima[s].max) - top);
     return float(top + std::log(total));
   }
 };
@@ -210,7 +212,7 @@ extern "C" __attribute__((visibility("default"))) OrtStatus* ORT_API_CALL Regist
     static OrtCustomOpDomain* const domain = [] {  // of all sessions, until the process ends
       OrtCustomOpDomain* made = nullptr;
       ort::check(ort::api->CreateCustomOpDomain("edgellm.kernels", &made));
-      const Operators own{ort::describe<QuantLinear>(), ort::describe<LookUp>(), ort::describe<Picks>()};
+      const Operators own{ort::describe<QuantLinear>(), ort::describe<LookUp>(), ort::describe<TopK>()};
       for (const Operators& some :
            {own, attention_operators(), delta_operators(), experts_operators(), low_rank_operators()})
         for (const OrtCustomOp* op : some) ort::check(ort::api->CustomOpDomain_Add(made, op));

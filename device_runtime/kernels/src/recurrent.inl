@@ -7,7 +7,7 @@ namespace edgellm {
 namespace {
 
 // d = rate * (v - decay * N^T k).
-void recall(const DeltaRow& r) {
+void delta_recall(const DeltaRow& r) {
   int64_t j = 0;
   for (; j + kStrip <= r.values; j += kStrip) {
     F known = Set::set(0);
@@ -24,7 +24,7 @@ void recall(const DeltaRow& r) {
 }
 
 // M = decay * N + k d^T, and y = M^T q if there is a q; M may be N.
-void advance(const DeltaRow& r) {
+void delta_update(const DeltaRow& r) {
   int64_t j = 0;
   for (; j + kStrip <= r.values; j += kStrip) {
     const F delta = Set::load(r.delta + j);

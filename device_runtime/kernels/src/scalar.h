@@ -61,7 +61,7 @@ struct Scalar : Registers<16> {
     return sum;
   }
   static Ints add8(Ints sum, Bytes codes, Bytes x) { return add4<128>(sum, codes, x); }
-  static Ints widen(Halves h) {
+  static Ints to_ints(Halves h) {
     return lanes<Ints>([&](int i) { return h[i]; });
   }
   template <class V>

@@ -171,7 +171,7 @@ struct Vector : Native {
     return each([=](int i) { return Native::from_half(halves_at(p, i)); });
   }
   static EDGELLM_INLINE F load_bfloat(const void* p) {
-    return each([=](int i) { return Floats(Native::widen(halves_at(p, i)) << 16); });
+    return each([=](int i) { return Floats(Native::to_ints(halves_at(p, i)) << 16); });
   }
   // E4M3's exponent and digits stand in a half as 1/256 of what they stand for.
   static EDGELLM_INLINE F load_fp8(const void* p) {

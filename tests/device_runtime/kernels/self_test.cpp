@@ -89,7 +89,7 @@ std::vector<float> attend(const Kernels& set, Attention a, std::vector<uint8_t> 
   a.slots = slots.data();
   a.keys = keys.data();
   a.values = values.data();
-  for (int64_t row = 0; row < a.rows; row++) set.append(a, row);
+  for (int64_t row = 0; row < a.rows; row++) set.write_kv(a, row);
   for (int64_t head = 0; head < a.kv_heads; head++) {
     for (int64_t chunk = 0; is_split && chunk < a.chunks(); chunk++) set.attend_chunk(a, head, chunk, work.data());
     if (!is_split) set.attend_rows(a, head, 0, a.rows, work.data());
@@ -153,12 +153,12 @@ int test_attention(const Kernels& set, const Kernels& scalar) {
   return faults;
 }
 
-int test_survey(const Kernels& set, const Kernels& scalar) {
+int test_max_and_logsumexp(const Kernels& set, const Kernels& scalar) {
   int faults = 0;
   for (const int64_t count : {1, 16, 31, 1000, 1024}) {
     const std::vector<float> x = floats(count);
-    const Best a = set.survey(x.data(), count, true), b = scalar.survey(x.data(), count, true);
-    faults += a.top != b.top || a.exponentials != b.exponentials;
+    const SegmentMax a = set.max_and_logsumexp(x.data(), count, true), b = scalar.max_and_logsumexp(x.data(), count, true);
+    faults += a.max != b.max || a.sum_exp != b.sum_exp;
   }
   return faults;
 }
@@ -169,7 +169,7 @@ int main() {
   int count, faults = 0;
   const Kernels* const* sets = available_kernels(&count);
   for (int i = 0; i < count; i++) {
-    const int own = test_products(*sets[i], *sets[count - 1]) + test_attention(*sets[i], *sets[count - 1]) + test_survey(*sets[i], *sets[count - 1]);
+    const int own = test_products(*sets[i], *sets[count - 1]) + test_attention(*sets[i], *sets[count - 1]) + test_max_and_logsumexp(*sets[i], *sets[count - 1]);
     std::printf("%s: %d faults\n", sets[i]->name, own);
     faults += own;
   }

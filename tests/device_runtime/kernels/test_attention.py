@@ -4,7 +4,7 @@ from __future__ import annotations
 
 import numpy as np
 import pytest
-from kernel_calls import Rows, attention, survey
+from kernel_calls import Rows, attention, max_and_logsumexp
 
 from edgellm.device_runtime.kernels.library import instruction_sets
 
@@ -236,10 +236,10 @@ def test_scores_of_any_size_neither_overflow_nor_vanish(name, rng):
 
 
 @pytest.mark.parametrize("count", [1, 15, 16, 17, 1000, 1024])
-def test_surveys_of_logits(count, rng):
+def test_max_and_logsumexp(count, rng):
     logits = (rng.standard_normal(count) * 10).astype(np.float32)
-    top, total = survey("scalar", logits)
+    top, total = max_and_logsumexp("scalar", logits)
     assert top == logits.max()
     assert total == pytest.approx(np.exp(logits.astype(np.float64) - top).sum(), rel=1e-6)
     for name in FAST:
-        assert survey(name, logits) == (top, total)
+        assert max_and_logsumexp(name, logits) == (top, total)
