@@ -1,7 +1,7 @@
 // AMX: sums of 16 rows and 16 channels along 64 inputs by one instruction, where there are rows
 // enough; everything else is AVX-512's.
 #include "avx512.h"
-#include "outputs.inl"
+#include "epilogue.h"
 
 namespace edgellm {
 

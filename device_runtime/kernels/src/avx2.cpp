@@ -93,4 +93,4 @@ struct Set : Vector<Pairs> {
 }  // namespace edgellm
 
 #define EDGELLM_SET avx2
-#include "set.inl"
+#include "instruction_set.h"

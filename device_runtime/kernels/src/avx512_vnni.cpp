@@ -1,4 +1,4 @@
 #include "avx512.h"
 
 #define EDGELLM_SET avx512_vnni
-#include "set.inl"
+#include "instruction_set.h"

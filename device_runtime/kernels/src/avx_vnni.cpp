@@ -19,4 +19,4 @@ using Set = Vector<Quads>;
 }  // namespace edgellm
 
 #define EDGELLM_SET avx_vnni
-#include "set.inl"
+#include "instruction_set.h"

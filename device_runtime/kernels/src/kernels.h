@@ -160,7 +160,7 @@ struct SegmentMax {
   float max, sum_exp;
 };
 
-// A row of a head of linear attention, whose matrices are [keys, values]; see `recurrent.inl`.
+// A row of a head of linear attention, whose matrices are [keys, values]; see `delta_rule.h`.
 struct DeltaRow {
   int64_t keys, values;
   const float* from;  // N, of the row before

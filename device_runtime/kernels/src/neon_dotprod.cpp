@@ -17,4 +17,4 @@ using Set = Vector<Quads>;
 }  // namespace edgellm
 
 #define EDGELLM_SET neon_dotprod
-#include "set.inl"
+#include "instruction_set.h"

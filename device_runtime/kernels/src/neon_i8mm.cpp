@@ -51,4 +51,4 @@ struct Set : Vector<Neon> {
 }  // namespace edgellm
 
 #define EDGELLM_SET neon_i8mm
-#include "set.inl"
+#include "instruction_set.h"

@@ -7,4 +7,4 @@ using Set = Vector<Scalar>;
 }  // namespace edgellm
 
 #define EDGELLM_SET scalar
-#include "set.inl"
+#include "instruction_set.h"

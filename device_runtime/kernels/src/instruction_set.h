@@ -1,12 +1,12 @@
 // The kernels of one instruction set, which the file that includes this has named `Set`.
 // All of it has internal linkage: the linker must not take one set's code for another's.
 #include "kernels.h"
-#include "rows.inl"
-#include "product.inl"
-#include "attention.inl"
-#include "picks.inl"
-#include "recurrent.inl"
-#include "low_rank.inl"
+#include "prologue.h"
+#include "product.h"
+#include "attention.h"
+#include "logits.h"
+#include "delta_rule.h"
+#include "lora.h"
 
 #define EDGELLM_JOIN_(a, b) a##b
 #define EDGELLM_JOIN(a, b) EDGELLM_JOIN_(a, b)

@@ -1,7 +1,7 @@
-// What a sweep over logits finds. Included by `set.inl` with `Set`.
+// What a sweep over logits finds. Included by `instruction_set.h` with `Set`.
 #pragma once
 
-#include "math.inl"
+#include "vector_math.h"
 
 namespace edgellm {
 namespace {

@@ -1,7 +1,7 @@
-// Rows as the products take them. Included by `set.inl` with `Set`, an instruction set.
+// Rows as the products take them. Included by `instruction_set.h` with `Set`, an instruction set.
 #pragma once
 
-#include "math.inl"
+#include "vector_math.h"
 
 namespace edgellm {
 namespace {

@@ -1,11 +1,11 @@
-// Attention over a cache that is written in place. Included by `set.inl` with `Set`.
+// Attention over a cache that is written in place. Included by `instruction_set.h` with `Set`.
 //
 // A row's keys are indexed in attention order: in a tree its ancestors have the indices that they
 // would have without siblings. Softmax and values are summed by chunks of `kChunk` such keys from
 // 0, and the chunks in order, independent of threads.
 #pragma once
 
-#include "scores.inl"
+#include "attention_scores.h"
 
 namespace edgellm {
 namespace {

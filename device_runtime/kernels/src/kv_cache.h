@@ -1,7 +1,7 @@
 // KV cache rows: new ones get norm and RoPE and are appended; attended ones are read.
 #pragma once
 
-#include "math.inl"
+#include "vector_math.h"
 
 namespace edgellm {
 namespace {

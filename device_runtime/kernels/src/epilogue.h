@@ -1,7 +1,7 @@
 // What follows the sums of products: biases, gates, residuals. Included with `Set`.
 #pragma once
 
-#include "math.inl"
+#include "vector_math.h"
 
 namespace edgellm {
 namespace {

@@ -1,7 +1,7 @@
-// What a row changes in a matrix of linear attention, and reads there. Included by `set.inl` with `Set`.
+// What a row changes in a matrix of linear attention, and reads there. Included by `instruction_set.h` with `Set`.
 #pragma once
 
-#include "math.inl"
+#include "vector_math.h"
 
 namespace edgellm {
 namespace {

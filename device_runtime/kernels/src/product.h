@@ -1,7 +1,7 @@
-// Rows times a packed weight. Included by `set.inl` with `Set`, an instruction set.
+// Rows times a packed weight. Included by `instruction_set.h` with `Set`, an instruction set.
 #pragma once
 
-#include "outputs.inl"
+#include "epilogue.h"
 
 namespace edgellm {
 namespace {

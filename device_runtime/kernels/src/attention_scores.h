@@ -1,7 +1,7 @@
-// Scores of queries with the keys of a chunk. Included by `set.inl` with `Set`.
+// Scores of queries with the keys of a chunk. Included by `instruction_set.h` with `Set`.
 #pragma once
 
-#include "cache.inl"
+#include "kv_cache.h"
 
 namespace edgellm {
 namespace {

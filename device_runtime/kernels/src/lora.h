@@ -1,7 +1,7 @@
-// What adapters add to linear layers. Included by `set.inl` with `Set`, an instruction set.
+// What adapters add to linear layers. Included by `instruction_set.h` with `Set`, an instruction set.
 #pragma once
 
-#include "math.inl"
+#include "vector_math.h"
 
 namespace edgellm {
 namespace {
