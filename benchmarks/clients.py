@@ -256,7 +256,7 @@ def _llm_build(bundle: Path, *flags: object) -> None:
 
 def _measure(way: str, path: Path, load: Load, given: argparse.Namespace) -> dict[str, float]:
     """Measure one engine under a load."""
-    import serve
+    import serving
 
     if not way.startswith("edgellm"):
         name = next(name for name in RUNNERS if name in way.lower())
@@ -267,10 +267,10 @@ def _measure(way: str, path: Path, load: Load, given: argparse.Namespace) -> dic
         )  # fmt: skip
         return json.loads(reply.stdout.splitlines()[-1])
     flags = ("--spec", "auto") if "auto" in way else ()
-    with serve.serving(path, *flags) as (port, pid):
-        used_s = serve.cpu_s(pid)
+    with serving.serving(path, *flags) as (port, pid):
+        used_s = serving.cpu_s(pid)
         answers = asyncio.run(ask_server(port, load))
-        used_s = serve.cpu_s(pid) - used_s
+        used_s = serving.cpu_s(pid) - used_s
     return figures(answers, used_s, load.clients)
 
 
@@ -282,13 +282,13 @@ def _ways(given: argparse.Namespace) -> dict[str, Path]:
         engine = _engine(given.work, precision, given.threads)
         ways |= {f"edgellm {precision}": engine, f"edgellm {precision} --spec auto": engine}
     if given.peers:
-        import weights
+        from harness import checkpoints
 
         for kind in ("Q8_0", "Q4_0"):
-            path = weights.gguf(smollm2.fetch(), given.work, kind, given.pythons["llama"])
+            path = checkpoints.gguf(smollm2.fetch(), given.work, kind, given.pythons["llama"])
             ways[f"llama.cpp {kind}"] = path
         folder = given.work / "genai"
-        ways["onnxruntime-genai int4"] = weights.genai(given.work / "fp32", folder, given.peers)
+        ways["onnxruntime-genai int4"] = checkpoints.genai(given.work / "fp32", folder, given.peers)
     if given.vllm:
         import hand_over
 
@@ -329,7 +329,7 @@ def main() -> None:
         given.pythons["vllm"] = hand_over.vllm_python(given.vllm)
     texts = None
     if given.set:
-        import prompts as sets
+        from harness import prompts as sets
 
         texts = sets.load(given.set)
     ways, alone = _ways(given), dict[str, float]()

@@ -21,7 +21,7 @@ from pathlib import Path
 
 import numpy as np
 import onnxruntime as ort
-import weights
+from harness import checkpoints
 
 from edgellm.core.manifest import LLM_ENGINE, load_engine
 from edgellm.device_runtime.networks.decoder import open_decoder
@@ -43,7 +43,7 @@ def engine_folder(work: Path) -> Path:
     if not engine.exists():
         with tempfile.TemporaryDirectory(dir=work) as folder:
             checkpoint, bundle = Path(folder) / "int4", Path(folder) / "bundle"
-            weights.round_checkpoint(str(smollm2.fetch()), checkpoint, 32)
+            checkpoints.round_checkpoint(str(smollm2.fetch()), checkpoint, 32)
             export_llm(open_checkpoint(str(checkpoint)), bundle, ExportOptions("fp32"))
             build_engine("llm", bundle, engine, Plan(1024, 2048, 0, "auto"), "auto", lambda _: None)
     return engine

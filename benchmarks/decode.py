@@ -21,9 +21,8 @@ from pathlib import Path
 
 import numpy as np
 import onnx
-import synthetic_gguf
-import weights
-from engines import CAPACITY, CONTEXT, Process
+from harness import checkpoints, random_gguf
+from harness.pass_process import CAPACITY, CONTEXT, Process
 
 from edgellm.build.engine import build_engine
 from edgellm.build.onnxruntime_cpu.options import CpuOptions
@@ -45,7 +44,7 @@ def prepare(work: Path, llama_python: str, threads: int) -> dict[str, tuple[str,
     for name, block in (("int4 b32", 32), ("int4 b128", 128), ("fp32", 0)):
         checkpoint = work / name.replace(" ", "_")
         if not checkpoint.exists():
-            make = weights.round_checkpoint if block else weights.float_checkpoint
+            make = checkpoints.round_checkpoint if block else checkpoints.float_checkpoint
             make(str(source), checkpoint, *([block] if block else []))
         for kernels in ("edgellm", "onnxruntime") if block else ("auto",):
             engine = work / f"{checkpoint.name}-{kernels}-{threads}"
@@ -54,9 +53,9 @@ def prepare(work: Path, llama_python: str, threads: int) -> dict[str, tuple[str,
             label = f"edgellm {name}" + (THEIRS if kernels == "onnxruntime" else "")
             models[label] = (sys.executable, "edgellm", engine)
     for kind in ("Q4_0", "Q8_0"):
-        path = weights.gguf(source, work, kind, llama_python)
+        path = checkpoints.gguf(source, work, kind, llama_python)
         models[f"llama.cpp {kind}"] = (llama_python, "llama.cpp", path)
-    genai = weights.genai(work / "fp32", work / "genai", sys.executable)
+    genai = checkpoints.genai(work / "fp32", work / "genai", sys.executable)
     models["onnxruntime-genai int4 b32"] = (sys.executable, "genai", genai)
     return models
 
@@ -69,7 +68,7 @@ def prepare_shape(
     checkpoint = work / shape
     if not checkpoint.exists():
         tokenizer = open_checkpoint(str(smollm2.fetch())).tokenizer_files
-        weights.synthetic_checkpoint(shape, tokenizer, checkpoint)
+        checkpoints.synthetic_checkpoint(shape, tokenizer, checkpoint)
     models = {}
     for quantize in ("int4", "int8"):
         for kernels in ("edgellm", "onnxruntime"):
@@ -80,12 +79,12 @@ def prepare_shape(
     floats = work / f"{shape}.gguf"
     if not floats.exists():
         partial = floats.with_suffix(".partial")
-        synthetic_gguf.write(checkpoint, smollm2.fetch(), partial)
+        random_gguf.write(checkpoint, smollm2.fetch(), partial)
         partial.replace(floats)
     for kind in ("Q4_0", "Q8_0"):
-        path = weights.gguf(floats, work / f"{shape}-gguf", kind, llama_python)
+        path = checkpoints.gguf(floats, work / f"{shape}-gguf", kind, llama_python)
         models[f"llama.cpp {kind}"] = (llama_python, "llama.cpp", path)
-    genai = weights.genai(checkpoint, work / f"{shape}-genai", sys.executable)
+    genai = checkpoints.genai(checkpoint, work / f"{shape}-genai", sys.executable)
     models["onnxruntime-genai int4 b32"] = (sys.executable, "genai", genai)
     return models
 
@@ -136,7 +135,7 @@ def main() -> None:
         "--llama_python", default=sys.executable, help="a python with llama-cpp-python"
     )
     parser.add_argument(
-        "--shape", choices=weights.SHAPES, help="random weights of this shape; default: SmolLM2"
+        "--shape", choices=checkpoints.SHAPES, help="random weights of this shape; default: SmolLM2"
     )
     arguments = parser.parse_args()
     if arguments.shape:

@@ -17,7 +17,7 @@ import subprocess
 import sys
 from pathlib import Path
 
-import prompts
+from harness import prompts
 from methods import EAGLE3, METHODS, measure
 from quality import RECIPES, checkpoint
 

@@ -23,7 +23,7 @@ from pathlib import Path
 
 import ml_dtypes
 import numpy as np
-import weights
+from harness import checkpoints
 
 from edgellm.scripts import smollm2
 
@@ -131,7 +131,7 @@ def main() -> None:
     arguments = parser.parse_args()
     small, out = arguments.work / "bf16", arguments.work / "exported"
     if not small.exists():
-        weights.float_checkpoint(str(smollm2.fetch()), small, dtype="BF16")
+        checkpoints.float_checkpoint(str(smollm2.fetch()), small, dtype="BF16")
     bare = median([run(sys.executable, "-c", "pass") for _ in range(arguments.rounds)])
     ours = median([export(small, out) for _ in range(arguments.rounds)])
     memory = (ours.peak_bytes - bare.peak_bytes) / 1e6

@@ -6,7 +6,7 @@
 ENGINE is a folder of `llm_build`, with or without a draft. Each figure is printed with its goal. An
 oracle replaces the draft and predicts a given number of tokens; the draft's forward passes still
 run. The expected speed-up of acceptance length `a` is `a / (1 + draft / step)`.
-`--all` runs all stages of `gpu_proof.py`.
+`--all` runs all stages of `proof.py`.
 This has not run on a GPU yet.
 """
 
@@ -22,10 +22,10 @@ from dataclasses import asdict
 from pathlib import Path
 from typing import Any
 
-from gpu_clock import COMPACTION, measured_bandwidths, timed_engines
-from gpu_proof import prove, write
-from gpu_rounds import production
-from gpu_runs import OracleCheck, Run, check_oracle, run
+from harness.gpu.clock import COMPACTION, measured_bandwidths, timed_engines
+from harness.gpu.rounds import production
+from harness.gpu.timed_runs import OracleCheck, Run, check_oracle, run
+from proof import prove, write
 
 from edgellm.build import backends
 from edgellm.build.backends import options_of

@@ -6,7 +6,7 @@ from collections.abc import Callable, Sequence
 from pathlib import Path
 
 import numpy as np
-import prompts
+from harness import prompts
 from methods import EAGLE3, METHODS
 
 from edgellm.build.engine import build_engine

@@ -25,7 +25,7 @@ from pathlib import Path
 from typing import Any
 
 import numpy as np
-import prompts
+from harness import prompts
 from methods import EAGLE3, checkpoint, engine
 
 from edgellm.build.engine import build_engine

@@ -18,7 +18,7 @@ from dataclasses import replace
 from pathlib import Path
 from typing import Any
 
-import moe
+import moe_and_hybrids
 import numpy as np
 import onnx_ir as ir
 
@@ -97,7 +97,7 @@ def open_shape(folder: Path) -> DecoderNetwork:
     """Open the layers of `QWEN`, with random packed weights."""
     architecture = models.find(QWEN["model_type"])
     facts = architecture.Config.from_hf(ConfigReader(QWEN))
-    declared = moe.DeclaredWeights(moe.Declared())
+    declared = moe_and_hybrids.DeclaredWeights(moe_and_hybrids.Declared())
     model, op, recurrences = build_decoder(architecture, facts, declared, DTYPES["fp32"])
     assert recurrences is not None
     for value, stored in op.parameters.values():
@@ -108,7 +108,7 @@ def open_shape(folder: Path) -> DecoderNetwork:
             name=stored.name,
         )
     # Packing these random weights would take minutes.
-    linears.packed_bytes = moe.random_records  # type: ignore[assignment]
+    linears.packed_bytes = moe_and_hybrids.random_records  # type: ignore[assignment]
     weights = WeightFile(folder / "decode.data")
     kernel = linears.OwnLinears(rounds="int4", one_term=COARSE_INPUTS)
     attending = len(facts.attending_layers)
@@ -134,7 +134,7 @@ def open_shape(folder: Path) -> DecoderNetwork:
 
 
 def _contents(stored: StoredTensor) -> np.ndarray:
-    return moe.contents(stored.name, stored.shape).astype(stored.dtype.numpy())
+    return moe_and_hybrids.contents(stored.name, stored.shape).astype(stored.dtype.numpy())
 
 
 def tree_memory() -> str:
@@ -148,7 +148,7 @@ def tree_memory() -> str:
         random = np.random.default_rng(0)
         session.run(random.integers(0, 4096, PROMPT), 0, np.array([0]))
         session.run(random.integers(0, 4096, 1), PROMPT, np.array([0]))
-        before = moe.memory_kb("RssAnon")
+        before = moe_and_hybrids.memory_kb("RssAnon")
         positions = PROMPT + 1 + mask.sum(1) - 1
         result = session.run(
             random.integers(0, 4096, nodes),
@@ -157,7 +157,7 @@ def tree_memory() -> str:
             position_ids=positions,
             tree_mask=mask,
         )
-        grown = (moe.memory_kb("RssAnon") - before) * 1024
+        grown = (moe_and_hybrids.memory_kb("RssAnon") - before) * 1024
         outputs = result._outputs  # stored until the next forward pass
         rows = sum(outputs[name].nbytes for name in outputs if name.startswith("state_rows."))
         states = session.state_bytes

@@ -19,8 +19,7 @@ import statistics
 from dataclasses import dataclass, field
 from pathlib import Path
 
-import prompts
-import weights
+from harness import checkpoints, prompts
 
 from edgellm.build.engine import build_engine
 from edgellm.build.plan import Plan
@@ -114,9 +113,9 @@ def checkpoint(work: Path, name: str) -> Path:
     work.mkdir(parents=True, exist_ok=True)
     if not folder.exists():
         if name == "fp32":
-            weights.float_checkpoint(source, folder)
+            checkpoints.float_checkpoint(source, folder)
         else:
-            weights.round_checkpoint(source, folder, 32)
+            checkpoints.round_checkpoint(source, folder, 32)
     return folder
 
 

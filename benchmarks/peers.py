@@ -20,11 +20,9 @@ import sys
 from dataclasses import dataclass, field
 from pathlib import Path
 
-import answerers
 import methods
-import prompts
-import weights
-from engines import Process
+from harness import checkpoints, output_process, prompts
+from harness.pass_process import Process
 
 from edgellm.device_runtime.text.tokenizer import ChatTokenizer
 from edgellm.scripts import smollm2
@@ -47,12 +45,12 @@ def prepare(work: Path, python: str, threads: int) -> dict[str, tuple[str, Path]
     """Make missing models: label -> (name of `answerers.ANSWERERS`, path)."""
     work.mkdir(parents=True, exist_ok=True)
     int4, fp32 = (methods.engine(work, name, methods.EAGLE3, threads) for name in ("int4", "fp32"))
-    gguf = weights.gguf(smollm2.fetch(), work, "Q4_0", python)
-    genai = weights.genai(work / "fp32", work / "genai", python)
+    gguf = checkpoints.gguf(smollm2.fetch(), work, "Q4_0", python)
+    genai = checkpoints.genai(work / "fp32", work / "genai", python)
     paths = {"llama.cpp": gguf, "OpenVINO GenAI": gguf, "onnxruntime-genai": genai}
     paths |= {"transformers": work / "fp32"}
     peers = {}
-    for name in answerers.ANSWERERS:
+    for name in output_process.ANSWERERS:
         library = name.partition(",")[0]
         if library == "edgellm":
             peers |= {f"{name}, int4": (name, int4), f"{name}, fp32": (name, fp32)}
@@ -74,7 +72,7 @@ def main() -> None:
     peers = prepare(arguments.work, arguments.python, arguments.threads)
     if arguments.only:
         peers = {label: peers[label] for label in peers if label.startswith(tuple(arguments.only))}
-    script = answerers.__file__
+    script = output_process.__file__
     running = {
         label: Process(arguments.python, name, path, arguments.threads, script)
         for label, (name, path) in peers.items()

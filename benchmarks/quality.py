@@ -31,10 +31,8 @@ from pathlib import Path
 
 import greedy_answers
 import numpy as np
-import off_grid
-import prompts
 import torch
-import weights
+from harness import checkpoints, off_grid, prompts
 from quality_table import Row, keep_rows, read_rows, table
 from simulated import simulated
 from tokenizers import Tokenizer
@@ -116,7 +114,7 @@ def checkpoint(work: Path, name: str) -> Path:
     """Return SmolLM2 in that precision; quantize it if missing."""
     flags, source = RECIPES[name][0], work / "fp32"
     if not source.exists():
-        weights.float_checkpoint(str(_source(work)), source)
+        checkpoints.float_checkpoint(str(_source(work)), source)
     if not flags:
         return source
     folder = work / f"quality-{_slug(name)}"
@@ -142,7 +140,7 @@ def _bundle(work: Path, name: str) -> Path:
 
 
 def _gguf(work: Path, kind: str) -> Path:
-    return weights.gguf(_source(work), work, kind, sys.executable, mixed=True)
+    return checkpoints.gguf(_source(work), work, kind, sys.executable, mixed=True)
 
 
 def _source(work: Path) -> Path:
@@ -201,7 +199,7 @@ def genai(work: Path) -> tuple[int, Logits]:
     """Return onnxruntime-genai's logits with its default int4 on the CPU."""
     import onnxruntime_genai as og
 
-    folder = weights.genai(work / "fp32", work / "genai", sys.executable)
+    folder = checkpoints.genai(work / "fp32", work / "genai", sys.executable)
     model = og.Model(str(folder))
 
     def logits(ids: np.ndarray) -> np.ndarray:

@@ -22,8 +22,8 @@ import subprocess
 import sys
 from pathlib import Path
 
-import weights
 from export import Cost, make_large, run
+from harness import checkpoints
 
 from edgellm.export.pipeline.resolve import open_checkpoint
 from edgellm.scripts import smollm2
@@ -47,7 +47,7 @@ def main() -> None:
     parser = argparse.ArgumentParser(description=__doc__.splitlines()[0])
     parser.add_argument("--work", type=Path, default=smollm2.cache_folder() / "benchmarks")
     parser.add_argument(
-        "--shape", choices=weights.SHAPES, help="random weights of this shape; default: 8B"
+        "--shape", choices=checkpoints.SHAPES, help="random weights of this shape; default: 8B"
     )
     parser.add_argument("--layers", type=int, help="number of layers; default: all")
     parser.add_argument("--schemes", nargs="+", default=list(SCHEMES), choices=SCHEMES)
@@ -96,14 +96,14 @@ def _shape(work: Path, shape: str, layers: int | None) -> Path:
     checkpoint = work / (shape if layers is None else f"{shape}-{layers}-layers")
     if not checkpoint.exists():
         tokenizer = open_checkpoint(str(smollm2.fetch())).tokenizer_files
-        weights.synthetic_checkpoint(shape, tokenizer, checkpoint, layers)
+        checkpoints.synthetic_checkpoint(shape, tokenizer, checkpoint, layers)
     return checkpoint
 
 
 def _large(work: Path, layers: int) -> Path:
     small = work / "bf16"
     if not small.exists():
-        weights.float_checkpoint(str(smollm2.fetch()), small, dtype="BF16")
+        checkpoints.float_checkpoint(str(smollm2.fetch()), small, dtype="BF16")
     return make_large(work / f"large-{layers}", layers, small)
 
 

@@ -22,7 +22,7 @@ from pathlib import Path
 from types import SimpleNamespace
 
 import methods
-import prompts
+from harness import prompts
 
 from edgellm.device_runtime.api.llm import LLM
 from edgellm.device_runtime.engine import profile

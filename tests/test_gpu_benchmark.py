@@ -15,7 +15,7 @@ import pytest
 from eagle_engines import BASE_PLAN
 from fake_cuda import FakeDriver, fake_graphs
 from fake_gpu import FakeDevice
-from gpu_clock import (
+from harness.gpu.clock import (
     COMPACTION,
     COPIES,
     PASSES,
@@ -24,10 +24,10 @@ from gpu_clock import (
     peak_bandwidth,
     timed_engines,
 )
-from gpu_rounds import GOALS, CountedDevice, steps_of
-from gpu_runs import Run, check_oracle, run
+from harness.gpu.oracle import predicting
+from harness.gpu.rounds import GOALS, CountedDevice, steps_of
+from harness.gpu.timed_runs import Run, check_oracle, run
 from lowered_engines import Lowered
-from oracle_draft import predicting
 
 from edgellm.build.resource_estimate import predict
 from edgellm.core.errors import EdgeLLMError

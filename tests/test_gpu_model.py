@@ -5,9 +5,17 @@ from __future__ import annotations
 import itertools
 import json
 
-import gpu_model
 import pytest
-from gpu_model import ACCEPTED, BOARDS, TODAY, WAYS, plain_parts_ms, round_parts_ms, tokens_per_s
+from harness.gpu import model
+from harness.gpu.model import (
+    ACCEPTED,
+    BOARDS,
+    TODAY,
+    WAYS,
+    plain_parts_ms,
+    round_parts_ms,
+    tokens_per_s,
+)
 
 from edgellm.quantize.pipeline.deploy_target import form_of_draft, form_of_head
 
@@ -21,7 +29,7 @@ def test_predicted_speed_of_nvfp4_on_thor():
     drafted = round_parts_ms(THOR, TODAY, "nvfp4", *SIZES)
     assert tokens_per_s(plain) >= 49
     assert tokens_per_s(drafted, ACCEPTED) >= 185
-    limit = gpu_model.roofline(THOR, "nvfp4", SIZES[0])
+    limit = model.roofline(THOR, "nvfp4", SIZES[0])
     assert tokens_per_s(plain) < limit
     # What separates it from the roofline has names.
     read = sum(plain[kind] for kind in ("weights", "head", "cache"))
@@ -40,7 +48,7 @@ def test_each_way_is_no_slower_than_the_one_before(board):
 
 
 def test_a_round_waits_as_often_as_the_runtime_does():
-    assert (TODAY.waits, WAYS[0].waits) == (1, 1 + gpu_model.STEPS)
+    assert (TODAY.waits, WAYS[0].waits) == (1, 1 + model.STEPS)
     before, today = (round_parts_ms(THOR, way, "fp16", *SIZES) for way in (WAYS[0], TODAY))
     assert before["waits"] == WAYS[0].waits * today["waits"]
     assert today["tree"] < before["tree"]
@@ -50,12 +58,12 @@ def test_launches_of_an_engine(tmp_path):
     report = tmp_path / "llm.layers.json"
     passes = {"decode": {"kernels": 85}, "verify": {"kernels": 97}, "prefill": {"kernels": 98}}
     report.write_text(json.dumps({"passes": passes}))
-    (few, many), outside = gpu_model.read_launches(report, 4)
+    (few, many), outside = model.read_launches(report, 4)
     assert (few, many, outside) == (21, 24, 1)
 
 
 def test_the_tables(capsys):
-    gpu_model.show(*SIZES)
+    model.show(*SIZES)
     shown = capsys.readouterr().out
     assert "published, TensorRT Edge-LLM   plain   54.9  EAGLE3  189.2" in shown
     assert "Orin, nvfp4" not in shown

@@ -8,13 +8,12 @@ from importlib import import_module
 
 import fake_gpu
 import gpu
-import gpu_attention
-import gpu_kernels
-import gpu_proof
 import kernel_references
+import proof
 import pytest
 from fake_gpu import FakeDevice
-from gpu_kernels import check_kernels
+from harness.gpu import attention, kernels
+from harness.gpu.kernels import check_kernels
 
 from edgellm.core.errors import EdgeLLMError
 from edgellm.device_runtime.kernels.triton.catalog import KERNELS
@@ -32,8 +31,8 @@ def test_the_kernels_of_a_round_are_checked_on_the_fake_gpu(monkeypatch):
         """Leave everything as it was."""
 
     monkeypatch.setitem(fake_gpu.REFERENCES, "lay_out", broken)
-    monkeypatch.setattr(gpu_kernels, "REFERENCES", kernel_references.REFERENCES.copy())
-    gpu_kernels.REFERENCES["lay_out"] = kernel_references.lay_out
+    monkeypatch.setattr(kernels, "REFERENCES", kernel_references.REFERENCES.copy())
+    kernels.REFERENCES["lay_out"] = kernel_references.lay_out
     with pytest.raises(AssertionError, match="lay_out"):
         check_kernels(FakeDevice(), 5000)
 
@@ -67,13 +66,13 @@ def test_requested_kernels_are_supported(monkeypatch):
 
     runs = {name: interpret(name) for name in ROUNDS}
     monkeypatch.setattr(fake_gpu, "REFERENCES", {**fake_gpu.REFERENCES, **runs})
-    monkeypatch.setattr(gpu_kernels, "_REPEATS", 1)
+    monkeypatch.setattr(kernels, "_REPEATS", 1)
     check_kernels(FakeDevice(), 300)
 
 
 def test_attention_is_checked_on_the_fake_gpu(monkeypatch):
-    sizes = gpu_attention.Sizes(4, 2, 64, 192, 100)
-    found = gpu_attention.check_attention(FakeDevice(), 87, sizes)
+    sizes = attention.Sizes(4, 2, 64, 192, 100)
+    found = attention.check_attention(FakeDevice(), 87, sizes)
     names = ("store_rows", "attend", "combine", "keep_rows")
     cases = [f"{codes}_{rows}" for codes in ("fp16", "int8") for rows in (1, 8, 60)]
     expected = {f"{name}_{case}_us" for name in names for case in cases}
@@ -86,18 +85,18 @@ def test_attention_is_checked_on_the_fake_gpu(monkeypatch):
         with monkeypatch.context() as patch:
             patch.setattr(fake_gpu, "REFERENCES", {**fake_gpu.REFERENCES, broken: nothing})
             with pytest.raises(AssertionError, match=r"turned|y, |codes"):
-                gpu_attention.check_attention(FakeDevice(), 87, sizes)
+                attention.check_attention(FakeDevice(), 87, sizes)
 
 
 def test_the_runtime_is_checked_on_the_fake_gpu():
-    assert gpu_proof.check_runtime(FakeDevice(), (64, 64))["gather_gb_per_s"] > 0
+    assert proof.check_runtime(FakeDevice(), (64, 64))["gather_gb_per_s"] > 0
 
 
 @pytest.mark.parametrize("broken", ["gather_rows", "append_rows", "move_rows"])
 def test_a_kernel_that_does_nothing_is_found(monkeypatch, broken):
     monkeypatch.setattr(FakeDevice, broken, lambda *_: None)
     with pytest.raises(AssertionError, match=broken):
-        gpu_proof.check_runtime(FakeDevice(), (64, 64))
+        proof.check_runtime(FakeDevice(), (64, 64))
 
 
 def _prove(monkeypatch, folder, *, says: dict[str, bool], dry: bool = True):
@@ -110,7 +109,7 @@ def _prove(monkeypatch, folder, *, says: dict[str, bool], dry: bool = True):
         passed = not any(word in asked[-1] and not good for word, good in says.items())
         return passed, '{"gather_gb_per_s": 1.0, "is_plain": true}'
 
-    monkeypatch.setattr(gpu_proof, "command", command)
+    monkeypatch.setattr(proof, "command", command)
     flags = ["--all", "--output", folder, *(["--dry"] if dry else [])]
     monkeypatch.setattr(sys, "argv", ["gpu.py", *map(str, flags)])
     with pytest.raises(SystemExit) as caught:
@@ -169,13 +168,13 @@ def test_flags_without_effect(monkeypatch, capsys):
 
 
 def test_missing_packages_of_the_tests_are_named(monkeypatch):
-    monkeypatch.setattr(gpu_proof, "_TESTS_NEED", ("pytest", "no_such_package"))
-    found = gpu_proof._tests(dry=False)
+    monkeypatch.setattr(proof, "_TESTS_NEED", ("pytest", "no_such_package"))
+    found = proof._tests(dry=False)
     assert found == (False, "missing: no_such_package; pip install '.[proof]' torch", {})
 
 
 @pytest.mark.parametrize(("said", "passes"), [("3 passed, 2 skipped", True), ("9 skipped", False)])
 def test_tests_that_all_skip_show_nothing(monkeypatch, said, passes):
-    monkeypatch.setattr(gpu_proof, "command", lambda *_: (True, f"== {said} in 1.00s =="))
-    passed, _, counts = gpu_proof._tests(dry=False)
+    monkeypatch.setattr(proof, "command", lambda *_: (True, f"== {said} in 1.00s =="))
+    passed, _, counts = proof._tests(dry=False)
     assert (passed, "skipped" in counts) == (passes, True)

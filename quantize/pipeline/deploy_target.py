@@ -1,7 +1,7 @@
 """Defaults for the target device: rounding of inputs, and the schemes of heads and drafts.
 
 On a GPU, decoding is bound by the bytes that it loads: the whole head, and the whole draft at each
-level of a tree. So both default to the scheme of the layers there. `benchmarks/gpu_model.py`
+level of a tree. So both default to the scheme of the layers there. `python benchmarks/gpu.py model`
 estimates the gain.
 """
 

@@ -10,8 +10,8 @@ import onnx
 import pytest
 from conftest import make_checkpoint
 from cuda_on_cpu import CUDA
+from harness.checkpoints import round_checkpoint
 from portable import open_portable
-from weights import round_checkpoint
 
 from edgellm.build.engine import build_engine
 from edgellm.build.lowering.experts import ExpertLayer, touched

@@ -7,9 +7,9 @@ import json
 import numpy as np
 import pytest
 from conftest import make_checkpoint
+from harness.checkpoints import round_checkpoint
 from hypothesis import given
 from hypothesis import strategies as st
-from weights import round_checkpoint
 
 from edgellm.build.engine import build_engine
 from edgellm.build.onnxruntime_cpu.options import CpuOptions

@@ -9,7 +9,7 @@ import numpy as np
 import pytest
 import reason_against
 from eagle_engines import CAPACITY, INPUT, TREE
-from gpu_clock import measured_bandwidths
+from harness.gpu.clock import measured_bandwidths
 
 from edgellm.build.engine import build_engine
 from edgellm.build.plan import Plan

@@ -1,6 +1,6 @@
 """Estimated time of a token on a GPU: bytes, launches and waits of a forward pass.
 
-    python benchmarks/gpu_model.py [--layers ENGINE/llm.layers.json] [--context 1024]
+    python benchmarks/harness/gpu/model.py [--layers ENGINE/llm.layers.json] [--context 1024]
 
 The network is Llama-3.1-8B with its EAGLE3 draft. Launches are those of engines that TensorRT-RTX
 compiled (`LAUNCHES`, or an engine's layer report). Bytes follow from the weights' types and the KV

@@ -1,7 +1,7 @@
 """Generation with the public interface of each library, each in its own process.
 
-`python benchmarks/answerers.py NAME PATH THREADS` reads lines of JSON, `[text, its token ids,
-maximum tokens]`. It writes `[milliseconds, token ids]` for each: greedy, batch 1, prefill included.
+`python output_process.py NAME PATH THREADS` reads lines of JSON, `[text, its token ids, maximum
+tokens]`. It writes `[milliseconds, token ids]` for each: greedy, batch 1, prefill included.
 """
 
 from __future__ import annotations

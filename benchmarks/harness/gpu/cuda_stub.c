@@ -1,6 +1,6 @@
 /* A CUDA runtime whose memory is the host's, whose kernels compute nothing, and that counts.
 
-   For `cuda_host.py`, which adds what other libraries' functions need. While a stream is recorded,
+   For `cuda_calls.py`, which adds what other libraries' functions need. While a stream is recorded,
    what a GPU would refuse is refused: allocations, waits, copies that wait. */
 
 #include <stdio.h>

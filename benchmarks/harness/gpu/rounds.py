@@ -1,8 +1,8 @@
 """Calls to the GPU, bytes and time of plain steps and drafted rounds on the production path.
 
 Engine and session are unchanged, so rounds run on the device where it supports them; only the
-device's calls are counted. `gpu.py` shows the figures. `python benchmarks/gpu_rounds.py BASE DRAFT
-ENGINE` counts them for one small model on the fake GPU, where times are meaningless.
+device's calls are counted. `gpu.py` shows the figures. `python rounds.py BASE DRAFT ENGINE`
+counts them for one small model on the fake GPU, where times are meaningless.
 """
 
 from __future__ import annotations
@@ -22,8 +22,6 @@ from typing import Any
 from unittest import mock
 
 import numpy as np
-from gpu_clock import CudaEvents, Events
-from gpu_runs import GREEDY
 from numpy.typing import NDArray
 
 from edgellm.device_runtime.api.llm import LLM
@@ -32,6 +30,8 @@ from edgellm.device_runtime.runners.tensorrt.cuda import driver
 from edgellm.device_runtime.runners.tensorrt.cuda.gather import is_run
 from edgellm.device_runtime.runners.tensorrt.cuda.protocols import Buffer, Device, NewRows, Planes
 from edgellm.device_runtime.speculate.options import SpecOptions
+from harness.gpu.clock import CudaEvents, Events
+from harness.gpu.timed_runs import GREEDY
 
 _UNCOUNTED = 2  # steps: prefill of the base and of the draft
 GOALS = {"plain": (1, 64), "drafted": (1, 4096)}  # waits of a step, bytes to the host

@@ -1,8 +1,8 @@
 """`edgellm-serve` under load, and its overhead over `llm_inference`'s loop.
 
-    python benchmarks/serve.py --minutes 5 --clients 200 --queueSize 32      # SmolLM2
-    python benchmarks/serve.py --engineDir ENGINE --minutes 0.5 --server_flags=--eagle --leave 0.2
-    python benchmarks/serve.py --mixed --minutes 5 --clients 200 --leave 0.2 --queueSize 200
+    python benchmarks/serving.py --minutes 5 --clients 200 --queueSize 32      # SmolLM2
+    python benchmarks/serving.py --engineDir ENGINE --minutes 0.5 --server_flags=--eagle --leave 0.2
+    python benchmarks/serving.py --mixed --minutes 5 --clients 200 --leave 0.2 --queueSize 200
 
 With `--mixed`, requests to the model of `make demo` have no, one or two pictures, for the base or
 one of three adapters.
@@ -287,7 +287,7 @@ def cost(
 
 def smollm2_engine(work: Path, threads: int) -> Path:
     """Return an engine of SmolLM2 in float32; build it if missing."""
-    import weights
+    from harness import checkpoints
 
     from edgellm.build.engine import build_engine
     from edgellm.build.plan import Plan
@@ -301,7 +301,7 @@ def smollm2_engine(work: Path, threads: int) -> Path:
     )
     work.mkdir(parents=True, exist_ok=True)
     if not checkpoint.exists():
-        weights.float_checkpoint(str(smollm2.fetch()), checkpoint)
+        checkpoints.float_checkpoint(str(smollm2.fetch()), checkpoint)
     if not engine.exists():
         export_llm(open_checkpoint(str(checkpoint)), bundle, ExportOptions("fp32"))
         build_engine("llm", bundle, engine, Plan(512, 1024, threads, "auto"), "onnxruntime", print)

@@ -8,12 +8,11 @@ from collections.abc import Sequence
 from dataclasses import asdict, dataclass
 from typing import Any
 
-from gpu_clock import Clocks
-from oracle_draft import predicting
-
 from edgellm.core.errors import EdgeLLMError
 from edgellm.device_runtime.api.llm import LLM
 from edgellm.device_runtime.sampling.params import SamplingParams
+from harness.gpu.clock import Clocks
+from harness.gpu.oracle import predicting
 
 GREEDY = SamplingParams(temperature=0.0)
 _UNCOUNTED = 2  # steps: prefill of the base and of the draft

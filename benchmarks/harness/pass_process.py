@@ -1,6 +1,6 @@
 """Engines under test with one small interface, each in its own process.
 
-`python benchmarks/engines.py KIND PATH THREADS` reads commands from stdin ("prefill 512",
+`python pass_process.py KIND PATH THREADS` reads commands from stdin ("prefill 512",
 "decode 64") and writes one JSON list of milliseconds each. The caller alternates between the
 processes, so that a slow minute of a shared machine affects all of them.
 """

@@ -24,8 +24,8 @@ from dataclasses import asdict, dataclass, field
 from pathlib import Path
 from typing import Any
 
-import gpu_model
 import numpy as np
+from harness.gpu import model
 
 from edgellm.device_runtime.gpu import compute_capability
 from edgellm.device_runtime.runners.tensorrt.cuda.protocols import Device, NewRows, Planes
@@ -120,8 +120,8 @@ def _check_caches(device: Device, address: int, host: np.ndarray) -> None:
 
 def _runtime(*, dry: bool) -> None:
     """Run the stage's process; its exit status is part of the proof."""
-    from gpu_attention import Sizes, check_attention  # they need modules of the tests
-    from gpu_kernels import check_kernels
+    from harness.gpu.attention import Sizes, check_attention  # they need modules of the tests
+    from harness.gpu.kernels import check_kernels
 
     if dry:
         from fake_gpu import FakeDevice
@@ -226,7 +226,9 @@ def _tests(*, dry: bool) -> tuple[bool, str, dict[str, Any]]:
 def _fake_rounds(folder: Path) -> tuple[bool, str, dict[str, Any]]:
     """Count the calls of rounds on the fake GPU; `decoding` does so on a real one."""
     folders = (folder / name for name in ("base", "draft", "engine"))
-    passed, said = command(sys.executable, Path(__file__).with_name("gpu_rounds.py"), *folders)
+    passed, said = command(
+        sys.executable, Path(__file__).parent / "harness/gpu/rounds.py", *folders
+    )
     figures = json.loads(said.splitlines()[-1]) if passed else {}
     return passed and figures["is_plain"], "\n".join(said.splitlines()[:-1]) or said, figures
 
@@ -277,8 +279,7 @@ def write(stages: list[Stage], folder: Path, *, dry: bool) -> None:
         lines += [f"## {each.name}", "", "```", each.found, "```", ""]
     lines += ["## Published by TensorRT Edge-LLM for Thor, Llama-3.1-8B, tokens/s", ""]
     lines += [
-        f"* {name}: plain {rates[0]}, EAGLE3 {rates[1]}"
-        for name, rates in gpu_model.PUBLISHED.items()
+        f"* {name}: plain {rates[0]}, EAGLE3 {rates[1]}" for name, rates in model.PUBLISHED.items()
     ]
     (folder / "gpu-proof.md").write_text("\n".join(lines) + "\n", "utf-8")
 

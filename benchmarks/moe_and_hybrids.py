@@ -1,9 +1,9 @@
 """A mixture-of-experts model against a dense model with as many active weights.
 
-    python benchmarks/moe.py --layers 12 --work /somewhere/with/10GB
-    python benchmarks/moe.py --layers 48 --threads 1 --work /dev/shm/moe --budget_s 450
-    python benchmarks/moe.py --layers 12 --threads 1 --llama_python /somewhere/bin/python
-    python benchmarks/moe.py --operator
+    python benchmarks/moe_and_hybrids.py --layers 12 --work /somewhere/with/10GB
+    python benchmarks/moe_and_hybrids.py --layers 48 --threads 1 --work /dev/shm/moe --budget_s 450
+    python benchmarks/moe_and_hybrids.py --layers 12 --threads 1 --llama_python PYTHON
+    python benchmarks/moe_and_hybrids.py --operator
 
 The shapes are those of Qwen3-30B-A3B (48 layers, 8 of 128 experts a token) and Qwen2.5-3B (36
 layers, dense); `--layers` takes a part of both. Weights are random INT4 in blocks of 32, in the
@@ -31,8 +31,8 @@ from typing import Any
 
 import numpy as np
 import onnx_ir as ir
-import synthetic_gguf
-from engines import Process
+from harness import random_gguf
+from harness.pass_process import Process
 
 from edgellm.build.lowering.experts import touched
 from edgellm.build.lowering.weights import WeightFile
@@ -196,7 +196,7 @@ def llama_cpp_ms(layers: int, work: Path, threads: int, python: str) -> float:
     path = work / f"mixture-{layers}.gguf"
     if not path.exists():
         partial = path.with_suffix(".partial")
-        synthetic_gguf.write_mixture(config_of("30B-A3B", layers), smollm2.fetch(), partial)
+        random_gguf.write_mixture(config_of("30B-A3B", layers), smollm2.fetch(), partial)
         partial.replace(path)
     process = Process(python, "llama.cpp", path, threads)
     found = statistics.median(process.measure("decode", DECODED))

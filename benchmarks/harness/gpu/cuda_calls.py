@@ -1,7 +1,7 @@
 """CUDA calls of ONNX Runtime's CUDA provider, counted without a GPU.
 
     pip download --no-deps onnxruntime-gpu nvidia-cuda-runtime nvidia-cuda-crt, and unpack them
-    python benchmarks/cuda_host.py ENGINE --onnxruntime FOLDER --include FOLDER [--sm 89] [--trace]
+    python benchmarks/harness/gpu/cuda_calls.py ENGINE --onnxruntime FOLDER --include FOLDER
 
 The released provider runs on `cuda_stub.c`, compiled here, with host memory and kernels that
 compute nothing. It shows whether every node has a kernel and whether forward passes can be

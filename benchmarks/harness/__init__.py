@@ -1,0 +1,1 @@
+"""What the benchmarks share: models, processes of other libraries, timing, results."""

@@ -1,0 +1,1 @@
+"""Measurements of GPUs that `gpu.py`, `proof.py` and the tests share."""
