@@ -1,13 +1,16 @@
 """Decoding on an NVIDIA GPU: tokens/s, memory roofline, time of a round, speed-up of speculation.
 
-    python benchmarks/gpu.py ENGINE [--json FILE]
-    python benchmarks/gpu.py --all [ENGINE] [--dry]
+    python benchmarks/gpu.py decode ENGINE [--json FILE]
+    python benchmarks/gpu.py rounds ENGINE       # calls, bytes and time of a step in normal use
+    python benchmarks/gpu.py kernels             # and attention: checks against numpy, and times
+    python benchmarks/gpu.py clock               # bandwidth of the memory
+    python benchmarks/gpu.py model               # predicted speeds
+    python benchmarks/gpu.py provider ENGINE --onnxruntime FOLDER --include FOLDER
 
-ENGINE is a folder of `llm_build`, with or without a draft. Each figure is printed with its goal. An
-oracle replaces the draft and predicts a given number of tokens; the draft's forward passes still
-run. The expected speed-up of acceptance length `a` is `a / (1 + draft / step)`.
-`--all` runs all stages of `proof.py`.
-This has not run on a GPU yet.
+ENGINE is a folder of `llm_build`, with or without a draft. `decode` prints each figure with its
+goal. An oracle replaces the draft and predicts a given number of tokens; the draft's forward passes
+still run. The expected speed-up of acceptance length `a` is `a / (1 + draft / step)`. `model` and
+`provider` need no GPU. `proof.py` runs all checks. This has not run on a GPU yet.
 """
 
 from __future__ import annotations
@@ -22,10 +25,11 @@ from dataclasses import asdict
 from pathlib import Path
 from typing import Any
 
+from harness.gpu import cuda_calls, model
 from harness.gpu.clock import COMPACTION, measured_bandwidths, timed_engines
-from harness.gpu.rounds import production
+from harness.gpu.device import open_gpu
+from harness.gpu.rounds import on_the_fake_gpu, production
 from harness.gpu.timed_runs import OracleCheck, Run, check_oracle, run
-from proof import prove, write
 
 from edgellm.build import backends
 from edgellm.build.backends import options_of
@@ -184,30 +188,126 @@ def _show_checks(checks: Sequence[OracleCheck]) -> None:
         )
 
 
-def prove_all(options: argparse.Namespace) -> int:
-    """Run all stages; return the exit status."""
-    if options.engine is None:  # of the small model in examples/, whose text continues this word
-        options.prompt, options.tokens = "red", min(options.tokens, 48)
-    if options.dry:
-        options.bandwidth, options.repeats = options.bandwidth or 10.0, 1
-    elif not options.bandwidth:
-        options.bandwidth = max(measured_bandwidths().values())
-    stages = prove(options, measure)
-    write(stages, options.output, dry=options.dry)
-    print(f"{options.output}/gpu-proof.md and .json")
-    return 0 if all(stage.passed for stage in stages) else 1
+def show_engine(options: argparse.Namespace) -> None:
+    """Measure an engine on this machine's GPU."""
+    if compute_capability() is None:
+        print("skipped: there is no NVIDIA GPU here")
+        return
+    try:
+        found = {"given": options.bandwidth} if options.bandwidth else measured_bandwidths()
+        options.bandwidth = max(found.values())
+        machine = {"date": datetime.datetime.now().astimezone().isoformat(), **facts()}
+        print("\n".join(f"{name}: {value}" for name, value in machine.items()))
+        _show_bandwidths(found)
+        if warning := busy_warning():
+            print(f"warning: {warning}")
+        figures = {"machine": machine, "bandwidth_gb_per_s": found}
+        figures |= measure(options.engine, options)
+    except EdgeLLMError as error:
+        sys.exit(f"error: {error}\nhint: {error.hint}")
+    if options.json is not None:
+        options.json.write_text(json.dumps(figures, indent=1) + "\n")
 
 
-def main() -> None:
-    parser = argparse.ArgumentParser(description=__doc__.split("\n\n")[0])
-    parser.add_argument("engine", type=Path, nargs="?")
-    parser.add_argument("--all", action="store_true", help="run every stage of the proof")
+def _show_bandwidths(found: dict[str, float]) -> None:
+    print("memory, GB/s: " + ", ".join(f"{name} {rate:.0f}" for name, rate in found.items()))
+
+
+def show_clock(options: argparse.Namespace) -> None:
+    """Print the memory bandwidth by the GPU's attributes, and by events around copies."""
+    del options
+    if compute_capability() is None:
+        print("skipped: there is no NVIDIA GPU here")
+    else:
+        _show_bandwidths(measured_bandwidths())
+
+
+def show_kernels(options: argparse.Namespace) -> None:
+    """Check the kernels of a round against numpy; print their times."""
+    from harness.gpu.kernels import check_kernels
+
+    device, _ = open_gpu(fake=options.quick)
+    _show_figures(check_kernels(device, 5000) if options.quick else check_kernels(device))
+
+
+def show_attention(options: argparse.Namespace) -> None:
+    """Check the attention kernels against numpy; print their times."""
+    from harness.gpu.attention import Sizes, check_attention
+
+    device, sm = open_gpu(fake=options.quick)
+    _show_figures(check_attention(device, sm, Sizes.small() if options.quick else Sizes()))
+
+
+def _show_figures(found: dict[str, float]) -> None:
+    for name, value in found.items():
+        print(f"{name:32} {value:12.1f}")
+
+
+def show_rounds(options: argparse.Namespace) -> None:
+    """Count calls and bytes of plain steps and drafted rounds; the last line is JSON."""
+    if options.fake is not None:
+        print(json.dumps(on_the_fake_gpu(*options.fake, options.engine, tokens=32)))
+    elif compute_capability() is None:
+        print("skipped: there is no NVIDIA GPU here")
+    else:
+        has_draft = (options.engine / DRAFT_FOLDER).is_dir()
+        found = production(options.engine, options.prompt, options.tokens, has_draft=has_draft)
+        print(json.dumps(found))
+
+
+def show_model(options: argparse.Namespace) -> None:
+    """Print predicted speeds, which need no GPU."""
+    if options.layers is not None:
+        model.LAUNCHES[options.precision] = model.read_launches(options.layers, options.depth)
+    model.show(options.context, options.capacity)
+
+
+def show_provider(options: argparse.Namespace) -> None:
+    """Count the calls of ONNX Runtime's CUDA provider on a stub of the CUDA runtime."""
+    sys.exit(cuda_calls.run(options))
+
+
+MODES = {
+    "decode": show_engine,
+    "clock": show_clock,
+    "kernels": show_kernels,
+    "attention": show_attention,
+    "rounds": show_rounds,
+    "model": show_model,
+    "provider": show_provider,
+}
+QUICK = ("kernels", "attention", "model")
+
+
+def _parser() -> argparse.ArgumentParser:
+    parser = argparse.ArgumentParser(description=(__doc__ or "").partition("\n\n")[0])
     parser.add_argument(
-        "--dry", action="store_true", help="with --all: run on fakes, without a GPU"
+        "--quick", action="store_true", help=f"run {', '.join(QUICK)} on a fake GPU"
     )
-    parser.add_argument(
-        "--output", type=Path, default=Path("gpu-proof"), help="folder of the results of --all"
+    modes = parser.add_subparsers(dest="mode")
+    found = {}
+    for name, show in MODES.items():
+        found[name] = modes.add_parser(name, help=(show.__doc__ or "").partition("\n")[0])
+    for name in QUICK:
+        found[name].add_argument("--quick", action="store_true", help="a fake GPU and small sizes")
+    for name in ("decode", "rounds"):
+        found[name].add_argument("engine", type=Path)
+        add_run_flags(found[name])
+    found["rounds"].add_argument(
+        "--fake",
+        type=Path,
+        nargs=2,
+        metavar=("BASE", "DRAFT"),
+        help="bundles of the engine, to count on a fake GPU, where times are meaningless",
     )
+    found["decode"].add_argument("--json", type=Path, help="also write the figures to this file")
+    model.add_flags(found["model"])
+    cuda_calls.add_flags(found["provider"])
+    return parser
+
+
+def add_run_flags(parser: argparse.ArgumentParser) -> None:
+    """Add the flags of `measure`."""
     parser.add_argument("--tokens", type=int, default=256)
     parser.add_argument("--prompt", default=PROMPT)
     parser.add_argument("--repeats", type=int, default=3, help="number of runs; the fastest counts")
@@ -219,29 +319,20 @@ def main() -> None:
     )
     parser.add_argument("--steps", type=int, default=5)
     parser.add_argument("--nodes", type=int, default=16)
-    parser.add_argument("--json", type=Path, help="also write the figures to this file")
+
+
+def main() -> None:
+    """Run one mode, or with `--quick` alone those that need nothing."""
+    parser = _parser()
     options = parser.parse_args()
-    if options.engine is None and not options.all:
-        parser.error("give an engine, or --all")
-    if options.all and (options.dry or compute_capability() is not None):
-        sys.exit(prove_all(options))
-    if compute_capability() is None:
-        print("skipped: there is no NVIDIA GPU here")
-        return
-    try:
-        found = {"given": options.bandwidth} if options.bandwidth else measured_bandwidths()
-        options.bandwidth = max(found.values())
-        machine = {"date": datetime.datetime.now().astimezone().isoformat(), **facts()}
-        print("\n".join(f"{name}: {value}" for name, value in machine.items()))
-        print("memory, GB/s: " + ", ".join(f"{name} {rate:.0f}" for name, rate in found.items()))
-        if warning := busy_warning():
-            print(f"warning: {warning}")
-        figures = {"machine": machine, "bandwidth_gb_per_s": found}
-        figures |= measure(options.engine, options)
-    except EdgeLLMError as error:
-        sys.exit(f"error: {error}\nhint: {error.hint}")
-    if options.json is not None:
-        options.json.write_text(json.dumps(figures, indent=1) + "\n")
+    if options.mode is not None:
+        MODES[options.mode](options)
+    elif not options.quick:
+        parser.error(f"give one of {', '.join(MODES)}")
+    else:
+        for name in QUICK:
+            print(f"\n{name}:")
+            MODES[name](parser.parse_args([name, "--quick"]))
 
 
 if __name__ == "__main__":

@@ -1,4 +1,6 @@
-"""All checks on a machine with a GPU, in one command: `python benchmarks/gpu.py --all`.
+"""All checks on a machine with an NVIDIA GPU.
+
+    python benchmarks/proof.py [ENGINE] [--dry]
 
 Stages run even if an earlier one fails: the machine, tests on the GPU, the runtime in its own
 process (copies, kernels, graphs, a second thread, a clean exit), engines built here, decoding
@@ -24,8 +26,11 @@ from dataclasses import asdict, dataclass, field
 from pathlib import Path
 from typing import Any
 
+import gpu
 import numpy as np
 from harness.gpu import model
+from harness.gpu.clock import measured_bandwidths
+from harness.gpu.device import open_gpu
 
 from edgellm.device_runtime.gpu import compute_capability
 from edgellm.device_runtime.runners.tensorrt.cuda.protocols import Device, NewRows, Planes
@@ -120,22 +125,13 @@ def _check_caches(device: Device, address: int, host: np.ndarray) -> None:
 
 def _runtime(*, dry: bool) -> None:
     """Run the stage's process; its exit status is part of the proof."""
-    from harness.gpu.attention import Sizes, check_attention  # they need modules of the tests
+    from harness.gpu.attention import Sizes, check_attention
     from harness.gpu.kernels import check_kernels
 
-    if dry:
-        from fake_gpu import FakeDevice
-
-        device = FakeDevice()
-        attention = check_attention(device, device.sm, Sizes(4, 2, 64, 192, 100))
-        found = {**check_runtime(device, (256, 64)), **check_kernels(device, 9000), **attention}
-        print(json.dumps(found))
-        return
-    from edgellm.device_runtime.runners.tensorrt.cuda.driver import open_device
-
-    device, sm = open_device(), compute_capability()
-    assert sm is not None
-    found = {**check_runtime(device), **check_kernels(device), **check_attention(device, sm)}
+    device, sm = open_gpu(fake=dry)
+    found = check_runtime(device, (256, 64) if dry else _MATRIX)
+    found |= check_kernels(device, 9000) if dry else check_kernels(device)
+    found |= check_attention(device, sm, Sizes.small() if dry else Sizes())
     print(json.dumps(found))
 
 
@@ -167,15 +163,8 @@ def build_engine(folder: Path, *, dry: bool) -> tuple[bool, str]:
     return True, said
 
 
-def prove(
-    options: argparse.Namespace, measure: Callable[[Path, argparse.Namespace], dict[str, Any]]
-) -> list[Stage]:
-    """Run all stages; print a line after each.
-
-    Args:
-        options: of `gpu.py`; `engine` None: a small one is built.
-        measure: returns the figures of an engine.
-    """
+def prove(options: argparse.Namespace) -> list[Stage]:
+    """Run all stages; print a line after each."""
     python, stages = sys.executable, []
 
     def stage(name: str, work: Callable[[], tuple[bool, str, dict[str, Any]]]) -> bool:
@@ -189,8 +178,8 @@ def prove(
         return passed
 
     def runtime() -> tuple[bool, str, dict[str, Any]]:
-        flag = ["--dry"] if options.dry else []
-        passed, said = command(python, Path(__file__), *flag)
+        flags = ["--runtime", *(["--dry"] if options.dry else [])]
+        passed, said = command(python, Path(__file__), *flags)
         return passed, said, json.loads(said.splitlines()[-1]) if passed else {}
 
     doctor = "from edgellm.tools.doctor.cli import main; main()"
@@ -206,7 +195,7 @@ def prove(
             if options.dry:
                 stage("rounds", lambda: _fake_rounds(Path(folder)))
         if engine is not None:
-            stage("decoding", lambda: _decoding(measure(engine, options)))
+            stage("decoding", lambda: _decoding(gpu.measure(engine, options)))
     return stages
 
 
@@ -225,10 +214,9 @@ def _tests(*, dry: bool) -> tuple[bool, str, dict[str, Any]]:
 
 def _fake_rounds(folder: Path) -> tuple[bool, str, dict[str, Any]]:
     """Count the calls of rounds on the fake GPU; `decoding` does so on a real one."""
-    folders = (folder / name for name in ("base", "draft", "engine"))
-    passed, said = command(
-        sys.executable, Path(__file__).parent / "harness/gpu/rounds.py", *folders
-    )
+    base, draft, engine = (folder / name for name in ("base", "draft", "engine"))
+    script = Path(gpu.__file__)
+    passed, said = command(sys.executable, script, "rounds", engine, "--fake", base, draft)
     figures = json.loads(said.splitlines()[-1]) if passed else {}
     return passed and figures["is_plain"], "\n".join(said.splitlines()[:-1]) or said, figures
 
@@ -284,5 +272,32 @@ def write(stages: list[Stage], folder: Path, *, dry: bool) -> None:
     (folder / "gpu-proof.md").write_text("\n".join(lines) + "\n", "utf-8")
 
 
+def main() -> None:
+    """Run all stages; exit with code 1 if one failed."""
+    parser = argparse.ArgumentParser(description=(__doc__ or "").partition("\n\n")[0])
+    parser.add_argument("engine", type=Path, nargs="?", help="default: a small one is built")
+    parser.add_argument("--dry", "--quick", action="store_true", help="run on fakes, without a GPU")
+    parser.add_argument("--output", type=Path, default=Path("gpu-proof"), help="folder of results")
+    parser.add_argument("--runtime", action="store_true", help=argparse.SUPPRESS)
+    gpu.add_run_flags(parser)
+    options = parser.parse_args()
+    if options.runtime:
+        _runtime(dry=options.dry)
+        return
+    if not options.dry and compute_capability() is None:
+        print("skipped: there is no NVIDIA GPU here")
+        return
+    if options.engine is None:  # of the small model in examples/, whose text continues this word
+        options.prompt, options.tokens = "red", min(options.tokens, 48)
+    if options.dry:
+        options.bandwidth, options.repeats = options.bandwidth or 10.0, 1
+    elif not options.bandwidth:
+        options.bandwidth = max(measured_bandwidths().values())
+    stages = prove(options)
+    write(stages, options.output, dry=options.dry)
+    print(f"{options.output}/gpu-proof.md and .json")
+    sys.exit(0 if all(stage.passed for stage in stages) else 1)
+
+
 if __name__ == "__main__":
-    _runtime(dry="--dry" in sys.argv[1:])
+    main()

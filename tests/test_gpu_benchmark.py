@@ -241,7 +241,7 @@ def test_the_report(eagle_pair, tmp_path, monkeypatch, capsys):
         "--json",
         written,
     ]
-    monkeypatch.setattr(sys, "argv", ["gpu.py", *map(str, (eagle_pair.engine, *flags))])
+    monkeypatch.setattr(sys, "argv", ["gpu.py", "decode", *map(str, (eagle_pair.engine, *flags))])
     gpu.main()
     figures, shown = json.loads(written.read_text()), capsys.readouterr().out
     assert [each["wanted"] for each in figures["oracle"]] == [1.0, 1.5, 2.0, 3.0, 4.0]
@@ -262,7 +262,7 @@ def test_the_report(eagle_pair, tmp_path, monkeypatch, capsys):
 def test_an_engine_that_is_not_there(tmp_path, monkeypatch):
     monkeypatch.setattr(gpu, "compute_capability", lambda: 89)
     flags = (tmp_path / "none", "--bandwidth", 10)
-    monkeypatch.setattr(sys, "argv", ["gpu.py", *map(str, flags)])
+    monkeypatch.setattr(sys, "argv", ["gpu.py", "decode", *map(str, flags)])
     with pytest.raises(SystemExit, match="error: no such folder") as caught:
         gpu.main()
     assert "hint: " in str(caught.value)
@@ -302,6 +302,6 @@ def test_an_output_that_ends_at_once(eagle_pair):
 def test_a_missing_gpu_is_reported(tmp_path):
     script = Path(gpu.__file__)
     result = subprocess.run(
-        [sys.executable, script, tmp_path], capture_output=True, text=True, check=False
+        [sys.executable, script, "decode", tmp_path], capture_output=True, text=True, check=False
     )
     assert (result.returncode, result.stdout) == (0, "skipped: there is no NVIDIA GPU here\n")

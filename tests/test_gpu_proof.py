@@ -1,4 +1,4 @@
-"""The stages of `benchmarks/gpu.py --all`, on fakes; their measurements are tested elsewhere."""
+"""The stages of `benchmarks/proof.py`, on fakes; their measurements are tested elsewhere."""
 
 from __future__ import annotations
 
@@ -110,10 +110,10 @@ def _prove(monkeypatch, folder, *, says: dict[str, bool], dry: bool = True):
         return passed, '{"gather_gb_per_s": 1.0, "is_plain": true}'
 
     monkeypatch.setattr(proof, "command", command)
-    flags = ["--all", "--output", folder, *(["--dry"] if dry else [])]
-    monkeypatch.setattr(sys, "argv", ["gpu.py", *map(str, flags)])
+    flags = ["--output", folder, *(["--dry"] if dry else [])]
+    monkeypatch.setattr(sys, "argv", ["proof.py", *map(str, flags)])
     with pytest.raises(SystemExit) as caught:
-        gpu.main()
+        proof.main()
     found = json.loads((folder / "gpu-proof.json").read_text())
     return {each["name"]: each for each in found["stages"]}, caught.value.code, asked
 
@@ -164,7 +164,7 @@ def test_flags_without_effect(monkeypatch, capsys):
     monkeypatch.setattr(sys, "argv", ["gpu.py"])
     with pytest.raises(SystemExit):
         gpu.main()
-    assert "give an engine, or --all" in capsys.readouterr().err
+    assert "give one of decode, clock" in capsys.readouterr().err
 
 
 def test_missing_packages_of_the_tests_are_named(monkeypatch):

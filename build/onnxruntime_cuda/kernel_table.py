@@ -7,7 +7,7 @@ Source: docs/OperatorKernels.md of ONNX Runtime, section CUDAExecutionProvider, 
 001d12d2623f (2026, opset 25), for the opsets that `lowering.finish` declares; which inputs lie in
 the host's memory is from the kernels' registrations. What GroupQueryAttention takes beside its
 types is in `fused_attention.py`, QMoE in `integer_experts.py`, MatMulNBits on tensor cores in
-`linears.py`. `benchmarks/harness/gpu/cuda_calls.py` asks the released library itself.
+`linears.py`. `python benchmarks/gpu.py provider` asks the released library itself.
 """
 
 from __future__ import annotations

@@ -33,6 +33,11 @@ class Sizes:
     capacity: int = 4096
     live: int = 4032  # tokens before those of a forward pass
 
+    @classmethod
+    def small(cls) -> Sizes:
+        """Return sizes for a fake device."""
+        return cls(4, 2, 64, 192, 100)
+
 
 def check_attention(device: Device, sm: int, sizes: Sizes | None = None) -> dict[str, float]:
     """Return microseconds of each kernel, and GB/s at which `attend` reads the KV cache.

@@ -1,7 +1,7 @@
 """CUDA calls of ONNX Runtime's CUDA provider, counted without a GPU.
 
     pip download --no-deps onnxruntime-gpu nvidia-cuda-runtime nvidia-cuda-crt, and unpack them
-    python benchmarks/harness/gpu/cuda_calls.py ENGINE --onnxruntime FOLDER --include FOLDER
+    python benchmarks/gpu.py provider ENGINE --onnxruntime FOLDER --include FOLDER
 
 The released provider runs on `cuda_stub.c`, compiled here, with host memory and kernels that
 compute nothing. It shows whether every node has a kernel and whether forward passes can be
@@ -196,18 +196,20 @@ def _count_together(session: DecoderNetwork, prompt: int, counter: Counter) -> N
         counter.show(f"{len(parts)} {name}")
 
 
-def main() -> None:
-    parser = argparse.ArgumentParser(description=(__doc__ or "").splitlines()[0])
+def add_flags(parser: argparse.ArgumentParser) -> None:
     parser.add_argument("engine", type=Path)
     parser.add_argument("--onnxruntime", type=Path, required=True)
     parser.add_argument("--include", type=Path, required=True)
     parser.add_argument("--sm", type=int, default=89)
     parser.add_argument("--trace", action="store_true", help="print names of kernels to stderr")
     parser.add_argument("--records_nothing", action="store_true")
-    arguments = parser.parse_args()
+
+
+def run(arguments: argparse.Namespace) -> int:
+    """Run this command again with the stub's libraries, then count; return the exit status."""
     if _STUB in os.environ:
         count(arguments.engine, Path(os.environ[_STUB]))
-        return
+        return 0
     with tempfile.TemporaryDirectory() as folder:
         capi = arguments.onnxruntime / "onnxruntime" / "capi"
         provider = capi / "libonnxruntime_providers_cuda.so"
@@ -222,10 +224,5 @@ def main() -> None:
             "STUB_TRACE": str(int(arguments.trace)),
             "STUB_RECORDS_NOTHING": str(int(arguments.records_nothing)),
         }
-        sys.exit(
-            subprocess.run([sys.executable, *sys.argv], env=environment, check=False).returncode
-        )
-
-
-if __name__ == "__main__":
-    main()
+        command = [sys.executable, *sys.argv]
+        return subprocess.run(command, env=environment, check=False).returncode

@@ -198,8 +198,7 @@ def show(context: int, capacity: int) -> None:
                 print(f"  {name:30} plain {plain_rate:6.1f}  EAGLE3 {drafted_rate:6.1f}")
 
 
-def main() -> None:
-    parser = argparse.ArgumentParser(description=__doc__.split("\n\n")[0])
+def add_flags(parser: argparse.ArgumentParser) -> None:
     parser.add_argument("--layers", type=Path, help="layer report of an engine, for its launches")
     parser.add_argument("--depth", type=int, default=LAYERS, help="number of layers of that engine")
     parser.add_argument(
@@ -207,11 +206,3 @@ def main() -> None:
     )
     parser.add_argument("--context", type=int, default=1024, help="tokens in the KV cache")
     parser.add_argument("--capacity", type=int, default=4096, help="capacity of the KV cache")
-    options = parser.parse_args()
-    if options.layers is not None:
-        LAUNCHES[options.precision] = read_launches(options.layers, options.depth)
-    show(options.context, options.capacity)
-
-
-if __name__ == "__main__":
-    main()

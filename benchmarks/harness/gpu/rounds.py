@@ -1,15 +1,13 @@
 """Calls to the GPU, bytes and time of plain steps and drafted rounds on the production path.
 
 Engine and session are unchanged, so rounds run on the device where it supports them; only the
-device's calls are counted. `gpu.py` shows the figures. `python rounds.py BASE DRAFT ENGINE`
-counts them for one small model on the fake GPU, where times are meaningless.
+device's calls are counted. `gpu.py` shows the figures. `on_the_fake_gpu` counts them
+for one small model.
 """
 
 from __future__ import annotations
 
-import json
 import statistics
-import sys
 import tempfile
 import time
 from collections import Counter
@@ -283,7 +281,3 @@ def on_the_fake_gpu(base: Path, draft: Path, engine: Path, tokens: int) -> dict[
         lowered.replace_engines(patch, device)
         llm = LLM(engine, spec=spec)
         return measured(llm, device, "red", tokens, has_draft=True)
-
-
-if __name__ == "__main__":
-    print(json.dumps(on_the_fake_gpu(*map(Path, sys.argv[1:4]), tokens=32)))
