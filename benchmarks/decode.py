@@ -21,7 +21,7 @@ from pathlib import Path
 
 import numpy as np
 import onnx
-from harness import checkpoints, random_gguf
+from harness import checkpoints, random_gguf, random_weights
 from harness.pass_process import CAPACITY, CONTEXT, Process
 
 from edgellm.build.engine import build_engine
@@ -67,8 +67,9 @@ def prepare_shape(
     work.mkdir(parents=True, exist_ok=True)
     checkpoint = work / shape
     if not checkpoint.exists():
-        tokenizer = open_checkpoint(str(smollm2.fetch())).tokenizer_files
-        checkpoints.synthetic_checkpoint(shape, tokenizer, checkpoint)
+        random_weights.write(random_weights.SHAPES[shape], checkpoint, "F32")
+        for name, data in open_checkpoint(str(smollm2.fetch())).tokenizer_files.items():
+            (checkpoint / name).write_bytes(data)
     models = {}
     for quantize in ("int4", "int8"):
         for kernels in ("edgellm", "onnxruntime"):
@@ -135,7 +136,9 @@ def main() -> None:
         "--llama_python", default=sys.executable, help="a python with llama-cpp-python"
     )
     parser.add_argument(
-        "--shape", choices=checkpoints.SHAPES, help="random weights of this shape; default: SmolLM2"
+        "--shape",
+        choices=random_weights.SHAPES,
+        help="random weights of this shape; default: SmolLM2",
     )
     arguments = parser.parse_args()
     if arguments.shape:

@@ -1,38 +1,54 @@
-"""Cost of export: SmolLM2, an 8B-shaped checkpoint against `cp`, and torch.onnx.export.
+"""Time and memory of export, quantization and builds.
 
     pip install -e '.[dev]'
-    python benchmarks/export.py            # needs 50 GB of free disk for the 8B shape
-    python benchmarks/export.py --layers 4 # fewer layers
+    python benchmarks/export.py export      # SmolLM2, an 8B shape, torch.onnx.export; 50 GB of disk
+    python benchmarks/export.py quantize --shape 8b --layers 2
+    python benchmarks/export.py build --shapes 1b 8b
+    python benchmarks/export.py tensorrt    # engines of TensorRT-RTX, without a GPU
 
-CPU seconds and peak memory are the operating system's figures of the finished process.
+Without a mode, all of them run. Weights are random except in the first row, since neither time nor
+memory depends on the values; `quality.py` measures quality. Memory is sampled every 10 ms. The
+bound of builds is 600 MB of anonymous memory plus twice the largest weight, as stored or in
+float16.
 """
 
 from __future__ import annotations
 
 import argparse
-import json
-import os
 import shutil
 import statistics
-import struct
-import subprocess
 import sys
-import time
-from dataclasses import dataclass
+import tempfile
 from pathlib import Path
 
-import ml_dtypes
-import numpy as np
-from harness import checkpoints
+from harness import checkpoints, command, random_gguf, random_weights
+from harness.results import Report
+from harness.timing import (
+    Cost,
+    folder_bytes,
+    largest_weight,
+    median_cost,
+    module_command,
+    run_process,
+)
 
+from edgellm.export.pipeline.resolve import open_checkpoint
 from edgellm.scripts import smollm2
 
-SHAPE = {
-    "model_type": "llama", "architectures": ["LlamaForCausalLM"], "vocab_size": 128256,
-    "hidden_size": 4096, "intermediate_size": 14336, "num_attention_heads": 32,
-    "num_key_value_heads": 8, "max_position_embeddings": 8192, "rms_norm_eps": 1e-5,
-    "rope_theta": 500000.0, "tie_word_embeddings": False, "eos_token_id": 2,
-}  # fmt: skip
+SCHEMES = {
+    "fp8": [],
+    "int8_sq": [],
+    "nvfp4": [],
+    "int4_awq": [],
+    "nvfp4_awq": [],
+    "int4_awq, autoround": ["--algo", "autoround"],
+    "int4_awq, gptq": ["--algo", "gptq", "--block_size", "32"],
+    "fp8, gptq": ["--algo", "gptq"],
+    "nvfp4, gptq": ["--algo", "gptq"],
+    "mixed, 5.7 bits": ["--target_bits", "5.7"],
+}
+KINDS = ("Q4_0", "Q4_K", "AWQ")
+_BOUND, _COPIES = 600e6, 2
 _TORCH_EXPORT = """
 import sys, torch
 from transformers import AutoModelForCausalLM
@@ -45,131 +61,153 @@ torch.onnx.export(model, (ids,), sys.argv[2], dynamo=True, external_data=True,
 """
 
 
-@dataclass(frozen=True)
-class Cost:
-    wall_s: float
-    cpu_s: float
-    peak_bytes: int
-
-
-def run(*command: object) -> Cost:
-    """Return the cost of a whole process."""
-    start = time.perf_counter()
-    process = subprocess.Popen(list(map(str, command)), stdout=subprocess.DEVNULL)
-    _, status, usage = os.wait4(process.pid, 0)
-    if status:
-        raise RuntimeError(f"{command} failed")
-    cpu = usage.ru_utime + usage.ru_stime
-    return Cost(time.perf_counter() - start, cpu, usage.ru_maxrss * 1024)
-
-
-def median(costs: list[Cost]) -> Cost:
-    return Cost(*(statistics.median(getattr(c, f) for c in costs) for f in Cost.__annotations__))
-
-
-def export(model: Path, output: Path) -> Cost:
-    shutil.rmtree(output, ignore_errors=True)
-    script = Path(sys.executable).parent / "edgellm-export"
-    return run(script, "llm", "--model_dir", model, "--output_dir", output)
-
-
-def make_large(folder: Path, layers: int, tokenizer_from: Path) -> Path:
-    """Write a sharded bfloat16 checkpoint of Llama-3-8B's shape with random weights."""
-    if folder.exists():
-        return folder
-    partial = folder.with_name("large.partial")
-    shutil.rmtree(partial, ignore_errors=True)
-    partial.mkdir(parents=True)
-    hidden, inner, kv = SHAPE["hidden_size"], SHAPE["intermediate_size"], 1024
-    parts = {"model.norm.weight": [hidden]}
-    for name in ("model.embed_tokens.weight", "lm_head.weight"):
-        parts[name] = [SHAPE["vocab_size"], hidden]
-    shards = [parts]
-    for layer in range(layers):
-        prefix = f"model.layers.{layer}."
-        shapes = {"input_layernorm": [hidden], "post_attention_layernorm": [hidden],
-                  "self_attn.q_proj": [hidden, hidden], "self_attn.k_proj": [kv, hidden],
-                  "self_attn.v_proj": [kv, hidden], "self_attn.o_proj": [hidden, hidden],
-                  "mlp.gate_proj": [inner, hidden], "mlp.up_proj": [inner, hidden],
-                  "mlp.down_proj": [hidden, inner]}  # fmt: skip
-        shards.append({f"{prefix}{name}.weight": shape for name, shape in shapes.items()})
-    values = np.random.default_rng(0).standard_normal(1 << 23, np.float32) / hidden**0.5
-    noise = values.astype(ml_dtypes.bfloat16).tobytes()
-    weight_map = {}
-    for index, shard in enumerate(shards):
-        name = f"model-{index:05}.safetensors"
-        _write_shard(partial / name, shard, noise)
-        weight_map |= dict.fromkeys(shard, name)
-    index = {"weight_map": weight_map}
-    (partial / "model.safetensors.index.json").write_text(json.dumps(index))
-    (partial / "config.json").write_text(json.dumps({**SHAPE, "num_hidden_layers": layers}))
-    for path in tokenizer_from.glob("*tokenizer*.json"):
-        shutil.copy(path, partial)
-    partial.rename(folder)
+def random_checkpoint(work: Path, shape: str, layers: int | None, dtype: str) -> Path:
+    """Return a checkpoint of random weights with SmolLM2's tokenizer, a file for each layer."""
+    config = random_weights.SHAPES[shape]
+    config = config if layers is None else {**config, "num_hidden_layers": layers}
+    folder = work / f"{shape}-{config['num_hidden_layers']}-{dtype}"
+    random_weights.write(config, folder, dtype, shards=True)
+    for name, data in open_checkpoint(str(smollm2.fetch())).tokenizer_files.items():
+        (folder / name).write_bytes(data)
     return folder
 
 
-def _write_shard(path: Path, shapes: dict[str, list[int]], noise: bytes) -> None:
-    header, offset = {}, 0
-    for name, shape in shapes.items():
-        size = 2 * int(np.prod(shape))
-        header[name] = {"dtype": "BF16", "shape": shape, "data_offsets": [offset, offset + size]}
-        offset += size
-    text = json.dumps(header).encode()
-    with path.open("wb") as stream:
-        stream.write(struct.pack("<Q", len(text)) + text)
-        while offset:
-            offset -= stream.write(noise[: min(offset, len(noise))])
+def export(model: Path, output: Path) -> Cost:
+    """Return the cost of a process of `edgellm-export`."""
+    shutil.rmtree(output, ignore_errors=True)
+    flags = "llm", "--model_dir", model, "--output_dir", output
+    return run_process(*module_command("edgellm.export.cli", *flags))
+
+
+def show_export(given: argparse.Namespace, report: Report) -> None:
+    """Compare exports with torch.onnx.export, and with copies of the same bytes."""
+    output, rows = given.work / "exported", []
+
+    def add(name: str, cost: Cost) -> None:
+        peak = f"{cost.peak_bytes / 1e6:.0f}"
+        rows.append([name, f"{cost.wall_s:.2f}", f"{cost.cpu_s:.2f}", peak])
+
+    if not given.quick:
+        small = checkpoints.smollm2_folder(given.work, "bf16")
+        add("SmolLM2 bf16", median_cost([export(small, output) for _ in range(given.rounds)]))
+        with tempfile.TemporaryDirectory(dir=given.work) as folder:
+            target = Path(folder, "model.onnx")
+            traced = run_process(sys.executable, "-c", _TORCH_EXPORT, small, target)
+        add("torch.onnx.export(dynamo=True), SmolLM2 without KV cache", traced)
+    shape = "small" if given.quick else given.shape or "8b"
+    large = random_checkpoint(given.work, shape, given.layers, "BF16")
+    copied, copies, exports = given.work / "copied", [], []
+    for _ in range(given.rounds):
+        copies.append(run_process("cp", "-r", large, copied))
+        shutil.rmtree(copied)
+        exports.append(export(large, output))
+    shutil.rmtree(output)
+    size = folder_bytes(large) / 1e9
+    add(f"{large.name}, {size:.1f} GB", median_cost(exports))
+    add(f"`cp` of {large.name}", median_cost(copies))
+    ratio = statistics.median(e.wall_s / c.wall_s for e, c in zip(exports, copies, strict=True))
+    report.add("export", ("", "s", "CPU s", "peak MB"), rows)
+    print(f"export / cp: {ratio:.2f} x")
+
+
+def show_quantize(given: argparse.Namespace, report: Report) -> None:
+    """Quantize random weights with each scheme."""
+    shape = "small" if given.quick else given.shape or "qwen2.5-0.5b"
+    model = random_checkpoint(given.work, shape, given.layers, "F32")
+    amounts = ["--device", "cpu"]
+    if given.quick or given.num_samples:
+        amounts += ["--num_samples", given.num_samples or 2, "--seq_len", given.seq_len]
+        amounts += ["--held_out", 1]
+    rows = []
+    for name in ["fp8"] if given.quick else given.schemes:
+        output = given.work / f"quantized-{name.replace(', ', '-')}"
+        shutil.rmtree(output, ignore_errors=True)
+        flags = ["llm", "--model_dir", model, "--output_dir", output, "--quantization"]
+        flags += [name.partition(",")[0], *SCHEMES[name], *amounts]
+        cost = run_process(*module_command("edgellm.quantize.cli", *flags))
+        minutes = [f"{cost.wall_s / 60:.1f}", f"{cost.cpu_s / 60:.1f}"]
+        rows.append([name, *minutes, f"{cost.peak_bytes / 1e9:.2f}"])
+        shutil.rmtree(output)
+    columns = ("scheme", "minutes by the clock", "minutes of processor time", "peak GB")
+    report.add("quantize-cost", columns, rows)
+
+
+def show_build(given: argparse.Namespace, report: Report) -> None:
+    """Build engines of quantized weights; fail if one takes more memory than the bound."""
+    rows, is_bounded = [], True
+    for shape in ["small"] if given.quick else given.shapes:
+        for kind in KINDS[:1] if given.quick else given.kinds:
+            with tempfile.TemporaryDirectory(dir=given.work) as folder:
+                row, is_below = _build(shape, kind, Path(folder))
+            rows.append(row)
+            is_bounded &= is_below
+    columns = ("weights", "bundle MB", "engine MB", "export, anonymous MB")
+    columns += ("build, anonymous MB", "bound MB", "build s")
+    report.add("build-memory", columns, rows)
+    if not is_bounded:
+        sys.exit("a build took more than the bound")
+
+
+def _build(shape: str, kind: str, work: Path) -> tuple[list[str], bool]:
+    """Return a row, and whether the build stays below the bound."""
+    bundle, engine, config = work / "bundle", work / "engine", random_weights.SHAPES[shape]
+    if kind == "AWQ":
+        source = random_weights.write_awq(config, work / "checkpoint")
+    else:
+        source = work / "model.gguf"
+        random_gguf.write_llama(config, kind, source)
+    flags = "llm", "--model_dir", source, "--output_dir", bundle
+    exported = run_process(*module_command("edgellm.export.cli", *flags))
+    lengths = "--maxInputLen", 1024, "--maxKVCacheCapacity", 2048
+    flags = "--onnxDir", bundle, "--engineDir", engine, *lengths
+    built = run_process(*module_command("edgellm.build.cli", *flags))
+    bound = _BOUND + _COPIES * largest_weight(bundle)
+    sizes = folder_bytes(bundle), folder_bytes(engine), exported.anonymous_bytes
+    shown = [f"{size / 1e6:.0f}" for size in (*sizes, built.anonymous_bytes, bound)]
+    return [f"{shape} {kind}", *shown, f"{built.wall_s:.1f}"], built.anonymous_bytes <= bound
+
+
+def show_tensorrt(given: argparse.Namespace, report: Report) -> None:
+    """Build an engine with TensorRT-RTX, whose memory includes pages of mapped files."""
+    if not command.has_package("tensorrt_rtx"):
+        return
+    shape = "small" if given.quick else "qwen2.5-0.5b"
+    source = random_checkpoint(given.work, shape, given.layers, "BF16")
+    with tempfile.TemporaryDirectory(dir=given.work) as name:
+        bundle, engine = Path(name, "bundle"), Path(name, "engine")
+        flags = "llm", "--model_dir", source, "--output_dir", bundle, "--dtype", "fp16"
+        run_process(*module_command("edgellm.export.cli", *flags))
+        flags = "--onnxDir", bundle, "--engineDir", engine, "--backend", "tensorrt"
+        peak = run_process(*module_command("edgellm.build.cli", *flags, "--gpu", given.gpu))
+        stored, built = folder_bytes(bundle), (engine / "llm.engine").stat().st_size
+    times = [f"{peak.anonymous_bytes / stored:.2f}", f"{peak.peak_bytes / stored:.2f}"]
+    sizes = [f"{stored / 1e6:.0f}", f"{built / 1e6:.0f}"]
+    columns = ("weights", "bundle MB", "engine MB", "anonymous memory / bundle")
+    columns += ("resident memory / bundle", "s")
+    row = [f"{shape} fp16", *sizes, *times, f"{peak.wall_s:.1f}"]
+    report.add("tensorrt-build-memory", columns, [row])
+
+
+MODES = {
+    "export": show_export,
+    "quantize": show_quantize,
+    "build": show_build,
+    "tensorrt": show_tensorrt,
+}
 
 
 def main() -> None:
-    parser = argparse.ArgumentParser(description=__doc__.splitlines()[0])
-    parser.add_argument("--work", type=Path, default=smollm2.cache_folder() / "benchmarks")
-    parser.add_argument("--layers", type=int, default=32, help="layers of the 8B shape; 0: skip it")
-    parser.add_argument("--rounds", type=int, default=3)
-    parser.add_argument("--no_torch", action="store_true")
-    arguments = parser.parse_args()
-    small, out = arguments.work / "bf16", arguments.work / "exported"
-    if not small.exists():
-        checkpoints.float_checkpoint(str(smollm2.fetch()), small, dtype="BF16")
-    bare = median([run(sys.executable, "-c", "pass") for _ in range(arguments.rounds)])
-    ours = median([export(small, out) for _ in range(arguments.rounds)])
-    memory = (ours.peak_bytes - bare.peak_bytes) / 1e6
-    print(
-        f"SmolLM2 bf16: {ours.cpu_s:.2f} s CPU, {ours.wall_s:.2f} s, "
-        f"{memory:.0f} MB beyond the interpreter"
-    )
-    if not arguments.no_torch:
-        target = arguments.work / "torch" / "model.onnx"
-        target.parent.mkdir(exist_ok=True)
-        traced = run(sys.executable, "-c", _TORCH_EXPORT, small, target)
-        shutil.rmtree(target.parent)
-        print(
-            f"torch.onnx.export(dynamo=True): {traced.cpu_s:.1f} s CPU, {traced.wall_s:.1f} s, "
-            f"{traced.peak_bytes / 1e6:.0f} MB: {traced.cpu_s / ours.cpu_s:.0f} x the CPU time, "
-            f"{traced.wall_s / ours.wall_s:.0f} x the time"
-        )
-    if arguments.layers:
-        _large(arguments.work, arguments.layers, arguments.rounds, small)
-
-
-def _large(work: Path, layers: int, rounds: int, tokenizer_from: Path) -> None:
-    large = make_large(work / f"large-{layers}", layers, tokenizer_from)
-    size = sum(path.stat().st_size for path in large.iterdir())
-    copies, exports = [], []
-    for _ in range(rounds):
-        shutil.rmtree(work / "copied", ignore_errors=True)
-        copies.append(run("cp", "-r", large, work / "copied"))
-        shutil.rmtree(work / "copied")
-        exports.append(export(large, work / "exported"))
-        shutil.rmtree(work / "exported")
-    ratio = statistics.median(e.wall_s / c.wall_s for e, c in zip(exports, copies, strict=True))
-    copied, exported = median(copies), median(exports)
-    print(
-        f"8B shape, {layers} layers, {size / 1e9:.1f} GB: export {exported.wall_s:.1f} s, "
-        f"{exported.cpu_s:.1f} s CPU, peak {exported.peak_bytes / 1e6:.0f} MB; "
-        f"cp {copied.wall_s:.1f} s; export / cp {ratio:.2f} x"
-    )
+    parser = command.parser(__doc__, rounds=3, modes=MODES)
+    shapes = list(random_weights.SHAPES)
+    parser.add_argument("--shape", choices=shapes, help="of export (8b) and quantize (0.5b)")
+    parser.add_argument("--layers", type=int, help="fewer layers of the shape")
+    parser.add_argument("--schemes", nargs="+", default=list(SCHEMES), choices=SCHEMES)
+    parser.add_argument("--num_samples", type=int, help="calibration samples; default: all")
+    parser.add_argument("--seq_len", type=int, default=256, help="tokens of such a sample")
+    parser.add_argument("--shapes", nargs="+", choices=shapes, default=["1b", "8b"])
+    parser.add_argument("--kinds", nargs="+", choices=KINDS, default=list(KINDS))
+    parser.add_argument("--gpu", default="12.0", help="compute capability of TensorRT's engines")
+    command.run(parser, MODES)
 
 
 if __name__ == "__main__":

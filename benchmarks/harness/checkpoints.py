@@ -17,10 +17,31 @@ from safetensors.numpy import save_file
 from edgellm.export.checkpoints.hf import Checkpoint, read_whole
 from edgellm.export.pipeline.resolve import open_checkpoint
 from edgellm.quantize.formats.modelopt import pack_int4
+from edgellm.scripts import smollm2
 
 _QUANTIZES = Path(__file__).with_name("llama_cpp_quantize.py")
 _EMBEDDING, _HEAD = "model.embed_tokens.weight", "lm_head.weight"
+_FLOATS = {"fp32": "F32", "bf16": "BF16"}
 _ROUTER = "mlp.gate.weight"  # of a mixture-of-experts model; stays float
+
+
+def smollm2_folder(work: Path, name: str) -> Path:
+    """Return SmolLM2's checkpoint in `work`; write it if missing.
+
+    Args:
+        work: the folder.
+        name: fp32, bf16, or int4 and int4_b128, whose blocks have 32 and 128 weights.
+    """
+    folder = work / {"int4": "int4_b32"}.get(name, name)
+    if not folder.exists():
+        source = str(smollm2.fetch())
+        partial = folder.with_name(f"{folder.name}.partial")
+        if name in _FLOATS:
+            float_checkpoint(source, partial, _FLOATS[name])
+        else:
+            round_checkpoint(source, partial, 128 if name == "int4_b128" else 32)
+        partial.rename(folder)
+    return folder
 
 
 def float_checkpoint(source: str, output: Path, dtype: str = "F32") -> None:
@@ -30,51 +51,6 @@ def float_checkpoint(source: str, output: Path, dtype: str = "F32") -> None:
     if dtype == "BF16":
         arrays = {name: array.astype(ml_dtypes.bfloat16) for name, array in arrays.items()}
     _write(checkpoint, arrays, output, quantization=None)
-
-
-# Shapes for random weights, which suffice to measure time
-SHAPES = {
-    "qwen2.5-0.5b": {
-        "model_type": "qwen2", "architectures": ["Qwen2ForCausalLM"], "vocab_size": 151936,
-        "hidden_size": 896, "intermediate_size": 4864, "num_hidden_layers": 24,
-        "num_attention_heads": 14, "num_key_value_heads": 2, "max_position_embeddings": 32768,
-        "rms_norm_eps": 1e-6, "rope_theta": 1e6, "tie_word_embeddings": True,
-        "hidden_act": "silu", "torch_dtype": "float32", "eos_token_id": 2, "bos_token_id": 1,
-    },
-}  # fmt: skip
-
-
-def synthetic_checkpoint(
-    shape: str, tokenizer: dict[str, bytes], output: Path, layers: int | None = None
-) -> None:
-    """Write a Hugging Face folder of random float32 weights of `SHAPES`, or of fewer layers."""
-    config = SHAPES[shape] | ({} if layers is None else {"num_hidden_layers": layers})
-    hidden, inner = config["hidden_size"], config["intermediate_size"]
-    kv_width = hidden // config["num_attention_heads"] * config["num_key_value_heads"]
-    shapes = {_EMBEDDING: (config["vocab_size"], hidden), "model.norm.weight": (hidden,)}
-    for index in range(config["num_hidden_layers"]):
-        layer, attention = f"model.layers.{index}.", f"model.layers.{index}.self_attn."
-        for name, width in (("q", hidden), ("k", kv_width), ("v", kv_width)):
-            shapes[f"{attention}{name}_proj.weight"] = (width, hidden)
-            shapes[f"{attention}{name}_proj.bias"] = (width,)
-        shapes[f"{attention}o_proj.weight"] = (hidden, hidden)
-        for name in ("gate", "up"):
-            shapes[f"{layer}mlp.{name}_proj.weight"] = (inner, hidden)
-        shapes[f"{layer}mlp.down_proj.weight"] = (hidden, inner)
-        for name in ("input", "post_attention"):
-            shapes[f"{layer}{name}_layernorm.weight"] = (hidden,)
-    random = np.random.default_rng(0)
-    tensors = {
-        name: np.ones(size, np.float32)
-        if name.endswith("norm.weight")
-        else random.standard_normal(size, np.float32) * np.float32(0.02)
-        for name, size in shapes.items()
-    }
-    output.mkdir(parents=True, exist_ok=True)
-    save_file(tensors, output / "model.safetensors", metadata={"format": "pt"})
-    (output / "config.json").write_text(json.dumps(config))
-    for name, data in tokenizer.items():
-        (output / name).write_bytes(data)
 
 
 def round_checkpoint(source: str, output: Path, block_size: int) -> None:

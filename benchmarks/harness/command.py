@@ -7,21 +7,32 @@ import importlib.util
 import os
 import subprocess
 import sys
+from collections.abc import Callable, Mapping
 from pathlib import Path
 
 from harness.results import FILE, Report
 
 QUICK_ROUNDS = 1
+Mode = Callable[[argparse.Namespace, Report], None]
 
 
-def parser(doc: str | None, *, rounds: int) -> argparse.ArgumentParser:
+def parser(doc: str | None, modes: Mapping[str, Mode], *, rounds: int) -> argparse.ArgumentParser:
     """Return a parser with the shared flags.
 
     Args:
-        doc: of the script; its first line is the description.
+        doc: of the script; its first paragraph is the description.
+        modes: the script's functions by name; their docstrings are their help.
         rounds: the default of `--rounds`.
     """
-    made = argparse.ArgumentParser(description=(doc or "").partition("\n\n")[0])
+    about = [
+        f"  {name:10} {(mode.__doc__ or '').partition('.')[0]}" for name, mode in modes.items()
+    ]
+    made = argparse.ArgumentParser(
+        description=(doc or "").partition("\n\n")[0],
+        epilog="\n".join(["modes; default: all", *about]),
+        formatter_class=argparse.RawDescriptionHelpFormatter,
+    )
+    made.add_argument("mode", nargs="?", choices=modes)
     made.add_argument("--work", type=Path, help="folder of models and engines, which are reused")
     made.add_argument("--threads", type=int, default=os.cpu_count())
     made.add_argument("--rounds", type=int, default=rounds, help="alternating rounds")
@@ -32,9 +43,17 @@ def parser(doc: str | None, *, rounds: int) -> argparse.ArgumentParser:
     return made
 
 
-def parse(made: argparse.ArgumentParser, words: list[str] | None = None) -> argparse.Namespace:
+def run(made: argparse.ArgumentParser, modes: Mapping[str, Mode]) -> None:
+    """Parse flags, and run the given mode, or all."""
+    given = _parsed(made)
+    report = Report(given.results or (None if given.quick else FILE))
+    for name in [given.mode] if given.mode else modes:
+        modes[name](given, report)
+
+
+def _parsed(made: argparse.ArgumentParser) -> argparse.Namespace:
     """Parse flags, and make the working folder. Quick runs write no results unless asked to."""
-    given = made.parse_args(words)
+    given = made.parse_args()
     if given.quick:
         given.rounds = min(given.rounds, QUICK_ROUNDS)
     if given.work is None:
@@ -43,11 +62,6 @@ def parse(made: argparse.ArgumentParser, words: list[str] | None = None) -> argp
         given.work = cache_folder() / "benchmarks"
     given.work.mkdir(parents=True, exist_ok=True)
     return given
-
-
-def report(given: argparse.Namespace) -> Report:
-    """Return the report of the flags."""
-    return Report(given.results or (None if given.quick else FILE))
 
 
 def has_package(name: str, python: str = sys.executable) -> bool:

@@ -1,8 +1,9 @@
-"""Random weights as GGUF files: float16 ones to quantize with llama.cpp, or 4-bit blocks."""
+"""GGUF files of random weights: float16 ones to quantize with llama.cpp, or 4-bit blocks."""
 
 from __future__ import annotations
 
 import json
+from collections.abc import Iterator
 from pathlib import Path
 from typing import Any
 
@@ -10,12 +11,15 @@ import gguf
 import numpy as np
 from safetensors import safe_open
 
+from harness.random_weights import matrices
+
 _LAYERS = {
     "input_layernorm": "attn_norm", "self_attn.q_proj": "attn_q", "self_attn.k_proj": "attn_k",
     "self_attn.v_proj": "attn_v", "self_attn.o_proj": "attn_output",
     "post_attention_layernorm": "ffn_norm", "mlp.gate_proj": "ffn_gate", "mlp.up_proj": "ffn_up",
     "mlp.down_proj": "ffn_down",
 }  # fmt: skip
+_BLOCKS = {"Q4_0": (32, 18), "Q4_K": (256, 144)}  # values and bytes of a block
 _OUTSIDE = {
     "model.embed_tokens.weight": "token_embd.weight",
     "model.norm.weight": "output_norm.weight",
@@ -23,15 +27,16 @@ _OUTSIDE = {
 
 
 def write(checkpoint: Path, tokenizer: Path, output: Path) -> None:
-    """Write the float16 weights of one of `weights.SHAPES`.
+    """Write a checkpoint's weights in float16.
 
     Args:
-        checkpoint: a folder of `weights.synthetic_checkpoint`.
+        checkpoint: a folder of `random_weights.write`.
         tokenizer: a GGUF file with the first tokens of the vocabulary.
         output: the file.
     """
     config = json.loads((checkpoint / "config.json").read_text())
-    writer = _begun(output, config["model_type"], config, tokenizer)
+    writer = _begun(output, config["model_type"], config)
+    _add_tokens(writer, tokenizer, config["vocab_size"])
     with safe_open(checkpoint / "model.safetensors", "np") as tensors:
         for name in tensors.keys():  # noqa: SIM118 - it is no mapping
             array = tensors.get_tensor(name)
@@ -52,24 +57,87 @@ def write_mixture(config: dict[str, Any], tokenizer: Path, output: Path) -> None
         tokenizer: see `write`.
         output: the file.
     """
-    writer = _begun(output, "qwen3moe", {"rope_theta": 1e6, **config}, tokenizer)
+    writer = _begun(output, "qwen3moe", {"rope_theta": 1e6, **config})
+    _add_tokens(writer, tokenizer, config["vocab_size"])
     writer.add_key_length(config["head_dim"])
     writer.add_value_length(config["head_dim"])
     writer.add_expert_count(config["num_experts"])
     writer.add_expert_used_count(config["num_experts_per_tok"])
     writer.add_expert_feed_forward_length(config["moe_intermediate_size"])
-    shapes = _mixture_shapes(config)
+    _write_tensors(writer, _mixture_shapes(config), "Q4_0")
+
+
+def write_llama(config: dict[str, Any], kind: str, path: Path) -> None:
+    """Write a config of `random_weights.SHAPES` of the family llama, all matrices in one format."""
+    writer = _begun(path, "llama", config)
+    _add_words(writer, config["vocab_size"])
+    _write_tensors(writer, dict(_llama_shapes(config)), kind)
+
+
+def _write_tensors(writer: gguf.GGUFWriter, shapes: dict[str, tuple[int, ...]], kind: str) -> None:
+    """Write all matrices except routers in blocks of a kind, tensor by tensor."""
+    values, size = _BLOCKS[kind]
+    in_blocks = gguf.GGMLQuantizationType[kind]
     for name, shape in shapes.items():
-        kind = gguf.GGMLQuantizationType.Q4_0 if _is_rounded(name) else None
-        stored, dtype = (_block_shape(shape), np.uint8) if kind else (shape, np.float32)
-        writer.add_tensor_info(name, stored, np.dtype(dtype), _size(stored, dtype), kind)
+        if _is_float(name):
+            writer.add_tensor_info(name, shape, np.dtype(np.float32), 4 * int(np.prod(shape)), None)
+        else:
+            stored = (*shape[:-1], shape[-1] // values * size)
+            num_bytes = int(np.prod(stored))
+            writer.add_tensor_info(name, stored, np.dtype(np.uint8), num_bytes, in_blocks)
     writer.write_header_to_file()
     writer.write_kv_data_to_file()
     writer.write_ti_data_to_file()
-    random = np.random.default_rng(0)
+    some, random = _blocks(kind), np.random.default_rng(0)
     for name, shape in shapes.items():
-        writer.write_tensor_data(_contents(name, shape, random))
+        if not _is_float(name):
+            stored = (*shape[:-1], shape[-1] // values * size)
+            writer.write_tensor_data(np.resize(some, int(np.prod(stored))).reshape(stored))
+        elif "norm" in name:
+            writer.write_tensor_data(np.ones(shape, np.float32))
+        else:
+            writer.write_tensor_data(random.standard_normal(shape, np.float32))
     writer.close()
+
+
+def _is_float(name: str) -> bool:
+    return "norm" in name or "ffn_gate_inp" in name
+
+
+def _llama_shapes(config: dict[str, Any]) -> Iterator[tuple[str, tuple[int, ...]]]:
+    hidden, vocab = config["hidden_size"], config["vocab_size"]
+    yield "token_embd.weight", (vocab, hidden)
+    yield "output_norm.weight", (hidden,)
+    if not config["tie_word_embeddings"]:
+        yield "output.weight", (vocab, hidden)
+    for layer in range(config["num_hidden_layers"]):
+        yield f"blk.{layer}.attn_norm.weight", (hidden,)
+        yield f"blk.{layer}.ffn_norm.weight", (hidden,)
+    for name, shape in matrices(config).items():
+        _, _, layer, module = name.split(".", 3)
+        yield f"blk.{layer}.{_LAYERS[module]}.weight", shape
+
+
+def _blocks(kind: str) -> np.ndarray:
+    """Return random blocks with values of about 0.02."""
+    _, size = _BLOCKS[kind]
+    some = np.random.default_rng(0).integers(0, 256, (16384, size), np.uint8)
+    scale = 0.005 if kind == "Q4_0" else 1e-4
+    some[:, :2] = np.full(1, scale, np.float16).view(np.uint8)
+    if kind == "Q4_K":
+        some[:, 2:4] = np.full(1, 7.5 * scale, np.float16).view(np.uint8)
+    return some.reshape(-1)
+
+
+def _add_words(writer: gguf.GGUFWriter, count: int) -> None:
+    writer.add_tokenizer_model("gpt2")
+    writer.add_tokenizer_pre("smollm")
+    words = ["<unk>", "<s>", "</s>", *(f"w{at}" for at in range(3, count - 2)), "w", "9"]
+    writer.add_token_list(words)
+    writer.add_token_types([3 if at in (1, 2) else 1 for at in range(count)])
+    writer.add_token_merges(["w 9"])
+    writer.add_bos_token_id(1)
+    writer.add_eos_token_id(2)
 
 
 def _mixture_shapes(config: dict[str, Any]) -> dict[str, tuple[int, ...]]:
@@ -91,33 +159,7 @@ def _mixture_shapes(config: dict[str, Any]) -> dict[str, tuple[int, ...]]:
     return shapes
 
 
-def _is_rounded(name: str) -> bool:
-    return "norm" not in name and "ffn_gate_inp" not in name
-
-
-def _block_shape(shape: tuple[int, ...]) -> tuple[int, ...]:
-    """Return the shape in bytes: 32 values are 18 bytes."""
-    return (*shape[:-1], shape[-1] // 32 * 18)
-
-
-def _size(shape: tuple[int, ...], dtype: type) -> int:
-    return int(np.prod(shape)) * np.dtype(dtype).itemsize
-
-
-def _contents(name: str, shape: tuple[int, ...], random: np.random.Generator) -> np.ndarray:
-    if not _is_rounded(name):
-        return (
-            np.ones(shape, np.float32) if "norm" in name else random.normal(size=shape).astype("f4")
-        )
-    some = random.integers(0, 256, (4096, 18), np.uint8)
-    some[:, :2] = np.full(1, 2.0**-9, np.float16).view(np.uint8)
-    stored = _block_shape(shape)
-    return np.resize(some.reshape(-1), int(np.prod(stored))).reshape(stored)
-
-
-def _begun(
-    output: Path, architecture: str, config: dict[str, Any], tokenizer: Path
-) -> gguf.GGUFWriter:
+def _begun(output: Path, architecture: str, config: dict[str, Any]) -> gguf.GGUFWriter:
     writer = gguf.GGUFWriter(output, architecture)
     writer.add_block_count(config["num_hidden_layers"])
     writer.add_context_length(config["max_position_embeddings"])
@@ -127,7 +169,6 @@ def _begun(
     writer.add_head_count_kv(config["num_key_value_heads"])
     writer.add_layer_norm_rms_eps(config["rms_norm_eps"])
     writer.add_rope_freq_base(config["rope_theta"])
-    _add_tokens(writer, tokenizer, config["vocab_size"])
     return writer
 
 

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import math
 import os
 import statistics
 import subprocess
@@ -51,26 +52,36 @@ def speedup(ours: Sequence[float], theirs: Sequence[float]) -> float:
 
 @dataclass(frozen=True)
 class Cost:
-    """Cost of a finished process, as the operating system counts it."""
+    """Time and peak memory of a finished process; the memory is sampled."""
 
     wall_s: float
     cpu_s: float
-    peak_bytes: int
+    anonymous_bytes: int  # without pages of files
+    peak_bytes: int  # resident, with pages of mapped files
 
 
 def run_process(*command: object) -> Cost:
-    """Run a command.
+    """Run a command without its output.
 
     Raises:
-        RuntimeError: the command fails.
+        SystemExit: the command fails.
     """
+    words, anonymous, peak = [*map(str, command)], 0, 0
     start = time.perf_counter()
-    process = subprocess.Popen(list(map(str, command)), stdout=subprocess.DEVNULL)
-    _, status, usage = os.wait4(process.pid, 0)
-    if status:
-        raise RuntimeError(f"{command} failed")
-    cpu = usage.ru_utime + usage.ru_stime
-    return Cost(time.perf_counter() - start, cpu, usage.ru_maxrss * 1024)
+    process = subprocess.Popen(words, stdout=subprocess.DEVNULL)
+    while True:
+        ended, status, usage = os.wait4(process.pid, os.WNOHANG)
+        if ended:
+            break
+        anonymous = max(anonymous, memory_bytes("RssAnon", process.pid))
+        # Not ru_maxrss, which starts at the parent's value.
+        peak = max(peak, memory_bytes("VmHWM", process.pid))
+        time.sleep(_SAMPLE_S)
+    process.returncode = os.waitstatus_to_exitcode(status)
+    if process.returncode:
+        sys.exit(f"{words} failed")
+    cpu_s = usage.ru_utime + usage.ru_stime
+    return Cost(time.perf_counter() - start, cpu_s, anonymous, peak)
 
 
 def median_cost(costs: Sequence[Cost]) -> Cost:
@@ -78,34 +89,9 @@ def median_cost(costs: Sequence[Cost]) -> Cost:
     return Cost(
         statistics.median(cost.wall_s for cost in costs),
         statistics.median(cost.cpu_s for cost in costs),
+        int(statistics.median(cost.anonymous_bytes for cost in costs)),
         int(statistics.median(cost.peak_bytes for cost in costs)),
     )
-
-
-@dataclass(frozen=True)
-class Peak:
-    """Sampled peak memory and time of one process."""
-
-    anonymous_bytes: int  # without pages of files
-    resident_bytes: int
-    seconds: float
-
-
-def watched(command: Sequence[object]) -> Peak:
-    """Run a command, and sample its memory.
-
-    Raises:
-        SystemExit: the command fails.
-    """
-    start, anonymous, resident = time.perf_counter(), 0, 0
-    process = subprocess.Popen([*map(str, command)], stdout=subprocess.DEVNULL)
-    while process.poll() is None:
-        anonymous = max(anonymous, memory_bytes("RssAnon", process.pid))
-        resident = max(resident, memory_bytes("VmHWM", process.pid))
-        time.sleep(_SAMPLE_S)
-    if process.returncode:
-        sys.exit(f"{command} failed")
-    return Peak(anonymous, resident, time.perf_counter() - start)
 
 
 def memory_bytes(field: str, pid: int | str = "self") -> int:
@@ -121,6 +107,21 @@ def memory_bytes(field: str, pid: int | str = "self") -> int:
 def folder_bytes(folder: Path, pattern: str = "*") -> int:
     """Return the size of a folder's files."""
     return sum(path.stat().st_size for path in folder.glob(pattern))
+
+
+def largest_weight(bundle: Path) -> int:
+    """Return the bytes of a bundle's largest weight, as stored or in float16."""
+    import onnx
+
+    graph = onnx.load(bundle / "model.onnx", load_external_data=False).graph
+    sizes = [2 * math.prod(each.dims) for each in graph.initializer]
+    stored = [
+        int(entry.value)
+        for each in graph.initializer
+        for entry in each.external_data
+        if entry.key == "length"
+    ]
+    return max(*sizes, *stored)
 
 
 def module_command(module: str, *flags: object) -> list[object]:

@@ -1,7 +1,7 @@
 """Estimated sizes of an engine before compilation.
 
 Weights keep their stored type, floats get the activations' type. The constants were measured with
-TensorRT-RTX 1.7 (`python benchmarks/tensorrt_engines.py`).
+TensorRT-RTX 1.7 (`python benchmarks/export.py tensorrt`).
 """
 
 from __future__ import annotations

@@ -9,10 +9,12 @@ import re
 import sys
 from pathlib import Path
 
-import build_memory
 import numpy as np
 import pytest
 from conftest import make_checkpoint
+from harness.random_gguf import write_llama
+from harness.random_weights import SHAPES
+from harness.timing import largest_weight, module_command, run_process
 
 from edgellm.build import resource_estimate
 from edgellm.export import models, visual
@@ -48,7 +50,8 @@ def _float(folder: Path) -> tuple[object, ...]:
 
 
 def _gguf(folder: Path) -> tuple[object, ...]:
-    return _llm(folder, build_memory.write_checkpoint("tiny", "Q4_K", folder / "ck"))
+    write_llama(SHAPES["tiny"], "Q4_K", folder / "model.gguf")
+    return _llm(folder, folder / "model.gguf")
 
 
 def _mixture(folder: Path) -> tuple[object, ...]:
@@ -120,21 +123,20 @@ def test_a_prediction_is_near_the_measured_peak(make, tmp_path, monkeypatch, cap
     """Of anonymous memory, that of the interpreter and its libraries included."""
     module, *flags = make(tmp_path)
     flags += ["--onnxDir", tmp_path / "bundle", "--engineDir", tmp_path / "engine"]
-    command = [*map(str, build_memory.command(module, *flags))]
     estimated = _dry_run(monkeypatch, capsys, module, flags)
-    peak = build_memory.watched(command).anonymous_bytes / 1e6
+    peak = run_process(*module_command(module, *flags)).anonymous_bytes / 1e6
     assert estimated == pytest.approx(peak, rel=TOLERANCE)
 
 
 def test_a_build_holds_a_multiple_of_its_largest_weight(tmp_path):
     """One huge weight adds at most two copies of it."""
-    huge = {**build_memory.SHAPES["tiny"], "num_hidden_layers": 1, "vocab_size": 160_000}
+    huge = {**SHAPES["tiny"], "num_hidden_layers": 1, "vocab_size": 160_000}
     source = tmp_path / "model.gguf"
-    build_memory.write_gguf(huge, "Q4_0", source)
+    write_llama(huge, "Q4_0", source)
     module, *flags = _llm(tmp_path, source)
     flags += ["--onnxDir", tmp_path / "bundle", "--engineDir", tmp_path / "engine"]
-    peak = build_memory.watched(build_memory.command(module, *flags)).anonymous_bytes
-    largest = build_memory.largest_weight(tmp_path / "bundle")
+    peak = run_process(*module_command(module, *flags)).anonymous_bytes
+    largest = largest_weight(tmp_path / "bundle")
     assert largest == 2 * 160_000 * 1024
     assert peak < 150e6 + 1.25 * largest
 

@@ -9,7 +9,8 @@ from pathlib import Path
 
 import numpy as np
 import pytest
-from tensorrt_engines import CONFIG, Peak, build_and_watch, write_checkpoint
+from harness.random_weights import SHAPES, write
+from harness.timing import Cost, folder_bytes, module_command, run_process
 
 from edgellm.build.plan import Plan
 from edgellm.build.tensorrt.memory_trim import MappedFile, memory_returned
@@ -19,7 +20,7 @@ from edgellm.export.pipeline.llm import export_llm
 from edgellm.export.pipeline.resolve import open_checkpoint
 
 SMALL = {"hidden_size": 1024, "intermediate_size": 8192, "num_attention_heads": 16,
-         "vocab_size": 512, "eos_token_id": 1}  # fmt: skip
+         "num_hidden_layers": 5, "vocab_size": 512, "eos_token_id": 1}  # fmt: skip
 MEGABYTE = 1 << 20
 
 
@@ -64,13 +65,14 @@ def test_malloc_returns_free_memory():
 
 
 @pytest.fixture(scope="module")
-def watched(tmp_path_factory) -> tuple[Path, Peak]:
+def watched(tmp_path_factory) -> tuple[Path, Cost]:
     pytest.importorskip("tensorrt_rtx", reason="engines are compiled with tensorrt_rtx")
     folder = tmp_path_factory.mktemp("memory")
-    write_checkpoint(folder / "checkpoint", 5, {**CONFIG, **SMALL})
-    source = open_checkpoint(str(folder / "checkpoint"), tokenizer=False)
-    export_llm(source, folder / "bundle", ExportOptions("fp16"))
-    return folder / "bundle", build_and_watch(folder / "bundle", folder / "engine", "12.0")
+    write({**SHAPES["qwen2.5-0.5b"], **SMALL}, folder / "checkpoint", "BF16")
+    source, bundle = open_checkpoint(str(folder / "checkpoint"), tokenizer=False), folder / "bundle"
+    export_llm(source, bundle, ExportOptions("fp16"))
+    flags = "--onnxDir", bundle, "--engineDir", folder / "engine", "--backend", "tensorrt"
+    return bundle, run_process(*module_command("edgellm.build.cli", *flags, "--gpu", "12.0"))
 
 
 def test_a_build_holds_one_copy_of_the_weights(watched):
@@ -79,9 +81,10 @@ def test_a_build_holds_one_copy_of_the_weights(watched):
     Only the benchmark measures resident memory: the eviction of mapped pages depends on other
     processes.
     """
-    _, peak = watched
-    assert 230e6 < peak.weights_bytes < 300e6
-    assert peak.anonymous_bytes < peak.weights_bytes + 350e6
+    bundle, peak = watched
+    weights_bytes = folder_bytes(bundle)
+    assert 230e6 < weights_bytes < 300e6
+    assert peak.anonymous_bytes < weights_bytes + 350e6
 
 
 def test_the_prediction_covers_the_build(watched):

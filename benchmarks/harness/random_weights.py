@@ -1,0 +1,177 @@
+"""Checkpoints of random weights in shapes of real models, written tensor by tensor.
+
+They suffice to measure time and memory, which do not depend on the values.
+"""
+
+from __future__ import annotations
+
+import json
+from collections.abc import Iterator, Mapping
+from pathlib import Path
+from typing import Any
+
+import ml_dtypes
+import numpy as np
+
+_LLAMA: dict[str, Any] = {
+    "model_type": "llama",
+    "architectures": ["LlamaForCausalLM"],
+    "rms_norm_eps": 1e-5,
+    "rope_theta": 5e5,
+    "max_position_embeddings": 8192,
+    "num_key_value_heads": 8,
+    "num_attention_heads": 32,
+    "hidden_act": "silu",
+    "bos_token_id": 1,
+    "eos_token_id": 2,
+    "torch_dtype": "float16",
+}
+
+
+def _llama(hidden: int, inner: int, layers: int, vocab: int, **others: object) -> dict[str, Any]:
+    sizes = {"hidden_size": hidden, "intermediate_size": inner, "num_hidden_layers": layers}
+    return {**_LLAMA, **sizes, "vocab_size": vocab, "tie_word_embeddings": True, **others}
+
+
+SHAPES: dict[str, dict[str, Any]] = {
+    "small": _llama(256, 1024, 2, 49152, num_attention_heads=4, num_key_value_heads=2),
+    "tiny": _llama(1024, 4096, 4, 32000),
+    "1b": _llama(2048, 8192, 16, 128256),
+    "8b": _llama(4096, 14336, 32, 128256, tie_word_embeddings=False),
+    "qwen2.5-0.5b": {
+        **_llama(896, 4864, 24, 151936, num_attention_heads=14, num_key_value_heads=2),
+        "model_type": "qwen2",
+        "architectures": ["Qwen2ForCausalLM"],
+        "max_position_embeddings": 32768,
+        "rms_norm_eps": 1e-6,
+        "rope_theta": 1e6,
+        "torch_dtype": "float32",
+    },
+}
+_DTYPES: dict[str, Any] = {
+    "F32": np.float32, "F16": np.float16, "BF16": ml_dtypes.bfloat16, "I32": np.int32,
+}  # fmt: skip
+_AWQ_GROUP = 128
+_NOISE = 1 << 20  # values, which are repeated
+
+Tensors = Mapping[str, tuple[str, tuple[int, ...]]]  # dtype and shape by name
+
+
+def matrices(config: Mapping[str, Any]) -> dict[str, tuple[int, int]]:
+    """Return [out, in] of all linear layers by name."""
+    hidden, inner = config["hidden_size"], config["intermediate_size"]
+    keys = hidden // config["num_attention_heads"] * config["num_key_value_heads"]
+    sizes = {
+        "self_attn.q_proj": (hidden, hidden), "self_attn.k_proj": (keys, hidden),
+        "self_attn.v_proj": (keys, hidden), "self_attn.o_proj": (hidden, hidden),
+        "mlp.gate_proj": (inner, hidden), "mlp.up_proj": (inner, hidden),
+        "mlp.down_proj": (hidden, inner),
+    }  # fmt: skip
+    layers = range(config["num_hidden_layers"])
+    return {f"model.layers.{at}.{name}": size for at in layers for name, size in sizes.items()}
+
+
+def write(config: Mapping[str, Any], folder: Path, dtype: str, *, shards: bool = False) -> Path:
+    """Write a float checkpoint without a tokenizer, unless the folder exists.
+
+    Args:
+        config: of config.json, of the families llama and qwen2.
+        folder: the result.
+        dtype: of safetensors.
+        shards: a file for each layer, and an index.
+    """
+    tensors = {f"{name}.weight": shape for name, shape in matrices(config).items()}
+    if config["model_type"] == "qwen2":
+        biased = [name for name in tensors if name.endswith(("q_proj.weight", "k_proj.weight"))]
+        biased += [name for name in tensors if name.endswith("v_proj.weight")]
+        tensors |= {f"{name.removesuffix('weight')}bias": tensors[name][:1] for name in biased}
+    typed = {name: (dtype, shape) for name, shape in {**tensors, **_others(config)}.items()}
+    return _write_folder(config, typed, folder, shards=shards)
+
+
+def write_awq(config: Mapping[str, Any], folder: Path) -> Path:
+    """Write a checkpoint in AutoAWQ's layout, with a tokenizer of words."""
+    tensors: dict[str, tuple[str, tuple[int, ...]]] = {}
+    for name, (out, width) in matrices(config).items():
+        tensors[f"{name}.qweight"] = "I32", (width, out // 8)
+        tensors[f"{name}.qzeros"] = "I32", (width // _AWQ_GROUP, out // 8)
+        tensors[f"{name}.scales"] = "F16", (width // _AWQ_GROUP, out)
+    tensors |= {name: ("F16", shape) for name, shape in _others(config).items()}
+    quantization = {
+        "quant_method": "awq", "bits": 4, "group_size": _AWQ_GROUP, "version": "gemm",
+        "zero_point": True,
+    }  # fmt: skip
+    _write_folder({**config, "quantization_config": quantization}, tensors, folder)
+    words = ["<unk>", "<s>", "</s>", *(f"w{at}" for at in range(3, config["vocab_size"]))]
+    vocab = {word: at for at, word in enumerate(words)}
+    model = {"type": "WordLevel", "vocab": vocab, "unk_token": "<unk>"}
+    tokenizer = {"version": "1.0", "pre_tokenizer": {"type": "WhitespaceSplit"}, "model": model}
+    (folder / "tokenizer.json").write_text(json.dumps(tokenizer))
+    (folder / "tokenizer_config.json").write_text('{"bos_token": "<s>", "eos_token": "</s>"}')
+    return folder
+
+
+def _others(config: Mapping[str, Any]) -> dict[str, tuple[int, ...]]:
+    """Return shapes of embedding, head and norms."""
+    vocab, hidden = config["vocab_size"], config["hidden_size"]
+    found: dict[str, tuple[int, ...]] = {"model.embed_tokens.weight": (vocab, hidden)}
+    for layer in range(config["num_hidden_layers"]):
+        for norm in ("input_layernorm", "post_attention_layernorm"):
+            found[f"model.layers.{layer}.{norm}.weight"] = (hidden,)
+    found["model.norm.weight"] = (hidden,)
+    if not config["tie_word_embeddings"]:
+        found["lm_head.weight"] = (vocab, hidden)
+    return found
+
+
+def _write_folder(
+    config: Mapping[str, Any], tensors: Tensors, folder: Path, *, shards: bool = False
+) -> Path:
+    if folder.exists():
+        return folder
+    partial = folder.with_name(f"{folder.name}.partial")
+    partial.mkdir(parents=True, exist_ok=True)
+    parts: dict[str, dict[str, tuple[str, tuple[int, ...]]]] = {}
+    for name, facts in tensors.items():
+        layer = name.split(".")[2] if name.startswith("model.layers.") else "others"
+        file = f"model-{layer}.safetensors" if shards else "model.safetensors"
+        parts.setdefault(file, {})[name] = facts
+    for file, part in parts.items():
+        _write_file(part, partial / file)
+    if shards:
+        files = {name: file for file, part in parts.items() for name in part}
+        (partial / "model.safetensors.index.json").write_text(json.dumps({"weight_map": files}))
+    (partial / "config.json").write_text(json.dumps(dict(config)))
+    partial.rename(folder)
+    return folder
+
+
+def _write_file(tensors: Tensors, path: Path) -> None:
+    header: dict[str, Any] = {"__metadata__": {"format": "pt"}}
+    offset = 0
+    for name, (dtype, shape) in tensors.items():
+        end = offset + int(np.prod(shape)) * np.dtype(_DTYPES[dtype]).itemsize
+        header[name] = {"dtype": dtype, "shape": shape, "data_offsets": [offset, end]}
+        offset = end
+    text = json.dumps(header).encode()
+    with path.open("wb") as stream:
+        stream.write(len(text).to_bytes(8, "little") + text)
+        for number, (name, (dtype, shape)) in enumerate(tensors.items()):
+            for piece in _contents(name, dtype, int(np.prod(shape)), number):
+                stream.write(piece)
+
+
+def _contents(name: str, dtype: str, count: int, number: int) -> Iterator[bytes]:
+    """Yield the bytes of a tensor; each begins elsewhere in the noise, so none are equal."""
+    random = np.random.default_rng(number)
+    if dtype == "I32":
+        values = random.integers(-(1 << 31), 1 << 31, min(count, _NOISE), np.int64)
+    elif name.endswith("norm.weight"):
+        values = np.ones(count)
+    elif name.endswith(".scales"):
+        values = np.full(min(count, _NOISE), 0.004)
+    else:
+        values = random.standard_normal(min(count, _NOISE), np.float32) * 0.02
+    noise = values.astype(_DTYPES[dtype])
+    for begin in range(0, count, len(noise)):
+        yield noise[: count - begin].tobytes()
