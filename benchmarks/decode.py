@@ -1,18 +1,18 @@
 """Decode and prefill speed of edgellm, llama.cpp and onnxruntime-genai.
 
     pip install -e '.[dev]' -r benchmarks/requirements.txt
-    python benchmarks/decode.py
+    python benchmarks/decode.py smollm2 --rounds 5
+    python benchmarks/decode.py shape --shape qwen2.5-0.5b     # random weights
 
-All engines have the same weights (SmolLM2-135M-Instruct), the same number of threads, a 512-token
-context and batch 1. Every engine runs in its own process; they alternate for several rounds.
-`--shape` uses random weights of a larger model. "of memory" is the rate of loading a token's
-weights, over that of loading a large array with as many threads between the rounds.
+All engines have the same weights, the same number of threads, a 512-token context and batch 1.
+Every engine runs in its own process; they alternate for several rounds. The share of the memory
+bandwidth is the rate of loading a token's weights, over that of loading a large array with as many
+threads between the rounds. Load time is without imports; anonymous memory includes the KV cache.
 """
 
 from __future__ import annotations
 
 import argparse
-import os
 import statistics
 import sys
 import time
@@ -21,88 +21,88 @@ from pathlib import Path
 
 import numpy as np
 import onnx
-from harness import checkpoints, random_gguf, random_weights
-from harness.pass_process import CAPACITY, CONTEXT, Process
+from harness import checkpoints, command, engines, random_gguf, random_weights
+from harness.pass_process import CONTEXT, Process
+from harness.results import Report
+from harness.timing import alternating, speedup
 
-from edgellm.build.engine import build_engine
-from edgellm.build.onnxruntime_cpu.options import CpuOptions
-from edgellm.build.plan import Plan
-from edgellm.export.graph.architecture import ExportOptions
-from edgellm.export.pipeline.llm import export_llm
-from edgellm.export.pipeline.resolve import open_checkpoint
 from edgellm.scripts import smollm2
 
 READ_BYTES = 1 << 28
-THEIRS = ", ONNX Runtime's kernels"
+KERNELS = ("edgellm", "onnxruntime")
+DECODED = 48  # tokens of a round
+COLUMNS = ("engine", "decode tokens/s", "prefill tokens/s", "share of the memory bandwidth")
+
+Models = dict[str, tuple[str, str, Path]]  # by label: python, kind of `pass_process`, path
 
 
-def prepare(work: Path, llama_python: str, threads: int) -> dict[str, tuple[str, str, Path]]:
-    """Make all missing models: name -> (python, kind, path)."""
-    source = smollm2.fetch()
-    work.mkdir(parents=True, exist_ok=True)
-    models: dict[str, tuple[str, str, Path]] = {}
-    for name, block in (("int4 b32", 32), ("int4 b128", 128), ("fp32", 0)):
-        checkpoint = work / name.replace(" ", "_")
-        if not checkpoint.exists():
-            make = checkpoints.round_checkpoint if block else checkpoints.float_checkpoint
-            make(str(source), checkpoint, *([block] if block else []))
-        for kernels in ("edgellm", "onnxruntime") if block else ("auto",):
-            engine = work / f"{checkpoint.name}-{kernels}-{threads}"
-            if not engine.exists():
-                _build(checkpoint, engine, threads, "auto", "auto", kernels)
-            label = f"edgellm {name}" + (THEIRS if kernels == "onnxruntime" else "")
-            models[label] = (sys.executable, "edgellm", engine)
-    for kind in ("Q4_0", "Q8_0"):
-        path = checkpoints.gguf(source, work, kind, llama_python)
-        models[f"llama.cpp {kind}"] = (llama_python, "llama.cpp", path)
-    genai = checkpoints.genai(work / "fp32", work / "genai", sys.executable)
-    models["onnxruntime-genai int4 b32"] = (sys.executable, "genai", genai)
+def show_smollm2(given: argparse.Namespace, report: Report) -> None:
+    """Measure SmolLM2-135M."""
+    models: Models = {}
+    pairs: list[tuple[str, str]] = []
+    for stored in ("int4",) if given.quick else ("int4", "int4_b128", "fp32"):
+        checkpoint = checkpoints.smollm2_folder(given.work, stored)
+        for kernels in KERNELS if stored != "fp32" else KERNELS[:1]:
+            plan = engines.plan_of(given.threads, kernels=kernels if stored != "fp32" else "auto")
+            engine = engines.plain_engine(checkpoint, f"{kernels}-{given.threads}", plan)
+            models[_label(stored, kernels)] = sys.executable, "edgellm", engine
+        if stored != "fp32":
+            pairs.append((_label(stored, KERNELS[0]), _label(stored, KERNELS[1])))
+    if not given.quick:
+        peers = _peers(given, checkpoints.smollm2_folder(given.work, "fp32"), smollm2.fetch())
+        models |= peers
+        pairs += [(_label("int4", KERNELS[0]), peer) for peer in peers if "Q8_0" not in peer]
+    _compare("smollm2", models, pairs, given, report)
+
+
+def show_shape(given: argparse.Namespace, report: Report) -> None:
+    """Measure random weights of a shape."""
+    shape = "small" if given.quick else given.shape
+    checkpoint = engines.random_checkpoint(given.work, shape)
+    models: Models = {}
+    pairs: list[tuple[str, str]] = []
+    for quantize in ("int4",) if given.quick else ("int4", "int8"):
+        for kernels in KERNELS:
+            plan = engines.plan_of(given.threads, quantize, kernels)
+            name = f"{quantize}-{kernels}-{given.threads}"
+            engine = engines.plain_engine(checkpoint, name, plan)
+            models[_label(quantize, kernels)] = sys.executable, "edgellm", engine
+        pairs.append((_label(quantize, KERNELS[0]), _label(quantize, KERNELS[1])))
+    if not given.quick:
+        peers = _peers(given, checkpoint, None)
+        models |= peers
+        for peer in peers:
+            quantize = "int8" if "Q8_0" in peer else "int4"
+            pairs.append((_label(quantize, KERNELS[0]), peer))
+    _compare(shape, models, pairs, given, report)
+
+
+MODES = {"smollm2": show_smollm2, "shape": show_shape}
+
+
+def _label(precision: str, kernels: str) -> str:
+    return f"edgellm {precision}, {kernels}'s kernels"
+
+
+def _peers(given: argparse.Namespace, checkpoint: Path, source: Path | None) -> Models:
+    """Make missing models of installed libraries; `source`: a GGUF file of the weights."""
+    models: Models = {}
+    if command.has_package("llama_cpp", given.llama_python):
+        if source is None:
+            source = checkpoint.with_suffix(".gguf")
+            if not source.exists():
+                partial = source.with_suffix(".partial")
+                random_gguf.write(checkpoint, smollm2.fetch(), partial)
+                partial.replace(source)
+        folder = checkpoint.with_name(f"{checkpoint.name}-gguf")
+        for kind in ("Q4_0", "Q8_0"):
+            path = checkpoints.gguf(source, folder, kind, given.llama_python)
+            models[f"llama.cpp {kind}"] = given.llama_python, "llama.cpp", path
+    if command.has_package("onnxruntime_genai"):
+        folder = checkpoint.with_name(f"{checkpoint.name}-genai")
+        path = checkpoints.genai(checkpoint, folder, sys.executable)
+        models["onnxruntime-genai int4, block 32"] = sys.executable, "genai", path
     return models
-
-
-def prepare_shape(
-    work: Path, shape: str, llama_python: str, threads: int
-) -> dict[str, tuple[str, str, Path]]:
-    """Make models of random weights, as `prepare`."""
-    work.mkdir(parents=True, exist_ok=True)
-    checkpoint = work / shape
-    if not checkpoint.exists():
-        random_weights.write(random_weights.SHAPES[shape], checkpoint, "F32")
-        for name, data in open_checkpoint(str(smollm2.fetch())).tokenizer_files.items():
-            (checkpoint / name).write_bytes(data)
-    models = {}
-    for quantize in ("int4", "int8"):
-        for kernels in ("edgellm", "onnxruntime"):
-            engine = work / f"{shape}-{quantize}-{kernels}-{threads}"
-            if not engine.exists():
-                _build(checkpoint, engine, threads, "auto", quantize, kernels)
-            models[f"{quantize}, {kernels}'s kernels"] = (sys.executable, "edgellm", engine)
-    floats = work / f"{shape}.gguf"
-    if not floats.exists():
-        partial = floats.with_suffix(".partial")
-        random_gguf.write(checkpoint, smollm2.fetch(), partial)
-        partial.replace(floats)
-    for kind in ("Q4_0", "Q8_0"):
-        path = checkpoints.gguf(floats, work / f"{shape}-gguf", kind, llama_python)
-        models[f"llama.cpp {kind}"] = (llama_python, "llama.cpp", path)
-    genai = checkpoints.genai(checkpoint, work / f"{shape}-genai", sys.executable)
-    models["onnxruntime-genai int4 b32"] = (sys.executable, "genai", genai)
-    return models
-
-
-def _build(
-    checkpoint: Path,
-    engine: Path,
-    threads: int,
-    prefill: str,
-    quantize: str = "auto",
-    kernels: str = "auto",
-) -> None:
-    bundle = checkpoint.with_name(f"{checkpoint.name}-bundle")
-    if not bundle.exists():
-        export_llm(open_checkpoint(str(checkpoint)), bundle, ExportOptions("fp32"))
-    plan = Plan(1024, CAPACITY, threads, prefill, quantize, options=CpuOptions(kernels))
-    build_engine("llm", bundle, engine, plan, "onnxruntime", lambda _: None)
 
 
 def bytes_per_s(threads: int) -> float:
@@ -127,87 +127,55 @@ def token_bytes(engine: Path) -> int:
     return sum(int(np.prod(each.dims)) for each in graph.initializer if each.name in packed)
 
 
+def _compare(
+    name: str,
+    models: Models,
+    pairs: list[tuple[str, str]],
+    given: argparse.Namespace,
+    report: Report,
+) -> None:
+    """Measure all models in alternating rounds; report speeds, and ratios of each round."""
+    running = {
+        label: Process(python, kind, path, given.threads)
+        for label, (python, kind, path) in models.items()
+    }
+    decoded = 8 if given.quick else DECODED
+    prefill = alternating(
+        {label: lambda p=p: p.measure("prefill", CONTEXT)[0] for label, p in running.items()},
+        given.rounds,
+    )
+    calls = {
+        label: lambda p=p: statistics.median(p.measure("decode", decoded))
+        for label, p in running.items()
+    }
+    decode = alternating({**calls, "memory": lambda: bytes_per_s(given.threads)}, given.rounds)
+    for process in running.values():
+        process.close()
+    rate = statistics.median(decode["memory"])
+    rows = []
+    for label, (_, _, path) in models.items():
+        step, prompt = statistics.median(decode[label]), statistics.median(prefill[label])
+        _, ready, anonymous = running[label].opening
+        read = token_bytes(path)
+        share = f"{read / step * 1e3 / rate:.0%}" if read else ""
+        speeds = [f"{1e3 / step:.1f}", f"{CONTEXT / prompt * 1e3:.0f}", share]
+        rows.append([label, *speeds, f"{ready:.2f}", f"{anonymous / 1e6:.0f}"])
+    report.add(f"decode-{name}", (*COLUMNS, "load s", "anonymous MB"), rows)
+    ratios = [
+        [ours, theirs, *(f"{speedup(times[ours], times[theirs]):.2f} x" for times in found)]
+        for found in [(decode, prefill)]
+        for ours, theirs in pairs
+    ]
+    report.add(f"decode-{name}-speedup", ("edgellm", "against", "decode", "prefill"), ratios)
+
+
 def main() -> None:
-    parser = argparse.ArgumentParser(description=__doc__.splitlines()[0])
-    parser.add_argument("--work", type=Path, default=smollm2.cache_folder() / "benchmarks")
-    parser.add_argument("--threads", type=int, default=os.cpu_count())
-    parser.add_argument("--rounds", type=int, default=7)
+    parser = command.parser(__doc__, MODES, rounds=7)
+    parser.add_argument("--shape", choices=random_weights.SHAPES, default="qwen2.5-0.5b")
     parser.add_argument(
         "--llama_python", default=sys.executable, help="a python with llama-cpp-python"
     )
-    parser.add_argument(
-        "--shape",
-        choices=random_weights.SHAPES,
-        help="random weights of this shape; default: SmolLM2",
-    )
-    arguments = parser.parse_args()
-    if arguments.shape:
-        models = prepare_shape(
-            arguments.work, arguments.shape, arguments.llama_python, arguments.threads
-        )
-    else:
-        models = prepare(arguments.work, arguments.llama_python, arguments.threads)
-    processes = {
-        name: Process(python, kind, path, arguments.threads)
-        for name, (python, kind, path) in models.items()
-    }
-    prefill: dict[str, list[float]] = {name: [] for name in models}
-    decode: dict[str, list[float]] = {name: [] for name in models}
-    rates: list[float] = []
-    for _ in range(arguments.rounds):
-        rates.append(bytes_per_s(arguments.threads))
-        for name, process in processes.items():
-            prefill[name] += process.measure("prefill", CONTEXT)
-            decode[name].append(statistics.median(process.measure("decode", 48)))
-    for process in processes.values():
-        process.close()
-    print(
-        f"{arguments.threads} threads, {CONTEXT}-token prompt, median of {arguments.rounds} rounds"
-    )
-    rate = statistics.median(rates)
-    print(f"they read {rate / 1e9:.1f} GB/s; ready: after imports; anonymous memory with KV cache")
-    print(
-        f"{'engine':32} {'decode tok/s':>13} {'ms':>7} {'prefill tok/s':>14} {'of memory':>9} "
-        f"{'imports s':>9} {'ready s':>8} {'anon. MB':>9}"
-    )
-    for name, (_, _, path) in models.items():
-        step, prompt = statistics.median(decode[name]), statistics.median(prefill[name])
-        imports, ready, anonymous = processes[name].opening
-        read = token_bytes(path)
-        share = f"{read / step * 1e3 / rate:.0%}" if read else ""
-        print(
-            f"{name:32} {1e3 / step:13.1f} {step:7.2f} {CONTEXT / prompt * 1e3:14.0f} {share:>9} "
-            f"{imports:9.2f} {ready:8.2f} {anonymous / 1e6:9.0f}"
-        )
-    _ratios(decode, prefill, pairs_of_shape() if arguments.shape else pairs_of_smollm2())
-
-
-def pairs_of_shape() -> list[tuple[str, str]]:
-    """Return the compared pairs of random weights."""
-    ours = {q: f"{q}, edgellm's kernels" for q in ("int4", "int8")}
-    pairs = [(name, f"{q}, onnxruntime's kernels") for q, name in ours.items()]
-    pairs += [(ours["int4"], peer) for peer in ("onnxruntime-genai int4 b32", "llama.cpp Q4_0")]
-    return [*pairs, (ours["int8"], "llama.cpp Q8_0")]
-
-
-def pairs_of_smollm2() -> list[tuple[str, str]]:
-    """Return the compared pairs of SmolLM2."""
-    ours = "edgellm int4 b32"
-    peers = (f"{ours}{THEIRS}", "onnxruntime-genai int4 b32", "llama.cpp Q4_0")
-    coarse = "edgellm int4 b128", f"edgellm int4 b128{THEIRS}"
-    return [*((ours, peer) for peer in peers), coarse]
-
-
-def _ratios(
-    decode: dict[str, list[float]], prefill: dict[str, list[float]], pairs: list[tuple[str, str]]
-) -> None:
-    """Print medians of the ratios of each round."""
-    for ours, peer in pairs:
-        speed = [
-            statistics.median(p / o for p, o in zip(table[peer], table[ours], strict=True))
-            for table in (decode, prefill)
-        ]
-        print(f"{ours} / {peer}: decode {speed[0]:.2f} x, prefill {speed[1]:.2f} x")
+    command.run(parser, MODES)
 
 
 if __name__ == "__main__":

@@ -1,0 +1,93 @@
+"""Engines of SmolLM2 and of random weights, built once in a working folder."""
+
+from __future__ import annotations
+
+from dataclasses import replace
+from pathlib import Path
+
+from edgellm.build.engine import build_engine
+from edgellm.build.onnxruntime_cpu.options import CpuOptions
+from edgellm.build.plan import Plan
+from edgellm.core.manifest import LLM_ENGINE, load_engine
+from edgellm.device_runtime.networks.decoder import DecoderNetwork, open_decoder
+from edgellm.export.graph.architecture import ExportOptions
+from edgellm.export.pipeline.draft import DraftOptions, export_draft
+from edgellm.export.pipeline.llm import export_llm
+from edgellm.export.pipeline.resolve import open_checkpoint, open_draft
+from edgellm.scripts import smollm2
+from harness import checkpoints, random_weights
+from harness.results import ROOT
+
+EAGLE3 = ROOT / "examples" / "smollm2-135m-instruct-eagle3"
+PRECISIONS = {"fp32": ("fp32", "auto"), "int8": ("fp32", "int8"), "int4": ("int4", "auto")}
+CAPACITY = 2048
+TREE_SIZE = 64  # the 63 choices of `mc_sim_7b_63`, and the root
+
+
+def silent(_: str) -> None:
+    """Ignore the progress of a build."""
+
+
+def plan_of(threads: int, quantize: str = "auto", kernels: str = "auto", **others: int) -> Plan:
+    """Return the plan that most benchmarks share; `others` are fields of `Plan`."""
+    plan = Plan(1024, CAPACITY, threads, "auto", quantize, options=CpuOptions(kernels))
+    return replace(plan, **others)
+
+
+def plain_engine(checkpoint: Path, name: str, plan: Plan) -> Path:
+    """Build a checkpoint in its folder's place without a draft, unless it exists."""
+    engine = checkpoint.with_name(f"{checkpoint.name}-{name}")
+    if not engine.exists():
+        bundle = checkpoint.with_name(f"{checkpoint.name}-bundle")
+        if not bundle.exists():
+            export_llm(open_checkpoint(str(checkpoint)), bundle, ExportOptions("fp32"))
+        build_engine("llm", bundle, engine, plan, "onnxruntime", silent)
+    return engine
+
+
+def smollm2_engine(work: Path, precision: str, threads: int) -> Path:
+    """Build SmolLM2 in one of `PRECISIONS` without a draft, unless it exists."""
+    stored, quantize = PRECISIONS[precision]
+    checkpoint = checkpoints.smollm2_folder(work, stored)
+    return plain_engine(checkpoint, f"{precision}-{threads}", plan_of(threads, quantize))
+
+
+def random_checkpoint(work: Path, shape: str) -> Path:
+    """Return float32 weights of one of `random_weights.SHAPES`, with SmolLM2's tokenizer."""
+    folder = work / shape
+    random_weights.write(random_weights.SHAPES[shape], folder, "F32")
+    for name, data in open_checkpoint(str(smollm2.fetch())).tokenizer_files.items():
+        (folder / name).write_bytes(data)
+    return folder
+
+
+def open_engine(engine: Path) -> DecoderNetwork:
+    """Open an engine's decoder."""
+    return open_decoder(engine, load_engine(engine, LLM_ENGINE))
+
+
+def base_bundle(work: Path, stored: str, draft: Path) -> Path:
+    """Export a checkpoint of SmolLM2 with the auxiliary hidden states of a draft."""
+    bundle = work / f"{draft.name}-{stored}-bundle"
+    options = ExportOptions("fp32", draft_model_dir=str(draft))
+    export_llm(open_checkpoint(str(checkpoints.smollm2_folder(work, stored))), bundle, options)
+    return bundle
+
+
+def draft_bundle(work: Path, draft: Path) -> Path:
+    """Export a draft of SmolLM2."""
+    bundle = work / f"{draft.name}-draft-bundle"
+    base = open_checkpoint(str(checkpoints.smollm2_folder(work, "fp32")), tokenizer=False)
+    export_draft(open_draft(str(draft)), base, bundle, DraftOptions("fp32"))
+    return bundle
+
+
+def drafted_engine(work: Path, precision: str, threads: int, draft: Path = EAGLE3) -> Path:
+    """Build SmolLM2 in one of `PRECISIONS` with a draft; reuse all except the draft."""
+    folder, (stored, quantize) = work / f"{draft.name}-{precision}-{threads}", PRECISIONS[precision]
+    if not folder.exists():
+        plan = plan_of(threads, quantize, max_verify_tree_size=TREE_SIZE)
+        build_engine("llm", base_bundle(work, stored, draft), folder, plan, "onnxruntime", silent)
+    plan = plan_of(threads, max_draft_tree_size=TREE_SIZE)
+    build_engine("draft", draft_bundle(work, draft), folder, plan, "onnxruntime", silent)
+    return folder
