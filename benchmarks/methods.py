@@ -1,43 +1,40 @@
-"""All speculative methods against plain decoding on real prompts: tokens/s, acceptance length.
+"""Speculative methods against plain decoding on real prompts: tokens/s, acceptance length.
 
     pip install -e '.[dev]'
-    python benchmarks/methods.py --prompts 20            # the first 20 of every set
-    python benchmarks/methods.py --eagle1 DIR --medusa DIR      # with these two drafts as well
-    python benchmarks/methods.py --dflash DIR --dspark DIR      # with block drafts
+    python benchmarks/methods.py speedup --prompts 20     # the first 20 of every set
+    python benchmarks/methods.py speedup --eagle1 DIR --medusa DIR --dflash DIR --dspark DIR
+    python benchmarks/methods.py stages --prompts 5 --threads 1     # milliseconds of a round
+    python benchmarks/methods.py precisions --prompts 6   # of every draft over every base
 
 All methods run each prompt, and alternate in starting, so that ratios compare the same minutes of
-the machine. In an fp32 engine, the outputs of all methods must be equal. EAGLE3's draft is that of
-examples/; edgellm-train-draft trains the others.
+the machine. In an fp32 engine, the outputs of all methods must be equal. EAGLE-3's draft is that of
+examples/; edgellm-train-draft trains the others. `stages` measures processor time if there is one
+thread. `precisions` quantizes base and draft (greedy, fixed trees of 16 nodes).
 """
 
 from __future__ import annotations
 
 import argparse
-import json
-import os
 import statistics
+import time
 from dataclasses import dataclass, field
 from pathlib import Path
+from types import SimpleNamespace
 
-from harness import checkpoints, prompts
+from harness import command, prompts
+from harness.engines import EAGLE3, PRECISIONS, drafted_engine
+from harness.quantized import engine_with_draft, quantized_draft
+from harness.results import Report
 
-from edgellm.build.engine import build_engine
-from edgellm.build.plan import Plan
 from edgellm.device_runtime.api.llm import LLM, RequestOutput
+from edgellm.device_runtime.engine import profile
+from edgellm.device_runtime.engine.profile import GENERATION, SPECULATION, Profile
 from edgellm.device_runtime.sampling.params import SamplingParams
 from edgellm.device_runtime.speculate.options import SpecOptions
 from edgellm.device_runtime.speculate.policy.static_tree import NAMED
-from edgellm.export.graph.architecture import ExportOptions
-from edgellm.export.pipeline.draft import DraftOptions, export_draft
-from edgellm.export.pipeline.llm import export_llm
-from edgellm.export.pipeline.resolve import open_checkpoint, open_draft
-from edgellm.scripts import smollm2
 
-EAGLE3 = Path(__file__).parents[1] / "examples" / "smollm2-135m-instruct-eagle3"
 DRAFTS = ("eagle3", "eagle1", "medusa", "dflash", "dspark")
-ENGINES = {"fp32": ("fp32", "auto"), "int8": ("fp32", "int8"), "int4": ("int4", "auto")}
 DRAFT_MODEL = "int4"  # the same base, quantized; there is no smaller SmolLM2
-TREE_SIZE = 64  # the 63 choices and the root
 
 
 @dataclass(frozen=True, slots=True)
@@ -107,49 +104,6 @@ class Tally:
         self.ratios.append(plain_ms / (ms / decoded))
 
 
-def checkpoint(work: Path, name: str) -> Path:
-    """Return SmolLM2 in float32, or in INT4 in blocks of 32."""
-    source, folder = str(smollm2.fetch()), work / {"fp32": "fp32", "int4": "int4_b32"}[name]
-    work.mkdir(parents=True, exist_ok=True)
-    if not folder.exists():
-        if name == "fp32":
-            checkpoints.float_checkpoint(source, folder)
-        else:
-            checkpoints.round_checkpoint(source, folder, 32)
-    return folder
-
-
-def base_bundle(work: Path, name: str, draft: Path) -> Path:
-    """Export a checkpoint with the auxiliary hidden states of a draft."""
-    bundle = work / f"{draft.name}-{name}-bundle"
-    options = ExportOptions("fp32", draft_model_dir=str(draft))
-    export_llm(open_checkpoint(str(checkpoint(work, name))), bundle, options)
-    return bundle
-
-
-def engine(work: Path, name: str, draft: Path, threads: int) -> Path:
-    """Build an engine of `ENGINES` with a draft; reuse all except the draft."""
-    folder, (stored, precision) = work / f"{draft.name}-{name}-{threads}", ENGINES[name]
-    if not folder.exists():
-        plan = Plan(1024, 2048, threads, "auto", precision, max_verify_tree_size=TREE_SIZE)
-        build_engine("llm", base_bundle(work, stored, draft), folder, plan, "onnxruntime", _silent)
-    plan = Plan(1024, 2048, threads, "auto", max_draft_tree_size=TREE_SIZE)
-    build_engine("draft", draft_bundle(work, draft), folder, plan, "onnxruntime", _silent)
-    return folder
-
-
-def draft_bundle(work: Path, draft: Path) -> Path:
-    """Export a draft of SmolLM2."""
-    bundle = work / f"{draft.name}-draft-bundle"
-    base = open_checkpoint(str(checkpoint(work, "fp32")), tokenizer=False)
-    export_draft(open_draft(str(draft)), base, bundle, DraftOptions("fp32"))
-    return bundle
-
-
-def _silent(_: str) -> None:
-    """Ignore the progress of builds."""
-
-
 def measure(
     models: dict[str, LLM], questions: list[str], tokens: int, temperature: float
 ) -> tuple[dict[str, Tally], int]:
@@ -161,14 +115,7 @@ def measure(
         turn = index % len(names)
         answers = {}
         for name in names[turn:] + names[:turn]:
-            answer = models[name].generate(
-                [{"role": "user", "content": question}],
-                sampling=sampling,
-                max_generate_length=tokens,
-            )
-            for _ in answer:
-                pass
-            answers[name] = answer
+            answers[name] = _answer(models[name], question, sampling, tokens)
         plain = answers["plain"]
         differing += any(other.token_ids != plain.token_ids for other in answers.values())
         plain_ms = plain.profile.decode_ms() / max(len(plain.token_ids) - 1, 1)
@@ -182,80 +129,145 @@ def opened(
 ) -> dict[str, LLM]:
     """Open a model for each method of an engine."""
     needed = {METHODS[method].draft for method in methods}
-    folders = {draft: engine(work, name, drafts[draft], threads) for draft in sorted(needed)}
+    folders = {
+        draft: drafted_engine(work, name, threads, drafts[draft]) for draft in sorted(needed)
+    }
     models = {}
     for method in methods:
         spec, folder = METHODS[method].spec, folders[METHODS[method].draft]
         if method == "model":
-            drafting = engine(work, DRAFT_MODEL, drafts["eagle3"], threads)
+            drafting = drafted_engine(work, DRAFT_MODEL, threads, drafts["eagle3"])
             spec = SpecOptions(network="draft", draft_engine_dir=drafting)
         models[method] = LLM(folder, spec=spec)
     return models
 
 
-def main() -> None:
-    parser = argparse.ArgumentParser(description=__doc__.splitlines()[0])
-    parser.add_argument("--work", type=Path, default=smollm2.cache_folder() / "benchmarks")
-    for draft in DRAFTS:
-        default = EAGLE3 if draft == "eagle3" else None
-        parser.add_argument(f"--{draft}", type=Path, default=default, help="folder of the draft")
-    parser.add_argument("--threads", type=int, default=os.cpu_count())
-    parser.add_argument(
-        "--prompts", type=int, default=None, help="prompts of each set; default: all"
+def _answer(model: LLM, question: str, sampling: SamplingParams, tokens: int) -> RequestOutput:
+    """Run one request to its end."""
+    answer = model.generate(
+        [{"role": "user", "content": question}], sampling=sampling, max_generate_length=tokens
     )
-    parser.add_argument("--tokens", type=int, default=128)
-    parser.add_argument("--engines", nargs="+", choices=ENGINES, default=list(ENGINES))
-    parser.add_argument("--sets", nargs="+", choices=prompts.NAMES, default=list(prompts.NAMES))
-    parser.add_argument("--methods", nargs="+", choices=METHODS, default=list(METHODS))
-    parser.add_argument("--temperatures", nargs="+", type=float, default=[0.0])
-    parser.add_argument(
-        "--json", type=Path, default=None, help="also write the figures to this file"
-    )
-    arguments = parser.parse_args()
-    drafts = {draft: getattr(arguments, draft) for draft in DRAFTS}
-    asked = ["plain", *(method for method in arguments.methods if method != "plain")]
+    for _ in answer:
+        pass
+    return answer
+
+
+def show_speedup(given: argparse.Namespace, report: Report) -> None:
+    """Compare methods: tokens/s, ratio to plain decoding, acceptance length, verified nodes."""
+    drafts = {draft: getattr(given, draft) for draft in DRAFTS}
+    wanted = ["eagle3", "auto"] if given.quick else given.methods
+    asked = ["plain", *(method for method in wanted if method != "plain")]
     methods = [method for method in asked if drafts[METHODS[method].draft] is not None]
     if missing := [method for method in asked if method not in methods]:
         print(f"left out, for want of their drafts: {', '.join(missing)}")
-    figures = []
-    for name in arguments.engines:
+    rows: list[list[str]] = []
+    for name in ["int4"] if given.quick else given.engines:
         own = [method for method in methods if (method, name) != ("model", DRAFT_MODEL)]
-        models = opened(arguments.work, name, own, drafts, arguments.threads)
-        for temperature in arguments.temperatures:
-            for questions in arguments.sets:
-                loaded = prompts.load(questions)[: arguments.prompts]
-                tallies, differing = measure(models, loaded, arguments.tokens, temperature)
-                where = {"engine": name, "set": questions, "temperature": temperature}
-                figures += _report(where, tallies)
-                print(f"       {len(loaded)} prompts, {differing} with different answers\n")
-    if arguments.json is not None:
-        arguments.json.write_text(json.dumps(figures, indent=1))
+        models = opened(given.work, name, own, drafts, given.threads)
+        for temperature in given.temperatures:
+            for questions in _sets(given):
+                loaded = prompts.load(questions)[: given.prompts]
+                tallies, differing = measure(models, loaded, given.tokens, temperature)
+                if differing:
+                    print(f"{name}, {questions}: {differing} of {len(loaded)} outputs differ")
+                rows += _rows([name, f"{temperature:g}", questions], tallies)
+    columns = ("engine", "T", "set", "method", "tokens/s", "speedup", "median of prompts")
+    report.add("methods", (*columns, "acceptance length", "verified nodes"), rows)
 
 
-def _report(where: dict[str, object], tallies: dict[str, Tally]) -> list[dict[str, object]]:
-    """Print the figures of a set, and the ratio of "auto" to the best fixed method."""
-    print(
-        f"{where['engine']}, {where['set']}, temperature {where['temperature']}\n"
-        f"{'method':14} {'tok/s':>7} {'x plain':>8} {'median':>7} {'length':>7} {'nodes':>6}"
-    )
-    figures = []
+def _sets(given: argparse.Namespace) -> list[str]:
+    return [prompts.OWN] if given.quick else given.sets
+
+
+def _rows(where: list[str], tallies: dict[str, Tally]) -> list[list[str]]:
+    """Return the figures of a set, and the ratio of "auto" to the best fixed method."""
+    plain, rows = tallies["plain"].rate, []
     for method, tally in tallies.items():
-        ratio, median = tally.rate / tallies["plain"].rate, statistics.median(tally.ratios)
         nodes = tally.nodes / tally.rounds if tally.rounds else 1.0
-        figures.append({
-            **where, "method": method, "tokens_per_s": tally.rate, "ratio": ratio,
-            "median_ratio": median, "acceptance_length": tally.length, "verified_nodes": nodes,
-        })  # fmt: skip
-        print(
-            f"{method:14} {tally.rate:7.1f} {ratio:8.2f} {median:7.2f} {tally.length:7.2f} "
-            f"{nodes:6.1f}",
-            flush=True,
-        )
+        ratios = tally.rate / plain, statistics.median(tally.ratios)
+        shown = [f"{each:.2f}" for each in (*ratios, tally.length)]
+        rows.append([*where, method, f"{tally.rate:.1f}", *shown, f"{nodes:.1f}"])
     if "auto" in tallies and len(tallies) > 2:
         rates = {method: tally.rate for method, tally in tallies.items() if method != "auto"}
         best = max(rates, key=rates.__getitem__)
         print(f"auto / {best}, the best fixed choice: {tallies['auto'].rate / rates[best]:.3f}")
-    return figures
+    return rows
+
+
+def show_stages(given: argparse.Namespace, report: Report) -> None:
+    """Measure the parts of a round: means, and medians of a stage's runs."""
+    if given.threads == 1:
+        profile.time = SimpleNamespace(perf_counter=time.thread_time)
+    folder = drafted_engine(given.work, given.engine, given.threads)
+    rows: list[list[str]] = []
+    for method in ("plain", "eagle3") if given.quick else given.methods:
+        if METHODS[method].draft != "eagle3" or method == "model":
+            continue
+        with LLM(folder, spec=METHODS[method].spec) as llm:
+            for questions in _sets(given):
+                total = _profile(llm, prompts.load(questions)[: given.prompts], given)
+                rows += _stages([method, questions], total)
+    columns = ("method", "set", "part of a round", "mean, ms", "median, ms")
+    report.add("methods-stages", columns, rows)
+
+
+def _profile(llm: LLM, questions: list[str], given: argparse.Namespace) -> Profile:
+    """Run all prompts, one after the other."""
+    total = Profile()
+    for seed, question in enumerate(questions):
+        sampling = SamplingParams(given.temperatures[0], top_p=1.0, top_k=0, seed=seed)
+        total.add(_answer(llm, question, sampling, given.tokens).profile)
+    return total
+
+
+def _stages(where: list[str], total: Profile) -> list[list[str]]:
+    count = len(total.rounds) or len(total.stages_ms[GENERATION])
+    tokens = f"round of {total.decoded_tokens() / count:.2f} tokens"
+    rows = [[*where, tokens, f"{total.decode_ms() / count:.3f}", ""]]
+    for name in (GENERATION, *SPECULATION):
+        if samples := total.stages_ms.get(name):
+            ms = sum(samples) / count, statistics.median(samples)
+            rows.append([*where, name, *(f"{each:.3f}" for each in ms)])
+    return rows
+
+
+def show_precisions(given: argparse.Namespace, report: Report) -> None:
+    """Measure the acceptance length of every precision of a draft over every one of its base."""
+    names = DRAFT_PRECISIONS[:1] if given.quick else DRAFT_PRECISIONS
+    bundles = {name: quantized_draft(given.work, given.eagle3, name) for name in names}
+    questions = prompts.load(_sets(given)[0])[: given.prompts]
+    rows = []
+    for base in BASES[:1] if given.quick else BASES:
+        row = [base]
+        for bundle in bundles.values():
+            folder = engine_with_draft(given.work, base, given.threads, bundle)
+            tree = METHODS["eagle3-fixed"].spec
+            tallies, _ = measure(
+                {"plain": LLM(folder), "tree": LLM(folder, spec=tree)}, questions, given.tokens, 0.0
+            )
+            row.append(f"{tallies['tree'].length:.2f}")
+        rows.append(row)
+    report.add("draft-precisions", ("base", *(f"{name} draft" for name in names)), rows)
+
+
+BASES = ("fp32", "fp8", "int8_sq", "int4_awq", "nvfp4")
+DRAFT_PRECISIONS = ("float", "fp8", "int8_sq", "int4_awq", "nvfp4", "nvfp4_awq")
+MODES = {"speedup": show_speedup, "stages": show_stages, "precisions": show_precisions}
+
+
+def main() -> None:
+    parser = command.parser(__doc__, MODES, rounds=1)
+    for draft in DRAFTS:
+        default = EAGLE3 if draft == "eagle3" else None
+        parser.add_argument(f"--{draft}", type=Path, default=default, help="folder of the draft")
+    parser.add_argument("--prompts", type=int, help="prompts of each set; default: all")
+    parser.add_argument("--tokens", type=int, default=128)
+    parser.add_argument("--engines", nargs="+", choices=PRECISIONS, default=list(PRECISIONS))
+    parser.add_argument("--engine", choices=PRECISIONS, default="int4", help="of `stages`")
+    parser.add_argument("--sets", nargs="+", choices=prompts.NAMES, default=list(prompts.NAMES))
+    parser.add_argument("--methods", nargs="+", choices=METHODS, default=list(METHODS))
+    parser.add_argument("--temperatures", nargs="+", type=float, default=[0.0])
+    command.run(parser, MODES, quick={"prompts": 1, "tokens": 24})
 
 
 if __name__ == "__main__":

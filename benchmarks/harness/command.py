@@ -43,9 +43,15 @@ def parser(doc: str | None, modes: Mapping[str, Mode], *, rounds: int) -> argpar
     return made
 
 
-def run(made: argparse.ArgumentParser, modes: Mapping[str, Mode]) -> None:
-    """Parse flags, and run the given mode, or all."""
+def run(
+    made: argparse.ArgumentParser,
+    modes: Mapping[str, Mode],
+    quick: Mapping[str, object] | None = None,
+) -> None:
+    """Parse flags, and run the given mode, or all; `quick`: values of flags with `--quick`."""
     given = _parsed(made)
+    if given.quick:
+        vars(given).update(quick or {})
     report = Report(given.results or (None if given.quick else FILE))
     for name in [given.mode] if given.mode else modes:
         modes[name](given, report)

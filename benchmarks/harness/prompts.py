@@ -17,10 +17,18 @@ from edgellm.tools.evaluate.datasets.questions import PACKAGED, packaged
 
 _SETS = {"mt-bench": "mt_bench", "humaneval": "humaneval", "gsm8k": "gsm8k"}
 NAMES = tuple(_SETS)
+OWN = "own"  # needs no download, for quick runs
+_OWN = (
+    "Explain to a child why the sky is blue, in three short sentences.",
+    "def add(a, b):\n    return a + b\n\nWrite the same function for three numbers.",
+    "A box holds 12 eggs. How many eggs do 7 boxes hold? Think step by step.",
+)
 
 
-def kinds() -> dict[str, str]:
+def kinds(*, quick: bool) -> dict[str, str]:
     """Return code, sums and prose outside all training and calibration text."""
+    if quick:
+        return {OWN: "\n\n".join(_OWN)}
     stories = [
         f"{row['ctx']} {row['endings'][row['expected_index']]}"
         for row in read_rows(_fetch(HELLASWAG))
@@ -31,6 +39,8 @@ def kinds() -> dict[str, str]:
 
 def load(name: str) -> list[str]:
     """Return the prompts of a set, each the content of one user message."""
+    if name == OWN:
+        return list(_OWN)
     dataset = _SETS[name]
     return [question.turns[0] for question in packaged(dataset, _fetch(PACKAGED[dataset][0]))]
 
