@@ -1,4 +1,4 @@
-"""Quality of each precision, as the table of docs/benchmarks.md.
+"""Quality of each precision: KL divergence, perplexity, changed greedy outputs.
 
     pip install -e '.[dev]' -r benchmarks/requirements.txt
     python benchmarks/quality.py --off_grid --windows 2 --draft
@@ -9,164 +9,91 @@ draft of examples/. SmolLM2-135M-Instruct runs through `edgellm-quantize`, `edge
 `llm_build`. It is compared with llama.cpp's formats, the same files in edgellm's engines, and
 onnxruntime-genai's default int4. All run on the same windows of code, sums and prose, with the
 kernels' own quantization of activations. Schemes for GPUs appear a second time, with inputs
-quantized as on GPUs (`simulated.py`). Megabytes are those of a bundle (of the engine if the build
-quantizes), a GGUF file or genai's model. With `--max_kl` the command fails (exit code 2) if an
-engine of edgellm exceeds it. The weights of the file are on a 4-bit grid (`--off_grid`:
-`off_grid.py`), and a model of 135 M parameters loses more by quantization than one of 8 B: compare
-rows, but do not transfer figures to other models.
+quantized as on GPUs. Megabytes are those of a bundle (of the engine if the build quantizes), a GGUF
+file or genai's model. The weights of the file are on a 4-bit grid (`--off_grid`:
+`harness/off_grid.py`), and a model of 135 M parameters loses more by quantization than one of 8 B:
+compare rows, but do not transfer figures to other models.
 """
 
 from __future__ import annotations
 
 import argparse
-import importlib.util
-import os
-import shutil
-import subprocess
 import sys
-import tempfile
-from collections.abc import Callable, Iterator
-from dataclasses import replace
+from collections.abc import Callable, Iterator, Sequence
+from dataclasses import dataclass, replace
 from pathlib import Path
 
-import greedy_answers
 import numpy as np
 import torch
-from harness import checkpoints, off_grid, prompts
-from quality_table import Row, keep_rows, read_rows, table
-from simulated import simulated
+from harness import checkpoints, command, off_grid, prompts
+from harness.engines import EAGLE3, open_engine
+from harness.quantized import (
+    LLAMA_CPP,
+    OFF_GRID,
+    RECIPES,
+    bundle_of,
+    engine_of,
+    engine_with_draft,
+    gguf_of,
+    quantized,
+    quantized_draft,
+)
+from harness.results import Report
+from harness.timing import folder_bytes
+from methods import METHODS
 from tokenizers import Tokenizer
 
-from edgellm.build.engine import build_engine
-from edgellm.build.plan import Plan
-from edgellm.core.manifest import LLM_ENGINE, load_engine
-from edgellm.device_runtime.networks.decoder import DecoderNetwork, open_decoder
-from edgellm.export.graph.architecture import ExportOptions
-from edgellm.export.pipeline.llm import export_llm
-from edgellm.export.pipeline.resolve import open_checkpoint
-from edgellm.quantize.metrics.divergence import Quality, Score
+from edgellm.device_runtime.api.llm import LLM, RequestOutput
+from edgellm.device_runtime.sampling.params import SamplingParams
+from edgellm.export.checkpoints.hf import Safetensors
+from edgellm.quantize.evaluation.layer_errors import QuantizedLayer
+from edgellm.quantize.formats.schemes import Recipe, choose_scheme
+from edgellm.quantize.formats.tensors import read_below, read_tensor
+from edgellm.quantize.metrics.divergence import (
+    Changes,
+    GreedyOutput,
+    Quality,
+    Score,
+    count_changes,
+)
+from edgellm.quantize.models.language_model import LanguageModel
+from edgellm.quantize.models.lm_head import float_head
+from edgellm.quantize.models.one_layer_model import quiet_transformers, run_layer
 from edgellm.scripts import smollm2
 
 Logits = Callable[[np.ndarray], np.ndarray]  # int64 [S] -> float32 [S, V]
 Opens = Callable[[], tuple[int, Logits]]  # bytes of the model, and its logits
-_SETTINGS = ("off_grid", "windows", "window", "answers", "tokens")
 PIECE = 64  # tokens of a prefill chunk
-LLAMA_CPP = ("Q8_0", "Q6_K", "Q5_K_M", "Q4_K_M", "IQ4_XS", "Q4_0")
+SETS = ("humaneval", "gsm8k")  # prompts of greedy outputs
 OF_GPUS = ("fp8", "nvfp4", "nvfp4_awq")  # GPUs also quantize inputs
-TIED = ("--lm_head_quantization", "int8_tied")  # close to llama.cpp's files
-OFF_GRID = "off-grid.gguf"
-# Name -> (quantize flags, llm_build --quantize)
-RECIPES: dict[str, tuple[list[str], str]] = {
-    "fp32": ([], "none"),
-    "int8, rounded at build": ([], "int8"),
-    "int4, rounded at build": ([], "int4"),
-    "fp8": (["--quantization", "fp8"], "none"),
-    "int8_sq": (["--quantization", "int8_sq"], "none"),
-    "int8_sq, 8 rows": (["--quantization", "int8_sq", "--num_samples", "8"], "none"),
-    "int4_awq": (["--quantization", "int4_awq"], "none"),
-    "int4_awq, block 32": (
-        ["--quantization", "int4_awq", "--block_size", "32", *TIED],
-        "none",
-    ),
-    "int4_awq, gptq, block 32": (
-        ["--quantization", "int4_awq", "--algo", "gptq", "--block_size", "32", *TIED],
-        "none",
-    ),
-    "fp8, gptq": (["--quantization", "fp8", "--algo", "gptq"], "none"),
-    "nvfp4": (["--quantization", "nvfp4"], "none"),
-    "nvfp4, gptq": (["--quantization", "nvfp4", "--algo", "gptq"], "none"),
-    "int4_awq, autoround": (["--quantization", "int4_awq", "--algo", "autoround"], "none"),
-    "int4_awq, autoround, block 32": (
-        ["--quantization", "int4_awq", "--algo", "autoround", "--block_size", "32"],
-        "none",
-    ),
-    **{
-        f"mixed, {bits} bits": (["--quantization", "mixed", "--target_bits", bits, *TIED], "none")
-        for bits in ("4.7", "5.2", "5.7", "6.2", "7", "8")
-    },
-    "nvfp4_awq": (["--quantization", "nvfp4_awq"], "none"),
-    "int8_sq, int8 cache": (
-        ["--quantization", "int8_sq", "--kv_cache_quantization", "int8"],
-        "none",
-    ),
-}
-
-
 TABLE = (
     "int8, rounded at build",
     "int8_sq",
-    "int8_sq, 8 rows",
+    "int8_sq, 8 samples",
     "fp8",
     "fp8, gptq",
-    "mixed, 8 bits",
-    "mixed, 7 bits",
-    "mixed, 6.2 bits",
-    "mixed, 5.7 bits",
-    "mixed, 5.2 bits",
-    "mixed, 4.7 bits",
+    *(f"mixed, {bits} bits" for bits in ("8", "7", "6.2", "5.7", "5.2", "4.7")),
     "nvfp4",
     "nvfp4, gptq",
     "int4_awq, gptq, block 32",
 )  # rows of docs/benchmarks.md
+_GREEDY = SamplingParams(0.0, top_p=1.0, top_k=0)
+_CPU = torch.device("cpu")
 
 
-def checkpoint(work: Path, name: str) -> Path:
-    """Return SmolLM2 in that precision; quantize it if missing."""
-    flags, source = RECIPES[name][0], work / "fp32"
-    if not source.exists():
-        checkpoints.float_checkpoint(str(_source(work)), source)
-    if not flags:
-        return source
-    folder = work / f"quality-{_slug(name)}"
-    if not folder.exists():
-        command = [sys.executable, "-m", "edgellm.quantize", "llm", "--model_dir", str(source)]
-        subprocess.run([*command, "--output_dir", str(folder), *flags], check=True)
-    return folder
+@dataclass(frozen=True, slots=True)
+class Row:
+    """A row of the table."""
+
+    megabytes: float
+    quality: Quality
+    changes: Changes
+    acceptance: float | None = None  # acceptance length of the draft of examples/
 
 
-def _slug(name: str) -> str:
-    return name.replace(",", "").replace(" ", "_")
-
-
-def _bundle(work: Path, name: str) -> Path:
-    """Return the bundle of a recipe, or of llama.cpp's file of that name."""
-    bundle = work / f"quality-{_slug(name)}-bundle"
-    if not bundle.exists():
-        source = _gguf(work, name) if name in LLAMA_CPP else checkpoint(work, name)
-        is_float = RECIPES.get(name, (["of llama.cpp"], ""))[0] == []
-        options = ExportOptions("fp32" if is_float else "fp16")
-        export_llm(open_checkpoint(str(source)), bundle, options)
-    return bundle
-
-
-def _gguf(work: Path, kind: str) -> Path:
-    return checkpoints.gguf(_source(work), work, kind, sys.executable, mixed=True)
-
-
-def _source(work: Path) -> Path:
-    """Return the float checkpoint of all recipes."""
-    changed = work / OFF_GRID
-    return changed if changed.exists() else smollm2.fetch()
-
-
-def engine_folder(work: Path, name: str, threads: int) -> Path:
-    """Return edgellm's engine in that precision; build it if missing."""
-    engine = work / f"quality-{_slug(name)}-engine"
-    if not engine.exists():
-        plan = Plan(1024, 2048, threads, "auto", RECIPES.get(name, ([], "auto"))[1])
-        build_engine("llm", _bundle(work, name), engine, plan, "onnxruntime", lambda _: None)
-    return engine
-
-
-def open_engine(work: Path, name: str, threads: int) -> DecoderNetwork:
-    """Open the engine of `engine_folder`."""
-    folder = engine_folder(work, name, threads)
-    return open_decoder(folder, load_engine(folder, LLM_ENGINE))
-
-
-def edgellm(work: Path, name: str, threads: int) -> Logits:
-    """Return the logits of edgellm's engine."""
-    session = open_engine(work, name, threads)
+def edgellm(engine: Path) -> Logits:
+    """Return the logits of an engine of edgellm."""
+    session = open_engine(engine)
 
     def logits(ids: np.ndarray) -> np.ndarray:
         pieces = []
@@ -182,7 +109,7 @@ def llama_cpp(work: Path, kind: str, threads: int) -> tuple[int, Logits]:
     """Return llama.cpp's logits with its own quantization of the same weights."""
     import llama_cpp as api
 
-    path = _gguf(work, kind)
+    path = gguf_of(work, kind)
     model = api.Llama(
         str(path), n_ctx=1024, n_batch=1024, n_threads=threads, verbose=False, logits_all=True
     )
@@ -211,117 +138,140 @@ def genai(work: Path) -> tuple[int, Logits]:
             rows.append(np.array(generator.get_logits()).reshape(-1))
         return np.stack(rows)
 
-    return _bytes(folder, "*.data"), logits
+    return folder_bytes(folder, "*.data"), logits
 
 
-def main() -> None:
-    parser = argparse.ArgumentParser(description=__doc__.splitlines()[0])
-    parser.add_argument("--work", type=Path, default=smollm2.cache_folder() / "benchmarks")
-    parser.add_argument("--threads", type=int, default=os.cpu_count())
-    parser.add_argument("--windows", type=int, default=5, help="windows of each kind of text")
-    parser.add_argument("--window", type=int, default=512)
-    parser.add_argument("--answers", type=int, default=20, help="prompts of each set")
-    parser.add_argument("--tokens", type=int, default=64, help="tokens of an output")
-    parser.add_argument("--draft", action="store_true", help="measure acceptance lengths too")
-    parser.add_argument("--recipes", nargs="*", choices=RECIPES, default=list(TABLE))
-    parser.add_argument("--gguf", nargs="*", default=list(LLAMA_CPP), help="formats of llama.cpp")
-    parser.add_argument(
-        "--off_grid", action="store_true", help="equivalent weights off the 4-bit grid"
+def as_on_gpus(source: Path, folder: Path, flags: Sequence[str]) -> Logits:
+    """Return logits of a checkpoint whose linear layers have inputs quantized by their scheme.
+
+    FP8 and INT8 have a calibrated scale, FP4 has dynamic E4M3 scales of blocks of 16;
+    all else is in float32, in torch.
+
+    Args:
+        source: the float checkpoint.
+        folder: the result of `edgellm-quantize`, with a float head.
+        flags: of `edgellm-quantize`.
+    """
+    given = dict(zip(flags[::2], flags[1::2], strict=True))
+    scheme = choose_scheme(given["--quantization"], given.get("--algo"))
+    quiet_transformers()
+    subject = LanguageModel.open(str(source), ())
+    recipe = Recipe(scheme, 0, 1.0)
+    exported = Safetensors(sorted(folder.glob("*.safetensors")))
+    layers = [_layer(subject, index, exported, recipe) for index in range(len(subject.layers))]
+    norm = subject.norm_model(None, _CPU)
+    head = float_head(read_tensor(subject.tensors, subject.head_name), _CPU, subject.finish)
+
+    def logits(ids: np.ndarray) -> np.ndarray:
+        states = next(subject.embedded(ids[None], 1))
+        for layer in layers:
+            states = layer(states)
+        return head(run_layer(norm, states)[0]).numpy()
+
+    return logits
+
+
+def _layer(
+    subject: LanguageModel, index: int, exported: Safetensors, recipe: Recipe
+) -> QuantizedLayer:
+    prefix, family = subject.layers[index], subject.family
+    source = {name: tensor.floats() for name, tensor in subject.layer_source(index).items()}
+    tensors = {
+        family.canonical(name): tensor for name, tensor in read_below(exported, prefix).items()
+    }
+    return QuantizedLayer(
+        prefix,
+        source,
+        tensors,
+        recipe,
+        lambda values: subject.layer_model(index, values, _CPU),
+        _CPU,
+        family,
+        subject.config.head_dim,
     )
-    parser.add_argument("--no_peers", action="store_true")
-    parser.add_argument("--max_kl", type=float, default=float("inf"))
-    parser.add_argument(
-        "--json", type=Path, help="file of rows; existing ones are not measured again"
-    )
-    arguments = parser.parse_args()
-    arguments.work.mkdir(parents=True, exist_ok=True)
-    if arguments.off_grid:
-        arguments.work /= "off-grid"
-        arguments.work.mkdir(exist_ok=True)
-        if not (arguments.work / OFF_GRID).exists():
-            off_grid.write(smollm2.fetch(), arguments.work / OFF_GRID)
-    settings = {name: getattr(arguments, name) for name in _SETTINGS}
-    rows = read_rows(arguments.json, settings)
-    windows = _windows(arguments.work, arguments.windows, arguments.window)
-    floats = engine_folder(arguments.work, "fp32", arguments.threads)
-    asked = greedy_answers.ask(floats, arguments.answers, arguments.tokens)
+
+
+def show_quality(given: argparse.Namespace, report: Report) -> None:
+    """Compare all precisions with the float model."""
+    if given.off_grid:
+        given.work /= "off-grid"
+        given.work.mkdir(exist_ok=True)
+        if not (given.work / OFF_GRID).exists():
+            off_grid.write(smollm2.fetch(), given.work / OFF_GRID)
+    sets = (prompts.OWN,) if given.quick else SETS
+    windows = _windows(given)
+    asked = ask(engine_of(given.work, "fp32", given.threads), sets, given.answers, given.tokens)
     references: list[np.ndarray] = []
-    for name, opened in _engines(arguments):
-        if name in rows and references:
-            continue
+    rows: dict[str, Row] = {}
+    for name, opened in _engines(given):
         print(name, file=sys.stderr, flush=True)
         size, engine = opened()
         quality = measure(engine, windows, references)
-        rows[name] = Row(size / 1e6, quality, greedy_answers.changes(engine, asked))
+        rows[name] = Row(size / 1e6, quality, changes(engine, asked))
         del engine
-        keep_rows(arguments.json, settings, rows)
-    if arguments.draft:
-        for name, length in _acceptance(arguments, rows):
-            rows[name] = replace(rows[name], acceptance=length)
-            keep_rows(arguments.json, settings, rows)
-    print("\n".join(table(rows)))
-    _refuse_far(rows, arguments.max_kl)
+    for name in ("fp32", *given.recipes) if given.draft else ():
+        length = acceptance_length(given, name, sets)
+        rows[f"edgellm {name}"] = replace(rows[f"edgellm {name}"], acceptance=length)
+    report.add("quality", *_table(rows))
 
 
-def _acceptance(arguments: argparse.Namespace, rows: dict[str, Row]) -> Iterator[tuple[str, float]]:
-    """Names of our rows that lack a length, and the length with each."""
-    work = arguments.work
-    with tempfile.TemporaryDirectory(dir=work) as place:
-        draft = greedy_answers.draft_bundle(work / "fp32", Path(place) / "draft")
-        for name in ("fp32", *arguments.recipes):
-            if rows[label := f"edgellm {name}"].acceptance is not None:
-                continue
-            folder = Path(place) / "base"
-            folder.mkdir()
-            count = max(1, arguments.answers // 4)
-            length = greedy_answers.acceptance_length(
-                checkpoint(work, name), draft, folder, RECIPES[name][1], arguments.threads, count
-            )
-            shutil.rmtree(folder)
-            yield label, length
+def _table(rows: dict[str, Row]) -> tuple[list[str], list[list[str]]]:
+    """Return columns and rows, the largest model first."""
+    kinds = list(next(iter(rows.values())).quality.kinds)
+    heads = ["", "MB", "perplexity", "KL", *(f"KL {kind}" for kind in kinds), "top-1"]
+    heads += ["changed outputs", "equal tokens", "acceptance length"]
+    found = []
+    for name, row in sorted(rows.items(), key=lambda item: -item[1].megabytes):
+        quality, changed = row.quality, row.changes
+        found.append([
+            name.removeprefix("edgellm "),
+            f"{row.megabytes:.1f}",
+            f"{quality.perplexity_quantized / quality.perplexity_float:.3f}",
+            *(f"{each.kl_divergence:.4f}" for each in (quality, *quality.kinds.values())),
+            f"{quality.top1_agreement * 100:.1f} %",
+            f"{changed.changed} of {changed.answers}",
+            f"{changed.kept:.0f}",
+            "" if row.acceptance is None else f"{row.acceptance:.2f}",
+        ])  # fmt: skip
+    return heads, found
 
 
-def _engines(arguments: argparse.Namespace) -> Iterator[tuple[str, Opens]]:
-    """Return names and openers of engines; the first is the reference."""
-    work, threads = arguments.work, arguments.threads
-    for name in ("fp32", *(name for name in arguments.recipes if name != "fp32")):
+def _engines(given: argparse.Namespace) -> Iterator[tuple[str, Opens]]:
+    """Yield names and openers of engines; the first is the reference."""
+    work, threads = given.work, given.threads
+    for name in ("fp32", *(name for name in given.recipes if name != "fp32")):
         yield f"edgellm {name}", lambda name=name: _opened(work, name, threads)
         if any(precision in RECIPES[name][0] for precision in OF_GPUS):
             yield f"GPUs, {name}", lambda name=name: _simulated(work, name)
-    for kind in () if arguments.no_peers else arguments.gguf:
+    has_llama = bool(given.gguf) and command.has_package("llama_cpp")
+    for kind in given.gguf if has_llama else ():
         yield f"llama.cpp {kind}", lambda kind=kind: llama_cpp(work, kind, threads)
-    if importlib.util.find_spec("onnxruntime_genai") is None:
-        print("onnxruntime-genai is not installed: left out", file=sys.stderr)
-    elif not arguments.no_peers:
+    if given.gguf and command.has_package("onnxruntime_genai"):
         yield "onnxruntime-genai int4", lambda: genai(work)
-    for kind in arguments.gguf:
+    for kind in given.gguf if has_llama else ():
         yield f"edgellm, {kind}.gguf", lambda kind=kind: _opened(work, kind, threads)
 
 
 def _opened(work: Path, name: str, threads: int) -> tuple[int, Logits]:
-    logits = edgellm(work, name, threads)
+    engine = engine_of(work, name, threads)
     if RECIPES.get(name, ([], "none"))[1] != "none":
-        return _bytes(work / f"quality-{_slug(name)}-engine", "*.data"), logits
-    return _bytes(_bundle(work, name), "*.weights"), logits
+        return folder_bytes(engine, "*.data"), edgellm(engine)
+    return folder_bytes(bundle_of(work, name), "*.weights"), edgellm(engine)
 
 
 def _simulated(work: Path, name: str) -> tuple[int, Logits]:
-    logits = simulated(work / "fp32", checkpoint(work, name), RECIPES[name][0])
-    return _bytes(_bundle(work, name), "*.weights"), logits
+    logits = as_on_gpus(work / "fp32", quantized(work, name), RECIPES[name][0])
+    return folder_bytes(bundle_of(work, name), "*.weights"), logits
 
 
-def _bytes(folder: Path, pattern: str) -> int:
-    return sum(path.stat().st_size for path in folder.glob(pattern))
-
-
-def _windows(work: Path, count: int, length: int) -> list[tuple[str, np.ndarray]]:
+def _windows(given: argparse.Namespace) -> list[tuple[str, np.ndarray]]:
     """Return token ids [length] with the kind of their text."""
-    checkpoint(work, "fp32")
-    tokenizer = Tokenizer.from_file(str(work / "fp32" / "tokenizer.json"))
+    folder, length = quantized(given.work, "fp32"), given.window
+    tokenizer = Tokenizer.from_file(str(folder / "tokenizer.json"))
     found = []
-    for kind, text in prompts.kinds().items():
+    for kind, text in prompts.kinds(quick=given.quick).items():
         ids = np.array(tokenizer.encode(text).ids, np.int64)
-        fit = min(count, len(ids) // length)
+        fit = min(given.windows, len(ids) // length)
         found += [(kind, ids[at * length : (at + 1) * length]) for at in range(fit)]
     return found
 
@@ -342,15 +292,60 @@ def measure(
     return score.quality()
 
 
-def _refuse_far(rows: dict[str, Row], max_kl: float) -> None:
-    far = [
-        f"{name} ({row.quality.kl_divergence:.4f})"
-        for name, row in rows.items()
-        if name.startswith("edgellm") and not row.quality.kl_divergence <= max_kl
-    ]
-    if far:
-        print(f"error: a KL divergence above --max_kl {max_kl}: {', '.join(far)}", file=sys.stderr)
-        raise SystemExit(2)
+def ask(engine: Path, sets: Sequence[str], count: int, tokens: int) -> list[GreedyOutput]:
+    """Return an engine's greedy outputs for the first prompts of every set."""
+    with LLM(engine) as model:
+        return [
+            GreedyOutput(name, tuple(answer.prompt.token_ids), tuple(answer.token_ids))
+            for name in sets
+            for question in prompts.load(name)[:count]
+            for answer in [_answer(model, question, tokens)]
+        ]
+
+
+def changes(logits: Logits, asked: Sequence[GreedyOutput]) -> Changes:
+    """Count the outputs that a model changes."""
+    found = [logits(np.array(each.input_ids, np.int64))[each.start :].argmax(-1) for each in asked]
+    return count_changes(asked, found)
+
+
+def acceptance_length(given: argparse.Namespace, name: str, sets: Sequence[str]) -> float:
+    """Return the acceptance length over outputs of every set, with fixed trees of 16 nodes."""
+    draft = quantized_draft(given.work, EAGLE3, "float")
+    engine = engine_with_draft(given.work, name, given.threads, draft)
+    rounds = []
+    with LLM(engine, spec=METHODS["eagle3-fixed"].spec) as model:
+        for questions in sets:
+            for question in prompts.load(questions)[: max(1, given.answers // 4)]:
+                rounds += _answer(model, question, given.tokens).profile.rounds
+    return sum(one.emitted for one in rounds) / len(rounds)
+
+
+def _answer(model: LLM, question: str, tokens: int) -> RequestOutput:
+    message = {"role": "user", "content": question}
+    answer = model.generate([message], sampling=_GREEDY, max_generate_length=tokens)
+    for _ in answer:
+        pass
+    return answer
+
+
+MODES = {"quality": show_quality}
+
+
+def main() -> None:
+    parser = command.parser(__doc__, MODES, rounds=1)
+    parser.add_argument("--windows", type=int, default=5, help="windows of each kind of text")
+    parser.add_argument("--window", type=int, default=512)
+    parser.add_argument("--answers", type=int, default=20, help="prompts of each set")
+    parser.add_argument("--tokens", type=int, default=64, help="tokens of an output")
+    parser.add_argument("--draft", action="store_true", help="measure acceptance lengths too")
+    parser.add_argument("--recipes", nargs="*", choices=RECIPES, default=list(TABLE))
+    parser.add_argument("--gguf", nargs="*", default=list(LLAMA_CPP), help="formats of llama.cpp")
+    parser.add_argument(
+        "--off_grid", action="store_true", help="equivalent weights off the 4-bit grid"
+    )
+    quick = {"windows": 1, "window": 32, "answers": 1, "tokens": 8, "gguf": []}
+    command.run(parser, MODES, {**quick, "recipes": ["int4, rounded at build"]})
 
 
 if __name__ == "__main__":
