@@ -83,13 +83,13 @@ def genai(path: str, threads: int) -> Answer:
     return answer
 
 
-def transformers(path: str, threads: int, *, dtype: str, **assistance: int) -> Answer:
-    """Return transformers' generator; `assistance`: `prompt_lookup_num_tokens` and the like."""
+def transformers(path: str, threads: int) -> Answer:
+    """Return transformers' generator in float32."""
     import torch
     from transformers import AutoModelForCausalLM
 
     torch.set_num_threads(threads)
-    model = AutoModelForCausalLM.from_pretrained(path, dtype=getattr(torch, dtype)).eval()
+    model = AutoModelForCausalLM.from_pretrained(path, dtype=torch.float32).eval()
 
     def answer(_: str, ids: list[int], tokens: int) -> list[int]:
         rows = torch.tensor([ids])
@@ -99,7 +99,6 @@ def transformers(path: str, threads: int, *, dtype: str, **assistance: int) -> A
             do_sample=False,
             max_new_tokens=tokens,
             pad_token_id=_EOS,
-            **assistance,
         )
         return found[0, len(ids) :].tolist()
 
@@ -136,14 +135,7 @@ ANSWERERS: dict[str, Callable[[str, int], Answer]] = {
     "llama.cpp": lambda path, threads: llama_cpp(path, threads, lookup=0),
     "llama.cpp, prompt lookup": lambda path, threads: llama_cpp(path, threads, lookup=2),
     "onnxruntime-genai": genai,
-    "transformers": lambda path, threads: transformers(path, threads, dtype="float32"),
-    "transformers, bfloat16": lambda path, threads: transformers(path, threads, dtype="bfloat16"),
-    "transformers, prompt lookup": lambda path, threads: transformers(
-        path, threads, dtype="float32", prompt_lookup_num_tokens=4
-    ),
-    "transformers, early exit": lambda path, threads: transformers(
-        path, threads, dtype="float32", assistant_early_exit=10
-    ),
+    "transformers": transformers,
     "OpenVINO GenAI": lambda path, threads: openvino(path, threads, lookup=0),
     "OpenVINO GenAI, prompt lookup": lambda path, threads: openvino(path, threads, lookup=4),
 }

@@ -1,4 +1,4 @@
-"""Greedy outputs of one library of the venv of hand_over.py, in its own process.
+"""Greedy outputs of one library of the venv of vllm_venv.py, in its own process.
 
 `python vllm_answers.py JOB RESULT` reads JSON {"library", "model", "dtype", "draft", "drafted",
 "prompts" (token ids), "tokens", "rounding", "logits"} and writes {"answers": [token ids], "rounds",
