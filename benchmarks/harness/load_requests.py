@@ -1,4 +1,4 @@
-"""Requests of the clients of benchmarks/serving.py: texts, and mixtures of images and adapters."""
+"""Requests of the clients of `serving.py`: texts, and mixtures of images and adapters."""
 
 from __future__ import annotations
 
