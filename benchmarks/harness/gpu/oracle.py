@@ -55,6 +55,9 @@ class OracleDrafter:
         self._within.begin(token_ids)
         self._length, self._due = 0, 1e-9  # so that rounding errors cost no token
 
+    def use_kv(self, kv: Any) -> None:
+        self._within.use_kv(kv)
+
     def set_images(self, images: ImageRows) -> None:
         self._within.set_images(images)
 
