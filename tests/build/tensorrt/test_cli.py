@@ -109,7 +109,7 @@ def test_dry_runs_report_sizes_and_unsupported_precisions(command_here, half_bun
 def test_the_memory_of_this_gpu(half_bundle, tmp_path, monkeypatch, size, fits):
     monkeypatch.setattr(compiler, "memory_bytes", lambda: size)
     monkeypatch.setattr(target, "compute_capability", lambda: 89)
-    plan = Plan(48, 64, 0, "auto")
+    plan = Plan(max_input_len=48, kv_capacity=64, threads=0, prefill="auto")
     manifest = load_bundle(half_bundle, LLM_BUNDLE)
     needs = predict(half_bundle, manifest, plan, "tensorrt", tmp_path).needs
     assert needs[-1].what == "engine memory"
@@ -199,4 +199,4 @@ def test_medusa_heads(command_here, eagle_pairs, tmp_path):
     )
     shown = command_here("edgellm-inspect", tmp_path / "engine" / "draft")
     assert (shown.returncode, "medusa" in shown.stdout) == (0, True), shown.stderr
-    assert "What was compiled: heads" in shown.stdout
+    assert "Compiled kernels: heads" in shown.stdout
