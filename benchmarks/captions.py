@@ -91,9 +91,16 @@ def build(work: Path, name: str, threads: int) -> LLM:
     export_draft(network, open_checkpoint(str(MODEL)), work / "drafted", DraftOptions("fp32"))
     export_visual(source, seeing, VisualOptions("fp32", quantization=recipe.exported))
     trees = {"max_verify_tree_size": 60, "max_draft_tree_size": 60}
-    plan = Plan(256, 512, threads, "auto", recipe.quantize, **trees)
+    plan = Plan(
+        max_input_len=256,
+        kv_capacity=512,
+        threads=threads,
+        prefill="auto",
+        quantize=recipe.quantize,
+        **trees,
+    )
     build_engine("llm", bundle, engine, plan, "onnxruntime", lambda _: None)
-    plan = Plan(256, 512, threads, "auto", **trees)
+    plan = Plan(max_input_len=256, kv_capacity=512, threads=threads, prefill="auto", **trees)
     build_engine("draft", work / "drafted", engine, plan, "onnxruntime", lambda _: None)
     limits = image_plan(4, 1024, 512, threads, recipe.encoder)
     build_engine("visual", seeing, encoder, limits, "onnxruntime", lambda _: None)

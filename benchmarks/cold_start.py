@@ -45,7 +45,14 @@ def engine_folder(work: Path) -> Path:
             checkpoint, bundle = Path(folder) / "int4", Path(folder) / "bundle"
             checkpoints.round_checkpoint(str(smollm2.fetch()), checkpoint, 32)
             export_llm(open_checkpoint(str(checkpoint)), bundle, ExportOptions("fp32"))
-            build_engine("llm", bundle, engine, Plan(1024, 2048, 0, "auto"), "auto", lambda _: None)
+            build_engine(
+                "llm",
+                bundle,
+                engine,
+                Plan(max_input_len=1024, kv_capacity=2048, threads=0, prefill="auto"),
+                "auto",
+                lambda _: None,
+            )
     return engine
 
 

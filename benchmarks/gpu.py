@@ -63,11 +63,11 @@ def bytes_per_token(engine: Path, manifest: Engine, rows: int) -> tuple[float, s
     bundle, options = Path(manifest.provenance["bundle"]), manifest.options
     if (bundle / "model.onnx").exists():
         plan = Plan(
-            manifest.max_input_len,
-            manifest.max_kv_cache_capacity,
-            0,
-            options["prefill"],
-            options["quantize"],
+            max_input_len=manifest.max_input_len,
+            kv_capacity=manifest.max_kv_cache_capacity,
+            threads=0,
+            prefill=options["prefill"],
+            quantize=options["quantize"],
             max_verify_tree_size=manifest.max_verify_tree_size,
             options=options_of(manifest.backend, {"--gpu": options.get("--gpu")}),
         )

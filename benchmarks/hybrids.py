@@ -207,7 +207,14 @@ def _build(config: dict[str, Any], folder: Path) -> None:
     for name, data in open_checkpoint(str(smollm2.fetch())).tokenizer_files.items():
         (folder / "checkpoint" / name).write_bytes(data)
     export_llm(open_checkpoint(str(folder / "checkpoint")), folder / "bundle", ExportOptions())
-    plan = Plan(CONVERSATION + 256, CONVERSATION + 512, 2, "same", "int8", checks=False)
+    plan = Plan(
+        max_input_len=CONVERSATION + 256,
+        kv_capacity=CONVERSATION + 512,
+        threads=2,
+        prefill="same",
+        quantize="int8",
+        checks=False,
+    )
     plan = replace(plan, options=CpuOptions("edgellm"))
     build_engine("llm", folder / "bundle", folder / "engine", plan, "onnxruntime", lambda _: None)
 

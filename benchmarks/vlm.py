@@ -98,7 +98,7 @@ def build(work: Path, threads: int) -> dict[str, Path]:
     source, found = open_checkpoint(str(work / "model")), {"decoder": work / "engine"}
     if not found["decoder"].exists():
         export_llm(source, work / "bundle", ExportOptions("fp32"))
-        plan = Plan(8192, 8448, threads, "auto")
+        plan = Plan(max_input_len=8192, kv_capacity=8448, threads=threads, prefill="auto")
         build_engine("llm", work / "bundle", found["decoder"], plan, "onnxruntime", lambda _: None)
     for precision in ("none", "int8"):
         found[precision] = work / f"visual-{precision}"

@@ -34,7 +34,7 @@ TOKENIZER_FILES = ("tokenizer.json", "tokenizer_config.json", "chat_template.jin
 LLM, DRAFT, VISUAL = "llm", "draft", "visual"
 
 
-@dataclass(frozen=True, slots=True)
+@dataclass(frozen=True, slots=True, kw_only=True)
 class Product:
     """A kind of bundle and the engine that is built from it."""
 
@@ -217,15 +217,28 @@ def remembered(product: str, plan: Plan) -> dict[str, Any]:
 
 PRODUCTS = {
     LLM: Product(
-        LLM_BUNDLE, LLM_ENGINE, _require_base, _suits_its_draft, _base_limits, TOKENIZER_FILES,
+        bundle=LLM_BUNDLE,
+        engine=LLM_ENGINE,
+        require=_require_base,
+        suits=_suits_its_draft,
+        limits=_base_limits,
+        files=TOKENIZER_FILES,
         options=("threads", "prefill", "quantize"),
     ),
     DRAFT: Product(
-        DRAFT_BUNDLE, DRAFT_ENGINE, _require_draft, _suits_its_base, _draft_limits,
+        bundle=DRAFT_BUNDLE,
+        engine=DRAFT_ENGINE,
+        require=_require_draft,
+        suits=_suits_its_base,
+        limits=_draft_limits,
         folder=DRAFT_FOLDER,
     ),
     VISUAL: Product(
-        VISUAL_BUNDLE, VISUAL_ENGINE, _require_images, _stands_alone, _image_limits,
-        PROCESSOR_FILES,
+        bundle=VISUAL_BUNDLE,
+        engine=VISUAL_ENGINE,
+        require=_require_images,
+        suits=_stands_alone,
+        limits=_image_limits,
+        files=PROCESSOR_FILES,
     ),
-}  # fmt: skip
+}

@@ -100,12 +100,12 @@ def llm_build(
     flags |= {flag: None if word == "auto" else word for flag, word in words.items()}
     flags |= {"--fallbackPrecision": fallback_precision or None, "--maxLoras": max_loras}
     plan = Plan(
-        max_input_len,
-        kv_capacity,
-        threads,
-        prefill,
-        quantize,
-        kv_cache,
+        max_input_len=max_input_len,
+        kv_capacity=kv_capacity,
+        threads=threads,
+        prefill=prefill,
+        quantize=quantize,
+        kv_cache=kv_cache,
         is_eagle_base=eagle_base,
         max_verify_tree_size=max_verify_tree_size or (60 if eagle_base else 0),
         max_draft_tree_size=max_draft_tree_size if eagle_draft else 0,

@@ -40,7 +40,7 @@ class GpuOptions(Options):
     max_loras: int = field(default=4, metadata={FLAG: "--maxLoras"}, kw_only=True)
 
 
-@dataclass(frozen=True, slots=True)
+@dataclass(frozen=True, slots=True, kw_only=True)
 class Plan:
     """Limits and options of an engine; a limit is 0 if the product does not have it."""
 
@@ -90,7 +90,7 @@ def image_plan(
     )  # fmt: skip
 
 
-@dataclass(frozen=True, slots=True)
+@dataclass(frozen=True, slots=True, kw_only=True)
 class Estimate:
     """Predicted sizes before a build, in bytes."""
 
@@ -113,7 +113,7 @@ class Origin:
     machine: str
 
 
-@dataclass(frozen=True, slots=True)
+@dataclass(frozen=True, slots=True, kw_only=True)
 class Compiled:
     """Result of a backend in the engine folder; see `manifest.Engine`."""
 

@@ -166,7 +166,12 @@ def tiny_int4_engine(tiny_int4_bundle: Path, tmp_path_factory: pytest.TempPathFa
 
     engine = tmp_path_factory.mktemp("engines") / "int4"
     build_engine(
-        "llm", tiny_int4_bundle, engine, Plan(48, 64, 1, "int8"), "onnxruntime", lambda _: None
+        "llm",
+        tiny_int4_bundle,
+        engine,
+        Plan(max_input_len=48, kv_capacity=64, threads=1, prefill="int8"),
+        "onnxruntime",
+        lambda _: None,
     )
     return engine
 
@@ -177,7 +182,14 @@ def tiny_engine(tiny_bundle: Path, tmp_path_factory: pytest.TempPathFactory) -> 
     from edgellm.build.plan import Plan
 
     engine = tmp_path_factory.mktemp("engines") / "tiny"
-    build_engine("llm", tiny_bundle, engine, Plan(48, 64, 1, "auto"), "onnxruntime", lambda _: None)
+    build_engine(
+        "llm",
+        tiny_bundle,
+        engine,
+        Plan(max_input_len=48, kv_capacity=64, threads=1, prefill="auto"),
+        "onnxruntime",
+        lambda _: None,
+    )
     return engine
 
 
@@ -187,7 +199,10 @@ def tree_engine(tiny_bundle: Path, tmp_path_factory: pytest.TempPathFactory) -> 
     from edgellm.build.engine import build_engine
     from edgellm.build.plan import Plan
 
-    engine, plan = tmp_path_factory.mktemp("engines") / "trees", Plan(48, 64, 1, "auto")
+    engine, plan = (
+        tmp_path_factory.mktemp("engines") / "trees",
+        Plan(max_input_len=48, kv_capacity=64, threads=1, prefill="auto"),
+    )
     plan = dataclasses.replace(plan, max_verify_tree_size=12)
     build_engine("llm", tiny_bundle, engine, plan, "onnxruntime", lambda _: None)
     return engine

@@ -50,7 +50,11 @@ def mixture(work: Path, demo: Path, threads: int) -> Mixture:
     """
     engine = work / f"mixture-{threads}"
     if not engine.exists():
-        plan = replace(Plan(256, 512, threads, "same"), max_batch_size=MOST, max_lora_rank=8)
+        plan = replace(
+            Plan(max_input_len=256, kv_capacity=512, threads=threads, prefill="same"),
+            max_batch_size=MOST,
+            max_lora_rank=8,
+        )
         plan = replace(plan, options=CpuOptions("edgellm"))
         build_engine("llm", demo / "vlm_llm_bundle", engine, plan, "onnxruntime", lambda _: None)
     adapters = {name: work / f"mixture-{name}" for name in RANKS}

@@ -22,7 +22,7 @@ _ROTATION = ("cos", "sin", *_OPTIONAL)
 _FLAGS = ("interleaved", "rotary_embedding_dim")
 
 
-@dataclass(frozen=True, slots=True)
+@dataclass(frozen=True, slots=True, kw_only=True)
 class CachedAttention:
     """Operands and attributes of one layer."""
 
@@ -88,7 +88,7 @@ class CachedAttention:
             name: call.attributes[name].as_float() if name in call.attributes else None
             for name in ("scale", "softcap")
         }
-        return cls(call, **given, **heads, **factors, **flagged)  # type: ignore[arg-type]
+        return cls(call=call, **given, **heads, **factors, **flagged)  # type: ignore[arg-type]
 
     @property
     def head_dim(self) -> int:

@@ -46,7 +46,7 @@ _FP4_BLOCKS = {FP4_EXPERTS: 32, NVFP4_EXPERTS: 16}
 PARTS = ("gate_proj", "up_proj", "down_proj")
 
 
-@dataclass(frozen=True, slots=True)
+@dataclass(frozen=True, slots=True, kw_only=True)
 class Stack:
     """Weights of all experts for one projection: gate, up or down."""
 
@@ -76,7 +76,14 @@ class Stack:
         if self.call.op_type != BLOCK_EXPERTS and block == self.shape[1]:
             block = 0
         shape = self.shape[1:]
-        return WeightPart(self.kind, shape, block, self.parameter, tuple(tensors), operation)
+        return WeightPart(
+            kind=self.kind,
+            shape=shape,
+            block_size=block,
+            parameter=self.parameter,
+            stored=tuple(tensors),
+            operation=operation,
+        )
 
     @property
     def first(self) -> LinearWeight:
@@ -84,7 +91,7 @@ class Stack:
         return LinearWeight((self.expert(0),))
 
 
-@dataclass(frozen=True, slots=True)
+@dataclass(frozen=True, slots=True, kw_only=True)
 class ExpertLayer:
     """Operands and attributes of one layer's experts."""
 
@@ -131,9 +138,19 @@ class ExpertLayer:
             call.attributes[name].as_float() for name in ("alpha", "limit", "offset")
         )
         return cls(
-            call, x, ids, shares, gate, up, down, tuple(_bias(value) for value in weights[-3:]),
-            call.attributes["top_k"].as_int(), alpha, limit if limit < _UNLIMITED else None, offset,
-        )  # fmt: skip
+            call=call,
+            x=x,
+            ids=ids,
+            shares=shares,
+            gate=gate,
+            up=up,
+            down=down,
+            biases=tuple(_bias(value) for value in weights[-3:]),
+            top_k=call.attributes["top_k"].as_int(),
+            alpha=alpha,
+            limit=limit if limit < _UNLIMITED else None,
+            offset=offset,
+        )
 
     @property
     def count(self) -> int:
@@ -215,7 +232,15 @@ def _stack(call: ir.Node, name: str, values: list[ir.Value | None], size_name: s
         shape = (count, 2 * columns, rows)
     size = call.attributes[size_name].as_int() if size_name in call.attributes else 0
     block = _FP4_BLOCKS.get(call.op_type, size)
-    return Stack(kind, name, str(given[0].name), shape, block, call, given)
+    return Stack(
+        kind=kind,
+        name=name,
+        parameter=str(given[0].name),
+        shape=shape,
+        block_size=block,
+        call=call,
+        values=given,
+    )
 
 
 def _bias(value: ir.Value | None) -> np.ndarray | None:

@@ -165,12 +165,12 @@ class AdapterSums:
 
     def __init__(
         self,
+        *,
         graph: GraphEditor,
         marks: Marks,
         places: Places,
         dtype: ir.DataType,
         multiply: Multiply,
-        *,
         varies: bool = False,
     ) -> None:
         """See the class.

@@ -82,9 +82,17 @@ def compile_bundle(
         for role, graph in portables.items():
             own = cache if ROLES[role].has_cache else None
             portable = Source(
-                role, bundle, source / graph.path, rounded, own, plan.kv_capacity, commit
+                role=role,
+                bundle=bundle,
+                path=source / graph.path,
+                rounded=rounded,
+                cache=own,
+                capacity=plan.kv_capacity,
+                commit=commit,
             )
-            compiler = _Compiler(portable, plan, folder, report, expected)
+            compiler = _Compiler(
+                source=portable, plan=plan, folder=folder, report=report, expected_bytes=expected
+            )
             opened[role], graphs[role] = compiler.compile()
             verdicts.append(compiler.check(opened[role]))
         if commit is not None:
@@ -96,10 +104,16 @@ def compile_bundle(
     costs, prefill_rows = measure(opened, with_kv_dtype(bundle.spec, dtype, pages), plan)
     own = ENCODER not in bundle.graphs  # whose layers stay with ONNX Runtime
     return Compiled(
-        {**graphs, **moving}, dtype, costs, prefill_rows, notes_of(plan) if own else (),
-        _what_runs(plan) if own else {}, tuple(each.text for each in verdicts),
-        sum(each.seconds for each in verdicts), pages,
-    )  # fmt: skip
+        graphs={**graphs, **moving},
+        kv_dtype=dtype,
+        cost_ms=costs,
+        prefill_rows=prefill_rows,
+        notes=notes_of(plan) if own else (),
+        options=_what_runs(plan) if own else {},
+        checks=tuple(each.text for each in verdicts),
+        check_s=sum(each.seconds for each in verdicts),
+        pages=pages,
+    )
 
 
 def _what_runs(plan: Plan) -> dict[str, Any]:
@@ -174,7 +188,7 @@ class _Compiler:
     """Compiles the graphs of a role."""
 
     def __init__(
-        self, source: Source, plan: Plan, folder: Path, report: Report, expected_bytes: int
+        self, *, source: Source, plan: Plan, folder: Path, report: Report, expected_bytes: int
     ) -> None:
         """`expected_bytes`: of the engine, for the progress lines."""
         self._source, self._plan, self._folder, self._report = source, plan, folder, report

@@ -34,7 +34,7 @@ _ALONE_BYTES = 12 << 20  # drafts of 5 and of 10 MB were no faster on two thread
 _HALVES = {ir.DataType.FLOAT16: "fp16", ir.DataType.BFLOAT16: "bf16"}
 
 
-@dataclasses.dataclass(frozen=True, slots=True)
+@dataclasses.dataclass(frozen=True, slots=True, kw_only=True)
 class Variant:
     """One graph of the engine."""
 
@@ -100,18 +100,32 @@ def _decoder_variants(role: str, model: ir.Model, bundle: Bundle, plan: Plan) ->
             )
         kernel = RowInt8Kernel() if plan.quantize == "int8" else StoredKernel()
         precision = "int8" if plan.quantize == "int8" else "fp32"
-        return [Variant("decode", precision, kernel, prepacks=True, max_rows=largest)]
+        return [
+            Variant(
+                name="decode", precision=precision, kernel=kernel, prepacks=True, max_rows=largest
+            )
+        ]
     if _rounds_inputs_to_int8(model):
         kernel = RowInt8Kernel(COARSE_INPUTS)
-        return [Variant("decode", "int8", kernel, prepacks=True, max_rows=largest)]
+        return [
+            Variant(name="decode", precision="int8", kernel=kernel, prepacks=True, max_rows=largest)
+        ]
     precision = "+".join(sorted(kinds - {"dense"}))
-    decode = Variant("decode", precision, StoredKernel(), prepacks=False, max_rows=largest)
+    decode = Variant(
+        name="decode", precision=precision, kernel=StoredKernel(), prepacks=False, max_rows=largest
+    )
     if plan.prefill == "same" or (plan.prefill == "auto" and not has_fast_int8()):
         return [decode]
     needs_mask = bundle.decoder.sliding_window is not None
     return [
         dataclasses.replace(decode, max_rows=1, needs_mask=needs_mask),
-        Variant("prefill", "int8", RowInt8Kernel(COARSE_INPUTS), prepacks=True, max_rows=largest),
+        Variant(
+            name="prefill",
+            precision="int8",
+            kernel=RowInt8Kernel(COARSE_INPUTS),
+            prepacks=True,
+            max_rows=largest,
+        ),
     ]
 
 
@@ -124,7 +138,7 @@ def _own_variant(role: str, model: ir.Model, quantize: str, max_rows: int) -> Va
     one_term = ALL_INPUTS if role != DECODER else COARSE_INPUTS
     kernel = OwnLinears(rounds=quantize, one_term=one_term)
     name = "decode" if role == DECODER else role
-    return Variant(name, precision, kernel, prepacks=True, max_rows=max_rows)
+    return Variant(name=name, precision=precision, kernel=kernel, prepacks=True, max_rows=max_rows)
 
 
 def _float_types(model: ir.Model) -> str:
@@ -155,12 +169,16 @@ def _draft_variants(role: str, model: ir.Model, bundle: Bundle, plan: Plan) -> l
     if plan.quantize == "int8" or (plan.quantize == "auto" and has_fast_int8()):
         # A draft needs no exact bits, and has many steps.
         kernel = RowInt8Kernel(ALL_INPUTS)
-        return [Variant(role, "int8", kernel, prepacks=True, max_rows=rows)]
+        return [Variant(name=role, precision="int8", kernel=kernel, prepacks=True, max_rows=rows)]
     if plan.quantize == "int4":
         kinds = {"int4"}
     precision = "+".join(sorted(kinds - {"dense"})) or "fp32"
     prepacks = kinds <= {"dense"}
-    return [Variant(role, precision, StoredKernel(), prepacks=prepacks, max_rows=rows)]
+    return [
+        Variant(
+            name=role, precision=precision, kernel=StoredKernel(), prepacks=prepacks, max_rows=rows
+        )
+    ]
 
 
 def _encoder_variants(role: str, model: ir.Model, bundle: Bundle, plan: Plan) -> list[Variant]:
@@ -173,10 +191,20 @@ def _encoder_variants(role: str, model: ir.Model, bundle: Bundle, plan: Plan) ->
     keys = weight_keys(model)
     check_quantize({kind for kind, _ in keys}, plan.quantize)
     if plan.quantize == "int8":
-        return [Variant(role, "int8", RowInt8Kernel(), prepacks=True, max_rows=0)]
+        return [
+            Variant(name=role, precision="int8", kernel=RowInt8Kernel(), prepacks=True, max_rows=0)
+        ]
     quantized = {key for key in keys if key[0] != "dense"}
     if quantized == {("int8", 0)}:
         kernel = StoredKernel(RowInt8Kernel())
-        return [Variant(role, "int8", kernel, prepacks=True, max_rows=0)]
+        return [Variant(name=role, precision="int8", kernel=kernel, prepacks=True, max_rows=0)]
     precision = "+".join(sorted({kind for kind, _ in quantized})) or "fp32"
-    return [Variant(role, precision, StoredKernel(), prepacks=not quantized, max_rows=0)]
+    return [
+        Variant(
+            name=role,
+            precision=precision,
+            kernel=StoredKernel(),
+            prepacks=not quantized,
+            max_rows=0,
+        )
+    ]

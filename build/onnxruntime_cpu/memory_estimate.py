@@ -142,7 +142,7 @@ def _rounded_bytes(source: Path, bundle: Bundle) -> int:
 
 
 # ----------------------------------------------------------------------------------- engines
-@dataclass(frozen=True, slots=True)
+@dataclass(frozen=True, slots=True, kw_only=True)
 class _OwnSizes:
     """Bytes of a graph with edgellm's kernels."""
 
@@ -157,10 +157,10 @@ def _own_sizes(model: ir.Model, kernel: OwnLinears) -> _OwnSizes:
     packed, doubled, largest = _packed_sizes(model, kernel)
     experts, taken, stack = _expert_sizes(model, kernel)
     return _OwnSizes(
-        table + packed + experts + 2 * doubled,
-        packed + doubled + taken,
-        doubled,
-        max(table, largest, stack),
+        engine=table + packed + experts + 2 * doubled,
+        read=packed + doubled + taken,
+        floats=doubled,
+        largest=max(table, largest, stack),
     )
 
 

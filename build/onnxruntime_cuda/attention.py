@@ -77,8 +77,8 @@ def lower_cached_attention(
         raise UnsupportedModelError("a mask that is not made of the tree's is not lowered for CUDA")
     graph.cursor = graph.graph[0]
     seen = {} if form == Form.CAUSAL else _visible_inputs(graph, windows, batch)
-    plain = PlainLayers(graph, dtype, seen, batch)
-    fused = FusedLayers(graph, dtype, seen, windows, batch)
+    plain = PlainLayers(graph=graph, dtype=dtype, seen=seen, batch=batch)
+    fused = FusedLayers(graph=graph, dtype=dtype, seen=seen, windows=windows, batch=batch)
     tables: dict[ir.Value, tuple[ir.Value, ...]] = {}
     for layer in layers:
         graph.cursor = layer.call

@@ -74,7 +74,15 @@ def compile_bundle(
     verdicts = [] if device else [Verdict(_NOT_COMPARED)]
     options = {**choices.options, **engine_options(plan)}
     with rounded_weights(folder, quantize) as rounded:
-        compiler = _Compiler(source, bundle, plan, folder, rounded, quantize, choices)
+        compiler = _Compiler(
+            source=source,
+            bundle=bundle,
+            plan=plan,
+            folder=folder,
+            rounded=rounded,
+            quantize=quantize,
+            choices=choices,
+        )
         graphs = {role: compiler.compile(role, report) for role in bundle.graphs}
         if cache is not None and (DECODER in graphs or plan.max_batch_size > 1):
             ir.save(rows_graph(cache, plan.kv_capacity + spare_rows(plan)), folder / ROWS_GRAPH)
@@ -89,10 +97,10 @@ def compile_bundle(
     if plan.max_lora_rank:
         write_adapted_layers(compiler.portable(DECODER), folder)
     return Compiled(
-        graphs,
-        cache.dtype if cache is not None else "",
-        costs,
-        prefill_rows,
+        graphs=graphs,
+        kv_dtype=cache.dtype if cache is not None else "",
+        cost_ms=costs,
+        prefill_rows=prefill_rows,
         notes=(
             *([_NO_FP8] if "fp8" in kinds else []),
             *choices.notes,
@@ -117,6 +125,7 @@ class _Compiler:
 
     def __init__(
         self,
+        *,
         source: Path,
         bundle: Bundle,
         plan: Plan,
@@ -191,7 +200,14 @@ class _Compiler:
         """See `require_alike`."""
         bundle, plan = self._bundle, self._plan
         cache = bundle.cache_of(role)
-        source = Source(role, bundle, self.portable(role), self._rounded, cache, plan.kv_capacity)
+        source = Source(
+            role=role,
+            bundle=bundle,
+            path=self.portable(role),
+            rounded=self._rounded,
+            cache=cache,
+            capacity=plan.kv_capacity,
+        )
         engine = Rounds((self._kernel,), halves=self._dtype == ir.DataType.FLOAT16)
 
         def open_lowered(load: Callable[[], ir.Model]) -> Runner:

@@ -38,6 +38,7 @@ class FusedLayers:
 
     def __init__(
         self,
+        *,
         graph: GraphEditor,
         dtype: ir.DataType,
         seen: Mapping[ir.Value, ir.Value],

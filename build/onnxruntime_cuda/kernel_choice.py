@@ -30,7 +30,7 @@ _INTEGER_EXPERTS = (
 )
 
 
-@dataclass(frozen=True, slots=True)
+@dataclass(frozen=True, slots=True, kw_only=True)
 class Choices:
     """Choices of a build."""
 
@@ -73,7 +73,9 @@ def choose(
         options[MINIMUM_VERSION] = EXPERTS_VERSION
     expert_note = _INTEGER_EXPERTS if has_integers else _FLOAT_EXPERTS if experts else ""
     notes = tuple(note for note in (said, gemm_said, expert_note) if note)
-    return Choices(forms, gemms, has_integers, options, notes)
+    return Choices(
+        forms=forms, int_gemm=gemms, is_one_graph=has_integers, options=options, notes=notes
+    )
 
 
 def _forms(graph: ir.Graph, dtype: ir.DataType, plan: Plan) -> tuple[tuple[Form, ...], str]:

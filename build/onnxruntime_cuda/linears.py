@@ -109,7 +109,13 @@ def split_blocks(blocks: Blocks, largest: int = LARGEST_BLOCK) -> Blocks:
             if blocks.bits == 4
             else (np.repeat(zeros, parts, 1))
         )
-    return Blocks(blocks.bits, largest, codes, np.repeat(blocks.scales, parts, 1), zeros)
+    return Blocks(
+        bits=blocks.bits,
+        block_size=largest,
+        codes=codes,
+        scales=np.repeat(blocks.scales, parts, 1),
+        zero_points=zeros,
+    )
 
 
 def _repeated_nibbles(packed: np.ndarray, columns: int, parts: int) -> np.ndarray:

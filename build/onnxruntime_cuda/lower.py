@@ -71,7 +71,13 @@ def lower_for_cuda(
     if places is None or marks is None:
         lower_linears(graph, kernel)
     else:
-        lower_linears(graph, kernel, adapt=AdapterSums(graph, marks, places, dtype, _by_rows))
+        lower_linears(
+            graph,
+            kernel,
+            adapt=AdapterSums(
+                graph=graph, marks=marks, places=places, dtype=dtype, multiply=_by_rows
+            ),
+        )
     lower_experts(graph, dtype, expert_bits)
     if capacity:
         lower_cached_attention(graph, dtype, capacity + spare_rows, form, numbers)

@@ -29,6 +29,7 @@ class PlainLayers:
 
     def __init__(
         self,
+        *,
         graph: GraphEditor,
         dtype: ir.DataType,
         seen: Mapping[ir.Value, ir.Value],

@@ -32,7 +32,7 @@ from edgellm.device_runtime.runners.tensorrt.library.log import LibraryLog
 from edgellm.device_runtime.runners.tensorrt.library.trt_import import Library
 
 
-@dataclass(frozen=True, slots=True)
+@dataclass(frozen=True, slots=True, kw_only=True)
 class Built:
     """Facts of a compiled engine."""
 
@@ -73,8 +73,8 @@ def build(
     log = LibraryLog(trt)
     model = ir.load(graph)
     weights = _map_weights(model)
-    own = [node.op_type for node in model.graph if node.op_type in NODES]
-    if own:
+    operators = [node.op_type for node in model.graph if node.op_type in NODES]
+    if operators:
         register_plugins(target.library)
     with compiler_switches(_switches(target, model, report)), defer_interrupt() as pending:
         builder = trt.Builder(log.logger)
@@ -85,9 +85,7 @@ def build(
         _parse(parser, graph, model, weights, target, log)
         attentions = _allow_unfused(trt, network)
         config = _configure(trt, builder, target, options)
-        for each in passes:
-            if each.ranges:  # a graph whose sizes are all known has a profile of its own
-                config.add_optimization_profile(_profile(builder, list(model.graph.inputs), each))
+        _add_profiles(builder, config, list(model.graph.inputs), passes)
         config.progress_monitor = monitor = progress_monitor(trt, report, pending)
         file = EngineFile(trt, engine)
         with memory_returned(weights):
@@ -100,7 +98,10 @@ def build(
         _save_timing_cache(config, options)
     log.refuse_ignored_inputs()  # they are named when the network is compiled
     kernels, told_by = _kernels(log, target, options, engine, report)
-    return Built(kernels, caches, attentions, own.count(ATTEND), told_by)
+    own = operators.count(ATTEND)
+    return Built(
+        kernels=kernels, caches=caches, attentions=attentions, own_attentions=own, told_by=told_by
+    )
 
 
 def _switches(target: Target, model: ir.Model, report: Report) -> str:
@@ -234,6 +235,14 @@ def _configure(trt: Any, builder: Any, target: Target, options: TensorRtOptions)
 def _save_timing_cache(config: Any, options: TensorRtOptions) -> None:
     if options.timing_cache is not None:
         options.timing_cache.write_bytes(config.get_timing_cache().serialize())
+
+
+def _add_profiles(
+    builder: Any, config: Any, inputs: list[ir.Value], passes: Sequence[Pass]
+) -> None:
+    for each in passes:
+        if each.ranges:  # a graph whose sizes are all known has a profile of its own
+            config.add_optimization_profile(_profile(builder, inputs, each))
 
 
 def _profile(builder: Any, inputs: list[ir.Value], each: Pass) -> Any:

@@ -60,7 +60,9 @@ def compile_bundle(
     del models
     for role, graph in bundle.graphs.items():
         passes = passes_of(role, bundle, plan)
-        compiler = _Compiler(role, bundle, plan, folder, report, cached)
+        compiler = _Compiler(
+            role=role, bundle=bundle, plan=plan, folder=folder, report=report, cached=cached
+        )
         built = compiler.compile(source / graph.path, passes)
         cache = bundle.cache_of(role)
         is_own = cached is not None and cached.kernels is not None
@@ -85,7 +87,7 @@ def compile_bundle(
     if cached is not None and cached.why_not and not library.is_ahead_of_time:
         notes += (f"TensorRT's operators compute attention, not edgellm's: {cached.why_not}",)
     return Compiled(
-        graphs,
+        graphs=graphs,
         kv_dtype=cached.dtype if cached is not None else "",
         prefill_rows=plan.max_input_len,
         notes=notes,
@@ -173,6 +175,7 @@ class _Compiler:
 
     def __init__(
         self,
+        *,
         role: str,
         bundle: Bundle,
         plan: Plan,

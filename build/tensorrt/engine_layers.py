@@ -97,14 +97,14 @@ def _kernel(layer: Mapping[str, Any], line: str, passes: Mapping[str, int]) -> K
     if not constants and "Weights" in layer:
         constants = _weights(layer["Weights"], layer["Outputs"])
     return Kernel(
-        index,
-        layer["Name"],
-        layer["LayerType"],
-        _tensors(layer["Inputs"]),
-        constants,
-        _tensors(layer["Outputs"]),
-        tuple(NODE.findall(layer.get("Metadata") or "")),
-        layer.get("TacticName") or "",
+        pass_index=index,
+        name=layer["Name"],
+        kind=layer["LayerType"],
+        inputs=_tensors(layer["Inputs"]),
+        constants=constants,
+        outputs=_tensors(layer["Outputs"]),
+        nodes=tuple(NODE.findall(layer.get("Metadata") or "")),
+        tactic=layer.get("TacticName") or "",
     )
 
 

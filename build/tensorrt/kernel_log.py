@@ -42,7 +42,7 @@ class Tensor:
         return 0 if -1 in self.dims else math.prod(self.dims)
 
 
-@dataclass(frozen=True, slots=True)
+@dataclass(frozen=True, slots=True, kw_only=True)
 class Kernel:
     """A launch in one kind of pass."""
 
@@ -133,7 +133,13 @@ def _kernels(lines: list[str], passes: dict[str, int]) -> Iterator[Kernel]:
             )
             nodes = tuple(NODE.findall(line))
             yield Kernel(
-                passes[part[1]], match["name"], match["kind"], inputs, constants, outputs, nodes
+                pass_index=passes[part[1]],
+                name=match["name"],
+                kind=match["kind"],
+                inputs=inputs,
+                constants=constants,
+                outputs=outputs,
+                nodes=nodes,
             )
 
 

@@ -28,7 +28,7 @@ _NEVER = (99, 0)
 _ORIN = 87
 
 
-@dataclass(frozen=True, slots=True)
+@dataclass(frozen=True, slots=True, kw_only=True)
 class Switch:
     """A switch of the compiler."""
 
@@ -39,12 +39,14 @@ class Switch:
 
 
 _SWITCHES = (
-    Switch("-peep:match_dual_gemm=off", (10, 13), (10, 15)),  # Edge-LLM
-    Switch("-peep:fc_h_fusion=off", (10, 13)),  # Edge-LLM from 10.15 on, a user for 10.13
-    Switch("-cask_fusion:max_num_epilogues=1", (10, 13), (10, 14), of_fp4=True),  # a user
-    Switch("-mlir:autotune:num_threads=1", (10, 15)),  # Edge-LLM
-    Switch("-mlir:collective:fp4=off", (10, 15)),  # Edge-LLM
-    Switch("-cask_fusion:async_policy=1", (10, 15)),  # Edge-LLM
+    Switch(word="-peep:match_dual_gemm=off", since=(10, 13), before=(10, 15)),  # Edge-LLM
+    # Edge-LLM from 10.15 on, a user for 10.13
+    Switch(word="-peep:fc_h_fusion=off", since=(10, 13)),
+    # a user
+    Switch(word="-cask_fusion:max_num_epilogues=1", since=(10, 13), before=(10, 14), of_fp4=True),
+    Switch(word="-mlir:autotune:num_threads=1", since=(10, 15)),  # Edge-LLM
+    Switch(word="-mlir:collective:fp4=off", since=(10, 15)),  # Edge-LLM
+    Switch(word="-cask_fusion:async_policy=1", since=(10, 15)),  # Edge-LLM
 )
 
 

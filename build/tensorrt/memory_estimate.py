@@ -26,7 +26,7 @@ _COPIES_OF_4_BITS = 1.3  # more than one: these are repacked
 _KERNEL_BYTES = 3 << 20  # kernels of a pass, alike in all layers
 
 
-@dataclass(frozen=True, slots=True)
+@dataclass(frozen=True, slots=True, kw_only=True)
 class Sizes:
     """Sizes of the passes that an engine is compiled for."""
 
@@ -52,10 +52,15 @@ def estimate_graphs(models: list[ir.Model], dtype: ir.DataType, sizes: Sizes) ->
         decode += sum(linears.values())
         scratch = max(scratch, _scratch_bytes(model, dtype, sizes))
     return Estimate(
-        engine, sizes.kv_bytes, peak, decode, runs_on_cpu=False,
-        scratch_bytes=scratch, device_bytes=sizes.device_bytes,
+        engine_bytes=engine,
+        kv_bytes=sizes.kv_bytes,
+        peak_build_bytes=peak,
+        decode_bytes=decode,
+        runs_on_cpu=False,
+        scratch_bytes=scratch,
+        device_bytes=sizes.device_bytes,
         notes=tuple(note for model in models for note in notes_of_blocks(model)),
-    )  # fmt: skip
+    )
 
 
 def _scratch_bytes(model: ir.Model, dtype: ir.DataType, sizes: Sizes) -> int:

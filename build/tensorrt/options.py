@@ -10,7 +10,7 @@ from edgellm.build.plan import FLAG, GpuOptions, Plan
 AUTO, EDGELLM, TENSORRT = "auto", "edgellm", "tensorrt"  # of --kernels
 
 
-@dataclass(frozen=True, slots=True)
+@dataclass(frozen=True, slots=True, kw_only=True)
 class TensorRtOptions(GpuOptions):
     """Options of TensorRT's compiler."""
 

@@ -48,7 +48,7 @@ _COPIES = 5  # of the largest weight as float32, in memory while it is decoded a
 _UNIT = 2.0**-24  # half a step of float32
 
 
-@dataclass(frozen=True, slots=True)
+@dataclass(frozen=True, slots=True, kw_only=True)
 class Source:
     """A graph of a bundle, as input of a build."""
 
@@ -72,7 +72,7 @@ class Source:
         return model, _show_layers(model, self.bundle)
 
 
-@dataclass(frozen=True, slots=True)
+@dataclass(frozen=True, slots=True, kw_only=True)
 class Reference:
     """What a portable graph computes of some passes, rows one after the other."""
 
@@ -107,12 +107,12 @@ def make_reference(
     rows = min(capacity or _ROWS, _ROWS)
     passes = sample_passes(source.role, source.bundle, rows, rows)
     if not wanted:
-        return Reference(source, passes, why_not="--noCheck")
+        return Reference(source=source, passes=passes, why_not="--noCheck")
     portable = load_portable(source.path, None)
     need = _COPIES * 4 * _held_at_once(portable.graph)
     if need > (available := available_memory_bytes()):
         lacking = f"that needs about {need >> 20} MiB of memory, {available >> 20} are available"
-        return Reference(source, passes, why_not=lacking)
+        return Reference(source=source, passes=passes, why_not=lacking)
     model, shown = source.prepared(portable)  # weights are rounded before this
     start = time.perf_counter()
     layers = list(all_weights(model.graph))
@@ -125,12 +125,20 @@ def make_reference(
     try:
         found = run_in_pieces(versions, _inputs(source, passes, versions[0]), on_progress)
     except EdgeLLMError as error:
-        return Reference(source, passes, why_not=str(error))
+        return Reference(source=source, passes=passes, why_not=str(error))
     exact, *rounded = map(as_floats, found)
     seconds = time.perf_counter() - start
     may_reroute = bool(rounded) and any(name in PARTS for name, _ in layers)
     return Reference(
-        source, passes, "", exact, rounded[0] if rounded else {}, shown, sums, seconds, may_reroute
+        source=source,
+        passes=passes,
+        why_not="",
+        exact=exact,
+        rounded=rounded[0] if rounded else {},
+        layers=shown,
+        float_error=sums,
+        seconds=seconds,
+        may_reroute=may_reroute,
     )
 
 

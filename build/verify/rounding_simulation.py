@@ -56,7 +56,7 @@ def round_layers(
         halves: activations are float16, else float32.
     """
     maximum = max((each[0] for each in layers.values()), default=0)
-    errors = _Errors(graph, maximum, rows, halves=halves)
+    errors = _Errors(graph=graph, max_outputs=maximum, rows=rows, halves=halves)
     rounded: dict[tuple[ir.Value, int], ir.Value] = {}
     for node in graph.find("MatMul", "FusedMatMul"):
         x, weight = node.inputs
@@ -147,7 +147,7 @@ class _Errors:
     variance |x|^2 step^2 / 12. Finding the steps takes two passes over a weight, rounding five.
     """
 
-    def __init__(self, graph: GraphEditor, max_outputs: int, rows: int, *, halves: bool) -> None:
+    def __init__(self, *, graph: GraphEditor, max_outputs: int, rows: int, halves: bool) -> None:
         self._graph, self._halves, self._random = graph, halves, np.random.default_rng(5)
         self._shape = rows, max_outputs + _SHIFTS
         self._table: NDArray[np.float32] | None = None

@@ -76,7 +76,7 @@ def test_logits_and_compaction(kind, tmp_path, monkeypatch):
     ranges = manifest.decoder.kv.ranges
     assert ranges.calibrated_for == "int8"
     assert ranges.keys == pytest.approx([KEY * 127] * manifest.decoder.kv.num_layers)
-    plan = Plan(32, 48, 1, "same", "none")
+    plan = Plan(max_input_len=32, kv_capacity=48, threads=1, prefill="same", quantize="none")
     build_engine(
         "llm", tmp_path / "bundle", tmp_path / "engine", plan, "onnxruntime", lambda _: None
     )
@@ -115,7 +115,14 @@ def test_it_is_a_choice(tmp_path):
     _export(_checkpoint(tmp_path / "checkpoint", "llama", algorithm="FP8"), tmp_path / "bundle")
     sizes = {}
     for wanted in ("auto", "float", "float16", "int8"):
-        plan = Plan(32, 48, 1, "same", "none", wanted)
+        plan = Plan(
+            max_input_len=32,
+            kv_capacity=48,
+            threads=1,
+            prefill="same",
+            quantize="none",
+            kv_cache=wanted,
+        )
         engine = tmp_path / wanted
         build_engine("llm", tmp_path / "bundle", engine, plan, "onnxruntime", lambda _: None)
         sizes[wanted] = load_engine(engine, LLM_ENGINE).decoder.kv.bytes_per_token
@@ -127,7 +134,18 @@ def test_it_is_a_choice(tmp_path):
         assert held == getattr(onnx.TensorProto, wanted.upper())
     bundle = load_bundle(tmp_path / "bundle", LLM_BUNDLE)
     halves, floats = (
-        estimate(tmp_path / "bundle", bundle, Plan(32, 48, 1, "same", "int8", wanted)).kv_bytes
+        estimate(
+            tmp_path / "bundle",
+            bundle,
+            Plan(
+                max_input_len=32,
+                kv_capacity=48,
+                threads=1,
+                prefill="same",
+                quantize="int8",
+                kv_cache=wanted,
+            ),
+        ).kv_bytes
         for wanted in ("auto", "float")
     )
     assert 2 * halves == floats

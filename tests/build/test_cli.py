@@ -168,7 +168,14 @@ def test_exceeded_limits_are_reported_before_the_work(
     for name in short:
         monkeypatch.setattr(resource_estimate, name, lambda *_, size=FULL[name]: size)
     with pytest.raises(LimitError, match=said) as caught:
-        build_engine("llm", bundle, tmp_path / "e", Plan(16, 32, 1, "auto"), "auto", lambda _: None)
+        build_engine(
+            "llm",
+            bundle,
+            tmp_path / "e",
+            Plan(max_input_len=16, kv_capacity=32, threads=1, prefill="auto"),
+            "auto",
+            lambda _: None,
+        )
     assert remedy in caught.value.hint
     assert [path.name for path in tmp_path.iterdir()] == ["bundle"]
 

@@ -210,6 +210,6 @@ def test_a_base_for_another_draft_is_rejected(eagle_pair, tmp_path):
     facts = load_bundle(eagle_pair.bundle, LLM_BUNDLE).decoder
     assert dataclasses.replace(facts, vocab_size=99).vocab_size == 99
     base = _changed(eagle_pair.bundle, tmp_path / "base", "spec", {"vocab_size": 99})
-    plan = Plan(48, 64, 1, "auto", max_verify_tree_size=8)
+    plan = Plan(max_input_len=48, kv_capacity=64, threads=1, prefill="auto", max_verify_tree_size=8)
     with pytest.raises(BrokenArtifactError, match="vocabulary size 96, this one has 99"):
         build_engine("llm", base, engine, plan, "onnxruntime", lambda _: None)

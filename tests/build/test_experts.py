@@ -34,7 +34,13 @@ from edgellm.export.pipeline.llm import export_llm
 from edgellm.export.pipeline.resolve import open_checkpoint
 from edgellm.tools.inspection.sources.detect import inspect
 
-PLAN = Plan(48, 64, 1, max_verify_tree_size=12, options=CpuOptions("edgellm"))
+PLAN = Plan(
+    max_input_len=48,
+    kv_capacity=64,
+    threads=1,
+    max_verify_tree_size=12,
+    options=CpuOptions("edgellm"),
+)
 IDS = np.random.default_rng(5).integers(9, 96, 40)
 TINY = {**models.find("qwen3_moe").TINY, "num_experts": 9, "mlp_only_layers": [1]}
 
@@ -177,7 +183,7 @@ def test_tensorrt_rejects_experts_before_the_build(bundle, tmp_path):
     pytest.importorskip("tensorrt_rtx", reason="engines are compiled with tensorrt_rtx")
     from edgellm.build.tensorrt.options import TensorRtOptions
 
-    plan = dataclasses.replace(PLAN, options=TensorRtOptions("89"))
+    plan = dataclasses.replace(PLAN, options=TensorRtOptions(target_sm="89"))
     with pytest.raises(UnsupportedModelError, match="TensorRT's backend does not compute mixtures"):
         predict(bundle, load_bundle(bundle, LLM_BUNDLE), plan, "tensorrt", tmp_path)
 

@@ -27,7 +27,7 @@ from edgellm.export.pipeline.llm import export_llm
 from edgellm.export.pipeline.resolve import open_checkpoint
 
 pytestmark = pytest.mark.usefixtures("one_thread")
-PLAN = Plan(48, 64, 1, "same", "auto")
+PLAN = Plan(max_input_len=48, kv_capacity=64, threads=1, prefill="same", quantize="auto")
 IDS = np.random.default_rng(5).integers(9, 96, 40)
 
 

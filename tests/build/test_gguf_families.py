@@ -111,7 +111,7 @@ def test_stored_blocks_equal_the_decoded_floats(name, tmp_path):
         return
     weights = next((tmp_path / "kept").glob("*weights*"))
     assert weights.stat().st_size < 1.2 * (tmp_path / "model.gguf").stat().st_size
-    plan = Plan(48, 64, 1, options=CpuOptions("edgellm"))
+    plan = Plan(max_input_len=48, kv_capacity=64, threads=1, options=CpuOptions("edgellm"))
     engine = tmp_path / "engine"
     manifest = build_engine("llm", tmp_path / "kept", engine, plan, "onnxruntime", lambda _: None)
     assert "rows are off by" in manifest.options["checks"][0]

@@ -48,7 +48,7 @@ def test_more_than_was_expected_is_all_of_it():
 @pytest.mark.parametrize("quantize", ["auto", "int4"])
 def test_percentages_of_all_phases_rise_to_the_end(tiny_bundle, tmp_path, quantize):
     steps = []
-    plan = Plan(48, 64, 1, quantize=quantize)
+    plan = Plan(max_input_len=48, kv_capacity=64, threads=1, quantize=quantize)
     build_engine("llm", tiny_bundle, tmp_path / "e", plan, "onnxruntime", steps.append)
     phases: dict[str, list[int]] = {}
     for step in steps:

@@ -47,7 +47,7 @@ def _bundle(checkpoint):
 
 
 def _engine_logits(bundle, engine, ids, tree, **changes) -> np.ndarray:
-    plan = Plan(48, 64, 1, max_verify_tree_size=12, **changes)
+    plan = Plan(max_input_len=48, kv_capacity=64, threads=1, max_verify_tree_size=12, **changes)
     build_engine("llm", bundle, engine, plan, "onnxruntime", lambda _: None)
     session = open_decoder(engine, load_engine(engine, LLM_ENGINE))
     rows, begin = [], 0
@@ -190,7 +190,7 @@ def test_layers_and_vocabularies_of_any_size(tmp_path, kernels):
 def test_heads_that_no_kernel_computes(tmp_path, kernels, head_dim, said, instead):
     """The error names config keys, before any computation."""
     bundle = _export(tmp_path, "llama", head_dim=head_dim)
-    plan = Plan(48, 64, 1, options=CpuOptions(kernels))
+    plan = Plan(max_input_len=48, kv_capacity=64, threads=1, options=CpuOptions(kernels))
     steps = []
     with pytest.raises(UnsupportedModelError, match=said) as caught:
         build_engine("llm", bundle, tmp_path / "engine", plan, "onnxruntime", steps.append)

@@ -95,7 +95,13 @@ def test_mxfp4_equals_the_dequantized_weights(gpt_oss, tmp_path):
     np.testing.assert_allclose(logits(open_portable(bundle, 64)), expected, atol=TOLERANCE)
     # The build compares the engine with the portable graph, to within the rounding of inputs.
     for quantize, precision in (("none", "fp4"), ("int8", "fp4+int8")):
-        plan = Plan(48, 64, 1, quantize=quantize, options=CpuOptions("edgellm"))
+        plan = Plan(
+            max_input_len=48,
+            kv_capacity=64,
+            threads=1,
+            quantize=quantize,
+            options=CpuOptions("edgellm"),
+        )
         engine = tmp_path / quantize
         manifest = build_engine("llm", bundle, engine, plan, "onnxruntime", lambda _: None)
         assert manifest.main_graphs[0].precision == precision
@@ -206,7 +212,7 @@ def test_quantized_experts_equal_the_dequantized_weights(layout, precision, qwen
         # As it is: ONNX Runtime would round the inputs of integers.
         portable = open_portable(bundle, 64, bundle / "model.onnx")
         np.testing.assert_allclose(logits(portable), expected, atol=TOLERANCE)
-    plan = Plan(48, 64, 1, options=CpuOptions("edgellm"))
+    plan = Plan(max_input_len=48, kv_capacity=64, threads=1, options=CpuOptions("edgellm"))
     manifest = build_engine("llm", bundle, tmp_path / "e", plan, "onnxruntime", lambda _: None)
     assert manifest.main_graphs[0].precision == precision
     said = "not compared" if precision == "fp4" else "rows are off by"

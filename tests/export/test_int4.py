@@ -90,7 +90,7 @@ def test_portable_graph_is_exact(tiny_int4_bundle, reference, monkeypatch):
 def test_engine(tiny_int4_bundle, reference, tmp_path, prefill):
     """Both kernels round activations to int8: close to the exact logits, not equal."""
     ids, expected = reference
-    plan = Plan(48, 64, 1, prefill)
+    plan = Plan(max_input_len=48, kv_capacity=64, threads=1, prefill=prefill)
     build_engine("llm", tiny_int4_bundle, tmp_path / "engine", plan, "onnxruntime", lambda _: None)
     manifest = load_engine(tmp_path / "engine", LLM_ENGINE)
     session = open_decoder(tmp_path / "engine", manifest)
@@ -112,7 +112,13 @@ def test_sliding_windows_hold_in_both_graphs(tmp_path):
     export_llm(open_checkpoint(str(tmp_path / "int4")), bundle, ExportOptions("fp32"))
     logits = {}
     for prefill in ("same", "int8"):
-        plan = Plan(48, 64, 1, prefill, options=CpuOptions("onnxruntime"))
+        plan = Plan(
+            max_input_len=48,
+            kv_capacity=64,
+            threads=1,
+            prefill=prefill,
+            options=CpuOptions("onnxruntime"),
+        )
         build_engine("llm", bundle, tmp_path / prefill, plan, "onnxruntime", lambda _: None)
         manifest = load_engine(tmp_path / prefill, LLM_ENGINE)
         session = open_decoder(tmp_path / prefill, manifest)

@@ -95,9 +95,19 @@ def session(request, exported) -> DecoderNetwork:
         if load_bundle(bundle, LLM_BUNDLE).decoder.recurrent is not None:
             pytest.skip("refused, as tests/device_runtime/networks/test_recurrent_state.py has it")
         with cuda_on_cpu.fused_in_float32():
-            cuda_on_cpu.build_base(bundle, engine, Plan(48, CAPACITY, 1, "auto"))
+            cuda_on_cpu.build_base(
+                bundle,
+                engine,
+                Plan(max_input_len=48, kv_capacity=CAPACITY, threads=1, prefill="auto"),
+            )
         return cuda_on_cpu.open_base(engine)
-    plan = Plan(48, CAPACITY, 1, "auto", options=CpuOptions(request.param))
+    plan = Plan(
+        max_input_len=48,
+        kv_capacity=CAPACITY,
+        threads=1,
+        prefill="auto",
+        options=CpuOptions(request.param),
+    )
     if request.param == "onnxruntime" and _has_experts(bundle):
         with pytest.raises(UnsupportedModelError, match="does not compute mixtures of experts"):
             build_engine("llm", bundle, engine, plan, "onnxruntime", lambda _: None)
@@ -196,7 +206,12 @@ def test_stored_and_computed_types(tmp_path, stored, graph):
     found = run_portable(tmp_path / "bundle", manifest, ids, 16)
     engine = tmp_path / "engine"
     build_engine(
-        "llm", tmp_path / "bundle", engine, Plan(32, 48, 1, "auto"), "onnxruntime", lambda _: None
+        "llm",
+        tmp_path / "bundle",
+        engine,
+        Plan(max_input_len=32, kv_capacity=48, threads=1, prefill="auto"),
+        "onnxruntime",
+        lambda _: None,
     )
     session = open_decoder(engine, load_engine(engine, LLM_ENGINE))
     # The CPU engine computes in float32 even of a float16 bundle; only its weights are rounded.

@@ -68,7 +68,14 @@ def _built(checkpoint):
     bundle, engine = checkpoint / "bundle", checkpoint / "engine"
     export_llm(open_checkpoint(str(checkpoint)), bundle, ExportOptions("fp32"))
     assert load_bundle(bundle, LLM_BUNDLE).decoder.model_type == checkpoint.name
-    build_engine("llm", bundle, engine, Plan(32, 48, 1), "onnxruntime", lambda _: None)
+    build_engine(
+        "llm",
+        bundle,
+        engine,
+        Plan(max_input_len=32, kv_capacity=48, threads=1),
+        "onnxruntime",
+        lambda _: None,
+    )
     return engine
 
 

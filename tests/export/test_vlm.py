@@ -138,10 +138,17 @@ def session(request, exported) -> DecoderNetwork:
         return open_portable(bundle, CAPACITY)
     engine = bundle.parent / request.param
     if request.param == "cuda":
-        cuda_on_cpu.build_base(bundle, engine, Plan(48, CAPACITY, 1, "auto"))
+        cuda_on_cpu.build_base(
+            bundle, engine, Plan(max_input_len=48, kv_capacity=CAPACITY, threads=1, prefill="auto")
+        )
         return cuda_on_cpu.open_base(engine)
     build_engine(
-        "llm", bundle, engine, Plan(48, CAPACITY, 1, "auto"), "onnxruntime", lambda _: None
+        "llm",
+        bundle,
+        engine,
+        Plan(max_input_len=48, kv_capacity=CAPACITY, threads=1, prefill="auto"),
+        "onnxruntime",
+        lambda _: None,
     )
     manifest = load_engine(engine, LLM_ENGINE)
     return open_decoder(engine, manifest)

@@ -53,7 +53,7 @@ def gpu_engine(request, eagle_pair, tmp_path_factory):
     """The tiny float32 base with its draft, built here."""
     engine = tmp_path_factory.mktemp("gpu") / "engine"
     sizes = {"max_verify_tree_size": TREE, "max_draft_tree_size": TREE}
-    plan = Plan(INPUT, CAPACITY, 0, "auto", **sizes)
+    plan = Plan(max_input_len=INPUT, kv_capacity=CAPACITY, threads=0, prefill="auto", **sizes)
     build_engine("llm", eagle_pair.bundle, engine, plan, request.param, lambda _: None)
     build_engine("draft", eagle_pair.draft_bundle, engine, plan, request.param, lambda _: None)
     return engine
@@ -116,10 +116,10 @@ def test_attention_by_edgellm_s_kernels(tmp_path, kv_cache, tolerance):
     layout = dataclasses.replace(EAGLE3, head_dim=64)
     pair = build_pair(tmp_path / "halves", layout, dtype="fp16", head_dim=64)
     plan = Plan(
-        INPUT,
-        CAPACITY,
-        0,
-        "auto",
+        max_input_len=INPUT,
+        kv_capacity=CAPACITY,
+        threads=0,
+        prefill="auto",
         kv_cache=kv_cache,
         max_verify_tree_size=TREE,
         options=TensorRtOptions(kernels="edgellm"),
@@ -143,7 +143,14 @@ def test_answers_in_one_pass_are_those_alone(tmp_path):
     layout = dataclasses.replace(EAGLE3, head_dim=64)
     pair = build_pair(tmp_path / "halves", layout, dtype="fp16", head_dim=64)
     options = TensorRtOptions(kernels="edgellm")
-    plan = Plan(INPUT, CAPACITY, 0, max_verify_tree_size=TREE, max_batch_size=4, options=options)
+    plan = Plan(
+        max_input_len=INPUT,
+        kv_capacity=CAPACITY,
+        threads=0,
+        max_verify_tree_size=TREE,
+        max_batch_size=4,
+        options=options,
+    )
     engine = tmp_path / "engine"
     build_engine("llm", pair.bundle, engine, plan, "tensorrt", lambda _: None)
     session, mask = _open(engine), np.tri(9, dtype=np.bool_)
@@ -196,7 +203,7 @@ def test_the_kernel_moves_rows(row_bytes):
 @pytest.mark.parametrize("precision", ["fp16", "int4_awq", "fp8", "nvfp4"])
 def test_onnxruntime_computes_every_precision(precision, tmp_path):
     """A session on CUDA opens only if no node is left to the CPU; numbers are the CPU kernels'."""
-    plan = Plan(INPUT, 72, 0, "same", "none")
+    plan = Plan(max_input_len=INPUT, kv_capacity=72, threads=0, prefill="same", quantize="none")
     bundle = Bundles(tmp_path).make("eagle_base", precision)
     cuda_on_cpu.build_base(bundle, tmp_path / "engine", plan)
     arguments = np.arange(10, 40), 0, np.arange(30)
@@ -208,7 +215,15 @@ def test_onnxruntime_computes_every_precision(precision, tmp_path):
 @needs_cuda
 def test_onnxruntime_serves_several_in_a_pass(tmp_path):
     """Prompts of three lengths, then tokens and trees of all, asked for, recorded and replayed."""
-    plan = Plan(INPUT, 72, 0, "same", "none", max_verify_tree_size=4, max_batch_size=3)
+    plan = Plan(
+        max_input_len=INPUT,
+        kv_capacity=72,
+        threads=0,
+        prefill="same",
+        quantize="none",
+        max_verify_tree_size=4,
+        max_batch_size=3,
+    )
     cuda_on_cpu.build_base(Bundles(tmp_path).make("base", "fp16"), tmp_path / "engine", plan)
     sessions, wanted = (_open(tmp_path / "engine"), cuda_on_cpu.open_base(tmp_path / "engine")), []
     for session in sessions:

@@ -38,7 +38,7 @@ def engines(request, eagle_pairs, tmp_path_factory):
     """A tiny float32 base with its draft, built for the CPU and for this GPU."""
     pair, engine = eagle_pairs(request.param), tmp_path_factory.mktemp("gpu") / "engine"
     sizes = {"max_verify_tree_size": TREE, "max_draft_tree_size": TREE}
-    plan = Plan(INPUT, CAPACITY, 0, "auto", **sizes)
+    plan = Plan(max_input_len=INPUT, kv_capacity=CAPACITY, threads=0, prefill="auto", **sizes)
     build_engine("llm", pair.bundle, engine, plan, "tensorrt", lambda _: None)
     build_engine("draft", pair.draft_bundle, engine, plan, "tensorrt", lambda _: None)
     return pair.engine, engine

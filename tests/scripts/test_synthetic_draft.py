@@ -69,7 +69,14 @@ def test_the_shipped_draft_is_lossless_with_high_acceptance(tmp_path):
     export_llm(source, tmp_path / "bundle", options)
     export_draft(network, source, tmp_path / "drafted", DraftOptions("fp32"))
     export_visual(source, tmp_path / "seeing", VisualOptions("fp32"))
-    plan = Plan(256, 512, 1, "auto", max_verify_tree_size=60, max_draft_tree_size=60)
+    plan = Plan(
+        max_input_len=256,
+        kv_capacity=512,
+        threads=1,
+        prefill="auto",
+        max_verify_tree_size=60,
+        max_draft_tree_size=60,
+    )
     engine = tmp_path / "engine"
     build_engine("llm", tmp_path / "bundle", engine, plan, "onnxruntime", lambda _: None)
     build_engine("draft", tmp_path / "drafted", engine, plan, "onnxruntime", lambda _: None)

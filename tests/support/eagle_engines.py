@@ -36,7 +36,14 @@ PEAGLE = Layout(
     mask_shape=(1,),
 )
 INPUT, CAPACITY, TREE = 64, 128, 60
-BASE_PLAN = Plan(INPUT, CAPACITY, 1, "same", "none", max_verify_tree_size=TREE)
+BASE_PLAN = Plan(
+    max_input_len=INPUT,
+    kv_capacity=CAPACITY,
+    threads=1,
+    prefill="same",
+    quantize="none",
+    max_verify_tree_size=TREE,
+)
 
 
 @dataclass(frozen=True)
@@ -52,7 +59,14 @@ class EaglePair:
 
 
 def draft_plan(precision: str = "none", rows: int = TREE) -> Plan:
-    return Plan(INPUT, CAPACITY, 1, "auto", precision, max_draft_tree_size=rows)
+    return Plan(
+        max_input_len=INPUT,
+        kv_capacity=CAPACITY,
+        threads=1,
+        prefill="auto",
+        quantize=precision,
+        max_draft_tree_size=rows,
+    )
 
 
 def export_pair(

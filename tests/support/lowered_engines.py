@@ -40,7 +40,14 @@ from edgellm.device_runtime.runners import onnxruntime_cpu, tensorrt
 from edgellm.device_runtime.runners.runner import Runner
 from edgellm.device_runtime.runners.tensorrt.kernel_cache import KV_DTYPES
 
-PLAN = Plan(INPUT, CAPACITY, 1, "auto", max_verify_tree_size=TREE, max_draft_tree_size=TREE)
+PLAN = Plan(
+    max_input_len=INPUT,
+    kv_capacity=CAPACITY,
+    threads=1,
+    prefill="auto",
+    max_verify_tree_size=TREE,
+    max_draft_tree_size=TREE,
+)
 CANDIDATES = 40
 
 

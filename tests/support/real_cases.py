@@ -75,7 +75,7 @@ def make_bundles(smollm2_gguf: Path, folder: Path) -> Path:
     export_llm(open_checkpoint(str(smollm2_gguf)), folder / "base", options)
     draft, base = (open_checkpoint(str(path), tokenizer=False) for path in (DRAFT, smollm2_gguf))
     export_draft(draft, base, folder / "draft", DraftOptions("fp32"))
-    plan = Plan(256, 512, 0, max_draft_tree_size=60)
+    plan = Plan(max_input_len=256, kv_capacity=512, threads=0, max_draft_tree_size=60)
     build_engine("draft", folder / "draft", folder / "built", plan, "onnxruntime", lambda _: None)
     return folder
 
@@ -84,6 +84,14 @@ def build(bundles: Path, engine: Path, quantize: str, kernels: str) -> Path:
     """The engine, with its draft."""
     shutil.copytree(bundles / "built", engine)
     options = CpuOptions(kernels)
-    plan = Plan(256, 512, 0, "auto", quantize, max_verify_tree_size=60, options=options)
+    plan = Plan(
+        max_input_len=256,
+        kv_capacity=512,
+        threads=0,
+        prefill="auto",
+        quantize=quantize,
+        max_verify_tree_size=60,
+        options=options,
+    )
     build_engine("llm", bundles / "base", engine, plan, "onnxruntime", lambda _: None)
     return engine

@@ -125,11 +125,25 @@ def compile_bundle(bundle: Path, kind: str, engine: Path, sm: int, lora_rank: in
     if kind in ("base", "eagle_base", "wide"):
         tree = TREE if kind == "eagle_base" else 0
         limits = {"max_verify_tree_size": tree, "max_lora_rank": lora_rank}
-        plan = Plan(INPUT, CAPACITY, 1, "auto", **limits, options=options)
+        plan = Plan(
+            max_input_len=INPUT,
+            kv_capacity=CAPACITY,
+            threads=1,
+            prefill="auto",
+            **limits,
+            options=options,
+        )
         built = build_engine("llm", bundle, engine, plan, "tensorrt", _silent)
         return _read(engine / "llm.layers.json", built.options["notes"])
     if kind in ("draft", "heads"):
-        plan = Plan(INPUT, CAPACITY, 1, "auto", max_draft_tree_size=TREE, options=options)
+        plan = Plan(
+            max_input_len=INPUT,
+            kv_capacity=CAPACITY,
+            threads=1,
+            prefill="auto",
+            max_draft_tree_size=TREE,
+            options=options,
+        )
         built = build_engine("draft", bundle, engine, plan, "tensorrt", _silent)
         return _read(engine / "draft" / f"{kind}.layers.json", built.options["notes"])
     plan = image_plan(4, 512, 256, 1, options=options)
@@ -147,9 +161,14 @@ def _kernel(raw: dict) -> Kernel:
         Tensor(each["name"], tuple(each["dims"]), each["dtype"]) for each in raw[role]
     )
     return Kernel(
-        raw["pass_index"], raw["name"], raw["kind"], tensors("inputs"), tensors("constants"),
-        tensors("outputs"), tuple(raw["nodes"]),
-    )  # fmt: skip
+        pass_index=raw["pass_index"],
+        name=raw["name"],
+        kind=raw["kind"],
+        inputs=tensors("inputs"),
+        constants=tensors("constants"),
+        outputs=tensors("outputs"),
+        nodes=tuple(raw["nodes"]),
+    )
 
 
 def _silent(_: str) -> None:

@@ -133,7 +133,7 @@ def build_vlm(
     checkpoint = make_vlm(folder / "checkpoint", model_type, **base)
     source, options = open_checkpoint(str(checkpoint)), ExportOptions(dtype)
     found = Engines(model_type, checkpoint, folder / "engine", folder / "visual_engine")
-    plan = Plan(512, 576, 1, "same", "none")
+    plan = Plan(max_input_len=512, kv_capacity=576, threads=1, prefill="same", quantize="none")
     if draft is not None:
         if draft == "medusa":
             make_heads(folder / "draft")

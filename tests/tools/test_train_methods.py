@@ -89,9 +89,23 @@ def _engine(job: Job, base: Path, folder: Path) -> tuple[Path, Bundle]:
     draft = open_draft(str(job.output_dir))
     whole = open_checkpoint(str(base), tokenizer=False)
     manifest = export_draft(draft, whole, folder / "draft_bundle", DraftOptions("fp32"))
-    plan = Plan(64, 128, 1, "same", "none", max_verify_tree_size=8)
+    plan = Plan(
+        max_input_len=64,
+        kv_capacity=128,
+        threads=1,
+        prefill="same",
+        quantize="none",
+        max_verify_tree_size=8,
+    )
     build_engine("llm", folder / "bundle", folder / "engine", plan, "onnxruntime", lambda _: None)
-    plan = Plan(64, 128, 1, "auto", "none", max_draft_tree_size=32)
+    plan = Plan(
+        max_input_len=64,
+        kv_capacity=128,
+        threads=1,
+        prefill="auto",
+        quantize="none",
+        max_draft_tree_size=32,
+    )
     build_engine(
         "draft", folder / "draft_bundle", folder / "engine", plan, "onnxruntime", lambda _: None
     )

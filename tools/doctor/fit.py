@@ -47,6 +47,13 @@ def _predict(source: Path, backend: str, flags: dict[str, str | None]) -> Predic
         capacity = min(_CAPACITY, longest)
         tree = _TREE if product == DRAFT else 0
         longest_input = min(_INPUT, capacity)
-        plan = Plan(longest_input, capacity, 0, "auto", max_draft_tree_size=tree, options=options)
+        plan = Plan(
+            max_input_len=longest_input,
+            kv_capacity=capacity,
+            threads=0,
+            prefill="auto",
+            max_draft_tree_size=tree,
+            options=options,
+        )
     bundle = read_bundle(product, source, plan)
     return predict(source, bundle, plan, name, source.absolute().parent / "engine")

@@ -21,7 +21,7 @@ class _Made(ir.LazyTensor):
     """A tensor that is computed at each read, without caching."""
 
     def __init__(
-        self, make: Callable[[], np.ndarray], dtype: ir.DataType, dims: Sequence[int], name: str
+        self, *, make: Callable[[], np.ndarray], dtype: ir.DataType, dims: Sequence[int], name: str
     ) -> None:
         self._make = make
         super().__init__(lambda: ir.tensor(make(), dtype=dtype), dtype, ir.Shape(dims), name=name)
@@ -35,11 +35,13 @@ class Factors(_Made):
     """Codes times scales, one for `shared` codes: float32."""
 
     def __init__(
-        self, codes: ir.TensorProtocol, scales: ir.TensorProtocol, shared: int, name: str
+        self, *, codes: ir.TensorProtocol, scales: ir.TensorProtocol, shared: int, name: str
     ) -> None:
         """`codes` [..., n] and `scales` [..., n / shared]."""
         self.codes, self.scales, self.shared = codes, scales, shared
-        super().__init__(self._decoded, ir.DataType.FLOAT, tuple(codes.shape.numpy()), name)
+        super().__init__(
+            make=self._decoded, dtype=ir.DataType.FLOAT, dims=tuple(codes.shape.numpy()), name=name
+        )
 
     def _decoded(self) -> np.ndarray:
         repeated = np.repeat(stored_array(self.scales).astype(np.float32), self.shared, -1)
@@ -61,7 +63,12 @@ def stored_tensor(value: ir.Value, call: ir.Node) -> ir.TensorProtocol:
         )
     require_known(factors, "block_size")
     codes, scales = (stored_tensor(each, call) for each in factors.inputs if each is not None)
-    return Factors(codes, scales, factors.attributes["block_size"].as_int(), str(value.name))
+    return Factors(
+        codes=codes,
+        scales=scales,
+        shared=factors.attributes["block_size"].as_int(),
+        name=str(value.name),
+    )
 
 
 def slice_first(
@@ -75,7 +82,7 @@ def slice_first(
         codes, scales = (
             slice_first(each, part, drops_axis=drops_axis) for each in (tensor.codes, tensor.scales)
         )
-        return Factors(codes, scales, tensor.shared, str(tensor.name))
+        return Factors(codes=codes, scales=scales, shared=tensor.shared, name=str(tensor.name))
     dims = [int(dim) for dim in tensor.shape.numpy()]
     if not dims or (dims[0] == 1 and not drops_axis):
         return tensor
@@ -99,4 +106,6 @@ def slice_last(tensor: ir.TensorProtocol, part: slice) -> ir.TensorProtocol:
     kinds = {ir.DataType.INT4: ir.DataType.INT8, ir.DataType.UINT4: ir.DataType.UINT8}
     dtype = kinds.get(tensor.dtype, tensor.dtype)
     dims[-1] = part.stop - part.start
-    return _Made(lambda: stored_columns(tensor, part), dtype, dims, str(tensor.name))
+    return _Made(
+        make=lambda: stored_columns(tensor, part), dtype=dtype, dims=dims, name=str(tensor.name)
+    )

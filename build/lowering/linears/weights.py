@@ -44,7 +44,7 @@ _NUMBERS_AT_ONCE = 1 << 20  # of a weight, when it is decoded
 _E2M1_DOUBLED = np.array([0, 1, 2, 3, 4, 6, 8, 12], np.int16)
 
 
-@dataclass(frozen=True, slots=True)
+@dataclass(frozen=True, slots=True, kw_only=True)
 class Blocks:
     """A weight in the layout of com.microsoft.MatMulNBits."""
 
@@ -55,7 +55,7 @@ class Blocks:
     zero_points: U8 | None  # [out, ceil(in / block * bits / 8)]; None: half of the range
 
 
-@dataclass(frozen=True, slots=True)
+@dataclass(frozen=True, slots=True, kw_only=True)
 class WeightPart:
     """One weight [in, out] of a linear layer's call."""
 
@@ -79,12 +79,12 @@ class WeightPart:
         rows, columns = dims if call.op_type in _BY_INPUT else dims[::-1]
         block = call.attributes["block_size"].as_int() if "block_size" in call.attributes else 0
         return cls(
-            KINDS[first.dtype] if is_quantized else "dense",
-            (rows, columns),
-            _FP4_BLOCK if call.op_type == FP4_LINEAR else block,
-            str(values[0].name),
-            tensors,
-            call.op_type,
+            kind=KINDS[first.dtype] if is_quantized else "dense",
+            shape=(rows, columns),
+            block_size=_FP4_BLOCK if call.op_type == FP4_LINEAR else block,
+            parameter=str(values[0].name),
+            stored=tensors,
+            operation=call.op_type,
         )
 
     def outputs(self, part: slice) -> WeightPart:
@@ -192,17 +192,35 @@ class WeightPart:
         middle = np.int16(1 << (bits - 1))
         if self.is_rerounded:
             codes, scales = blocks_of_int8(self.dense(), size)
-            return Blocks(bits, size, _rows(codes + middle, size, bits), _columns(scales), None)
+            return Blocks(
+                bits=bits,
+                block_size=size,
+                codes=_rows(codes + middle, size, bits),
+                scales=_columns(scales),
+                zero_points=None,
+            )
         repeats = self._shared // size
         scales = np.repeat(self.scales(), repeats, 0)
         scales = np.broadcast_to(scales, (len(scales), self.shape[1]))
         codes, zeros = self.codes(), self.zero_points() if self.is_unsigned else None
         if zeros is None:
-            return Blocks(bits, size, _rows(codes + middle, size, bits), _columns(scales), None)
+            return Blocks(
+                bits=bits,
+                block_size=size,
+                codes=_rows(codes + middle, size, bits),
+                scales=_columns(scales),
+                zero_points=None,
+            )
         points = np.broadcast_to(np.repeat(zeros, repeats, 0), scales.shape).astype(np.uint8).T
         points = _packed(points) if bits == 4 else np.ascontiguousarray(points)
         unsigned = codes + self.repeated(zeros)
-        return Blocks(bits, size, _rows(unsigned, size, bits), _columns(scales), points)
+        return Blocks(
+            bits=bits,
+            block_size=size,
+            codes=_rows(unsigned, size, bits),
+            scales=_columns(scales),
+            zero_points=points,
+        )
 
     @property
     def is_unsigned(self) -> bool:
@@ -315,11 +333,11 @@ class LinearWeight:
         if self.has_zero_points:
             zeros = np.concatenate([_zero_points(blocks) for blocks in found])
         return Blocks(
-            found[0].bits,
-            found[0].block_size,
-            np.concatenate([blocks.codes for blocks in found]),
-            np.concatenate([blocks.scales for blocks in found]),
-            zeros,
+            bits=found[0].bits,
+            block_size=found[0].block_size,
+            codes=np.concatenate([blocks.codes for blocks in found]),
+            scales=np.concatenate([blocks.scales for blocks in found]),
+            zero_points=zeros,
         )
 
 

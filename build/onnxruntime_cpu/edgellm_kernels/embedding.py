@@ -43,7 +43,13 @@ def packed_table(
     if value is None or tensor is None or len(tensor.shape) != 2 or _axis(gather):
         return None
     rows, width = tensor.shape.numpy()
-    part = WeightPart("dense", (int(width), int(rows)), 0, str(value.name), (tensor,))
+    part = WeightPart(
+        kind="dense",
+        shape=(int(width), int(rows)),
+        block_size=0,
+        parameter=str(value.name),
+        stored=(tensor,),
+    )
     weight = LinearWeight((part,))
     for use in value.uses():
         if LinearWeight.of(use.node) is None:

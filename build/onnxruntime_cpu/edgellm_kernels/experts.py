@@ -96,7 +96,14 @@ def _padded_part(part: WeightPart, shape: tuple[int, int]) -> WeightPart:
     padded[: dense.shape[0], : dense.shape[1]] = dense
     dtype = part.stored[0].dtype if part.kind == "dense" else ir.DataType.FLOAT
     stored = ir.tensor(padded, dtype=dtype, name=part.parameter)
-    return WeightPart("dense", shape, 0, part.parameter, (stored,), LINEAR)
+    return WeightPart(
+        kind="dense",
+        shape=shape,
+        block_size=0,
+        parameter=part.parameter,
+        stored=(stored,),
+        operation=LINEAR,
+    )
 
 
 def _padded_bias(bias: np.ndarray, layer: ExpertLayer) -> np.ndarray:

@@ -202,7 +202,7 @@ def _emit(
     return _node(graph, COMBINE, [parts, stats, sinks], rows, **of_queries, **sunk)[0]
 
 
-@dataclass(frozen=True, slots=True)
+@dataclass(frozen=True, slots=True, kw_only=True)
 class _Rotated:
     """Queries and keys, and the RoPE tables that `store_rows` still applies."""
 
@@ -221,7 +221,9 @@ def _rotation(graph: GraphEditor, layer: CachedAttention, places: ir.Value | Non
     is_whole = not layer.interleaved and layer.rotary_embedding_dim in (0, size)
     if cos is not None and is_whole:
         own = positions is None
-        return _Rotated(q, k, (cos, sin, places if own else positions), int(own))
+        return _Rotated(
+            q=q, k=k, tables=(cos, sin, places if own else positions), own_tables=int(own)
+        )
     if cos is not None:
         tables = [cos, sin] if positions is None else [cos, sin, positions]
         q, k = (
@@ -237,7 +239,7 @@ def _rotation(graph: GraphEditor, layer: CachedAttention, places: ir.Value | Non
     one = graph.constant(f"cos_{size}", np.ones((1, size // 2), np.float16))
     none = graph.constant(f"sin_{size}", np.zeros((1, size // 2), np.float16))
     first = graph.node("Sub", [places, places])  # shared by all layers
-    return _Rotated(q, k, (one, none, first))
+    return _Rotated(q=q, k=k, tables=(one, none, first))
 
 
 def _node(

@@ -67,7 +67,14 @@ def lower(
     if places is None:
         lower_linears(graph, kernel, key=merge_key, split=split_rows)
     else:
-        sums = AdapterSums(graph, Marks(graph), places, dtype, _by_rows, varies=True)
+        sums = AdapterSums(
+            graph=graph,
+            marks=Marks(graph),
+            places=places,
+            dtype=dtype,
+            multiply=_by_rows,
+            varies=True,
+        )
         lower_linears(graph, kernel, key=merge_key, split=split_rows, adapt=sums)
     inline(model, keep=(FP4_QUANTIZE, *NODES))
     # The parser of 10.3 needs axes and similar inputs as initializers.

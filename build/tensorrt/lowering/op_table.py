@@ -40,7 +40,7 @@ _FP8_BLOCKS = {ir.DataType.FLOAT8E4M3FN: frozenset[int]()}
 _ALL_RANKS = frozenset(range(9))
 
 
-@dataclass(frozen=True, slots=True)
+@dataclass(frozen=True, slots=True, kw_only=True)
 class Rule:
     """Supported forms of an operator."""
 
@@ -54,78 +54,116 @@ class Rule:
     """Supported block sizes by type of codes; empty: any."""
 
 
-_ELEMENTWISE = Rule(NUMBERS, (0, 1))
-_REDUCTION = Rule(NUMBERS, initializers=(1,))
-_UNARY = Rule(FLOATS)
-_MOVE = Rule(ANY)
+_ELEMENTWISE = Rule(dtypes=NUMBERS, checked=(0, 1))
+_REDUCTION = Rule(dtypes=NUMBERS, initializers=(1,))
+_UNARY = Rule(dtypes=FLOATS)
+_MOVE = Rule(dtypes=ANY)
 
 _SINCE_10_3: dict[str, Rule] = {
     **dict.fromkeys(
-        ("Add", "Sub", "Mul", "Div", "Min", "Max", "Equal", "Less", "LessOrEqual", "Greater",
-         "GreaterOrEqual"),
+        (
+            "Add",
+            "Sub",
+            "Mul",
+            "Div",
+            "Min",
+            "Max",
+            "Equal",
+            "Less",
+            "LessOrEqual",
+            "Greater",
+            "GreaterOrEqual",
+        ),
         _ELEMENTWISE,
     ),
-    **dict.fromkeys(("And", "Or"), Rule(BOOL, (0, 1))),
-    "Not": Rule(BOOL),
+    **dict.fromkeys(("And", "Or"), Rule(dtypes=BOOL, checked=(0, 1))),
+    "Not": Rule(dtypes=BOOL),
     **dict.fromkeys(
-        ("Cos", "Sin", "Exp", "Erf", "Log", "LogSoftmax", "Reciprocal", "Sigmoid", "Softmax",
-         "Sqrt", "Tanh"),
+        (
+            "Cos",
+            "Sin",
+            "Exp",
+            "Erf",
+            "Log",
+            "LogSoftmax",
+            "Reciprocal",
+            "Sigmoid",
+            "Softmax",
+            "Sqrt",
+            "Tanh",
+        ),
         _UNARY,
     ),
-    **dict.fromkeys(("Abs", "Neg"), Rule(NUMBERS)),
+    **dict.fromkeys(("Abs", "Neg"), Rule(dtypes=NUMBERS)),
     **dict.fromkeys(
-        ("Cast", "CastLike", "Concat", "Expand", "Identity", "Reshape", "Shape", "Split",
-         "Transpose"),
+        (
+            "Cast",
+            "CastLike",
+            "Concat",
+            "Expand",
+            "Identity",
+            "Reshape",
+            "Shape",
+            "Split",
+            "Transpose",
+        ),
         _MOVE,
     ),
     **dict.fromkeys(("ReduceMax", "ReduceMean", "ReduceMin", "ReduceSum"), _REDUCTION),
-    **dict.fromkeys(("Squeeze", "Unsqueeze"), Rule(ANY, initializers=(1,))),
-    "ArgMax": Rule(NUMBERS),
-    "Clip": Rule(FLOATS),  # so says the document; the importer of 10.1 takes integers as well
-    "Conv": Rule(FLOATS, ranks=frozenset({3, 4, 5})),
-    "DequantizeLinear": Rule(EIGHT_BITS | FOUR_BITS, initializers=(2,), blocked=_INT4_BLOCKS),
-    "Gather": Rule(ANY),
+    **dict.fromkeys(("Squeeze", "Unsqueeze"), Rule(dtypes=ANY, initializers=(1,))),
+    "ArgMax": Rule(dtypes=NUMBERS),
+    # The document says so; the importer of 10.1 takes integers as well.
+    "Clip": Rule(dtypes=FLOATS),
+    "Conv": Rule(dtypes=FLOATS, ranks=frozenset({3, 4, 5})),
+    "DequantizeLinear": Rule(
+        dtypes=EIGHT_BITS | FOUR_BITS, initializers=(2,), blocked=_INT4_BLOCKS
+    ),
+    "Gather": Rule(dtypes=ANY),
     "Gelu": _UNARY,
     "LayerNormalization": _UNARY,
-    "MatMul": Rule(FLOATS, (0, 1)),
-    "Pow": Rule(FLOATS, (0, 1)),
-    "QuantizeLinear": Rule(FLOATS, initializers=(2,)),
-    "Range": Rule(NUMBERS, (0, 1, 2)),
-    "ScatterElements": Rule(NUMBERS),
-    "ScatterND": Rule(NUMBERS, attributes={"reduction": frozenset({"none"})}),
-    "Slice": Rule(ANY, initializers=(3,)),
-    "TopK": Rule(NUMBERS, attributes={"sorted": frozenset({1})}, max_candidates=3840),
-    "Where": Rule(ANY, (1, 2)),
-}  # fmt: skip
+    "MatMul": Rule(dtypes=FLOATS, checked=(0, 1)),
+    "Pow": Rule(dtypes=FLOATS, checked=(0, 1)),
+    "QuantizeLinear": Rule(dtypes=FLOATS, initializers=(2,)),
+    "Range": Rule(dtypes=NUMBERS, checked=(0, 1, 2)),
+    "ScatterElements": Rule(dtypes=NUMBERS),
+    "ScatterND": Rule(dtypes=NUMBERS, attributes={"reduction": frozenset({"none"})}),
+    "Slice": Rule(dtypes=ANY, initializers=(3,)),
+    "TopK": Rule(dtypes=NUMBERS, attributes={"sorted": frozenset({1})}, max_candidates=3840),
+    "Where": Rule(dtypes=ANY, checked=(1, 2)),
+}
 
 _SINCE_10_8 = {
-    "DequantizeLinear": Rule(_CODES, initializers=(2,), blocked=_INT4_BLOCKS | _FP4_BLOCKS),
-    "trt::TRT_FP4DynamicQuantize": Rule(FLOATS, ranks=frozenset({2, 3}), initializers=(1,)),
+    "DequantizeLinear": Rule(dtypes=_CODES, initializers=(2,), blocked=_INT4_BLOCKS | _FP4_BLOCKS),
+    "trt::TRT_FP4DynamicQuantize": Rule(dtypes=FLOATS, ranks=frozenset({2, 3}), initializers=(1,)),
 }
 _SINCE_10_13 = {
     "DequantizeLinear": Rule(
-        _CODES, initializers=(2,), blocked=_INT4_BLOCKS | _FP4_BLOCKS | _FP8_BLOCKS
+        dtypes=_CODES, initializers=(2,), blocked=_INT4_BLOCKS | _FP4_BLOCKS | _FP8_BLOCKS
     ),
 }
 # An importer reshapes 3-D attention, and the document speaks of 4-D: 3-D is left to 11.x, where
 # TensorRT-RTX compiles it.
-_SINCE_10_14 = {"Attention": Rule(FLOATS, (0, 1, 2), frozenset({4}))}
+_SINCE_10_14 = {"Attention": Rule(dtypes=FLOATS, checked=(0, 1, 2), ranks=frozenset({4}))}
 _SINCE_10_15 = {
     "RMSNormalization": _UNARY,
-    "RotaryEmbedding": Rule(FLOATS, ranks=frozenset({3, 4})),
-    "TensorScatter": Rule(FLOATS, (0, 1), frozenset({4}), attributes={"axis": frozenset({-2, 2})}),
+    "RotaryEmbedding": Rule(dtypes=FLOATS, ranks=frozenset({3, 4})),
+    "TensorScatter": Rule(
+        dtypes=FLOATS, checked=(0, 1), ranks=frozenset({4}), attributes={"axis": frozenset({-2, 2})}
+    ),
 }
 _SINCE_11_0 = {
     "Swish": _UNARY,
-    "Attention": Rule(FLOATS, (0, 1, 2), frozenset({3, 4})),
-    "Clip": Rule(NUMBERS),  # compiled by TensorRT-RTX 1.7
+    "Attention": Rule(dtypes=FLOATS, checked=(0, 1, 2), ranks=frozenset({3, 4})),
+    "Clip": Rule(dtypes=NUMBERS),  # compiled by TensorRT-RTX 1.7
 }
 
 _HALF = frozenset({ir.DataType.FLOAT16})
 _KERNELS = {
-    "edgellm::store_rows": Rule(_HALF, (0, 1, 2, 3, 4), frozenset({3})),
-    "edgellm::attend": Rule(_HALF, ranks=frozenset({3})),
-    "edgellm::combine": Rule(frozenset({ir.DataType.FLOAT}), (0, 1, 2), frozenset({3})),
+    "edgellm::store_rows": Rule(dtypes=_HALF, checked=(0, 1, 2, 3, 4), ranks=frozenset({3})),
+    "edgellm::attend": Rule(dtypes=_HALF, ranks=frozenset({3})),
+    "edgellm::combine": Rule(
+        dtypes=frozenset({ir.DataType.FLOAT}), checked=(0, 1, 2), ranks=frozenset({3})
+    ),
 }
 
 _ADDED: tuple[tuple[Version, Mapping[str, Rule]], ...] = (

@@ -47,7 +47,14 @@ def float_model(tmp_path_factory):
 
 
 def _engine_logits(bundle: Path, engine: Path, quantize: str) -> np.ndarray:
-    plan = Plan(48, 64, 1, "same", quantize, options=CpuOptions("onnxruntime"))
+    plan = Plan(
+        max_input_len=48,
+        kv_capacity=64,
+        threads=1,
+        prefill="same",
+        quantize=quantize,
+        options=CpuOptions("onnxruntime"),
+    )
     build_engine("llm", bundle, engine, plan, "onnxruntime", lambda _: None)
     manifest = load_engine(engine, LLM_ENGINE)
     assert [graph.precision for graph in manifest.main_graphs] == [quantize]

@@ -42,7 +42,7 @@ from edgellm.export.pipeline.llm import export_llm
 from edgellm.export.pipeline.resolve import open_checkpoint
 
 OWN = CpuOptions("edgellm")
-PLAN = Plan(48, 64, 1, max_verify_tree_size=12, options=OWN)
+PLAN = Plan(max_input_len=48, kv_capacity=64, threads=1, max_verify_tree_size=12, options=OWN)
 # Model, its dtype, blocks of INT4 in the checkpoint (-1: FP8), --quantize, bound: rounding inputs
 # to int8 moves logits, by how much of their deviation; portable graphs of fp16 round everywhere.
 CASES = {
@@ -178,7 +178,7 @@ def test_weights_are_rounded_some_channels_at_a_time(rounds, dtype, tmp_path, mo
     floats = floats.astype(dtype.numpy()).astype(np.float32)
     size, shape = int(floats[0].size * dtype.itemsize), ir.Shape([1024, 512])
     parts = [
-        WeightPart("dense", (512, 1024), 0, "w", (
+        WeightPart(kind="dense", shape=(512, 1024), block_size=0, parameter="w", stored=(
             ir.ExternalTensor("weights", i * size, size, dtype, shape=shape, name="w",
                               base_dir=tmp_path),
         )) for i in range(2)

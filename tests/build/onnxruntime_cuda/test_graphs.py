@@ -44,7 +44,7 @@ from edgellm.export.pipeline.llm import export_llm
 from edgellm.export.pipeline.resolve import open_checkpoint
 
 pytestmark = pytest.mark.usefixtures("one_thread")
-PLAN = Plan(48, 64, 1, "same", "none")
+PLAN = Plan(max_input_len=48, kv_capacity=64, threads=1, prefill="same", quantize="none")
 # How far float32 activations are from the portable graph whose inputs are not rounded: FP8 weights
 # become int8, and NVFP4's are compared with the CPU engine, which rounds inputs.
 DISTANCES = {"fp16": 1e-5, "int4_awq": 1e-5, "int8_sq": 1e-5, "fp8": 0.08, "nvfp4": 0.1}
@@ -109,7 +109,10 @@ def test_decoders_of_every_precision(bundles, tmp_path, kind, precision):
 
 @pytest.mark.parametrize(("quantize", "bits", "distance"), [("int4", 4, 0.8), ("int8", 8, 0.1)])
 def test_weights_rounded_by_the_build(bundles, tmp_path, quantize, bits, distance):
-    bundle, plan = bundles.make("base", "fp16", "fp32"), Plan(48, 64, 1, "auto", quantize)
+    bundle, plan = (
+        bundles.make("base", "fp16", "fp32"),
+        Plan(max_input_len=48, kv_capacity=64, threads=1, prefill="auto", quantize=quantize),
+    )
     built = cuda_on_cpu.build_base(bundle, tmp_path / "engine", plan)
     assert built.main_graphs[0].precision == quantize
     graph = onnx.load(tmp_path / "engine" / "llm.onnx", load_external_data=False).graph
@@ -130,7 +133,14 @@ def test_weights_rounded_by_the_build(bundles, tmp_path, quantize, bits, distanc
 @pytest.mark.parametrize("precision", ["fp16", "int4_awq"])
 def test_drafts_stay_in_the_type_of_their_bundle(bundles, tmp_path, precision):
     """`--quantize auto` rounds drafts to int8 where the CPU has products of int8; CUDA has none."""
-    plan = Plan(48, 64, 1, "auto", "auto", max_draft_tree_size=12)
+    plan = Plan(
+        max_input_len=48,
+        kv_capacity=64,
+        threads=1,
+        prefill="auto",
+        quantize="auto",
+        max_draft_tree_size=12,
+    )
     built = cuda_on_cpu.build_its_draft(bundles.make("draft", precision), tmp_path / "e", plan)
     assert isinstance(built, Engine)
     assert built.draft.decoder.kv.dtype == "float16"
@@ -152,7 +162,7 @@ def test_a_head_shares_the_table_of_the_embedding(bundles, tmp_path):
 def test_predicted_sizes(bundles):
     for precision in ("fp16", "int4_awq"):
         bundle = bundles.make("base", precision)
-        plan = Plan(48, 64, 1, "same", "none")
+        plan = Plan(max_input_len=48, kv_capacity=64, threads=1, prefill="same", quantize="none")
         estimate = onnxruntime_cuda.estimate(bundle, read_bundle("llm", bundle, plan), plan)
         assert not estimate.runs_on_cpu
         assert estimate.kv_bytes == 2 * 64 * 2 * 4 * 2 * 16  # float16, 4 layers, 2 heads of 16
@@ -309,7 +319,13 @@ def test_blocks_are_split_without_a_change(bits, has_zeros):
     if bits == 4:
         even = np.pad(points, ((0, 0), (0, 1)))
         packed = even[:, 0::2] | even[:, 1::2] << np.uint8(4)
-    whole = Blocks(bits, size, codes, scales, packed if has_zeros else None)
+    whole = Blocks(
+        bits=bits,
+        block_size=size,
+        codes=codes,
+        scales=scales,
+        zero_points=packed if has_zeros else None,
+    )
     split = cuda_linears.split_blocks(whole)
     assert split.block_size == 128
     np.testing.assert_array_equal(split.codes.reshape(outputs, -1), codes.reshape(outputs, -1))

@@ -112,7 +112,13 @@ OLDER = [  # as 10.3 reports
 
 def _built(layers: list, attentions: int = 0, own: int = 0) -> Built:
     kernels = read_layers(json.dumps({"Layers": layers, "Bindings": ["x"]}))
-    return Built(kernels, {}, attentions, own, "the engine's inspector")
+    return Built(
+        kernels=kernels,
+        caches={},
+        attentions=attentions,
+        own_attentions=own,
+        told_by="the engine's inspector",
+    )
 
 
 def _fusions(folder, built: Built) -> tuple[Fusion, ...]:

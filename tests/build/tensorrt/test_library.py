@@ -143,7 +143,7 @@ def _compile(folder: Path, nodes: list[onnx.NodeProto], *inputs: onnx.ValueInfoP
     graph = helper.make_graph(nodes, "g", list(inputs), [output])
     opset = helper.make_opsetid("", 24)
     onnx.save(helper.make_model(graph, opset_imports=[opset], ir_version=10), folder / "g.onnx")
-    options = TensorRtOptions("89")
+    options = TensorRtOptions(target_sm="89")
     build(
         folder / "g.onnx",
         [ROWS],

@@ -189,18 +189,42 @@ def _rows(passes) -> dict[str, tuple[int, dict]]:
 
 
 def test_passes_of_a_base():
-    plain = _rows(base_passes(Plan(1024, 4096, 0, "auto")))
+    plain = _rows(
+        base_passes(Plan(max_input_len=1024, kv_capacity=4096, threads=0, prefill="auto"))
+    )
     assert {name: rows for name, (rows, _) in plain.items()} == {"decode": 1, "prefill": 1024}
-    eagle = _rows(base_passes(Plan(1024, 4096, 0, "auto", max_verify_tree_size=60)))
+    eagle = _rows(
+        base_passes(
+            Plan(
+                max_input_len=1024,
+                kv_capacity=4096,
+                threads=0,
+                prefill="auto",
+                max_verify_tree_size=60,
+            )
+        )
+    )
     assert list(eagle) == ["decode", "verify", "prefill"]
     assert eagle["verify"][1]["head_rows"] == (1, 60)
     assert eagle["prefill"][1]["head_rows"] == (1, 1)
-    small = base_passes(Plan(32, 4096, 0, "auto", max_verify_tree_size=60))
+    small = base_passes(
+        Plan(max_input_len=32, kv_capacity=4096, threads=0, prefill="auto", max_verify_tree_size=60)
+    )
     assert [each.name for each in small] == ["decode", "verify"]  # which takes prompts, too
 
 
 def test_passes_of_a_draft():
-    passes = _rows(draft_passes(Plan(1024, 4096, 0, "auto", max_draft_tree_size=60)))
+    passes = _rows(
+        draft_passes(
+            Plan(
+                max_input_len=1024,
+                kv_capacity=4096,
+                threads=0,
+                prefill="auto",
+                max_draft_tree_size=60,
+            )
+        )
+    )
     assert {name: rows for name, (rows, _) in passes.items()} == {"step": 60, "prefill": 1024}
     assert passes["step"][1]["mask_columns"] == (1, 60)
 

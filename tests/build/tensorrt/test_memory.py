@@ -92,6 +92,12 @@ def test_the_prediction_covers_the_build(watched):
     from edgellm.build.backends import find
 
     bundle, peak = watched
-    plan = Plan(1024, 4096, 0, "auto", options=TensorRtOptions(target_sm="12.0"))
+    plan = Plan(
+        max_input_len=1024,
+        kv_capacity=4096,
+        threads=0,
+        prefill="auto",
+        options=TensorRtOptions(target_sm="12.0"),
+    )
     predicted = find("tensorrt").estimate(bundle, read_bundle("llm", bundle, plan), plan)
     assert peak.anonymous_bytes < predicted.peak_build_bytes < 1.25 * peak.anonymous_bytes

@@ -140,7 +140,10 @@ def test_block_drafters_are_rejected(eagle_pairs, tmp_path):
     base = open_checkpoint(str(eagle_pairs("peagle").base_checkpoint))
     draft = open_draft(str(make_blocks(tmp_path / "draft", LAYOUTS["dflash"])))
     export_draft(draft, base, tmp_path / "bundle", DraftOptions("fp16"))
-    plan, bundle = Plan(ROWS, CAPACITY, max_draft_tree_size=4), tmp_path / "bundle"
+    plan, bundle = (
+        Plan(max_input_len=ROWS, kv_capacity=CAPACITY, max_draft_tree_size=4),
+        tmp_path / "bundle",
+    )
     with pytest.raises(EdgeLLMError, match="dflash draft: only edgellm's kernels let tokens of a"):
         predict(bundle, load_bundle(bundle, DRAFT_BUNDLE), plan, "tensorrt", tmp_path)
 

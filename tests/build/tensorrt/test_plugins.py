@@ -106,7 +106,10 @@ def test_architectures_equal_the_portable_graph(tmp_path, monkeypatch, model_typ
         adapt(model.clone(), version)  # which holds it against the table
     adapt(model, CHECKED[0])
     ir.save(model, tmp_path / "lowered.onnx")
-    device, plan = FakeDevice(), Plan(ROWS, CAPACITY, max_verify_tree_size=8)
+    device, plan = (
+        FakeDevice(),
+        Plan(max_input_len=ROWS, kv_capacity=CAPACITY, max_verify_tree_size=8),
+    )
     engine = FakeEngine(tmp_path / "lowered.onnx", base_passes(plan), device)
     runner = TensorRtRunner(
         engine, device, max_rows=ROWS, tree_rows=8, spec=spec, capacity=CAPACITY
@@ -241,7 +244,13 @@ def planned(
         manifest = dataclasses.replace(manifest, spec=spec)
     models_of = {"decoder": ir.load(bundle / "model.onnx")}
     options = TensorRtOptions(target_sm="" if is_here else str(sm), kernels=kernels)
-    plan = Plan(ROWS, CAPACITY, kv_cache=kv_cache, options=options, max_batch_size=answers)
+    plan = Plan(
+        max_input_len=ROWS,
+        kv_capacity=CAPACITY,
+        kv_cache=kv_cache,
+        options=options,
+        max_batch_size=answers,
+    )
     return plan_cache(models_of, manifest, plan, Target(library(version), sm))
 
 
@@ -385,9 +394,9 @@ def test_a_build_of_the_graph_around_the_kernels(bundle, tmp_path, monkeypatch, 
 
     monkeypatch.setattr("edgellm.build.tensorrt.compiler.build", with_stand_ins)
     plan = Plan(
-        ROWS,
-        CAPACITY,
-        1,
+        max_input_len=ROWS,
+        kv_capacity=CAPACITY,
+        threads=1,
         kv_cache="fp8",
         max_verify_tree_size=8,
         options=TensorRtOptions(target_sm="120"),

@@ -37,7 +37,7 @@ from edgellm.export.pipeline.llm import export_llm
 from edgellm.export.pipeline.resolve import open_checkpoint
 
 pytestmark = pytest.mark.usefixtures("one_thread")
-PLAN = Plan(48, 64, 1, "auto", max_verify_tree_size=12)
+PLAN = Plan(max_input_len=48, kv_capacity=64, threads=1, prefill="auto", max_verify_tree_size=12)
 INT4, INT8 = (dataclasses.replace(PLAN, quantize=each) for each in ("int4", "int8"))
 THEIRS = CpuOptions("onnxruntime")
 OWN = CpuOptions("edgellm")

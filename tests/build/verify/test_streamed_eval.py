@@ -27,7 +27,9 @@ from edgellm.export.pipeline.llm import export_llm
 from edgellm.export.pipeline.resolve import open_checkpoint
 
 pytestmark = pytest.mark.usefixtures("one_thread")
-PLAN = Plan(48, 64, 1, "auto", options=CpuOptions("edgellm"))
+PLAN = Plan(
+    max_input_len=48, kv_capacity=64, threads=1, prefill="auto", options=CpuOptions("edgellm")
+)
 
 
 @pytest.fixture(scope="module")
@@ -42,7 +44,14 @@ def _reference(folder, tmp_path, quantize):
         "decoder", ir.load(path), bundle, dataclasses.replace(PLAN, quantize=quantize)
     )
     with rounded_weights(tmp_path, quantize) as rounded:
-        source = reference.Source("decoder", bundle, path, rounded, bundle.cache, PLAN.kv_capacity)
+        source = reference.Source(
+            role="decoder",
+            bundle=bundle,
+            path=path,
+            rounded=rounded,
+            cache=bundle.cache,
+            capacity=PLAN.kv_capacity,
+        )
         return reference.make_reference(source, 64, Rounds(tuple(each.kernel for each in variants)))
 
 

@@ -39,7 +39,14 @@ def folder(tmp_path_factory):
 def _engine(folder, engine, **options):
     bundle = engine.with_name(f"{engine.name}-bundle")
     export_llm(open_checkpoint(str(folder)), bundle, ExportOptions("fp32", **options))
-    build_engine("llm", bundle, engine, Plan(100, 128, 1, "auto"), "onnxruntime", lambda _: None)
+    build_engine(
+        "llm",
+        bundle,
+        engine,
+        Plan(max_input_len=100, kv_capacity=128, threads=1, prefill="auto"),
+        "onnxruntime",
+        lambda _: None,
+    )
     return LLM(engine)
 
 

@@ -47,7 +47,14 @@ TOKENS = np.arange(12) * 7 % 90
 PROMPT = "w10 w11 w12 w13 w14"
 GREEDY = {"sampling": SamplingParams(temperature=0), "max_generate_length": 16}
 TREES = SpecOptions(network=None, lookups=("ngram",), tree="fixed")
-PLAN = Plan(48, 64, 1, "auto", max_lora_rank=8, max_verify_tree_size=12)
+PLAN = Plan(
+    max_input_len=48,
+    kv_capacity=64,
+    threads=1,
+    prefill="auto",
+    max_lora_rank=8,
+    max_verify_tree_size=12,
+)
 
 
 def _open(engine, folders):

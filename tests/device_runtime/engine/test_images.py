@@ -228,7 +228,15 @@ def test_an_encoder_of_another_model_is_rejected(qwen, tiny_engine, tmp_path_fac
 
 def test_image_prompts_share_passes(qwen, pictures, tmp_path):
     """Each output equals the single one, whatever images the other prompts have."""
-    several = Plan(512, 576, 1, "same", "none", max_batch_size=3, options=CpuOptions("edgellm"))
+    several = Plan(
+        max_input_len=512,
+        kv_capacity=576,
+        threads=1,
+        prefill="same",
+        quantize="none",
+        max_batch_size=3,
+        options=CpuOptions("edgellm"),
+    )
     bundle, passes = qwen.engine.parent / "bundle", list[int]()
     build_engine("llm", bundle, tmp_path / "engine", several, "onnxruntime", lambda _: None)
     llm = LLM(tmp_path / "engine", multimodal_engine_dir=qwen.visual_engine)
@@ -247,7 +255,7 @@ def test_image_prompts_share_passes(qwen, pictures, tmp_path):
 def test_decoder_and_encoder_precisions_are_independent(qwen, pictures, tmp_path, decoder, encoder):
     """Any pair generates, and features are those of the encoder's precision."""
     engine, seeing = tmp_path / "engine", tmp_path / "visual_engine"
-    plan = Plan(512, 576, 1, "same", decoder)
+    plan = Plan(max_input_len=512, kv_capacity=576, threads=1, prefill="same", quantize=decoder)
     build_engine("llm", qwen.engine.parent / "bundle", engine, plan, "onnxruntime", lambda _: None)
     source = open_checkpoint(str(qwen.checkpoint))
     export_visual(source, tmp_path / "bundle", VisualOptions("fp32", quantization=encoder))

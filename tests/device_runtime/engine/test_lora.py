@@ -40,7 +40,11 @@ pytestmark = pytest.mark.usefixtures("one_thread")
 TOKENS = np.arange(12) * 7 % 90
 PROMPT = "w10 w11 w12 w13 w14"
 GREEDY = {"sampling": SamplingParams(temperature=0), "max_generate_length": 16}
-PLAN = dataclasses.replace(Plan(48, 64, 1, "auto"), max_lora_rank=8, max_batch_size=5)
+PLAN = dataclasses.replace(
+    Plan(max_input_len=48, kv_capacity=64, threads=1, prefill="auto"),
+    max_lora_rank=8,
+    max_batch_size=5,
+)
 
 
 def _build(bundle, engine, **changes):

@@ -36,7 +36,9 @@ from edgellm.export.pipeline.resolve import open_checkpoint
 
 pytestmark = pytest.mark.usefixtures("one_thread")
 CAPACITY, MOST = 160, 4
-PLAN = Plan(128, CAPACITY, 1, max_verify_tree_size=12, max_batch_size=MOST)
+PLAN = Plan(
+    max_input_len=128, kv_capacity=CAPACITY, threads=1, max_verify_tree_size=12, max_batch_size=MOST
+)
 
 
 def open_cuda(folder) -> DecoderNetwork:

@@ -22,7 +22,14 @@ from edgellm.device_runtime.networks.decoder import SequencePart, open_decoder
 
 WINDOW, CAPACITY, TOGETHER, PAGE, PASS = 40, 1024, 2, 64, 256
 OWN = CpuOptions("edgellm")
-PLAN = Plan(900, CAPACITY, 2, max_verify_tree_size=12, max_batch_size=TOGETHER, options=OWN)
+PLAN = Plan(
+    max_input_len=900,
+    kv_capacity=CAPACITY,
+    threads=2,
+    max_verify_tree_size=12,
+    max_batch_size=TOGETHER,
+    options=OWN,
+)
 
 
 # Draft of a base with four layers, which reads the hidden states of the first three.

@@ -20,7 +20,11 @@ PROMPT = "w10 w11 w12 w13"
 def built(tiny_bundle, tiny_checkpoint, tmp_path_factory):
     """An engine and two adapters."""
     folder = tmp_path_factory.mktemp("requests")
-    plan = dataclasses.replace(Plan(48, 64, 1, "auto"), max_lora_rank=4, max_batch_size=3)
+    plan = dataclasses.replace(
+        Plan(max_input_len=48, kv_capacity=64, threads=1, prefill="auto"),
+        max_lora_rank=4,
+        max_batch_size=3,
+    )
     build_engine("llm", tiny_bundle, folder / "engine", plan, "onnxruntime", lambda _: None)
     adapters = {
         name: str(write_adapter(folder / name, tiny_checkpoint, seed=seed))

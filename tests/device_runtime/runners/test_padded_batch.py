@@ -35,7 +35,12 @@ from edgellm.export.pipeline.resolve import open_checkpoint
 CAPACITY, MOST = 160, 4
 LOWERED = "lowered.onnx"
 PLAN = Plan(
-    128, CAPACITY, 2, max_verify_tree_size=12, max_batch_size=MOST, options=CpuOptions("edgellm")
+    max_input_len=128,
+    kv_capacity=CAPACITY,
+    threads=2,
+    max_verify_tree_size=12,
+    max_batch_size=MOST,
+    options=CpuOptions("edgellm"),
 )
 KINDS = {
     "fp32": ("llama", "none"),

@@ -128,7 +128,7 @@ def test_portable_graphs_equal_the_dequantized_checkpoint(
 def test_engines_are_close(quantized, expected_logits, tmp_path, name, prefill):
     """Kernels round activations to int8, finer than any layout: close, not equal."""
     folder, meant = quantized(name)
-    plan = Plan(48, 64, 1, prefill)
+    plan = Plan(max_input_len=48, kv_capacity=64, threads=1, prefill=prefill)
     build_engine("llm", folder / "bundle", tmp_path / "engine", plan, "onnxruntime", lambda _: None)
     manifest = load_engine(tmp_path / "engine", LLM_ENGINE)
     precisions = [graph.precision for graph in manifest.main_graphs]
@@ -154,12 +154,20 @@ def relative_error(engine, expected):
 
 def test_fp8_becomes_int8_on_request(quantized, expected_logits, tmp_path):
     folder, meant = quantized("ct-fp8")
-    plan = Plan(48, 64, 1, quantize="int8", options=CpuOptions("edgellm"))
+    plan = Plan(
+        max_input_len=48, kv_capacity=64, threads=1, quantize="int8", options=CpuOptions("edgellm")
+    )
     bundle, engine = folder / "bundle", tmp_path / "engine"
     made = build_engine("llm", bundle, engine, plan, "onnxruntime", lambda _: None)
     assert [graph.precision for graph in made.main_graphs] == ["int8"]
     assert 1e-4 < relative_error(engine, expected_logits(meant)) < 0.15
-    theirs = Plan(48, 64, 1, quantize="int8", options=CpuOptions("onnxruntime"))
+    theirs = Plan(
+        max_input_len=48,
+        kv_capacity=64,
+        threads=1,
+        quantize="int8",
+        options=CpuOptions("onnxruntime"),
+    )
     with pytest.raises(EdgeLLMError, match="--quantize int8 is for bundles with float weights"):
         build_engine("llm", bundle, engine, theirs, "onnxruntime", lambda _: None)
 
@@ -400,7 +408,7 @@ def test_half_precision_bundles(quantized, tmp_path, name):
     found = graph_weights(bundle)
     for key, expected in meant.items():
         np.testing.assert_allclose(found[key], expected, rtol=2e-3, atol=1e-6)
-    plan = Plan(48, 64, 1, "same")
+    plan = Plan(max_input_len=48, kv_capacity=64, threads=1, prefill="same")
     build_engine("llm", bundle, tmp_path / "engine", plan, "onnxruntime", lambda _: None)
 
 
@@ -414,7 +422,7 @@ def test_groups_that_the_kernel_does_not_know(tmp_path, group):
     export_llm(
         open_checkpoint(str(tmp_path / "checkpoint")), tmp_path / "bundle", ExportOptions("fp32")
     )
-    plan = Plan(48, 64, 1, "same")
+    plan = Plan(max_input_len=48, kv_capacity=64, threads=1, prefill="same")
     build_engine(
         "llm", tmp_path / "bundle", tmp_path / "engine", plan, "onnxruntime", lambda _: None
     )

@@ -101,7 +101,14 @@ def test_an_engine_of_a_half_bundle_has_the_norms_as_they_are_stored(tmp_path):
     """1 + weight is not exact in float16; the build compares itself with the portable graph."""
     base = make_base(tmp_path / "base", dtype="bfloat16")
     exported(base, base, tmp_path / "bundle", "fp16")
-    plan = Plan(16, 24, 1, "same", quantize="none", max_draft_tree_size=8)
+    plan = Plan(
+        max_input_len=16,
+        kv_capacity=24,
+        threads=1,
+        prefill="same",
+        quantize="none",
+        max_draft_tree_size=8,
+    )
     said = build_engine("draft", tmp_path / "bundle", tmp_path / "e", plan, "onnxruntime", print)
     assert said.draft.method == "mtp"
 

@@ -119,7 +119,14 @@ class EngineRun(DraftRun):
     """The graphs lowered by the CPU backend, in float32."""
 
     def __post_init__(self) -> None:
-        plan = Plan(16, CAPACITY, 1, "same", quantize="none", max_draft_tree_size=8)
+        plan = Plan(
+            max_input_len=16,
+            kv_capacity=CAPACITY,
+            threads=1,
+            prefill="same",
+            quantize="none",
+            max_draft_tree_size=8,
+        )
         engine = self.folder.parent / "engine"
         built = build_engine("draft", self.folder, engine, plan, "onnxruntime", lambda _: None)
         self.session = open_draft(engine / DRAFT_FOLDER, built)
@@ -139,7 +146,9 @@ class CudaRun(EngineRun):
     """The graphs lowered for CUDA, in the bundle's type."""
 
     def __post_init__(self) -> None:
-        plan = Plan(16, CAPACITY, 1, "same", max_draft_tree_size=8)
+        plan = Plan(
+            max_input_len=16, kv_capacity=CAPACITY, threads=1, prefill="same", max_draft_tree_size=8
+        )
         engine = self.folder.parent / "cuda"
         cuda_on_cpu.build_its_draft(self.folder, engine, plan)
         self.session = cuda_on_cpu.open_draft(engine)

@@ -96,7 +96,7 @@ def test_the_bundle_agrees_with_the_report(tmp_path, text, monkeypatch, kind, sc
     expected = whole(torch.from_numpy(rows[:1])).logits[0].numpy()
     assert relative(expected, found) < FAR[scheme]
     if kind in ENGINES and scheme == "int4_awq":
-        plan = Plan(48, 64, 1, "auto")
+        plan = Plan(max_input_len=48, kv_capacity=64, threads=1, prefill="auto")
         build_engine("llm", bundle, tmp_path / "engine", plan, "onnxruntime", lambda _: None)
         session = open_decoder(tmp_path / "engine", load_engine(tmp_path / "engine", LLM_ENGINE))
         logits = session.run(rows[0], 0, np.arange(len(rows[0]))).logits

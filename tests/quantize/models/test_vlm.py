@@ -99,7 +99,10 @@ def test_both_parts_export(pair, tmp_path):
     for place in (source, output):
         checkpoint = open_checkpoint(str(place))
         export_llm(checkpoint, tmp_path / place.name, ExportOptions("fp32"))
-        engine, plan = tmp_path / f"{place.name}-engine", Plan(32, 40, 1, "same", "none")
+        engine, plan = (
+            tmp_path / f"{place.name}-engine",
+            Plan(max_input_len=32, kv_capacity=40, threads=1, prefill="same", quantize="none"),
+        )
         build_engine("llm", tmp_path / place.name, engine, plan, "onnxruntime", lambda _: None)
         manifest = load_engine(engine, LLM_ENGINE)
         session = open_decoder(engine, manifest)

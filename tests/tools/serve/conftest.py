@@ -26,9 +26,23 @@ FIXED_TREES = (
 def roomy_engine(tmp_path_factory: pytest.TempPathFactory) -> Path:
     folder = tmp_path_factory.mktemp("roomy")
     pair = export_pair(folder, EAGLE3, max_position_embeddings=CAPACITY)
-    base = Plan(1024, CAPACITY, 1, "same", "none", max_verify_tree_size=60)
+    base = Plan(
+        max_input_len=1024,
+        kv_capacity=CAPACITY,
+        threads=1,
+        prefill="same",
+        quantize="none",
+        max_verify_tree_size=60,
+    )
     build_engine("llm", pair.bundle, pair.engine, base, "onnxruntime", lambda _: None)
-    draft = Plan(1024, CAPACITY, 1, "auto", "none", max_draft_tree_size=60)
+    draft = Plan(
+        max_input_len=1024,
+        kv_capacity=CAPACITY,
+        threads=1,
+        prefill="auto",
+        quantize="none",
+        max_draft_tree_size=60,
+    )
     build_engine("draft", pair.draft_bundle, pair.engine, draft, "onnxruntime", lambda _: None)
     # Without end tokens answers are as long as they are asked to be.
     manifest = pair.engine / "manifest.json"

@@ -27,7 +27,7 @@ def embedder(tmp_path_factory):
     source = make_checkpoint(folder / "checkpoint", **models.find("qwen3").TINY)
     options = ExportOptions("fp32", pooling="last")
     export_llm(open_checkpoint(str(source)), folder / "bundle", options)
-    plan = Plan(48, 64, 1, "auto")
+    plan = Plan(max_input_len=48, kv_capacity=64, threads=1, prefill="auto")
     build_engine("llm", folder / "bundle", folder / "engine", plan, "onnxruntime", lambda _: None)
     llm = LLM(folder / "engine")
     vectors = [llm.embed(llm.tokenizer.encode(text, add_special_tokens=True)) for text in TEXTS]

@@ -30,7 +30,11 @@ def adapters(tiny_checkpoint, tmp_path_factory):
 @pytest.fixture(scope="module")
 def engine(tiny_bundle, tmp_path_factory):
     folder = tmp_path_factory.mktemp("served") / "engine"
-    plan = dataclasses.replace(Plan(48, 64, 1, "auto"), max_lora_rank=4, max_batch_size=3)
+    plan = dataclasses.replace(
+        Plan(max_input_len=48, kv_capacity=64, threads=1, prefill="auto"),
+        max_lora_rank=4,
+        max_batch_size=3,
+    )
     build_engine("llm", tiny_bundle, folder, plan, "onnxruntime", lambda _: None)
     return folder
 

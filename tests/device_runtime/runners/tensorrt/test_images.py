@@ -56,7 +56,9 @@ def test_features_are_those_of_onnxruntime(engines, tmp_path):
 def test_image_rows_are_read_by_the_passes_that_have_some(engines, tmp_path):
     manifest = load_engine(engines.engine, LLM_ENGINE)
     spec = manifest.decoder
-    plan = Plan(512, CAPACITY, 1, "auto", max_verify_tree_size=24)
+    plan = Plan(
+        max_input_len=512, kv_capacity=CAPACITY, threads=1, prefill="auto", max_verify_tree_size=24
+    )
     model = ir.load(engines.engine.parent / "bundle" / "model.onnx")
     weights = WeightFile(tmp_path / "llm.data")
     lower(model, weights, ir.DataType.FLOAT, CAPACITY)
