@@ -113,7 +113,13 @@ def open_shape(folder: Path) -> DecoderNetwork:
     kernel = linears.OwnLinears(rounds="int4", one_term=COARSE_INPUTS)
     attending = len(facts.attending_layers)
     pages = PageSpec(64, (0,) * attending)
-    kv = KVCacheSpec(attending, facts.num_key_value_heads, facts.head_dim, "float32", pages=pages)
+    kv = KVCacheSpec(
+        num_layers=attending,
+        num_kv_heads=facts.num_key_value_heads,
+        head_dim=facts.head_dim,
+        dtype="float32",
+        pages=pages,
+    )
     write_graphs(folder, {"portable": build_commit(recurrences)}, None)
     commit, _ = compile_commit(folder / "portable.onnx", folder, 1, own_kernels=True)
     recurrent = recurrences.spec
@@ -122,12 +128,12 @@ def open_shape(folder: Path) -> DecoderNetwork:
     ir.save(model, folder / "decode.onnx")
     graph = load_graph(folder / "decode.onnx", threads=1, own_kernels=True)
     spec = DecoderSpec(
-        QWEN["model_type"],
-        facts.vocab_size,
-        facts.hidden_size,
-        CAPACITY,
-        0,
-        kv,
+        model_type=QWEN["model_type"],
+        vocab_size=facts.vocab_size,
+        hidden_size=facts.hidden_size,
+        max_positions=CAPACITY,
+        num_parameters=0,
+        kv=kv,
         recurrent=recurrent,
     )
     return DecoderNetwork(open_runner([LoadedGraph(graph)], kv, CAPACITY), spec, CAPACITY, commit)

@@ -152,7 +152,13 @@ def make(name: str, layers: int, folder: Path) -> None:
 def cache_of(facts: DecoderConfig) -> KVCacheSpec:
     layers = facts.num_hidden_layers
     pages = PageSpec(256, (0,) * layers)  # none with a window
-    return KVCacheSpec(layers, facts.num_key_value_heads, facts.head_dim, "float32", pages=pages)
+    return KVCacheSpec(
+        num_layers=layers,
+        num_kv_heads=facts.num_key_value_heads,
+        head_dim=facts.head_dim,
+        dtype="float32",
+        pages=pages,
+    )
 
 
 def measure(name: str, layers: int, folder: Path, threads: int) -> dict[str, float]:
@@ -160,7 +166,12 @@ def measure(name: str, layers: int, folder: Path, threads: int) -> dict[str, flo
     config = config_of(name, layers)
     facts = models.find(config["model_type"]).Config.from_hf(ConfigReader(config))
     spec = DecoderSpec(
-        config["model_type"], facts.vocab_size, facts.hidden_size, CAPACITY, 0, cache_of(facts)
+        model_type=config["model_type"],
+        vocab_size=facts.vocab_size,
+        hidden_size=facts.hidden_size,
+        max_positions=CAPACITY,
+        num_parameters=0,
+        kv=cache_of(facts),
     )
     start = time.perf_counter()
     graph = load_graph(folder / "decode.onnx", threads=threads, own_kernels=True)

@@ -44,7 +44,7 @@ class Rows(Enum):
     IMAGE = "the patches or tiles of an image, of any size"
 
 
-@dataclass(frozen=True, slots=True)
+@dataclass(frozen=True, slots=True, kw_only=True)
 class Role:
     """The facts of a role."""
 
@@ -56,26 +56,28 @@ class Role:
 
 ROLES = {
     DECODER: Role(
-        Rows.TEXT,
+        rows=Rows.TEXT,
         has_cache=True,
         measured={PASS: "a pass", HOST: "the host's part of a drafted round"},
     ),
     DRAFT: Role(
-        Rows.DRAFTED,
+        rows=Rows.DRAFTED,
         has_cache=True,
         inputs=(DRAFT_HIDDEN, TOP_K),
         measured={STEP: "a draft step", EXTEND: "fusing and committing"},
     ),
     BLOCK: Role(
-        Rows.DRAFTED,
+        rows=Rows.DRAFTED,
         has_cache=True,
         inputs=(DRAFT_HIDDEN, TOP_K),
         measured={PREDICT: "committing and drafting a block"},
     ),
-    COMMIT: Role(Rows.ACCEPTED),
-    FUSE: Role(Rows.DRAFTED, inputs=(HIDDEN_TAPS,)),
-    HEADS: Role(Rows.ONE, inputs=(HIDDEN_TAPS, TOP_K), measured={ALL_HEADS: "a pass of all heads"}),
-    ENCODER: Role(Rows.IMAGE),
+    COMMIT: Role(rows=Rows.ACCEPTED),
+    FUSE: Role(rows=Rows.DRAFTED, inputs=(HIDDEN_TAPS,)),
+    HEADS: Role(
+        rows=Rows.ONE, inputs=(HIDDEN_TAPS, TOP_K), measured={ALL_HEADS: "a pass of all heads"}
+    ),
+    ENCODER: Role(rows=Rows.IMAGE),
 }
 
 

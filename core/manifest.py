@@ -106,7 +106,7 @@ class _OfANetwork:
         return _as(VisionSpec, self)
 
 
-@dataclass(frozen=True, slots=True)
+@dataclass(frozen=True, slots=True, kw_only=True)
 class Bundle(_OfANetwork):
     """Output of `edgellm-export`: portable ONNX graphs, weights, a model's other files."""
 
@@ -125,7 +125,7 @@ class Bundle(_OfANetwork):
     contract_version: int = CONTRACT_VERSION
 
 
-@dataclass(frozen=True, slots=True)
+@dataclass(frozen=True, slots=True, kw_only=True)
 class Engine(_OfANetwork):
     """Output of `llm_build` and `visual_build`: graphs compiled for a backend and a machine.
 

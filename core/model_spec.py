@@ -25,7 +25,7 @@ class PageSpec:
     pass_rows: int = 0  # maximum of a sequence in a pass, so that windows bound pages; 0: any
 
 
-@dataclass(frozen=True, slots=True)
+@dataclass(frozen=True, slots=True, kw_only=True)
 class KVCacheSpec:
     """Keys and values [1, num_kv_heads, C, head_dim] of each attention layer, or of pages."""
 
@@ -62,7 +62,7 @@ class RecurrentSpec:
     rows: dict[str, int]  # numbers of a token
 
 
-@dataclass(frozen=True, slots=True)
+@dataclass(frozen=True, slots=True, kw_only=True)
 class DecoderSpec:
     """Facts of a decoder for builders and the runtime."""
 
@@ -80,7 +80,7 @@ class DecoderSpec:
     num_layers: int = 0  # 0: those of the cache
 
 
-@dataclass(frozen=True, slots=True)
+@dataclass(frozen=True, slots=True, kw_only=True)
 class BlockSpec:
     """A block that one forward pass predicts: the newest token, then mask tokens."""
 
@@ -97,7 +97,7 @@ class BlockSpec:
         return self.size if self.from_newest else self.size - 1
 
 
-@dataclass(frozen=True, slots=True)
+@dataclass(frozen=True, slots=True, kw_only=True)
 class DraftSpec:
     """Facts of a draft network, and of the base that it was trained for.
 
@@ -123,7 +123,7 @@ class DraftSpec:
         return len(self.hidden_taps) * self.base_hidden_size
 
 
-@dataclass(frozen=True, slots=True)
+@dataclass(frozen=True, slots=True, kw_only=True)
 class VisionSpec:
     """Facts of a visual encoder for the runtime; images are RGB.
 

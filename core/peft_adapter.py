@@ -66,7 +66,7 @@ _MERGE = (
 )
 
 
-@dataclass(frozen=True, slots=True)
+@dataclass(frozen=True, slots=True, kw_only=True)
 class LowRank:
     """The low-rank update of a linear layer."""
 
@@ -200,7 +200,9 @@ def _layer(
             f"{rank:g}"
         )
     scale = alpha / (math.sqrt(rank) if config.get("use_rslora") else rank)
-    return LowRank(names["A"], names["B"], a[0], a[1], b[0], scale)
+    return LowRank(
+        a=names["A"], b=names["B"], rank=a[0], in_features=a[1], out_features=b[0], scale=scale
+    )
 
 
 def _of_pattern(

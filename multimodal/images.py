@@ -182,7 +182,7 @@ def _orientation(image: Image.Image) -> int:
         return 1
 
 
-@dataclass(frozen=True, slots=True)
+@dataclass(frozen=True, slots=True, kw_only=True)
 class _Samples:
     """The sample format of a file, read before Pillow decodes it."""
 
@@ -202,7 +202,7 @@ class _Samples:
             white = 2**bits - 1 if 8 < bits < 16 else 65535
             is_inverted = image.tag_v2.get(_PHOTOMETRIC) == _WHITE_IS_ZERO
             is_signed = _SIGNED in image.tag_v2.get(_SAMPLE_FORMAT, ())
-            return cls(white, is_inverted, is_signed)
+            return cls(white=white, is_inverted=is_inverted, is_signed=is_signed)
         raw_mode = str(image.tile[0].args) if image.format == "PNG" and image.tile else ""
         key_scale = {"L;2": 255 / 3, "L;4": 255 / 15, "RGB;16B": 1 / 256}.get(raw_mode, 1)
         return cls(key_scale=key_scale)

@@ -37,7 +37,7 @@ _ALIGNED = [["tt.divisibility", 16]]  # alignment of pointers and of the head si
 _WIDE_COPY = re.compile(r"cp\.async\.c[ag]\.shared\.global [^;]*, 0x10,")
 
 
-@dataclass(frozen=True, slots=True)
+@dataclass(frozen=True, slots=True, kw_only=True)
 class Ptx:
     """One kernel for one GPU."""
 
@@ -90,7 +90,13 @@ def compile_variant(variant: Variant, sm: int) -> Ptx:
     assert version is not None
     assert target is not None
     number = int(version[1].replace(".", ""))
-    return Ptx(made.metadata.name, text, number, target[1].rstrip(","), made.metadata.shared)
+    return Ptx(
+        entry=made.metadata.name,
+        text=text,
+        version=number,
+        target=target[1].rstrip(","),
+        shared_bytes=made.metadata.shared,
+    )
 
 
 def _load_triton() -> tuple[Any, Any, Any]:

@@ -29,11 +29,25 @@ from edgellm.core.manifest import (
 )
 from edgellm.core.model_spec import DecoderSpec, KVCacheSpec
 
-SPEC = DecoderSpec("llama", 96, 96, 128, 1000, KVCacheSpec(3, 2, 16, "float16"))
+SPEC = DecoderSpec(
+    model_type="llama",
+    vocab_size=96,
+    hidden_size=96,
+    max_positions=128,
+    num_parameters=1000,
+    kv=KVCacheSpec(num_layers=3, num_kv_heads=2, head_dim=16, dtype="float16"),
+)
 MANIFEST = Bundle(
-    LLM_BUNDLE, SPEC, {"decoder": GraphSpec("model.onnx")}, "float16", "none", 24,
-    {"dtype": "fp16"}, {"from": "x"}, (2, 7),
-)  # fmt: skip
+    kind=LLM_BUNDLE,
+    spec=SPEC,
+    graphs={"decoder": GraphSpec("model.onnx")},
+    dtype="float16",
+    quantization="none",
+    opset=24,
+    options={"dtype": "fp16"},
+    provenance={"from": "x"},
+    eos_token_ids=(2, 7),
+)
 
 
 def _publish(output, content="one"):

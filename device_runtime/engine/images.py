@@ -142,7 +142,12 @@ class ImageReader:
         embeds, deepstack = self._network.encode(
             inputs | grid_inputs(*prepared.grid, self.manifest.vision)
         )
-        small = Prepared(np.zeros(0, np.float32), prepared.grid, len(embeds), prepared.prompt)
+        small = Prepared(
+            pixels=np.zeros(0, np.float32),
+            grid=prepared.grid,
+            num_tokens=len(embeds),
+            prompt=prepared.prompt,
+        )
         grids: tuple[Grid, ...] = ()
         if self._decoder.position_axes == 3:
             assert isinstance(self.processor, _Merges)

@@ -202,7 +202,7 @@ def spec(draft: Checkpoint, config: MedusaConfig, op: Op) -> DraftSpec:
         hidden_size=config.hidden_size,
         max_positions=config.max_positions,
         num_parameters=count_parameters([op], draft.tensors),
-        kv=KVCacheSpec(0, 0, 0, op.dtype.numpy().name),
+        kv=KVCacheSpec(num_layers=0, num_kv_heads=0, head_dim=0, dtype=op.dtype.numpy().name),
     )
     return DraftSpec(
         method=config.method,

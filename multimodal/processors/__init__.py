@@ -36,7 +36,7 @@ _FAMILIES = {
 }
 
 
-@dataclass(frozen=True, slots=True)
+@dataclass(frozen=True, slots=True, kw_only=True)
 class Prepared:
     """An image, prepared for encoder and prompt."""
 

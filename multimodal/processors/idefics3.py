@@ -22,7 +22,7 @@ from edgellm.multimodal.video import Film
 MAX_EDGE = 4096
 
 
-@dataclass(frozen=True, slots=True)
+@dataclass(frozen=True, slots=True, kw_only=True)
 class Processor:
     """Pixels [tiles, 3, S, S]: the tiles row by row, then the thumbnail if there are several."""
 
@@ -59,15 +59,15 @@ class Processor:
         has_films = checkpoint.model_type == "smolvlm"
         film = FilmRules.read(checkpoint, rules, longest_edge, tile_size) if has_films else None
         return cls(
-            rules,
-            longest_edge,
-            tile_size,
-            splits,
-            tokens_per_tile,
-            tokens.read("image_token", str, "<image>"),
-            tokens.read("fake_image_token", str, "<fake_token_around_image>"),
-            tokens.read("global_image_token", str, "<global-img>"),
-            film,
+            rules=rules,
+            longest_edge=longest_edge,
+            tile_size=tile_size,
+            splits=splits,
+            tokens_per_tile=tokens_per_tile,
+            image_token=tokens.read("image_token", str, "<image>"),
+            fence_token=tokens.read("fake_image_token", str, "<fake_token_around_image>"),
+            whole_token=tokens.read("global_image_token", str, "<global-img>"),
+            film=film,
         )
 
     def count(self, size: tuple[int, int], max_tokens: int | None = None) -> int:
@@ -83,7 +83,9 @@ class Processor:
         canvas = self.rules.resized(fitted, columns * side, rows * side)
         pixels = self.rules.tiles(canvas, side, whole=canvas)
         num_tokens = len(pixels) * self.tokens_per_tile
-        return Prepared(pixels, plan.grid, num_tokens, self._prompt(rows, columns))
+        return Prepared(
+            pixels=pixels, grid=plan.grid, num_tokens=num_tokens, prompt=self._prompt(rows, columns)
+        )
 
     def pick_frames(self, total: int, rate: float, maximum: int) -> list[int]:
         """Frame indices, see `FilmProcessor`; their number is limited by `maximum` tokens."""
@@ -107,7 +109,13 @@ class Processor:
             passes.append(rules.pixels.tiles(tile, side, whole=tile))
         prompt = rules.prompt(self._prompt(1, 1), film.seconds, film.duration)
         nothing = np.zeros(0, np.float32)
-        whole = Prepared(nothing, (1, 1), count, prompt, rules.placeholder)
+        whole = Prepared(
+            pixels=nothing,
+            grid=(1, 1),
+            num_tokens=count,
+            prompt=prompt,
+            placeholder=rules.placeholder,
+        )
         return PreparedFilm(whole, tuple(passes), ())
 
     def _prompt(self, rows: int, columns: int) -> str:

@@ -22,7 +22,7 @@ from edgellm.multimodal.processors.pixels import (
 from edgellm.multimodal.processors.settings import Checkpoint
 
 
-@dataclass(frozen=True, slots=True)
+@dataclass(frozen=True, slots=True, kw_only=True)
 class Processor:
     """Pixels [tiles, 3, S, S]: the tiles row by row, then the thumbnail if there are several."""
 
@@ -59,14 +59,14 @@ class Processor:
                 "image_seq_length", tokens_per_tile, f"does not fit tiles of {tile_size} pixels"
             )
         return cls(
-            rules,
-            tile_size,
-            least,
-            maximum,
-            tokens_per_tile,
-            tokens.read("context_image_token", str, "<IMG_CONTEXT>"),
-            tokens.read("start_image_token", str, "<img>"),
-            tokens.read("end_image_token", str, "</img>"),
+            rules=rules,
+            tile_size=tile_size,
+            min_tiles=least,
+            max_tiles=maximum,
+            tokens_per_tile=tokens_per_tile,
+            image_token=tokens.read("context_image_token", str, "<IMG_CONTEXT>"),
+            start_token=tokens.read("start_image_token", str, "<img>"),
+            end_token=tokens.read("end_image_token", str, "</img>"),
         )
 
     def count(self, size: tuple[int, int], max_tokens: int | None = None) -> int:
@@ -81,7 +81,7 @@ class Processor:
         pixels = self.rules.tiles(canvas, side, whole=image)
         num_tokens = len(pixels) * self.tokens_per_tile
         prompt = f"{self.start_token}{self.image_token * num_tokens}{self.end_token}"
-        return Prepared(pixels, (rows, columns), num_tokens, prompt)
+        return Prepared(pixels=pixels, grid=(rows, columns), num_tokens=num_tokens, prompt=prompt)
 
     def _grid(self, width: int, height: int, max_tokens: int | None) -> tuple[int, int]:
         """Rows and columns of tiles with the aspect ratio nearest to the image's."""

@@ -27,7 +27,7 @@ IMAGE_TOKEN = "<|image_pad|>"  # default
 MAX_ASPECT_RATIO = 200
 
 
-@dataclass(frozen=True, slots=True)
+@dataclass(frozen=True, slots=True, kw_only=True)
 class Processor:
     """Pixels [P, 3*T*p*p]; patches that are merged into one token are consecutive."""
 
@@ -61,7 +61,14 @@ class Processor:
         has_films = checkpoint.model_type != "qwen2_vl"
         sizes = {"patch_size": patch_size, "merge_size": merge_size, "temporal_patch_size": frames}
         film = FilmRules.read(checkpoint, area, rules, sizes) if has_films else None
-        return cls(rules, patch_size, merge_size, frames, *area, token, film)
+        return cls(
+            rules=rules,
+            min_pixels=min_pixels,
+            max_pixels=max_pixels,
+            image_token=token,
+            film=film,
+            **sizes,
+        )
 
     def merged(self, grid: tuple[int, int]) -> tuple[int, int]:
         """Rows and columns of tokens of a grid of patches, for `rotary_positions`."""
@@ -78,10 +85,10 @@ class Processor:
         side = self.patch_size * self.merge_size
         planes = self.rules.normalized(self.rules.resized(image, columns * side, rows * side))
         return Prepared(
-            self._patches(planes[None]),
-            (rows * self.merge_size, columns * self.merge_size),
-            rows * columns,
-            self.image_token * (rows * columns),
+            pixels=self._patches(planes[None]),
+            grid=(rows * self.merge_size, columns * self.merge_size),
+            num_tokens=rows * columns,
+            prompt=self.image_token * (rows * columns),
         )
 
     def pick_frames(self, total: int, rate: float, maximum: int) -> list[int]:
@@ -120,7 +127,11 @@ class Processor:
         prompt = rules.prompt(self.image_token * count, seconds, together)
         grid = rows * self.merge_size, columns * self.merge_size
         whole = Prepared(
-            np.zeros(0, np.float32), grid, count * len(steps), prompt, rules.placeholder
+            pixels=np.zeros(0, np.float32),
+            grid=grid,
+            num_tokens=count * len(steps),
+            prompt=prompt,
+            placeholder=rules.placeholder,
         )
         runs = rules.runs(len(steps), rows, columns, film.frame_rate, together)
         return PreparedFilm(whole, passes, tuple(runs))

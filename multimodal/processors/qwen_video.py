@@ -24,7 +24,7 @@ _CLASSES = "Qwen2VLVideoProcessor", "Qwen2_5_VLVideoProcessor", "Qwen3VLVideoPro
 _OPEN, _CLOSE, _PAD = "<|vision_start|>", "<|vision_end|>", "<|video_pad|>"
 
 
-@dataclass(frozen=True, slots=True)
+@dataclass(frozen=True, slots=True, kw_only=True)
 class FilmRules:
     """Video settings of a checkpoint."""
 
@@ -76,15 +76,15 @@ class FilmRules:
         settings.expect("cap_pixels_per_frame", False)
         vision = checkpoint.model.section("vision_config")
         found = cls(
-            settings.read("fps", float, _USUAL_FPS),
-            settings.positive("min_frames", 4),
-            settings.positive("max_frames", 768),
-            settings.positive("min_pixels", least),
-            settings.positive("max_pixels", maximum),
-            writes_times,
-            vision.read("tokens_per_second", float, 4.0),
-            checkpoint.tokens.read("video_token", str, _PAD),
-            pixels,
+            frame_rate=settings.read("fps", float, _USUAL_FPS),
+            min_frames=settings.positive("min_frames", 4),
+            max_frames=settings.positive("max_frames", 768),
+            min_pixels=settings.positive("min_pixels", least),
+            max_pixels=settings.positive("max_pixels", maximum),
+            writes_times=writes_times,
+            tokens_per_second=vision.read("tokens_per_second", float, 4.0),
+            pad=checkpoint.tokens.read("video_token", str, _PAD),
+            pixels=pixels,
         )
         size.finish()
         settings.finish()

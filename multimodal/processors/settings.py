@@ -136,7 +136,7 @@ class Settings:
         return UnsupportedModelError(f"{self.file}: {key} = {value!r} {problem}", hint=_REMEDY)
 
 
-@dataclass(frozen=True, slots=True)
+@dataclass(frozen=True, slots=True, kw_only=True)
 class Checkpoint:
     """The image and video settings of a checkpoint."""
 
@@ -171,12 +171,12 @@ class Checkpoint:
         named = tokenizer.get("extra_special_tokens")
         tokens = {**tokenizer, **named} if isinstance(named, dict) else tokenizer
         return cls(
-            model.read("model_type", str),
-            Settings(image, file),
-            Settings(processor, "processor_config.json"),
-            model,
-            Settings(tokens, "tokenizer_config.json"),
-            Settings(film, _VIDEO),
+            model_type=model.read("model_type", str),
+            image=Settings(image, file),
+            processor=Settings(processor, "processor_config.json"),
+            model=model,
+            tokens=Settings(tokens, "tokenizer_config.json"),
+            video=Settings(film, _VIDEO),
         )
 
 

@@ -41,7 +41,7 @@ _UNITS = [
 _TENS = ["twenty", "thirty", "forty", "fifty", "sixty", "seventy", "eighty", "ninety"]
 
 
-@dataclass(frozen=True, slots=True)
+@dataclass(frozen=True, slots=True, kw_only=True)
 class FilmRules:
     """Video settings of a checkpoint."""
 
@@ -84,7 +84,13 @@ class FilmRules:
         if rate <= 0:
             raise said.fault("fps", rate, "is not positive")
         token = checkpoint.tokens.read("video_token", str, "<video>")
-        return cls(rate, said.positive(key, _USUAL_FRAMES), edge, token, pixels)
+        return cls(
+            frame_rate=rate,
+            max_frames=said.positive(key, _USUAL_FRAMES),
+            longest_edge=edge,
+            placeholder=token,
+            pixels=pixels,
+        )
 
     def pick(self, total: int, rate: float, maximum: int) -> list[int]:
         """Sample at most `maximum` frame indices from `total` frames at `rate` per second."""

@@ -36,8 +36,14 @@ def synthetic_vlm(
     from edgellm.scripts.synthetic_vlm.training_run import Job, run
 
     warmup_steps = max(1, min(30, steps // 10))
-    recipe = Recipe(steps, batch_size, learning_rate, warmup_steps, seed)
-    run(Job(output_dir, recipe, threads, save_every))
+    recipe = Recipe(
+        steps=steps,
+        batch_size=batch_size,
+        learning_rate=learning_rate,
+        warmup_steps=warmup_steps,
+        seed=seed,
+    )
+    run(Job(output_dir=output_dir, recipe=recipe, threads=threads, save_every=save_every))
 
 
 def _require_host() -> None:

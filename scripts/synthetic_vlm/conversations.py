@@ -44,7 +44,7 @@ class Conversation:
     asked: Scene  # of the last reply
 
 
-@dataclass(frozen=True, slots=True)
+@dataclass(frozen=True, slots=True, kw_only=True)
 class Encoded:
     """A conversation as model input."""
 
@@ -123,11 +123,11 @@ class Encoder:
         grids = tuple(image.grid for image in prepared)
         merged = [self.processor.merged(grid) for grid in grids]
         return Encoded(
-            ids,
-            self._learned(ids),
-            rotary_positions(ids, self._image_id, merged).prompt,
-            np.concatenate([image.pixels for image in prepared]),
-            grids,
+            token_ids=ids,
+            learned=self._learned(ids),
+            positions=rotary_positions(ids, self._image_id, merged).prompt,
+            pixels=np.concatenate([image.pixels for image in prepared]),
+            grids=grids,
         )
 
     def _ids(self, text: str) -> list[int]:

@@ -27,7 +27,7 @@ _TRAINING = 0  # first number of the scenes' seeds; see `evaluate.fresh`
 _CELL_WEIGHT = 0.5
 
 
-@dataclass(frozen=True, slots=True)
+@dataclass(frozen=True, slots=True, kw_only=True)
 class Recipe:
     """The user's options of the training."""
 
@@ -38,7 +38,7 @@ class Recipe:
     seed: int
 
 
-@dataclass(frozen=True, slots=True)
+@dataclass(frozen=True, slots=True, kw_only=True)
 class Progress:
     """One report of the loop."""
 
@@ -49,7 +49,7 @@ class Progress:
     seconds: float  # of a step
 
 
-@dataclass(frozen=True, slots=True)
+@dataclass(frozen=True, slots=True, kw_only=True)
 class Batch:
     """Conversations of one kind, padded on the right."""
 
@@ -76,20 +76,20 @@ def make_batch(conversations: Sequence[Conversation], encoded: Sequence[Encoded]
         for scene in conversation.scenes
     ]
     return Batch(
-        stack([item.token_ids for item in encoded]),
-        stack([np.ones(len(item.token_ids), np.int64) for item in encoded]),
-        stack([item.learned for item in encoded]),
-        stack([item.positions for item in encoded]),
-        torch.from_numpy(np.concatenate([item.pixels for item in encoded])),
-        torch.tensor([(1, *grid) for item in encoded for grid in item.grids]),
-        torch.tensor(cells),
+        token_ids=stack([item.token_ids for item in encoded]),
+        attends=stack([np.ones(len(item.token_ids), np.int64) for item in encoded]),
+        learned=stack([item.learned for item in encoded]),
+        positions=stack([item.positions for item in encoded]),
+        pixels=torch.from_numpy(np.concatenate([item.pixels for item in encoded])),
+        grids=torch.tensor([(1, *grid) for item in encoded for grid in item.grids]),
+        cells=torch.tensor(cells),
     )
 
 
 class Trainer:
     """A model in training; `folder` stores its state."""
 
-    def __init__(self, model: Model, encoder: Encoder, recipe: Recipe, folder: Path) -> None:
+    def __init__(self, *, model: Model, encoder: Encoder, recipe: Recipe, folder: Path) -> None:
         self.model, self.encoder, self.recipe, self.folder = model, encoder, recipe, folder
         # Classifies cells from the encoder's output. Without it the encoder's gradient would come
         # only through the decoder, whose input would be uninformative.
@@ -136,7 +136,15 @@ class Trainer:
             self.step, self.seconds = self.step + 1, self.seconds + seconds
             if self.step % save_every == 0 or self.step == recipe.steps:
                 self.save()
-            report(Progress(self.step, recipe.steps, loss, right, seconds))
+            report(
+                Progress(
+                    step=self.step,
+                    steps=recipe.steps,
+                    loss=loss,
+                    right_cells=right,
+                    seconds=seconds,
+                )
+            )
         self.model.eval()
 
     def _train(self) -> tuple[float, float]:

@@ -31,7 +31,7 @@ TRAINING = "training.json"
 _FRESH_SCENES = 100
 
 
-@dataclass(frozen=True, slots=True)
+@dataclass(frozen=True, slots=True, kw_only=True)
 class Job:
     """The user's options."""
 
@@ -63,7 +63,7 @@ def run(job: Job) -> None:
     with tempfile.TemporaryDirectory() as name:
         write_processor(Path(name), config)
         encoder = Encoder.read(Path(name))
-    trainer = Trainer(model, encoder, job.recipe, work)
+    trainer = Trainer(model=model, encoder=encoder, recipe=job.recipe, folder=work)
     if trainer.resume():
         _log(f"resuming at step {trainer.step}")
     trainer.run(save_every=job.save_every, report=lambda progress: _report(job, progress))

@@ -49,7 +49,14 @@ FILES = {
 @pytest.fixture
 def job(tmp_path) -> Job:
     recipe = Recipe(steps=5, batch_size=4, learning_rate=2e-3, warmup_steps=1, seed=3)
-    return Job(tmp_path / "vlm", recipe, threads=0, save_every=2, fresh_scenes=2, sizes=SIZES)
+    return Job(
+        output_dir=tmp_path / "vlm",
+        recipe=recipe,
+        threads=0,
+        save_every=2,
+        fresh_scenes=2,
+        sizes=SIZES,
+    )
 
 
 @pytest.fixture(scope="module")
@@ -254,7 +261,12 @@ def test_the_loss_goes_down(job, tmp_path):
     torch.manual_seed(0)
     checkpoint.write_processor(tmp_path, config)
     recipe = replace(job.recipe, steps=20, learning_rate=1e-2)
-    trainer = Trainer(checkpoint.make_model(config), Encoder.read(tmp_path), recipe, tmp_path)
+    trainer = Trainer(
+        model=checkpoint.make_model(config),
+        encoder=Encoder.read(tmp_path),
+        recipe=recipe,
+        folder=tmp_path,
+    )
     losses = []
     trainer.run(save_every=20, report=lambda progress: losses.append(progress.loss))
     assert len(losses) == 20

@@ -28,7 +28,9 @@ class StrictBlocks(StrictDraft):
         links: int = 0,
     ) -> None:
         super().__init__(capacity - size, draft)
-        self.block = BlockSpec(size, 0, from_newest, is_causal, links)
+        self.block = BlockSpec(
+            size=size, mask_token_id=0, from_newest=from_newest, is_causal=is_causal, links=links
+        )
         self.passes = 0
 
     def _run_part(self, part):

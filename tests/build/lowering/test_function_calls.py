@@ -22,7 +22,7 @@ from edgellm.core.errors import UnsupportedModelError
 from edgellm.core.model_spec import KVCacheSpec
 
 CAPACITY, ROWS = 48, 24
-CACHE = KVCacheSpec(3, 2, 16, "float32")
+CACHE = KVCacheSpec(num_layers=3, num_kv_heads=2, head_dim=16, dtype="float32")
 FLOAT = ir.DataType.FLOAT
 
 

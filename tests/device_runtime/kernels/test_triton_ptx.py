@@ -76,7 +76,13 @@ def test_every_kernel_of_a_target_passes_its_gates(sm):
         assert found.threads == 32 * variant.warps
         assert f".reqntid {found.threads}" in text
         assert found.shared_bytes <= LARGEST_SHARED_BYTES
-        ptx = Ptx(found.entry, text, found.ptx_version, entry["target"], found.shared_bytes)
+        ptx = Ptx(
+            entry=found.entry,
+            text=text,
+            version=found.ptx_version,
+            target=entry["target"],
+            shared_bytes=found.shared_bytes,
+        )
         assert faults(variant, ptx, Assembled(entry["registers"], 0)) == []
 
 
@@ -134,10 +140,17 @@ WIDE = "cp.async.cg.shared.global [ %r1 + 0 ], [ %rd1 + 0 ], 0x10, %r2;\n"
     ],
 )
 def test_the_gates_can_fail(said, text, shared, spilled):
-    ptx = Ptx("attend", text, 85, "sm_87", shared)
+    ptx = Ptx(entry="attend", text=text, version=85, target="sm_87", shared_bytes=shared)
     variant = attend(128, "fp16")
     assert faults(variant, ptx, Assembled(64, spilled)) == [said]
-    assert faults(variant, Ptx("attend", WIDE * 32, 85, "sm_87", 0), Assembled(64, 0)) == []
+    assert (
+        faults(
+            variant,
+            Ptx(entry="attend", text=WIDE * 32, version=85, target="sm_87", shared_bytes=0),
+            Assembled(64, 0),
+        )
+        == []
+    )
 
 
 def test_a_kernel_compiles_to_the_ptx_that_ships(tmp_path):

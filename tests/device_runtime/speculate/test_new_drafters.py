@@ -148,7 +148,7 @@ def test_a_network_of_a_new_shape_is_a_role_a_session_and_a_drafter(
     manifest = json.loads((bundle / MANIFEST_NAME).read_text())
     manifest["graphs"] = {"foresight": manifest["graphs"]["heads"]}
     (bundle / MANIFEST_NAME).write_text(json.dumps(manifest))
-    facts = Role(Rows.ONE, inputs=(HIDDEN_TAPS, TOP_K), measured={"glance": "a glance"})
+    facts = Role(rows=Rows.ONE, inputs=(HIDDEN_TAPS, TOP_K), measured={"glance": "a glance"})
     monkeypatch.setitem(ROLES, "foresight", facts)
     with (
         added(networks, tmp_path / "sessions", foresight=SESSION),

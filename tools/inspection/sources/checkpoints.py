@@ -125,7 +125,7 @@ def _cache(config: Mapping[str, Any]) -> KVCacheSpec | None:
         head_dim = _number(config, "hidden_size") // heads
     if not (layers and kv_heads and head_dim):
         return None
-    return KVCacheSpec(layers, kv_heads, head_dim, "float16")
+    return KVCacheSpec(num_layers=layers, num_kv_heads=kv_heads, head_dim=head_dim, dtype="float16")
 
 
 def _number(config: Mapping[str, Any], key: str) -> int:

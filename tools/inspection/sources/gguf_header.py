@@ -171,4 +171,4 @@ def _cache(metadata: dict[str, Any], prefix: str) -> KVCacheSpec | None:
     head_dim = size("attention.key_length", size("embedding_length") // max(heads, 1))
     if not (layers and kv_heads and head_dim):
         return None
-    return KVCacheSpec(layers, kv_heads, head_dim, "float16")
+    return KVCacheSpec(num_layers=layers, num_kv_heads=kv_heads, head_dim=head_dim, dtype="float16")

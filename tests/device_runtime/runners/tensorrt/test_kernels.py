@@ -82,5 +82,5 @@ def test_an_assembler_takes_them(tmp_path, module, target):
     [(64, "float16", 4097, 4098), (128, "float16", 4097, 4097), (8, "float16", 72, 80)],
 )
 def test_capacities_whose_tensors_are_aligned(head_dim, dtype, asked, rows):
-    spec = KVCacheSpec(1, 1, head_dim, dtype)
+    spec = KVCacheSpec(num_layers=1, num_kv_heads=1, head_dim=head_dim, dtype=dtype)
     assert aligned_capacity(spec, asked) == rows
