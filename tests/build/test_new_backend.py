@@ -35,7 +35,9 @@ def origin(options):
 def estimate(source, bundle, plan):
     size = sum(record.num_bytes for record in bundle.files.values())
     kv_bytes = plan.kv_capacity * bundle.cache.bytes_per_token
-    return Estimate(size, kv_bytes, size, size)
+    return Estimate(
+        engine_bytes=size, kv_bytes=kv_bytes, peak_build_bytes=size, decode_bytes=size
+    )
 
 
 def compile(source, bundle, plan, folder, report):
@@ -46,7 +48,7 @@ def compile(source, bundle, plan, folder, report):
             if Path(name).stem.split(".")[0] == Path(graph.path).stem:
                 shutil.copyfile(source / name, folder / name)
         graphs[role] = (GraphSpec(graph.path, precision=bundle.dtype),)
-    return Compiled(graphs, bundle.cache.dtype, prefill_rows=4)
+    return Compiled(graphs=graphs, kv_dtype=bundle.cache.dtype, prefill_rows=4)
 '''
 RUN = '''
 """Runs portable graphs as they are, with caches that are copied in every pass."""
