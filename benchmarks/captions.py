@@ -87,7 +87,7 @@ def build(work: Path, name: str, threads: int) -> LLM:
     folders = [work / f"{slug}-{part}" for part in ("bundle", "visual", "engine", "encoder")]
     bundle, seeing, engine, encoder = folders
     network = open_checkpoint(str(DRAFT), tokenizer=False)
-    export_llm(source, bundle, ExportOptions("fp32", draft_model_dir=str(DRAFT)))
+    export_llm(source, bundle, ExportOptions(dtype="fp32", draft_model_dir=str(DRAFT)))
     export_draft(network, open_checkpoint(str(MODEL)), work / "drafted", DraftOptions("fp32"))
     export_visual(source, seeing, VisualOptions("fp32", quantization=recipe.exported))
     trees = {"max_verify_tree_size": 60, "max_draft_tree_size": 60}

@@ -89,7 +89,7 @@ class DeclaredWeights(Weights):
     """All requested tensors, in bfloat16 and without contents."""
 
     def __truediv__(self, name: str) -> Weights:
-        return DeclaredWeights(Declared(), prefix=f"{self.prefix}{name}.")
+        return DeclaredWeights(source=Declared(), prefix=f"{self.prefix}{name}.")
 
     def _checked(self, name: str, shape: tuple[int, ...]) -> TensorInfo:
         del name
@@ -132,7 +132,9 @@ def make(name: str, layers: int, folder: Path) -> None:
     config = config_of(name, layers)
     architecture = models.find(config["model_type"])
     facts: DecoderConfig = architecture.Config.from_hf(ConfigReader(config))
-    model, op, _ = build_decoder(architecture, facts, DeclaredWeights(Declared()), DTYPES["fp32"])
+    model, op, _ = build_decoder(
+        architecture, facts, DeclaredWeights(source=Declared()), DTYPES["fp32"]
+    )
     for value, stored in op.parameters.values():
         value.const_value = ir.LazyTensor(
             lambda stored=stored: ir.tensor(contents(stored.name, stored.shape)),

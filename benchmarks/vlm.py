@@ -97,7 +97,7 @@ def build(work: Path, threads: int) -> dict[str, Path]:
     """Build the decoder's engine, and the encoder's in float32 and int8."""
     source, found = open_checkpoint(str(work / "model")), {"decoder": work / "engine"}
     if not found["decoder"].exists():
-        export_llm(source, work / "bundle", ExportOptions("fp32"))
+        export_llm(source, work / "bundle", ExportOptions(dtype="fp32"))
         plan = Plan(max_input_len=8192, kv_capacity=8448, threads=threads, prefill="auto")
         build_engine("llm", work / "bundle", found["decoder"], plan, "onnxruntime", lambda _: None)
     for precision in ("none", "int8"):

@@ -84,22 +84,34 @@ def llm(
     start = time.perf_counter()
     taps, ignored = numbers("--hidden_taps", hidden_taps), _split(ignore_config_keys)
     options = ExportOptions(
-        dtype, num_layers, ignored, is_eagle_base, taps, draft_model_dir, lora_dir, pooling
+        dtype=dtype,
+        num_layers=num_layers,
+        ignore_config_keys=ignored,
+        is_eagle_base=is_eagle_base,
+        hidden_taps=taps,
+        draft_model_dir=draft_model_dir,
+        lora_dir=lora_dir,
+        pooling=pooling,
     )
     checkpoint = open_checkpoint(model_dir)
     check = partial(_compare, checkpoint, verdict) if verify else None
     with byte_progress("exporting") as progress:
         manifest = export_llm(checkpoint, output_dir, options, progress, check)
+    _print_export(output_dir, manifest, dtype, start)
+    for line in verdict:
+        typer.echo(line)
+
+
+def _print_export(folder: Path, manifest: Bundle, dtype: str, start: float) -> None:
+    """Print what was exported, and what a user should know of the checkpoint."""
     parameters = manifest.decoder.num_parameters / 1e6
     typer.echo(
-        f"{output_dir}: {manifest.decoder.model_type}, {parameters:.1f} M parameters, "
+        f"{folder}: {manifest.decoder.model_type}, {parameters:.1f} M parameters, "
         f"{dtype}, {_cost(manifest, start)}"
     )
     _say_contradiction(manifest)
     _say_taps(manifest)
     _say_endless(manifest)
-    for line in verdict:
-        typer.echo(line)
 
 
 def _compare(checkpoint: Checkpoint, verdict: list[str], folder: Path, manifest: Bundle) -> None:

@@ -139,7 +139,7 @@ def tiny_bundle(tiny_checkpoint: Path, tmp_path_factory: pytest.TempPathFactory)
     from edgellm.export.pipeline.resolve import open_checkpoint
 
     bundle = tmp_path_factory.mktemp("bundles") / "tiny"
-    export_llm(open_checkpoint(str(tiny_checkpoint)), bundle, ExportOptions("fp32"))
+    export_llm(open_checkpoint(str(tiny_checkpoint)), bundle, ExportOptions(dtype="fp32"))
     return bundle
 
 
@@ -155,7 +155,7 @@ def tiny_int4_bundle(tiny_checkpoint: Path, tmp_path_factory: pytest.TempPathFac
     folder = tmp_path_factory.mktemp("int4")
     round_checkpoint(str(tiny_checkpoint), folder / "checkpoint", 16)
     checkpoint = open_checkpoint(str(folder / "checkpoint"))
-    export_llm(checkpoint, folder / "bundle", ExportOptions("fp32"))
+    export_llm(checkpoint, folder / "bundle", ExportOptions(dtype="fp32"))
     return folder / "bundle"
 
 

@@ -44,7 +44,7 @@ def read_whole(source: TensorSource, name: str) -> bytearray:
     return data
 
 
-@dataclass(frozen=True, slots=True)
+@dataclass(frozen=True, slots=True, kw_only=True)
 class Checkpoint:
     """A model's files as input of `edgellm-export`."""
 

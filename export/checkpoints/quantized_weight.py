@@ -26,7 +26,7 @@ class InputRounding:
     scale: float  # of the tensor; for FLOAT4E2M1 of its block scales (computed at run time)
 
 
-@dataclass(frozen=True, slots=True)
+@dataclass(frozen=True, slots=True, kw_only=True)
 class QuantizedLinear:
     """`y = (codes - zero_points) * scales`, as DequantizeLinear does it."""
 
@@ -48,7 +48,7 @@ class BlockFactors:
     shared: int = 0  # blocks that share one of `scales`
 
 
-@dataclass(frozen=True, slots=True)
+@dataclass(frozen=True, slots=True, kw_only=True)
 class BlockWeight:
     """A weight [out, in] as `codes * scales + minima`, with blocks along the input."""
 
@@ -65,7 +65,7 @@ def stored(name: str, dtype: ir.DataType, shape: tuple[int, ...], load: Load) ->
     def stream() -> Iterator[memoryview]:
         yield as_bytes(load())
 
-    return StoredTensor(name, dtype, shape, stream)
+    return StoredTensor(name=name, dtype=dtype, shape=shape, stream=stream)
 
 
 def scale_tensor(
@@ -175,8 +175,8 @@ def integer_blocks(
     if zeros is not None and not is_symmetric:
         zero_points = stored(f"{name}weight_zero_point", kind, (blocks, out), lambda: ready(zeros))
     return QuantizedLinear(
-        stored(f"{name}weight", kind, (width, out), lambda: ready(codes())),
-        scale_tensor(f"{name}weight_scale", (blocks, out), dtype, scale, has_signs=True),
+        codes=stored(f"{name}weight", kind, (width, out), lambda: ready(codes())),
+        scales=scale_tensor(f"{name}weight_scale", (blocks, out), dtype, scale, has_signs=True),
         block_size=width // blocks,
         zero_points=zero_points,
         input_order=input_order,

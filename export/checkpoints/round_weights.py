@@ -45,8 +45,8 @@ def round_linear(weights: Weights, shape: tuple[int, int], dtype: ir.DataType) -
         return _codes(weight, exact, kind, largest)
 
     return QuantizedLinear(
-        stored(name, kind, (shape[1], shape[0]), codes),
-        scale_tensor(f"{name}_scale", shape[:1], dtype, lambda: scales(load())),
+        codes=stored(name, kind, (shape[1], shape[0]), codes),
+        scales=scale_tensor(f"{name}_scale", shape[:1], dtype, lambda: scales(load())),
         block_size=0,
     )
 

@@ -65,7 +65,7 @@ def supported() -> list[str]:
     return sorted(_FAMILIES)
 
 
-@dataclass(frozen=True, slots=True)
+@dataclass(frozen=True, slots=True, kw_only=True)
 class TextTower:
     """The language model of a checkpoint."""
 
@@ -111,7 +111,7 @@ def text_tower(checkpoint: Checkpoint) -> TextTower:
         tensors=Renamed(checkpoint.tensors, names),
         quant_config=_renamed_layers(checkpoint.quant_config, prefix, head),
     )
-    return TextTower(tower, images, prefix, head)
+    return TextTower(checkpoint=tower, images=images, prefix=prefix, head_prefix=head)
 
 
 def _plain(checkpoint: Checkpoint) -> TextTower:
@@ -124,9 +124,9 @@ def _plain(checkpoint: Checkpoint) -> TextTower:
         prefix = ""  # saved without its head, as embedding models are
         names = {f"model.{name}": name for name in infos}
     else:
-        return TextTower(checkpoint)
+        return TextTower(checkpoint=checkpoint)
     return TextTower(
-        replace(
+        checkpoint=replace(
             checkpoint,
             tensors=Renamed(checkpoint.tensors, names),
             quant_config=_renamed_layers(checkpoint.quant_config, prefix, "lm_head."),

@@ -46,7 +46,7 @@ _ALIGNMENT_BYTES = 64
 Pieces = Iterable[memoryview]
 
 
-@dataclass(frozen=True, slots=True)
+@dataclass(frozen=True, slots=True, kw_only=True)
 class StoredTensor:
     """A tensor of the external data file: name, ONNX type, shape, and a recipe for its bytes."""
 
@@ -77,9 +77,9 @@ class Weights:
 
     def __init__(
         self,
+        *,
         source: TensorSource,
         quantization: Mapping[str, Any] | None = None,
-        *,
         rounding: str = "none",
         prefix: str = "",
         taken: Taken | None = None,
@@ -102,8 +102,8 @@ class Weights:
     def __truediv__(self, name: str) -> Weights:
         """The tensors below `name`."""
         return Weights(
-            self._source,
-            self.quantization,
+            source=self._source,
+            quantization=self.quantization,
             rounding=self.rounding,
             prefix=f"{self._prefix}{name}.",
             taken=self._taken,
@@ -136,8 +136,10 @@ class Weights:
             return checked(full, kind, self._source.stream(full), half=half)
 
         if kind == "F32" and half:
-            return StoredTensor(full, dtype, shape, lambda: _to_half(stream()))
-        return StoredTensor(full, ONNX_TYPES[kind], shape, stream)
+            return StoredTensor(
+                name=full, dtype=dtype, shape=shape, stream=lambda: _to_half(stream())
+            )
+        return StoredTensor(name=full, dtype=ONNX_TYPES[kind], shape=shape, stream=stream)
 
     def take_shifted(
         self, name: str, shape: tuple[int, ...], dtype: ir.DataType, shift: float

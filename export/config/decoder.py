@@ -13,7 +13,7 @@ from edgellm.export.config.reader import ConfigReader
 from edgellm.export.config.rope import PLAIN_ROPE, RopeTraits, read_rope
 
 
-@dataclass(frozen=True, slots=True)
+@dataclass(frozen=True, slots=True, kw_only=True)
 class DecoderConfig:
     """Typed facts of decoders like Llama."""
 

@@ -25,7 +25,7 @@ F32 = NDArray[np.float32]
 Parameters = dict[str, Any]
 
 
-@dataclass(frozen=True, slots=True, eq=False)
+@dataclass(frozen=True, slots=True, eq=False, kw_only=True)
 class Rope:
     """Angle of pair i at position p is `p * inv_freq[i]`; cos and sin are multiplied by `scale`."""
 
@@ -41,7 +41,7 @@ class Rope:
 Rule = Callable[[F32, float, Parameters], Rope]
 
 
-@dataclass(frozen=True, slots=True)
+@dataclass(frozen=True, slots=True, kw_only=True)
 class RopeTraits:
     """RoPE facts of an architecture, independent of its config."""
 
@@ -247,12 +247,12 @@ def _plain(theta: float, head_dim: int) -> F32:
 
 def _default(plain: F32, theta: float, parameters: Parameters) -> Rope:
     del theta, parameters
-    return Rope(plain)
+    return Rope(inv_freq=plain)
 
 
 def _linear(plain: F32, theta: float, parameters: Parameters) -> Rope:
     del theta
-    return Rope((plain / np.float32(_number(parameters, "factor"))).astype(np.float32))
+    return Rope(inv_freq=(plain / np.float32(_number(parameters, "factor"))).astype(np.float32))
 
 
 def _factors(plain: F32, theta: float, parameters: Parameters) -> Rope:
@@ -291,7 +291,7 @@ def _longrope(plain: F32, theta: float, parameters: Parameters) -> Rope:
     factor = _number(parameters, "factor", longest / original)
     stretched = math.sqrt(1 + math.log(factor) / math.log(original)) if factor > 1 else 1.0
     scale = _number(parameters, "attention_factor", stretched)
-    return Rope(short, scale, long_inv_freq=long, original=original)
+    return Rope(inv_freq=short, scale=scale, long_inv_freq=long, original=original)
 
 
 def ntk_alpha(plain: F32, theta: float, parameters: Parameters) -> Rope:
@@ -300,7 +300,7 @@ def ntk_alpha(plain: F32, theta: float, parameters: Parameters) -> Rope:
         parameters.pop(unread, None)
     dim = 2 * len(plain)
     stretched = theta * _number(parameters, "alpha") ** (dim / (dim - 2))
-    return Rope(_plain(stretched, dim))
+    return Rope(inv_freq=_plain(stretched, dim))
 
 
 def _llama3(plain: F32, theta: float, parameters: Parameters) -> Rope:
@@ -314,7 +314,7 @@ def _llama3(plain: F32, theta: float, parameters: Parameters) -> Rope:
     wavelength = 2 * np.pi / plain
     smooth = np.clip((original / wavelength - low) / (high - low), 0, 1)
     scaled = (1 - smooth) * plain / factor + smooth * plain
-    return Rope(scaled.astype(np.float32))
+    return Rope(inv_freq=scaled.astype(np.float32))
 
 
 def _yarn(plain: F32, theta: float, parameters: Parameters) -> Rope:
@@ -334,7 +334,7 @@ def _yarn(plain: F32, theta: float, parameters: Parameters) -> Rope:
     low, high = max(low, 0), min(high, dim - 1)
     ramp = np.clip((np.arange(pairs) - low) / ((high - low) or 0.001), 0, 1).astype(np.float32)
     mixed = plain / np.float32(factor) * ramp + plain * (1 - ramp)
-    return Rope(mixed.astype(np.float32), _yarn_scale(factor, parameters))
+    return Rope(inv_freq=mixed.astype(np.float32), scale=_yarn_scale(factor, parameters))
 
 
 def _yarn_scale(factor: float, parameters: Parameters) -> float:

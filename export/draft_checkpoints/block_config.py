@@ -48,7 +48,7 @@ _SPECULATORS_IDS = "aux_hidden_state_layer_ids"
 T = TypeVar("T")
 
 
-@dataclass(frozen=True, slots=True)
+@dataclass(frozen=True, slots=True, kw_only=True)
 class BlockConfig:
     """Facts of a block drafter, and of the base that it was trained for."""
 
@@ -156,7 +156,7 @@ def read_block(
         reader.finish((*ignored, *_TRAINING))
     check_against(base, draft, infos["fc.weight"])
     _check_block(block, base)
-    return BlockConfig(draft, block, kind, rank, convolution)
+    return BlockConfig(draft=draft, block=block, kind=kind, rank=rank, convolution=convolution)
 
 
 def _decoder(reader: ConfigReader, infos: Infos) -> tuple[DecoderConfig, int | None, list[bool]]:

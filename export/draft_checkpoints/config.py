@@ -35,7 +35,7 @@ _EAGLE4 = "efficient_lm_head."
 Infos = Mapping[str, TensorInfo]
 
 
-@dataclass(frozen=True, slots=True)
+@dataclass(frozen=True, slots=True, kw_only=True)
 class Norms:
     """Optional norms of an EAGLE-3 draft."""
 
@@ -50,10 +50,10 @@ class Norms:
         before_fc = eagle.read("norm_before_fc", bool, "input_norm.weight" in infos)
         output = eagle.read("return_hidden_post_norm", bool, False)
         norms = cls(
-            outer.read("norm_before_residual", bool, exporter == "speculators"),
-            outer.read("norm_before_fc", bool, before_fc),
-            outer.read("fc_norm", bool, "fc_norm.0.weight" in infos),
-            outer.read("norm_output", bool, output),
+            before_residual=outer.read("norm_before_residual", bool, exporter == "speculators"),
+            before_fc=outer.read("norm_before_fc", bool, before_fc),
+            fc_norm=outer.read("fc_norm", bool, "fc_norm.0.weight" in infos),
+            output=outer.read("norm_output", bool, output),
         )
         if norms.before_fc and norms.fc_norm:
             raise UnsupportedModelError(
@@ -62,7 +62,7 @@ class Norms:
         return norms
 
 
-@dataclass(frozen=True, slots=True)
+@dataclass(frozen=True, slots=True, kw_only=True)
 class DraftConfig:
     """Facts of an EAGLE draft, and of the base that it was trained for."""
 
@@ -139,7 +139,9 @@ def _read_eagle(
         norms=Norms.read(outer, eagle, exporter, infos),
         mask_rows=masks,
     )
-    if method == "eagle" and config.norms != Norms(False, False, False, False):
+    if method == "eagle" and config.norms != Norms(
+        before_residual=False, before_fc=False, fc_norm=False, output=False
+    ):
         raise UnsupportedModelError(
             "the tensors are those of an EAGLE-1 draft, but config.json asks for norms of EAGLE-3"
         )

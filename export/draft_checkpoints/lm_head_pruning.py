@@ -17,7 +17,9 @@ _FLOATS = ("F32", "F16", "BF16")
 class HeadRows:
     """A source with a tensor `head`: some rows of the tensor `name`, in ascending order."""
 
-    def __init__(self, source: TensorSource, name: str, rows: NDArray[np.int64], head: str) -> None:
+    def __init__(
+        self, *, source: TensorSource, name: str, rows: NDArray[np.int64], head: str
+    ) -> None:
         """Raise `UnsupportedModelError` if the rows are not floats; read no data.
 
         Args:

@@ -99,7 +99,12 @@ class Layer:
         self.input_layernorm = RMSNorm(weights / "input_layernorm", size, epsilon)
         self.self_attn = attention(decoder, weights / "self_attn")
         self.post_attention_layernorm = RMSNorm(weights / "post_attention_layernorm", size, epsilon)
-        self.mlp = GatedMLP(weights / "mlp", size, decoder.intermediate_size, bias=decoder.mlp_bias)
+        self.mlp = GatedMLP(
+            weights=weights / "mlp",
+            size=size,
+            inner_size=decoder.intermediate_size,
+            bias=decoder.mlp_bias,
+        )
         self.convolutions = [
             Convolve(config.convolution, weights / name, size)
             for name in (("attention_conv", "mlp_conv") if config.convolution else ())
@@ -146,7 +151,9 @@ class Model:
         draft, decoder = config.draft, config.draft.decoder
         size = decoder.hidden_size
         self.config, self.weights = config, weights
-        self.embed_tokens = Embedding(weights / "embed_tokens", decoder.vocab_size, size)
+        self.embed_tokens = Embedding(
+            weights=weights / "embed_tokens", vocab_size=decoder.vocab_size, size=size
+        )
         self.layers = [
             Layer(config, weights / f"layers.{index}") for index in range(decoder.num_hidden_layers)
         ]
@@ -204,7 +211,7 @@ def build(
     caches.
     """
     tensors = complete(draft.tensors, text_tower(base).checkpoint.tensors, config.draft)
-    weights = Weights(tensors, draft.quant_config or base.quant_config)
+    weights = Weights(source=tensors, quantization=draft.quant_config or base.quant_config)
     decoder = config.draft.decoder
     target_ids = read_target_ids(weights, config.draft, decoder)
     op = Op(dtype)
@@ -213,7 +220,12 @@ def build(
     top_k = declare(graph_io.TOP_K, ir.DataType.INT64, [1])
     state = inputs.begin(op, decoder)
     rows = inputs.logits_index
-    block = Block(op, op.Gather(inputs.input_ids, rows, axis=1), rows, config.block.mask_token_id)
+    block = Block(
+        op=op,
+        ids=op.Gather(inputs.input_ids, rows, axis=1),
+        rows=rows,
+        mask_id=config.block.mask_token_id,
+    )
     model = Model(config, weights)
     x = model.forward(op, hidden, block, state)
     with op.scope("head"):

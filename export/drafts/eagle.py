@@ -31,7 +31,12 @@ class FirstLayer:
         self.post_attention_layernorm = RMSNorm(
             weights / "post_attention_layernorm", size, decoder.rms_norm_eps
         )
-        self.mlp = GatedMLP(weights / "mlp", size, decoder.intermediate_size, bias=decoder.mlp_bias)
+        self.mlp = GatedMLP(
+            weights=weights / "mlp",
+            size=size,
+            inner_size=decoder.intermediate_size,
+            bias=decoder.mlp_bias,
+        )
 
     def forward(self, op: Op, x: ir.Value, state: PassState) -> ir.Value:
         """X [1, S, D] -> [1, S, D]."""
@@ -46,7 +51,9 @@ class Model:
         decoder = config.decoder
         size = decoder.hidden_size
         layer = qwen3.DecoderLayer if config.qk_norm else llama.DecoderLayer
-        self.embed_tokens = Embedding(weights / "embed_tokens", decoder.vocab_size, size)
+        self.embed_tokens = Embedding(
+            weights=weights / "embed_tokens", vocab_size=decoder.vocab_size, size=size
+        )
         self.fc = Linear(weights / "fc", 2 * size, size, bias=config.fc_bias)
         self.first = FirstLayer(config, weights / config.first_layer)
         self.layers = [

@@ -66,7 +66,12 @@ class FirstLayer:
         attention = qwen3.Attention if config.qk_norm else llama.Attention
         self.self_attn = attention(decoder, weights / "self_attn", 2 * size)
         self.post_attention_layernorm = RMSNorm(weights / "post_attention_layernorm", size, epsilon)
-        self.mlp = GatedMLP(weights / "mlp", size, decoder.intermediate_size, bias=decoder.mlp_bias)
+        self.mlp = GatedMLP(
+            weights=weights / "mlp",
+            size=size,
+            inner_size=decoder.intermediate_size,
+            bias=decoder.mlp_bias,
+        )
 
     def forward(self, op: Op, embedded: ir.Value, hidden: ir.Value, state: PassState) -> ir.Value:
         """Embedded and hidden [1, S, D] -> [1, S, D]."""
@@ -85,7 +90,9 @@ class Model:
         size = decoder.hidden_size
         layer = qwen3.DecoderLayer if config.qk_norm else llama.DecoderLayer
         self.norm_output = config.norms.output
-        self.embed_tokens = Embedding(weights / "embed_tokens", decoder.vocab_size, size)
+        self.embed_tokens = Embedding(
+            weights=weights / "embed_tokens", vocab_size=decoder.vocab_size, size=size
+        )
         self.first = FirstLayer(config, weights / config.first_layer)
         self.layers = [
             layer(decoder, weights / f"layers.{index}")

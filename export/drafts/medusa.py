@@ -38,7 +38,7 @@ _NAME = re.compile(r"(medusa_heads?\.|)(\d+)\.(\d+)\.(weight|linear\.weight|line
 _PROJECTS = {"": "FasterDecoding", "medusa_head.": "FasterDecoding", "medusa_heads.": "ModelOpt"}
 
 
-@dataclass(frozen=True, slots=True)
+@dataclass(frozen=True, slots=True, kw_only=True)
 class MedusaConfig:
     """Facts of Medusa heads, and of the base that they were trained for."""
 
@@ -174,7 +174,7 @@ def build(
     draft: Checkpoint, base: Checkpoint, config: MedusaConfig, dtype: ir.DataType
 ) -> tuple[ir.Model, Op, Weights]:
     """The graph from HIDDEN_TAPS [1, 1, H] to candidates [1, N, K], a row for each head."""
-    op, weights = Op(dtype), Weights(draft.tensors, draft.quant_config)
+    op, weights = Op(dtype), Weights(source=draft.tensors, quantization=draft.quant_config)
     feature = declare(graph_io.HIDDEN_TAPS, dtype, [1, 1, config.hidden_size])
     top_k = declare(graph_io.TOP_K, ir.DataType.INT64, [1])
     logits = Model(config, weights)(op, feature)

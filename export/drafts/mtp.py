@@ -55,7 +55,7 @@ FILES = ()  # its tensors are in the model's files
 _TABLE, _HEAD = "model.embed_tokens", "lm_head"
 
 
-@dataclass(frozen=True, slots=True)
+@dataclass(frozen=True, slots=True, kw_only=True)
 class Names:
     """Tensor names of the parts."""
 
@@ -73,16 +73,24 @@ class Names:
 
 
 _QWEN = Names(
-    "mtp.", "mtp.pre_fc_norm_embedding", "mtp.pre_fc_norm_hidden", "mtp.fc", "mtp.layers.0",
-    "mtp.norm",
-)  # fmt: skip
+    prefix="mtp.",
+    embedding_norm="mtp.pre_fc_norm_embedding",
+    hidden_norm="mtp.pre_fc_norm_hidden",
+    fc="mtp.fc",
+    layer="mtp.layers.0",
+    norm="mtp.norm",
+)
 _ERNIE = Names(
-    "model.mtp_", "model.mtp_emb_norm.0", "model.mtp_hidden_norm.0", "model.mtp_linear_proj.0",
-    "model.mtp_block.0", "model.norm",
-)  # fmt: skip
+    prefix="model.mtp_",
+    embedding_norm="model.mtp_emb_norm.0",
+    hidden_norm="model.mtp_hidden_norm.0",
+    fc="model.mtp_linear_proj.0",
+    layer="model.mtp_block.0",
+    norm="model.norm",
+)
 
 
-@dataclass(frozen=True, slots=True)
+@dataclass(frozen=True, slots=True, kw_only=True)
 class MtpConfig:
     """Facts of the layer, from the config of its model."""
 
@@ -137,7 +145,12 @@ def read(checkpoint: Checkpoint, base: DecoderConfig, ignored: tuple[str, ...] =
     _check_against(base, config)
     if isinstance(config, ernie4_5_moe.Config):
         own = replace(config, num_hidden_layers=1, layer_kinds=config.layer_kinds[:1])
-        return MtpConfig(architecture, own, base.num_hidden_layers, _ERNIE)
+        return MtpConfig(
+            architecture=architecture,
+            decoder=own,
+            base_num_layers=base.num_hidden_layers,
+            names=_ERNIE,
+        )
     assert isinstance(config, qwen2_moe.Config)
     attends = next(kind for kind in config.layer_kinds if kind is not None)
     has_experts = any(".experts." in name for name in own_names(checkpoint.tensors.infos()))
@@ -150,7 +163,9 @@ def read(checkpoint: Checkpoint, base: DecoderConfig, ignored: tuple[str, ...] =
         every=1,
         dense_layers=() if has_experts else (0,),
     )
-    return MtpConfig(architecture, layer, base.num_hidden_layers)
+    return MtpConfig(
+        architecture=architecture, decoder=layer, base_num_layers=base.num_hidden_layers
+    )
 
 
 def with_vocabulary(config: MtpConfig, base: Checkpoint, size: int) -> MtpConfig:
@@ -179,7 +194,9 @@ class Model:
     def __init__(self, config: MtpConfig, weights: Weights) -> None:
         decoder, model, names = config.decoder, config.architecture.Model, config.names
         size, epsilon = decoder.hidden_size, decoder.rms_norm_eps
-        self.embed_tokens = Embedding(weights / _TABLE, decoder.vocab_size, size)
+        self.embed_tokens = Embedding(
+            weights=weights / _TABLE, vocab_size=decoder.vocab_size, size=size
+        )
         self.divisor = _divisor(weights, names.norm, size) if names.shares_norm else None
         self.embedding_norm, self.hidden_norm, self.norm = (
             model.final_norm(weights / name, size, epsilon)
@@ -226,7 +243,7 @@ def build(
 ) -> tuple[ir.Model, Op, Weights]:
     """The graph, with an EAGLE draft's inputs and outputs."""
     tensors = all_tensors(draft, base, config, dtype)
-    weights = Weights(tensors, draft.quant_config or base.quant_config)
+    weights = Weights(source=tensors, quantization=draft.quant_config or base.quant_config)
     ids = None if config.target_ids is None else np.array(config.target_ids)
     model, op = record(Model(config, weights), config.decoder, ids, dtype)
     refuse_leftovers(weights.unused(), "draft")
@@ -246,7 +263,7 @@ def all_tensors(
     if config.target_ids is not None:
         head, ids = f"{_HEAD}.weight", np.array(config.target_ids)
         name = head if any(name.startswith(_HEAD) for name in shared) else f"{_TABLE}.weight"
-        borrowed[head] = HeadRows(tower.tensors, name, ids, head), head
+        borrowed[head] = HeadRows(source=tower.tensors, name=name, rows=ids, head=head), head
     return DraftTensors(own_tensors(_stored(draft, dtype)), borrowed)
 
 

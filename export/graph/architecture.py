@@ -13,7 +13,7 @@ from edgellm.export.config.decoder import DecoderConfig
 from edgellm.export.config.reader import ConfigReader
 
 
-@dataclass(frozen=True, slots=True)
+@dataclass(frozen=True, slots=True, kw_only=True)
 class ExportOptions:
     """Options of a language model's export."""
 

@@ -16,7 +16,7 @@ from edgellm.export.layers.recurrent import Recurrences
 from edgellm.export.onnx.builder import IR_VERSION, OPSET, Op
 
 
-@dataclass(frozen=True, slots=True)
+@dataclass(frozen=True, slots=True, kw_only=True)
 class PassInputs:
     """Inputs that base and draft share."""
 
@@ -36,33 +36,33 @@ class PassInputs:
         """Declare the inputs of a decoder with the sizes of `config`."""
         integer, boolean = ir.DataType.INT64, ir.DataType.BOOL
         return cls(
-            declare(graph_io.INPUT_IDS, integer, [1, ROWS]),
-            declare(graph_io.POSITION_IDS, integer, [config.position_axes, ROWS]),
-            declare(graph_io.WRITE_INDEX, integer, [1]),
-            declare(graph_io.TREE_MASK, boolean, [ROWS, mask_columns]),
-            declare(graph_io.LOGITS_INDEX, integer, [HEAD_ROWS]),
-            {
+            input_ids=declare(graph_io.INPUT_IDS, integer, [1, ROWS]),
+            position_ids=declare(graph_io.POSITION_IDS, integer, [config.position_axes, ROWS]),
+            write_index=declare(graph_io.WRITE_INDEX, integer, [1]),
+            tree_mask=declare(graph_io.TREE_MASK, boolean, [ROWS, mask_columns]),
+            logits_index=declare(graph_io.LOGITS_INDEX, integer, [HEAD_ROWS]),
+            past={
                 name: declare(name, dtype, cache_shape(config))
                 for layer in range(len(config.attending_layers))
                 for name in (graph_io.past_name(layer, "key"), graph_io.past_name(layer, "value"))
             },
-            tuple(_image_inputs(config, dtype)),
-            declare(graph_io.PARENT_ROWS, integer, [ROWS]) if config.is_recurrent else None,
+            images=tuple(_image_inputs(config, dtype)),
+            parents=declare(graph_io.PARENT_ROWS, integer, [ROWS]) if config.is_recurrent else None,
         )
 
     def begin(self, op: Op, config: DecoderConfig) -> PassState:
         """Append nodes that all layers share: RoPE tables and masks."""
         state = PassState(
-            op,
-            config.head_dim,
-            config.num_key_value_heads,
-            config.kinds,
-            self.position_ids,
-            self.write_index,
-            self.tree_mask,
-            self.past,
-            self._image_rows(config),
-            None if self.parents is None else Recurrences(op, self.parents),
+            op=op,
+            head_dim=config.head_dim,
+            num_kv_heads=config.num_key_value_heads,
+            kinds=config.kinds,
+            position_ids=self.position_ids,
+            write_index=self.write_index,
+            tree_mask=self.tree_mask,
+            past=self.past,
+            images=self._image_rows(config),
+            recurrences=None if self.parents is None else Recurrences(op, self.parents),
         )
         state.prepare()
         return state
@@ -72,7 +72,12 @@ class PassInputs:
             return None
         embeds, *deepstack = self.images
         count = config.images.num_deepstack
-        return ImageRows(config.vocab_size, embeds, deepstack[0] if count else None, count)
+        return ImageRows(
+            vocab_size=config.vocab_size,
+            embeds=embeds,
+            deepstack=deepstack[0] if count else None,
+            num_deepstack=count,
+        )
 
 
 def _image_inputs(config: DecoderConfig, dtype: ir.DataType) -> Iterator[ir.Value]:

@@ -113,7 +113,12 @@ def target_names(op: Op, indices: ir.Value, target_ids: NDArray[np.int64] | None
     if target_ids is None:
         return indices
     table = op.parameter(
-        StoredTensor(TARGET_IDS, ir.DataType.INT64, target_ids.shape, _whole(target_ids))
+        StoredTensor(
+            name=TARGET_IDS,
+            dtype=ir.DataType.INT64,
+            shape=target_ids.shape,
+            stream=_whole(target_ids),
+        )
     )
     return op.Gather(table, indices, axis=0)
 

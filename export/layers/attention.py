@@ -32,7 +32,7 @@ from edgellm.export.onnx.functions.attention import (
 )
 
 
-@dataclass(slots=True)
+@dataclass(slots=True, kw_only=True)
 class PassState:
     """Inputs that all layers of a pass share, and the caches that they write."""
 

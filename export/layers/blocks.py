@@ -26,7 +26,7 @@ class Convolution:
 class Block:
     """The block's tokens in a pass, with values that all layers share."""
 
-    def __init__(self, op: Op, ids: ir.Value, rows: ir.Value, mask_id: int) -> None:
+    def __init__(self, *, op: Op, ids: ir.Value, rows: ir.Value, mask_id: int) -> None:
         """`ids` int64 [1, R] of the tokens at indices `rows` int64 [R]."""
         self.op, self.ids, self.rows = op, ids, rows
         self.is_mask = op.Equal(ids, op.constant(np.int64(mask_id)))  # bool [1, R]

@@ -23,7 +23,7 @@ _FLOAT = ir.DataType.FLOAT
 _EPSILON = 1e-6  # of a key's and a query's length
 
 
-@dataclass(frozen=True, slots=True)
+@dataclass(frozen=True, slots=True, kw_only=True)
 class DeltaSizes:
     """Sizes of a layer."""
 
@@ -37,11 +37,11 @@ class DeltaSizes:
     def read(cls, reader: ConfigReader) -> DeltaSizes:
         """Sizes from Qwen's configs; raises `UnsupportedModelError` for wrong heads."""
         found = cls(
-            reader.positive("linear_num_key_heads", 16),
-            reader.positive("linear_num_value_heads", 32),
-            reader.positive("linear_key_head_dim", 128),
-            reader.positive("linear_value_head_dim", 128),
-            reader.positive("linear_conv_kernel_dim", 4),
+            key_heads=reader.positive("linear_num_key_heads", 16),
+            value_heads=reader.positive("linear_num_value_heads", 32),
+            key_dim=reader.positive("linear_key_head_dim", 128),
+            value_dim=reader.positive("linear_value_head_dim", 128),
+            window=reader.positive("linear_conv_kernel_dim", 4),
         )
         if found.value_heads % found.key_heads or found.window < 2:
             raise UnsupportedModelError(f"config.json: linear attention of {found}")

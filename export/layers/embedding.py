@@ -16,7 +16,7 @@ class Embedding:
     """Lookup in a table [vocab_size, size] by token id, times `scale`."""
 
     def __init__(
-        self, weights: Weights, vocab_size: int, size: int, scale: float | None = None
+        self, *, weights: Weights, vocab_size: int, size: int, scale: float | None = None
     ) -> None:
         self.weights = weights
         self.shape = (vocab_size, size)

@@ -23,7 +23,7 @@ from edgellm.export.onnx.functions.attention import call
 from edgellm.export.onnx.functions.experts import LARGEST, experts, router
 
 
-@dataclass(frozen=True, slots=True)
+@dataclass(frozen=True, slots=True, kw_only=True)
 class Routing:
     """Number of experts, and weights of the chosen ones."""
 
@@ -53,8 +53,11 @@ class Routing:
         reader.skip("router_aux_loss_coef", "output_router_logits")  # for training
         reader.expect("hidden_act", "silu", "swish")
         found = cls(
-            reader.positive(experts), reader.positive(top_k), reader.positive(size), **traits
-        )  # fmt: skip
+            experts=reader.positive(experts),
+            top_k=reader.positive(top_k),
+            size=reader.positive(size),
+            **traits,
+        )
         if found.top_k > found.experts:
             raise UnsupportedModelError(
                 f"config.json: {top_k} = {found.top_k}, but {experts} = {found.experts}"
@@ -62,7 +65,7 @@ class Routing:
         return found
 
 
-NO_ROUTING = Routing(1, 1, 1)  # of an unread config
+NO_ROUTING = Routing(experts=1, top_k=1, size=1)  # of an unread config
 
 
 @dataclass(frozen=True, slots=True)
@@ -132,6 +135,7 @@ class SigmoidRouter(Router):
 
     def __init__(
         self,
+        *,
         weights: Weights,
         hidden: int,
         routing: Routing,
@@ -170,10 +174,10 @@ class Mixture:
 
     def __init__(
         self,
+        *,
         route: Chooses,
         stack: Stack,
         routing: Routing,
-        *,
         gating: Gating = SWISH,
         shared: MLP | None = None,
         latent: tuple[MLP, MLP] | None = None,

@@ -15,7 +15,7 @@ from edgellm.export.layers.embedding import Embedding
 from edgellm.export.onnx.builder import Op
 
 
-@dataclass(slots=True)
+@dataclass(slots=True, kw_only=True)
 class ImageRows:
     """The encoder's output as inputs of a decoder."""
 

@@ -25,7 +25,7 @@ _FLOAT = ir.DataType.FLOAT
 _UNBOUNDED = (math.inf, {"__float__": "Infinity"})  # in JSON, and as transformers writes it
 
 
-@dataclass(frozen=True, slots=True)
+@dataclass(frozen=True, slots=True, kw_only=True)
 class MambaSizes:
     """Sizes of a layer."""
 
@@ -55,11 +55,11 @@ class MambaSizes:
         heads = reader.positive("mamba_n_heads", 128)
         reader.expect("mamba_d_head", "auto", inner // heads)
         found = cls(
-            heads,
-            inner // heads,
-            reader.positive("mamba_n_groups", 1),
-            reader.positive("mamba_d_state", 256),
-            reader.positive("mamba_d_conv", 4),
+            heads=heads,
+            head_dim=inner // heads,
+            groups=reader.positive("mamba_n_groups", 1),
+            state=reader.positive("mamba_d_state", 256),
+            window=reader.positive("mamba_d_conv", 4),
             conv_bias=reader.read("mamba_conv_bias", bool, True),
             in_bias=reader.read("mamba_proj_bias", bool, False),
             out_bias=reader.read(out_bias, bool, False),
@@ -89,14 +89,14 @@ def expect_unbounded(reader: ConfigReader) -> None:
     reader.expect("time_step_limit", *([0.0, maximum] for maximum in _UNBOUNDED))
 
 
-NO_MAMBA = MambaSizes(1, 1, 1, 1, 2)  # of configs without Mamba
+NO_MAMBA = MambaSizes(heads=1, head_dim=1, groups=1, state=1, window=2)  # of configs without Mamba
 
 
 class Mamba2:
     """Projection, convolution, scan, gated norm, projection."""
 
     def __init__(
-        self, sizes: MambaSizes, weights: Weights, hidden: int, epsilon: float, rows: str
+        self, *, sizes: MambaSizes, weights: Weights, hidden: int, epsilon: float, rows: str
     ) -> None:
         """`rows`: the symbol of S."""
         self.sizes, self.weights, self.epsilon, self.rows = sizes, weights, epsilon, rows

@@ -26,10 +26,10 @@ class GatedMLP:
 
     def __init__(
         self,
+        *,
         weights: Weights,
         size: int,
         inner_size: int,
-        *,
         bias: bool,
         activation: str = "silu",
         names: tuple[str, str, str] = ("gate_proj", "up_proj", "down_proj"),
@@ -51,10 +51,10 @@ class FusedGatedMLP:
 
     def __init__(
         self,
+        *,
         weights: Weights,
         size: int,
         inner_size: int,
-        *,
         activation: str,
         names: tuple[str, str] = ("gate_up_proj", "down_proj"),
     ) -> None:
@@ -75,11 +75,11 @@ class FeedForward:
 
     def __init__(
         self,
+        *,
         first: Weights,
         second: Weights,
         sizes: tuple[int, int, int],
         activation: str,
-        *,
         bias: bool = True,
     ) -> None:
         """`sizes`: input, intermediate, output."""

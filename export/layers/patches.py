@@ -20,7 +20,7 @@ from edgellm.export.onnx.functions.attention import call, linear
 _MASKED = {ir.DataType.FLOAT: -1e30, ir.DataType.FLOAT16: -3e4}
 
 
-@dataclass(frozen=True, slots=True)
+@dataclass(frozen=True, slots=True, kw_only=True)
 class Windows:
     """Indices of patches for attention in windows."""
 
@@ -38,10 +38,10 @@ class Windows:
             columns = op.Unsqueeze(additive, op.constant([1, 2]))  # [W, 1, 1, Z]
             # Both ONNX Runtime and TensorRT broadcast a mask over heads, but not over its rows.
             full = op.Expand(columns, op.constant([1, 1, size, 1]))
-            return cls(slots, rows, full, size)
+            return cls(slots=slots, rows=rows, mask=full, size=size)
 
 
-@dataclass(frozen=True, slots=True)
+@dataclass(frozen=True, slots=True, kw_only=True)
 class PatchState:
     """Values that all layers of a run share."""
 
@@ -74,7 +74,7 @@ class PatchState:
 class PatchEmbedding:
     """Patch convolution as a linear layer over the flattened patch."""
 
-    def __init__(self, weights: Weights, kernel: tuple[int, ...], size: int, *, bias: bool) -> None:
+    def __init__(self, *, weights: Weights, kernel: tuple[int, ...], size: int, bias: bool) -> None:
         """`kernel`: channels, frames, rows and columns of a patch."""
         self.weights = weights
         self.kernel = kernel

@@ -22,7 +22,7 @@ Parts = Mapping[str, ir.Value]
 _END = 1 << 62
 
 
-@dataclass(frozen=True, slots=True)
+@dataclass(frozen=True, slots=True, kw_only=True)
 class Recurrence:
     """States of a layer."""
 
@@ -99,7 +99,7 @@ def convolve(
     op, width = recurrences.op, _width(weight)
     window = recurrences.state(layer, "window", (1, size - 1, width))
     y = call(op, convolution(size), x, window, weight, recurrences.parents)
-    found = Recurrence(layer, {"window": window}, {"window": x}, _shift)
+    found = Recurrence(layer=layer, states={"window": window}, rows={"window": x}, advance=_shift)
     recurrences.keep(found, {"window": width}, rows)
     return y
 
@@ -130,7 +130,11 @@ def keep_matrix(
     for value in given:
         value.type = ir.TensorType(ir.DataType.FLOAT)
     widths = {"key": key_heads * keys, "delta": heads * values, "decay": heads}
-    recurrences.keep(Recurrence(layer, {"matrix": matrix}, found, _advance), widths, rows)
+    recurrences.keep(
+        Recurrence(layer=layer, states={"matrix": matrix}, rows=found, advance=_advance),
+        widths,
+        rows,
+    )
 
 
 def _advance(op: Op, states: Parts, rows: Parts) -> Parts:

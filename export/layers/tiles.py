@@ -38,7 +38,7 @@ class TileAttention:
     """Self-attention of the patches of a tile, with a layer each for q, k and v."""
 
     def __init__(
-        self, weights: Weights, size: int, num_heads: int, *, bias: bool, output: str
+        self, *, weights: Weights, size: int, num_heads: int, bias: bool, output: str
     ) -> None:
         """`bias`: of q, k and v; `output`: name of the last layer in the checkpoint."""
         self.num_heads = num_heads

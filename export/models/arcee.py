@@ -38,7 +38,13 @@ class DecoderLayer(llama.DecoderLayer):
         hidden, inner = config.hidden_size, config.intermediate_size
         first, second = (weights / name for name in self.feed_forward_names)
         sizes = (hidden, inner, hidden)
-        return FeedForward(first, second, sizes, config.activation, bias=config.mlp_bias)
+        return FeedForward(
+            first=first,
+            second=second,
+            sizes=sizes,
+            activation=config.activation,
+            bias=config.mlp_bias,
+        )
 
 
 class Model(llama.Model):

@@ -24,7 +24,7 @@ TINY = {
 }  # fmt: skip
 
 
-@dataclass(frozen=True, slots=True)
+@dataclass(frozen=True, slots=True, kw_only=True)
 class Config(DecoderConfig):
     """ERNIE's config with experts."""
 
@@ -95,9 +95,17 @@ class DecoderLayer(llama.DecoderLayer):
         self.config = config
         hidden, routing, mlp = config.hidden_size, config.routing, weights / "mlp"
         width = config.shared * routing.size
-        shared = GatedMLP(mlp / "shared_experts", hidden, width, bias=False) if width else None
-        stack = SeparateExperts(mlp / "experts", routing.experts, (hidden, routing.size))
-        self.experts = Mixture(CorrectedRouter(mlp, hidden, routing), stack, routing, shared=shared)
+        shared = (
+            GatedMLP(weights=mlp / "shared_experts", size=hidden, inner_size=width, bias=False)
+            if width
+            else None
+        )
+        stack = SeparateExperts(
+            weights=mlp / "experts", experts=routing.experts, sizes=(hidden, routing.size)
+        )
+        self.experts = Mixture(
+            route=CorrectedRouter(mlp, hidden, routing), stack=stack, routing=routing, shared=shared
+        )
 
     def forward(self, op: Op, x: ir.Value, state: PassState, layer: int) -> ir.Value:
         """X [1, S, H] -> [1, S, H]."""

@@ -48,7 +48,7 @@ _UNREAD = (
 )
 
 
-@dataclass(frozen=True, slots=True)
+@dataclass(frozen=True, slots=True, kw_only=True)
 class Multipliers:
     """Factors of inputs and outputs of a layer's parts."""
 
@@ -66,9 +66,9 @@ class Multipliers:
     def read(cls, reader: ConfigReader) -> Multipliers:
         """Read the factors; raises `UnsupportedModelError` unless they are numbers."""
         names = "attention_in", "attention_out", "key", "ssm_in", "ssm_out"
-        single = (reader.nonzero(f"{name}_multiplier", 1.0) for name in names)
+        single = {name: reader.nonzero(f"{name}_multiplier", 1.0) for name in names}
         gate, down = _numbers(reader, "mlp", 2)
-        return cls(*single, gate=gate, down=down, ssm=_numbers(reader, "ssm", 5))
+        return cls(**single, gate=gate, down=down, ssm=_numbers(reader, "ssm", 5))
 
 
 def _numbers(reader: ConfigReader, name: str, count: int) -> tuple[float, ...]:
@@ -82,12 +82,14 @@ def _numbers(reader: ConfigReader, name: str, count: int) -> tuple[float, ...]:
     return tuple(map(float, found))
 
 
-@dataclass(frozen=True, slots=True)
+@dataclass(frozen=True, slots=True, kw_only=True)
 class Config(DecoderConfig):
     """Falcon-H1's config."""
 
     mamba: MambaSizes = NO_MAMBA
-    multipliers: Multipliers = Multipliers(1, 1, 1, 1, 1, 1, 1, (1,) * 5)
+    multipliers: Multipliers = Multipliers(
+        attention_in=1, attention_out=1, key=1, ssm_in=1, ssm_out=1, gate=1, down=1, ssm=(1,) * 5
+    )
     logits_multiplier: float = 1.0
     is_normed: bool = False  # what leaves the states of Mamba
     gates_last: bool = True  # after that norm, not before
@@ -138,7 +140,13 @@ class Mamba(Mamba2):
     """Mamba 2 with scaled projections, and a norm only in some models."""
 
     def __init__(self, config: Config, weights: Weights) -> None:
-        super().__init__(config.mamba, weights, config.hidden_size, config.rms_norm_eps, ROWS)
+        super().__init__(
+            sizes=config.mamba,
+            weights=weights,
+            hidden=config.hidden_size,
+            epsilon=config.rms_norm_eps,
+            rows=ROWS,
+        )
         self.config = config
 
     def project(self, op: Op, x: ir.Value) -> ir.Value:
@@ -164,7 +172,10 @@ class FeedForward(GatedMLP):
 
     def __init__(self, config: Config, weights: Weights) -> None:
         super().__init__(
-            weights, config.hidden_size, config.intermediate_size, bias=config.mlp_bias
+            weights=weights,
+            size=config.hidden_size,
+            inner_size=config.intermediate_size,
+            bias=config.mlp_bias,
         )
         self.multipliers = config.multipliers
 

@@ -47,7 +47,10 @@ class DecoderLayer(llama.DecoderLayer):
     def feed_forward(self, config: DecoderConfig, weights: Weights) -> MLP:
         """MLP with gate and up as one layer."""
         return FusedGatedMLP(
-            weights, config.hidden_size, config.intermediate_size, activation=config.activation
+            weights=weights,
+            size=config.hidden_size,
+            inner_size=config.intermediate_size,
+            activation=config.activation,
         )
 
     def forward(self, op: Op, x: ir.Value, state: PassState, layer: int) -> ir.Value:

@@ -40,7 +40,7 @@ _ROPE = {
 }  # fmt: skip
 
 
-@dataclass(frozen=True, slots=True)
+@dataclass(frozen=True, slots=True, kw_only=True)
 class Config(DecoderConfig):
     """The config of gpt-oss."""
 
@@ -111,9 +111,11 @@ class DecoderLayer(llama.DecoderLayer):
         own, sizes = mlp / "experts", (hidden, routing.size)
         stack: Stack = InterleavedExperts(own, routing.experts, sizes)
         if is_stacked(own):
-            stack = StackedExperts(own, routing.experts, sizes, has_biases=True)
+            stack = StackedExperts(
+                weights=own, experts=routing.experts, sizes=sizes, has_biases=True
+            )
         router = BiasedRouter(mlp / "router", hidden, routing)
-        self.mlp = Mixture(router, stack, routing, gating=config.gating)
+        self.mlp = Mixture(route=router, stack=stack, routing=routing, gating=config.gating)
 
 
 class Model(llama.Model):

@@ -21,7 +21,7 @@ TINY = {
 }
 
 
-@dataclass(frozen=True, slots=True)
+@dataclass(frozen=True, slots=True, kw_only=True)
 class Config(granite.Config):
     """Granite's config with experts."""
 
@@ -40,7 +40,7 @@ class DecoderLayer(granite.DecoderLayer):
         super().__init__(config, weights)
         hidden, routing, mlp = config.hidden_size, config.routing, weights / "block_sparse_moe"
         router = Router(mlp / "router.layer", hidden, routing)
-        self.mlp = Mixture(router, stack_of(mlp, hidden, routing), routing)
+        self.mlp = Mixture(route=router, stack=stack_of(mlp, hidden, routing), routing=routing)
 
 
 def stack_of(mlp: Weights, hidden: int, routing: Routing) -> Stack:
@@ -48,8 +48,12 @@ def stack_of(mlp: Weights, hidden: int, routing: Routing) -> Stack:
     count, sizes, apart = routing.experts, (hidden, routing.size), mlp / "experts"
     if is_stacked(apart) or (apart / "0.gate_proj").info("weight") is not None:
         return experts_of(apart, count, sizes)
-    joined = (mlp / "input_linear", "weight"), (mlp / "output_linear", "weight")
-    return JoinedExperts(*joined, count, sizes)
+    return JoinedExperts(
+        gate_up=(mlp / "input_linear", "weight"),
+        down=(mlp / "output_linear", "weight"),
+        experts=count,
+        sizes=sizes,
+    )
 
 
 class Model(granite.Model):

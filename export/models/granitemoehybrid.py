@@ -34,7 +34,7 @@ _RECURRENT = ("mamba", "linear_attention")
 _UNREAD = ("init_method", "output_router_logits", "router_aux_loss_coef")  # for training
 
 
-@dataclass(frozen=True, slots=True)
+@dataclass(frozen=True, slots=True, kw_only=True)
 class Config(granitemoe.Config):
     """Granite 4's config."""
 
@@ -104,23 +104,41 @@ class DecoderLayer(granite.DecoderLayer):
             hidden, routing, mlp = config.hidden_size, config.routing, weights / "block_sparse_moe"
             router = Router(mlp / "router.layer", hidden, routing)
             stack = granitemoe.stack_of(mlp, hidden, routing)
-            self.mlp = Mixture(router, stack, routing, shared=self.mlp)
+            self.mlp = Mixture(route=router, stack=stack, routing=routing, shared=self.mlp)
 
     def feed_forward(self, config: DecoderConfig, weights: Weights) -> MLP:
         """MLP with gate and up as one layer, except in GGUF files."""
-        sizes, activation = (config.hidden_size, config.intermediate_size), config.activation
+        size, inner_size = config.hidden_size, config.intermediate_size
+        activation = config.activation
         if (weights / "gate_proj").info("weight") is not None:
-            names = "gate_proj", "up_proj", "output_linear"
-            return GatedMLP(weights, *sizes, bias=False, activation=activation, names=names)
-        joined = "input_linear", "output_linear"
-        return FusedGatedMLP(weights, *sizes, activation=activation, names=joined)
+            return GatedMLP(
+                weights=weights,
+                size=size,
+                inner_size=inner_size,
+                bias=False,
+                activation=activation,
+                names=("gate_proj", "up_proj", "output_linear"),
+            )
+        return FusedGatedMLP(
+            weights=weights,
+            size=size,
+            inner_size=inner_size,
+            activation=activation,
+            names=("input_linear", "output_linear"),
+        )
 
 
 class Mamba(Mamba2):
     """Granite's Mamba 2."""
 
     def __init__(self, config: Config, weights: Weights) -> None:
-        super().__init__(config.mamba, weights, config.hidden_size, config.rms_norm_eps, ROWS)
+        super().__init__(
+            sizes=config.mamba,
+            weights=weights,
+            hidden=config.hidden_size,
+            epsilon=config.rms_norm_eps,
+            rows=ROWS,
+        )
 
 
 class MambaLayer(DecoderLayer):

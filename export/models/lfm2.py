@@ -41,7 +41,7 @@ _UNREAD = (
 )
 
 
-@dataclass(frozen=True, slots=True)
+@dataclass(frozen=True, slots=True, kw_only=True)
 class Config(DecoderConfig):
     """LFM2's config."""
 
@@ -177,7 +177,11 @@ class DecoderLayer:
         del index
         names = "w1", "w3", "w2"
         return GatedMLP(
-            weights, config.hidden_size, config.intermediate_size, bias=False, names=names
+            weights=weights,
+            size=config.hidden_size,
+            inner_size=config.intermediate_size,
+            bias=False,
+            names=names,
         )
 
     def forward(self, op: Op, x: ir.Value, state: PassState, layer: int) -> ir.Value:

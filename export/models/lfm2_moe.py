@@ -23,7 +23,7 @@ TINY = {
 }
 
 
-@dataclass(frozen=True, slots=True)
+@dataclass(frozen=True, slots=True, kw_only=True)
 class Config(lfm2.Config):
     """LFM2's config with experts."""
 
@@ -68,10 +68,10 @@ class DecoderLayer(lfm2.DecoderLayer):
             return super().network(config, weights, index)
         hidden, routing = config.hidden_size, config.routing
         bias = (weights, "expert_bias") if config.has_bias else None
-        router = SigmoidRouter(weights / "gate", hidden, routing, bias)
+        router = SigmoidRouter(weights=weights / "gate", hidden=hidden, routing=routing, bias=bias)
         sizes, names = (hidden, routing.size), ("w1", "w3", "w2")
         stack = experts_of(weights / "experts", routing.experts, sizes, names)
-        return Mixture(router, stack, routing)
+        return Mixture(route=router, stack=stack, routing=routing)
 
 
 class Model(lfm2.Model):

@@ -105,9 +105,9 @@ class DecoderLayer:
     def feed_forward(self, config: DecoderConfig, weights: Weights) -> MLP:
         """The network after attention."""
         return GatedMLP(
-            weights,
-            config.hidden_size,
-            config.intermediate_size,
+            weights=weights,
+            size=config.hidden_size,
+            inner_size=config.intermediate_size,
             bias=config.mlp_bias,
             activation=config.activation,
         )
@@ -137,7 +137,10 @@ class Model:
         model = weights / "model"
         self.config, table = config, model / self.embedding_name
         self.embed_tokens = Embedding(
-            table, config.vocab_size, config.hidden_size, config.embedding_scale
+            weights=table,
+            vocab_size=config.vocab_size,
+            size=config.hidden_size,
+            scale=config.embedding_scale,
         )
         self.layers = [
             self.make_layer(config, model / f"layers.{index}", index)

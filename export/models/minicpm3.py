@@ -33,7 +33,7 @@ _ROPE = RopeTraits(rules={kind: RULES[kind] for kind in ("default", "linear", "l
 _NORM_EPSILON = 1e-6  # of latent vectors, independent of the config
 
 
-@dataclass(frozen=True, slots=True)
+@dataclass(frozen=True, slots=True, kw_only=True)
 class Config(granite.Config):
     """MiniCPM 3's config; `head_dim` is that of a key."""
 

@@ -27,7 +27,7 @@ _BETA, _ORIGINAL = "llama_4_scaling_beta", "original_max_position_embeddings"
 _ROPE = RopeTraits(others=(_BETA,))
 
 
-@dataclass(frozen=True, slots=True)
+@dataclass(frozen=True, slots=True, kw_only=True)
 class Config(DecoderConfig):
     """Ministral 3's config."""
 

@@ -24,7 +24,7 @@ TINY = {
 _NAMES = ("w1", "w3", "w2")
 
 
-@dataclass(frozen=True, slots=True)
+@dataclass(frozen=True, slots=True, kw_only=True)
 class Config(DecoderConfig):
     """Mixtral's config."""
 
@@ -51,9 +51,12 @@ class DecoderLayer(llama.DecoderLayer):
 def _mixture(config: Config, weights: Weights) -> MLP:
     hidden, routing = config.hidden_size, config.routing
     stack = SeparateExperts(
-        weights / "experts", routing.experts, (hidden, routing.size), names=_NAMES
+        weights=weights / "experts",
+        experts=routing.experts,
+        sizes=(hidden, routing.size),
+        names=_NAMES,
     )
-    return Mixture(Router(weights / "gate", hidden, routing), stack, routing)
+    return Mixture(route=Router(weights / "gate", hidden, routing), stack=stack, routing=routing)
 
 
 class Model(llama.Model):

@@ -88,7 +88,7 @@ _OF_EXPERTS = (
 _LEAST_STEP = 0.01  # time steps that a lower bound would change
 
 
-@dataclass(frozen=True, slots=True)
+@dataclass(frozen=True, slots=True, kw_only=True)
 class Config(DecoderConfig):
     """Nemotron-H's config."""
 
@@ -168,11 +168,11 @@ def _mamba_sizes(reader: ConfigReader) -> MambaSizes:
             reader.replace(**{key: value})
     bias = reader.read("use_bias", bool, False)
     return MambaSizes(
-        reader.positive("mamba_num_heads", 128),
-        reader.positive("mamba_head_dim", 64),
-        reader.positive("n_groups", 8),
-        reader.positive("ssm_state_size", 128),
-        reader.positive("conv_kernel", 4),
+        heads=reader.positive("mamba_num_heads", 128),
+        head_dim=reader.positive("mamba_head_dim", 64),
+        groups=reader.positive("n_groups", 8),
+        state=reader.positive("ssm_state_size", 128),
+        window=reader.positive("conv_kernel", 4),
         conv_bias=reader.read("use_conv_bias", bool, True),
         in_bias=bias,
         out_bias=bias,
@@ -217,19 +217,29 @@ class Mamba(Mamba2):
     """Nemotron's Mamba 2."""
 
     def __init__(self, config: Config, weights: Weights) -> None:
-        super().__init__(config.mamba, weights, config.hidden_size, config.rms_norm_eps, ROWS)
+        super().__init__(
+            sizes=config.mamba,
+            weights=weights,
+            hidden=config.hidden_size,
+            epsilon=config.rms_norm_eps,
+            rows=ROWS,
+        )
 
 
 def _network(config: Config, weights: Weights, inner: int) -> FeedForward:
     sizes = config.hidden_size, inner, config.hidden_size
     first, second = weights / "up_proj", weights / "down_proj"
-    return FeedForward(first, second, sizes, config.activation, bias=config.mlp_bias)
+    return FeedForward(
+        first=first, second=second, sizes=sizes, activation=config.activation, bias=config.mlp_bias
+    )
 
 
 def _mixture(config: Config, weights: Weights) -> Mixture:
     hidden, routing, latent = config.hidden_size, config.routing, config.latent_size
     gate = weights / "gate"
-    router = SigmoidRouter(gate, hidden, routing, (gate, "e_score_correction_bias"))
+    router = SigmoidRouter(
+        weights=gate, hidden=hidden, routing=routing, bias=(gate, "e_score_correction_bias")
+    )
     names, sizes = ("up_proj", "up_proj", "down_proj"), (latent or hidden, routing.size)
     bias = config.mlp_bias
     between = None
@@ -239,9 +249,9 @@ def _mixture(config: Config, weights: Weights) -> Mixture:
             Linear(weights / "fc2_latent_proj", latent, hidden, bias=bias),
         )
     return Mixture(
-        router,
-        experts_of(weights / "experts", routing.experts, sizes, names, is_gated=False),
-        routing,
+        route=router,
+        stack=experts_of(weights / "experts", routing.experts, sizes, names, is_gated=False),
+        routing=routing,
         gating=SQUARED_RELU,
         shared=_network(config, weights / "shared_experts", config.shared_size),
         latent=between,

@@ -26,7 +26,7 @@ TINY = {
 }
 
 
-@dataclass(frozen=True, slots=True)
+@dataclass(frozen=True, slots=True, kw_only=True)
 class Config(DecoderConfig):
     """OLMoE's config."""
 
@@ -73,8 +73,12 @@ class DecoderLayer(llama.DecoderLayer):
     def __init__(self, config: Config, weights: Weights) -> None:
         super().__init__(config, weights)
         hidden, routing, mlp = config.hidden_size, config.routing, weights / "mlp"
-        stack = SeparateExperts(mlp / "experts", routing.experts, (hidden, routing.size))
-        self.mlp = Mixture(Router(mlp / "gate", hidden, routing), stack, routing)
+        stack = SeparateExperts(
+            weights=mlp / "experts", experts=routing.experts, sizes=(hidden, routing.size)
+        )
+        self.mlp = Mixture(
+            route=Router(mlp / "gate", hidden, routing), stack=stack, routing=routing
+        )
 
 
 class Model(llama.Model):

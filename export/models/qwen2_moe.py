@@ -27,7 +27,7 @@ TINY = {
 }  # fmt: skip
 
 
-@dataclass(frozen=True, slots=True)
+@dataclass(frozen=True, slots=True, kw_only=True)
 class Config(DecoderConfig):
     """The config of a Qwen with experts in some layers."""
 
@@ -75,7 +75,10 @@ class SharedExpert:
     def __init__(self, config: Config, weights: Weights) -> None:
         self.gate = Linear(weights / "shared_expert_gate", config.hidden_size, 1, bias=False)
         self.mlp = GatedMLP(
-            weights / "shared_expert", config.hidden_size, config.shared_size, bias=False
+            weights=weights / "shared_expert",
+            size=config.hidden_size,
+            inner_size=config.shared_size,
+            bias=False,
         )
 
     def __call__(self, op: Op, x: ir.Value) -> ir.Value:
@@ -87,7 +90,9 @@ def mixture(config: Config, weights: Weights, shared: MLP | None) -> MLP:
     """The experts below `weights`."""
     hidden, routing = config.hidden_size, config.routing
     stack = experts_of(weights / "experts", routing.experts, (hidden, routing.size))
-    return Mixture(Router(weights / "gate", hidden, routing), stack, routing, shared=shared)
+    return Mixture(
+        route=Router(weights / "gate", hidden, routing), stack=stack, routing=routing, shared=shared
+    )
 
 
 class DecoderLayer(llama.DecoderLayer):

@@ -33,10 +33,11 @@ TINY = {
     "linear_key_head_dim": 16,
     "linear_value_head_dim": 24,
 }
-_NO_SIZES = DeltaSizes(1, 1, 1, 1, 2)  # of an unread config
+# Of an unread config.
+_NO_SIZES = DeltaSizes(key_heads=1, value_heads=1, key_dim=1, value_dim=1, window=2)
 
 
-@dataclass(frozen=True, slots=True)
+@dataclass(frozen=True, slots=True, kw_only=True)
 class Config(qwen2_moe.Config):
     """The config of a Qwen with linear attention, with or without experts."""
 

@@ -56,7 +56,7 @@ def write_floats(checkpoint: Checkpoint, options: ExportOptions, folder: Path) -
         if name.rpartition(".")[0] not in shapes or name.endswith(_COMPANIONS)
     }
     for name in [name for name in own if name.endswith(BLOCKS)]:
-        found = fp4_stack(Weights(tensors), name, own.pop(name).shape)
+        found = fp4_stack(Weights(source=tensors), name, own.pop(name).shape)
         own.pop(found.scales)
         dense[found.name] = found.dense
     _write(tower, own, joined(dense), folder / "model.safetensors")

@@ -94,7 +94,7 @@ def export_draft(
         return publish(folder, output, manifest)
 
 
-@dataclass(frozen=True, slots=True)
+@dataclass(frozen=True, slots=True, kw_only=True)
 class _Recorded:
     """A recorded draft, before it is written."""
 
@@ -140,12 +140,14 @@ def _record(draft: Checkpoint, base: Checkpoint, options: DraftOptions) -> _Reco
             graphs = {**graphs, _FUSE: build_fuse_graph(config, weights, dtype)}
         facts = kind.spec(draft, config, op)
         facts = dataclasses.replace(facts, base_rotation=rotation_name(base.config))
-        return _Recorded(config, kind.ROLE, graphs, weights.layouts, facts)
+        return _Recorded(
+            config=config, role=kind.ROLE, graphs=graphs, layouts=weights.layouts, spec=facts
+        )
     config = _seeing(config, base_config)
     tensors: TensorSource = complete(draft.tensors, tower.tensors, config)
     if rotation is not None:
         tensors = facing(tensors, draft, config, rotation)
-    weights = Weights(tensors, draft.quant_config or base.quant_config)
+    weights = Weights(source=tensors, quantization=draft.quant_config or base.quant_config)
     target_ids = read_target_ids(weights, config, base_config)
     graphs = {_MODEL: build_draft(config, weights, target_ids, dtype)}
     if config.fuses:
@@ -153,7 +155,7 @@ def _record(draft: Checkpoint, base: Checkpoint, options: DraftOptions) -> _Reco
     refuse_leftovers(weights.unused(), "draft")
     ops = [op for _, op in graphs.values()]
     spec = _spec(config, ops, tensors, rotation_name(base.config))
-    return _Recorded(config, DRAFT, graphs, weights.layouts, spec)
+    return _Recorded(config=config, role=DRAFT, graphs=graphs, layouts=weights.layouts, spec=spec)
 
 
 def _with_vocabulary(

@@ -49,7 +49,7 @@ _KEPT = ("hidden_size", "intermediate_size", "num_attention_heads", "num_key_val
          "dtype")  # fmt: skip
 
 
-@dataclass(frozen=True, slots=True)
+@dataclass(frozen=True, slots=True, kw_only=True)
 class Engine:
     """Draft features that an engine supports, and its command."""
 
@@ -63,7 +63,7 @@ class Engine:
 
 ENGINES = {
     "vllm": Engine(
-        "vllm serve {base} --speculative-config "
+        command="vllm serve {base} --speculative-config "
         '\'{{"method": "eagle3", "model": "{draft}", "num_speculative_tokens": 3}}\'',
         more_layers=True,
         any_taps=True,
@@ -72,11 +72,11 @@ ENGINES = {
         own_embedding=True,
     ),
     "sglang": Engine(
-        "python -m sglang.launch_server --model-path {base} --speculative-algorithm EAGLE3 "
+        command="python -m sglang.launch_server --model-path {base} --speculative-algorithm EAGLE3 "
         "--speculative-draft-model-path {draft}"
     ),
     "tensorrt-llm": Engine(
-        'Eagle3DecodingConfig(max_draft_len=3, speculative_model="{draft}", '
+        command='Eagle3DecodingConfig(max_draft_len=3, speculative_model="{draft}", '
         "eagle3_layers_to_capture={{{outputs}}})",
         any_taps=True,
         norms=frozenset(["before_fc", "fc_norm", "output"]),
@@ -119,11 +119,11 @@ def hand_over(
             hint="others: vllm",
         )
     _, _, facts = read_architecture(base, ExportOptions(ignore_config_keys=ignored))
-    targets = read_target_ids(Weights(draft.tensors), config, facts)
+    targets = read_target_ids(Weights(source=draft.tensors), config, facts)
     with temporary_folder(output) as folder:
         whole = complete(draft.tensors, base.tensors, config)
         dropped = () if own else (_EMBEDDING,)  # engines use the base's
-        tensors = _HandedTensors(whole, config, targets, dropped)
+        tensors = _HandedTensors(draft=whole, config=config, targets=targets, dropped=dropped)
         require_space(folder, sum(info.num_bytes for info in tensors.infos().values()))
         write_safetensors(folder / "model.safetensors", tensors, sorted(tensors.infos()))
         text = json.dumps(_config(draft.config, config), indent=2)
@@ -193,7 +193,7 @@ class _HandedTensors:
     """A draft's tensors by SpecForge's names, with vocabulary tables if it is smaller."""
 
     def __init__(
-        self, draft: TensorSource, config: DraftConfig, targets: Any, dropped: tuple[str, ...]
+        self, *, draft: TensorSource, config: DraftConfig, targets: Any, dropped: tuple[str, ...]
     ) -> None:
         self._draft = draft
         self._names: dict[str, str] = {}

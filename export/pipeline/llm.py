@@ -151,7 +151,7 @@ def quantized_layers(
 ) -> tuple[Checkpoint, dict[str, tuple[int, int]]]:
     """The language model, and [out, in] of its quantized layers by name; reads no weights."""
     tower, architecture, config = read_architecture(checkpoint, options)
-    weights = Weights(tower.tensors, tower.quant_config)
+    weights = Weights(source=tower.tensors, quantization=tower.quant_config)
     build_decoder(architecture, config, weights, DTYPES[options.dtype])
     return tower, weights.quantized
 
@@ -159,7 +159,9 @@ def quantized_layers(
 def _weights(tower: Checkpoint, options: ExportOptions) -> Weights:
     """Keep block-quantized weights, unless float32 is requested."""
     blocks = tower.blocks if options.dtype == "fp16" else None
-    return Weights(tower.tensors if blocks is None else blocks, tower.quant_config)
+    return Weights(
+        source=tower.tensors if blocks is None else blocks, quantization=tower.quant_config
+    )
 
 
 def _choose_taps(

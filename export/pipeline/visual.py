@@ -65,7 +65,11 @@ def export_visual(
             f"{checkpoint.label} has no preprocessor_config.json",
             hint="copy preprocessor_config.json or processor_config.json to the weights' folder",
         )
-    weights = Weights(checkpoint.tensors, checkpoint.quant_config, rounding=options.quantization)
+    weights = Weights(
+        source=checkpoint.tensors,
+        quantization=checkpoint.quant_config,
+        rounding=options.quantization,
+    )
     dtype = DTYPES[options.dtype]
     model, op = build_visual(encoder, config, weights, dtype)
     refuse_leftovers(own_leftovers(weights, encoder), "checkpoint's visual encoder")

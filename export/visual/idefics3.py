@@ -130,12 +130,18 @@ class EncoderLayer:
         size, epsilon = config.size, config.epsilon
         self.layer_norm1 = LayerNorm(weights / "layer_norm1", size, epsilon)
         self.self_attn = TileAttention(
-            weights / "self_attn", size, config.num_heads, bias=True, output="out_proj"
+            weights=weights / "self_attn",
+            size=size,
+            num_heads=config.num_heads,
+            bias=True,
+            output="out_proj",
         )
         self.layer_norm2 = LayerNorm(weights / "layer_norm2", size, epsilon)
         first, second = weights / "mlp.fc1", weights / "mlp.fc2"
         sizes = size, config.inner_size, size
-        self.mlp = FeedForward(first, second, sizes, config.activation)
+        self.mlp = FeedForward(
+            first=first, second=second, sizes=sizes, activation=config.activation
+        )
 
     def forward(self, op: Op, x: ir.Value) -> ir.Value:
         """X [N, side * side, d] -> the same shape."""

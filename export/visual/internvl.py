@@ -111,7 +111,11 @@ class Attention(TileAttention):
 
     def __init__(self, config: Config, weights: Weights) -> None:
         super().__init__(
-            weights, config.size, config.num_heads, bias=config.qkv_bias, output="projection_layer"
+            weights=weights,
+            size=config.size,
+            num_heads=config.num_heads,
+            bias=config.qkv_bias,
+            output="projection_layer",
         )
         self.norms = (
             [RMSNorm(weights / name, config.size, _QK_EPSILON) for name in ("q_norm", "k_norm")]
@@ -138,7 +142,9 @@ class Layer:
         self.layernorm_after = norm(weights / "layernorm_after", size, config.epsilon)
         first, second = weights / "mlp.fc1", weights / "mlp.fc2"
         sizes = size, config.inner_size, size
-        self.mlp = FeedForward(first, second, sizes, config.activation)
+        self.mlp = FeedForward(
+            first=first, second=second, sizes=sizes, activation=config.activation
+        )
 
     def forward(self, op: Op, x: ir.Value) -> ir.Value:
         """X [N, 1 + side * side, d] -> the same shape."""
@@ -175,10 +181,10 @@ class Model:
         joined = config.size * config.shuffle**2
         self.layer_norm = LayerNorm(projector / "layer_norm", joined, _PROJECTOR_EPSILON)
         self.projector = FeedForward(
-            projector / "linear_1",
-            projector / "linear_2",
-            (joined, config.out_size, config.out_size),
-            config.projector_activation,
+            first=projector / "linear_1",
+            second=projector / "linear_2",
+            sizes=(joined, config.out_size, config.out_size),
+            activation=config.projector_activation,
         )
 
     def forward(self, op: Op, inputs: Mapping[str, ir.Value]) -> list[ir.Value]:

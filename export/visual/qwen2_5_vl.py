@@ -67,7 +67,7 @@ class Block(qwen2_vl.Block):
 
     def network(self, config: qwen2_vl.Config, weights: Weights) -> Any:
         """The feed-forward network."""
-        return GatedMLP(weights, config.size, config.inner_size, bias=True)
+        return GatedMLP(weights=weights, size=config.size, inner_size=config.inner_size, bias=True)
 
 
 class Merger(qwen2_vl.Merger):

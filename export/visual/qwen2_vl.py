@@ -156,7 +156,9 @@ class Block:
     def network(self, config: Config, weights: Weights) -> Any:
         """The feed-forward network."""
         sizes = config.size, config.inner_size, config.size
-        return FeedForward(weights / "fc1", weights / "fc2", sizes, config.activation)
+        return FeedForward(
+            first=weights / "fc1", second=weights / "fc2", sizes=sizes, activation=config.activation
+        )
 
     def forward(self, op: Op, x: ir.Value, state: PatchState, *, windowed: bool) -> ir.Value:
         """X [1, P, d] -> [1, P, d]."""
@@ -173,7 +175,9 @@ class Merger:
         self.size = config.size * config.merge_size**2
         self.ln_q = self.norm(weights / "ln_q", config.size, EPSILON)
         sizes = self.size, self.size, config.out_size
-        self.mlp = FeedForward(weights / "mlp.0", weights / "mlp.2", sizes, "gelu")
+        self.mlp = FeedForward(
+            first=weights / "mlp.0", second=weights / "mlp.2", sizes=sizes, activation="gelu"
+        )
 
     def __call__(self, op: Op, x: ir.Value) -> ir.Value:
         """Append the network; x [1, P, d] -> [P / M^2, H]."""
@@ -193,7 +197,10 @@ class Model:
         visual = weights / "visual"
         kernel = 3, config.temporal_patch_size, config.patch_size, config.patch_size
         self.patch_embed = PatchEmbedding(
-            visual / "patch_embed.proj", kernel, config.size, bias=self.patch_bias
+            weights=visual / "patch_embed.proj",
+            kernel=kernel,
+            size=config.size,
+            bias=self.patch_bias,
         )
         self.blocks = [
             self.block(config, visual / f"blocks.{index}") for index in range(config.depth)
@@ -230,7 +237,9 @@ class Model:
                 inputs[graph_io.WINDOW_ROWS],
                 config.window_size**2,
             )
-        return PatchState(op, config.num_heads, config.size, cos, sin, windows)
+        return PatchState(
+            op=op, num_heads=config.num_heads, size=config.size, cos=cos, sin=sin, windows=windows
+        )
 
     def tap(self, op: Op, x: ir.Value, index: int) -> list[ir.Value]:
         """Hook for encoders with DeepStack levels."""

@@ -80,7 +80,7 @@ class Block(qwen2_vl.Block):
         """The feed-forward network."""
         sizes = config.size, config.inner_size, config.size
         first, second = weights / "linear_fc1", weights / "linear_fc2"
-        return FeedForward(first, second, sizes, config.activation)
+        return FeedForward(first=first, second=second, sizes=sizes, activation=config.activation)
 
 
 class Merger:
@@ -95,7 +95,12 @@ class Merger:
             weights / "norm", self.size if join_first else config.size, qwen2_vl.EPSILON
         )
         first, second = weights / "linear_fc1", weights / "linear_fc2"
-        self.mlp = FeedForward(first, second, (self.size, self.size, config.out_size), "gelu")
+        self.mlp = FeedForward(
+            first=first,
+            second=second,
+            sizes=(self.size, self.size, config.out_size),
+            activation="gelu",
+        )
 
     def __call__(self, op: Op, x: ir.Value) -> ir.Value:
         """Append the network; x [1, P, d] -> [P / M^2, H]."""

@@ -237,7 +237,7 @@ class Draft:
     @cached_property
     def draft_ids(self) -> Ids:
         """The draft's id of each token of the base; -1: none."""
-        targets = read_target_ids(Weights(self.tensors), self.facts, self.base.config)
+        targets = read_target_ids(Weights(source=self.tensors), self.facts, self.base.config)
         found = np.full(self.base.config.vocab_size, -1, np.int64)
         targets = np.arange(self.facts.draft_vocab_size) if targets is None else targets
         found[targets] = np.arange(len(targets))

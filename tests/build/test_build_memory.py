@@ -41,7 +41,7 @@ def _model(folder: Path, family: str, **sizes: object) -> Path:
 
 def _llm(folder: Path, source: Path) -> tuple[object, ...]:
     """Export a checkpoint; the module and the flags of its build."""
-    export_llm(open_checkpoint(str(source)), folder / "bundle", ExportOptions("fp16"))
+    export_llm(open_checkpoint(str(source)), folder / "bundle", ExportOptions(dtype="fp16"))
     return "edgellm.build.cli", *LENGTHS
 
 

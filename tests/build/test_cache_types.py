@@ -48,7 +48,7 @@ def _checkpoint(folder, kind, *, algorithm="INT8", drop=None, value=None):
 
 
 def _export(checkpoint, bundle) -> Bundle:
-    return export_llm(open_checkpoint(str(checkpoint)), bundle, ExportOptions("fp32"))
+    return export_llm(open_checkpoint(str(checkpoint)), bundle, ExportOptions(dtype="fp32"))
 
 
 def _reference(checkpoint, ids, monkeypatch) -> np.ndarray:

@@ -53,7 +53,7 @@ def checkpoint(tmp_path_factory):
 @pytest.fixture(scope="module")
 def bundle(checkpoint):
     folder = checkpoint.parent / "bundle"
-    export_llm(open_checkpoint(str(checkpoint)), folder, ExportOptions("fp32"))
+    export_llm(open_checkpoint(str(checkpoint)), folder, ExportOptions(dtype="fp32"))
     return folder
 
 
@@ -94,7 +94,7 @@ def test_halves_and_stored_codes(quantize, is_half, checkpoint, tmp_path):
         round_checkpoint(str(checkpoint), tmp_path / "rounded", 16)
         source = tmp_path / "rounded"
     dtype = "fp16" if is_half else "fp32"
-    export_llm(open_checkpoint(str(source)), tmp_path / "bundle", ExportOptions(dtype))
+    export_llm(open_checkpoint(str(source)), tmp_path / "bundle", ExportOptions(dtype=dtype))
     manifest = build(tmp_path / "bundle", tmp_path / "engine", quantize=quantize)
     expected = ("int8" if quantize == "int8" else "fp16") if is_half else "int4"
     assert manifest.main_graphs[0].precision == expected
@@ -140,7 +140,7 @@ def test_cuda_keeps_experts_as_floats(checkpoint, tmp_path):
     round_checkpoint(str(checkpoint), tmp_path / "int4", 16)
     for source, dtype in ((checkpoint, "fp16"), (tmp_path / "int4", "fp32")):
         folder = tmp_path / dtype
-        export_llm(open_checkpoint(str(source)), folder, ExportOptions(dtype))
+        export_llm(open_checkpoint(str(source)), folder, ExportOptions(dtype=dtype))
         plan = dataclasses.replace(PLAN, **FOR_CUDA)
         estimate = predict(folder, load_bundle(folder, LLM_BUNDLE), plan, CUDA, tmp_path).estimate
         build(folder, tmp_path / f"{dtype}.engine", CUDA, **FOR_CUDA)
@@ -156,7 +156,7 @@ def test_cuda_takes_integer_experts(tmp_path, monkeypatch):
     """QMoE gives what MoE gives of the floats that the codes stand for, in half the graphs."""
     sizes = {"hidden_size": 128, "moe_intermediate_size": 64, "num_hidden_layers": 2}
     checkpoint = make_checkpoint(tmp_path / "checkpoint", **{**TINY, **sizes})
-    export_llm(open_checkpoint(str(checkpoint)), tmp_path / "bundle", ExportOptions("fp16"))
+    export_llm(open_checkpoint(str(checkpoint)), tmp_path / "bundle", ExportOptions(dtype="fp16"))
     plan = dataclasses.replace(PLAN, quantize="int4", **FOR_CUDA)
     bundle = load_bundle(tmp_path / "bundle", LLM_BUNDLE)
     estimate = predict(tmp_path / "bundle", bundle, plan, CUDA, tmp_path).estimate

@@ -46,7 +46,7 @@ def bundles(gguf_file):
         ("kept", kept, "fp32"),
         ("floats", checkpoint, "fp32"),
     ):
-        export_llm(source, folder / name, ExportOptions(dtype))
+        export_llm(source, folder / name, ExportOptions(dtype=dtype))
     return {name: folder / name for name in ("halves", "kept", "floats")}
 
 

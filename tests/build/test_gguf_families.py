@@ -103,7 +103,7 @@ def test_stored_blocks_equal_the_decoded_floats(name, tmp_path):
     checkpoint = open_checkpoint(str(write(tmp_path, name)))
     kept = dataclasses.replace(checkpoint, tensors=checkpoint.blocks)
     for folder, source in (("kept", kept), ("floats", checkpoint)):
-        export_llm(source, tmp_path / folder, ExportOptions("fp32"))
+        export_llm(source, tmp_path / folder, ExportOptions(dtype="fp32"))
     expected = logits(open_portable(tmp_path / "floats", 64))
     found = logits(open_portable(tmp_path / "kept", 64))
     assert distances(found, expected).max() < 1e-4
@@ -125,9 +125,9 @@ def test_mixed_formats_of_experts_are_rejected(tmp_path, monkeypatch):
     with pytest.raises(
         UnsupportedModelError, match="of the experts are quantized differently"
     ) as e:
-        export_llm(checkpoint, tmp_path / "bundle", ExportOptions("fp16"))
+        export_llm(checkpoint, tmp_path / "bundle", ExportOptions(dtype="fp16"))
     assert "--dtype fp32" in e.value.hint
-    export_llm(checkpoint, tmp_path / "bundle", ExportOptions("fp32"))
+    export_llm(checkpoint, tmp_path / "bundle", ExportOptions(dtype="fp32"))
 
 
 def test_a_damaged_scale_of_mxfp4_is_rejected(tmp_path):
@@ -137,5 +137,5 @@ def test_a_damaged_scale_of_mxfp4_is_rejected(tmp_path):
     tensor.data.reshape(-1)[17 * 5] = 255
     reader.data.flush()
     with pytest.raises(BrokenArtifactError, match=r"experts\.down_proj\.weight holds values"):
-        export_llm(open_checkpoint(str(path)), tmp_path / "bundle", ExportOptions("fp16"))
+        export_llm(open_checkpoint(str(path)), tmp_path / "bundle", ExportOptions(dtype="fp16"))
     assert not (tmp_path / "bundle").exists()

@@ -42,7 +42,7 @@ def _export(folder, kind: str, **changes):
 
 def _bundle(checkpoint):
     bundle = checkpoint.parent / "bundle"
-    export_llm(open_checkpoint(str(checkpoint)), bundle, ExportOptions("fp32"))
+    export_llm(open_checkpoint(str(checkpoint)), bundle, ExportOptions(dtype="fp32"))
     return bundle
 
 

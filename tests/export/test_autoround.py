@@ -120,7 +120,7 @@ CASES = [
 
 def found_weights(folder):
     """All quantized layers, computed by a bundle's graph."""
-    export_llm(open_checkpoint(str(folder)), folder.parent / "bundle", ExportOptions("fp32"))
+    export_llm(open_checkpoint(str(folder)), folder.parent / "bundle", ExportOptions(dtype="fp32"))
     return graph_weights(folder.parent / "bundle")
 
 
@@ -153,7 +153,7 @@ def test_scales_that_are_no_numbers(floats, tmp_path, value):
     tensors["model.layers.0.mlp.up_proj.scales"][0, 0] = value
     save_file(tensors, folder / WEIGHTS)
     with pytest.raises(Exception, match="not a number other than zero"):
-        export_llm(open_checkpoint(str(folder)), tmp_path / "bundle", ExportOptions("fp32"))
+        export_llm(open_checkpoint(str(folder)), tmp_path / "bundle", ExportOptions(dtype="fp32"))
     assert not (tmp_path / "bundle").exists()
 
 
@@ -181,7 +181,7 @@ def test_contradictions_are_rejected(floats, tmp_path, version, symmetric, confi
         export_llm(
             open_checkpoint(str(tmp_path / "checkpoint")),
             tmp_path / "bundle",
-            ExportOptions("fp32"),
+            ExportOptions(dtype="fp32"),
         )
     assert caught.value.hint
     assert not (tmp_path / "bundle").exists()

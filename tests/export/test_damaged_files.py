@@ -143,7 +143,7 @@ def test_a_slow_tokenizer_that_transformers_cannot_read(folder, name, content):
 def test_ends_that_are_no_tokens(folder, tmp_path, name, value):
     _changed(folder, name, eos_token_id=value)
     with pytest.raises(EdgeLLMError, match="is not a token of the model") as caught:
-        export_llm(open_checkpoint(str(folder)), tmp_path / "bundle", ExportOptions("fp32"))
+        export_llm(open_checkpoint(str(folder)), tmp_path / "bundle", ExportOptions(dtype="fp32"))
     assert caught.value.hint
 
 
@@ -162,4 +162,4 @@ def test_a_rope_of_base_zero(folder, tmp_path, key):
     config[key] = 0.0 if key == "rope_theta" else {"rope_type": "default", "rope_theta": 0.0}
     path.write_text(json.dumps(config))
     with pytest.raises(EdgeLLMError, match="rope"):
-        export_llm(open_checkpoint(str(folder)), tmp_path / "bundle", ExportOptions("fp32"))
+        export_llm(open_checkpoint(str(folder)), tmp_path / "bundle", ExportOptions(dtype="fp32"))

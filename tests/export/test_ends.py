@@ -121,7 +121,9 @@ def _edit(folder: Path, name: str, **changes: Any) -> None:
 def test_the_tokenizers_own_end_counts(folder, tmp_path, eos):
     """As in fine-tunes whose config.json is that of the base."""
     _edit(folder, "tokenizer_config.json", eos_token=eos)
-    manifest = export_llm(open_checkpoint(str(folder)), tmp_path / "out", ExportOptions("fp32"))
+    manifest = export_llm(
+        open_checkpoint(str(folder)), tmp_path / "out", ExportOptions(dtype="fp32")
+    )
     assert manifest.eos_token_ids == (2, 60)
 
 
@@ -195,15 +197,15 @@ def test_tokens_around_a_text(write, switches, template):
 @pytest.mark.parametrize(("kind", "pooling"), [(0, ""), (1, "mean"), (3, "last")])
 def test_pooling_is_read_from_the_file(write, tmp_path, kind, pooling):
     path = write({}, {}, pooling_type=kind, attention__causal=True)
-    manifest = export_llm(open_checkpoint(str(path)), tmp_path / "out", ExportOptions("fp32"))
+    manifest = export_llm(open_checkpoint(str(path)), tmp_path / "out", ExportOptions(dtype="fp32"))
     assert manifest.pooling == pooling
 
 
 def test_the_user_may_override_pooling(write, tmp_path):
     checkpoint = open_checkpoint(str(write({}, {}, pooling_type=3)))
-    options = ExportOptions("fp32", pooling="mean")
+    options = ExportOptions(dtype="fp32", pooling="mean")
     assert export_llm(checkpoint, tmp_path / "mean", options).pooling == "mean"
-    options = ExportOptions("fp32", hidden_taps=(0, 1, 2))
+    options = ExportOptions(dtype="fp32", hidden_taps=(0, 1, 2))
     assert export_llm(checkpoint, tmp_path / "base", options).pooling == ""
 
 

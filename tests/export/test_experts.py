@@ -72,7 +72,7 @@ def write(folder, tensors, **config):
 
 
 def export(checkpoint, folder):
-    export_llm(open_checkpoint(str(checkpoint)), folder, ExportOptions("fp32"))
+    export_llm(open_checkpoint(str(checkpoint)), folder, ExportOptions(dtype="fp32"))
     return folder
 
 

@@ -131,7 +131,7 @@ def test_a_factor_without_a_type(tmp_path, tiny, case, extra):
     finally:
         model.config.rope_parameters = kept
     checkpoint = open_checkpoint(str(tmp_path / "model.gguf"))
-    manifest = export_llm(checkpoint, tmp_path / "bundle", ExportOptions("fp32"))
+    manifest = export_llm(checkpoint, tmp_path / "bundle", ExportOptions(dtype="fp32"))
     ids = np.random.default_rng(3).integers(9, 96, 30)
     with torch.no_grad():
         expected = model(torch.from_numpy(ids)[None]).logits[0].numpy()

@@ -109,7 +109,7 @@ def test_sliding_windows_hold_in_both_graphs(tmp_path):
     checkpoint = make_checkpoint(tmp_path / "float", **models.find("mistral").TINY)
     round_checkpoint(str(checkpoint), tmp_path / "int4", 16)
     bundle = tmp_path / "bundle"
-    export_llm(open_checkpoint(str(tmp_path / "int4")), bundle, ExportOptions("fp32"))
+    export_llm(open_checkpoint(str(tmp_path / "int4")), bundle, ExportOptions(dtype="fp32"))
     logits = {}
     for prefill in ("same", "int8"):
         plan = Plan(

@@ -81,7 +81,7 @@ def exported(request, tmp_path_factory) -> tuple[Path, Path]:
     """A checkpoint and its float32 bundle."""
     folder = tmp_path_factory.mktemp(request.param)
     checkpoint = make_checkpoint(folder / "checkpoint", **VARIANTS[request.param])
-    export_llm(open_checkpoint(str(checkpoint)), folder / "bundle", ExportOptions("fp32"))
+    export_llm(open_checkpoint(str(checkpoint)), folder / "bundle", ExportOptions(dtype="fp32"))
     return checkpoint, folder / "bundle"
 
 
@@ -197,7 +197,7 @@ def test_stored_and_computed_types(tmp_path, stored, graph):
 
     checkpoint = make_checkpoint(tmp_path / "checkpoint", dtype=stored, **_tiny("qwen2"))
     manifest = export_llm(
-        open_checkpoint(str(checkpoint)), tmp_path / "bundle", ExportOptions(graph)
+        open_checkpoint(str(checkpoint)), tmp_path / "bundle", ExportOptions(dtype=graph)
     )
     model = AutoModelForCausalLM.from_pretrained(checkpoint, dtype=torch.float32)
     ids = np.random.default_rng(2).integers(9, 96, 24)
@@ -227,7 +227,7 @@ def test_cut_models_keep_their_first_layers(tmp_path, model_type):
     import torch
 
     checkpoint = make_checkpoint(tmp_path / "checkpoint", **_tiny(model_type))
-    options = ExportOptions("fp32", num_layers=2)
+    options = ExportOptions(dtype="fp32", num_layers=2)
     manifest = export_llm(open_checkpoint(str(checkpoint)), tmp_path / "bundle", options)
     model = load_reference(checkpoint, manifest.decoder, options.num_layers)
     ids = np.arange(9, 30)

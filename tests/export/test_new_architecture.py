@@ -66,7 +66,7 @@ def checkpoints(tiny_checkpoint, tmp_path):
 def _built(checkpoint):
     """Its engine."""
     bundle, engine = checkpoint / "bundle", checkpoint / "engine"
-    export_llm(open_checkpoint(str(checkpoint)), bundle, ExportOptions("fp32"))
+    export_llm(open_checkpoint(str(checkpoint)), bundle, ExportOptions(dtype="fp32"))
     assert load_bundle(bundle, LLM_BUNDLE).decoder.model_type == checkpoint.name
     build_engine(
         "llm",
@@ -100,5 +100,7 @@ def test_a_file_is_an_architecture(checkpoints, tiny_engine, tmp_path):
 def test_without_the_file_there_is_none(checkpoints):
     with pytest.raises(UnsupportedModelError, match="architecture 'doubled' is not supported"):
         export_llm(
-            open_checkpoint(str(checkpoints / "doubled")), checkpoints / "no", ExportOptions("fp32")
+            open_checkpoint(str(checkpoints / "doubled")),
+            checkpoints / "no",
+            ExportOptions(dtype="fp32"),
         )

@@ -122,7 +122,7 @@ def exported(request, tmp_path_factory):
     """A model of transformers and its bundle."""
     folder = tmp_path_factory.mktemp(request.param)
     model = _save(request.param, folder / "checkpoint")
-    options = ExportOptions("fp32", hidden_taps=(1, 2, 4))
+    options = ExportOptions(dtype="fp32", hidden_taps=(1, 2, 4))
     export_llm(open_checkpoint(str(folder / "checkpoint")), folder / "bundle", options)
     return model, folder / "bundle"
 
@@ -246,7 +246,7 @@ def test_language_models_are_taken_without_their_encoders(family, tmp_path):
     AutoModelForImageTextToText.from_config(config).save_pretrained(tmp_path / "checkpoint")
     write_tokenizer(tmp_path / "checkpoint", VOCABULARY)
     checkpoint = open_checkpoint(str(tmp_path / "checkpoint"))
-    manifest = export_llm(checkpoint, tmp_path / "bundle", ExportOptions("fp32"))
+    manifest = export_llm(checkpoint, tmp_path / "bundle", ExportOptions(dtype="fp32"))
     assert manifest.decoder.images is None
     verdict = verify_bundle(checkpoint, tmp_path / "bundle", manifest)
     difference, agreement = re.findall(r"difference (\S+), top-1 agreement (\S+)%", verdict)[0]
@@ -266,7 +266,7 @@ def test_verify(family, tmp_path):
     """--verify uses text only, with transformers' whole model as the reference."""
     _save(family, tmp_path / "checkpoint")
     checkpoint = open_checkpoint(str(tmp_path / "checkpoint"))
-    options = ExportOptions("fp32", num_layers=3, hidden_taps=(1, 2))
+    options = ExportOptions(dtype="fp32", num_layers=3, hidden_taps=(1, 2))
     manifest = export_llm(checkpoint, tmp_path / "bundle", options)
     verdict = verify_bundle(checkpoint, tmp_path / "bundle", manifest)
     found = re.findall(r"difference (\d\.\d\de-\d\d)", verdict)
@@ -309,7 +309,7 @@ def test_other_layouts(family, tmp_path):
         path.write_text(json.dumps(flat))
     for age in ("new", "old"):
         checkpoint = open_checkpoint(str(tmp_path / age))
-        export_llm(checkpoint, tmp_path / f"{age}-bundle", ExportOptions("fp32"))
+        export_llm(checkpoint, tmp_path / f"{age}-bundle", ExportOptions(dtype="fp32"))
     files = [
         (tmp_path / f"{age}-bundle" / name).read_bytes()
         for name in ("model.onnx", "model.weights")

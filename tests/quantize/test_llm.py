@@ -180,7 +180,7 @@ def test_int8_tied_needs_a_tied_head_and_whole_groups(tmp_path, text, changes):
 
 
 def _portable_perplexity(job: Job, bundle: Path) -> float:
-    export_llm(open_checkpoint(str(job.output_dir)), bundle, ExportOptions("fp32"))
+    export_llm(open_checkpoint(str(job.output_dir)), bundle, ExportOptions(dtype="fp32"))
     manifest = load_bundle(bundle, LLM_BUNDLE)
     losses = []
     for row in make_plan(job).task.calibration.held_out:
@@ -199,7 +199,9 @@ def test_the_graph_dequantizes_bit_for_bit_as_the_reader(run, scheme):
     for name, shape in (("self_attn.o_proj", (96, 96)), ("mlp.down_proj", (96, 96))):
         prefix = f"model.layers.2.{name}"
         ours = decode_linear(tensors, prefix, shape, SCHEMES[scheme].rounds_input)
-        weights = Weights(checkpoint.tensors, checkpoint.quant_config, prefix=f"{prefix}.")
+        weights = Weights(
+            source=checkpoint.tensors, quantization=checkpoint.quant_config, prefix=f"{prefix}."
+        )
         operand = quantized.find(weights, shape, ir.DataType.FLOAT)
         assert operand is not None
         np.testing.assert_array_equal(_operand(operand), ours.weight)

@@ -65,7 +65,7 @@ def test_conversations_for_a_draft(tmp_path):
 def test_the_shipped_draft_is_lossless_with_high_acceptance(tmp_path):
     """Captions of fresh scenes are right, as without it, with more than 3 tokens a round."""
     source, network = open_checkpoint(str(MODEL)), open_checkpoint(str(DRAFT), tokenizer=False)
-    options = ExportOptions("fp32", draft_model_dir=str(DRAFT))
+    options = ExportOptions(dtype="fp32", draft_model_dir=str(DRAFT))
     export_llm(source, tmp_path / "bundle", options)
     export_draft(network, source, tmp_path / "drafted", DraftOptions("fp32"))
     export_visual(source, tmp_path / "seeing", VisualOptions("fp32"))

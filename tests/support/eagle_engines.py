@@ -87,7 +87,7 @@ def export_pair(
         round_checkpoint(str(base), folder / "rounded", 16)
         base = folder / "rounded"
     draft = make_draft(folder / "draft", layout)
-    options = ExportOptions(dtype, draft_model_dir=str(draft))
+    options = ExportOptions(dtype=dtype, draft_model_dir=str(draft))
     export_llm(open_checkpoint(str(base)), folder / "bundle", options)
     checkpoints = (open_checkpoint(str(path), tokenizer=False) for path in (draft, base))
     export_draft(*checkpoints, folder / "draft_bundle", DraftOptions(dtype))
@@ -118,7 +118,7 @@ def build_mtp(folder: Path, make: Callable[[Path], Path] = make_base) -> EaglePa
     """A base with its own MTP layer (default: a hybrid base)."""
     base = make(folder / "base")
     source, options = open_checkpoint(str(base)), DraftOptions("fp32")
-    export_llm(source, folder / "bundle", ExportOptions("fp32", draft_model_dir=str(base)))
+    export_llm(source, folder / "bundle", ExportOptions(dtype="fp32", draft_model_dir=str(base)))
     export_draft(open_draft(str(base)), source, folder / "draft_bundle", options)
     pair = EaglePair(
         EAGLE1, base, base, *(folder / n for n in ("bundle", "draft_bundle", "engine"))
@@ -138,7 +138,7 @@ def build_medusa(folder: Path, precision: str = "none") -> EaglePair:
     sizes = {**models.find("llama").TINY, "num_hidden_layers": 8}
     base, heads = make_checkpoint(folder / "base", **sizes), make_heads(folder / "heads")
     source = open_checkpoint(str(base))
-    export_llm(source, folder / "bundle", ExportOptions("fp32", draft_model_dir=str(heads)))
+    export_llm(source, folder / "bundle", ExportOptions(dtype="fp32", draft_model_dir=str(heads)))
     export_draft(open_draft(str(heads)), source, folder / "draft_bundle", DraftOptions("fp32"))
     pair = EaglePair(
         EAGLE1, base, heads, folder / "bundle", folder / "draft_bundle", folder / "engine"
@@ -150,7 +150,7 @@ def build_blocks(folder: Path, layout: Blocks) -> EaglePair:
     """A base of eight layers with a block draft."""
     sizes = {**models.find("llama").TINY, "num_hidden_layers": 8}
     base, draft = make_checkpoint(folder / "base", **sizes), make_blocks(folder / "draft", layout)
-    options = ExportOptions("fp32", draft_model_dir=str(draft))
+    options = ExportOptions(dtype="fp32", draft_model_dir=str(draft))
     export_llm(open_checkpoint(str(base)), folder / "bundle", options)
     build_engine("llm", folder / "bundle", folder / "engine", BASE_PLAN, "onnxruntime", _silent)
     pair = EaglePair(EAGLE1, base, draft, folder / "bundle", folder, folder / "engine")

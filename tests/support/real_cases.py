@@ -71,7 +71,7 @@ PROMPTS = [
 def make_bundles(smollm2_gguf: Path, folder: Path) -> Path:
     """Bundles of base and draft, and the draft's engine."""
     assert (DRAFT / "model.safetensors").exists(), f"the draft is missing: {DRAFT}"
-    options = ExportOptions("fp32", draft_model_dir=str(DRAFT))
+    options = ExportOptions(dtype="fp32", draft_model_dir=str(DRAFT))
     export_llm(open_checkpoint(str(smollm2_gguf)), folder / "base", options)
     draft, base = (open_checkpoint(str(path), tokenizer=False) for path in (DRAFT, smollm2_gguf))
     export_draft(draft, base, folder / "draft", DraftOptions("fp32"))

@@ -64,15 +64,17 @@ class Bundles:
     def _make(self, kind: str, precision: str, dtype: str = "fp16") -> Path:
         bundle = self._folder / f"{kind}-{precision}-{dtype}"
         if kind in ("base", "eagle_base", "wide"):
-            options = ExportOptions(dtype)
+            options = ExportOptions(dtype=dtype)
             if kind == "eagle_base":
                 draft = str(self._checkpoint("draft", "fp16"))
-                options = ExportOptions(dtype, draft_model_dir=draft)
+                options = ExportOptions(dtype=dtype, draft_model_dir=draft)
             name = "wide" if kind == "wide" else "base"
             export_llm(open_checkpoint(str(self._checkpoint(name, precision))), bundle, options)
         elif kind.endswith(TOWER):
             export_llm(
-                open_checkpoint(str(self._tower(kind, precision))), bundle, ExportOptions(dtype)
+                open_checkpoint(str(self._tower(kind, precision))),
+                bundle,
+                ExportOptions(dtype=dtype),
             )
         elif kind == "heads":
             heads = open_draft(str(make_heads(self._folder / "heads-checkpoint")))

@@ -131,7 +131,7 @@ def build_vlm(
     """Checkpoint, bundles and engines for the CPU; under a draft a base of eight layers."""
     base = _UNDER_DRAFT if draft is not None else {}
     checkpoint = make_vlm(folder / "checkpoint", model_type, **base)
-    source, options = open_checkpoint(str(checkpoint)), ExportOptions(dtype)
+    source, options = open_checkpoint(str(checkpoint)), ExportOptions(dtype=dtype)
     found = Engines(model_type, checkpoint, folder / "engine", folder / "visual_engine")
     plan = Plan(max_input_len=512, kv_capacity=576, threads=1, prefill="same", quantize="none")
     if draft is not None:

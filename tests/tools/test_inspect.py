@@ -187,7 +187,7 @@ def test_loaded_bytes_are_those_of_the_compute_type(tmp_path, tiny_checkpoint):
     for name in ("config.json", "tokenizer.json", "tokenizer_config.json"):
         shutil.copy(tiny_checkpoint / name, tmp_path)
     save_file(halved, tmp_path / "model.safetensors")
-    export_llm(open_checkpoint(str(tmp_path)), tmp_path / "fp32", ExportOptions("fp32"))
+    export_llm(open_checkpoint(str(tmp_path)), tmp_path / "fp32", ExportOptions(dtype="fp32"))
     report = inspect(tmp_path / "fp32")  # halves on disk, cast in the graph
     numbers = sum(array.size for array in arrays.values())
     stored = sum(t.num_bytes for t in report.tensors if t.name in arrays)

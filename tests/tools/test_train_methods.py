@@ -84,7 +84,7 @@ def _of(job: Job, method: str) -> Job:
 
 
 def _engine(job: Job, base: Path, folder: Path) -> tuple[Path, Bundle]:
-    options = ExportOptions("fp32", draft_model_dir=str(job.output_dir))
+    options = ExportOptions(dtype="fp32", draft_model_dir=str(job.output_dir))
     export_llm(open_checkpoint(str(base)), folder / "bundle", options)
     draft = open_draft(str(job.output_dir))
     whole = open_checkpoint(str(base), tokenizer=False)

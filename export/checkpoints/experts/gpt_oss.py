@@ -49,14 +49,14 @@ class InterleavedExperts:
             down,
         )
         if self._weights.info("gate_up_proj_blocks") is None:
-            return Stored(EXPERTS, self._floats(dtype), biases=biases)
+            return Stored(function=EXPERTS, operands=self._floats(dtype), biases=biases)
         self._weights.layouts.add(LAYOUT)
         operands = (
             *self._fp4("gate_up_proj", ".gate", (2 * inner, hidden), _GATES, dtype),
             *self._fp4("gate_up_proj", ".up", (2 * inner, hidden), _UPS, dtype),
             *self._fp4("down_proj", "", (hidden, inner), _ALL, dtype),
         )
-        return Stored(FP4_EXPERTS, operands, biases=biases)
+        return Stored(function=FP4_EXPERTS, operands=operands, biases=biases)
 
     def _biases(self, name: str, width: int, dtype: ir.DataType) -> StoredTensor:
         return self._weights.take(name, (self._experts, width), dtype)

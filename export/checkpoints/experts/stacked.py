@@ -46,8 +46,8 @@ def experts_of(
         is_gated: whether there are gates; else the ups stand in for them.
     """
     if is_stacked(weights):
-        return StackedExperts(weights, experts, sizes, is_gated=is_gated)
-    return SeparateExperts(weights, experts, sizes, names)
+        return StackedExperts(weights=weights, experts=experts, sizes=sizes, is_gated=is_gated)
+    return SeparateExperts(weights=weights, experts=experts, sizes=sizes, names=names)
 
 
 def is_stacked(weights: Weights) -> bool:
@@ -74,10 +74,10 @@ class StackedExperts:
 
     def __init__(
         self,
+        *,
         weights: Weights,
         experts: int,
         sizes: tuple[int, int],
-        *,
         has_biases: bool = False,
         is_gated: bool = True,
     ) -> None:
@@ -103,14 +103,23 @@ class StackedExperts:
                 hint="export with --dtype fp32, which decodes them",
             )
         blocks = {"block_size": gate.block, "down_block_size": down.block} if gate.block else {}
-        stored = Stored(gate.function, (*gate.operands, *up.operands, *down.operands), blocks)
+        stored = Stored(
+            function=gate.function,
+            operands=(*gate.operands, *up.operands, *down.operands),
+            blocks=blocks,
+        )
         if not self._has_biases:
             return stored
         gates, ups, downs = (
             layer.take("bias", shape[:2], dtype)
             for layer, shape in zip(layers, self._shapes, strict=True)
         )
-        return Stored(stored.function, stored.operands, blocks, (gates, ups, downs))
+        return Stored(
+            function=stored.function,
+            operands=stored.operands,
+            blocks=blocks,
+            biases=(gates, ups, downs),
+        )
 
     def _part(self, layer: Weights, shape: tuple[int, int, int], dtype: ir.DataType) -> _Part:
         info = layer.info("weight")
@@ -141,8 +150,13 @@ def _fp4(
             yield as_bytes(powers(name, np.ascontiguousarray(block[:, 0]), dtype))
 
     return (
-        StoredTensor(name, ir.DataType.UINT8, (experts, rows, width // 2), codes),
         StoredTensor(
-            f"{name}_scale", ir.DataType.BFLOAT16, (experts, rows, width // MXFP4_BLOCK), scales
+            name=name, dtype=ir.DataType.UINT8, shape=(experts, rows, width // 2), stream=codes
+        ),
+        StoredTensor(
+            name=f"{name}_scale",
+            dtype=ir.DataType.BFLOAT16,
+            shape=(experts, rows, width // MXFP4_BLOCK),
+            stream=scales,
         ),
     )

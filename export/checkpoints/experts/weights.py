@@ -31,7 +31,7 @@ Bias = StoredTensor | None
 Operand = StoredTensor | BlockFactors | None  # None: no minima
 
 
-@dataclass(frozen=True, slots=True)
+@dataclass(frozen=True, slots=True, kw_only=True)
 class Stored:
     """Operands of a call of experts."""
 
@@ -60,6 +60,7 @@ class SeparateExperts:
 
     def __init__(
         self,
+        *,
         weights: Weights,
         experts: int,
         sizes: tuple[int, int],
@@ -86,7 +87,11 @@ class SeparateExperts:
         names = ("block_size", "down_block_size")
         sizes = [size for part in (blocks[0], blocks[2]) for size in part]
         operands = tuple(each for part in parts for each in part.operands)
-        return Stored(functions.pop(), operands, dict(zip(names, sizes, strict=False)))
+        return Stored(
+            function=functions.pop(),
+            operands=operands,
+            blocks=dict(zip(names, sizes, strict=False)),
+        )
 
     def _read_part(self, name: str, shape: tuple[int, int], dtype: ir.DataType) -> Stored:
         layers = [self._weights / f"{index}.{name}" for index in range(self._experts)]
@@ -95,7 +100,7 @@ class SeparateExperts:
         first = next((each for each in found if each is not None), None)
         if first is None:
             dense = [layer.take("weight", shape, dtype) for layer in layers]
-            return Stored(onnx_functions.EXPERTS, (stacked(title, dense),))
+            return Stored(function=onnx_functions.EXPERTS, operands=(stacked(title, dense),))
         linears = [_plain(layer, each, first) for layer, each in zip(layers, found, strict=True)]
         return _stack_linears(title, linears, shape)
 
@@ -150,13 +155,18 @@ def _stack_linears(
     if zeros:
         operands.append(stacked(f"{title}_zero_point", zeros))
     function = onnx_functions.SHIFTED_EXPERTS if zeros else onnx_functions.QUANTIZED_EXPERTS
-    return Stored(function, tuple(operands), {"block_size": block})
+    return Stored(function=function, operands=tuple(operands), blocks={"block_size": block})
 
 
 def _stack_nvfp4(title: str, linears: Sequence[QuantizedLinear], shape: tuple[int, int]) -> Stored:
     out, width = shape
     pairs = [
-        StoredTensor(each.codes.name, ir.DataType.UINT8, (out, width // 2), each.codes.stream)
+        StoredTensor(
+            name=each.codes.name,
+            dtype=ir.DataType.UINT8,
+            shape=(out, width // 2),
+            stream=each.codes.stream,
+        )
         for each in linears
     ]
     of_scales = np.array([each.global_scale for each in linears], np.float32)
@@ -165,19 +175,19 @@ def _stack_nvfp4(title: str, linears: Sequence[QuantizedLinear], shape: tuple[in
         stacked(title, pairs), stacked(name, [each.scales for each in linears]),
         stored(f"{name}_2", ir.DataType.FLOAT, of_scales.shape, lambda: of_scales),
     )  # fmt: skip
-    return Stored(onnx_functions.NVFP4_EXPERTS, operands)
+    return Stored(function=onnx_functions.NVFP4_EXPERTS, operands=operands)
 
 
 def _spread(scales: StoredTensor, shape: tuple[int, int]) -> StoredTensor:
     """Broadcast scales to [blocks, out], from one in total or one per output."""
     if np.prod(scales.shape, dtype=int) == np.prod(shape):
-        return StoredTensor(scales.name, scales.dtype, shape, scales.stream)
+        return StoredTensor(name=scales.name, dtype=scales.dtype, shape=shape, stream=scales.stream)
 
     def stream() -> Pieces:
         value = np.frombuffer(b"".join(scales.stream()), scales.dtype.numpy())
         yield as_bytes(np.broadcast_to(value, shape))
 
-    return StoredTensor(scales.name, scales.dtype, shape, stream)
+    return StoredTensor(name=scales.name, dtype=scales.dtype, shape=shape, stream=stream)
 
 
 def stacked(name: str, tensors: Sequence[StoredTensor]) -> StoredTensor:
@@ -197,14 +207,16 @@ def stacked(name: str, tensors: Sequence[StoredTensor]) -> StoredTensor:
         for each in tensors:
             yield from each.stream()
 
-    return StoredTensor(name, first.dtype, (len(tensors), *first.shape), stream)
+    return StoredTensor(
+        name=name, dtype=first.dtype, shape=(len(tensors), *first.shape), stream=stream
+    )
 
 
 class JoinedExperts:
     """Gates and ups of all experts in one tensor [E, 2 I, H], downs in another [E, H, I]."""
 
     def __init__(
-        self, gate_up: tuple[Weights, str], down: tuple[Weights, str], experts: int,
+        self, *, gate_up: tuple[Weights, str], down: tuple[Weights, str], experts: int,
         sizes: tuple[int, int],
     ) -> None:  # fmt: skip
         """`gate_up` and `down`: weights and names of the tensors; `sizes`: H and I."""
@@ -220,7 +232,7 @@ class JoinedExperts:
         shape = (self._experts, inner, hidden)
         gate = each_expert(both, f"{both.name}.gate", shape, lambda rows: rows[:inner])
         up = each_expert(both, f"{both.name}.up", shape, lambda rows: rows[inner:])
-        return Stored(onnx_functions.EXPERTS, (gate, up, down))
+        return Stored(function=onnx_functions.EXPERTS, operands=(gate, up, down))
 
 
 def each_expert(
@@ -236,7 +248,7 @@ def each_expert(
         for block in _blocks(stored.stream(), stored.num_bytes // stored.shape[0]):
             yield as_bytes(part(np.frombuffer(block, stored.dtype.numpy()).reshape(own)))
 
-    return StoredTensor(name, stored.dtype, shape, stream)
+    return StoredTensor(name=name, dtype=stored.dtype, shape=shape, stream=stream)
 
 
 def _blocks(pieces: Pieces, size: int) -> Iterator[bytearray]:

@@ -49,7 +49,7 @@ class GGUFTensors:
     """Tensors of a GGUF file under Hugging Face names, floats as they stream."""
 
     def __init__(
-        self, file: GGUFFile, family: Family, config: Mapping[str, Any], *, keeps_blocks: bool
+        self, *, file: GGUFFile, family: Family, config: Mapping[str, Any], keeps_blocks: bool
     ) -> None:
         """Args as follows.
 
@@ -139,7 +139,7 @@ def _apart(tensor: GGUFTensor) -> Iterator[GGUFTensor]:
     halves = tensor.data.reshape(experts, 2, *place)
     for index, part in enumerate((".ffn_gate_exps", ".ffn_up_exps")):
         name, shape = tensor.name.replace(_JOINED, part), (experts, inner, *width)
-        yield GGUFTensor(name, tensor.kind, shape, halves[:, index])
+        yield GGUFTensor(name=name, kind=tensor.kind, shape=shape, data=halves[:, index])
 
 
 def _stem(tensor: GGUFTensor) -> str:
@@ -185,12 +185,18 @@ def open_gguf(path: Path) -> Checkpoint:
         ) from None
     metadata = file.metadata
     try:
-        facts = Facts(metadata, _rope_tensors(file), {t.name for t in file.tensors}, FAMILIES)
+        facts = Facts(
+            metadata=metadata,
+            vectors=_rope_tensors(file),
+            names={t.name for t in file.tensors},
+            families=FAMILIES,
+        )
         pooling = _pooling(facts)
         config = read_config(facts)
         tokenizer_files, ends = convert_tokenizer(metadata.get), sorted(end_ids(metadata.get))
         tensors, blocks = (
-            GGUFTensors(file, facts.family, config, keeps_blocks=keeps) for keeps in (False, True)
+            GGUFTensors(file=file, family=facts.family, config=config, keeps_blocks=keeps)
+            for keeps in (False, True)
         )
     except _DAMAGED as error:
         raise BrokenArtifactError(

@@ -55,6 +55,7 @@ class Facts:
 
     def __init__(
         self,
+        *,
         metadata: Mapping[str, Any],
         vectors: Mapping[str, list[float]],
         names: set[str],
@@ -125,7 +126,7 @@ class Facts:
         }
 
 
-@dataclass(frozen=True, slots=True)
+@dataclass(frozen=True, slots=True, kw_only=True)
 class Family:
     """An architecture of llama.cpp."""
 

@@ -313,49 +313,63 @@ _LFM2 = {
 }
 HYBRIDS: Mapping[str, Family] = {
     "qwen3next": Family(
-        _qwen3next,
-        _DELTA_NET,
-        _states("linear_attn"),
+        read=_qwen3next,
+        names=_DELTA_NET,
+        tensors=_states("linear_attn"),
         norm_shift=1.0,
         turns_in_part=True,
         has_experts=True,
     ),
     "qwen35": Family(
-        _qwen35, _DELTA_NET, _states("linear_attn"), tiled, norm_shift=1.0, turns_in_part=True
+        read=_qwen35,
+        names=_DELTA_NET,
+        tensors=_states("linear_attn"),
+        orders=tiled,
+        norm_shift=1.0,
+        turns_in_part=True,
     ),
     "qwen35moe": Family(
-        _qwen35moe,
-        _DELTA_NET,
-        _states("linear_attn"),
-        tiled,
+        read=_qwen35moe,
+        names=_DELTA_NET,
+        tensors=_states("linear_attn"),
+        orders=tiled,
         norm_shift=1.0,
         turns_in_part=True,
         has_experts=True,
     ),
     "granitehybrid": Family(
-        _granitehybrid,
-        _GRANITE,
-        _states("mamba"),
-        interleaved,
+        read=_granitehybrid,
+        names=_GRANITE,
+        tensors=_states("mamba"),
+        orders=interleaved,
         turns_in_part=True,
         has_experts=True,
     ),
     "falcon-h1": Family(
-        _falcon_h1, _FALCON_H1, _states("mamba") | {"ffn_norm": "pre_ff_layernorm.weight"}
+        read=_falcon_h1,
+        names=_FALCON_H1,
+        tensors=_states("mamba") | {"ffn_norm": "pre_ff_layernorm.weight"},
     ),
     "nemotron_h": Family(
-        _nemotron_h, _NEMOTRON_H, _states("mixer"), interleaved, turns_in_part=True
+        read=_nemotron_h,
+        names=_NEMOTRON_H,
+        tensors=_states("mixer"),
+        orders=interleaved,
+        turns_in_part=True,
     ),
     "nemotron_h_moe": Family(
-        _nemotron_h,
-        _NEMOTRON_H,
-        _states("mixer") | {"exp_probs_b.bias": "mixer.gate.e_score_correction_bias"},
-        interleaved,
+        read=_nemotron_h,
+        names=_NEMOTRON_H,
+        tensors=_states("mixer") | {"exp_probs_b.bias": "mixer.gate.e_score_correction_bias"},
+        orders=interleaved,
         turns_in_part=True,
         has_experts=True,
     ),
-    "lfm2": Family(_lfm2, _LFM2),
+    "lfm2": Family(read=_lfm2, names=_LFM2),
     "lfm2moe": Family(
-        _lfm2moe, _LFM2, {"exp_probs_b.bias": "feed_forward.expert_bias"}, has_experts=True
+        read=_lfm2moe,
+        names=_LFM2,
+        tensors={"exp_probs_b.bias": "feed_forward.expert_bias"},
+        has_experts=True,
     ),
 }

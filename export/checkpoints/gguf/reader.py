@@ -34,7 +34,7 @@ _KINDS = {
 }  # fmt: skip
 
 
-@dataclass(frozen=True, slots=True)
+@dataclass(frozen=True, slots=True, kw_only=True)
 class GGUFTensor:
     """A stored tensor."""
 
@@ -159,7 +159,7 @@ def _mapped(
     if first + rows * row_bytes > len(data):
         raise ValueError(f"it ends before {name} does")
     held = np.frombuffer(data, np.uint8, rows * row_bytes, first)
-    return GGUFTensor(name, kind, shape, held.reshape(rows, row_bytes))
+    return GGUFTensor(name=name, kind=kind, shape=shape, data=held.reshape(rows, row_bytes))
 
 
 def _rare(number: int) -> tuple[str, int, int]:

@@ -37,13 +37,13 @@ def read(weights: Weights, shape: tuple[int, int], dtype: ir.DataType) -> Quanti
     scale = weights.array("weight_scale_inv", blocks, info.dtype)
     name = weights.prefix
     return QuantizedLinear(
-        stored(
+        codes=stored(
             f"{name}weight",
             ir.DataType.FLOAT8E4M3FN,
             (width, out),
             lambda: finite_fp8(name, codes().T),
         ),
-        scale_tensor(
+        scales=scale_tensor(
             f"{name}weight_scale_inv",
             (blocks[1], out),
             dtype,

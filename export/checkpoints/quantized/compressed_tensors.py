@@ -105,8 +105,8 @@ def _nvfp4(weights: Weights, shape: tuple[int, int]) -> QuantizedLinear:
     if weights.info("input_global_scale") is not None:
         rounding = InputRounding(ir.DataType.FLOAT4E2M1, 1 / scalar(weights, "input_global_scale"))
     return QuantizedLinear(
-        stored(f"{name}weight", ir.DataType.FLOAT4E2M1, shape, codes),
-        stored(
+        codes=stored(f"{name}weight", ir.DataType.FLOAT4E2M1, shape, codes),
+        scales=stored(
             f"{name}weight_scale",
             ir.DataType.FLOAT8E4M3FN,
             blocks,

@@ -26,7 +26,7 @@ _TABLE = "embed_tokens."  # suffix of embeddings
 _IQ4 = np.array([-127, -104, -83, -65, -49, -35, -22, -10, 1, 13, 25, 38, 53, 69, 89, 113], np.int8)
 
 
-@dataclass(frozen=True, slots=True)
+@dataclass(frozen=True, slots=True, kw_only=True)
 class Form:
     """A format of blocks; its readers take whole ones, uint8 [n, bytes].
 
@@ -76,7 +76,9 @@ def read(weights: Weights, shape: tuple[int, ...], dtype: ir.DataType) -> BlockW
             for rows in blocks():
                 yield as_bytes(make(rows))
 
-        return StoredTensor(f"{name}{suffix}", kind, (*shape[:-1], columns), stream)
+        return StoredTensor(
+            name=f"{name}{suffix}", dtype=kind, shape=(*shape[:-1], columns), stream=stream
+        )
 
     def halves(suffix: str, place: int) -> StoredTensor:
         def make(rows: U8) -> np.ndarray:
@@ -93,11 +95,11 @@ def read(weights: Weights, shape: tuple[int, ...], dtype: ir.DataType) -> BlockW
 
     kind = _code_type(form, is_table=weights.prefix.endswith(_TABLE))
     return BlockWeight(
-        tensor("", kind, form.values, lambda rows: _packed(form.codes(rows), kind)),
-        form.shared,
-        factors("_scale", form.scale, 0),
-        None if form.minimum < 0 else factors("_minimum", form.minimum, 1),
-        _input_order(weights, shape[-1]),
+        codes=tensor("", kind, form.values, lambda rows: _packed(form.codes(rows), kind)),
+        block_size=form.shared,
+        scales=factors("_scale", form.scale, 0),
+        minima=None if form.minimum < 0 else factors("_minimum", form.minimum, 1),
+        input_order=_input_order(weights, shape[-1]),
     )
 
 
@@ -195,25 +197,116 @@ def _iq4_factors(rows: U8) -> np.ndarray:
 
 
 FORMS = {
-    "Q4_0": Form(18, 32, 32, 4, True, lambda rows: _around(_nibbles(rows, 2, 16), 8)),
-    "Q4_1": Form(20, 32, 32, 4, False, lambda rows: _nibbles(rows, 4, 16), minimum=2),
-    "Q5_0": Form(22, 32, 32, 8, True, lambda rows: _q5(rows, 2).view(np.int8) - np.int8(16)),
-    "Q5_1": Form(24, 32, 32, 8, False, lambda rows: _q5(rows, 4), minimum=2),
-    "Q8_0": Form(34, 32, 32, 8, True, lambda rows: rows[:, 2:].view(np.int8)),
-    "Q2_K": Form(
-        84, 256, 16, 4, False, lambda rows: _pairs_of_bits(rows, 16, 80), 80, 82, _q2_factors
+    "Q4_0": Form(
+        num_bytes=18,
+        values=32,
+        shared=32,
+        bits=4,
+        is_signed=True,
+        codes=lambda rows: _around(_nibbles(rows, 2, 16), 8),
     ),
-    "Q3_K": Form(110, 256, 16, 4, True, _q3, 108, factors=_q3_factors),
-    "Q4_K": Form(144, 256, 32, 4, False, lambda rows: _nibbles(rows, 16, 32), 0, 2, _k_factors),
+    "Q4_1": Form(
+        num_bytes=20,
+        values=32,
+        shared=32,
+        bits=4,
+        is_signed=False,
+        codes=lambda rows: _nibbles(rows, 4, 16),
+        minimum=2,
+    ),
+    "Q5_0": Form(
+        num_bytes=22,
+        values=32,
+        shared=32,
+        bits=8,
+        is_signed=True,
+        codes=lambda rows: _q5(rows, 2).view(np.int8) - np.int8(16),
+    ),
+    "Q5_1": Form(
+        num_bytes=24,
+        values=32,
+        shared=32,
+        bits=8,
+        is_signed=False,
+        codes=lambda rows: _q5(rows, 4),
+        minimum=2,
+    ),
+    "Q8_0": Form(
+        num_bytes=34,
+        values=32,
+        shared=32,
+        bits=8,
+        is_signed=True,
+        codes=lambda rows: rows[:, 2:].view(np.int8),
+    ),
+    "Q2_K": Form(
+        num_bytes=84,
+        values=256,
+        shared=16,
+        bits=4,
+        is_signed=False,
+        codes=lambda rows: _pairs_of_bits(rows, 16, 80),
+        scale=80,
+        minimum=82,
+        factors=_q2_factors,
+    ),
+    "Q3_K": Form(
+        num_bytes=110,
+        values=256,
+        shared=16,
+        bits=4,
+        is_signed=True,
+        codes=_q3,
+        scale=108,
+        factors=_q3_factors,
+    ),
+    "Q4_K": Form(
+        num_bytes=144,
+        values=256,
+        shared=32,
+        bits=4,
+        is_signed=False,
+        codes=lambda rows: _nibbles(rows, 16, 32),
+        scale=0,
+        minimum=2,
+        factors=_k_factors,
+    ),
     "Q5_K": Form(
-        176, 256, 32, 8, False,
-        lambda rows: _nibbles(rows, 48, 32) | _bits(rows, 16) << 4, 0, 2, _k_factors,
+        num_bytes=176,
+        values=256,
+        shared=32,
+        bits=8,
+        is_signed=False,
+        codes=lambda rows: _nibbles(rows, 48, 32) | _bits(rows, 16) << 4,
+        scale=0,
+        minimum=2,
+        factors=_k_factors,
     ),
     "Q6_K": Form(
-        210, 256, 16, 8, True, _q6, 208, factors=lambda rows: rows[None, :, 192:208].view(np.int8)
+        num_bytes=210,
+        values=256,
+        shared=16,
+        bits=8,
+        is_signed=True,
+        codes=_q6,
+        scale=208,
+        factors=lambda rows: rows[None, :, 192:208].view(np.int8),
     ),
-    "IQ4_NL": Form(18, 32, 32, 8, True, lambda rows: _IQ4[_nibbles(rows, 2, 16)]),
+    "IQ4_NL": Form(
+        num_bytes=18,
+        values=32,
+        shared=32,
+        bits=8,
+        is_signed=True,
+        codes=lambda rows: _IQ4[_nibbles(rows, 2, 16)],
+    ),
     "IQ4_XS": Form(
-        136, 256, 32, 8, True, lambda rows: _IQ4[_nibbles(rows, 8, 16)], factors=_iq4_factors
+        num_bytes=136,
+        values=256,
+        shared=32,
+        bits=8,
+        is_signed=True,
+        codes=lambda rows: _IQ4[_nibbles(rows, 8, 16)],
+        factors=_iq4_factors,
     ),
-}  # fmt: skip
+}

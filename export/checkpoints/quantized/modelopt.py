@@ -69,9 +69,9 @@ def read_table(weights: Weights, shape: tuple[int, int]) -> BlockWeight | None:
         weights.array("weight_scale", blocks, "F16"),
     )
     return BlockWeight(
-        stored(name, ir.DataType.INT8, shape, codes),
-        shape[1] // blocks[1],
-        BlockFactors(stored(f"{name}_scale", ir.DataType.FLOAT16, blocks, scales)),
+        codes=stored(name, ir.DataType.INT8, shape, codes),
+        block_size=shape[1] // blocks[1],
+        scales=BlockFactors(stored(f"{name}_scale", ir.DataType.FLOAT16, blocks, scales)),
     )
 
 
@@ -106,8 +106,8 @@ def _eight_bits(
         weights.array("input_scale_ub", bound.shape, bound.dtype)
     per_channel = (out,) if np.prod(info.shape, dtype=int) > 1 else ()
     return QuantizedLinear(
-        stored(f"{name}weight", onnx_type, (width, out), lambda: finite_fp8(name, codes().T)),
-        scale_tensor(
+        codes=stored(f"{name}weight", onnx_type, (width, out), lambda: finite_fp8(name, codes().T)),
+        scales=scale_tensor(
             f"{name}weight_scale",
             per_channel,
             dtype,
@@ -129,8 +129,8 @@ def _nvfp4(weights: Weights, shape: tuple[int, int]) -> QuantizedLinear:
     codes = weights.array("weight", (out, width // 2), "U8")
     scale = weights.array("weight_scale", blocks, "F8_E4M3")
     return QuantizedLinear(
-        stored(f"{name}weight", ir.DataType.FLOAT4E2M1, shape, codes),
-        stored(
+        codes=stored(f"{name}weight", ir.DataType.FLOAT4E2M1, shape, codes),
+        scales=stored(
             f"{name}weight_scale",
             ir.DataType.FLOAT8E4M3FN,
             blocks,
@@ -157,8 +157,8 @@ def _int4(weights: Weights, shape: tuple[int, int], dtype: ir.DataType) -> Quant
     codes = weights.array("weight", (out // 2, width), "U8")
     scale = weights.array("weight_scale", (out, blocks), info.dtype)
     return QuantizedLinear(
-        stored(f"{name}weight", ir.DataType.INT4, (width, out), lambda: codes().T),
-        scale_tensor(
+        codes=stored(f"{name}weight", ir.DataType.INT4, (width, out), lambda: codes().T),
+        scales=scale_tensor(
             f"{name}weight_scale", (blocks, out), dtype, lambda: scale().T, has_signs=True
         ),
         block_size=width // blocks,

@@ -42,7 +42,7 @@ def float_model(tmp_path_factory):
     folder = tmp_path_factory.mktemp("float")
     tiny = {**models.find("llama").TINY, "intermediate_size": 96, "tie_word_embeddings": False}
     source = make_checkpoint(folder / "checkpoint", **tiny)
-    export_llm(open_checkpoint(str(source)), folder / "bundle", ExportOptions("fp32"))
+    export_llm(open_checkpoint(str(source)), folder / "bundle", ExportOptions(dtype="fp32"))
     return source, folder / "bundle"
 
 

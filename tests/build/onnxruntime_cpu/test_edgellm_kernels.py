@@ -70,7 +70,7 @@ def built(request, tmp_path_factory):
             from quantized_layouts import LAYOUTS, write_checkpoint  # which imports torch
 
             write_checkpoint(source, checkpoint, LAYOUTS["ct-fp8"])
-    export_llm(open_checkpoint(str(checkpoint)), folder / "bundle", ExportOptions(dtype))
+    export_llm(open_checkpoint(str(checkpoint)), folder / "bundle", ExportOptions(dtype=dtype))
     plan = dataclasses.replace(PLAN, quantize=quantize)
     engine = folder / "engine"
     manifest = build_engine("llm", folder / "bundle", engine, plan, "onnxruntime", lambda _: None)
@@ -139,7 +139,7 @@ def test_a_tied_embedding_is_looked_up_in_packed_weights(
 ):
     """A tied embedding shares the head; for INT4 heads it has its own 8-bit table."""
     bundle, engine = tmp_path / "bundle", tmp_path / "engine"
-    export_llm(open_checkpoint(str(tiny_checkpoint)), bundle, ExportOptions(dtype))
+    export_llm(open_checkpoint(str(tiny_checkpoint)), bundle, ExportOptions(dtype=dtype))
     plan = dataclasses.replace(PLAN, quantize=quantize)
     made = build_engine("llm", bundle, engine, plan, "onnxruntime", lambda _: None)
     graph = onnx.load(engine / "decode.onnx", load_external_data=False).graph

@@ -252,7 +252,7 @@ def test_float32_has_no_fused_kernel(bundles, tmp_path):
 def test_plain_products_equal_fused_attention(tmp_path, family):
     """In float16: windows and soft-capped scores; sinks, which no kernel supports with a mask."""
     checkpoint = make_checkpoint(tmp_path / "checkpoint", **models.find(family).TINY)
-    export_llm(open_checkpoint(str(checkpoint)), tmp_path / "bundle", ExportOptions("fp16"))
+    export_llm(open_checkpoint(str(checkpoint)), tmp_path / "bundle", ExportOptions(dtype="fp16"))
     found = []
     for name in ("fused", "plain"):
         plan = dataclasses.replace(PLAN, options=CudaOptions(attention=name))
@@ -292,7 +292,7 @@ def test_tensor_cores_take_blocks_of_32(tmp_path, quantize):
     sizes = {"hidden_size": 128, "intermediate_size": 192, "num_attention_heads": 8}
     config = {**models.find("llama").TINY, **sizes, "num_key_value_heads": 2}
     checkpoint = make_checkpoint(tmp_path / "checkpoint", **config)
-    export_llm(open_checkpoint(str(checkpoint)), tmp_path / "bundle", ExportOptions("fp16"))
+    export_llm(open_checkpoint(str(checkpoint)), tmp_path / "bundle", ExportOptions(dtype="fp16"))
     trees = dataclasses.replace(PLAN, quantize=quantize, max_verify_tree_size=40)
     built = cuda_on_cpu.build_base(tmp_path / "bundle", tmp_path / "gemm", trees)
     assert built.options["int_gemm"] == "1"

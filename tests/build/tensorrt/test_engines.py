@@ -131,7 +131,7 @@ def test_features_of_other_architectures_compile(tmp_path, model_type):
     config = {**models.find(model_type).TINY, "hidden_size": 128, "num_attention_heads": 8}
     make_checkpoint(tmp_path / "checkpoint", **config)
     source = open_checkpoint(str(tmp_path / "checkpoint"))
-    export_llm(source, tmp_path / "bundle", ExportOptions("fp16", num_layers=2))
+    export_llm(source, tmp_path / "bundle", ExportOptions(dtype="fp16", num_layers=2))
     engine = compile_bundle(tmp_path / "bundle", "base", tmp_path / "engine", 120)
     assert engine.passes == ("decode", "prefill")
     for index, name in enumerate(engine.passes):

@@ -38,7 +38,7 @@ def tiny_source(tmp_path_factory) -> Path:
 
 
 def _bundle(source: Path, folder: Path, dtype: str = "fp32") -> Path:
-    export_llm(open_checkpoint(str(source)), folder / "bundle", ExportOptions(dtype))
+    export_llm(open_checkpoint(str(source)), folder / "bundle", ExportOptions(dtype=dtype))
     return folder / "bundle" / "model.onnx"
 
 

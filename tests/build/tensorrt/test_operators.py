@@ -267,7 +267,7 @@ def test_decoders_compute_the_same(tmp_path, model_type):
     """All versions support the lowered graphs."""
     make_checkpoint(tmp_path / "checkpoint", **models.find(model_type).TINY)
     source = open_checkpoint(str(tmp_path / "checkpoint"))
-    export_llm(source, tmp_path / "bundle", ExportOptions("fp32", num_layers=2))
+    export_llm(source, tmp_path / "bundle", ExportOptions(dtype="fp32", num_layers=2))
     path = tmp_path / "bundle" / "model.onnx"
     check_numbers(path, decoder_feeds(ir.load(path)), 2e-5)
     bundle, dtype = tmp_path / "bundle", ir.DataType.FLOAT

@@ -63,7 +63,7 @@ def make_bundle(folder: Path, model_type: str = "llama", dtype: str = "fp16", **
     sizes = {**models.find(model_type).TINY, "head_dim": 128, **config}
     make_checkpoint(folder / "checkpoint", **sizes)
     source = open_checkpoint(str(folder / "checkpoint"))
-    export_llm(source, folder / "bundle", ExportOptions(dtype, num_layers=2))
+    export_llm(source, folder / "bundle", ExportOptions(dtype=dtype, num_layers=2))
     return folder / "bundle"
 
 

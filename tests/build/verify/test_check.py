@@ -221,7 +221,7 @@ def test_honest_lowerings_stay_below_half_of_the_bound(bundles, tmp_path, precis
 def test_layers_that_read_the_embedding_as_it_is(tmp_path):
     """OLMo 2 has no norm before its first layer; values are cast to float32 before all uses."""
     checkpoint = make_checkpoint(tmp_path / "checkpoint", **models.find("olmo2").TINY)
-    export_llm(open_checkpoint(str(checkpoint)), tmp_path / "bundle", ExportOptions("fp16"))
+    export_llm(open_checkpoint(str(checkpoint)), tmp_path / "bundle", ExportOptions(dtype="fp16"))
     plan = dataclasses.replace(PLANS["own floats"], quantize="int8")
     built = build_engine("llm", tmp_path / "bundle", tmp_path / "e", plan, "onnxruntime", _silent)
     assert "12 rows are off by" in built.options["checks"][0]
@@ -247,7 +247,7 @@ def outliers(tmp_path_factory) -> Path:
         elif name.endswith(("o_proj.weight", "c_proj.weight", "o_proj.bias", "c_proj.bias")):
             tensor *= 1e-3
     save_file(tensors, checkpoint / "model.safetensors", {"format": "pt"})
-    export_llm(open_checkpoint(str(checkpoint)), folder / "bundle", ExportOptions("fp16"))
+    export_llm(open_checkpoint(str(checkpoint)), folder / "bundle", ExportOptions(dtype="fp16"))
     return folder / "bundle"
 
 

@@ -86,7 +86,7 @@ def test_pieces_and_slices_change_no_number(bundles, tmp_path, monkeypatch, quan
 def test_weights_of_a_gguf_file_are_decoded_once(tmp_path, monkeypatch):
     """All formats, in several pieces; merged versions equal separate ones."""
     checkpoint = open_checkpoint(str(write_mixed(tmp_path)))
-    export_llm(checkpoint, tmp_path / "bundle", ExportOptions("fp16"))  # fp32 makes floats
+    export_llm(checkpoint, tmp_path / "bundle", ExportOptions(dtype="fp16"))  # fp32 makes floats
     graphs, together = [], streamed_eval.together
     monkeypatch.setattr(
         streamed_eval, "together", lambda *both: graphs.append(together(*both)) or graphs[-1]

@@ -38,7 +38,7 @@ def folder(tmp_path_factory):
 
 def _engine(folder, engine, **options):
     bundle = engine.with_name(f"{engine.name}-bundle")
-    export_llm(open_checkpoint(str(folder)), bundle, ExportOptions("fp32", **options))
+    export_llm(open_checkpoint(str(folder)), bundle, ExportOptions(dtype="fp32", **options))
     build_engine(
         "llm",
         bundle,
@@ -86,7 +86,7 @@ def test_embeddings_equal_transformers(folder, tmp_path, pooling):
 
 
 def test_an_embedding_model_cannot_be_a_base(folder, tmp_path):
-    options = ExportOptions("fp32", pooling="last", is_eagle_base=True)
+    options = ExportOptions(dtype="fp32", pooling="last", is_eagle_base=True)
     with pytest.raises(UnsupportedModelError, match="is no base of a draft"):
         export_llm(open_checkpoint(str(folder)), tmp_path / "bundle", options)
 

@@ -228,7 +228,7 @@ def test_adapters_get_unquantized_activations(layout, folders, tiny_checkpoint, 
     """Not smoothed, reordered or quantized ones."""
     meant = write_checkpoint(tiny_checkpoint, tmp_path / "checkpoint", LAYOUTS[layout])
     source = open_checkpoint(str(tmp_path / "checkpoint"))
-    export_llm(source, tmp_path / "bundle", ExportOptions("fp32"))
+    export_llm(source, tmp_path / "bundle", ExportOptions(dtype="fp32"))
     cuda_on_cpu.build_base(tmp_path / "bundle", tmp_path / "engine", PLAN)
     with _open(tmp_path / "engine", {"qv": folders["qv"]}) as llm:
         errors = []
@@ -269,7 +269,7 @@ def test_several_adapters_share_a_pass_on_tensorrt(tmp_path, monkeypatch):
     """In float16, with edgellm's kernels; the slots of a pass depend on its tokens."""
     config = {**models.find("llama").TINY, "head_dim": 64}
     checkpoint = make_checkpoint(tmp_path / "checkpoint", **config)
-    export_llm(open_checkpoint(str(checkpoint)), tmp_path / "bundle", ExportOptions("fp16"))
+    export_llm(open_checkpoint(str(checkpoint)), tmp_path / "bundle", ExportOptions(dtype="fp16"))
     engine, device = OnTensorRt(tmp_path / "bundle", tmp_path, 5, "fp16"), FakeDevice()
     with engine.open(monkeypatch, device) as llm:
         base = _logits(llm)

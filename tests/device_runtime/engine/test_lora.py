@@ -135,7 +135,7 @@ def test_adapters_get_unquantized_activations(layout, folders, tiny_checkpoint, 
     """Not smoothed, reordered or quantized ones."""
     meant = write_checkpoint(tiny_checkpoint, tmp_path / "checkpoint", LAYOUTS[layout])
     source = open_checkpoint(str(tmp_path / "checkpoint"))
-    export_llm(source, tmp_path / "bundle", ExportOptions("fp32"))
+    export_llm(source, tmp_path / "bundle", ExportOptions(dtype="fp32"))
     with _open(_build(tmp_path / "bundle", tmp_path / "engine"), folders) as llm:
         errors = []
         for name, scale in ((None, 0.0), ("qv", SCALES["qv"])):

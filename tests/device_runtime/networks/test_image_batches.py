@@ -55,7 +55,7 @@ def folder(request, tmp_path_factory):
     folder = tmp_path_factory.mktemp(request.param)
     checkpoint = open_checkpoint(str(make_vlm(folder / "checkpoint", request.param)))
     for dtype in ("fp32", "fp16"):
-        export_llm(checkpoint, folder / dtype, ExportOptions(dtype, num_layers=2))
+        export_llm(checkpoint, folder / dtype, ExportOptions(dtype=dtype, num_layers=2))
     return folder
 
 

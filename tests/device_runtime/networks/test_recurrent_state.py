@@ -34,7 +34,7 @@ PLAN = Plan(max_input_len=96, kv_capacity=128, threads=1, max_verify_tree_size=1
 def bundle(request, tmp_path_factory) -> Path:
     folder = tmp_path_factory.mktemp(request.param)
     checkpoint = make_checkpoint(folder / "checkpoint", **HYBRIDS[request.param])
-    export_llm(open_checkpoint(str(checkpoint)), folder / "bundle", ExportOptions("fp32"))
+    export_llm(open_checkpoint(str(checkpoint)), folder / "bundle", ExportOptions(dtype="fp32"))
     return folder / "bundle"
 
 

@@ -60,7 +60,7 @@ def engine(request, tmp_path_factory):
     sizes |= {"head_dim": 64, "num_hidden_layers": 2} if is_half else {}
     checkpoint = make_checkpoint(folder / "checkpoint", **sizes)
     dtype = "fp16" if is_half else "fp32"
-    export_llm(open_checkpoint(str(checkpoint)), folder / "bundle", ExportOptions(dtype))
+    export_llm(open_checkpoint(str(checkpoint)), folder / "bundle", ExportOptions(dtype=dtype))
     plan = dataclasses.replace(PLAN, quantize=quantize)
     if request.param == "cuda":
         with cuda_on_cpu.fused_in_float32():

@@ -44,7 +44,7 @@ def _edit_config(folder: Path, **changes: object) -> None:
 
 def _export(folder: Path, dtype: str = "fp16", **options: object) -> Bundle:
     target = folder.parent / "bundle"
-    return export_llm(open_checkpoint(str(folder)), target, ExportOptions(dtype, **options))
+    return export_llm(open_checkpoint(str(folder)), target, ExportOptions(dtype=dtype, **options))
 
 
 def test_layers_beyond_those_of_the_config(checkpoint):

@@ -26,7 +26,7 @@ def adapter(tiny_checkpoint, tmp_path):
 
 
 def _merge(checkpoint, adapter, dtype="fp32"):
-    options = ExportOptions(dtype, lora_dir=str(adapter))
+    options = ExportOptions(dtype=dtype, lora_dir=str(adapter))
     bundle = adapter.parent / "bundle"
     return bundle, export_llm(open_checkpoint(str(checkpoint)), bundle, options)
 

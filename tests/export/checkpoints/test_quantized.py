@@ -47,7 +47,7 @@ def quantized(tiny_checkpoint, tmp_path_factory):
             folder = tmp_path_factory.mktemp(name)
             meant = write_checkpoint(tiny_checkpoint, folder / "checkpoint", LAYOUTS[name])
             checkpoint = open_checkpoint(str(folder / "checkpoint"))
-            export_llm(checkpoint, folder / "bundle", ExportOptions("fp32"))
+            export_llm(checkpoint, folder / "bundle", ExportOptions(dtype="fp32"))
             made[name] = folder, meant
         return made[name]
 
@@ -208,7 +208,7 @@ def test_other_families(tmp_path, monkeypatch, family):
     meant = write_checkpoint(source, tmp_path / "checkpoint", LAYOUTS["awq"])
     bundle = tmp_path / "bundle"
     manifest = export_llm(
-        open_checkpoint(str(tmp_path / "checkpoint")), bundle, ExportOptions("fp32")
+        open_checkpoint(str(tmp_path / "checkpoint")), bundle, ExportOptions(dtype="fp32")
     )
     assert manifest.quantization == "awq"
     state = load_file(source / "model.safetensors")
@@ -353,7 +353,7 @@ def test_damaged_and_unknown_layouts_are_rejected(
     save_file(tensors, folder / "model.safetensors")
     (folder / "config.json").write_text(json.dumps(config))
     with pytest.raises(error, match=message.replace("(", r"\(")):
-        export_llm(open_checkpoint(str(folder)), tmp_path / "bundle", ExportOptions("fp32"))
+        export_llm(open_checkpoint(str(folder)), tmp_path / "bundle", ExportOptions(dtype="fp32"))
     assert not (tmp_path / "bundle").exists()
 
 
@@ -364,7 +364,7 @@ def test_group_sizes_that_are_no_numbers_leave_it_to_the_tensors(quantized, tmp_
     config = json.loads((source / "config.json").read_text())
     config["quantization_config"]["group_size"] = size
     (source / "config.json").write_text(json.dumps(config))
-    export_llm(open_checkpoint(str(source)), tmp_path / "bundle", ExportOptions("fp32"))
+    export_llm(open_checkpoint(str(source)), tmp_path / "bundle", ExportOptions(dtype="fp32"))
     expected = graph_weights(quantized("gptq")[0] / "bundle")
     for name, weight in graph_weights(tmp_path / "bundle").items():
         np.testing.assert_array_equal(weight, expected[name])
@@ -377,7 +377,7 @@ def test_a_file_of_its_own_says_how_zero_points_are_stored(tiny_checkpoint, tmp_
     said = {"bits": 4, "group_size": 16, "sym": False, "checkpoint_format": "gptq_v2"}
     (tmp_path / "checkpoint/quantize_config.json").write_text(json.dumps(said))
     checkpoint = open_checkpoint(str(tmp_path / "checkpoint"))
-    manifest = export_llm(checkpoint, tmp_path / "bundle", ExportOptions("fp32"))
+    manifest = export_llm(checkpoint, tmp_path / "bundle", ExportOptions(dtype="fp32"))
     assert manifest.quantization == "gptq"
     found = graph_weights(tmp_path / "bundle")
     for name, expected in meant.items():
@@ -394,7 +394,7 @@ def test_scales_that_half_precision_cannot_hold(quantized, tmp_path):
     tensors["model.layers.1.mlp.up_proj.weight_scale"] *= 1e-9
     save_file(tensors, source / "model.safetensors")
     with pytest.raises(BrokenArtifactError, match="leaves the range of float16") as found:
-        export_llm(open_checkpoint(str(source)), tmp_path / "bundle", ExportOptions("fp16"))
+        export_llm(open_checkpoint(str(source)), tmp_path / "bundle", ExportOptions(dtype="fp16"))
     assert found.value.hint == "export with --dtype fp32"
 
 
@@ -403,7 +403,7 @@ def test_half_precision_bundles(quantized, tmp_path, name):
     """Graphs for GPUs: the same weights, with scales and products in float16."""
     folder, meant = quantized(name)
     bundle = tmp_path / "bundle"
-    export_llm(open_checkpoint(str(folder / "checkpoint")), bundle, ExportOptions("fp16"))
+    export_llm(open_checkpoint(str(folder / "checkpoint")), bundle, ExportOptions(dtype="fp16"))
     onnx.checker.check_model(str(bundle / "model.onnx"))
     found = graph_weights(bundle)
     for key, expected in meant.items():
@@ -420,7 +420,9 @@ def test_groups_that_the_kernel_does_not_know(tmp_path, group):
     source = make_checkpoint(tmp_path / "float", **tiny)
     write_checkpoint(source, tmp_path / "checkpoint", layout)
     export_llm(
-        open_checkpoint(str(tmp_path / "checkpoint")), tmp_path / "bundle", ExportOptions("fp32")
+        open_checkpoint(str(tmp_path / "checkpoint")),
+        tmp_path / "bundle",
+        ExportOptions(dtype="fp32"),
     )
     plan = Plan(max_input_len=48, kv_capacity=64, threads=1, prefill="same")
     build_engine(

@@ -67,7 +67,7 @@ def _compare(tmp_path, config, taps, cut):
     from transformers import AutoConfig, AutoModelForCausalLM
 
     checkpoint = make_checkpoint(tmp_path / "checkpoint", **config)
-    options = ExportOptions("fp32", num_layers=cut, hidden_taps=taps)
+    options = ExportOptions(dtype="fp32", num_layers=cut, hidden_taps=taps)
     manifest = export_llm(open_checkpoint(str(checkpoint)), tmp_path / "bundle", options)
     assert manifest.hidden_taps == taps
     assert manifest.options["hidden_taps"] == taps
@@ -94,7 +94,7 @@ def test_no_taps_leave_the_graph_as_it_was(deep_checkpoint, tmp_path):
 
     graphs = {}
     for name, taps in (("plain", ()), ("tapped", (2, 4, 5))):
-        options = ExportOptions("fp32", hidden_taps=taps)
+        options = ExportOptions(dtype="fp32", hidden_taps=taps)
         export_llm(open_checkpoint(str(deep_checkpoint)), tmp_path / name, options)
         graphs[name] = ir.load(tmp_path / name / "model.onnx").graph
     plain, tapped = ([node.name for node in graph] for graph in graphs.values())

@@ -75,7 +75,7 @@ def reference(config: dict[str, Any]) -> PreTrainedModel | None:
 
 def exported(config: dict[str, Any], model: PreTrainedModel, folder: Path) -> DecoderNetwork:
     facts, architecture = read(config)
-    weights = Weights(Tensors(model))
+    weights = Weights(source=Tensors(model))
     graph, op, recurrences = build_decoder(architecture, facts, weights, DTYPES["fp32"])
     assert not weights.unused()
     commit = {} if recurrences is None else {"commit": build_commit(recurrences)}

@@ -56,7 +56,7 @@ def exported(source, folder, layout):
         source = with_experts_apart(source, folder / "apart")
     write_checkpoint(source, folder / "checkpoint", LAYOUTS[layout])
     checkpoint = open_checkpoint(str(folder / "checkpoint"))
-    return checkpoint, export_llm(checkpoint, folder / "bundle", ExportOptions("fp32"))
+    return checkpoint, export_llm(checkpoint, folder / "bundle", ExportOptions(dtype="fp32"))
 
 
 def difference(verdict):
@@ -160,7 +160,7 @@ def test_bounds_leave_room_for_rounding(floats, tmp_path, dtype, layout):
         write_checkpoint(checkpoint, tmp_path / "checkpoint", LAYOUTS[layout])
         checkpoint = tmp_path / "checkpoint"
     opened = open_checkpoint(str(checkpoint))
-    manifest = export_llm(opened, tmp_path / "bundle", ExportOptions(dtype))
+    manifest = export_llm(opened, tmp_path / "bundle", ExportOptions(dtype=dtype))
     verdict = verify_bundle(opened, tmp_path / "bundle", manifest)
     error, limit = re.search(r"relative logit error (\S+) \(limit (\S+)", verdict).groups()
     rounds_halves = dtype == "fp16" and LAYOUTS[layout].rounds if layout else False

@@ -133,7 +133,7 @@ def test_one_weight_is_in_memory_at_a_time(tmp_path):
 def _round(folder: Path, weight: np.ndarray, precision: str, dtype: str) -> QuantizedLinear:
     save_file({"layer.weight": weight}, folder / "weights.safetensors")
     source = Safetensors([folder / "weights.safetensors"])
-    weights = Weights(source, rounding=precision) / "layer"
+    weights = Weights(source=source, rounding=precision) / "layer"
     return round_linear(weights, weight.shape, FLOATS[dtype])
 
 

@@ -58,7 +58,7 @@ def test_it_learns_from_the_layers_output(rounding, tmp_path, monkeypatch):
     assert nearest < np.linalg.norm(decode(found, name) - weight) < 2 * nearest
     assert found[f"{name}.weight_scale"].min() > 0
     bundle = tmp_path / "bundle"
-    export_llm(open_checkpoint(str(rounding.output_dir)), bundle, ExportOptions("fp32"))
+    export_llm(open_checkpoint(str(rounding.output_dir)), bundle, ExportOptions(dtype="fp32"))
 
 
 def test_an_interrupt_does_not_change_the_result(rounding, tmp_path, monkeypatch):

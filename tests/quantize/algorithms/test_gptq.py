@@ -154,7 +154,9 @@ def test_gptq_beats_awq_and_resumes(place, tmp_path):
     layer = "model.layers.1.mlp.up_proj"
     assert decode(found, layer).shape == (96, 96)
     assert "model.layers.1.self_attn.k_proj.k_scale" in found
-    export_llm(open_checkpoint(str(job.output_dir)), tmp_path / "bundle", ExportOptions("fp32"))
+    export_llm(
+        open_checkpoint(str(job.output_dir)), tmp_path / "bundle", ExportOptions(dtype="fp32")
+    )
 
 
 @pytest.mark.parametrize("scheme", ["fp8", "nvfp4"])
@@ -181,7 +183,9 @@ def test_gptq_of_fp8_and_nvfp4_beats_rounding_to_nearest(place, tmp_path, scheme
         for folder in (job.output_dir, tmp_path / "nearest")
     ]
     assert said[0]["quant_algo"] == said[1]["quant_algo"]
-    export_llm(open_checkpoint(str(job.output_dir)), tmp_path / "bundle", ExportOptions("fp32"))
+    export_llm(
+        open_checkpoint(str(job.output_dir)), tmp_path / "bundle", ExportOptions(dtype="fp32")
+    )
 
 
 def test_gradients_do_not_depend_on_the_batch_size(place, monkeypatch):

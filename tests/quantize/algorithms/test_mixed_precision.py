@@ -124,7 +124,9 @@ def test_a_mixed_precision_model_exports(mixed, tmp_path):
     assert report.mixture.chosen.bits_per_weight <= 8
     page = (mixed.output_dir / "edgellm_quant.html").read_text()
     assert "bits a weight" in page
-    export_llm(open_checkpoint(str(mixed.output_dir)), tmp_path / "bundle", ExportOptions("fp32"))
+    export_llm(
+        open_checkpoint(str(mixed.output_dir)), tmp_path / "bundle", ExportOptions(dtype="fp32")
+    )
 
 
 def test_a_resumed_run_uses_the_stored_forms(mixed, tmp_path, monkeypatch):

@@ -151,7 +151,7 @@ def test_a_draft_follows_its_rotated_base(tmp_path, bases, layout):
     drive(run, reference)
     zeros = torch.zeros(2, manifest.draft.taps_width)  # the learned hidden state of mask tokens
     np.testing.assert_allclose(run.fuse(zeros), reference.fuse(zeros), atol=2e-4, rtol=2e-4)
-    options = ExportOptions("fp32", hidden_taps=manifest.draft.hidden_taps)
+    options = ExportOptions(dtype="fp32", hidden_taps=manifest.draft.hidden_taps)
     plain, turned = (
         export_llm(open_checkpoint(str(folder)), tmp_path / folder.name, options)
         for folder in bases

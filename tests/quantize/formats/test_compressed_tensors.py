@@ -129,7 +129,7 @@ def test_both_formats_have_equal_values(tmp_path, text, monkeypatch, kind, schem
 def _expect_logits(folder, model, tensors, bundle, monkeypatch, scheme) -> None:
     """Compare the bundle with transformers' model of dequantized weights."""
     checkpoint = open_checkpoint(str(folder))
-    manifest = export_llm(checkpoint, bundle, ExportOptions("fp32"))
+    manifest = export_llm(checkpoint, bundle, ExportOptions(dtype="fp32"))
     whole = AutoModelForCausalLM.from_pretrained(model, dtype=torch.float32)
     floats = {name for name in whole.state_dict() if f"{name}_scale" not in tensors}
     state = {name: torch.from_numpy(tensors[name]) for name in floats & set(tensors)}
@@ -173,7 +173,7 @@ def test_the_config_describes_the_scheme(tmp_path, text):
     assert said["kv_cache_scheme"]["type"] == "float"
     assert read(job.output_dir)["model.layers.1.self_attn.k_scale"].shape == (1,)
     bundle = export_llm(
-        open_checkpoint(str(job.output_dir)), tmp_path / "bundle", ExportOptions("fp32")
+        open_checkpoint(str(job.output_dir)), tmp_path / "bundle", ExportOptions(dtype="fp32")
     )
     assert bundle.spec.kv.ranges is not None
 

@@ -121,7 +121,9 @@ def test_a_run_names_experts_with_few_tokens(model, tmp_path):
     assert pair[0] == pair[1]
     original = load(model)[f"{moe}.router.layer.weight"]
     assert tensors[f"{moe}.router.layer.weight"].tobytes() == original.tobytes()
-    export_llm(open_checkpoint(str(tmp_path / "out")), tmp_path / "bundle", ExportOptions("fp32"))
+    export_llm(
+        open_checkpoint(str(tmp_path / "out")), tmp_path / "bundle", ExportOptions(dtype="fp32")
+    )
 
 
 def test_autoround_rejects_experts(model, tmp_path):

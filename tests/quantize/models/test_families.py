@@ -89,7 +89,7 @@ def test_the_bundle_agrees_with_the_report(tmp_path, text, monkeypatch, kind, sc
     if scheme == "nvfp4":  # unsupported by ONNX Runtime on CPUs
         return
     bundle = tmp_path / "bundle"
-    export_llm(checkpoint, bundle, ExportOptions("fp32"))
+    export_llm(checkpoint, bundle, ExportOptions(dtype="fp32"))
     with monkeypatch.context() as context:
         plain_sessions(context)
         found = run_portable(bundle, load_bundle(bundle, LLM_BUNDLE), rows[0], len(rows[0]) - 2)
@@ -126,7 +126,7 @@ def test_kv_cache_scales_with_eager_or_fused_attention(tmp_path, text, kind):
         job = make_job(model, text, tmp_path / cache, "fp8", kv_cache_quantization=cache)
         run_job(job, lambda *_: None)
         bundle = tmp_path / f"{cache}-bundle"
-        export_llm(open_checkpoint(str(job.output_dir)), bundle, ExportOptions("fp32"))
+        export_llm(open_checkpoint(str(job.output_dir)), bundle, ExportOptions(dtype="fp32"))
         ranges[cache] = load_bundle(bundle, LLM_BUNDLE).decoder.kv.ranges
     assert ranges["fp8"].keys == pytest.approx(ranges["int8"].keys, rel=1e-3)
     assert ranges["fp8"].values == pytest.approx(ranges["int8"].values, rel=1e-3)

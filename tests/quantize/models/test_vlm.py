@@ -98,7 +98,7 @@ def test_both_parts_export(pair, tmp_path):
     ids, logits, encoders = np.arange(40, 70), [], []
     for place in (source, output):
         checkpoint = open_checkpoint(str(place))
-        export_llm(checkpoint, tmp_path / place.name, ExportOptions("fp32"))
+        export_llm(checkpoint, tmp_path / place.name, ExportOptions(dtype="fp32"))
         engine, plan = (
             tmp_path / f"{place.name}-engine",
             Plan(max_input_len=32, kv_capacity=40, threads=1, prefill="same", quantize="none"),

@@ -25,7 +25,7 @@ TEXTS = ["w20 w30 w40", "w21", "w20 w30 w41"]
 def embedder(tmp_path_factory):
     folder = tmp_path_factory.mktemp("embedder")
     source = make_checkpoint(folder / "checkpoint", **models.find("qwen3").TINY)
-    options = ExportOptions("fp32", pooling="last")
+    options = ExportOptions(dtype="fp32", pooling="last")
     export_llm(open_checkpoint(str(source)), folder / "bundle", options)
     plan = Plan(max_input_len=48, kv_capacity=64, threads=1, prefill="auto")
     build_engine("llm", folder / "bundle", folder / "engine", plan, "onnxruntime", lambda _: None)

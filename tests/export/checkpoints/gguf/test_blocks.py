@@ -56,7 +56,7 @@ def test_decoded_values_are_those_of_the_package(kind, tmp_path):
     expected = gguf.dequantize(rows, gguf.GGMLQuantizationType[kind])
     source = Held("proj.weight", kind, (_ROWS, width), rows)
     op = Op(ir.DataType.FLOAT)
-    weight = read(Weights(source, prefix="proj."), (_ROWS, width), op.dtype)
+    weight = read(Weights(source=source, prefix="proj."), (_ROWS, width), op.dtype)
     assert weight is not None
     function = blocks.block_linear(has_minima=weight.minima is not None)
     x = op.constant(np.eye(width, dtype=np.float32))
@@ -72,7 +72,9 @@ def test_lookups_use_eight_bits(kind, tmp_path):
     expected = gguf.dequantize(rows, gguf.GGMLQuantizationType[kind])
     source = Held("embed_tokens.weight", kind, (_ROWS, width), rows)
     op = Op(ir.DataType.FLOAT)
-    table = Embedding(Weights(source, prefix="embed_tokens."), _ROWS, width)
+    table = Embedding(
+        weights=Weights(source=source, prefix="embed_tokens."), vocab_size=_ROWS, size=width
+    )
     found = computed(op, table(op, op.constant(np.array([[3, 0]]))), tmp_path)
     np.testing.assert_array_equal(found[0], expected[[3, 0]])
 
@@ -81,6 +83,6 @@ def test_a_scale_that_is_no_number_stops_the_export():
     rows = random_blocks("Q4_0", 2 * _ROWS).reshape(_ROWS, -1)
     rows[1, :2] = np.frombuffer(np.float16(np.nan).tobytes(), np.uint8)
     source = Held("proj.weight", "Q4_0", (_ROWS, 64), rows)
-    weight = read(Weights(source, prefix="proj."), (_ROWS, 64), ir.DataType.FLOAT16)
+    weight = read(Weights(source=source, prefix="proj."), (_ROWS, 64), ir.DataType.FLOAT16)
     with pytest.raises(BrokenArtifactError, match=r"proj\.weight has a scale that is not a number"):
         list(weight.scales.values.stream())

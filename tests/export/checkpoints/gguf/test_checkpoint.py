@@ -44,7 +44,7 @@ def test_logits_equal_transformers(tmp_path, case, quantization):
                     packed = gguf.quantize(parameter.numpy(), kind)
                     parameter.copy_(torch.from_numpy(gguf.dequantize(packed, kind)))
     checkpoint = open_checkpoint(str(tmp_path / "model.gguf"))
-    manifest = export_llm(checkpoint, tmp_path / "bundle", ExportOptions("fp32"))
+    manifest = export_llm(checkpoint, tmp_path / "bundle", ExportOptions(dtype="fp32"))
     assert manifest.eos_token_ids == (2, 7)
     ids = np.random.default_rng(3).integers(9, 96, 30)
     with torch.no_grad():
@@ -86,7 +86,7 @@ def test_unsupported_metadata_is_rejected(tmp_path, tiny, case, extra, message):
     path = tmp_path / "model.gguf"
     write_gguf(path, CASES[case][0], tiny(case), **extra)
     with pytest.raises(UnsupportedModelError, match=message):
-        export_llm(open_checkpoint(str(path)), tmp_path / "bundle", ExportOptions("fp32"))
+        export_llm(open_checkpoint(str(path)), tmp_path / "bundle", ExportOptions(dtype="fp32"))
     assert not (tmp_path / "bundle").exists()
 
 
@@ -338,5 +338,5 @@ def test_types_that_the_package_does_not_decode(tmp_path, tiny, kind):
     write_gguf(tmp_path / "model.gguf", "llama", tiny("llama"), zeros)
     checkpoint = open_checkpoint(str(tmp_path / "model.gguf"))
     with pytest.raises(UnsupportedModelError, match=f"tensors of type {kind}"):
-        export_llm(checkpoint, tmp_path / "bundle", ExportOptions("fp32"))
+        export_llm(checkpoint, tmp_path / "bundle", ExportOptions(dtype="fp32"))
     assert not (tmp_path / "bundle").exists()

@@ -24,7 +24,9 @@ IDS = np.random.default_rng(3).integers(9, 96, 30)
 
 
 def logits(source, output, num_layers=None):
-    manifest = export_llm(open_checkpoint(str(source)), output, ExportOptions("fp32", num_layers))
+    manifest = export_llm(
+        open_checkpoint(str(source)), output, ExportOptions(dtype="fp32", num_layers=num_layers)
+    )
     return run_portable(output, manifest, IDS, 20)
 
 
@@ -111,7 +113,7 @@ def test_multi_token_prediction_is_a_draft(tmp_path, arch):
     path = tmp_path / "model.gguf"
     write_hybrid(path, arch, base)
     checkpoint = open_checkpoint(str(path))
-    options = ExportOptions("fp32", draft_model_dir=str(path))
+    options = ExportOptions(dtype="fp32", draft_model_dir=str(path))
     assert export_llm(checkpoint, tmp_path / "base", options).hidden_taps == (4,)
     export_draft(open_draft(str(path)), checkpoint, tmp_path / "draft", DraftOptions("fp32"))
     manifest = load_bundle(tmp_path / "draft", DRAFT_BUNDLE)
