@@ -242,7 +242,12 @@ def _run(
 
     keys = tuple(key.strip() for key in ignored.split(",") if key.strip())
     job = Job(
-        model_dir, output_dir, body, lm_head_quantization=head, ignore_config_keys=keys, **options
+        model_dir=model_dir,
+        output_dir=output_dir,
+        quantization=body,
+        lm_head_quantization=head,
+        ignore_config_keys=keys,
+        **options,
     )
     with _progress() as progress:
         if job.algo == "auto":

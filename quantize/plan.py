@@ -10,7 +10,7 @@ from edgellm.quantize.formats.schemes import Recipe
 from edgellm.quantize.models.language_model import QuantizedNetwork, Task
 
 
-@dataclass(frozen=True, slots=True)
+@dataclass(frozen=True, slots=True, kw_only=True)
 class Job:
     """The user's options; None: a default that depends on device and scheme."""
 
@@ -49,7 +49,7 @@ class Job:
         return self.output_dir.parent / f"{self.output_dir.resolve().name}.quantizing"
 
 
-@dataclass(frozen=True, slots=True)
+@dataclass(frozen=True, slots=True, kw_only=True)
 class Plan:
     """A checked job."""
 

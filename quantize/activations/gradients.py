@@ -22,7 +22,7 @@ from edgellm.quantize.models.one_layer_model import linears, run_layer
 _STATES_BYTES = 1 << 29  # maximum bytes of hidden states
 
 
-@dataclass(frozen=True, slots=True)
+@dataclass(frozen=True, slots=True, kw_only=True)
 class Trace:
     """Inputs and gradients of one layer for one sample, by linear layer."""
 
@@ -61,7 +61,14 @@ def _trace(
         for row, x in enumerate(entering.pop()):
             arriving = gradients[row]
             inputs, outputs, gradients[row] = _backward(model, x, arriving)
-            yield Trace(index, first + row, model, inputs, outputs, arriving)
+            yield Trace(
+                layer=index,
+                row=first + row,
+                model=model,
+                inputs=inputs,
+                gradients=outputs,
+                arriving=arriving,
+            )
 
 
 def _layer(subject: QuantizedNetwork, index: int, device: torch.device) -> PreTrainedModel:

@@ -18,7 +18,7 @@ JUDGED_SHARE = 4  # every 4th sample evaluates the fit to the other samples
 Group = tuple[str, ...]  # names of linear layers with the same input
 
 
-@dataclass(frozen=True, slots=True)
+@dataclass(frozen=True, slots=True, kw_only=True)
 class Inputs:
     """The inputs of a group."""
 
@@ -104,7 +104,12 @@ def _inputs(
     rows = torch.cat(judged)
     largest = rows.abs().amax(0)
     fitted = largest if fitted is None else fitted  # a single sample does both
-    return Inputs(names, torch.maximum(largest, fitted), fitted, rows[:: -(-len(rows) // limit)])
+    return Inputs(
+        names=names,
+        largest=torch.maximum(largest, fitted),
+        largest_fitted=fitted,
+        judged=rows[:: -(-len(rows) // limit)],
+    )
 
 
 @contextlib.contextmanager

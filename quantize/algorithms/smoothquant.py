@@ -45,7 +45,7 @@ class _Choice:
     step: float  # calibrated scale
 
 
-@dataclass(frozen=True, slots=True)
+@dataclass(frozen=True, slots=True, kw_only=True)
 class _Candidate:
     """A candidate of the search."""
 
@@ -129,7 +129,15 @@ def _choose(inputs: Inputs, weight: torch.Tensor, target: str, shared: tuple[int
         product, smoothed = _rounded_rows(weight * scales), x / scales
         step = max(float((inputs.largest_fitted / scales).max()) / 127, _TINY)
         rounded = round_int8_blocks(smoothed) if target == "cpu" else round_int8(smoothed, step)
-        tried.append(_Candidate(_error(rounded, product, wanted), alpha, product, smoothed, step))
+        tried.append(
+            _Candidate(
+                error=_error(rounded, product, wanted),
+                alpha=alpha,
+                weight=product,
+                smoothed=smoothed,
+                step=step,
+            )
+        )
     limit = min(each.error for each in tried) * _TOLERANCE
     best: tuple[float, float, float] | None = None
     for each in tried:

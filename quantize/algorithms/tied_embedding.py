@@ -44,7 +44,13 @@ def decode_table(plan: Plan) -> DecodedLinear:
     codes, scales = (read_tensor(found, f"{EMBEDDING}{part}") for part in ("", "_scale"))
     stored = codes.info.num_bytes + scales.info.num_bytes
     weight = _values(codes.array(), scales.array())
-    return DecodedLinear(weight, None, "", 1.0, 8 * stored / weight.size)
+    return DecodedLinear(
+        weight=weight,
+        pre_quant_scale=None,
+        input_type="",
+        input_scale=1.0,
+        bits=8 * stored / weight.size,
+    )
 
 
 def write_quantized_embeddings(plan: Plan, streams: dict[str, States]) -> None:

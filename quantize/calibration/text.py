@@ -27,7 +27,7 @@ Rows = NDArray[np.int64]
 _T = TypeVar("_T")
 
 
-@dataclass(frozen=True, slots=True)
+@dataclass(frozen=True, slots=True, kw_only=True)
 class Calibration:
     """Packed samples [samples, S] without padding: documents one after another."""
 
@@ -99,9 +99,11 @@ def read_calibration(
             f"the tokenizer gives id {max(rows.max(), held_out.max())}, the model has {vocab_size}",
             hint="the tokenizer belongs to another model",
         )
-    digest = hashlib.sha256(rows.tobytes() + b"|" + held_out.tobytes()).hexdigest()
+    sha = hashlib.sha256(rows.tobytes() + b"|" + held_out.tobytes()).hexdigest()
     name = DEFAULT if dataset == DEFAULT else path.name
-    return Calibration(rows, held_out, held_kinds, kinds, name, digest)
+    return Calibration(
+        rows=rows, held_out=held_out, held_out_kinds=held_kinds, kinds=kinds, name=name, sha256=sha
+    )
 
 
 def text_file(name: str) -> Path:

@@ -24,7 +24,7 @@ from edgellm.quantize.models.one_layer_model import linears, run_layer
 _BROKEN_ERROR = 0.6  # relative; plain rounding to 4 bits stays below 0.2
 
 
-@dataclass(frozen=True, slots=True)
+@dataclass(frozen=True, slots=True, kw_only=True)
 class LayerReport:
     """One layer; errors are root mean squares relative to the float value's."""
 
@@ -43,6 +43,7 @@ class QuantizedLayer:
 
     def __init__(
         self,
+        *,
         name: str,
         source: Mapping[str, F32],
         exported: Mapping[str, Tensor],

@@ -18,7 +18,7 @@ _AGAIN = "this is a bug of the quantizer: report it, and try another --quantizat
 PARTS = ("weight", "weight_scale", "weight_scale_2", "input_scale", "pre_quant_scale")
 
 
-@dataclass(frozen=True, slots=True)
+@dataclass(frozen=True, slots=True, kw_only=True)
 class DecodedLinear:
     """`y = weight @ round(x * pre_quant_scale)`."""
 
@@ -60,11 +60,11 @@ def decode_linear(
     smooth = parts.get("pre_quant_scale")
     stored = sum(tensor.info.num_bytes for tensor in parts.values())
     return DecodedLinear(
-        weight,
-        None if smooth is None else smooth.floats(),
-        kind if scale is not None else "",
-        1.0 if scale is None else float(scale.floats().reshape(-1)[0]),
-        8 * stored / weight.size,
+        weight=weight,
+        pre_quant_scale=None if smooth is None else smooth.floats(),
+        input_type=kind if scale is not None else "",
+        input_scale=1.0 if scale is None else float(scale.floats().reshape(-1)[0]),
+        bits=8 * stored / weight.size,
     )
 
 

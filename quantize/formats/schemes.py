@@ -20,7 +20,7 @@ TABLE_BLOCKS = (64, 32)  # group sizes of INT8 embeddings
 MIXED_BLOCK = 32  # default
 
 
-@dataclass(frozen=True, slots=True)
+@dataclass(frozen=True, slots=True, kw_only=True)
 class Scheme:
     """One way to store linear layers."""
 
@@ -52,16 +52,55 @@ class Scheme:
 SCHEMES = {
     scheme.name: scheme
     for scheme in (
-        Scheme("fp8", "FP8_DEFAULT_CFG", "FP8", True),
-        Scheme("int8_sq", "", "W8A8_SQ_PER_CHANNEL", True, is_smoothed=True),
-        Scheme("int4_awq", "INT4_AWQ_CFG", "W4A16_AWQ", False, is_awq=True, is_int4=True),
-        Scheme("nvfp4", "NVFP4_DEFAULT_CFG", "NVFP4", True, is_nvfp4=True),
-        Scheme("nvfp4_awq", "NVFP4_AWQ_LITE_CFG", "NVFP4_AWQ", True, is_awq=True, is_nvfp4=True),
+        Scheme(name="fp8", config="FP8_DEFAULT_CFG", algorithm="FP8", rounds_input=True),
+        Scheme(
+            name="int8_sq",
+            config="",
+            algorithm="W8A8_SQ_PER_CHANNEL",
+            rounds_input=True,
+            is_smoothed=True,
+        ),
+        Scheme(
+            name="int4_awq",
+            config="INT4_AWQ_CFG",
+            algorithm="W4A16_AWQ",
+            rounds_input=False,
+            is_awq=True,
+            is_int4=True,
+        ),
+        Scheme(
+            name="nvfp4",
+            config="NVFP4_DEFAULT_CFG",
+            algorithm="NVFP4",
+            rounds_input=True,
+            is_nvfp4=True,
+        ),
+        Scheme(
+            name="nvfp4_awq",
+            config="NVFP4_AWQ_LITE_CFG",
+            algorithm="NVFP4_AWQ",
+            rounds_input=True,
+            is_awq=True,
+            is_nvfp4=True,
+        ),
     )
 }
-MIXED = Scheme("mixed", "", "MIXED_PRECISION", False, is_int4=True, is_mixed=True, form="int4")
+MIXED = Scheme(
+    name="mixed",
+    config="",
+    algorithm="MIXED_PRECISION",
+    rounds_input=False,
+    is_int4=True,
+    is_mixed=True,
+    form="int4",
+)
 AUTOROUND = Scheme(
-    "int4_autoround", "", SCHEMES["int4_awq"].algorithm, False, is_int4=True, is_autoround=True
+    name="int4_autoround",
+    config="",
+    algorithm=SCHEMES["int4_awq"].algorithm,
+    rounds_input=False,
+    is_int4=True,
+    is_autoround=True,
 )
 FEEDBACK = replace(AUTOROUND, name="int4_gptq", is_autoround=False, form="int4")
 # Algorithms with ModelOpt's; "auto" tries the others, and has their requirements.
@@ -75,9 +114,13 @@ ALGORITHMS = {
 HEAD_SCHEMES = {
     "fp8": SCHEMES["fp8"],
     "nvfp4": SCHEMES["nvfp4"],
-    "int8": Scheme("int8", "INT8_WEIGHT_ONLY_CFG", "W8A16", False),
+    "int8": Scheme(
+        name="int8", config="INT8_WEIGHT_ONLY_CFG", algorithm="W8A16", rounds_input=False
+    ),
     "int4": SCHEMES["int4_awq"],
-    "int8_tied": Scheme("int8_tied", "", "W8A16", False, is_table=True),
+    "int8_tied": Scheme(
+        name="int8_tied", config="", algorithm="W8A16", rounds_input=False, is_table=True
+    ),
 }
 TARGETS = ("cpu", "gpu")
 RESIDUAL, VALUES = ("residual", "all"), ("values", "all")  # values of `--rotate`
@@ -87,7 +130,7 @@ FORMATS = ("modelopt", COMPRESSED_TENSORS)
 KV_SCHEMES = {"fp8": "FP8_KV_CFG", "int8": ""}  # int8: not exported by ModelOpt
 
 
-@dataclass(frozen=True, slots=True)
+@dataclass(frozen=True, slots=True, kw_only=True)
 class Recipe:
     """How linear layers are quantized."""
 

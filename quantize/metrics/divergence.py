@@ -34,7 +34,7 @@ class Drafted:
     by_quantized: float
 
 
-@dataclass(frozen=True, slots=True)
+@dataclass(frozen=True, slots=True, kw_only=True)
 class Quality:
     """Prediction of the right tokens over held-out text, and agreement of the two models.
 
@@ -115,9 +115,18 @@ _COLUMNS = 8  # sums of a `Score`
 
 def _quality(sums: NDArray[np.float64], kinds: dict[str, Quality] | None = None) -> Quality:
     count, known, *rest = sums.tolist()
-    losses, shares = rest[:2], [total / count for total in rest[2:]]
-    perplexities = [math.exp(min(loss / max(known, 1), 700)) for loss in losses]
-    return Quality(int(count), *perplexities, *shares, kinds=kinds or {})
+    perplexities = [math.exp(min(loss / max(known, 1), 700)) for loss in rest[:2]]
+    of_float, of_quantized, divergence, agreement = (total / count for total in rest[2:])
+    return Quality(
+        tokens=int(count),
+        perplexity_float=perplexities[0],
+        perplexity_quantized=perplexities[1],
+        accuracy_float=of_float,
+        accuracy_quantized=of_quantized,
+        kl_divergence=divergence,
+        top1_agreement=agreement,
+        kinds=kinds or {},
+    )
 
 
 @dataclass(frozen=True, slots=True)
@@ -139,7 +148,7 @@ class GreedyOutput:
         return len(self.prompt) - 1
 
 
-@dataclass(frozen=True, slots=True)
+@dataclass(frozen=True, slots=True, kw_only=True)
 class Changes:
     """Greedy outputs of the float model that the quantized model changes."""
 
@@ -176,4 +185,6 @@ def _changes(pairs: list[tuple[GreedyOutput, int]]) -> Changes:
     sizes = [len(each.output) for each, _ in pairs]
     kept = [count for _, count in pairs]
     changed = sum(count < size for count, size in zip(kept, sizes, strict=True))
-    return Changes(len(pairs), changed, float(np.mean(sizes)), float(np.mean(kept)))
+    return Changes(
+        answers=len(pairs), changed=changed, tokens=float(np.mean(sizes)), kept=float(np.mean(kept))
+    )

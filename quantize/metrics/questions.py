@@ -24,7 +24,7 @@ _STORED = "answers.json"
 _MAX_TOKENS = 32  # of an output
 
 
-@dataclass(frozen=True, slots=True)
+@dataclass(frozen=True, slots=True, kw_only=True)
 class Questions:
     """Tokenized prompts with their kinds."""
 
@@ -74,7 +74,7 @@ def read_questions(
     ends = end_ids(checkpoint)
     name = DEFAULT if file == DEFAULT else path.name
     prompts, kinds = zip(*found, strict=True)
-    return Questions(prompts, kinds, frozenset(ends), name)
+    return Questions(prompts=prompts, kinds=kinds, ends=frozenset(ends), name=name)
 
 
 def _prompt(entry: Mapping[str, Any], tokenizer: PreTrainedTokenizerBase) -> tuple[int, ...]:

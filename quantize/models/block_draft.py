@@ -33,7 +33,7 @@ from edgellm.quantize.models.lm_head import Head, greedy
 from edgellm.quantize.models.one_layer_model import run_layer
 
 
-@dataclass(frozen=True)
+@dataclass(frozen=True, kw_only=True)
 class BlockDraft(Draft):
     """A float block draft with the float base that it was trained for."""
 

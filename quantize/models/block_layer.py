@@ -81,7 +81,9 @@ def block_layer_model(
         device: where it computes.
     """
     model = empty_draft_layer(config, tensors, device)
-    model.model.layers[0] = _BlockLayer(model.model.layers[0], blocks, tensors, device)
+    model.model.layers[0] = _BlockLayer(
+        layer=model.model.layers[0], blocks=blocks, tensors=tensors, device=device
+    )
     model.model.register_forward_pre_hook(_places_of(blocks.block.size), with_kwargs=True)
     load_layer(model, tensors, "")
     return model.eval().requires_grad_(False)
@@ -115,6 +117,7 @@ class _BlockLayer(nn.Module):
 
     def __init__(
         self,
+        *,
         layer: Any,
         blocks: BlockConfig,
         tensors: Mapping[str, F32],
@@ -129,7 +132,9 @@ class _BlockLayer(nn.Module):
         convolution = blocks.convolution
         for name in CONVOLUTIONS if convolution is not None else ():
             assert convolution is not None
-            setattr(self, name, _Convolve(convolution, tensors, name, device))
+            setattr(
+                self, name, _Convolve(config=convolution, tensors=tensors, name=name, device=device)
+            )
         # Only the projections of queries, keys and values compute the text's positions.
         self.self_attn.o_proj.register_forward_pre_hook(self._own_rows)
 
@@ -173,7 +178,7 @@ class _Convolve(nn.Module):
     """DFlash2's causal convolution within a block, see `layers.blocks`."""
 
     def __init__(
-        self, config: Convolution, tensors: Mapping[str, F32], name: str, device: torch.device
+        self, *, config: Convolution, tensors: Mapping[str, F32], name: str, device: torch.device
     ) -> None:
         super().__init__()
         self.config = config

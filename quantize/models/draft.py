@@ -32,7 +32,7 @@ def open_float_draft(draft_dir: str, base_dir: str, ignored_keys: tuple[str, ...
     check_floats(checkpoint)
     base = LanguageModel.open(base_dir, ignored_keys)
     if isinstance(facts, BlockConfig):
-        return BlockDraft(checkpoint, facts.draft, base, facts)
+        return BlockDraft(checkpoint=checkpoint, facts=facts.draft, base=base, blocks=facts)
     if isinstance(facts, MtpConfig):
         return MtpDraft.of(checkpoint, facts, base)
     return Draft(checkpoint, facts, base)

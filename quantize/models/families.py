@@ -23,7 +23,7 @@ _GATED = ("mlp.gate_proj", "mlp.up_proj")
 _OF_LAYERS = ("layer_types", "layers_block_type", "no_rope_layers")
 
 
-@dataclass(frozen=True, slots=True)
+@dataclass(frozen=True, slots=True, kw_only=True)
 class Experts:
     """Names of the experts in a family's layers, and in its checkpoints."""
 
@@ -63,7 +63,7 @@ class Experts:
 _ROUTERS = ("gate.", "router.", "shared_expert_gate.")
 
 
-@dataclass(frozen=True, slots=True)
+@dataclass(frozen=True, slots=True, kw_only=True)
 class Family:
     """The structure of one `model_type`'s layers, by transformers' names."""
 
@@ -110,33 +110,35 @@ class Family:
         return (shape[1], shape[2]) if is_joined else None
 
 
-_BEFORE = Family({"input_layernorm": _QKV, "post_attention_layernorm": _GATED})
+_BEFORE = Family(readers={"input_layernorm": _QKV, "post_attention_layernorm": _GATED})
 _MIXED = replace(_BEFORE, experts=Experts())
-_POST_NORM = Family({})  # norms only after attention and MLP
+_POST_NORM = Family(readers={})  # norms only after attention and MLP
 _SANDWICH = Family(
-    {"input_layernorm": _QKV, "pre_feedforward_layernorm": _GATED}, norm_shift=1.0
+    readers={"input_layernorm": _QKV, "pre_feedforward_layernorm": _GATED}, norm_shift=1.0
 )  # fmt: skip
 _GRANITE_EXPERTS = Experts(
-    "block_sparse_moe",
-    {"block_sparse_moe.router.": "block_sparse_moe.router.layer."},
+    block="block_sparse_moe",
+    stored={"block_sparse_moe.router.": "block_sparse_moe.router.layer."},
     joined=tuple(f"block_sparse_moe.{way}put_linear.weight" for way in ("in", "out")),
 )
 # JSON has no infinity; only transformers' file reader parses its form.
 _UNBOUNDED = {"time_step_limit": (0.0, math.inf)}
 _LFM2 = Family(
-    {"operator_norm": _QKV, "ffn_norm": ("feed_forward.w1", "feed_forward.w3")},
+    readers={"operator_norm": _QKV, "ffn_norm": ("feed_forward.w1", "feed_forward.w3")},
     norm="embedding_norm",
     norms=("operator_norm", "ffn_norm"),
 )
 # The projections of decay and beta also follow the input norm, and stay float.
 _DELTA = Family(
-    {"post_attention_layernorm": _GATED},
+    readers={"post_attention_layernorm": _GATED},
     norm_shift=1.0,
     floats=tuple(f"linear_attn.in_proj_{name}" for name in ("a", "b", "ba")),
 )
 FAMILIES = {
-    "arcee": Family({"input_layernorm": _QKV, "post_attention_layernorm": ("mlp.up_proj",)}),
-    "cohere2": Family({"input_layernorm": _QKV + _GATED}),
+    "arcee": Family(
+        readers={"input_layernorm": _QKV, "post_attention_layernorm": ("mlp.up_proj",)}
+    ),
+    "cohere2": Family(readers={"input_layernorm": _QKV + _GATED}),
     "ernie4_5": _BEFORE,
     "ernie4_5_moe": replace(
         _BEFORE, experts=Experts(stored={"mlp.gate.moe_statics.": "mlp.moe_statics."})
@@ -144,34 +146,41 @@ FAMILIES = {
     "exaone4": _POST_NORM,
     "gemma2": replace(_SANDWICH, attention="eager"),  # sdpa lacks soft-capping
     "gemma3_text": _SANDWICH,
-    "glm4": Family({"input_layernorm": _QKV, "post_attention_layernorm": ("mlp.gate_up_proj",)}),
+    "glm4": Family(
+        readers={"input_layernorm": _QKV, "post_attention_layernorm": ("mlp.gate_up_proj",)}
+    ),
     "granite": replace(_BEFORE, neutral={"embedding_multiplier": 1.0}),
     "granitemoe": Family(
-        {"input_layernorm": _QKV}, neutral={"embedding_multiplier": 1.0},
+        readers={"input_layernorm": _QKV},
+        neutral={"embedding_multiplier": 1.0},
         experts=_GRANITE_EXPERTS,
     ),
     "granitemoehybrid": Family(
-        {"input_layernorm": _QKV, "post_attention_layernorm": ("shared_mlp.input_linear",)},
+        readers={"input_layernorm": _QKV, "post_attention_layernorm": ("shared_mlp.input_linear",)},
         neutral={"embedding_multiplier": 1.0, **_UNBOUNDED},
     ),
     "falcon_h1": Family(
-        {"pre_ff_layernorm": ("feed_forward.gate_proj", "feed_forward.up_proj")},
-        neutral=_UNBOUNDED, norm="final_layernorm", norms=("input_layernorm", "pre_ff_layernorm"),
+        readers={"pre_ff_layernorm": ("feed_forward.gate_proj", "feed_forward.up_proj")},
+        neutral=_UNBOUNDED,
+        norm="final_layernorm",
+        norms=("input_layernorm", "pre_ff_layernorm"),
     ),
     "hunyuan_v1_dense": _BEFORE,
     "lfm2": _LFM2,
     "lfm2_moe": replace(
         _LFM2,
         experts=Experts(
-            "feed_forward", parts={"gate_proj": "w1", "up_proj": "w3", "down_proj": "w2"}
+            block="feed_forward", parts={"gate_proj": "w1", "up_proj": "w3", "down_proj": "w2"}
         ),
     ),
     "llama": _BEFORE,
     "minicpm3": Family(
-        {"input_layernorm": ("self_attn.q_a_proj", "self_attn.kv_a_proj_with_mqa"),
-         "self_attn.q_a_layernorm": ("self_attn.q_b_proj",),
-         "self_attn.kv_a_layernorm": ("self_attn.kv_b_proj",),
-         "post_attention_layernorm": _GATED},
+        readers={
+            "input_layernorm": ("self_attn.q_a_proj", "self_attn.kv_a_proj_with_mqa"),
+            "self_attn.q_a_layernorm": ("self_attn.q_b_proj",),
+            "self_attn.kv_a_layernorm": ("self_attn.kv_b_proj",),
+            "post_attention_layernorm": _GATED,
+        },
         neutral={"scale_emb": 1},
     ),
     "ministral3": _BEFORE,
@@ -184,17 +193,24 @@ FAMILIES = {
         ),
     ),
     "nemotron_h": Family(
-        {"norm": tuple(f"mixer.{part}_proj" for part in "qkv")},
+        readers={"norm": tuple(f"mixer.{part}_proj" for part in "qkv")},
         # Transformers limits time steps from below in prefill, but not in decoding.
         neutral={"mamba_dt_min": 0.0, **_UNBOUNDED},
-        experts=Experts("mixer"), norm="norm_f", norms=("norm",), embedding="embeddings",
+        experts=Experts(block="mixer"),
+        norm="norm_f",
+        norms=("norm",),
+        embedding="embeddings",
         attends="mixer",
     ),
     "olmo2": _POST_NORM,
     "olmo3": _POST_NORM,
     "olmoe": _MIXED,
-    "phi3": Family({"input_layernorm": ("self_attn.qkv_proj",),
-                    "post_attention_layernorm": ("mlp.gate_up_proj",)}),
+    "phi3": Family(
+        readers={
+            "input_layernorm": ("self_attn.qkv_proj",),
+            "post_attention_layernorm": ("mlp.gate_up_proj",),
+        }
+    ),
     "qwen2": _BEFORE,
     "qwen2_moe": _MIXED,
     "qwen3": _BEFORE,
@@ -204,8 +220,10 @@ FAMILIES = {
     "qwen3_next": replace(_DELTA, experts=Experts()),
     "seed_oss": _BEFORE,
     "smollm3": _BEFORE,
-    "starcoder2": Family({"input_layernorm": _QKV, "post_attention_layernorm": ("mlp.c_fc",)}),
-}  # fmt: skip
+    "starcoder2": Family(
+        readers={"input_layernorm": _QKV, "post_attention_layernorm": ("mlp.c_fc",)}
+    ),
+}
 # ModelOpt may fold AWQ's smoothing of the second into the first's output channels.
 FOLDS = (("self_attn.v_proj", "self_attn.o_proj"), ("mlp.up_proj", "mlp.down_proj"))
 

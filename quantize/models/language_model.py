@@ -34,7 +34,7 @@ Ids = NDArray[np.int64]
 Notify = Callable[[str, int], None]  # finished part, number of finished parts
 
 
-@dataclass(frozen=True, slots=True)
+@dataclass(frozen=True, slots=True, kw_only=True)
 class Task:
     """Text, work folder and device of a run."""
 

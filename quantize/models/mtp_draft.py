@@ -28,7 +28,7 @@ from edgellm.quantize.models.language_model import Ids, LanguageModel
 from edgellm.quantize.models.one_layer_model import head_model, layer_model
 
 
-@dataclass(frozen=True)
+@dataclass(frozen=True, kw_only=True)
 class MtpDraft(Draft):
     """A float MTP layer with its float base."""
 
@@ -59,7 +59,7 @@ class MtpDraft(Draft):
             mask_rows=None,
         )
         own = replace(checkpoint, tensors=own_tensors(checkpoint.tensors), tokenizer_files={})
-        return cls(own, facts, base, mtp)
+        return cls(checkpoint=own, facts=facts, base=base, mtp=mtp)
 
     @property
     def family(self) -> Family:

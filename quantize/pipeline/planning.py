@@ -17,7 +17,7 @@ from edgellm.core.errors import (
 from edgellm.quantize.algorithms.autoround import is_installed
 from edgellm.quantize.algorithms.rotation_r1 import rotated
 from edgellm.quantize.algorithms.rotation_r2 import check_values
-from edgellm.quantize.calibration.text import load_tokenizer, read_calibration
+from edgellm.quantize.calibration.text import Calibration, load_tokenizer, read_calibration
 from edgellm.quantize.formats.schemes import (
     COMPRESSED_TENSORS,
     HEAD_SCHEMES,
@@ -46,7 +46,7 @@ from edgellm.quantize.plan import Job, Plan
 from edgellm.quantize.work_folder import WorkFolder
 
 
-@dataclass(frozen=True, slots=True)
+@dataclass(frozen=True, slots=True, kw_only=True)
 class _Amounts:
     """Default amounts of text; smaller on CPUs, which are slower."""
 
@@ -62,8 +62,16 @@ def _amounts(scheme: Scheme, device: torch.device) -> _Amounts:
     searches = scheme.is_awq or scheme.is_autoround
     if device.type == "cpu":
         rows = 48 if scheme.form else 8 if scheme.is_awq else 16 if searches else 32
-        return _Amounts(rows, 256, 8, 0.2, 2048)
-    return _Amounts(128 if searches else 512, 512, 32, 0.1, 8192)
+        return _Amounts(
+            num_samples=rows, seq_len=256, held_out=8, alpha_step=0.2, batch_tokens=2048
+        )
+    return _Amounts(
+        num_samples=128 if searches else 512,
+        seq_len=512,
+        held_out=32,
+        alpha_step=0.1,
+        batch_tokens=8192,
+    )
 
 
 def make_plan(job: Job) -> Plan:
@@ -106,8 +114,25 @@ def make_plan(job: Job) -> Plan:
     positions = subject.config.max_position_embeddings
     if seq_len > positions:
         raise EdgeLLMError(f"--seq_len {seq_len}: the model has {positions} positions")
-    reader = subject.reader
-    calibration = read_calibration(
+    batch_tokens = job.batch_tokens or amounts.batch_tokens
+    task = Task(
+        calibration=_calibration(job, subject.reader, amounts, seq_len),
+        work=WorkFolder(job.work_dir),
+        batch_rows=max(1, batch_tokens // seq_len),
+        device=device,
+        questions=_questions(job, subject.reader),
+    )
+    settings = _settings(job, recipe, head, subject, task, batch_tokens)
+    plan = Plan(job=job, subject=subject, recipe=recipe, head=head, task=task, settings=settings)
+    _check_resources(plan, batch_tokens)
+    if not task.work.is_there:
+        checks.check_weights(subject.checkpoint.tensors)
+    return plan
+
+
+def _calibration(job: Job, reader: LanguageModel, amounts: _Amounts, seq_len: int) -> Calibration:
+    """Read the calibration text and the held-out text."""
+    return read_calibration(
         job.calib_dataset,
         load_tokenizer(reader.checkpoint.tokenizer_files),
         num_samples=job.num_samples or amounts.num_samples,
@@ -116,16 +141,6 @@ def make_plan(job: Job) -> Plan:
         vocab_size=reader.config.vocab_size,
         seed=job.seed,
     )
-    batch_tokens = job.batch_tokens or amounts.batch_tokens
-    batch_rows = max(1, batch_tokens // seq_len)
-    questions = _questions(job, reader)
-    task = Task(calibration, WorkFolder(job.work_dir), batch_rows, device, questions)
-    settings = _settings(job, recipe, head, subject, task, batch_tokens)
-    plan = Plan(job, subject, recipe, head, task, settings)
-    _check_resources(plan, batch_tokens)
-    if not task.work.is_there:
-        checks.check_weights(subject.checkpoint.tensors)
-    return plan
 
 
 def _questions(job: Job, reader: LanguageModel) -> Questions | None:
@@ -210,7 +225,14 @@ def _recipes(
     alpha_step = job.alpha_step or _amounts(scheme, device).alpha_step
     # TensorRT needs twice the bytes for negative scales.
     has_signs = job.target == "cpu" and job.format != COMPRESSED_TENSORS
-    own = Recipe(scheme, 0, alpha_step, job.kv_cache_quantization, job.target, has_signs)
+    own = Recipe(
+        scheme=scheme,
+        block_size=0,
+        alpha_step=alpha_step,
+        kv_cache=job.kv_cache_quantization,
+        target=job.target,
+        has_signs=has_signs,
+    )
     if head_scheme is None:
         return replace(own, block_size=block_size(scheme, body, job.block_size)), None
     # The layout has one block size for all INT4 layers.
@@ -225,7 +247,9 @@ def _recipes(
     head = {"lm_head": (out, width)}
     body_block = block_size(scheme, {**body, **head} if shared else body, job.block_size)
     head_block = body_block if shared else block_size(head_scheme, head, job.block_size)
-    return replace(own, block_size=body_block), Recipe(head_scheme, head_block, alpha_step)
+    return replace(own, block_size=body_block), Recipe(
+        scheme=head_scheme, block_size=head_block, alpha_step=alpha_step
+    )
 
 
 def _check_table(subject: QuantizedNetwork, width: int) -> None:

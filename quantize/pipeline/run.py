@@ -204,7 +204,16 @@ def _quantize_layer(plan: Plan, index: int) -> None:
     if measures_layers(plan):
         added = divergence(plan, index, quantized, before[FLOAT], after[FLOAT])
     seconds = time.perf_counter() - start
-    report = LayerReport(index, output, stream, errors, bits, seconds, own.few, added)
+    report = LayerReport(
+        index=index,
+        output_error=output,
+        stream_error=stream,
+        weight_errors=errors,
+        bits=bits,
+        seconds=seconds,
+        few=own.few,
+        divergence=added,
+    )
     stored = subject.family.stored_name
     named = {layer + stored(name): tensor for name, tensor in tensors.items()}
     facts = as_facts(report, quantization=exported.quantization, producer=exported.producer)
@@ -217,10 +226,15 @@ def _computing(
     """Return the layer as an engine computes it."""
     subject, device = plan.subject, plan.task.device
     return QuantizedLayer(
-        subject.layers[index], source, tensors, recipe,
-        lambda values: subject.layer_model(index, values, device), device, subject.family,
-        subject.config.head_dim,
-    )  # fmt: skip
+        name=subject.layers[index],
+        source=source,
+        exported=tensors,
+        recipe=recipe,
+        make_model=lambda values: subject.layer_model(index, values, device),
+        device=device,
+        family=subject.family,
+        head_dim=subject.config.head_dim,
+    )
 
 
 def _keep_layer(plan: Plan, index: int) -> None:
@@ -235,7 +249,14 @@ def _keep_layer(plan: Plan, index: int) -> None:
         before[name].advance(after[name], lambda x: run_layer(model, x), task.device)
     streams = after[FLOAT], after[QUANTIZED]
     output, stream = compare(lambda x: run_layer(model, x), before[FLOAT], streams, task.device)
-    report = LayerReport(index, output, stream, {}, {}, time.perf_counter() - start)
+    report = LayerReport(
+        index=index,
+        output_error=output,
+        stream_error=stream,
+        weight_errors={},
+        bits={},
+        seconds=time.perf_counter() - start,
+    )
     task.work.store(layer_part(index), {}, as_facts(report, quantization=None, producer=None))
 
 

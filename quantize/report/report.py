@@ -33,7 +33,7 @@ class Tried:
     num_bytes: int  # of the result
 
 
-@dataclass(frozen=True, slots=True)
+@dataclass(frozen=True, slots=True, kw_only=True)
 class Kept:
     """A float layer, or a candidate for one."""
 
@@ -43,7 +43,7 @@ class Kept:
     num_bytes: int  # saved by quantizing it
 
 
-@dataclass(frozen=True, slots=True)
+@dataclass(frozen=True, slots=True, kw_only=True)
 class Report:
     """All figures of a run, measured on the exported tensors."""
 

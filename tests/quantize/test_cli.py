@@ -384,8 +384,9 @@ def test_memory_does_not_grow_with_layers(place, tmp_path):
         model = make_model(tmp_path / f"{layers}", "llama", num_hidden_layers=layers, **sizes)
         text, output = str(place / "text.jsonl"), str(tmp_path / f"out{layers}")
         lines += [
-            f"run_job(Job({str(model)!r}, Path({output!r}), 'fp8', calib_dataset={text!r}, "
-            "num_samples=4, seq_len=32, device='cpu'), lambda *_: None)",
+            f"run_job(Job(model_dir={str(model)!r}, output_dir=Path({output!r}), "
+            f"quantization='fp8', calib_dataset={text!r}, num_samples=4, seq_len=32, "
+            "device='cpu'), lambda *_: None)",
             "print(resource.getrusage(resource.RUSAGE_SELF).ru_maxrss)",
         ]
     command = [sys.executable, "-c", "\n".join(lines)]

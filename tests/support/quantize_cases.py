@@ -54,7 +54,13 @@ def make_job(model: Path, text: Path, output: Path, scheme: str, **changes: obje
     # Graphs round INT8 inputs as GPUs do.
     options = {"num_samples": 12, "seq_len": 32, "held_out": 2, "device": "cpu", "target": "gpu",
                **changes}  # fmt: skip
-    return Job(str(model), output, scheme, calib_dataset=str(text), **options)
+    return Job(
+        model_dir=str(model),
+        output_dir=output,
+        quantization=scheme,
+        calib_dataset=str(text),
+        **options,
+    )
 
 
 def plain_sessions(monkeypatch: pytest.MonkeyPatch) -> None:

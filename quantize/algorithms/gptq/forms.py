@@ -48,7 +48,7 @@ class Form(Protocol):
         ...
 
 
-@dataclass(frozen=True, slots=True)
+@dataclass(frozen=True, slots=True, kw_only=True)
 class Int4:
     """INT4 with a scale for each block of inputs, which may be negative if `has_signs`."""
 
@@ -60,7 +60,7 @@ class Int4:
     def grid(self, weight: torch.Tensor) -> Grid:
         """See `Form`."""
         del weight
-        return IntegerGrid(-8, 7, self.block, self.has_signs)
+        return IntegerGrid(lowest=-8, highest=7, block=self.block, has_signs=self.has_signs)
 
     def tensors(self, name: str, rounded: Rounded, grid: Grid) -> dict[str, Tensor]:
         """See `Form`; two values a byte."""
@@ -88,7 +88,7 @@ class Int8:
     def grid(self, weight: torch.Tensor) -> Grid:
         """See `Form`."""
         del weight
-        return IntegerGrid(-127, 127, 0)
+        return IntegerGrid(lowest=-127, highest=127, block=0)
 
     def tensors(self, name: str, rounded: Rounded, grid: Grid) -> dict[str, Tensor]:
         """See `Form`; one value a byte."""

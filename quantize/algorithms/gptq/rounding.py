@@ -40,7 +40,7 @@ class Grid(Protocol):
         ...
 
 
-@dataclass(frozen=True, slots=True)
+@dataclass(frozen=True, slots=True, kw_only=True)
 class IntegerGrid:
     """Integers from `lowest` to `highest`."""
 
@@ -114,7 +114,7 @@ def round_nearest(weight: torch.Tensor, importance: torch.Tensor, grid: Grid) ->
     return Rounded(grid.nearest(weight, spread(scales, weight.shape[1])), scales)
 
 
-@dataclass(frozen=True, slots=True)
+@dataclass(frozen=True, slots=True, kw_only=True)
 class Feedback:
     """Shares of error feedback between columns, independent of the weight."""
 
@@ -130,7 +130,12 @@ class Feedback:
         order = torch.argsort(importance, descending=True)
         damping = _DAMPING * float(importance.mean()) + _TINY
         damped = moments + damping * torch.eye(len(moments), device=moments.device)
-        return cls(damped, importance, order, _upper_inverse(damped[order][:, order], damping))
+        return cls(
+            moments=damped,
+            importance=importance,
+            order=order,
+            shares=_upper_inverse(damped[order][:, order], damping),
+        )
 
 
 def round_with_feedback(weight: torch.Tensor, feedback: Feedback, grid: Grid) -> Rounded:

@@ -20,7 +20,7 @@ class Form:
     divergence: float  # added by it, nats a token
 
 
-@dataclass(frozen=True, slots=True)
+@dataclass(frozen=True, slots=True, kw_only=True)
 class Unit:
     """Linear layers that share a form."""
 

@@ -32,8 +32,10 @@ def mix(plan: Plan) -> Mixture:
     work = plan.task.work
     if not work.has(PART):
         grids = {
-            "int4": IntegerGrid(-8, 7, plan.recipe.block_size, plan.recipe.has_signs),
-            "int8": IntegerGrid(-127, 127, 0),
+            "int4": IntegerGrid(
+                lowest=-8, highest=7, block=plan.recipe.block_size, has_signs=plan.recipe.has_signs
+            ),
+            "int8": IntegerGrid(lowest=-127, highest=127, block=0),
         }
         units = [_with_gptq(unit) for unit in estimate(plan.subject, plan.task, grids)]
         points = curve(units)

@@ -75,7 +75,7 @@ def _unit(
     layer, name = place
     forms = [Form(FLOAT_FORM, FLOAT_BITS * size[0] * size[1], 0.0)]
     forms += [Form(form, _bits(grid, *size), sums[place, form]) for form, grid in grids.items()]
-    return Unit(layer, (name,), size[0] * size[1], tuple(forms))
+    return Unit(layer=layer, names=(name,), weights=size[0] * size[1], forms=tuple(forms))
 
 
 def _layer_of(item: tuple[_Place, tuple[int, int]]) -> int:

@@ -17,7 +17,7 @@ from edgellm.quantize.report.report import Report
 AUTO = "auto"
 
 
-@dataclass(frozen=True, slots=True)
+@dataclass(frozen=True, slots=True, kw_only=True)
 class _Recipe:
     name: str
     quantization: str
@@ -26,10 +26,25 @@ class _Recipe:
 
 
 _RECIPES = (
-    _Recipe("int4, head int4", "int4_awq", "int4", {"algo": "gptq", "block_size": 32}),
-    _Recipe("int4, head int8", "int4_awq", "int8", {"algo": "gptq", "block_size": 32}),
-    _Recipe("awq int4, head int8", "int4_awq", "int8", {"algo": "awq", "block_size": 32}),
-    _Recipe("int8, head int8", "int8_sq", "int8"),
+    _Recipe(
+        name="int4, head int4",
+        quantization="int4_awq",
+        head="int4",
+        more={"algo": "gptq", "block_size": 32},
+    ),
+    _Recipe(
+        name="int4, head int8",
+        quantization="int4_awq",
+        head="int8",
+        more={"algo": "gptq", "block_size": 32},
+    ),
+    _Recipe(
+        name="awq int4, head int8",
+        quantization="int4_awq",
+        head="int8",
+        more={"algo": "awq", "block_size": 32},
+    ),
+    _Recipe(name="int8, head int8", quantization="int8_sq", head="int8"),
 )
 
 

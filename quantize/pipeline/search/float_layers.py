@@ -70,5 +70,12 @@ def _costs(job: Job, report: Report, result: Path) -> list[Kept]:
             for infos in (before, after)
         ]
         share = layer.divergence / added if added else 0.0
-        found.append(Kept(layer.index, layer.divergence, share, sizes[0] - sizes[1]))
+        found.append(
+            Kept(
+                layer=layer.index,
+                divergence=layer.divergence,
+                share=share,
+                num_bytes=sizes[0] - sizes[1],
+            )
+        )
     return found

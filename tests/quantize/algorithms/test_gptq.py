@@ -30,7 +30,7 @@ from edgellm.quantize.pipeline.run import run_job
 
 pytestmark = pytest.mark.usefixtures("one_thread")
 
-GRID = IntegerGrid(-8, 7, 32)
+GRID = IntegerGrid(lowest=-8, highest=7, block=32)
 SIGNED = replace(GRID, has_signs=True)
 
 
@@ -70,7 +70,8 @@ def test_error_feedback_beats_rounding_to_nearest(inputs, weight):
 
 
 @pytest.mark.parametrize(
-    "grid", [GRID, SIGNED, IntegerGrid(-127, 127, 0), Nvfp4Grid(1e-3), Fp8Grid(0.01)]
+    "grid",
+    [GRID, SIGNED, IntegerGrid(lowest=-127, highest=127, block=0), Nvfp4Grid(1e-3), Fp8Grid(0.01)],
 )
 def test_each_sweep_reduces_the_output_error(inputs, weight, grid):
     """All scales and values stay representable."""

@@ -50,7 +50,7 @@ def test_the_curve_is_optimal():
     for layer in range(5):
         costs = sorted(chance.random(2))
         forms = Form("4", 40, costs[1]), Form("8", 80, costs[0]), Form("16", 160, 0.0)
-        units.append(Unit(layer, (str(layer),), 10, forms))
+        units.append(Unit(layer=layer, names=(str(layer),), weights=10, forms=forms))
     whole = list(itertools.product(*(unit.forms for unit in units)))
     points = curve(units)
     assert points[0].bits_per_weight == 4
@@ -71,7 +71,7 @@ def test_the_estimate_is_near_the_divergence(mixed):
     """Quantizing one unit alone, measured with the whole model, against the estimate."""
     plan = make_plan(replace(mixed, target_bits=4.5, num_samples=4))
     torch.manual_seed(0)
-    grid = IntegerGrid(-8, 7, 32)
+    grid = IntegerGrid(lowest=-8, highest=7, block=32)
     units = estimate(plan.subject, plan.task, {"int4": grid})
     foretold = [unit.forms[1].divergence for unit in units]
     measured = [_divergence(plan, unit, grid) for unit in units]

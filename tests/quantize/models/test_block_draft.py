@@ -70,7 +70,12 @@ def _job(pair: EaglePair, name: str, output: Path, **changes: object) -> Job:
     options = {"num_samples": 6, "seq_len": 40, "held_out": 2, "device": "cpu", **changes}
     base = str(pair.base_checkpoint)
     return Job(
-        str(draft), output, SCHEMES[name], base_model_dir=base, calib_dataset=text, **options
+        model_dir=str(draft),
+        output_dir=output,
+        quantization=SCHEMES[name],
+        base_model_dir=base,
+        calib_dataset=text,
+        **options,
     )
 
 

@@ -73,10 +73,13 @@ def make(place):
             make_draft(draft, layout)
         changes = {"num_samples": 6, "seq_len": 32, "held_out": 2, "device": "cpu", **changes}
         return Job(
-            str(draft), output or place / f"{name}-{scheme}", scheme,
+            model_dir=str(draft),
+            output_dir=output or place / f"{name}-{scheme}",
+            quantization=scheme,
             base_model_dir=str(place / f"base-{layout.tied_base}"),
-            calib_dataset=str(place / "text.jsonl"), **changes,
-        )  # fmt: skip
+            calib_dataset=str(place / "text.jsonl"),
+            **changes,
+        )
 
     return job
 

@@ -59,7 +59,7 @@ def test_experts_record_routed_tokens_and_rare_ones_all(experts):
 @pytest.mark.parametrize("name", ["int4_awq", "nvfp4", "fp8", "int8_sq"])
 def test_quantized_weights_are_near(name):
     weight, x = _normal(32, 64), _normal(200, 64)
-    recipe = Recipe(SCHEMES[name], 32, 0.1)
+    recipe = Recipe(scheme=SCHEMES[name], block_size=32, alpha_step=0.1)
     inputs = Products.none(64, weight.device)
     inputs.add(x)
     found = round_weight(weight, inputs, recipe, float(weight.abs().max()), inputs.largest)
@@ -77,7 +77,7 @@ def test_calibration_reduces_the_output_error(name):
     """Every fourth input channel is 20 times larger."""
     weight, x = _normal(64, 128), _normal(400, 128)
     x[:, ::4] *= 20
-    recipe = Recipe(SCHEMES[name], 32, 0.1)
+    recipe = Recipe(scheme=SCHEMES[name], block_size=32, alpha_step=0.1)
 
     def error(seen: torch.Tensor) -> float:
         inputs = Products.none(128, weight.device)

@@ -39,7 +39,12 @@ def text(tmp_path_factory) -> Path:
 def _job(base: Path, text: Path, output: Path, scheme: str, **changes: object) -> Job:
     options = {"num_samples": 4, "seq_len": 24, "held_out": 2, "device": "cpu", **changes}
     return Job(
-        str(base), output, scheme, base_model_dir=str(base), calib_dataset=str(text), **options
+        model_dir=str(base),
+        output_dir=output,
+        quantization=scheme,
+        base_model_dir=str(base),
+        calib_dataset=str(text),
+        **options,
     )
 
 

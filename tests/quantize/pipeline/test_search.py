@@ -154,10 +154,10 @@ def test_the_most_sensitive_layers_stay_float(tmp_path):
 
 def test_float_layers_fit_the_budget():
     costs = [
-        Kept(0, 0.1, 0.2, 10),
-        Kept(1, 0.3, 0.6, 40),
-        Kept(2, 0.05, 0.1, 5),
-        Kept(3, 0.0, 0, 1),
+        Kept(layer=0, divergence=0.1, share=0.2, num_bytes=10),
+        Kept(layer=1, divergence=0.3, share=0.6, num_bytes=40),
+        Kept(layer=2, divergence=0.05, share=0.1, num_bytes=5),
+        Kept(layer=3, divergence=0.0, share=0, num_bytes=1),
     ]
     assert [one.layer for one in choose(costs, 15)] == [0, 2]
     assert choose(costs, 4) == ()
