@@ -44,7 +44,7 @@ def engine_folder(work: Path) -> Path:
         with tempfile.TemporaryDirectory(dir=work) as folder:
             checkpoint, bundle = Path(folder) / "int4", Path(folder) / "bundle"
             checkpoints.round_checkpoint(str(smollm2.fetch()), checkpoint, 32)
-            export_llm(open_checkpoint(str(checkpoint)), bundle, ExportOptions("fp32"))
+            export_llm(open_checkpoint(str(checkpoint)), bundle, ExportOptions(dtype="fp32"))
             build_engine(
                 "llm",
                 bundle,

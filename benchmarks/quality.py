@@ -156,7 +156,7 @@ def as_on_gpus(source: Path, folder: Path, flags: Sequence[str]) -> Logits:
     scheme = choose_scheme(given["--quantization"], given.get("--algo"))
     quiet_transformers()
     subject = LanguageModel.open(str(source), ())
-    recipe = Recipe(scheme, 0, 1.0)
+    recipe = Recipe(scheme=scheme, block_size=0, alpha_step=1.0)
     exported = Safetensors(sorted(folder.glob("*.safetensors")))
     layers = [_layer(subject, index, exported, recipe) for index in range(len(subject.layers))]
     norm = subject.norm_model(None, _CPU)

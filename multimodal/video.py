@@ -37,7 +37,7 @@ _TURNS = {
 }
 
 
-@dataclass(frozen=True, slots=True)
+@dataclass(frozen=True, slots=True, kw_only=True)
 class Film:
     """The sampled frames of a video, all of one size."""
 
@@ -75,7 +75,7 @@ def open_film(video: Video, folder: Path, pick: Pick, usual_rate: float) -> Film
     if len({frame.size for frame in frames}) > 1:
         raise RequestError("the frames of a video have several sizes", hint="make them alike")
     seconds = tuple(index / usual_rate for index in range(len(frames)))
-    return Film(frames, seconds, usual_rate, seconds[-1])
+    return Film(frames=frames, seconds=seconds, frame_rate=usual_rate, duration=seconds[-1])
 
 
 def _decoded(source: str, folder: Path, pick: Pick) -> Film:
@@ -111,10 +111,10 @@ def _shown(av: Any, name: str, data: bytes, pick: Pick) -> Film:
             hint="copy or save the video again",
         )
     return Film(
-        tuple(frames),
-        times,
-        len(places) / timeline.total * timeline.rate,
-        timeline.total / timeline.rate,
+        frames=tuple(frames),
+        seconds=times,
+        frame_rate=len(places) / timeline.total * timeline.rate,
+        duration=timeline.total / timeline.rate,
     )
 
 
@@ -125,7 +125,7 @@ def _ends_early(name: str, found: int, expected: int) -> RequestError:
     )
 
 
-@dataclass(frozen=True, slots=True)
+@dataclass(frozen=True, slots=True, kw_only=True)
 class _Timeline:
     """The visible frames of a video, without those that an edit list hides."""
 
@@ -171,7 +171,9 @@ def _timeline(av: Any, name: str, data: bytes) -> _Timeline:
         rate = _rate(stream, len(shown), (end - begin) * stream.time_base)
         if not shown or not rate:
             raise RequestError(f"{name} holds no moving picture", hint="give a video file")
-        return _Timeline(len(shown), rate, float(stream.time_base), counted > 0)
+        return _Timeline(
+            total=len(shown), rate=rate, tick=float(stream.time_base), is_counted=counted > 0
+        )
 
 
 def _span(packets: Sequence[tuple[int, int]]) -> tuple[int, int]:

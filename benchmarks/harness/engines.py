@@ -30,7 +30,14 @@ def silent(_: str) -> None:
 
 def plan_of(threads: int, quantize: str = "auto", kernels: str = "auto", **others: int) -> Plan:
     """Return the plan that most benchmarks share; `others` are fields of `Plan`."""
-    plan = Plan(1024, CAPACITY, threads, "auto", quantize, options=CpuOptions(kernels))
+    plan = Plan(
+        max_input_len=1024,
+        kv_capacity=CAPACITY,
+        threads=threads,
+        prefill="auto",
+        quantize=quantize,
+        options=CpuOptions(kernels),
+    )
     return replace(plan, **others)
 
 
@@ -40,7 +47,7 @@ def plain_engine(checkpoint: Path, name: str, plan: Plan) -> Path:
     if not engine.exists():
         bundle = checkpoint.with_name(f"{checkpoint.name}-bundle")
         if not bundle.exists():
-            export_llm(open_checkpoint(str(checkpoint)), bundle, ExportOptions("fp32"))
+            export_llm(open_checkpoint(str(checkpoint)), bundle, ExportOptions(dtype="fp32"))
         build_engine("llm", bundle, engine, plan, "onnxruntime", silent)
     return engine
 
@@ -69,7 +76,7 @@ def open_engine(engine: Path) -> DecoderNetwork:
 def base_bundle(work: Path, stored: str, draft: Path) -> Path:
     """Export a checkpoint of SmolLM2 with the auxiliary hidden states of a draft."""
     bundle = work / f"{draft.name}-{stored}-bundle"
-    options = ExportOptions("fp32", draft_model_dir=str(draft))
+    options = ExportOptions(dtype="fp32", draft_model_dir=str(draft))
     export_llm(open_checkpoint(str(checkpoints.smollm2_folder(work, stored))), bundle, options)
     return bundle
 

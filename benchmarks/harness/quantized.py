@@ -97,7 +97,7 @@ def bundle_of(work: Path, name: str) -> Path:
     if not bundle.exists():
         source = gguf_of(work, name) if name in LLAMA_CPP else quantized(work, name)
         is_float = name in RECIPES and not RECIPES[name][0]
-        options = ExportOptions("fp32" if is_float else "fp16")
+        options = ExportOptions(dtype="fp32" if is_float else "fp16")
         export_llm(open_checkpoint(str(source)), bundle, options)
     return bundle
 
@@ -136,7 +136,7 @@ def engine_with_draft(work: Path, name: str, threads: int, draft: Path) -> Path:
     if not engine.exists():
         bundle = work / f"drafted-{slug(name)}-bundle"
         dtype = "fp16" if rounding == "none" and RECIPES[name][0] else "fp32"
-        options = ExportOptions(dtype, draft_model_dir=str(EAGLE3))
+        options = ExportOptions(dtype=dtype, draft_model_dir=str(EAGLE3))
         export_llm(open_checkpoint(str(quantized(work, name))), bundle, options)
         plan = plan_of(threads, rounding, max_verify_tree_size=60)
         build_engine("llm", bundle, engine, plan, "onnxruntime", silent)

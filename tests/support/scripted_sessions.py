@@ -163,7 +163,14 @@ class _AsRunner(Runner):
 
 def recorded(base: StrictBase) -> DecoderNetwork:
     """A network over a scripted base."""
-    spec = DecoderSpec("scripted", VOCAB, 3, base.capacity, 0, KVCacheSpec(1, 1, 1, "float32"))
+    spec = DecoderSpec(
+        model_type="scripted",
+        vocab_size=VOCAB,
+        hidden_size=3,
+        max_positions=base.capacity,
+        num_parameters=0,
+        kv=KVCacheSpec(num_layers=1, num_kv_heads=1, head_dim=1, dtype="float32"),
+    )
     return DecoderNetwork(_AsRunner(base), spec, base.capacity)
 
 

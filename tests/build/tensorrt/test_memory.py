@@ -70,7 +70,7 @@ def watched(tmp_path_factory) -> tuple[Path, Cost]:
     folder = tmp_path_factory.mktemp("memory")
     write({**SHAPES["qwen2.5-0.5b"], **SMALL}, folder / "checkpoint", "BF16")
     source, bundle = open_checkpoint(str(folder / "checkpoint"), tokenizer=False), folder / "bundle"
-    export_llm(source, bundle, ExportOptions("fp16"))
+    export_llm(source, bundle, ExportOptions(dtype="fp16"))
     flags = "--onnxDir", bundle, "--engineDir", folder / "engine", "--backend", "tensorrt"
     return bundle, run_process(*module_command("edgellm.build.cli", *flags, "--gpu", "12.0"))
 

@@ -157,7 +157,7 @@ def test_all_measurements_of_a_build_share_one_budget(clock, monkeypatch, shape,
         object.__setattr__(spec, name, value)
     session = SlowDecoder(clock, takes)
     monkeypatch.setattr(decoder, "network", lambda *_: session)
-    plan = Plan(1024, 4096, max_verify_tree_size=16)
+    plan = Plan(max_input_len=1024, kv_capacity=4096, max_verify_tree_size=16)
     costs, prefill_rows = measure({DECODER: None}, spec, plan)
     assert clock.now_s <= max(BUDGET_S, takes(1))
     assert list(costs[PASS]) == [str(rows) for rows in MEASURED_ROWS]
