@@ -136,7 +136,12 @@ def open_shape(folder: Path) -> DecoderNetwork:
         kv=kv,
         recurrent=recurrent,
     )
-    return DecoderNetwork(open_runner([LoadedGraph(graph)], kv, CAPACITY), spec, CAPACITY, commit)
+    return DecoderNetwork(
+        runner=open_runner([LoadedGraph(graph)], kv, CAPACITY),
+        spec=spec,
+        capacity=CAPACITY,
+        commit=commit,
+    )
 
 
 def _contents(stored: StoredTensor) -> np.ndarray:

@@ -111,7 +111,7 @@ def measure(
     tallies = {name: Tally() for name in models}
     names, differing = list(models), 0
     for index, question in enumerate(questions):
-        sampling = SamplingParams(temperature, top_p=1.0, top_k=0, seed=index)
+        sampling = SamplingParams(temperature=temperature, top_p=1.0, top_k=0, seed=index)
         turn = index % len(names)
         answers = {}
         for name in names[turn:] + names[:turn]:
@@ -215,7 +215,7 @@ def _profile(llm: LLM, questions: list[str], given: argparse.Namespace) -> Profi
     """Run all prompts, one after the other."""
     total = Profile()
     for seed, question in enumerate(questions):
-        sampling = SamplingParams(given.temperatures[0], top_p=1.0, top_k=0, seed=seed)
+        sampling = SamplingParams(temperature=given.temperatures[0], top_p=1.0, top_k=0, seed=seed)
         total.add(_answer(llm, question, sampling, given.tokens).profile)
     return total
 

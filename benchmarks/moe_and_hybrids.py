@@ -177,7 +177,9 @@ def measure(name: str, layers: int, folder: Path, threads: int) -> dict[str, flo
     )
     start = time.perf_counter()
     graph = load_graph(folder / "decode.onnx", threads=threads, own_kernels=True)
-    session = DecoderNetwork(open_runner([LoadedGraph(graph)], spec.kv, CAPACITY), spec, CAPACITY)
+    session = DecoderNetwork(
+        runner=open_runner([LoadedGraph(graph)], spec.kv, CAPACITY), spec=spec, capacity=CAPACITY
+    )
     found = {"load_s": time.perf_counter() - start}
     random = np.random.default_rng(0)
 

@@ -47,8 +47,13 @@ def own(threads: int) -> ort.InferenceSession:
     """Return a session of edgellm's operator."""
     held = {}
     for name, form in (
-        ("gates", PackedForm("int4", HIDDEN, 2 * INNER, BLOCK, is_gated=True)),
-        ("downs", PackedForm("int4", INNER, HIDDEN, BLOCK)),
+        (
+            "gates",
+            PackedForm(
+                kind="int4", in_features=HIDDEN, out_features=2 * INNER, block=BLOCK, is_gated=True
+            ),
+        ),
+        ("downs", PackedForm(kind="int4", in_features=INNER, out_features=HIDDEN, block=BLOCK)),
     ):
         count = EXPERTS * (form.num_bytes - 64) // form.record_bytes
         records = np.random.default_rng(0).integers(0, 256, (count, form.record_bytes), np.uint8)

@@ -104,7 +104,7 @@ def check_runtime(device: Device, matrix: tuple[int, int] = _MATRIX) -> dict[str
 
 def _check_caches(device: Device, address: int, host: np.ndarray) -> None:
     """Check that new rows are appended to a KV cache, and accepted ones compacted."""
-    planes = Planes(address, 4, 16, 64)
+    planes = Planes(address=address, count=4, rows=16, row_bytes=64)
     cache = host[: planes.num_bytes].reshape(4, 16, 64)
     device.load_rows(planes, cache.reshape(4, -1))
     small = device.allocate(4096)
@@ -114,7 +114,13 @@ def _check_caches(device: Device, address: int, host: np.ndarray) -> None:
     staged[256:268] = np.array([0, 2, 4], np.int32).view(np.uint8)
     staged[512:1024] = 7
     device.upload(small.address, staged)
-    device.append_rows(planes, NewRows(small.address + 512, 256, 2, small.address), 2)
+    device.append_rows(
+        planes,
+        NewRows(
+            address=small.address + 512, stride=256, planes=2, write_index_address=small.address
+        ),
+        2,
+    )
     expected = cache.copy()
     expected[:, 5:7] = 7
     device.move_rows(planes, small.address + 256, 3, 3)

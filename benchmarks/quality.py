@@ -77,7 +77,7 @@ TABLE = (
     "nvfp4, gptq",
     "int4_awq, gptq, block 32",
 )  # rows of docs/benchmarks.md
-_GREEDY = SamplingParams(0.0, top_p=1.0, top_k=0)
+_GREEDY = SamplingParams(temperature=0.0, top_p=1.0, top_k=0)
 _CPU = torch.device("cpu")
 
 

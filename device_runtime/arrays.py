@@ -38,7 +38,7 @@ class ImageRows:
         return cls(*zeros, keys={})
 
 
-@dataclass(slots=True, eq=False)
+@dataclass(slots=True, eq=False, kw_only=True)
 class LoadedAdapter:
     """A LoRA adapter loaded in a decoder."""
 

@@ -83,7 +83,7 @@ def llm_inference(
         raise EdgeLLMError(f"{flag} needs speculation", hint="give --eagle or --spec as well")
     given = read_file(input_file)
     options, requests = _with_flags(*given, max_generate_length, batch_size)
-    outputs = Outputs(input_file, output_file, profile_file, tree_file)
+    outputs = Outputs(source=input_file, answers=output_file, profile=profile_file, trees=tree_file)
     outputs.check(engine_dir)
     load = functools.partial(
         _load, options, engine_dir, verify=verify, spec=how,

@@ -212,7 +212,9 @@ def test_calls_on_a_stream_are_distinguished():
     replay()
     device.download(host, memory.address)
     device.upload(memory.address, host)
-    device.move_rows(Planes(memory.address, 1, 8, 16), memory.address, 1, 0)
+    device.move_rows(
+        Planes(address=memory.address, count=1, rows=8, row_bytes=16), memory.address, 1, 0
+    )
     kept = [*[memory.address] * 4, 64]  # an invalid table
     device.launch(keep_rows(64, "fp16"), (1, 1, 2), kept)
     device.upload(memory.address, host)  # which is not followed

@@ -191,5 +191,5 @@ def test_a_draft_model(tree_engine, tiny_engine, tmp_path, reads):
     draft = Path(shutil.copytree(tiny_engine, tmp_path / "draft"))
     _flip(draft / "decode.data")
     with pytest.raises(BrokenArtifactError, match=r"decode\.data was changed"):
-        LLM(tree_engine, spec=SpecOptions("draft", draft))
+        LLM(tree_engine, spec=SpecOptions(network="draft", draft_engine_dir=draft))
     assert set(reads) <= {path.name for path in draft.iterdir()}

@@ -98,13 +98,19 @@ class LLM:
         self.formatter = Formatter(self.tokenizer, allow_special_tokens)
         self._drafters: Drafters | None = None
         if spec is not None and (how := resolve_auto(spec, folder, self.manifest)) is not None:
-            self._drafters = Drafters(folder, self.manifest, base, how, verify=verify)
+            self._drafters = Drafters(
+                engine=folder, base=self.manifest, network=base, options=how, verify=verify
+            )
         decoder = self.manifest.decoder
         caches = self._drafters.caches if self._drafters else ()
         rows = self.manifest.prefill_rows
         no_images = _no_images(decoder)
         manager = KVCacheManager(
-            base, rows, caches, no_images=no_images, reuses_context=context_reuse
+            base=base,
+            prefill_rows=rows,
+            drafts=caches,
+            no_images=no_images,
+            reuses_context=context_reuse,
         )
         self._kv_cache_manager: KVCacheManager | None = manager
         tree_rows = self.manifest.max_verify_tree_size if self._drafters is not None else 1
@@ -328,9 +334,16 @@ class LLM:
         # Continued messages and raw prompts continue as text, with the space before a word.
         before = prompt.token_ids if add_special_tokens or continues else ()
         stream = self.tokenizer.stream(shown_tokens, before)
-        endings = StopDetector(stream, stops, sampler.ends, sampling.min_tokens)
+        endings = StopDetector(
+            stream=stream, stops=stops, ends=sampler.ends, min_tokens=sampling.min_tokens
+        )
         sequence = Sequence(
-            prompt, sampler, max_tokens, profile, endings=endings, warnings=warnings
+            prompt=prompt,
+            sampler=sampler,
+            max_tokens=max_tokens,
+            profile=profile,
+            endings=endings,
+            warnings=warnings,
         )
         if speculative and self._drafters is not None:
             sequence.drafter = self._drafters.start(greedy=sampling.is_greedy)
@@ -340,7 +353,9 @@ class LLM:
             ids = self.tokenizer.encode(system_prompt, add_special_tokens=add_special_tokens)
             kept = count_common(ids, prompt.token_ids)
             sequence.marks = (kept,)
-        return RequestOutput(RunningRequest(sequence, kept, priority), self._turns)
+        return RequestOutput(
+            RunningRequest(sequence=sequence, kept=kept, priority=priority), self._turns
+        )
 
     def read_logprobs(
         self,
@@ -384,7 +399,12 @@ class LLM:
         ids = self._ids(token_ids, add_special_tokens=False)
         fit(len(ids), 0, self.manifest)
         adapter = None if lora is None else self._adapters.find(lora)
-        return Reader(self.kv_cache_manager, self._turns, before_pass, adapter)
+        return Reader(
+            kv_cache_manager=self.kv_cache_manager,
+            step_lock=self._turns,
+            before_pass=before_pass,
+            adapter=adapter,
+        )
 
     def _prompt(
         self,
@@ -420,7 +440,12 @@ class LLM:
         """The sampler of a request; raises as `Guidance.start`."""
         guide = sampling.guide
         constraint = self._guidance.start(guide) if guide is not None else None
-        return Sampler(sampling, prompt.token_ids, constraint, self.manifest.eos_token_ids)
+        return Sampler(
+            params=sampling,
+            prompt=prompt.token_ids,
+            constraint=constraint,
+            eos_token_ids=self.manifest.eos_token_ids,
+        )
 
 
 def _no_images(decoder: DecoderSpec) -> ImageRows | None:

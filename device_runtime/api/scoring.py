@@ -24,6 +24,7 @@ class Reader:
 
     def __init__(
         self,
+        *,
         kv_cache_manager: KVCacheManager,
         step_lock: StepLock,
         before_pass: Callable[[], object],

@@ -37,7 +37,7 @@ _ENCODER_HASH = "bundle_encoder_sha256"  # in the provenance of engines
 CACHE_BYTES = 256 << 20  # of features cached for later requests
 
 
-@dataclass(frozen=True, slots=True)
+@dataclass(frozen=True, slots=True, kw_only=True)
 class EncodedImages:
     """An encoded image, as input of the language model."""
 
@@ -63,9 +63,9 @@ class ImageReader:
 
     def __init__(
         self,
+        *,
         folder: Path,
         decoder: DecoderSpec,
-        *,
         verify: bool | None,
         cache_bytes: int = CACHE_BYTES,
         encoder_hash: str | None = None,
@@ -152,7 +152,11 @@ class ImageReader:
         if self._decoder.position_axes == 3:
             assert isinstance(self.processor, _Merges)
             grids = (self.processor.merged(prepared.grid),)
-        self._keep(EncodedImages(key, small, grids, embeds, deepstack))
+        self._keep(
+            EncodedImages(
+                content=key, prepared=small, runs=grids, embeds=embeds, deepstack=deepstack
+            )
+        )
         return self._kept[key]
 
     def _watch(self, source: Video, folder: Path, room: int) -> EncodedImages:
@@ -187,7 +191,15 @@ class ImageReader:
         found = [self._network.encode({PIXEL_VALUES: one} | fixed) for one in prepared.passes]
         embeds = np.concatenate([embeds for embeds, _ in found])
         deepstack = np.concatenate([levels for _, levels in found], axis=1)
-        self._keep(EncodedImages(key, prepared.whole, prepared.runs, embeds, deepstack))
+        self._keep(
+            EncodedImages(
+                content=key,
+                prepared=prepared.whole,
+                runs=prepared.runs,
+                embeds=embeds,
+                deepstack=deepstack,
+            )
+        )
         return self._kept[key]
 
     def _keep(self, seen: EncodedImages) -> None:
@@ -239,7 +251,7 @@ class ImageReader:
 def open_images(folder: Path, base: Engine, *, verify: bool | None) -> ImageReader:
     """Load a visual engine for a decoder; as `ImageReader`."""
     own = base.provenance.get(_ENCODER_HASH)
-    return ImageReader(folder, base.decoder, verify=verify, encoder_hash=own)
+    return ImageReader(folder=folder, decoder=base.decoder, verify=verify, encoder_hash=own)
 
 
 def _contradictions(folder: Path, visual: Engine, encoder_hash: str | None) -> list[str]:

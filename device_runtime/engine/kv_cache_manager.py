@@ -35,10 +35,10 @@ class KVCacheManager:
 
     def __init__(
         self,
+        *,
         base: DecoderNetwork,
         prefill_rows: int,
         drafts: Sized[CachedNetwork] = (),
-        *,
         no_images: ImageRows | None = None,
         reuses_context: bool = False,
     ) -> None:

@@ -131,10 +131,10 @@ class SnapshotFolder:
         if rows != num_networks:
             raise _UnfitError("it was saved with other flags of speculation")
         own = tuple(arrays[rows : rows + states])
-        parts = [PinnedKV(arrays[0], own, min_length=head.get("least_rows", 0))]
+        parts = [PinnedKV(values=arrays[0], states=own, min_length=head.get("least_rows", 0))]
         features = arrays[rows + states :] or [np.zeros((0, 0), np.float32)] * (rows - 1)
         drafts = zip(arrays[1:rows], features, strict=True)
-        parts += [PinnedKV(values, feature=feature) for values, feature in drafts]
+        parts += [PinnedKV(values=values, feature=feature) for values, feature in drafts]
         return PinnedPrefix(tuple(head["keys"]), tuple(parts))
 
     def _open(self, path: Path) -> tuple[dict[str, Any], bytes]:

@@ -57,6 +57,7 @@ class Adapters:
 
     def __init__(
         self,
+        *,
         layers: Iterable[AdaptedLayer],
         max_rank: int,
         maximum: int,
@@ -120,7 +121,7 @@ class Adapters:
             self._require_place()
             taken = {each.slot for each, _, _ in self._loaded.values()}
             slot = next(slot for slot in range(1, len(taken) + 2) if slot not in taken)
-            found = LoadedAdapter(name, slot, weights.mark)
+            found = LoadedAdapter(name=name, slot=slot, mark=weights.mark)
             self._replace({**self._loaded, name: (found, folder, weights)})
             return found
 
@@ -217,7 +218,13 @@ def open_adapters(
     max_rank = int(engine.options.get(MAX_LORA_RANK, 0))
     layers = read_layers(folder) if max_rank else []
     maximum = int(engine.options.get(MAX_LORAS, 0))
-    found = Adapters(layers, max_rank, maximum, network.hold_adapters, between_passes)
+    found = Adapters(
+        layers=layers,
+        max_rank=max_rank,
+        maximum=maximum,
+        hold=network.hold_adapters,
+        between_passes=between_passes,
+    )
     if max_rank:
         network.hold_adapters(np.zeros(1, np.float32), np.zeros((1, len(layers), 3), np.int64))
     return found

@@ -16,7 +16,7 @@ DRAFT_TREE, VERIFY, ACCEPT = "eagle_construct_draft_tree", "eagle_base_verificat
 SPECULATION = (DRAFT_PREFILL, DRAFT_EXTEND, DRAFT_TREE, VERIFY, ACCEPT)
 
 
-@dataclass(frozen=True, slots=True)
+@dataclass(frozen=True, slots=True, kw_only=True)
 class RoundCounts:
     """One round of speculative decoding."""
 
@@ -43,7 +43,7 @@ class _Stage:
             self._profile.book(self._name, ms, continues=self._continues)
 
 
-@dataclass(slots=True)
+@dataclass(slots=True, kw_only=True)
 class Profile:
     """Samples in milliseconds by stage, and token counts."""
 

@@ -19,7 +19,10 @@ from edgellm.device_runtime.speculate.drafter import Drafter
 
 FinishReason = Literal["stop", "length"]  # "stop": end token or stop string
 ANY_ROWS = 1 << 30
-_PLAIN, _ENDED = RoundCounts(1, 1, 0, 0), RoundCounts(0, 1, 0, 0)  # rounds of the root alone
+_PLAIN, _ENDED = (
+    RoundCounts(emitted=1, tree_size=1, tree_depth=0, accepted=0),
+    RoundCounts(emitted=0, tree_size=1, tree_depth=0, accepted=0),
+)  # rounds of the root alone
 
 
 class Step(NamedTuple):
@@ -33,7 +36,7 @@ class Step(NamedTuple):
     begins: bool = False  # the tokens are the first of a text
 
 
-@dataclass(slots=True, eq=False)
+@dataclass(slots=True, eq=False, kw_only=True)
 class Sequence:
     """One request; `step` advances it."""
 
@@ -144,4 +147,9 @@ def _counts(found: Round, emitted: int) -> RoundCounts:
     size = len(found.tree)
     if size == 1:
         return _PLAIN if emitted else _ENDED
-    return RoundCounts(emitted, size, max(found.tree.depths()), len(found.path) - 1)
+    return RoundCounts(
+        emitted=emitted,
+        tree_size=size,
+        tree_depth=max(found.tree.depths()),
+        accepted=len(found.path) - 1,
+    )

@@ -112,21 +112,31 @@ class _ReadyDraft:
 def _drafter(chance: float) -> Drafter:
     """A drafter whose trees are always full, or, with a small chance, always the root."""
     cheap = Costs.of({"1": 1.0, "64": 7.3})  # a token pays at a probability of 0.1
-    controller = SpecGate(cheap)
-    policy = CostAwareTree(_LIMITS, cheap, Calibration(), controller)
-    caches = DraftKVCaches(cast(DraftNetwork, _ReadyDraft(chance)), _LIMITS.round_rows)
+    controller = SpecGate(costs=cheap)
+    policy = CostAwareTree(
+        limits=_LIMITS, costs=cheap, calibration=Calibration(), controller=controller
+    )
+    caches = DraftKVCaches(
+        network=cast(DraftNetwork, _ReadyDraft(chance)), round_rows=_LIMITS.round_rows
+    )
     maximum = _LIMITS.draft_rows
     return EagleDrafter(
-        caches, SpecState(policy, controller), _LIMITS, cheap, max_tree_rows=maximum
+        caches=caches,
+        learned=SpecState(policy=policy, controller=controller),
+        limits=_LIMITS,
+        costs=cheap,
+        max_tree_rows=maximum,
     )
 
 
 def _steps_ms(num_bytes: int, drafter: Drafter | None) -> Iterator[float]:
     """Host milliseconds of each step of an endless greedy sequence."""
     base = _ReadyBase(num_bytes)
-    kv_cache_manager = KVCacheManager(cast(DecoderNetwork, base), prefill_rows=16)
-    sampler = Sampler(SamplingParams(temperature=0.0))
-    sequence = Sequence(Prompt([0, 0]), sampler, _CAPACITY // 2, drafter=drafter)
+    kv_cache_manager = KVCacheManager(base=cast(DecoderNetwork, base), prefill_rows=16)
+    sampler = Sampler(params=SamplingParams(temperature=0.0))
+    sequence = Sequence(
+        prompt=Prompt([0, 0]), sampler=sampler, max_tokens=_CAPACITY // 2, drafter=drafter
+    )
     while True:
         start, base.spent_s = time.perf_counter(), 0.0
         step(kv_cache_manager, [sequence])

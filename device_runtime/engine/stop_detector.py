@@ -21,7 +21,7 @@ class StopDetector:
     """Detects end tokens, which have no text, and stop strings."""
 
     def __init__(
-        self, stream: TextStream, stops: StopMatcher, ends: frozenset[int], min_tokens: int
+        self, *, stream: TextStream, stops: StopMatcher, ends: frozenset[int], min_tokens: int
     ) -> None:
         """No stop string ends within the text of the first `min_tokens` tokens."""
         self.stream, self._stops, self._ends = stream, stops, ends

@@ -30,7 +30,7 @@ _OF_HALVES = 2.0**8  # FP8 value divided by the FP16 value of the same bits
 _WEIGHTS_AT_ONCE = 1 << 20
 
 
-@dataclass(frozen=True, slots=True)
+@dataclass(frozen=True, slots=True, kw_only=True)
 class PackedForm:
     """The format of a packed weight.
 

@@ -44,7 +44,7 @@ def count_common(ones: Sequence[RowKey], others: Sequence[RowKey]) -> int:
     return next((at for at, (one, other) in pairs if one != other), maximum)
 
 
-@dataclass(frozen=True, slots=True)
+@dataclass(frozen=True, slots=True, kw_only=True)
 class PinnedKV:
     """A host copy of a sequence's first positions in one network."""
 

@@ -34,10 +34,10 @@ class BlockNetwork(DraftNetwork):
     """
 
     def __init__(
-        self, runner: Runner, fuse: Runner, spec: DecoderSpec, block: BlockSpec, capacity: int
+        self, *, runner: Runner, fuse: Runner, spec: DecoderSpec, block: BlockSpec, capacity: int
     ) -> None:
         """`capacity`: positions of the cache, the last of which are for the block."""
-        super().__init__(runner, fuse, spec, capacity)
+        super().__init__(runner=runner, fuse=fuse, spec=spec, capacity=capacity)
         self.block = block
         longest = capacity if block.window is None else min(capacity, block.window)
         self.capacity = longest - block.size
@@ -93,7 +93,13 @@ def open_block(folder: Path, engine: Engine) -> BlockNetwork:
 def network(opened: Mapping[str, Runner], spec: DraftSpec, capacity: int) -> BlockNetwork:
     """See `networks.Module`."""
     assert spec.block is not None
-    return BlockNetwork(opened[BLOCK], opened[FUSE], spec.decoder, spec.block, capacity)
+    return BlockNetwork(
+        runner=opened[BLOCK],
+        fuse=opened[FUSE],
+        spec=spec.decoder,
+        block=spec.block,
+        capacity=capacity,
+    )
 
 
 def costs(
@@ -107,7 +113,18 @@ def costs(
     def run(rows: int) -> None:
         ids = np.arange(rows) % spec.decoder.vocab_size
         block = np.arange(rows, rows + network.block.size)
-        network.run_batch([DraftPart(network.kv, ids, context, block, top_k, taps=taps[:rows])])
+        network.run_batch(
+            [
+                DraftPart(
+                    kv=network.kv,
+                    token_ids=ids,
+                    write_index=context,
+                    output_rows=block,
+                    top_k=top_k,
+                    taps=taps[:rows],
+                )
+            ]
+        )
 
     found = {PREDICT: timed_by_rows(run, measured, budget)}
     network.kv.free()

@@ -94,7 +94,7 @@ class DecoderNetwork:
     """A loaded decoder with KV caches of `capacity` positions for each sequence."""
 
     def __init__(
-        self, runner: Runner, spec: DecoderSpec, capacity: int, commit: Runner | None = None
+        self, *, runner: Runner, spec: DecoderSpec, capacity: int, commit: Runner | None = None
     ) -> None:
         """`commit` is the graph that commits states of recurrent layers, if there are any."""
         self.capacity, self._states = capacity, None
@@ -254,7 +254,9 @@ def open_decoder(folder: Path, engine: Engine) -> DecoderNetwork:
 
 def network(opened: Mapping[str, Runner], spec: DecoderSpec, capacity: int) -> DecoderNetwork:
     """See `networks.Module`."""
-    return DecoderNetwork(opened[DECODER], spec, capacity, opened.get(COMMIT))
+    return DecoderNetwork(
+        runner=opened[DECODER], spec=spec, capacity=capacity, commit=opened.get(COMMIT)
+    )
 
 
 def costs(

@@ -79,7 +79,7 @@ class RequestedResult:
         self._kept, self.row = self().copy(), None
 
 
-@dataclass(frozen=True, slots=True)
+@dataclass(frozen=True, slots=True, kw_only=True)
 class DraftPart:
     """Input of one sequence's draft in a pass; see `DraftNetwork.run`."""
 
@@ -112,7 +112,7 @@ class DraftNetwork:
     """A loaded draft."""
 
     def __init__(
-        self, runner: Runner, fuse: Runner | None, spec: DecoderSpec, capacity: int
+        self, *, runner: Runner, fuse: Runner | None, spec: DecoderSpec, capacity: int
     ) -> None:
         """Without `fuse` the auxiliary hidden states are used as they are."""
         self.capacity = capacity
@@ -179,9 +179,15 @@ class DraftNetwork:
             LimitError: the cache is too small, or the engine returns fewer candidates.
         """
         part = DraftPart(
-            kv or self.kv, token_ids, write_index, output_rows, top_k,
-            hidden=hidden, position_ids=position_ids, tree_mask=tree_mask,
-        )  # fmt: skip
+            kv=kv or self.kv,
+            token_ids=token_ids,
+            write_index=write_index,
+            output_rows=output_rows,
+            top_k=top_k,
+            hidden=hidden,
+            position_ids=position_ids,
+            tree_mask=tree_mask,
+        )
         return self.run_batch([part])[0]
 
     def run_batch(self, parts: Sequence[DraftPart]) -> list[DraftResult]:
@@ -269,7 +275,9 @@ def open_draft(folder: Path, engine: Engine) -> DraftNetwork:
 
 def network(opened: Mapping[str, Runner], spec: DraftSpec, capacity: int) -> DraftNetwork:
     """See `networks.Module`."""
-    return DraftNetwork(opened[DRAFT], opened.get(FUSE), spec.decoder, capacity)
+    return DraftNetwork(
+        runner=opened[DRAFT], fuse=opened.get(FUSE), spec=spec.decoder, capacity=capacity
+    )
 
 
 def _shared_kind(spec: DraftSpec) -> str:
@@ -333,7 +341,14 @@ def _costs_together(
     def run(count: int, rows: int) -> None:
         ids, wanted = np.arange(rows) % spec.decoder.vocab_size, np.arange(rows)
         asked = [
-            DraftPart(one, ids, begin, wanted, top_k, hidden=hidden[:rows])
+            DraftPart(
+                kv=one,
+                token_ids=ids,
+                write_index=begin,
+                output_rows=wanted,
+                top_k=top_k,
+                hidden=hidden[:rows],
+            )
             for one in sequences[:count]
         ]
         network.run_batch(asked)

@@ -49,7 +49,7 @@ class States:
 
     def new(self) -> StateMemory:
         """States of a new, empty sequence."""
-        return StateMemory(StateSlot(self._zeros()))
+        return StateMemory(place=StateSlot(self._zeros()))
 
     def release(self, memory: StateMemory | None) -> None:
         """Free the states of a sequence, if it has any."""
@@ -135,7 +135,7 @@ class States:
         """Copy the states of a sequence."""
         self.commit_accepted()
         place, kept = StateSlot(copied(memory.arrays)), {**memory.checkpoints}
-        return StateMemory(place, memory.num_rows, checkpoints=kept)
+        return StateMemory(place=place, num_rows=memory.num_rows, checkpoints=kept)
 
     def read(self, memory: StateMemory, length: int) -> tuple[NDArray[Any], ...]:
         """Copies of the states after `length` positions, which must be reachable."""

@@ -23,7 +23,7 @@ class StateSlot:
     slot: int | None = None  # index in the pool; None: separate memory
 
 
-@dataclass(slots=True, eq=False)
+@dataclass(slots=True, eq=False, kw_only=True)
 class StateMemory:
     """States of one sequence."""
 

@@ -127,7 +127,7 @@ class SequenceKV:
         values = self.read(held)
         if self._states is not None and self.states is not None:
             states = self._states.read(self.states, held)
-        return PinnedKV(values, states, min_length=self.min_length)
+        return PinnedKV(values=values, states=states, min_length=self.min_length)
 
     def restore(self, pinned: PinnedKV, length: int, keys: Sequence[RowKey]) -> None:
         """See `CachedSequence.restore`."""

@@ -21,7 +21,7 @@ from edgellm.device_runtime.requests.responses import start_request
 from edgellm.device_runtime.sampling.params import SamplingParams
 
 
-@dataclass(frozen=True, slots=True)
+@dataclass(frozen=True, slots=True, kw_only=True)
 class Comparison:
     """Result for one prompt; `divergence` is the index of the first token that differs."""
 
@@ -64,12 +64,12 @@ def _compare_or_refuse(llm: LLM, options: Options, raw: Any, index: int) -> Comp
     failures: list[EdgeLLMError] = []
     with Confined(failures.append):
         return _compare(llm, options, raw, index)
-    return Comparison(index, 0, refused=str(failures[0]))
+    return Comparison(index=index, tokens=0, refused=str(failures[0]))
 
 
 def _compare(llm: LLM, options: Options, raw: Any, index: int) -> Comparison:
     if parse_request(raw, index).disable_spec_decode:
-        return Comparison(index, 0)
+        return Comparison(index=index, tokens=0)
     (plain, rows), (speculated, other_rows) = (
         _watched(llm, lambda s=s: _token_ids(llm, options, raw, index, speculative=s))
         for s in (False, True)
@@ -80,9 +80,11 @@ def _compare(llm: LLM, options: Options, raw: Any, index: int) -> Comparison:
         has_equal_bits = len(shared) >= len(plain) and all(
             rows[position] <= other_rows[position] for position in shared
         )
-        return Comparison(index, len(plain), has_equal_bits)
+        return Comparison(index=index, tokens=len(plain), has_equal_bits=has_equal_bits)
     if place is None:
-        return Comparison(index, len(plain), divergence=min(len(plain), len(speculated)))
+        return Comparison(
+            index=index, tokens=len(plain), divergence=min(len(plain), len(speculated))
+        )
     return _explained(llm, options, raw, index, place, plain, speculated)
 
 
@@ -142,9 +144,15 @@ def _explained(
     logits = logits_behind(llm, started.answer.prompt, plain[:place], own)
     one, other = plain[place], speculated[place]
     return Comparison(
-        index, len(plain), False, place, one, other, float(logits[one] - logits[other]),
-        float(logits.std()),
-    )  # fmt: skip
+        index=index,
+        tokens=len(plain),
+        has_equal_bits=False,
+        divergence=place,
+        plain_token=one,
+        speculated_token=other,
+        margin=float(logits[one] - logits[other]),
+        spread=float(logits.std()),
+    )
 
 
 def logits_behind(

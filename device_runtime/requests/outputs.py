@@ -14,7 +14,7 @@ from edgellm.device_runtime.requests.resume import UnfinishedRun, path_of
 from edgellm.device_runtime.requests.tree_log import trees_as_json
 
 
-@dataclass(frozen=True, slots=True)
+@dataclass(frozen=True, slots=True, kw_only=True)
 class Outputs:
     """Paths of the output files of a run."""
 

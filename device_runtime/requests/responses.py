@@ -29,7 +29,7 @@ from edgellm.device_runtime.requests.request_file import (
 OnStep = Callable[[int, Step], None]  # request index, new step
 
 
-@dataclass(frozen=True, slots=True)
+@dataclass(frozen=True, slots=True, kw_only=True)
 class Started:
     """A request whose output has not been iterated over yet."""
 
@@ -88,7 +88,7 @@ def start_request(
         lora=request.lora_name,
     )
     shown = llm.tokenizer.shown
-    return Started(request, answer, shown(system), shown(text))
+    return Started(request=request, answer=answer, system=shown(system), text=shown(text))
 
 
 def _message(role: str, items: list[ContentItem]) -> dict[str, Any]:

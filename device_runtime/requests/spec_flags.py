@@ -121,7 +121,7 @@ PosteriorAlpha = Annotated[
 ]
 
 
-@dataclass(frozen=True, slots=True)
+@dataclass(frozen=True, slots=True, kw_only=True)
 class SpecFlags:
     """Values of the flags; a command receives them by `with_spec_flags`."""
 

@@ -16,7 +16,7 @@ Scored = Literal["draft", "rates", "places"]  # see `grow_level`
 RATE_POINTS = 11  # of a curve of acceptance rates
 
 
-@dataclass(frozen=True, slots=True)
+@dataclass(frozen=True, slots=True, kw_only=True)
 class Growth:
     """Limits of draft trees; memory and passes for them are prepared at load."""
 
@@ -44,7 +44,7 @@ class Draws:
     uniforms: NDArray[np.float64]  # [1 + levels]: the next random numbers
 
 
-@dataclass(frozen=True, slots=True)
+@dataclass(frozen=True, slots=True, kw_only=True)
 class RoundOrder:
     """A sequence's part of a round."""
 
@@ -63,7 +63,7 @@ class RoundOrder:
     root_row: int = 0  # row of the draft's latest pass with the root's children
 
 
-@dataclass(frozen=True, slots=True)
+@dataclass(frozen=True, slots=True, kw_only=True)
 class RoundOutcome:
     """The result of a round on the host; the tree has N nodes."""
 

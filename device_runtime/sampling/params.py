@@ -48,7 +48,7 @@ class Guide:
         return cls("json_schema", json.dumps(schema))
 
 
-@dataclass(frozen=True, slots=True)
+@dataclass(frozen=True, slots=True, kw_only=True)
 class Option:
     """One option of `SamplingParams`."""
 
@@ -79,7 +79,7 @@ def _option(default: float, doc: str, **bounds: float) -> Any:
     return field(default=default, metadata={"doc": doc, "bounds": bounds})
 
 
-@dataclass(frozen=True, slots=True)
+@dataclass(frozen=True, slots=True, kw_only=True)
 class SamplingParams:
     """Sampling parameters; the defaults are those of request files."""
 
@@ -174,7 +174,7 @@ def _options() -> Iterator[Option]:
     for one in fields(SamplingParams):
         default: Any = one.default
         if one.metadata:
-            yield Option(one.name, type(default), default, **one.metadata)
+            yield Option(name=one.name, kind=type(default), default=default, **one.metadata)
 
 
 OPTIONS = {one.name: one for one in _options()}

@@ -12,7 +12,7 @@ from edgellm.device_runtime.arrays import F32
 from edgellm.device_runtime.sampling.params import SamplingParams
 
 
-@dataclass(frozen=True, slots=True)
+@dataclass(frozen=True, slots=True, kw_only=True)
 class PenaltyRules:
     """The request's values; the defaults change nothing."""
 
@@ -24,8 +24,12 @@ class PenaltyRules:
     @classmethod
     def of(cls, params: SamplingParams) -> PenaltyRules:
         """The rules of a request."""
-        penalties = params.repetition_penalty, params.presence_penalty, params.frequency_penalty
-        return cls(params.logit_bias, *penalties)
+        return cls(
+            logit_bias=params.logit_bias,
+            repetition=params.repetition_penalty,
+            presence=params.presence_penalty,
+            frequency=params.frequency_penalty,
+        )
 
     @property
     def do_nothing(self) -> bool:

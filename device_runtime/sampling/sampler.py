@@ -71,6 +71,7 @@ class Sampler:
 
     def __init__(
         self,
+        *,
         params: SamplingParams,
         prompt: Sequence[int] = (),
         constraint: Constraint | None = None,

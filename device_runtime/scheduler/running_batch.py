@@ -25,7 +25,7 @@ class OutOfTimeError(Exception):
     """Raised by `before_pass`: the output ends here, with the finish reason `length`."""
 
 
-@dataclass(slots=True, eq=False)
+@dataclass(slots=True, eq=False, kw_only=True)
 class RunningRequest:
     """A request in the batch, between its reader and the passes."""
 
@@ -76,10 +76,10 @@ class RunningRequest:
             is_parked = self.is_unclaimed or now_s - self.paused_s > patience_s
         may_run_ahead = self.is_admitted and not is_parked and len(self.steps) < AHEAD
         return RequestState(
-            self.number,
-            self.priority,
-            now_s - self.came_s,
-            self.is_admitted,
+            number=self.number,
+            priority=self.priority,
+            waited_s=now_s - self.came_s,
+            is_admitted=self.is_admitted,
             is_due=self.is_wanted or may_run_ahead,
             is_parked=is_parked,
             held_rows=0 if self.saved_rows else sequence.num_rows,

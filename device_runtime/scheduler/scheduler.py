@@ -25,7 +25,7 @@ MAX_SLOWDOWN = 0.25  # by which a chunk may lengthen a pass, as a share
 MAX_CHUNKS = 16  # chunks of the waiting prompts
 
 
-@dataclass(frozen=True, slots=True)
+@dataclass(frozen=True, slots=True, kw_only=True)
 class Bounds:
     """Limits of a pass."""
 
@@ -42,7 +42,7 @@ class Bounds:
         return self.pass_ms if self.together is None else self.together.by_rows(answers)
 
 
-@dataclass(frozen=True, slots=True)
+@dataclass(frozen=True, slots=True, kw_only=True)
 class RequestState:
     """The state of one request for the scheduler."""
 
@@ -64,7 +64,7 @@ class RequestState:
         return self.priority - math.floor(self.waited_s / AGING_S), self.number
 
 
-@dataclass(frozen=True, slots=True)
+@dataclass(frozen=True, slots=True, kw_only=True)
 class Plan:
     """The next step; requests are given by their numbers."""
 
@@ -86,7 +86,10 @@ def plan(states: Sequence[RequestState], num_free: int, bounds: Bounds) -> Plan:
     planner.admit()
     planner.grant()
     return Plan(
-        planner.rows, tuple(planner.admitted), tuple(planner.displaced), tuple(planner.preempted)
+        rows=planner.rows,
+        admitted=tuple(planner.admitted),
+        displaced=tuple(planner.displaced),
+        preempted=tuple(planner.preempted),
     )
 
 

@@ -28,7 +28,7 @@ def bounds_of(
         answers: batch size.
         tree_rows: maximum tokens of a draft tree.
     """
-    bounds = Bounds(answers, engine.prefill_rows, tree_rows)
+    bounds = Bounds(max_running=answers, prefill_rows=engine.prefill_rows, tree_rows=tree_rows)
     if answers == 1:
         return bounds
     measured = kv_cache_manager.base.costs_of(engine)

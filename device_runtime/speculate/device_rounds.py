@@ -34,7 +34,7 @@ class Size:
     nodes: int  # root included
 
 
-@dataclass(frozen=True, slots=True)
+@dataclass(frozen=True, slots=True, kw_only=True)
 class RoundPart:
     """One sequence's part of a round."""
 
@@ -64,7 +64,7 @@ class DeviceRounds:
     """
 
     def __init__(
-        self, base: DecoderNetwork, draft: DraftNetwork, growth: Growth, rounds: Rounds
+        self, *, base: DecoderNetwork, draft: DraftNetwork, growth: Growth, rounds: Rounds
     ) -> None:
         self.base, self.growth = base, growth
         self._draft, self._rounds = draft, rounds
@@ -122,9 +122,17 @@ class DeviceRounds:
             uniforms = part.sampler.predict(1 + self.growth.levels)
             draws = Draws(np.array(rules, np.float64), uniforms)
         return RoundOrder(
-            part.root, base.start, draft.start, part.size.levels, part.size.nodes, part.rates,
-            part.accepts, draws, (base.cache, draft.cache), part.root_row,
-        )  # fmt: skip
+            root=part.root,
+            base_start=base.start,
+            draft_start=draft.start,
+            levels=part.size.levels,
+            nodes=part.size.nodes,
+            rates=part.rates,
+            accepts=part.accepts,
+            draws=draws,
+            caches=(base.cache, draft.cache),
+            root_row=part.root_row,
+        )
 
     def finish(self) -> list[tuple[RoundOutcome, PassResult]]:
         """Wait for the round; samplers advance past random numbers that the device used.
@@ -147,10 +155,16 @@ class DeviceRounds:
 def _committed(kv: SequenceKV, rows: int, spec: DraftSpec, growth: Growth) -> DraftPart:
     taps = np.zeros((rows, spec.taps_width), np.float32)
     ids, last = np.zeros(rows, np.int64), np.array([rows - 1])
-    return DraftPart(kv, ids, 0, last, growth.top_k, taps=taps)
+    return DraftPart(
+        kv=kv, token_ids=ids, write_index=0, output_rows=last, top_k=growth.top_k, taps=taps
+    )
 
 
 def open_rounds(base: DecoderNetwork, draft: DraftNetwork, growth: Growth) -> DeviceRounds | None:
     """Open rounds on the device; None: the backend or the GPU needs the host between passes."""
     rounds = draft.open_rounds(base, growth)
-    return None if rounds is None else DeviceRounds(base, draft, growth, rounds)
+    return (
+        None
+        if rounds is None
+        else DeviceRounds(base=base, draft=draft, growth=growth, rounds=rounds)
+    )

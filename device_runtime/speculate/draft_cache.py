@@ -92,10 +92,10 @@ class DraftKVCaches:
 
     def __init__(
         self,
+        *,
         network: DraftNetwork,
         round_rows: int,
         image_ids: ImageIds | None = None,
-        *,
         max_rows: int = sys.maxsize,
     ) -> None:
         """Keep the limits of passes.
@@ -245,7 +245,14 @@ class DraftKV:
                 self._waiting = waiting[at:]  # final: this sequence continues without the draft
                 return
             last = np.array([rows - 1])
-            part = DraftPart(self.kv, pairs.token_ids, self.length, last, top_k, taps=pairs.taps)
+            part = DraftPart(
+                kv=self.kv,
+                token_ids=pairs.token_ids,
+                write_index=self.length,
+                output_rows=last,
+                top_k=top_k,
+                taps=pairs.taps,
+            )
             if masks is not None and at + 1 == len(waiting):
                 part = part.with_masks(masks.token_id, min(masks.count, room))
             yield part
@@ -278,7 +285,7 @@ class DraftKV:
                 self._caches.network.run_batch([part])
             self._waiting.append(newest)
         values = self.kv.read(0 if self._skipped else min(length, self.length))
-        return PinnedKV(values, feature=self._waiting_feature(length))
+        return PinnedKV(values=values, feature=self._waiting_feature(length))
 
     def _waiting_feature(self, length: int) -> F32:
         """Hidden states [1, T*H] of the last of `length` positions, if it waits; else [0, T*H]."""

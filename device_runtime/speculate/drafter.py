@@ -147,7 +147,7 @@ class Drafter(Protocol):
         ...
 
 
-@dataclass(frozen=True, slots=True)
+@dataclass(frozen=True, slots=True, kw_only=True)
 class SpecState:
     """Learned state that all greedy requests share, or all sampled ones."""
 

@@ -27,7 +27,7 @@ from edgellm.device_runtime.speculate.policy.costs import Costs
 from edgellm.device_runtime.speculate.policy.tree_policy import TreeLimits
 
 
-@dataclass(frozen=True, slots=True)
+@dataclass(frozen=True, slots=True, kw_only=True)
 class DrafterContext:
     """The inputs for loading a drafter."""
 
@@ -70,7 +70,7 @@ class DrafterContext:
         return ImageIds(self.base.decoder.vocab_size, None if has_embeddings else images.token_id)
 
 
-@dataclass(frozen=True, slots=True)
+@dataclass(frozen=True, slots=True, kw_only=True)
 class LoadedDrafter:
     """A loaded drafter."""
 

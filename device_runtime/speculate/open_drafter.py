@@ -62,11 +62,11 @@ class Drafters:
 
     def __init__(
         self,
+        *,
         engine: Path,
         base: Engine,
         network: DecoderNetwork,
         options: SpecOptions,
-        *,
         verify: bool | None,
     ) -> None:
         """Load the drafter; an engine's own draft is in `engine`/draft.
@@ -78,7 +78,9 @@ class Drafters:
             LimitError: the options exceed the limits of the engines.
         """
         self.options, limits = options, options.limits(base.max_verify_tree_size)
-        order = DrafterContext(engine, base, network, options, limits, verify)
+        order = DrafterContext(
+            engine=engine, base=base, network=network, options=options, limits=limits, verify=verify
+        )
         opened = _open(order)
         opened = replace(opened, costs=replace(opened.costs, together=order.shared_costs()))
         self._start, self.caches = opened.start, opened.caches
@@ -104,8 +106,8 @@ def _open(order: DrafterContext) -> LoadedDrafter:
     check_tree_size(order)
     image_ids = order.image_ids(has_embeddings=True)
     return LoadedDrafter(
-        Costs.of(order.pass_costs(), None, None, *order.host_ms),
-        lambda learned: TextDrafter(learned, order.limits, image_ids=image_ids),
+        costs=Costs.of(order.pass_costs(), None, None, *order.host_ms),
+        start=lambda learned: TextDrafter(learned, order.limits, image_ids=image_ids),
     )
 
 
@@ -121,15 +123,17 @@ def _new_state(
     network, lookup = (GREEDY, GREEDY_LOOKUP) if greedy else (SAMPLED, SAMPLED_LOOKUP)
     text = network if options.network is None else lookup
     pauses, adapts = sized_by_cost, options.adapts
-    controller = SpecGate(costs, pauses=pauses, adapts=adapts, network=network, text=text)
+    controller = SpecGate(costs=costs, pauses=pauses, adapts=adapts, network=network, text=text)
     policy: Policy = FixedTree(limits)
     if options.choices:
         policy = StaticTree(options.choices)
     elif sized_by_cost:
-        policy = CostAwareTree(limits, costs, Calibration(), controller)
+        policy = CostAwareTree(
+            limits=limits, costs=costs, calibration=Calibration(), controller=controller
+        )
     sizes: Sizes | None = None
     if opened.growth is not None:
         sizes = FixedSize(opened.growth)
         if sized_by_cost:
             sizes = WorthwhileSize(opened.growth, costs, controller)
-    return SpecState(policy, controller, tuple(lookups), sizes)
+    return SpecState(policy=policy, controller=controller, lookups=tuple(lookups), sizes=sizes)

@@ -28,7 +28,7 @@ _DEFAULTS = TreeLimits()
 _TEXT_DEFAULTS = TreeLimits(steps=16)  # without a network
 
 
-@dataclass(frozen=True, slots=True)
+@dataclass(frozen=True, slots=True, kw_only=True)
 class SpecOptions:
     """Options of speculative decoding; a bound that is None has the method's default."""
 
@@ -88,13 +88,15 @@ class SpecOptions:
         size = min(default.verify_size, built_size)
         size = size if self.verify_size is None else self.verify_size
         text_steps = default.text_steps if self.steps is None else self.steps
-        return TreeLimits(top_k, steps, size, text_steps=text_steps)
+        return TreeLimits(top_k=top_k, steps=steps, verify_size=size, text_steps=text_steps)
 
     def _static_limits(self, top_k: int, steps: int) -> TreeLimits:
         """The limits of a static tree."""
         widest, deepest = 1 + max(itertools.chain(*self.choices)), max(map(len, self.choices))
         parents = {path[:-1] for path in self.choices} - {()}
-        taken = TreeLimits(widest, deepest, 1 + len(self.choices), len(parents))
+        taken = TreeLimits(
+            top_k=widest, steps=deepest, verify_size=1 + len(self.choices), static_rows=len(parents)
+        )
         for flag, wanted, maximum in (
             ("--eagleDraftTopK", taken.top_k, top_k),
             ("--eagleDraftStep", taken.steps, steps),

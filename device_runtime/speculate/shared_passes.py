@@ -37,7 +37,7 @@ class AsyncNetwork(Network, Protocol):
         ...
 
 
-@dataclass(slots=True)
+@dataclass(slots=True, kw_only=True)
 class Wanted:
     """One sequence's part of a forward pass."""
 

@@ -182,7 +182,7 @@ def test_the_kernel_moves_rows(row_bytes):
 
     device, count, rows = open_device(), 12, 40
     memory = device.allocate(count * rows * row_bytes)
-    planes = Planes(memory.address, count, rows, row_bytes)
+    planes = Planes(address=memory.address, count=count, rows=rows, row_bytes=row_bytes)
     shape = (count, rows, row_bytes)
     before = np.random.default_rng(0).integers(0, 256, shape, np.uint8)
     device.load_rows(planes, before.reshape(count, -1))

@@ -246,10 +246,10 @@ class FakeEngine:
         both = ((self.session.get_inputs(), True), (self.session.get_outputs(), False))
         self.tensors: dict[str, TensorInfo] = {
             value.name: TensorInfo(
-                value.name,
-                is_input,
-                np.dtype(_TYPES[value.type[7:-1]]),
-                tuple(dim if isinstance(dim, int) else -1 for dim in value.shape),
+                name=value.name,
+                is_input=is_input,
+                dtype=np.dtype(_TYPES[value.type[7:-1]]),
+                shape=tuple(dim if isinstance(dim, int) else -1 for dim in value.shape),
             )
             for values, is_input in both
             for value in values

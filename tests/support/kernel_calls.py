@@ -69,7 +69,15 @@ DOUBLED_FP4 = np.array([0, 1, 2, 3, 4, 6, 8, 12, 0, -1, -2, -3, -4, -6, -8, -12]
 def quantized_case(
     rng, kind, in_features, out_features, block, zero_points=False, gated=False, terms=1
 ):
-    form = PackedForm(kind, in_features, out_features, block, zero_points, gated, terms)
+    form = PackedForm(
+        kind=kind,
+        in_features=in_features,
+        out_features=out_features,
+        block=block,
+        has_zero_points=zero_points,
+        is_gated=gated,
+        input_terms=terms,
+    )
     top = 256 if kind == "int8" else 16
     codes = rng.integers(0, top, (out_features, in_features)).astype(np.uint8)
     scales = rng.uniform(0.001, 0.01, (out_features, form.blocks)).astype(np.float16)
@@ -84,7 +92,9 @@ def quantized_case(
 
 
 def fp8_case(rng, in_features, out_features, block, gated=False):
-    form = PackedForm("fp8", in_features, out_features, block, is_gated=gated)
+    form = PackedForm(
+        kind="fp8", in_features=in_features, out_features=out_features, block=block, is_gated=gated
+    )
     codes = rng.integers(0, 256, (out_features, in_features)).astype(np.uint8)
     codes[codes & 127 == 127] = 0  # no numbers
     scales = rng.uniform(0.001, 0.01, (out_features, form.blocks)).astype(np.float32)
@@ -108,7 +118,7 @@ def channel(case, index):
 
 
 def float_case(rng, kind, in_features, out_features, gated=False):
-    form = PackedForm(kind, in_features, out_features, is_gated=gated)
+    form = PackedForm(kind=kind, in_features=in_features, out_features=out_features, is_gated=gated)
     weight = rng.standard_normal((out_features, in_features), np.float32)
     if kind == "float16":
         stored = weight.astype(np.float16)

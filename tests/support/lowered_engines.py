@@ -130,12 +130,19 @@ class Lowered:
     def open(self, device: FakeDevice) -> DecoderNetwork:
         engine = self.manifest
         opened = self.runners(engine, device)
-        return DecoderNetwork(opened[DECODER], engine.decoder, engine.max_kv_cache_capacity)
+        return DecoderNetwork(
+            runner=opened[DECODER], spec=engine.decoder, capacity=engine.max_kv_cache_capacity
+        )
 
     def open_draft(self, device: FakeDevice) -> DraftNetwork:
         engine = self.draft_manifest
         opened, spec = self.runners(engine, device), engine.draft.decoder
-        return DraftNetwork(opened[DRAFT], opened.get(FUSE), spec, engine.max_kv_cache_capacity)
+        return DraftNetwork(
+            runner=opened[DRAFT],
+            fuse=opened.get(FUSE),
+            spec=spec,
+            capacity=engine.max_kv_cache_capacity,
+        )
 
     def open_heads(self, device: FakeDevice) -> HeadsNetwork:
         return HeadsNetwork(self.runners(self.draft_manifest, device)[HEADS])

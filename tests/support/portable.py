@@ -27,11 +27,15 @@ def open_portable(bundle: Path, capacity: int, graph: Path | None = None) -> Dec
     """The decoder of a bundle, or another graph with its inputs."""
     spec = load_bundle(bundle, LLM_BUNDLE).decoder
     loaded = LoadedGraph(load_graph(graph or bundle / "model.onnx", threads=1, optimize=not graph))
-    runner = OnnxRuntimeRunner([loaded], spec.kv, capacity)
-    return DecoderNetwork(runner, spec, capacity, open_commit(bundle))
+    runner = OnnxRuntimeRunner(graphs=[loaded], kv=spec.kv, capacity=capacity)
+    return DecoderNetwork(runner=runner, spec=spec, capacity=capacity, commit=open_commit(bundle))
 
 
 def open_commit(folder: Path) -> OnnxRuntimeRunner | None:
     """Session that advances the states of a bundle's recurrent layers, if it has some."""
     path = folder / "commit.onnx"
-    return OnnxRuntimeRunner([LoadedGraph(load_graph(path, threads=1))]) if path.exists() else None
+    return (
+        OnnxRuntimeRunner(graphs=[LoadedGraph(load_graph(path, threads=1))])
+        if path.exists()
+        else None
+    )

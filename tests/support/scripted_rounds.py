@@ -21,16 +21,16 @@ from edgellm.device_runtime.speculate.policy.static_tree import StaticTree
 from edgellm.device_runtime.speculate.policy.tree_policy import FixedTree, TreeLimits
 
 GREEDY = SamplingParams(temperature=0)
-SAMPLED = SamplingParams(1.0, 0.9, 0, seed=11)
+SAMPLED = SamplingParams(temperature=1.0, top_p=0.9, top_k=0, seed=11)
 PROMPT = [3, 1, 4, 1, 5, 9, 2, 6, 5]
 SHAPES = {
-    "one_node": TreeLimits(10, 6, 1),
-    "two_nodes": TreeLimits(1, 1, 2),
-    "chain": TreeLimits(1, 7, 8),
-    "wide": TreeLimits(12, 1, 13),
-    "bushy": TreeLimits(3, 4, 20),
-    "cut": TreeLimits(8, 5, 4),
-    "default": TreeLimits(10, 6, 60),
+    "one_node": TreeLimits(top_k=10, steps=6, verify_size=1),
+    "two_nodes": TreeLimits(top_k=1, steps=1, verify_size=2),
+    "chain": TreeLimits(top_k=1, steps=7, verify_size=8),
+    "wide": TreeLimits(top_k=12, steps=1, verify_size=13),
+    "bushy": TreeLimits(top_k=3, steps=4, verify_size=20),
+    "cut": TreeLimits(top_k=8, steps=5, verify_size=4),
+    "default": TreeLimits(top_k=10, steps=6, verify_size=60),
 }
 FREE = Costs.of({"1": 10, "64": 10.01}, {"1": 0.01, "64": 0.02}, {"1": 0.01, "64": 0.02})
 LOOKUPS = {"ngram": ngram.remember, "suffix": suffix.remember}
@@ -74,19 +74,28 @@ class Setup:
             self.options |= {"num_readable": VOCAB, "prefill_rows": self.prefill_rows}
             self.costs, latest = costs, LatestKV(model)
             self.start = lambda: ModelDrafter(
-                model, latest, self.learned, self.limits, self.costs, **self.options
+                network=model,
+                latest=latest,
+                learned=self.learned,
+                limits=self.limits,
+                costs=self.costs,
+                **self.options,
             )
             return
         self.session = StrictDraft(self.draft_capacity, DRAFTS[self.draft])
-        self.rows = DraftKVCaches(self.session, self.limits.steps + 1)
+        self.rows = DraftKVCaches(network=self.session, round_rows=self.limits.steps + 1)
         self.start = lambda: EagleDrafter(
-            self.rows, self.learned, self.limits, costs, max_tree_rows=self.limits.draft_rows
+            caches=self.rows,
+            learned=self.learned,
+            limits=self.limits,
+            costs=costs,
+            max_tree_rows=self.limits.draft_rows,
         )
 
     def rounds(self, prompt=PROMPT, params=GREEDY, max_tokens=40) -> list[Round]:
         return list(
             speculate(
-                self.base, self.start(), prompt, Sampler(params), max_tokens, Profile(),
+                self.base, self.start(), prompt, Sampler(params=params), max_tokens, Profile(),
                 prefill_rows=self.prefill_rows,
             )
         )  # fmt: skip
@@ -102,5 +111,7 @@ def plain(prompt=PROMPT, params=GREEDY, max_tokens=40) -> list[int]:
 @functools.cache  # hundreds of cases need the same few outputs
 def _plain(prompt, params, max_tokens) -> tuple[int, ...]:
     base = StrictBase(128)
-    tokens = generate(base, list(prompt), Sampler(params), max_tokens, Profile(), prefill_rows=64)
+    tokens = generate(
+        base, list(prompt), Sampler(params=params), max_tokens, Profile(), prefill_rows=64
+    )
     return tuple(tokens)

@@ -171,7 +171,7 @@ def recorded(base: StrictBase) -> DecoderNetwork:
         num_parameters=0,
         kv=KVCacheSpec(num_layers=1, num_kv_heads=1, head_dim=1, dtype="float32"),
     )
-    return DecoderNetwork(_AsRunner(base), spec, base.capacity)
+    return DecoderNetwork(runner=_AsRunner(base), spec=spec, capacity=base.capacity)
 
 
 class StrictModel(StrictBase):

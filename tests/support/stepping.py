@@ -23,7 +23,10 @@ class FixedSlot(KVCacheManager):
     """A kv_cache_manager that begins after some positions of a prompt."""
 
     def __init__(self, session, prefill_rows, reused=0) -> None:
-        super().__init__(session if hasattr(session, "new_kv") else recorded(session), prefill_rows)
+        super().__init__(
+            base=session if hasattr(session, "new_kv") else recorded(session),
+            prefill_rows=prefill_rows,
+        )
         self.num_reused = reused
 
     def _kvs_for(self, sequence):
@@ -35,7 +38,9 @@ def generate(
     session, prompt, sampler, max_tokens, profile, *, prefill_rows, reused=0
 ) -> Iterator[int]:
     """The tokens of plain decoding."""
-    sequence = Sequence(Prompt(list(prompt)), sampler, max_tokens, profile)
+    sequence = Sequence(
+        prompt=Prompt(list(prompt)), sampler=sampler, max_tokens=max_tokens, profile=profile
+    )
     kv_cache_manager = FixedSlot(session, prefill_rows, reused)
     while not sequence.is_over:
         for (one,) in filter(None, step(kv_cache_manager, [sequence])):
@@ -47,7 +52,14 @@ def speculate(
     reused=0,
 ) -> Iterator[Round]:  # fmt: skip
     """Run the rounds of a request."""
-    sequence = Sequence(Prompt(list(prompt)), sampler, max_tokens, profile, drafter, accept)
+    sequence = Sequence(
+        prompt=Prompt(list(prompt)),
+        sampler=sampler,
+        max_tokens=max_tokens,
+        profile=profile,
+        drafter=drafter,
+        accept=accept,
+    )
     kv_cache_manager = FixedSlot(session, prefill_rows, reused)
     while not sequence.is_over:
         for (one,) in filter(None, step(kv_cache_manager, [sequence])):
@@ -57,12 +69,16 @@ def speculate(
 def learned_of(policy, costs=None, lookups=(), *, adapts=False, controller=None) -> SpecState:
     """Nothing learned yet; `lookups` start those of a request."""
     if controller is None:
-        controller = SpecGate(costs or Costs.of({"1": 1.0}), adapts=adapts)
-    return SpecState(policy, controller, tuple(map(LearnedLookup, lookups)))
+        controller = SpecGate(costs=costs or Costs.of({"1": 1.0}), adapts=adapts)
+    return SpecState(
+        policy=policy, controller=controller, lookups=tuple(map(LearnedLookup, lookups))
+    )
 
 
 def by_cost(limits, costs, calibration=None, lookups=(), *, adapts=False) -> SpecState:
     """Nothing learned yet; trees are sized by cost, drafting pauses."""
-    controller = SpecGate(costs, pauses=True, adapts=adapts)
-    policy = CostAwareTree(limits, costs, calibration or Calibration(), controller)
+    controller = SpecGate(costs=costs, pauses=True, adapts=adapts)
+    policy = CostAwareTree(
+        limits=limits, costs=costs, calibration=calibration or Calibration(), controller=controller
+    )
     return learned_of(policy, lookups=lookups, controller=controller)

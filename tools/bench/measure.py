@@ -75,7 +75,7 @@ def _run(llm: LLM, prompt_tokens: int, tokens: int) -> Profile:
     """Prefill random tokens, then decode `tokens` tokens, also after an end token."""
     random = np.random.default_rng(0)
     ids = random.integers(llm.manifest.decoder.vocab_size, size=prompt_tokens).tolist()
-    request = Request(Prompt(ids), Sampler(_GREEDY), tokens)
+    request = Request(prompt=Prompt(ids), sampler=Sampler(params=_GREEDY), max_tokens=tokens)
     while not request.is_over:
         step(llm.kv_cache_manager, [request])
     return request.profile

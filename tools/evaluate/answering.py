@@ -71,14 +71,14 @@ def warm_up(llm: LLM, question: Question, settings: Settings) -> None:
     for mode in settings.modes:
         # Errors are ignored here: the answer itself records them.
         with Confined(lambda _: None):
-            for _ in start(llm, question, [], short, mode, SamplingParams(0)):
+            for _ in start(llm, question, [], short, mode, SamplingParams(temperature=0)):
                 pass
 
 
 def sampling_of(settings: Settings, place: int, repeat: int) -> SamplingParams:
     """Return the sampling of a repeat of question `place`: equal in all modes, else different."""
     seed = (settings.seed + place * 1_000_003 + repeat) % 2**63
-    return SamplingParams(settings.temperature, top_p=1.0, top_k=0, seed=seed)
+    return SamplingParams(temperature=settings.temperature, top_p=1.0, top_k=0, seed=seed)
 
 
 def answer(

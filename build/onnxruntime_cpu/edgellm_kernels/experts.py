@@ -43,7 +43,7 @@ def _route(graph: GraphEditor, call: ir.Node) -> ir.Value:
             f"{call.name}: the router is not a stored weight", hint="export the bundle again"
         )
     out, width = (int(dim) for dim in tensor.shape.numpy())
-    form = PackedForm(float_kind(tensor.dtype), width, out)
+    form = PackedForm(kind=float_kind(tensor.dtype), in_features=width, out_features=out)
     bits = np.uint32 if form.kind == "float32" else np.uint16
     packed = graph.streamed_weight(
         f"{weight.name}.{form.kind}_packed",

@@ -48,20 +48,25 @@ def form_of(
     inputs; FP8 becomes "int8", too, with one term. `of_expert`: a mixture's weight, packed even as
     float32.
     """
-    shape = weight.in_features, sum(weight.widths)
-    block = _int4_block(shape[0], of_expert=of_expert)
+    form = partial(
+        PackedForm,
+        in_features=weight.in_features,
+        out_features=sum(weight.widths),
+        is_gated=is_gated,
+    )
+    block = _int4_block(weight.in_features, of_expert=of_expert)
     if rounds == "int4" and weight.kind == "dense" and block:
-        return PackedForm("int4", *shape, block, is_gated=is_gated)
+        return form(kind="int4", block=block)
     if weight.kind == "dense" and rounds != "int8":
         kind = float_kind(weight.parts[0].stored[0].dtype)
         is_left = kind == "float32" and not of_expert
-        return None if is_left else PackedForm(kind, *shape, is_gated=is_gated)
+        return None if is_left else form(kind=kind)
     block = _block(weight.parts[0])
     if not keeps_codes(weight, rounds):
         terms = input_terms if weight.kind == "dense" else 1
-        return PackedForm("int8", *shape, _ROUNDED_BLOCK, is_gated=is_gated, input_terms=terms)
+        return form(kind="int8", block=_ROUNDED_BLOCK, input_terms=terms)
     has_zero_points = any(part.is_unsigned for part in weight.parts)
-    return PackedForm(weight.kind, *shape, block, has_zero_points, is_gated)
+    return form(kind=weight.kind, block=block, has_zero_points=has_zero_points)
 
 
 def _int4_block(width: int, *, of_expert: bool) -> int:

@@ -30,7 +30,7 @@ NODES, LEVELS, POOLS = (64, 128), (128, 512, 1024), (512, 2048, 4096)
 SCORES = ("draft", "rates", "places")
 
 
-@dataclass(frozen=True, slots=True)
+@dataclass(frozen=True, slots=True, kw_only=True)
 class Kernel:
     """One function of a module, and its grid.
 
@@ -66,30 +66,39 @@ def _typed(arguments: Sequence[ast.arg]) -> Iterator[tuple[str, str]]:
         if argument.annotation is None:
             yield argument.arg, "i32"
         elif isinstance(argument.annotation, ast.Constant):  # else it is tl.constexpr
-            yield argument.arg, argument.annotation.value
+            yield argument.arg, str(argument.annotation.value)
 
 
 KERNELS = {
     kernel.name: kernel
     for kernel in (
-        Kernel("attention", "store_rows", ("num_rows", "heads + kv_heads", "1")),
+        Kernel(module="attention", name="store_rows", grid=("num_rows", "heads + kv_heads", "1")),
         Kernel(
-            "attention", "attend", ("kv_heads", "cdiv(num_rows * group, ROWS) + MANY", "shares")
+            module="attention",
+            name="attend",
+            grid=("kv_heads", "cdiv(num_rows * group, ROWS) + MANY", "shares"),
         ),
-        Kernel("attention", "combine", ("num_queries", "1", "1")),
-        Kernel("compaction", "keep_rows", ("layers", "kv_heads", "2")),
-        Kernel("picks", "pick_shares", ("rows", "cdiv(vocab_size, BLOCK)", "1")),
-        Kernel("picks", "join_picks", ("rows", "1", "1")),
-        Kernel("acceptance", "accept_greedy", ("cdiv(num_trees, TREES)", "1", "1")),
-        Kernel("acceptance", "accept_sampled", ("cdiv(num_trees, TREES)", "1", "1"), fuses=False),
-        Kernel("growth", "grow_level", ("sequences", "1", "1"), fuses=False),
-        Kernel("growth", "select_tree", ("sequences", "1", "1")),
-        Kernel("growth", "lay_out", ("sequences", "1", "1")),
+        Kernel(module="attention", name="combine", grid=("num_queries", "1", "1")),
+        Kernel(module="compaction", name="keep_rows", grid=("layers", "kv_heads", "2")),
+        Kernel(module="picks", name="pick_shares", grid=("rows", "cdiv(vocab_size, BLOCK)", "1")),
+        Kernel(module="picks", name="join_picks", grid=("rows", "1", "1")),
+        Kernel(
+            module="acceptance", name="accept_greedy", grid=("cdiv(num_trees, TREES)", "1", "1")
+        ),
+        Kernel(
+            module="acceptance",
+            name="accept_sampled",
+            grid=("cdiv(num_trees, TREES)", "1", "1"),
+            fuses=False,
+        ),
+        Kernel(module="growth", name="grow_level", grid=("sequences", "1", "1"), fuses=False),
+        Kernel(module="growth", name="select_tree", grid=("sequences", "1", "1")),
+        Kernel(module="growth", name="lay_out", grid=("sequences", "1", "1")),
     )
 }
 
 
-@dataclass(frozen=True, slots=True)
+@dataclass(frozen=True, slots=True, kw_only=True)
 class Variant:
     """A kernel with its constants."""
 
@@ -105,8 +114,12 @@ class Variant:
         return "-".join([self.kernel.name, *shown])
 
 
-PICK_SHARES = Variant(KERNELS["pick_shares"], {"PICKS": PICKS, "BLOCK": SHARE}, 8)
-JOIN_PICKS = Variant(KERNELS["join_picks"], {"PICKS": PICKS, "MOST": SHARES}, 8)
+PICK_SHARES = Variant(
+    kernel=KERNELS["pick_shares"], constants={"PICKS": PICKS, "BLOCK": SHARE}, warps=8
+)
+JOIN_PICKS = Variant(
+    kernel=KERNELS["join_picks"], constants={"PICKS": PICKS, "MOST": SHARES}, warps=8
+)
 
 
 def variants(sm: int) -> Iterator[Variant]:
@@ -140,30 +153,42 @@ def variants(sm: int) -> Iterator[Variant]:
 
 def accept_greedy(nodes: int) -> Variant:
     """`accept_greedy` for a tree of at most so many nodes, one of `NODES`."""
-    return Variant(KERNELS["accept_greedy"], {"TREES": 1, "NODES": nodes}, 1)
+    return Variant(kernel=KERNELS["accept_greedy"], constants={"TREES": 1, "NODES": nodes}, warps=1)
 
 
 def accept_sampled(nodes: int) -> Variant:
     """`accept_sampled` for a tree of at most so many nodes, one of `NODES`."""
-    return Variant(KERNELS["accept_sampled"], {"TREES": 1, "NODES": nodes, "PICKS": PICKS}, 1)
+    return Variant(
+        kernel=KERNELS["accept_sampled"],
+        constants={"TREES": 1, "NODES": nodes, "PICKS": PICKS},
+        warps=1,
+    )
 
 
 def grow_level(candidates: int, scored: str) -> Variant:
     """`grow_level` for at most so many candidates, one of `LEVELS`."""
     columns = 8 if candidates <= 512 else 2  # more would spill registers
     constants = {"SIZE": candidates, "COLUMNS": columns, "BLOCK": columns, "SCORED": scored}
-    return Variant(KERNELS["grow_level"], constants, 4 if candidates <= LEVELS[0] else 8)
+    return Variant(
+        kernel=KERNELS["grow_level"], constants=constants, warps=4 if candidates <= LEVELS[0] else 8
+    )
 
 
 def select_tree(pool: int) -> Variant:
     """`select_tree` for pools of at most so many nodes, one of `POOLS`."""
     block = {512: 32, 2048: 8}.get(pool, 2)
-    return Variant(KERNELS["select_tree"], {"SIZE": pool, "BLOCK": block}, 8 if block > 2 else 16)
+    return Variant(
+        kernel=KERNELS["select_tree"],
+        constants={"SIZE": pool, "BLOCK": block},
+        warps=8 if block > 2 else 16,
+    )
 
 
 def lay_out(nodes: int) -> Variant:
     """`lay_out` for trees of at most so many nodes, one of `NODES`."""
-    return Variant(KERNELS["lay_out"], {"NODES": nodes}, 4 if nodes <= NODES[0] else 8)
+    return Variant(
+        kernel=KERNELS["lay_out"], constants={"NODES": nodes}, warps=4 if nodes <= NODES[0] else 8
+    )
 
 
 def tile(size: int) -> int:
@@ -175,17 +200,19 @@ def tile(size: int) -> int:
 def store_rows(size: int, codes: str, *, many: bool = False) -> Variant:
     """`store_rows` for a head size and codes of the cache, of one sequence or many."""
     constants = {"D": tile(size), "CODES": codes, "MANY": SEQUENCES if many else 0}
-    return Variant(KERNELS["store_rows"], constants, 1)
+    return Variant(kernel=KERNELS["store_rows"], constants=constants, warps=1)
 
 
 def keep_rows(size: int, codes: str) -> Variant:
     """`keep_rows` for a head size and codes of the cache."""
-    return Variant(KERNELS["keep_rows"], {"D": tile(size), "CODES": codes}, 1)
+    return Variant(
+        kernel=KERNELS["keep_rows"], constants={"D": tile(size), "CODES": codes}, warps=1
+    )
 
 
 def combine(size: int, *, sunk: bool) -> Variant:
     """`combine` for a head size, with sinks or without."""
-    return Variant(KERNELS["combine"], {"D": tile(size), "SUNK": sunk}, 1)
+    return Variant(kernel=KERNELS["combine"], constants={"D": tile(size), "SUNK": sunk}, warps=1)
 
 
 def attend(
@@ -208,4 +235,4 @@ def attend(
         "MANY": SEQUENCES if many else 0,
     }
     warps = 8 if many and general and tile(size) == 128 else 4  # 4 have too few registers
-    return Variant(KERNELS["attend"], constants, warps)
+    return Variant(kernel=KERNELS["attend"], constants=constants, warps=warps)

@@ -23,7 +23,7 @@ MANIFEST = "manifest.json"  # in each archive
 _REGENERATE = "install edgellm again; in a checkout run python -m edgellm.scripts.ptx"
 
 
-@dataclass(frozen=True, slots=True)
+@dataclass(frozen=True, slots=True, kw_only=True)
 class Compiled:
     """A kernel as a driver loads it."""
 
@@ -77,10 +77,10 @@ def find(variant: Variant, sm: int, driver_ptx: int | None = None) -> Compiled:
     if hashlib.sha256(data).hexdigest() != entry["sha256"]:
         raise EdgeLLMError(f"edgellm's kernel {variant.name} is damaged", hint=_REGENERATE)
     return Compiled(
-        variant.kernel,
-        entry["entry"],
-        data.decode("ascii"),
-        variant.constants,
+        kernel=variant.kernel,
+        entry=entry["entry"],
+        ptx=data.decode("ascii"),
+        constants=variant.constants,
         threads=32 * variant.warps,
         shared_bytes=int(entry["shared_bytes"]),
         ptx_version=needed,

@@ -33,7 +33,10 @@ class BlockPool:
         layers: dict[int, list[int]] = {}
         for layer, window in enumerate(kv.pages.windows):
             layers.setdefault(window, []).append(layer)
-        self._pools = [_Pool(kv, *kind, capacity, num_sequences) for kind in layers.items()]
+        self._pools = [
+            _Pool(kv=kv, window=window, layers=own, capacity=capacity, tables=num_sequences)
+            for window, own in layers.items()
+        ]
         self._num_layers, self.max_pass_tokens = kv.num_layers, kv.pages.pass_rows
 
     def new_cache(self) -> BlockKVCache:
@@ -80,7 +83,7 @@ class _Pool:
     """Blocks of layers with one window size, with reference counts."""
 
     def __init__(
-        self, kv: KVCacheSpec, window: int, layers: Sequence[int], capacity: int, tables: int
+        self, *, kv: KVCacheSpec, window: int, layers: Sequence[int], capacity: int, tables: int
     ) -> None:
         assert kv.pages is not None
         self.window, self.block_size = window, kv.pages.rows

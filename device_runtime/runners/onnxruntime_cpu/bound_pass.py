@@ -44,7 +44,7 @@ class _Port(NamedTuple):
     shape: Sequence[Any]  # sizes, and symbols by name
 
 
-@dataclass(frozen=True, slots=True)
+@dataclass(frozen=True, slots=True, kw_only=True)
 class Ports:
     """Inputs and outputs of a session (slow to query), and a binding for rare sizes."""
 
@@ -67,11 +67,11 @@ def ports_of(session: ort.InferenceSession, binding: ort.IOBinding) -> Ports:
 
     inputs, outputs = session.get_inputs(), session.get_outputs()
     return Ports(
-        of(inputs, (graph_io.PAST, *graph_io.STATES)),
-        of(outputs, (graph_io.PRESENT, graph_io.NEXT_STATE)),
-        tuple(value.name for value in outputs),
-        frozenset(value.name for value in (*inputs, *outputs) if _is_bound(value.name)),
-        binding,
+        inputs=of(inputs, (graph_io.PAST, *graph_io.STATES)),
+        outputs=of(outputs, (graph_io.PRESENT, graph_io.NEXT_STATE)),
+        order=tuple(value.name for value in outputs),
+        lent=frozenset(value.name for value in (*inputs, *outputs) if _is_bound(value.name)),
+        binding=binding,
     )
 
 
@@ -80,6 +80,7 @@ class BoundPass:
 
     def __init__(
         self,
+        *,
         session: ort.InferenceSession,
         ports: Ports,
         binding: ort.IOBinding,

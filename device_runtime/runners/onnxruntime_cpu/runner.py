@@ -55,7 +55,9 @@ def open_runner(
         num_sequences: the cache holds this number of sequences of full capacity.
     """
     if kv is None or kv.pages is None:
-        return OnnxRuntimeRunner(graphs, kv, capacity, num_sequences)
+        return OnnxRuntimeRunner(
+            graphs=graphs, kv=kv, capacity=capacity, num_sequences=num_sequences
+        )
     return BlockKVRunner(graphs, BlockPool(kv, capacity, num_sequences), num_sequences)
 
 
@@ -64,6 +66,7 @@ class OnnxRuntimeRunner(Runner):
 
     def __init__(
         self,
+        *,
         graphs: Sequence[LoadedGraph],
         kv: KVCacheSpec | None = None,
         capacity: int = 0,
@@ -115,12 +118,20 @@ class OnnxRuntimeRunner(Runner):
         ports = self._opened[session]
         if key in self._known:
             binding = self._new_binding(session)
-            bound = BoundPass(session, ports, binding, self._scratch, inputs)
+            bound = BoundPass(
+                session=session, ports=ports, binding=binding, scratch=self._scratch, inputs=inputs
+            )
             if len(self._bound) == _MAX_PASSES:
                 del self._bound[next(iter(self._bound))]
             self._bound[key] = bound
             return bound
-        bound = BoundPass(session, ports, ports.binding, self._scratch, inputs)
+        bound = BoundPass(
+            session=session,
+            ports=ports,
+            binding=ports.binding,
+            scratch=self._scratch,
+            inputs=inputs,
+        )
         if bound.largest <= KEPT_ROWS:
             if len(self._known) == _KNOWN_SIZES:
                 self._known.clear()
@@ -144,7 +155,7 @@ class BlockKVRunner(OnnxRuntimeRunner):
 
     def __init__(self, graphs: Sequence[LoadedGraph], pool: BlockPool, num_sequences: int) -> None:
         """Args: `graphs`, in ascending order of `max_rows`, the blocks, the maximum batch size."""
-        super().__init__(graphs)
+        super().__init__(graphs=graphs)
         self.kv_pool, self.max_batch_size = pool, num_sequences
         self._memory = pool
         self._adapters: dict[str, NDArray[Any]] = {}

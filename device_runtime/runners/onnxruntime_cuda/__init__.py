@@ -87,7 +87,9 @@ def open_graphs(
     (capacity, num_sequences), adapters = room, int(options.get(MAX_LORAS, 0))
     for role, specs in graphs.items():
         paths = [folder / each.path for each in specs]
-        loader = Loader(paths, threads, device, has_int_gemm=INT_GEMM in options)
+        loader = Loader(
+            paths=paths, threads=threads, device=device, has_int_gemm=INT_GEMM in options
+        )
         decoder = spec.decoder if isinstance(spec, DraftSpec) else spec
         if role not in (DECODER, DRAFT) or not isinstance(decoder, DecoderSpec):
             opened[role] = PlainRunner(loader.of_role(role))
@@ -96,7 +98,16 @@ def open_graphs(
         has_mover = role == DECODER or num_sequences > 1
         mover = loader.load(folder / ROWS_GRAPH) if has_mover else None
         if mover is not None and num_sequences > 1:
-            opened[role] = BatchRunner(loader, mover, decoder, capacity, num_sequences, adapters)
+            opened[role] = BatchRunner(
+                loader=loader,
+                mover=mover,
+                spec=decoder,
+                capacity=capacity,
+                num_sequences=num_sequences,
+                adapters=adapters,
+            )
         else:
-            opened[role] = CudaRunner(loader, mover, decoder, capacity, adapters=adapters)
+            opened[role] = CudaRunner(
+                loader=loader, mover=mover, spec=decoder, capacity=capacity, adapters=adapters
+            )
     return opened

@@ -31,6 +31,7 @@ class BatchRunner(CudaRunner):
 
     def __init__(
         self,
+        *,
         loader: Loader,
         mover: ort.InferenceSession,
         spec: DecoderSpec,
@@ -39,7 +40,14 @@ class BatchRunner(CudaRunner):
         adapters: int = 0,
     ) -> None:
         """See `CudaRunner`; each slot has extra positions for padding."""
-        super().__init__(loader, mover, spec, capacity + MAX_JOINED, num_sequences, adapters)
+        super().__init__(
+            loader=loader,
+            mover=mover,
+            spec=spec,
+            capacity=capacity + MAX_JOINED,
+            num_sequences=num_sequences,
+            adapters=adapters,
+        )
         self.max_batch_size = num_sequences
         self.kv_pool = self._slots = SlotPool(self._memory, num_sequences, capacity)
         self.batch_limits = MAX_JOINED, num_sequences * MAX_JOINED

@@ -24,6 +24,7 @@ class BoundPass:
 
     def __init__(
         self,
+        *,
         session: ort.InferenceSession,
         device: str,
         place: Callable[[ort.IOBinding], None],

@@ -68,6 +68,7 @@ class DeviceCache:
 
     def __init__(
         self,
+        *,
         spec: KVCacheSpec,
         capacity: int,
         device: str,

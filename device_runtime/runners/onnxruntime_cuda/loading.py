@@ -22,7 +22,7 @@ class Loader:
     """Loads the graphs, and reloads them if they cannot be recorded."""
 
     def __init__(
-        self, paths: Sequence[Path], threads: int, device: str, *, has_int_gemm: bool = False
+        self, *, paths: Sequence[Path], threads: int, device: str, has_int_gemm: bool = False
     ) -> None:
         """Copy weights that several graphs share to the device.
 

@@ -133,7 +133,7 @@ class GridShare(Mapping[str, NDArray[Any]]):
     """A part's outputs of a pass."""
 
     def __init__(
-        self, found: Mapping[str, NDArray[Any]], place: int, rows: int, wanted: slice
+        self, *, found: Mapping[str, NDArray[Any]], place: int, rows: int, wanted: slice
     ) -> None:
         self._found, self._place, self._rows, self._wanted = found, place, rows, wanted
 
@@ -159,7 +159,9 @@ def shares(found: Mapping[str, NDArray[Any]], grid: Grid) -> dict[int, GridShare
     for place, part in enumerate(grid.parts):
         if part is not None:
             end = wanted + len(part[graph_io.LOGITS_INDEX])
-            given[grid.first + place] = GridShare(found, place, rows_of(part), slice(wanted, end))
+            given[grid.first + place] = GridShare(
+                found=found, place=place, rows=rows_of(part), wanted=slice(wanted, end)
+            )
             wanted = end
     return given
 

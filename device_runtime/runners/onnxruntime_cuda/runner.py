@@ -76,6 +76,7 @@ class CudaRunner(Runner):
 
     def __init__(
         self,
+        *,
         loader: Loader,
         mover: ort.InferenceSession | None,
         spec: DecoderSpec,
@@ -110,7 +111,13 @@ class CudaRunner(Runner):
         plain = [at for at in indices if at not in adapted]
         # Graphs by whether a pass has adapters, then by whether it is causal
         self._forms = plain or adapted, adapted
-        self._memory = DeviceCache(spec.kv, capacity, loader.device, mover, num_sequences)
+        self._memory = DeviceCache(
+            spec=spec.kv,
+            capacity=capacity,
+            device=loader.device,
+            mover=mover,
+            num_sequences=num_sequences,
+        )
         self.kv_pool = SlotPool(self._memory, num_sequences, capacity)
         self._heads, self._capacity = spec.kv.num_kv_heads, capacity
         self._axes, self._first_image = spec.position_axes, spec.vocab_size
@@ -235,7 +242,13 @@ class CudaRunner(Runner):
             if self._adapters is not None and index in self._forms[1]:
                 self._adapters.bind(binding)
 
-        bound = BoundPass(self._graphs[index], self._loader.device, place, arrays, capture_id)
+        bound = BoundPass(
+            session=self._graphs[index],
+            device=self._loader.device,
+            place=place,
+            inputs=arrays,
+            capture_id=capture_id,
+        )
         if taken.rows <= KEPT_ROWS:
             self._kept[key] = bound
         return bound

@@ -95,8 +95,8 @@ def runner_of(role: str, engine: Engine, loaded: CompiledEngine, device: Device)
     tree_rows = tree_rows if answers == 1 else shared_rows(tree_rows, answers)
     spec = engine.decoder if engine.cache_of(role) is not None else None
     runner = (TensorRtRunner if answers == 1 or spec is None else BatchRunner)(
-        loaded,
-        device,
+        engine=loaded,
+        device=device,
         max_rows=max_rows,
         tree_rows=tree_rows,
         spec=spec,

@@ -26,9 +26,9 @@ class BatchRunner(TensorRtRunner):
 
     def __init__(
         self,
+        *,
         engine: CompiledEngine,
         device: Device,
-        *,
         max_rows: int,
         tree_rows: int,
         spec: DecoderSpec | None,
@@ -38,8 +38,8 @@ class BatchRunner(TensorRtRunner):
     ) -> None:
         """See `TensorRtRunner`; `tree_rows` is the total of all sequences."""
         super().__init__(
-            engine,
-            device,
+            engine=engine,
+            device=device,
             max_rows=max_rows,
             tree_rows=tree_rows,
             spec=spec,

@@ -55,12 +55,12 @@ class BoundPass:
 
     def __init__(
         self,
+        *,
         context: Context,
         device: Device,
         arguments: tuple[Block, Packed],
         picks: tuple[Block, Packed],
         after: Callable[[], None],
-        *,
         is_kept: bool,
         fetches: bool,
     ) -> None:
@@ -120,6 +120,7 @@ class PassRunner:
 
     def __init__(
         self,
+        *,
         engine: CompiledEngine,
         device: Device,
         fixed: Mapping[str, int],
@@ -212,10 +213,14 @@ class PassRunner:
         packed, picked = self._arguments.pack(taken), self._picks.pack(picks)
         places = {name: address for name, (_, address) in placed.items()}
         self._bind(context, shapes, {**places, **packed.addresses, **picked.addresses})
-        blocks = (self._arguments, packed), (self._picks, picked)
-        after = partial(self._append, packed)
         bound = BoundPass(
-            context, self._device, *blocks, after, is_kept=keep, fetches=fetches and bool(picks)
+            context=context,
+            device=self._device,
+            arguments=(self._arguments, packed),
+            picks=(self._picks, picked),
+            after=partial(self._append, packed),
+            is_kept=keep,
+            fetches=fetches and bool(picks),
         )
         if keep:
             self._kept[key] = bound

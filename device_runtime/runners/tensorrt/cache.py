@@ -29,7 +29,7 @@ class DeviceCache:
     """
 
     def __init__(
-        self, device: Device, spec: KVCacheSpec, capacity: int, max_new_rows: int = 0
+        self, *, device: Device, spec: KVCacheSpec, capacity: int, max_new_rows: int = 0
     ) -> None:
         """Allocate.
 
@@ -56,7 +56,9 @@ class DeviceCache:
         self.capacity = capacity
         planes, plane_bytes = 2 * spec.num_layers * spec.num_kv_heads, capacity * row_bytes
         self._buffer = device.allocate(planes * plane_bytes)
-        self._planes = Planes(self._buffer.address, planes, capacity, row_bytes)
+        self._planes = Planes(
+            address=self._buffer.address, count=planes, rows=capacity, row_bytes=row_bytes
+        )
         self._rows = Block(device, 4 * _MAX_MOVED)
         self._is_moving = False
         self.addresses: dict[str, int] = {}  # inputs and outputs have the same address
@@ -81,7 +83,10 @@ class DeviceCache:
         """
         if self._new_rows is not None:
             rows = NewRows(
-                self._new_rows.address, self._stride, self._spec.num_kv_heads, write_index_address
+                address=self._new_rows.address,
+                stride=self._stride,
+                planes=self._spec.num_kv_heads,
+                write_index_address=write_index_address,
             )
             self._device.append_rows(self._planes, rows, count)
 

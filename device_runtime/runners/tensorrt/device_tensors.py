@@ -76,12 +76,12 @@ class DeviceRows:
 
     def __init__(
         self,
+        *,
         memory: RowMemory,
         address: int,
         rows: NDArray[np.int64],
         width: int,
         dtype: np.dtype,
-        *,
         require: Callable[[], None] = lambda: None,
         store: _Store | None = None,
         lead: int = 0,
@@ -176,16 +176,27 @@ class DeviceRows:
 
     def _of(self, rows: NDArray[np.int64], lead: int) -> DeviceRows:
         return DeviceRows(
-            self.memory, self._address, rows, self.width, self.dtype, require=self._require,
-            store=self._store, lead=lead,
-        )  # fmt: skip
+            memory=self.memory,
+            address=self._address,
+            rows=rows,
+            width=self.width,
+            dtype=self.dtype,
+            require=self._require,
+            store=self._store,
+            lead=lead,
+        )
 
 
 def _blank(like: DeviceRows, count: int) -> DeviceRows:
     """`count` uninitialized rows."""
     store = _Store(like.memory, count * like.row_bytes)
     return DeviceRows(
-        like.memory, store.address, np.arange(count), like.width, like.dtype, store=store
+        memory=like.memory,
+        address=store.address,
+        rows=np.arange(count),
+        width=like.width,
+        dtype=like.dtype,
+        store=store,
     )
 
 
@@ -211,5 +222,10 @@ def _uploaded(memory: RowMemory, rows: NDArray[Any], dtype: np.dtype) -> DeviceR
     memory.device.upload(store.address, host)
     memory.device.synchronize()
     return DeviceRows(
-        memory, store.address, np.arange(len(rows)), rows.shape[1], dtype, store=store
+        memory=memory,
+        address=store.address,
+        rows=np.arange(len(rows)),
+        width=rows.shape[1],
+        dtype=dtype,
+        store=store,
     )

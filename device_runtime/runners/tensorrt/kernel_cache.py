@@ -41,6 +41,7 @@ class KernelCache:
 
     def __init__(
         self,
+        *,
         device: Device,
         spec: KVCacheSpec,
         capacity: int,
@@ -76,7 +77,10 @@ class KernelCache:
         sizes = {"codes": spec.head_dim * self._dtype.itemsize, "scales": 2 * (codes != "fp16")}
         layout = {name: ((count, rows, size), np.uint8) for name, size in sizes.items() if size}
         self._tensors = Tensors(device, layout)
-        self._planes = [Planes(self._tensors[name], count, rows, sizes[name]) for name in layout]
+        self._planes = [
+            Planes(address=self._tensors[name], count=count, rows=rows, row_bytes=sizes[name])
+            for name in layout
+        ]
         self._block = Block(device, aligned(8 * entries))
         self.addresses = {graph_io.CACHE_TABLE: self._write_table(rows, entries)}
         # One block for each sequence of a pass, so that compactions do not wait
@@ -187,9 +191,13 @@ def open_cache(
         EdgeLLMError: the head size is unsupported.
     """
     if graph_io.CACHE_TABLE in engine.tensors:
-        return KernelCache(device, spec, capacity, engine, num_sequences)
+        return KernelCache(
+            device=device, spec=spec, capacity=capacity, engine=engine, num_sequences=num_sequences
+        )
     past, present = (
         engine.tensors[name].shape
         for name in (graph_io.past_name(0, "key"), graph_io.present_name(0, "key"))
     )
-    return DeviceCache(device, spec, past[2], max_rows if present != past else 0)
+    return DeviceCache(
+        device=device, spec=spec, capacity=past[2], max_new_rows=max_rows if present != past else 0
+    )

@@ -19,7 +19,7 @@ class DeviceAdapters(AdapterPlaces):
     """Matrices of all adapter slots at fixed addresses; empty slots are zeros."""
 
     def __init__(
-        self, engine: CompiledEngine, device: Device, count: int, placed_rows: int
+        self, *, engine: CompiledEngine, device: Device, count: int, placed_rows: int
     ) -> None:
         """Allocate `count` slots for an engine with adapters.
 

@@ -19,7 +19,7 @@ Shape = tuple[int, ...]
 Layout = Mapping[str, tuple[Shape, DTypeLike]]  # tensors by name
 
 
-@dataclass(frozen=True, slots=True)
+@dataclass(frozen=True, slots=True, kw_only=True)
 class Packed:
     """Consecutive tensors in a block."""
 
@@ -47,7 +47,12 @@ class Block:
             addresses[name] = self._on_device.address + end
             end += aligned(size)
         assert end <= len(self._on_host)
-        return Packed(arrays, addresses, self._on_host[:end], self._on_device.address)
+        return Packed(
+            arrays=arrays,
+            addresses=addresses,
+            host=self._on_host[:end],
+            address=self._on_device.address,
+        )
 
     def upload(self, packed: Packed) -> None:
         """Ask for the copy to the device."""

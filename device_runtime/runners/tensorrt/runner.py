@@ -65,9 +65,9 @@ class TensorRtRunner(Runner):
 
     def __init__(
         self,
+        *,
         engine: CompiledEngine,
         device: Device,
-        *,
         max_rows: int,
         tree_rows: int,
         spec: DecoderSpec | None = None,
@@ -99,7 +99,11 @@ class TensorRtRunner(Runner):
             memory = open_cache(engine, device, spec.kv, capacity, max_rows, num_sequences)
             self._rows_memory, self._capacity = memory, memory.capacity
             self._images = DeviceImages(device, engine, spec.vocab_size)
-        self._adapters = DeviceAdapters(engine, device, adapters, max_rows) if adapters else None
+        self._adapters = (
+            DeviceAdapters(engine=engine, device=device, count=adapters, placed_rows=max_rows)
+            if adapters
+            else None
+        )
         self._buckets = bucket_sizes(max(tree_rows, 1))
         self._names = self._shapes.outputs
         self._picked = [name for name in self._names if name not in _ON_DEVICE]
@@ -113,12 +117,12 @@ class TensorRtRunner(Runner):
         if memory is not None:
             self.kv_pool = SlotPool(memory, num_sequences, capacity)
         self._passes = PassRunner(
-            engine,
-            device,
-            {**(memory.addresses if memory is not None else {}), **fixed},
-            packed_bytes(self._arguments(maximum, has_adapters=True)),
-            packed_bytes(self._picks(maximum)),
-            memory.append if memory is not None else _nothing,
+            engine=engine,
+            device=device,
+            fixed={**(memory.addresses if memory is not None else {}), **fixed},
+            arguments_bytes=packed_bytes(self._arguments(maximum, has_adapters=True)),
+            picks_bytes=packed_bytes(self._picks(maximum)),
+            after=memory.append if memory is not None else _nothing,
         )
         self._latest: FetchedOutputs | None = None
         self._latest_picks: Mapping[str, int] = {}
@@ -366,9 +370,14 @@ class TensorRtRunner(Runner):
         """Device rows that act as an array [1, rows, width]."""
         _, count, width = self._shapes.of(name, sizes)
         return DeviceRows(
-            self._memory, self._kept[name].address, np.arange(count), width,
-            self._engine.tensors[name].dtype, require=lambda: outputs.require_latest(name), lead=1,
-        )  # fmt: skip
+            memory=self._memory,
+            address=self._kept[name].address,
+            rows=np.arange(count),
+            width=width,
+            dtype=self._engine.tensors[name].dtype,
+            require=lambda: outputs.require_latest(name),
+            lead=1,
+        )
 
     def _pinned(self, name: str, num_bytes: int) -> NDArray[np.uint8]:
         if name not in self._staging:

@@ -50,16 +50,25 @@ def open(order: DrafterContext) -> LoadedDrafter:
     prices = Costs.of(order.pass_costs(), None, measured[PREDICT], *order.host_ms)
     image_ids = order.image_ids(has_embeddings=False)
     max_rows = max(manifest.main_graphs[-1].max_rows, limits.round_rows)
-    caches = DraftKVCaches(network, limits.round_rows, image_ids, max_rows=max_rows)
+    caches = DraftKVCaches(
+        network=network, round_rows=limits.round_rows, image_ids=image_ids, max_rows=max_rows
+    )
 
     draft, top_k = manifest.draft, limits.top_k
     if links := network.block.links:  # links rank candidates better than the first scores do
         top_k = min(links, draft.draft_vocab_size)
 
     def start(learned: SpecState) -> BlockDrafter:
-        return BlockDrafter(caches, network.block, learned, limits, prices, num_candidates=top_k)
+        return BlockDrafter(
+            caches=caches,
+            block=network.block,
+            learned=learned,
+            limits=limits,
+            costs=prices,
+            num_candidates=top_k,
+        )
 
-    return LoadedDrafter(prices, start, (caches,))
+    return LoadedDrafter(costs=prices, start=start, caches=(caches,))
 
 
 def block_limits(order: DrafterContext, draft: DraftSpec) -> TreeLimits:
@@ -95,12 +104,12 @@ class BlockDrafter(KVDrafter):
 
     def __init__(
         self,
+        *,
         caches: DraftKVCaches,
         block: BlockSpec,
         learned: SpecState,
         limits: TreeLimits,
         costs: Costs,
-        *,
         num_candidates: int,
     ) -> None:
         """Compute nothing.
@@ -126,7 +135,7 @@ class BlockDrafter(KVDrafter):
         for part in self._kv.parts(self._num_candidates):
             rows = len(part.token_ids)
             block = np.arange(rows, rows + self._size)
-            wanted = Wanted(self._network, replace(part, output_rows=block))
+            wanted = Wanted(network=self._network, part=replace(part, output_rows=block))
             result = yield wanted
             self._block = result.copy()
             self._record_prefill(rows, self._prices(wanted.answers))

@@ -67,12 +67,12 @@ def open(order: DrafterContext) -> LoadedDrafter:
 
     def start(learned: SpecState) -> ModelDrafter:
         return ModelDrafter(
-            network, latest, learned, order.limits, prices,
+            network=network, latest=latest, learned=learned, limits=order.limits, costs=prices,
             num_candidates=base.decoder.vocab_size, num_readable=manifest.decoder.vocab_size,
             prefill_rows=manifest.prefill_rows, image_ids=order.image_ids(has_embeddings=False),
         )  # fmt: skip
 
-    return LoadedDrafter(prices, start)
+    return LoadedDrafter(costs=prices, start=start)
 
 
 def require_same_tokens(engine: Path, draft: Path) -> None:
@@ -122,12 +122,12 @@ class ModelDrafter(TreeDrafter):
 
     def __init__(
         self,
+        *,
         network: DecoderNetwork,
         latest: LatestKV,
         learned: SpecState,
         limits: TreeLimits,
         costs: Costs,
-        *,
         num_candidates: int,
         num_readable: int,
         prefill_rows: int,
@@ -179,7 +179,7 @@ class ModelDrafter(TreeDrafter):
         for begin in range(0, len(waiting), self._prefill_rows):
             chunk = waiting[begin : begin + self._prefill_rows]
             part = SequencePart(kv, chunk, self._length, np.array([len(chunk) - 1]))
-            wanted = Wanted(self._network, part)
+            wanted = Wanted(network=self._network, part=part)
             result = yield wanted
             self._sharing = wanted.answers
             self._length += len(chunk)
@@ -223,7 +223,7 @@ class ModelDrafter(TreeDrafter):
             if not len(nodes):
                 return
             self._expanded = np.concatenate([self._expanded, nodes])
-            wanted = Wanted(self._network, self._level(pool, len(nodes)))
+            wanted = Wanted(network=self._network, part=self._level(pool, len(nodes)))
             result = yield wanted
             self._sharing = wanted.answers
             self._book_level()

@@ -73,15 +73,24 @@ def open_network(order: DrafterContext, name: str) -> LoadedDrafter:
     prices = Costs.of(*passes, *host, levels=SharedCosts.find(STEP, measured))
     round_rows = order.limits.round_rows
     max_rows = max(manifest.main_graphs[-1].max_rows, round_rows)
-    caches = DraftKVCaches(network, round_rows, image_ids, max_rows=max_rows)
+    caches = DraftKVCaches(
+        network=network, round_rows=round_rows, image_ids=image_ids, max_rows=max_rows
+    )
 
     def start(learned: SpecState) -> EagleDrafter:
         maximum = manifest.max_draft_tree_size
         return EagleDrafter(
-            caches, learned, order.limits, prices, max_tree_rows=maximum, rounds=rounds
+            caches=caches,
+            learned=learned,
+            limits=order.limits,
+            costs=prices,
+            max_tree_rows=maximum,
+            rounds=rounds,
         )
 
-    return LoadedDrafter(prices, start, (caches,), growth if rounds is not None else None)
+    return LoadedDrafter(
+        costs=prices, start=start, caches=(caches,), growth=growth if rounds is not None else None
+    )
 
 
 def check_draft_rows(limits: TreeLimits, draft: Engine) -> None:
@@ -101,11 +110,11 @@ class EagleDrafter(KVDrafter):
 
     def __init__(
         self,
+        *,
         caches: DraftKVCaches,
         learned: SpecState,
         limits: TreeLimits,
         costs: Costs,
-        *,
         max_tree_rows: int,
         rounds: DeviceRounds | None = None,
     ) -> None:
@@ -132,7 +141,7 @@ class EagleDrafter(KVDrafter):
         """Compute the waiting positions; the last gives the root's children."""
         self._skip_what_was_missed()
         for part in self._parts():
-            wanted = Wanted(self._network, part, is_async=self._rounds is not None)
+            wanted = Wanted(network=self._network, part=part, is_async=self._rounds is not None)
             self._root = None  # the result of an earlier pass is obsolete
             if wanted.is_async:
                 self._root = yield wanted
@@ -181,9 +190,15 @@ class EagleDrafter(KVDrafter):
         if self._kv.length + draft_rows > self._network.capacity:
             return None
         return rounds, RoundPart(
-            (kv, self._kv.kv), root, above.row, (length, self._kv.length), size,
-            sampler, self._policy.curve, is_exact,
-        )  # fmt: skip
+            kvs=(kv, self._kv.kv),
+            root=root,
+            root_row=above.row,
+            lengths=(length, self._kv.length),
+            size=size,
+            sampler=sampler,
+            rates=self._policy.curve,
+            is_exact=is_exact,
+        )
 
     def take_round(self, found: RoundOutcome, result: PassResult) -> Verified:
         """See `Drafter.take_round`."""
@@ -227,16 +242,16 @@ class EagleDrafter(KVDrafter):
             slots[nodes] = own = np.arange(used + 1, used + 1 + len(nodes))
             mask[own] |= mask[above]
             part = DraftPart(
-                self._kv.kv,
-                pool.token_ids[nodes],
-                committed + used,
-                own - own[0],
-                self._limits.top_k,
+                kv=self._kv.kv,
+                token_ids=pool.token_ids[nodes],
+                write_index=committed + used,
+                output_rows=own - own[0],
+                top_k=self._limits.top_k,
                 hidden=self._hidden_store[above],
                 position_ids=np.full(len(nodes), committed + level - 1),
                 tree_mask=mask[own, 1 : own[-1] + 1],
             )
-            wanted = Wanted(self._network, part)
+            wanted = Wanted(network=self._network, part=part)
             result = yield wanted
             self._sharing = wanted.answers
             self._controller.set_batch_load(self.batch_load)  # other drafters may have set theirs

@@ -49,9 +49,11 @@ def open(order: DrafterContext) -> LoadedDrafter:
     image_ids = order.image_ids(has_embeddings=True)
 
     def start(learned: SpecState) -> MedusaDrafter:
-        return MedusaDrafter(network, learned, limits, prices, image_ids=image_ids)
+        return MedusaDrafter(
+            network=network, learned=learned, limits=limits, costs=prices, image_ids=image_ids
+        )
 
-    return LoadedDrafter(prices, start)
+    return LoadedDrafter(costs=prices, start=start)
 
 
 def heads_limits(order: DrafterContext, draft: DraftSpec) -> TreeLimits:
@@ -80,11 +82,11 @@ class MedusaDrafter(TreeDrafter):
 
     def __init__(
         self,
+        *,
         network: HeadsNetwork,
         learned: SpecState,
         limits: TreeLimits,
         costs: Costs,
-        *,
         image_ids: ImageIds | None = None,
     ) -> None:
         """Compute nothing.
@@ -110,7 +112,7 @@ class MedusaDrafter(TreeDrafter):
     def _prefill(self) -> Passes[None]:
         """Run the heads."""
         maximum = self._limits.top_k
-        wanted = Wanted(self._network, HeadsPart(self._feature, maximum))
+        wanted = Wanted(network=self._network, part=HeadsPart(self._feature, maximum))
         ids, log_probs = yield wanted
         answers = wanted.answers
         if answers not in self._shares:

@@ -40,12 +40,19 @@ def open(order: DrafterContext) -> LoadedDrafter:
     measured = network.costs_of(manifest, manifest.max_draft_tree_size)
     prices = Costs.of(order.pass_costs(), None, measured[EXTEND], *order.host_ms)
     image_ids = order.image_ids(has_embeddings=manifest.draft.decoder.images is not None)
-    caches = DraftKVCaches(network, limits.round_rows, image_ids, max_rows=limits.round_rows)
+    caches = DraftKVCaches(
+        network=network,
+        round_rows=limits.round_rows,
+        image_ids=image_ids,
+        max_rows=limits.round_rows,
+    )
 
     def start(learned: SpecState) -> PEagleDrafter:
-        return PEagleDrafter(caches, learned, limits, prices, masks)
+        return PEagleDrafter(
+            caches=caches, learned=learned, limits=limits, costs=prices, masks=masks
+        )
 
-    return LoadedDrafter(prices, start, (caches,))
+    return LoadedDrafter(costs=prices, start=start, caches=(caches,))
 
 
 def mask_rows(limits: TreeLimits, draft: Engine) -> MaskRows:
@@ -65,6 +72,7 @@ class PEagleDrafter(EagleDrafter):
 
     def __init__(
         self,
+        *,
         caches: DraftKVCaches,
         learned: SpecState,
         limits: TreeLimits,
@@ -80,7 +88,9 @@ class PEagleDrafter(EagleDrafter):
             costs: pass times of the engine; `extend` includes the mask tokens.
             masks: the mask tokens of a pass.
         """
-        super().__init__(caches, learned, limits, costs, max_tree_rows=1)
+        super().__init__(
+            caches=caches, learned=learned, limits=limits, costs=costs, max_tree_rows=1
+        )
         self._masks = masks
 
     def _parts(self) -> Iterator[DraftPart]:

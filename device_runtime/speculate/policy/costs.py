@@ -13,7 +13,7 @@ from edgellm.device_runtime.runners.batch_costs import SharedCosts
 from edgellm.device_runtime.speculate.tree import F64
 
 
-@dataclass(frozen=True, slots=True)
+@dataclass(frozen=True, slots=True, kw_only=True)
 class Costs:
     """Milliseconds by number of tokens (index), as the engine's build measured them."""
 
@@ -41,8 +41,15 @@ class Costs:
         Without a network `step` and `extend` are None: drafting costs nothing.
         """
         nothing = {"1": 0.0}
-        tables = _table(verify), _table(step or nothing), _table(extend or nothing)
-        return cls(*tables, host_ms, tree_ms, together, levels)
+        return cls(
+            verify=_table(verify),
+            step=_table(step or nothing),
+            extend=_table(extend or nothing),
+            host_ms=host_ms,
+            tree_ms=tree_ms,
+            together=together,
+            levels=levels,
+        )
 
     def share(self, batch_load: BatchLoad) -> F64:
         """A sequence's share of the cost of verification, see `BatchLoad.share`.

@@ -35,9 +35,9 @@ def growth_of(options: SpecOptions, limits: TreeLimits) -> Growth | None:
     widths = (limits.top_k,) * (limits.steps - 1)
     maximum = limits.verify_size
     if options.tree == "fixed":
-        return Growth(limits.top_k, widths, (maximum,), "draft")
+        return Growth(top_k=limits.top_k, widths=widths, nodes=(maximum,), scored="draft")
     nodes = tuple(size for size in _SIZES if size < maximum)
-    return Growth(limits.top_k, widths, (*nodes, maximum), "rates")
+    return Growth(top_k=limits.top_k, widths=widths, nodes=(*nodes, maximum), scored="rates")
 
 
 def _static_growth(choices: Sequence[Choice], limits: TreeLimits) -> Growth:
@@ -51,7 +51,13 @@ def _static_growth(choices: Sequence[Choice], limits: TreeLimits) -> Growth:
         places += [0.0 if path in parents else -1.0 if path in known else -np.inf for path in below]
         level = [path for path in below if path in parents]
     sizes = tuple(widths[depth] for depth in range(1, limits.steps))
-    return Growth(limits.top_k, sizes, (limits.verify_size,), "places", np.array(places))
+    return Growth(
+        top_k=limits.top_k,
+        widths=sizes,
+        nodes=(limits.verify_size,),
+        scored="places",
+        places=np.array(places),
+    )
 
 
 class Sizes(Protocol):

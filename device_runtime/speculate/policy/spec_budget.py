@@ -93,6 +93,7 @@ class Throughput:
 
     def __init__(
         self,
+        *,
         costs: Costs,
         answers: int = 1,
         network: TrialBudget = GREEDY,

@@ -54,7 +54,7 @@ class _Side:
         self.ms += weight * (ms - self.ms)
 
 
-@dataclass(slots=True)
+@dataclass(slots=True, kw_only=True)
 class _Kind:
     """Rounds with similarly many expected tokens from lookups."""
 
@@ -93,8 +93,8 @@ class SpecGate:
 
     def __init__(
         self,
-        costs: Costs,
         *,
+        costs: Costs,
         pauses: bool = False,
         adapts: bool = False,
         network: TrialBudget = GREEDY,
@@ -118,7 +118,7 @@ class SpecGate:
         guesses = (0.0, *_PREDICTED)
         plain_ms = self.pace.plain_ms
         self._kinds = [
-            _Kind({True: _Side(1.0, plain_ms), False: _Side(1 + guess, plain_ms)})
+            _Kind(sides={True: _Side(1.0, plain_ms), False: _Side(1 + guess, plain_ms)})
             for guess in guesses
         ]
         self._kind = self._kinds[0]  # of the round
@@ -143,7 +143,8 @@ class SpecGate:
             verify = self._costs.share(BatchLoad(answers, answers - 1))
             step, extend = self._costs.step_share(answers), shared(self._costs.extend, answers)
             shares = replace(self._costs, verify=verify, step=step, extend=extend)
-            pace = Throughput(shares, answers, *self._terms)
+            network, text = self._terms
+            pace = Throughput(costs=shares, answers=answers, network=network, text=text)
             if fewer := [known for known in self._paces if known < answers]:
                 pace.inherit_pauses(self._paces[max(fewer)])
             self._paces[answers] = pace

@@ -24,7 +24,7 @@ from edgellm.device_runtime.speculate.tree import F64, CandidatePool, top
 _MEMORY = 0.03  # weight of the newest round in the running mean
 
 
-@dataclass(frozen=True, slots=True)
+@dataclass(frozen=True, slots=True, kw_only=True)
 class TreeLimits:
     """Upper bounds of trees, from the user's flags."""
 
@@ -120,7 +120,7 @@ class CostAwareTree:
     """Expands and verifies nodes that pay, by measured costs and learned acceptance rates."""
 
     def __init__(
-        self, limits: TreeLimits, costs: Costs, calibration: Calibration, controller: SpecGate
+        self, *, limits: TreeLimits, costs: Costs, calibration: Calibration, controller: SpecGate
     ) -> None:
         self._limits, self._costs, self._calibration = limits, costs, calibration
         self._controller = controller

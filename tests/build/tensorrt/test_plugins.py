@@ -112,9 +112,12 @@ def test_architectures_equal_the_portable_graph(tmp_path, monkeypatch, model_typ
     )
     engine = FakeEngine(tmp_path / "lowered.onnx", base_passes(plan), device)
     runner = TensorRtRunner(
-        engine, device, max_rows=ROWS, tree_rows=8, spec=spec, capacity=CAPACITY
+        engine=engine, device=device, max_rows=ROWS, tree_rows=8, spec=spec, capacity=CAPACITY
     )
-    sessions = DecoderNetwork(runner, spec, CAPACITY), open_portable(bundle, CAPACITY)
+    sessions = (
+        DecoderNetwork(runner=runner, spec=spec, capacity=CAPACITY),
+        open_portable(bundle, CAPACITY),
+    )
     random, write = np.random.default_rng(0), 0
     mask = np.tril(np.ones((5, 5), np.bool_))
     mask[3, 2] = mask[4, 3] = False

@@ -80,7 +80,7 @@ def test_greedy_ids_equal_transformers(llm, tiny_checkpoint):
 @pytest.mark.parametrize("rows", [1, 3, 5, 100])
 def test_prefill_chunks_do_not_change_the_output(llm, rows):
     def ids(prefill_rows):
-        prompt, sampler = list(range(20, 31)), Sampler(GREEDY)
+        prompt, sampler = list(range(20, 31)), Sampler(params=GREEDY)
         return list(generate(llm.base, prompt, sampler, 8, Profile(), prefill_rows=prefill_rows))
 
     assert ids(rows) == ids(11)
@@ -162,7 +162,7 @@ def test_sampling_types_are_validated(name, value):
 
 
 def test_numpy_scalars_are_accepted(llm):
-    sampling = SamplingParams(np.float32(0.5), top_k=np.int64(3), seed=np.int32(1))
+    sampling = SamplingParams(temperature=np.float32(0.5), top_k=np.int64(3), seed=np.int32(1))
     answer = llm.generate("w20", sampling=sampling, max_generate_length=np.int64(2))
     list(answer)
     assert answer.finish_reason == "length"

@@ -20,7 +20,9 @@ from edgellm.device_runtime.speculate.policy.spec_gate import SpecGate
 
 PROMPTS = ["w20 w30 w40", "w21 w31 w41", "w22 w32 w42"]
 VICTIM, LENGTH = 1, 12
-SAMPLING = SamplingParams(1.0, 1.0, 0, 7, num_logprobs=1)  # so that logits are looked at
+SAMPLING = SamplingParams(
+    temperature=1.0, top_p=1.0, top_k=0, seed=7, num_logprobs=1
+)  # so that logits are looked at
 ERRORS = [ValueError("boom"), RuntimeError("boom\nsecond line"), EdgeLLMError("boom", hint="mend")]
 
 

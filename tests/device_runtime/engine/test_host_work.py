@@ -34,7 +34,7 @@ def calls_of_steps(answer, skipped: int, counted: int) -> list[int]:
 def test_a_plain_token_needs_few_python_calls(tiny_engine):
     """Little above the measured calls: 204 were 6 % of a token of SmolLM2."""
     with LLM(tiny_engine) as llm:
-        sampling = SamplingParams(0.0, ignore_eos=True)
+        sampling = SamplingParams(temperature=0.0, ignore_eos=True)
         answer = llm.generate(WORDS, sampling=sampling, max_generate_length=24)
         calls = calls_of_steps(answer, 4, 8)
     assert max(calls) < 115
@@ -46,7 +46,7 @@ def test_paused_lookups_need_few_more_calls(tree_engine):
         assert llm._drafters is not None
         drafter = llm._drafters.start(greedy=True)
         drafter._controller.pace.text.pause = 1000
-        sampling = SamplingParams(0.0, ignore_eos=True)
+        sampling = SamplingParams(temperature=0.0, ignore_eos=True)
         answer = llm.generate(WORDS, sampling=sampling, max_generate_length=24)
         calls = calls_of_steps(answer, 4, 8)
     assert max(calls) < 140

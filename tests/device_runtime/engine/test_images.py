@@ -155,7 +155,7 @@ def test_threads_with_images(qwen, pictures):
 
     def ask(at: int) -> list[int]:
         content = [_image(pictures["abc"[at % 3]]), _text(f"w{at % 6}")]
-        sampling = SamplingParams(1.0, 1.0, 0, at % 6)
+        sampling = SamplingParams(temperature=1.0, top_p=1.0, top_k=0, seed=at % 6)
         answer = llm.generate(
             [{"role": "user", "content": content}], sampling=sampling, max_generate_length=6
         )
@@ -180,7 +180,9 @@ def test_a_damaged_encoder_is_rejected(qwen, tmp_path):
 
 
 def test_the_oldest_features_are_evicted(qwen, pictures):
-    reader = ImageReader(qwen.visual_engine, _decoder(qwen), verify=True, cache_bytes=1)
+    reader = ImageReader(
+        folder=qwen.visual_engine, decoder=_decoder(qwen), verify=True, cache_bytes=1
+    )
     for name in "aba":
         reader.see([pictures[name]], Path())
         assert len(reader._kept) == 1
@@ -266,7 +268,7 @@ def test_decoder_and_encoder_precisions_are_independent(qwen, pictures, tmp_path
     answer = llm.generate([{"role": "user", "content": content}], sampling=GREEDY)
     assert list(answer)
     readers = (
-        ImageReader(folder, llm.manifest.decoder, verify=True)
+        ImageReader(folder=folder, decoder=llm.manifest.decoder, verify=True)
         for folder in (seeing, qwen.visual_engine)
     )
     found, floats = (reader.see([pictures["a"]], Path())[0].embeds for reader in readers)

@@ -20,17 +20,17 @@ from edgellm.device_runtime.speculate.tree import Tree
 # The interpreter computes with NumPy, which warns of NaN.
 pytestmark = pytest.mark.filterwarnings("ignore::RuntimeWarning:triton")
 
-GREEDY_SAFE = SamplingParams(0.9, 0.9, 2)
+GREEDY_SAFE = SamplingParams(temperature=0.9, top_p=0.9, top_k=2)
 NODES, VOCAB, TREES = 16, 12, 10_000
 GREEDY = SamplingParams(temperature=0)
 SAMPLED = [
-    SamplingParams(1.0, 1.0, 0),
-    SamplingParams(0.4, 1.0, 5),
-    SamplingParams(2.5, 0.8, 0),
-    SamplingParams(1.0, 0.6, 3),
-    SamplingParams(1.3, 1.0, 2, min_p=0.3),
-    SamplingParams(0.8, 0.95, 11, min_p=0.05),
-    SamplingParams(0.01, 0.9, 40),
+    SamplingParams(temperature=1.0, top_p=1.0, top_k=0),
+    SamplingParams(temperature=0.4, top_p=1.0, top_k=5),
+    SamplingParams(temperature=2.5, top_p=0.8, top_k=0),
+    SamplingParams(temperature=1.0, top_p=0.6, top_k=3),
+    SamplingParams(temperature=1.3, top_p=1.0, top_k=2, min_p=0.3),
+    SamplingParams(temperature=0.8, top_p=0.95, top_k=11, min_p=0.05),
+    SamplingParams(temperature=0.01, top_p=0.9, top_k=40),
 ]
 
 
@@ -111,7 +111,9 @@ def sampled(trees, logits, params, uniforms, at_once: int, maximum: int = NODES)
 
 def on_host(tree: Tree, logits: np.ndarray, params: SamplingParams) -> tuple[list[int], int]:
     rows = logits[: len(tree)]
-    outcome = accept_exactly(tree, PassResult({LOGITS: rows[None]}, len(rows)), Sampler(params))
+    outcome = accept_exactly(
+        tree, PassResult({LOGITS: rows[None]}, len(rows)), Sampler(params=params)
+    )
     return outcome.path, outcome.bonus
 
 
@@ -151,7 +153,10 @@ def test_picks_that_are_fewer_than_the_vocabulary():
     """Where a token after the picks might be drawn, the kernel says so instead of drawing."""
     trees = random_trees(600, 4)
     logits = random_logits(trees, 5)
-    params = [SamplingParams(0.9, 0.9, index % 5, seed=index) for index in range(600)]
+    params = [
+        SamplingParams(temperature=0.9, top_p=0.9, top_k=index % 5, seed=index)
+        for index in range(600)
+    ]
     params = [GREEDY_SAFE if p.is_greedy else p for p in params]
     uniforms = np.stack(
         [np.random.Generator(np.random.Philox(p.seed)).random(NODES) for p in params]
@@ -177,7 +182,13 @@ def test_nan_ends_the_path_and_leaves_the_error_to_the_host():
             on_host(tree, logits[0], GREEDY)
         path, _, status = greedy([tree], logits, 1).of(0)
         assert (path, status) == ([0, 1], acceptance.NOT_A_NUMBER.value)
-        found = sampled([tree], logits, [SamplingParams(1.0, 1.0, 1)], np.zeros((1, NODES)), 1)
+        found = sampled(
+            [tree],
+            logits,
+            [SamplingParams(temperature=1.0, top_p=1.0, top_k=1)],
+            np.zeros((1, NODES)),
+            1,
+        )
         path, _, status = found.of(0)
         assert (path, status) == ([0, 1], acceptance.NOT_A_NUMBER.value)
 

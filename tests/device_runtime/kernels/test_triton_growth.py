@@ -86,7 +86,7 @@ class DevicePools:
 )
 def test_trees_equal_the_host(top_k, steps, room, several):
     """A batch of sequences with trees of different sizes; empty places follow them."""
-    limits = TreeLimits(top_k, steps, room + 1)
+    limits = TreeLimits(top_k=top_k, steps=steps, verify_size=room + 1)
     policy = FixedTree(limits)
     has_empty, numbers = several == 3, np.arange(several)
     starts = 40 + 9 * numbers, 43 + 7 * numbers, 100 * numbers
@@ -176,7 +176,7 @@ def _check_selection(hosts, policy: FixedTree, device: DevicePools, start, room:
 
 @pytest.mark.parametrize("scored", ["rates", "places"])
 def test_scores_by_rates_and_by_place(scored):
-    limits, random = TreeLimits(6, 4, 20), np.random.default_rng(3)
+    limits, random = TreeLimits(top_k=6, steps=4, verify_size=20), np.random.default_rng(3)
     table = np.concatenate([np.sort(random.random(11)), np.sort(-random.random(11))])
     if scored == "places":
         table = np.where(random.random(limits.pool_size) < 0.3, -np.inf, 0.0)

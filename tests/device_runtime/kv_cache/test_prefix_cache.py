@@ -16,7 +16,7 @@ from edgellm.device_runtime.requests.responses import run_request
 from edgellm.device_runtime.speculate.options import SpecOptions
 
 GREEDY = SamplingParams(temperature=0)
-FIXED = SpecOptions("eagle", tree="fixed")
+FIXED = SpecOptions(network="eagle", tree="fixed")
 Messages = list[dict[str, str]]
 
 
@@ -102,7 +102,9 @@ def test_plain_and_speculative_requests_alternate(eagle_pair):
     model = LLM(eagle_pair.engine, spec=FIXED, context_reuse=True)
     fresh = LLM(eagle_pair.engine)
     text, rounds, in_base, in_draft = "w20 w21 w22 w23", 0, 0, 0
-    sampled = SamplingParams(1.0, 1.0, 0, 7)  # has a drafter of its own
+    sampled = SamplingParams(
+        temperature=1.0, top_p=1.0, top_k=0, seed=7
+    )  # has a drafter of its own
     for at, (speculative, sampling) in enumerate(
         [(True, GREEDY), (True, sampled), (False, GREEDY), (False, sampled), (True, GREEDY),
          (True, GREEDY), (False, GREEDY), (True, sampled)]
@@ -202,8 +204,10 @@ def test_a_pinned_hidden_state_fits_any_next_token():
     """Files of older versions have none, but one more KV position of the draft."""
     base, wide, narrow = (np.zeros((2, rows, 4), np.float32) for rows in (3, 3, 2))
     feature = np.zeros((1, 9), np.float32)
-    older = PinnedPrefix((5, 6, 7, 8), (PinnedKV(base), PinnedKV(wide)))
-    newer = PinnedPrefix((5, 6, 7, 8), (PinnedKV(base), PinnedKV(narrow, feature=feature)))
+    older = PinnedPrefix((5, 6, 7, 8), (PinnedKV(values=base), PinnedKV(values=wide)))
+    newer = PinnedPrefix(
+        (5, 6, 7, 8), (PinnedKV(values=base), PinnedKV(values=narrow, feature=feature))
+    )
     assert older.length == newer.length == 3
     for keys, with_row, with_feature in (
         ((5, 6, 7, 8, 9), 3, 3),

@@ -66,8 +66,8 @@ def open_tensorrt(folder, plan=PLAN) -> DecoderNetwork:
     lower_for_gpu(folder / "fp16" / "model.onnx", graph, kernels=kernels, capacity=CAPACITY)
     passes, device = base_passes(plan), FakeDevice()
     runner = BatchRunner(
-        FakeEngine(graph, passes, device),
-        device,
+        engine=FakeEngine(graph, passes, device),
+        device=device,
         max_rows=passes[-1].max_rows,
         tree_rows=shared_rows(plan.max_verify_tree_size, MOST),
         spec=spec,
@@ -75,7 +75,7 @@ def open_tensorrt(folder, plan=PLAN) -> DecoderNetwork:
         num_sequences=MOST,
     )
     runner.prepare()
-    return DecoderNetwork(runner, spec, CAPACITY)
+    return DecoderNetwork(runner=runner, spec=spec, capacity=CAPACITY)
 
 
 OPEN = {"cuda": open_cuda, "tensorrt": open_tensorrt}

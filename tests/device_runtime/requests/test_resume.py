@@ -31,7 +31,9 @@ FLAGS = {
 }
 SETTINGS = settings_of(GIVEN, {"base": "1"}, None, **FLAGS)
 PROFILE = Profile(
-    stages_ms={"llm_prefill": [0.1]}, prompt_tokens=[3], rounds=[RoundCounts(2, 5, 3, 1)]
+    stages_ms={"llm_prefill": [0.1]},
+    prompt_tokens=[3],
+    rounds=[RoundCounts(emitted=2, tree_size=5, tree_depth=3, accepted=1)],
 )
 
 

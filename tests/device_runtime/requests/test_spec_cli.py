@@ -91,7 +91,7 @@ def test_outputs_equal_plain_ones(tree_engine, tree, temperature):
         ids = []
         for speculative in (False, True):
             answer = llm.generate(
-                prompt, sampling=SamplingParams(temperature), speculative=speculative
+                prompt, sampling=SamplingParams(temperature=temperature), speculative=speculative
             )
             list(answer)
             ids.append(answer.token_ids)
@@ -103,7 +103,7 @@ def test_outputs_equal_plain_ones(tree_engine, tree, temperature):
 def _ids(llm, temperature, *, speculative):
     answer = llm.generate(
         "w20 w21 w22",
-        sampling=SamplingParams(temperature, 1.0, 0),
+        sampling=SamplingParams(temperature=temperature, top_p=1.0, top_k=0),
         speculative=speculative,
         max_generate_length=60,
     )
@@ -116,7 +116,11 @@ def _ids(llm, temperature, *, speculative):
 def test_a_draft_model_is_lossless(tree_engine, draft, shape, request):
     """The base's own model as the draft, and that model rounded to INT4."""
     folder = request.getfixturevalue(draft)
-    llm = LLM(tree_engine, spec=SpecOptions("draft", folder, **shape), verify=True)
+    llm = LLM(
+        tree_engine,
+        spec=SpecOptions(network="draft", draft_engine_dir=folder, **shape),
+        verify=True,
+    )
     for temperature in (0.0, 1.0):
         (plain, _), (found, rounds) = (
             _ids(llm, temperature, speculative=speculative) for speculative in (False, True)
@@ -224,7 +228,7 @@ def test_flags_of_trees():
     assert options(choices="[[0], [1], [0, 2]]").choices == ((0,), (1,), (0, 2))
     named = options(choices="mc_sim_7b_63")
     assert len(set(named.choices)) == 63
-    assert named.limits(60) == TreeLimits(10, 4, 64, 21)
+    assert named.limits(60) == TreeLimits(top_k=10, steps=4, verify_size=64, static_rows=21)
 
 
 @pytest.mark.parametrize(
@@ -263,17 +267,17 @@ def test_invalid_options_are_rejected(wrong):
 
 def test_auto_uses_the_available_drafters(tiny_engine, tree_engine, eagle_pair):
     """Plain decoding, lookups, the draft in the folder, or a given draft model."""
-    auto, both = SpecOptions("auto"), ("ngram", "suffix")
+    auto, both = SpecOptions(network="auto"), ("ngram", "suffix")
     found = {}
     for engine in (tiny_engine, tree_engine, eagle_pair.engine):
         manifest = load_engine(engine, LLM_ENGINE)
         found[engine] = resolve_auto(auto, engine, manifest)
     assert found[tiny_engine] is None
-    assert found[tree_engine] == SpecOptions(None, lookups=both)
-    assert found[eagle_pair.engine] == SpecOptions("own", lookups=both, adapts=True)
-    given = SpecOptions("auto", tree_engine, ("suffix",))
+    assert found[tree_engine] == SpecOptions(network=None, lookups=both)
+    assert found[eagle_pair.engine] == SpecOptions(network="own", lookups=both, adapts=True)
+    given = SpecOptions(network="auto", draft_engine_dir=tree_engine, lookups=("suffix",))
     assert resolve_auto(given, eagle_pair.engine, manifest) == SpecOptions(
-        "draft", tree_engine, ("suffix",), adapts=True
+        network="draft", draft_engine_dir=tree_engine, lookups=("suffix",), adapts=True
     )
 
 
@@ -281,13 +285,13 @@ def test_auto_uses_the_available_drafters(tiny_engine, tree_engine, eagle_pair):
 @pytest.mark.parametrize("engine", ["tiny_engine", "tree_engine", "eagle_pair"])
 def test_auto_is_lossless(engine, temperature, request):
     found = request.getfixturevalue(engine)
-    llm = LLM(getattr(found, "engine", found), spec=SpecOptions("auto"))
+    llm = LLM(getattr(found, "engine", found), spec=SpecOptions(network="auto"))
     for prompt in ("w20 w21", "w9 w10 w9 w10 w9") * 3:
         ids = []
         for speculative in (False, True):
             answer = llm.generate(
                 prompt,
-                sampling=SamplingParams(temperature, 1.0, 0),
+                sampling=SamplingParams(temperature=temperature, top_p=1.0, top_k=0),
                 speculative=speculative,
                 max_generate_length=40,
             )

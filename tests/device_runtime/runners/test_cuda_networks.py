@@ -79,7 +79,10 @@ def test_outputs_equal_the_cpu(eagle_pair, engine, tmp_path):
     """Plain and speculative, alone and in batches of three: a fourth request waits."""
     here, llm = LLM(eagle_pair.engine), _llm(engine, TREES)
     asks = [*((prompt, GREEDY) for prompt in PROMPTS)]
-    asks += [(f"{PROMPTS[0]} w40", SamplingParams(1.0, 1.0, 0, 5)), asks[0]]
+    asks += [
+        (f"{PROMPTS[0]} w40", SamplingParams(temperature=1.0, top_p=1.0, top_k=0, seed=5)),
+        asks[0],
+    ]
     expected = [_answer(here, one, speculative=False, sampling=how) for one, how in asks]
     for (prompt, sampling), wanted in zip(asks[:4], expected, strict=False):
         for speculative in (False, True):

@@ -166,7 +166,10 @@ SPECS = {"plain": None, "text": SpecOptions(network=None, lookups=("ngram",), tr
 def test_batched_requests(engine, spec):
     llm = opened(engine, lambda: LLM(engine, spec=SPECS[spec]))
     prompts = [f"w{20 + at} w21 w22 w23 w{40 - at} w21 w22" for at in range(6)]
-    kinds = [SamplingParams(temperature=0), SamplingParams(1.0, 1.0, 0, 7)]
+    kinds = [
+        SamplingParams(temperature=0),
+        SamplingParams(temperature=1.0, top_p=1.0, top_k=0, seed=7),
+    ]
     asks = [(prompt, kinds[at % 2]) for at, prompt in enumerate(prompts)]
     ask = {"max_generate_length": 24, "speculative": False}
     expected = [llm.generate(prompt, sampling=kind, **ask) for prompt, kind in asks]

@@ -182,7 +182,9 @@ def test_a_draft_shares_it_too(clock, seconds):
 def _tree_size(verify: dict[str, float]) -> int:
     """Number of paying nodes after the root, of a chain with acceptance rate 0.9."""
     limits, costs = TreeLimits(top_k=4, steps=5, verify_size=32), Costs.of(verify)
-    policy = CostAwareTree(limits, costs, Calibration(), SpecGate(costs))
+    policy = CostAwareTree(
+        limits=limits, costs=costs, calibration=Calibration(), controller=SpecGate(costs=costs)
+    )
     pool, rates = CandidatePool(0, 33), np.full(32, np.log(0.9))
     pool.add_chain(0, range(32), rates, np.full(32, 0.9))
     return len(policy.select(pool, 32))

@@ -65,7 +65,9 @@ def llm(lettered) -> LLM:
 def test_guided_outputs_match_and_are_lossless(llm, kind, temperature):
     texts = set()
     for seed in range(4):
-        sampling = SamplingParams(temperature, 1.0, 0, seed, guide=GUIDES[kind])
+        sampling = SamplingParams(
+            temperature=temperature, top_p=1.0, top_k=0, seed=seed, guide=GUIDES[kind]
+        )
         ids = []
         for speculative in (False, True):
             answer = llm.generate(
@@ -86,7 +88,10 @@ def test_thousands_of_choices(llm, count):
     choices, texts = [f"{at:05} it" for at in range(count)], set()
     for seed in range(3):
         guide = Guide("choice", json.dumps(choices))
-        answer = llm.generate("Hi", sampling=SamplingParams(4.0, 1.0, 0, seed, guide=guide))
+        answer = llm.generate(
+            "Hi",
+            sampling=SamplingParams(temperature=4.0, top_p=1.0, top_k=0, seed=seed, guide=guide),
+        )
         list(answer)
         assert answer.finish_reason == "stop"
         assert answer.text in choices
@@ -98,7 +103,10 @@ def test_choices_with_a_common_prefix(llm):
     guide = Guide("choice", '["yes", "yes.", "yesno"]')
     texts = set()
     for seed in range(12):
-        answer = llm.generate("Hi", sampling=SamplingParams(4.0, 1.0, 0, seed, guide=guide))
+        answer = llm.generate(
+            "Hi",
+            sampling=SamplingParams(temperature=4.0, top_p=1.0, top_k=0, seed=seed, guide=guide),
+        )
         list(answer)
         texts.add(answer.text)
     assert texts == {"yes", "yes.", "yesno"}
@@ -110,7 +118,9 @@ def test_typical_acceptance_keeps_the_guide(lettered):
     )  # all allowed tokens
     llm, accepted = LLM(lettered, spec=options), 0
     for seed in range(4):
-        sampling = SamplingParams(1.0, 1.0, 0, seed, guide=GUIDES["json_schema"])
+        sampling = SamplingParams(
+            temperature=1.0, top_p=1.0, top_k=0, seed=seed, guide=GUIDES["json_schema"]
+        )
         answer = llm.generate("Hi", sampling=sampling, max_generate_length=90)
         list(answer)
         assert keeps_form("json_schema", answer.text)
@@ -119,7 +129,9 @@ def test_typical_acceptance_keeps_the_guide(lettered):
 
 
 def test_json_objects_may_have_any_content(llm):
-    sampling = SamplingParams(0.0, guide=Guide("json_object"), logit_bias={95: 30.0})  # }
+    sampling = SamplingParams(
+        temperature=0.0, guide=Guide("json_object"), logit_bias={95: 30.0}
+    )  # }
     answer = llm.generate("Hi", sampling=sampling, max_generate_length=90)
     list(answer)
     assert isinstance(json.loads(answer.text), dict)
@@ -197,8 +209,10 @@ def test_disallowed_tokens_are_never_drawn(lettered):
     logits[40] = 50
     guidance = Guidance(lettered, 96, [2])
     for top_k in (0, 1, 3):
-        params = SamplingParams(1.0, 1.0, top_k)
-        sampler = Sampler(params, (), guidance.start(Guide("choice", '["y", "n"]')))
+        params = SamplingParams(temperature=1.0, top_p=1.0, top_k=top_k)
+        sampler = Sampler(
+            params=params, prompt=(), constraint=guidance.start(Guide("choice", '["y", "n"]'))
+        )
         assert sampler.choose(logits, 40) in (4 + ord("y") - 34, 4 + ord("n") - 34)
         assert sampler.choose(logits, 40) == 2
 
@@ -222,7 +236,7 @@ SPELLED_SCHEMAS = {
 @pytest.mark.parametrize("form", [*SPELLED, *SPELLED_SCHEMAS])
 def test_text_of_special_tokens_is_text_in_every_form(llm, form, temperature):
     guide = SPELLED.get(form) or Guide.of_schema(SPELLED_SCHEMAS[form])
-    sampling = SamplingParams(temperature, 1.0, 0, 7, guide=guide)
+    sampling = SamplingParams(temperature=temperature, top_p=1.0, top_k=0, seed=7, guide=guide)
     for speculative in (False, True):
         answer = llm.generate(
             "Hi", sampling=sampling, max_generate_length=90, speculative=speculative

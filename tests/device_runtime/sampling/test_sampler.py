@@ -36,7 +36,7 @@ def _reference(logits, params):
     st.integers(0, 14),
 )
 def test_distribution_follows_its_definition(logits, temperature, top_p, top_k):
-    params = SamplingParams(temperature, top_p, top_k)
+    params = SamplingParams(temperature=temperature, top_p=top_p, top_k=top_k)
     array = np.array(logits, np.float32)
     token_ids, probabilities = processed_distribution(array, params)
     expected = _reference(array, params)
@@ -52,12 +52,12 @@ def test_distribution_follows_its_definition(logits, temperature, top_p, top_k):
 
 def test_greedy_takes_the_argmax():
     for params in (SamplingParams(temperature=0), SamplingParams(top_k=1)):
-        assert Sampler(params).choose(LOGITS, 1) == 1
+        assert Sampler(params=params).choose(LOGITS, 1) == 1
 
 
 def test_draws_follow_the_distribution():
     params = SamplingParams(temperature=1.5, top_p=1, top_k=0, seed=1)
-    sampler, draws = Sampler(params), 20000
+    sampler, draws = Sampler(params=params), 20000
     counts = np.bincount([sampler.choose(LOGITS, 1) for _ in range(draws)], minlength=5)
     token_ids, probabilities = processed_distribution(LOGITS, params)
     expected = np.zeros(5)
@@ -70,7 +70,7 @@ def test_draws_follow_the_distribution():
 
 def test_seeds_repeat_and_differ():
     def draw(seed):
-        sampler = Sampler(SamplingParams(temperature=2, top_p=1, top_k=0, seed=seed))
+        sampler = Sampler(params=SamplingParams(temperature=2, top_p=1, top_k=0, seed=seed))
         return [sampler.choose(LOGITS, 1) for _ in range(30)]
 
     assert draw(3) == draw(3)
@@ -79,9 +79,13 @@ def test_seeds_repeat_and_differ():
 
 def test_penalties_count_prompt_and_output():
     params = SamplingParams(
-        0, repetition_penalty=2.0, presence_penalty=0.5, frequency_penalty=0.25, logit_bias={2: 3.0}
+        temperature=0,
+        repetition_penalty=2.0,
+        presence_penalty=0.5,
+        frequency_penalty=0.25,
+        logit_bias={2: 3.0},
     )
-    sampler = Sampler(params, [4, 999])  # an image embedding is no token
+    sampler = Sampler(params=params, prompt=[4, 999])  # an image embedding is no token
     np.testing.assert_allclose(sampler.adjusted(LOGITS), [1, 4, 5, 3, -10])
     assert sampler.choose(LOGITS, 1) == 2  # biased
     np.testing.assert_allclose(sampler.adjusted(LOGITS), [1, 4, 2.5 - 0.75, 3, -10])

@@ -18,7 +18,11 @@ from edgellm.device_runtime import LLM, SamplingParams, SpecOptions
 from edgellm.device_runtime.networks.decoder import PassResult
 
 GREEDY = SamplingParams(temperature=0)
-KINDS = [GREEDY, SamplingParams(1.0, 1.0, 0, 7), SamplingParams(0.7, 0.9, 20, 5, num_logprobs=2)]
+KINDS = [
+    GREEDY,
+    SamplingParams(temperature=1.0, top_p=1.0, top_k=0, seed=7),
+    SamplingParams(temperature=0.7, top_p=0.9, top_k=20, seed=5, num_logprobs=2),
+]
 PROMPTS = [f"w{20 + at} w30 w{40 + at}" for at in range(7)]
 SAMPLINGS = [KINDS[at % 3] for at in range(7)]
 WAYS = {

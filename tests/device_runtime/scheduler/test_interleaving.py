@@ -37,8 +37,11 @@ from edgellm.device_runtime.speculate.drafters.medusa import MedusaDrafter
 from edgellm.device_runtime.speculate.policy.costs import Costs
 from edgellm.device_runtime.speculate.policy.tree_policy import FixedTree, TreeLimits
 
-GREEDY, SAMPLED = SamplingParams(temperature=0), SamplingParams(1.0, 0.9, 0, seed=3)
-CAPACITY, LIMITS = 96, TreeLimits(3, 4, 12)
+GREEDY, SAMPLED = (
+    SamplingParams(temperature=0),
+    SamplingParams(temperature=1.0, top_p=0.9, top_k=0, seed=3),
+)
+CAPACITY, LIMITS = 96, TreeLimits(top_k=3, steps=4, verify_size=12)
 FAIR = Costs.of({"1": 10, "8": 14, "64": 60}, {"1": 1, "64": 9}, {"1": 1, "64": 9})
 SCRIPTED = ["plain", "text", "eagle", "draft", "medusa", "block"]
 
@@ -63,11 +66,13 @@ class Rig:
         else:
             learned = learned_of(FixedTree(LIMITS), FAIR, starts)
         if self.drafts == "eagle":
-            caches = DraftKVCaches(StrictDraft(CAPACITY, draft), LIMITS.steps + 1)
+            caches = DraftKVCaches(
+                network=StrictDraft(CAPACITY, draft), round_rows=LIMITS.steps + 1
+            )
             self.caches = (caches,)
         if self.drafts == "block":
             blocks = StrictBlocks(CAPACITY, draft, LIMITS.steps + 1, links=8)
-            caches = DraftKVCaches(blocks, LIMITS.round_rows)
+            caches = DraftKVCaches(network=blocks, round_rows=LIMITS.round_rows)
             self.caches = (caches,)
         model = recorded(StrictModel(CAPACITY, draft))
         latest = LatestKV(model)
@@ -75,23 +80,43 @@ class Rig:
         self.start = {
             "plain": lambda: None,
             "text": lambda: TextDrafter(learned, LIMITS),
-            "eagle": lambda: EagleDrafter(caches, learned, LIMITS, FAIR, max_tree_rows=12),
+            "eagle": lambda: EagleDrafter(
+                caches=caches, learned=learned, limits=LIMITS, costs=FAIR, max_tree_rows=12
+            ),
             "draft": lambda: ModelDrafter(
-                model, latest, learned, LIMITS, FAIR, num_candidates=VOCAB, num_readable=VOCAB,
+                network=model,
+                latest=latest,
+                learned=learned,
+                limits=LIMITS,
+                costs=FAIR,
+                num_candidates=VOCAB,
+                num_readable=VOCAB,
                 prefill_rows=64,
             ),
-            "medusa": lambda: MedusaDrafter(heads, learned, LIMITS, FAIR),
-            "block": lambda: BlockDrafter(
-                caches, blocks.block, learned, LIMITS, FAIR, num_candidates=8
+            "medusa": lambda: MedusaDrafter(
+                network=heads, learned=learned, limits=LIMITS, costs=FAIR
             ),
-        }[self.drafts]  # fmt: skip
+            "block": lambda: BlockDrafter(
+                caches=caches,
+                block=blocks.block,
+                learned=learned,
+                limits=LIMITS,
+                costs=FAIR,
+                num_candidates=8,
+            ),
+        }[self.drafts]
         self.kv_cache_manager = KVCacheManager(
-            recorded(self.base), 4, self.caches, reuses_context=self.reuses_context
+            base=recorded(self.base),
+            prefill_rows=4,
+            drafts=self.caches,
+            reuses_context=self.reuses_context,
         )
 
     def begin(self, prompt: list[int], sampling: SamplingParams, count: int) -> Sequence:
-        sampler = Sampler(sampling, prompt)
-        return Sequence(Prompt(prompt), sampler, count, drafter=self.start())
+        sampler = Sampler(params=sampling, prompt=prompt)
+        return Sequence(
+            prompt=Prompt(prompt), sampler=sampler, max_tokens=count, drafter=self.start()
+        )
 
     def finish(self, sequence: Sequence) -> Sequence:
         while not sequence.is_over:
@@ -173,9 +198,19 @@ def test_interleaved_outputs_equal_single_ones(eagle_pairs, way, reuses):
     engine = eagle_pairs("medusa" if way == "medusa" else "eagle3").engine
     spec = WAYS[way]
     if spec == "draft":
-        spec = SpecOptions("draft", eagle_pairs("medusa").engine, tree="fixed", top_k=2, steps=3)
+        spec = SpecOptions(
+            network="draft",
+            draft_engine_dir=eagle_pairs("medusa").engine,
+            tree="fixed",
+            top_k=2,
+            steps=3,
+        )
     llm = LLM(engine, spec=spec, context_reuse=reuses)
-    kinds = [GREEDY, SamplingParams(1.0, 1.0, 0, 7), SamplingParams(0.7, 0.9, 20, 5)]
+    kinds = [
+        GREEDY,
+        SamplingParams(temperature=1.0, top_p=1.0, top_k=0, seed=7),
+        SamplingParams(temperature=0.7, top_p=0.9, top_k=20, seed=5),
+    ]
     asks = [
         {"prompt": prompt, "sampling": kinds[at], "max_generate_length": 24, "stop": ["w77"]}
         for at, prompt in enumerate(PROMPTS)

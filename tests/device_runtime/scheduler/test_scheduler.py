@@ -27,15 +27,18 @@ from edgellm.device_runtime.speculate.policy.costs import Costs
 from edgellm.device_runtime.speculate.policy.tree_policy import FixedTree, TreeLimits
 
 CAPACITY, PIECE = 64, 6
-GREEDY, SAMPLED = SamplingParams(temperature=0), SamplingParams(1.0, 0.9, 0, seed=3)
-LIMITS = TreeLimits(3, 4, 8)
+GREEDY, SAMPLED = (
+    SamplingParams(temperature=0),
+    SamplingParams(temperature=1.0, top_p=0.9, top_k=0, seed=3),
+)
+LIMITS = TreeLimits(top_k=3, steps=4, verify_size=8)
 
 
 class Pool(KVCacheManager):
     """One shared cache that counts the blocks of all sequences."""
 
     def __init__(self, rows: int, block_size: int) -> None:
-        super().__init__(recorded(StrictBase(CAPACITY)), PIECE)
+        super().__init__(base=recorded(StrictBase(CAPACITY)), prefill_rows=PIECE)
         self.num_rows, self.block_size = rows, block_size
         self.entries: list[RunningRequest] = []
 
@@ -64,10 +67,12 @@ class Arrival:
     def begin(self, lookups) -> RunningRequest:
         drafter = TextDrafter(learned_of(FixedTree(LIMITS), lookups=lookups), LIMITS)
         sequence = Sequence(
-            Prompt(self.prompt), Sampler(self.sampling, self.prompt), self.tokens,
+            prompt=Prompt(self.prompt),
+            sampler=Sampler(params=self.sampling, prompt=self.prompt),
+            max_tokens=self.tokens,
             drafter=drafter if self.drafts else None,
-        )  # fmt: skip
-        self.entry = RunningRequest(sequence, priority=self.priority)
+        )
+        self.entry = RunningRequest(sequence=sequence, priority=self.priority)
         return self.entry
 
 
@@ -91,7 +96,7 @@ def alone(arrival: Arrival) -> list[int]:
     pool = Pool(CAPACITY, 1)
     entry = dataclasses.replace(arrival, drafts=False).begin([])
     pool.entries = [entry]
-    batch = Batch(pool, Bounds(1, PIECE))
+    batch = Batch(pool, Bounds(max_running=1, prefill_rows=PIECE))
     batch.add(entry)
     while not entry.is_done:
         take(batch, [entry])
@@ -122,7 +127,17 @@ def take(batch: Batch, readers: list[RunningRequest]) -> int:
 def test_any_schedule_gives_equal_tokens(arrivals, maximum, page, spare):
     pool = Pool(CAPACITY + spare // page * page, page)
     costs = np.arange(65.0)
-    batch = Batch(pool, Bounds(maximum, PIECE, LIMITS.verify_size, page, 20.0, costs))
+    batch = Batch(
+        pool,
+        Bounds(
+            max_running=maximum,
+            prefill_rows=PIECE,
+            tree_rows=LIMITS.verify_size,
+            block_size=page,
+            max_stall_ms=20.0,
+            pass_ms=costs,
+        ),
+    )
     coming, active, at = sorted(arrivals, key=lambda one: one.at), [], 0
     lookups = [ngram.remember(), suffix.remember()]
     while coming or active:
@@ -154,7 +169,7 @@ def test_any_schedule_gives_equal_tokens(arrivals, maximum, page, spare):
 def test_the_oldest_request_is_never_preempted():
     """Five sequences decode in a cache for one and a half: the oldest advances in every step."""
     pool = Pool(CAPACITY + 32, 4)
-    batch = Batch(pool, Bounds(5, PIECE, block_size=4))
+    batch = Batch(pool, Bounds(max_running=5, prefill_rows=PIECE, block_size=4))
     arrivals = [Arrival([3, 1, 4, 1], GREEDY, 40 + at, 0, 0, None, False) for at in range(5)]
     for one in arrivals:
         batch.add(one.begin([]))
@@ -173,15 +188,15 @@ def test_the_oldest_request_is_never_preempted():
 
 # ------------------------------------------------------------------- plans by hand
 TABLE = np.arange(65) * 1.0  # a millisecond a row
-WIDE = Bounds(4, 512, 16, max_stall_ms=40.0, pass_ms=TABLE)
+WIDE = Bounds(max_running=4, prefill_rows=512, tree_rows=16, max_stall_ms=40.0, pass_ms=TABLE)
 
 
 def _running(number: int, **facts) -> RequestState:
-    return RequestState(number, is_admitted=True, held_rows=8, **facts)
+    return RequestState(number=number, is_admitted=True, held_rows=8, **facts)
 
 
 def test_prompts_are_chunked_only_in_a_batch():
-    reading = RequestState(3, prefill_rows_left=400)
+    reading = RequestState(number=3, prefill_rows_left=400)
     assert plan([reading], 10**6, WIDE).rows == {3: 400}
     found = plan([_running(1), _running(2), reading], 10**6, WIDE)
     assert found.rows == {1: 1, 2: 1, 3: 25}  # a sixteenth of it
@@ -202,17 +217,20 @@ def test_prompts_are_chunked_only_in_a_batch():
 
 
 def test_the_first_prompt_is_prefilled_first():
-    first, second = RequestState(1, prefill_rows_left=30), RequestState(2, prefill_rows_left=600)
+    first, second = (
+        RequestState(number=1, prefill_rows_left=30),
+        RequestState(number=2, prefill_rows_left=600),
+    )
     assert plan([second, first, _running(3)], 10**6, WIDE).rows == {1: 30, 2: 9, 3: 1}
     second = dataclasses.replace(second, prefill_rows_left=30)
     assert plan([second, first, _running(3)], 10**6, WIDE).rows == {1: 8, 3: 1}
 
 
 def test_order_is_by_priority_and_age():
-    one_place = Bounds(1, 512)
+    one_place = Bounds(max_running=1, prefill_rows=512)
     low, high = (
-        RequestState(1, priority=1, prefill_rows_left=9),
-        RequestState(2, prefill_rows_left=9),
+        RequestState(number=1, priority=1, prefill_rows_left=9),
+        RequestState(number=2, prefill_rows_left=9),
     )
     assert plan([low, high], 10**6, one_place).admitted == (2,)
     aged = dataclasses.replace(low, waited_s=65.0)
@@ -220,16 +238,27 @@ def test_order_is_by_priority_and_age():
 
 
 def test_later_requests_do_not_pass_one_without_space():
-    large, small = RequestState(2, prefill_rows_left=100), RequestState(3, prefill_rows_left=4)
+    large, small = (
+        RequestState(number=2, prefill_rows_left=100),
+        RequestState(number=3, prefill_rows_left=4),
+    )
     assert plan([_running(1), large, small], 50, WIDE).admitted == ()
     assert plan([_running(1), large, small], 200, WIDE).admitted == (2, 3)
 
 
 def test_a_parked_request_is_displaced():
     parked = _running(1, is_due=False, is_parked=True)
-    found = plan([parked, RequestState(2, prefill_rows_left=4)], 10**6, Bounds(1, 512))
+    found = plan(
+        [parked, RequestState(number=2, prefill_rows_left=4)],
+        10**6,
+        Bounds(max_running=1, prefill_rows=512),
+    )
     assert (found.displaced, found.admitted, found.rows) == ((1,), (2,), {2: 4})
-    found = plan([parked, RequestState(2, prefill_rows_left=4)], 2, Bounds(2, 512))
+    found = plan(
+        [parked, RequestState(number=2, prefill_rows_left=4)],
+        2,
+        Bounds(max_running=2, prefill_rows=512),
+    )
     assert (found.preempted, found.admitted, found.rows) == ((1,), (2,), {2: 4})
 
 
@@ -239,7 +268,10 @@ def test_trees_take_free_positions_without_preemption():
     assert plan(drafted, 10, WIDE).preempted == ()
     assert plan(drafted, 1, WIDE).preempted == (2,)
     # Chunks are sized by the latest trees, not by their maximum.
-    reading, others = RequestState(3, prefill_rows_left=60), [_running(at) for at in (1, 2, 4, 5)]
+    reading, others = (
+        RequestState(number=3, prefill_rows_left=60),
+        [_running(at) for at in (1, 2, 4, 5)],
+    )
     wide = dataclasses.replace(WIDE, max_running=5)
     given = plan([*others, reading], 10**6, wide).rows[3]
     drafted = [_running(at, tree_rows=16, usual_rows=rows) for at, rows in ((1, 3), (2, 1))]
@@ -248,8 +280,8 @@ def test_trees_take_free_positions_without_preemption():
 
 @pytest.mark.parametrize("rows", [1, 7])
 def test_unmeasured_costs_set_no_bound(rows):
-    free = Bounds(4, 512, max_stall_ms=1.0, pass_ms=np.zeros(rows + 1))
-    assert plan([_running(1), RequestState(2, prefill_rows_left=400)], 10**6, free).rows == {
+    free = Bounds(max_running=4, prefill_rows=512, max_stall_ms=1.0, pass_ms=np.zeros(rows + 1))
+    assert plan([_running(1), RequestState(number=2, prefill_rows_left=400)], 10**6, free).rows == {
         1: 1,
         2: 400,
     }
@@ -258,7 +290,9 @@ def test_unmeasured_costs_set_no_bound(rows):
 def test_costs_are_those_of_the_drafter():
     table = Costs.of({"1": 2.0, "64": 65.0}).verify
     bounds = dataclasses.replace(WIDE, pass_ms=table)
-    assert plan([_running(1), RequestState(2, prefill_rows_left=990)], 10**6, bounds).rows == {
+    assert plan(
+        [_running(1), RequestState(number=2, prefill_rows_left=990)], 10**6, bounds
+    ).rows == {
         1: 1,
         2: 38,
     }
@@ -268,11 +302,11 @@ def test_batches_use_batch_costs():
     """Here a sequence costs 4 ms with two tokens; each further token costs 0.1."""
     measured = {n: {"1": 4.0 * n, "2": 4.0 * n, "64": 4.0 * n + 0.1 * 62 * n} for n in (1, 2, 4)}
     bounds = dataclasses.replace(WIDE, together=SharedCosts(measured), max_stall_ms=14.0)
-    reading, active = RequestState(3, prefill_rows_left=400), [_running(1), _running(2)]
+    reading, active = RequestState(number=3, prefill_rows_left=400), [_running(1), _running(2)]
     # A third sequence takes 4 ms of the 6 that are left; each of its tokens takes 0.1 ms.
     assert plan([*active, reading], 10**6, bounds).rows == {1: 1, 2: 1, 3: 24}
     tight = dataclasses.replace(bounds, max_stall_ms=12.5)
     assert plan([*active, reading], 10**6, tight).rows[3] == 9
     # A fourth would make it 16 ms even with few tokens: it waits.
-    short = [RequestState(at, prefill_rows_left=20) for at in (3, 4)]
+    short = [RequestState(number=at, prefill_rows_left=20) for at in (3, 4)]
     assert plan([*active, *short], 10**6, bounds).rows == {1: 1, 2: 1, 3: 20}

@@ -40,7 +40,10 @@ def _asks() -> list[Ask]:
     """One output of every interface, with its own seed and prompt."""
 
     def by_entry(seed: int) -> list[Ask]:
-        prompt, sampling = f"w{20 + seed} w30 w{40 + seed}", SamplingParams(1.0, 1.0, 0, seed)
+        prompt, sampling = (
+            f"w{20 + seed} w30 w{40 + seed}",
+            SamplingParams(temperature=1.0, top_p=1.0, top_k=0, seed=seed),
+        )
         message = {"role": "user", "content": prompt}
         fixed = {"sampling": sampling, "max_generate_length": 10}
         text = {"add_special_tokens": False, "stop": [], "system_prompt": SYSTEM}

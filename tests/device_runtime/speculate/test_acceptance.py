@@ -27,18 +27,22 @@ VOCAB, LENGTH = 4, 3
 PROMPT = (1, 2)
 GREEDY = SamplingParams(temperature=0)
 PARAMS = [
-    SamplingParams(1.0, 1.0, 0),
-    SamplingParams(0.4, 1.0, 0),
-    SamplingParams(2.5, 0.8, 0),
-    SamplingParams(1.0, 0.6, 3),
-    SamplingParams(1.3, 1.0, 2),
-    SamplingParams(1.0, 0.9, 1),
+    SamplingParams(temperature=1.0, top_p=1.0, top_k=0),
+    SamplingParams(temperature=0.4, top_p=1.0, top_k=0),
+    SamplingParams(temperature=2.5, top_p=0.8, top_k=0),
+    SamplingParams(temperature=1.0, top_p=0.6, top_k=3),
+    SamplingParams(temperature=1.3, top_p=1.0, top_k=2),
+    SamplingParams(temperature=1.0, top_p=0.9, top_k=1),
     GREEDY,
-    SamplingParams(1.0, 1.0, 0, min_p=0.2),
-    SamplingParams(1.0, 0.9, 0, repetition_penalty=1.7),
-    SamplingParams(0.8, 1.0, 3, min_p=0.05, presence_penalty=1.1, frequency_penalty=0.6),
-    SamplingParams(1.0, 1.0, 0, logit_bias={0: 1.5, 3: -100}, presence_penalty=-0.7),
-    SamplingParams(0.0, repetition_penalty=1.9, frequency_penalty=0.9),
+    SamplingParams(temperature=1.0, top_p=1.0, top_k=0, min_p=0.2),
+    SamplingParams(temperature=1.0, top_p=0.9, top_k=0, repetition_penalty=1.7),
+    SamplingParams(
+        temperature=0.8, top_p=1.0, top_k=3, min_p=0.05, presence_penalty=1.1, frequency_penalty=0.6
+    ),
+    SamplingParams(
+        temperature=1.0, top_p=1.0, top_k=0, logit_bias={0: 1.5, 3: -100}, presence_penalty=-0.7
+    ),
+    SamplingParams(temperature=0.0, repetition_penalty=1.9, frequency_penalty=0.9),
 ]
 
 
@@ -90,7 +94,7 @@ class Exhaustive(Sampler):
     """
 
     def __init__(self, params: SamplingParams, branches: list[int]) -> None:
-        super().__init__(params, PROMPT)
+        super().__init__(params=params, prompt=PROMPT)
         self._random = self  # type: ignore[assignment]
         self._said: tuple[int, ...] = ()
         self.branches, self.widths, self.weight, self._uniform = branches, [], 1.0, 0.0
@@ -249,7 +253,7 @@ def without_ancestors(tree, result, sampler):
 
 
 def test_the_check_finds_penalties_that_forget_a_nodes_ancestors():
-    params = SamplingParams(0.0, frequency_penalty=1.5)
+    params = SamplingParams(temperature=0.0, frequency_penalty=1.5)
     found = [distance(seed, params, without_ancestors) for seed in range(20)]
     assert max(found) == 1
 
@@ -260,7 +264,10 @@ def test_the_check_finds_penalties_that_forget_a_nodes_ancestors():
     ids=lambda accept: accept.__name__,
 )
 def test_the_check_finds_biased_acceptance(accept):
-    found = [distance(seed, SamplingParams(0.7, 1.0, 0), accept) for seed in range(6)]
+    found = [
+        distance(seed, SamplingParams(temperature=0.7, top_p=1.0, top_k=0), accept)
+        for seed in range(6)
+    ]
     assert max(found) > 0.02
 
 
@@ -268,7 +275,7 @@ def test_the_check_finds_biased_acceptance(accept):
 def test_same_seed_equals_plain_decoding(params):
     for seed in range(30):
         seeded = dataclasses.replace(params, seed=seed)
-        one, other = Sampler(seeded, PROMPT), Sampler(seeded, PROMPT)
+        one, other = Sampler(params=seeded, prompt=PROMPT), Sampler(params=seeded, prompt=PROMPT)
         plain = ()
         for _ in range(LENGTH):
             logits = base_logits(seed, (1, 2, *plain))
@@ -307,9 +314,11 @@ def naive_typical(tree, result, params, threshold, alpha) -> list[int]:
 @settings(max_examples=20)
 @given(seed=st.integers(0, 10_000))
 def test_typical_acceptance_follows_its_definition(threshold, alpha, seed):
-    params = SamplingParams(0.8, 0.95, 3, repetition_penalty=1.4, frequency_penalty=0.5)
+    params = SamplingParams(
+        temperature=0.8, top_p=0.95, top_k=3, repetition_penalty=1.4, frequency_penalty=0.5
+    )
     tree = tree_of(seed, PROMPT, 3)
-    result, sampler = verify(seed, PROMPT, tree), Sampler(params, PROMPT)
+    result, sampler = verify(seed, PROMPT, tree), Sampler(params=params, prompt=PROMPT)
     outcome = accept_typically(tree, result, sampler, Typical(threshold, alpha))
     known = math.sqrt(threshold) if alpha is None else alpha
     assert outcome.path[-1] in naive_typical(tree, result, params, threshold, known)
@@ -329,5 +338,10 @@ def test_typical_acceptance_of_vanishing_probabilities():
     logits = np.array([[0, 90, -90, 5], [1, 2, 3, 4]], np.float32)
     tree = Tree(np.array([0, 1]), np.array([-1, 0]), np.ones(2))
     result = PassResult({LOGITS: logits[None]}, len(logits))
-    outcome = accept_typically(tree, result, Sampler(SamplingParams(0.01, 1.0, 0)), Typical(0.09))
+    outcome = accept_typically(
+        tree,
+        result,
+        Sampler(params=SamplingParams(temperature=0.01, top_p=1.0, top_k=0)),
+        Typical(0.09),
+    )
     assert outcome.path == [0, 1]

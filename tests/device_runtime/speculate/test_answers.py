@@ -23,7 +23,7 @@ from edgellm.device_runtime.speculate.policy.costs import Costs
 from edgellm.device_runtime.speculate.policy.tree_policy import FixedTree, TreeLimits
 
 GREEDY = SamplingParams(temperature=0)
-LIMITS = TreeLimits(2, 5, 11)
+LIMITS = TreeLimits(top_k=2, steps=5, verify_size=11)
 FREE = Costs.of({"1": 10, "64": 10.01}, {"1": 0.01, "64": 0.02}, {"1": 0.01, "64": 0.02})
 PROMPT = "w20 w21 w22"
 
@@ -61,18 +61,27 @@ def scripted(request, llm, monkeypatch):
         session = StrictDraft(capacity, lambda context: oracle(context, logits_of))
         fixed = request.param == "fixed"
         learned = learned_of(FixedTree(LIMITS)) if fixed else by_cost(LIMITS, FREE)
-        rows = DraftKVCaches(session, LIMITS.steps + 1)
+        rows = DraftKVCaches(network=session, round_rows=LIMITS.steps + 1)
 
         def make():
-            return EagleDrafter(rows, learned, LIMITS, FREE, max_tree_rows=10)
+            return EagleDrafter(
+                caches=rows, learned=learned, limits=LIMITS, costs=FREE, max_tree_rows=10
+            )
 
         base = StrictBase(capacity, logits_of)
-        kv_cache_manager = KVCacheManager(recorded(base), llm.manifest.prefill_rows, (rows,))
+        kv_cache_manager = KVCacheManager(
+            base=recorded(base), prefill_rows=llm.manifest.prefill_rows, drafts=(rows,)
+        )
         monkeypatch.setattr(llm, "_kv_cache_manager", kv_cache_manager)
         monkeypatch.setattr(
             llm,
             "_turns",
-            StepLock(Batch(kv_cache_manager, Bounds(1, kv_cache_manager.prefill_rows, 10))),
+            StepLock(
+                Batch(
+                    kv_cache_manager,
+                    Bounds(max_running=1, prefill_rows=kv_cache_manager.prefill_rows, tree_rows=10),
+                )
+            ),
         )
         monkeypatch.setattr(llm, "_drafters", Drafters(make, (rows,), SpecOptions()))
         return base

@@ -29,10 +29,12 @@ from edgellm.device_runtime.speculate.policy.static_tree import StaticTree
 from edgellm.device_runtime.speculate.policy.tree_policy import FixedTree, TreeLimits
 
 GREEDY = SamplingParams(temperature=0)
-SAMPLED = SamplingParams(0.8, 0.9, 0, 3, min_p=0.05, repetition_penalty=1.2)
+SAMPLED = SamplingParams(
+    temperature=0.8, top_p=0.9, top_k=0, seed=3, min_p=0.05, repetition_penalty=1.2
+)
 PROMPTS = ([3, 1, 4, 1, 5, 9, 2, 6, 5], [7], list(range(20)) * 2)
 CHOICES = ((0,), (0, 0), (1,), (2,), (0, 2), (0, 0, 0), (2, 0), (2, 0, 1))
-LIMITS = TreeLimits(4, 5, 16)
+LIMITS = TreeLimits(top_k=4, steps=5, verify_size=16)
 COSTS = Costs.of({"1": 10, "8": 14, "64": 60}, None, {"1": 1, "64": 9})
 
 
@@ -40,26 +42,39 @@ def drafting(policy="fixed", draft="oracle", capacity=128, **block):
     """Factory of drafters, and their shared session."""
     session = StrictBlocks(capacity, DRAFTS[draft], **block)
     limits = SpecOptions(choices=CHOICES).limits(60) if policy == "static" else LIMITS
-    rows = DraftKVCaches(session, limits.round_rows)
+    rows = DraftKVCaches(network=session, round_rows=limits.round_rows)
     made = StaticTree(CHOICES) if policy == "static" else FixedTree(limits)
     learned = by_cost(limits, COSTS) if policy == "cost" else learned_of(made, COSTS)
     count = session.block.links or limits.top_k
 
     def start():
-        return BlockDrafter(rows, session.block, learned, limits, COSTS, num_candidates=count)
+        return BlockDrafter(
+            caches=rows,
+            block=session.block,
+            learned=learned,
+            limits=limits,
+            costs=COSTS,
+            num_candidates=count,
+        )
 
     return start, session
 
 
 def ids_of(base, drafter, prompt, params, count=30) -> list[int]:
     rounds = speculate(
-        base, drafter, prompt, Sampler(params, prompt), count, Profile(), prefill_rows=7
+        base,
+        drafter,
+        prompt,
+        Sampler(params=params, prompt=prompt),
+        count,
+        Profile(),
+        prefill_rows=7,
     )
     return [token for found in rounds for token in found.token_ids]
 
 
 def plain(prompt, params, count=30) -> list[int]:
-    sampler = Sampler(params, prompt)
+    sampler = Sampler(params=params, prompt=prompt)
     return list(generate(StrictBase(128), prompt, sampler, count, Profile(), prefill_rows=64))
 
 
@@ -93,7 +108,7 @@ def test_a_full_cache_begins_anew():
     base = StrictBase(400)
     start, session = drafting(capacity=106)
     ids = ids_of(base, start(), PROMPTS[0], GREEDY, 300)
-    sampler = Sampler(GREEDY, PROMPTS[0])
+    sampler = Sampler(params=GREEDY, prompt=PROMPTS[0])
     expected = generate(StrictBase(400), PROMPTS[0], sampler, 300, Profile(), prefill_rows=64)
     assert ids == list(expected)
     assert session.skipped > 100
@@ -131,7 +146,14 @@ def parts(session, ids, taps, sizes, rows, top_k):
     for size in sizes:
         own = slice(at, at + size)
         block = np.arange(size, size + rows)
-        part = DraftPart(session.kv, ids[own], at, block, top_k, taps=taps[own].numpy())
+        part = DraftPart(
+            kv=session.kv,
+            token_ids=ids[own],
+            write_index=at,
+            output_rows=block,
+            top_k=top_k,
+            taps=taps[own].numpy(),
+        )
         (found,) = session.run_batch([part])
         at += size
     return found
@@ -202,7 +224,14 @@ def test_blocks_of_several_requests_share_a_pass(engines, name, tmp_path):
 
     def part(kv, rows, newest):
         ids, block = np.full(rows, newest), np.arange(rows, rows + 6)
-        return DraftPart(kv, ids, 0, block, layout.draft_vocab, taps=taps[:rows])
+        return DraftPart(
+            kv=kv,
+            token_ids=ids,
+            write_index=0,
+            output_rows=block,
+            top_k=layout.draft_vocab,
+            taps=taps[:rows],
+        )
 
     wanted = [part(first, 9, 20), part(second, 4, 30)]
     alone = [found.copy() for one in wanted for found in session.run_batch([one])]
@@ -235,7 +264,7 @@ def test_outputs_equal_plain_decoding(engines, name, way):
     llm = LLM(engines(name).engine, verify=True, spec=SPECS[way])
     rounds = []
     for prompt in ("w20", "w9 w10 w9 w10 w9", " ".join(f"w{i}" for i in range(10, 70))):
-        for sampling in (GREEDY, SamplingParams(1.0, 1.0, 0, 7)):
+        for sampling in (GREEDY, SamplingParams(temperature=1.0, top_p=1.0, top_k=0, seed=7)):
             plain, found = (
                 llm.generate(prompt, sampling=sampling, max_generate_length=70, speculative=drafts)
                 for drafts in (False, True)

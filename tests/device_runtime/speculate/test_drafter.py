@@ -51,7 +51,7 @@ class Noting(Calibration):
 
 
 def drafter_of(*said: list[int], **options) -> TextDrafter:
-    limits = TreeLimits(4, 6, 20)
+    limits = TreeLimits(top_k=4, steps=6, verify_size=20)
     chances = (0.5, 0.4, 0.3)
     lookups = tuple(
         LearnedLookup(functools.partial(Saying, tokens, chance), Noting())
@@ -89,7 +89,7 @@ def test_two_lookups_merge_into_one_tree():
 
 def test_token_of_two_lookups_has_the_higher_score():
     """The first lookup would have cut the chain at a position that costs 0.45 tokens."""
-    limits, costs = TreeLimits(4, 6, 20), Costs.of({"1": 10, "20": 105})
+    limits, costs = TreeLimits(top_k=4, steps=6, verify_size=20), Costs.of({"1": 10, "20": 105})
     said = [([1, 2], 0.3), ([1, 2, 3], 0.9)]
     lookups = tuple(
         LearnedLookup(functools.partial(Saying, tokens, chance), Calibration(prior_weight=1e6))
@@ -131,7 +131,7 @@ def test_lookups_receive_all_tokens_but_images():
 def test_chains_are_as_long_as_they_pay(last_ms, size):
     """A token is worth 8.3 ms: 0.12 tokens a millisecond, a fifth more than plain decoding."""
     costs = Costs.of({"1": 10, "7": last_ms, "20": 99})
-    limits = TreeLimits(4, 6, 20)
+    limits = TreeLimits(top_k=4, steps=6, verify_size=20)
     learned = by_cost(limits, costs, lookups=[lambda: Saying([1, 2, 3, 4, 5, 6], 0.9)])
     drafter = begun(TextDrafter(learned, limits))
     assert len(run(drafter.propose(9, 20, 10))) == size
@@ -139,7 +139,7 @@ def test_chains_are_as_long_as_they_pay(last_ms, size):
 
 def test_a_losing_lookup_pauses():
     costs = Costs.of({"1": 10, "2": 11, "7": 14})
-    limits, sure = TreeLimits(4, 6, 20), Calibration(prior_weight=1e6)
+    limits, sure = TreeLimits(top_k=4, steps=6, verify_size=20), Calibration(prior_weight=1e6)
     lookup = LearnedLookup(lambda: Saying([1, 2, 3], 0.95), Calibration(prior_weight=1e6))
     learned = dataclasses.replace(by_cost(limits, costs, sure), lookups=(lookup,))
     drafter = begun(TextDrafter(learned, limits))
@@ -153,7 +153,7 @@ def test_a_losing_lookup_pauses():
 
 def test_lookups_draft_while_the_network_pauses():
     """They also use the text since the pause began."""
-    limits, costs = TreeLimits(4, 6, 20), Costs.of({"1": 10, "7": 14})
+    limits, costs = TreeLimits(top_k=4, steps=6, verify_size=20), Costs.of({"1": 10, "7": 14})
     learned = by_cost(limits, costs, lookups=[ngram.remember()], adapts=True)
     learned.controller.pace.network.pause = 100
     drafter, no_taps = begun(TextDrafter(learned, limits)), np.zeros((1, 0), np.float32)
@@ -167,7 +167,7 @@ def test_lookups_draft_while_the_network_pauses():
 
 
 def test_paused_lookups_receive_no_text():
-    limits, costs = TreeLimits(4, 6, 20), Costs.of({"1": 10, "7": 14})
+    limits, costs = TreeLimits(top_k=4, steps=6, verify_size=20), Costs.of({"1": 10, "7": 14})
     learned = by_cost(limits, costs, lookups=[ngram.remember()])
     text = learned.controller.pace.text
     text.pause = 6

@@ -194,12 +194,12 @@ WAYS = {
 }
 SAMPLINGS = [
     SamplingParams(temperature=0),
-    SamplingParams(1.0, 1.0, 0, 7),
-    SamplingParams(0.5),
+    SamplingParams(temperature=1.0, top_p=1.0, top_k=0, seed=7),
+    SamplingParams(temperature=0.5),
     SamplingParams(
-        0.0, repetition_penalty=1.3, frequency_penalty=0.4, logit_bias={11: -100, 12: 2}
+        temperature=0.0, repetition_penalty=1.3, frequency_penalty=0.4, logit_bias={11: -100, 12: 2}
     ),
-    SamplingParams(0.9, 1.0, 0, 3, min_p=0.02, presence_penalty=0.8),
+    SamplingParams(temperature=0.9, top_p=1.0, top_k=0, seed=3, min_p=0.02, presence_penalty=0.8),
 ]
 
 
@@ -306,7 +306,7 @@ def test_long_accepted_paths_leave_a_sound_cache(pair):
         knowing = Knowing(plain)
         rounds = list(
             speculate(
-                llm.base, knowing, ids, Sampler(SAMPLINGS[1]), len(plain), Profile(),
+                llm.base, knowing, ids, Sampler(params=SAMPLINGS[1]), len(plain), Profile(),
                 prefill_rows=llm.manifest.prefill_rows,
             )
         )  # fmt: skip

@@ -34,8 +34,16 @@ from edgellm.device_runtime.speculate.policy.tree_policy import FixedTree, TreeL
 GREEDY = SamplingParams(temperature=0)
 SAMPLINGS = (
     GREEDY,
-    SamplingParams(1.0, 0.9, 0, seed=11),
-    SamplingParams(0.8, 1.0, 0, 3, min_p=0.05, repetition_penalty=1.2, logit_bias={3: 1.5}),
+    SamplingParams(temperature=1.0, top_p=0.9, top_k=0, seed=11),
+    SamplingParams(
+        temperature=0.8,
+        top_p=1.0,
+        top_k=0,
+        seed=3,
+        min_p=0.05,
+        repetition_penalty=1.2,
+        logit_bias={3: 1.5},
+    ),
 )
 PROMPTS = ([3, 1, 4, 1, 5, 9, 2, 6, 5], [7], list(range(20)) * 2)
 CHOICES = ((0,), (0, 0), (1,), (2,), (0, 2), (0, 0, 0), (2, 0), (2, 0, 1))
@@ -63,22 +71,29 @@ class Setup:
             learned = learned_of(made, costs, starts)
         else:
             learned = by_cost(limits, costs, lookups=starts)
-        self.start = lambda: MedusaDrafter(self.heads, learned, limits, costs)
+        self.start = lambda: MedusaDrafter(
+            network=self.heads, learned=learned, limits=limits, costs=costs
+        )
 
     def rounds(self, prompt, params, count, prefill_rows=64):
         return list(
             speculate(
-                self.base, self.start(), prompt, Sampler(params, prompt), count, Profile(),
+                self.base,
+                self.start(),
+                prompt,
+                Sampler(params=params, prompt=prompt),
+                count,
+                Profile(),
                 prefill_rows=prefill_rows,
             )
-        )  # fmt: skip
+        )
 
     def ids(self, *arguments) -> list[int]:
         return [token for found in self.rounds(*arguments) for token in found.token_ids]
 
 
 def plain(prompt, params, count, capacity=128) -> list[int]:
-    sampler = Sampler(params, prompt)
+    sampler = Sampler(params=params, prompt=prompt)
     base = StrictBase(capacity)
     return list(generate(base, prompt, sampler, count, Profile(), prefill_rows=64))
 
@@ -90,7 +105,11 @@ def plain(prompt, params, count, capacity=128) -> list[int]:
 )
 @pytest.mark.parametrize("draft", DRAFTS)
 def test_token_ids_equal_plain_decoding(draft, policy, lookups):
-    limits = SpecOptions(choices=CHOICES).limits(60) if policy == "static" else TreeLimits(4, 3, 16)
+    limits = (
+        SpecOptions(choices=CHOICES).limits(60)
+        if policy == "static"
+        else TreeLimits(top_k=4, steps=3, verify_size=16)
+    )
     setup = Setup(limits, policy, draft, lookups=lookups)
     for params in SAMPLINGS:
         for prompt in PROMPTS:
@@ -102,7 +121,12 @@ def test_token_ids_equal_plain_decoding(draft, policy, lookups):
 @settings(max_examples=40)
 @given(
     prompt=st.lists(st.integers(0, VOCAB - 1), min_size=1, max_size=30),
-    limits=st.builds(TreeLimits, st.integers(1, VOCAB - 1), st.integers(1, 5), st.integers(1, 60)),
+    limits=st.builds(
+        TreeLimits,
+        top_k=st.integers(1, VOCAB - 1),
+        steps=st.integers(1, 5),
+        verify_size=st.integers(1, 60),
+    ),
     policy=st.sampled_from(["fixed", *COSTS]),
     draft=st.sampled_from(sorted(DRAFTS)),
     lookups=st.booleans(),
@@ -119,7 +143,7 @@ def test_any_combination(prompt, limits, policy, draft, lookups, room, prefill_r
 
 def test_a_tree_has_every_head_on_every_path():
     """All nodes of a level have the same children; probabilities are products of the heads'."""
-    setup = Setup(TreeLimits(2, 3, 11), draft="guesser")
+    setup = Setup(TreeLimits(top_k=2, steps=3, verify_size=11), draft="guesser")
     found = setup.rounds(PROMPTS[0], GREEDY, 8)[1]
     depths, mask = found.tree.layout()
     assert np.bincount(depths).tolist() == [1, 2, 4, 4]  # two nodes of a level have children
@@ -131,7 +155,7 @@ def test_a_tree_has_every_head_on_every_path():
 
 
 def test_right_heads_are_always_accepted():
-    rounds = Setup(TreeLimits(1, 4, 5)).rounds(PROMPTS[0], GREEDY, 51)
+    rounds = Setup(TreeLimits(top_k=1, steps=4, verify_size=5)).rounds(PROMPTS[0], GREEDY, 51)
     assert [len(found.token_ids) for found in rounds] == [1, *[5] * 10]
 
 
@@ -144,7 +168,7 @@ def test_static_levels_with_more_parents_than_ranks(draft):
 
 
 def test_losing_heads_pause():
-    setup = Setup(TreeLimits(4, 3, 16), "dear", "adversary", capacity=400)
+    setup = Setup(TreeLimits(top_k=4, steps=3, verify_size=16), "dear", "adversary", capacity=400)
     assert setup.ids([5], GREEDY, 300) == plain([5], GREEDY, 300, 400)
     assert setup.heads.passes < 100
 

@@ -120,13 +120,13 @@ def drafters_more(tmp_path):
 def test_a_file_is_a_drafter(tree_engine, name, size):
     options = SpecFlags(spec=name, tree="fixed", verify_size=size).read()
     assert options == SpecOptions(
-        "counting" if name == "counting" else None,
+        network="counting" if name == "counting" else None,
         tree="fixed",
         verify_size=size,
         lookups=("echo",) if name == "echo" else (),
     )
     llm = LLM(tree_engine, spec=options)
-    for sampling in (SamplingParams(temperature=0), SamplingParams(0.3, seed=5)):
+    for sampling in (SamplingParams(temperature=0), SamplingParams(temperature=0.3, seed=5)):
         plain, found = (
             llm.generate("w23", sampling=sampling, max_generate_length=20, speculative=drafts)
             for drafts in (False, True)

@@ -25,7 +25,9 @@ ROUND_ROWS = 6
 @pytest.fixture
 def caches(eagle_pairs) -> DraftKVCaches:
     folder = eagle_pairs("peagle").engine / "draft"
-    return DraftKVCaches(open_draft(folder, load_engine(folder, DRAFT_ENGINE)), ROUND_ROWS)
+    return DraftKVCaches(
+        network=open_draft(folder, load_engine(folder, DRAFT_ENGINE)), round_rows=ROUND_ROWS
+    )
 
 
 def test_predictions_equal_torch(caches, eagle_pairs):

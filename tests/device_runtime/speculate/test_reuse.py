@@ -22,10 +22,13 @@ from edgellm.device_runtime.speculate.policy.costs import Costs
 from edgellm.device_runtime.speculate.policy.tree_policy import FixedTree, TreeLimits
 
 CAPACITY = 96
-LIMITS = TreeLimits(3, 4, 12)
+LIMITS = TreeLimits(top_k=3, steps=4, verify_size=12)
 FREE = Costs.of({"1": 10, "64": 10.01}, {"1": 0.01, "64": 0.02}, {"1": 0.01, "64": 0.02})
 DEAR = Costs.of({"1": 10, "2": 30, "64": 900}, {"1": 8, "64": 50}, {"1": 8, "64": 50})
-GREEDY, SAMPLED = SamplingParams(temperature=0), SamplingParams(1.0, 0.9, 0, seed=3)
+GREEDY, SAMPLED = (
+    SamplingParams(temperature=0),
+    SamplingParams(temperature=1.0, top_p=0.9, top_k=0, seed=3),
+)
 
 
 class BrokenPassError(Exception):
@@ -48,7 +51,7 @@ class Chat:
         self.base = StrictBase(CAPACITY)
         self.session = recorded(self.base)
         self.draft_session = StrictDraft(self.draft_capacity, DRAFTS[self.draft])
-        self.caches = DraftKVCaches(self.draft_session, LIMITS.steps + 1)
+        self.caches = DraftKVCaches(network=self.draft_session, round_rows=LIMITS.steps + 1)
         self.draft_kv = self.caches.new_kv()
         self.learned = {params: self._nothing_learned() for params in (GREEDY, SAMPLED)}
 
@@ -88,16 +91,22 @@ class Chat:
 
     def _plain(self, prompt, params, count):
         for token in generate(
-            self.session, prompt, Sampler(params), count, Profile(),
+            self.session, prompt, Sampler(params=params), count, Profile(),
             prefill_rows=self.prefill_rows, reused=self.reused,
         ):  # fmt: skip
             yield [token]
 
     def _speculated(self, prompt, params, count):
-        drafter = EagleDrafter(self.caches, self.learned[params], LIMITS, FREE, max_tree_rows=12)
+        drafter = EagleDrafter(
+            caches=self.caches,
+            learned=self.learned[params],
+            limits=LIMITS,
+            costs=FREE,
+            max_tree_rows=12,
+        )
         drafter.use_kv(self.draft_kv)
         for found in speculate(
-            self.session, drafter, prompt, Sampler(params), count, Profile(),
+            self.session, drafter, prompt, Sampler(params=params), count, Profile(),
             prefill_rows=self.prefill_rows, reused=self.reused,
         ):  # fmt: skip
             yield list(found.token_ids)
@@ -135,7 +144,9 @@ class Chat:
 
 def alone(prompt, params=GREEDY, count=12) -> list[int]:
     return list(
-        generate(StrictBase(CAPACITY), prompt, Sampler(params), count, Profile(), prefill_rows=64)
+        generate(
+            StrictBase(CAPACITY), prompt, Sampler(params=params), count, Profile(), prefill_rows=64
+        )
     )
 
 

@@ -63,7 +63,7 @@ def test_token_ids_equal_plain_decoding_with_a_draft_model(draft, shape, policy)
 @pytest.mark.parametrize("top_k", [1, 2, 4])
 def test_a_draft_model_that_is_the_base_is_always_right(top_k):
     """This requires that its cache follows the accepted path."""
-    setup = Setup(TreeLimits(top_k, 5, 1 + 5 * top_k), is_model=True)
+    setup = Setup(TreeLimits(top_k=top_k, steps=5, verify_size=1 + 5 * top_k), is_model=True)
     rounds = setup.rounds(max_tokens=61)
     assert [len(found.token_ids) for found in rounds] == [1, *[6] * 10]
     assert top_k > 1 or max(setup.session.pass_rows[1:]) == 2  # the leaf and the bonus
@@ -73,7 +73,13 @@ def test_a_draft_model_that_is_the_base_is_always_right(top_k):
 @pytest.mark.parametrize("is_model", [False, True])
 def test_rounds_without_the_network_are_caught_up_with(is_model):
     """The network prefills in one pass what was committed while it was paused."""
-    setup = Setup(TreeLimits(2, 4, 9), "free", ("suffix",), is_model=is_model, adapts=True)
+    setup = Setup(
+        TreeLimits(top_k=2, steps=4, verify_size=9),
+        "free",
+        ("suffix",),
+        is_model=is_model,
+        adapts=True,
+    )
     closed = [*[False] * 9, *[True] * 9] * 9
     setup.learned.controller.chooses_network = lambda _: closed.pop()
     rounds = setup.rounds(max_tokens=80)
@@ -83,7 +89,7 @@ def test_rounds_without_the_network_are_caught_up_with(is_model):
 
 def test_waiting_positions_respect_the_engines_pass_limit():
     """After a long pause."""
-    setup = Setup(TreeLimits(2, 4, 9), "free", ("suffix",), adapts=True)
+    setup = Setup(TreeLimits(top_k=2, steps=4, verify_size=9), "free", ("suffix",), adapts=True)
     setup.rows.max_rows = 7
     closed = [*[True] * 9, *[False] * 30]
     setup.learned.controller.chooses_network = lambda _: closed.pop()
@@ -94,7 +100,7 @@ def test_waiting_positions_respect_the_engines_pass_limit():
 
 def test_chains_extend_and_trees_are_recomputed_each_level():
     for top_k, passes in ((1, [1, 1, 1]), (2, [2, 4, 6])):
-        setup = Setup(TreeLimits(top_k, 4, 99), is_model=True)
+        setup = Setup(TreeLimits(top_k=top_k, steps=4, verify_size=99), is_model=True)
         setup.rounds(max_tokens=6)
         assert setup.session.pass_rows == [len(PROMPT) + 1, *passes]
 
@@ -103,7 +109,7 @@ def test_chains_extend_and_trees_are_recomputed_each_level():
 def test_a_level_costs_what_its_pass_computes(top_k, first):
     """One token for a chain; for a tree all tokens so far."""
     table = {str(rows): float(rows) for rows in range(1, 65)}
-    setup, charged = Setup(TreeLimits(top_k, 4, 99), is_model=True), []
+    setup, charged = Setup(TreeLimits(top_k=top_k, steps=4, verify_size=99), is_model=True), []
     setup.costs = Costs.of({"1": 1}, table, table)
     frontier = setup.learned.policy.frontier
     setup.learned.policy.frontier = lambda pool, newest, prices: (
@@ -160,7 +166,7 @@ def test_fixed_trees_have_the_size_of_the_limits(shape, size):
 
 
 def test_the_oracle_is_always_right_and_the_adversary_never():
-    rounds = Setup(TreeLimits(2, 5, 11)).rounds(max_tokens=61)
+    rounds = Setup(TreeLimits(top_k=2, steps=5, verify_size=11)).rounds(max_tokens=61)
     assert [len(found.token_ids) for found in rounds] == [1, *[6] * 10]
     assert all(len(found.path) == 6 for found in rounds[1:])
     rounds = Setup(draft="adversary").rounds(max_tokens=20)
@@ -168,7 +174,9 @@ def test_the_oracle_is_always_right_and_the_adversary_never():
 
 
 def test_rounds_report_accepted_nodes():
-    for found in Setup(TreeLimits(3, 4, 20), draft="half_right").rounds()[1:]:
+    for found in Setup(TreeLimits(top_k=3, steps=4, verify_size=20), draft="half_right").rounds()[
+        1:
+    ]:
         assert found.tree is not None
         drafted = found.tree.token_ids[list(found.path[1:])].tolist()
         assert list(found.token_ids[:-1]) == drafted
@@ -220,7 +228,8 @@ def test_prompts_of_several_chunks(rows, draft):
 @given(
     prompt=st.lists(st.integers(0, VOCAB - 1), min_size=1, max_size=30),
     limits=st.builds(
-        TreeLimits, st.integers(1, VOCAB - 1), st.integers(1, 6), st.integers(1, 60)
+        TreeLimits, top_k=st.integers(1, VOCAB - 1), steps=st.integers(1, 6),
+        verify_size=st.integers(1, 60),
     ),
     policy=st.sampled_from(["fixed", *COSTS]),
     lookups=st.sets(st.sampled_from(sorted(LOOKUPS))).map(tuple),
@@ -231,8 +240,9 @@ def test_prompts_of_several_chunks(rows, draft):
     draft_capacity=st.integers(1, 80),
     prefill_rows=st.integers(1, 40),
     params=st.builds(
-        SamplingParams, st.sampled_from([0.0, 0.7, 1.5]), st.sampled_from([0.7, 1.0]),
-        st.sampled_from([0, 1, 4]), st.integers(0, 99),
+        SamplingParams, temperature=st.sampled_from([0.0, 0.7, 1.5]),
+        top_p=st.sampled_from([0.7, 1.0]), top_k=st.sampled_from([0, 1, 4]),
+        seed=st.integers(0, 99),
     ),
 )  # fmt: skip
 def test_any_combination(
@@ -271,7 +281,7 @@ def test_a_pause_across_a_prompt_is_caught_up_with_in_two_passes():
 
 def _plain_of(count: int) -> list[int]:
     base = StrictBase(400)
-    return list(generate(base, [5], Sampler(GREEDY), count, Profile(), prefill_rows=64))
+    return list(generate(base, [5], Sampler(params=GREEDY), count, Profile(), prefill_rows=64))
 
 
 def test_lookups_accept_in_repetitive_text():
@@ -285,7 +295,9 @@ def test_lookups_accept_in_repetitive_text():
     for lookups, draft in (
         ((), "adversary"), (("ngram",), "adversary"), (("ngram",), None), (("suffix",), None)
     ):  # fmt: skip
-        setup = Setup(TreeLimits(2, 6, 16, text_steps=9), lookups=lookups, draft=draft)
+        setup = Setup(
+            TreeLimits(top_k=2, steps=6, verify_size=16, text_steps=9), lookups=lookups, draft=draft
+        )
         setup.base.logits_of = loop
         if draft is not None:
             setup.session.draft = lambda _: ([23, 22], [1e-4, 1e-5])
@@ -299,7 +311,7 @@ def test_lookups_accept_in_repetitive_text():
 
 
 def test_later_requests_find_an_earlier_output():
-    setup = Setup(TreeLimits(2, 8, 16), lookups=("suffix",), draft=None)
+    setup = Setup(TreeLimits(top_k=2, steps=8, verify_size=16), lookups=("suffix",), draft=None)
     first, again = (setup.rounds(max_tokens=40) for _ in range(2))
     assert len(first) > 30
     assert len(again) < 8

@@ -18,7 +18,7 @@ from edgellm.device_runtime.speculate.policy.costs import Costs, shared
 from edgellm.device_runtime.speculate.policy.tree_policy import FixedTree, TreeLimits
 from edgellm.device_runtime.speculate.shared_passes import Wanted, run, run_all
 
-LIMITS = TreeLimits(3, 4, 12)
+LIMITS = TreeLimits(top_k=3, steps=4, verify_size=12)
 COSTS = Costs.of({"1": 10, "64": 60}, {"1": 1.0, "64": 64.0}, {"1": 2.0, "64": 65.0})
 LEVELS = SharedCosts({count: {"1": 6.0, "64": 6.0} for count in (1, 2)})
 TEXTS = [(3, 1, 4), (1, 5, 9, 2, 6), (5, 3), (5, 8, 9, 7)]
@@ -29,11 +29,15 @@ class Answers:
 
     def __init__(self, max_batch_size: int, costs: Costs = COSTS) -> None:
         self.session = StrictDraft(96, DRAFTS["half_right"], max_batch_size)
-        caches = DraftKVCaches(self.session, LIMITS.steps + 1)
+        caches = DraftKVCaches(network=self.session, round_rows=LIMITS.steps + 1)
         self.drafters: list[EagleDrafter] = []
         for text in TEXTS:
             drafter = EagleDrafter(
-                caches, learned_of(FixedTree(LIMITS)), LIMITS, costs, max_tree_rows=12
+                caches=caches,
+                learned=learned_of(FixedTree(LIMITS)),
+                limits=LIMITS,
+                costs=costs,
+                max_tree_rows=12,
             )
             features = StrictBase(96).run(np.array(text[:-1]), 0, np.array([0])).taps
             drafter.begin(text[:1])
@@ -134,7 +138,7 @@ def test_failed_drafter_does_not_affect_others():
         found = []
         try:
             for part in parts:
-                found.append((yield Wanted(session, part)))
+                found.append((yield Wanted(network=session, part=part)))
             return found
         finally:
             ended.append(parts)

@@ -88,8 +88,10 @@ def exported(config: dict[str, Any], model: PreTrainedModel, folder: Path) -> De
         recurrent=None if recurrences is None else recurrences.spec,
     )
     loaded = LoadedGraph(load_graph(folder / "model.onnx", threads=1))
-    runner = OnnxRuntimeRunner([loaded], spec.kv, CAPACITY)
-    return DecoderNetwork(runner, spec, CAPACITY, open_commit(folder) if commit else None)
+    runner = OnnxRuntimeRunner(graphs=[loaded], kv=spec.kv, capacity=CAPACITY)
+    return DecoderNetwork(
+        runner=runner, spec=spec, capacity=CAPACITY, commit=open_commit(folder) if commit else None
+    )
 
 
 def read(config: dict[str, Any]) -> tuple[DecoderConfig, Any]:

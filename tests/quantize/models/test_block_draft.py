@@ -142,7 +142,14 @@ def test_the_engine_computes_with_the_quantized_weights(finished, pair, name, tm
     engine = _built(job, pair, tmp_path)
     session = open_block(engine / "draft", load_engine(engine / "draft", DRAFT_ENGINE))
     ids, block = row[1:10].numpy(), np.arange(9, 9 + SIZE)
-    part = DraftPart(session.kv, ids, 0, block, layout.draft_vocab, taps=taps.numpy())
+    part = DraftPart(
+        kv=session.kv,
+        token_ids=ids,
+        write_index=0,
+        output_rows=block,
+        top_k=layout.draft_vocab,
+        taps=taps.numpy(),
+    )
     (result,) = session.run_batch([part])
     places = np.searchsorted(reference.targets.numpy(), result.token_ids)
     spread = np.linalg.norm(floats - floats.mean(1, keepdims=True))

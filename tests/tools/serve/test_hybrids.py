@@ -20,7 +20,10 @@ from edgellm.tools.serve.settings import Settings
 
 GREEDY = SamplingParams(temperature=0)
 LOOKUPS = ("suffix", "ngram")
-SPECS = {"plain": None, "mtp": SpecOptions("mtp", lookups=LOOKUPS, tree="fixed", verify_size=8)}
+SPECS = {
+    "plain": None,
+    "mtp": SpecOptions(network="mtp", lookups=LOOKUPS, tree="fixed", verify_size=8),
+}
 PROMPTS = ["w20 w21 w20 w21 w20", "w20 w21 w20 w33", "w50 w51", "w60 w61 w62 w60 w61", "w70"]
 
 

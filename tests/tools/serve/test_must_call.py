@@ -65,7 +65,9 @@ def test_every_family_reads_what_its_grammar_lets_through(llm, kind, several):
     assert len(marks) == len(llm.tokenizer.added_ids([*TAGS, *NAMED]))
     grammar = forced_calls(kind.form, SCHEMAS, marks=marks, several=several)
     for seed in range(8):
-        sampling = SamplingParams(4.0, 1.0, 0, seed, guide=Guide("lark", grammar))
+        sampling = SamplingParams(
+            temperature=4.0, top_p=1.0, top_k=0, seed=seed, guide=Guide("lark", grammar)
+        )
         answer = llm.generate_text(
             "Hi",
             sampling=sampling,

@@ -33,7 +33,7 @@ class Buffer(Protocol):
         ...
 
 
-@dataclass(frozen=True, slots=True)
+@dataclass(frozen=True, slots=True, kw_only=True)
 class Planes:
     """A KV cache: planes of rows, one for each layer, part and head."""
 
@@ -48,7 +48,7 @@ class Planes:
         return self.count * self.rows * self.row_bytes
 
 
-@dataclass(frozen=True, slots=True)
+@dataclass(frozen=True, slots=True, kw_only=True)
 class NewRows:
     """Rows for a KV cache: a tensor [planes, count, row_bytes] for each layer and part."""
 
@@ -175,7 +175,7 @@ class Device(Protocol):
         ...
 
 
-@dataclass(frozen=True, slots=True)
+@dataclass(frozen=True, slots=True, kw_only=True)
 class TensorInfo:
     """An input or output of an engine."""
 

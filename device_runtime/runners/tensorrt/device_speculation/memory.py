@@ -33,9 +33,9 @@ class RoundMemory:
 
     def __init__(
         self,
+        *,
         device: Device,
         growth: Growth,
-        *,
         axes: tuple[int, int],
         candidates: int,
         hidden: tuple[int, np.dtype],

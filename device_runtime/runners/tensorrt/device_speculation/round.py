@@ -46,7 +46,7 @@ def open_rounds(
 ) -> TensorRtRounds | None:
     """See `Runner.open_rounds`; logs a warning if the GPU cannot run rounds."""
     try:
-        return TensorRtRounds(base, draft, growth, device)
+        return TensorRtRounds(base=base, draft=draft, growth=growth, device=device)
     except EdgeLLMError as error:
         _log.warning("%s; rounds of a tree wait for the host, which is slower", error)
         return None
@@ -55,7 +55,7 @@ def open_rounds(
 class TensorRtRounds:
     """See `device_runtime.runners.device_speculation.Rounds`."""
 
-    def __init__(self, base: Network, draft: Network, growth: Growth, device: Device) -> None:
+    def __init__(self, *, base: Network, draft: Network, growth: Growth, device: Device) -> None:
         """Allocate, and run and record all passes; the caches must be empty.
 
         Raises:
@@ -78,8 +78,8 @@ class TensorRtRounds:
         self._counts = bucket_sizes(self._maximum)
         trees = [(nodes, count) for nodes in growth.nodes for count in self._tree_counts(nodes)]
         self._memory = RoundMemory(
-            device,
-            growth,
+            device=device,
+            growth=growth,
             axes=(self._axes[0], self._axes[1]),
             candidates=candidates,
             hidden=(hidden.shape[-1], hidden.dtype),
@@ -105,7 +105,16 @@ class TensorRtRounds:
         for nodes in self._growth.nodes:
             for count in self._tree_counts(nodes):
                 for kind in ("greedy", "sampled"):
-                    order = RoundOrder(0, (0, 0), (0, 0), levels, nodes, None, kind, draws)
+                    order = RoundOrder(
+                        root=0,
+                        base_start=(0, 0),
+                        draft_start=(0, 0),
+                        levels=levels,
+                        nodes=nodes,
+                        rates=None,
+                        accepts=kind,
+                        draws=draws,
+                    )
                     self.ask([order] * count)
                     found = self.finish()
         taps = found[0].outputs[graph_io.HIDDEN_TAPS][0]
@@ -179,7 +188,9 @@ class TensorRtRounds:
                 accepted = report[f"{order.accepts}_path"][:length].tolist(), token
         there = 1 + int(np.count_nonzero(report["parents"] >= 0))
         ids, parents, own = (report[each][:there] for each in ("token_ids", "parents", "log_probs"))
-        return RoundOutcome(ids, parents, own, accepted, outputs)
+        return RoundOutcome(
+            token_ids=ids, parents=parents, log_probs=own, accepted=accepted, outputs=outputs
+        )
 
     def _write(self, orders: Sequence[RoundOrder], nodes: int) -> None:
         host = self._memory.arguments.arrays

@@ -38,7 +38,7 @@ class Launch:
     sizes: tuple[Size, ...]  # int32 arguments, between inputs and outputs
 
 
-@dataclass(frozen=True, slots=True)
+@dataclass(frozen=True, slots=True, kw_only=True)
 class Plugin:
     """A node whose kernel is edgellm's."""
 
@@ -111,12 +111,24 @@ def _combine(op: Any, of: Shapes, given: Given) -> Launch:
 
 PLUGINS = (
     Plugin(
-        STORE_ROWS,
-        ("q", "k", "v", "cos", "sin", "positions", "write_index", "table"),
-        1,
-        _rotated,
-        _store,
+        name=STORE_ROWS,
+        inputs=("q", "k", "v", "cos", "sin", "positions", "write_index", "table"),
+        num_outputs=1,
+        outputs=_rotated,
+        launch=_store,
     ),
-    Plugin(ATTEND, ("q", "tree", "positions", "write_index", "table"), 2, _partial, _attend),
-    Plugin(COMBINE, ("parts", "stats", "sinks"), 1, _joined, _combine),
+    Plugin(
+        name=ATTEND,
+        inputs=("q", "tree", "positions", "write_index", "table"),
+        num_outputs=2,
+        outputs=_partial,
+        launch=_attend,
+    ),
+    Plugin(
+        name=COMBINE,
+        inputs=("parts", "stats", "sinks"),
+        num_outputs=1,
+        outputs=_joined,
+        launch=_combine,
+    ),
 )

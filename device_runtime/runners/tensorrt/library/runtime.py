@@ -58,24 +58,24 @@ def load_engine(trt: Any, path: Path, device: Device, caches: Mapping[str, str])
                     f"{path} does not update {wanted} in place",
                     hint="build the engine again with this TensorRT",
                 )
-    return LoadedEngine(trt, runtime, engine, device, log)
+    return LoadedEngine(trt=trt, runtime=runtime, engine=engine, device=device, log=log)
 
 
 class LoadedEngine:
     """See `device.CompiledEngine`."""
 
     def __init__(
-        self, trt: Any, runtime: Any, engine: Any, device: Device, log: LibraryLog
+        self, *, trt: Any, runtime: Any, engine: Any, device: Device, log: LibraryLog
     ) -> None:
         self._trt, self._engine, self._device, self._log = trt, engine, device, log
         self._runtime = runtime  # lives as long as what it loaded
         names = [engine.get_tensor_name(index) for index in range(engine.num_io_tensors)]
         self.tensors: dict[str, TensorInfo] = {
             name: TensorInfo(
-                name,
-                engine.get_tensor_mode(name) == trt.TensorIOMode.INPUT,
-                np.dtype(trt.nptype(engine.get_tensor_dtype(name))),
-                tuple(engine.get_tensor_shape(name)),
+                name=name,
+                is_input=engine.get_tensor_mode(name) == trt.TensorIOMode.INPUT,
+                dtype=np.dtype(trt.nptype(engine.get_tensor_dtype(name))),
+                shape=tuple(engine.get_tensor_shape(name)),
             )
             for name in names
         }
@@ -111,13 +111,13 @@ class LoadedEngine:
         if not context.set_optimization_profile_async(profile, stream):
             raise self._log.failure(f"TensorRT does not take profile {profile}")
         self._device.synchronize()
-        return LoadedContext(context, self._device, self._log, scratch)
+        return LoadedContext(context=context, device=self._device, log=self._log, scratch=scratch)
 
 
 class LoadedContext:
     """See `device.Context`."""
 
-    def __init__(self, context: Any, device: Device, log: LibraryLog, scratch: Buffer) -> None:
+    def __init__(self, *, context: Any, device: Device, log: LibraryLog, scratch: Buffer) -> None:
         self._context, self._device, self._log = context, device, log
         self._stream = device.stream
         self._scratch = scratch  # lives as long as what computes in it

@@ -24,7 +24,7 @@ from edgellm.device_runtime.runners.tensorrt.cuda.kernels import argument_codes
 from edgellm.device_runtime.runners.tensorrt.cuda.protocols import NewRows, Planes
 from edgellm.device_runtime.runners.tensorrt.library.runtime import LoadedEngine
 
-PLANES = Planes(1 << 20, 2, 8, 32)
+PLANES = Planes(address=1 << 20, count=2, rows=8, row_bytes=32)
 
 
 def _device(driver: FakeDriver, fails_at: str = "") -> cuda.CudaDevice:
@@ -41,7 +41,11 @@ def _work(device: cuda.CudaDevice) -> None:
     device.copy(memory.address, memory.address, 16)
     device.launch(catalog.lay_out(64), (1, 1, 1), [memory.address] * 8)
     device.copy_rows(PLANES, 1, 5, 3)
-    device.append_rows(PLANES, NewRows(memory.address, 256, 1, memory.address), 1)
+    device.append_rows(
+        PLANES,
+        NewRows(address=memory.address, stride=256, planes=1, write_index_address=memory.address),
+        1,
+    )
     device.download(host, memory.address)
     device.capture(lambda: device.upload(memory.address, host))()
     assert device.free_bytes() > 0
@@ -174,7 +178,7 @@ def test_tensorrt_is_called_in_the_context():
     )
     engine = SimpleNamespace(num_io_tensors=0, create_execution_context=called("context", context))
     trt = SimpleNamespace(ExecutionContextAllocationStrategy=SimpleNamespace(USER_MANAGED=0))
-    loaded = LoadedEngine(trt, None, engine, device, None)  # type: ignore[arg-type]
+    loaded = LoadedEngine(trt=trt, runtime=None, engine=engine, device=device, log=None)  # type: ignore[arg-type]
 
     def work() -> None:
         made = loaded.new_context(0, device.allocate(1))

@@ -22,7 +22,12 @@ def matrix(request):
     pinned[:] = host.reshape(-1).view(np.uint8)
     device.upload(buffer.address, pinned)
     rows = DeviceRows(
-        RowMemory(device), buffer.address, np.arange(6), WIDTH, np.dtype(np.float32), lead=1
+        memory=RowMemory(device),
+        address=buffer.address,
+        rows=np.arange(6),
+        width=WIDTH,
+        dtype=np.dtype(np.float32),
+        lead=1,
     )
     return rows, host, buffer, device
 
@@ -95,7 +100,12 @@ def test_rows_of_an_earlier_pass_are_rejected(matrix):
         raise ValueError("read after the next one")
 
     late = DeviceRows(
-        rows.memory, buffer.address, np.arange(2), WIDTH, np.dtype(np.float32), require=gone
+        memory=rows.memory,
+        address=buffer.address,
+        rows=np.arange(2),
+        width=WIDTH,
+        dtype=np.dtype(np.float32),
+        require=gone,
     )
     for use in (late.copy, late[:1].copy, lambda: np.asarray(late)):
         with pytest.raises(ValueError, match="after the next one"):

@@ -68,7 +68,9 @@ def test_image_rows_are_read_by_the_passes_that_have_some(engines, tmp_path):
     built = dataclasses.replace(manifest, graphs={DECODER: graphs}, max_verify_tree_size=24)
     device, cpu = FakeDevice(), open_decoder(engines.engine, manifest)
     loaded = FakeEngine(tmp_path / "llm.onnx", base_passes(plan), device)
-    gpu = DecoderNetwork(tensorrt.runner_of(DECODER, built, loaded, device), spec, CAPACITY)
+    gpu = DecoderNetwork(
+        runner=tensorrt.runner_of(DECODER, built, loaded, device), spec=spec, capacity=CAPACITY
+    )
     random = np.random.default_rng(0)
     assert spec.images is not None
     levels = spec.images.num_deepstack

@@ -318,7 +318,12 @@ def test_requests_with_different_sampling_share_rounds(pair, of_several, monkeyp
 
 
 def test_rounds_take_as_many_as_share_the_passes_of_the_largest_tree():
-    rounds = DeviceRounds(*[mock.Mock()] * 3, mock.Mock(maximum=lambda nodes: 128 // nodes))
+    rounds = DeviceRounds(
+        base=mock.Mock(),
+        draft=mock.Mock(),
+        growth=mock.Mock(),
+        rounds=mock.Mock(maximum=lambda nodes: 128 // nodes),
+    )
     sizes = [mock.Mock(size=Size(2, nodes)) for nodes in (8, 16, 32, 60, 8)]
     assert [rounds.maximum(sizes[at:]) for at in range(5)] == [3, 2, 2, 2, 1]
 
@@ -328,4 +333,4 @@ def test_base_with_batch_size_one_and_batched_draft(lowered, of_several):
     base = lowered["int8"].runners(lowered["int8"].manifest, device)[DECODER]
     draft = of_several.runners(of_several.draft_manifest, device)[DRAFT]
     assert isinstance(base, TensorRtRunner)
-    assert base.open_rounds(draft, Growth(1, (), (2,), "draft")) is None
+    assert base.open_rounds(draft, Growth(top_k=1, widths=(), nodes=(2,), scored="draft")) is None

@@ -32,10 +32,12 @@ def _tree(size: Size, chance: float) -> Tree:
 
 def _converged(step_ms: float, row_ms: float, chance: float) -> list[Size]:
     """The last 30 of 100 plans, at a token a millisecond and these costs."""
-    costs = Costs(1 + row_ms * np.arange(41.0), np.full(5, step_ms), np.full(5, step_ms))
+    costs = Costs(
+        verify=1 + row_ms * np.arange(41.0), step=np.full(5, step_ms), extend=np.full(5, step_ms)
+    )
     growth = growth_of(SpecOptions(), LIMITS)
     assert growth is not None
-    sizes = WorthwhileSize(growth, costs, SpecGate(costs))
+    sizes = WorthwhileSize(growth, costs, SpecGate(costs=costs))
     plans = []
     for _ in range(100):
         plans.append(sizes.plan(8))
@@ -60,20 +62,22 @@ def test_tree_size_follows_its_gain(step_ms, row_ms, chance, expected):
 
 
 def test_a_tree_is_no_deeper_than_asked_for():
-    costs = Costs(np.ones(41), np.zeros(5), np.zeros(5))
+    costs = Costs(verify=np.ones(41), step=np.zeros(5), extend=np.zeros(5))
     for options in (SpecOptions(), SpecOptions(tree="fixed")):
         growth = growth_of(options, LIMITS)
         assert growth is not None
         sizes = FixedSize(growth)
         if options.tree == "cost":
-            sizes = WorthwhileSize(growth, costs, SpecGate(costs))
+            sizes = WorthwhileSize(growth, costs, SpecGate(costs=costs))
         assert [sizes.plan(levels).levels for levels in (1, 3, 9)] == [1, 3, 4]
 
 
 def test_sizes_of_what_a_device_prepares():
-    assert growth_of(SpecOptions(tree="fixed"), LIMITS) == Growth(4, (4, 4, 4), (40,), "draft")
+    assert growth_of(SpecOptions(tree="fixed"), LIMITS) == Growth(
+        top_k=4, widths=(4, 4, 4), nodes=(40,), scored="draft"
+    )
     by_cost = growth_of(SpecOptions(), LIMITS)
-    assert by_cost == Growth(4, (4, 4, 4), (8, 16, 32, 40), "rates")
+    assert by_cost == Growth(top_k=4, widths=(4, 4, 4), nodes=(8, 16, 32, 40), scored="rates")
     assert by_cost.pool_size(1) == 5
     assert by_cost.pool_size(4) == LIMITS.pool_size
     assert growth_of(SpecOptions(lookups=("ngram",)), LIMITS) is None

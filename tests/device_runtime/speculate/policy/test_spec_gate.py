@@ -67,14 +67,16 @@ def efficiency(sides, network, text) -> float:
     [(GOOD, PLAIN), (FAIR, PLAIN), (BAD, PLAIN), (FAIR, CHAIN), (GOOD, CHAIN)],
 )
 def test_the_better_side_is_taken_and_the_other_tried(network, text, seed):
-    sides = run(SpecGate(COSTS, adapts=True), np.random.default_rng(seed), 0.0, network, text, 2000)
+    sides = run(
+        SpecGate(costs=COSTS, adapts=True), np.random.default_rng(seed), 0.0, network, text, 2000
+    )
     assert efficiency(sides[100:], network, text) > 0.95
     assert 10 <= sides[100:].count(network.rate < text.rate) < 1000
 
 
 @pytest.mark.parametrize("seed", range(5))
 def test_rounds_with_many_expected_tokens_are_compared_separately(seed):
-    controller, random = SpecGate(COSTS, adapts=True), np.random.default_rng(seed)
+    controller, random = SpecGate(costs=COSTS, adapts=True), np.random.default_rng(seed)
     sides = {0.0: [], 4.0: []}
     chain = Rounds(4.5, 0, 8)
     for _ in range(200):
@@ -86,7 +88,7 @@ def test_rounds_with_many_expected_tokens_are_compared_separately(seed):
 
 @pytest.mark.parametrize("seed", range(5))
 def test_another_workload_changes_its_mind(seed):
-    controller, random = SpecGate(COSTS, adapts=True), np.random.default_rng(seed)
+    controller, random = SpecGate(costs=COSTS, adapts=True), np.random.default_rng(seed)
     run(controller, random, 0.0, GOOD, PLAIN, 500)
     assert efficiency(run(controller, random, 0.0, BAD, PLAIN, 1500)[200:], BAD, PLAIN) > 0.95
     assert efficiency(run(controller, random, 0.0, GOOD, PLAIN, 4000)[2000:], GOOD, PLAIN) > 0.95
@@ -95,13 +97,13 @@ def test_another_workload_changes_its_mind(seed):
 @pytest.mark.parametrize("pace", [0.3, 1.0, 5.0])
 def test_both_sides_are_tried_on_the_clock_of_this_machine(pace):
     """Whatever costs the build has measured."""
-    controller, random = SpecGate(COSTS, adapts=True), np.random.default_rng(0)
+    controller, random = SpecGate(costs=COSTS, adapts=True), np.random.default_rng(0)
     sides = run(controller, random, 4.0, BAD, Rounds(4.5, 0, 8), 40, pace)
     assert sides == [True] * 10 + [False] * 30
 
 
 def test_slow_outlier_rounds_do_not_change_the_choice():
-    controller, random = SpecGate(COSTS, adapts=True), np.random.default_rng(0)
+    controller, random = SpecGate(costs=COSTS, adapts=True), np.random.default_rng(0)
     run(controller, random, 0.0, GOOD, PLAIN, 50)
     assert controller.choose(0.0)
     controller.learn(networked=True, tokens=3, ms=5000.0)
@@ -110,7 +112,7 @@ def test_slow_outlier_rounds_do_not_change_the_choice():
 
 def test_pauses_get_longer_while_drafting_loses():
     costs = Costs.of({"1": 10, "2": 12}, {"1": 1}, {"1": 1})
-    controller = SpecGate(costs, pauses=True)
+    controller = SpecGate(costs=costs, pauses=True)
     pauses = []
     for _ in range(8):
         while not controller.is_pausing:
@@ -151,14 +153,14 @@ def drafted(controller, random, chance, tokens) -> float:
 @pytest.mark.parametrize("chance", [0.0, 0.1, 0.2, 0.3])
 def test_a_draft_that_does_not_pay_costs_two_percent_at_most(chance):
     for seed in range(5):
-        controller, random = SpecGate(TIGHT, pauses=True), np.random.default_rng(seed)
+        controller, random = SpecGate(costs=TIGHT, pauses=True), np.random.default_rng(seed)
         assert drafted(controller, random, chance, 512) <= 1.02 * 512 * 2.4
         assert drafted(controller, random, chance, 2048) <= 1.01 * 2048 * 2.4
 
 
 def test_a_draft_that_begins_to_pay_is_back_within_a_pause():
     for seed in range(5):
-        controller, random = SpecGate(TIGHT, pauses=True), np.random.default_rng(seed)
+        controller, random = SpecGate(costs=TIGHT, pauses=True), np.random.default_rng(seed)
         drafted(controller, random, 0.0, 4000)
         drafted(controller, random, 0.8, 1024 + 16)
         assert not controller.is_pausing
@@ -171,7 +173,7 @@ def test_the_host_decides_where_passes_alone_would_pay():
     pausing = []
     for host_ms in (0.0, 1.2):
         costs = Costs.of({"1": 10, "2": 10.3}, {"1": 0}, {"1": 1}, host_ms)
-        controller = SpecGate(costs, pauses=True)
+        controller = SpecGate(costs=costs, pauses=True)
         for round_ in range(200):
             controller.end_round(1 + (round_ % 5 == 0), 1, 2, networked=True)
         pausing.append(controller.is_pausing)
@@ -180,7 +182,7 @@ def test_the_host_decides_where_passes_alone_would_pay():
 
 def test_unused_drafts_of_a_network_are_charged():
     """At T = 1 half of all rounds ended with the root alone: 7 % of HumanEval's time."""
-    controller = SpecGate(TIGHT, pauses=True)
+    controller = SpecGate(costs=TIGHT, pauses=True)
     before = controller.pace.network.ms
     controller.end_round(1, 0.31, 1, networked=True)
     assert before - controller.pace.network.ms == pytest.approx(0.31 + TIGHT.host_ms)
@@ -188,7 +190,7 @@ def test_unused_drafts_of_a_network_are_charged():
 
 def test_lookup_trees_pay_for_host_time():
     """When host time was free, eight requests took 4 % longer than plain decoding."""
-    controller = SpecGate(TIGHT, pauses=True, adapts=True)
+    controller = SpecGate(costs=TIGHT, pauses=True, adapts=True)
     before = controller.pace.text.ms
     controller.end_round(2, 0.0, 3, networked=False, text=TextLookupShare(0.05, rows=2, tokens=1))
     won_ms = 2 * 2.4 - float(TIGHT.verify[3]) - TIGHT.host_ms - 0.05
@@ -196,7 +198,7 @@ def test_lookup_trees_pay_for_host_time():
 
 
 def test_rounds_of_lookups_do_not_affect_the_networks_credit():
-    controller = SpecGate(TIGHT, pauses=True, adapts=True)
+    controller = SpecGate(costs=TIGHT, pauses=True, adapts=True)
     for _ in range(100):
         controller.end_round(1, 0, 4, networked=False)
     assert not controller.is_pausing
@@ -211,7 +213,7 @@ def looked(controller, ms=0.06) -> None:
 
 def test_useless_lookups_pause_and_are_retried():
     """1024 plain tokens lose 1.5 % at most, though each look takes 2.5 % of one."""
-    controller, looks = SpecGate(TIGHT, pauses=True, adapts=True), 0
+    controller, looks = SpecGate(costs=TIGHT, pauses=True, adapts=True), 0
     network, text = controller.pace.network, controller.pace.text
     network.pause = 10_000
     for _ in range(1024):
@@ -234,7 +236,7 @@ def test_useless_lookups_pause_and_are_retried():
 
 def test_lookups_are_credited_for_their_nodes_in_a_networks_tree():
     """Credit for nodes and tokens that only the lookup predicted; the network gets the rest."""
-    controller = SpecGate(TIGHT, pauses=True, adapts=True)
+    controller = SpecGate(costs=TIGHT, pauses=True, adapts=True)
     network, text = controller.pace.network, controller.pace.text
     before = network.ms, text.ms
     controller.end_round(2, 0.31, 3, networked=True, text=TextLookupShare(0.05, rows=1, tokens=0))
@@ -247,7 +249,7 @@ def test_lookups_are_credited_for_their_nodes_in_a_networks_tree():
 
 
 def test_the_rate_follows_the_rounds_and_never_falls_below_plain_decoding():
-    controller = SpecGate(FREE, pauses=True)
+    controller = SpecGate(costs=FREE, pauses=True)
     for _ in range(400):
         controller.end_round(5, 5, 2, networked=True)
     assert controller.rate == pytest.approx(5 / 15, rel=0.01)
@@ -256,6 +258,6 @@ def test_the_rate_follows_the_rounds_and_never_falls_below_plain_decoding():
 
 
 def test_fixed_trees_never_pause():
-    controller = SpecGate(FREE)
+    controller = SpecGate(costs=FREE)
     controller.end_round(1, 1e9, 60, networked=True)
     assert not controller.is_pausing

@@ -34,8 +34,10 @@ def proposed(learned, limits, draft, context=(3, 1, 4), capacity=100, **options)
     features = StrictBase(100).run(np.array(context[:-1]), 0, np.array([0])).taps
     session = StrictDraft(capacity, draft)
     rows = options.pop("max_tree_rows", limits.top_k * limits.steps)
-    committed = DraftKVCaches(session, limits.steps + 1)
-    drafter = EagleDrafter(committed, learned, limits, FREE, max_tree_rows=rows)
+    committed = DraftKVCaches(network=session, round_rows=limits.steps + 1)
+    drafter = EagleDrafter(
+        caches=committed, learned=learned, limits=limits, costs=FREE, max_tree_rows=rows
+    )
     drafter.begin(context[:1])
     drafter.observe(np.array(context[1:]), features)
     run(drafter.catch_up())
@@ -71,10 +73,16 @@ def naive_eagle2(draft, context, limits) -> set[tuple[int, ...]]:
 @pytest.mark.parametrize("draft", [guesser, half_right])
 @pytest.mark.parametrize(
     "limits",
-    [TreeLimits(), TreeLimits(1, 6, 60), TreeLimits(10, 1, 60), TreeLimits(4, 3, 9),
-     TreeLimits(3, 5, 400), TreeLimits(2, 2, 1)],
+    [
+        TreeLimits(),
+        TreeLimits(top_k=1, steps=6, verify_size=60),
+        TreeLimits(top_k=10, steps=1, verify_size=60),
+        TreeLimits(top_k=4, steps=3, verify_size=9),
+        TreeLimits(top_k=3, steps=5, verify_size=400),
+        TreeLimits(top_k=2, steps=2, verify_size=1),
+    ],
     ids=str,
-)  # fmt: skip
+)
 def test_fixed_trees_are_those_of_eagle2(limits, draft):
     for last in range(8):
         context = (3, 1, last)
@@ -128,7 +136,12 @@ def test_the_named_tree_is_the_published_one():
 
 @settings(max_examples=60)
 @given(
-    limits=st.builds(TreeLimits, st.integers(1, 12), st.integers(1, 7), st.integers(1, 64)),
+    limits=st.builds(
+        TreeLimits,
+        top_k=st.integers(1, 12),
+        steps=st.integers(1, 7),
+        verify_size=st.integers(1, 64),
+    ),
     room=st.integers(0, 70),
     levels=st.integers(0, 8),
     capacity=st.integers(2, 40),
@@ -167,7 +180,7 @@ def test_expensive_verification_disables_drafting():
 
 
 def test_free_verification_gives_large_trees():
-    limits = TreeLimits(10, 6, 60)
+    limits = TreeLimits(top_k=10, steps=6, verify_size=60)
     assert len(proposed(by_cost(limits, FREE), limits, half_right)) == 60
 
 
