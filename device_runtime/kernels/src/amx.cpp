@@ -2,12 +2,13 @@
 // enough; everything else is AVX-512's.
 #include "avx512.h"
 #include "epilogue.h"
+#include "kernels.h"
 
 namespace edgellm {
 
-extern const Kernels k_avx512_vnni;
-
 namespace {
+
+using Isa = Avx512Isa;
 
 // By the rates of the instructions: for 16 rows and channels along a block of 32 inputs AVX-512 needs
 // 128 cycles, tiles 32 to multiply and to store. Fewer rows gain less; the break-even is not measured.
@@ -65,10 +66,10 @@ template <Form kForm>
 const uint8_t* bytes_of(const uint8_t* record, int64_t block, uint8_t* memory) {
   if constexpr (kForm == Form::kInt8) return record;
   for (int64_t at = 0; at < block * kGroup / 2; at += 64) {
-    const auto codes = Set::read<Set::Bytes>(record + at);
+    const auto codes = Isa::read<Isa::Bytes>(record + at);
     uint8_t* first = memory + at / 128 * 256 + at % 128;  // of eight inputs the first four, then the others
-    Set::write(first, Set::decode<kForm == Form::kFp4>(codes & 15));
-    Set::write(first + 128, Set::decode<kForm == Form::kFp4>(codes >> 4));
+    Isa::write(first, Isa::decode<kForm == Form::kFp4>(codes & 15));
+    Isa::write(first + 128, Isa::decode<kForm == Form::kFp4>(codes >> 4));
   }
   return memory;
 }
@@ -82,31 +83,31 @@ void run_tiles(const Product& p, int64_t group, int64_t num_rows, const int64_t 
   const int8_t* b = T == 1 ? p.rows.codes + first[1] * stride : a + stride;
   alignas(64) uint8_t memory[128 * kGroup];
   Sums sums;
-  F totals[3 - T][kTileRows][2];
+  Isa::F totals[3 - T][kTileRows][2];
   for (auto& some : totals)
     for (auto& both : some)
-      for (F& one : both) one = Set::set(0);
+      for (Isa::F& one : both) one = Isa::set(0);
   const uint8_t* record = w.records + group * w.group_bytes();
   for (int64_t block = 0; block < blocks; block++, record += w.record_bytes(), a += w.block, b += w.block) {
     multiply(a, b, T * stride, bytes_of<kForm>(record, w.block, memory), w.block, sums);
     const uint8_t* halves = record + w.code_bytes();
     for (int s = 0; s < 2; s++) {
-      const F scale = Set::load_half(halves + s * 32);
+      const Isa::F scale = Isa::load_half(halves + s * 32);
       for (int tile = 0; tile < 3 - T; tile++)
         for (int64_t r = 0; r < num_rows; r++) {
           const int64_t at = (first[tile] + r) * blocks + block;
-          I sum = Set::read<I>(sums.of[tile][s][r]);
-          if (T == 2) sum = Set::add_int(Set::times128(sum), Set::read<I>(sums.of[1][s][r]));
-          sum = Set::add_int(sum, Set::set_int(p.rows.starts[at]));
-          F& total = totals[tile][r][s];
-          total = Set::fma(Set::to_float(sum), Set::mul(scale, Set::set(p.rows.scales[at])), total);
-          if (kZero) total = Set::fma(Set::load_half(halves + 64 + s * 32), Set::set(p.rows.offsets[at]), total);
+          Isa::I sum = Isa::read<Isa::I>(sums.of[tile][s][r]);
+          if (T == 2) sum = Isa::add_int(Isa::times128(sum), Isa::read<Isa::I>(sums.of[1][s][r]));
+          sum = Isa::add_int(sum, Isa::set_int(p.rows.starts[at]));
+          Isa::F& total = totals[tile][r][s];
+          total = Isa::fma(Isa::to_float(sum), Isa::mul(scale, Isa::set(p.rows.scales[at])), total);
+          if (kZero) total = Isa::fma(Isa::load_half(halves + 64 + s * 32), Isa::set(p.rows.offsets[at]), total);
         }
     }
   }
   for (int tile = 0; tile < 3 - T; tile++)
     for (int64_t r = 0; r < num_rows; r++)
-      write_group(p, group, first[tile] + r, totals[tile][r][0], totals[tile][r][1]);
+      write_group<Isa>(p, group, first[tile] + r, totals[tile][r][0], totals[tile][r][1]);
 }
 
 // Tiles of one height, the last of which overlap: what is computed twice has the same bits.

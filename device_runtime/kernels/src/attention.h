@@ -1,4 +1,4 @@
-// Attention over a cache that is written in place. Included by `instruction_set.h` with `Set`.
+// Attention over a cache that is written in place.
 //
 // A row's keys are indexed in attention order: in a tree its ancestors have the indices that they
 // would have without siblings. Softmax and values are summed by chunks of `kChunk` such keys from
@@ -6,87 +6,92 @@
 #pragma once
 
 #include "attention_scores.h"
+#include "kernels.h"
+#include "kv_cache.h"
+#include "vector_math.h"
 
 namespace edgellm {
 namespace {
 
 // Scores become exponentials below the largest; their sum has lanes by place in the chunk.
+template <class Isa>
 void weigh(Query& query, int64_t base) {
   const int64_t first = query.first - base, end = query.end - base;
   const int64_t begin = first / kStrip * kStrip, stop = (end + kStrip - 1) / kStrip * kStrip;
   float* s = query.scores;
-  F largest = Set::set(kNothing), total = Set::set(0);
+  F<Isa> largest = Isa::set(kNothing), total = Isa::set(0);
   for (int64_t i = begin; i < first; i++) s[i] = kNothing;
   for (int64_t i = end; i < stop; i++) s[i] = kNothing;
-  for (int64_t i = begin; i < stop; i += kStrip) largest = Set::max(largest, Set::load(s + i));
-  query.top = Set::largest(largest);
+  for (int64_t i = begin; i < stop; i += kStrip) largest = Isa::max(largest, Isa::load(s + i));
+  query.top = Isa::largest(largest);
   for (int64_t i = begin; i < stop; i += kStrip)
-    Set::store(s + i, exp(Set::sub(Set::load(s + i), Set::set(query.top))));
+    Isa::store(s + i, exp<Isa>(Isa::sub(Isa::load(s + i), Isa::set(query.top))));
   for (int64_t i = begin; i < first; i++) s[i] = 0;
   for (int64_t i = end; i < stop; i++) s[i] = 0;
-  for (int64_t i = begin; i < stop; i += kStrip) total = Set::add(total, Set::load(s + i));
-  query.total = Set::sum(total);
+  for (int64_t i = begin; i < stop; i += kStrip) total = Isa::add(total, Isa::load(s + i));
+  query.total = Isa::sum(total);
 }
 
 // -------------------------------------------------------------------------------------- values
 constexpr int64_t kTogether = 32;  // keys whose values stay near while all queries take them
 
-template <int Q, int V, class E>
+template <class Isa, int Q, int V, class E>
 void add_tile(const Query* queries, const E* rows, int64_t dim, int64_t at, int64_t count, int64_t d, const E* ahead) {
-  F sums[Q][V];
+  F<Isa> sums[Q][V];
   for (int q = 0; q < Q; q++)
-    for (int v = 0; v < V; v++) sums[q][v] = Set::load(queries[q].values + d + v * kStrip);
+    for (int v = 0; v < V; v++) sums[q][v] = Isa::load(queries[q].values + d + v * kStrip);
   for (int64_t i = 0; i < count; i++) {
-    F part[V];
+    F<Isa> part[V];
     for (int v = 0; v < V; v++) {
-      part[v] = numbers(rows + i * dim + d + v * kStrip);
+      part[v] = numbers<Isa>(rows + i * dim + d + v * kStrip);
       if (ahead) __builtin_prefetch(ahead + i * dim + d + v * kStrip);
     }
 #pragma GCC unroll 8
     for (int q = 0; q < Q; q++) {
-      const F weight = Set::set(queries[q].scores[at + i]);
-      for (int v = 0; v < V; v++) sums[q][v] = Set::fma(part[v], weight, sums[q][v]);
+      const F<Isa> weight = Isa::set(queries[q].scores[at + i]);
+      for (int v = 0; v < V; v++) sums[q][v] = Isa::fma(part[v], weight, sums[q][v]);
     }
   }
   for (int q = 0; q < Q; q++)
-    for (int v = 0; v < V; v++) Set::store(queries[q].values + d + v * kStrip, sums[q][v]);
+    for (int v = 0; v < V; v++) Isa::store(queries[q].values + d + v * kStrip, sums[q][v]);
 }
 
-template <int Q, class E>
+template <class Isa, int Q, class E>
 void add_some(const Query* queries, int num_queries, const E* rows, int64_t at, int64_t count, int64_t dim,
               const E* ahead) {
   if (num_queries == Q) {
     int64_t d = 0;
-    for (; d + Set::kWide * kStrip <= dim; d += Set::kWide * kStrip)
-      add_tile<Q, Set::kWide>(queries, rows, dim, at, count, d, ahead);
-    for (; d < dim; d += kStrip) add_tile<Q, 1>(queries, rows, dim, at, count, d, ahead);
+    for (; d + Isa::kWide * kStrip <= dim; d += Isa::kWide * kStrip)
+      add_tile<Isa, Q, Isa::kWide>(queries, rows, dim, at, count, d, ahead);
+    for (; d < dim; d += kStrip) add_tile<Isa, Q, 1>(queries, rows, dim, at, count, d, ahead);
   } else if constexpr (Q > 1) {
-    add_some<Q - 1>(queries, num_queries, rows, at, count, dim, ahead);
+    add_some<Isa, Q - 1>(queries, num_queries, rows, at, count, dim, ahead);
   }
 }
 
 // Adds the values of up to 32 keys, one after the other; their scores stand from `at` on.
-template <class E>
+template <class Isa, class E>
 void add_values(const Query* queries, int all, const E* rows, int64_t at, int64_t count, int64_t dim,
                 const E* ahead = nullptr) {
-  const int tiles = (all + Set::kQueries - 1) / Set::kQueries;
+  const int tiles = (all + Isa::kQueries - 1) / Isa::kQueries;
   for (int tile = 0; tile < tiles; tile++) {
     const int first = all * tile / tiles, some = all * (tile + 1) / tiles - first;
-    add_some<Set::kQueries>(queries + first, some, rows, at, count, dim, tiles == 1 ? ahead : nullptr);
+    add_some<Isa, Isa::kQueries>(queries + first, some, rows, at, count, dim, tiles == 1 ? ahead : nullptr);
   }
 }
 
 // Those of slots [from, to) of a chunk.
-template <class E>
-void add_slots(const Query* queries, int all, const Slots<E>& values, int64_t from, int64_t to) {
+template <class Isa, class E>
+void add_slots(const Query* queries, int all, const Slots<Isa, E>& values, int64_t from, int64_t to) {
   for (int64_t count; from < to; from += count) {
     count = least(kTogether, values.together(from, to));
-    add_values(queries, all, values.row(from), from, count, values.dim, values.row(from + count));
+    add_values<Isa>(queries, all, values.row(from), from, count, values.dim, values.row(from + count));
   }
 }
 
 // One chunk of keys for `rows` rows from `row` on, `group` heads of each from `head` on.
 // What all rows see alike is read once.
+template <class Isa>
 struct Tile {
   Query queries[kMostQueries];
   int rows, group;
@@ -102,7 +107,7 @@ struct Tile {
   }
 
   template <class E>
-  void run(const Attention& a, int64_t kv_head, const Chunk<E>& chunk) {
+  void run(const Attention& a, int64_t kv_head, const Chunk<Isa, E>& chunk) {
     const int64_t base = chunk.base;
     int64_t lowest = base + kChunk, highest = 0, last_first = 0, first_end = base + kChunk;
     bool is_shared = rows > 1;
@@ -126,16 +131,16 @@ struct Tile {
     }
     is_shared = is_shared && last_first < first_end;
     // Masked keys of a row are scored too, and their scores are ignored.
-    chunk.score(a, queries, rows * group, lowest, highest);
+    chunk.score_keys(a, queries, rows * group, lowest, highest);
     for (int r = 0; r < rows; r++) {
       Query* own = queries + r * group;
       score_slots(a, kv_head, base, own);
       if (own->first < own->end)
-        for (int i = 0; i < group; i++) weigh(own[i], base);
+        for (int i = 0; i < group; i++) weigh<Isa>(own[i], base);
       add_own(a, kv_head, chunk, own, own->first, is_shared ? last_first : own->end);
     }
     if (!is_shared) return;
-    add_slots(queries, rows * group, chunk.values, last_first - base, first_end - base);
+    add_slots<Isa>(queries, rows * group, chunk.values, last_first - base, first_end - base);
     for (int r = 0; r < rows; r++) add_own(a, kv_head, chunk, queries + r * group, first_end, queries[r * group].end);
   }
 
@@ -145,20 +150,21 @@ struct Tile {
     const float* const no_rows = nullptr;
     for (int64_t key = most(own->first, own->straight); key < own->end; key += kStrip) {
       const int64_t count = least(kStrip, own->end - key);
-      score_rows(a, own, group, read_seen(a, a.keys, kv_head, own->row, key, count, memory), count, no_rows,
-                 key - base);
+      score_rows<Isa>(a, own, group, read_seen<Isa>(a, a.keys, kv_head, own->row, key, count, memory), count, no_rows,
+                      key - base);
     }
   }
 
   template <class E>
-  void add_own(const Attention& a, int64_t kv_head, const Chunk<E>& chunk, const Query* own, int64_t from,
+  void add_own(const Attention& a, int64_t kv_head, const Chunk<Isa, E>& chunk, const Query* own, int64_t from,
                int64_t to) const {
     alignas(64) float memory[kStrip * kMostDim];
     const int64_t base = chunk.base, dim = a.padded_dim(), straight = least(to, own->straight);
-    add_slots(own, group, chunk.values, from - base, straight - base);
+    add_slots<Isa>(own, group, chunk.values, from - base, straight - base);
     for (int64_t key = most(from, own->straight); key < to; key += kStrip) {
       const int64_t count = least(kStrip, to - key);
-      add_values(own, group, read_seen(a, a.values, kv_head, own->row, key, count, memory), key - base, count, dim);
+      add_values<Isa>(own, group, read_seen<Isa>(a, a.values, kv_head, own->row, key, count, memory), key - base, count,
+                      dim);
     }
   }
 };
@@ -171,14 +177,15 @@ void begin_sum(const Attention& a, int64_t head, float* sum) {
   sum[1] = a.sinks ? 1 : 0;
 }
 
+template <class Isa>
 void add_chunk(int64_t dim, float* sum, float top, float total, const float* values) {
   if (total == 0) return;
   const float above = sum[0] > top ? sum[0] : top;
-  const float keeps = above == sum[0] ? 1 : exp(sum[0] - above), takes = above == top ? 1 : exp(top - above);
+  const float keeps = above == sum[0] ? 1 : exp<Isa>(sum[0] - above), takes = above == top ? 1 : exp<Isa>(top - above);
   sum[0] = above;
   sum[1] = sum[1] * keeps + total * takes;
   for (float* out = sum + kStrip; out < sum + kStrip + dim; out += kStrip, values += kStrip)
-    Set::store(out, Set::fma(Set::load(values), Set::set(takes), Set::mul(Set::load(out), Set::set(keeps))));
+    Isa::store(out, Isa::fma(Isa::load(values), Isa::set(takes), Isa::mul(Isa::load(out), Isa::set(keeps))));
 }
 
 void finish_sum(const Attention& a, int64_t row, int64_t head, const float* sum) {
@@ -210,13 +217,13 @@ struct Span {
 };
 
 // One chunk of all rows, counted from the first that a row can see; `merge` puts them together.
-template <class E>
+template <class Isa, class E>
 void attend_chunk_of(const Attention& a, int64_t kv_head, int64_t at, float* work) {
   const Span span(a, 0, a.rows);
-  const Chunk<E> chunk(a, kv_head, a.first_chunk() + at, span.first, span.straight, a.rows * a.heads / a.kv_heads,
-                       work);
+  const Chunk<Isa, E> chunk(a, kv_head, a.first_chunk() + at, span.first, span.straight, a.rows * a.heads / a.kv_heads,
+                            work);
   each_tile(a, kv_head, 0, a.rows, [&](int64_t row, int rows, int64_t head, int heads) {
-    Tile tile(a, row, rows, head, heads);
+    Tile<Isa> tile(a, row, rows, head, heads);
     float* places[kMostQueries];
     for (int i = 0; i < rows * heads; i++) {
       places[i] = a.partials + ((at * a.rows + row + i / heads) * a.heads + head + i % heads) * a.partial_floats();
@@ -230,10 +237,12 @@ void attend_chunk_of(const Attention& a, int64_t kv_head, int64_t at, float* wor
   });
 }
 
+template <class Isa>
 void attend_chunk(const Attention& a, int64_t kv_head, int64_t at, float* work) {
-  with_elements(a, [&](auto e) { attend_chunk_of<decltype(e)>(a, kv_head, at, work); });
+  with_elements(a, [&](auto e) { attend_chunk_of<Isa, decltype(e)>(a, kv_head, at, work); });
 }
 
+template <class Isa>
 void merge(const Attention& a, int64_t row) {
   alignas(64) float sum[kMostDim + kStrip];
   for (int64_t head = 0; head < a.heads; head++) {
@@ -241,14 +250,14 @@ void merge(const Attention& a, int64_t row) {
     for (int64_t chunk = first_key(a, row) / kChunk; chunk * kChunk < a.seen[2 * row]; chunk++) {
       const float* part =
           a.partials + (((chunk - a.first_chunk()) * a.rows + row) * a.heads + head) * a.partial_floats();
-      add_chunk(a.padded_dim(), sum, part[0], part[1], part + kStrip);
+      add_chunk<Isa>(a.padded_dim(), sum, part[0], part[1], part + kStrip);
     }
     finish_sum(a, row, head, sum);
   }
 }
 
 // All chunks of some rows, put together at once.
-template <class E>
+template <class Isa, class E>
 void attend_rows_of(const Attention& a, int64_t kv_head, int64_t first_row, int64_t last_row, float* work) {
   alignas(64) float parts[kMostQueries][kMostDim];
   const int64_t group = a.heads / a.kv_heads;
@@ -263,21 +272,22 @@ void attend_rows_of(const Attention& a, int64_t kv_head, int64_t first_row, int6
   each([&](int64_t row, int64_t head) { begin_sum(a, head, sum_of(row, head)); });
   const Span span(a, first_row, last_row);
   for (int64_t index = span.first / kChunk; index * kChunk < span.end; index++) {
-    const Chunk<E> chunk(a, kv_head, index, span.first, span.straight, (last_row - first_row) * group, work);
+    const Chunk<Isa, E> chunk(a, kv_head, index, span.first, span.straight, (last_row - first_row) * group, work);
     each_tile(a, kv_head, first_row, last_row, [&](int64_t row, int rows, int64_t head, int heads) {
-      Tile tile(a, row, rows, head, heads);
+      Tile<Isa> tile(a, row, rows, head, heads);
       for (int i = 0; i < rows * heads; i++) tile.queries[i].values = parts[i];
       tile.run(a, kv_head, chunk);
       for (int i = 0; i < rows * heads; i++)
-        add_chunk(a.padded_dim(), sum_of(row + i / heads, head + i % heads), tile.queries[i].top, tile.queries[i].total,
-                  parts[i]);
+        add_chunk<Isa>(a.padded_dim(), sum_of(row + i / heads, head + i % heads), tile.queries[i].top,
+                       tile.queries[i].total, parts[i]);
     });
   }
   each([&](int64_t row, int64_t head) { finish_sum(a, row, head, sum_of(row, head)); });
 }
 
+template <class Isa>
 void attend_rows(const Attention& a, int64_t kv_head, int64_t first_row, int64_t last_row, float* work) {
-  with_elements(a, [&](auto e) { attend_rows_of<decltype(e)>(a, kv_head, first_row, last_row, work); });
+  with_elements(a, [&](auto e) { attend_rows_of<Isa, decltype(e)>(a, kv_head, first_row, last_row, work); });
 }
 
 }  // namespace

@@ -1,6 +1,8 @@
 // AVX2: products of bytes are added in pairs of 16 bits, which must not overflow.
 #include "avx2.h"
 
+#include "instruction_set.h"
+
 namespace edgellm {
 namespace {
 
@@ -10,7 +12,7 @@ struct Pairs : Avx2 {
   static constexpr int kFetchFrom = 1;
 };
 
-struct Set : Vector<Pairs> {
+struct Isa : Vector<Pairs> {
   template <Form kForm, int R, int S>
   static EDGELLM_INLINE void dot(I (&acc)[R][S], const uint8_t* w, const int8_t* x, int64_t stride, int64_t block) {
 #pragma GCC unroll 2
@@ -90,7 +92,7 @@ struct Set : Vector<Pairs> {
 };
 
 }  // namespace
-}  // namespace edgellm
 
-#define EDGELLM_SET avx2
-#include "instruction_set.h"
+const Kernels k_avx2 = make_kernels<Isa>("avx2");
+
+}  // namespace edgellm

@@ -37,7 +37,7 @@ struct Avx512 : Registers<64> {
   }
 };
 
-struct Set : Vector<Avx512> {
+struct Avx512Isa : Vector<Avx512> {
   // GCC 12 leaves arrays of what is loaded otherwise in memory.
   static EDGELLM_INLINE F load(const float* p) { return _mm512_loadu_ps(p); }
 };

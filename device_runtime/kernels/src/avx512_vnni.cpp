@@ -1,4 +1,8 @@
 #include "avx512.h"
-
-#define EDGELLM_SET avx512_vnni
 #include "instruction_set.h"
+
+namespace edgellm {
+
+const Kernels k_avx512_vnni = make_kernels<Avx512Isa>("avx512_vnni");
+
+}  // namespace edgellm

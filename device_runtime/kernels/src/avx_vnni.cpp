@@ -1,5 +1,6 @@
 // AVX-VNNI: the products of AVX-512's VNNI on AVX registers, as in processors without AVX-512.
 #include "avx2.h"
+#include "instruction_set.h"
 
 namespace edgellm {
 namespace {
@@ -13,10 +14,10 @@ struct Quads : Avx2 {
   static Ints add8(Ints sum, Bytes codes, Bytes x) { return add4(sum, codes, x); }
 };
 
-using Set = Vector<Quads>;
+using Isa = Vector<Quads>;
 
 }  // namespace
-}  // namespace edgellm
 
-#define EDGELLM_SET avx_vnni
-#include "instruction_set.h"
+const Kernels k_avx_vnni = make_kernels<Isa>("avx_vnni");
+
+}  // namespace edgellm

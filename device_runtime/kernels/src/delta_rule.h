@@ -1,20 +1,22 @@
-// What a row changes in a matrix of linear attention, and reads there. Included by `instruction_set.h` with `Set`.
+// The gated delta rule for one row of linear attention: its delta, and the update of the state.
 #pragma once
 
+#include "kernels.h"
 #include "vector_math.h"
 
 namespace edgellm {
 namespace {
 
 // d = rate * (v - decay * N^T k).
+template <class Isa>
 void delta_recall(const DeltaRow& r) {
   int64_t j = 0;
   for (; j + kStrip <= r.values; j += kStrip) {
-    F known = Set::set(0);
+    F<Isa> known = Isa::set(0);
     for (int64_t i = 0; i < r.keys; i++)
-      known = Set::fma(Set::set(r.k[i]), Set::load(r.from + i * r.values + j), known);
-    const F missing = Set::sub(Set::load(r.v + j), Set::mul(Set::set(r.decay), known));
-    Set::store(r.delta + j, Set::mul(Set::set(r.rate), missing));
+      known = Isa::fma(Isa::set(r.k[i]), Isa::load(r.from + i * r.values + j), known);
+    const F<Isa> missing = Isa::sub(Isa::load(r.v + j), Isa::mul(Isa::set(r.decay), known));
+    Isa::store(r.delta + j, Isa::mul(Isa::set(r.rate), missing));
   }
   for (; j < r.values; j++) {
     float known = 0;
@@ -24,18 +26,19 @@ void delta_recall(const DeltaRow& r) {
 }
 
 // M = decay * N + k d^T, and y = M^T q if there is a q; M may be N.
+template <class Isa>
 void delta_update(const DeltaRow& r) {
   int64_t j = 0;
   for (; j + kStrip <= r.values; j += kStrip) {
-    const F delta = Set::load(r.delta + j);
-    F y = Set::set(0);
+    const F<Isa> delta = Isa::load(r.delta + j);
+    F<Isa> y = Isa::set(0);
     for (int64_t i = 0; i < r.keys; i++) {
-      const F kept = Set::mul(Set::set(r.decay), Set::load(r.from + i * r.values + j));
-      const F next = Set::fma(Set::set(r.k[i]), delta, kept);
-      Set::store(r.to + i * r.values + j, next);
-      if (r.q) y = Set::fma(Set::set(r.q[i]), next, y);
+      const F<Isa> kept = Isa::mul(Isa::set(r.decay), Isa::load(r.from + i * r.values + j));
+      const F<Isa> next = Isa::fma(Isa::set(r.k[i]), delta, kept);
+      Isa::store(r.to + i * r.values + j, next);
+      if (r.q) y = Isa::fma(Isa::set(r.q[i]), next, y);
     }
-    if (r.q) Set::store(r.y + j, y);
+    if (r.q) Isa::store(r.y + j, y);
   }
   for (; j < r.values; j++) {
     float y = 0;

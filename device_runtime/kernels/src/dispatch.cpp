@@ -17,12 +17,7 @@
 
 namespace edgellm {
 
-extern const Kernels k_scalar;
-
 #if defined(__x86_64__)
-extern const Kernels k_avx2, k_avx_vnni, k_avx512_vnni;
-const Kernels& amx_kernels();
-
 namespace {
 
 struct Registers {
@@ -74,8 +69,6 @@ int find_sets(const Kernels** found) {
 
 }  // namespace
 #elif defined(__aarch64__)
-extern const Kernels k_neon_dotprod, k_neon_i8mm;
-
 namespace {
 
 int find_sets(const Kernels** found) {

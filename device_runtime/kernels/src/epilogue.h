@@ -1,47 +1,51 @@
-// What follows the sums of products: biases, gates, residuals. Included with `Set`.
+// Epilogue of products: adapters, biases, gates, residuals.
 #pragma once
 
+#include "kernels.h"
 #include "vector_math.h"
 
 namespace edgellm {
 namespace {
 
-void write_strip(const Product& p, F sum, int64_t row, int64_t channel) {
+template <class Isa>
+void write_strip(const Product& p, F<Isa> sum, int64_t row, int64_t channel) {
   const int64_t N = p.weight->out_features, rest = N - channel;
   if (rest <= 0) return;
-  if (p.delta) sum = Set::add(sum, load_up_to(p.delta + row * N + channel, rest));
-  if (p.bias) sum = Set::add(sum, load_up_to(p.bias + channel, rest));
-  if (p.residual) sum = Set::add(sum, load_up_to(p.residual + row * N + channel, rest));
-  store_up_to(p.y + row * N + channel, sum, rest);
+  if (p.delta) sum = Isa::add(sum, load_up_to<Isa>(p.delta + row * N + channel, rest));
+  if (p.bias) sum = Isa::add(sum, load_up_to<Isa>(p.bias + channel, rest));
+  if (p.residual) sum = Isa::add(sum, load_up_to<Isa>(p.residual + row * N + channel, rest));
+  store_up_to<Isa>(p.y + row * N + channel, sum, rest);
 }
 
-F gated(const Product& p, F gate, F up) {
-  if (!(p.limit > 0)) return Set::mul(silu(gate), up);
-  const F limit = Set::set(p.limit);  // stands first: what is no number stays so
-  gate = Set::min(limit, gate);
-  up = Set::max(Set::set(-p.limit), Set::min(limit, up));
-  const F swish = Set::div(gate, Set::add(Set::set(1), exp(Set::mul(gate, Set::set(-p.alpha)))));
-  return Set::mul(swish, Set::add(up, Set::set(p.offset)));
+template <class Isa>
+F<Isa> gated(const Product& p, F<Isa> gate, F<Isa> up) {
+  if (!(p.limit > 0)) return Isa::mul(silu<Isa>(gate), up);
+  const F<Isa> limit = Isa::set(p.limit);  // as the first argument: NaN stays NaN
+  gate = Isa::min(limit, gate);
+  up = Isa::max(Isa::set(-p.limit), Isa::min(limit, up));
+  const F<Isa> swish = Isa::div(gate, Isa::add(Isa::set(1), exp<Isa>(Isa::mul(gate, Isa::set(-p.alpha)))));
+  return Isa::mul(swish, Isa::add(up, Isa::set(p.offset)));
 }
 
 // Sums of the 32 channels of a group.
-void write_group(const Product& p, int64_t group, int64_t row, F low, F high) {
+template <class Isa>
+void write_group(const Product& p, int64_t group, int64_t row, F<Isa> low, F<Isa> high) {
   const int64_t channel = group * kGroup;
   if (!p.weight->is_gated) {
-    write_strip(p, low, row, channel);
-    write_strip(p, high, row, channel + kStrip);
+    write_strip<Isa>(p, low, row, channel);
+    write_strip<Isa>(p, high, row, channel + kStrip);
     return;
   }
   if (p.delta) {
     const float* delta = p.delta + row * p.weight->out_features + channel;
-    low = Set::add(low, Set::load(delta));
-    high = Set::add(high, Set::load(delta + kStrip));
+    low = Isa::add(low, Isa::load(delta));
+    high = Isa::add(high, Isa::load(delta + kStrip));
   }
   if (p.bias) {
-    low = Set::add(low, Set::load(p.bias + channel));
-    high = Set::add(high, Set::load(p.bias + channel + kStrip));
+    low = Isa::add(low, Isa::load(p.bias + channel));
+    high = Isa::add(high, Isa::load(p.bias + channel + kStrip));
   }
-  Set::store(p.y + row * p.weight->outputs() + channel / 2, gated(p, low, high));
+  Isa::store(p.y + row * p.weight->outputs() + channel / 2, gated<Isa>(p, low, high));
 }
 
 }  // namespace

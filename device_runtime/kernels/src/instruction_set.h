@@ -1,32 +1,40 @@
-// The kernels of one instruction set, which the file that includes this has named `Set`.
-// All of it has internal linkage: the linker must not take one set's code for another's.
-#include "kernels.h"
-#include "prologue.h"
-#include "product.h"
-#include "attention.h"
-#include "logits.h"
-#include "delta_rule.h"
-#include "lora.h"
+// The kernels of one instruction set.
+//
+// Each instruction set has a translation unit of its own, compiled with its own flags. The unit defines a class `Isa`,
+// which derives from `Vector`, and one table, `make_kernels<Isa>(name)`. All kernels are templates of Isa. They and Isa
+// are in unnamed namespaces, so the linker never replaces code of one set by code of another, which the processor may
+// lack.
+#pragma once
 
-#define EDGELLM_JOIN_(a, b) a##b
-#define EDGELLM_JOIN(a, b) EDGELLM_JOIN_(a, b)
-#define EDGELLM_TEXT_(a) #a
-#define EDGELLM_TEXT(a) EDGELLM_TEXT_(a)
+#include "attention.h"
+#include "delta_rule.h"
+#include "kernels.h"
+#include "kv_cache.h"
+#include "logits.h"
+#include "lora.h"
+#include "product.h"
+#include "prologue.h"
 
 namespace edgellm {
-extern const Kernels EDGELLM_JOIN(k_, EDGELLM_SET);
-const Kernels EDGELLM_JOIN(k_, EDGELLM_SET) = {
-    EDGELLM_TEXT(EDGELLM_SET),
-    prepare,
-    product,
-    write_kv,
-    attend_chunk,
-    attend_rows,
-    merge,
-    max_and_logsumexp,
-    delta_recall,
-    delta_update,
-    lora_down,
-    lora_up,
-};
+namespace {
+
+template <class Isa>
+constexpr Kernels make_kernels(const char* name) {
+  Kernels made{};
+  made.name = name;
+  made.prepare = prepare<Isa>;
+  made.product = product<Isa>;
+  made.write_kv = write_kv<Isa>;
+  made.attend_chunk = attend_chunk<Isa>;
+  made.attend_rows = attend_rows<Isa>;
+  made.merge = merge<Isa>;
+  made.max_and_logsumexp = max_and_logsumexp<Isa>;
+  made.delta_recall = delta_recall<Isa>;
+  made.delta_update = delta_update<Isa>;
+  made.lora_down = lora_down<Isa>;
+  made.lora_up = lora_up<Isa>;
+  return made;
+}
+
+}  // namespace
 }  // namespace edgellm

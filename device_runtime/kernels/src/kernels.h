@@ -188,7 +188,13 @@ struct Kernels {
                   float* y);
 };
 
-// SegmentMax first; the last is the scalar reference. Those that this processor lacks are left out.
+// The tables of all instruction sets, of which those of the compiler's target are defined; see `instruction_set.h`.
+extern const Kernels k_scalar;
+extern const Kernels k_avx2, k_avx_vnni, k_avx512_vnni;
+extern const Kernels k_neon_dotprod, k_neon_i8mm;
+const Kernels& amx_kernels();
+
+// Best first; the last is the scalar reference. Those that this processor lacks are left out.
 const Kernels* const* available_kernels(int* count);
 
 // The best of them.

@@ -1,18 +1,19 @@
-// KV cache rows: new ones get norm and RoPE and are appended; attended ones are read.
+// KV cache: new rows get norm and RoPE and are written; rows are read for attention.
 #pragma once
 
+#include "kernels.h"
 #include "vector_math.h"
 
 namespace edgellm {
 namespace {
 
-constexpr int kMostQueries = 32;  // heads of rows that share what is read of the cache
+constexpr int kMostQueries = 32;  // query heads that share a read of the cache
 constexpr int kMostDim = 256;  // head_dim
-constexpr int kMostGroup = 16;  // heads of one key head that are taken at once
+constexpr int kMostGroup = 16;  // query heads of a KV head in a tile
 constexpr float kNothing = -1e30f;
-constexpr float kMostHalf = 65504;  // stands first in `min` and `max`: what is no number stays so
+constexpr float kMostHalf = 65504;  // as the first argument of `min` and `max`: NaN stays NaN
 
-// Where `count` of 16 values can be read: as they lie, or in `copy`.
+// A pointer from which 16 values can be read: to the values, or if there are fewer to `copy`.
 template <class T>
 const T* whole(const T* values, int64_t count, T* copy) {
   if (count == kStrip) return values;
@@ -20,16 +21,25 @@ const T* whole(const T* values, int64_t count, T* copy) {
   return copy;
 }
 
-// A row that will be read: processors fetch ahead by themselves within a page of memory only.
+// Prefetches a row: hardware prefetchers stop at the end of a memory page.
 template <class E>
 void fetch(const E* row, int64_t dim) {
   for (int64_t d = 0; d < dim; d += 64 / sizeof(E)) __builtin_prefetch(row + d);
 }
 
-// 16 numbers of a cache; those of int8 in its steps.
-EDGELLM_INLINE F numbers(const float* x) { return Set::load(x); }
-EDGELLM_INLINE F numbers(const uint16_t* x) { return Set::load_half(x); }
-EDGELLM_INLINE F numbers(const int8_t* x) { return Set::load_codes(x); }
+// 16 numbers of a cache, of int8 without their scale.
+template <class Isa>
+EDGELLM_INLINE F<Isa> numbers(const float* x) {
+  return Isa::load(x);
+}
+template <class Isa>
+EDGELLM_INLINE F<Isa> numbers(const uint16_t* x) {
+  return Isa::load_half(x);
+}
+template <class Isa>
+EDGELLM_INLINE F<Isa> numbers(const int8_t* x) {
+  return Isa::load_codes(x);
+}
 
 // ---------------------------------------------------------------- new rows: norm, rope and cache
 void rotate(const Attention& a, int64_t row, float* x) {
@@ -44,14 +54,16 @@ void rotate(const Attention& a, int64_t row, float* x) {
   }
 }
 
-// A head in attention's layout: [padded_dim], padded with zeros.
+// A head with norm and RoPE, [padded_dim], padded with zeros.
+template <class Isa>
 void take_head(const Attention& a, int64_t row, const float* x, const float* gamma, bool turns, float* out) {
   const int64_t dim = a.head_dim;
-  const float factor = gamma ? inverse_rms(x, dim, a.epsilon) : 1;
+  const float factor = gamma ? inverse_rms<Isa>(x, dim, a.epsilon) : 1;
   for (int64_t d = 0; d < a.padded_dim(); d++) out[d] = d < dim ? gamma ? x[d] * factor * gamma[d] : x[d] : 0;
   if (turns && a.cos) rotate(a, row, out);
 }
 
+template <class Isa>
 void store_row(const Attention& a, void* cache, float scale, int64_t at, const float* x) {
   const int64_t dim = a.head_dim;
   for (int64_t d = 0; d < dim; d += kStrip) {
@@ -60,15 +72,15 @@ void store_row(const Attention& a, void* cache, float scale, int64_t at, const f
     int8_t codes[kStrip];
     switch (a.cache_type) {
       case CacheType::kFloat32:
-        store_up_to(static_cast<float*>(cache) + at + d, Set::load(x + d), count);
+        store_up_to<Isa>(static_cast<float*>(cache) + at + d, Isa::load(x + d), count);
         break;
       case CacheType::kFloat16:
-        Set::store_half(halves, Set::max(Set::set(-kMostHalf), Set::min(Set::set(kMostHalf), Set::load(x + d))));
+        Isa::store_half(halves, Isa::max(Isa::set(-kMostHalf), Isa::min(Isa::set(kMostHalf), Isa::load(x + d))));
         __builtin_memcpy(static_cast<uint16_t*>(cache) + at + d, halves, count * 2);
         break;
       case CacheType::kInt8: {
-        const F steps = Set::div(Set::load(x + d), Set::set(scale));
-        Set::store_codes(codes, Set::to_int(Set::max(Set::min(steps, Set::set(127)), Set::set(-128))));
+        const F<Isa> steps = Isa::div(Isa::load(x + d), Isa::set(scale));
+        Isa::store_codes(codes, Isa::to_int(Isa::max(Isa::min(steps, Isa::set(127)), Isa::set(-128))));
         __builtin_memcpy(static_cast<int8_t*>(cache) + at + d, codes, count);
       }
     }
@@ -92,55 +104,57 @@ void list_seen(const Attention& a, int64_t row) {
   seen[1] = int32_t(base) + straight;
 }
 
+template <class Isa>
 void write_kv(const Attention& a, int64_t row) {
   float head[kMostDim];
   const float scale = a.cache_type == CacheType::kInt8 ? a.scale * a.k_scale : a.scale;
   for (int64_t h = 0; h < a.heads; h++) {
     float* query = a.queries + (row * a.heads + h) * a.padded_dim();
-    take_head(a, row, a.q + row * a.q_stride + h * a.head_dim, a.q_norm, true, query);
+    take_head<Isa>(a, row, a.q + row * a.q_stride + h * a.head_dim, a.q_norm, true, query);
     for (int64_t d = 0; d < a.head_dim; d++) query[d] *= scale;
   }
   for (int64_t h = 0; h < a.kv_heads; h++) {
     const int64_t at = a.place(h, a.write_index + row);
-    take_head(a, row, a.k + row * a.k_stride + h * a.head_dim, a.k_norm, true, head);
-    store_row(a, a.keys, a.k_scale, at, head);
-    take_head(a, row, a.v + row * a.v_stride + h * a.head_dim, nullptr, false, head);
-    store_row(a, a.values, a.v_scale, at, head);
+    take_head<Isa>(a, row, a.k + row * a.k_stride + h * a.head_dim, a.k_norm, true, head);
+    store_row<Isa>(a, a.keys, a.k_scale, at, head);
+    take_head<Isa>(a, row, a.v + row * a.v_stride + h * a.head_dim, nullptr, false, head);
+    store_row<Isa>(a, a.values, a.v_scale, at, head);
   }
   list_seen(a, row);
 }
 
 // ----------------------------------------------------------------------------- reading the cache
 // A row of a cache as floats, [padded_dim].
+template <class Isa>
 void read_row(const Attention& a, const void* cache, int64_t at, float* out) {
   for (int64_t d = 0; d < a.padded_dim(); d += kStrip) {
     const int64_t rest = a.head_dim - d < kStrip ? a.head_dim - d : kStrip;
     uint16_t halves[kStrip] = {};
     int8_t codes[kStrip] = {};
-    F x{};
+    F<Isa> x{};
     switch (a.cache_type) {
       case CacheType::kFloat32:
-        x = load_up_to(static_cast<const float*>(cache) + at + d, rest);
+        x = load_up_to<Isa>(static_cast<const float*>(cache) + at + d, rest);
         break;
       case CacheType::kFloat16:
-        x = Set::load_half(whole(static_cast<const uint16_t*>(cache) + at + d, rest, halves));
+        x = Isa::load_half(whole(static_cast<const uint16_t*>(cache) + at + d, rest, halves));
         break;
       case CacheType::kInt8:
-        x = Set::load_codes(whole(static_cast<const int8_t*>(cache) + at + d, rest, codes));
+        x = Isa::load_codes(whole(static_cast<const int8_t*>(cache) + at + d, rest, codes));
     }
-    Set::store(out + d, x);
+    Isa::store(out + d, x);
   }
 }
 
-// Calls function(E{}) with what slots are read as: what the cache holds, floats of padded heads.
+// Calls function(E{}) with the type in which slots are read: the cache's, or float if heads are padded.
 template <class Function>
 void with_elements(const Attention& a, Function function) {
   if (a.cache_type == CacheType::kFloat32 || a.padded_dim() != a.head_dim) return function(float{});
   a.cache_type == CacheType::kFloat16 ? function(uint16_t{}) : function(int8_t{});
 }
 
-// Slots of a chunk, [padded_dim]: where they lie, or as floats in `memory`.
-template <class E>
+// Slots of a chunk, [padded_dim] each: in the cache, or converted to floats in `memory`.
+template <class Isa, class E>
 struct Slots {
   int64_t page_rows, dim;
   const E* pages[kChunk / kStrip + 1] = {};  // and the next one; nullptr: it is not read
@@ -152,7 +166,7 @@ struct Slots {
       if (a.cache_type != CacheType::kFloat32 || dim != a.head_dim) {
         for (int64_t slot = 0; slot < kChunk; slot += page_rows) pages[slot / page_rows] = memory + slot * dim;
         for (int64_t slot = first; slot < end; slot++)
-          read_row(a, cache, a.place(kv_head, base + slot), memory + slot * dim);
+          read_row<Isa>(a, cache, a.place(kv_head, base + slot), memory + slot * dim);
         return;
       }
     const int64_t last = least(kChunk + page_rows, a.write_index + a.rows - base);
@@ -160,7 +174,7 @@ struct Slots {
       pages[slot / page_rows] = static_cast<const E*>(cache) + a.place(kv_head, base + slot);
   }
 
-  // Of the chunk's slot `slot`; that far ahead of what is read it may be nullptr.
+  // The slot's row; nullptr for some slots that are prefetched but never read.
   const E* row(int64_t slot) const {
     const E* page = pages[slot / page_rows];
     return page ? page + slot % page_rows * dim : nullptr;
@@ -169,13 +183,14 @@ struct Slots {
   int64_t together(int64_t from, int64_t to) const { return least(to, (from / page_rows + 1) * page_rows) - from; }
 };
 
-// Up to 16 keys of one row behind those that lie straight.
+// Up to 16 keys of one row that follow its contiguous ones, as floats in `memory`.
+template <class Isa>
 const float* read_seen(const Attention& a, const void* cache, int64_t kv_head, int64_t row, int64_t key, int64_t count,
                        float* memory) {
   const int64_t ruled = a.write_index + a.rows - a.mask_columns;
   for (int64_t i = 0; i < count; i++) {
     const int64_t slot = a.slots[row * a.mask_columns + key + i - ruled];
-    read_row(a, cache, a.place(kv_head, slot), memory + i * a.padded_dim());
+    read_row<Isa>(a, cache, a.place(kv_head, slot), memory + i * a.padded_dim());
   }
   return memory;
 }

@@ -1,4 +1,5 @@
 // NEON with dot products: 16 products of bytes by one instruction.
+#include "instruction_set.h"
 #include "neon.h"
 
 namespace edgellm {
@@ -11,10 +12,10 @@ struct Quads : Neon {
   static Ints add8(Ints sum, Bytes codes, Bytes x) { return add4(sum, codes ^ 128, x); }
 };
 
-using Set = Vector<Quads>;
+using Isa = Vector<Quads>;
 
 }  // namespace
-}  // namespace edgellm
 
-#define EDGELLM_SET neon_dotprod
-#include "instruction_set.h"
+const Kernels k_neon_dotprod = make_kernels<Isa>("neon_dotprod");
+
+}  // namespace edgellm

@@ -1,10 +1,11 @@
 // NEON with matrix products of bytes: two channels of eight inputs and two rows by one instruction.
+#include "instruction_set.h"
 #include "neon.h"
 
 namespace edgellm {
 namespace {
 
-struct Set : Vector<Neon> {
+struct Isa : Vector<Neon> {
   // Eight codes of two rows; an odd last row stands for both.
   static int8x16_t pair(const int8_t* x, int64_t stride, bool is_last) {
     return vcombine_s8(vld1_s8(x), vld1_s8(is_last ? x : x + stride));
@@ -48,7 +49,7 @@ struct Set : Vector<Neon> {
 };
 
 }  // namespace
-}  // namespace edgellm
 
-#define EDGELLM_SET neon_i8mm
-#include "instruction_set.h"
+const Kernels k_neon_i8mm = make_kernels<Isa>("neon_i8mm");
+
+}  // namespace edgellm

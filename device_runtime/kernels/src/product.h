@@ -1,17 +1,20 @@
-// Rows times a packed weight. Included by `instruction_set.h` with `Set`, an instruction set.
+// Products of prepared rows and a packed weight.
 #pragma once
 
 #include "epilogue.h"
+#include "kernels.h"
+#include "vector_math.h"
 
 namespace edgellm {
 namespace {
 
 // ---------------------------------------------------------------------- 32 channels of a few rows
-// Of each record of the next group a tile fetches a share, from `kFetchFrom` rows on: fewer have the
-// memory to themselves anyway, more of them leave it idle while they compute.
+// From `kFetchFrom` rows on, each tile prefetches a part of the next group's records: fewer rows are limited by memory
+// anyway, more would leave it idle while they compute.
 // out[r][s]: sums of channels [16 s, 16 s + 16) from `strip` on; blocks are added in their order.
-template <int R, int S, Form kForm, bool kZero, int T>
-void quantized_tile(const Product& p, const uint8_t* record, int strip, int64_t row, Share share, F (&out)[R][S]) {
+template <class Isa, int R, int S, Form kForm, bool kZero, int T>
+void quantized_tile(const Product& p, const uint8_t* record, int strip, int64_t row, PrefetchRange share,
+                    F<Isa> (&out)[R][S]) {
   const Weight& w = *p.weight;
   const int64_t ahead = w.group_bytes();
   const int64_t blocks = p.rows.blocks, codes = w.code_bytes(), step = w.record_bytes();
@@ -19,23 +22,23 @@ void quantized_tile(const Product& p, const uint8_t* record, int strip, int64_t 
   const float* scales = p.rows.scales + row * blocks;
   const float* offsets = p.rows.offsets + row * blocks;
   const int32_t* starts = p.rows.starts + row * blocks;
-  F total[R][S];
+  F<Isa> total[R][S];
   for (auto& totals : total)
-    for (F& one : totals) one = Set::set(0);
+    for (F<Isa>& one : totals) one = Isa::set(0);
   for (int64_t b = 0; b < blocks; b++, record += step, x += w.block) {
     for (int64_t at = share.first; at < share.last; at += 64) __builtin_prefetch(record + ahead + at, 0, 2);
-    I acc[R * T][S];
+    I<Isa> acc[R * T][S];
     for (int r = 0; r < R * T; r++)
-      for (int s = 0; s < S; s++) acc[r][s] = Set::set_int(r % T < T - 1 ? 0 : starts[r / T * blocks + b]);
-    Set::template dot<kForm>(acc, record + strip * 64, x, p.rows.stride, w.block);
+      for (int s = 0; s < S; s++) acc[r][s] = Isa::set_int(r % T < T - 1 ? 0 : starts[r / T * blocks + b]);
+    Isa::template dot<kForm>(acc, record + strip * 64, x, p.rows.stride, w.block);
     for (int s = 0; s < S; s++) {
       const uint8_t* halves = record + codes + (strip + s) * 32;
-      const F scale = Set::load_half(halves);
+      const F<Isa> scale = Isa::load_half(halves);
       for (int r = 0; r < R; r++) {
-        const F both = Set::mul(scale, Set::set(scales[r * blocks + b]));
-        const I sum = T == 1 ? acc[r][s] : Set::add_int(Set::times128(acc[r * T][s]), acc[r * T + T - 1][s]);
-        total[r][s] = Set::fma(Set::to_float(sum), both, total[r][s]);
-        if (kZero) total[r][s] = Set::fma(Set::load_half(halves + 64), Set::set(offsets[r * blocks + b]), total[r][s]);
+        const F<Isa> both = Isa::mul(scale, Isa::set(scales[r * blocks + b]));
+        const I<Isa> sum = T == 1 ? acc[r][s] : Isa::add_int(Isa::times128(acc[r * T][s]), acc[r * T + T - 1][s]);
+        total[r][s] = Isa::fma(Isa::to_float(sum), both, total[r][s]);
+        if (kZero) total[r][s] = Isa::fma(Isa::load_half(halves + 64), Isa::set(offsets[r * blocks + b]), total[r][s]);
       }
     }
   }
@@ -43,77 +46,79 @@ void quantized_tile(const Product& p, const uint8_t* record, int strip, int64_t 
     for (int s = 0; s < S; s++) out[r][s] = total[r][s];
 }
 
-template <Form kForm>
-F load_weights(const uint8_t* p) {
-  if constexpr (kForm == Form::kFloat32) return Set::load(reinterpret_cast<const float*>(p));
-  return kForm == Form::kFloat16    ? Set::load_half(p)
-         : kForm == Form::kBFloat16 ? Set::load_bfloat(p)
-                                    : Set::load_fp8(p);
+template <class Isa, Form kForm>
+F<Isa> load_weights(const uint8_t* p) {
+  if constexpr (kForm == Form::kFloat32) return Isa::load(reinterpret_cast<const float*>(p));
+  return kForm == Form::kFloat16    ? Isa::load_half(p)
+         : kForm == Form::kBFloat16 ? Isa::load_bfloat(p)
+                                    : Isa::load_fp8(p);
 }
 
-// Weights that are decoded to floats: one product after the other along a block, or all of K.
-template <int R, int S, Form kForm>
-void float_tile(const Product& p, const uint8_t* record, int strip, int64_t row, Share share, F (&out)[R][S]) {
+// Weights that are decoded to floats: products are added in order along a block, or along all of K.
+template <class Isa, int R, int S, Form kForm>
+void float_tile(const Product& p, const uint8_t* record, int strip, int64_t row, PrefetchRange share,
+                F<Isa> (&out)[R][S]) {
   constexpr bool kFp8 = kForm == Form::kFp8;
   constexpr int kStep = kFp8 ? kGroup : kForm == Form::kFloat32 ? 4 * kGroup : 2 * kGroup, kStripStep = kStep / 2;
   const Weight& w = *p.weight;
   const int64_t ahead = w.group_bytes(), K = w.in_features, block = kFp8 ? w.block : K;
   const float* x = p.rows.floats + row * p.rows.stride;
   for (auto& some : out)
-    for (F& one : some) one = Set::set(0);
+    for (F<Isa>& one : some) one = Isa::set(0);
   for (int64_t first = 0; first < K; first += block) {
     const uint8_t* codes = record + strip * kStripStep;
-    F sums[R][S];
+    F<Isa> sums[R][S];
     for (auto& some : sums)
-      for (F& one : some) one = Set::set(0);
+      for (F<Isa>& one : some) one = Isa::set(0);
     for (int64_t k = first, end = least(first + block, K); k < end; k++, codes += kStep) {
       if (share.first < share.last && (k * kStep) % 64 == 0) __builtin_prefetch(codes + ahead, 0, 2);
       for (int s = 0; s < S; s++) {
-        const F weight = load_weights<kForm>(codes + s * kStripStep);
-        for (int r = 0; r < R; r++) sums[r][s] = Set::fma(weight, Set::set(x[r * p.rows.stride + k]), sums[r][s]);
+        const F<Isa> weight = load_weights<Isa, kForm>(codes + s * kStripStep);
+        for (int r = 0; r < R; r++) sums[r][s] = Isa::fma(weight, Isa::set(x[r * p.rows.stride + k]), sums[r][s]);
       }
     }
     record += block * kStep;
     for (int s = 0; s < S; s++) {
-      const F scale = kFp8 ? Set::load(reinterpret_cast<const float*>(record) + (strip + s) * kStrip) : Set::set(1);
-      for (int r = 0; r < R; r++) out[r][s] = kFp8 ? Set::fma(sums[r][s], scale, out[r][s]) : sums[r][s];
+      const F<Isa> scale =
+          kFp8 ? Isa::load(reinterpret_cast<const float*>(record) + (strip + s) * kStrip) : Isa::set(1);
+      for (int r = 0; r < R; r++) out[r][s] = kFp8 ? Isa::fma(sums[r][s], scale, out[r][s]) : sums[r][s];
     }
     record += kFp8 ? kGroup * sizeof(float) : 0;
   }
 }
 
-template <int R, int S, Form kForm, bool kZero, int T>
-void run_tile(const Product& p, int64_t group, int64_t row, Share share) {
+template <class Isa, int R, int S, Form kForm, bool kZero, int T>
+void run_tile(const Product& p, int64_t group, int64_t row, PrefetchRange share) {
   const Weight& w = *p.weight;
-  F sums[R][2];
+  F<Isa> sums[R][2];
   for (int strip = 0; strip < 2; strip += S) {
-    F some[R][S];
+    F<Isa> some[R][S];
     const uint8_t* record = w.records + group * w.group_bytes();
     if constexpr (takes_codes(kForm))
-      quantized_tile<R, S, kForm, kZero, T>(p, record, strip, row, strip ? Share{} : share, some);
+      quantized_tile<Isa, R, S, kForm, kZero, T>(p, record, strip, row, strip ? PrefetchRange{} : share, some);
     else
-      float_tile<R, S, kForm>(p, record, strip, row, strip ? Share{} : share, some);
+      float_tile<Isa, R, S, kForm>(p, record, strip, row, strip ? PrefetchRange{} : share, some);
     for (int r = 0; r < R; r++)
       for (int s = 0; s < S; s++) sums[r][strip + s] = some[r][s];
   }
-  for (int r = 0; r < R; r++) write_group(p, group, row + r, sums[r][0], sums[r][1]);
+  for (int r = 0; r < R; r++) write_group<Isa>(p, group, row + r, sums[r][0], sums[r][1]);
 }
 
-template <int R, Form kForm, bool kZero, int T>
-void run_rows(const Product& p, int64_t group, int64_t row, int64_t count, Share share) {
+template <class Isa, int R, Form kForm, bool kZero, int T>
+void run_rows(const Product& p, int64_t group, int64_t row, int64_t count, PrefetchRange share) {
   if (count == R)
-    run_tile<R, R == 1 || (takes_codes(kForm) && Set::kWholeGroups) ? 2 : Set::kStrips, kForm, kZero, T>(p, group, row,
-                                                                                                         share);
+    run_tile<Isa, R, R == 1 || (takes_codes(kForm) && Isa::kWholeGroups) ? 2 : Isa::kStrips, kForm, kZero, T>(
+        p, group, row, share);
   else if constexpr (R > 1)
-    run_rows<R - 1, kForm, kZero, T>(p, group, row, count, share);
+    run_rows<Isa, R - 1, kForm, kZero, T>(p, group, row, count, share);
 }
 
-// Panels of rows whose codes stay in the second cache while the weights pass by.
+// A panel of rows stays in the L2 cache while the weights are read.
 constexpr int64_t kPanelBytes = 512 << 10;
 
-template <Form kForm, bool kZero, int T = 1>
+template <class Isa, Form kForm, bool kZero, int T = 1>
 void run_groups(const Product& p, int64_t first, int64_t last) {
-  constexpr int kRows = Set::kRows / T;
+  constexpr int kRows = Isa::kRows / T;
   const int64_t row_bytes = p.rows.stride * (takes_codes(kForm) ? T : 4);
   const int64_t fitting = kPanelBytes / row_bytes / kRows * kRows;
   const int64_t panel = fitting > kRows ? fitting : kRows;
@@ -124,32 +129,36 @@ void run_groups(const Product& p, int64_t first, int64_t last) {
     for (int64_t group = first; group < last; group++)
       for (int64_t tile = 0; tile < tiles; tile++) {
         const int64_t begin = rows * tile / tiles, end = rows * (tile + 1) / tiles;
-        const Share share = {lines * tile / tiles * 64, lines * (tile + 1) / tiles * 64};
-        run_rows<kRows, kForm, kZero, T>(p, group, top + begin, end - begin, rows < Set::kFetchFrom ? Share{} : share);
+        const PrefetchRange share = {lines * tile / tiles * 64, lines * (tile + 1) / tiles * 64};
+        run_rows<Isa, kRows, kForm, kZero, T>(p, group, top + begin, end - begin,
+                                              rows < Isa::kFetchFrom ? PrefetchRange{} : share);
       }
   }
 }
 
+template <class Isa>
 void product(const Product& p, int64_t first, int64_t last) {
   const bool zero = p.weight->has_zero_points;
   switch (p.weight->form) {
     case Form::kInt4:
-      return zero ? run_groups<Form::kInt4, true>(p, first, last) : run_groups<Form::kInt4, false>(p, first, last);
+      return zero ? run_groups<Isa, Form::kInt4, true>(p, first, last)
+                  : run_groups<Isa, Form::kInt4, false>(p, first, last);
     case Form::kInt8:
       if (p.weight->input_terms == 2)
-        return zero ? run_groups<Form::kInt8, true, 2>(p, first, last)
-                    : run_groups<Form::kInt8, false, 2>(p, first, last);
-      return zero ? run_groups<Form::kInt8, true>(p, first, last) : run_groups<Form::kInt8, false>(p, first, last);
+        return zero ? run_groups<Isa, Form::kInt8, true, 2>(p, first, last)
+                    : run_groups<Isa, Form::kInt8, false, 2>(p, first, last);
+      return zero ? run_groups<Isa, Form::kInt8, true>(p, first, last)
+                  : run_groups<Isa, Form::kInt8, false>(p, first, last);
     case Form::kFp4:
-      return run_groups<Form::kFp4, false>(p, first, last);
+      return run_groups<Isa, Form::kFp4, false>(p, first, last);
     case Form::kFloat16:
-      return run_groups<Form::kFloat16, false>(p, first, last);
+      return run_groups<Isa, Form::kFloat16, false>(p, first, last);
     case Form::kBFloat16:
-      return run_groups<Form::kBFloat16, false>(p, first, last);
+      return run_groups<Isa, Form::kBFloat16, false>(p, first, last);
     case Form::kFloat32:
-      return run_groups<Form::kFloat32, false>(p, first, last);
+      return run_groups<Isa, Form::kFloat32, false>(p, first, last);
     case Form::kFp8:
-      return run_groups<Form::kFp8, false>(p, first, last);
+      return run_groups<Isa, Form::kFp8, false>(p, first, last);
   }
 }
 

@@ -1,10 +1,9 @@
 #include "scalar.h"
 
-namespace edgellm {
-namespace {
-using Set = Vector<Scalar>;
-}
-}  // namespace edgellm
-
-#define EDGELLM_SET scalar
 #include "instruction_set.h"
+
+namespace edgellm {
+
+const Kernels k_scalar = make_kernels<Vector<Scalar>>("scalar");
+
+}  // namespace edgellm

@@ -30,7 +30,7 @@ struct Registers {
   typedef uint16_t Halves __attribute__((vector_size(kBytes_ / 2)));
 
   static constexpr bool kWholeGroups = false;  // products of codes sum all channels of a record at once
-  static constexpr int kFetchFrom = 2;  // rows of a product; see `Share`
+  static constexpr int kFetchFrom = 2;  // rows of a product; see `PrefetchRange`
 
   template <class V>
   static EDGELLM_INLINE V read(const void* p) {  // which need not be aligned

@@ -1,60 +1,84 @@
-// Functions of sixteen lanes, in the same steps on every instruction set.
+// Functions of sixteen lanes, with the same steps on every instruction set `Isa` (a class derived from `Vector`).
 #pragma once
 
+#include <cstdint>
+
 #include "kernels.h"
+#include "vector.h"
 
 namespace edgellm {
 namespace {
 
-using F = Set::F;
-using I = Set::I;
+template <class Isa>
+using F = typename Isa::F;  // sixteen floats
+template <class Isa>
+using I = typename Isa::I;  // sixteen integers
 
 inline int64_t least(int64_t x, int64_t y) { return x < y ? x : y; }
 inline int64_t most(int64_t x, int64_t y) { return x > y ? x : y; }
 
-// The part of what comes next that one of several loops fetches, while it computes.
-struct Share {
+// The part of the next data that one of several loops prefetches while it computes.
+struct PrefetchRange {
   int64_t first, last;
 };
 
-inline F load_up_to(const float* p, int64_t count) {
-  if (count >= kStrip) return Set::load(p);
+template <class Isa>
+inline F<Isa> load_up_to(const float* p, int64_t count) {
+  if (count >= kStrip) return Isa::load(p);
   float lanes[kStrip] = {};
   __builtin_memcpy(lanes, p, count * sizeof(float));
-  return Set::load(lanes);
+  return Isa::load(lanes);
 }
 
-inline void store_up_to(float* p, F x, int64_t count) {
-  if (count >= kStrip) return Set::store(p, x);
+template <class Isa>
+inline void store_up_to(float* p, F<Isa> x, int64_t count) {
+  if (count >= kStrip) return Isa::store(p, x);
   float lanes[kStrip];
-  Set::store(lanes, x);
+  Isa::store(lanes, x);
   __builtin_memcpy(p, lanes, count * sizeof(float));
 }
 
 // exp with a relative error below 3e-7: 2^n times the series on [-ln 2 / 2, ln 2 / 2].
-inline F exp(F x) {
-  x = Set::max(Set::min(x, Set::set(88.f)), Set::set(-87.f));
-  F n;
-  const F power = Set::pow2(Set::mul(x, Set::set(1.44269504f)), n);
-  F r = Set::fma(n, Set::set(-0.693145752f), x);  // ln 2 in two parts
-  r = Set::fma(n, Set::set(-1.42860677e-6f), r);
-  F y = Set::set(1.f / 5040);
+template <class Isa>
+inline F<Isa> exp(F<Isa> x) {
+  x = Isa::max(Isa::min(x, Isa::set(88.f)), Isa::set(-87.f));
+  F<Isa> n;
+  const F<Isa> power = Isa::pow2(Isa::mul(x, Isa::set(1.44269504f)), n);
+  F<Isa> r = Isa::fma(n, Isa::set(-0.693145752f), x);  // ln 2 in two parts
+  r = Isa::fma(n, Isa::set(-1.42860677e-6f), r);
+  F<Isa> y = Isa::set(1.f / 5040);
   constexpr float kRest[] = {1.f / 720, 1.f / 120, 1.f / 24, 1.f / 6, 0.5f, 1.f, 1.f};
-  for (const float c : kRest) y = Set::fma(y, r, Set::set(c));
-  return Set::mul(y, power);
+  for (const float c : kRest) y = Isa::fma(y, r, Isa::set(c));
+  return Isa::mul(y, power);
 }
 
-inline F silu(F x) { return Set::div(x, Set::add(Set::set(1), exp(Set::sub(Set::set(0), x)))); }
-
-__attribute__((noinline)) inline F tanh(F x) {  // few need it: what may call it stays small
-  const F e = exp(Set::add(x, x));
-  return Set::sub(Set::set(1), Set::div(Set::set(2), Set::add(e, Set::set(1))));
+template <class Isa>
+inline F<Isa> silu(F<Isa> x) {
+  return Isa::div(x, Isa::add(Isa::set(1), exp<Isa>(Isa::sub(Isa::set(0), x))));
 }
 
+template <class Isa>
+__attribute__((noinline)) inline F<Isa> tanh(F<Isa> x) {  // rarely called: its callers stay small
+  const F<Isa> e = exp<Isa>(Isa::add(x, x));
+  return Isa::sub(Isa::set(1), Isa::div(Isa::set(2), Isa::add(e, Isa::set(1))));
+}
+
+template <class Isa>
 inline float exp(float x) {
   float lanes[kStrip];
-  Set::store(lanes, exp(Set::set(x)));
+  Isa::store(lanes, exp<Isa>(Isa::set(x)));
   return lanes[0];
+}
+
+// 1 / RMS. The standard rounds sqrt and division exactly, so the result is equal on all processors.
+template <class Isa>
+inline float inverse_rms(const float* x, int64_t count, float epsilon) {
+  F<Isa> squares = Isa::set(0);
+  for (int64_t k = 0; k < count; k += kStrip) {
+    const F<Isa> part = load_up_to<Isa>(x + k, count - k);
+    squares = Isa::fma(part, part, squares);
+  }
+  return 1.f / __builtin_sqrtf(Isa::sum(squares) / float(count) + epsilon);
 }
 
 }  // namespace
