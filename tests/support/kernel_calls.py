@@ -28,18 +28,53 @@ class _Product(ctypes.Structure):
     ]
 
 
+class _Shape(ctypes.Structure):
+    _fields_ = [
+        (name, _INT)
+        for name in ("rows", "heads", "kv_heads", "head_dim", "write_index", "mask_columns")
+    ]
+
+
+class _Inputs(ctypes.Structure):
+    _fields_ = [
+        *((name, _POINTER) for name in ("q", "k", "v")),
+        *((name, _INT) for name in ("q_stride", "k_stride", "v_stride")),
+        *((name, _POINTER) for name in ("cos", "sin", "positions")),
+        *((name, _INT) for name in ("rotary_dim", "table_rows")),
+        *((name, _POINTER) for name in ("mask", "q_norm", "k_norm", "sinks")),
+    ]
+
+
+class _Rules(ctypes.Structure):
+    _fields_ = [
+        ("window", _INT),
+        *((name, _FLOAT) for name in ("scale", "softcap", "epsilon")),
+        ("is_interleaved", ctypes.c_bool),
+    ]
+
+
+class _Cache(ctypes.Structure):
+    _fields_ = [
+        ("type", ctypes.c_uint32),
+        *((name, _FLOAT) for name in ("k_scale", "v_scale")),
+        ("page_rows", _INT),
+        *((name, _POINTER) for name in ("pages", "keys", "values")),
+    ]
+
+
+class _Scratch(ctypes.Structure):  # filled by c_api.cpp
+    _fields_ = [(name, _POINTER) for name in ("queries", "partials", "slots", "seen")]
+
+
 class _Attention(ctypes.Structure):
     _fields_ = [
-        *((name, _INT) for name in (
-            "rows", "heads", "kv_heads", "head_dim", "rotary_dim", "table_rows", "page_rows",
-            "write_index", "mask_columns", "window", "q_stride", "k_stride", "v_stride")),
-        *((name, _POINTER) for name in (
-            "q", "k", "v", "cos", "sin", "positions", "mask", "q_norm", "k_norm", "sinks")),
-        *((name, _FLOAT) for name in ("scale", "softcap", "epsilon", "k_scale", "v_scale")),
-        ("is_interleaved", ctypes.c_bool), ("cache_type", ctypes.c_uint32),
-        *((name, _POINTER) for name in (
-            "pages", "keys", "values", "y", "queries", "partials", "slots", "seen")),
-    ]  # fmt: skip
+        ("shape", _Shape),
+        ("inputs", _Inputs),
+        ("rules", _Rules),
+        ("cache", _Cache),
+        ("y", _POINTER),
+        ("scratch", _Scratch),
+    ]
 
 
 def _address(array: np.ndarray | None) -> int | None:
@@ -211,15 +246,26 @@ def attention(
     cos, sin = rope or (None, None)
     mask = None if mask is None else np.ascontiguousarray(mask).view(np.uint8)
     y = np.full(rows.q.shape, np.nan, np.float32)
+    inputs = _Inputs(
+        *map(_address, (rows.q, rows.k, rows.v)),
+        *(each.shape[1] for each in (rows.q, rows.k, rows.v)),
+        *map(_address, (cos, sin, positions)),
+        *((0, 0) if cos is None else (2 * cos.shape[1], len(cos))),
+        *map(_address, (mask, q_norm, k_norm, sinks)),
+    )
+    columns = 0 if mask is None else mask.shape[1]
     arguments = _Attention(
-        len(rows.q), rows.heads, kv_heads, dim, 0 if cos is None else 2 * cos.shape[1],
-        0 if cos is None else len(cos), page_rows, rows.write_index,
-        0 if mask is None else mask.shape[1], window, rows.q.shape[1], rows.k.shape[1],
-        rows.v.shape[1], *(_address(a) for a in (
-            rows.q, rows.k, rows.v, cos, sin, positions, mask, q_norm, k_norm, sinks)),
-        scale or dim**-0.5, softcap, 1e-6, *scales, interleaved, _CACHES[rows.keys.dtype.name],
-        *map(_address, (pages.table, *pages.pools, y)),
-    )  # fmt: skip
+        _Shape(len(rows.q), rows.heads, kv_heads, dim, rows.write_index, columns),
+        inputs,
+        _Rules(window, scale or dim**-0.5, softcap, 1e-6, interleaved),
+        _Cache(
+            _CACHES[rows.keys.dtype.name],
+            *scales,
+            page_rows,
+            *map(_address, (pages.table, *pages.pools)),
+        ),
+        _address(y),
+    )
     _call("edgellm_attention", instruction_set.encode(), ctypes.byref(arguments), int(is_split))
     rows.keys[...], rows.values[...] = pages.slots(0), pages.slots(1)
     return y

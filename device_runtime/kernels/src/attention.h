@@ -101,7 +101,7 @@ struct Tile {
     for (int i = 0; i < rows * group; i++) {
       const int64_t own = row + i / group;
       queries[i].row = own;
-      queries[i].q = a.queries + (own * a.heads + head + i % group) * a.padded_dim();
+      queries[i].q = a.scratch.queries + (own * a.shape.heads + head + i % group) * a.padded_dim();
       queries[i].scores = scores[i];
     }
   }
@@ -113,9 +113,9 @@ struct Tile {
     bool is_shared = rows > 1;
     for (int i = 0; i < rows * group; i++) {
       Query& q = queries[i];
-      const int64_t end = a.seen[2 * q.row];
-      q.straight = a.seen[2 * q.row + 1];
-      q.first = most(base, a.window ? most(0, end - a.window) : 0);
+      const int64_t end = a.scratch.seen[2 * q.row];
+      q.straight = a.scratch.seen[2 * q.row + 1];
+      q.first = most(base, a.rules.window ? most(0, end - a.rules.window) : 0);
       q.end = most(q.first, least(end, base + kChunk));
       q.top = kNothing;
       q.total = 0;
@@ -150,8 +150,8 @@ struct Tile {
     const float* const no_rows = nullptr;
     for (int64_t key = most(own->first, own->straight); key < own->end; key += kStrip) {
       const int64_t count = least(kStrip, own->end - key);
-      score_rows<Isa>(a, own, group, read_seen<Isa>(a, a.keys, kv_head, own->row, key, count, memory), count, no_rows,
-                      key - base);
+      score_rows<Isa>(a, own, group, read_seen<Isa>(a, a.cache.keys, kv_head, own->row, key, count, memory), count,
+                      no_rows, key - base);
     }
   }
 
@@ -163,8 +163,8 @@ struct Tile {
     add_slots<Isa>(own, group, chunk.values, from - base, straight - base);
     for (int64_t key = most(from, own->straight); key < to; key += kStrip) {
       const int64_t count = least(kStrip, to - key);
-      add_values<Isa>(own, group, read_seen<Isa>(a, a.values, kv_head, own->row, key, count, memory), key - base, count,
-                      dim);
+      add_values<Isa>(own, group, read_seen<Isa>(a, a.cache.values, kv_head, own->row, key, count, memory), key - base,
+                      count, dim);
     }
   }
 };
@@ -173,8 +173,8 @@ struct Tile {
 // A sum over chunks as `partials` hold it: largest score, sum of exponentials, from `kStrip` on values.
 void begin_sum(const Attention& a, int64_t head, float* sum) {
   __builtin_memset(sum, 0, a.partial_floats() * sizeof(float));
-  sum[0] = a.sinks ? a.sinks[head] : kNothing;
-  sum[1] = a.sinks ? 1 : 0;
+  sum[0] = a.inputs.sinks ? a.inputs.sinks[head] : kNothing;
+  sum[1] = a.inputs.sinks ? 1 : 0;
 }
 
 template <class Isa>
@@ -189,17 +189,19 @@ void add_chunk(int64_t dim, float* sum, float top, float total, const float* val
 }
 
 void finish_sum(const Attention& a, int64_t row, int64_t head, const float* sum) {
-  float* y = a.y + (row * a.heads + head) * a.head_dim;
-  const float factor = sum[1] > 0 ? (a.cache_type == CacheType::kInt8 ? a.v_scale : 1) / sum[1] : 0;
-  for (int64_t d = 0; d < a.head_dim; d++) y[d] = sum[kStrip + d] * factor;
+  float* y = a.y + (row * a.shape.heads + head) * a.shape.head_dim;
+  const float factor = sum[1] > 0 ? (a.cache.type == CacheType::kInt8 ? a.cache.v_scale : 1) / sum[1] : 0;
+  for (int64_t d = 0; d < a.shape.head_dim; d++) y[d] = sum[kStrip + d] * factor;
 }
 
-int64_t first_key(const Attention& a, int64_t row) { return a.window ? most(0, a.seen[2 * row] - a.window) : 0; }
+int64_t first_key(const Attention& a, int64_t row) {
+  return a.rules.window ? most(0, a.scratch.seen[2 * row] - a.rules.window) : 0;
+}
 
 // Calls function(row, rows, head, heads) for the tiles of some rows and the heads of one key head.
 template <class Function>
 void each_tile(const Attention& a, int64_t kv_head, int64_t first_row, int64_t last_row, Function function) {
-  const int64_t group = a.heads / a.kv_heads, taken = least(group, kMostGroup), rows = kMostQueries / taken;
+  const int64_t group = a.shape.heads / a.shape.kv_heads, taken = least(group, kMostGroup), rows = kMostQueries / taken;
   for (int64_t row = first_row; row < last_row; row += rows)
     for (int64_t head = 0; head < group; head += taken)
       function(row, int(least(rows, last_row - row)), kv_head * group + head, int(least(taken, group - head)));
@@ -207,11 +209,11 @@ void each_tile(const Attention& a, int64_t kv_head, int64_t first_row, int64_t l
 
 struct Span {
   int64_t first, straight, end;  // of some rows: what they see
-  Span(const Attention& a, int64_t first_row, int64_t last_row) : first(a.write_index + a.rows), straight(0), end(0) {
+  Span(const Attention& a, int64_t first_row, int64_t last_row) : first(a.end_slot()), straight(0), end(0) {
     for (int64_t row = first_row; row < last_row; row++) {
       first = least(first, first_key(a, row));
-      straight = most(straight, a.seen[2 * row + 1]);
-      end = most(end, a.seen[2 * row]);
+      straight = most(straight, a.scratch.seen[2 * row + 1]);
+      end = most(end, a.scratch.seen[2 * row]);
     }
   }
 };
@@ -219,14 +221,15 @@ struct Span {
 // One chunk of all rows, counted from the first that a row can see; `merge` puts them together.
 template <class Isa, class E>
 void attend_chunk_of(const Attention& a, int64_t kv_head, int64_t at, float* work) {
-  const Span span(a, 0, a.rows);
-  const Chunk<Isa, E> chunk(a, kv_head, a.first_chunk() + at, span.first, span.straight, a.rows * a.heads / a.kv_heads,
-                            work);
-  each_tile(a, kv_head, 0, a.rows, [&](int64_t row, int rows, int64_t head, int heads) {
+  const Span span(a, 0, a.shape.rows);
+  const Chunk<Isa, E> chunk(a, kv_head, a.first_chunk() + at, span.first, span.straight,
+                            a.shape.rows * a.shape.heads / a.shape.kv_heads, work);
+  each_tile(a, kv_head, 0, a.shape.rows, [&](int64_t row, int rows, int64_t head, int heads) {
     Tile<Isa> tile(a, row, rows, head, heads);
     float* places[kMostQueries];
     for (int i = 0; i < rows * heads; i++) {
-      places[i] = a.partials + ((at * a.rows + row + i / heads) * a.heads + head + i % heads) * a.partial_floats();
+      places[i] = a.scratch.partials +
+                  ((at * a.shape.rows + row + i / heads) * a.shape.heads + head + i % heads) * a.partial_floats();
       tile.queries[i].values = places[i] + kStrip;
     }
     tile.run(a, kv_head, chunk);
@@ -245,11 +248,12 @@ void attend_chunk(const Attention& a, int64_t kv_head, int64_t at, float* work) 
 template <class Isa>
 void merge(const Attention& a, int64_t row) {
   alignas(64) float sum[kMostDim + kStrip];
-  for (int64_t head = 0; head < a.heads; head++) {
+  for (int64_t head = 0; head < a.shape.heads; head++) {
     begin_sum(a, head, sum);
-    for (int64_t chunk = first_key(a, row) / kChunk; chunk * kChunk < a.seen[2 * row]; chunk++) {
+    for (int64_t chunk = first_key(a, row) / kChunk; chunk * kChunk < a.scratch.seen[2 * row]; chunk++) {
       const float* part =
-          a.partials + (((chunk - a.first_chunk()) * a.rows + row) * a.heads + head) * a.partial_floats();
+          a.scratch.partials +
+          (((chunk - a.first_chunk()) * a.shape.rows + row) * a.shape.heads + head) * a.partial_floats();
       add_chunk<Isa>(a.padded_dim(), sum, part[0], part[1], part + kStrip);
     }
     finish_sum(a, row, head, sum);
@@ -260,7 +264,7 @@ void merge(const Attention& a, int64_t row) {
 template <class Isa, class E>
 void attend_rows_of(const Attention& a, int64_t kv_head, int64_t first_row, int64_t last_row, float* work) {
   alignas(64) float parts[kMostQueries][kMostDim];
-  const int64_t group = a.heads / a.kv_heads;
+  const int64_t group = a.shape.heads / a.shape.kv_heads;
   float* sums = work + 3 * kChunk * a.padded_dim();
   const auto sum_of = [&](int64_t row, int64_t head) {
     return sums + ((row - first_row) * group + head - kv_head * group) * a.partial_floats();

@@ -33,14 +33,14 @@ struct Pass {
 
   void add(const Attention& a) {
     Part part{a, rows, tasks, 0, 0};
-    if (a.rows < kRowsTogether) {
-      part.tasks = a.kv_heads * a.chunks();
+    if (a.shape.rows < kRowsTogether) {
+      part.tasks = a.shape.kv_heads * a.chunks();
     } else {
-      const int64_t together = a.rows * a.heads < kLongPrompt ? kQueriesOfTask : 2 * kQueriesOfTask;
-      part.step = std::max(kRowsOfTask, together * a.kv_heads / a.heads);
-      part.tasks = a.kv_heads * ((a.rows + part.step - 1) / part.step);
+      const int64_t together = a.shape.rows * a.shape.heads < kLongPrompt ? kQueriesOfTask : 2 * kQueriesOfTask;
+      part.step = std::max(kRowsOfTask, together * a.shape.kv_heads / a.shape.heads);
+      part.tasks = a.shape.kv_heads * ((a.shape.rows + part.step - 1) / part.step);
     }
-    rows += a.rows;
+    rows += a.shape.rows;
     tasks += part.tasks;
     parts.push_back(part);
   }
@@ -52,19 +52,19 @@ struct Pass {
     for (const Part& part : parts) {
       const Attention& a = part.a;
       starts.push_back(size);
-      size +=
-          aligned(a.rows * a.heads * a.padded_dim() * 4) + aligned(a.rows * 8) + aligned(a.rows * a.mask_columns * 4);
-      if (part.splits()) size += a.chunks() * a.rows * a.heads * a.partial_floats() * 4;
+      size += aligned(a.shape.rows * a.shape.heads * a.padded_dim() * 4) + aligned(a.shape.rows * 8) +
+              aligned(a.shape.rows * a.shape.mask_columns * 4);
+      if (part.splits()) size += a.chunks() * a.shape.rows * a.shape.heads * a.partial_floats() * 4;
     }
     char* const memory = static_cast<char*>(ort::scratch(size));
     for (size_t i = 0; i < parts.size(); i++) {
       Attention& a = parts[i].a;
       char* at = memory + starts[i];
       const auto take = [&](int64_t bytes) { return std::exchange(at, at + aligned(bytes)); };
-      a.queries = reinterpret_cast<float*>(take(a.rows * a.heads * a.padded_dim() * 4));
-      a.seen = reinterpret_cast<int32_t*>(take(a.rows * 8));
-      a.slots = reinterpret_cast<int32_t*>(take(a.rows * a.mask_columns * 4));
-      a.partials = reinterpret_cast<float*>(at);
+      a.scratch.queries = reinterpret_cast<float*>(take(a.shape.rows * a.shape.heads * a.padded_dim() * 4));
+      a.scratch.seen = reinterpret_cast<int32_t*>(take(a.shape.rows * 8));
+      a.scratch.slots = reinterpret_cast<int32_t*>(take(a.shape.rows * a.shape.mask_columns * 4));
+      a.scratch.partials = reinterpret_cast<float*>(at);
     }
   }
 
@@ -84,10 +84,11 @@ struct Pass {
                                             [](int64_t t, const Part& p) { return t < p.first_task; }) -
                            1);
       const Attention& a = part.a;
-      const int64_t kv_head = (task - part.first_task) % a.kv_heads, at = (task - part.first_task) / a.kv_heads;
+      const int64_t kv_head = (task - part.first_task) % a.shape.kv_heads,
+                    at = (task - part.first_task) / a.shape.kv_heads;
       float* work = static_cast<float*>(ort::scratch<1>(a.work_floats(part.step) * 4));
       if (part.splits()) return kernels().attend_chunk(a, kv_head, at, work);
-      kernels().attend_rows(a, kv_head, at * part.step, std::min((at + 1) * part.step, a.rows), work);
+      kernels().attend_rows(a, kv_head, at * part.step, std::min((at + 1) * part.step, a.shape.rows), work);
     });
   }
 };
@@ -151,13 +152,13 @@ struct CachedAttention {
     read_scales(in, all);
     read_rules(in, all);
     std::vector<int64_t> dims = in[kQ].dims;
-    dims.back() = heads * all.head_dim;
+    dims.back() = heads * all.shape.head_dim;
     all.y = ort::output(context, 0, dims).as<float>();
     Pass pass = cut(in, all);
     void* const keys = copy_past(context, 1, in[kPastKey], all);
     void* const values = copy_past(context, 2, in[kPastValue], all);
-    if (!all.rows) return;
-    for (Pass::Part& part : pass.parts) part.a.keys = keys, part.a.values = values;
+    if (!all.shape.rows) return;
+    for (Pass::Part& part : pass.parts) part.a.cache.keys = keys, part.a.cache.values = values;
     pass.place();
     pass.each_row(context, [](const Pass::Part& part, int64_t row) { kernels().write_kv(part.a, row); });
     pass.attend(context);
@@ -168,82 +169,86 @@ struct CachedAttention {
 
  private:
   void read_rows(const Tensor* in, Attention& a) const {
+    Attention::Shape& shape = a.shape;
+    Attention::Inputs& inputs = a.inputs;
     const std::vector<int64_t>& cache = in[kPastKey].dims;
     require(cache.size() == 4 && cache[1] == kv_heads,
             "CachedAttention: the cache is not [pages, kv_num_heads, page rows, D]");
     require(in[kPastValue].dims == cache, "CachedAttention: the caches of keys and values differ in shape");
-    a.heads = heads;
-    a.kv_heads = kv_heads;
-    a.page_rows = cache[2];
-    a.head_dim = cache[3];
-    require(a.page_rows > 0 && a.page_rows % kStrip == 0 && kChunk % a.page_rows == 0,
+    shape.heads = heads;
+    shape.kv_heads = kv_heads;
+    a.cache.page_rows = cache[2];
+    shape.head_dim = cache[3];
+    require(a.cache.page_rows > 0 && a.cache.page_rows % kStrip == 0 && kChunk % a.cache.page_rows == 0,
             "CachedAttention: pages of this size are not known");
-    require(a.head_dim > 0 && a.head_dim <= 256, "CachedAttention: heads of more than 256 values are not known");
-    const int64_t width = heads * a.head_dim, kv_width = kv_heads * a.head_dim;
+    require(shape.head_dim > 0 && shape.head_dim <= 256,
+            "CachedAttention: heads of more than 256 values are not known");
+    const int64_t width = heads * shape.head_dim, kv_width = kv_heads * shape.head_dim;
     require(in[kQ].dims.size() == 3 && in[kQ].dims[0] == 1, "CachedAttention: q is not [1, S, width]");
-    a.rows = in[kQ].dims[1];
-    a.q = in[kQ].as<float>();
-    a.q_stride = in[kQ].last();
+    shape.rows = in[kQ].dims[1];
+    inputs.q = in[kQ].as<float>();
+    inputs.q_stride = in[kQ].last();
     if (in[kK] && in[kV]) {
-      require(a.q_stride == width && in[kK].count() == a.rows * kv_width && in[kV].count() == a.rows * kv_width,
+      require(inputs.q_stride == width && in[kK].count() == shape.rows * kv_width &&
+                  in[kV].count() == shape.rows * kv_width,
               "CachedAttention: q, k and v do not fit the heads");
-      a.k = in[kK].as<float>();
-      a.v = in[kV].as<float>();
-      a.k_stride = a.v_stride = kv_width;
+      inputs.k = in[kK].as<float>();
+      inputs.v = in[kV].as<float>();
+      inputs.k_stride = inputs.v_stride = kv_width;
       return;
     }
-    require(!in[kK] && !in[kV] && a.q_stride == width + 2 * kv_width,
+    require(!in[kK] && !in[kV] && inputs.q_stride == width + 2 * kv_width,
             "CachedAttention: q, k and v do not fit the heads");
-    a.k = a.q + width;
-    a.v = a.k + kv_width;
-    a.k_stride = a.v_stride = a.q_stride;
+    inputs.k = inputs.q + width;
+    inputs.v = inputs.k + kv_width;
+    inputs.k_stride = inputs.v_stride = inputs.q_stride;
   }
 
   void read_scales(const Tensor* in, Attention& a) const {
-    a.cache_type = kCache == ort::kFloat  ? CacheType::kFloat32
-                   : kCache == ort::kHalf ? CacheType::kFloat16
-                                          : CacheType::kInt8;
-    a.k_scale = a.v_scale = 1;
-    if (a.cache_type != CacheType::kInt8) return;
+    Attention::Cache& cache = a.cache;
+    cache.type = kCache == ort::kFloat  ? CacheType::kFloat32
+                 : kCache == ort::kHalf ? CacheType::kFloat16
+                                        : CacheType::kInt8;
+    cache.k_scale = cache.v_scale = 1;
+    if (cache.type != CacheType::kInt8) return;
     const Tensor &k = in[kKScale], &v = in[kVScale];
     require(k.count() == 1 && k.data && v.count() == 1 && v.data,
             "CachedAttention: a cache of int8 needs k_scale and v_scale");
-    a.k_scale = *k.as<float>();
-    a.v_scale = *v.as<float>();
-    require(a.k_scale > 0 && a.v_scale > 0, "CachedAttention: scales of the cache must be positive");
+    cache.k_scale = *k.as<float>();
+    cache.v_scale = *v.as<float>();
+    require(cache.k_scale > 0 && cache.v_scale > 0, "CachedAttention: scales of the cache must be positive");
   }
 
   void read_rules(const Tensor* in, Attention& a) const {
-    a.scale = scale > 0 ? scale : 1 / std::sqrt(float(a.head_dim));
-    a.softcap = softcap;
-    a.epsilon = epsilon;
-    a.window = window;
-    a.is_interleaved = is_interleaved;
+    Attention::Inputs& inputs = a.inputs;
+    a.rules = {window, scale > 0 ? scale : 1 / std::sqrt(float(a.shape.head_dim)), softcap, epsilon,
+               is_interleaved != 0};
     const Tensor &cos = in[kCos], &sin = in[kSin], &positions = in[kPositions];
     if (cos || sin) {
-      require(cos.dims.size() == 2 && cos.dims == sin.dims && 2 * cos.last() <= a.head_dim,
+      require(cos.dims.size() == 2 && cos.dims == sin.dims && 2 * cos.last() <= a.shape.head_dim,
               "CachedAttention: cos and sin do not fit the heads");
-      a.cos = cos.as<float>();
-      a.sin = sin.as<float>();
-      a.rotary_dim = 2 * cos.last();
-      a.table_rows = cos.dims[0];
-      a.positions = positions.as<int64_t>();
-      require(positions ? positions.count() == a.rows : a.table_rows >= a.rows,
+      inputs.cos = cos.as<float>();
+      inputs.sin = sin.as<float>();
+      inputs.rotary_dim = 2 * cos.last();
+      inputs.table_rows = cos.dims[0];
+      inputs.positions = positions.as<int64_t>();
+      require(positions ? positions.count() == a.shape.rows : inputs.table_rows >= a.shape.rows,
               "CachedAttention: rows and positions differ in number");
-      for (int64_t row = 0; a.positions && row < a.rows; row++)
-        require(a.positions[row] >= 0 && a.positions[row] < a.table_rows,
+      for (int64_t row = 0; inputs.positions && row < a.shape.rows; row++)
+        require(inputs.positions[row] >= 0 && inputs.positions[row] < inputs.table_rows,
                 "CachedAttention: a position is outside of the rope tables");
     }
-    a.mask = in[kMasks].as<uint8_t>();
-    require((!in[kQNorm] || in[kQNorm].count() == a.head_dim) && (!in[kKNorm] || in[kKNorm].count() == a.head_dim),
+    inputs.mask = in[kMasks].as<uint8_t>();
+    require((!in[kQNorm] || in[kQNorm].count() == a.shape.head_dim) &&
+                (!in[kKNorm] || in[kKNorm].count() == a.shape.head_dim),
             "CachedAttention: q_norm and k_norm do not fit the heads");
-    a.q_norm = in[kQNorm].as<float>();
-    a.k_norm = in[kKNorm].as<float>();
+    inputs.q_norm = in[kQNorm].as<float>();
+    inputs.k_norm = in[kKNorm].as<float>();
     require(!in[kSinks] || in[kSinks].count() == heads, "CachedAttention: there is not one sink for each head");
-    a.sinks = in[kSinks].as<float>();
+    inputs.sinks = in[kSinks].as<float>();
   }
 
-  // The sequences, of which each has its own rows of what `all` has.
+  // Splits `all` into the attention of each sequence.
   Pass cut(const Tensor* in, const Attention& all) const {
     const Tensor &facts = in[kSequences], &tables = in[kPages];
     require(facts.dims.size() == 2 && facts.last() == kFacts, "CachedAttention: sequences are not [B, 3]");
@@ -254,52 +259,56 @@ struct CachedAttention {
     for (int64_t i = 0; i < facts.dims[0]; i++) {
       const int64_t* fact = facts.as<int64_t>() + i * kFacts;
       Attention a = all;
-      a.write_index = fact[0];
-      a.rows = fact[1];
-      a.mask_columns = fact[2];
-      a.pages = tables.as<int64_t>() + i * tables.last();
-      require(a.rows >= 0 && a.rows <= all.rows - pass.rows, "CachedAttention: sequences and rows differ in number");
-      require(a.write_index >= 0 && a.write_index <= tables.last() * a.page_rows - a.rows,
+      Attention::Shape& shape = a.shape;
+      shape.write_index = fact[0];
+      shape.rows = fact[1];
+      shape.mask_columns = fact[2];
+      a.cache.pages = tables.as<int64_t>() + i * tables.last();
+      require(shape.rows >= 0 && shape.rows <= all.shape.rows - pass.rows,
+              "CachedAttention: sequences and rows differ in number");
+      require(shape.write_index >= 0 && shape.write_index <= tables.last() * a.cache.page_rows - shape.rows,
               "CachedAttention: the new rows do not fit into the pages");
-      const bool is_causal = a.mask_columns == 0;
-      require(is_causal || (a.mask_columns >= a.rows && a.mask_columns <= a.write_index + a.rows),
+      const bool is_causal = shape.mask_columns == 0;
+      require(is_causal || (shape.mask_columns >= shape.rows && shape.mask_columns <= a.end_slot()),
               "CachedAttention: a mask is not of the last slots of its sequence");
-      const int64_t size = a.rows * a.mask_columns;
+      const int64_t size = shape.rows * shape.mask_columns;
       require(size <= in[kMasks].count() * bool(in[kMasks]) - masked,
               "CachedAttention: sequences have more masks than are given");
-      if (!a.rows) continue;
-      a.mask = is_causal ? nullptr : all.mask + masked;
+      if (!shape.rows) continue;
+      a.inputs.mask = is_causal ? nullptr : all.inputs.mask + masked;
       masked += size;
       take_rows(a, pass.rows);
       require_pages(a, in[kPastKey].dims[0]);
       pass.add(a);
     }
-    require(pass.rows == all.rows, "CachedAttention: sequences and rows differ in number");
+    require(pass.rows == all.shape.rows, "CachedAttention: sequences and rows differ in number");
     return pass;
   }
 
   static void take_rows(Attention& a, int64_t first) {
-    a.q += first * a.q_stride;
-    a.k += first * a.k_stride;
-    a.v += first * a.v_stride;
-    a.y += first * a.heads * a.head_dim;
-    if (a.positions) {
-      a.positions += first;
-    } else if (a.cos) {
-      a.cos += first * a.rotary_dim / 2;
-      a.sin += first * a.rotary_dim / 2;
+    Attention::Inputs& inputs = a.inputs;
+    inputs.q += first * inputs.q_stride;
+    inputs.k += first * inputs.k_stride;
+    inputs.v += first * inputs.v_stride;
+    a.y += first * a.shape.heads * a.shape.head_dim;
+    if (inputs.positions) {
+      inputs.positions += first;
+    } else if (inputs.cos) {
+      inputs.cos += first * inputs.rotary_dim / 2;
+      inputs.sin += first * inputs.rotary_dim / 2;
     }
   }
 
   static void require_pages(const Attention& a, int64_t count) {
-    for (int64_t page = a.first_slot() / a.page_rows; page * a.page_rows < a.write_index + a.rows; page++)
-      require(a.pages[page] >= 0 && a.pages[page] < count, "CachedAttention: a page is outside of the cache");
+    for (int64_t page = a.first_slot() / a.cache.page_rows; page * a.cache.page_rows < a.end_slot(); page++)
+      require(a.cache.pages[page] >= 0 && a.cache.pages[page] < count,
+              "CachedAttention: a page is outside of the cache");
   }
 
   // The cache that is written: a copy of the past, if it is not the past itself.
   static void* copy_past(OrtKernelContext* context, size_t index, const Tensor& past, const Attention& a) {
     const Tensor present = ort::output(context, index, past.dims);
-    const int64_t size = a.cache_type == CacheType::kFloat32 ? 4 : a.cache_type == CacheType::kFloat16 ? 2 : 1;
+    const int64_t size = a.cache.type == CacheType::kFloat32 ? 4 : a.cache.type == CacheType::kFloat16 ? 2 : 1;
     if (present.data != past.data) std::memcpy(present.data, past.data, past.count() * size);
     return present.data;
   }

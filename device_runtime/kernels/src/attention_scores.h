@@ -18,8 +18,8 @@ struct Query {
 
 template <class Isa>
 F<Isa> capped(const Attention& a, F<Isa> scores) {
-  if (a.softcap <= 0) return scores;
-  return Isa::mul(tanh<Isa>(Isa::div(scores, Isa::set(a.softcap))), Isa::set(a.softcap));
+  if (a.rules.softcap <= 0) return scores;
+  return Isa::mul(tanh<Isa>(Isa::div(scores, Isa::set(a.rules.softcap))), Isa::set(a.rules.softcap));
 }
 
 // Scores of 16 keys; each is summed in 16 lanes along the head, then over the lanes. `kParts`: strips of the head, 0 if
@@ -137,8 +137,8 @@ struct Chunk {
       : base(index * kChunk),
         first(most(0, begin - base) / kStrip * kStrip),
         count(most(0, least(end - base, kChunk))),
-        keys(a, a.keys, kv_head, base, first, count, work),
-        values(a, a.values, kv_head, base, first, count, work + kChunk * a.padded_dim()) {
+        keys(a, a.cache.keys, kv_head, base, first, count, work),
+        values(a, a.cache.values, kv_head, base, first, count, work + kChunk * a.padded_dim()) {
     const int64_t dim = a.padded_dim();
     turned = Isa::kTurnFrom > 0 && queries >= Isa::kTurnFrom ? work + 2 * kChunk * dim : nullptr;
     if constexpr (Isa::kTurnFrom > 0)

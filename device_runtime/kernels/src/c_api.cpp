@@ -67,22 +67,22 @@ EDGELLM_EXPORT const char* edgellm_channel(const void* packed, uint64_t bytes, i
 EDGELLM_EXPORT const char* edgellm_attention(const char* instruction_set, Attention* a, int is_split) {
   const Kernels* set = find_kernels(instruction_set);
   if (!set) return "this processor lacks the instruction set";
-  std::vector<float> queries(a->rows * a->heads * a->padded_dim()), partials,
-      work(a->work_floats(is_split ? 0 : a->rows));
-  std::vector<int32_t> seen(2 * a->rows), slots(a->rows * a->mask_columns);
-  a->queries = queries.data();
-  a->seen = seen.data();
-  a->slots = slots.data();
-  for (int64_t row = 0; row < a->rows; row++) set->write_kv(*a, row);
+  std::vector<float> queries(a->shape.rows * a->shape.heads * a->padded_dim()), partials,
+      work(a->work_floats(is_split ? 0 : a->shape.rows));
+  std::vector<int32_t> seen(2 * a->shape.rows), slots(a->shape.rows * a->shape.mask_columns);
+  a->scratch.queries = queries.data();
+  a->scratch.seen = seen.data();
+  a->scratch.slots = slots.data();
+  for (int64_t row = 0; row < a->shape.rows; row++) set->write_kv(*a, row);
   if (is_split) {
-    partials.resize(a->chunks() * a->rows * a->heads * a->partial_floats());
-    a->partials = partials.data();
+    partials.resize(a->chunks() * a->shape.rows * a->shape.heads * a->partial_floats());
+    a->scratch.partials = partials.data();
     for (int64_t chunk = 0; chunk < a->chunks(); chunk++)
-      for (int64_t head = 0; head < a->kv_heads; head++) set->attend_chunk(*a, head, chunk, work.data());
-    for (int64_t row = 0; row < a->rows; row++) set->merge(*a, row);
+      for (int64_t head = 0; head < a->shape.kv_heads; head++) set->attend_chunk(*a, head, chunk, work.data());
+    for (int64_t row = 0; row < a->shape.rows; row++) set->merge(*a, row);
     return nullptr;
   }
-  for (int64_t head = 0; head < a->kv_heads; head++) set->attend_rows(*a, head, 0, a->rows, work.data());
+  for (int64_t head = 0; head < a->shape.kv_heads; head++) set->attend_rows(*a, head, 0, a->shape.rows, work.data());
   return nullptr;
 }
 

@@ -114,44 +114,62 @@ struct LowRank {
 
 enum class CacheType : uint32_t { kFloat32, kFloat16, kInt8 };
 
-// The new rows of one sequence. Its slots are in blocks: slot s in block `pages[s / page_rows]`.
-// Slots are logical indices; blocks before all windows are not read.
+// Attention of the new rows of one sequence, which are first written to its cache.
 struct Attention {
-  int64_t rows, heads, kv_heads, head_dim, rotary_dim, table_rows;
-  int64_t page_rows, write_index, mask_columns, window;  // window 0: all
-  int64_t q_stride, k_stride, v_stride;  // from row to row
-  const float *q, *k, *v;
-  const float *cos, *sin;  // [table_rows, rotary_dim / 2], or nullptr
-  const int64_t* positions;  // [rows], or nullptr: tables have one row for each
-  const uint8_t* mask;  // [rows, mask_columns] of the last slots, or nullptr: causal
-  const float *q_norm, *k_norm, *sinks;  // [head_dim], [head_dim], [heads], or nullptr
-  float scale, softcap, epsilon, k_scale, v_scale;
-  bool is_interleaved;
-  CacheType cache_type;
-  const int64_t* pages;  // as many as the slots up to the last new row take
-  void *keys, *values;  // [pages, kv_heads, page_rows, head_dim]
+  struct Shape {
+    int64_t rows;  // new ones
+    int64_t heads, kv_heads, head_dim;
+    int64_t write_index;  // slot of the first new row
+    int64_t mask_columns;  // the last slots, to which the mask applies
+  } shape;
+  struct Inputs {
+    const float *q, *k, *v;
+    int64_t q_stride, k_stride, v_stride;  // from row to row
+    const float *cos, *sin;  // [table_rows, rotary_dim / 2], or nullptr
+    const int64_t* positions;  // [rows] in the tables, or nullptr: tables have one row for each
+    int64_t rotary_dim, table_rows;
+    const uint8_t* mask;  // [rows, mask_columns], or nullptr: causal
+    const float *q_norm, *k_norm, *sinks;  // [head_dim], [head_dim], [heads], or nullptr
+  } inputs;
+  struct Rules {
+    int64_t window;  // 0: all
+    float scale, softcap, epsilon;
+    bool is_interleaved;  // RoPE
+  } rules;
+  // Slots are logical indices: slot s is in block pages[s / page_rows]. Blocks before all windows are not read.
+  struct Cache {
+    CacheType type;
+    float k_scale, v_scale;
+    int64_t page_rows;
+    const int64_t* pages;  // as many as the slots up to the last new row take
+    void *keys, *values;  // [pages, kv_heads, page_rows, head_dim]
+  } cache;
   float* y;  // [rows, heads * head_dim]
-  float* queries;  // work: [rows, heads, padded_dim]
-  float* partials;  // work: [chunks, rows, heads, padded_dim + 16]; nullptr if not split
-  int32_t* slots;  // work: [rows, mask_columns], the last slots that each row attends to
-  int32_t* seen;  // work: [rows, 2], keys that a row attends to, and how many are contiguous
+  struct Scratch {
+    float* queries;  // [rows, heads, padded_dim]
+    float* partials;  // [chunks, rows, heads, padded_dim + 16]; nullptr if not split
+    int32_t* slots;  // [rows, mask_columns], the last slots that each row attends to
+    int32_t* seen;  // [rows, 2], number of keys that a row attends to, and of contiguous ones
+  } scratch;
 
-  int64_t padded_dim() const { return (head_dim + kStrip - 1) / kStrip * kStrip; }
+  int64_t padded_dim() const { return (shape.head_dim + kStrip - 1) / kStrip * kStrip; }
   int64_t partial_floats() const { return padded_dim() + kStrip; }
-  // What a call for some rows needs beside: keys, values and turned keys of a chunk, and sums.
+  // Size of `work` for some rows: keys, values and transposed keys of a chunk, and sums.
   int64_t work_floats(int64_t for_rows) const {
-    return 3 * kChunk * padded_dim() + for_rows * heads / kv_heads * partial_floats();
+    return 3 * kChunk * padded_dim() + for_rows * shape.heads / shape.kv_heads * partial_floats();
   }
+  int64_t end_slot() const { return shape.write_index + shape.rows; }
   int64_t first_chunk() const { return first_slot() / kChunk; }
-  int64_t chunks() const { return (write_index + rows + kChunk - 1) / kChunk - first_chunk(); }
-  // Where a slot of a head begins in `keys` and `values`, in numbers.
+  int64_t chunks() const { return (end_slot() + kChunk - 1) / kChunk - first_chunk(); }
+  // The index of a slot's first number in `keys` and `values`.
   int64_t place(int64_t kv_head, int64_t slot) const {
-    return ((pages[slot / page_rows] * kv_heads + kv_head) * page_rows + slot % page_rows) * head_dim;
+    const int64_t page = cache.pages[slot / cache.page_rows];
+    return ((page * shape.kv_heads + kv_head) * cache.page_rows + slot % cache.page_rows) * shape.head_dim;
   }
-  // The first slot that a row can see.
+  // The first slot to which a row can attend.
   int64_t first_slot() const {
-    const int64_t least_end = mask ? write_index + rows - mask_columns : write_index + 1;
-    return window && least_end > window ? least_end - window : 0;
+    const int64_t least_end = inputs.mask ? end_slot() - shape.mask_columns : shape.write_index + 1;
+    return rules.window && least_end > rules.window ? least_end - rules.window : 0;
   }
 };
 

@@ -43,10 +43,10 @@ EDGELLM_INLINE F<Isa> numbers(const int8_t* x) {
 
 // ---------------------------------------------------------------- new rows: norm, rope and cache
 void rotate(const Attention& a, int64_t row, float* x) {
-  const int64_t half = a.rotary_dim / 2, table = (a.positions ? a.positions[row] : row) * half;
-  const int64_t step = a.is_interleaved ? 2 : 1, second = a.is_interleaved ? 1 : half;
+  const int64_t half = a.inputs.rotary_dim / 2, table = (a.inputs.positions ? a.inputs.positions[row] : row) * half;
+  const int64_t step = a.rules.is_interleaved ? 2 : 1, second = a.rules.is_interleaved ? 1 : half;
   for (int64_t i = 0; i < half; i++) {
-    const float cos = a.cos[table + i], sin = a.sin[table + i];
+    const float cos = a.inputs.cos[table + i], sin = a.inputs.sin[table + i];
     float &p = x[i * step], &q = x[i * step + second];
     const float turned = p * cos - q * sin;
     q = q * cos + p * sin;
@@ -57,20 +57,20 @@ void rotate(const Attention& a, int64_t row, float* x) {
 // A head with norm and RoPE, [padded_dim], padded with zeros.
 template <class Isa>
 void take_head(const Attention& a, int64_t row, const float* x, const float* gamma, bool turns, float* out) {
-  const int64_t dim = a.head_dim;
-  const float factor = gamma ? inverse_rms<Isa>(x, dim, a.epsilon) : 1;
+  const int64_t dim = a.shape.head_dim;
+  const float factor = gamma ? inverse_rms<Isa>(x, dim, a.rules.epsilon) : 1;
   for (int64_t d = 0; d < a.padded_dim(); d++) out[d] = d < dim ? gamma ? x[d] * factor * gamma[d] : x[d] : 0;
-  if (turns && a.cos) rotate(a, row, out);
+  if (turns && a.inputs.cos) rotate(a, row, out);
 }
 
 template <class Isa>
 void store_row(const Attention& a, void* cache, float scale, int64_t at, const float* x) {
-  const int64_t dim = a.head_dim;
+  const int64_t dim = a.shape.head_dim;
   for (int64_t d = 0; d < dim; d += kStrip) {
     const int64_t count = dim - d < kStrip ? dim - d : kStrip;
     uint16_t halves[kStrip];
     int8_t codes[kStrip];
-    switch (a.cache_type) {
+    switch (a.cache.type) {
       case CacheType::kFloat32:
         store_up_to<Isa>(static_cast<float*>(cache) + at + d, Isa::load(x + d), count);
         break;
@@ -88,15 +88,15 @@ void store_row(const Attention& a, void* cache, float scale, int64_t at, const f
 }
 
 void list_seen(const Attention& a, int64_t row) {
-  int32_t* seen = a.seen + 2 * row;
-  if (!a.mask) {
-    seen[0] = seen[1] = int32_t(a.write_index + row + 1);
+  int32_t* seen = a.scratch.seen + 2 * row;
+  if (!a.inputs.mask) {
+    seen[0] = seen[1] = int32_t(a.shape.write_index + row + 1);
     return;
   }
-  const int64_t base = a.write_index + a.rows - a.mask_columns;
-  int32_t *slots = a.slots + row * a.mask_columns, count = 0, straight = 0;
-  for (int64_t i = 0; i < a.mask_columns; i++)
-    if (a.mask[row * a.mask_columns + i]) {
+  const int64_t base = a.end_slot() - a.shape.mask_columns;
+  int32_t *slots = a.scratch.slots + row * a.shape.mask_columns, count = 0, straight = 0;
+  for (int64_t i = 0; i < a.shape.mask_columns; i++)
+    if (a.inputs.mask[row * a.shape.mask_columns + i]) {
       straight += count == straight && i == count;
       slots[count++] = int32_t(base + i);
     }
@@ -107,18 +107,18 @@ void list_seen(const Attention& a, int64_t row) {
 template <class Isa>
 void write_kv(const Attention& a, int64_t row) {
   float head[kMostDim];
-  const float scale = a.cache_type == CacheType::kInt8 ? a.scale * a.k_scale : a.scale;
-  for (int64_t h = 0; h < a.heads; h++) {
-    float* query = a.queries + (row * a.heads + h) * a.padded_dim();
-    take_head<Isa>(a, row, a.q + row * a.q_stride + h * a.head_dim, a.q_norm, true, query);
-    for (int64_t d = 0; d < a.head_dim; d++) query[d] *= scale;
+  const float scale = a.cache.type == CacheType::kInt8 ? a.rules.scale * a.cache.k_scale : a.rules.scale;
+  for (int64_t h = 0; h < a.shape.heads; h++) {
+    float* query = a.scratch.queries + (row * a.shape.heads + h) * a.padded_dim();
+    take_head<Isa>(a, row, a.inputs.q + row * a.inputs.q_stride + h * a.shape.head_dim, a.inputs.q_norm, true, query);
+    for (int64_t d = 0; d < a.shape.head_dim; d++) query[d] *= scale;
   }
-  for (int64_t h = 0; h < a.kv_heads; h++) {
-    const int64_t at = a.place(h, a.write_index + row);
-    take_head<Isa>(a, row, a.k + row * a.k_stride + h * a.head_dim, a.k_norm, true, head);
-    store_row<Isa>(a, a.keys, a.k_scale, at, head);
-    take_head<Isa>(a, row, a.v + row * a.v_stride + h * a.head_dim, nullptr, false, head);
-    store_row<Isa>(a, a.values, a.v_scale, at, head);
+  for (int64_t h = 0; h < a.shape.kv_heads; h++) {
+    const int64_t at = a.place(h, a.shape.write_index + row);
+    take_head<Isa>(a, row, a.inputs.k + row * a.inputs.k_stride + h * a.shape.head_dim, a.inputs.k_norm, true, head);
+    store_row<Isa>(a, a.cache.keys, a.cache.k_scale, at, head);
+    take_head<Isa>(a, row, a.inputs.v + row * a.inputs.v_stride + h * a.shape.head_dim, nullptr, false, head);
+    store_row<Isa>(a, a.cache.values, a.cache.v_scale, at, head);
   }
   list_seen(a, row);
 }
@@ -128,11 +128,11 @@ void write_kv(const Attention& a, int64_t row) {
 template <class Isa>
 void read_row(const Attention& a, const void* cache, int64_t at, float* out) {
   for (int64_t d = 0; d < a.padded_dim(); d += kStrip) {
-    const int64_t rest = a.head_dim - d < kStrip ? a.head_dim - d : kStrip;
+    const int64_t rest = a.shape.head_dim - d < kStrip ? a.shape.head_dim - d : kStrip;
     uint16_t halves[kStrip] = {};
     int8_t codes[kStrip] = {};
     F<Isa> x{};
-    switch (a.cache_type) {
+    switch (a.cache.type) {
       case CacheType::kFloat32:
         x = load_up_to<Isa>(static_cast<const float*>(cache) + at + d, rest);
         break;
@@ -149,8 +149,8 @@ void read_row(const Attention& a, const void* cache, int64_t at, float* out) {
 // Calls function(E{}) with the type in which slots are read: the cache's, or float if heads are padded.
 template <class Function>
 void with_elements(const Attention& a, Function function) {
-  if (a.cache_type == CacheType::kFloat32 || a.padded_dim() != a.head_dim) return function(float{});
-  a.cache_type == CacheType::kFloat16 ? function(uint16_t{}) : function(int8_t{});
+  if (a.cache.type == CacheType::kFloat32 || a.padded_dim() != a.shape.head_dim) return function(float{});
+  a.cache.type == CacheType::kFloat16 ? function(uint16_t{}) : function(int8_t{});
 }
 
 // Slots of a chunk, [padded_dim] each: in the cache, or converted to floats in `memory`.
@@ -161,15 +161,15 @@ struct Slots {
 
   // Those from `first` to `end` of the chunk that begins at slot `base`.
   Slots(const Attention& a, const void* cache, int64_t kv_head, int64_t base, int64_t first, int64_t end, float* memory)
-      : page_rows(a.page_rows), dim(a.padded_dim()) {
+      : page_rows(a.cache.page_rows), dim(a.padded_dim()) {
     if constexpr (sizeof(E) == sizeof(float))
-      if (a.cache_type != CacheType::kFloat32 || dim != a.head_dim) {
+      if (a.cache.type != CacheType::kFloat32 || dim != a.shape.head_dim) {
         for (int64_t slot = 0; slot < kChunk; slot += page_rows) pages[slot / page_rows] = memory + slot * dim;
         for (int64_t slot = first; slot < end; slot++)
           read_row<Isa>(a, cache, a.place(kv_head, base + slot), memory + slot * dim);
         return;
       }
-    const int64_t last = least(kChunk + page_rows, a.write_index + a.rows - base);
+    const int64_t last = least(kChunk + page_rows, a.end_slot() - base);
     for (int64_t slot = first / page_rows * page_rows; slot < last; slot += page_rows)
       pages[slot / page_rows] = static_cast<const E*>(cache) + a.place(kv_head, base + slot);
   }
@@ -187,9 +187,9 @@ struct Slots {
 template <class Isa>
 const float* read_seen(const Attention& a, const void* cache, int64_t kv_head, int64_t row, int64_t key, int64_t count,
                        float* memory) {
-  const int64_t ruled = a.write_index + a.rows - a.mask_columns;
+  const int64_t ruled = a.end_slot() - a.shape.mask_columns;
   for (int64_t i = 0; i < count; i++) {
-    const int64_t slot = a.slots[row * a.mask_columns + key + i - ruled];
+    const int64_t slot = a.scratch.slots[row * a.shape.mask_columns + key + i - ruled];
     read_row<Isa>(a, cache, a.place(kv_head, slot), memory + i * a.padded_dim());
   }
   return memory;

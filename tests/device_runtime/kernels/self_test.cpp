@@ -26,20 +26,32 @@ std::vector<float> floats(int64_t count) {
 // Random codes, and in the places of halves random halves near 1.
 std::vector<uint8_t> random_weight(Form form, int64_t K, int64_t N, int64_t block, bool zero, bool gated, int terms) {
   Weight w{form, zero, gated, terms, K, N, block, 1, nullptr};
-  Header h{{'e', 'd', 'g', 'e', 'l', 'l', 'm', 'W'}, 2, uint32_t(form), uint32_t(K), uint32_t(N), uint32_t(block),
-           zero, gated, 0.5f, uint64_t(sizeof(Header) + w.groups() * w.group_bytes()), uint32_t(terms), {}};
+  Header h{{'e', 'd', 'g', 'e', 'l', 'l', 'm', 'W'},
+           2,
+           uint32_t(form),
+           uint32_t(K),
+           uint32_t(N),
+           uint32_t(block),
+           zero,
+           gated,
+           0.5f,
+           uint64_t(sizeof(Header) + w.groups() * w.group_bytes()),
+           uint32_t(terms),
+           {}};
   std::vector<uint8_t> out(h.bytes);
   std::memcpy(out.data(), &h, sizeof h);
   for (size_t at = sizeof h; at < out.size(); at += w.record_bytes())
     for (int64_t i = 0; i < w.record_bytes(); i++) {
-      const bool is_half = i >= w.code_bytes() || form == Form::kFloat16 || form == Form::kBFloat16 || form == Form::kFloat32;
+      const bool is_half =
+          i >= w.code_bytes() || form == Form::kFloat16 || form == Form::kBFloat16 || form == Form::kFloat32;
       const int odd = form == Form::kFloat32 ? 3 : 1;  // where exponents stand
       out[at + i] = is_half && i % (odd + 1) == odd ? uint8_t(0x38 + below(8) + 128 * below(2)) : uint8_t(generator());
     }
   return out;
 }
 
-std::vector<float> multiply(const Kernels& set, const Weight& w, const std::vector<float>& x, const std::vector<float>& gamma) {
+std::vector<float> multiply(const Kernels& set, const Weight& w, const std::vector<float>& x,
+                            const std::vector<float>& gamma) {
   const int64_t rows = int64_t(x.size()) / w.in_features;
   std::vector<float> y(rows * w.outputs());
   std::vector<char> memory(rows_bytes(w, rows) + 64);
@@ -56,14 +68,20 @@ bool equal(const std::vector<float>& a, const std::vector<float>& b) {
 
 int test_products(const Kernels& set, const Kernels& scalar) {
   int faults = 0;
-  for (const Form form : {Form::kInt4, Form::kInt8, Form::kFp4, Form::kFloat16, Form::kBFloat16, Form::kFp8, Form::kFloat32})
+  for (const Form form :
+       {Form::kInt4, Form::kInt8, Form::kFp4, Form::kFloat16, Form::kBFloat16, Form::kFp8, Form::kFloat32})
     for (int trial = 0; trial < 24; trial++) {
       const bool quantized = takes_codes(form), gated = trial % 5 == 4;
       const bool many = trial == 0 && quantized;  // more than a panel
-      const int64_t K = many ? 600 : 1 + below(300), N = gated ? 64 : 1 + below(100), rows = many ? 1000 : 1 + below(trial % 3 ? 10 : 60);
-      const int64_t block = form == Form::kFp4 ? 16 << below(2) : form == Form::kFp8 ? 1 + below(K) : quantized ? 16 << below(4) : 1;
+      const int64_t K = many ? 600 : 1 + below(300), N = gated ? 64 : 1 + below(100),
+                    rows = many ? 1000 : 1 + below(trial % 3 ? 10 : 60);
+      const int64_t block = form == Form::kFp4   ? 16 << below(2)
+                            : form == Form::kFp8 ? 1 + below(K)
+                            : quantized          ? 16 << below(4)
+                                                 : 1;
       const bool zero = quantized && form != Form::kFp4 && trial % 2;
-      const std::vector<uint8_t> packed = random_weight(form, K, N, block, zero, gated, form == Form::kInt8 && trial % 3 ? 2 : 1);
+      const std::vector<uint8_t> packed =
+          random_weight(form, K, N, block, zero, gated, form == Form::kInt8 && trial % 3 ? 2 : 1);
       Weight w;
       if (const char* fault = read_weight(packed.data(), packed.size(), &w)) {
         std::printf("%s\n", fault);
@@ -71,30 +89,33 @@ int test_products(const Kernels& set, const Kernels& scalar) {
       }
       const std::vector<float> x = floats(rows * K), gamma = floats(K);
       if (equal(multiply(set, w, x, gamma), multiply(scalar, w, x, gamma))) continue;
-      std::printf("%s: form %d, K %d, N %d, block %d, rows %d\n", set.name, int(form), int(K), int(N), int(block), int(rows));
+      std::printf("%s: form %d, K %d, N %d, block %d, rows %d\n", set.name, int(form), int(K), int(N), int(block),
+                  int(rows));
       faults++;
     }
   return faults;
 }
 
-std::vector<float> attend(const Kernels& set, Attention a, std::vector<uint8_t> keys, std::vector<uint8_t> values, bool is_split) {
-  std::vector<float> y(a.rows * a.heads * a.head_dim), queries(a.rows * a.heads * a.padded_dim());
-  std::vector<float> partials(a.chunks() * a.rows * a.heads * a.partial_floats());
-  std::vector<int32_t> seen(2 * a.rows), slots(a.rows * a.mask_columns);
-  std::vector<float> work(a.work_floats(a.rows));
+std::vector<float> attend(const Kernels& set, Attention a, std::vector<uint8_t> keys, std::vector<uint8_t> values,
+                          bool is_split) {
+  std::vector<float> y(a.shape.rows * a.shape.heads * a.shape.head_dim),
+      queries(a.shape.rows * a.shape.heads * a.padded_dim());
+  std::vector<float> partials(a.chunks() * a.shape.rows * a.shape.heads * a.partial_floats());
+  std::vector<int32_t> seen(2 * a.shape.rows), slots(a.shape.rows * a.shape.mask_columns);
+  std::vector<float> work(a.work_floats(a.shape.rows));
   a.y = y.data();
-  a.queries = queries.data();
-  a.partials = partials.data();
-  a.seen = seen.data();
-  a.slots = slots.data();
-  a.keys = keys.data();
-  a.values = values.data();
-  for (int64_t row = 0; row < a.rows; row++) set.write_kv(a, row);
-  for (int64_t head = 0; head < a.kv_heads; head++) {
+  a.scratch.queries = queries.data();
+  a.scratch.partials = partials.data();
+  a.scratch.seen = seen.data();
+  a.scratch.slots = slots.data();
+  a.cache.keys = keys.data();
+  a.cache.values = values.data();
+  for (int64_t row = 0; row < a.shape.rows; row++) set.write_kv(a, row);
+  for (int64_t head = 0; head < a.shape.kv_heads; head++) {
     for (int64_t chunk = 0; is_split && chunk < a.chunks(); chunk++) set.attend_chunk(a, head, chunk, work.data());
-    if (!is_split) set.attend_rows(a, head, 0, a.rows, work.data());
+    if (!is_split) set.attend_rows(a, head, 0, a.shape.rows, work.data());
   }
-  for (int64_t row = 0; is_split && row < a.rows; row++) set.merge(a, row);
+  for (int64_t row = 0; is_split && row < a.shape.rows; row++) set.merge(a, row);
   y.insert(y.end(), queries.begin(), queries.end());
   y.resize(y.size() + keys.size() / 4);
   std::memcpy(y.data() + y.size() - keys.size() / 4, keys.data(), keys.size() / 4 * 4);
@@ -105,44 +126,48 @@ int test_attention(const Kernels& set, const Kernels& scalar) {
   int faults = 0;
   for (int trial = 0; trial < 60; trial++) {
     Attention a{};
-    a.rows = 1 + below(trial % 4 ? 6 : 30);
-    a.kv_heads = 1 + below(2);
-    a.heads = a.kv_heads * (1 + below(5));
-    a.head_dim = 8 * (1 + below(9 + trial % 2 * 8));
-    a.write_index = below(trial % 3 ? 40 : 600);
-    a.page_rows = kStrip << below(5);
-    a.rotary_dim = a.head_dim / 2;
-    a.table_rows = a.rows;
-    a.is_interleaved = trial % 2;
-    a.window = trial % 5 ? 0 : 1 + below(100);
-    a.scale = 0.2f;
-    a.softcap = trial % 7 ? 0 : 3;
-    a.epsilon = 1e-6f;
-    a.k_scale = 0.02f;
-    a.v_scale = 0.03f;
-    a.cache_type = CacheType(below(3));
-    const std::vector<float> q = floats(a.rows * a.heads * a.head_dim), k = floats(a.rows * a.kv_heads * a.head_dim), v = floats(k.size()),
-                             tables = floats(a.rows * a.rotary_dim), norm = floats(a.head_dim), sinks = floats(a.heads);
-    a.q = q.data();
-    a.k = k.data();
-    a.v = v.data();
-    a.q_stride = a.heads * a.head_dim;
-    a.k_stride = a.v_stride = a.kv_heads * a.head_dim;
-    a.cos = tables.data();
-    a.sin = tables.data() + tables.size() / 2;
-    a.q_norm = a.k_norm = trial % 3 ? nullptr : norm.data();
-    a.sinks = trial % 4 ? nullptr : sinks.data();
-    std::vector<uint8_t> mask(a.rows * a.rows);
-    for (int64_t i = 0; i < a.rows * a.rows; i++) mask[i] = i % a.rows <= i / a.rows && below(3);
-    a.mask = trial % 2 ? mask.data() : nullptr;
-    a.mask_columns = a.mask ? a.rows : 0;
-    const int64_t size = a.cache_type == CacheType::kFloat32 ? 4 : a.cache_type == CacheType::kFloat16 ? 2 : 1;
-    std::vector<int64_t> pages((a.write_index + a.rows + a.page_rows - 1) / a.page_rows);
+    a.shape.rows = 1 + below(trial % 4 ? 6 : 30);
+    a.shape.kv_heads = 1 + below(2);
+    a.shape.heads = a.shape.kv_heads * (1 + below(5));
+    a.shape.head_dim = 8 * (1 + below(9 + trial % 2 * 8));
+    a.shape.write_index = below(trial % 3 ? 40 : 600);
+    a.cache.page_rows = kStrip << below(5);
+    a.inputs.rotary_dim = a.shape.head_dim / 2;
+    a.inputs.table_rows = a.shape.rows;
+    a.rules.is_interleaved = trial % 2;
+    a.rules.window = trial % 5 ? 0 : 1 + below(100);
+    a.rules.scale = 0.2f;
+    a.rules.softcap = trial % 7 ? 0 : 3;
+    a.rules.epsilon = 1e-6f;
+    a.cache.k_scale = 0.02f;
+    a.cache.v_scale = 0.03f;
+    a.cache.type = CacheType(below(3));
+    const std::vector<float> q = floats(a.shape.rows * a.shape.heads * a.shape.head_dim),
+                             k = floats(a.shape.rows * a.shape.kv_heads * a.shape.head_dim), v = floats(k.size()),
+                             tables = floats(a.shape.rows * a.inputs.rotary_dim), norm = floats(a.shape.head_dim),
+                             sinks = floats(a.shape.heads);
+    a.inputs.q = q.data();
+    a.inputs.k = k.data();
+    a.inputs.v = v.data();
+    a.inputs.q_stride = a.shape.heads * a.shape.head_dim;
+    a.inputs.k_stride = a.inputs.v_stride = a.shape.kv_heads * a.shape.head_dim;
+    a.inputs.cos = tables.data();
+    a.inputs.sin = tables.data() + tables.size() / 2;
+    a.inputs.q_norm = a.inputs.k_norm = trial % 3 ? nullptr : norm.data();
+    a.inputs.sinks = trial % 4 ? nullptr : sinks.data();
+    std::vector<uint8_t> mask(a.shape.rows * a.shape.rows);
+    for (int64_t i = 0; i < a.shape.rows * a.shape.rows; i++)
+      mask[i] = i % a.shape.rows <= i / a.shape.rows && below(3);
+    a.inputs.mask = trial % 2 ? mask.data() : nullptr;
+    a.shape.mask_columns = a.inputs.mask ? a.shape.rows : 0;
+    const int64_t size = a.cache.type == CacheType::kFloat32 ? 4 : a.cache.type == CacheType::kFloat16 ? 2 : 1;
+    std::vector<int64_t> pages((a.shape.write_index + a.shape.rows + a.cache.page_rows - 1) / a.cache.page_rows);
     for (size_t i = 0; i < pages.size(); i++) pages[i] = i;
     std::shuffle(pages.begin(), pages.end(), generator);
-    a.pages = pages.data();
-    std::vector<uint8_t> cache(pages.size() * a.page_rows * a.kv_heads * a.head_dim * size);
-    for (size_t i = 0; i < cache.size(); i++) cache[i] = size == 1 || i % size < size_t(size - 1) ? uint8_t(generator()) : uint8_t(0x38 + below(8));
+    a.cache.pages = pages.data();
+    std::vector<uint8_t> cache(pages.size() * a.cache.page_rows * a.shape.kv_heads * a.shape.head_dim * size);
+    for (size_t i = 0; i < cache.size(); i++)
+      cache[i] = size == 1 || i % size < size_t(size - 1) ? uint8_t(generator()) : uint8_t(0x38 + below(8));
     const std::vector<float> expected = attend(scalar, a, cache, cache, true);
     for (const bool is_split : {true, false})
       if (!equal(attend(set, a, cache, cache, is_split), expected)) {
@@ -157,7 +182,8 @@ int test_max_and_logsumexp(const Kernels& set, const Kernels& scalar) {
   int faults = 0;
   for (const int64_t count : {1, 16, 31, 1000, 1024}) {
     const std::vector<float> x = floats(count);
-    const SegmentMax a = set.max_and_logsumexp(x.data(), count, true), b = scalar.max_and_logsumexp(x.data(), count, true);
+    const SegmentMax a = set.max_and_logsumexp(x.data(), count, true),
+                     b = scalar.max_and_logsumexp(x.data(), count, true);
     faults += a.max != b.max || a.sum_exp != b.sum_exp;
   }
   return faults;
@@ -169,7 +195,8 @@ int main() {
   int count, faults = 0;
   const Kernels* const* sets = available_kernels(&count);
   for (int i = 0; i < count; i++) {
-    const int own = test_products(*sets[i], *sets[count - 1]) + test_attention(*sets[i], *sets[count - 1]) + test_max_and_logsumexp(*sets[i], *sets[count - 1]);
+    const int own = test_products(*sets[i], *sets[count - 1]) + test_attention(*sets[i], *sets[count - 1]) +
+                    test_max_and_logsumexp(*sets[i], *sets[count - 1]);
     std::printf("%s: %d faults\n", sets[i]->name, own);
     faults += own;
   }
