@@ -67,7 +67,7 @@ def fingerprint(cxx: str, machine: str, flags: tuple[str, ...] = ()) -> str:
     digest = hashlib.sha256(repr((units(machine), _COMMON, flags)).encode())
     version = subprocess.run([cxx, "--version"], capture_output=True, check=False)
     digest.update(version.stdout)
-    for path in sorted(path for path in SOURCES.rglob("*") if path.is_file()):
+    for path in sorted([*SOURCES.rglob("*.h"), *SOURCES.rglob("*.cpp")]):
         digest.update(path.relative_to(SOURCES).as_posix().encode() + path.read_bytes())
     return digest.hexdigest()[:16]
 
