@@ -10,50 +10,24 @@ one generated token, with the INT4 engine of SmolLM2.
 from __future__ import annotations
 
 import argparse
+import functools
 import json
-import os
 import statistics
 import subprocess
 import sys
 import tempfile
 import time
 from pathlib import Path
+from typing import Any
 
 import numpy as np
 import onnxruntime as ort
-from harness import checkpoints
+from harness import checkpoints, command, engines
+from harness.results import Report
 
-from edgellm.core.manifest import LLM_ENGINE, load_engine
-from edgellm.device_runtime.networks.decoder import open_decoder
 from edgellm.device_runtime.text.tokenizer import ChatTokenizer
-from edgellm.scripts import smollm2
 
 COMMANDS = ("edgellm-export", "llm_build", "llm_inference")
-
-
-def engine_folder(work: Path) -> Path:
-    """Return an INT4 engine; build it if missing."""
-    from edgellm.build.engine import build_engine
-    from edgellm.build.plan import Plan
-    from edgellm.export.graph.architecture import ExportOptions
-    from edgellm.export.pipeline.llm import export_llm
-    from edgellm.export.pipeline.resolve import open_checkpoint
-
-    engine = work / "cold-start-engine"
-    if not engine.exists():
-        with tempfile.TemporaryDirectory(dir=work) as folder:
-            checkpoint, bundle = Path(folder) / "int4", Path(folder) / "bundle"
-            checkpoints.round_checkpoint(str(smollm2.fetch()), checkpoint, 32)
-            export_llm(open_checkpoint(str(checkpoint)), bundle, ExportOptions(dtype="fp32"))
-            build_engine(
-                "llm",
-                bundle,
-                engine,
-                Plan(max_input_len=1024, kv_capacity=2048, threads=0, prefill="auto"),
-                "auto",
-                lambda _: None,
-            )
-    return engine
 
 
 def wall_s(*command: object, rounds: int) -> float:
@@ -93,13 +67,13 @@ def first_token_s(engine: Path, rounds: int) -> float:
 
 def python_time_per_step_ms(engine: Path) -> float:
     """Return the median milliseconds of a decode step outside ONNX Runtime's run call."""
-    manifest = load_engine(engine, LLM_ENGINE)
-    session = open_decoder(engine, manifest)
-    session.run(np.arange(512), 0, np.array([511]))
-    session.run(np.array([5]), 512, np.array([0]))
+    session = engines.open_engine(engine)
     inside: list[float] = []
-    for bound in session._runner._bound.values():
-        bound._session = _Timed(bound._session, inside)
+    runner, graph_of = session._runner, session._runner._graph
+    timed = functools.cache(lambda found: _Timed(found, inside))
+    runner._graph = lambda inputs: timed(graph_of(inputs))
+    session.run(np.arange(512), 0, np.array([511]))
+    inside.clear()
     whole = []
     for position in range(512, 712):
         start = time.perf_counter()
@@ -114,6 +88,9 @@ class _Timed:
     def __init__(self, session: ort.InferenceSession, seconds: list[float]) -> None:
         self._session, self._seconds = session, seconds
 
+    def __getattr__(self, name: str) -> Any:
+        return getattr(self._session, name)
+
     def run_with_iobinding(self, binding: ort.IOBinding) -> None:
         start = time.perf_counter()
         self._session.run_with_iobinding(binding)
@@ -124,19 +101,30 @@ def _script(name: str) -> Path:
     return Path(sys.executable).parent / name
 
 
+def show_cold_start(given: argparse.Namespace, report: Report) -> None:
+    """Measure a new process."""
+    if given.quick:
+        checkpoint = engines.random_checkpoint(given.work, "small")
+        plan = engines.plan_of(given.threads, "int4")
+    else:
+        checkpoint = checkpoints.smollm2_folder(given.work, "int4")
+        plan = engines.plan_of(given.threads)
+    engine = engines.plain_engine(checkpoint, f"int4-{given.threads}", plan)
+    seconds = first_token_s(engine, given.rounds)
+    rows = [["first token of a 32-token prompt, after process start", f"{seconds:.2f} s"]]
+    for name in COMMANDS[-1:] if given.quick else COMMANDS:
+        seconds = wall_s(_script(name), "--help", rounds=given.rounds)
+        rows.append([f"`{name} --help`", f"{seconds:.2f} s"])
+    ms = python_time_per_step_ms(engine)
+    rows.append(["Python time of a decode step", f"{ms:.2f} ms"])
+    report.add("cold-start", ("", ""), rows)
+
+
+MODES = {"cold_start": show_cold_start}
+
+
 def main() -> None:
-    parser = argparse.ArgumentParser(description=__doc__.splitlines()[0])
-    parser.add_argument("--work", type=Path, default=smollm2.cache_folder() / "benchmarks")
-    parser.add_argument("--rounds", type=int, default=7)
-    arguments = parser.parse_args()
-    arguments.work.mkdir(parents=True, exist_ok=True)
-    engine = engine_folder(arguments.work)
-    print(f"{os.cpu_count()} cores")
-    print(f"first token, 32-token prompt: {first_token_s(engine, arguments.rounds):.2f} s")
-    for name in COMMANDS:
-        seconds = wall_s(_script(name), "--help", rounds=arguments.rounds)
-        print(f"{name} --help: {seconds:.2f} s")
-    print(f"Python time per decode step: {python_time_per_step_ms(engine):.3f} ms")
+    command.run(command.parser(__doc__, MODES, rounds=7), MODES)
 
 
 if __name__ == "__main__":
