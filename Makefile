@@ -8,7 +8,7 @@ TEST_VENV := .venv
 MINUTES ?= 60
 RUFF_AND_LAYERS = $(1)/bin/ruff check . && $(1)/bin/ruff format --check . && $(1)/bin/lint-imports
 
-.PHONY: adversary gpu-proof gpu-proof-dry demo test all-types most-tests quick lint types quick-tests clean
+.PHONY: adversary bench gpu-proof gpu-proof-dry demo test all-types most-tests quick lint types quick-tests clean
 
 demo: $(DEMO_VENV)/installed
 	$(DEMO_VENV)/bin/python -m edgellm.scripts.demo
@@ -65,6 +65,10 @@ $(TEST_VENV)/installed: pyproject.toml
 	$(TEST_VENV)/bin/pip install --quiet torch==2.13.0
 	$(TEST_VENV)/bin/pip install --quiet --editable '.[dev]'
 	touch $@
+
+# Hours: all benchmarks, their results in benchmarks/results.json, their tables in docs/benchmarks.md.
+bench: $(TEST_VENV)/installed
+	$(TEST_VENV)/bin/python benchmarks/run.py
 
 # On a machine with an NVIDIA GPU, in an environment that has what docs/how-to/jetson.md installs.
 gpu-proof:

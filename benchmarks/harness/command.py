@@ -39,6 +39,7 @@ def parser(doc: str | None, modes: Mapping[str, Mode], *, rounds: int) -> argpar
     made.add_argument(
         "--quick", action="store_true", help="small shapes and few repetitions: shows that it runs"
     )
+    made.add_argument("--table", help="another name of the first table in that file")
     made.add_argument("--results", type=Path, help=f"JSON file of the tables; default: {FILE.name}")
     return made
 
@@ -52,7 +53,7 @@ def run(
     given = _parsed(made)
     if given.quick:
         vars(given).update(quick or {})
-    report = Report(given.results or (None if given.quick else FILE))
+    report = Report(given.results or (None if given.quick else FILE), given.table)
     for name in [given.mode] if given.mode else modes:
         modes[name](given, report)
 

@@ -20,7 +20,7 @@ from pathlib import Path
 ROOT = Path(__file__).resolve().parents[2]
 FILE = ROOT / "benchmarks" / "results.json"
 PAGE = ROOT / "docs" / "benchmarks.md"
-_BLOCK = re.compile(r"<!-- table: ([\w-]+) -->\n.*?<!-- /table -->", re.DOTALL)
+_BLOCK = re.compile(r"<!-- table: ([\w.-]+) -->\n.*?<!-- /table -->", re.DOTALL)
 _LIBRARIES = ("edgellm", "onnxruntime")
 _OF_THIS_MACHINE = ("--work", "--results")  # flags that a reader need not repeat
 
@@ -38,8 +38,9 @@ class Table:
     commit: str = ""
 
     def markdown(self) -> str:
-        """Return a line on the run, and the table."""
-        return f"{self._caption()}\n\n{markdown(self.columns, self.rows)}"
+        """Return a line on the run, if its command or machine is known, and the table."""
+        found = markdown(self.columns, self.rows)
+        return f"{self._caption()}\n\n{found}" if self.command or self.machine else found
 
     def _caption(self) -> str:
         parts = [f"`{self.command}`" if self.command else "", self.machine]
@@ -86,14 +87,20 @@ def _on_one_line(found: re.Match[str]) -> str:
 class Report:
     """The tables of one run of a script, printed and written as soon as they are measured."""
 
-    def __init__(self, path: Path | None) -> None:
-        """Open a report; `path`: the results file; None: only print."""
-        self._path = path
+    def __init__(self, path: Path | None, first: str | None = None) -> None:
+        """Open a report.
+
+        Args:
+            path: the results file; None: only print.
+            first: another name of the first table.
+        """
+        self._path, self._first = path, first
 
     def add(self, name: str, columns: Sequence[str], rows: Iterable[Sequence[object]]) -> None:
         """Print a table, and replace the one of this name in the results file."""
         from edgellm.tools.bench.machine import facts
 
+        name, self._first = self._first or name, None
         cells = [[str(cell) for cell in row] for row in rows]
         print(f"\n{markdown(columns, cells)}", flush=True)
         if self._path is None:
@@ -138,7 +145,7 @@ def fill(page: str, tables: Mapping[str, Table]) -> str:
     """
     return _BLOCK.sub(
         lambda found: (
-            f"<!-- table: {found[1]} -->\n{tables[found[1]].markdown()}\n\n<!-- /table -->"
+            f"<!-- table: {found[1]} -->\n\n{tables[found[1]].markdown()}\n\n<!-- /table -->"
         ),
         page,
     )
