@@ -2,9 +2,12 @@
 
 from __future__ import annotations
 
+import ast
 import json
+import os
 import re
 import shlex
+import subprocess
 import sys
 
 import pytest
@@ -14,7 +17,19 @@ from installed import ROOT
 
 FOLDER = ROOT / "benchmarks"
 SCRIPTS = sorted(path.stem for path in FOLDER.glob("*.py") if path.stem != "run")
+# The others take minutes on two cores; `python benchmarks/run.py --quick` runs them all.
+CHEAP = (("decode", "shape"), ("prefill", "tokens"), ("cold_start",), ("gpu",))
 MAX_SCRIPTS = 12
+
+
+def _run(name: str, *words: object) -> str:
+    command = [sys.executable, FOLDER / f"{name}.py", *words]
+    environment = {**os.environ, "PYTHONPATH": str(ROOT / ".src"), "OMP_NUM_THREADS": "1"}
+    result = subprocess.run(
+        [*map(str, command)], capture_output=True, text=True, check=False, env=environment
+    )
+    assert result.returncode == 0, result.stdout + result.stderr
+    return result.stdout
 
 
 def test_the_page_has_the_recorded_figures():
@@ -74,3 +89,32 @@ def test_scripts_are_few_and_the_runner_knows_them():
 
     assert set(SCRIPTS) == set(run.RUNS)
     assert len(SCRIPTS) <= MAX_SCRIPTS
+
+
+@pytest.mark.parametrize("name", SCRIPTS)
+def test_flags_of_a_script(name):
+    """Each is imported, and has a quick form and help for its modes."""
+    import torch  # noqa: F401  # its absence is named, so that --quick leaves this out
+
+    shown = _run(name, "--help")
+    assert "--quick" in shown
+    modes = re.search(
+        r"^MODES = \{(.*?)\}", (FOLDER / f"{name}.py").read_text("utf-8"), re.M | re.S
+    )
+    if modes:
+        assert all(mode in shown for mode in re.findall(r'"(\w+)":', modes[1]))
+    tree = ast.parse((FOLDER / f"{name}.py").read_text("utf-8"))
+    assert (ast.get_docstring(tree) or "").count(f"python benchmarks/{name}.py") >= 1
+
+
+@pytest.mark.real
+def test_quick_runs(tmp_path, smollm2_gguf):
+    """The cheapest benchmarks measure something and record it."""
+    assert smollm2_gguf.exists()  # they take its tokenizer
+    path = tmp_path / "results.json"
+    for name, *words in CHEAP:
+        flags = ["--quick", "--work", tmp_path, "--threads", 1, "--results", path]
+        _run(name, *words, *(flags if name != "gpu" else ["--quick"]))
+    tables = read(path)
+    assert set(tables) == {"decode-small", "decode-small-speedup", "pass-tokens", "cold-start"}
+    assert all(table.machine and table.versions for table in tables.values())
