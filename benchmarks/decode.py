@@ -157,7 +157,7 @@ def _compare(
         step, prompt = statistics.median(decode[label]), statistics.median(prefill[label])
         _, ready, anonymous = running[label].opening
         read = token_bytes(path)
-        share = f"{read / step * 1e3 / rate:.0%}" if read else ""
+        share = f"{read / step * 1e5 / rate:.0f} %" if read else ""
         speeds = [f"{1e3 / step:.1f}", f"{CONTEXT / prompt * 1e3:.0f}", share]
         rows.append([label, *speeds, f"{ready:.2f}", f"{anonymous / 1e6:.0f}"])
     report.add(f"decode-{name}", (*COLUMNS, "load s", "anonymous MB"), rows)
