@@ -27,14 +27,14 @@ RUNS: dict[str, tuple[str, ...]] = {
     "prefill": ("tokens --rounds 3", "context --threads 1"),
     "peers": ("speed --prompts 8 --tokens 96",),
     "methods": (
-        "speedup --engines int4 int8 fp32 --methods plain eagle3 auto --prompts 5 --tokens 96",
+        "speedup --methods plain eagle3 auto --prompts 5 --tokens 96 --table methods-precisions",
         "speedup --prompts 10 --methods eagle3-fixed eagle3 eagle3+ngram --temperatures 0 1"
         " --table methods-eagle3",
         "stages --threads 1 --prompts 5 --methods plain eagle3",
         "precisions --prompts 6 --tokens 64 --sets humaneval",
     ),
     "quality": ("--off_grid --windows 2 --threads 1 --answers 10 --tokens 48",),
-    "export": ("export", "quantize --threads 1", "build", "tensorrt"),
+    "export": ("export", "quantize", "build", "tensorrt"),
     "cold_start": ("",),
     "serving": (
         "overhead",
@@ -61,11 +61,13 @@ def run(name: str, words: list[str]) -> bool:
 
 
 def write_tables() -> None:
-    """Write the page; print the names of tables that it does not show."""
+    """Write the page; tables that it does not show yet get markers at its end."""
     tables, page = read(FILE), PAGE.read_text("utf-8")
+    for name in tables:
+        if name not in named(page):
+            print(f"new on the page: {name}")
+            page += f"\n## {name}\n\n<!-- table: {name} -->\n<!-- /table -->\n"
     PAGE.write_text(fill(page, tables), "utf-8")
-    if missing := sorted(tables.keys() - set(named(page))):
-        print(f"tables without markers on the page: {', '.join(missing)}")
 
 
 def main() -> None:
