@@ -69,7 +69,8 @@ def python_time_per_step_ms(engine: Path) -> float:
     """Return the median milliseconds of a decode step outside ONNX Runtime's run call."""
     session = engines.open_engine(engine)
     inside: list[float] = []
-    runner, graph_of = session._runner, session._runner._graph
+    runner: Any = session._runner
+    graph_of = runner._graph
     timed = functools.cache(lambda found: _Timed(found, inside))
     runner._graph = lambda inputs: timed(graph_of(inputs))
     session.run(np.arange(512), 0, np.array([511]))

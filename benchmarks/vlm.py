@@ -358,10 +358,9 @@ def open_recipe(work: Path, name: str, threads: int) -> LLM:
     export_llm(source, bundle, ExportOptions("fp32", draft_model_dir=str(DRAFT)))
     export_draft(network, open_checkpoint(str(MODEL)), work / "drafted", DraftOptions("fp32"))
     export_visual(source, seeing, VisualOptions("fp32", quantization=recipe.exported))
-    trees = {"max_verify_tree_size": 60, "max_draft_tree_size": 60}
-    plan = Plan(256, 512, threads, "auto", recipe.quantize, **trees)
+    plan = Plan(256, 512, threads, "auto", recipe.quantize, max_verify_tree_size=60)
     build_engine("llm", bundle, engine, plan, "onnxruntime", silent)
-    plan = Plan(256, 512, threads, "auto", **trees)
+    plan = Plan(256, 512, threads, "auto", max_draft_tree_size=60)
     build_engine("draft", work / "drafted", engine, plan, "onnxruntime", silent)
     limits = image_plan(4, 1024, 512, threads, recipe.encoder)
     build_engine("visual", seeing, encoder, limits, "onnxruntime", silent)

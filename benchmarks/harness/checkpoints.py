@@ -82,8 +82,7 @@ def gguf(source: Path, work: Path, kind: str, python: str, *, mixed: bool = Fals
     if not path.exists():
         work.mkdir(parents=True, exist_ok=True)
         arguments = [str(source), str(path), kind, "mixed" if mixed else "alike"]
-        quiet = {"stderr": subprocess.DEVNULL}
-        subprocess.run([python, _QUANTIZES, *arguments], check=True, **quiet)
+        subprocess.run([python, _QUANTIZES, *arguments], check=True, stderr=subprocess.DEVNULL)
     return path
 
 
@@ -93,8 +92,8 @@ def genai(hf_folder: Path, output: Path, python: str) -> Path:
         builder = [python, "-m", "onnxruntime_genai.models.builder", "-p", "int4", "-e", "cpu"]
         paths = ["-i", str(hf_folder), "-o", str(output), "-c", str(output.parent / "genai-cache")]
         options = ["--extra_options", "int4_block_size=32", "int4_accuracy_level=4"]
-        quiet = {"stdout": subprocess.DEVNULL, "stderr": subprocess.DEVNULL}
-        subprocess.run([*builder, *paths, *options], check=True, **quiet)
+        no = subprocess.DEVNULL
+        subprocess.run([*builder, *paths, *options], check=True, stdout=no, stderr=no)
     return output
 
 

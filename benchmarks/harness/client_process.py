@@ -15,6 +15,7 @@ import time
 from collections import deque
 from collections.abc import Iterator
 from dataclasses import dataclass
+from typing import Any
 
 MOST = 16  # clients
 TOPICS = ("the sea", "a bicycle", "bread", "the moon", "a robot", "rain", "chess", "a library")
@@ -93,7 +94,9 @@ def run_genai(path: str, load: Load) -> tuple[list[Seen], float]:
     import onnxruntime_genai as og
 
     config = og.Config(path)
-    settings = {"model": {"decoder": {"session_options": {"intra_op_num_threads": load.threads}}}}
+    settings: dict[str, Any] = {
+        "model": {"decoder": {"session_options": {"intra_op_num_threads": load.threads}}}
+    }
     settings["engine"] = {"static_batching": {"max_batch_size": MOST}}
     config.overlay(json.dumps(settings))
     model = og.Model(config)

@@ -145,7 +145,10 @@ def _mixture_shapes(config: dict[str, Any]) -> dict[str, tuple[int, ...]]:
     hidden, inner = config["hidden_size"], config["moe_intermediate_size"]
     head, experts, vocab = config["head_dim"], config["num_experts"], config["vocab_size"]
     queries, values = config["num_attention_heads"] * head, config["num_key_value_heads"] * head
-    shapes = {"token_embd.weight": (vocab, hidden), "output.weight": (vocab, hidden)}
+    shapes: dict[str, tuple[int, ...]] = {
+        "token_embd.weight": (vocab, hidden),
+        "output.weight": (vocab, hidden),
+    }
     shapes["output_norm.weight"] = (hidden,)
     own = {
         "attn_norm": (hidden,), "attn_q": (queries, hidden), "attn_k": (values, hidden),
