@@ -318,8 +318,13 @@ def own_experts(threads: int) -> ort.InferenceSession:
     """Return a session of edgellm's operator."""
     held = {}
     for name, form in (
-        ("gates", PackedForm("int4", HIDDEN, 2 * INNER, BLOCK, is_gated=True)),
-        ("downs", PackedForm("int4", INNER, HIDDEN, BLOCK)),
+        (
+            "gates",
+            PackedForm(
+                kind="int4", in_features=HIDDEN, out_features=2 * INNER, block=BLOCK, is_gated=True
+            ),
+        ),
+        ("downs", PackedForm(kind="int4", in_features=INNER, out_features=HIDDEN, block=BLOCK)),
     ):
         count = EXPERTS * (form.num_bytes - 64) // form.record_bytes
         records = np.random.default_rng(0).integers(0, 256, (count, form.record_bytes), np.uint8)
@@ -422,7 +427,7 @@ def open_shape(folder: Path) -> DecoderNetwork:
     """Open the layers of `QWEN`, with random packed weights."""
     architecture = models.find(QWEN["model_type"])
     facts = architecture.Config.from_hf(ConfigReader(QWEN))
-    declared = DeclaredWeights(Declared())
+    declared = DeclaredWeights(source=Declared())
     model, op, recurrences = build_decoder(architecture, facts, declared, DTYPES["fp32"])
     assert recurrences is not None
     for value, stored in op.parameters.values():
@@ -438,7 +443,13 @@ def open_shape(folder: Path) -> DecoderNetwork:
     kernel = linears.OwnLinears(rounds="int4", one_term=COARSE_INPUTS)
     attending = len(facts.attending_layers)
     pages = PageSpec(64, (0,) * attending)
-    kv = KVCacheSpec(attending, facts.num_key_value_heads, facts.head_dim, "float32", pages=pages)
+    kv = KVCacheSpec(
+        num_layers=attending,
+        num_kv_heads=facts.num_key_value_heads,
+        head_dim=facts.head_dim,
+        dtype="float32",
+        pages=pages,
+    )
     write_graphs(folder, {"portable": build_commit(recurrences)}, None)
     commit, _ = compile_commit(folder / "portable.onnx", folder, 1, own_kernels=True)
     recurrent = recurrences.spec
@@ -447,15 +458,16 @@ def open_shape(folder: Path) -> DecoderNetwork:
     ir.save(model, folder / "decode.onnx")
     graph = load_graph(folder / "decode.onnx", threads=1, own_kernels=True)
     spec = DecoderSpec(
-        QWEN["model_type"],
-        facts.vocab_size,
-        facts.hidden_size,
-        CAPACITY,
-        0,
-        kv,
+        model_type=QWEN["model_type"],
+        vocab_size=facts.vocab_size,
+        hidden_size=facts.hidden_size,
+        max_positions=CAPACITY,
+        num_parameters=0,
+        kv=kv,
         recurrent=recurrent,
     )
-    return DecoderNetwork(open_runner([LoadedGraph(graph)], kv, CAPACITY), spec, CAPACITY, commit)
+    runner = open_runner([LoadedGraph(graph)], kv, CAPACITY)
+    return DecoderNetwork(runner=runner, spec=spec, capacity=CAPACITY, commit=commit)
 
 
 def _contents(stored: StoredTensor) -> np.ndarray:
@@ -542,7 +554,14 @@ def _build(config: dict[str, Any], folder: Path) -> None:
     for name, data in open_checkpoint(str(smollm2.fetch())).tokenizer_files.items():
         (folder / "checkpoint" / name).write_bytes(data)
     export_llm(open_checkpoint(str(folder / "checkpoint")), folder / "bundle", ExportOptions())
-    plan = Plan(CONVERSATION + 256, CONVERSATION + 512, 2, "same", "int8", checks=False)
+    plan = Plan(
+        max_input_len=CONVERSATION + 256,
+        kv_capacity=CONVERSATION + 512,
+        threads=2,
+        prefill="same",
+        quantize="int8",
+        checks=False,
+    )
     plan = replace(plan, options=CpuOptions("edgellm"))
     build_engine("llm", folder / "bundle", folder / "engine", plan, "onnxruntime", silent)
 

@@ -180,14 +180,14 @@ def _layer(
         family.canonical(name): tensor for name, tensor in read_below(exported, prefix).items()
     }
     return QuantizedLayer(
-        prefix,
-        source,
-        tensors,
-        recipe,
-        lambda values: subject.layer_model(index, values, _CPU),
-        _CPU,
-        family,
-        subject.config.head_dim,
+        name=prefix,
+        source=source,
+        exported=tensors,
+        recipe=recipe,
+        make_model=lambda values: subject.layer_model(index, values, _CPU),
+        device=_CPU,
+        family=family,
+        head_dim=subject.config.head_dim,
     )
 
 

@@ -108,8 +108,8 @@ def build(work: Path, threads: int) -> dict[str, Path]:
     """Build the decoder's engine, and the encoder's in float32 and int8."""
     source, found = open_checkpoint(str(work / "model")), {"decoder": work / "engine"}
     if not found["decoder"].exists():
-        export_llm(source, work / "bundle", ExportOptions("fp32"))
-        plan = Plan(8192, 8448, threads, "auto")
+        export_llm(source, work / "bundle", ExportOptions(dtype="fp32"))
+        plan = Plan(max_input_len=8192, kv_capacity=8448, threads=threads, prefill="auto")
         build_engine("llm", work / "bundle", found["decoder"], plan, "onnxruntime", silent)
     for precision in ("none", "int8"):
         found[precision] = work / f"visual-{precision}"
@@ -355,12 +355,21 @@ def open_recipe(work: Path, name: str, threads: int) -> LLM:
     folders = [work / f"{slug}-{part}" for part in ("bundle", "visual", "engine", "encoder")]
     bundle, seeing, engine, encoder = folders
     network = open_checkpoint(str(DRAFT), tokenizer=False)
-    export_llm(source, bundle, ExportOptions("fp32", draft_model_dir=str(DRAFT)))
+    export_llm(source, bundle, ExportOptions(dtype="fp32", draft_model_dir=str(DRAFT)))
     export_draft(network, open_checkpoint(str(MODEL)), work / "drafted", DraftOptions("fp32"))
     export_visual(source, seeing, VisualOptions("fp32", quantization=recipe.exported))
-    plan = Plan(256, 512, threads, "auto", recipe.quantize, max_verify_tree_size=60)
+    plan = Plan(
+        max_input_len=256,
+        kv_capacity=512,
+        threads=threads,
+        prefill="auto",
+        quantize=recipe.quantize,
+        max_verify_tree_size=60,
+    )
     build_engine("llm", bundle, engine, plan, "onnxruntime", silent)
-    plan = Plan(256, 512, threads, "auto", max_draft_tree_size=60)
+    plan = Plan(
+        max_input_len=256, kv_capacity=512, threads=threads, prefill="auto", max_draft_tree_size=60
+    )
     build_engine("draft", work / "drafted", engine, plan, "onnxruntime", silent)
     limits = image_plan(4, 1024, 512, threads, recipe.encoder)
     build_engine("visual", seeing, encoder, limits, "onnxruntime", silent)
