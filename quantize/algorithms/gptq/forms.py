@@ -155,7 +155,7 @@ class Nvfp4:
 
 # By name; arguments are the group size of INT4, and whether its scales may be negative
 FORMS: dict[str, Callable[[int, bool], Form]] = {
-    "int4": Int4,
+    "int4": lambda block, has_signs: Int4(block=block, has_signs=has_signs),
     "int8": lambda *_: Int8(),
     "fp8": lambda *_: Fp8(),
     "nvfp4": lambda *_: Nvfp4(),
