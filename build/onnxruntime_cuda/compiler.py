@@ -26,7 +26,7 @@ from edgellm.build.onnxruntime_cuda.batches import spare_rows
 from edgellm.build.onnxruntime_cuda.experts import expert_bytes
 from edgellm.build.onnxruntime_cuda.kernel_choice import ROUNDED_BITS, Choices, choose
 from edgellm.build.onnxruntime_cuda.linears import CudaKernel, dense_name, takes_int_gemm
-from edgellm.build.onnxruntime_cuda.lower import lower_for_cuda
+from edgellm.build.onnxruntime_cuda.lower import GraphTraits, lower_for_cuda
 from edgellm.build.onnxruntime_cuda.plain_attention import rows_graph
 from edgellm.build.pass_timing import measure
 from edgellm.build.plan import RUNTIME_BYTES, Compiled, Estimate, Plan, Report, max_rows
@@ -166,18 +166,14 @@ class _Compiler:
         graphs = []
         for form, places in self._kinds(role):
             model = load()
-            bits = ROUNDED_BITS.get(self._quantize, 0)
-            lower_for_cuda(
-                model,
-                self._kernel,
-                weights,
-                self._dtype,
-                capacity,
-                form,
-                expert_bits=bits,
+            traits = GraphTraits(
+                capacity=capacity,
+                form=form,
+                expert_bits=ROUNDED_BITS.get(self._quantize, 0),
                 spare_rows=spare_rows(self._plan) if has_cache else 0,
                 places=places,
             )
+            lower_for_cuda(model, self._kernel, weights, self._dtype, traits)
             causal, adapted = form == Form.CAUSAL, places is not None
             path = f"{name}{CAUSAL_SUFFIX * causal}{ADAPTED_SUFFIX * adapted}.onnx"
             ir.save(model, self._folder / path)

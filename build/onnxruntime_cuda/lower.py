@@ -6,6 +6,8 @@ session runs the saved graph, so `kernel_table` can check it before.
 
 from __future__ import annotations
 
+from dataclasses import dataclass
+
 import numpy as np
 import onnx_ir as ir
 
@@ -31,16 +33,31 @@ from edgellm.build.onnxruntime_cuda.kernel_table import check_kernels
 from edgellm.core.onnx_functions import FUNCTIONS
 
 
+@dataclass(frozen=True, slots=True, kw_only=True)
+class GraphTraits:
+    """What a lowered graph computes with.
+
+    Attributes:
+        capacity: rows of the KV cache; 0 for graphs without one.
+        form: of attention.
+        expert_bits: of what float experts become; 0: they stay floats.
+        spare_rows: of the cache, after the capacity, where passes serve several sequences.
+        places: of LoRA adapters that linear layers take; None: they take none.
+    """
+
+    capacity: int = 0
+    form: Form = Form.PLAIN
+    expert_bits: int = 0
+    spare_rows: int = 0
+    places: Places | None = None
+
+
 def lower_for_cuda(
     model: ir.Model,
     kernel: LinearKernel,
     weights: WeightFile,
     dtype: ir.DataType,
-    capacity: int = 0,
-    form: Form = Form.PLAIN,
-    expert_bits: int = 0,
-    spare_rows: int = 0,
-    places: Places | None = None,
+    traits: GraphTraits,
 ) -> None:
     """Rewrite `model` in place.
 
@@ -49,15 +66,12 @@ def lower_for_cuda(
         kernel: computes the linear layers.
         weights: receives every weight.
         dtype: of activations.
-        capacity: rows of the KV cache; 0 for graphs without one.
-        form: of attention.
-        expert_bits: of what float experts become; 0: they stay floats.
-        spare_rows: of the cache, after the capacity, where passes serve several sequences.
-        places: of LoRA adapters that linear layers take; None: they take none.
+        traits: of the lowered graph.
 
     Raises:
         UnsupportedModelError: an operator has no CUDA kernel.
     """
+    capacity, spare_rows, places = traits.capacity, traits.spare_rows, traits.places
     graph = GraphEditor(model.graph, weights)
     marks = None if places is None else Marks(graph)
     lower_inputs(graph)
@@ -78,9 +92,9 @@ def lower_for_cuda(
                 graph=graph, marks=marks, places=places, dtype=dtype, multiply=_by_rows
             ),
         )
-    lower_experts(graph, dtype, expert_bits)
+    lower_experts(graph, dtype, traits.expert_bits)
     if capacity:
-        lower_cached_attention(graph, dtype, capacity + spare_rows, form, numbers)
+        lower_cached_attention(graph, dtype, capacity + spare_rows, traits.form, numbers)
     else:
         lower_encoder_attention(graph)
     lower_rotations(graph, numbers)

@@ -131,35 +131,39 @@ def finite_fp8(name: str, codes: np.ndarray) -> np.ndarray:
     return codes
 
 
-def integer_blocks(
-    name: str,
-    bits: int,
-    shape: tuple[int, int],
-    dtype: ir.DataType,
-    *,
-    codes: Load,
-    zeros: np.ndarray | None,
-    scale: Load,
-    blocks: int,
-    input_order: np.ndarray | None = None,
-) -> QuantizedLinear:
-    """Unsigned integer codes in blocks along the input; scales may be negative.
+@dataclass(frozen=True, slots=True, kw_only=True)
+class UnsignedBlocks:
+    """Unsigned integer codes of a layer, in blocks along the input; scales may be negative.
 
-    Args:
+    Attributes:
         name: prefix of the layer's tensors.
         bits: 4 or 8.
         shape: [out, in].
-        dtype: of the scales in the graph.
         codes: unsigned values, uint8 [in, out].
         zeros: unsigned values, uint8 [blocks, out]; None: 2**(bits - 1) everywhere.
         scale: floats [blocks, out].
         blocks: along the input.
         input_order: see `QuantizedLinear`.
+    """
+
+    name: str
+    bits: int
+    shape: tuple[int, int]
+    codes: Load
+    zeros: np.ndarray | None
+    scale: Load
+    blocks: int
+    input_order: np.ndarray | None = None
+
+
+def integer_blocks(layer: UnsignedBlocks, dtype: ir.DataType) -> QuantizedLinear:
+    """Convert a stored layer; `dtype` is that of the scales in the graph.
 
     Raises:
         BrokenArtifactError: `blocks` does not divide the inputs.
     """
-    out, width = shape
+    name, bits, blocks, zeros = layer.name, layer.bits, layer.blocks, layer.zeros
+    out, width = layer.shape
     if blocks < 1 or width % blocks:
         raise BrokenArtifactError(f"{name}: {blocks} blocks do not divide {width} inputs")
     middle = np.uint8(1 << (bits - 1))
@@ -174,10 +178,11 @@ def integer_blocks(
     zero_points = None
     if zeros is not None and not is_symmetric:
         zero_points = stored(f"{name}weight_zero_point", kind, (blocks, out), lambda: ready(zeros))
+    scales = scale_tensor(f"{name}weight_scale", (blocks, out), dtype, layer.scale, has_signs=True)
     return QuantizedLinear(
-        codes=stored(f"{name}weight", kind, (width, out), lambda: ready(codes())),
-        scales=scale_tensor(f"{name}weight_scale", (blocks, out), dtype, scale, has_signs=True),
+        codes=stored(f"{name}weight", kind, (width, out), lambda: ready(layer.codes())),
+        scales=scales,
         block_size=width // blocks,
         zero_points=zero_points,
-        input_order=input_order,
+        input_order=layer.input_order,
     )

@@ -32,6 +32,18 @@ from edgellm.export.onnx.functions.attention import (
 )
 
 
+@dataclass(frozen=True, slots=True, kw_only=True)
+class Scores:
+    """How attention scores become weights."""
+
+    scale: float | None = None  # factor; None: 1 / sqrt(D)
+    softcap: float | None = None  # caps them by tanh
+    sinks: ir.Value | None = None  # [num_heads], in the softmax without a value; needs RoPE
+
+
+PLAIN_SCORES = Scores()
+
+
 @dataclass(slots=True, kw_only=True)
 class PassState:
     """Inputs that all layers of a pass share, and the caches that they write."""
@@ -95,16 +107,12 @@ class PassState:
         v: ir.Value,
         num_heads: int,
         *,
-        scale: float | None = None,
-        softcap: float | None = None,
+        scores: Scores = PLAIN_SCORES,
         is_rotated: bool = False,
-        sinks: ir.Value | None = None,
     ) -> ir.Value:
         """Apply RoPE, update the cache, attend; q [1, S, num_heads*D], k, v [1, S, kv_heads*D].
 
-        `scale` multiplies the scores, None is 1 / sqrt(D); `softcap` caps them by tanh;
-        `is_rotated`: queries and keys are outputs of `rotate`; `sinks` [num_heads]: scores in the
-        softmax without a value, for layers with RoPE.
+        `is_rotated`: queries and keys are outputs of `rotate`.
         """
         kind, op, cache = self._kind(layer), self.op, self._cache(layer)
         past = [self.past[past_name(cache, part)] for part in ("key", "value")]
@@ -112,15 +120,15 @@ class PassState:
         given = {
             "num_heads": num_heads,
             "kv_num_heads": self.num_kv_heads,
-            "scale": scale,
-            "softcap": softcap,
+            "scale": scores.scale,
+            "softcap": scores.softcap,
         }
         if rope is None or is_rotated:
             function, rope_inputs = unrotated_attention(op.dtype), ()
         else:
             function, rope_inputs = cached_attention(op.dtype), self._rotation(rope)
-            if sinks is not None:
-                function, rope_inputs = sink_attention(op.dtype), (*rope_inputs, sinks)
+            if scores.sinks is not None:
+                function, rope_inputs = sink_attention(op.dtype), (*rope_inputs, scores.sinks)
             given |= self._rotation_flags(rope)
         y, *present = call(
             op, function, q, k, v, *past, self.write_index, seen, *rope_inputs, **given

@@ -22,7 +22,7 @@ from edgellm.export.config.layer_types import (
 )
 from edgellm.export.config.reader import ConfigReader
 from edgellm.export.config.rope import Rope, read_parameters, rope_of
-from edgellm.export.layers.attention import PassState
+from edgellm.export.layers.attention import PassState, Scores
 from edgellm.export.layers.experts import NO_ROUTING, SWISH, BiasedRouter, Gating, Mixture, Routing
 from edgellm.export.models import llama
 from edgellm.export.onnx.builder import Op
@@ -97,7 +97,8 @@ class Attention(llama.Attention):
         """Q [1, S, heads*D], k and v [1, S, kv_heads*D] -> [1, S, heads*D]."""
         heads = self.config.num_attention_heads
         sinks = op.parameter(self.weights.take("sinks", (heads,), op.dtype))
-        return state.attend(layer, q, k, v, heads, sinks=op.cast(sinks, op.dtype))
+        scores = Scores(sinks=op.cast(sinks, op.dtype))
+        return state.attend(layer, q, k, v, heads, scores=scores)
 
 
 class DecoderLayer(llama.DecoderLayer):

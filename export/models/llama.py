@@ -12,7 +12,7 @@ import onnx_ir as ir
 from edgellm.export.checkpoints.weights import Weights
 from edgellm.export.config.decoder import DecoderConfig
 from edgellm.export.config.reader import ConfigReader
-from edgellm.export.layers.attention import PassState
+from edgellm.export.layers.attention import PassState, Scores
 from edgellm.export.layers.embedding import Embedding
 from edgellm.export.layers.linear import Linear
 from edgellm.export.layers.mlp import MLP, GatedMLP
@@ -75,10 +75,8 @@ class Attention:
         """Q [1, S, heads*D], k and v [1, S, kv_heads*D] -> [1, S, heads*D]."""
         del op
         config = self.config
-        return state.attend(
-            layer, q, k, v, config.num_attention_heads,
-            scale=config.attention_scale, softcap=config.attention_softcap,
-        )  # fmt: skip
+        scores = Scores(scale=config.attention_scale, softcap=config.attention_softcap)
+        return state.attend(layer, q, k, v, config.num_attention_heads, scores=scores)
 
     def normalize(self, op: Op, q: ir.Value, k: ir.Value) -> tuple[ir.Value, ir.Value]:
         """Hook for architectures that normalize queries and keys."""

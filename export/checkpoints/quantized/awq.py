@@ -13,7 +13,11 @@ from numpy.typing import NDArray
 from edgellm.core.errors import UnsupportedModelError
 from edgellm.export.checkpoints.gptq_conventions import check_zero_points, num_groups
 from edgellm.export.checkpoints.int_packing import unpack
-from edgellm.export.checkpoints.quantized_weight import QuantizedLinear, integer_blocks
+from edgellm.export.checkpoints.quantized_weight import (
+    QuantizedLinear,
+    UnsignedBlocks,
+    integer_blocks,
+)
 from edgellm.export.checkpoints.weights import Weights
 
 _PLACE = (0, 4, 1, 5, 2, 6, 3, 7)  # nibble of each of eight neighbours in a word
@@ -35,16 +39,16 @@ def read(weights: Weights, shape: tuple[int, int], dtype: ir.DataType) -> Quanti
     scale = weights.array("scales", (blocks, out), scale_info.dtype)
     zeros = _in_order(weights.array("qzeros", (blocks, out // 8), "I32")())
     check_zero_points(weights, zeros, 4)
-    return integer_blocks(
-        weights.prefix,
-        4,
-        shape,
-        dtype,
+    layer = UnsignedBlocks(
+        name=weights.prefix,
+        bits=4,
+        shape=shape,
         codes=lambda: _in_order(words()),
         zeros=zeros,
         scale=scale,
         blocks=blocks,
     )
+    return integer_blocks(layer, dtype)
 
 
 def _in_order(words: NDArray[np.int32]) -> NDArray[np.uint8]:

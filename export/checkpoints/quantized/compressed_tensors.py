@@ -20,6 +20,7 @@ from edgellm.export.checkpoints.quantized.modelopt import scalar
 from edgellm.export.checkpoints.quantized_weight import (
     InputRounding,
     QuantizedLinear,
+    UnsignedBlocks,
     finite_fp8,
     integer_blocks,
     stored,
@@ -58,16 +59,16 @@ def _integers(weights: Weights, shape: tuple[int, int], dtype: ir.DataType) -> Q
         packed = weights.array("weight_zero_point", (-(-out * bits // 32), blocks), "I32")()
         zeros = unpack(np.ascontiguousarray(packed.T), bits)[:, :out]  # [blocks, out]
         check_zero_points(weights, zeros, bits)
-    return integer_blocks(
-        name,
-        bits,
-        shape,
-        dtype,
+    layer = UnsignedBlocks(
+        name=name,
+        bits=bits,
+        shape=shape,
         codes=lambda: unpack(words(), bits).T,
         zeros=zeros,
         scale=lambda: scale().T,
         blocks=blocks,
     )
+    return integer_blocks(layer, dtype)
 
 
 def _check_shape(weights: Weights, shape: tuple[int, int]) -> None:

@@ -21,7 +21,11 @@ from edgellm.export.checkpoints.gptq_conventions import (
     stores_less_one,
 )
 from edgellm.export.checkpoints.int_packing import unpack
-from edgellm.export.checkpoints.quantized_weight import QuantizedLinear, integer_blocks
+from edgellm.export.checkpoints.quantized_weight import (
+    QuantizedLinear,
+    UnsignedBlocks,
+    integer_blocks,
+)
 from edgellm.export.checkpoints.weights import Weights
 
 
@@ -46,11 +50,17 @@ def read(weights: Weights, shape: tuple[int, int], dtype: ir.DataType) -> Quanti
         values = unpack(np.ascontiguousarray(words().T), bits).T  # [in, out]
         return values if order is None else values[order]
 
-    return integer_blocks(
-        weights.prefix, bits, shape, dtype,
-        codes=codes, zeros=_zeros(weights, blocks, out, bits), scale=scale, blocks=blocks,
+    layer = UnsignedBlocks(
+        name=weights.prefix,
+        bits=bits,
+        shape=shape,
+        codes=codes,
+        zeros=_zeros(weights, blocks, out, bits),
+        scale=scale,
+        blocks=blocks,
         input_order=order,
-    )  # fmt: skip
+    )
+    return integer_blocks(layer, dtype)
 
 
 def _zeros(weights: Weights, blocks: int, out: int, bits: int) -> np.ndarray:

@@ -15,7 +15,7 @@ from edgellm.build.lowering.weights import WeightFile
 from edgellm.build.onnxruntime_cpu import lower as cpu
 from edgellm.build.onnxruntime_cpu.linears import StoredKernel
 from edgellm.build.onnxruntime_cuda.linears import CudaKernel
-from edgellm.build.onnxruntime_cuda.lower import lower_for_cuda
+from edgellm.build.onnxruntime_cuda.lower import GraphTraits, lower_for_cuda
 from edgellm.build.tensorrt.lowering import lower as tensorrt
 from edgellm.core import onnx_functions
 from edgellm.core.errors import UnsupportedModelError
@@ -31,7 +31,7 @@ def _lower_cpu(model: ir.Model, weights: WeightFile) -> None:
 
 
 def _lower_cuda(model: ir.Model, weights: WeightFile) -> None:
-    lower_for_cuda(model, CudaKernel(FLOAT), weights, FLOAT, CAPACITY)
+    lower_for_cuda(model, CudaKernel(FLOAT), weights, FLOAT, GraphTraits(capacity=CAPACITY))
 
 
 def _lower_tensorrt(model: ir.Model, weights: WeightFile) -> None:

@@ -29,7 +29,7 @@ from edgellm.build.onnxruntime_cpu.linears import RowInt8Kernel
 from edgellm.build.onnxruntime_cuda import linears as cuda_linears
 from edgellm.build.onnxruntime_cuda.attention import Form
 from edgellm.build.onnxruntime_cuda.kernel_table import KERNELS, check_kernels
-from edgellm.build.onnxruntime_cuda.lower import lower_for_cuda
+from edgellm.build.onnxruntime_cuda.lower import GraphTraits, lower_for_cuda
 from edgellm.build.onnxruntime_cuda.options import CudaOptions
 from edgellm.build.plan import Plan
 from edgellm.core.errors import (
@@ -175,7 +175,7 @@ def test_predicted_sizes(bundles):
 # --------------------------------------------------------------------- the table of kernels
 def _lowered(bundle, folder, kernel) -> ir.Model:
     model, weights = ir.load(bundle / "model.onnx"), WeightFile(folder / "w.data")
-    lower_for_cuda(model, kernel, weights, ir.DataType.FLOAT16, 64)
+    lower_for_cuda(model, kernel, weights, ir.DataType.FLOAT16, GraphTraits(capacity=64))
     weights.close()
     return model
 

@@ -50,7 +50,7 @@ from edgellm.device_runtime.runners.tensorrt.library.trt_import import Library
 from edgellm.device_runtime.runners.tensorrt.runner import TensorRtRunner
 from edgellm.export import models
 from edgellm.export.graph.architecture import ExportOptions
-from edgellm.export.layers.attention import PassState
+from edgellm.export.layers.attention import PassState, Scores
 from edgellm.export.pipeline.llm import export_llm
 from edgellm.export.pipeline.resolve import open_checkpoint
 
@@ -86,7 +86,8 @@ def add_sinks(monkeypatch) -> None:
 
     def with_sinks(state: PassState, *arguments, **options):
         sinks = state.op.constant(np.linspace(-1, 3, arguments[-1]).astype(np.float16))
-        return attend(state, *arguments, **options, sinks=sinks)
+        scores = dataclasses.replace(options.pop("scores", Scores()), sinks=sinks)
+        return attend(state, *arguments, **options, scores=scores)
 
     monkeypatch.setattr(PassState, "attend", with_sinks)
 
