@@ -21,9 +21,8 @@ from edgellm.build.onnxruntime_cpu.graph_variants import variants_of
 from edgellm.build.plan import Estimate, Plan
 from edgellm.build.verify.streamed_eval import PIECE, SLICE
 from edgellm.core.graph_roles import COMMIT, DECODER
-from edgellm.core.kv_cache_size import cache_bytes
 from edgellm.core.manifest import Bundle
-from edgellm.core.model_spec import KVCacheSpec
+from edgellm.core.model_spec import KVCacheSpec, cache_bytes
 from edgellm.core.onnx_functions import ROUTER
 
 _BUILDER_BYTES = 85 << 20  # interpreter, libraries, the graph's nodes

@@ -35,9 +35,8 @@ from edgellm.build.verify.reference import Source, make_reference
 from edgellm.build.verify.rounding_simulation import Rounds
 from edgellm.core.errors import EdgeLLMError
 from edgellm.core.graph_roles import DECODER, ROLES
-from edgellm.core.kv_cache_size import cache_bytes
 from edgellm.core.manifest import Bundle, GraphSpec, with_kv_dtype
-from edgellm.core.model_spec import KVCacheSpec
+from edgellm.core.model_spec import KVCacheSpec, cache_bytes
 from edgellm.device_runtime.gpu import memory_bytes
 from edgellm.device_runtime.runners.onnxruntime_cuda import (
     open_graphs,

@@ -36,9 +36,8 @@ from edgellm.core.graph_io import (
     present_name,
 )
 from edgellm.core.graph_roles import DECODER, ENCODER
-from edgellm.core.kv_cache_size import cache_bytes
 from edgellm.core.manifest import Bundle, GraphSpec
-from edgellm.core.model_spec import DraftSpec, KVCacheSpec, VisionSpec
+from edgellm.core.model_spec import DraftSpec, KVCacheSpec, VisionSpec, cache_bytes
 from edgellm.device_runtime.gpu import memory_bytes
 from edgellm.device_runtime.runners.tensorrt import KERNELS
 from edgellm.device_runtime.runners.tensorrt.cache import aligned_capacity

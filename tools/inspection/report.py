@@ -5,9 +5,8 @@ from __future__ import annotations
 from dataclasses import dataclass, field
 from typing import Any
 
-from edgellm.core.kv_cache_size import cache_bytes, held_bytes
 from edgellm.core.manifest import FileRecord
-from edgellm.core.model_spec import KVCacheSpec
+from edgellm.core.model_spec import KVCacheSpec, cache_bytes, held_bytes
 from edgellm.tools.inspection.sources.tensors import Tensor
 
 

@@ -12,7 +12,7 @@ from __future__ import annotations
 
 from dataclasses import dataclass
 
-from edgellm.core.kv_cache_size import seen_bytes
+from edgellm.core.model_spec import seen_bytes
 from edgellm.tools.inspection.report import Report
 
 FORMULA = "tokens/s <= bandwidth / (weight bytes + context x KV bytes per token)"

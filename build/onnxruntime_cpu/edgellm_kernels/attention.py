@@ -25,8 +25,7 @@ from edgellm.core.graph_io import (
     past_name,
     present_name,
 )
-from edgellm.core.kv_cache_size import is_bounded
-from edgellm.core.model_spec import KVCacheSpec, PageSpec
+from edgellm.core.model_spec import KVCacheSpec, PageSpec, is_bounded
 from edgellm.core.onnx_functions import (
     VISIBLE_IN_WINDOW,
     VISIBLE_SLOTS,

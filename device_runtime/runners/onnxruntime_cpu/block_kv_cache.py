@@ -14,8 +14,7 @@ from numpy.typing import NDArray
 
 from edgellm.core import graph_io
 from edgellm.core.errors import LimitError
-from edgellm.core.kv_cache_size import SPARE_ROWS, pool_pages, table_pages
-from edgellm.core.model_spec import KVCacheSpec
+from edgellm.core.model_spec import SPARE_ROWS, KVCacheSpec, pool_pages, table_pages
 from edgellm.device_runtime.runners.kv_cache import KVCache
 
 _NOWHERE = -1  # in block tables, for no block

@@ -15,8 +15,8 @@ from edgellm.build.engine import build_engine
 from edgellm.build.onnxruntime_cpu.options import CpuOptions
 from edgellm.build.plan import Plan
 from edgellm.core.errors import LimitError
-from edgellm.core.kv_cache_size import cache_bytes
 from edgellm.core.manifest import LLM_ENGINE, load_engine
+from edgellm.core.model_spec import cache_bytes
 from edgellm.device_runtime import LLM, SamplingParams, SpecOptions
 from edgellm.device_runtime.networks.decoder import SequencePart, open_decoder
 

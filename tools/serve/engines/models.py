@@ -8,7 +8,6 @@ from dataclasses import dataclass
 from pathlib import Path
 
 from edgellm.core.errors import EdgeLLMError
-from edgellm.core.kv_cache_size import cache_bytes
 from edgellm.core.manifest import (
     DRAFT_ENGINE,
     DRAFT_FOLDER,
@@ -18,6 +17,7 @@ from edgellm.core.manifest import (
     Engine,
     load_engine,
 )
+from edgellm.core.model_spec import cache_bytes
 
 BYTES_PER_GB = 10**9
 
