@@ -7,10 +7,13 @@ import re
 import subprocess
 import sys
 import zipfile
+from collections.abc import Iterator
 from pathlib import Path
+from typing import TypeVar
 
 from installed import SCRIPTS
 
+_Node = TypeVar("_Node", ast.FunctionDef, ast.ClassDef)
 ROOT = Path(__file__).parent.parent
 IN_A_CLONE = ("scripts", "benchmarks")
 FOLDERS = (
@@ -26,6 +29,11 @@ FOLDERS = (
 FILES = [*ROOT.glob("*.py"), *(p for folder in FOLDERS for p in (ROOT / folder).rglob("*.py"))]
 TESTS = [*(ROOT / "tests").rglob("*.py")]
 MAX_FILE_LINES, MAX_FUNCTION_LINES, MAX_FORMATTED_BY_HAND = 800, 60, 430
+MAX_MODULES, MAX_PARAMETERS, MAX_POSITIONAL = 15, 8, 3
+# Packages whose signatures are checked; device_runtime and tools follow.
+SIGNATURES = ("core", "export", "quantize", "build", "multimodal", "scripts")
+BY_POSITION = {"export/layers/linear.py: Linear"}  # takes its sizes as torch.nn.Linear does
+CROWDED = {"export/models"}  # one file for each architecture: users look for a `model_type` there
 
 
 def _faults(path: Path) -> list[str]:
@@ -44,6 +52,73 @@ def _faults(path: Path) -> list[str]:
 
 def test_sizes_and_names():
     assert [fault for path in (*FILES, *TESTS) for fault in _faults(path)] == []
+
+
+def _modules(folder: Path) -> list[str]:
+    return [path.name for path in folder.glob("*.py") if path.name != "__init__.py"]
+
+
+def test_no_folder_has_more_modules_than_a_reader_takes_in():
+    """Not for benchmarks/, a file for each published figure, and tests/, which may follow."""
+    folders = {path.parent for path in FILES if path.relative_to(ROOT).parts[0] != "benchmarks"}
+    full = {each for each in folders if len(_modules(each)) > MAX_MODULES}
+    assert {each.relative_to(ROOT).as_posix() for each in full} == CROWDED
+
+
+def _checked(kind: type[_Node]) -> Iterator[tuple[str, _Node]]:
+    """Public functions and methods, or classes, of the checked packages, with their places."""
+    for path in FILES:
+        name = path.relative_to(ROOT).as_posix()
+        if name.partition("/")[0] in SIGNATURES:
+            module = ast.parse(path.read_text("utf-8"))
+            classes = [node for node in ast.walk(module) if isinstance(node, ast.ClassDef)]
+            bodies = [module.body, *(each.body for each in classes)]
+            yield from (
+                (f"{name}: {node.name}", node)
+                for node in (node for body in bodies for node in body)
+                if isinstance(node, kind)
+            )
+
+
+def test_functions_of_many_parameters_take_a_dataclass():
+    """Commands declare all of their flags; what they call takes them at once."""
+    crowded = []
+    for place, node in _checked(ast.FunctionDef):
+        given = node.args
+        names = [each.arg for each in (*given.posonlyargs, *given.args, *given.kwonlyargs)]
+        count = len([each for each in names if each not in ("self", "cls")])
+        is_command = any("app.command" in ast.unparse(each) for each in node.decorator_list)
+        is_public = not node.name.startswith("_")
+        if is_public and not is_command and count > MAX_PARAMETERS:
+            crowded.append(f"{place} has {count} parameters")
+    assert crowded == []
+
+
+def _constructor(node: ast.ClassDef) -> tuple[int, int]:
+    """Number of arguments of a class's own constructor, and of those that may be positional."""
+    for each in node.body:
+        if isinstance(each, ast.FunctionDef) and each.name == "__init__":
+            positional = len(each.args.posonlyargs) + len(each.args.args) - 1
+            return positional + len(each.args.kwonlyargs), positional
+    marks = [ast.unparse(each) for each in node.decorator_list]
+    mark = next((each for each in marks if "dataclass" in each), None)
+    if mark is None:  # a NamedTuple, if any, is of coordinates
+        return 0, 0
+    lines = [ast.unparse(each) for each in node.body if isinstance(each, ast.AnnAssign)]
+    sentinel = next((index for index, line in enumerate(lines) if "KW_ONLY" in line), len(lines))
+    fields = [line for line in lines if not re.search(r"ClassVar\[|init=False|KW_ONLY", line)]
+    positional = [line for line in lines[:sentinel] if line in fields and "kw_only=" not in line]
+    return len(fields), 0 if "kw_only=True" in mark else len(positional)
+
+
+def test_constructors_of_many_arguments_are_keyword_only():
+    positional = set()
+    for place, node in _checked(ast.ClassDef):
+        is_error = any(ast.unparse(each).endswith(("Error", "Exception")) for each in node.bases)
+        total, by_position = _constructor(node)
+        if total > MAX_POSITIONAL and by_position and not is_error:
+            positional.add(place)
+    assert positional == BY_POSITION
 
 
 def test_lines_that_the_formatter_may_not_touch():
