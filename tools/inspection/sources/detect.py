@@ -49,9 +49,7 @@ def inspect(path: Path, *, verify: bool = False) -> Report:
     if path.is_file():
         if path.suffix != ".gguf":
             raise EdgeLLMError(f"{path} is neither a folder nor a .gguf file", hint=_WANTED)
-        from edgellm.tools.inspection.sources.gguf_header import (
-            inspect_gguf,  # needs the package gguf
-        )
+        from edgellm.tools.inspection.sources.gguf_files import inspect_gguf
 
         return inspect_gguf(path)
     if not path.is_dir():
