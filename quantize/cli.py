@@ -233,12 +233,12 @@ def _run(
     check_names("int4_awq" if is_open else body, head, **options)
     check_together(is_open, minutes, points, **options)
     _require_host()
+    from edgellm.quantize.job import Job
     from edgellm.quantize.pipeline.run import run_job
     from edgellm.quantize.pipeline.search.algorithms import search_algorithms
     from edgellm.quantize.pipeline.search.draft import search_precisions
     from edgellm.quantize.pipeline.search.float_layers import search_float_layers
     from edgellm.quantize.pipeline.summary import print_summary
-    from edgellm.quantize.plan import Job
 
     keys = tuple(key.strip() for key in ignored.split(",") if key.strip())
     job = Job(

@@ -36,13 +36,14 @@ from edgellm.quantize.formats.schemes import (
     choose_scheme,
     smallest_bits,
 )
+from edgellm.quantize.job import Job
 from edgellm.quantize.metrics.questions import Questions, read_questions
 from edgellm.quantize.models import checks
 from edgellm.quantize.models.draft import open_float_draft
 from edgellm.quantize.models.language_model import LanguageModel, QuantizedNetwork, Task
 from edgellm.quantize.models.mtp_draft import MtpDraft
 from edgellm.quantize.pipeline.torch_device import choose_device
-from edgellm.quantize.plan import Job, Plan
+from edgellm.quantize.plan import Plan
 from edgellm.quantize.work_folder import WorkFolder
 
 

@@ -47,6 +47,7 @@ from edgellm.quantize.formats import compressed_tensors
 from edgellm.quantize.formats.modelopt import F32
 from edgellm.quantize.formats.schemes import VALUES, Recipe
 from edgellm.quantize.formats.tensors import Tensor
+from edgellm.quantize.job import Job
 from edgellm.quantize.metrics.divergence import Quality
 from edgellm.quantize.models.eagle_draft import Draft
 from edgellm.quantize.models.experts import find_experts, round_experts, watch
@@ -54,10 +55,7 @@ from edgellm.quantize.models.families import Family
 from edgellm.quantize.models.one_layer_model import LAYER, quiet_transformers, run_layer
 from edgellm.quantize.pipeline.checkpoint_writer import check_output, write_folder
 from edgellm.quantize.pipeline.planning import make_plan
-from edgellm.quantize.plan import (
-    Job,
-    Plan,
-)
+from edgellm.quantize.plan import Plan
 from edgellm.quantize.report.html_report import check_page, write_page
 from edgellm.quantize.report.report import Report, make_report
 from edgellm.quantize.work_folder import (

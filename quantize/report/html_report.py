@@ -10,7 +10,7 @@ from edgellm.core.errors import EdgeLLMError
 from edgellm.quantize.algorithms.mixed_precision.allocation import Point
 from edgellm.quantize.calibration.hidden_states import write_text
 from edgellm.quantize.evaluation.layer_errors import LayerReport
-from edgellm.quantize.plan import Job
+from edgellm.quantize.job import Job
 from edgellm.quantize.report.notes import notes
 from edgellm.quantize.report.report import Report
 

@@ -377,7 +377,7 @@ def test_memory_does_not_grow_with_layers(place, tmp_path):
     """Quantize 3 and then 15 layers of 5 MB in float32 in one process."""
     sizes = {"hidden_size": 384, "intermediate_size": 768}
     lines = [
-        "import resource; from pathlib import Path; from edgellm.quantize.plan import Job",
+        "import resource; from pathlib import Path; from edgellm.quantize.job import Job",
         "from edgellm.quantize.pipeline.run import run_job",
     ]
     for layers in (3, 15):

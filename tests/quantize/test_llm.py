@@ -23,10 +23,10 @@ from edgellm.export.pipeline.verify import run_portable
 from edgellm.quantize.formats.quantized_linear import decode_linear
 from edgellm.quantize.formats.schemes import HEAD_SCHEMES, SCHEMES
 from edgellm.quantize.formats.tensors import read_below
+from edgellm.quantize.job import Job
 from edgellm.quantize.pipeline import checkpoint_writer as folder_module
 from edgellm.quantize.pipeline.planning import make_plan
 from edgellm.quantize.pipeline.run import run_job
-from edgellm.quantize.plan import Job
 
 pytestmark = pytest.mark.usefixtures("one_thread")
 

@@ -14,7 +14,7 @@ from conftest import make_checkpoint
 
 from edgellm.export import models
 from edgellm.export.checkpoints.hf import Safetensors, read_whole
-from edgellm.quantize.plan import Job
+from edgellm.quantize.job import Job
 
 # Hidden 96 as well: INT4 blocks of 32.
 SIZES = dict.fromkeys(

@@ -9,11 +9,11 @@ from edgellm.quantize.algorithms.autoround import is_installed
 from edgellm.quantize.algorithms.rotation_r1 import rotates
 from edgellm.quantize.algorithms.rotation_r2 import rotates_values
 from edgellm.quantize.formats.schemes import RESIDUAL, VALUES
+from edgellm.quantize.job import Job
 from edgellm.quantize.models.checks import HEAD
 from edgellm.quantize.models.language_model import LanguageModel
 from edgellm.quantize.pipeline.run import Progress
 from edgellm.quantize.pipeline.search.candidates import Trials, trials
-from edgellm.quantize.plan import Job
 from edgellm.quantize.report.report import Report
 
 

@@ -11,9 +11,9 @@ from pathlib import Path
 from typing import Any
 
 from edgellm.core.file_lock import hold
+from edgellm.quantize.job import Job
 from edgellm.quantize.pipeline.checkpoint_writer import PAGE, SIDE_FILE, check_output, publish
 from edgellm.quantize.pipeline.run import Progress, check_divergence, run_job
-from edgellm.quantize.plan import Job
 from edgellm.quantize.report.html_report import check_page, render, write_page
 from edgellm.quantize.report.report import Report, Tried, read_report
 from edgellm.quantize.work_folder import LOCK, WorkFolder

@@ -9,9 +9,9 @@ from __future__ import annotations
 from dataclasses import dataclass, field
 from typing import Any
 
+from edgellm.quantize.job import Job
 from edgellm.quantize.pipeline.run import Progress
 from edgellm.quantize.pipeline.search.candidates import trials
-from edgellm.quantize.plan import Job
 from edgellm.quantize.report.report import Report
 
 AUTO = "auto"

@@ -11,10 +11,10 @@ from collections.abc import Sequence
 from pathlib import Path
 
 from edgellm.export.pipeline.resolve import open_checkpoint
+from edgellm.quantize.job import Job
 from edgellm.quantize.models.language_model import LanguageModel
 from edgellm.quantize.pipeline.run import Progress
 from edgellm.quantize.pipeline.search.candidates import trials
-from edgellm.quantize.plan import Job
 from edgellm.quantize.report.report import Kept, Report
 
 _ALL = "all layers rounded"

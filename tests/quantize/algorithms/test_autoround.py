@@ -16,8 +16,8 @@ from edgellm.export.pipeline.llm import export_llm
 from edgellm.export.pipeline.resolve import open_checkpoint
 from edgellm.quantize.algorithms import autoround
 from edgellm.quantize.formats.modelopt import pack_int4, unpack_int4
+from edgellm.quantize.job import Job
 from edgellm.quantize.pipeline.run import run_job
-from edgellm.quantize.plan import Job
 
 pytestmark = pytest.mark.usefixtures("one_thread")
 

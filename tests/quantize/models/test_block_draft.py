@@ -23,10 +23,10 @@ from edgellm.export.pipeline.draft import DraftOptions, export_draft
 from edgellm.export.pipeline.resolve import open_checkpoint
 from edgellm.quantize.calibration.hidden_states import States
 from edgellm.quantize.evaluation.layer_errors import compare
+from edgellm.quantize.job import Job
 from edgellm.quantize.models.block_layer import Places
 from edgellm.quantize.pipeline.planning import make_plan
 from edgellm.quantize.pipeline.run import run_job
-from edgellm.quantize.plan import Job
 
 pytestmark = pytest.mark.usefixtures("one_thread")
 

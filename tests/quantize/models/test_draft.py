@@ -28,11 +28,11 @@ from edgellm.export import models
 from edgellm.export.pipeline.draft import DraftOptions, export_draft
 from edgellm.export.pipeline.resolve import open_checkpoint
 from edgellm.quantize.formats.schemes import SCHEMES
+from edgellm.quantize.job import Job
 from edgellm.quantize.pipeline.planning import make_plan
 from edgellm.quantize.pipeline.run import run_job
 from edgellm.quantize.pipeline.search import draft as draft_recipes
 from edgellm.quantize.pipeline.search.draft import search_precisions
-from edgellm.quantize.plan import Job
 from edgellm.quantize.report.notes import notes
 
 pytestmark = pytest.mark.usefixtures("one_thread")

@@ -30,12 +30,12 @@ from edgellm.quantize.formats.activation_rounding import round_input
 from edgellm.quantize.formats.quantized_linear import DecodedLinear, decode_linear
 from edgellm.quantize.formats.schemes import SCHEMES
 from edgellm.quantize.formats.tensors import Tensor, read_below
+from edgellm.quantize.job import Job
 from edgellm.quantize.metrics import questions
 from edgellm.quantize.metrics.divergence import Quality
 from edgellm.quantize.models.families import FAMILIES
 from edgellm.quantize.pipeline.planning import make_plan
 from edgellm.quantize.pipeline.run import run_job
-from edgellm.quantize.plan import Job
 
 pytestmark = pytest.mark.usefixtures("one_thread")
 

@@ -8,9 +8,9 @@ from conftest import assert_one_line_error
 from edgellm.core.errors import EdgeLLMError
 from edgellm.quantize import cli
 from edgellm.quantize.formats.schemes import HEAD_SCHEMES, SCHEMES
+from edgellm.quantize.job import Job
 from edgellm.quantize.pipeline import run, summary
 from edgellm.quantize.pipeline.deploy_target import form_of_draft, form_of_head, rounds_as
-from edgellm.quantize.plan import Job
 
 
 @pytest.mark.parametrize(

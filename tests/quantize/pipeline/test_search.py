@@ -15,12 +15,12 @@ from edgellm.core.errors import (
     EdgeLLMError,
     UnsupportedModelError,
 )
+from edgellm.quantize.job import Job
 from edgellm.quantize.pipeline.flag_checks import check_together, float_layer_options
 from edgellm.quantize.pipeline.run import run_job
 from edgellm.quantize.pipeline.search import algorithms
 from edgellm.quantize.pipeline.search.algorithms import search_algorithms, ways
 from edgellm.quantize.pipeline.search.float_layers import choose, search_float_layers
-from edgellm.quantize.plan import Job
 from edgellm.quantize.report.report import Kept
 
 pytestmark = pytest.mark.usefixtures("one_thread")
