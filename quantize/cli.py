@@ -6,13 +6,16 @@ import contextlib
 import sys
 from collections.abc import Callable, Iterator
 from pathlib import Path
-from typing import Annotated, Any
+from typing import TYPE_CHECKING, Annotated
 
 import typer
 
 from edgellm.core.cli import SNAKE_CASE, App, run_command
 from edgellm.core.errors import EdgeLLMError
 from edgellm.quantize.pipeline.deploy_target import FLOAT, form_of_draft, form_of_head, rounds_as
+
+if TYPE_CHECKING:
+    from edgellm.quantize.job import Job
 
 app = App(SNAKE_CASE, no_args_is_help=True)
 
@@ -172,18 +175,22 @@ def llm(
     ignore_config_keys: IgnoredKeys = "",
 ) -> None:
     """Quantize a language model; the same command resumes an interrupted run."""
+    from edgellm.quantize.job import Job
     from edgellm.quantize.pipeline.flag_checks import float_layer_options
 
-    _run(
-        model_dir, output_dir, quantization, lm_head_quantization, ignore_config_keys,
-        time_budget=time_budget, algo=algo, rotate=rotate, format=format,
-        kv_cache_quantization=kv_cache_quantization,
+    job = Job(
         **float_layer_options(keep_layers, keep_budget),
-        calib_dataset=calib_dataset, num_samples=num_samples, seq_len=seq_len, held_out=held_out,
-        alpha_step=alpha_step, block_size=block_size, batch_tokens=batch_tokens, target=target,
-        target_bits=target_bits, target_kl=target_kl, device=device, seed=seed, max_kl=max_kl,
-        answers=answers, draft_model_dir=draft_model_dir, report=report,
+        model_dir=model_dir, output_dir=output_dir, quantization=quantization,
+        target=rounds_as(target), algo=algo, rotate=rotate, format=format,
+        lm_head_quantization=_head(lm_head_quantization, target, quantization, format),
+        kv_cache_quantization=kv_cache_quantization, calib_dataset=calib_dataset,
+        num_samples=num_samples, seq_len=seq_len, held_out=held_out, alpha_step=alpha_step,
+        block_size=block_size, batch_tokens=batch_tokens, target_bits=target_bits,
+        target_kl=target_kl, device=device, seed=seed, max_kl=max_kl, answers=answers,
+        draft_model_dir=draft_model_dir, report=report,
+        ignore_config_keys=_split(ignore_config_keys),
     )  # fmt: skip
+    _run(job, time_budget, None)
 
 
 @app.command()
@@ -212,62 +219,54 @@ def draft(
     ignore_config_keys: IgnoredKeys = "",
 ) -> None:
     """Quantize a draft or MTP layer with its base's hidden states."""
+    from edgellm.quantize.job import Job
+
     body = quantization or form_of_draft(target)
-    _run(
-        draft_model_dir, output_dir, body, lm_head_quantization, ignore_config_keys,
-        base_model_dir=base_model_dir, algo=algo, max_loss=max_loss,
+    job = Job(
+        model_dir=draft_model_dir, output_dir=output_dir, quantization=body,
+        base_model_dir=base_model_dir, target=rounds_as(target), algo=algo,
+        lm_head_quantization=_head(lm_head_quantization, target, body),
         calib_dataset=calib_dataset, num_samples=num_samples, seq_len=seq_len, held_out=held_out,
-        alpha_step=alpha_step, block_size=block_size, batch_tokens=batch_tokens, target=target,
-        device=device, seed=seed, max_kl=max_kl, report=report,
+        alpha_step=alpha_step, block_size=block_size, batch_tokens=batch_tokens, device=device,
+        seed=seed, max_kl=max_kl, report=report, ignore_config_keys=_split(ignore_config_keys),
     )  # fmt: skip
+    _run(job, None, max_loss)
 
 
-def _run(
-    model_dir: str, output_dir: Path, body: str, head: str | None, ignored: str, **options: Any
-) -> None:
+def _run(job: Job, minutes: float | None, points: float | None) -> None:
+    """Run a job; `minutes` limit a search over algorithms, `points` one over precisions."""
     from edgellm.quantize.pipeline.flag_checks import check_names, check_together
 
-    head = _head(body, head, options)
-    minutes, points = options.pop("time_budget", None), options.pop("max_loss", None)
-    is_open = body == "auto" and "base_model_dir" in options
-    check_names("int4_awq" if is_open else body, head, **options)
-    check_together(is_open, minutes, points, **options)
+    check_names(job)
+    check_together(job, minutes, points)
     _require_host()
-    from edgellm.quantize.job import Job
     from edgellm.quantize.pipeline.run import run_job
     from edgellm.quantize.pipeline.search.algorithms import search_algorithms
     from edgellm.quantize.pipeline.search.draft import search_precisions
     from edgellm.quantize.pipeline.search.float_layers import search_float_layers
     from edgellm.quantize.pipeline.summary import print_summary
 
-    keys = tuple(key.strip() for key in ignored.split(",") if key.strip())
-    job = Job(
-        model_dir=model_dir,
-        output_dir=output_dir,
-        quantization=body,
-        lm_head_quantization=head,
-        ignore_config_keys=keys,
-        **options,
-    )
     with _progress() as progress:
         if job.algo == "auto":
             report = search_algorithms(job, minutes, progress)
-        elif is_open:
+        elif job.chooses_precision:
             report = search_precisions(job, 0.5 if points is None else points, progress)
         elif job.keep_budget is not None:
             report = search_float_layers(job, progress)
         else:
             report = run_job(job, progress)
-    print_summary(report, output_dir)
+    print_summary(report, job.output_dir)
 
 
-def _head(body: str, given: str | None, options: dict[str, Any]) -> str | None:
-    """Return the scheme of the head; replace `target` by the device that quantizes inputs."""
-    target, is_modelopt = options["target"], options.get("format", "modelopt") == "modelopt"
-    options["target"] = rounds_as(target)
+def _head(given: str | None, target: str, body: str, format: str = "modelopt") -> str | None:
+    """The scheme of the head, by default that of the target; None: float."""
     if given is None:
-        return form_of_head(target, body, is_modelopt=is_modelopt)
+        return form_of_head(target, body, is_modelopt=format == "modelopt")
     return None if given == FLOAT else given
+
+
+def _split(names: str) -> tuple[str, ...]:
+    return tuple(name.strip() for name in names.split(",") if name.strip())
 
 
 @contextlib.contextmanager

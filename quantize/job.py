@@ -40,6 +40,11 @@ class Job:
     ignore_config_keys: tuple[str, ...] = ()
 
     @property
+    def chooses_precision(self) -> bool:
+        """Whether the precision of a draft is searched."""
+        return self.quantization == "auto" and self.base_model_dir is not None
+
+    @property
     def work_dir(self) -> Path:
         """The folder of the run's state until it is finished."""
         return self.output_dir.parent / f"{self.output_dir.resolve().name}.quantizing"

@@ -15,6 +15,7 @@ from edgellm.quantize.formats.schemes import (
     choose,
     choose_scheme,
 )
+from edgellm.quantize.job import Job
 
 KEEP_BUDGET = 10.0  # default, percent
 
@@ -28,54 +29,37 @@ def float_layer_options(layers: str, budget: float | None) -> dict[str, Any]:
     return {"keep_layers": numbers("--keep_layers", layers)}
 
 
-def check_names(
-    body: str,
-    head: str | None,
-    block_size: int | None,
-    algo: str | None = None,
-    format: str = "modelopt",
-    kv_cache_quantization: str | None = None,
-    rotate: str | None = None,
-    **_: Any,
-) -> None:
+def check_names(job: Job) -> None:
     """Raise `EdgeLLMError` for unknown names, or unsupported combinations."""
-    scheme = choose_scheme(body, algo)
+    scheme = choose_scheme("int4_awq" if job.chooses_precision else job.quantization, job.algo)
+    head, cache = job.lm_head_quantization, job.kv_cache_quantization
     if head is not None:
         choose("--lm_head_quantization", head, HEAD_SCHEMES)
-    if kv_cache_quantization is not None:
-        choose("--kv_cache_quantization", kv_cache_quantization, KV_SCHEMES)
-    if rotate is not None:
-        choose("--rotate", rotate, ROTATIONS)
-    check_format(format, scheme, head, kv_cache_quantization)
-    check_block_size(block_size, scheme, HEAD_SCHEMES[head] if head is not None else None)
+    if cache is not None:
+        choose("--kv_cache_quantization", cache, KV_SCHEMES)
+    if job.rotate is not None:
+        choose("--rotate", job.rotate, ROTATIONS)
+    check_format(job.format, scheme, head, cache)
+    check_block_size(job.block_size, scheme, HEAD_SCHEMES[head] if head is not None else None)
 
 
-def check_together(
-    is_open: bool,
-    minutes: float | None,
-    points: float | None,
-    algo: str | None = None,
-    block_size: int | None = None,
-    keep_budget: float | None = None,
-    base_model_dir: str | None = None,
-    **_: Any,
-) -> None:
+def check_together(job: Job, minutes: float | None, points: float | None) -> None:
     """Raise `EdgeLLMError` for options whose main option is missing."""
-    if minutes is not None and algo != "auto":
+    if minutes is not None and job.algo != "auto":
         raise EdgeLLMError(
             "--time_budget is for --algo auto, which tries several algorithms", hint="leave it out"
         )
-    if points is not None and not is_open:
+    if points is not None and not job.chooses_precision:
         raise EdgeLLMError("--max_loss is for --quantization auto", hint="leave it out")
-    if base_model_dir is not None and algo == "auto":
+    if job.base_model_dir is not None and job.algo == "auto":
         raise EdgeLLMError(
             "--algo auto does not support drafts", hint="choose --quantization auto, or --algo gptq"
         )
-    if is_open and (algo is not None or block_size is not None):
+    if job.chooses_precision and (job.algo is not None or job.block_size is not None):
         raise EdgeLLMError(
             "--quantization auto chooses --algo and --block_size itself", hint="leave them out"
         )
-    if keep_budget is not None and algo == "auto":
+    if job.keep_budget is not None and job.algo == "auto":
         raise EdgeLLMError(
             "--keep_layers auto needs one --algo, and auto tries several",
             hint="find the best --algo first, then its layers",

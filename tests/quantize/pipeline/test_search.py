@@ -169,14 +169,20 @@ def test_float_layers_fit_the_budget():
     [
         ({"minutes": 5.0}, "--time_budget is for --algo auto"),
         ({"points": 1.0}, "--max_loss is for --quantization auto"),
-        ({"is_open": True, "algo": "gptq"}, "chooses --algo and --block_size itself"),
+        (
+            {"quantization": "auto", "base_model_dir": "base", "algo": "gptq"},
+            "chooses --algo and --block_size itself",
+        ),
         ({"algo": "auto", "keep_budget": 5.0}, "--keep_layers auto needs one --algo"),
         ({"algo": "auto", "base_model_dir": "base"}, "--algo auto does not support drafts"),
     ],
 )
 def test_invalid_combinations_of_flags_are_rejected(options, message):
+    options = dict(options)
+    minutes, points = options.pop("minutes", None), options.pop("points", None)
+    job = {"model_dir": "", "output_dir": Path(), "quantization": "int4_awq"}
     with pytest.raises(EdgeLLMError, match=message):
-        check_together(**{"is_open": False, "minutes": None, "points": None, **options})
+        check_together(Job(**{**job, **options}), minutes, points)
     assert float_layer_options("auto", None) == {"keep_budget": 10.0}
     assert float_layer_options("0,2", None) == {"keep_layers": (0, 2)}
     with pytest.raises(EdgeLLMError, match="--keep_budget is for"):
