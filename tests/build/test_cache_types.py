@@ -69,7 +69,7 @@ def _reference(checkpoint, ids, monkeypatch) -> np.ndarray:
 
 
 @pytest.mark.parametrize("kind", ["llama", "qwen3"])
-def test_logits_and_compaction(kind, tmp_path, monkeypatch):
+def test_an_int8_cache_keeps_logits_through_compaction(kind, tmp_path, monkeypatch):
     """Prefill, single tokens, and a tree whose second branch is accepted."""
     checkpoint = _checkpoint(tmp_path / "checkpoint", kind)
     manifest = _export(checkpoint, tmp_path / "bundle")
@@ -110,7 +110,7 @@ def test_logits_and_compaction(kind, tmp_path, monkeypatch):
     np.testing.assert_array_equal(session.run(ids[15:], 15, np.array([0])).logits[0], again)
 
 
-def test_it_is_a_choice(tmp_path):
+def test_kv_cache_flag_overrides_the_automatic_type(tmp_path):
     """FP8 scales make an int8 cache only if asked, rounded weights one of halves by themselves."""
     _export(_checkpoint(tmp_path / "checkpoint", "llama", algorithm="FP8"), tmp_path / "bundle")
     sizes = {}
@@ -180,7 +180,7 @@ def test_int8_needs_calibrated_ranges(command_here, tiny_bundle, tmp_path):
         ({"value": [0.1, 0.2]}, "k_scale is not a positive number"),
     ],
 )
-def test_scales_that_will_not_do(tmp_path, change, words):
+def test_invalid_cache_scales_are_rejected(tmp_path, change, words):
     checkpoint = _checkpoint(tmp_path / "checkpoint", "llama", **change)
     with pytest.raises(BrokenArtifactError, match=words):
         _export(checkpoint, tmp_path / "bundle")

@@ -30,7 +30,7 @@ def bundle(tiny_bundle, tmp_path) -> Path:
     return Path(shutil.copytree(tiny_bundle, tmp_path / "bundle"))
 
 
-def test_build(command, tiny_bundle, tmp_path):
+def test_llm_build_writes_a_timed_and_checked_engine(command, tiny_bundle, tmp_path):
     result = _build(command, tiny_bundle, tmp_path / "engine")
     assert result.returncode == 0, result.stderr
     manifest = load_engine(tmp_path / "engine", LLM_ENGINE)
@@ -44,7 +44,7 @@ def test_build(command, tiny_bundle, tmp_path):
     assert "check: decoder: 12 rows are off by" in result.stdout
 
 
-def test_trees_without_an_eagle_base(command_here, tiny_bundle, tmp_path):
+def test_max_verify_tree_size_needs_no_eagle_base(command_here, tiny_bundle, tmp_path):
     result = _build(
         command_here, tiny_bundle, tmp_path / "engine", *SMALL, "--maxVerifyTreeSize", 12
     )
@@ -53,7 +53,7 @@ def test_trees_without_an_eagle_base(command_here, tiny_bundle, tmp_path):
     assert (built.max_verify_tree_size, built.hidden_taps) == (12, ())
 
 
-def test_kebab_case_and_batch_size(command_here, tiny_bundle, tmp_path):
+def test_flags_may_be_kebab_case(command_here, tiny_bundle, tmp_path):
     arguments = ("--onnx-dir", tiny_bundle, "--engine-dir", tmp_path / "engine")
     lengths = ("--max-input-len", 16, "--maxKVCacheCapacity", 32, "--maxBatchSize", 4)
     result = command_here("llm_build", *arguments, *lengths)
@@ -92,7 +92,9 @@ def test_dry_run_predicts_the_engine(command_here, tiny_bundle, tmp_path):
         ((*SMALL, "--prefill", "int8"), "is for quantized bundles"),
     ],
 )
-def test_plans_that_do_not_suit(command_here, tiny_bundle, tmp_path, lengths, message):
+def test_unknown_and_contradicting_options_are_rejected(
+    command_here, tiny_bundle, tmp_path, lengths, message
+):
     result = _build(command_here, tiny_bundle, tmp_path / "engine", *lengths)
     assert_one_line_error(result, message)
     assert not (tmp_path / "engine").exists()
@@ -104,7 +106,7 @@ def test_zero_lengths_are_usage_errors(command_here, tiny_bundle, tmp_path):
     assert "maxInputLen" in result.stderr
 
 
-def test_damaged_bundles(command_here, bundle, tmp_path):
+def test_damaged_bundles_are_rejected(command_here, bundle, tmp_path):
     engine = tmp_path / "engine"
     weights = bundle / "model.weights"
     data = weights.read_bytes()
@@ -121,7 +123,9 @@ def test_damaged_bundles(command_here, bundle, tmp_path):
     assert not engine.exists()
 
 
-def test_newer_contracts_and_other_artifacts(command_here, bundle, tiny_engine, tmp_path):
+def test_newer_contracts_and_other_artifacts_are_rejected(
+    command_here, bundle, tiny_engine, tmp_path
+):
     engine = tmp_path / "engine"
     path = bundle / "manifest.json"
     path.write_text(json.dumps({**json.loads(path.read_text()), "contract_version": 3}))
@@ -132,7 +136,7 @@ def test_newer_contracts_and_other_artifacts(command_here, bundle, tiny_engine, 
     assert_one_line_error(_build(command_here, tmp_path / "none", engine), "no such folder")
 
 
-def test_a_bundle_is_no_engine_folder(command_here, bundle):
+def test_a_bundle_is_rejected_as_an_engine_folder(command_here, bundle):
     result = _build(command_here, bundle, bundle)
     assert_one_line_error(result, "is not part of an earlier llm_engine")
     verify_files(bundle, load_bundle(bundle, LLM_BUNDLE).files)

@@ -37,7 +37,7 @@ def _build(command, bundle, engine, *more):
 
 
 @pytest.mark.parametrize(("order", "spelling"), [("base first", "eagle"), ("draft first", "spec")])
-def test_base_and_draft_in_either_order(command, eagle_pair, tmp_path, order, spelling):
+def test_base_and_draft_are_built_in_either_order(command, eagle_pair, tmp_path, order, spelling):
     engine = tmp_path / "engine"
     parts = [(eagle_pair.bundle, "Base"), (eagle_pair.draft_bundle, "Draft")]
     for bundle, part in parts if order == "base first" else parts[::-1]:
@@ -69,7 +69,9 @@ def test_base_and_draft_in_either_order(command, eagle_pair, tmp_path, order, sp
     ("flags", "precision"),
     [(("--quantize", "none"), "fp32"), (("--quantize", "int8"), "int8")],
 )
-def test_precisions(command_here, eagle_pair, tmp_path, flags, precision):
+def test_quantize_sets_the_precision_of_base_and_draft(
+    command_here, eagle_pair, tmp_path, flags, precision
+):
     engine = tmp_path / "engine"
     result = _build(command_here, eagle_pair.draft_bundle, engine, "--eagleDraft", *flags)
     assert result.returncode == 0, result.stderr
@@ -112,7 +114,9 @@ def test_small_drafts_are_int4_on_one_thread(eagle_pair, tmp_path):
     ],
     ids=str,
 )
-def test_bad_input(command_here, eagle_pair, tmp_path, which, flags, messages):
+def test_invalid_combinations_of_flags_and_bundles_are_rejected(
+    command_here, eagle_pair, tmp_path, which, flags, messages
+):
     bundle = eagle_pair.bundle if which == "base" else eagle_pair.draft_bundle
     result = _build(command_here, bundle, tmp_path / "engine", *flags)
     assert_one_line_error(result, *messages)
@@ -126,12 +130,12 @@ def test_empty_trees_are_usage_errors(command_here, eagle_pair, tmp_path, flag):
     assert flag.removeprefix("--") in result.stderr
 
 
-def test_a_bundle_without_taps_is_no_base(command_here, tiny_bundle, tmp_path):
+def test_a_bundle_without_taps_is_rejected_as_a_base(command_here, tiny_bundle, tmp_path):
     result = _build(command_here, tiny_bundle, tmp_path / "engine", "--eagleBase")
     assert_one_line_error(result, "has no hidden taps for a draft", "--is_eagle_base")
 
 
-def test_dry_run_of_a_draft(command_here, eagle_pair, tmp_path):
+def test_a_dry_run_predicts_a_draft(command_here, eagle_pair, tmp_path):
     flags = ("--eagleDraft", "--quantize", "none")
     result = _build(command_here, eagle_pair.draft_bundle, tmp_path / "engine", *flags, "--dry-run")
     assert result.returncode == 0, result.stderr
@@ -143,7 +147,7 @@ def test_dry_run_of_a_draft(command_here, eagle_pair, tmp_path):
     assert megabytes == pytest.approx(actual, rel=0.25, abs=0.2)
 
 
-def test_damaged_draft_bundles(command_here, eagle_pair, tmp_path):
+def test_damaged_draft_bundles_are_rejected(command_here, eagle_pair, tmp_path):
     bundle = Path(shutil.copytree(eagle_pair.draft_bundle, tmp_path / "bundle"))
     weights = next(bundle.glob("*.weights"))
     data = weights.read_bytes()

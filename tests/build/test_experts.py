@@ -87,7 +87,9 @@ def test_experts_are_batch_invariant(quantize, bundle, tmp_path):
 
 
 @pytest.mark.parametrize(("quantize", "is_half"), [("none", True), ("int8", True), ("none", False)])
-def test_halves_and_stored_codes(quantize, is_half, checkpoint, tmp_path):
+def test_experts_in_float16_int8_and_stored_int4_equal_the_portable_graph(
+    quantize, is_half, checkpoint, tmp_path
+):
     """Weights of 16 bits as they are and rounded, INT4 of a checkpoint."""
     source = checkpoint
     if not is_half:
@@ -125,7 +127,7 @@ def test_backends_without_experts_reject_them(bundle, tmp_path):
 FOR_CUDA = {"options": Plan().options, "prefill": "auto"}
 
 
-def test_cuda_takes_experts_from_a_version_on(bundle, tmp_path, monkeypatch):
+def test_cuda_needs_a_version_with_operators_for_experts(bundle, tmp_path, monkeypatch):
     """Older kernels would compute another gate without a word."""
     manifest = build(bundle, tmp_path / "engine", CUDA, **FOR_CUDA)
     assert manifest.options["minimum_onnxruntime"] == "1.28"
@@ -152,7 +154,7 @@ def test_cuda_keeps_experts_as_floats(checkpoint, tmp_path):
     np.testing.assert_allclose(found, logits(exact, [20, 1, 9]), atol=2e-4)
 
 
-def test_cuda_takes_integer_experts(tmp_path, monkeypatch):
+def test_integer_experts_on_cuda_equal_float_ones(tmp_path, monkeypatch):
     """QMoE gives what MoE gives of the floats that the codes stand for, in half the graphs."""
     sizes = {"hidden_size": 128, "moe_intermediate_size": 64, "num_hidden_layers": 2}
     checkpoint = make_checkpoint(tmp_path / "checkpoint", **{**TINY, **sizes})

@@ -84,7 +84,7 @@ def test_a_bundle_has_the_codes_of_the_file(bundles, gguf_file, expected):
 
 
 @pytest.mark.parametrize("kernels", ["edgellm", "onnxruntime"])
-def test_engines_for_the_cpu(bundles, expected, tmp_path, kernels):
+def test_engines_for_the_cpu_equal_the_decoded_floats(bundles, expected, tmp_path, kernels):
     """Inputs are rounded to int8, and the weights of MatMulNBits that have minima."""
     plan = dataclasses.replace(PLAN, options=CpuOptions(kernels))
     engine = tmp_path / "engine"
@@ -96,13 +96,13 @@ def test_engines_for_the_cpu(bundles, expected, tmp_path, kernels):
         assert size < 0.3 * (bundles["floats"] / "model.weights").stat().st_size
 
 
-def test_an_engine_for_cuda(bundles, expected, tmp_path):
+def test_an_engine_for_cuda_equals_the_decoded_floats(bundles, expected, tmp_path):
     cuda_on_cpu.build_base(bundles["kept"], tmp_path / "cuda", PLAN)
     found = logits(cuda_on_cpu.open_base(tmp_path / "cuda"))
     assert distance(found, expected) < 0.02  # weights with minima are rounded to int8
 
 
-def test_tensorrt_is_given_its_values(bundles, expected, tmp_path):
+def test_the_graph_for_tensorrt_equals_the_decoded_floats(bundles, expected, tmp_path):
     """Scales of Q4_0 have signs; blocks of 32 and of 16, with and without minima."""
     model, weights = ir.load(bundles["kept"] / "model.onnx"), WeightFile(tmp_path / "weights")
     found = {note.split(" ", 1)[1][:20] for note in notes_of_blocks(model)}
@@ -115,7 +115,7 @@ def test_tensorrt_is_given_its_values(bundles, expected, tmp_path):
     assert distance(logits(session), expected) < 2e-6
 
 
-def test_the_commands_output(gguf_file, tmp_path):
+def test_the_export_prints_dtype_and_quantization(gguf_file, tmp_path):
     arguments = ["llm", "--model_dir", str(gguf_file), "--output_dir"]
     found = CliRunner().invoke(app, [*arguments, str(tmp_path / "kept")])
     assert "fp16, quantization gguf" in found.output

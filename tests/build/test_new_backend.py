@@ -136,7 +136,7 @@ def _run(command, monkeypatch, *arguments) -> None:
     assert ended.value.code == 0
 
 
-def test_two_packages_are_a_backend(engine, tiny_engine, tmp_path, monkeypatch):
+def test_two_packages_make_a_backend(engine, tiny_engine, tmp_path, monkeypatch):
     greedy = SamplingParams(temperature=0)
     for spec in (None, SpecOptions(network=None, lookups=("suffix",), tree="fixed")):
         answers = [
@@ -168,6 +168,6 @@ def test_flags_of_other_backends_are_rejected(tmp_path, tiny_bundle, monkeypatch
     assert "it goes with --backend onnxruntime" in error
 
 
-def test_without_the_packages_there_is_none():
+def test_a_backend_without_packages_is_unknown():
     with pytest.raises(EdgeLLMError, match="unknown backend 'copying'"):
         runners.resolve("copying")

@@ -70,7 +70,7 @@ def _fails_with(monkeypatch, message: str) -> None:
     monkeypatch.setattr(optimizing.ort, "InferenceSession", fail)
 
 
-def test_a_disk_that_suffices(lowered, small_disk):
+def test_a_disk_with_room_for_two_copies_suffices(lowered, small_disk):
     """Weights as they were and as kernels read them: what is compared is not too much."""
     folder = small_disk(5 * WEIGHTS // 2)
     (y,) = _optimized(lowered, folder).run(None, {"x": np.ones((1, WIDTH), np.float32)})
@@ -78,7 +78,7 @@ def test_a_disk_that_suffices(lowered, small_disk):
     assert sum(path.stat().st_size for path in folder.iterdir()) >= 2 * WEIGHTS
 
 
-def test_a_disk_that_is_too_small_from_the_start(lowered, small_disk, monkeypatch):
+def test_a_disk_that_is_too_small_is_reported_before_the_work(lowered, small_disk, monkeypatch):
     """The bytes are known before ONNX Runtime begins."""
     folder = small_disk(WEIGHTS // 2)
     _fails_with(monkeypatch, "is not asked")
@@ -86,28 +86,28 @@ def test_a_disk_that_is_too_small_from_the_start(lowered, small_disk, monkeypatc
         _optimized(lowered, folder)
 
 
-def test_a_disk_that_fills_while_it_is_written(lowered, small_disk):
+def test_a_disk_that_fills_while_weights_are_written_is_reported(lowered, small_disk):
     """It takes the weights, but not what is prepacked."""
     folder = small_disk(3 * WEIGHTS // 2)
     with pytest.raises(LimitError, match=r"No space left on device in .*: more than "):
         _optimized(lowered, folder)
 
 
-def test_the_words_of_the_error_do_not_matter(lowered, small_disk, monkeypatch):
+def test_a_full_disk_is_recognised_by_any_error_text(lowered, small_disk, monkeypatch):
     folder = small_disk(3 * WEIGHTS // 2)
     _fails_with(monkeypatch, "basic_ios::clear: iostream error")
     with pytest.raises(LimitError, match="No space left on device"):
         _optimized(lowered, folder)
 
 
-def test_another_failure_stays_what_it_is(lowered, tmp_path, monkeypatch):
+def test_other_errors_are_not_reported_as_a_full_disk(lowered, tmp_path, monkeypatch):
     """Where there is room."""
     _fails_with(monkeypatch, "basic_ios::clear: iostream error")
     with pytest.raises(RuntimeError, match="iostream"):
         _optimized(lowered, tmp_path)
 
 
-def test_a_limit_of_the_size_of_files(lowered, tmp_path, monkeypatch):
+def test_a_limit_of_file_sizes_is_reported(lowered, tmp_path, monkeypatch):
     """Free space says nothing of a limit or a quota: the system is asked for the bytes."""
 
     def refuse(*_: object) -> None:
@@ -119,7 +119,7 @@ def test_a_limit_of_the_size_of_files(lowered, tmp_path, monkeypatch):
         _optimized(lowered, tmp_path)
 
 
-def test_a_system_that_cannot_reserve(lowered, small_disk, monkeypatch):
+def test_free_space_is_compared_without_posix_fallocate(lowered, small_disk, monkeypatch):
     """Not Linux: free space is compared."""
     folder = small_disk(3 * WEIGHTS // 2)
     monkeypatch.delattr(disk_space.os, "posix_fallocate")

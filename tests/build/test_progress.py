@@ -20,7 +20,7 @@ class Clock:
         return self.now_s
 
 
-def test_lines_where_no_terminal_is():
+def test_progress_is_printed_as_lines_without_a_terminal():
     """A phase is printed at once, then its newest step every few seconds."""
     clock, written = Clock(), []
     lines = Lines(written.append, clock)
@@ -36,7 +36,7 @@ def test_lines_where_no_terminal_is():
     assert written == ["packing: 0%", "packing: 26% (5 s)", "packing: 50% (10 s)", "timing"]
 
 
-def test_more_than_was_expected_is_all_of_it():
+def test_progress_beyond_the_expected_total_is_100_percent():
     written = []
     notify = part_of(written.append, "packing", 10)
     for done in (0, 5, 11):

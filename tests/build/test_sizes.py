@@ -108,7 +108,7 @@ HEADS = {
 
 
 @pytest.mark.parametrize("name", HEADS)
-def test_heads_of_any_size(tmp_path, name):
+def test_attention_heads_of_any_size_equal_the_portable_graph(tmp_path, name):
     kind, changes = HEADS[name]
     bundle, (ids, tree) = _export(tmp_path, kind, **changes), _text()
     expected = _reference(tmp_path / "checkpoint", ids, tree)
@@ -120,7 +120,7 @@ def test_heads_of_any_size(tmp_path, name):
 
 
 @pytest.mark.parametrize("head_dim", [12, 20, 40])
-def test_an_int8_cache_of_any_heads(tmp_path, monkeypatch, head_dim):
+def test_an_int8_cache_supports_any_head_size(tmp_path, monkeypatch, head_dim):
     checkpoint = make_checkpoint(
         tmp_path / "checkpoint", **{**models.find("qwen3").TINY, "head_dim": head_dim}
     )
@@ -159,7 +159,7 @@ EXPERTS = {
 
 
 @pytest.mark.parametrize("name", EXPERTS)
-def test_experts_of_any_width(tmp_path, name):
+def test_experts_of_any_width_equal_the_portable_graph(tmp_path, name):
     """The build compares each expert alone, for all kinds of rounding."""
     kind, changes = EXPERTS[name]
     bundle, (ids, tree) = _export(tmp_path, kind, **changes), _text()
@@ -170,7 +170,7 @@ def test_experts_of_any_width(tmp_path, name):
 
 
 @pytest.mark.parametrize("kernels", ["edgellm", "onnxruntime"])
-def test_layers_and_vocabularies_of_any_size(tmp_path, kernels):
+def test_layers_and_vocabularies_of_any_size_equal_the_portable_graph(tmp_path, kernels):
     changes = {"hidden_size": 72, "intermediate_size": 100, "vocab_size": 101, "head_dim": 24}
     bundle, (ids, tree) = _export(tmp_path, "llama", **changes), _text()
     expected, options = _reference(tmp_path / "checkpoint", ids, tree), CpuOptions(kernels)
@@ -187,7 +187,9 @@ def test_layers_and_vocabularies_of_any_size(tmp_path, kernels):
         ("edgellm", 264, "head_dim 264: edgellm's kernels", "give --kernels onnxruntime"),
     ],
 )
-def test_heads_that_no_kernel_computes(tmp_path, kernels, head_dim, said, instead):
+def test_head_sizes_without_a_kernel_are_rejected_before_the_work(
+    tmp_path, kernels, head_dim, said, instead
+):
     """The error names config keys, before any computation."""
     bundle = _export(tmp_path, "llama", head_dim=head_dim)
     plan = Plan(max_input_len=48, kv_capacity=64, threads=1, options=CpuOptions(kernels))

@@ -76,7 +76,7 @@ def test_a_graph_for_cuda_equals_transformers(model, cuda_engine, grid):
 
 
 @pytest.mark.parametrize(("precision", "distance"), [("none", 0.01), ("int8", 0.03), ("fp8", 0.08)])
-def test_half_precision_for_cuda(model, tmp_path, precision, distance):
+def test_a_float16_graph_for_cuda_equals_transformers(model, tmp_path, precision, distance):
     """Activations in float16, quantized weights in 8-bit blocks."""
     source = open_checkpoint(str(model.bundle.parent / "checkpoint"), tokenizer=False)
     options = VisualOptions("fp16", quantization=precision)
@@ -101,7 +101,7 @@ def test_features_equal_transformers(model, engine, grid):
         np.testing.assert_allclose(array, reference, atol=2e-4)
 
 
-def test_int8(model, tmp_path):
+def test_int8_encoders_round_weights_and_inputs(model, tmp_path):
     """Embeddings change a little with rounded weights, and only then."""
     _build(model.bundle, tmp_path / "engine", "int8")
     grid = (6, 8)
@@ -120,7 +120,9 @@ def _operators(engine: Path) -> Counter[str]:
     ("precision", "operator", "least", "maximum"),
     [("int8", "MatMulIntegerToFloat", 0, 1e-3), ("fp8", "MatMulNBits", 1e-4, 0.02)],
 )
-def test_rounded_bundles(model, tmp_path, precision, operator, least, maximum):
+def test_engines_of_quantized_bundles_equal_the_bundle(
+    model, tmp_path, precision, operator, least, maximum
+):
     """Int8 keeps its codes, and two terms of inputs are exact; FP8 becomes int8 in blocks."""
     checkpoint, bundle = model.bundle.parent / "checkpoint", tmp_path / "bundle"
     portable = VisualModel(checkpoint, bundle, quantization=precision)
@@ -166,7 +168,7 @@ def test_int8_in_blocks_keeps_its_codes(tmp_path):
         (["--quantize", "int3"], ["give none or int8"]),
     ],
 )
-def test_flags_that_will_not_do(command_here, model, tmp_path, flags, words):
+def test_invalid_visual_flags_are_rejected(command_here, model, tmp_path, flags, words):
     result = command_here(
         "visual_build", "--onnxDir", model.bundle, "--engineDir", tmp_path / "engine", *flags
     )
@@ -174,7 +176,7 @@ def test_flags_that_will_not_do(command_here, model, tmp_path, flags, words):
     assert list(tmp_path.iterdir()) == []
 
 
-def test_another_bundle(command_here, tiny_bundle, tmp_path):
+def test_other_bundles_are_rejected_by_visual_build(command_here, tiny_bundle, tmp_path):
     result = command_here(
         "visual_build", "--onnxDir", tiny_bundle, "--engineDir", tmp_path / "engine"
     )

@@ -125,7 +125,7 @@ def found_weights(folder):
 
 
 @pytest.mark.parametrize(("name", "bits", "group", "symmetric"), CASES)
-def test_weights_are_those_that_auto_round_dequantizes(
+def test_weights_equal_those_that_auto_round_dequantizes(
     floats, tmp_path, name, bits, group, symmetric
 ):
     kind, config = PACKINGS[name]
@@ -146,7 +146,7 @@ def test_weights_are_those_that_auto_round_dequantizes(
 
 
 @pytest.mark.parametrize("value", [0.0, float("nan"), float("inf")])
-def test_scales_that_are_no_numbers(floats, tmp_path, value):
+def test_scales_that_are_not_numbers_are_rejected(floats, tmp_path, value):
     folder = tmp_path / "checkpoint"
     write_checkpoint(floats, folder, Layout(gptq(4, symmetric=True), {"quant_method": "gptq"}))
     tensors = load_file(folder / WEIGHTS)
@@ -172,7 +172,7 @@ def test_scales_that_are_no_numbers(floats, tmp_path, value):
         (1, True, {**_AUTO_ROUND, "packing_format": "mlx"}, "packing_format 'mlx'"),
     ],
 )
-def test_contradictions_are_rejected(floats, tmp_path, version, symmetric, config, message):
+def test_contradicting_settings_are_rejected(floats, tmp_path, version, symmetric, config, message):
     layout = Layout(
         gptq(4, symmetric=symmetric, version=version), {"quant_method": "gptq", **config}
     )
@@ -195,7 +195,7 @@ def test_layers_may_differ_from_the_configs_default(floats, tmp_path):
         np.testing.assert_allclose(found, meant[key], rtol=3e-7, atol=0)
 
 
-def test_a_last_group_that_is_smaller(floats, tmp_path):
+def test_groups_that_do_not_divide_the_inputs_are_rejected(floats, tmp_path):
     """128 inputs in groups of 96 have two scales, as if groups were of 64."""
     layout = Layout(gptq(4, symmetric=True, group=64), {"quant_method": "gptq", "group_size": 96})
     write_checkpoint(floats, tmp_path / "checkpoint", layout)
@@ -206,7 +206,7 @@ def test_a_last_group_that_is_smaller(floats, tmp_path):
         found_weights(tmp_path / "checkpoint")
 
 
-def test_symmetric_groups_of_compressed_tensors(tmp_path, floats):
+def test_symmetric_compressed_tensors_with_zero_points_are_rejected(tmp_path, floats):
     """Zero points contradict a config without them, too."""
     from quantized_layouts import ct_int
 
@@ -226,7 +226,7 @@ def test_symmetric_groups_of_compressed_tensors(tmp_path, floats):
 
 @pytest.mark.parametrize("key", ["extra_config", "dynamic", "config_groups"])
 @pytest.mark.parametrize("value", [None, True, [1], {"a": None}, {"a": 3}])
-def test_other_statements_are_ignored(floats, tmp_path, key, value):
+def test_settings_without_effect_are_ignored(floats, tmp_path, key, value):
     layout = Layout(gptq(4, symmetric=True), {"quant_method": "gptq", "sym": True, key: value})
     meant = write_checkpoint(floats, tmp_path / "checkpoint", layout)
     assert found_weights(tmp_path / "checkpoint").keys() == meant.keys()

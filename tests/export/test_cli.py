@@ -32,7 +32,7 @@ def _edit_config(checkpoint, **changes):
     path.write_text(json.dumps({**json.loads(path.read_text()), **changes}))
 
 
-def test_export_and_verify(command, tiny_checkpoint, tmp_path):
+def test_export_llm_writes_a_bundle_and_verifies_it(command, tiny_checkpoint, tmp_path):
     result = _export(command, tiny_checkpoint, tmp_path / "out", "--dtype", "fp32", "--verify")
     assert result.returncode == 0, result.stderr
     assert "llama" in result.stdout
@@ -44,13 +44,13 @@ def test_export_and_verify(command, tiny_checkpoint, tmp_path):
     assert manifest.eos_token_ids == (2,)
 
 
-def test_kebab_case_flags(command_here, tiny_checkpoint, tmp_path):
+def test_flags_may_be_kebab_case(command_here, tiny_checkpoint, tmp_path):
     arguments = ("--model-dir", tiny_checkpoint, "--output-dir", tmp_path / "out")
     result = command_here("edgellm-export", "llm", *arguments, "--num-layers", "1")
     assert result.returncode == 0, result.stderr
 
 
-def test_sharded_checkpoints(command_here, checkpoint, tmp_path):
+def test_sharded_checkpoints_are_exported(command_here, checkpoint, tmp_path):
     from safetensors.numpy import load_file, save_file
 
     tensors = load_file(checkpoint / "model.safetensors")
@@ -71,7 +71,7 @@ def test_sharded_checkpoints(command_here, checkpoint, tmp_path):
     )
 
 
-def test_a_model_of_the_hub_cache(command, checkpoint, tmp_path, monkeypatch):
+def test_a_cached_hub_model_is_exported(command, checkpoint, tmp_path, monkeypatch):
     snapshot = tmp_path / "hub" / "models--someone--tiny" / "snapshots" / "abc"
     snapshot.parent.mkdir(parents=True)
     shutil.move(checkpoint, snapshot)
@@ -86,13 +86,13 @@ def test_a_model_of_the_hub_cache(command, checkpoint, tmp_path, monkeypatch):
     )
 
 
-def test_missing_folder(command_here, tmp_path):
+def test_a_missing_folder_is_rejected(command_here, tmp_path):
     result = _export(command_here, tmp_path / "none", tmp_path / "out")
     assert_one_line_error(result, "no such folder", "check the path")
     assert "hf download" not in result.stderr  # which takes no path
 
 
-def test_not_a_checkpoint(command_here, tmp_path):
+def test_a_folder_without_a_checkpoint_is_rejected(command_here, tmp_path):
     assert_one_line_error(_export(command_here, tmp_path, tmp_path / "out"), "has no config.json")
     (tmp_path / "file.txt").write_text("x")
     assert_one_line_error(
@@ -110,14 +110,14 @@ def test_not_a_checkpoint(command_here, tmp_path):
         (lambda data: data[:8] + b"x" + data[9:], "is not a safetensors file"),
     ],
 )
-def test_damaged_weights(command_here, checkpoint, tmp_path, damage, message):
+def test_damaged_weights_are_rejected(command_here, checkpoint, tmp_path, damage, message):
     path = checkpoint / "model.safetensors"
     path.write_bytes(damage(path.read_bytes()))
     assert_one_line_error(_export(command_here, checkpoint, tmp_path / "out"), message)
     assert not (tmp_path / "out").exists()
 
 
-def test_missing_superfluous_and_misshapen_tensors(command_here, checkpoint, tmp_path):
+def test_missing_superfluous_and_misshapen_tensors_are_rejected(command_here, checkpoint, tmp_path):
     from safetensors.numpy import load_file, save_file
 
     path = checkpoint / "model.safetensors"
@@ -137,7 +137,7 @@ def test_missing_superfluous_and_misshapen_tensors(command_here, checkpoint, tmp
     )
 
 
-def test_config_faults(command_here, checkpoint, tmp_path):
+def test_faults_in_the_config_are_rejected(command_here, checkpoint, tmp_path):
     _edit_config(checkpoint, model_type="lama")
     assert_one_line_error(
         _export(command_here, checkpoint, tmp_path / "out"), "'lama'", "supported: arcee"
@@ -156,7 +156,7 @@ def test_config_faults(command_here, checkpoint, tmp_path):
     assert_one_line_error(_export(command_here, checkpoint, tmp_path / "out"), "is not valid JSON")
 
 
-def test_tokenizer_faults(command_here, checkpoint, tmp_path):
+def test_faults_in_the_tokenizer_are_rejected(command_here, checkpoint, tmp_path):
     _edit_config(checkpoint, eos_token_id=4711)
     assert_one_line_error(
         _export(command_here, checkpoint, tmp_path / "out"), "4711 is not a token"
@@ -171,7 +171,7 @@ def test_tokenizer_faults(command_here, checkpoint, tmp_path):
     )
 
 
-def test_flag_faults(command_here, tiny_checkpoint, tmp_path):
+def test_invalid_flags_are_rejected(command_here, tiny_checkpoint, tmp_path):
     out = tmp_path / "out"
     assert_one_line_error(
         _export(command_here, tiny_checkpoint, out, "--dtype", "fp8"), "fp16 or fp32"
@@ -183,7 +183,7 @@ def test_flag_faults(command_here, tiny_checkpoint, tmp_path):
     assert "--num_layers" in result.stderr
 
 
-def test_foreign_files_stay(command_here, tiny_checkpoint, tmp_path):
+def test_foreign_files_in_the_output_folder_are_kept(command_here, tiny_checkpoint, tmp_path):
     out = tmp_path / "out"
     out.mkdir()
     (out / "thesis.txt").write_text("years of work")
@@ -198,7 +198,7 @@ def test_foreign_files_stay(command_here, tiny_checkpoint, tmp_path):
     assert_one_line_error(_export(command_here, tiny_checkpoint, tmp_path / "file"), "is a file")
 
 
-def test_the_checkpoint_itself_is_no_output_folder(command_here, checkpoint):
+def test_the_checkpoint_is_rejected_as_output_folder(command_here, checkpoint):
     before = {path.name: path.read_bytes() for path in checkpoint.iterdir()}
     assert_one_line_error(_export(command_here, checkpoint, checkpoint), "not part of an earlier")
     assert {path.name: path.read_bytes() for path in checkpoint.iterdir()} == before

@@ -41,12 +41,12 @@ def _read(**changes):
         ({"partial_rotary_factor": 0.5}, "partial_rotary_factor = 0.5 is not supported"),
     ],
 )
-def test_configs_that_are_not_understood_stop_the_export(changes, message):
+def test_unsupported_configs_stop_the_export(changes, message):
     with pytest.raises(UnsupportedModelError, match=message):
         _read(**changes)
 
 
-def test_switched_off_and_private_keys_do_no_harm():
+def test_switched_off_and_private_keys_are_ignored():
     config = _read(use_parallel_residual=False, logit_scale=None, _note="x")
     assert config.vocab_size == models.find("llama").TINY["vocab_size"]
 

@@ -32,7 +32,7 @@ def rejected(folder: Path, message: str) -> None:
 
 
 @pytest.mark.parametrize("template", [0.5, True, {}, ["x"], [{}], [{"name": "default"}], "\ud800"])
-def test_a_chat_template_that_is_no_text(folder, template):
+def test_a_chat_template_that_is_no_text_is_rejected(folder, template):
     path = folder / "tokenizer_config.json"
     path.write_text(json.dumps({**json.loads(path.read_text()), "chat_template": template}))
     rejected(folder, "the chat template of .* is damaged")
@@ -48,13 +48,13 @@ def test_a_chat_template_that_is_no_text(folder, template):
         ("chat_template.json", b"[" * 100_000),
     ],
 )
-def test_a_template_file_that_is_none(folder, name, content):
+def test_a_chat_template_file_that_is_no_text_is_rejected(folder, name, content):
     (folder / name).write_bytes(content)
     rejected(folder, "the chat template of .* is damaged")
 
 
 @pytest.mark.parametrize("content", ["[]", '"x"', "null", "3", "[" * 100_000])
-def test_a_tokenizer_config_that_is_no_object(folder, content):
+def test_a_tokenizer_config_that_is_no_object_is_rejected(folder, content):
     (folder / "tokenizer_config.json").write_text(content)
     rejected(folder, "the tokenizer of .* is damaged")
 
@@ -68,7 +68,7 @@ def test_endless_files_are_not_read(folder, name, kind):
     rejected(folder, f"{name} is not a regular file")
 
 
-def test_adapters_and_bundles_have_regular_files_too(tmp_path):
+def test_pipes_and_devices_in_adapters_and_bundles_are_rejected(tmp_path):
     for name in ("adapter_config.json", "manifest.json"):
         os.mkfifo(tmp_path / name)
         with pytest.raises(BrokenArtifactError, match="is not a regular file"):
@@ -79,13 +79,13 @@ def test_adapters_and_bundles_have_regular_files_too(tmp_path):
 
 
 @pytest.mark.parametrize("content", [{"a": (1, 2)}, [1], "x", {"a": None}])
-def test_a_pickle_of_something_else(folder, content):
+def test_a_pickle_without_tensors_is_rejected(folder, content):
     (folder / "model.safetensors").unlink()
     (folder / "pytorch_model.bin").write_bytes(pickle.dumps(content))
     rejected(folder, "pytorch_model.bin")
 
 
-def test_a_pickle_with_a_flipped_bit(folder):
+def test_a_pickle_with_a_flipped_bit_is_rejected_or_read(folder):
     """Damaged torch files raise one error type, or their tensors are read."""
     import torch
     from safetensors.torch import load_file
@@ -105,7 +105,7 @@ def test_a_pickle_with_a_flipped_bit(folder):
 
 
 @pytest.mark.parametrize("begin", [-4, -0.0, 0.0, True])
-def test_the_place_of_a_tensor_is_a_whole_number(tmp_path, begin):
+def test_tensor_offsets_must_be_whole_numbers(tmp_path, begin):
     """Before the data lies the header, which a negative place would take for weights."""
     entry = {"dtype": "F32", "shape": [1], "data_offsets": [begin, begin + 4]}
     header = json.dumps({"x": entry}).encode()
@@ -123,7 +123,7 @@ def _changed(folder: Path, name: str, **changes: object) -> None:
 @pytest.mark.parametrize(
     "shard", ["", ".", "..", "../model.safetensors", "/etc/passwd", "a/../../b"]
 )
-def test_an_index_that_names_no_file_of_its_folder(folder, shard):
+def test_an_index_must_name_files_of_its_folder(folder, shard):
     (folder / "model.safetensors").rename(folder / "model-00001-of-00001.safetensors")
     index = {"weight_map": {"a": "model-00001-of-00001.safetensors", "b": shard}}
     (folder / "model.safetensors.index.json").write_text(json.dumps(index))
@@ -132,7 +132,7 @@ def test_an_index_that_names_no_file_of_its_folder(folder, shard):
 
 @pytest.mark.parametrize("name", ["tokenizer.model", "vocab.json"])
 @pytest.mark.parametrize("content", [b"", b"garbage", b"{", b'{"a": 0}'])
-def test_a_slow_tokenizer_that_transformers_cannot_read(folder, name, content):
+def test_a_slow_tokenizer_that_transformers_cannot_read_is_rejected(folder, name, content):
     (folder / "tokenizer.json").unlink()
     (folder / name).write_bytes(content)
     rejected(folder, "transformers cannot read the tokenizer of")
@@ -140,7 +140,7 @@ def test_a_slow_tokenizer_that_transformers_cannot_read(folder, name, content):
 
 @pytest.mark.parametrize("name", ["config.json", "generation_config.json"])
 @pytest.mark.parametrize("value", [[[2]], {"a": 1}, [True], [2.5], [2.0], "</s>", [{}], False])
-def test_ends_that_are_no_tokens(folder, tmp_path, name, value):
+def test_end_tokens_that_are_no_token_ids_are_rejected(folder, tmp_path, name, value):
     _changed(folder, name, eos_token_id=value)
     with pytest.raises(EdgeLLMError, match="is not a token of the model") as caught:
         export_llm(open_checkpoint(str(folder)), tmp_path / "bundle", ExportOptions(dtype="fp32"))
@@ -148,13 +148,13 @@ def test_ends_that_are_no_tokens(folder, tmp_path, name, value):
 
 
 @pytest.mark.parametrize("value", [[], {}, 5, True, ["llama"]])
-def test_a_model_type_that_is_no_text(folder, value):
+def test_a_model_type_that_is_no_text_is_rejected(folder, value):
     _changed(folder, "config.json", model_type=value)
     rejected(folder, "the model_type of config.json is not a text")
 
 
 @pytest.mark.parametrize("key", ["rope_parameters", "rope_theta"])
-def test_a_rope_of_base_zero(folder, tmp_path, key):
+def test_a_rope_base_of_zero_is_rejected(folder, tmp_path, key):
     """0 is not the same as no number, which stands for the family's own."""
     path = folder / "config.json"
     config = json.loads(path.read_text())

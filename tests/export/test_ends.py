@@ -69,13 +69,13 @@ def write(tmp_path, tiny) -> Write:
 
 
 @pytest.mark.parametrize("text", [*_ENDS, "<EOT>", "[EOS]"])
-def test_end_of_turn_tokens_by_their_texts(write, text):
+def test_end_of_turn_tokens_are_found_by_their_texts(write, text):
     checkpoint = open_checkpoint(str(write({text: _CONTROL}, {"eos_token_id": 2})))
     assert end_ids(checkpoint) == {2, 20}
 
 
 @pytest.mark.parametrize("kind", [_NORMAL, _USER])
-def test_converters_that_called_them_words(write, kind):
+def test_end_tokens_stored_as_words_become_control_tokens(write, kind):
     """llama.cpp makes control tokens of them, so that prompts hold them too."""
     from tokenizers import Tokenizer
 
@@ -99,7 +99,7 @@ def test_converters_that_called_them_words(write, kind):
         (_WORDS, {}, {2}),  # of a text, and marks that begin a turn
     ],
 )
-def test_which_are_ends_and_which_are_none(write, texts, ids, expected):
+def test_end_tokens_are_chosen_by_text_and_id(write, texts, ids, expected):
     assert end_ids(open_checkpoint(str(write(texts, ids)))) == expected
 
 
@@ -118,7 +118,7 @@ def _edit(folder: Path, name: str, **changes: Any) -> None:
 @pytest.mark.parametrize(
     "eos", ["w60", {"__type": "AddedToken", "content": "w60", "special": True}]
 )
-def test_the_tokenizers_own_end_counts(folder, tmp_path, eos):
+def test_the_tokenizers_own_end_token_counts(folder, tmp_path, eos):
     """As in fine-tunes whose config.json is that of the base."""
     _edit(folder, "tokenizer_config.json", eos_token=eos)
     manifest = export_llm(
@@ -139,7 +139,7 @@ def test_a_model_without_end_tokens_is_reported(command_here, folder, tmp_path):
     assert "none: the maximum length or a stop string ends outputs" in " ".join(shown.split())
 
 
-def test_tokens_that_an_older_file_names(folder):
+def test_tokens_of_special_tokens_map_are_read(folder):
     """As transformers reads them; `<s>` was no token of the tokenizer's own either."""
     from transformers import AutoTokenizer
 
@@ -164,7 +164,7 @@ def test_tokens_that_an_older_file_names(folder):
         )
 
 
-def test_the_older_file_is_left_alone_where_the_newer_lists_all(folder):
+def test_special_tokens_map_is_ignored_if_the_tokenizer_lists_all(folder):
     _edit(folder, "tokenizer_config.json", added_tokens_decoder={})
     _edit(folder, "special_tokens_map.json", bos_token="w60")
     found = open_checkpoint(str(folder)).tokenizer_files["tokenizer_config.json"]
@@ -182,7 +182,7 @@ def test_the_older_file_is_left_alone_where_the_newer_lists_all(folder):
         ({"add_eos_token": False, "add_sep_token": False}, "$A"),
     ],
 )
-def test_tokens_around_a_text(write, switches, template):
+def test_tokens_around_a_text_follow_the_metadata(write, switches, template):
     from tokenizers import Tokenizer, processors
 
     path = write({"[SEP]": _CONTROL}, {"bos_token_id": 1, "eos_token_id": 2, **switches})
@@ -251,7 +251,7 @@ def _with_rows(folder: Path) -> int:
         ("added_tokens.json", lambda at: {"<x>": at, "<y>": at + 1}),
     ],
 )
-def test_added_tokens_that_other_files_list(folder, name, changes):
+def test_added_tokens_of_other_files_are_read(folder, name, changes):
     from tokenizers import Tokenizer
     from transformers import AutoTokenizer
 
@@ -265,7 +265,7 @@ def test_added_tokens_that_other_files_list(folder, name, changes):
         assert ours.decode(expected) == theirs.decode(expected, skip_special_tokens=True)
 
 
-def test_a_listed_token_that_would_get_another_id(folder):
+def test_a_listed_token_with_another_id_is_rejected(folder):
     at = _with_rows(folder) + 1
     _edit(folder, "tokenizer_config.json", added_tokens_decoder={str(at): _token("<x>")})
     with pytest.raises(BrokenArtifactError, match=rf"lists '<x>' with id {at}; .* be {at - 1}"):
@@ -275,7 +275,7 @@ def test_a_listed_token_that_would_get_another_id(folder):
 @pytest.mark.parametrize(
     "names", [["default"], ["default", "tool_use"], ["tool_use", "../chat_template"]]
 )
-def test_the_default_of_several_chat_templates(folder, names):
+def test_the_default_of_several_chat_templates_is_exported(folder, names):
     from transformers import AutoTokenizer
 
     _edit(folder, "tokenizer_config.json", chat_template=None)

@@ -186,7 +186,9 @@ def _with(name, shape, dtype=np.float32):
     ],
     ids=["missing", "shape", "type", "router", "fewer", "more", "top_k", "activation", "two"],
 )
-def test_checkpoints_that_contradict_their_config(change, config, message, qwen, tmp_path):
+def test_checkpoints_that_contradict_their_config_are_rejected(
+    change, config, message, qwen, tmp_path
+):
     checkpoint = changed(qwen, tmp_path / "checkpoint", change, **config)
     with pytest.raises(EdgeLLMError, match=message):
         export(checkpoint, tmp_path / "bundle")

@@ -108,7 +108,7 @@ SCALINGS = [
 
 @pytest.mark.parametrize("extra", SCALINGS, ids=lambda extra: ",".join(extra) or "silent")
 @pytest.mark.parametrize("has_factors", [False, True])
-def test_frequencies(tmp_path, tiny, monkeypatch, extra, has_factors):
+def test_rope_frequencies_follow_the_metadata(tmp_path, tiny, monkeypatch, extra, has_factors):
     if has_factors:
         with_factors(monkeypatch)
     write_gguf(tmp_path / "model.gguf", "llama", tiny("llama"), **extra)
@@ -122,7 +122,7 @@ def test_frequencies(tmp_path, tiny, monkeypatch, extra, has_factors):
 @pytest.mark.parametrize(
     "extra", [{"rope__scaling__factor": 4.0}, {"rope__scale_linear": 4.0}], ids=["factor", "older"]
 )
-def test_a_factor_without_a_type(tmp_path, tiny, case, extra):
+def test_a_rope_factor_without_a_type_is_linear(tmp_path, tiny, case, extra):
     """Logits equal those of transformers with linear RoPE scaling, for all kinds of families."""
     model = tiny(case, rope_type="linear", factor=4.0)
     kept, model.config.rope_parameters = model.config.rope_parameters, {"rope_theta": 1e4}
@@ -167,7 +167,7 @@ def pieces(text: str) -> list[str]:
 
 
 @pytest.mark.parametrize("pre", [None, "", "default"])
-def test_the_default_splitting(tmp_path, tiny, caplog, pre):
+def test_a_missing_pre_tokenizer_is_reported(tmp_path, tiny, caplog, pre):
     """A file without a pre-tokenizer is reported; llama.cpp warns, too."""
 
     class Words:

@@ -73,7 +73,9 @@ def reference(tiny_int4_bundle):
         return ids, model(torch.from_numpy(ids)[None]).logits[0].numpy()
 
 
-def test_portable_graph_is_exact(tiny_int4_bundle, reference, monkeypatch):
+def test_the_portable_int4_graph_equals_the_dequantized_weights(
+    tiny_int4_bundle, reference, monkeypatch
+):
     """Without optimizations ONNX Runtime runs the graph's nodes: dequantize, then multiply."""
     import onnxruntime as ort
 
@@ -87,7 +89,9 @@ def test_portable_graph_is_exact(tiny_int4_bundle, reference, monkeypatch):
 
 
 @pytest.mark.parametrize("prefill", ["same", "int8"])
-def test_engine(tiny_int4_bundle, reference, tmp_path, prefill):
+def test_the_int4_engine_is_close_to_the_dequantized_weights(
+    tiny_int4_bundle, reference, tmp_path, prefill
+):
     """Both kernels round activations to int8: close to the exact logits, not equal."""
     ids, expected = reference
     plan = Plan(max_input_len=48, kv_capacity=64, threads=1, prefill=prefill)

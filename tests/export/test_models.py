@@ -190,7 +190,7 @@ def test_portable_graph_runs_without_the_runtime(exported, reference):
 
 @pytest.mark.parametrize("stored", ["float32", "float16", "bfloat16"])
 @pytest.mark.parametrize("graph", ["fp32", "fp16"])
-def test_stored_and_computed_types(tmp_path, stored, graph):
+def test_logits_are_close_for_every_stored_and_computed_type(tmp_path, stored, graph):
     """All six pairs of types agree with transformers, within their precision."""
     import torch
     from transformers import AutoModelForCausalLM

@@ -88,7 +88,7 @@ def _answer(engine) -> list[int]:
         return answer.token_ids
 
 
-def test_a_file_is_an_architecture(checkpoints, tiny_engine, tmp_path):
+def test_one_file_adds_an_architecture(checkpoints, tiny_engine, tmp_path):
     with added(models, tmp_path / "more", doubled=DOUBLED):
         assert "doubled" in models.supported()
         found = _answer(_built(checkpoints / "doubled"))
@@ -97,7 +97,7 @@ def test_a_file_is_an_architecture(checkpoints, tiny_engine, tmp_path):
     assert found != _answer(tiny_engine)  # the same weights, as Llama has them
 
 
-def test_without_the_file_there_is_none(checkpoints):
+def test_an_architecture_without_a_file_is_unknown(checkpoints):
     with pytest.raises(UnsupportedModelError, match="architecture 'doubled' is not supported"):
         export_llm(
             open_checkpoint(str(checkpoints / "doubled")),

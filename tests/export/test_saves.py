@@ -70,7 +70,7 @@ def refused(folder: Path, *names: str) -> BrokenArtifactError:
 
 
 @pytest.mark.parametrize("is_later", [False, True])
-def test_a_stale_tensor_in_another_shard(folder, is_later):
+def test_a_stale_tensor_in_another_shard_is_rejected(folder, is_later):
     """For any order of shards."""
     sharded(folder)
     own, other = holder(folder)
@@ -83,7 +83,7 @@ def test_a_stale_tensor_in_another_shard(folder, is_later):
 
 
 @pytest.mark.parametrize("change", [lambda x: x.half(), lambda x: x[:8].clone()])
-def test_a_tensor_of_another_type_or_shape(folder, change):
+def test_shards_with_different_types_or_shapes_are_rejected(folder, change):
     sharded(folder)
     own, other = holder(folder)
     tensor = load_file(folder / own)[NORM]
@@ -91,7 +91,7 @@ def test_a_tensor_of_another_type_or_shape(folder, change):
     refused(folder, own, other, NORM)
 
 
-def test_the_same_tensor_twice(folder):
+def test_equal_tensors_in_two_shards_are_accepted(folder):
     expected = theirs(folder)
     sharded(folder)
     own, other = holder(folder)
@@ -101,7 +101,7 @@ def test_the_same_tensor_twice(folder):
     assert torch.equal(theirs(folder), expected)
 
 
-def test_an_old_index_whose_shards_are_gone(folder):
+def test_a_whole_file_is_read_if_the_shards_of_its_index_are_gone(folder):
     """Transformers reads the whole file."""
     whole = (folder / WHOLE).read_bytes()
     for shard in sharded(folder, factor=2):
@@ -110,7 +110,7 @@ def test_an_old_index_whose_shards_are_gone(folder):
     assert torch.equal(ours(folder), theirs(folder))
 
 
-def test_a_whole_file_with_shards_of_another_save(folder):
+def test_a_whole_file_with_shards_of_another_save_is_rejected(folder):
     whole = (folder / WHOLE).read_bytes()
     names = sharded(folder, factor=2)
     (folder / WHOLE).write_bytes(whole)
@@ -119,13 +119,13 @@ def test_a_whole_file_with_shards_of_another_save(folder):
     assert torch.equal(ours(folder), theirs(folder))
 
 
-def test_an_index_of_the_whole_file(folder):
+def test_an_index_may_name_the_whole_file(folder):
     weight_map = dict.fromkeys(load_file(folder / WHOLE), WHOLE)
     (folder / INDEX).write_text(json.dumps({"weight_map": weight_map}))
     assert torch.equal(ours(folder), theirs(folder))
 
 
-def test_shards_of_another_save(folder):
+def test_shards_of_another_save_are_rejected(folder):
     whole = (folder / WHOLE).read_bytes()
     old = sharded(folder, 3, factor=2)
     (folder / WHOLE).write_bytes(whole)
@@ -136,14 +136,14 @@ def test_shards_of_another_save(folder):
     assert torch.equal(ours(folder), theirs(folder))
 
 
-def test_shards_that_are_missing(folder):
+def test_missing_shards_are_rejected(folder):
     names = sharded(folder)
     (folder / names[1]).unlink()
     refused(folder, names[1])
 
 
 @pytest.mark.parametrize("weight_map", [None, [], {NORM: 5}, {NORM: None}])
-def test_a_damaged_index(folder, weight_map):
+def test_a_damaged_index_is_rejected(folder, weight_map):
     sharded(folder)
     (folder / INDEX).write_text(json.dumps({"weight_map": weight_map}))
     with pytest.raises(BrokenArtifactError, match="has no weight_map, or one that names no files"):
@@ -159,7 +159,7 @@ def test_safetensors_win_over_torch_files(folder):
     assert torch.equal(ours(folder), theirs(folder))
 
 
-def test_torch_shards_with_different_tensors(folder):
+def test_torch_shards_with_different_tensors_are_rejected(folder):
     tensors = load_file(folder / WHOLE)
     (folder / WHOLE).unlink()
     names = ["pytorch_model-00001-of-00002.bin", "pytorch_model-00002-of-00002.bin"]

@@ -127,7 +127,7 @@ def exported(request, tmp_path_factory):
     return model, folder / "bundle"
 
 
-def test_every_family_is_here():
+def test_every_vision_language_family_is_tested():
     assert sorted(CONFIGS) == vlm.supported()
 
 
@@ -238,7 +238,7 @@ TEXT_ONLY = {
 
 
 @pytest.mark.parametrize("family", TEXT_ONLY)
-def test_language_models_are_taken_without_their_encoders(family, tmp_path):
+def test_language_models_are_exported_without_their_encoders(family, tmp_path):
     from transformers import AutoConfig, AutoModelForImageTextToText
 
     config = AutoConfig.for_model(family, **TEXT_ONLY[family], image_token_index=IMAGE_TOKEN)
@@ -253,7 +253,7 @@ def test_language_models_are_taken_without_their_encoders(family, tmp_path):
     assert (float(difference) < TOLERANCE, agreement) == (True, "100.0")
 
 
-def test_facts(exported):
+def test_the_manifest_has_image_tokens_and_position_axes(exported):
     spec = _spec(exported)
     is_qwen = spec.images.model_type.startswith("qwen")
     assert spec.position_axes == (3 if is_qwen else 1)
@@ -262,7 +262,7 @@ def test_facts(exported):
 
 
 @pytest.mark.parametrize("family", ["qwen2_5_vl", "qwen3_vl", "smolvlm"])
-def test_verify(family, tmp_path):
+def test_verify_compares_texts_with_the_whole_model(family, tmp_path):
     """--verify uses text only, with transformers' whole model as the reference."""
     _save(family, tmp_path / "checkpoint")
     checkpoint = open_checkpoint(str(tmp_path / "checkpoint"))
@@ -286,7 +286,7 @@ _OTHER_NAMES = {
 
 
 @pytest.mark.parametrize("family", sorted(_OTHER_NAMES))
-def test_other_layouts(family, tmp_path):
+def test_older_tensor_names_and_configs_give_the_same_bundle(family, tmp_path):
     """Other prefixes, Qwen's flat config with its older rope: the same bundle."""
     from safetensors.torch import load_file, save_file
 

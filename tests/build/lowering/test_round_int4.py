@@ -83,7 +83,7 @@ def _distances(found: np.ndarray, expected: np.ndarray) -> np.ndarray:
     return np.linalg.norm(found - expected, axis=-1) / np.linalg.norm(expected, axis=-1)
 
 
-def test_int4(float_model, tmp_path):
+def test_int4_engines_compute_with_rounded_weights(float_model, tmp_path):
     """The engine of a model with rounded weights; its kernel rounds inputs, too."""
     source, bundle = float_model
     found = _engine_logits(bundle, tmp_path / "engine", "int4")
@@ -91,7 +91,7 @@ def test_int4(float_model, tmp_path):
     assert np.all(_distances(found, _reference(source, _rounded)) < 0.2)
 
 
-def test_int8(float_model, tmp_path):
+def test_int8_engines_round_weights_per_channel_and_inputs_in_two_terms(float_model, tmp_path):
     """Weights have a scale for each column; inputs as two int8 terms are nearly exact."""
     source, bundle = float_model
     found = _engine_logits(bundle, tmp_path / "engine", "int8")
@@ -101,7 +101,7 @@ def test_int8(float_model, tmp_path):
 
 
 @pytest.mark.parametrize("name", ["mlp.gate_proj+mlp.up_proj", "self_attn.q_proj", "lm_head"])
-def test_inputs_of_one_term(name, tmp_path):
+def test_coarse_inputs_cost_precision_in_named_layers_only(name, tmp_path):
     """Inputs of named layers keep 8 bits; a suffix may match all names."""
     import onnxruntime
 
@@ -120,7 +120,7 @@ def test_inputs_of_one_term(name, tmp_path):
 
 
 @pytest.mark.parametrize("has_dot_products", [False, True])
-def test_large_products_of_int8(has_dot_products, tmp_path, monkeypatch):
+def test_large_int8_products_do_not_saturate(has_dot_products, tmp_path, monkeypatch):
     """AVX2 would saturate the sums of pairs: there weights are unsigned."""
     import onnxruntime
 
@@ -174,7 +174,7 @@ def _rounded(weight: np.ndarray, *, has_signs: bool = True) -> np.ndarray:
     return ((codes ^ 8) - 8).T * np.repeat(scales, 32, 0).T
 
 
-def test_clipping_and_signs_cost_less_than_none():
+def test_clipping_and_signed_scales_reduce_the_rounding_error():
     weight = np.random.default_rng(0).normal(size=(64, 96)).astype(np.float32)
     blocks = weight.reshape(64, -1, 32)
     scale = np.abs(blocks).max(-1, keepdims=True) / 7

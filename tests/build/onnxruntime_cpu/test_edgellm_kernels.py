@@ -205,7 +205,7 @@ def test_weights_are_rounded_some_channels_at_a_time(rounds, dtype, tmp_path, mo
 
 
 # ------------------------------------------------------------------------- what users can do
-def test_kernels_that_cannot_be_had(tiny_bundle, tmp_path, monkeypatch):
+def test_unavailable_kernels_are_reported(tiny_bundle, tmp_path, monkeypatch):
     engine = tmp_path / "engine"
     build_engine("llm", tiny_bundle, engine, PLAN, "onnxruntime", lambda _: None)
     for name in ("library_path", "load_library", "instruction_sets"):
@@ -231,7 +231,7 @@ def test_kernels_that_cannot_be_had(tiny_bundle, tmp_path, monkeypatch):
             getattr(library, name).cache_clear()
 
 
-def test_weights_of_another_layout(tiny_bundle, tmp_path):
+def test_packed_weights_of_another_layout_are_rejected(tiny_bundle, tmp_path):
     engine = tmp_path / "engine"
     made = build_engine("llm", tiny_bundle, engine, PLAN, "onnxruntime", lambda _: None)
     other = dataclasses.replace(made, options={**made.options, "weight_layout": 99})
@@ -240,7 +240,9 @@ def test_weights_of_another_layout(tiny_bundle, tmp_path):
     assert "run llm_build" in caught.value.hint
 
 
-def test_flags(command_here, tiny_bundle, tmp_path):
+def test_kernels_flag_chooses_operators_and_rejects_contradictions(
+    command_here, tiny_bundle, tmp_path
+):
     sizes = ("--maxInputLen", 16, "--maxKVCacheCapacity", 32)
     build = ("llm_build", "--onnxDir", tiny_bundle, "--engineDir", tmp_path / "e", *sizes)
     result = command_here(*build, "--kernels", "ours")

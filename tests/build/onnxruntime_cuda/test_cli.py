@@ -24,7 +24,7 @@ def _build(command, bundle, engine, *flags, **options):
     )
 
 
-def test_build(command, tiny_bundle, tmp_path):
+def test_an_engine_for_cuda_is_built_without_a_gpu(command, tiny_bundle, tmp_path):
     result = _build(command, tiny_bundle, tmp_path / "engine", *CUDA, "--maxBatchSize", 3)
     assert result.returncode == 0, result.stderr
     manifest = load_engine(tmp_path / "engine", LLM_ENGINE)
@@ -44,7 +44,7 @@ def test_the_cpu_is_the_default_device_of_onnxruntime(command_here, tiny_bundle,
     assert manifest.cost_ms["pass"]
 
 
-def test_an_encoder(command, tmp_path):
+def test_visual_build_builds_an_encoder_for_cuda(command, tmp_path):
     checkpoint = make_visual_checkpoint(tmp_path / "checkpoint", visual.find("smolvlm").TINY)
     source = open_checkpoint(str(checkpoint), tokenizer=False)
     export_visual(source, tmp_path / "bundle", VisualOptions("fp16"))
@@ -84,26 +84,28 @@ def test_dry_run_predicts_the_engine(command_here, tiny_bundle, tmp_path):
     ],
     ids=str,
 )
-def test_flags_that_do_not_suit(command_here, tiny_bundle, tmp_path, flags, message, remedy):
+def test_unsupported_flags_are_rejected_with_a_remedy(
+    command_here, tiny_bundle, tmp_path, flags, message, remedy
+):
     result = _build(command_here, tiny_bundle, tmp_path / "engine", *flags)
     assert_one_line_error(result, message, remedy)
     assert not (tmp_path / "engine").exists()
 
 
-def test_visual_flags_that_do_not_suit(command_here, tiny_bundle, tmp_path):
+def test_visual_build_rejects_unknown_devices(command_here, tiny_bundle, tmp_path):
     folders = ("--onnxDir", tiny_bundle, "--engineDir", tmp_path / "engine")
     result = command_here("visual_build", *folders, "--device", "gpu")
     assert_one_line_error(result, "--device gpu: give cpu or cuda")
 
 
-def test_ctrl_c_leaves_nothing(tiny_bundle, tmp_path):
+def test_ctrl_c_leaves_nothing_half_written(tiny_bundle, tmp_path):
     flags = ["--onnxDir", tiny_bundle, "--engineDir", tmp_path / "engine", *SMALL, *CUDA]
     code, said = interrupt(["llm_build", *flags], tmp_path, ".*/files/llm.data")
     assert (code, said[-1:]) == INTERRUPTED
     assert not list(Path(tmp_path).iterdir())
 
 
-def test_a_full_disk(command, tiny_bundle, tmp_path):
+def test_a_full_disk_is_reported_in_one_line(command, tiny_bundle, tmp_path):
     result = _build(command, tiny_bundle, tmp_path / "e", *CUDA, preexec_fn=limit_file_size)
     assert_one_line_error(result, "File too large")
     assert not list(tmp_path.iterdir())

@@ -84,7 +84,9 @@ def _distance(found: np.ndarray, expected: np.ndarray) -> float:
 @pytest.mark.parametrize(
     ("kind", "precision"), [*(("base", each) for each in DISTANCES), ("eagle_base", "int4_awq")]
 )
-def test_decoders_of_every_precision(bundles, tmp_path, kind, precision):
+def test_lowered_decoders_of_every_precision_equal_the_portable_graph(
+    bundles, tmp_path, kind, precision
+):
     exact = bundles.make(kind, precision, "fp32")
     cuda_on_cpu.build_base(exact, tmp_path / "cuda", PLAN)
     found = _logits(cuda_on_cpu.open_base(tmp_path / "cuda"))
@@ -108,7 +110,9 @@ def test_decoders_of_every_precision(bundles, tmp_path, kind, precision):
 
 
 @pytest.mark.parametrize(("quantize", "bits", "distance"), [("int4", 4, 0.8), ("int8", 8, 0.1)])
-def test_weights_rounded_by_the_build(bundles, tmp_path, quantize, bits, distance):
+def test_weights_that_the_build_rounds_give_the_rounded_logits(
+    bundles, tmp_path, quantize, bits, distance
+):
     bundle, plan = (
         bundles.make("base", "fp16", "fp32"),
         Plan(max_input_len=48, kv_capacity=64, threads=1, prefill="auto", quantize=quantize),
@@ -159,7 +163,7 @@ def test_a_head_shares_the_table_of_the_embedding(bundles, tmp_path):
     assert readers == ["Gather", "FusedMatMul"]
 
 
-def test_predicted_sizes(bundles):
+def test_predicted_sizes_are_near_the_built_ones(bundles):
     for precision in ("fp16", "int4_awq"):
         bundle = bundles.make("base", precision)
         plan = Plan(max_input_len=48, kv_capacity=64, threads=1, prefill="same", quantize="none")
@@ -194,7 +198,7 @@ def test_products_of_integers_have_no_kernel(bundles, tmp_path):
         ("Sub", ir.DataType.INT64, "computes with sizes"),
     ],
 )
-def test_nodes_that_would_run_on_the_cpu(bundles, tmp_path, operator, dtype, message):
+def test_nodes_that_would_run_on_the_cpu_are_rejected(bundles, tmp_path, operator, dtype, message):
     """An unknown operator, an unknown type, and arithmetic with the shape of something."""
     kernel = cuda_linears.CudaKernel(ir.DataType.FLOAT16)
     model = _lowered(bundles.make("base", "fp16"), tmp_path, kernel)
@@ -214,7 +218,7 @@ def test_the_table_has_no_cpu_operators():
 
 
 # ------------------------------------------------------------------------------- attention
-def test_two_graphs_over_one_file_of_weights(bundles, tmp_path):
+def test_two_graphs_share_one_file_of_weights(bundles, tmp_path):
     built = cuda_on_cpu.build_base(bundles.make("base", "fp16"), tmp_path / "fused", PLAN)
     assert [graph.path for graph in built.main_graphs] == ["llm.onnx", "llm.causal.onnx"]
     assert (built.options["attention"], built.options["minimum_onnxruntime"]) == ("fused", "1.31")
@@ -287,7 +291,7 @@ def test_masked_scores_never_count(form, tmp_path):
 
 
 @pytest.mark.parametrize("quantize", ["int4", "int8"])
-def test_tensor_cores_take_blocks_of_32(tmp_path, quantize):
+def test_integer_gemms_of_blocks_of_32_change_no_output(tmp_path, quantize):
     """Reported choices of layers match the emitted nodes; outputs are equal."""
     sizes = {"hidden_size": 128, "intermediate_size": 192, "num_attention_heads": 8}
     config = {**models.find("llama").TINY, **sizes, "num_key_value_heads": 2}
@@ -340,7 +344,7 @@ def test_blocks_are_split_without_a_change(bits, has_zeros):
 
 @pytest.mark.parametrize("window", [None, 1, 4, 100])
 @pytest.mark.parametrize("rows", [1, 5])
-def test_attention_masks(window, rows):
+def test_attention_masks_equal_a_loop_over_positions(window, rows):
     write_index, width = 7, 20
     random = np.random.default_rng(rows)
     mask = random.random((rows, rows)) < 0.5

@@ -47,7 +47,7 @@ def _build(command, bundle, engine, *flags, **options):
     return command("llm_build", "--onnxDir", bundle, "--engineDir", engine, *flags, **options)
 
 
-def test_build_and_report(command, half_bundle, tmp_path):
+def test_llm_build_compiles_and_writes_a_layer_report(command, half_bundle, tmp_path):
     flags = (*ADA, "--layerReport", "--optLevel", 2, "--workspace", 64)
     result = _build(command, half_bundle, tmp_path / "engine", *flags)
     assert result.returncode == 0, result.stderr
@@ -74,7 +74,7 @@ def test_build_and_report(command, half_bundle, tmp_path):
     assert leftovers == {"manifest.json", RECORD_NAME}
 
 
-def test_an_encoder(command_here, tmp_path):
+def test_visual_build_compiles_an_encoder(command_here, tmp_path):
     bundle = Bundles(tmp_path).make("smolvlm", "fp16")
     flags = ("--onnxDir", bundle, "--engineDir", tmp_path / "engine", "--backend", "tensorrt")
     result = command_here("visual_build", *flags, "--gpu", "sm120")
@@ -106,7 +106,9 @@ def test_dry_runs_report_sizes_and_unsupported_precisions(command_here, half_bun
 
 
 @pytest.mark.parametrize(("size", "fits"), [(8 << 30, True), (1 << 20, False)])
-def test_the_memory_of_this_gpu(half_bundle, tmp_path, monkeypatch, size, fits):
+def test_a_dry_run_compares_with_the_memory_of_this_gpu(
+    half_bundle, tmp_path, monkeypatch, size, fits
+):
     monkeypatch.setattr(compiler, "memory_bytes", lambda: size)
     monkeypatch.setattr(target, "compute_capability", lambda: 89)
     plan = Plan(max_input_len=48, kv_capacity=64, threads=0, prefill="auto")
@@ -159,7 +161,9 @@ def test_engines_of_another_machine_are_rejected_before_loading(command, half_bu
         (("--backend", "onnxruntime", "--layerReport"), "--layerReport is not for ONNX Runtime"),
     ],
 )
-def test_flags_that_do_not_suit(command_here, half_bundle, tmp_path, flags, message):
+def test_unsupported_flags_are_rejected_with_a_hint(
+    command_here, half_bundle, tmp_path, flags, message
+):
     result = _build(command_here, half_bundle, tmp_path / "engine", *SMALL, *flags)
     assert_one_line_error(result, message, "hint: ")
     assert not (tmp_path / "engine").exists()
@@ -171,20 +175,20 @@ def test_a_gpu_must_be_named_where_there_is_none(command_here, half_bundle, tmp_
     assert_one_line_error(result, "there is no NVIDIA GPU here", "--gpu 89")
 
 
-def test_ctrl_c_leaves_nothing(half_bundle, tmp_path):
+def test_ctrl_c_leaves_nothing_half_written(half_bundle, tmp_path):
     flags = ["--onnxDir", half_bundle, "--engineDir", tmp_path / "engine", *ADA]
     code, said = interrupt(["llm_build", *flags], tmp_path, ".*/files/llm.lowered.onnx")
     assert (code, said[-1:]) == INTERRUPTED
     assert not list(tmp_path.iterdir())
 
 
-def test_a_full_disk(command, half_bundle, tmp_path):
+def test_a_full_disk_is_reported_in_one_line(command, half_bundle, tmp_path):
     result = _build(command, half_bundle, tmp_path / "engine", *ADA, preexec_fn=limit_file_size)
     assert_one_line_error(result, "File too large")
     assert not list(tmp_path.iterdir())
 
 
-def test_medusa_heads(command_here, eagle_pairs, tmp_path):
+def test_llm_build_compiles_medusa_heads(command_here, eagle_pairs, tmp_path):
     heads = eagle_pairs("medusa").draft_bundle
     result = _build(
         command_here, heads, tmp_path / "engine", *ADA, "--eagleDraft", "--profilingDetailed"

@@ -81,7 +81,7 @@ CASES[CASES.index(("eagle_base", "int4_awq", 120))] = ("wide", "int4_awq", 120)
 
 
 @pytest.mark.parametrize(("kind", "precision", "sm"), CASES)
-def test_decoders(bundles, tmp_path, kind, precision, sm):
+def test_decoders_compile_to_few_kernels(bundles, tmp_path, kind, precision, sm):
     bundle = bundles.make(kind, precision)
     engine = compile_bundle(bundle, kind, tmp_path / "engine", sm)
     passes = {
@@ -139,7 +139,7 @@ def test_features_of_other_architectures_compile(tmp_path, model_type):
 
 
 @pytest.mark.parametrize("sm", [120, 89])
-def test_medusa_heads(bundles, tmp_path, sm):
+def test_medusa_heads_compile_to_one_pass(bundles, tmp_path, sm):
     """One pass of fixed sizes; the heads' first layers, with the same input, are merged."""
     engine = compile_bundle(bundles.make("heads", "fp16"), "heads", tmp_path / "engine", sm)
     assert (engine.passes, engine.notes) == (("heads",), ())
@@ -178,7 +178,7 @@ def _read_as_stored(kernels: list[Kernel], dtype: str) -> int:
         if family != "smolvlm" or precision == "fp16"  # its encoder is idefics3's
     ],
 )
-def test_encoders(bundles, tmp_path, family, precision):
+def test_encoders_compile_to_few_kernels(bundles, tmp_path, family, precision):
     """Each on one of the GPUs; each family and each precision runs on both."""
     bundle = bundles.make(family, precision)
     sm = GPUS[(visual.supported().index(family) + (precision == "int8")) % 2]
@@ -228,7 +228,7 @@ def test_graphs_of_older_versions_compile(
 
 
 @pytest.mark.parametrize("kind", KINDS)
-def test_precisions_that_an_older_version_does_not_have(bundles, tmp_path, monkeypatch, kind):
+def test_precisions_missing_in_an_older_version_are_rejected(bundles, tmp_path, monkeypatch, kind):
     monkeypatch.setattr(trt_import, "RTX_TAKES", (10, 3))
     monkeypatch.setattr(compiler, "lower", lambda *_: pytest.fail("worked before it was asked"))
     with pytest.raises(EdgeLLMError, match=r"NVFP4 needs TensorRT 10\.8 or newer, not") as caught:
@@ -251,7 +251,7 @@ def test_weights_in_blocks_of_8_bits_are_decoded_for_prompts(bundles, tmp_path):
 
 @pytest.mark.parametrize(("sm", "first", "precision"), [(89, "10.0", "nvfp4"), (86, "8.9", "fp8")])
 @pytest.mark.parametrize("kind", KINDS)
-def test_precisions_that_a_gpu_does_not_have(bundles, tmp_path, kind, sm, first, precision):
+def test_precisions_missing_on_a_gpu_are_rejected(bundles, tmp_path, kind, sm, first, precision):
     name = {"nvfp4": "NVFP4", "fp8": "FP8"}[precision]
     said = f"{name} needs a GPU of compute capability {first} or newer, not {sm / 10}"
     with pytest.raises(EdgeLLMError, match=said) as caught:

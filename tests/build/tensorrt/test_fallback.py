@@ -56,7 +56,7 @@ def test_weights_stay_within_the_fallback_precision(bundles, tmp_path, precision
         assert not (tmp_path / "fallback.data").exists()
 
 
-def test_unsupported_types_of_gpus_and_libraries():
+def test_unsupported_precisions_depend_on_gpu_and_library():
     def of(version: str, sm: int) -> set[str]:
         trt = type("tensorrt", (), {"__name__": "tensorrt", "__version__": version})
         return lacking_kinds(Target(Library(trt, False), sm))
@@ -68,7 +68,7 @@ def test_unsupported_types_of_gpus_and_libraries():
     assert of("10.8.0", 110) == {"fp8 blocks"}
 
 
-def test_a_build(command_here, bundles, tmp_path):
+def test_llm_build_replaces_unsupported_weights_on_request(command_here, bundles, tmp_path):
     pytest.importorskip("tensorrt_rtx", reason="compiled with it: pip install '.[tensorrt-rtx]'")
     flags = (
         "--onnxDir",

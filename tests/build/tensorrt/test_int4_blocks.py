@@ -155,7 +155,7 @@ def test_fp8_in_blocks_needs_a_newer_library(tmp_path):
     assert "--fallbackPrecision" in caught.value.hint
 
 
-def test_fp8_in_blocks_falls_back(tmp_path):
+def test_fp8_in_blocks_falls_back_to_another_precision(tmp_path):
     """Only unsupported weights are replaced; requantized ones may have had any signs."""
     model, whole = _in_blocks_and_without(tmp_path, (-1, 1))
     lacking = lacking_kinds(_target("10.12.0"))
@@ -179,7 +179,7 @@ def test_negative_scales_of_8_bits_are_rejected(tmp_path, block):
 
 
 @pytest.mark.parametrize("case", CASES)
-def test_all_other_scales_are_taken(tmp_path, case):
+def test_all_other_scales_are_accepted(tmp_path, case):
     model, _ = portable(tmp_path, *case)
     check_types([model], _target("10.3.0"), "")
 
@@ -197,7 +197,7 @@ def test_scales_that_halves_cannot_hold_have_codes_of_zero(tmp_path):
     assert (stored["lowered.q+k.factors"] == 1).all()
 
 
-def test_scales_of_zero_in_nvfp4(tmp_path):
+def test_nvfp4_accepts_scales_of_zero(tmp_path):
     scales = np.ones((OUT, WIDTH // 16), ml_dtypes.float8_e4m3fn)
     scales[2, 3] = 0
     x = ir.Value(name="x", shape=ir.Shape([1, 1, WIDTH]), type=ir.TensorType(ir.DataType.FLOAT16))

@@ -37,11 +37,11 @@ OLD = "-peep:match_dual_gemm=off -peep:fc_h_fusion=off"
         ((11, 4), False, NEW),
     ],
 )
-def test_each_version_has_its_own(version, has_fp4, words):
+def test_compiler_switches_depend_on_the_version(version, has_fp4, words):
     assert switches(version, has_fp4=has_fp4) == words
 
 
-def test_the_library_reads_them_while_it_works(monkeypatch):
+def test_compiler_switches_are_set_during_the_build_only(monkeypatch):
     """Read the environment as C does, since the interpreter's dictionary may differ."""
     monkeypatch.delenv(SWITCHES, raising=False)
     shown = [sys.executable, "-c", f"import os; print(os.environ.get({SWITCHES!r}))"]
@@ -85,7 +85,9 @@ class Compiler:
         ("10.13.3.9", 110, "int8", "Not implemented for PLUGIN_V3", "--kernels tensorrt"),
     ],
 )
-def test_a_build(monkeypatch, tmp_path: Path, version, sm, dtype, words, hint):
+def test_a_failed_build_hints_at_known_faults(
+    monkeypatch, tmp_path: Path, version, sm, dtype, words, hint
+):
     model = ir.from_onnx_text(
         f'<ir_version: 11, opset_import: ["" : 21]> g ({dtype}[2, 2] x, float[2] s) => (float[2, 2]'
         " y) { y = DequantizeLinear<axis = 0>(x, s) }"

@@ -128,7 +128,7 @@ def _fusions(folder, built: Built) -> tuple[Fusion, ...]:
     return found.passes
 
 
-def test_newer_versions(tmp_path):
+def test_layers_of_newer_versions_are_counted(tmp_path):
     decode, prefill = _fusions(tmp_path, built := _built(NEWER, attentions=2, own=1))
     assert decode == Fusion("decode", 5, "1 edgellm's kernels", {"Int4": 1, "FP8 x FP8": 1}, 0, 0)
     assert prefill == Fusion("prefill", 4, "1 TensorRT's, fused", {"Int4": 1}, 1, 1)
@@ -140,7 +140,7 @@ def test_newer_versions(tmp_path):
     )
 
 
-def test_older_versions(tmp_path):
+def test_layers_of_older_versions_are_counted(tmp_path):
     decode, prefill = _fusions(tmp_path, built := _built(OLDER))
     assert decode == Fusion("decode", 2, "none in one kernel", {"Int8 x Int8": 1}, 1, 0)
     assert prefill.kernels == 0
@@ -148,14 +148,14 @@ def test_older_versions(tmp_path):
 
 
 @pytest.mark.parametrize("text", ["", "[]", '{"Layers": ["names", "only"]}', '{"Layers": [{}]}'])
-def test_an_inspector_without_layers(text):
+def test_an_inspector_without_layers_is_reported(text):
     with pytest.raises(EdgeLLMError, match="inspector does not list the layers") as caught:
         read_layers(text)
     assert "--layerReport" in caught.value.hint
 
 
 @pytest.mark.parametrize("text", ["", "[]", '{"told_by": "x"}', '{"told_by": "x", "passes": [1]}'])
-def test_a_report_that_is_broken(tmp_path, text):
+def test_a_damaged_layer_report_is_rejected(tmp_path, text):
     (tmp_path / "llm.layers.json").write_text(text)
     manifest = SimpleNamespace(files={"llm.layers.json": None})
     with pytest.raises(BrokenArtifactError, match=r"llm\.layers\.json is not a report of layers"):
@@ -195,7 +195,7 @@ def _library(text: str | None, said: list) -> SimpleNamespace:
     )
 
 
-def test_the_inspector_is_asked(tmp_path):
+def test_layers_are_read_from_the_engine_inspector(tmp_path):
     said: list = []
     (tmp_path / "llm.engine").write_bytes(b"plan")
     text = json.dumps({"Layers": NEWER})
@@ -205,7 +205,7 @@ def test_the_inspector_is_asked(tmp_path):
         inspect_engine(_library(None, said), tmp_path / "llm.engine")
 
 
-def test_who_is_asked(monkeypatch):
+def test_only_full_tensorrt_loads_the_engine_for_a_report(monkeypatch):
     """TensorRT's engines are inspected for a report; TensorRT-RTX's cannot be loaded here."""
     asked = []
     monkeypatch.setattr(builder, "inspect_engine", lambda _, path: asked.append(path) or ())

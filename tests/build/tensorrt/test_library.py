@@ -42,14 +42,14 @@ def _module(name: str, version: str, *without: str) -> SimpleNamespace:
     return SimpleNamespace(__name__=name, __version__=version, **features)
 
 
-def test_nothing_is_installed(pretend):
+def test_a_missing_library_is_reported(pretend):
     pretend()
     with pytest.raises(EdgeLLMError, match="tensorrt is not installed; tensorrt_rtx is not") as err:
         trt_import.find_library()
     assert "pip install '.[tensorrt-rtx]'" in err.value.hint
 
 
-def test_tensorrt_is_taken_on_its_gpu_only(pretend):
+def test_auto_chooses_tensorrt_on_its_gpus_only(pretend):
     full = _module("tensorrt", "10.16.2.10")
     pretend(full=full, sm=110)
     assert target.find_target("").origin.machine == "sm110"
@@ -66,7 +66,7 @@ def test_tensorrt_is_taken_on_its_gpu_only(pretend):
         (_module("tensorrt", "10.15.0.1", "IAttention"), "TensorRT 10.15.0.1 has no IAttention"),
     ],
 )
-def test_too_old(pretend, module, said):
+def test_versions_that_are_too_old_are_rejected(pretend, module, said):
     pretend(full=module, sm=87)
     with pytest.raises(EdgeLLMError, match=said) as caught:
         trt_import.find_library()
@@ -74,7 +74,7 @@ def test_too_old(pretend, module, said):
 
 
 @pytest.mark.parametrize(("version", "updates"), [("10.3.0.26", False), ("10.15.1", True)])
-def test_versions_without_newer_features(pretend, version, updates):
+def test_newer_features_depend_on_the_version(pretend, version, updates):
     without = () if updates else trt_import.FEATURES
     pretend(full=_module("tensorrt", version, *without), sm=87)
     found = trt_import.find_library()
@@ -90,7 +90,7 @@ def test_versions_without_newer_features(pretend, version, updates):
         (None, (12, 0), ""),
     ],
 )
-def test_drivers_older_than_the_library(pretend, monkeypatch, driver, needed, said):
+def test_drivers_older_than_the_library_are_rejected(pretend, monkeypatch, driver, needed, said):
     pretend(full=_module("tensorrt", "10.16.2.10"), sm=110)
     monkeypatch.setattr(target, "driver_cuda", lambda: driver)
     monkeypatch.setattr(target, "_needed_cuda", lambda: needed)
@@ -105,7 +105,7 @@ def test_drivers_older_than_the_library(pretend, monkeypatch, driver, needed, sa
 @pytest.mark.parametrize(
     ("text", "sm"), [("89", 89), ("8.9", 89), ("sm120", 120), ("SM_12.0", 120)]
 )
-def test_spellings_of_a_gpu(text, sm):
+def test_a_gpu_has_several_spellings(text, sm):
     assert target.parse_sm(text) == sm
 
 
@@ -123,7 +123,7 @@ MANIFEST = SimpleNamespace(
         ("10.16.2.10", None, "this machine has no NVIDIA GPU"),
     ],
 )
-def test_engines_of_another_origin(pretend, full, sm, fault):
+def test_engines_of_another_origin_are_rejected(pretend, full, sm, fault):
     pretend(full=full and _module("tensorrt", full), sm=sm)
     with pytest.raises(BrokenArtifactError, match=f"TensorRT 10.16.2.10 for sm110, {fault}") as err:
         open_decoder(Path("engine"), MANIFEST)  # type: ignore[arg-type]
@@ -158,7 +158,7 @@ def _half(name: str, *shape: int | str) -> onnx.ValueInfoProto:
     return helper.make_tensor_value_info(name, TensorProto.FLOAT16, shape)
 
 
-def test_operators_that_the_parser_does_not_know(tmp_path):
+def test_operators_unknown_to_the_parser_are_reported(tmp_path):
     node = helper.make_node("Hardmax", ["x"], ["y"], name="the_node")
     unknown = helper.make_node("NoSuchOperator", ["x"], ["y"], name="the_node", domain="nowhere")
     _compile(tmp_path, [node], _half("x", "rows", 8))
@@ -166,7 +166,7 @@ def test_operators_that_the_parser_does_not_know(tmp_path):
         _compile(tmp_path, [unknown], _half("x", "rows", 8))
 
 
-def test_inputs_that_the_parser_would_ignore(tmp_path):
+def test_inputs_that_the_parser_would_ignore_are_rejected(tmp_path):
     """The parser drops an attention's number of valid keys, and attends to garbage."""
     cache = [_half(name, 1, 2, 16, 16) for name in "kv"]
     lengths = helper.make_tensor_value_info("lengths", TensorProto.INT64, [1])

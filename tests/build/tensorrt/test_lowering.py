@@ -90,7 +90,7 @@ def _run(path: Path) -> dict[str, np.ndarray]:
         "auto-round",
     ],
 )
-def test_quantized_graphs_compute_the_same(tiny_source, tmp_path, layout):
+def test_lowered_quantized_graphs_equal_the_portable_graph(tiny_source, tmp_path, layout):
     write_checkpoint(tiny_source, tmp_path / "checkpoint", LAYOUTS[layout])
     portable = _bundle(tmp_path / "checkpoint", tmp_path)
     expected, found = _run(portable), _run(_lowered(portable, tmp_path))
@@ -103,7 +103,7 @@ def test_quantized_graphs_compute_the_same(tiny_source, tmp_path, layout):
 
 
 @pytest.mark.parametrize("model_type", attending())
-def test_float_graphs_compute_the_same(tmp_path, model_type):
+def test_lowered_float_graphs_equal_the_portable_graph(tmp_path, model_type):
     make_checkpoint(tmp_path / "checkpoint", dtype="bfloat16", **models.find(model_type).TINY)
     portable = _bundle(tmp_path / "checkpoint", tmp_path)
     expected, found = _run(portable), _run(_lowered(portable, tmp_path))
@@ -188,7 +188,7 @@ def _rows(passes) -> dict[str, tuple[int, dict]]:
     return {each.name: (each.max_rows, dict(each.ranges)) for each in passes}
 
 
-def test_passes_of_a_base():
+def test_a_base_has_profiles_for_decoding_verification_and_prompts():
     plain = _rows(
         base_passes(Plan(max_input_len=1024, kv_capacity=4096, threads=0, prefill="auto"))
     )
@@ -213,7 +213,7 @@ def test_passes_of_a_base():
     assert [each.name for each in small] == ["decode", "verify"]  # which takes prompts, too
 
 
-def test_passes_of_a_draft():
+def test_a_draft_has_profiles_for_steps_and_prompts():
     passes = _rows(
         draft_passes(
             Plan(

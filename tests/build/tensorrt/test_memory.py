@@ -37,7 +37,7 @@ def _reaches(kind: str, maximum: int) -> bool:
     return _resident(kind) <= maximum
 
 
-def test_pages_that_were_read_are_given_back(tmp_path):
+def test_mapped_pages_are_dropped_after_reading(tmp_path):
     (tmp_path / "weights").write_bytes(bytes(range(256)) * (64 * MEGABYTE // 256))
     weights = MappedFile(tmp_path / "weights")
     content = (ctypes.c_ubyte * (64 * MEGABYTE)).from_address(weights.address)

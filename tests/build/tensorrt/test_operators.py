@@ -87,7 +87,7 @@ def lowered(
 
 
 @pytest.mark.parametrize(("kind", "precision"), CASES)
-def test_every_version_takes_the_adapted_graph(bundles, tmp_path, kind, precision):
+def test_every_version_supports_the_adapted_graph(bundles, tmp_path, kind, precision):
     bundle = bundles.make(kind, precision)
     is_draft = kind in ("draft", "heads")
     for path in bundle.glob("*.onnx"):
@@ -108,7 +108,7 @@ def test_every_version_takes_the_adapted_graph(bundles, tmp_path, kind, precisio
 
 
 @pytest.mark.parametrize(("family", "precision"), TEXTS)
-def test_every_version_takes_decoders_of_images(bundles, tmp_path, family, precision):
+def test_every_version_supports_decoders_with_images(bundles, tmp_path, family, precision):
     """Image rows, M-RoPE, DeepStack; in float16 also with edgellm's kernels."""
     bundle = bundles.make(f"{family}{TOWER}", precision)
     for kernels in (None, Kernels(110, "fp8"))[: 1 + (precision == "fp16")]:
@@ -120,7 +120,7 @@ def test_every_version_takes_decoders_of_images(bundles, tmp_path, family, preci
 
 @pytest.mark.parametrize("precision", PRECISIONS)
 @pytest.mark.parametrize("kind", ["eagle_base", "draft"])
-def test_every_version_takes_edgellm_s_attention(bundles, tmp_path, kind, precision):
+def test_every_version_supports_edgellms_attention(bundles, tmp_path, kind, precision):
     bundle, kernels = bundles.make(kind, precision), Kernels(110, "fp8")
     model = lowered(bundle, "model", tmp_path, is_draft=kind == "draft", kernels=kernels)
     for version in CHECKED[precision == "nvfp4" :]:  # of which 10.3 knows nothing
@@ -128,7 +128,7 @@ def test_every_version_takes_edgellm_s_attention(bundles, tmp_path, kind, precis
 
 
 @pytest.mark.parametrize("name", ["eagle1", "peagle", "mtp"])
-def test_every_version_takes_other_drafts(eagle_pairs, tmp_path, name):
+def test_every_version_supports_eagle1_peagle_and_mtp_drafts(eagle_pairs, tmp_path, name):
     bundle = eagle_pairs(name).draft_bundle
     model = lowered(bundle, "model", tmp_path, is_draft=True, dtype=ir.DataType.FLOAT)
     for version in CHECKED:
@@ -149,7 +149,7 @@ def test_block_drafters_are_rejected(eagle_pairs, tmp_path):
 
 
 @pytest.mark.parametrize("form", ["gptq-order", "ct-w8a8", "ct-int8", "fp8-blocks"])
-def test_other_forms_of_weights(bundles, tmp_path, form):
+def test_every_version_supports_its_weight_formats(bundles, tmp_path, form):
     """Zero points and permuted columns, scales of columns; FP8 in blocks from 10.13 on."""
     model = lowered(bundles.make("base", form), "model", tmp_path, is_draft=False)
     for version in CHECKED:
@@ -263,7 +263,7 @@ def _has_experts(model_type: str) -> bool:
 
 
 @pytest.mark.parametrize("model_type", [each for each in attending() if not _has_experts(each)])
-def test_decoders_compute_the_same(tmp_path, model_type):
+def test_adapted_decoders_equal_the_portable_graph(tmp_path, model_type):
     """All versions support the lowered graphs."""
     make_checkpoint(tmp_path / "checkpoint", **models.find(model_type).TINY)
     source = open_checkpoint(str(tmp_path / "checkpoint"))
@@ -276,13 +276,13 @@ def test_decoders_compute_the_same(tmp_path, model_type):
         adapt(model.clone(), version)
 
 
-def test_halves_compute_the_same(bundles):
+def test_adapted_float16_decoders_equal_the_portable_graph(bundles):
     path = bundles.make("base", "fp16") / "model.onnx"
     check_numbers(path, decoder_feeds(ir.load(path)), 3e-2)
 
 
 @pytest.mark.parametrize("family", visual.supported())
-def test_encoders_compute_the_same(bundles, family):
+def test_adapted_encoders_equal_the_portable_graph(bundles, family):
     bundle = bundles.make(family, "fp16", "fp32")
     spec = load_bundle(bundle, VISUAL_BUNDLE).vision
     random, side = np.random.default_rng(0), 4

@@ -258,7 +258,7 @@ def planned(
     return plan_cache(models_of, manifest, plan, Target(library(version), sm))
 
 
-def test_the_cache_plan_of_an_engine(bundle):
+def test_the_cache_plan_depends_on_version_and_flags(bundle):
     for version in ("10.3.0", "10.13.3.9", "10.16.2", "11.4.1"):
         found = planned(bundle, version)
         assert (found.way, found.dtype, found.why_not) == ("edgellm", "float16", "")
@@ -272,7 +272,7 @@ def test_the_cache_plan_of_an_engine(bundle):
     assert planned(bundle, "10.16.2", calibrated="int8", kv_cache="float").dtype == "float16"
 
 
-def test_a_version_without(bundle):
+def test_versions_without_plugins_use_tensorrts_attention(bundle):
     said = r"plugins do not work in TensorRT 10\.14\.1; they do in 10\.13 and 10\.16"
     found = planned(bundle, "10.14.1")
     assert found.way == "tensorrt"
@@ -282,7 +282,7 @@ def test_a_version_without(bundle):
         planned(bundle, "10.14.1", kv_cache="fp8")
 
 
-def test_networks_and_gpus_without(bundle, tmp_path, monkeypatch):
+def test_networks_and_gpus_without_kernels_use_tensorrts_attention(bundle, tmp_path, monkeypatch):
     odd = make_bundle(tmp_path / "odd", head_dim=24)
     floats = make_bundle(tmp_path / "floats", dtype="fp32")
     sizes = "there are kernels for heads of a multiple of 16 up to 256 numbers, not of"
@@ -304,7 +304,7 @@ def test_networks_and_gpus_without(bundle, tmp_path, monkeypatch):
         planned(bundle, "10.16.2", kernels="tensorrt", kv_cache="int8")
 
 
-def test_which_kernels_support_batches(bundle):
+def test_batches_need_edgellms_kernels(bundle):
     for version in ("10.3.0", "11.4.1"):
         assert planned(bundle, version, answers=4).kernels == Kernels(110, "fp16", 4)
     said = "--maxBatchSize 4 needs edgellm's kernels: "
@@ -376,7 +376,7 @@ def stand_ins(heads: int, size: int) -> list[ir.Function]:
 
 
 @pytest.mark.parametrize("family", ["llama", "qwen3_vl"])
-def test_a_build_of_the_graph_around_the_kernels(bundle, tmp_path, monkeypatch, family):
+def test_the_graph_around_the_kernels_compiles(bundle, tmp_path, monkeypatch, family):
     """Values around the plugin nodes have matching types and shapes, in all profiles.
 
     Image rows, those of DeepStack, and M-RoPE's tables have one row for each token of a pass.

@@ -171,7 +171,7 @@ def test_a_fault_in_one_layer_stops_the_build(bundles, tmp_path, monkeypatch, fa
 
 
 @pytest.mark.parametrize("backend", ["onnxruntime", "onnxruntime_cuda"])
-def test_drafts_and_half_precision(bundles, tmp_path, monkeypatch, backend):
+def test_a_fault_in_a_float16_draft_stops_the_build(bundles, tmp_path, monkeypatch, backend):
     another_epsilon(monkeypatch)
     with cuda_on_cpu.cuda_is_the_cpu(), pytest.raises(EdgeLLMError, match="lowered draft graph"):
         build_engine(
@@ -179,7 +179,7 @@ def test_drafts_and_half_precision(bundles, tmp_path, monkeypatch, backend):
         )
 
 
-def test_encoders(bundles, tmp_path, monkeypatch):
+def test_a_fault_in_an_encoder_stops_the_build(bundles, tmp_path, monkeypatch):
     another_epsilon(monkeypatch)
     with pytest.raises(EdgeLLMError, match="lowered encoder graph"):
         build_engine(
@@ -218,7 +218,7 @@ def test_honest_lowerings_stay_below_half_of_the_bound(bundles, tmp_path, precis
     assert built.options["check_s"] > 0
 
 
-def test_layers_that_read_the_embedding_as_it_is(tmp_path):
+def test_layers_may_read_the_embedding_unrounded(tmp_path):
     """OLMo 2 has no norm before its first layer; values are cast to float32 before all uses."""
     checkpoint = make_checkpoint(tmp_path / "checkpoint", **models.find("olmo2").TINY)
     export_llm(open_checkpoint(str(checkpoint)), tmp_path / "bundle", ExportOptions(dtype="fp16"))
@@ -302,14 +302,14 @@ def test_the_check_can_be_disabled(bundles, tmp_path):
     assert built.options["check_s"] == 0
 
 
-def test_a_machine_without_the_memory(bundles, tmp_path, monkeypatch):
+def test_the_check_is_skipped_without_enough_memory(bundles, tmp_path, monkeypatch):
     bundle = bundles.make("eagle_base", "fp16", "fp32")
     monkeypatch.setattr(reference, "available_memory_bytes", lambda: 1 << 10)
     built = build_engine("llm", bundle, tmp_path / "e", PLAN, "onnxruntime", _silent)
     assert "of memory, 0 are available" in built.options["checks"][0]
 
 
-def test_where_the_portable_graph_does_not_run(bundles, tmp_path, monkeypatch):
+def test_an_older_onnx_runtime_compares_with_the_lowered_graph(bundles, tmp_path, monkeypatch):
     """With an older ONNX Runtime, the saved graph is compared with the lowered one."""
     bundle = bundles.make("eagle_base", "fp16", "fp32")
 
@@ -323,7 +323,7 @@ def test_where_the_portable_graph_does_not_run(bundles, tmp_path, monkeypatch):
         build_engine("llm", bundle, tmp_path / "other", PLAN, "onnxruntime", _silent)
 
 
-def test_passes_are_one_for_the_reference(bundles):
+def test_the_reference_joins_all_sample_passes(bundles):
     bundle = load_bundle(bundles.make("eagle_base", "fp16", "fp32"), LLM_BUNDLE)
     passes = sample_passes("decoder", bundle, 64, 64)
     assert [each["input_ids"].shape[1] for each in passes] == [6, 1, 5]
@@ -334,7 +334,7 @@ def test_passes_are_one_for_the_reference(bundles):
     assert seen.tolist() == [1, 2, 3, 4, 5, 6, 7, 8, 9, 9, 10, 10]
 
 
-def test_the_mean_of_a_row_is_no_error():
+def test_an_offset_of_all_logits_is_no_error():
     rows = np.array([[1.0, 2, 3], [3, 1, 2]], np.float32)
     assert check.row_errors(rows + 5, rows) == pytest.approx(0, abs=1e-6)
     assert check.row_errors(2 * rows, rows) == pytest.approx(1)

@@ -130,7 +130,7 @@ def test_rounding_by_slices_is_rounding_whole(shape):
         np.testing.assert_array_equal(found, expected)
 
 
-def test_an_engine_that_was_checked_is_the_same(bundles, tmp_path, monkeypatch):
+def test_the_check_does_not_change_the_engine(bundles, tmp_path, monkeypatch):
     """Weights rounded by the check are packed to the same bits as without the check."""
     monkeypatch.setattr(pack, "_WEIGHTS_AT_ONCE", 1 << 11)
     folder = bundles.make("eagle_base", "fp16", "fp32")

@@ -47,7 +47,7 @@ def _export(folder: Path, dtype: str = "fp16", **options: object) -> Bundle:
     return export_llm(open_checkpoint(str(folder)), target, ExportOptions(dtype=dtype, **options))
 
 
-def test_layers_beyond_those_of_the_config(checkpoint):
+def test_layers_beyond_those_of_the_config_are_rejected(checkpoint):
     _edit_config(checkpoint, num_hidden_layers=2)
     with pytest.raises(BrokenArtifactError, match=r"does not use: model\.layers\.2\.") as caught:
         _export(checkpoint)
@@ -58,7 +58,7 @@ def test_layers_beyond_those_of_the_config(checkpoint):
     assert _export(checkpoint, num_layers=1).decoder.kv.num_layers == 1
 
 
-def test_layer_types_of_another_length(tmp_path):
+def test_layer_types_of_another_length_are_rejected(tmp_path):
     source = make_checkpoint(tmp_path / "checkpoint", **models.find("qwen3").TINY)
     _edit_config(source, layer_types=["full_attention"] * 2)
     with pytest.raises(UnsupportedModelError, match="layer_types has 2 entries, num_hidden_lay"):
@@ -67,7 +67,7 @@ def test_layer_types_of_another_length(tmp_path):
 
 @pytest.mark.parametrize("dtype", [torch.float32, torch.float16, torch.bfloat16])
 @pytest.mark.parametrize("value", ["nan", "inf", "-inf"])
-def test_weights_that_are_not_numbers(checkpoint, dtype, value):
+def test_weights_that_are_not_numbers_are_rejected(checkpoint, dtype, value):
     tensors = {name: tensor.to(dtype) for name, tensor in load_file(checkpoint / WEIGHTS).items()}
     tensors[UP][40, 7] = float(value)
     save_file(tensors, checkpoint / WEIGHTS)
@@ -82,7 +82,7 @@ def test_weights_that_are_not_numbers(checkpoint, dtype, value):
 
 @pytest.mark.parametrize("dtype", [torch.float32, torch.bfloat16])
 @pytest.mark.parametrize("value", [65536.0, -70000.0])
-def test_weights_that_half_precision_cannot_hold(checkpoint, dtype, value):
+def test_weights_that_float16_cannot_hold_are_rejected(checkpoint, dtype, value):
     tensors = {name: tensor.to(dtype) for name, tensor in load_file(checkpoint / WEIGHTS).items()}
     tensors[UP][40, 7] = value
     save_file(tensors, checkpoint / WEIGHTS)
@@ -93,7 +93,7 @@ def test_weights_that_half_precision_cannot_hold(checkpoint, dtype, value):
 
 
 @pytest.mark.parametrize("stored", ["F32", "F16", "BF16"])
-def test_every_bit_pattern_near_the_limits(stored):
+def test_every_bit_pattern_near_the_limits_is_classified(stored):
     """Bit tricks against numpy: all 16-bit floats, float32 around the edges."""
     bits = np.arange(1 << 16, dtype=np.uint16)
     kind = {"F16": np.float16, "BF16": ml_dtypes.bfloat16}.get(stored)
@@ -120,7 +120,7 @@ def test_every_bit_pattern_near_the_limits(stored):
     "method",
     ["bitsandbytes", "torchao", "mxfp4", "hqq", "aqlm", "eetq", "quanto", "bitnet", "gptq", "fp8"],
 )
-def test_a_quantization_config_over_floats(command_here, checkpoint, tmp_path, method):
+def test_a_quantization_config_over_floats_is_reported(command_here, checkpoint, tmp_path, method):
     _edit_config(checkpoint, quantization_config={"quant_method": method})
     manifest = _export(checkpoint)
     assert manifest.quantization == "none"
@@ -148,7 +148,9 @@ def _quantized(source: Path, folder: Path, layout: str, config: dict | None) -> 
     [("gptq", "awq"), ("awq", "hqq"), ("fp8", "quark"), ("ct-fp8", "bitsandbytes"),
      ("ct-int4", "gptq")],
 )  # fmt: skip
-def test_a_quantization_config_of_another_layout(tiny_checkpoint, tmp_path, layout, method):
+def test_a_quantization_config_of_another_layout_is_rejected(
+    tiny_checkpoint, tmp_path, layout, method
+):
     config = {"quant_method": method}
     folder = _quantized(tiny_checkpoint, tmp_path / "checkpoint", layout, config)
     with pytest.raises(UnsupportedModelError, match=f"says {method}, but") as caught:
@@ -160,7 +162,7 @@ def test_a_quantization_config_of_another_layout(tiny_checkpoint, tmp_path, layo
 @pytest.mark.parametrize(
     ("layout", "method"), [("gptq", "auto-round"), ("awq", "auto-round"), ("fp8", "fp8")]
 )
-def test_makers_that_write_layouts_of_others(tiny_checkpoint, tmp_path, layout, method):
+def test_layouts_of_other_quantization_methods_are_read(tiny_checkpoint, tmp_path, layout, method):
     config = {"quant_method": method}
     folder = _quantized(tiny_checkpoint, tmp_path / "checkpoint", layout, config)
     assert _export(folder).quantization == method
@@ -171,7 +173,7 @@ def test_tensors_without_a_config_have_a_layout(tiny_checkpoint, tmp_path):
     assert _export(folder).quantization == "gptq"
 
 
-def test_fbgemm_fp8(tiny_checkpoint, tmp_path):
+def test_fbgemm_fp8_equals_its_dequantized_weights(tiny_checkpoint, tmp_path):
     """One scale for each output; the bound of the inputs' scales at run time is ignored."""
 
     def write(weight, random):
@@ -185,7 +187,7 @@ def test_fbgemm_fp8(tiny_checkpoint, tmp_path):
 
 
 @pytest.mark.parametrize("value", [0.0, 0.5])
-def test_biases_that_early_gptq_writers_added(tiny_checkpoint, tmp_path, value):
+def test_only_zero_biases_of_early_gptq_writers_are_ignored(tiny_checkpoint, tmp_path, value):
     """AutoGPTQ writes a bias for each layer; zeros are ignored, other values are rejected."""
     folder = tmp_path / "checkpoint"
     write_checkpoint(tiny_checkpoint, folder, LAYOUTS["gptq"])
@@ -200,7 +202,7 @@ def test_biases_that_early_gptq_writers_added(tiny_checkpoint, tmp_path, value):
 
 
 @pytest.mark.parametrize("name", LAYOUTS)
-def test_parameters_of_packed_weights(tiny_checkpoint, tmp_path, name):
+def test_packed_weights_count_all_parameters(tiny_checkpoint, tmp_path, name):
     meant = _export(Path(shutil.copytree(tiny_checkpoint, tmp_path / "float")))
     write_checkpoint(tiny_checkpoint, tmp_path / "checkpoint", LAYOUTS[name])
     found = _export(tmp_path / "checkpoint")
@@ -210,7 +212,7 @@ def test_parameters_of_packed_weights(tiny_checkpoint, tmp_path, name):
         assert shown == f"{meant.decoder.num_parameters:,}"
 
 
-def test_tokens_beyond_the_embedding(checkpoint):
+def test_tokens_beyond_the_embedding_are_rejected(checkpoint):
     write_tokenizer(checkpoint, 99)
     with pytest.raises(BrokenArtifactError, match=r"'w98' has id 98, .* has 96 rows") as caught:
         _export(checkpoint)
@@ -218,7 +220,7 @@ def test_tokens_beyond_the_embedding(checkpoint):
     assert not (checkpoint.parent / "bundle").exists()
 
 
-def test_verify_of_a_config_that_transformers_rejects(checkpoint):
+def test_verify_reports_a_config_that_transformers_rejects(checkpoint):
     """An unused key of a type that transformers rejects."""
     _edit_config(checkpoint, attention_dropout="none")
     manifest = _export(checkpoint)
@@ -227,7 +229,7 @@ def test_verify_of_a_config_that_transformers_rejects(checkpoint):
     assert "nothing was written" in caught.value.hint
 
 
-def test_verify_of_floats_with_a_quantization_config(checkpoint):
+def test_verify_compares_floats_with_a_quantization_config(checkpoint):
     _edit_config(checkpoint, quantization_config={"quant_method": "bitsandbytes"})
     manifest = _export(checkpoint, "fp32")
     opened = open_checkpoint(str(checkpoint))
@@ -235,7 +237,9 @@ def test_verify_of_floats_with_a_quantization_config(checkpoint):
 
 
 @pytest.mark.parametrize(("letters", "made"), [({}, 0), ({"o": 9}, 1)])
-def test_verify_with_a_tokenizer_that_makes_nearly_nothing_of_the_prompt(checkpoint, letters, made):
+def test_verify_without_a_usable_tokenizer_draws_tokens_of_the_vocabulary(
+    checkpoint, letters, made
+):
     """Its vocabulary has no letters, or one, and no unknown token."""
     path = checkpoint / "tokenizer.json"
     tokenizer = json.loads(path.read_text())
@@ -249,7 +253,7 @@ def test_verify_with_a_tokenizer_that_makes_nearly_nothing_of_the_prompt(checkpo
     assert "100.0%" in verdict
 
 
-def test_verify_of_a_model_of_few_positions(checkpoint):
+def test_verify_supports_models_of_few_positions(checkpoint):
     _edit_config(checkpoint, max_position_embeddings=5)
     manifest = _export(checkpoint, "fp32")
     opened = open_checkpoint(str(checkpoint))
@@ -258,7 +262,7 @@ def test_verify_of_a_model_of_few_positions(checkpoint):
     assert "100.0%" in verdict
 
 
-def test_a_lora_adapter(checkpoint):
+def test_a_lora_adapter_is_rejected_as_a_checkpoint(checkpoint):
     adapter = {"peft_type": "LORA", "base_model_name_or_path": "someone/base"}
     (checkpoint / "adapter_config.json").write_text(json.dumps(adapter))
     with pytest.raises(UnsupportedModelError, match="both a LoRA adapter and a model") as caught:
@@ -284,7 +288,7 @@ def test_a_lora_adapter(checkpoint):
         ("apertus", "it computes as olmo2 does, but for its activation; supported:"),
     ],
 )
-def test_relatives_of_unknown_architectures(model_type, hint):
+def test_errors_name_relatives_of_unknown_architectures(model_type, hint):
     with pytest.raises(UnsupportedModelError, match=f"'{model_type}'") as caught:
         models.find(model_type)
     assert caught.value.hint.startswith(hint)

@@ -31,7 +31,7 @@ def _merge(checkpoint, adapter, dtype="fp32"):
     return bundle, export_llm(open_checkpoint(str(checkpoint)), bundle, options)
 
 
-def test_an_adapter_is_merged(command, tiny_checkpoint, adapter, tmp_path):
+def test_export_merges_a_lora_adapter(command, tiny_checkpoint, adapter, tmp_path):
     result = command(
         "edgellm-export",
         "llm",
@@ -54,7 +54,7 @@ def test_an_adapter_is_merged(command, tiny_checkpoint, adapter, tmp_path):
     np.testing.assert_allclose(found, expected, atol=2e-4)
 
 
-def test_ranks_and_scales_of_single_layers(tiny_checkpoint, tmp_path):
+def test_ranks_and_scales_may_differ_by_layer(tiny_checkpoint, tmp_path):
     adapter = write_adapter(
         tmp_path / "adapter",
         tiny_checkpoint,
@@ -80,7 +80,7 @@ def test_bfloat16_keeps_its_type(tmp_path):
     assert hashes[0] != hashes[1]
 
 
-def test_rows_across_several_pieces(tiny_checkpoint, adapter, monkeypatch):
+def test_weights_are_merged_in_several_pieces(tiny_checkpoint, adapter, monkeypatch):
     whole = _merge(tiny_checkpoint, adapter)[1].files["model.weights"]
     monkeypatch.setattr("edgellm.core.safetensors_io.CHUNK_BYTES", 1000)
     assert _merge(tiny_checkpoint, adapter)[1].files["model.weights"] == whole
@@ -102,7 +102,7 @@ def test_rows_across_several_pieces(tiny_checkpoint, adapter, monkeypatch):
         ({"alpha_pattern": {"(": 3}}, "alpha_pattern is damaged"),
     ],
 )
-def test_rejected_configs(tiny_checkpoint, adapter, config, words):
+def test_unsupported_adapter_configs_are_rejected(tiny_checkpoint, adapter, config, words):
     edit_config(adapter, **config)
     with pytest.raises(EdgeLLMError, match=words):
         _merge(tiny_checkpoint, adapter)
@@ -124,7 +124,7 @@ def _renamed(tensors, old, new):
         (lambda _: {}, "has no tensors"),
     ],
 )
-def test_rejected_tensors(tiny_checkpoint, adapter, change, words):
+def test_unsupported_adapter_tensors_are_rejected(tiny_checkpoint, adapter, change, words):
     path = adapter / "adapter_model.safetensors"
     changed = change(load_file(path))
     save_file({name: np.ascontiguousarray(value) for name, value in changed.items()}, path)
@@ -132,7 +132,7 @@ def test_rejected_tensors(tiny_checkpoint, adapter, change, words):
         _merge(tiny_checkpoint, adapter)
 
 
-def test_files_that_are_not_there(command_here, tiny_checkpoint, adapter, tmp_path):
+def test_missing_adapter_files_are_rejected(command_here, tiny_checkpoint, adapter, tmp_path):
     def faults(folder, words):
         result = command_here(
             "edgellm-export",

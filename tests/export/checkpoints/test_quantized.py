@@ -125,7 +125,9 @@ def test_portable_graphs_equal_the_dequantized_checkpoint(
 
 @pytest.mark.parametrize("name", LAYOUTS)
 @pytest.mark.parametrize("prefill", ["same", "int8"])
-def test_engines_are_close(quantized, expected_logits, tmp_path, name, prefill):
+def test_engines_are_close_to_the_dequantized_checkpoint(
+    quantized, expected_logits, tmp_path, name, prefill
+):
     """Kernels round activations to int8, finer than any layout: close, not equal."""
     folder, meant = quantized(name)
     plan = Plan(max_input_len=48, kv_capacity=64, threads=1, prefill=prefill)
@@ -199,7 +201,7 @@ def test_nvfp4_rounds_its_inputs_in_the_graph(quantized):
 
 
 @pytest.mark.parametrize("family", ["qwen2", "qwen3"])
-def test_other_families(tmp_path, monkeypatch, family):
+def test_other_families_equal_the_dequantized_checkpoint(tmp_path, monkeypatch, family):
     """Biases stay with quantized weights; norms of queries and keys after them."""
     import onnxruntime as ort
     from transformers import AutoConfig, AutoModelForCausalLM
@@ -358,7 +360,7 @@ def test_damaged_and_unknown_layouts_are_rejected(
 
 
 @pytest.mark.parametrize("size", [[16], {"all": 16}])
-def test_group_sizes_that_are_no_numbers_leave_it_to_the_tensors(quantized, tmp_path, size):
+def test_invalid_group_sizes_are_derived_from_the_tensors(quantized, tmp_path, size):
     source = tmp_path / "checkpoint"
     shutil.copytree(quantized("gptq")[0] / "checkpoint", source)
     config = json.loads((source / "config.json").read_text())
@@ -370,7 +372,7 @@ def test_group_sizes_that_are_no_numbers_leave_it_to_the_tensors(quantized, tmp_
         np.testing.assert_array_equal(weight, expected[name])
 
 
-def test_a_file_of_its_own_says_how_zero_points_are_stored(tiny_checkpoint, tmp_path):
+def test_zero_points_follow_the_checkpoint_format(tiny_checkpoint, tmp_path):
     """As AutoGPTQ and GPTQModel write it; config.json alone names no quantization here."""
     layout = Layout(gptq(4, symmetric=False, version=2))
     meant = write_checkpoint(tiny_checkpoint, tmp_path / "checkpoint", layout)
@@ -384,7 +386,7 @@ def test_a_file_of_its_own_says_how_zero_points_are_stored(tiny_checkpoint, tmp_
         np.testing.assert_allclose(found[name], expected, rtol=3e-7, atol=0)
 
 
-def test_scales_that_half_precision_cannot_hold(quantized, tmp_path):
+def test_scales_that_float16_cannot_hold_are_rejected(quantized, tmp_path):
     folder, _ = quantized("fp8")
     source = tmp_path / "checkpoint"
     source.mkdir()
@@ -399,7 +401,7 @@ def test_scales_that_half_precision_cannot_hold(quantized, tmp_path):
 
 
 @pytest.mark.parametrize("name", LAYOUTS)
-def test_half_precision_bundles(quantized, tmp_path, name):
+def test_float16_bundles_are_close_to_float32(quantized, tmp_path, name):
     """Graphs for GPUs: the same weights, with scales and products in float16."""
     folder, meant = quantized(name)
     bundle = tmp_path / "bundle"
@@ -413,7 +415,7 @@ def test_half_precision_bundles(quantized, tmp_path, name):
 
 
 @pytest.mark.parametrize("group", [24, 96])
-def test_groups_that_the_kernel_does_not_know(tmp_path, group):
+def test_groups_without_a_kernel_become_int8_or_blocks_of_32(tmp_path, group):
     """Zero points and blocks of 24 become int8 in blocks of 32; 96 is three blocks of 32."""
     layout = Layout(gptq(4, symmetric=False, group=group), {"quant_method": "gptq"})
     tiny = {**models.find("llama").TINY, "intermediate_size": 96}

@@ -36,12 +36,12 @@ def _export(command, model, output, *more):
     ("layers", "taps"),
     [(7, (2, 3, 4)), (28, (2, 14, 25)), (30, (2, 15, 27)), (32, (2, 16, 29)), (36, (2, 18, 33))],
 )
-def test_default_taps(layers, taps):
+def test_default_taps_are_2_half_and_n_minus_3(layers, taps):
     assert default_taps(layers) == taps
 
 
 @pytest.mark.parametrize("layers", range(1, 7))
-def test_small_bases_have_no_default(layers):
+def test_small_bases_have_no_default_taps(layers):
     with pytest.raises(UnsupportedModelError, match="too small for the default taps"):
         default_taps(layers)
 
@@ -55,7 +55,7 @@ def test_taps_equal_hidden_states(tmp_path, model_type, taps, cut):
 
 
 @pytest.mark.parametrize("model_type", models.supported())
-def test_taps_of_every_architecture(tmp_path, model_type):
+def test_every_architecture_has_taps(tmp_path, model_type):
     """Taps from the scaled embeddings to the final norm's output."""
     config = models.find(model_type).TINY
     layers = config.get("num_hidden_layers") or len(config["layers_block_type"])
@@ -88,7 +88,7 @@ def _compare(tmp_path, config, taps, cut):
     np.testing.assert_allclose(found.logits, logits, atol=allowed(checkpoint, logits))
 
 
-def test_no_taps_leave_the_graph_as_it_was(deep_checkpoint, tmp_path):
+def test_the_graph_without_taps_is_unchanged(deep_checkpoint, tmp_path):
     """The taps add one output and its nodes, nothing else."""
     import onnx_ir as ir
 
@@ -105,7 +105,7 @@ def test_no_taps_leave_the_graph_as_it_was(deep_checkpoint, tmp_path):
     assert weights[0] == weights[1]
 
 
-def test_an_eagle_base(command, deep_checkpoint, tmp_path):
+def test_is_eagle_base_writes_taps_to_the_manifest(command, deep_checkpoint, tmp_path):
     out = tmp_path / "out"
     flags = ("--is_eagle_base", "--dtype", "fp32", "--verify")
     result = _export(command, deep_checkpoint, out, *flags)
@@ -119,7 +119,7 @@ def test_an_eagle_base(command, deep_checkpoint, tmp_path):
     assert manifest.provenance["hidden_taps"] == "default"
 
 
-def test_taps_of_a_cut_base(command_here, deep_checkpoint, tmp_path):
+def test_taps_refer_to_the_layers_before_the_cut(command_here, deep_checkpoint, tmp_path):
     out = tmp_path / "out"
     result = _export(command_here, deep_checkpoint, out, "--is_eagle_base", "--num_layers", 7)
     assert result.returncode == 0, result.stderr
@@ -133,7 +133,7 @@ def test_taps_of_a_cut_base(command_here, deep_checkpoint, tmp_path):
     assert load_bundle(out, LLM_BUNDLE).hidden_taps == (2, 3, 4)
 
 
-def test_flag_faults(command_here, tiny_checkpoint, tmp_path):
+def test_invalid_tap_flags_are_rejected(command_here, tiny_checkpoint, tmp_path):
     out = tmp_path / "out"
     result = _export(command_here, tiny_checkpoint, out, "--is_eagle_base")
     assert_one_line_error(result, "too small for the default taps", "--hidden_taps")
@@ -167,7 +167,7 @@ _EAGLE1 = Layout(
     ],
     ids=["default", "configured", "eagle1"],
 )
-def test_taps_of_a_draft(command_here, deep_checkpoint, tmp_path, layout, taps):
+def test_draft_model_dir_sets_the_taps(command_here, deep_checkpoint, tmp_path, layout, taps):
     draft = make_draft(tmp_path / "draft", layout)
     flags = ("--draft_model_dir", draft)
     result = _export(command_here, deep_checkpoint, tmp_path / "out", *flags)

@@ -120,7 +120,7 @@ def compare(session: DecoderNetwork, model: PreTrainedModel, positions: int = CA
 
 
 @pytest.mark.parametrize("model_type", models.supported())
-def test_exported_as_transformers_has_it_or_not_at_all(model_type, tmp_path_factory):
+def test_random_configs_equal_transformers_or_are_rejected(model_type, tmp_path_factory):
     folder = tmp_path_factory.mktemp(model_type)
     outcomes = []
 

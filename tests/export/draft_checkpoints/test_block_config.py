@@ -64,14 +64,14 @@ def understood(base, folder, layout="dflash", *, own=None, without=(), **config)
         ),
     ],
 )
-def test_facts_of_configs(base, tmp_path, layout, changes, expected):
+def test_configs_of_every_layout_are_read(base, tmp_path, layout, changes, expected):
     found = understood(base, tmp_path, layout, **changes)
     assert (found.kind, found.block.is_causal, found.block.window) == expected
     assert found.block.mask_token_id == 95
     assert found.block.from_newest is (layout == "deepspec" and "architectures" in changes)
 
 
-def test_taps_are_spread_where_none_are_named(base, tmp_path):
+def test_default_taps_are_spread_over_the_layers(base, tmp_path):
     with pytest.raises(EdgeLLMError, match="2 taps of 96 make 192"):  # outputs of 1 and n - 3
         understood(base, tmp_path, without=["target_layer_ids"])
 
@@ -101,12 +101,12 @@ def test_taps_are_spread_where_none_are_named(base, tmp_path):
         ("dflash2", {"own": {"input_embedding_scale": 2.0}}, "input_embedding_scale = 2.0"),
     ],
 )
-def test_rejected_configs(base, tmp_path, layout, changes, message):
+def test_unsupported_configs_are_rejected(base, tmp_path, layout, changes, message):
     with pytest.raises(EdgeLLMError, match=message):
         understood(base, tmp_path, layout, **changes)
 
 
-def test_a_tensor_more_or_less_stops_the_export(base, tmp_path):
+def test_missing_and_superfluous_tensors_stop_the_export(base, tmp_path):
     draft = make_blocks(tmp_path, LAYOUTS["dflash"])
     tensors = load_file(draft / "model.safetensors")
     save_file(
@@ -121,7 +121,7 @@ def test_a_tensor_more_or_less_stops_the_export(base, tmp_path):
         understand_draft(open_draft(str(draft)), checkpoints[1], DraftOptions("fp32"))
 
 
-def test_a_draft_is_no_base(base, tmp_path, command_here):
+def test_a_draft_is_rejected_as_a_base(base, tmp_path, command_here):
     draft = make_blocks(tmp_path / "draft", replace(LAYOUTS["dflash"]))
     result = command_here(
         "edgellm-export",

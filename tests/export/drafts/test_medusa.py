@@ -86,7 +86,7 @@ def test_graphs_equal_torch(base, tmp_path, name):
     np.testing.assert_allclose(found, best.values, atol=2e-5)
 
 
-def test_half_precision(base, tmp_path):
+def test_float16_heads_are_close_to_torch(base, tmp_path):
     tensors = make_tensors()
     _exported(make_heads(tmp_path / "draft", tensors), base, tmp_path / "bundle", "fp16")
     feature = torch.randn(BASE_HIDDEN, generator=torch.Generator().manual_seed(1))
@@ -95,7 +95,7 @@ def test_half_precision(base, tmp_path):
     np.testing.assert_allclose(found, np.take_along_axis(expected, ids, 1), atol=0.02)
 
 
-def test_heads_in_the_folder_of_their_model(base, tmp_path, command_here):
+def test_heads_in_the_folder_of_their_model_are_found(base, tmp_path, command_here):
     """Medusa-2 trains the model, too: base and heads come from one folder."""
     whole = shutil.copytree(base, tmp_path / "whole")
     tensors = make_tensors(prefix="medusa_head.")
@@ -152,7 +152,7 @@ def test_unknown_layouts_are_rejected(base, tmp_path, name):
     assert not (tmp_path / "bundle").exists()
 
 
-def test_the_command(base, tmp_path, command, command_here):
+def test_export_draft_writes_medusa_heads(base, tmp_path, command, command_here):
     heads = make_heads(tmp_path / "heads")
 
     export = "edgellm-export", "draft", "--output_dir", tmp_path / "out"

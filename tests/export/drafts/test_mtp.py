@@ -60,7 +60,7 @@ def test_graphs_equal_torch(bases, tmp_path, name, dtype, tolerance):
 
 
 @pytest.mark.parametrize("dtype", ["float32", "bfloat16"])
-def test_that_of_ernie_continues_the_stream_before_the_norm(tmp_path, dtype):
+def test_ernies_layer_continues_from_hidden_states_before_the_norm(tmp_path, dtype):
     base = make_ernie(tmp_path / "base", dtype=dtype)
     manifest = exported(base, base, tmp_path / "bundle")
     assert (manifest.draft.method, manifest.draft.hidden_taps) == ("mtp", (3,))
@@ -83,7 +83,7 @@ def test_that_of_ernie_continues_the_stream_before_the_norm(tmp_path, dtype):
     )
 
 
-def test_rejected_layers_of_ernie(tmp_path):
+def test_unsupported_layers_of_ernie_are_rejected(tmp_path):
     base = make_ernie(tmp_path / "base")
     path = base / "config.json"
     config, tensors = json.loads(path.read_text()), load_file(base / "model.safetensors")
@@ -97,7 +97,7 @@ def test_rejected_layers_of_ernie(tmp_path):
         exported(base, base, tmp_path / "bundle")
 
 
-def test_an_engine_of_a_half_bundle_has_the_norms_as_they_are_stored(tmp_path):
+def test_a_float16_engine_keeps_the_stored_norms(tmp_path):
     """1 + weight is not exact in float16; the build compares itself with the portable graph."""
     base = make_base(tmp_path / "base", dtype="bfloat16")
     exported(base, base, tmp_path / "bundle", "fp16")
@@ -124,7 +124,7 @@ def test_a_tied_head_is_stored_once(tmp_path):
 
 
 @pytest.mark.parametrize("is_tied", [True, False])
-def test_the_commonest_tokens_alone(tmp_path, monkeypatch, is_tied):
+def test_draft_vocab_size_keeps_the_most_frequent_tokens(tmp_path, monkeypatch, is_tied):
     """Pruned heads in pieces of any size; end-of-sequence tokens are included."""
     monkeypatch.setattr(safetensors_io, "CHUNK_BYTES", 1000)
     base = make_base(tmp_path / "base", tie_word_embeddings=is_tied, vocab_size=VOCAB)
@@ -141,7 +141,7 @@ def test_the_commonest_tokens_alone(tmp_path, monkeypatch, is_tied):
             export_draft(*opened, tmp_path / "b", DraftOptions(draft_vocab_size=size))
 
 
-def test_in_the_folder_of_a_model_with_images(bases, tmp_path):
+def test_an_mtp_layer_of_a_vision_language_model_is_exported(bases, tmp_path):
     """Qwen3.5's published layout: `mtp.*` with `model.language_model.*`."""
     from edgellm.export.checkpoints.vlm import text_tower
 
@@ -168,7 +168,7 @@ CONFIGS = {
 
 
 @pytest.mark.parametrize("name", CONFIGS)
-def test_configs_that_are_not_understood(bases, tmp_path, name):
+def test_unsupported_configs_are_rejected(bases, tmp_path, name):
     config, message = CONFIGS[name]
     base = shutil.copytree(bases["qwen3_5_text"], tmp_path / "base")
     path = base / "config.json"
@@ -178,7 +178,7 @@ def test_configs_that_are_not_understood(bases, tmp_path, name):
     assert not (tmp_path / "bundle").exists()
 
 
-def test_tensors_that_are_missing_or_left_over(bases, tmp_path):
+def test_missing_and_superfluous_tensors_are_rejected(bases, tmp_path):
     base = shutil.copytree(bases["qwen3_5_text"], tmp_path / "base")
     whole = load_file(base / "model.safetensors")
     for name, message in (
@@ -193,7 +193,7 @@ def test_tensors_that_are_missing_or_left_over(bases, tmp_path):
             exported(base, base, tmp_path / "bundle")
 
 
-def test_other_models_and_other_bases(bases, tmp_path, tiny_checkpoint):
+def test_models_without_mtp_and_other_bases_are_rejected(bases, tmp_path, tiny_checkpoint):
     llama = shutil.copytree(tiny_checkpoint, tmp_path / "llama")
     whole = load_file(llama / "model.safetensors")
     layer = {"mtp.fc.weight": whole["model.norm.weight"].clone()}
@@ -219,7 +219,7 @@ def test_other_models_and_other_bases(bases, tmp_path, tiny_checkpoint):
             exported(bases["qwen3_5_text"], other, tmp_path / "bundle")
 
 
-def test_the_command(bases, tmp_path, capsys):
+def test_export_writes_a_base_and_its_mtp_draft(bases, tmp_path, capsys):
     base = ("--draft_model_dir", str(bases["qwen3_5_text"]))
     for product, source in (("llm", "--model_dir"), ("draft", "--base_model_dir")):
         given = (*base, source, base[1], "--output_dir", str(tmp_path / product))

@@ -104,7 +104,7 @@ FAULTS = {
 
 
 @pytest.mark.parametrize("name", FAULTS)
-def test_unsupported_features_of_newer_drafts(name, draft_bases, tmp_path):
+def test_unsupported_features_of_newer_drafts_are_rejected(name, draft_bases, tmp_path):
     config, tensors, message = FAULTS[name]
     draft = make_draft(tmp_path / "draft", replace(_PEAGLE, config={**_PEAGLE.config, **config}))
     found = {**load_file(draft / "model.safetensors"), **tensors}
@@ -164,13 +164,13 @@ def test_lowered_graphs_equal_the_reference(name, dtype, tolerance, lowered, dra
     drive(lowered(run.folder, run.manifest), reference, tolerance)
 
 
-def test_half_precision(draft_bases, tmp_path):
+def test_float16_drafts_are_close_to_the_reference(draft_bases, tmp_path):
     run, reference = _export(tmp_path, draft_bases, LAYOUTS["specforge_eagle31"], "fp16")
     assert run.manifest.dtype == "float16"
     drive(run, reference, tolerance=5e-2)
 
 
-def test_linear_rope_and_quantized_layers(draft_bases, tmp_path):
+def test_drafts_with_linear_rope_and_quantized_layers_equal_the_reference(draft_bases, tmp_path):
     from eagle_reference import make_tensors
     from safetensors.torch import save_file
 

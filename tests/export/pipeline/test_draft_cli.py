@@ -68,7 +68,7 @@ def _edit_tensors(folder: Path, **changes: object) -> Path:
     return folder
 
 
-def test_export(export, draft, tmp_path):
+def test_export_draft_writes_a_bundle(export, draft, tmp_path):
     result = export(draft, "--dtype", "fp32", alone=True)
     assert result.returncode == 0, result.stderr
     assert "eagle3 draft (SafeAILab)" in result.stdout
@@ -86,7 +86,7 @@ def test_export(export, draft, tmp_path):
     assert not (tmp_path / "out" / "fuse.onnx").exists()
 
 
-def test_wrong_folders(export, draft, draft_base, tmp_path):
+def test_folders_without_a_draft_are_rejected(export, draft, draft_base, tmp_path):
     refused = export(tmp_path / "none", alone=True)
     assert_one_line_error(refused, "no such folder", "check the path")
     assert_one_line_error(export(draft_base), "is not a draft", "looks like a whole language model")
@@ -99,7 +99,7 @@ def test_wrong_folders(export, draft, draft_base, tmp_path):
     assert not (tmp_path / "out").exists()
 
 
-def test_flag_faults_and_foreign_files(export, draft, tmp_path):
+def test_invalid_flags_and_foreign_files_are_rejected(export, draft, tmp_path):
     assert_one_line_error(export(draft, "--dtype", "fp8"), "fp16 or fp32")
     (tmp_path / "out").mkdir()
     (tmp_path / "out" / "fuse.onnx").write_text("mine")
@@ -107,7 +107,7 @@ def test_flag_faults_and_foreign_files(export, draft, tmp_path):
     assert (tmp_path / "out" / "fuse.onnx").read_text() == "mine"
 
 
-def test_damaged_safetensors(export, draft, tmp_path):
+def test_damaged_safetensors_are_rejected(export, draft, tmp_path):
     path = draft / "model.safetensors"
     whole = path.read_bytes()
     path.write_bytes(whole[:-1000])
@@ -125,7 +125,7 @@ class _Attack:
         return os.system, ("touch /tmp/edgellm_was_here",)
 
 
-def test_torch_files(export, tmp_path):
+def test_torch_files_are_exported(export, tmp_path):
     folder = make_draft(tmp_path / "bin", Layout(SAFEAILAB.config, file="pytorch_model.bin"))
     path = folder / "pytorch_model.bin"
     tensors = torch.load(path)
@@ -149,7 +149,7 @@ def test_torch_files(export, tmp_path):
     assert_one_line_error(export(folder), "fc.weight has type torch.complex64")
 
 
-def test_torch_files_without_torch(export, tmp_path):
+def test_torch_files_without_torch_are_rejected(export, tmp_path):
     folder = make_draft(tmp_path / "bin", Layout(SAFEAILAB.config, file="pytorch_model.bin"))
     (tmp_path / "hidden").mkdir()
     (tmp_path / "hidden" / "torch.py").write_text("raise ImportError")
@@ -176,7 +176,7 @@ def test_torch_files_without_torch(export, tmp_path):
     ],
     ids=lambda value: value[0][:24] if isinstance(value, list) else "",
 )
-def test_tensor_faults(export, draft, tensors, messages, tmp_path):
+def test_faults_in_tensors_are_rejected(export, draft, tensors, messages, tmp_path):
     assert_one_line_error(export(_edit_tensors(draft, **tensors)), *messages)
     assert not (tmp_path / "out").exists()
 
@@ -213,7 +213,7 @@ def test_tensor_faults(export, draft, tensors, messages, tmp_path):
     ],
     ids=lambda value: value[0][:24] if isinstance(value, list) else "",
 )
-def test_config_faults(export, draft, changes, messages, tmp_path):
+def test_faults_in_the_config_are_rejected(export, draft, changes, messages, tmp_path):
     assert_one_line_error(export(_edit_config(draft, **changes)), *messages)
     assert not (tmp_path / "out").exists()
 
@@ -230,7 +230,7 @@ def test_a_narrow_draft_needs_its_own_embedding(export, tmp_path):
     assert_one_line_error(export(folder), "has no embed_tokens.weight", "rows of 96 values")
 
 
-def test_eagle1_faults(export, tmp_path):
+def test_faults_in_eagle1_drafts_are_rejected(export, tmp_path):
     folder = make_draft(tmp_path / "eagle1", EAGLE1)
     _edit_config(folder, bias=None)
     assert_one_line_error(export(folder), "no tensor fc.bias")
@@ -241,7 +241,7 @@ def test_eagle1_faults(export, tmp_path):
     assert_one_line_error(export(folder), "embedding and feature of 96 make 192")
 
 
-def test_a_base_that_is_too_small_for_the_default_taps(export, draft, tiny_checkpoint):
+def test_a_base_too_small_for_the_default_taps_is_rejected(export, draft, tiny_checkpoint):
     assert_one_line_error(
         export(draft, base=tiny_checkpoint),
         "a base of 3 layers is too small",

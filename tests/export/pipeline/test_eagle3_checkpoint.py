@@ -50,7 +50,7 @@ def bases(tmp_path_factory):
 
 
 @pytest.mark.parametrize("name", LAYOUTS)
-def test_a_handed_draft_is_the_draft(tmp_path, bases, name):
+def test_a_converted_draft_computes_the_same(tmp_path, bases, name):
     """Edgellm's reader reads equal weights from the converted checkpoint."""
     layout = LAYOUTS[name]
     base, draft = bases(layout.tied_base), make_draft(tmp_path / "draft", layout)
@@ -94,7 +94,7 @@ def _expect_names(folder: Path, taps: tuple[int, ...]) -> None:
         assert config["draft_vocab_size"] == config["vocab_size"]
 
 
-def test_the_command(tmp_path, bases, command):
+def test_export_checkpoint_prints_the_command_of_the_engine(tmp_path, bases, command):
     layout = LAYOUTS["angelslim"]
     draft, base = make_draft(tmp_path / "draft", layout), bases(layout.tied_base)
     arguments = ["--draft_model_dir", draft, "--base_model_dir", base, "--output_dir"]

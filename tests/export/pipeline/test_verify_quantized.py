@@ -118,7 +118,7 @@ MISTAKES = {
 
 
 @pytest.mark.parametrize("layout", MISTAKES)
-def test_a_mistake_of_the_reader_fails(command_here, floats, tmp_path, monkeypatch, layout):
+def test_verify_finds_a_wrong_decoding(command_here, floats, tmp_path, monkeypatch, layout):
     """The command exits with 2, and the folder is unchanged."""
     bundle, checkpoint = tmp_path / "bundle", tmp_path / "checkpoint"
     write_checkpoint(floats["qwen3"], checkpoint, LAYOUTS[layout])
@@ -138,7 +138,7 @@ def test_a_mistake_of_the_reader_fails(command_here, floats, tmp_path, monkeypat
 
 
 @pytest.mark.parametrize("value", [0.0, float("nan")])
-def test_weights_that_test_nothing(command_here, tiny_checkpoint, tmp_path, value):
+def test_verify_rejects_weights_that_test_nothing(command_here, tiny_checkpoint, tmp_path, value):
     """Equal logits for all tokens agree by 100 % with any others."""
     checkpoint = Path(shutil.copytree(tiny_checkpoint, tmp_path / "checkpoint"))
     tensors = load_file(checkpoint / "model.safetensors")

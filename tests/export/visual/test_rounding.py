@@ -54,7 +54,7 @@ def model(request, checkpoint, tmp_path_factory) -> VisualModel:
     return VisualModel(checkpoint, bundle, quantization=request.param)
 
 
-def test_features_are_those_of_rounded_weights(model):
+def test_features_equal_those_of_rounded_weights(model):
     """Shapes of all linear layers of the encoder."""
     pixels = random_pixels(model.spec, GRID, 0)
     (exact,) = model.features([pixels], [GRID])
@@ -65,7 +65,7 @@ def test_features_are_those_of_rounded_weights(model):
         assert np.abs(found - unrounded).max() > 20e-4
 
 
-def test_the_bundle_shrinks(model, checkpoint, tmp_path):
+def test_a_quantized_visual_bundle_is_smaller(model, checkpoint, tmp_path):
     """The file shrinks by three of four bytes of all weights, except for scales."""
     floats = _export(checkpoint, tmp_path / "float")
     assert floats.vision == model.spec  # the same number of parameters
@@ -77,7 +77,7 @@ def test_the_bundle_shrinks(model, checkpoint, tmp_path):
 
 
 @pytest.mark.parametrize("precision", PRECISIONS)
-def test_half_precision_graphs(checkpoint, tmp_path, precision):
+def test_quantized_float16_graphs_are_close_to_float32(checkpoint, tmp_path, precision):
     """Graphs for GPUs are valid, and run in ONNX Runtime."""
     manifest = _export(checkpoint, tmp_path / "bundle", "fp16", precision)
     assert (manifest.dtype, manifest.quantization) == ("float16", precision)
@@ -152,7 +152,7 @@ _PROJECTION = "model.connector.modality_projection.proj"
 
 
 @pytest.mark.parametrize("value", [np.nan, np.inf])
-def test_weights_that_are_no_numbers(tiny, tmp_path, value):
+def test_weights_that_are_not_numbers_are_rejected(tiny, tmp_path, value):
     def change(tensors):
         tensors[f"{_PROJECTION}.weight"][3, 2] = value
 
@@ -162,7 +162,7 @@ def test_weights_that_are_no_numbers(tiny, tmp_path, value):
     assert not (tmp_path / "bundle").exists()
 
 
-def test_an_encoder_that_is_quantized_already(tiny, tmp_path):
+def test_a_quantized_encoder_is_not_quantized_again(tiny, tmp_path):
     """A quantized encoder is exported unchanged, and not rounded twice."""
 
     def change(tensors):
@@ -191,7 +191,7 @@ def _changed(source: Path, folder: Path, change: Callable[[dict], None]) -> Path
     return checkpoint
 
 
-def test_command(command_here, tiny, tmp_path):
+def test_export_visual_quantizes_on_request(command_here, tiny, tmp_path):
     arguments = ("--model_dir", tiny, "--output_dir", tmp_path / "bundle", "--quantization")
     result = command_here("edgellm-export", "visual", *arguments, "int3")
     assert_one_line_error(result, "--quantization int3: give none, fp8 or int8")

@@ -105,7 +105,7 @@ def test_no_value_of_a_graph_grows_with_the_square_of_the_patches(model):
 
 @pytest.mark.parametrize("model_type", ["qwen2_5_vl", "qwen3_vl", "internvl", "smolvlm"])
 @pytest.mark.parametrize("stored", ["bfloat16", "float32"])
-def test_half_precision_graphs(tmp_path, model_type, stored):
+def test_float16_graphs_are_close_to_float32(tmp_path, model_type, stored):
     checkpoint = make_visual_checkpoint(tmp_path / "c", _tiny(model_type), dtype=stored)
     model = VisualModel(checkpoint, tmp_path / "bundle", "fp16")
     assert (model.manifest.dtype, model.manifest.quantization) == ("float16", "none")
@@ -126,7 +126,7 @@ def test_half_precision_graphs(tmp_path, model_type, stored):
         ("smolvlm", "model.vision_model.", "vision_model."),
     ],
 )
-def test_both_prefixes_of_tensors(tmp_path, model_type, old, new):
+def test_both_prefixes_of_tensors_give_the_same_bundle(tmp_path, model_type, old, new):
     """Both names: transformers writes one, and files of other versions have the other."""
     checkpoint = make_visual_checkpoint(tmp_path / "c", _tiny(model_type))
     VisualModel(checkpoint, tmp_path / "one")
@@ -155,7 +155,7 @@ def test_weights_are_the_stored_bytes(tmp_path):
     assert manifest.vision.patch_values == math.prod(kernel.shape[1:])
 
 
-def test_keys_and_names_of_older_files(tmp_path):
+def test_keys_and_names_of_older_files_give_the_same_bundle(tmp_path):
     """The Hub's Qwen2-VL: language keys at the top level, other keys for channels and patches."""
     checkpoint = make_visual_checkpoint(tmp_path / "c", _tiny("qwen2_vl"))
     config = json.loads((checkpoint / "config.json").read_text())
@@ -218,7 +218,7 @@ _HUB = {
 
 
 @pytest.mark.parametrize("model_type", _HUB)
-def test_configs_of_the_hub_are_understood(model_type):
+def test_configs_of_the_hub_are_read(model_type):
     vision_config, rest, tokens = _HUB[model_type]
     vision = ConfigReader(vision_config)
     config = visual.find(model_type).Config.from_hf(vision, ConfigReader(rest))
@@ -317,7 +317,7 @@ def test_the_processor_goes_with_the_bundle(qwen3_checkpoint, tmp_path):
         _export(checkpoint, tmp_path / "other")
 
 
-def test_command(command, qwen3_checkpoint, tmp_path):
+def test_export_visual_writes_a_bundle(command, qwen3_checkpoint, tmp_path):
     bundle = tmp_path / "bundle"
     result = command(
         "edgellm-export", "visual", "--model_dir", qwen3_checkpoint, "--output_dir", bundle,

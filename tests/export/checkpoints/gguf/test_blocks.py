@@ -50,7 +50,7 @@ def computed(op: Op, output: ir.Value, folder) -> np.ndarray:
 
 
 @pytest.mark.parametrize("kind", FORMS)
-def test_decoded_values_are_those_of_the_package(kind, tmp_path):
+def test_decoded_values_equal_package_gguf(kind, tmp_path):
     width = 2 * FORMS[kind].values
     rows = random_blocks(kind, 2 * _ROWS).reshape(_ROWS, -1)
     expected = gguf.dequantize(rows, gguf.GGMLQuantizationType[kind])

@@ -90,7 +90,7 @@ def test_unsupported_metadata_is_rejected(tmp_path, tiny, case, extra, message):
     assert not (tmp_path / "bundle").exists()
 
 
-def test_an_architecture_without_a_family(tmp_path, tiny):
+def test_an_architecture_without_a_family_is_rejected(tmp_path, tiny):
     write_gguf(tmp_path / "model.gguf", "llama", tiny("llama"))
     data = (tmp_path / "model.gguf").read_bytes().replace(b"llama", b"bloom")
     (tmp_path / "model.gguf").write_bytes(data)
@@ -120,7 +120,7 @@ def test_rope_factors_divide_the_frequencies():
     np.testing.assert_allclose(scaled, plain / np.array(factors), rtol=1e-6)
 
 
-def test_damaged_files(tmp_path):
+def test_a_truncated_header_is_rejected(tmp_path):
     path = tmp_path / "broken.gguf"
     path.write_bytes(b"GGUF\x03\x00")
     with pytest.raises(BrokenArtifactError, match="not a whole GGUF file"):
@@ -134,7 +134,7 @@ def tiny_file(tmp_path_factory, tiny) -> bytes:
     return path.read_bytes()
 
 
-def test_headers_cut_anywhere(tiny_file, tmp_path):
+def test_headers_cut_anywhere_are_rejected(tiny_file, tmp_path):
     path = tmp_path / "cut.gguf"
     for length in range(8, 4000, 97):
         path.write_bytes(tiny_file[:length])
@@ -161,14 +161,14 @@ def test_headers_with_any_byte_changed_are_read_or_rejected_in_one_line(tiny_fil
     [(0, b"GGML", "does not begin with GGUF"), (4, b"\x01\0\0\0", "version 1"),
      (4, b"\0\0\0\x03", "version 50331648")],
 )  # fmt: skip
-def test_other_files(tiny_file, tmp_path, place, value, said):
+def test_headers_with_wrong_values_are_rejected(tiny_file, tmp_path, place, value, said):
     path = tmp_path / "other.gguf"
     path.write_bytes(tiny_file[:place] + value + tiny_file[place + len(value) :])
     with pytest.raises(BrokenArtifactError, match=said):
         open_checkpoint(str(path))
 
 
-def test_a_file_cut_inside_its_tensors(tmp_path, smollm2_gguf):
+def test_a_file_cut_inside_its_tensors_is_rejected(tmp_path, smollm2_gguf):
     path = tmp_path / "cut.gguf"
     with smollm2_gguf.open("rb") as stream:
         path.write_bytes(stream.read(20_000_000))
@@ -307,7 +307,7 @@ _IDS = ("bos", "eos", "eot", "eom", "unknown", "padding")
         ("general.alignment", "32"),
     ],
 )
-def test_values_of_wrong_types_or_bounds(tmp_path, tiny, monkeypatch, key, value):
+def test_values_of_wrong_types_or_bounds_are_rejected(tmp_path, tiny, monkeypatch, key, value):
     """An id of -1 is not the last token, and the text "false" is not true."""
     import gguf
 
@@ -326,7 +326,7 @@ def test_values_of_wrong_types_or_bounds(tmp_path, tiny, monkeypatch, key, value
 
 
 @pytest.mark.parametrize("kind", ["F64", "I8", "I32", "Q8_1"])
-def test_types_that_the_package_does_not_decode(tmp_path, tiny, kind):
+def test_types_that_package_gguf_does_not_decode_are_rejected(tmp_path, tiny, kind):
     import gguf
 
     number = gguf.GGMLQuantizationType[kind]

@@ -36,7 +36,7 @@ def in_q8(_, array):
 
 
 @pytest.mark.parametrize("case", HYBRIDS)
-def test_logits_are_those_of_the_checkpoint(tmp_path, case):
+def test_logits_equal_those_of_the_checkpoint(tmp_path, case):
     arch, config = HYBRIDS[case]
     folder = make_checkpoint(tmp_path / "hf", **config)
     write_hybrid(tmp_path / "model.gguf", arch, folder)
@@ -67,7 +67,7 @@ def test_unsupported_metadata_is_rejected(tmp_path, case, changes, extra, messag
     assert not (tmp_path / "bundle").exists()
 
 
-def test_older_files_of_qwen3_next_join_all_projections(tmp_path, monkeypatch):
+def test_older_files_of_qwen3_next_with_joined_projections_are_read(tmp_path, monkeypatch):
     arch, config = HYBRIDS["qwen3next"]
     folder = make_checkpoint(tmp_path / "hf", **config)
     convert = gguf_hybrids.CONVERT
@@ -120,7 +120,7 @@ def test_multi_token_prediction_is_a_draft(tmp_path, arch):
     drive(DraftRun(tmp_path / "draft", manifest), Reference(base))
 
 
-def test_such_a_draft_keeps_its_codes(tmp_path):
+def test_an_mtp_draft_keeps_its_quantized_weights(tmp_path):
     base = make_base(tmp_path / "hf", linear_value_head_dim=32, intermediate_size=96)
     path = tmp_path / "model.gguf"
     write_hybrid(path, "qwen35", base, in_q8)
@@ -138,7 +138,7 @@ def test_such_a_draft_keeps_its_codes(tmp_path):
     assert (found.quantization, found.draft.draft_vocab_size) == ("gguf", 40)
 
 
-def test_a_layer_that_predicts_is_left_out_where_it_is_no_draft(tmp_path):
+def test_mtp_layers_are_left_out_of_the_base(tmp_path):
     """Nemotron's is the last block, too."""
     arch, config = HYBRIDS["nemotron_h"]
     folder = make_checkpoint(tmp_path / "hf", **config)
