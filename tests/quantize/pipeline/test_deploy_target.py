@@ -50,8 +50,9 @@ def test_a_job_has_the_default_head_and_the_target(monkeypatch, tmp_path, given,
     jobs: list[Job] = []
     monkeypatch.setattr(run, "run_job", lambda job, _: jobs.append(job))
     monkeypatch.setattr(summary, "print_summary", lambda *_: None)
-    options = {"block_size": None, "algo": None, "target": target}
-    cli._run("model", tmp_path / "out", "nvfp4", given, "", **options)
+    flags = ["--model_dir", "model", "--output_dir", str(tmp_path / "out"), "--target", target]
+    head_flag = [] if given is None else ["--lm_head_quantization", given]
+    cli.app(["llm", *flags, "--quantization", "nvfp4", *head_flag], standalone_mode=False)
     assert [(job.lm_head_quantization, job.target) for job in jobs] == [(head, rounds_as(target))]
 
 
