@@ -54,7 +54,14 @@ if TYPE_CHECKING:
 app = App(CAMEL_CASE)
 
 
-@app.command()
+@app.command(
+    common=("--onnxDir", "--engineDir", "--maxInputLen", "--maxKVCacheCapacity", "--backend"),
+    examples=(
+        "llm_build --onnxDir bundle --engineDir engine --maxInputLen 1024 "
+        "--maxKVCacheCapacity 2048",
+        "llm_build --onnxDir draft_bundle --engineDir engine --specDraft",
+    ),
+)
 def llm_build(
     onnx_dir: OnnxDir,
     engine_dir: EngineDir,

@@ -8,16 +8,36 @@ from typing import Annotated
 
 import typer
 
-OnnxDir = Annotated[Path, typer.Option("--onnxDir", help="Bundle made by edgellm-export.")]
-EngineDir = Annotated[Path, typer.Option("--engineDir", help="Folder for the engine.")]
-MaxInputLen = Annotated[int, typer.Option("--maxInputLen", min=1, help="Longest prompt, tokens.")]
+OnnxDir = Annotated[
+    Path,
+    typer.Option(
+        "--onnxDir",
+        help="Read the bundle in this folder, which edgellm-export made.",
+        rich_help_panel="Model",
+    ),
+]
+EngineDir = Annotated[
+    Path,
+    typer.Option("--engineDir", help="Write the engine to this folder.", rich_help_panel="Output"),
+]
+MaxInputLen = Annotated[
+    int,
+    typer.Option(
+        "--maxInputLen",
+        min=1,
+        help="Set the longest prompt. Default: {default} tokens.",
+        rich_help_panel="Limits",
+    ),
+]
 KvCapacity = Annotated[
     int,
     typer.Option(
         "--maxKVCacheCapacity",
         "--maxKvCacheCapacity",
         min=2,
-        help="Prompt plus output, tokens.",
+        help="Set the longest sequence, the prompt and its output together. Default: "
+        "{default} tokens.",
+        rich_help_panel="Limits",
     ),
 ]
 MaxBatchSize = Annotated[
@@ -26,8 +46,9 @@ MaxBatchSize = Annotated[
         "--maxBatchSize",
         min=1,
         max=256,
-        help="Maximum batch size, which also sizes the KV cache; with edgellm's "
-        "kernels, or ONNX Runtime on CUDA.",
+        help="Set the maximum batch size, which also sizes the KV cache. It needs edgellm's "
+        "kernels, or ONNX Runtime on CUDA. Default: {default} sequence.",
+        rich_help_panel="Limits",
     ),
 ]
 MaxLoraRank = Annotated[
@@ -36,8 +57,9 @@ MaxLoraRank = Annotated[
         "--maxLoraRank",
         min=0,
         max=1024,
-        help="Take LoRA adapters up to this rank while the engine runs; on a CPU with edgellm's "
-        "kernels.",
+        help="Take LoRA adapters up to this rank while the engine runs; a CPU needs "
+        "edgellm's kernels. Default: {default}, no adapters.",
+        rich_help_panel="Limits",
     ),
 ]
 MaxLoras = Annotated[
@@ -46,65 +68,94 @@ MaxLoras = Annotated[
         "--maxLoras",
         min=1,
         max=64,
-        help="With --maxLoraRank, on a GPU: maximum number of loaded adapters, 4 if not "
-        "given; a CPU has no limit.",
-        show_default=False,
+        help="Keep at most this many adapters loaded on a GPU, with --maxLoraRank. Default: "
+        "4 adapters; no limit on a CPU.",
+        rich_help_panel="Limits",
     ),
 ]
-Backend = Annotated[str, typer.Option("--backend", help="auto, onnxruntime or tensorrt.")]
+Backend = Annotated[
+    str,
+    typer.Option(
+        "--backend",
+        help="Choose the library that runs the graphs: auto, onnxruntime or tensorrt.",
+        rich_help_panel="Model",
+    ),
+]
 Device = Annotated[
     str,
     typer.Option(
         "--device",
-        help="cpu or cuda: device of onnxruntime, by default the CPU; tensorrt has cuda only.",
-        show_default=False,
+        help="Choose the device of onnxruntime: cpu or cuda; tensorrt has cuda only. Default: cpu.",
+        rich_help_panel="Model",
     ),
 ]
 Threads = Annotated[
-    int, typer.Option("--threads", min=0, max=os.cpu_count(), help="CPU threads, 0 takes all.")
+    int,
+    typer.Option(
+        "--threads",
+        min=0,
+        max=os.cpu_count(),
+        help="Use this many CPU threads; 0 uses all cores. Default: {default} threads.",
+        rich_help_panel="Limits",
+    ),
 ]
 Prefill = Annotated[
     str,
     typer.Option(
         "--prefill",
-        help="Prompt precision of quantized engines: int8 is faster but keeps a second copy of "
-        "the weights, same keeps one, auto takes int8 where the CPU has int8 dot products.",
+        help="Choose the prompt precision of quantized engines. int8 is faster, but keeps a "
+        "second copy of the weights; same keeps one. auto takes int8 if the CPU has "
+        "int8 dot products.",
+        rich_help_panel="Model",
     ),
 ]
 Kernels = Annotated[
     str,
     typer.Option(
         "--kernels",
-        help="Operators: edgellm (its own kernels; on the CPU one copy of the weights, and "
-        "bits that do not depend on speculation; in TensorRT attention without copies of the "
-        "cache), onnxruntime or tensorrt (the library's operators), or auto, which uses "
-        "edgellm's where they are available.",
+        help="Choose the operators: edgellm, onnxruntime, tensorrt or auto. On a CPU, "
+        "edgellm keeps one copy of the weights, and speculation does not change bits. "
+        "In TensorRT, edgellm computes attention without copies of the KV cache. auto "
+        "takes edgellm if available.",
+        rich_help_panel="Model",
     ),
 ]
 KvCache = Annotated[
     str,
     typer.Option(
         "--kvCache",
-        help="float (as attention computes), float16 (CPU), int8, fp8 (tensorrt), or auto: the "
-        "checkpoint's calibrated type, else float16 on a CPU with integer weights.",
+        help="Choose the type of the KV cache: float (as attention computes), float16 (CPU), "
+        "int8, fp8 (tensorrt) or auto. auto takes the checkpoint's calibrated type, "
+        "else float16 on a CPU with integer weights.",
+        rich_help_panel="Model",
     ),
 ]
 Quantize = Annotated[
     str,
     typer.Option(
         "--quantize",
-        help="Rounds float weights: int8 (one scale per output channel and activation row), int4 "
-        "(blocks of 32), none, or auto, which rounds a draft to int8 where the CPU has int8 "
-        "dot products.",
+        help="Round float weights: int8 (one scale per output channel and activation row), "
+        "int4 (blocks of 32), none or auto. auto rounds a draft to int8 if the CPU has "
+        "int8 dot products.",
+        rich_help_panel="Model",
     ),
 ]
 EagleBase = Annotated[
-    bool, typer.Option("--eagleBase", "--specBase", help="The base of an EAGLE draft.")
+    bool,
+    typer.Option(
+        "--eagleBase",
+        "--specBase",
+        help="Build the base of an EAGLE draft, which verifies trees.",
+        rich_help_panel="Speculation",
+    ),
 ]
 EagleDraft = Annotated[
     bool,
     typer.Option(
-        "--eagleDraft", "--specDraft", help="An EAGLE draft; goes into its base's engineDir."
+        "--eagleDraft",
+        "--specDraft",
+        help="Build a draft, into the --engineDir of its base.",
+        rich_help_panel="Speculation",
     ),
 ]
 MaxVerifyTreeSize = Annotated[
@@ -112,70 +163,101 @@ MaxVerifyTreeSize = Annotated[
     typer.Option(
         "--maxVerifyTreeSize",
         min=1,
-        help="Maximum nodes of a tree, root included: 60 with --eagleBase; without it the engine "
-        "verifies trees of drafters without hidden taps.",
+        help="Verify trees of at most this many nodes, root included; without --eagleBase "
+        "for drafters without hidden states. Default: 60 nodes with --eagleBase, else "
+        "no trees.",
+        rich_help_panel="Speculation",
     ),
 ]
 MaxDraftTreeSize = Annotated[
-    int, typer.Option("--maxDraftTreeSize", min=1, help="Maximum nodes drafted in a round (draft).")
+    int,
+    typer.Option(
+        "--maxDraftTreeSize",
+        min=1,
+        help="Limit a draft's trees to this many nodes a round. Default: {default} nodes.",
+        rich_help_panel="Speculation",
+    ),
 ]
 TargetSm = Annotated[
     str,
     typer.Option(
         "--gpu",
-        help="tensorrt: compute capability of the GPU to compile for, e.g. 8.9, ahead of time with "
-        "TensorRT-RTX; this machine's GPU if not given.",
+        help="Compile for the GPU of this compute capability, such as 8.9, ahead of time "
+        "with TensorRT-RTX. Default: this machine's GPU.",
+        rich_help_panel="Model",
     ),
 ]
 Workspace = Annotated[
-    int, typer.Option("--workspace", min=0, help="tensorrt: scratch memory, MiB; 0: no limit.")
+    int,
+    typer.Option(
+        "--workspace",
+        min=0,
+        help="Limit TensorRT's scratch memory; 0 sets no limit. Default: {default} MiB.",
+        rich_help_panel="Limits",
+    ),
 ]
 FallbackPrecision = Annotated[
     str,
     typer.Option(
         "--fallbackPrecision",
-        help="tensorrt: int4 or fp16, what fp8 and nvfp4 weights become on a GPU without them.",
+        help="Choose what fp8 and nvfp4 weights become on a GPU without them: int4 or fp16 "
+        "(tensorrt). Default: an error.",
+        rich_help_panel="Model",
     ),
 ]
 Attention = Annotated[
     str,
     typer.Option(
         "--attention",
-        help="onnxruntime on cuda: fused (GroupQueryAttention, float16; wants onnxruntime-gpu "
-        "1.31), plain (products, 1.23), or auto, fused where there is a kernel.",
+        help="Choose attention of onnxruntime on cuda: fused, plain or auto. fused is "
+        "GroupQueryAttention in float16, from onnxruntime-gpu 1.31; plain is matrix "
+        "products, from 1.23. auto takes fused if there is a kernel.",
+        rich_help_panel="Model",
     ),
 ]
 IntGemm = Annotated[
     str,
     typer.Option(
         "--intGemm",
-        help="onnxruntime on cuda: integer tensor-core GEMMs for int4 and int8 weights, in "
-        "blocks of 32: on, off, or auto, on if trees of more than 16 nodes are verified.",
+        help="Multiply int4 and int8 weights in blocks of 32 by integer tensor-core GEMMs: "
+        "on, off or auto (onnxruntime on cuda). auto takes on if trees of more than 16 "
+        "nodes are verified.",
+        rich_help_panel="Model",
     ),
 ]
 OptLevel = Annotated[
     int | None,
     typer.Option(
-        "--optLevel", min=0, max=5, help="tensorrt: builder optimization level, usually 3."
+        "--optLevel",
+        min=0,
+        max=5,
+        help="Set the builder optimization level of TensorRT. Default: TensorRT's, usually 3.",
+        rich_help_panel="Debug",
     ),
 ]
 TimingCache = Annotated[
     Path | None,
-    typer.Option("--timingCache", help="tensorrt: timing cache file."),
+    typer.Option(
+        "--timingCache",
+        help="Read and write TensorRT's timing cache in this file. Default: no file.",
+        rich_help_panel="Output",
+    ),
 ]
 LayerReport = Annotated[
     bool,
     typer.Option(
         "--layerReport",
         "--profilingDetailed",
-        help="tensorrt: write all kernels and fusions to <graph>.layers.json.",
+        help="Write all kernels and fusions of TensorRT to <graph>.layers.json.",
+        rich_help_panel="Debug",
     ),
 ]
 NoCheck = Annotated[
     bool,
     typer.Option(
         "--noCheck",
-        help="Do not compare logits of a few tokens with the bundle's graph.",
+        help="Skip the comparison of the engine's logits with those of the bundle's graph.",
+        rich_help_panel="Debug",
     ),
 ]
 DryRun = Annotated[
@@ -183,6 +265,7 @@ DryRun = Annotated[
     typer.Option(
         "--dryRun",
         "--dry-run",
-        help="Predict sizes and speed, report exceeded limits, build nothing.",
+        help="Predict sizes and speed, report exceeded limits, and build nothing.",
+        rich_help_panel="Debug",
     ),
 ]

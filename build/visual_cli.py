@@ -36,22 +36,50 @@ from edgellm.core.errors import EdgeLLMError
 
 app = App(CAMEL_CASE)
 MinImageTokens = Annotated[
-    int, typer.Option("--minImageTokens", min=1, help="Minimum tokens of an image.")
+    int,
+    typer.Option(
+        "--minImageTokens",
+        min=1,
+        help="Set the fewest tokens of an image. Default: {default} tokens.",
+        rich_help_panel="Limits",
+    ),
 ]
 MaxImageTokens = Annotated[
-    int, typer.Option("--maxImageTokens", min=1, help="Maximum tokens of all images of a request.")
+    int,
+    typer.Option(
+        "--maxImageTokens",
+        min=1,
+        help="Set the most tokens of all images of a request. Default: {default} tokens.",
+        rich_help_panel="Limits",
+    ),
 ]
 MaxPerImage = Annotated[
     int,
-    typer.Option("--maxImageTokensPerImage", min=1, help="Larger images are scaled down to this."),
+    typer.Option(
+        "--maxImageTokensPerImage",
+        min=1,
+        help="Scale larger images down to this size. Default: {default} tokens.",
+        rich_help_panel="Limits",
+    ),
 ]
 Quantize = Annotated[
     str,
-    typer.Option("--quantize", help="Rounds float weights: int8 (and inputs of layers), or none."),
+    typer.Option(
+        "--quantize",
+        help="Round float weights: int8 (also the inputs of linear layers), or none.",
+        rich_help_panel="Model",
+    ),
 ]
 
 
-@app.command()
+@app.command(
+    common=("--onnxDir", "--engineDir", "--maxImageTokens", "--backend", "--quantize"),
+    examples=(
+        "visual_build --onnxDir visual_bundle --engineDir visual_engine",
+        "visual_build --onnxDir visual_bundle --engineDir visual_engine "
+        "--maxImageTokens 2048 --quantize int8",
+    ),
+)
 def visual_build(
     onnx_dir: OnnxDir,
     engine_dir: EngineDir,

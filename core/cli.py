@@ -11,12 +11,13 @@ import os
 import re
 import signal
 import sys
-from collections.abc import Callable
+from collections.abc import Callable, Iterable, Sequence
 from typing import Annotated, Any
 
 import typer
-from typer.core import TyperCommand
+from typer.core import TyperCommand, TyperGroup
 
+from edgellm.core.command_help import group_flags
 from edgellm.core.errors import EdgeLLMError
 
 # Accepted spellings of flags: --engine-dir is --engineDir, --model-dir is --model_dir.
@@ -28,8 +29,19 @@ _DEBUG = inspect.Parameter(
     "debug",
     inspect.Parameter.KEYWORD_ONLY,
     default=False,
-    annotation=Annotated[bool, typer.Option("--debug", help="Show tracebacks.")],
+    annotation=Annotated[
+        bool, typer.Option("--debug", help="Show tracebacks of errors.", rich_help_panel="Debug")
+    ],
 )
+
+
+class _Group(TyperGroup):
+    """Subcommands; the help ends with the first examples of two of them."""
+
+    def format_epilog(self, ctx: Any, formatter: Any) -> None:  # noqa: ARG002 - of typer
+        """Write the examples as they are, unwrapped."""
+        commands = self.commands.values()
+        _write_examples(formatter, [(one.epilog or "").split("\n")[0] for one in commands][:2])
 
 
 class App(typer.Typer):
@@ -37,6 +49,7 @@ class App(typer.Typer):
 
     def __init__(self, flag_case: dict[str, Any], *, no_args_is_help: bool = False) -> None:
         super().__init__(
+            cls=_Group,
             add_completion=True,
             rich_markup_mode=None,
             pretty_exceptions_enable=False,
@@ -46,22 +59,38 @@ class App(typer.Typer):
         self.shows_tracebacks = False
 
     def command(
-        self, name: str | None = None, **settings: Any
+        self,
+        name: str | None = None,
+        *,
+        common: Sequence[str] = (),
+        examples: Sequence[str] = (),
+        **settings: Any,
     ) -> Callable[[Callable[..., None]], Callable[..., None]]:
-        """A decorator that adds a command and returns the function, as typer's does."""
+        """A decorator that adds a command and returns the function, as typer's does.
+
+        Args:
+            name: of a subcommand; by default the function's.
+            common: the flags that the help lists first.
+            examples: command lines at the end of the help.
+            settings: of `typer.Typer.command`.
+        """
 
         def register(function: Callable[..., None]) -> Callable[..., None]:
-            self._add(function, name, settings)
+            self._add(function, name, common, {"epilog": "\n".join(examples), **settings})
             return function
 
         return register
 
-    def _add(self, function: Callable[..., None], name: str | None, settings: Any) -> None:
+    def _add(
+        self, function: Callable[..., None], name: str | None, common: Sequence[str], settings: Any
+    ) -> None:
         command = self._with_debug(function)
         hints = command.__annotations__.items()
         paths = {key for key, hint in hints if "Path" in str(hint) or "_dir" in key}
 
         class Command(TyperCommand):
+            common_flags = tuple(common)
+
             def parse_args(self, ctx: Any, args: list[str]) -> list[str]:
                 """Reject empty paths, which `Path` takes as the current folder."""
                 flags = {flag for one in self.params if one.name in paths for flag in one.opts}
@@ -72,6 +101,16 @@ class App(typer.Typer):
                     if known and (rest if equals else value) == "":
                         raise EdgeLLMError(f"{name}: the path is empty", hint="give a path")
                 return super().parse_args(ctx, args)
+
+            def format_options(self, ctx: Any, formatter: Any) -> None:
+                """Write the flags by group; typer does so with rich only, which is slow."""
+                for group, rows in group_flags(self, ctx, common).items():
+                    with formatter.section(group):
+                        formatter.write_dl(rows)
+
+            def format_epilog(self, ctx: Any, formatter: Any) -> None:  # noqa: ARG002 - of typer
+                """Write the examples as they are, unwrapped."""
+                _write_examples(formatter, (self.epilog or "").splitlines())
 
         super().command(name, cls=Command, **settings)(command)
 
@@ -86,6 +125,11 @@ class App(typer.Typer):
         command.__signature__ = inspect.Signature(merged)  # type: ignore[attr-defined]  # typer reads it
         command.__annotations__ = {one.name: one.annotation for one in merged}
         return command
+
+
+def _write_examples(formatter: Any, lines: Iterable[str]) -> None:
+    if shown := [f"  {line}\n" for line in lines if line]:
+        formatter.write("".join(["\nExamples:\n", *shown]))
 
 
 def with_flags(

@@ -50,7 +50,14 @@ if TYPE_CHECKING:
 app = App(CAMEL_CASE)
 
 
-@app.command()
+@app.command(
+    common=("--engineDir", "--inputFile", "--outputFile", "--spec", "--stream"),
+    examples=(
+        "llm_inference --engineDir engine --inputFile requests.json --outputFile answers.json",
+        "llm_inference --engineDir engine --inputFile requests.json --outputFile "
+        "answers.json --eagle --dumpOutput",
+    ),
+)
 @with_spec_flags
 def llm_inference(
     engine_dir: EngineDir,

@@ -20,20 +20,156 @@ if TYPE_CHECKING:
 
 app = App(SNAKE_CASE, no_args_is_help=True)
 
-DType = Annotated[str, typer.Option("--dtype", help="Activations: fp16 or fp32.")]
+DType = Annotated[
+    str,
+    typer.Option(
+        "--dtype", help="Choose the type of activations: fp16 or fp32.", rich_help_panel="Model"
+    ),
+]
 Pooling = Annotated[
-    str, typer.Option("--pooling", help="Embedding model: pooling by the last token, or mean.")
+    str,
+    typer.Option(
+        "--pooling",
+        help="Export an embedding model, pooled by the last token (last) or by their mean "
+        "(mean). Default: a model that generates.",
+        rich_help_panel="Model",
+    ),
 ]
 _POOLED = {"last": "the last row", "mean": "the mean of all rows"}
 Quantization = Annotated[
-    str, typer.Option("--quantization", help="Rounds weights of linear layers: fp8, int8 or none.")
+    str,
+    typer.Option(
+        "--quantization",
+        help="Round the weights of linear layers: fp8, int8 or none.",
+        rich_help_panel="Model",
+    ),
 ]
 IgnoredKeys = Annotated[
-    str, typer.Option("--ignore_config_keys", help="Config keys to ignore, a,b,c.")
+    str,
+    typer.Option(
+        "--ignore_config_keys",
+        help="Ignore these unknown config keys, as a,b,c. Default: none, they are an error.",
+        rich_help_panel="Debug",
+    ),
 ]
 
 LoraDir = Annotated[
-    str | None, typer.Option("--lora_dir", help="PEFT folder: merges its LoRA into the weights.")
+    str | None,
+    typer.Option(
+        "--lora_dir",
+        help="Merge the LoRA adapter of this PEFT folder into the weights. Default: no adapter.",
+        rich_help_panel="Model",
+    ),
+]
+ModelDir = Annotated[
+    str,
+    typer.Option(
+        "--model_dir",
+        help="Read this model: a Hugging Face folder, a .gguf file, or a cached hub id.",
+        rich_help_panel="Model",
+    ),
+]
+OutputDir = Annotated[
+    Path,
+    typer.Option("--output_dir", help="Write the bundle to this folder.", rich_help_panel="Output"),
+]
+NumLayers = Annotated[
+    int | None,
+    typer.Option(
+        "--num_layers",
+        help="Export the first layers only, this many of them. Default: all layers.",
+        rich_help_panel="Debug",
+    ),
+]
+IsEagleBase = Annotated[
+    bool,
+    typer.Option(
+        "--is_eagle_base",
+        help="Output the hidden states that an EAGLE-3 draft reads.",
+        rich_help_panel="Speculation",
+    ),
+]
+HiddenTaps = Annotated[
+    str,
+    typer.Option(
+        "--hidden_taps",
+        help="Output the inputs of these layers, such as 2,15,27. Default: layers 2, n/2 and "
+        "n-3 with --is_eagle_base.",
+        rich_help_panel="Speculation",
+    ),
+]
+BaseDraftDir = Annotated[
+    str | None,
+    typer.Option(
+        "--draft_model_dir",
+        help="Output the hidden states that this draft reads. Default: no draft.",
+        rich_help_panel="Speculation",
+    ),
+]
+Verify = Annotated[
+    bool,
+    typer.Option(
+        "--verify",
+        help="Compare the bundle's logits with those of transformers; this needs edgellm[host].",
+        rich_help_panel="Debug",
+    ),
+]
+DraftDir = Annotated[
+    str,
+    typer.Option(
+        "--draft_model_dir",
+        help="Read this draft: EAGLE, Medusa heads, or a model with mtp.*, as a Hugging Face "
+        "folder, .gguf file or hub id.",
+        rich_help_panel="Model",
+    ),
+]
+BaseModelDir = Annotated[
+    str,
+    typer.Option(
+        "--base_model_dir",
+        help="Name the model that the draft is for: a Hugging Face folder, a .gguf file, or "
+        "a cached hub id.",
+        rich_help_panel="Model",
+    ),
+]
+DraftVocabSize = Annotated[
+    int | None,
+    typer.Option(
+        "--draft_vocab_size",
+        help="Let an MTP layer predict this many of the commonest tokens only. Default: the "
+        "whole vocabulary.",
+        rich_help_panel="Speculation",
+    ),
+]
+Eagle3Dir = Annotated[
+    str,
+    typer.Option(
+        "--draft_model_dir",
+        help="Read this EAGLE-3 draft: a Hugging Face folder or a cached hub id.",
+        rich_help_panel="Model",
+    ),
+]
+CheckpointDir = Annotated[
+    Path,
+    typer.Option(
+        "--output_dir", help="Write the checkpoint to this folder.", rich_help_panel="Output"
+    ),
+]
+ForeignEngine = Annotated[
+    str,
+    typer.Option(
+        "--for",
+        help="Name the engine that will read the checkpoint: vllm, sglang or tensorrt-llm.",
+        rich_help_panel="Model",
+    ),
+]
+VisionModelDir = Annotated[
+    str,
+    typer.Option(
+        "--model_dir",
+        help="Read this vision-language model: a Hugging Face folder or a cached hub id.",
+        rich_help_panel="Model",
+    ),
 ]
 
 
@@ -42,32 +178,25 @@ def commands() -> None:
     """Export Hugging Face checkpoints to portable ONNX bundles (no torch, no GPU needed)."""
 
 
-@app.command()
+@app.command(
+    common=("--model_dir", "--output_dir", "--dtype", "--draft_model_dir", "--verify"),
+    examples=(
+        "edgellm-export llm --model_dir Qwen/Qwen3-0.6B --output_dir bundle",
+        "edgellm-export llm --model_dir model --draft_model_dir draft --output_dir bundle",
+    ),
+)
 def llm(
-    model_dir: Annotated[
-        str, typer.Option("--model_dir", help="HF folder, .gguf file, or a cached hub id.")
-    ],
-    output_dir: Annotated[Path, typer.Option("--output_dir", help="Folder for the bundle.")],
+    model_dir: ModelDir,
+    output_dir: OutputDir,
     dtype: DType = "fp16",
-    num_layers: Annotated[
-        int | None, typer.Option("--num_layers", help="Export the first N layers (debugging).")
-    ] = None,
+    num_layers: NumLayers = None,
     ignore_config_keys: IgnoredKeys = "",
-    is_eagle_base: Annotated[
-        bool, typer.Option("--is_eagle_base", help="Output hidden taps for an EAGLE-3 draft.")
-    ] = False,
-    hidden_taps: Annotated[
-        str, typer.Option("--hidden_taps", help="Inputs of layers; default 2,n/2,n-3.")
-    ] = "",
-    draft_model_dir: Annotated[
-        str | None, typer.Option("--draft_model_dir", help="Use the taps of this draft.")
-    ] = None,
+    is_eagle_base: IsEagleBase = False,
+    hidden_taps: HiddenTaps = "",
+    draft_model_dir: BaseDraftDir = None,
     lora_dir: LoraDir = None,
     pooling: Pooling = "",
-    verify: Annotated[
-        bool,
-        typer.Option("--verify", help="Compare with transformers (needs edgellm[host])."),
-    ] = False,
+    verify: Verify = False,
 ) -> None:
     """Export a language model."""
     from edgellm.export.graph.architecture import ExportOptions
@@ -123,25 +252,22 @@ def _compare(checkpoint: Checkpoint, verdict: list[str], folder: Path, manifest:
     verdict.append(verify_bundle(checkpoint, folder, manifest))
 
 
-@app.command()
+@app.command(
+    common=("--draft_model_dir", "--base_model_dir", "--output_dir", "--dtype"),
+    examples=(
+        "edgellm-export draft --draft_model_dir draft --base_model_dir model "
+        "--output_dir draft_bundle",
+        "edgellm-export draft --draft_model_dir model --base_model_dir model "
+        "--output_dir draft_bundle --draft_vocab_size 32768",
+    ),
+)
 def draft(
-    draft_model_dir: Annotated[
-        str,
-        typer.Option(
-            "--draft_model_dir",
-            help="EAGLE draft, Medusa heads, or a model with mtp.*: HF folder, .gguf or hub id.",
-        ),
-    ],
-    base_model_dir: Annotated[
-        str, typer.Option("--base_model_dir", help="The model it drafts for: as --model_dir.")
-    ],
-    output_dir: Annotated[Path, typer.Option("--output_dir", help="Folder for the bundle.")],
+    draft_model_dir: DraftDir,
+    base_model_dir: BaseModelDir,
+    output_dir: OutputDir,
     dtype: DType = "fp16",
     ignore_config_keys: IgnoredKeys = "",
-    draft_vocab_size: Annotated[
-        int | None,
-        typer.Option("--draft_vocab_size", help="mtp.*: predict the commonest N tokens only."),
-    ] = None,
+    draft_vocab_size: DraftVocabSize = None,
 ) -> None:
     """Export a draft, heads or a layer (mtp.*) for a base exported with --draft_model_dir."""
     from edgellm.export.pipeline.draft import DraftOptions, export_draft
@@ -166,16 +292,20 @@ def draft(
     typer.echo(f"hidden taps {taps} ({manifest.provenance['hidden_taps']})")
 
 
-@app.command()
+@app.command(
+    common=("--draft_model_dir", "--base_model_dir", "--output_dir", "--for"),
+    examples=(
+        "edgellm-export checkpoint --draft_model_dir draft --base_model_dir model "
+        "--output_dir out --for vllm",
+        "edgellm-export checkpoint --draft_model_dir draft --base_model_dir model "
+        "--output_dir out --for sglang",
+    ),
+)
 def checkpoint(
-    draft_model_dir: Annotated[
-        str, typer.Option("--draft_model_dir", help="EAGLE-3 draft: HF folder or cached hub id.")
-    ],
-    base_model_dir: Annotated[
-        str, typer.Option("--base_model_dir", help="The model it drafts for: as --model_dir.")
-    ],
-    output_dir: Annotated[Path, typer.Option("--output_dir", help="Folder for the checkpoint.")],
-    engine: Annotated[str, typer.Option("--for", help="vllm, sglang or tensorrt-llm.")],
+    draft_model_dir: Eagle3Dir,
+    base_model_dir: BaseModelDir,
+    output_dir: CheckpointDir,
+    engine: ForeignEngine,
     ignore_config_keys: IgnoredKeys = "",
 ) -> None:
     """Convert an EAGLE-3 draft of any layout for another engine."""
@@ -187,12 +317,16 @@ def checkpoint(
     typer.echo(f"{output_dir}: for {engine}\n{command}")
 
 
-@app.command()
+@app.command(
+    common=("--model_dir", "--output_dir", "--dtype", "--quantization"),
+    examples=(
+        "edgellm-export visual --model_dir model --output_dir visual_bundle",
+        "edgellm-export visual --model_dir model --output_dir visual_bundle --quantization fp8",
+    ),
+)
 def visual(
-    model_dir: Annotated[
-        str, typer.Option("--model_dir", help="Vision-language model: HF folder or cached hub id.")
-    ],
-    output_dir: Annotated[Path, typer.Option("--output_dir", help="Folder for the bundle.")],
+    model_dir: VisionModelDir,
+    output_dir: OutputDir,
     dtype: DType = "fp16",
     quantization: Quantization = "none",
     ignore_config_keys: IgnoredKeys = "",

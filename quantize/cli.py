@@ -20,116 +20,295 @@ if TYPE_CHECKING:
 app = App(SNAKE_CASE, no_args_is_help=True)
 
 Format = Annotated[
-    str, typer.Option("--format", help="Output layout: modelopt, or compressed-tensors for vLLM.")
+    str,
+    typer.Option(
+        "--format",
+        help="Choose the output layout: modelopt, or compressed-tensors for vLLM.",
+        rich_help_panel="Output",
+    ),
 ]
 Head = Annotated[
     str | None,
     typer.Option(
-        "--lm_head_quantization", help="Head: fp8, nvfp4, int8, int4, int8_tied or float."
+        "--lm_head_quantization",
+        help="Quantize the head to fp8, nvfp4, int8, int4, int8_tied or float. Default: "
+        "float on a CPU, the scheme of the layers on a GPU.",
+        rich_help_panel="Model",
     ),
 ]
 Cache = Annotated[
     str | None,
-    typer.Option("--kv_cache_quantization", help="Calibrate KV cache scales: fp8 or int8."),
+    typer.Option(
+        "--kv_cache_quantization",
+        help="Calibrate scales for a KV cache of fp8 or int8. Default: no scales.",
+        rich_help_panel="Model",
+    ),
 ]
 Dataset = Annotated[
-    str, typer.Option("--calib_dataset", help="Calibration text: default, FILE.jsonl or FILE.txt.")
+    str,
+    typer.Option(
+        "--calib_dataset",
+        help="Calibrate on this text: default, FILE.jsonl or FILE.txt. Default: {default}, "
+        "the built-in text.",
+        rich_help_panel="Training",
+    ),
 ]
 NumSamples = Annotated[
     int | None,
-    typer.Option("--num_samples", min=1, help="Samples; 512 (AWQ 128); CPU: 32 (AWQ 8, gptq 48)."),
+    typer.Option(
+        "--num_samples",
+        min=1,
+        help="Calibrate on this many samples. Default: 512 samples (AWQ 128); on a CPU 32 "
+        "(AWQ 8, gptq 48).",
+        rich_help_panel="Limits",
+    ),
 ]
 SeqLen = Annotated[
     int | None,
-    typer.Option("--seq_len", min=8, help="Tokens of a sample. Default: 512, on a CPU 256."),
+    typer.Option(
+        "--seq_len",
+        min=8,
+        help="Set the length of a calibration sample. Default: 512 tokens; on a CPU 256.",
+        rich_help_panel="Limits",
+    ),
 ]
 HeldOut = Annotated[
-    int | None, typer.Option("--held_out", min=1, help="Held-out samples. Default: 32, on a CPU 8.")
+    int | None,
+    typer.Option(
+        "--held_out",
+        min=1,
+        help="Measure the errors on this many held-out samples. Default: 32 samples; on a CPU 8.",
+        rich_help_panel="Limits",
+    ),
 ]
 AlphaStep = Annotated[
     float | None,
     typer.Option(
-        "--alpha_step", min=0.01, max=1, help="Step of AWQ's search. Default: 0.1, on a CPU 0.2."
+        "--alpha_step",
+        min=0.01,
+        max=1,
+        help="Set the step of AWQ's search. Default: 0.1; on a CPU 0.2.",
+        rich_help_panel="Training",
     ),
 ]
 BlockSize = Annotated[
     int | None,
-    typer.Option("--block_size", help="INT4 group size: 128, 64 or 32. Default: fits all layers."),
+    typer.Option(
+        "--block_size",
+        help="Set the group size of INT4 weights: 128, 64 or 32. Default: the largest that "
+        "fits all layers.",
+        rich_help_panel="Model",
+    ),
 ]
 BatchTokens = Annotated[
     int | None,
-    typer.Option("--batch_tokens", min=8, help="Tokens in a batch. Default: 8192, on a CPU 2048."),
+    typer.Option(
+        "--batch_tokens",
+        min=8,
+        help="Limit a calibration batch to this many tokens. Default: 8192 tokens; on a CPU 2048.",
+        rich_help_panel="Limits",
+    ),
 ]
-Output = Annotated[Path, typer.Option("--output_dir", help="Folder of the result.")]
+Output = Annotated[
+    Path,
+    typer.Option(
+        "--output_dir",
+        help="Write the quantized checkpoint to this folder.",
+        rich_help_panel="Output",
+    ),
+]
 Body = Annotated[
-    str, typer.Option("--quantization", help="fp8, int8_sq, int4_awq, nvfp4, nvfp4_awq or mixed.")
+    str,
+    typer.Option(
+        "--quantization",
+        help="Quantize the layers to fp8, int8_sq, int4_awq, nvfp4, nvfp4_awq or mixed.",
+        rich_help_panel="Model",
+    ),
 ]
 DraftBody = Annotated[
     str | None,
     typer.Option(
         "--quantization",
-        help="fp8, int8_sq, int4_awq, nvfp4, nvfp4_awq, or auto: smallest of equal acceptance; "
-        "default: fp8, or what --target computes.",
+        help="Quantize the draft to fp8, int8_sq, int4_awq, nvfp4, nvfp4_awq, or auto, the "
+        "smallest of equal acceptance. Default: fp8, or what the GPU of --target "
+        "computes.",
+        rich_help_panel="Model",
     ),
 ]
 KeepLayers = Annotated[
     str,
-    typer.Option("--keep_layers", help="Decoder layers that stay float, such as 0,29, or auto."),
+    typer.Option(
+        "--keep_layers",
+        help="Keep these decoder layers in float, such as 0,29, or auto, which searches "
+        "them. Default: none.",
+        rich_help_panel="Model",
+    ),
 ]
 KeepBudget = Annotated[
     float | None,
-    typer.Option("--keep_budget", min=0, help="With --keep_layers auto: percent more bytes (10)."),
+    typer.Option(
+        "--keep_budget",
+        min=0,
+        help="Let the float layers of --keep_layers auto add this share of bytes. Default: "
+        "10 percent.",
+        rich_help_panel="Limits",
+    ),
 ]
 MaxLoss = Annotated[
     float | None,
-    typer.Option("--max_loss", min=0, help="With auto: allowed drop in acceptance, points (0.5)."),
+    typer.Option(
+        "--max_loss",
+        min=0,
+        help="Let --quantization auto lower the acceptance by this much. Default: 0.5 points.",
+        rich_help_panel="Limits",
+    ),
 ]
-Device = Annotated[str, typer.Option("--device", help="cpu, cuda, or auto.")]
+Device = Annotated[
+    str,
+    typer.Option(
+        "--device",
+        help="Choose the device that quantizes: cpu, cuda or auto.",
+        rich_help_panel="Model",
+    ),
+]
 MaxKl = Annotated[
     float | None,
-    typer.Option("--max_kl", min=0, help="Maximum KL divergence, nats a token; fails above it."),
+    typer.Option(
+        "--max_kl",
+        min=0,
+        help="Fail if the KL divergence is above this limit, in nats a token. Default: no limit.",
+        rich_help_panel="Limits",
+    ),
 ]
 TimeBudget = Annotated[
     float | None,
-    typer.Option("--time_budget", min=0, help="With --algo auto: minutes for more algorithms."),
+    typer.Option(
+        "--time_budget",
+        min=0,
+        help="Stop trying further algorithms of --algo auto after this many minutes. "
+        "Default: no limit.",
+        rich_help_panel="Limits",
+    ),
 ]
 Rotate = Annotated[
     str | None,
-    typer.Option("--rotate", help="residual, values or all: exact; residual unties the head."),
+    typer.Option(
+        "--rotate",
+        help="Rotate hidden states (residual), attention values (values) or both (all). "
+        "Outputs stay exact; residual unties the head. Default: no rotation.",
+        rich_help_panel="Model",
+    ),
 ]
 TargetBits = Annotated[
-    float | None, typer.Option("--target_bits", min=4, max=16, help="With mixed: bits a weight.")
+    float | None,
+    typer.Option(
+        "--target_bits",
+        min=4,
+        max=16,
+        help="Choose schemes by layer for this many bits a weight, with --quantization "
+        "mixed. Default: --target_kl decides.",
+        rich_help_panel="Limits",
+    ),
 ]
 TargetKl = Annotated[
-    float | None, typer.Option("--target_kl", min=0, help="With mixed: estimated nats a token.")
+    float | None,
+    typer.Option(
+        "--target_kl",
+        min=0,
+        help="Choose schemes by layer for this estimated KL divergence, in nats a token, "
+        "with --quantization mixed. Default: --target_bits decides.",
+        rich_help_panel="Limits",
+    ),
 ]
 Target = Annotated[
     str,
     typer.Option(
         "--target",
-        help="Target device: cpu (int8_sq: dynamic input scales), gpu (calibrated; head in the "
-        "scheme of the layers) or its compute capability (also sets a draft's scheme).",
+        help="Name the target device: cpu, gpu, or a compute capability such as 8.7. cpu "
+        "quantizes inputs of int8_sq dynamically; gpu calibrates them and quantizes the "
+        "head as the layers. A capability also sets a draft's scheme.",
+        rich_help_panel="Model",
     ),
 ]
-Seed = Annotated[int, typer.Option("--seed", min=0)]
+Seed = Annotated[
+    int,
+    typer.Option(
+        "--seed", min=0, help="Set the seed of samples and rotations.", rich_help_panel="Debug"
+    ),
+]
 Answers = Annotated[
     str | None,
     typer.Option(
-        "--answers", help="Prompts whose greedy outputs are compared: default, or FILE.jsonl."
+        "--answers",
+        help="Compare greedy outputs to these prompts: default, or FILE.jsonl. Default: no "
+        "comparison.",
+        rich_help_panel="Debug",
     ),
 ]
 FollowingDraft = Annotated[
     str | None,
-    typer.Option("--draft_model_dir", help="Float draft whose acceptance is measured."),
+    typer.Option(
+        "--draft_model_dir",
+        help="Measure the acceptance of this float draft before and after. Default: no draft.",
+        rich_help_panel="Speculation",
+    ),
 ]
 ReportPage = Annotated[
     Path | None,
     typer.Option(
-        "--report", help="FILE.html: also write the report there, even if --max_kl fails."
+        "--report",
+        help="Also write the report to this HTML file, even if --max_kl fails. Default: no page.",
+        rich_help_panel="Output",
     ),
 ]
 IgnoredKeys = Annotated[
-    str, typer.Option("--ignore_config_keys", help="Config keys to ignore: a,b,c.")
+    str,
+    typer.Option(
+        "--ignore_config_keys",
+        help="Ignore these unknown config keys, as a,b,c. Default: none, they are an error.",
+        rich_help_panel="Debug",
+    ),
+]
+ModelDir = Annotated[
+    str,
+    typer.Option(
+        "--model_dir",
+        help="Read this model: a Hugging Face folder, a .gguf file, or a cached hub id.",
+        rich_help_panel="Model",
+    ),
+]
+Algo = Annotated[
+    str | None,
+    typer.Option(
+        "--algo",
+        help="Choose the algorithm: awq, gptq, autoround or auto for int4_awq, gptq for fp8 "
+        "and nvfp4. Default: the scheme's own.",
+        rich_help_panel="Model",
+    ),
+]
+BaseModelDir = Annotated[
+    str,
+    typer.Option(
+        "--base_model_dir",
+        help="Name the float model that the draft is for.",
+        rich_help_panel="Model",
+    ),
+]
+DraftModelDir = Annotated[
+    str,
+    typer.Option(
+        "--draft_model_dir",
+        help="Read this float draft, or the MTP layer of this model.",
+        rich_help_panel="Model",
+    ),
+]
+DraftAlgo = Annotated[
+    str | None,
+    typer.Option(
+        "--algo",
+        help="Choose the algorithm: gptq, or awq for int4_awq. Default: the scheme's own.",
+        rich_help_panel="Model",
+    ),
 ]
 
 
@@ -138,17 +317,19 @@ def commands() -> None:
     """Quantize Hugging Face checkpoints with nvidia-modelopt, layer by layer (CPU or GPU)."""
 
 
-@app.command()
+@app.command(
+    common=("--model_dir", "--output_dir", "--quantization", "--algo", "--target"),
+    examples=(
+        "edgellm-quantize llm --model_dir model --output_dir quantized --quantization int4_awq",
+        "edgellm-quantize llm --model_dir model --output_dir quantized "
+        "--quantization fp8 --target 8.9",
+    ),
+)
 def llm(
-    model_dir: Annotated[
-        str, typer.Option("--model_dir", help="HF folder, .gguf file, or a cached hub id.")
-    ],
+    model_dir: ModelDir,
     output_dir: Output,
     quantization: Body,
-    algo: Annotated[
-        str | None,
-        typer.Option("--algo", help="int4_awq: awq, gptq, autoround or auto; fp8, nvfp4: gptq."),
-    ] = None,
+    algo: Algo = None,
     time_budget: TimeBudget = None,
     rotate: Rotate = None,
     format: Format = "modelopt",
@@ -193,15 +374,21 @@ def llm(
     _run(job, time_budget, None)
 
 
-@app.command()
+@app.command(
+    common=("--base_model_dir", "--draft_model_dir", "--output_dir", "--quantization", "--target"),
+    examples=(
+        "edgellm-quantize draft --base_model_dir model --draft_model_dir draft "
+        "--output_dir quantized_draft",
+        "edgellm-quantize draft --base_model_dir model --draft_model_dir draft "
+        "--output_dir quantized_draft --quantization auto",
+    ),
+)
 def draft(
-    base_model_dir: Annotated[str, typer.Option("--base_model_dir", help="The float base model.")],
-    draft_model_dir: Annotated[
-        str, typer.Option("--draft_model_dir", help="A float draft, or a model with mtp.*.")
-    ],
+    base_model_dir: BaseModelDir,
+    draft_model_dir: DraftModelDir,
     output_dir: Output,
     quantization: DraftBody = None,
-    algo: Annotated[str | None, typer.Option("--algo", help="gptq, or awq for int4_awq.")] = None,
+    algo: DraftAlgo = None,
     max_loss: MaxLoss = None,
     lm_head_quantization: Head = None,
     calib_dataset: Dataset = "default",

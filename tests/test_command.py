@@ -110,7 +110,7 @@ def test_an_empty_path_is_not_the_current_folder(command_here, tmp_path, monkeyp
 def test_every_command_offers_it(run, capsys):
     assert run(RuntimeError("never"), "--help") == 0
     (line,) = [line for line in capsys.readouterr().out.splitlines() if "--debug" in line]
-    assert line.split() == ["--debug", "Show", "tracebacks."]
+    assert line.split(maxsplit=1) == ["--debug", "Show tracebacks of errors. Default: off."]
 
 
 def test_an_interrupt_of_a_finalizer_is_not_lost():

@@ -71,7 +71,10 @@ def test_every_command_is_in_the_reference(apps):
     page = command_page((ROOT / "pyproject.toml").read_text("utf-8"))
     assert {name.split()[0] for name in apps} == set(SCRIPTS)
     assert set(re.findall(r"^## (.+)$", page, re.MULTILINE)) == set(apps)
-    assert "| `--engineDir <path>` | Folder made by llm_build. [required] |" in page
+    engine = "Run the engine in this folder, which llm_build made. Required."
+    assert f"| `--engineDir <path>` | {engine} |" in page
+    assert "**Speculation**" in page
+    assert "edgellm-bench --engineDir engine --prompt 128,512 --generate 64" in page
     assert "\\" not in page
 
 

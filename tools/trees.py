@@ -35,14 +35,29 @@ class Summary:
     histogram: tuple[int, ...]  # rounds by number of accepted draft tokens
 
 
-@app.command()
+@app.command(
+    common=("trees_file", "--output_file"),
+    examples=(
+        "edgellm-trees trees.json",
+        "edgellm-trees trees.json --output_file page.html",
+    ),
+)
 def trees(
     trees_file: Annotated[
         Path,
-        typer.Argument(metavar="TREES.json", help="File of llm_inference --treeOutputFile."),
+        typer.Argument(
+            metavar="TREES.json",
+            help="Read the trees from this file, which llm_inference --treeOutputFile wrote.",
+            rich_help_panel="Model",
+        ),
     ],
     output_file: Annotated[
-        Path | None, typer.Option("--output_file", help="HTML page to write. Default: TREES.html.")
+        Path | None,
+        typer.Option(
+            "--output_file",
+            help="Write the HTML page to this file. Default: TREES.html, beside the trees.",
+            rich_help_panel="Output",
+        ),
     ] = None,
 ) -> None:
     """Draw draft trees with drafted, accepted and rejected tokens."""

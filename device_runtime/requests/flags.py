@@ -7,34 +7,97 @@ from typing import Annotated
 
 import typer
 
-EngineDir = Annotated[Path, typer.Option("--engineDir", help="Folder made by llm_build.")]
-InputFile = Annotated[Path, typer.Option("--inputFile", help="JSON file of requests.")]
-OutputFile = Annotated[Path, typer.Option("--outputFile", help="JSON file for the outputs.")]
+EngineDir = Annotated[
+    Path,
+    typer.Option(
+        "--engineDir",
+        help="Run the engine in this folder, which llm_build made.",
+        rich_help_panel="Model",
+    ),
+]
+InputFile = Annotated[
+    Path,
+    typer.Option(
+        "--inputFile", help="Read the requests from this JSON file.", rich_help_panel="Model"
+    ),
+]
+OutputFile = Annotated[
+    Path,
+    typer.Option(
+        "--outputFile", help="Write the outputs to this JSON file.", rich_help_panel="Output"
+    ),
+]
 MultimodalEngineDir = Annotated[
     Path | None,
-    typer.Option("--multimodalEngineDir", help="Folder made by visual_build, for images."),
+    typer.Option(
+        "--multimodalEngineDir",
+        help="Encode images with the engine in this folder, which visual_build made. "
+        "Default: text only.",
+        rich_help_panel="Model",
+    ),
 ]
 Warmup = Annotated[
-    int, typer.Option("--warmup", min=0, help="Run the first request N times before the run.")
+    int,
+    typer.Option(
+        "--warmup",
+        min=0,
+        help="Run the first request this many times before the measured run. Default: "
+        "{default} runs.",
+        rich_help_panel="Debug",
+    ),
 ]
-DumpProfile = Annotated[bool, typer.Option("--dumpProfile", help="Print the profile.")]
+DumpProfile = Annotated[
+    bool,
+    typer.Option(
+        "--dumpProfile",
+        help="Print times and speeds as JSON after the run.",
+        rich_help_panel="Output",
+    ),
+]
 ProfileFile = Annotated[
-    Path | None, typer.Option("--profileOutputFile", help="Write the profile as JSON.")
+    Path | None,
+    typer.Option(
+        "--profileOutputFile",
+        help="Write times and speeds to this JSON file. Default: no file.",
+        rich_help_panel="Output",
+    ),
 ]
 BatchSize = Annotated[
     int | None,
-    typer.Option("--batchSize", min=1, help="Maximum batch size, up to that of the engine."),
+    typer.Option(
+        "--batchSize",
+        min=1,
+        help="Run at most this many requests in one batch, up to the engine's batch size. "
+        "Default: batch_size of the file.",
+        rich_help_panel="Limits",
+    ),
 ]
 MaxGenerateLength = Annotated[
-    int | None, typer.Option("--maxGenerateLength", min=1, help="Overrides the file's value.")
+    int | None,
+    typer.Option(
+        "--maxGenerateLength",
+        min=1,
+        help="Generate at most this many tokens for each request. Default: "
+        "max_generate_length of the file.",
+        rich_help_panel="Limits",
+    ),
 ]
-TreeFile = Annotated[Path | None, typer.Option("--treeOutputFile", help="Write the trees as JSON.")]
+TreeFile = Annotated[
+    Path | None,
+    typer.Option(
+        "--treeOutputFile",
+        help="Write the draft trees to this JSON file, for edgellm-trees. Default: no file.",
+        rich_help_panel="Output",
+    ),
+]
 Prove = Annotated[
     int,
     typer.Option(
         "--prove",
         min=0,
-        help="Only compare the outputs of N requests with and without speculation.",
+        help="Only compare the outputs of the first requests with and without speculation, "
+        "and write no file. Default: {default} requests.",
+        rich_help_panel="Debug",
     ),
 ]
 ContextReuse = Annotated[
@@ -42,6 +105,7 @@ ContextReuse = Annotated[
     typer.Option(
         "--enableContextReuse",
         help="Reuse the KV cache of the prefix that a request shares with earlier ones.",
+        rich_help_panel="Limits",
     ),
 ]
 AllowSpecialTokens = Annotated[
@@ -49,19 +113,31 @@ AllowSpecialTokens = Annotated[
     typer.Option(
         "--allowSpecialTokens",
         help="Parse special tokens that are spelled out in messages.",
+        rich_help_panel="Model",
     ),
 ]
-Stream = Annotated[bool, typer.Option("--stream", help="Print the text as it is generated.")]
+Stream = Annotated[
+    bool,
+    typer.Option("--stream", help="Print the text as it is generated.", rich_help_panel="Output"),
+]
 Verify = Annotated[
     bool | None,
     typer.Option(
         "--verify/--noVerify",
-        help="Check the hashes of all files, or only sizes (default: hashes of changed files).",
-        show_default=False,
+        help="Check the hashes of all files, or with --noVerify their sizes only. Default: "
+        "hashes of changed files.",
+        rich_help_panel="Debug",
     ),
 ]
 Resume = Annotated[
     bool,
-    typer.Option("--resume", help="Continue an interrupted run of the same command, if any."),
+    typer.Option(
+        "--resume",
+        help="Continue an interrupted run of the same command, if there is one.",
+        rich_help_panel="Output",
+    ),
 ]
-DumpOutput = Annotated[bool, typer.Option("--dumpOutput", help="Print the outputs.")]
+DumpOutput = Annotated[
+    bool,
+    typer.Option("--dumpOutput", help="Print the outputs after the run.", rich_help_panel="Output"),
+]

@@ -19,27 +19,46 @@ Spec = Annotated[
     str | None,
     typer.Option(
         "--spec",
-        help="The drafter: eagle, medusa, mtp or peagle (the engine's draft, of that kind), "
-        "draft (the model of --draftEngineDir), ngram (the text after the same words in the "
-        "request), suffix (the text after the longest match in this and earlier requests), auto "
-        "(the one that pays most, chosen in each round) or none.",
+        help="Choose the drafter. The engine has eagle, medusa, mtp or peagle, by the kind "
+        "of its draft; draft is the model of --draftEngineDir. ngram copies the text "
+        "after the same words in the request; suffix also finds it in earlier requests. "
+        "auto chooses the fastest in each round; none decodes plainly. Default: none, "
+        "unless another flag names a drafter.",
+        rich_help_panel="Speculation",
     ),
 ]
 Eagle = Annotated[
-    bool, typer.Option("--eagle", "--specDecode", help="Use the draft in the folder drafts.")
+    bool,
+    typer.Option(
+        "--eagle",
+        "--specDecode",
+        help="Draft with the engine's own draft, whatever its kind.",
+        rich_help_panel="Speculation",
+    ),
 ]
 Ngram = Annotated[
-    bool, typer.Option("--ngram", help="Also draft by n-gram matches in the request.")
+    bool,
+    typer.Option(
+        "--ngram",
+        help="Also draft by n-gram matches in the request.",
+        rich_help_panel="Speculation",
+    ),
 ]
 Suffix = Annotated[
     bool,
-    typer.Option("--suffix", help="Also draft by the longest suffix match in all requests."),
+    typer.Option(
+        "--suffix",
+        help="Also draft by the longest suffix match in all requests.",
+        rich_help_panel="Speculation",
+    ),
 ]
 DraftEngineDir = Annotated[
     Path | None,
     typer.Option(
         "--draftEngineDir",
-        help="Engine of a smaller model with the same vocabulary, for --spec draft.",
+        help="Draft with the engine in this folder, a smaller model with the same "
+        "vocabulary. Default: no draft model.",
+        rich_help_panel="Speculation",
     ),
 ]
 DraftTopK = Annotated[
@@ -48,7 +67,8 @@ DraftTopK = Annotated[
         "--eagleDraftTopK",
         "--specDraftTopK",
         min=1,
-        help="Candidates per tree node (default 10; 4 for a draft model).",
+        help="Draft this many candidates for each tree node. Default: 10; 4 for a draft model.",
+        rich_help_panel="Speculation",
     ),
 ]
 DraftStep = Annotated[
@@ -58,8 +78,9 @@ DraftStep = Annotated[
         "--specDraftStep",
         "--maxDraftLen",
         min=1,
-        help="Levels of a draft tree (default 6; 8 for a draft model or P-EAGLE; 16 for "
-        "n-grams and suffixes).",
+        help="Limit draft trees to this many levels. Default: 6; 8 for a draft model or "
+        "P-EAGLE; 16 for n-grams and suffixes.",
+        rich_help_panel="Speculation",
     ),
 ]
 VerifyTreeSize = Annotated[
@@ -68,29 +89,45 @@ VerifyTreeSize = Annotated[
         "--eagleVerifyTreeSize",
         "--specVerifyTreeSize",
         min=1,
-        help="Nodes of a draft tree with its root (default: the engine's limit, at most 60).",
+        help="Verify at most this many nodes of a draft tree, root included. Default: the "
+        "engine's limit, at most 60 nodes.",
+        rich_help_panel="Speculation",
     ),
 ]
 TreeKind = Annotated[
     str | None,
     typer.Option(
         "--eagleTree",
-        help="cost: sized by measured costs within the flags above; fixed: constant. [cost]",
+        help="Size draft trees by measured costs within the other limits (cost), or keep "
+        "them constant (fixed). Default: cost.",
+        rich_help_panel="Speculation",
     ),
 ]
 UseDynamicTree = Annotated[
-    bool, typer.Option("--eagleUseDynamicTree", help="Same as --eagleTree fixed: EAGLE-2.")
+    bool,
+    typer.Option(
+        "--eagleUseDynamicTree",
+        help="Keep draft trees constant, as --eagleTree fixed does (EAGLE-2).",
+        rich_help_panel="Speculation",
+    ),
 ]
 DynamicTreeTopK = Annotated[
-    int | None, typer.Option("--eagleDynamicTreeMaxTopK", min=1, help="As --eagleDraftTopK.")
+    int | None,
+    typer.Option(
+        "--eagleDynamicTreeMaxTopK",
+        min=1,
+        help="Set --eagleDraftTopK by its name in TensorRT-LLM. Default: that of --eagleDraftTopK.",
+        rich_help_panel="Speculation",
+    ),
 ]
 Choices = Annotated[
     str | None,
     typer.Option(
         "--eagleChoices",
         "--medusaChoices",
-        help="Static tree for EAGLE-1 and Medusa: JSON list of paths of ranks, such as "
-        "[[0], [0, 0], [1]], or mc_sim_7b_63.",
+        help="Draft a static tree with EAGLE-1 or Medusa: a JSON list of paths of ranks, "
+        "such as [[0], [0, 0], [1]], or mc_sim_7b_63. Default: a tree by probabilities.",
+        rich_help_panel="Speculation",
     ),
 ]
 MaxNonLeaves = Annotated[
@@ -98,7 +135,9 @@ MaxNonLeaves = Annotated[
     typer.Option(
         "--maxNonLeavesPerLayer",
         min=1,
-        help="Maximum nodes with children in a level of --eagleChoices.",
+        help="Let at most this many nodes in a level of --eagleChoices have children. "
+        "Default: {default} nodes.",
+        rich_help_panel="Speculation",
     ),
 ]
 PosteriorThreshold = Annotated[
@@ -108,7 +147,9 @@ PosteriorThreshold = Annotated[
         "--posteriorThreshold",
         min=0,
         max=1,
-        help="Threshold of typical acceptance, such as 0.09. Faster, but NOT lossless.",
+        help="Accept probable tokens above this threshold, such as 0.09. It is faster, but "
+        "NOT lossless. Default: exact acceptance.",
+        rich_help_panel="Speculation",
     ),
 ]
 PosteriorAlpha = Annotated[
@@ -116,7 +157,8 @@ PosteriorAlpha = Annotated[
     typer.Option(
         "--posteriorAlpha",
         min=0,
-        help="Entropy scale of typical acceptance (default: square root of the threshold).",
+        help="Set the entropy scale of typical acceptance. Default: square root of the threshold.",
+        rich_help_panel="Speculation",
     ),
 ]
 

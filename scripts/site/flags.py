@@ -10,6 +10,7 @@ from collections.abc import Iterator
 import typer
 from typer.core import TyperCommand, TyperGroup
 
+from edgellm.core.command_help import group_flags
 from edgellm.tools.tables import Table, markdown
 
 _SCRIPT = re.compile(r'^([\w-]+) = "([\w.]+):main"$', re.MULTILINE)
@@ -52,14 +53,20 @@ def _about(command: TyperCommand) -> str:
 
 
 def _flags(name: str, command: TyperCommand) -> str:
+    """Tables of flags by group, and the examples."""
     context = typer.Context(command, info_name=name)
-    records = [
-        record
-        for parameter in command.params
-        if parameter.name not in _COMMON and (record := parameter.get_help_record(context))
-    ]
-    rows = tuple((f"`{flag}`", _plain(text)) for flag, text in records)
-    return markdown(Table("", ("flag", ""), rows, is_numeric=False)).partition("\n\n")[2]
+    common = command.common_flags  # type: ignore[attr-defined]  # of `App`
+    parts = []
+    for group, records in group_flags(command, context, common).items():
+        rows = tuple(
+            (f"`{flag}`", _plain(text))
+            for flag, text in records
+            if flag.lstrip("-").replace("-", "_") not in _COMMON
+        )
+        if rows:
+            table = markdown(Table("", ("flag", ""), rows, is_numeric=False))
+            parts.append(f"**{group}**\n\n{table.partition(chr(10) * 2)[2]}")
+    return "\n".join([*parts, f"```shell\n{command.epilog}\n```\n"])
 
 
 def _plain(text: str) -> str:

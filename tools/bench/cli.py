@@ -25,7 +25,13 @@ _DEFAULT_PROMPTS = (128, 512)
 app = App(CAMEL_CASE)
 
 
-@app.command()
+@app.command(
+    common=("--engineDir", "--prompt", "--generate", "--spec", "--output"),
+    examples=(
+        "edgellm-bench --engineDir engine --prompt 128,512 --generate 64",
+        "edgellm-bench --engineDir engine --eagle --prompt 0 --generate 0 --output markdown",
+    ),
+)
 @with_spec_flags
 def bench(
     engine_dir: EngineDir,

@@ -10,26 +10,53 @@ import typer
 Prompt = Annotated[
     str,
     typer.Option(
-        "--prompt", help="Prompt lengths in tokens; 0 skips prefill. Default: 128,512 if they fit."
+        "--prompt",
+        help="Measure prefill at these prompt lengths in tokens, as a list; 0 skips prefill. "
+        "Default: 128,512 if they fit.",
+        rich_help_panel="Limits",
     ),
 ]
 Generate = Annotated[
-    int, typer.Option("--generate", min=0, help="Number of tokens to decode; 0 skips decoding.")
+    int,
+    typer.Option(
+        "--generate",
+        min=0,
+        help="Measure decoding of this many tokens; 0 skips decoding. Default: {default} tokens.",
+        rich_help_panel="Limits",
+    ),
 ]
 Depth = Annotated[
     str,
-    typer.Option("--depth", help="Tokens in the KV cache before decoding; a comma-separated list."),
+    typer.Option(
+        "--depth",
+        help="Measure decoding after this many tokens in the KV cache, as a list. Default: "
+        "{default} tokens.",
+        rich_help_panel="Limits",
+    ),
 ]
 Repetitions = Annotated[
-    int, typer.Option("--repetitions", min=1, help="Number of samples of each test.")
+    int,
+    typer.Option(
+        "--repetitions",
+        min=1,
+        help="Repeat each test this many times. Default: {default} times.",
+        rich_help_panel="Limits",
+    ),
 ]
 InputFile = Annotated[
     Path | None,
     typer.Option(
         "--inputFile",
-        help="Request file of llm_inference, for --eagle or --spec. Default: built-in requests.",
+        help="Measure speculation on this request file of llm_inference. Default: built-in "
+        "requests.",
+        rich_help_panel="Model",
     ),
 ]
 Output = Annotated[
-    str, typer.Option("--output", help="Format of the results: text, markdown, csv or json.")
+    str,
+    typer.Option(
+        "--output",
+        help="Choose the format of the results: text, markdown, csv or json.",
+        rich_help_panel="Output",
+    ),
 ]

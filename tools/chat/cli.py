@@ -38,7 +38,13 @@ _SEED_BYTES = 4
 app = App(CAMEL_CASE)
 
 
-@app.command()
+@app.command(
+    common=("--engineDir", "--system", "--spec", "--temperature", "--maxGenerateLength"),
+    examples=(
+        "edgellm-chat --engineDir engine",
+        "edgellm-chat --engineDir engine --eagle --system 'Answer in one sentence.'",
+    ),
+)
 @with_spec_flags
 @with_sampling_flags
 def chat(

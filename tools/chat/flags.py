@@ -11,19 +11,34 @@ import typer
 from edgellm.core.cli import CAMEL_CASE, with_flags
 from edgellm.device_runtime.sampling.params import OPTIONS, Option
 
-System = Annotated[str, typer.Option("--system", help="System prompt. Default: none.")]
+System = Annotated[
+    str,
+    typer.Option("--system", help="Set the system prompt. Default: none.", rich_help_panel="Model"),
+]
 MaxGenerateLength = Annotated[
-    int, typer.Option("--maxGenerateLength", min=1, help="Maximum tokens of an answer.")
+    int,
+    typer.Option(
+        "--maxGenerateLength",
+        min=1,
+        help="Generate at most this many tokens for each message. Default: {default} tokens.",
+        rich_help_panel="Limits",
+    ),
 ]
 EnableThinking = Annotated[
     bool,
-    typer.Option("--enableThinking", help="Enable thinking if the chat template supports it."),
+    typer.Option(
+        "--enableThinking",
+        help="Enable thinking if the chat template supports it.",
+        rich_help_panel="Model",
+    ),
 ]
 HistoryFile = Annotated[
     Path | None,
     typer.Option(
         "--historyFile",
-        help="File of typed lines. Default: edgellm/chat_history in the XDG state folder.",
+        help="Keep the typed lines in this file. Default: edgellm/chat_history in the XDG "
+        "state folder.",
+        rich_help_panel="Output",
     ),
 ]
 
@@ -31,8 +46,11 @@ HistoryFile = Annotated[
 def _flag(option: Option) -> tuple[str, Any, Any]:
     name = "--" + CAMEL_CASE["token_normalize_func"](option.name.replace("_", "-"))
     bounds: dict[str, Any] = {"min": option.bounds.get("ge"), "max": option.bounds.get("le")}
-    flag = typer.Option(name, help=option.doc, **(bounds if option.kind is not bool else {}))
-    if option.name == "seed":  # without one, each run has its own
+    is_seed = option.name == "seed"  # without one, each run has its own
+    about = option.doc + (" Default: a random seed." if is_seed else "")
+    limits = bounds if option.kind is not bool else {}
+    flag = typer.Option(name, help=about, rich_help_panel="Sampling", **limits)
+    if is_seed:
         return option.name, Annotated[int | None, flag], None
     return option.name, Annotated[option.kind, flag], option.default
 

@@ -14,12 +14,21 @@ from edgellm.core.cli import CAMEL_CASE, App, run_command
 app = App(CAMEL_CASE)
 
 
-@app.command()
+@app.command(
+    common=("--onnxDir", "--backend", "--gpu"),
+    examples=(
+        "edgellm-doctor",
+        "edgellm-doctor --onnxDir bundle --backend onnxruntime",
+    ),
+)
 def doctor(
     onnx_dir: Annotated[
         Path | None,
         typer.Option(
-            "--onnxDir", help="Bundle to check for a build here, with default lengths. Optional."
+            "--onnxDir",
+            help="Check whether this bundle can be built here with default lengths. Default: no "
+            "bundle.",
+            rich_help_panel="Model",
         ),
     ] = None,
     backend: Backend = "auto",

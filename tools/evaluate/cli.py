@@ -29,7 +29,13 @@ from edgellm.tools.evaluate.flags import (
 app = App(CAMEL_CASE)
 
 
-@app.command()
+@app.command(
+    common=("--engineDir", "--dataset", "--outputDir", "--limit", "--spec"),
+    examples=(
+        "edgellm-eval --engineDir engine --dataset humaneval --outputDir runs/a --runCode --eagle",
+        "edgellm-eval --compare runs/a runs/b",
+    ),
+)
 @with_spec_flags
 def evaluate(
     spec_flags: SpecFlags,

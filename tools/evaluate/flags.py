@@ -8,12 +8,21 @@ from typing import Annotated
 import typer
 
 EngineDir = Annotated[
-    Path | None, typer.Option("--engineDir", help="Folder of llm_build; required without --ray.")
+    Path | None,
+    typer.Option(
+        "--engineDir",
+        help="Evaluate the engine in this folder, which llm_build made. Default: the servers "
+        "of --ray.",
+        rich_help_panel="Model",
+    ),
 ]
 MultimodalEngineDir = Annotated[
     Path | None,
     typer.Option(
-        "--multimodalEngineDir", help="Folder of visual_build, for images. Default: text only."
+        "--multimodalEngineDir",
+        help="Encode images with the engine in this folder, which visual_build made. "
+        "Default: text only.",
+        rich_help_panel="Model",
     ),
 ]
 Ray = Annotated[
@@ -21,63 +30,107 @@ Ray = Annotated[
     typer.Option(
         "--ray",
         metavar="URL,URL",
-        help="Servers of one model, used instead of --engineDir; Ray distributes the questions.",
+        help="Evaluate these servers of one model, as URL,URL, instead of --engineDir; Ray "
+        "distributes the questions. Default: --engineDir.",
+        rich_help_panel="Server",
     ),
 ]
 Dataset = Annotated[
     str | None,
     typer.Option(
         "--dataset",
-        help="Dataset: mt_bench, humaneval or gsm8k from packages; summaries or captions with "
-        "--dataFile; or a JSONL file of questions.",
+        help="Choose the dataset: mt_bench, humaneval or gsm8k from packages, summaries or "
+        "captions with --dataFile, or a JSONL file of questions. Default: none; "
+        "evaluating needs one.",
+        rich_help_panel="Model",
     ),
 ]
 DataFile = Annotated[
     Path | None,
     typer.Option(
         "--dataFile",
-        help="JSONL file of the dataset; required for summaries and captions.",
+        help="Read the dataset from this JSONL file, which summaries and captions need. "
+        "Default: the dataset's package.",
+        rich_help_panel="Model",
     ),
 ]
 OutputDir = Annotated[
     Path | None,
     typer.Option(
-        "--outputDir", help="Folder of answers, scores and report; resumes an interrupted run."
+        "--outputDir",
+        help="Write answers, scores and report to this folder, and resume an interrupted run "
+        "there. Default: none; evaluating needs one.",
+        rich_help_panel="Output",
     ),
 ]
 Limit = Annotated[
     int | None,
-    typer.Option("--limit", min=1, help="Number of questions, from the first. Default: all."),
+    typer.Option(
+        "--limit",
+        min=1,
+        help="Evaluate this many questions, from the first. Default: all questions.",
+        rich_help_panel="Limits",
+    ),
 ]
 MaxGenerateLength = Annotated[
-    int, typer.Option("--maxGenerateLength", min=1, help="Maximum tokens of each turn's answer.")
+    int,
+    typer.Option(
+        "--maxGenerateLength",
+        min=1,
+        help="Generate at most this many tokens for each turn. Default: {default} tokens.",
+        rich_help_panel="Limits",
+    ),
 ]
 Temperature = Annotated[
-    float, typer.Option("--temperature", min=0, help="Sampling temperature; 0 decodes greedily.")
+    float,
+    typer.Option(
+        "--temperature",
+        min=0,
+        help="Sample at this temperature; 0 decodes greedily.",
+        rich_help_panel="Sampling",
+    ),
 ]
 Seed = Annotated[
-    int, typer.Option("--seed", min=0, help="Sampling seed, used with temperatures above 0.")
+    int,
+    typer.Option(
+        "--seed",
+        min=0,
+        help="Set the seed of sampling, for temperatures above 0.",
+        rich_help_panel="Sampling",
+    ),
 ]
 Repeats = Annotated[
-    int, typer.Option("--repeats", min=1, help="Number of answers to each question.")
+    int,
+    typer.Option(
+        "--repeats",
+        min=1,
+        help="Generate this many answers to each question. Default: {default} answer.",
+        rich_help_panel="Sampling",
+    ),
 ]
 RunCode = Annotated[
     bool,
     typer.Option(
         "--runCode",
-        help="Run generated programs in a sandbox to score them. Default: code is not scored.",
+        help="Run generated programs in a sandbox to score them.",
+        rich_help_panel="Debug",
     ),
 ]
 Compare = Annotated[
     tuple[Path, Path] | None,
     typer.Option(
-        "--compare", metavar="A B", help="Compare two finished runs of the same questions."
+        "--compare",
+        metavar="A B",
+        help="Compare two finished runs of the same questions. Default: no comparison.",
+        rich_help_panel="Output",
     ),
 ]
 Convert = Annotated[
     Path | None,
     typer.Option(
         "--convert",
-        help="Only write the dataset's prompts to this file, in the format of GenAI-Perf.",
+        help="Only write the dataset's prompts to this file, in the format of GenAI-Perf. "
+        "Default: no file.",
+        rich_help_panel="Output",
     ),
 ]

@@ -17,32 +17,67 @@ if TYPE_CHECKING:
 
 app = App(SNAKE_CASE)
 
+Subject = Annotated[
+    Path,
+    typer.Argument(
+        metavar="DIR",
+        help="Inspect this Hugging Face checkpoint, .gguf file, bundle or engine.",
+        rich_help_panel="Model",
+    ),
+]
+Diff = Annotated[
+    Path | None,
+    typer.Option(
+        "--diff",
+        help="Compare with this folder or file of the same kind. Default: no comparison.",
+        rich_help_panel="Model",
+    ),
+]
+Verify = Annotated[
+    bool,
+    typer.Option(
+        "--verify",
+        help="Check all hashes; with --diff, compare the contents of tensors.",
+        rich_help_panel="Debug",
+    ),
+]
+Context = Annotated[
+    int,
+    typer.Option(
+        "--context",
+        min=0,
+        help="Estimate memory and speed with this many tokens in the KV cache. Default: "
+        "{default} tokens.",
+        rich_help_panel="Limits",
+    ),
+]
+AsJson = Annotated[
+    bool, typer.Option("--json", help="Print JSON instead of tables.", rich_help_panel="Output")
+]
+HtmlFile = Annotated[
+    Path | None,
+    typer.Option(
+        "--html",
+        help="Write a self-contained HTML page with plots to this file. Default: no page.",
+        rich_help_panel="Output",
+    ),
+]
 
-@app.command()
+
+@app.command(
+    common=("path", "--diff", "--verify", "--json", "--html"),
+    examples=(
+        "edgellm-inspect engine --verify",
+        "edgellm-inspect bundle --diff other_bundle --html page.html",
+    ),
+)
 def inspect(
-    path: Annotated[
-        Path,
-        typer.Argument(
-            metavar="DIR", help="Hugging Face checkpoint, .gguf file, bundle or engine to inspect."
-        ),
-    ],
-    diff: Annotated[
-        Path | None,
-        typer.Option("--diff", help="Compare with this folder or file of the same kind."),
-    ] = None,
-    verify: Annotated[
-        bool,
-        typer.Option("--verify", help="Check all hashes; with --diff, compare tensor contents."),
-    ] = False,
-    context: Annotated[
-        int,
-        typer.Option("--context", min=0, help="Tokens in the KV cache, for memory and speed."),
-    ] = 1024,
-    as_json: Annotated[bool, typer.Option("--json", help="Print JSON instead of tables.")] = False,
-    html: Annotated[
-        Path | None,
-        typer.Option("--html", help="Write a self-contained HTML page with plots. Default: none."),
-    ] = None,
+    path: Subject,
+    diff: Diff = None,
+    verify: Verify = False,
+    context: Context = 1024,
+    as_json: AsJson = False,
+    html: HtmlFile = None,
 ) -> None:
     """Show contents, memory, speed and origin of a checkpoint, bundle or engine."""
     from edgellm.core.artifact import check_output_file

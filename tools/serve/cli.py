@@ -51,7 +51,13 @@ if TYPE_CHECKING:
 app = App(CAMEL_CASE)
 
 
-@app.command()
+@app.command(
+    common=("--engineDir", "--host", "--port", "--apiKeyFile", "--spec"),
+    examples=(
+        "edgellm-serve --engineDir engine --port 8000",
+        "edgellm-serve --engineDir engine --host 0.0.0.0 --apiKeyFile keys.txt --eagle",
+    ),
+)
 @with_spec_flags
 def edgellm_serve(
     engine_dirs: EngineDirs,

@@ -7,18 +7,37 @@ from typing import Annotated
 
 import typer
 
-Host = Annotated[str, typer.Option("--host", help="Address to listen on.")]
-Port = Annotated[int, typer.Option("--port", min=0, max=65535, help="Port; 0 takes a free one.")]
+Host = Annotated[
+    str, typer.Option("--host", help="Listen on this address.", rich_help_panel="Server")
+]
+Port = Annotated[
+    int,
+    typer.Option(
+        "--port",
+        min=0,
+        max=65535,
+        help="Listen on this port; 0 takes a free one.",
+        rich_help_panel="Server",
+    ),
+]
 GrpcPort = Annotated[
     int | None,
-    typer.Option("--grpcPort", min=0, max=65535, help="Port of KServe's gRPC. Default: no gRPC."),
+    typer.Option(
+        "--grpcPort",
+        min=0,
+        max=65535,
+        help="Serve KServe's gRPC on this port. Default: no gRPC.",
+        rich_help_panel="Server",
+    ),
 ]
 EngineDirs = Annotated[
     list[str],
     typer.Option(
         "--engineDir",
         metavar="[NAME=]DIR",
-        help="Folder of llm_build; repeatable; further engines are loaded on demand.",
+        help="Serve the engine in this folder, which llm_build made; repeat it for further "
+        "engines, which are loaded on demand.",
+        rich_help_panel="Model",
     ),
 ]
 MultimodalEngineDirs = Annotated[
@@ -26,7 +45,9 @@ MultimodalEngineDirs = Annotated[
     typer.Option(
         "--multimodalEngineDir",
         metavar="[NAME=]DIR",
-        help="Folder of visual_build, for images; without NAME for the first engine.",
+        help="Encode images with the engine in this folder, which visual_build made; without "
+        "NAME it is for the first engine. Default: text only.",
+        rich_help_panel="Model",
     ),
 ]
 MemoryBudget = Annotated[
@@ -34,79 +55,154 @@ MemoryBudget = Annotated[
     typer.Option(
         "--memoryBudget",
         min=0.001,
-        show_default=False,
-        help="GB for loaded engines; the least recently used is unloaded. Default: no limit.",
+        help="Limit the memory of loaded engines, in GB; the least recently used one is "
+        "unloaded. Default: no limit.",
+        rich_help_panel="Limits",
     ),
 ]
 MetricsPort = Annotated[
     int | None,
-    typer.Option("--metricsPort", min=0, max=65535, help="Extra port of /metrics. Default: none."),
+    typer.Option(
+        "--metricsPort",
+        min=0,
+        max=65535,
+        help="Serve /metrics on this port, too. Default: the main port only.",
+        rich_help_panel="Server",
+    ),
 ]
 ApiKeyFile = Annotated[
     Path | None,
-    typer.Option("--apiKeyFile", help="File of API keys, one a line; requests need one of them."),
+    typer.Option(
+        "--apiKeyFile",
+        help="Require one of the API keys in this file, one a line. Default: no key.",
+        rich_help_panel="Server",
+    ),
 ]
 AllowNoKey = Annotated[
-    bool, typer.Option("--allowNoKey", help="Accept other machines without a key.")
+    bool,
+    typer.Option(
+        "--allowNoKey",
+        help="Accept requests of other machines without a key.",
+        rich_help_panel="Server",
+    ),
 ]
 ModelName = Annotated[
     str | None,
-    typer.Option("--modelName", help="Name of the only engine. Default: its folder's name."),
+    typer.Option(
+        "--modelName",
+        help="Name the only engine in requests. Default: its folder's name.",
+        rich_help_panel="Model",
+    ),
 ]
 SlotSavePath = Annotated[
     Path | None,
-    typer.Option("--slotSavePath", help="Folder of KV caches, saved at exit and loaded at start."),
+    typer.Option(
+        "--slotSavePath",
+        help="Save KV caches in this folder at exit, and load them at start. Default: no folder.",
+        rich_help_panel="Output",
+    ),
 ]
 QueueSize = Annotated[
-    int, typer.Option("--queueSize", min=1, help="Maximum of waiting requests; more fail with 429.")
+    int,
+    typer.Option(
+        "--queueSize",
+        min=1,
+        help="Let at most this many requests wait; more fail with status 429. Default: "
+        "{default} requests.",
+        rich_help_panel="Limits",
+    ),
 ]
 MaxStall = Annotated[
     float,
     typer.Option(
         "--maxStallMs",
         min=1,
-        help="Maximum ms of a forward pass that prefills while others decode.",
+        help="Limit a forward pass that prefills while other requests decode. Default: "
+        "{default} ms.",
+        rich_help_panel="Limits",
     ),
 ]
 RequestTimeout = Annotated[
-    float, typer.Option("--requestTimeout", min=0.1, help="Engine seconds of one request.")
+    float,
+    typer.Option(
+        "--requestTimeout",
+        min=0.1,
+        help="Limit the time of the engine for one request. Default: {default} s.",
+        rich_help_panel="Limits",
+    ),
 ]
 TotalTimeout = Annotated[
-    float, typer.Option("--totalTimeout", min=0.1, help="Seconds from arrival to the last byte.")
+    float,
+    typer.Option(
+        "--totalTimeout",
+        min=0.1,
+        help="Limit the time from a request's arrival to the last byte. Default: {default} s.",
+        rich_help_panel="Limits",
+    ),
 ]
 DrainTimeout = Annotated[
-    int, typer.Option("--drainTimeout", min=0, help="Seconds for requests to finish on SIGTERM.")
+    int,
+    typer.Option(
+        "--drainTimeout",
+        min=0,
+        help="Let running requests finish for this long after SIGTERM. Default: {default} s.",
+        rich_help_panel="Limits",
+    ),
 ]
 MaxBodyBytes = Annotated[
     int | None,
     typer.Option(
-        "--maxBodyBytes", min=1024, help="Maximum body of a request. Default: 1 MiB, images 32 MiB."
+        "--maxBodyBytes",
+        min=1024,
+        help="Limit the body of a request, in bytes. Default: 1 MiB, with images 32 MiB.",
+        rich_help_panel="Limits",
     ),
 ]
 ImageFolders = Annotated[
     list[Path] | None,
-    typer.Option("--allowImageFolder", help="Accept file:// URLs in this folder; repeatable."),
+    typer.Option(
+        "--allowImageFolder",
+        help="Accept file:// URLs of images in this folder; repeatable. Default: none.",
+        rich_help_panel="Server",
+    ),
 ]
 ImageHosts = Annotated[
     list[str] | None,
-    typer.Option("--allowImageHost", help="Accept http(s) URLs of this host; repeatable."),
+    typer.Option(
+        "--allowImageHost",
+        help="Accept http(s) URLs of images on this host; repeatable. Default: none.",
+        rich_help_panel="Server",
+    ),
 ]
 LoraModules = Annotated[
     list[str] | None,
-    typer.Option("--loraModule", help="NAME=FOLDER: LoRA adapter of the first engine; repeatable."),
+    typer.Option(
+        "--loraModule",
+        help="Load the LoRA adapter NAME=FOLDER for the first engine; repeatable. Default: none.",
+        rich_help_panel="Model",
+    ),
 ]
 LoraFolders = Annotated[
     list[Path] | None,
-    typer.Option("--allowLoraFolder", help="Clients may load adapters in this folder; repeatable."),
+    typer.Option(
+        "--allowLoraFolder",
+        help="Let clients load adapters in this folder; repeatable. Default: none.",
+        rich_help_panel="Server",
+    ),
 ]
 AllowOrigins = Annotated[
     list[str] | None,
-    typer.Option("--allowOrigin", help="Accept web pages of this origin, * of all; repeatable."),
+    typer.Option(
+        "--allowOrigin",
+        help="Accept web pages of this origin, or of all with *; repeatable. Default: none.",
+        rich_help_panel="Server",
+    ),
 ]
 ContextReuse = Annotated[
     bool,
     typer.Option(
         "--contextReuse/--noContextReuse",
         help="Reuse the KV cache of equal prefixes of earlier requests and their outputs.",
+        rich_help_panel="Limits",
     ),
 ]

@@ -20,35 +20,56 @@ app = App(SNAKE_CASE)
 BaseModel = Annotated[
     str,
     typer.Option(
-        "--base_model_dir", help="Base model: Hugging Face folder, .gguf file, or cached hub id."
+        "--base_model_dir",
+        help="Read this base model: a Hugging Face folder, a .gguf file, or a cached hub id.",
+        rich_help_panel="Model",
     ),
 ]
-Output = Annotated[Path, typer.Option("--output_dir", help="Folder to write the draft to.")]
+Output = Annotated[
+    Path,
+    typer.Option("--output_dir", help="Write the draft to this folder.", rich_help_panel="Output"),
+]
 Data = Annotated[
     list[Path] | None,
     typer.Option(
-        "--data", help='JSONL file of {"messages": [...]}; the base completes prompts. Repeatable.'
+        "--data",
+        help='Train on this JSONL file of {"messages": [...]}; the base completes prompts. '
+        "Repeatable. Default: none, but --self_prompts.",
+        rich_help_panel="Training",
     ),
 ]
 SelfPrompts = Annotated[
     int,
-    typer.Option("--self_prompts", min=0, help="Number of prompts that the base writes itself."),
+    typer.Option(
+        "--self_prompts",
+        min=0,
+        help="Train on this many prompts that the base writes itself. Default: {default} prompts.",
+        rich_help_panel="Training",
+    ),
 ]
 Work = Annotated[
     Path | None,
-    typer.Option("--work_dir", help="Folder of the run's state. Default: <output_dir>.training."),
+    typer.Option(
+        "--work_dir",
+        help="Keep the state of the run in this folder. Default: <output_dir>.training.",
+        rich_help_panel="Output",
+    ),
 ]
 InitFrom = Annotated[
     Path | None,
     typer.Option(
-        "--init_from", help="Draft whose weights training starts from. Default: the base's layers."
+        "--init_from",
+        help="Start from the weights of this draft. Default: the base's layers.",
+        rich_help_panel="Model",
     ),
 ]
 Taps = Annotated[
     str,
     typer.Option(
         "--hidden_taps",
-        help="Base layers whose inputs eagle3, dflash and dspark read. Default: 2,n/2,n-3.",
+        help="Read the inputs of these base layers for eagle3, dflash and dspark. Default: "
+        "layers 2, n/2 and n-3.",
+        rich_help_panel="Model",
     ),
 ]
 Ray = Annotated[
@@ -56,14 +77,18 @@ Ray = Annotated[
     typer.Option(
         "--ray",
         metavar="URL,URL",
-        help="Servers of the base that complete prompts; Ray distributes them. Default: none.",
+        help="Let these servers of the base complete the prompts, as URL,URL; Ray "
+        "distributes them. Default: none.",
+        rich_help_panel="Server",
     ),
 ]
 Method = Annotated[
     str,
     typer.Option(
         "--method",
-        help="Training method: eagle3, eagle (EAGLE-1, also for EAGLE-2), medusa, dflash, dspark.",
+        help="Choose the training method: eagle3, eagle (EAGLE-1, also for EAGLE-2), medusa, "
+        "dflash or dspark.",
+        rich_help_panel="Model",
     ),
 ]
 DraftVocabSize = Annotated[
@@ -71,12 +96,20 @@ DraftVocabSize = Annotated[
     typer.Option(
         "--draft_vocab_size",
         min=1,
-        help="Tokens of the draft's head with eagle3, dflash and dspark. Default: 8192.",
+        help="Set the vocabulary of the draft's head for eagle3, dflash and dspark. Default: "
+        "8192 tokens.",
+        rich_help_panel="Model",
     ),
 ]
 NumHeads = Annotated[
     int | None,
-    typer.Option("--num_heads", min=1, max=16, help="Number of Medusa heads. Default: 4."),
+    typer.Option(
+        "--num_heads",
+        min=1,
+        max=16,
+        help="Train this many Medusa heads. Default: 4 heads.",
+        rich_help_panel="Model",
+    ),
 ]
 BlockSize = Annotated[
     int | None,
@@ -84,13 +117,19 @@ BlockSize = Annotated[
         "--block_size",
         min=2,
         max=64,
-        help="Tokens of a block of dflash and dspark, with the newest token. Default: 8.",
+        help="Set the size of a block of dflash and dspark, with the newest token. Default: "
+        "8 tokens.",
+        rich_help_panel="Model",
     ),
 ]
 NumLayers = Annotated[
     int | None,
     typer.Option(
-        "--num_layers", min=1, max=16, help="Number of layers of dflash and dspark. Default: 2."
+        "--num_layers",
+        min=1,
+        max=16,
+        help="Set the number of layers of dflash and dspark. Default: 2 layers.",
+        rich_help_panel="Model",
     ),
 ]
 FeatureNoise = Annotated[
@@ -98,7 +137,8 @@ FeatureNoise = Annotated[
     typer.Option(
         "--feature_noise",
         min=0,
-        help="Width of uniform noise on eagle's hidden states. Default: 0.2.",
+        help="Set the width of uniform noise on eagle's hidden states. Default: 0.2.",
+        rich_help_panel="Training",
     ),
 ]
 Unrolls = Annotated[
@@ -107,7 +147,9 @@ Unrolls = Annotated[
         "--unrolls",
         min=1,
         max=16,
-        help="Consecutive draft steps: trained with eagle3, estimated with eagle. Default: 5.",
+        help="Draft this many consecutive steps; eagle3 trains them, eagle estimates them. "
+        "Default: 5 steps.",
+        rich_help_panel="Training",
     ),
 ]
 UnrollWeight = Annotated[
@@ -115,19 +157,28 @@ UnrollWeight = Annotated[
     typer.Option(
         "--unroll_weight",
         min=0,
-        help="Loss weight of step or head j is this to the power j. "
-        "Default: 0.9 with eagle3, else 0.8.",
+        help="Weight the loss of step or head j by this to the power j. Default: 0.9 with "
+        "eagle3, else 0.8.",
+        rich_help_panel="Training",
     ),
 ]
 MaxTokens = Annotated[
     int,
     typer.Option(
-        "--max_tokens", min=16, help="Maximum tokens of a conversation; longer ones are truncated."
+        "--max_tokens",
+        min=16,
+        help="Truncate longer conversations to this length. Default: {default} tokens.",
+        rich_help_panel="Limits",
     ),
 ]
 MaxNewTokens = Annotated[
     int,
-    typer.Option("--max_new_tokens", min=1, help="Maximum tokens that the base generates."),
+    typer.Option(
+        "--max_new_tokens",
+        min=1,
+        help="Let the base generate at most this many tokens. Default: {default} tokens.",
+        rich_help_panel="Limits",
+    ),
 ]
 SampledShare = Annotated[
     float,
@@ -135,42 +186,105 @@ SampledShare = Annotated[
         "--sampled_share",
         min=0,
         max=1,
-        help="Share of prompts completed by sampling.",
+        help="Complete this share of the prompts by sampling. Default: {default} of them.",
+        rich_help_panel="Sampling",
     ),
 ]
 Temperature = Annotated[
-    float, typer.Option("--temperature", min=0.01, help="Temperature of sampled completions.")
+    float,
+    typer.Option(
+        "--temperature",
+        min=0.01,
+        help="Sample completions at this temperature.",
+        rich_help_panel="Sampling",
+    ),
 ]
 HeldOut = Annotated[
     int,
     typer.Option(
-        "--held_out", min=1, help="Conversations that are held out to estimate the acceptance."
+        "--held_out",
+        min=1,
+        help="Hold out this many conversations, which estimate the acceptance. Default: "
+        "{default} conversations.",
+        rich_help_panel="Limits",
     ),
 ]
 CacheFeatures = Annotated[
     bool,
     typer.Option(
         "--cache_features/--no_cache_features",
-        help="Cache the base's hidden states on disk: (taps + 1) * hidden * 2 bytes a token.",
+        help="Cache the base's hidden states on disk, (taps + 1) * hidden * 2 bytes a token.",
+        rich_help_panel="Training",
     ),
 ]
 Epochs = Annotated[
-    int, typer.Option("--epochs", min=1, help="Number of passes over the conversations.")
+    int,
+    typer.Option(
+        "--epochs",
+        min=1,
+        help="Pass this many times over the conversations. Default: {default} epochs.",
+        rich_help_panel="Training",
+    ),
 ]
-LearningRate = Annotated[float, typer.Option("--learning_rate", min=0, help="Peak learning rate.")]
-WarmupSteps = Annotated[int, typer.Option("--warmup_steps", min=1, help="Steps of linear warm-up.")]
+LearningRate = Annotated[
+    float,
+    typer.Option(
+        "--learning_rate", min=0, help="Set the peak learning rate.", rich_help_panel="Training"
+    ),
+]
+WarmupSteps = Annotated[
+    int,
+    typer.Option(
+        "--warmup_steps",
+        min=1,
+        help="Warm the learning rate up linearly. Default: {default} steps.",
+        rich_help_panel="Training",
+    ),
+]
 BatchTokens = Annotated[
-    int, typer.Option("--batch_tokens", min=64, help="Maximum tokens of a training batch.")
+    int,
+    typer.Option(
+        "--batch_tokens",
+        min=64,
+        help="Limit a training batch to this many tokens. Default: {default} tokens.",
+        rich_help_panel="Limits",
+    ),
 ]
 GenerationBatch = Annotated[
     int,
-    typer.Option("--generation_batch", min=1, help="Prompts that the base completes per batch."),
+    typer.Option(
+        "--generation_batch",
+        min=1,
+        help="Complete this many prompts in one batch. Default: {default} prompts.",
+        rich_help_panel="Limits",
+    ),
 ]
 SaveEvery = Annotated[
-    int, typer.Option("--save_every", min=1, help="Steps between saves of the state.")
+    int,
+    typer.Option(
+        "--save_every",
+        min=1,
+        help="Save the state after this many steps. Default: {default} steps.",
+        rich_help_panel="Output",
+    ),
 ]
-Device = Annotated[str, typer.Option("--device", help="Device of the training: cpu, cuda or auto.")]
-Seed = Annotated[int, typer.Option("--seed", min=0, help="Seed of order, noise and sampling.")]
+Device = Annotated[
+    str,
+    typer.Option(
+        "--device",
+        help="Choose the device of the training: cpu, cuda or auto.",
+        rich_help_panel="Training",
+    ),
+]
+Seed = Annotated[
+    int,
+    typer.Option(
+        "--seed",
+        min=0,
+        help="Set the seed of order, noise and sampling.",
+        rich_help_panel="Training",
+    ),
+]
 
 
 @dataclass(frozen=True, slots=True)
@@ -213,7 +327,14 @@ _DEFAULTS = {  # hidden_taps "": `default_taps`
 }
 
 
-@app.command()
+@app.command(
+    common=("--base_model_dir", "--output_dir", "--data", "--method", "--epochs"),
+    examples=(
+        "edgellm-train-draft --base_model_dir model --data prompts.jsonl --output_dir draft",
+        "edgellm-train-draft --base_model_dir model --self_prompts 2000 --method "
+        "medusa --output_dir heads",
+    ),
+)
 def train_draft(
     base_model_dir: BaseModel,
     output_dir: Output,

@@ -31,7 +31,13 @@ if TYPE_CHECKING:
 app = App(SNAKE_CASE)
 
 
-@app.command()
+@app.command(
+    common=("bundle", "to", "--check"),
+    examples=(
+        "edgellm-transfer bundle user@robot:models/bundle",
+        "edgellm-transfer bundle user@robot:models/bundle --check",
+    ),
+)
 def transfer(
     bundle: Bundle = None,
     to: To = None,
